@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -123,6 +124,31 @@ def audit_table() -> str:
     formats = dict(zip(columns, ("{}", "±{:.0f}", "{:,.0f}", "{:.4f}"), strict=True))
     note = f"{weights.sum():,.0f} weights in {len(weights)} matrices, groups of {rows.group.iloc[0]:.0f}."
     return f"{markdown(table.set_axis(columns, axis=1), formats)}\n{note}\n"
+
+
+def proofs_table() -> str:
+    """What `ptxlab prove --all` decided, by subject, from its record."""
+    path = RESULTS / "proofs.json"
+    if not path.exists():
+        return MISSING
+    record = json.loads(path.read_text(encoding="utf-8"))
+    lines: dict[str, dict[str, Any]] = {}
+    for claim in record:
+        line = lines.setdefault(claim["subject"], {"subject": f"`{claim['subject']}`", "proved": [], "refuted": []})
+        line.setdefault(claim["verdict"], []).append(claim["name"])
+        line["seconds"] = line.get("seconds", 0.0) + claim["seconds"]
+    rows = [{name: _named(x) if isinstance(x, list) else x for name, x in line.items()} for line in lines.values()]
+    columns = ["subject", "proved", "refuted, as expected", "seconds"]
+    table = pd.DataFrame(rows)[["subject", "proved", "refuted", "seconds"]].set_axis(columns, axis=1)
+    wrong = [claim["name"] for claim in record if claim["verdict"] != claim["expect"]]
+    solvers = ", ".join(sorted({claim["solver"] for claim in record} - {"enumeration"}))
+    note = f"{len(record)} claims, {len(wrong)} not as expected; {solvers}, {sum(table.seconds):.0f} s of CPU time."
+    return f"{markdown(table, {'seconds': '{:.1f}'}, left=3)}\n{note}\n"
+
+
+def _named(claims: list[str]) -> str:
+    """Claims by name; of more than a screen can hold the first, the last and how many."""
+    return "; ".join(claims) if len(claims) <= 8 else f"all {len(claims)}, from {claims[0]} to {claims[-1]}"
 
 
 def attention_table() -> str:
@@ -275,5 +301,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "stalls": profiletables.stalls_section,
     "mistakes": showcase.page,
     "fence_bugs": showcase.fences,
+    "proofs": proofs_table,
     "pipelines": pipelines.section,
 }

@@ -1,4 +1,4 @@
-"""The `ptxlab` command. Every command takes `--json`; exit code 1 is a failed check, 2 is bad input."""
+"""The `ptxlab` command. Every command takes `--json`. Exit code 1: a failed check, 2: bad input, 3: undecided."""
 
 from collections.abc import Callable
 
@@ -11,6 +11,7 @@ from ptxlab.cli import (
     bench,
     cost,
     generate,
+    imports,
     init,
     perplexity,
     profile,
@@ -52,6 +53,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "weights": weights.weights,
         "audit": weights.audit,
         "quantize": quantize.quantize,
+        "import": imports.import_,
         "perplexity": perplexity.perplexity,
         "accuracy": accuracy.accuracy,
         "generate": generate.generate,

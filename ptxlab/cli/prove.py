@@ -16,6 +16,7 @@ from ptxlab.cli.common import (
     Grid,
     console,
     dims,
+    notes,
     print_json,
     progress_bar,
     refuse,
@@ -24,7 +25,7 @@ from ptxlab.cli.common import (
     written,
 )
 from ptxlab.io.files import save_arrays
-from ptxlab.prove import Claim, Outcome, decide, registered
+from ptxlab.prove import Claim, Decision, decide, registered
 from ptxlab.prove.solve import check_solver
 from ptxlab.runtime import Kernel, load
 from ptxlab.runtime.arguments import geometry, parse_integers
@@ -99,6 +100,9 @@ def prove(
         for one in claims:
             advance(f"{one.subject}: {one.name}")
             outcomes.append(decide(one, seconds=seconds, solver=solver))
+            if not notes.is_terminal and not as_json:  # a log instead of a bar
+                said = f"{one.subject}: {one.name}: {_verdict(outcomes[-1])}, {outcomes[-1].seconds:.2f} s"
+                notes.print(said, soft_wrap=True, highlight=False, markup=False)
     _report(outcomes, counterexample, as_json)
 
 
@@ -108,7 +112,7 @@ def _kernel(target: str) -> Kernel:
     return load(source, entry)
 
 
-def _report(outcomes: list[Outcome], path: Path | None, as_json: bool) -> None:
+def _report(outcomes: list[Decision], path: Path | None, as_json: bool) -> None:
     shown = next((o.explanation for o in outcomes if o.explanation and not o.as_expected), None)
     shown = shown or next((o.explanation for o in outcomes if o.explanation), None)
     if path is not None and shown is not None:
@@ -137,6 +141,6 @@ def _report(outcomes: list[Outcome], path: Path | None, as_json: bool) -> None:
         raise typer.Exit(UNDECIDED)
 
 
-def _verdict(outcome: Outcome) -> str:
+def _verdict(outcome: Decision) -> str:
     expected = " (as expected)" if outcome.claim.expect == "refuted" else ""
     return f"{outcome.verdict}{expected if outcome.as_expected else ''}"

@@ -1,9 +1,11 @@
 """Commands on kernels: `list`, `show`, `run`, `verify`."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +14,7 @@ import typer
 from rich.markup import escape
 from rich.syntax import Syntax
 
-from ptxlab import kernels, runtime
+from ptxlab import emulator, kernels, runtime
 from ptxlab.cli.common import (
     FAILED,
     PICTURES,
@@ -39,7 +41,15 @@ from ptxlab.cli.common import (
 from ptxlab.errors import ArgumentError, EmulationError
 from ptxlab.io.files import load_arrays, require_folder, save_arrays
 from ptxlab.kernels import holders
-from ptxlab.runtime.arguments import checks_of, in_order, merge_sizes, output_variant, parse_integers, parse_sizes
+from ptxlab.runtime.arguments import (
+    checks_of,
+    in_order,
+    merge_sizes,
+    output_variant,
+    parse_integers,
+    parse_sizes,
+    variant,
+)
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec
 from ptxlab.testing import annotations
@@ -153,7 +163,7 @@ def run(
     backend: Backend = None,
     check: Annotated[
         str,
-        typer.Option(help="Emulator checks, comma-separated: lanes, race, init, async, divergence, all; proxy."),
+        typer.Option(help="Emulator checks, comma-separated: lanes, race, init, async, divergence, all; float, proxy."),
     ] = "",
     late: Annotated[
         bool, typer.Option("--late", help="Emulator: complete asynchronous copies as late as allowed, not at once.")
@@ -161,6 +171,13 @@ def run(
     max_steps: Annotated[
         int | None, typer.Option(help="Emulator: stop after this many instructions per wave. Default: 10 million.")
     ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Emulator: list bank conflicts and uncoalesced accesses by source line.")
+    ] = False,
+    unneeded: Annotated[
+        bool,
+        typer.Option("--unneeded", help="Emulator: leave out each fence and wait in turn; list those no run needs."),
+    ] = False,
     unchecked: Annotated[bool, typer.Option("--unchecked", help="Skip input validation.")] = False,
     grid: Grid = None,
     block: Block = None,
@@ -184,36 +201,40 @@ def run(
         require_folder(outputs)
     arrays = load_arrays(inputs)
     checks, mode = checks_of("--check", check), "late" if late else "early"
+    if memory or unneeded:
+        option = "--memory" if memory else "--unneeded"
+        if backend == "gpu":
+            raise CommandLineError(f"{option} runs in the emulator: leave --backend gpu out")
+        backend = "emulator"
+    if unneeded:
+        given = {"--out": outputs, "--memory": memory or None, "--late": late or None}
+        refuse(given, "goes with one run, and --unneeded makes many: early, late, with seeds")
     spec, source, entry = kernels.resolve(target)
-    with _annotated(form, source.path), progress_bar(f"run {target}", None, quiet=as_json or form != "text"):
+    with _annotated(form, source.path):
         if spec is not None:
             only = {"--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
             refuse(only, f"is for files only: {spec.name} has a spec, which says it")
             sizes = {n: _size(spec, n, a) for n, a in arrays.items() if n not in {a.name for a in spec.args if a.shape}}
-            outcome = runtime.run_spec(
-                spec,
-                source,
-                {n: a for n, a in arrays.items() if n not in sizes},
-                sizes=sizes,
-                backend=backend,
-                checks=checks,
-                unchecked=unchecked,
-                wanted=output_variant(spec, None),
-                mode=mode,
-                max_steps=max_steps,
+            arrays = {n: a for n, a in arrays.items() if n not in sizes}
+            wanted = output_variant(spec, None)
+            launch: Callable[..., runtime.Outcome] = partial(
+                runtime.run_spec, spec, source, sizes=sizes, unchecked=unchecked, wanted=wanted
             )
         else:
             kernel = runtime.load(source, entry, defines=parse_integers("-D", define or []), arch=arch)
-            outcome = kernel(
-                *in_order(kernel.entry, kernel.signature, arrays),
-                grid=dims("grid", grid or "1"),
-                block=dims("block", block or "32"),
-                shared_bytes=shared or 0,
-                backend=backend,
-                checks=checks,
-                mode=mode,
-                max_steps=max_steps,
-            )
+            geometry = dims("grid", grid or "1"), dims("block", block or "32"), shared or 0
+
+            def launch(given: dict[str, np.ndarray], **how: Any) -> runtime.Outcome:
+                return kernel[geometry](*in_order(kernel.entry, kernel.signature, given), **how)
+
+        how: dict[str, Any] = {"backend": backend, "checks": checks, "max_steps": max_steps}
+        if unneeded:
+            if spec is not None:
+                solved = spec.sizes_of({n: a.shape for n, a in arrays.items()}, sizes)
+                kernel = runtime.Kernel.of(spec, source, variant(spec, solved, arrays, wanted))
+            return _unneeded(kernel, partial(launch, **how | {"checks": checks or emulator.CHECKS}), arrays, as_json)
+        with progress_bar(f"run {target}", None, quiet=as_json or form != "text"):
+            outcome = launch(arrays, mode=mode, count_banks=memory, **how)
     if outputs is not None:
         save_arrays(outputs, outcome.outputs)
     if form != "text":
@@ -224,9 +245,12 @@ def run(
                 "backend": outcome.backend,
                 "outputs": {n: {"dtype": str(a.dtype), "shape": list(a.shape)} for n, a in outcome.outputs.items()},
                 "findings": [asdict(f) for f in outcome.findings],
+                **({"memory": _memory_rows(outcome)} if memory else {}),
             }
         )
     else:
+        if memory:
+            _show_memory(_memory_rows(outcome))
         for finding in outcome.findings:
             console.print(escape(str(finding)), soft_wrap=True, highlight=False)
         wrote = ", ".join(f"{n} {a.dtype}{list(a.shape)}" for n, a in outcome.outputs.items())
@@ -246,6 +270,70 @@ def _annotated(form: str, path: str) -> Iterator[None]:
         if form != "text":
             sys.stdout.write(annotations.render(form, [annotations.of_error(error, annotations.relative(path))]))
         raise
+
+
+def _unneeded(
+    kernel: runtime.Kernel, launch: Callable[..., runtime.Outcome], arrays: dict[str, np.ndarray], as_json: bool
+) -> None:
+    """Show which fences and waits of a kernel its runs need."""
+
+    def attempt(mode: str, seed: int, without: frozenset[emulator.Statement]) -> emulator.Ran:
+        outcome = launch({n: a.copy() for n, a in arrays.items()}, mode=mode, seed=seed, without=without)
+        found = tuple(f"{f.kind} at {Path(f.path).name}:{f.line}" for f in outcome.findings)
+        return emulator.Ran(found, b"".join(a.tobytes() for a in outcome.outputs.values()))
+
+    statements = emulator.statements_of(kernel.module.entries[kernel.entry])
+    told = dict.fromkeys(statements, ("not tried", ""))
+    with progress_bar("unneeded", sum(s.is_tried for s in statements), quiet=as_json) as advance:
+        for need in emulator.needs_of(statements, attempt):
+            verdict = "needed" if need.why else "another does its work" if need.stands_in else "no run needed it"
+            told[need.statement] = verdict, need.why
+            advance(str(need.statement))
+    rows = [{**asdict(statement), "verdict": verdict, "why": why} for statement, (verdict, why) in told.items()]
+    if as_json:
+        return print_json(rows)
+    cells = [
+        (", from ".join(f"{Path(path).name}:{line}" for path, line in ((r["path"], r["line"]), *r["callers"][-1:])),
+         r["opcode"], r["verdict"], r["why"])
+        for r in rows
+    ]  # fmt: skip
+    console.print(table("Fences and waits", ("line", "instruction", "verdict", "without it"), cells))
+    console.print("Evidence, no proof: with these inputs, early, late and with 20 seeds (guide/checks.md).")
+
+
+def _memory_rows(outcome: runtime.Outcome) -> list[dict[str, Any]]:
+    """What the accesses of each source line cost beyond the least; the dearest first."""
+    costs: list[tuple[str, emulator.SharedAccess | emulator.GlobalAccess, int, int]] = []
+    costs += [("shared", a, a.wavefronts, a.wavefronts - a.conflicts) for a in outcome.shared]
+    costs += [("global", a, a.sectors, a.needed) for a in outcome.sectors]
+    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for space, access, took, needed in costs:
+        key = space, access.path, access.line
+        row = rows.setdefault(key, dict(zip(("space", "path", "line"), key, strict=True)) | {"instructions": []})
+        row["instructions"].append(next(word for word in access.text.split() if word[0] not in "@{"))
+        for name, count in (("requests", access.requests), ("took", took), ("needed", needed)):
+            row[name] = row.get(name, 0) + count
+    return sorted(rows.values(), key=lambda row: (row["space"], row["needed"] - row["took"], -row["took"]))
+
+
+def _show_memory(rows: list[dict[str, Any]]) -> None:
+    for space, title, unit in (
+        ("shared", "Shared memory: passes over the banks", "wavefronts"),
+        ("global", "Global memory: sectors of 32 bytes", "sectors"),
+    ):
+        cells = [
+            (
+                f"{Path(row['path']).name}:{row['line']}",
+                ", ".join(f"{n} x {op}" if n > 1 else op for op, n in Counter(row["instructions"]).items()),
+                *(f"{row[name]:,}" for name in ("requests", "took", "needed")),
+                f"{row['took'] - row['needed']:,}",
+            )
+            for row in rows
+            if row["space"] == space
+        ]
+        if cells:
+            columns = ("line", "instructions", "requests>", f"{unit}>", "needed>", "extra>")
+            console.print(table(title, columns, cells))
 
 
 def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int | float:

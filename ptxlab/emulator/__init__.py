@@ -12,32 +12,39 @@ Folders, each of which imports only those before it (`tests/emulator/test_layers
 """
 
 from ptxlab.emulator.chain import Chain, chain
-from ptxlab.emulator.core.findings import Finding, PackedOperand, SharedAccess
+from ptxlab.emulator.core.findings import Finding, GlobalAccess, PackedOperand, SharedAccess
 from ptxlab.emulator.front.ir import Entry, Instruction, Module, Variable
 from ptxlab.emulator.front.lane_annotation import LaneType
 from ptxlab.emulator.front.parse import parse
 from ptxlab.emulator.front.pointer_accesses import PointerAccess, accesses_of
-from ptxlab.emulator.launch import CHECKS, MAX_STEPS, MODES, STRICT, Result, run, size_of
+from ptxlab.emulator.launch import CHECKS, MAX_STEPS, MODES, ON_REQUEST, Result, run, size_of
+from ptxlab.emulator.unneeded import Need, Ran, Statement, needs_of, statements_of
 
 __all__ = [
     "CHECKS",
     "MAX_STEPS",
     "MODES",
-    "STRICT",
+    "ON_REQUEST",
     "Chain",
     "Entry",
     "Finding",
+    "GlobalAccess",
     "Instruction",
     "LaneType",
     "Module",
+    "Need",
     "PackedOperand",
     "PointerAccess",
+    "Ran",
     "Result",
     "SharedAccess",
+    "Statement",
     "Variable",
     "accesses_of",
     "chain",
+    "needs_of",
     "parse",
     "run",
     "size_of",
+    "statements_of",
 ]

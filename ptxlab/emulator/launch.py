@@ -11,17 +11,20 @@ from ptxlab.emulator import async_, ops, sync  # noqa: F401  (they enter their i
 from ptxlab.emulator.chain import Buffers, current
 from ptxlab.emulator.checks.bank_conflicts import BankConflicts
 from ptxlab.emulator.checks.divergence import Divergence
+from ptxlab.emulator.checks.float_values import FloatValues
 from ptxlab.emulator.checks.happens_before import HappensBefore
 from ptxlab.emulator.checks.in_flight import InFlight
 from ptxlab.emulator.checks.initialised import Initialised
 from ptxlab.emulator.checks.load_taint import LoadTaint
+from ptxlab.emulator.checks.mbarrier_life import MBarrierLife
 from ptxlab.emulator.checks.packed_lanes import PackedLanes
 from ptxlab.emulator.checks.race import Races
 from ptxlab.emulator.checks.race_cluster_exit import RaceClusterExit
 from ptxlab.emulator.checks.race_pdl import WAIT, RacePdl
+from ptxlab.emulator.checks.sectors import Sectors
 from ptxlab.emulator.checks.step_clock import StepClock
 from ptxlab.emulator.checks.wgmma_registers import RegistersInUse
-from ptxlab.emulator.core.findings import Finding, SharedAccess
+from ptxlab.emulator.core.findings import Finding, GlobalAccess, SharedAccess
 from ptxlab.emulator.core.machine import Machine
 from ptxlab.emulator.core.memory import ALIGN, BASE, Memory, Region
 from ptxlab.emulator.core.watcher import Watcher
@@ -29,6 +32,7 @@ from ptxlab.emulator.core.wave import LaunchState
 from ptxlab.emulator.front.ir import Entry, Module
 from ptxlab.emulator.front.parse import parse
 from ptxlab.emulator.front.types import Array
+from ptxlab.emulator.unneeded import Statement, leave_out
 from ptxlab.errors import ArgumentError, EmulationError
 from ptxlab.layout.tensor_map import TENSOR_MAP_BYTES, TensorMap
 from ptxlab.spec import MOST_BLOCKS
@@ -39,7 +43,7 @@ from ptxlab.validate import is_integer, is_one_of
 WAVE_LANES = 132 * 1024
 POISON = 0xCD  # what shared and local memory hold before they are written
 CHECKS = frozenset({"lanes", "race", "init", "async", "divergence"})
-STRICT = frozenset({"proxy"})  # known too, and not part of all: most kernels do without the fences that it asks for
+ON_REQUEST = frozenset({"float", "proxy"})  # not among `all`: what they report may be on purpose, or usual
 MODES = ("early", "late")
 LARGEST_CLUSTER = 16
 # Instructions that a wave of blocks dispatches, at some ten to a hundred microseconds each.
@@ -55,8 +59,8 @@ Sizes = tuple[Extent, Extent, Extent]  # of grid, block and cluster
 class Result:
     """What a run found, and how much it did: instructions dispatched (`steps`), and those times their lanes.
 
-    `shared` tells what every access to shared memory cost, in the order of the lines, if `count_banks` was asked for;
-    `variables` what the module's global variables hold at the end.
+    `shared` and `sectors` tell what every access to shared and to global memory cost, in the order of the lines, if
+    `count_banks` was asked for; `variables` what the module's global variables hold at the end.
     """
 
     findings: tuple[Finding, ...]
@@ -64,6 +68,7 @@ class Result:
     steps: int
     seconds: float
     shared: tuple[SharedAccess, ...] = ()
+    sectors: tuple[GlobalAccess, ...] = ()
     variables: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -85,22 +90,24 @@ def run(
     programmatic: bool = False,
     count_banks: bool = False,
     step_clock: bool = False,
+    without: Collection[Statement] = (),
 ) -> Result:
     """Run a kernel of a parsed module (or of PTX text).
 
     `entry` may be None if the module has one kernel. `args` in launch order: a C-contiguous array is a global buffer,
     modified in place once the kernel has ended; a `TensorMap` is one over such an array; a NumPy scalar is passed by
     value and has exactly the parameter's size; bytes are a struct passed by value. `grid`, `block` and `cluster` are
-    sizes in x, y, z; `shared_bytes` is dynamic shared memory. `checks` is any of `CHECKS` and `STRICT`; bounds and
+    sizes in x, y, z; `shared_bytes` is dynamic shared memory. `checks` is any of `CHECKS` and `ON_REQUEST`; bounds and
     alignment are always checked. `uninitialised` are positions in `args` of buffers whose contents count as never
     written, `after_wait` of those that the kernel before on the stream may still write when this one begins
-    (`race_pdl`);
-    `programmatic` is whether it may begin before that has ended, of which within a `chain` alone it is known what.
+    (`race_pdl`); `programmatic` is whether it may begin before that has ended, of which within a `chain` alone it is
+    known what.
     `mode` says when asynchronous operations complete: "early" at once, "late" when waited for, in an order drawn from
     `seed`; in "late" the lanes of a warp execute their strong stores (relaxed, volatile, release) at two times, too.
     `max_steps` bounds the instructions that a wave of blocks dispatches (None: `MAX_STEPS`); lanes that spin on what no
-    other will change are found before that. With `count_banks` the result tells what accesses to shared
-    memory cost; with `step_clock` every warp has a clock of its own (`step_clock`).
+    other will change are found before that. With `count_banks` the result tells what accesses to memory
+    cost; with `step_clock` every warp has a clock of its own (`step_clock`). `without` are fences and waits to
+    leave out (`unneeded`).
 
     Raises `ArgumentError` before anything runs; `UnknownInstruction`, `MemoryFault`, `Deadlock` and other
     `EmulationError`s with the place in the source. No array is modified then.
@@ -108,6 +115,7 @@ def run(
     started = time.perf_counter()
     module = parse(module) if isinstance(module, str) else module
     kernel = kernel_named(module, entry)
+    kernel = leave_out(kernel, without) if without else kernel
     sizes = size_of("grid", grid), size_of("block", block), cluster_of(kernel, size_of("cluster", cluster))
     checks, max_steps = frozenset(checks), MAX_STEPS if max_steps is None else max_steps
     chain = current()
@@ -151,10 +159,11 @@ def run(
             array.reshape(-1).view(np.uint8)[:] = launch.memory.arena[region.start : region.end]
     seconds = time.perf_counter() - started
     shared = tuple(sorted(launch.shared_accesses.values(), key=lambda access: access.line))
+    sectors = tuple(sorted(launch.global_accesses.values(), key=lambda access: access.line))
     starts = {v.name: (launch.addresses[id(v)] - BASE, v.size) for v in module.variables if v.space == "global"}
     variables = {name: launch.memory.arena[start : start + size].tobytes() for name, (start, size) in starts.items()}
     found = tuple(launch.findings.found.values())
-    return Result(found, launch.lane_instructions, launch.steps, seconds, shared, variables)
+    return Result(found, launch.lane_instructions, launch.steps, seconds, shared, sectors, variables)
 
 
 # Arguments, each refused by name where it cannot be
@@ -219,8 +228,8 @@ def check_launch(kernel: Entry, sizes: Sizes, shared_bytes: int, checks: frozens
     if not is_integer(shared_bytes) or shared_bytes < 0 or kernel.dynamic_offset + shared_bytes > 227 * 1024:
         rule = "has to fit 227 KB with the kernel's static shared memory"
         raise ArgumentError("shared_bytes", rule, repr(shared_bytes))
-    if unknown := checks - CHECKS - STRICT:
-        raise ArgumentError("checks", f"are {', '.join(sorted(CHECKS | STRICT))}", ", ".join(sorted(unknown)))
+    if unknown := checks - CHECKS - ON_REQUEST:
+        raise ArgumentError("checks", f"are {', '.join(sorted(CHECKS | ON_REQUEST))}", ", ".join(sorted(unknown)))
     if not is_one_of(mode, MODES):
         raise ArgumentError("mode", f"must be one of {', '.join(MODES)}", mode)
     if not is_integer(seed) or seed < 0:
@@ -277,8 +286,11 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
         yield StepClock(machine)
     if count_banks:
         yield BankConflicts(machine)
+        yield Sectors(machine)
     if "lanes" in checks:
         yield PackedLanes(machine)
+    if "float" in checks:
+        yield FloatValues(machine)
     if "init" in checks:
         yield Initialised(machine, taint)
     if "divergence" in checks and machine.launch.flow.aligned:
@@ -300,6 +312,8 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
             yield RacePdl(machine, order)
     if in_flight:
         yield in_flight
+    if "async" in checks and machine.launch.entry.uses("mbarrier.init"):
+        yield MBarrierLife(machine)
     if in_flight and machine.launch.entry.uses("wgmma"):
         yield RegistersInUse(machine)
 

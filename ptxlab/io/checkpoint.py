@@ -4,7 +4,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -98,16 +98,22 @@ class CheckpointFolder:
     names what is not there.
     """
 
+    _INDEX = "model.safetensors.index.json"
+    _PATTERNS: tuple[str, ...] = ("*.safetensors",)
+    _OPEN: Callable[[Path], Any] = Checkpoint
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        index = self.path / "model.safetensors.index.json"
+        self.metadata: dict[str, str] = {}
+        index = self.path / self._INDEX
         names = _indexed(index) if index.is_file() else {}
-        files = [self.path / name for name in sorted({*names.values()})] or sorted(self.path.glob("*.safetensors"))
+        files = [self.path / name for name in sorted({*names.values()})]
+        files = files or sorted({file for pattern in self._PATTERNS for file in self.path.glob(pattern)})
         if not files:
-            raise FileError(f"{self.path}: no .safetensors file")
-        self._files: dict[str, Checkpoint] = {}
+            raise FileError(f"{self.path}: no {' or '.join(self._PATTERNS).replace('*', '')} file")
+        self._files: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
-        for checkpoint in map(Checkpoint, files):
+        for checkpoint in map(type(self)._OPEN, files):
             for name, info in checkpoint.tensors.items():
                 if name in self.tensors:
                     raise FileError(f"{checkpoint.path}: {name} is in {self._files[name].path.name} too")
@@ -120,7 +126,13 @@ class CheckpointFolder:
         """The tensor `name`, as `Checkpoint.read` gives it."""
         if name not in self.tensors:
             raise ArgumentError("tensor", f"must be one of the {len(self.tensors)} tensors of {self.path}", name)
-        return self._files[name].read(name)
+        tensor: npt.NDArray[Any] = self._files[name].read(name)
+        return tensor
+
+    def read_bytes(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of the tensor `name`, as `Checkpoint.read_bytes` gives them."""
+        content: npt.NDArray[np.uint8] = self._files[name].read_bytes(name)
+        return content
 
 
 def _indexed(index: Path) -> dict[str, str]:

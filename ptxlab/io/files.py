@@ -19,7 +19,7 @@ CACHE_VARIABLE = "PTXLAB_CACHE_DIR"
 MAX_BYTES = 1 << 34  # an .npz that claims to hold more is refused before anything is allocated
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 # What zipfile, zlib and NumPy raise for content that is damaged, encrypted, or compressed in a way they do not know
-_DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError, EOFError, RuntimeError, MemoryError,
+DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError, EOFError, RuntimeError, MemoryError,
            OverflowError)  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
             return {name: np.array(archive[name], order="C") for name in archive.files}
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise FileError(f"{path}: not an .npz of plain arrays: {error}") from None
 
 

@@ -23,7 +23,8 @@ _GROUPED_SIZES = tuple(
 _SCALE_RULES = ("scale >= 1", "scale <= 16")
 _LQQ_RULES = (*_SCALE_RULES, "nibbles(qweight) * per_weight(scale) + per_weight(offset) <= 255")
 
-# What quantisers leave behind (`ptxlab.quant`), for weights q8 within low..high of their group; ties either way.
+# What quantisers leave behind (`ptxlab.quant`), for weights q8 within low..high of their group. Ties may go either way,
+# for other quantisers round otherwise; where that decides, the claim says so.
 _LQQ_SCALE = {
     "nearest": "rounds(scale[i//g], high[i//g] - low[i//g], 15)",
     "ceiling": "15*scale[i//g] - 15 < high[i//g] - low[i//g] <= 15*scale[i//g]",
@@ -47,15 +48,18 @@ _QOQ_WEIGHTS = (
 def _lqq_claims(holds: str) -> tuple[KernelClaim, ...]:
     """Exact by the rules; for every group that the quantiser can leave at a protective range, and at the next one."""
     found = [KernelClaim("by the rules", holds, _LQQ_RULES)]
-    for rounding, limit, expect in (
-        ("nearest", 119, "proved"), ("nearest", 120, "proved"), ("nearest", 121, "refuted"),
-        ("ceiling", 120, "proved"), ("ceiling", 121, "refuted"),
-    ):  # fmt: skip
+    cases: tuple[tuple[str, int, str, Literal["proved", "refuted"]], ...] = (
+        ("nearest", 119, "", "proved"), ("nearest", 120, "", "proved"), ("nearest", 121, "", "refuted"),
+        ("ceiling", 119, "", "proved"), ("ceiling", 120, "", "refuted"),
+        ("ceiling", 120, ", ties to even", "proved"), ("ceiling", 121, ", ties to even", "refuted"),
+    )  # fmt: skip
+    for rounding, limit, ties, expect in cases:
         extent = "high[i//g] - low[i//g]"
         scale = f"{_LQQ_SCALE[rounding]} or scale[i//g] == 1 and {extent} < 15 or scale[i//g] == 16 and {extent} > 240"
         unknowns = dict.fromkeys(("low", "high", "q8"), (-limit, limit))
-        name = f"quantised at {limit}, {rounding}"
-        found.append(KernelClaim(name, holds, (scale, *_LQQ_WEIGHTS), unknowns, expect))
+        weights = [text.replace("rounds(", "rounds_even(" if ties else "rounds(") for text in _LQQ_WEIGHTS]
+        name = f"quantised at {limit}, {rounding}{ties}"
+        found.append(KernelClaim(name, holds, (scale, *weights), unknowns, expect, alone=True))
     return tuple(found)
 
 
@@ -66,7 +70,7 @@ def _qoq_claims() -> tuple[KernelClaim, ...]:
 
     def quantised(limit: int, expect: Literal["proved", "refuted"]) -> KernelClaim:
         unknowns = {**dict.fromkeys(("low", "high", "q8", "step"), (-limit, limit)), "zero": (0, 15)}
-        return KernelClaim(f"quantised at {limit}", exact, _QOQ_WEIGHTS, unknowns, expect)
+        return KernelClaim(f"quantised at {limit}", exact, _QOQ_WEIGHTS, unknowns, expect, alone=True)
 
     return (
         KernelClaim("scale to 17", wraps, ("scale <= 17",)),
@@ -235,6 +239,7 @@ SPECS = (
                 "nothing borrows",
                 "(out[i] - (q4[i] - zero[i//g])*scale[i//g]) % 256 == 0",
                 (*_SCALE_RULES, "zero[i//g] <= q4[i]"),
+                alone=True,
             ),
         ),
         wrong=WrongByDesign(
@@ -300,7 +305,7 @@ SPECS = (
         value_rules=("scale > 0", f"scale <= {quant.MAX_INT4_SCALE}"),
         operations="2*R*K",
         claims=(
-            KernelClaim("rounded once", "out[i] == f16(q4[i]) * scale[i//g]", ("scale > 0",)),
+            KernelClaim("rounded once", "out[i] == f16(q4[i]) * scale[i//g]", ("scale > 0",), alone=True),
             KernelClaim("finite", "-65504 <= out[i] <= 65504", ("scale > 0", f"scale <= {quant.MAX_INT4_SCALE}")),
             KernelClaim("scale 8192", "-65504 <= out[i] <= 65504", ("scale > 0", "scale <= 8192"), expect="refuted"),
         ),

@@ -1,6 +1,7 @@
 """Where each element lives: fragments, packings with their exact inverses, swizzles, and the banks that they meet."""
 
 from ptxlab.layout.activations import from_fragment_order, from_swizzled_tiles, to_fragment_order, to_swizzled_tiles
+from ptxlab.layout.atom import pack_atom_strips, pack_pairs, unpack_atom_strips, unpack_pairs
 from ptxlab.layout.expert_weights import ExpertWeights, stack_experts
 from ptxlab.layout.kv_cache import HEAD_DIMS, KVCache, gather, scatter, write_slots
 from ptxlab.layout.nibbles import pack_comet, pack_s4, pack_u4, unpack_comet, unpack_s4, unpack_u4
@@ -28,8 +29,10 @@ __all__ = [
     "load",
     "pack",
     "pack_activations",
+    "pack_atom_strips",
     "pack_comet",
     "pack_pages",
+    "pack_pairs",
     "pack_s4",
     "pack_u4",
     "packed_names",
@@ -41,8 +44,10 @@ __all__ = [
     "to_swizzled_tiles",
     "unpack",
     "unpack_activations",
+    "unpack_atom_strips",
     "unpack_comet",
     "unpack_pages",
+    "unpack_pairs",
     "unpack_s4",
     "unpack_u4",
     "write_slots",

@@ -147,20 +147,21 @@ def ldmatrix(count: int, trans: bool = False) -> Fragment:
 
 
 @cache
-def mma_a(k: int) -> Fragment:
+def mma_a(k: int, bits: int | None = None) -> Fragment:
     """Operand A [16, k] of mma.sync m16n8k16 (16-bit), m16n8k32 (8-bit) or m16n8k64 (4-bit elements).
 
-    Raises ArgumentError for another k.
+    With `bits` also of the forms half as deep: m16n8k8, m16n8k16 and m16n8k32 of 16, 8 and 4 bits. Raises ArgumentError
+    for another k.
     """
-    bits = _mma_bits(k)
-    return _fragment(f"mma.m16n8k{k}.a", bits, 4, run=32 // bits, tile_rows=2)
+    bits = _mma_bits(k, bits)
+    return _fragment(_mma_name(k, bits, "a"), bits, k * bits // 64, run=32 // bits, tile_rows=2)
 
 
 @cache
-def mma_b(k: int) -> Fragment:
-    """Operand B [k, 8] of mma.sync m16n8k16, m16n8k32 or m16n8k64. Raises ArgumentError for another k."""
-    bits = _mma_bits(k)
-    return _fragment(f"mma.m16n8k{k}.b", bits, 2, run=32 // bits, tile_rows=1, transposed=True)
+def mma_b(k: int, bits: int | None = None) -> Fragment:
+    """Operand B [k, 8] of mma.sync; forms as in `mma_a`. Raises ArgumentError for another k."""
+    bits = _mma_bits(k, bits)
+    return _fragment(_mma_name(k, bits, "b"), bits, k * bits // 128, run=32 // bits, tile_rows=1, transposed=True)
 
 
 @cache
@@ -193,7 +194,15 @@ def wgmma_d(n: int, is_float: bool = False) -> Fragment:
     return _fragment(f"wgmma.m64n{n}.d", 32, n // 2, run=2, tile_rows=2, lanes=4 * WARP)
 
 
-def _mma_bits(k: int) -> int:
-    if k not in MMA_K:
+def _mma_bits(k: int, bits: int | None) -> int:
+    if bits is None and k not in MMA_K:
         raise ArgumentError("k", f"must be one of {', '.join(map(str, MMA_K))}", k)
-    return MMA_K[k]
+    bits = MMA_K[k] if bits is None else bits
+    if bits not in MMA_K.values() or k * bits not in (128, 256):
+        raise ArgumentError("k", "16, 8 or 4 bits, of which k are 128 or 256", f"k={k}, bits={bits}")
+    return bits
+
+
+def _mma_name(k: int, bits: int, operand: str) -> str:
+    """With the width where the depth does not tell it."""
+    return f"mma.m16n8k{k}{'' if MMA_K.get(k) == bits else f'.b{bits}'}.{operand}"

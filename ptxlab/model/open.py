@@ -9,9 +9,10 @@ import numpy as np
 
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io import weights
-from ptxlab.io.checkpoint import FLOATS, CheckpointFolder
+from ptxlab.io.checkpoint import FLOATS
 from ptxlab.io.gguf import GgufFile
 from ptxlab.io.tokenizer import Tokenizer
+from ptxlab.layout.foreign import ForeignCheckpoint
 from ptxlab.model.config import Config
 from ptxlab.model.floats import FloatModel, MappedLayers
 from ptxlab.model.folder import RECIPE, load
@@ -50,9 +51,9 @@ def open_model(
     """The model in float32, and its tokenizer.
 
     Args:
-        source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Qwen2, Yi, SmolLM); a .gguf
-            file of these families; "smollm2", which is downloaded unless it is cached; or the folder of a quantised
-            model, whose weights are dequantised.
+        source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Qwen2, Yi, SmolLM), also one
+            that other projects quantised (`layout.foreign`), which is dequantised; a .gguf file of these families;
+            "smollm2", which is downloaded unless it is cached; or the folder of a quantised model, dequantised.
         progress: called during the download with (bytes done, bytes in total).
 
     A layer is read from the file each time it is needed, so a large model occupies the memory of one layer. Names,
@@ -73,6 +74,11 @@ def open_model(
         model = dequantized(load(path))
         return model, open_tokenizer(path, model.config)
     return _open_folder(path)
+
+
+def tensor_name(part: str, layer: int) -> str:
+    """What a Hugging Face folder calls a matrix of a layer."""
+    return _HUGGING_FACE[part].format(layer)
 
 
 def is_quantized(path: Path) -> bool:
@@ -118,7 +124,7 @@ def _open_folder(path: Path) -> tuple[FloatModel, Tokenizer]:
         config = Config.from_json(path / "config.json")
     except ArgumentError as error:
         raise FileError(f"{path}: {error}") from None
-    file = CheckpointFolder(path)
+    file = ForeignCheckpoint(path)
     unused = {name for name in file.tensors if name.endswith("rotary_emb.inv_freq")}  # of old checkpoints
     if config.tied_head:
         unused.add(_HUGGING_FACE["head"])
@@ -155,7 +161,7 @@ def _model(weights: "_Weights", unused: set[str]) -> FloatModel:
 class _Weights:
     """A file's tensors by our names. `reordered(name, array)` puts rows into this project's order."""
 
-    file: GgufFile | CheckpointFolder
+    file: GgufFile | ForeignCheckpoint
     names: Mapping[str, str]
     config: Config
     reordered: Callable[[str, Any], Any] = lambda name, array: array

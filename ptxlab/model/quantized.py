@@ -89,10 +89,16 @@ class QuantizedModel:
 
 
 def packed_layer(
-    config: Config, layer: Layer, weights: Mapping[str, QuantizedWeight], layout: str = "strips", dtype: str = "float16"
+    config: Config,
+    layer: Layer,
+    weights: Mapping[str, QuantizedWeight],
+    layout: str = "strips",
+    dtype: str = "float16",
+    *,
+    unchecked: bool = False,
 ) -> LayerWeights:
-    """A layer for the kernels: norms and biases of the float layer, and quantised matrices by the names of `FUSED`."""
-    parts: dict[str, Any] = {name: pack(weight, layout) for name, weight in weights.items()}
+    """A layer for the kernels: norms and biases of the float layer, quantised matrices by the names of `FUSED`."""
+    parts: dict[str, Any] = {name: pack(weight, layout, unchecked=unchecked) for name, weight in weights.items()}
     if config.qkv_bias:
         biases = [layer[f"{part}_bias"] for part in FUSED["qkv"]]
         parts["qkv_bias"] = np.concatenate(biases).astype(np.float32)

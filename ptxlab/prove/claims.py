@@ -5,7 +5,18 @@ from dataclasses import dataclass, field
 from time import process_time
 from typing import Any
 
-from ptxlab.prove.solve import Answer, Enumeration, Explanation, Query, Verdict, ask, check_solver
+from ptxlab.errors import ArgumentError
+from ptxlab.prove.solve import (
+    Answer,
+    Enumeration,
+    Explanation,
+    Query,
+    Verdict,
+    ask,
+    check_solver,
+    contradict,
+    version_of,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Decision:
     """How a claim was decided: by which solver, or by trying all `cases`, in how many seconds of CPU time."""
 
     claim: Claim
@@ -50,7 +61,8 @@ class Outcome:
         """The outcome as JSON-ready values."""
         said = {key: getattr(self.claim, key) for key in ("subject", "name", "text", "expect")}
         how = {"verdict": self.verdict, "seconds": round(self.seconds, 3), "solver": self.solver}
-        return {**said, **how, "cases": self.cases, "counterexample": dict(self.counterexample)}
+        lines = list(self.explanation.lines) if self.explanation else []
+        return {**said, **how, "cases": self.cases, "counterexample": dict(self.counterexample), "lines": lines}
 
 
 Maker = Callable[[], Iterable[Claim]]
@@ -68,27 +80,33 @@ def registered() -> list[Claim]:
     return [claim for maker in _MAKERS for claim in maker()]
 
 
-def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Outcome:
-    """Decide one claim; `undecided` where the solver needs longer than `seconds`."""
+def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Decision:
+    """Decide one claim; `undecided` where the solver needs longer than `seconds`.
+
+    ArgumentError: no input satisfies its assumptions, so that it would hold of nothing.
+    """
     check_solver(solver)
     start = process_time()
     question = claim.build()
     if isinstance(question, Enumeration):
         found = question.counterexample
         verdict: Verdict = "proved" if found is None else "refuted"
-        return Outcome(claim, verdict, process_time() - start, "enumeration", question.cases, found or {})
+        return Decision(claim, verdict, process_time() - start, "enumeration", question.cases, found or {})
     answer, explanation = Answer("proved"), None
-    for query in [question] if isinstance(question, Query) else question:
+    queries = [question] if isinstance(question, Query) else question
+    for query in queries:
         left = seconds - (process_time() - start)
         answer = ask(query, seconds=left, solver=solver) if left > 0 else Answer("undecided")
         if answer.verdict == "refuted" and query.explain:
             explanation = query.explain(answer.model)
         if answer.verdict != "proved":
             break
-    return Outcome(claim, answer.verdict, process_time() - start, solver, 0, answer.model, explanation)
+    if answer.verdict == "proved" and any(contradict(query.assume) for query in queries[-1:]):
+        raise ArgumentError(claim.subject, "assumptions that some input satisfies", claim.text)
+    return Decision(claim, answer.verdict, process_time() - start, version_of(solver), 0, answer.model, explanation)
 
 
-def prove(claims: Iterable[Claim], *, seconds: float = 60.0, solver: str = "z3") -> Iterator[Outcome]:
+def prove(claims: Iterable[Claim], *, seconds: float = 60.0, solver: str = "z3") -> Iterator[Decision]:
     """Decide claims one after the other."""
     for claim in claims:
         yield decide(claim, seconds=seconds, solver=solver)

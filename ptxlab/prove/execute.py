@@ -62,7 +62,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Step:
+class LaneStep:
     """An annotated instruction that was executed: its lanes are to be computed wide (`@lanes`)."""
 
     instruction: Instruction
@@ -72,10 +72,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Trace:
+class SymbolicRun:
     """What a run left: annotated steps, and on which conditions something went wrong, with the reason."""
 
-    steps: list[Step]
+    steps: list[LaneStep]
     faults: list[tuple[Any, str]]
 
 
@@ -87,7 +87,7 @@ def execute(
     block: Index,
     threads: Sequence[tuple[Index, Index]],
     assume: Sequence[Any] = (),
-) -> Trace:
+) -> SymbolicRun:
     """Run threads (block index, thread index) of a launch on arguments in launch order, bitvectors or buffers.
 
     Buffers are written in place. NotModelled names the line of what cannot be followed.
@@ -119,10 +119,10 @@ class _Execution:
         self.guards: dict[int, Any] = {}  # of the lanes that execute now
         self.carry: list[Bits] = [FALSE for _ in threads]
         self.fresh = count()
-        self.steps: list[Step] = []
+        self.steps: list[LaneStep] = []
         self.faults: list[tuple[Any, str]] = []
 
-    def run(self) -> Trace:
+    def run(self) -> SymbolicRun:
         ready: dict[int, dict[int, Any]] = {0: dict.fromkeys(range(len(self.threads)), TRUE)}
         done = 0
         while ready:
@@ -138,7 +138,7 @@ class _Execution:
                         continue
                     place = ready.setdefault(target, {})
                     place[lane] = z3.simplify(z3.Or(place[lane], guard)) if lane in place else guard
-        return Trace(self.steps, self.faults)
+        return SymbolicRun(self.steps, self.faults)
 
     def refuse(self, instruction: Instruction, why: str) -> NoReturn:
         raise NotModelled(f"{instruction.where}: not modelled: {why}")
@@ -146,7 +146,7 @@ class _Execution:
     def possible(self, guard: Any) -> bool:
         """Whether a condition can hold at all; whatever cannot be told can."""
         if z3.is_true(guard) or z3.is_false(guard):
-            return z3.is_true(guard)
+            return bool(z3.is_true(guard))
         solver = z3.Solver()
         solver.set("timeout", 5000)
         return bool(solver.check(*self.assume, guard) != z3.unsat)
@@ -323,7 +323,7 @@ class _Execution:
         if instruction.lanes is not None:
             letters = [letter for letter in "abc" if letter in instruction.lanes]
             seen = {letter: sources["abc".index(letter)] for letter in letters}
-            self.steps.append(Step(instruction, guard, seen, results[0]))
+            self.steps.append(LaneStep(instruction, guard, seen, results[0]))
         if "cc" in known.out:
             flag = results[-1]
             self.carry[lane] = flag if z3.is_true(guard) else z3.If(guard, flag, self.carry[lane])

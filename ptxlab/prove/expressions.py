@@ -2,8 +2,9 @@
 
 `out[i] == q4[i]*scale[i//g] + offset[i//g] - 128` is exact integer arithmetic: nothing wraps. Operators are Python's
 (`+ - * // % << >> & | ^`, comparisons and their chains, `and`, `or`, `not`, `x if c else y`), functions `abs`, `min`,
-`max`, `clip(x, low, high)`, `implies(a, b)`, `rounds(q, a, b)` (q is a/b rounded to nearest, ties either way),
-`f16(x)`, `nibbles(words)`, `per_weight(a)`. An array without an index stands for the element that belongs to `i`.
+`max`, `clip(x, low, high)`, `implies(a, b)`, `rounds(q, a, b)` (q is a/b rounded to nearest, ties either way;
+`rounds_even`: to even), `f16(x)`, `nibbles(words)`, `per_weight(a)`. An array without an index stands for the element
+that belongs to `i`.
 """
 
 import ast
@@ -23,7 +24,7 @@ _FLOATS = {"f16": 16, "bf16": 16, "f32": 32}
 
 
 @dataclass(frozen=True)
-class View:
+class Elements:
     """An array in an expression, element by element.
 
     Attributes:
@@ -54,7 +55,7 @@ class View:
             return as_float(found, self.type)
         return Integer.signed(found) if self.type[0] == "s" else Integer.unsigned(found)
 
-    def typed(self, type_name: str) -> "View":
+    def typed(self, type_name: str) -> "Elements":
         """The same bytes as elements of another type."""
         kind, digits = type_name.rstrip("0123456789"), type_name.lstrip("usfb")
         if not (type_name in _FLOATS or (kind in ("u", "s") and digits.isdigit() and 1 <= int(digits) <= 64)):
@@ -72,6 +73,12 @@ def _rounds(q: Any, a: Any, b: Any) -> Any:
     return z3.And(twice <= b, twice >= -Integer.of(b))
 
 
+def _rounds_even(q: Any, a: Any, b: Any) -> Any:
+    """The same with ties to even."""
+    tie = Integer.of(2) * abs(Integer.of(q) * b - a) == b
+    return z3.And(_rounds(q, a, b), z3.Implies(tie, Integer.of(q) % 2 == 0))
+
+
 def _f16(x: Any) -> Any:
     if isinstance(x, float):
         return z3.FPVal(x, z3.FPSort(5, 11))
@@ -79,16 +86,16 @@ def _f16(x: Any) -> Any:
     return z3.fpSignedToFP(z3.RNE(), number.bits, z3.FPSort(5, 11))
 
 
-def _nibbles(words: View) -> View:
+def _nibbles(words: Elements) -> Elements:
     """The weights of micro-kernel words, in logical order: e0..e3 in the low nibbles of bytes 0..3, e4..e7 above."""
 
     def weight(index: int, bits: int) -> Bits:
         word, at = divmod(index, 8)
         first = 8 * (at % 4) + 4 * (at // 4)
-        return z3.Extract(first + 3, first, words.element(word, 32))
+        return z3.simplify(z3.Extract(first + 3, first, words.element(word, 32)))
 
     count = None if words.count is None else 8 * words.count
-    return View(f"nibbles({words.name})", weight, "u4", count, seen=words.seen)
+    return Elements(f"nibbles({words.name})", weight, "u4", count, seen=words.seen)
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -98,6 +105,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "clip": lambda x, low, high: _fold((_fold((x, low), lambda a, b: a >= b), high), lambda a, b: a <= b),
     "implies": lambda a, b: z3.Implies(a, b),
     "rounds": _rounds,
+    "rounds_even": _rounds_even,
     "f16": _f16,
     "nibbles": _nibbles,
     "per_weight": lambda x: x,
@@ -108,7 +116,7 @@ _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod, ast.LShift: operator.lshift, ast.RShift: operator.rshift, ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_, ast.BitXor: operator.xor, ast.Pow: operator.pow,
 }  # fmt: skip
-_COMPARE: dict[type, Callable[[Any, Any], Any]] = {
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }  # fmt: skip
@@ -135,7 +143,7 @@ def indexed_by_i(text: str) -> list[tuple[str, str]]:
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name) and node.slice.id == "i":
             base, type_name = node.value, ""
             if isinstance(base, ast.Attribute):
-                base, type_name = base.value, base.attr
+                type_name, base = base.attr, base.value
             if isinstance(base, ast.Name):
                 found.append((base.id, type_name))
     return found
@@ -169,7 +177,7 @@ def term(text: str, names: Mapping[str, Any], i: int, count: int | None = None) 
 
 def _element(x: Any, i: int, count: int | None) -> Any:
     """Of an array the element that belongs to `i`."""
-    if not isinstance(x, View):
+    if not isinstance(x, Elements):
         return x
     if x.count is not None and count:
         return x[i * x.count // count]
@@ -207,7 +215,7 @@ class _Evaluator(ast.NodeVisitor):
         found = self.visit(node.value)
         if isinstance(found, Mapping):
             return found[node.attr] if node.attr in found else self.visit_Name(ast.Name(node.attr))
-        if not isinstance(found, View):
+        if not isinstance(found, Elements):
             raise ValueError(f"{ast.unparse(node)}: only an array has types")
         return found.typed(node.attr)
 
@@ -215,7 +223,7 @@ class _Evaluator(ast.NodeVisitor):
         found, index = self.visit(node.value), self.value(node.slice)
         if isinstance(index, Integer):
             index = index.low if index.low == index.high else index
-        if not isinstance(found, View) or not isinstance(index, int):
+        if not isinstance(found, Elements) or not isinstance(index, int):
             raise ValueError(f"{ast.unparse(node)}: an array has elements by number")
         return found[index]
 
@@ -251,12 +259,15 @@ class _Evaluator(ast.NodeVisitor):
             found.append(self.compared(type(op), left, right))
         return z3.And([z3.BoolVal(f) if isinstance(f, bool) else f for f in found]) if len(found) > 1 else found[0]
 
-    def compared(self, op: type, left: Any, right: Any) -> Any:
+    def compared(self, op: type[ast.cmpop], left: Any, right: Any) -> Any:
         if z3.is_fp(left) or z3.is_fp(right):
             left, right = (x if z3.is_fp(x) else _f16(x) for x in (left, right))
             if op in (ast.Eq, ast.NotEq):  # the same number, -0 apart from 0, all NaNs alike
                 return left == right if op is ast.Eq else left != right
-            return {ast.Lt: z3.fpLT, ast.LtE: z3.fpLEQ, ast.Gt: z3.fpGT, ast.GtE: z3.fpGEQ}[op](left, right)
+            floats: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+                ast.Lt: z3.fpLT, ast.LtE: z3.fpLEQ, ast.Gt: z3.fpGT, ast.GtE: z3.fpGEQ,
+            }  # fmt: skip
+            return floats[op](left, right)
         return _COMPARE[op](left, right)
 
     def visit_Call(self, node: ast.Call) -> Any:
@@ -267,7 +278,7 @@ class _Evaluator(ast.NodeVisitor):
         return _FUNCTIONS[name](*(take(argument) for argument in node.args))
 
 
-def of_bytes(name: str, byte: Callable[[int], Bits], **more: Any) -> View:
+def of_bytes(name: str, byte: Callable[[int], Bits], **more: Any) -> Elements:
     """A view of bytes by offset, as elements of whatever width, lowest bits first."""
 
     def element(index: int, bits: int) -> Bits:
@@ -275,4 +286,4 @@ def of_bytes(name: str, byte: Callable[[int], Bits], **more: Any) -> View:
         octets = joined([byte(at) for at in range(first // 8, (first + bits - 1) // 8 + 1)])
         return z3.Extract(first % 8 + bits - 1, first % 8, octets) if octets.size() != bits else octets
 
-    return View(name, element, **more)
+    return Elements(name, element, **more)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,13 @@ from ptxlab import kernels, toolchain
 from ptxlab.emulator import LaneType
 from ptxlab.emulator.front.lane_annotation import operation_of
 from ptxlab.errors import ArgumentError
-from ptxlab.prove.claims import Claim, Query
-from ptxlab.prove.execute import Step
-from ptxlab.prove.expressions import View, formula, sides, term
+from ptxlab.prove.claims import Claim
+from ptxlab.prove.execute import LaneStep, SymbolicRun
+from ptxlab.prove.expressions import Elements, formula, sides, term
 from ptxlab.prove.integers import Integer
-from ptxlab.prove.problem import Problem, of_file, of_spec
 from ptxlab.prove.semantics import pieces
-from ptxlab.prove.solve import Explanation, Verdict
+from ptxlab.prove.solve import Explanation, Query, Verdict
+from ptxlab.prove.symbolic_launch import SymbolicLaunch, of_file, of_spec
 from ptxlab.runtime import Kernel
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch
@@ -30,18 +31,17 @@ def claims_of(spec: KernelSpec, sources: Sequence[Source]) -> Iterator[Claim]:
     """The claims on each source of a kernel: those of its spec, its `@lanes` annotations, and that a `.cu`, as NVRTC
     compiles it, stores what the `.ptx` does.
     """
+    if not spec.claims:
+        return
     usable = [s for s in sources if s.language == "ptx" or "nvrtc" not in toolchain.missing()]
     for source in usable:
         for claim in spec.claims:
             yield Claim(source.label, claim.name, claim.text, partial(query, spec, source, claim), claim.expect)
-        if "@lanes" in source.text or (source.language == "cu" and spec.claims):
-            said = KernelClaim("@lanes", "", spec.value_rules)
-            text = "no annotated lane carries, borrows or leaves its type"
-            text = f"{', '.join(spec.value_rules)} => {text}" if spec.value_rules else text
+        if (launch := of_spec(spec, source)).trace.steps:
+            said = KernelClaim("@lanes", "no annotated lane carries, borrows or leaves its type", spec.value_rules)
             expect: Verdict = "refuted" if spec.wrong and spec.wrong.overflows else "proved"
-            if (problem := of_spec(spec, source)).trace.steps:
-                yield Claim(source.label, "@lanes", text, partial(lane_queries, problem, said), expect)
-        if spec.claims and source.language == "cu" and sources[0].language == "ptx":
+            yield Claim(source.label, said.name, said.text, partial(lane_queries, launch, said), expect)
+        if source.language == "cu" and sources[0].language == "ptx":
             same = KernelClaim("equals the .ptx", "out == other.out", equals=f"{spec.name}.ptx")
             text = f"every byte equals {spec.name}.ptx's, for all inputs"
             yield Claim(source.label, same.name, text, partial(query, spec, source, same))
@@ -61,69 +61,70 @@ def claims_on_file(
     kernel: Kernel, claims: Sequence[str], assume: Sequence[str], where: Launch, other: Kernel | None = None
 ) -> Iterator[Claim]:
     """Claims on a kernel without a spec; without any, that it stores what `other` does, or its `@lanes` annotations."""
-    launch: dict[str, Any] = {"where": where, "assume": assume}
+    options: dict[str, Any] = {"where": where, "assume": assume}
     label = kernel.source.label
     if not claims and other is None:
-        problem = of_file(kernel, "", **launch)
-        if not problem.trace.steps:
+        launch = of_file(kernel, "", **options)
+        if not launch.trace.steps:
             raise ArgumentError(label, "--claim, --equals, or an instruction with // @lanes", "none")
         text = ", ".join([*assume, "@lanes"])
-        yield Claim(label, "@lanes", text, partial(lane_queries, problem, KernelClaim("@lanes", "", tuple(assume))))
+        yield Claim(label, "@lanes", text, partial(lane_queries, launch, KernelClaim("@lanes", "", tuple(assume))))
         return
     if not claims:
-        first = of_file(kernel, "", **launch)
+        first = of_file(kernel, "", **options)
         claims = [f"{name}.u8[i] == other.{name}.u8[i]" for name in first.outputs]
     for number, text in enumerate(claims, 1):
-        problem = of_file(kernel, text, **launch)
+        launch = of_file(kernel, text, **options)
         if other is not None:
-            problem = beside(problem, of_file(other, text, parameters=kernel.parameters, **launch))
+            launch = beside(launch, of_file(other, text, parameters=kernel.parameters, **options))
         claim = KernelClaim(f"claim {number}", text, tuple(assume))
-        yield Claim(label, claim.name, claim.text, partial(queries, problem, claim))
+        yield Claim(label, claim.name, claim.text, partial(queries, launch, claim))
 
 
 def query(spec: KernelSpec, source: Source, claim: KernelClaim) -> list[Query]:
     """The formulas of one claim on one source."""
-    problem = of_spec(spec, source)
+    launch = of_spec(spec, source, alone=claim.alone)
     if not claim.equals:
-        return queries(problem, claim)
+        return queries(launch, claim)
     other_spec, (other, *_) = kernels.find(claim.equals)
-    return queries(beside(problem, of_spec(other_spec, other)), claim)
+    return queries(beside(launch, of_spec(other_spec, other, alone=claim.alone)), claim)
 
 
-def beside(problem: Problem, other: Problem) -> Problem:
+def beside(launch: SymbolicLaunch, other: SymbolicLaunch) -> SymbolicLaunch:
     """A launch, and another on the same inputs, whose outputs are `other.NAME`; both have to store the same."""
     outputs = {name: other.names[name] for name in other.outputs}
-    return replace(problem, names={**problem.names, "other": outputs}, expected=(*problem.expected, *other.stored))
+    run = SymbolicRun(launch.trace.steps, [*launch.trace.faults, *other.trace.faults])
+    names, expected = {**launch.names, "other": outputs}, (*launch.expected, *other.stored)
+    return replace(launch, names=names, expected=expected, trace=run)
 
 
-def queries(problem: Problem, claim: KernelClaim) -> list[Query]:
+def queries(launch: SymbolicLaunch, claim: KernelClaim) -> list[Query]:
     """The formulas of a claim on what a launch stored: nothing goes wrong; and each word that it stores is right.
 
     One formula per word, for a solver is quick with a few lanes, and with more of them it is not.
     """
     limits: list[Any] = []
     unknowns = {name: _unknown(name, low, high, limits) for name, (low, high) in claim.unknowns.items()}
-    names = {**problem.names, **unknowns}
+    names = {**launch.names, **unknowns}
     words: dict[int, list[int]] = {}
-    for i in problem.stored:
-        words.setdefault(i * problem.bits // 32, []).append(i)
-    found = [_of_word(problem, names, claim, elements) for elements in words.values()]
+    for i in launch.stored:
+        words.setdefault(i * launch.bits // 32, []).append(i)
+    found = [_of_word(launch, names, claim, elements) for elements in words.values()]
     whole = [assumption for one in found for assumption in one.assume]
     faults = [
-        Query(z3.Not(guard), [*limits, *whole], {}, lambda _, why=why: Explanation([why], {}, ""))
-        for guard, why in problem.trace.faults
+        Query(z3.Not(guard), [*limits, *whole], {}, partial(_only_say, why)) for guard, why in launch.trace.faults
     ]
     return [*faults, *(replace(one, assume=[*limits, *one.assume]) for one in found)]
 
 
-def lane_queries(problem: Problem, said: KernelClaim) -> list[Query]:
+def lane_queries(launch: SymbolicLaunch, said: KernelClaim) -> list[Query]:
     """One formula for each annotated instruction of each thread: its lanes, computed wide, are what it stores."""
-    assume = {f.get_id(): f for i in problem.stored for text in said.assume
-              if (f := formula(text, problem.names, i, problem.count)) is not None}  # fmt: skip
-    return [_of_step(problem, step, list(assume.values())) for step in problem.trace.steps]
+    found = [formula(text, launch.names, i, launch.count) for i in launch.stored for text in said.assume]
+    assume = list({one.get_id(): one for one in found}.values())
+    return [_of_step(launch, step, assume) for step in launch.trace.steps]
 
 
-def _of_step(problem: Problem, step: Step, assume: list[Any]) -> Query:
+def _of_step(launch: SymbolicLaunch, step: LaneStep, assume: list[Any]) -> Query:
     types, operation = step.instruction.lanes or {}, operation_of(step.instruction.opcode)
     holds: list[Any] = []
     values: dict[str, Any] = {}
@@ -142,14 +143,17 @@ def _of_step(problem: Problem, step: Step, assume: list[Any]) -> Query:
     widths = {name: bits.size() for name, bits in values.items()}
 
     def explain(model: Mapping[str, int]) -> Explanation:
-        lines = [step.instruction.where]
+        at = step.instruction
+        lines = [f"{Path(at.path).name}:{at.line}: `{at.text}`"]
         for lane in range(types["d"].count):
             letters = [n for n in ("a", "b", "c", "d", "exact") if f"{n}[{lane}]" in widths]
             cells = (f"{n} = {number(f's{widths[k]}', model[k])}" for n in letters for k in [f"{n}[{lane}]"])
             lines.append(f"lane {lane}: {', '.join(cells)}")
-        return Explanation(lines, problem.arrays(model), f"{problem.command} --check lanes")
+        return Explanation(lines, launch.arrays(model), f"{launch.command} --check lanes")
 
-    return Query(question, assume, {**values, **_symbols([question, *assume])}, explain)
+    symbols = _symbols([question])
+    near = [a for a in assume if _symbols([a]).keys() <= symbols.keys()]  # the rest speaks of other threads
+    return Query(question, near, {**values, **symbols}, explain)
 
 
 def _lanes_of(bits: Any, lane_type: LaneType) -> list[Integer]:
@@ -162,22 +166,26 @@ def _within(x: Integer, lane_type: LaneType) -> Any:
     return z3.And(x >= low, x <= high)
 
 
-def _of_word(problem: Problem, names: Mapping[str, Any], claim: KernelClaim, elements: list[int]) -> Query:
+def _only_say(why: str, model: Mapping[str, int]) -> Explanation:
+    return Explanation([why], {}, "")
+
+
+def _of_word(launch: SymbolicLaunch, names: Mapping[str, Any], claim: KernelClaim, elements: list[int]) -> Query:
     assume, holds, rows = dict[int, Any](), [], dict[int, Seen]()
     right = sides(claim.holds)
     for i in elements:
         rows[i] = {}
         here = _watched(names, rows[i])
         for text in claim.assume:
-            found = formula(text, here, i, problem.count)
+            found = formula(text, here, i, launch.count)
             assume[found.get_id()] = found
-        holds.append(z3.And(problem.written(i), formula(claim.holds, here, i, problem.count)))
-        if right and (promised := _shown(term(right[1], here, i, problem.count))):
+        holds.append(z3.And(launch.written(i), formula(claim.holds, here, i, launch.count)))
+        if right and (promised := _shown(term(right[1], here, i, launch.count))):
             rows[i]["claimed"] = promised
         rows[i]["wrong"] = "", z3.Not(holds[-1])
     values = {_key(i, name): bits for i, row in rows.items() for name, (_, bits) in row.items()}
     values |= _symbols([*holds, *assume.values()])
-    return Query(z3.And(holds), list(assume.values()), values, partial(_explain, problem, rows))
+    return Query(z3.And(holds), list(assume.values()), values, partial(_explain, launch, rows))
 
 
 Seen = dict[str, tuple[str, Any]]  # `name[index]` -> type, bits
@@ -205,7 +213,7 @@ def _watched(names: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
     """The names, with what is asked of arrays entered into `seen`."""
     found = {}
     for name, x in names.items():
-        if isinstance(x, View):
+        if isinstance(x, Elements):
             x = replace(x, seen=seen)
         elif isinstance(x, Mapping):
             x = {key: replace(view, name=f"{name}.{view.name}") for key, view in _watched(x, seen).items()}
@@ -221,7 +229,7 @@ def _shown(x: Any) -> tuple[str, Any] | None:
     return None
 
 
-def _unknown(name: str, low: int, high: int, limits: list[Any]) -> View:
+def _unknown(name: str, low: int, high: int, limits: list[Any]) -> Elements:
     """An array of integers that nobody gave: each element is made when it is first spoken of."""
     made: dict[int, Integer] = {}
 
@@ -232,16 +240,16 @@ def _unknown(name: str, low: int, high: int, limits: list[Any]) -> View:
         return made[index].at(bits)
 
     bits = max(Integer.of(n).bits.size() for n in (low, high))
-    return View(name, element, f"s{bits}")
+    return Elements(name, element, f"s{bits}")
 
 
-def _explain(problem: Problem, rows: Mapping[int, Seen], model: Mapping[str, int]) -> Explanation:
+def _explain(launch: SymbolicLaunch, rows: Mapping[int, Seen], model: Mapping[str, int]) -> Explanation:
     """The lanes of a word that has a wrong one: each with all that its claim speaks of."""
     lines = []
     for i, row in rows.items():
         cells = [f"{name} = {number(kind, model[_key(i, name)])}" for name, (kind, _) in row.items() if kind]
         lines.append(f"{'wrong' if model[_key(i, 'wrong')] else 'right'}  i = {i}: {', '.join(cells)}")
-    return Explanation(lines, problem.arrays(model), problem.command)
+    return Explanation(lines, launch.arrays(model), launch.command)
 
 
 def number(kind: str, bits: int) -> str:

@@ -101,7 +101,7 @@ def _add(op: Opcode) -> Compute:
     bits, (low, high) = bits_of(t), limits(t)
     if saturate:
         return lambda a, b: extend(
-            clamped(wide(extend(a, bits + 1, True), extend(b, bits + 1, True)), low, high), bits, 1
+            clamped(wide(extend(a, bits + 1, True), extend(b, bits + 1, True)), low, high), bits, True
         )
     if not carry_in and not carry_out:
         return wide
@@ -188,7 +188,7 @@ def _dot(op: Opcode) -> Compute:
 @_operation("div", "rem", floating=False)
 def _div(op: Opcode) -> Compute:
     t, remainder = op.type(), op.name == "rem"
-    unsigned = z3.URem if remainder else z3.UDiv  # a divisor of 0 gives the dividend, or all ones, as GPUs do
+    unsigned: Compute = z3.URem if remainder else z3.UDiv  # a divisor of 0 gives the dividend, or all ones, as GPUs do
     if not is_signed(t):
         return unsigned
 
@@ -225,7 +225,8 @@ def _comparison(name: str, signed: bool) -> Compute:
     if signed:
         return {"lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
                 "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b}[name]  # fmt: skip
-    return {"lt": z3.ULT, "le": z3.ULE, "gt": z3.UGT, "ge": z3.UGE}[name]
+    unsigned: dict[str, Compute] = {"lt": z3.ULT, "le": z3.ULE, "gt": z3.UGT, "ge": z3.UGE}
+    return unsigned[name]
 
 
 _COMBINE: dict[str, Compute] = {"and": z3.And, "or": z3.Or, "xor": z3.Xor}
@@ -278,10 +279,12 @@ def _logic(op: Opcode) -> Compute:
         bits = bits_of(op.type())
         return lambda a: z3.If(a == 0, value(1, bits), value(0, bits))
     if op.type() == "pred":
-        return z3.Not if op.name == "not" else _COMBINE[op.name]
-    return {"and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "not": lambda a: ~a}[
-        op.name
-    ]
+        flags: dict[str, Compute] = {**_COMBINE, "not": z3.Not}
+        return flags[op.name]
+    words: dict[str, Compute] = {
+        "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "not": lambda a: ~a,
+    }  # fmt: skip
+    return words[op.name]
 
 
 @_operation("lop3", floating=False)
@@ -541,7 +544,7 @@ def _scalar(op: Opcode) -> Compute:
 
 # Floats: IEEE 754 as z3 has it, with the hardware's NaN
 
-_SORTS: dict[str, Any] = {"f16": (5, 11), "bf16": (8, 8), "f32": (8, 24), "f64": (11, 53)}
+_SORTS: dict[str, Any] = {"f16": (5, 11), "bf16": (8, 8), "f32": (8, 24)}
 _MODES: dict[str, Any] = {"rn": z3.RNE, "rz": z3.RTZ, "rm": z3.RTN, "rp": z3.RTP}
 
 
@@ -552,7 +555,7 @@ def as_float(x: Bits, type_name: str) -> Any:
 
 def float_bits(x: Any, type_name: str) -> Bits:
     """The bits of a number; those of the NaN that the hardware makes."""
-    nan = CANONICAL_NAN.get(type_name, 0x7FF8 << 48)
+    nan = CANONICAL_NAN[type_name]
     return z3.If(z3.fpIsNaN(x), value(nan, bits_of(type_name)), z3.fpToIEEEBV(x))
 
 
@@ -567,7 +570,7 @@ def _of_floats(type_name: str, compute: Compute) -> Compute:
 
 @_operation("add", "sub", "mul", "fma", floating=True)
 def _arithmetic(op: Opcode) -> Compute:
-    mode, t = _MODES[op.choice(*_MODES, default="rn")](), op.type()
+    mode, t = _MODES[op.choice(*_MODES, default="rn")](), op.type(*_SORTS, "f16x2", "bf16x2")
     function = {"add": z3.fpAdd, "sub": z3.fpSub, "mul": z3.fpMul, "fma": z3.fpFMA}[op.name]
     return _of_floats(t, lambda *numbers: function(mode, *numbers))
 
@@ -610,7 +613,7 @@ def _convert(op: Opcode) -> Compute:
     target, source = op.type(), op.type()
     bits, signed = bits_of(target), is_signed(source)
     if is_float(source) or is_float(target):
-        if saturate or target not in _SORTS:
+        if saturate or target not in _SORTS or (is_float(source) and source not in _SORTS):
             raise UnknownOpcode(op.text)
         to, rounding = z3.FPSort(*_SORTS[target]), _MODES[mode or "rn"]()
         if is_float(source):

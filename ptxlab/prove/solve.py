@@ -7,6 +7,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any, Literal
 
 from ptxlab.errors import ArgumentError, UnavailableError
@@ -72,6 +73,11 @@ def check_solver(solver: str) -> str:
     return solver
 
 
+def version_of(solver: str) -> str:
+    """`z3 5.4.1`: a solver that is here, for records."""
+    return f"{solver} {version('z3-solver' if solver == 'z3' else solver)}"
+
+
 def ask(query: Query, *, seconds: float = 60.0, solver: str = "z3") -> Answer:
     """Ask a solver; `undecided` where it needs longer than `seconds`."""
     import z3
@@ -97,6 +103,15 @@ def ask(query: Query, *, seconds: float = 60.0, solver: str = "z3") -> Answer:
     model = asked.model()
     taken = (model.eval(c, model_completion=True).as_long() for c in constants)
     return Answer("refuted", dict(zip(names.values(), taken, strict=True)))
+
+
+def contradict(assumptions: Sequence[Any]) -> bool:
+    """Whether no input satisfies all assumptions."""
+    import z3
+
+    asked = z3.Solver()
+    asked.set("timeout", 10_000)
+    return bool(asked.check(*assumptions) == z3.unsat)
 
 
 def _bits(z3: Any, value: Any) -> Any:

@@ -5,6 +5,20 @@ DLPack, bfloat16 too, are taken as NumPy's.
 """
 
 from ptxlab.quant.activations import QuantizedActivations, quantize_activations, token_scales
+from ptxlab.quant.affine import AffineWeight
+from ptxlab.quant.atom import (
+    ATOM_CODE,
+    ATOM_GROUPS,
+    ATOM_OUTLIERS,
+    ATOM_PAPER,
+    AtomRows,
+    AtomRules,
+    channel_sizes,
+    outlier_order,
+    quantize_atom_activations,
+    quantize_atom_weight,
+)
+from ptxlab.quant.fmpq import BlockRows, int8_blocks, quantize_block_weight, quantize_blocks
 from ptxlab.quant.inputs import GROUPS
 from ptxlab.quant.int4 import MAX_INT4_SCALE, Int4Weight, quantize_int4
 from ptxlab.quant.kv import KV_SCHEMES, KVScheme, QuantizedKV, calibrate_kv, quantize_kv
@@ -15,10 +29,18 @@ from ptxlab.quant.smooth import SmoothedAttention, smooth_attention
 from ptxlab.quant.two_level import TwoLevelWeight
 
 __all__ = [
+    "ATOM_CODE",
+    "ATOM_GROUPS",
+    "ATOM_OUTLIERS",
+    "ATOM_PAPER",
     "GROUPS",
     "KV_SCHEMES",
     "MAX_INT4_SCALE",
     "PROTECTIVE_RANGE",
+    "AffineWeight",
+    "AtomRows",
+    "AtomRules",
+    "BlockRows",
     "Int4Weight",
     "KVScheme",
     "LQQWeight",
@@ -31,9 +53,16 @@ __all__ = [
     "SmoothedAttention",
     "TwoLevelWeight",
     "calibrate_kv",
+    "channel_sizes",
+    "int8_blocks",
     "lqq_groups",
+    "outlier_order",
     "qoq_groups",
     "quantize_activations",
+    "quantize_atom_activations",
+    "quantize_atom_weight",
+    "quantize_block_weight",
+    "quantize_blocks",
     "quantize_int4",
     "quantize_kv",
     "quantize_level1",

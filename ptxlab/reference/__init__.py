@@ -19,8 +19,15 @@ from ptxlab.reference.dequant import (
 )
 from ptxlab.reference.exact import exact_lqq, exact_qoq, fits_s8, presub_wrong
 from ptxlab.reference.experts import combined, rows_by_expert, top_experts
-from ptxlab.reference.floats import bfloat16_bits, from_bfloat16_bits
-from ptxlab.reference.gemm import gemm_accumulators, gemm_accumulators_channel, gemm_epilogue
+from ptxlab.reference.floats import bfloat16_bits, fma, from_bfloat16_bits
+from ptxlab.reference.gemm import (
+    gemm_accumulators,
+    gemm_accumulators_channel,
+    gemm_add_groups,
+    gemm_epilogue,
+    gemm_group_sums,
+    rounded_to,
+)
 from ptxlab.reference.packed import as_bytes, as_words, replicate
 
 __all__ = [
@@ -54,16 +61,20 @@ __all__ = [
     "exact_qoq",
     "exponent",
     "fits_s8",
+    "fma",
     "from_bfloat16_bits",
     "gated",
     "gemm_accumulators",
     "gemm_accumulators_channel",
+    "gemm_add_groups",
     "gemm_epilogue",
+    "gemm_group_sums",
     "presub_wrong",
     "replicate",
     "rms_norm",
     "rope",
     "rope_tables",
+    "rounded_to",
     "rows_by_expert",
     "scale_rows",
     "top_experts",

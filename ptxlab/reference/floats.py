@@ -1,4 +1,4 @@
-"""bfloat16, which NumPy does not have, as its 16 bits."""
+"""What NumPy does not have: bfloat16, as its 16 bits, and a fused multiply-add."""
 
 from typing import TypeAlias
 
@@ -22,3 +22,21 @@ def from_bfloat16_bits(bits: U16) -> F32:
     """The f32 that these bits of a bfloat16 stand for, exactly."""
     require_dtype("bits", bits, np.uint16)
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def fma(a: F32, b: F32, c: F32) -> F32:
+    """a·b + c of finite f32, rounded once, as fma.rn.f32 has it where the result is finite.
+
+    The product is exact in float64. Of the sum the last bit is set if anything is missing (round to odd), from where
+    one more rounding gives what rounding the exact value would have given (Boldo and Melquiond).
+    """
+    product = a.astype(np.float64) * b.astype(np.float64)
+    addend = c.astype(np.float64)
+    total = product + addend
+    back = total - product
+    missing = (product - (total - back)) + (addend - back)
+    bits = total.view(np.int64)
+    outward = (missing < 0) == (total < 0)
+    odd = np.where((missing != 0) & (bits & 1 == 0), bits + np.where(outward, 1, -1), bits)
+    rounded: F32 = odd.view(np.float64).astype(np.float32)
+    return rounded

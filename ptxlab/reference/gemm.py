@@ -1,12 +1,13 @@
 """Integer matrix products and their epilogue, on logical arrays (LiquidGEMM §3, QServe §5.2)."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.reference.floats import bfloat16_bits
-from ptxlab.reference.packed import F32, S8, S32, U8, require_dtype
+from ptxlab.reference.floats import bfloat16_bits, fma
+from ptxlab.reference.packed import F16, F32, S8, S32, U8, require_dtype
 
 _EXACT_K = 2**53 // (128 * 255)  # float64 adds up so many products of bytes without a rounding
 
@@ -60,7 +61,49 @@ def gemm_epilogue(
     scaled = accumulators.astype(np.float32) * x_scale[:, None] * w_scale
     if bias is not None:
         scaled = scaled + bias
+    return rounded_to(scaled, out)
+
+
+def gemm_group_sums(x4: S8, w4: S8, x8: S8, w8: S8, group: int) -> Iterator[S32]:
+    """The integer sums of every group of INT4 channels in turn, then of the INT8 channels behind them (Atom §4).
+
+    Args:
+        x4, w4: INT4 channels s8 [M, K] and [N, K].
+        x8, w8: INT8 channels s8 [M, O] and [N, O]; where O is 0 their sum is 0.
+        group: K is a multiple of it.
+
+    Yields:
+        int32 [M, N], K/group + 1 times.
+    """
+    for k in range(0, x4.shape[1], group):
+        yield gemm_accumulators(x4[:, k : k + group], w4[:, k : k + group].astype(np.int32))
+    yield gemm_accumulators(x8, w8.astype(np.int32))
+
+
+def gemm_add_groups(sums: Iterable[S32], x_scale: F16, w_scale: F16, *, halves: bool = False) -> F32:
+    """Σ over groups of sum · (x_scale · w_scale), one fma after the other from 0 on: the order of the kernels.
+
+    A sum is exact in float32 up to 2^24, and so is the product of two FP16 scales, which `halves` rounds to FP16.
+
+    Args:
+        sums: int32 [M, N] of each group.
+        x_scale, w_scale: f16 [M, G] and [N, G].
+
+    Returns:
+        f32 [M, N].
+    """
+    total: F32 = np.zeros_like(x_scale, dtype=np.float32, shape=(len(x_scale), len(w_scale)))
+    for g, exact in enumerate(sums):
+        scale = x_scale[:, g, None].astype(np.float32) * w_scale[:, g].astype(np.float32)
+        if halves:
+            scale = scale.astype(np.float16).astype(np.float32)
+        total = fma(exact.astype(np.float32), scale, total)
+    return total
+
+
+def rounded_to(values: F32, out: str) -> npt.NDArray[Any]:
+    """f32 as `float32`, `float16`, or `bfloat16` (its bits, as uint16), rounded once."""
     if out == "bfloat16":
-        return bfloat16_bits(scaled)
+        return bfloat16_bits(values)
     with np.errstate(over="ignore"):  # beyond 65504 float16 is infinite, as on the GPU
-        return scaled.astype(out)
+        return values.astype(out)

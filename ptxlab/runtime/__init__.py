@@ -30,7 +30,7 @@ class Outcome:
         outputs: arrays that the kernel wrote, by argument name, of the caller's own kind (NumPy, CuPy, PyTorch ...).
         findings: what the emulator's checks report; empty on the GPU.
         lane_instructions: executed by the emulator; 0 on the GPU.
-        shared: what accesses to shared memory cost, if the emulator was asked to `count_banks`.
+        shared, sectors: what accesses to shared and global memory cost, if the emulator was asked to `count_banks`.
     """
 
     backend: str
@@ -38,6 +38,7 @@ class Outcome:
     findings: tuple[emulator.Finding, ...] = ()
     lane_instructions: int = 0
     shared: tuple[emulator.SharedAccess, ...] = ()
+    sectors: tuple[emulator.GlobalAccess, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class Kernel:
         count_banks: bool = False,
         max_steps: int | None = None,
         after_wait: Collection[str] = (),
+        without: Collection[emulator.Statement] = (),
     ) -> Outcome:
         """Launch on arrays (of any library), tensor maps and numbers in the order of the parameters.
 
@@ -141,7 +143,8 @@ class Kernel:
         (`signature`), an array of other elements is refused, and a Python number becomes what the parameter is; else
         numbers are NumPy scalars, as wide as the parameter. `after_wait` names parameters that the kernel may read only
         once it has waited for the one before it on the stream (griddepcontrol.wait), which the check for races looks at
-        then. `max_steps` bounds what the emulator does (`emulator.run`).
+        then. `max_steps` bounds what the emulator does, `without` are fences and waits that it leaves out
+        (`emulator.run`).
         """
         arguments.check_flags(count_banks=count_banks)
         usual = () if isinstance(backend, str) and backend == "gpu" else self.checks
@@ -152,6 +155,7 @@ class Kernel:
         where = arguments.geometry(grid, block, shared_bytes, cluster)
         backend = choose_backend(backend, self, where, on_device=any(map(on_device, shared)), checks=checks)
         how: dict[str, Any] = {"mode": mode, "seed": seed, "count_banks": count_banks, "max_steps": max_steps}
+        how["without"] = without
         result = self.launch(shared, where, backend=backend, checks=checks, after_wait=waits, **how)
         arrays = {n: a for n, a in zip(names, args, strict=True) if getattr(a, "shape", ()) != ()}
         return _outcome(backend, arrays, result)
@@ -217,6 +221,7 @@ def run_spec(
     programmatic: bool = False,
     count_banks: bool = False,
     max_steps: int | None = None,
+    without: Collection[emulator.Statement] = (),
 ) -> Outcome:
     """Run a spec's kernel from one of its sources. Everything is checked before anything is launched, but for the
     values of arrays on a device: looking at them would wait for it.
@@ -237,8 +242,10 @@ def run_spec(
         seed: orders whatever the emulator may do in any order.
         programmatic: whether it may begin before the launch before it has ended, in a chain of the emulator
             (`emulator.chain`); of no effect elsewhere.
-        count_banks: have the emulator count the wavefronts of shared memory, `Outcome.shared`.
+        count_banks: have the emulator count wavefronts of shared memory, `Outcome.shared`, and sectors of global
+            memory, `Outcome.sectors`.
         max_steps: instructions that the emulator dispatches at most per wave of blocks; None: `emulator.MAX_STEPS`.
+        without: fences and waits that the emulator leaves out.
     """
     checks = checks_of("checks", checks)
     written = [a.name for a in spec.args if a.role in ("out", "inout", "scratch")]
@@ -277,6 +284,7 @@ def run_spec(
         programmatic=programmatic,
         count_banks=count_banks,
         max_steps=max_steps,
+        without=without,
     )
     like = next(iter(inputs.values()))
     dtypes = {a.name: dtype_in(a.dtype, kernel.defines) for a in spec.outputs}
@@ -287,7 +295,7 @@ def run_spec(
 def _outcome(backend: str, outputs: dict[str, Any], result: emulator.Result | None) -> Outcome:
     if result is None:
         return Outcome(backend, outputs)
-    return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared)
+    return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared, result.sectors)
 
 
 _parsed = lru_cache(maxsize=32)(emulator.parse)  # a module is the same for every launch of it

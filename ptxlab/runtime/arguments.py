@@ -185,11 +185,11 @@ def on_device(arg: Any) -> bool:
 
 
 def checks_of(option: str, checks: str | Iterable[str]) -> frozenset[str]:
-    """Which of the emulator's checks are asked for: their names, or in one string `race`, `lanes,race`, `all`."""
+    """Which of the emulator's checks are asked for: their names, or in one string `race`, `lanes,race`, `all,float`."""
     if isinstance(checks, str):
         words = list(filter(None, map(str.strip, checks.split(","))))
         checks = [name for word in words for name in (emulator.CHECKS if word == "all" else (word,))]
-    known = emulator.CHECKS | emulator.STRICT
+    known = emulator.CHECKS | emulator.ON_REQUEST
     rule = f"some of {', '.join(sorted(known))}"
     if not isinstance(checks, Iterable) or isinstance(checks, np.ndarray):
         raise ArgumentError(option, rule, repr(checks))

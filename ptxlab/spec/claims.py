@@ -16,6 +16,7 @@ class KernelClaim:
         unknowns: integers that exist beside the inputs, with their limits: `q8[i]`, the weight that q4[i] came from.
         expect: `refuted` where the claim shows that the precondition cannot be wider.
         equals: another kernel, run on the same inputs, whose outputs are `other.out` in `holds`.
+        alone: on the first thread only, where it takes long: another claim covers what differs in others, addresses.
     """
 
     name: str
@@ -24,6 +25,7 @@ class KernelClaim:
     unknowns: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     expect: Literal["proved", "refuted"] = "proved"
     equals: str = ""
+    alone: bool = False
 
     @property
     def text(self) -> str:

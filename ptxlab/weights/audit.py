@@ -107,7 +107,7 @@ def audit_matrix(
                     overflows=_count_overflows(weight),
                     unsafe_groups=int(weight.overflows().sum()),
                     clipped=_count_clipped(weight, level1[protective_range]),
-                    relative_error=_relative_error(floats, weight),
+                    relative_error=relative_error(floats, weight),
                 )
             )
     return rows
@@ -227,7 +227,8 @@ def _count_clipped(weight: TwoLevelWeight, level1: Level1Weight) -> int:
     return int((2 * distance > np.repeat(weight.group_scale, weight.group, axis=1)).sum())
 
 
-def _relative_error(w: F32, weight: TwoLevelWeight) -> float:
+def relative_error(w: F32, weight: TwoLevelWeight) -> float:
+    """||W - W'||_F / ||W||_F, W' as it would be without overflow."""
     difference = w - reference.scale_rows(weight.exact_level1(), weight.channel_scale)
     norm = _norm(w)
     return _norm(difference) / norm if norm else 0.0

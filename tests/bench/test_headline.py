@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import bench, gpu, sources
+from ptxlab import bench, gpu, kernels, sources
 from ptxlab.bench import gemm
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.gemm import chain, grouped, headline, problem, quantiser, steps
+from ptxlab.bench.gemm import chain, grouped, headline, problem, quantiser, steps, w4a4
 from ptxlab.bench.gemm.points import Point
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import (
@@ -224,6 +224,26 @@ def test_w8a8_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
     assert steps.w8a8_of(["gemm_w4a8_qoq_sm80"]) == []
     (row,) = steps.layer_rows(SMALL, steps.w8a8_of(names()), {3: FP8}, stream_us, quiet, steps.W8A8)
     assert (row.measure, row.kernel, row.face, row.peers) == ("w8a8", "gemm_w4a8_lqq_sm90", "", FP8)
+
+
+def test_w4a4_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
+    """The steps for sm_80 on one matrix alone; what is left of K behind the outliers is INT4."""
+    every = [spec.name for spec in kernels.specs().values() if "w4a4" in spec.name]
+    emulated_gpu.setattr(w4a4, "TOKENS", (3, 5))
+    assert list(w4a4.layer_rows(SMALL, ["gemm_w4a8_sm90"], {}, stream_us, quiet)) == []
+    rows = list(w4a4.layer_rows(SMALL, every, {3: FP8, 5: FP8}, stream_us, quiet))
+    assert [(row.measure, row.kernel, row.sizes["M"]) for row in rows] == [
+        ("w4a4", "gemm_w4a4_sm90", M) for M in (3, 5)
+    ]
+    assert rows[0].sizes == {"M": 3, "N": 128, "K": 128, "outliers": 128, "g": 128} and rows[0].peers == FP8
+    assert rows[0].operations == 2 * 3 * 128 * 256
+    emulated_gpu.setattr(w4a4, "LADDER_LAYER", SMALL)
+    ladder_rows = list(w4a4.layer_rows(SMALL, every, {3: FP8, 5: FP8}, stream_us, quiet))
+    assert [row.kernel for row in ladder_rows[::2]] == every and len({row.key for row in ladder_rows}) == 8
+    emulated_gpu.setattr(w4a4, "LLAMA", (SMALL,))
+    assert [(step.spec.name, sizes["M"]) for step, sizes in w4a4.points(every)] == [
+        (n, M) for n in every for M in (3, 5)
+    ]
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -141,7 +142,7 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("run", "dequant_lqq", "--in", "missing.npz"), "missing.npz: cannot be read: No such file"),
         (
             ("run", "dequant_lqq", "--in", "{lqq}", "--check", "everything"),
-            "--check: some of async, divergence, init, lanes, proxy, race (got everything)",
+            "--check: some of async, divergence, float, init, lanes, proxy, race (got everything)",
         ),
         (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "tpu"), "backend: one of gpu, emulator (got tpu)"),
         (("run", "missing/kernel.ptx", "--in", "{lqq}"), "kernel.ptx: cannot be read: No such file"),
@@ -496,3 +497,59 @@ def test_run_tells_findings_as_annotations(cli: Any, tmp_path: Path, monkeypatch
     assert code == 1 and found["kind"] == "MemoryFault" and found["path"] == "add4.ptx" and "out of bounds" in err
     assert cli(*run, "xml")[::2] == (2, "error: --format expects one of text, github, sarif, json, got xml\n")
     assert cli(*run, "json", "--json")[::2] == (2, "error: --json prints all there is: leave --format out\n")
+
+
+TRANSPOSE = """extern "C" __global__ void transpose(float* out, const float* in) {
+    __shared__ float tile[32][32];
+    tile[threadIdx.x][threadIdx.y] = in[threadIdx.y * 32 + threadIdx.x];
+    __syncthreads();
+    float x = tile[threadIdx.x][threadIdx.y];
+    out[threadIdx.x * 32 + threadIdx.y] = x;
+}
+"""
+
+
+def test_memory_by_source_line(cli: Any, tmp_path: Path) -> None:
+    """A table by line of the .cu, the dearest first; in JSON the same figures."""
+    (tmp_path / "t.cu").write_text(TRANSPOSE)
+    np.savez(tmp_path / "in.npz", out=np.zeros(1024, np.float32), **{"in": np.zeros(1024, np.float32)})
+    command = ("run", tmp_path / "t.cu", "--in", tmp_path / "in.npz", "--block", "32,32", "--memory")
+    code, out, _ = cli(*command)
+    assert code == 0 and re.search(r"t\.cu:3 +st\.shared\.\w+ +32 +1,024 +32 +992", out)
+    assert re.search(r"t\.cu:6 +st\.global\.\w+ +32 +1,024 +128 +896", out)
+    assert out.index("t.cu:6") < out.rindex("t.cu:3")
+    code, out, _ = cli(*command, "--json")
+    rows = {(r["space"], r["line"]): (r["requests"], r["took"], r["needed"]) for r in json.loads(out)["memory"]}
+    assert rows == {("global", 3): (32, 128, 128), ("global", 6): (32, 1024, 128), ("shared", 3): (32, 1024, 32),
+                    ("shared", 5): (32, 1024, 32)}  # fmt: skip
+    code, _, err = cli(*command, "--backend", "gpu")
+    assert code == 2 and "--memory runs in the emulator" in err
+
+
+REVERSE = """extern "C" __global__ void reverse(int* a) {
+    __shared__ int s[64];
+    s[threadIdx.x] = a[threadIdx.x];
+    __syncthreads();
+    a[threadIdx.x] = s[63 - threadIdx.x];
+}
+"""
+
+
+def test_unneeded_fences_and_waits(cli: Any, tmp_path: Path) -> None:
+    """Of two barriers in a row one will do. The kernel's array is the same in each run."""
+    barrier = "__syncthreads();"
+    (tmp_path / "r.cu").write_text(REVERSE.replace(barrier, f"{barrier}\n{barrier}"))
+    np.savez(tmp_path / "in.npz", a=np.arange(64, dtype=np.int32))
+    command = ("run", tmp_path / "r.cu", "--in", tmp_path / "in.npz", "--block", "64", "--unneeded")
+    code, out, _ = cli(*command)
+    assert code == 0 and re.search(r"r\.cu:4 +bar\.sync +no run needed it", out)
+    assert re.search(r"r\.cu:5 +bar\.sync +another does its work", out) and "Evidence, no proof" in out
+    code, _, err = cli(*command, "--late")
+    assert code == 2 and "--late goes with one run, and --unneeded makes many" in err
+    (tmp_path / "r.cu").write_text(REVERSE)
+    code, out, _ = cli(*command, "--json")
+    (row,) = json.loads(out)
+    assert (code, row["line"], row["verdict"], row["why"]) == (0, 4, "needed", "early: race at r.cu:5")
+    (tmp_path / "r.cu").write_text(REVERSE.replace(barrier, "__syncwarp();"))
+    code, out, err = cli(*command)
+    assert code == 1 and "a finding with all fences and waits in place: race at r.cu:5" in err

@@ -121,12 +121,15 @@ def _matrix_cases() -> list[FragmentCase]:
     return cases
 
 
+BITS = {"f16": 16, "bf16": 16, "s8": 8, "u8": 8, "s4": 4, "u4": 4}
 # k of m16n8k, D, A, B
 MMA_TYPES = (
     (16, "f32", "f16", "f16"), (16, "f32", "bf16", "bf16"), (16, "f16", "f16", "f16"),
     (32, "s32", "s8", "s8"), (32, "s32", "u8", "u8"), (32, "s32", "u8", "s8"), (32, "s32", "s8", "u8"),
     (64, "s32", "s4", "s4"), (64, "s32", "u4", "u4"), (64, "s32", "u4", "s4"),
 )  # fmt: skip
+# The other forms of 4 bits.
+S4_TYPES = ((64, "s32", "s4", "u4"), *((32, "s32", a, b) for a in ("s4", "u4") for b in ("s4", "u4")))
 
 
 def _operand(stream: np.random.RandomState, dtype: str, shape: tuple[int, int]) -> np.ndarray:
@@ -149,24 +152,24 @@ def _spread(stream: np.random.RandomState, dtype: str, shape: tuple[int, int]) -
     return numbers.astype({"f16": "f2", "f32": "f4"}[dtype]).view(np.uint32)[..., 0]
 
 
-def _mma_cases(rounded: bool = False) -> list[FragmentCase]:
+def _mma_cases(rounded: bool = False, types: tuple[tuple[int, str, str, str], ...] = MMA_TYPES) -> list[FragmentCase]:
     """D = A·B + C of one warp."""
     cases = []
-    for k, d, a, b in MMA_TYPES:
+    for k, d, a, b in types:
         name = f"{'rounded_' * rounded}mma_m16n8k{k}_{d}_{a}_{b}"
         stream = _random(name)
-        count = 2 if d == "f16" else 4
+        count, halves = 2 if d == "f16" else 4, k * BITS[a] // 128
         if rounded and d == "s32":
             continue
         if rounded:
-            inputs = {"a": _spread(stream, a, (WARP, 4)), "b": _spread(stream, b, (WARP, 2))}
+            inputs = {"a": _spread(stream, a, (WARP, 2 * halves)), "b": _spread(stream, b, (WARP, halves))}
             inputs["c"] = _spread(stream, d, (WARP, count))
         else:
-            inputs = {"a": _operand(stream, a, (WARP, 4)), "b": _operand(stream, b, (WARP, 2))}
+            inputs = {"a": _operand(stream, a, (WARP, 2 * halves)), "b": _operand(stream, b, (WARP, halves))}
             c = stream.randint(-1000, 1000, (WARP, count * (2 if d == "f16" else 1)))
             inputs["c"] = c.astype({"s32": "i4", "f32": "f4", "f16": "f2"}[d]).view(np.uint32)
-        operands = f"{_names('d', count)}, {_names('a', 4)}, {_names('b', 2)}, {_names('c', count)}"
-        body = [_load("a", "a", 4), _load("b", "b", 2), _load("c", "c", count),
+        operands = f"{_names('d', count)}, {_names('a', 2 * halves)}, {_names('b', halves)}, {_names('c', count)}"
+        body = [_load("a", "a", 2 * halves), _load("b", "b", halves), _load("c", "c", count),
                 f"mma.sync.aligned.m16n8k{k}.row.col.{d}.{a}.{b}.{d} {operands};", _store("d", count)]  # fmt: skip
         declare = f".reg .b32 %a<4>, %b<2>, %c<{count}>, %d<{count}>;"
         ptx = _module(name, list(inputs), 16, declare, "\n    ".join(body))
@@ -222,3 +225,8 @@ def fragment_cases() -> list[FragmentCase]:
 def rounded_cases() -> list[FragmentCase]:
     """Floating-point MMAs whose results depend on how the hardware adds: they bound its distance from exact sums."""
     return _mma_cases(rounded=True)
+
+
+def s4_cases() -> list[FragmentCase]:
+    """MMAs of 4 bits beyond those in `fragment_cases`."""
+    return _mma_cases(types=S4_TYPES)

@@ -9,10 +9,11 @@ from ptxlab import emulator, toolchain
 from ptxlab.layout.descriptors import MatrixDescriptor
 from ptxlab.layout.fragments import Fragment, ldmatrix, mma_a, mma_b, mma_c, wgmma_a, wgmma_d
 from ptxlab.sources import Source
-from tests.golden.fragments import FragmentCase, fragment_cases, rounded_cases
+from tests.golden.fragments import BITS, FragmentCase, fragment_cases, rounded_cases, s4_cases
 
 VECTORS = Path(__file__).parent / "fragments.npz"
 CASES = {case.name: case for case in fragment_cases()}
+S4 = {case.name: case for case in s4_cases()}
 INTEGERS = {"s8": np.int8, "u8": np.uint8, "s4": np.int8, "u4": np.uint8}
 FLOATS = {"f16": np.float16, "f32": np.float32, "s32": np.int32}
 
@@ -42,7 +43,8 @@ def predict(case: FragmentCase) -> np.ndarray:
         return np.pad(rows, ((0, 32 - len(rows)), (0, 0))).view(np.uint32)
     if kind == "mma":
         k, bits = facts["k"], 16 if facts["d"] == "f16" else 32
-        a, b = values(mma_a(k), inputs["a"], facts["a"]), values(mma_b(k), inputs["b"], facts["b"])
+        map_a, map_b = (of(k, BITS[facts["a"]]) for of in (mma_a, mma_b))
+        a, b = values(map_a, inputs["a"], facts["a"]), values(map_b, inputs["b"], facts["b"])
         d = a @ b + values(mma_c(bits), inputs["c"], facts["d"])
         return mma_c(bits).scatter(d.astype(FLOATS[facts["d"]]))
     registers = np.split(inputs["a"], len(facts["starts"]), axis=1)
@@ -62,7 +64,7 @@ def test_recorded(name: str, vectors) -> None:
 
 def test_kernels_assemble() -> None:
     """So that a recording on a GPU cannot fail for a reason that this machine could have found."""
-    for case in CASES.values():
+    for case in (CASES | S4).values():
         assert toolchain.assemble(Source.from_text(case.ptx, f"{case.name}.ptx"), "sm_90a").warnings == (), case.name
 
 
@@ -110,3 +112,14 @@ def test_rounded(name: str, vectors) -> None:
         pytest.skip("not recorded yet: python -m tests.golden.record_fragments, on an H100 or H200")
     assert int(vectors[f"{name}.checksum"]) == case.checksum()
     assert (np.abs(values(fragment, vectors[name], case.facts["d"]) - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("name", S4)
+def test_every_form_of_4_bits(name: str, vectors) -> None:
+    case = S4[name]
+    expected = predict(case)
+    np.testing.assert_array_equal(emulate(case, "early"), expected, strict=True)
+    if name not in vectors:
+        pytest.skip("not recorded yet: python -m tests.golden.record_fragments, on an H100 or H200")
+    assert int(vectors[f"{name}.checksum"]) == case.checksum()
+    np.testing.assert_array_equal(vectors[name], expected, strict=True)

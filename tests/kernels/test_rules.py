@@ -8,10 +8,14 @@ from ptxlab.kernels.attention.sm80 import MMA
 from ptxlab.kernels.attention.sm90 import SM90
 from ptxlab.kernels.gemm.grouped import GROUPED
 from ptxlab.kernels.gemm.strips import LARGE, LARGE_TILES, SMALL, SMALL_FRAGMENTS
+from ptxlab.kernels.gemm.w4a4 import ATOM, OUTLIER, S4
+from ptxlab.kernels.gemm.w4a4 import SM90 as W4A4
+from ptxlab.kernels.gemm.w4ax import NAIVE
 from ptxlab.spec import KernelSpec
 
 TILE = kernels.specs()["gemm_tile_lqq_sm80"]
 SIZES = {"M": 8, "N": 64, "K": 128, "E": 2, "g": 64, "rows": 8}  # such as every GEMM takes
+SIZES |= {"outliers": 64, "K4": 128, "K8": 128}
 WRONG = [
     (MMA, {"D": 96}, r"D in \(64, 128, 256\) \(got D=96\)"),
     (MMA, {"page": 8}, r"page in \(16, 32, 64\) \(got page=8\)"),
@@ -39,6 +43,18 @@ WRONG = [
     (SMALL, {"M": 33}, r"M <= 32 \(got M=33\)"),
     (SMALL_FRAGMENTS, {"M": 33}, r"M <= 32 \(got M=33\)"),
     (SMALL, {"M": 9, "K": 12928}, r"ceil_div\(M, 8\).* <= 204800 \(got M=9, K=12928\)"),
+    (S4, {"K": 48}, r"K % 32 == 0 \(got K=48\)"),
+    (S4, {"N": 12}, r"N % 8 == 0 \(got N=12\)"),
+    (OUTLIER, {"K": 96}, r"K % 64 == 0 \(got K=96\)"),
+    (OUTLIER, {"outliers": 32}, r"outliers in \(0, 64, 128\) \(got outliers=32\)"),
+    (ATOM, {"g": 32}, r"g in \(64, 128\) \(got g=32\)"),
+    (ATOM, {"K": 192, "g": 128}, r"K % g == 0 \(got K=192, g=128\)"),
+    (ATOM, {"K": 131072}, r"1 <= K < 131072 \(got K=131072\)"),
+    (W4A4, {"N": 12}, r"N % 8 == 0 \(got N=12\)"),
+    (W4A4, {"outliers": 256}, r"outliers in \(0, 64, 128\) \(got outliers=256\)"),
+    (NAIVE, {"K4": 64}, r"K4 % 128 == 0 \(got K4=64\)"),
+    (NAIVE, {"K8": 64}, r"K8 % 128 == 0 \(got K8=64\)"),
+    (NAIVE, {"K4": 0, "K8": 0}, r"1 <= K4 \+ K8 < 131072 \(got K4=0, K8=0\)"),
     (TILE, {"M": 4}, r".*M"),
     (TILE, {"N": 24}, r"N % 16 == 0 \(got N=24\)"),
     (TILE, {"K": 96, "g": 32}, r"K % 64 == 0 \(got K=96\)"),

@@ -16,6 +16,8 @@ QUANTISERS = [
     quant.quantize_lqq,
     lambda w: quant.quantize_lqq(w, rounding="ceiling"),
     lambda w: quant.quantize_lqq(w, rounding="search"),
+    quant.quantize_atom_weight,
+    lambda w: quant.quantize_atom_activations(w, 64, 64, rules=quant.ATOM_CODE),
 ]
 
 

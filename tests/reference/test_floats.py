@@ -1,3 +1,6 @@
+import math
+from fractions import Fraction
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -32,3 +35,35 @@ def test_ties_go_to_even() -> None:
 def test_another_dtype_is_refused() -> None:
     with pytest.raises(TypeError, match="values: dtype must be float32"):
         reference.bfloat16_bits(np.zeros(3))
+
+
+@given(bits=hnp.arrays(np.uint32, (3, 64), elements=st.integers(0, 2**32 - 1)), shift=st.integers(-60, 60))
+def test_fma_is_rounded_once(bits: np.ndarray, shift: int) -> None:
+    """Against exact fractions; the addend is near the product, so that both have a say in the last bit."""
+    a, b = (1 + (raw & 0x7FFFFF) * np.float32(2.0**-23) for raw in bits[:2])
+    c = np.ldexp(bits[2].astype(np.int32).astype(np.float32), shift - 31)
+    for x, y, z, got in zip(a, -b, c, reference.fma(a, -b, c), strict=True):
+        exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        assert got == rounded_to_single(exact), (x, y, z)
+
+
+def rounded_to_single(exact: Fraction) -> np.float32:
+    """The nearest f32, of two the one with an even significand; no subnormals."""
+    if exact == 0:
+        return np.float32(0)
+    exponent = math.frexp(float(abs(exact)))[1] - 24
+    while abs(exact) >= Fraction(2) ** (exponent + 24):
+        exponent += 1
+    return np.float32(math.ldexp(round(exact / Fraction(2) ** exponent), exponent))
+
+
+def test_fma_where_rounding_twice_goes_wrong() -> None:
+    """1 + 2^-24 + 2^-60 is above the tie, and what float64 keeps of it is not."""
+    a, b = np.float32([1 + 2.0**-12]), np.float32([2.0**-48])
+    assert reference.fma(a, b, np.float32([1 + 2.0**-23])) == np.float32(1 + 2.0**-23)
+    tiny = reference.fma(np.float32([2.0**-30]), np.float32([2.0**-30]), np.float32([2.0**-24]))
+    above = reference.fma(np.float32([1]), np.float32([1 + 2.0**-23]), np.float32([2.0**-24]))
+    assert tiny == np.float32(2.0**-24) and above == np.float32(1 + 2.0**-22)
+    # the product is 2^-24 + 2^-60: in float64 1 + 2^-24 exactly, a tie that goes to 1
+    product = np.float32([2.0**-24 * (1 + 2.0**-18)]), np.float32([1 + 2.0**-18 - 2.0**-17])
+    assert reference.fma(*product, np.float32([1])) == np.float32(1)

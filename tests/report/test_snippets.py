@@ -126,7 +126,7 @@ class Page:
             runpy.run_path(words[0], run_name="__main__")
         elif program == "ptxlab" and (not any(why in comment for why in NOT_RUN) or (gpu and comment.strip() == GPU)):
             status, out, err = self.cli(*words)
-            assert status == (1 if "finding" in shown else 0), f"{where}: {command}\n{out}{err}"
+            assert status == (1 if "finding" in shown or "refuted" in shown else 0), f"{where}: {command}\n{out}{err}"
             if shown:
                 assert_shown(shown, out + err, where)
         elif program == "ptxlab":

@@ -1,10 +1,10 @@
-"""Suite `gemm`: the W4A8 ladder, and what `gemm_w4a8` launches, beside their floor, cuBLAS and humming."""
+"""Suite `gemm`: the W4A8 ladder, what `gemm_w4a8` launches, and W4A4, beside their floor, cuBLAS and humming."""
 
 from collections.abc import Callable, Container, Iterator, Sequence
 
 from ptxlab.bench import peers
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.gemm import chain, grouped, headline, limits, points, quantiser, steps
+from ptxlab.bench.gemm import chain, grouped, headline, limits, points, quantiser, steps, w4a4
 from ptxlab.bench.gemm.points import StreamTime
 from ptxlab.bench.gemm.problem import steps_of
 from ptxlab.bench.record import Row
@@ -24,7 +24,7 @@ def rows(
     kernel is. With `matrices` rows are of those alone, by (N, K), without chains and the quantiser.
     """
     whole = matrices is None and _all_launched(names)
-    planned = [*steps.points(names), *headline.points(names), *grouped.points(names)]
+    planned = [*steps.points(names), *headline.points(names), *grouped.points(names), *w4a4.points(names)]
     if not planned:
         raise ArgumentError("suite", "a kernel of the GEMM suite that this GPU runs", ", ".join(names))
     progress("compiling")
@@ -58,6 +58,7 @@ def layer_rows(
             w4a8 = peers.humming(layer.N, layer.K, ALL_TOKENS)
             yield from headline.layer_rows(layer, names, {M: beside[M] | w4a8[M] for M in beside}, stream_us, progress)
         yield from steps.layer_rows(layer, steps.w8a8_of(names), beside, stream_us, progress, steps.W8A8)
+        yield from w4a4.layer_rows(layer, names, beside, stream_us, progress)
 
 
 def _all_launched(names: Sequence[str]) -> bool:

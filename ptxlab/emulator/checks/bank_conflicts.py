@@ -41,7 +41,15 @@ class BankConflicts(Check):
         use = bank_use(np.where(active, addresses, 0), access.size, active=active, store=store)
         key = instruction.path, instruction.line, instruction.text
         known = launch.shared_accesses.get(key) or SharedAccess(
-            instruction.line, instruction.text, 0, 0, 0, access.size, store, tuple(addresses[0].tolist())
+            instruction.line,
+            instruction.text,
+            0,
+            0,
+            0,
+            access.size,
+            store,
+            tuple(addresses[0].tolist()),
+            instruction.path,
         )
         launch.shared_accesses[key] = replace(
             known,

@@ -3,11 +3,13 @@
 Barriers, release and acquire operations, and fences beside strong operations (relaxed, volatile, atomic) hand knowledge
 on: that of the lanes which do so, to the lanes which do so. Lanes of one warp order each other by `bar.warp.sync` and
 barriers alone; neither running in step nor exchanging values (shfl, vote) does. The checks "race" and "async" ask.
+A release is remembered with its scope, as it tells nothing to those whom that does not reach (`scopes`).
 """
 
 import numpy as np
 
 from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.checks.scopes import ALL, CTA, EVERYWHERE, Released, Scopes, reach_of
 from ptxlab.emulator.checks.vector_clocks import NOTHING, Clock, Clocks, by_clock, groups, joined
 from ptxlab.emulator.core.access import MemoryAccess
 from ptxlab.emulator.core.effect import Effect
@@ -22,6 +24,9 @@ _WEAK = np.uint64(0)
 _TIMES, _ACTORS, _CODES = (np.uint64((1 << bits) - 1) for bits in (22, 21, 20))
 
 PROXY_SPACES = ("shared", "global")  # of what a proxy fence makes visible; see `Clocks.fence_proxy`
+
+
+Clocked = dict[Released, Clock]  # what is told, by the scope and the block of the release
 
 
 def event(code: int, actors: Array, times: Array, strong: bool) -> Array:
@@ -58,13 +63,16 @@ class HappensBefore(Check):
         cluster, entry = machine.cluster_memory.size * machine.stride, machine.launch.entry
         self.spaces = PROXY_SPACES if entry.uses_async_proxy or machine.launch.publishes else ()
         self.clocks = Clocks(machine.lanes, cluster, entry.is_asynchronous, len(self.spaces))
-        self.fenced: dict[int, Clock] = {}  # lane -> what its warp knew at its last fence, and
-        self.own_at_fence = self.clocks.own.copy()  # what it had done itself
-        self.pending: dict[int, Clock] = {}  # lane -> what strong reads brought, to be known from the next fence on
-        self.flags: dict[int, Clock] = {}  # arena offset of a flag -> what its last release made known
+        self.scopes = Scopes(machine)
+        # by the fence's reach: lane -> what its warp knew at its last fence, and what all lanes had done at theirs
+        self.fenced: dict[int, tuple[dict[int, Clock], Array]] = {}
+        # by release: lane -> what strong reads brought, to be known from the next fence on
+        self.pending: dict[Released, dict[int, Clock]] = {}
+        self.flags: dict[int, Clocked] = {}  # arena offset of a flag -> what its last release made known
         self.barriers: dict[tuple[int, int], Clock] = {}
-        self.arrived: dict[int, Clock] = {}  # arena offset of an mbarrier -> what arrivals of this phase made known
-        self.phases: dict[int, Clock] = {}  # ... and those of the phases that are complete
+        self.arrived: dict[int, Clocked] = {}  # arena offset of an mbarrier -> what arrivals of this phase made known
+        self.phases: dict[int, Clocked] = {}  # ... and those of the phases that are complete
+        self.unreached: dict[tuple[int, int], str] = {}  # (block that released, that acquired) -> where that failed
 
     def event(self, instruction: Instruction, actors: Array, times: Array, strong: bool) -> Array:
         """What is stored of each actor: who did it, when, by which instruction."""
@@ -121,6 +129,10 @@ class HappensBefore(Check):
         if self.flags:
             self.acquire(access, *self.bytes(access, lanes, offsets))
 
+    def add(self, told: Clocked, release: Released, news: Clock) -> None:
+        """Something more is told, beside what has been."""
+        told[release] = joined(news, told.get(release, NOTHING))
+
     def release(self, access: MemoryAccess, lanes: Lanes, offsets: Array, keep: bool) -> None:
         """What the lanes know (or knew at their last fence) goes with the flag; an atomic keeps what was there."""
         releasing = access.order in ("release", "acq_rel")
@@ -128,51 +140,76 @@ class HappensBefore(Check):
             return
         indices = indices_of(lanes)
         for group in groups(offsets):
-            place, known = int(offsets[group[0]]), self.released(indices[group], releasing)
-            if known:
-                self.flags[place] = joined(known, self.flags.get(place, NOTHING)) if keep else known
+            place, told = int(offsets[group[0]]), self.released(access.instruction, indices[group], releasing)
+            if keep:
+                for release, known in self.flags.get(place, {}).items():
+                    self.add(told, release, known)
+            if told:
+                self.flags[place] = told
         if releasing:
             self.clocks.tick(indices)
 
-    def released(self, lanes: Array, now: bool) -> Clock:
+    def released(self, instruction: Instruction, lanes: Array, now: bool) -> Clocked:
         """What the lanes make known together, of now or of their last fences."""
-        if now:
-            return self.clocks.known_to(lanes)
-        known = NOTHING
-        for clock, those in by_clock(self.fenced, lanes):
-            known = joined(known, self.clocks.known_to(those, clock, self.own_at_fence))
-        return known
+        told: Clocked = {}
+        reach = reach_of(instruction.opcode)
+        for release, some in self.scopes.by_block(reach, lanes) if now else ():
+            self.add(told, release, self.clocks.known_to(some))
+        for fence, (fenced, own) in self.fenced.items() if not now else ():
+            for release, some in self.scopes.by_block(min(fence, reach), lanes):
+                for clock, those in by_clock(fenced, some):
+                    self.add(told, release, self.clocks.known_to(those, clock, own))
+        return told
 
     def acquire(self, access: MemoryAccess, places: Array, threads: Array) -> None:
         """The lanes take over what came with the flag, at once or at their next fence."""
         for group in groups(places):
-            known = self.flags.get(int(places[group[0]]))
-            if known is None:
-                continue
-            lanes = np.unique(threads[group])
-            if access.order in ("acquire", "acq_rel"):
-                self.clocks.learn(lanes, known)
-                continue
-            for clock, those in by_clock(self.pending, lanes):
-                self.pending.update(dict.fromkeys(those.tolist(), joined(clock, known)))
-            self.pending = dict.fromkeys(lanes.tolist(), known) | self.pending
+            for release, known in self.flags.get(int(places[group[0]]), {}).items():
+                lanes = self.reached(release, access.instruction, np.unique(threads[group]))
+                if not len(lanes):
+                    continue
+                if access.order in ("acquire", "acq_rel"):
+                    self.clocks.learn(lanes, known)
+                    continue
+                pending = self.pending.setdefault(release, {})
+                for clock, those in by_clock(pending, lanes):
+                    pending.update(dict.fromkeys(those.tolist(), joined(clock, known)))
+                self.pending[release] = dict.fromkeys(lanes.tolist(), known) | pending
 
-    def take_pending(self, lanes: Array) -> None:
-        """What strong reads brought becomes known."""
-        for clock, those in by_clock(self.pending, lanes):
-            self.clocks.learn(those, clock)
-            for lane in those.tolist():
-                del self.pending[lane]
+    def reached(self, release: Released, instruction: Instruction, lanes: Array) -> Array:
+        """The lanes that an acquire tells of a release; the others are remembered, to be named where they race."""
+        reached = self.scopes.reached(release, reach_of(instruction.opcode), lanes)
+        if len(reached) < len(lanes):
+            narrow = "acquires" if reach_of(instruction.opcode) < release[0] else "finds a release"
+            scope = "cta" if CTA in (release[0], reach_of(instruction.opcode)) else "cluster"
+            said = f"line {instruction.line} {narrow} in scope .{scope} only, which does not reach the other block,"
+            for block in np.unique(np.setdiff1d(lanes, reached) // self.scopes.block).tolist():
+                self.unreached[release[1], block] = said
+        return reached
 
-    def fence(self, lanes: Lanes) -> None:
+    def take_pending(self, lanes: Array, fence: Instruction | None = None) -> None:
+        """What strong reads brought becomes known, as far as the fence's scope reaches; None stands for a barrier."""
+        for release, pending in self.pending.items():
+            mine = lanes
+            if fence is not None and self.scopes.matter:
+                mine = np.array([lane for lane in lanes.tolist() if lane in pending], np.intp)
+                mine = self.reached(release, fence, mine)
+            for clock, those in by_clock(pending, mine):
+                self.clocks.learn(those, clock)
+                for lane in those.tolist():
+                    del pending[lane]
+
+    def fence(self, instruction: Instruction, lanes: Lanes) -> None:
         """Strong reads before it acquire, strong writes after it release."""
         indices = indices_of(lanes)
-        self.take_pending(indices)
+        self.take_pending(indices, instruction)
+        reach = reach_of(instruction.opcode) if self.scopes.matter else ALL
+        fenced, own = self.fenced.setdefault(reach, ({}, self.clocks.own.copy()))
         for group in groups(self.clocks.row[indices]):
             mine = indices[group]
-            self.fenced.update(dict.fromkeys(mine.tolist(), self.clocks.shared_by(mine)))
+            fenced.update(dict.fromkeys(mine.tolist(), self.clocks.shared_by(mine)))
         actors = self.clocks.columns(indices)[1]
-        self.own_at_fence[actors] = self.clocks.own[actors]
+        own[actors] = self.clocks.own[actors]
         self.clocks.tick(indices)
 
     def proxy_fence(self, lanes: Lanes, spaces: tuple[str, ...]) -> None:
@@ -213,17 +250,23 @@ class HappensBefore(Check):
         """The mbarriers learn what the engines have done."""
         for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
             lanes = np.unique(effect.lanes[effect.barrier == place])
-            done = self.clocks.engines(lanes, effect.serial)
-            self.arrived[place] = joined(self.arrived.get(place, NOTHING), done)
+            self.add(self.arrived.setdefault(place, {}), EVERYWHERE, self.clocks.engines(lanes, effect.serial))
 
-    def phase_arrive(self, place: int, lanes: Lanes) -> None:
+    def phase_arrive(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """The mbarrier learns what those know who arrive."""
-        self.arrived[place] = joined(self.arrived.get(place, NOTHING), self.told_by(lanes))
+        told = self.arrived.setdefault(place, {})
+        for release, those in self.scopes.by_block(reach_of(instruction.opcode), indices_of(lanes)):
+            self.add(told, release, self.told_by(those))
 
     def phase_complete(self, place: int) -> None:
         """What arrivals made known is there for those who wait."""
-        self.phases[place] = joined(self.phases.get(place, NOTHING), self.arrived.pop(place, NOTHING))
+        complete = self.phases.setdefault(place, {})
+        for release, known in self.arrived.pop(place, {}).items():
+            self.add(complete, release, known)
 
-    def phase_wait(self, place: int, lanes: Lanes) -> None:
+    def phase_wait(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Who has waited knows what the mbarrier learnt."""
-        self.clocks.learn(indices_of(lanes), self.phases.get(place, NOTHING))
+        for release, known in self.phases.get(place, {}).items():
+            those = self.reached(release, instruction, indices_of(lanes))
+            if len(those):
+                self.clocks.learn(those, known)

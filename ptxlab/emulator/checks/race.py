@@ -15,6 +15,7 @@ import numpy as np
 
 from ptxlab.emulator.checks.happens_before import STRONG, HappensBefore, actors_of, codes_of
 from ptxlab.emulator.checks.load_taint import LoadTaint
+from ptxlab.emulator.checks.scopes import reach_of
 from ptxlab.emulator.core.access import AccessSizes, MemoryAccess
 from ptxlab.emulator.core.effect import Effect
 from ptxlab.emulator.core.lanes import Lanes, count_of, indices_of
@@ -88,6 +89,7 @@ class Races(HappensBefore):
         places, threads, events = self.events(access, lanes, offsets, True)
         for past in (self.writes, self.reads, self.other_reads):
             self.compare(access.instruction, access.size, lanes, places, threads, past, True, "atomic on")
+        self.same_atomic(access, lanes, offsets)
         super().atomic(access, lanes, offsets)
         self.writes[places] = events
 
@@ -118,7 +120,11 @@ class Races(HappensBefore):
         if among is not None:
             wrong &= among
         if strong:
-            wrong &= (past & STRONG == 0) | self.in_step(instruction, places, threads, past)
+            wrong &= (
+                (past & STRONG == 0)
+                | self.in_step(instruction, places, threads, past)
+                | self.apart(instruction, threads, past)
+            )
         if self.busy is not None and wrong.any():
             wrong &= (self.busy[places] == 0) | (actors_of(past) < self.machine.lanes)
         if not wrong.any():
@@ -148,8 +154,21 @@ class Races(HappensBefore):
         place = self.machine.memory.byte(int(race.places[0]))
         message = f"{race.what} {place} races with {other.seen_from(race.instruction)}, "
         message += f"by thread {thread} of block {block},"
+        mine = indices_of(race.lanes)[race.lane[:1]]
+        blocks = whose // self.scopes.block, int(mine[0]) // self.scopes.block
+        if race.past[0] & STRONG and np.any(self.apart(race.instruction, mine, race.past[:1])):
+            message += " as a scope does not reach the other block,"
+        elif reason := self.unreached.get(blocks):
+            message += f" as {reason}"
         wrong = np.bincount(race.lane, minlength=count_of(race.lanes)) > 0
         self.report(race.instruction, "race", race.lanes, wrong, message)
+
+    def apart(self, instruction: Instruction, threads: Array, past: Array) -> Array | bool:
+        """Which past accesses of other blocks the two scopes do not reach."""
+        if not self.scopes.matter:
+            return False
+        reaches = np.minimum(self.scopes.reaches[codes_of(past)], reach_of(instruction.opcode))
+        return self.scopes.apart(threads, actors_of(past) % self.machine.lanes, reaches)
 
     def in_step(self, instruction: Instruction, places: Array, threads: Array, past: Array) -> Array | bool:
         """Which volatile accesses to shared memory follow one by another lane of the same warp."""
@@ -178,8 +197,9 @@ class Races(HappensBefore):
             self.writes[places] = events
 
     def same_instruction(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """Two lanes that store different values to one address; strong stores may."""
+        """Two lanes that store different values to one address; strong stores may, where their scope reaches."""
         if access.order != "weak":
+            self.same_atomic(access, lanes, offsets)
             return
         order = np.argsort(offsets, kind="stable")
         ordered = offsets[order]
@@ -192,4 +212,19 @@ class Races(HappensBefore):
         if wrong.any():
             place = self.machine.memory.byte(int(offsets[int(np.argmax(wrong))]))
             message = f"write to {place} by several threads at once, with different values"
+            self.report(access.instruction, "race", lanes, wrong, message)
+
+    def same_atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+        """Two lanes of different blocks at one address, with one strong instruction whose scope does not reach."""
+        if not self.scopes.matter:
+            return
+        order = np.argsort(offsets, kind="stable")
+        threads, ordered = indices_of(lanes)[order], offsets[order]
+        reaches = np.full(len(threads) - 1, reach_of(access.instruction.opcode))
+        wrong = np.zeros(len(offsets), bool)
+        apart = self.scopes.apart(threads[1:], threads[:-1], reaches)
+        wrong[order[1:]] = (ordered[1:] == ordered[:-1]) & apart
+        if wrong.any():
+            place = self.machine.memory.byte(int(offsets[int(np.argmax(wrong))]))
+            message = f"access to {place} by several blocks at once, as a scope does not reach the other block,"
             self.report(access.instruction, "race", lanes, wrong, message)

@@ -66,7 +66,7 @@ class StepClock(Check):
         if lanes is not None:
             self.wait_until(lanes, last)
 
-    def phase_arrive(self, place: int, lanes: Lanes) -> None:
+    def phase_arrive(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """At an mbarrier, or the barrier of a cluster."""
         self.come[place] = max(self.come[place], int(self.time[self.warps(lanes)].max()))
 
@@ -74,7 +74,7 @@ class StepClock(Check):
         """The last thread or copy has come."""
         self.complete[place] = self.come.pop(place, 0)
 
-    def phase_wait(self, place: int, lanes: Lanes) -> None:
+    def phase_wait(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Not before it is complete."""
         self.wait_until(lanes, self.complete[place])
 

@@ -1,4 +1,4 @@
-"""What a run reports: findings, and what its accesses to shared memory cost."""
+"""What a run reports: findings, and what its accesses to memory cost."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -47,7 +47,9 @@ Index = tuple[int, int, int]
 class Finding:
     """Something a check found: the first occurrence at its line (and packed lane), and how many times it occurred."""
 
-    kind: str  # "carry", "range", "uninitialised", "race", "async", "async-dirty", "divergence"
+    # "carry", "range", "uninitialised", "race", "async", "async-dirty", "divergence"; "nan", "infinity", "overflow",
+    # "subnormal"
+    kind: str
     path: str
     line: int
     text: str
@@ -104,6 +106,7 @@ class SharedAccess:
         store: as `layout.banks` takes it: ldmatrix counts as a store, its rows are never taken together.
         addresses: of the 32 lanes of the first request, from the block's first byte of shared memory; -1 for a lane
             that takes no part. For ldmatrix and stmatrix those of the rows.
+        path: of the file that the line is in.
     """
 
     line: int
@@ -114,3 +117,23 @@ class SharedAccess:
     width: int
     store: bool
     addresses: tuple[int, ...]
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class GlobalAccess:
+    """All executions of one load, store, atomic or `cp.async` of global memory.
+
+    Attributes:
+        path, line, text: where it stands.
+        requests: how many warps have executed it; a warp whose lanes came apart counts once for each part.
+        sectors: of 32 bytes, that these have touched; a warp counts each once.
+        needed: sectors that the same bytes would fill beside each other.
+    """
+
+    path: str
+    line: int
+    text: str
+    requests: int
+    sectors: int
+    needed: int

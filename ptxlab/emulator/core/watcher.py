@@ -30,7 +30,7 @@ class Watcher:
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Lanes are about to read, change and write at arena offsets."""
 
-    def fence(self, lanes: Lanes) -> None:
+    def fence(self, instruction: Instruction, lanes: Lanes) -> None:
         """Lanes run a memory fence."""
 
     def converge(self, lanes: Lanes) -> None:
@@ -66,13 +66,13 @@ class Watcher:
     def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
         """Lanes have initialised mbarriers at arena offsets."""
 
-    def phase_arrive(self, place: int, lanes: Lanes) -> None:
+    def phase_arrive(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Lanes arrive at an mbarrier."""
 
     def phase_complete(self, place: int) -> None:
         """A phase of an mbarrier is complete."""
 
-    def phase_wait(self, place: int, lanes: Lanes) -> None:
+    def phase_wait(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Lanes have seen that the last phase of an mbarrier is complete."""
 
     def wait_for_predecessors(self, lanes: Lanes) -> None:

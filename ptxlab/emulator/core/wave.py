@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.emulator.core.findings import Findings, SharedAccess
+from ptxlab.emulator.core.findings import Findings, GlobalAccess, SharedAccess
 from ptxlab.emulator.core.lanes import Lanes, Reader, Writer, count_of, indices_of
 from ptxlab.emulator.core.memory import SHARED_START, Memory
 from ptxlab.emulator.front import ir
@@ -55,6 +55,7 @@ class LaunchState:
     suspects: set[int] = field(default_factory=set)  # ordinary loads that have raced
     tensor_maps: dict[int, tuple[TensorMap, int]] = field(default_factory=dict)  # by arena offset; where its array is
     shared_accesses: dict[tuple[str, int, str], SharedAccess] = field(default_factory=dict)  # by path, line, text
+    global_accesses: dict[tuple[str, int, str], GlobalAccess] = field(default_factory=dict)
     steps: int = 0
     lane_instructions: int = 0
     elapsed: int = 0  # on the step clock, by the waves before (`step_clock`)

@@ -40,12 +40,12 @@ Work = tuple[int, int, list[Reader], list[Writer]]  # an mma: which A, which B, 
 
 @dataclass(frozen=True)
 class DecodedMma:
-    """Types of an mma, and its depth: tiles along k, 2 as in the fragment maps or 1, their left half."""
+    """Types of an mma, and its depth."""
 
     d: str
     a: str
     b: str
-    depth: int
+    k: int
     saturates: bool
 
     @classmethod
@@ -56,19 +56,21 @@ class DecodedMma:
         k, saturates = int(opcode.choice(*(f"m16n8k{k}" for k in (8, 16, 32, 64)))[6:]), opcode.flag("satfinite")
         d, a, b, c, *more = *opcode.modifiers, "", "", "", ""
         fits = d == c and any({a, b} <= types and d in accumulators for types, accumulators in FORMS)
-        depth = k * BITS.get(a, 0) / 128
-        if not all(flags) or not fits or any(more) or depth not in (1, 2) or (saturates and d != "s32"):
+        deep = k * BITS.get(a, 0) in (128, 256)
+        if not all(flags) or not fits or any(more) or not deep or (saturates and d != "s32"):
             raise UnknownOpcode(text)
-        return cls(d, a, b, int(depth), saturates)
+        return cls(d, a, b, k, saturates)
 
     @property
     def tiles(self) -> tuple[Tiles, Tiles]:
         """Tiles of A's registers and of B's."""
         bits = BITS[self.a]
-        a, b = fragments.mma_a(256 // bits), fragments.mma_b(256 // bits)
+        a, b = fragments.mma_a(self.k, bits), fragments.mma_b(self.k, bits)
         places = (a.rows // 8, a.cols * bits // 128), (b.cols // 8, b.rows * bits // 128)
-        both = [zip(down[0, :, 0].tolist(), along[0, :, 0].tolist(), strict=True) for down, along in places]
-        return tuple([tile for tile in tiles if tile[1] < self.depth] for tiles in both)  # type: ignore[return-value]
+        tiles_a, tiles_b = (
+            list(zip(down[0, :, 0].tolist(), along[0, :, 0].tolist(), strict=True)) for down, along in places
+        )
+        return tiles_a, tiles_b
 
     @property
     def accumulators(self) -> Tiles:

@@ -197,7 +197,7 @@ def _fence(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
         def fence(lanes: Lanes) -> None:
             for watcher in watchers:
-                watcher.fence(lanes)
+                watcher.fence(instruction, lanes)
 
         return fence
     spaces = PROXY_FENCES.get(kind)

@@ -84,14 +84,14 @@ class ClusterBarriers(Unit):
         for watcher in self.machine.watchers:
             watcher.phase_complete(-1 - cluster)
         for parked in self.waiting.pop(cluster, []):
-            self.leave(cluster, parked.lanes)
+            self.leave(self.machine.code[parked.pc], cluster, parked.lanes)
             self.machine.put(parked.pc + 1, parked.lanes)
 
-    def leave(self, cluster: int, lanes: Lanes) -> None:
+    def leave(self, instruction: Instruction, cluster: int, lanes: Lanes) -> None:
         """These lanes have waited."""
         self.waits[lanes] += 1
         for watcher in self.machine.watchers:
-            watcher.phase_wait(-1 - cluster, lanes)
+            watcher.phase_wait(instruction, -1 - cluster, lanes)
 
     def look_again(self) -> None:
         """Threads that have ended are not waited for."""
@@ -128,7 +128,7 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         for cluster, who in barriers.parts(lanes):
             check(who, 0, "arrives at the barrier of its cluster again, without having waited")
             for watcher in machine.watchers if order == "release" else ():
-                watcher.phase_arrive(-1 - cluster, as_lanes(who))
+                watcher.phase_arrive(instruction, -1 - cluster, as_lanes(who))
             barriers.arrivals[who] += 1
             barriers.look_at(cluster)
 
@@ -138,7 +138,7 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
             check(who, 1, "waits at the barrier of its cluster without having arrived")
             done = barriers.arrivals[who] <= barriers.phase[cluster]
             if done.any():
-                barriers.leave(cluster, as_lanes(who[done]))
+                barriers.leave(instruction, cluster, as_lanes(who[done]))
                 on.append((pc + 1, as_lanes(who[done])))
             if not done.all():
                 barriers.waiting[cluster].append(Parked(pc, as_lanes(who[~done]), "all threads of its cluster"))

@@ -37,6 +37,7 @@ class MBarrier:
         self.machine, self.place, self.instruction = machine, place, instruction
         self.count = self.missing = count
         self.bytes = 0  # expected and not yet copied; negative if the copy came first
+        self.expected, self.expected_by = 0, instruction  # bytes in this phase, and the last to expect some
         self.phase = 0  # phases completed so far
         self.waiting: list[tuple[Parked, Finish]] = []  # for the current phase
 
@@ -51,6 +52,7 @@ class MBarrier:
     def expect(self, size: int) -> None:
         """Bytes are to come; negative: have come."""
         self.bytes += size
+        self.expected += max(size, 0)
         if abs(self.bytes) > LARGEST:
             raise ValueError(f"{self} expects {self.bytes} bytes, beyond {LARGEST}")
         self.look()
@@ -60,7 +62,7 @@ class MBarrier:
         self.machine.unit(MBarriers).vain = 0
         if self.missing or self.bytes:
             return
-        self.phase, self.missing = self.phase + 1, self.count
+        self.phase, self.missing, self.expected = self.phase + 1, self.count, 0
         for watcher in self.machine.watchers:
             watcher.phase_complete(self.place)
         self.answer(True)
@@ -181,10 +183,13 @@ def _invalidate(machine: Machine, instruction: Instruction, pc: int, opcode: Opc
     at = MBarrierOperand(machine, instruction, space, instruction.operands[0], "store")
 
     def invalidate(lanes: Lanes) -> None:
-        for barrier, who in at.objects(lanes):
+        offsets = at.locate(lanes)
+        for barrier, who in at.objects(lanes, offsets):
             if barrier.waiting:
                 at.fail(indices_of(lanes)[who[0]], f"threads still wait at {barrier}")
             del at.mbarriers.at[barrier.place]
+        for watcher in machine.watchers:  # whoever uses it has to be done
+            watcher.store(at.access, lanes, offsets, np.zeros(len(offsets), np.uint64))
 
     return invalidate
 
@@ -200,6 +205,7 @@ def _transactions(machine: Machine, instruction: Instruction, pc: int, opcode: O
     def transact(lanes: Lanes) -> None:
         sizes = np.broadcast_to(read(lanes), len(indices_of(lanes))).astype(np.int64)
         for barrier, who in at.objects(lanes):
+            barrier.expected_by = instruction if sign > 0 else barrier.expected_by
             for i in who:
                 try:
                     barrier.expect(sign * int(sizes[i]))
@@ -225,6 +231,7 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
         if partial and argument >= barrier.missing:
             raise ValueError(f"{instruction.opcode} would complete a phase of {barrier}")
         if expects:
+            barrier.expected_by = instruction
             barrier.expect(argument)
         barrier.arrive(1 if expects else argument, drop)
 
@@ -234,7 +241,7 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
         tokens = np.zeros(len(indices), np.uint64)
         for barrier, who in at.objects(lanes):
             for watcher in machine.watchers if releases else ():
-                watcher.phase_arrive(barrier.place, as_lanes(indices[who]))
+                watcher.phase_arrive(instruction, barrier.place, as_lanes(indices[who]))
             if not (drop or expects or partial or argument) and len(who) <= barrier.missing:  # one each
                 tokens[who] = barrier.phase << _PENDING | barrier.missing - np.arange(len(who))
                 barrier.arrive(len(who))
@@ -269,7 +276,7 @@ def _wait(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, s
         if success:
             pending.observe(place)
         for watcher in machine.watchers if success and acquires else ():
-            watcher.phase_wait(place, lanes)
+            watcher.phase_wait(instruction, place, lanes)
         write(lanes, np.array([success]))
 
     def wait(lanes: Lanes) -> Successors:

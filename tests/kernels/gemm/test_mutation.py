@@ -15,7 +15,7 @@ import pytest
 
 from ptxlab import emulator, kernels
 from ptxlab.errors import EmulationError, UnknownInstruction
-from ptxlab.kernels.gemm import grouped, sm90, strips_tiles
+from ptxlab.kernels.gemm import grouped, sm90, strips_tiles, w4a4, w4ax
 from ptxlab.kernels.gemm.common import F16
 from ptxlab.kernels.gemm.grouped import GROUPED
 from ptxlab.kernels.gemm.ladder import LADDER
@@ -26,7 +26,8 @@ from ptxlab.runtime import Kernel, run_spec
 from tests.support.axes import both_modes
 from tests.support.waits import Place, changed, not_expecting, places
 
-NAMES = (*dict.fromkeys(step.spec.name for step in LADDER if step.order == "row_major"), W8A8.name, GROUPED.name)
+LADDER_NAMES = dict.fromkeys(step.spec.name for step in LADDER if step.order == "row_major")
+NAMES = (*LADDER_NAMES, W8A8.name, GROUPED.name, *(spec.name for spec in (*w4a4.SPECS, *w4ax.SPECS)))
 STEPS = (5, 4, 1)  # stages: enough to use the ring's again, ending in its first one or not, and fewer than it has
 
 
@@ -51,7 +52,8 @@ class Variant:
         for M, steps in itertools.product(filter(None, (self.M, self.full)), STEPS):
             # a block that needs one stage per tile is back at the ring's start after more tiles
             tiles = 1 if steps > self.tile["STAGES"] or self.sms == 132 else 2
-            sizes = {"M": M, "N": self.N * tiles, "K": self.channels * steps, "g": 128, "E": 2}
+            K = self.channels * steps
+            sizes = {"M": M, "N": self.N * tiles, "K": K, "g": 128, "E": 2, "outliers": 128, "K4": K, "K8": 256}
             yield {symbol: sizes[symbol] for symbol in symbols}
 
     @property
@@ -83,6 +85,10 @@ def variants(name: str) -> Iterator[Variant]:
             plain,
             Variant(name, "f16", tile | {"BM": 32, "OUT": F16}, M=40, N=128, channels=128, sms=1, plain=plain),
         )
+        return
+    if name == w4a4.SM90.name:
+        tile = {"BM": 32, "WN": 1, "STAGES": 3}
+        yield Variant(name, "", tile, M=40, N=72, channels=128, sms=1)
         return
     if name == SMALL.name:  # one block, whose tiles of sums have their turns again
         tile = {"ROWS": 2, "SLICES": 2, "STAGES": 3, "SIGNED": 0, "OUT": F16}

@@ -13,8 +13,8 @@ import z3
 
 from ptxlab.emulator.front.types import bits_of, is_float
 from ptxlab.errors import ArgumentError
-from ptxlab.prove.execute import FALSE, TRUE, Buffer, Index, NotModelled, Trace, execute
-from ptxlab.prove.expressions import View, formula, indexed_by_i, names_in, of_bytes
+from ptxlab.prove.execute import FALSE, TRUE, Buffer, Index, NotModelled, SymbolicRun, execute
+from ptxlab.prove.expressions import Elements, formula, indexed_by_i, names_in, of_bytes
 from ptxlab.prove.integers import Integer
 from ptxlab.prove.semantics import Bits, joined, value
 from ptxlab.runtime import Kernel
@@ -46,8 +46,8 @@ class Logical:
         """What a view calls it."""
         return f"{ {'u': 'u', 'i': 's', 'f': 'f'}[self.dtype.kind] }{self.bits}"
 
-    def symbol(self, index: int) -> Bits:
-        """The element."""
+    def symbol(self, index: int, bits: int = 0) -> Bits:
+        """The element, whatever width is asked for: it has one type."""
         return z3.BitVec(f"{self.name}[{index}]", self.bits)
 
     def array(self, raw: np.ndarray) -> np.ndarray:
@@ -115,7 +115,8 @@ def layout_of(name: str, make: Callable[..., Arrays], pack: Pack, sizes: tuple[t
     anything = np.random.default_rng(1).integers(0, 2, 1 + sum(counts), np.uint8)
     anything[0] = 0
     for argument, bits in packed([anything[n] for n in numbers]).items():
-        if (bits != anything[origin[argument]] ^ base[argument]).any():
+        known = origin[argument] < len(anything)
+        if not known.all() or (bits != anything[origin[argument]] ^ base[argument]).any():
             raise NotModelled(f"{name}: {argument}: its pack does more than to move bits")
     return Layout(logical, origin, base)
 
@@ -136,7 +137,7 @@ def _logical(pack: Pack, example: Arrays, name: str) -> Logical:
 
 
 @dataclass(eq=False)
-class Problem:
+class SymbolicLaunch:
     """One source of a kernel, launched over symbols, with some threads followed.
 
     Attributes:
@@ -156,7 +157,7 @@ class Problem:
     outputs: tuple[str, ...]
     target: Buffer
     bits: int
-    trace: Trace
+    trace: SymbolicRun
     count: int | None
     arrays: Callable[[Mapping[str, int]], Arrays]
     command: str
@@ -173,10 +174,11 @@ class Problem:
         return z3.simplify(z3.And([self.target.written.get(at, FALSE) for at in octets]))
 
 
-def of_spec(spec: KernelSpec, source: Source) -> Problem:
+def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> SymbolicLaunch:
     """A spec's kernel at the largest of its examples, of whose outputs each thread stores as many elements.
 
-    The threads: the first, one in the second block, the last that has work, and the first that has none.
+    The threads: the first (`alone`: no other), one in the second block, the last that has work, and the first that has
+    none.
     """
     sizes = {k: int(v) for k, v in max(spec.example_sizes, key=spec.bytes_moved).items()}
     config = spec.config_for(sizes)
@@ -186,7 +188,7 @@ def of_spec(spec: KernelSpec, source: Source) -> Problem:
     output, width = spec.outputs[0], launch.block[0]
     count, itemsize = int(np.prod(output.resolve(sizes))), np.dtype(str(output.dtype)).itemsize
 
-    def run(numbers: Sequence[int]) -> tuple[dict[str, Buffer], Trace]:
+    def run(numbers: Sequence[int]) -> tuple[dict[str, Buffer], SymbolicRun]:
         buffers = {}
         for arg in spec.args:
             if arg.shape:
@@ -196,16 +198,21 @@ def of_spec(spec: KernelSpec, source: Source) -> Problem:
         threads = [((n // width, 0, 0), (n % width, 0, 0)) for n in numbers]
         return buffers, execute(entry, arguments, grid=launch.grid, block=launch.block, threads=threads)
 
-    alone, trace = run([0])
-    each = len(alone[output.name].written) // itemsize
-    if not each or sorted(alone[output.name].written) != list(range(each * itemsize)):
-        trace.faults.append((TRUE, f"{source.label}: thread 0 does not store the first elements of {output.name}"))
+    buffers, trace = run([0])
+    faults: list[tuple[Any, str]] = []
+    each = len(buffers[output.name].written) // itemsize
+    if not each or sorted(buffers[output.name].written) != list(range(each * itemsize)):
+        faults.append((TRUE, f"{source.label}: thread 0 does not store the first elements of {output.name}"))
         each = count
     working = count // each
     numbers = sorted({0, min(width + 37, working - 1), working - 1, min(working, width * launch.grid[0] - 1)})
-    buffers, rest = run(numbers)
+    if alone:
+        numbers = numbers[:1]
+    else:
+        buffers, trace = run(numbers)
+    trace.faults.extend(faults)
 
-    def view_of(arg: Arg) -> View:
+    def view_of(arg: Arg) -> Elements:
         kind = np.dtype(str(arg.dtype))
         given = partial(layout.byte, arg.name) if arg.role == "in" else buffers[arg.name].read
         type_name = f"{_LETTERS[kind.kind]}{8 * kind.itemsize}"
@@ -219,14 +226,13 @@ def of_spec(spec: KernelSpec, source: Source) -> Problem:
                 raw[name][int(index)] = bits
         return spec.pack({a.name: a.array(raw[a.name]) for a in layout.logical})
 
-    logical = {a.name: View(a.name, lambda i, bits, a=a: a.symbol(i), a.type, a.count) for a in layout.logical}
+    logical = {a.name: Elements(a.name, a.symbol, a.type, a.count) for a in layout.logical}
     names = {**sizes, **{arg.name: view_of(arg) for arg in (*spec.inputs, *spec.outputs)}, **logical}
     expected = [i for n in numbers if n < working and each < count for i in range(n * each, (n + 1) * each)]
-    everything = Trace([*trace.steps, *rest.steps], [*trace.faults, *rest.faults])
     outputs, target = tuple(a.name for a in spec.outputs), buffers[output.name]
     command = f"ptxlab run {source.label} --unchecked"
-    return Problem(
-        source.label, names, outputs, target, 8 * itemsize, everything, count, arrays, command, expected
+    return SymbolicLaunch(
+        source.label, names, outputs, target, 8 * itemsize, trace, count, arrays, command, expected
     )  # fmt: skip
 
 
@@ -237,7 +243,7 @@ def of_file(
     where: Launch,
     assume: Sequence[str] = (),
     parameters: Sequence[str] = (),
-) -> Problem:
+) -> SymbolicLaunch:
     """A kernel without a spec, all threads of a small launch: its arguments are symbols, byte by byte.
 
     `claim` tells which output it is on, and as which elements (`out.s8[i]`); `parameters` are other names for the
@@ -263,7 +269,7 @@ def of_file(
     names |= {a.name: _typed(a) for a in arguments if isinstance(a, Buffer)}
     stored = {a.name: a for a in arguments if isinstance(a, Buffer) and a.written}
     target, bits = "", 8
-    for name, type_name in indexed_by_i(claim):
+    for name, type_name in indexed_by_i(claim) if claim else ():
         if name in stored:
             target, bits = name, int((type_name or names[name].type or "u8")[1:])
             break
@@ -289,10 +295,10 @@ def of_file(
     geometry = " ".join(f"--{n} {','.join(map(str, v))}" for n, v in (("grid", grid), ("block", block)))
     command = f"ptxlab run {kernel.source.path}:{kernel.entry} {geometry}"
     outputs = (target, *(name for name in stored if name != target))
-    return Problem(kernel.source.label, names, outputs, stored[target], bits, trace, None, arrays, command)
+    return SymbolicLaunch(kernel.source.label, names, outputs, stored[target], bits, trace, None, arrays, command)
 
 
-def _typed(buffer: Buffer) -> View:
+def _typed(buffer: Buffer) -> Elements:
     """A pointer's elements, of the type by which the kernel accesses them, if it is one."""
     kinds = {f"{'f' if is_float(t) and not t.endswith('x2') else 'u'}{bits_of(t)}" for t in buffer.types}
     type_name = kinds.pop() if len(kinds) == 1 else ""

@@ -1,0 +1,223 @@
+// gemm_w4a4_sm90: Y = X W^T with Atom's numbers on Hopper, whose tensor cores know no INT4.
+//
+// The pipeline of gemm_w8a8_sm90 with packed weights: one warp group loads, the others multiply, each for itself, so that
+// one's wgmma runs under the other's scaling; persistent blocks.
+//
+// Contract   y = sum over the K / g groups, then the outliers, of sum_i[m, n] * (x_scale[m, i] * w_scale[n, i]) + bias, one
+//            fma after the other in f32 from 0 on, then rounded to the output (OUT 0 f16, 1 bf16, 2 f32); the sums are
+//            exact in int32. The bits of gemm_w4a4_atom_sm80. Any M >= 1, N a multiple of 8, K of g (64 or 128), 0, 64
+//            or 128 outliers.
+// Shows      INT4 as s8: a weight stays in the upper half of its byte, 16 w, by an AND, or a shift and an AND, per four; X
+//            comes as bytes. Sums begin at 1.5 * 2^23 as an integer, so as bits they are an f32 that a group's scale
+//            makes a number of by one fma, and a second one adds it up. The tensor cores do what W4A8 asks of them; a
+//            group's sums cost three instructions each beside.
+// PDL        weights do not wait for the kernel before; X and its scales do, and results, which follow from them.
+// Guide      notebooks/guide/kernels_gemm.md: operands, tile, schedule, constants
+// PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.13 griddepcontrol; 9.7.13.15
+//            mbarrier; 9.7.13.16 elect; 9.7.14.5.16 stmatrix; 9.7.19.5 setmaxnreg
+#include <cuda_fp16.h>
+
+#include "griddep.cuh"
+#include "mbarrier.cuh"
+#include "pack.cuh"
+#include "tile_order.cuh"
+#include "timeline.cuh"
+#include "totals_out.cuh"
+#include "wgmma.cuh"
+
+#ifndef BM
+#define BM 128  // most tokens of a tile
+#define WN 2    // warp groups of 64 rows of W
+#define STAGES 6
+#define GROUP 128
+#define OUT 0
+#endif
+
+namespace {
+
+using ptxlab::u64;
+using u32 = unsigned;
+constexpr int THREADS = 128 * (WN + 1), STRIPS = 4 * WN, BK = 128;
+constexpr int GROUPS = BK / GROUP, MMAS = GROUP / 32;           // of a block of INT4; of a group
+constexpr int BLOCK4 = 1024 + 32 * GROUPS, BLOCK8 = 2048 + 32;  // bytes of a block of a strip
+constexpr int X_BYTES = BM * BK, SCALE_BYTES = BM * 16, W_SLOT = BLOCK8;
+constexpr int STAGE_BYTES = (X_BYTES + SCALE_BYTES + STRIPS * W_SLOT + 1023) / 1024 * 1024;
+constexpr bool UNEVEN = WN > 1;  // registers of a thread that multiplies and of one that loads
+constexpr int MORE = 232, FEWER = 40;
+constexpr int ZERO = 0x4b400000;  // what a sum begins at: as bits SHIFT, whose last bit counts 1
+static_assert(WN <= 2, "registers of more warp groups would have to be shared out otherwise");
+static_assert(BM <= 128, "sums and totals have a register each");
+static_assert(GROUP == 64 || GROUP == 128, "a stage has one group or two");
+
+// total += sum * (x * w) for a warp's 16 rows, sum from ZERO on; `scales` are those of the tokens, eight halves each. Of
+// INT4 the weights counted 16, and their sums have 14 bits: times an f16, exact.
+template <bool INT4>
+__device__ __forceinline__ void add_group(float (&total)[BM / 2], const int (&sum)[BM / 2], __half2 rows,
+                                          const __half* scales, int lane) {
+    const float counts = INT4 ? 1 / 16.0f : 1;
+    const float w[2] = {__low2float(rows) * counts, __high2float(rows) * counts};
+    const float off[2] = {-ptxlab::SHIFT * w[0], -ptxlab::SHIFT * w[1]};
+#pragma unroll
+    for (int j = 0; j < BM / 8; ++j) {
+        float x[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) x[c] = __half2float(scales[(j * 8 + lane % 4 * 2 + c) * 8]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float shifted = __int_as_float(sum[4 * j + e]);
+            float& to = total[4 * j + e];
+            if (INT4) to = __fmaf_rn(__fmaf_rn(shifted, w[e / 2], off[e / 2]), x[e % 2], to);
+            else to = __fmaf_rn(__fadd_rn(shifted, -ptxlab::SHIFT), __fmul_rn(x[e % 2], w[e / 2]), to);
+        }
+    }
+}
+
+}  // namespace
+
+// What the kernel before may be writing is not __restrict__: ptxas moves a read-only load ahead of griddepcontrol.wait.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
+    const unsigned char* __restrict__ strips,           // u8  [N/16, bytes]
+    const __grid_constant__ ptxlab::TensorMap x,        // s8  [M, K + outliers], boxes [tokens of a tile][128] swizzled
+    const __grid_constant__ ptxlab::TensorMap x_scale,  // f16 [M, K/g + 1 in whole eights], boxes [tokens of a tile][8]
+    const float* __restrict__ bias,                     // f32 [N], or null
+    void* __restrict__ y,                               // [M, N], by OUT
+    int M, int N, int K, int outliers) {
+    extern __shared__ __align__(1024) unsigned char ring[];
+    __shared__ u64 full[STAGES], empty[STAGES];
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
+    const int token_tiles = (M + BM - 1) / BM, all_strips = (N + 15) / 16,
+              row_tiles = (all_strips + STRIPS - 1) / STRIPS, tiles = token_tiles * row_tiles;
+    const int tokens = ((M + token_tiles - 1) / token_tiles + 7) / 8 * 8;  // of a tile
+    const int blocks4 = (K + BK - 1) / BK, stages = blocks4 + (outliers > 0);
+    unsigned char* buffers = ring + STAGES * STAGE_BYTES;  // 512 bytes of each warp
+
+    if (tokens < BM) {                          // what wgmma and scaling read behind the copies' rows
+        const int missing = (BM - tokens) * 9;  // 16 bytes each: of X, then of scales
+        for (int i = threadIdx.x; i < STAGES * missing; i += THREADS) {
+            const int piece = i % missing, of_x = (BM - tokens) * 8;
+            unsigned char* slot = ring + i / missing * STAGE_BYTES;
+            unsigned char* to =
+                piece < of_x ? slot + tokens * BK + piece * 16 : slot + X_BYTES + (tokens + piece - of_x) * 16;
+            *reinterpret_cast<int4*>(to) = make_int4(0, 0, 0, 0);
+        }
+        ptxlab::fence_proxy_async();
+    }
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            ptxlab::mbarrier_init(&full[s], 2);
+            ptxlab::mbarrier_init(&empty[s], 128 * WN);
+        }
+        ptxlab::fence_mbarrier_init();
+    }
+    __syncthreads();
+
+    ptxlab::Slot<STAGES> slot;
+    if (threadIdx.x < 128) {  // the warp group that loads: one thread of two warps asks, the copy engine does
+        const bool elected = ptxlab::elect();
+        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        const int pitch = blocks4 * BLOCK4 + (outliers > 0 ? BLOCK8 : 0);
+        const auto load_w = [&](int row_tile, int stage, unsigned char* to, u64* barrier) {
+            const int bytes = stage < blocks4 ? BLOCK4 : BLOCK8;
+            ptxlab::mbarrier_arrive_expect(barrier, STRIPS * bytes);
+#pragma unroll
+            for (int i = 0; i < STRIPS; ++i) {  // the last one again where N ends
+                const int strip = min(row_tile * STRIPS + i, all_strips - 1);
+                ptxlab::bulk_load(to + X_BYTES + SCALE_BYTES + i * W_SLOT,
+                                  strips + size_t(strip) * pitch + stage * BLOCK4, bytes, barrier);
+            }
+        };
+        const auto load_x = [&](int token, int stage, unsigned char* to, u64* barrier) {
+            const bool block4 = stage < blocks4;
+            ptxlab::mbarrier_arrive_expect(barrier, tokens * (BK + 16));
+            ptxlab::tensor_load(to, &x, block4 ? stage * BK : K, token, barrier);
+            ptxlab::tensor_load(to + X_BYTES, &x_scale, (block4 ? stage * GROUPS : K / GROUP) / 8 * 8, token, barrier);
+        };
+        if (UNEVEN) ptxlab::fewer_registers<FEWER>();
+        ptxlab::launch_dependents();
+        if (warp == 1) ptxlab::wait_for_predecessors();
+        for (int tile = blockIdx.x; warp < 2 && tile < tiles; tile += gridDim.x) {
+            const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
+#pragma unroll 1
+            for (int stage = 0; stage < stages; ++stage, slot.advance()) {
+                unsigned char* to = ring + slot.index * STAGE_BYTES;
+                PHASE(WAIT_GROUP);
+                ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                PHASE(LOAD);
+                if (elected && warp == 0) load_w(place.row_tile, stage, to, &full[slot.index]);
+                if (elected && warp == 1) load_x(place.token_tile * tokens, stage, to, &full[slot.index]);
+            }
+        }
+        return;
+    }
+    if (UNEVEN) ptxlab::more_registers<MORE>();
+    const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    unsigned char* buffer = buffers + (group * 4 + warp) * 512;
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        PHASE(SETUP);
+        const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
+        const int token0 = place.token_tile * tokens, n0 = (place.row_tile * STRIPS + group * 4 + warp) * 16;
+        float row_bias[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) row_bias[r] = bias ? bias[min(n0 + lane / 4 + 8 * r, N - 1)] : -0.0f;
+        float total[BM / 2] = {};
+        for (int stage = 0; stage < stages; ++stage, slot.advance()) {
+            const unsigned char* x_slot = ring + slot.index * STAGE_BYTES;
+            const u32 w = ptxlab::shared_address(x_slot) + X_BYTES + SCALE_BYTES + (group * 4 + warp) * W_SLOT;
+            const __half* scales = reinterpret_cast<const __half*>(x_slot + X_BYTES);
+            const u64 x_tile = ptxlab::swizzled_128(x_slot);
+            const bool block4 = stage < blocks4;
+            PHASE(WAIT_COPY);
+            ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
+
+            PHASE(DEQUANTISE);
+            u32 a[BK / 32][4];
+            if (block4) {
+#pragma unroll
+                for (int unit = 0; unit < 2; ++unit) {  // 64 k: the operands of two wgmmas
+                    const uint4 q = ptxlab::load_shared_16(w + unit * 512 + lane * 16);
+                    const u32 words[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        a[unit * 2 + j / 2][j & 1] = words[j] & 0xf0f0f0f0u;             // k 4 t .. of row g or g + 8
+                        a[unit * 2 + j / 2][2 + (j & 1)] = words[j] << 4 & 0xf0f0f0f0u;  // k 16 + 4 t ..
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int step = 0; step < 4; ++step) {
+                    const uint4 q = ptxlab::load_shared_16(w + step * 512 + lane * 16);
+                    a[step][0] = q.x, a[step][1] = q.y, a[step][2] = q.z, a[step][3] = q.w;
+                }
+            }
+            int sum[BM / 2];
+#pragma unroll
+            for (int i = 0; i < GROUPS; ++i) {
+                if (i == 0 || block4)  // outliers are one group
+#pragma unroll
+                    for (int k = 0; k < BM / 2; ++k) sum[k] = ZERO;
+                PHASE(ISSUE, GROUP / 64 * BM);
+                ptxlab::pin(sum);
+                ptxlab::wgmma_fence();
+#pragma unroll
+                for (int step = i * MMAS; step < (i + 1) * MMAS; ++step)
+                    ptxlab::wgmma_s8(sum, a[step], x_tile + step * 2);
+                ptxlab::wgmma_commit();
+                PHASE(WAIT_MMA, 0);
+                ptxlab::wgmma_wait<0>();
+                ptxlab::pin(sum);
+                PHASE(MULTIPLY);
+                const int column = (block4 ? stage * GROUPS + i : K / GROUP) % 8;
+                const u32 at = w + (block4 ? 1024 + 32 * i : 2048) + lane / 4 * 4;
+                if (block4 || i == GROUPS - 1) {
+                    const u32 pair = ptxlab::load_shared_4(at);
+                    const __half2 rows = *reinterpret_cast<const __half2*>(&pair);
+                    if (block4) add_group<true>(total, sum, rows, scales + column, lane);
+                    else add_group<false>(total, sum, rows, scales + column, lane);
+                }
+            }
+            ptxlab::mbarrier_arrive(&empty[slot.index]);
+        }
+        PHASE(EPILOGUE);
+        ptxlab::store_totals<OUT, BM>(total, row_bias, y, buffer, lane, token0, n0, min(M, token0 + tokens), N);
+    }
+}

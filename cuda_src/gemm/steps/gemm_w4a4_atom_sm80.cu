@@ -1,0 +1,110 @@
+// gemm_w4a4_atom_sm80: INT4 in groups with outlier channels in INT8: Atom's third bar, all of it (section 4, Fig. 8).
+//
+// Contract   y = sum over the K / g groups, then the outliers, of sum_i[m, n] * (x_scale[m, i] * w_scale[n, i]) + bias,
+//            one fma after the other in f32 from 0 on, then rounded to the output (OUT 0 f16, 1 bf16, 2 f32); the sums
+//            are exact in int32. Any M >= 1, N a multiple of 8, K of g (64 or 128), 0, 64 or 128 outliers; padding is
+//            zero-filled on the way in.
+// Shows      fused group dequantisation: every g channels a sum leaves the tensor cores, is converted and scaled, and
+//            goes to an f32 accumulator, which is what a GPU's ratio of tensor to CUDA cores has to afford. HALVES: the
+//            product of two scales is rounded to f16, as in Atom's code, where small ones become subnormal.
+// Guide      notebooks/guide/kernels_gemm.md: operands, schedule, constants
+// PTX ISA    9.7.14 mma.m16n8k64 (.s4), mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill.
+#include "rows_sm80.cuh"
+#include "timeline.cuh"
+
+#ifndef BN
+#define BN 128
+#define BM 128
+#define WM 2
+#define STAGES 4
+#define GROUP 128
+#define HALVES 0  // 1: scales are multiplied in f16, as Atom's code does
+#define OUT 0
+#endif
+
+namespace {
+
+constexpr int WN = BN / 32, THREADS = 32 * WN * WM, TOKENS = BM / WM;  // warps along rows; tokens of a warp
+constexpr int OPERANDS = (BN + BM) * ptxlab::ROW_BYTES;
+constexpr int STAGE_BYTES = OPERANDS + (BN + BM) * 4;  // two scales of every row
+constexpr int PITCH = BN + 4;                          // f32 of the tile of results in shared memory
+static_assert(GROUP == 64 || GROUP == 128, "a stage has one group or two");
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4a4_atom_sm80(
+    const unsigned char* __restrict__ w4,  // u8  [N, K/2], two s4 a byte
+    const unsigned char* __restrict__ w8,  // s8  [N, outliers]
+    const __half* __restrict__ w_scale,    // f16 [N, K/g + 1 in whole eights], the last one of the outliers
+    const unsigned char* __restrict__ x4,  // u8  [M, K/2], two s4 a byte
+    const unsigned char* __restrict__ x8,  // s8  [M, outliers]
+    const __half* __restrict__ x_scale,    // f16 [M, K/g + 1 in whole eights]
+    const float* __restrict__ bias,        // f32 [N], or null
+    void* __restrict__ y,                  // [M, N], by OUT
+    int M, int N, int K, int outliers) {
+    extern __shared__ __align__(128) unsigned char ring[];
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
+    const int token_tiles = (M + BM - 1) / BM;
+    const int token0 = blockIdx.x % token_tiles * BM, row0 = blockIdx.x / token_tiles * BN;
+    const int lane = threadIdx.x % 32, wn = threadIdx.x / 32 % WN, wm = threadIdx.x / 32 / WN;
+    const int groups = K / GROUP, columns = (groups + 8) / 8 * 8;  // scales of a row
+    const int stages4 = (K + 127) / 128, stages = stages4 + outliers / 64;
+    const auto fetch = [&](int stage) {
+        unsigned char* slot = ring + stage % STAGES * STAGE_BYTES;
+        if (stage < stages) {
+            const bool int4 = stage < stages4;
+            const int first = (int4 ? stage : stage - stages4) * ptxlab::ROW_BYTES, bytes = int4 ? K / 2 : outliers;
+            ptxlab::fetch_rows<BN, THREADS>(slot, int4 ? w4 : w8, row0, N, first, bytes);
+            ptxlab::fetch_rows<BM, THREADS>(slot + BN * ptxlab::ROW_BYTES, int4 ? x4 : x8, token0, M, first, bytes);
+            const int pair = int4 ? stage * 128 / GROUP / 2 : groups / 2;
+            __half* scales = reinterpret_cast<__half*>(slot + OPERANDS);
+            ptxlab::fetch_scales<BN, THREADS>(scales, w_scale, row0, N, pair, columns);
+            ptxlab::fetch_scales<BM, THREADS>(scales + 2 * BN, x_scale, token0, M, pair, columns);
+        }
+        ptxlab::cp_async_commit();
+    };
+
+    int acc[2][TOKENS / 8][4] = {};
+    float total[2][TOKENS / 8][4] = {};
+    PHASE(LOAD);
+    for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage);
+    for (int stage = 0; stage < stages; ++stage) {
+        PHASE(WAIT_COPY);
+        ptxlab::cp_async_wait<STAGES - 2>();
+        __syncthreads();  // the stage is there for everyone, and the oldest slot is free
+        PHASE(LOAD);
+        fetch(stage + STAGES - 1);
+        PHASE(MULTIPLY);
+        const unsigned char *slot = ring + stage % STAGES * STAGE_BYTES, *w = slot + wn * 32 * ptxlab::ROW_BYTES,
+                            *x = slot + (BN + wm * TOKENS) * ptxlab::ROW_BYTES;
+        const __half* scales = reinterpret_cast<const __half*>(slot + OPERANDS);
+        const auto add = [&](int odd) {
+            ptxlab::add_group<TOKENS, HALVES>(total, acc, scales + 2 * wn * 32, scales + 2 * (BN + wm * TOKENS), odd,
+                                              lane);
+        };
+        if (stage < stages4) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                ptxlab::multiply_half<true, TOKENS>(acc, w, x, half, lane);
+                if (GROUP == 64) add(half);  // behind the end of K a sum is zero
+            }
+            if (GROUP == 128) add(stage & 1);
+        } else {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) ptxlab::multiply_half<false, TOKENS>(acc, w, x, half, lane);
+            if (stage == stages - 1) add(groups & 1);
+        }
+    }
+
+    PHASE(EPILOGUE);
+    ptxlab::cp_async_wait<0>();
+    __syncthreads();  // the results take the ring's place
+    float* tile = reinterpret_cast<float*>(ring);
+    ptxlab::gather_results<TOKENS, PITCH>(tile + wm * TOKENS * PITCH + wn * 32, total, lane);
+    __syncthreads();
+    for (int i = threadIdx.x; i < BM * BN / 8; i += THREADS) {
+        const int m = i / (BN / 8), c = i % (BN / 8) * 8, token = token0 + m, n = row0 + c;
+        if (token < M && n < N)
+            ptxlab::store_8_floats<OUT>(y, size_t(token) * N + n, tile + m * PITCH + c, bias ? bias + n : nullptr);
+    }
+}

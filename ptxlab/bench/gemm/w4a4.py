@@ -1,0 +1,82 @@
+"""W4A4 by Atom's rules on LLaMA-2's matrices, outliers included, beside cuBLAS; W4A8's rows are in the same record.
+
+The steps for sm_80 are measured on one small matrix, that of Atom's own benchmark: on GPUs without INT4 tensor cores
+they run in software.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.bench.gemm.points import Point, StreamTime, point
+from ptxlab.bench.gemm.problem import expected
+from ptxlab.bench.record import Row
+from ptxlab.bench.shapes import GROUP, LLAMA, Layer
+from ptxlab.kernels.gemm import w4a4
+from ptxlab.kernels.gemm.common import GemmStep
+from ptxlab.kernels.gemm.ladder import why_not
+from ptxlab.quant.tiled import BLOCK_ROWS, with_arrays
+from ptxlab.spec import Arrays, KernelSpec
+
+MEASURE = "w4a4"
+TOKENS = (16, 64, 128, 256, 512)  # those at which cuBLAS is measured
+OUTLIERS = 128
+LADDER_LAYER = LLAMA[1]  # 4096 x 4096
+
+
+def points(names: Sequence[str]) -> Iterator[Point]:
+    """Every kernel among `names` that this GPU runs, with its sizes."""
+    for layer in LLAMA:
+        for step in _steps(layer, names):
+            yield from ((step, sizes_at(step.spec, layer, M)) for M in TOKENS)
+
+
+def layer_rows(
+    layer: Layer,
+    names: Sequence[str],
+    cublas: Mapping[int, Mapping[str, float]],
+    stream_us: StreamTime,
+    progress: Callable[[str], None],
+) -> Iterator[Row]:
+    """Every kernel on one matrix."""
+    for step in _steps(layer, names):
+        progress(f"{layer}: {step.spec.name}")
+        logical = problem(step.spec, layer, max(TOKENS))
+        for M in TOKENS:
+            inputs = first_tokens(logical, M)
+            right, sizes = expected(step.spec, inputs), sizes_at(step.spec, layer, M)
+            yield point(step, sizes, inputs, right, measured_as=MEASURE, stream_us=stream_us, peers=cublas[M])
+
+
+def sizes_at(spec: KernelSpec, layer: Layer, M: int) -> dict[str, int]:
+    """The spec's sizes: with outliers, K counts the other channels alone."""
+    outliers = OUTLIERS if "outliers" in spec.symbols else 0
+    sizes = {"M": M, "N": layer.N, "K": layer.K - outliers, "outliers": outliers, "g": GROUP}
+    return {name: size for name, size in sizes.items() if name in spec.symbols}
+
+
+def problem(spec: KernelSpec, layer: Layer, M: int, seed: int = 0) -> Arrays:
+    """Logical inputs on the device: a weight of rows that are repeated, random activations."""
+    sizes = sizes_at(spec, layer, M) | {"N": min(layer.N, BLOCK_ROWS)}
+    drawn = spec.example(np.random.default_rng(seed), **{name: sizes[name] for name in spec.example_sizes[0]})
+    logical: Arrays = with_arrays(drawn, gpu.to_device)
+    of_rows = {name: with_arrays(part, lambda array: _repeated(array, layer.N)) for name, part in logical.items()}
+    return {name: part if name.startswith("x") else of_rows[name] for name, part in logical.items()}
+
+
+def first_tokens(logical: Arrays, M: int) -> Arrays:
+    """The same problem with its first M tokens."""
+    first = {name: with_arrays(part, lambda array: array[:M]) for name, part in logical.items()}
+    return {name: first[name] if name.startswith("x") else part for name, part in logical.items()}
+
+
+def _repeated(array: Any, rows: int) -> Any:
+    return np.tile(array, (-(-rows // len(array)), *[1] * (array.ndim - 1)))[:rows].copy()
+
+
+def _steps(layer: Layer, names: Sequence[str]) -> list[GemmStep]:
+    specs = w4a4.SPECS if layer == LADDER_LAYER else (w4a4.SM90,)
+    steps = [GemmStep(spec, "atom", "") for spec in specs if spec.name in names]
+    return [step for step in steps if why_not(step) is None]

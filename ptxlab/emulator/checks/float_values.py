@@ -1,0 +1,194 @@
+"""The check "float": where a NaN, an infinity, an f16 overflow or a subnormal number first arises.
+
+It arises in arithmetic (also mma, atom and red) none of whose operands is of that kind: 0 / 0, 1 / 0, 65504 + 65504 in
+f16, 2^-100 * 2^-100. So infinity - infinity is a NaN that arises, and what follows from it is not; nor are constants
+and what is loaded. Of each kind the first place of the run is reported. An mma is looked at warp by warp, a packed pair
+as one. Products of wgmma are not looked at.
+
+Kernels make infinities and subnormal numbers on purpose, so `all` does not include this check.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.lanes import Handler, Lanes, Reader, Successors, as_lanes, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_float
+from ptxlab.emulator.ops.alu import alu_operation
+from ptxlab.emulator.ops.rounding import element, widen
+
+ARITHMETIC = frozenset({
+    "add", "sub", "mul", "fma", "mad", "div", "rcp", "sqrt", "rsqrt", "sin", "cos", "lg2", "ex2", "tanh", "cvt",
+})  # fmt: skip
+MANTISSA = {"f16": 10, "bf16": 7, "f32": 23, "f64": 52}  # bits
+_SAID = {"nan": "a NaN", "infinity": "an infinity", "overflow": "an infinity", "subnormal": "a subnormal number"}
+_MULTIPLIED = {"f16": "f16x2", "bf16": "bf16x2", "tf32": "f32", "f64": "f64"}  # what a register of A or B holds
+
+Values = tuple[str, Array]  # PTX type, and register values of that type
+
+
+def kinds(values: Values) -> dict[str, Array]:
+    """Which registers hold a number of each kind, one bool each; nothing for integers."""
+    type_name, raw = values
+    if not is_float(type_name):
+        return {}
+    one = element(type_name)
+    unsigned, without_sign = np.dtype(f"u{bits_of(one) // 8}"), (1 << bits_of(one) - 1) - 1
+    normal = 1 << MANTISSA[one]  # the smallest
+    infinite = without_sign + 1 - normal
+    magnitude = np.ascontiguousarray(raw).view(unsigned).reshape(len(raw), -1) & unsigned.type(without_sign)
+    found = {
+        "nan": magnitude > infinite,
+        "overflow" if one == "f16" else "infinity": magnitude == infinite,
+        "subnormal": (magnitude > 0) & (magnitude < normal),
+    }
+    return {kind: mask.any(axis=1) for kind, mask in found.items()}
+
+
+def has(operand: Values, kind: str) -> Array | bool:
+    """Which of an operand's values are of a kind; an f16's infinity is one among others here."""
+    found = kinds(operand)
+    infinite = found.get("infinity", found.get("overflow", False))
+    return infinite if kind in ("infinity", "overflow") else found.get(kind, False)
+
+
+class FloatValues(Check):
+    """Looks at what arithmetic makes."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.multiplied_before = 0  # mma before this instruction are done by an earlier one's handler
+        self.added: tuple[Array, Array] | None = None  # what an atomic met: arena offsets, and values there
+
+    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+        """Compare operands with results."""
+        if instruction.head == "mma":
+            return self.around_mma(instruction, handler)
+        if instruction.head in ("atom", "red"):
+            return self.around_atomic(instruction, handler)
+        if instruction.head not in ARITHMETIC:
+            return handler
+        known, machine = alu_operation(instruction.opcode), self.machine
+        if not is_float(known.out[0]):
+            return handler
+        relaxed = instruction.head == "cvt"
+        target, *sources = instruction.operands
+        readers = [machine.reader(o, t, relaxed) for o, t in zip(sources, known.sources, strict=True)]
+        stored = machine.reader(target, known.out[0], relaxed)
+
+        def checked(lanes: Lanes) -> Successors:
+            before = [(t, read(lanes).copy()) for t, read in zip(known.sources, readers, strict=True)]
+            successors = handler(lanes)
+            self.compare(instruction, lanes, (known.out[0], stored(lanes)), before)
+            return successors
+
+        return checked
+
+    def compare(self, instruction: Instruction, lanes: Lanes, result: Values, operands: Sequence[Values]) -> None:
+        """Report results of a kind that no operand is of."""
+        for kind, made in kinds(result).items():
+            if made.any():
+                for operand in operands:
+                    made = made & ~np.asarray(has(operand, kind))
+                if made.any():
+                    at = int(np.argmax(made))
+                    shown = ", ".join(text_of(operand, at) for operand in operands)
+                    self.arises(instruction, kind, lanes, made, f"makes {_SAID[kind]} of {shown},")
+
+    def arises(self, instruction: Instruction, kind: str, lanes: Lanes, wrong: Array, message: str) -> None:
+        """Report it, unless that kind has arisen elsewhere before."""
+        first = next((f for f in self.machine.launch.findings.found.values() if f.kind == kind), None)
+        here = instruction.path, instruction.line, instruction.callers
+        if first is None or (first.path, first.line, first.callers) == here:
+            self.report(instruction, kind, lanes, wrong, message)
+
+    # What is no operation of registers alone
+
+    def around_atomic(self, instruction: Instruction, handler: Handler) -> Handler:
+        """Sums in memory."""
+        t = instruction.opcode.split(".")[-1]
+        if not is_float(t) or ".add." not in instruction.opcode:
+            return handler
+        address = next(i for i, o in enumerate(instruction.operands) if isinstance(o, ir.Address))
+        read, view = (
+            self.machine.reader(instruction.operands[address + 1], t),
+            self.machine.memory.arena.view(DTYPES[t]),
+        )
+
+        def checked(lanes: Lanes) -> Successors:
+            added = t, np.broadcast_to(read(lanes), len(indices_of(lanes))).copy()
+            successors = handler(lanes)
+            assert self.added is not None
+            offsets, before = self.added
+            self.compare(instruction, lanes, (t, view[offsets // view.itemsize]), [(t, before), added])
+            return successors
+
+        return checked
+
+    def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+        """What is there before."""
+        self.added = offsets, self.machine.memory.arena.view(DTYPES[access.type])[offsets // access.size]
+
+    def around_mma(self, instruction: Instruction, handler: Handler) -> Handler:
+        """Products of a group of mma, all done by the handler of the first; warp by warp."""
+        machine = self.machine
+        pc = machine.index[id(instruction)]
+        d, a, b, _ = [word for word in instruction.opcode.split(".")[1:] if word[-1].isdigit() and word[0] != "m"][:4]
+        if pc < self.multiplied_before or not is_float(d):
+            return handler
+        self.multiplied_before = machine.done_before
+
+        def readers(operand: ir.Operand, type_name: str) -> list[tuple[str, Reader]]:
+            items = operand.items if isinstance(operand, ir.Vector) else (operand,)
+            return [(type_name, machine.reader(item, "b32" if "x2" in type_name else type_name)) for item in items]
+
+        kept = "f16x2" if d == "f16" else d
+        members = []
+        for each in machine.code[pc : machine.done_before]:
+            to, *sources = each.operands
+            types = _MULTIPLIED.get(a, "u32"), _MULTIPLIED.get(b, "u32"), kept
+            of = [pair for o, t in zip(sources, types, strict=True) for pair in readers(o, t)]
+            members.append((each, readers(to, kept), of))
+
+        def checked(lanes: Lanes) -> Successors:
+            warps = np.unique(indices_of(lanes) // 32)
+            whole = as_lanes((warps[:, None] * 32 + np.arange(32)).reshape(-1))
+            before = [
+                [[(t, np.broadcast_to(read(whole), 32 * len(warps)).copy()) for t, read in some] for some in (to, of)]
+                for _, to, of in members
+            ]
+            successors = handler(lanes)
+            for (each, to, _), (old, operands) in zip(members, before, strict=True):
+                for (t, read), (_, kept_before) in zip(to, old, strict=True):
+                    self.compare_warps(each, whole, (t, read(whole)), kept_before, operands)
+            return successors
+
+        return checked
+
+    def compare_warps(
+        self, instruction: Instruction, lanes: Lanes, result: Values, before: Array, operands: Sequence[Values]
+    ) -> None:
+        """Report results of a kind that no operand of the whole warp is of."""
+        changed = result[1].view(f"u{before.itemsize}") != before.view(f"u{before.itemsize}")
+        for kind, made in kinds(result).items():
+            if not (made := made & changed).any():
+                continue
+            there = np.any([np.broadcast_to(has(operand, kind), len(made)) for operand in operands], axis=0)
+            made &= ~np.repeat(there.reshape(-1, 32).any(axis=1), 32)
+            if made.any():
+                self.arises(instruction, kind, lanes, made, f"makes {_SAID[kind]}, and no operand of its warp is one,")
+
+
+def text_of(values: Values, at: int) -> str:
+    """One of the values, or a packed pair, low half first."""
+    type_name, raw = values
+    raw = raw[at if len(raw) > 1 else 0 :][:1]
+    if not is_float(type_name):
+        return str(raw[0])
+    numbers = [f"{number:.6g}" for number in widen(raw, type_name).reshape(-1).tolist()]
+    return numbers[0] if len(numbers) == 1 else f"({', '.join(numbers)})"

@@ -1,0 +1,72 @@
+"""Part of the check "async": mbarriers that are written over while they live, and bytes that were never balanced.
+
+An mbarrier lives from `mbarrier.init` to `mbarrier.inval`; until then its memory may hold nothing else (PTX ISA,
+mbarrier.inval). A copy, wait or arrival that finds it written over is an error of every run (`sync.mbarrier`). Who has
+written there, and bytes of a phase that nobody waits for, are found here.
+"""
+
+import numpy as np
+
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.effect import Effect, by_entry
+from ptxlab.emulator.core.lanes import Lanes
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
+from ptxlab.emulator.sync.mbarrier import MBarriers
+
+WORD = 8  # bytes of an mbarrier
+
+
+class MBarrierLife(Check):
+    """Writes over mbarriers, and bytes that they count in vain."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.mbarriers = machine.unit(MBarriers)
+        self.live = np.zeros(machine.memory.size // WORD + 1, bool)
+
+    def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
+        """They live."""
+        self.live[places // WORD] = True
+
+    def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
+        """A write, or the end of an mbarrier."""
+        if access.instruction.head == "mbarrier":
+            self.live[offsets // WORD] = False  # until `begin`, if it is initialised
+            return
+        words = (offsets[:, None] + np.arange(0, max(access.size, 1), WORD)) // WORD
+        self.meet(access.instruction, lanes, words, np.any(self.live[words], axis=1))
+
+    def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+        """A write."""
+        self.store(access, lanes, offsets, offsets)
+
+    def issue(self, effect: Effect) -> None:
+        """What a copy writes."""
+        words = effect.written_bytes // WORD
+        hit = self.live[words]
+        if hit.any():
+            lanes, _, sizes = effect.writes
+            self.meet(effect.instruction, lanes, words[hit], by_entry(hit, sizes))
+
+    def meet(self, instruction: Instruction, lanes: Lanes, words: Array, wrong: Array) -> None:
+        """Report who writes over one."""
+        if wrong.any():
+            place = int(words[self.live[words]][0]) * WORD
+            by = self.mbarriers.at[place].instruction.seen_from(instruction)
+            message = f"writes over {self.mbarriers.at[place]}, which {by}, initialised and nobody has invalidated,"
+            self.report(instruction, "async", lanes, wrong, message)
+
+    def end(self) -> None:
+        """Phases for which nobody waits, and whose bytes came in part, or too many; if none came, none was to come."""
+        for barrier in self.mbarriers.at.values():
+            if barrier.bytes not in (0, barrier.expected):
+                lost = f"expects {barrier.bytes} bytes more than copies have brought"
+                surplus = f"has got {-barrier.bytes} bytes that nobody expected"
+                lanes = np.array(
+                    [self.machine.cluster_memory.block_at(np.array([barrier.place]))[0] * self.machine.stride]
+                )
+                message = f"at the end {barrier} {lost if barrier.bytes > 0 else surplus},"
+                self.report(barrier.expected_by, "async", lanes, np.array([True]), message)

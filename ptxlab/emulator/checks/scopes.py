@@ -1,0 +1,67 @@
+"""How far strong operations reach: threads of the block (`.cta`), of the cluster, or all.
+
+A release and an acquire, or two accesses, order nothing between threads that one of their scopes does not reach (PTX
+ISA, "morally strong"). An mbarrier's operations that name no scope count as wide enough, as kernels everywhere have
+them between the blocks of a cluster, though the ISA says `.cta`.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from math import prod
+
+import numpy as np
+
+from ptxlab.emulator.core.access import SCOPES
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front.types import Array
+
+CTA, CLUSTER, ALL = range(3)
+_STRONG = ("ld.relaxed", "ld.acquire", "st.relaxed", "st.release", "atom.", "red.", "membar.",
+           "fence.sc", "fence.acq_rel", "fence.acquire", "fence.release", "mbarrier.")  # fmt: skip
+Released = tuple[int, int]  # how far it reaches, and from which block (0 for any, where scopes do not matter)
+EVERYWHERE: Released = ALL, 0
+
+
+@cache
+def reach_of(opcode: str) -> int:
+    """CTA, CLUSTER or ALL; an mbarrier is in its cluster anyway."""
+    scope = (
+        next((word for word in opcode.split(".")[1:] if word in SCOPES), "gpu") if opcode.startswith(_STRONG) else ""
+    )
+    return {"cta": CTA, "cluster": ALL if opcode.startswith("mbarrier") else CLUSTER}.get(scope, ALL)
+
+
+class Scopes:
+    """Which lanes a scope reaches."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.block, self.cluster = machine.stride, machine.stride * prod(machine.launch.cluster)  # lanes
+        self.reaches = np.array([reach_of(i.opcode) for i in machine.code])  # of each instruction, by its index
+        narrow = {i.head == "mbarrier" for i, reach in zip(machine.code, self.reaches, strict=True) if reach == CTA}
+        # who may meet a scope: all lanes; that of an mbarrier those of its cluster
+        blocks = (False in narrow and machine.lanes > self.block) or (True in narrow and self.cluster > self.block)
+        self.matter = blocks or (CLUSTER in self.reaches and machine.lanes > self.cluster)
+
+    def by_block(self, reach: int, lanes: Array) -> Iterator[tuple[Released, Array]]:
+        """What lanes release: by block, if it may matter from which."""
+        if not self.matter:
+            yield EVERYWHERE, lanes
+            return
+        blocks = lanes // self.block
+        for block in np.unique(blocks).tolist():
+            yield (reach, block), lanes[blocks == block]
+
+    def reached(self, released: Released, reach: int, lanes: Array) -> Array:
+        """The lanes whose acquire, which reaches so far, meets the release."""
+        narrow, block = min(released[0], reach), released[1]
+        if narrow == ALL:
+            return lanes
+        size = self.block if narrow == CTA else self.cluster
+        result: Array = lanes[lanes // size == block * self.block // size]
+        return result
+
+    def apart(self, lanes: Array, others: Array, reaches: Array) -> Array:
+        """For each pair of lanes, whether a scope that reaches so far does not reach from one to the other."""
+        block, cluster = (lanes // size != others // size for size in (self.block, self.cluster))
+        result: Array = (block & (reaches == CTA)) | (cluster & (reaches == CLUSTER))
+        return result

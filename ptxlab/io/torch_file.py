@@ -1,0 +1,288 @@
+"""Tensors out of files of `torch.save`, without PyTorch and without unpickling.
+
+Such a file is a zip: `data.pkl` says by a pickle which tensor lies where, `data/0`, `data/1`, .. are their bytes. The
+pickle is read as a list of opcodes. Those that build dictionaries, tuples and numbers are followed here; names of
+functions stay names, and only those of PyTorch's tensors mean something. So nothing of a file can be executed.
+"""
+
+import os
+import pickletools
+import struct
+import zipfile
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.errors import ArgumentError, FileError
+from ptxlab.io.checkpoint import FLOATS, Checkpoint, CheckpointFolder, TensorInfo
+from ptxlab.io.files import DAMAGE
+
+MAX_PICKLE = 1 << 24  # bytes of data.pkl; that of a model of 8 billion weights has some 300,000
+_DTYPES = {
+    "HalfStorage": ("F16", 2), "BFloat16Storage": ("BF16", 2), "FloatStorage": ("F32", 4), "DoubleStorage": ("F64", 8),
+    "CharStorage": ("I8", 1), "ByteStorage": ("U8", 1), "BoolStorage": ("BOOL", 1), "ShortStorage": ("I16", 2),
+    "IntStorage": ("I32", 4), "LongStorage": ("I64", 8),
+}  # fmt: skip
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_PUSHED = {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE"}  # their argument is the value
+_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_MARK = object()
+_LONGEST = 300  # characters of what a message says of a file
+
+
+class _Name(str):
+    """Of what the pickle would call: `torch._utils _rebuild_tensor_v2`."""
+
+
+class _Storage(tuple[str, str, int, int]):
+    """The zip's member, the dtype by safetensors' name, bytes of an element, number of elements."""
+
+
+class _Tensor(tuple[_Storage, int, tuple[int, ...]]):
+    """Its storage, the first element in it, and the shape."""
+
+
+class TorchFile:
+    """An open file of `torch.save`, a dictionary of tensors: `tensors`, `read` and `read_bytes` as of `Checkpoint`.
+
+    Sizes in the file are checked against each other before anything is allocated. Raises FileError for a file that is
+    missing, truncated, of another format (of PyTorch before 1.6 too) or big-endian, that holds anything but contiguous
+    tensors by names, or whose bytes are compressed, which PyTorch does not do.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise FileError(f"{self.path}: no such file")
+        self.metadata: dict[str, str] = {}
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                self._members = {info.filename: info for info in archive.infolist()}
+                found = self._found(archive)
+        except OSError as error:
+            raise FileError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+        except DAMAGE as error:
+            raise FileError(f"{self.path}: not a readable file of torch.save ({error})") from None
+        self._tensors = {name: self._checked(name, tensor) for name, tensor in found.items()}
+        self.tensors = {
+            name: TensorInfo(name, shape, storage[1], prod(shape) * storage[2])
+            for name, (storage, _, shape) in self._tensors.items()
+        }
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """The tensor `name` as float16, float32 or float64; bfloat16 comes as float32. Raises as `Checkpoint.read`."""
+        if name not in self.tensors:
+            raise ArgumentError("tensor", f"must be one of the {len(self.tensors)} tensors of {self.path}", name)
+        info = self.tensors[name]
+        if info.dtype not in FLOATS:
+            raise FileError(f"{self.path}: {name} has dtype {info.dtype}, not one of {', '.join(FLOATS)}")
+        content = self.read_bytes(name)
+        if info.dtype == "BF16":
+            return (content.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(info.shape)
+        return content.view(f"<f{int(info.dtype[1:]) // 8}").reshape(info.shape)
+
+    def read_bytes(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes u8 [nbytes] of the tensor `name`, of whatever dtype."""
+        (member, _, itemsize, _), first, shape = self._tensors[name]
+        nbytes = prod(shape) * itemsize
+        try:
+            with zipfile.ZipFile(self.path) as archive, archive.open(member) as file:
+                file.seek(first * itemsize)
+                content = file.read(nbytes)
+        except OSError as error:
+            raise FileError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+        except DAMAGE as error:
+            raise FileError(f"{self.path}: {name}: {error}") from None
+        if len(content) != nbytes:
+            raise FileError(f"{self.path}: {name}: {nbytes} bytes expected (got {len(content)})")
+        return np.frombuffer(content, np.uint8).copy()
+
+    def _found(self, archive: zipfile.ZipFile) -> dict[str, _Tensor]:
+        """What the pickle says; other values than tensors are refused."""
+        pickles = [name for name in self._members if name.split("/")[1:] == ["data.pkl"]]
+        if len(pickles) != 1:
+            self._refuse(f"one data.pkl expected (got {len(pickles)})")
+        folder = pickles[0].split("/")[0]
+        held = self.path.stat().st_size
+        for info in self._members.values():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                self._refuse(f"{info.filename}: must be stored, not compressed")
+            if info.header_offset + info.file_size > held:
+                self._refuse(f"{info.filename}: {info.file_size} bytes must lie within the file's {held}")
+        if self._members[pickles[0]].file_size > MAX_PICKLE:
+            self._refuse(f"data.pkl: at most {MAX_PICKLE} bytes (got {self._members[pickles[0]].file_size})")
+        if f"{folder}/byteorder" in self._members and archive.read(f"{folder}/byteorder") != b"little":
+            self._refuse("byteorder must be little")
+        found = _Program(folder, self._refuse).run(archive.read(pickles[0]))
+        if not isinstance(found, dict):
+            self._refuse(f"a dictionary of tensors expected (got {type(found).__name__})")
+        for name, value in found.items():
+            if not isinstance(value, _Tensor):
+                what = str(value) if isinstance(value, _Name) else type(value).__name__
+                self._refuse(f"{name}: must be a tensor (got {what})")
+        return found
+
+    def _checked(self, name: str, tensor: _Tensor) -> _Tensor:
+        (member, _, itemsize, count), first, shape = tensor
+        info = self._members.get(member)
+        if info is None or info.file_size != count * itemsize:
+            held = "no such member" if info is None else f"{info.file_size} bytes"
+            self._refuse(f"{name}: {member} must hold {count * itemsize} bytes (got {held})")
+        if first + prod(shape) > count:
+            self._refuse(f"{name}: {[*shape]} from element {first} on must lie within {count} elements")
+        return tensor
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise FileError(f"{self.path}: {' '.join(problem.split())[:_LONGEST]}")
+
+
+class _Program:
+    """A pickle's opcodes over a stack of plain values, `_Name`s, storages and tensors."""
+
+    def __init__(self, folder: str, refuse: Callable[[str], NoReturn]) -> None:
+        self.folder, self.refuse = folder, refuse
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self, pickle: bytes) -> Any:
+        """What the program leaves. Raises what `DAMAGE` has for one that is broken, FileError for anything else."""
+        try:
+            for opcode, argument, _ in pickletools.genops(pickle):
+                if opcode.name == "STOP":
+                    return self.stack.pop()
+                self.step(opcode.name, argument)
+        except (IndexError, struct.error) as error:
+            raise ValueError(str(error)) from None
+        raise ValueError("the pickle has no end")
+
+    def step(self, opcode: str, argument: Any) -> None:
+        """One opcode of those that `torch.save` writes."""
+        push, pop = self.stack.append, self.stack.pop
+        match opcode:
+            case "PROTO" | "FRAME":
+                pass
+            case "MARK":
+                push(_MARK)
+            case "EMPTY_DICT":
+                push({})
+            case "EMPTY_LIST":
+                push([])
+            case "TUPLE":
+                push(tuple(self.to_mark()))
+            case "BINPUT" | "LONG_BINPUT":
+                self.memo[argument] = self.stack[-1]
+            case "MEMOIZE":
+                self.memo[len(self.memo)] = self.stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                push(self.memo[argument])
+            case "GLOBAL":
+                push(_Name(argument))
+            case "STACK_GLOBAL":
+                name, module = pop(), pop()
+                push(_Name(f"{text(module)} {text(name)}"))
+            case "BINPERSID":
+                push(self.storage(pop()))
+            case "REDUCE":
+                arguments, name = pop(), pop()
+                push(self.call(name, arguments))
+            case "BUILD":  # of attributes: an OrderedDict's _metadata
+                pop()
+            case "SETITEM":
+                value, key = pop(), pop()
+                self.set_items([key, value])
+            case "SETITEMS":
+                self.set_items(self.to_mark())
+            case _ if opcode in _CONSTANTS:
+                push(_CONSTANTS[opcode])
+            case _ if opcode in _PUSHED:
+                push(argument)
+            case _ if opcode in _TUPLES:
+                count = _TUPLES[opcode]
+                push(tuple([pop() for _ in range(count)][::-1]))
+            case _:
+                self.refuse(f"pickle opcode {opcode}, which no dictionary of tensors needs; nothing was executed")
+
+    def to_mark(self) -> list[Any]:
+        """All above the last mark."""
+        values = []
+        while (value := self.stack.pop()) is not _MARK:
+            values.append(value)
+        return values[::-1]
+
+    def set_items(self, items: list[Any]) -> None:
+        """Keys and values, alternating, into the dictionary on the stack."""
+        target = self.stack[-1]
+        if not isinstance(target, dict) or len(items) % 2:
+            raise ValueError("items for no dictionary")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            target[text(key)] = value
+
+    def storage(self, found: Any) -> _Storage:
+        """Of the persistent id ('storage', type, key, device, elements)."""
+        _, kind, key, _, count = found
+        dtype = _DTYPES.get(kind.removeprefix("torch ")) if isinstance(kind, _Name) else None
+        if dtype is None:
+            got = kind if isinstance(kind, str) else type(kind).__name__
+            self.refuse(f"a storage of {', '.join(_DTYPES)} expected (got {got})")
+        return _Storage((f"{self.folder}/data/{text(key)}", *dtype, size(count)))
+
+    def call(self, name: Any, arguments: Any) -> Any:
+        """What PyTorch's functions make of their arguments."""
+        if not isinstance(name, _Name) or not isinstance(arguments, tuple):
+            raise ValueError("a call of no function")
+        match name:
+            case "collections OrderedDict" if not arguments:
+                return {}
+            case "torch._utils _rebuild_tensor_v2":
+                return self.tensor(*arguments[:4])
+            case "torch._utils _rebuild_parameter" if arguments and isinstance(arguments[0], _Tensor):
+                return arguments[0]
+        self.refuse(f"holds {name.replace(' ', '.')[:80]}, not only tensors; nothing was executed")
+
+    def tensor(self, storage: Any, first: Any, shape: Any, strides: Any) -> _Tensor:
+        """Of contiguous elements."""
+        if not isinstance(storage, _Storage):
+            raise ValueError("a tensor of no storage")
+        sizes, step = tuple(map(size, shape)), 1
+        for length, stride in zip(reversed(sizes), reversed(strides), strict=True):
+            if length != 1 and stride != step and 0 not in sizes:
+                self.refuse(f"a tensor {[*sizes]} must be contiguous")
+            step *= length
+        return _Tensor((storage, size(first), sizes))
+
+
+def text(value: Any) -> str:
+    """A string; ValueError for anything else, of which a hash or a message might never end."""
+    if not isinstance(value, str):
+        raise ValueError(f"a name expected (got {type(value).__name__})")
+    return value
+
+
+def size(value: Any) -> int:
+    """A number of elements."""
+    if type(value) is not int or not 0 <= value < 1 << 48:
+        raise ValueError(f"a size below 2^48 expected (got {type(value).__name__})")
+    return value
+
+
+class TorchFolder(CheckpointFolder):
+    """The files of `torch.save` of a folder as one: `*model*.bin` and `*model*.pt`, or those of the index."""
+
+    _INDEX, _PATTERNS = "pytorch_model.bin.index.json", ("*model*.bin", "*model*.pt")
+    _OPEN = TorchFile
+
+
+OpenCheckpoint: TypeAlias = Checkpoint | CheckpointFolder | TorchFile
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
+    """A checkpoint of whatever container: a file or a folder of safetensors, else of `torch.save` (.pt, .pth, .bin)."""
+    source = Path(path)
+    if source.is_dir():
+        of_torch = [file for pattern in TorchFolder._PATTERNS for file in source.glob(pattern)]
+        return TorchFolder(source) if of_torch and not any(source.glob("*.safetensors")) else CheckpointFolder(source)
+    return TorchFile(source) if source.suffix in (".pt", ".pth", ".bin") else Checkpoint(source)

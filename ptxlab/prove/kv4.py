@@ -1,0 +1,49 @@
+"""Claims on the FP16 tricks of 4-bit KV caches: few cases, all tried."""
+
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+
+from ptxlab.prove.claims import Claim, register
+from ptxlab.prove.solve import Enumeration
+
+_SUBJECT = "kv4 in FP16"
+
+
+def _half(bits: int) -> float:
+    return float(np.array([bits], np.uint16).view(np.float16)[0])
+
+
+def _fits(x: float) -> bool:
+    """Whether a float64 is an FP16 number, so that FP16 arithmetic that comes to it does not round."""
+    return float(np.float16(x)) == x
+
+
+@register
+def kv4_claims() -> Iterator[Claim]:
+    """What `cuda_src/include/dequant.cuh` says of nibbles v, and of zero points z, both 0..15."""
+    for name, text, holds in (
+        (
+            "subnormal",
+            "the nibble v as the bits of an FP16 number is v * 2^-24, and 2^24 times that is v",
+            lambda v, z: _half(v) == v * 2.0**-24 and np.float32(_half(v)) * np.float32(2.0**24) == v,
+        ),
+        (
+            "magic number",
+            "0x6400 | v is 1024 + v; less 1024 + z, itself FP16, it is v - z without a rounding",
+            lambda v, z: _half(0x6400 | v) == 1024 + v and _fits(1024 + z) and _fits(v - z),
+        ),
+        (
+            "magic number, high nibble",
+            "0x6400 | 16 v is 1024 + 16 v; one fma of 1/16 and -(64 + z), itself FP16, gives v - z without a rounding",
+            lambda v, z: _half(0x6400 | 16 * v) / 16 - (64 + z) == v - z and _fits(64 + z) and _fits(v - z),
+        ),
+    ):
+
+        def build(holds=holds) -> Enumeration:  # type: ignore[no-untyped-def]
+            cases = list(product(range(16), range(16)))
+            wrong = next(((v, z) for v, z in cases if not holds(v, z)), None)
+            return Enumeration(len(cases), None if wrong is None else {"v": wrong[0], "z": wrong[1]})
+
+        yield Claim(_SUBJECT, name, text, build)

@@ -1,0 +1,111 @@
+"""COMET's fine-grained mixed precision: activations in blocks of 128 channels, INT4 or INT8; weights INT4 (COMET §3).
+
+Channels with outliers are permuted together, so that few blocks have any, and those blocks are INT8. Here they are the
+last ones, which a kernel may take in any order. A block of a token has one scale, and so has a block of a weight's row.
+The permutation goes into the weights and into the layer before.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.errors import ArgumentError
+from ptxlab.quant.atom import integer_groups
+from ptxlab.quant.inputs import extremes, float_matrix
+from ptxlab.reference.packed import F16, F32, S8
+from ptxlab.validate import is_integer
+
+BLOCK = 128  # channels
+MOST_INT8 = 0.2  # of all blocks
+OUTLIER = 6.0  # times the median of the channels' largest magnitudes: from there on a channel is one
+_STEPS = {4: 7, 8: 127}  # on either side of zero
+
+
+@dataclass(frozen=True, eq=False)
+class BlockRows:
+    """Rows in blocks of 128 channels, of which the last `int8` are INT8, the others INT4; weights are INT4 throughout.
+
+    `q` s8 [R, K], `scale` f16 [R, K/128].
+    """
+
+    q: S8
+    scale: F16
+    int8: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, channels)."""
+        rows, K = self.q.shape
+        return rows, K
+
+    @property
+    def channels4(self) -> int:
+        """Channels of the INT4 blocks."""
+        return int(self.scale.shape[1] - self.int8) * BLOCK
+
+    def dequantize(self) -> F32:
+        """q·scale as f32 [R, K]."""
+        blocks = self.q.reshape(*self.scale.shape, BLOCK).astype(np.float32)
+        floats: F32 = (blocks * self.scale.astype(np.float32)[:, :, None]).reshape(self.q.shape)
+        return floats
+
+
+def int8_blocks(sizes: npt.NDArray[Any], outlier: float = OUTLIER, most: float = MOST_INT8) -> int:
+    """How many blocks have to be INT8 to hold every outlier, but no more than `most` of all, rounded down.
+
+    Args:
+        sizes: the largest magnitude of every channel, float [K] (`channel_sizes(x, "max")`).
+        outlier: a channel is one if it is larger than so many times the median channel.
+        most: a fraction of all blocks.
+
+    Raises:
+        ArgumentError: K is no positive multiple of 128; `most` outside 0..1.
+    """
+    _check_channels("sizes", sizes.shape)
+    if not 0 <= most <= 1:
+        raise ArgumentError("most", "must lie in 0..1", most)
+    outliers = int((sizes > outlier * np.median(sizes)).sum())
+    return min(-(-outliers // BLOCK), int(len(sizes) // BLOCK * most))
+
+
+def quantize_blocks(x: npt.NDArray[Any], int8: int) -> BlockRows:
+    """Quantise activations x float [M, K], in the order of `outlier_order`, with the last `int8` blocks in INT8.
+
+    Scales are max|x| / 7 or / 127 per token and block in FP16, q = round(x / scale), ties to even. Raises ArgumentError
+    for bad input (`inputs.as_float_matrix`), K that is no multiple of 128, more INT8 blocks than there are, and a scale
+    beyond FP16.
+    """
+    x = float_matrix("x", x)
+    _check_channels("x", x.shape[1:])
+    if not is_integer(int8) or not 0 <= int8 <= x.shape[1] // BLOCK:
+        raise ArgumentError("int8", f"must be 0..{x.shape[1] // BLOCK} blocks", int8)
+    return _quantize("x", x, int8)
+
+
+def quantize_block_weight(w: npt.NDArray[Any]) -> BlockRows:
+    """Quantise a weight w float [N, K], whose columns are in the activations' order: INT4 throughout.
+
+    Raises ArgumentError as `quantize_blocks` does.
+    """
+    w = float_matrix("w", w)
+    _check_channels("w", w.shape[1:])
+    return _quantize("w", w, 0)
+
+
+def _quantize(name: str, x: npt.NDArray[Any], int8: int) -> BlockRows:
+    extremes(name, x)
+    rows, at = x.shape[0], x.shape[1] - int8 * BLOCK
+    parts = [
+        integer_groups(name, part.reshape(rows, -1, BLOCK), bits, 1.0, _STEPS[bits], 1, reciprocal=False)
+        for part, bits in ((x[:, :at], 4), (x[:, at:], 8))
+        if part.shape[1]
+    ]
+    q, scale = (np.concatenate(both, axis=1) for both in zip(*parts, strict=True))
+    return BlockRows(q.reshape(x.shape), scale, int8)
+
+
+def _check_channels(name: str, shape: tuple[int, ...]) -> None:
+    if len(shape) != 1 or not shape[0] or shape[0] % BLOCK:
+        raise ArgumentError(name, "channels must be a positive multiple of 128", shape)

@@ -1,0 +1,129 @@
+"""Scopes: what reaches the threads that it is to order, and what does not."""
+
+import numpy as np
+import pytest
+
+from ptxlab import emulator
+from tests.support.axes import both_modes
+from tests.support.emulated import STORE, kernel, line_of, run
+
+# Block 0 writes a word and sets a flag, block 1 waits for the flag and reads the word.
+HAND_OVER = """ld.param.u64 %x1, [a]; mov.u32 %r0, %ctaid.x; mov.u32 %s, 0; setp.ne.u32 %p, %r0, 0;
+@%p bra READ;
+st.global.u32 [%x1], 7;
+RELEASE
+bra DONE;
+READ:
+ACQUIRE
+setp.eq.u32 %q, %r1, 0;
+@%q bra READ;
+BEHIND
+ld.global.u32 %s, [%x1];
+DONE:
+"""
+RELEASES = {
+    "st.release": "st.release.{}.global.u32 [%x1+4], 1;",
+    "red.release": "red.release.{}.global.add.u32 [%x1+4], 1;",
+    "fence": "fence.acq_rel.{};\nst.relaxed.gpu.global.u32 [%x1+4], 1;",
+    "fence and flag": "fence.acq_rel.gpu;\nst.relaxed.{}.global.u32 [%x1+4], 1;",
+}
+ACQUIRES = {
+    "ld.acquire": ("ld.acquire.{}.global.u32 %r1, [%x1+4];", ""),
+    "atom.acquire": ("atom.acquire.{}.global.or.b32 %r1, [%x1+4], 0;", ""),
+    "fence": ("ld.relaxed.gpu.global.u32 %r1, [%x1+4];", "fence.acq_rel.{};"),
+    "flag and fence": ("ld.relaxed.{}.global.u32 %r1, [%x1+4];", "fence.acq_rel.gpu;"),
+}
+
+
+def hand_over(release: str, acquire: str, scopes: tuple[str, str], cluster: int = 1, blocks: int = 2) -> list:
+    look, behind = (part.format(scopes[1]) for part in ACQUIRES[acquire])
+    body = HAND_OVER.replace("RELEASE", RELEASES[release].format(scopes[0])).replace("ACQUIRE", look)
+    text = kernel(body.replace("BEHIND", behind) + STORE, ".param .u64 out, .param .u64 a")
+    out, a = np.zeros(blocks, np.uint32), np.zeros(2, np.uint32)
+    how = {"checks": emulator.CHECKS, "cluster": cluster}
+    result = run(text, out, a, threads=1, blocks=blocks, **how)
+    assert out[1] == 7
+    data = line_of(text, "ld.global.u32 %s")
+    return [f.message for f in result.findings if f.line == data and f.kind == "race"]
+
+
+@pytest.mark.parametrize("acquire", ACQUIRES)
+@pytest.mark.parametrize("release", RELEASES)
+def test_scopes_between_blocks(release, acquire):
+    """Either side's `.cta` spoils it between blocks; `.cluster` between those of one cluster does not."""
+    assert not hand_over(release, acquire, ("gpu", "gpu"))
+    assert not hand_over(release, acquire, ("sys", "gpu"))
+    for scopes in (("cta", "gpu"), ("gpu", "cta"), ("cluster", "gpu")):
+        (said,) = hand_over(release, acquire, scopes)
+        narrow = "cluster" if "cluster" in scopes else "cta"
+        assert f"in scope .{narrow} only, which does not reach the other block" in said
+    assert not hand_over(release, acquire, ("cluster", "cluster"), cluster=2)
+    assert hand_over(release, acquire, ("cluster", "cta"), cluster=2)
+
+
+def test_a_wider_fence_holds_beside_a_narrower_one():
+    release = "fence.acq_rel.gpu;\nfence.acq_rel.cta;\nst.relaxed.gpu.global.u32 [%x1+4], 1;"
+    body = HAND_OVER.replace("RELEASE", release).replace("ACQUIRE", "ld.acquire.gpu.global.u32 %r1, [%x1+4];")
+    text = kernel(body.replace("BEHIND", "") + STORE, ".param .u64 out, .param .u64 a")
+    assert not run(text, np.zeros(2, np.uint32), np.zeros(2, np.uint32), threads=1, blocks=2, checks=["race"]).findings
+
+
+@pytest.mark.parametrize(
+    ("access", "blocks", "cluster", "races"),
+    [
+        ("red.relaxed.cta.global.add.u32 [%x1], 1;", 2, 1, True),
+        ("red.relaxed.cta.global.add.u32 [%x1], 1;", 1, 1, False),
+        ("red.relaxed.gpu.global.add.u32 [%x1], 1;", 2, 1, False),
+        ("red.global.add.u32 [%x1], 1;", 2, 1, False),  # .gpu
+        ("red.relaxed.cluster.global.add.u32 [%x1], 1;", 2, 2, False),
+        ("red.relaxed.cluster.global.add.u32 [%x1], 1;", 4, 2, True),
+        ("st.volatile.global.u32 [%x1], 1;", 2, 1, False),
+    ],
+)
+def test_atomics_of_a_narrow_scope_race(access, blocks, cluster, races):
+    text = kernel(f"ld.param.u64 %x1, [a]; mov.u32 %s, 0;\n{access}\n" + STORE, ".param .u64 out, .param .u64 a")
+    a = np.zeros(1, np.uint32)
+    how = {"checks": ["race"], "cluster": cluster}
+    found = run(text, np.zeros(32 * blocks, np.uint32), a, threads=32, blocks=blocks, **how).findings
+    assert [(f.kind, f.line) for f in found] == ([("race", line_of(text, access))] if races else [])
+    assert all("as a scope does not reach the other block" in f.message for f in found)
+
+
+REMOTE = """mov.u32 %r0, %cluster_ctarank; mov.u32 %r5, bar; mov.u32 %r6, buf; setp.eq.u32 %q, %r0, 0; mov.u32 %s, 0;
+@%q mbarrier.init.shared.b64 [%r5], 1;
+barrier.cluster.arrive; barrier.cluster.wait;
+@%q bra READ;
+mapa.shared::cluster.u32 %r7, %r5, 0; mapa.shared::cluster.u32 %r8, %r6, 0;
+st.shared::cluster.u32 [%r8], 7;
+mbarrier.arrive{}.shared::cluster.b64 _, [%r7];
+bra DONE;
+READ:
+mbarrier.try_wait.parity{}.shared::cta.b64 %p, [%r5], 0;
+@!%p bra READ;
+ld.shared.u32 %s, [%r6];
+DONE:
+barrier.cluster.arrive; barrier.cluster.wait;
+"""
+
+
+@both_modes
+@pytest.mark.parametrize(
+    ("arrive", "wait", "side"),
+    [
+        ("", "", ""),  # the ISA says .cta; see `scopes`
+        (".release.cluster", ".acquire.cluster", ""),
+        (".release.cta", ".acquire.cluster", "finds a release"),
+        (".release.cluster", ".acquire.cta", "acquires"),
+    ],
+)
+def test_arrivals_from_another_block(arrive, wait, side, mode):
+    outside = ".shared .align 128 .b8 buf[128]; .shared .align 8 .b64 bar[1];"
+    text = kernel(REMOTE.format(arrive, wait) + STORE, outside=outside)
+    out = np.zeros(2, np.uint32)
+    found = run(text, out, threads=1, blocks=2, cluster=2, checks=emulator.CHECKS, mode=mode).findings
+    assert out[0] == 7
+    assert [(f.kind, f.line) for f in found] == ([("race", line_of(text, "ld.shared"))] if side else [])
+    waits = line_of(text, "try_wait")
+    assert all(
+        f"line {waits} {side} in scope .cta only, which does not reach the other block" in f.message for f in found
+    )

@@ -1,0 +1,274 @@
+"""Claims on kernels: proved, refuted with a counterexample that runs, undecided; and the command that says so."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ptxlab import kernels
+from ptxlab.errors import ArgumentError
+from ptxlab.io.files import load_arrays
+from ptxlab.sources import results_dir
+from tests.support.proofs import NAMES, explained, survivors
+
+pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
+
+from ptxlab.prove import Claim, Decision, Enumeration, decide, registered
+from ptxlab.prove.kernels import claims_of, query
+from ptxlab.spec import KernelClaim
+
+# Ten lines of one's own, as in the guide.
+MINE = """.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry mine(.param .u64 q, .param .u64 scale, .param .u64 out)
+{
+    .reg .u32 %w, %s, %d;
+    .reg .u64 %q, %scale, %out;
+    ld.param.u64 %q, [q];
+    ld.param.u64 %scale, [scale];
+    ld.param.u64 %out, [out];
+    ld.global.u32 %w, [%q];
+    ld.global.u8 %s, [%scale];
+    and.b32 %w, %w, 0x0f0f0f0f;
+    mul.lo.u32 %d, %w, %s;      // @lanes d:u8x4 a:u8x4 b:u32
+    st.global.u32 [%out], %d;
+    ret;
+}
+"""
+CLAIM = "out.u8[i] == nibbles(q)[i] * scale"
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    path = tmp_path / "mine.ptx"
+    path.write_text(MINE)
+    return str(path)
+
+
+def one(name: str, claim: str, source: int = 0) -> Decision:
+    """The outcome of one claim of a spec on one of its sources."""
+    spec, sources = kernels.find(name)
+    found = next(c for c in spec.claims if c.name == claim)
+    return decide(Claim(name, claim, found.text, lambda: query(spec, sources[source], found), found.expect))
+
+
+@pytest.mark.parametrize(
+    ("name", "claim"),
+    [
+        ("dequant_lqq", "by the rules"),
+        ("dequant_lqq", "quantised at 121, nearest"),
+        ("dequant_lqq_unsigned", "equals LQQ xor 0x80"),
+        ("dequant_qoq_vadd4", "scale 18"),
+        ("dequant_qoq_vadd4", "quantised at 120"),
+        ("dequant_qoq_vadd4_s32", "equals vadd4.u32"),
+        ("dequant_qoq_presub", "by the rules"),
+        ("dequant_qoq_channel", "exact"),
+        ("dequant_int4_naive", "exact"),
+        ("dequant_comet", "exact"),
+        ("dequant_u4_f16_subnormal", "exact"),
+    ],
+)
+def test_decided_as_the_spec_says(name: str, claim: str) -> None:
+    assert one(name, claim).as_expected
+
+
+def test_every_dequantiser_and_every_twin_has_claims_and_all_are_recorded() -> None:
+    claims = {(c.subject, c.name): c.expect for name in NAMES for c in claims_of(*kernels.find(name))}
+    assert len(NAMES) == 11
+    assert {subject for subject, _ in claims} == {s.label for name in NAMES for s in kernels.find(name)[1]}
+    record = json.loads((results_dir() / "proofs.json").read_text())
+    verdicts = {(c["subject"], c["name"]): c["verdict"] for c in record}
+    assert {key: verdicts.get(key) for key in claims} == claims
+
+
+def replayed(backend: str, tmp_path: Path, cli) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of the output that a solver foretells (those it claims wrong among them), and what a run gives."""
+    found = one("dequant_lqq", "quantised at 121, nearest")
+    assert found.explanation is not None and found.explanation.command == "ptxlab run dequant_lqq.ptx --unchecked"
+    path, out = tmp_path / "wrong.npz", tmp_path / "out.npz"
+    np.savez(path, **found.explanation.arrays)
+    code, _, error = cli(
+        *found.explanation.command.split()[1:], "--in", str(path), "--out", str(out), "--backend", backend
+    )
+    assert code == 0, error
+    got = load_arrays(out)["out"].reshape(-1)
+    told = {int(k[4:-1]): bits for k, bits in found.counterexample.items() if k.startswith("out[")}
+    assert any(found.counterexample[f"wrong[{i}]"] for i in told)
+    assert all(np.int8(got[i]) != np.uint8(found.counterexample[f"claimed[{i}]"] % 256).astype(np.int16)
+               for i in told if found.counterexample[f"wrong[{i}]"])  # fmt: skip
+    return np.array([*told.values()], np.uint8), got[[*told]].view(np.uint8)
+
+
+def test_the_emulator_shows_the_same_wrong_byte(tmp_path: Path, cli) -> None:
+    told, got = replayed("emulator", tmp_path, cli)
+    assert told.tolist() == got.tolist()
+
+
+@pytest.mark.gpu
+def test_the_gpu_shows_the_same_wrong_byte(tmp_path: Path, cli) -> None:
+    told, got = replayed("gpu", tmp_path, cli)
+    assert told.tolist() == got.tolist()
+
+
+# Files without a spec
+
+
+def test_an_own_kernel_is_proved_within_its_range_and_refuted_beyond(mine: str, tmp_path: Path, cli) -> None:
+    assert cli("prove", mine, "--assume", "scale <= 17", "--claim", CLAIM)[0] == 0
+    path, out = tmp_path / "wrong.npz", tmp_path / "out.npz"
+    code, said, _ = cli("prove", mine, "--assume", "scale <= 18", "--claim", CLAIM, "--out", str(path), "--json")
+    (found,) = json.loads(said)
+    assert code == 1 and found["verdict"] == "refuted"
+    model = found["counterexample"]
+    wrong = [i for i in range(4) if model[f"wrong[{i}]"]]
+    assert wrong and model["scale[0]"] == 18
+    code, _, error = cli("run", mine, "--in", str(path), "--out", str(out))
+    assert code == 0, error
+    assert load_arrays(out)["out"][:4].tolist() == [model[f"out.u8[{i}]"] for i in range(4)]
+
+
+def test_the_counterexample_is_printed_lane_by_lane(mine: str, cli) -> None:
+    code, said, _ = cli("prove", mine, "--assume", "scale == 18", "--claim", CLAIM)
+    lanes = [line for line in said.splitlines() if "i = " in line]
+    assert code == 1 and [line.split()[0] in ("right", "wrong") for line in lanes] == [True] * 4
+    assert any(line.split()[0] == "wrong" for line in lanes) and all(
+        "scale[0] = 18 (00010010)" in line for line in lanes
+    )
+
+
+def test_annotated_lanes_are_proved_instead_of_sampled(mine: str, cli) -> None:
+    assert cli("prove", mine, "--assume", "scale <= 17")[0] == 0
+    code, said, _ = cli("prove", mine)
+    assert code == 1 and "mul.lo.u32 %d, %w, %s" in said and "exact = " in said
+
+
+def test_two_spellings_are_compared_on_all_inputs(mine: str, tmp_path: Path, cli) -> None:
+    other = tmp_path / "other.ptx"
+    other.write_text(
+        MINE.replace("mul.lo.u32 %d, %w, %s;", "mad.lo.u32 %d, %w, %s, 0;").replace(
+            "d:u8x4 a:u8x4 b:u32", "d:u8x4 a:u8x4 b:u32 c:u8x4"
+        )
+    )
+    assert cli("prove", mine, "--equals", str(other))[0] == 0
+    other.write_text(MINE.replace("0x0f0f0f0f", "0x1f0f0f0f"))
+    assert cli("prove", mine, "--equals", str(other))[0] == 1
+    assert (
+        cli("prove", mine, "--equals", str(other), "--claim", "out.u8[i] == other.out.u8[i]", "--assume", "scale == 0")[
+            0
+        ]
+        == 0
+    )
+
+
+def test_a_fault_refutes_every_claim(tmp_path: Path, cli) -> None:
+    path = tmp_path / "mine.ptx"
+    path.write_text(MINE.replace("and.b32 %w, %w,", ".reg .pred %p; setp.eq.u32 %p, %s, 3; @%p trap; and.b32 %w, %w,"))
+    code, said, _ = cli("prove", str(path), "--assume", "scale <= 17", "--claim", CLAIM)
+    assert code == 1 and "mine.ptx:13" in said and "the kernel traps" in said
+    assert cli("prove", str(path), "--assume", "scale <= 2", "--claim", CLAIM)[0] == 0
+
+
+def test_other_solvers_agree(mine: str, cli) -> None:
+    for solver in ("bitwuzla", "cvc5"):
+        pytest.importorskip(solver, reason=f"{solver} is not installed")
+        for limit, expected in ((17, 0), (18, 1)):
+            options = ("--assume", f"scale <= {limit}", "--claim", CLAIM, "--solver", solver)
+            assert cli("prove", mine, *options)[0] == expected, solver
+
+
+def test_undecided_in_time_is_3(mine: str, cli) -> None:
+    code, said, _ = cli("prove", "dequant_lqq.ptx", "--seconds", "0.001", "--claim", "out[i] == 0")
+    assert code == 3 and "undecided" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "prove expects kernels, families, files or --all"),
+        (("MINE", "--all"), "prove expects kernels, families, files or --all"),
+        (("MINE", "--claim", "out.u8[i] =="), "a Python expression"),
+        (
+            ("MINE", "--claim", "nothing.u8[i] == 1"),
+            "about element i of what the kernel stores (out), such as out.u8[i]",
+        ),
+        (("MINE", "--claim", "out.u8[i] == q4"), "q4 is none of i, out, q, scale"),
+        (("MINE", "--claim", "out.u8[i] + 1"), "a condition"),
+        (("MINE", "--claim", "out.x8[i] == 1"), "out.x8: a type is u1 to u64"),
+        (("MINE", "--claim", "out.u8[i] == __import__('os')"), "the functions are abs, min"),
+        (("MINE", "--claim", "out.u8[i] == 1", "--solver", "sat"), "one of z3, bitwuzla, cvc5"),
+        (("MINE", "--claim", "out.u8[i] == 1", "--block", "512"), "at most 256 threads are followed"),
+        (("MINE", "--claim", CLAIM, "--assume", "scale > 300"), "assumptions that some input satisfies"),
+        (("load_dual_mma",), "the spec has no claims; give --claim"),
+        (("--all", "--claim", "out[i] == 1"), "is for one kernel, not for --all"),
+        (("dequant_lqq", "--assume", "scale == 1"), "--assume needs --claim or --equals"),
+    ],
+)
+def test_bad_input_is_one_line_and_2(mine: str, options: tuple[str, ...], message: str, cli) -> None:
+    code, _, error = cli("prove", *(mine if word == "MINE" else word for word in options))
+    assert code == 2 and message in error and len(error.strip().splitlines()) == 1
+
+
+def test_what_is_not_modelled_is_2_and_named_by_line(tmp_path: Path, cli) -> None:
+    path = tmp_path / "mine.ptx"
+    path.write_text(MINE.replace("and.b32 %w, %w, 0x0f0f0f0f;", "atom.global.add.u32 %w, [%q], 1;"))
+    code, _, error = cli("prove", str(path), "--claim", CLAIM)
+    assert code == 2 and "mine.ptx:13: `atom.global.add.u32 %w, [%q], 1`: not modelled" in error
+
+
+# Claims on other things
+
+
+def test_few_cases_are_all_tried() -> None:
+    claims = [claim for claim in registered() if claim.subject == "kv4 in FP16"]
+    assert len(claims) == 3 and all(decide(claim).as_expected and decide(claim).cases == 256 for claim in claims)
+    wrong = Claim("numbers", "small", "x < 3", lambda: Enumeration(5, {"x": 3}))
+    found = decide(wrong)
+    assert (found.verdict, found.counterexample, found.as_expected) == ("refuted", {"x": 3}, False)
+
+
+def test_integers_never_wrap() -> None:
+    """The language of claims on numbers: against Python's own integers."""
+    import z3
+
+    from ptxlab.prove.expressions import of_bytes, term
+    from ptxlab.prove.integers import Integer
+    from ptxlab.prove.semantics import value
+
+    rng = np.random.default_rng(5)
+    texts = (
+        "a*b + a - b", "a//7 + b//8", "a % 5 - b % 16", "min(a, b, 3) - max(a, -b)", "clip(a*b, -100, 99)",
+        "a & b", "a | b ^ 77", "abs(a) << 9 >> 2", "~a - -b", "a if a < b <= 90 or not b == 3 else b*b",
+    )  # fmt: skip
+    for a, b in [*rng.integers(-128, 128, (6, 2)).tolist(), [-128, -128], [127, -128]]:
+        octets = np.array([a, b], np.int8).view(np.uint8)
+        view = of_bytes("x", lambda at, octets=octets: value(int(octets[at]), 8), type="s8")
+        for text in texts:
+            found = Integer.of(term(text, {"a": view[0], "b": view[1]}, 0))
+            clip = lambda x, low, high: max(low, min(high, x))  # noqa: E731
+            wanted = eval(text, {"a": a, "b": b, "clip": clip})
+            assert z3.simplify(found.bits).as_signed_long() == wanted, (text, a, b)
+            assert found.low <= wanted <= found.high
+
+
+def test_a_packing_that_does_more_than_to_move_bits_is_refused() -> None:
+    from dataclasses import replace
+
+    from ptxlab.prove.execute import NotModelled
+    from ptxlab.prove.symbolic_launch import of_spec
+
+    spec, sources = kernels.find("dequant_qoq_channel")
+    sums = replace(spec, pack=lambda logical: {"qweight": spec.pack(logical)["qweight"] * np.uint32(3)})
+    with pytest.raises(NotModelled, match="qweight: its pack does more than to move bits"):
+        of_spec(sums, sources[0])
+    with pytest.raises(ArgumentError):
+        query(spec, sources[0], KernelClaim("wrong", "out[i] == nothing[i]"))
+
+
+# Mutants: `python -m tests.support.proofs` tries all of them
+
+
+@pytest.mark.parametrize(("name", "every", "first"), [("dequant_comet", 9, 2), ("dequant_lqq", 17, 6)])
+def test_changed_opcodes_and_immediates_are_refuted(name: str, every: int, first: int) -> None:
+    assert [what for what, _ in survivors(name, every, first) if not explained(what)] == []

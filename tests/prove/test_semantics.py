@@ -1,0 +1,137 @@
+"""Symbolic instructions against the emulator, and against what a GPU has recorded."""
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from ptxlab import emulator
+from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.types import DTYPES, bits_of
+from ptxlab.emulator.ops.alu import alu_operation
+from tests.golden.cases import BLOCK, OUTPUTS, Case, cases, same
+
+z3 = pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
+
+from ptxlab.prove.execute import Buffer, NotModelled, execute  # noqa: E402
+from ptxlab.prove.semantics import computation, value  # noqa: E402
+
+VECTORS = Path(__file__).parents[1] / "golden" / "vectors.npz"
+CASES = cases()
+ROWS = 1  # of each instruction; the emulator, which random words are held against, repeats all of them
+# Families of which nothing is modelled, and forms of the others.
+ABSENT = {
+    "activemask", "atom", "red", "redux", "match", "vote", "testp", "copysign", "rcp", "sqrt", "rsqrt", "sin", "cos",
+    "lg2", "ex2", "tanh",
+}  # fmt: skip
+FLOATING_FORMS = ("ftz", "sat", "relu", "satfinite", "rni", "rzi", "rmi", "rpi", "xorsign", "approx", "full", "f16x2")
+
+
+def symbolic(case: Case, rows: list[int]) -> dict[str, np.ndarray]:
+    """What the rows of a case give, by symbolic execution on constants."""
+    module, inputs = emulator.parse(case.ptx(), f"{case.name}.ptx"), case.inputs()
+    buffers = [Buffer(name, array.nbytes, first=octets(array)) for name, array in inputs.items()]
+    threads = [((row // BLOCK, 0, 0), (row % BLOCK, 0, 0)) for row in rows]
+    blocks = len(next(iter(inputs.values()))) // BLOCK
+    execute(module.entries[case.name], buffers, grid=(blocks, 1, 1), block=(BLOCK, 1, 1), threads=threads)
+    found = {}
+    for buffer, (name, array) in zip(buffers, inputs.items(), strict=True):
+        if name in OUTPUTS:
+            places = [range(r * array.itemsize, (r + 1) * array.itemsize) for r in rows]
+            octet = [[z3.simplify(buffer.content[at]).as_long() for at in place] for place in places]
+            found[name] = np.array(octet, np.uint8).view(array.dtype)[:, 0]
+    return found
+
+
+def octets(array: np.ndarray):
+    flat = array.view(np.uint8)
+    return lambda at: value(int(flat[at]), 8)
+
+
+@pytest.fixture(scope="module")
+def vectors() -> dict[str, np.ndarray]:
+    with np.load(VECTORS) as stored:
+        return dict(stored)
+
+
+@pytest.mark.parametrize("family", sorted({case.name.split("_")[0] for case in CASES} - ABSENT))
+def test_recorded_on_a_gpu(family: str, vectors) -> None:
+    wrong, modelled = [], 0
+    for case in CASES:
+        if case.name.split("_")[0] != family:
+            continue
+        count = len(vectors[f"{case.name}.{case.outputs[0]}"])
+        rng = np.random.default_rng(zlib.crc32(case.name.encode()))
+        rows = list(range(32)) if family == "shfl" else sorted(map(int, rng.choice(count, ROWS, replace=False)))
+        try:
+            found = symbolic(case, rows)
+        except NotModelled:
+            if not any(form in case.template for form in (*FLOATING_FORMS, "f32", "f64", "bf16", "f16")):
+                wrong.append(f"{case.template}: not modelled")
+            continue
+        modelled += 1
+        for name, got in found.items():
+            expected = vectors[f"{case.name}.{name}"][rows]
+            if not same(case, name, expected, got).all():
+                wrong.append(f"{case.template}: {name} is {got}, not {expected}")
+    assert not wrong, "\n".join(wrong)
+    assert modelled, "nothing of this family is modelled: say so in ABSENT"
+
+
+def plain(case: Case) -> bool:
+    """A single register-to-register instruction without selectors, which the table knows."""
+    opcode = case.template.split(" ")[0]
+    if case.template.count(";") > 1 or "]." in case.template or "}." in case.template or "!" in case.template:
+        return False
+    try:
+        alu_operation(opcode), computation(opcode)
+    except (UnknownOpcode, ValueError):
+        return False
+    return "cc" not in alu_operation(opcode).sources
+
+
+PLAIN = sorted({case.template.split(" ")[0] for case in CASES if plain(case)})
+
+
+WORDS = st.lists(
+    st.one_of(st.integers(0, 2**64 - 1), st.sampled_from((0, 2**64 - 1, 0x8080808080808080, 0x7F7F7F7F7F7F7F7F, 31))),
+    min_size=4, max_size=4,
+)  # fmt: skip
+
+
+@settings(max_examples=8, phases=[Phase.generate])  # every example is all instructions: shrinking takes minutes
+@given(WORDS)
+def test_random_words_as_in_the_emulator(words: list[int]) -> None:
+    for opcode in PLAIN:
+        compare(opcode, words)
+
+
+def compare(opcode: str, words: list[int]) -> None:
+    """The same words into an instruction of the emulator and of the prover."""
+    known = alu_operation(opcode)
+    arrays, terms = [], []
+    for t, drawn in zip(known.sources, words, strict=False):
+        bits = bits_of(t)
+        word = drawn & (255 if opcode.startswith("lop3") and len(arrays) == 3 else (1 << bits) - 1)
+        arrays.append(np.array([word], bool if t == "pred" else f"u{bits // 8}").view(DTYPES[t]))
+        terms.append(z3.BoolVal(bool(word)) if t == "pred" else value(word, bits))
+    with np.errstate(all="ignore"):
+        expected, got = known.compute(*arrays), computation(opcode)(*terms)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    got = got if isinstance(got, tuple) else (got,)
+    for t, wanted, term in zip(known.out, expected, got, strict=False):
+        found = z3.simplify(term)
+        if t in ("pred", "cc"):
+            assert z3.is_true(found) == bool(np.asarray(wanted).reshape(-1)[0])
+            continue
+        wanted = np.asarray(wanted).reshape(-1)[:1]
+        wanted = wanted.astype(DTYPES[t]) if wanted.dtype.itemsize != DTYPES[t].itemsize else wanted
+        raw = int(wanted.view(f"u{wanted.dtype.itemsize}")[0])
+        assert found.as_long() == raw, (opcode, [hex(int(a.view(f"u{a.itemsize}")[0])) for a in arrays])
+
+
+def test_enough_is_held_against_the_emulator() -> None:
+    assert len(PLAIN) > 300 and {"vadd4.u32.u32.u32", "prmt.b32", "mad.lo.u32", "fma.rn.f16x2"} <= {*PLAIN}
