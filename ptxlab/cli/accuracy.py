@@ -18,50 +18,48 @@ from ptxlab.cli.common import (
     console,
     download_bar,
     expects,
+    model_on_gpu,
     print_json,
     progress_bar,
+    require_counts,
     table,
     written,
 )
 from ptxlab.errors import FileError
 from ptxlab.io.files import read_record, require_folder, write_text
+from ptxlab.model import open_model, open_text, tokens_of, windows
+from ptxlab.weights import accuracy as table_of
+from ptxlab.weights.calibrate import samples as drawn
 
 
 def accuracy(
-    model: Annotated[str, typer.Argument(help="A folder of Hugging Face, a .gguf file, or smollm2.")] = "smollm2",
+    model: Annotated[str, typer.Argument(help="Hugging Face folder, .gguf file, or smollm2.")] = "smollm2",
     only: Annotated[
-        list[str] | None, typer.Option(help="Glob over rows, such as 'g64/*' or '*/GPTQ'; may be repeated.")
+        list[str] | None, typer.Option(help="Rows to measure: a glob such as 'g64/*' or '*/GPTQ'; may be repeated.")
     ] = None,
     text: Annotated[
         list[str] | None, typer.Option(help="wikipedia, lee or a UTF-8 file; may be repeated. Default: wikipedia.")
     ] = None,
     count: Annotated[
-        int | None, typer.Option("--windows", help="Of each text, evenly spread. Default: all of it.")
+        int | None, typer.Option("--windows", help="Windows of each text, evenly spread. Default: all.")
     ] = None,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 2048,
-    samples: Annotated[int, typer.Option(help="Of the calibration text.")] = 128,
-    sample_length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 1024,
-    seeds: Annotated[int, typer.Option(help="Calibration samples that the last rows of the ladders repeat.")] = 3,
-    start: Annotated[str, typer.Option(help="Rotation before everything: mixed, uniform, or file (none).")] = "mixed",
-    out: Annotated[Path | None, typer.Option(help="Write the record, JSON.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens per window.")] = 2048,
+    samples: Annotated[int, typer.Option(help="Number of calibration samples.")] = 128,
+    sample_length: Annotated[int, typer.Option(help="Tokens per calibration sample.")] = 1024,
+    seeds: Annotated[int, typer.Option(help="Calibration seeds for the last row of each ladder.")] = 3,
+    start: Annotated[str, typer.Option(help="Rotation applied first: mixed, uniform, or file (none).")] = "mixed",
+    out: Annotated[Path | None, typer.Option(help="Write the record to this JSON file.")] = None,
     backend: ModelBackend = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a model's perplexity after each step of the recipes, one upon the other, and alone.
+    """Measure a model's perplexity after each step of the recipes, and with each kind of quantisation alone.
 
-    Weights are computed with as floats of the quantised values, activations and KV cache are quantised and back.
-    A run into a record of the same settings measures only what that lacks. A full run takes a GPU; for a small
-    machine: --windows 8 --length 512 --samples 16 --sample-length 512.
+    Weights, activations and KV cache are quantised and dequantised; products are in float32. If --out names a record
+    of the same settings, only its missing rows are measured. A full run needs a GPU; for a small machine: --windows 8
+    --length 512 --samples 16 --sample-length 512.
     """
-    from ptxlab.model import open_model, open_text, tokens_of, windows
-    from ptxlab.weights import accuracy as table_of
-    from ptxlab.weights.calibrate import samples as drawn
-
-    for name, number in (("--samples", samples), ("--sample-length", sample_length), ("--seeds", seeds)):
-        if number < 1:
-            raise expects(name, "an integer, 1 or more", number)
-    if backend not in (None, "gpu", "numpy"):
-        raise expects("--backend", "gpu or numpy", backend)
+    require_counts(samples=samples, sample_length=sample_length, seeds=seeds)
+    on_gpu = model_on_gpu(backend)
     patterns = only or ["*"]
     every = table_of.rows()
     chosen = [row for row in every if any(fnmatchcase(row.name, pattern) for pattern in patterns)]
@@ -71,11 +69,10 @@ def accuracy(
         chosen = [every[0], *chosen]
     if out is not None:
         require_folder(out)
-    on_gpu = gpu.available() if backend is None else backend == "gpu"
-    if on_gpu:
-        gpu.device_info()  # says why there is none
     with download_bar(model, quiet=as_json) as downloaded:
         opened, tokenizer = open_model(model, downloaded)
+    if (context := opened.config.context) is not None and length > context:
+        raise expects("--length", f"at most {context}, the model's context", length)
     with download_bar("text", quiet=as_json) as downloaded:
         calibration = tokens_of(open_text("wikipedia", downloaded).calibration, tokenizer)
         texts = {
@@ -122,15 +119,19 @@ def accuracy(
             (row.ladder, row.step, *(f"{mean:.5g}" for mean in means), f"{means[0] / base[names[0]]:.4f}", seen)
         )
     title = f"perplexity of {escape(str(record['model']))}, a window of {length} tokens at a time"
-    console.print(table(title, ("", "step", *(f"{name}>" for name in names), "of float>", "seeds' spread>"), cells))
+    console.print(
+        table(title, ("ladder", "step", *(f"{name}>" for name in names), "of float>", "seeds' spread>"), cells)
+    )
     written(out)
 
 
 def _before(out: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a record that is there. Raises FileError where it is of other settings."""
+    """The rows of a record that is there. Raises FileError where it is of other settings, or of another table."""
     record = read_record(out, "a record of ptxlab accuracy", about["schema"])
     for name, value in about.items():
         if record.get(name) != value:
             raise FileError(f"{out}: is there already, of another {name}: {record.get(name)}, not {value}")
-    rows: list[dict[str, Any]] = record["rows"]
-    return rows
+    try:
+        return table_of.in_order(record["rows"])
+    except (KeyError, TypeError):
+        raise FileError(f"{out}: rows must be those of this version's table; write a new record") from None

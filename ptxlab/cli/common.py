@@ -23,6 +23,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from ptxlab import gpu
 from ptxlab.errors import PtxlabError
 from ptxlab.io.files import require_folder
 
@@ -162,6 +163,23 @@ def refuse(options: Mapping[str, Any], reason: str) -> None:
     for name, value in options.items():
         if value is not None:
             raise CommandLineError(f"{name} {reason}")
+
+
+def require_counts(**options: int) -> None:
+    """Raise for an option (`sample_length` is --sample-length) that is not 1 or more."""
+    for name, number in options.items():
+        if number < 1:
+            raise expects(f"--{name.replace('_', '-')}", "an integer, 1 or more", number)
+
+
+def model_on_gpu(backend: str | None) -> bool:
+    """Whether a model runs on the GPU: where there is one, unless --backend says otherwise. Raises where it cannot."""
+    if backend not in (None, "gpu", "numpy"):
+        raise expects("--backend", "gpu or numpy", backend)
+    on_gpu = gpu.available() if backend is None else backend == "gpu"
+    if on_gpu:
+        gpu.device_info()  # says why there is none
+    return on_gpu
 
 
 def require_file(option: str, path: Path | None, *suffixes: str) -> None:

@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ptxlab import gpu
 from ptxlab.cli.common import (
     AsJson,
     ModelBackend,
     console,
     download_bar,
     expects,
+    model_on_gpu,
     print_json,
     progress_bar,
 )
@@ -24,12 +24,12 @@ from ptxlab.quant.numerics import FakeQuantized
 
 
 def perplexity(
-    model: Annotated[str, typer.Argument(help="A folder (Hugging Face, or quantised), a .gguf file, or smollm2.")],
+    model: Annotated[str, typer.Argument(help="Hugging Face folder, quantised folder, .gguf file, or smollm2.")],
     text: Annotated[str, typer.Option(help="wikipedia, lee, or a UTF-8 file.")] = "wikipedia",
     count: Annotated[
         int | None, typer.Option("--windows", help="Windows to measure, evenly spread. Default: all of the text.")
     ] = None,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 2048,
+    length: Annotated[int, typer.Option(help="Tokens per window.")] = 2048,
     kv: Annotated[
         int | None,
         typer.Option(help="Bits of the KV cache: 4, 8, or 32 for floats. Default: 4 with quantised weights, else 32."),
@@ -41,19 +41,14 @@ def perplexity(
     backend: ModelBackend = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a model's perplexity on a text, in float32 but for what is quantised.
+    """Measure a model's perplexity on a text, in float32 except for what is quantised.
 
-    Of wikipedia, the articles that are not for calibration are measured. A model or a text that has a name is
-    downloaded once.
+    The calibration articles of wikipedia are not measured. Named models and texts are downloaded once.
     """
     for option, bits, known in (("--kv", kv, (None, 4, 8, 32)), ("--acts", acts, (None, 8, 32))):
         if bits not in known:
             raise expects(option, ", ".join(map(str, known[1:-1])) + " or 32", bits)
-    if backend not in (None, "gpu", "numpy"):
-        raise expects("--backend", "gpu or numpy", backend)
-    on_gpu = gpu.available() if backend is None else backend == "gpu"
-    if on_gpu:
-        gpu.device_info()  # says why there is none
+    on_gpu = model_on_gpu(backend)
     with download_bar(model, quiet=as_json) as progress:
         opened, tokenizer = open_model(model, progress)
     if (context := opened.config.context) is not None and length > context:

@@ -1,34 +1,40 @@
-"""The command `quantize`: a checkpoint or a model in, packed weights out."""
+"""The command `quantize`: turns a checkpoint or a model into packed weights."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.markup import escape
 
-from ptxlab import gpu
 from ptxlab.cli.common import (
     AsJson,
     ModelBackend,
     console,
     download_bar,
     expects,
+    model_on_gpu,
     print_json,
     progress_bar,
     refuse,
+    require_counts,
     table,
     written,
 )
-from ptxlab.weights import convert
+from ptxlab.model import open_model, open_text, tokens_of
+from ptxlab.model.floats import Tokens
+from ptxlab.quant.recipe import named
+from ptxlab.weights import calibrate, convert
+from ptxlab.weights.quantize import check_packable, quantize_model
 
 _RECIPE = "With --recipe"
 
 
 def quantize(
     model: Annotated[
-        str, typer.Argument(help="A .safetensors file; with --recipe a Hugging Face folder, a .gguf file, or smollm2.")
+        str, typer.Argument(help=".safetensors file; with --recipe a Hugging Face folder, a .gguf file, or smollm2.")
     ],
-    out: Annotated[Path, typer.Option(help="Where to write the packed file; with --recipe the folder to make.")],
+    out: Annotated[Path, typer.Option(help="Packed file to write; with --recipe the folder to create.")],
     scheme: Annotated[str | None, typer.Option(help="lqq, qoq or qoq_channel. Default: lqq.")] = None,
     group: Annotated[int, typer.Option(help="Weights per level-2 scale: 32, 64 or 128.")] = 64,
     layout: Annotated[
@@ -40,58 +46,51 @@ def quantize(
     recipe: Annotated[
         str | None,
         typer.Option(
-            rich_help_panel=_RECIPE, help="lqq, qoq, qoq_released, qoq_channel or rtn: calibrate a whole model."
+            rich_help_panel=_RECIPE, help="Quantise a whole model by lqq, qoq, qoq_released, qoq_channel or rtn."
         ),
     ] = None,
     rotation: Annotated[
         str | None,
         typer.Option(
-            rich_help_panel=_RECIPE, help="hadamard or random, of the residual stream. Default: the recipe's."
+            rich_help_panel=_RECIPE, help="Rotation of the residual stream: hadamard or random. Default: the recipe's."
         ),
     ] = None,
     text: Annotated[
-        str, typer.Option(rich_help_panel=_RECIPE, help="To calibrate with: wikipedia or a UTF-8 file.")
+        str, typer.Option(rich_help_panel=_RECIPE, help="Calibration text: wikipedia, lee or a UTF-8 file.")
     ] = "wikipedia",
-    samples: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Of that text.")] = 128,
-    length: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Tokens of a sample.")] = 1024,
-    seed: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Of the places of the samples.")] = 0,
+    samples: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Number of calibration samples.")] = 128,
+    length: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Tokens per calibration sample.")] = 1024,
+    seed: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Seed of the samples' positions in the text.")] = 0,
     backend: ModelBackend = None,
     as_json: AsJson = False,
 ) -> None:
-    """Quantise and pack the matrices of a checkpoint, each rounded to nearest, and copy the rest.
+    """Quantise and pack the matrices of a checkpoint by rounding to nearest; copy the other tensors.
 
-    With --recipe, a whole model: rotated, smoothed, calibrated layer by layer, GPTQ. A run that was stopped goes on
-    when it is started again.
+    With --recipe, quantise a whole model: rotation, smoothing, calibration layer by layer, GPTQ. An interrupted run
+    resumes when the same command is started again.
     """
     if recipe is None:
         refuse({"--rotation": rotation}, "needs --recipe")
         return _file(Path(model), out, scheme or "lqq", group, layout, tensor or "*", as_json=as_json)
     refuse({"--scheme": scheme, "--tensor": tensor}, "is for a file without --recipe")
-    for name, number in (("--samples", samples), ("--length", length)):
-        if number < 1:
-            raise expects(name, "an integer, 1 or more", number)
-    if backend not in (None, "gpu", "numpy"):
-        raise expects("--backend", "gpu or numpy", backend)
-    on_gpu = gpu.available() if backend is None else backend == "gpu"
-    if on_gpu:
-        gpu.device_info()  # says why there is none
-    from ptxlab.model import open_model, open_text, tokens_of
-    from ptxlab.quant.recipe import named
-    from ptxlab.weights import calibrate
-    from ptxlab.weights.quantize import check_packable, quantize_model
-
+    require_counts(samples=samples, length=length)
+    if seed < 0:
+        raise expects("--seed", "an integer, 0 or more", seed)
+    on_gpu = model_on_gpu(backend)
     steps = named(recipe).but(group=group)
     steps = steps.but(rotate=rotation) if rotation else steps
     check_packable(steps, out)
     with download_bar(model, quiet=as_json) as downloaded:
         opened, tokenizer = open_model(model, downloaded)
-    with download_bar("text", quiet=as_json) as downloaded:
-        corpus = open_text(text, downloaded)
-    tokens = calibrate.samples(tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length, seed)
+    tokens: Tokens = np.empty((0, length), np.int64)
+    if steps.is_calibrated:
+        with download_bar("text", quiet=as_json) as downloaded:
+            corpus = open_text(text, downloaded)
+        tokens = calibrate.samples(tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length, seed)
     with progress_bar(f"quantize {recipe}", opened.config.layers, quiet=as_json) as advance:
         errors = quantize_model(
             opened.to_device() if on_gpu else opened,
-            tokens if steps.is_calibrated else tokens[:0],
+            tokens,
             steps,
             out,
             tokenizer=tokenizer,

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from ptxlab.errors import ArgumentError, FileError
-from ptxlab.io.files import read_text, write_whole
+from ptxlab.io.files import read_json, write_whole
 
 FLOATS = ("F16", "BF16", "F32", "F64")  # safetensors' names of the dtypes that can be read here
 _TRANSFORMER_LAYER = re.compile(r"(^|\.)layers?\.\d+\.")
@@ -138,9 +138,9 @@ class CheckpointFolder:
 def _indexed(index: Path) -> dict[str, str]:
     """File names by tensor of an index."""
     try:
-        found = json.loads(read_text(index))["weight_map"]
+        found = read_json(index)["weight_map"]
         names = {str(tensor): Path(file).name for tensor, file in found.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         raise FileError(f"{index}: not an index with a weight_map of file names") from None
     if outside := next((file for file in found.values() if file != Path(file).name), None):
         raise FileError(f"{index}: must name files of its own folder (got {outside})")

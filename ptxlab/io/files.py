@@ -76,14 +76,19 @@ def read_text(path: Path) -> str:
         raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def read_record(path: Path, what: str, schema: int) -> dict[str, Any]:
-    """A JSON object that says `schema`; `FileError` says in one line why a file is not `what`."""
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; `FileError` if it is missing or not JSON."""
     try:
-        found = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not JSON: {error}") from None
+
+
+def read_record(path: Path, what: str, schema: int) -> dict[str, Any]:
+    """A JSON object that says `schema`; `FileError` says in one line why a file is not `what`."""
+    found = read_json(path)
     if not isinstance(found, dict) or found.get("schema") != schema:
         raise FileError(f"{path}: not {what} of schema {schema}")
     return found

@@ -1,4 +1,4 @@
-"""Weights and metadata out of GGUF files, one tensor at a time, as NumPy arrays."""
+"""Read weights and metadata from GGUF files, one tensor at a time, as NumPy arrays."""
 
 import functools
 import os
@@ -23,9 +23,9 @@ _MOST_AXES = 4
 class GgufFile:
     """An open GGUF file: `tensors` maps names to `TensorInfo`, `metadata` keys to values, `read` gives one tensor.
 
-    A dtype is spelt as GGUF has it ("F16", "Q4_1"); a shape has K last, as NumPy's. Metadata are numbers, texts, lists
-    of texts and NumPy arrays. The header's counts, lengths and offsets are checked against the size of the file before
-    anything is allocated for them, which the reader of the library `gguf` does not do; `gguf` dequantises.
+    Dtypes have GGUF's names ("F16", "Q4_1"); shapes have K last, as in NumPy. Metadata are numbers, texts, lists of
+    texts and NumPy arrays. The library `gguf` dequantises; its reader is not used, because it does not check the
+    header's counts, lengths and offsets against the size of the file before it allocates memory for them.
 
     Raises FileError if the file is missing, truncated, of another format, or holds a type that `gguf` does not
     dequantise; UnavailableError without `gguf`.
@@ -67,13 +67,13 @@ class GgufFile:
         for _ in range(entries):
             key = header.text()
             if key in self.metadata:
-                raise ValueError(f"{key} stands twice")
+                raise ValueError(f"{key} occurs twice")
             self.metadata[key] = header.value(header.number("<u4"))
         offsets = {}
         for _ in range(tensors):
             info, offsets[info.name] = header.tensor()
             if info.name in self.tensors:
-                raise ValueError(f"{info.name} stands twice")
+                raise ValueError(f"{info.name} occurs twice")
             self.tensors[info.name] = info
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
@@ -86,7 +86,7 @@ class GgufFile:
 
 
 class _Header:
-    """Reads on from the file's begin; ValueError instead of what would go beyond its end."""
+    """Reads a header from the start of the file on; ValueError for anything beyond the file's end."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -108,12 +108,12 @@ class _Header:
         return np.frombuffer(self.take(count * np.dtype(dtype).itemsize), dtype)
 
     def text(self) -> str:
-        """A length and as many bytes of UTF-8."""
+        """A text: its length in bytes, then UTF-8."""
         (length,) = struct.unpack("<Q", self.take(8))
         return self.take(length).decode()
 
     def value(self, kind: int) -> Any:
-        """Metadata of that type: a number, a text, or an array of either."""
+        """A metadata value of the type `kind`: a number, a text, or an array of either."""
         if kind == _TEXT:
             return self.text()
         if kind != _ARRAY:

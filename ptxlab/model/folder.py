@@ -1,7 +1,7 @@
 """A quantised model as a folder: config.json, recipe.json, a safetensors file per layer and one for the two ends.
 
-Files of layers hold packed weights as `layout.save` writes them, beside norms and biases; a layer is written when it is
-there, so a model need not fit memory.
+A layer's file has packed weights as `layout.save` writes them, norms and biases. Layers are written one by one, so the
+model need not fit into memory.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import numpy as np
 from ptxlab import layout
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io.checkpoint import Checkpoint, TensorInfo, write_checkpoint
-from ptxlab.io.files import read_text, write_text
+from ptxlab.io.files import read_json, write_text
 from ptxlab.layout.storage import announce, contents, header_fields, metadata
 from ptxlab.model.config import Config
 from ptxlab.model.quantized import QuantizedModel
@@ -30,7 +30,7 @@ _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 def save(model: QuantizedModel, folder: Path) -> None:
-    """Write a whole model into a folder that is there."""
+    """Write a whole model into an existing folder."""
     for index, layer in enumerate(model.layers):
         save_layer(folder, index, layer)
     save_ends(
@@ -52,7 +52,7 @@ def save_layer(folder: Path, index: int, layer: LayerWeights) -> None:
 
 
 def save_ends(folder: Path, config: Config, recipe: Mapping[str, Any], **ends: Any) -> None:
-    """Write what is not of a layer: embedding, final_norm and head (or None); then config.json and recipe.json."""
+    """Write what lies outside the layers: embedding, final_norm, head (or None); then config.json and recipe.json."""
     plain = {name: array for name, array in ends.items() if array is not None}
     write_checkpoint(folder / _ENDS, _infos(plain), _on_host(plain), {})
     write_text(folder / "config.json", json.dumps(config_json(config), indent=1) + "\n")
@@ -60,7 +60,7 @@ def save_ends(folder: Path, config: Config, recipe: Mapping[str, Any], **ends: A
 
 
 def save_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
-    """Write recipe.json: the recipe, of what JSON has, and its digest."""
+    """Write recipe.json: the recipe (JSON values) and its digest."""
     found = {"schema": SCHEMA, "digest": digest(recipe), "recipe": dict(recipe)}
     write_text(folder / RECIPE, json.dumps(found, indent=1) + "\n")
 
@@ -68,8 +68,7 @@ def save_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
 def load(folder: Path | str) -> QuantizedModel:
     """The model of a folder, in NumPy arrays.
 
-    Raises FileError for a file that is missing, damaged, or does not fit the config, and for a recipe that its digest
-    does not belong to.
+    Raises FileError for a file that is missing, damaged or does not fit the config, or a recipe with a wrong digest.
     """
     folder = Path(folder)
     if not (folder / RECIPE).is_file():
@@ -105,17 +104,17 @@ def load_layer(folder: Path, index: int, config: Config) -> LayerWeights:
 
 
 def layer_path(folder: Path, index: int) -> Path:
-    """Where a layer lies."""
+    """The file of a layer."""
     return folder / f"layer_{index:03}.safetensors"
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:
-    """The recipe of a folder. Raises FileError where its digest is another's."""
+    """The recipe of a folder. Raises FileError if the file is damaged or its digest is wrong."""
     path = folder / RECIPE
     try:
-        found = json.loads(read_text(path))
+        found = read_json(path)
         recipe, stated, schema = dict(found["recipe"]), found["digest"], found["schema"]
-    except (ValueError, KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):
         raise FileError(f"{path}: must hold schema, digest and recipe") from None
     if schema != SCHEMA:
         raise FileError(f"{path}: schema must be {SCHEMA} (got {schema!r})")
@@ -125,12 +124,12 @@ def read_recipe(folder: Path) -> dict[str, Any]:
 
 
 def digest(recipe: Mapping[str, Any]) -> str:
-    """SHA-256 of a recipe, whatever the order of its keys."""
+    """SHA-256 of a recipe; the order of its keys does not matter."""
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
 def config_json(config: Config) -> dict[str, Any]:
-    """What `Config.from_json` makes the config of."""
+    """The keys of a config.json; the inverse of `Config.from_json`."""
     family = "qwen2" if config.qkv_bias else "llama" if config.window is None else "mistral"
     keys = {
         "model_type": family,

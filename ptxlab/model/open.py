@@ -1,4 +1,4 @@
-"""`open_model`: a trained model by name, from a Hugging Face folder or a GGUF file, its layers read when asked for."""
+"""`open_model`: a trained model by name, from a Hugging Face folder or a GGUF file; layers are read when needed."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from ptxlab.quant.inputs import extremes
 from ptxlab.reference import NORMS, Layer
 from ptxlab.spec.dtypes import floats
 
-# Names of tensors: ours -> a file's. `{}` is the number of the layer.
+# Names of tensors: ours -> the file's. `{}` is the number of the layer.
 _GGUF = {
     "embedding": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight",
     "input_norm": "blk.{}.attn_norm.weight", "post_norm": "blk.{}.ffn_norm.weight",
@@ -51,13 +51,13 @@ def open_model(
     """The model in float32, and its tokenizer.
 
     Args:
-        source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Qwen2, Yi, SmolLM), or with
-            what other projects quantised (`layout.foreign`), dequantised; a .gguf file of these families; "smollm2",
-            which is downloaded unless it is there; or the folder of a quantised model, whose weights are dequantised.
-        progress: of the download, (bytes done, bytes in all).
+        source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Qwen2, Yi, SmolLM), also one
+            that other projects quantised (`layout.foreign`), which is dequantised; a .gguf file of these families;
+            "smollm2", which is downloaded unless it is cached; or the folder of a quantised model, dequantised.
+        progress: called during the download with (bytes done, bytes in total).
 
-    Layers are read from the file each time they are asked for, so that of a large model one lies in memory at a time.
-    Names, shapes and types of all tensors are checked before one is read, NaN and infinity when it is.
+    A layer is read from the file each time it is needed, so a large model occupies the memory of one layer. Names,
+    shapes and types of all tensors are checked before any is read; NaN and infinity when a tensor is read.
 
     Raises FileError for a file that is broken or of another architecture, UnavailableError without the libraries of the
     extra `model`, or where the download fails.
@@ -82,12 +82,12 @@ def tensor_name(part: str, layer: int) -> str:
 
 
 def is_quantized(path: Path) -> bool:
-    """Whether that is the folder of a quantised model."""
+    """Whether `path` is the folder of a quantised model."""
     return (path / RECIPE).is_file()
 
 
 def dequantized(model: QuantizedModel) -> FloatModel:
-    """What a quantised model's weights stand for, in float32; a layer is dequantised each time it is asked for."""
+    """The float32 model with a quantised model's weights; a layer is dequantised each time it is needed."""
     return FloatModel(
         config=model.config,
         embedding=floats(model.embedding),
@@ -108,7 +108,7 @@ def _open_gguf(path: Path) -> tuple[FloatModel, Tokenizer]:
     heads = {"q": config.heads, "k": config.kv_heads} if file.metadata["general.architecture"] == "llama" else {}
 
     def in_halves(name: str, array: Any) -> Any:
-        """Rows of q and k in the order of `reference.rope`: GGUF has the two of a pair side by side with `llama`."""
+        """Rows of q and k in the order of `reference.rope`: GGUF's `llama` interleaves the two halves of a head."""
         if name not in heads:
             return array
         return array.reshape(heads[name], -1, 2, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
@@ -135,7 +135,7 @@ def _open_folder(path: Path) -> tuple[FloatModel, Tokenizer]:
 
 
 def open_tokenizer(folder: Path, config: Config) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder, or of what `Tokenizer.save` wrote. Raises FileError if it is broken."""
+    """The tokenizer of a Hugging Face folder or of a quantised model's. Raises FileError if it is broken."""
     return _fitting(Tokenizer.from_folder(folder), config, folder)
 
 
@@ -159,7 +159,7 @@ def _model(weights: "_Weights", unused: set[str]) -> FloatModel:
 
 @dataclass(frozen=True)
 class _Weights:
-    """A file's tensors by our names. `reordered(name, array)`: rows as this project has them."""
+    """A file's tensors by our names. `reordered(name, array)` puts rows into this project's order."""
 
     file: GgufFile | ForeignCheckpoint
     names: Mapping[str, str]
@@ -167,7 +167,7 @@ class _Weights:
     reordered: Callable[[str, Any], Any] = lambda name, array: array
 
     def read(self, name: str, layer: int | None = None) -> Any:
-        """f32, all finite."""
+        """One tensor as f32; FileError for NaN or infinity."""
         theirs = self.names[name].format(layer)
         with np.errstate(over="ignore"):  # of float64; what becomes infinite is refused
             array = self.file.read(theirs).astype(np.float32, copy=False)
@@ -178,18 +178,18 @@ class _Weights:
         return self.reordered(name, array)
 
     def layer(self, index: int) -> Layer:
-        """All of a layer."""
+        """All tensors of a layer."""
         return {name: self.read(name, index) for name in self.shapes}
 
     def check(self, unused: set[str]) -> None:
-        """Raise FileError unless the tensors are those that the config asks for, in its shapes, and `unused` ones."""
+        """Raise FileError unless the file has the tensors of the config in their shapes, and no others but `unused`."""
         left = self.file.tensors.keys() - unused
         if self.config.experts:
             raise FileError(f"{self.file.path}: a model without experts is expected (got {self.config.experts})")
         V, H = self.config.vocabulary, self.config.hidden
         shapes = {"embedding": (V, H), "final_norm": (H,)} | ({} if self.config.tied_head else {"head": (V, H)})
         self._check_shapes(shapes, None, left)
-        for layer in range(self.config.layers):  # the first that is missing ends it, however many the config claims
+        for layer in range(self.config.layers):  # stops at the first missing layer, however many the config claims
             self._check_shapes(self.shapes, layer, left)
         if left:
             raise FileError(f"{self.file.path}: {min(left)}: not known in a model of this family")
@@ -205,7 +205,7 @@ class _Weights:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of a layer's tensors by our names."""
+        """Shapes of a layer's tensors by our names."""
         matrices = self.config.separate_matrices
         biases = {f"{name}_bias": matrices[name][:1] for name in ("q", "k", "v")} if self.config.qkv_bias else {}
         return {**matrices, **biases, **dict.fromkeys(NORMS, (self.config.hidden,))}

@@ -1,4 +1,4 @@
-"""`QuantizedModel`: a whole decoder as the kernels take it: packed W4A8 layers, the rest in 16 bits."""
+"""`QuantizedModel`: a whole decoder for the kernels: packed W4A8 layers, the rest in 16 bits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +13,17 @@ from ptxlab.model.config import Config
 from ptxlab.model.floats import FloatModel
 from ptxlab.model.weights import DTYPES, LayerWeights, quantiser
 from ptxlab.quant import Rounding
+from ptxlab.quant.inputs import extremes
 from ptxlab.reference import BIASES, NORMS, Layer
 from ptxlab.spec.dtypes import floats, stored
 from ptxlab.validate import is_one_of
 
-FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}  # matrices in one product
+FUSED = {
+    "qkv": ("q", "k", "v"),
+    "o": ("o",),
+    "gate_up": ("gate", "up"),
+    "down": ("down",),
+}  # one product each
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,7 +36,7 @@ class QuantizedModel:
         layers: packed weights, with queries, keys and values in one matrix, gate and up in another.
         final_norm: of the layers' dtype, [H].
         head: f16 [V, H], or None where it is the embedding.
-        recipe: how its weights were made: steps with their settings, as JSON has them.
+        recipe: how its weights were made: the steps and their settings, as JSON values.
     """
 
     config: Config
@@ -52,7 +58,7 @@ class QuantizedModel:
         dtype: str = "float16",
         progress: Callable[[str], None] = lambda label: None,
     ) -> Self:
-        """The model's weights rounded to nearest, without calibration: the baseline of every recipe.
+        """The model's weights rounded to nearest, without calibration.
 
         Args:
             model: NumPy arrays.
@@ -78,14 +84,8 @@ class QuantizedModel:
         for i, layer in enumerate(model.layers):
             progress(f"layer {i}")
             layers.append(rounded_layer(layer))
-        return cls(
-            config=config,
-            embedding=model.embedding.astype(np.float16),
-            layers=layers,
-            final_norm=stored(model.final_norm.astype(np.float32), dtype),
-            head=None if model.head is None else model.head.astype(np.float16),
-            recipe={"scheme": scheme, "group": group, "steps": ["round to nearest"]},
-        )
+        recipe = {"scheme": scheme, "group": group, "steps": ["round to nearest"]}
+        return cls(config=config, layers=layers, recipe=recipe, **stored_ends(model, dtype))
 
 
 def packed_layer(
@@ -103,12 +103,30 @@ def packed_layer(
         biases = [layer[f"{part}_bias"] for part in FUSED["qkv"]]
         parts["qkv_bias"] = np.concatenate(biases).astype(np.float32)
     for name in NORMS:
-        parts[name] = stored(layer[name].astype(np.float32), dtype)
+        parts[name] = _narrowed(name, layer[name], dtype)
     return LayerWeights(config=config, **parts)
 
 
+def stored_ends(model: FloatModel, dtype: str) -> dict[str, Any]:
+    """embedding, final_norm and head of a `QuantizedModel`; the norm is in the layers' dtype."""
+    return {
+        "embedding": _narrowed("embedding", model.embedding, "float16"),
+        "final_norm": _narrowed("final_norm", model.final_norm, dtype),
+        "head": None if model.head is None else _narrowed("head", model.head, "float16"),
+    }
+
+
+def _narrowed(name: str, x: Any, dtype: str) -> Any:
+    """x in 16 bits. Raises ArgumentError for NaN, infinity and values beyond the range of float16."""
+    low, high = extremes(name, x)
+    largest, most = max(-float(low.min()), float(high.max())), float(np.finfo(np.float16).max)
+    if dtype == "float16" and largest > most:
+        raise ArgumentError(name, f"must lie in ±{most:g} to be stored in float16", f"{largest:g}")
+    return stored(x.astype(np.float32, copy=False), dtype)
+
+
 def layer_floats(layer: LayerWeights) -> Layer:
-    """What a packed layer's numbers stand for, in float32, by the names of `reference.decoder_layer`."""
+    """A packed layer dequantised to float32, by the names of `reference.decoder_layer`."""
     sizes = layer.config.separate_matrices
     found: dict[str, Any] = {name: floats(getattr(layer, name)) for name in NORMS}
     for fused, parts in FUSED.items():

@@ -19,10 +19,10 @@ CALIBRATION = 47  # articles of the 95 of wikipedia
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of a text. Those that calibrate are not evaluated.
+    """Documents of a text; the two parts are disjoint.
 
     Attributes:
-        calibration: documents to calibrate with; none but for `wikipedia`.
+        calibration: documents to calibrate with; empty except for `wikipedia`.
         evaluation: documents to evaluate.
     """
 
@@ -34,9 +34,9 @@ def open_text(source: str | Path = "wikipedia", progress: weights.Progress = lam
     """A text by name or from a file.
 
     Args:
-        source: "wikipedia", 95 articles, of which the first 47 calibrate; "lee", 300 news items, or a UTF-8 file, as
-            one document. What has a name is downloaded unless it is there.
-        progress: of the download, (bytes done, bytes in all).
+        source: "wikipedia" (95 articles, the first 47 for calibration), "lee" (300 news items), or a UTF-8 file, which
+            is one document. Named texts are downloaded unless they are cached.
+        progress: called during the download with (bytes done, bytes in total).
 
     Raises FileError for a file that cannot be read, UnavailableError where the download fails.
     """
@@ -56,14 +56,16 @@ def tokens_of(documents: tuple[str, ...], tokenizer: Tokenizer) -> npt.NDArray[n
 
 
 def windows(tokens: npt.NDArray[np.integer], length: int = 2048, count: int | None = None) -> npt.NDArray[np.integer]:
-    """Windows [W, length] of tokens [T]: all that fit one after the other, or `count` of these, evenly spread.
+    """Windows [W, length] of tokens [T]: all consecutive windows, or `count` of these, evenly spread.
 
-    Raises ArgumentError for tokens of less than a window, or fewer than `count`.
+    Raises ArgumentError if the tokens do not fill one window, or `count` windows.
     """
     for name, value, least in (("length", length, 2), ("windows", 1 if count is None else count, 1)):
         if not is_integer(value) or value < least:
             raise ArgumentError(name, f"must be an integer, {least} or more", repr(value))
     there = len(tokens) // length
+    if not there:
+        raise ArgumentError("length", f"at most {len(tokens)}, the tokens of the text", length)
     if there < (count or 1):
         raise ArgumentError("windows", f"at most {there}, as the text has {len(tokens)} tokens", count or 1)
     every = tokens[: there * length].reshape(there, length)

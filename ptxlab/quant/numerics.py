@@ -1,6 +1,6 @@
-"""What quantising does to a decoder's numbers: its `Numerics` with activations and cache as integers and back.
+"""Fake quantisation: `Numerics` of a decoder whose activations and KV cache are quantised and dequantised.
 
-The weights are the layer's, so those of a quantised layer are its dequantised ones. Products are those of floats.
+Products are in floats. The weights are the layer's; those of a quantised layer are dequantised.
 """
 
 from dataclasses import dataclass, field
@@ -16,16 +16,16 @@ from ptxlab.reference.decoder import Floats
 
 @dataclass(frozen=True)
 class FakeQuantized(Numerics):
-    """Activations and cache as integers.
+    """Activations and KV cache quantised and dequantised.
 
     Attributes:
-        acts: bits of the activations: 8, per token; 4, in groups, a layer's `<matrix>_order` being the order of its
-            input's channels; None leaves them floats.
-        kv: one of `KV_SCHEMES` per token and head, or None.
-        group: channels per scale of 4-bit activations, None for all of them.
-        kept: the last channels in that order, which have one scale and more bits.
-        kept_bits: of those.
-        clip: of the largest magnitude of a group, what 4 bits reach to.
+        acts: bits of the activations: 8, per token; 4, in groups along the order of channels that a layer has as
+            `<matrix>_order`; None leaves them floats.
+        kv: one of `KV_SCHEMES`, per token and head, or None.
+        group: channels per scale of 4-bit activations, or None for one scale per token.
+        kept: number of channels, the last in that order, which have one scale and more bits.
+        kept_bits: bits of these channels.
+        clip: the largest 4-bit activation, relative to the largest magnitude of its group.
     """
 
     acts: int | None = 8
@@ -41,11 +41,11 @@ class FakeQuantized(Numerics):
             kv_scheme(self.kv)
 
     def product(self, name: str, x: Floats, layer: Layer) -> Floats:
-        """See `Numerics.product`; of the integers that x becomes."""
+        """See `Numerics.product`; x is quantised first."""
         return super().product(name, self.input(x, layer.get(f"{name}_order")), layer)
 
     def input(self, x: Floats, order: Any = None) -> Floats:
-        """What a GEMM sees of x [.., K]; the last answer is kept, as several matrices read the same input."""
+        """x [.., K] as a GEMM sees it. The last result is kept, because several matrices read the same input."""
         if self.acts is None:
             return x
         if self._last[0] is not x or self._last[1] is not order:

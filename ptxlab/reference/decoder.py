@@ -1,6 +1,6 @@
-"""A decoder layer of the Llama family over whole sequences, in the dtype that it is given, and what quantising changes.
+"""A decoder layer of the Llama family over whole sequences, in the dtype of its input.
 
-float32 to measure with, float64 to compare with. What is quantised where is said by an `Numerics`.
+float32 is for measuring, float64 for comparing. A `Numerics` says what is quantised where.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ Layer: TypeAlias = Mapping[str, Floats]
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 NORMS = ("input_norm", "post_norm")
 BIASES = ("q_bias", "k_bias", "v_bias")
-_QUERIES = 128  # of a block of attention
+_QUERIES = 128  # per block of attention
 
 
 class Numerics:
-    """How a layer computes its products and what its cache keeps: exactly, unless a subclass says otherwise."""
+    """How a layer computes its products and what its cache stores; exact unless a subclass overrides it."""
 
     def product(self, name: str, x: Floats, layer: Layer) -> Floats:
         """x [.., K] times the matrix `name` [N, K] of the layer, plus its bias where it has one: [.., N]."""
@@ -49,7 +49,7 @@ def decoder_layer(
     window: int | None = None,
     numerics: Numerics = EXACT,
 ) -> Floats:
-    """A layer on sequences from their first token on.
+    """One layer on whole sequences, from their first token on.
 
     Args:
         x: residual stream, float [B, T, H].
@@ -59,7 +59,7 @@ def decoder_layer(
         eps: what RMSNorm adds to the mean square.
         rope_tables: (cos, sin) [T, D/2] of x's dtype.
         activation: one of `ACTIVATIONS`.
-        window: how many tokens a query sees at most, or None.
+        window: most tokens that a query sees, or None.
         numerics: of the products and the cache.
 
     Returns:
@@ -87,8 +87,8 @@ def decoder_layer(
 def causal_attention(q: Floats, k: Floats, v: Floats, window: int | None = None) -> Floats:
     """softmax(q kᵀ / √D) v, each token over itself and what precedes it: q [B, T, Hq, D], k and v [B, T, Hkv, D].
 
-    In q's dtype; `attention` is the same of one sequence in float64. A block of queries at a time meets only the keys
-    that one of them sees: that halves the work, and bounds the scores' memory.
+    In q's dtype; `attention` computes the same for one sequence in float64. A block of queries is multiplied only with
+    the keys that one of them sees, which halves the work and bounds the memory of the scores.
     """
     (B, T, Hq, D), Hkv = q.shape, k.shape[2]
     scale, seen, unseen = (q.dtype.type(value) for value in (D**-0.5, 0, -np.inf))

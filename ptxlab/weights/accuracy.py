@@ -1,4 +1,4 @@
-"""What each step of the recipes does to a model's perplexity: ladders of steps, comparisons, and their record."""
+"""What each step of the recipes does to a model's perplexity: the rows of the table and their measurement."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ _FLOAT = Recipe(scheme=None, acts=None, kv=None)
 
 @dataclass(frozen=True)
 class AccuracyRow:
-    """One measurement: a step of a ladder, on top of those before it; `repeats`: worth other calibration seeds."""
+    """One row: a step of a ladder, on top of those before it; `repeats`: measured with several calibration seeds."""
 
     ladder: str
     step: str
@@ -35,7 +35,7 @@ class AccuracyRow:
 
 
 def rows() -> list[AccuracyRow]:
-    """All of the table, in its order. The first, in floats, is what the others are compared with."""
+    """All rows of the table in order. The first, in floats, is the baseline of the others."""
     return [AccuracyRow("float", "float32", _FLOAT), *_alone(), *_w4a8kv4(), *_schemes(), *_atom()]
 
 
@@ -47,7 +47,7 @@ def _alone() -> Iterator[AccuracyRow]:
 
 
 def _w4a8kv4() -> Iterator[AccuracyRow]:
-    """QServe's order (its Fig. 16): what leaves the function as it is, groups, reordering, clipping; GPTQ last."""
+    """QServe's order (its Fig. 16): rotation, smoothing, groups, reordering, clipping; GPTQ last."""
     full, rounded = RECIPES["qoq_channel"], Recipe(scheme="qoq_channel")
     recipe = rounded
     yield AccuracyRow("channel", "round to nearest", rounded)
@@ -104,18 +104,17 @@ def _with(recipe: Recipe, full: Recipe, names: Sequence[str]) -> Recipe:
 
 
 def in_order(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Measurements in the order of the table, seeds one after the other."""
+    """Measurements in the order of the table, then by seed."""
     places = {(row.ladder, row.step): place for place, row in enumerate(rows())}
     return sorted(results, key=lambda each: (places[each["ladder"], each["step"]], each["seed"]))
 
 
 def off_grid(model: FloatModel, start: str = "mixed", seed: int = 1) -> FloatModel:
-    """The model with its stream turned by a fixed random rotation: the same function, its weights on no file's grid.
+    """The model with its stream rotated by a fixed random rotation, which moves its weights off the file's 4-bit grid.
 
-    Weights that a file holds in 4 bits lie on 16 levels per group, and rounding them to 16 levels again costs less
-    than it should. `mixed` turns every channel with three others, which leaves that grid and keeps large channels
-    large; `uniform` is a uniformly distributed rotation, which does a good part of what the recipe's own does; `file`
-    leaves the model as it is.
+    The function does not change. Weights of a 4-bit file lie on 16 levels per group, so rounding them to 16 levels
+    again costs too little. `mixed` mixes every channel with three others, which keeps large channels large; `uniform`
+    is a uniformly distributed rotation, which does part of the recipe's own work; `file` leaves the model unchanged.
     """
     if start not in STARTS:
         raise ArgumentError("start", f"must be one of {', '.join(STARTS)}", start)
@@ -127,7 +126,7 @@ def off_grid(model: FloatModel, start: str = "mixed", seed: int = 1) -> FloatMod
 
 
 def mixing(n: int, seed: int) -> npt.NDArray[np.float64]:
-    """An orthogonal matrix [n, n] that turns channels in random pairs, twice: each becomes a mixture of four."""
+    """An orthogonal matrix [n, n] that rotates random pairs of channels, twice: each becomes a mixture of four."""
     rng = np.random.default_rng(seed)
     mixed = np.eye(n)
     for _ in range(2):
@@ -153,13 +152,13 @@ def measure(
     """Quantise by each row's recipe and measure the perplexity.
 
     Args:
-        model: turned off its file's grid (`off_grid`); on the GPU if its arrays are there.
+        model: rotated off its file's grid (`off_grid`); computed with on the GPU if its arrays are there.
         calibration: tokens [S, T] of a seed.
         texts: windows [W, T] by name.
         chosen: of `rows()`.
-        seeds: how many for rows that repeat.
+        seeds: number of calibration seeds of rows that repeat.
         progress: called with a row's name before each of its seeds.
-        done: what was measured before, which is not measured again.
+        done: earlier measurements, which are not repeated.
 
     Yields:
         Per row and seed, when it is measured: ladder, step, recipe, seed, perplexity by text, errors by matrix (means

@@ -1,6 +1,6 @@
-"""A model through a recipe: quantised layer by layer, each calibrated on what the quantised layers before it give.
+"""Quantise a model by a recipe, layer by layer; each layer is calibrated on the output of the quantised layers before.
 
-One layer's weights are in memory at a time, beside the residual stream of the calibration text.
+Memory holds one layer's weights and the residual stream of the calibration text.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ from ptxlab.quant.recipe import (
 )
 from ptxlab.quant.recipe.settings import ROTATIONS
 from ptxlab.reference import EXACT, Layer, Numerics
+from ptxlab.validate import is_integer
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ class QuantizedLayer:
     """A layer after the recipe.
 
     Attributes:
-        floats: the layer with the values that its quantised weights stand for.
-        weights: by the names of `FUSED`, what the scheme makes of the matrices.
-        errors: of each, the error of its output over calibration data, relative to the output in squares; None where
-            nothing was calibrated.
+        floats: the layer with dequantised weights.
+        weights: quantised matrices by the names of `FUSED`.
+        errors: squared error of each matrix's output over the calibration data, relative to the squared output; None
+            without calibration.
     """
 
     floats: Layer
@@ -50,7 +51,10 @@ class QuantizedLayer:
 
 
 def samples(tokens: Tokens, count: int = 128, length: int = 1024, seed: int = 0) -> Tokens:
-    """[count, length] of tokens [T], each from a random place; raises ArgumentError for fewer tokens than one takes."""
+    """[count, length] of tokens [T], each sample from a random place. Raises ArgumentError for a shorter text."""
+    for name, value, least in (("count", count, 1), ("length", length, 1), ("seed", seed, 0)):
+        if not is_integer(value) or value < least:
+            raise ArgumentError(name, f"must be an integer, {least} or more", repr(value))
     if len(tokens) < length:
         raise ArgumentError("length", f"at most the text's {len(tokens)} tokens", length)
     starts = np.random.default_rng(seed).integers(0, len(tokens) - length + 1, count)
@@ -59,9 +63,9 @@ def samples(tokens: Tokens, count: int = 128, length: int = 1024, seed: int = 0)
 
 
 def turned(model: FloatModel, rotation: Any = None, of_heads: Any = None) -> FloatModel:
-    """The model with its residual stream and its heads' values turned: the same function; layers are made when read.
+    """The model with its residual stream and its heads' values rotated; layers are rotated when they are read.
 
-    rotation: orthogonal [H, H], or None, which leaves the stream and the norms as they are; of_heads: [D, D] or None.
+    The function does not change. rotation: orthogonal [H, H], or None; of_heads: orthogonal [D, D], or None.
     """
     like = model.embedding
     rotation, of_heads = (None if q is None else np.asarray(q, like=like) for q in (rotation, of_heads))
@@ -79,7 +83,7 @@ def turned(model: FloatModel, rotation: Any = None, of_heads: Any = None) -> Flo
 
 
 def prepared(model: FloatModel, recipe: Recipe) -> FloatModel:
-    """The model turned as the recipe says, not yet quantised."""
+    """The model rotated as the recipe says, not yet quantised."""
     config = model.config
     stream = ROTATIONS[recipe.rotate](config.hidden) if recipe.rotate else None
     return turned(model, stream, hadamard(config.head_dim) if recipe.rotate_heads else None)
@@ -97,8 +101,8 @@ def quantize_layers(
         model: as `prepared` gives it.
         tokens: the calibration text, [S, T]; a recipe that needs none takes [0, T].
         recipe: the steps.
-        finished: floats of the layer if it was quantised before, for which None comes back; it is asked again when
-            what came back has been taken, so that the next layer is calibrated on what was kept of this one.
+        finished: returns the floats of a layer that was quantised before, else None. A finished layer yields None. It
+            is called again after a layer was yielded, so that the next layer is calibrated on the stored weights.
     """
     require_text(recipe, tokens)
     states = [model.embedded(sample[None]) for sample in tokens]
@@ -127,8 +131,8 @@ def require_text(recipe: Recipe, tokens: Tokens) -> None:
 def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe) -> QuantizedLayer:
     """One layer of a prepared model, on the stream [1, T, H] of every calibration sample before it.
 
-    The matrices that read one input are quantised together, in the order of the layer, so that each sees the errors of
-    those before it.
+    Matrices that read the same input are quantised together, in the order of the layer. Each is thus calibrated on
+    inputs with the errors of those before it.
     """
     layer = shaped(model, layer, states, recipe)
     made: dict[str, Any] = dict(layer)
@@ -156,14 +160,14 @@ def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recip
 
 
 def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe) -> Layer:
-    """The layer after the steps that leave its function as it is: smoothing and reordering."""
+    """The layer after smoothing and reordering, which do not change its function."""
     if recipe.smooth_keys is None and recipe.smooth is None and not recipe.reorder:
         return layer
     D = model.config.head_dim
     peaks: dict[str, Any] = {}
 
     def seen(name: str, x: Any) -> None:
-        """max|x| of every channel of keys, and of what o and down read."""
+        """Keep max|x| of every channel of the keys and of the inputs of o and down."""
         if name in ("keys", "o", "down"):
             largest = np.abs(x).reshape(-1, x.shape[-1] if name != "keys" else x.shape[-2] * D).max(axis=0)
             peaks[name] = np.maximum(peaks[name], largest) if name in peaks else largest
@@ -198,11 +202,11 @@ def hessian(model: FloatModel, layer: Layer, states: Sequence[Any], numerics: Fa
 
 
 class _ReachedError(Exception):
-    """What a tap was to see has been seen."""
+    """The tap has seen the input it was made for; the rest of the layer need not run."""
 
 
 class _Tap(Numerics):
-    """Shows what goes into the matrices and, as `keys`, into the cache; stops the layer before the matrix `until`."""
+    """Passes the matrices' inputs and the `keys` to `seen`; stops the layer before the matrix `until`."""
 
     def __init__(self, inner: Numerics, seen: Callable[[str, Any], None], until: str = "") -> None:
         self.inner, self.seen, self.until = inner, seen, until

@@ -26,7 +26,7 @@ from ptxlab.layout.storage import announce, contents, header_fields, metadata
 from ptxlab.model import folder as folders
 from ptxlab.model import open_model
 from ptxlab.model.open import tensor_name
-from ptxlab.model.quantized import FUSED, packed_layer
+from ptxlab.model.quantized import FUSED, packed_layer, stored_ends
 from ptxlab.quant import (
     GROUPS,
     PROTECTIVE_RANGE,
@@ -196,8 +196,7 @@ def _write_model(
             folders.save_layer(partial, index, packed)
             progress(f"layer {index}")
         about = {"steps": ["imported"], "formats": formats, "layout": layout, "model": config.name}
-        ends = {"embedding": model.embedding.astype(np.float16), "final_norm": model.final_norm.astype(np.float16)}
-        ends["head"] = None if model.head is None else model.head.astype(np.float16)
+        ends = stored_ends(model, "float16")
         folders.save_ends(partial, config, about, **ends)
         tokenizer.save(partial)
         os.replace(partial, out)

@@ -1,4 +1,4 @@
-"""A model through a recipe into a folder of packed weights, a layer at a time; an interrupted run goes on."""
+"""Quantise a model by a recipe into a folder of packed weights, layer by layer; an interrupted run resumes."""
 
 import hashlib
 import os
@@ -15,12 +15,11 @@ from ptxlab.io.tokenizer import Tokenizer
 from ptxlab.layout import buffer_shapes
 from ptxlab.model import folder as folders
 from ptxlab.model.floats import FloatModel, Tokens
-from ptxlab.model.quantized import layer_floats, packed_layer
+from ptxlab.model.quantized import layer_floats, packed_layer, stored_ends
 from ptxlab.model.weights import DTYPES
 from ptxlab.quant.recipe import Recipe
 from ptxlab.quant.recipe.settings import PACKED
 from ptxlab.reference import Layer
-from ptxlab.spec.dtypes import stored
 from ptxlab.validate import is_one_of
 from ptxlab.weights.calibrate import prepared, quantize_layers, require_text
 
@@ -38,27 +37,27 @@ def quantize_model(
     dtype: str = "float16",
     progress: Progress = lambda label: None,
 ) -> dict[int, dict[str, float | None]]:
-    """Quantise a model into the folder `out`, which appears when it is complete.
+    """Quantise a model into the folder `out`, which appears only when it is complete.
 
-    Until then its layers gather in the hidden folder `.NAME.partial` beside it. The same call goes on there after a
-    crash, on the very bytes that an uninterrupted run would have.
+    Until then its layers lie in the hidden folder `.NAME.partial` beside it. After a crash the same call resumes there
+    and gives the same bytes as an uninterrupted run.
 
     Args:
-        model: NumPy arrays, or CuPy's (`FloatModel.to_device`): then the work is done on the GPU.
-        tokens: of the calibration text, [S, T].
+        model: of NumPy arrays, or of CuPy arrays (`FloatModel.to_device`), which are computed with on the GPU.
+        tokens: the calibration text, [S, T].
         recipe: the steps.
-        out: the folder to be made.
-        tokenizer: copied into it.
-        layout: of the packing.
-        dtype: of what lies between the kernels, `float16` or `bfloat16`.
-        progress: of the layers.
+        out: the folder to create.
+        tokenizer: written into the folder.
+        layout: of the packed weights.
+        dtype: of the activations between the kernels, `float16` or `bfloat16`.
+        progress: called after each layer.
 
     Returns:
         By the number of each layer that this call quantised, its `QuantizedLayer.errors`.
 
-    Raises ArgumentError for a recipe whose weights no kernel takes, for one that does not fit the model, and, with its
-    layer, for a matrix that cannot be quantised or would overflow; FileError where `out` is there, or holds another
-    run's layers.
+    Raises ArgumentError for a recipe that no kernel supports or that does not fit the model, and for a matrix that
+    cannot be quantised or would overflow, with its layer. Raises FileError if `out` exists, or if the hidden folder
+    has another run's layers.
     """
     scheme = check_packable(recipe, out)
     require_text(recipe, tokens)
@@ -71,8 +70,9 @@ def quantize_model(
             buffer_shapes(layout, scheme, N, K, K if scheme == "qoq_channel" else recipe.group or 0)
         except ArgumentError as error:
             raise ArgumentError(f"{name} {error.argument}", error.rule, error.value) from None
+    ends = stored_ends(turned, dtype)  # before the layers take their time: what float16 does not hold is refused
     about = {**recipe.to_json(), "layout": layout, "dtype": dtype, "model": config.name}
-    about |= {"text": _digest(tokens), "weights": _digest(model.final_norm, model.layers[0]["q"])}  # told apart by
+    about |= {"text": _digest(tokens), "weights": _digest(model.final_norm, model.layers[0]["q"])}  # identify the run
     partial = _partial(out, about)
 
     def finished(index: int) -> Layer | None:
@@ -91,8 +91,6 @@ def quantize_model(
             folders.save_layer(partial, index, layer)
             errors[index] = found.errors
         progress(f"layer {index}")
-    ends = {"embedding": turned.embedding.astype(np.float16), "final_norm": stored(turned.final_norm, dtype)}
-    ends["head"] = None if turned.head is None else turned.head.astype(np.float16)
     folders.save_ends(partial, config, about, **ends)
     if tokenizer is not None:
         tokenizer.save(partial)
@@ -104,7 +102,7 @@ def quantize_model(
 
 
 def check_packable(recipe: Recipe, out: Path) -> str:
-    """The scheme; raises what `quantize_model` does for a recipe without packed weights, or a folder it cannot make."""
+    """The scheme. Raises as `quantize_model` does for a recipe that cannot be packed, or for `out`."""
     if recipe.scheme is None or recipe.scheme not in PACKED:
         rule = f"scheme must be one of {', '.join(PACKED)} to be packed; others are measured: ptxlab accuracy"
         raise ArgumentError("recipe", rule, recipe.scheme)
@@ -115,10 +113,13 @@ def check_packable(recipe: Recipe, out: Path) -> str:
 
 
 def _partial(out: Path, about: dict[str, Any]) -> Path:
-    """The folder of unfinished layers, new or of the same run."""
+    """The folder of unfinished layers: new, or left by an interrupted run of the same settings."""
     partial = out.with_name(f".{out.name}.partial")
     if not (partial / folders.RECIPE).is_file():
-        partial.mkdir(exist_ok=True)
+        try:
+            partial.mkdir(exist_ok=True)
+        except OSError as error:
+            raise FileError(f"{partial}: cannot be made: {error.strerror or error}") from None
         folders.save_recipe(partial, about)
     for torn in partial.glob(".*.tmp"):  # of a write that was killed
         torn.unlink()

@@ -9,7 +9,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from ptxlab import layout
-from ptxlab import model as models
 from ptxlab.model import Corpus
 from ptxlab.weights import accuracy
 from tests.support.small_models import write_folder
@@ -114,6 +113,7 @@ def test_what_a_recipe_reports(cli: Any, folder: Path, tmp_path: Path) -> None:
         (("--recipe", "atom"), "to be packed; others are measured: ptxlab accuracy"),
         (("--recipe", "lqq", "--scheme", "qoq"), "--scheme is for a file without --recipe"),
         (("--recipe", "lqq", "--samples", "0"), "--samples expects an integer, 1 or more, got 0"),
+        (("--recipe", "lqq", "--seed", "-1"), "--seed expects an integer, 0 or more, got -1"),
         (("--recipe", "lqq", "--backend", "tpu"), "--backend expects gpu or numpy, got tpu"),
         (("--recipe", "lqq", "--length", "9999", "--text", "TEXT"), "length: at most the text's"),
         (("--recipe", "rtn", "--length", "8", "--text", "TEXT", "--layout", "spiral"), "layout: must be one of"),
@@ -129,7 +129,7 @@ def test_options_of_a_recipe_that_cannot_be(
 
 def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = Corpus((TEXT,), (TEXT,))
-    monkeypatch.setattr(models, "open_text", lambda source, progress: text)
+    monkeypatch.setattr("ptxlab.cli.accuracy.open_text", lambda source, progress: text)
     sizes = ("--length", 32, "--windows", 2, "--samples", 2, "--sample-length", 32)
     options = ("--only", "alone/KV?", "--only", "Atom/GPTQ", "--only", "channel/GPTQ", "--seeds", 2, *sizes)
     code, printed, err = cli("accuracy", folder, *options, "--out", tmp_path / "record.json")
@@ -154,4 +154,10 @@ def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypa
     assert json.loads((tmp_path / "record.json").read_text())["rows"] == record["rows"]
     code, _, err = cli(*asked, "--samples", 3)
     assert code == 2 and "record.json: is there already, of another calibration: [2, 32], not [3, 32]" in err
+    record["rows"][0]["step"] = "float64"  # as an older version's table may have it
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    code, _, err = cli(*asked)
+    assert code == 2 and "record.json: rows must be those of this version's table" in err
+    code, _, err = cli("accuracy", folder, "--length", 10**6)
+    assert code == 2 and "--length expects at most" in err
     assert cli("accuracy", folder, "--only", "nothing")[0] == 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import FileError
-from ptxlab.io.files import load_arrays, save_arrays, write_whole
+from ptxlab.io.files import load_arrays, read_json, save_arrays, write_whole
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -118,3 +118,10 @@ def test_a_header_that_claims_more_than_any_memory_is_refused(tmp_path: Path, de
     np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": shape})
     with pytest.raises(FileError, match=r"not an \.npz of plain arrays: "):
         load_arrays(npz_with(tmp_path / "a.npz", header.getvalue()))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000])
+def test_what_is_not_json_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(FileError, match=r"a\.json: not JSON: "):
+        read_json(tmp_path / "a.json")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ptxlab import gpu, reference
+from ptxlab.errors import ArgumentError
 from ptxlab.io import weights
 from ptxlab.model import Config, FloatModel, open_model, open_text, perplexity, tokens_of, windows
 from ptxlab.model.floats import negative_log_likelihood
@@ -111,6 +112,22 @@ def test_perplexity_is_that_of_the_probabilities() -> None:
     found = perplexity(model, tokens, progress=lambda: calls.append(None))
     assert found == pytest.approx(np.exp(-np.log(probabilities).mean()), rel=1e-12)
     assert len(calls) == 3 * (TINY.layers + 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (np.full((1, 4), 50), r"tokens: must be integers in 0..49 \(got 50..50 of int64\)"),
+        (np.full((1, 4), -1), r"tokens: must be integers in 0..49 \(got -1..-1 of int64\)"),
+        (np.zeros((1, 4)), r"tokens: must be integers in 0..49"),
+        (np.zeros((0, 4), np.int64), r"windows: must be \[W, T\]"),
+        (np.zeros((2, 1), np.int64), r"windows: must be \[W, T\]"),
+        (np.zeros(9, np.int64), r"windows: must be \[W, T\]"),
+    ],
+)
+def test_windows_without_a_perplexity_are_refused(tokens: np.ndarray, message: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"^{message}"):
+        perplexity(FloatModel.random(TINY), tokens)
 
 
 def test_likely_tokens_of_large_logits() -> None:

@@ -56,7 +56,7 @@ def test_windows_are_all_or_evenly_spread() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"length": 108}, r"windows: at most 0, as the text has 107 tokens \(got 1\)"),
+        ({"length": 108}, r"length: at most 107, the tokens of the text \(got 108\)"),
         ({"length": 10, "count": 11}, r"windows: at most 10, as the text has 107 tokens \(got 11\)"),
         ({"length": 1}, r"length: must be an integer, 2 or more \(got 1\)"),
         ({"count": 0}, r"windows: must be an integer, 1 or more \(got 0\)"),

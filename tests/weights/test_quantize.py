@@ -219,6 +219,40 @@ def test_the_layer_that_cannot_be_quantised_is_named(tmp_path: Path) -> None:
         list(calibrate.quantize_layers(small(), TEXT, RECIPES["atom"]))
 
 
+@pytest.mark.parametrize("name", ["embedding", "final_norm", "head"])
+def test_what_float16_does_not_hold_is_refused(tmp_path: Path, name: str) -> None:
+    model = small(BIASED)
+    model = replace(model, **{name: getattr(model, name) * 1e6})
+    message = rf"^{name}: must lie in ±65504 to be stored in float16 \(got "
+    with pytest.raises(ArgumentError, match=message):
+        models.QuantizedModel.rounded(model, "lqq", 32)
+    with pytest.raises(ArgumentError, match=message):
+        quantize.quantize_model(model, TEXT, PACKED["rtn"], tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+    if name == "final_norm":
+        assert models.QuantizedModel.rounded(model, "lqq", 32, dtype="bfloat16").final_norm.dtype == np.uint16
+
+
+def test_a_file_in_the_place_of_the_unfinished_folder(tmp_path: Path) -> None:
+    (tmp_path / ".out.partial").write_text("")
+    with pytest.raises(FileError, match=r"\.out\.partial: cannot be made: File exists"):
+        quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"count": -1}, "count: must be an integer, 1 or more"),
+        ({"length": 0}, "length: must be an integer, 1 or more"),
+        ({"seed": -1}, "seed: must be an integer, 0 or more"),
+        ({"length": 241}, r"length: at most the text's 240 tokens \(got 241\)"),
+    ],
+)
+def test_samples_that_no_text_has(given: dict[str, int], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        calibrate.samples(TEXT.reshape(-1), **{"count": 1, "length": 4, **given})
+
+
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="is there already"):
         quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path)

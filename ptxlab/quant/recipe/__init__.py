@@ -1,7 +1,7 @@
-"""The steps of the papers' recipes, each usable alone on a layer's matrices: what is prepared, how it is rounded.
+"""The steps of the papers' recipes, each usable alone on a layer's matrices.
 
-Steps that leave a layer's function as it is: rotation, smoothing, reordering. Then a grid of the scheme's levels, and
-GPTQ or rounding to nearest onto it. `Recipe` says which steps and settings; `ptxlab.weights` runs one over a model.
+Rotation, smoothing and reordering do not change a layer's function. A `Grid` has the levels of a scheme; GPTQ or
+rounding to nearest chooses among them. `Recipe` names the steps and settings; `ptxlab.weights` runs one over a model.
 """
 
 from ptxlab.quant.recipe.gptq import Rounded, gptq, inverse_factor, objective, rounded

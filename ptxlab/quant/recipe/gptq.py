@@ -1,6 +1,6 @@
-"""GPTQ: columns rounded one after the other, each error made good by the columns that are still to come.
+"""GPTQ: columns are rounded one after the other; the columns still to come compensate each error.
 
-The objective is ||(W - W') Xᵀ||², that is the trace of (W - W') H (W - W')ᵀ with H = Xᵀ X. With H⁻¹ = Uᵀ U, U upper
+The objective is ||(W - W') Xᵀ||², which is the trace of (W - W') H (W - W')ᵀ with H = Xᵀ X. With H⁻¹ = Uᵀ U, U upper
 triangular, the error e of column j is compensated by subtracting e U[j, k] / U[j, j] from every later column k.
 """
 
@@ -15,12 +15,12 @@ from ptxlab.errors import ArgumentError
 from ptxlab.quant.recipe.grids import Array, Constants, Grid, Levels
 
 DAMPING = 0.01  # of the mean of H's diagonal, added to it
-BLOCK = 128  # columns whose errors reach the columns behind them in one product
-_TRIES = 8  # with ten times the damping each
+BLOCK = 128  # columns whose errors are applied to all later columns in one product
+_TRIES = 8  # each with ten times the damping of the one before
 
 
 class Rounded(NamedTuple):
-    """A matrix on a grid: integers q and what they stand for [N, K], constants [N, groups] each; all of its dtype."""
+    """A matrix on a grid: integers q and their values [N, K], constants [N, groups] each; all in the matrix's dtype."""
 
     q: Array
     values: Array
@@ -28,14 +28,16 @@ class Rounded(NamedTuple):
 
 
 def rounded(w: Array, hessian: Array | None, grid: Grid) -> Rounded:
-    """Every weight of w float [N, K] to the nearest level. A grid that clips chooses levels of least tr(d H dᵀ), or
-    without H of least squared error."""
+    """Every weight of w float [N, K] rounded to the nearest level of the grid.
+
+    A grid with `clip` chooses the levels of least d H dᵀ per group; without a Hessian, of least squared error.
+    """
     w = w.T.copy()
-    H = np.eye(len(w), like=w) if hessian is None else hessian
-    H = H.astype(w.dtype)
+    H = None if hessian is None else hessian.astype(w.dtype)
     q, values, chosen = np.empty_like(w), np.empty_like(w), []
     for group, (start, stop) in enumerate(grid.bounds):
-        levels, constants = grid.choose(group, w[start:stop], H[start:stop, start:stop])
+        metric = np.ones(stop - start, w.dtype, like=w) if H is None else H[start:stop, start:stop]
+        levels, constants = grid.choose(group, w[start:stop], metric)
         q[start:stop] = levels.nearest(w[start:stop])
         values[start:stop] = levels.values(q[start:stop])
         chosen.append(constants)
@@ -43,17 +45,17 @@ def rounded(w: Array, hessian: Array | None, grid: Grid) -> Rounded:
 
 
 def gptq(w: Array, hessian: Array, grid: Grid, *, damping: float = DAMPING) -> Rounded:
-    """w float [N, K] on a grid made for it, by GPTQ.
+    """w float [N, K] quantised by GPTQ on a grid that was made for w.
 
-    Groups are taken in the order of their share of H's diagonal, and columns in a group likewise, the largest first;
-    the levels of a group are chosen when it begins, for the weights as they are by then. A row for which rounding to
-    nearest happens to be better keeps that.
+    Groups are processed in descending order of their mean of H's diagonal, and so are the columns within a group. The
+    levels of a group are chosen when it begins, for the weights as updated by then. A row keeps rounding to nearest
+    if that has the smaller error.
 
     Args:
-        w: the matrix, f32 or f64, in which this is computed.
-        hessian: H = Xᵀ X of its inputs [K, K], times whatever constant.
-        grid: of the scheme.
-        damping: in parts of H's mean diagonal.
+        w: the matrix, f32 or f64; its dtype is that of the computation.
+        hessian: H = Xᵀ X of its inputs, [K, K], up to a constant factor.
+        grid: levels of the scheme.
+        damping: added to H's diagonal, in units of the diagonal's mean.
 
     Raises ArgumentError for a Hessian that is not finite or not of w's width.
     """
@@ -92,13 +94,13 @@ def gptq(w: Array, hessian: Array, grid: Grid, *, damping: float = DAMPING) -> R
 
 
 def objective(w: Array, values: Array, hessian: Array) -> Array:
-    """What each row of the quantised matrix costs, float64 [N]: d H dᵀ with d = w - values."""
+    """Error of each row of the quantised matrix, float64 [N]: d H dᵀ with d = w - values."""
     error = w - values
     return ((error @ hessian.astype(w.dtype)) * error).sum(axis=1, dtype=np.float64)
 
 
 def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
-    """U upper triangular with (H + damping·mean(diag H))⁻¹ = Uᵀ U; more damping where H has no inverse otherwise."""
+    """U upper triangular with (H + damping·mean(diag H)·I)⁻¹ = Uᵀ U; damping is raised until there is an inverse."""
     if not bool(np.isfinite(hessian).all()):
         raise ArgumentError("hessian", "must be finite", "NaN or infinity")
     identity = np.eye(len(hessian), like=hessian)
@@ -107,7 +109,7 @@ def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
         with suppress(np.linalg.LinAlgError):
             inverse = np.linalg.inv(hessian + damping * mean * identity)
             factor = np.linalg.cholesky(inverse)
-            # CuPy does not raise, and leaves the rest of a matrix as it was where its factor ends.
+            # CuPy does not raise where the factorisation fails, and returns a partial factor.
             if bool(np.abs(factor @ factor.T - inverse).max() <= 1e-6 * np.abs(inverse).max()):
                 return factor.T
         damping *= 10
@@ -127,13 +129,13 @@ def _order(bounds: list[tuple[int, int]], importance: Array) -> tuple[list[int],
 
 
 def _starts(bounds: list[tuple[int, int]], groups: list[int]) -> list[int]:
-    """Where each group begins when they are taken in that order."""
+    """First column of each group when groups are processed in that order."""
     widths = [bounds[group][1] - bounds[group][0] for group in groups]
     return [0, *accumulate(widths)][:-1]
 
 
 def _blocks(bounds: list[tuple[int, int]], groups: list[int]) -> Iterator[tuple[int, int]]:
-    """Runs of up to `BLOCK` columns; no group that fits one is divided, so that it begins up to date."""
+    """Runs of up to `BLOCK` columns. A group that fits into one is not divided: its levels need updated weights."""
     start = stop = 0
     for group in groups:
         width = bounds[group][1] - bounds[group][0]

@@ -1,8 +1,8 @@
-"""Grids: the numbers that a scheme can give to the weights of a group, chosen for them, and its format in the end.
+"""Grids: the levels that a scheme allows for the weights of a group, and the conversion to the scheme's format.
 
-Every scheme is uniform within a group of a row: base + step·q, q an integer in low..high. What differs is which steps
-and bases there are. The first choice is that of plain rounding; with `clip` narrower levels, and the part of a group's
-range that they cover, are searched as well.
+Every scheme is uniform within a group of a row: base + step·q, q an integer in low..high. Schemes differ in the steps
+and bases that they allow. The first candidate is that of plain rounding; with `clip`, narrower levels and where they
+lie in the group's range are searched as well.
 """
 
 from abc import ABC, abstractmethod
@@ -18,14 +18,14 @@ from ptxlab.quant.lqq import MAX_GROUP_SCALE, LQQWeight
 from ptxlab.quant.qoq import QoQChannelWeight, QoQWeight
 
 Array = Any  # of NumPy or CuPy
-Constants = tuple[Array, ...]  # that stand for the levels of a group in the format, [N] each
-SHRINKS = tuple(1 - 0.05 * i for i in range(9))  # of a range, in the search of a scale that is a float: 1 to 0.6
-NARROWER = (0, 1, 2, 3, 4, -1)  # than plain rounding's, in the search of a scale that is an integer
-SHIFTS = (0.0, 0.5, 1.0)  # of what does not fit the levels, the part at the lower end
+Constants = tuple[Array, ...]  # a group's levels as the format stores them, [N] each
+SHRINKS = tuple(1 - 0.05 * i for i in range(9))  # searched factors of a floating-point scale: 1 to 0.6
+NARROWER = (0, 1, 2, 3, 4, -1)  # searched differences of an integer scale from that of plain rounding
+SHIFTS = (0.0, 0.5, 1.0)  # share of the range outside the levels that is cut off at the lower end
 
 
 class Levels(NamedTuple):
-    """base + step·q, q an integer in low..high, for one group of each row: floats [N], low and high perhaps for all."""
+    """base + step·q, q an integer in low..high, for one group of each row: floats [N]; low and high may be numbers."""
 
     step: Array
     base: Array
@@ -42,7 +42,7 @@ class Levels(NamedTuple):
 
 
 class Grid(ABC):
-    """Of a matrix w float [N, K]; `bounds` says where each group along K begins and ends."""
+    """The levels for a matrix w float [N, K]; `bounds` has the first and last column + 1 of each group."""
 
     bounds: list[tuple[int, int]]
     clip: bool
@@ -85,7 +85,7 @@ def _cost(levels: Levels, w: Array, metric: Array) -> Array:
 
 
 class TwoLevelGrid(Grid):
-    """What LQQ and QoQ share: a scale per row, fixed beforehand, and groups of 32, 64 or 128."""
+    """Common part of LQQ and QoQ: a scale per row, fixed beforehand, and groups of 32, 64 or 128."""
 
     def __init__(self, w: Array, group: int, *, clip: bool = False, protective_range: int = PROTECTIVE_RANGE) -> None:
         check_protective_range(protective_range)
@@ -104,7 +104,7 @@ class TwoLevelGrid(Grid):
 
 
 class LQQGrid(TwoLevelGrid):
-    """(q·group_scale + minimum)·channel_scale. Numerically also QoQ's as it is released, with an 8-bit zero."""
+    """(q·group_scale + minimum)·channel_scale; also the form of QoQ as released, with an 8-bit zero."""
 
     def candidates(self, group: int, w: Array) -> Iterator[tuple[Levels, Constants]]:
         """See `Grid.candidates`."""
@@ -183,9 +183,9 @@ class ChannelGrid(Grid):
 
 
 class SymmetricGrid(Grid):
-    """q·scale: INT4 with a scale per group, and more bits in the last `kept` columns of a row, with one scale (Atom).
+    """q·scale: `bits` with a scale per group, and `kept_bits` with one scale in the last `kept` columns (Atom).
 
-    `group` None: one scale for all columns but those. `bits` of what is not kept; 8 alone is W8A8's.
+    With `group` None the other columns have one scale; W8A8 is that with 8 bits and nothing kept.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Channels of alike magnitude into the same group (QServe §4.3.3): for the inputs of o and down, at no cost.
+"""Channels of similar magnitude into the same group (QServe §4.3.3), for the inputs of o and down.
 
-Both are outputs of another matrix, whose rows are permuted likewise: within a head for o, and there alike for all
-query heads of a KV head.
+This costs nothing at run time, because the rows of the matrix before are permuted likewise. For o the order stays
+within a head, and is the same for all query heads of a KV head.
 """
 
 from typing import Any

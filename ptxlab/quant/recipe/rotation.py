@@ -1,8 +1,8 @@
-"""Rotations that leave a decoder's function as it is: of the residual stream, and of every head's values.
+"""Rotations that do not change a decoder's function: of the residual stream, and of every head's values.
 
-RMSNorm commutes with a rotation Q once its gamma is folded into the matrices behind it. What reads the stream takes
-W <- W diag(gamma) Q, what writes to it W <- Qᵀ W, the embedding E <- E Q (QServe §4.3.1). Per head a second rotation
-lies between the values and the output projection: V <- Qᵀ V, O <- O Q, which the paper does not have and its code does.
+RMSNorm commutes with a rotation Q once its gamma is folded into the matrices after it. Matrices that read the stream
+become W diag(gamma) Q, those that write to it Qᵀ W, the embedding E Q (QServe §4.3.1). A second rotation per head lies
+between the values and the output projection: Qᵀ V and O Q. QServe's code has it, its paper does not.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.reference import Layer
 from ptxlab.validate import is_integer
 
-READERS = {"input_norm": ("q", "k", "v"), "post_norm": ("gate", "up")}  # matrices behind each norm
+READERS = {"input_norm": ("q", "k", "v"), "post_norm": ("gate", "up")}  # matrices after each norm
 WRITERS = ("o", "down")
 
 
@@ -44,7 +44,7 @@ def random_orthogonal(n: int, seed: int = 0) -> npt.NDArray[np.float64]:
 
 
 def fold_norms(layer: Layer) -> dict[str, Any]:
-    """The layer with its norms' gamma in the matrices behind them, and norms of ones."""
+    """The layer with its norms' gamma folded into the matrices after them, and norms of ones."""
     folded = dict(layer)
     for norm, readers in READERS.items():
         folded |= {name: as_before(layer[name], wide(layer[name]) * wide(layer[norm])) for name in readers}
@@ -53,8 +53,7 @@ def fold_norms(layer: Layer) -> dict[str, Any]:
 
 
 def rotate_stream(layer: Layer, rotation: Any) -> dict[str, Any]:
-    """The layer on a stream turned by `rotation` f64 [H, H], x Q instead of x. Raises ArgumentError for a norm that is
-    not folded."""
+    """The layer on the stream x Q, Q = `rotation` f64 [H, H]. Raises ArgumentError for a norm that is not folded."""
     turned = dict(layer)
     for norm, readers in READERS.items():
         if not bool((layer[norm] == 1).all()):
@@ -64,9 +63,9 @@ def rotate_stream(layer: Layer, rotation: Any) -> dict[str, Any]:
 
 
 def rotate_ends(embedding: Any, final_norm: Any, head: Any, rotation: Any) -> tuple[Any, Any, Any]:
-    """(embedding [V, H], final norm of ones [H], head [V, H]) on the turned stream.
+    """(embedding [V, H], final norm of ones [H], head [V, H]) on the rotated stream.
 
-    A tied head (None) is untied: the final norm's gamma belongs to it alone.
+    A tied head (None) is untied, because the final norm's gamma is folded into the head alone.
     """
     head = embedding if head is None else head
     turned_head = (wide(head) * wide(final_norm)) @ rotation
@@ -78,7 +77,7 @@ def rotate_ends(embedding: Any, final_norm: Any, head: Any, rotation: Any) -> tu
 
 
 def rotate_heads(layer: Layer, rotation: Any) -> dict[str, Any]:
-    """The layer with the values of every head turned by `rotation` f64 [D, D], and turned back by the projection o."""
+    """The layer with every head's values rotated by `rotation` f64 [D, D], and rotated back by the projection o."""
     D = len(rotation)
 
     def of_values(v: Any) -> Any:  # [Hkv·D, ..]
@@ -99,13 +98,13 @@ def wide(x: Any) -> Any:
 
 
 def as_before(x: Any, result: Any) -> Any:
-    """A result that takes x's place, in its dtype."""
+    """A result that replaces x, in x's dtype."""
     return result.astype(x.dtype)
 
 
 @cache
 def _factors(n: int) -> tuple[int, ...] | None:
-    """Orders whose product is n; what is left beside Paley's is a power of two."""
+    """Orders whose product is n: Paley's and a power of two; None if there are none."""
     if n & (n - 1) == 0:
         return (2,) * (n.bit_length() - 1)
     for order in _paley_orders(n):

@@ -1,4 +1,4 @@
-"""`Recipe`: which steps a model's weights take, with which settings; and the recipes that have a name."""
+"""`Recipe`: the steps of quantising a model and their settings; and the named recipes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -6,40 +6,45 @@ from typing import Any
 
 from ptxlab.errors import ArgumentError
 from ptxlab.quant.inputs import GROUPS
-from ptxlab.quant.kv import kv_scheme
+from ptxlab.quant.kv import KV_SCHEMES
 from ptxlab.quant.level1 import PROTECTIVE_RANGE
 from ptxlab.quant.numerics import FakeQuantized
 from ptxlab.quant.recipe.gptq import DAMPING
 from ptxlab.quant.recipe.grids import Array, ChannelGrid, Grid, LQQGrid, QoQGrid, SymmetricGrid
 from ptxlab.quant.recipe.rotation import hadamard, random_orthogonal
-from ptxlab.validate import is_one_of
+from ptxlab.validate import is_integer, is_one_of
 
-PACKED = ("lqq", "qoq", "qoq_channel")  # schemes whose weights the kernels take
+PACKED = ("lqq", "qoq", "qoq_channel")  # schemes that the kernels support
 ROTATIONS: Mapping[str, Callable[[int], Any]] = {"hadamard": hadamard, "random": random_orthogonal}
 SCHEMES = (*PACKED, "int4", "int8", None)
 
 
+def _require_number(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ArgumentError(name, f"must be a number in {low:g}..{high:g}", repr(value))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The steps, in their order; a step that is None or False is left out.
+    """The steps in their order; a step that is None or False is left out.
 
     Attributes:
         rotate: the residual stream, by a `hadamard` matrix or a `random` orthogonal one.
         rotate_heads: every head's values, by a Hadamard matrix.
         smooth_keys: SmoothAttention's exponent.
         smooth: the exponents (alpha, beta) of smoothing down's input.
-        reorder: o's and down's input by magnitude.
+        reorder: sort the input channels of o and down by magnitude.
         clip: search each group's levels: for the least error of the product's `output`, or of the `weights`.
-        gptq: GPTQ; else round to nearest.
-        damping: GPTQ's.
-        scheme: of the weights: lqq, which QoQ as it is released (PostScale) is too, qoq (the paper's), qoq_channel;
-            int4, symmetric, and int8, per row, to measure with; None leaves them floats.
-        group: weights per scale; of int4 and its activations None for all of a row.
+        gptq: round by GPTQ; else to nearest.
+        damping: of GPTQ.
+        scheme: of the weights: lqq, which is also the form of QoQ as released (PostScale); qoq (the paper's);
+            qoq_channel; int4 (symmetric) and int8 (per row), which can only be measured; None leaves them floats.
+        group: weights per scale; None with int4 is one scale per row, and per token of the activations.
         protective_range: of level 1.
         acts: bits of the activations, 8 per token or 4 in groups, or None.
         kept: channels of each input that stay INT8 beside 4-bit ones, the largest by their squares (Atom).
-        kept_bits: of those: 8, or 16, which stands for FP16.
-        act_clip: what of a group's largest magnitude 4-bit activations reach to.
+        kept_bits: bits of the kept channels: 8, or 16 for FP16.
+        act_clip: the largest 4-bit activation, relative to the largest magnitude of its group.
         kv: scheme of the cache per token and head, or None.
 
     Raises ArgumentError for a value that no recipe can have.
@@ -73,22 +78,35 @@ class Recipe:
             raise ArgumentError("acts", "must be 4, 8 or None", self.acts)
         if not is_one_of(self.clip, ("output", "weights", None)):
             raise ArgumentError("clip", "must be output, weights or None", self.clip)
-        if self.kv is not None:
-            kv_scheme(self.kv)
+        if not is_one_of(self.kv, (*KV_SCHEMES, None)):
+            raise ArgumentError("kv", f"must be one of {', '.join(KV_SCHEMES)} or None", self.kv)
+        if self.smooth_keys is not None:
+            _require_number("smooth_keys", self.smooth_keys, 0, 1)
+        if self.smooth is not None:
+            if not isinstance(self.smooth, tuple) or len(self.smooth) != 2:
+                raise ArgumentError("smooth", "must be (alpha, beta) or None", repr(self.smooth))
+            for exponent in self.smooth:
+                _require_number("smooth", exponent, 0, 1)
+        _require_number("damping", self.damping, 0, 1)
+        _require_number("act_clip", self.act_clip, 0.01, 1)
+        if not is_integer(self.kept) or self.kept < 0:
+            raise ArgumentError("kept", "must be an integer, 0 or more", repr(self.kept))
+        if not is_one_of(self.kept_bits, (8, 16)):
+            raise ArgumentError("kept_bits", "must be 8 or 16", self.kept_bits)
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether it needs a text."""
+        """Whether it needs a calibration text."""
         of_inputs = self.smooth_keys is not None or self.smooth is not None or self.reorder
         return of_inputs or self.needs_hessian
 
     @property
     def needs_hessian(self) -> bool:
-        """Whether it looks at Xᵀ X of every input."""
+        """Whether it needs H = Xᵀ X of every input."""
         return self.clip == "output" or self.gptq or bool(self.kept)
 
     def numerics(self) -> FakeQuantized:
-        """Of a model that was quantised so."""
+        """How a model of this recipe computes."""
         return FakeQuantized(
             acts=self.acts,
             kv=self.kv,
@@ -111,7 +129,7 @@ class Recipe:
         return SymmetricGrid(w, self.group, kept=self.kept, kept_bits=self.kept_bits, clip=self.clip is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """Its settings, as JSON has them."""
+        """Its settings as JSON values."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def but(self, **changes: Any) -> "Recipe":

@@ -1,7 +1,7 @@
-"""Smoothing: what is hard to quantise in a layer's activations moved into weights, its function unchanged.
+"""Smoothing: outlier channels of activations are scaled down and weights scaled up; the function does not change.
 
 The input of down: x <- x / λ by the rows of up, W_down <- W_down λ, λ = span(x)^alpha / span(W)^beta per channel
-(SmoothQuant's, with two exponents that need not add up to 1). Keys: `quant.smooth_attention`.
+(SmoothQuant, with two independent exponents). Keys: `quant.smooth_attention`.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from ptxlab.reference import Layer
 
 
 def smooth_down(layer: Layer, peaks: Any, alpha: float, beta: float) -> tuple[dict[str, Any], Any]:
-    """The layer with a smoother input of down, and the λ f64 [F] by which that was divided.
+    """The layer with a smoother input of down, and the λ f64 [F] by which the input was divided.
 
     Args:
         layer: its matrices.

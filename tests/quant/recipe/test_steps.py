@@ -111,3 +111,25 @@ def test_reordering_changes_no_logits_and_sorts(model: FloatModel) -> None:
 def test_measurements_of_another_shape_are_refused(step: Any, wrong: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{wrong}: must be "):
         step(FloatModel.random(CONFIG).layers[0])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"smooth": 0.5},
+        {"smooth": (0.5,)},
+        {"smooth": (0.3, float("nan"))},
+        {"smooth_keys": "much"},
+        {"damping": -1},
+        {"act_clip": 0},
+        {"kept": -1},
+        {"kept_bits": 3},
+        {"rotate": "left"},
+        {"clip": "all"},
+        {"acts": 5},
+        {"kv": "kv3"},
+    ],
+)
+def test_settings_that_no_recipe_has(setting: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=f"^{next(iter(setting))}"):
+        recipe.Recipe(**setting)
