@@ -39,11 +39,11 @@ def generate(
     ] = "smollm2",
     backend: ModelBackend = None,
     tokens: Annotated[int, typer.Option(help="How many to generate at most.")] = 64,
-    batch: Annotated[int, typer.Option(help="Continuations at a time; the first is streamed.")] = 1,
+    batch: Annotated[int, typer.Option(help="How many continuations at once; the first is streamed.")] = 1,
     temperature: Annotated[
         float, typer.Option(help="0: the likeliest token. Above: draw from softmax(logits / T).")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
     group: Annotated[int, typer.Option(help="Weights per level-2 scale where they are rounded here.")] = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Ask, in the ChatML template of instruct models.")] = False,
     as_json: AsJson = False,
@@ -56,6 +56,8 @@ def generate(
         backend = "gpu" if gpu.why_not("sm_90a", exact=True) is None else "numpy"
     _check(prompt, backend, tokens, batch, temperature, seed, group)
     opened, tokenizer = _open(model, quiet=as_json)
+    from threadpoolctl import threadpool_limits  # of the extra `model`, which `_open` has asked for
+
     given, most = _encoded(tokenizer, prompt, chat=chat), opened.config.context
     if most is not None and len(given) + tokens > most:
         rule = f"prompt and --tokens must fit the model's context of {most} tokens"
@@ -67,14 +69,16 @@ def generate(
         _write(prompt)
     texts = [_Text(tokenizer) for _ in range(batch)]
     steps, times = generated(runner, [given] * batch, tokens, temperature=temperature, seed=seed), [time.perf_counter()]
-    for step in steps:
-        times.append(time.perf_counter())
-        for text, token in zip(texts, step.tolist(), strict=True):
-            text.append(token)
-        if not as_json:
-            _write(texts[0].fresh())
-        if all(text.ended for text in texts):
-            break
+    # A step of one sequence is memory-bound; on a busy machine two threads wait for each other longer than they compute.
+    with threadpool_limits(1 if batch == 1 else None, "blas"):
+        for step in steps:
+            times.append(time.perf_counter())
+            for text, token in zip(texts, step.tolist(), strict=True):
+                text.append(token)
+            if not as_json:
+                _write(texts[0].fresh())
+            if all(text.ended for text in texts):
+                break
     rate = batch * (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None
     if as_json:
         return print_json(
