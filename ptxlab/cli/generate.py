@@ -68,8 +68,9 @@ def generate(
     if not as_json and not chat:
         _write(prompt)
     texts = [_Text(tokenizer) for _ in range(batch)]
-    steps, times = generated(runner, [given] * batch, tokens, temperature=temperature, seed=seed), [time.perf_counter()]
-    # A step of one sequence is memory-bound; on a busy machine two threads wait for each other longer than they compute.
+    steps = generated(runner, [given] * batch, tokens, temperature=temperature, seed=seed)
+    times = [time.perf_counter()]
+    # A step of one sequence is memory-bound; on a busy machine two threads wait for each other longer than they compute
     with threadpool_limits(1 if batch == 1 else None, "blas"):
         for step in steps:
             times.append(time.perf_counter())
