@@ -171,8 +171,8 @@ table(
 # the language: it gains less on the passage than on what it was calibrated on. The recipe takes 128 samples of 1,024
 # tokens.
 #
-# The whole recipe also rotates the stream, smooths inputs and keys, and reorders channels. It takes half an hour on two
-# cores and minutes on a GPU; then the folder takes the place of the model's name everywhere:
+# The whole recipe also rotates the stream, smooths inputs and keys, and reorders channels. Its result is a folder, and
+# that takes the place of the model's name everywhere:
 #
 # ```sh
 # ptxlab quantize smollm2 --recipe lqq --out smollm2-lqq
