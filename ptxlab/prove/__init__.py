@@ -5,6 +5,7 @@ from ptxlab.prove.claims import Claim as Claim
 from ptxlab.prove.claims import Decision as Decision
 from ptxlab.prove.claims import decide as decide
 from ptxlab.prove.claims import prove as prove
+from ptxlab.prove.claims import prove_kernel as prove_kernel
 from ptxlab.prove.claims import register as register
 from ptxlab.prove.claims import registered as registered
 from ptxlab.prove.solve import Enumeration as Enumeration

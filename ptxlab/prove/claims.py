@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from time import process_time
 from typing import Any
 
+from ptxlab import kernels
 from ptxlab.errors import ArgumentError
 from ptxlab.prove.solve import (
     Answer,
@@ -17,6 +18,8 @@ from ptxlab.prove.solve import (
     contradict,
     version_of,
 )
+from ptxlab.runtime import Kernel
+from ptxlab.spec import Launch
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ class Decision:
     def as_expected(self) -> bool:
         """Whether the claim was decided as it says."""
         return self.verdict == self.claim.expect
+
+    def __str__(self) -> str:
+        """The verdict, and each lane of a counterexample's word."""
+        lines = self.explanation.lines if self.explanation else ()
+        return "\n  ".join([f"{self.claim.subject}, {self.claim.text}: {self.verdict}", *lines])
 
     def to_json(self) -> dict[str, Any]:
         """The outcome as JSON-ready values."""
@@ -110,3 +118,30 @@ def prove(claims: Iterable[Claim], *, seconds: float = 60.0, solver: str = "z3")
     """Decide claims one after the other."""
     for claim in claims:
         yield decide(claim, seconds=seconds, solver=solver)
+
+
+def prove_kernel(
+    kernel: Kernel | str,
+    claim: str,
+    *,
+    assume: str | Sequence[str] = (),
+    equals: Kernel | str | None = None,
+    seconds: float = 60.0,
+    solver: str = "z3",
+) -> Decision:
+    """Decide a claim on a kernel: a project kernel's name, or one of a file or a notebook's cell, for one thread.
+
+    `other.out` in the claim is the output of `equals`, a kernel given the same way, on the same inputs.
+    """
+    check_solver(solver)
+    from ptxlab.prove.kernels import claims_on_file, claims_on_spec  # needs z3
+
+    assume = [assume] if isinstance(assume, str) else assume
+    if isinstance(kernel, Kernel) and not isinstance(equals, str):
+        claims = claims_on_file(kernel, [claim], assume, Launch((1, 1, 1), (1, 1, 1)), equals)
+    elif isinstance(kernel, str) and not isinstance(equals, Kernel):
+        spec, sources = kernels.find(kernel)
+        claims = claims_on_spec(spec, sources[:1], [claim], assume, equals or "")
+    else:
+        raise ArgumentError("equals", "a name beside a name, a Kernel beside a Kernel", type(equals).__name__)
+    return decide(next(claims), seconds=seconds, solver=solver)

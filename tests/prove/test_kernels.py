@@ -9,12 +9,13 @@ import pytest
 from ptxlab import kernels
 from ptxlab.errors import ArgumentError
 from ptxlab.io.files import load_arrays
+from ptxlab.runtime import load
 from ptxlab.sources import results_dir
 from tests.support.proofs import NAMES, explained, survivors
 
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 
-from ptxlab.prove import Claim, Decision, Enumeration, decide, registered
+from ptxlab.prove import Claim, Decision, Enumeration, decide, prove_kernel, registered
 from ptxlab.prove.kernels import claims_of, query
 from ptxlab.spec import KernelClaim
 
@@ -127,6 +128,18 @@ def test_an_own_kernel_is_proved_within_its_range_and_refuted_beyond(mine: str, 
     code, _, error = cli("run", mine, "--in", str(path), "--out", str(out))
     assert code == 0, error
     assert load_arrays(out)["out"][:4].tolist() == [model[f"out.u8[{i}]"] for i in range(4)]
+
+
+def test_in_python_a_loaded_kernel_or_a_name_is_decided(mine: str) -> None:
+    kernel = load(Path(mine))
+    assert prove_kernel(kernel, CLAIM, assume="scale <= 17").verdict == "proved"
+    refuted = prove_kernel(kernel, CLAIM, assume=["scale == 18"])
+    assert "refuted\n" in str(refuted) and "wrong  i = " in str(refuted)
+    assert prove_kernel(kernel, "out.u8[i] == other.out.u8[i]", equals=kernel).verdict == "proved"
+    below = "out[i] - 127 == other.out[i]"
+    assert prove_kernel("dequant_lqq_unsigned", below, equals="dequant_lqq").verdict == "refuted"
+    with pytest.raises(ArgumentError, match=r"^equals: a name beside a name, a Kernel beside a Kernel \(got str\)$"):
+        prove_kernel(kernel, CLAIM, equals="dequant_lqq")
 
 
 def test_the_counterexample_is_printed_lane_by_lane(mine: str, cli) -> None:
