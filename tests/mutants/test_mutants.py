@@ -44,6 +44,7 @@ def tiny(tmp_path: Path) -> Path:
     for name, text in {
         "pyproject.toml": "",
         "ptxlab/__init__.py": "",
+        "ptxlab/testing/plugin.py": "",  # which pytest loads where this project is installed
         "ptxlab/sums.py": "def add(a, b):\n    return a + b\n",
         "tests/test_sums.py": "from ptxlab.sums import add\n\n\ndef test_add():\n    assert add(2, 1) == 3\n",
     }.items():
