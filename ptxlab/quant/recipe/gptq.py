@@ -36,7 +36,7 @@ def rounded(w: Array, hessian: Array | None, grid: Grid) -> Rounded:
     H = None if hessian is None else hessian.astype(w.dtype)
     q, values, chosen = np.empty_like(w), np.empty_like(w), []
     for group, (start, stop) in enumerate(grid.bounds):
-        metric = np.ones(stop - start, w.dtype, like=w) if H is None else H[start:stop, start:stop]
+        metric = np.ones_like(w[start:stop, 0]) if H is None else H[start:stop, start:stop]
         levels, constants = grid.choose(group, w[start:stop], metric)
         q[start:stop] = levels.nearest(w[start:stop])
         values[start:stop] = levels.values(q[start:stop])
@@ -103,7 +103,7 @@ def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
     """U upper triangular with (H + damping·mean(diag H)·I)⁻¹ = Uᵀ U; damping is raised until there is an inverse."""
     if not bool(np.isfinite(hessian).all()):
         raise ArgumentError("hessian", "must be finite", "NaN or infinity")
-    identity = np.eye(len(hessian), like=hessian)
+    identity = np.identity(len(hessian), like=hessian)  # np.eye would hand CuPy a `device`, which it does not know
     mean = float(np.diagonal(hessian).mean()) or 1.0
     for _ in range(_TRIES):
         with suppress(np.linalg.LinAlgError):
