@@ -103,7 +103,7 @@ def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
     """U upper triangular with (H + damping·mean(diag H)·I)⁻¹ = Uᵀ U; damping is raised until there is an inverse."""
     if not bool(np.isfinite(hessian).all()):
         raise ArgumentError("hessian", "must be finite", "NaN or infinity")
-    identity = np.identity(len(hessian), like=hessian)  # np.eye would hand CuPy a `device`, which it does not know
+    identity = np.identity(len(hessian), hessian.dtype, like=hessian)  # np.eye passes a `device`, which CuPy lacks
     mean = float(np.diagonal(hessian).mean()) or 1.0
     for _ in range(_TRIES):
         with suppress(np.linalg.LinAlgError):
