@@ -131,7 +131,7 @@ def _order(bounds: list[tuple[int, int]], importance: Array) -> tuple[list[int],
 def _starts(bounds: list[tuple[int, int]], groups: list[int]) -> list[int]:
     """First column of each group when groups are processed in that order."""
     widths = [bounds[group][1] - bounds[group][0] for group in groups]
-    return [0, *accumulate(widths)][:-1]
+    return list(accumulate(widths[:-1], initial=0))
 
 
 def _blocks(bounds: list[tuple[int, int]], groups: list[int]) -> Iterator[tuple[int, int]]:
