@@ -31,7 +31,7 @@ import numpy.typing as npt
 from ptxlab.errors import ArgumentError, FileError, in_file, naming
 from ptxlab.io.checkpoint import FLOATS, TensorInfo
 from ptxlab.io.files import read_json
-from ptxlab.io.torch_file import OpenCheckpoint, open_checkpoint
+from ptxlab.io.torch_file import open_checkpoint
 from ptxlab.layout.storage import METADATA_KEY
 from ptxlab.quant import AffineWeight, LQQWeight
 from ptxlab.quant.inputs import extremes
@@ -84,7 +84,7 @@ class ForeignCheckpoint:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.file: OpenCheckpoint = open_checkpoint(path)
+        self.file = open_checkpoint(path)
         if METADATA_KEY in self.file.metadata:
             raise FileError(f"{self.path}: holds packed weights already")
         self.stated = _stated(self.path if self.path.is_dir() else self.path.parent)
