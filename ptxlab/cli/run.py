@@ -212,15 +212,9 @@ def run(
             "goes with one run, and --unneeded makes many: early, late, with seeds",
         )
         refuse({"--format": form if form != "text" else None}, "prints findings, and --unneeded has none")
-    spec, source, entry = kernels.resolve(target)
+    source, launching = prepare(target, arrays, unchecked, grid, block, shared, arch, define)
     with _annotated(form, source.path):
-        if spec is not None:
-            only = {"--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
-            refuse(only, f"is for files only: {spec.name} has a spec, which says it")
-            kernel, launch = _by_spec(spec, source, arrays, unchecked)
-        else:
-            loaded = runtime.load(source, entry, defines=parse_integers("-D", define or []), arch=arch)
-            kernel, launch = _by_file(loaded, dims("grid", grid or "1"), dims("block", block or "32"), shared or 0)
+        kernel, launch = launching()
         launch = partial(launch, backend=backend, max_steps=max_steps)
         if unneeded:
             return _unneeded(kernel(), partial(launch, checks=checks or emulator.CHECKS), arrays, as_json)
@@ -249,6 +243,34 @@ def run(
 
 # The kernel, compiled when it is asked for, and its launch on arrays by name.
 _Launching = tuple[Callable[[], runtime.Kernel], Callable[..., runtime.Outcome]]
+
+
+def prepare(
+    target: str,
+    arrays: Mapping[str, np.ndarray],
+    unchecked: bool,
+    grid: str | None,
+    block: str | None,
+    shared: int | None,
+    arch: str | None,
+    define: list[str] | None,
+) -> tuple[Source, Callable[[], _Launching]]:
+    """What `run` and `debug` are told to launch: its source, and the kernel with its launch."""
+    spec, source, entry = kernels.resolve(target)
+    if spec is not None:
+        only = {"--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
+
+        def of_spec() -> _Launching:
+            refuse(only, f"is for files only: {spec.name} has a spec, which says it")
+            return _by_spec(spec, source, arrays, unchecked)
+
+        return source, of_spec
+
+    def of_file() -> _Launching:
+        loaded = runtime.load(source, entry, defines=parse_integers("-D", define or []), arch=arch)
+        return _by_file(loaded, dims("grid", grid or "1"), dims("block", block or "32"), shared or 0)
+
+    return source, of_file
 
 
 def _by_spec(spec: KernelSpec, source: Source, arrays: Mapping[str, np.ndarray], unchecked: bool) -> _Launching:
