@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ptxlab import debugger
-from ptxlab.cli.common import Block, FileArch, FileDefine, Grid, Shared
+from ptxlab.cli.common import BAD_INPUT, FAILED, Block, FileArch, FileDefine, Grid, Shared
 from ptxlab.cli.run import prepare
 from ptxlab.debugger.commands import ALIASES, COMMANDS
 from ptxlab.errors import PtxlabError
@@ -44,7 +44,8 @@ def debug(
 ) -> None:
     """Debug a kernel in the emulator: breakpoints, steps of a warp, registers and fragments by name, backwards too.
 
-    It takes what `run` takes, and commands from the terminal, from standard input or from -x.
+    It takes what `run` takes, and commands from the terminal, from standard input or from -x. With -x the exit code
+    is 1 if there was a finding, 2 if a command was refused.
     """
     arrays = load_arrays(inputs)
     checks, mode = checks_of("--check", check), "late" if late else "early"
@@ -60,15 +61,15 @@ def debug(
         terminal = Terminal(session)
         terminal.show("where")
         if execute is None:
-            terminal.cmdloop()
+            terminal.loop()
         for line in execute or ():
             print(f"{PROMPT}{line}")
             if terminal.onecmd(line):
                 break
     finally:
         session.close()
-    if terminal.failed and execute is not None:
-        raise typer.Exit(2)
+    if execute is not None and (terminal.refused or session.found):
+        raise typer.Exit(BAD_INPUT if terminal.refused else FAILED)
 
 
 class Terminal(cmd.Cmd):
@@ -79,7 +80,7 @@ class Terminal(cmd.Cmd):
     def __init__(self, session: debugger.Session) -> None:
         super().__init__()
         self.commands = debugger.Commands(session)
-        self.failed = False
+        self.refused = False
         self.use_rawinput = sys.stdin.isatty()
 
     def show(self, line: str) -> None:
@@ -87,10 +88,18 @@ class Terminal(cmd.Cmd):
         try:
             text = self.commands.run(line)
         except PtxlabError as error:
-            self.failed, text = True, f"error: {error}"
+            self.refused, text = True, f"error: {error}"
         if text:
             self.stdout.write(f"{text}\n")
             self.stdout.flush()
+
+    def loop(self) -> None:
+        """Read commands to the end; Ctrl-C at the prompt leaves the line, in a run it stops the run."""
+        while True:
+            try:
+                return self.cmdloop()
+            except KeyboardInterrupt:
+                self.stdout.write("\n")
 
     def onecmd(self, line: str) -> bool:
         """Carry out a line; True at the last one."""

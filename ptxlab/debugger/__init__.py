@@ -5,8 +5,8 @@
 """
 
 from ptxlab.debugger.commands import Commands
-from ptxlab.debugger.stoppable import Moment
 from ptxlab.debugger.session import Breakpoint, DebuggerError, Session, Stop
 from ptxlab.debugger.state import Held, State
+from ptxlab.debugger.stoppable import Moment
 
 __all__ = ["Breakpoint", "Commands", "DebuggerError", "Held", "Moment", "Session", "State", "Stop"]

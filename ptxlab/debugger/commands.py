@@ -51,6 +51,8 @@ class Commands:
         if known is None:
             raise DebuggerError(f"unknown command {name!r}; `help` lists them")
         self.last = line if known in REPEATED else ""
+        if rest.strip() and not COMMANDS[known][1]:
+            raise DebuggerError(f"{known}: takes nothing (got {rest.strip()!r})")
         return "\n".join(COMMANDS[known][0](self, rest.strip()))
 
     # Moving
@@ -210,7 +212,7 @@ class Commands:
             lines.append(f"  {f'#{i}':>5}  {pending.text_of(each)}" + (f"    {held}" if held else ""))
         return lines
 
-    @command("warps", "[BLOCK]")
+    @command("warps")
     def _warps(self, rest: str) -> list[str]:
         """Where the warps of the block are, and what they wait for."""
         moment = self.session.now.moment
@@ -312,8 +314,9 @@ class Commands:
 
     @command("pending")
     def _pending(self, rest: str) -> list[str]:
-        """Copies, products and barriers that are under way, with phases and counts, and who waits for them."""
-        return pending.lines(self.session.now.moment.machine)
+        """The block's copies, products and barriers, with groups, phases and counts, and who waits for what."""
+        machine = self.session.now.moment.machine
+        return pending.lines(machine, State(self.session).lane // machine.stride)
 
     @command("help h ?", "[COMMAND]")
     def _help(self, rest: str) -> list[str]:

@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 
+from ptxlab.debugger.pending import ranges
 from ptxlab.debugger.session import DebuggerError
 from ptxlab.debugger.state import State
 from ptxlab.debugger.values import dtype_of, shown
@@ -163,11 +164,13 @@ def holders(state: State, letter: str, row: int | None, column: int | None) -> l
     lane_first = state.lane // fragment.lanes * fragment.lanes % state.machine.stride
     for lane in np.flatnonzero(chosen.any(axis=(1, 2))).tolist():
         parts = []
-        for register, element in np.argwhere(chosen[lane]).tolist():
-            at = fragment.index(lane, register, element)
+        for register in np.flatnonzero(chosen[lane].any(axis=1)).tolist():
+            here = np.flatnonzero(chosen[lane, register]).tolist()
+            places = [fragment.index(lane, register, element) for element in here]
+            along = f"{'columns' if column is None else 'rows'} {ranges([at[column is None] for at in places])}"
             name = getattr(held.registers[register], "name", "constant")
-            part = f".{element}" if fragment.bits < 32 else ""
-            parts.append(f"{name}{part} = {texts[at]} at ({at[0]}, {at[1]})")
+            what = name if None not in (row, column) else f"{name}, {along}"
+            parts.append(f"{what}: {' '.join(texts[at] for at in places)}")
         lines.append(f"  lane {lane % 32:>2} of warp {(lane_first + lane) // 32}   {'   '.join(parts)}")
     return lines
 

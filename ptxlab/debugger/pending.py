@@ -1,5 +1,6 @@
 """What goes on beside the lanes of a wave: copies, products, barriers; and where its warps are."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +17,10 @@ from ptxlab.emulator.sync.barrier import BlockBarriers
 from ptxlab.emulator.sync.mbarrier import MBarriers
 
 
-def lines(machine: Machine) -> list[str]:
-    """Everything that is pending, or the one line that nothing is."""
-    found = [*_effects(machine), *_mbarriers(machine), *_barriers(machine), *_waiting(machine)]
-    return found or ["nothing is pending"]
+def lines(machine: Machine, block: int) -> list[str]:
+    """Everything that is pending for a block of the wave, or the one line that nothing is."""
+    found = [*_effects(machine, block), *_mbarriers(machine, block), *_barriers(machine, block)]
+    return [*found, *_waiting(machine, block)] or ["nothing is pending"]
 
 
 def line_of(instruction: Instruction) -> str:
@@ -33,13 +34,23 @@ def text_of(instruction: Instruction) -> str:
     return f"{guard}{instruction.opcode} .." if ";" in instruction.text else instruction.text
 
 
-def _effects(machine: Machine) -> Iterator[str]:
+def name_of(machine: Machine, place: int) -> str:
+    """`full + 8`, or in more words where no variable lies."""
+    text = machine.memory.byte(place)
+    named = re.search(r"\((\w+ \+ \d+)\)$", text)
+    return named[1] if named else text
+
+
+def _effects(machine: Machine, block: int) -> Iterator[str]:
     """Copies and products that nobody has waited for."""
     queue = machine.units.get(EffectQueue)
     if not isinstance(queue, EffectQueue):
         return
-    for effect in queue.queue:
-        yield f"{_what(effect)}  {line_of(effect.instruction)}, for {_whose(machine, effect)}: {_state(queue, effect)}"
+    for whole in queue.queue:
+        effect, _ = whole.split(whole.lanes // machine.stride == block)
+        if effect is not None:
+            who, state = _whose(machine, effect), _state(machine, queue, effect)
+            yield f"{_what(effect)}, {line_of(effect.instruction)}, by {who}: {state}"
 
 
 def _what(effect: Effect) -> str:
@@ -59,25 +70,25 @@ def _whose(machine: Machine, effect: Effect) -> str:
     return place_of(machine, int(lanes[0])) + (f" and {len(lanes) - 1} more" if len(lanes) > 1 else "")
 
 
-def _state(queue: EffectQueue, effect: Effect) -> str:
-    state = "has landed, nobody has waited for it" if effect.landed else "under way"
-    if effect.kind == "wgmma" and effect.landed:
-        state = "is done, nobody has waited for it"
+def _state(machine: Machine, queue: EffectQueue, effect: Effect) -> str:
+    state = "done, but nobody has waited for it" if effect.landed else "under way"
     grouped = effect.group < UNGROUPED
     if grouped.any():
         group, lane = int(effect.group[grouped][0]), int(effect.lanes[grouped][0])
         open_ = int(queue.committed[effect.kind][lane]) <= group
         state += f"; group {group}, " + ("not committed" if open_ else "committed")
     for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
-        state += f"; tells the mbarrier at {queue.machine.memory.byte(place)}"
+        state += f"; tells the mbarrier at {name_of(machine, place)}"
     return state
 
 
-def _mbarriers(machine: Machine) -> Iterator[str]:
-    unit = machine.units.get(MBarriers)
+def _mbarriers(machine: Machine, block: int) -> Iterator[str]:
+    unit, start = machine.units.get(MBarriers), int(machine.launch.shared_windows[block])
     for each in unit.at.values() if isinstance(unit, MBarriers) else ():
+        if not start <= each.place < start + machine.launch.window_bytes:
+            continue
         arrived = each.count - each.missing
-        line = f"mbarrier at {machine.memory.byte(each.place)}: phase {each.phase} (parity {each.phase & 1}), "
+        line = f"mbarrier {name_of(machine, each.place)}: phase {each.phase} (parity {each.phase & 1}), "
         line += f"{arrived} of {each.count} arrivals"
         if each.bytes:
             line += f", {each.bytes} bytes to come" if each.bytes > 0 else f", {-each.bytes} bytes came unexpected"
@@ -85,11 +96,13 @@ def _mbarriers(machine: Machine) -> Iterator[str]:
         yield line + (f", {waiting} threads wait" if waiting else "")
 
 
-def _barriers(machine: Machine) -> Iterator[str]:
+def _barriers(machine: Machine, block: int) -> Iterator[str]:
     unit = machine.units.get(BlockBarriers)
     for each in unit.at.values() if isinstance(unit, BlockBarriers) else ():
+        if each.block != block:
+            continue
         wanted = each.expected or int(machine.alive.reshape(-1, machine.stride)[each.block].sum())
-        line = f"barrier {each.number} of block {each.block} of the wave: {int(each.present.sum())} of {wanted} threads"
+        line = f"barrier {each.number}: {int(each.present.sum())} of {wanted} threads"
         yield f"{line}, since {line_of(each.first)}"
 
 
@@ -99,19 +112,22 @@ def parked(machine: Machine) -> list[Parked]:
     return found + [each for unit in machine.units.values() for each in unit.waiters()]
 
 
-def _waiting(machine: Machine) -> Iterator[str]:
+def _waiting(machine: Machine, block: int) -> Iterator[str]:
     for each in parked(machine):
-        more = count_of(each.lanes) - 1
-        who = place_of(machine, int(indices_of(each.lanes)[0])) + (f" and {more} more" if more else "")
+        lanes = indices_of(each.lanes)
+        lanes = lanes[lanes // machine.stride == block]
+        if not len(lanes):
+            continue
+        who = place_of(machine, int(lanes[0])) + (f" and {len(lanes) - 1} more" if len(lanes) > 1 else "")
         yield f"{line_of(machine.code[each.pc])}: {who}: waits for {each.why}"
 
 
 def whereabouts(machine: Machine, pc: int, here: Lanes, block: int) -> list[str]:
-    """Where the warps of a block of the wave are: a line for each place that lanes of a warp are at."""
+    """Where the warps of a block of the wave are: a line for each place that lanes are at."""
     places: dict[tuple[int, str], list[int]] = {}
 
-    def enter(lanes: Lanes, text: str) -> None:
-        for lane in indices_of(lanes)[indices_of(lanes) // machine.stride == block].tolist():
+    def enter(some: Lanes, text: str) -> None:
+        for lane in indices_of(some)[indices_of(some) // machine.stride == block].tolist():
             places.setdefault((lane % machine.stride // 32, text), []).append(lane)
 
     def at(index: int) -> str:
@@ -129,9 +145,10 @@ def whereabouts(machine: Machine, pc: int, here: Lanes, block: int) -> list[str]
     ended = np.flatnonzero(~machine.alive & (machine.thread < machine.launch.threads))
     if len(ended):
         enter(as_lanes(ended), "ended")
-    texts = ((warp, f"warp {warp:>2}  lanes {ranges([lane % 32 for lane in lanes]):<8} {text}")
-             for (warp, text), lanes in places.items())  # fmt: skip
-    return [text for _, text in sorted(texts, key=lambda each: each[0])]
+    warps: dict[tuple[str, str], list[int]] = {}
+    for (warp, text), numbers in sorted(places.items()):
+        warps.setdefault((ranges([number % 32 for number in numbers]), text), []).append(warp)
+    return [f"warp {ranges(those):<6} lanes {lanes:<6} {text}" for (lanes, text), those in warps.items()]
 
 
 def ranges(numbers: list[int]) -> str:

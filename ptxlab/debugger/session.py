@@ -1,17 +1,20 @@
 """`Session`: a launch in the emulator under a debugger's commands, forwards and backwards."""
 
+import copy
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
-from ptxlab.debugger.stoppable import StoppableCall, Moment, Wanted
+from ptxlab.debugger.stoppable import Moment, StoppableCall, Wanted
 from ptxlab.emulator.core.lanes import indices_of
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.errors import PtxlabError
 from ptxlab.runtime import Kernel
+from ptxlab.runtime.arguments import checks_of
 
 FLOAT = ("nan", "infinity", "overflow", "subnormal")  # kinds of findings of the check "float"
 _KINDS = (
@@ -60,15 +63,32 @@ class Session:
         self.checks = self.asked
         self.breakpoints: dict[int, Breakpoint] = {}
         self.focus = (0, 0)  # block and thread, by their number in grid and block
+        self.found = False  # whether a check has reported something, or the launch has failed, wherever it is now
         self._texts: dict[str, list[str]] = {}
         self._number = 0
         self._run = StoppableCall(call, self.checks)
         self.now = self._until(lambda moment: "begin")
         self._watch(self.now.moment)
 
+    @classmethod
+    def of(cls, kernel: Kernel, *args: Any, checks: str | Iterable[str] = "all", **launch: Any) -> Self:
+        """A kernel of `ptxlab.load`, launched as `kernel(*args, **launch)` would; the arguments stay as they are."""
+        chosen = checks_of("checks", checks)
+
+        def call() -> object:
+            return kernel(*copy.deepcopy(args), checks=chosen, **{**launch, "backend": "emulator"})
+
+        return cls(call, kernel, chosen)
+
     def close(self) -> None:
-        """End the launch where it is."""
+        """End the launch where it is; nothing can be done with the session any more."""
         self._run.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # Where the session is
 
@@ -297,6 +317,7 @@ class Session:
             raise run.error
         if moment is None:
             raise DebuggerError("debug: the call has launched nothing in the emulator")
+        self.found |= bool(moment.machine.launch.findings.found) or moment.error is not None
         return Stop(moment, run.reason or "end")
 
     # Sources

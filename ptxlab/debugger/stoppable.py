@@ -44,7 +44,7 @@ class Moment:
     @property
     def key(self) -> tuple[int, bool]:
         """Moments of a run in their order."""
-        return self.position, self.after
+        return self.position + self.ended, self.after
 
     @property
     def ended(self) -> bool:
@@ -89,7 +89,8 @@ class StoppableCall:
         self._launch: LaunchState | None = None
         self._began = 0  # position at which the launch did
         self._found = 0  # findings of the launch so far
-        self._again = (-1, False)  # moments up to there were passed before the launch was begun again
+        self._doomed: LaunchState | None = None  # the launch, if it will begin again
+        self._again = (-1, False)  # moments before that were passed by then
         self._last: Machine | None = None
         self._abandoned = False
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
@@ -149,7 +150,8 @@ class StoppableCall:
         """Wait here if somebody wants it; not if the launch will begin again, with an eye on loads that have raced."""
         launch = moment.machine.launch
         if not launch.suspects <= launch.tracked:
-            self._again = max(self._again, moment.key)
+            if launch is not self._doomed:
+                self._doomed, self._again = launch, max(self._again, moment.key)
         elif moment.key >= self._again:
             self.reason = "interrupted" if self.interrupted else self._wanted(moment)
             if self.reason:
