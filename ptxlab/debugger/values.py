@@ -79,14 +79,15 @@ def grid(texts: Array, labels: Callable[[int], str], columns: bool = False) -> l
 
 
 def array(values: Array, type_name: str, first: int = 0) -> list[str]:
-    """Lines of an array: two axes as a matrix, fewer or more as rows of eight with the index of the first."""
+    """Lines of an array: two axes as a matrix, fewer or more as rows of up to eight with the index of the first."""
     if values.ndim == 2:
         return grid(shown(values[:MOST, :MOST], type_name), str, columns=True) if values.size else ["  nothing"]
     flat = values.reshape(-1)
     texts = shown(flat[:MOST], type_name)
-    rest = -len(texts) % 8 if len(texts) > 8 else 0
-    width = min(8, len(texts)) or 1
-    padded = np.concatenate([texts, np.full(rest, "", object)]).reshape(-1, width)
+    longest = max(map(len, texts), default=0) + 2
+    width = next((n for n in (8, 4, 2) if n * longest <= _WIDTH - 10), 1)
+    width = min(width, len(texts)) or 1
+    padded = np.concatenate([texts, np.full(-len(texts) % width, "", object)]).reshape(-1, width)
     lines = grid(padded, lambda i: str(first + width * i))
     more = len(flat) - len(texts)
     return lines + ([f"{'':>10}  and {more} more; a slice such as [256:512] shows others"] if more > 0 else [])
