@@ -219,22 +219,37 @@ class Commands:
         block = State(self.session).lane // moment.machine.stride
         return pending.whereabouts(moment.machine, moment.pc, moment.lanes, block)
 
-    @command("thread t", "NUMBER | X,Y,Z | lane N | warp N | block N")
+    @command("thread t", "NUMBER | X,Y,Z")
     def _thread(self, rest: str) -> list[str]:
-        """Look at another thread, lane of this warp, warp of this block, or block."""
+        """Look at another thread of the block."""
+        return self._look("thread", rest)
+
+    @command("lane", "NUMBER")
+    def _lane(self, rest: str) -> list[str]:
+        """Look at another lane of the warp."""
+        return self._look("lane", rest)
+
+    @command("warp", "NUMBER")
+    def _warp(self, rest: str) -> list[str]:
+        """Look at another warp of the block."""
+        return self._look("warp", rest)
+
+    @command("block", "NUMBER | X,Y,Z")
+    def _block(self, rest: str) -> list[str]:
+        """Look at another block."""
+        return self._look("block", rest)
+
+    def _look(self, what: str, number: str) -> list[str]:
         session, launch = self.session, self.session.now.moment.machine.launch
-        (block, thread), (what, _, number) = session.focus, rest.rpartition(" ")
-        what = what.strip() or "thread"
+        block, thread = session.focus
         shape = launch.grid if what == "block" else launch.block
-        if what not in ("thread", "lane", "warp", "block"):
-            raise DebuggerError(f"thread: a number, or lane, warp or block with one (got {rest!r})")
         if re.fullmatch(r"\d+,\d+,\d+", number) and what in ("thread", "block"):
             index = tuple(map(int, number.split(",")))
             if any(i >= n for i, n in zip(index, shape, strict=True)):
                 raise DebuggerError(f"{what}: there are {shape} (got {number})")
             chosen = int(np.ravel_multi_index(index, shape, order="F"))
         else:
-            chosen = _number("thread", number)
+            chosen = _number(what, number)
         limits = {"lane": 32, "warp": -(-launch.threads // 32)}
         if chosen >= limits.get(what, chosen + 1):
             raise DebuggerError(f"{what}: 0 to {limits[what] - 1} (got {chosen})")

@@ -167,7 +167,8 @@ def holders(state: State, letter: str, row: int | None, column: int | None) -> l
         for register in np.flatnonzero(chosen[lane].any(axis=1)).tolist():
             here = np.flatnonzero(chosen[lane, register]).tolist()
             places = [fragment.index(lane, register, element) for element in here]
-            along = f"{'columns' if column is None else 'rows'} {ranges([at[column is None] for at in places])}"
+            along = f"{'column' if column is None else 'row'}{'s' * (len(places) > 1)} "
+            along += ranges([at[column is None] for at in places])
             name = getattr(held.registers[register], "name", "constant")
             what = name if None not in (row, column) else f"{name}, {along}"
             parts.append(f"{what}: {' '.join(texts[at] for at in places)}")

@@ -79,8 +79,8 @@ def test_a_stop_says_why_where_and_who(run: Run) -> None:
         ("break", "1 ld.shared"),
         ("findings", "no findings"),
         ("pending", "nothing is pending"),
-        ("thread lane 9", "block (0,0,0) thread (9,0,0)"),
-        ("thread warp 3", "block (0,0,0) thread (96,0,0)"),
+        ("lane 9", "block (0,0,0) thread (9,0,0)"),
+        ("warp 3", "block (0,0,0) thread (96,0,0)"),
         ("thread 5,0,0", "block (0,0,0) thread (5,0,0)"),
         ("warps", f"warp 0-3 lanes 0-31 runs k.ptx:{line_of(SCALE, 'ld.shared')} `ld.shared.f32 %w, [%turned]`"),
     ],
@@ -91,9 +91,9 @@ def test_what_is_printed(run: Run, command: str, shown: str | None) -> None:
 
 
 def test_registers_of_the_thread_that_is_looked_at(run: Run) -> None:
-    assert run("thread warp 1").endswith("thread (32,0,0)")
+    assert run("warp 1").endswith("thread (32,0,0)")
     assert "%v = 32 " in " ".join(lines(run("print %v")))
-    assert "%v = 41 " in " ".join(lines((run("thread lane 9"), run("print %v"))[1]))
+    assert "%v = 41 " in " ".join(lines((run("lane 9"), run("print %v"))[1]))
 
 
 def test_steps_and_their_repetition(run: Run) -> None:
@@ -148,11 +148,12 @@ def test_help_names_every_command(run: Run) -> None:
         ("print [nosuch]", "print: [REGISTER+OFFSET] of 32 bits, into shared memory, or 64 (got [nosuch])"),
         ("print [%x-4096]", "print: [%x-4096] points nowhere"),
         ("thread 500", "thread: 0 to 127 (got 500)"),
-        ("thread lane 32", "lane: 0 to 31 (got 32)"),
-        ("thread warp 4", "warp: 0 to 3 (got 4)"),
-        ("thread block 1", "block: 0 to 0 (got 1)"),
+        ("lane 32", "lane: 0 to 31 (got 32)"),
+        ("warp 4", "warp: 0 to 3 (got 4)"),
+        ("block 1", "block: 0 to 0 (got 1)"),
         ("thread 0,1,0", "thread: there are (128, 1, 1) (got 0,1,0)"),
-        ("thread of mine", "thread: a number, or lane, warp or block with one (got 'of mine')"),
+        ("thread of mine", "thread: a number (got 'of mine')"),
+        ("warp 1,0,0", "warp: a number (got '1,0,0')"),
         ("list 999", "list: k.ptx has"),
         ("code #99", "code: #0 to #21 (got #99)"),
         ("line 1", "line: line 1 of k.ptx has no instruction"),
