@@ -12,7 +12,8 @@ from ptxlab.debugger.state import Held, State, place_of
 from ptxlab.emulator.core.lanes import indices_of
 
 AROUND = 4  # lines that `list` shows before and behind a line
-_AS = re.compile(r"(?P<what>.*?)(?:\s+as\s+(?P<type>\w+))?(?:\s+(?P<form>lanes|words|\d+x\d+))?\s*")
+_AS = re.compile(r"(?P<what>.*?)(?:\s+as\s+(?P<type>\w+))?(?:\s+(?P<form>lanes|words|\d+x\d+))?"
+                 r"(?:\s+swizzle\s+(?P<span>\d+))?\s*")  # fmt: skip
 _HOLDS = re.compile(r"holds\s+(?:row\s+(?P<row>\d+))?(?:\s*(?:,|\s)\s*)?(?:col(?:umn)?\s+(?P<column>\d+))?"
                     r"(?:\s+of\s+(?P<letter>\w))?\s*")  # fmt: skip
 
@@ -268,7 +269,7 @@ class Commands:
 
     # What is there
 
-    @command("print p", "NAME[FROM:TO] [as TYPE] [lanes | words | ROWSxCOLUMNS]")
+    @command("print p", "NAME[FROM:TO] [as TYPE] [lanes | words | ROWSxCOLUMNS [swizzle BYTES]]")
     def _print(self, rest: str) -> list[str]:
         """A register, special register, variable or argument; `[%rd4+8]` is memory, `shared` the whole window."""
         parsed = _AS.fullmatch(rest)
@@ -285,14 +286,13 @@ class Commands:
             value = values.scalar(found.values.reshape(1), found.type)
             return [f"{found.name} = {value}   {found.type}, {found.where}"]
         what = f"lanes of warp {self.session.focus[1] // 32}" if found.lane is not None else found.where
-        lines, array = [f"{found.name}   {found.type}{shape}, {what}"], found.values
+        title = f"{found.name}   {found.type}{shape}, {what}"
         if form and "x" in form:
             rows, columns = map(int, form.split("x"))
-            if rows * columns > array.size or not rows * columns:
-                raise DebuggerError(f"print: {found.name} has {array.size} elements, {form} does not fit")
-            lines[0] += f", as {form}"
-            array = array.reshape(-1)[: rows * columns].reshape(rows, columns)
-        return lines + values.array(array, found.type, found.first)
+            found, title = found.tile(rows, columns, int(parsed["span"] or 16)), f"{title}, as {form}"
+        elif parsed["span"]:
+            raise DebuggerError(f"print: swizzle goes with ROWSxCOLUMNS (got {rest!r})")
+        return [title, *values.array(found.values, found.type, found.first)]
 
     @command("registers r", "[all]")
     def _registers(self, rest: str) -> list[str]:

@@ -12,8 +12,9 @@ from ptxlab.emulator.core.machine import Machine
 from ptxlab.emulator.core.memory import BASE, LOCAL_NAME, SHARED_START
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.opcode import UnknownOpcode
-from ptxlab.emulator.front.types import Array, bits_of
+from ptxlab.emulator.front.types import DTYPES, Array, bits_of
 from ptxlab.emulator.launch import array_of
+from ptxlab.layout.descriptors import SPANS, swizzle
 from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.runtime import Kernel
 from ptxlab.runtime.signature import of_declaration
@@ -40,6 +41,7 @@ class Held:
     values: Array
     lane: int | None = None
     first: int = 0  # index of the first value, of a slice
+    address: int | None = None  # of a whole variable in shared memory
 
     def as_type(self, type_name: str) -> "Held":
         """The same bits as another type."""
@@ -68,7 +70,25 @@ class Held:
             raise DebuggerError(f"print: {self.name} is {shape} (got [{index}])") from None
         last = ranges[-1] if len(ranges) == self.values.ndim else slice(None)
         start = last.start or 0 if isinstance(last, slice) and np.ndim(chosen) == 1 else 0
-        return replace(self, name=f"{self.name}[{', '.join(parts)}]", values=np.asarray(chosen), first=start)
+        name = f"{self.name}[{', '.join(parts)}]"
+        return replace(self, name=name, values=np.asarray(chosen), first=start, address=None)
+
+    def tile(self, rows: int, columns: int, span: int = 16) -> "Held":
+        """Its first elements as a matrix; `span`: of the swizzle by which its 16-byte pieces lie in shared memory."""
+        if rows * columns > self.values.size or not rows * columns:
+            raise DebuggerError(f"print: {self.name} has {self.values.size} elements, {rows}x{columns} does not fit")
+        if span == 16:
+            return replace(self, values=self.values.reshape(-1)[: rows * columns].reshape(rows, columns), first=0)
+        if span not in SPANS or columns * self.values.itemsize != span or self.address is None:
+            rule = f"swizzle {', '.join(map(str, SPANS[1:]))}, the bytes of a row, of a whole variable in shared memory"
+            raise DebuggerError(
+                f"print: {rule} (got {self.name}, rows of {columns * self.values.itemsize} bytes, {span})"
+            )
+        raw = np.ascontiguousarray(self.values).reshape(-1).view(np.uint8)
+        places = swizzle(self.address + np.arange(rows * span), span) - self.address
+        if places.min() < 0 or places.max() >= len(raw):
+            raise DebuggerError(f"print: {self.name} does not begin or end at a multiple of {8 * span} bytes")
+        return replace(self, values=raw[places].view(self.values.dtype).reshape(rows, columns), first=0)
 
 
 class State:
@@ -171,7 +191,10 @@ class State:
             type_name, shape = declared(self.session.kernel, name, size) or (type_name, shape)
         dtype = values.dtype_of(type_name)
         bytes_ = self.machine.memory.arena[start : start + size // dtype.itemsize * dtype.itemsize]
-        return Held(name, self.machine.memory.byte(start), type_name, bytes_.view(dtype).reshape(shape))
+        base = int(self.machine.shared_base[self.lane])
+        shared = start - base if self.machine.launch.is_shared(np.array([start]))[0] else None
+        held = bytes_.view(dtype).reshape(shape)
+        return Held(name, self.machine.memory.byte(start), type_name, held, address=shared)
 
     def argument(self, position: int) -> Held:
         """A parameter: a number, or the array that it points to."""
@@ -186,8 +209,10 @@ class State:
             start = launch.tensor_maps[at][1]
         else:
             start = int(self.machine.memory.view[8][at // 8]) - BASE
-        here = self.machine.memory.arena[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-        return Held(name, f"argument {position}, {array.dtype}{list(array.shape)}", type_named(array.dtype), here)
+        type_name = type_named(array.dtype)
+        here = self.machine.memory.arena[start : start + array.nbytes].view(values.dtype_of(type_name))
+        here = here.reshape(array.shape) if here.itemsize == array.itemsize else here
+        return Held(name, f"argument {position}, {array.dtype}{list(array.shape)}", type_name, here)
 
     def at_address(self, text: str) -> Held:
         """`[%rd4+16]`: memory from where a register points to, to the end of what lies there."""
@@ -235,5 +260,7 @@ def declared(kernel: Kernel, name: str, size: int) -> tuple[str, tuple[int, ...]
 
 
 def type_named(dtype: np.dtype) -> str:
-    """The PTX type of an array's elements."""
-    return f"{ {'i': 's', 'u': 'u', 'f': 'f', 'b': 'u'}.get(dtype.kind, 'b') }{8 * dtype.itemsize}"
+    """The PTX type of an array's elements; of others than numbers their bytes."""
+    letter = {"i": "s", "f": "f", "c": "b"}.get(dtype.kind, "u")
+    name = f"{letter}{8 * dtype.itemsize}"
+    return name if name in DTYPES else "u8"

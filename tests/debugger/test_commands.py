@@ -11,6 +11,7 @@ from ptxlab import runtime
 from ptxlab.debugger import Commands, DebuggerError, Session, State, matrices
 from ptxlab.debugger.commands import ALIASES, COMMANDS
 from ptxlab.layout import fragments
+from ptxlab.layout.descriptors import swizzle
 from tests.support.debugged import COUNT, SCALE, scaled, session
 from tests.support.emulated import HEADER, line_of
 
@@ -90,6 +91,21 @@ def test_what_is_printed(run: Run, command: str, shown: str | None) -> None:
     assert said == shown if shown is not None else said.count("(") >= 32
 
 
+@pytest.mark.parametrize("span", [32, 64, 128])
+def test_a_swizzled_tile(span: int) -> None:
+    """Rows of `span` bytes whose 16-byte pieces were permuted, in order again."""
+    x = np.arange(4 * span, dtype=np.float32)  # 16 rows
+    text = SCALE.replace("row[128]", "row[512]").replace("[%at], %v", "[%turned], %v")
+    where = swizzle(1024 + 4 * np.arange(len(x)), span)
+    text = text.replace("bar.sync 0;", "").replace("mad.lo.u32 %at, %t, 4, %at;", "ld.global.b32 %turned, [%y];")
+    with session(text, x, where.astype(np.uint32), np.float32(0), block=len(x), checks="") as made:
+        run = Commands(made).run
+        run("break xor"), run("continue")
+        tile = State(made).find("row").tile(16, span // 4, span)
+        np.testing.assert_array_equal(tile.values, x.reshape(16, -1))
+        assert run(f"print row 16x{span // 4} swizzle {span}").splitlines()[3].split()[:2] == ["1", f"{x[span // 4]:g}"]
+
+
 def test_registers_of_the_thread_that_is_looked_at(run: Run) -> None:
     assert run("warp 1").endswith("thread (32,0,0)")
     assert "%v = 32 " in " ".join(lines(run("print %v")))
@@ -131,7 +147,7 @@ def test_help_names_every_command(run: Run) -> None:
         ("continue 3", "continue: takes nothing (got '3')"),
         ("delete x", "delete: a number (got 'x')"),
         ("delete 9", "delete: no breakpoint 9; there are [1]"),
-        ("print", "print: NAME[FROM:TO] [as TYPE] [lanes | words | ROWSxCOLUMNS]"),
+        ("print", "print: NAME[FROM:TO] [as TYPE] [lanes | words | ROWSxCOLUMNS [swizzle BYTES]]"),
         ("print %nosuch", "print: no register %nosuch in this kernel"),
         ("print %r99", "print: no register %r99 in this kernel"),
         ("print rows", "print: no register, variable or argument 'rows'; nearest: row"),
@@ -143,6 +159,9 @@ def test_help_names_every_command(run: Run) -> None:
         ("print %v as f64", "as: %v has 32 bits, f64 does not fit"),
         ("print %odd as u32", "as: %odd has 8 bits, u32 does not fit"),
         ("print row 99x99", "print: row has 128 elements, 99x99 does not fit"),
+        ("print row swizzle 32", "print: swizzle goes with ROWSxCOLUMNS (got 'row swizzle 32')"),
+        ("print row 4x8 swizzle 48", "print: swizzle 32, 64, 128, the bytes of a row, of a whole variable in shared"),
+        ("print x 4x8 swizzle 32", "print: swizzle 32, 64, 128, the bytes of a row, of a whole variable in shared"),
         ("print [%v]", "print: [%v] points nowhere"),
         ("print [%odd]", "print: [REGISTER+OFFSET] of 32 bits, into shared memory, or 64 (got [%odd])"),
         ("print [nosuch]", "print: [REGISTER+OFFSET] of 32 bits, into shared memory, or 64 (got [nosuch])"),
