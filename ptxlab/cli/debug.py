@@ -1,6 +1,7 @@
 """The command `debug`: the debugger in a terminal."""
 
 import cmd
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,6 +96,10 @@ class Terminal(cmd.Cmd):
 
     def loop(self) -> None:
         """Read commands to the end; Ctrl-C at the prompt leaves the line, in a run it stops the run."""
+        with contextlib.suppress(ImportError):  # there is no readline on Windows
+            import readline
+
+            readline.set_completer_delims(" \t\n[],:")  # which leaves the % of a register in its name
         while True:
             try:
                 return self.cmdloop()
@@ -124,5 +129,5 @@ class Terminal(cmd.Cmd):
             state = debugger.State(self.commands.session)
         except PtxlabError:
             return []
-        names = [*state.registers(), *state.memory_names(), *state.session.kernel.parameters, *ALIASES]
+        names = [*state.registers(), *state.memory_names(), *state.parameters, *ALIASES]
         return sorted(name for name in names if name.startswith(text))

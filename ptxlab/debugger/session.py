@@ -32,6 +32,7 @@ class Breakpoint:
     """Where to stop: at these instructions, or after one that has reported a finding of these kinds."""
 
     what: str  # as it was asked for, or a line with its file
+    entry: str = ""  # the kernel that the instructions are of
     code: frozenset[int] = frozenset()
     kinds: frozenset[str] = frozenset()
 
@@ -143,7 +144,7 @@ class Session:
         del self.breakpoints[number]
 
     def _breakpoint(self, what: str) -> Breakpoint:
-        code = self.code
+        code, entry = self.code, self.now.moment.machine.launch.entry.name
         if what in _KINDS:
             unasked = set[str]() if "float" in self.asked else {*FLOAT}
             kinds = {what} if what != "finding" else {*_KINDS} - unasked
@@ -151,14 +152,14 @@ class Session:
         if index := re.fullmatch(r"#(\d+)", what):
             if int(index[1]) >= len(code):
                 raise DebuggerError(f"break: #{index[1]} is no instruction; they are #0 to #{len(code) - 1}")
-            return Breakpoint(what, frozenset({int(index[1])}))
+            return Breakpoint(what, entry, frozenset({int(index[1])}))
         if line := re.fullmatch(r"(?:(.*):)?(\d+)", what):
             return self._at_line(line[1], int(line[2]))
         chosen = {pc for pc, each in enumerate(code) if what and f"{each.opcode}.".startswith(f"{what.rstrip('.')}.")}
         if not chosen:
             known = ", ".join(_KINDS)
             raise DebuggerError(f"break: a line, #INSTRUCTION, an opcode of the kernel, or {known} (got {what!r})")
-        return Breakpoint(what, frozenset(chosen))
+        return Breakpoint(what, entry, frozenset(chosen))
 
     def _at_line(self, file: str | None, line: int) -> Breakpoint:
         """Where instructions of a line begin, at each place that the compiler has put them."""
@@ -180,7 +181,7 @@ class Session:
         places = [(each.path, each.line, each.callers) for each in code]
         starts = {pc for pc, place in enumerate(places)
                   if place[:2] == (path, line) and (pc == 0 or places[pc - 1] != place)}  # fmt: skip
-        return Breakpoint(f"{name}:{line}", frozenset(starts))
+        return Breakpoint(f"{name}:{line}", self.now.moment.machine.launch.entry.name, frozenset(starts))
 
     def _hit(self, moment: Moment) -> str:
         """Whether a breakpoint or an error stops there."""
@@ -188,7 +189,8 @@ class Session:
             return "error"
         kinds = {finding.kind for finding in moment.findings}
         for number, each in self.breakpoints.items():
-            if (not moment.after and moment.pc in each.code) or each.kinds & kinds:
+            here = not moment.after and moment.pc in each.code and moment.machine.launch.entry.name == each.entry
+            if here or each.kinds & kinds:
                 return f"breakpoint {number}, {each.what}"
         return ""
 

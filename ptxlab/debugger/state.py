@@ -20,6 +20,7 @@ from ptxlab.runtime import Kernel
 from ptxlab.runtime.signature import of_declaration
 
 _NAME = re.compile(r"(?P<name>[^\s\[\]]+|\[[^\]]+\])(?:\[(?P<index>[^\]]*)\])?")
+_SPECIAL = re.compile(r"%[a-z]\w*(\.[xyz])?")
 _ADDRESS = re.compile(r"\[(?P<register>%?[\w$]+)(?P<offset>[+-]\d+)?\]")
 
 
@@ -54,6 +55,8 @@ class Held:
         if flat.itemsize != dtype.itemsize:
             raw = flat.reshape(-1).view(np.uint8)
             flat = raw[: len(raw) // dtype.itemsize * dtype.itemsize]
+            if not len(flat):
+                raise DebuggerError(f"as: {self.name} has {len(raw)} bytes, {type_name} takes {dtype.itemsize}")
         return replace(self, type=type_name, values=flat.view(dtype))
 
     def part(self, index: str) -> "Held":
@@ -68,6 +71,8 @@ class Held:
         except IndexError:
             shape = " x ".join(map(str, self.values.shape))
             raise DebuggerError(f"print: {self.name} is {shape} (got [{index}])") from None
+        if not np.size(chosen):
+            raise DebuggerError(f"print: [{index}] of {self.name} is empty")
         last = ranges[-1] if len(ranges) == self.values.ndim else slice(None)
         start = last.start or 0 if isinstance(last, slice) and np.ndim(chosen) == 1 else 0
         name = f"{self.name}[{', '.join(parts)}]"
@@ -79,11 +84,10 @@ class Held:
             raise DebuggerError(f"print: {self.name} has {self.values.size} elements, {rows}x{columns} does not fit")
         if span == 16:
             return replace(self, values=self.values.reshape(-1)[: rows * columns].reshape(rows, columns), first=0)
-        if span not in SPANS or columns * self.values.itemsize != span or self.address is None:
+        of_row = columns * self.values.itemsize
+        if span not in SPANS or of_row != span or self.address is None:
             rule = f"swizzle {', '.join(map(str, SPANS[1:]))}, the bytes of a row, of a whole variable in shared memory"
-            raise DebuggerError(
-                f"print: {rule} (got {self.name}, rows of {columns * self.values.itemsize} bytes, {span})"
-            )
+            raise DebuggerError(f"print: {rule} (got {self.name}, rows of {of_row} bytes, {span})")
         raw = np.ascontiguousarray(self.values).reshape(-1).view(np.uint8)
         places = swizzle(self.address + np.arange(rows * span), span) - self.address
         if places.min() < 0 or places.max() >= len(raw):
@@ -102,9 +106,15 @@ class State:
         self.lane: int = found
 
     @property
-    def machine_place(self) -> str:
+    def place(self) -> str:
         """`block (0,0,0) thread (5,0,0)`."""
         return place_of(self.machine, self.lane)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the arguments; of a kernel that is not the session's, those that PTX has."""
+        entry, kernel = self.machine.launch.entry, self.session.kernel
+        return kernel.parameters if entry.name == kernel.entry else tuple(each.name for each in entry.params)
 
     def find(self, text: str) -> Held:
         """What `%r5`, `%tid.x`, `tile[0:8]`, `a[3]`, `[%rd4+16]` or `shared` stands for."""
@@ -124,9 +134,9 @@ class State:
         known = self.memory_names()
         if name in known:
             return self.of_memory(name, *known[name])
-        if name in self.session.kernel.parameters:
-            return self.argument(self.session.kernel.parameters.index(name))
-        names = [*self.registers(), *known, *self.session.kernel.parameters]
+        if name in self.parameters:
+            return self.argument(self.parameters.index(name))
+        names = [*self.registers(), *known, *self.parameters]
         near = ", ".join(difflib.get_close_matches(name, names, 3, 0.5))
         hint = f"nearest: {near}" if near else "C++ locals are in registers, which `line` shows by source line"
         raise DebuggerError(f"print: no register, variable or argument {name!r}; {hint}")
@@ -150,19 +160,21 @@ class State:
         """Its values in the warp."""
         first = self.lane // 32 * 32
         row = self.machine.row(replace(register, negated=False, selector=""), register.type)[first : first + 32]
-        return Held(register.name, self.machine_place, register.type, row.copy(), self.lane - first)
+        return Held(register.name, self.place, register.type, row.copy(), self.lane - first)
 
     def special(self, name: str) -> Held:
         """`%tid.x`."""
         type_name = "u64" if name.endswith("64") else "u32"
         try:
+            if not _SPECIAL.fullmatch(name):
+                raise ValueError(name)
             read = self.machine.special(name, type_name)
         except (UnknownOpcode, ValueError):
             near = ", ".join(difflib.get_close_matches(name, self.registers(), 3, 0.4))
             raise DebuggerError(f"print: no register {name} in this kernel{near and '; nearest: '}{near}") from None
         first = self.lane // 32 * 32
         row = np.broadcast_to(read(slice(first, first + 32)), (32,))
-        return Held(name, self.machine_place, type_name, row.copy(), self.lane - first)
+        return Held(name, self.place, type_name, row.copy(), self.lane - first)
 
     # Memory
 
@@ -198,7 +210,7 @@ class State:
 
     def argument(self, position: int) -> Held:
         """A parameter: a number, or the array that it points to."""
-        launch, name = self.machine.launch, self.session.kernel.parameters[position]
+        launch, name = self.machine.launch, self.parameters[position]
         value = launch.args[position]
         array = array_of(value)
         if array is None:

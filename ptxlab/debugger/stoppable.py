@@ -30,6 +30,7 @@ _NOBODY = np.zeros(0, np.intp)
 class Moment:
     """A point of a run: some lanes are about to run an instruction, or (`after`) that has reported something or failed.
 
+    `findings` are those since the moment before.
     `position` counts instructions dispatched before, whoever ran them. At the end there is no instruction.
     """
 
@@ -129,7 +130,7 @@ class StoppableCall:
         if self._last is not None:
             end, failed = len(self._last.code), self.error
             failed = failed if isinstance(failed, EmulationError) else None
-            self.moment = Moment(self.position, self._last, end, _NOBODY, True, (), failed)
+            self.moment = Moment(self.position, self._last, end, _NOBODY, True, self._reported(self._last), failed)
         self._stopped.release()
 
     def _wait(self) -> None:
@@ -161,7 +162,7 @@ class StoppableCall:
 
     def dispatch(self, machine: Machine, pc: int, lanes: Lanes, handler: Handler) -> Successors:
         """Run an instruction, with the moments before and after it."""
-        self.reach(Moment(self.position, machine, pc, lanes))
+        self.reach(Moment(self.position, machine, pc, lanes, False, self._reported(machine)))
         try:
             successors = handler(lanes)
         except EmulationError as error:
@@ -174,9 +175,16 @@ class StoppableCall:
 
     def _after(self, machine: Machine, pc: int, lanes: Lanes, error: EmulationError | None = None) -> None:
         """An instruction has reported something, or failed."""
-        findings = tuple(machine.launch.findings.found.values())
-        self.reach(Moment(self.position, machine, pc, lanes, True, findings[self._found :], error))
-        self._found = len(findings)
+        self.reach(Moment(self.position, machine, pc, lanes, True, self._reported(machine), error))
+
+    def _reported(self, machine: Machine) -> tuple[emulator.Finding, ...]:
+        """What is new among the findings; copies that land report between two instructions, or behind the last."""
+        found = machine.launch.findings.found
+        if len(found) == self._found:
+            return ()
+        new = tuple(found.values())[self._found :]
+        self._found = len(found)
+        return new
 
     def wave_ended(self, machine: Machine) -> None:
         """Keep what the machine holds, which the launch throws away."""

@@ -88,6 +88,8 @@ def test_a_session_in_a_terminal(files: Path) -> None:
     assert "ld.shared" in terminal.run("")
     assert terminal.run("print %nosuch") == "error: print: no register %nosuch in this kernel"
     assert "xor.b32" in terminal.run("back")
+    assert terminal.run("pri %turn\t").startswith("error: unknown command 'pri'")
+    assert terminal.run("pri\t %turn\t").startswith("%turned = 0")
     terminal.send("disas\x15")  # taken back, as a line editor has it
     assert terminal.run("d 1") == ""
     assert terminal.run("c").startswith("the launch has ended after 22 dispatches, no findings")
@@ -105,7 +107,8 @@ def test_ctrl_c_stops_a_run_and_the_end_of_the_input_quits(files: Path) -> None:
     terminal.send("\x03")
     assert "interrupted: count.ptx:" in terminal.until(PROMPT)
     assert terminal.run("print %i[0]").startswith("%i[0] = ")
-    terminal.send("\x03")  # at the prompt
+    time.sleep(0.3)  # a line editor that is just beginning loses the key
+    terminal.send("\x03")
     terminal.until(PROMPT)
     assert terminal.run("where").startswith("interrupted")
     terminal.send("\x04")

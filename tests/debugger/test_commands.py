@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ptxlab import runtime
 from ptxlab.debugger import Commands, DebuggerError, Session, State, matrices
 from ptxlab.debugger.commands import ALIASES, COMMANDS
+from ptxlab.errors import PtxlabError
 from ptxlab.layout import fragments
 from ptxlab.layout.descriptors import swizzle
 from tests.support.debugged import COUNT, SCALE, scaled, session
@@ -348,3 +351,41 @@ def test_an_interrupted_run_stops_and_goes_on() -> None:
         made._run.interrupted = True  # as a KeyboardInterrupt leaves it
         assert made.go_on().reason == "interrupted" and made.now.moment.position == 1
         assert made.go_on().ended
+
+
+NAMES = (
+    "%v",
+    "%turned",
+    "%odd",
+    "%tid.x",
+    "%tid.q",
+    "%clock",
+    "%",
+    "row",
+    "x",
+    "by",
+    "shared",
+    "[%at+4]",
+    "[%x-8]",
+    "",
+)
+INDICES = ("", "[0:4]", "[3]", "[:]", "[5:2]", "[0:9,1]", "[200:]", "[127]", "[", "[-1]")
+TYPES = ("", "as u8x4", "as f16x2", "as bf16", "as f64", "as pred", "as s4x8", "as u1x32", "as b16", "as")
+SHAPES = ("", "lanes", "words", "2x4", "0x4", "4x8 swizzle 32", "4x32 swizzle 128", "swizzle", "9x99999999999")
+LINES = st.one_of(
+    st.builds("p {}{} {} {}".format, *map(st.sampled_from, (NAMES, INDICES, TYPES, SHAPES))),
+    st.lists(st.sampled_from([*ALIASES, *NAMES, "0", "3", "all", "#4", "row 8", "k.ptx:20", "é", "]"])).map(" ".join),
+)
+
+
+@given(st.lists(LINES, max_size=25))
+@settings(max_examples=12)
+def test_any_line_is_carried_out_or_refused_in_one(typed: list[str]) -> None:
+    with scaled() as made:
+        commands = Commands(made)
+        commands.run("break ld.shared"), commands.run("continue")
+        for line in typed:
+            try:
+                commands.run(line)
+            except PtxlabError as error:
+                assert "\n" not in str(error)

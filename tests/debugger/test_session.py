@@ -245,6 +245,28 @@ def test_without_a_debugger_nothing_is_watched() -> None:
     assert seen == [()]
 
 
+def test_a_call_of_two_kernels() -> None:
+    """The moments of both count on; a breakpoint in one is none in the other."""
+    first, second = loaded(COUNT, "first.ptx"), loaded(SCALE, "second.ptx")
+
+    def call() -> None:
+        first(np.zeros(1, np.uint32), 2, grid=1, block=32, backend="emulator")
+        second(*np.zeros((2, 32), np.float32), 0.5, grid=1, block=32, backend="emulator")
+
+    with Session(call, second) as both:
+        both.stop_at("#5")
+        assert both.go_on().moment.machine.launch.entry.name == "count"
+        both.forget(1)
+        both.stop_at("ld.param.u64")
+        both.stop_at("ld.param.u32")
+        both.go_on()
+        assert both.step("instruction").moment.machine.launch.entry.name == "count"
+        assert both.go_on().ended and both.now.moment.machine.launch.entry.name == "scale"
+        both.stop_at("div.rn")
+        assert both.rewind().moment.machine.launch.entry.name == "scale"
+        assert both.rewind().moment.machine.launch.entry.name == "count"
+
+
 @pytest.mark.parametrize(
     ("what", "problem"),
     [
