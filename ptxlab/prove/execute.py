@@ -17,11 +17,11 @@ from ptxlab.emulator.core.access import decode
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Entry, Instruction, Register
 from ptxlab.emulator.front.opcode import UnknownOpcode
-from ptxlab.emulator.front.operand_rules import check_operands
 from ptxlab.emulator.front.types import DTYPES, bits_of, is_signed
-from ptxlab.emulator.ops.alu import alu_operation
+from ptxlab.emulator.ops.alu import selectors_of, typed_operands
 from ptxlab.errors import PtxlabError
-from ptxlab.prove.semantics import Bits, computation, extend, joined, pieces, value
+from ptxlab.prove.bitvectors import Bits, extend, joined, pieces, value
+from ptxlab.prove.semantics import computation
 
 MAX_STEPS = 20_000
 MOST_ADDRESSES = 64  # that one access may have, by condition
@@ -302,22 +302,11 @@ class _Execution:
 
     def compute(self, instruction: Instruction, lane: int, guard: Any) -> None:
         """A register-to-register operation: the forms are the emulator's."""
-        check_operands(instruction)
-        selectors = tuple(getattr(operand, "selector", "") for operand in instruction.operands)
-        selectors = selectors if any(selectors) else ()
-        known, function = alu_operation(instruction.opcode, selectors), computation(instruction.opcode, selectors)
-        operands = list(instruction.operands)
-        explicit = [t for t in known.out if t != "cc"]
-        if operands and isinstance(operands[0], ir.Vector) and operands[0].pair:
-            operands[:1] = operands[0].items
-        elif explicit[1:] == ["pred"]:
-            operands.insert(1, ir.Sink())
-        types = [t for t in known.sources if t != "cc"]
-        if len(operands) != len(explicit) + len(types):
-            raise ValueError(f"it takes {len(explicit) + len(types)} operands, not {len(operands)}")
-        sources = [self.read(lane, o, t) for o, t in zip(operands[len(explicit) :], types, strict=True)]
+        known, targets, taken = typed_operands(instruction)
+        sources = [self.read(lane, operand, t) for operand, t in taken]
         if "cc" in known.sources:
             sources.append(self.carry[lane])
+        function = computation(instruction.opcode, selectors_of(instruction))
         results = function(*sources)
         results = results if isinstance(results, tuple) else (results,)
         if instruction.lanes is not None:
@@ -327,7 +316,7 @@ class _Execution:
         if "cc" in known.out:
             flag = results[-1]
             self.carry[lane] = flag if z3.is_true(guard) else z3.If(guard, flag, self.carry[lane])
-        for operand, t, result in zip(operands, explicit, results, strict=False):
+        for (operand, t), result in zip(targets, results, strict=False):
             self.write(lane, guard, operand, result, is_signed(t))
 
     def move(self, instruction: Instruction, lane: int, guard: Any) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import z3
 
 from ptxlab.errors import ArgumentError
+from ptxlab.prove.bitvectors import Bits, as_float, joined
 from ptxlab.prove.integers import Integer
-from ptxlab.prove.semantics import Bits, as_float, joined
 
 _FLOATS = {"f16": 16, "bf16": 16, "f32": 32}
 

@@ -14,11 +14,11 @@ from ptxlab import kernels, toolchain
 from ptxlab.emulator import LaneType
 from ptxlab.emulator.front.lane_annotation import operation_of
 from ptxlab.errors import ArgumentError
+from ptxlab.prove.bitvectors import pieces
 from ptxlab.prove.claims import Claim
 from ptxlab.prove.execute import LaneStep, SymbolicRun
 from ptxlab.prove.expressions import Elements, formula, sides, term
 from ptxlab.prove.integers import Integer
-from ptxlab.prove.semantics import pieces
 from ptxlab.prove.solve import Explanation, Query, Verdict
 from ptxlab.prove.symbolic_launch import SymbolicLaunch, of_file, of_spec
 from ptxlab.runtime import Kernel

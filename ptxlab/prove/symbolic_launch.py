@@ -13,10 +13,10 @@ import z3
 
 from ptxlab.emulator.front.types import bits_of, is_float
 from ptxlab.errors import ArgumentError
+from ptxlab.prove.bitvectors import Bits, joined, value
 from ptxlab.prove.execute import FALSE, TRUE, Buffer, Index, NotModelled, SymbolicRun, execute
 from ptxlab.prove.expressions import Elements, formula, indexed_by_i, names_in, of_bytes
 from ptxlab.prove.integers import Integer
-from ptxlab.prove.semantics import Bits, joined, value
 from ptxlab.runtime import Kernel
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch

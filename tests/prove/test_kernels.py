@@ -245,9 +245,9 @@ def test_integers_never_wrap() -> None:
     """The language of claims on numbers: against Python's own integers."""
     import z3
 
+    from ptxlab.prove.bitvectors import value
     from ptxlab.prove.expressions import of_bytes, term
     from ptxlab.prove.integers import Integer
-    from ptxlab.prove.semantics import value
 
     rng = np.random.default_rng(5)
     texts = (
