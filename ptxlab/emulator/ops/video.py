@@ -91,6 +91,10 @@ def _average(a: Array, b: Array) -> Array:
     return total + (total >= 0) >> 1  # halves are rounded away from zero
 
 
+def _flags(compare: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    return lambda a, b: compare(a, b).astype(np.int64)
+
+
 _FUNCTIONS: dict[str, Callable[[Array, Array], Array]] = {
     "vadd": np.add,
     "vsub": np.subtract,
@@ -98,7 +102,7 @@ _FUNCTIONS: dict[str, Callable[[Array, Array], Array]] = {
     "vabsdiff": lambda a, b: np.abs(a - b),
     "vmin": np.minimum,
     "vmax": np.maximum,
-    **{name: lambda a, b, compare=COMPARISONS[name]: compare(a, b).astype(np.int64) for name in _ORDER},
+    **{name: _flags(COMPARISONS[name]) for name in _ORDER},
 }
 
 
