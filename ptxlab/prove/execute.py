@@ -248,10 +248,8 @@ class _Execution:
         try:
             if instruction.guard is not None:
                 wants = {lane: self.read(lane, instruction.guard, "pred") for lane in guards}
-                taken = {n: g for n in guards if not z3.is_false(g := z3.simplify(z3.And(guards[n], wants[n])))}
-                passed = {
-                    n: g for n in guards if not z3.is_false(g := z3.simplify(z3.And(guards[n], z3.Not(wants[n]))))
-                }
+                taken = _where(guards, wants)
+                passed = _where(guards, {lane: z3.Not(want) for lane, want in wants.items()})
             if passed:
                 yield pc + 1, passed
             if not taken:
@@ -468,6 +466,12 @@ class _Execution:
         for condition, buffer, offset in places:
             for i, byte in enumerate(pieces(stored, 8)):
                 buffer.write(offset + i, byte, condition)
+
+
+def _where(guards: dict[int, Any], conditions: dict[int, Any]) -> dict[int, Any]:
+    """The lanes whose condition may hold too, each under both."""
+    both = {lane: z3.simplify(z3.And(guard, conditions[lane])) for lane, guard in guards.items()}
+    return {lane: guard for lane, guard in both.items() if not z3.is_false(guard)}
 
 
 def _number(bits: Bits, what: str) -> int:

@@ -60,7 +60,10 @@ class MBarrierLife(Check):
             self.report(instruction, "async", lanes, wrong, message)
 
     def end(self) -> None:
-        """Phases for which nobody waits, and whose bytes came in part, or too many; if none came, none was to come."""
+        """Report phases of which some bytes came, but not all, or too many; nobody has waited for these.
+
+        None at all is no finding: a block may expect what others send to some blocks only.
+        """
         for barrier in self.mbarriers.at.values():
             if barrier.bytes not in (0, barrier.expected):
                 lost = f"expects {barrier.bytes} bytes more than copies have brought"
