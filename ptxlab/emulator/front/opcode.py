@@ -58,20 +58,19 @@ class Opcode:
 
 
 Meaning = TypeVar("Meaning")
+Builder = Callable[[Opcode], Meaning]
 
 
 class OpcodeTable(Generic[Meaning]):
     """What opcodes mean: a builder per name takes the modifiers, on integers and floating-point types apart."""
 
     def __init__(self) -> None:
-        self._builders: dict[tuple[str, bool], Callable[[Opcode], Meaning]] = {}
+        self._builders: dict[tuple[str, bool], Builder[Meaning]] = {}
 
-    def enter(
-        self, *names: str, floating: bool | None = None
-    ) -> Callable[[Callable[[Opcode], Meaning]], Callable[[Opcode], Meaning]]:
+    def enter(self, *names: str, floating: bool | None = None) -> Callable[[Builder[Meaning]], Builder[Meaning]]:
         """Decorator: a builder of these names, on integers (False), floating-point types (True) or both (None)."""
 
-        def entered(builder: Callable[[Opcode], Meaning]) -> Callable[[Opcode], Meaning]:
+        def entered(builder: Builder[Meaning]) -> Builder[Meaning]:
             for name in names:
                 for domain in (False, True) if floating is None else (floating,):
                     self._builders[name, domain] = builder
