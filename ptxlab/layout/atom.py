@@ -22,6 +22,7 @@ from ptxlab.quant.fmpq import BlockRows
 from ptxlab.reference.packed import F16, S8, U8, as_bytes, as_words
 
 BLOCK = 128  # channels
+OUTLIER_BYTES = 2048 + 32  # of a strip's block of outliers
 _NIBBLES = Order("Nhg Kumt", "NKugtmh", h=2, g=8, u=2, m=2, t=4)  # words of eight
 _BYTES = Order("Nhg Kuct", "NKugtch", h=2, g=8, u=4, c=2, t=4)  # words of four
 _SCALES = Order("Nhg K", "NKgh", h=2, g=8)
@@ -113,7 +114,7 @@ def unpack_atom_strips(strips: U8, N: int, K: int, outliers: int, group: int) ->
 
 def strip_bytes(K: int, outliers: int, group: int) -> int:
     """Bytes of a strip of K INT4 channels and some outliers."""
-    return -(-K // BLOCK) * (1024 + BLOCK // group * 32) + (2048 + 32 if outliers else 0)
+    return -(-K // BLOCK) * (1024 + BLOCK // group * 32) + (OUTLIER_BYTES if outliers else 0)
 
 
 def _halves(raw: U8) -> npt.NDArray[np.float16]:
