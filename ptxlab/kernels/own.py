@@ -8,7 +8,6 @@ from ptxlab.errors import ArgumentError, FileError, PtxlabError
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
 
-
 Found = tuple[KernelSpec, tuple[Source, ...]]
 
 
