@@ -46,7 +46,7 @@ def unpack_pairs(pairs: U8) -> S8:
 
 def scale_rows(rows: AtomRows) -> F16:
     """The scales f16 [R, S] of all groups, of the outliers, and ones."""
-    return pad_scales(np.concatenate([rows.scale4, rows.scale8[:, None]], axis=1))
+    return pad_scales(rows.scales)
 
 
 def pad_scales(scale: F16) -> F16:

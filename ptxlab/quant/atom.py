@@ -83,6 +83,12 @@ class AtomRows:
         """INT4 channels per scale."""
         return int(self.q4.shape[1] // self.scale4.shape[1])
 
+    @property
+    def scales(self) -> F16:
+        """Of all groups, then of the outliers: f16 [R, K/g + 1]."""
+        both: F16 = np.concatenate([self.scale4, self.scale8[:, None]], axis=1)
+        return both
+
     def dequantize(self) -> F32:
         """q·scale as f32 [R, K + outliers], in Atom's order."""
         parts = dequantized(self.q4, self.scale4), dequantized(self.q8, self.scale8[:, None])

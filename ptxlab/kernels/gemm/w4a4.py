@@ -100,9 +100,7 @@ def gemm_atom(
     With `halves` the product of two scales is rounded to FP16 before, as in Atom's code.
     """
     sums = reference.gemm_group_sums(x.q4, w.q4, x.q8, w.q8, w.group)
-    scales = [np.concatenate([rows.scale4, rows.scale8[:, None]], axis=1) for rows in (x, w)]
-    total = reference.gemm_add_groups(sums, *scales, halves=halves)
-    return rounded(total, bias, OUT)
+    return rounded(reference.gemm_add_groups(sums, x.scales, w.scales, halves=halves), bias, OUT)
 
 
 def _operand(name: str, rows: str, scales: str) -> tuple[Arg, ...]:
@@ -121,11 +119,7 @@ def _atom(name: str, summary: str, scales: str, **fields: Any) -> KernelSpec:
     return KernelSpec(
         name=name,
         summary=summary,
-        args=(
-            *_operand("w", "N", scales),
-            *_operand("x", "M", scales),
-            *_OUTPUTS,
-        ),
+        args=(*_operand("w", "N", scales), *_operand("x", "M", scales), *_OUTPUTS),
         operations="2*M*N*(K + outliers)",
         example=example_atom,
         pack=_pack_atom,
@@ -184,27 +178,29 @@ ATOM_HALVES = replace(
 )
 
 
-def _stage_bytes(s: Sizes) -> int:
+def _stage_bytes(BM: int, WN: int) -> int:
     """128 channels of X and their scales; a block of every strip, as large as one of outliers."""
-    return -(-(s["BM"] * (128 + 16) + 4 * s["WN"] * atom.OUTLIER_BYTES) // 1024) * 1024
+    return -(-(BM * (128 + 16) + 4 * WN * atom.OUTLIER_BYTES) // 1024) * 1024
 
 
-def _shared_bytes(s: Sizes) -> int:
-    """The ring, and a buffer per warp."""
-    return s["STAGES"] * _stage_bytes(s) + s["WN"] * 4 * 512
+def _buffer_bytes(WN: int) -> int:
+    """Behind the ring: 512 bytes per warp."""
+    return WN * 4 * 512
 
 
 def _choose_sm90(s: Sizes) -> dict[str, int]:
     """As wide as there are tokens, and as many stages as fit. To be tuned: no GPU has timed it yet."""
-    tile = {"BM": next((BM for BM in (8, 16, 32, 64) if s["M"] <= BM), 128), "WN": 2}
-    stages = (strips_tiles.ROOM - _shared_bytes(tile | {"STAGES": 0})) // _stage_bytes(tile)
-    return {**tile, "STAGES": min(stages, strips_tiles.MOST_STAGES), "GROUP": s["g"], "OUT": F32}
+    BM, WN = next((BM for BM in (8, 16, 32, 64) if s["M"] <= BM), 128), 2
+    stages = min((strips_tiles.ROOM - _buffer_bytes(WN)) // _stage_bytes(BM, WN), strips_tiles.MOST_STAGES)
+    return {"BM": BM, "WN": WN, "STAGES": stages, "GROUP": s["g"], "OUT": F32}
 
 
 def _launch_sm90(s: Sizes) -> Launch:
     """Persistent blocks."""
-    tiles = -(-s["M"] // s["BM"]) * -(-s["N"] // (64 * s["WN"]))
-    return Launch((min(tiles, strips_tiles.SMS), 1, 1), (128 * (s["WN"] + 1), 1, 1), _shared_bytes(s))
+    BM, WN = s["BM"], s["WN"]
+    tiles = -(-s["M"] // BM) * -(-s["N"] // (64 * WN))
+    shared = s["STAGES"] * _stage_bytes(BM, WN) + _buffer_bytes(WN)
+    return Launch((min(tiles, strips_tiles.SMS), 1, 1), (128 * (WN + 1), 1, 1), shared)
 
 
 def _pack_sm90(logical: Arrays) -> Arrays:

@@ -131,7 +131,7 @@ def test_atoms_code_rounds_the_product_of_two_scales(backend: str) -> None:
     y = output(ATOM_HALVES, logical, backend)
     assert np.array_equal(y.view(np.uint32), ATOM_HALVES.reference(**logical).view(np.uint32))
     assert not np.array_equal(y, gemm_atom(**logical))
-    x, w = (np.concatenate([rows.scale4, rows.scale8[:, None]], axis=1) for rows in (logical["x"], logical["w"]))
+    x, w = logical["x"].scales, logical["w"].scales
     by_hand = np.float32(0)
     sums = reference.gemm_group_sums(*(getattr(logical[of], q)[:1] for q in ("q4", "q8") for of in "xw"), 128)
     for g, exact in enumerate(sums):
