@@ -45,7 +45,7 @@ __device__ __forceinline__ void fetch_scales(__half* to, const __half* from, int
     }
 }
 
-// What a block multiplies, ROWS of W by COLUMNS of X: each warp 32 rows by TOKENS, SPLIT warps along the tokens.
+// A block's tile of Y, ROWS of W by COLUMNS tokens: a warp has 32 rows by TOKENS, and SPLIT warps share the tokens.
 template <int ROWS, int COLUMNS, int SPLIT>
 struct RowsTile {
     static constexpr int WN = ROWS / 32, THREADS = 32 * WN * SPLIT, TOKENS = COLUMNS / SPLIT;
@@ -82,13 +82,13 @@ struct RowsTile {
     __device__ __forceinline__ int w_at() const { return wn * 32 * ROW_BYTES; }
     __device__ __forceinline__ int x_at() const { return wm * TOKENS * ROW_BYTES; }
 
-    // Operand A of this warp's 32 rows over half a stage: two chunks of 16 rows, twice.
+    // Operand A of this warp's 32 rows over half a stage, for each 16 rows two chunks.
     __device__ __forceinline__ void load_w(unsigned (&a)[2][4], const unsigned char* w, int half) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) ldmatrix_x4(a[h], w + chunk_at(h * 16 + lane % 16, half * 2 + lane / 16));
     }
 
-    // multiply(eight tokens, 16 rows, operand B) for all of this warp's, over half a stage.
+    // Over half a stage: multiply(m, h, b0, b1) for this warp's tokens in eights and rows in 16, with operand B.
     template <class Multiply>
     __device__ __forceinline__ void multiply_tokens(const unsigned char* x, int half, Multiply multiply) const {
 #pragma unroll
@@ -151,8 +151,8 @@ struct RowsTile {
         }
     }
 
-    // The results of all warps meet in the ring's place, [tokens][PITCH]; then eight neighbours at a time, as far as
-    // they are inside Y, go through store(place in Y, token, n, results).
+    // The results of all warps, in the ring's place as [tokens][PITCH]; then store(place in Y, token, n, results) for
+    // every eight neighbours that are inside Y.
     template <class Number, class Store>
     __device__ __forceinline__ void gather(unsigned char* ring, const Number (&results)[2][TOKENS / 8][4],
                                            Store store) const {
