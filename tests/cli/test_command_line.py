@@ -70,6 +70,10 @@ def test_profile_is_three_commands_of_few_options(name: str) -> None:
     assert len(own) <= 6, own
 
 
+def test_every_command_takes_json() -> None:
+    assert [name for name, command in COMMANDS.items() if "--json" not in options(command)] == []
+
+
 @pytest.mark.parametrize("command", [("run", SUMMING), ("verify", SUMMING)])
 def test_an_unavailable_gpu_names_the_emulator(
     cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, str]
