@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ptxlab.cli import init
+from tests.support import plugin
 
 pytest_plugins = "pytester"
 REQUIREMENT = "ptxlab[asm] @ git+https://example.org/ptxlab"
@@ -34,8 +35,7 @@ def test_what_its_workflow_runs_passes(cli: Any, pytester: pytest.Pytester, monk
     code, out, err = cli(*commands[1].split()[1:])
     assert code == 0 and "3 passed, 0 failed" in out, out + err
     monkeypatch.chdir(pytester.path)
-    plugin = () if pytester._request.config.pluginmanager.has_plugin("ptxlab") else ("-p", "ptxlab.testing.plugin")
-    pytester.runpytest_inprocess(project, *plugin).assert_outcomes(passed=3)
+    pytester.runpytest_inprocess(project, *plugin.OPTIONS).assert_outcomes(passed=3)
 
 
 def test_its_notebook_runs_and_shows_the_mistake(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

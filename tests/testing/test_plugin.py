@@ -3,10 +3,11 @@
 import json
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
+
+from tests.support.plugin import OPTIONS
 
 pytest_plugins = "pytester"
 
@@ -56,15 +57,14 @@ LATE = """.version 8.0
 
 @pytest.fixture
 def plugin(pytester: pytest.Pytester) -> Any:
-    """Run a file of tests beside `scale.ptx` and `scale.cu`; the plugin is there as an installed one would be."""
+    """Run a file of tests beside `scale.ptx` and `scale.cu`."""
     pytester.makefile(".ptx", scale=PTX, late=LATE)
     pytester.makefile(".cu", scale=CUDA)
     pytester.makeini("[pytest]\naddopts = --strict-markers")
-    installed = any(each.name == "ptxlab" for each in entry_points(group="pytest11"))
 
     def run(body: str, *options: str, subprocess: bool = False) -> Any:
         pytester.makepyfile(test_it=HEADER + body)
-        arguments = [*(() if installed else ("-p", "ptxlab.testing.plugin")), "-p", "no:cacheprovider", *options]
+        arguments = [*OPTIONS, "-p", "no:cacheprovider", *options]
         return (pytester.runpytest_subprocess if subprocess else pytester.runpytest_inprocess)(*arguments)
 
     return run
