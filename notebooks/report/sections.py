@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -299,8 +300,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "attention_means": attention_means_section,
     "profile": profiletables.profile_section,
     "stalls": profiletables.stalls_section,
-    "mistakes": showcase.page,
-    "fence_bugs": showcase.fences,
+    "mistakes": partial(showcase.page, showcase.MISTAKES),
+    "fence_bugs": partial(showcase.page, showcase.FENCES),
     "proofs": proofs_table,
     "pipelines": pipelines.section,
 }
