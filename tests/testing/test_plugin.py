@@ -162,16 +162,12 @@ def test_findings_are_failures_with_file_and_line(plugin: Any) -> None:
 
 
 def test_a_schedule_can_be_seen_again(plugin: Any) -> None:
-    result = plugin(
-        """
+    result = plugin("""
 @pytest.mark.ptxlab(checks="", seeds=2)
 def test_schedules(emulate):
     out = emulate("late.ptx", grid=1, block=64, a=A[:64], out=np.zeros(64, np.float32), same=False)
-    assert out.schedules == SCHEDULES
-""".replace("SCHEDULES", "('late:7',)"),
-        "--ptxlab-schedule",
-        "late:7",
-    )
+    assert out.schedules == ("late:7",)
+""", "--ptxlab-schedule", "late:7")  # fmt: skip
     result.assert_outcomes(passed=1)
     result = plugin("""
 @pytest.mark.ptxlab(checks="", seeds=2)
@@ -187,20 +183,8 @@ def test_annotations_come_through_xdist_into_a_file(
     plugin: Any, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # other plugins take seconds to import
-    result = plugin(
-        BROKEN,
-        "-p",
-        "xdist",
-        "-p",
-        "ptxlab.testing.plugin",
-        "-n",
-        "1",
-        "--ptxlab-format",
-        "sarif",
-        "--ptxlab-output",
-        "found.sarif",
-        subprocess=True,
-    )
+    options = "-p xdist -p ptxlab.testing.plugin -n 1 --ptxlab-format sarif --ptxlab-output found.sarif"
+    result = plugin(BROKEN, *options.split(), subprocess=True)
     result.assert_outcomes(failed=4)
     log = json.loads((pytester.path / "found.sarif").read_text())
     (run,) = log["runs"]
