@@ -75,6 +75,7 @@ def test_one_kernel_of_a_file_at_other_sizes(project: Path, cli: Any) -> None:
         ("verify empty.py", "empty.py: a KernelSpec at its top level (got none)"),
         ("verify broken.py", "broken.py: cannot be imported: ZeroDivisionError: division by zero"),
         ("verify alone.py", "alone.py: has a spec of sums, and beside it there is no sums.ptx or .cu"),
+        ("bench nosuch.py", "nosuch.py: cannot be read: No such file"),
         ("bench sums.py", "no GPU backend here"),
     ],
 )
