@@ -288,6 +288,13 @@ def test_an_error_is_annotated_at_the_place_in_its_message(message: str, place: 
     assert (found.path, found.line) == place
 
 
+def test_what_a_test_run_within_a_test_imports_stays(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it is imported twice in one process: C extensions crash then (`tests/support/plugin.py`)."""
+    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    plugin("def test_import(): import wave").assert_outcomes(passed=1)
+    assert "wave" in sys.modules and "test_it" not in sys.modules
+
+
 def test_loading_the_plugin_imports_nothing_heavy() -> None:
     """Every test run of a project that has ptxlab installed pays for this import."""
     code = (
