@@ -4,7 +4,9 @@ All derive from `PtxlabError`. A message is one line and names the argument, the
 (a compile log, a list of waiting threads) is kept in attributes or follows on further lines.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 _LONGEST = 400  # characters of a value in a message
 
@@ -35,6 +37,24 @@ class UnknownKernel(ArgumentError):  # noqa: N818
 
 class FileError(PtxlabError):
     """A file cannot be used: missing, truncated, foreign, or not writable."""
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """An `ArgumentError` inside says first what it is about: `layer 3: w: must be finite`."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise ArgumentError(f"{name}: {error.argument}", error.rule, error.value) from None
+
+
+@contextmanager
+def in_file(path: str | os.PathLike[str]) -> Iterator[None]:
+    """An `ArgumentError` inside is the fault of a file, and becomes its `FileError`."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise FileError(f"{path}: {error}") from None
 
 
 class SourceError(PtxlabError):

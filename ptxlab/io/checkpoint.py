@@ -1,9 +1,10 @@
-"""Weights out of and into safetensors files, one tensor at a time, as NumPy arrays."""
+"""Weights out of and into safetensors files, one tensor at a time, as NumPy arrays; what other containers share."""
 
 import json
 import os
 import re
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,8 +33,51 @@ class TensorInfo:
     nbytes: int
 
 
-class Checkpoint:
-    """An open safetensors file: `tensors` maps names to `TensorInfo`, `metadata` is its own, `read` gives one tensor.
+class TensorFile(ABC):
+    """An open file, or folder, of tensors: `tensors` maps names to `TensorInfo`, `metadata` is the file's own."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """The tensor `name` as float16, float32 or float64; bfloat16 comes as float32, exactly.
+
+        Raises ArgumentError for a name that is not in the file, FileError for a dtype that is not in `FLOATS`.
+        """
+        info = self._info(name)
+        if info.dtype not in FLOATS:
+            raise FileError(f"{self.path}: {name} has dtype {info.dtype}, not one of {', '.join(FLOATS)}")
+        content = self.read_bytes(name)
+        if info.dtype != "BF16":
+            return content.view(f"<f{int(info.dtype[1:]) // 8}").reshape(info.shape)
+        bits = content.view("<u2").astype(np.uint32)  # NumPy has no bfloat16: the upper half of a float32
+        bits <<= np.uint32(16)
+        return bits.view(np.float32).reshape(info.shape)
+
+    @abstractmethod
+    def read_bytes(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes u8 [nbytes] of the tensor `name`, of whatever dtype."""
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise ArgumentError("tensor", f"must be one of the {len(self.tensors)} tensors of {self.path}", name)
+        return self.tensors[name]
+
+
+def bytes_at(path: Path, info: TensorInfo, offset: int) -> npt.NDArray[np.uint8]:
+    """A tensor's bytes in a file. Raises FileError if it has changed since it was opened, so that they are not there."""
+    try:
+        content = np.fromfile(path, dtype=np.uint8, count=info.nbytes, offset=offset)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if content.nbytes != info.nbytes:
+        raise FileError(f"{path}: {info.name}: {info.nbytes} bytes expected (got {content.nbytes})")
+    return content
+
+
+class Checkpoint(TensorFile):
+    """An open safetensors file.
 
     The safetensors library checks the header (its length against the file and against 100 MB, every shape and offset)
     before anything is allocated. Raises FileError if the file is missing, truncated or of another format.
@@ -44,41 +88,19 @@ class Checkpoint:
         if not self.path.is_file():
             raise FileError(f"{self.path}: no such file")
         try:
-            self._file = cast(Any, safe_open(self.path, framework="np"))  # its methods are not annotated
-            names = list(self._file.keys())
-            self.metadata: dict[str, str] = self._file.metadata() or {}
+            file = cast(Any, safe_open(self.path, framework="np"))  # its methods are not annotated
+            names = list(file.keys())
+            self.metadata = file.metadata() or {}
         except (SafetensorError, OSError) as error:
             raise FileError(f"{self.path}: not a readable safetensors file ({error})") from error
-        self.tensors = {name: self._info(name) for name in names}
-
-    def read(self, name: str) -> npt.NDArray[Any]:
-        """The tensor `name` as float16, float32 or float64; bfloat16 comes as float32, exactly.
-
-        Raises ArgumentError for a name that is not in the file, FileError for a dtype that is not in `FLOATS`.
-        """
-        if name not in self.tensors:
-            raise ArgumentError("tensor", f"must be one of the {len(self.tensors)} tensors of {self.path}", name)
-        info = self.tensors[name]
-        if info.dtype not in FLOATS:
-            raise FileError(f"{self.path}: {name} has dtype {info.dtype}, not one of {', '.join(FLOATS)}")
-        if info.dtype == "BF16":
-            return self._read_bfloat16(info)
-        tensor: npt.NDArray[Any] = self._file.get_tensor(name)
-        return tensor
+        self.tensors = {name: self._announced(name) for name in names}
 
     def read_bytes(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes u8 [nbytes] of the tensor `name`, of whatever dtype."""
+        """See `TensorFile.read_bytes`."""
         data_start, header = self._header
-        begin, end = header[name]["data_offsets"]
-        return np.fromfile(self.path, dtype=np.uint8, count=end - begin, offset=data_start + begin)
+        return bytes_at(self.path, self.tensors[name], data_start + header[name]["data_offsets"][0])
 
-    def _read_bfloat16(self, info: TensorInfo) -> npt.NDArray[np.float32]:
-        """NumPy has no bfloat16, so the library cannot give it; its bits are the upper half of a float32's."""
-        bits = self.read_bytes(info.name).view("<u2").astype(np.uint32)
-        bits <<= np.uint32(16)
-        return bits.view(np.float32).reshape(info.shape)
-
-    def _info(self, name: str) -> TensorInfo:
+    def _announced(self, name: str) -> TensorInfo:
         entry = self._header[1][name]
         begin, end = entry["data_offsets"]
         return TensorInfo(name, tuple(entry["shape"]), entry["dtype"], end - begin)
@@ -91,8 +113,8 @@ class Checkpoint:
             return 8 + length, json.loads(file.read(length))
 
 
-class CheckpointFolder:
-    """The safetensors files of a folder as one `Checkpoint`: those that its index names, or all where it has none.
+class CheckpointFolder(TensorFile):
+    """The safetensors files of a folder as one: those that its index names, or all where it has none.
 
     Raises FileError for a folder without such files, one that is broken, a tensor that lies in two, and an index that
     names what is not there.
@@ -100,19 +122,19 @@ class CheckpointFolder:
 
     _INDEX = "model.safetensors.index.json"
     _PATTERNS: tuple[str, ...] = ("*.safetensors",)
-    _OPEN: Callable[[Path], Any] = Checkpoint
+    _OPEN: Callable[[Path], TensorFile] = Checkpoint
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.metadata: dict[str, str] = {}
+        self.metadata = {}
         index = self.path / self._INDEX
         names = _indexed(index) if index.is_file() else {}
         files = [self.path / name for name in sorted({*names.values()})]
         files = files or sorted({file for pattern in self._PATTERNS for file in self.path.glob(pattern)})
         if not files:
             raise FileError(f"{self.path}: no {' or '.join(self._PATTERNS).replace('*', '')} file")
-        self._files: dict[str, Any] = {}
-        self.tensors: dict[str, TensorInfo] = {}
+        self._files: dict[str, TensorFile] = {}
+        self.tensors = {}
         for checkpoint in map(type(self)._OPEN, files):
             for name, info in checkpoint.tensors.items():
                 if name in self.tensors:
@@ -123,16 +145,12 @@ class CheckpointFolder:
                 raise FileError(f"{index}: {name} is not in {file}")
 
     def read(self, name: str) -> npt.NDArray[Any]:
-        """The tensor `name`, as `Checkpoint.read` gives it."""
-        if name not in self.tensors:
-            raise ArgumentError("tensor", f"must be one of the {len(self.tensors)} tensors of {self.path}", name)
-        tensor: npt.NDArray[Any] = self._files[name].read(name)
-        return tensor
+        """See `TensorFile.read`."""
+        return self._files[self._info(name).name].read(name)
 
     def read_bytes(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of the tensor `name`, as `Checkpoint.read_bytes` gives them."""
-        content: npt.NDArray[np.uint8] = self._files[name].read_bytes(name)
-        return content
+        """See `TensorFile.read_bytes`."""
+        return self._files[name].read_bytes(name)
 
 
 def _indexed(index: Path) -> dict[str, str]:

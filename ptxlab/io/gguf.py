@@ -10,8 +10,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.errors import ArgumentError, FileError, UnavailableError
-from ptxlab.io.checkpoint import TensorInfo
+from ptxlab.errors import FileError, UnavailableError
+from ptxlab.io.checkpoint import TensorFile, TensorInfo, bytes_at
 
 VERSIONS = (2, 3)
 _SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8",
@@ -20,8 +20,8 @@ _TEXT, _ARRAY = 8, 9
 _MOST_AXES = 4
 
 
-class GgufFile:
-    """An open GGUF file: `tensors` maps names to `TensorInfo`, `metadata` keys to values, `read` gives one tensor.
+class GgufFile(TensorFile):
+    """An open GGUF file, of quantised tensors too.
 
     Dtypes have GGUF's names ("F16", "Q4_1"); shapes have K last, as in NumPy. Metadata are numbers, texts, lists of
     texts and NumPy arrays. The library `gguf` dequantises; its reader is not used, because it does not check the
@@ -36,8 +36,7 @@ class GgufFile:
         if not self.path.is_file():
             raise FileError(f"{self.path}: no such file")
         library()
-        self.metadata: dict[str, Any] = {}
-        self.tensors: dict[str, TensorInfo] = {}
+        self.metadata, self.tensors = {}, {}
         self._places: dict[str, int] = {}
         try:
             with self.path.open("rb") as file:
@@ -49,13 +48,12 @@ class GgufFile:
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """The tensor `name`, dequantised to float32. Raises ArgumentError for a name that is not in the file."""
-        if name not in self.tensors:
-            raise ArgumentError("tensor", f"must be one of the {len(self.tensors)} tensors of {self.path}", name)
-        info = self.tensors[name]
-        raw = np.fromfile(self.path, dtype=np.uint8, count=info.nbytes, offset=self._places[name])
-        if raw.nbytes != info.nbytes:
-            raise FileError(f"{self.path}: {name}: {info.nbytes} bytes expected (got {raw.nbytes})")
-        return _dequantized(raw, info.dtype).reshape(info.shape)
+        info = self._info(name)
+        return _dequantized(self.read_bytes(name), info.dtype).reshape(info.shape)
+
+    def read_bytes(self, name: str) -> npt.NDArray[np.uint8]:
+        """See `TensorFile.read_bytes`."""
+        return bytes_at(self.path, self.tensors[name], self._places[name])
 
     def _read_header(self, header: "_Header") -> None:
         if header.take(4) != b"GGUF":

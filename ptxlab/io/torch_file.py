@@ -12,13 +12,13 @@ import zipfile
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.errors import ArgumentError, FileError
-from ptxlab.io.checkpoint import FLOATS, Checkpoint, CheckpointFolder, TensorInfo
+from ptxlab.errors import FileError
+from ptxlab.io.checkpoint import Checkpoint, CheckpointFolder, TensorFile, TensorInfo
 from ptxlab.io.files import DAMAGE
 
 MAX_PICKLE = 1 << 24  # bytes of data.pkl; that of a model of 8 billion weights has some 300,000
@@ -46,8 +46,8 @@ class _Tensor(tuple[_Storage, int, tuple[int, ...]]):
     """Its storage, the first element in it, and the shape."""
 
 
-class TorchFile:
-    """An open file of `torch.save`, a dictionary of tensors: `tensors`, `read` and `read_bytes` as of `Checkpoint`.
+class TorchFile(TensorFile):
+    """An open file of `torch.save`, a dictionary of tensors.
 
     Sizes in the file are checked against each other before anything is allocated. Raises FileError for a file that is
     missing, truncated, of another format (of PyTorch before 1.6 too) or big-endian, that holds anything but contiguous
@@ -58,7 +58,7 @@ class TorchFile:
         self.path = Path(path)
         if not self.path.is_file():
             raise FileError(f"{self.path}: no such file")
-        self.metadata: dict[str, str] = {}
+        self.metadata = {}
         try:
             with zipfile.ZipFile(self.path) as archive:
                 self._members = {info.filename: info for info in archive.infolist()}
@@ -73,20 +73,8 @@ class TorchFile:
             for name, (storage, _, shape) in self._tensors.items()
         }
 
-    def read(self, name: str) -> npt.NDArray[Any]:
-        """The tensor `name` as float16, float32 or float64; bfloat16 comes as float32. Raises as `Checkpoint.read`."""
-        if name not in self.tensors:
-            raise ArgumentError("tensor", f"must be one of the {len(self.tensors)} tensors of {self.path}", name)
-        info = self.tensors[name]
-        if info.dtype not in FLOATS:
-            raise FileError(f"{self.path}: {name} has dtype {info.dtype}, not one of {', '.join(FLOATS)}")
-        content = self.read_bytes(name)
-        if info.dtype == "BF16":
-            return (content.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(info.shape)
-        return content.view(f"<f{int(info.dtype[1:]) // 8}").reshape(info.shape)
-
     def read_bytes(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes u8 [nbytes] of the tensor `name`, of whatever dtype."""
+        """See `TensorFile.read_bytes`."""
         (member, _, itemsize, _), first, shape = self._tensors[name]
         nbytes = prod(shape) * itemsize
         try:
@@ -276,10 +264,7 @@ class TorchFolder(CheckpointFolder):
     _OPEN = TorchFile
 
 
-OpenCheckpoint: TypeAlias = Checkpoint | CheckpointFolder | TorchFile
-
-
-def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
+def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
     """A checkpoint of whatever container: a file or a folder of safetensors, else of `torch.save` (.pt, .pth, .bin)."""
     source = Path(path)
     if source.is_dir():

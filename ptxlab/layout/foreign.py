@@ -28,10 +28,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.errors import ArgumentError, FileError
+from ptxlab.errors import ArgumentError, FileError, in_file, naming
 from ptxlab.io.checkpoint import FLOATS, TensorInfo
 from ptxlab.io.files import read_json
-from ptxlab.io.torch_file import OpenCheckpoint, open_checkpoint
+from ptxlab.io.torch_file import open_checkpoint
 from ptxlab.layout.storage import METADATA_KEY
 from ptxlab.quant import AffineWeight, LQQWeight
 from ptxlab.quant.inputs import extremes
@@ -84,7 +84,7 @@ class ForeignCheckpoint:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.file: OpenCheckpoint = open_checkpoint(path)
+        self.file = open_checkpoint(path)
         if METADATA_KEY in self.file.metadata:
             raise FileError(f"{self.path}: holds packed weights already")
         self.stated = _stated(self.path if self.path.is_dir() else self.path.parent)
@@ -108,11 +108,9 @@ class ForeignCheckpoint:
     def weight(self, name: str) -> ForeignWeight:
         """The integers of a matrix. Raises FileError for scales that are not finite, and for values no 4 bits have."""
         matrix = self.matrices[name]
-        try:
+        with in_file(self.path), naming(name):
             arrays = {part: self._array(tensor) for part, tensor in matrix.tensors.items()}
             return matrix.format.weight(arrays, self.stated.get("checkpoint_format") == "gptq_v2")
-        except ArgumentError as error:
-            raise FileError(f"{self.path}: {name}: {error}") from None
 
     def _add(self, name: str, parts: dict[str, TensorInfo]) -> None:
         """Recognise a matrix."""
@@ -120,7 +118,7 @@ class ForeignCheckpoint:
         for format in _FORMATS:
             if not {*format.needs} <= parts.keys():
                 continue
-            if any(len(found[part]) != 2 for part in format.needs[:1]) or (sizes := format.sizes(found)) is None:
+            if len(found[format.needs[0]]) != 2 or (sizes := format.sizes(found)) is None:
                 continue
             self._check(name, format, parts, *sizes)
             N, K, groups = sizes

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.errors import ArgumentError, FileError
+from ptxlab.errors import ArgumentError, FileError, in_file, naming
 from ptxlab.io.checkpoint import Checkpoint, TensorInfo, write_checkpoint
 from ptxlab.layout.packed_weight import VERSION, PackedWeight, buffer_shapes, require_no_overflow, unpack
 from ptxlab.layout.packings import PACKINGS, Buffers
@@ -47,10 +47,8 @@ def load(path: str | os.PathLike[str], name: str | None = None, *, unchecked: bo
         raise ArgumentError("name", f"must be one of the {len(weights)} packed weights of {path}: {some}", name)
     packed = _load(checkpoint, name, weights[name])
     if not unchecked:
-        try:
+        with in_file(checkpoint.path):
             require_no_overflow(name, unpack(packed))
-        except ArgumentError as error:
-            raise FileError(f"{checkpoint.path}: {error}") from None
     return packed
 
 
@@ -106,10 +104,8 @@ def _well_typed(fields: Any) -> bool:
 
 
 def _load(checkpoint: Checkpoint, name: str, fields: dict[str, Any]) -> PackedWeight:
-    try:
+    with in_file(checkpoint.path), naming(name):
         announced = announce(name, fields)
-    except ArgumentError as error:
-        raise FileError(f"{checkpoint.path}: {name}: {error}") from None
     if fields["arch"] != PACKINGS[fields["layout"]].arch:
         rule = f"{fields['layout']} is for {PACKINGS[fields['layout']].arch}"
         raise FileError(f"{checkpoint.path}: {name}: {rule} (got {fields['arch']})")
@@ -124,7 +120,5 @@ def _load(checkpoint: Checkpoint, name: str, fields: dict[str, Any]) -> PackedWe
         buffers[expected.name.removeprefix(f"{name}.")] = (
             checkpoint.read_bytes(expected.name).view(dtype).reshape(expected.shape)
         )
-    try:
+    with in_file(checkpoint.path), naming(name):
         return PackedWeight(**{key: fields[key] for key in _FIELDS if key != "arch"}, buffers=buffers)
-    except ArgumentError as error:
-        raise FileError(f"{checkpoint.path}: {name}: {error}") from None

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 
 from ptxlab import layout
-from ptxlab.errors import ArgumentError, FileError
+from ptxlab.errors import FileError, in_file
 from ptxlab.io.checkpoint import Checkpoint, TensorInfo, write_checkpoint
 from ptxlab.io.files import read_json, write_text
 from ptxlab.layout.storage import announce, contents, header_fields, metadata
 from ptxlab.model.config import Config
-from ptxlab.model.quantized import QuantizedModel
+from ptxlab.model.quantized import FUSED, QuantizedModel
 from ptxlab.model.weights import LayerWeights
+from ptxlab.reference import NORMS
 
 RECIPE = "recipe.json"
 SCHEMA = 1
 _ENDS = "ends.safetensors"
-_MATRICES = ("qkv", "o", "gate_up", "down")
 _STORED = {"float16": "F16", "uint16": "BF16", "float32": "F32"}  # uint16: bits of bfloat16
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
@@ -40,7 +40,7 @@ def save(model: QuantizedModel, folder: Path) -> None:
 
 def save_layer(folder: Path, index: int, layer: LayerWeights) -> None:
     """Write one layer, whole or not at all."""
-    packed = {name: getattr(layer, name) for name in _MATRICES}
+    packed = {name: getattr(layer, name) for name in FUSED}
     fields = {
         name: header_fields(each.layout, each.scheme, each.N, each.K, each.group, each.protective_range)
         for name, each in packed.items()
@@ -73,10 +73,8 @@ def load(folder: Path | str) -> QuantizedModel:
     folder = Path(folder)
     if not (folder / RECIPE).is_file():
         raise FileError(f"{folder}: no quantised model: no {RECIPE}")
-    try:
+    with in_file(folder):
         config = Config.from_json(folder / "config.json")
-    except ArgumentError as error:
-        raise FileError(f"{folder}: {error}") from None
     recipe = read_recipe(folder)
     ends = Checkpoint(folder / _ENDS)
     shapes = {"embedding": (config.vocabulary, config.hidden), "final_norm": (config.hidden,)}
@@ -93,14 +91,11 @@ def load_layer(folder: Path, index: int, config: Config) -> LayerWeights:
     """One layer. Raises FileError as `load` does."""
     path = layer_path(folder, index)
     file = Checkpoint(path)
-    shapes: dict[str, tuple[int, ...]] = {"input_norm": (config.hidden,), "post_norm": (config.hidden,)}
-    shapes |= {"qkv_bias": (config.qkv_width,)} if config.qkv_bias else {}
+    shapes = dict.fromkeys(NORMS, (config.hidden,)) | ({"qkv_bias": (config.qkv_width,)} if config.qkv_bias else {})
     parts: dict[str, Any] = {name: _read(file, name, shape) for name, shape in shapes.items()}
-    try:
-        parts |= {name: layout.load(path, name) for name in _MATRICES}
+    with in_file(path):
+        parts |= {name: layout.load(path, name) for name in FUSED}
         return LayerWeights(config=config, **parts)
-    except ArgumentError as error:
-        raise FileError(f"{path}: {error}") from None
 
 
 def layer_path(folder: Path, index: int) -> Path:

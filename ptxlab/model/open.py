@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.errors import ArgumentError, FileError
+from ptxlab.errors import FileError, in_file
 from ptxlab.io import weights
 from ptxlab.io.checkpoint import FLOATS
 from ptxlab.io.gguf import GgufFile
@@ -101,10 +101,8 @@ def _open_gguf(path: Path) -> tuple[FloatModel, Tokenizer]:
     file = GgufFile(path)
     factors = file.read(_ROPE_FACTORS).tolist() if _ROPE_FACTORS in file.tensors else None
     tied = _GGUF["head"] not in file.tensors
-    try:
+    with in_file(path):
         config = Config.from_gguf(file.metadata, tied_head=tied, rope_factors=factors)
-    except ArgumentError as error:
-        raise FileError(f"{path}: {error}") from None
     heads = {"q": config.heads, "k": config.kv_heads} if file.metadata["general.architecture"] == "llama" else {}
 
     def in_halves(name: str, array: Any) -> Any:
@@ -120,10 +118,8 @@ def _open_gguf(path: Path) -> tuple[FloatModel, Tokenizer]:
 def _open_folder(path: Path) -> tuple[FloatModel, Tokenizer]:
     if not (path / "config.json").is_file():
         raise FileError(f"{path}: no config.json: not a Hugging Face model")
-    try:
+    with in_file(path):
         config = Config.from_json(path / "config.json")
-    except ArgumentError as error:
-        raise FileError(f"{path}: {error}") from None
     file = ForeignCheckpoint(path)
     unused = {name for name in file.tensors if name.endswith("rotary_emb.inv_freq")}  # of old checkpoints
     if config.tied_head:
@@ -171,10 +167,8 @@ class _Weights:
         theirs = self.names[name].format(layer)
         with np.errstate(over="ignore"):  # of float64; what becomes infinite is refused
             array = self.file.read(theirs).astype(np.float32, copy=False)
-        try:
+        with in_file(self.file.path):
             extremes(theirs, array)
-        except ArgumentError as error:
-            raise FileError(f"{self.file.path}: {error}") from None
         return self.reordered(name, array)
 
     def layer(self, index: int) -> Layer:

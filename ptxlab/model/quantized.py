@@ -18,12 +18,7 @@ from ptxlab.reference import BIASES, NORMS, Layer
 from ptxlab.spec.dtypes import floats, stored
 from ptxlab.validate import is_one_of
 
-FUSED = {
-    "qkv": ("q", "k", "v"),
-    "o": ("o",),
-    "gate_up": ("gate", "up"),
-    "down": ("down",),
-}  # one product each
+FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}  # one product each
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -73,19 +68,14 @@ class QuantizedModel:
         """
         if not is_one_of(dtype, DTYPES):
             raise ArgumentError("dtype", f"must be one of {', '.join(DTYPES)}", dtype)
-        quantise, config = quantiser(scheme, rounding), model.config
-
-        def rounded_layer(layer: Layer) -> LayerWeights:
-            fused = {name: np.concatenate([layer[part] for part in parts]) for name, parts in FUSED.items()}
-            weights = {name: quantise(w, group) for name, w in fused.items()}
-            return packed_layer(config, layer, weights, layout, dtype)
-
-        layers = []
+        quantise, layers = quantiser(scheme, rounding), []
         for i, layer in enumerate(model.layers):
             progress(f"layer {i}")
-            layers.append(rounded_layer(layer))
+            fused = {name: np.concatenate([layer[part] for part in parts]) for name, parts in FUSED.items()}
+            weights = {name: quantise(w, group) for name, w in fused.items()}
+            layers.append(packed_layer(model.config, layer, weights, layout, dtype))
         recipe = {"scheme": scheme, "group": group, "steps": ["round to nearest"]}
-        return cls(config=config, layers=layers, recipe=recipe, **stored_ends(model, dtype))
+        return cls(config=model.config, layers=layers, recipe=recipe, **stored_ends(model, dtype))
 
 
 def packed_layer(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.errors import ArgumentError
+from ptxlab.errors import ArgumentError, naming
 from ptxlab.model.floats import FloatModel, MappedLayers, Tokens
 from ptxlab.model.quantized import FUSED
 from ptxlab.quant.numerics import FakeQuantized
@@ -110,10 +110,8 @@ def quantize_layers(
     for index in range(len(model.layers)):
         floats = finished(index)
         if floats is None:
-            try:
+            with naming(f"layer {index}"):
                 found = quantize_layer(model, model.layers[index], states, recipe)
-            except ArgumentError as error:
-                raise ArgumentError(f"layer {index}: {error.argument}", error.rule, error.value) from None
             yield found
             floats = finished(index) or found.floats
         else:

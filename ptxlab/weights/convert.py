@@ -17,7 +17,8 @@ from ptxlab.io.checkpoint import FLOATS, Checkpoint, TensorInfo, write_checkpoin
 from ptxlab.layout import buffer_shapes, load, pack, unpack
 from ptxlab.layout.packed_weight import QuantizedWeight
 from ptxlab.layout.storage import METADATA_KEY, announce, contents, header_fields, metadata
-from ptxlab.quant import PROTECTIVE_RANGE, quantize_lqq, quantize_qoq, quantize_qoq_channel
+from ptxlab.model.weights import quantiser
+from ptxlab.quant import PROTECTIVE_RANGE
 
 _EMBEDDING = re.compile(r"embed|(^|[._])w[tp]e\b", re.IGNORECASE)  # embed_tokens, position_embeddings, wte, wpe
 _LISTED = 8  # tensors that one message names
@@ -110,12 +111,8 @@ class Conversion:
                 progress(name)
 
     def _quantize(self, name: str, fields: dict[str, Any]) -> QuantizedWeight:
-        w = self.checkpoint.read(name)
         try:
-            if fields["scheme"] == "qoq_channel":
-                return quantize_qoq_channel(w)
-            two_level = quantize_lqq if fields["scheme"] == "lqq" else quantize_qoq
-            return two_level(w, fields["group"])
+            return quantiser(fields["scheme"])(self.checkpoint.read(name), fields["group"])
         except ArgumentError as error:
             raise ArgumentError(name, error.rule, error.value) from None
 

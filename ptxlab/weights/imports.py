@@ -9,14 +9,13 @@ of ours, weights are dequantised and quantised from the beginning.
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ptxlab.errors import ArgumentError, FileError
+from ptxlab.errors import ArgumentError, FileError, naming
 from ptxlab.io.checkpoint import write_checkpoint
 from ptxlab.io.files import require_folder
 from ptxlab.layout import LAYOUTS, buffer_shapes, pack
@@ -139,7 +138,7 @@ def _write_file(
     def arrays() -> Iterator[tuple[str, Any]]:
         for name in checkpoint.tensors:
             if name in fields:
-                with _naming(name):
+                with naming(name):
                     weight, error = converted([checkpoint.weight(name)])
                     packed = pack(weight, layout, unchecked=True)
                 if not unchecked:
@@ -163,7 +162,7 @@ def _fields(checkpoint: ForeignCheckpoint, matrix: ForeignMatrix, layout: str) -
         scheme, group, protective_range = "qoq_channel", K, 0
     else:
         scheme, group, protective_range = "lqq", _group(K, K // matrix.groups), PROTECTIVE_RANGE
-    with _naming(name):
+    with naming(name):
         buffer_shapes(layout, scheme, N, K, group)
     return header_fields(layout, scheme, N, K, group, protective_range)
 
@@ -188,10 +187,10 @@ def _write_model(
                 for name, part in zip(names, each, strict=True):
                     if isinstance(part, LQQWeight) and not unchecked:
                         require_no_overflow(name, part)
-                with _naming(names[0]):
+                with naming(names[0]):
                     weights[fused], error = converted(each)
                 rows.append(_row(checkpoint.matrices[names[0]], weights[fused], error, f"layer {index} {fused}"))
-            with _naming(f"layer {index}"):
+            with naming(f"layer {index}"):
                 packed = packed_layer(config, layer, weights, layout, unchecked=unchecked)
             folders.save_layer(partial, index, packed)
             progress(f"layer {index}")
@@ -208,25 +207,23 @@ def _write_model(
 
 
 def _row(matrix: ForeignMatrix, weight: QuantizedWeight, error: float | None, name: str = "") -> ImportedMatrix:
-    K = weight.shape[1]
-    found = ImportedMatrix(name or matrix.name, matrix.format.name, weight.shape, "qoq_channel", K, error, 0, 0, "")
-    if not isinstance(weight, TwoLevelWeight):
-        return found
+    if isinstance(weight, TwoLevelWeight):
+        scheme, group, overflows = "lqq", weight.group, weight.overflows()
+    else:
+        scheme, group, overflows = "qoq_channel", weight.shape[1], np.zeros(0, bool)
+    first = ""
     try:
         require_no_overflow("", weight)
-        first = ""
     except ArgumentError as overflow:
         first = str(overflow.value)
-    wrong = weight.overflows()
-    return replace(
-        found, scheme="lqq", group=weight.group, groups=wrong.size, overflows=int(wrong.sum()), overflow=first
+    return ImportedMatrix(
+        name=name or matrix.name,
+        format=matrix.format.name,
+        shape=weight.shape,
+        scheme=scheme,
+        group=group,
+        relative_error=error,
+        groups=overflows.size,
+        overflows=int(overflows.sum()),
+        overflow=first,
     )
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Errors with the name of the matrix."""
-    try:
-        yield
-    except ArgumentError as error:
-        raise ArgumentError(f"{name}: {error.argument}", error.rule, error.value) from None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu
-from ptxlab.errors import ArgumentError, FileError
+from ptxlab.errors import ArgumentError, FileError, naming
 from ptxlab.io.files import require_folder
 from ptxlab.io.tokenizer import Tokenizer
 from ptxlab.layout import buffer_shapes
@@ -66,10 +66,8 @@ def quantize_model(
     turned = prepared(model, recipe)
     config = turned.config
     for name, (N, K) in config.matrices.items():
-        try:
+        with naming(name):
             buffer_shapes(layout, scheme, N, K, K if scheme == "qoq_channel" else recipe.group or 0)
-        except ArgumentError as error:
-            raise ArgumentError(f"{name} {error.argument}", error.rule, error.value) from None
     ends = stored_ends(turned, dtype)  # before the layers take their time: what float16 does not hold is refused
     about = {**recipe.to_json(), "layout": layout, "dtype": dtype, "model": config.name}
     about |= {"text": _digest(tokens), "weights": _digest(model.final_norm, model.layers[0]["q"])}  # identify the run
@@ -84,10 +82,8 @@ def quantize_model(
     errors = {}
     for index, found in enumerate(quantize_layers(turned, tokens, recipe, finished)):
         if found is not None:
-            try:  # a group that would overflow is refused there
+            with naming(f"layer {index}"):  # a group that would overflow is refused there
                 layer = packed_layer(config, found.floats, found.weights, layout, dtype)
-            except ArgumentError as error:
-                raise ArgumentError(f"layer {index}: {error.argument}", error.rule, error.value) from None
             folders.save_layer(partial, index, layer)
             errors[index] = found.errors
         progress(f"layer {index}")

@@ -54,6 +54,18 @@ def test_read_bfloat16(tmp_path):
     assert checkpoint.read("none").shape == (0, 3)
 
 
+def test_a_file_that_has_changed_since_it_was_opened(small):
+    path, _ = small
+    checkpoint, content = Checkpoint(path), path.read_bytes()
+    path.write_bytes(content[:-100])
+    with pytest.raises(FileError, match=r"small\.safetensors: \w+: \d+ bytes expected \(got \d+\)"):
+        for name in checkpoint.tensors:
+            checkpoint.read_bytes(name)
+    path.unlink()
+    with pytest.raises(FileError, match=r"small\.safetensors: cannot be read: No such file or directory"):
+        checkpoint.read("half")
+
+
 def test_refuses_unknown_names_and_dtypes(small, tmp_path):
     checkpoint = Checkpoint(small[0])
     with pytest.raises(ArgumentError, match=r"tensor: must be one of the 4 tensors of .* \(got bias\)"):

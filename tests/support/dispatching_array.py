@@ -20,6 +20,8 @@ class DispatchingArray:
     def __array_function__(self, function: Any, _: Any, args: Any, kwargs: Any) -> Any:
         if function is np.asarray:  # with `like`: a copy to the device
             return DispatchingArray(*args)
+        if "device" in kwargs:  # NumPy's eye, ones and full pass it on with `like`
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument 'device'")
         return to_device(function(*to_host(args), **to_host(kwargs)))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:

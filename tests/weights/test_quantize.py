@@ -80,24 +80,23 @@ def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, 
         ours = dequantized(loaded).layers[index]
         for matrix in ("q", "k", "v", "o", "gate", "up", "down"):
             if index == 0 or not recipe.is_calibrated:  # later ones saw the stored norms, in FP16
-                np.testing.assert_allclose(layer.floats[matrix], ours[matrix], rtol=1e-5, atol=1e-6)
+                np.testing.assert_array_equal(layer.floats[matrix], ours[matrix])
         states.append(dequantized(loaded).run_layer(states[-1], ours, recipe.numerics()))
     assert np.isfinite(states[-1]).all()
 
 
 def test_the_whole_recipe_beats_rounding() -> None:
-    """By the error of the layers' outputs, in each matrix; and by the perplexity of a text."""
-    model, base = small(), perplexity(small(), TEXT)
-    found = {}
+    """By the squared error of the logits."""
+    model, found = small(), {}
     for name in ("rtn", "lqq"):
-        recipe = PACKED[name] if name == "lqq" else PACKED["rtn"].but(kept=0)
+        recipe = PACKED[name]
         prepared = calibrate.prepared(model, recipe)
         layers = [layer for layer in calibrate.quantize_layers(prepared, TEXT, recipe) if layer]
         new = FloatModel(**{**vars(prepared), "layers": [layer.floats for layer in layers]})
         logits = new.logits(new.states([TEXT], recipe.numerics())[0])
         exact = model.logits(model.states([TEXT])[0])
         found[name] = float(((logits - exact) ** 2).mean() / (exact**2).mean())
-    assert np.isfinite(base) and found["lqq"] < 0.5 * found["rtn"]
+    assert found["lqq"] < 0.5 * found["rtn"]
 
 
 def test_a_width_without_a_hadamard_matrix_takes_a_random_rotation() -> None:
@@ -198,7 +197,7 @@ def test_a_damaged_folder_is_refused_in_one_line(tmp_path: Path, damage: Any, me
     ("recipe", "text", "error", "message"),
     [
         (RECIPES["atom"], TEXT, ArgumentError, "recipe: scheme must be one of lqq, qoq, qoq_channel to be packed"),
-        (RECIPES["lqq"], TEXT, ArgumentError, "qkv weight: K must be a multiple of the group"),
+        (RECIPES["lqq"], TEXT, ArgumentError, "qkv: weight: K must be a multiple of the group"),
         (PACKED["lqq"], TEXT[:0], ArgumentError, "tokens: this recipe needs a text"),
     ],
 )
@@ -268,7 +267,7 @@ def test_a_weight_that_would_overflow_stops_the_run(tmp_path: Path, monkeypatch:
 def too_wide(grid: Any, group: int, w: Any) -> Any:
     """Levels to 16·15 - 100 = 140, and scales so small that the largest weights take the last."""
     step, minimum = np.full(w.shape[1], 16.0), np.full(w.shape[1], -100.0)
-    return iter([(steps.Levels(step * grid.scale / 2, minimum * grid.scale / 2, 0, 15), (step, minimum))])
+    return iter([(steps.Levels(grid.scale / 2, step, minimum), (step, minimum))])
 
 
 @pytest.mark.parametrize("name", RECIPES)

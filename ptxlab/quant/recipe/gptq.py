@@ -36,7 +36,7 @@ def rounded(w: Array, hessian: Array | None, grid: Grid) -> Rounded:
     H = None if hessian is None else hessian.astype(w.dtype)
     q, values, chosen = np.empty_like(w), np.empty_like(w), []
     for group, (start, stop) in enumerate(grid.bounds):
-        metric = np.ones(stop - start, w.dtype, like=w) if H is None else H[start:stop, start:stop]
+        metric = np.ones_like(w[start:stop, 0]) if H is None else H[start:stop, start:stop]
         levels, constants = grid.choose(group, w[start:stop], metric)
         q[start:stop] = levels.nearest(w[start:stop])
         values[start:stop] = levels.values(q[start:stop])
@@ -103,7 +103,7 @@ def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
     """U upper triangular with (H + damping·mean(diag H)·I)⁻¹ = Uᵀ U; damping is raised until there is an inverse."""
     if not bool(np.isfinite(hessian).all()):
         raise ArgumentError("hessian", "must be finite", "NaN or infinity")
-    identity = np.eye(len(hessian), like=hessian)
+    identity = np.identity(len(hessian), hessian.dtype, like=hessian)  # np.eye passes a `device`, which CuPy lacks
     mean = float(np.diagonal(hessian).mean()) or 1.0
     for _ in range(_TRIES):
         with suppress(np.linalg.LinAlgError):
@@ -131,7 +131,7 @@ def _order(bounds: list[tuple[int, int]], importance: Array) -> tuple[list[int],
 def _starts(bounds: list[tuple[int, int]], groups: list[int]) -> list[int]:
     """First column of each group when groups are processed in that order."""
     widths = [bounds[group][1] - bounds[group][0] for group in groups]
-    return [0, *accumulate(widths)][:-1]
+    return list(accumulate(widths[:-1], initial=0))
 
 
 def _blocks(bounds: list[tuple[int, int]], groups: list[int]) -> Iterator[tuple[int, int]]:

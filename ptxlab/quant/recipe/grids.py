@@ -1,8 +1,8 @@
 """Grids: the levels that a scheme allows for the weights of a group, and the conversion to the scheme's format.
 
-Every scheme is uniform within a group of a row: base + step·q, q an integer in low..high. Schemes differ in the steps
-and bases that they allow. The first candidate is that of plain rounding; with `clip`, narrower levels and where they
-lie in the group's range are searched as well.
+Every scheme is uniform within a group of a row: (base + step·q)·unit, q an integer in low..high. Schemes differ in the
+units, steps and bases that they allow. The first candidate is that of plain rounding; with `clip`, narrower levels and
+where they lie in the group's range are searched as well.
 """
 
 from abc import ABC, abstractmethod
@@ -25,20 +25,25 @@ SHIFTS = (0.0, 0.5, 1.0)  # share of the range outside the levels that is cut of
 
 
 class Levels(NamedTuple):
-    """base + step·q, q an integer in low..high, for one group of each row: floats [N]; low and high may be numbers."""
+    """(base + step·q)·unit, q an integer in low..high, for one group of each row.
 
-    step: Array
-    base: Array
-    low: Any
-    high: Any
+    All are floats [N], or a number that holds for every row; base and step are integers, so that only the product with
+    the unit rounds, as in the formats.
+    """
+
+    unit: Array
+    step: Any = 1
+    base: Any = 0
+    low: Any = 0
+    high: Any = 15
 
     def nearest(self, w: Array) -> Array:
         """The integers, as floats, of the levels nearest to w [.., N]."""
-        return np.rint((w - self.base) / self.step).clip(self.low, self.high)
+        return np.rint((w / self.unit - self.base) / self.step).clip(self.low, self.high)
 
     def values(self, q: Array) -> Array:
         """The levels of the integers q [.., N]."""
-        return q * self.step + self.base
+        return (q * self.step + self.base) * self.unit
 
 
 class Grid(ABC):
@@ -102,6 +107,15 @@ class TwoLevelGrid(Grid):
         low, high = (np.rint(end / self.scale).clip(-R, R) for end in (w.min(axis=0), w.max(axis=0)))
         return low, high
 
+    def fields(self, q: Array, group_scale: Array) -> dict[str, Any]:
+        """Those of a `TwoLevelWeight`."""
+        return {
+            "q4": q.astype(np.uint8),
+            "group_scale": group_scale.astype(np.uint8),
+            "channel_scale": self.channel_scale,
+            "protective_range": self.protective_range,
+        }
+
 
 class LQQGrid(TwoLevelGrid):
     """(q·group_scale + minimum)·channel_scale; also the form of QoQ as released, with an 8-bit zero."""
@@ -114,18 +128,12 @@ class LQQGrid(TwoLevelGrid):
             step = (nearest - narrower).clip(1, MAX_GROUP_SCALE)
             for shift in SHIFTS:
                 minimum = np.rint(low + shift * (high - low - 15 * step)).clip(-128, 127 - 15 * step)
-                yield Levels(step * self.scale, minimum * self.scale, 0, 15), (step, minimum)
+                yield Levels(self.scale, step, minimum), (step, minimum)
 
     def weight(self, q: Array, constants: Constants) -> LQQWeight:
         """See `Grid.weight`."""
         group_scale, minimum = constants
-        return LQQWeight(
-            q4=q.astype(np.uint8),
-            group_scale=group_scale.astype(np.uint8),
-            minimum=minimum.astype(np.int8),
-            channel_scale=self.channel_scale,
-            protective_range=self.protective_range,
-        )
+        return LQQWeight(minimum=minimum.astype(np.int8), **self.fields(q, group_scale))
 
 
 class QoQGrid(TwoLevelGrid):
@@ -141,22 +149,14 @@ class QoQGrid(TwoLevelGrid):
             for shift in SHIFTS:
                 zero = np.rint(-(low + shift * (high - low - 15 * step)) / step).clip(0, 15)
                 # Within s8, whatever is rounded: plain rounding only meets weights within the range.
-                lowest, highest = (
-                    np.maximum(zero - np.floor(128 / step), 0),
-                    np.minimum(zero + np.floor(127 / step), 15),
-                )
-                yield Levels(step * self.scale, -zero * step * self.scale, lowest, highest), (step, zero)
+                lowest = np.maximum(zero - np.floor(128 / step), 0)
+                highest = np.minimum(zero + np.floor(127 / step), 15)
+                yield Levels(self.scale, step, -zero * step, lowest, highest), (step, zero)
 
     def weight(self, q: Array, constants: Constants) -> QoQWeight:
         """See `Grid.weight`."""
         group_scale, zero = constants
-        return QoQWeight(
-            q4=q.astype(np.uint8),
-            group_scale=group_scale.astype(np.uint8),
-            zero=zero.astype(np.uint8),
-            channel_scale=self.channel_scale,
-            protective_range=self.protective_range,
-        )
+        return QoQWeight(zero=zero.astype(np.uint8), **self.fields(q, group_scale))
 
 
 class ChannelGrid(Grid):
@@ -171,10 +171,10 @@ class ChannelGrid(Grid):
         low, high = np.minimum(w.min(axis=0), 0), np.maximum(w.max(axis=0), 0)
         for shrink in SHRINKS:
             scale = np.where(high > low, shrink * (high - low) / 15, 1).astype(np.float32)
-            step = scale.astype(w.dtype)
+            unit = scale.astype(w.dtype)
             for shift in SHIFTS:
-                zero = np.rint(-(low + shift * (1 - shrink) * (high - low)) / step).clip(0, 15)
-                yield Levels(step, -zero * step, 0, 15), (scale, zero)
+                zero = np.rint(-(low + shift * (1 - shrink) * (high - low)) / unit).clip(0, 15)
+                yield Levels(unit, base=-zero), (scale, zero)
 
     def weight(self, q: Array, constants: Constants) -> QoQChannelWeight:
         """See `Grid.weight`."""
@@ -207,8 +207,8 @@ class SymmetricGrid(Grid):
         high = 2 ** (bits - 1) - 1
         largest = np.abs(w).max(axis=0)
         for shrink in SHRINKS:
-            step = np.where(largest > 0, shrink * largest / high, 1).astype(np.float32).astype(w.dtype)
-            yield Levels(step, np.zeros_like(step), -8 if bits == 4 else -high, high), (step,)
+            unit = np.where(largest > 0, shrink * largest / high, 1).astype(np.float32).astype(w.dtype)
+            yield Levels(unit, low=-8 if bits == 4 else -high, high=high), (unit,)
 
     def weight(self, q: Array, constants: Constants) -> tuple[Array, Array]:
         """(integers s16 [N, K], scales f32 [N, groups])."""
