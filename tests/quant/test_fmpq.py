@@ -58,6 +58,16 @@ def test_at_most_a_fifth_of_the_blocks_is_int8() -> None:
     assert quant.int8_blocks(sizes, outlier=200) == 0
 
 
+def test_outliers_of_several_blocks_have_an_order() -> None:
+    """Two blocks of ten: any number of channels can go to the end, not only Atom's 64 or 128."""
+    sizes = np.ones(1280)
+    sizes[::6] = 100
+    blocks = quant.int8_blocks(sizes)
+    assert blocks == 2
+    order = quant.outlier_order(sizes, 128 * blocks)
+    assert {*np.flatnonzero(sizes == 100)} <= {*order[-256:].tolist()}
+
+
 def test_weights_are_int4_throughout_and_any_array_will_do() -> None:
     w = np.random.default_rng(0).standard_normal((5, 384), dtype=np.float32)
     weight = quant.quantize_block_weight(w)
