@@ -128,6 +128,7 @@ def test_measurements_of_another_shape_are_refused(step: Any, wrong: str) -> Non
         {"clip": "all"},
         {"acts": 5},
         {"kv": "kv3"},
+        {"group": 0, "scheme": "int4"},
     ],
 )
 def test_settings_that_no_recipe_has(setting: dict[str, Any]) -> None:
