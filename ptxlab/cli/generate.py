@@ -117,7 +117,7 @@ class _Text:
             self.tokens.append(token)
 
     def fresh(self, *, whole: bool = False) -> str:
-        """What has not been shown yet: of a character that is there in part nothing, unless that is the whole text."""
+        """Text that was not shown yet; a character whose tokens are incomplete waits, unless the text is `whole`."""
         text = self._tokenizer.decode(self.tokens)
         if text.endswith(_BROKEN) and not whole:
             return ""
@@ -152,7 +152,7 @@ def _open(source: str, *, quiet: bool) -> tuple[FloatModel | QuantizedModel, Tok
 
 
 def _rounded(model: FloatModel, source: str, group: int, *, quiet: bool) -> QuantizedModel:
-    """Weights rounded now, which is said."""
+    """Round the weights to nearest, and say so."""
     with progress_bar("round", model.config.layers, quiet=quiet) as advance:
         rounded = QuantizedModel.rounded(model, "lqq", group, progress=advance)
     if not quiet:

@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     position: Indices
 
     def part(self, start: int, stop: int) -> "Rows":
-        """Some of them."""
+        """Rows start..stop - 1."""
         return Rows(*(array[start:stop] for array in self))
 
 
@@ -108,7 +108,7 @@ class Runner(ABC):
         """f16 [R, V]."""
 
     def _grow(self) -> None:
-        """A token more of each sequence."""
+        """Count one more token of each sequence."""
         if int(self.lengths.max()) >= self.context:
             raise ArgumentError("decode", f"no more than the context of {self.context} tokens", "a further one")
         self.lengths += 1

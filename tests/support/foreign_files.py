@@ -228,7 +228,7 @@ def tensor(
 
 
 def refused_mutants(path: Path, read: Callable[[], object], header: int = 0) -> int:
-    """How many of 500 mutants of a file `read` refuses in one line: cut off, or bytes changed, 7 of 10 in the header."""
+    """How many of 500 mutants of a file `read` refuses in one line: cut off, or bytes changed, most in the header."""
     whole, refused = path.read_bytes(), 0
     rng = np.random.default_rng(1)
     for _ in range(500):
