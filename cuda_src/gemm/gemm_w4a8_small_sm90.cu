@@ -128,7 +128,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
         PHASE(LOAD);
         load_w(first, 0, 0);                 // weights do not wait for the kernel before
         ptxlab::arrive_threads(0, THREADS);  // without waiting for the others, which fill X up with zeros first
-        if (elected) ptxlab::launch_dependents();
         ptxlab::wait_for_predecessors();
         for (int strip0 = first; strip0 < all; strip0 += ROWS * blocks)
             for (int stage = 0; stage < stages; ++stage, slot.advance()) {
@@ -140,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
                 }
                 if (strip0 == first) load_x(stage, slot.index);
             }
+        if (elected) ptxlab::launch_dependents();  // its loads would come between these
         return;
     }
     if (warp < WARPS) {

@@ -22,6 +22,7 @@ from ptxlab.model import Config
 
 EPS = 1e-5
 FP8_MOST = 448.0
+_WEIGHTS = 10_000  # first seed of the weights; inputs have the batch for a seed, and an equal one makes rows alike
 STATIC = 16.0 / FP8_MOST  # scale of all tensors of the tensor-wise mix, as calibration would have set it before
 
 
@@ -199,7 +200,7 @@ def _weights(name: str, config: Config, copies: int, tokens: Sequence[int]) -> l
     layers: list[dict[str, Any]] = [{} for _ in range(copies)]
     for number, (matrix, (N, K)) in enumerate(config.matrices.items()):
         experts = config.experts if matrix in ("gate_up", "down") else 0
-        generator = torch.Generator(peers.DEVICE).manual_seed(number)
+        generator = torch.Generator(peers.DEVICE).manual_seed(_WEIGHTS + number)
         size = (experts, N, K) if experts else (N, K)
         deviation = K**-0.5 * (0.1 if matrix in ("o", "down") else 1)  # layers add little each, so that none overflows
         weight = torch.randn(size, dtype=torch.float16, device=peers.DEVICE, generator=generator) * deviation
@@ -216,7 +217,7 @@ def _weights(name: str, config: Config, copies: int, tokens: Sequence[int]) -> l
         router = torch.randn(
             (config.experts, config.hidden),
             device=peers.DEVICE,
-            generator=torch.Generator(peers.DEVICE).manual_seed(9),
+            generator=torch.Generator(peers.DEVICE).manual_seed(_WEIGHTS + 9),
         )
         for layer in layers:
             layer["router"] = router.to(torch.bfloat16)

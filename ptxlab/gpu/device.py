@@ -26,6 +26,7 @@ class DeviceInfo:
         l2_bytes: size of the L2 cache.
         memory_bytes: size of the device memory.
         shared_bytes: most shared memory that one block can ask for.
+        shared_bytes_per_sm: shared memory of an SM, of which every block takes some (1 KB) for itself.
         driver: version of the driver, `580.95.05`; where it cannot be read, the CUDA version it supports.
         cupy: version of CuPy.
     """
@@ -36,6 +37,7 @@ class DeviceInfo:
     l2_bytes: int
     memory_bytes: int
     shared_bytes: int
+    shared_bytes_per_sm: int
     driver: str
     cupy: str
 
@@ -115,6 +117,7 @@ def _info(device: int) -> DeviceInfo:
         l2_bytes=properties["l2CacheSize"],
         memory_bytes=properties["totalGlobalMem"],
         shared_bytes=properties["sharedMemPerBlockOptin"],
+        shared_bytes_per_sm=properties["sharedMemPerMultiprocessor"],
         driver=_driver(),
         cupy=cupy.__version__,
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from ptxlab.errors import ArgumentError, LaunchError
 from ptxlab.gpu.arrays import as_array, caller_stream, is_device_array
-from ptxlab.gpu.device import device_info
+from ptxlab.gpu.device import DeviceInfo, device_info
 from ptxlab.gpu.marks import Marked
 from ptxlab.gpu.module import GpuKernel
 from ptxlab.gpu.tensor_map import encode
@@ -19,6 +19,7 @@ from ptxlab.spec import Launch
 
 _WITHOUT_ASKING = 48 * 1024  # shared memory, static included, that every kernel may use
 _PORTABLE_CLUSTER = 8
+_MOST_SPREAD = 8  # blocks per SM: larger grids fill the SMs evenly by themselves
 
 
 def launch(kernel: GpuKernel, args: Sequence[Any], geometry: Launch, *, written: Collection[int] | None = None) -> None:
@@ -119,6 +120,9 @@ def pack(kernel: GpuKernel, args: Sequence[Any]) -> Packed:
 def bind(kernel: GpuKernel, geometry: Launch) -> Callable[[int, int], None]:
     """A launch of which everything but arguments and stream is checked and set up, for calls that have to be quick.
 
+    A programmatic launch that asks for no shared memory gets some, so that its blocks spread over the SMs. Otherwise
+    they gather on those that the launch before leaves free first, and share them when they run (decision 0029).
+
     Args:
         kernel: from `load`.
         geometry: grid, block, cluster, dynamic shared memory.
@@ -129,6 +133,8 @@ def bind(kernel: GpuKernel, geometry: Launch) -> Callable[[int, int], None]:
     from cuda.bindings import driver
 
     _check_geometry(kernel, geometry)
+    if geometry.programmatic and not geometry.shared_bytes:
+        geometry = replace(geometry, shared_bytes=spread_bytes(geometry, kernel.shared_bytes, device_info()))
     attributes = _attributes(kernel, geometry)
     configs: dict[int, Any] = {}  # one per stream, so that two threads do not share one
     enqueue, function = driver.cuLaunchKernelEx, driver.CUfunction(kernel.handle)
@@ -142,6 +148,20 @@ def bind(kernel: GpuKernel, geometry: Launch) -> Callable[[int, int], None]:
             _check(kernel, *result)
 
     return launch
+
+
+def spread_bytes(geometry: Launch, static: int, device: DeviceInfo) -> int:
+    """Dynamic shared memory with which an SM holds no more blocks than its share of the grid; 0 for large grids.
+
+    `static` is what a block has already. Clusters lie within a GPC, whose SMs they may not divide evenly: an eighth of
+    the SMs is not counted for them.
+    """
+    sms = device.sms if geometry.cluster == (1, 1, 1) else device.sms * 7 // 8
+    share = -(-math.prod(geometry.grid) // sms)
+    if share > _MOST_SPREAD:
+        return 0
+    reserved = device.shared_bytes_per_sm - device.shared_bytes  # of every block
+    return max(0, device.shared_bytes_per_sm // share - reserved - static) // 128 * 128
 
 
 def _launch(kernel: GpuKernel, packed: Packed, geometry: Launch, stream: int) -> None:

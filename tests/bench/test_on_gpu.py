@@ -290,6 +290,6 @@ def test_a_timeline_has_every_launch(launched: None) -> None:
         pytest.skip("PyTorch with a GPU is not installed")
     rows = list(layer.timeline_rows(SHARE, 16))
     assert [row.face.partition(" ")[0] for row in rows][:4] == [
-        *("rmsnorm_quantize", "gemm_w4a8", "rope_append_kv4", "attention_kv4")
+        *("rmsnorm_quantize", "gemm", "rope_append_kv4", "attention")
     ]
     assert rows[-1].more["end_us"] < 2 * rows[-1].more["layer_us"]

@@ -9,6 +9,8 @@ import pytest
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.gpu import device
+from ptxlab.gpu.launch import spread_bytes
+from ptxlab.spec import Launch
 
 EXAMINE = device._why_no_gpu.__wrapped__  # uncached
 
@@ -114,7 +116,7 @@ def test_broken_and_blind_cupy(machine) -> None:
 )
 def test_architectures(machine, monkeypatch, capability, arch, exact, runs) -> None:
     machine(13000, cupy=FakeCupy("14.2.0", 1))
-    info = gpu.DeviceInfo("NVIDIA Test 1", capability, 1, 1, 1, 1, "1", "14.2.0")
+    info = gpu.DeviceInfo("NVIDIA Test 1", capability, 1, 1, 1, 1, 1, "1", "14.2.0")
     monkeypatch.setattr(device, "device_info", lambda: info)
     reason = gpu.why_not(arch, exact=exact)
     assert (reason is None) == runs
@@ -122,10 +124,28 @@ def test_architectures(machine, monkeypatch, capability, arch, exact, runs) -> N
         assert arch in reason and "NVIDIA Test 1, sm_" in reason
 
 
+_H200 = gpu.DeviceInfo("NVIDIA H200", (9, 0), 132, 60 << 20, 141 << 30, 232448, 233472, "580.1", "14.2.0")
+
+
+@pytest.mark.parametrize(("blocks", "share"), [(1, 1), (132, 1), (133, 2), (384, 3), (1056, 8)])
+@pytest.mark.parametrize("static", [0, 96, 4096])
+def test_an_sm_holds_its_share_of_a_spread_grid_and_no_more(blocks: int, share: int, static: int) -> None:
+    each = spread_bytes(Launch((blocks, 1, 1), (256, 1, 1)), static, _H200) + static
+    assert (
+        share * (each + 1024) <= _H200.shared_bytes_per_sm < (share + 1) * (each + 1024) and each <= _H200.shared_bytes
+    )
+
+
+def test_large_grids_are_not_spread_and_clusters_get_some_room() -> None:
+    assert spread_bytes(Launch((1057, 1, 1), (256, 1, 1)), 0, _H200) == 0
+    alone, clustered = Launch((132, 1, 1), (256, 1, 1)), Launch((132, 1, 1), (256, 1, 1), cluster=(4, 1, 1))
+    assert spread_bytes(clustered, 0, _H200) < spread_bytes(alone, 0, _H200) / 2
+
+
 def test_names_derived_from_the_device() -> None:
-    h200 = gpu.DeviceInfo("NVIDIA H200", (9, 0), 132, 60 << 20, 141 << 30, 232448, "580.1", "14.2.0")
+    h200 = _H200
     assert (h200.arch, h200.slug) == ("sm_90a", "h200")
-    a100 = gpu.DeviceInfo("NVIDIA A100-SXM4-80GB", (8, 0), 108, 40 << 20, 80 << 30, 166912, "580.1", "14.2.0")
+    a100 = gpu.DeviceInfo("NVIDIA A100-SXM4-80GB", (8, 0), 108, 40 << 20, 80 << 30, 166912, 167936, "580.1", "14.2.0")
     assert (a100.arch, a100.slug) == ("sm_80", "a100-sxm4-80gb")
     assert str(h200) == "NVIDIA H200, compute capability 9.0, 132 SMs, 141 GiB, driver 580.1"
 
