@@ -126,6 +126,22 @@ class Config:
         )
         return config
 
+    def to_json(self) -> dict[str, Any]:
+        """The keys of a config.json; the inverse of `from_json`."""
+        windowed = self.window is not None
+        family = "qwen2" if self.qkv_bias else "mixtral" if self.experts else "mistral" if windowed else "llama"
+        sizes = {key: getattr(self, name) for name, key in _JSON.items() if self.experts or "experts" not in name}
+        return {
+            "model_type": family,
+            **sizes,
+            "use_sliding_window": windowed,
+            "rope_theta": self.rope_base,
+            "rope_scaling": self.rope_scaling,
+            "tie_word_embeddings": self.tied_head,
+            "hidden_act": next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == self.activation),
+            "_name_or_path": self.name,
+        }
+
     @classmethod
     def from_gguf(
         cls,
