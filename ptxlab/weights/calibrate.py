@@ -158,7 +158,7 @@ def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recip
 
 def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe) -> Layer:
     """The layer after smoothing and reordering, which do not change its function."""
-    if recipe.smooth_keys is None and recipe.smooth is None and not recipe.reorder:
+    if not recipe.needs_peaks:
         return layer
     D = model.config.head_dim
     peaks: dict[str, Any] = {}

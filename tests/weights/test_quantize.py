@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ptxlab import gpu
 from ptxlab import model as models
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.layout import unpack
@@ -286,6 +287,18 @@ def test_every_step_dispatches_on_device_arrays(name: str) -> None:
     assert host is not None and device is not None
     for name, w in host.floats.items():
         np.testing.assert_allclose(device.floats[name].array, w, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_of_device_arrays_becomes_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed and written too, and read again to calibrate the next layer on."""
+    monkeypatch.setattr(gpu, "is_device_array", lambda array: isinstance(array, DispatchingArray))
+    monkeypatch.setattr(gpu, "device_info", lambda: None)
+    monkeypatch.setattr(gpu, "to_device", DispatchingArray)
+    monkeypatch.setattr(gpu, "to_host", DispatchingArray.get)
+    model = small(BIASED)
+    for place, each in (("host", model), ("device", model.to_device())):
+        quantize.quantize_model(each, TEXT, PACKED["lqq"], tmp_path / place)
+    assert files(tmp_path / "host") == files(tmp_path / "device")
 
 
 @pytest.mark.gpu

@@ -84,8 +84,12 @@ class Recipe:
     @property
     def is_calibrated(self) -> bool:
         """Whether it needs a calibration text."""
-        of_inputs = self.smooth_keys is not None or self.smooth is not None or self.reorder
-        return of_inputs or self.needs_hessian
+        return self.needs_peaks or self.needs_hessian
+
+    @property
+    def needs_peaks(self) -> bool:
+        """Whether it needs max|x| of every channel of the keys and of the inputs of o and down."""
+        return self.smooth_keys is not None or self.smooth is not None or self.reorder
 
     @property
     def needs_hessian(self) -> bool:
