@@ -44,7 +44,7 @@ class _Storage(NamedTuple):
     member: str
     dtype: str
     itemsize: int
-    count: int
+    elements: int
 
 
 class _Tensor(NamedTuple):
