@@ -8,6 +8,7 @@ import pytest
 from ptxlab.errors import ArgumentError
 from ptxlab.model import Config, FloatModel
 from ptxlab.quant import recipe
+from ptxlab.quant.numerics import FakeQuantized
 from ptxlab.reference import EXACT, Numerics
 from ptxlab.weights.accuracy import mixing, off_grid
 from ptxlab.weights.calibrate import turned
@@ -134,3 +135,8 @@ def test_measurements_of_another_shape_are_refused(step: Any, wrong: str) -> Non
 def test_settings_that_no_recipe_has(setting: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=f"^{next(iter(setting))}"):
         recipe.Recipe(**setting)
+
+
+def test_a_recipe_computes_with_its_settings() -> None:
+    found = recipe.Recipe(acts=4, group=32, kept=16, kept_bits=16, act_clip=0.9, kv="kv8").numerics()
+    assert found == FakeQuantized(acts=4, kv="kv8", group=32, kept=16, kept_bits=16, clip=0.9)
