@@ -133,9 +133,22 @@ def test_another_run_does_not_go_on_with_these_layers(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         quantize.quantize_model(small(), TEXT, PACKED["lqq"], tmp_path / "out", progress=killed)
-    for recipe, text, differs in ((PACKED["qoq"], TEXT, "scheme"), (PACKED["lqq"], TEXT[1:], "text")):
+    other = small()
+    other.layers[0]["q"][0, 0] += 1  # type: ignore[index]
+    for model, recipe, text, differs in (
+        (small(), PACKED["qoq"], TEXT, "scheme"),
+        (small(), PACKED["lqq"], TEXT[1:], "text"),
+        (other, PACKED["lqq"], TEXT, "weights"),
+    ):
         with pytest.raises(FileError, match=rf"\.out\.partial: holds layers of another run, whose {differs} differs"):
-            quantize.quantize_model(small(), text, recipe, tmp_path / "out")
+            quantize.quantize_model(model, text, recipe, tmp_path / "out")
+
+
+def test_another_layout_and_bfloat16(tmp_path: Path) -> None:
+    quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path / "out", layout="qserve", dtype="bfloat16")
+    loaded = folder.load(tmp_path / "out")
+    assert {layer.down.layout for layer in loaded.layers} == {"qserve"}
+    assert {layer.dtype for layer in loaded.layers} == {"bfloat16"} and loaded.final_norm.dtype == np.uint16
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
