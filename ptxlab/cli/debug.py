@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ptxlab import debugger
+from ptxlab import debugger, kernels
 from ptxlab.cli.common import BAD_INPUT, FAILED, Block, FileArch, FileDefine, Grid, Shared
-from ptxlab.cli.run import prepare
+from ptxlab.cli.run import launching
 from ptxlab.debugger.commands import ALIASES, COMMANDS
 from ptxlab.errors import PtxlabError
 from ptxlab.io.files import load_arrays
@@ -50,8 +50,8 @@ def debug(
     """
     arrays = load_arrays(inputs)
     checks, mode = checks_of("--check", check), "late" if late else "early"
-    _, launching = prepare(target, arrays, unchecked, grid, block, shared, arch, define)
-    kernel, launch = launching()
+    found = kernels.resolve(target)
+    kernel, launch = launching(*found, arrays, unchecked, grid, block, shared, arch, define)
 
     def call() -> Any:
         given = {name: array.copy() for name, array in arrays.items()}

@@ -212,9 +212,9 @@ def run(
             "goes with one run, and --unneeded makes many: early, late, with seeds",
         )
         refuse({"--format": form if form != "text" else None}, "prints findings, and --unneeded has none")
-    source, launching = prepare(target, arrays, unchecked, grid, block, shared, arch, define)
-    with _annotated(form, source.path):
-        kernel, launch = launching()
+    found = kernels.resolve(target)
+    with _annotated(form, found[1].path):
+        kernel, launch = launching(*found, arrays, unchecked, grid, block, shared, arch, define)
         launch = partial(launch, backend=backend, max_steps=max_steps)
         if unneeded:
             return _unneeded(kernel(), partial(launch, checks=checks or emulator.CHECKS), arrays, as_json)
@@ -242,11 +242,13 @@ def run(
 
 
 # The kernel, compiled when it is asked for, and its launch on arrays by name.
-_Launching = tuple[Callable[[], runtime.Kernel], Callable[..., runtime.Outcome]]
+Launching = tuple[Callable[[], runtime.Kernel], Callable[..., runtime.Outcome]]
 
 
-def prepare(
-    target: str,
+def launching(
+    spec: KernelSpec | None,
+    source: Source,
+    entry: str | None,
     arrays: Mapping[str, np.ndarray],
     unchecked: bool,
     grid: str | None,
@@ -254,26 +256,17 @@ def prepare(
     shared: int | None,
     arch: str | None,
     define: list[str] | None,
-) -> tuple[Source, Callable[[], _Launching]]:
-    """What `run` and `debug` are told to launch: its source, and the kernel with its launch."""
-    spec, source, entry = kernels.resolve(target)
+) -> Launching:
+    """What `run` and `debug` launch: a kernel as `kernels.resolve` finds it, on arrays by name."""
     if spec is not None:
         only = {"--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
-
-        def of_spec() -> _Launching:
-            refuse(only, f"is for files only: {spec.name} has a spec, which says it")
-            return _by_spec(spec, source, arrays, unchecked)
-
-        return source, of_spec
-
-    def of_file() -> _Launching:
-        loaded = runtime.load(source, entry, defines=parse_integers("-D", define or []), arch=arch)
-        return _by_file(loaded, dims("grid", grid or "1"), dims("block", block or "32"), shared or 0)
-
-    return source, of_file
+        refuse(only, f"is for files only: {spec.name} has a spec, which says it")
+        return _by_spec(spec, source, arrays, unchecked)
+    loaded = runtime.load(source, entry, defines=parse_integers("-D", define or []), arch=arch)
+    return _by_file(loaded, dims("grid", grid or "1"), dims("block", block or "32"), shared or 0)
 
 
-def _by_spec(spec: KernelSpec, source: Source, arrays: Mapping[str, np.ndarray], unchecked: bool) -> _Launching:
+def _by_spec(spec: KernelSpec, source: Source, arrays: Mapping[str, np.ndarray], unchecked: bool) -> Launching:
     """A kernel with a spec; what is no array of it is a size."""
     shaped = {arg.name for arg in spec.args if arg.shape}
     sizes = {name: _size(spec, name, array) for name, array in arrays.items() if name not in shaped}
@@ -291,7 +284,7 @@ def _by_spec(spec: KernelSpec, source: Source, arrays: Mapping[str, np.ndarray],
     return kernel, launch
 
 
-def _by_file(kernel: runtime.Kernel, *geometry: Any) -> _Launching:
+def _by_file(kernel: runtime.Kernel, *geometry: Any) -> Launching:
     """A kernel without a spec, launched on grid, block and bytes of shared memory."""
 
     def launch(given: Mapping[str, np.ndarray], **how: Any) -> runtime.Outcome:
