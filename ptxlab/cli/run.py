@@ -42,6 +42,7 @@ from ptxlab.errors import ArgumentError, EmulationError, SourceError
 from ptxlab.io.files import load_arrays, require_folder, save_arrays
 from ptxlab.kernels import holders
 from ptxlab.runtime.arguments import (
+    accept,
     checks_of,
     in_order,
     merge_sizes,
@@ -273,7 +274,7 @@ def _by_spec(spec: KernelSpec, source: Source, arrays: Mapping[str, np.ndarray],
     wanted = output_variant(spec, None)
 
     def kernel() -> runtime.Kernel:
-        own = {name: array for name, array in arrays.items() if name in shaped}
+        own = {name: accept(spec, spec.arg(name), array) for name, array in arrays.items() if name in shaped}
         solved = spec.sizes_of({name: array.shape for name, array in own.items()}, sizes)
         return runtime.Kernel.of(spec, source, variant(spec, solved, own, wanted))
 

@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from ptxlab.debugger.pending import ranges
+from ptxlab.debugger.pending import line_of, ranges
 from ptxlab.debugger.session import DebuggerError
 from ptxlab.debugger.state import State
 from ptxlab.debugger.values import dtype_of, shown
@@ -160,7 +160,7 @@ def holders(state: State, letter: str, row: int | None, column: int | None) -> l
     texts = shown(*matrix(state, held))
     wanted = f"{'' if row is None else f'row {row}'}{', ' if None not in (row, column) else ''}"
     wanted += "" if column is None else f"column {column}"
-    lines = [f"{wanted} of {letter} [{rows} x {columns}], {held.type}, line {instruction.line}, `{instruction.opcode}`"]
+    lines = [f"{wanted} of {letter} [{rows} x {columns}], {held.type}, {line_of(instruction)}, `{instruction.opcode}`"]
     lane_first = state.lane // fragment.lanes * fragment.lanes % state.machine.stride
     for lane in np.flatnonzero(chosen.any(axis=(1, 2))).tolist():
         parts = []
@@ -181,7 +181,7 @@ def printed(state: State, letter: str) -> tuple[str, Array, str]:
     instruction, held = operand(state, letter)
     found, type_name = matrix(state, held)
     where = "in shared memory" if held.fragment is None else f"in {', '.join(_names(held))}"
-    title = f"{letter} [{found.shape[0]} x {found.shape[1]}], {held.type}, {where}; line {instruction.line}, "
+    title = f"{letter} [{found.shape[0]} x {found.shape[1]}], {held.type}, {where}; {line_of(instruction)}, "
     return f"{title}`{instruction.opcode}`", found, type_name
 
 

@@ -5,12 +5,12 @@ runs the kernel, and a launch that nobody debugs knows nothing of this. Two runs
 moment: that is how a debugger goes backwards.
 """
 
-import copy
 import threading
 from collections.abc import Callable, Iterable
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -92,7 +92,8 @@ class StoppableCall:
         self._found = 0  # findings of the launch so far
         self._doomed: LaunchState | None = None  # the launch, if it will begin again
         self._again = (-1, False)  # moments before that were passed by then
-        self._last: Machine | None = None
+        self._last: Machine | None = None  # the wave that runs, or has run last
+        self._kept: dict[str, Any] = {}  # what it held at its end
         self._abandoned = False
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=copy_context().run, args=(self._call,), daemon=True)
@@ -128,6 +129,7 @@ class StoppableCall:
             self.error = error
         self.reason, self.moment = "", None
         if self._last is not None:
+            vars(self._last).update(self._kept)
             end, failed = len(self._last.code), self.error
             failed = failed if isinstance(failed, EmulationError) else None
             self.moment = Moment(self.position, self._last, end, _NOBODY, True, self._reported(self._last), failed)
@@ -144,7 +146,7 @@ class StoppableCall:
             self._began = self.position = self._began if launch.tracked else self.position  # tracked: the same again
             self._launch, self._found = launch, 0
         machine.targets = frozenset(range(len(machine.code)))  # so that no handler does the work of several mma
-        self._last = machine
+        self._last, self._kept = machine, {}
         return [_Stops(self, machine)]
 
     def reach(self, moment: Moment) -> None:
@@ -187,8 +189,8 @@ class StoppableCall:
         return new
 
     def wave_ended(self, machine: Machine) -> None:
-        """Keep what the machine holds, which the launch throws away."""
-        self._last = copy.copy(machine)
+        """Keep what the machine holds, which the launch takes from it."""
+        self._kept = dict(vars(machine))
 
 
 class _Stops(Watcher):

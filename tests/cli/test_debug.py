@@ -138,8 +138,13 @@ def test_it_takes_what_run_takes(files: Path, cli: Any) -> None:
     np.savez("lqq.npz", **arrays, **{name: sizes[name] for name in spec.symbols if name in sizes})
     status, out, err = cli("debug", "dequant_lqq", "--in", "lqq.npz", "-x", "c")
     assert status == 0 and "the launch has ended after" in out, err
+    np.savez("wide.npz", **{**arrays, "scale": arrays["scale"].astype(np.float64)})
+    status, out, err = cli("run", "dequant_lqq", "--in", "wide.npz", "--unneeded")
+    assert status == 2 and "dequant_lqq: scale: dtype" in err
     for arguments, problem in (
         (("dequant_lqq", "--in", "lqq.npz", "--grid", "2"), "--grid is for files only"),
+        (("dequant_lqq", "--in", "wide.npz"), "dequant_lqq: scale: dtype"),
+        (("dequant_lqq", "--in", "scale.npz"), "dequant_lqq: "),
         (("scale.ptx", "--in", "lqq.npz"), "scale: x: must be in the --in file"),
         (("scale.ptx", "--in", "nosuch.npz"), "nosuch.npz"),
         (("nosuch.ptx", "--in", "scale.npz"), "nosuch.ptx"),

@@ -343,7 +343,18 @@ def test_phases_count_on() -> None:
         assert run("continue") == "the launch has ended after 10 dispatches, no findings"
         assert lines(run("print %state"))[0].startswith("%state = 1 ")  # phase 0, one arrival missing
         assert run("registers").count("\n") == 4
+        assert run("pending") == "mbarrier full + 0: phase 1 (parity 1), 0 of 1 arrivals"
+        assert run("warps").split() == ["warp", "0", "lanes", "0", "ended"]
         assert "the launch has ended" in refused(run, "step")
+
+
+def test_what_is_found_at_the_very_end() -> None:
+    """Bytes that never come are no instruction's finding: the end says it."""
+    text = COPY.replace("64, [%bar];", "32, [%bar];").partition("WAIT")[0] + "    ret;\n}\n"
+    with session(text, np.arange(16, dtype=np.uint32), block=1) as made:
+        said = Commands(made).run("continue").splitlines()
+        assert said[0].startswith(f"async: k.ptx:{line_of(COPY, 'expect_tx')}: `mbarrier.arrive.expect_tx")
+        assert said[1:] == ["the launch has ended after 8 dispatches, 1 finding"] and made.found
 
 
 def test_an_interrupted_run_stops_and_goes_on() -> None:
