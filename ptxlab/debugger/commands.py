@@ -8,9 +8,10 @@ import numpy as np
 
 from ptxlab.debugger import matrices, pending, values
 from ptxlab.debugger.session import DebuggerError, Session, Stop
-from ptxlab.debugger.state import Held, State, place_of
+from ptxlab.debugger.state import Held, State, could_hold, place_of
 from ptxlab.emulator.core.lanes import indices_of
 
+MOST_WRITTEN = 4  # registers of a line that are shown for a local
 AROUND = 4  # lines that `list` shows before and behind a line
 _AS = re.compile(r"(?P<what>.*?)(?:\s+as\s+(?P<type>\w+))?(?:\s+(?P<form>lanes|words|\d+x\d+))?"
                  r"(?:\s+swizzle\s+(?P<span>\d+))?\s*")  # fmt: skip
@@ -28,7 +29,7 @@ def command(names: str, takes: str = "") -> Callable[[Do], Do]:
     name, *aliases = names.split()
 
     def enter(function: Do) -> Do:
-        COMMANDS[name] = function, takes, (function.__doc__ or "").strip()
+        COMMANDS[name] = function, takes, " ".join((function.__doc__ or "").split())
         ALIASES.update(dict.fromkeys((name, *aliases), name))
         return function
 
@@ -271,11 +272,17 @@ class Commands:
 
     @command("print p", "NAME[FROM:TO] [as TYPE] [lanes | words | ROWSxCOLUMNS [swizzle BYTES]]")
     def _print(self, rest: str) -> list[str]:
-        """A register, special register, variable or argument; `[%rd4+8]` is memory, `shared` the whole window."""
+        """A register, special register, variable or argument; `[%rd4+8]` is memory, `shared` the whole window.
+
+        Of a C++ local it shows what the lines that assign it have written.
+        """
         parsed = _AS.fullmatch(rest)
         if not rest or parsed is None:
             raise DebuggerError(f"print: {COMMANDS['print'][1]}")
-        found, form = State(self.session).find(parsed["what"]), parsed["form"]
+        state, form = State(self.session), parsed["form"]
+        if lines := self._assigned(state, rest):
+            return lines
+        found = state.find(parsed["what"])
         found = found.as_type(parsed["type"]) if parsed["type"] else found
         if form == "words":
             found = found.as_type("b16" if found.values.itemsize == 2 and found.lane is not None else "b32")
@@ -293,6 +300,24 @@ class Commands:
         elif parsed["span"]:
             raise DebuggerError(f"print: swizzle goes with ROWSxCOLUMNS (got {rest!r})")
         return [title, *values.array(found.values, found.type, found.first)]
+
+    def _assigned(self, state: State, name: str) -> list[str]:
+        """Of a C++ local, which PTX has no name for: lines that assign it, and the last registers of its type there."""
+        source, code = self.session.kernel.source, state.machine.code
+        if source.language != "cu" or not re.fullmatch(r"[A-Za-z_]\w*", name) or state.knows(name):
+            return []
+        fits = could_hold(self.session.kernel, name)
+        pattern, lines = re.compile(rf"\b{name}(?:\[[^\]]*\])*\s*(?:[-+*/%&|^]|<<|>>)?=(?!=)"), []
+        for number, text in enumerate(self.session.text(source.path), 1):
+            here = [each for each in code if (each.path, each.line) == (source.path, number)]
+            wrote = list({r.name: r for each in here for r in each.destinations if fits(r)}.values())
+            if wrote and pattern.search(text):
+                held = ", ".join(_short(state.of_register(register)) for register in wrote[-MOST_WRITTEN:])
+                lines += [f"  {number:>5}  {text.strip()}", f"         {'.., ' * (len(wrote) > MOST_WRITTEN)}{held}"]
+        title = (
+            f"{name} is a C++ local, which PTX has no name for; the lines that assign it, and the last that they write:"
+        )
+        return [title, *lines] if lines else []
 
     @command("registers r", "[all]")
     def _registers(self, rest: str) -> list[str]:

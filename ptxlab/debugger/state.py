@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -124,6 +125,10 @@ class State:
         name, index = parsed["name"], parsed["index"]
         found = self.at_address(name) if name.startswith("[") else self.named(name)
         return found if index is None else found.part(index)
+
+    def knows(self, name: str) -> bool:
+        """Whether `named` finds it."""
+        return name in self.registers() or name in self.memory_names() or name in self.parameters
 
     def named(self, name: str) -> Held:
         """A register, a special register, a variable of the kernel or of the module, or an argument."""
@@ -269,6 +274,17 @@ def declared(kernel: Kernel, name: str, size: int) -> tuple[str, tuple[int, ...]
     shape = tuple(int(part) for part in sizes if part.isdigit())
     fits = len(shape) == len(sizes) and int(np.prod(shape)) * number.nbytes == size
     return type_name, shape if fits and shape else (-1,)
+
+
+def could_hold(kernel: Kernel, name: str) -> Callable[[ir.Register], bool]:
+    """Function that tells whether a register is as wide as a local of C++ and, like it, of floats or not."""
+    text = kernel.source.text
+    found = re.search(rf"\b((?:unsigned\s+)?\w+)\s+{name}\s*[=;,(\[]", text)
+    number = of_declaration(text, name, f"{found[1]} {name}", kernel.defines).number if found else None
+    if number is None or number.kind == "raw":
+        return lambda register: True
+    bits, is_float = 8 * number.nbytes, number.kind == "f" and number.nbytes > 2
+    return lambda register: bits_of(register.type) == bits and (register.type[0] == "f") == is_float
 
 
 def type_named(dtype: np.dtype) -> str:

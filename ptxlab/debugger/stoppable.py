@@ -23,6 +23,8 @@ from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.types import Array
 from ptxlab.errors import EmulationError
 
+# What of a machine refers to it, so that without more only the garbage collector would free its memory
+_CYCLES = ("handlers", "watchers", "units", "livelock", "cluster_memory")
 _NOBODY = np.zeros(0, np.intp)
 
 
@@ -111,10 +113,12 @@ class StoppableCall:
                 self.interrupted = True
 
     def abandon(self) -> None:
-        """End the run where it is."""
+        """End the run where it is. Its last moment keeps registers and memory, no barriers and nothing pending."""
         self._abandoned = True
         self._go.release()
         self._thread.join()
+        for name in _CYCLES if self._last is not None else ():
+            vars(self._last).pop(name, None)
 
     # In the thread
 
@@ -130,6 +134,7 @@ class StoppableCall:
         self.reason, self.moment = "", None
         if self._last is not None:
             vars(self._last).update(self._kept)
+            self._kept = {}
             end, failed = len(self._last.code), self.error
             failed = failed if isinstance(failed, EmulationError) else None
             self.moment = Moment(self.position, self._last, end, _NOBODY, True, self._reported(self._last), failed)

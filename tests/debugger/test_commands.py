@@ -259,7 +259,10 @@ def test_wgmma_in_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
             run("break 1")
         line = line_of(text, "descriptor(right, 128, 128)")
         assert run(f"break {line}").startswith(f"breakpoint 1, tilelang_2634.cu:{line}")
-        assert "print: no register, variable or argument 't'; C++ locals are in registers" in refused(run, "print t")
+        assert "print: no register, variable or argument 'w'; C++ locals are in registers" in refused(run, "print w")
+        title, assigned, written = run("print t").splitlines()
+        assert title.startswith("t is a C++ local") and assigned.strip() == "12  const int t = threadIdx.x;"
+        assert re.fullmatch(r" +%r\d+ = 0  0x0", written)
         assert f"tilelang_2634.cu:{line}, dispatch" in run("continue")
         run("delete 1"), run("break wgmma.mma_async")
         assert "breakpoint 2, wgmma.mma_async: tilelang_2634.cu" in run("continue")

@@ -1,5 +1,7 @@
 """The engine: where a session stops, that it comes back to the same state, and what it refuses."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -226,6 +228,23 @@ def test_the_groups_of_mma_come_one_by_one() -> None:
         kernel.go_on()
         kernel.step()
         assert (lanes(kernel, "%c0")[0], lanes(kernel, "%c4")[0]) == (16, 0)
+
+
+def test_what_was_left_behind_is_freed(scale: Session) -> None:
+    """Every step backwards makes another arena, which may be large."""
+    gc.disable()
+    try:
+        scale.step()
+        scale.step()
+        known = weakref.ref(scale.now.moment.machine.memory)
+        scale.back()
+        assert known() is None
+        scale.go_on()
+        known = weakref.ref(scale.now.moment.machine.memory)
+        scale.restart()
+        assert known() is None
+    finally:
+        gc.enable()
 
 
 def test_without_a_debugger_nothing_is_watched() -> None:
