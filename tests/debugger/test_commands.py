@@ -403,3 +403,10 @@ def test_any_line_is_carried_out_or_refused_in_one(typed: list[str]) -> None:
                 commands.run(line)
             except PtxlabError as error:
                 assert "\n" not in str(error)
+
+
+def test_the_fragment_of_a_warp_group() -> None:
+    """Of A in registers, for any width: the recorded one of 8 bits is made of its warps'."""
+    made = matrices.of_warp_group(fragments.mma_a(32))
+    np.testing.assert_array_equal(made.rows, fragments.wgmma_a().rows)
+    np.testing.assert_array_equal(made.cols, fragments.wgmma_a().cols)
