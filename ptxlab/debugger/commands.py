@@ -46,16 +46,16 @@ class Commands:
     def run(self, line: str) -> str:
         """What a command prints; raises PtxlabError for one that cannot be carried out."""
         line = line.strip() or self.last
-        name, _, rest = line.partition(" ")
-        if not name:
+        if not line:
             return ""
+        name, rest = (*line.split(maxsplit=1), "")[:2]
         known = ALIASES.get(name)
         if known is None:
             raise DebuggerError(f"unknown command {name!r}; `help` lists them")
         self.last = line if known in REPEATED else ""
-        if rest.strip() and not COMMANDS[known][1]:
-            raise DebuggerError(f"{known}: takes nothing (got {rest.strip()!r})")
-        return "\n".join(COMMANDS[known][0](self, rest.strip()))
+        if rest and not COMMANDS[known][1]:
+            raise DebuggerError(f"{known}: takes nothing (got {rest!r})")
+        return "\n".join(COMMANDS[known][0](self, rest))
 
     # Moving
 

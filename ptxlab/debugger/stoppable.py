@@ -85,7 +85,6 @@ class StoppableCall:
         self.position = 0
         self.moment: Moment | None = None  # where it has stopped
         self.reason = ""
-        self.result: object = None
         self.error: BaseException | None = None  # that the call has ended with
         self.interrupted = False
         self._wanted: Wanted = lambda moment: ""
@@ -97,18 +96,18 @@ class StoppableCall:
         self._last: Machine | None = None  # the wave that runs, or has run last
         self._kept: dict[str, Any] = {}  # what it held at its end
         self._abandoned = False
-        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._go, self._stopped = threading.Semaphore(0), threading.Event()
         self._thread = threading.Thread(target=copy_context().run, args=(self._call,), daemon=True)
         self._thread.start()
 
     def go(self, wanted: Wanted) -> None:
         """Run on to the first moment that is wanted, or to the end; a KeyboardInterrupt stops at the next one."""
         self._wanted = wanted
+        self._stopped.clear()
         self._go.release()
-        while True:
+        while not self._stopped.is_set():
             try:
-                self._stopped.acquire()
-                return
+                self._stopped.wait()
             except KeyboardInterrupt:
                 self.interrupted = True
 
@@ -126,7 +125,7 @@ class StoppableCall:
         try:
             self._wait()
             with emulator.watched(self._attach, self.checks):
-                self.result = self.call()
+                self.call()
         except _Abandoned:
             return
         except BaseException as error:  # the session raises it
@@ -138,7 +137,7 @@ class StoppableCall:
             end, failed = len(self._last.code), self.error
             failed = failed if isinstance(failed, EmulationError) else None
             self.moment = Moment(self.position, self._last, end, _NOBODY, True, self._reported(self._last), failed)
-        self._stopped.release()
+        self._stopped.set()
 
     def _wait(self) -> None:
         self._go.acquire()
@@ -164,7 +163,7 @@ class StoppableCall:
             self.reason = "interrupted" if self.interrupted else self._wanted(moment)
             if self.reason:
                 self.moment, self.interrupted = moment, False
-                self._stopped.release()
+                self._stopped.set()
                 self._wait()
 
     def dispatch(self, machine: Machine, pc: int, lanes: Lanes, handler: Handler) -> Successors:
