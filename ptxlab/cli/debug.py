@@ -3,13 +3,25 @@
 import cmd
 import contextlib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ptxlab import debugger, kernels
-from ptxlab.cli.common import BAD_INPUT, FAILED, Block, FileArch, FileDefine, Grid, Shared
+from ptxlab.cli.common import (
+    BAD_INPUT,
+    FAILED,
+    AsJson,
+    Block,
+    CommandLineError,
+    FileArch,
+    FileDefine,
+    Grid,
+    Shared,
+    print_json,
+)
 from ptxlab.cli.run import launching
 from ptxlab.debugger.commands import ALIASES, COMMANDS
 from ptxlab.errors import PtxlabError
@@ -42,12 +54,15 @@ def debug(
     shared: Shared = None,
     arch: FileArch = None,
     define: FileDefine = None,
+    as_json: AsJson = False,
 ) -> None:
     """Debug a kernel in the emulator: breakpoints, steps of a warp, registers and fragments by name, backwards too.
 
     It takes what `run` takes, and commands from the terminal, from standard input or from -x. With -x the exit code
     is 1 if there was a finding, 2 if a command was refused.
     """
+    if as_json and execute is None:
+        raise CommandLineError("--json prints what -x says: give commands with -x")
     arrays = load_arrays(inputs)
     checks, mode = checks_of("--check", check), "late" if late else "early"
     found = kernels.resolve(target)
@@ -60,17 +75,23 @@ def debug(
     session = debugger.Session(call, kernel(), checks)
     try:
         terminal = Terminal(session)
-        terminal.show("where")
-        if execute is None:
-            terminal.loop()
-        for line in execute or ():
-            print(f"{PROMPT}{line}")
-            if terminal.onecmd(line):
-                break
+        if as_json:
+            print_json([_row(terminal, line) for line in execute or ()])
+        else:
+            terminal.show("where")
+            terminal.loop() if execute is None else terminal.carry_out(execute)
     finally:
         session.close()
     if execute is not None and (terminal.refused or session.found):
         raise typer.Exit(BAD_INPUT if terminal.refused else FAILED)
+
+
+def _row(terminal: "Terminal", line: str) -> dict[str, Any]:
+    """A command, what it says, whether it was refused, and where the session is behind it: no line at the end."""
+    said, refused = terminal.answer(line)
+    moment = terminal.commands.session.now.moment
+    at = None if moment.ended else {"path": moment.instruction.path, "line": moment.instruction.line, "pc": moment.pc}
+    return {"command": line, "says": said.splitlines(), "refused": refused, "dispatch": moment.position, "at": at}
 
 
 class Terminal(cmd.Cmd):
@@ -84,12 +105,17 @@ class Terminal(cmd.Cmd):
         self.refused = False
         self.use_rawinput = sys.stdin.isatty()
 
-    def show(self, line: str) -> None:
-        """Carry out a command and print what it says; an error is one line."""
+    def answer(self, line: str) -> tuple[str, bool]:
+        """What a command says, and whether it was refused, which is one line."""
         try:
-            text = self.commands.run(line)
+            return self.commands.run(line), False
         except PtxlabError as error:
-            self.refused, text = True, f"error: {error}"
+            self.refused = True
+            return f"error: {error}", True
+
+    def show(self, line: str) -> None:
+        """Carry out a command and print what it says."""
+        text, _ = self.answer(line)
         if text:
             self.stdout.write(f"{text}\n")
             self.stdout.flush()
@@ -105,6 +131,13 @@ class Terminal(cmd.Cmd):
                 return self.cmdloop()
             except KeyboardInterrupt:
                 self.stdout.write("\n")
+
+    def carry_out(self, lines: Iterable[str]) -> None:
+        """The same with lines that are given, each shown behind a prompt."""
+        for line in lines:
+            self.stdout.write(f"{PROMPT}{line}\n")
+            if self.onecmd(line):
+                return
 
     def onecmd(self, line: str) -> bool:
         """Carry out a line; True at the last one."""

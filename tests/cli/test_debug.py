@@ -1,5 +1,6 @@
 """`ptxlab debug`: driven in a pseudo terminal, by -x, and by what it refuses."""
 
+import json
 import os
 import pty
 import select
@@ -126,6 +127,18 @@ def test_commands_from_the_command_line(files: Path, cli: Any) -> None:
     assert status == 1 and "race: scale.ptx:" in out and "breakpoint 1, race: after scale.ptx:" in out
     status, out, _ = cli(*SCALED, "-x", "p %nosuch", "-x", "break 1000")
     assert status == 2 and out.count("\nerror: ") == 2
+
+
+def test_json(files: Path, cli: Any) -> None:
+    status, out, _ = cli(
+        *SCALED, "-x", "break bar.sync", "-x", "c", "-x", "p %nosuch", "-x", "delete 1", "-x", "c", "--json"
+    )
+    rows, at = json.loads(out), line_of(SCALE, "bar.sync")
+    assert status == 2 and [row["refused"] for row in rows] == [False, False, True, False, False]
+    assert rows[1]["at"] == {"path": "scale.ptx", "line": at, "pc": 11} and rows[1]["dispatch"] == 11
+    assert rows[2]["says"] == ["error: print: no register %nosuch in this kernel"] and rows[4]["at"] is None
+    status, _, err = cli(*SCALED, "--json")
+    assert status == 2 and "--json prints what -x says: give commands with -x" in err
 
 
 def test_it_takes_what_run_takes(files: Path, cli: Any) -> None:
