@@ -19,7 +19,7 @@ PACKAGE, TESTS = ROOT / "ptxlab", ROOT / "tests"
 ORDER = (
     "errors", "validate", "io", "plot", "sources", "toolchain", "cost", "reference", "quant", "layout", "spec",
     "emulator", "gpu", "runtime", "kernels", "model", "verify", "prove", "sass", "nsight", "bench", "profile",
-    "timeline", "weights", "demo", "testing", "public", "doctor", "jupyter", "cli", "__main__",
+    "timeline", "weights", "demo", "testing", "torch", "public", "doctor", "jupyter", "cli", "__main__",
 )  # fmt: skip
 
 
