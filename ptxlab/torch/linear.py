@@ -18,7 +18,21 @@ from ptxlab.torch.operators import Quantized
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class W4A8Linear(nn.Module):
+class Uncast(nn.Module):
+    """A module whose buffers keep their dtypes when a model is cast."""
+
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move, but do not cast."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            found = function(tensor)
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        super()._apply(moved, recurse)
+        return self
+
+
+class W4A8Linear(Uncast):
     """y = x Wᵀ + b with 4-bit weights and INT8 activations, which are quantised per token.
 
     Its state are the packed weight's buffers, which keep their dtypes when a model is cast, and the format's name,
@@ -80,7 +94,7 @@ class W4A8Linear(nn.Module):
         return self.get_buffer(self.names[0]).device
 
     def forward(self, x: Tensor | Quantized) -> Tensor:
-        """y [.., N] of x [.., K] of `dtype`; or y [M, N] of quantised activations (x_q, scale, token_sum)."""
+        """y [.., N] of x [.., K] of `dtype`; or of quantised activations [.., K]: (x_q, scale, token_sum)."""
         given = x if isinstance(x, Tensor) else x[0]
         if given.device != self.device:
             raise ArgumentError("W4A8Linear: x", f"must be on {self.device} as the weight", given.device)
@@ -91,7 +105,7 @@ class W4A8Linear(nn.Module):
                 raise ArgumentError("W4A8Linear: x", f"dtype {name_of(self.dtype)} as the layer", name_of(x.dtype))
             x_q, scale, token_sum = torch.ops.ptxlab.quantize_activations(x.reshape(-1, self.in_features))
         else:
-            x_q, scale, token_sum = x
+            x_q, scale, token_sum = (each.reshape(-1, *each.shape[given.ndim - 1 :]) for each in x)
         y: Tensor = torch.ops.ptxlab.gemm_w4a8(
             x_q,
             scale,
@@ -134,13 +148,3 @@ class W4A8Linear(nn.Module):
         if found not in (None, self._format):  # a missing one is reported as missing
             raise ArgumentError(f"W4A8Linear: {prefix}_extra_state", f"must be {self._format}", found)
         super()._load_from_state_dict(state_dict, prefix, *others)
-
-    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move, but do not cast: scales and bias stay float32."""
-
-        def moved(tensor: Tensor) -> Tensor:
-            found = function(tensor)
-            return found if found.dtype == tensor.dtype else tensor.to(found.device)
-
-        super()._apply(moved, recurse)
-        return self
