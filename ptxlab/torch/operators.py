@@ -36,6 +36,7 @@ from ptxlab.layout import ExpertWeights, KVCache, PackedActivations, PackedWeigh
 from ptxlab.layout.pages import require_array
 from ptxlab.model.numpy_runner import IntegerProduct
 from ptxlab.quant import QuantizedActivations
+from ptxlab.quant.inputs import extremes
 from ptxlab.spec.dtypes import as_stored, floats, name_of, stored
 
 Quantized = tuple[Tensor, Tensor, Tensor]  # x_q s8 [M, K], scale f32 [M], token_sum s32 [M]
@@ -111,7 +112,8 @@ def _made(kind: type[T], **fields: Any) -> T:
 def _quantize_on_cpu(x: Tensor) -> Quantized:
     array = _array("quantize_activations: x", x, ("float16", "bfloat16", "float32"), "M", "K")
     _check_width("quantize_activations: x", x.shape[1])
-    return _quantized(quant.quantize_activations(floats(array)))
+    with naming("quantize_activations"):
+        return _quantized(quant.quantize_activations(floats(array)))
 
 
 def _rmsnorm_on_cpu(
@@ -125,10 +127,13 @@ def _rmsnorm_on_cpu(
         None if each is None else _array(f"{name}: {of}", each, dtype, *x.shape)
         for of, each in (("residual", residual), ("normed", normed))
     )
+    extremes(f"{name}: x", v), extremes(f"{name}: gamma", weight)  # refuse what is not finite
     if stream is not None:
         v = as_stored(v + floats(stream), dtype)
+        extremes(f"{name}: x + residual", v)
     y = normalized(v, weight, eps)
-    quantised = quant.quantize_activations(y)
+    with naming(name):
+        quantised = quant.quantize_activations(y)
     for written, values in ((stream, v), (kept, y)):
         if written is not None:
             written[...] = stored(values, dtype)
@@ -141,6 +146,7 @@ def _silu_mul_on_cpu(gate_up: Tensor, activation: str = "silu") -> Quantized:
     _check_width(f"{name}: gate_up", gate_up.shape[1], step=64)
     if activation not in reference.ACTIVATIONS:
         raise ArgumentError(f"{name}: activation", f"must be one of {', '.join(reference.ACTIVATIONS)}", activation)
+    extremes(f"{name}: gate_up", floats(array))
     kinds = reference.ACTIVATIONS.index(activation), DTYPES.index(name_of(gate_up.dtype))
     x_q, scale, token_sum = gated_and_quantized(floats(array), 1, 32, *kinds)
     return _quantized(QuantizedActivations(x_q, scale.astype(np.float32), token_sum.astype(np.int32)))
@@ -241,7 +247,7 @@ def _product(fields: dict[str, Any]) -> IntegerProduct:
 
 def _multiplied(product: IntegerProduct, x_q: Any, x_scale: Any, bias: Any, out_dtype: torch.dtype) -> Any:
     clipped = np.maximum(x_q, -127)  # of quantised activations everything; -128 is beyond what `product` counts exactly
-    accumulators = product.accumulators(clipped)
+    accumulators = product.accumulators(clipped) if len(x_q) else np.zeros((0, product.pieces.shape[2]), np.int32)
     if (clipped != x_q).any():
         accumulators = accumulators + product.accumulators(x_q - clipped)
     return reference.gemm_epilogue(accumulators, x_scale, product.scale, bias, name_of(out_dtype))
