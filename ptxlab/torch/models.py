@@ -21,7 +21,7 @@ from ptxlab.model.open import tensor_name
 from ptxlab.model.quantized import packed_layer, stored_ends
 from ptxlab.quant.recipe import Recipe, named
 from ptxlab.quant.recipe.settings import PACKED
-from ptxlab.reference import BIASES, NORMS, Layer
+from ptxlab.reference import BIASES, NORMS
 from ptxlab.spec.dtypes import name_of
 from ptxlab.torch.cache import IMPLEMENTATION, KV4Cache, Past
 from ptxlab.torch.linear import Uncast, W4A8Linear
@@ -57,14 +57,12 @@ def quantize_model(
     Raises ArgumentError for another kind of model, a recipe that no kernel supports or that lacks its text, and a
     weight that cannot be quantised; the model is then what it was.
     """
-    floats = float_model(model)
-    if isinstance(recipe, QuantizedModel):
-        quantized = recipe
-    else:
-        quantized = _quantized(floats, named(recipe) if isinstance(recipe, str) else recipe, tokens, layout,
-                               name_of(model.dtype), progress)  # fmt: skip
-    _check_same(floats.config, quantized, name_of(model.dtype))
-    _exchange(model, quantized)
+    config, dtype = _checked(model), name_of(model.dtype)
+    if not isinstance(recipe, QuantizedModel):
+        steps = named(recipe) if isinstance(recipe, str) else recipe
+        recipe = _quantized(float_model(model), steps, tokens, layout, dtype, progress)
+    _check_same(config, recipe, dtype)
+    _exchange(model, recipe)
     return model
 
 
@@ -73,6 +71,23 @@ def float_model(model: PreTrainedModel) -> FloatModel:
 
     Raises ArgumentError for a model of another architecture, or one whose dtype or devices are mixed.
     """
+    config = _checked(model)
+
+    def read(part: str, layer: int = 0) -> Any:
+        return model.get_parameter(tensor_name(part, layer)).detach().float().cpu().numpy()
+
+    parts = (*config.separate_matrices, *(BIASES if config.qkv_bias else ()), *NORMS)
+    return FloatModel(
+        config=config,
+        embedding=read("embedding"),
+        layers=MappedLayers(range(config.layers), lambda index: {part: read(part, index) for part in parts}),
+        final_norm=read("final_norm"),
+        head=None if config.tied_head else read("head"),
+    )
+
+
+def _checked(model: Any) -> Config:
+    """Its config. Raises as `float_model` does."""
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError("model", "must be a model of transformers", type(model).__name__)
     config = Config.from_json(model.config.to_dict())
@@ -90,22 +105,7 @@ def float_model(model: PreTrainedModel) -> FloatModel:
         if parameter.dtype != first.dtype or parameter.device != first.device:
             rule, got = f"must be {name_of(first.dtype)} on {first.device} as the embedding", name_of(parameter.dtype)
             raise ArgumentError(f"model: {name}", rule, f"{got} on {parameter.device}")
-
-    def read(part: str, layer: int = 0) -> Any:
-        return model.get_parameter(tensor_name(part, layer)).detach().float().cpu().numpy()
-
-    parts = (*config.separate_matrices, *(BIASES if config.qkv_bias else ()), *NORMS)
-
-    def layer(index: int) -> Layer:
-        return {part: read(part, index) for part in parts}
-
-    return FloatModel(
-        config=config,
-        embedding=read("embedding"),
-        layers=MappedLayers(range(config.layers), layer),
-        final_norm=read("final_norm"),
-        head=None if config.tied_head else read("head"),
-    )
+    return config
 
 
 def _quantized(

@@ -43,6 +43,7 @@ Quantized = tuple[Tensor, Tensor, Tensor]  # x_q s8 [M, K], scale f32 [M], token
 
 _Channel = Sequence[Tensor] | None
 
+ON_CUDA: dict[str, Callable[..., Any]] = {}  # what each operator does with CUDA tensors
 _library = torch.library.Library("ptxlab", "DEF")
 _HALVES = ("float16", "bfloat16")
 
@@ -50,6 +51,7 @@ _HALVES = ("float16", "bfloat16")
 def _operator(schema: str, *, cuda: Callable[..., Any], cpu: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Define an operator; the first of its arguments says on which device it runs."""
     name = schema.partition("(")[0]
+    ON_CUDA[name] = cuda
 
     def on_its_device(x: Tensor, *others: Any, **how: Any) -> Any:
         if x.get_device() == torch.cuda.current_device():
@@ -366,12 +368,13 @@ def _cache_fields(
 _known_caches: set[Any] = set()
 
 
-def _cache_on_cuda(pool: Tensor, table: Any, lengths: Any, *how: Any, channel: _Channel) -> KVCache:
+def _cache_on_cuda(name: str, pool: Tensor, table: Any, lengths: Any, *how: Any, channel: _Channel) -> KVCache:
     """The cache of these tensors. Its checks, of dtypes and shapes, are made once for each."""
     fields = _cache_fields(pool, table, lengths, *how, channel)
     key = (*how, *((each.dtype, each.shape) for each in (pool, table, lengths, *(channel or ()))))
     if key not in _known_caches:
-        KVCache(**fields)
+        with naming(name):
+            KVCache(**fields)
         _known_caches.add(key)
     return _made(KVCache, **fields)
 
@@ -466,7 +469,7 @@ def _append_on_cuda(
     k: Tensor, v: Tensor, pool: Tensor, slots: Tensor, cos: Tensor | None = None, sin: Tensor | None = None,
     positions: Tensor | None = None, *, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None,
 ) -> None:  # fmt: skip
-    cache = _cache_on_cuda(pool, _NO_TABLE, _NO_LENGTHS, page_size, k.shape[-1], scheme, channel=channel)
+    cache = _cache_on_cuda("append_kv4", pool, _NO_TABLE, _NO_LENGTHS, page_size, k.shape[-1], scheme, channel=channel)
     attention.append_kv4(k, v, cache, slots, rope=None if cos is None else _rope(cos, sin, positions))
 
 
@@ -474,7 +477,9 @@ def _rope_append_on_cuda(
     qkv: Tensor, pool: Tensor, slots: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None,
     *, head_dim: int, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None,
 ) -> Tensor:  # fmt: skip
-    cache = _cache_on_cuda(pool, _NO_TABLE, _NO_LENGTHS, page_size, head_dim, scheme, channel=channel)
+    cache = _cache_on_cuda(
+        "rope_append_kv4", pool, _NO_TABLE, _NO_LENGTHS, page_size, head_dim, scheme, channel=channel
+    )
     q = _fake_queries(qkv, pool, head_dim)
     return attention.rope_append_kv4(qkv, cache, slots, rope=_rope(cos, sin, positions), out=q)
 
@@ -492,7 +497,7 @@ def _attention_on_cuda(
     channel: _Channel = None, scale: float | None = None, window: int | None = None,
     workspace: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    cache = _cache_on_cuda(pool, block_table, lengths, page_size, q.shape[-1], scheme, channel=channel)
+    cache = _cache_on_cuda("attention_kv4", pool, block_table, lengths, page_size, q.shape[-1], scheme, channel=channel)
     space = None if workspace is None else _carved(workspace, q.shape[-1])
     return attention.attention_kv4(q, cache, scale=scale, window=window, out=torch.empty_like(q), workspace=space)
 
@@ -560,12 +565,10 @@ def _memory(head_dim: int, device: int) -> _Memory:
 
 def _carved(workspace: Tensor, head_dim: int) -> attention.AttentionWorkspace:
     """The parts of a workspace, by their names."""
-    device, start, memory = workspace.get_device(), workspace.data_ptr(), _memory(head_dim, workspace.get_device())
-    if workspace.dtype != torch.uint8 or workspace.numel() < memory.nbytes:
+    start, _, dtype, device, _ = gpu.view("attention_kv4: workspace", workspace)
+    memory = _memory(head_dim, device)
+    if dtype != "uint8" or workspace.numel() < memory.nbytes:
         rule = f"must be attention_workspace({head_dim}), uint8 of {memory.nbytes} bytes"
-        raise ArgumentError("attention_kv4: workspace", rule, f"{name_of(workspace.dtype)} of {workspace.nbytes} bytes")
-    views = {
-        name: gpu.View(start + offset, shape, dtype, device, owner)
-        for name, shape, dtype, offset, owner in memory.items
-    }
+        raise ArgumentError("attention_kv4: workspace", rule, f"{dtype} of {workspace.nbytes} bytes")
+    views = {name: gpu.View(start + offset, *kind, device, owner) for name, offset, kind, owner in memory.items}
     return _made(attention.AttentionWorkspace, kernel=memory.kernel, views=views)
