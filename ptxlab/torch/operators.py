@@ -89,11 +89,7 @@ def _quantized(of: QuantizedActivations) -> Quantized:
     return torch.from_numpy(of.q), torch.from_numpy(of.scale), torch.from_numpy(of.token_sum)
 
 
-def _packed(of: PackedActivations) -> Quantized:
-    return of.x_q, of.scale, of.token_sum
-
-
-def _fake_quantized(x: Tensor, K: Any) -> Quantized:
+def _empty_quantized(x: Tensor, K: Any) -> Quantized:
     M = x.shape[0]
     return x.new_empty((M, K), dtype=torch.int8), x.new_empty(M, dtype=torch.float32), x.new_empty(M, dtype=torch.int32)
 
@@ -159,30 +155,44 @@ def _check_width(name: str, width: int, step: int = 32) -> None:
         raise ArgumentError(name, f"width % {step} == 0", width)
 
 
+def _on_cuda(quantiser: Callable[..., Any], x: Tensor, K: int, *given: Any, **how: Any) -> Quantized:
+    """What a quantiser makes of x, in new tensors [M, K]."""
+    x_q, scale, token_sum = _empty_quantized(x, K)
+    of_rows = {"layout": "row_major", "rows": 1, "M": x.shape[0], "K": K}
+    out = _made(PackedActivations, **of_rows, x_q=x_q, scale=scale, token_sum=token_sum)
+    quantiser(x, *given, out=out, **how)
+    return x_q, scale, token_sum
+
+
 def _rmsnorm_on_cuda(
     x: Tensor, gamma: Tensor, residual: Tensor | None = None, eps: float = 1e-5, normed: Tensor | None = None
 ) -> Quantized:
-    return _packed(quantize.rmsnorm_quantize(x, gamma, residual=residual, eps=eps, normed=normed))
+    how = {"residual": residual, "eps": eps, "normed": normed}
+    return _on_cuda(quantize.rmsnorm_quantize, x, x.shape[-1], gamma, **how)
+
+
+def _silu_mul_on_cuda(gate_up: Tensor, activation: str = "silu") -> Quantized:
+    return _on_cuda(quantize.silu_mul_quantize, gate_up, gate_up.shape[-1] // 2, activation=activation)
 
 
 _operator(
     "quantize_activations(Tensor x) -> (Tensor x_q, Tensor scale, Tensor token_sum)",
-    cuda=lambda x: _packed(quantize.quantize_activations(x)),
+    cuda=lambda x: _on_cuda(quantize.quantize_activations, x, x.shape[-1]),
     cpu=_quantize_on_cpu,
-    fake=lambda x: _fake_quantized(x, x.shape[1]),
+    fake=lambda x: _empty_quantized(x, x.shape[1]),
 )
 _operator(
     "rmsnorm_quantize(Tensor x, Tensor gamma, Tensor(a!)? residual=None, float eps=1e-5, Tensor(b!)? normed=None)"
     " -> (Tensor x_q, Tensor scale, Tensor token_sum)",
     cuda=_rmsnorm_on_cuda,
     cpu=_rmsnorm_on_cpu,
-    fake=lambda x, gamma, residual=None, eps=1e-5, normed=None: _fake_quantized(x, x.shape[1]),
+    fake=lambda x, *given, **how: _empty_quantized(x, x.shape[1]),
 )
 _operator(
     'silu_mul_quantize(Tensor gate_up, str activation="silu") -> (Tensor x_q, Tensor scale, Tensor token_sum)',
-    cuda=lambda gate_up, activation="silu": _packed(quantize.silu_mul_quantize(gate_up, activation=activation)),
+    cuda=_silu_mul_on_cuda,
     cpu=_silu_mul_on_cpu,
-    fake=lambda gate_up, activation="silu": _fake_quantized(gate_up, gate_up.shape[1] // 2),
+    fake=lambda gate_up, activation="silu": _empty_quantized(gate_up, gate_up.shape[1] // 2),
 )
 
 

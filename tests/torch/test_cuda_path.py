@@ -8,6 +8,7 @@ import pytest
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.gpu.view import View
+from ptxlab.kernels import operation
 from tests.support.fake_gpu import DeviceArray, FakeGpu
 from tests.support.torch_calls import every_call
 
@@ -20,6 +21,8 @@ class TensorGpu(FakeGpu):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
+        for name in ("_prepared", "_ready", "_memory"):  # of earlier calls
+            monkeypatch.setattr(operation, name, {})
         monkeypatch.setattr(gpu, "is_device_array", lambda array: isinstance(array, DeviceArray | torch.Tensor))
         monkeypatch.setattr(gpu, "new", lambda example, shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype)))
 
@@ -52,22 +55,23 @@ def test_every_operator_is_its_public_call(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(fake.launched) == len(on_cuda)
 
 
-def test_attention_in_a_capture_takes_the_tensor_as_workspace(fake: TensorGpu) -> None:
+def test_a_capture_takes_all_operators(fake: TensorGpu) -> None:
+    """After a first call of each; attention with the tensor as its workspace."""
     from ptxlab.torch import operators
 
-    fake.runs = False
-    (q, *cache), _ = every_call(np.random.default_rng(0))["attention_kv4"]
-    attend = operators.ON_CUDA["attention_kv4"]
-    needed = operators._memory(q.shape[-1], 0).nbytes
-    workspace = torch.zeros(needed, dtype=torch.uint8)
-    attend(q, *cache, workspace=workspace)
-    fake.capturing, allocations = True, fake.allocations
-    attend(q, *cache, workspace=workspace)
-    assert fake.allocations == allocations and len(fake.launched) == 2
+    fake.runs, calls = False, every_call(np.random.default_rng(0))
+    needed = operators._memory(64, 0).nbytes
+    calls["attention_kv4"][1]["workspace"] = torch.zeros(needed, dtype=torch.uint8)
+    for fake.capturing in (False, True):
+        allocations = fake.allocations
+        for name, (args, how) in calls.items():
+            operators.ON_CUDA[name](*args, **how)
+    assert fake.allocations == allocations and len(fake.launched) == 2 * len(calls)
+    args, how = calls["attention_kv4"]
     with pytest.raises(ArgumentError, match="workspace: must be given in a capture"):
-        attend(q, *cache)
+        operators.ON_CUDA["attention_kv4"](*args, window=8)
     with pytest.raises(ArgumentError, match=rf"attention_kv4: workspace: must be attention_workspace\(64\).*{needed}"):
-        attend(q, *cache, workspace=workspace[:-1])
+        operators.ON_CUDA["attention_kv4"](*args, workspace=how["workspace"][:-1])
 
 
 def test_shapes_are_checked_before_a_kernel_sees_them(fake: TensorGpu) -> None:
