@@ -20,9 +20,12 @@ class TensorGpu(FakeGpu):
     """Tensors of the CPU are its device arrays."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ptxlab.torch import operators
+
         super().__init__(monkeypatch)
         for name in ("_prepared", "_ready", "_memory"):  # of earlier calls
             monkeypatch.setattr(operation, name, {})
+        monkeypatch.setattr(operators, "_memory", operators._memory.__wrapped__)
         monkeypatch.setattr(gpu, "is_device_array", lambda array: isinstance(array, DeviceArray | torch.Tensor))
         monkeypatch.setattr(gpu, "new", lambda example, shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype)))
 
