@@ -15,7 +15,7 @@ from ptxlab.validate import is_integer
 IMPLEMENTATION = "ptxlab_kv4"
 
 
-class Rows(NamedTuple):
+class TokenPlaces(NamedTuple):
     """Where the rows of a forward pass, B·T tokens, are written, and what each of them sees.
 
     Attributes:
@@ -59,12 +59,12 @@ class KV4Cache(Cache):
         self.block_table: Tensor = made.block_table
         self.workspace = attention_workspace(self.head_dim, like.device)
         self._seen, self._is_used = torch.zeros((), dtype=torch.int64, device=like.device), False
-        self._rows: tuple[Any, Any, Rows] | None = None
+        self._rows: tuple[Any, Any, TokenPlaces] | None = None
         if like.is_cuda:  # so that graphs take these where they are
             for tensor in (*self.pools, self.block_table, self.workspace, self._seen):
                 torch._dynamo.mark_static_address(tensor)
 
-    def rows(self, positions: Tensor, real: Tensor | None, batch: int) -> Rows:
+    def rows(self, positions: Tensor, real: Tensor | None, batch: int) -> TokenPlaces:
         """Of tokens at positions s64 [B or 1, T]; `real` bool [B, T] is False for padding.
 
         All layers of a forward pass ask with the same tensors; the answer to the first is kept.
@@ -85,7 +85,7 @@ class KV4Cache(Cache):
         if real is not None:
             slots, lengths = torch.where(real, slots, -1), torch.where(real, lengths, 0)
         table = self.block_table if T == 1 else self.block_table.repeat_interleave(T, 0)
-        found = Rows(at.reshape(-1), slots.reshape(-1), table, lengths.reshape(-1).int())
+        found = TokenPlaces(at.reshape(-1), slots.reshape(-1), table, lengths.reshape(-1).int())
         if not traced:
             self._rows = positions, real, found
         return found
@@ -148,7 +148,7 @@ class Past(NamedTuple):
 
     cache: KV4Cache
     pool: Tensor
-    rows: Rows
+    rows: TokenPlaces
 
 
 def attend_kv4(

@@ -86,7 +86,8 @@ class W4A8Linear(Uncast):
             raise ArgumentError("from_linear: linear", "must be an nn.Linear", type(linear).__name__)
         w = linear.weight.detach().float().cpu().numpy()
         packed = pack(quantiser(scheme, rounding)(w, group), layout)
-        return cls(packed, linear.bias, dtype=linear.weight.dtype).to(linear.weight.device)
+        made: Self = cls(packed, linear.bias, dtype=linear.weight.dtype).to(linear.weight.device)
+        return made
 
     @property
     def device(self) -> torch.device:

@@ -30,6 +30,7 @@ from ptxlab.kernels.attention.append_api import check_places
 from ptxlab.kernels.attention.call import check_cache
 from ptxlab.kernels.attention.steps import choose
 from ptxlab.kernels.gemm.common import DTYPES
+from ptxlab.kernels.operation import MOST
 from ptxlab.kernels.quantize.gated import gated_and_quantized
 from ptxlab.kernels.quantize.rmsnorm import normalized
 from ptxlab.layout import ExpertWeights, KVCache, PackedActivations, PackedWeight, buffer_shapes, gather, write_slots
@@ -249,7 +250,8 @@ def _product(fields: dict[str, Any]) -> IntegerProduct:
     versions = tuple(tensor._version for tensor in tensors) if counted else ()
     known = _unpacked.get(tensors[0]) if counted else None
     if known and known.versions == versions and all(a() is b for a, b in zip(known.tensors, tensors[1:], strict=True)):
-        return known.product
+        found: IntegerProduct = known.product
+        return found
     arrays = {each: tensor.detach().numpy().copy() for each, tensor in fields["buffers"].items()}
     product = IntegerProduct(PackedWeight(**{**fields, "buffers": arrays}))
     if counted:
@@ -354,72 +356,72 @@ _operator(
 # The cache
 
 
-_NO_TABLE, _NO_LENGTHS = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)  # appending looks at neither
-
-
-def _cache_fields(
-    pool: Any, table: Any, lengths: Any, page_size: int, head_dim: int, scheme: str, channel: Sequence[Any] | None
-) -> dict[str, Any]:
-    if channel and len(channel) != 4:
-        raise ArgumentError("channel", "must be k scale, k zero, v scale, v zero, or empty", f"{len(channel)} tensors")
-    k_channel, v_channel = (tuple(channel[:2]), tuple(channel[2:])) if channel else (None, None)
-    return {
-        "pool": pool,
-        "block_table": table,
-        "lengths": lengths,
-        "page_size": page_size,
-        "head_dim": head_dim,
-        "scheme": scheme,
-        "k_channel": k_channel,
-        "v_channel": v_channel,
-    }
+_NO_ROWS = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)  # block table and lengths, at which no append looks
 
 
 _known_caches: set[Any] = set()
 
 
-def _cache_on_cuda(name: str, pool: Tensor, table: Any, lengths: Any, *how: Any, channel: _Channel) -> KVCache:
-    """The cache of these tensors. Its checks, of dtypes and shapes, are made once for each."""
-    fields = _cache_fields(pool, table, lengths, *how, channel)
-    key = (*how, *((each.dtype, each.shape) for each in (pool, table, lengths, *(channel or ()))))
+def _cache_fields(
+    tensors: tuple[Any, Any, Any], how: tuple[int, int, str], channel: Sequence[Any] | None
+) -> dict[str, Any]:
+    """Of a KVCache: (pool, block_table, lengths), (page_size, head_dim, scheme), and constants by channel."""
+    if channel and len(channel) != 4:
+        raise ArgumentError("channel", "must be k scale, k zero, v scale, v zero, or empty", f"{len(channel)} tensors")
+    fields = zip(("pool", "block_table", "lengths", "page_size", "head_dim", "scheme"), (*tensors, *how), strict=True)
+    k_channel, v_channel = (tuple(channel[:2]), tuple(channel[2:])) if channel else (None, None)
+    return {**dict(fields), "k_channel": k_channel, "v_channel": v_channel}
+
+
+def _cache_on_cuda(
+    name: str, tensors: tuple[Tensor, Any, Any], how: tuple[int, int, str], channel: _Channel
+) -> KVCache:
+    """The cache of these tensors. Its checks, which look at dtypes and shapes alone, are made once for each of them."""
+    fields = _cache_fields(tensors, how, channel)
+    key = (how, *((each.dtype, each.shape) for each in (*tensors, *(channel or ()))))
     if key not in _known_caches:
         with naming(name):
             KVCache(**fields)
+        if len(_known_caches) >= MOST:
+            _known_caches.clear()
         _known_caches.add(key)
     return _made(KVCache, **fields)
 
 
-def _cache_on_cpu(name: str, pool: Tensor, table: Any, lengths: Any, *how: Any, channel: _Channel) -> KVCache:
-    pages = _array(f"{name}: pool", pool, "uint8", "pages", 2, "Hkv", "bytes")
+def _cache_on_cpu(name: str, tensors: tuple[Tensor, Any, Any], how: tuple[int, int, str], channel: _Channel) -> KVCache:
+    pool = _array(f"{name}: pool", tensors[0], "uint8", "pages", 2, "Hkv", "bytes")
     constants = [_array(f"{name}: channel", each, "float32", "Hkv", "D") for each in channel or ()]
     with naming(name):
-        return KVCache(**_cache_fields(pages, table, lengths, *how, constants))
+        return KVCache(**_cache_fields((pool, *tensors[1:]), how, constants))
+
+
+def _angles(name: str, rope: Sequence[Tensor | None], slots: Any, cache: KVCache) -> tuple[Any, Any]:
+    """(cos, sin) f32 [T, D/2] of the tokens, after checking where they go; Nones without tables."""
+    tables, positions, T = [each for each in rope[:2] if each is not None], rope[2], len(slots)
+    if not tables:
+        check_places(name, cache, slots, rows=0)
+        return None, None
+    cos, sin = (_array(f"{name}: {of}", each, "float32", "R", cache.head_dim // 2) for of, each in zip(
+        ("cos", "sin"), tables, strict=True))  # fmt: skip
+    if len(cos) != len(sin) or len(cos) < (T if positions is None else 1):
+        raise ArgumentError(f"{name}: cos, sin", f"must have {T} rows or more, or positions", [len(cos), len(sin)])
+    at = np.arange(T) if positions is None else _array(f"{name}: positions", positions, slots.dtype.name, T)
+    check_places(name, cache, slots, at, rows=len(cos))
+    at = table_rows(at, len(cos))
+    return cos[at], sin[at]
 
 
 def _write(name: str, cache: KVCache, k: Any, v: Any, slots: Tensor, rope: Sequence[Tensor | None]) -> tuple[Any, Any]:
-    """Rotate keys f32 [T, Hkv, D], write them and values into the cache; returns the tokens' (cos, sin), or Nones."""
-    T, cos, sin = len(k), None, None
-    at = _array(f"{name}: slots", slots, ("int32", "int64"), T)
-    here = at >= 0
-    if rope[0] is not None:
-        assert rope[1] is not None
-        tables = [_array(f"{name}: {of}", each, "float32", "R", cache.head_dim // 2) for of, each in
-                  zip(("cos", "sin"), rope[:2], strict=True)]  # fmt: skip
-        rows = len(tables[0])
-        if len(tables[1]) != rows or rows < (1 if rope[2] is not None else T):
-            raise ArgumentError(f"{name}: cos, sin", f"must have {T} rows or more, or positions", [*map(len, tables)])
-        positions = np.arange(T) if rope[2] is None else _array(f"{name}: positions", rope[2], name_of(slots.dtype), T)
-        check_places(name, cache, at, positions, rows=rows)
-        cos, sin = (table[table_rows(positions, rows)] for table in tables)
-        k = reference.rope(k, cos, sin)
-    else:
-        check_places(name, cache, at, rows=0)
+    """Rotate keys f32 [T, Hkv, D], and write them and values into the cache; the tokens' (cos, sin), or Nones."""
+    at = _array(f"{name}: slots", slots, ("int32", "int64"), len(k))
+    here, angles = at >= 0, _angles(name, rope, at, cache)
+    k = k if angles[0] is None else reference.rope(k, *angles)
     with naming(f"{name}: k"):
         keys = quant.quantize_kv(k[here], cache.scheme, cache.k_channel)
     with naming(f"{name}: v"):
         values = quant.quantize_kv(v[here], cache.scheme, cache.v_channel)
     write_slots(cache, keys, values, at[here])
-    return cos, sin
+    return angles
 
 
 def _append_on_cpu(
@@ -427,7 +429,7 @@ def _append_on_cpu(
     positions: Tensor | None = None, *, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None,
 ) -> None:  # fmt: skip
     name, (H, D) = "append_kv4", k.shape[-2:]
-    cache = _cache_on_cpu(name, pool, _NO_TABLE, _NO_LENGTHS, page_size, D, scheme, channel=channel)
+    cache = _cache_on_cpu(name, (pool, *_NO_ROWS), (page_size, D, scheme), channel)
     keys = _array(f"{name}: k", k, _HALVES, "T", cache.num_kv_heads, D)
     values = _array(f"{name}: v", v, name_of(k.dtype), len(k), H, D)
     _write(name, cache, floats(keys), floats(values), slots, (cos, sin, positions))
@@ -438,7 +440,7 @@ def _rope_append_on_cpu(
     *, head_dim: int, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None,
 ) -> Tensor:  # fmt: skip
     name = "rope_append_kv4"
-    cache = _cache_on_cpu(name, pool, _NO_TABLE, _NO_LENGTHS, page_size, head_dim, scheme, channel=channel)
+    cache = _cache_on_cpu(name, (pool, *_NO_ROWS), (page_size, head_dim, scheme), channel)
     array, of_kv = _array(f"{name}: qkv", qkv, _HALVES, "T", "(Hq + 2·Hkv)·D"), cache.num_kv_heads
     if array.shape[1] % (of_kv * head_dim) or array.shape[1] < 3 * of_kv * head_dim:
         rule = f"must be [T, (Hq + {2 * of_kv})·{head_dim}], Hq a multiple of {of_kv}"
@@ -457,7 +459,7 @@ def _attention_on_cpu(
     queries = floats(_array(f"{name}: q", q, _HALVES, *(("B", "Hq", "D") if q.ndim == 3 else ("B", "T", "Hq", "D"))))
     table = _array(f"{name}: block_table", block_table, "int32", B, "pages")
     of_rows = _array(f"{name}: lengths", lengths, "int32", B)
-    cache = _cache_on_cpu(name, pool, table, of_rows, page_size, D, scheme, channel=channel)
+    cache = _cache_on_cpu(name, (pool, table, of_rows), (page_size, D, scheme), channel)
     check_cache(name, cache)
     if Hq % cache.num_kv_heads:
         raise ArgumentError(f"{name}: q", f"Hq must be a multiple of the cache's {cache.num_kv_heads}", f"Hq={Hq}")
@@ -479,7 +481,7 @@ def _append_on_cuda(
     k: Tensor, v: Tensor, pool: Tensor, slots: Tensor, cos: Tensor | None = None, sin: Tensor | None = None,
     positions: Tensor | None = None, *, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None,
 ) -> None:  # fmt: skip
-    cache = _cache_on_cuda("append_kv4", pool, _NO_TABLE, _NO_LENGTHS, page_size, k.shape[-1], scheme, channel=channel)
+    cache = _cache_on_cuda("append_kv4", (pool, *_NO_ROWS), (page_size, k.shape[-1], scheme), channel)
     attention.append_kv4(k, v, cache, slots, rope=None if cos is None else _rope(cos, sin, positions))
 
 
@@ -487,9 +489,7 @@ def _rope_append_on_cuda(
     qkv: Tensor, pool: Tensor, slots: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None,
     *, head_dim: int, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None,
 ) -> Tensor:  # fmt: skip
-    cache = _cache_on_cuda(
-        "rope_append_kv4", pool, _NO_TABLE, _NO_LENGTHS, page_size, head_dim, scheme, channel=channel
-    )
+    cache = _cache_on_cuda("rope_append_kv4", (pool, *_NO_ROWS), (page_size, head_dim, scheme), channel)
     q = _fake_queries(qkv, pool, head_dim)
     return attention.rope_append_kv4(qkv, cache, slots, rope=_rope(cos, sin, positions), out=q)
 
@@ -507,7 +507,7 @@ def _attention_on_cuda(
     channel: _Channel = None, scale: float | None = None, window: int | None = None,
     workspace: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    cache = _cache_on_cuda("attention_kv4", pool, block_table, lengths, page_size, q.shape[-1], scheme, channel=channel)
+    cache = _cache_on_cuda("attention_kv4", (pool, block_table, lengths), (page_size, q.shape[-1], scheme), channel)
     space = None if workspace is None else _carved(workspace, q.shape[-1])
     return attention.attention_kv4(q, cache, scale=scale, window=window, out=torch.empty_like(q), workspace=space)
 

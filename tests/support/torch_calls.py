@@ -42,7 +42,8 @@ def products(rng: np.random.Generator, dtype: Any = torch.float16) -> dict[str, 
 
 def caches(rng: np.random.Generator, scheme: str = "kv4") -> dict[str, Any]:
     """An empty cache of two sequences, one page each, as the operators take it."""
-    by_channel, channel = {}, None
+    by_channel: dict[str, Any] = {}
+    channel = None
     if scheme.endswith("channel"):
         constants = quant.calibrate_kv(rng.standard_normal((20, Hkv, D), dtype=np.float32), scheme)
         by_channel = {"k_channel": constants, "v_channel": constants}
@@ -52,7 +53,8 @@ def caches(rng: np.random.Generator, scheme: str = "kv4") -> dict[str, Any]:
 
 
 def rope(positions: int = 64) -> tuple[Any, Any]:
-    return tuple(map(torch.from_numpy, reference.rope_tables(np.arange(positions), D)))  # type: ignore[return-value]
+    cos, sin = map(torch.from_numpy, reference.rope_tables(np.arange(positions), D))
+    return cos, sin
 
 
 def every_call(rng: np.random.Generator) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
