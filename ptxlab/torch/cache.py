@@ -183,10 +183,11 @@ def attend_kv4(
 
 
 def real_tokens(
-    batch_size: int, q_length: int, *given: Any, attention_mask: Tensor | None = None, **how: Any
+    *given: Any, attention_mask: Tensor | None = None, q_length: int = 0, cache_position: Any = (), **how: Any
 ) -> Tensor | None:
     """The mask bool [B, T] of a pass's own tokens, False for padding: all that attention over the cache needs."""
-    return None if attention_mask is None else attention_mask[:, -q_length:].bool()
+    tokens = q_length or len(cache_position)  # which was handed over before transformers 5.3
+    return None if attention_mask is None else attention_mask[:, -tokens:].bool()
 
 
 AttentionInterface.register(IMPLEMENTATION, attend_kv4)

@@ -221,10 +221,7 @@ class KV4Attention(nn.Module):
         **how: Any,
     ) -> tuple[Tensor, None]:
         """[B, T, H] of quantised activations [B, T, H]; `attention_mask` bool [B, T] is False for padding."""
-        cache = past_key_values
-        if not isinstance(cache, KV4Cache):
-            rule = "past_key_values must be a ptxlab.torch.KV4Cache(model, batch, context)"
-            raise ArgumentError("quantised model", rule, type(cache).__name__)
+        cache = self._checked(past_key_values)
         cos, sin, positions = position_embeddings
         B, T, _ = hidden_states[0].shape
         rows = cache.rows(positions, attention_mask, B)
@@ -234,10 +231,25 @@ class KV4Attention(nn.Module):
         how = {"head_dim": self.head_dim, "scheme": cache.scheme}
         q = torch.ops.ptxlab.rope_append_kv4(qkv, pool, rows.slots, cos, sin, rows.positions, **how)
         past = Past(cache, pool, rows)
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        attend = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
         queries, window = q.view(B, T, -1, self.head_dim).transpose(1, 2), self.sliding_window
         out, _ = attend(self, queries, past, past, attention_mask, scaling=self.scaling, sliding_window=window)
         return self.o_proj(out.flatten(2)), None
+
+    def _checked(self, cache: Any) -> KV4Cache:
+        """The cache. Raises ArgumentError for none, another model's, and for another implementation of attention."""
+        if not isinstance(cache, KV4Cache):
+            rule = "past_key_values must be a ptxlab.torch.KV4Cache(model, batch, context)"
+            raise ArgumentError("quantised model", rule, type(cache).__name__)
+        ours = self.config.num_hidden_layers, self.config.num_key_value_heads, self.head_dim
+        theirs = len(cache), cache.pools[0].shape[2], cache.head_dim
+        if theirs != ours:
+            rule = "must be of this model: {} layers, {} kv heads of {}".format(*ours)
+            raise ArgumentError("KV4Cache", rule, "{} layers, {} kv heads of {}".format(*theirs))
+        if self.config._attn_implementation != IMPLEMENTATION:
+            rule = f"must be {IMPLEMENTATION} for a quantised model"
+            raise ArgumentError("attn_implementation", rule, self.config._attn_implementation)
+        return cache
 
 
 class RopeTables(Uncast):

@@ -125,6 +125,18 @@ def cached(context: int = CONTEXT, batch: int = 1) -> Any:
     return model.generate(tokens, past_key_values=cache, max_new_tokens=TOKENS, do_sample=False)
 
 
+def passed(of: Any = None, attention: str = "ptxlab_kv4") -> Any:
+    """A pass with a cache of another model, or another implementation of attention."""
+    from ptxlab.torch import KV4Cache, quantize_model
+
+    model = quantize_model(small())
+    cache = KV4Cache(of or model, 1, CONTEXT)
+    if attention == "crop":
+        return cache.crop(3)
+    model.set_attn_implementation(attention)
+    return model(torch.tensor(PROMPTS[:1]), past_key_values=cache)
+
+
 def quantize(model: Any, recipe: Any = "rtn", **how: Any) -> Any:
     from ptxlab.torch import quantize_model
 
@@ -178,6 +190,14 @@ BAD = {
     "past_key_values must be a ptxlab.torch.KV4Cache(model, batch, context) (got DynamicCache)": lambda: quantize(
         small()
     )(torch.tensor(PROMPTS[:1])),
+    "KV4Cache: must be of this model: 2 layers, 1 kv heads of 64 (got 1 layers, 1 kv heads of 64)": lambda: passed(
+        of=small(num_hidden_layers=1)
+    ),
+    "KV4Cache: must be of this model: 2 layers, 1 kv heads of 64 (got 2 layers, 2 kv heads of 64)": lambda: passed(
+        of=small("qwen2")
+    ),
+    "attn_implementation: must be ptxlab_kv4 for a quantised model (got sdpa)": lambda: passed(attention="sdpa"),
+    "KV4Cache: tokens are appended by the layers of quantize_model": lambda: passed(of=small(), attention="crop"),
     "KV4Cache: no more than the context of 8 tokens (got position 8)": lambda: cached(8),
     "KV4Cache: batch: must be that of the tokens, 1 (got 2)": lambda: cached(batch=2),
     "KV4Cache: context: must be an integer, 1 or more (got 0)": lambda: cached(0),
@@ -192,6 +212,21 @@ def test_bad_input_is_one_line(message: str) -> None:
     with pytest.raises(PtxlabError) as found:
         BAD[message]()
     assert message in str(found.value) and "\n" not in str(found.value)
+
+
+def test_a_quantised_state_is_loaded_into_another_model_of_its_shape() -> None:
+    """And `generate` goes on where the cache ends."""
+    from ptxlab.torch import KV4Cache
+
+    model, other = quantize(small("qwen2")), quantize(small("qwen2"))
+    for each in other.state_dict().values():
+        each.zero_()
+    other.load_state_dict(model.state_dict())
+    first, cache = theirs(model, PROMPTS[:1])
+    told = torch.tensor([PROMPTS[0] + first[0] + [9, 8]])
+    how = {"max_new_tokens": 3, "do_sample": False}
+    wanted = other.generate(told, past_key_values=KV4Cache(other, 1, CONTEXT), **how)
+    assert torch.equal(model.generate(told, past_key_values=cache, **how), wanted)
 
 
 def test_a_model_that_is_refused_is_what_it_was() -> None:
