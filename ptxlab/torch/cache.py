@@ -182,12 +182,9 @@ def attend_kv4(
     return out.view(B, T, Hq, D), None
 
 
-def real_tokens(
-    *given: Any, attention_mask: Tensor | None = None, q_length: int = 0, cache_position: Any = (), **how: Any
-) -> Tensor | None:
+def real_tokens(*given: Any, q_length: int, attention_mask: Tensor | None = None, **how: Any) -> Tensor | None:
     """The mask bool [B, T] of a pass's own tokens, False for padding: all that attention over the cache needs."""
-    tokens = q_length or len(cache_position)  # which was handed over before transformers 5.3
-    return None if attention_mask is None else attention_mask[:, -tokens:].bool()
+    return None if attention_mask is None else attention_mask[:, -q_length:].bool()
 
 
 AttentionInterface.register(IMPLEMENTATION, attend_kv4)

@@ -74,5 +74,5 @@ def every_call(rng: np.random.Generator) -> dict[str, tuple[tuple[Any, ...], dic
         "silu_mul_quantize": ((x,), {}),
         "append_kv4": ((kv, kv, pool, slots, cos, sin, positions), {}),
         "rope_append_kv4": ((qkv, pool, slots, cos, sin, positions), {"head_dim": D}),
-        "attention_kv4": ((q, pool, table, lengths), {"window": 8}),
+        "attention_kv4": ((q, pool, table, lengths), {"window": 8, "workspace": torch.zeros(8, dtype=torch.uint8)}),
     }
