@@ -180,7 +180,7 @@ def in_fp8(model: nn.Module) -> None:
 
 def _generated(model: Any, B: int, cache: Any, tokens: int, **how: Any) -> Tensor:
     cache.reset()
-    prompt = torch.arange(B * PROMPT, device="cuda").view(B, PROMPT) % 31999 + 1
+    prompt = torch.arange(B * PROMPT, device=model.device).view(B, PROMPT) % 31999 + 1
     given = {"attention_mask": torch.ones_like(prompt), "past_key_values": cache, "do_sample": False, **how}
     found: Tensor = model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, **given)
     return found[:, PROMPT:]
