@@ -80,10 +80,10 @@ def _array(name: str, tensor: Tensor, dtypes: str | Sequence[str], *shape: int |
     return (tensor.view(torch.uint16) if found == "bfloat16" else tensor).numpy()
 
 
-def _tensor(values: Any, dtype: torch.dtype) -> Tensor:
-    """f32 values rounded to a tensor of that dtype, integers as they are."""
-    array = torch.from_numpy(stored(values, name_of(dtype)))
-    return array.view(torch.bfloat16) if dtype == torch.bfloat16 else array
+def _tensor(array: Any, dtype: torch.dtype) -> Tensor:
+    """The tensor on an array's memory; bfloat16 are its bits."""
+    made = torch.from_numpy(array)
+    return made.view(torch.bfloat16) if dtype == torch.bfloat16 else made
 
 
 def _quantized(of: QuantizedActivations) -> Quantized:
@@ -277,11 +277,6 @@ def _operands(name: str, x_q: Tensor, x_scale: Tensor, x_sum: Tensor | None, out
     return x, _array(f"{name}: x_scale", x_scale, "float32", M)
 
 
-def _result(array: Any, out_dtype: torch.dtype) -> Tensor:
-    made = torch.from_numpy(array)
-    return made.view(torch.bfloat16) if out_dtype == torch.bfloat16 else made
-
-
 def _gemm_on_cpu(
     x_q: Tensor, x_scale: Tensor, x_sum: Tensor | None, weight: list[Tensor], bias: Tensor | None = None,
     *, layout: str, scheme: str, group: int = 0, out_dtype: torch.dtype,
@@ -290,7 +285,7 @@ def _gemm_on_cpu(
     x, scale = _operands(name, x_q, x_scale, x_sum, out_dtype)
     fields = _buffers(f"{name}: weight", weight, layout, scheme, x.shape[1], group)
     added = None if bias is None else _array(f"{name}: bias", bias, "float32", fields["N"])
-    return _result(_multiplied(_product(fields), x, scale, added, out_dtype), out_dtype)
+    return _tensor(_multiplied(_product(fields), x, scale, added, out_dtype), out_dtype)
 
 
 def _gemm_on_cuda(
@@ -319,7 +314,7 @@ def _grouped_on_cpu(
         expert = PackedWeight(**{**fields, "buffers": {each: array[e] for each, array in arrays.items()}})
         rows, of_expert = slice(start, stop), None if added is None else added[e]
         of_experts.append(_multiplied(IntegerProduct(expert), x[rows], scale[rows], of_expert, out_dtype))
-    return _result(np.concatenate(of_experts), out_dtype)
+    return _tensor(np.concatenate(of_experts), out_dtype)
 
 
 def _grouped_on_cuda(
@@ -357,8 +352,6 @@ _operator(
 
 
 _NO_ROWS = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)  # block table and lengths, at which no append looks
-
-
 _known_caches: set[Any] = set()
 
 
@@ -395,23 +388,36 @@ def _cache_on_cpu(name: str, tensors: tuple[Tensor, Any, Any], how: tuple[int, i
         return KVCache(**_cache_fields((pool, *tensors[1:]), how, constants))
 
 
-def _angles(name: str, rope: Sequence[Tensor | None], slots: Any, cache: KVCache) -> tuple[Any, Any]:
+def _rope(name: str, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None) -> tuple[Tensor, ...] | None:
+    """`rope` of the public calls: both tables, and positions or not; or None."""
+    if cos is not None and sin is not None:
+        return (cos, sin) if positions is None else (cos, sin, positions)
+    if cos is not None or sin is not None or positions is not None:
+        given = [of for of, each in (("cos", cos), ("sin", sin), ("positions", positions)) if each is not None]
+        raise ArgumentError(f"{name}: cos, sin", "must be given both, or neither and no positions", ", ".join(given))
+    return None
+
+
+def _angles(name: str, rope: tuple[Tensor, ...] | None, slots: Any, cache: KVCache) -> tuple[Any, Any]:
     """(cos, sin) f32 [T, D/2] of the tokens, after checking where they go; Nones without tables."""
-    tables, positions, T = [each for each in rope[:2] if each is not None], rope[2], len(slots)
-    if not tables:
+    if rope is None:
         check_places(name, cache, slots, rows=0)
         return None, None
-    cos, sin = (_array(f"{name}: {of}", each, "float32", "R", cache.head_dim // 2) for of, each in zip(
-        ("cos", "sin"), tables, strict=True))  # fmt: skip
-    if len(cos) != len(sin) or len(cos) < (T if positions is None else 1):
+    T, half, positions = len(slots), cache.head_dim // 2, rope[2:]
+    cos, sin = (
+        _array(f"{name}: {of}", each, "float32", "R", half) for of, each in zip(("cos", "sin"), rope, strict=False)
+    )
+    if len(cos) != len(sin) or len(cos) < (1 if positions else T):
         raise ArgumentError(f"{name}: cos, sin", f"must have {T} rows or more, or positions", [len(cos), len(sin)])
-    at = np.arange(T) if positions is None else _array(f"{name}: positions", positions, slots.dtype.name, T)
+    at = _array(f"{name}: positions", positions[0], slots.dtype.name, T) if positions else np.arange(T)
     check_places(name, cache, slots, at, rows=len(cos))
     at = table_rows(at, len(cos))
     return cos[at], sin[at]
 
 
-def _write(name: str, cache: KVCache, k: Any, v: Any, slots: Tensor, rope: Sequence[Tensor | None]) -> tuple[Any, Any]:
+def _write(
+    name: str, cache: KVCache, k: Any, v: Any, slots: Tensor, rope: tuple[Tensor, ...] | None
+) -> tuple[Any, Any]:
     """Rotate keys f32 [T, Hkv, D], and write them and values into the cache; the tokens' (cos, sin), or Nones."""
     at = _array(f"{name}: slots", slots, ("int32", "int64"), len(k))
     here, angles = at >= 0, _angles(name, rope, at, cache)
@@ -432,7 +438,7 @@ def _append_on_cpu(
     cache = _cache_on_cpu(name, (pool, *_NO_ROWS), (page_size, D, scheme), channel)
     keys = _array(f"{name}: k", k, _HALVES, "T", cache.num_kv_heads, D)
     values = _array(f"{name}: v", v, name_of(k.dtype), len(k), H, D)
-    _write(name, cache, floats(keys), floats(values), slots, (cos, sin, positions))
+    _write(name, cache, floats(keys), floats(values), slots, _rope(name, cos, sin, positions))
 
 
 def _rope_append_on_cpu(
@@ -446,8 +452,8 @@ def _rope_append_on_cpu(
         rule = f"must be [T, (Hq + {2 * of_kv})·{head_dim}], Hq a multiple of {of_kv}"
         raise ArgumentError(f"{name}: qkv", rule, [*array.shape])
     q, k, v = np.split(floats(array).reshape(len(array), -1, head_dim), [-2 * of_kv, -of_kv], axis=1)
-    angles = _write(name, cache, k, v, slots, (cos, sin, positions))
-    return _tensor(reference.rope(q, *angles), qkv.dtype)
+    angles = _write(name, cache, k, v, slots, _rope(name, cos, sin, positions))
+    return _tensor(stored(reference.rope(q, *angles), name_of(qkv.dtype)), qkv.dtype)
 
 
 def _attention_on_cpu(
@@ -474,7 +480,7 @@ def _attention_on_cpu(
         of_row = queries[b].reshape(-1, Hq, D)
         how: dict[str, Any] = {"scale": D**-0.5 if scale is None else scale, "window": window}
         result[b] = reference.attention(of_row, keys, values, **how)[0].reshape(result[b].shape)
-    return _tensor(result, q.dtype)
+    return _tensor(stored(result, name_of(q.dtype)), q.dtype)
 
 
 def _append_on_cuda(
@@ -482,7 +488,7 @@ def _append_on_cuda(
     positions: Tensor | None = None, *, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None,
 ) -> None:  # fmt: skip
     cache = _cache_on_cuda("append_kv4", (pool, *_NO_ROWS), (page_size, k.shape[-1], scheme), channel)
-    attention.append_kv4(k, v, cache, slots, rope=None if cos is None else _rope(cos, sin, positions))
+    attention.append_kv4(k, v, cache, slots, rope=_rope("append_kv4", cos, sin, positions))
 
 
 def _rope_append_on_cuda(
@@ -490,15 +496,11 @@ def _rope_append_on_cuda(
     *, head_dim: int, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None,
 ) -> Tensor:  # fmt: skip
     cache = _cache_on_cuda("rope_append_kv4", (pool, *_NO_ROWS), (page_size, head_dim, scheme), channel)
-    q = _fake_queries(qkv, pool, head_dim)
-    return attention.rope_append_kv4(qkv, cache, slots, rope=_rope(cos, sin, positions), out=q)
+    how = {"rope": _rope("rope_append_kv4", cos, sin, positions), "out": _empty_queries(qkv, pool, head_dim)}
+    return attention.rope_append_kv4(qkv, cache, slots, **how)
 
 
-def _rope(*tables: Tensor | None) -> tuple[Any, ...]:
-    return tuple(each for each in tables if each is not None)
-
-
-def _fake_queries(qkv: Tensor, pool: Tensor, head_dim: int) -> Tensor:
+def _empty_queries(qkv: Tensor, pool: Tensor, head_dim: int) -> Tensor:
     return qkv.new_empty((qkv.shape[0], qkv.shape[1] // head_dim - 2 * pool.shape[2], head_dim))
 
 
@@ -524,7 +526,7 @@ _operator(
     ' int head_dim, int page_size=64, str scheme="kv4", Tensor[]? channel=None) -> Tensor',
     cuda=_rope_append_on_cuda,
     cpu=_rope_append_on_cpu,
-    fake=lambda qkv, pool, slots, cos, sin, positions=None, *, head_dim, **how: _fake_queries(qkv, pool, head_dim),
+    fake=lambda qkv, pool, slots, cos, sin, positions=None, *, head_dim, **how: _empty_queries(qkv, pool, head_dim),
 )
 _operator(
     "attention_kv4(Tensor q, Tensor pool, Tensor block_table, Tensor lengths, *, int page_size=64,"

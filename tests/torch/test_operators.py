@@ -164,6 +164,7 @@ BAD = {
     "slots: must be distinct": changed("rope_append_kv4", a2=torch.tensor([1, 1, 2])),
     "slots: must be below 128": changed("append_kv4", a3=torch.tensor([128, 1, 2])),
     "rope positions: must lie in 0..63": changed("append_kv4", a6=torch.tensor([64, 1, 2])),
+    "cos, sin: must be given both": changed("append_kv4", a5=None),
     "pool: must be uint8": changed("append_kv4", a2=torch.zeros(2, 2, 2, 4608, dtype=torch.uint8)),
     "cache.block_table: pages in use": changed("attention_kv4", a2=torch.full((3, 1), 5, dtype=torch.int32)),
     "lengths: must be int32 [3]": changed("attention_kv4", a3=torch.ones(2, dtype=torch.int32)),
