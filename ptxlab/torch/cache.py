@@ -80,7 +80,7 @@ class KV4Cache(Cache):
         elif not fits.all():
             rule = f"no more than the context of {self.context} tokens"
             raise ArgumentError("KV4Cache", rule, f"position {int(positions.max())}")
-        at = positions.expand(batch, T)
+        at = positions.expand(batch, T).clone(memory_format=torch.contiguous_format)  # kernels take no part of an array
         slots, lengths = at + self.block_table[:, :1].long() * PAGE, at + 1  # pages of a sequence follow each other
         if real is not None:
             slots, lengths = torch.where(real, slots, -1), torch.where(real, lengths, 0)

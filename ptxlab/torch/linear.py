@@ -104,7 +104,7 @@ class W4A8Linear(Uncast):
         if isinstance(x, Tensor):
             if x.dtype != self.dtype:
                 raise ArgumentError("W4A8Linear: x", f"dtype {name_of(self.dtype)} as the layer", name_of(x.dtype))
-            x_q, scale, token_sum = torch.ops.ptxlab.quantize_activations(x.reshape(-1, self.in_features))
+            x_q, scale, token_sum = torch.ops.ptxlab.quantize_activations(x.reshape(-1, self.in_features).contiguous())
         else:
             x_q, scale, token_sum = (each.reshape(-1, *each.shape[given.ndim - 1 :]) for each in x)
         y: Tensor = torch.ops.ptxlab.gemm_w4a8(

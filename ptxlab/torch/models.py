@@ -170,10 +170,10 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """y like x."""
-        y = torch.empty_like(x)
-        width = x.shape[-1]
-        torch.ops.ptxlab.rmsnorm_quantize(x.view(-1, width), self.weight, None, self.eps, y.view(-1, width))
-        return y
+        rows = x.reshape(-1, x.shape[-1])
+        y = torch.empty_like(rows)
+        torch.ops.ptxlab.rmsnorm_quantize(rows, self.weight, None, self.eps, y)
+        return y.view(x.shape)
 
 
 class QuantizingNorm(Norm):
@@ -181,7 +181,7 @@ class QuantizingNorm(Norm):
 
     def forward(self, x: Tensor) -> Quantized:
         """x_q s8 [.., H], scale f32 [..], token_sum s32 [..]."""
-        x_q, *of_tokens = torch.ops.ptxlab.rmsnorm_quantize(x.view(-1, x.shape[-1]), self.weight, None, self.eps)
+        x_q, *of_tokens = torch.ops.ptxlab.rmsnorm_quantize(x.reshape(-1, x.shape[-1]), self.weight, None, self.eps)
         scale, token_sum = (each.view(x.shape[:-1]) for each in of_tokens)
         return x_q.view(x.shape), scale, token_sum
 

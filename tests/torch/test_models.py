@@ -100,6 +100,21 @@ def test_a_step_compiles_without_a_break() -> None:
     assert found == wanted[0][:3]
 
 
+def test_parts_of_tensors_are_taken() -> None:
+    """Positions and activations that are columns of larger tensors: kernels take whole ones."""
+    from ptxlab.torch import KV4Cache, W4A8Linear, quantize_model
+
+    model, tokens = quantize_model(small()), torch.tensor([[5, 7, 11], [13, 17, 19]])
+    logits = []
+    for positions in (torch.tensor([[3], [3]]), torch.arange(4).expand(2, 4).contiguous()[:, -1:]):
+        cache = KV4Cache(model, 2, CONTEXT)
+        model(tokens, past_key_values=cache)
+        logits.append(model(tokens[:, :1], past_key_values=cache, position_ids=positions).logits)
+    assert torch.equal(*logits)
+    linear, x = W4A8Linear.from_linear(torch.nn.Linear(64, 32, dtype=torch.float16)), torch.randn(3, 128).half()
+    assert torch.equal(linear(x[:, 64:]), linear(x[:, 64:].clone()))
+
+
 def test_reset_begins_anew_and_beams_are_copied() -> None:
     from ptxlab.torch import quantize_model
 
