@@ -168,6 +168,7 @@ def test_host_time_beyond_pytorchs_own() -> None:
     assert operator - pytorch - public < 10, (operator, pytorch, public)
 
 
+@pytest.mark.timing
 def test_the_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a model of two layers."""
     from transformers import LlamaConfig

@@ -14,6 +14,7 @@ from ptxlab.errors import EmulationError
 from ptxlab.kernels.attention.append import APPEND
 from ptxlab.layout import HEAD_DIMS, PAGE_SIZES
 from ptxlab.quant import KV_SCHEMES
+from ptxlab.reference.floats import fma
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
 from tests.support.append_problems import (
@@ -204,12 +205,6 @@ def close_calls(rows: int) -> tuple[np.ndarray, np.ndarray]:
             found.append((x[fits], s[fits]))
     x, s = (np.concatenate(parts).astype(np.float32) for parts in zip(*found, strict=True))
     return x, s
-
-
-def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """In f32. A longdouble may round the sum as well, but by less than what parts it from where that of f32 turns."""
-    exact: np.ndarray = (a.astype(np.longdouble) * b + c).astype(np.float32)
-    return exact
 
 
 def test_one_correction_makes_a_quotient_right() -> None:
