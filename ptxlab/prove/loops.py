@@ -299,7 +299,7 @@ def _sums_after(body: Body, begun: bool = True) -> list[tuple[Any, Bits]]:
 
 
 def _summands(bits: Bits) -> dict[str, Bits]:
-    """The unknowns that a sum adds up, on whatever conditions, by name."""
+    """What a sum adds up, on whatever conditions: unknowns by name, other terms by their text."""
     found, todo = dict[str, Bits](), [bits]
     while todo:
         term = todo.pop()
@@ -309,6 +309,8 @@ def _summands(bits: Bits) -> dict[str, Bits]:
             todo += term.children()
         elif z3.is_app_of(term, z3.Z3_OP_UNINTERPRETED):
             found[term.decl().name()] = term
+        elif not z3.is_bv_value(term) or term.as_long():
+            found[term.sexpr()] = term
     return found
 
 
@@ -319,8 +321,12 @@ def _added(body: Body, loop: MainLoop) -> Bounds:
 
 
 def _operands_fit(body: Body, loop: MainLoop) -> Iterator[Query]:
-    """That elements lie within what is claimed of them: by their type, or by what the loop's code left in registers."""
+    """That products are added to sums or to 0, and that elements lie within what is claimed of them.
+
+    The latter by their type, or by what the loop's code left in registers.
+    """
     for product in body.products:
+        yield Query(z3.BoolVal(_summands(product.added_to).keys() <= body.sums.keys()))
         for (kind, words), (low, high) in zip(product.operands, (loop.a, loop.b), strict=True):
             bits, signed = int(kind[1:]), kind[0] == "s"
             least, greatest = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
