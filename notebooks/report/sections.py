@@ -147,6 +147,44 @@ def proofs_table() -> str:
     return f"{markdown(table, {'seconds': '{:.1f}'}, left=3)}\n{note}\n"
 
 
+def proof_summary() -> str:
+    """What has been proved, a line by kind, from the same record."""
+    record = json.loads((RESULTS / "proofs.json").read_text(encoding="utf-8"))
+    kinds = {
+        "dequantisers, `.ptx` and `.cu`": lambda s: s.startswith("dequant_"),
+        "main loops, one step": lambda s: s.endswith("its loop"),
+        "quantisers, sums, the overflow predicate": lambda s: s.startswith(
+            ("quantiser", "accumulator", "overflow", "unsigned")
+        ),
+        "packings, fragment maps, swizzles, KV4 in FP16": lambda s: True,
+    }
+    rows: dict[str, list[float]] = {kind: [0, 0, 0.0] for kind in kinds}
+    for claim in record:
+        row = rows[next(kind for kind, fits in kinds.items() if fits(claim["subject"]))]
+        row[claim["verdict"] == "refuted"] += 1
+        row[2] += claim["seconds"]
+    columns = ["what", "proved", "refuted beyond the range", "seconds"]
+    table = pd.DataFrame([(kind, *row) for kind, row in rows.items()], columns=columns)
+    return markdown(table, {"proved": "{:.0f}", "refuted beyond the range": "{:.0f}", "seconds": "{:.0f}"}, left=1)
+
+
+def mutants_table() -> str:
+    """Changed dequantisers before the prover and before the tests, from the record of `tests.support.proofs`."""
+    record = json.loads((RESULTS / "proof_mutants.json").read_text(encoding="utf-8"))
+    rows, reasons = [], dict[str, int]()
+    for kernel in record:
+        passed = kernel["not_by_both"]
+        proved = [m for m in passed if m["verdict"] == "proved"]
+        rows.append((f"`{kernel['kernel']}`", kernel["mutants"], kernel["mutants"] - len(proved), len(proved),
+                     sum(m["killed_by_tests"] for m in proved), sum(m["verdict"] == "undecided" for m in passed)))  # fmt: skip
+        for mutant in proved:
+            reasons[mutant["why"]] = reasons.get(mutant["why"], 0) + 1
+    columns = ["kernel", "mutants", "refuted", "proved all the same", "of these killed by tests", "undecided"]
+    why = "".join(f"- {count}: {reason}.\n" for reason, count in reasons.items())
+    table = pd.DataFrame(rows, columns=columns)
+    return f"{markdown(table, {}, left=1)}\nWhy mutants are proved, as all their stores are right within the rules:\n\n{why}"
+
+
 def _named(claims: list[str]) -> str:
     """Claims by name; of more than a screen can hold the first, the last and how many."""
     return "; ".join(claims) if len(claims) <= 8 else f"all {len(claims)}, from {claims[0]} to {claims[-1]}"
@@ -303,5 +341,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "mistakes": partial(showcase.page, showcase.MISTAKES),
     "fence_bugs": partial(showcase.page, showcase.FENCES),
     "proofs": proofs_table,
+    "proof_summary": proof_summary,
+    "proof_mutants": mutants_table,
     "pipelines": pipelines.section,
 }

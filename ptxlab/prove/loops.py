@@ -31,6 +31,7 @@ _MATRIX = re.compile(
 )
 _DOT = re.compile(r"dp4a\.([su])32\.([su])32")
 EXACT_IN_F32 = 2**24
+SHIFT = 0x4B400000  # 1.5 * 2^23 as FP32
 TOP_BITS = 0x80808080
 
 
@@ -247,16 +248,25 @@ def sums_fit(bodies: Iterable[Body], loop: MainLoop, most: int) -> list[Query]:
 
 
 def sums_are_exact(bodies: Iterable[Body], loop: MainLoop) -> list[Query]:
-    """That a step leaves no sum behind, and that FP32 holds those that it converts."""
+    """That a step leaves no sum behind, and that FP32 holds those that it converts.
+
+    By an instruction; or by beginning at the bits of 1.5 * 2^23, to which a sum within 2^22 is added as to a float.
+    """
     found = []
     for body in bodies:
         products = _added(body, loop)
         bounds = products | {name: [before == 0] for name, before in body.sums.items()}
         found += [_bounded(z3.Implies(guard, bits == 0), bounds) for guard, bits in _sums_after(body, begun=False)]
-        for guard, number in (x for x in body.to_float if products.keys() & _summands(x[1]).keys()):
+        converted = [x for x in body.to_float if products.keys() & _summands(x[1]).keys()]
+        for guard, number in converted:
             exact = z3.And(_within(number, -EXACT_IN_F32, EXACT_IN_F32))
             found.append(_bounded(z3.Implies(guard, exact), bounds))
-        found += _operands_fit(body, loop)
+        if not converted:
+            for product in body.products:
+                beside = product.added_to + product.symbol - SHIFT
+                shifted = z3.And(_within(beside, 1 - 2**22, 2**22 - 1))
+                found.append(_bounded(shifted, bounds))
+        found += _operands_fit(body, loop, SHIFT)
     return _of_each_form(found)
 
 
@@ -320,13 +330,14 @@ def _added(body: Body, loop: MainLoop) -> Bounds:
     return {p.symbol.decl().name(): _within(p.symbol, low * p.channels, high * p.channels) for p in body.products}
 
 
-def _operands_fit(body: Body, loop: MainLoop) -> Iterator[Query]:
-    """That products are added to sums or to 0, and that elements lie within what is claimed of them.
+def _operands_fit(body: Body, loop: MainLoop, start: int = 0) -> Iterator[Query]:
+    """That products are added to sums, to 0 or to where sums start, and that elements lie within what is claimed of them.
 
     The latter by their type, or by what the loop's code left in registers.
     """
+    known = {value(start, 32).sexpr(), *body.sums, *(p.symbol.decl().name() for p in body.products)}
     for product in body.products:
-        yield Query(z3.BoolVal(_summands(product.added_to).keys() <= body.sums.keys()))
+        yield Query(z3.BoolVal(_summands(product.added_to).keys() <= known))
         for (kind, words), (low, high) in zip(product.operands, (loop.a, loop.b), strict=True):
             bits, signed = int(kind[1:]), kind[0] == "s"
             least, greatest = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)

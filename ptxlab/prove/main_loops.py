@@ -91,7 +91,7 @@ def main_loops() -> Iterator[Claim]:
             yield claim(f"s32 up to K = {K:,}", text.format(K), partial(build, "sums_fit", K))
             yield claim(f"s32 up to K = {beyond:,}", text.format(beyond), partial(build, "sums_fit", beyond), "refuted")
         else:
-            text = "sums that are 0 before a step are 0 after it, and those that it converts to FP32 lie within 2^24"
+            text = "a step leaves no sum behind, and the sums that it converts to FP32 are held by it exactly"
             yield claim("sums are exact in FP32", text, partial(build, "sums_are_exact"))
         if loop.packed:
             yield claim("dequantises", _PACKED[loop.packed], partial(build, "dequantises"))

@@ -83,6 +83,10 @@ def test_sums_that_are_converted_begin_at_zero(tmp_path: Path) -> None:
     assert verdict(HEADER + HEAD + body + TAIL, "sums_are_exact", loop, tmp_path=tmp_path) == "proved"
     kept = body.replace("mov.s32 %s, 0;", "")
     assert verdict(HEADER + HEAD + kept + TAIL, "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
+    begun = "again: mov.s32 %s, 0x4b400000; ld.global.u32 %a, [%x]; dp4a.s32.s32 %b, %a, %a, %s;"
+    assert verdict(HEADER + HEAD + begun + TAIL, "sums_are_exact", loop, tmp_path=tmp_path) == "proved"
+    begun = begun.replace("0x4b400000", "0x4b400001")
+    assert verdict(HEADER + HEAD + begun + TAIL, "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
 
 
 def test_a_kernel_without_such_a_loop_is_refused(tmp_path: Path) -> None:
