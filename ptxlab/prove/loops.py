@@ -21,7 +21,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.prove.bitvectors import Bits, extend, pieces, value
 from ptxlab.prove.execute import FALSE, TRUE, LaneStep, NotModelled, _Execution
 from ptxlab.prove.kernels import symbols_of
-from ptxlab.prove.main_loops import MainLoop
+from ptxlab.prove.main_loops import LoopClaim
 from ptxlab.prove.solve import Query
 
 Bounds = dict[str, list[Any]]  # by the name of an unknown
@@ -230,7 +230,7 @@ class _Step(_Execution):
 # Formulas
 
 
-def sums_fit(bodies: Iterable[Body], loop: MainLoop, most: int) -> list[Query]:
+def sums_fit(bodies: Iterable[Body], loop: LoopClaim, most: int) -> list[Query]:
     """That no INT32 sum of up to so many products leaves its limits in a step."""
     low, high = loop.product
     found = []
@@ -247,7 +247,7 @@ def sums_fit(bodies: Iterable[Body], loop: MainLoop, most: int) -> list[Query]:
     return _of_each_form(found)
 
 
-def sums_are_exact(bodies: Iterable[Body], loop: MainLoop) -> list[Query]:
+def sums_are_exact(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
     """That a step leaves no sum behind, and that FP32 holds those that it converts.
 
     By an instruction; or by beginning at the bits of 1.5 * 2^23, to which a sum within 2^22 is added as to a float.
@@ -270,7 +270,7 @@ def sums_are_exact(bodies: Iterable[Body], loop: MainLoop) -> list[Query]:
     return _of_each_form(found)
 
 
-def dequantises(bodies: Iterable[Body], loop: MainLoop) -> list[Query]:
+def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
     """Of each packed mad or mul: what its operands are, and what it gives for the groups that are admitted."""
     found = []
     for body in bodies:
@@ -324,14 +324,14 @@ def _summands(bits: Bits) -> dict[str, Bits]:
     return found
 
 
-def _added(body: Body, loop: MainLoop) -> Bounds:
+def _added(body: Body, loop: LoopClaim) -> Bounds:
     """How much each product may add."""
     low, high = loop.product
     return {p.symbol.decl().name(): _within(p.symbol, low * p.channels, high * p.channels) for p in body.products}
 
 
-def _operands_fit(body: Body, loop: MainLoop, start: int = 0) -> Iterator[Query]:
-    """That products are added to sums, to 0 or to where sums start, and that elements lie within what is claimed of them.
+def _operands_fit(body: Body, loop: LoopClaim, start: int = 0) -> Iterator[Query]:
+    """That products are added to sums, 0 or `start`, and that elements lie within what is claimed of them.
 
     The latter by their type, or by what the loop's code left in registers.
     """

@@ -18,7 +18,7 @@ BEYOND = 4096  # more channels than a step has
 
 
 @dataclass(frozen=True)
-class MainLoop:
+class LoopClaim:
     """What is claimed of a kernel's main loop.
 
     Attributes:
@@ -45,26 +45,26 @@ class MainLoop:
         return min((2**31 - 1) // high, 2**31 // -low)
 
 
-_LQQ, _QOQ = MainLoop(packed="lqq"), MainLoop(packed="qoq")
+_LQQ, _QOQ = LoopClaim(packed="lqq"), LoopClaim(packed="qoq")
 MAIN_LOOPS = {
-    "sum_activations_s8": MainLoop(b=(1, 1)),
-    "quantize_activations_s8": MainLoop(b=(1, 1)),
+    "sum_activations_s8": LoopClaim(b=(1, 1)),
+    "quantize_activations_s8": LoopClaim(b=(1, 1)),
     "gemm_tile_lqq_sm80": _LQQ,
     "gemm_w4a8_qoq_sm80": _QOQ,
-    "gemm_w4a8_qoq_channel_sm80": MainLoop(a=(0, 15)),
+    "gemm_w4a8_qoq_channel_sm80": LoopClaim(a=(0, 15)),
     "gemm_w4a8_qoq_sm90": _QOQ,
     "gemm_w4a8_lqq_sm90": _LQQ,
     "gemm_w4a8_lqq_imfp_sm90": _LQQ,
     "gemm_w4a8_small_sm90": _LQQ,
     "gemm_w4a8_sm90": _LQQ,
     "gemm_w4a8_grouped_sm90": _LQQ,
-    "gemm_w4a8_lqq_excp_sm90": MainLoop(),
-    "gemm_w8a8_sm90": MainLoop(),
-    "gemm_w4a4_s4_sm80": MainLoop(a=(-8, 7), b=(-8, 7)),
-    "gemm_w4a4_outlier_sm80": MainLoop(),
-    "gemm_w4a4_atom_sm80": MainLoop(),
-    "gemm_w4a4_sm90": MainLoop(sums="converted"),
-    "gemm_w4ax_naive_sm80": MainLoop(sums="converted"),
+    "gemm_w4a8_lqq_excp_sm90": LoopClaim(),
+    "gemm_w8a8_sm90": LoopClaim(),
+    "gemm_w4a4_s4_sm80": LoopClaim(a=(-8, 7), b=(-8, 7)),
+    "gemm_w4a4_outlier_sm80": LoopClaim(),
+    "gemm_w4a4_atom_sm80": LoopClaim(),
+    "gemm_w4a4_sm90": LoopClaim(sums="converted"),
+    "gemm_w4ax_naive_sm80": LoopClaim(sums="converted"),
 }
 _PACKED = {
     "lqq": "any words, scales, offsets: while q*scale + offset <= 255 no lane carries, and operand A is that - 128",
@@ -97,7 +97,7 @@ def main_loops() -> Iterator[Claim]:
             yield claim("dequantises", _PACKED[loop.packed], partial(build, "dequantises"))
 
 
-def _queries(name: str, loop: MainLoop, what: str, *more: Any) -> Any:
+def _queries(name: str, loop: LoopClaim, what: str, *more: Any) -> Any:
     """The formulas of a claim on a kernel at its largest example."""
     from ptxlab.prove import loops  # needs z3
 

@@ -7,7 +7,7 @@ import pytest
 from ptxlab import kernels
 from ptxlab.errors import ArgumentError
 from ptxlab.prove.claims import Claim, decide
-from ptxlab.prove.main_loops import MAIN_LOOPS, MainLoop
+from ptxlab.prove.main_loops import MAIN_LOOPS, LoopClaim
 from ptxlab.runtime import load
 from tests.support.emulated import HEADER
 
@@ -25,7 +25,7 @@ TAIL = (
 )
 
 
-def verdict(text: str, what: str, loop: MainLoop, *more: int, tmp_path: Path) -> str:
+def verdict(text: str, what: str, loop: LoopClaim, *more: int, tmp_path: Path) -> str:
     """What a solver says of the loop of a kernel with this text."""
     path = tmp_path / "k.ptx"
     path.write_text(text)
@@ -68,18 +68,18 @@ def test_a_sum_has_room_for_as_many_products_as_said_and_no_more(tmp_path: Path)
 def test_operands_have_to_be_what_is_claimed_of_them(tmp_path: Path) -> None:
     """dp4a by ones: what the second operand is decides how much a step adds."""
     body = "again: ld.global.u32 %a, [%x]; mov.u32 %b, 0x01010101; dp4a.s32.s32 %s, %a, %b, %s;"
-    ones = MainLoop(b=(1, 1))
+    ones = LoopClaim(b=(1, 1))
     text = HEADER + HEAD + body + TAIL
     assert verdict(text, "sums_fit", ones, ones.most, tmp_path=tmp_path) == "proved"
     two = text.replace("0x01010101", "0x01010201")
     assert verdict(two, "sums_fit", ones, ones.most, tmp_path=tmp_path) == "refuted"
-    assert verdict(two, "sums_fit", MainLoop(), MainLoop().most, tmp_path=tmp_path) == "proved"
+    assert verdict(two, "sums_fit", LoopClaim(), LoopClaim().most, tmp_path=tmp_path) == "proved"
 
 
 def test_sums_that_are_converted_begin_at_zero(tmp_path: Path) -> None:
     body = """.reg .f32 %f; again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;
     cvt.rn.f32.s32 %f, %s; mov.s32 %s, 0;"""
-    loop = MainLoop(sums="converted")
+    loop = LoopClaim(sums="converted")
     assert verdict(HEADER + HEAD + body + TAIL, "sums_are_exact", loop, tmp_path=tmp_path) == "proved"
     kept = body.replace("mov.s32 %s, 0;", "")
     assert verdict(HEADER + HEAD + kept + TAIL, "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
@@ -91,7 +91,7 @@ def test_sums_that_are_converted_begin_at_zero(tmp_path: Path) -> None:
 
 def test_a_kernel_without_such_a_loop_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="a loop that multiplies integers"):
-        verdict(kernels.find("dequant_lqq")[1][0].text, "sums_fit", MainLoop(), 1, tmp_path=tmp_path)
+        verdict(kernels.find("dequant_lqq")[1][0].text, "sums_fit", LoopClaim(), 1, tmp_path=tmp_path)
 
 
 @pytest.mark.parametrize("name", [name for name, loop in MAIN_LOOPS.items() if loop.sums == "grow"])

@@ -17,7 +17,7 @@ from ptxlab.io.files import write_text
 from ptxlab.prove.kernels import query
 from ptxlab.prove.solve import ask
 from ptxlab.spec import KernelSpec
-from tests.support.mutation import mutants
+from tests.support.mutation import battery, is_killed, mutants
 
 NAMES = [name for name, spec in kernels.specs().items() if spec.family == "dequant"]
 # The list of `tests/kernels/test_mutation.py`, and what a contract within its rules cannot tell.
@@ -27,7 +27,10 @@ SURVIVORS = (
     (r"mov\.u32 (=> not\.b32)? *%none, 0;", "vadd4's third source is taken only where a mask leaves a lane out"),
     (r"and\.b32 +%d[13], %t, 0xf0f0f0f0; => 4042322161", "the shift has left nothing in bits 0..3 of %t"),
     (r"ld\.global\.nc\.u8 => .*nc\.s8 +%(scale|zero)", "the rules keep both below 128; the tests draw any byte"),
-    (r"ld\.param\.u32 => .*ld\.param\.u16.*\[(pairs|words|shift)\]", "the matrix has fewer than 2^16 pairs"),
+    (
+        r"ld\.param\.u32 => .*ld\.param\.u16.*\[(pairs|words|shift)\]",
+        "pairs, words and shift of the example are below 2^16",
+    ),
 )
 
 
@@ -68,8 +71,6 @@ def explained(what: str) -> str:
 
 def compared(name: str) -> dict[str, object]:
     """Every mutant of a kernel before the prover and before the tests, with those that either of them lets pass."""
-    from tests.kernels.test_mutation import battery, is_killed
-
     spec, (source, *_) = kernels.find(name)
     inputs, made, passed = battery(spec), list(mutants(source.text)), []
     for what, text in made:
