@@ -94,8 +94,9 @@ def battery(spec: KernelSpec) -> list[dict[str, np.ndarray]]:
         if not any("float" in str(arg.dtype) for arg in spec.inputs):
             constants = [arg for arg in spec.inputs if arg.name != "qweight"]
             for arg in constants:
-                any_byte = np.iinfo(arg.dtype).min, np.iinfo(arg.dtype).max + 1
-                logical[arg.name] = rng.integers(*any_byte, (rows, K // g), dtype=arg.dtype)
+                dtype = np.dtype(str(arg.dtype))
+                any_byte = np.iinfo(dtype).min, np.iinfo(dtype).max + 1
+                logical[arg.name] = rng.integers(*any_byte, (rows, K // g), dtype=dtype)
         chosen.append(logical)
     return chosen
 
