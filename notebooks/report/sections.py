@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -145,6 +146,39 @@ def proofs_table() -> str:
     solvers = ", ".join(sorted({*claims.solver} - {"enumeration"}))
     note = f"{len(claims)} claims, {wrong} not as expected; {solvers}, {sum(table.seconds):.0f} s of CPU time."
     return f"{markdown(table, {'seconds': '{:.1f}'}, left=3)}\n{note}\n"
+
+
+def proof_summary() -> str:
+    """What has been proved, a line by kind, from the same record."""
+    kinds = {
+        "dequantisers, `.ptx` and `.cu`": r"dequant_",
+        "main loops, one step": r".*its loop$",
+        "packings, fragment maps, swizzles, KV4 in FP16": r"packing|fragment|orders|swizzles|kv4",
+        "quantisers, sums, the overflow predicate": "",
+    }
+    rows = defaultdict[str, list[float]](lambda: [0, 0, 0.0])
+    for claim in json.loads((RESULTS / "proofs.json").read_text(encoding="utf-8")):
+        row = rows[next(kind for kind, pattern in kinds.items() if re.match(pattern, claim["subject"]))]
+        row[claim["verdict"] == "refuted"] += 1
+        row[2] += claim["seconds"]
+    columns = ["what", "proved", "refuted beyond the range", "seconds"]
+    table = pd.DataFrame([(kind, *row) for kind, row in rows.items()], columns=columns)
+    return markdown(table, dict.fromkeys(columns[1:], "{:.0f}"), left=1)
+
+
+def mutants_table() -> str:
+    """Changed dequantisers before the prover and before the tests, from the record of `tests.support.proofs`."""
+    rows, reasons = [], dict[str, int]()
+    for kernel in json.loads((RESULTS / "proof_mutants.json").read_text(encoding="utf-8")):
+        passed = [m for m in kernel["not_by_both"] if m["verdict"] != "refuted"]
+        killed = sum(m["killed_by_tests"] for m in passed)
+        rows.append((f"`{kernel['kernel']}`", kernel["mutants"], kernel["mutants"] - len(passed), len(passed), killed))
+        for mutant in passed:
+            reason = f"{mutant['verdict']}: {mutant['why']}"
+            reasons[reason] = reasons.get(reason, 0) + 1
+    table = pd.DataFrame(rows, columns=["kernel", "mutants", "refuted", "not refuted", "of these killed by tests"])
+    why = "".join(f"- {count} {reason}.\n" for reason, count in reasons.items())
+    return f"{markdown(table, {}, left=1)}\nWhy mutants are not refuted:\n\n{why}"
 
 
 def _named(claims: list[str]) -> str:
@@ -303,5 +337,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "mistakes": partial(showcase.page, showcase.MISTAKES),
     "fence_bugs": partial(showcase.page, showcase.FENCES),
     "proofs": proofs_table,
+    "proof_summary": proof_summary,
+    "proof_mutants": mutants_table,
     "pipelines": pipelines.section,
 }

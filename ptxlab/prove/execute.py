@@ -96,6 +96,8 @@ def execute(
 
 
 class _Execution:
+    """A run of some threads; `execute` says of what."""
+
     def __init__(
         self,
         entry: Entry,

@@ -155,8 +155,8 @@ def _of_step(launch: SymbolicLaunch, step: LaneStep, assume: list[Any]) -> Query
             lines.append(f"lane {lane}: {', '.join(cells)}")
         return Explanation(lines, launch.arrays(model), f"{launch.command} --check lanes")
 
-    symbols = _symbols([question])
-    near = [a for a in assume if _symbols([a]).keys() <= symbols.keys()]  # the rest speaks of other threads
+    symbols = symbols_of([question])
+    near = [a for a in assume if symbols_of([a]).keys() <= symbols.keys()]  # the rest speaks of other threads
     return Query(question, near, {**{key: bits for key, (_, bits) in shown.items()}, **symbols}, explain)
 
 
@@ -188,7 +188,7 @@ def _of_word(launch: SymbolicLaunch, names: Mapping[str, Any], claim: KernelClai
             rows[i]["claimed"] = promised
         rows[i]["wrong"] = "", z3.Not(holds[-1])
     values = {_key(i, name): bits for i, row in rows.items() for name, (_, bits) in row.items()}
-    values |= _symbols([*holds, *assume.values()])
+    values |= symbols_of([*holds, *assume.values()])
     return Query(z3.And(holds), list(assume.values()), values, partial(_explain, launch, rows))
 
 
@@ -199,7 +199,7 @@ def _key(i: int, name: str) -> str:
     return name if "[" in name else f"{name}[{i}]"
 
 
-def _symbols(formulas: Iterable[Any]) -> dict[str, Any]:
+def symbols_of(formulas: Iterable[Any]) -> dict[str, Any]:
     """The unknowns of formulas, by name; of a kernel's own, such as what nobody wrote, a run has no need."""
     found, seen, todo = {}, set[int](), list(formulas)
     while todo:

@@ -68,7 +68,16 @@ def sums() -> Iterator[Claim]:
                 subject=f"accumulator {what}",
                 name=f"fits s32 up to K = {K:,}",
                 text=f"K <= {K:,}, every product in {low}..{high}: the sum lies in s32",
-                build=partial(_sum_fits, low, high, K),
+                build=partial(_sum_fits, low, high, K, 2**31 - 1),
+                expect="proved" if safe == K else "refuted",
+            )
+    for what, low, high, safe in (("s4 x s4", -56, 64, 262144), ("16*s4 x s8, W4Ax's bytes", -16256, 16384, 1024)):
+        for K in (safe, safe + 1):
+            yield Claim(
+                subject=f"accumulator {what}",
+                name=f"exact in FP32 up to K = {K:,}",
+                text=f"K <= {K:,}, every product in {low}..{high}: the sum lies within 2^24, so FP32 holds it",
+                build=partial(_sum_fits, low, high, K, 2**24),
                 expect="proved" if safe == K else "refuted",
             )
     yield Claim(
@@ -145,12 +154,13 @@ def _no_carry() -> Query:
     return Query(holds=holds, assume=[*admitted, q * scale + minimum <= 127], values=values)
 
 
-def _sum_fits(low: int, high: int, K: int) -> Query:
+def _sum_fits(low: int, high: int, K: int, most: int) -> Query:
+    """A sum of at most K products lies within -most..most."""
     import z3
 
     terms, total = z3.BitVec("K", 64), z3.BitVec("sum", 64)
     bounds = [terms >= 1, terms <= K, terms * low <= total, total <= terms * high]
-    return Query(holds=z3.And(total >= -(2**31), total < 2**31), assume=bounds, values={"K": terms, "sum": total})
+    return Query(holds=z3.And(total >= -most, total <= most), assume=bounds, values={"K": terms, "sum": total})
 
 
 def _epilogue() -> Query:

@@ -6,15 +6,10 @@ A mutant is killed by a different result, by a fault, or by a finding. The survi
 import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from ptxlab import emulator, kernels
-from ptxlab.errors import PtxlabError, SourceError, UnknownInstruction
-from ptxlab.runtime import run_spec
-from ptxlab.sources import Source
-from ptxlab.spec import KernelSpec
-from tests.support.mutation import mutants
+from tests.support.mutation import battery, is_killed, mutants
 
 NAMES = [name for name in kernels.specs() if name.startswith("dequant_")]
 
@@ -26,43 +21,6 @@ SURVIVORS = (
     (r"and\.b32 +%d[13], %t, 0xf0f0f0f0; => 4042322161", "the shift has left nothing in bits 0..3 of %t"),
     (r"ld\.param\.u32 => .*ld\.param\.u16.*\[(pairs|words|shift)\]", "the tests' matrices have fewer than 2^16 pairs"),
 )
-
-
-def battery(spec: KernelSpec) -> list[dict[str, np.ndarray]]:
-    """Logical inputs that use every bit: several blocks, the last one partial, lanes that overflow included.
-
-    Constants are any bytes, or where some are floats as they occur: no two machines agree on the bits of a NaN.
-    """
-    rng = np.random.default_rng(1)
-    chosen = []
-    for rows, K, g in ((5, 1056, 32), (3, 384, 128)):
-        sizes = {"R": rows, "K": K, "g": g}
-        logical = spec.example(rng, **{name: sizes[name] for name in spec.example_sizes[0]})
-        signed = logical["q4"].dtype == np.int8
-        logical["q4"] = rng.integers(*((-8, 8) if signed else (0, 16)), (rows, K), dtype=logical["q4"].dtype)
-        if not any("float" in str(arg.dtype) for arg in spec.inputs):
-            constants = [arg for arg in spec.inputs if arg.name != "qweight"]
-            for arg in constants:
-                any_byte = np.iinfo(arg.dtype).min, np.iinfo(arg.dtype).max + 1
-                logical[arg.name] = rng.integers(*any_byte, (rows, K // g), dtype=arg.dtype)
-        chosen.append(logical)
-    return chosen
-
-
-def is_killed(spec: KernelSpec, mutant: Source, inputs: list[dict[str, np.ndarray]]) -> bool:
-    try:
-        for logical in inputs:
-            expected = spec.reference(**logical)
-            poison = np.full_like(expected.view(np.uint8), 0xA5).view(expected.dtype)
-            how = {"backend": "emulator", "unchecked": True, "checks": ("race", "init")}
-            run_spec(spec, mutant, spec.pack(logical), out={"out": poison}, **how)
-            if poison.tobytes() != expected.tobytes():
-                return True
-    except (SourceError, UnknownInstruction):  # no mutant, but nonsense: it would count as killed for the wrong reason
-        raise
-    except PtxlabError:
-        return True
-    return False
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,13 +13,14 @@ from ptxlab.io.files import load_arrays
 from ptxlab.runtime import Kernel, load
 from ptxlab.sources import results_dir
 from tests.support.emulated import HEADER
-from tests.support.proofs import NAMES, explained, survivors
+from tests.support.mutation import mutants
 
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 
 from ptxlab.prove import Claim, Decision, Enumeration, decide, prove_kernel, registered
 from ptxlab.prove.kernels import claims_of, query
 from ptxlab.spec import KernelClaim
+from tests.support.proofs import NAMES, explained, survivors
 
 # Ten lines of one's own, as in the guide.
 MINE = """.version 8.0
@@ -83,7 +84,17 @@ def test_every_dequantiser_and_every_twin_has_claims_and_all_are_recorded() -> N
     assert {subject for subject, _ in claims} == {s.label for name in NAMES for s in kernels.find(name)[1]}
     record = json.loads((results_dir() / "proofs.json").read_text())
     verdicts = {(c["subject"], c["name"]): c["verdict"] for c in record}
-    assert {key: verdicts.get(key) for key in claims} == claims
+    claims |= {(c.subject, c.name): c.expect for c in registered()}
+    assert verdicts == claims
+
+
+def test_every_mutant_that_is_recorded_as_not_refuted_has_a_reason() -> None:
+    record = {one["kernel"]: one for one in json.loads((results_dir() / "proof_mutants.json").read_text())}
+    assert [*record] == NAMES
+    for name, one in record.items():
+        made = dict(mutants(kernels.find(name)[1][0].text))
+        passed = [m for m in one["not_by_both"] if m["verdict"] != "refuted"]
+        assert one["mutants"] == len(made) and all(m["mutant"] in made and explained(m["mutant"]) for m in passed)
 
 
 def replayed(backend: str, tmp_path: Path, cli) -> tuple[np.ndarray, np.ndarray]:

@@ -104,3 +104,21 @@ def test_refusals_name_the_place(cupy):
         quant.quantize_kv(cupy.full((1, 1, 8), 15e5, cupy.float32))
     with pytest.raises(ArgumentError, match=r"q4\[0, 1\] is 16"):
         layout.pack_u4(cupy.asarray([[0, 16, 0, 0, 0, 0, 0, 0]], dtype=np.uint8))
+
+
+def test_the_overflow_predicate_reads_nibbles_at_10_gb_per_second(cupy):
+    """A weight of 256 MB, one byte per nibble; the median of ten runs."""
+    shape = N, groups = 16384, 128
+    q4 = cupy.random.randint(0, 16, (N, 128 * groups), dtype=cupy.uint8)
+    known = {"group_scale": cupy.full(shape, 8, cupy.uint8), "minimum": cupy.full(shape, -60, cupy.int8)}
+    weight = quant.LQQWeight(q4=q4, channel_scale=cupy.ones(N, cupy.float32), protective_range=119, **known)
+    assert not weight.overflows().any()
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    times = []
+    for _ in range(10):
+        start.record()
+        weight.overflows()
+        end.record()
+        end.synchronize()
+        times.append(cupy.cuda.get_elapsed_time(start, end))
+    assert q4.nbytes / np.median(times) * 1e-6 > 10, times  # bytes per ms -> GB/s

@@ -2,6 +2,14 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ptxlab.errors import PtxlabError, SourceError, UnknownInstruction
+from ptxlab.runtime import run_spec
+from ptxlab.sources import Source
+from ptxlab.spec import KernelSpec
 
 # What each opcode becomes. Cache operators are not part of the meaning and stay.
 SIBLINGS = {
@@ -66,3 +74,44 @@ def mutants(text: str, siblings: dict[str, str] = SIBLINGS) -> Iterator[tuple[st
                 f"{number + 1}: {line.strip()} => {bumped}",
                 "\n".join([*lines[:number], changed, *lines[number + 1 :]]),
             )
+
+
+# Before the tests
+
+
+def battery(spec: KernelSpec) -> list[dict[str, np.ndarray]]:
+    """Logical inputs that use every bit: several blocks, the last one partial, lanes that overflow included.
+
+    Constants are any bytes, or where some are floats as they occur: no two machines agree on the bits of a NaN.
+    """
+    rng = np.random.default_rng(1)
+    chosen = []
+    for rows, K, g in ((5, 1056, 32), (3, 384, 128)):
+        sizes = {"R": rows, "K": K, "g": g}
+        logical = spec.example(rng, **{name: sizes[name] for name in spec.example_sizes[0]})
+        signed = logical["q4"].dtype == np.int8
+        logical["q4"] = rng.integers(*((-8, 8) if signed else (0, 16)), (rows, K), dtype=logical["q4"].dtype)
+        if not any("float" in str(arg.dtype) for arg in spec.inputs):
+            constants = [arg for arg in spec.inputs if arg.name != "qweight"]
+            for arg in constants:
+                dtype = np.dtype(str(arg.dtype))
+                any_byte = np.iinfo(dtype).min, np.iinfo(dtype).max + 1
+                logical[arg.name] = rng.integers(*any_byte, (rows, K // g), dtype=dtype)
+        chosen.append(logical)
+    return chosen
+
+
+def is_killed(spec: KernelSpec, mutant: Source, inputs: list[dict[str, np.ndarray]]) -> bool:
+    try:
+        for logical in inputs:
+            expected = spec.reference(**logical)
+            poison = np.full_like(expected.view(np.uint8), 0xA5).view(expected.dtype)
+            how: dict[str, Any] = {"backend": "emulator", "unchecked": True, "checks": ("race", "init")}
+            run_spec(spec, mutant, spec.pack(logical), out={"out": poison}, **how)
+            if poison.tobytes() != expected.tobytes():
+                return True
+    except (SourceError, UnknownInstruction):  # no mutant, but nonsense: it would count as killed for the wrong reason
+        raise
+    except PtxlabError:
+        return True
+    return False

@@ -1,0 +1,362 @@
+"""One step of a loop, from any registers and any memory: what `main_loops` claims about.
+
+The body is executed once, for one thread that stands for all. Registers, special registers and whatever is loaded are
+anything, and so is what an instruction gives that is not modelled. An integer matrix instruction or a dp4a adds an
+unknown number to each of its sums, as large as its operands' elements allow.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import z3
+
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Entry, Instruction, Register
+from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.types import bits_of, is_signed
+from ptxlab.errors import ArgumentError
+from ptxlab.prove.bitvectors import Bits, extend, pieces, value
+from ptxlab.prove.execute import FALSE, TRUE, LaneStep, NotModelled, _Execution
+from ptxlab.prove.kernels import symbols_of
+from ptxlab.prove.main_loops import LoopClaim
+from ptxlab.prove.solve import Query
+
+Bounds = dict[str, list[Any]]  # by the name of an unknown
+_MATRIX = re.compile(
+    r"(?:mma\.sync\.aligned|wgmma\.mma_async\.sync\.aligned)\.m\d+n\d+k(\d+)(?:\.row\.col)?"
+    r"(?:\.s32)\.([su][48])\.([su][48])(?:\.s32)?"
+)
+_DOT = re.compile(r"dp4a\.([su])32\.([su])32")
+EXACT_IN_F32 = 2**24
+SHIFT = 0x4B400000  # 1.5 * 2^23 as FP32
+TOP_BITS = 0x80808080
+
+
+@dataclass(frozen=True)
+class Product:
+    """What integer matrix instructions or dp4as of one step have added to one sum: an unknown number.
+
+    Attributes:
+        symbol: it.
+        channels: over how many products it goes.
+        operands: A and B of the last of them: the type of their elements, and the registers that they lie in, if any.
+        added_to: what the sum was before.
+    """
+
+    symbol: Bits
+    channels: int
+    operands: tuple[tuple[str, tuple[Bits, ...]], tuple[str, tuple[Bits, ...]]]
+    added_to: Bits
+
+
+@dataclass(frozen=True)
+class Body:
+    """What one step of a loop did.
+
+    Attributes:
+        ends: for each way back to the loop's head the condition, and registers (width, index) -> bits.
+        before: what registers held at the head, by the same keys.
+        products: in order.
+        to_float: INT32 numbers that were converted to FP32.
+        steps: instructions with an @lanes annotation.
+    """
+
+    ends: list[tuple[Any, dict[tuple[int, int], Bits]]]
+    before: Mapping[tuple[int, int], Bits]
+    products: list[Product]
+    to_float: list[tuple[Any, Bits]]
+    steps: list[LaneStep]
+
+    @cached_property
+    def sums(self) -> dict[str, Bits]:
+        """What registers held before that products are added to, by name."""
+        held = {symbol.decl().name() for symbol in self.before.values()}
+        added = {name: x for p in self.products for name, x in _summands(p.added_to).items()}
+        return {name: x for name, x in added.items() if name in held}
+
+
+def loops_of(entry: Entry) -> list[range]:
+    """The innermost loops that multiply integers, as instructions: each from its head to its last branch back."""
+    back = [(i.operands[0].index, pc) for pc, i in enumerate(entry.instructions) if i.head == "bra"]
+    whole = {head: max(last for first, last in back if first == head) for head, pc in back if head <= pc}
+    multiplies = [pc for pc, i in enumerate(entry.instructions) if _MATRIX.fullmatch(i.opcode) or _DOT.match(i.opcode)]
+    found = [range(a, b + 1) for a, b in sorted(whole.items()) if any(a <= pc <= b for pc in multiplies)]
+    return [r for r in found if not any(o != r and o[0] in r and o[-1] in r for o in found)]
+
+
+def steps_of(entry: Entry) -> list[Body]:
+    """A step of each innermost loop of a kernel that multiplies integers; ArgumentError if there is none."""
+    found = [one_step(entry, loop) for loop in loops_of(entry)]
+    if not found:
+        raise ArgumentError(entry.name, "a loop that multiplies integers", "none")
+    return found
+
+
+def one_step(entry: Entry, loop: range) -> Body:
+    """Execute the body of a loop once, from anything."""
+    return _Step(entry, loop).body()
+
+
+class _Step(_Execution):
+    def __init__(self, entry: Entry, loop: range) -> None:
+        anything = [z3.FreshConst(z3.BitVecSort(8 * p.size), p.name) for p in entry.params]
+        first = (0, 0, 0)
+        super().__init__(entry, anything, grid=(1, 1, 1), block=(1, 1, 1), threads=[(first, first)], assume=())
+        self.loop = loop
+        self.before: dict[tuple[int, int], Bits] = {}
+        self.products: list[Product] = []
+        self.to_float: list[tuple[Any, Bits]] = []
+        self.latest: dict[tuple[int, int], tuple[Any, Bits]] = {}  # what was written last, on which condition
+        self.named: dict[Any, Bits] = {}
+
+    def body(self) -> Body:
+        head, last = self.loop[0], self.loop[-1]
+        inner = {i.operands[0].index: pc for pc in self.loop
+                 if (i := self.code[pc]).head == "bra" and head < i.operands[0].index <= pc}  # fmt: skip
+        ready: dict[int, Any] = {head: TRUE}
+        ends = []
+        while ready:
+            pc = min(ready)
+            guard = ready.pop(pc)
+            if not ready:  # whatever goes on with the step comes through here
+                guard = TRUE
+            if pc in inner:  # whatever its steps have done, registers that it writes hold something
+                for instruction in self.code[pc : inner[pc] + 1]:
+                    self.forget(instruction, TRUE)
+            for target, guards in self.step(pc, {0: guard}):
+                if target == head:
+                    ends.append((guards[0], dict(self.registers[0])))
+                elif pc < target <= last:
+                    ready[target] = z3.simplify(z3.Or(ready.get(target, FALSE), guards[0]))
+        return Body(ends, self.before, self.products, self.to_float, self.steps)
+
+    # Registers and operands hold anything at first.
+
+    def register(self, lane: int, register: Register, width: int) -> Bits:
+        key = width, register.index
+        if key not in self.registers[0]:
+            sort = z3.BoolSort() if width == 1 else z3.BitVecSort(width)
+            self.registers[0][key] = self.before[key] = z3.FreshConst(sort, f"{register.name} before")
+            self.defined[0][key] = TRUE
+        guard, result = self.latest.get(key, (FALSE, None))
+        return result if guard.eq(self.guards.get(0, TRUE)) else self.registers[0][key]
+
+    def write(self, lane: int, guard: Any, operand: ir.Operand, result: Bits, signed: bool = False) -> None:
+        if isinstance(operand, Register):
+            width = bits_of(operand.type)
+            self.register(lane, operand, width)
+            self.latest[width, operand.index] = guard, result if width == 1 else extend(result, width, signed)
+        super().write(lane, guard, operand, result, signed)
+
+    def read(self, lane: int, operand: ir.Operand, type_name: str) -> Bits:
+        if isinstance(operand, ir.Special | ir.Symbol):
+            key = operand.name if isinstance(operand, ir.Special) else (operand.variable.name, operand.offset)
+            known = self.named.setdefault(key, z3.FreshConst(z3.BitVecSort(64), str(key)))
+            return extend(known, bits_of(type_name), False)
+        return super().read(lane, operand, type_name)
+
+    def forget(self, instruction: Instruction, guard: Any) -> None:
+        """What an instruction writes becomes anything."""
+        for target in instruction.destinations:
+            width = bits_of(target.type)
+            sort = z3.BoolSort() if width == 1 else z3.BitVecSort(width)
+            self.write(0, guard, target, z3.FreshConst(sort, target.name))
+
+    # Instructions
+
+    def perform(self, instruction: Instruction, guards: dict[int, Any]) -> None:
+        guard = guards[0]
+        matrix, dot = _MATRIX.fullmatch(instruction.opcode), _DOT.fullmatch(instruction.opcode)
+        if instruction.head == "call":
+            raise ValueError("a call in a loop's body")
+        if matrix:
+            self.multiply(instruction, guard, int(matrix[1]), (matrix[2], matrix[3]))
+        elif dot:
+            self.multiply(instruction, guard, 4, (f"{dot[1]}8", f"{dot[2]}8"))
+        elif instruction.head in ("ld", "ldu"):
+            self.load_anything(instruction, guard)
+        elif instruction.head in ("st", "bar", "barrier", "shfl"):
+            self.forget(instruction, guard)
+        else:
+            if instruction.opcode == "cvt.rn.f32.s32":
+                self.to_float.append((guard, self.read(0, instruction.operands[1], "s32")))
+            try:
+                super().perform(instruction, guards)
+            except (ValueError, UnknownOpcode, NotModelled):
+                self.forget(instruction, guard)
+
+    def load_anything(self, instruction: Instruction, guard: Any) -> None:
+        target, t = instruction.operands[0], instruction.opcode.split(".")[-1]
+        for item in target.items if isinstance(target, ir.Vector) else (target,):
+            self.write(0, guard, item, z3.FreshConst(z3.BitVecSort(bits_of(t)), "loaded"), is_signed(t))
+
+    def multiply(self, instruction: Instruction, guard: Any, channels: int, types: tuple[str, str]) -> None:
+        """d = a*b + c of mma and dp4a; of wgmma, which has no c, d += a*b, or d = a*b where its scale is 0."""
+        d, a, b, *rest = instruction.operands
+        targets = d.items if isinstance(d, ir.Vector) else (d,)
+        keeps = TRUE
+        if instruction.head == "wgmma":
+            c, scale = d, rest[0]
+            keeps = self.read(0, scale, "pred") if isinstance(scale, Register) else z3.BoolVal(scale.bits != 0)
+        else:
+            c = rest[0]
+        held = [self.read(0, item, "u32") for item in (c.items if isinstance(c, ir.Vector) else (c,))]
+        operands = tuple((t, self.in_registers(o)) for t, o in zip(types, (a, b), strict=True))
+        for target, c_before in zip(targets, held, strict=True):
+            before, already = self.parted(z3.simplify(z3.If(keeps, c_before, value(0, 32))))
+            added = z3.FreshConst(z3.BitVecSort(32), "products")
+            self.products.append(Product(added, already + channels, operands, before))  # type: ignore[arg-type]
+            self.write(0, guard, target, before + added)
+
+    def parted(self, held: Bits) -> tuple[Bits, int]:
+        """A sum without the products that this step has added to it, and over how many channels these are."""
+        terms = held.children() if z3.is_app_of(held, z3.Z3_OP_BADD) else [held]
+        for product in self.products:
+            if any(term.eq(product.symbol) for term in terms):
+                rest = [term for term in terms if not term.eq(product.symbol)]
+                return sum(rest, value(0, 32)), product.channels
+        return held, 0
+
+    def in_registers(self, operand: ir.Operand) -> tuple[Bits, ...]:
+        """An operand's words; of a descriptor none."""
+        items = operand.items if isinstance(operand, ir.Vector) else (operand,)
+        of_words = all(not isinstance(i, Register) or bits_of(i.type) == 32 for i in items)
+        return tuple(self.read(0, item, "u32") for item in items) if of_words else ()
+
+
+# Formulas
+
+
+def sums_fit(bodies: Iterable[Body], loop: LoopClaim, most: int) -> list[Query]:
+    """That no INT32 sum of up to so many products leaves its limits in a step."""
+    low, high = loop.product
+    found = []
+    for body in bodies:
+        k, after = z3.BitVec("k", 64), _sums_after(body)
+        channels = {p.symbol.decl().name(): p.channels for p in body.products}
+        step = max(sum(channels.get(name, 0) for name in _summands(bits)) for _, bits in after)
+        bounds = _added(body, loop) | {"k": [k >= 0, k <= most - step]}
+        bounds |= {name: _within(before, low * k, high * k) for name, before in body.sums.items()}
+        for guard, bits in after:
+            holds = z3.And(_within(bits, low * (k + step), high * (k + step)))
+            found.append(_bounded(z3.Implies(guard, holds), bounds))
+        found += _operands_fit(body, loop)
+    return _of_each_form(found)
+
+
+def sums_are_exact(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
+    """That a step leaves no sum behind, and that FP32 holds those that it converts.
+
+    By an instruction; or by beginning at the bits of 1.5 * 2^23, to which a sum within 2^22 is added as to a float.
+    """
+    found = []
+    for body in bodies:
+        products = _added(body, loop)
+        bounds = products | {name: [before == 0] for name, before in body.sums.items()}
+        found += [_bounded(z3.Implies(guard, bits == 0), bounds) for guard, bits in _sums_after(body, begun=False)]
+        converted = [x for x in body.to_float if products.keys() & _summands(x[1]).keys()]
+        for guard, number in converted:
+            exact = z3.And(_within(number, -EXACT_IN_F32, EXACT_IN_F32))
+            found.append(_bounded(z3.Implies(guard, exact), bounds))
+        if not converted:
+            for product in body.products:
+                beside = product.added_to + product.symbol - SHIFT
+                shifted = z3.And(_within(beside, 1 - 2**22, 2**22 - 1))
+                found.append(_bounded(shifted, bounds))
+        found += _operands_fit(body, loop, SHIFT)
+    return _of_each_form(found)
+
+
+def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
+    """Of each packed mad or mul: what its operands are, and what it gives for the groups that are admitted."""
+    found = []
+    for body in bodies:
+        steps = [s for s in body.steps if s.instruction.head in ("mad", "mul")]
+        for step in steps:
+            nibbles, scale, result = pieces(step.sources["a"], 8), step.sources["b"], pieces(step.result, 8)
+            offsets = pieces(step.sources["c"], 8) if "c" in step.sources else [value(0, 8)] * 4
+            are = z3.And(z3.ULE(scale, 255), *(z3.ULE(q, 15) for q in nibbles), *(o == offsets[0] for o in offsets))
+            exact = [z3.ZeroExt(8, q) * z3.Extract(15, 0, scale) + z3.ZeroExt(8, o)
+                     for q, o in zip(nibbles, offsets, strict=True)]  # fmt: skip
+            admitted = [z3.ULE(x, 255) for x in exact] if loop.packed == "lqq" else [z3.ULE(scale, 17)]
+            kept = z3.And([z3.ZeroExt(8, r) == x for r, x in zip(result, exact, strict=True)])
+            found += [Query(z3.Implies(step.guard, are)), Query(z3.Implies(step.guard, kept), admitted)]
+        if loop.packed == "lqq":
+            known = [z3.simplify(s.result ^ TOP_BITS) for s in steps]
+            words = [z3.simplify(word) for p in body.products for word in p.operands[0][1]]
+            found += [Query(z3.BoolVal(bool(words) and all(any(w.eq(k) for k in known) for w in words)))]
+    return _of_each_form(found)
+
+
+def _within(x: Bits, low: Any, high: Any) -> list[Any]:
+    wide = z3.SignExt(32, x)
+    return [low <= wide, wide <= high]
+
+
+def _sums_after(body: Body, begun: bool = True) -> list[tuple[Any, Bits]]:
+    """The sums after the step, each on its condition; with those that the step has begun, where it left them."""
+    places = {key for key, before in body.before.items() if before.decl().name() in body.sums}
+    parts = {*body.sums, *(p.symbol.decl().name() for p in body.products)} if begun else set()
+    return [
+        (guard, bits)
+        for guard, registers in body.ends
+        for key, bits in registers.items()
+        if key[0] == 32 and (key in places or set() < _summands(bits).keys() <= parts)
+    ]
+
+
+def _summands(bits: Bits) -> dict[str, Bits]:
+    """What a sum adds up, on whatever conditions: unknowns by name, other terms by their text."""
+    found, todo = dict[str, Bits](), [bits]
+    while todo:
+        term = todo.pop()
+        if z3.is_app_of(term, z3.Z3_OP_ITE):
+            todo += term.children()[1:]
+        elif z3.is_app_of(term, z3.Z3_OP_BADD):
+            todo += term.children()
+        elif z3.is_app_of(term, z3.Z3_OP_UNINTERPRETED):
+            found[term.decl().name()] = term
+        elif not z3.is_bv_value(term) or term.as_long():
+            found[term.sexpr()] = term
+    return found
+
+
+def _added(body: Body, loop: LoopClaim) -> Bounds:
+    """How much each product may add."""
+    low, high = loop.product
+    return {p.symbol.decl().name(): _within(p.symbol, low * p.channels, high * p.channels) for p in body.products}
+
+
+def _operands_fit(body: Body, loop: LoopClaim, start: int = 0) -> Iterator[Query]:
+    """That products are added to sums, 0 or `start`, and that elements lie within what is claimed of them.
+
+    The latter by their type, or by what the loop's code left in registers.
+    """
+    known = {value(start, 32).sexpr(), *body.sums, *(p.symbol.decl().name() for p in body.products)}
+    for product in body.products:
+        yield Query(z3.BoolVal(_summands(product.added_to).keys() <= known))
+        for (kind, words), (low, high) in zip(product.operands, (loop.a, loop.b), strict=True):
+            bits, signed = int(kind[1:]), kind[0] == "s"
+            least, greatest = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+            if least < low or high < greatest:
+                elements = [extend(x, 32, signed) for word in words for x in pieces(word, bits)]
+                yield Query(z3.And([z3.And(low <= x, x <= high) for x in elements] or [z3.BoolVal(False)]))
+
+
+def _bounded(holds: Any, bounds: Bounds) -> Query:
+    """A formula, under the bounds of what it speaks of."""
+    symbols = symbols_of([holds])
+    return Query(holds, [bound for name in symbols for bound in bounds.get(name, ())], symbols)
+
+
+def _of_each_form(queries: list[Query]) -> list[Query]:
+    """Each formula once: most registers go through the same."""
+    found: dict[str, Query] = {}
+    for query in queries:
+        whole = z3.And(query.holds, *query.assume)
+        named = [(x, z3.Const(f"x{n}", x.sort())) for n, x in enumerate(symbols_of([whole]).values())]
+        found.setdefault(z3.substitute(whole, *named).sexpr(), query)
+    return list(found.values())

@@ -1,0 +1,107 @@
+"""Claims on main loops, as invariants: what holds before a step of the loop holds after it.
+
+A GEMM's main loop takes K/step steps and cannot be unrolled; `loops` executes one, from anything. That sums begin at 0,
+and over how many channels a loop goes, is not part of these proofs: `verify` runs that.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from ptxlab import kernels, toolchain
+from ptxlab.prove.claims import Claim, register
+from ptxlab.runtime import Kernel
+
+Range = tuple[int, int]
+BEYOND = 4096  # more channels than a step has
+
+
+@dataclass(frozen=True)
+class LoopClaim:
+    """What is claimed of a kernel's main loop.
+
+    Attributes:
+        a, b: limits of the operands' elements. Where the operand's type is wider, the loop's own code keeps them.
+        sums: `grow` over all of K, or are `converted` to FP32 in every step.
+        packed: the dequantisation in the loop, four lanes at once: `lqq` q*scale + offset, `qoq` q*scale, or none.
+    """
+
+    a: Range = (-128, 127)
+    b: Range = (-128, 127)
+    sums: Literal["grow", "converted"] = "grow"
+    packed: Literal["", "lqq", "qoq"] = ""
+
+    @property
+    def product(self) -> Range:
+        """Limits of a product."""
+        found = [x * y for x in self.a for y in self.b]
+        return min(found), max(found)
+
+    @property
+    def most(self) -> int:
+        """How many products an INT32 sum has room for."""
+        low, high = self.product
+        return min((2**31 - 1) // high, 2**31 // -low)
+
+
+_LQQ, _QOQ = LoopClaim(packed="lqq"), LoopClaim(packed="qoq")
+MAIN_LOOPS = {
+    "sum_activations_s8": LoopClaim(b=(1, 1)),
+    "quantize_activations_s8": LoopClaim(b=(1, 1)),
+    "gemm_tile_lqq_sm80": _LQQ,
+    "gemm_w4a8_qoq_sm80": _QOQ,
+    "gemm_w4a8_qoq_channel_sm80": LoopClaim(a=(0, 15)),
+    "gemm_w4a8_qoq_sm90": _QOQ,
+    "gemm_w4a8_lqq_sm90": _LQQ,
+    "gemm_w4a8_lqq_imfp_sm90": _LQQ,
+    "gemm_w4a8_small_sm90": _LQQ,
+    "gemm_w4a8_sm90": _LQQ,
+    "gemm_w4a8_grouped_sm90": _LQQ,
+    "gemm_w4a8_lqq_excp_sm90": LoopClaim(),
+    "gemm_w8a8_sm90": LoopClaim(),
+    "gemm_w4a4_s4_sm80": LoopClaim(a=(-8, 7), b=(-8, 7)),
+    "gemm_w4a4_outlier_sm80": LoopClaim(),
+    "gemm_w4a4_atom_sm80": LoopClaim(),
+    "gemm_w4a4_sm90": LoopClaim(sums="converted"),
+    "gemm_w4ax_naive_sm80": LoopClaim(sums="converted"),
+}
+_PACKED = {
+    "lqq": "any words, scales, offsets: while q*scale + offset <= 255 no lane carries, and operand A is that - 128",
+    "qoq": "any words, scales: while scale <= 17 no lane of q*scale carries",
+}
+
+
+@register
+def main_loops() -> Iterator[Claim]:
+    """The main loops of kernels that sum integers, those of a `.cu` as NVRTC compiles it."""
+    for name, loop in MAIN_LOOPS.items():
+        _, (source, *_) = kernels.find(name)
+        if source.language == "cu" and "nvrtc" in toolchain.missing():
+            continue
+        low, high = loop.product
+        claim = partial(Claim, f"{source.label}, a step of its loop")
+        build = partial(_queries, name, loop)
+        if loop.sums == "grow":
+            text = (
+                f"sums of k products, each {low}..{high}, lie within {low}*k..{high}*k before a step "
+                "=> so do those of k + step after it, up to K = {:,}"
+            )
+            K, beyond = loop.most, loop.most + BEYOND
+            yield claim(f"s32 up to K = {K:,}", text.format(K), partial(build, "sums_fit", K))
+            yield claim(f"s32 up to K = {beyond:,}", text.format(beyond), partial(build, "sums_fit", beyond), "refuted")
+        else:
+            text = "a step leaves no sum behind, and the sums that it converts to FP32 are held by it exactly"
+            yield claim("sums are exact in FP32", text, partial(build, "sums_are_exact"))
+        if loop.packed:
+            yield claim("dequantises", _PACKED[loop.packed], partial(build, "dequantises"))
+
+
+def _queries(name: str, loop: LoopClaim, what: str, *more: Any) -> Any:
+    """The formulas of a claim on a kernel at its largest example."""
+    from ptxlab.prove import loops  # needs z3
+
+    spec, (source, *_) = kernels.find(name)
+    config = spec.config_for({k: int(v) for k, v in max(spec.example_sizes, key=spec.bytes_moved).items()})
+    entry = Kernel.of(spec, source, config).module.entries[spec.name]
+    return getattr(loops, what)(loops.steps_of(entry), loop, *more)

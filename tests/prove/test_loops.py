@@ -1,0 +1,104 @@
+"""Main loops as invariants: what one step of a loop does to INT32 sums, from any registers and any memory."""
+
+from pathlib import Path
+
+import pytest
+
+from ptxlab import kernels
+from ptxlab.errors import ArgumentError
+from ptxlab.prove.claims import Claim, decide
+from ptxlab.prove.main_loops import MAIN_LOOPS, LoopClaim
+from ptxlab.runtime import load
+from tests.support.emulated import HEADER
+
+pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
+
+from ptxlab.prove import loops
+
+TILE = "gemm_tile_lqq_sm80"
+HEAD = """.visible .entry k(.param .u64 x, .param .u32 n) {
+    .reg .u32 %n, %a, %b, %i; .reg .s32 %s; .reg .u64 %x; .reg .pred %p;
+    ld.param.u64 %x, [x]; ld.param.u32 %n, [n]; mov.s32 %s, 0; mov.u32 %i, 0;
+"""
+TAIL = (
+    """ add.u32 %i, %i, 1; add.u64 %x, %x, 4; setp.lt.u32 %p, %i, %n; @%p bra again; st.global.s32 [%x], %s; ret; }"""
+)
+
+
+def verdict(text: str, what: str, loop: LoopClaim, *more: int, tmp_path: Path) -> str:
+    """What a solver says of the loop of a kernel with this text."""
+    path = tmp_path / "k.ptx"
+    path.write_text(text)
+    (entry,) = load(path).module.entries.values()
+    return decide(Claim("k", what, "", lambda: getattr(loops, what)(loops.steps_of(entry), loop, *more))).verdict
+
+
+def tile(old: str = "", new: str = "") -> str:
+    text = kernels.find(TILE)[1][0].text
+    assert old in text
+    return text.replace(old, new, 1) if old else text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("%a1, %q1, 0x0f0f0f0f", "%a1, %q1, 0x1f0f0f0f", "dequantises"),  # five bits of a nibble
+        ("%o1, %pair, 0, 0x1111", "%o1, %pair, 0, 0x1101", "dequantises"),  # another byte among the offsets
+        ("ld.global.nc.u16 %pair", "ld.global.nc.u32 %pair", "dequantises"),  # s1 has more than a byte
+        ("xor.b32         %a3, %a3, 0x80808080", "xor.b32         %a3, %a3, 0x80808000", "dequantises"),
+        ("{%b0, %b1}, {%c0, %c1, %c2, %c3};", "{%b0, %b1}, {%c1, %c0, %c2, %b2};", "sums_fit"),  # c3 from anything
+        ("    add.u32         %step, %step, 1;\n    add.u64", "    shl.b32 %c0, %c0, 1;\n    add.u64", "sums_fit"),
+    ],
+)
+def test_a_mistake_in_the_body_is_refuted(old: str, new: str, what: str, tmp_path: Path) -> None:
+    loop = MAIN_LOOPS[TILE]
+    more = (loop.most,) if what == "sums_fit" else ()
+    assert verdict(tile(), what, loop, *more, tmp_path=tmp_path) == "proved"
+    assert verdict(tile(old, new), what, loop, *more, tmp_path=tmp_path) == "refuted"
+
+
+def test_a_sum_has_room_for_as_many_products_as_said_and_no_more(tmp_path: Path) -> None:
+    loop = MAIN_LOOPS[TILE]
+    assert (loop.product, loop.most) == ((-16256, 16384), 131071)
+    whole = loop.most // 64 * 64  # K goes by 64
+    assert verdict(tile(), "sums_fit", loop, whole, tmp_path=tmp_path) == "proved"
+    assert verdict(tile(), "sums_fit", loop, whole + 64, tmp_path=tmp_path) == "refuted"
+
+
+def test_operands_have_to_be_what_is_claimed_of_them(tmp_path: Path) -> None:
+    """dp4a by ones: what the second operand is decides how much a step adds."""
+    body = "again: ld.global.u32 %a, [%x]; mov.u32 %b, 0x01010101; dp4a.s32.s32 %s, %a, %b, %s;"
+    ones = LoopClaim(b=(1, 1))
+    text = HEADER + HEAD + body + TAIL
+    assert verdict(text, "sums_fit", ones, ones.most, tmp_path=tmp_path) == "proved"
+    two = text.replace("0x01010101", "0x01010201")
+    assert verdict(two, "sums_fit", ones, ones.most, tmp_path=tmp_path) == "refuted"
+    assert verdict(two, "sums_fit", LoopClaim(), LoopClaim().most, tmp_path=tmp_path) == "proved"
+
+
+def test_sums_that_are_converted_begin_at_zero(tmp_path: Path) -> None:
+    body = """.reg .f32 %f; again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;
+    cvt.rn.f32.s32 %f, %s; mov.s32 %s, 0;"""
+    loop = LoopClaim(sums="converted")
+    assert verdict(HEADER + HEAD + body + TAIL, "sums_are_exact", loop, tmp_path=tmp_path) == "proved"
+    kept = body.replace("mov.s32 %s, 0;", "")
+    assert verdict(HEADER + HEAD + kept + TAIL, "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
+    begun = "again: mov.s32 %s, 0x4b400000; ld.global.u32 %a, [%x]; dp4a.s32.s32 %b, %a, %a, %s;"
+    assert verdict(HEADER + HEAD + begun + TAIL, "sums_are_exact", loop, tmp_path=tmp_path) == "proved"
+    begun = begun.replace("0x4b400000", "0x4b400001")
+    assert verdict(HEADER + HEAD + begun + TAIL, "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
+
+
+def test_a_kernel_without_such_a_loop_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="a loop that multiplies integers"):
+        verdict(kernels.find("dequant_lqq")[1][0].text, "sums_fit", LoopClaim(), 1, tmp_path=tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name, loop in MAIN_LOOPS.items() if loop.sums == "grow"])
+def test_the_rules_of_kernels_admit_no_longer_sums(name: str) -> None:
+    """`sum_activations_s8` admitted K up to 2^31, and wrapped from 2^24 * 128/127 on."""
+    spec, loop = kernels.find(name)[0], MAIN_LOOPS[name]
+    sizes = {k: int(v) for k, v in spec.example_sizes[0].items()}
+    beyond = -(-(loop.most + 1) // 1024) * 1024
+    with pytest.raises(ArgumentError, match="K"):
+        spec.check_sizes({**sizes, "K": beyond})
