@@ -14,6 +14,7 @@ from ptxlab.model.open import open_model
 from ptxlab.model.quantized import QuantizedModel
 from ptxlab.model.reference import LayerInputs
 from ptxlab.model.runner import Runner
+from ptxlab.model.server import Request, Server
 from ptxlab.model.text import Corpus, open_text, tokens_of, windows
 from ptxlab.model.weights import LayerWeights
 
@@ -29,7 +30,9 @@ __all__ = [
     "LayerWeights",
     "NumpyRunner",
     "QuantizedModel",
+    "Request",
     "Runner",
+    "Server",
     "decode_layer",
     "generate",
     "layer_calls",
