@@ -9,6 +9,7 @@ from ptxlab.model.floats import FloatModel, perplexity
 from ptxlab.model.generate import generate
 from ptxlab.model.kernel_runner import KernelRunner
 from ptxlab.model.layer import LayerBuffers, LayerCall, decode_layer, layer_calls
+from ptxlab.model.memory import Footprint, largest_batch, require_batch
 from ptxlab.model.numpy_runner import NumpyRunner
 from ptxlab.model.open import open_model
 from ptxlab.model.quantized import QuantizedModel
@@ -23,6 +24,7 @@ __all__ = [
     "Config",
     "Corpus",
     "FloatModel",
+    "Footprint",
     "KernelRunner",
     "LayerBuffers",
     "LayerCall",
@@ -35,10 +37,12 @@ __all__ = [
     "Server",
     "decode_layer",
     "generate",
+    "largest_batch",
     "layer_calls",
     "open_model",
     "open_text",
     "perplexity",
+    "require_batch",
     "tokens_of",
     "windows",
 ]

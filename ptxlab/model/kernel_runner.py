@@ -9,7 +9,7 @@ pages, each as long as its row's position. So the decode attention does the prom
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -110,7 +110,11 @@ class KernelRunner(Runner):
             table, lengths = (np.zeros(shape, np.int32, like=like) for shape in ((rows, self.max_pages), (rows,)))
             shared: dict[str, Any] = {"block_table": table, "lengths": lengths, "page_size": PAGE}
             caches = [KVCache(pool=pool, head_dim=config.head_dim, **shared) for pool in self._pools]
-            step = self._steps[rows] = _Step.of(self._layers[0], caches, self.batch_invariant)
+            step = _Step.of(self._layers[0], caches, self.batch_invariant)
+            if self._steps:  # launches follow each other, so one workspace of attention is enough
+                one = self._steps[self.batch].buffers.attention_workspace
+                step.buffers = replace(step.buffers, attention_workspace=one)
+            self._steps[rows] = step
             if self._on_gpu:
                 step.graph = gpu.capture([lambda: self._forward(step)])
         return self._steps[rows]

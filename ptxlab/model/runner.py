@@ -35,6 +35,12 @@ class Rows(NamedTuple):
         return Rows(*(array[start:stop] for array in self))
 
 
+def launch_sizes(batch: int, chunk: int) -> list[int]:
+    """How many rows launches have for so many sequences and rows of prompts: powers of two, and these two."""
+    most = max(batch, chunk)
+    return sorted({batch, chunk, *(1 << i for i in range(most.bit_length()) if 1 << i < most)})
+
+
 class Runner(ABC):
     """A model with the caches of `batch` sequences of up to `context` tokens, which share the pages of one pool.
 
@@ -93,9 +99,8 @@ class Runner(ABC):
 
     @property
     def sizes(self) -> list[int]:
-        """How many rows a launch may have: powers of two, `batch` and `chunk`. Fewer rows are padded."""
-        most = max(self.batch, self.chunk)
-        return sorted({self.batch, self.chunk, *(1 << i for i in range(most.bit_length()) if 1 << i < most)})
+        """How many rows a launch may have (`launch_sizes`). Fewer rows are padded."""
+        return launch_sizes(self.batch, self.chunk)
 
     def launched(self, rows: int) -> int:
         """Rows of the launch that so many go into."""

@@ -12,6 +12,8 @@ from ptxlab.model.generate import check_sampling
 from ptxlab.model.runner import PAGE, Runner
 from ptxlab.validate import require_integer
 
+_DRAWN = 16  # sequences at a time: the float64 of a large vocabulary take megabytes each
+
 
 @dataclass(eq=False)
 class Request:
@@ -182,7 +184,9 @@ def _chosen(requests: Sequence[Request], logits: Any) -> list[int]:
         uniform = np.array([[np.random.default_rng(key).random()] for key in keys])
         if gpu.is_device_array(logits):
             temperature, uniform = gpu.to_device(temperature), gpu.to_device(uniform)
-        tokens[drawn] = _drawn(logits[drawn], temperature, uniform)
+        for start in range(0, len(drawn), _DRAWN):
+            some = slice(start, start + _DRAWN)
+            tokens[drawn[some]] = _drawn(logits[drawn[some]], temperature[some], uniform[some])
     tokens = np.where(np.isfinite(logits.max(axis=-1)), tokens, -1)
     found = gpu.fetch(tokens)() if gpu.is_device_array(tokens) else tokens
     chosen: list[int] = found.tolist()

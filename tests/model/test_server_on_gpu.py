@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ptxlab.bench.decode import random_model
 
 from ptxlab import gpu
-from ptxlab.bench.decode import random_model
 from ptxlab.model import Config, FloatModel, KernelRunner, QuantizedModel, Server
 from tests.support.serving import Served, random_requests, soak
 
@@ -39,14 +39,17 @@ def endured(model: QuantizedModel, count: int, seconds: float, context: int, **h
         these.submit(prompt=[1, 2, 3], tokens=12, temperature=1.0)
     these.finish()
     before, begin, served = in_use(), time.perf_counter(), 0
-    for served, _ in enumerate(soak(these, random_requests(count, model.config.vocabulary, context)), 1):
+    for _ in soak(these, random_requests(count, model.config.vocabulary, context)):
+        served += 1
         if time.perf_counter() - begin > seconds:
             break
     while these.server.running or these.server.waiting:
         these.step()
     after = in_use()
     these.finish()
-    print(f"{served} requests, {len(these.preempted)} preempted, {len(these.cancelled)} cancelled; {before} B, {after} B")
+    print(
+        f"{served} requests, {len(these.preempted)} preempted, {len(these.cancelled)} cancelled; {before} B, {after} B"
+    )
     assert these.preempted and these.cancelled
     assert after <= before * 1.02 + (64 << 20)
     return these
