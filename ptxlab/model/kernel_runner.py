@@ -8,7 +8,8 @@ A prompt goes through the same graphs, a chunk of rows at a time: its rows are a
 pages, each as long as its row's position. So the decode attention does the prompt's attention too, with a query a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +19,10 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.quantize import rmsnorm_quantize
 from ptxlab.layout import KVCache
-from ptxlab.model.layer import LayerBuffers, decode_layer, into
+from ptxlab.model.layer import LayerBuffers, LayerCall, into, layer_calls
 from ptxlab.model.quantized import QuantizedModel
 from ptxlab.model.runner import PAGE, Indices, Rows, Runner
+from ptxlab.runtime.arguments import check_flags
 from ptxlab.runtime.backends import BACKENDS
 from ptxlab.spec.dtypes import floats, storage, stored
 from ptxlab.validate import is_one_of
@@ -34,9 +36,18 @@ class KernelRunner(Runner):
     """
 
     def __init__(
-        self, model: QuantizedModel, batch: int = 1, context: int = 2048, *, backend: str = "gpu", **how: Any
+        self,
+        model: QuantizedModel,
+        batch: int = 1,
+        context: int = 2048,
+        *,
+        backend: str = "gpu",
+        programmatic: bool = True,
+        **how: Any,
     ) -> None:
         """See `Runner`. `backend` is `gpu` or, for tiny models, `emulator`. Raises UnavailableError without a GPU.
+
+        `programmatic` launches overlap; weights in a packing whose kernels do not wait for each other need False.
 
         Where it is `batch_invariant`, attention splits a sequence by its own length alone, and the LM head takes one
         row at a time, as cuBLAS adds in an order that depends on their number. All other sums are integers, or of one
@@ -45,7 +56,8 @@ class KernelRunner(Runner):
         super().__init__(model, batch, context, **how)
         if not is_one_of(backend, BACKENDS):
             raise ArgumentError("backend", f"must be one of {', '.join(BACKENDS)}", backend)
-        self._backend, self._on_gpu = backend, backend == "gpu"
+        check_flags(programmatic=programmatic)
+        self._backend, self._on_gpu, self._programmatic = backend, backend == "gpu", programmatic
         if self._on_gpu:
             gpu.device_info()  # or the reason why there is none
         config, layers = self.config, model.layers
@@ -110,7 +122,7 @@ class KernelRunner(Runner):
             table, lengths = (np.zeros(shape, np.int32, like=like) for shape in ((rows, self.max_pages), (rows,)))
             shared: dict[str, Any] = {"block_table": table, "lengths": lengths, "page_size": PAGE}
             caches = [KVCache(pool=pool, head_dim=config.head_dim, **shared) for pool in self._pools]
-            step = _Step.of(self._layers[0], caches, self.batch_invariant)
+            step = _Step.of(self._layers[0], caches, self.batch_invariant, self._programmatic)
             if self._steps:  # launches follow each other, so one workspace of attention is enough
                 one = self._steps[self.batch].buffers.attention_workspace
                 step.buffers = replace(step.buffers, attention_workspace=one)
@@ -129,13 +141,42 @@ class KernelRunner(Runner):
             np.add(counter, b.live, out=counter)
         np.take(self._embedding, b.tokens, axis=0, out=b.x)
         b.residual.fill(0)
-        x, rope = b.x, (*self._angles, b.positions)
-        how: dict[str, Any] = {"rope": rope, "buffers": b.buffers, "backend": self._backend}
-        for i, (weights, cache) in enumerate(zip(self._layers, b.caches, strict=True)):
-            x = decode_layer(x, b.residual, weights, cache, b.slots, programmatic=i > 0, **how)
+        for layer in self._calls(b):
+            for call in layer:
+                call()
         out: dict[str, Any] = {"normed": b.normed, **into(b.buffers.qkv_in)}
-        last: dict[str, Any] = {"eps": self.config.eps, "backend": self._backend, "programmatic": True}
-        rmsnorm_quantize(x, self._final_norm, residual=b.residual, **out, **last)
+        last: dict[str, Any] = {"eps": self.config.eps, "backend": self._backend, "programmatic": self._programmatic}
+        rmsnorm_quantize(b.buffers.hidden, self._final_norm, residual=b.residual, **out, **last)
+
+    def _calls(self, b: "_Step") -> Iterator[list[LayerCall]]:
+        """Of every layer; looked at before the first of a layer is made."""
+        how: dict[str, Any] = {"rope": (*self._angles, b.positions), "buffers": b.buffers, "backend": self._backend}
+        x = b.x
+        for i, (weights, cache) in enumerate(zip(self._layers, b.caches, strict=True)):
+            follows = self._programmatic and i > 0
+            yield layer_calls(x, b.residual, weights, cache, b.slots, programmatic=follows, **how)
+            x = b.buffers.hidden
+
+    def operations(self, rows: int) -> list[list[LayerCall]]:
+        """The calls of every layer in a launch of so many rows, to be made one by one: the next launch undoes them but
+        for the last tokens in the cache."""
+        return list(self._calls(self._step(self.launched(rows))))
+
+    def head(self, rows: int) -> Any:
+        """The logits f16 [rows, V] of what the last launch of so many rows has left."""
+        return self._logits(self._step(self.launched(rows)).normed[:rows])
+
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """Inside, launches are made one by one instead of as a graph."""
+        graphs = {step: step.graph for step in self._steps.values()}
+        for step in graphs:
+            step.graph = None
+        try:
+            yield
+        finally:
+            for step, graph in graphs.items():
+                step.graph = graph
 
     def _logits(self, normed: Any) -> Any:
         halves = normed if normed.dtype == np.float16 else floats(normed).astype(np.float16)
@@ -181,7 +222,7 @@ class _Step:
         return self.caches[0].lengths
 
     @classmethod
-    def of(cls, weights: Any, caches: Sequence[KVCache], batch_invariant: bool) -> "_Step":
+    def of(cls, weights: Any, caches: Sequence[KVCache], batch_invariant: bool, programmatic: bool) -> "_Step":
         """For the rows of these caches, which see and write nothing yet."""
         cache, R, H = caches[0], caches[0].batch, weights.config.hidden
 
@@ -191,5 +232,5 @@ class _Step:
         tokens, positions, slots, live = (zeros(R) for _ in range(4))
         slots.fill(-1)
         x, residual, normed = (zeros(R, H, of=storage(weights.dtype)) for _ in range(3))
-        buffers = LayerBuffers.empty(weights, cache, batch_invariant=batch_invariant)
+        buffers = LayerBuffers.empty(weights, cache, batch_invariant=batch_invariant, programmatic=programmatic)
         return cls(tokens, positions, slots, live, x, residual, normed, buffers, caches)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import quant, reference
+from ptxlab.errors import ArgumentError
 from ptxlab.kernels.quantize.gated import gated_and_quantized
 from ptxlab.kernels.quantize.rmsnorm import normalized
 from ptxlab.layout import KVCache, PackedWeight, unpack, write_slots
@@ -76,6 +77,8 @@ class NumpyRunner(Runner):
         """See `Runner`. Where it is `batch_invariant` the LM head's products are added in float64, which their
         float16 results do not tell from any other order; else in float32, in BLAS's order."""
         super().__init__(model, batch, context, **how)
+        if model.config.experts:
+            raise ArgumentError("model", "must be dense for a NumpyRunner", f"{model.config.experts} experts")
         config, self._dtype = self.config, model.layers[0].dtype
         self._layers = [_Layer(weights) for weights in model.layers]
         self._final_norm, self._embedding = floats(model.final_norm), floats(model.embedding)

@@ -75,8 +75,6 @@ class Runner(ABC):
         require_integer("pages", 1 if pages is None else pages, 1)
         check_flags(batch_invariant=batch_invariant)
         self.chunk = min(CHUNK, batch * context) if chunk is None else chunk
-        if model.config.experts:
-            raise ArgumentError("model", "must be dense", f"{model.config.experts} experts")
         if model.config.context is not None and context > model.config.context:
             raise ArgumentError("context", f"must be at most the model's {model.config.context} tokens", context)
         self.model, self.batch, self.context = model, int(batch), int(context)
