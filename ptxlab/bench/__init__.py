@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ptxlab import __version__, gpu, kernels, toolchain
-from ptxlab.bench import attention, decode, dequant, emulation, gemm, layer, loads, own, peers, stream
+from ptxlab.bench import attention, dequant, emulation, gemm, layer, loads, models, own, peers, stream
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
 from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, require_writable, save
 from ptxlab.errors import ArgumentError
@@ -45,9 +45,9 @@ SUITES: dict[str, Any] = {
     "gemm": gemm.rows,
     "attention": attention.rows,
     "layer": layer.rows,
-    "decode": decode.rows,
+    "decode": models.rows,
 }
-_PARTS: dict[str, Callable[[Sequence[str]], Any]] = {"layer": layer.part, "decode": decode.part}
+_PARTS: dict[str, Callable[[Sequence[str]], Any]] = {"layer": layer.part, "decode": models.part}
 
 
 def run_suite(
@@ -65,7 +65,7 @@ def run_suite(
             or `FILE.py` with the specs of other kernels.
         progress: called with what is measured next.
         matrices: of a GEMM those alone, by (N, K).
-        only: of the suites `layer` and `decode` that part alone, by words (`layer.part`, `decode.part`).
+        only: of the suites `layer` and `decode` that part alone, by words (`layer.part`, `models.part`).
         resume: of the suite `decode`: a record of it, which grows with every row. Rows that are in it, of the same
             commit and card, are not measured again.
 
@@ -139,7 +139,7 @@ def decode_path(only: Sequence[str]) -> Path:
 
 def _name(suite: str, only: Sequence[str]) -> str:
     """A part is no record of the suite; but whole models of `decode` have records of their own."""
-    if suite == "decode" and only and set(only) <= {config.name for config in decode.MODELS}:
+    if suite == "decode" and only and set(only) <= {config.name for config in models.MODELS}:
         return f"decode/{'+'.join(only)}"
     return f"{suite}_part" if only else suite
 

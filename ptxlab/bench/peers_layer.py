@@ -551,11 +551,9 @@ def prefills(config: Config, names: Sequence[str], length: int, progress: Callab
             ]
             sizes = [(_PROMPTS, heads, length, HEAD_DIM) for heads in (config.heads, config.kv_heads, config.kv_heads)]
             q, k, v = (torch.randn(size, dtype=dtype, device=peers.DEVICE) for size in sizes)
-            attend = partial(
-                torch.nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True,
-                enable_gqa=config.heads > config.kv_heads,
-            )  # fmt: skip
-            us = [measure([call], replays=GEMM_REPLAYS, capture=peers.capture).us for call in (*calls, attend)]
+            attention: Callable[..., Any] = torch.nn.functional.scaled_dot_product_attention
+            calls.append(partial(attention, q, k, v, is_causal=True, enable_gqa=config.heads > config.kv_heads))
+            us = [measure([call], replays=GEMM_REPLAYS, capture=peers.capture).us for call in calls]
             found[name] = sum(us) / _PROMPTS
             weights.clear()
         torch.cuda.empty_cache()

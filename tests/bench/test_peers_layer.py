@@ -69,7 +69,9 @@ def matrices(config: Config) -> dict[str, Any]:
     made = {}
     for number, (name, (N, K)) in enumerate(config.matrices.items()):
         size = (config.experts, N, K) if config.experts and name in ("gate_up", "down") else (N, K)
-        drawn = torch.randn(size, dtype=torch.float16, generator=torch.Generator("cpu").manual_seed(number))
+        drawn = torch.randn(
+            size, dtype=torch.float16, generator=torch.Generator("cpu").manual_seed(peers_layer._WEIGHTS + number)
+        )
         made[name] = (drawn * K**-0.5 * (0.1 if name in ("o", "down") else 1)).double()
     return made
 
@@ -110,7 +112,11 @@ def test_a_mix_is_a_decoder_layer(config: Config, on_cpu: pytest.MonkeyPatch) ->
     stream = stream + attended(config, normed(stream) @ of["qkv"].t(), keys, values) @ of["o"].t()
     y = normed(stream)
     if config.experts:
-        router = torch.randn((4, 256), generator=torch.Generator("cpu").manual_seed(9)).to(torch.bfloat16).double()
+        router = (
+            torch.randn((4, 256), generator=torch.Generator("cpu").manual_seed(peers_layer._WEIGHTS + 9))
+            .to(torch.bfloat16)
+            .double()
+        )
         best = (y @ router.t()).topk(2, 1)
         right = torch.zeros_like(x)
         for b in range(3):

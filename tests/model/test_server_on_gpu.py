@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ptxlab.bench.decode import random_model
 
 from ptxlab import gpu
+from ptxlab.bench.models import random_model
 from ptxlab.model import Config, FloatModel, KernelRunner, QuantizedModel, Server
 from tests.support.serving import Served, random_requests, soak
 

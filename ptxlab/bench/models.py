@@ -55,7 +55,7 @@ _PAD = 16
 
 
 @dataclass(frozen=True)
-class Selection:
+class WantedModels:
     """Models, batches and mixes that are measured."""
 
     models: tuple[Config, ...] = MODELS
@@ -64,7 +64,7 @@ class Selection:
     without: bool = True
 
 
-def part(words: Sequence[str]) -> Selection:
+def part(words: Sequence[str]) -> WantedModels:
     """The part that words name: models, `B=16`, mixes, `without`, or `alone` (no mix); a kind without a word is whole.
 
     Raises ArgumentError for another word.
@@ -76,7 +76,7 @@ def part(words: Sequence[str]) -> Selection:
             raise ArgumentError("only", f"one of {', '.join(known)}", word)
     named = tuple(word for word in words if word in MIXES)
     beside = bool({*words} & {*MIXES, WITHOUT, "alone"})
-    return Selection(
+    return WantedModels(
         models=tuple(models[word] for word in words if word in models) or MODELS,
         batches=tuple(batches[word] for word in words if word in batches) or BATCHES,
         mixes=named if beside else tuple(MIXES),
@@ -106,7 +106,7 @@ def rows(
     wanted = part(only)
     known = {row.key: row for row in done}
     for config in wanted.models:
-        plan = Plan.of(config, wanted)
+        plan = ModelPlan.of(config, wanted)
         there = [known.get(row_key(config, *point)) for point in plan.points]
         if all(there):
             yield from (row for row in there if row is not None)
@@ -115,7 +115,7 @@ def rows(
 
 
 @dataclass(frozen=True)
-class Plan:
+class ModelPlan:
     """What of a model is measured.
 
     Attributes:
@@ -127,7 +127,7 @@ class Plan:
     budgets: dict[int, int]
 
     @classmethod
-    def of(cls, config: Config, wanted: Selection) -> "Plan":
+    def of(cls, config: Config, wanted: WantedModels) -> "ModelPlan":
         """On this card."""
         here = gpu.device_info().memory_bytes / 1e9
         most = {gb: largest_batch(config, min(gb, here), PROMPT + MADE, chunk=CHUNK) for gb in BUDGETS}
@@ -149,8 +149,8 @@ def row_key(config: Config, measure: str, B: int, L: int) -> tuple[object, ...]:
 
 def model_rows(
     config: Config,
-    wanted: Selection,
-    plan: Plan,
+    wanted: WantedModels,
+    plan: ModelPlan,
     known: Mapping[tuple[object, ...], Row],
     ceilings: Ceilings,
     progress: Callable[[str], None],
@@ -305,7 +305,7 @@ def row_at(
         kernel=FACE,
         source="cu",
         measure=MEASURE,
-        sizes=sizes_of(config, B),
+        sizes=sizes_of(config, B, PROMPT),
         time_us=measured.us,
         fastest_us=measured.fastest,
         slowest_us=measured.slowest,
