@@ -15,7 +15,8 @@ The folders; imports go one way, from a later line of this list to an earlier on
   calls together to a decoder layer.
 - Tools: `verify`, `prove`, `sass`, `nsight`, `bench`, `profile`, `timeline`, `weights` (audit and convert
   checkpoints), `demo`.
-- Ways in: `jupyter`, `cli`, `doctor`, and `testing`, the pytest plugin. `public` has the names that are offered here.
+- Ways in: `jupyter`, `cli`, `doctor`, `testing` (the pytest plugin), `torch` (operators and modules of PyTorch).
+  `public` has the names that are offered here.
 """
 
 from importlib import import_module

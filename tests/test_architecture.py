@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -18,8 +20,8 @@ PACKAGE, TESTS = ROOT / "ptxlab", ROOT / "tests"
 # Rooms: folders and modules of the package root. Imports go one way, down the list.
 ORDER = (
     "errors", "validate", "io", "plot", "sources", "toolchain", "cost", "reference", "quant", "layout", "spec",
-    "emulator", "gpu", "runtime", "kernels", "model", "verify", "prove", "sass", "nsight", "bench", "profile",
-    "timeline", "weights", "demo", "testing", "public", "doctor", "jupyter", "cli", "__main__",
+    "emulator", "gpu", "runtime", "kernels", "model", "verify", "debugger", "prove", "sass", "nsight", "bench",
+    "profile", "timeline", "weights", "demo", "testing", "torch", "public", "doctor", "jupyter", "cli", "__main__",
 )  # fmt: skip
 
 
@@ -84,6 +86,17 @@ def test_only_gpu_imports_cupy() -> None:
 def test_torch_is_imported_by_peers_alone() -> None:
     allowed = re.compile(r"ptxlab\.(torch\b.*|bench\.peers\w*)")
     assert [module for module in importers("torch") if not allowed.fullmatch(module)] == []
+
+
+def test_nothing_imports_the_room_of_torch() -> None:
+    """But the command that benches it, when it is asked to."""
+    asking = {name for name, path in MODULES.items() if room(name + ".") != "torch"
+              if any(each.startswith("ptxlab.torch") for each in imported(path))}  # fmt: skip
+    assert asking == {"ptxlab.cli.bench"}
+    code = (
+        "import sys, ptxlab, ptxlab.public, ptxlab.model, ptxlab.bench, ptxlab.cli; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_reference_imports_only_numpy() -> None:

@@ -5,7 +5,7 @@ import math
 import pandas as pd
 
 from ptxlab import bench
-from ptxlab.bench.models import GENERATE, MEASURE, MODELS, WITHOUT, config_of
+from ptxlab.bench.models import GENERATE, MADE, MEASURE, MODELS, WITHOUT, config_of
 from ptxlab.bench.record import Record
 from report import RESULTS
 from report.frames import MISSING, markdown
@@ -42,9 +42,7 @@ def points(records: list[Record], measure: str) -> pd.DataFrame:
             if row.measure != measure or config is None:
                 continue
             flat = {**row.more, **vars(row), **row.sizes, "model": config.name}
-            flat["decode rate"] = (
-                row.sizes["B"] * 512 / row.more["decode_us"] * 1e6 if "decode_us" in row.more else None
-            )
+            flat["decode rate"] = row.sizes["B"] * MADE / row.more.get("decode_us", math.nan) * 1e6
             for kind, start in {**_KINDS, "QServe's GEMM": WITHOUT}.items():
                 name = fastest(row.peers, start)
                 flat[f"over {kind}"] = row.peers[name] / row.time_us if name else math.nan

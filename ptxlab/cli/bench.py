@@ -11,7 +11,7 @@ from ptxlab.cli.common import FAILED, AsJson, console, print_json, progress_bar,
 
 def bench(
     suite: Annotated[
-        str, typer.Argument(help="dequant, load, gemm, attention, layer, decode, emulator, a kernel, FILE.py.")
+        str, typer.Argument(help="dequant, load, gemm, attention, layer, decode, torch, emulator, a kernel, FILE.py.")
     ],
     against: Annotated[Path | None, typer.Option(help="Compare with a record; fail if a row got slower.")] = None,
     out: Annotated[
@@ -36,6 +36,10 @@ def bench(
     benches.require_writable(suite, out)  # whatever is wrong with a file is found before anything is measured
     if picture is not None:
         plot.require_writable(picture)
+    if suite == "torch":  # a room above `bench`
+        from ptxlab import torch
+
+        benches.SUITES[suite] = torch.bench.rows
     before = benches.load(against) if against else None
     with progress_bar(f"bench {suite}", None, quiet=as_json) as advance:
         resume = (out or benches.decode_path(only or ())) if suite == "decode" else None

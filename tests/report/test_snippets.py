@@ -159,8 +159,9 @@ def run_page(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 @pytest.mark.parametrize("page", [page for page in GUIDE if blocks(page)], ids=ids)
 def test_blocks_run_as_written(page: Path, monkeypatch: pytest.MonkeyPatch, run_page: Any) -> None:
-    if any("import triton" in block.text for block in blocks(page)):
-        pytest.importorskip("triton", reason="Triton is not installed")
+    for library, name in (("triton", "Triton"), ("torch", "PyTorch"), ("transformers", "transformers")):
+        if any(re.search(rf"^(?:import|from) {library}\b", block.text, re.MULTILINE) for block in blocks(page)):
+            pytest.importorskip(library, reason=f"{name} is not installed")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     run_page(page, gpu=False)
 

@@ -1,0 +1,239 @@
+"""Suite `torch` of `ptxlab bench`: host time of operators; `model.generate` beside the same model in FP16 and FP8."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.record import Row
+from ptxlab.errors import BenchmarkError
+from ptxlab.model import Config, LayerWeights, QuantizedModel
+from ptxlab.torch import KV4Cache, W4A8Linear, attention_workspace, quantize_model
+
+MODEL, BATCHES = "LLaMA-2-7B", (1, 16, 64)
+PROMPT, FEW, MANY, RUNS = 32, 8, 72, 3  # tokens; a step is the difference of two runs of `generate`
+_CALLS, _BETWEEN = 2000, 100  # every so many calls the device is waited for, so that the queue stays short
+
+
+def rows(names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+    """Host time of every operator, then a step of a 7B-shaped model with random weights at each batch."""
+    progress("host time")
+    yield from host_times()
+    yield from steps(ceilings, progress)
+
+
+# Host time
+
+
+def host_times() -> Iterator[Row]:
+    """Of a repeat call, its floor that of an operator in Python that only allocates its result."""
+    calls = operator_calls()
+    floor = _host_us(calls.pop("nothing"))[0]
+    for name, call in calls.items():
+        us, fastest, slowest = _host_us(call)
+        yield _row(name, "host time", {}, (us, fastest, slowest), (1e3 / us, "calls/ms"), (floor, "PyTorch"), "")
+
+
+def operator_calls(width: int = 4096, rows: int = 16, device: str = "cuda") -> dict[str, Callable[[], Any]]:
+    """A call of each operator at a decoder's sizes, and `nothing`."""
+    ops, D, Hq, Hkv, tokens = torch.ops.ptxlab, 128, width // 128, max(1, width // 512), 64
+    like = torch.empty(0, device=device)
+
+    def halves(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).half()
+
+    library = _nothing()
+    linear = W4A8Linear.from_linear(nn.Linear(width, width, dtype=torch.float16), group=128).to(device)
+    x, gamma, gate_up, q = halves(rows, width), halves(width), halves(rows, 2 * width), halves(rows, Hq, D)
+    qkv, kv = halves(rows, (Hq + 2 * Hkv) * D), halves(rows, Hkv, D)
+    quantised = ops.quantize_activations(x)
+    table = torch.arange(rows, dtype=torch.int32, device=device).view(rows, 1)
+    pool = torch.zeros(rows, 2, Hkv, tokens * (D // 2 + 4), dtype=torch.uint8, device=device)
+    lengths = torch.full((rows,), tokens - 1, dtype=torch.int32, device=device)
+    slots, (cos, sin) = table.view(-1) * tokens + tokens - 1, torch.ones(2, rows, D // 2, device=device)
+    space = attention_workspace(D, like.device) if like.is_cuda else None
+    return {
+        "nothing": lambda: library.nothing(x),
+        "quantize_activations": lambda: ops.quantize_activations(x),
+        "gemm_w4a8": lambda: linear(quantised),
+        "rmsnorm_quantize": lambda: ops.rmsnorm_quantize(x, gamma),
+        "silu_mul_quantize": lambda: ops.silu_mul_quantize(gate_up),
+        "rope_append_kv4": lambda: ops.rope_append_kv4(qkv, pool, slots, cos, sin, head_dim=D),
+        "append_kv4": lambda: ops.append_kv4(kv, kv, pool, slots),
+        "attention_kv4": lambda: ops.attention_kv4(q, pool, table, lengths, workspace=space),
+    }
+
+
+_library: Any = None
+
+
+def _nothing() -> Any:
+    """Operators that do nothing, defined once."""
+    global _library
+    if _library is None:
+        _library = torch.library.Library("ptxlab_bench", "DEF")
+        _library.define("nothing(Tensor x) -> Tensor")
+        for key in ("CPU", "CUDA"):
+            _library.impl("nothing", torch.empty_like, key)
+    return torch.ops.ptxlab_bench
+
+
+def _host_us(call: Callable[[], Any]) -> tuple[float, float, float]:
+    """Median, least and most of many calls, in microseconds."""
+    taken = []
+    for i in range(_CALLS + 50):
+        if i % _BETWEEN == 0:
+            torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        call()
+        taken.append((time.perf_counter_ns() - start) / 1e3)
+    return statistics.median(taken[50:]), min(taken[50:]), max(taken[50:])
+
+
+# Generating
+
+
+def steps(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+    """A step of decoding, compiled with a static cache as `generate` does by itself: ours, and the peers' times."""
+    peers: dict[int, dict[str, float]] = {B: {} for B in BATCHES}
+    for name in ("fp16", "fp8"):
+        model = _random(LlamaConfig())
+        if name == "fp8":
+            in_fp8(model)
+        for B in BATCHES:
+            progress(f"generate, {name}, batch {B}")
+            cache = StaticCache(config=model.config, max_cache_len=PROMPT + MANY)
+            peers[B][name] = step_us(model, B, cache)[0]
+        del model
+        torch.cuda.empty_cache()
+    config = Config.named(MODEL)
+    model = quantize_model(_random(LlamaConfig()), random_quantized(config))
+    torch.cuda.empty_cache()
+    packed = sum(int(each.nbytes) for each in model.buffers())
+    nbytes = packed + 2 * config.vocabulary * config.hidden  # and the head in FP16
+    for B in BATCHES:
+        progress(f"generate, W4A8KV4, batch {B}")
+        cache = KV4Cache(model, B, PROMPT + MANY)
+        measured = step_us(model, B, cache)
+        said = _same_as_eager(model, B, cache)
+        floor = nbytes / ceilings.read_tbps / 1e6, "weights"
+        rate = B / measured[0] * 1e6, "tokens/s"
+        sizes = {"B": B, "prompt": PROMPT}
+        yield _row(MODEL, "generate", sizes, measured, rate, floor, said, bytes=nbytes, peers=peers[B])
+
+
+def random_quantized(config: Config) -> QuantizedModel:
+    """Random weights on the GPU."""
+    rng = np.random.default_rng(0)
+    ends = rng.standard_normal((2, config.vocabulary, config.hidden), dtype=np.float32).astype(np.float16)
+    return QuantizedModel(
+        config=config,
+        layers=[LayerWeights.random(config, i, on_device=True) for i in range(config.layers)],
+        embedding=ends[0],
+        final_norm=np.ones(config.hidden, np.float16),
+        head=ends[1],
+    )
+
+
+def _random(config: LlamaConfig) -> LlamaForCausalLM:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("cuda"):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Fp8Linear(nn.Module):
+    """x Wᵀ in E4M3 with one scale for the weight and one for the tokens, by cuBLAS."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        w = linear.weight.detach()
+        scale = (w.abs().max() / 448).float()
+        self.register_buffer("w", (w / scale).to(torch.float8_e4m3fn))
+        self.register_buffer("w_scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., N] of x [.., K]."""
+        flat = x.reshape(-1, x.shape[-1])
+        scale = (flat.abs().max() / 448).float()
+        given = (flat / scale).to(torch.float8_e4m3fn), self.w.t()
+        y = torch._scaled_mm(*given, scale_a=scale, scale_b=self.w_scale, out_dtype=x.dtype)
+        return y.view(*x.shape[:-1], -1)
+
+
+def in_fp8(model: nn.Module) -> None:
+    """Every linear of the layers in FP8; the head stays."""
+    for module in [*model.model.layers.modules()]:
+        for name, child in [*module.named_children()]:
+            if isinstance(child, nn.Linear):
+                setattr(module, name, Fp8Linear(child))
+
+
+def _generated(model: Any, B: int, cache: Any, tokens: int, **how: Any) -> Tensor:
+    cache.reset()
+    prompt = torch.arange(B * PROMPT, device=model.device).view(B, PROMPT) % 31999 + 1
+    given = {"attention_mask": torch.ones_like(prompt), "past_key_values": cache, "do_sample": False, **how}
+    found: Tensor = model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, **given)
+    return found[:, PROMPT:]
+
+
+def step_us(model: Any, B: int, cache: Any) -> tuple[float, float, float]:
+    """Median, least and most of a step's microseconds, wall clock, after two runs that compile."""
+
+    def seconds(tokens: int) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        _generated(model, B, cache, tokens)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    for _ in range(2):
+        seconds(FEW)
+    taken = [(seconds(MANY) - seconds(FEW)) / (MANY - FEW) * 1e6 for _ in range(RUNS)]
+    return statistics.median(taken), min(taken), max(taken)
+
+
+def _same_as_eager(model: Any, B: int, cache: Any) -> str:
+    compiled, eager = (_generated(model, B, cache, FEW, disable_compile=each) for each in (False, True))
+    if not torch.equal(compiled, eager):
+        raise BenchmarkError(f"generate, batch {B}: the compiled model gives other tokens than the eager one")
+    return f"{FEW} tokens of each sequence equal to the eager model's"
+
+
+def _row(
+    kernel: str,
+    measure: str,
+    sizes: dict[str, int],
+    us: tuple[float, float, float],
+    rate: tuple[float, str],
+    floor: tuple[float, str],
+    checked: str,
+    **more: Any,
+) -> Row:
+    return Row(
+        kernel=kernel,
+        source="torch",
+        measure=measure,
+        sizes=sizes,
+        time_us=us[0],
+        fastest_us=us[1],
+        slowest_us=us[2],
+        rate=rate[0],
+        rate_unit=rate[1],
+        operations=0,
+        floor_us=floor[0],
+        fraction=floor[0] / us[0],
+        limit=floor[1],
+        sm_mhz=0.0,
+        checked=checked,
+        **{"bytes": 0, **more},
+    )

@@ -1,0 +1,78 @@
+"""A call of each operator of `ptxlab.torch`, of CPU tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import quant, reference
+from ptxlab.layout import KVCache, pack, stack_experts
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+M, N, K, D, Hq, Hkv = 3, 64, 128, 64, 4, 2
+OPERATORS = (
+    "quantize_activations", "gemm_w4a8", "gemm_w4a8_grouped", "rmsnorm_quantize", "silu_mul_quantize", "append_kv4",
+    "rope_append_kv4", "attention_kv4",
+)  # fmt: skip
+SCHEMES: dict[str, Callable[[Any], Any]] = {
+    "lqq": lambda w: quant.quantize_lqq(w, 64),
+    "qoq": lambda w: quant.quantize_qoq(w, 64),
+    "qoq_channel": quant.quantize_qoq_channel,
+}
+
+
+def normal(rng: np.random.Generator, *shape: int, dtype: Any = torch.float16) -> Any:
+    return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)).to(dtype)
+
+
+def weight(rng: np.random.Generator, scheme: str = "lqq", layout: str = "strips") -> tuple[Any, list[Any]]:
+    """Quantised [N, K], and its packed buffers as tensors."""
+    known = SCHEMES[scheme](rng.standard_normal((N, K), dtype=np.float32))
+    return known, [torch.from_numpy(each) for each in pack(known, layout).buffers.values()]
+
+
+def products(rng: np.random.Generator, dtype: Any = torch.float16) -> dict[str, Any]:
+    """Arguments of `gemm_w4a8` but its weight."""
+    x = torch.from_numpy(rng.integers(-128, 128, (M, K), dtype=np.int8))
+    scale = torch.from_numpy(rng.uniform(1e-3, 1e-2, M).astype(np.float32))
+    return {"x_q": x, "x_scale": scale, "x_sum": x.sum(1, dtype=torch.int32), "group": 64, "out_dtype": dtype}
+
+
+def caches(rng: np.random.Generator, scheme: str = "kv4") -> dict[str, Any]:
+    """An empty cache of two sequences, one page each, as the operators take it."""
+    by_channel: dict[str, Any] = {}
+    channel = None
+    if scheme.endswith("channel"):
+        constants = quant.calibrate_kv(rng.standard_normal((20, Hkv, D), dtype=np.float32), scheme)
+        by_channel = {"k_channel": constants, "v_channel": constants}
+        channel = [torch.from_numpy(each) for each in (*constants, *constants)]
+    cache = KVCache.empty(2, 1, Hkv, D, scheme=scheme, **by_channel)
+    return {"cache": cache, "pool": torch.from_numpy(cache.pool), "how": {"scheme": scheme, "channel": channel}}
+
+
+def rope(positions: int = 64) -> tuple[Any, Any]:
+    cos, sin = map(torch.from_numpy, reference.rope_tables(np.arange(positions), D))
+    return cos, sin
+
+
+def every_call(rng: np.random.Generator) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """A call of each operator: its arguments."""
+    x, (_, buffers), of = normal(rng, M, K), weight(rng), products(rng)
+    x_q, scale, x_sum = of.pop("x_q"), of.pop("x_scale"), of.pop("x_sum")
+    experts = [torch.from_numpy(each) for each in stack_experts([pack(weight(rng)[0], "strips")] * 2).buffers.values()]
+    offsets, slots = torch.tensor([0, 1, M], dtype=torch.int32), torch.tensor([0, 1, -1])
+    pool, (cos, sin), positions = caches(rng)["pool"], rope(), torch.tensor([0, 1, 0])
+    table, lengths = torch.tensor([[0], [0], [1]], dtype=torch.int32), torch.tensor([1, 2, 0], dtype=torch.int32)
+    kv, qkv, q = normal(rng, M, Hkv, D), normal(rng, M, (Hq + 2 * Hkv) * D), normal(rng, M, Hq, D)
+    return {
+        "quantize_activations": ((x,), {}),
+        "gemm_w4a8": ((x_q, scale, x_sum, buffers, torch.ones(N)), {"layout": "strips", "scheme": "lqq", **of}),
+        "gemm_w4a8_grouped": ((x_q, scale, x_sum, experts, offsets), {"scheme": "lqq", **of}),
+        "rmsnorm_quantize": ((x, normal(rng, K), normal(rng, M, K), 1e-6, torch.empty_like(x)), {}),
+        "silu_mul_quantize": ((x,), {}),
+        "append_kv4": ((kv, kv, pool, slots, cos, sin, positions), {}),
+        "rope_append_kv4": ((qkv, pool, slots, cos, sin, positions), {"head_dim": D}),
+        "attention_kv4": ((q, pool, table, lengths), {"window": 8, "workspace": torch.zeros(8, dtype=torch.uint8)}),
+    }

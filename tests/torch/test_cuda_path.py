@@ -1,0 +1,91 @@
+"""What the operators do with CUDA tensors, on a GPU that isn't one: arguments, results, workspaces; in the emulator."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError
+from ptxlab.gpu.view import View
+from ptxlab.kernels import operation
+from tests.support.fake_gpu import DeviceArray, FakeGpu
+from tests.support.torch_calls import every_call
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+pytestmark = pytest.mark.torch
+
+
+class TensorGpu(FakeGpu):
+    """Tensors of the CPU are its device arrays."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ptxlab.torch import operators
+
+        super().__init__(monkeypatch)
+        for name in ("_prepared", "_ready", "_memory"):  # of earlier calls
+            monkeypatch.setattr(operation, name, {})
+        monkeypatch.setattr(operators, "_memory", operators._memory.__wrapped__)
+        monkeypatch.setattr(gpu, "is_device_array", lambda array: isinstance(array, DeviceArray | torch.Tensor))
+        monkeypatch.setattr(gpu, "new", lambda example, shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype)))
+
+    def view(self, name: str, array: Any) -> View:
+        return super().view(name, DeviceArray(array.numpy()) if isinstance(array, torch.Tensor) else array)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> TensorGpu:
+    return TensorGpu(monkeypatch)
+
+
+def test_every_operator_is_its_public_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the results of the CPU's operators, but for the exponentials of the gate and of attention."""
+    from ptxlab.torch import operators
+
+    on_cpu, on_cuda = (every_call(np.random.default_rng(0)) for _ in range(2))
+    wanted = {name: getattr(torch.ops.ptxlab, name)(*args, **how) for name, (args, how) in on_cpu.items()}
+    on_cuda["attention_kv4"][1]["workspace"] = None  # parts of a tensor are no arrays of this GPU
+    fake = TensorGpu(monkeypatch)
+    for name, (args, how) in on_cuda.items():
+        got, right = (each if isinstance(each, tuple) else (each,) for each in (
+            operators.ON_CUDA[name](*args, **how), wanted[name]))  # fmt: skip
+        loose = {"rtol": 2**-19 * (name == "silu_mul_quantize"), "atol": 2e-3 * (name == "attention_kv4")}
+        for ours, theirs in zip(got, right, strict=True):
+            assert ours is theirs is None or torch.allclose(ours, theirs, **loose), name
+    for name, (args, _) in on_cpu.items():
+        mine = on_cuda[name][0]
+        tensors = [(a, b) for a, b in zip(args, mine, strict=True) if isinstance(a, torch.Tensor)]
+        assert all(torch.equal(a, b) for a, b in tensors), name
+    assert len(fake.launched) == len(on_cuda)
+
+
+def test_a_capture_takes_all_operators(fake: TensorGpu) -> None:
+    """After a first call of each; attention with the tensor as its workspace."""
+    from ptxlab.torch import operators
+
+    fake.runs, calls = False, every_call(np.random.default_rng(0))
+    needed = operators._memory(64, 0).nbytes
+    calls["attention_kv4"][1]["workspace"] = torch.zeros(needed, dtype=torch.uint8)
+    for fake.capturing in (False, True):
+        allocations = fake.allocations
+        for name, (args, how) in calls.items():
+            operators.ON_CUDA[name](*args, **how)
+    assert fake.allocations == allocations and len(fake.launched) == 2 * len(calls)
+    args, how = calls["attention_kv4"]
+    with pytest.raises(ArgumentError, match="workspace: must be given in a capture"):
+        operators.ON_CUDA["attention_kv4"](*args, window=8)
+    with pytest.raises(ArgumentError, match=rf"attention_kv4: workspace: must be attention_workspace\(64\).*{needed}"):
+        operators.ON_CUDA["attention_kv4"](*args, workspace=how["workspace"][:-1])
+
+
+def test_shapes_are_checked_before_a_kernel_sees_them(fake: TensorGpu) -> None:
+    from ptxlab.torch import operators
+
+    calls = every_call(np.random.default_rng(0))
+    (x_q, scale, sums, buffers, bias), how = calls["gemm_w4a8"]
+    with pytest.raises(ArgumentError, match=r"gemm_w4a8: weight: strips: must be uint8 \[4, 1, 1088\]"):
+        operators.ON_CUDA["gemm_w4a8"](x_q, scale, sums, [buffers[0][:2].clone(), buffers[1]], bias, **how)
+    (q, pool, *rest), _ = calls["attention_kv4"]
+    with pytest.raises(ArgumentError, match=r"attention_kv4: pool: must be uint8 \[pages, 2, Hkv, 4352\]"):
+        operators.ON_CUDA["attention_kv4"](q[..., :32].repeat(1, 1, 4).contiguous(), pool, *rest)
+    assert fake.launched == []
