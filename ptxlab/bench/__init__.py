@@ -2,13 +2,14 @@
 
 import platform
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from ptxlab import __version__, gpu, kernels, toolchain
-from ptxlab.bench import attention, dequant, emulation, gemm, layer, loads, own, peers, stream
+from ptxlab.bench import attention, dequant, emulation, gemm, layer, loads, models, own, peers, stream
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
 from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, require_writable, save
 from ptxlab.errors import ArgumentError
@@ -23,6 +24,7 @@ __all__ = [
     "as_tables",
     "compare",
     "confirmed",
+    "decode_path",
     "default_path",
     "load",
     "measure_ceilings",
@@ -43,7 +45,9 @@ SUITES: dict[str, Any] = {
     "gemm": gemm.rows,
     "attention": attention.rows,
     "layer": layer.rows,
+    "decode": models.rows,
 }
+_PARTS: dict[str, Callable[[Sequence[str]], Any]] = {"layer": layer.part, "decode": models.part}
 
 
 def run_suite(
@@ -52,15 +56,18 @@ def run_suite(
     *,
     matrices: Container[tuple[int, int]] | None = None,
     only: Sequence[str] = (),
+    resume: Path | None = None,
 ) -> Record:
     """Measure a suite, or one kernel of it, on the current GPU (the suite `emulator`: on the CPU).
 
     Args:
-        suite: `"dequant"`, `"load"`, `"gemm"`, `"attention"`, `"layer"`, `"emulator"`, a kernel's name, or `FILE.py`
-            with the specs of other kernels.
+        suite: `"dequant"`, `"load"`, `"gemm"`, `"attention"`, `"layer"`, `"decode"`, `"emulator"`, a kernel's name,
+            or `FILE.py` with the specs of other kernels.
         progress: called with what is measured next.
         matrices: of a GEMM those alone, by (N, K).
-        only: of the suite `layer` that part alone, by words (`layer.part`).
+        only: of the suites `layer` and `decode` that part alone, by words (`layer.part`, `models.part`).
+        resume: of the suite `decode`: a record of it, which grows with every row. Rows that are in it, of the same
+            commit and card, are not measured again.
 
     Returns:
         The record; its `invalid` says why it must not be used, if the card is slower than it should be.
@@ -70,9 +77,10 @@ def run_suite(
         BenchmarkError: a timed kernel gave wrong results.
         UnavailableError: no GPU here, or no ptxas.
     """
-    if only and suite != "layer":
+    if only and suite not in _PARTS:
         raise ArgumentError("only", f"must be empty for the suite {suite}", ", ".join(only))
-    layer.part(only)  # or what is wrong with it, before anything is measured
+    if suite in _PARTS:
+        _PARTS[suite](only)  # or what is wrong with it, before anything is measured
     is_file = Path(suite).suffix == ".py"
     family = suite if is_file or suite in ("emulator", *SUITES) else kernels.find(suite)[0].family
     if matrices is not None and family != "gemm":
@@ -88,17 +96,20 @@ def run_suite(
     if suite not in SUITES and not names:
         raise ArgumentError("suite", "a suite or a kernel by its bare name, in all its sources and forms", suite)
     part = {"matrices": matrices} if matrices is not None else {"only": only} if only else {}
-    name = f"{suite}_part" if only else suite  # which is no record of the suite
-    return _record(name, partial(SUITES[family], names, **part), progress)
+    return _record(
+        _name(suite, only), partial(SUITES[family], names, **part), progress, resume if suite == "decode" else None
+    )
 
 
-def _record(suite: str, rows: Callable[..., Iterable[Row]], progress: Callable[[str], None]) -> Record:
-    """The rows beside the ceilings of the same run."""
+def _record(
+    suite: str, rows: Callable[..., Iterable[Row]], progress: Callable[[str], None], resume: Path | None = None
+) -> Record:
+    """The rows beside the ceilings of the same run; with `resume` beside those that the record there has, kept in it as
+    soon as they are measured."""
     info = gpu.device_info()
     progress("ceilings")
     ceilings = measure_ceilings()
-    measured = tuple(rows(ceilings, progress))
-    return Record(
+    record = Record(
         suite=suite,
         device={
             "name": info.name,
@@ -110,9 +121,34 @@ def _record(suite: str, rows: Callable[..., Iterable[Row]], progress: Callable[[
         },
         versions=versions(info),
         ceilings=ceilings.to_json(),
-        rows=measured,
-        invalid=shortfall(ceilings, info.slug) or stream.shortfall(measured, info.slug),
+        rows=(),
     )
+    measured: list[Row] = []
+    for row in rows(ceilings, progress) if resume is None else rows(ceilings, progress, done=_done(resume, record)):
+        measured.append(row)
+        if resume is not None:
+            save(replace(record, rows=tuple(measured), invalid="not finished"), resume)
+    invalid = shortfall(ceilings, info.slug) or stream.shortfall(measured, info.slug)
+    return replace(record, rows=tuple(measured), invalid=invalid)
+
+
+def decode_path(only: Sequence[str]) -> Path:
+    """Where the record of the suite `decode`, or of that part, goes unless somebody says otherwise."""
+    return default_path(Record(_name("decode", only), {"slug": gpu.device_info().slug}, {}, {}, ()))
+
+
+def _name(suite: str, only: Sequence[str]) -> str:
+    """A part is no record of the suite; but whole models of `decode` have records of their own."""
+    if suite == "decode" and only and set(only) <= {config.name for config in models.MODELS}:
+        return f"decode/{'+'.join(only)}"
+    return f"{suite}_part" if only else suite
+
+
+def _done(path: Path, record: Record) -> tuple[Row, ...]:
+    """The rows of an earlier run on the same card and commit, if there is one."""
+    before = load(path) if path.is_file() else None
+    alike = before is not None and (before.device, before.commit) == (record.device, record.commit)
+    return before.rows if before is not None and alike and not record.commit.endswith("+") else ()
 
 
 def confirmed(

@@ -256,18 +256,18 @@ class _Attention:
     name = "sdpa"
     tolerance = 2e-2  # of the largest result
 
-    def __init__(self, config: Config, B: int, copies: int, dtype: Any) -> None:
+    def __init__(self, config: Config, B: int, copies: int, dtype: Any, length: int = 0) -> None:
         import torch
 
-        self.config, self.B, self.dtype = config, B, dtype
+        self.config, self.B, self.dtype, self.length = config, B, dtype, length or LENGTH
         generator = torch.Generator(peers.DEVICE).manual_seed(B)
-        size = (B, config.kv_heads, LENGTH, HEAD_DIM)
+        size = (B, config.kv_heads, self.length, HEAD_DIM)
         keys, values = (
             torch.randn(size, dtype=torch.float16, device=peers.DEVICE, generator=generator).to(dtype) for _ in "kv"
         )
         self.caches = [self.stored(keys, values) for _ in range(copies)]
-        self.tables = _tables()
-        self.positions = torch.full((B,), LENGTH - 1, device=peers.DEVICE)
+        self.tables = _tables(self.length)
+        self.positions = torch.full((B,), self.length - 1, device=peers.DEVICE)
 
     def attend(self, q: Any, place: int) -> Any:
         """Attention of a layer, [B, Hq·D]."""
@@ -340,20 +340,20 @@ class _Paged(_Attention):
     name = "xqa_fp8"
     tolerance = 0.1
 
-    def __init__(self, config: Config, B: int, copies: int, dtype: Any) -> None:
+    def __init__(self, config: Config, B: int, copies: int, dtype: Any, length: int = 0) -> None:
         import torch
 
-        super().__init__(config, B, copies, dtype)
-        pages = self.B * LENGTH // PAGE
+        super().__init__(config, B, copies, dtype, length)
+        pages = self.B * self.length // PAGE
         self.table = torch.arange(pages, dtype=torch.int32, device=peers.DEVICE).view(self.B, -1)
-        self.lengths = torch.full((self.B,), LENGTH, dtype=torch.int32, device=peers.DEVICE)
+        self.lengths = torch.full((self.B,), self.length, dtype=torch.int32, device=peers.DEVICE)
         self.workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=peers.DEVICE)
 
     def stored(self, keys: Any, values: Any) -> tuple[Any, Any]:
         import torch
 
         def paged(x: Any) -> Any:
-            pages = x.view(self.B, self.config.kv_heads, LENGTH // PAGE, PAGE, HEAD_DIM).permute(0, 2, 3, 1, 4)
+            pages = x.view(self.B, self.config.kv_heads, self.length // PAGE, PAGE, HEAD_DIM).permute(0, 2, 3, 1, 4)
             return pages.reshape(-1, PAGE, self.config.kv_heads, HEAD_DIM).to(torch.float8_e4m3fn)
 
         return paged(keys), paged(values)
@@ -371,23 +371,23 @@ class _Paged(_Attention):
         from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
         out = xqa_batch_decode_with_kv_cache(
-            q, self.caches[place], self.workspace, self.table, self.lengths, LENGTH, bmm1_scale=HEAD_DIM**-0.5
+            q, self.caches[place], self.workspace, self.table, self.lengths, self.length, bmm1_scale=HEAD_DIM**-0.5
         )
         return out.reshape(self.B, -1)
 
     def floats(self) -> tuple[Any, Any]:
-        first = (x[: LENGTH // PAGE].float() for x in self.caches[0])
-        keys, values = (x.reshape(1, LENGTH, self.config.kv_heads, HEAD_DIM).transpose(1, 2) for x in first)
+        first = (x[: self.length // PAGE].float() for x in self.caches[0])
+        keys, values = (x.reshape(1, self.length, self.config.kv_heads, HEAD_DIM).transpose(1, 2) for x in first)
         return keys, values
 
 
 @cache
-def _tables() -> Any:
+def _tables(length: int) -> Any:
     """Cosines of every position for both halves, and sines, of the first half negative: f32 [L, 2, D]."""
     import torch
 
     rates = 1e4 ** -(torch.arange(0, HEAD_DIM, 2, device=peers.DEVICE) / HEAD_DIM)
-    angles = torch.arange(LENGTH, device=peers.DEVICE)[:, None] * rates
+    angles = torch.arange(length, device=peers.DEVICE)[:, None] * rates
     cos, sin = angles.cos(), angles.sin()
     return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
 
@@ -496,9 +496,12 @@ class _Decoder:
 
 
 def mixes(
-    config: Config, batches: Sequence[int], names: Sequence[str], progress: Callable[[str], None]
+    config: Config, batches: Sequence[int], names: Sequence[str], progress: Callable[[str], None], length: int = 0
 ) -> dict[int, dict[str, MixTime]]:
-    """Times by batch and `MIX/ATTENTION` of a layer; what cannot be done here is left out with a warning."""
+    """Times by batch and `MIX/ATTENTION` of a layer; what cannot be done here is left out with a warning.
+
+    Sequences have `length` tokens, a multiple of a page (`LENGTH`).
+    """
     times: dict[int, dict[str, MixTime]] = {B: {} for B in batches}
     if not peers.importable():
         return times
@@ -518,10 +521,57 @@ def mixes(
                 for attention in _attentions(name):
                     what = f"{name}/{attention.name}"
                     with peers.left_out(f"{what}, {config.name}, batch {B}"):
-                        times[B][what] = _timed(name, config, B, layers[: copies[B]], attention, right)
+                        times[B][what] = _timed(name, config, B, layers[: copies[B]], attention, right, length)
             layers.clear()
         torch.cuda.empty_cache()
     return times
+
+
+_PROMPTS = 4  # of `prefills`, in one launch
+
+
+def prefills(config: Config, names: Sequence[str], length: int, progress: Callable[[str], None]) -> dict[str, float]:
+    """Microseconds by mix that a prompt of so many tokens costs in one layer: its GEMMs, and causal attention of
+    PyTorch in 16 bits. What lies between is left out, in the mix's favour."""
+    if not peers.importable():
+        return {}
+    import torch
+
+    found: dict[str, float] = {}
+    T = _PROMPTS * length
+    for name in names:
+        if (config.experts and name not in OF_EXPERTS) or (name in HUMMING and not _takes_humming(config)):
+            continue
+        progress(f"{config.name}: prompts of {name}")
+        dtype = _dtype(name, config)
+        with peers.left_out(f"prompts of {name}, {config.name}"):
+            weights = _weights(name, config, 1, (T,))[0]
+            calls: list[Callable[[], Any]] = [
+                _prompt_gemm(name, config, weights[matrix], matrix, T) for matrix in config.matrices
+            ]
+            sizes = [(_PROMPTS, heads, length, HEAD_DIM) for heads in (config.heads, config.kv_heads, config.kv_heads)]
+            q, k, v = (torch.randn(size, dtype=dtype, device=peers.DEVICE) for size in sizes)
+            attention: Callable[..., Any] = torch.nn.functional.scaled_dot_product_attention
+            calls.append(partial(attention, q, k, v, is_causal=True, enable_gqa=config.heads > config.kv_heads))
+            us = [measure([call], replays=GEMM_REPLAYS, capture=peers.capture).us for call in calls]
+            found[name] = sum(us) / _PROMPTS
+            weights.clear()
+        torch.cuda.empty_cache()
+    return found
+
+
+def _prompt_gemm(name: str, config: Config, product: Callable[..., Any], matrix: str, T: int) -> Callable[[], Any]:
+    """A GEMM over T tokens; each expert has as many rows as the others."""
+    import torch
+
+    of_experts = bool(config.experts) and matrix in ("gate_up", "down")
+    rows = T * config.chosen_experts if of_experts else T
+    x = torch.randn((rows, config.matrices[matrix][1]), device=peers.DEVICE)
+    given = quantised(x, MIXES[name].quantise, _dtype(name, config))
+    if not of_experts:
+        return partial(product, *given)
+    ends = torch.arange(1, config.experts + 1, device=peers.DEVICE, dtype=torch.int32) * (rows // config.experts)
+    return partial(product, *given, ends)
 
 
 def traced(run: Callable[[], None]) -> list[tuple[str, float, float]]:
@@ -649,10 +699,16 @@ def _copies(name: str, config: Config, B: int) -> int:
 
 
 def _timed(
-    name: str, config: Config, B: int, layers: list[dict[str, Any]], kind: type[_Attention], right: dict[int, Any]
+    name: str,
+    config: Config,
+    B: int,
+    layers: list[dict[str, Any]],
+    kind: type[_Attention],
+    right: dict[int, Any],
+    length: int = 0,
 ) -> MixTime:
     """One mix at one batch; its first layer's results are held against the FP16 mix's."""
-    decoder = _decoder(name, config, B, layers, kind)
+    decoder = _decoder(name, config, B, layers, kind, length)
     decoder.layer(0)
     result = decoder.flowing.double()
     if name == "fp16":
@@ -672,7 +728,9 @@ def _timed(
         decoder.attention.caches.clear()  # gigabytes, which something that refers to itself would keep
 
 
-def _decoder(name: str, config: Config, B: int, layers: list[dict[str, Any]], kind: type[_Attention]) -> _Decoder:
+def _decoder(
+    name: str, config: Config, B: int, layers: list[dict[str, Any]], kind: type[_Attention], length: int = 0
+) -> _Decoder:
     """With random states, the same for every mix."""
     import torch
 
@@ -681,5 +739,5 @@ def _decoder(name: str, config: Config, B: int, layers: list[dict[str, Any]], ki
     size = (B, config.hidden)
     x, residual = (torch.randn(size, device=peers.DEVICE, generator=generator).to(dtype) for _ in range(2))
     gamma = torch.ones(config.hidden, dtype=dtype, device=peers.DEVICE)
-    attention = kind(config, B, len(layers), dtype)
+    attention = kind(config, B, len(layers), dtype, length)
     return _Decoder(name, config, layers, x, residual, gamma, attention)

@@ -76,7 +76,7 @@ def measure_graph(
     probe = capture(calls).time(replays=3)
     rounds = max(1, math.ceil(_GRAPH_US / (probe.median * len(calls))))
     graph = capture([*calls] * rounds)
-    clock = _Clock()
+    clock = Clock()
     graph.run(clock.start)
     timing = graph.time(replays=replays)
     graph.run(clock.stop)
@@ -84,7 +84,7 @@ def measure_graph(
     return Measured(timing.median, timing.fastest, timing.slowest, clock.mhz()), graph
 
 
-class _Clock:
+class Clock:
     """Stamps every SM's clock counter and the time, twice."""
 
     def __init__(self) -> None:
@@ -95,6 +95,7 @@ class _Clock:
         self.start, self.stop = (gpu.prepare(stamp, [stamps], geometry) for stamps in self._stamps)
 
     def mhz(self) -> float:
+        """Between start and stop, the median over the SMs."""
         before, after = ({sm: (c, t) for sm, c, t in gpu.to_host(s).tolist()} for s in self._stamps)
         return clock_mhz(before, after)
 

@@ -11,7 +11,7 @@ from ptxlab.cli.common import FAILED, AsJson, console, print_json, progress_bar,
 
 def bench(
     suite: Annotated[
-        str, typer.Argument(help="dequant, load, gemm, attention, layer, torch, emulator, a kernel, FILE.py.")
+        str, typer.Argument(help="dequant, load, gemm, attention, layer, decode, torch, emulator, a kernel, FILE.py.")
     ],
     against: Annotated[Path | None, typer.Option(help="Compare with a record; fail if a row got slower.")] = None,
     out: Annotated[
@@ -24,7 +24,7 @@ def bench(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of the suite layer: fused, timeline, a model, B=16, a mix (fp8_row ...), or alone (no mix)."
+            help="Of the suites layer and decode: a model, B=16, a mix (fp8_row ...), alone (no mix); fused, timeline."
         ),
     ] = None,
     as_json: AsJson = False,
@@ -42,7 +42,8 @@ def bench(
         benches.SUITES[suite] = torch.bench.rows
     before = benches.load(against) if against else None
     with progress_bar(f"bench {suite}", None, quiet=as_json) as advance:
-        record = benches.run_suite(suite, progress=advance, only=only or ())
+        resume = (out or benches.decode_path(only or ())) if suite == "decode" else None
+        record = benches.run_suite(suite, progress=advance, only=only or (), resume=resume)
         slower = benches.confirmed(benches.compare(record, before), before, advance) if before else []
     path = benches.save(record, out)
     if picture is not None:

@@ -1,42 +1,65 @@
-"""The command `generate`: text from a quantised model, as it is made."""
+"""The command `generate`: text from a quantised model, as it is made; of one prompt, or of many at once."""
 
+import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.markup import escape
 
 from ptxlab import gpu
-from ptxlab.cli.common import AsJson, CommandLineError, expects, notes, print_json, progress_bar, require_counts
+from ptxlab.cli.common import (
+    FAILED,
+    AsJson,
+    CommandLineError,
+    expects,
+    notes,
+    print_json,
+    progress_bar,
+    refuse,
+    require_counts,
+)
 from ptxlab.cli.models import ModelBackend, opened_model
 from ptxlab.errors import UnavailableError
+from ptxlab.io.files import read_text
 from ptxlab.io.tokenizer import Tokenizer
-from ptxlab.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel, Runner
+from ptxlab.model import FloatModel, Footprint, KernelRunner, NumpyRunner, QuantizedModel, Request, Runner, Server
 from ptxlab.model.folder import load
 from ptxlab.model.generate import generate as generated
 from ptxlab.model.open import is_quantized, open_tokenizer
+from ptxlab.model.runner import PAGE
 from ptxlab.quant import GROUPS
 
 RUNNERS: dict[str, type[Runner]] = {"gpu": KernelRunner, "numpy": NumpyRunner}
 _TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # ChatML, which SmolLM2 and Qwen2 are trained on
+_AT_ONCE = 16  # sequences of --prompts
 _BROKEN = "\ufffd"  # what a character decodes to while tokens of it are lacking
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to go on from; with --chat, what is asked.")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to go on from; with --chat, what is asked.", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Many prompts, served together: one a line, or .jsonl with prompt, tokens, ...")
+    ] = None,
     model: Annotated[
         str, typer.Option(help="smollm2, a Hugging Face folder, a .gguf file, or what `quantize --recipe` made.")
     ] = "smollm2",
     backend: ModelBackend = None,
     tokens: Annotated[int, typer.Option(help="How many to generate at most.")] = 64,
-    batch: Annotated[int, typer.Option(help="How many continuations at once; the first is streamed.")] = 1,
+    batch: Annotated[
+        int | None,
+        typer.Option(help="How many continuations, the first streamed (1); of --prompts, how many at a time (16)."),
+    ] = None,
     temperature: Annotated[
         float, typer.Option(help="0: the likeliest token. Above: draw from softmax(logits / T).")
     ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
     group: Annotated[int, typer.Option(help="Weights per level-2 scale where they are rounded here.")] = 64,
+    memory: Annotated[float | None, typer.Option(help="GB (10^9 bytes) of a GPU that may be taken at most.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask, in the ChatML template of instruct models.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -46,17 +69,27 @@ def generate(
     """
     if backend is None:
         backend = "gpu" if gpu.why_not("sm_90a", exact=True) is None else "numpy"
-    _check(prompt, backend, tokens, batch, temperature, seed, group)
+    _check(prompt, prompts, backend, tokens, batch, temperature, seed, group, memory)
+    asked = [_Asked(prompt or "", tokens, temperature, seed)]
+    if prompts is not None:
+        asked = _read_prompts(prompts, tokens, temperature, seed)
+        batch = min(batch or _AT_ONCE, len(asked))
+    batch = batch or 1
     opened, tokenizer = _open(model, quiet=as_json)
     from threadpoolctl import threadpool_limits  # of the extra `model`, which `_open` has asked for
 
-    given, most = _encoded(tokenizer, prompt, chat=chat), opened.config.context
-    if most is not None and len(given) + tokens > most:
-        rule = f"prompt and --tokens must fit the model's context of {most} tokens"
-        raise CommandLineError(f"{rule} (got {len(given)} + {tokens})")
+    encoded = [_encoded(tokenizer, each.prompt, chat=chat) for each in asked]
+    _check_fit(asked, encoded, opened.config.context, prompts)
     weights = opened if isinstance(opened, QuantizedModel) else _rounded(opened, model, group, quiet=as_json)
-    runner = RUNNERS[backend](weights, batch, len(given) + tokens)
+    context = max(len(given) + each.tokens for given, each in zip(encoded, asked, strict=True))
+    pages = _pages(weights, batch, context, memory, whole=prompts is None)
+    runner = RUNNERS[backend](weights, batch, context, pages=pages)
+    if prompts is not None:
+        with threadpool_limits(1 if batch == 1 else None, "blas"):
+            return _serve(runner, tokenizer, asked, encoded, backend, model, as_json=as_json)
 
+    assert prompt is not None
+    given = encoded[0]
     if not as_json and not chat:
         _write(prompt)
     texts = [_Text(tokenizer) for _ in range(batch)]
@@ -90,13 +123,135 @@ def generate(
     for i, text in enumerate(texts[1:], 2):
         _write(f"\n[{i}] {'' if chat else prompt}{tokenizer.decode(text.tokens)}\n")
     said = f"{rate:.1f} tokens/s" if rate else "1 token"
+    _note(f"{said}; prompt of {len(given)} tokens in {times[1] - times[0]:.2f} s; {_where(runner, backend)}")
+
+
+class _Asked(NamedTuple):
+    """A prompt, and how to go on from it."""
+
+    prompt: str
+    tokens: int
+    temperature: float
+    seed: int
+
+
+def _serve(
+    runner: Runner,
+    tokenizer: Tokenizer,
+    asked: list[_Asked],
+    encoded: list[list[int]],
+    backend: str,
+    model: str,
+    *,
+    as_json: bool,
+) -> None:
+    """All prompts through a `Server`, each printed in its turn once it is done. Exits with 1 where one failed."""
+    server = Server(runner)
+    requests = [
+        server.submit(given, each.tokens, ends=tokenizer.ends, temperature=each.temperature, seed=each.seed)
+        for given, each in zip(encoded, asked, strict=True)
+    ]
+    begin, shown = time.perf_counter(), 0
+    while shown < len(requests):
+        server.step()
+        while shown < len(requests) and requests[shown].done:
+            if not as_json:
+                _write(f"[{shown + 1}] {asked[shown].prompt}{_text_of(requests[shown], tokenizer)}\n")
+                if requests[shown].error:
+                    _note(f"[{shown + 1}] failed: {requests[shown].error}")
+            shown += 1
+    seconds, made = time.perf_counter() - begin, sum(len(request.tokens) for request in requests)
+    if as_json:
+        found: list[dict[str, Any]] = [
+            {
+                "prompt_tokens": len(request.prompt),
+                "tokens": _kept(request, tokenizer),
+                "text": _text_of(request, tokenizer),
+                "error": request.error,
+            }
+            for request in requests
+        ]
+        rates: dict[str, Any] = {"seconds": seconds, "tokens_per_second": made / seconds}
+        print_json(
+            {"model": model, "backend": backend, "recipe": dict(runner.model.recipe), **rates, "requests": found}
+        )
+    else:
+        said = f"{len(requests)} prompts of {sum(map(len, encoded))} tokens, {runner.batch} at a time"
+        _note(f"{made / seconds:.1f} tokens/s: {made} in {seconds:.2f} s; {said}; {_where(runner, backend)}")
+    if any(request.error for request in requests):
+        raise typer.Exit(FAILED)
+
+
+def _kept(request: Request, tokenizer: Tokenizer) -> list[int]:
+    """Its tokens but for the one that ended it."""
+    return request.tokens[:-1] if request.tokens and request.tokens[-1] in tokenizer.ends else request.tokens
+
+
+def _text_of(request: Request, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(_kept(request, tokenizer))
+
+
+def _where(runner: Runner, backend: str) -> str:
     how = "a CUDA graph per step, the prompt by the decode attention, in chunks of"
     where = {"gpu": f"the GPU: {how} {runner.chunk} tokens", "numpy": "NumPy"}[backend]
-    notes.print(
-        f"[dim]{said}; prompt of {len(given)} tokens in {times[1] - times[0]:.2f} s; W4A8, KV4, on {where}[/]",
-        highlight=False,
-        soft_wrap=True,
-    )
+    return f"W4A8, KV4, on {where}"
+
+
+def _note(said: str) -> None:
+    notes.print(f"[dim]{escape(said)}[/]", highlight=False, soft_wrap=True)
+
+
+def _read_prompts(path: Path, tokens: int, temperature: float, seed: int) -> list[_Asked]:
+    """The prompts of a file; what a line of .jsonl does not say is as the options have it, a further seed for each."""
+    found: list[_Asked] = []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        keys: Any = {"prompt": line}
+        if path.suffix == ".jsonl":
+            try:
+                keys = json.loads(line)
+            except ValueError:
+                keys = None
+        asked = {"tokens": tokens, "temperature": temperature, "seed": seed + len(found)}
+        known = isinstance(keys, dict) and isinstance(keys.get("prompt"), str) and keys["prompt"]
+        if not known or any(type(keys.get(key, value)) not in (int, type(value)) for key, value in asked.items()):
+            rule = "an object with a prompt, and perhaps tokens, temperature and seed"
+            raise CommandLineError(f"{path}, line {number}: expects {rule}, got {line.strip()[:60]}")
+        each = _Asked(keys["prompt"], *(keys.get(key, value) for key, value in asked.items()))
+        try:
+            _check_numbers(each)
+        except CommandLineError as error:
+            raise CommandLineError(f"{path}, line {number}: {error}") from None
+        found.append(each)
+    if not found:
+        raise CommandLineError(f"{path}: no prompt in it")
+    return found
+
+
+def _check_fit(asked: list[_Asked], encoded: list[list[int]], most: int | None, prompts: Path | None) -> None:
+    """Raise for a prompt that does not fit the model's context."""
+    for number, (each, given) in enumerate(zip(asked, encoded, strict=True), 1):
+        if most is not None and len(given) + each.tokens > most:
+            which = f"{prompts}, prompt {number}: " if prompts else ""
+            rule = f"{which}prompt and --tokens must fit the model's context of {most} tokens"
+            raise CommandLineError(f"{rule} (got {len(given)} + {each.tokens})")
+
+
+def _pages(model: QuantizedModel, batch: int, context: int, memory: float | None, *, whole: bool) -> int | None:
+    """Pages within --memory, None without it; `whole` if all sequences must fit at once."""
+    if memory is None:
+        return None
+    footprint, probe = Footprint.of_model(model, batch, context), Footprint.of_model(model, 1, context)
+    needed = batch * -(-context // PAGE)
+    if whole and footprint.total(needed) > memory * 10**9:
+        rule = f"{footprint} + {needed * footprint.page / 1e9:.2f} GB of {needed} pages"
+        raise expects(
+            "--memory", f"at least the {footprint.total(needed) / 1e9:.2f} GB that are needed, {rule}", memory
+        )
+    if probe.total(1) > memory * 10**9:
+        raise expects("--memory", f"at least {probe.total(1) / 1e9:.2f} GB, {probe} and a page", memory)
+    return min(needed, footprint.most_pages(memory))
 
 
 class _Text:
@@ -125,9 +280,21 @@ class _Text:
         return text[shown:]
 
 
-def _check(prompt: str, backend: str, tokens: int, batch: int, temperature: float, seed: int, group: int) -> None:
+def _check(
+    prompt: str | None,
+    prompts: Path | None,
+    backend: str,
+    tokens: int,
+    batch: int | None,
+    temperature: float,
+    seed: int,
+    group: int,
+    memory: float | None,
+) -> None:
     """Raise CommandLineError for a bad option, before anything is fetched."""
-    if not prompt:
+    if prompts is not None:
+        refuse({"PROMPT": prompt}, "goes without --prompts")
+    elif not prompt:
         raise CommandLineError("the prompt must not be empty")
     if backend not in RUNNERS:
         raise expects("--backend", " or ".join(RUNNERS), backend)
@@ -135,11 +302,18 @@ def _check(prompt: str, backend: str, tokens: int, batch: int, temperature: floa
         raise UnavailableError(f"--backend gpu: {reason}; pass --backend numpy")
     if group not in GROUPS:
         raise expects("--group", ", ".join(map(str, GROUPS)), group)
-    require_counts(tokens=tokens, batch=batch)
-    if not 0 <= temperature < float("inf"):
-        raise expects("--temperature", "a number, 0 or more", temperature)
-    if not 0 <= seed < 2**32:
-        raise expects("--seed", "an integer in 0..2^32-1", seed)
+    if memory is not None and not 0 < memory < float("inf"):
+        raise expects("--memory", "a number of GB above 0", memory)
+    require_counts(batch=1 if batch is None else batch)
+    _check_numbers(_Asked(prompt or "", tokens, temperature, seed))
+
+
+def _check_numbers(asked: _Asked) -> None:
+    require_counts(tokens=asked.tokens)
+    if not 0 <= asked.temperature < float("inf"):
+        raise expects("--temperature", "a number, 0 or more", asked.temperature)
+    if not 0 <= asked.seed < 2**32:
+        raise expects("--seed", "an integer in 0..2^32-1", asked.seed)
 
 
 def _open(source: str, *, quiet: bool) -> tuple[FloatModel | QuantizedModel, Tokenizer]:

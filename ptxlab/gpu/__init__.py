@@ -16,6 +16,7 @@ from ptxlab.gpu.arrays import (
     gumbel,
     is_device_array,
     like,
+    synchronize,
     to_device,
     to_host,
     without_pool,
@@ -23,7 +24,7 @@ from ptxlab.gpu.arrays import (
 )
 from ptxlab.gpu.device import DeviceInfo, available, device_info, remedy, unused_gpu, why_not
 from ptxlab.gpu.floats import float_instruction
-from ptxlab.gpu.graph import Graph, Timing, adopt, capture, time_calls
+from ptxlab.gpu.graph import Graph, Timing, adopt, call_times, capture, time_calls
 from ptxlab.gpu.launch import bind, launch, prepare
 from ptxlab.gpu.marks import Marked, profiled
 from ptxlab.gpu.module import GpuKernel, load, load_image
@@ -41,6 +42,7 @@ __all__ = [
     "as_array",
     "available",
     "bind",
+    "call_times",
     "caller_stream",
     "capture",
     "check_alignment",
@@ -66,6 +68,7 @@ __all__ = [
     "profiled",
     "remedy",
     "stream_handle",
+    "synchronize",
     "time_calls",
     "to_device",
     "to_host",

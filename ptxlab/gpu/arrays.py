@@ -131,6 +131,13 @@ def to_host(array: Any) -> np.ndarray:
     return host
 
 
+def synchronize() -> None:
+    """Wait for everything that was enqueued on the current device."""
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+
+
 def fetch(array: Any) -> Callable[[], np.ndarray]:
     """Enqueue a copy of a CuPy array to the host on the caller's stream; the result, when called, waits for it alone.
 

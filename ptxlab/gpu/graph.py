@@ -131,6 +131,11 @@ def time_calls(call: Callable[[], None], *, repeats: int = 10, warm_up: int = 2)
     For large copies: as nodes of a graph they go through the copy engine, which is slower than what the driver does
     with them on a stream.
     """
+    return float(statistics.median(call_times(call, repeats=repeats, warm_up=warm_up)))
+
+
+def call_times(call: Callable[[], Any], *, repeats: int, warm_up: int) -> list[float]:
+    """Microseconds of each of the calls enqueued on a stream one after the other, without a graph around them."""
     import cupy
 
     cupy.cuda.Device().synchronize()
@@ -144,4 +149,4 @@ def time_calls(call: Callable[[], None], *, repeats: int = 10, warm_up: int = 2)
             call()
             event.record(stream)
         stream.synchronize()
-    return 1e3 * float(statistics.median(cupy.cuda.get_elapsed_time(a, b) for a, b in itertools.pairwise(events)))
+    return [1e3 * float(cupy.cuda.get_elapsed_time(a, b)) for a, b in itertools.pairwise(events)]

@@ -9,11 +9,13 @@ from ptxlab.model.floats import FloatModel, perplexity
 from ptxlab.model.generate import generate
 from ptxlab.model.kernel_runner import KernelRunner
 from ptxlab.model.layer import LayerBuffers, LayerCall, decode_layer, layer_calls
+from ptxlab.model.memory import Footprint, largest_batch, require_batch
 from ptxlab.model.numpy_runner import NumpyRunner
 from ptxlab.model.open import open_model
 from ptxlab.model.quantized import QuantizedModel
 from ptxlab.model.reference import LayerInputs
 from ptxlab.model.runner import Runner
+from ptxlab.model.server import Request, Server
 from ptxlab.model.text import Corpus, open_text, tokens_of, windows
 from ptxlab.model.weights import LayerWeights
 
@@ -22,6 +24,7 @@ __all__ = [
     "Config",
     "Corpus",
     "FloatModel",
+    "Footprint",
     "KernelRunner",
     "LayerBuffers",
     "LayerCall",
@@ -29,13 +32,17 @@ __all__ = [
     "LayerWeights",
     "NumpyRunner",
     "QuantizedModel",
+    "Request",
     "Runner",
+    "Server",
     "decode_layer",
     "generate",
+    "largest_batch",
     "layer_calls",
     "open_model",
     "open_text",
     "perplexity",
+    "require_batch",
     "tokens_of",
     "windows",
 ]

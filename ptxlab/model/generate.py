@@ -29,15 +29,20 @@ def generate(
     Raises ArgumentError for what `Runner.prefill` refuses, or a number out of range.
     """
     require_integer("tokens", tokens, 1)
-    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
-        raise ArgumentError("temperature", "must be a number, 0 or more", repr(temperature))
-    if not is_integer(seed) or not 0 <= seed < 2**32:
-        raise ArgumentError("seed", "must be an integer in 0..2^32-1", repr(seed))
+    check_sampling(temperature, seed)
     longest = max((len(prompt) for prompt in prompts), default=0)
     if longest + tokens > runner.context:
         rule = f"prompt and tokens must fit the context of {runner.context}"
         raise ArgumentError("tokens", rule, f"{longest} + {tokens}")
     return _generated(runner, prompts, tokens, float(temperature), seed)
+
+
+def check_sampling(temperature: float, seed: int) -> None:
+    """Raise ArgumentError for a temperature below 0 or not finite, a seed out of range."""
+    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise ArgumentError("temperature", "must be a number, 0 or more", repr(temperature))
+    if not is_integer(seed) or not 0 <= seed < 2**32:
+        raise ArgumentError("seed", "must be an integer in 0..2^32-1", repr(seed))
 
 
 def _generated(

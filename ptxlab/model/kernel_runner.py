@@ -1,13 +1,15 @@
 """`KernelRunner`: W4A8KV4 on the kernels: `decode_layer` over all layers, on a GPU or in the emulator.
 
-On a GPU a step of decoding is one CUDA graph, from the embedding to the norm behind the last layer. The product with
-the LM head follows on the same stream, as CuPy keeps cuBLAS out of graphs. Nothing in a step waits for the GPU.
+On a GPU a step is one CUDA graph, from the embedding to the norm behind the last layer, captured once for each size
+(`Runner.sizes`). The product with the LM head follows on the same stream, as CuPy keeps cuBLAS out of graphs. Nothing
+in a step waits for the GPU.
 
-A prompt goes through the same layers, a chunk of rows at a time: its rows are a batch of sequences that share their
+A prompt goes through the same graphs, a chunk of rows at a time: its rows are a batch of sequences that share their
 pages, each as long as its row's position. So the decode attention does the prompt's attention too, with a query a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +19,10 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.quantize import rmsnorm_quantize
 from ptxlab.layout import KVCache
-from ptxlab.model.layer import LayerBuffers, decode_layer, into
+from ptxlab.model.layer import LayerBuffers, LayerCall, into, layer_calls
 from ptxlab.model.quantized import QuantizedModel
-from ptxlab.model.runner import PAGE, Rows, Runner
+from ptxlab.model.runner import PAGE, Indices, Rows, Runner
+from ptxlab.runtime.arguments import check_flags
 from ptxlab.runtime.backends import BACKENDS
 from ptxlab.spec.dtypes import floats, storage, stored
 from ptxlab.validate import is_one_of
@@ -38,14 +41,23 @@ class KernelRunner(Runner):
         batch: int = 1,
         context: int = 2048,
         *,
-        chunk: int | None = None,
         backend: str = "gpu",
+        programmatic: bool = True,
+        **how: Any,
     ) -> None:
-        """See `Runner`. `backend` is `gpu` or, for tiny models, `emulator`. Raises UnavailableError without a GPU."""
-        super().__init__(model, batch, context, chunk=chunk)
+        """See `Runner`. `backend` is `gpu` or, for tiny models, `emulator`. Raises UnavailableError without a GPU.
+
+        `programmatic` launches overlap; weights in a packing whose kernels do not wait for each other need False.
+
+        Where it is `batch_invariant`, attention splits a sequence by its own length alone, and the LM head takes one
+        row at a time, as cuBLAS adds in an order that depends on their number. All other sums are integers, or of one
+        row.
+        """
+        super().__init__(model, batch, context, **how)
         if not is_one_of(backend, BACKENDS):
             raise ArgumentError("backend", f"must be one of {', '.join(BACKENDS)}", backend)
-        self._backend, self._on_gpu = backend, backend == "gpu"
+        check_flags(programmatic=programmatic)
+        self._backend, self._on_gpu, self._programmatic = backend, backend == "gpu", programmatic
         if self._on_gpu:
             gpu.device_info()  # or the reason why there is none
         config, layers = self.config, model.layers
@@ -57,92 +69,152 @@ class KernelRunner(Runner):
         self._head = self._embedding if shared else self._placed(model.embedding if model.head is None else model.head)
         self._final_norm = self._placed(model.final_norm)
         self._angles = tuple(self._placed(table) for table in config.rope_tables(context))
-        like, sizes = self._embedding, (batch, self.max_pages, config.kv_heads, config.head_dim)
+        like, sizes = self._embedding, (1, self.pages, config.kv_heads, config.head_dim)
         first = KVCache.empty(*sizes, page_size=PAGE, like=like)
-        self.caches = [replace(first, pool=np.zeros_like(first.pool)) for _ in layers]
-        self._table = np.arange(batch * self.max_pages, dtype=np.int32).reshape(batch, -1)  # as `KVCache.empty` has it
-        self._step = _Batch.of(self._layers[0], self.caches)
-        table = np.zeros((self.chunk, self.max_pages), np.int32, like=like)
-        rows = replace(first, block_table=table, lengths=np.zeros(self.chunk, np.int32, like=like))
-        self._prompt = _Batch.of(self._layers[0], [replace(rows, pool=cache.pool) for cache in self.caches])
-        self._graph = gpu.capture([self._decode_rows]) if self._on_gpu else None  # runs once; `prefill` starts anew
+        self._pools = [first.pool, *(np.zeros_like(first.pool) for _ in layers[1:])]
+        self._steps: dict[int, _Step] = {}
+        self.caches = self._step(self.batch).caches
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Any:
-        """See `Runner`."""
-        logits, b = super().prefill(prompts), self._step
-        self._set(b.lengths, self.lengths)
-        self._set(b.positions, self.lengths - 1)
-        self._set(b.slots, self._slots(np.arange(self.batch), self.lengths - 1))
-        return logits
-
-    def decode(self, tokens: Any) -> Any:
+    def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
         """See `Runner`. On a GPU `tokens` may be CuPy's, and the call only enqueues, on the caller's stream."""
+        at = self._sequences(at)
         if not gpu.is_device_array(tokens):
-            tokens = self._placed(self._checked("tokens", tokens, self.batch))
-        self._grow()
-        self._step.tokens[...] = tokens
-        if self._graph is None:
-            self._decode_rows()
-        else:
-            self._graph.replay(gpu.caller_stream())
-        return self._logits(self._step.normed)
-
-    def _decode_rows(self) -> None:
-        b = self._step
-        for counter in (b.lengths, b.positions, b.slots):  # pages of a sequence follow each other
-            np.add(counter, 1, out=counter)
-        self._forward(b)
+            tokens = self._placed(self._checked("tokens", tokens, len(at)))
+        self._grow("decode", at, [1] * len(at))
+        return self._logits(self._launch(tokens, np.array(at, np.int32), self.lengths[at] - 1))
 
     def _run(self, rows: Rows) -> Any:
-        b, R = self._prompt, len(rows.token)
-        padding = {"tokens": 0, "positions": 0, "lengths": 0, "slots": -1}  # such rows see and write nothing
-        slots = self._slots(rows.sequence, rows.position)
-        given = {"tokens": rows.token, "positions": rows.position, "lengths": rows.position + 1, "slots": slots}
-        for name, value in given.items():
-            self._set(getattr(b, name), np.pad(value, (0, self.chunk - R), constant_values=padding[name]))
-        table = np.pad(self._table[rows.sequence], ((0, self.chunk - R), (0, 0)))
-        self._set(b.caches[0].block_table, table)
-        self._forward(b)
-        return b.normed[:R]
+        return self._launch(self._placed(rows.token), rows.sequence, rows.position)
 
-    def _forward(self, b: "_Batch") -> None:
-        """All layers and the last norm, for the rows of a batch; on a GPU it only enqueues and allocates nothing."""
+    def _launch(self, tokens: Any, sequence: Indices, position: Indices) -> Any:
+        """The normalised stream [R, H] of rows whose tokens are on the device."""
+        R = len(tokens)
+        step = self._placed_step(sequence, position)
+        step.tokens[:R] = tokens
+        if step.graph is None:
+            self._forward(step)
+        else:
+            step.graph.replay(gpu.caller_stream())
+        return step.normed[:R]
+
+    def _placed_step(self, sequence: Indices, position: Indices) -> "_Step":
+        """The step for these rows. Its numbers on the device are those before it adds `live`: they are set anew unless
+        the step before has left them so. What is set is enqueued on the caller's stream, ahead of the step."""
+        step = self._step(self.launched(len(sequence)))
+        padding = (0, step.rows - len(sequence))
+        slots = self.table[sequence, position // PAGE] * PAGE + position % PAGE
+        live = np.pad(np.ones_like(sequence), padding)
+        # Padding sees nothing, having length 0, and writes nothing, having no slot.
+        counters = [np.pad(position + 1, padding), np.pad(position, padding)]
+        counters.append(np.pad(slots, padding, constant_values=-1))
+        wanted = [np.pad(self.table[sequence], (padding, (0, 0))), live, *(counter - live for counter in counters)]
+        if not step.left or not all(map(np.array_equal, step.left, wanted)):
+            on_device = step.caches[0].block_table, step.live, step.lengths, step.positions, step.slots
+            for target, values in zip(on_device, wanted, strict=True):
+                target[...] = self._placed(values.astype(np.int32))
+        step.left = [*wanted[:2], *counters]
+        return step
+
+    def _step(self, rows: int) -> "_Step":
+        """The step of so many rows; on a GPU it is captured at its first use, when it sees and writes nothing."""
+        if rows not in self._steps:
+            config, like = self.config, self._embedding
+            table, lengths = (np.zeros(shape, np.int32, like=like) for shape in ((rows, self.max_pages), (rows,)))
+            shared: dict[str, Any] = {"block_table": table, "lengths": lengths, "page_size": PAGE}
+            caches = [KVCache(pool=pool, head_dim=config.head_dim, **shared) for pool in self._pools]
+            step = _Step.of(self._layers[0], caches, self.batch_invariant, self._programmatic)
+            if self._steps:  # launches follow each other, so one workspace of attention is enough
+                one = self._steps[self.batch].buffers.attention_workspace
+                step.buffers = replace(step.buffers, attention_workspace=one)
+            self._steps[rows] = step
+            if self._on_gpu:
+                step.graph = gpu.capture([lambda: self._forward(step)])
+        return self._steps[rows]
+
+    def _forward(self, b: "_Step") -> None:
+        """All layers and the last norm, for the rows of a step; on a GPU it only enqueues and allocates nothing."""
+        for counter in (
+            b.lengths,
+            b.positions,
+            b.slots,
+        ):  # a sequence goes on in its page without the host
+            np.add(counter, b.live, out=counter)
         np.take(self._embedding, b.tokens, axis=0, out=b.x)
         b.residual.fill(0)
-        x, rope = b.x, (*self._angles, b.positions)
-        how: dict[str, Any] = {"rope": rope, "buffers": b.buffers, "backend": self._backend}
-        for i, (weights, cache) in enumerate(zip(self._layers, b.caches, strict=True)):
-            x = decode_layer(x, b.residual, weights, cache, b.slots, programmatic=i > 0, **how)
+        for layer in self._calls(b):
+            for call in layer:
+                call()
         out: dict[str, Any] = {"normed": b.normed, **into(b.buffers.qkv_in)}
-        last: dict[str, Any] = {"eps": self.config.eps, "backend": self._backend, "programmatic": True}
-        rmsnorm_quantize(x, self._final_norm, residual=b.residual, **out, **last)
+        last: dict[str, Any] = {"eps": self.config.eps, "backend": self._backend, "programmatic": self._programmatic}
+        rmsnorm_quantize(b.buffers.hidden, self._final_norm, residual=b.residual, **out, **last)
+
+    def _calls(self, b: "_Step") -> Iterator[list[LayerCall]]:
+        """Of every layer; looked at before the first of a layer is made."""
+        how: dict[str, Any] = {"rope": (*self._angles, b.positions), "buffers": b.buffers, "backend": self._backend}
+        x = b.x
+        for i, (weights, cache) in enumerate(zip(self._layers, b.caches, strict=True)):
+            follows = self._programmatic and i > 0
+            yield layer_calls(x, b.residual, weights, cache, b.slots, programmatic=follows, **how)
+            x = b.buffers.hidden
+
+    def operations(self, rows: int) -> list[list[LayerCall]]:
+        """The calls of every layer in a launch of so many rows, to be made one by one: the next launch undoes them but
+        for the last tokens in the cache."""
+        return list(self._calls(self._step(self.launched(rows))))
+
+    def head(self, rows: int) -> Any:
+        """The logits f16 [rows, V] of what the last launch of so many rows has left."""
+        return self._logits(self._step(self.launched(rows)).normed[:rows])
+
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """Inside, launches are made one by one instead of as a graph."""
+        graphs = {step: step.graph for step in self._steps.values()}
+        for step in graphs:
+            step.graph = None
+        try:
+            yield
+        finally:
+            for step, graph in graphs.items():
+                step.graph = graph
 
     def _logits(self, normed: Any) -> Any:
         halves = normed if normed.dtype == np.float16 else floats(normed).astype(np.float16)
+        if self.batch_invariant:
+            return np.concatenate([np.matmul(halves[i : i + 1], self._head.T) for i in range(len(halves))])
         return np.matmul(halves, self._head.T)
-
-    def _slots(self, sequence: Any, position: Any) -> Any:
-        return (self._table[sequence, position // PAGE] * PAGE + position % PAGE).astype(np.int32)
 
     def _placed(self, array: np.ndarray) -> Any:
         return gpu.to_device(array) if self._on_gpu else array
 
-    def _set(self, target: Any, values: np.ndarray) -> None:
-        target[...] = self._placed(values.astype(target.dtype))
 
+@dataclass(eq=False)
+class _Step:
+    """A launch for so many rows: buffers, caches by layer, and on a GPU the graph.
 
-@dataclass(frozen=True, eq=False)
-class _Batch:
-    """Buffers for so many rows: `tokens`, `positions` and `slots` s32 [R], the stream's ends, caches by layer."""
+    Attributes:
+        tokens, positions, slots: s32 [R].
+        live: what each row's length, position and slot grow by first: 1, or 0 of padding.
+        x, residual, normed: the stream's ends, [R, H].
+        left: table, `live`, lengths, positions and slots as the last launch has left them.
+    """
 
     tokens: Any
     positions: Any
     slots: Any
+    live: Any
     x: Any
     residual: Any
     normed: Any
     buffers: LayerBuffers
     caches: Sequence[KVCache]
+    graph: gpu.Graph | None = None
+    left: Sequence[Indices] = ()
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return len(self.tokens)
 
     @property
     def lengths(self) -> Any:
@@ -150,13 +222,15 @@ class _Batch:
         return self.caches[0].lengths
 
     @classmethod
-    def of(cls, weights: Any, caches: Sequence[KVCache]) -> "_Batch":
-        """For the rows of these caches."""
+    def of(cls, weights: Any, caches: Sequence[KVCache], batch_invariant: bool, programmatic: bool) -> "_Step":
+        """For the rows of these caches, which see and write nothing yet."""
         cache, R, H = caches[0], caches[0].batch, weights.config.hidden
 
         def zeros(*shape: int, of: Any = np.int32) -> Any:
             return np.zeros(shape, of, like=cache.pool)
 
-        tokens, positions, slots = (zeros(R) for _ in range(3))
+        tokens, positions, slots, live = (zeros(R) for _ in range(4))
+        slots.fill(-1)
         x, residual, normed = (zeros(R, H, of=storage(weights.dtype)) for _ in range(3))
-        return cls(tokens, positions, slots, x, residual, normed, LayerBuffers.empty(weights, cache), caches)
+        buffers = LayerBuffers.empty(weights, cache, batch_invariant=batch_invariant, programmatic=programmatic)
+        return cls(tokens, positions, slots, live, x, residual, normed, buffers, caches)

@@ -3,12 +3,14 @@
 Its steps are those of `model.reference.exact`, bit for bit, with weights unpacked once and nothing else recomputed.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ptxlab import quant, reference
+from ptxlab.errors import ArgumentError
 from ptxlab.kernels.quantize.gated import gated_and_quantized
 from ptxlab.kernels.quantize.rmsnorm import normalized
 from ptxlab.layout import KVCache, PackedWeight, unpack, write_slots
@@ -71,28 +73,33 @@ class NumpyRunner(Runner):
         caches: of each layer, with the bytes that the kernels write; one block table and lengths for all of them.
     """
 
-    def __init__(self, model: QuantizedModel, batch: int = 1, context: int = 2048, *, chunk: int | None = None) -> None:
-        super().__init__(model, batch, context, chunk=chunk)
+    def __init__(self, model: QuantizedModel, batch: int = 1, context: int = 2048, **how: Any) -> None:
+        """See `Runner`. Where it is `batch_invariant` the LM head's products are added in float64, which their
+        float16 results do not tell from any other order; else in float32, in BLAS's order."""
+        super().__init__(model, batch, context, **how)
+        if model.config.experts:
+            raise ArgumentError("model", "must be dense for a NumpyRunner", f"{model.config.experts} experts")
         config, self._dtype = self.config, model.layers[0].dtype
         self._layers = [_Layer(weights) for weights in model.layers]
         self._final_norm, self._embedding = floats(model.final_norm), floats(model.embedding)
-        self._head = self._embedding if model.head is None else floats(model.head)
+        head = self._embedding if model.head is None else floats(model.head)
+        self._head = head.astype(np.float64) if self.batch_invariant else head
         self._angles = config.rope_tables(context)
-        first = KVCache.empty(batch, self.max_pages, config.kv_heads, config.head_dim, page_size=PAGE)
-        first = replace(first, lengths=self.lengths)
+        first = KVCache.empty(1, self.pages, config.kv_heads, config.head_dim, page_size=PAGE)
+        first = replace(first, block_table=self.table, lengths=self.lengths)
         self.caches = [replace(first, pool=first.pool.copy()) for _ in model.layers]
         shape = (len(model.layers), batch, context, config.kv_heads, config.head_dim)
         self._keys, self._values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)  # the caches, dequantised
 
-    def decode(self, tokens: Any) -> Any:
+    def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
         """See `Runner`."""
-        tokens = self._checked("tokens", tokens, self.batch)
-        self._grow()
-        rows = Rows(tokens, np.arange(self.batch, dtype=np.int32), self.lengths - 1)
+        at = self._sequences(at)
+        tokens = self._checked("tokens", tokens, len(at))
+        rows = self._appended("decode", {b: tokens[i : i + 1] for i, b in enumerate(at)})
         return self._logits(self._run(rows))
 
     def _logits(self, normed: Any) -> Any:
-        halves = as_stored(floats(normed), "float16")
+        halves: Any = as_stored(floats(normed), "float16").astype(self._head.dtype, copy=False)
         return (halves @ self._head.T).astype(np.float16)
 
     def _run(self, rows: Rows) -> Any:

@@ -2,11 +2,11 @@
 
 A runner takes *rows*: a token, its sequence, its position. Decoding has a row per sequence; a prompt has one for each
 of its tokens, in chunks. A layer writes keys and values of all rows before any of them attends, and a row sees the
-tokens up to its position, so both are the same calls.
+tokens up to its position, so both are the same calls. Sequences take pages of a shared pool as they grow.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ptxlab.errors import ArgumentError
 from ptxlab.model.config import Config
 from ptxlab.model.quantized import QuantizedModel
+from ptxlab.runtime.arguments import check_flags
 from ptxlab.validate import require_integer
 
 Indices = npt.NDArray[np.int32]
@@ -34,29 +35,55 @@ class Rows(NamedTuple):
         return Rows(*(array[start:stop] for array in self))
 
 
+def launch_sizes(batch: int, chunk: int) -> list[int]:
+    """How many rows launches have for so many sequences and rows of prompts: powers of two, and these two."""
+    most = max(batch, chunk)
+    return sorted({batch, chunk, *(1 << i for i in range(most.bit_length()) if 1 << i < most)})
+
+
 class Runner(ABC):
-    """A model with the caches of `batch` sequences of up to `context` tokens.
+    """A model with the caches of `batch` sequences of up to `context` tokens, which share the pages of one pool.
 
     Attributes:
         model: what it runs.
         batch: sequences, B.
         context: tokens of a sequence at most, prompt included.
         chunk: rows of prompts at a time.
+        pages: of the pool, in every layer.
+        batch_invariant: whether a token has the same bits whatever else is in the batch.
         lengths: tokens of each sequence so far, s32 [B], on the host.
+        table: pages of each sequence, s32 [B, max_pages], on the host; the first `held` of them count.
+        held: how many pages each sequence has, s32 [B].
+        free: pages that no sequence has; the last one is taken next.
     """
 
-    def __init__(self, model: QuantizedModel, batch: int = 1, context: int = 2048, *, chunk: int | None = None) -> None:
+    def __init__(
+        self,
+        model: QuantizedModel,
+        batch: int = 1,
+        context: int = 2048,
+        *,
+        chunk: int | None = None,
+        pages: int | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        """`pages` are as many as all sequences can need, unless a number is given."""
         if not isinstance(model, QuantizedModel):
             raise ArgumentError("model", "must be a QuantizedModel", type(model).__name__)
         for name, number in (("batch", batch), ("context", context), ("chunk", CHUNK if chunk is None else chunk)):
             require_integer(name, number, 1)
+        require_integer("pages", 1 if pages is None else pages, 1)
+        check_flags(batch_invariant=batch_invariant)
         self.chunk = min(CHUNK, batch * context) if chunk is None else chunk
-        if model.config.experts:
-            raise ArgumentError("model", "must be dense", f"{model.config.experts} experts")
         if model.config.context is not None and context > model.config.context:
             raise ArgumentError("context", f"must be at most the model's {model.config.context} tokens", context)
         self.model, self.batch, self.context = model, int(batch), int(context)
+        self.pages = self.batch * self.max_pages if pages is None else int(pages)
+        self.batch_invariant = batch_invariant
         self.lengths: Indices = np.zeros(batch, np.int32)
+        self.table: Indices = np.zeros((batch, self.max_pages), np.int32)
+        self.held: Indices = np.zeros(batch, np.int32)
+        self.free = list(reversed(range(self.pages)))
 
     @property
     def config(self) -> Config:
@@ -68,23 +95,30 @@ class Runner(ABC):
         """Pages of a sequence."""
         return -(-self.context // PAGE)
 
+    @property
+    def sizes(self) -> list[int]:
+        """How many rows a launch may have (`launch_sizes`). Fewer rows are padded."""
+        return launch_sizes(self.batch, self.chunk)
+
+    def launched(self, rows: int) -> int:
+        """Rows of the launch that so many go into."""
+        return next(size for size in self.sizes if size >= rows)
+
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Any:
         """Start the sequences anew with these tokens, and return the logits f16 [B, V] behind each prompt.
 
         Raises ArgumentError for another number of prompts than sequences, an empty one, one that is longer than the
-        context, or a token outside the vocabulary.
+        context, a token outside the vocabulary, or more of them than the pages hold.
         """
         if len(prompts) != self.batch:
             raise ArgumentError("prompts", f"must be {self.batch}, one for each sequence", len(prompts))
         for i, prompt in enumerate(prompts):
             if not 1 <= len(prompt) <= self.context:
                 raise ArgumentError(f"prompts[{i}]", f"must have 1 to {self.context} tokens", len(prompt))
-        self.lengths[...] = [len(prompt) for prompt in prompts]
-        rows = Rows(
-            np.concatenate([self._checked(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]),
-            np.repeat(np.arange(self.batch, dtype=np.int32), self.lengths),
-            np.concatenate([np.arange(length, dtype=np.int32) for length in self.lengths]),
-        )
+        new = {i: self._checked(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)}
+        for b in range(self.batch):
+            self.release(b)
+        rows = self._appended("prefill", new)
         ends, last = self.lengths.cumsum() - 1, []
         for start in range(0, len(rows.token), self.chunk):
             stop = start + self.chunk
@@ -92,26 +126,87 @@ class Runner(ABC):
             last += [normed[end - start : end - start + 1].copy() for end in map(int, ends) if start <= end < stop]
         return self._logits(np.concatenate(last))
 
-    @abstractmethod
-    def decode(self, tokens: Any) -> Any:
-        """Append a token s32 [B] to every sequence, and return the logits f16 [B, V] of the next.
+    def extend(self, new: Mapping[int, Sequence[int]]) -> Any:
+        """Append tokens to sequences, up to `chunk` in all, and return the logits f16 [n, V] behind each part.
 
-        Raises ArgumentError where a sequence is as long as the context.
+        Raises ArgumentError for more of them, an empty part, a token outside the vocabulary, or where no room is left.
         """
+        count = sum(map(len, new.values()))
+        if not all(map(len, new.values())) or count > self.chunk:
+            raise ArgumentError("tokens", f"must be 1 to {self.chunk}, at least one of each sequence", count)
+        parts = {b: self._checked(f"tokens of sequence {b}", new[b]) for b in self._sequences([*new])}
+        ends = np.cumsum([len(part) for part in parts.values()]) - 1
+        return self._logits(self._run(self._appended("extend", parts))[ends])
+
+    @abstractmethod
+    def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
+        """Append a token s32 [n] to each of the sequences `at` (all), and return the logits f16 [n, V] of the next.
+
+        Raises ArgumentError where a sequence is as long as the context, or no page is left for it.
+        """
+
+    def lacking(self, b: int, tokens: int) -> int:
+        """Pages that sequence b needs for so many more tokens beyond those that it has."""
+        return max(0, -(-(int(self.lengths[b]) + tokens) // PAGE) - int(self.held[b]))
+
+    def reserve(self, b: int, tokens: int) -> bool:
+        """Whether sequence b has pages for so many more tokens, which it takes from the free ones: all or none."""
+        needed, held = self.lacking(b, tokens), int(self.held[b])
+        if needed > len(self.free):
+            return False
+        for i in range(held, held + needed):
+            self.table[b, i] = self.free.pop()
+        self.held[b] += needed
+        return True
+
+    def release(self, b: int) -> None:
+        """Empty sequence b: its pages are free."""
+        self.free += reversed(self.table[b, : self.held[b]].tolist())
+        self.held[b] = self.lengths[b] = 0
+
+    def check_prompt(self, prompt: Sequence[int]) -> list[int]:
+        """Its tokens. Raises ArgumentError for an empty one, or a token outside the vocabulary."""
+        if not len(prompt):
+            raise ArgumentError("prompt", "must have 1 token or more", 0)
+        tokens: list[int] = self._checked("prompt", prompt).tolist()
+        return tokens
 
     @abstractmethod
     def _run(self, rows: Rows) -> Any:
-        """The normalised stream after the last layer, [R, H] of the layers' dtype, for up to `chunk` rows."""
+        """The normalised stream after the last layer, [R, H] of the layers' dtype, for one launch's rows."""
 
     @abstractmethod
     def _logits(self, normed: Any) -> Any:
         """f16 [R, V]."""
 
-    def _grow(self) -> None:
-        """Count one more token of each sequence."""
-        if int(self.lengths.max()) >= self.context:
-            raise ArgumentError("decode", f"no more than the context of {self.context} tokens", "a further one")
-        self.lengths += 1
+    def _appended(self, name: str, new: Mapping[int, Indices]) -> Rows:
+        """Rows of more tokens of sequences, which are as long from now on."""
+        at, counts = list(new), [len(tokens) for tokens in new.values()]
+        first = self.lengths[at]
+        self._grow(name, at, counts)
+        positions = [np.arange(begin, begin + n, dtype=np.int32) for begin, n in zip(first, counts, strict=True)]
+        sequence = np.repeat(np.array(at, np.int32), counts)
+        return Rows(np.concatenate([*new.values()]), sequence, np.concatenate(positions))
+
+    def _grow(self, name: str, at: Sequence[int], counts: Sequence[int]) -> None:
+        """Count so many more tokens of the sequences, and give them pages; all of it or, with an error, nothing."""
+        after = self.lengths[at] + counts
+        if int(after.max()) > self.context:
+            raise ArgumentError(name, f"no more than the context of {self.context} tokens", f"{after.max()}")
+        lacking = np.maximum(-(-after // PAGE) - self.held[at], 0)
+        if lacking.sum() > len(self.free):
+            rule = f"no more than the {self.pages} pages of {PAGE} tokens, of which {len(self.free)} are free"
+            raise ArgumentError(name, rule, f"{lacking.sum()} more")
+        for i in np.flatnonzero(lacking).tolist():
+            self.reserve(at[i], counts[i])
+        self.lengths[at] = after
+
+    def _sequences(self, at: Sequence[int] | None) -> list[int]:
+        """Which sequences. Raises ArgumentError for one that is not there, or is named twice."""
+        chosen = list(range(self.batch) if at is None else at)
+        if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(self.batch)):
+            raise ArgumentError("at", f"must be sequences in 0..{self.batch - 1}, each once", chosen)
+        return chosen
 
     def _checked(self, name: str, tokens: Any, n: int | None = None) -> Indices:
         """Tokens s32 [n]; raises ArgumentError for anything else, and for one outside the vocabulary."""

@@ -36,9 +36,9 @@ def quiet(_: str) -> None:
 @pytest.fixture
 def small(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     emulated_gpu.setattr(attention_problem, "_RANDOM", 1 << 16)
-    attention_problem._random_pages.cache_clear()
+    attention_problem.random_pages.cache_clear()
     yield emulated_gpu
-    attention_problem._random_pages.cache_clear()
+    attention_problem.random_pages.cache_clear()
 
 
 def test_a_point_and_the_same_behind_an_appended_token(small: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_copies_are_equal_and_lie_elsewhere(small: pytest.MonkeyPatch, batch: Ba
 def test_no_page_is_in_a_cache_twice_and_last_tokens_stand_out(small: pytest.MonkeyPatch) -> None:
     """Though pages are drawn once, and repeated: a neighbour's page would not show in place of its twin."""
     small.setattr(attention_problem, "_RANDOM", 5 * 2 * 2 * 4352)
-    attention_problem._random_pages.cache_clear()
+    attention_problem.random_pages.cache_clear()
     of = attention_problem.random_problem(Batch(4, 2, (2000, 700)))
     keys = of.caches[0].pool[: of.pages, 0].reshape(of.pages, -1)
     assert of.pages > 5 and len(np.unique(keys, axis=0)) == of.pages

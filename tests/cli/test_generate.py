@@ -1,6 +1,7 @@
 """`ptxlab generate` as a person or a script meets it, on a small model that the tests write."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,61 @@ def test_a_batch_draws_apart_and_a_seed_draws_again(cli: Any, folder: Path) -> N
     assert code == 0 and "\n[2] the" in out and "\n[3] the" in out
 
 
+def test_many_prompts_are_served_at_once(cli: Any, folder: Path, tmp_path: Path) -> None:
+    """Printed in their order, with the tokens that each gets alone; a .jsonl sets tokens and draws by request."""
+    path = tmp_path / "prompts.txt"
+    path.write_text("the cat\n\nthe dog sat\na mat\n", encoding="utf-8")
+    options = ("--model", folder, "--backend", "numpy", "--tokens", 5)
+    code, out, err = cli("generate", "--prompts", path, *options, "--batch", 2)
+    assert code == 0 and [line[:4] for line in out.splitlines()] == ["[1] ", "[2] ", "[3] "]
+    assert "tokens/s: 15 in " in err and "3 prompts of 19 tokens, 2 at a time; W4A8, KV4, on NumPy" in err
+    found = json.loads(cli("generate", "--prompts", path, *options, "--json")[1])
+    alone = [json.loads(cli("generate", text, *options, "--json")[1]) for text in ("the cat", "the dog sat", "a mat")]
+    assert [request["tokens"] for request in found["requests"]] == [one["tokens"][0] for one in alone]
+    assert [request["prompt_tokens"] for request in found["requests"]] == [one["prompt_tokens"] for one in alone]
+    assert found["tokens_per_second"] == pytest.approx(15 / found["seconds"]) and found["backend"] == "numpy"
+    lines = tmp_path / "prompts.jsonl"
+    drawn = '{"prompt": "the", "temperature": 50}'
+    lines.write_text(f'{{"prompt": "the cat", "tokens": 2}}\n{drawn}\n{drawn}', encoding="utf-8")
+    first, second, third = json.loads(cli("generate", "--prompts", lines, *options, "--json")[1])["requests"]
+    assert first["tokens"] == alone[0]["tokens"][0][:2] and second["tokens"] != third["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n", "{path}: no prompt in it"),
+        ("the cat", "{path}, line 1: expects an object with a prompt, and perhaps tokens, .*, got the cat"),
+        ('{"prompt": ""}', "{path}, line 1: expects an object .*"),
+        ('{"prompt": "a"}\n{"prompt": "a", "tokens": true}', "{path}, line 2: expects an object .*"),
+        ('{"prompt": "a", "tokens": 0}', "{path}, line 1: --tokens expects an integer, 1 or more, got 0"),
+        ('{"prompt": "a", "seed": -1}', r"{path}, line 1: --seed expects an integer in 0..2\^32-1, got -1"),
+        (
+            '{"prompt": "a"}\n{"prompt": "aa", "tokens": 127}',
+            r"{path}, prompt 2: prompt and --tokens must fit the model's context of 128 tokens \(got 2 \+ 127\)",
+        ),
+    ],
+)
+def test_bad_prompts_are_one_line(cli: Any, folder: Path, tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text, encoding="utf-8")
+    code, out, err = cli("generate", "--prompts", path, "--model", folder, "--backend", "numpy")
+    assert (code, out) == (2, "") and re.fullmatch(f"error: {message.format(path=re.escape(str(path)))}", err.strip())
+
+
+def test_a_memory_that_is_too_small_is_refused_with_the_figures(cli: Any, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("the cat\nthe dog", encoding="utf-8")
+    options = ("--model", folder, "--backend", "numpy", "--tokens", 4)
+    needed = r"1\.50 GB, 0\.00 GB of weights \+ .* \+ 1\.50 GB of reserve"
+    for given, rule in (
+        (("--prompts", tmp_path / "prompts"), rf"at least {needed} and a page"),
+        (("the cat",), r"at least the 1\.50 GB that are needed, 0\.00 GB of weights .* GB of 1 pages"),
+    ):
+        code, _, err = cli("generate", *given, *options, "--memory", 1.5)
+        assert code == 2 and re.fullmatch(rf"error: --memory expects {rule}, got 1.5", err.splitlines()[-1])
+        assert cli("generate", *given, *options, "--memory", 1.6)[0] == 0
+
+
 def test_it_ends_where_the_model_ends(cli: Any, folder: Path, tmp_path: Path) -> None:
     options = ("--backend", "numpy", "--tokens", 8, "--temperature", 50, "--json")
     tokens = json.loads(cli("generate", "the cat", "--model", folder, *options)[1])["tokens"][0]
@@ -104,6 +160,8 @@ def test_characters_are_shown_whole(folder: Path) -> None:
         (("a", "--temperature", "nan"), "--temperature expects a number, 0 or more, got nan"),
         (("a", "--seed", "-1"), "--seed expects an integer in 0..2^32-1, got -1"),
         (("a", "--backend", "emulator"), "--backend expects gpu or numpy, got emulator"),
+        (("a", "--memory", "0"), "--memory expects a number of GB above 0, got 0.0"),
+        (("a", "--prompts", "nosuch"), "PROMPT goes without --prompts"),
         (("a", "--group", "48"), "--group expects 32, 64, 128, got 48"),
         (("a", "--model", "nosuch"), "nosuch: no model: a folder, a .gguf file, or one of smollm2"),
         (

@@ -105,7 +105,10 @@ def test_every_launch_of_the_model_is_its_twins(model: QuantizedModel) -> None:
     """A step of a batch, launch by launch, each on what the one before it has left."""
     runner = KernelRunner(model, 5, 200, chunk=64)
     runner.prefill(some_prompts((1, 30, 64, 65, 150)))
-    b, rope = runner._step, (*runner._angles, runner._step.positions)
+    everyone = list(range(5))
+    runner._grow("decode", everyone, [1] * 5)
+    b = runner._placed_step(np.array(everyone, np.int32), runner.lengths - 1)
+    rope = (*runner._angles, b.positions)
     b.tokens[...] = gpu.to_device(np.array([1, 2, 3, 4, 5], np.int32))
     for counter in (b.lengths, b.positions, b.slots):
         counter += 1

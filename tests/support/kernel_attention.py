@@ -23,19 +23,9 @@ class KernelAttentionRunner(NumpyRunner):
 
     backend = "emulator"
 
-    def decode(self, tokens: Any) -> Any:
-        """See `Runner`."""
-        self._launched = self.batch
-        return super().decode(tokens)
-
-    def prefill(self, prompts: Any) -> Any:
-        """See `Runner`."""
-        self._launched = self.chunk
-        return super().prefill(prompts)
-
     def _attend(self, i: int, q: Any, rows: Rows) -> Any:
         place = gpu.to_device if self.backend == "gpu" else np.asarray
-        R, padding = len(q), self._launched - len(q)
+        R, padding = len(q), self.launched(len(q)) - len(q)
         table = np.pad(self.caches[i].block_table[rows.sequence], ((0, padding), (0, 0)))
         lengths = np.pad(rows.position + 1, (0, padding))
         pool = place(self.caches[i].pool)

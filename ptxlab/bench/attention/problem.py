@@ -87,7 +87,7 @@ class Problem:
 def random_problem(batch: Batch, scheme: str = "kv4", copies: int | None = None) -> Problem:
     """Random pages (`kvdata.spread`) that lie in any order; the table's free entries are wild."""
     copies, pages = copies or copies_beyond_l2(batch.kv_bytes(scheme)), sum(batch.pages())
-    block = _random_pages(batch.Hkv, scheme)
+    block = random_pages(batch.Hkv, scheme)
     pool = gpu.empty((copies * pages, *block.shape[1:]), np.uint8)
     for turn, start in enumerate(range(0, pages, len(block))):
         part = pool[start : min(pages, start + len(block))]
@@ -116,7 +116,7 @@ def random_problem(batch: Batch, scheme: str = "kv4", copies: int | None = None)
 
 
 @cache
-def _random_pages(Hkv: int, scheme: str) -> Any:
+def random_pages(Hkv: int, scheme: str) -> Any:
     """Pages u8 [some, 2, Hkv, page_bytes] on the device, as a quantiser could have written them."""
     count = max(1, _RANDOM // (2 * Hkv * page_bytes(scheme, PAGE, HEAD_DIM)))
     return gpu.to_device(kvdata.random_pages(np.random.default_rng(Hkv), count, Hkv, scheme))

@@ -1,0 +1,481 @@
+"""Suite `decode`: whole models of LiquidGEMM's Table 1, all layers with weights of their own, beside public mixes.
+
+Two measures. `decode`: a step of B sequences of 1024 to 1535 tokens, evenly staggered, as continuous batching keeps
+them; a sequence that reaches the end begins anew. `generate`: QServe's rule, B prompts of 1024 tokens and 512 tokens
+behind each, prefill inside the time, at the largest batch of a memory budget.
+
+Ours runs as it is. A mix's step is its layer (`peers_layer`) times the layers, and the LM head as ours takes it: what
+lies between its layers, and the gaps of a whole model, are left out in its favour.
+"""
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.bench import peers_layer
+from ptxlab.bench.attention.problem import random_pages
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.layer import decoder, side_by_side
+from ptxlab.bench.layer.decoder import Alone, copy_of
+from ptxlab.bench.layer.shapes import BATCHES, Work, rows_of
+from ptxlab.bench.peers_layer import MIXES, MixTime
+from ptxlab.bench.record import Row
+from ptxlab.bench.shapes import GROUP, HEAD_DIM, PAGE
+from ptxlab.bench.timing import GEMM_REPLAYS, Clock, Measured, measure
+from ptxlab.errors import ArgumentError, BenchmarkError
+from ptxlab.layout import page_bytes
+from ptxlab.model import Config, KernelRunner, LayerWeights, QuantizedModel, largest_batch
+from ptxlab.model.memory import RESERVE
+from ptxlab.spec.dtypes import stored
+
+MEASURE, GENERATE = "decode", "generate"
+FACE = "decode_step"
+MODELS = tuple(
+    Config.named(name)
+    for name in (
+        *("LLaMA-30B", "LLaMA-2-7B", "LLaMA-2-13B", "LLaMA-2-70B"),
+        *("LLaMA-3-8B", "Mistral-7B", "Yi-34B", "Mixtral-8x7B"),
+    )
+)
+PROMPT, MADE = 1024, 512  # tokens of QServe's rule; a steady sequence has PROMPT to PROMPT + MADE - 1 of them
+MEAN = PROMPT + MADE // 2  # of a steady sequence; a mix's sequences all have so many
+STEPS = 512
+BUDGETS = (80, 141)  # GB
+CHUNK = 2 * PROMPT
+WITHOUT = "without"  # ours with QServe's GEMM in place of ours, LiquidGEMM's "/wo"
+_STEPS_WITHOUT, _WARM = 64, 8
+_ROWS = 520  # distinct random rows of embedding and head, each then scaled by a factor of its own
+_PAD = 16
+
+
+@dataclass(frozen=True)
+class WantedModels:
+    """Models, batches and mixes that are measured."""
+
+    models: tuple[Config, ...] = MODELS
+    batches: tuple[int, ...] = BATCHES
+    mixes: tuple[str, ...] = tuple(MIXES)
+    without: bool = True
+
+
+def part(words: Sequence[str]) -> WantedModels:
+    """The part that words name: models, `B=16`, mixes, `without`, or `alone` (no mix); a kind without a word is whole.
+
+    Raises ArgumentError for another word.
+    """
+    models, batches = {config.name: config for config in MODELS}, {f"B={B}": B for B in BATCHES}
+    known = [*models, *batches, *MIXES, WITHOUT, "alone"]
+    for word in words:
+        if word not in known:
+            raise ArgumentError("only", f"one of {', '.join(known)}", word)
+    named = tuple(word for word in words if word in MIXES)
+    beside = bool({*words} & {*MIXES, WITHOUT, "alone"})
+    return WantedModels(
+        models=tuple(models[word] for word in words if word in models) or MODELS,
+        batches=tuple(batches[word] for word in words if word in batches) or BATCHES,
+        mixes=named if beside else tuple(MIXES),
+        without=WITHOUT in words or not beside,
+    )
+
+
+def sizes_of(config: Config, B: int, L: int = PROMPT) -> dict[str, int]:
+    """What tells a row from the others in a record; L is the budget in GB where the rule is QServe's."""
+    widths = {"hidden": config.hidden, "ffn": config.ffn, "Hq": config.heads, "Hkv": config.kv_heads}
+    return {**widths, "E": config.experts, "layers": config.layers, "V": config.vocabulary, "B": B, "L": L}
+
+
+def config_of(sizes: Mapping[str, int]) -> Config | None:
+    """The model whose `sizes_of` these are, or None."""
+    return next((c for c in MODELS if sizes_of(c, sizes["B"], sizes["L"]) == dict(sizes)), None)
+
+
+def rows(
+    names: Sequence[str],
+    ceilings: Ceilings,
+    progress: Callable[[str], None],
+    only: Sequence[str] = (),
+    done: Sequence[Row] = (),
+) -> Iterator[Row]:
+    """Measure the suite, or the part that the words of `only` name; rows in `done` are taken as they are."""
+    wanted = part(only)
+    known = {row.key: row for row in done}
+    for config in wanted.models:
+        plan = ModelPlan.of(config, wanted)
+        there = [known.get(row_key(config, *point)) for point in plan.points]
+        if all(there):
+            yield from (row for row in there if row is not None)
+            continue
+        yield from model_rows(config, wanted, plan, known, ceilings, progress)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What of a model is measured.
+
+    Attributes:
+        batches: of `decode`.
+        budgets: by GB, the largest batch of `generate`; of those alone that the card has.
+    """
+
+    batches: tuple[int, ...]
+    budgets: dict[int, int]
+
+    @classmethod
+    def of(cls, config: Config, wanted: WantedModels) -> "ModelPlan":
+        """On this card."""
+        here = gpu.device_info().memory_bytes / 1e9
+        most = {gb: largest_batch(config, min(gb, here), PROMPT + MADE, chunk=CHUNK) for gb in BUDGETS}
+        budgets = {gb: B for gb, B in most.items() if B and (gb <= here or gb == min(BUDGETS))}
+        largest = max(budgets.values(), default=0)
+        batches = {B for B in wanted.batches if B in range(largest + 1)}
+        return cls(tuple(sorted(batches | set(budgets.values()))), budgets)
+
+    @property
+    def points(self) -> list[tuple[str, int, int]]:
+        """(measure, batch, L) of every row."""
+        return [(MEASURE, B, PROMPT) for B in self.batches] + [(GENERATE, B, gb) for gb, B in self.budgets.items()]
+
+
+def row_key(config: Config, measure: str, B: int, L: int) -> tuple[object, ...]:
+    """`Row.key` of a point."""
+    return FACE, "cu", measure, "", tuple(sorted(sizes_of(config, B, L).items())), ()
+
+
+def model_rows(
+    config: Config,
+    wanted: WantedModels,
+    plan: ModelPlan,
+    known: Mapping[tuple[object, ...], Row],
+    ceilings: Ceilings,
+    progress: Callable[[str], None],
+) -> Iterator[Row]:
+    """A model: the mixes first, then ours with QServe's GEMM, then ours; one after the other in memory."""
+    beside: dict[int, dict[str, MixTime]] = {B: {} for B in plan.batches}
+    prefills: dict[str, float] = {}
+    if wanted.mixes:
+        progress(f"{config.name}: compiling")
+        extra = {B for gb in plan.budgets for B in mix_batches(config, wanted.mixes, gb).values() if B}
+        batches = tuple(sorted({*plan.batches, *extra}))
+        side_by_side(peers_layer.jobs((config,), batches, wanted.mixes, ()))
+        beside = peers_layer.mixes(config, batches, wanted.mixes, progress, length=MEAN)
+        prefills = peers_layer.prefills(config, wanted.mixes, PROMPT, progress)
+    without: dict[int, float] = {}
+    if wanted.without and not config.experts:  # experts of QServe's packing have no kernel
+        with gpu.elsewhere(_PAD):
+            without = without_us(config, plan.batches, progress)
+    with gpu.elsewhere(_PAD):
+        runner = KernelRunner(random_model(config), max(plan.batches), PROMPT + MADE, chunk=CHUNK)
+        heads: dict[int, float] = {}
+        for B in plan.batches:
+            progress(f"{config.name}, batch {B}")
+            row, heads[B] = decode_row(runner, B, ceilings, beside[B], without)
+            yield known.get(row.key, row)
+        for gb, B in plan.budgets.items():
+            key = row_key(config, GENERATE, B, gb)
+            if key not in known:
+                progress(f"{config.name}: {B} prompts, {gb} GB")
+                composed = composed_rates(config, wanted.mixes, gb, beside, prefills, heads)
+                yield generate_row(runner, B, gb, composed)
+            else:
+                yield known[key]
+        del runner
+
+
+# --- ours ------------------------------------------------------------------------------------------------------------
+
+
+def random_model(config: Config, scheme: str = "lqq", layout: str = "strips") -> QuantizedModel:
+    """Random weights on the device through our quantiser: those of one layer, copied for each of the others."""
+    first = LayerWeights.random(config, scheme=scheme, group=GROUP, layout=layout, on_device=True)
+    rng = np.random.default_rng(1)
+
+    def table() -> Any:
+        some = gpu.to_device(rng.standard_normal((_ROWS, config.hidden), dtype=np.float32).astype(np.float16))
+        factors = gpu.to_device(rng.uniform(0.5, 1, (config.vocabulary, 1)).astype(np.float16))
+        return np.tile(some, (-(-config.vocabulary // _ROWS), 1))[: config.vocabulary] * factors
+
+    return QuantizedModel(
+        config=config,
+        embedding=table(),
+        layers=[first, *(copy_of(first) for _ in range(config.layers - 1))],
+        final_norm=gpu.to_device(stored(np.ones(config.hidden, np.float32), "float16")),
+        head=None if config.tied_head else table() * np.float16(config.hidden**-0.5),
+    )
+
+
+class Steady:
+    """B sequences of a runner that have PROMPT to PROMPT + MADE - 1 tokens, evenly staggered, over random pages."""
+
+    def __init__(self, runner: KernelRunner, B: int) -> None:
+        self.runner, self.at, rng = runner, list(range(B)), np.random.default_rng(B)
+        for b in range(runner.batch):
+            runner.release(b)
+        rng.shuffle(runner.free)
+        for b in self.at:
+            if not runner.reserve(b, PROMPT + MADE):
+                raise BenchmarkError(f"{FACE}: {runner.pages} pages do not hold {B} sequences of {PROMPT + MADE}")
+        runner.lengths[self.at] = PROMPT - 1 + rng.permutation(np.arange(B) * MADE // B)
+        block = random_pages(runner.config.kv_heads, "kv4")
+        for cache in runner.caches:
+            for start in range(0, cache.pages, len(block)):
+                pool = cache.pool[start : start + len(block)]
+                gpu.copy_bytes(pool, block[: len(pool)])
+        self.tokens = gpu.to_device(rng.integers(0, runner.config.vocabulary, B).astype(np.int32))
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a sequence in the next step, the new ones included."""
+        lengths = self.runner.lengths[self.at] + 1
+        return float(np.where(lengths > PROMPT + MADE - 1, PROMPT, lengths).mean())
+
+    def step(self) -> Any:
+        """A token of every sequence, chosen and fed back on the device; the logits f16 [B, V]."""
+        lengths = self.runner.lengths
+        lengths[self.at] = np.where(lengths[self.at] >= PROMPT + MADE - 1, PROMPT - 1, lengths[self.at])
+        logits = self.runner.decode(self.tokens, self.at)
+        self.tokens = logits.argmax(axis=-1)
+        return logits
+
+    def check(self) -> str:
+        """Hold a step's logits from the graph against those of its launches made one by one; what was checked.
+
+        Raises BenchmarkError for a bit that differs, or what is not finite.
+        """
+        tokens, lengths = self.tokens, self.runner.lengths.copy()
+        timed = gpu.to_host(self.step())
+        self.tokens, self.runner.lengths[...] = tokens, lengths
+        with self.runner.eagerly():
+            one_by_one = gpu.to_host(self.step())
+        where = f"{FACE}, {self.runner.config.name}, batch {len(self.at)}"
+        if not (timed.view(np.uint16) == one_by_one.view(np.uint16)).all():
+            raise BenchmarkError(f"{where}: other bits than its launches one by one")
+        if not np.isfinite(timed).all():
+            raise BenchmarkError(f"{where}: logits that are not finite")
+        return "logits of a step from the graph equal to those of its launches made one by one, bit for bit, and finite"
+
+
+def decode_row(
+    runner: KernelRunner, B: int, ceilings: Ceilings, beside: Mapping[str, MixTime], without: Mapping[int, float]
+) -> tuple[Row, float]:
+    """A steady batch over `STEPS` steps, taken apart; and microseconds of the head."""
+    config = runner.config
+    steady = Steady(runner, B)
+    checked = steady.check()
+    clock = Clock()
+    with power() as watts:
+        clock.start()
+        times = gpu.call_times(steady.step, repeats=STEPS, warm_up=_WARM)
+        clock.stop()
+    measured = Measured(float(np.mean(times)), min(times), max(times), clock.mhz())
+    apart, head = taken_apart(runner, B)
+    peers = {name: config.layers * mix.layer + head for name, mix in beside.items()}
+    if B in without:
+        peers[WITHOUT] = without[B]
+    more = {f"{name} gemm_us": config.layers * mix.gemms for name, mix in beside.items()}
+    more |= {f"{name} attention_us": config.layers * (m.layer - m.without_attention) for name, m in beside.items()}
+    more |= {"power_w": float(np.mean(watts))} if watts else {}
+    work = works(config, runner.model.layers[0], B, round(B * steady.mean))
+    return row_at(config, B, measured, work, apart, head, ceilings, checked, peers, more), head
+
+
+def row_at(
+    config: Config,
+    B: int,
+    measured: Measured,
+    work: Sequence[Work],
+    apart: Alone,
+    head: float,
+    ceilings: Ceilings,
+    checked: str,
+    peers: Mapping[str, float],
+    more: Mapping[str, float],
+) -> Row:
+    """The row of what was measured."""
+    parts = {f"{part}_us": config.layers * apart.of(part) for part in ("gemm", "attention", "others")}
+    parts["head_us"] = head
+    floors = {f"floor {each.name}": each.us(ceilings) for each in work}
+    floor = sum(floors.values())
+    return Row(
+        kernel=FACE,
+        source="cu",
+        measure=MEASURE,
+        sizes=sizes_of(config, B, PROMPT),
+        time_us=measured.us,
+        fastest_us=measured.fastest,
+        slowest_us=measured.slowest,
+        rate=B / measured.us * 1e6,
+        rate_unit="tokens/s",
+        bytes=sum(each.nbytes for each in work),
+        operations=sum(each.operations for each in work),
+        floor_us=floor,
+        fraction=floor / measured.us,
+        limit="sum of its operations",
+        sm_mhz=measured.sm_mhz,
+        checked=checked,
+        peers=dict(peers),
+        more={**parts, "gaps_us": measured.us - sum(parts.values()), **floors, **apart.us, **more},
+        face=FACE,
+    )
+
+
+def taken_apart(runner: KernelRunner, B: int) -> tuple[Alone, float]:
+    """Every operation of a layer alone, over all layers' weights and caches, and the head with the choice of tokens.
+
+    What the last step has left is overwritten, the last tokens in the cache too.
+    """
+    us: dict[str, float] = {}
+    part: dict[str, str] = {}
+    for of_layers in zip(*runner.operations(B), strict=True):
+        name = decoder.label_of(of_layers[0])
+        part[name] = decoder.part_of(of_layers[0])
+        us[name] = measure(of_layers, replays=GEMM_REPLAYS).us
+    head = float(np.median(gpu.call_times(lambda: runner.head(B).argmax(axis=-1), repeats=20, warm_up=3)))
+    return Alone(us, part), head
+
+
+def works(config: Config, weights: LayerWeights, B: int, tokens: int) -> list[Work]:
+    """The least work of all layers and the head: weights and cache read once; of experts as many as B tokens meet."""
+    found = []
+    chosen = config.chosen_experts / max(config.experts, 1)
+    for name, (N, K) in config.matrices.items():
+        share = 1 - (1 - chosen) ** B if config.experts and name in ("gate_up", "down") else 1
+        nbytes = round(config.layers * getattr(weights, name).nbytes * share)
+        found.append(Work(f"gemm {name}", nbytes, 2 * config.layers * rows_of(config, name, B) * N * K))
+    per_token = config.layers * 2 * config.kv_heads * page_bytes("kv4", PAGE, HEAD_DIM) // PAGE
+    found.append(Work("attention", tokens * per_token, 4 * config.layers * tokens * config.heads * HEAD_DIM))
+    vocabulary = config.vocabulary * config.hidden
+    return [*found, Work("head", 2 * vocabulary, 2 * B * vocabulary)]
+
+
+def without_us(config: Config, batches: Sequence[int], progress: Callable[[str], None]) -> dict[int, float]:
+    """Microseconds of a steady step by batch with QoQ weights and `gemm_w4a8_qoq_sm80`; no launch overlaps another."""
+    model = random_model(config, "qoq", "qserve")
+    runner = KernelRunner(model, max(batches), PROMPT + MADE, chunk=1, programmatic=False)
+    found = {}
+    for B in batches:
+        progress(f"{config.name}, batch {B}: QServe's GEMM")
+        found[B] = float(np.mean(gpu.call_times(Steady(runner, B).step, repeats=_STEPS_WITHOUT, warm_up=_WARM)))
+    return found
+
+
+def generate_row(runner: KernelRunner, B: int, gigabytes: int, composed: Mapping[str, tuple[float, int]]) -> Row:
+    """QServe's rule: seconds from the first prompt to the last token of B sequences."""
+    rng = np.random.default_rng(B)
+    for b in range(runner.batch):
+        runner.release(b)
+    prompts = rng.integers(0, runner.config.vocabulary, (B, PROMPT))
+    at, each = list(range(B)), runner.chunk // PROMPT
+    clock = Clock()
+    with power() as watts:
+        clock.start()
+        gpu.synchronize()
+        begin = time.perf_counter()
+        logits = [runner.extend({b: prompts[b] for b in at[first : first + each]}) for first in range(0, B, each)]
+        tokens = np.concatenate([part.argmax(axis=-1) for part in logits])
+        gpu.synchronize()
+        middle = time.perf_counter()
+        for _ in range(MADE - 1):
+            tokens = runner.decode(tokens, at).argmax(axis=-1)
+        gpu.synchronize()
+        end = time.perf_counter()
+        clock.stop()
+    config, us = runner.config, 1e6 * (end - begin)
+    if gpu.to_host(tokens).max() >= config.vocabulary or (runner.lengths[at] != PROMPT + MADE - 1).any():
+        raise BenchmarkError(f"{GENERATE}, {config.name}: {B} sequences did not come to {PROMPT + MADE} tokens")
+    more = {"prefill_us": 1e6 * (middle - begin), "decode_us": 1e6 * (end - middle)}
+    more |= {f"{name} batch": float(batch) for name, (_, batch) in composed.items()}
+    more |= {f"{name} tokens_per_second": batch * MADE / us * 1e6 for name, (us, batch) in composed.items()}
+    more |= {"power_w": float(np.mean(watts))} if watts else {}
+    return Row(
+        kernel=FACE,
+        source="cu",
+        measure=GENERATE,
+        sizes=sizes_of(config, B, gigabytes),
+        time_us=us,
+        fastest_us=us,
+        slowest_us=us,
+        rate=B * MADE / us * 1e6,
+        rate_unit="tokens/s",
+        bytes=0,
+        operations=0,
+        floor_us=us,
+        fraction=1.0,
+        limit="itself",
+        sm_mhz=clock.mhz(),
+        checked="lengths of all sequences; steps are checked where they are timed",
+        peers={name: us for name, (us, _) in composed.items()},
+        more=more,
+        face=FACE,
+    )
+
+
+@contextmanager
+def power() -> Iterator[list[float]]:
+    """Watts of the first card that nvidia-smi lists, five times a second, meanwhile; none where it is not there."""
+    watts: list[float] = []
+    command = ["nvidia-smi", "-i", "0", "--query-gpu=power.draw", "--format=csv,noheader,nounits", "-lms", "200"]
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        yield watts
+        return
+    try:
+        yield watts
+    finally:
+        process.terminate()
+        for line in process.communicate()[0].splitlines():
+            with suppress(ValueError):
+                watts.append(float(line))
+
+
+# --- mixes -----------------------------------------------------------------------------------------------------------
+
+
+def mix_bytes(config: Config, mix: str, attention: str) -> tuple[int, int]:
+    """Bytes of a mix's weights, and of a sequence's cache at the end; scales, pages and buffers are not counted."""
+    experts = max(1, config.experts)
+    sizes = {name: N * K * (experts if name in ("gate_up", "down") else 1) for name, (N, K) in config.matrices.items()}
+    ends = 2 * (1 if config.tied_head else 2) * config.vocabulary * config.hidden
+    element = 1 if attention.startswith("xqa") else 2
+    cache = config.layers * 2 * config.kv_heads * HEAD_DIM * element * (PROMPT + MADE)
+    return round(config.layers * sum(sizes.values()) * MIXES[mix].weight_bytes) + ends, cache
+
+
+def mix_batches(config: Config, mixes: Sequence[str], gigabytes: float) -> dict[str, int]:
+    """The largest batch, up to 256, that a budget has room for, by `MIX/ATTENTION`; 0 where not one sequence fits."""
+    found = {}
+    for mix in mixes:
+        for attention in ("sdpa", "xqa_fp8"):
+            weights, cache = mix_bytes(config, mix, attention)
+            room = gigabytes * 10**9 - RESERVE - weights
+            found[f"{mix}/{attention}"] = int(min(max(BATCHES), max(0, room // cache)))
+    return found
+
+
+def composed_rates(
+    config: Config,
+    mixes: Sequence[str],
+    gigabytes: float,
+    beside: Mapping[int, Mapping[str, MixTime]],
+    prefills: Mapping[str, float],
+    heads: Mapping[int, float],
+) -> dict[str, tuple[float, int]]:
+    """QServe's rule for the mixes: microseconds and batch at the batch with the most tokens per second, by name.
+
+    Prefill is GEMMs and causal attention alone, the steps are of MEAN tokens.
+    """
+    found: dict[str, tuple[float, int]] = {}
+    for name, most in mix_batches(config, mixes, gigabytes).items():
+        points = [(B, times[name]) for B, times in beside.items() if name in times and B in range(most + 1)]
+        for B, mix in points:
+            head = heads[min(heads, key=lambda known: abs(known - B))]
+            us = config.layers * (B * prefills.get(name.partition("/")[0], 0.0) + MADE * mix.layer) + MADE * head
+            if name not in found or B / us > found[name][1] / found[name][0]:
+                found[name] = us, B
+    return found

@@ -1,0 +1,160 @@
+"""What a `KernelRunner` takes of a GPU's memory, and how many pages or sequences a budget has room for."""
+
+from dataclasses import dataclass
+
+from ptxlab.errors import ArgumentError
+from ptxlab.layout.packed_weight import buffer_shapes
+from ptxlab.layout.packings import Shapes
+from ptxlab.layout.pages import page_bytes
+from ptxlab.model.config import Config, require_config
+from ptxlab.model.quantized import QuantizedModel
+from ptxlab.model.runner import CHUNK, PAGE, launch_sizes
+from ptxlab.validate import require_integer
+
+RESERVE = 1_500_000_000  # driver, modules and graphs, cuBLAS, workspaces of kernels, what the allocator rounds up
+MOST_BATCH = 256
+_HALF, _WORD = 2, 4  # bytes of an f16 or bf16, of an f32 or s32
+_ITEM = {"uint8": 1, "int8": 1, "uint32": 4, "int32": 4, "float32": 4, "uint16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a runner on a GPU.
+
+    Attributes:
+        weights: of all layers, packed, with norms, biases and routers.
+        ends: embedding, LM head and the last norm.
+        buffers: of launches of every size, tables of angles, logits.
+        page: of the cache, 64 tokens in every layer.
+        reserve: for what is not counted (`RESERVE`).
+    """
+
+    weights: int
+    ends: int
+    buffers: int
+    page: int
+    reserve: int = RESERVE
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        batch: int,
+        context: int,
+        *,
+        weights: int | None = None,
+        scheme: str = "lqq",
+        group: int = 128,
+        dtype: str = "float16",
+        chunk: int | None = None,
+    ) -> "Footprint":
+        """Of a model of this shape; `weights` bytes of its layers (`layer_bytes` of the scheme and group if None)."""
+        require_config("config", config)
+        for name, number in (("batch", batch), ("context", context), ("chunk", CHUNK if chunk is None else chunk)):
+            require_integer(name, number, 1)
+        chunk = min(CHUNK, batch * context) if chunk is None else chunk
+        vocabulary = config.vocabulary * config.hidden * _HALF
+        shares_head = config.tied_head and dtype == "float16"
+        launches = sum(launch_bytes(config, rows, -(-context // PAGE)) for rows in launch_sizes(batch, chunk))
+        return cls(
+            weights=config.layers * layer_bytes(config, scheme, group) if weights is None else weights,
+            ends=(1 if shares_head else 2) * vocabulary + config.hidden * _HALF,
+            buffers=launches + context * config.head_dim * _WORD + batch * config.vocabulary * _HALF,
+            page=config.layers * 2 * config.kv_heads * page_bytes("kv4", PAGE, config.head_dim),
+        )
+
+    @classmethod
+    def of_model(cls, model: QuantizedModel, batch: int, context: int, *, chunk: int | None = None) -> "Footprint":
+        """Of this very model."""
+        weights = sum(layer.nbytes for layer in model.layers)
+        return cls.of(model.config, batch, context, weights=weights, dtype=model.layers[0].dtype, chunk=chunk)
+
+    @property
+    def fixed(self) -> int:
+        """All but the pages."""
+        return self.weights + self.ends + self.buffers + self.reserve
+
+    def total(self, pages: int) -> int:
+        """With so many pages."""
+        return self.fixed + pages * self.page
+
+    def most_pages(self, gigabytes: float) -> int:
+        """Pages that fit `gigabytes` (10^9 bytes) beside the rest. Raises ArgumentError, with the figures, for none."""
+        if not isinstance(gigabytes, int | float) or not 0 < gigabytes < float("inf"):
+            raise ArgumentError("memory", "must be a number of gigabytes above 0", repr(gigabytes))
+        pages = int((gigabytes * 10**9 - self.fixed) // self.page)
+        if pages < 1:
+            raise ArgumentError("memory", f"must hold {self} and a page", f"{gigabytes:g} GB")
+        return pages
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "embedding and head": self.ends, "buffers": self.buffers}
+        parts["reserve"] = self.reserve
+        return " + ".join(f"{nbytes / 1e9:.2f} GB of {name}" for name, nbytes in parts.items())
+
+
+def largest_batch(config: Config, gigabytes: float, tokens: int, *, most: int = MOST_BATCH, **how: int | str) -> int:
+    """How many sequences of so many tokens fit a memory at once, up to `most`; 0 where not one does.
+
+    `how` is that of `Footprint.of`. Raises ArgumentError where even the weights do not fit.
+    """
+    require_integer("tokens", tokens, 1)
+    require_integer("most", most, 1)
+    Footprint.of(config, 1, tokens, **how).most_pages(gigabytes)  # type: ignore[arg-type]
+    least, beyond = 0, most + 1
+    while beyond - least > 1:
+        batch = (least + beyond) // 2
+        if excess(config, batch, gigabytes, tokens, **how) > 0:
+            beyond = batch
+        else:
+            least = batch
+    return least
+
+
+def require_batch(config: Config, batch: int, gigabytes: float, tokens: int, **how: int | str) -> None:
+    """Raise ArgumentError, with the figures, where so many sequences of so many tokens do not fit a memory."""
+    if excess(config, batch, gigabytes, tokens, **how) > 0:
+        footprint = Footprint.of(config, batch, tokens, **how)  # type: ignore[arg-type]
+        most, pages = largest_batch(config, gigabytes, tokens, most=batch, **how), batch * -(-tokens // PAGE)
+        rule = f"at most {most} sequences of {tokens} tokens fit {gigabytes:g} GB of {config.name or 'this model'}"
+        got = f"{batch}: {footprint} + {pages * footprint.page / 1e9:.2f} GB of {pages} pages"
+        raise ArgumentError("batch", rule, got)
+
+
+def excess(config: Config, batch: int, gigabytes: float, tokens: int, **how: int | str) -> int:
+    """Bytes that such a batch needs beyond a memory; 0 or below where it fits."""
+    require_integer("batch", batch, 1)
+    footprint = Footprint.of(config, batch, tokens, **how)  # type: ignore[arg-type]
+    return footprint.total(batch * -(-tokens // PAGE)) - int(gigabytes * 10**9)
+
+
+def layer_bytes(config: Config, scheme: str = "lqq", group: int = 128, layout: str = "strips") -> int:
+    """Bytes of a layer's weights (`LayerWeights.nbytes`), which need not exist."""
+    total = 2 * config.hidden * _HALF
+    for name, (N, K) in config.matrices.items():
+        shapes = buffer_shapes(layout, scheme, N, K, K if scheme == "qoq_channel" else group)
+        total += _nbytes(shapes) * (config.experts if config.experts and name in ("gate_up", "down") else 1)
+    total += config.qkv_width * _WORD if config.qkv_bias else 0
+    return total + config.experts * config.hidden * _HALF
+
+
+def launch_bytes(config: Config, rows: int, max_pages: int) -> int:
+    """Bytes between the kernels of a launch of so many rows (`LayerBuffers` and the step around it)."""
+    H, F, attended = config.hidden, config.ffn, config.heads * config.head_dim
+    chosen = max(1, config.chosen_experts)
+    floats = 3 * H + config.qkv_width + 2 * attended + H + 2 * F * chosen + H  # stream's ends; qkv, q, attention, ...
+    activations = (H, attended, *(H, F) * chosen)
+    nbytes = floats * _HALF + sum(K + 2 * _WORD for K in activations)
+    if config.experts:
+        nbytes += H + 2 * _WORD + (H + chosen * H) * _HALF + 3 * chosen * _WORD
+    return rows * (nbytes + (5 + max_pages) * _WORD) + (config.experts + 1) * _WORD * bool(config.experts)
+
+
+def _nbytes(shapes: Shapes) -> int:
+    total = 0
+    for dtype, shape in shapes.values():
+        count = 1
+        for size in shape:
+            count *= size
+        total += count * _ITEM[dtype]
+    return total

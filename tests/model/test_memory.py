@@ -1,0 +1,84 @@
+"""Bytes of a runner, counted from shapes, against those of arrays that exist; batches and pages that fit a memory."""
+
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab.errors import ArgumentError
+from ptxlab.model import MODELS, Config, FloatModel, Footprint, KernelRunner, LayerWeights, QuantizedModel
+from ptxlab.model.memory import excess, largest_batch, launch_bytes, layer_bytes, require_batch
+from tests.support.layers import TINY, TINY_MODEL, layer_problem
+
+EXPERTS = replace(TINY, experts=4, chosen_experts=2)
+
+
+@pytest.mark.parametrize("scheme", ["lqq", "qoq", "qoq_channel"])
+@pytest.mark.parametrize("config", [TINY, EXPERTS, replace(TINY, qkv_bias=True, hidden=256)])
+def test_bytes_of_a_layer_are_those_of_its_arrays(config: Config, scheme: str) -> None:
+    assert layer_bytes(config, scheme, 64) == LayerWeights.random(config, scheme=scheme, group=64).nbytes
+
+
+def arrays(part: Any) -> dict[int, np.ndarray]:
+    """Every array in a dataclass, at any depth, once."""
+    if isinstance(part, np.ndarray):
+        return {id(part): part}
+    values = [getattr(part, each.name) for each in fields(part)] if is_dataclass(part) else []
+    values += part if isinstance(part, list) else []
+    return {key: array for value in values for key, array in arrays(value).items()}
+
+
+@pytest.mark.parametrize("config", [TINY, EXPERTS])
+def test_bytes_of_a_launch_are_those_of_its_buffers(config: Config) -> None:
+    buffers = layer_problem(config).buffers  # three sequences
+    around = 3 * (3 * config.hidden * 2 + (5 + 7) * 4)  # stream's ends; counters and a table of seven pages
+    assert launch_bytes(config, 3, 7) == sum(array.nbytes for array in arrays(buffers).values()) + around
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_bytes_of_a_runner_are_those_of_its_arrays(tied: bool, dtype: str) -> None:
+    model = QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, tied_head=tied)), group=32, dtype=dtype)
+    runner = KernelRunner(model, 3, 100, chunk=5, pages=4, backend="emulator")
+    found = Footprint.of_model(model, 3, 100, chunk=5)
+    assert found == Footprint.of(model.config, 3, 100, group=32, dtype=dtype, chunk=5)
+    ends = {id(array): array for array in (runner._embedding, runner._head, runner._final_norm)}
+    assert found.ends == sum(array.nbytes for array in ends.values())
+    assert found.total(4) - found.fixed == sum(cache.pool.nbytes for cache in runner.caches)
+    steps = {key: array for rows in runner.sizes for key, array in arrays(runner._step(rows)).items()}
+    pools = sum(cache.pool.nbytes for cache in runner.caches)
+    logits, tables = 3 * 260 * 2, sum(table.nbytes for table in runner._angles)
+    shown = sum(array.nbytes for array in steps.values()) - pools
+    assert found.buffers == shown + logits + tables
+
+
+def test_the_largest_batch_fits_and_one_more_is_refused_with_the_figures() -> None:
+    config = Config.named("LLaMA-2-7B")
+    B = largest_batch(config, 40, 1536)
+    require_batch(config, B, 40, 1536)
+    assert 1 < B < 256 and excess(config, B, 40, 1536) <= 0 < excess(config, B + 1, 40, 1536)
+    figures = rf"{B + 1}: 3\.\d+ GB of weights \+ 0\.52 GB of embedding and head \+ .* GB of {(B + 1) * 24} pages"
+    rule = rf"^batch: at most {B} sequences of 1536 tokens fit 40 GB of LLaMA-2-7B \(got {figures}\)$"
+    with pytest.raises(ArgumentError, match=rule):
+        require_batch(config, B + 1, 40, 1536)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_pages_that_fit_fill_the_memory(name: str) -> None:
+    footprint = Footprint.of(MODELS[name], 16, 1536)
+    pages = footprint.most_pages(80)
+    assert footprint.total(pages) <= 80e9 < footprint.total(pages + 1)
+    assert largest_batch(MODELS[name], 141, 1536) >= largest_batch(MODELS[name], 80, 1536) > 16
+
+
+@pytest.mark.parametrize(("gigabytes", "message"), [
+    (30, r"memory: must hold 3\d\.\d+ GB of weights \+ 1\.05 GB of embedding and head \+ .* and a page \(got 30 GB\)"),
+    (0, r"memory: must be a number of gigabytes above 0 \(got 0\)"),
+    (float("nan"), r"memory: must be a number of gigabytes above 0 \(got nan\)"),
+])  # fmt: skip
+def test_a_budget_that_is_too_small(gigabytes: float, message: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{message}$"):
+        largest_batch(Config.named("LLaMA-2-70B"), gigabytes, 1536)
+    with pytest.raises(ArgumentError, match=r"^batch: must be an integer, 1 or more \(got 0\)$"):
+        require_batch(Config.named("LLaMA-2-70B"), 0, 80, 1536)

@@ -1,0 +1,211 @@
+"""Requests that come and go: each gets the tokens that it gets alone, and every page comes back."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ptxlab.errors import ArgumentError
+from ptxlab.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel, Server
+from ptxlab.model.server import _drawn
+from tests.support.layers import TINY_MODEL
+from tests.support.serving import Served, random_requests, soak
+
+MODEL = QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, tied_head=False)), group=32)
+TOKENS = 8  # the third prompt begins a second page with them
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": [1, 2, 3, 4, 5, 6, 7], "tokens": TOKENS},
+    {"prompt": [8], "tokens": TOKENS, "temperature": 30.0, "seed": 1},
+    {"prompt": list(range(60)), "tokens": TOKENS},
+    {"prompt": list(range(70, 140)), "tokens": TOKENS, "temperature": 30.0, "seed": 2},
+]
+ALONE = NumpyRunner(MODEL, 1, 128, chunk=32, batch_invariant=True)
+KNOWN: dict[str, list[int]] = {}
+
+
+def served(batch: int, **how: Any) -> Served:
+    runner = NumpyRunner(MODEL, batch, 128, batch_invariant=True, **how)
+    return Served(Server(runner), ALONE, _known=KNOWN)
+
+
+@settings(max_examples=15)
+@given(
+    st.lists(st.one_of(st.integers(0, 3), st.sampled_from(["step", "cancel"])), min_size=2, max_size=12),
+    st.integers(1, 4),
+    st.integers(2, 5),
+    st.sampled_from([1, 20, 64]),
+)
+def test_any_schedule_gives_the_tokens_of_each_alone(schedule: list[Any], batch: int, pages: int, chunk: int) -> None:
+    these = served(batch, pages=pages, chunk=chunk)
+    for what in schedule:
+        if what == "step":
+            these.step()
+        elif what != "cancel":
+            these.submit(**REQUESTS[what])
+        elif these.requests:
+            these.cancel(these.requests[len(schedule) % len(these.requests)][1])
+    these.finish()
+
+
+def test_a_soak_of_random_requests() -> None:
+    """The small one; `test_server_on_gpu` has 2,000."""
+    these = served(4, pages=4, chunk=40)
+    for _ in soak(these, random_requests(20, TINY_MODEL.vocabulary, 100), cancels=0.2):
+        pass
+    these.finish()
+    assert these.preempted and these.cancelled
+    assert {request.temperature for _, request in these.requests} == {0.0, 20.0}
+    assert any(len(request.tokens) < request.most for _, request in these.requests)
+
+
+def test_out_of_pages_the_youngest_waits_and_none_is_lost() -> None:
+    these = served(3, pages=3, chunk=64)
+    first, second, young = (these.submit(**REQUESTS[i]) for i in (2, 0, 1))
+    these.finish()
+    assert these.preempted == {young} and first.tokens and second.tokens
+
+
+def test_prompts_go_in_between_steps() -> None:
+    """A prompt of 70 in chunks of 20: the sequence before it makes a token in each of the steps."""
+    these = served(2, chunk=20)
+    first = these.submit(**REQUESTS[0])
+    these.step()
+    second = these.submit(**REQUESTS[3])
+    counts = []
+    while not second.tokens:
+        these.step()
+        counts.append(len(first.tokens))
+    assert counts == [2, 3, 4, 5]
+
+
+def test_a_chunk_takes_several_prompts() -> None:
+    these = served(4, chunk=32)
+    requests = [these.submit(prompt=[i, 5, 6, i], tokens=2) for i in range(4)]
+    these.step()
+    assert [len(request.tokens) for request in requests] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_logits_that_are_not_finite_end_that_request_alone(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    these = served(2, chunk=32)
+    runner = these.server.runner
+    decode = runner.decode
+
+    def broken(tokens: Any, at: Any) -> Any:
+        logits = decode(tokens, at)
+        logits[at.index(0), 5] = wrong
+        return logits
+
+    first, second = (these.submit(**REQUESTS[i]) for i in (0, 3))
+    these.step()
+    these.step()
+    count = len(first.tokens)
+    monkeypatch.setattr(runner, "decode", broken)
+    these.step()
+    monkeypatch.undo()
+    assert first.done and first.error == f"logits are not finite at token {count}"
+    assert first.tokens == these.tokens_alone(REQUESTS[0])[:count]
+    these.requests.pop(0)
+    these.finish()
+    assert second.error is None
+
+
+def test_a_stream_gives_tokens_as_they_come() -> None:
+    these = served(2, chunk=32)
+    first, other = (these.submit(**REQUESTS[i]) for i in (0, 1))
+    stream = these.server.stream(first)
+    assert next(stream) == first.tokens[0] and len(first.tokens) == 1
+    assert [first.tokens[0], *stream] == these.tokens_alone(REQUESTS[0]) and other.tokens
+    these.finish()
+
+
+def test_a_request_ends_at_its_last_token() -> None:
+    right = served(1).tokens_alone(REQUESTS[1])
+    end = next(token for i, token in enumerate(right) if i and token not in right[:i])
+    these = served(1)
+    request = these.submit(**REQUESTS[1], ends={end})
+    these.server.run()
+    assert request.tokens == right[: right.index(end) + 1]
+
+
+def test_a_cancelled_request_gives_its_pages_back() -> None:
+    these = served(1, pages=2)
+    running, waiting = (these.submit(**REQUESTS[i]) for i in (0, 3))
+    these.step()
+    these.cancel(waiting)
+    these.cancel(running)
+    assert running.done and waiting.done and len(these.server.runner.free) == 2
+    assert these.server.step() == []
+    these.finish()
+
+
+def test_draws_have_the_probabilities_of_the_softmax() -> None:
+    logits, uniform = np.array([[2.0, 0.0, -np.inf, 1.0]], np.float16), np.linspace(0, 1, 20_000, endpoint=False)
+    tokens = _drawn(logits.repeat(20_000, 0), np.full((20_000, 1), 0.5), uniform[:, None])
+    right = np.exp(2 * logits[0].astype(float)) / np.exp(2 * logits[0].astype(float)).sum()
+    assert np.abs(np.bincount(tokens, minlength=4) / 20_000 - right).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"prompt": [1] * 121}, r"tokens: prompt and tokens must fit the 128 tokens of a sequence \(got 121 \+ 8\)"),
+        ({"prompt": []}, r"prompt: must have 1 token or more \(got 0\)"),
+        ({"tokens": 0}, r"tokens: must be an integer, 1 or more \(got 0\)"),
+        ({"prompt": [260]}, r"prompt: must be tokens in 0..259 \(got 260\)"),
+        ({"temperature": -1.0}, r"temperature: must be a number, 0 or more \(got -1.0\)"),
+        ({"seed": 2**32}, r"seed: must be an integer in 0..2\^32-1 \(got 4294967296\)"),
+    ],
+)
+def test_bad_requests(how: dict[str, Any], message: str) -> None:
+    server = Server(NumpyRunner(MODEL, 1, 128))
+    with pytest.raises(ArgumentError, match=f"^{message}$"):
+        server.submit(**{"prompt": [1], "tokens": 8, **how})
+    assert not server.waiting
+
+
+def test_a_prompt_longer_than_the_pages_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"must fit the 64 tokens of a sequence \(got 60 \+ 8\)"):
+        served(1, pages=1).submit(**REQUESTS[2])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda r: r.prefill([[1] * 60, [2] * 70]), r"prefill: no more than the 2 pages .* 2 are free \(got 3 more\)"),
+        (lambda r: r.extend({0: [1] * 62, 1: [2] * 66}), r"extend: no more than the 2 pages .*"),
+        (lambda r: r.extend({0: [1] * 129}), r"tokens: must be 1 to 128, at least one of each sequence \(got 129\)"),
+        (lambda r: r.extend({0: [1], 1: []}), r"tokens: must be 1 to 128, at least one of each sequence \(got 1\)"),
+        (lambda r: r.extend({2: [1]}), r"at: must be sequences in 0..1, each once \(got \[2\]\)"),
+        (lambda r: r.decode([1, 2], [0, 0]), r"at: must be sequences in 0..1, each once \(got \[0, 0\]\)"),
+        (lambda r: r.decode([1], []), r"at: must be sequences in 0..1, each once \(got \[\]\)"),
+    ],
+)
+def test_what_a_runner_refuses_leaves_it_as_it_was(call: Any, message: str) -> None:
+    runner = NumpyRunner(MODEL, 2, 128, chunk=128, pages=2)
+    with pytest.raises(ArgumentError, match=f"^{message}$"):
+        call(runner)
+    assert not runner.lengths.any() and not runner.held.any() and len(runner.free) == 2
+
+
+def test_bad_input_of_pages() -> None:
+    with pytest.raises(ArgumentError, match=r"^pages: must be an integer, 1 or more \(got 0\)$"):
+        NumpyRunner(MODEL, 1, 20, pages=0)
+    with pytest.raises(ArgumentError, match=r"^runner: must be a Runner \(got str\)$"):
+        Server("runner")  # type: ignore[arg-type]
+
+
+def test_the_kernels_serve_the_tokens_of_each_alone() -> None:
+    """In the emulator, one layer: a sequence and its page are taken over, a row joins and a row leaves."""
+    model = QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, layers=1)), group=32)
+    how: dict[str, Any] = {"chunk": 4, "backend": "emulator", "batch_invariant": True}
+    these = Served(Server(KernelRunner(model, 2, 20, **how)), KernelRunner(model, 1, 20, **how))
+    gone = these.submit(prompt=[7, 7, 7, 7, 7, 7, 7], tokens=2)
+    these.step()
+    these.cancel(gone)
+    these.submit(prompt=[3, 1, 4], tokens=2)
+    these.submit(prompt=[5], tokens=3, temperature=30.0)
+    these.finish()

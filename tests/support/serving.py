@@ -1,0 +1,101 @@
+"""Schedules of requests on a server, each of which must get the tokens that it gets alone."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ptxlab.model import Request, Runner, Server
+
+
+@dataclass
+class Served:
+    """A server, and all requests that it has had.
+
+    Attributes:
+        alone: a runner of one sequence that is batch-invariant, too.
+        requests: with how `submit` was called.
+        cancelled: those that had not ended by themselves.
+        preempted: those that waited once more.
+    """
+
+    server: Server
+    alone: Runner
+    requests: list[tuple[dict[str, Any], Request]] = field(default_factory=list)
+    cancelled: list[Request] = field(default_factory=list)
+    preempted: set[Request] = field(default_factory=set)
+    _known: dict[str, list[int]] = field(default_factory=dict)
+
+    def submit(self, **how: Any) -> Request:
+        request = self.server.submit(**how)
+        self.requests.append((how, request))
+        return request
+
+    def cancel(self, request: Request) -> None:
+        if not request.done:
+            self.cancelled.append(request)
+        self.server.cancel(request)
+        self.check_pages()
+
+    def step(self) -> None:
+        self.server.step()
+        self.preempted |= {request for request in self.server.waiting if request.tokens}
+        self.check_pages()
+
+    def finish(self) -> None:
+        """Steps until all is done; then every page is free and every token is that of the request alone."""
+        while self.server.running or self.server.waiting:
+            self.step()
+        assert sorted(self.server.runner.free) == list(range(self.server.runner.pages))
+        for how, request in self.requests:
+            assert request.done and request.error is None
+            right = self.tokens_alone(how)
+            if request in self.cancelled:
+                right = right[: len(request.tokens)]
+            assert request.tokens == right, how
+
+    def tokens_alone(self, how: dict[str, Any]) -> list[int]:
+        """What a request gets on a runner of its own."""
+        key = str(how)
+        if key not in self._known:
+            server = Server(self.alone)
+            request = server.submit(**how)
+            server.run()
+            self._known[key] = request.tokens
+        return self._known[key]
+
+    def check_pages(self) -> None:
+        """Every page is free or belongs to one sequence that runs, which has those that its length needs."""
+        runner = self.server.runner
+        taken = [page for b in range(runner.batch) for page in runner.table[b, : runner.held[b]].tolist()]
+        assert sorted(taken + runner.free) == list(range(runner.pages))
+        for b in range(runner.batch):
+            if b not in self.server.running:
+                assert not runner.held[b] and not runner.lengths[b]
+            assert runner.held[b] * 64 >= runner.lengths[b]
+
+
+def random_requests(count: int, vocabulary: int, most: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Prompts and lengths that fit `most` tokens together; half are drawn, some may end early."""
+    rng = np.random.default_rng(seed)
+    for i in range(count):
+        prompt = int(rng.integers(1, most - 2))
+        yield {
+            "prompt": rng.integers(0, vocabulary, prompt).tolist(),
+            "tokens": int(rng.integers(1, min(64, most - prompt))),
+            "ends": range(vocabulary // 50),
+            "temperature": 20.0 * (i % 2),
+            "seed": i,
+        }
+
+
+def soak(served: Served, requests: Iterable[dict[str, Any]], cancels: float = 0.05, seed: int = 0) -> Iterator[Request]:
+    """Requests that come in bursts while others are served, some of them cancelled; each one as it is submitted."""
+    rng = np.random.default_rng(seed)
+    for how in requests:
+        yield served.submit(**how)
+        for _ in range(int(rng.geometric(0.3)) - 1):
+            served.step()
+        if rng.random() < cancels:
+            served.cancel(served.requests[int(rng.integers(len(served.requests)))][1])
