@@ -19,6 +19,8 @@ SUMS, SCALE = X.sum(axis=1, dtype=np.int32), np.full(5, 0.01, np.float32)
 LQQ, CHANNEL = quant.quantize_lqq(W), quant.quantize_qoq_channel(W)
 PACKED = {name: ptxlab.pack(LQQ, name) for name in ("dual_mma", "strips")}
 PER_CHANNEL = ptxlab.pack(CHANNEL, "qserve")
+ATOM = {name: ptxlab.pack_atom(quant.quantize_atom_weight(W, 64, 64), name) for name in layout.ATOM_LAYOUTS}
+PAIRS = layout.pack_atom_activations(quant.quantize_atom_activations(W[:2], 64, 64), "pairs")
 EXPERTS = ptxlab.stack_experts([PACKED["strips"]] * 2)
 CACHE = ptxlab.KVCache.empty(2, 2, 1, 64, page_size=16)
 HALVES = W[:2].astype(np.float16)
@@ -59,6 +61,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "gemm": (ptxlab.gemm_w4a8, {"x_q": None, "x_scale": SCALE, "weight": PER_CHANNEL, "x_sum": SUMS, "bias": None,
                                 "out": None, "out_dtype": None, "kernel": None, "backend": "emulator",
                                 "workspace": None, "programmatic": False}),
+    "pack atom": (ptxlab.pack_atom, {"weight": quant.quantize_atom_weight(W, 64, 64), "layout": "strips"}),
+    "atom weight": (ptxlab.AtomWeight, {**vars(ATOM["strips"])}),
+    "atom activations": (ptxlab.AtomActivations, {**vars(PAIRS)}),
+    "gemm w4a4": (ptxlab.gemm_w4a4, {"x": PAIRS, "weight": ATOM["rows"], "bias": None, "out": None, "out_dtype": None,
+                                     "backend": "emulator", "programmatic": False}),
     "attention": (ptxlab.attention_kv4, {"q": None, "cache": CACHE, "scale": None, "window": None, "out": None,
                                          "kernel": None, "backend": "emulator", "workspace": None}),
     "append": (ptxlab.append_kv4, {"k": None, "v": None, "cache": CACHE, "slots": None, "rope": None}),
