@@ -12,7 +12,14 @@ from ptxlab.kernels.attention import (
 from ptxlab.kernels.gemm import Workspace, gemm_w4a4, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
 from ptxlab.kernels.moe import RoutedTokens, combine_experts, route_tokens
 from ptxlab.kernels.operation import release_memory
-from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
+from ptxlab.kernels.quantize import (
+    quantize_activations,
+    reorder_quantize,
+    rmsnorm_quantize,
+    rmsnorm_reorder_quantize,
+    silu_mul_quantize,
+    silu_mul_reorder_quantize,
+)
 from ptxlab.kernels.transfer import to_device
 from ptxlab.layout import (
     AtomActivations,
@@ -68,12 +75,15 @@ __all__ = [
     "quantize_activations",
     "quantize_kv",
     "release_memory",
+    "reorder_quantize",
     "rmsnorm_quantize",
+    "rmsnorm_reorder_quantize",
     "rope_append_kv4",
     "route_tokens",
     "run",
     "run_spec",
     "silu_mul_quantize",
+    "silu_mul_reorder_quantize",
     "smooth_attention",
     "specs",
     "stack_experts",

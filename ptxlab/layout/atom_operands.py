@@ -109,7 +109,8 @@ def pack_atom(weight: AtomRows, layout: str = "strips") -> AtomWeight:
     if layout == "strips":
         buffers = {"strips": pack_atom_strips(weight)}
     else:
-        buffers = {"w4": pack_pairs(weight.q4), "w8": weight.q8.copy(), "w_scale": scale_rows(weight)}
+        buffers = {"w4": pack_pairs(weight.q4), "w8": weight.q8, "w_scale": scale_rows(weight)}
+    buffers = {name: array.copy(order="C") for name, array in buffers.items()}  # of columns in another order it is not
     return AtomWeight(layout=layout, N=N, K=K, outliers=outliers, group=weight.group, buffers=buffers)
 
 
@@ -177,10 +178,11 @@ def pack_atom_activations(x: AtomRows, layout: str = "bytes") -> AtomActivations
     (M, _), K, outliers = _require_rows("x", x).shape, x.q4.shape[1], x.q8.shape[1]
     activation_shapes(layout, M, K, outliers, x.group)
     if layout == "bytes":
-        arrays = {"x": np.concatenate([x.q4, x.q8], axis=1)}
+        arrays = {"x": np.concatenate([x.q4, x.q8], axis=1), "scale": scale_rows(x)}
     else:
-        arrays = {"x": pack_pairs(x.q4), "x8": x.q8.copy()}
-    return AtomActivations(layout=layout, M=M, K=K, outliers=outliers, group=x.group, scale=scale_rows(x), **arrays)
+        arrays = {"x": pack_pairs(x.q4), "x8": x.q8, "scale": scale_rows(x)}
+    arrays = {name: array.copy(order="C") for name, array in arrays.items()}
+    return AtomActivations(layout=layout, M=M, K=K, outliers=outliers, group=x.group, **arrays)
 
 
 def unpack_atom_activations(packed: AtomActivations) -> AtomRows:

@@ -36,13 +36,17 @@ def assert_same(a: AtomRows, b: AtomRows) -> None:
 )
 def test_they_come_back(R: int, groups: int, group: int, outliers: int) -> None:
     x = RNG.standard_normal((8 * R, groups * group + outliers), dtype=np.float32)
+    x = x[:, RNG.permutation(x.shape[1])]  # in another order columns are contiguous
     weight, tokens = quant.quantize_atom_weight(x, group, outliers), quant.quantize_atom_activations(x, group, outliers)
     for name, order in layout.ATOM_ORDERS.items():
         packed = layout.pack_atom(weight, name)
         assert (packed.N, packed.K, packed.outliers, packed.group) == (8 * R, groups * group, outliers, group)
         assert packed.nbytes == sum(array.nbytes for array in packed.buffers.values())
         assert_same(weight, layout.unpack_atom(packed))
-        assert_same(tokens, layout.unpack_atom_activations(layout.pack_atom_activations(tokens, order)))
+        assert all(array.flags.c_contiguous for array in packed.buffers.values())
+        activations = layout.pack_atom_activations(tokens, order)
+        assert all(array.flags.c_contiguous for array in activations.arrays.values())
+        assert_same(tokens, layout.unpack_atom_activations(activations))
 
 
 @pytest.mark.parametrize("name", layout.ATOM_LAYOUTS)
