@@ -25,11 +25,11 @@
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.
 extern "C" __global__ void __launch_bounds__(THREADS) reorder_quantize(
-    const uint4* x,        // [M, K + outliers], by IN
-    const uint4* place,    // s16 [K + outliers]
-    unsigned char* x_q,    // [M, bytes], by PACKED
-    unsigned char* x8,     // s8  [M, outliers], if PACKED
-    __half* x_scale,       // f16 [M, K/GROUP + 1 in whole eights]
+    const uint4* x,      // [M, K + outliers], by IN
+    const uint4* place,  // s16 [K + outliers]
+    unsigned char* x_q,  // [M, bytes], by PACKED
+    unsigned char* x8,   // s8  [M, outliers], if PACKED
+    __half* x_scale,     // f16 [M, K/GROUP + 1 in whole eights]
     int K, int outliers, float clip) {
     __shared__ ptxlab::RowInOrder<CLUSTER, THREADS> row;
     ptxlab::launch_dependents();

@@ -22,14 +22,14 @@
 
 // No input is __restrict__: ptxas moves read-only loads across griddepcontrol.wait (see rmsnorm_quantize).
 extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_reorder_quantize(
-    const uint4* x,        // [M, K + outliers], by IN
-    uint4* residual,       // likewise, updated in place; read if RESIDUAL
-    const uint4* gamma,    // [K + outliers], by IN
-    const uint4* place,    // s16 [K + outliers]
-    uint4* normed,         // [M, K + outliers], by IN; written if NORMED
-    unsigned char* x_q,    // [M, bytes], by PACKED
-    unsigned char* x8,     // s8  [M, outliers], if PACKED
-    __half* x_scale,       // f16 [M, K/GROUP + 1 in whole eights]
+    const uint4* x,      // [M, K + outliers], by IN
+    uint4* residual,     // likewise, updated in place; read if RESIDUAL
+    const uint4* gamma,  // [K + outliers], by IN
+    const uint4* place,  // s16 [K + outliers]
+    uint4* normed,       // [M, K + outliers], by IN; written if NORMED
+    unsigned char* x_q,  // [M, bytes], by PACKED
+    unsigned char* x8,   // s8  [M, outliers], if PACKED
+    __half* x_scale,     // f16 [M, K/GROUP + 1 in whole eights]
     int K, int outliers, float eps, float clip) {
     __shared__ ptxlab::RowInOrder<CLUSTER, THREADS> row;
     ptxlab::launch_dependents();

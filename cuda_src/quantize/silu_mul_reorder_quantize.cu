@@ -33,7 +33,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) silu_mul_reorder_quantize(
     row.open();
     using Chunk = ptxlab::Chunk<IN>;
     const ptxlab::Channels channels{K, outliers};
-    const int m = blockIdx.x / CLUSTER, chunk = blockIdx.x % CLUSTER * THREADS + threadIdx.x, chunks = channels.all() / 16;
+    const int m = blockIdx.x / CLUSTER, chunk = blockIdx.x % CLUSTER * THREADS + threadIdx.x,
+              chunks = channels.all() / 16;
     const bool inside = chunk < chunks;
     const uint4* from = gate_up + size_t(m) * 2 * chunks * Chunk::VECTORS;
     const ptxlab::Places places = ptxlab::load_places(place, chunk, inside);
