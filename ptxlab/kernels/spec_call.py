@@ -101,7 +101,7 @@ class SpecCall:
             arrays |= self._run(spec, arrays)
         return {each.name: arrays[each.name].reshape(each.shape) for each in self.operands if each.array is None}
 
-    def _host_array(self, operand: CallArray) -> np.ndarray:
+    def _host_array(self, operand: CallArray) -> Any:
         """The operand's array; ArgumentError unless it is what it has to be."""
         if operand.dtype:
             return require_on_host(*operand[1:5], written=operand.name in self.written)

@@ -17,7 +17,7 @@ from ptxlab.layout.atom import (
     unpack_atom_strips,
     unpack_pairs,
 )
-from ptxlab.layout.packings import Shapes
+from ptxlab.layout.packings import Buffers, Shapes
 from ptxlab.quant.atom import ATOM_GROUPS, ATOM_OUTLIERS, AtomRows
 from ptxlab.reference.packed import F16, S8
 from ptxlab.validate import is_integer, is_one_of, shape_of
@@ -106,9 +106,8 @@ def pack_atom(weight: AtomRows, layout: str = "strips") -> AtomWeight:
     """
     (N, _), K, outliers = _require_rows("weight", weight).shape, weight.q4.shape[1], weight.q8.shape[1]
     atom_shapes(layout, N, K, outliers, weight.group)
-    if layout == "strips":
-        buffers = {"strips": pack_atom_strips(weight)}
-    else:
+    buffers: Buffers = {"strips": pack_atom_strips(weight)} if layout == "strips" else {}
+    if layout == "rows":
         buffers = {"w4": pack_pairs(weight.q4), "w8": weight.q8, "w_scale": scale_rows(weight)}
     buffers = {name: array.copy(order="C") for name, array in buffers.items()}  # of columns in another order it is not
     return AtomWeight(layout=layout, N=N, K=K, outliers=outliers, group=weight.group, buffers=buffers)
@@ -177,6 +176,7 @@ def pack_atom_activations(x: AtomRows, layout: str = "bytes") -> AtomActivations
     """
     (M, _), K, outliers = _require_rows("x", x).shape, x.q4.shape[1], x.q8.shape[1]
     activation_shapes(layout, M, K, outliers, x.group)
+    arrays: Buffers
     if layout == "bytes":
         arrays = {"x": np.concatenate([x.q4, x.q8], axis=1), "scale": scale_rows(x)}
     else:

@@ -167,7 +167,7 @@ def gate_error(
     scale = np.pad(scale, [(0, 0), (0, -scale.shape[1] % 8)])
     if pairs:
         near = integers[0].reshape(M, -1, 2).any(axis=2)
-        return near * 255.0, integers[1], scale
+        return np.where(near, 255.0, 0.0), integers[1], scale
     return np.concatenate(integers, axis=1), np.zeros((M, 0)), scale
 
 

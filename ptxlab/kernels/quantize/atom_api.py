@@ -21,6 +21,7 @@ from ptxlab.kernels.quantize.call import Fitted, matrix_shape
 from ptxlab.kernels.spec_call import SpecCall
 from ptxlab.layout import AtomActivations
 from ptxlab.layout.atom_operands import activation_shapes
+from ptxlab.layout.packings import Shapes
 from ptxlab.quant.atom import ACTIVATION_CLIP, ATOM_OUTLIERS, ATOM_PAPER, AtomRules
 from ptxlab.quant.inputs import extremes
 from ptxlab.reference.packed import F32
@@ -64,7 +65,7 @@ class _Quantizer:
         elif out is not None:
             raise ArgumentError(f"{self.name}: out", "must be AtomActivations", type(out).__name__)
         made = self._operation((*how, like, *options), arrays, lambda: self._checked(arrays, fit, how, like))
-        if out is not None:
+        if isinstance(out, AtomActivations):
             return out
         M, channels, *_ = fit()
         sizes = {"M": M, "K": channels - how.outliers, "outliers": how.outliers, "group": how.group}
@@ -98,12 +99,12 @@ class _Quantizer:
 
         return SpecCall(self.name, (self.spec,), tuple(operands), sizes, dtype, how.backend, how.programmatic, look)
 
-    def _results(self, arrays: Mapping[str, Any], shapes: Mapping[str, Any]) -> Iterator[CallArray]:
+    def _results(self, arrays: Mapping[str, Any], shapes: Shapes) -> Iterator[CallArray]:
         """The arrays of `AtomActivations`."""
         label, lacking = f"{self.name}: out", "must be given in a capture: the result of a call before it"
-        for name, of in shapes.items():
+        for name, (dtype, shape) in shapes.items():
             array = arrays.get(_NAMES[name])
-            yield CallArray(_NAMES[name], label if array is None else f"{label}.{name}", array, *of, lacking)
+            yield CallArray(_NAMES[name], label if array is None else f"{label}.{name}", array, dtype, shape, lacking)
 
 
 def _int4_channels(name: str, channels: int, how: _How) -> int:

@@ -181,6 +181,26 @@ def test_by_hand() -> None:
 
 
 @on_every_backend
+@pytest.mark.parametrize(("rules", "ties"), zip(RULES, ([0, 2, 2, 0, 0], [1, 2, 3, -1, 0]), strict=True))
+def test_ties(rules: quant.AtomRules, ties: list[int], backend: str) -> None:
+    """Of a scale of 1: to even by the paper's rules, away from zero by the code's; what lies below a tie, to zero."""
+    x = np.zeros((1, 128), np.float32)
+    x[0, :6] = 0.5, 1.5, 2.5, -0.5, np.nextafter(np.float32(0.5), np.float32(0)), rules.steps(4)
+    how: dict[str, Any] = {"outliers": 0, "clip": 1, "rules": rules, "backend": backend}
+    found = ptxlab.reorder_quantize(x, np.arange(128, dtype=np.int16), **how)
+    assert found.x[0, :6].tolist() == [*ties, 7] and found.scale[0, 0] == 1
+
+
+def test_places_that_there_are_not_write_nowhere() -> None:
+    """On a GPU nobody looks at them: in the emulator a store outside is an error."""
+    place = np.arange(256, dtype=np.int16)
+    place[:3] = -1, 256, 32767
+    sizes = {"K": 192, "outliers": 64, "g": 64, "pairs": 0, "code": 0, "clip": 1.0}
+    found = ptxlab.run("reorder_quantize", x=X, place=place, unchecked=True, backend="emulator", **sizes).outputs
+    assert (found["x_q"][:, 64:192] == 7).all() and (found["x_q"][:, 192:] == 127).all()
+
+
+@on_every_backend
 def test_groups_that_no_host_lets_through(backend: str) -> None:
     """What is no number, or too large for a scale, shows in the scale of its own group, and zeros have scale 1."""
     x = np.ones((5, 384), np.float32)
