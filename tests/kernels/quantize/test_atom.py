@@ -181,7 +181,7 @@ def test_by_hand() -> None:
 
 
 @on_every_backend
-@pytest.mark.parametrize(("rules", "ties"), zip(RULES, ([0, 2, 2, 0, 0], [1, 2, 3, -1, 0]), strict=True))
+@pytest.mark.parametrize(("rules", "ties"), [*zip(RULES, ([0, 2, 2, 0, 0], [1, 2, 3, -1, 0]), strict=True)])
 def test_ties(rules: quant.AtomRules, ties: list[int], backend: str) -> None:
     """Of a scale of 1: to even by the paper's rules, away from zero by the code's; what lies below a tie, to zero."""
     x = np.zeros((1, 128), np.float32)
