@@ -26,9 +26,10 @@ def test_every_number_is_within_half_a_step(data: st.DataObject, blocks: int, ro
     assert (found.q >= -most - 1).all() and (found.q <= most).all()
     inside = np.clip(x, (-most - 1) * step, most * step)
     assert (np.abs(found.dequantize() - inside) <= step / 2 * (1 + 1e-6)).all()
-    scales = np.abs(x).reshape(rows, blocks, 128).max(axis=2) / np.float32([7] * (blocks - int8) + [127] * int8)
-    expected = np.maximum(scales.astype(np.float16), np.float16(2.0**-24))
-    np.testing.assert_array_equal(found.scale, np.where(scales == 0, np.float16(1), expected), strict=True)
+    largest = np.abs(x).reshape(rows, blocks, 128).max(axis=2)
+    scales = (largest / np.float32([7] * (blocks - int8) + [127] * int8)).astype(np.float16)
+    expected = np.where(largest == 0, np.float16(1), np.maximum(scales, np.float16(2.0**-24)))
+    np.testing.assert_array_equal(found.scale, expected, strict=True)
 
 
 def test_outliers_fill_few_blocks() -> None:
