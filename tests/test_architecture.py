@@ -18,8 +18,8 @@ PACKAGE, TESTS = ROOT / "ptxlab", ROOT / "tests"
 # Rooms: folders and modules of the package root. Imports go one way, down the list.
 ORDER = (
     "errors", "validate", "io", "plot", "sources", "toolchain", "cost", "reference", "quant", "layout", "spec",
-    "emulator", "gpu", "runtime", "kernels", "model", "verify", "prove", "sass", "nsight", "bench", "profile",
-    "timeline", "weights", "demo", "testing", "public", "doctor", "jupyter", "cli", "__main__",
+    "emulator", "gpu", "runtime", "kernels", "model", "verify", "debugger", "prove", "sass", "nsight", "bench",
+    "profile", "timeline", "weights", "demo", "testing", "public", "doctor", "jupyter", "cli", "__main__",
 )  # fmt: skip
 
 

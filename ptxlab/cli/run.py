@@ -42,6 +42,7 @@ from ptxlab.errors import ArgumentError, EmulationError, SourceError
 from ptxlab.io.files import load_arrays, require_folder, save_arrays
 from ptxlab.kernels import holders
 from ptxlab.runtime.arguments import (
+    accept,
     checks_of,
     in_order,
     merge_sizes,
@@ -212,15 +213,9 @@ def run(
             "goes with one run, and --unneeded makes many: early, late, with seeds",
         )
         refuse({"--format": form if form != "text" else None}, "prints findings, and --unneeded has none")
-    spec, source, entry = kernels.resolve(target)
-    with _annotated(form, source.path):
-        if spec is not None:
-            only = {"--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
-            refuse(only, f"is for files only: {spec.name} has a spec, which says it")
-            kernel, launch = _by_spec(spec, source, arrays, unchecked)
-        else:
-            loaded = runtime.load(source, entry, defines=parse_integers("-D", define or []), arch=arch)
-            kernel, launch = _by_file(loaded, dims("grid", grid or "1"), dims("block", block or "32"), shared or 0)
+    found = kernels.resolve(target)
+    with _annotated(form, found[1].path):
+        kernel, launch = launching(*found, arrays, unchecked, grid, block, shared, arch, define)
         launch = partial(launch, backend=backend, max_steps=max_steps)
         if unneeded:
             return _unneeded(kernel(), partial(launch, checks=checks or emulator.CHECKS), arrays, as_json)
@@ -248,17 +243,38 @@ def run(
 
 
 # The kernel, compiled when it is asked for, and its launch on arrays by name.
-_Launching = tuple[Callable[[], runtime.Kernel], Callable[..., runtime.Outcome]]
+Launching = tuple[Callable[[], runtime.Kernel], Callable[..., runtime.Outcome]]
 
 
-def _by_spec(spec: KernelSpec, source: Source, arrays: Mapping[str, np.ndarray], unchecked: bool) -> _Launching:
+def launching(
+    spec: KernelSpec | None,
+    source: Source,
+    entry: str | None,
+    arrays: Mapping[str, np.ndarray],
+    unchecked: bool,
+    grid: str | None,
+    block: str | None,
+    shared: int | None,
+    arch: str | None,
+    define: list[str] | None,
+) -> Launching:
+    """What `run` and `debug` launch: a kernel as `kernels.resolve` finds it, on arrays by name."""
+    if spec is not None:
+        only = {"--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
+        refuse(only, f"is for files only: {spec.name} has a spec, which says it")
+        return _by_spec(spec, source, arrays, unchecked)
+    loaded = runtime.load(source, entry, defines=parse_integers("-D", define or []), arch=arch)
+    return _by_file(loaded, dims("grid", grid or "1"), dims("block", block or "32"), shared or 0)
+
+
+def _by_spec(spec: KernelSpec, source: Source, arrays: Mapping[str, np.ndarray], unchecked: bool) -> Launching:
     """A kernel with a spec; what is no array of it is a size."""
     shaped = {arg.name for arg in spec.args if arg.shape}
     sizes = {name: _size(spec, name, array) for name, array in arrays.items() if name not in shaped}
     wanted = output_variant(spec, None)
 
     def kernel() -> runtime.Kernel:
-        own = {name: array for name, array in arrays.items() if name in shaped}
+        own = {name: accept(spec, spec.arg(name), array) for name, array in arrays.items() if name in shaped}
         solved = spec.sizes_of({name: array.shape for name, array in own.items()}, sizes)
         return runtime.Kernel.of(spec, source, variant(spec, solved, own, wanted))
 
@@ -269,7 +285,7 @@ def _by_spec(spec: KernelSpec, source: Source, arrays: Mapping[str, np.ndarray],
     return kernel, launch
 
 
-def _by_file(kernel: runtime.Kernel, *geometry: Any) -> _Launching:
+def _by_file(kernel: runtime.Kernel, *geometry: Any) -> Launching:
     """A kernel without a spec, launched on grid, block and bytes of shared memory."""
 
     def launch(given: Mapping[str, np.ndarray], **how: Any) -> runtime.Outcome:

@@ -17,7 +17,7 @@ from ptxlab.emulator.front.ir import Entry, Instruction, Module, Variable
 from ptxlab.emulator.front.lane_annotation import LaneType
 from ptxlab.emulator.front.parse import parse
 from ptxlab.emulator.front.pointer_accesses import PointerAccess, accesses_of, pointers_of
-from ptxlab.emulator.launch import CHECKS, MAX_STEPS, MODES, ON_REQUEST, Result, run, size_of
+from ptxlab.emulator.launch import CHECKS, MAX_STEPS, MODES, ON_REQUEST, Result, run, size_of, watched
 from ptxlab.emulator.unneeded import Need, Ran, Statement, needs_of, statements_of
 
 __all__ = [
@@ -48,4 +48,5 @@ __all__ = [
     "run",
     "size_of",
     "statements_of",
+    "watched",
 ]

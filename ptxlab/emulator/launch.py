@@ -1,7 +1,9 @@
 """`run`: check the arguments, lay out memory, run the grid wave by wave, copy results back."""
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import prod
 
@@ -72,6 +74,23 @@ class Result:
     variables: Mapping[str, bytes] = field(default_factory=dict)
 
 
+Attach = Callable[[Machine], Iterable[Watcher]]
+_WATCHED: ContextVar[tuple[Attach, frozenset[str]] | None] = ContextVar("watched", default=None)
+
+
+@contextmanager
+def watched(attach: Attach, checks: Iterable[str] = ()) -> Iterator[None]:
+    """Launches inside, by whatever call, have further checks; `attach` makes further watchers of each of their waves.
+
+    It is asked before the code is bound. Its watchers come last: they see what the checks have reported by then.
+    """
+    token = _WATCHED.set((attach, frozenset(checks)))
+    try:
+        yield
+    finally:
+        _WATCHED.reset(token)
+
+
 def run(
     module: Module | str,
     entry: str | None,
@@ -121,6 +140,8 @@ def run(
     chain = current()
     if chain is not None:
         checks, mode, seed = checks | chain.checks, chain.mode, chain.seed
+    attach, more = _WATCHED.get() or (None, frozenset())
+    checks |= more
     check_launch(kernel, sizes, shared_bytes, checks, mode, seed)
     check_arguments(kernel, args)
     if not is_integer(max_steps) or max_steps < 1:
@@ -139,7 +160,7 @@ def run(
                 launch.unfenced = np.zeros(launch.memory.size, np.uint32)
             chain.enter(launch, buffers, uninitialised)
         try:
-            _run_waves(launch, checks, count_banks, step_clock)
+            _run_waves(launch, checks, count_banks, step_clock, attach)
         except EmulationError as error:
             return launch, buffers, error
         return launch, buffers, None
@@ -271,12 +292,15 @@ def _check_array(name: str, array: Array) -> None:
 # Waves
 
 
-def _run_waves(launch: LaunchState, checks: frozenset[str], count_banks: bool, step_clock: bool) -> None:
+def _run_waves(
+    launch: LaunchState, checks: frozenset[str], count_banks: bool, step_clock: bool, attach: Attach | None
+) -> None:
     """Run the grid."""
     with np.errstate(all="ignore"):
         for blocks in _waves(launch):
             machine = Machine(launch, blocks)
             machine.watchers = tuple(_watchers(machine, checks, count_banks, step_clock))
+            machine.watchers += tuple(attach(machine)) if attach else ()
             machine.run()
             vars(machine).clear()  # its steps refer to it: without that, only the garbage collector would free it
 
@@ -339,7 +363,7 @@ def _prepare(
     params = memory.reserve("the parameters", kernel.param_bytes, writable=False)
     addresses = {id(variable): region.start + BASE for variable, region in fixed}
     addresses.update({id(param): params.start + param.offset + BASE for param in kernel.params})
-    launch = LaunchState(kernel, memory, *sizes, shared_bytes, max_steps, addresses)
+    launch = LaunchState(kernel, memory, *sizes, shared_bytes, max_steps, addresses, args)
     per_cluster = prod(launch.cluster)  # a wave has as many whole clusters as fit
     count = min(max(1, WAVE_LANES // (launch.stride * per_cluster)) * per_cluster, prod(launch.grid))
     windows = [

@@ -2,8 +2,8 @@
 
 `cell` compiles what `magics` are given; `displays` show kernels, packed weights, launches and findings, `registers`
 words in binary, lane by lane. `identities` shows a dequantiser's arithmetic step by step; `maps` computes which lane
-holds which weight and `drawing` draws it; `widgets` adds sliders to both. `errors` prints errors in one line. Only
-`page` writes HTML.
+holds which weight and `drawing` draws it; `widgets` adds sliders to both, and the debugger. `errors` prints errors in
+one line. Only `page` writes HTML.
 """
 
 from typing import Any
@@ -14,13 +14,14 @@ from ptxlab.jupyter.cell import Cell, compile_cell
 from ptxlab.jupyter.displays import PAGES
 from ptxlab.jupyter.drawing import HolderView
 from ptxlab.jupyter.identities import Identities, identities
-from ptxlab.jupyter.widgets import dequant_sliders, layout_explorer
+from ptxlab.jupyter.widgets import debug, dequant_sliders, layout_explorer
 
 __all__ = [
     "Cell",
     "HolderView",
     "Identities",
     "compile_cell",
+    "debug",
     "dequant_sliders",
     "identities",
     "layout_explorer",

@@ -1,12 +1,16 @@
-"""Sliders: the dequantisation identities under one's fingers, and the explorer of layouts."""
+"""Sliders over the dequantisation identities and over layouts, and the debugger with buttons."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ptxlab.errors import UnavailableError
+from ptxlab.debugger import Commands, Session
+from ptxlab.errors import PtxlabError, UnavailableError
 from ptxlab.jupyter import maps
 from ptxlab.jupyter.drawing import HolderView
 from ptxlab.jupyter.identities import LANES, identities
+from ptxlab.jupyter.page import Html, element, excerpt, page
+from ptxlab.runtime import Kernel
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
@@ -49,6 +53,60 @@ def layout_explorer(name: str = "dual_mma", lane: int = 0) -> "VBox":
         return HolderView(maps.find(values["map"]), min(values["lane"], slider.max))._repr_html_()
 
     return _linked(ui.HBox([choice, slider]), [choice, slider], show)
+
+
+STEPS = ("step", "next", "stepi", "step all", "back", "backi", "continue", "rewind", "restart")
+
+
+def debug(kernel: Kernel, *args: Any, checks: str = "all", **launch: Any) -> "VBox":
+    """The debugger on `kernel(*args, **launch)` in the emulator: buttons, a line for any command, source and registers.
+
+    The box has the session as `session`.
+
+    Raises:
+        ArgumentError: arguments that the kernel does not take.
+        UnavailableError: ipywidgets is not installed.
+    """
+    ui = _ipywidgets()
+    session = Session.of(kernel, *args, checks=checks, **launch)
+    commands = Commands(session)
+    buttons = [ui.Button(description=step, layout=ui.Layout(width="auto")) for step in STEPS]
+    line = ui.Text(description="command", placeholder="break 12, print %r5, pending, help", continuous_update=False)
+    here, said = ui.HTML(), ui.HTML()
+
+    def carry_out(command: str) -> None:
+        try:
+            text = commands.run(command)
+        except PtxlabError as error:
+            text = f"error: {error}"
+        said.value = page(element("pre", text))
+        here.value = page(*_stopped(session))
+
+    def entered(change: Mapping[str, Any]) -> None:
+        if change["new"]:
+            carry_out(change["new"])
+            line.value = ""
+
+    for button in buttons:
+        button.on_click(lambda pressed: carry_out(pressed.description))
+    line.observe(entered, names="value")
+    carry_out("where")
+    box = ui.VBox([ui.HBox(buttons), line, said, here])
+    box.session = session
+    return box
+
+
+def _stopped(session: Session) -> list[Html]:
+    """The source around the line where a session has stopped, and the registers of the instruction."""
+    moment = session.now.moment
+    if moment.ended:
+        return []
+    instruction, source = moment.instruction, session.kernel.source
+    if instruction.path != source.path:
+        source = replace(source, text="\n".join(session.text(instruction.path)), path=instruction.path)
+    registers = Commands(session).run("registers").splitlines()
+    shown = excerpt(source, instruction.line, 4) if source.text else Html("")
+    return [shown, element("pre", f"#{moment.pc}  {instruction.text}\n" + "\n".join(registers))]
 
 
 def _linked(above: Any, controls: list[Any], show: Callable[[Mapping[str, Any]], str]) -> "VBox":

@@ -190,7 +190,7 @@ def of_cuda(text: str, entry: str, names: Collection[str], macros: Collection[st
     if len(found) != 1 or len(*found) != len(names):  # the preprocessor decides
         return tuple(map(Parameter, names))
     (declarations,) = found
-    return tuple(_of(text, name, each, macros) for name, each in zip(names, declarations, strict=True))
+    return tuple(of_declaration(text, name, each, macros) for name, each in zip(names, declarations, strict=True))
 
 
 def _lists(text: str, entry: str) -> list[str]:
@@ -219,7 +219,8 @@ def _split(parameters: str) -> list[str]:
     return [" ".join(part.split()) for part in parts] if parameters.strip() else []
 
 
-def _of(text: str, name: str, declaration: str, macros: Collection[str]) -> Parameter:
+def of_declaration(text: str, name: str, declaration: str, macros: Collection[str]) -> Parameter:
+    """What a declaration without its attributes says, `const float* x`; `text` may give its words other meanings."""
     bare = _QUALIFIER.sub(" ", declaration.partition("=")[0]).strip()
     arrays = bare.count("[")
     bare = re.sub(r"\[[^\]]*\]", "", bare).strip()

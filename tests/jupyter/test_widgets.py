@@ -3,10 +3,12 @@
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.jupyter import dequant_sliders, identities, layout_explorer, who_holds
+from ptxlab.jupyter import debug, dequant_sliders, identities, layout_explorer, who_holds
+from tests.support.debugged import SCALE, loaded
 
 pytest.importorskip("ipywidgets", reason="ipywidgets is not installed: it comes with the extra `jupyter`")
 
@@ -53,3 +55,38 @@ def test_bad_input() -> None:
         with pytest.raises(ArgumentError, match=problem):
             call()
     assert controls(dequant_sliders(s1=99))["s1"].value == 99
+
+
+@pytest.fixture
+def debugger() -> Any:
+    box = debug(loaded(SCALE), *np.zeros((2, 128), np.float32), 0.5, grid=1, block=128)
+    yield box
+    box.session.close()
+
+
+def test_the_debugger_follows_its_buttons_and_its_line(debugger: Any) -> None:
+    named, (said, here) = controls(debugger), debugger.children[2:]
+    assert "begin: k.ptx" in said.value and "ld.param.u64" in here.value
+    named["step"].click()
+    assert debugger.session.now.moment.pc == 1 and "dispatch 1" in said.value
+    for command, shown in (("break bar.sync", "breakpoint 1"), ("print %nosuch", "error: print: no register %nosuch")):
+        named["command"].value = command
+        assert shown in said.value and named["command"].value == ""
+    named["continue"].click()
+    assert 'class="at"' in here.value and "bar.sync" in here.value and "breakpoint 1" in said.value
+    named["command"].value = "registers all"
+    assert "%turned = 0" in said.value
+    named["back"].click()
+    assert "st.shared.f32" in here.value and "%at = 1024" in here.value
+    named["continue"].click(), named["continue"].click()
+    assert "the launch has ended" in said.value and "%at" not in here.value
+    named["stepi"].click()
+    assert "error: step: the launch has ended" in said.value
+    named["restart"].click()
+    assert debugger.session.now.moment.key == (0, False)
+
+
+def test_the_debugger_without_ipywidgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    with pytest.raises(UnavailableError, match=r"ptxlab\[jupyter\]"):
+        debug(loaded(SCALE), *np.zeros((2, 128), np.float32), 0.5, grid=1, block=128)

@@ -16,7 +16,7 @@ from ptxlab.emulator.front.ir import Variable
 from ptxlab.emulator.front.types import Array
 from ptxlab.errors import ArgumentError
 
-_LOCAL = re.compile(r"^_ZZ.*E\d+(?=[A-Za-z_]\w*$)")  # how C++ decorates the name of a function's own variable
+LOCAL_NAME = re.compile(r"^_ZZ.*E\d+(?=[A-Za-z_]\w*$)")  # how C++ decorates the name of a function's own variable
 BASE = 0x7F00_0000_0000
 SHARED_START = 1024  # address of the first byte of a shared window, as on sm_90: null is out of bounds
 GAP = 1 << 16
@@ -38,7 +38,7 @@ class Region:
         """A byte of it, in words."""
         for variable in reversed(self.variables):
             if variable.offset <= at and (at < variable.offset + variable.size or not variable.size):
-                return f"byte {at} of {self.name} ({_LOCAL.sub('', variable.name)} + {at - variable.offset})"
+                return f"byte {at} of {self.name} ({LOCAL_NAME.sub('', variable.name)} + {at - variable.offset})"
         return f"byte {at} of {self.name}"
 
 

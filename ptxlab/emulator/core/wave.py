@@ -35,6 +35,7 @@ class LaunchState:
     shared_bytes: int  # dynamic
     max_steps: int
     addresses: dict[int, int]  # id of a global, const or param variable -> its address
+    args: Sequence[Any] = ()  # as they were passed, in launch order
     shared_windows: Array = field(init=False)  # arena offset of each block's, for as many blocks as a wave may have
     local_window: int = field(init=False)
     findings: Findings = field(default_factory=Findings)

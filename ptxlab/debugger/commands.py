@@ -1,0 +1,391 @@
+"""The debugger's commands: a line of text in, lines of text out. The terminal and the widget both use them."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from ptxlab.debugger import matrices, pending, values
+from ptxlab.debugger.session import DebuggerError, Session, Stop
+from ptxlab.debugger.state import Held, State, could_hold, place_of
+from ptxlab.emulator.core.lanes import indices_of
+
+MOST_WRITTEN = 4  # registers of a line that are shown for a local
+AROUND = 4  # lines that `list` shows before and behind a line
+_AS = re.compile(r"(?P<what>.*?)(?:\s+as\s+(?P<type>\w+))?(?:\s+(?P<form>lanes|words|\d+x\d+))?"
+                 r"(?:\s+swizzle\s+(?P<span>\d+))?\s*")  # fmt: skip
+_HOLDS = re.compile(r"holds\s+(?:row\s+(?P<row>\d+))?(?:\s*(?:,|\s)\s*)?(?:col(?:umn)?\s+(?P<column>\d+))?"
+                    r"(?:\s+of\s+(?P<letter>\w))?\s*")  # fmt: skip
+
+Do = Callable[["Commands", str], list[str]]
+COMMANDS: dict[str, tuple[Do, str, str]] = {}  # name -> what it does, what it takes, what it is for
+ALIASES: dict[str, str] = {}
+REPEATED = frozenset({"step", "stepi", "next", "continue", "back", "backi"})  # by an empty line
+
+
+def command(names: str, takes: str = "") -> Callable[[Do], Do]:
+    """Enter a command with its aliases; its docstring is its help."""
+    name, *aliases = names.split()
+
+    def enter(function: Do) -> Do:
+        COMMANDS[name] = function, takes, " ".join((function.__doc__ or "").split())
+        ALIASES.update(dict.fromkeys((name, *aliases), name))
+        return function
+
+    return enter
+
+
+class Commands:
+    """Carries out commands on a session."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.last = ""  # what an empty line repeats
+
+    def run(self, line: str) -> str:
+        """What a command prints; raises PtxlabError for one that cannot be carried out."""
+        line = line.strip() or self.last
+        if not line:
+            return ""
+        name, rest = (*line.split(maxsplit=1), "")[:2]
+        known = ALIASES.get(name)
+        if known is None:
+            raise DebuggerError(f"unknown command {name!r}; `help` lists them")
+        self.last = line if known in REPEATED else ""
+        if rest and not COMMANDS[known][1]:
+            raise DebuggerError(f"{known}: takes nothing (got {rest!r})")
+        return "\n".join(COMMANDS[known][0](self, rest))
+
+    # Moving
+
+    @command("break b", "LINE | FILE:LINE | #INSTRUCTION | OPCODE | finding | nan | race ...")
+    def _break(self, rest: str) -> list[str]:
+        """Stop at a line or an instruction, or after a finding of a check; without an argument list breakpoints."""
+        session = self.session
+        if not rest:
+            return [f"{n}  {each.what}" for n, each in session.breakpoints.items()] or ["no breakpoints"]
+        number = session.stop_at(rest)
+        found = session.breakpoints[number]
+        places = f" ({len(found.code)} places)" if len(found.code) > 1 else ""
+        return [f"breakpoint {number}, {found.what}{places}"]
+
+    @command("delete d", "NUMBER")
+    def _delete(self, rest: str) -> list[str]:
+        """Remove a breakpoint."""
+        self.session.forget(_number("delete", rest))
+        return []
+
+    @command("continue c")
+    def _continue(self, rest: str) -> list[str]:
+        """Run to the next breakpoint, error or end."""
+        return self.stopped(self.session.go_on())
+
+    @command("step s", "[COUNT] [all]")
+    def _step(self, rest: str) -> list[str]:
+        """Run until the warp, or with `all` any warp, comes to another source line."""
+        return self._steps("step", self.session.step, "line", rest)
+
+    @command("next n", "[COUNT] [all]")
+    def _next(self, rest: str) -> list[str]:
+        """The same, over functions that this line calls."""
+        return self._steps("next", self.session.step, "call", rest)
+
+    @command("stepi si", "[COUNT] [all]")
+    def _stepi(self, rest: str) -> list[str]:
+        """Run one instruction of the warp, or with `all` of any warp."""
+        return self._steps("stepi", self.session.step, "instruction", rest)
+
+    @command("back", "[COUNT] [all]")
+    def _back(self, rest: str) -> list[str]:
+        """Go back to the source line before, by running again from the beginning."""
+        return self._steps("back", self.session.back, "line", rest)
+
+    @command("backi bi", "[COUNT] [all]")
+    def _backi(self, rest: str) -> list[str]:
+        """Go back by one instruction."""
+        return self._steps("backi", self.session.back, "instruction", rest)
+
+    @command("rewind rc")
+    def _rewind(self, rest: str) -> list[str]:
+        """Go back to the last breakpoint before here, or to the beginning."""
+        return self.stopped(self.session.rewind())
+
+    @command("restart")
+    def _restart(self, rest: str) -> list[str]:
+        """Go back to the beginning; breakpoints stay."""
+        return self.stopped(self.session.restart())
+
+    def _steps(self, name: str, move: Callable[..., Stop], unit: str, rest: str) -> list[str]:
+        words = rest.split()
+        everyone = "all" in words
+        counts = [word for word in words if word != "all"]
+        if len(counts) > 1 or not all(word.isdigit() and int(word) for word in counts):
+            raise DebuggerError(f"{name}: [COUNT] [all] (got {rest!r})")
+        stop = self.session.now
+        for _ in range(int(counts[0]) if counts else 1):
+            stop = move(unit, everyone=everyone)
+            if stop.reason != "step":
+                break
+        return self.stopped(stop)
+
+    # Where
+
+    def stopped(self, stop: Stop) -> list[str]:
+        """Why and where it has stopped, with the source line."""
+        moment, session = stop.moment, self.session
+        lines = [str(finding) for finding in moment.findings]
+        if moment.error is not None:
+            lines.append(f"error: {moment.error}")
+        if stop.ended:
+            count = len(moment.machine.launch.findings.found)
+            state = f"{count} finding{'s' * (count != 1)}" if count else "no findings"
+            return [*lines, f"the launch has ended after {moment.position} dispatches, {state}"]
+        instruction, machine = moment.instruction, moment.machine
+        others = len(moment.warps) - 1
+        lane = session.lane
+        here, who = indices_of(moment.lanes), "another wave"
+        if lane is not None:
+            mine = here[here // 32 == lane // 32] % 32
+            who = f"{place_of(machine, lane)}, warp {lane % machine.stride // 32}"
+            who += f" lanes {pending.ranges(mine.tolist())}" if len(mine) else ", which is not here"
+            others += not len(mine)
+        who += f", and {others} warp{'s' * (others > 1)} more" if others else ""
+        why = "" if stop.reason == "step" else f"{stop.reason}: "
+        after = "after " if moment.after else ""
+        text = self._source_line(instruction.path, instruction.line)
+        called = "".join(f", called from line {line}" for _, line in instruction.callers)
+        lines.append(f"{why}{after}{pending.line_of(instruction)}{called}, dispatch {moment.position}: {who}")
+        if text and Path(instruction.path).suffix != ".ptx":
+            lines.append(f"  {instruction.line:>5}  {text}")
+        return [*lines, f"  {f'#{moment.pc}':>5}  {pending.text_of(instruction)}"]
+
+    def _source_line(self, path: str, line: int) -> str:
+        text = self.session.text(path)
+        return text[line - 1].strip() if 0 < line <= len(text) else ""
+
+    @command("where w")
+    def _where(self, rest: str) -> list[str]:
+        """Why, where and for whom it has stopped."""
+        return self.stopped(self.session.now)
+
+    @command("list l", "[LINE]")
+    def _list(self, rest: str) -> list[str]:
+        """The source around here, or around a line; a line with code has a mark."""
+        code, now = self.session.code, self.session.now
+        at = code[min(now.moment.pc, len(code) - 1)]
+        path = self.session.kernel.source.path if rest else at.path
+        middle = _number("list", rest) if rest else at.line
+        text = self.session.text(path)
+        if not text:
+            raise DebuggerError(f"list: {path} cannot be read; `code` shows the instructions")
+        if not 0 < middle <= len(text):
+            raise DebuggerError(f"list: {Path(path).name} has {len(text)} lines (got {middle})")
+        has_code = {each.line for each in code if each.path == path}
+        lines = []
+        for n in range(max(1, middle - AROUND), min(len(text), middle + AROUND) + 1):
+            here = not now.ended and (path, n) == (at.path, at.line)
+            lines.append(f"{'=>' if here else '  '} {n:>5}{'+' if n in has_code else ' '} {text[n - 1]}")
+        return lines
+
+    @command("code", "[#INSTRUCTION]")
+    def _code(self, rest: str) -> list[str]:
+        """The PTX around here, or around an instruction, with the source line of each."""
+        code, pc = self.session.code, self.session.now.moment.pc
+        middle = min(pc, len(code) - 1) if not rest else _number("code", rest.lstrip("#"))
+        if not 0 <= middle < len(code):
+            raise DebuggerError(f"code: #0 to #{len(code) - 1} (got {rest})")
+        part = range(max(0, middle - AROUND), min(len(code), middle + AROUND + 1))
+        lines = [f"{f'#{i}':>5}  {pending.line_of(code[i]):<16} {pending.text_of(code[i])}" for i in part]
+        return [f"{'=>' if i == pc else '  '} {line}" for i, line in zip(part, lines, strict=True)]
+
+    @command("line", "[LINE]")
+    def _line(self, rest: str) -> list[str]:
+        """The instructions of a source line, with what the registers that they write hold now."""
+        session, code = self.session, self.session.code
+        at = code[min(session.now.moment.pc, len(code) - 1)]
+        path, line = (session.kernel.source.path, _number("line", rest)) if rest else (at.path, at.line)
+        chosen = [(i, each) for i, each in enumerate(code) if (each.path, each.line) == (path, line)]
+        if not chosen:
+            raise DebuggerError(f"line: line {line} of {Path(path).name} has no instruction")
+        state, lines = State(session), [self._source_line(path, line)]
+        for i, each in chosen:
+            held = ", ".join(_short(state.of_register(r)) for r in each.destinations)
+            lines.append(f"  {f'#{i}':>5}  {pending.text_of(each)}" + (f"    {held}" if held else ""))
+        return lines
+
+    @command("warps")
+    def _warps(self, rest: str) -> list[str]:
+        """Where the warps of the block are, and what they wait for."""
+        moment = self.session.now.moment
+        block = State(self.session).lane // moment.machine.stride
+        return pending.whereabouts(moment.machine, moment.pc, moment.lanes, block)
+
+    @command("thread t", "NUMBER | X,Y,Z")
+    def _thread(self, rest: str) -> list[str]:
+        """Look at another thread of the block."""
+        return self._look("thread", rest)
+
+    @command("lane", "NUMBER")
+    def _lane(self, rest: str) -> list[str]:
+        """Look at another lane of the warp."""
+        return self._look("lane", rest)
+
+    @command("warp", "NUMBER")
+    def _warp(self, rest: str) -> list[str]:
+        """Look at another warp of the block."""
+        return self._look("warp", rest)
+
+    @command("block", "NUMBER | X,Y,Z")
+    def _block(self, rest: str) -> list[str]:
+        """Look at another block."""
+        return self._look("block", rest)
+
+    def _look(self, what: str, number: str) -> list[str]:
+        session, launch = self.session, self.session.now.moment.machine.launch
+        block, thread = session.focus
+        shape = launch.grid if what == "block" else launch.block
+        if re.fullmatch(r"\d+,\d+,\d+", number) and what in ("thread", "block"):
+            index = tuple(map(int, number.split(",")))
+            if any(i >= n for i, n in zip(index, shape, strict=True)):
+                raise DebuggerError(f"{what}: there are {shape} (got {number})")
+            chosen = int(np.ravel_multi_index(index, shape, order="F"))
+        else:
+            chosen = _number(what, number)
+        limits = {"lane": 32, "warp": -(-launch.threads // 32)}
+        if chosen >= limits.get(what, chosen + 1):
+            raise DebuggerError(f"{what}: 0 to {limits[what] - 1} (got {chosen})")
+        numbers = {"thread": (block, chosen), "lane": (block, thread // 32 * 32 + chosen),
+                   "warp": (block, 32 * chosen), "block": (chosen, thread)}  # fmt: skip
+        session.look_at(*numbers[what])
+        if session.lane is None:
+            return [f"block {session.focus[0]} is in another wave: not there now"]
+        return [place_of(session.now.moment.machine, session.lane)]
+
+    @command("findings")
+    def _findings(self, rest: str) -> list[str]:
+        """What the checks have reported so far."""
+        found = self.session.now.moment.machine.launch.findings.found
+        return [str(finding) for finding in found.values()] or ["no findings"]
+
+    # What is there
+
+    @command("print p", "NAME[FROM:TO] [as TYPE] [lanes | words | ROWSxCOLUMNS [swizzle BYTES]]")
+    def _print(self, rest: str) -> list[str]:
+        """A register, special register, variable or argument; `[%rd4+8]` is memory, `shared` the whole window.
+
+        Of a C++ local it shows what the lines that assign it have written.
+        """
+        parsed = _AS.fullmatch(rest)
+        if not rest or parsed is None:
+            raise DebuggerError(f"print: {COMMANDS['print'][1]}")
+        state, form = State(self.session), parsed["form"]
+        if lines := self._assigned(state, rest):
+            return lines
+        found = state.find(parsed["what"])
+        found = found.as_type(parsed["type"]) if parsed["type"] else found
+        if form == "words":
+            found = found.as_type("b16" if found.values.itemsize == 2 and found.lane is not None else "b32")
+        if found.lane is not None and form is None and np.shape(found.values) == (32,):
+            return [f"{_short(found)}   {found.type}, {found.where}"]
+        shape = "" if np.ndim(found.values) == 0 else f"[{' x '.join(map(str, found.values.shape))}]"
+        if np.ndim(found.values) == 0 or found.values.size == 1:
+            value = values.scalar(found.values.reshape(1), found.type)
+            return [f"{found.name} = {value}   {found.type}, {found.where}"]
+        what = f"lanes of warp {self.session.focus[1] // 32}" if found.lane is not None else found.where
+        title = f"{found.name}   {found.type}{shape}, {what}"
+        if form and "x" in form:
+            rows, columns = map(int, form.split("x"))
+            found, title = found.tile(rows, columns, int(parsed["span"] or 16)), f"{title}, as {form}"
+        elif parsed["span"]:
+            raise DebuggerError(f"print: swizzle goes with ROWSxCOLUMNS (got {rest!r})")
+        return [title, *values.array(found.values, found.type, found.first)]
+
+    def _assigned(self, state: State, name: str) -> list[str]:
+        """Of a C++ local, which PTX has no name for: lines that assign it, and the last registers of its type there."""
+        source, code = self.session.kernel.source, state.machine.code
+        if source.language != "cu" or not re.fullmatch(r"[A-Za-z_]\w*", name) or state.knows(name):
+            return []
+        fits = could_hold(self.session.kernel, name)
+        pattern, lines = re.compile(rf"\b{name}(?:\[[^\]]*\])*\s*(?:[-+*/%&|^]|<<|>>)?=(?!=)"), []
+        for number, text in enumerate(self.session.text(source.path), 1):
+            here = [each for each in code if (each.path, each.line) == (source.path, number)]
+            wrote = list({r.name: r for each in here for r in each.destinations if fits(r)}.values())
+            if wrote and pattern.search(text):
+                held = ", ".join(_short(state.of_register(register)) for register in wrote[-MOST_WRITTEN:])
+                lines += [f"  {number:>5}  {text.strip()}", f"         {'.., ' * (len(wrote) > MOST_WRITTEN)}{held}"]
+        title = (
+            f"{name} is a C++ local, which PTX has no name for; the lines that assign it, and the last that they write:"
+        )
+        return [title, *lines] if lines else []
+
+    @command("registers r", "[all]")
+    def _registers(self, rest: str) -> list[str]:
+        """The registers of the instruction, or all of the kernel."""
+        state, moment = State(self.session), self.session.now.moment
+        if rest not in ("", "all"):
+            raise DebuggerError(f"registers: nothing or all (got {rest!r}); print shows one")
+        if rest == "all" or moment.ended:
+            chosen = list(state.registers().values())
+        else:
+            each = moment.instruction
+            named = (*([each.guard] if each.guard else ()), *each.destinations, *each.sources)
+            chosen = list({register.name: register for register in named}.values())
+        lines = [f"{_short(state.of_register(r))}   {r.type}" for r in sorted(chosen, key=_by_number)]
+        return lines or ["the instruction has no registers"]
+
+    @command("who", "holds row N [column M] [of a|b|c|d]")
+    def _who(self, rest: str) -> list[str]:
+        """Which lanes hold a row, a column or an element of a matrix operand, in which registers."""
+        parsed = _HOLDS.fullmatch(rest)
+        if parsed is None or (parsed["row"] is None and parsed["column"] is None):
+            raise DebuggerError("who: holds row N [column M] [of a|b|c|d]")
+        row, column = (None if parsed[name] is None else int(parsed[name]) for name in ("row", "column"))
+        return matrices.holders(State(self.session), parsed["letter"] or "d", row, column)
+
+    @command("fragment f", "[a|b|c|d] [FROM:TO, FROM:TO]")
+    def _fragment(self, rest: str) -> list[str]:
+        """The matrix that an operand of the matrix instruction at hand holds, over the lanes or in shared memory."""
+        letter, _, index = (rest or "d").partition(" ")
+        title, matrix, type_name = matrices.printed(State(self.session), letter)
+        whole = Held(letter, "", type_name, matrix)
+        part = whole.part(index.strip("[] ")) if index else whole
+        return [title, *values.array(np.atleast_1d(part.values), type_name, part.first)]
+
+    @command("pending")
+    def _pending(self, rest: str) -> list[str]:
+        """The block's copies, products and barriers, with groups, phases and counts, and who waits for what."""
+        machine = self.session.now.moment.machine
+        return pending.lines(machine, State(self.session).lane // machine.stride)
+
+    @command("help h ?", "[COMMAND]")
+    def _help(self, rest: str) -> list[str]:
+        """The commands, or one of them."""
+        if rest and rest not in ALIASES:
+            raise DebuggerError(f"help: no command {rest!r}")
+        chosen = [ALIASES[rest]] if rest else list(COMMANDS)
+        lines = []
+        for name in chosen:
+            short = [alias for alias, of in ALIASES.items() if of == name != alias]
+            _, takes, purpose = COMMANDS[name]
+            lines.append(f"{name}{''.join(f', {alias}' for alias in short)} {takes}".rstrip())
+            lines.append(f"      {purpose}")
+        return lines
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdigit():
+        raise DebuggerError(f"{name}: a number (got {text!r})")
+    return int(text)
+
+
+def _short(held: Held) -> str:
+    """`%f3 = 1.5` of a register in its lane."""
+    assert held.lane is not None
+    return f"{held.name} = {values.scalar(held.values[held.lane : held.lane + 1], held.type)}"
+
+
+def _by_number(register: object) -> tuple[str, int]:
+    name = str(getattr(register, "name", ""))
+    digits = re.search(r"\d+$", name)
+    return name[: digits.start()] if digits else name, int(digits[0]) if digits else 0

@@ -1,0 +1,190 @@
+"""Operands of matrix instructions: which lane and register hold which element, and the matrix that they make."""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from ptxlab.debugger.pending import line_of, ranges
+from ptxlab.debugger.session import DebuggerError
+from ptxlab.debugger.state import State
+from ptxlab.debugger.values import dtype_of, shown
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
+from ptxlab.layout import fragments
+from ptxlab.layout.descriptors import MatrixDescriptor
+from ptxlab.layout.fragments import Fragment
+
+_HEADS = ("mma", "wgmma", "ldmatrix", "stmatrix")
+_BITS = {"s8": 8, "u8": 8, "e4m3": 8, "e5m2": 8, "s4": 4, "u4": 4, "f16": 16, "bf16": 16, "b16": 16, "tf32": 32}
+_VIEWED = {"e4m3": "b8", "e5m2": "b8", "tf32": "f32"}  # as what they are printed
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixOperand:
+    """An operand `letter` of an instruction, with elements of a PTX type.
+
+    In registers: its fragment, over 32 lanes or the 128 of a warp group. In shared memory: the descriptor's register,
+    and its rows; it is printed with K along the columns.
+    """
+
+    letter: str
+    type: str
+    fragment: Fragment | None
+    registers: tuple[ir.Operand, ...]
+    rows: int = 0
+
+
+@cache
+def of_warp_group(fragment: Fragment) -> Fragment:
+    """Four warps' fragments below each other."""
+    rows = np.concatenate([fragment.rows + 16 * warp for warp in range(4)])
+    return Fragment(f"{fragment.name} of a warp group", fragment.bits, rows, np.concatenate([fragment.cols] * 4))
+
+
+def is_matrix(instruction: Instruction) -> bool:
+    """Whether its operands are matrices."""
+    return instruction.head in _HEADS and ("mma_async" in instruction.opcode or instruction.head != "wgmma")
+
+
+def operands_of(instruction: Instruction) -> dict[str, MatrixOperand]:
+    """Its matrices by letter; DebuggerError for a form whose fragments are not known."""
+    words = instruction.opcode.split(".")
+    shape = re.fullmatch(r"m\d+n(\d+)k(\d+)", next((w for w in words if re.fullmatch(r"m\d+n\d+k\d+", w)), ""))
+    types = [word for word in words if word in (*_BITS, "f32", "s32")]
+    unknown = DebuggerError(f"fragment: the fragments of {instruction.opcode} are not known here")
+    if instruction.head in ("ldmatrix", "stmatrix"):
+        count = next((int(word[1]) for word in words if word in ("x1", "x2", "x4")), 0)
+        if "m8n8" not in words or not count:
+            raise unknown
+        held = instruction.operands[0 if instruction.head == "ldmatrix" else 1]
+        return {"d": MatrixOperand("d", "b16", fragments.ldmatrix(count, "trans" in words), _items(held))}
+    if shape is None or (instruction.head == "wgmma") != (len(types) == 3) or len(types) not in (3, 4):
+        raise unknown
+    n, k = int(shape[1]), int(shape[2])
+    d, a, b = types[:3]
+    try:
+        if instruction.head == "wgmma":
+            return _of_wgmma(instruction, n, k, d, a, b)
+        maps = {"d": fragments.mma_c(_BITS.get(d, 32)), "a": fragments.mma_a(k, _BITS[a])}
+        maps |= {"b": fragments.mma_b(k, _BITS[b]), "c": maps["d"]}
+    except (KeyError, ValueError):
+        raise unknown from None
+    kinds = {"d": d, "a": a, "b": b, "c": d}
+    return {letter: MatrixOperand(letter, kinds[letter], maps[letter], _items(held))
+            for letter, held in zip("dabc", instruction.operands, strict=False)}  # fmt: skip
+
+
+def _of_wgmma(instruction: Instruction, n: int, k: int, d: str, a: str, b: str) -> dict[str, MatrixOperand]:
+    if d not in ("s32", "f32"):
+        raise KeyError(d)
+    held = instruction.operands
+    found = {"d": MatrixOperand("d", d, fragments.wgmma_d(n, d == "f32"), _items(held[0]))}
+    if isinstance(held[1], ir.Vector):
+        found["a"] = MatrixOperand("a", a, of_warp_group(fragments.mma_a(k, _BITS[a])), _items(held[1]))
+    else:
+        found["a"] = MatrixOperand("a", a, None, _items(held[1]), 64)
+    return found | {"b": MatrixOperand("b", b, None, _items(held[2]), n)}
+
+
+def _items(operand: ir.Operand) -> tuple[ir.Operand, ...]:
+    return tuple(operand.items) if isinstance(operand, ir.Vector) else (operand,)
+
+
+def nearest(state: State) -> Instruction:
+    """The matrix instruction at hand: the present one, the last one above it, or the first of the kernel."""
+    code, pc = state.machine.code, state.session.now.moment.pc
+    above = [i for i in code[: pc + 1] if is_matrix(i)]
+    found = above[-1:] or [i for i in code if is_matrix(i)]
+    if not found:
+        raise DebuggerError("fragment: this kernel has no mma, wgmma, ldmatrix or stmatrix")
+    return found[0]
+
+
+def operand(state: State, letter: str) -> tuple[Instruction, MatrixOperand]:
+    """An operand of the matrix instruction at hand."""
+    instruction = nearest(state)
+    known = operands_of(instruction)
+    if letter not in known:
+        raise DebuggerError(f"fragment: {instruction.opcode} has {', '.join(known)} (got {letter!r})")
+    return instruction, known[letter]
+
+
+def matrix(state: State, held: MatrixOperand) -> tuple[Array, str]:
+    """What it holds now, [rows, columns], and the type that this is printed as."""
+    type_name = _VIEWED.get(held.type, held.type)
+    viewed = {"s4": "s8", "u4": "u8"}.get(type_name, type_name)
+    dtype = dtype_of(viewed)
+    if held.fragment is None:
+        return _in_shared(state, held).view(dtype), viewed
+    return held.fragment.gather(_registers(state, held), dtype), viewed
+
+
+def _registers(state: State, held: MatrixOperand) -> Array:
+    """u32 [lanes, registers]."""
+    assert held.fragment is not None
+    machine, lanes = state.machine, held.fragment.lanes
+    first = state.lane // lanes * lanes
+    part = slice(first, first + lanes)
+    columns = [machine.reader(each, "b32")(part) if isinstance(each, ir.Register) and each.type != "f32"
+               else machine.reader(each, "f32")(part).view(np.uint32) for each in held.registers]  # fmt: skip
+    return np.ascontiguousarray(np.stack([np.broadcast_to(column, (lanes,)) for column in columns], axis=1))
+
+
+def _in_shared(state: State, held: MatrixOperand) -> Array:
+    """Bytes [rows, 32] of an operand that wgmma reads by its descriptor."""
+    machine, lane = state.machine, state.lane
+    read = machine.reader(held.registers[0], "u64")
+    value = int(np.broadcast_to(read(slice(lane, lane + 1)), (1,))[0])
+    places = MatrixDescriptor.decode(value).addresses(held.rows) + int(machine.shared_base[lane])
+    if places.min() < 0 or places.max() >= machine.memory.size:
+        raise DebuggerError(f"fragment: the descriptor {value:#x} of {held.letter} points nowhere yet")
+    return np.ascontiguousarray(machine.memory.arena[places])
+
+
+def holders(state: State, letter: str, row: int | None, column: int | None) -> list[str]:
+    """Lines: which lanes hold a row, a column or an element of an operand, in which registers, and its values."""
+    instruction, held = operand(state, letter)
+    fragment = held.fragment
+    if fragment is None:
+        raise DebuggerError(f"holds: {letter} of {instruction.head} is in shared memory; `fragment {letter}` prints it")
+    rows, columns = fragment.shape
+    for what, number, count in (("row", row, rows), ("column", column, columns)):
+        if number is not None and not 0 <= number < count:
+            raise DebuggerError(f"holds: {what} 0 to {count - 1} of {letter} (got {number})")
+    chosen = np.ones(fragment.rows.shape, bool)
+    chosen &= True if row is None else fragment.rows == row
+    chosen &= True if column is None else fragment.cols == column
+    texts = shown(*matrix(state, held))
+    wanted = f"{'' if row is None else f'row {row}'}{', ' if None not in (row, column) else ''}"
+    wanted += "" if column is None else f"column {column}"
+    lines = [f"{wanted} of {letter} [{rows} x {columns}], {held.type}, {line_of(instruction)}, `{instruction.opcode}`"]
+    lane_first = state.lane // fragment.lanes * fragment.lanes % state.machine.stride
+    for lane in np.flatnonzero(chosen.any(axis=(1, 2))).tolist():
+        parts = []
+        for register in np.flatnonzero(chosen[lane].any(axis=1)).tolist():
+            here = np.flatnonzero(chosen[lane, register]).tolist()
+            places = [fragment.index(lane, register, element) for element in here]
+            along = f"{'column' if column is None else 'row'}{'s' * (len(places) > 1)} "
+            along += ranges([at[column is None] for at in places])
+            name = getattr(held.registers[register], "name", "constant")
+            what = name if None not in (row, column) else f"{name}, {along}"
+            parts.append(f"{what}: {' '.join(texts[at] for at in places)}")
+        lines.append(f"  lane {lane % 32:>2} of warp {(lane_first + lane) // 32}   {'   '.join(parts)}")
+    return lines
+
+
+def printed(state: State, letter: str) -> tuple[str, Array, str]:
+    """A title, the matrix of an operand, and its type."""
+    instruction, held = operand(state, letter)
+    found, type_name = matrix(state, held)
+    where = "in shared memory" if held.fragment is None else f"in {', '.join(_names(held))}"
+    title = f"{letter} [{found.shape[0]} x {found.shape[1]}], {held.type}, {where}; {line_of(instruction)}, "
+    return f"{title}`{instruction.opcode}`", found, type_name
+
+
+def _names(held: MatrixOperand) -> list[str]:
+    names = [getattr(each, "name", "constant") for each in held.registers]
+    return names if len(names) <= 8 else [*names[:2], "..", names[-1]]

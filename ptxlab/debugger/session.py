@@ -1,0 +1,341 @@
+"""`Session`: a launch in the emulator under a debugger's commands, forwards and backwards."""
+
+import copy
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from ptxlab.debugger.stoppable import Moment, StoppableCall, Wanted
+from ptxlab.emulator.core.lanes import indices_of
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.errors import PtxlabError
+from ptxlab.runtime import Kernel
+from ptxlab.runtime.arguments import checks_of
+
+FLOAT = ("nan", "infinity", "overflow", "subnormal")  # kinds of findings of the check "float"
+_KINDS = (
+    "finding", "carry", "range", "uninitialised", "race", "async", "async-dirty", "war", "divergence", *FLOAT,
+)  # fmt: skip
+UNITS = ("line", "call", "instruction")
+
+
+class DebuggerError(PtxlabError):
+    """A command that cannot be carried out."""
+
+
+@dataclass(frozen=True)
+class Breakpoint:
+    """Where to stop: at these instructions, or after one that has reported a finding of these kinds."""
+
+    what: str  # as it was asked for, or a line with its file
+    entry: str = ""  # the kernel that the instructions are of
+    code: frozenset[int] = frozenset()
+    kinds: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Where a session is, and why."""
+
+    moment: Moment
+    reason: str
+
+    @property
+    def ended(self) -> bool:
+        """Whether the launch has."""
+        return self.moment.ended
+
+
+class Session:
+    """A call that launches a kernel in the emulator, stopped before its first instruction.
+
+    `call` is made again whenever the session goes backwards, so it must find its arrays as they were: give it copies.
+    `kernel` is what it launches; `checks` are added to those that it asks for. One thread is looked at, `focus`.
+
+    Raises what `call` raises before the kernel begins.
+    """
+
+    def __init__(self, call: Callable[[], object], kernel: Kernel, checks: Iterable[str] = ()) -> None:
+        self.call, self.kernel, self.asked = call, kernel, frozenset(checks)
+        self.checks = self.asked
+        self.breakpoints: dict[int, Breakpoint] = {}
+        self.focus = (0, 0)  # block and thread, by their number in grid and block
+        self.found = False  # whether a check has reported something, or the launch has failed, wherever it is now
+        self._texts: dict[str, list[str]] = {}
+        self._number = 0
+        self._run = StoppableCall(call, self.checks)
+        self.now = self._until(lambda moment: "begin")
+        self._watch(self.now.moment)
+
+    @classmethod
+    def of(cls, kernel: Kernel, *args: Any, checks: str | Iterable[str] = "all", **launch: Any) -> Self:
+        """A kernel of `ptxlab.load`, launched as `kernel(*args, **launch)` would; the arguments stay as they are."""
+        chosen = checks_of("checks", checks)
+
+        def call() -> object:
+            return kernel(*copy.deepcopy(args), checks=chosen, **{**launch, "backend": "emulator"})
+
+        return cls(call, kernel, chosen)
+
+    def close(self) -> None:
+        """End the launch where it is; nothing can be done with the session any more."""
+        self._run.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Where the session is
+
+    @property
+    def lane(self) -> int | None:
+        """The thread that is looked at, as a lane of the wave; None: its block is in another wave."""
+        machine = self.now.moment.machine
+        (block, thread), grid = self.focus, machine.launch.grid
+        at = np.flatnonzero((machine.blocks == np.unravel_index(block, grid, order="F")).all(axis=1))
+        return int(at[0]) * machine.stride + thread if len(at) else None
+
+    def look_at(self, block: int, thread: int) -> None:
+        """Look at another thread, by the number of its block in the grid and its own in the block."""
+        launch = self.now.moment.machine.launch
+        for name, number, count in (("block", block, int(np.prod(launch.grid))), ("thread", thread, launch.threads)):
+            if not 0 <= number < count:
+                raise DebuggerError(f"{name}: 0 to {count - 1} (got {number})")
+        self.focus = block, thread
+
+    def _watch(self, moment: Moment) -> None:
+        """Look at a thread that the moment is about, unless the present one's warp is among them."""
+        if moment.ended:
+            return
+        if moment.findings:
+            launch, first = moment.machine.launch, moment.findings[0]
+            block = int(np.ravel_multi_index(first.block, launch.grid, order="F"))
+            self.focus = block, int(np.ravel_multi_index(first.thread, launch.block, order="F"))
+        elif self.lane is None or self.lane // 32 not in moment.warps:
+            machine = moment.machine
+            within, thread = divmod(int(indices_of(moment.lanes)[0]), machine.stride)
+            index = tuple(machine.blocks[within])
+            self.focus = int(np.ravel_multi_index(index, machine.launch.grid, order="F")), thread
+
+    # Breakpoints
+
+    def stop_at(self, what: str) -> int:
+        """A breakpoint: a line (`12`, `scale.cu:12`), an instruction (`#17`, or an opcode's beginning), or a finding of
+        any kind (`finding`) or of one (`race`, `nan` ...). Returns its number.
+        """
+        found = self._breakpoint(what.strip())
+        if found.kinds & {*FLOAT} and "float" not in self.checks:
+            self.checks |= {"float"}
+            self._replay(self.now.moment.key)
+        self._number += 1
+        self.breakpoints[self._number] = found
+        return self._number
+
+    def forget(self, number: int) -> None:
+        """Remove a breakpoint."""
+        if number not in self.breakpoints:
+            raise DebuggerError(f"delete: no breakpoint {number}; there are {[*self.breakpoints] or 'none'}")
+        del self.breakpoints[number]
+
+    def _breakpoint(self, what: str) -> Breakpoint:
+        code, entry = self.code, self.now.moment.machine.launch.entry.name
+        if what in _KINDS:
+            unasked = set[str]() if "float" in self.asked else {*FLOAT}
+            kinds = {what} if what != "finding" else {*_KINDS} - unasked
+            return Breakpoint(what, kinds=frozenset(kinds))
+        if index := re.fullmatch(r"#(\d+)", what):
+            if int(index[1]) >= len(code):
+                raise DebuggerError(f"break: #{index[1]} is no instruction; they are #0 to #{len(code) - 1}")
+            return Breakpoint(what, entry, frozenset({int(index[1])}))
+        if line := re.fullmatch(r"(?:(.*):)?(\d+)", what):
+            return self._at_line(line[1], int(line[2]))
+        chosen = {pc for pc, each in enumerate(code) if what and f"{each.opcode}.".startswith(f"{what.rstrip('.')}.")}
+        if not chosen:
+            known = ", ".join(_KINDS)
+            raise DebuggerError(f"break: a line, #INSTRUCTION, an opcode of the kernel, or {known} (got {what!r})")
+        return Breakpoint(what, entry, frozenset(chosen))
+
+    def _at_line(self, file: str | None, line: int) -> Breakpoint:
+        """Where instructions of a line begin, at each place that the compiler has put them."""
+        code = self.code
+        paths = dict.fromkeys(each.path for each in code)
+        path = self.kernel.source.path
+        if file:
+            path = next((p for p in paths if p == file or Path(p).name == Path(file).name), "")
+            if not path:
+                known = ", ".join(Path(p).name for p in paths)
+                raise DebuggerError(f"break: no instruction is from {file}; there is {known}")
+        name, count = Path(path).name, len(self.text(path))
+        lines = sorted({each.line for each in code if each.path == path})
+        if count and not 1 <= line <= count:
+            raise DebuggerError(f"break: {name} has {count} lines (got {line})")
+        if line not in lines:
+            following = next((f"; the next with one is {n}" for n in lines if n > line), "")
+            raise DebuggerError(f"break: line {line} of {name} has no instruction{following}")
+        places = [(each.path, each.line, each.callers) for each in code]
+        starts = {pc for pc, place in enumerate(places)
+                  if place[:2] == (path, line) and (pc == 0 or places[pc - 1] != place)}  # fmt: skip
+        return Breakpoint(f"{name}:{line}", self.now.moment.machine.launch.entry.name, frozenset(starts))
+
+    def _hit(self, moment: Moment) -> str:
+        """Whether a breakpoint or an error stops there."""
+        if moment.error is not None:
+            return "error"
+        kinds = {finding.kind for finding in moment.findings}
+        for number, each in self.breakpoints.items():
+            here = not moment.after and moment.pc in each.code and moment.machine.launch.entry.name == each.entry
+            if here or each.kinds & kinds:
+                return f"breakpoint {number}, {each.what}"
+        return ""
+
+    def _either(self, steps: Wanted) -> Wanted:
+        """A breakpoint, or where a step ends; the latter is asked every time, as it follows the places."""
+
+        def wanted(moment: Moment) -> str:
+            step = steps(moment)
+            return self._hit(moment) or step
+
+        return wanted
+
+    # Forwards
+
+    def go_on(self) -> Stop:
+        """Run to the next breakpoint, error or end."""
+        return self._forward("continue", self._hit)
+
+    def step(self, unit: str = "line", *, everyone: bool = False) -> Stop:
+        """Run until the warp that is looked at, or anyone, comes to another `line`, or `instruction`.
+
+        A `call` is a line that is not in a function called from here. The other warps run as the scheduler has it.
+        """
+        self._refuse_ended("step")
+        if not everyone and self.lane is not None:
+            machine, first = self.now.moment.machine, self.lane // 32 * 32
+            if not machine.alive[first : first + 32].any():
+                raise DebuggerError(f"step: warp {self.focus[1] // 32} of block {self.focus[0]} has ended; step all?")
+        steps = self._steps(unit, everyone, self.now.moment)
+        return self._forward("step", self._either(steps))
+
+    def _forward(self, what: str, wanted: Wanted) -> Stop:
+        self._refuse_ended(what)
+        here = self.now.moment.key
+        self.now = self._until(lambda moment: wanted(moment) if moment.key > here else "")
+        if self.now.reason != "step":
+            self._watch(self.now.moment)
+        return self.now
+
+    def _refuse_ended(self, what: str) -> None:
+        if self.now.ended:
+            raise DebuggerError(f"{what}: the launch has ended; back, rewind and restart go on from here")
+
+    def _steps(self, unit: str, everyone: bool, since: Moment | None) -> Wanted:
+        """Where a step of the warp that is looked at, or of anyone, ends; `since`: where it has begun."""
+        if unit not in UNITS:
+            raise DebuggerError(f"step: by {', '.join(UNITS)} (got {unit!r})")
+        (block, thread), depth = self.focus, None
+        place: object = None
+        if since is not None and not since.ended:
+            own = everyone or (self.lane is not None and self.lane // 32 in since.warps)
+            place, depth = since.place if own else None, len(since.instruction.callers)
+
+        def wanted(moment: Moment) -> str:
+            nonlocal place
+            if moment.after or not (everyone or self._is_of(moment, block, thread)):
+                return ""
+            before, place = place, moment.place
+            if unit == "call" and depth is not None and len(moment.instruction.callers) > depth:
+                place = before
+                return ""
+            return "step" if unit == "instruction" or place != before else ""
+
+        return wanted
+
+    @staticmethod
+    def _is_of(moment: Moment, block: int, thread: int) -> bool:
+        """Whether lanes of that thread's warp run the instruction."""
+        machine = moment.machine
+        index = np.unravel_index(block, machine.launch.grid, order="F")
+        at = np.flatnonzero((machine.blocks == index).all(axis=1))
+        return bool(len(at)) and (int(at[0]) * machine.stride + thread) // 32 in moment.warps
+
+    # Backwards
+
+    def back(self, unit: str = "line", *, everyone: bool = False) -> Stop:
+        """Go back to where the last step ends before here, or at a breakpoint on the way."""
+        steps = self._steps(unit, everyone, None)
+        return self._backward("back", self._either(steps))
+
+    def rewind(self) -> Stop:
+        """Go back to the last breakpoint before here, or to the beginning."""
+        return self._backward("rewind", self._hit)
+
+    def restart(self) -> Stop:
+        """Go back to the beginning."""
+        return self._replay((0, False), "begin")
+
+    def _backward(self, what: str, wanted: Wanted) -> Stop:
+        here = self.now.moment.key
+        if here == (0, False):
+            raise DebuggerError(f"{what}: this is the beginning of the launch")
+        target, reason = (0, False), "begin"
+
+        def look(moment: Moment) -> str:
+            nonlocal target, reason
+            if moment.key >= here:
+                return "here"
+            if why := wanted(moment):
+                target, reason = moment.key, why
+            return ""
+
+        self._renew()
+        self._until(look)
+        self._replay(target, reason)
+        if reason != "step":
+            self._watch(self.now.moment)
+        return self.now
+
+    def _replay(self, target: tuple[int, bool], reason: str = "") -> Stop:
+        """Run again from the beginning, to a moment."""
+        reason = reason or self.now.reason
+        self._renew()
+        self.now = self._until(lambda moment: reason if moment.key >= target else "")
+        return self.now
+
+    def _renew(self) -> None:
+        self._run.abandon()
+        self._run = StoppableCall(self.call, self.checks)
+
+    def _until(self, wanted: Wanted) -> Stop:
+        run = self._run
+        run.go(wanted)
+        moment = run.moment
+        if run.error is not None and (moment is None or moment.error is None):
+            raise run.error
+        if moment is None:
+            raise DebuggerError("debug: the call has launched nothing in the emulator")
+        self.found |= bool(moment.machine.launch.findings.found) or moment.error is not None
+        return Stop(moment, run.reason or "end")
+
+    # Sources
+
+    @property
+    def code(self) -> list[Instruction]:
+        """Of the kernel that runs."""
+        return self.now.moment.machine.code
+
+    def text(self, path: str) -> list[str]:
+        """The lines of a source; none if it cannot be read."""
+        if path not in self._texts:
+            source, text = self.kernel.source, ""
+            if path == source.path:
+                text = source.text
+            elif Path(path).is_file():
+                text = Path(path).read_text(errors="replace")
+            self._texts[path] = text.splitlines()
+        return self._texts[path]

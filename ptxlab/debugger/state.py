@@ -1,0 +1,294 @@
+"""What a stopped session holds, by name: registers, special registers, variables, arguments."""
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ptxlab.debugger import values
+from ptxlab.debugger.session import DebuggerError, Session
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.core.memory import BASE, LOCAL_NAME, SHARED_START
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.types import DTYPES, Array, bits_of
+from ptxlab.emulator.launch import array_of
+from ptxlab.layout.descriptors import SPANS, swizzle
+from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.runtime import Kernel
+from ptxlab.runtime.signature import of_declaration
+
+_NAME = re.compile(r"(?P<name>[^\s\[\]]+|\[[^\]]+\])(?:\[(?P<index>[^\]]*)\])?")
+_SPECIAL = re.compile(r"%[a-z]\w*(\.[xyz])?")
+_ADDRESS = re.compile(r"\[(?P<register>%?[\w$]+)(?P<offset>[+-]\d+)?\]")
+
+
+@dataclass(frozen=True)
+class Held:
+    """Something that a name stands for.
+
+    Attributes:
+        name: as it is printed.
+        where: whose it is, or where it lies.
+        type: a PTX type, or lanes such as `u8x4`.
+        values: of `values.dtype_of` that type; a register's of all lanes of the warp [32], a variable's in its shape.
+        lane: of the warp, for a register; None for memory.
+    """
+
+    name: str
+    where: str
+    type: str
+    values: Array
+    lane: int | None = None
+    first: int = 0  # index of the first value, of a slice
+    address: int | None = None  # of a whole variable in shared memory
+
+    def as_type(self, type_name: str) -> "Held":
+        """The same bits as another type."""
+        dtype = values.dtype_of(type_name)
+        flat = np.ascontiguousarray(self.values)
+        if self.lane is not None:
+            if dtype.itemsize > flat.itemsize or (type_name == "pred") != (self.type == "pred"):
+                raise DebuggerError(f"as: {self.name} has {8 * flat.itemsize} bits, {type_name} does not fit")
+            return replace(self, type=type_name, values=flat.view(dtype)[:: flat.itemsize // dtype.itemsize])
+        if flat.itemsize != dtype.itemsize:
+            raw = flat.reshape(-1).view(np.uint8)
+            flat = raw[: len(raw) // dtype.itemsize * dtype.itemsize]
+            if not len(flat):
+                raise DebuggerError(f"as: {self.name} has {len(raw)} bytes, {type_name} takes {dtype.itemsize}")
+        return replace(self, type=type_name, values=flat.view(dtype))
+
+    def part(self, index: str) -> "Held":
+        """Some of its values: `3`, `0:16`, `2, 0:8`; of a register these are lanes."""
+        parts = [part.strip() for part in index.split(",")]
+        if not all(re.fullmatch(r"\d*(?::\d*)?", part) and part for part in parts):
+            raise DebuggerError(f"print: an index is a number or from:to, per axis (got [{index}])")
+        ranges = [slice(*(int(n) if n else None for n in part.split(":"))) if ":" in part else int(part)
+                  for part in parts]  # fmt: skip
+        try:
+            chosen = self.values[tuple(ranges)]
+        except IndexError:
+            shape = " x ".join(map(str, self.values.shape))
+            raise DebuggerError(f"print: {self.name} is {shape} (got [{index}])") from None
+        if not np.size(chosen):
+            raise DebuggerError(f"print: [{index}] of {self.name} is empty")
+        last = ranges[-1] if len(ranges) == self.values.ndim else slice(None)
+        start = last.start or 0 if isinstance(last, slice) and np.ndim(chosen) == 1 else 0
+        name = f"{self.name}[{', '.join(parts)}]"
+        return replace(self, name=name, values=np.asarray(chosen), first=start, address=None)
+
+    def tile(self, rows: int, columns: int, span: int = 16) -> "Held":
+        """Its first elements as a matrix; `span`: of the swizzle by which its 16-byte pieces lie in shared memory."""
+        if rows * columns > self.values.size or not rows * columns:
+            raise DebuggerError(f"print: {self.name} has {self.values.size} elements, {rows}x{columns} does not fit")
+        if span == 16:
+            return replace(self, values=self.values.reshape(-1)[: rows * columns].reshape(rows, columns), first=0)
+        of_row = columns * self.values.itemsize
+        if span not in SPANS or of_row != span or self.address is None:
+            rule = f"swizzle {', '.join(map(str, SPANS[1:]))}, the bytes of a row, of a whole variable in shared memory"
+            raise DebuggerError(f"print: {rule} (got {self.name}, rows of {of_row} bytes, {span})")
+        raw = np.ascontiguousarray(self.values).reshape(-1).view(np.uint8)
+        places = swizzle(self.address + np.arange(rows * span), span) - self.address
+        if places.min() < 0 or places.max() >= len(raw):
+            raise DebuggerError(f"print: {self.name} does not begin or end at a multiple of {8 * span} bytes")
+        return replace(self, values=raw[places].view(self.values.dtype).reshape(rows, columns), first=0)
+
+
+class State:
+    """Looks names up, for the thread that a session looks at."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.machine = session, session.now.moment.machine
+        found = session.lane
+        if found is None:
+            raise DebuggerError("the block that is looked at runs in another wave; thread or block chooses another")
+        self.lane: int = found
+
+    @property
+    def place(self) -> str:
+        """`block (0,0,0) thread (5,0,0)`."""
+        return place_of(self.machine, self.lane)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the arguments; of a kernel that is not the session's, those that PTX has."""
+        entry, kernel = self.machine.launch.entry, self.session.kernel
+        return kernel.parameters if entry.name == kernel.entry else tuple(each.name for each in entry.params)
+
+    def find(self, text: str) -> Held:
+        """What `%r5`, `%tid.x`, `tile[0:8]`, `a[3]`, `[%rd4+16]` or `shared` stands for."""
+        parsed = _NAME.fullmatch(text.strip())
+        if parsed is None:
+            raise DebuggerError(f"print: a name, perhaps with an index such as [0:8] (got {text!r})")
+        name, index = parsed["name"], parsed["index"]
+        found = self.at_address(name) if name.startswith("[") else self.named(name)
+        return found if index is None else found.part(index)
+
+    def knows(self, name: str) -> bool:
+        """Whether `named` finds it."""
+        return name in self.registers() or name in self.memory_names() or name in self.parameters
+
+    def named(self, name: str) -> Held:
+        """A register, a special register, a variable of the kernel or of the module, or an argument."""
+        if register := self.register(name):
+            return self.of_register(register)
+        if name.startswith("%"):
+            return self.special(name)
+        known = self.memory_names()
+        if name in known:
+            return self.of_memory(name, *known[name])
+        if name in self.parameters:
+            return self.argument(self.parameters.index(name))
+        names = [*self.registers(), *known, *self.parameters]
+        near = ", ".join(difflib.get_close_matches(name, names, 3, 0.5))
+        hint = f"nearest: {near}" if near else "C++ locals are in registers, which `line` shows by source line"
+        raise DebuggerError(f"print: no register, variable or argument {name!r}; {hint}")
+
+    # Registers
+
+    def registers(self) -> dict[str, ir.Register]:
+        """Those of the code, by name; where blocks of PTX declare one name twice, the one that is nearest above."""
+        pc, found = self.session.now.moment.pc, dict[str, ir.Register]()
+        code = self.machine.code
+        for at in [*range(len(code) - 1, pc, -1), *range(min(pc, len(code) - 1) + 1)]:
+            for each in ir.registers((*code[at].operands, *([code[at].guard] if code[at].guard else []))):
+                found[each.name] = each
+        return found
+
+    def register(self, name: str) -> ir.Register | None:
+        """One of them."""
+        return self.registers().get(name)
+
+    def of_register(self, register: ir.Register) -> Held:
+        """Its values in the warp."""
+        first = self.lane // 32 * 32
+        row = self.machine.row(replace(register, negated=False, selector=""), register.type)[first : first + 32]
+        return Held(register.name, self.place, register.type, row.copy(), self.lane - first)
+
+    def special(self, name: str) -> Held:
+        """`%tid.x`."""
+        type_name = "u64" if name.endswith("64") else "u32"
+        try:
+            if not _SPECIAL.fullmatch(name):
+                raise ValueError(name)
+            read = self.machine.special(name, type_name)
+        except (UnknownOpcode, ValueError):
+            near = ", ".join(difflib.get_close_matches(name, self.registers(), 3, 0.4))
+            raise DebuggerError(f"print: no register {name} in this kernel{near and '; nearest: '}{near}") from None
+        first = self.lane // 32 * 32
+        row = np.broadcast_to(read(slice(first, first + 32)), (32,))
+        return Held(name, self.place, type_name, row.copy(), self.lane - first)
+
+    # Memory
+
+    def memory_names(self) -> dict[str, tuple[int, int, str]]:
+        """Variables by name -> arena offset, bytes, PTX type; `shared` and `local` are the whole windows."""
+        machine, launch = self.machine, self.machine.launch
+        base = int(machine.shared_base[self.lane]) + SHARED_START
+        found = {"shared": (base, launch.window_bytes, "u32")} if launch.window_bytes else {}
+        if launch.entry.local_bytes:
+            found["local"] = int(machine.local_base[self.lane]), launch.entry.local_bytes, "u32"
+        for each in launch.entry.shared:
+            size = each.size or launch.window_bytes - each.offset  # of an extern array: all that follows
+            found[plain(each.name)] = base + each.offset, size, each.type
+        for region in launch.memory.regions:
+            space, _, name = region.name.partition(" ")
+            if space in ("global", "const"):
+                types = {v.name: v.type for v in self.session.kernel.module.variables}
+                found[plain(name)] = region.start, region.end - region.start, types.get(name, "u32")
+        return found
+
+    def of_memory(self, name: str, start: int, size: int, type_name: str) -> Held:
+        """A variable; in CUDA C++ of the type and shape that its declaration shows."""
+        type_name = f"u{type_name[1:]}" if type_name[0] == "b" and type_name[1:].isdigit() else type_name
+        shape: tuple[int, ...] = (-1,)
+        if self.session.kernel.source.language == "cu" and name not in ("shared", "local"):
+            type_name, shape = declared(self.session.kernel, name, size) or (type_name, shape)
+        dtype = values.dtype_of(type_name)
+        bytes_ = self.machine.memory.arena[start : start + size // dtype.itemsize * dtype.itemsize]
+        base = int(self.machine.shared_base[self.lane])
+        shared = start - base if self.machine.launch.is_shared(np.array([start]))[0] else None
+        held = bytes_.view(dtype).reshape(shape)
+        return Held(name, self.machine.memory.byte(start), type_name, held, address=shared)
+
+    def argument(self, position: int) -> Held:
+        """A parameter: a number, or the array that it points to."""
+        launch, name = self.machine.launch, self.parameters[position]
+        value = launch.args[position]
+        array = array_of(value)
+        if array is None:
+            raw = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value).reshape(1)
+            return Held(name, f"argument {position}", type_named(raw.dtype), raw)
+        at = launch.addresses[id(launch.entry.params[position])] - BASE
+        if isinstance(value, TensorMap):
+            start = launch.tensor_maps[at][1]
+        else:
+            start = int(self.machine.memory.view[8][at // 8]) - BASE
+        type_name = type_named(array.dtype)
+        here = self.machine.memory.arena[start : start + array.nbytes].view(values.dtype_of(type_name))
+        here = here.reshape(array.shape) if here.itemsize == array.itemsize else here
+        return Held(name, f"argument {position}, {array.dtype}{list(array.shape)}", type_name, here)
+
+    def at_address(self, text: str) -> Held:
+        """`[%rd4+16]`: memory from where a register points to, to the end of what lies there."""
+        parsed = _ADDRESS.fullmatch(text)
+        register = self.register(parsed["register"]) if parsed else None
+        if parsed is None or register is None or bits_of(register.type) < 32:
+            raise DebuggerError(f"print: [REGISTER+OFFSET] of 32 bits, into shared memory, or 64 (got {text})")
+        address = int(self.of_register(register).values[self.lane % 32]) + int(parsed["offset"] or 0)
+        base = int(self.machine.shared_base[self.lane]) if bits_of(register.type) == 32 else -BASE
+        region = self.machine.memory.region_of(address + base)
+        if region is None or address + base >= region.end or address + base < region.start:
+            where = self.machine.memory.describe(address + base, 1)
+            raise DebuggerError(f"print: {text} points nowhere: {where}")
+        start = address + base
+        count = min(region.end - start, 4 * values.MOST) // 4 * 4
+        return Held(text, self.machine.memory.byte(start), "u32", self.machine.memory.arena[start : start + count]
+                    .copy().view(np.uint32))  # fmt: skip
+
+
+def place_of(machine: Machine, lane: int) -> str:
+    """`block (0,0,0) thread (5,0,0)`."""
+    block, thread = ("({},{},{})".format(*index) for index in machine.place_of(lane))
+    return f"block {block} thread {thread}"
+
+
+def plain(name: str) -> str:
+    """The name of a variable as its source has it."""
+    return LOCAL_NAME.sub("", name)
+
+
+def declared(kernel: Kernel, name: str, size: int) -> tuple[str, tuple[int, ...]] | None:
+    """Type and shape of a variable of CUDA C++, as far as its declaration shows them plainly."""
+    text = kernel.source.text
+    pattern = rf"__(?:shared|constant|device)__\s+(?:alignas\([^)]*\)\s*)?([^;(){{}}]*?\b{name})\b((?:\s*\[[^\]]*\])*)"
+    found = re.search(pattern, text)
+    number = of_declaration(text, name, found[1], kernel.defines).number if found else None
+    if found is None or number is None or number.kind == "raw":
+        return None
+    kind = {"i": "u" if number.signed is False else "s"}.get(number.kind, number.kind)
+    type_name = f"{kind}{8 * number.nbytes}"
+    sizes = [part.strip() for part in re.findall(r"\[([^\]]*)\]", found[2])]
+    shape = tuple(int(part) for part in sizes if part.isdigit())
+    fits = len(shape) == len(sizes) and int(np.prod(shape)) * number.nbytes == size
+    return type_name, shape if fits and shape else (-1,)
+
+
+def could_hold(kernel: Kernel, name: str) -> Callable[[ir.Register], bool]:
+    """Function that tells whether a register is as wide as a local of C++ and, like it, of floats or not."""
+    text = kernel.source.text
+    found = re.search(rf"\b((?:unsigned\s+)?\w+)\s+{name}\s*[=;,(\[]", text)
+    number = of_declaration(text, name, f"{found[1]} {name}", kernel.defines).number if found else None
+    if number is None or number.kind == "raw":
+        return lambda register: True
+    bits, is_float = 8 * number.nbytes, number.kind == "f" and number.nbytes > 2
+    return lambda register: bits_of(register.type) == bits and (register.type[0] == "f") == is_float
+
+
+def type_named(dtype: np.dtype) -> str:
+    """The PTX type of an array's elements; of others than numbers their bytes."""
+    letter = {"i": "s", "f": "f", "c": "b"}.get(dtype.kind, "u")
+    name = f"{letter}{8 * dtype.itemsize}"
+    return name if name in DTYPES else "u8"

@@ -1,0 +1,218 @@
+"""`StoppableCall`: one run of a call in a thread of its own, which stops where it is told to: at a moment.
+
+A watcher wraps every instruction; in there the thread waits while nobody lets it go on. So the emulator's own scheduler
+runs the kernel, and a launch that nobody debugs knows nothing of this. Two runs of the same call do the same, moment by
+moment: that is how a debugger goes backwards.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ptxlab import emulator
+from ptxlab.emulator.core.lanes import Handler, Lanes, Successors, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.core.watcher import Watcher
+from ptxlab.emulator.core.wave import LaunchState
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
+from ptxlab.errors import EmulationError
+
+# What of a machine refers to it, so that without more only the garbage collector would free its memory
+_CYCLES = ("handlers", "watchers", "units", "livelock", "cluster_memory")
+_NOBODY = np.zeros(0, np.intp)
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """A point of a run: some lanes are about to run an instruction, or (`after`) that has reported something or failed.
+
+    `findings` are those since the moment before.
+    `position` counts instructions dispatched before, whoever ran them. At the end there is no instruction.
+    """
+
+    position: int
+    machine: Machine
+    pc: int
+    lanes: Lanes
+    after: bool = False
+    findings: tuple[emulator.Finding, ...] = ()
+    error: EmulationError | None = None
+
+    @property
+    def key(self) -> tuple[int, bool]:
+        """Moments of a run in their order."""
+        return self.position + self.ended, self.after
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing comes after it."""
+        return self.pc == len(self.machine.code)
+
+    @property
+    def instruction(self) -> Instruction:
+        """The one that is about to run, or has just run."""
+        return self.machine.code[self.pc]
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """The source line, with the calls that lead there."""
+        return self.instruction.path, self.instruction.line, self.instruction.callers
+
+    @cached_property
+    def warps(self) -> Array:
+        """The warps of the wave whose lanes run it."""
+        return np.unique(indices_of(self.lanes) // 32)
+
+
+Wanted = Callable[[Moment], str]  # why to stop there; "" to go on
+
+
+class _Abandoned(BaseException):
+    """Unwinds a run that nobody wants any more; no error, so that nothing on the way takes it for one."""
+
+
+class StoppableCall:
+    """A call in progress; it launches kernels in the emulator, by any route."""
+
+    def __init__(self, call: Callable[[], object], checks: Iterable[str] = ()) -> None:
+        self.call, self.checks = call, frozenset(checks)
+        self.position = 0
+        self.moment: Moment | None = None  # where it has stopped
+        self.reason = ""
+        self.error: BaseException | None = None  # that the call has ended with
+        self.interrupted = False
+        self._wanted: Wanted = lambda moment: ""
+        self._launch: LaunchState | None = None
+        self._began = 0  # position at which the launch did
+        self._found = 0  # findings of the launch so far
+        self._doomed: LaunchState | None = None  # the launch, if it will begin again
+        self._again = (-1, False)  # moments before that were passed by then
+        self._last: Machine | None = None  # the wave that runs, or has run last
+        self._kept: dict[str, Any] = {}  # what it held at its end
+        self._abandoned = False
+        self._go, self._stopped = threading.Semaphore(0), threading.Event()
+        self._thread = threading.Thread(target=copy_context().run, args=(self._call,), daemon=True)
+        self._thread.start()
+
+    def go(self, wanted: Wanted) -> None:
+        """Run on to the first moment that is wanted, or to the end; a KeyboardInterrupt stops at the next one."""
+        self._wanted = wanted
+        self._stopped.clear()
+        self._go.release()
+        while not self._stopped.is_set():
+            try:
+                self._stopped.wait()
+            except KeyboardInterrupt:
+                self.interrupted = True
+
+    def abandon(self) -> None:
+        """End the run where it is. Its last moment keeps registers and memory, no barriers and nothing pending."""
+        self._abandoned = True
+        self._go.release()
+        self._thread.join()
+        for name in _CYCLES if self._last is not None else ():
+            vars(self._last).pop(name, None)
+
+    # In the thread
+
+    def _call(self) -> None:
+        try:
+            self._wait()
+            with emulator.watched(self._attach, self.checks):
+                self.call()
+        except _Abandoned:
+            return
+        except BaseException as error:  # the session raises it
+            self.error = error
+        self.reason, self.moment = "", None
+        if self._last is not None:
+            vars(self._last).update(self._kept)
+            self._kept = {}
+            end, failed = len(self._last.code), self.error
+            failed = failed if isinstance(failed, EmulationError) else None
+            self.moment = Moment(self.position, self._last, end, _NOBODY, True, self._reported(self._last), failed)
+        self._stopped.set()
+
+    def _wait(self) -> None:
+        self._go.acquire()
+        if self._abandoned:
+            raise _Abandoned
+
+    def _attach(self, machine: Machine) -> list[Watcher]:
+        launch = machine.launch
+        if launch is not self._launch:
+            self._began = self.position = self._began if launch.tracked else self.position  # tracked: the same again
+            self._launch, self._found = launch, 0
+        machine.targets = frozenset(range(len(machine.code)))  # so that no handler does the work of several mma
+        self._last, self._kept = machine, {}
+        return [_Stops(self, machine)]
+
+    def reach(self, moment: Moment) -> None:
+        """Wait here if somebody wants it; not if the launch will begin again, with an eye on loads that have raced."""
+        launch = moment.machine.launch
+        if not launch.suspects <= launch.tracked:
+            if launch is not self._doomed:
+                self._doomed, self._again = launch, max(self._again, moment.key)
+        elif moment.key >= self._again:
+            self.reason = "interrupted" if self.interrupted else self._wanted(moment)
+            if self.reason:
+                self.moment, self.interrupted = moment, False
+                self._stopped.set()
+                self._wait()
+
+    def dispatch(self, machine: Machine, pc: int, lanes: Lanes, handler: Handler) -> Successors:
+        """Run an instruction, with the moments before and after it."""
+        self.reach(Moment(self.position, machine, pc, lanes, False, self._reported(machine)))
+        try:
+            successors = handler(lanes)
+        except EmulationError as error:
+            self._after(machine, pc, lanes, error)
+            raise
+        if len(machine.launch.findings.found) > self._found:
+            self._after(machine, pc, lanes)
+        self.position += 1
+        return successors
+
+    def _after(self, machine: Machine, pc: int, lanes: Lanes, error: EmulationError | None = None) -> None:
+        """An instruction has reported something, or failed."""
+        self.reach(Moment(self.position, machine, pc, lanes, True, self._reported(machine), error))
+
+    def _reported(self, machine: Machine) -> tuple[emulator.Finding, ...]:
+        """What is new among the findings; copies that land report between two instructions, or behind the last."""
+        found = machine.launch.findings.found
+        if len(found) == self._found:
+            return ()
+        new = tuple(found.values())[self._found :]
+        self._found = len(found)
+        return new
+
+    def wave_ended(self, machine: Machine) -> None:
+        """Keep what the machine holds, which the launch takes from it."""
+        self._kept = dict(vars(machine))
+
+
+class _Stops(Watcher):
+    """Hands every instruction of a wave to the run, together with its guard."""
+
+    def __init__(self, run: StoppableCall, machine: Machine) -> None:
+        self.run, self.machine = run, machine
+
+    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+        """One without a guard."""
+        return handler if instruction.guard is not None else self.around_guard(instruction, handler)
+
+    def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
+        """Whoever its guard lets through."""
+        run, machine = self.run, self.machine
+        pc = machine.index[id(instruction)]
+        return lambda lanes: run.dispatch(machine, pc, lanes, handler)
+
+    def end(self) -> None:
+        """Of the wave."""
+        self.run.wave_ended(self.machine)

@@ -1,0 +1,93 @@
+"""Bits as numbers of a type, and numbers as text."""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from ptxlab.debugger.session import DebuggerError
+from ptxlab.emulator import LaneType
+from ptxlab.emulator.front.types import DTYPES, Array, is_float
+from ptxlab.emulator.ops.rounding import widen
+
+MOST = 256  # numbers that are printed at once
+_PACKED = re.compile(r"([us])(\d+)x(\d+)")
+_WIDTH = 108  # characters of a line
+
+
+def packed(type_name: str) -> LaneType | None:
+    """`u8x4`: integers side by side in a word of 8, 16, 32 or 64 bits."""
+    found = _PACKED.fullmatch(type_name)
+    lanes = LaneType(found[1] == "s", int(found[2]), int(found[3])) if found else None
+    return lanes if lanes and lanes.count > 1 and lanes.bits * lanes.count in (8, 16, 32, 64) else None
+
+
+def dtype_of(type_name: str) -> np.dtype:
+    """What holds an element of the type in memory; DebuggerError for one that there is not."""
+    if lanes := packed(type_name):
+        return np.dtype(f"u{lanes.bits * lanes.count // 8}")
+    if type_name not in DTYPES:
+        raise DebuggerError(f"as: a PTX type (f32, s8, bf16, f16x2 ..) or lanes such as u8x4 (got {type_name})")
+    return DTYPES[type_name]
+
+
+def shown(values: Array, type_name: str) -> Array:
+    """Each value (of `dtype_of` the type) as text; the same shape."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    if lanes := packed(type_name):
+        columns = lanes.decode(flat)
+        texts = [f"({', '.join(map(str, column))})" for column in columns.T.tolist()]
+    elif is_float(type_name):
+        rows = widen(flat, type_name).reshape(len(flat), -1)
+        numbers = [[f"{number:.6g}" for number in row] for row in rows.tolist()]
+        texts = [row[0] if len(row) == 1 else f"({', '.join(row)})" for row in numbers]
+    elif type_name == "pred":
+        texts = ["true" if value else "false" for value in flat.tolist()]
+    elif type_name[0] == "b":
+        texts = [f"0x{value:0{2 * flat.itemsize}x}" for value in flat.tolist()]
+    else:
+        texts = [str(value) for value in flat.tolist()]
+    return np.array(texts, object).reshape(np.shape(values))
+
+
+def scalar(value: Array, type_name: str) -> str:
+    """One value; an integer in both notations, one of unknown sign as signed."""
+    bits = int(np.asarray(value).reshape(-1)[:1].view(f"u{value.itemsize}")[0])
+    if type_name == "pred" or is_float(type_name):
+        return str(shown(value.reshape(1), type_name)[0])
+    if packed(type_name):
+        return f"{shown(value.reshape(1), type_name)[0]}  0x{bits:0{2 * value.itemsize}x}"
+    number = int(value.reshape(1).view(f"i{value.itemsize}")[0]) if type_name[0] in "sb" else bits
+    return f"{number}  0x{bits:x}"
+
+
+def grid(texts: Array, labels: Callable[[int], str], columns: bool = False) -> list[str]:
+    """Lines of a matrix of texts, each with the label of its row; as much as fits a screen."""
+    rows, width = texts.shape
+    wide = max((len(text) for text in texts[:MOST].reshape(-1)), default=1) + 2
+    most_columns = max(1, (_WIDTH - 10) // wide)
+    most_rows = max(1, MOST // min(width, most_columns))
+    lines = []
+    if columns:
+        lines.append(" " * 10 + "".join(f"{i:>{wide}}" for i in range(min(width, most_columns))))
+    for i in range(min(rows, most_rows)):
+        cut = " .." if width > most_columns else ""
+        lines.append(f"{labels(i):>10}" + "".join(f"{text:>{wide}}" for text in texts[i, :most_columns]) + cut)
+    if rows > most_rows or width > most_columns:
+        lines.append(f"{'':>10}  of {rows} x {width}; a slice such as [0:8, 0:16] shows others")
+    return lines
+
+
+def array(values: Array, type_name: str, first: int = 0) -> list[str]:
+    """Lines of an array: two axes as a matrix, fewer or more as rows of up to eight with the index of the first."""
+    if values.ndim == 2:
+        return grid(shown(values[:MOST, :MOST], type_name), str, columns=True) if values.size else ["  nothing"]
+    flat = values.reshape(-1)
+    texts = shown(flat[:MOST], type_name)
+    longest = max(map(len, texts), default=0) + 2
+    width = next((n for n in (8, 4, 2) if n * longest <= _WIDTH - 10), 1)
+    width = min(width, len(texts)) or 1
+    padded = np.concatenate([texts, np.full(-len(texts) % width, "", object)]).reshape(-1, width)
+    lines = grid(padded, lambda i: str(first + width * i))
+    more = len(flat) - len(texts)
+    return lines + ([f"{'':>10}  and {more} more; a slice such as [256:512] shows others"] if more > 0 else [])
