@@ -9,12 +9,29 @@ from ptxlab.kernels.attention import (
     attention_workspace,
     rope_append_kv4,
 )
-from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
+from ptxlab.kernels.gemm import Workspace, gemm_w4a4, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
 from ptxlab.kernels.moe import RoutedTokens, combine_experts, route_tokens
 from ptxlab.kernels.operation import release_memory
-from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
+from ptxlab.kernels.quantize import (
+    quantize_activations,
+    reorder_quantize,
+    rmsnorm_quantize,
+    rmsnorm_reorder_quantize,
+    silu_mul_quantize,
+    silu_mul_reorder_quantize,
+)
 from ptxlab.kernels.transfer import to_device
-from ptxlab.layout import ExpertWeights, KVCache, PackedActivations, PackedWeight, pack, stack_experts
+from ptxlab.layout import (
+    AtomActivations,
+    AtomWeight,
+    ExpertWeights,
+    KVCache,
+    PackedActivations,
+    PackedWeight,
+    pack,
+    pack_atom,
+    stack_experts,
+)
 from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.quant import calibrate_kv, quantize_kv, smooth_attention
 from ptxlab.runtime import Kernel, Outcome, load, run_spec
@@ -24,6 +41,8 @@ from ptxlab.spec.dtypes import ByVariant
 
 __all__ = [
     "Arg",
+    "AtomActivations",
+    "AtomWeight",
     "AttentionWorkspace",
     "ByVariant",
     "ExpertWeights",
@@ -46,20 +65,25 @@ __all__ = [
     "calibrate_kv",
     "combine_experts",
     "find",
+    "gemm_w4a4",
     "gemm_w4a8",
     "gemm_w4a8_grouped",
     "gemm_workspace",
     "load",
     "pack",
+    "pack_atom",
     "quantize_activations",
     "quantize_kv",
     "release_memory",
+    "reorder_quantize",
     "rmsnorm_quantize",
+    "rmsnorm_reorder_quantize",
     "rope_append_kv4",
     "route_tokens",
     "run",
     "run_spec",
     "silu_mul_quantize",
+    "silu_mul_reorder_quantize",
     "smooth_attention",
     "specs",
     "stack_experts",

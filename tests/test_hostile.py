@@ -19,6 +19,9 @@ SUMS, SCALE = X.sum(axis=1, dtype=np.int32), np.full(5, 0.01, np.float32)
 LQQ, CHANNEL = quant.quantize_lqq(W), quant.quantize_qoq_channel(W)
 PACKED = {name: ptxlab.pack(LQQ, name) for name in ("dual_mma", "strips")}
 PER_CHANNEL = ptxlab.pack(CHANNEL, "qserve")
+ATOM = {name: ptxlab.pack_atom(quant.quantize_atom_weight(W, 64, 64), name) for name in layout.ATOM_LAYOUTS}
+PAIRS = layout.pack_atom_activations(quant.quantize_atom_activations(W[:2], 64, 64), "pairs")
+PLACE = quant.channel_places(np.arange(256))
 EXPERTS = ptxlab.stack_experts([PACKED["strips"]] * 2)
 CACHE = ptxlab.KVCache.empty(2, 2, 1, 64, page_size=16)
 HALVES = W[:2].astype(np.float16)
@@ -59,6 +62,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "gemm": (ptxlab.gemm_w4a8, {"x_q": None, "x_scale": SCALE, "weight": PER_CHANNEL, "x_sum": SUMS, "bias": None,
                                 "out": None, "out_dtype": None, "kernel": None, "backend": "emulator",
                                 "workspace": None, "programmatic": False}),
+    "pack atom": (ptxlab.pack_atom, {"weight": quant.quantize_atom_weight(W, 64, 64), "layout": "strips"}),
+    "atom weight": (ptxlab.AtomWeight, {**vars(ATOM["strips"])}),
+    "atom activations": (ptxlab.AtomActivations, {**vars(PAIRS)}),
+    "gemm w4a4": (ptxlab.gemm_w4a4, {"x": PAIRS, "weight": ATOM["rows"], "bias": None, "out": None, "out_dtype": None,
+                                     "backend": "emulator", "programmatic": False}),
     "attention": (ptxlab.attention_kv4, {"q": None, "cache": CACHE, "scale": None, "window": None, "out": None,
                                          "kernel": None, "backend": "emulator", "workspace": None}),
     "append": (ptxlab.append_kv4, {"k": None, "v": None, "cache": CACHE, "slots": None, "rope": None}),
@@ -68,6 +76,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
                                        "layout": "row_major", "rows": None, "out": None, "backend": "emulator",
                                        "programmatic": False}),
     "gate": (ptxlab.silu_mul_quantize, {"gate_up": HALVES, "activation": "silu", "backend": "emulator"}),
+    "reorder": (ptxlab.reorder_quantize, {"x": HALVES, "place": PLACE, "outliers": 64, "group": 64, "layout": "pairs",
+                                          "clip": 0.9, "rules": quant.ATOM_CODE, "out": PAIRS, "backend": "emulator",
+                                          "programmatic": False}),
+    "reorder norm": (ptxlab.rmsnorm_reorder_quantize, {"x": HALVES, "gamma": HALVES[0], "place": PLACE, "outliers": 64,
+                                                       "group": 64, "residual": None, "normed": None, "eps": 1e-5,
+                                                       "backend": "emulator"}),
+    "reorder gate": (ptxlab.silu_mul_reorder_quantize, {"gate_up": np.tile(HALVES, 2), "place": PLACE, "outliers": 64,
+                                                        "group": 64, "activation": "silu", "backend": "emulator"}),
+    "places": (quant.channel_places, {"order": np.arange(8)}),
     "route": (ptxlab.route_tokens, {"tokens": ROWS, "normed": HALVES, "router": HALVES, "k": 2, "out": None,
                                     "backend": "emulator", "programmatic": False}),
     "routed": (ptxlab.RoutedTokens, vars(ROUTED)),

@@ -157,7 +157,8 @@ __device__ __forceinline__ float lift_of(float scale) { return scale < 0x1p-64f 
 struct Divider {
     float scale, reciprocal;
 
-    __device__ __forceinline__ explicit Divider(float s) : scale(s), reciprocal(ptxlab::reciprocal(s)) {}
+    __device__ __forceinline__ explicit Divider(float s) : Divider(s, ptxlab::reciprocal(s)) {}
+    __device__ __forceinline__ Divider(float s, float r) : scale(s), reciprocal(r) {}  // r: 1 / s as IEEE rounds it
 
     __device__ __forceinline__ float operator()(float x) const {
         float q = x * reciprocal;

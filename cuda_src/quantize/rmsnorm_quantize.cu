@@ -11,8 +11,8 @@
 // Guide      notebooks/guide/kernels_quantize.md: the order of the sum, tile, constants
 // PTX ISA    9.7.3 fma; 9.7.9 shfl.sync, mapa, st.async; 9.7.13.3 barrier.cluster; 9.7.13.13 griddepcontrol.
 #include "griddep.cuh"
-#include "output.cuh"
 #include "quantize_row.cuh"
+#include "residual.cuh"
 
 #ifndef IN
 #define IN 0
@@ -22,40 +22,6 @@
 #define THREADS 256
 #define CLUSTER 1
 #endif
-
-namespace {
-
-using Chunk = ptxlab::Chunk<IN>;
-
-// Of two floats each, rounded once.
-__device__ __forceinline__ unsigned added(unsigned a, unsigned b) {
-    if constexpr (IN == 1) {
-        const __nv_bfloat162 sum = __hadd2(reinterpret_cast<__nv_bfloat162&>(a), reinterpret_cast<__nv_bfloat162&>(b));
-        return reinterpret_cast<const unsigned&>(sum);
-    } else {
-        const __half2 sum = __hadd2(reinterpret_cast<__half2&>(a), reinterpret_cast<__half2&>(b));
-        return reinterpret_cast<const unsigned&>(sum);
-    }
-}
-
-__device__ __forceinline__ Chunk added(const Chunk& a, const Chunk& b) {
-    Chunk sum;
-#pragma unroll
-    for (int i = 0; i < Chunk::VECTORS; ++i)
-        sum.v[i] = make_uint4(added(a.v[i].x, b.v[i].x), added(a.v[i].y, b.v[i].y), added(a.v[i].z, b.v[i].z),
-                              added(a.v[i].w, b.v[i].w));
-    return sum;
-}
-
-__device__ __forceinline__ Chunk rounded(const ptxlab::Floats& y) {
-    Chunk c;
-    unsigned* words = reinterpret_cast<unsigned*>(c.v);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) words[i] = ptxlab::rounded_pair<IN>(y[2 * i], y[2 * i + 1]);
-    return c;
-}
-
-}  // namespace
 
 // No input is __restrict__: ptxas moves read-only loads across griddepcontrol.wait, those of x ahead of it and those of
 // gamma, which no kernel before writes and which are to come early, behind it.
@@ -68,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
     float* scale,                         // f32 [M]
     int* token_sum,                       // s32 [M]
     int M, int K, int rows, float eps) {  // rows: tokens of a tile
+    using Chunk = ptxlab::Chunk<IN>;
     __shared__ ptxlab::Exchange<CLUSTER, THREADS, 2> found;
     __shared__ ptxlab::Exchange<CLUSTER, THREADS, 1> total;
     ptxlab::launch_dependents();
@@ -82,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
 
     Chunk v = ptxlab::load_chunk<IN>(x + row, chunk, inside);
     if (RESIDUAL) {
-        v = added(v, ptxlab::load_chunk<IN>(residual + row, chunk, inside));
+        v = ptxlab::added(v, ptxlab::load_chunk<IN>(residual + row, chunk, inside));
         __syncwarp();  // what a lane has read is half its neighbour's to overwrite
         ptxlab::store_chunk(residual + row, chunk, inside, v);
     }
@@ -106,6 +73,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
     const float s = ptxlab::scale_of(__uint_as_float(found.max_of(0)) * factor);
 #pragma unroll
     for (int i = 0; i < 16; ++i) y.v[i] *= factor;
-    if (NORMED) ptxlab::store_chunk(normed + row, chunk, inside, rounded(y));
+    if (NORMED) ptxlab::store_chunk(normed + row, chunk, inside, ptxlab::rounded<IN>(y));
     ptxlab::write_row<CLUSTER>(y, s, total, order, m, chunk, m < M, x_q, scale, token_sum);
 }

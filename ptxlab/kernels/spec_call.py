@@ -27,7 +27,7 @@ class SpecCall:
         specs: the kernels that it launches, in order.
         operands: inputs and results under the specs' argument names; the call allocates results that are None.
         sizes: the sizes of all specs.
-        dtype: dtype of the floats, selected by the constant IN.
+        dtype: dtype of the floats, selected by the specs' constants (IN, OUT).
         backend, programmatic: the caller's arguments.
         look: checks the values of host arrays (by name, as NumPy arrays); raises ArgumentError. Not called on a GPU.
 
@@ -63,7 +63,7 @@ class SpecCall:
     @property
     def key(self) -> tuple[Any, ...]:
         """Everything that selects the compiled kernels."""
-        return (*self.sizes.values(), self.dtype, self.programmatic)
+        return (*(spec.name for spec in self.specs), *self.sizes.values(), self.dtype, self.programmatic)
 
     @property
     def is_empty(self) -> bool:
@@ -72,13 +72,14 @@ class SpecCall:
 
     def config(self, spec: KernelSpec) -> dict[str, int]:
         """The constants of the variant of a spec."""
-        config = spec.config_for(self.sizes)
-        return {**config, "IN": spec.by_variant["IN"].index(self.dtype)} if "IN" in config else config
+        floats = {name: of.index(self.dtype) for name, of in spec.by_variant.items() if self.dtype in of}
+        return {**spec.config_for(self.sizes), **floats}
 
     def prepare(self) -> Prepared:
         """The kernels, compiled for the current device."""
-        if reason := gpu.why_not(max(spec.arch for spec in self.specs)):
-            raise UnavailableError(f'{self.name}: {reason}; pass backend="emulator" with NumPy arrays')
+        for spec in self.specs:
+            if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
+                raise UnavailableError(f'{self.name}: {reason}; pass backend="emulator" with NumPy arrays')
         configs = [(spec, self.config(spec)) for spec in self.specs]
         sizes, programmatic = self.sizes, self.programmatic  # a reference to the call would keep its arrays alive
 
@@ -92,13 +93,21 @@ class SpecCall:
         arrays, numbers = {}, {}
         for each in self.operands:
             if each.array is not None:
-                numbers[each.name] = require_on_host(*each[1:5], written=each.name in self.written)
+                numbers[each.name] = self._host_array(each)
                 arrays[each.name] = numbers[each.name] if each.name in self.written else each.array
         if self.look and not self.is_empty:
             self.look(numbers)
         for spec in self.specs:
             arrays |= self._run(spec, arrays)
         return {each.name: arrays[each.name].reshape(each.shape) for each in self.operands if each.array is None}
+
+    def _host_array(self, operand: CallArray) -> Any:
+        """The operand's array; ArgumentError unless it is what it has to be."""
+        if operand.dtype:
+            return require_on_host(*operand[1:5], written=operand.name in self.written)
+        if gpu.is_device_array(operand.array):
+            raise ArgumentError(operand.label, "must be on the host, as the other arrays are", "one on the GPU")
+        return gpu.as_array(operand.label, operand.array)
 
     def _run(self, spec: KernelSpec, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Run one spec; outputs go into `arrays` where it has them. Returns the outputs."""
@@ -112,7 +121,7 @@ class SpecCall:
         return run_spec(
             spec,
             of_kernel(spec.name)[0],
-            {arg.name: arrays[arg.name] for arg in spec.inputs if arg.role == "in"},
+            {arg.name: arrays[arg.name] for arg in spec.inputs if arg.role != "inout" and arg.name in arrays},
             sizes={name: size for name, size in self.sizes.items() if name in spec.symbols},
             out=out,
             backend=self.backend,

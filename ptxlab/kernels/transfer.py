@@ -6,10 +6,11 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.layout import ExpertWeights, KVCache, PackedActivations, PackedWeight
+from ptxlab.layout import AtomActivations, AtomWeight, ExpertWeights, KVCache, PackedActivations, PackedWeight
 from ptxlab.quant.tiled import with_arrays
 
-_Packed = TypeVar("_Packed", PackedWeight, ExpertWeights, PackedActivations, KVCache)
+_Packed = TypeVar("_Packed", PackedWeight, AtomWeight, ExpertWeights, PackedActivations, AtomActivations, KVCache)
+_KINDS = (PackedWeight, AtomWeight, ExpertWeights, PackedActivations, AtomActivations, KVCache)
 
 
 def to_device(packed: _Packed) -> _Packed:
@@ -18,8 +19,8 @@ def to_device(packed: _Packed) -> _Packed:
     Raises ArgumentError for anything else, UnavailableError where there is no GPU.
     """
     gpu.device_info()  # or the reason why there is none
-    if not isinstance(packed, PackedWeight | ExpertWeights | PackedActivations | KVCache):
-        rule = "must be a PackedWeight, ExpertWeights, PackedActivations or KVCache"
+    if not isinstance(packed, _KINDS):
+        rule = f"must be of {', '.join(kind.__name__ for kind in _KINDS[:-1])} or {_KINDS[-1].__name__}"
         raise ArgumentError("packed", rule, type(packed).__name__)
     moved: _Packed = with_arrays(packed, copied_to_device)
     return moved

@@ -2,21 +2,35 @@
 
 from ptxlab.layout.activations import from_fragment_order, from_swizzled_tiles, to_fragment_order, to_swizzled_tiles
 from ptxlab.layout.atom import pack_atom_strips, pack_pairs, unpack_atom_strips, unpack_pairs
+from ptxlab.layout.atom_operands import (
+    ATOM_LAYOUTS,
+    ATOM_ORDERS,
+    AtomActivations,
+    AtomWeight,
+    pack_atom,
+    pack_atom_activations,
+    unpack_atom,
+    unpack_atom_activations,
+)
 from ptxlab.layout.expert_weights import ExpertWeights, stack_experts
 from ptxlab.layout.kv_cache import HEAD_DIMS, KVCache, gather, scatter, write_slots
 from ptxlab.layout.nibbles import pack_comet, pack_s4, pack_u4, unpack_comet, unpack_s4, unpack_u4
 from ptxlab.layout.packed_activations import PackedActivations, pack_activations, unpack_activations
 from ptxlab.layout.packed_weight import LAYOUTS, SCHEMES, PackedWeight, buffer_shapes, pack, unpack
 from ptxlab.layout.pages import PAGE_SIZES, pack_pages, page_bytes, unpack_pages
-from ptxlab.layout.storage import METADATA_KEY, load, packed_names, save
+from ptxlab.layout.storage import METADATA_KEY, load, load_atom, packed_names, save
 from ptxlab.layout.tensor_map import TensorMap
 
 __all__ = [
+    "ATOM_LAYOUTS",
+    "ATOM_ORDERS",
     "HEAD_DIMS",
     "LAYOUTS",
     "METADATA_KEY",
     "PAGE_SIZES",
     "SCHEMES",
+    "AtomActivations",
+    "AtomWeight",
     "ExpertWeights",
     "KVCache",
     "PackedActivations",
@@ -27,8 +41,11 @@ __all__ = [
     "from_swizzled_tiles",
     "gather",
     "load",
+    "load_atom",
     "pack",
     "pack_activations",
+    "pack_atom",
+    "pack_atom_activations",
     "pack_atom_strips",
     "pack_comet",
     "pack_pages",
@@ -44,6 +61,8 @@ __all__ = [
     "to_swizzled_tiles",
     "unpack",
     "unpack_activations",
+    "unpack_atom",
+    "unpack_atom_activations",
     "unpack_atom_strips",
     "unpack_comet",
     "unpack_pages",

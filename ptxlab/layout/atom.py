@@ -54,6 +54,11 @@ def pad_scales(scale: F16) -> F16:
     return np.concatenate([scale, np.ones_like(scale, shape=(len(scale), -scale.shape[1] % 8))], axis=1)
 
 
+def scale_columns(K: int, group: int) -> int:
+    """Of a row of `scale_rows`."""
+    return -(-(K // group + 1) // 8) * 8
+
+
 def pack_comet_rows(weight: BlockRows, int8: int) -> U8:
     """A weight as rows u8 [N, K/2] for activations of which so many blocks, the last ones, are INT8.
 

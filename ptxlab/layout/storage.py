@@ -2,32 +2,87 @@
 
 Buffer `blocks` of weight `layers.0.up.weight` is the tensor `layers.0.up.weight.blocks`. The metadata key `ptxlab`
 holds, as JSON, the format's name and version and for every packed weight its layout, arch, scheme, N, K, group and
-protective range.
+protective range; of Atom's weights, a format of their own, layout, arch, N, K, outliers and group.
 """
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from ptxlab.errors import ArgumentError, FileError, in_file, naming
 from ptxlab.io.checkpoint import Checkpoint, TensorInfo, write_checkpoint
+from ptxlab.layout.atom_operands import ATOM_LAYOUTS, AtomWeight, atom_shapes
+from ptxlab.layout.atom_operands import VERSION as ATOM_VERSION
 from ptxlab.layout.packed_weight import VERSION, PackedWeight, buffer_shapes, require_no_overflow, unpack
-from ptxlab.layout.packings import PACKINGS, Buffers
+from ptxlab.layout.packings import PACKINGS, Buffers, Shapes
 
-FORMAT = "ptxlab.packed_weight"
 METADATA_KEY = "ptxlab"
-_DTYPES = {"uint8": "U8", "uint32": "U32", "float32": "F32"}
-_FIELDS = {"layout": str, "arch": str, "scheme": str, "N": int, "K": int, "group": int, "protective_range": int}
+_DTYPES = {"int8": "I8", "uint8": "U8", "uint32": "U32", "float16": "F16", "float32": "F32"}
+
+AnyWeight = TypeVar("AnyWeight", PackedWeight, AtomWeight)
 
 
-def save(packed: PackedWeight, path: str | os.PathLike[str], name: str = "weight") -> None:
+@dataclass(frozen=True)
+class _Format(Generic[AnyWeight]):
+    """What files say of a class of weights, besides its buffers: `fields` of the header, by name with their types."""
+
+    name: str
+    version: int
+    weight: type[AnyWeight]
+    fields: Mapping[str, type]
+    arch: Callable[[str], str]  # of a layout
+    shapes: Callable[[Mapping[str, Any]], Shapes]  # of the buffers, by header fields
+
+    def header(self, packed: AnyWeight) -> dict[str, Any]:
+        """The header fields of a weight."""
+        return {key: kind(getattr(packed, key)) for key, kind in self.fields.items()}
+
+    def announce(self, name: str, fields: Mapping[str, Any]) -> list[TensorInfo]:
+        """The tensors that a weight of that name will be in a file."""
+        return [
+            TensorInfo(f"{name}.{buffer}", shape, _DTYPES[dtype], prod(shape) * np.dtype(dtype).itemsize)
+            for buffer, (dtype, shape) in self.shapes(fields).items()
+        ]
+
+    def metadata(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """A file's metadata for weights: name -> header fields."""
+        return {METADATA_KEY: json.dumps({"format": self.name, "version": self.version, "weights": weights})}
+
+
+_PACKED = _Format(
+    "ptxlab.packed_weight",
+    VERSION,
+    PackedWeight,
+    {"layout": str, "arch": str, "scheme": str, "N": int, "K": int, "group": int, "protective_range": int},
+    lambda layout: PACKINGS[layout].arch,
+    lambda fields: buffer_shapes(*(fields[key] for key in ("layout", "scheme", "N", "K", "group"))),
+)
+_ATOM = _Format(
+    "ptxlab.atom_weight",
+    ATOM_VERSION,
+    AtomWeight,
+    {"layout": str, "arch": str, "N": int, "K": int, "outliers": int, "group": int},
+    lambda layout: ATOM_LAYOUTS[layout],
+    lambda fields: atom_shapes(*(fields[key] for key in ("layout", "N", "K", "outliers", "group"))),
+)
+
+
+def save(packed: PackedWeight | AtomWeight, path: str | os.PathLike[str], name: str = "weight") -> None:
     """Write a packed weight as a safetensors file, whole or not at all. Raises FileError if it cannot be written."""
-    fields = header_fields(packed.layout, packed.scheme, packed.N, packed.K, packed.group, packed.protective_range)
-    write_checkpoint(path, announce(name, fields), contents(name, packed), metadata({name: fields}))
+    if isinstance(packed, AtomWeight):
+        _save(_ATOM, packed, path, name)
+    else:
+        _save(_PACKED, packed, path, name)
+
+
+def _save(form: _Format[AnyWeight], packed: AnyWeight, path: str | os.PathLike[str], name: str) -> None:
+    fields = form.header(packed)
+    write_checkpoint(path, form.announce(name, fields), contents(name, packed), form.metadata({name: fields}))
 
 
 def load(path: str | os.PathLike[str], name: str | None = None, *, unchecked: bool = False) -> PackedWeight:
@@ -38,41 +93,35 @@ def load(path: str | os.PathLike[str], name: str | None = None, *, unchecked: bo
     Raises FileError for a file that is missing, truncated, foreign, of another version, whose header and buffers do
     not fit together, or with such a group; ArgumentError for a name that the file has not got, with some that it has.
     """
-    checkpoint = Checkpoint(path)
-    weights = _weights(checkpoint)
-    if name is None and len(weights) == 1:
-        name = next(iter(weights))
-    if name not in weights:
-        some = ", ".join(list(weights)[:8]) + (", ..." if len(weights) > 8 else "")
-        raise ArgumentError("name", f"must be one of the {len(weights)} packed weights of {path}: {some}", name)
-    packed = _load(checkpoint, name, weights[name])
+    packed, name = _load(_PACKED, path, name)
     if not unchecked:
-        with in_file(checkpoint.path):
+        with in_file(path):
             require_no_overflow(name, unpack(packed))
     return packed
 
 
+def load_atom(path: str | os.PathLike[str], name: str | None = None) -> AtomWeight:
+    """Atom's packed weight `name` of a file; errors are those of `load`."""
+    return _load(_ATOM, path, name)[0]
+
+
 def packed_names(path: str | os.PathLike[str]) -> list[str]:
     """Names of the packed weights of a file. Raises FileError as `load` does."""
-    return list(_weights(Checkpoint(path)))
+    return list(_weights(_PACKED, Checkpoint(path)))
 
 
 def header_fields(layout: str, scheme: str, N: int, K: int, group: int, protective_range: int) -> dict[str, Any]:
     """What the header says of one packed weight."""
     values = (layout, PACKINGS[layout].arch, scheme, N, K, group, protective_range)
-    return dict(zip(_FIELDS, values, strict=True))
+    return dict(zip(_PACKED.fields, values, strict=True))
 
 
 def announce(name: str, fields: Mapping[str, Any]) -> list[TensorInfo]:
     """The tensors that the packed weight with these header fields will be in a file."""
-    shapes = buffer_shapes(*(fields[key] for key in ("layout", "scheme", "N", "K", "group")))
-    return [
-        TensorInfo(f"{name}.{buffer}", shape, _DTYPES[dtype], prod(shape) * np.dtype(dtype).itemsize)
-        for buffer, (dtype, shape) in shapes.items()
-    ]
+    return _PACKED.announce(name, fields)
 
 
-def contents(name: str, packed: PackedWeight) -> Iterable[tuple[str, Any]]:
+def contents(name: str, packed: PackedWeight | AtomWeight) -> Iterable[tuple[str, Any]]:
     """Those tensors as NumPy arrays."""
     for buffer, array in packed.buffers.items():
         yield f"{name}.{buffer}", array.get() if hasattr(array, "get") else array
@@ -80,34 +129,43 @@ def contents(name: str, packed: PackedWeight) -> Iterable[tuple[str, Any]]:
 
 def metadata(weights: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """The file's metadata for packed weights: name -> header fields."""
-    return {METADATA_KEY: json.dumps({"format": FORMAT, "version": VERSION, "weights": weights})}
+    return _PACKED.metadata(weights)
 
 
-def _weights(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+def _weights(form: _Format[Any], checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """Name -> header fields, of fields that have the right types."""
     try:
         header = json.loads(checkpoint.metadata.get(METADATA_KEY, "null"))
     except (ValueError, RecursionError):  # not JSON, an integer of thousands of digits, or nested too deeply
         header = None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise FileError(f"{checkpoint.path}: holds no packed weights (its metadata says nothing of {FORMAT})")
-    if header.get("version") != VERSION:
-        raise FileError(f"{checkpoint.path}: format version must be {VERSION} (got {header.get('version')})")
+    if not isinstance(header, dict) or header.get("format") != form.name:
+        raise FileError(f"{checkpoint.path}: holds no packed weights (its metadata says nothing of {form.name})")
+    if header.get("version") != form.version:
+        raise FileError(f"{checkpoint.path}: format version must be {form.version} (got {header.get('version')})")
     weights = header.get("weights")
-    if not isinstance(weights, dict) or not all(_well_typed(fields) for fields in weights.values()):
-        raise FileError(f"{checkpoint.path}: damaged header: each weight needs {', '.join(_FIELDS)}")
+    if not isinstance(weights, dict) or not all(_well_typed(form, fields) for fields in weights.values()):
+        raise FileError(f"{checkpoint.path}: damaged header: each weight needs {', '.join(form.fields)}")
     return weights
 
 
-def _well_typed(fields: Any) -> bool:
-    return isinstance(fields, dict) and all(type(fields.get(key)) is kind for key, kind in _FIELDS.items())
+def _well_typed(form: _Format[Any], fields: Any) -> bool:
+    return isinstance(fields, dict) and all(type(fields.get(key)) is kind for key, kind in form.fields.items())
 
 
-def _load(checkpoint: Checkpoint, name: str, fields: dict[str, Any]) -> PackedWeight:
+def _load(form: _Format[AnyWeight], path: str | os.PathLike[str], name: str | None) -> tuple[AnyWeight, str]:
+    """The weight, its buffers those that the header announces, and its name."""
+    checkpoint = Checkpoint(path)
+    weights = _weights(form, checkpoint)
+    if name is None and len(weights) == 1:
+        name = next(iter(weights))
+    if name not in weights:
+        some = ", ".join(list(weights)[:8]) + (", ..." if len(weights) > 8 else "")
+        raise ArgumentError("name", f"must be one of the {len(weights)} packed weights of {path}: {some}", name)
+    fields = weights[name]
     with in_file(checkpoint.path), naming(name):
-        announced = announce(name, fields)
-    if fields["arch"] != PACKINGS[fields["layout"]].arch:
-        rule = f"{fields['layout']} is for {PACKINGS[fields['layout']].arch}"
+        announced = form.announce(name, fields)
+    if fields["arch"] != form.arch(fields["layout"]):
+        rule = f"{fields['layout']} is for {form.arch(fields['layout'])}"
         raise FileError(f"{checkpoint.path}: {name}: {rule} (got {fields['arch']})")
     buffers: Buffers = {}
     for expected in announced:
@@ -121,4 +179,4 @@ def _load(checkpoint: Checkpoint, name: str, fields: dict[str, Any]) -> PackedWe
             checkpoint.read_bytes(expected.name).view(dtype).reshape(expected.shape)
         )
     with in_file(checkpoint.path), naming(name):
-        return PackedWeight(**{key: fields[key] for key in _FIELDS if key != "arch"}, buffers=buffers)
+        return form.weight(**{key: fields[key] for key in form.fields if key != "arch"}, buffers=buffers), name

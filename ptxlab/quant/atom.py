@@ -136,6 +136,17 @@ def outlier_order(
     return np.concatenate([np.sort(ascending[:at]), np.sort(ascending[at:])])
 
 
+def channel_places(order: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
+    """Where every channel goes, s16 [K]: order[places[k]] = k, as the fused kernels take an order.
+
+    Raises ArgumentError for what is no permutation of 0..K-1, or of more than 32,768 channels.
+    """
+    ordered = isinstance(order, np.ndarray) and order.ndim == 1 and order.dtype.kind in "iu"
+    if not ordered or not 1 <= len(order) <= 1 << 15 or not np.array_equal(np.sort(order), np.arange(len(order))):
+        raise ArgumentError("order", "must be a permutation of 0..K-1, K up to 32768", f"shape {np.shape(order)}")
+    return np.argsort(order).astype(np.int16)
+
+
 def quantize_atom_weight(
     w: npt.NDArray[Any],
     group: int | None = 128,

@@ -41,10 +41,8 @@ def integer_groups(
     (largest,) = by_strips(lambda strip: (np.abs(as_float32(strip)).reshape(-1, G, g).max(axis=2),), x.reshape(R, -1))
     if rows > 1:
         largest = np.repeat(largest.reshape(-1, rows, G).max(axis=1), rows, axis=0)
+    scale = group_scales(largest, steps, clip)
     largest = largest * np.float32(clip)
-    with np.errstate(over="ignore"):  # an infinite scale is refused
-        scale = np.maximum((largest / np.float32(steps)).astype(np.float16), _MIN_SCALE)
-    scale = np.where(largest == 0, np.float16(1), scale)
     beyond = ~np.isfinite(scale) if most is None else scale > most
     if bool(beyond.any()):
         row, column = map(int, np.argwhere(beyond)[0])
@@ -65,6 +63,14 @@ def integer_groups(
 
     (q,) = by_strips(rounded, x.reshape(R, -1), largest, scale)
     return q, scale
+
+
+def group_scales(largest: F32, steps: float, clip: float = 1.0) -> F16:
+    """Of groups with these largest magnitudes: largest·clip / steps, at least 2^-24, 1 of zeros, or infinite."""
+    clipped = largest * np.float32(clip)
+    with np.errstate(over="ignore"):
+        scale = np.maximum((clipped / np.float32(steps)).astype(np.float16), _MIN_SCALE)
+    return np.where(clipped == 0, np.float16(1), scale)
 
 
 def dequantized(q: S8, scale: F16) -> F32:

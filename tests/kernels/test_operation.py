@@ -1,4 +1,4 @@
-"""What the five public calls share: a repeat call is quick and checked, and memory per stream can be given back."""
+"""What public calls share: a repeat call is quick and checked, and memory per stream can be given back."""
 
 import copy
 import gc
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import gpu
+from ptxlab import gpu, layout, quant
 from ptxlab.errors import ArgumentError, LaunchError
 from ptxlab.kernels import operation
 from ptxlab.layout import KVCache
@@ -22,6 +22,9 @@ from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
 
 M, N, K, E, HEADS, D = 5, 40, 256, 2, 2, 64
 PACKAGE = str(Path(ptxlab.__file__).parent)
+ATOM = np.ones((M + 3, K), np.float32)
+ATOM_WEIGHT = ptxlab.pack_atom(quant.quantize_atom_weight(np.tile(ATOM, (N // 8, 1)), 64, 64))
+ATOM_TOKENS = layout.pack_atom_activations(quant.quantize_atom_activations(ATOM[:M], 64, 64))
 Calls = dict[str, tuple[Callable[..., Any], dict[str, Any]]]
 
 
@@ -43,6 +46,10 @@ def calls(fake: FakeGpu) -> Calls:
         "gemm_w4a8_grouped": (
             ptxlab.gemm_w4a8_grouped,
             {**gemm, "weights": experts, "offsets": array((E + 1,), np.int32)},
+        ),
+        "gemm_w4a4": (
+            ptxlab.gemm_w4a4,
+            {"out": array((M, N)), "x": on_device(ATOM_TOKENS), "weight": on_device(ATOM_WEIGHT)},
         ),
         "attention_kv4": (
             ptxlab.attention_kv4,
@@ -66,7 +73,15 @@ def calls(fake: FakeGpu) -> Calls:
     }
 
 
-NAMES = ("gemm_w4a8", "gemm_w4a8_grouped", "attention_kv4", "append_kv4", "rope_append_kv4", "quantize_activations")
+NAMES = (
+    "gemm_w4a8",
+    "gemm_w4a8_grouped",
+    "gemm_w4a4",
+    "attention_kv4",
+    "append_kv4",
+    "rope_append_kv4",
+    "quantize_activations",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

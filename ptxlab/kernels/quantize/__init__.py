@@ -1,12 +1,14 @@
 """Family `quantize`: activations to INT8 per token with their sums, in the order that a GEMM reads (QServe §4.1), by
 themselves or with what a decoder computes before: RMSNorm, the gate of its FFN."""
 
+from ptxlab.kernels.quantize import atom
 from ptxlab.kernels.quantize.api import quantize_activations, rmsnorm_quantize, silu_mul_quantize
+from ptxlab.kernels.quantize.atom_api import reorder_quantize, rmsnorm_reorder_quantize, silu_mul_reorder_quantize
 from ptxlab.kernels.quantize.gated import SILU_MUL
 from ptxlab.kernels.quantize.rmsnorm import RMSNORM
 from ptxlab.kernels.quantize.specs import QUANTIZE, SUM
 
-SPECS = (QUANTIZE, SUM, RMSNORM, SILU_MUL)
+SPECS = (QUANTIZE, SUM, RMSNORM, SILU_MUL, *atom.SPECS)
 
 __all__ = [
     "QUANTIZE",
@@ -15,6 +17,9 @@ __all__ = [
     "SPECS",
     "SUM",
     "quantize_activations",
+    "reorder_quantize",
     "rmsnorm_quantize",
+    "rmsnorm_reorder_quantize",
     "silu_mul_quantize",
+    "silu_mul_reorder_quantize",
 ]

@@ -7,14 +7,15 @@ import numpy as np
 
 from ptxlab import quant, reference
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.quantize.call import Fitted, How, Quantizer
+from ptxlab.kernels.quantize.call import Fitted, How, Quantizer, matrix_shape
 from ptxlab.kernels.quantize.gated import SILU_MUL
 from ptxlab.kernels.quantize.rmsnorm import RMSNORM, normalized
 from ptxlab.kernels.quantize.specs import QUANTIZE
 from ptxlab.layout import PackedActivations
 from ptxlab.quant.inputs import extremes, row_scales
+from ptxlab.reference.packed import F32
 from ptxlab.spec.dtypes import as_stored
-from ptxlab.validate import is_one_of, shape_of
+from ptxlab.validate import is_one_of
 
 
 def quantize_activations(
@@ -50,7 +51,7 @@ def quantize_activations(
     """
 
     def fit() -> Fitted:
-        shape = _matrix(_QUANTIZE.name, "x", x)
+        shape = matrix_shape(_QUANTIZE.name, "x", x)
         return Fitted(*shape, {"x": shape})
 
     return _QUANTIZE({"x": x}, fit, How(layout, rows, out, backend, programmatic))
@@ -90,19 +91,9 @@ def rmsnorm_quantize(
             counts as zeros.
         UnavailableError: no GPU backend here, or one below sm_90.
     """
-    optional = {"residual": residual, "normed": normed}
-    matrices = {"x": x, **{name: array for name, array in optional.items() if array is not None}}
-
-    def fit() -> Fitted:
-        shape = _matrix(_RMSNORM.name, "x", x)
-        number = isinstance(eps, int | float | np.number) and not isinstance(eps, bool)
-        if not number or not 1e-30 <= eps <= 1:
-            raise ArgumentError(f"{_RMSNORM.name}: eps", "a number in 1e-30..1", repr(eps))
-        shapes = {**dict.fromkeys(matrices, shape), "gamma": shape[1:]}
-        sizes = {"added": int(residual is not None), "kept": int(normed is not None), "eps": float(eps)}
-        return Fitted(*shape, shapes, sizes)
-
-    return _RMSNORM({**matrices, "gamma": gamma}, fit, How(layout, rows, out, backend, programmatic), eps)
+    arrays = {"x": x, **given(residual=residual, normed=normed), "gamma": gamma}
+    how = How(layout, rows, out, backend, programmatic)
+    return _RMSNORM(arrays, lambda: fit_normed(_RMSNORM.name, arrays, eps), how, eps)
 
 
 def silu_mul_quantize(
@@ -134,31 +125,42 @@ def silu_mul_quantize(
         UnavailableError: no GPU backend here, or one below sm_90.
     """
 
-    def fit() -> Fitted:
-        M, width = _matrix(_SILU_MUL.name, "gate_up", gate_up)
-        if width % 2:
-            raise ArgumentError(f"{_SILU_MUL.name}: gate_up", "must be a matrix [M, 2·K]", f"shape {(M, width)}")
-        if not is_one_of(activation, reference.ACTIVATIONS):
-            rule = f"must be one of {', '.join(reference.ACTIVATIONS)}"
-            raise ArgumentError(f"{_SILU_MUL.name}: activation", rule, activation)
-        sizes = {"activation": reference.ACTIVATIONS.index(activation)}
-        return Fitted(M, width // 2, {"gate_up": (M, width)}, sizes)
-
-    return _SILU_MUL({"gate_up": gate_up}, fit, How(layout, rows, out, backend, programmatic), activation)
+    how = How(layout, rows, out, backend, programmatic)
+    return _SILU_MUL({"gate_up": gate_up}, lambda: fit_gated(_SILU_MUL.name, gate_up, activation), how, activation)
 
 
-def _matrix(name: str, label: str, array: Any) -> tuple[int, int]:
-    shape = shape_of(array)
-    if len(shape) != 2:
-        raise ArgumentError(f"{name}: {label}", "must be a matrix [M, K]", f"shape {shape}")
-    return shape[0], shape[1]
+def given(**arrays: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def fit_normed(name: str, arrays: Mapping[str, Any], eps: Any) -> Fitted:
+    """Of an RMSNorm of these arrays; raises ArgumentError for x that is no matrix and eps outside 1e-30..1."""
+    shape = matrix_shape(name, "x", arrays["x"])
+    number = isinstance(eps, int | float | np.number) and not isinstance(eps, bool)
+    if not number or not 1e-30 <= eps <= 1:
+        raise ArgumentError(f"{name}: eps", "a number in 1e-30..1", repr(eps))
+    shapes = {**dict.fromkeys(arrays, shape), "gamma": shape[1:]}
+    sizes = {"added": int("residual" in arrays), "kept": int("normed" in arrays), "eps": float(eps)}
+    return Fitted(*shape, shapes, sizes)
+
+
+def fit_gated(name: str, gate_up: Any, activation: Any) -> Fitted:
+    """Of the gate of an FFN; raises ArgumentError for what is no matrix [M, 2·K], and another activation."""
+    M, width = matrix_shape(name, "gate_up", gate_up)
+    if width % 2:
+        raise ArgumentError(f"{name}: gate_up", "must be a matrix [M, 2·K]", f"shape {(M, width)}")
+    if not is_one_of(activation, reference.ACTIVATIONS):
+        raise ArgumentError(f"{name}: activation", f"must be one of {', '.join(reference.ACTIVATIONS)}", activation)
+    return Fitted(M, width // 2, {"gate_up": (M, width)}, {"activation": reference.ACTIVATIONS.index(activation)})
 
 
 def _look(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
     quant.token_scales(numbers["x"])
 
 
-def _look_at_normed(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
+def normed_numbers(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> F32:
+    """y f32 of an RMSNorm's inputs; raises ArgumentError where any of them is not finite."""
     for name in ("x", "residual", "gamma"):
         if name in numbers:
             extremes(name, numbers[name])
@@ -167,13 +169,22 @@ def _look_at_normed(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) ->
         with np.errstate(over="ignore"):  # what is not finite is refused by name
             v = as_stored(v + numbers["residual"], sizes["dtype"])
         extremes("x + residual", v)
-    row_scales("y", np.abs(normalized(v, numbers["gamma"], sizes["eps"])).max(axis=1), 127)
+    return normalized(v, numbers["gamma"], sizes["eps"])
+
+
+def _look_at_normed(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
+    row_scales("y", np.abs(normed_numbers(numbers, sizes)).max(axis=1), 127)
+
+
+def gated_numbers(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> F32:
+    """h f32 of the gate of an FFN; raises ArgumentError where an input is not finite."""
+    extremes("gate_up", numbers["gate_up"])
+    h: F32 = reference.gated(numbers["gate_up"], reference.ACTIVATIONS[sizes["activation"]]).astype(np.float32)
+    return h
 
 
 def _look_at_gated(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
-    extremes("gate_up", numbers["gate_up"])
-    h = reference.gated(numbers["gate_up"], reference.ACTIVATIONS[sizes["activation"]])
-    row_scales("h", np.abs(h).max(axis=1).astype(np.float32), 127)
+    row_scales("h", np.abs(gated_numbers(numbers, sizes)).max(axis=1), 127)
 
 
 _QUANTIZE = Quantizer("quantize_activations", QUANTIZE, _look)

@@ -12,6 +12,7 @@ from ptxlab.layout import PackedActivations
 from ptxlab.layout.packed_activations import stored_shape, tile_of
 from ptxlab.spec import KernelSpec
 from ptxlab.spec.dtypes import floats
+from ptxlab.validate import shape_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -33,6 +34,14 @@ class Fitted(NamedTuple):
     K: int
     shapes: Shapes
     sizes: Mapping[str, Any] = {}
+
+
+def matrix_shape(name: str, label: str, array: Any) -> tuple[int, int]:
+    """The shape of a matrix [M, K]; ArgumentError for anything else."""
+    shape = shape_of(array)
+    if len(shape) != 2:
+        raise ArgumentError(f"{name}: {label}", "must be a matrix [M, K]", f"shape {shape}")
+    return shape[0], shape[1]
 
 
 class Quantizer:

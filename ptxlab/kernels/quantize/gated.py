@@ -54,14 +54,19 @@ def _packed(q: np.ndarray, scale: Any, rows: int, span: int) -> tuple[np.ndarray
 
 
 def _quotients(gate_up: np.ndarray, activation: int, IN: int) -> tuple[F64, F64, F64]:
-    """h / scale [M, K], scale [M], and the relative error [M, K] that h may have (the kernel's header), all f64."""
-    name, x = reference.ACTIVATIONS[activation], as_stored(gate_up, DTYPES[IN])
-    h = reference.gated(x, name)
+    """h / scale [M, K], scale [M], and the relative error [M, K] that h may have, all f64."""
+    h, relative = gated(gate_up, activation, IN)
     extent = np.abs(h).max(axis=1)
     scale = np.where(extent < 127 * 2.0**-126, 1.0, extent / 127)
-    turns = reference.exponent(x[:, : h.shape[1]].astype(np.float64), name)
-    relative = 2.0**-20 + 2.0**-22 * np.maximum(turns, 0)
     return h / scale[:, None], scale, relative
+
+
+def gated(gate_up: np.ndarray, activation: int, IN: int) -> tuple[F64, F64]:
+    """h [M, K], and the relative error [M, K] that it may have (the kernel's header), f64."""
+    name, x = reference.ACTIVATIONS[activation], as_stored(gate_up, DTYPES[IN])
+    h = reference.gated(x, name)
+    turns = reference.exponent(x[:, : h.shape[1]].astype(np.float64), name)
+    return h, 2.0**-20 + 2.0**-22 * np.maximum(turns, 0)
 
 
 SILU_MUL = KernelSpec(

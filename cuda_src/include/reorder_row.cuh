@@ -1,0 +1,207 @@
+// What kernels share that quantise a row (a token) in Atom's order: every channel sent to its place through shared
+// memory, then a scale per group, INT4 and the outliers in INT8, as the W4A4 GEMMs read them. A thread has 16 channels
+// before and 16 behind (notebooks/guide/kernels_quantize.md).
+#pragma once
+#include "quantize_row.cuh"
+
+namespace ptxlab {
+
+// A float or word into shared memory of any block of the cluster.
+__device__ __forceinline__ void store_in_block(unsigned to, unsigned word) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
+
+// Where the 16 channels of a thread go: s16 each.
+struct Places {
+    uint4 v[2];
+
+    // A negative one lies behind all channels.
+    __device__ __forceinline__ unsigned operator[](int i) const {
+        return reinterpret_cast<const unsigned*>(v)[i / 2] >> (i % 2 * 16) & 0xffff;
+    }
+};
+
+__device__ __forceinline__ Places load_places(const uint4* place, int chunk, bool inside) {
+    Places p = {};
+    if (inside) p.v[0] = place[2 * chunk], p.v[1] = place[2 * chunk + 1];
+    return p;
+}
+
+// Sizes of a row: K INT4 channels, padded to whole blocks of 128, then a block of the outliers.
+struct Channels {
+    int K, outliers;
+
+    __device__ __forceinline__ int all() const { return K + outliers; }
+    __device__ __forceinline__ int blocks4() const { return (K + 127) / 128; }
+    __device__ __forceinline__ int blocks() const { return blocks4() + (outliers > 0); }
+};
+
+// A row in Atom's order, in shared memory: a row has BLOCKS blocks, a cluster if more than one, of WIDTH threads, and
+// each of them 16 WIDTH channels of the order; and a word of each warp of the row. A word of padding per 32 channels:
+// where channels stay in order, neither way has bank conflicts.
+template <int BLOCKS, int WIDTH>
+struct RowInOrder {
+    static constexpr int HELD = 16 * WIDTH, WARPS = WIDTH / 32;
+    unsigned y[HELD + HELD / 32];
+    unsigned said[BLOCKS * WARPS];
+
+    // Another block's shared memory may be written once that block has begun: every block says so, and waits for it
+    // before its first `send`.
+    static __device__ __forceinline__ void open() {
+        if (BLOCKS > 1) cluster_arrive();
+    }
+    static __device__ __forceinline__ void wait_for_open() {
+        if (BLOCKS > 1) cluster_wait();
+    }
+
+    // A thread's channels to their places; one that there is not has none. SIZE: channels of a group, of which INT4
+    // channels are a multiple.
+    template <int SIZE, typename Values>
+    __device__ __forceinline__ void send(const Values& x, const Places& places, const Channels& channels, bool inside) {
+        const int gap = SIZE == 128 ? 0 : channels.blocks4() * 128 - channels.K;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const int place = places[i], at = place < channels.K ? place : place + gap;
+            const int held = BLOCKS == 1 ? at : at % HELD;
+            if (!inside || place >= channels.all()) continue;
+            unsigned* to = y + held + held / 32;
+            if constexpr (BLOCKS == 1) *to = __float_as_uint(x[i]);
+            else store_in_block(address_in_block(to, at / HELD), __float_as_uint(x[i]));
+        }
+    }
+
+    // A word of this warp to all blocks.
+    __device__ __forceinline__ void say(unsigned word) {
+        const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        if constexpr (BLOCKS == 1) {
+            if (lane == 0) said[warp] = word;
+        } else if (lane < BLOCKS) {
+            store_in_block(address_in_block(said + cluster_rank() * WARPS + warp, lane), word);
+        }
+    }
+
+    // Until all that was sent to this block is there.
+    __device__ __forceinline__ void wait() const {
+        if constexpr (BLOCKS == 1) {
+            __syncthreads();
+        } else {
+            cluster_arrive();
+            cluster_wait();
+        }
+    }
+
+    // Of the words that all warps said, by a whole warp; in the order of `Exchange::float_sum_of`.
+    __device__ __forceinline__ float sum_of_said() const {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < BLOCKS * WARPS; i += 32)
+            if (i + threadIdx.x % 32 < BLOCKS * WARPS) sum += __uint_as_float(said[i + threadIdx.x % 32]);
+        return warp_sum(sum);
+    }
+};
+
+// What a token's integers and scales go to. PAIRS 0: x s8 [M, K + outliers]; 1: x u8 [M, K/2], two INT4 a byte, and x8
+// s8 [M, outliers]. x_scale f16 [M, K/g + 1 in whole eights].
+struct AtomRow {
+    unsigned char *x, *x8;
+    __half* scale;
+};
+
+// Half away from zero, as C's round(); exact.
+__device__ __forceinline__ float rounded_away(float x) {
+    const float whole = truncf(x);
+    return fabsf(__fsub_rn(x, whole)) >= 0.5f ? __fadd_rn(whole, copysignf(1.0f, x)) : whole;
+}
+
+// How integers are made of a group. RULES 0: of n bits, max / (2^(n-1) - 1/2) is the scale, by which values are divided,
+// ties to even; 1: max / (2^(n-1) - 1), and values are multiplied by the reciprocal, ties away from zero (`quant.atom`).
+template <int RULES>
+struct Grid {
+    float steps, reciprocal, low, high, clip;
+
+    static __device__ __forceinline__ Grid of(bool int4, float clip) {
+        constexpr float FEW = RULES ? 7.0f : 7.5f, MANY = RULES ? 127.0f : 127.5f;
+        return int4 ? Grid{FEW, 1 / FEW, -8, 7, clip} : Grid{MANY, 1 / MANY, -128, 127, 1};
+    }
+
+    // Four values of a group, of which `most` is the largest magnitude, to the low bytes of q. Returns the scale.
+    __device__ __forceinline__ __half operator()(const float (&y)[4], float most, int (&q)[4]) const {
+        constexpr float LEAST = 0x1p-24f;  // the smallest f16
+        const float largest = __fmul_rn(most, clip);
+        __half scale = __float2half_rn(Divider(steps, reciprocal)(largest));
+        if (__half2float(scale) < LEAST) scale = __ushort_as_half(1);
+        if (largest == 0) scale = __ushort_as_half(0x3c00);  // 1
+        const Divider divide(__half2float(scale));
+        const float factor = RULES ? Divider(fmaxf(largest, steps * LEAST))(steps) : 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float quotient = RULES ? rounded_away(__fmul_rn(y[i], factor)) : divide(y[i]);
+            q[i] = __float_as_int(__fadd_rn(fminf(fmaxf(quotient, low), high), SHIFT));
+        }
+        return scale;
+    }
+};
+
+// The row times `factor`, to integers and scales of token m: a warp has four blocks of 128 channels, a lane four
+// neighbours of each. The last that a block does.
+template <int SIZE, int PAIRS, int RULES, int BLOCKS, int WIDTH>
+__device__ __forceinline__ void write_atom_row(const RowInOrder<BLOCKS, WIDTH>& row, float factor, float clip,
+                                               const Channels& channels, int m, const AtomRow& to) {
+    constexpr int WARPS = WIDTH / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = blockIdx.x % BLOCKS;
+    const int groups = channels.K / SIZE, columns = (groups + 8) / 8 * 8;
+    const auto block_of = [&](int j) { return (rank * 4 + j) * WARPS + warp; };
+    const auto is_int4 = [&](int j) { return block_of(j) < channels.blocks4(); };
+    const auto inside = [&](int j) {
+        return is_int4(j) ? SIZE == 128 || block_of(j) * 128 + 4 * lane < channels.K
+                          : block_of(j) < channels.blocks() && 4 * lane < channels.outliers;
+    };
+    float y[4][4];
+    unsigned most[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        float largest = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int at = (j * WARPS + warp) * 132 + 4 * lane + lane / 8 + i;
+            y[j][i] = inside(j) ? __fmul_rn(__uint_as_float(row.y[at]), factor) : 0;
+            largest = max_nan(largest, fabsf(y[j][i]));
+        }
+        most[j] = __float_as_uint(largest);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        if (SIZE == 128) {
+            most[j] = warp_max(most[j]);
+        } else {
+#pragma unroll
+            for (int mask = 1; mask < 16; mask *= 2) most[j] = max(most[j], __shfl_xor_sync(~0u, most[j], mask));
+            const unsigned other = __shfl_xor_sync(~0u, most[j], 16);
+            if (!is_int4(j)) most[j] = max(most[j], other);  // outliers are one group
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const bool int4 = is_int4(j);
+        const int first = (int4 ? block_of(j) * 128 : 0) + 4 * lane;
+        int q[4];
+        const __half scale = Grid<RULES>::of(int4, clip)(y[j], __uint_as_float(most[j]), q);
+        if (!inside(j)) continue;
+        const unsigned word = bytes_of<0>(q);
+        if (PAIRS && int4) {
+            const unsigned pairs = (word & 0x000f000f) | (word >> 4 & 0x00f000f0);  // in bytes 0 and 2
+            const unsigned short both = static_cast<unsigned short>(__byte_perm(pairs, 0, 0x4420));
+            *reinterpret_cast<unsigned short*>(to.x + size_t(m) * (channels.K / 2) + first / 2) = both;
+        } else {
+            const size_t at = PAIRS ? size_t(m) * channels.outliers + first
+                                    : size_t(m) * channels.all() + first + (int4 ? 0 : channels.K);
+            *reinterpret_cast<unsigned*>((PAIRS ? to.x8 : to.x) + at) = word;
+        }
+        if (lane % (SIZE / 4) == 0 && (int4 || lane == 0))
+            to.scale[size_t(m) * columns + (int4 ? first / SIZE : groups)] = scale;
+    }
+    const int behind = groups + (channels.outliers > 0) + threadIdx.x;  // ones up to a whole number of eights
+    if (rank == 0 && behind < columns) to.scale[size_t(m) * columns + behind] = __ushort_as_half(0x3c00);
+}
+
+}  // namespace ptxlab

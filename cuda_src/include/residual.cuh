@@ -1,0 +1,39 @@
+// A residual stream in chunks (quantize_row.cuh): sums of two, and floats back to 16 bits, each rounded once.
+#pragma once
+#include "output.cuh"
+#include "quantize_row.cuh"
+
+namespace ptxlab {
+
+// Of two f16 (KIND 0) or bf16 (1) each.
+template <int KIND>
+__device__ __forceinline__ unsigned added(unsigned a, unsigned b) {
+    if constexpr (KIND == 1) {
+        const __nv_bfloat162 sum = __hadd2(reinterpret_cast<__nv_bfloat162&>(a), reinterpret_cast<__nv_bfloat162&>(b));
+        return reinterpret_cast<const unsigned&>(sum);
+    } else {
+        const __half2 sum = __hadd2(reinterpret_cast<__half2&>(a), reinterpret_cast<__half2&>(b));
+        return reinterpret_cast<const unsigned&>(sum);
+    }
+}
+
+template <int KIND>
+__device__ __forceinline__ Chunk<KIND> added(const Chunk<KIND>& a, const Chunk<KIND>& b) {
+    Chunk<KIND> sum;
+#pragma unroll
+    for (int i = 0; i < sum.VECTORS; ++i)
+        sum.v[i] = make_uint4(added<KIND>(a.v[i].x, b.v[i].x), added<KIND>(a.v[i].y, b.v[i].y),
+                              added<KIND>(a.v[i].z, b.v[i].z), added<KIND>(a.v[i].w, b.v[i].w));
+    return sum;
+}
+
+template <int KIND>
+__device__ __forceinline__ Chunk<KIND> rounded(const Floats& y) {
+    Chunk<KIND> c;
+    unsigned* words = reinterpret_cast<unsigned*>(c.v);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) words[i] = rounded_pair<KIND>(y[2 * i], y[2 * i + 1]);
+    return c;
+}
+
+}  // namespace ptxlab

@@ -1,0 +1,75 @@
+// rmsnorm_reorder_quantize: residual add, RMSNorm and `reorder_quantize` in one pass over a row (Atom 4.1).
+//
+// Contract   y as rmsnorm_quantize has it, bit for bit, with the residual updated if RESIDUAL and y written if NORMED;
+//            then `reorder_quantize` of y, not rounded before. x, residual, gamma f16 or bf16 (IN 0, 1).
+// Shows      one barrier: v gamma goes to its place while the squares are added up, and is scaled on the way back.
+// Guide      notebooks/guide/kernels_quantize.md: the order of the sum, the way through shared memory, constants
+// PTX ISA    as reorder_quantize
+#include "griddep.cuh"
+#include "reorder_row.cuh"
+#include "residual.cuh"
+
+#ifndef IN
+#define IN 0
+#define GROUP 128
+#define PACKED 0
+#define CODE 0
+#define RESIDUAL 0
+#define NORMED 0
+#define THREADS 256
+#define CLUSTER 1
+#endif
+
+// No input is __restrict__: ptxas moves read-only loads across griddepcontrol.wait (see rmsnorm_quantize).
+extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_reorder_quantize(
+    const uint4* x,      // [M, K + outliers], by IN
+    uint4* residual,     // likewise, updated in place; read if RESIDUAL
+    const uint4* gamma,  // [K + outliers], by IN
+    const uint4* place,  // s16 [K + outliers]
+    uint4* normed,       // [M, K + outliers], by IN; written if NORMED
+    unsigned char* x_q,  // [M, bytes], by PACKED
+    unsigned char* x8,   // s8  [M, outliers], if PACKED
+    __half* x_scale,     // f16 [M, K/GROUP + 1 in whole eights]
+    int K, int outliers, float eps, float clip) {
+    __shared__ ptxlab::RowInOrder<CLUSTER, THREADS> row;
+    ptxlab::launch_dependents();
+    row.open();
+    using Chunk = ptxlab::Chunk<IN>;
+    const ptxlab::Channels channels{K, outliers};
+    const int m = blockIdx.x / CLUSTER, chunk = blockIdx.x % CLUSTER * THREADS + threadIdx.x;
+    const bool inside = chunk < channels.all() / 16;
+    const size_t first = size_t(m) * (channels.all() / 16) * Chunk::VECTORS;
+    const Chunk weight = ptxlab::load_chunk<IN>(gamma, chunk, inside);
+    const ptxlab::Places places = ptxlab::load_places(place, chunk, inside);
+    const float share = ptxlab::reciprocal(float(channels.all()));
+    ptxlab::wait_for_predecessors();
+
+    Chunk v = ptxlab::load_chunk<IN>(x + first, chunk, inside);
+    if (RESIDUAL) {
+        v = ptxlab::added(v, ptxlab::load_chunk<IN>(residual + first, chunk, inside));
+        __syncwarp();  // what a lane has read is half its neighbour's to overwrite
+        ptxlab::store_chunk(residual + first, chunk, inside, v);
+    }
+    ptxlab::Floats y;
+    float square = 0;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        const float each = v[i];
+        square = fmaf(each, each, square);
+        y.v[i] = __fmul_rn(each, weight[i]);
+    }
+    square = ptxlab::warp_sum(square);
+    row.wait_for_open();
+    row.say(__float_as_uint(square));
+    row.send<GROUP>(y, places, channels, inside);
+    row.wait();
+
+    const float mean = __fmul_rn(row.sum_of_said(), share);
+    const float factor = ptxlab::reciprocal(__fsqrt_rn(__fadd_rn(mean, eps)));  // NaN for an infinite mean
+    if (NORMED) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) y.v[i] *= factor;
+        ptxlab::store_chunk(normed + first, chunk, inside, ptxlab::rounded<IN>(y));
+    }
+    ptxlab::write_atom_row<GROUP, PACKED, CODE>(row, factor, clip, channels, m, {x_q, x8, x_scale});
+}
