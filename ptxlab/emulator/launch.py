@@ -1,5 +1,6 @@
 """`run`: check the arguments, lay out memory, run the grid wave by wave, copy results back."""
 
+import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -146,6 +147,7 @@ def run(
     launch, buffers, error = attempt(frozenset())
     while not launch.suspects <= launch.tracked:  # their values may not matter: the same again, with an eye on these
         launch, buffers, error = attempt(launch.tracked | launch.suspects)
+    sys.stdout.write("".join(launch.output))
     if error is not None:
         first = {finding.kind: finding for finding in reversed(launch.findings.found.values())}  # of each kind
         if not first:

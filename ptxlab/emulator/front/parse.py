@@ -193,7 +193,9 @@ class _Parser(Cursor):
                 if label in self.scope.labels or label in self.scope.tables:
                     self.fail(f"{label} is declared twice", self.line_numbers[self.at - 1])
                 self.take()
-                if self.accept(".branchtargets"):
+                if self.token in (".callprototype", ".calltargets"):
+                    self.skip_to(";")  # of a call of an address, which is refused where it stands
+                elif self.accept(".branchtargets"):
                     targets = self.comma_separated(lambda: Unresolved(self.word("a label")), ";")
                     self.scope.tables[label] = tuple(targets)
                 else:
@@ -458,10 +460,13 @@ class _Parser(Cursor):
     def inline(self, call: Instruction, scopes: list[Scope]) -> None:
         """Put a function's body in place of the call that has just been read; names of parameters stand for arguments.
 
-        A call of what has no body here stays, and is an unknown instruction.
+        A call of what has no body here stays: the driver may know it.
         """
         name = next((o.name for o in call.operands if isinstance(o, Unresolved)), "")
         if name not in self.functions:
+            called = {Unresolved(name): ir.Function(name)} if name else {}
+            call.operands = tuple(called.get(o, o) if isinstance(o, Unresolved) else o for o in call.operands)
+            call.text = f"{call.opcode} {name or 'of an address'}"
             return
         if name in self.inlining:
             self.fail(f"{name} calls itself, which is not emulated", call.line)
@@ -515,6 +520,10 @@ class _Parser(Cursor):
                 return ir.Label(operand.name, outer.labels[operand.name])
             if operand.name in outer.tables:
                 return self.labelled(ir.Vector(outer.tables[operand.name]), scope, instruction)
+        if operand.name in self.functions:
+            self.fail(
+                f"the address of {operand.name}: calls through function pointers are not emulated", instruction.line
+            )
         self.fail(f"{operand.name} is not declared", instruction.line)
 
     def lay_out_shared(self) -> None:

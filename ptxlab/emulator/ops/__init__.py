@@ -4,6 +4,7 @@
 from ptxlab.emulator.ops import (  # noqa: F401
     atomic,
     bits,
+    calls,
     collective,
     control,
     convert,
