@@ -24,6 +24,7 @@ from report import (
     ROOT,
     accuracy,
     attention,
+    corpus,
     gemm,
     headers,
     ladder,
@@ -302,5 +303,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "mistakes": showcase.page,
     "fence_bugs": showcase.fences,
     "proofs": proofs_table,
+    "corpus_summary": corpus.summary,
+    "corpus_kernels": corpus.table,
+    "corpus_judged": corpus.judged,
     "pipelines": pipelines.section,
 }

@@ -96,10 +96,13 @@ def case(
 
 
 class Observed(Emulate):
-    """The fixture, which keeps the names of the schedules that have run, and for how long; compilation apart."""
+    """The fixture, which keeps opcodes, the names of the schedules that have run, and for how long; without compiling."""
 
-    schedules: tuple[str, ...] = ()
-    seconds = 0.0
+    def __init__(self, settings: Callable[[], Settings]) -> None:
+        super().__init__(settings)
+        self.forms: set[str] = set()
+        self.schedules: tuple[str, ...] = ()
+        self.seconds = 0.0
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         started = time.perf_counter()
@@ -113,15 +116,12 @@ class Observed(Emulate):
     def _target(self, *args: Any) -> Any:
         started = time.perf_counter()
         try:
-            return super()._target(*args)
+            target, given = super()._target(*args)
+            instructions = target.kernel.module.entries[target.kernel.entry].instructions
+            self.forms |= {instruction.opcode for instruction in instructions}
         finally:
             self.seconds -= time.perf_counter() - started
-
-    @property
-    def forms(self) -> list[str]:
-        """Opcodes of all kernels that have been compiled."""
-        entries = [target.kernel.module.entries[target.kernel.entry] for target in self._targets.values()]
-        return sorted({instruction.opcode for entry in entries for instruction in entry.instructions})
+        return target, given
 
 
 def one_line(error: BaseException) -> str:
@@ -153,14 +153,14 @@ def attempt(each: Case, folder: Path) -> Outcome:
         outcome.result, outcome.why = "fault", one_line(error)
     except PtxlabError as error:
         outcome.result, outcome.why = "refused", one_line(error)
-    except Exception as error:  # noqa: BLE001  (a traceback in the emulator is what a corpus is there to find)
+    except Exception as error:  # a traceback in the emulator is what a corpus is there to find
         place = error.__traceback__
         while place and place.tb_next:
             place = place.tb_next
         where = f"{Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}" if place else ""
         outcome.result, outcome.why = "crashed", f"{type(error).__name__}: {one_line(error)} ({where})"
     outcome.seconds = outcome.seconds or emulate.seconds
-    outcome.forms, outcome.schedules = emulate.forms, len(emulate.schedules)
+    outcome.forms, outcome.schedules = sorted(emulate.forms), len(emulate.schedules)
     return outcome
 
 

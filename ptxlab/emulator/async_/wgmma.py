@@ -135,10 +135,8 @@ class WgmmaProducts(Effect):
         own = None
         if decoded.read_a:
             dtype = _TYPES[decoded.a_type]
-            own = numbers(
-                mma_a(32 // dtype.itemsize, 8 * dtype.itemsize).gather(decoded.read_a(self.all_lanes), dtype),
-                decoded.a_type,
-            )
+            fragment = mma_a(32 // dtype.itemsize, 8 * dtype.itemsize)
+            own = numbers(fragment.gather(decoded.read_a(self.all_lanes), dtype), decoded.a_type)
         keys = np.stack([self.base, self.a.view(np.int64), self.b.view(np.int64)])
         distinct, which = np.unique(keys, axis=1, return_inverse=True)
         for i, (base, a, b) in enumerate(zip(*distinct.tolist(), strict=True)):

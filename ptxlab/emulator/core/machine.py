@@ -38,11 +38,20 @@ UNKNOWN = "the emulator does not know this instruction"
 REFUSED = {  # how an instruction begins -> why there is none like it here
     "tcgen05": "the tensor memory of sm_100 is not emulated",
     "clusterlaunchcontrol": "cluster launch control of sm_100 is not emulated",
-    **dict.fromkeys(("tex.", "tld4.", "txq.", "suld.", "sust.", "sured.", "suq."), "textures and surfaces are not emulated"),
-    **{f"call{uni} {name}": f"{name} on the device is not emulated" for uni in ("", ".uni") for name in ("malloc", "free")},
-    **dict.fromkeys(("call of an address", "call.uni of an address"), "calls through function pointers are not emulated"),
-    "wgmma.mma_async.sp": "sparse operands are not emulated", "mma.sp": "sparse operands are not emulated",
-}  # fmt: skip
+    **dict.fromkeys(("wgmma.mma_async.sp", "mma.sp"), "sparse operands are not emulated"),
+    **dict.fromkeys(
+        ("tex.", "tld4.", "txq.", "suld.", "sust.", "sured.", "suq."), "textures and surfaces are not emulated"
+    ),
+    **{
+        f"{call} {name}": f"{what} not emulated"
+        for call in ("call", "call.uni")
+        for name, what in (
+            ("malloc", "malloc on the device is"),
+            ("free", "free on the device is"),
+            ("of an address", "calls through function pointers are"),
+        )
+    },
+}
 
 Binder = Callable[["Machine", Instruction, int], Handler]
 BINDERS: dict[str, Binder] = {}

@@ -11,8 +11,8 @@ FP8_NAN = 0x7F
 _FP8 = {"e4m3": (3, 7, 0x7E), "e5m2": (2, 15, 0x7B)}  # bits of the significand, bias, largest finite number
 # Operands of matrix instructions, as NumPy sees their bits.
 OPERANDS = {
-    "f16": np.dtype("f2"), "bf16": np.dtype("u2"), "tf32": np.dtype("u4"), "e4m3": np.dtype("u1"), "e5m2": np.dtype("u1"),
-}  # fmt: skip
+    name: np.dtype(kind) for name, kind in {"f16": "f2", "bf16": "u2", "tf32": "u4", "e4m3": "u1", "e5m2": "u1"}.items()
+}
 
 
 @cache

@@ -78,7 +78,7 @@ def test_a_trap_fails_with_line_and_values() -> None:
         ("int* p = new int[4]; x[0] = p[n];", "", "malloc on the device is not emulated"),
         (
             "x[0] = (n > 3 ? f : g)(n);",
-            "__device__ __noinline__ int f(int x) { return x + 1; } __device__ __noinline__ int g(int x) { return x; }\n",
+            "#define F __device__ __noinline__ int\nF f(int x) { return x + 1; } F g(int x) { return x; }\n",
             "calls through function pointers are not emulated",
         ),
         ("x[0] = h(n);", 'extern "C" __device__ int h(int);\n', "`call.uni h`: the emulator does not know this"),
