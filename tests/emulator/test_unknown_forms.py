@@ -15,7 +15,8 @@ fence.proxy.tensormap::generic.acq_rel.gpu
 fence.acquired.gpu
 cp.async.wait_group.read 0
 cp.async.bulk.wait_all
-cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%x1], [%r2], 16
+cp.reduce.async.bulk.global.shared::cta.bulk_group.inc.s32 [%x1], [%r2], 16
+cp.reduce.async.bulk.shared::cta.shared::cta.bulk_group.add.u32 [%x1], [%r2], 16
 mbarrier.wait.shared.b64 [%r5], 1
 wgmma.mma_async.sync.aligned.m64n40k32.s32.s8.s8
 wgmma.mma_async.sync.aligned.m64n32k16.f16.bf16.bf16
