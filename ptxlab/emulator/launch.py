@@ -352,7 +352,8 @@ def _prepare(
     for array, region in buffers.values():
         memory.arena[region.start : region.end] = array.reshape(-1).view(np.uint8)
     for variable, region in fixed:
-        memory.arena[region.start : region.end] = np.frombuffer(variable.initial or bytes(variable.size), np.uint8)
+        if variable.initial:
+            memory.arena[region.start : region.end] = np.frombuffer(variable.initial, np.uint8)
     for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
         at, start = params.start + param.offset, buffers[position][1].start if position in buffers else 0
         if isinstance(value, TensorMap):  # its bytes are opaque; who asks for it is given the map itself

@@ -96,7 +96,7 @@ def case(
 
 
 class Observed(Emulate):
-    """The fixture, which keeps opcodes, the names of the schedules that have run, and for how long; without compiling."""
+    """The fixture, which keeps opcodes, the names of the schedules that have run, and for how long."""
 
     def __init__(self, settings: Callable[[], Settings]) -> None:
         super().__init__(settings)

@@ -17,13 +17,14 @@ _SIZES = {"maxntid", "reqntid", "minnctapersm", "maxnctapersm", "maxnreg", "reqn
 _FLAGS = {"explicitcluster", "blocksareclusters", "noreturn"}
 _LONG_VECTOR = re.compile(r"\{\s*([^{},]+),(?:[^{},]+,){3,}\s*([^{},]+?)\s*\}")  # of more than four elements
 MOST_REGISTERS = 1 << 18  # in one declaration
-MOST_BYTES = 1 << 31  # in one variable
+MOST_BYTES = 1 << 28  # in all variables of a module, and in one
+MOST_LOCAL = 512 << 10  # bytes of a thread's local memory, as on a GPU
 MOST_CALLS = 10_000  # of functions, by one kernel: each is put in place
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:\s*,.*\binlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
 _SPECIAL = re.compile(
     r"%(?:(?:n?tid|n?ctaid|cluster_n?ctaid|n?clusterid)\.[xyz]|cluster_n?ctarank|is_explicit_cluster|n?warpid|laneid|n?smid|gridid"
     r"|lanemask_(?:eq|lt|le|gt|ge)|clock(?:_hi|64)?|globaltimer(?:_lo|_hi)?"
-    r"|(?:dynamic|total|aggr)_smem_size|reserved_smem_offset_begin)"
+    r"|(?:dynamic|total|aggr)_smem_size|reserved_smem_offset_(?:begin|end|cap|[01]))"
 )
 Frames = tuple[tuple[int, int], ...]  # (number of a file, line in it), then where that was inlined, and so on out
 
@@ -82,6 +83,7 @@ class _Parser(Cursor):
         self.locations: list[tuple[Instruction, Frames]] = []
         self.inlining: list[str] = []
         self.calls = 0  # put in place in this kernel, those within functions each time
+        self.bytes = 0  # of the module's variables
         self.functions: dict[str, int] = {}  # where each begins, as an index of a token; kernels may call what follows
         for after in [i for i, text in enumerate(self.texts, 1) if text == ".func"]:
             self.at = after
@@ -271,10 +273,15 @@ class _Parser(Cursor):
             variable = self.variable(space, *kind)
             if space in ("global", "const"):
                 self.result.variables.append(variable)
+                self.bytes += variable.size
+                if self.bytes > MOST_BYTES:
+                    self.fail(f"{variable.name} makes {self.bytes} bytes of variables: at most {MOST_BYTES} are emulated")
             elif space in ("local", "param"):  # parameters of a call live in the caller's frame
                 variable.space = "local"
                 variable.offset = -(-self.entry.local_bytes // variable.align) * variable.align
                 self.entry.local_bytes = variable.offset + variable.size
+                if self.entry.local_bytes > MOST_LOCAL:
+                    self.fail(f"{variable.name} makes {self.entry.local_bytes} bytes of local memory: {MOST_LOCAL} at most")
             self.declare(variable.name, variable)
             if self.accept(";"):
                 return

@@ -15,4 +15,5 @@ from ptxlab.emulator.ops import (  # noqa: F401
     mma,
     setmaxnreg,
     video,
+    wmma,
 )
