@@ -19,7 +19,7 @@
 # on one layer, and then lets it write with W4A8KV4: in NumPy, with the integers that the kernels compute.
 #
 # Sources: LiquidGEMM §4 (LQQ), QServe §4 (QoQ: rotation, smoothing, clipping, KV4), GPTQ. Everything here runs on the
-# CPU, without a GPU. `ptxlab weights smollm2` downloads the model (98 MB), `ptxlab weights wikipedia` the text (28 MB).
+# CPU, without a GPU. `ptxlab weights smollm2` downloads the model (93 MB), `ptxlab weights wikipedia` the text (28 MB).
 
 # %%
 # %matplotlib inline

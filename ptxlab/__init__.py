@@ -13,8 +13,9 @@ The folders; imports go one way, from a later line of this list to an earlier on
 - Backends: `emulator` (PTX on the CPU, with checks), `gpu` (CuPy), `runtime` (one call for both).
 - Kernels: `kernels` has the specs and the public calls; the sources are in `ptx/` and `cuda_src/`. `model` puts the
   calls together to a decoder layer.
-- Tools: `sass`, `nsight`, `bench`, `profile`, `timeline`, `weights` (audit and convert checkpoints), `demo`.
-- Ways in: `jupyter`, `cli`, and `testing`, the pytest plugin. `public` has the names that are offered here.
+- Tools: `verify`, `prove`, `sass`, `nsight`, `bench`, `profile`, `timeline`, `weights` (audit and convert
+  checkpoints), `demo`.
+- Ways in: `jupyter`, `cli`, `doctor`, and `testing`, the pytest plugin. `public` has the names that are offered here.
 """
 
 from importlib import import_module

@@ -1,14 +1,28 @@
-"""Predicates on arguments of any type, used before anything is computed with them."""
+"""Questions about arguments of any type, asked before anything is computed with them."""
 
 from collections.abc import Collection
 from typing import Any, TypeGuard
 
 import numpy as np
 
+from ptxlab.errors import ArgumentError
+
 
 def is_integer(value: Any) -> TypeGuard[int]:
     """Whether that is an integer, Python's or NumPy's; True and False are none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def require_integer(name: str, value: Any, least: int = 0) -> None:
+    """Raise ArgumentError unless that is an integer, so large or larger."""
+    if not is_integer(value) or value < least:
+        raise ArgumentError(name, f"must be an integer, {least} or more", repr(value))
+
+
+def require_number(name: str, value: Any, low: float, high: float) -> None:
+    """Raise ArgumentError unless that is a number in low..high."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ArgumentError(name, f"must be a number in {low:g}..{high:g}", repr(value))
 
 
 def is_one_of(value: Any, known: Collection[Any]) -> bool:

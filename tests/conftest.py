@@ -3,12 +3,13 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+
+from tests.support import plugin
 
 # Before NumPy and PyTorch are imported: tests run on all cores, and the threads that BLAS or OpenMP would add for
 # products as small as theirs are busy waiting for one another. That was a third of the emulator's time.
@@ -16,8 +17,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["tests.support.collection", "tests.support.device", "tests.support.recording"]
-if not any(each.name == "ptxlab" for each in entry_points(group="pytest11")):  # a checkout installed before it had one
-    pytest_plugins.append("ptxlab.testing.plugin")
+if not plugin.INSTALLED:
+    pytest_plugins.append(plugin.MODULE)
 
 # Examples take as long as the machine lets them: a deadline would only measure its load.
 hypothesis.settings.register_profile("ptxlab", deadline=None)

@@ -17,12 +17,12 @@
 //            mbarrier; 9.7.13.16 elect; 9.7.14.5.16 stmatrix; 9.7.19.5 setmaxnreg
 #include <cuda_fp16.h>
 
+#include "fragments_out.cuh"
 #include "griddep.cuh"
 #include "mbarrier.cuh"
 #include "pack.cuh"
 #include "tile_order.cuh"
 #include "timeline.cuh"
-#include "totals_out.cuh"
 #include "wgmma.cuh"
 
 #ifndef BM

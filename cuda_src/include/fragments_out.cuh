@@ -1,13 +1,8 @@
 // From the accumulators of a wgmma with weights as operand A straight to Y, one warp by itself: no barrier of the warp
-// group.
-// A warp has 16 rows of W (n) and TOKENS columns; lane 4 g + t holds, of every 8 tokens, rows g, g, g + 8, g + 8 at
-// tokens
-// 2 t, 2 t + 1, twice.
+// group. A warp has 16 rows of W (n) and TOKENS columns; lane 4 g + t holds, of every 8 tokens, rows g, g, g + 8, g + 8
+// at tokens 2 t, 2 t + 1, twice.
 //
-// 2-byte outputs   16 tokens at a time: results in pairs of tokens, one stmatrix.x4.trans turns four 8 x 8 matrices
-//                  [n][token] over, and 16 tokens x 16 rows lie in 512 bytes of shared memory, 32 bytes per token, from
-//                  where each lane takes 16 bytes. The halves of tokens 4..7 of every 8 change places: no bank
-//                  conflicts.
+// 2-byte outputs   16 tokens at a time, turned over through 512 bytes of shared memory (`Turn`): 16 bytes a lane.
 // 4-byte outputs   from the registers: eight lanes write one sector of 32 bytes.
 #pragma once
 #include "mma.cuh"
@@ -22,6 +17,28 @@ struct Scaling {
     int zero[2];           // of rows g and g + 8: that many times x_sum are taken off
     float w_scale[2];
     float bias[2];  // -0 where there is none: adding it changes nothing
+};
+
+// Results in pairs of tokens to 8 rows of one token a lane: one stmatrix.x4.trans turns four 8 x 8 matrices [n][token]
+// over, and 16 tokens x 16 rows lie in shared memory, 32 bytes per token, from where each lane takes 16 bytes. The halves
+// of tokens 4..7 of every 8 change places: no bank conflicts.
+struct Turn {
+    unsigned to, from;  // shared addresses
+    int token, half;    // what this lane gets: of a token rows 0-7 or 8-15
+
+    __device__ __forceinline__ Turn(unsigned char* buffer, int lane) {
+        const int row = lane % 8, matrix = lane / 8;  // whose address this lane gives: token, and (half, 8 tokens)
+        to = shared_address(buffer) + (matrix / 2 * 8 + row) * 32 + ((matrix % 2) ^ (row / 4)) * 16;
+        token = lane / 2, half = lane % 2;
+        from = shared_address(buffer) + token * 32 + (half ^ (token / 4 % 2)) * 16;
+    }
+
+    __device__ __forceinline__ uint4 operator()(const unsigned (&h)[4]) const {
+        __syncwarp();  // what was there has been taken
+        store_matrices_transposed(to, h);
+        __syncwarp();
+        return load_shared_16(from);
+    }
 };
 
 // y = acc * x_scale * w_scale + bias in f32, each operation rounded.
@@ -52,10 +69,7 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
         }
     } else {
         constexpr int AT_ONCE = TOKENS < 16 ? 1 : 2;
-        const int row = lane % 8, matrix = lane / 8;  // whose address this lane gives: token, and (half, 8 tokens)
-        const unsigned to = shared_address(buffer) + (matrix / 2 * 8 + row) * 32 + ((matrix % 2) ^ (row / 4)) * 16;
-        const int out = lane / 2, half = lane % 2;  // what this lane writes: token, and 8 rows
-        const unsigned from = shared_address(buffer) + out * 32 + (half ^ (out / 4 % 2)) * 16;
+        const Turn turn(buffer, lane);
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; j += AT_ONCE) {
             if (!own(j) && !(AT_ONCE == 2 && own(j + 1))) continue;
@@ -72,12 +86,43 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
                         rounded_pair<KIND>(scaled(d[2 * r] - s.zero[r] * sum.x, scale.x, s.w_scale[r], s.bias[r]),
                                            scaled(d[2 * r + 1] - s.zero[r] * sum.y, scale.y, s.w_scale[r], s.bias[r]));
             }
-            __syncwarp();  // what was there has been taken
-            store_matrices_transposed(to, h);
-            __syncwarp();
-            const uint4 v = load_shared_16(from);
-            const int token = token0 + j * 8 + out, n = n0 + half * 8;
-            if (out < AT_ONCE * 8 && own(j + out / 8) && token < M && n < end)
+            const uint4 v = turn(h);
+            const int token = token0 + j * 8 + turn.token, n = n0 + turn.half * 8;
+            if (turn.token < AT_ONCE * 8 && own(j + turn.token / 8) && token < M && n < end)
+                *reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + size_t(token) * N + n) = v;
+        }
+    }
+}
+
+// The same of f32 totals, as far as they are below M and N, with the bias of rows g and g + 8 (-0 where
+// there is none), to f16 (KIND 0), bf16 (1) or f32 (2). `buffer`: 512 bytes of this warp.
+template <int KIND, int TOKENS>
+__device__ __forceinline__ void store_totals(const float (&total)[TOKENS / 2], const float (&bias)[2], void* y,
+                                             unsigned char* buffer, int lane, int token0, int n0, int M, int N) {
+    const int g = lane / 4, t = lane % 4;
+    if constexpr (KIND == 2) {
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int token = token0 + j * 8 + 2 * t + e % 2, n = n0 + g + e / 2 * 8;
+                if (token < M && n < N)
+                    static_cast<float*>(y)[size_t(token) * N + n] = __fadd_rn(total[4 * j + e], bias[e / 2]);
+            }
+    } else {
+        constexpr int AT_ONCE = TOKENS < 16 ? 1 : 2;
+        const Turn turn(buffer, lane);
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; j += AT_ONCE) {
+            unsigned h[4] = {};
+#pragma unroll
+            for (int i = 0; i < 2 * AT_ONCE; ++i) {
+                const float* d = total + 4 * j + 2 * i;
+                h[i] = rounded_pair<KIND>(__fadd_rn(d[0], bias[i % 2]), __fadd_rn(d[1], bias[i % 2]));
+            }
+            const uint4 v = turn(h);
+            const int token = token0 + j * 8 + turn.token, n = n0 + turn.half * 8;
+            if (turn.token < AT_ONCE * 8 && token < M && n < N)
                 *reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + size_t(token) * N + n) = v;
         }
     }

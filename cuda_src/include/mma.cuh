@@ -14,6 +14,13 @@ __device__ __forceinline__ void cp_async_16(void* to, const void* from, bool ins
                  : "memory");
 }
 
+// The same of 4 bytes, through the L1.
+__device__ __forceinline__ void cp_async_4(void* to, const void* from, bool inside) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(inside ? 4 : 0)
+                 : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int PENDING>
@@ -52,24 +59,17 @@ __device__ __forceinline__ unsigned load_shared_4(unsigned address) {
     return q;
 }
 
-// d += A B with A [16, 32] s8, B [32, 8] s8.
-__device__ __forceinline__ void mma_s8(int (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-                                       unsigned b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// The same with A [16, 32] u8.
-__device__ __forceinline__ void mma_u8(int (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-                                       unsigned b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
+// d += A B: A [16, k], B [k, 8], of a row as much as 32 bytes hold; of 4-bit elements the low nibble comes first.
+#define PTXLAB_MMA(NAME, FORM)                                                                                         \
+    __device__ __forceinline__ void NAME(int (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, \
+                                         unsigned b1) {                                                                \
+        asm volatile("mma.sync.aligned." FORM " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"       \
+                     : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])                                                  \
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));                                          \
+    }
+PTXLAB_MMA(mma_s8, "m16n8k32.row.col.s32.s8.s8.s32")
+PTXLAB_MMA(mma_u8, "m16n8k32.row.col.s32.u8.s8.s32")
+PTXLAB_MMA(mma_s4, "m16n8k64.row.col.s32.s4.s4.s32")
+#undef PTXLAB_MMA
 
 }  // namespace ptxlab

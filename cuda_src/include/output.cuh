@@ -18,6 +18,20 @@ __device__ __forceinline__ unsigned rounded_pair(float a, float b) {
     }
 }
 
+// Eight neighbours, rounded to f16 (KIND 0) or bf16 (1), or as they are (2).
+template <int KIND>
+__device__ __forceinline__ void store_8_floats(void* y, size_t at, const float (&v)[8]) {
+    if constexpr (KIND == 2) {
+        float4* to = reinterpret_cast<float4*>(static_cast<float*>(y) + at);
+        to[0] = make_float4(v[0], v[1], v[2], v[3]);
+        to[1] = make_float4(v[4], v[5], v[6], v[7]);
+    } else {
+        *reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + at) =
+            make_uint4(rounded_pair<KIND>(v[0], v[1]), rounded_pair<KIND>(v[2], v[3]), rounded_pair<KIND>(v[4], v[5]),
+                       rounded_pair<KIND>(v[6], v[7]));
+    }
+}
+
 // y = acc * x_scale * w_scale + bias in f32, each operation rounded, then one rounding to the output.
 template <int KIND>
 __device__ __forceinline__ void store_8(void* y, size_t at, const int* acc, float x_scale, const float* w_scale,
@@ -33,15 +47,7 @@ __device__ __forceinline__ void store_8(void* y, size_t at, const int* acc, floa
             v[i] = __fmul_rn(__fmul_rn(float(acc[i]), x_scale), w_scale[i]);
             if (bias) v[i] = __fadd_rn(v[i], bias[i]);
         }
-        if constexpr (KIND == 2) {
-            float4* to = reinterpret_cast<float4*>(static_cast<float*>(y) + at);
-            to[0] = make_float4(v[0], v[1], v[2], v[3]);
-            to[1] = make_float4(v[4], v[5], v[6], v[7]);
-        } else {
-            *reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + at) =
-                make_uint4(rounded_pair<KIND>(v[0], v[1]), rounded_pair<KIND>(v[2], v[3]),
-                           rounded_pair<KIND>(v[4], v[5]), rounded_pair<KIND>(v[6], v[7]));
-        }
+        store_8_floats<KIND>(y, at, v);
     }
 }
 

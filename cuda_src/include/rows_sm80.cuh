@@ -6,7 +6,7 @@
 #pragma once
 #include <cuda_fp16.h>
 
-#include "mma_s4.cuh"
+#include "mma.cuh"
 #include "output.cuh"
 
 namespace ptxlab {
@@ -45,90 +45,146 @@ __device__ __forceinline__ void fetch_scales(__half* to, const __half* from, int
     }
 }
 
-// acc += the products of a warp, 32 rows of W by TOKENS of X, over half a stage: 64 INT4 or 32 INT8 channels.
-template <bool INT4, int TOKENS>
-__device__ __forceinline__ void multiply_half(int (&acc)[2][TOKENS / 8][4], const unsigned char* w,
-                                              const unsigned char* x, int half, int lane) {
-    unsigned a[2][4];
+// A block's tile of Y, ROWS of W by COLUMNS tokens: a warp has 32 rows by TOKENS, and SPLIT warps share the tokens.
+template <int ROWS, int COLUMNS, int SPLIT>
+struct RowsTile {
+    static constexpr int WN = ROWS / 32, THREADS = 32 * WN * SPLIT, TOKENS = COLUMNS / SPLIT;
+    static constexpr int W_BYTES = ROWS * ROW_BYTES, X_BYTES = COLUMNS * ROW_BYTES;  // of a stage
+    static constexpr int SCALE_BYTES = (ROWS + COLUMNS) * 4;                         // two of every row
+    static constexpr int PITCH = ROWS + 4;                                           // of results in shared memory
+    using Sums = int[2][TOKENS / 8][4];      // of a thread: rows g + 8 r of W in 16, tokens 2 t + c in 8
+    using Totals = float[2][TOKENS / 8][4];  // likewise
+
+    const int M, N, token_tiles, token0, row0, lane, wn, wm;
+
+    __device__ __forceinline__ RowsTile(int M, int N)
+        : M(M), N(N), token_tiles((M + COLUMNS - 1) / COLUMNS), token0(blockIdx.x % token_tiles * COLUMNS),
+          row0(blockIdx.x / token_tiles * ROWS), lane(threadIdx.x % 32), wn(threadIdx.x / 32 % WN),
+          wm(threadIdx.x / 32 / WN) {}
+
+    // A stage of an operand: bytes first .. first + 63 of its rows, which have so many.
+    __device__ __forceinline__ void fetch_w(unsigned char* to, const unsigned char* w, int first, int bytes) const {
+        fetch_rows<ROWS, THREADS>(to, w, row0, N, first, bytes);
+    }
+    __device__ __forceinline__ void fetch_x(unsigned char* to, const unsigned char* x, int first, int bytes) const {
+        fetch_rows<COLUMNS, THREADS>(to, x, token0, M, first, bytes);
+    }
+
+    // A pair of scales of every row, W's first.
+    __device__ __forceinline__ void fetch_scales(void* to, const __half* w_scale, const __half* x_scale, int pair,
+                                                 int columns) const {
+        __half* scales = static_cast<__half*>(to);
+        ptxlab::fetch_scales<ROWS, THREADS>(scales, w_scale, row0, N, pair, columns);
+        ptxlab::fetch_scales<COLUMNS, THREADS>(scales + 2 * ROWS, x_scale, token0, M, pair, columns);
+    }
+
+    // Bytes from an operand's first row of a stage to this warp's first.
+    __device__ __forceinline__ int w_at() const { return wn * 32 * ROW_BYTES; }
+    __device__ __forceinline__ int x_at() const { return wm * TOKENS * ROW_BYTES; }
+
+    // Operand A of this warp's 32 rows over half a stage, for each 16 rows two chunks.
+    __device__ __forceinline__ void load_w(unsigned (&a)[2][4], const unsigned char* w, int half) const {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) ldmatrix_x4(a[h], w + chunk_at(h * 16 + lane % 16, half * 2 + lane / 16));
+        for (int h = 0; h < 2; ++h) ldmatrix_x4(a[h], w + chunk_at(h * 16 + lane % 16, half * 2 + lane / 16));
+    }
+
+    // Over half a stage: multiply(m, h, b0, b1) for this warp's tokens in eights and rows in 16, with operand B.
+    template <class Multiply>
+    __device__ __forceinline__ void multiply_tokens(const unsigned char* x, int half, Multiply multiply) const {
 #pragma unroll
-    for (int m = 0; m < TOKENS / 8; m += 2) {
-        // Two token tiles of 8: lanes 0-7, 8-15 the chunks of the first, 16-31 of the second, if there is one.
-        unsigned b[4];
-        const int row = m * 8 + lane % 8 + (TOKENS > 8 ? lane / 16 * 8 : 0);
-        ldmatrix_x4(b, x + chunk_at(row, half * 2 + lane / 8 % 2));
+        for (int m = 0; m < TOKENS / 8; m += 2) {
+            // Two token tiles of 8: lanes 0-7, 8-15 the chunks of the first, 16-31 of the second, if there is one.
+            unsigned b[4];
+            const int row = m * 8 + lane % 8 + (TOKENS > 8 ? lane / 16 * 8 : 0);
+            ldmatrix_x4(b, x + chunk_at(row, half * 2 + lane / 8 % 2));
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            if (m + j >= TOKENS / 8) break;
+            for (int j = 0; j < 2; ++j) {
+                if (m + j >= TOKENS / 8) break;
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                if (INT4) mma_s4(acc[h][m + j], a[h][0], a[h][1], a[h][2], a[h][3], b[2 * j], b[2 * j + 1]);
-                else mma_s8(acc[h][m + j], a[h][0], a[h][1], a[h][2], a[h][3], b[2 * j], b[2 * j + 1]);
+                for (int h = 0; h < 2; ++h) multiply(m + j, h, b[2 * j], b[2 * j + 1]);
             }
         }
     }
-}
 
-// total += acc * (x_scale * w_scale), one fma each, and acc back to zero: column `odd` of the pairs of scales. A lane
-// has rows g + 8 r of W and tokens 2 t + c. `counts`, a power of two: what an integer of acc stands for. ROUNDED: the
-// product of the scales is rounded to f16, where it is exact in f32.
-template <int TOKENS, bool ROUNDED = false>
-__device__ __forceinline__ void add_group(float (&total)[2][TOKENS / 8][4], int (&acc)[2][TOKENS / 8][4],
-                                          const __half* w_scales, const __half* x_scales, int odd, int lane,
-                                          float counts = 1) {
-    const int g = lane / 4, t = lane % 4;
-    __half w[2][2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) w[h][r] = w_scales[2 * (h * 16 + r * 8 + g) + odd];
-#pragma unroll
-    for (int m = 0; m < TOKENS / 8; ++m) {
-        __half x[2];
-#pragma unroll
-        for (int c = 0; c < 2; ++c) x[c] = x_scales[2 * (m * 8 + 2 * t + c) + odd];
+    // acc += the products of this warp over half a stage: 64 INT4 or 32 INT8 channels.
+    template <bool INT4>
+    __device__ __forceinline__ void multiply_half(Sums& acc, const unsigned char* w, const unsigned char* x,
+                                                  int half) const {
+        unsigned a[2][4];
+        load_w(a, w, half);
+        multiply_tokens(x, half, [&](int m, int h, unsigned b0, unsigned b1) {
+            if (INT4) mma_s4(acc[h][m], a[h][0], a[h][1], a[h][2], a[h][3], b0, b1);
+            else mma_s8(acc[h][m], a[h][0], a[h][1], a[h][2], a[h][3], b0, b1);
+        });
+    }
+
+    // total += acc * (x_scale * w_scale), one fma each, and acc back to zero: column `odd` of the pairs of scales.
+    // `counts`, a power of two: what an integer of acc stands for. ROUNDED: the product of the scales is rounded to f16,
+    // where it is exact in f32.
+    template <bool ROUNDED = false>
+    __device__ __forceinline__ void add_group(Totals& total, Sums& acc, const void* from, int odd,
+                                              float counts = 1) const {
+        const __half* w_scales = static_cast<const __half*>(from) + 2 * wn * 32;
+        const __half* x_scales = static_cast<const __half*>(from) + 2 * (ROWS + wm * TOKENS);
+        const int g = lane / 4, t = lane % 4;
+        __half w[2][2];
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const __half scale = w[h][c / 2];
-                const float both = ROUNDED ? __half2float(__hmul(x[c % 2], scale))
-                                           : __fmul_rn(__half2float(x[c % 2]), __half2float(scale) * counts);
-                float& sum = total[h][m][c];
-                sum = __fmaf_rn(float(acc[h][m][c]), both, sum);
-                acc[h][m][c] = 0;
-            }
+            for (int r = 0; r < 2; ++r) w[h][r] = w_scales[2 * (h * 16 + r * 8 + g) + odd];
+#pragma unroll
+        for (int m = 0; m < TOKENS / 8; ++m) {
+            __half x[2];
+#pragma unroll
+            for (int c = 0; c < 2; ++c) x[c] = x_scales[2 * (m * 8 + 2 * t + c) + odd];
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    const __half scale = w[h][c / 2];
+                    const float both = ROUNDED ? __half2float(__hmul(x[c % 2], scale))
+                                               : __fmul_rn(__half2float(x[c % 2]), __half2float(scale) * counts);
+                    float& sum = total[h][m][c];
+                    sum = __fmaf_rn(float(acc[h][m][c]), both, sum);
+                    acc[h][m][c] = 0;
+                }
+        }
     }
-}
 
-// A warp's results, from its first row and token on, to where a block gathers them, [tokens][PITCH].
-template <int TOKENS, int PITCH, class Number>
-__device__ __forceinline__ void gather_results(Number* tile, const Number (&results)[2][TOKENS / 8][4], int lane) {
+    // The results of all warps, in the ring's place as [tokens][PITCH]; then store(place in Y, token, n, results) for
+    // every eight neighbours that are inside Y.
+    template <class Number, class Store>
+    __device__ __forceinline__ void gather(unsigned char* ring, const Number (&results)[2][TOKENS / 8][4],
+                                           Store store) const {
+        __syncthreads();  // nobody reads the ring any more
+        Number* all = reinterpret_cast<Number*>(ring);
+        Number* own = all + wm * TOKENS * PITCH + wn * 32;
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
+        for (int h = 0; h < 2; ++h)
 #pragma unroll
-        for (int m = 0; m < TOKENS / 8; ++m)
+            for (int m = 0; m < TOKENS / 8; ++m)
 #pragma unroll
-            for (int c = 0; c < 4; ++c)
-                tile[(m * 8 + lane % 4 * 2 + c % 2) * PITCH + h * 16 + c / 2 * 8 + lane / 4] = results[h][m][c];
-}
-
-// Eight neighbouring results, with the bias, to f16 (OUT 0), bf16 (1) or f32 (2).
-template <int KIND>
-__device__ __forceinline__ void store_8_floats(void* y, size_t at, const float* results, const float* bias) {
-    float v[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = bias ? __fadd_rn(results[i], bias[i]) : results[i];
-    if constexpr (KIND == 2) {
-        float4* to = reinterpret_cast<float4*>(static_cast<float*>(y) + at);
-        to[0] = make_float4(v[0], v[1], v[2], v[3]);
-        to[1] = make_float4(v[4], v[5], v[6], v[7]);
-    } else {
-        *reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + at) =
-            make_uint4(rounded_pair<KIND>(v[0], v[1]), rounded_pair<KIND>(v[2], v[3]), rounded_pair<KIND>(v[4], v[5]),
-                       rounded_pair<KIND>(v[6], v[7]));
+                for (int c = 0; c < 4; ++c)
+                    own[(m * 8 + lane % 4 * 2 + c % 2) * PITCH + h * 16 + c / 2 * 8 + lane / 4] = results[h][m][c];
+        __syncthreads();
+        for (int i = threadIdx.x; i < COLUMNS * ROWS / 8; i += THREADS) {
+            const int m = i / (ROWS / 8), c = i % (ROWS / 8) * 8, token = token0 + m, n = row0 + c;
+            if (token < M && n < N) store(size_t(token) * N + n, token, n, all + m * PITCH + c);
+        }
     }
-}
+
+    // Totals, with the bias, to f16 (KIND 0), bf16 (1) or f32 (2).
+    template <int KIND>
+    __device__ __forceinline__ void store_totals(unsigned char* ring, const Totals& total, void* y,
+                                                 const float* bias) const {
+        gather(ring, total, [&](size_t at, int, int n, const float* results) {
+            const float* own_bias = bias ? bias + n : nullptr;
+            float v[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] = own_bias ? __fadd_rn(results[i], own_bias[i]) : results[i];
+            store_8_floats<KIND>(y, at, v);
+        });
+    }
+};
 
 }  // namespace ptxlab

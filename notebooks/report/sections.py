@@ -4,8 +4,8 @@ import json
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -132,18 +132,19 @@ def proofs_table() -> str:
     path = RESULTS / "proofs.json"
     if not path.exists():
         return MISSING
-    record = json.loads(path.read_text(encoding="utf-8"))
-    lines: dict[str, dict[str, Any]] = {}
-    for claim in record:
-        line = lines.setdefault(claim["subject"], {"subject": f"`{claim['subject']}`", "proved": [], "refuted": []})
-        line.setdefault(claim["verdict"], []).append(claim["name"])
-        line["seconds"] = line.get("seconds", 0.0) + claim["seconds"]
-    rows = [{name: _named(x) if isinstance(x, list) else x for name, x in line.items()} for line in lines.values()]
-    columns = ["subject", "proved", "refuted, as expected", "seconds"]
-    table = pd.DataFrame(rows)[["subject", "proved", "refuted", "seconds"]].set_axis(columns, axis=1)
-    wrong = [claim["name"] for claim in record if claim["verdict"] != claim["expect"]]
-    solvers = ", ".join(sorted({claim["solver"] for claim in record} - {"enumeration"}))
-    note = f"{len(record)} claims, {len(wrong)} not as expected; {solvers}, {sum(table.seconds):.0f} s of CPU time."
+    claims = pd.DataFrame(json.loads(path.read_text(encoding="utf-8")))
+    table = pd.DataFrame(
+        {
+            "subject": f"`{subject}`",
+            "proved": _named([*of.name[of.verdict == "proved"]]),
+            "refuted, as expected": _named([*of.name[of.verdict == "refuted"]]),
+            "seconds": of.seconds.sum(),
+        }
+        for subject, of in claims.groupby("subject", sort=False)
+    )
+    wrong = (claims.verdict != claims.expect).sum()
+    solvers = ", ".join(sorted({*claims.solver} - {"enumeration"}))
+    note = f"{len(claims)} claims, {wrong} not as expected; {solvers}, {sum(table.seconds):.0f} s of CPU time."
     return f"{markdown(table, {'seconds': '{:.1f}'}, left=3)}\n{note}\n"
 
 
@@ -300,8 +301,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "attention_means": attention_means_section,
     "profile": profiletables.profile_section,
     "stalls": profiletables.stalls_section,
-    "mistakes": showcase.page,
-    "fence_bugs": showcase.fences,
+    "mistakes": partial(showcase.page, showcase.MISTAKES),
+    "fence_bugs": partial(showcase.page, showcase.FENCES),
     "proofs": proofs_table,
     "corpus_summary": corpus.summary,
     "corpus_kernels": corpus.table,

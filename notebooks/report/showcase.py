@@ -11,9 +11,9 @@ import runpy
 import shutil
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from ptxlab import cli
@@ -63,47 +63,44 @@ MISTAKES = (
 )
 
 
-def _fences(name: str, threads: int, wrong: str, remedy: str, checks: str = "all") -> Mistake:
-    return Mistake(name, threads, wrong, remedy, checks, "fences")
-
-
+_fence = partial(Mistake, place="fences")
 FENCES = (
-    _fences(
+    _fence(
         "flashkda_24",
         128,
         "FlashKDA #24: an audit found two classes. A copy stores a state that threads have widened in shared memory; "
         "the copy engine signals an mbarrier that a thread has initialised",
         "`fence.mbarrier_init` after the initialisation, `fence.proxy.async` after the stores",
     ),
-    _fences(
+    _fence(
         "tileops_1574",
         256,
         "TileOPs #1574: about 3% of FusedMoe calls were wrong. A warp group stages its tile, and one thread starts the "
         "copy, with neither fence nor barrier between",
         "`fence.proxy.async` by all writers, then a barrier of the warp group",
     ),
-    _fences(
+    _fence(
         "humming_45",
         128,
         "humming #45: wrong results on an H20. An epilogue stages tiles in one buffer, without a fence, and writes the "
         "next tile before the copy has read the previous one",
         "`fence.proxy.async` after the stores, `cp.async.bulk.wait_group.read 0` before the buffer is used again",
     ),
-    _fences(
+    _fence(
         "tilelang_2634",
         128,
         "tilelang #2634: `gemm_sp` left the fence out, and 29,000 runs were right by luck. Threads write the operands "
         "of wgmma to shared memory",
         "`fence.proxy.async` between the stores and the barrier",
     ),
-    _fences(
+    _fence(
         "sglang_39124",
         128,
         "sglang #39124: 86 of 100 runs differed on a B300. Threads write a product to shared memory, as an operand of "
         "the next one",
         "`fence.proxy.async` between the stores and the barrier",
     ),
-    _fences(
+    _fence(
         "deepep_642",
         32,
         "DeepEP #642: wrong sums at large batches. A warp loads a row from shared memory, and the next copy overwrites "
@@ -111,7 +108,7 @@ FENCES = (
         "`fence.proxy.async` between the loads and the copy",
         "all,proxy",
     ),
-    _fences(
+    _fence(
         "transformer_engine_2695",
         128,
         "TransformerEngine #2695: a race in the amax kernels. All threads load a stage, and a copy refills it",
@@ -165,14 +162,9 @@ def excerpt(text: str, printed: str) -> Iterator[str]:
         last = number
 
 
-def page() -> str:
-    """The three of the page on checks, as Markdown."""
-    return "\n".join(part for mistake in MISTAKES for part in shown(mistake))
-
-
-def fences() -> str:
-    """Those of the page on fences, as Markdown."""
-    return "\n".join(part for mistake in FENCES for part in shown(mistake))
+def page(mistakes: Iterable[Mistake]) -> str:
+    """Mistakes as Markdown: `MISTAKES` are on the page on checks, `FENCES` on that on fences."""
+    return "\n".join(part for mistake in mistakes for part in shown(mistake))
 
 
 def shown(mistake: Mistake) -> list[str]:

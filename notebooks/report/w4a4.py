@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from ptxlab import cost
 from ptxlab.bench import counts
 from ptxlab.bench.shapes import decoder
-from ptxlab.cost import SCHEMES, gemm_cost, published
+from ptxlab.cost import SCHEMES, gemm_cost, published, tables
 from ptxlab.cost.plot import schedule_figure
 from ptxlab.cost.schedule import (
     COMET,
@@ -65,22 +65,9 @@ def _cost(gpu: cost.Device, scheme: str) -> cost.Cost:
 
 
 def figures_table() -> str:
-    """What Atom and APEX4 report, what the model says, and by how much it is off."""
+    """What papers report, what the model says, and by how much it is off."""
     found = published.predictions(counts.loop_counts)
-    lines = [
-        {
-            "paper": p.figure.source,
-            "GPU": p.figure.device,
-            "scheme": p.figure.scheme,
-            "M": f"{p.figure.M:,}",
-            "figure": f"over {p.figure.over}" if p.figure.over else "TOPS",
-            "reported": p.figure.reported,
-            "in turn": p.figure.form(p.in_turn),
-            "overlapped": p.figure.form(p.overlapped),
-            "error in turn": f"{p.error:+.0%}",
-        }
-        for p in found
-    ]
+    table = pd.DataFrame(tables.published_lines(found), columns=[name.rstrip(">") for name in tables.PUBLISHED_COLUMNS])
     needed = {
         p.figure.device: published.instructions_per_sum(p.figure, counts.loop_counts)
         for p in found
@@ -92,7 +79,7 @@ def figures_table() -> str:
         f" Our kernel has {sum(per_sum.values()):.1f} instructions per sum and group; APEX4's figures need"
         f" {needed['a100']:.0f} issue slots on the A100 and {needed['rtx3090']:.0f} on the RTX 3090, if in turn."
     )
-    return f"{markdown(pd.DataFrame(lines), left=5)}\n{note}\n"
+    return f"{markdown(table, left=5)}\n{note}\n"
 
 
 @cache

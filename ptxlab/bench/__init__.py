@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -72,22 +73,23 @@ def run_suite(
     if only and suite != "layer":
         raise ArgumentError("only", f"must be empty for the suite {suite}", ", ".join(only))
     layer.part(only)  # or what is wrong with it, before anything is measured
+    is_file = Path(suite).suffix == ".py"
+    family = suite if is_file or suite in ("emulator", *SUITES) else kernels.find(suite)[0].family
+    if matrices is not None and family != "gemm":
+        raise ArgumentError("matrices", f"must be None for the suite {family}", matrices)
     if suite == "emulator":
         device = {"name": platform.processor() or platform.machine(), "slug": "cpu"}
         return Record(suite, device, versions(None), {}, tuple(emulation.rows(progress)))
-    if Path(suite).suffix == ".py":
-        return _record(Path(suite).stem, lambda *given: own.rows(specs_in(Path(suite)), *given), progress)
-    family = suite if suite in SUITES else kernels.find(suite)[0].family
+    if is_file:
+        return _record(Path(suite).name, partial(own.rows, specs_in(Path(suite))), progress)
     if family not in SUITES:
         raise ArgumentError("suite", f"emulator, {', '.join(SUITES)}, or a kernel of these families", suite)
-    if matrices is not None and family != "gemm":
-        raise ArgumentError("matrices", f"must be None for the suite {family}", matrices)
     names = [name for name, spec in kernels.specs().items() if suite in (name, spec.family)]
     if suite not in SUITES and not names:
         raise ArgumentError("suite", "a suite or a kernel by its bare name, in all its sources and forms", suite)
     part = {"matrices": matrices} if matrices is not None else {"only": only} if only else {}
     name = f"{suite}_part" if only else suite  # which is no record of the suite
-    return _record(name, lambda *given: SUITES[family](names, *given, **part), progress)
+    return _record(name, partial(SUITES[family], names, **part), progress)
 
 
 def _record(suite: str, rows: Callable[..., Iterable[Row]], progress: Callable[[str], None]) -> Record:

@@ -52,9 +52,9 @@ def main_loops(spec: KernelSpec, source: Source) -> dict[str, Any]:
 
 def save() -> list[Path]:
     """Measure and write both records; returns their paths."""
-    loops = {arch: load_mma_loops()["archs"][arch] | mma_loops(arch) for arch in MMA_ARCHS}
-    record = {"schema": 1, "tools": toolchain.versions(), "tile": _MMA_TOKENS, "archs": loops}
-    found = {record_path(): measure(), record_path("mma_sync"): record}
+    loops = {arch: mma_loops(arch) for arch in MMA_ARCHS}
+    of_loops = {"schema": 1, "tools": toolchain.versions(), "tile": _MMA_TOKENS, "archs": loops}
+    found = {record_path(): measure(), record_path("mma_sync"): of_loops}
     for path, record in found.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(record, indent=1) + "\n")
@@ -62,25 +62,18 @@ def save() -> list[Path]:
 
 
 def mma_loops(arch: str) -> dict[str, dict[str, float]]:
-    """Main loops of `MMA_LOOPS` on an architecture by pipe, per weight and without the MMAs; `per_sum` of a scaled sum.
-
-    Of the kernels that this checkout has.
-    """
+    """Main loops of `MMA_LOOPS` on an architecture by pipe, per weight, without the MMAs; `per_sum` of a scaled sum."""
     found: dict[str, dict[str, float]] = {}
     for name in MMA_LOOPS:
-        if name in kernels.specs():
-            pipes = mainloop.pipes_beside_mma(_large(name, arch))
-            found[name] = {pipe: count / _MMA_WEIGHTS for pipe, count in pipes.items()}
-    if _SCALING in kernels.specs():
-        found["per_sum"] = mainloop.pipes_per_sum(_large(_SCALING, arch))
-    return found
+        pipes = mainloop.pipes_beside_mma(_large(name, arch))
+        found[name] = {pipe: count / _MMA_WEIGHTS for pipe, count in pipes.items()}
+    return found | {"per_sum": mainloop.pipes_per_sum(_large(_SCALING, arch))}
 
 
 def _large(name: str, arch: str) -> list[sass.SassInstruction]:
     """Machine code of a GEMM as it is launched at 256 tokens."""
     spec, (source, *_) = kernels.find(name)
-    sizes = sizes_at(spec, DISSECTED, 256) | ({"outliers": 128} if "outliers" in spec.symbols else {})
-    return sass.instructions(source, arch, entry=name, defines=variant(spec, sizes))
+    return sass.instructions(source, arch, entry=name, defines=variant(spec, sizes_at(spec, DISSECTED, 256)))
 
 
 @cache

@@ -9,7 +9,7 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.launching import poisoned
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.timing import copies_beyond_l2, measure
-from ptxlab.errors import BenchmarkError, VerificationError
+from ptxlab.errors import ArgumentError, BenchmarkError, VerificationError
 from ptxlab.kernels.own import Found
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, evaluate
@@ -28,7 +28,7 @@ def rows(found: Iterable[Found], ceilings: Ceilings, progress: Callable[[str], N
 def streaming(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
     """Inputs and outputs in as many copies as exceed the L2; the results of every copy are compared."""
     if not spec.example_sizes:
-        raise BenchmarkError(f"{spec.name}: example_sizes has to have sizes to measure at")
+        raise ArgumentError(f"{spec.name}: example_sizes", "sizes to measure at", "none")
     sizes = dict(spec.example_sizes[-1])
     constants = spec.config_for(sizes)
     everything = {**sizes, **constants}
@@ -36,7 +36,8 @@ def streaming(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
     inputs = {n: stored(a, dtype_in(spec.arg(n).dtype, constants)) for n, a in spec.pack(logical).items()}
     kernel = gpu.load(source, spec.name, defines=constants)
     calls, outputs = [], []
-    for _ in range(copies_beyond_l2(max(1, spec.bytes_moved(everything)))):
+    nbytes = spec.bytes_moved(everything)
+    for _ in range(copies_beyond_l2(max(1, nbytes))):
         arrays = {name: gpu.to_device(array) for name, array in inputs.items()}
         for arg in spec.args:
             if arg.role in ("out", "scratch"):
@@ -55,10 +56,10 @@ def streaming(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
         "streaming",
         sizes,
         measured,
-        floor=(spec.bytes_moved(everything) / ceilings.copy_tbps / 1e6, "copy"),
+        floor=(nbytes / ceilings.copy_tbps / 1e6, "copy"),
         source=source,
         checked="not: it writes in place" if in_place else "every copy equal to the reference",
-        nbytes=spec.bytes_moved(everything),
+        nbytes=nbytes,
         operations=int(evaluate(spec.operations, everything)),
         variant=dict(constants),
         more={"registers": kernel.registers},

@@ -203,18 +203,23 @@ def row_of(
 
 
 def default_path(record: Record) -> Path:
-    """`notebooks/results/<gpu>/<suite>.json`; outside a checkout `<suite>-<gpu>.json` in the current folder."""
+    """`notebooks/results/<gpu>/<suite>.json`; `<suite>-<gpu>.json` in the current folder unless it `_is_kept`."""
     slug = str(record.device["slug"])
-    if not sources.in_checkout():
-        return Path(f"{record.suite}-{slug}.json")
+    if not _is_kept(record.suite):
+        return Path(f"{record.suite.removesuffix('.py')}-{slug}.json")
     return sources.results_dir() / slug / f"{record.suite}.json"
 
 
-def require_writable(path: Path | None) -> None:
+def _is_kept(suite: str) -> bool:
+    """Whether a record belongs to this project's results: in a checkout, unless it is of somebody's `FILE.py`."""
+    return sources.in_checkout() and not suite.endswith(".py")
+
+
+def require_writable(suite: str, path: Path | None) -> None:
     """FileError where `save` could not write: to be asked before anything is measured."""
     if path is not None:
         return require_folder(path)
-    folder = sources.results_dir() if sources.in_checkout() else Path.cwd()
+    folder = sources.results_dir() if _is_kept(suite) else Path.cwd()
     if not os.access(folder, os.W_OK):
         raise FileError(f"{folder}: cannot be written to; --out says where the record goes")
 

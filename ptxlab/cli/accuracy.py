@@ -9,25 +9,15 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.markup import escape
+from rich.table import Table
 
 from ptxlab import __version__, gpu
 from ptxlab.bench.record import commit
-from ptxlab.cli.common import (
-    AsJson,
-    ModelBackend,
-    console,
-    download_bar,
-    expects,
-    model_on_gpu,
-    print_json,
-    progress_bar,
-    require_counts,
-    table,
-    written,
-)
+from ptxlab.cli.common import AsJson, console, expects, print_json, progress_bar, require_counts, table, written
+from ptxlab.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
 from ptxlab.errors import FileError
 from ptxlab.io.files import read_record, require_folder, write_text
-from ptxlab.model import open_model, open_text, tokens_of, windows
+from ptxlab.model import tokens_of, windows
 from ptxlab.weights import accuracy as table_of
 from ptxlab.weights.calibrate import samples as drawn
 
@@ -69,16 +59,12 @@ def accuracy(
         chosen = [every[0], *chosen]
     if out is not None:
         require_folder(out)
-    with download_bar(model, quiet=as_json) as downloaded:
-        opened, tokenizer = open_model(model, downloaded)
-    if (context := opened.config.context) is not None and length > context:
-        raise expects("--length", f"at most {context}, the model's context", length)
-    with download_bar("text", quiet=as_json) as downloaded:
-        calibration = tokens_of(open_text("wikipedia", downloaded).calibration, tokenizer)
-        texts = {
-            name: windows(tokens_of(open_text(name, downloaded).evaluation, tokenizer), length, count)
-            for name in text or ["wikipedia"]
-        }
+    opened, tokenizer = opened_model(model, length=length, quiet=as_json)
+    calibration = tokens_of(opened_text("wikipedia", quiet=as_json).calibration, tokenizer)
+    texts = {
+        name: windows(tokens_of(opened_text(name, quiet=as_json).evaluation, tokenizer), length, count)
+        for name in text or ["wikipedia"]
+    }
     moved = table_of.off_grid(opened.to_device() if on_gpu else opened, start)
     steps = sum(seeds if row.repeats else 1 for row in chosen)
     about = {
@@ -104,25 +90,25 @@ def accuracy(
             record["rows"] = table_of.in_order([*record["rows"], found])
             if out is not None:  # after every row: a full run takes its time
                 write_text(out, json.dumps(record, indent=1) + "\n")
-    results = record["rows"]
     if as_json:
         return print_json(record)
-    names = list(texts)
-    base = results[0]["perplexity"]
+    title = f"perplexity of {escape(str(record['model']))}, a window of {length} tokens at a time"
+    console.print(_table(title, record["rows"], chosen, list(texts)))
+    written(out)
+
+
+def _table(title: str, results: list[dict[str, Any]], chosen: list[table_of.AccuracyRow], names: list[str]) -> Table:
+    """Means over the calibration seeds; the ratio and the seeds' spread are of the first text."""
+    first, base = names[0], results[0]["perplexity"]
     cells: list[tuple[Any, ...]] = []
     for row in chosen:
         of = [found["perplexity"] for found in results if (found["ladder"], found["step"]) == (row.ladder, row.step)]
-        means = [float(np.mean([each[name] for each in of])) for name in names]
-        spread = max(each[names[0]] for each in of) - min(each[names[0]] for each in of)
+        means = {name: float(np.mean([each[name] for each in of])) for name in names}
+        spread = max(each[first] for each in of) - min(each[first] for each in of)
         seen = f"{spread:.2g}" if len(of) > 1 else ""
-        cells.append(
-            (row.ladder, row.step, *(f"{mean:.5g}" for mean in means), f"{means[0] / base[names[0]]:.4f}", seen)
-        )
-    title = f"perplexity of {escape(str(record['model']))}, a window of {length} tokens at a time"
-    console.print(
-        table(title, ("ladder", "step", *(f"{name}>" for name in names), "of float>", "seeds' spread>"), cells)
-    )
-    written(out)
+        shown = (f"{mean:.5g}" for mean in means.values())
+        cells.append((row.ladder, row.step, *shown, f"{means[first] / base[first]:.4f}", seen))
+    return table(title, ("ladder", "step", *(f"{name}>" for name in names), "of float>", "seeds' spread>"), cells)
 
 
 def _before(out: Path, about: dict[str, Any]) -> list[dict[str, Any]]:

@@ -14,7 +14,9 @@ def bench(
     against: Annotated[Path | None, typer.Option(help="Compare with a record; fail if a row got slower.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Where to write the record; default: notebooks/results/<gpu>/, without a checkout here."),
+        typer.Option(
+            help="Where to write the record; default: notebooks/results/<gpu>/, here for FILE.py or no checkout."
+        ),
     ] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Plot the record (.png, .svg, .pdf).")] = None,
     only: Annotated[
@@ -29,7 +31,7 @@ def bench(
     from ptxlab import bench as benches
     from ptxlab import plot
 
-    benches.require_writable(out)  # whatever is wrong with a file is found before anything is measured
+    benches.require_writable(suite, out)  # whatever is wrong with a file is found before anything is measured
     if picture is not None:
         plot.require_writable(picture)
     before = benches.load(against) if against else None

@@ -23,7 +23,6 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ptxlab import gpu
 from ptxlab.errors import PtxlabError
 from ptxlab.io.files import require_folder
 
@@ -39,7 +38,6 @@ notes = Console(stderr=True)
 # One spelling per option over all commands.
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Backend = Annotated[str | None, typer.Option(help="gpu or emulator. Default: the GPU if there is one.")]
-ModelBackend = Annotated[str | None, typer.Option("--backend", help="gpu or numpy. Default: the GPU if there is one.")]
 Arch = Annotated[str, typer.Option(help="Architecture to compile for, such as sm_90a.")]
 Shape = Annotated[
     str | None, typer.Option(help="Sizes of the problem, such as M=64,N=4096,K=4096,g=128. Default: a typical problem.")
@@ -170,16 +168,6 @@ def require_counts(**options: int) -> None:
     for name, number in options.items():
         if number < 1:
             raise expects(f"--{name.replace('_', '-')}", "an integer, 1 or more", number)
-
-
-def model_on_gpu(backend: str | None) -> bool:
-    """Whether a model runs on the GPU: where there is one, unless --backend says otherwise. Raises where it cannot."""
-    if backend not in (None, "gpu", "numpy"):
-        raise expects("--backend", "gpu or numpy", backend)
-    on_gpu = gpu.available() if backend is None else backend == "gpu"
-    if on_gpu:
-        gpu.device_info()  # says why there is none
-    return on_gpu
 
 
 def require_file(option: str, path: Path | None, *suffixes: str) -> None:

@@ -36,7 +36,10 @@ def cost(
         str | None,
         typer.Option(help=f"A GPU. Default: all, or {_DEVICE} with --shape or --scheme.", show_default=False),
     ] = None,
-    shape: Annotated[str | None, typer.Option(help="Tokens, output and input channels: M=64,N=4096,K=4096.")] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(help="Tokens, output and input channels. Default with --scheme: M=512,N=4096,K=4096."),
+    ] = None,
     scheme: Annotated[str | None, typer.Option(help="Only these: w4a8-lqq,w4a4; w4a4 means every W4A4 scheme.")] = None,
     papers: Annotated[bool, typer.Option("--papers", help="Compare the model with W4A4 results in papers.")] = False,
     as_json: AsJson = False,

@@ -9,19 +9,11 @@ import typer
 from rich.markup import escape
 
 from ptxlab import gpu
-from ptxlab.cli.common import (
-    AsJson,
-    CommandLineError,
-    ModelBackend,
-    download_bar,
-    expects,
-    notes,
-    print_json,
-    progress_bar,
-)
+from ptxlab.cli.common import AsJson, CommandLineError, expects, notes, print_json, progress_bar, require_counts
+from ptxlab.cli.models import ModelBackend, opened_model
 from ptxlab.errors import UnavailableError
 from ptxlab.io.tokenizer import Tokenizer
-from ptxlab.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel, Runner, open_model
+from ptxlab.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel, Runner
 from ptxlab.model.folder import load
 from ptxlab.model.generate import generate as generated
 from ptxlab.model.open import is_quantized, open_tokenizer
@@ -125,7 +117,7 @@ class _Text:
             self.tokens.append(token)
 
     def fresh(self, *, whole: bool = False) -> str:
-        """What has not been shown yet: of a character that is there in part nothing, unless that is the whole text."""
+        """Text that was not shown yet; a character whose tokens are incomplete waits, unless the text is `whole`."""
         text = self._tokenizer.decode(self.tokens)
         if text.endswith(_BROKEN) and not whole:
             return ""
@@ -143,9 +135,7 @@ def _check(prompt: str, backend: str, tokens: int, batch: int, temperature: floa
         raise UnavailableError(f"--backend gpu: {reason}; pass --backend numpy")
     if group not in GROUPS:
         raise expects("--group", ", ".join(map(str, GROUPS)), group)
-    for name, number in (("--tokens", tokens), ("--batch", batch)):
-        if number < 1:
-            raise expects(name, "an integer, 1 or more", number)
+    require_counts(tokens=tokens, batch=batch)
     if not 0 <= temperature < float("inf"):
         raise expects("--temperature", "a number, 0 or more", temperature)
     if not 0 <= seed < 2**32:
@@ -158,12 +148,11 @@ def _open(source: str, *, quiet: bool) -> tuple[FloatModel | QuantizedModel, Tok
     if is_quantized(path):
         quantized = load(path)
         return quantized, open_tokenizer(path, quantized.config)
-    with download_bar(source, quiet=quiet) as progress:
-        return open_model(source, progress)
+    return opened_model(source, quiet=quiet)
 
 
 def _rounded(model: FloatModel, source: str, group: int, *, quiet: bool) -> QuantizedModel:
-    """Weights rounded now, which is said."""
+    """Round the weights to nearest, and say so."""
     with progress_bar("round", model.config.layers, quiet=quiet) as advance:
         rounded = QuantizedModel.rounded(model, "lqq", group, progress=advance)
     if not quiet:

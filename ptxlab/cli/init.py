@@ -3,16 +3,18 @@
 import json
 import keyword
 import os
-import shutil
 import tempfile
+from contextlib import suppress
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ptxlab.cli.common import CommandLineError, console, expects
-from ptxlab.errors import FileError
+from ptxlab import runtime
+from ptxlab.cli.common import AsJson, CommandLineError, console, expects, print_json
+from ptxlab.errors import CompileError, FileError, UnavailableError
 
 KERNEL = """\
 // out[row] = sum of x[row, 0..n): one block of 128 threads per row. Integers, so the order of the sum does not matter.
@@ -109,10 +111,15 @@ def init(
         str | None,
         typer.Option(help="Line for requirements.txt, or a wheel or checkout. Default: the git URL ptxlab came from."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a project: kernel, spec, test, notebook and a GitHub workflow that passes unchanged."""
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         raise expects("init", "a valid C and Python identifier", name)
+    folder = Path(name)
+    if os.path.exists(folder):  # Path.exists raises OSError for a name that is too long
+        raise FileError(f"{folder}: already exists")
+    _check_free(name)
     line = requirement or installed_from()
     if line is None:
         raise CommandLineError(NO_REQUIREMENT)
@@ -120,24 +127,31 @@ def init(
         raise expects("--requirement", "one line", repr(line))
     if os.path.isfile(line) or os.path.isfile(os.path.join(line, "pyproject.toml")):
         line = f"ptxlab[asm] @ {Path(line).resolve().as_uri()}"
-    folder = Path(name)
-    if folder.exists():
-        raise FileError(f"{folder}: already exists")
+    texts = files(name, line)
     try:
-        whole = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=folder.parent))
+        with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder.parent) as scratch:
+            whole = Path(scratch) / name
+            for path, text in texts.items():
+                (whole / path).parent.mkdir(parents=True, exist_ok=True)
+                (whole / path).write_text(text, encoding="utf-8")
+            whole.rename(folder)
     except OSError as error:
         raise FileError(f"{folder}: cannot be written: {error.strerror or error}") from None
-    try:
-        for path, text in files(name, line).items():
-            (whole / path).parent.mkdir(parents=True, exist_ok=True)
-            (whole / path).write_text(text, encoding="utf-8")
-        whole.chmod(0o755)
-        whole.rename(folder)
-    except OSError as error:
-        shutil.rmtree(whole, ignore_errors=True)
-        raise FileError(f"{folder}: cannot be written: {error.strerror or error}") from None
-    console.print(f"wrote {folder}/: {', '.join(files(name, line))}", soft_wrap=True, highlight=False)
+    if as_json:
+        return print_json({"folder": str(folder), "files": [*texts], "requirement": line})
+    console.print(f"wrote {folder}/: {', '.join(texts)}", soft_wrap=True, highlight=False)
     console.print(f"Next: cd {name} && python -m pip install -r requirements.txt && python -m pytest", soft_wrap=True)
+
+
+def _check_free(name: str) -> None:
+    """Raise for a name that a Python module has, or CUDA C++: the project's NAME.py or NAME.cu would not work."""
+    if find_spec(name) is not None:  # `import copy` would find the project's copy.py
+        raise expects("init", "a name that no Python module has", name)
+    with suppress(UnavailableError):  # without NVRTC the names of CUDA C++ are not known
+        try:
+            _ = runtime.load(KERNEL.replace("my_kernel", name)).module
+        except CompileError:
+            raise expects("init", "a name that CUDA C++ does not use", name) from None
 
 
 def installed_from() -> str | None:
@@ -149,7 +163,9 @@ def installed_from() -> str | None:
     origin = json.loads(record) if record else {}
     if "vcs_info" not in origin:
         return None
-    return f"ptxlab[asm] @ {origin['vcs_info']['vcs']}+{origin['url']}"
+    vcs = origin["vcs_info"]
+    revision = f"@{vcs['requested_revision']}" if "requested_revision" in vcs else ""
+    return f"ptxlab[asm] @ {vcs['vcs']}+{origin['url']}{revision}"
 
 
 def files(name: str, requirement: str) -> dict[str, str]:

@@ -7,18 +7,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ptxlab.cli.common import (
-    AsJson,
-    ModelBackend,
-    console,
-    download_bar,
-    expects,
-    model_on_gpu,
-    print_json,
-    progress_bar,
-)
-from ptxlab.model import open_model, open_text, tokens_of, windows
+from ptxlab.cli.common import AsJson, console, expects, print_json, progress_bar
+from ptxlab.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
 from ptxlab.model import perplexity as measured
+from ptxlab.model import tokens_of, windows
 from ptxlab.model.open import is_quantized
 from ptxlab.quant.numerics import FakeQuantized
 
@@ -49,12 +41,8 @@ def perplexity(
         if bits not in known:
             raise expects(option, ", ".join(map(str, known[1:-1])) + " or 32", bits)
     on_gpu = model_on_gpu(backend)
-    with download_bar(model, quiet=as_json) as progress:
-        opened, tokenizer = open_model(model, progress)
-    if (context := opened.config.context) is not None and length > context:
-        raise expects("--length", f"at most {context}, the model's context", length)
-    with download_bar("text", quiet=as_json) as progress:
-        evaluated = windows(tokens_of(open_text(text, progress).evaluation, tokenizer), length, count)
+    opened, tokenizer = opened_model(model, length=length, quiet=as_json)
+    evaluated = windows(tokens_of(opened_text(text, quiet=as_json).evaluation, tokenizer), length, count)
     if is_quantized(Path(model)):
         kv, acts = kv or 4, acts or 8
     kv, acts = kv or 32, acts or 32

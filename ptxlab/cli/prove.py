@@ -52,6 +52,9 @@ def prove(
     counterexample: Annotated[
         Path | None, typer.Option("--out", help="Write the first counterexample's arguments, for `run --in`: FILE.npz.")
     ] = None,
+    unchecked: Annotated[
+        bool, typer.Option("--unchecked", help="Claims on a NAME: do not assume its rules on values.")
+    ] = False,
     grid: Grid = None,
     block: Annotated[
         str | None, typer.Option(rich_help_panel="Files without a spec", help="Threads per block. Default: 1.")
@@ -69,25 +72,26 @@ def prove(
     require_file("--out", counterexample, ".npz")
     check_solver(solver)
     if everything:
-        refuse({"--assume": assume, "--claim": claim, "--equals": equals}, "is for one kernel, not for --all")
+        given = {"--assume": assume, "--claim": claim, "--equals": equals, "--unchecked": unchecked or None}
+        refuse(given, "is for one kernel, not for --all")
     from ptxlab.prove.kernels import claims_of, claims_on_file, claims_on_spec
 
     claims: list[Claim] = []
-    given = {"claims": claim or [], "assume": assume or []}
     for target in targets or []:
         for spec, sources, entry in kernels.resolve_all(target):
             if spec is None:
+                refuse({"--unchecked": unchecked or None}, "is for kernels with a spec")
                 kernel = load(sources[0], entry, defines=parse_integers("-D", define or []), arch=arch)
                 other = _kernel(equals) if equals else None
                 where = geometry(dims("grid", grid or "1"), dims("block", block or "1"), 0, 1)
-                claims += claims_on_file(kernel, **given, where=where, other=other)
+                claims += claims_on_file(kernel, claim or [], assume or [], where, other)
                 continue
             only = {"--grid": grid, "--block": block, "--arch": arch, "-D": define}
             refuse(only, f"is for files only: {spec.name} has a spec, which says it")
             if claim or equals:
-                claims += claims_on_spec(spec, sources, **given, equals=equals or "")
-            elif assume:
-                raise CommandLineError("--assume needs --claim or --equals")
+                claims += claims_on_spec(spec, sources, claim or [], assume or [], equals or "", unchecked)
+            elif assume or unchecked:
+                raise CommandLineError(f"{'--assume' if assume else '--unchecked'} needs --claim or --equals")
             else:
                 claims += claims_of(spec, sources)
     if everything:

@@ -9,11 +9,8 @@ from rich.markup import escape
 
 from ptxlab.cli.common import (
     AsJson,
-    ModelBackend,
     console,
-    download_bar,
     expects,
-    model_on_gpu,
     print_json,
     progress_bar,
     refuse,
@@ -21,7 +18,8 @@ from ptxlab.cli.common import (
     table,
     written,
 )
-from ptxlab.model import open_model, open_text, tokens_of
+from ptxlab.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
+from ptxlab.model import tokens_of
 from ptxlab.model.floats import Tokens
 from ptxlab.quant.recipe import named
 from ptxlab.weights import calibrate, convert
@@ -80,12 +78,10 @@ def quantize(
     steps = named(recipe).but(group=group)
     steps = steps.but(rotate=rotation) if rotation else steps
     check_packable(steps, out)
-    with download_bar(model, quiet=as_json) as downloaded:
-        opened, tokenizer = open_model(model, downloaded)
+    opened, tokenizer = opened_model(model, quiet=as_json)
     tokens: Tokens = np.empty((0, length), np.int64)
     if steps.is_calibrated:
-        with download_bar("text", quiet=as_json) as downloaded:
-            corpus = open_text(text, downloaded)
+        corpus = opened_text(text, quiet=as_json)
         tokens = calibrate.samples(tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length, seed)
     with progress_bar(f"quantize {recipe}", opened.config.layers, quiet=as_json) as advance:
         errors = quantize_model(

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -207,34 +207,25 @@ def run(
             raise CommandLineError(f"{option} runs in the emulator: leave --backend gpu out")
         backend = "emulator"
     if unneeded:
-        given = {"--out": outputs, "--memory": memory or None, "--late": late or None}
-        refuse(given, "goes with one run, and --unneeded makes many: early, late, with seeds")
+        refuse(
+            {"--out": outputs, "--memory": memory or None, "--late": late or None},
+            "goes with one run, and --unneeded makes many: early, late, with seeds",
+        )
+        refuse({"--format": form if form != "text" else None}, "prints findings, and --unneeded has none")
     spec, source, entry = kernels.resolve(target)
     with _annotated(form, source.path):
         if spec is not None:
             only = {"--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
             refuse(only, f"is for files only: {spec.name} has a spec, which says it")
-            sizes = {n: _size(spec, n, a) for n, a in arrays.items() if n not in {a.name for a in spec.args if a.shape}}
-            arrays = {n: a for n, a in arrays.items() if n not in sizes}
-            wanted = output_variant(spec, None)
-            launch: Callable[..., runtime.Outcome] = partial(
-                runtime.run_spec, spec, source, sizes=sizes, unchecked=unchecked, wanted=wanted
-            )
+            kernel, launch = _by_spec(spec, source, arrays, unchecked)
         else:
-            kernel = runtime.load(source, entry, defines=parse_integers("-D", define or []), arch=arch)
-            geometry = dims("grid", grid or "1"), dims("block", block or "32"), shared or 0
-
-            def launch(given: dict[str, np.ndarray], **how: Any) -> runtime.Outcome:
-                return kernel[geometry](*in_order(kernel.entry, kernel.signature, given), **how)
-
-        how: dict[str, Any] = {"backend": backend, "checks": checks, "max_steps": max_steps}
+            loaded = runtime.load(source, entry, defines=parse_integers("-D", define or []), arch=arch)
+            kernel, launch = _by_file(loaded, dims("grid", grid or "1"), dims("block", block or "32"), shared or 0)
+        launch = partial(launch, backend=backend, max_steps=max_steps)
         if unneeded:
-            if spec is not None:
-                solved = spec.sizes_of({n: a.shape for n, a in arrays.items()}, sizes)
-                kernel = runtime.Kernel.of(spec, source, variant(spec, solved, arrays, wanted))
-            return _unneeded(kernel, partial(launch, **how | {"checks": checks or emulator.CHECKS}), arrays, as_json)
+            return _unneeded(kernel(), partial(launch, checks=checks or emulator.CHECKS), arrays, as_json)
         with progress_bar(f"run {target}", None, quiet=as_json or form != "text"):
-            outcome = launch(arrays, mode=mode, count_banks=memory, **how)
+            outcome = launch(arrays, mode=mode, checks=checks, count_banks=memory)
     if outputs is not None:
         save_arrays(outputs, outcome.outputs)
     if form != "text":
@@ -251,14 +242,50 @@ def run(
     else:
         if memory:
             _show_memory(_memory_rows(outcome))
-        for finding in outcome.findings:
-            console.print(escape(str(finding)), soft_wrap=True, highlight=False)
-        wrote = ", ".join(f"{n} {a.dtype}{list(a.shape)}" for n, a in outcome.outputs.items())
-        count = len(outcome.findings)
-        state = f"{count} finding{'s' * (count > 1)}" if count else "checks clean" if checks else "no checks"
-        console.print(f"[dim]{outcome.backend}[/]  {escape(wrote)}  {state}", soft_wrap=True, highlight=False)
+        _show_findings(outcome, "checks clean" if checks else "no checks")
     if outcome.findings:
         raise typer.Exit(FAILED)
+
+
+# The kernel, compiled when it is asked for, and its launch on arrays by name.
+_Launching = tuple[Callable[[], runtime.Kernel], Callable[..., runtime.Outcome]]
+
+
+def _by_spec(spec: KernelSpec, source: Source, arrays: Mapping[str, np.ndarray], unchecked: bool) -> _Launching:
+    """A kernel with a spec; what is no array of it is a size."""
+    shaped = {arg.name for arg in spec.args if arg.shape}
+    sizes = {name: _size(spec, name, array) for name, array in arrays.items() if name not in shaped}
+    wanted = output_variant(spec, None)
+
+    def kernel() -> runtime.Kernel:
+        own = {name: array for name, array in arrays.items() if name in shaped}
+        solved = spec.sizes_of({name: array.shape for name, array in own.items()}, sizes)
+        return runtime.Kernel.of(spec, source, variant(spec, solved, own, wanted))
+
+    def launch(given: Mapping[str, np.ndarray], **how: Any) -> runtime.Outcome:
+        own = {name: array for name, array in given.items() if name in shaped}
+        return runtime.run_spec(spec, source, own, sizes=sizes, unchecked=unchecked, wanted=wanted, **how)
+
+    return kernel, launch
+
+
+def _by_file(kernel: runtime.Kernel, *geometry: Any) -> _Launching:
+    """A kernel without a spec, launched on grid, block and bytes of shared memory."""
+
+    def launch(given: Mapping[str, np.ndarray], **how: Any) -> runtime.Outcome:
+        return kernel[geometry](*in_order(kernel.entry, kernel.signature, given), **how)
+
+    return lambda: kernel, launch
+
+
+def _show_findings(outcome: runtime.Outcome, none: str) -> None:
+    """Each finding, then backend, outputs and their number, or what it is called that there is `none`."""
+    for finding in outcome.findings:
+        console.print(escape(str(finding)), soft_wrap=True, highlight=False)
+    wrote = ", ".join(f"{n} {a.dtype}{list(a.shape)}" for n, a in outcome.outputs.items())
+    count = len(outcome.findings)
+    state = f"{count} finding{'s' * (count > 1)}" if count else none
+    console.print(f"[dim]{outcome.backend}[/]  {escape(wrote)}  {state}", soft_wrap=True, highlight=False)
 
 
 @contextmanager

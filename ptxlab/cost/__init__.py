@@ -5,8 +5,7 @@ Per weight that a tile of M̃ tokens multiplies, in seconds:
     load        1 / B       B: weights per second out of device memory
     dequantise  α / C       α: instructions of a thread per weight; C: such instructions that the GPU issues per second
     multiply    2 M̃ / T     T: operations per second on tensor cores, two per multiply-add
-
-    scale       β / (C g)  where sums leave the tensor cores every g channels, per token; β: instructions per sum
+    scale       β M̃ / (C g)  where sums leave the tensor cores every g channels; β: instructions per sum
 
 A main loop loads under its computation; a plain one dequantises, then multiplies (Eq. 3-5), an ideal one hides the
 shorter of the two under the longer. A GEMM of N K weights goes through them once per tile of tokens (Eq. 6); out of

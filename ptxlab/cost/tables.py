@@ -12,7 +12,7 @@ from ptxlab.errors import ArgumentError
 # A name that ends in > is of a column of numbers.
 DEVICE_COLUMNS = ("GPU", "TB/s>", "INT8>", "issue>", "M* FP16>", "M* W8A8>", "M* W4A8>", "α*>")
 SCHEME_COLUMNS = ("scheme", "α>", "load>", "dequant>", "scale>", "MMA>", "in turn>", "overlap>", "M*>", "α*>")
-PUBLISHED_COLUMNS = ("paper", "GPU", "scheme", "M>", "over", "reported>", "in turn>", "overlap>", "error>")
+PUBLISHED_COLUMNS = ("paper", "GPU", "scheme", "M>", "figure", "reported>", "in turn>", "overlap>", "error>")
 SCHEDULE_COLUMNS = ("schedule", "over W4A8>", "COMET reports>", "error>")
 LEGEND = (
     "M*: tokens from which multiplying takes longer than loading. α: instructions of a thread per weight; α*: the most"
@@ -115,13 +115,13 @@ def device_lines(devices: Iterable[Device]) -> list[list[str]]:
 
 def published_lines(found: Iterable[Predicted]) -> list[list[str]]:
     """Published figures and predictions as lines of `PUBLISHED_COLUMNS`."""
-    return [
-        [
-            *(p.figure.source, p.figure.device, p.figure.scheme, f"{p.figure.M:,}", p.figure.over or "TOPS"),
-            *(p.figure.reported, p.figure.form(p.in_turn), p.figure.form(p.overlapped), f"{p.error:+.0%}"),
-        ]
-        for p in found
-    ]
+    lines = []
+    for p in found:
+        f = p.figure
+        unit = f"over {f.over}" if f.over else "TOPS"
+        numbers = (f.reported, f.form(p.in_turn), f.form(p.overlapped), f"{p.error:+.0%}")
+        lines.append([f.source, f.device, f.scheme, f"{f.M:,}", unit, *numbers])
+    return lines
 
 
 def schedule_lines(speedups: Mapping[str, float], reported: Mapping[str, float]) -> list[list[str]]:

@@ -16,7 +16,7 @@ from ptxlab.emulator.core.findings import Finding, GlobalAccess, PackedOperand, 
 from ptxlab.emulator.front.ir import Entry, Instruction, Module, Variable
 from ptxlab.emulator.front.lane_annotation import LaneType
 from ptxlab.emulator.front.parse import parse
-from ptxlab.emulator.front.pointer_accesses import PointerAccess, accesses_of
+from ptxlab.emulator.front.pointer_accesses import PointerAccess, accesses_of, pointers_of
 from ptxlab.emulator.launch import CHECKS, MAX_STEPS, MODES, ON_REQUEST, Result, run, size_of
 from ptxlab.emulator.unneeded import Need, Ran, Statement, needs_of, statements_of
 
@@ -44,6 +44,7 @@ __all__ = [
     "chain",
     "needs_of",
     "parse",
+    "pointers_of",
     "run",
     "size_of",
     "statements_of",

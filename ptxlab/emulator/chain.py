@@ -57,16 +57,15 @@ class Chain:
     _running: list["_Bytes"] = field(default_factory=list)  # what kernels that may still run write, as it was before
     _defined: list["_Bytes"] = field(default_factory=list)  # which bytes have been written
     _given: list["_Bytes"] = field(default_factory=list)
-    _unfenced: list["_Bytes"] = field(default_factory=list)  # which bytes were written without a proxy fence, and
-    _writers: list[str] = field(default_factory=list)  # by whom, from 1
+    _unfenced: list["_Bytes"] = field(default_factory=list)  # who wrote which bytes without a proxy fence, from 1
+    _writers: list[str] = field(default_factory=list)  # those, by their numbers
 
     def enter(self, launch: LaunchState, buffers: Buffers, uninitialised: Iterable[int]) -> None:
         """A launch is about to begin."""
         if not launch.programmatic:
             self._running.clear()
             self._unfenced.clear()
-        if launch.publishes:
-            launch.unfenced, launch.writers = np.zeros(launch.memory.size, np.uint32), self._writers
+        launch.writers = self._writers
         for position, (array, region) in buffers.items():
             here = _address(array), launch.memory.arena[region.start : region.end]
             stale = [part for part in self._running if part.overlaps(*here)]

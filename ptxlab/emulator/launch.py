@@ -136,7 +136,8 @@ def run(
             for position, (_, region) in buffers.items():
                 launch.defined[region.start : region.end] = position not in uninitialised
         if chain is not None:
-            launch.publishes = "proxy" in checks
+            if "proxy" in checks:
+                launch.unfenced = np.zeros(launch.memory.size, np.uint32)
             chain.enter(launch, buffers, uninitialised)
         try:
             _run_waves(launch, checks, count_banks, step_clock)
@@ -297,8 +298,9 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
         yield Initialised(machine, taint)
     if "divergence" in checks and machine.launch.flow.aligned:
         yield Divergence(machine)
-    is_asynchronous = bool(checks & {"async", "proxy"}) and machine.launch.entry.is_asynchronous
-    is_asynchronous |= machine.launch.publishes
+    is_asynchronous = machine.launch.unfenced is not None or (
+        bool(checks & {"async", "proxy"}) and machine.launch.entry.is_asynchronous
+    )
     order = Races(machine, taint) if "race" in checks else HappensBefore(machine) if is_asynchronous else None
     in_flight = InFlight(machine, order, strict="proxy" in checks) if is_asynchronous and order else None
     if order:

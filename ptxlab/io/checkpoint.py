@@ -66,7 +66,7 @@ class TensorFile(ABC):
 
 
 def bytes_at(path: Path, info: TensorInfo, offset: int) -> npt.NDArray[np.uint8]:
-    """A tensor's bytes in a file. Raises FileError if it has changed since it was opened, so that they are not there."""
+    """A tensor's bytes in a file. Raises FileError if they are not there, as after a change since it was opened."""
     try:
         content = np.fromfile(path, dtype=np.uint8, count=info.nbytes, offset=offset)
     except OSError as error:

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -38,12 +38,25 @@ class _Name(str):
     """Of what the pickle would call: `torch._utils _rebuild_tensor_v2`."""
 
 
-class _Storage(tuple[str, str, int, int]):
-    """The zip's member, the dtype by safetensors' name, bytes of an element, number of elements."""
+class _Storage(NamedTuple):
+    """A member of the zip: its name, the dtype by safetensors' name, bytes of an element, number of elements."""
+
+    member: str
+    dtype: str
+    itemsize: int
+    elements: int
 
 
-class _Tensor(tuple[_Storage, int, tuple[int, ...]]):
-    """Its storage, the first element in it, and the shape."""
+class _Tensor(NamedTuple):
+    """A storage, the first element in it, and the shape."""
+
+    storage: _Storage
+    first: int
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.storage.itemsize
 
 
 class TorchFile(TensorFile):
@@ -67,26 +80,24 @@ class TorchFile(TensorFile):
             raise FileError(f"{self.path}: cannot be read: {error.strerror or error}") from None
         except DAMAGE as error:
             raise FileError(f"{self.path}: not a readable file of torch.save ({error})") from None
-        self._tensors = {name: self._checked(name, tensor) for name, tensor in found.items()}
-        self.tensors = {
-            name: TensorInfo(name, shape, storage[1], prod(shape) * storage[2])
-            for name, (storage, _, shape) in self._tensors.items()
-        }
+        for name, tensor in found.items():
+            self._check(name, tensor)
+        self._tensors = found
+        self.tensors = {name: TensorInfo(name, t.shape, t.storage.dtype, t.nbytes) for name, t in found.items()}
 
     def read_bytes(self, name: str) -> npt.NDArray[np.uint8]:
         """See `TensorFile.read_bytes`."""
-        (member, _, itemsize, _), first, shape = self._tensors[name]
-        nbytes = prod(shape) * itemsize
+        tensor = self._tensors[name]
         try:
-            with zipfile.ZipFile(self.path) as archive, archive.open(member) as file:
-                file.seek(first * itemsize)
-                content = file.read(nbytes)
+            with zipfile.ZipFile(self.path) as archive, archive.open(tensor.storage.member) as file:
+                file.seek(tensor.first * tensor.storage.itemsize)
+                content = file.read(tensor.nbytes)
         except OSError as error:
             raise FileError(f"{self.path}: cannot be read: {error.strerror or error}") from None
         except DAMAGE as error:
             raise FileError(f"{self.path}: {name}: {error}") from None
-        if len(content) != nbytes:
-            raise FileError(f"{self.path}: {name}: {nbytes} bytes expected (got {len(content)})")
+        if len(content) != tensor.nbytes:
+            raise FileError(f"{self.path}: {name}: {tensor.nbytes} bytes expected (got {len(content)})")
         return np.frombuffer(content, np.uint8).copy()
 
     def _found(self, archive: zipfile.ZipFile) -> dict[str, _Tensor]:
@@ -114,7 +125,8 @@ class TorchFile(TensorFile):
                 self._refuse(f"{name}: must be a tensor (got {what})")
         return found
 
-    def _checked(self, name: str, tensor: _Tensor) -> _Tensor:
+    def _check(self, name: str, tensor: _Tensor) -> None:
+        """Refuse a tensor that does not lie within its storage, or a storage that the zip does not hold."""
         (member, _, itemsize, count), first, shape = tensor
         info = self._members.get(member)
         if info is None or info.file_size != count * itemsize:
@@ -122,7 +134,6 @@ class TorchFile(TensorFile):
             self._refuse(f"{name}: {member} must hold {count * itemsize} bytes (got {held})")
         if first + prod(shape) > count:
             self._refuse(f"{name}: {[*shape]} from element {first} on must lie within {count} elements")
-        return tensor
 
     def _refuse(self, problem: str) -> NoReturn:
         raise FileError(f"{self.path}: {' '.join(problem.split())[:_LONGEST]}")
@@ -216,7 +227,7 @@ class _Program:
         if dtype is None:
             got = kind if isinstance(kind, str) else type(kind).__name__
             self.refuse(f"a storage of {', '.join(_DTYPES)} expected (got {got})")
-        return _Storage((f"{self.folder}/data/{text(key)}", *dtype, size(count)))
+        return _Storage(f"{self.folder}/data/{text(key)}", *dtype, size(count))
 
     def call(self, name: Any, arguments: Any) -> Any:
         """What PyTorch's functions make of their arguments."""
@@ -240,7 +251,7 @@ class _Program:
             if length != 1 and stride != step and 0 not in sizes:
                 self.refuse(f"a tensor {[*sizes]} must be contiguous")
             step *= length
-        return _Tensor((storage, size(first), sizes))
+        return _Tensor(storage, size(first), sizes)
 
 
 def text(value: Any) -> str:

@@ -15,11 +15,12 @@ def specs_in(path: Path) -> list[Found]:
     """The specs at the top level of a Python file, which is run for that, each with its sources, the `.ptx` first."""
     if not path.is_file():
         raise FileError(f"{path}: cannot be read: No such file")
-    return list(_specs_in(path.resolve(), path.stat().st_mtime_ns))
+    path = path.resolve()
+    return [(spec, _sources(spec, path)) for spec in _specs_in(path, path.stat().st_mtime_ns)]
 
 
 @cache
-def _specs_in(path: Path, _: int) -> tuple[Found, ...]:
+def _specs_in(path: Path, _: int) -> tuple[KernelSpec, ...]:
     found = importlib.util.spec_from_file_location(f"ptxlab_own_{path.stem}", path)
     assert found is not None and found.loader is not None  # of a name that ends in .py
     module = importlib.util.module_from_spec(found)
@@ -33,7 +34,7 @@ def _specs_in(path: Path, _: int) -> tuple[Found, ...]:
     specs = {id(each): each for each in vars(module).values() if isinstance(each, KernelSpec)}
     if not specs:
         raise ArgumentError(path.name, "a KernelSpec at its top level", "none")
-    return tuple((spec, _sources(spec, path)) for spec in specs.values())
+    return tuple(specs.values())
 
 
 def _sources(spec: KernelSpec, path: Path) -> tuple[Source, ...]:

@@ -22,6 +22,7 @@ from ptxlab.quant.fmpq import BlockRows
 from ptxlab.reference.packed import F16, S8, U8, as_bytes, as_words
 
 BLOCK = 128  # channels
+OUTLIER_BYTES = 2048 + 32  # of a strip's block of outliers
 _NIBBLES = Order("Nhg Kumt", "NKugtmh", h=2, g=8, u=2, m=2, t=4)  # words of eight
 _BYTES = Order("Nhg Kuct", "NKugtch", h=2, g=8, u=4, c=2, t=4)  # words of four
 _SCALES = Order("Nhg K", "NKgh", h=2, g=8)
@@ -45,7 +46,7 @@ def unpack_pairs(pairs: U8) -> S8:
 
 def scale_rows(rows: AtomRows) -> F16:
     """The scales f16 [R, S] of all groups, of the outliers, and ones."""
-    return pad_scales(np.concatenate([rows.scale4, rows.scale8[:, None]], axis=1))
+    return pad_scales(rows.scales)
 
 
 def pad_scales(scale: F16) -> F16:
@@ -94,16 +95,16 @@ def pack_atom_strips(weight: AtomRows) -> U8:
 
 
 def unpack_atom_strips(strips: U8, N: int, K: int, outliers: int, group: int) -> AtomRows:
-    """The inverse of `pack_atom_strips`; raises ArgumentError for another number of bytes."""
-    blocks, per_block = -(-K // BLOCK), BLOCK // group
-    size, end = 1024 + 32 * per_block, blocks * (1024 + 32 * per_block)
+    """The inverse of `pack_atom_strips`; raises ArgumentError for another group or number of bytes."""
     expected = (-(-N // 16), strip_bytes(K, outliers, group))
+    blocks, size = -(-K // BLOCK), _block_bytes(group)
+    end = blocks * size
     if strips.shape != expected:
         raise ArgumentError("strips", f"u8 {list(expected)} for N={N}, K={K}", f"shape {strips.shape}")
     body = strips[:, :end].reshape(expected[0], blocks, size)
     words = _NIBBLES.restore(as_words(body[:, :, :1024]), N, blocks * BLOCK // 8)
     q4 = (unpack_mma(exchange_nibbles(words)) << np.uint8(4)).view(np.int8) >> np.int8(4)
-    scale4 = _SCALES.restore(_halves(body[:, :, 1024:]), N, blocks * per_block)
+    scale4 = _SCALES.restore(_halves(body[:, :, 1024:]), N, blocks * (BLOCK // group))
     if not outliers:
         return AtomRows(q4[:, :K], scale4[:, : K // group], q4[:, :0], np.ones_like(scale4[:, 0]))
     q8 = as_bytes(_BYTES.restore(as_words(strips[:, end:-32]), N, BLOCK // 4)).view(np.int8)
@@ -112,8 +113,14 @@ def unpack_atom_strips(strips: U8, N: int, K: int, outliers: int, group: int) ->
 
 
 def strip_bytes(K: int, outliers: int, group: int) -> int:
-    """Bytes of a strip of K INT4 channels and some outliers."""
-    return -(-K // BLOCK) * (1024 + BLOCK // group * 32) + (2048 + 32 if outliers else 0)
+    """Bytes of a strip of K INT4 channels and some outliers; raises ArgumentError for a group other than 64 and 128."""
+    if group not in ATOM_GROUPS:
+        raise ArgumentError("group", "must be 64 or 128", group)
+    return -(-K // BLOCK) * _block_bytes(group) + (OUTLIER_BYTES if outliers else 0)
+
+
+def _block_bytes(group: int) -> int:
+    return 1024 + BLOCK // group * 32
 
 
 def _halves(raw: U8) -> npt.NDArray[np.float16]:

@@ -205,10 +205,10 @@ def unpack_words(words: Array, axis: int, order: tuple[int, ...] = tuple(range(8
 
 
 def _qserve_groups(arrays: Arrays, _: bool) -> LQQWeight:
-    """Zeros of QServe are none of ours: any multiple of 1, and a byte of -255..0 modulo 256.
+    """QServe's zeros are integers, whatever the scale: LQQ's minimum. Some are -255..0 modulo 256.
 
-    One that reads as positive though the group lies below 0 is taken 256 lower, and its smallest nibble taken off, so
-    that the minimum is a signed byte again: the same integers.
+    Where such a zero reads as positive and its group overflows by that, 256 is subtracted. The group's smallest nibble
+    moves from q4 into the minimum, which is a signed byte then. The integers stay the same.
     """
     q4, scale = unpack_qserve(arrays["qweight"]), qserve_rows(arrays["s2_scales"])
     if scale.min() < 0:
@@ -274,7 +274,7 @@ def _awq(arrays: Arrays, _: bool) -> AffineWeight:
 
 
 def _affine(q4: Array, scale: F32, zero: Array | None, group_of: Array | None = None) -> AffineWeight:
-    """Of arrays in whatever order; without zeros the weights are symmetric."""
+    """Of arrays in any memory order; without zero points the weights are symmetric around 8."""
     K, G = q4.shape[1], scale.shape[1]
     if group_of is not None:
         if group_of.min() < 0 or group_of.max() >= G:

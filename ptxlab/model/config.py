@@ -12,7 +12,7 @@ from ptxlab import reference
 from ptxlab.errors import ArgumentError
 from ptxlab.io.files import read_json
 from ptxlab.reference.packed import F32
-from ptxlab.validate import is_integer, is_one_of
+from ptxlab.validate import is_integer, is_one_of, require_integer
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2")  # model_type of a config.json
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -67,7 +67,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            _require_count(name, getattr(self, name))
+            require_integer(name, getattr(self, name), 1)
         for name in ("rope_base", "eps"):
             _require_positive(name, getattr(self, name))
         for name in ("tied_head", "qkv_bias"):
@@ -77,7 +77,7 @@ class Config:
             raise ArgumentError("name", "must be text", type(self.name).__name__)
         for name in ("window", "context"):
             if getattr(self, name) is not None:
-                _require_count(name, getattr(self, name))
+                require_integer(name, getattr(self, name), 1)
         if self.heads % self.kv_heads:
             raise ArgumentError("kv_heads", f"must divide the {self.heads} query heads", self.kv_heads)
         if self.head_dim % 2:
@@ -85,8 +85,7 @@ class Config:
         _check_scaling(self.rope_scaling, self.head_dim)
         if not is_one_of(self.activation, reference.ACTIVATIONS):
             raise ArgumentError("activation", f"must be one of {', '.join(reference.ACTIVATIONS)}", self.activation)
-        if not is_integer(self.experts) or self.experts < 0:
-            raise ArgumentError("experts", "must be an integer, 0 or more", repr(self.experts))
+        require_integer("experts", self.experts)
         most, least = self.experts, min(self.experts, 1)
         if not is_integer(self.chosen_experts) or not least <= self.chosen_experts <= most:
             raise ArgumentError("chosen_experts", f"must lie in {least}..{most}", repr(self.chosen_experts))
@@ -126,6 +125,22 @@ class Config:
             name=str(keys.get("_name_or_path", "")),
         )
         return config
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys of a config.json; the inverse of `from_json`."""
+        windowed = self.window is not None
+        family = "qwen2" if self.qkv_bias else "mixtral" if self.experts else "mistral" if windowed else "llama"
+        sizes = {key: getattr(self, name) for name, key in _JSON.items() if self.experts or "experts" not in name}
+        return {
+            "model_type": family,
+            **sizes,
+            "use_sliding_window": windowed,
+            "rope_theta": self.rope_base,
+            "rope_scaling": self.rope_scaling,
+            "tie_word_embeddings": self.tied_head,
+            "hidden_act": next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == self.activation),
+            "_name_or_path": self.name,
+        }
 
     @classmethod
     def from_gguf(
@@ -169,7 +184,7 @@ class Config:
 
         Raises ArgumentError unless n divides them.
         """
-        _require_count("n", n)
+        require_integer("n", n, 1)
         for name in ("heads", "kv_heads", "ffn"):
             if getattr(self, name) % n:
                 raise ArgumentError("n", f"must divide the {getattr(self, name)} of {name}", n)
@@ -265,7 +280,7 @@ class _Keys:
         key = self._names[field]
         value = self.get(key, *default)
         if value is not None:
-            _require_count(f"{self._where}: {key}", value)
+            require_integer(f"{self._where}: {key}", value, 1)
         return value
 
     def positive(self, key: str, *default: float) -> float:
@@ -338,11 +353,6 @@ def require_config(name: str, config: Any) -> None:
     """Raise ArgumentError for what is no Config."""
     if not isinstance(config, Config):
         raise ArgumentError(name, "must be a Config", type(config).__name__)
-
-
-def _require_count(name: str, value: Any) -> None:
-    if not is_integer(value) or value < 1:
-        raise ArgumentError(name, "must be an integer, 1 or more", repr(value))
 
 
 def _require_positive(name: str, value: Any) -> float:

@@ -26,7 +26,6 @@ RECIPE = "recipe.json"
 SCHEMA = 1
 _ENDS = "ends.safetensors"
 _STORED = {"float16": "F16", "uint16": "BF16", "float32": "F32"}  # uint16: bits of bfloat16
-_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 def save(model: QuantizedModel, folder: Path) -> None:
@@ -55,7 +54,7 @@ def save_ends(folder: Path, config: Config, recipe: Mapping[str, Any], **ends: A
     """Write what lies outside the layers: embedding, final_norm, head (or None); then config.json and recipe.json."""
     plain = {name: array for name, array in ends.items() if array is not None}
     write_checkpoint(folder / _ENDS, _infos(plain), _on_host(plain), {})
-    write_text(folder / "config.json", json.dumps(config_json(config), indent=1) + "\n")
+    write_text(folder / "config.json", json.dumps(config.to_json(), indent=1) + "\n")
     save_recipe(folder, recipe)
 
 
@@ -121,31 +120,6 @@ def read_recipe(folder: Path) -> dict[str, Any]:
 def digest(recipe: Mapping[str, Any]) -> str:
     """SHA-256 of a recipe; the order of its keys does not matter."""
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-
-
-def config_json(config: Config) -> dict[str, Any]:
-    """The keys of a config.json; the inverse of `Config.from_json`."""
-    family = "qwen2" if config.qkv_bias else "llama" if config.window is None else "mistral"
-    keys = {
-        "model_type": family,
-        "hidden_size": config.hidden,
-        "intermediate_size": config.ffn,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "num_hidden_layers": config.layers,
-        "vocab_size": config.vocabulary,
-        "max_position_embeddings": config.context,
-        "rope_theta": config.rope_base,
-        "rope_scaling": config.rope_scaling,
-        "rms_norm_eps": config.eps,
-        "tie_word_embeddings": config.tied_head,
-        "hidden_act": _ACTIVATIONS[config.activation],
-        "_name_or_path": config.name,
-    }
-    if config.window is not None:
-        keys |= {"sliding_window": config.window, "use_sliding_window": True}
-    return keys
 
 
 def _infos(plain: Mapping[str, Any]) -> list[TensorInfo]:

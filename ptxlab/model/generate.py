@@ -9,7 +9,7 @@ import numpy as np
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.model.runner import Indices, Runner
-from ptxlab.validate import is_integer
+from ptxlab.validate import is_integer, require_integer
 
 
 def generate(
@@ -28,8 +28,7 @@ def generate(
 
     Raises ArgumentError for what `Runner.prefill` refuses, or a number out of range.
     """
-    if not is_integer(tokens) or tokens < 1:
-        raise ArgumentError("tokens", "must be an integer, 1 or more", repr(tokens))
+    require_integer("tokens", tokens, 1)
     if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
         raise ArgumentError("temperature", "must be a number, 0 or more", repr(temperature))
     if not is_integer(seed) or not 0 <= seed < 2**32:

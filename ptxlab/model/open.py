@@ -56,7 +56,7 @@ def open_model(
             "smollm2", which is downloaded unless it is cached; or the folder of a quantised model, dequantised.
         progress: called during the download with (bytes done, bytes in total).
 
-    A layer is read from the file each time it is needed, so a large model occupies the memory of one layer. Names,
+    A layer is read from the file each time it is needed, so memory holds one layer, the embedding and the head. Names,
     shapes and types of all tensors are checked before any is read; NaN and infinity when a tensor is read.
 
     Raises FileError for a file that is broken or of another architecture, UnavailableError without the libraries of the

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ptxlab.errors import ArgumentError
 from ptxlab.model.config import Config
 from ptxlab.model.quantized import QuantizedModel
-from ptxlab.validate import is_integer
+from ptxlab.validate import require_integer
 
 Indices = npt.NDArray[np.int32]
 PAGE = 64  # tokens of a page of the cache
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     position: Indices
 
     def part(self, start: int, stop: int) -> "Rows":
-        """Some of them."""
+        """Rows start..stop - 1."""
         return Rows(*(array[start:stop] for array in self))
 
 
@@ -48,10 +48,9 @@ class Runner(ABC):
     def __init__(self, model: QuantizedModel, batch: int = 1, context: int = 2048, *, chunk: int | None = None) -> None:
         if not isinstance(model, QuantizedModel):
             raise ArgumentError("model", "must be a QuantizedModel", type(model).__name__)
+        for name, number in (("batch", batch), ("context", context), ("chunk", CHUNK if chunk is None else chunk)):
+            require_integer(name, number, 1)
         self.chunk = min(CHUNK, batch * context) if chunk is None else chunk
-        for name, number in (("batch", batch), ("context", context), ("chunk", self.chunk)):
-            if not is_integer(number) or number < 1:
-                raise ArgumentError(name, "must be an integer, 1 or more", repr(number))
         if model.config.experts:
             raise ArgumentError("model", "must be dense", f"{model.config.experts} experts")
         if model.config.context is not None and context > model.config.context:
@@ -109,7 +108,7 @@ class Runner(ABC):
         """f16 [R, V]."""
 
     def _grow(self) -> None:
-        """A token more of each sequence."""
+        """Count one more token of each sequence."""
         if int(self.lengths.max()) >= self.context:
             raise ArgumentError("decode", f"no more than the context of {self.context} tokens", "a further one")
         self.lengths += 1

@@ -11,7 +11,7 @@ from ptxlab.io import weights
 from ptxlab.io.files import read_text
 from ptxlab.io.text import read_wiki
 from ptxlab.io.tokenizer import Tokenizer
-from ptxlab.validate import is_integer
+from ptxlab.validate import require_integer
 
 TEXTS = ("wikipedia", "lee")
 CALIBRATION = 47  # articles of the 95 of wikipedia
@@ -61,8 +61,7 @@ def windows(tokens: npt.NDArray[np.integer], length: int = 2048, count: int | No
     Raises ArgumentError if the tokens do not fill one window, or `count` windows.
     """
     for name, value, least in (("length", length, 2), ("windows", 1 if count is None else count, 1)):
-        if not is_integer(value) or value < least:
-            raise ArgumentError(name, f"must be an integer, {least} or more", repr(value))
+        require_integer(name, value, least)
     there = len(tokens) // length
     if not there:
         raise ArgumentError("length", f"at most {len(tokens)}, the tokens of the text", length)

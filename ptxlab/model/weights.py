@@ -16,7 +16,7 @@ from ptxlab.model.config import Config, require_config
 from ptxlab.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
 from ptxlab.runtime.arguments import check_flags
 from ptxlab.spec.dtypes import stored
-from ptxlab.validate import is_integer, is_one_of, shape_of
+from ptxlab.validate import is_one_of, require_integer, shape_of
 
 DTYPES = ("float16", "bfloat16")  # of what lies between the kernels
 _QUANTISERS: Mapping[str, Callable[[Any, int, quant.Rounding], QuantizedWeight]] = {
@@ -115,8 +115,7 @@ class LayerWeights:
         quantise = quantiser(scheme)
         if not is_one_of(dtype, DTYPES):
             raise ArgumentError("dtype", f"must be one of {', '.join(DTYPES)}", dtype)
-        if not is_integer(seed) or seed < 0:
-            raise ArgumentError("seed", "must be an integer, 0 or more", repr(seed))
+        require_integer("seed", seed)
         rng = np.random.default_rng(seed)
         place: Callable[[Any], Any] = gpu.to_device if on_device else lambda array: array
 

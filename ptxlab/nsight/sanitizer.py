@@ -58,11 +58,13 @@ def sanitize(tool: str, kernels: Sequence[str], sizes: str | None = None) -> Ite
     """
     if tool not in TOOLS:
         raise ArgumentError("tool", f"one of {', '.join(TOOLS)}", tool)
-    alone = [name for name in kernels if name != LAYER]
-    if alone:
-        together = _run(tool, alone, sizes)
-        split = together.problems and len(alone) > 1
-        yield from (_run(tool, [name], sizes) for name in alone) if split else (together,)
+    verified = [name for name in kernels if name != LAYER]
+    if verified:
+        together = _run(tool, verified, sizes)
+        if together.problems and len(verified) > 1:
+            yield from (_run(tool, [name], sizes) for name in verified)
+        else:
+            yield together
     if LAYER in kernels:
         yield _run(tool, [LAYER], None)
 

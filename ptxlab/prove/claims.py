@@ -32,7 +32,6 @@ class Claim:
         text: the statement in one line, with its precondition.
         build: makes the formula, or several that must all hold, or tries all cases.
         expect: `refuted` for a claim that shows where the precondition ends.
-        quick: whether CI proves it at each push.
     """
 
     subject: str
@@ -40,7 +39,6 @@ class Claim:
     text: str
     build: Callable[[], Query | Sequence[Query] | Enumeration]
     expect: Verdict = "proved"
-    quick: bool = True
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Decisi
             explanation = query.explain(answer.model)
         if answer.verdict != "proved":
             break
-    if answer.verdict == "proved" and any(contradict(query.assume) for query in queries[-1:]):
+    if answer.verdict == "proved" and queries and contradict(queries[-1].assume):
         raise ArgumentError(claim.subject, "assumptions that some input satisfies", claim.text)
     return Decision(claim, answer.verdict, process_time() - start, version_of(solver), 0, answer.model, explanation)
 
@@ -128,10 +126,12 @@ def prove_kernel(
     equals: Kernel | str | None = None,
     seconds: float = 60.0,
     solver: str = "z3",
+    unchecked: bool = False,
 ) -> Decision:
     """Decide a claim on a kernel: a project kernel's name, or one of a file or a notebook's cell, for one thread.
 
-    `other.out` in the claim is the output of `equals`, a kernel given the same way, on the same inputs.
+    `other.out` in the claim is the output of `equals`, a kernel given the same way, on the same inputs. The rules of a
+    project kernel on its values are assumed, unless `unchecked`.
     """
     check_solver(solver)
     from ptxlab.prove.kernels import claims_on_file, claims_on_spec  # needs z3
@@ -141,7 +141,7 @@ def prove_kernel(
         claims = claims_on_file(kernel, [claim], assume, Launch((1, 1, 1), (1, 1, 1)), equals)
     elif isinstance(kernel, str) and not isinstance(equals, Kernel):
         spec, sources = kernels.find(kernel)
-        claims = claims_on_spec(spec, sources[:1], [claim], assume, equals or "")
+        claims = claims_on_spec(spec, sources[:1], [claim], assume, equals or "", unchecked)
     else:
         raise ArgumentError("equals", "a name beside a name, a Kernel beside a Kernel", type(equals).__name__)
     return decide(next(claims), seconds=seconds, solver=solver)

@@ -5,9 +5,9 @@ on an input splits the guard, and where the ways meet again registers hold eithe
 run, whatever the inputs are. Addresses must come out as numbers, or as a few numbers by condition.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from math import prod
 from typing import Any, NoReturn
 
@@ -17,11 +17,11 @@ from ptxlab.emulator.core.access import decode
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Entry, Instruction, Register
 from ptxlab.emulator.front.opcode import UnknownOpcode
-from ptxlab.emulator.front.operand_rules import check_operands
 from ptxlab.emulator.front.types import DTYPES, bits_of, is_signed
-from ptxlab.emulator.ops.alu import alu_operation
+from ptxlab.emulator.ops.alu import selectors_of, typed_operands
 from ptxlab.errors import PtxlabError
-from ptxlab.prove.semantics import Bits, computation, extend, joined, pieces, value
+from ptxlab.prove.bitvectors import Bits, extend, joined, pieces, value
+from ptxlab.prove.semantics import computation
 
 MAX_STEPS = 20_000
 MOST_ADDRESSES = 64  # that one access may have, by condition
@@ -37,7 +37,7 @@ class NotModelled(PtxlabError):  # noqa: N818  (like UnknownInstruction)
 
 @dataclass(eq=False)
 class Buffer:
-    """Bytes that a pointer leads to: symbols made when they are first read, terms once they are written.
+    """Bytes that a pointer leads to: made when they are first read, terms once they are written.
 
     `size` None: of any size. `written` tells on which condition each byte has been stored to.
     """
@@ -46,7 +46,7 @@ class Buffer:
     size: int | None = None
     content: dict[int, Bits] = field(default_factory=dict)
     written: dict[int, Any] = field(default_factory=dict)
-    first: Callable[[int], Bits] | None = None  # what a byte holds at first; by default a symbol
+    first: Callable[[int], Bits] | None = None  # what a byte holds at first; by default a symbol by name and offset
     types: set[str] = field(default_factory=set)  # of the elements that instructions access
 
     def read(self, at: int) -> Bits:
@@ -109,16 +109,17 @@ class _Execution:
         self.threads, self.assume = threads, assume
         self.buffers: list[Buffer] = []
         self.params = {
-            id(p): self.place(a) if isinstance(a, Buffer) else a for p, a in zip(entry.params, arguments, strict=True)
+            id(p): value(self.place(a), 64) if isinstance(a, Buffer) else a
+            for p, a in zip(entry.params, arguments, strict=True)
         }
-        self.shared = {b: self.base_of(Buffer(f"shared of block {b}", entry.shared_bytes)) for b, _ in threads}
-        self.local = [self.base_of(Buffer(f"local of thread {t}", entry.local_bytes)) for t in threads]
+        blocks = dict.fromkeys(block for block, _ in threads)
+        self.shared = {b: self.place(Buffer(f"shared of block {b}", entry.shared_bytes, first=_any)) for b in blocks}
+        self.local = [self.place(Buffer(f"local of thread {t}", entry.local_bytes, first=_any)) for t in threads]
         self.variables: dict[int, int] = {}
         self.registers: list[dict[tuple[int, int], Bits]] = [{} for _ in threads]
         self.defined: list[dict[tuple[int, int], Any]] = [{} for _ in threads]  # on which condition they hold that
         self.guards: dict[int, Any] = {}  # of the lanes that execute now
         self.carry: list[Bits] = [FALSE for _ in threads]
-        self.fresh = count()
         self.steps: list[LaneStep] = []
         self.faults: list[tuple[Any, str]] = []
 
@@ -153,23 +154,19 @@ class _Execution:
 
     # Places
 
-    def place(self, buffer: Buffer) -> Bits:
-        """The address at which a buffer begins."""
-        if buffer not in self.buffers:
-            self.buffers.append(buffer)
-        return value(self.buffers.index(buffer) + 1 << _WINDOW, 64)
+    def place(self, buffer: Buffer) -> int:
+        """Give a buffer an address."""
+        self.buffers.append(buffer)
+        return len(self.buffers) << _WINDOW
 
-    def base_of(self, buffer: Buffer) -> int:
-        return int(self.place(buffer).as_long())
-
-    def symbol(self, symbol: ir.Symbol, lane: int) -> int:
+    def symbol(self, symbol: ir.Symbol) -> int:
         """The address of a variable, in its space where that is shared or local."""
         variable = symbol.variable
         if variable.space in ("shared", "local"):
             return variable.offset + symbol.offset
         if id(variable) not in self.variables:
             initial = dict(enumerate(value(b, 8) for b in variable.initial or b""))
-            self.variables[id(variable)] = self.base_of(Buffer(variable.name, variable.size, initial))
+            self.variables[id(variable)] = self.place(Buffer(variable.name, variable.size, initial, first=_any))
         return self.variables[id(variable)] + symbol.offset
 
     # Registers
@@ -194,7 +191,7 @@ class _Execution:
         if isinstance(operand, ir.Special):
             return value(self.special(operand.name, lane), bits)
         if isinstance(operand, ir.Symbol):
-            return value(self.symbol(operand, lane), bits)
+            return value(self.symbol(operand), bits)
         raise ValueError(f"{type(operand).__name__.lower()} where a value is expected")
 
     def register(self, lane: int, register: Register, width: int) -> Bits:
@@ -204,8 +201,7 @@ class _Execution:
         guard = self.guards.get(lane, TRUE)
         if known is not None and (defined.eq(guard) or not self.possible(z3.simplify(z3.And(guard, z3.Not(defined))))):
             return known
-        name = f"undefined {register.name} {next(self.fresh)}"
-        unknown = z3.Bool(name) if width == 1 else z3.BitVec(name, width)
+        unknown = z3.FreshConst(z3.BoolSort() if width == 1 else z3.BitVecSort(width), f"undefined {register.name}")
         return unknown if known is None else z3.If(defined, known, unknown)
 
     def write(self, lane: int, guard: Any, operand: ir.Operand, result: Bits, signed: bool = False) -> None:
@@ -252,10 +248,8 @@ class _Execution:
         try:
             if instruction.guard is not None:
                 wants = {lane: self.read(lane, instruction.guard, "pred") for lane in guards}
-                taken = {n: g for n in guards if not z3.is_false(g := z3.simplify(z3.And(guards[n], wants[n])))}
-                passed = {
-                    n: g for n in guards if not z3.is_false(g := z3.simplify(z3.And(guards[n], z3.Not(wants[n]))))
-                }
+                taken = _where(guards, wants)
+                passed = _where(guards, {lane: z3.Not(want) for lane, want in wants.items()})
             if passed:
                 yield pc + 1, passed
             if not taken:
@@ -277,47 +271,45 @@ class _Execution:
 
     def perform(self, instruction: Instruction, guards: dict[int, Any]) -> None:
         head = instruction.head
-        if head in _HARMLESS or (head in ("bar", "barrier") and self.together(instruction)):
-            return
         by_lane: dict[str, Callable[[Instruction, int, Any], None]] = {
             "ld": self.load, "ldu": self.load, "st": self.store, "mov": self.move, "cvta": self.convert_address,
         }  # fmt: skip
-        if head == "shfl":
-            self.shuffle(instruction, guards)
+        if head in _HARMLESS:
             return
-        one = by_lane.get(head, self.compute)
-        for lane, guard in guards.items():
-            one(instruction, lane, guard)
+        if head in ("bar", "barrier"):
+            self.meet(instruction, guards)
+        elif head == "shfl":
+            self.shuffle(instruction, guards)
+        else:
+            for lane, guard in guards.items():
+                by_lane.get(head, self.compute)(instruction, lane, guard)
 
-    def together(self, instruction: Instruction) -> bool:
-        """Whether all threads of each block are here, so that a barrier holds nobody back; ValueError if not."""
+    def meet(self, instruction: Instruction, guards: dict[int, Any]) -> None:
+        """A barrier holds nobody back where all its threads come to it at once, on one condition; ValueError if not."""
         words = instruction.opcode.split(".")
-        if "red" in words or "arrive" in words:
+        if {"red", "arrive", "cluster"} & {*words}:
             raise ValueError("no such barrier")
-        wanted = prod(self.block)
-        here = {b: sum(b == other for other, _ in self.threads) for b, _ in self.threads}
-        if "warp" not in words and any(number != wanted for number in here.values()):
-            raise ValueError("a barrier, and not all threads of the block are followed")
-        return True
+        of_warp, whole = "warp" in words, prod(self.block)
+        meetings: dict[Any, list[Any]] = defaultdict(list)  # block, warp, threads that are waited for -> who is here
+        for lane, guard in guards.items():
+            block, warp = self.threads[lane][0], self.linear(lane) // 32 if of_warp else 0
+            numbers = [_number(self.read(lane, operand, "u32"), "a barrier") for operand in instruction.operands]
+            if of_warp:
+                expected = (numbers[0] & (1 << min(32, whole - 32 * warp)) - 1).bit_count()
+            else:
+                expected = numbers[1] if numbers[1:] else whole
+            meetings[block, warp, expected].append(guard)
+        for (*_, expected), here in meetings.items():
+            if len(here) != expected or not all(guard.eq(here[0]) for guard in here):
+                raise ValueError(f"of the {expected} threads of a barrier, {len(here)} come to it, on some condition")
 
     def compute(self, instruction: Instruction, lane: int, guard: Any) -> None:
         """A register-to-register operation: the forms are the emulator's."""
-        check_operands(instruction)
-        selectors = tuple(getattr(operand, "selector", "") for operand in instruction.operands)
-        selectors = selectors if any(selectors) else ()
-        known, function = alu_operation(instruction.opcode, selectors), computation(instruction.opcode, selectors)
-        operands = list(instruction.operands)
-        explicit = [t for t in known.out if t != "cc"]
-        if operands and isinstance(operands[0], ir.Vector) and operands[0].pair:
-            operands[:1] = operands[0].items
-        elif explicit[1:] == ["pred"]:
-            operands.insert(1, ir.Sink())
-        types = [t for t in known.sources if t != "cc"]
-        if len(operands) != len(explicit) + len(types):
-            raise ValueError(f"it takes {len(explicit) + len(types)} operands, not {len(operands)}")
-        sources = [self.read(lane, o, t) for o, t in zip(operands[len(explicit) :], types, strict=True)]
+        known, targets, taken = typed_operands(instruction)
+        sources = [self.read(lane, operand, t) for operand, t in taken]
         if "cc" in known.sources:
             sources.append(self.carry[lane])
+        function = computation(instruction.opcode, selectors_of(instruction))
         results = function(*sources)
         results = results if isinstance(results, tuple) else (results,)
         if instruction.lanes is not None:
@@ -327,7 +319,7 @@ class _Execution:
         if "cc" in known.out:
             flag = results[-1]
             self.carry[lane] = flag if z3.is_true(guard) else z3.If(guard, flag, self.carry[lane])
-        for operand, t, result in zip(operands, explicit, results, strict=False):
+        for (operand, t), result in zip(targets, results, strict=False):
             self.write(lane, guard, operand, result, is_signed(t))
 
     def move(self, instruction: Instruction, lane: int, guard: Any) -> None:
@@ -371,7 +363,7 @@ class _Execution:
         values = {lane: self.read(lane, source, "u32") for lane in range(len(self.threads))}
         results = {}
         for lane in guards:
-            b, c = (_number(self.read(lane, operand, "u32")) for operand in rest[:2])
+            b, c = (_number(self.read(lane, operand, "u32"), "its lane") for operand in rest[:2])
             number = self.linear(lane) % 32
             segment, clamp, b = c >> 8 & 31, c & 31, b & 31
             last = (number & segment) | (clamp & ~segment)
@@ -384,10 +376,11 @@ class _Execution:
             self.write(lane, guards[lane], inside, z3.BoolVal(ok))
 
     def neighbour(self, lane: int, number: int, guards: dict[int, Any]) -> int:
-        """The lane with that number in the warp, which has to be here too."""
+        """The lane with that number in the warp, which has to be here too, whenever this one is."""
         block, warp = self.threads[lane][0], self.linear(lane) // 32
-        for other in guards:
-            if (self.threads[other][0], self.linear(other)) == (block, 32 * warp + number):
+        for other, guard in guards.items():
+            here = z3.is_true(guard) or guard.eq(guards[lane])
+            if here and (self.threads[other][0], self.linear(other)) == (block, 32 * warp + number):
                 return other
         raise ValueError(f"lane {number} of the warp is not followed here")
 
@@ -428,7 +421,7 @@ class _Execution:
         solver = z3.Solver()
         solver.set("timeout", 5000)
         solver.add(*self.assume, guard)
-        for _ in range(MOST_ADDRESSES):
+        for _ in range(MOST_ADDRESSES + 1):  # once more than that, to learn that there is no other
             result = solver.check()
             if result == z3.unsat:
                 return
@@ -447,7 +440,7 @@ class _Execution:
             results = pieces(whole, bits_of(t))
         else:
             access, places = self.located(instruction, lane, guard, "load")
-            bits = z3.BitVec(f"nothing {next(self.fresh)}", 8 * access.size)  # of a fault
+            bits = z3.FreshConst(z3.BitVecSort(8 * access.size), "nothing")  # of a fault
             for condition, buffer, offset in places:
                 loaded = joined([buffer.read(offset + i) for i in range(access.size)])
                 bits = loaded if len(places) == 1 else z3.If(condition, loaded, bits)
@@ -475,8 +468,19 @@ class _Execution:
                 buffer.write(offset + i, byte, condition)
 
 
-def _number(bits: Bits) -> int:
+def _where(guards: dict[int, Any], conditions: dict[int, Any]) -> dict[int, Any]:
+    """The lanes whose condition may hold too, each under both."""
+    both = {lane: z3.simplify(z3.And(guard, conditions[lane])) for lane, guard in guards.items()}
+    return {lane: guard for lane, guard in both.items() if not z3.is_false(guard)}
+
+
+def _number(bits: Bits, what: str) -> int:
     bits = z3.simplify(bits)
     if not z3.is_bv_value(bits):
-        raise ValueError("its lane depends on an input")
+        raise ValueError(f"{what} depends on an input")
     return int(bits.as_long())
+
+
+def _any(at: int) -> Bits:
+    """A byte that nobody has written."""
+    return z3.FreshConst(z3.BitVecSort(8), "unwritten")

@@ -17,10 +17,8 @@ from typing import Any
 import z3
 
 from ptxlab.errors import ArgumentError
+from ptxlab.prove.bitvectors import SORTS, Bits, as_float, joined
 from ptxlab.prove.integers import Integer
-from ptxlab.prove.semantics import Bits, as_float, joined
-
-_FLOATS = {"f16": 16, "bf16": 16, "f32": 32}
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Elements:
 
     Attributes:
         name: as messages call it.
-        bit: the bits of element `index` at a width: `(index, bits) -> bitvector`.
+        element: the bits of an element at a width: `(index, bits) -> bitvector`.
         type: `u8`, `s8`, `u4`, `f16` ...; empty where it has to be named (`out.s8[i]`).
         count: how many elements it has, None: unknown.
         only: without a count, the one element that `name` alone stands for.
@@ -43,24 +41,29 @@ class Elements:
     only: int | None = None
     seen: dict[str, tuple[str, Bits]] = field(default_factory=dict, compare=False)
 
+    @property
+    def bits(self) -> int:
+        """Of an element; without a type it is a byte."""
+        return int(self.type.lstrip("usfb") or 8)
+
     def __getitem__(self, index: int) -> Any:
         if not self.type:
             raise ValueError(f"which type has {self.name}? for example {self.name}.u8[i]")
         if index < 0 or (self.count is not None and index >= self.count):
             raise ValueError(f"{self.name}[{index}] lies outside the array of {self.count}")
-        bits = int("".join(filter(str.isdigit, self.type)))
-        found = self.element(index, bits)
+        found = self.element(index, self.bits)
         self.seen[f"{self.name}[{index}]"] = self.type, found
-        if self.type in _FLOATS:
+        if self.type in SORTS:
             return as_float(found, self.type)
         return Integer.signed(found) if self.type[0] == "s" else Integer.unsigned(found)
 
     def typed(self, type_name: str) -> "Elements":
         """The same bytes as elements of another type."""
         kind, digits = type_name.rstrip("0123456789"), type_name.lstrip("usfb")
-        if not (type_name in _FLOATS or (kind in ("u", "s") and digits.isdigit() and 1 <= int(digits) <= 64)):
-            raise ValueError(f"{self.name}.{type_name}: a type is u1 to u64, s1 to s64, {', '.join(_FLOATS)}")
-        return replace(self, name=f"{self.name}.{type_name}", type=type_name, count=None)
+        if not (type_name in SORTS or (kind in ("u", "s") and digits.isdigit() and 1 <= int(digits) <= 64)):
+            raise ValueError(f"{self.name}.{type_name}: a type is u1 to u64, s1 to s64, {', '.join(SORTS)}")
+        only = self.only if not self.only or int(digits) == self.bits else None  # it is at another index otherwise
+        return replace(self, name=f"{self.name}.{type_name}", type=type_name, count=None, only=only)
 
 
 def _fold(values: tuple[Any, ...], keep: Callable[[Integer, Integer], Any]) -> Integer:
@@ -79,11 +82,17 @@ def _rounds_even(q: Any, a: Any, b: Any) -> Any:
     return z3.And(_rounds(q, a, b), z3.Implies(tie, Integer.of(q) % 2 == 0))
 
 
-def _f16(x: Any) -> Any:
-    if isinstance(x, float):
-        return z3.FPVal(x, z3.FPSort(5, 11))
-    number = Integer.of(x)
-    return z3.fpSignedToFP(z3.RNE(), number.bits, z3.FPSort(5, 11))
+def _float(x: Any, sort: Any) -> Any:
+    """A number as a float of that sort, rounded to nearest even."""
+    if z3.is_fp(x):
+        return x
+    return z3.FPVal(x, sort) if isinstance(x, float) else z3.fpSignedToFP(z3.RNE(), Integer.of(x).bits, sort)
+
+
+def _alike(left: Any, right: Any) -> tuple[Any, Any]:
+    """Both as floats where one is."""
+    sort = next((x.sort() for x in (left, right) if z3.is_fp(x)), None)
+    return (left, right) if sort is None else (_float(left, sort), _float(right, sort))
 
 
 def _nibbles(words: Elements) -> Elements:
@@ -106,7 +115,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "implies": lambda a, b: z3.Implies(a, b),
     "rounds": _rounds,
     "rounds_even": _rounds_even,
-    "f16": _f16,
+    "f16": lambda x: _float(x, z3.FPSort(*SORTS["f16"])),
     "nibbles": _nibbles,
     "per_weight": lambda x: x,
 }
@@ -231,10 +240,7 @@ class _Evaluator(ast.NodeVisitor):
         left, right = self.value(node.left), self.value(node.right)
         if type(node.op) not in _BINARY:
             raise ValueError(f"{ast.unparse(node)}: use // for division")
-        floats = [x for x in (left, right) if z3.is_fp(x)]
-        if floats:
-            left, right = (x if z3.is_fp(x) else _f16(x) for x in (left, right))
-        return _BINARY[type(node.op)](left, right)
+        return _BINARY[type(node.op)](*_alike(left, right))
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
         if isinstance(node.op, ast.Not):
@@ -260,8 +266,8 @@ class _Evaluator(ast.NodeVisitor):
         return z3.And([z3.BoolVal(f) if isinstance(f, bool) else f for f in found]) if len(found) > 1 else found[0]
 
     def compared(self, op: type[ast.cmpop], left: Any, right: Any) -> Any:
-        if z3.is_fp(left) or z3.is_fp(right):
-            left, right = (x if z3.is_fp(x) else _f16(x) for x in (left, right))
+        left, right = _alike(left, right)
+        if z3.is_fp(left):
             if op in (ast.Eq, ast.NotEq):  # the same number, -0 apart from 0, all NaNs alike
                 return left == right if op is ast.Eq else left != right
             floats: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {

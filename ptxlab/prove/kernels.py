@@ -14,11 +14,11 @@ from ptxlab import kernels, toolchain
 from ptxlab.emulator import LaneType
 from ptxlab.emulator.front.lane_annotation import operation_of
 from ptxlab.errors import ArgumentError
+from ptxlab.prove.bitvectors import SORTS, pieces
 from ptxlab.prove.claims import Claim
 from ptxlab.prove.execute import LaneStep, SymbolicRun
 from ptxlab.prove.expressions import Elements, formula, sides, term
 from ptxlab.prove.integers import Integer
-from ptxlab.prove.semantics import pieces
 from ptxlab.prove.solve import Explanation, Query, Verdict
 from ptxlab.prove.symbolic_launch import SymbolicLaunch, of_file, of_spec
 from ptxlab.runtime import Kernel
@@ -48,12 +48,21 @@ def claims_of(spec: KernelSpec, sources: Sequence[Source]) -> Iterator[Claim]:
 
 
 def claims_on_spec(
-    spec: KernelSpec, sources: Sequence[Source], claims: Sequence[str], assume: Sequence[str], equals: str = ""
+    spec: KernelSpec,
+    sources: Sequence[Source],
+    claims: Sequence[str],
+    assume: Sequence[str],
+    equals: str = "",
+    unchecked: bool = False,
 ) -> Iterator[Claim]:
-    """Claims given with a kernel that has a spec, on each source that was named."""
+    """Claims given with a kernel that has a spec, on each source that was named.
+
+    Its rules on values are assumed, as a launch refuses what breaks them; with `unchecked` they are not.
+    """
+    given = (*assume, *(() if unchecked else spec.value_rules))
     for source in sources:
         for number, text in enumerate(claims or [f"{arg.name} == other.{arg.name}" for arg in spec.outputs], 1):
-            claim = KernelClaim(f"claim {number}", text, tuple(assume), equals=equals)
+            claim = KernelClaim(f"claim {number}", text, given, equals=equals)
             yield Claim(source.label, claim.name, claim.text, partial(query, spec, source, claim))
 
 
@@ -61,24 +70,19 @@ def claims_on_file(
     kernel: Kernel, claims: Sequence[str], assume: Sequence[str], where: Launch, other: Kernel | None = None
 ) -> Iterator[Claim]:
     """Claims on a kernel without a spec; without any, that it stores what `other` does, or its `@lanes` annotations."""
-    options: dict[str, Any] = {"where": where, "assume": assume}
-    label = kernel.source.label
+    label, launch = kernel.source.label, of_file(kernel, where=where, assume=assume)
     if not claims and other is None:
-        launch = of_file(kernel, "", **options)
         if not launch.trace.steps:
             raise ArgumentError(label, "--claim, --equals, or an instruction with // @lanes", "none")
         text = ", ".join([*assume, "@lanes"])
         yield Claim(label, "@lanes", text, partial(lane_queries, launch, KernelClaim("@lanes", "", tuple(assume))))
         return
-    if not claims:
-        first = of_file(kernel, "", **options)
-        claims = [f"{name}.u8[i] == other.{name}.u8[i]" for name in first.outputs]
-    for number, text in enumerate(claims, 1):
-        launch = of_file(kernel, text, **options)
-        if other is not None:
-            launch = beside(launch, of_file(other, text, parameters=kernel.parameters, **options))
+    twin = other and of_file(other, where=where, assume=assume, parameters=kernel.parameters)
+    for number, text in enumerate(claims or [f"{name}.u8[i] == other.{name}.u8[i]" for name in launch.outputs], 1):
+        here = launch.about(text)
+        both = beside(here, twin.about(text)) if twin else here
         claim = KernelClaim(f"claim {number}", text, tuple(assume))
-        yield Claim(label, claim.name, claim.text, partial(queries, launch, claim))
+        yield Claim(label, claim.name, claim.text, partial(queries, both, claim))
 
 
 def query(spec: KernelSpec, source: Source, claim: KernelClaim) -> list[Query]:
@@ -127,7 +131,7 @@ def lane_queries(launch: SymbolicLaunch, said: KernelClaim) -> list[Query]:
 def _of_step(launch: SymbolicLaunch, step: LaneStep, assume: list[Any]) -> Query:
     types, operation = step.instruction.lanes or {}, operation_of(step.instruction.opcode)
     holds: list[Any] = []
-    values: dict[str, Any] = {}
+    shown: Seen = {}
     if operation is not None and operation.compute is not None:
         target, text = types["d"], re.sub(r"\|(.*)\|", r"abs(\1)", re.sub(r"[{}]", "", operation.format))
         lanes = {letter: _lanes_of(step.sources[letter], types[letter]) for letter in operation.letters}
@@ -137,23 +141,23 @@ def _of_step(launch: SymbolicLaunch, step: LaneStep, assume: list[Any]) -> Query
             fits = z3.BoolVal(True) if ".sat" in step.instruction.opcode else _within(exact, target)
             carried = z3.BoolVal(True) if operation.simd else exact.modulo(target.bits) == kept.modulo(target.bits)
             holds.append(z3.And(fits, carried))
-            values |= {f"{letter}[{lane}]": x.bits for letter, x in {**sources, "d": kept, "exact": exact}.items()}
+            shown |= {f"{n}[{lane}]": (str(types[n]).split("x")[0], x.bits) for n, x in (*sources.items(), ("d", kept))}
+            shown[f"exact[{lane}]"] = str(target).split("x")[0], exact.bits
         holds += [_within(found[0], types[n]) for n, found in lanes.items() if not types[n].count]
     question = z3.Implies(step.guard, z3.And(holds))
-    widths = {name: bits.size() for name, bits in values.items()}
 
     def explain(model: Mapping[str, int]) -> Explanation:
         at = step.instruction
         lines = [f"{Path(at.path).name}:{at.line}: `{at.text}`"]
         for lane in range(types["d"].count):
-            letters = [n for n in ("a", "b", "c", "d", "exact") if f"{n}[{lane}]" in widths]
-            cells = (f"{n} = {number(f's{widths[k]}', model[k])}" for n in letters for k in [f"{n}[{lane}]"])
+            keys = [key for n in ("a", "b", "c", "d", "exact") if (key := f"{n}[{lane}]") in shown]
+            cells = [f"{key.partition('[')[0]} = {_cell(shown[key], model[key])}" for key in keys]
             lines.append(f"lane {lane}: {', '.join(cells)}")
         return Explanation(lines, launch.arrays(model), f"{launch.command} --check lanes")
 
     symbols = _symbols([question])
     near = [a for a in assume if _symbols([a]).keys() <= symbols.keys()]  # the rest speaks of other threads
-    return Query(question, near, {**values, **symbols}, explain)
+    return Query(question, near, {**{key: bits for key, (_, bits) in shown.items()}, **symbols}, explain)
 
 
 def _lanes_of(bits: Any, lane_type: LaneType) -> list[Integer]:
@@ -172,7 +176,7 @@ def _only_say(why: str, model: Mapping[str, int]) -> Explanation:
 
 def _of_word(launch: SymbolicLaunch, names: Mapping[str, Any], claim: KernelClaim, elements: list[int]) -> Query:
     assume, holds, rows = dict[int, Any](), [], dict[int, Seen]()
-    right = sides(claim.holds)
+    equation = sides(claim.holds)
     for i in elements:
         rows[i] = {}
         here = _watched(names, rows[i])
@@ -180,7 +184,7 @@ def _of_word(launch: SymbolicLaunch, names: Mapping[str, Any], claim: KernelClai
             found = formula(text, here, i, launch.count)
             assume[found.get_id()] = found
         holds.append(z3.And(launch.written(i), formula(claim.holds, here, i, launch.count)))
-        if right and (promised := _shown(term(right[1], here, i, launch.count))):
+        if equation and (promised := _promised(*(term(side, here, i, launch.count) for side in equation))):
             rows[i]["claimed"] = promised
         rows[i]["wrong"] = "", z3.Not(holds[-1])
     values = {_key(i, name): bits for i, row in rows.items() for name, (_, bits) in row.items()}
@@ -221,12 +225,12 @@ def _watched(names: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
     return found
 
 
-def _shown(x: Any) -> tuple[str, Any] | None:
-    """Type and bits of one side of an equation."""
-    if isinstance(x, Integer | int):
-        bits = Integer.of(x).bits
-        return f"s{bits.size()}", bits
-    return None
+def _promised(left: Any, right: Any) -> tuple[str, Any] | None:
+    """The right side of an equation: the type of the left one, and bits."""
+    if not isinstance(left, Integer | int) or not isinstance(right, Integer | int):
+        return None
+    signed, bits = Integer.of(left).low < 0, Integer.of(left).bits.size()
+    return f"s{bits}" if signed else f"u{bits - 1}", Integer.of(right).bits
 
 
 def _unknown(name: str, low: int, high: int, limits: list[Any]) -> Elements:
@@ -247,15 +251,21 @@ def _explain(launch: SymbolicLaunch, rows: Mapping[int, Seen], model: Mapping[st
     """The lanes of a word that has a wrong one: each with all that its claim speaks of."""
     lines = []
     for i, row in rows.items():
-        cells = [f"{name} = {number(kind, model[_key(i, name)])}" for name, (kind, _) in row.items() if kind]
+        cells = [f"{name} = {_cell(x, model[_key(i, name)])}" for name, x in row.items() if x[0]]
         lines.append(f"{'wrong' if model[_key(i, 'wrong')] else 'right'}  i = {i}: {', '.join(cells)}")
     return Explanation(lines, launch.arrays(model), launch.command)
 
 
-def number(kind: str, bits: int) -> str:
-    """`-3 (1101)`: what bits of a type say."""
-    width = int(kind[1:])
-    said: Any = bits - (1 << width if kind[0] == "s" and bits >> width - 1 else 0)
-    if kind[0] == "f":
-        said = np.array([bits], f"u{width // 8}").view(f"f{width // 8}")[0]
-    return f"{said} ({bits:0{width}b})"
+def _cell(seen: tuple[str, Any], bits: int) -> str:
+    return number(seen[0], bits, seen[1].size())
+
+
+def number(kind: str, bits: int, size: int) -> str:
+    """`-3 (1101)`: a number of a type, given by `size` bits; an integer that the type does not hold has more digits."""
+    if kind in SORTS:
+        raw = np.array([bits << 16], np.uint32) if kind == "bf16" else np.array([bits], f"u{size // 8}")
+        return f"{raw.view(f'f{raw.itemsize}')[0]} ({bits:0{size}b})"
+    digits, signed = int(kind[1:]), kind[0] == "s"
+    said = bits - (1 << size if (signed or size > digits) and bits >> size - 1 else 0)
+    digits = max(digits, (said if said >= 0 else ~said).bit_length() + (signed or said < 0))
+    return f"{said} ({said & (1 << digits) - 1:0{digits}b})"

@@ -1,14 +1,13 @@
 """Claims on the FP16 tricks of 4-bit KV caches: few cases, all tried."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 
 import numpy as np
 
 from ptxlab.prove.claims import Claim, register
 from ptxlab.prove.solve import Enumeration
-
-_SUBJECT = "kv4 in FP16"
 
 
 def _half(bits: int) -> float:
@@ -40,10 +39,9 @@ def kv4_claims() -> Iterator[Claim]:
             lambda v, z: _half(0x6400 | 16 * v) / 16 - (64 + z) == v - z and _fits(64 + z) and _fits(v - z),
         ),
     ):
+        yield Claim("kv4 in FP16", name, text, partial(_all_nibbles, holds))
 
-        def build(holds=holds) -> Enumeration:  # type: ignore[no-untyped-def]
-            cases = list(product(range(16), range(16)))
-            wrong = next(((v, z) for v, z in cases if not holds(v, z)), None)
-            return Enumeration(len(cases), None if wrong is None else {"v": wrong[0], "z": wrong[1]})
 
-        yield Claim(_SUBJECT, name, text, build)
+def _all_nibbles(holds: Callable[[int, int], bool]) -> Enumeration:
+    cases = list(product(range(16), range(16)))
+    return Enumeration(len(cases), next(({"v": v, "z": z} for v, z in cases if not holds(v, z)), None))

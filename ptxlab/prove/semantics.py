@@ -1,79 +1,32 @@
 """What each instruction computes, as bitvectors: the symbolic counterpart of `emulator.ops`.
 
-Which forms an opcode has, and the types of its operands, are the emulator's (`alu_operation`); only the function is
-another one. Sources come as z3 bitvectors of their type's width (Bool for a predicate and the carry flag), so do
-results. An opcode that is not here is refused where it stands.
+Which instruction it is (its form, its operands' types, what its selectors name) is the emulator's to say:
+`typed_operands`, `SimdForm`, `ScalarForm`. What that computes is written here a second time and shares no function with
+the emulator: tests hold the one against the other, and both against vectors of a GPU. Sources come as z3 bitvectors of
+their type's width (Bool for a predicate and the carry flag), so do results. An opcode that is not here is refused where
+it stands.
 """
 
 from collections.abc import Callable
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import z3
 
-from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.opcode import Opcode, OpcodeTable, UnknownOpcode
 from ptxlab.emulator.front.types import bits_of, is_float, is_signed, limits
-from ptxlab.emulator.ops.bits import lop3
-from ptxlab.emulator.ops.rounding import CANONICAL_NAN
+from ptxlab.emulator.ops.video import SCALAR_NAMES, SIMD_NAMES, ScalarForm, SimdForm
+from ptxlab.prove.bitvectors import SORTS, Bits, as_float, clamped, extend, float_bits, joined, pieces, value
 
-Bits = Any  # a z3 bitvector, or a Bool
 Compute = Callable[..., Any]
-Builder = Callable[[Opcode], Compute]
-_BUILDERS: dict[tuple[str, bool], Builder] = {}
+_TABLE = OpcodeTable[Compute]()
+_operation = _TABLE.enter
 
 
-def _operation(*names: str, floating: bool | None = None) -> Callable[[Builder], Builder]:
-    def enter(builder: Builder) -> Builder:
-        for name in names:
-            for domain in (False, True) if floating is None else (floating,):
-                _BUILDERS[name, domain] = builder
-        return builder
-
-    return enter
-
-
+@cache
 def computation(text: str, selectors: tuple[str, ...] = ()) -> Compute:
     """The function of an opcode such as "mad.lo.u32" with its operands' selectors; `UnknownOpcode` if not modelled."""
-    opcode = Opcode(text, selectors)
-    builder = _BUILDERS.get((opcode.name, opcode.floating))
-    if builder is None:
-        raise UnknownOpcode(text)
-    compute = builder(opcode)
-    if opcode.modifiers:
-        raise UnknownOpcode(text)
-    return compute
-
-
-# Bits and widths
-
-
-def value(number: int, bits: int) -> Bits:
-    """A constant."""
-    return z3.BitVecVal(number, bits)
-
-
-def extend(x: Bits, bits: int, signed: bool) -> Bits:
-    """Cut or extended to a width."""
-    spare = bits - x.size()
-    if spare < 0:
-        return z3.Extract(bits - 1, 0, x)
-    return x if not spare else z3.SignExt(spare, x) if signed else z3.ZeroExt(spare, x)
-
-
-def pieces(x: Bits, bits: int) -> list[Bits]:
-    """Fields of so many bits, lowest first."""
-    return [z3.Extract(at + bits - 1, at, x) for at in range(0, x.size(), bits)]
-
-
-def joined(fields: list[Bits]) -> Bits:
-    """Fields beside each other, lowest first."""
-    return z3.Concat(*reversed(fields)) if len(fields) > 1 else fields[0]
-
-
-def clamped(x: Bits, low: int, high: int) -> Bits:
-    """A signed bitvector within limits that it can hold."""
-    bottom, top = value(low, x.size()), value(high, x.size())
-    return z3.If(x < bottom, bottom, z3.If(x > top, top, x))
+    return _TABLE.find(text, selectors)
 
 
 def _extreme_of(smaller: bool, signed: bool) -> Compute:
@@ -292,7 +245,10 @@ def _lop3(op: Opcode) -> Compute:
     op.type()
 
     def logic(a: Bits, b: Bits, c: Bits, table: Bits) -> Bits:
-        return lop3(a, b, c, table.as_long())
+        """All products of a, b and c or their complements that the table names, each by its bit."""
+        products = ((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) for i in range(8))
+        named = (product for i, product in enumerate(products) if table.as_long() >> i & 1)
+        return reduce(lambda x, y: x | y, named, value(0, 32))
 
     return logic
 
@@ -457,86 +413,67 @@ _VIDEO: dict[str, Compute] = {
 }
 
 
-def _flag(compare: Compute, bits: int) -> Compute:
-    return lambda a, b: z3.If(compare(a, b), value(1, bits), value(0, bits))
+def _of_lanes(function: str, wide: int) -> Compute:
+    """A function of `_VIDEO`, or a comparison that gives 1 or 0."""
+    if function in _VIDEO:
+        return _VIDEO[function]
+    compare = _comparison(function, signed=True)
+    return lambda a, b: z3.If(compare(a, b), value(1, wide), value(0, wide))
 
 
-@_operation(*(f"{name}{n}" for name in (*_VIDEO, "vset") for n in (2, 4)), floating=False)
+@_operation(*SIMD_NAMES, floating=False)
 def _simd(op: Opcode) -> Compute:
-    count = int(op.name[-1])
-    bits, wide, lanes = 32 // count, 34, "76543210"
-    if op.name[:-1] == "vset":
-        function, signed = _flag(_comparison(op.choice(*_ORDER), True), wide), False
-    else:
-        function, signed = _VIDEO[op.name[:-1]], op.type("u32", "s32") == "s32"
-    types = op.type("u32", "s32"), op.type("u32", "s32")
-    saturate, accumulate = op.flag("sat"), op.flag("add")
-    mask, asel, bsel = op.selectors
-    a_picks, b_picks = (
-        [int(digit) for digit in reversed(selector[1:] or default)]
-        for selector, default in ((asel, lanes[8 - count :]), (bsel, lanes[8 - 2 * count : 8 - count]))
-    )
-    kept = [not mask or str(i) in mask[1:] for i in range(count)]
-    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+    form, wide = SimdForm.of(op), 34
+    bits, function = 32 // form.count, _of_lanes(form.function, wide)
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if form.signed else (0, (1 << bits) - 1)
 
     def simd(a: Bits, b: Bits, c: Bits) -> Bits:
-        pool, others = pieces(a, bits) + pieces(b, bits), pieces(c, bits)
-        result, total = [], c
-        for lane in range(count):
-            if not kept[lane]:
-                result.append(others[lane])
-                continue
-            x = extend(pool[a_picks[lane]], wide, types[0] == "s32")
-            found = function(x, extend(pool[b_picks[lane]], wide, types[1] == "s32"))
-            found = clamped(found, low, high) if saturate else found
-            result.append(z3.Extract(bits - 1, 0, found))
+        pool, result, total = pieces(a, bits) + pieces(b, bits), pieces(c, bits), c
+        for lane in (lane for lane in range(form.count) if form.kept[lane]):
+            x, y = (
+                extend(pool[picks[lane]], wide, signed)
+                for picks, signed in zip(form.picks, form.sources_signed, strict=True)
+            )
+            found = function(x, y)
+            found = clamped(found, low, high) if form.saturate else found
+            result[lane] = z3.Extract(bits - 1, 0, found)
             total = total + z3.Extract(31, 0, found)
-        return total if accumulate else joined(result)
+        return total if form.accumulate else joined(result)
 
     return simd
 
 
-@_operation("vadd", "vsub", "vabsdiff", "vmin", "vmax", "vset", "vshl", "vshr", floating=False)
+@_operation(*SCALAR_NAMES, floating=False)
 def _scalar(op: Opcode) -> Compute:
-    wide = 66  # a word shifted by 32, with its sign
-    comparison = op.choice(*_ORDER) if op.name == "vset" else ""
-    signed = comparison == "" and op.type("u32", "s32") == "s32"
-    types = op.type("u32", "s32"), op.type("u32", "s32")
-    saturate = op.flag("sat")
-    wrap = op.choice("clamp", "wrap") == "wrap" if op.name in ("vshl", "vshr") else False
-    second = op.choice("add", "min", "max", default="")
-    target, *parts = op.selectors
-
-    def select(x: Bits, part: str, signed: bool) -> Bits:
-        bits = {"b": 8, "h": 16}.get(part[:1], 32)
-        return extend(pieces(x, bits)[int(part[1:] or 0)], wide, signed)
+    form, wide = ScalarForm.of(op), 66  # a word shifted by 32, with its sign
 
     def function(a: Bits, b: Bits) -> Bits:
-        if comparison:
-            return _flag(_comparison(comparison, True), wide)(a, b)
-        if op.name in ("vshl", "vshr"):
-            count = b & 31 if wrap else z3.If(b < 32, b, value(32, wide))
-            return a << count if op.name == "vshl" else a >> count
-        return _VIDEO[op.name](a, b)
+        if form.function in ("vshl", "vshr"):
+            count = b & 31 if form.wrap else z3.If(b < 32, b, value(32, wide))
+            return a << count if form.function == "vshl" else a >> count
+        return _of_lanes(form.function, wide)(a, b)
 
     def scalar(a: Bits, b: Bits, c: Bits | None = None) -> Bits:
-        x, y = (select(v, p, t == "s32") for v, p, t in zip((a, b), parts, types, strict=True))
-        result, size = function(x, y), {"b": 8, "h": 16}.get(target[:1], 32)
-        if saturate and signed:
+        x, y = (
+            extend(pieces(word, bits)[number], wide, signed)
+            for word, (bits, number), signed in zip((a, b), form.parts, form.sources_signed, strict=True)
+        )
+        result, (size, position) = function(x, y), form.target or (32, 0)
+        if form.saturate and form.signed:
             result = clamped(result, -(1 << size - 1), (1 << size - 1) - 1)
-        elif saturate:  # as GPUs have it: an unsigned word has no upper bound, its parts have no lower one
+        elif form.saturate:  # as GPUs have it: an unsigned word has no upper bound, its parts have no lower one
             top = (1 << size) - 1
             result = clamped(result, 0, (1 << 64) - 1) if size == 32 else clamped(result & 0xFFFFFFFF, 0, top)
-        if target:
+        if form.target:
             fields = pieces(c, size)
-            fields[int(target[1:])] = z3.Extract(size - 1, 0, result)
+            fields[position] = z3.Extract(size - 1, 0, result)
             return joined(fields)
-        if second:
-            other = extend(c, wide, signed)
-            if op.name in ("vadd", "vsub"):  # the others pass their result on with all its bits
-                result = extend(z3.Extract(31, 0, result), wide, signed)
+        if form.second:
+            other = extend(c, wide, form.signed)
+            if form.function in ("vadd", "vsub"):  # the others pass their result on with all its bits
+                result = extend(z3.Extract(31, 0, result), wide, form.signed)
             extremes = {"min": _extreme_of(True, True), "max": _extreme_of(False, True)}
-            result = result + other if second == "add" else extremes[second](result, other)
+            result = result + other if form.second == "add" else extremes[form.second](result, other)
         return z3.Extract(31, 0, result)
 
     return scalar
@@ -544,19 +481,7 @@ def _scalar(op: Opcode) -> Compute:
 
 # Floats: IEEE 754 as z3 has it, with the hardware's NaN
 
-_SORTS: dict[str, Any] = {"f16": (5, 11), "bf16": (8, 8), "f32": (8, 24)}
 _MODES: dict[str, Any] = {"rn": z3.RNE, "rz": z3.RTZ, "rm": z3.RTN, "rp": z3.RTP}
-
-
-def as_float(x: Bits, type_name: str) -> Any:
-    """Bits as the number they stand for."""
-    return z3.fpBVToFP(x, z3.FPSort(*_SORTS[type_name]))
-
-
-def float_bits(x: Any, type_name: str) -> Bits:
-    """The bits of a number; those of the NaN that the hardware makes."""
-    nan = CANONICAL_NAN[type_name]
-    return z3.If(z3.fpIsNaN(x), value(nan, bits_of(type_name)), z3.fpToIEEEBV(x))
 
 
 def _of_floats(type_name: str, compute: Compute) -> Compute:
@@ -570,7 +495,7 @@ def _of_floats(type_name: str, compute: Compute) -> Compute:
 
 @_operation("add", "sub", "mul", "fma", floating=True)
 def _arithmetic(op: Opcode) -> Compute:
-    mode, t = _MODES[op.choice(*_MODES, default="rn")](), op.type(*_SORTS, "f16x2", "bf16x2")
+    mode, t = _MODES[op.choice(*_MODES, default="rn")](), op.type(*SORTS, "f16x2", "bf16x2")
     function = {"add": z3.fpAdd, "sub": z3.fpSub, "mul": z3.fpMul, "fma": z3.fpFMA}[op.name]
     return _of_floats(t, lambda *numbers: function(mode, *numbers))
 
@@ -586,7 +511,7 @@ def _sign(op: Opcode) -> Compute:
 @_operation("setp", "set", floating=True)
 def _compare_floats(op: Opcode) -> Compute:
     t, name = op.modifiers.pop(), op.choice(*_ORDER, *(f"{n}u" for n in _ORDER), "num", "nan")
-    if t not in _SORTS or any(m in op.modifiers for m in _SORTS if m != "f32"):
+    if t not in SORTS or any(m in op.modifiers for m in SORTS if m != "f32"):
         raise UnknownOpcode(op.text)
     ordered = {"lt": z3.fpLT, "le": z3.fpLEQ, "gt": z3.fpGT, "ge": z3.fpGEQ, "eq": z3.fpEQ}
 
@@ -613,9 +538,9 @@ def _convert(op: Opcode) -> Compute:
     target, source = op.type(), op.type()
     bits, signed = bits_of(target), is_signed(source)
     if is_float(source) or is_float(target):
-        if saturate or target not in _SORTS or (is_float(source) and source not in _SORTS):
+        if saturate or target not in SORTS or (is_float(source) and source not in SORTS):
             raise UnknownOpcode(op.text)
-        to, rounding = z3.FPSort(*_SORTS[target]), _MODES[mode or "rn"]()
+        to, rounding = z3.FPSort(*SORTS[target]), _MODES[mode or "rn"]()
         if is_float(source):
             if source == target:
                 return lambda a: a

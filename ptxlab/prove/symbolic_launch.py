@@ -4,19 +4,19 @@ Where each bit of a logical input lies in the arguments is read off the spec's o
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
 import z3
 
+from ptxlab.emulator import pointers_of
 from ptxlab.emulator.front.types import bits_of, is_float
 from ptxlab.errors import ArgumentError
+from ptxlab.prove.bitvectors import Bits, joined, pieces, value
 from ptxlab.prove.execute import FALSE, TRUE, Buffer, Index, NotModelled, SymbolicRun, execute
 from ptxlab.prove.expressions import Elements, formula, indexed_by_i, names_in, of_bytes
-from ptxlab.prove.integers import Integer
-from ptxlab.prove.semantics import Bits, joined, value
 from ptxlab.runtime import Kernel
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch
@@ -44,7 +44,7 @@ class Logical:
     @property
     def type(self) -> str:
         """What a view calls it."""
-        return f"{ {'u': 'u', 'i': 's', 'f': 'f'}[self.dtype.kind] }{self.bits}"
+        return f"{_LETTERS[self.dtype.kind]}{self.bits}"
 
     def symbol(self, index: int, bits: int = 0) -> Bits:
         """The element, whatever width is asked for: it has one type."""
@@ -88,6 +88,15 @@ class Layout:
         index, place = divmod(number - self.starts[which], self.logical[which].bits)
         bit = z3.Extract(place, place, self.logical[which].symbol(index))
         return ~bit if flipped else bit
+
+    def arrays(self, model: Mapping[str, int]) -> Arrays:
+        """The logical inputs, by the bits of their symbols."""
+        raw = {a.name: np.zeros(a.count, np.uint64) for a in self.logical}
+        for symbol, bits in model.items():
+            name, _, index = symbol.rstrip("]").partition("[")
+            if name in raw:
+                raw[name][int(index)] = bits
+        return {a.name: a.array(raw[a.name]) for a in self.logical}
 
 
 @lru_cache(maxsize=32)
@@ -136,26 +145,25 @@ def _logical(pack: Pack, example: Arrays, name: str) -> Logical:
     raise NotModelled(f"{name}: its values are neither those of its dtype nor four bits")
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class SymbolicLaunch:
     """One source of a kernel, launched over symbols, with some threads followed.
 
     Attributes:
         label: the source.
         names: what claims may speak of: inputs, outputs, sizes.
-        outputs: the names of what was stored to; claims are on every stored element of the first.
-        target: its buffer, and `bits` of an element.
+        outputs: what was stored to, by name; claims are on every stored element of `target`, of so many `bits`.
         trace: what the run left.
-        count: elements of the first output; None where nothing tells.
+        count: elements of the target; None where nothing tells.
         arrays: a counterexample, bits by name of a symbol -> arguments by name.
         command: runs it on these.
-        expected: elements of the first output that the threads have to store.
+        expected: elements of the target that the threads have to store.
     """
 
     label: str
     names: dict[str, Any]
-    outputs: tuple[str, ...]
-    target: Buffer
+    outputs: Mapping[str, Buffer]
+    target: str
     bits: int
     trace: SymbolicRun
     count: int | None
@@ -165,13 +173,25 @@ class SymbolicLaunch:
 
     @property
     def stored(self) -> list[int]:
-        """The elements of the first output that were stored to, or should have been."""
-        return sorted({8 * at // self.bits for at in self.target.written} | set(self.expected))
+        """The elements of the target that were stored to, or should have been."""
+        return sorted({8 * at // self.bits for at in self.outputs[self.target].written} | set(self.expected))
 
     def written(self, i: int) -> Any:
-        """The condition on which all bytes of element `i` of the first output are stored."""
+        """The condition on which all bytes of element `i` of the target are stored."""
         octets = range(i * self.bits // 8, ((i + 1) * self.bits + 7) // 8)
-        return z3.simplify(z3.And([self.target.written.get(at, FALSE) for at in octets]))
+        return z3.simplify(z3.And([self.outputs[self.target].written.get(at, FALSE) for at in octets]))
+
+    def about(self, claim: str) -> "SymbolicLaunch":
+        """The launch for a claim that says by an element `i` what it is on, and of which type (`out.s8[i]`)."""
+        for name, type_name in indexed_by_i(claim):
+            if name in self.outputs:
+                try:
+                    view = self.names[name].typed(type_name) if type_name else self.names[name]
+                except ValueError as error:
+                    raise ArgumentError("claim", str(error), claim) from None
+                return replace(self, target=name, bits=view.bits)
+        rule = f"about element i of what the kernel stores ({', '.join(self.outputs)}), such as out.u8[i]"
+        raise ArgumentError("claim", rule, claim)
 
 
 def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> SymbolicLaunch:
@@ -181,121 +201,120 @@ def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> Symboli
     none.
     """
     sizes = {k: int(v) for k, v in max(spec.example_sizes, key=spec.bytes_moved).items()}
-    config = spec.config_for(sizes)
-    entry = Kernel.of(spec, source, config).module.entries[spec.name]
-    launch = spec.launch({**sizes, **config})
     layout = layout_of(spec.name, spec.example, spec.pack, tuple(sizes.items()))
-    output, width = spec.outputs[0], launch.block[0]
+    output = spec.outputs[0]
     count, itemsize = int(np.prod(output.resolve(sizes))), np.dtype(str(output.dtype)).itemsize
-
-    def run(numbers: Sequence[int]) -> tuple[dict[str, Buffer], SymbolicRun]:
-        buffers = {}
-        for arg in spec.args:
-            if arg.shape:
-                first = partial(layout.byte, arg.name) if arg.name in layout.origin else None
-                buffers[arg.name] = Buffer(arg.name, arg.nbytes({**sizes, **config}), first=first)
-        arguments = [buffers[a.name] if a.shape else _bits(spec.scalar(a, {**sizes, **config})) for a in spec.args]
-        threads = [((n // width, 0, 0), (n % width, 0, 0)) for n in numbers]
-        return buffers, execute(entry, arguments, grid=launch.grid, block=launch.block, threads=threads)
-
-    buffers, trace = run([0])
-    faults: list[tuple[Any, str]] = []
-    each = len(buffers[output.name].written) // itemsize
-    if not each or sorted(buffers[output.name].written) != list(range(each * itemsize)):
+    buffers, trace = _run(spec, source, sizes, layout, [0])
+    first = buffers[output.name].written
+    each, faults = len(first) // itemsize, list[tuple[Any, str]]()
+    if not each or sorted(first) != list(range(each * itemsize)):
         faults.append((TRUE, f"{source.label}: thread 0 does not store the first elements of {output.name}"))
         each = count
-    working = count // each
-    numbers = sorted({0, min(width + 37, working - 1), working - 1, min(working, width * launch.grid[0] - 1)})
-    if alone:
-        numbers = numbers[:1]
-    else:
-        buffers, trace = run(numbers)
+    working, numbers = count // each, [0]
+    if not alone:
+        launch = spec.launch({**sizes, **spec.config_for(sizes)})
+        width, last = launch.block[0], launch.block[0] * launch.grid[0] - 1
+        numbers = sorted({0, min(width + 37, working - 1), working - 1, min(working, last)})
+        buffers, trace = _run(spec, source, sizes, layout, numbers)
     trace.faults.extend(faults)
-
-    def view_of(arg: Arg) -> Elements:
-        kind = np.dtype(str(arg.dtype))
-        given = partial(layout.byte, arg.name) if arg.role == "in" else buffers[arg.name].read
-        type_name = f"{_LETTERS[kind.kind]}{8 * kind.itemsize}"
-        return of_bytes(arg.name, given, type=type_name, count=int(np.prod(arg.resolve(sizes))))
-
-    def arrays(model: Mapping[str, int]) -> Arrays:
-        raw = {a.name: np.zeros(a.count, np.uint64) for a in layout.logical}
-        for symbol, bits in model.items():
-            name, _, index = symbol.rstrip("]").partition("[")
-            if name in raw:
-                raw[name][int(index)] = bits
-        return spec.pack({a.name: a.array(raw[a.name]) for a in layout.logical})
-
-    logical = {a.name: Elements(a.name, a.symbol, a.type, a.count) for a in layout.logical}
-    names = {**sizes, **{arg.name: view_of(arg) for arg in (*spec.inputs, *spec.outputs)}, **logical}
-    expected = [i for n in numbers if n < working and each < count for i in range(n * each, (n + 1) * each)]
-    outputs, target = tuple(a.name for a in spec.outputs), buffers[output.name]
-    command = f"ptxlab run {source.label} --unchecked"
+    names: dict[str, Any] = {**sizes}
+    for arg in (*spec.inputs, *spec.outputs):
+        byte = partial(layout.byte, arg.name) if arg.role == "in" else buffers[arg.name].read
+        names[arg.name] = _elements(arg, sizes, byte)
+    names |= {a.name: Elements(a.name, a.symbol, a.type, a.count) for a in layout.logical}
     return SymbolicLaunch(
-        source.label, names, outputs, target, 8 * itemsize, trace, count, arrays, command, expected
-    )  # fmt: skip
+        label=source.label,
+        names=names,
+        outputs={arg.name: buffers[arg.name] for arg in spec.outputs},
+        target=output.name,
+        bits=8 * itemsize,
+        trace=trace,
+        count=count,
+        arrays=lambda model: spec.pack(layout.arrays(model)),
+        command=f"ptxlab run {source.label} --unchecked",
+        expected=[i for n in numbers if n < working and each < count for i in range(n * each, (n + 1) * each)],
+    )
+
+
+def _run(
+    spec: KernelSpec, source: Source, sizes: dict[str, int], layout: Layout, numbers: Sequence[int]
+) -> tuple[dict[str, Buffer], SymbolicRun]:
+    """What threads, by their number in the launch, store."""
+    config = spec.config_for(sizes)
+    known = {**sizes, **config}
+    launch, entry = spec.launch(known), Kernel.of(spec, source, config).module.entries[spec.name]
+    buffers = {
+        a.name: Buffer(a.name, a.nbytes(known), first=partial(layout.byte, a.name) if a.name in layout.origin else None)
+        for a in spec.args
+        if a.shape
+    }
+    arguments = [buffers[a.name] if a.shape else _bits(spec.scalar(a, known)) for a in spec.args]
+    width = launch.block[0]
+    threads = [((n // width, 0, 0), (n % width, 0, 0)) for n in numbers]
+    return buffers, execute(entry, arguments, grid=launch.grid, block=launch.block, threads=threads)
+
+
+def _elements(arg: Arg, sizes: Mapping[str, int], byte: Callable[[int], Bits]) -> Elements:
+    """An argument of a spec, by its bytes."""
+    kind = np.dtype(str(arg.dtype))
+    type_name = f"{_LETTERS[kind.kind]}{8 * kind.itemsize}"
+    return of_bytes(arg.name, byte, type=type_name, count=int(np.prod(arg.resolve(sizes))))
 
 
 def of_file(
-    kernel: Kernel,
-    claim: str,
-    *,
-    where: Launch,
-    assume: Sequence[str] = (),
-    parameters: Sequence[str] = (),
+    kernel: Kernel, *, where: Launch, assume: Sequence[str] = (), parameters: Sequence[str] = ()
 ) -> SymbolicLaunch:
     """A kernel without a spec, all threads of a small launch: its arguments are symbols, byte by byte.
 
-    `claim` tells which output it is on, and as which elements (`out.s8[i]`); `parameters` are other names for the
-    kernel's own. ArgumentError for a launch of more than `MOST_THREADS`, or a claim on nothing that is stored.
+    `parameters` are other names for the kernel's own. ArgumentError for a launch of more than `MOST_THREADS`.
     """
     grid, block = where.grid, where.block
     if np.prod(grid) * np.prod(block) > MOST_THREADS:
         raise ArgumentError("launch", f"at most {MOST_THREADS} threads are followed", f"grid {grid}, block {block}")
-    entry = kernel.module.entries[kernel.entry]
-    own = parameters or kernel.parameters
+    entry, own = kernel.module.entries[kernel.entry], parameters or kernel.parameters
     if len(own) != len(entry.params):
         raise ArgumentError(f"{kernel.source.label}: parameters", f"as many as in {', '.join(own)}", len(entry.params))
-    arguments: list[Bits | Buffer] = [
-        Buffer(name) if p.size == 8 and p.type[0] in "ub" else z3.BitVec(name, 8 * p.size)
-        for name, p in zip(own, entry.params, strict=True)
-    ]  # fmt: skip
-    scalars = {n: Integer.unsigned(a) for n, a in zip(own, arguments, strict=True) if not isinstance(a, Buffer)}
+    addressed = pointers_of(entry)
+    arguments: dict[str, Bits | Buffer] = {}
+    scalars: dict[str, Elements] = {}
+    for name, parameter, declared in zip(own, entry.params, kernel.signature, strict=True):
+        if parameter.size == 8 and (declared.is_pointer or parameter.name in addressed):
+            arguments[name] = Buffer(name)
+        else:
+            bits = arguments[name] = z3.BitVec(name, 8 * parameter.size)
+            kind = "s" if declared.number and declared.number.signed else "u"
+            scalars[name] = of_bytes(name, pieces(bits, 8).__getitem__, type=f"{kind}{bits.size()}", only=0)
     # conditions on scalars alone tell which ways the kernel can go
     known = [formula(text, scalars, 0) for text in assume if names_in(text) <= set(scalars)]
     threads = [(b, t) for b in _indices(grid) for t in _indices(block)]
-    trace = execute(entry, arguments, grid=grid, block=block, threads=threads, assume=known)
-    names: dict[str, Any] = dict(scalars)
-    names |= {a.name: _typed(a) for a in arguments if isinstance(a, Buffer)}
-    stored = {a.name: a for a in arguments if isinstance(a, Buffer) and a.written}
-    target, bits = "", 8
-    for name, type_name in indexed_by_i(claim) if claim else ():
-        if name in stored:
-            target, bits = name, int((type_name or names[name].type or "u8")[1:])
-            break
-    else:
-        target = next(iter(stored), "") if not claim else ""
-    if not target:
-        rule = f"about element i of what the kernel stores ({', '.join(stored) or 'nothing'}), such as out.u8[i]"
-        raise ArgumentError("claim", rule, claim)
+    trace = execute(entry, list(arguments.values()), grid=grid, block=block, threads=threads, assume=known)
+    buffers = {name: argument for name, argument in arguments.items() if isinstance(argument, Buffer)}
+    outputs = {name: buffer for name, buffer in buffers.items() if buffer.written}
+    if not outputs:
+        raise ArgumentError(kernel.source.label, "a kernel that stores to one of its arguments", "none")
 
     def arrays(model: Mapping[str, int]) -> Arrays:
         found: Arrays = {}
-        for argument, parameter in zip(arguments, entry.params, strict=True):
+        for (name, argument), parameter, label in zip(arguments.items(), entry.params, kernel.parameters, strict=True):
             if isinstance(argument, Buffer):
                 size = -(-(1 + max(argument.content, default=0)) // 16) * 16
-                octets = [model.get(f"{argument.name} byte {at}", 0) for at in range(size)]
-                found[parameter_names[argument.name]] = np.array(octets, np.uint8)
+                found[label] = np.array([model.get(f"{name} byte {at}", 0) for at in range(size)], np.uint8)
             else:
-                number = model.get(str(argument), 0)
-                found[parameter_names[str(argument)]] = np.array(number, f"u{parameter.size}")
+                found[label] = np.array(model.get(name, 0), f"u{parameter.size}")
         return found
 
-    parameter_names = dict(zip(own, kernel.parameters, strict=True))
     geometry = " ".join(f"--{n} {','.join(map(str, v))}" for n, v in (("grid", grid), ("block", block)))
-    command = f"ptxlab run {kernel.source.path}:{kernel.entry} {geometry}"
-    outputs = (target, *(name for name in stored if name != target))
-    return SymbolicLaunch(kernel.source.label, names, outputs, stored[target], bits, trace, None, arrays, command)
+    return SymbolicLaunch(
+        label=kernel.source.label,
+        names={**scalars, **{name: _typed(buffer) for name, buffer in buffers.items()}},
+        outputs=outputs,
+        target=next(iter(outputs)),
+        bits=8,
+        trace=trace,
+        count=None,
+        arrays=arrays,
+        command=f"ptxlab run {kernel.source.path}:{kernel.entry} {geometry}",
+    )
 
 
 def _typed(buffer: Buffer) -> Elements:

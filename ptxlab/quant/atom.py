@@ -14,23 +14,23 @@ c clips the INT4 groups; outliers are never clipped. The code clips activations 
 kernels have c = 1. Scales are FP16 in both.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab import reference
 from ptxlab.errors import ArgumentError
-from ptxlab.quant.inputs import STRIP, as_float32, by_strips, extremes, float_matrix
+from ptxlab.quant.groups import dequantized, integer_groups
+from ptxlab.quant.inputs import STRIP, as_float32, extremes, float_matrix
 from ptxlab.reference.packed import F16, F32, S8
-from ptxlab.validate import is_one_of
+from ptxlab.validate import is_integer, is_one_of
 
 ATOM_GROUPS = (64, 128)
 ATOM_OUTLIERS = (0, 64, 128)
 ACTIVATION_CLIP, WEIGHT_CLIP = 0.9, 0.85
 METRICS = ("square_sum", "max")
-_MIN_SCALE = np.float16(2.0**-24)  # the smallest FP16 that is not zero
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,16 @@ class AtomRows:
         """INT4 channels per scale."""
         return int(self.q4.shape[1] // self.scale4.shape[1])
 
+    @property
+    def scales(self) -> F16:
+        """Of all groups, then of the outliers: f16 [R, K/g + 1]."""
+        both: F16 = np.concatenate([self.scale4, self.scale8[:, None]], axis=1)
+        return both
+
     def dequantize(self) -> F32:
         """q·scale as f32 [R, K + outliers], in Atom's order."""
-        rows, groups = self.scale4.shape
-        q4 = self.q4.reshape(rows, groups, -1).astype(np.float32) * self.scale4.astype(np.float32)[:, :, None]
-        q8 = reference.scale_rows(self.q8, self.scale8.astype(np.float32))
-        both: F32 = np.concatenate([q4.reshape(rows, -1), q8], axis=1)
+        parts = dequantized(self.q4, self.scale4), dequantized(self.q8, self.scale8[:, None])
+        both: F32 = np.concatenate(parts, axis=1)
         return both
 
 
@@ -116,9 +120,11 @@ def outlier_order(
     """Atom's order of channels by their `sizes` float [K]: x[:, order] has the `outliers` largest at its end.
 
     Of equal ones the later channel is the larger. The others keep their order unless the rules sort. Raises
-    ArgumentError for sizes that are not finite, not a vector, or not more than the outliers.
+    ArgumentError for outliers that are no integer of 0 or more, and sizes that are not finite, not a vector, or not
+    more than the outliers.
     """
-    _check_outliers(outliers)
+    if not is_integer(outliers) or outliers < 0:
+        raise ArgumentError("outliers", "must be an integer of 0 or more", outliers)
     if sizes.ndim != 1 or len(sizes) <= outliers:
         raise ArgumentError("sizes", f"must be a vector of more than {outliers} channels", f"shape {sizes.shape}")
     if not bool(np.isfinite(sizes).all()):
@@ -145,7 +151,7 @@ def quantize_atom_weight(
     no multiple of the group, a clip outside (0, 1], N that is no multiple of the rows that share a scale, and a scale
     beyond FP16.
     """
-    return _quantize("w", w, group, outliers, clip, rules, rules.rows, reciprocal=False)
+    return _quantize("w", w, group, outliers, clip, replace(rules, reciprocal=False))
 
 
 def quantize_atom_activations(
@@ -160,23 +166,17 @@ def quantize_atom_activations(
 
     Every token has scales of its own. Raises ArgumentError as `quantize_atom_weight` does.
     """
-    return _quantize("x", x, group, outliers, clip, rules, rows=1, reciprocal=rules.reciprocal)
+    return _quantize("x", x, group, outliers, clip, replace(rules, rows=1))
 
 
 def _quantize(
-    name: str,
-    x: npt.NDArray[Any],
-    group: int | None,
-    outliers: int,
-    clip: float,
-    rules: AtomRules,
-    rows: int,
-    reciprocal: bool,
+    name: str, x: npt.NDArray[Any], group: int | None, outliers: int, clip: float, rules: AtomRules
 ) -> AtomRows:
     x = float_matrix(name, x)
     if not is_one_of(group, (*ATOM_GROUPS, None)):
         raise ArgumentError("group", f"must be {', '.join(map(str, ATOM_GROUPS))} or None", group)
-    _check_outliers(outliers)
+    if not is_one_of(outliers, ATOM_OUTLIERS):
+        raise ArgumentError("outliers", f"must be one of {', '.join(map(str, ATOM_OUTLIERS))}", outliers)
     R, K = x.shape[0], x.shape[1] - outliers
     group = max(K, 1) if group is None else group
     if group > K or K % group:
@@ -184,51 +184,13 @@ def _quantize(
         raise ArgumentError(name, rule, f"{x.shape[1]} channels, {outliers} outliers, group={group}")
     if not 0 < clip <= 1:
         raise ArgumentError("clip", "must lie in (0, 1]", clip)
-    if R % rows:
-        raise ArgumentError(name, f"rows must be a multiple of {rows}, which share a scale", R)
+    if R % rules.rows:
+        raise ArgumentError(name, f"rows must be a multiple of {rules.rows}, which share a scale", R)
     extremes(name, x)
-    q4, scale4 = integer_groups(name, x[:, :K].reshape(R, -1, group), 4, clip, rules.steps(4), rows, reciprocal)
+    integers = partial(integer_groups, name, rows=rules.rows, reciprocal=rules.reciprocal)
+    q4, scale4 = integers(x[:, :K].reshape(R, -1, group), 4, rules.steps(4), clip=clip)
+    q4 = q4.reshape(R, K)
     if not outliers:
-        return AtomRows(q4.reshape(R, K), scale4, q4.reshape(R, K)[:, :0], np.ones_like(scale4[:, 0]))
-    q8, scale8 = integer_groups(name, x[:, K:].reshape(R, 1, -1), 8, 1.0, rules.steps(8), rows, reciprocal)
-    return AtomRows(q4.reshape(R, K), scale4, q8.reshape(R, outliers), scale8[:, 0])
-
-
-def integer_groups(
-    name: str, x: npt.NDArray[Any], bits: int, clip: float, steps: float, rows: int, reciprocal: bool
-) -> tuple[S8, F16]:
-    """Integers s8 [R, G, g] of so many bits and their scales f16 [R, G], of finite x float [R, G, g].
-
-    A group of zeros has scale 1. Raises ArgumentError, which calls the array `name`, for a scale beyond FP16.
-    """
-    R, G, g = x.shape
-    (largest,) = by_strips(lambda strip: (np.abs(as_float32(strip)).reshape(-1, G, g).max(axis=2),), x.reshape(R, -1))
-    if rows > 1:
-        largest = np.repeat(largest.reshape(-1, rows, G).max(axis=1), rows, axis=0)
-    largest = largest * np.float32(clip)
-    with np.errstate(over="ignore"):  # an infinite scale is refused
-        scale = np.maximum((largest / np.float32(steps)).astype(np.float16), _MIN_SCALE)
-    scale = np.where(largest == 0, np.float16(1), scale)
-    if not bool(np.isfinite(scale).all()):
-        row, column = map(int, np.argwhere(~np.isfinite(scale))[0])
-        rule = f"a group's largest magnitude over {steps:g} must be an FP16 number"
-        raise ArgumentError(name, rule, f"{float(largest[row, column]):g} in row {row}, group {column}")
-    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-
-    def rounded(strip: npt.NDArray[Any], largest: F32, scale: F16) -> tuple[S8]:
-        values = as_float32(strip).reshape(-1, G, g)
-        if reciprocal:
-            factor = np.float32(steps) / np.maximum(largest, np.float32(steps) * _MIN_SCALE.astype(np.float32))
-            product = (values * factor[:, :, None]).astype(np.float64)  # to which a half adds exactly
-            quotient = np.copysign(np.floor(np.abs(product) + 0.5), product)
-        else:
-            quotient = np.rint(values / scale.astype(np.float32)[:, :, None])
-        return (quotient.clip(low, high).astype(np.int8),)
-
-    (q,) = by_strips(rounded, x.reshape(R, -1), largest, scale)
-    return q, scale
-
-
-def _check_outliers(outliers: int) -> None:
-    if not is_one_of(outliers, ATOM_OUTLIERS):
-        raise ArgumentError("outliers", f"must be one of {', '.join(map(str, ATOM_OUTLIERS))}", outliers)
+        return AtomRows(q4, scale4, q4[:, :0], np.ones_like(scale4[:, 0]))
+    q8, scale8 = integers(x[:, K:].reshape(R, 1, -1), 8, rules.steps(8))
+    return AtomRows(q4, scale4, q8.reshape(R, outliers), scale8[:, 0])

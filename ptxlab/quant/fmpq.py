@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
-from ptxlab.quant.atom import integer_groups
+from ptxlab.quant.groups import dequantized, integer_groups
 from ptxlab.quant.inputs import extremes, float_matrix
 from ptxlab.reference.packed import F16, F32, S8
 from ptxlab.validate import is_integer
@@ -20,7 +20,6 @@ from ptxlab.validate import is_integer
 BLOCK = 128  # channels
 MOST_INT8 = 0.2  # of all blocks
 OUTLIER = 6.0  # times the median of the channels' largest magnitudes: from there on a channel is one
-_STEPS = {4: 7, 8: 127}  # on either side of zero
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +46,7 @@ class BlockRows:
 
     def dequantize(self) -> F32:
         """q·scale as f32 [R, K]."""
-        blocks = self.q.reshape(*self.scale.shape, BLOCK).astype(np.float32)
-        floats: F32 = (blocks * self.scale.astype(np.float32)[:, :, None]).reshape(self.q.shape)
-        return floats
+        return dequantized(self.q, self.scale)
 
 
 def int8_blocks(sizes: npt.NDArray[Any], outlier: float = OUTLIER, most: float = MOST_INT8) -> int:
@@ -98,8 +95,8 @@ def _quantize(name: str, x: npt.NDArray[Any], int8: int) -> BlockRows:
     extremes(name, x)
     rows, at = x.shape[0], x.shape[1] - int8 * BLOCK
     parts = [
-        integer_groups(name, part.reshape(rows, -1, BLOCK), bits, 1.0, _STEPS[bits], 1, reciprocal=False)
-        for part, bits in ((x[:, :at], 4), (x[:, at:], 8))
+        integer_groups(name, part.reshape(rows, -1, BLOCK), bits, steps)
+        for part, bits, steps in ((x[:, :at], 4, 7), (x[:, at:], 8, 127))
         if part.shape[1]
     ]
     q, scale = (np.concatenate(both, axis=1) for both in zip(*parts, strict=True))

@@ -7,12 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab import reference
-from ptxlab.errors import ArgumentError
-from ptxlab.quant.inputs import as_float32, as_float_matrix, by_strips, check_group
+from ptxlab.quant.groups import integer_groups
+from ptxlab.quant.inputs import as_float_matrix, check_group
 from ptxlab.reference.packed import F16, F32, S8
 
 MAX_INT4_SCALE = 8188  # 8 times that is 65504, the largest FP16
-_MIN_SCALE = np.float16(2.0**-24)  # the smallest FP16 that is not zero
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,20 +41,5 @@ def quantize_int4(w: npt.NDArray[Any], group: int = 128) -> Int4Weight:
     """
     floats = as_float_matrix("w", w)
     check_group("w", floats.shape[1], group)
-    q4, scale = by_strips(lambda strip: _strip(strip, group), floats)
-    if (scale > MAX_INT4_SCALE).any():
-        row, column = map(int, np.argwhere(scale > MAX_INT4_SCALE)[0])
-        largest = np.abs(floats[row, column * group : (column + 1) * group]).max()
-        rule = f"a group's largest magnitude over 7 must be at most {MAX_INT4_SCALE}"
-        raise ArgumentError("w", rule, f"{largest:g} in row {row}, group {column}")
-    return Int4Weight(q4, scale)
-
-
-def _strip(w: npt.NDArray[Any], group: int) -> tuple[S8, F16]:
-    groups = as_float32(w).reshape(w.shape[0], -1, group)
-    largest = np.abs(groups).max(axis=2)
-    with np.errstate(over="ignore"):  # an infinite scale is refused
-        scale = np.maximum((largest / np.float32(7)).astype(np.float16), _MIN_SCALE)
-    scale = np.where(largest == 0, np.float16(1), scale)
-    q4 = np.rint(groups / scale[:, :, None].astype(np.float32)).clip(-8, 7)
-    return q4.astype(np.int8).reshape(w.shape), scale
+    q4, scale = integer_groups("w", floats.reshape(len(floats), -1, group), 4, 7, most=MAX_INT4_SCALE)
+    return Int4Weight(q4.reshape(floats.shape), scale)

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.errors import ArgumentError
 from ptxlab.quant.activations import token_scales
-from ptxlab.quant.kv import kv_scheme, quantize_kv
+from ptxlab.quant.kv import KV_SCHEMES, quantize_kv
 from ptxlab.reference import Layer, Numerics
 from ptxlab.reference.decoder import Floats
+from ptxlab.validate import is_one_of, require_integer, require_number
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,13 @@ class FakeQuantized(Numerics):
     _last: list[Any] = field(default_factory=lambda: [None, None, None], repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.kv is not None:
-            kv_scheme(self.kv)
+        for name, known in (("acts", (8, 4, None)), ("kv", (*KV_SCHEMES, None)), ("kept_bits", (8, 16))):
+            if not is_one_of(getattr(self, name), known):
+                raise ArgumentError(name, f"must be one of {', '.join(map(str, known))}", getattr(self, name))
+        if self.group is not None:
+            require_integer("group", self.group, 1)
+        require_integer("kept", self.kept)
+        require_number("clip", self.clip, 0.01, 1)
 
     def product(self, name: str, x: Floats, layer: Layer) -> Floats:
         """See `Numerics.product`; x is quantised first."""
@@ -65,6 +72,8 @@ class FakeQuantized(Numerics):
     def _in_groups(self, x: Floats, order: Any) -> Floats:
         ordered = x if order is None else x[:, order]
         K = x.shape[1] - self.kept
+        if K <= 0 or K % (self.group or K):
+            raise ArgumentError("group", f"must divide {x.shape[1]} channels less {self.kept}", self.group)
         four = ordered[:, :K].reshape(len(x), -1, self.group or K)
         seen = [_symmetric(four, self.clip, -8, 7).reshape(len(x), K)]
         if self.kept:

@@ -43,7 +43,7 @@ class TwoLevelWeight(ABC):
         """Groups in which some q8' does not fit s8, so that the kernel restores other weights, bool [N, K/g].
 
         q8' grows with q4, so each group's least and greatest nibble decide. None at protective range 119 (see the
-        module of the scheme). Every door asks this: `layout.pack`, `layout.load`, `ptxlab audit`, recipes.
+        module of the scheme). `layout.pack`, `layout.load`, `ptxlab audit` and recipes refuse or name such groups.
         """
         N, groups = self.group_scale.shape
         nibbles = self.q4.reshape(N, groups, -1)

@@ -32,11 +32,6 @@ _TRITON_ARCH = "sm_80"
 _SCRATCH = 16  # bytes of each scratch buffer: Triton's kernels have the parameters, and do not use them
 
 
-def as_they_are(values: Sequence[Any]) -> list[Any]:
-    """Arguments that are one parameter each."""
-    return list(values)
-
-
 @dataclass(frozen=True)
 class Target:
     """A kernel and how to call it.
@@ -45,14 +40,14 @@ class Target:
         kernel: as `ptxlab.load` makes it.
         names: the caller's names of the arguments, in order.
         places: index of each argument's parameter; if an array is several parameters, that of the pointer.
-        expand: the caller's arguments -> the values of all parameters.
+        expand: the caller's arguments -> the values of all parameters; by default one each.
         block, shared_bytes: fixed by the kernel's compiler; None: the caller chooses.
     """
 
     kernel: runtime.Kernel
     names: tuple[str, ...]
     places: tuple[int, ...]
-    expand: Callable[[Sequence[Any]], list[Any]] = as_they_are
+    expand: Callable[[Sequence[Any]], list[Any]] = list
     block: int | None = None
     shared_bytes: int | None = None
 
@@ -75,10 +70,10 @@ class Target:
 
     def arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
         """The values of all parameters; ArgumentError for an argument that is missing, repeated or unknown."""
-        return self.expand(in_order(self.kernel.entry, self.names, args, named))
+        return self.expand(bound(self.kernel.entry, self.names, args, named))
 
 
-def in_order(entry: str, names: Sequence[str], args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+def bound(entry: str, names: Sequence[str], args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
     """The argument of each name, given by position or by name."""
     if len(args) > len(names):
         raise ArgumentError(f"{entry}: args", f"at most {len(names)} ({', '.join(names)})", len(args))
@@ -176,7 +171,7 @@ def _numba(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made:
     numba = sys.modules["numba"]
     function = kernel.py_func
     code = function.__code__
-    given = in_order(function.__name__, code.co_varnames[: code.co_argcount], args, named)
+    given = bound(function.__name__, code.co_varnames[: code.co_argcount], args, named)
     try:
         types = tuple(map(numba.typeof, given))
     except ValueError as error:
@@ -246,14 +241,7 @@ def _compiled(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, ma
 def _triton(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: dict[Any, Target]) -> Any:
     """A Triton function that is not compiled yet."""
     _no(options, "a Triton kernel", "defines", "entry")
-    named = dict(named)
-    while not hasattr(kernel, "params"):  # autotune and heuristics wrap the function
-        if configs := getattr(kernel, "configs", None):
-            named = {**configs[0].all_kwargs(), **named}
-        for name, heuristic in getattr(kernel, "values", {}).items():
-            if name not in named:
-                named[name] = heuristic({**dict(zip(kernel.arg_names, args, strict=False)), **named})
-        kernel = kernel.fn
+    kernel, named = _unwrapped(kernel, args, named)
     compiler, target_of = _triton_compiler(options["arch"] or _TRITON_ARCH)
     names = tuple(kernel.arg_names)
     settings = {name: named.pop(name) for name in [*named] if name not in names}
@@ -263,22 +251,8 @@ def _triton(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made
             raise ArgumentError(f"{kernel.fn.__name__}: arguments", f"each of {', '.join(names)} once", name)
     defaults = {p.name: p.default for p in kernel.params if p.has_default and p.name not in named}
     defaults = {name: value for name, value in defaults.items() if name not in names[: len(args)]}
-    given = in_order(kernel.fn.__name__, names, args, {**defaults, **named})
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], Any] = {}
-    for i, (parameter, value) in enumerate(zip(kernel.params, given, strict=True)):
-        label = f"{kernel.fn.__name__}: {parameter.name}"
-        if (
-            parameter.is_constexpr
-            or value is None
-            or (_is_int(value) and value == 1 and not parameter.do_not_specialize)
-        ):
-            signature[parameter.name], constants[(i,)] = "constexpr", value
-            continue
-        signature[parameter.name] = getattr(parameter, "annotation_type", "") or _triton_type(label, value)
-        if _is_array(value) or (_is_int(value) and value % 16 == 0 and not parameter.do_not_specialize):
-            attributes[(i,)] = [["tt.divisibility", 16]]
+    given = bound(kernel.fn.__name__, names, args, {**defaults, **named})
+    signature, constants, attributes = _specialised(kernel, given)
     parts = signature, constants, attributes, settings
     key = ("triton", kernel, options["arch"], *(tuple(map(repr, part.items())) for part in parts))
     if key not in made:
@@ -293,6 +267,38 @@ def _triton(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made
     return made[key], made[key].expand(
         [_triton_number(signature[n], v) for n, v in zip(made[key].names, kept, strict=True)]
     )
+
+
+def _unwrapped(kernel: Any, args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The function that autotune and heuristics wrap; what is named, and the constants that they choose."""
+    named = dict(named)
+    while not hasattr(kernel, "params"):
+        if configs := getattr(kernel, "configs", None):
+            named = {**configs[0].all_kwargs(), **named}
+        for name, heuristic in getattr(kernel, "values", {}).items():
+            if name not in named:
+                named[name] = heuristic({**dict(zip(kernel.arg_names, args, strict=False)), **named})
+        kernel = kernel.fn
+    return kernel, named
+
+
+def _specialised(
+    kernel: Any, given: Sequence[Any]
+) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any]]:
+    """Types by name, and by position constants and attributes, which Triton compiles a function for."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], Any] = {}
+    for i, (parameter, value) in enumerate(zip(kernel.params, given, strict=True)):
+        special = _is_int(value) and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (special and value == 1):
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+            continue
+        label = f"{kernel.fn.__name__}: {parameter.name}"
+        signature[parameter.name] = getattr(parameter, "annotation_type", "") or _triton_type(label, value)
+        if _is_array(value) or (special and value % 16 == 0):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
 
 
 def _triton_compiler(arch: str) -> tuple[Any, Any]:

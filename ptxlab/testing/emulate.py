@@ -302,21 +302,18 @@ def _copies(arguments: Sequence[Any]) -> list[Any]:
     """The arguments with every array copied; an array passed twice is copied once, a read-only copy stays read-only."""
     made: dict[int, np.ndarray] = {}
 
-    def copy(array: np.ndarray) -> np.ndarray:
-        key = id(array)
+    def copy(argument: Any) -> Any:
+        if isinstance(argument, TensorMap):
+            return replace(argument, array=copy(argument.array))
+        if not isinstance(argument, np.ndarray):
+            return argument
+        key = id(argument)
         if key not in made:
-            made[key] = array.copy()
-            made[key].flags.writeable = array.flags.writeable
+            made[key] = argument.copy()
+            made[key].flags.writeable = argument.flags.writeable
         return made[key]
 
-    return [
-        replace(each, array=copy(each.array))
-        if isinstance(each, TensorMap)
-        else copy(each)
-        if isinstance(each, np.ndarray)
-        else each
-        for each in arguments
-    ]
+    return [copy(each) for each in arguments]
 
 
 def _compare(

@@ -83,14 +83,14 @@ def _schemes() -> Iterator[AccuracyRow]:
     yield AccuracyRow("schemes, rounded", "QoQ, constants by squared error", plain.but(scheme="qoq", clip="weights"))
 
 
-def _atom(group: int = 64, kept: int = 64) -> Iterator[AccuracyRow]:
+def _atom() -> Iterator[AccuracyRow]:
     """W4A4 in the order of Atom's Table 3."""
     recipe = Recipe(scheme="int4", acts=4, group=None, kv=None)
     yield AccuracyRow("Atom", "round to nearest", recipe)
     for step, changes in (
-        (f"{kept} outlier channels in 16 bits", {"kept": kept, "kept_bits": 16}),
+        ("64 outlier channels in 16 bits", {"kept": 64, "kept_bits": 16}),
         ("outliers in INT8", {"kept_bits": 8}),
-        (f"groups of {group}", {"group": group}),
+        ("groups of 64", {"group": 64}),
         ("clipping", {"clip": "output", "act_clip": 0.9}),
         ("GPTQ", {"gptq": True}),
         ("KV4", {"kv": "kv4"}),

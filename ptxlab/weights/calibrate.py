@@ -31,7 +31,7 @@ from ptxlab.quant.recipe import (
 )
 from ptxlab.quant.recipe.settings import ROTATIONS
 from ptxlab.reference import EXACT, Layer, Numerics
-from ptxlab.validate import is_integer
+from ptxlab.validate import require_integer
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ class QuantizedLayer:
 def samples(tokens: Tokens, count: int = 128, length: int = 1024, seed: int = 0) -> Tokens:
     """[count, length] of tokens [T], each sample from a random place. Raises ArgumentError for a shorter text."""
     for name, value, least in (("count", count, 1), ("length", length, 1), ("seed", seed, 0)):
-        if not is_integer(value) or value < least:
-            raise ArgumentError(name, f"must be an integer, {least} or more", repr(value))
+        require_integer(name, value, least)
     if len(tokens) < length:
         raise ArgumentError("length", f"at most the text's {len(tokens)} tokens", length)
     starts = np.random.default_rng(seed).integers(0, len(tokens) - length + 1, count)
@@ -159,7 +158,7 @@ def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recip
 
 def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe) -> Layer:
     """The layer after smoothing and reordering, which do not change its function."""
-    if recipe.smooth_keys is None and recipe.smooth is None and not recipe.reorder:
+    if not recipe.needs_peaks:
         return layer
     D = model.config.head_dim
     peaks: dict[str, Any] = {}

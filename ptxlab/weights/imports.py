@@ -123,7 +123,7 @@ def converted(parts: Sequence[ForeignWeight]) -> tuple[QuantizedWeight, float | 
 
 
 def _group(K: int, group: int) -> int:
-    """Of what has groups of so many, and no exact counterpart."""
+    """The group of a matrix that is quantised again: the file's where kernels take it, else one that divides K."""
     return group if group in GROUPS else max((size for size in GROUPS[:2] if K % size == 0), default=GROUPS[0])
 
 
@@ -154,7 +154,7 @@ def _write_file(
 
 
 def _fields(checkpoint: ForeignCheckpoint, matrix: ForeignMatrix, layout: str) -> dict[str, Any]:
-    """The header of what `converted` makes of a matrix: without groups its zeros decide, for which it is read."""
+    """The header of what `converted` makes of a matrix. Without groups the zero points decide, so it is read."""
     name, N, K = matrix.name, matrix.N, matrix.K
     if matrix.format.two_level:
         scheme, group, protective_range = "lqq", K // matrix.groups, UNKNOWN_RANGE

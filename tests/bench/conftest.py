@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ptxlab import gpu
-from ptxlab.bench import attention, copying, stream
+from ptxlab.bench import attention, copying, own, stream
 from ptxlab.bench.attention import append, merge
 from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.gemm import grouped, points, problem, quantiser
@@ -59,9 +59,9 @@ def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(gpu, name, stand_in)
-    for module in (append, attention, copying, decoder, fused, grouped, merge, points, quantiser, stream):
+    for module in (append, attention, copying, decoder, fused, grouped, merge, own, points, quantiser, stream):
         monkeypatch.setattr(module, "measure", _measure)
     monkeypatch.setattr(decoder, "measure_graph", _measure_graph)
-    for module in (append, decoder, fused, points, grouped, attention_problem, problem, stream):
+    for module in (append, decoder, fused, points, grouped, attention_problem, own, problem, stream):
         monkeypatch.setattr(module, "copies_beyond_l2", lambda nbytes: 2)
     return monkeypatch

@@ -39,6 +39,8 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_default_path() -> None:
     assert bench.default_path(RECORD).parts[-3:] == ("results", "h200", "dequant.json")
+    own = replace(RECORD, suite="gemm.py")
+    assert bench.default_path(own) == Path("gemm-h200.json"), "the project's record stays"
 
 
 def test_record_says_when_and_what() -> None:
@@ -132,9 +134,9 @@ def test_what_is_slower_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert bench.confirmed([], before) == []
 
 
-@pytest.mark.parametrize("suite", ["dequant", "attention_kv4_sm90"])
+@pytest.mark.parametrize("suite", ["dequant", "attention_kv4_sm90", "emulator", "sums.py"])
 def test_matrices_are_a_gemm_s(suite: str) -> None:
-    with pytest.raises(ArgumentError, match=r"matrices: must be None for the suite \w+ \(got \{\(8, 64\)\}\)"):
+    with pytest.raises(ArgumentError, match=r"matrices: must be None for the suite [\w.]+ \(got \{\(8, 64\)\}\)"):
         bench.run_suite(suite, matrices={(8, 64)})
 
 

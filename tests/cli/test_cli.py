@@ -546,6 +546,8 @@ def test_unneeded_fences_and_waits(cli: Any, tmp_path: Path) -> None:
     assert re.search(r"r\.cu:5 +bar\.sync +another does its work", out) and "Evidence, no proof" in out
     code, _, err = cli(*command, "--late")
     assert code == 2 and "--late goes with one run, and --unneeded makes many" in err
+    code, out, err = cli(*command, "--format", "sarif")
+    assert (code, out) == (2, "") and "--format prints findings, and --unneeded has none" in err
     (tmp_path / "r.cu").write_text(REVERSE)
     code, out, _ = cli(*command, "--json")
     (row,) = json.loads(out)

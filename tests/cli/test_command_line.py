@@ -19,6 +19,7 @@ from ptxlab.cli import sass as sass_command
 from ptxlab.cli.common import WIDTH
 from ptxlab.verify import Job, Verdict
 from tests.support.add4 import PTX_ADD4
+from tests.support.pages import ROOT
 from tests.support.reports import FILE, GEMM, SIZES
 
 SUMMING = "sum_activations_s8"
@@ -68,6 +69,15 @@ def test_a_switch_has_no_negation(cli: Any) -> None:
 def test_profile_is_three_commands_of_few_options(name: str) -> None:
     own = set(options(COMMANDS[name])) - set(options(COMMANDS["run"])) - {"--json"}
     assert len(own) <= 6, own
+
+
+def test_every_command_takes_json() -> None:
+    assert [name for name, command in COMMANDS.items() if "--json" not in options(command)] == []
+
+
+def test_the_readme_names_every_command() -> None:
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Commands")[2].partition("\n## ")[0]
+    assert {*re.findall(r"`ptxlab (\w+)", table)} >= {*COMMANDS}
 
 
 @pytest.mark.parametrize("command", [("run", SUMMING), ("verify", SUMMING)])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ptxlab.cli import init
+from tests.support import plugin
 
 pytest_plugins = "pytester"
 REQUIREMENT = "ptxlab[asm] @ git+https://example.org/ptxlab"
@@ -27,15 +28,14 @@ def test_what_its_workflow_runs_passes(cli: Any, pytester: pytest.Pytester, monk
     code, out, _ = cli("init", "sums", "--requirement", REQUIREMENT)
     assert code == 0 and "Next: cd sums && " in out
     monkeypatch.chdir(project := pytester.path / "sums")
-    assert {str(path.relative_to(project)) for path in project.rglob("*.*")} >= {*init.files("sums", "")} - {".github"}
+    assert {str(path.relative_to(project)) for path in project.rglob("*.*")} >= {*init.files("sums", "")}
     assert (project / "requirements.txt").read_text() == f"{REQUIREMENT}\npytest>=8\n"
     commands = re.findall(r"- run: (.*)", (project / ".github/workflows/kernels.yml").read_text())
     assert commands == ["python -m pip install -r requirements.txt", "ptxlab verify sums.py", "python -m pytest"]
     code, out, err = cli(*commands[1].split()[1:])
     assert code == 0 and "3 passed, 0 failed" in out, out + err
     monkeypatch.chdir(pytester.path)
-    plugin = () if pytester._request.config.pluginmanager.has_plugin("ptxlab") else ("-p", "ptxlab.testing.plugin")
-    pytester.runpytest_inprocess(project, *plugin).assert_outcomes(passed=3)
+    pytester.runpytest_inprocess(project, *plugin.OPTIONS).assert_outcomes(passed=3)
 
 
 def test_its_notebook_runs_and_shows_the_mistake(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,12 +64,18 @@ def test_one_kernel_of_a_file_at_other_sizes(project: Path, cli: Any) -> None:
     [
         ("init sums", "sums: already exists"),
         ("init 3x", "init expects a valid C and Python identifier, got 3x"),
+        (f"init {'x' * 300}", ": cannot be written: File name too long"),
         ("init class", "init expects a valid C and Python identifier, got class"),
+        ("init copy", "init expects a name that no Python module has, got copy"),
+        ("init numpy", "init expects a name that no Python module has, got numpy"),
+        ("init float", "init expects a name that CUDA C++ does not use, got float"),
+        ("init exp", "init expects a name that CUDA C++ does not use, got exp"),
         ("verify nosuch.py", "nosuch.py: cannot be read: No such file"),
         ("verify sums.py:other", "kernel: one of sums, which sums.py has a spec for (got sums.py:other)"),
         ("verify empty.py", "empty.py: a KernelSpec at its top level (got none)"),
         ("verify broken.py", "broken.py: cannot be imported: ZeroDivisionError: division by zero"),
         ("verify alone.py", "alone.py: has a spec of sums, and beside it there is no sums.ptx or .cu"),
+        ("bench nosuch.py", "nosuch.py: cannot be read: No such file"),
         ("bench sums.py", "no GPU backend here"),
     ],
 )
@@ -91,9 +97,11 @@ def test_bad_input(command: str, said: str, project: Path, cli: Any, monkeypatch
 def test_a_wheel_is_named_by_its_whole_path(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("ptxlab-1.whl").touch()
-    assert cli("init", "sums", "--requirement", "ptxlab-1.whl")[0] == 0
-    line = f"ptxlab[asm] @ {tmp_path.as_uri()}/ptxlab-1.whl\n"
-    assert Path("sums/requirements.txt").read_text().startswith(line)
+    code, out, _ = cli("init", "sums", "--requirement", "ptxlab-1.whl", "--json")
+    line = f"ptxlab[asm] @ {tmp_path.as_uri()}/ptxlab-1.whl"
+    assert code == 0 and json.loads(out) == {"folder": "sums", "files": [*init.files("sums", "")], "requirement": line}
+    assert Path("sums/requirements.txt").read_text().startswith(f"{line}\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ptxlab-1.whl", "sums"]
 
 
 def test_without_a_repository_the_requirement_has_to_be_given(cli: Any, pytester: Any, monkeypatch: Any) -> None:
@@ -113,6 +121,9 @@ def test_a_git_url_is_found_where_pip_left_it(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(init.metadata, "distribution", lambda name: Installed())
     assert init.installed_from() == "ptxlab[asm] @ git+https://example.org/p.git"
+    vcs = {"vcs": "git", "requested_revision": "v2", "commit_id": "1f" * 20}
+    monkeypatch.setattr(Installed, "record", json.dumps({"url": "https://example.org/p.git", "vcs_info": vcs}))
+    assert init.installed_from() == "ptxlab[asm] @ git+https://example.org/p.git@v2"
     for other in (None, json.dumps({"url": "file:///somewhere", "dir_info": {}})):
         monkeypatch.setattr(Installed, "record", other)
         assert init.installed_from() is None

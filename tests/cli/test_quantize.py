@@ -129,7 +129,7 @@ def test_options_of_a_recipe_that_cannot_be(
 
 def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = Corpus((TEXT,), (TEXT,))
-    monkeypatch.setattr("ptxlab.cli.accuracy.open_text", lambda source, progress: text)
+    monkeypatch.setattr("ptxlab.cli.models.open_text", lambda source, progress: text)
     sizes = ("--length", 32, "--windows", 2, "--samples", 2, "--sample-length", 32)
     options = ("--only", "alone/KV?", "--only", "Atom/GPTQ", "--only", "channel/GPTQ", "--seeds", 2, *sizes)
     code, printed, err = cli("accuracy", folder, *options, "--out", tmp_path / "record.json")

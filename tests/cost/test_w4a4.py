@@ -5,7 +5,7 @@ import pytest
 from ptxlab import cost
 from ptxlab.bench import counts
 from ptxlab.cost import SCHEMES, LoopCounts, device, gemm_cost, schemes
-from ptxlab.cost.published import FIGURES, instructions_per_sum, predictions
+from ptxlab.cost.published import FIGURES, PublishedFigure, instructions_per_sum, predictions
 from ptxlab.cost.sheets import LANES_PER_CLOCK, slowest_pipe
 from ptxlab.errors import ArgumentError
 
@@ -51,7 +51,7 @@ def test_at_the_transition_loading_takes_as_long_as_multiplying(name: str) -> No
 
 
 def test_the_error_is_from_the_nearer_end() -> None:
-    (within,) = predictions(lambda *_: LoopCounts({}), [FIGURES[0].__class__("x", "a100", "W4A4", 4096, 1000, 1300)])
+    (within,) = predictions(lambda *_: LoopCounts({}), [PublishedFigure("x", "a100", "W4A4", 4096, 1000, 1300)])
     assert within.in_turn == pytest.approx(1248) and within.error == 0
 
 

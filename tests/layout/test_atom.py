@@ -27,8 +27,8 @@ def test_pairs_are_operands_of_the_mma() -> None:
     q4 = np.random.default_rng(0).integers(-8, 8, (16, 64), np.int8)
     pairs = layout.pack_pairs(q4)
     np.testing.assert_array_equal(layout.unpack_pairs(pairs), q4, strict=True)
-    lanes = pairs.view(np.uint32)[:, [0, 1, 2, 3, 4, 5, 6, 7]]  # [row, word of eight]
-    registers = np.stack([lanes[:8, :4], lanes[8:, :4], lanes[:8, 4:], lanes[8:, 4:]], axis=-1).reshape(32, 4)
+    words = pairs.view(np.uint32)  # [row, eight channels]
+    registers = np.stack([words[:8, :4], words[8:, :4], words[:8, 4:], words[8:, 4:]], axis=-1).reshape(32, 4)
     np.testing.assert_array_equal(registers, mma_a(64).scatter(q4))
 
 
@@ -88,5 +88,7 @@ def test_refuses() -> None:
         layout.pack_pairs(np.array([[0, 8, 0, 0, 0, 0, 0, 0]], np.int8))
     with pytest.raises(ArgumentError, match=r"strips: u8 \[2, 1056\] for N=17, K=128 \(got shape \(1, 1056\)\)"):
         layout.unpack_atom_strips(np.zeros((1, 1056), np.uint8), 17, 128, 0, 128)
+    with pytest.raises(ArgumentError, match=r"group: must be 64 or 128 \(got 0\)"):
+        layout.unpack_atom_strips(np.zeros((1, 1056), np.uint8), 16, 128, 0, 0)
     with pytest.raises(ArgumentError, match=r"weight: group must be 64 or 128 \(got 256\)"):
         layout.pack_atom_strips(quant.quantize_atom_weight(np.ones((8, 256), np.float32), None, 0))

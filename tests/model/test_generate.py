@@ -216,8 +216,9 @@ def test_bad_input_of_generate(model: QuantizedModel, how: dict[str, Any], messa
 def test_bad_input_of_a_runner(model: QuantizedModel) -> None:
     with pytest.raises(ArgumentError, match=r"^context: must be at most the model's 200 tokens \(got 201\)$"):
         NumpyRunner(model, 1, 201)
-    with pytest.raises(ArgumentError, match=r"^batch: must be an integer, 1 or more \(got 0\)$"):
-        NumpyRunner(model, 0)
+    for batch in (0, "2"):
+        with pytest.raises(ArgumentError, match=rf"^batch: must be an integer, 1 or more \(got {batch!r}\)$"):
+            NumpyRunner(model, batch)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"^model: must be a QuantizedModel \(got FloatModel\)$"):
         NumpyRunner(FloatModel.random(TINY_MODEL))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"^backend: must be one of gpu, emulator \(got numpy\)$"):

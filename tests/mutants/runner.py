@@ -39,7 +39,7 @@ class Copy:
     """A copy of the checkout, with a cache of compiled kernels of its own. The checkout itself is never written to."""
 
     def __init__(self, folder: Path, root: Path = ROOT) -> None:
-        self.folder = folder
+        self.folder, self.tried = folder, 0
         folder.mkdir(parents=True, exist_ok=True)
         for name in _PARTS:
             source, target = root / name, folder / name
@@ -50,9 +50,10 @@ class Copy:
 
     def run(self, tests: Iterable[str], workers: int = 0) -> tuple[int, str]:
         """pytest's exit status and output, up to the first failure."""
-        env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        unset = "PYTEST_", "PYTHONDONTWRITEBYTECODE"  # most of a run is imports, which the next one finds compiled
+        env = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
         env |= {"PYTHONPATH": str(self.folder), "PTXLAB_CACHE_DIR": str(self.folder / ".cache")}
-        env |= {"PYTHONDONTWRITEBYTECODE": "1"}  # two mutants of one file may have one size and one second
+        env.setdefault("PYTHONPYCACHEPREFIX", str(self.folder / ".bytecode"))
         command = [sys.executable, "-m", "pytest", "-n", str(workers), "-x", "-p", "no:cacheprovider", "--tb=short"]
         command += [f"--timeout={_TIMEOUT}", *tests]
         done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True)
@@ -64,6 +65,9 @@ class Copy:
         before, stat = path.read_text(encoding="utf-8"), path.stat()
         try:
             path.write_text(mutant.changed(before), encoding="utf-8")
+            # Python knows bytecode by the source's size and second: two mutants may share the one, never the other.
+            self.tried += 1
+            os.utime(path, (stat.st_atime, stat.st_mtime + self.tried))
             verdict, detail = judged(mutant, *self.run(mutant.killed_by))
         except ValueError as error:
             verdict, detail = ERROR, str(error)

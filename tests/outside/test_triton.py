@@ -4,11 +4,14 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from ptxlab.errors import PtxlabError
 
 HERE = Path(__file__).parent / "triton"
 both_architectures = pytest.mark.parametrize("arch", ["sm80", "sm90"])
@@ -128,6 +131,47 @@ def test_heuristics_and_configurations_give_constants(emulate: Run, kernels: Any
     np.testing.assert_array_equal(emulate(tuned, x, x, np.zeros_like(x), 48, grid=1).out, 2 * x)
 
 
+def multiply(emulate: Run, kernels: Any, dtype: str, arch: str) -> None:
+    import triton.language as tl
+
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    rng, exact = np.random.default_rng(3), "int32" if dtype == "int8" else "float32"
+    a, b = (rng.integers(-4, 5, (64, 64)).astype(getattr(ml_dtypes, dtype, dtype)) for _ in range(2))
+    c = np.zeros((64, 64), exact)
+    out = emulate(kernels.dot, a, b, c, TILE=64, OUT=getattr(tl, exact), grid=1, arch=arch)
+    np.testing.assert_array_equal(out.c, a.astype(exact) @ b.astype(exact))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+def test_dtypes_that_are_multiplied(dtype: str, arch: str, emulate: Run, kernels: Any) -> None:
+    multiply(emulate, kernels, dtype, arch)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arch", "said"),
+    [
+        ("float32", "sm_80", r"`mma\.sync.*tf32.*the emulator does not know this instruction"),
+        ("float32", "sm_90", r"`wgmma.*tf32.*the emulator does not know this instruction"),
+        ("float8_e5m2", "sm_89", r"`mma\.sync.*e5m2.*the emulator does not know this instruction"),
+        ("float8_e4m3fn", "sm_90", r"`wgmma.*e4m3.*the emulator does not know this instruction"),
+        ("float16", "sm_100", r"dot: tmem_size: 0: the emulator gives a kernel none \(got \d+\)"),
+    ],
+)
+def test_dtypes_that_are_not(dtype: str, arch: str, said: str, emulate: Run, kernels: Any) -> None:
+    with pytest.raises(PtxlabError, match=said):
+        multiply(emulate, kernels, dtype, arch)
+
+
+def test_launches_that_are_refused_by_name(emulate: Run, kernels: Any) -> None:
+    x = np.zeros((64, 64), np.float16)
+    with pytest.raises(PtxlabError, match=r"described: global_scratch_size: 0: the emulator gives .* \(got \d+\)"):
+        emulate(kernels.described, x, x.copy(), TILE=64, grid=1, arch="sm_90")
+    y = np.zeros(64, np.float32)
+    with pytest.raises(PtxlabError, match=r"add: num_ctas: 1: clusters of Triton's are not launched here \(got 2\)"):
+        emulate(kernels.add, y, y, y.copy(), 64, BLOCK=64, grid=1, arch="sm_90", num_ctas=2)
+
+
 REFUSED = {
     "n=2**70, BLOCK=128": "add: n: an integer of at most 64 bits (got 1180591620717411303424)",
     "n=3, BLOCK=128, arch=90": "arch: sm_<number>, such as sm_80 or sm_90a (got 90)",
@@ -143,10 +187,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("call", REFUSED)
 def test_bad_calls_are_refused_in_one_line(call: str, emulate: Run, kernels: Any) -> None:
-    from fnmatch import fnmatchcase
-
-    from ptxlab.errors import PtxlabError
-
     x = np.zeros(3, np.float32)
     with pytest.raises(PtxlabError) as error:
         emulate(kernels.add, x, x, x, grid=1, **eval(f"dict({call})"))

@@ -36,6 +36,11 @@ BODIES = {
     shfl.sync.down.b32 %r3|%q, %s, 2, 3, -1; selp.b32 %s, %r3, 9, %q;""",
     "shared memory": """.shared .align 4 .b8 tile[16]; mov.u32 %r2, tile; shl.b32 %r3, %r0, 2; add.u32 %r4, %r2, %r3;
     st.shared.u32 [%r4], %r1; bar.sync 0; xor.b32 %r3, %r3, 12; add.u32 %r4, %r2, %r3; ld.shared.u32 %s, [%r4];""",
+    "a barrier on one condition": """.shared .align 4 .b8 tile[16]; mov.u32 %r2, tile; shl.b32 %r3, %r0, 2;
+    ld.param.u64 %x5, [in]; ld.global.u32 %r5, [%x5]; mov.u32 %s, 5; setp.lt.u32 %p, %r5, 99; @%p bra done;
+    add.u32 %r4, %r2, %r3; st.shared.u32 [%r4], %r1; bar.warp.sync -1; xor.b32 %r3, %r3, 4; add.u32 %r4, %r2, %r3;
+    ld.shared.u32 %s, [%r4]; bar.sync 1;
+    done:""",
     "a table read at an input": """and.b32 %r2, %r1, 3; mul.wide.u32 %x5, %r2, 4; mov.u64 %x6, table;
     add.u64 %x6, %x6, %x5; ld.const.u32 %s, [%x6];""",
     "bytes put together": """mov.b32 {%h0, %h1}, %r1; mov.b32 %s, {%h1, %h0}; cvt.s32.s16 %r2, %h0;
@@ -76,6 +81,8 @@ def test_the_same_as_the_emulator(what: str) -> None:
         ("again: add.u32 %r1, %r1, 1; setp.ne.u32 %p, %r1, 0; @%p bra again;", "a loop whose bound is not a number"),
         ("mov.u32 %s, %smid;", "%smid is not modelled"),
         ("shfl.sync.bfly.b32 %s, %r1, 16, 31, -1;", "lane 16 of the warp is not followed here"),
+        ("bar.sync 0;", "of the 32 threads of a barrier, 1 come to it"),
+        ("bar.warp.sync 3;", "of the 2 threads of a barrier, 1 come to it"),
     ],
 )
 def test_what_is_not_modelled_is_refused_by_line(body: str, why: str, monkeypatch) -> None:
@@ -86,6 +93,39 @@ def test_what_is_not_modelled_is_refused_by_line(body: str, why: str, monkeypatc
     with pytest.raises(NotModelled) as error:
         execute(entry, [Buffer("in"), Buffer("out")], grid=(1, 1, 1), block=(32, 1, 1), threads=[(first, first)])
     assert why in str(error.value) and f"k.ptx:{line_of(text, body)}: `" in str(error.value)
+
+
+APART = {
+    # Lockstep goes the lower way first: it would read what the other way has still to store.
+    "a barrier": """.shared .align 4 .b8 tile[4]; mov.u32 %r2, tile; setp.ne.u32 %p, %r0, 0; @%p bra other;
+    bar.sync 0; ld.shared.u32 %s, [%r2]; bra done;
+    other: st.shared.u32 [%r2], %r1; bar.sync 0; mov.u32 %s, 1;
+    done:""",
+    "a barrier of a warp": """.shared .align 4 .b8 tile[4]; mov.u32 %r2, tile; setp.ne.u32 %p, %r0, 0; @%p bra other;
+    bar.warp.sync 3; ld.shared.u32 %s, [%r2]; bra done;
+    other: st.shared.u32 [%r2], %r1; bar.warp.sync 3; mov.u32 %s, 1;
+    done:""",
+    "a lane": "mov.u32 %s, 0; setp.gt.u32 %p, %r1, 9; @%p shfl.sync.bfly.b32 %s, %r1, 1, 31, 3;",
+}
+
+
+@pytest.mark.parametrize("what", APART)
+def test_threads_that_meet_elsewhere_are_not_followed(what: str) -> None:
+    entry = emulator.parse(kernel(BEFORE + APART[what] + AFTER, PARAMS)).entries["k"]
+    threads = [((0, 0, 0), (t, 0, 0)) for t in range(2)]
+    with pytest.raises(NotModelled, match=r"1 come to it|is not followed here"):
+        execute(entry, [Buffer("in"), Buffer("out")], grid=(1, 1, 1), block=(2, 1, 1), threads=threads)
+
+
+def test_an_address_may_have_as_many_values_as_said() -> None:
+    table = ".const .align 4 .b32 table[64] = {7};"
+    body = """and.b32 %r2, %r1, 63; mul.wide.u32 %x5, %r2, 4; mov.u64 %x6, table; add.u64 %x6, %x6, %x5;
+    ld.const.u32 %s, [%x6];"""
+    entry = emulator.parse(kernel(BEFORE + body + AFTER, PARAMS, outside=table)).entries["k"]
+    first, out = (0, 0, 0), Buffer("out")
+    execute(entry, [Buffer("in"), out], grid=(1, 1, 1), block=(1, 1, 1), threads=[(first, first)])
+    solver = z3.Solver()
+    assert solver.check(z3.UGT(out.content[0], 7)) == z3.unsat
 
 
 def test_faults_name_the_line_and_the_condition() -> None:

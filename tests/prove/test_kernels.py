@@ -1,6 +1,7 @@
 """Claims on kernels: proved, refuted with a counterexample that runs, undecided; and the command that says so."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 from ptxlab import kernels
 from ptxlab.errors import ArgumentError
 from ptxlab.io.files import load_arrays
-from ptxlab.runtime import load
+from ptxlab.runtime import Kernel, load
 from ptxlab.sources import results_dir
+from tests.support.emulated import HEADER
 from tests.support.proofs import NAMES, explained, survivors
 
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
@@ -149,12 +151,17 @@ def test_the_counterexample_is_printed_lane_by_lane(mine: str, cli) -> None:
     assert any(line.split()[0] == "wrong" for line in lanes) and all(
         "scale[0] = 18 (00010010)" in line for line in lanes
     )
+    for line in lanes:  # as wide as the output, and wider where that does not hold it
+        number, digits = re.findall(r"claimed = (\d+) \(([01]+)\)", line)[0]
+        assert int(digits, 2) == int(number) and len(digits) == max(8, int(number).bit_length())
 
 
 def test_annotated_lanes_are_proved_instead_of_sampled(mine: str, cli) -> None:
     assert cli("prove", mine, "--assume", "scale <= 17")[0] == 0
     code, said, _ = cli("prove", mine)
-    assert code == 1 and "mul.lo.u32 %d, %w, %s" in said and "exact = " in said
+    assert code == 1 and "mul.lo.u32 %d, %w, %s" in said
+    for d, exact, digits in re.findall(r"d = \d+ \(([01]+)\), exact = (\d+) \(([01]+)\)", said):
+        assert len(d) == 8 and int(digits, 2) == int(exact) and len(digits) == max(8, int(exact).bit_length())
 
 
 def test_two_spellings_are_compared_on_all_inputs(mine: str, tmp_path: Path, cli) -> None:
@@ -173,6 +180,60 @@ def test_two_spellings_are_compared_on_all_inputs(mine: str, tmp_path: Path, cli
         ]
         == 0
     )
+
+
+def of_body(tmp_path: Path, body: str, params: str = ".param .u64 out") -> Kernel:
+    """A kernel of one thread: %o leads to `out`."""
+    path = tmp_path / "body.ptx"
+    path.write_text(f"""{HEADER}.visible .entry body({params}) {{
+        .reg .u32 %a, %b; .reg .u64 %o, %x; .reg .f32 %f; .reg .b16 %h; .reg .pred %p;
+        ld.param.u64 %o, [out]; {body} ret; }}""")
+    return load(path)
+
+
+def test_a_number_of_64_bits_is_no_pointer(tmp_path: Path) -> None:
+    """It had the value of an address, for which alone the claim held."""
+    body = "ld.param.u64 %x, [n]; setp.gt.u64 %p, %x, 5; selp.u32 %a, 1, 0, %p; st.global.u32 [%o], %a;"
+    kernel = of_body(tmp_path, body, ".param .u64 n, .param .u64 out")
+    refuted = prove_kernel(kernel, "out.u32[i] == 1")
+    assert refuted.verdict == "refuted" and refuted.explanation is not None
+    assert refuted.explanation.arrays["n"] <= 5 and refuted.explanation.arrays["n"].dtype == np.uint64
+    assert prove_kernel(kernel, "out.u32[i] == (1 if n > 5 else 0)").verdict == "proved"
+
+
+def test_a_parameter_is_signed_as_declared(tmp_path: Path) -> None:
+    kernel = of_body(tmp_path, "ld.param.u32 %a, [n]; st.global.u32 [%o], %a;", ".param .s32 n, .param .u64 out")
+    refuted = prove_kernel(kernel, "out.s32[i] == n + 1", assume="n == -2")
+    assert "n[0] = -2 (" in str(refuted) and prove_kernel(kernel, "out.s32[i] == n").verdict == "proved"
+
+
+def test_what_nobody_wrote_is_another_thing_in_each_kernel(tmp_path: Path) -> None:
+    kernel = of_body(tmp_path, "st.global.u32 [%o], %a;")
+    assert prove_kernel(kernel, "out.u32[i] == other.out.u32[i]", equals=kernel).verdict == "refuted"
+
+
+def test_floats_beside_plain_numbers(tmp_path: Path) -> None:
+    kernel = of_body(tmp_path, "mov.f32 %f, 0f40200000; st.global.f32 [%o], %f;")
+    assert prove_kernel(kernel, "out.f32[i] == 2.5").verdict == "proved"
+    assert prove_kernel(kernel, "2 * out.f32[i] < 5").verdict == "refuted"
+    kernel = of_body(tmp_path, "cvt.rn.bf16.f32 %h, 0f40200000; st.global.b16 [%o], %h;")
+    assert "out.bf16[0] = 2.5 (0100000000100000)" in str(prove_kernel(kernel, "out.bf16[i] == 2"))
+
+
+def test_an_array_of_another_type_has_no_element_by_default(tmp_path: Path) -> None:
+    """Its element 1 as u32 is not its byte 1."""
+    body = "ld.param.u64 %x, [a]; ld.global.u32 %a, [%x+4]; st.global.u32 [%o], %a;"
+    kernel = of_body(tmp_path, body, ".param .u64 a, .param .u64 out")
+    assert prove_kernel(kernel, "out.u32[i] == a").verdict == "proved"
+    assert prove_kernel(kernel, "out.s32[i] == a.s32").verdict == "proved"
+    with pytest.raises(ArgumentError, match=r"which element of a\.u8\? for example a\.u8\[i\]"):
+        prove_kernel(kernel, "out.u32[i] == a.u8")
+
+
+def test_a_claim_on_a_spec_assumes_its_rules_unless_unchecked(cli) -> None:
+    wraps = "(out[i] - q4[i]*scale[i//g] - offset[i//g]) % 256 == 0"  # scale 1..16 by the rules; from 18 on it carries
+    assert prove_kernel("dequant_qoq_vadd4", wraps).verdict == "proved"
+    assert cli("prove", "dequant_qoq_vadd4.ptx", "--claim", wraps, "--unchecked")[0] == 1
 
 
 def test_a_fault_refutes_every_claim(tmp_path: Path, cli) -> None:
@@ -209,6 +270,7 @@ def test_undecided_in_time_is_3(mine: str, cli) -> None:
         (("MINE", "--claim", "out.u8[i] == q4"), "q4 is none of i, out, q, scale"),
         (("MINE", "--claim", "out.u8[i] + 1"), "a condition"),
         (("MINE", "--claim", "out.x8[i] == 1"), "out.x8: a type is u1 to u64"),
+        (("MINE", "--claim", "out.byte[i] == 1"), "out.byte: a type is u1 to u64"),
         (("MINE", "--claim", "out.u8[i] == __import__('os')"), "the functions are abs, min"),
         (("MINE", "--claim", "out.u8[i] == 1", "--solver", "sat"), "one of z3, bitwuzla, cvc5"),
         (("MINE", "--claim", "out.u8[i] == 1", "--block", "512"), "at most 256 threads are followed"),
@@ -216,6 +278,8 @@ def test_undecided_in_time_is_3(mine: str, cli) -> None:
         (("load_dual_mma",), "the spec has no claims; give --claim"),
         (("--all", "--claim", "out[i] == 1"), "is for one kernel, not for --all"),
         (("dequant_lqq", "--assume", "scale == 1"), "--assume needs --claim or --equals"),
+        (("dequant_lqq", "--unchecked"), "--unchecked needs --claim or --equals"),
+        (("MINE", "--claim", CLAIM, "--unchecked"), "--unchecked is for kernels with a spec"),
     ],
 )
 def test_bad_input_is_one_line_and_2(mine: str, options: tuple[str, ...], message: str, cli) -> None:
@@ -245,9 +309,9 @@ def test_integers_never_wrap() -> None:
     """The language of claims on numbers: against Python's own integers."""
     import z3
 
+    from ptxlab.prove.bitvectors import value
     from ptxlab.prove.expressions import of_bytes, term
     from ptxlab.prove.integers import Integer
-    from ptxlab.prove.semantics import value
 
     rng = np.random.default_rng(5)
     texts = (

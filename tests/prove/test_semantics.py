@@ -16,8 +16,9 @@ from tests.golden.cases import BLOCK, OUTPUTS, Case, cases, same
 
 z3 = pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 
+from ptxlab.prove.bitvectors import value  # noqa: E402
 from ptxlab.prove.execute import Buffer, NotModelled, execute  # noqa: E402
-from ptxlab.prove.semantics import computation, value  # noqa: E402
+from ptxlab.prove.semantics import computation  # noqa: E402
 
 VECTORS = Path(__file__).parents[1] / "golden" / "vectors.npz"
 CASES = cases()

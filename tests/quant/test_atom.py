@@ -205,3 +205,6 @@ def test_refuses_odd_rows_sizes_and_metrics() -> None:
         quant.outlier_order(np.ones(128))
     with pytest.raises(ArgumentError, match=r"sizes: must be finite \(got channel 7\)"):
         quant.outlier_order(np.where(np.arange(200) == 7, np.inf, 1))
+    for outliers in (-1, 64.0):
+        with pytest.raises(ArgumentError, match=rf"outliers: must be an integer of 0 or more \(got {outliers}\)"):
+            quant.outlier_order(np.ones(200), outliers)

@@ -26,9 +26,10 @@ def test_every_number_is_within_half_a_step(data: st.DataObject, blocks: int, ro
     assert (found.q >= -most - 1).all() and (found.q <= most).all()
     inside = np.clip(x, (-most - 1) * step, most * step)
     assert (np.abs(found.dequantize() - inside) <= step / 2 * (1 + 1e-6)).all()
-    scales = np.abs(x).reshape(rows, blocks, 128).max(axis=2) / np.float32([7] * (blocks - int8) + [127] * int8)
-    expected = np.maximum(scales.astype(np.float16), np.float16(2.0**-24))
-    np.testing.assert_array_equal(found.scale, np.where(scales == 0, np.float16(1), expected), strict=True)
+    largest = np.abs(x).reshape(rows, blocks, 128).max(axis=2)
+    scales = (largest / np.float32([7] * (blocks - int8) + [127] * int8)).astype(np.float16)
+    expected = np.where(largest == 0, np.float16(1), np.maximum(scales, np.float16(2.0**-24)))
+    np.testing.assert_array_equal(found.scale, expected, strict=True)
 
 
 def test_outliers_fill_few_blocks() -> None:
@@ -56,6 +57,16 @@ def test_at_most_a_fifth_of_the_blocks_is_int8() -> None:
     sizes[:400] = 100
     assert quant.int8_blocks(sizes) == 2 and quant.int8_blocks(sizes, most=1.0) == 4
     assert quant.int8_blocks(sizes, outlier=200) == 0
+
+
+def test_outliers_of_several_blocks_have_an_order() -> None:
+    """Two blocks of ten: any number of channels can go to the end, not only Atom's 64 or 128."""
+    sizes = np.ones(1280)
+    sizes[::6] = 100
+    blocks = quant.int8_blocks(sizes)
+    assert blocks == 2
+    order = quant.outlier_order(sizes, 128 * blocks)
+    assert {*np.flatnonzero(sizes == 100)} <= {*order[-256:].tolist()}
 
 
 def test_weights_are_int4_throughout_and_any_array_will_do() -> None:

@@ -58,12 +58,8 @@ def rounded_to_single(exact: Fraction) -> np.float32:
 
 
 def test_fma_where_rounding_twice_goes_wrong() -> None:
-    """1 + 2^-24 + 2^-60 is above the tie, and what float64 keeps of it is not."""
-    a, b = np.float32([1 + 2.0**-12]), np.float32([2.0**-48])
-    assert reference.fma(a, b, np.float32([1 + 2.0**-23])) == np.float32(1 + 2.0**-23)
-    tiny = reference.fma(np.float32([2.0**-30]), np.float32([2.0**-30]), np.float32([2.0**-24]))
-    above = reference.fma(np.float32([1]), np.float32([1 + 2.0**-23]), np.float32([2.0**-24]))
-    assert tiny == np.float32(2.0**-24) and above == np.float32(1 + 2.0**-22)
-    # the product is 2^-24 + 2^-60: in float64 1 + 2^-24 exactly, a tie that goes to 1
-    product = np.float32([2.0**-24 * (1 + 2.0**-18)]), np.float32([1 + 2.0**-18 - 2.0**-17])
-    assert reference.fma(*product, np.float32([1])) == np.float32(1)
+    """1 + 2^-23 and a product of 2^-24 (1 - 2^-36): beside a tie, which is all that float64 keeps of the sum."""
+    a, b, c = np.float32([2.0**-24 * (1 + 2.0**-18)]), np.float32([1 - 2.0**-18]), np.float32([1 + 2.0**-23])
+    for sign, twice in ((1, 1 + 2.0**-22), (-1, 1.0)):
+        wide = (sign * a).astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)
+        assert wide.astype(np.float32) == twice and reference.fma(sign * a, b, c) == c

@@ -14,7 +14,6 @@ import runpy
 import shlex
 import shutil
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import typer.main
 
 import ptxlab
 from ptxlab import cli
+from tests.support import plugin
 from tests.support.pages import GUIDE, PAGES, ROOT, Block, blocks, prose
 
 pytest_plugins = "pytester"
@@ -137,12 +137,10 @@ class Page:
             assert program in OTHERS, f"{where}: {command}: neither run nor known"
 
     def pytest(self, words: list[str], shown: str, where: str) -> None:
-        """A test run within this one; the plugin is there as an installed one would be."""
-        installed = any(each.name == "ptxlab" for each in entry_points(group="pytest11"))
+        """A test run within this one."""
         options = ["-c", os.devnull, "--rootdir=.", "-p", "no:cacheprovider", "--disable-warnings"]
-        plugin = () if installed else ("-p", "ptxlab.testing.plugin")
         with contextlib.redirect_stdout(io.StringIO()):  # which it echoes
-            result = self.pytester.runpytest_inprocess(*options, *plugin, *words)
+            result = self.pytester.runpytest_inprocess(*options, *plugin.OPTIONS, *words)
         printed = "\n".join(result.outlines)
         assert result.ret == (1 if "failed" in shown else 0), f"{where}: {printed}"
         if shown:

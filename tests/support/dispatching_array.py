@@ -17,6 +17,10 @@ class DispatchingArray:
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError("implicit conversion to a NumPy array")
 
+    def get(self) -> Any:
+        """A copy on the host, as CuPy's."""
+        return self.array.copy()
+
     def __array_function__(self, function: Any, _: Any, args: Any, kwargs: Any) -> Any:
         if function is np.asarray:  # with `like`: a copy to the device
             return DispatchingArray(*args)

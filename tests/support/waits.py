@@ -6,10 +6,12 @@ What is changed is the PTX that NVRTC makes: every copy of the statement goes, h
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ptxlab import emulator
+from ptxlab.emulator.core.findings import Findings
 from ptxlab.emulator.front import ir
 from ptxlab.errors import EmulationError, VerificationError
 from ptxlab.runtime import Kernel
@@ -22,6 +24,8 @@ WAITS = re.compile(r"bar\.|cp\.async\.(wait|commit)_group")
 Place = tuple[tuple[str, int], ...]  # (path, line), from the innermost function outwards
 Statement = tuple[str, int]  # opcode, line of the kernel's own source
 Change = Callable[[emulator.Instruction, int], emulator.Instruction]
+
+_add = Findings.add
 
 
 def without(instruction: emulator.Instruction, index: int) -> emulator.Instruction:
@@ -78,9 +82,20 @@ def unnoticed(kernel: Kernel, notices: Callable[[emulator.Module], object]) -> l
     return [statement for statement, copies in found.items() if not notices(changed(kernel, copies))]
 
 
+def end_at_first_finding(patch: pytest.MonkeyPatch) -> None:
+    """A finding ends the run by an error that names it: nobody asks what else a mutant does."""
+    patch.setattr(Findings, "add", _add_and_end)
+
+
+def _add_and_end(*args: Any, **options: Any) -> None:
+    _add(*args, **options)
+    raise EmulationError("ended at the first finding")
+
+
 def diagnosis(module: emulator.Module, check: Callable[[], object], patch: pytest.MonkeyPatch) -> str:
     """What a check notices if kernels are this module; empty if nothing."""
     patch.setattr(Kernel, "module", module)
+    end_at_first_finding(patch)
     try:
         check()
     except (AssertionError, EmulationError, VerificationError) as error:

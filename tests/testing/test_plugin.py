@@ -3,10 +3,11 @@
 import json
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
+
+from tests.support.plugin import OPTIONS
 
 pytest_plugins = "pytester"
 
@@ -56,15 +57,14 @@ LATE = """.version 8.0
 
 @pytest.fixture
 def plugin(pytester: pytest.Pytester) -> Any:
-    """Run a file of tests beside `scale.ptx` and `scale.cu`; the plugin is there as an installed one would be."""
+    """Run a file of tests beside `scale.ptx` and `scale.cu`."""
     pytester.makefile(".ptx", scale=PTX, late=LATE)
     pytester.makefile(".cu", scale=CUDA)
     pytester.makeini("[pytest]\naddopts = --strict-markers")
-    installed = any(each.name == "ptxlab" for each in entry_points(group="pytest11"))
 
     def run(body: str, *options: str, subprocess: bool = False) -> Any:
         pytester.makepyfile(test_it=HEADER + body)
-        arguments = [*(() if installed else ("-p", "ptxlab.testing.plugin")), "-p", "no:cacheprovider", *options]
+        arguments = [*OPTIONS, "-p", "no:cacheprovider", *options]
         return (pytester.runpytest_subprocess if subprocess else pytester.runpytest_inprocess)(*arguments)
 
     return run
@@ -162,16 +162,12 @@ def test_findings_are_failures_with_file_and_line(plugin: Any) -> None:
 
 
 def test_a_schedule_can_be_seen_again(plugin: Any) -> None:
-    result = plugin(
-        """
+    result = plugin("""
 @pytest.mark.ptxlab(checks="", seeds=2)
 def test_schedules(emulate):
     out = emulate("late.ptx", grid=1, block=64, a=A[:64], out=np.zeros(64, np.float32), same=False)
-    assert out.schedules == SCHEDULES
-""".replace("SCHEDULES", "('late:7',)"),
-        "--ptxlab-schedule",
-        "late:7",
-    )
+    assert out.schedules == ("late:7",)
+""", "--ptxlab-schedule", "late:7")  # fmt: skip
     result.assert_outcomes(passed=1)
     result = plugin("""
 @pytest.mark.ptxlab(checks="", seeds=2)
@@ -187,20 +183,8 @@ def test_annotations_come_through_xdist_into_a_file(
     plugin: Any, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # other plugins take seconds to import
-    result = plugin(
-        BROKEN,
-        "-p",
-        "xdist",
-        "-p",
-        "ptxlab.testing.plugin",
-        "-n",
-        "1",
-        "--ptxlab-format",
-        "sarif",
-        "--ptxlab-output",
-        "found.sarif",
-        subprocess=True,
-    )
+    options = "-p xdist -p ptxlab.testing.plugin -n 1 --ptxlab-format sarif --ptxlab-output found.sarif"
+    result = plugin(BROKEN, *options.split(), subprocess=True)
     result.assert_outcomes(failed=4)
     log = json.loads((pytester.path / "found.sarif").read_text())
     (run,) = log["runs"]
@@ -302,6 +286,13 @@ def test_an_error_is_annotated_at_the_place_in_its_message(message: str, place: 
 
     found = of_error(EmulationError(message), "k.ptx")
     assert (found.path, found.line) == place
+
+
+def test_what_a_test_run_within_a_test_imports_stays(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it is imported twice in one process: C extensions crash then (`tests/support/plugin.py`)."""
+    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    plugin("def test_import(): import wave").assert_outcomes(passed=1)
+    assert "wave" in sys.modules and "test_it" not in sys.modules
 
 
 def test_loading_the_plugin_imports_nothing_heavy() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ptxlab import gpu
 from ptxlab import model as models
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.layout import unpack
@@ -132,9 +133,22 @@ def test_another_run_does_not_go_on_with_these_layers(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         quantize.quantize_model(small(), TEXT, PACKED["lqq"], tmp_path / "out", progress=killed)
-    for recipe, text, differs in ((PACKED["qoq"], TEXT, "scheme"), (PACKED["lqq"], TEXT[1:], "text")):
+    other = small()
+    other.layers[0]["q"][0, 0] += 1  # type: ignore[index]
+    for model, recipe, text, differs in (
+        (small(), PACKED["qoq"], TEXT, "scheme"),
+        (small(), PACKED["lqq"], TEXT[1:], "text"),
+        (other, PACKED["lqq"], TEXT, "weights"),
+    ):
         with pytest.raises(FileError, match=rf"\.out\.partial: holds layers of another run, whose {differs} differs"):
-            quantize.quantize_model(small(), text, recipe, tmp_path / "out")
+            quantize.quantize_model(model, text, recipe, tmp_path / "out")
+
+
+def test_another_layout_and_bfloat16(tmp_path: Path) -> None:
+    quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path / "out", layout="qserve", dtype="bfloat16")
+    loaded = folder.load(tmp_path / "out")
+    assert {layer.down.layout for layer in loaded.layers} == {"qserve"}
+    assert {layer.dtype for layer in loaded.layers} == {"bfloat16"} and loaded.final_norm.dtype == np.uint16
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -152,11 +166,12 @@ def test_a_model_saved_loads_bit_for_bit(tmp_path: Path, dtype: str) -> None:
         {"qkv_bias": True, "tied_head": True, "activation": "gelu_tanh"},
         {"qkv_bias": True, "window": 7, "rope_base": 5e5, "eps": 1e-6, "name": "some"},
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"experts": 8, "chosen_experts": 2, "window": 7},
     ],
 )
-def test_a_config_comes_back_from_its_folder(changes: dict[str, Any]) -> None:
+def test_a_config_comes_back_from_its_keys(changes: dict[str, Any]) -> None:
     config = replace(CONFIG, **{"tied_head": False, **changes})
-    assert Config.from_json(folder.config_json(config)) == config
+    assert Config.from_json(config.to_json()) == config
 
 
 def damaged_recipe(path: Path) -> None:
@@ -285,6 +300,18 @@ def test_every_step_dispatches_on_device_arrays(name: str) -> None:
     assert host is not None and device is not None
     for name, w in host.floats.items():
         np.testing.assert_allclose(device.floats[name].array, w, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_of_device_arrays_becomes_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed and written too, and read again to calibrate the next layer on."""
+    monkeypatch.setattr(gpu, "is_device_array", lambda array: isinstance(array, DispatchingArray))
+    monkeypatch.setattr(gpu, "device_info", lambda: None)
+    monkeypatch.setattr(gpu, "to_device", DispatchingArray)
+    monkeypatch.setattr(gpu, "to_host", DispatchingArray.get)
+    model = small(BIASED)
+    for place, each in (("host", model), ("device", model.to_device())):
+        quantize.quantize_model(each, TEXT, PACKED["lqq"], tmp_path / place)
+    assert files(tmp_path / "host") == files(tmp_path / "device")
 
 
 @pytest.mark.gpu

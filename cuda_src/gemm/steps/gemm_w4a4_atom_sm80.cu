@@ -24,10 +24,8 @@
 
 namespace {
 
-constexpr int WN = BN / 32, THREADS = 32 * WN * WM, TOKENS = BM / WM;  // warps along rows; tokens of a warp
-constexpr int OPERANDS = (BN + BM) * ptxlab::ROW_BYTES;
-constexpr int STAGE_BYTES = OPERANDS + (BN + BM) * 4;  // two scales of every row
-constexpr int PITCH = BN + 4;                          // f32 of the tile of results in shared memory
+using Tile = ptxlab::RowsTile<BN, BM, WM>;
+constexpr int OPERANDS = Tile::W_BYTES + Tile::X_BYTES, STAGE_BYTES = OPERANDS + Tile::SCALE_BYTES;
 static_assert(GROUP == 64 || GROUP == 128, "a stage has one group or two");
 
 }  // namespace
@@ -44,9 +42,7 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4a4_atom_sm80(
     int M, int N, int K, int outliers) {
     extern __shared__ __align__(128) unsigned char ring[];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
-    const int token_tiles = (M + BM - 1) / BM;
-    const int token0 = blockIdx.x % token_tiles * BM, row0 = blockIdx.x / token_tiles * BN;
-    const int lane = threadIdx.x % 32, wn = threadIdx.x / 32 % WN, wm = threadIdx.x / 32 / WN;
+    const Tile tile(M, N);
     const int groups = K / GROUP, columns = (groups + 8) / 8 * 8;  // scales of a row
     const int stages4 = (K + 127) / 128, stages = stages4 + outliers / 64;
     const auto fetch = [&](int stage) {
@@ -54,18 +50,16 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4a4_atom_sm80(
         if (stage < stages) {
             const bool int4 = stage < stages4;
             const int first = (int4 ? stage : stage - stages4) * ptxlab::ROW_BYTES, bytes = int4 ? K / 2 : outliers;
-            ptxlab::fetch_rows<BN, THREADS>(slot, int4 ? w4 : w8, row0, N, first, bytes);
-            ptxlab::fetch_rows<BM, THREADS>(slot + BN * ptxlab::ROW_BYTES, int4 ? x4 : x8, token0, M, first, bytes);
+            tile.fetch_w(slot, int4 ? w4 : w8, first, bytes);
+            tile.fetch_x(slot + Tile::W_BYTES, int4 ? x4 : x8, first, bytes);
             const int pair = int4 ? stage * 128 / GROUP / 2 : groups / 2;
-            __half* scales = reinterpret_cast<__half*>(slot + OPERANDS);
-            ptxlab::fetch_scales<BN, THREADS>(scales, w_scale, row0, N, pair, columns);
-            ptxlab::fetch_scales<BM, THREADS>(scales + 2 * BN, x_scale, token0, M, pair, columns);
+            tile.fetch_scales(slot + OPERANDS, w_scale, x_scale, pair, columns);
         }
         ptxlab::cp_async_commit();
     };
 
-    int acc[2][TOKENS / 8][4] = {};
-    float total[2][TOKENS / 8][4] = {};
+    Tile::Sums acc = {};
+    Tile::Totals total = {};
     PHASE(LOAD);
     for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage);
     for (int stage = 0; stage < stages; ++stage) {
@@ -75,36 +69,25 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4a4_atom_sm80(
         PHASE(LOAD);
         fetch(stage + STAGES - 1);
         PHASE(MULTIPLY);
-        const unsigned char *slot = ring + stage % STAGES * STAGE_BYTES, *w = slot + wn * 32 * ptxlab::ROW_BYTES,
-                            *x = slot + (BN + wm * TOKENS) * ptxlab::ROW_BYTES;
-        const __half* scales = reinterpret_cast<const __half*>(slot + OPERANDS);
-        const auto add = [&](int odd) {
-            ptxlab::add_group<TOKENS, HALVES>(total, acc, scales + 2 * wn * 32, scales + 2 * (BN + wm * TOKENS), odd,
-                                              lane);
-        };
+        const unsigned char *slot = ring + stage % STAGES * STAGE_BYTES, *w = slot + tile.w_at(),
+                            *x = slot + (Tile::W_BYTES + tile.x_at());
+        const unsigned char* scales = slot + OPERANDS;
+        const auto add = [&](int odd) { tile.add_group<HALVES>(total, acc, scales, odd); };
         if (stage < stages4) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                ptxlab::multiply_half<true, TOKENS>(acc, w, x, half, lane);
+                tile.multiply_half<true>(acc, w, x, half);
                 if (GROUP == 64) add(half);  // behind the end of K a sum is zero
             }
             if (GROUP == 128) add(stage & 1);
         } else {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) ptxlab::multiply_half<false, TOKENS>(acc, w, x, half, lane);
+            for (int half = 0; half < 2; ++half) tile.multiply_half<false>(acc, w, x, half);
             if (stage == stages - 1) add(groups & 1);
         }
     }
 
     PHASE(EPILOGUE);
     ptxlab::cp_async_wait<0>();
-    __syncthreads();  // the results take the ring's place
-    float* tile = reinterpret_cast<float*>(ring);
-    ptxlab::gather_results<TOKENS, PITCH>(tile + wm * TOKENS * PITCH + wn * 32, total, lane);
-    __syncthreads();
-    for (int i = threadIdx.x; i < BM * BN / 8; i += THREADS) {
-        const int m = i / (BN / 8), c = i % (BN / 8) * 8, token = token0 + m, n = row0 + c;
-        if (token < M && n < N)
-            ptxlab::store_8_floats<OUT>(y, size_t(token) * N + n, tile + m * PITCH + c, bias ? bias + n : nullptr);
-    }
+    tile.store_totals<OUT>(ring, total, y, bias);
 }

@@ -21,9 +21,8 @@
 
 namespace {
 
-constexpr int WN = BN / 32, THREADS = 32 * WN * WM, TOKENS = BM / WM;  // warps along rows; tokens of a warp
-constexpr int STAGE_BYTES = (BN + BM) * ptxlab::ROW_BYTES;
-constexpr int PITCH = BN + 4;     // f32 of the tile of results in shared memory
+using Tile = ptxlab::RowsTile<BN, BM, WM>;
+constexpr int STAGE_BYTES = Tile::W_BYTES + Tile::X_BYTES;
 constexpr int SCALE_COLUMNS = 8;  // of a row: INT4, outliers, padding
 
 }  // namespace
@@ -40,32 +39,25 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4a4_outlier_sm80(
     int M, int N, int K, int outliers) {
     extern __shared__ __align__(128) unsigned char ring[];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
-    const int token_tiles = (M + BM - 1) / BM;
-    const int token0 = blockIdx.x % token_tiles * BM, row0 = blockIdx.x / token_tiles * BN;
-    const int lane = threadIdx.x % 32, wn = threadIdx.x / 32 % WN, wm = threadIdx.x / 32 / WN;
+    const Tile tile(M, N);
     const int stages4 = (K + 127) / 128, stages = stages4 + outliers / 64;
-    __half* w_scales = reinterpret_cast<__half*>(ring + STAGES * STAGE_BYTES);  // 2 of each row
-    __half* x_scales = w_scales + 2 * BN;
+    unsigned char* scales = ring + STAGES * STAGE_BYTES;
     const auto fetch = [&](int stage) {
         unsigned char* slot = ring + stage % STAGES * STAGE_BYTES;
         if (stage < stages) {
             const bool int4 = stage < stages4;
             const int first = (int4 ? stage : stage - stages4) * ptxlab::ROW_BYTES, bytes = int4 ? K / 2 : outliers;
-            ptxlab::fetch_rows<BN, THREADS>(slot, int4 ? w4 : w8, row0, N, first, bytes);
-            ptxlab::fetch_rows<BM, THREADS>(slot + BN * ptxlab::ROW_BYTES, int4 ? x4 : x8, token0, M, first, bytes);
+            tile.fetch_w(slot, int4 ? w4 : w8, first, bytes);
+            tile.fetch_x(slot + Tile::W_BYTES, int4 ? x4 : x8, first, bytes);
         }
         ptxlab::cp_async_commit();
     };
 
-    int acc[2][TOKENS / 8][4] = {};
-    float total[2][TOKENS / 8][4] = {};
+    Tile::Sums acc = {};
+    Tile::Totals total = {};
     PHASE(LOAD);
-    ptxlab::fetch_scales<BN, THREADS>(w_scales, w_scale, row0, N, 0, SCALE_COLUMNS);  // they come with the first stage
-    ptxlab::fetch_scales<BM, THREADS>(x_scales, x_scale, token0, M, 0, SCALE_COLUMNS);
+    tile.fetch_scales(scales, w_scale, x_scale, 0, SCALE_COLUMNS);  // they come with the first stage
     for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage);
-    const auto add = [&](int odd) {
-        ptxlab::add_group<TOKENS>(total, acc, w_scales + 2 * wn * 32, x_scales + 2 * wm * TOKENS, odd, lane);
-    };
     for (int stage = 0; stage < stages; ++stage) {
         PHASE(WAIT_COPY);
         ptxlab::cp_async_wait<STAGES - 2>();
@@ -73,25 +65,17 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4a4_outlier_sm80(
         PHASE(LOAD);
         fetch(stage + STAGES - 1);
         PHASE(MULTIPLY);
-        const unsigned char *slot = ring + stage % STAGES * STAGE_BYTES, *w = slot + wn * 32 * ptxlab::ROW_BYTES,
-                            *x = slot + (BN + wm * TOKENS) * ptxlab::ROW_BYTES;
-        if (stage == stages4) add(0);
+        const unsigned char *slot = ring + stage % STAGES * STAGE_BYTES, *w = slot + tile.w_at(),
+                            *x = slot + (Tile::W_BYTES + tile.x_at());
+        if (stage == stages4) tile.add_group(total, acc, scales, 0);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            if (stage < stages4) ptxlab::multiply_half<true, TOKENS>(acc, w, x, half, lane);
-            else ptxlab::multiply_half<false, TOKENS>(acc, w, x, half, lane);
+            if (stage < stages4) tile.multiply_half<true>(acc, w, x, half);
+            else tile.multiply_half<false>(acc, w, x, half);
     }
-    add(outliers > 0);
+    tile.add_group(total, acc, scales, outliers > 0);
 
     PHASE(EPILOGUE);
     ptxlab::cp_async_wait<0>();
-    __syncthreads();  // the results take the ring's place
-    float* tile = reinterpret_cast<float*>(ring);
-    ptxlab::gather_results<TOKENS, PITCH>(tile + wm * TOKENS * PITCH + wn * 32, total, lane);
-    __syncthreads();
-    for (int i = threadIdx.x; i < BM * BN / 8; i += THREADS) {
-        const int m = i / (BN / 8), c = i % (BN / 8) * 8, token = token0 + m, n = row0 + c;
-        if (token < M && n < N)
-            ptxlab::store_8_floats<OUT>(y, size_t(token) * N + n, tile + m * PITCH + c, bias ? bias + n : nullptr);
-    }
+    tile.store_totals<OUT>(ring, total, y, bias);
 }

@@ -18,13 +18,7 @@
 #define OUT 0
 #endif
 
-namespace {
-
-constexpr int WN = BN / 32, THREADS = 32 * WN * WM, TOKENS = BM / WM;  // warps along rows; tokens of a warp
-constexpr int STAGE_BYTES = (BN + BM) * ptxlab::ROW_BYTES;
-constexpr int PITCH = BN + 4;  // int32 of the tile of results in shared memory
-
-}  // namespace
+using Tile = ptxlab::RowsTile<BN, BM, WM>;
 
 extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4a4_s4_sm80(
     const unsigned char* __restrict__ w,  // u8  [N, K/2], two s4 a byte
@@ -36,21 +30,18 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4a4_s4_sm80(
     int M, int N, int K) {
     extern __shared__ __align__(128) unsigned char ring[];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
-    const int token_tiles = (M + BM - 1) / BM;
-    const int token0 = blockIdx.x % token_tiles * BM, row0 = blockIdx.x / token_tiles * BN;
-    const int lane = threadIdx.x % 32, wn = threadIdx.x / 32 % WN, wm = threadIdx.x / 32 / WN;
+    const Tile tile(M, N);
     const int stages = (K + 127) / 128;
     const auto fetch = [&](int stage) {
-        unsigned char* slot = ring + stage % STAGES * STAGE_BYTES;
+        unsigned char* slot = ring + stage % STAGES * (Tile::W_BYTES + Tile::X_BYTES);
         if (stage < stages) {
-            ptxlab::fetch_rows<BN, THREADS>(slot, w, row0, N, stage * ptxlab::ROW_BYTES, K / 2);
-            ptxlab::fetch_rows<BM, THREADS>(slot + BN * ptxlab::ROW_BYTES, x, token0, M, stage * ptxlab::ROW_BYTES,
-                                            K / 2);
+            tile.fetch_w(slot, w, stage * ptxlab::ROW_BYTES, K / 2);
+            tile.fetch_x(slot + Tile::W_BYTES, x, stage * ptxlab::ROW_BYTES, K / 2);
         }
         ptxlab::cp_async_commit();
     };
 
-    int acc[2][TOKENS / 8][4] = {};
+    Tile::Sums acc = {};
     PHASE(LOAD);
     for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage);
     for (int stage = 0; stage < stages; ++stage) {
@@ -60,23 +51,15 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4a4_s4_sm80(
         PHASE(LOAD);
         fetch(stage + STAGES - 1);
         PHASE(MULTIPLY);
-        const unsigned char* slot = ring + stage % STAGES * STAGE_BYTES;
+        const unsigned char* slot = ring + stage % STAGES * (Tile::W_BYTES + Tile::X_BYTES);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            ptxlab::multiply_half<true, TOKENS>(acc, slot + wn * 32 * ptxlab::ROW_BYTES,
-                                                slot + (BN + wm * TOKENS) * ptxlab::ROW_BYTES, half, lane);
+            tile.multiply_half<true>(acc, slot + tile.w_at(), slot + (Tile::W_BYTES + tile.x_at()), half);
     }
 
     PHASE(EPILOGUE);
     ptxlab::cp_async_wait<0>();
-    __syncthreads();  // the results take the ring's place
-    int* tile = reinterpret_cast<int*>(ring);
-    ptxlab::gather_results<TOKENS, PITCH>(tile + wm * TOKENS * PITCH + wn * 32, acc, lane);
-    __syncthreads();
-    for (int i = threadIdx.x; i < BM * BN / 8; i += THREADS) {
-        const int m = i / (BN / 8), c = i % (BN / 8) * 8, token = token0 + m, n = row0 + c;
-        if (token < M && n < N)
-            ptxlab::store_8<OUT>(y, size_t(token) * N + n, tile + m * PITCH + c, x_scale[token], w_scale + n,
-                                 bias ? bias + n : nullptr);
-    }
+    tile.gather(ring, acc, [&](size_t at, int token, int n, const int* sums) {
+        ptxlab::store_8<OUT>(y, at, sums, x_scale[token], w_scale + n, bias ? bias + n : nullptr);
+    });
 }

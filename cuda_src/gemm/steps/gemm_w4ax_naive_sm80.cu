@@ -24,38 +24,23 @@
 
 namespace {
 
-constexpr int WN = BN / 32, THREADS = 32 * WN * WM, TOKENS = BM / WM;              // warps along rows; tokens of a warp
-constexpr int W_BYTES = BN * ptxlab::ROW_BYTES, X_BYTES = BM * ptxlab::ROW_BYTES;  // of 128 INT4 or 64 INT8 channels
-constexpr int OPERANDS = W_BYTES + 2 * X_BYTES;
-constexpr int STAGE_BYTES = OPERANDS + (BN + BM) * 4;  // two scales of every row
-constexpr int PITCH = BN + 4;                          // f32 of the tile of results in shared memory
+using Tile = ptxlab::RowsTile<BN, BM, WM>;
+constexpr int OPERANDS = Tile::W_BYTES + 2 * Tile::X_BYTES;  // of 128 channels; the second X of INT8 alone
+constexpr int STAGE_BYTES = OPERANDS + Tile::SCALE_BYTES;
 
 // acc += the products of a warp over half a block, 64 channels of INT8, the weights times 16. A 16-byte chunk of a row of
 // W is a k32 step, word t what lane t of four needs of it: in the high nibbles channels 4 t .., in the low ones 16 + 4 t.
-__device__ __forceinline__ void multiply_mixed(int (&acc)[2][TOKENS / 8][4], const unsigned char* w,
-                                               const unsigned char* x, int half, int lane) {
+__device__ __forceinline__ void multiply_mixed(const Tile& tile, Tile::Sums& acc, const unsigned char* w,
+                                               const unsigned char* x, int half) {
     unsigned a[2][4];  // rows 0-7, 8-15 of the first step, of the second
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-        ptxlab::ldmatrix_x4(a[h], w + ptxlab::chunk_at(h * 16 + lane % 16, half * 2 + lane / 16));
+    tile.load_w(a, w, half);
 #pragma unroll
     for (int step = 0; step < 2; ++step)
-#pragma unroll
-        for (int m = 0; m < TOKENS / 8; m += 2) {
-            unsigned b[4];
-            const int row = m * 8 + lane % 8 + (TOKENS > 8 ? lane / 16 * 8 : 0);
-            ptxlab::ldmatrix_x4(b, x + ptxlab::chunk_at(row, step * 2 + lane / 8 % 2));
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                if (m + j >= TOKENS / 8) break;
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const unsigned top = a[h][2 * step], below = a[h][2 * step + 1];
-                    ptxlab::mma_s8(acc[h][m + j], top & 0xf0f0f0f0u, below & 0xf0f0f0f0u, top << 4 & 0xf0f0f0f0u,
-                                   below << 4 & 0xf0f0f0f0u, b[2 * j], b[2 * j + 1]);
-                }
-            }
-        }
+        tile.multiply_tokens(x, step, [&](int m, int h, unsigned b0, unsigned b1) {
+            const unsigned top = a[h][2 * step], below = a[h][2 * step + 1];
+            ptxlab::mma_s8(acc[h][m], top & 0xf0f0f0f0u, below & 0xf0f0f0f0u, top << 4 & 0xf0f0f0f0u,
+                           below << 4 & 0xf0f0f0f0u, b0, b1);
+        });
 }
 
 }  // namespace
@@ -71,30 +56,26 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4ax_naive_sm80(
     int M, int N, int K4, int K8) {
     extern __shared__ __align__(128) unsigned char ring[];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
-    const int token_tiles = (M + BM - 1) / BM;
-    const int token0 = blockIdx.x % token_tiles * BM, row0 = blockIdx.x / token_tiles * BN;
-    const int lane = threadIdx.x % 32, wn = threadIdx.x / 32 % WN, wm = threadIdx.x / 32 / WN;
+    const Tile tile(M, N);
     const int blocks4 = K4 / 128, blocks = blocks4 + K8 / 128, columns = (blocks + 7) / 8 * 8;  // scales of a row
     const auto fetch = [&](int block) {
-        unsigned char *slot = ring + block % STAGES * STAGE_BYTES, *xs = slot + W_BYTES;
+        unsigned char *slot = ring + block % STAGES * STAGE_BYTES, *xs = slot + Tile::W_BYTES;
         if (block < blocks) {
-            ptxlab::fetch_rows<BN, THREADS>(slot, w, row0, N, block * ptxlab::ROW_BYTES, (K4 + K8) / 2);
+            tile.fetch_w(slot, w, block * ptxlab::ROW_BYTES, (K4 + K8) / 2);
             if (block < blocks4) {
-                ptxlab::fetch_rows<BM, THREADS>(xs, x4, token0, M, block * ptxlab::ROW_BYTES, K4 / 2);
+                tile.fetch_x(xs, x4, block * ptxlab::ROW_BYTES, K4 / 2);
             } else {
                 const int first = (block - blocks4) * 128;
-                ptxlab::fetch_rows<BM, THREADS>(xs, x8, token0, M, first, K8);
-                ptxlab::fetch_rows<BM, THREADS>(xs + X_BYTES, x8, token0, M, first + ptxlab::ROW_BYTES, K8);
+                tile.fetch_x(xs, x8, first, K8);
+                tile.fetch_x(xs + Tile::X_BYTES, x8, first + ptxlab::ROW_BYTES, K8);
             }
-            __half* scales = reinterpret_cast<__half*>(slot + OPERANDS);
-            ptxlab::fetch_scales<BN, THREADS>(scales, w_scale, row0, N, block / 2, columns);
-            ptxlab::fetch_scales<BM, THREADS>(scales + 2 * BN, x_scale, token0, M, block / 2, columns);
+            tile.fetch_scales(slot + OPERANDS, w_scale, x_scale, block / 2, columns);
         }
         ptxlab::cp_async_commit();
     };
 
-    int acc[2][TOKENS / 8][4] = {};
-    float total[2][TOKENS / 8][4] = {};
+    Tile::Sums acc = {};
+    Tile::Totals total = {};
     PHASE(LOAD);
     for (int block = 0; block < STAGES - 1; ++block) fetch(block);
     for (int block = 0; block < blocks; ++block) {
@@ -104,27 +85,18 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4ax_naive_sm80(
         PHASE(LOAD);
         fetch(block + STAGES - 1);
         PHASE(MULTIPLY);
-        const unsigned char *slot = ring + block % STAGES * STAGE_BYTES, *ws = slot + wn * 32 * ptxlab::ROW_BYTES,
-                            *xs = slot + W_BYTES + wm * TOKENS * ptxlab::ROW_BYTES;
+        const unsigned char *slot = ring + block % STAGES * STAGE_BYTES, *ws = slot + tile.w_at(),
+                            *xs = slot + Tile::W_BYTES + tile.x_at();
         const bool int4 = block < blocks4;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            if (int4) ptxlab::multiply_half<true, TOKENS>(acc, ws, xs, half, lane);
-            else multiply_mixed(acc, ws, xs + half * X_BYTES, half, lane);
-        const __half* scales = reinterpret_cast<const __half*>(slot + OPERANDS);
-        ptxlab::add_group<TOKENS>(total, acc, scales + 2 * wn * 32, scales + 2 * (BN + wm * TOKENS), block & 1, lane,
-                                  int4 ? 1 : 1 / 16.0f);
+            if (int4) tile.multiply_half<true>(acc, ws, xs, half);
+            else multiply_mixed(tile, acc, ws, xs + half * Tile::X_BYTES, half);
+        const unsigned char* scales = slot + OPERANDS;
+        tile.add_group(total, acc, scales, block & 1, int4 ? 1 : 1 / 16.0f);
     }
 
     PHASE(EPILOGUE);
     ptxlab::cp_async_wait<0>();
-    __syncthreads();  // the results take the ring's place
-    float* tile = reinterpret_cast<float*>(ring);
-    ptxlab::gather_results<TOKENS, PITCH>(tile + wm * TOKENS * PITCH + wn * 32, total, lane);
-    __syncthreads();
-    for (int i = threadIdx.x; i < BM * BN / 8; i += THREADS) {
-        const int m = i / (BN / 8), c = i % (BN / 8) * 8, token = token0 + m, n = row0 + c;
-        if (token < M && n < N)
-            ptxlab::store_8_floats<OUT>(y, size_t(token) * N + n, tile + m * PITCH + c, bias ? bias + n : nullptr);
-    }
+    tile.store_totals<OUT>(ring, total, y, bias);
 }

@@ -1,13 +1,23 @@
 """One GEMM at one size, or several in turn: timed, held against the reference, beside their floor and peers."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from ptxlab import cost, gpu
 from ptxlab.bench import launching
-from ptxlab.bench.gemm.problem import GemmLaunches, launches, packed_bytes, source_of, variant
+from ptxlab.bench.gemm.problem import (
+    GemmLaunches,
+    expected,
+    first_tokens,
+    launches,
+    packed_bytes,
+    sizes_at,
+    source_of,
+    variant,
+)
 from ptxlab.bench.record import Row, row_of
+from ptxlab.bench.shapes import Layer
 from ptxlab.bench.stream import measure_stream
 from ptxlab.bench.timing import GEMM_REPLAYS, Measured, chained, copies_beyond_l2, measure
 from ptxlab.kernels.gemm.common import GemmStep
@@ -61,6 +71,21 @@ def point(
         more=timed.resources,
         **{"activations": step.order, **further},
     )
+
+
+def over_tokens(
+    step: GemmStep,
+    layer: Layer,
+    logical: Arrays,
+    tokens: Iterable[int],
+    cublas: Mapping[int, Mapping[str, float]],
+    **further: Any,
+) -> Iterator[Row]:
+    """A `point` for each number of tokens, the first of those in `logical`, beside cuBLAS."""
+    for M in tokens:
+        inputs = first_tokens(logical, M)
+        right = expected(step.spec, inputs)
+        yield point(step, sizes_at(step.spec, layer, M), inputs, right, peers=cublas[M], **further)
 
 
 def compile_all(points: Iterable[Point]) -> None:

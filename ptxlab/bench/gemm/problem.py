@@ -18,6 +18,7 @@ from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Sizes
 from ptxlab.spec.expressions import names_in
 
+OUTLIERS = 128  # channels of Atom's and COMET's weights that are INT8
 _OF_TOKENS = ("x", "x_scale", "x_sum", "rows")  # logical inputs that are no part of the weight; nor is the bias
 
 
@@ -32,8 +33,12 @@ def source_of(step: GemmStep) -> Source:
 
 
 def sizes_at(spec: KernelSpec, layer: Layer, M: int, group: int = GROUP, rows: int = 1) -> dict[str, int]:
-    """The spec's sizes: those without groups know no `g`, and only tiles of activations have `rows`."""
-    sizes = {"M": M, "N": layer.N, "K": layer.K, "g": group, "rows": rows}
+    """The spec's sizes: those without groups know no `g`, and only tiles of activations have `rows`.
+
+    Of W4A4's channels some are outliers; K then counts the others alone.
+    """
+    outliers = OUTLIERS if "outliers" in spec.symbols else 0
+    sizes = {"M": M, "N": layer.N, "K": layer.K - outliers, "outliers": outliers, "g": group, "rows": rows}
     return {name: size for name, size in sizes.items() if name in spec.symbols}
 
 
@@ -75,7 +80,8 @@ def tokens(layer: Layer, M: int, seed: int = 0) -> Arrays:
 
 def first_tokens(logical: Arrays, M: int) -> Arrays:
     """The same problem with its first M tokens."""
-    return {**logical, "x": logical["x"][:M], "x_scale": logical["x_scale"][:M]}
+    first = {name: with_arrays(part, lambda array: array[:M]) for name, part in logical.items() if name.startswith("x")}
+    return {**logical, **first}
 
 
 def expected(spec: KernelSpec, logical: Arrays) -> Any:

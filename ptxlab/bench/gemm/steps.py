@@ -6,8 +6,8 @@ W8A8 is the same GEMM with weights that come as they are multiplied: what W4A8 c
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ptxlab import kernels
-from ptxlab.bench.gemm.points import Point, StreamTime, point
-from ptxlab.bench.gemm.problem import expected, first_tokens, problem, sizes_at, steps_of
+from ptxlab.bench.gemm.points import Point, StreamTime, over_tokens
+from ptxlab.bench.gemm.problem import problem, sizes_at, steps_of
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import ALL_TOKENS, LAYERS, LLAMA, TOKENS, Layer
 from ptxlab.kernels.gemm.common import GemmStep
@@ -43,7 +43,4 @@ def layer_rows(
     for step in steps:
         progress(f"{layer}: {step.spec.name}")
         logical = problem(step.spec, layer, max(tokens))
-        for M in tokens:
-            sizes, inputs = sizes_at(step.spec, layer, M), first_tokens(logical, M)
-            right = expected(step.spec, inputs)
-            yield point(step, sizes, inputs, right, measured_as=measured_as, stream_us=stream_us, peers=cublas[M])
+        yield from over_tokens(step, layer, logical, tokens, cublas, measured_as=measured_as, stream_us=stream_us)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu
-from ptxlab.bench.gemm.points import Point, StreamTime, point
-from ptxlab.bench.gemm.problem import expected
+from ptxlab.bench.gemm.points import Point, StreamTime, over_tokens
+from ptxlab.bench.gemm.problem import sizes_at
 from ptxlab.bench.record import Row
-from ptxlab.bench.shapes import GROUP, LLAMA, Layer
+from ptxlab.bench.shapes import LLAMA, Layer
 from ptxlab.kernels.gemm import w4a4
 from ptxlab.kernels.gemm.common import GemmStep
 from ptxlab.kernels.gemm.ladder import why_not
@@ -22,7 +22,6 @@ from ptxlab.spec import Arrays, KernelSpec
 
 MEASURE = "w4a4"
 TOKENS = (16, 64, 128, 256, 512)  # those at which cuBLAS is measured
-OUTLIERS = 128
 LADDER_LAYER = LLAMA[1]  # 4096 x 4096
 
 
@@ -44,17 +43,7 @@ def layer_rows(
     for step in _steps(layer, names):
         progress(f"{layer}: {step.spec.name}")
         logical = problem(step.spec, layer, max(TOKENS))
-        for M in TOKENS:
-            inputs = first_tokens(logical, M)
-            right, sizes = expected(step.spec, inputs), sizes_at(step.spec, layer, M)
-            yield point(step, sizes, inputs, right, measured_as=MEASURE, stream_us=stream_us, peers=cublas[M])
-
-
-def sizes_at(spec: KernelSpec, layer: Layer, M: int) -> dict[str, int]:
-    """The spec's sizes: with outliers, K counts the other channels alone."""
-    outliers = OUTLIERS if "outliers" in spec.symbols else 0
-    sizes = {"M": M, "N": layer.N, "K": layer.K - outliers, "outliers": outliers, "g": GROUP}
-    return {name: size for name, size in sizes.items() if name in spec.symbols}
+        yield from over_tokens(step, layer, logical, TOKENS, cublas, measured_as=MEASURE, stream_us=stream_us)
 
 
 def problem(spec: KernelSpec, layer: Layer, M: int, seed: int = 0) -> Arrays:
@@ -62,14 +51,8 @@ def problem(spec: KernelSpec, layer: Layer, M: int, seed: int = 0) -> Arrays:
     sizes = sizes_at(spec, layer, M) | {"N": min(layer.N, BLOCK_ROWS)}
     drawn = spec.example(np.random.default_rng(seed), **{name: sizes[name] for name in spec.example_sizes[0]})
     logical: Arrays = with_arrays(drawn, gpu.to_device)
-    of_rows = {name: with_arrays(part, lambda array: _repeated(array, layer.N)) for name, part in logical.items()}
-    return {name: part if name.startswith("x") else of_rows[name] for name, part in logical.items()}
-
-
-def first_tokens(logical: Arrays, M: int) -> Arrays:
-    """The same problem with its first M tokens."""
-    first = {name: with_arrays(part, lambda array: array[:M]) for name, part in logical.items()}
-    return {name: first[name] if name.startswith("x") else part for name, part in logical.items()}
+    weight = {name: part for name, part in logical.items() if not name.startswith("x")}
+    return {**logical, **with_arrays(weight, lambda array: _repeated(array, layer.N))}
 
 
 def _repeated(array: Any, rows: int) -> Any:

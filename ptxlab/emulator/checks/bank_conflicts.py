@@ -41,15 +41,15 @@ class BankConflicts(Check):
         use = bank_use(np.where(active, addresses, 0), access.size, active=active, store=store)
         key = instruction.path, instruction.line, instruction.text
         known = launch.shared_accesses.get(key) or SharedAccess(
-            instruction.line,
-            instruction.text,
-            0,
-            0,
-            0,
-            access.size,
-            store,
-            tuple(addresses[0].tolist()),
-            instruction.path,
+            path=instruction.path,
+            line=instruction.line,
+            text=instruction.text,
+            requests=0,
+            wavefronts=0,
+            conflicts=0,
+            width=access.size,
+            store=store,
+            addresses=tuple(addresses[0].tolist()),
         )
         launch.shared_accesses[key] = replace(
             known,

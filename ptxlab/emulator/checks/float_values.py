@@ -19,7 +19,7 @@ from ptxlab.emulator.core.machine import Machine
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_float
-from ptxlab.emulator.ops.alu import alu_operation
+from ptxlab.emulator.ops.alu import typed_operands
 from ptxlab.emulator.ops.rounding import element, widen
 
 ARITHMETIC = frozenset({
@@ -73,18 +73,17 @@ class FloatValues(Check):
             return self.around_atomic(instruction, handler)
         if instruction.head not in ARITHMETIC:
             return handler
-        known, machine = alu_operation(instruction.opcode), self.machine
-        if not is_float(known.out[0]):
+        _, ((target, t), *_), sources = typed_operands(instruction)
+        if not is_float(t):
             return handler
         relaxed = instruction.head == "cvt"
-        target, *sources = instruction.operands
-        readers = [machine.reader(o, t, relaxed) for o, t in zip(sources, known.sources, strict=True)]
-        stored = machine.reader(target, known.out[0], relaxed)
+        readers = [(of, self.machine.reader(operand, of, relaxed)) for operand, of in sources]
+        stored = self.machine.reader(target, t, relaxed)
 
         def checked(lanes: Lanes) -> Successors:
-            before = [(t, read(lanes).copy()) for t, read in zip(known.sources, readers, strict=True)]
+            before = [(of, read(lanes).copy()) for of, read in readers]
             successors = handler(lanes)
-            self.compare(instruction, lanes, (known.out[0], stored(lanes)), before)
+            self.compare(instruction, lanes, (t, stored(lanes)), before)
             return successors
 
         return checked

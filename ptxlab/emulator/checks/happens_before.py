@@ -24,8 +24,6 @@ _WEAK = np.uint64(0)
 _TIMES, _ACTORS, _CODES = (np.uint64((1 << bits) - 1) for bits in (22, 21, 20))
 
 PROXY_SPACES = ("shared", "global")  # of what a proxy fence makes visible; see `Clocks.fence_proxy`
-
-
 Clocked = dict[Released, Clock]  # what is told, by the scope and the block of the release
 
 
@@ -61,7 +59,7 @@ class HappensBefore(Check):
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         cluster, entry = machine.cluster_memory.size * machine.stride, machine.launch.entry
-        self.spaces = PROXY_SPACES if entry.uses_async_proxy or machine.launch.publishes else ()
+        self.spaces = PROXY_SPACES if entry.uses_async_proxy or machine.launch.unfenced is not None else ()
         self.clocks = Clocks(machine.lanes, cluster, entry.is_asynchronous, len(self.spaces))
         self.scopes = Scopes(machine)
         # by the fence's reach: lane -> what its warp knew at its last fence, and what all lanes had done at theirs

@@ -49,7 +49,7 @@ class InFlight(Check):
         self.busy = np.zeros(machine.memory.size, np.uint8)
         self.words = {size: self.busy.view(f"u{size}") for size in (1, 2, 4, 8)}
         # event of the last write that was not the engine's, 0 where there is none
-        marked = machine.launch.entry.uses_async_proxy or machine.launch.publishes
+        marked = machine.launch.entry.uses_async_proxy or machine.launch.unfenced is not None
         self.dirty = np.zeros(machine.memory.size, np.uint64) if marked else None
         # likewise of the last read of shared memory; None: not asked for
         self.read = None if self.dirty is None or not strict else np.zeros_like(self.dirty)
@@ -79,11 +79,11 @@ class InFlight(Check):
 
     def meet(self, access: MemoryAccess, lanes: Lanes, offsets: Array, flags: int, does: str) -> None:
         """Report accesses to bytes that carry one of the flags."""
-        handler = min(access.size, 8)
-        pattern = int.from_bytes(bytes([flags]) * handler, "little")
+        width = min(access.size, 8)
+        pattern = int.from_bytes(bytes([flags]) * width, "little")
         wrong = np.zeros(len(offsets), bool)
-        for first in range(0, access.size, handler):
-            wrong |= self.words[handler][(offsets + first) // handler] & pattern != 0
+        for first in range(0, access.size, width):
+            wrong |= self.words[width][(offsets + first) // width] & pattern != 0
         if wrong.any():
             start = int(offsets[int(np.argmax(wrong))])
             place = start + int(np.argmax(self.busy[start : start + access.size] & flags))
@@ -164,11 +164,10 @@ class InFlight(Check):
         hit = (by > 0) & ~behind
         if hit.any():
             first = int(np.argmax(hit))
-            message = f"takes {self.memory.byte(int(effect.read_bytes[first]))}, which "
-            message += (
-                f"{self.machine.launch.writers[by[first] - 1]}, wrote without a fence.proxy.async behind it, and "
-            )
-            message += "nobody has fenced here since griddepcontrol.wait: the engine may see what was there before,"
+            writer = self.machine.launch.writers[by[first] - 1]
+            message = f"takes {self.memory.byte(int(effect.read_bytes[first]))}, which {writer}, wrote "
+            message += "without a fence.proxy.async behind it, and nobody has fenced here since griddepcontrol.wait: "
+            message += "the engine may see what was there before,"
             self.report(effect.instruction, "async-dirty", lanes, by_entry(hit, sizes), message)
 
     def unfenced(
@@ -262,7 +261,6 @@ class InFlight(Check):
         launch.unfenced[places] = 0
         for code in np.unique(codes_of(events[nobody])).tolist():
             instruction = self.machine.code[code]
-            launch.writers.append(
-                f"`{instruction.text}` of {launch.entry.name} ({instruction.path}:{instruction.line})"
-            )
+            by = f"`{instruction.text}` of {launch.entry.name} ({instruction.path}:{instruction.line})"
+            launch.writers.append(by)
             launch.unfenced[places[nobody & (codes_of(events) == code)]] = len(launch.writers)

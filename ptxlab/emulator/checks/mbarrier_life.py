@@ -36,7 +36,7 @@ class MBarrierLife(Check):
         if access.instruction.head == "mbarrier":
             self.live[offsets // WORD] = False  # until `begin`, if it is initialised
             return
-        words = (offsets[:, None] + np.arange(0, max(access.size, 1), WORD)) // WORD
+        words = (offsets[:, None] + np.arange(0, access.size, WORD)) // WORD
         self.meet(access.instruction, lanes, words, np.any(self.live[words], axis=1))
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
@@ -60,13 +60,14 @@ class MBarrierLife(Check):
             self.report(instruction, "async", lanes, wrong, message)
 
     def end(self) -> None:
-        """Phases for which nobody waits, and whose bytes came in part, or too many; if none came, none was to come."""
+        """Report phases of which some bytes came, but not all, or too many; nobody has waited for these.
+
+        None at all is no finding: a block may expect what others send to some blocks only.
+        """
         for barrier in self.mbarriers.at.values():
             if barrier.bytes not in (0, barrier.expected):
                 lost = f"expects {barrier.bytes} bytes more than copies have brought"
                 surplus = f"has got {-barrier.bytes} bytes that nobody expected"
-                lanes = np.array(
-                    [self.machine.cluster_memory.block_at(np.array([barrier.place]))[0] * self.machine.stride]
-                )
                 message = f"at the end {barrier} {lost if barrier.bytes > 0 else surplus},"
-                self.report(barrier.expected_by, "async", lanes, np.array([True]), message)
+                blocks = self.machine.cluster_memory.block_at(np.array([barrier.place]))
+                self.report(barrier.expected_by, "async", blocks * self.machine.stride, np.array([True]), message)

@@ -49,9 +49,8 @@ class Sectors(Check):
         key = instruction.path, instruction.line, instruction.text
         warps = lanes // 32
         sectors = np.unique(np.stack((warps, starts // SECTOR)), axis=1)
-        _, first = np.unique(
-            np.stack((warps, starts)), axis=1, return_index=True
-        )  # what several lanes read counts once
+        # what several lanes read counts once
+        _, first = np.unique(np.stack((warps, starts)), axis=1, return_index=True)
         nbytes = np.bincount(warps[first], sizes[first])
         entry = known.get(key) or GlobalAccess(*key, 0, 0, 0)
         known[key] = replace(

@@ -47,8 +47,7 @@ Index = tuple[int, int, int]
 class Finding:
     """Something a check found: the first occurrence at its line (and packed lane), and how many times it occurred."""
 
-    # "carry", "range", "uninitialised", "race", "async", "async-dirty", "divergence"; "nan", "infinity", "overflow",
-    # "subnormal"
+    # carry, range, uninitialised, race, async, async-dirty, war, divergence, nan, infinity, overflow or subnormal
     kind: str
     path: str
     line: int
@@ -99,16 +98,16 @@ class SharedAccess:
     """All executions of one load or store of shared memory, ldmatrix and stmatrix among them.
 
     Attributes:
-        line, text: where it stands.
+        path, line, text: where it stands.
         requests: how many warps have executed it; a warp whose lanes came apart counts once for each part.
         wavefronts, conflicts: passes over the banks, and those beyond the minimum; see `layout.banks`.
         width: bytes per lane, a row's 16 for ldmatrix and stmatrix.
         store: as `layout.banks` takes it: ldmatrix counts as a store, its rows are never taken together.
         addresses: of the 32 lanes of the first request, from the block's first byte of shared memory; -1 for a lane
             that takes no part. For ldmatrix and stmatrix those of the rows.
-        path: of the file that the line is in.
     """
 
+    path: str
     line: int
     text: str
     requests: int
@@ -117,7 +116,6 @@ class SharedAccess:
     width: int
     store: bool
     addresses: tuple[int, ...]
-    path: str = ""
 
 
 @dataclass(frozen=True)

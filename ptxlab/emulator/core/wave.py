@@ -47,10 +47,7 @@ class LaunchState:
     programmatic: bool = False  # whether it may begin while those before it in a chain still run (`chain`)
     at_wait: list[tuple[int, Array]] = field(default_factory=list)  # what these write, and where: there behind a wait
     has_waited: bool = False  # some thread has executed griddepcontrol.wait
-    publishes: bool = (
-        False  # whether the next launch of a chain may read by the async proxy what it writes (`InFlight`)
-    )
-    # of each byte that a launch of the chain has written without a proxy fence, by which of `writers`, from 1
+    # of each byte that a launch of a chain has written without a proxy fence: by which of `writers`, from 1
     unfenced: Array | None = None
     writers: list[str] = field(default_factory=list)
     tracked: frozenset[int] = frozenset()  # loads, by index, whose values are tracked (`load_taint`)

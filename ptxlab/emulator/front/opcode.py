@@ -1,4 +1,7 @@
-"""An opcode, taken apart: its name and its modifiers."""
+"""An opcode, taken apart: its name and its modifiers; and tables of what opcodes mean."""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from ptxlab.emulator.front.types import DTYPES, is_float
 
@@ -52,3 +55,39 @@ class Opcode:
         """Whether the last type named is a floating-point one."""
         types = [m for m in self.modifiers if m in DTYPES]
         return bool(types) and is_float(types[-1])
+
+
+Meaning = TypeVar("Meaning")
+Builder = Callable[[Opcode], Meaning]
+
+
+class OpcodeTable(Generic[Meaning]):
+    """What opcodes mean: a builder per name takes the modifiers, on integers and floating-point types apart."""
+
+    def __init__(self) -> None:
+        self._builders: dict[tuple[str, bool], Builder[Meaning]] = {}
+
+    def enter(self, *names: str, floating: bool | None = None) -> Callable[[Builder[Meaning]], Builder[Meaning]]:
+        """Decorator: a builder of these names, on integers (False), floating-point types (True) or both (None)."""
+
+        def entered(builder: Builder[Meaning]) -> Builder[Meaning]:
+            for name in names:
+                for domain in (False, True) if floating is None else (floating,):
+                    self._builders[name, domain] = builder
+            return builder
+
+        return entered
+
+    def find(self, text: str, selectors: tuple[str, ...] = ()) -> Meaning:
+        """What an opcode such as "mad.lo.u32" means, with its operands' selectors.
+
+        Raises `UnknownOpcode` for an unknown name, and where modifiers or selectors are left over.
+        """
+        opcode = Opcode(text, selectors)
+        builder = self._builders.get((opcode.name, opcode.floating))
+        if builder is None:
+            raise UnknownOpcode(text)
+        meaning = builder(opcode)
+        if opcode.modifiers or not opcode.selected:
+            raise UnknownOpcode(text)
+        return meaning

@@ -41,14 +41,11 @@ def accesses_of(entry: Entry) -> dict[str, frozenset[PointerAccess]]:
     meanings = _Meanings(entry.instructions)
     for instruction in entry.instructions:
         head = instruction.head
-        addresses = [o for o in instruction.operands if isinstance(o, Address)]
         # An address is an operand in brackets; whatever else holds a pointer lets go of it.
         data = [r for o in instruction.operands if not isinstance(o, Address) for r in registers((o,))]
         if head not in _ARITHMETIC | _HARMLESS:
             unknown.update(*(pointers[r] for r in data if r not in instruction.destinations))
-        if not addresses or head in _HARMLESS:
-            continue
-        through = set().union(*(pointers[register] for register in registers(tuple(addresses))))
+        through = _origins(instruction, pointers)
         access = meanings.access(instruction) if head in _ACCESSES else None
         if access is None or len(through) > 1:
             unknown |= through
@@ -56,6 +53,19 @@ def accesses_of(entry: Entry) -> dict[str, frozenset[PointerAccess]]:
             for name in through:
                 found[name].add(access)
     return {name: frozenset(accesses) for name, accesses in found.items() if name not in unknown}
+
+
+def pointers_of(entry: Entry) -> set[str]:
+    """The parameters that are pointers for sure: some access has its address from them, and from no other."""
+    pointers = _pointers(entry)
+    origins = (_origins(instruction, pointers) for instruction in entry.instructions)
+    return {name for origin in origins if len(origin) == 1 for name in origin}
+
+
+def _origins(instruction: Instruction, pointers: dict[Register, set[str]]) -> set[str]:
+    """The parameters that the address of an access comes from."""
+    addresses = tuple(o for o in instruction.operands if isinstance(o, Address) and instruction.head not in _HARMLESS)
+    return set().union(*(pointers[register] for register in registers(addresses)))
 
 
 def _pointers(entry: Entry) -> dict[Register, set[str]]:

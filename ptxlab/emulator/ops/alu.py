@@ -16,7 +16,7 @@ from ptxlab.emulator.core.lanes import Handler, Lanes
 from ptxlab.emulator.core.machine import ANY_OTHER, Machine, binder
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
-from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.opcode import OpcodeTable
 from ptxlab.emulator.front.operand_rules import check_operands, require_kinds
 
 
@@ -38,56 +38,53 @@ COMBINE: dict[str, np.ufunc] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor,
 }  # fmt: skip
-Builder = Callable[[Opcode], AluOperation]
-_BUILDERS: dict[tuple[str, bool], Builder] = {}
-
-
-def operation(*names: str, floating: bool | None = None) -> Callable[[Builder], Builder]:
-    """Enter a builder for opcodes of these names, on integers (False), floating-point types (True) or both (None)."""
-
-    def enter(builder: Builder) -> Builder:
-        for name in names:
-            for domain in (False, True) if floating is None else (floating,):
-                _BUILDERS[name, domain] = builder
-        return builder
-
-    return enter
+_TABLE = OpcodeTable[AluOperation]()
+operation = _TABLE.enter
+Typed = list[tuple[ir.Operand, str]]
 
 
 @cache
 def alu_operation(text: str, selectors: tuple[str, ...] = ()) -> AluOperation:
     """The form of a full opcode such as "mad.lo.u32", with its operands' selectors; raises `UnknownOpcode`."""
-    opcode = Opcode(text, selectors)
-    builder = _BUILDERS.get((opcode.name, opcode.floating))
-    if builder is None:
-        raise UnknownOpcode(text)
-    result = builder(opcode)
-    if opcode.modifiers or not opcode.selected:
-        raise UnknownOpcode(text)
-    return result
+    return _TABLE.find(text, selectors)
+
+
+def selectors_of(instruction: Instruction) -> tuple[str, ...]:
+    """Of a video instruction its operands' selectors, as a table of opcodes takes them."""
+    selectors = tuple(getattr(operand, "selector", "") for operand in instruction.operands)
+    return selectors if any(selectors) else ()
+
+
+def typed_operands(instruction: Instruction) -> tuple[AluOperation, Typed, Typed]:
+    """The operation, its destinations and its sources, each with the type it is taken as; the carry flag apart.
+
+    Raises `UnknownOpcode`, and ValueError for operands that the operation does not take.
+    """
+    check_operands(instruction)
+    known = alu_operation(instruction.opcode, selectors_of(instruction))
+    operands = list(instruction.operands)
+    targets, sources = ([t for t in types if t != "cc"] for types in (known.out, known.sources))
+    if operands and isinstance(operands[0], ir.Vector) and operands[0].pair:
+        operands[:1] = operands[0].items
+    elif targets[1:] == ["pred"]:
+        operands.insert(1, ir.Sink())
+    types = [*targets, *sources]
+    if len(operands) != len(types):
+        raise ValueError(f"{instruction.opcode} takes {len(types)} operands, not {len(operands)}")
+    require_kinds(operands, types)
+    if targets != ["pred", "pred"] and isinstance(instruction.operands[0], ir.Sink):
+        raise ValueError("the result cannot be discarded")
+    typed = list(zip(operands, types, strict=True))
+    return known, typed[: len(targets)], typed[len(targets) :]
 
 
 @binder(ANY_OTHER)
 def _bind(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     """Handler of a register-to-register operation of the `alu` table."""
-    check_operands(instruction)
-    selectors = tuple(getattr(operand, "selector", "") for operand in instruction.operands)
-    known = alu_operation(instruction.opcode, selectors if any(selectors) else ())
-    operands = list(instruction.operands)
-    explicit = [t for t in known.out if t != "cc"]
-    if operands and isinstance(operands[0], ir.Vector) and operands[0].pair:
-        operands[:1] = operands[0].items
-    elif explicit[1:] == ["pred"]:
-        operands.insert(1, ir.Sink())
-    sources = [t for t in known.sources if t != "cc"]
-    if len(operands) != len(explicit) + len(sources):
-        raise ValueError(f"{instruction.opcode} takes {len(explicit) + len(sources)} operands, not {len(operands)}")
-    require_kinds(operands, (*explicit, *sources))
-    if explicit != ["pred", "pred"] and isinstance(instruction.operands[0], ir.Sink):
-        raise ValueError("the result cannot be discarded")
+    known, targets, sources = typed_operands(instruction)
     relaxed = instruction.opcode.startswith("cvt.") and ".bf16" not in instruction.opcode
-    writers = [machine.writer(o, t, relaxed) for o, t in zip(operands, explicit, strict=False)]
-    readers = [machine.reader(o, t, relaxed) for o, t in zip(operands[len(explicit) :], sources, strict=True)]
+    writers = [machine.writer(operand, t, relaxed) for operand, t in targets]
+    readers = [machine.reader(operand, t, relaxed) for operand, t in sources]
     if "cc" in known.sources:
         readers.append(machine.carry.__getitem__)
     if "cc" in known.out:

@@ -1,11 +1,13 @@
 """Video instructions: SIMD on two halves or four bytes of a register, and their scalar forms with a part of a register.
 
 `vop4.dtype.atype.btype{.sat|.add} d{.mask}, a{.asel}, b{.bsel}, c`: each selector picks bytes out of the eight of a
-and b; lanes that the mask leaves out come from c, and `.add` sums the lanes in the mask onto c instead.
+and b; lanes that the mask leaves out come from c, and `.add` sums the lanes in the mask onto c instead. What an opcode
+says (`SimdForm`, `ScalarForm`) is apart from what is computed, of which the prover has its own.
 """
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,10 +16,83 @@ from ptxlab.emulator.front.types import Array
 from ptxlab.emulator.ops.alu import AluOperation, operation
 from ptxlab.emulator.ops.integer import COMPARISONS
 
+_SIMD = ("vadd", "vsub", "vavrg", "vabsdiff", "vmin", "vmax", "vset")
+SIMD_NAMES = tuple(f"{name}{lanes}" for name in _SIMD for lanes in (2, 4))
+SCALAR_NAMES = ("vadd", "vsub", "vabsdiff", "vmin", "vmax", "vset", "vshl", "vshr")
+_ORDER = ("eq", "ne", "lt", "le", "gt", "ge")
+
+
+@dataclass(frozen=True)
+class SimdForm:
+    """What a SIMD instruction says: its function (of vset the comparison), and which parts meet in which lane."""
+
+    function: str
+    signed: bool  # the result
+    sources_signed: tuple[bool, bool]
+    count: int  # lanes
+    saturate: bool
+    accumulate: bool
+    picks: tuple[list[int], list[int]]  # of a and b: for each lane the part of both registers
+    kept: list[bool]  # lanes that are computed; the others are c's
+
+    @classmethod
+    def of(cls, op: Opcode) -> "SimdForm":
+        """Take the modifiers and selectors; `UnknownOpcode` for a selector that does not exist."""
+        count, types = int(op.name[-1]), _function_and_types(op)
+        saturate, accumulate = op.flag("sat"), op.flag("add")
+        letter, parts = "h" if count == 2 else "b", "76543210"[8 - 2 * count :]
+
+        def picks(selector: str, default: str) -> list[int]:
+            digits = selector or letter + default
+            if not re.fullmatch(f"{letter}[{parts}]{{{count}}}", digits):
+                raise UnknownOpcode(f"selector .{selector}")
+            return [int(digit) for digit in reversed(digits[1:])]
+
+        mask, a, b = op.selectors
+        both = picks(a, parts[count:]), picks(b, parts[:count])
+        if not re.fullmatch(f"{letter}[{parts[count:]}]+", mask or letter + "0"):
+            raise UnknownOpcode(f"mask .{mask}")
+        return cls(*types, count, saturate, accumulate, both, [not mask or str(i) in mask[1:] for i in range(count)])
+
+
+@dataclass(frozen=True)
+class ScalarForm:
+    """What a scalar instruction says: its function (of vset the comparison), and parts of registers: (bits, number)."""
+
+    function: str
+    signed: bool  # the result
+    sources_signed: tuple[bool, bool]
+    saturate: bool
+    wrap: bool  # a shift's count, modulo 32
+    second: str  # of the result and c: add, min, max or ""
+    target: tuple[int, int] | None  # the part of c that the result replaces
+    parts: tuple[tuple[int, int], ...]  # of a and b
+
+    @classmethod
+    def of(cls, op: Opcode) -> "ScalarForm":
+        """Take the modifiers and selectors."""
+        types, saturate = _function_and_types(op), op.flag("sat")
+        wrap = op.name in ("vshl", "vshr") and op.choice("clamp", "wrap") == "wrap"
+        second = op.choice("add", "min", "max", default="")
+        target, *parts = (({"b": 8, "h": 16}.get(s[:1], 32), int(s[1:] or 0)) for s in op.selectors)
+        return cls(*types, saturate, wrap, second, target if op.selectors[0] else None, tuple(parts))
+
+
+def _function_and_types(op: Opcode) -> tuple[str, bool, tuple[bool, bool]]:
+    """The function, and whether the result is signed, and a and b."""
+    name = op.name.rstrip("24")
+    function = op.choice(*_ORDER) if name == "vset" else name
+    signed = name != "vset" and op.type("u32", "s32") == "s32"
+    return function, signed, (op.type("u32", "s32") == "s32", op.type("u32", "s32") == "s32")
+
 
 def _average(a: Array, b: Array) -> Array:
     total = a + b
     return total + (total >= 0) >> 1  # halves are rounded away from zero
+
+
+def _flags(compare: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    return lambda a, b: compare(a, b).astype(np.int64)
 
 
 _FUNCTIONS: dict[str, Callable[[Array, Array], Array]] = {
@@ -27,104 +102,70 @@ _FUNCTIONS: dict[str, Callable[[Array, Array], Array]] = {
     "vabsdiff": lambda a, b: np.abs(a - b),
     "vmin": np.minimum,
     "vmax": np.maximum,
+    **{name: _flags(COMPARISONS[name]) for name in _ORDER},
 }
-_ORDER = ("eq", "ne", "lt", "le", "gt", "ge")
-
-
-def _selection(selector: str, letter: str, default: str, choices: str) -> list[int]:
-    """The digits of `b3210`, lowest lane first."""
-    digits = selector or letter + default
-    if not re.fullmatch(f"{letter}[{choices}]{{{len(default)}}}", digits):
-        raise UnknownOpcode(f"selector .{selector}")
-    return [int(d) for d in reversed(digits[1:])]
 
 
 def _clamp(x: Array, signed: bool, bits: int) -> Array:
     return x.clip(-(1 << bits - 1), (1 << bits - 1) - 1) if signed else x.clip(0, (1 << bits) - 1)
 
 
-@operation(*(f"{name}{n}" for name in (*_FUNCTIONS, "vset") for n in (2, 4)), floating=False)
+@operation(*SIMD_NAMES, floating=False)
 def _simd(op: Opcode) -> AluOperation:
-    count = int(op.name[-1])
-    bits, letter = 32 // count, "h" if count == 2 else "b"
-    function: Callable[[Array, Array], Array]
-    if op.name[:-1] == "vset":
-        compare = COMPARISONS[op.choice(*_ORDER)]
-        function, signed = lambda a, b: compare(a, b).astype(np.int64), False
-    else:
-        function, signed = _FUNCTIONS[op.name[:-1]], op.type("u32", "s32") == "s32"
-    types = op.type("u32", "s32"), op.type("u32", "s32")
-    saturate, accumulate = op.flag("sat"), op.flag("add")
-    mask, asel, bsel = op.selectors
-    lanes = "76543210"
-    a_picks = _selection(asel, letter, lanes[8 - count :], lanes[8 - 2 * count :])
-    b_picks = _selection(bsel, letter, lanes[8 - 2 * count : 8 - count], lanes[8 - 2 * count :])
-    if not re.fullmatch(f"{letter}[{lanes[8 - count :]}]+", mask or letter + "0"):
-        raise UnknownOpcode(f"mask .{mask}")
-    kept = [not mask or str(i) in mask[1:] for i in range(count)]
+    form = SimdForm.of(op)
+    function, size = _FUNCTIONS[form.function], 4 // form.count
 
     def simd(a: Array, b: Array, c: Array) -> Array:
         pool = np.stack(np.broadcast_arrays(a, b), axis=1)
         x, y = (
-            pool.view(f"{'i' if t == 's32' else 'u'}{bits // 8}")[:, picks].astype(np.int64)
-            for t, picks in zip(types, (a_picks, b_picks), strict=True)
+            pool.view(f"{'i' if signed else 'u'}{size}")[:, picks].astype(np.int64)
+            for signed, picks in zip(form.sources_signed, form.picks, strict=True)
         )
         result = function(x, y)
-        result = _clamp(result, signed, bits) if saturate else result
-        if accumulate:
-            total: Array = (result[:, kept].sum(axis=1) + c).astype(np.uint32)
+        result = _clamp(result, form.signed, 8 * size) if form.saturate else result
+        if form.accumulate:
+            total: Array = (result[:, form.kept].sum(axis=1) + c).astype(np.uint32)
             return total
-        merged = np.where(kept, result.astype(f"u{bits // 8}"), c[:, None].view(f"u{bits // 8}"))
+        merged = np.where(form.kept, result.astype(f"u{size}"), c[:, None].view(f"u{size}"))
         return np.ascontiguousarray(merged).view(np.uint32)[:, 0]
 
     return AluOperation(("b32",), ("b32", "b32", "b32"), simd)
 
 
-@operation(*_FUNCTIONS, "vset", "vshl", "vshr", floating=False)
+@operation(*SCALAR_NAMES, floating=False)
 def _scalar(op: Opcode) -> AluOperation:
-    if op.name == "vavrg":
-        raise UnknownOpcode(op.text)
-    comparison = op.choice(*_ORDER) if op.name == "vset" else ""
-    signed = comparison == "" and op.type("u32", "s32") == "s32"
-    types = op.type("u32", "s32"), op.type("u32", "s32")
-    saturate = op.flag("sat")
-    wrap = op.choice("clamp", "wrap") == "wrap" if op.name in ("vshl", "vshr") else False
-    second = op.choice("add", "min", "max", default="")
-    target, *parts = op.selectors
+    form = ScalarForm.of(op)
 
-    def select(x: Array, part: str, signed: bool) -> Array:
+    def select(x: Array, part: tuple[int, int], signed: bool) -> Array:
         """The part of a register that a selector names, extended."""
-        size = {"b": 1, "h": 2}.get(part[:1], 4)
-        columns = np.ascontiguousarray(x).view(f"{'i' if signed else 'u'}{size}").reshape(len(x), -1)
-        return columns[:, int(part[1:] or 0)].astype(np.int64)
+        bits, number = part
+        columns = np.ascontiguousarray(x).view(f"{'i' if signed else 'u'}{bits // 8}").reshape(len(x), -1)
+        return columns[:, number].astype(np.int64)
 
     def function(a: Array, b: Array) -> Array:
-        if comparison:
-            return COMPARISONS[comparison](a, b).astype(np.int64)
-        if op.name in ("vshl", "vshr"):
-            count = b & 31 if wrap else np.minimum(b, 32)
-            return a << count if op.name == "vshl" else a >> count
-        return _FUNCTIONS[op.name](a, b)
+        if form.function in ("vshl", "vshr"):
+            count = b & 31 if form.wrap else np.minimum(b, 32)
+            return a << count if form.function == "vshl" else a >> count
+        return _FUNCTIONS[form.function](a, b)
 
     def scalar(a: Array, b: Array, c: Array | None = None) -> Array:
-        x, y = (select(v, p, t == "s32") for v, p, t in zip((a, b), parts, types, strict=True))
-        result = function(x, y)
-        size = {"b": 8, "h": 16}.get(target[:1], 32)
-        if saturate and signed:
+        result = function(*(select(*each) for each in zip((a, b), form.parts, form.sources_signed, strict=True)))
+        size, position = form.target or (32, 0)
+        if form.saturate and form.signed:
             result = _clamp(result, True, size)
-        elif saturate:  # as GPUs have it: an unsigned word has no upper bound, its parts have no lower one
+        elif form.saturate:  # as GPUs have it: an unsigned word has no upper bound, its parts have no lower one
             result = np.maximum(result, 0) if size == 32 else np.minimum(result & 0xFFFFFFFF, (1 << size) - 1)
-        if target:  # merged into c
+        if form.target:  # merged into c
             assert c is not None
-            position, mask = size * int(target[1:]), (1 << size) - 1
-            return ((c.astype(np.int64) & ~(mask << position)) | (result & mask) << position).astype(np.uint32)
-        if second:
+            first, mask = size * position, (1 << size) - 1
+            return ((c.astype(np.int64) & ~(mask << first)) | (result & mask) << first).astype(np.uint32)
+        if form.second:
             assert c is not None
-            other = c.view(np.int32).astype(np.int64) if signed else c.astype(np.int64)
-            if op.name in ("vadd", "vsub"):  # the others pass their result on with all its bits
-                result = result.astype(np.int32 if signed else np.uint32).astype(np.int64)
-            result = {"add": np.add, "min": np.minimum, "max": np.maximum}[second](result, other)
+            other = c.view(np.int32).astype(np.int64) if form.signed else c.astype(np.int64)
+            if form.function in ("vadd", "vsub"):  # the others pass their result on with all its bits
+                result = result.astype(np.int32 if form.signed else np.uint32).astype(np.int64)
+            result = {"add": np.add, "min": np.minimum, "max": np.maximum}[form.second](result, other)
         return result.astype(np.uint32)
 
-    three = bool(target or second)
+    three = bool(form.target or form.second)
     return AluOperation(("b32",), ("b32", "b32", "b32") if three else ("b32", "b32"), scalar)

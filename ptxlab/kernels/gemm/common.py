@@ -18,7 +18,8 @@ AnyTile = TypeVar("AnyTile")
 MANY = 1 << 30  # tokens: the last row of a table of tiles
 GROUPS = (32, 64, 128)
 DTYPES = ("float16", "bfloat16", "float32", "int32")  # by OUT: what is stored; int32 are the accumulators themselves
-F16, INT32 = DTYPES.index("float16"), DTYPES.index("int32")
+F16, F32, INT32 = (DTYPES.index(name) for name in ("float16", "float32", "int32"))
+FLOATS = DTYPES[:INT32]
 
 # A weight with constants per group in QServe's order, as kernels on mma.sync take it.
 QSERVE = (
@@ -27,15 +28,18 @@ QSERVE = (
     Arg("offset", "uint8", ("ceil_div(N, 32)", "K/g", "32")),
 )
 
-# Behind the weight and the activations every step takes the same arguments.
-EPILOGUE = (
-    Arg("x_scale", "float32", ("M",)),
-    Arg("bias", "float32", ("N",), optional=True),
-    Arg("y", ByVariant("OUT", DTYPES), ("M", "N"), "out"),
-    Arg("M", "int32", role="scalar"),
-    Arg("N", "int32", role="scalar"),
-    Arg("K", "int32", role="scalar"),
-)
+
+def outputs(dtypes: tuple[str, ...], *sizes: str) -> tuple[Arg, ...]:
+    """The last arguments of a GEMM: the bias, Y of a dtype by OUT, and M, N and these sizes as scalars."""
+    return (
+        Arg("bias", "float32", ("N",), optional=True),
+        Arg("y", ByVariant("OUT", dtypes), ("M", "N"), "out"),
+        *(Arg(size, "int32", role="scalar") for size in ("M", "N", *sizes)),
+    )
+
+
+# Behind the weight and the activations every step of W4A8 takes the same arguments.
+EPILOGUE = (Arg("x_scale", "float32", ("M",)), *outputs(DTYPES, "K"))
 X_SCALE, *AFTER_SCALE = EPILOGUE  # kernels that take token sums take them behind the scales
 
 
@@ -155,8 +159,31 @@ def sums_agree(label: str, arrays: Arrays) -> None:
 
 def epilogue(logical: Arrays) -> Arrays:
     """The arguments of `EPILOGUE` that the logical inputs give; scales are 1 where they do not."""
-    bias = {"bias": logical["bias"]} if "bias" in logical else {}
-    return {"x_scale": logical.get("x_scale", np.ones(len(logical["x"]), np.float32)), **bias}
+    return {"x_scale": logical.get("x_scale", np.ones(len(logical["x"]), np.float32)), **bias_of(logical)}
+
+
+def bias_of(logical: Arrays) -> Arrays:
+    """The bias, if there is one."""
+    return {"bias": logical["bias"]} if "bias" in logical else {}
+
+
+def pack_plain(logical: Arrays) -> Arrays:
+    """Everything as it is; scales are 1 where they are not given."""
+    ones = np.ones(len(logical["w"]), np.float32)
+    return {"w": logical["w"], "w_scale": logical.get("w_scale", ones), "x": logical["x"], **epilogue(logical)}
+
+
+def gemm_plain(
+    w: np.ndarray,
+    x: np.ndarray,
+    w_scale: np.ndarray | None = None,
+    x_scale: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    OUT: int = INT32,
+) -> np.ndarray:
+    """The reference of a kernel with nothing to dequantise: the accumulators, or with `OUT` the scaled output."""
+    accumulators = reference.gemm_accumulators(x, w.astype(np.int32))
+    return scaled(accumulators, x_scale, np.ones(len(w), np.float32) if w_scale is None else w_scale, bias, OUT)
 
 
 def gemm(
@@ -191,3 +218,8 @@ def scaled(
     """The accumulators, or with `OUT` the scaled output; scales of the tokens are 1 where there are none."""
     scale = np.ones(len(accumulators), np.float32) if x_scale is None else x_scale
     return reference.gemm_epilogue(accumulators, scale, w_scale, bias, DTYPES[OUT])
+
+
+def rounded(total: np.ndarray, bias: np.ndarray | None, OUT: int) -> np.ndarray:
+    """Float sums [M, N] with the bias, rounded to the output of `FLOATS`."""
+    return reference.rounded_to(total if bias is None else total + bias, FLOATS[OUT])

@@ -4,6 +4,7 @@ and the same numbers on Hopper, which has no INT4 tensor cores.
 K counts the INT4 channels, `outliers` the INT8 channels behind them.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,15 +13,13 @@ import numpy as np
 
 from ptxlab import layout, quant, reference
 from ptxlab.kernels.gemm import strips_tiles
-from ptxlab.kernels.gemm.common import DTYPES, EPILOGUE, INT32, epilogue, scaled
+from ptxlab.kernels.gemm.common import EPILOGUE, F32, FLOATS, INT32, bias_of, gemm_plain, outputs, pack_plain, rounded
 from ptxlab.layout import atom
 from ptxlab.quant import AtomRows
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
-from ptxlab.spec.dtypes import ByVariant
 
-FLOATS = DTYPES[:3]  # by OUT
-F32 = FLOATS.index("float32")
-ROW_BYTES = 64  # of a stage
+TOTALS = "sums are exact, and f32 additions have a fixed order: compared for equality"
+_ROW = 64  # bytes of a stage
 
 
 class W4A4Tile(NamedTuple):
@@ -38,19 +37,21 @@ TILES = {16: W4A4Tile(64, 16, 1, 4), 32: W4A4Tile(64, 32, 1, 4), 64: W4A4Tile(12
 WIDEST = W4A4Tile(128, 128, 2, 4)
 
 
-def _choose(s: Sizes, **more: int) -> dict[str, int]:
-    tile = next((tile for tokens, tile in TILES.items() if s["M"] <= tokens), WIDEST)
-    return {**tile._asdict(), **more}
+def choose(s: Sizes, **more: int) -> dict[str, int]:
+    """The tile for so many tokens, and more constants."""
+    return {**next((tile for tokens, tile in TILES.items() if s["M"] <= tokens), WIDEST)._asdict(), **more}
 
 
-def _launcher(scales_of_stage: int, scales_once: int) -> Any:
-    """One block per BN rows and BM tokens; so many bytes of scales per row, in every stage or once."""
+def launcher(w: int, x: int, once: int = 0) -> Callable[[Sizes], Launch]:
+    """One block per BN rows and BM tokens.
+
+    A stage has `w` bytes of a row of W and `x` of X; `once` bytes of a row lie behind the ring.
+    """
 
     def launch(s: Sizes) -> Launch:
-        rows = s["BN"] + s["BM"]
         blocks = -(-s["M"] // s["BM"]) * -(-s["N"] // s["BN"])
-        ring = s["STAGES"] * rows * (ROW_BYTES + scales_of_stage) + rows * scales_once
-        return Launch((blocks, 1, 1), (s["BN"] * s["WM"], 1, 1), max(ring, s["BM"] * (s["BN"] + 4) * 4))
+        shared = s["STAGES"] * (s["BN"] * w + s["BM"] * x) + (s["BN"] + s["BM"]) * once
+        return Launch((blocks, 1, 1), (s["BN"] * s["WM"], 1, 1), max(shared, s["BM"] * (s["BN"] + 4) * 4))
 
     return launch
 
@@ -67,22 +68,7 @@ def _example_s4(rng: np.random.Generator, *, M: int, N: int, K: int) -> Arrays:
 
 
 def _pack_s4(logical: Arrays) -> Arrays:
-    ones = np.ones(len(logical["w"]), np.float32)
-    x, w = (layout.pack_pairs(logical[name]) for name in ("x", "w"))
-    return {"w": w, "w_scale": logical.get("w_scale", ones), **epilogue(logical), "x": x}
-
-
-def _reference_s4(
-    w: np.ndarray,
-    x: np.ndarray,
-    w_scale: np.ndarray | None = None,
-    x_scale: np.ndarray | None = None,
-    bias: np.ndarray | None = None,
-    OUT: int = INT32,
-) -> np.ndarray:
-    """The accumulators, or with `OUT` the scaled output."""
-    accumulators = reference.gemm_accumulators(x, w.astype(np.int32))
-    return scaled(accumulators, x_scale, np.ones(len(w), np.float32) if w_scale is None else w_scale, bias, OUT)
+    return pack_plain(logical) | {name: layout.pack_pairs(logical[name]) for name in ("w", "x")}
 
 
 def example_atom(rng: np.random.Generator, *, M: int, N: int, K: int, outliers: int, g: int | None = None) -> Arrays:
@@ -99,7 +85,7 @@ def example_atom(rng: np.random.Generator, *, M: int, N: int, K: int, outliers: 
 
 def _pack_atom(logical: Arrays) -> Arrays:
     """Both operands as rows."""
-    buffers = {"bias": logical["bias"]} if "bias" in logical else {}
+    buffers = bias_of(logical)
     for name in ("w", "x"):
         rows: AtomRows = logical[name]
         buffers |= {f"{name}4": layout.pack_pairs(rows.q4), f"{name}8": rows.q8, f"{name}_scale": atom.scale_rows(rows)}
@@ -114,9 +100,7 @@ def gemm_atom(
     With `halves` the product of two scales is rounded to FP16 before, as in Atom's code.
     """
     sums = reference.gemm_group_sums(x.q4, w.q4, x.q8, w.q8, w.group)
-    scales = [np.concatenate([rows.scale4, rows.scale8[:, None]], axis=1) for rows in (x, w)]
-    total = reference.gemm_add_groups(sums, *scales, halves=halves)
-    return reference.rounded_to(total if bias is None else total + bias, FLOATS[OUT])
+    return rounded(reference.gemm_add_groups(sums, x.scales, w.scales, halves=halves), bias, OUT)
 
 
 def _operand(name: str, rows: str, scales: str) -> tuple[Arg, ...]:
@@ -128,23 +112,20 @@ def _operand(name: str, rows: str, scales: str) -> tuple[Arg, ...]:
     )
 
 
+_OUTPUTS = outputs(FLOATS, "K", "outliers")
+
+
 def _atom(name: str, summary: str, scales: str, **fields: Any) -> KernelSpec:
     return KernelSpec(
         name=name,
         summary=summary,
-        args=(
-            *_operand("w", "N", scales),
-            *_operand("x", "M", scales),
-            Arg("bias", "float32", ("N",), optional=True),
-            Arg("y", ByVariant("OUT", FLOATS), ("M", "N"), "out"),
-            *(Arg(size, "int32", role="scalar") for size in ("M", "N", "K", "outliers")),
-        ),
+        args=(*_operand("w", "N", scales), *_operand("x", "M", scales), *_OUTPUTS),
         operations="2*M*N*(K + outliers)",
         example=example_atom,
         pack=_pack_atom,
         reference=gemm_atom,
         arch="sm_80",
-        tolerance_reason="sums are exact, and f32 additions have a fixed order: compared for equality",
+        tolerance_reason=TOTALS,
         **fields,
     )
 
@@ -160,13 +141,13 @@ S4 = KernelSpec(
         Arg("x", "uint8", ("M", "K/2")),
         *EPILOGUE,
     ),
-    launch=_launcher(0, 0),
-    choose=lambda s: _choose(s, OUT=INT32),
+    launch=launcher(_ROW, _ROW),
+    choose=lambda s: choose(s, OUT=INT32),
     rules=("K % 32 == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31"),
     operations="2*M*N*K",
     example=_example_s4,
     pack=_pack_s4,
-    reference=_reference_s4,
+    reference=gemm_plain,
     arch="sm_80",
     example_sizes=sizes_rows("M N K", (1, 8, 32), (5, 40, 256), (17, 72, 224)),
 )
@@ -174,8 +155,8 @@ OUTLIER = _atom(
     "gemm_w4a4_outlier_sm80",
     "INT4, and outlier channels in INT8 at the end of the same loop (Atom §4.1, mixed precision)",
     "8",
-    launch=_launcher(0, 4),
-    choose=lambda s: _choose(s, OUT=F32),
+    launch=launcher(_ROW, _ROW, once=4),
+    choose=lambda s: choose(s, OUT=F32),
     rules=_SIZES,
     example_sizes=sizes_rows("M N K outliers", (1, 8, 64, 0), (5, 40, 256, 128), (17, 72, 192, 64)),
 )
@@ -183,8 +164,8 @@ ATOM = _atom(
     "gemm_w4a4_atom_sm80",
     "INT4 in groups and INT8 outliers: every group's sum is scaled into an f32 accumulator (Atom §4, Fig. 8)",
     "ceil_div(K//g + 1, 8)*8",
-    launch=_launcher(4, 0),
-    choose=lambda s: _choose(s, GROUP=s["g"], HALVES=0, OUT=F32),
+    launch=launcher(_ROW + 4, _ROW + 4),
+    choose=lambda s: choose(s, GROUP=s["g"], HALVES=0, OUT=F32),
     rules=(f"g in {quant.ATOM_GROUPS}", "K % g == 0", *_SIZES),
     example_sizes=sizes_rows("M N K outliers g", (1, 8, 64, 0, 64), (5, 40, 256, 128, 128), (17, 72, 192, 64, 64)),
 )
@@ -192,41 +173,34 @@ ATOM_HALVES = replace(
     ATOM,
     form="halves",
     summary="gemm_w4a4_atom_sm80 as Atom's code has it: the product of two scales is rounded to FP16",
-    choose=lambda s: _choose(s, GROUP=s["g"], HALVES=1, OUT=F32),
+    choose=lambda s: choose(s, GROUP=s["g"], HALVES=1, OUT=F32),
     reference=partial(gemm_atom, halves=True),
 )
 
 
-class W4A4TileSm90(NamedTuple):
-    """Most tokens of a tile; warp groups of 64 rows of W."""
-
-    BM: int
-    WN: int
-
-
-def sm90_shared_bytes(tile: W4A4TileSm90, stages: int) -> int:
-    """Dynamic shared memory: the ring, and a buffer per warp."""
-    return stages * _sm90_stage_bytes(tile) + tile.WN * 4 * 512
-
-
-def _sm90_stage_bytes(tile: W4A4TileSm90) -> int:
+def _stage_bytes(BM: int, WN: int) -> int:
     """128 channels of X and their scales; a block of every strip, as large as one of outliers."""
-    return -(-(tile.BM * (128 + 16) + 4 * tile.WN * 2080) // 1024) * 1024
+    return -(-(BM * (128 + 16) + 4 * WN * atom.OUTLIER_BYTES) // 1024) * 1024
+
+
+def _buffer_bytes(WN: int) -> int:
+    """Behind the ring: 512 bytes per warp."""
+    return WN * 4 * 512
 
 
 def _choose_sm90(s: Sizes) -> dict[str, int]:
-    """As wide as there are tokens, and as many stages as fit. To be tuned: no GPU has run it yet."""
-    tile = W4A4TileSm90(next((BM for BM in (8, 16, 32, 64) if s["M"] <= BM), 128), 2)
-    stages = (strips_tiles.ROOM - sm90_shared_bytes(tile, 0)) // _sm90_stage_bytes(tile)
-    return {**tile._asdict(), "STAGES": min(stages, strips_tiles.MOST_STAGES), "GROUP": s["g"], "OUT": F32}
+    """As wide as there are tokens, and as many stages as fit. To be tuned: no GPU has timed it yet."""
+    BM, WN = next((BM for BM in (8, 16, 32, 64) if s["M"] <= BM), 128), 2
+    stages = min((strips_tiles.ROOM - _buffer_bytes(WN)) // _stage_bytes(BM, WN), strips_tiles.MOST_STAGES)
+    return {"BM": BM, "WN": WN, "STAGES": stages, "GROUP": s["g"], "OUT": F32}
 
 
 def _launch_sm90(s: Sizes) -> Launch:
     """Persistent blocks."""
-    tile = W4A4TileSm90(s["BM"], s["WN"])
-    tiles = -(-s["M"] // tile.BM) * -(-s["N"] // (64 * tile.WN))
-    shared = sm90_shared_bytes(tile, s["STAGES"])
-    return Launch((min(tiles, strips_tiles.SMS), 1, 1), (128 * (tile.WN + 1), 1, 1), shared)
+    BM, WN = s["BM"], s["WN"]
+    tiles = -(-s["M"] // BM) * -(-s["N"] // (64 * WN))
+    shared = s["STAGES"] * _stage_bytes(BM, WN) + _buffer_bytes(WN)
+    return Launch((min(tiles, strips_tiles.SMS), 1, 1), (128 * (WN + 1), 1, 1), shared)
 
 
 def _pack_sm90(logical: Arrays) -> Arrays:
@@ -236,19 +210,20 @@ def _pack_sm90(logical: Arrays) -> Arrays:
         "strips": layout.pack_atom_strips(logical["w"]),
         "x": np.concatenate([x.q4, x.q8], axis=1),
         "x_scale": atom.scale_rows(x),
-        **({"bias": logical["bias"]} if "bias" in logical else {}),
+        **bias_of(logical),
     }
 
 
+_STRIP = f"ceil_div(K, 128)*(1024 + 128//g*32) + min(outliers, 1)*{atom.OUTLIER_BYTES}"
 _TOKENS = "ceil_div(ceil_div(M, ceil_div(M, BM)), 8)*8"  # of a tile
 SM90 = KernelSpec(
     name="gemm_w4a4_sm90",
     summary="Atom's numbers on Hopper: INT4 as s8 under wgmma, scales on sums that begin at 1.5 * 2^23 (Atom §4)",
     args=(
-        Arg("strips", "uint8", ("ceil_div(N, 16)", "ceil_div(K, 128)*(1024 + 128//g*32) + min(outliers, 1)*2080")),
+        Arg("strips", "uint8", ("ceil_div(N, 16)", _STRIP)),
         Arg("x", "int8", ("M", "K + outliers"), "tma", box=(_TOKENS, "128"), swizzle=128),
         Arg("x_scale", "float16", ("M", "ceil_div(K//g + 1, 8)*8"), "tma", box=(_TOKENS, "8")),
-        *ATOM.args[-6:],
+        *_OUTPUTS,
     ),
     launch=_launch_sm90,
     choose=_choose_sm90,
@@ -259,7 +234,7 @@ SM90 = KernelSpec(
     reference=gemm_atom,
     arch="sm_90a",
     exact_arch=True,
-    tolerance_reason=ATOM.tolerance_reason,
+    tolerance_reason=TOTALS,
     example_sizes=ATOM.example_sizes,
     after_wait=("x", "x_scale"),
 )

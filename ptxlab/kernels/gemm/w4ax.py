@@ -6,26 +6,11 @@ K4 counts the channels of INT4 blocks, K8 those of the INT8 blocks behind them.
 import numpy as np
 
 from ptxlab import layout, quant, reference
-from ptxlab.kernels.gemm.w4a4 import F32, FLOATS, W4A4Tile
+from ptxlab.kernels.gemm.common import F32, FLOATS, bias_of, outputs, rounded
+from ptxlab.kernels.gemm.w4a4 import TOTALS, choose, launcher
 from ptxlab.layout import atom
 from ptxlab.quant import BlockRows
-from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
-from ptxlab.spec.dtypes import ByVariant
-
-# Up to so many tokens; COMET has the last one alone. Not measured: GPUs with INT4 tensor cores have not been at hand.
-TILES = {16: W4A4Tile(64, 16, 1, 3), 32: W4A4Tile(64, 32, 1, 3), 64: W4A4Tile(128, 64, 1, 3)}
-WIDEST = W4A4Tile(128, 128, 2, 3)
-
-
-def _choose(s: Sizes) -> dict[str, int]:
-    return {**next((tile for tokens, tile in TILES.items() if s["M"] <= tokens), WIDEST)._asdict(), "OUT": F32}
-
-
-def _launch(s: Sizes) -> Launch:
-    """One block per BN rows and BM tokens; a slot holds 64 bytes per row, 128 per token, and two scales of each."""
-    blocks = -(-s["M"] // s["BM"]) * -(-s["N"] // s["BN"])
-    ring = s["STAGES"] * (s["BN"] * 68 + s["BM"] * 132)
-    return Launch((blocks, 1, 1), (s["BN"] * s["WM"], 1, 1), max(ring, s["BM"] * (s["BN"] + 4) * 4))
+from ptxlab.spec import Arg, Arrays, KernelSpec, sizes_rows
 
 
 def _example(rng: np.random.Generator, *, M: int, N: int, K4: int, K8: int) -> Arrays:
@@ -48,7 +33,7 @@ def _pack(logical: Arrays) -> Arrays:
         "x4": layout.pack_pairs(x.q[:, : x.channels4]) if x.channels4 else x.q[:, :0].copy().view(np.uint8),
         "x8": x.q[:, x.channels4 :].copy(),
         "x_scale": atom.pad_scales(x.scale),
-        **({"bias": logical["bias"]} if "bias" in logical else {}),
+        **bias_of(logical),
     }
 
 
@@ -57,7 +42,7 @@ def gemm_blocks(w: BlockRows, x: BlockRows, bias: np.ndarray | None = None, OUT:
     spans = (slice(k, k + 128) for k in range(0, x.shape[1], 128))
     sums = (reference.gemm_accumulators(x.q[:, span], w.q[:, span].astype(np.int32)) for span in spans)
     total = reference.gemm_add_groups(sums, x.scale, w.scale)
-    return reference.rounded_to(total if bias is None else total + bias, FLOATS[OUT])
+    return rounded(total, bias, OUT)
 
 
 _SCALES = "ceil_div((K4 + K8)//128, 8)*8"
@@ -70,19 +55,17 @@ NAIVE = KernelSpec(
         Arg("x4", "uint8", ("M", "K4/2")),
         Arg("x8", "int8", ("M", "K8")),
         Arg("x_scale", "float16", ("M", _SCALES)),
-        Arg("bias", "float32", ("N",), optional=True),
-        Arg("y", ByVariant("OUT", FLOATS), ("M", "N"), "out"),
-        *(Arg(size, "int32", role="scalar") for size in ("M", "N", "K4", "K8")),
+        *outputs(FLOATS, "K4", "K8"),
     ),
-    launch=_launch,
-    choose=_choose,
+    launch=launcher(64 + 4, 2 * 64 + 4),  # two scales of every row
+    choose=lambda s: choose(s, STAGES=3, OUT=F32),  # COMET has the widest tile alone
     rules=("K4 % 128 == 0", "K8 % 128 == 0", "N % 8 == 0", "1 <= K4 + K8 < 131072", "M*N < 2**31"),
     operations="2*M*N*(K4 + K8)",
     example=_example,
     pack=_pack,
     reference=gemm_blocks,
     arch="sm_80",
-    tolerance_reason="sums are exact, and f32 additions have a fixed order: compared for equality",
+    tolerance_reason=TOTALS,
     example_sizes=sizes_rows("M N K4 K8", (1, 8, 128, 0), (5, 40, 0, 128), (17, 72, 256, 128)),
 )
 SPECS = (NAIVE,)

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from ptxlab import reference
 from ptxlab.kernels.gemm import strips_tiles, w8a8_tiles
-from ptxlab.kernels.gemm.common import EPILOGUE, INT32, activations, epilogue, scaled
+from ptxlab.kernels.gemm.common import EPILOGUE, INT32, activations, gemm_plain, pack_plain
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 
 
@@ -27,25 +26,6 @@ def _example(rng: np.random.Generator, *, M: int, N: int, K: int) -> Arrays:
     return {"w": rng.integers(-128, 128, (N, K), np.int8), "w_scale": w_scale, **activations(rng, M, N, K)}
 
 
-def _pack(logical: Arrays) -> Arrays:
-    """Everything as it is; scales are 1 where they are not given."""
-    ones = np.ones(len(logical["w"]), np.float32)
-    return {"w": logical["w"], "w_scale": logical.get("w_scale", ones), "x": logical["x"], **epilogue(logical)}
-
-
-def _reference(
-    w: np.ndarray,
-    x: np.ndarray,
-    w_scale: np.ndarray | None = None,
-    x_scale: np.ndarray | None = None,
-    bias: np.ndarray | None = None,
-    OUT: int = INT32,
-) -> np.ndarray:
-    """The accumulators, or with `OUT` the scaled output."""
-    accumulators = reference.gemm_accumulators(x, w.astype(np.int32))
-    return scaled(accumulators, x_scale, np.ones(len(w), np.float32) if w_scale is None else w_scale, bias, OUT)
-
-
 W8A8 = KernelSpec(
     name="gemm_w8a8_sm90",
     summary="8-bit weights: wgmma from shared memory, nothing to dequantise: what W4A8 is measured against",
@@ -60,8 +40,8 @@ W8A8 = KernelSpec(
     rules=("K % 16 == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31"),
     operations="2*M*N*K",
     example=_example,
-    pack=_pack,
-    reference=_reference,
+    pack=pack_plain,
+    reference=gemm_plain,
     arch="sm_90a",
     exact_arch=True,
     example_sizes=sizes_rows("M N K", (1, 8, 16), (5, 40, 272), (17, 200, 192), (130, 264, 144)),

@@ -6,22 +6,16 @@ from typing import Any
 
 from ptxlab.errors import ArgumentError
 from ptxlab.quant.inputs import GROUPS
-from ptxlab.quant.kv import KV_SCHEMES
 from ptxlab.quant.level1 import PROTECTIVE_RANGE
 from ptxlab.quant.numerics import FakeQuantized
 from ptxlab.quant.recipe.gptq import DAMPING
 from ptxlab.quant.recipe.grids import Array, ChannelGrid, Grid, LQQGrid, QoQGrid, SymmetricGrid
 from ptxlab.quant.recipe.rotation import hadamard, random_orthogonal
-from ptxlab.validate import is_integer, is_one_of
+from ptxlab.validate import is_one_of, require_number
 
 PACKED = ("lqq", "qoq", "qoq_channel")  # schemes that the kernels support
 ROTATIONS: Mapping[str, Callable[[int], Any]] = {"hadamard": hadamard, "random": random_orthogonal}
 SCHEMES = (*PACKED, "int4", "int8", None)
-
-
-def _require_number(name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ArgumentError(name, f"must be a number in {low:g}..{high:g}", repr(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,31 +68,28 @@ class Recipe:
             raise ArgumentError("scheme", f"must be one of {', '.join(map(str, SCHEMES))}", self.scheme)
         if self.scheme in ("lqq", "qoq") and not is_one_of(self.group, GROUPS):
             raise ArgumentError("group", f"must be one of {', '.join(map(str, GROUPS))}", self.group)
-        if not is_one_of(self.acts, (4, 8, None)):
-            raise ArgumentError("acts", "must be 4, 8 or None", self.acts)
         if not is_one_of(self.clip, ("output", "weights", None)):
             raise ArgumentError("clip", "must be output, weights or None", self.clip)
-        if not is_one_of(self.kv, (*KV_SCHEMES, None)):
-            raise ArgumentError("kv", f"must be one of {', '.join(KV_SCHEMES)} or None", self.kv)
         if self.smooth_keys is not None:
-            _require_number("smooth_keys", self.smooth_keys, 0, 1)
+            require_number("smooth_keys", self.smooth_keys, 0, 1)
         if self.smooth is not None:
             if not isinstance(self.smooth, tuple) or len(self.smooth) != 2:
                 raise ArgumentError("smooth", "must be (alpha, beta) or None", repr(self.smooth))
             for exponent in self.smooth:
-                _require_number("smooth", exponent, 0, 1)
-        _require_number("damping", self.damping, 0, 1)
-        _require_number("act_clip", self.act_clip, 0.01, 1)
-        if not is_integer(self.kept) or self.kept < 0:
-            raise ArgumentError("kept", "must be an integer, 0 or more", repr(self.kept))
-        if not is_one_of(self.kept_bits, (8, 16)):
-            raise ArgumentError("kept_bits", "must be 8 or 16", self.kept_bits)
+                require_number("smooth", exponent, 0, 1)
+        require_number("damping", self.damping, 0, 1)
+        require_number("act_clip", self.act_clip, 0.01, 1)
+        self.numerics()  # checks what it takes
 
     @property
     def is_calibrated(self) -> bool:
         """Whether it needs a calibration text."""
-        of_inputs = self.smooth_keys is not None or self.smooth is not None or self.reorder
-        return of_inputs or self.needs_hessian
+        return self.needs_peaks or self.needs_hessian
+
+    @property
+    def needs_peaks(self) -> bool:
+        """Whether it needs max|x| of every channel of the keys and of the inputs of o and down."""
+        return self.smooth_keys is not None or self.smooth is not None or self.reorder
 
     @property
     def needs_hessian(self) -> bool:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from ptxlab.emulator import parse
-from ptxlab.emulator.front.pointer_accesses import accesses_of
+from ptxlab.emulator import Entry, parse
+from ptxlab.emulator.front.pointer_accesses import accesses_of, pointers_of
 
 
-def accesses(body: str) -> dict[str, set[str]]:
+def entry(body: str) -> Entry:
     text = f""".version 7.0
 .target sm_80
 .address_size 64
@@ -15,7 +15,7 @@ def accesses(body: str) -> dict[str, set[str]]:
     .shared .align 16 .b8 tile[64];
     ld.param.u64 %p0, [a]; ld.param.u64 %q0, [b]; ld.param.u32 %r0, [n];
     {body} ret; }}"""
-    return {name: set(map(str, found)) for name, found in accesses_of(parse(text).entries["k"]).items()}
+    return parse(text).entries["k"]
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,17 @@ def accesses(body: str) -> dict[str, set[str]]:
     ],
 )
 def test_accesses_through_each_pointer(body: str, found: dict[str, set[str]]) -> None:
-    assert accesses(body) == found
+    assert {name: set(map(str, types)) for name, types in accesses_of(entry(body)).items()} == found
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("ld.global.u8 %r1, [%p0]; and.b32 %r1, %r1, 63; cp.async.ca.shared.global [tile], [%q0], 16;", {"a", "b"}),
+        ("ld.param.u64 %p1, [stride]; setp.gt.u64 %c, %p1, 5; @%c st.global.u32 [%p0], 0;", {"a"}),
+        ("ld.param.u64 %p1, [stride]; add.u64 %p2, %p0, %p1; ld.global.f32 %f0, [%p2];", set()),  # which of the two?
+        ("prefetch.global.L2 [%p0];", set()),
+    ],
+)
+def test_pointers_for_sure(body: str, found: set[str]) -> None:
+    assert pointers_of(entry(body)) == found

@@ -1,5 +1,6 @@
 """Would the bound notice? Small mistakes in the source of attention kernels, each wherever it has a place."""
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -78,9 +79,12 @@ def mistaken(spec: KernelSpec, change: tuple[str, str]) -> Source:
     return replace(source, text=source.text.replace(before, after))
 
 
-def problems_of(spec: KernelSpec) -> list[tuple[Arrays, dict[str, float]]]:
-    """(logical inputs, sizes): no tokens, part of a page, huge scores, small values, heads in groups; a window."""
-    found: list[tuple[Arrays, dict[str, float]]] = []
+@functools.cache
+def problems_of(name: str) -> list[tuple[Arrays, Arrays, dict[str, float]]]:
+    """(logical inputs, arguments, sizes): no tokens, part of a page, huge scores, small values, heads in groups; a
+    window.
+    """
+    spec, found = kernels.specs()[name], list[tuple[Arrays, Arrays, dict[str, float]]]()
     changes = problems.nothing, problems.scores_beyond_fp16, problems.large_and_small_values
     for change, page, window, T in zip(changes, (64, 16, 32), (0, 100, 60), (2, 1, 2), strict=True):
         if spec in (sm80.MMA, sm90.SM90):
@@ -95,7 +99,8 @@ def problems_of(spec: KernelSpec) -> list[tuple[Arrays, dict[str, float]]]:
             q, cache = problems.problem(3, (150, 0, 70), change, Hq=4, Hkv=2, scheme=spec.name.split("_")[1])
             logical = {"q": q[:, 0].astype(np.float16), "cache": cache, "softmax_scale": 0.088}
             sizes = {"softmax_scale": 0.088}
-        found.append((logical, sizes))
+        inputs = spec.pack(logical)
+        found.append((logical, {**inputs, "q": inputs["q"].astype(np.float16)}, sizes))
     return found
 
 
@@ -107,9 +112,7 @@ def config_of(spec: KernelSpec, inputs: Arrays, sizes: dict[str, float]) -> dict
 
 
 def is_noticed(spec: KernelSpec, source: Source) -> bool:
-    for logical, sizes in problems_of(spec):
-        inputs = spec.pack(logical)
-        inputs["q"] = inputs["q"].astype(np.float16)
+    for logical, inputs, sizes in problems_of(spec.name):
         try:
             config = config_of(spec, inputs, sizes)
             outcome = run_spec(

@@ -24,11 +24,11 @@ from ptxlab.kernels.gemm.strips_tiles import StripChoice
 from ptxlab.kernels.gemm.w8a8 import W8A8
 from ptxlab.runtime import Kernel, run_spec
 from tests.support.axes import both_modes
-from tests.support.waits import Place, changed, not_expecting, places
+from tests.support.waits import Place, changed, end_at_first_finding, not_expecting, places
 
 LADDER_NAMES = dict.fromkeys(step.spec.name for step in LADDER if step.order == "row_major")
 NAMES = (*LADDER_NAMES, W8A8.name, GROUPED.name, *(spec.name for spec in (*w4a4.SPECS, *w4ax.SPECS)))
-STEPS = (5, 4, 1)  # stages: enough to use the ring's again, ending in its first one or not, and fewer than it has
+STEPS = (1, 5, 4)  # stages: fewer than the ring has, soonest done; enough to use it again, ending in its first or not
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,6 +188,7 @@ def mutants(variant: Variant) -> Iterator[Mutant]:
 def diagnosis(variant: Variant, module: emulator.Module, mode: str) -> list[emulator.Finding | str]:
     """Findings, the error, or "wrong result" of the first problem that has any; nothing if all seems well."""
     with pytest.MonkeyPatch.context() as patch:
+        end_at_first_finding(patch)
         patch.setattr(Kernel, "module", module)
         patch.setattr(sm90, "_SMS", variant.sms)
         patch.setattr(grouped, "SMS", variant.sms)

@@ -131,7 +131,7 @@ def test_atoms_code_rounds_the_product_of_two_scales(backend: str) -> None:
     y = output(ATOM_HALVES, logical, backend)
     assert np.array_equal(y.view(np.uint32), ATOM_HALVES.reference(**logical).view(np.uint32))
     assert not np.array_equal(y, gemm_atom(**logical))
-    x, w = (np.concatenate([rows.scale4, rows.scale8[:, None]], axis=1) for rows in (logical["x"], logical["w"]))
+    x, w = logical["x"].scales, logical["w"].scales
     by_hand = np.float32(0)
     sums = reference.gemm_group_sums(*(getattr(logical[of], q)[:1] for q in ("q4", "q8") for of in "xw"), 128)
     for g, exact in enumerate(sums):
@@ -221,7 +221,7 @@ def test_hopper_has_the_bits_of_int4_tensor_cores(backend: str) -> None:
     ("change", "message"),
     [
         ({"x4": np.zeros((2, 64), np.int8)}, "gemm_w4a4_atom_sm80: x4: dtype uint8"),
-        ({"x8": np.zeros((2, 128), np.int8)}, r"gemm_w4a4_atom_sm80: .*outliers|shape"),
+        ({"x8": np.zeros((2, 128), np.int8)}, r"gemm_w4a4_atom_sm80: x8: shape \[M, outliers\]"),
         ({"x_scale": np.zeros((2, 16), np.float16)}, r"gemm_w4a4_atom_sm80: x_scale: shape \[M, ceil_div"),
         ({"w_scale": np.zeros((8, 8), np.float32)}, "gemm_w4a4_atom_sm80: w_scale: dtype float16"),
     ],

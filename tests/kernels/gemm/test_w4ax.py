@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ptxlab import emulator, kernels, layout, toolchain
-from ptxlab.kernels.gemm.w4ax import NAIVE, TILES, WIDEST, gemm_blocks
+from ptxlab.kernels.gemm.w4a4 import TILES, WIDEST
+from ptxlab.kernels.gemm.w4ax import NAIVE, gemm_blocks
 from ptxlab.layout import atom
 from ptxlab.layout.fragments import mma_a
 from ptxlab.quant import BlockRows
@@ -44,7 +45,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
 @given(logical=problems(), mode=st.sampled_from(emulator.MODES), tile=st.sampled_from([*TILES.values()]))
 @settings(max_examples=10)
 def test_any_problem_is_exact_in_the_emulator(logical: dict[str, Any], mode: str, tile: Any) -> None:
-    y = output(logical, "emulator", tile._asdict(), mode=mode)
+    y = output(logical, "emulator", tile._asdict() | {"STAGES": 3}, mode=mode)
     assert np.array_equal(y.view(np.uint32), gemm_blocks(**logical).view(np.uint32))
 
 
@@ -77,7 +78,7 @@ def test_what_a_lane_loads_for_int8() -> None:
 def test_no_tile_spills() -> None:
     source = kernels.find(NAIVE.name)[1][0]
     for tile in (*TILES.values(), WIDEST):
-        config = {**tile._asdict(), "OUT": 0}
+        config = {**tile._asdict(), "STAGES": 3, "OUT": 0}
         resources = toolchain.compile_cuda(source, NAIVE.arch, defines=config).resources[NAIVE.name]
         assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0), config
         assert NAIVE.launch({"M": 999, "N": 999, **config}).shared_bytes <= 99 * 1024

@@ -81,12 +81,15 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
 
 @on_every_backend
 @pytest.mark.parametrize("tile", OUTPUT_TILES, ids="BM{BM}-WN{WN}-SPLIT{SPLIT}".format_map)
-@pytest.mark.parametrize("with_bias", [True, False])
 @checks.every_output
 def test_scaled_outputs_are_the_epilogue_in_float32(
-    variant: int, dtype: Any, with_bias: bool, tile: dict[str, int], backend: str
+    variant: int, dtype: Any, tile: dict[str, int], backend: str
 ) -> None:
-    """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits."""
+    """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits.
+
+    Every output and every tile with a bias and without.
+    """
+    with_bias = (variant + OUTPUT_TILES.index(tile)) % 2 == 0
     logical = W8A8.example(np.random.default_rng(variant), M=85, N=136, K=400)
     logical = checks.with_zeros(logical, with_bias)
     y = output(logical, backend, {**tile, "OUT": variant})

@@ -48,6 +48,21 @@ def scale(x, s, half: tl.bfloat16, BLOCK: tl.constexpr):
     tl.store(x + i, tl.load(x + i) * s * half)
 
 
+@triton.jit
+def dot(a, b, c, TILE: tl.constexpr, OUT: tl.constexpr):
+    """c = a b, square tiles."""
+    i = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    tl.store(c + i, tl.dot(tl.load(a + i), tl.load(b + i), out_dtype=OUT))
+
+
+@triton.jit
+def described(a, b, TILE: tl.constexpr):
+    """b = a, a square tile, by a tensor descriptor that the kernel makes."""
+    i = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    rows = tl.make_tensor_descriptor(a, shape=[TILE, TILE], strides=[TILE, 1], block_shape=[TILE, TILE])
+    tl.store(b + i, rows.load([0, 0]))
+
+
 FLOATS, HALVES = ("*fp32", "*fp32"), ("*fp16", "*fp16", "*fp16")
 WHOLE = 16  # pointers and sizes that Triton may take for multiples of this
 KERNELS = {  # types of the arguments, constants, which arguments are such multiples

@@ -11,10 +11,10 @@ from ptxlab.quant import recipe
 from ptxlab.quant.recipe import ChannelGrid, Grid, LQQGrid, QoQGrid, SymmetricGrid
 
 
-def problem(N: int, K: int, dtype: Any = np.float64) -> tuple[Any, Any]:
+def problem(N: int, K: int, dtype: Any = np.float64, alike: float = 0.3) -> tuple[Any, Any]:
     """Weights, and H of inputs that are alike: without that nothing can be compensated."""
     rng = np.random.default_rng(N)
-    x = rng.standard_normal((3 * K, K)) @ (np.eye(K) + 0.3 * rng.standard_normal((K, K))) * rng.uniform(0.2, 3, K)
+    x = rng.standard_normal((3 * K, K)) @ (np.eye(K) + alike * rng.standard_normal((K, K))) * rng.uniform(0.2, 3, K)
     return rng.standard_normal((N, K)).astype(dtype), x.T @ x
 
 
@@ -68,6 +68,17 @@ def test_it_equals_a_direct_solver(name: str, clip: bool) -> None:
     np.testing.assert_array_equal(found.values[kept], plain.values[kept])
 
 
+def test_rows_that_gptq_makes_worse_keep_rounding() -> None:
+    """Of inputs that are not alike, where levels that follow the errors cost more than compensation gains."""
+    w, H = problem(32, 96, alike=0)
+    grid = LQQGrid(w, 32)
+    expected, plain, found = solved(w, H, grid, 0.01), recipe.rounded(w, H, grid), recipe.gptq(w, H, grid)
+    kept = recipe.objective(w, expected, H) > recipe.objective(w, plain.values, H)
+    assert kept.any() and not kept.all()
+    np.testing.assert_array_equal(found.values[kept], plain.values[kept])
+    np.testing.assert_allclose(found.values[~kept], expected[~kept], atol=1e-12)
+
+
 def test_blocks_change_nothing() -> None:
     """More columns than a block, and groups that straddle none."""
     w, H = problem(4, 288)
@@ -84,7 +95,10 @@ def test_it_is_never_worse_than_rounding_and_clipping_never_than_none(name: str,
         assert found.values.dtype == dtype
         before, after = (recipe.objective(w, each.values, H) for each in (plain, found))
         assert (after <= before).all() and after.sum() < 0.9 * before.sum()
-    error = ((recipe.rounded(w, None, GRIDS[name](w, True)).values - w) ** 2).sum()
+    grid = GRIDS[name](w, True)
+    of_output, of_weights = (recipe.objective(w, recipe.rounded(w, h, grid).values, H).sum() for h in (H, None))
+    assert of_output < of_weights or name == "int8"  # whose levels need no clipping
+    error = ((recipe.rounded(w, None, grid).values - w) ** 2).sum()
     assert error <= ((recipe.rounded(w, None, GRIDS[name](w)).values - w) ** 2).sum()
 
 
@@ -165,3 +179,39 @@ def test_what_is_no_hessian_is_refused(hessian: Any, rule: str) -> None:
     w, _ = problem(4, 96)
     with pytest.raises(ArgumentError, match=f"hessian: {rule}"):
         recipe.gptq(w, hessian, LQQGrid(w, 32))
+
+
+@pytest.mark.parametrize("low", [-127, -68])
+def test_levels_of_qoq_that_would_leave_s8_are_left_out(low: int) -> None:
+    """A group of 196 integers, in steps of 13: with the zero 10 the lowest level is -130, with 5 the highest 130."""
+    w = np.linspace(low, low + 195, 32, dtype=np.float32)[None]
+    w[0, np.abs(w[0]).argmax()] = 127 * np.sign(w[0, np.abs(w[0]).argmax()])
+    grid = QoQGrid(w, 32, protective_range=127)
+    found = recipe.rounded(w, None, grid)
+    weight = grid.weight(found.q, found.constants)
+    assert weight.group_scale.tolist() == [[13]] and not weight.overflows().any()
+
+
+@pytest.mark.parametrize(
+    ("name", "end"), [*((name, end) for name in ("lqq", "qoq", "channel") for end in (-9, 10)), ("int4", 10)]
+)
+def test_clipping_cuts_off_an_outlier_at_either_end(name: str, end: int) -> None:
+    """Levels could hold all weights of a group but one; plain rounding spreads them over the group's range."""
+    w = np.concatenate([np.zeros(128), np.arange(128) % 15 - (6 if end < 0 else 7)]).astype(np.float32)[None]
+    w[0, 0], w[0, 200] = 119 / 4, end  # the first group sets the row's scale to 1/4
+    w = w[:, 128:] if name == "channel" else w
+    grids = {"lqq": LQQGrid, "qoq": QoQGrid, "int4": SymmetricGrid}
+    errors = []
+    for clip in (False, True):
+        grid = ChannelGrid(w, clip=clip) if name == "channel" else grids[name](w, 128, clip=clip)
+        errors.append(np.abs(recipe.rounded(w, None, grid).values - w)[0, -128:])
+    before, after = errors
+    assert (after**2).sum() < 0.5 * (before**2).sum() and after[72] > 1 > before[72]
+
+
+def test_a_wider_scale_than_the_nearest_is_tried_too() -> None:
+    """A group that spans 21 of LQQ's integers: a scale of 21/15 rounds to 1, which loses 6 at the top; 2 loses 1."""
+    w = np.zeros((1, 64), np.float32)
+    w[0, 0], w[0, 32:] = 119, np.arange(32) % 22
+    plain, found = (recipe.rounded(w, None, LQQGrid(w, 32, clip=clip)).values - w for clip in (False, True))
+    assert np.abs(plain[0, 32:]).max() == 6 and np.abs(found[0, 32:]).max() == 1

@@ -8,6 +8,7 @@ import pytest
 from ptxlab.errors import ArgumentError
 from ptxlab.model import Config, FloatModel
 from ptxlab.quant import recipe
+from ptxlab.quant.numerics import FakeQuantized
 from ptxlab.reference import EXACT, Numerics
 from ptxlab.weights.accuracy import mixing, off_grid
 from ptxlab.weights.calibrate import turned
@@ -58,9 +59,12 @@ def test_rotation_changes_no_logits(model: FloatModel) -> None:
     assert spread < 1  # and it does something
 
 
-@pytest.mark.parametrize("start", ["mixed", "uniform"])
-def test_nor_does_the_rotation_off_the_grid(model: FloatModel, start: str) -> None:
-    assert_same_function(model, off_grid(model, start))
+@pytest.mark.parametrize(("start", "rotation"), [("mixed", mixing), ("uniform", recipe.random_orthogonal)])
+def test_nor_does_the_rotation_off_the_grid(model: FloatModel, start: str, rotation: Any) -> None:
+    found = off_grid(model, start)
+    assert_same_function(model, found)
+    np.testing.assert_allclose(found.embedding, model.embedding @ rotation(model.config.hidden, 1))
+    assert off_grid(model, "file") is model
 
 
 def test_mixing_makes_every_channel_of_four() -> None:
@@ -81,6 +85,7 @@ def test_smoothing_changes_no_logits_and_levels_the_input_of_down(model: FloatMo
     _, factor = recipe.smooth_down(model.layers[0], peaks, 1.0, 0.0)
     smooth = peaks / factor
     np.testing.assert_allclose(smooth[peaks > 0], smooth[0])
+    assert abs(np.log(factor).mean()) < 1e-12  # the mean scale of up and down stays
 
 
 def test_smooth_keys_changes_no_logits(model: FloatModel) -> None:
@@ -98,6 +103,10 @@ def test_reordering_changes_no_logits_and_sorts(model: FloatModel) -> None:
     assert_same_function(model, changed(model, reordered))
     marked = {**model.layers[0], "down": np.broadcast_to(of_down, model.layers[0]["down"].shape)}
     np.testing.assert_array_equal(recipe.reorder_down(marked, of_down)["down"][0], np.sort(of_down)[::-1])
+    of_v = of_o.reshape(config.kv_heads, -1, config.head_dim).max(axis=1)  # of the query heads that share it
+    marked = {**model.layers[0], "v": of_v.reshape(-1, 1)}
+    found = recipe.reorder_heads(marked, of_o)["v"].reshape(of_v.shape)
+    np.testing.assert_array_equal(found, np.sort(of_v)[:, ::-1])
 
 
 @pytest.mark.parametrize(
@@ -128,8 +137,14 @@ def test_measurements_of_another_shape_are_refused(step: Any, wrong: str) -> Non
         {"clip": "all"},
         {"acts": 5},
         {"kv": "kv3"},
+        {"group": 0, "scheme": "int4"},
     ],
 )
 def test_settings_that_no_recipe_has(setting: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=f"^{next(iter(setting))}"):
         recipe.Recipe(**setting)
+
+
+def test_a_recipe_computes_with_its_settings() -> None:
+    found = recipe.Recipe(acts=4, group=32, kept=16, kept_bits=16, act_clip=0.9, kv="kv8").numerics()
+    assert found == FakeQuantized(acts=4, kv="kv8", group=32, kept=16, kept_bits=16, clip=0.9)

@@ -1,0 +1,51 @@
+"""Words as z3 bitvectors: constants, widths, fields, and the IEEE 754 numbers that they stand for."""
+
+from typing import Any
+
+import z3
+
+from ptxlab.emulator.front.types import bits_of
+from ptxlab.emulator.ops.rounding import CANONICAL_NAN
+
+Bits = Any  # a z3 bitvector, or a Bool
+SORTS: dict[str, Any] = {"f16": (5, 11), "bf16": (8, 8), "f32": (8, 24)}
+
+
+def value(number: int, bits: int) -> Bits:
+    """A constant."""
+    return z3.BitVecVal(number, bits)
+
+
+def extend(x: Bits, bits: int, signed: bool) -> Bits:
+    """Cut or extended to a width."""
+    spare = bits - x.size()
+    if spare < 0:
+        return z3.Extract(bits - 1, 0, x)
+    return x if not spare else z3.SignExt(spare, x) if signed else z3.ZeroExt(spare, x)
+
+
+def pieces(x: Bits, bits: int) -> list[Bits]:
+    """Fields of so many bits, lowest first."""
+    return [z3.Extract(at + bits - 1, at, x) for at in range(0, x.size(), bits)]
+
+
+def joined(fields: list[Bits]) -> Bits:
+    """Fields beside each other, lowest first."""
+    return z3.Concat(*reversed(fields)) if len(fields) > 1 else fields[0]
+
+
+def clamped(x: Bits, low: int, high: int) -> Bits:
+    """A signed bitvector within limits that it can hold."""
+    bottom, top = value(low, x.size()), value(high, x.size())
+    return z3.If(x < bottom, bottom, z3.If(x > top, top, x))
+
+
+def as_float(x: Bits, type_name: str) -> Any:
+    """Bits as the number they stand for."""
+    return z3.fpBVToFP(x, z3.FPSort(*SORTS[type_name]))
+
+
+def float_bits(x: Any, type_name: str) -> Bits:
+    """The bits of a number; those of the NaN that the hardware makes."""
+    nan = CANONICAL_NAN[type_name]
+    return z3.If(z3.fpIsNaN(x), value(nan, bits_of(type_name)), z3.fpToIEEEBV(x))
