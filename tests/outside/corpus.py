@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import resource
 import sys
 import time
@@ -35,6 +36,7 @@ from ptxlab.testing.emulate import CheckFailed, Emulate, Settings
 RECORD = Path(__file__).parents[2] / "notebooks" / "results" / "corpus.json"
 SECONDS, BYTES = 300, 12 << 30  # that a kernel may take
 Check = Callable[[Emulate, str], None]
+_PATH = re.compile(r"(?<![\w.])/(?:[^/\s:`]+/)+([^/\s:`]+)")
 
 
 @dataclass(frozen=True)
@@ -125,9 +127,9 @@ class Observed(Emulate):
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of a message."""
+    """The first line of a message; files outside the corpus by their names."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return _PATH.sub(r"\1", lines[0]) if lines else type(error).__name__
 
 
 def attempt(each: Case, folder: Path) -> Outcome:
@@ -139,7 +141,12 @@ def attempt(each: Case, folder: Path) -> Outcome:
             each.check(emulate, each.arch)
         except CheckFailed as error:
             outcome.findings = [
-                {"kind": note.kind, "file": note.path, "line": note.line, "message": one_line(Exception(note.message))}
+                {
+                    "kind": note.kind,
+                    "file": _PATH.sub(r"\1", note.path),
+                    "line": note.line,
+                    "message": one_line(Exception(note.message)),
+                }
                 for note in error.annotations
             ]
             outcome.seconds = emulate.seconds
@@ -187,7 +194,7 @@ def run(each: Case, folder: Path, seconds: float = SECONDS) -> Outcome:
 
 def load(folder: Path) -> list[Case]:
     """The cases of a folder's `cases_*.py`."""
-    sys.path.insert(0, str(folder))
+    sys.path = [*sys.path, str(folder)]  # cases may share modules
     sys.modules.setdefault("tests.outside.corpus", sys.modules[__name__])  # where this file runs as `__main__`
     CASES.clear()
     for path in sorted(folder.glob("cases_*.py")):

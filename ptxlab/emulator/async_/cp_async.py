@@ -184,7 +184,8 @@ class Boxes(Effect):
     def array(self, memory: Memory) -> Array:
         """The array, in memory."""
         size = prod(self.shape) * self.tensor_map.itemsize
-        return memory.arena[self.start : self.start + size].view(self.tensor_map.array.dtype).reshape(self.shape)
+        found: Array = memory.arena[self.start : self.start + size].view(self.tensor_map.array.dtype)
+        return found.reshape(self.shape)
 
     @property
     def pieces(self) -> Array:

@@ -275,13 +275,17 @@ class _Parser(Cursor):
                 self.result.variables.append(variable)
                 self.bytes += variable.size
                 if self.bytes > MOST_BYTES:
-                    self.fail(f"{variable.name} makes {self.bytes} bytes of variables: at most {MOST_BYTES} are emulated")
+                    self.fail(
+                        f"{variable.name} makes {self.bytes} bytes of variables: at most {MOST_BYTES} are emulated"
+                    )
             elif space in ("local", "param"):  # parameters of a call live in the caller's frame
                 variable.space = "local"
                 variable.offset = -(-self.entry.local_bytes // variable.align) * variable.align
                 self.entry.local_bytes = variable.offset + variable.size
                 if self.entry.local_bytes > MOST_LOCAL:
-                    self.fail(f"{variable.name} makes {self.entry.local_bytes} bytes of local memory: {MOST_LOCAL} at most")
+                    self.fail(
+                        f"{variable.name} makes {self.entry.local_bytes} bytes of local memory: {MOST_LOCAL} at most"
+                    )
             self.declare(variable.name, variable)
             if self.accept(";"):
                 return

@@ -1,7 +1,7 @@
 """wmma: load, mma and store of fragments whose layout is nobody's business but the instructions' own.
 
-So any layout will do that all of them share. Here a lane holds neighbouring elements of the row-major matrix: lane 0 the
-first ones, and so on; where registers have room for more than the matrix (A and B in f16), it begins again.
+So any layout will do that all of them share. Here a lane holds neighbouring elements of the row-major matrix: lane 0
+the first ones, and so on; where registers have room for more than the matrix (A and B in f16), it begins again.
 """
 
 from collections.abc import Callable

@@ -94,6 +94,17 @@ def test_a_store_of_what_threads_wrote_needs_a_fence(mode: str) -> None:
     assert "async-dirty" in found and "without a fence.proxy.async" in found
 
 
+@both_modes
+def test_copies_are_told_to_every_block_that_acquires_in_scope_cta(mode: str) -> None:
+    text = source(2, REDUCE, fence="fence.acq_rel.cta; fence.proxy.async.shared::cta;")
+    text = text.replace("try_wait.parity.shared", "try_wait.parity.acquire.cta.shared")
+    x, y = np.ones(SHAPES[2], np.float32), np.zeros(SHAPES[2], np.float32)
+    maps = TensorMap(x, BOXES[2]), TensorMap(y, BOXES[2])
+    outcome = ptxlab.load(text, arch="sm_90a")(*maps, *map(np.int32, (256, 0, 0)), grid=3, block=32, mode=mode,
+                                               backend="emulator", **CHECKED)  # fmt: skip
+    assert not outcome.findings and (y[:4, :16] == 6).all()
+
+
 def test_a_store_that_nobody_waits_for() -> None:
     found = told(lambda: move(2, (0, 0), STORE, wait="wait_group 1", **CHECKED)[-1])
     assert "async" in found and "ends" in found

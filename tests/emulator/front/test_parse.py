@@ -270,7 +270,11 @@ def test_constant_expressions() -> None:
     ("body", "outside", "said"),
     [
         (".local .b8 deep[600000]; mov.u32 %r1, 0;", "", "makes 600000 bytes of local memory: 524288 at most"),
-        ("mov.u32 %r1, 0;", ".global .b8 a[200000000]; .const .b8 b[200000000];", "400000000 bytes of variables: at most"),
+        (
+            "mov.u32 %r1, 0;",
+            ".global .b8 a[200000000]; .const .b8 b[200000000];",
+            "400000000 bytes of variables: at most",
+        ),
     ],
 )
 def test_memory_bombs_are_refused(body: str, outside: str, said: str) -> None:
@@ -279,5 +283,5 @@ def test_memory_bombs_are_refused(body: str, outside: str, said: str) -> None:
 
 
 def test_an_offset_beyond_any_address_is_a_fault() -> None:
-    with pytest.raises(MemoryFault, match="out of bounds"):
-        values("ld.param.u64 %x1, [out]; ld.global.u32 %r1, [%x1-9223372036854775807];")
+    with pytest.raises(MemoryFault, match="out of bounds|not a multiple"):
+        values("ld.param.u64 %x1, [out]; ld.global.u32 %r1, [%x1-9223372036854775804];")
