@@ -62,7 +62,7 @@ def summary() -> str:
             }
         )
     right = sum(each["result"] == "right" for each in kernels)
-    forms = {form for each in kernels for form in each["forms"]}
+    forms = {form for each in kernels for form in each["forms"].split()}
     note = (
         f"{len(kernels)} runs of {len({(e['project'], e['name']) for e in kernels})} kernels (a run is a kernel on one "
         f"architecture), {right / len(kernels):.0%} right; {len(forms)} instruction forms."
@@ -83,8 +83,8 @@ def table() -> str:
             "kernel": f"`{name}`",
             "project": project,
             "architecture": ", ".join(each["arch"] for each in runs),
-            "uses": _features(sorted({form for each in runs for form in each["forms"]})),
-            "forms": max(len(each["forms"]) for each in runs),
+            "uses": _features(sorted({form for each in runs for form in each["forms"].split()})),
+            "forms": max(len(each["forms"].split()) for each in runs),
             "result": ", ".join(dict.fromkeys(each["result"] for each in runs)),
             "findings": max(len(each["findings"]) for each in runs),
             "seconds": max(each["seconds"] for each in runs),

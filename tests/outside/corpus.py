@@ -68,7 +68,7 @@ class Outcome:
 
     result: str = "right"
     why: str = ""
-    forms: list[str] = field(default_factory=list)
+    forms: str = ""  # opcodes, in one line
     findings: list[dict[str, Any]] = field(default_factory=list)
     schedules: int = 0
     seconds: float = 0.0
@@ -167,7 +167,7 @@ def attempt(each: Case, folder: Path) -> Outcome:
         where = f"{Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}" if place else ""
         outcome.result, outcome.why = "crashed", f"{type(error).__name__}: {one_line(error)} ({where})"
     outcome.seconds = outcome.seconds or emulate.seconds
-    outcome.forms, outcome.schedules = sorted(emulate.forms), len(emulate.schedules)
+    outcome.forms, outcome.schedules = " ".join(sorted(emulate.forms)), len(emulate.schedules)
     return outcome
 
 

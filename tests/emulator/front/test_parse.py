@@ -283,5 +283,5 @@ def test_memory_bombs_are_refused(body: str, outside: str, said: str) -> None:
 
 
 def test_an_offset_beyond_any_address_is_a_fault() -> None:
-    with pytest.raises(MemoryFault, match="out of bounds|not a multiple"):
+    with pytest.raises(MemoryFault, match=r"out of bounds|not a multiple"):
         values("ld.param.u64 %x1, [out]; ld.global.u32 %r1, [%x1-9223372036854775804];")
