@@ -103,7 +103,7 @@ def judged() -> str:
             first = each["findings"][0]
             reason = f"{first['kind']} at {first['file'].rpartition('/')[2]}:{first['line']}"
         if reason or each["judged"]:
-            said = " ".join(part.rstrip(".") + "." for part in (reason, each["judged"]) if part)
+            said = " ".join(part.strip().rstrip(".") + "." for part in (reason, each["judged"]) if part)
             told[each["project"], each["name"]] = said.replace("|", "\\|")
     if not told:
         return "None.\n"
