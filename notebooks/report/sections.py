@@ -25,6 +25,7 @@ from report import (
     ROOT,
     accuracy,
     attention,
+    corpus,
     decode,
     gemm,
     headers,
@@ -342,5 +343,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "proofs": proofs_table,
     "proof_summary": proof_summary,
     "proof_mutants": mutants_table,
+    "corpus_summary": corpus.summary,
+    "corpus_kernels": corpus.table,
+    "corpus_judged": corpus.judged,
     "pipelines": pipelines.section,
 }

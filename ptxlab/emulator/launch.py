@@ -1,5 +1,6 @@
 """`run`: check the arguments, lay out memory, run the grid wave by wave, copy results back."""
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -168,6 +169,7 @@ def run(
     launch, buffers, error = attempt(frozenset())
     while not launch.suspects <= launch.tracked:  # their values may not matter: the same again, with an eye on these
         launch, buffers, error = attempt(launch.tracked | launch.suspects)
+    sys.stdout.write("".join(launch.output))
     if error is not None:
         first = {finding.kind: finding for finding in reversed(launch.findings.found.values())}  # of each kind
         if not first:
@@ -376,7 +378,8 @@ def _prepare(
     for array, region in buffers.values():
         memory.arena[region.start : region.end] = array.reshape(-1).view(np.uint8)
     for variable, region in fixed:
-        memory.arena[region.start : region.end] = np.frombuffer(variable.initial or bytes(variable.size), np.uint8)
+        if variable.initial:
+            memory.arena[region.start : region.end] = np.frombuffer(variable.initial, np.uint8)
     for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
         at, start = params.start + param.offset, buffers[position][1].start if position in buffers else 0
         if isinstance(value, TensorMap):  # its bytes are opaque; who asks for it is given the map itself

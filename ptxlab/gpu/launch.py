@@ -56,13 +56,15 @@ def launch(kernel: GpuKernel, args: Sequence[Any], geometry: Launch, *, written:
         for i, a in enumerate(args):
             if isinstance(a, np.ndarray):
                 on_device[i] = copied(a)
-            elif isinstance(a, TensorMap) and isinstance(a.array, np.ndarray):  # read only, so it need not come back
+            elif isinstance(a, TensorMap) and isinstance(a.array, np.ndarray):
                 on_device[i] = replace(a, array=copied(a.array))
+                on_host[i] = a.array
         _launch(kernel, pack(kernel, on_device), geometry, stream.ptr)
         back = [i for i, a in on_host.items() if (a.flags.writeable if written is None else i in written)]
         try:
             for i in back:
-                on_host[i][...] = cupy.asnumpy(on_device[i])
+                made = on_device[i]
+                on_host[i][...] = cupy.asnumpy(made.array if isinstance(made, TensorMap) else made)
             if copies:
                 stream.synchronize()
         except cupy.cuda.runtime.CUDARuntimeError as error:

@@ -13,14 +13,11 @@ def encode(name: str, tensor_map: TensorMap, address: int) -> bytes:
     if address % 16:
         raise ArgumentError(name, "a tensor map over an array aligned to 16 bytes", f"address {address:#x}")
     types, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
-    rows, columns = tensor_map.array.shape
-    # As unsigned integers whatever they are: the engine moves bits.
-    element = {
-        1: types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-        2: types.CU_TENSOR_MAP_DATA_TYPE_UINT16,
-        4: types.CU_TENSOR_MAP_DATA_TYPE_UINT32,
-        8: types.CU_TENSOR_MAP_DATA_TYPE_UINT64,
-    }[tensor_map.itemsize]
+    array = tensor_map.array
+    # Copies move bits; reductions add numbers of this type.
+    kind = array.dtype.kind if array.dtype.str[1:] in ("f2", "f4", "f8", "i4", "i8") else "u"
+    name_of = {"f": "FLOAT", "i": "INT", "u": "UINT"}[kind]
+    element = getattr(types, f"CU_TENSOR_MAP_DATA_TYPE_{name_of}{8 * tensor_map.itemsize}")
     swizzle = {
         0: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
         32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
@@ -29,12 +26,12 @@ def encode(name: str, tensor_map: TensorMap, address: int) -> bytes:
     }[tensor_map.swizzle]
     result, encoded = driver.cuTensorMapEncodeTiled(
         element,
-        2,
+        array.ndim,
         address,
-        [driver.cuuint64_t(int(columns)), driver.cuuint64_t(int(rows))],
-        [driver.cuuint64_t(tensor_map.pitch)],
-        [driver.cuuint32_t(int(tensor_map.box[1])), driver.cuuint32_t(int(tensor_map.box[0]))],
-        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        [driver.cuuint64_t(int(size)) for size in reversed(array.shape)],
+        [driver.cuuint64_t(int(stride)) for stride in reversed(array.strides[:-1])],
+        [driver.cuuint32_t(int(size)) for size in reversed(tensor_map.box)],
+        [driver.cuuint32_t(1)] * array.ndim,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         swizzle,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,

@@ -33,6 +33,7 @@ Indices: TypeAlias = npt.NDArray[np.intp]
 
 WARP = 32
 MMA_K = {16: 16, 32: 8, 64: 4}  # m16n8k16, m16n8k32, m16n8k64 -> bits of an element of A and B
+_MMA_BITS = (32, 16, 8, 4)  # 32: tf32, of m16n8k8 and m16n8k4
 WGMMA_N = (8, 16, 24, *range(32, 257, 16))  # what integer wgmma m64nNk32 allows
 
 
@@ -150,8 +151,8 @@ def ldmatrix(count: int, trans: bool = False) -> Fragment:
 def mma_a(k: int, bits: int | None = None) -> Fragment:
     """Operand A [16, k] of mma.sync m16n8k16 (16-bit), m16n8k32 (8-bit) or m16n8k64 (4-bit elements).
 
-    With `bits` also of the forms half as deep: m16n8k8, m16n8k16 and m16n8k32 of 16, 8 and 4 bits. Raises ArgumentError
-    for another k.
+    With `bits` also of the forms half as deep: m16n8k8, m16n8k16 and m16n8k32 of 16, 8 and 4 bits; and of m16n8k8 and
+    m16n8k4 of 32 bits (tf32). Raises ArgumentError for another k.
     """
     bits = _mma_bits(k, bits)
     return _fragment(_mma_name(k, bits, "a"), bits, k * bits // 64, run=32 // bits, tile_rows=2)
@@ -182,8 +183,8 @@ def wgmma_a() -> Fragment:
 
 
 @cache
-def wgmma_d(n: int, is_float: bool = False) -> Fragment:
-    """Accumulator D [64, n] of wgmma m64nN, s32 or f32: n/2 registers of 32 bits in each of 128 lanes.
+def wgmma_d(n: int, is_float: bool = False, bits: int = 32) -> Fragment:
+    """Accumulator D [64, n] of wgmma m64nN, s32, f32 or f16 (`bits`): n/2 registers of 32 bits, of f16 n/4, per lane.
 
     Raises ArgumentError unless `n` is one of `WGMMA_N`, or with `is_float` a multiple of 8 to 256.
     """
@@ -191,15 +192,15 @@ def wgmma_d(n: int, is_float: bool = False) -> Fragment:
         raise ArgumentError("n", "integer wgmma takes 8, 16, 24, 32 and multiples of 16 to 256", n)
     if is_float and n not in range(8, 257, 8):
         raise ArgumentError("n", "floating wgmma takes multiples of 8 to 256", n)
-    return _fragment(f"wgmma.m64n{n}.d", 32, n // 2, run=2, tile_rows=2, lanes=4 * WARP)
+    return _fragment(f"wgmma.m64n{n}.d{bits}", bits, n * bits // 64, run=2, tile_rows=2, lanes=4 * WARP)
 
 
 def _mma_bits(k: int, bits: int | None) -> int:
     if bits is None and k not in MMA_K:
         raise ArgumentError("k", f"must be one of {', '.join(map(str, MMA_K))}", k)
     bits = MMA_K[k] if bits is None else bits
-    if bits not in MMA_K.values() or k * bits not in (128, 256):
-        raise ArgumentError("k", "16, 8 or 4 bits, of which k are 128 or 256", f"k={k}, bits={bits}")
+    if bits not in _MMA_BITS or k * bits not in (128, 256):
+        raise ArgumentError("k", "32, 16, 8 or 4 bits, of which k are 128 or 256", f"k={k}, bits={bits}")
     return bits
 
 

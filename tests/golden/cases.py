@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -405,10 +406,28 @@ def _cases():
     yield from each("atom.global.add.noftz.@t {d:@t}, [{m:@t}], {a:@t};", t="f16x2 bf16x2 f16 bf16")
 
 
+def _later() -> Iterator[str]:
+    """What came after the first recording."""
+    for t, relu in itertools.product(("e4m3", "e5m2"), ("", ".relu")):
+        yield f"cvt.rn.satfinite{relu}.{t}x2.f32 {{d:u16}}, {{a:f32}}, {{b:f32}};"
+        yield f"cvt.rn.satfinite{relu}.{t}x2.f16x2 {{d:u16}}, {{a:f16x2}};"
+        yield f"cvt.rn{relu}.f16x2.{t}x2 {{d:f16x2}}, {{a:u16}};"
+    yield "cvt.rna.tf32.f32 {d:f32}, {a:f32};"
+
+
 def cases() -> list[Case]:
-    """All cases; names are unique and fit for entry symbols."""
+    """All cases that have been recorded; names are unique and fit for entry symbols."""
+    return _named(_cases())
+
+
+def later_cases() -> list[Case]:
+    """Those that the next recording adds."""
+    return _named(_later())
+
+
+def _named(items: Iterable[str | tuple[str, float, float]]) -> list[Case]:
     result: dict[str, Case] = {}
-    for item in _cases():
+    for item in items:
         template, relative, absolute = (item, 0.0, 0.0) if isinstance(item, str) else item
         opcode = template.split(" ")[0]
         stem = re.sub(r"\W+", "_", opcode)

@@ -121,7 +121,7 @@ def _matrix_cases() -> list[FragmentCase]:
     return cases
 
 
-BITS = {"f16": 16, "bf16": 16, "s8": 8, "u8": 8, "s4": 4, "u4": 4}
+BITS = {"f16": 16, "bf16": 16, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "tf32": 32, "e4m3": 8, "e5m2": 8}
 # k of m16n8k, D, A, B
 MMA_TYPES = (
     (16, "f32", "f16", "f16"), (16, "f32", "bf16", "bf16"), (16, "f16", "f16", "f16"),
@@ -130,13 +130,23 @@ MMA_TYPES = (
 )  # fmt: skip
 # The other forms of 4 bits.
 S4_TYPES = ((64, "s32", "s4", "u4"), *((32, "s32", a, b) for a in ("s4", "u4") for b in ("s4", "u4")))
+NARROW_TYPES = (
+    (8, "f32", "tf32", "tf32"), (4, "f32", "tf32", "tf32"),
+    *((32, "f32", a, b) for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")),
+)  # fmt: skip
+_FP8 = {"e4m3": (0, 0x38, 0x40, 0x44, 0x48), "e5m2": (0, 0x3C, 0x40, 0x42, 0x44)}  # 0 to 4
 
 
 def _operand(stream: np.random.RandomState, dtype: str, shape: tuple[int, int]) -> np.ndarray:
     """Registers u32 full of elements: any bits for integers, integers -4..4 for floats (so that sums are exact)."""
     if dtype[0] in "su":
         return stream.randint(0, 2**32, shape, np.uint32)
-    small = stream.randint(-4, 5, (*shape, 2))
+    small = stream.randint(-4, 5, (*shape, 32 // BITS[dtype]))
+    if dtype == "tf32":
+        return small.astype(np.float32).view(np.uint32)[..., 0]
+    if dtype in _FP8:
+        codes = np.array(_FP8[dtype], np.uint8)[np.abs(small)] | np.where(small < 0, 0x80, 0).astype(np.uint8)
+        return codes.view(np.uint32)[..., 0]
     halves = small.astype(np.float16).view(np.uint16)
     if dtype == "bf16":
         halves = (small.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
@@ -230,3 +240,8 @@ def rounded_cases() -> list[FragmentCase]:
 def s4_cases() -> list[FragmentCase]:
     """MMAs of 4 bits beyond those in `fragment_cases`."""
     return _mma_cases(types=S4_TYPES)
+
+
+def narrow_cases() -> list[FragmentCase]:
+    """MMAs of tf32 and fp8; `mma_m16n8k32` of fp8 needs sm_89 and above."""
+    return _mma_cases(types=NARROW_TYPES)

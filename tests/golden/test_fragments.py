@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -9,13 +10,16 @@ from ptxlab import emulator, toolchain
 from ptxlab.layout.descriptors import MatrixDescriptor
 from ptxlab.layout.fragments import Fragment, ldmatrix, mma_a, mma_b, mma_c, wgmma_a, wgmma_d
 from ptxlab.sources import Source
-from tests.golden.fragments import BITS, FragmentCase, fragment_cases, rounded_cases, s4_cases
+from tests.golden.fragments import BITS, FragmentCase, fragment_cases, narrow_cases, rounded_cases, s4_cases
 
 VECTORS = Path(__file__).parent / "fragments.npz"
 CASES = {case.name: case for case in fragment_cases()}
-S4 = {case.name: case for case in s4_cases()}
+LATER = {case.name: case for case in [*s4_cases(), *narrow_cases()]}  # than the first recording
 INTEGERS = {"s8": np.int8, "u8": np.uint8, "s4": np.int8, "u4": np.uint8}
-FLOATS = {"f16": np.float16, "f32": np.float32, "s32": np.int32}
+FLOATS = {
+    "f16": np.float16, "f32": np.float32, "s32": np.int32, "tf32": np.float32,
+    "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +68,7 @@ def test_recorded(name: str, vectors) -> None:
 
 def test_kernels_assemble() -> None:
     """So that a recording on a GPU cannot fail for a reason that this machine could have found."""
-    for case in (CASES | S4).values():
+    for case in (CASES | LATER).values():
         assert toolchain.assemble(Source.from_text(case.ptx, f"{case.name}.ptx"), "sm_90a").warnings == (), case.name
 
 
@@ -114,9 +118,9 @@ def test_rounded(name: str, vectors) -> None:
     assert (np.abs(values(fragment, vectors[name], case.facts["d"]) - exact) <= bound).all()
 
 
-@pytest.mark.parametrize("name", S4)
-def test_every_form_of_4_bits(name: str, vectors) -> None:
-    case = S4[name]
+@pytest.mark.parametrize("name", LATER)
+def test_every_form_of_4_bits_tf32_and_fp8(name: str, vectors) -> None:
+    case = LATER[name]
     expected = predict(case)
     np.testing.assert_array_equal(emulate(case, "early"), expected, strict=True)
     if name not in vectors:

@@ -122,7 +122,7 @@ def test_strides_do_not_matter() -> None:
         (lambda: ldmatrix(3), r"count: must be 1, 2 or 4 \(got 3\)"),
         (lambda: mma_a(8), r"k: must be one of 16, 32, 64 \(got 8\)"),
         (lambda: mma_b(8), r"k: must be one of 16, 32, 64 \(got 8\)"),
-        (lambda: mma_a(64, 8), r"k: 16, 8 or 4 bits, of which k are 128 or 256 \(got k=64, bits=8\)"),
+        (lambda: mma_a(64, 8), r"k: 32, 16, 8 or 4 bits, of which k are 128 or 256 \(got k=64, bits=8\)"),
         (lambda: mma_c(8), r"bits: must be 16 or 32 \(got 8\)"),
         (lambda: wgmma_d(40), r"n: integer wgmma takes 8, 16, 24, 32 .* \(got 40\)"),
         (lambda: wgmma_a().scatter(np.zeros((64, 64), np.uint8)), r"matrix: wgmma.m64k32.a is 64 x 32 .*\(64, 64\)"),

@@ -7,12 +7,13 @@ mbarrier of every byte, or forms groups.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Self
 
 import numpy as np
 
 from ptxlab.emulator.core.access import MemoryAccess
-from ptxlab.emulator.core.addressing import locator
+from ptxlab.emulator.core.addressing import locator, mark_written
 from ptxlab.emulator.core.effect import Effect, Places, spans
 from ptxlab.emulator.core.effect_queue import EffectQueue
 from ptxlab.emulator.core.lanes import Handler, Lanes, as_lanes, indices_of
@@ -21,16 +22,24 @@ from ptxlab.emulator.core.memory import BASE, Memory
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
-from ptxlab.emulator.front.types import Array, bits_of
+from ptxlab.emulator.front.types import DTYPES, Array, bits_of
+from ptxlab.emulator.ops.atomic import combination
 from ptxlab.emulator.sync.mbarrier import MBarrierOperand
-from ptxlab.errors import MemoryFault
+from ptxlab.errors import EmulationError, MemoryFault
 from ptxlab.layout.descriptors import swizzle
 from ptxlab.layout.tensor_map import TensorMap
 
 _GROUP_ACTIONS = ("commit_group", "wait_group", "wait_all")
 _SHARED = ("shared", "shared::cta")
 _PIECE = 16  # bytes that stay together under every swizzle
-_BOX_ALIGNMENT = 128  # of where a box goes in shared memory
+_BOX_ALIGNMENT = 128  # of where a box lies in shared memory
+_LOGIC, _EXTREMES = ("and", "or", "xor"), ("min", "max")
+_REDUCED: dict[str, tuple[str, ...]] = {  # types that cp.reduce.async combines, and how
+    "u32": ("add", *_EXTREMES, *_LOGIC, "inc", "dec"), "s32": ("add", *_EXTREMES, *_LOGIC),
+    "u64": ("add", *_EXTREMES, *_LOGIC), "s64": ("add", *_EXTREMES, *_LOGIC), "b32": _LOGIC, "b64": _LOGIC,
+    "f16": ("add", *_EXTREMES), "bf16": ("add", *_EXTREMES), "f32": ("add",), "f64": ("add",),
+}  # fmt: skip
+_REDUCTIONS = ("add", *_EXTREMES, *_LOGIC, "inc", "dec")
 
 # (lanes, where their copies go in their own view) -> (positions of lanes, one per copy; targets; mbarriers, or -1)
 Route = Callable[[Lanes, Array], tuple[Array, Array, Array]]
@@ -44,6 +53,8 @@ class Copies(Effect):
     target: Array
     read: Array
     size: Array
+    combine: Callable[..., Array] | None = None  # with what is there, as numbers of `type_name`
+    type_name: str = ""
     taken: Array | None = None  # the source bytes, as units
 
     @property
@@ -70,9 +81,22 @@ class Copies(Effect):
     def write(self, memory: Memory) -> None:
         """Write the target."""
         self.take(memory)
+        if self.combine is not None:
+            self.reduce(memory)
+            return
         view, rest = memory.view[self.unit], self.size - self.read
         view[spans(self.target, self.read, self.unit)] = self.taken
         view[spans(self.target + self.read, rest, self.unit)] = 0
+        self.taken = None
+
+    def reduce(self, memory: Memory) -> None:
+        """Combine the source with the target, entry by entry: two may have the same one."""
+        assert self.combine is not None and self.taken is not None
+        view, dtype = memory.arena.view(DTYPES[self.type_name]), DTYPES[self.type_name]
+        values, at = np.ascontiguousarray(self.taken).view(np.uint8).view(dtype), 0
+        for target, size in zip(self.target // dtype.itemsize, self.size // dtype.itemsize, strict=True):
+            view[target : target + size] = self.combine(view[target : target + size], values[at : at + size])
+            at += size
         self.taken = None
 
     def only(self, mask: Array) -> Self:
@@ -85,61 +109,115 @@ class Copies(Effect):
 
 @dataclass(eq=False, kw_only=True)
 class Boxes(Effect):
-    """Entry i copies the box of a tensor map whose first element is [row, column], any integers, to `target`."""
+    """Entry i copies the box of a tensor map whose first element is at `first[i]`, any integers, to shared memory.
+
+    Or from there into the array, if `stores`: elements replace those of the array, or are combined with them.
+    """
 
     tensor_map: TensorMap
-    start: int  # arena offset of the matrix
-    row: Array
-    column: Array
-    target: Array
-    taken: Array | None = None  # u8 [entries, rows, bytes]
+    start: int  # arena offset of the array
+    first: Array  # [entries, axes]
+    shared: Array  # arena offset of the box in shared memory
+    stores: bool = False
+    combine: Callable[..., Array] | None = None
+    taken: Array | None = None  # u8 [entries, *box, its last axis in bytes]
 
-    def inside(self, i: int) -> tuple[slice, slice, slice, slice]:
-        """What of a box lies inside the matrix: its rows and bytes, in the matrix and in the box."""
-        box, (height, _) = self.tensor_map, self.tensor_map.array.shape
-        row, byte = int(self.row[i]), int(self.column[i]) * box.itemsize
+    def inside(self, i: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """What of a box lies inside the array: in the array and in the box, the last axis in elements."""
+        array, box = [], []
+        for first, size, end in zip(self.first[i].tolist(), self.tensor_map.box, self.shape, strict=True):
+            start, stop = max(first, 0), max(min(first + size, end), max(first, 0))
+            array.append(slice(start, stop))
+            box.append(slice(start - first, stop - first))
+        return tuple(array), tuple(box)
 
-        def overlap(first: int, size: int, end: int) -> tuple[slice, slice]:
-            start, stop = max(first, 0), max(min(first + size, end), 0)
-            return slice(start, stop), slice(start - first, max(stop - first, 0))
-
-        (rows, to_rows), (bytes_, to_bytes) = overlap(row, box.box[0], height), overlap(byte, box.row_bytes, box.pitch)
-        return rows, bytes_, to_rows, to_bytes
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array."""
+        found: tuple[int, ...] = self.tensor_map.array.shape
+        return found
 
     @cached_property
-    def reads(self) -> Places:
-        """What there is of the boxes' rows."""
+    def rows(self) -> Places:
+        """What there is of the boxes' rows in the array."""
         lanes, starts, sizes = [], [], []
+        strides = [prod(self.shape[axis + 1 :]) * self.tensor_map.itemsize for axis in range(len(self.shape))]
         for i in range(len(self.lanes)):
-            rows, bytes_, *_ = self.inside(i)
-            starts.append(self.start + np.arange(rows.start, rows.stop) * self.tensor_map.pitch + bytes_.start)
-            sizes.append(np.full(len(starts[-1]), max(bytes_.stop - bytes_.start, 0)))
-            lanes.append(np.full(len(starts[-1]), self.lanes[i]))
+            *outer, row = self.inside(i)[0]
+            found = np.array([self.start + row.start * self.tensor_map.itemsize])
+            for axis, stride in zip(outer, strides, strict=False):
+                found = (found[:, None] + np.arange(axis.start, axis.stop) * stride).reshape(-1)
+            starts.append(found)
+            sizes.append(np.full(len(found), (row.stop - row.start) * self.tensor_map.itemsize))
+            lanes.append(np.full(len(found), self.lanes[i]))
         return np.concatenate(lanes), np.concatenate(starts), np.concatenate(sizes)
 
     @property
+    def whole(self) -> Places:
+        """The boxes in shared memory, in whole: a swizzle moves bytes within its span only."""
+        return self.lanes, self.shared, np.full(len(self.lanes), self.tensor_map.box_bytes)
+
+    @cached_property
+    def kept(self) -> Places:
+        """What of the boxes in shared memory belongs inside the array: whole boxes, or element by element."""
+        inside = [self.inside(i)[1] for i in range(len(self.lanes))]
+        sizes = tuple(slice(0, size) for size in self.tensor_map.box)
+        if all(each == sizes for each in inside):
+            return self.whole
+        size = self.tensor_map.itemsize
+        linear = np.arange(0, self.tensor_map.box_bytes, size).reshape(self.tensor_map.box)
+        found = [shared + linear[each].reshape(-1) for shared, each in zip(self.shared, inside, strict=True)]
+        lanes = np.repeat(self.lanes, [len(each) for each in found])
+        starts = swizzle(np.concatenate(found), self.tensor_map.swizzle or _PIECE)
+        return lanes, starts, np.full(len(lanes), size)
+
+    @property
+    def reads(self) -> Places:
+        """The array's rows, or what goes to it of the boxes in shared memory."""
+        return self.kept if self.stores else self.rows
+
+    @property
     def writes(self) -> Places:
-        """The targets, in whole: a swizzle moves bytes within its span only."""
-        return self.lanes, self.target, np.full(len(self.lanes), self.tensor_map.box_bytes)
+        """The other of the two."""
+        return self.rows if self.stores else self.whole
+
+    def array(self, memory: Memory) -> Array:
+        """The array, in memory."""
+        size = prod(self.shape) * self.tensor_map.itemsize
+        found: Array = memory.arena[self.start : self.start + size].view(self.tensor_map.array.dtype)
+        return found.reshape(self.shape)
+
+    @property
+    def pieces(self) -> Array:
+        """Where 16 bytes each of the boxes lie. Windows lie so that bits of arena offsets are bits of addresses."""
+        linear = self.shared[:, None] + np.arange(0, self.tensor_map.box_bytes, _PIECE)
+        return swizzle(linear, self.tensor_map.swizzle or _PIECE) // _PIECE
 
     def take(self, memory: Memory) -> None:
-        """Read the matrix, and zeros around it."""
+        """Read the boxes; outside the array they are zeros."""
         if self.taken is not None:
             return
-        box, (height, _) = self.tensor_map, self.tensor_map.array.shape
-        matrix = memory.arena[self.start : self.start + height * box.pitch].reshape(height, box.pitch)
-        self.taken = np.zeros((len(self.lanes), box.box[0], box.row_bytes), np.uint8)
+        dtype, shape = self.tensor_map.array.dtype, (len(self.lanes), *self.tensor_map.box)
+        if self.stores:
+            self.taken = memory.arena.reshape(-1, _PIECE)[self.pieces].reshape(-1).view(dtype).reshape(shape)
+            return
+        self.taken, array = np.zeros(shape, dtype), self.array(memory)
         for i, taken in enumerate(self.taken):
-            rows, bytes_, to_rows, to_bytes = self.inside(i)
-            taken[to_rows, to_bytes] = matrix[rows, bytes_]
+            there, here = self.inside(i)
+            taken[here] = array[there]
 
     def write(self, memory: Memory) -> None:
-        """Write the targets. Windows lie so that bits of arena offsets are bits of shared addresses."""
+        """Write the boxes, or what of them lies inside the array."""
         self.take(memory)
         assert self.taken is not None
-        linear = self.target[:, None] + np.arange(0, self.tensor_map.box_bytes, _PIECE)
-        places = swizzle(linear, self.tensor_map.swizzle or _PIECE) // _PIECE
-        memory.arena.reshape(-1, _PIECE)[places] = self.taken.reshape(*places.shape, _PIECE)
+        if self.stores:
+            array = self.array(memory)
+            for i, taken in enumerate(self.taken):
+                there, here = self.inside(i)
+                array[there] = self.combine(array[there], taken[here]) if self.combine else taken[here]
+        else:
+            pieces = self.pieces
+            memory.arena.reshape(-1, _PIECE)[pieces] = self.taken.reshape(-1).view(np.uint8).reshape(*pieces.shape, -1)
         self.taken = None
 
     def only(self, mask: Array) -> Self:
@@ -154,6 +232,8 @@ def _copy(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     opcode = Opcode(instruction.opcode)
     for hint in ("L2::cache_hint", "L2::64B", "L2::128B", "L2::256B"):
         opcode.flag(hint)
+    if opcode.flag("reduce") and "bulk" not in opcode.modifiers:
+        raise UnknownOpcode(instruction.opcode)
     if not opcode.flag("async"):
         raise UnknownOpcode(instruction.opcode)
     kind = "bulk" if opcode.flag("bulk") else "cp.async"
@@ -266,33 +346,43 @@ def _offsets_of(machine: Machine, instruction: Instruction, kind: str, space: st
 
 
 def _bulk(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
-    """cp.async.bulk and cp.async.bulk.tensor.2d."""
-    tensor = opcode.flag("tensor")
-    if tensor and not opcode.flag("2d"):
-        raise UnknownOpcode(instruction.opcode)
+    """cp.async.bulk and cp.async.bulk.tensor, and the same with cp.reduce.async, which combine instead of copying."""
+    tensor, reduces = opcode.flag("tensor"), instruction.opcode.startswith("cp.reduce")
+    axes = int(opcode.choice(*(f"{n}d" for n in range(1, 6)))[0]) if tensor else 0
     opcode.flag("tile")  # the mode of a tensor copy that is meant without it too
     told, multicast = opcode.flag("mbarrier::complete_tx::bytes"), opcode.flag("multicast::cluster")
+    operation = opcode.choice(*_REDUCTIONS) if reduces else ""
+    t = opcode.choice(*_REDUCED) if reduces and not tensor else ""
+    if t and operation not in _REDUCED[t]:
+        raise UnknownOpcode(instruction.opcode)
+    opcode.flag("noftz")  # as f16 and bf16 are always added
     to, origin = (*opcode.modifiers, "", "")[:2]
-    if told == opcode.flag("bulk_group") or (to, origin) not in _ways(tensor, told, multicast):
+    if told == opcode.flag("bulk_group") or (to, origin) not in _ways(tensor, told, multicast, reduces):
         raise UnknownOpcode(instruction.opcode)
     opcode.modifiers = [word for word in opcode.modifiers if word not in (to, origin)]
     target, source, *more = instruction.operands
+    if tensor and to == "global":
+        place = _offsets_of(machine, instruction, "load", origin, source, _BOX_ALIGNMENT)
+        return _boxes(machine, instruction, axes, target, place, _route(machine, instruction, more, told, multicast),
+                      True, operation)  # fmt: skip
     size = None if tensor else more.pop(0)
     place = _offsets_of(machine, instruction, "store", to, target, _BOX_ALIGNMENT if tensor else 16)
     route = _route(machine, instruction, more, told, multicast)
     if size is None:
-        return _boxes(machine, instruction, source, place, route)
-    return _runs(machine, instruction, source, origin, size, place, route)
+        return _boxes(machine, instruction, axes, source, place, route)
+    return _runs(machine, instruction, source, origin, size, place, route, combination(operation, t) if t else None, t)
 
 
-def _ways(tensor: bool, told: bool, multicast: bool) -> set[tuple[str, str]]:
+def _ways(tensor: bool, told: bool, multicast: bool, reduces: bool) -> set[tuple[str, str]]:
     """What copies of a kind go (to, from)."""
+    if reduces:
+        return set() if multicast or (told and tensor) else {("shared::cluster" if told else "global", "shared::cta")}
     if multicast:
         return {("shared::cluster", "global")} if told else set()
     if told:
         filled = {("shared::cta", "global"), ("shared::cluster", "global")}
         return filled if tensor else filled | {("shared::cluster", "shared::cta")}
-    return set() if tensor else {("global", "shared::cta")}
+    return {("global", "shared::cta")}
 
 
 def _route(machine: Machine, instruction: Instruction, more: list[ir.Operand], told: bool, multicast: bool) -> Route:
@@ -334,7 +424,8 @@ def _sizes(machine: Machine, instruction: Instruction, operand: ir.Operand) -> C
 def _prefetch(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
     """cp.async.bulk.prefetch: a hint, that moves nothing; but a run of bytes has to be there, where a box need not."""
     tensor = opcode.flag("tensor")
-    if not (opcode.flag("L2") and opcode.flag("global") and (not tensor or opcode.flag("2d"))):
+    axes = not tensor or opcode.choice(*(f"{n}d" for n in range(1, 6)))
+    if not (opcode.flag("L2") and opcode.flag("global") and axes):
         raise UnknownOpcode(instruction.opcode)
     if tensor:
         opcode.flag("tile")
@@ -350,7 +441,8 @@ def _prefetch(machine: Machine, instruction: Instruction, opcode: Opcode) -> Han
 
 
 def _runs(machine: Machine, instruction: Instruction, source: ir.Operand, origin: str, size: ir.Operand,
-          place: Callable[[Lanes, Array], Array], route: Route) -> Handler:  # fmt: skip
+          place: Callable[[Lanes, Array], Array], route: Route, combine: Callable[..., Array] | None, t: str
+          ) -> Handler:  # fmt: skip
     """Any multiple of 16 bytes per lane."""
     sizes_of, pending = _sizes(machine, instruction, size), machine.unit(EffectQueue)
     locate_source = _offsets_of(machine, instruction, "load", origin, source, 16)
@@ -369,26 +461,34 @@ def _runs(machine: Machine, instruction: Instruction, source: ir.Operand, origin
                 read=sizes[who],
                 size=sizes[who],
                 barrier=barriers,
+                accumulates=combine is not None,
+                combine=combine,
+                type_name=t,
             )
         )
 
     return copy
 
 
-def _boxes(machine: Machine, instruction: Instruction, source: ir.Operand, place: Callable[[Lanes, Array], Array],
-           route: Route) -> Handler:  # fmt: skip
+def _boxes(machine: Machine, instruction: Instruction, axes: int, array: ir.Operand,
+           place: Callable[[Lanes, Array], Array], route: Route, stores: bool = False, operation: str = ""
+           ) -> Handler:  # fmt: skip
     """One box of a tensor map per lane."""
-    if not isinstance(source, ir.Address) or len(source.coordinates) != 2:
-        raise ValueError("a box of two dimensions is at [map, {column, row}]")
-    read_map = machine.reader(source.base, "u64")
-    read_column, read_row = (machine.reader(coordinate, "s32") for coordinate in source.coordinates)
-    pending, shift = machine.unit(EffectQueue), source.offset - BASE
+    if not isinstance(array, ir.Address) or len(array.coordinates) != axes:
+        raise ValueError(f"a box of {axes} dimensions is at [map, {{{', '.join('xyzuv'[:axes])}}}]")
+    read_map = machine.reader(array.base, "u64")
+    readers = [machine.reader(coordinate, "s32") for coordinate in reversed(array.coordinates)]
+    pending, shift = machine.unit(EffectQueue), array.offset - BASE
+    written = MemoryAccess(instruction, "store", "global", "weak", "b8", 1, ())
 
     def map_at(offset: int, lane: int) -> tuple[TensorMap, int]:
         known = machine.launch.tensor_maps.get(offset)
         if known is None:
             where = machine.fault_place(instruction, lane)
             raise MemoryFault(f"{where}: no argument that is a tensor map is at address {offset + BASE:#x}")
+        if known[0].array.ndim != axes:
+            where = machine.fault_place(instruction, lane)
+            raise EmulationError(f"{where}: a box of {axes} dimensions of a tensor map of {known[0].array.ndim}")
         return known
 
     def aligned(tensor_map: TensorMap, indices: Array, columns: Array) -> None:
@@ -399,15 +499,28 @@ def _boxes(machine: Machine, instruction: Instruction, source: ir.Operand, place
             rule = f"the column has to be a multiple of {16 // tensor_map.itemsize}, 16 bytes"
             raise MemoryFault(f"{where}: {rule}, not {int(columns[first])}")
 
+    def reduction(tensor_map: TensorMap, indices: Array) -> Callable[..., Array]:
+        """The operation on the array's elements."""
+        dtype = tensor_map.array.dtype
+        t = f"{'s' if dtype.kind == 'i' else dtype.kind}{8 * dtype.itemsize}"
+        if t not in _REDUCED or operation not in _REDUCED[t]:
+            raise EmulationError(f"{machine.place(instruction, indices)}: .{operation} of elements of type {dtype}")
+        return combination(operation, t)
+
     def copy(lanes: Lanes) -> None:
         everybody = indices_of(lanes)
         maps = np.broadcast_to(read_map(lanes).view(np.int64) + shift, everybody.shape)
-        columns, rows = (np.broadcast_to(read(lanes), everybody.shape) for read in (read_column, read_row))
+        first = np.stack([np.broadcast_to(read(lanes), everybody.shape) for read in readers], axis=1).astype(np.int64)
         for offset in np.unique(maps).tolist():
             mine = maps == offset
             indices = everybody[mine]
             tensor_map, start = map_at(offset, int(indices[0]))
-            aligned(tensor_map, indices, columns[mine])
+            aligned(tensor_map, indices, first[mine, -1])
+            combine = reduction(tensor_map, indices) if operation else None
+            if stores:
+                region = machine.memory.region_of(start)
+                assert region is not None
+                mark_written(machine, written, as_lanes(indices), region)
             targets = place(as_lanes(indices), np.full(len(indices), tensor_map.box_bytes))
             who, targets, barriers = route(as_lanes(indices), targets)
             pending.issue(
@@ -417,10 +530,12 @@ def _boxes(machine: Machine, instruction: Instruction, source: ir.Operand, place
                     lanes=indices[who],
                     tensor_map=tensor_map,
                     start=start,
-                    column=columns[mine][who].astype(np.int64),
-                    row=rows[mine][who].astype(np.int64),
-                    target=targets,
+                    first=first[mine][who],
+                    shared=targets,
+                    stores=stores,
                     barrier=barriers,
+                    accumulates=combine is not None,
+                    combine=combine,
                 )
             )
 

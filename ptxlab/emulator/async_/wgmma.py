@@ -1,7 +1,7 @@
 """wgmma: D = A·B + D of a warp group; A in registers or in shared memory, B in shared memory.
 
-Operands are 8-bit integers, which are exact, or f16 and bf16 with sums in f32. The latter are added up in float64 and
-rounded once per instruction, whereas hardware truncates on the way, as in `ops.mma`.
+Operands are 8-bit integers, which are exact, or f16, bf16, tf32 and fp8 with sums in f32 or f16. The latter are added
+up in float64 and rounded once per instruction, whereas hardware truncates on the way, as in `ops.mma`.
 
 Each of the four warps does its 16 rows by itself, as an effect of its own (`effect_queue`): late, it reads registers
 and shared memory and writes the accumulators only when its group is waited for.
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -25,25 +26,29 @@ from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import UnknownOpcode
-from ptxlab.emulator.front.types import Array, limits
+from ptxlab.emulator.front.types import DTYPES, Array, bits_of, limits
 from ptxlab.emulator.ops.floating import canonical
-from ptxlab.emulator.ops.rounding import widen
+from ptxlab.emulator.ops.narrow_floats import OPERANDS, floats
 from ptxlab.errors import ArgumentError, EmulationError, MemoryFault
 from ptxlab.layout.descriptors import MatrixDescriptor
 from ptxlab.layout.fragments import WGMMA_N, Fragment, mma_a, wgmma_d
 
-_TYPES = {"s8": np.int8, "u8": np.uint8, "f16": np.float16, "bf16": np.uint16}  # bf16: its bits
-_FORMS = {("s32", "s8"), ("s32", "u8"), ("f32", "f16"), ("f32", "bf16")}  # of D, and of A and B each
+_TYPES: dict[str, np.dtype[Any]] = {"s8": np.dtype("i1"), "u8": np.dtype("u1"), **OPERANDS}
+_FP8 = ("e4m3", "e5m2")
+_FORMS = {  # of D, and of A and B each
+    ("s32", "s8"), ("s32", "u8"), ("f32", "f16"), ("f16", "f16"), ("f32", "bf16"), ("f32", "tf32"),
+    *((d, each) for d in ("f32", "f16") for each in _FP8),
+}  # fmt: skip
 _PIECE = 16  # contiguous bytes of an operand, whatever its swizzle
 ROWS = 16  # of a warp
 _WARP_GROUP = 128  # threads
 
 
 @cache
-def accumulators(n: int, is_float: bool) -> Fragment:
+def accumulators(n: int, d_type: str) -> Fragment:
     """What one warp holds of D: its own 16 rows."""
-    whole = wgmma_d(n, is_float)
-    return Fragment(f"{whole.name} of a warp", 32, whole.rows[:32], whole.cols[:32])
+    whole = wgmma_d(n, d_type != "s32", bits_of(d_type))
+    return Fragment(f"{whole.name} of a warp", whole.bits, whole.rows[:32], whole.cols[:32])
 
 
 @lru_cache(maxsize=1024)
@@ -58,7 +63,7 @@ def pieces(descriptor: int, rows: int, transposed: bool = False) -> Array:
 
 def numbers(values: Array, type_name: str) -> Array:
     """Operands as BLAS multiplies them: integers as float32, exact for sums of 32 products; floats as float64."""
-    return values.astype(np.float32) if type_name in ("s8", "u8") else widen(values, type_name)
+    return values.astype(np.float32) if type_name in ("s8", "u8") else floats(values, type_name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +71,7 @@ class DecodedWgmma:
     """What is fixed about a wgmma instruction: its types, and its operands, as functions of lanes (whole warps)."""
 
     n: int
+    d_type: str
     a_type: str
     b_type: str
     saturates: bool
@@ -79,8 +85,8 @@ class DecodedWgmma:
 
     @property
     def is_float(self) -> bool:
-        """Whether it adds in f32."""
-        return self.a_type not in ("s8", "u8")
+        """Whether it adds floats."""
+        return self.d_type != "s32"
 
     @cached_property
     def rows(self) -> tuple[Array, Array]:
@@ -128,8 +134,9 @@ class WgmmaProducts(Effect):
         taken = np.empty((len(self.lanes), ROWS, decoded.n), np.float64 if decoded.is_float else np.int64)
         own = None
         if decoded.read_a:
-            dtype = np.dtype(_TYPES[decoded.a_type])
-            own = numbers(mma_a(32 // dtype.itemsize).gather(decoded.read_a(self.all_lanes), dtype), decoded.a_type)
+            dtype = _TYPES[decoded.a_type]
+            fragment = mma_a(32 // dtype.itemsize, 8 * dtype.itemsize)
+            own = numbers(fragment.gather(decoded.read_a(self.all_lanes), dtype), decoded.a_type)
         keys = np.stack([self.base, self.a.view(np.int64), self.b.view(np.int64)])
         distinct, which = np.unique(keys, axis=1, return_inverse=True)
         for i, (base, a, b) in enumerate(zip(*distinct.tolist(), strict=True)):
@@ -147,12 +154,12 @@ class WgmmaProducts(Effect):
         """Accumulate."""
         self.take(memory)
         assert self.taken is not None
-        decoded, fragment, lanes = self.decoded, accumulators(self.decoded.n, self.decoded.is_float), self.all_lanes
-        kind = np.dtype(np.float32 if decoded.is_float else np.int32)
+        decoded, fragment, lanes = self.decoded, accumulators(self.decoded.n, self.decoded.d_type), self.all_lanes
+        kind = DTYPES[decoded.d_type]
         before = fragment.gather(decoded.read_d(lanes), kind).astype(self.taken.dtype)
         sums = np.where(self.adds[:, None, None], before, 0) + self.taken
         if decoded.is_float:
-            sums = canonical(sums.astype(kind), "f32")
+            sums = canonical(sums.astype(kind), decoded.d_type)
         elif decoded.saturates:
             sums = sums.clip(*limits("s32"))
         columns = fragment.scatter(sums.astype(kind))
@@ -205,16 +212,22 @@ def _reader(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], Array
     return lambda lanes: np.stack([read(lanes).reshape(-1, 32) for read in readers], axis=-1)
 
 
-def _of_floats(constants: Sequence[ir.Operand], a_in_registers: bool) -> tuple[float, tuple[bool, bool]]:
-    """Sign of the products, and whether A and B are transposed (A in registers is not), from the last constants."""
+def _of_floats(
+    constants: Sequence[ir.Operand], a_in_registers: bool, has_layouts: bool
+) -> tuple[float, tuple[bool, bool]]:
+    """Sign of the products, and whether A and B are transposed (A in registers is not), from the last constants.
+
+    Only operands of 16 bits may be (`has_layouts`).
+    """
     values = [each.bits for each in constants if isinstance(each, ir.Immediate)]
     signs = {1: 1.0, (1 << 32) - 1: -1.0, (1 << 64) - 1: -1.0, -1: -1.0}
-    wanted = 3 if a_in_registers else 4
+    wanted = 2 + has_layouts * (1 if a_in_registers else 2)
     if len(values) != len(constants) or len(values) != wanted or not {*values[:2]} <= {*signs}:
-        raise ValueError(f"takes {wanted} constants: signs of A and B, 1 or -1, and 1 for each that is transposed")
+        layouts = ", and 1 for each that is transposed" * has_layouts
+        raise ValueError(f"takes {wanted} constants: signs of A and B, 1 or -1{layouts}")
     if not {*values[2:]} <= {0, 1}:
         raise ValueError("an operand is transposed, 1, or not, 0")
-    of_a, of_b = (0, *values[2:]) if a_in_registers else values[2:]
+    of_a, of_b = (0, 0, *values[2:])[-2:]
     return signs[values[0]] * signs[values[1]], (of_a == 1, of_b == 1)
 
 
@@ -222,21 +235,26 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
     """mma_async."""
     saturates = "satfinite" in modifiers
     shape, *types = [word for word in modifiers if word != "satfinite"]
-    found = re.fullmatch(r"m64n(\d+)k(16|32)", shape)
+    found = re.fullmatch(r"m64n(\d+)k(8|16|32)", shape)
     n, depth = (int(found[1]), int(found[2])) if found else (0, 0)
     if len(types) != 3 or any((types[0], each) not in _FORMS for each in types[1:]):
         raise UnknownOpcode(instruction.opcode)
-    is_float = types[0] == "f32"
+    is_float, is_mixed = types[0] != "s32", types[1] != types[2]
     widths = range(8, 257, 8) if is_float else WGMMA_N
-    if n not in widths or depth != (16 if is_float else 32) or (is_float and (saturates or types[1] != types[2])):
+    if n not in widths or depth * _TYPES[types[1]].itemsize != 32 or (is_float and saturates):
+        raise UnknownOpcode(instruction.opcode)
+    if is_float and is_mixed and not {*types[1:]} <= {*_FP8}:
         raise UnknownOpcode(instruction.opcode)
     d, a, b, scale, *constants = instruction.operands
-    d_registers, a_registers = elements(d, n // 2), elements(a, 4) if isinstance(a, ir.Vector) else ()
-    signs, transposed = _of_floats(constants, bool(a_registers)) if is_float else (1.0, (False, False))
+    d_registers = elements(d, n * bits_of(types[0]) // 64)
+    a_registers = elements(a, 4) if isinstance(a, ir.Vector) else ()
+    has_layouts = types[1] in ("f16", "bf16")
+    signs, transposed = _of_floats(constants, bool(a_registers), has_layouts) if is_float else (1.0, (False, False))
     if constants and not is_float:
         raise ValueError(f"{instruction.opcode} takes 4 operands, not {len(instruction.operands)}")
     decoded = DecodedWgmma(
         n=n,
+        d_type=types[0],
         a_type=types[1],
         b_type=types[2],
         saturates=saturates,

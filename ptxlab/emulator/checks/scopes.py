@@ -18,8 +18,8 @@ from ptxlab.emulator.front.types import Array
 CTA, CLUSTER, ALL = range(3)
 _STRONG = ("ld.relaxed", "ld.acquire", "st.relaxed", "st.release", "atom.", "red.", "membar.",
            "fence.sc", "fence.acq_rel", "fence.acquire", "fence.release", "mbarrier.")  # fmt: skip
-Released = tuple[int, int]  # how far it reaches, and from which block (0 for any, where scopes do not matter)
-EVERYWHERE: Released = ALL, 0
+Released = tuple[int, int]  # how far it reaches, and from which block (-1: from none, as the copy engine does)
+EVERYWHERE: Released = ALL, -1
 
 
 @cache
@@ -54,7 +54,7 @@ class Scopes:
     def reached(self, released: Released, reach: int, lanes: Array) -> Array:
         """The lanes whose acquire, which reaches so far, meets the release."""
         narrow, block = min(released[0], reach), released[1]
-        if narrow == ALL:
+        if narrow == ALL or block < 0:
             return lanes
         size = self.block if narrow == CTA else self.cluster
         result: Array = lanes[lanes // size == block * self.block // size]

@@ -33,6 +33,7 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
     read = machine.reader(base, "u64" if wide else "u32")
     windows = {"shared": machine.shared_base, "local": machine.local_base}.get(space.split("::")[0])
     shift, size = address.offset - (BASE if windows is None else 0), access.size
+    shift = (shift + (1 << 63)) % (1 << 64) - (1 << 63)  # addresses wrap at 64 bits
 
     def addresses(lanes: Lanes) -> Array:
         values = read(lanes)

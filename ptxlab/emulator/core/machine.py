@@ -34,6 +34,24 @@ SOON = 250
 # Steps that lanes are held back at most: who looks at what they store may get there long after them.
 LONGEST_HOLD = 1 << 14
 MOST_PLACES = 8  # that a message names
+UNKNOWN = "the emulator does not know this instruction"
+REFUSED = {  # how an instruction begins -> why there is none like it here
+    "tcgen05": "the tensor memory of sm_100 is not emulated",
+    "clusterlaunchcontrol": "cluster launch control of sm_100 is not emulated",
+    **dict.fromkeys(("wgmma.mma_async.sp", "mma.sp"), "sparse operands are not emulated"),
+    **dict.fromkeys(
+        ("tex.", "tld4.", "txq.", "suld.", "sust.", "sured.", "suq."), "textures and surfaces are not emulated"
+    ),
+    **{
+        f"{call} {name}": f"{what} not emulated"
+        for call in ("call", "call.uni")
+        for name, what in (
+            ("malloc", "malloc on the device is"),
+            ("free", "free on the device is"),
+            ("of an address", "calls through function pointers are"),
+        )
+    },
+}
 
 Binder = Callable[["Machine", Instruction, int], Handler]
 BINDERS: dict[str, Binder] = {}
@@ -150,7 +168,8 @@ class Machine(Wave):
                 for watcher in self.watchers:
                     handler = watcher.around_guard(instruction, handler)
         except (UnknownOpcode, KeyError):  # KeyError: a type that there is not
-            raise UnknownInstruction(f"{instruction.where}: the emulator does not know this instruction") from None
+            reason = next((why for what, why in REFUSED.items() if instruction.text.startswith(what)), UNKNOWN)
+            raise UnknownInstruction(f"{instruction.where}: {reason}") from None
         except IndexError:
             raise SourceError(instruction.path, instruction.line, "operands are missing", instruction.text) from None
         except ValueError as error:

@@ -22,6 +22,8 @@ from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, FILES, Array, bits_of, is_float, is_signed
 from ptxlab.layout.tensor_map import TensorMap
 
+MOST_PRINTED = 1 << 20  # characters of a launch, as CUDA's buffer has by default
+
 
 @dataclass
 class LaunchState:
@@ -56,7 +58,16 @@ class LaunchState:
     global_accesses: dict[tuple[str, int, str], GlobalAccess] = field(default_factory=dict)
     steps: int = 0
     lane_instructions: int = 0
+    output: list[str] = field(default_factory=list)  # by printf
+    printed: int = 0  # characters, those dropped too
     elapsed: int = 0  # on the step clock, by the waves before (`step_clock`)
+
+    def print(self, text: str) -> None:
+        """What a kernel prints; beyond some length it is dropped, as on a GPU."""
+        room = MOST_PRINTED - self.printed
+        self.printed += len(text)
+        if room > 0:
+            self.output.append(text[:room])
 
     def wait_for_predecessors(self) -> None:
         """The kernels before it have ended; what they have written is there."""

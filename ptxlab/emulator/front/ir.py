@@ -75,6 +75,13 @@ class Vector:
 
 
 @dataclass(frozen=True, slots=True)
+class Function:
+    """What a call calls, and the module has no body of: it is the driver's, or nobody's."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sink:
     """`_`: a destination that nobody reads."""
 
@@ -88,7 +95,7 @@ class Address:
     coordinates: Operands = ()
 
 
-Operand = Register | Special | Immediate | Symbol | Label | Vector | Sink | Address
+Operand = Register | Special | Immediate | Symbol | Label | Vector | Function | Sink | Address
 
 
 @dataclass

@@ -17,13 +17,14 @@ _SIZES = {"maxntid", "reqntid", "minnctapersm", "maxnctapersm", "maxnreg", "reqn
 _FLAGS = {"explicitcluster", "blocksareclusters", "noreturn"}
 _LONG_VECTOR = re.compile(r"\{\s*([^{},]+),(?:[^{},]+,){3,}\s*([^{},]+?)\s*\}")  # of more than four elements
 MOST_REGISTERS = 1 << 18  # in one declaration
-MOST_BYTES = 1 << 31  # in one variable
+MOST_BYTES = 1 << 28  # in all variables of a module, and in one
+MOST_LOCAL = 512 << 10  # bytes of a thread's local memory, as on a GPU
 MOST_CALLS = 10_000  # of functions, by one kernel: each is put in place
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:\s*,.*\binlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
 _SPECIAL = re.compile(
     r"%(?:(?:n?tid|n?ctaid|cluster_n?ctaid|n?clusterid)\.[xyz]|cluster_n?ctarank|is_explicit_cluster|n?warpid|laneid|n?smid|gridid"
     r"|lanemask_(?:eq|lt|le|gt|ge)|clock(?:_hi|64)?|globaltimer(?:_lo|_hi)?"
-    r"|(?:dynamic|total|aggr)_smem_size|reserved_smem_offset_begin)"
+    r"|(?:dynamic|total|aggr)_smem_size|reserved_smem_offset_(?:begin|end|cap|[01]))"
 )
 Frames = tuple[tuple[int, int], ...]  # (number of a file, line in it), then where that was inlined, and so on out
 
@@ -82,6 +83,7 @@ class _Parser(Cursor):
         self.locations: list[tuple[Instruction, Frames]] = []
         self.inlining: list[str] = []
         self.calls = 0  # put in place in this kernel, those within functions each time
+        self.bytes = 0  # of the module's variables
         self.functions: dict[str, int] = {}  # where each begins, as an index of a token; kernels may call what follows
         for after in [i for i, text in enumerate(self.texts, 1) if text == ".func"]:
             self.at = after
@@ -193,7 +195,9 @@ class _Parser(Cursor):
                 if label in self.scope.labels or label in self.scope.tables:
                     self.fail(f"{label} is declared twice", self.line_numbers[self.at - 1])
                 self.take()
-                if self.accept(".branchtargets"):
+                if self.token in (".callprototype", ".calltargets"):
+                    self.skip_to(";")  # of a call of an address, which is refused where it stands
+                elif self.accept(".branchtargets"):
                     targets = self.comma_separated(lambda: Unresolved(self.word("a label")), ";")
                     self.scope.tables[label] = tuple(targets)
                 else:
@@ -269,10 +273,19 @@ class _Parser(Cursor):
             variable = self.variable(space, *kind)
             if space in ("global", "const"):
                 self.result.variables.append(variable)
+                self.bytes += variable.size
+                if self.bytes > MOST_BYTES:
+                    self.fail(
+                        f"{variable.name} makes {self.bytes} bytes of variables: at most {MOST_BYTES} are emulated"
+                    )
             elif space in ("local", "param"):  # parameters of a call live in the caller's frame
                 variable.space = "local"
                 variable.offset = -(-self.entry.local_bytes // variable.align) * variable.align
                 self.entry.local_bytes = variable.offset + variable.size
+                if self.entry.local_bytes > MOST_LOCAL:
+                    self.fail(
+                        f"{variable.name} makes {self.entry.local_bytes} bytes of local memory: {MOST_LOCAL} at most"
+                    )
             self.declare(variable.name, variable)
             if self.accept(";"):
                 return
@@ -458,10 +471,13 @@ class _Parser(Cursor):
     def inline(self, call: Instruction, scopes: list[Scope]) -> None:
         """Put a function's body in place of the call that has just been read; names of parameters stand for arguments.
 
-        A call of what has no body here stays, and is an unknown instruction.
+        A call of what has no body here stays: the driver may know it.
         """
         name = next((o.name for o in call.operands if isinstance(o, Unresolved)), "")
         if name not in self.functions:
+            called = {Unresolved(name): ir.Function(name)} if name else {}
+            call.operands = tuple(called.get(o, o) if isinstance(o, Unresolved) else o for o in call.operands)
+            call.text = f"{call.opcode} {name or 'of an address'}"
             return
         if name in self.inlining:
             self.fail(f"{name} calls itself, which is not emulated", call.line)
@@ -515,6 +531,10 @@ class _Parser(Cursor):
                 return ir.Label(operand.name, outer.labels[operand.name])
             if operand.name in outer.tables:
                 return self.labelled(ir.Vector(outer.tables[operand.name]), scope, instruction)
+        if operand.name in self.functions:
+            self.fail(
+                f"the address of {operand.name}: calls through function pointers are not emulated", instruction.line
+            )
         self.fail(f"{operand.name} is not declared", instruction.line)
 
     def lay_out_shared(self) -> None:

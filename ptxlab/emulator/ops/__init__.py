@@ -4,6 +4,7 @@
 from ptxlab.emulator.ops import (  # noqa: F401
     atomic,
     bits,
+    calls,
     collective,
     control,
     convert,
@@ -14,4 +15,5 @@ from ptxlab.emulator.ops import (  # noqa: F401
     mma,
     setmaxnreg,
     video,
+    wmma,
 )

@@ -1,7 +1,5 @@
 """Moves between registers, control flow, and addresses."""
 
-from typing import NoReturn
-
 import numpy as np
 
 from ptxlab.emulator.core.lanes import Handler, Lanes, Successors, as_lanes, count_of, indices_of
@@ -95,14 +93,6 @@ def _return(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         return []
 
     return end
-
-
-@binder("trap", "brkpt")
-def _trap(machine: Machine, instruction: Instruction, pc: int) -> Handler:
-    def trap(lanes: Lanes) -> NoReturn:
-        raise EmulationError(f"{machine.place(instruction, lanes)}: the kernel trapped")
-
-    return trap
 
 
 @binder("cvta")

@@ -6,6 +6,7 @@ from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_float, limits
 from ptxlab.emulator.ops.alu import AluOperation, operation
 from ptxlab.emulator.ops.floating import finished, flush
+from ptxlab.emulator.ops.narrow_floats import floats, to_fp8, to_tf32
 from ptxlab.emulator.ops.rounding import round_to, two_sum, widen
 
 INTEGERS = ("u8", "u16", "u32", "u64", "s8", "s16", "s32", "s64")
@@ -19,6 +20,10 @@ def _convert(op: Opcode) -> AluOperation:
         return _pack(op)
     mode = op.choice("rn", "rz", "rm", "rp", "rna", *INTEGRAL, default="")
     ftz, sat, relu, finite = op.flag("ftz"), op.flag("sat"), op.flag("relu"), op.flag("satfinite")
+    if narrow := op.choice("e4m3x2", "e5m2x2", "tf32", default=""):
+        if ftz or sat or (finite and narrow == "tf32"):
+            raise UnknownOpcode(op.text)
+        return _tf32(op, mode, relu) if narrow == "tf32" else _fp8(op, narrow, mode, relu, finite)
     target = op.type(*INTEGERS, *FLOATS, "f16x2", "bf16x2")
     source = op.type(*INTEGERS, *FLOATS)
     if finite or mode == "rna" or op.modifiers:
@@ -104,6 +109,37 @@ def _two_to_pair(target: str, source: str, mode: str, relu: bool) -> AluOperatio
         return round_to(pair, 0.0, target, mode or "rn")
 
     return AluOperation((target,), (source, source), convert)
+
+
+def _fp8(op: Opcode, pair: str, mode: str, relu: bool, finite: bool) -> AluOperation:
+    """Between pairs of fp8 and f32 or f16x2; fp8 saturates always, as `.satfinite` says."""
+    packs, element = op.text.split(".")[-1] != pair, pair.removesuffix("x2")
+    other = op.type("f32", "f16x2") if packs else op.type("f16x2")
+    if op.modifiers or mode != "rn" or finite != packs:
+        raise UnknownOpcode(op.text)
+
+    def clamp(x: Array) -> Array:
+        return np.where(x <= 0, 0.0, x) if relu else x
+
+    def pack(a: Array, b: Array | None = None) -> Array:
+        """Of two f32 the first goes to the upper half."""
+        both = widen(a, other) if b is None else np.stack(np.broadcast_arrays(b, a), axis=1).astype(np.float64)
+        return np.ascontiguousarray(to_fp8(clamp(both), element)).view(np.uint16)[:, 0]
+
+    def unpack(a: Array) -> Array:
+        both = floats(np.ascontiguousarray(a).view(np.uint8).reshape(-1, 2), element)
+        return round_to(clamp(both), 0.0, other)
+
+    if not packs:
+        return AluOperation((other,), ("b16",), unpack)
+    return AluOperation(("b16",), (other,) * (2 if other == "f32" else 1), pack)
+
+
+def _tf32(op: Opcode, mode: str, relu: bool) -> AluOperation:
+    op.type("f32")
+    if op.modifiers or mode != "rna" or relu or op.text.endswith("tf32"):
+        raise UnknownOpcode(op.text)
+    return AluOperation(("b32",), ("f32",), to_tf32)
 
 
 def _pack(op: Opcode) -> AluOperation:

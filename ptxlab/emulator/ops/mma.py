@@ -22,14 +22,17 @@ from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
-from ptxlab.emulator.front.types import DTYPES, Array, limits
+from ptxlab.emulator.front.types import Array, limits
 from ptxlab.emulator.ops.floating import canonical
-from ptxlab.emulator.ops.rounding import widen
+from ptxlab.emulator.ops.narrow_floats import OPERANDS, floats
 from ptxlab.layout import fragments
 from ptxlab.layout.fragments import WARP
 
-BITS = {"s8": 8, "u8": 8, "s4": 4, "u4": 4, "f16": 16, "bf16": 16}
-FORMS = [({"s8", "u8"}, ("s32",)), ({"s4", "u4"}, ("s32",)), ({"f16"}, ("f16", "f32")), ({"bf16"}, ("f32",))]
+BITS = {"s8": 8, "u8": 8, "s4": 4, "u4": 4, "f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8}
+FORMS = [
+    ({"s8", "u8"}, ("s32",)), ({"s4", "u4"}, ("s32",)), ({"f16"}, ("f16", "f32")), ({"bf16"}, ("f32",)),
+    ({"tf32"}, ("f32",)), ({"e4m3", "e5m2"}, ("f16", "f32")),
+]  # fmt: skip
 QUAD = np.dtype("V16")  # a register of four neighbouring lanes: a run of a row, in the picture of `fragments`
 LONGEST = 16  # mma of one product
 CHUNK = 1 << 16  # lanes times mma at a time, so that what they need stays in the cache
@@ -53,7 +56,7 @@ class DecodedMma:
         """The form of an opcode."""
         opcode = Opcode(text)
         flags = [opcode.flag(name) for name in ("sync", "aligned", "row", "col")]
-        k, saturates = int(opcode.choice(*(f"m16n8k{k}" for k in (8, 16, 32, 64)))[6:]), opcode.flag("satfinite")
+        k, saturates = int(opcode.choice(*(f"m16n8k{k}" for k in (4, 8, 16, 32, 64)))[6:]), opcode.flag("satfinite")
         d, a, b, c, *more = *opcode.modifiers, "", "", "", ""
         fits = d == c and any({a, b} <= types and d in accumulators for types, accumulators in FORMS)
         deep = k * BITS.get(a, 0) in (128, 256)
@@ -161,8 +164,8 @@ def matrices(operands: list[list[Reader]], tiles: Tiles, lanes: Lanes, swap: boo
 
 def numbers(raw: Array, type_name: str) -> Array:
     """Bytes [warps, rows, bytes of k] as numbers; the order of k is any, but the same for A and B."""
-    if type_name in ("f16", "bf16"):
-        return widen(raw.view(DTYPES[type_name]), type_name)
+    if type_name in OPERANDS:
+        return floats(raw.view(OPERANDS[type_name]), type_name)
     if type_name[1:] == "4":  # sixteen times the low halves of the bytes, then the high ones
         raw = np.concatenate([raw << np.uint8(4), raw & np.uint8(0xF0)], axis=-1)
     values = raw.view(np.int8 if type_name[0] == "s" else np.uint8).astype(np.float32)

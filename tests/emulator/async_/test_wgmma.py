@@ -1,7 +1,9 @@
 """wgmma: its results, and what is found when a step is missing."""
 
 import functools
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -181,14 +183,18 @@ def test_refused(more, error, said):
 # Floating operands
 
 TO_BITS = {
+    "tf32": lambda x: x.view(np.uint32),
+    "e4m3": lambda x: x.astype(ml_dtypes.float8_e4m3fn).view(np.uint8),
+    "e5m2": lambda x: x.astype(ml_dtypes.float8_e5m2).view(np.uint8),
     "f16": lambda x: x.astype(np.float16).view(np.uint16),
     "bf16": lambda x: (x.view(np.uint32) >> 16).astype("u2"),
 }
 
 
 def numbers(rng: np.random.Generator, rows: int, type_name: str) -> tuple[np.ndarray, np.ndarray]:
-    """[rows, 16] small multiples of 1/8, of which every sum is exact: float32, and their bits."""
-    values = (rng.integers(-64, 65, (rows, 16)) / 8).astype(np.float32)
+    """[rows, 32 bytes] small multiples of 1/8, of which every sum is exact: float32, and their bits."""
+    most, columns = (2, 32) if type_name in ("e4m3", "e5m2") else (64, 8 if type_name == "tf32" else 16)
+    values = (rng.integers(-most, most + 1, (rows, columns)) / 8).astype(np.float32)
     return values, TO_BITS[type_name](values)
 
 
@@ -211,9 +217,10 @@ def mn_major(bits: np.ndarray, span: int) -> tuple[np.ndarray, int, int]:
 
 def floats(a: tuple[str, str], b: str, size: int, n: int, form: str, constants: str, adds: int = 0) -> str:
     """D = A·B [+ 1] with the image of both in `tile`; `a` is code and operand, `b` a descriptor, from its start."""
-    d = "{" + ", ".join(f"%d{i}" for i in range(n // 2)) + "}"
-    store = "\n".join(f"st.global.b32 [%o+{4 * i}], %d{i};" for i in range(n // 2))
-    start = " ".join(f"mov.b32 %d{i}, 0f3F800000;" for i in range(n // 2)) if adds else ""
+    one, count = ("0x3C003C00", n // 4) if ".f16." in form.removesuffix("f16.f16") else ("0f3F800000", n // 2)
+    d = "{" + ", ".join(f"%d{i}" for i in range(count)) + "}"
+    store = "\n".join(f"st.global.b32 [%o+{4 * i}], %d{i};" for i in range(count))
+    start = " ".join(f"mov.b32 %d{i}, {one};" for i in range(count)) if adds else ""
     return f"""{HEADER.replace("sm_90", "sm_90a")}
     .visible .entry k(.param .u64 image, .param .u64 registers, .param .u64 out) {{
     .shared .align 1024 .b8 tile[{size}];
@@ -234,7 +241,7 @@ def floats(a: tuple[str, str], b: str, size: int, n: int, form: str, constants: 
 CASES = ["shared", "registers", "b 64", "b 128", "a 128", "a 32 b 32"]
 
 
-def problem(case: str, type_name: str, n: int) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
+def problem(case: str, type_name: str, n: int, d: str = "f32") -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
     """Text, image, registers and the right result: 1 - A·Bᵀ with operands from registers and shared memory, K-major and
     MN-major (`b 64`: of B, with a swizzle of 64 bytes)."""
     rng = np.random.default_rng(len(case))
@@ -249,14 +256,16 @@ def problem(case: str, type_name: str, n: int) -> tuple[str, np.ndarray, np.ndar
         images.append(np.concatenate([image, np.zeros(-len(image) % 1024, np.uint8)]))
         descriptors.append(MatrixDescriptor(at, stride, leading, span).encode())
         at += len(images[-1])
-    held = mma_a(16).scatter(a_bits.reshape(4, 16, 16)).reshape(128, 4)
+    bits, depth = 8 * a_bits.itemsize, a_bits.shape[1]
+    held = mma_a(depth, bits).scatter(a_bits.reshape(4, 16, depth)).reshape(128, 4)
     own = (
         ("mov.b64 %da, 0;", "{%a0, %a1, %a2, %a3}")
         if case == "registers"
         else (f"mov.b64 %da, {descriptors[0]};", "%da")
     )
-    constants = "-1, 1, " + ("0" if case == "registers" else f"{int('a' in spans)}, {int('b' in spans)}")
-    form = f"m64n{n}k16.f32.{type_name}.{type_name}"
+    layouts = ", 0" if case == "registers" else f", {int('a' in spans)}, {int('b' in spans)}"
+    constants = "-1, 1" + layouts * (bits == 16)
+    form = f"m64n{n}k{depth}.{d}.{type_name}.{type_name}"
     text = floats(own, str(descriptors[1]), at, n, form, constants, adds=1)
     return text, np.concatenate([*images, np.zeros(2048, np.uint8)]), held, 1 - a @ b.T
 
@@ -271,6 +280,47 @@ def test_floats_from_everywhere(case: str, type_name: str, n: int, mode: str) ->
     out = np.zeros((128, n // 2), np.uint32)
     assert not run(text, image, held, out, threads=128, checks=emulator.CHECKS, mode=mode).findings
     assert np.array_equal(wgmma_d(n, True).gather(out, np.float32), right)
+
+
+NARROW = [(t, d) for t in ("tf32", "e4m3", "e5m2", "f16") for d in ("f32", "f16") if (t, d) not in (("tf32", "f16"),)]
+
+
+def run_narrow(case: str, type_name: str, d: str, **how: Any) -> tuple[np.ndarray, np.ndarray]:
+    """D as it is, and as it should be."""
+    text, image, held, right = problem(case, type_name, 64, d)
+    fragment = wgmma_d(64, True, 16 if d == "f16" else 32)
+    out = np.zeros((128, 32), np.uint32)
+    outcome = ptxlab.load(text)(image, held, out, grid=1, block=128, **how)
+    assert not outcome.findings
+    held_d = np.ascontiguousarray(out.reshape(128, -1)[:, : fragment.registers])
+    return fragment.gather(held_d, np.dtype(d.replace("f", "float"))).astype(np.float32), right
+
+
+@both_modes
+@pytest.mark.parametrize(("type_name", "d"), NARROW)
+@pytest.mark.parametrize("case", CASES[:2])
+def test_tf32_fp8_and_f16_accumulators(case: str, type_name: str, d: str, mode: str) -> None:
+    found, right = run_narrow(case, type_name, d, backend="emulator", checks="all", mode=mode)
+    np.testing.assert_array_equal(found, right.astype(d.replace("f", "float")))
+
+
+def test_fp8_operands_may_differ() -> None:
+    text, image, held, right = problem("shared", "e4m3", 64)
+    out = np.zeros((128, 32), np.uint32)
+    run(text.replace("e4m3.e4m3", "e4m3.e5m2"), image, held, out, threads=128)
+    codes = np.arange(256, dtype=np.uint8)
+    as_e5m2 = codes.view(ml_dtypes.float8_e5m2).astype(np.float32)
+    (a, _), (_, b_bits) = (numbers(rng := np.random.default_rng(6), 64, "e4m3"), numbers(rng, 64, "e4m3"))
+    assert np.array_equal(wgmma_d(64, True).gather(out, np.float32), 1 - a @ as_e5m2[b_bits].T)
+    assert not np.array_equal(right, 1 - a @ as_e5m2[b_bits].T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("type_name", "d"), NARROW)
+@pytest.mark.parametrize("case", CASES[:2])
+def test_narrow_floats_on_hopper(case: str, type_name: str, d: str) -> None:
+    found, right = run_narrow(case, type_name, d, backend="gpu")
+    assert np.array_equal(found, right.astype(d.replace("f", "float")))
 
 
 @pytest.mark.gpu
@@ -289,6 +339,7 @@ def test_floats_on_hopper(case: str, type_name: str) -> None:
         ("m64n8k16.f32.f16.f16", "1, 1, 0", "takes 4 constants"),
         ("m64n8k16.f32.f16.f16", "1, 2, 0, 0", "signs of A and B, 1 or -1"),
         ("m64n8k16.f32.f16.f16", "1, 1, 0, 3", "transposed, 1, or not, 0"),
+        ("m64n8k32.f32.e4m3.e4m3", "1, 1, 0, 0", "takes 2 constants: signs of A and B, 1 or -1: "),
     ],
 )
 def test_constants_that_no_wgmma_takes(form: str, constants: str, said: str) -> None:

@@ -3,7 +3,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.emulator.front.ir import Address, Immediate, Vector
-from ptxlab.errors import SourceError, UnknownInstruction
+from ptxlab.errors import MemoryFault, SourceError, UnknownInstruction
 from tests.support.emulated import HEADER, STORE, kernel, line_of, run, values
 
 
@@ -237,8 +237,8 @@ def test_functions_that_cannot_be():
         only("call (%s), f, (%s);", outside=".func (.reg .b32 r) f (.reg .b32 a) { call (r), f, (a); }")
     with pytest.raises(SourceError, match="2 results and parameters, not 1"):
         only("call triple, (%s);", outside=FUNCTIONS)
-    with pytest.raises(UnknownInstruction, match="call vprintf"):
-        values("call vprintf, (%x1, %x2);", outside=".extern .func vprintf (.param .b64 a, .param .b64 b);")
+    with pytest.raises(UnknownInstruction, match="call other"):
+        values("call other, (%x1, %x2);", outside=".extern .func vprintf (.param .b64 a, .param .b64 b);")
 
 
 @pytest.mark.parametrize("folder", ["/elsewhere", "/elsewhere/mine.cu"])
@@ -264,3 +264,24 @@ def test_constant_expressions() -> None:
     body = "".join(f"mov.u64 %x2, {text}; st.global.u64 [%x1+{i}*8], %x2;\n" for i, text in enumerate(CONSTANTS))
     run(kernel(f"ld.param.u64 %x1, [out];\n{body} ret;"), found, threads=1)
     assert dict(zip(CONSTANTS, found.tolist(), strict=True)) == CONSTANTS
+
+
+@pytest.mark.parametrize(
+    ("body", "outside", "said"),
+    [
+        (".local .b8 deep[600000]; mov.u32 %r1, 0;", "", "makes 600000 bytes of local memory: 524288 at most"),
+        (
+            "mov.u32 %r1, 0;",
+            ".global .b8 a[200000000]; .const .b8 b[200000000];",
+            "400000000 bytes of variables: at most",
+        ),
+    ],
+)
+def test_memory_bombs_are_refused(body: str, outside: str, said: str) -> None:
+    with pytest.raises(SourceError, match=said):
+        values(body, outside=outside)
+
+
+def test_an_offset_beyond_any_address_is_a_fault() -> None:
+    with pytest.raises(MemoryFault, match=r"out of bounds|not a multiple"):
+        values("ld.param.u64 %x1, [out]; ld.global.u32 %r1, [%x1-9223372036854775804];")

@@ -1,0 +1,197 @@
+"""wmma: load, mma and store of fragments whose layout is nobody's business but the instructions' own.
+
+So any layout will do that all of them share. Here a lane holds neighbouring elements of the row-major matrix: lane 0
+the first ones, and so on; where registers have room for more than the matrix (A and B in f16), it begins again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.addressing import elements, locator
+from ptxlab.emulator.core.lanes import Handler, Lanes, count_of
+from ptxlab.emulator.core.machine import Machine, binder
+from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import DTYPES, Array, limits
+from ptxlab.emulator.ops.floating import canonical
+from ptxlab.emulator.ops.narrow_floats import floats
+
+_WARP = 32
+_WIDE = ("m16n16k16", "m8n32k16", "m32n8k16")
+# shape -> type of A and B -> types that D and C may have
+_FORMS: dict[str, dict[str, tuple[str, ...]]] = {
+    **{s: {"f16": ("f16", "f32"), "bf16": ("f32",), "s8": ("s32",), "u8": ("s32",)} for s in _WIDE},
+    "m16n16k8": {"tf32": ("f32",)},
+    "m8n8k4": {"f64": ("f64",)},
+}
+_MEMORY = {"bf16": "b16", "tf32": "b32"}  # as what an element lies in memory
+
+
+@dataclass(frozen=True)
+class WmmaFragment:
+    """One operand: its matrix, and what holds it."""
+
+    rows: int
+    cols: int
+    type: str  # of an element
+
+    @classmethod
+    def of(cls, shape: str, type_name: str, operand: str) -> Self:
+        """Operand a, b, c or d of a shape such as m16n16k16."""
+        m, rest = shape[1:].split("n")
+        n, k = map(int, rest.split("k"))
+        rows, cols = {"a": (int(m), k), "b": (k, n)}.get(operand, (int(m), n))
+        return cls(rows, cols, type_name)
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """Of an element."""
+        return DTYPES[_MEMORY.get(self.type, self.type)]
+
+    @property
+    def register(self) -> str:
+        """Type of a register."""
+        return self.type if self.type in ("f32", "s32", "f64") else "b32"
+
+    def registers(self, of_product: bool) -> int:
+        """Of a lane; A and B in f16 always take eight."""
+        if self.type == "f16" and of_product:
+            return 8
+        return max(1, self.rows * self.cols * self.dtype.itemsize // (_WARP * DTYPES[self.register].itemsize))
+
+    def places(self, count: int) -> tuple[Array, Array]:
+        """Rows and columns [lanes, count] of the elements that the lanes hold."""
+        at = np.arange(_WARP * count).reshape(_WARP, count) % (self.rows * self.cols)
+        return at // self.cols, at % self.cols
+
+    def matrix(self, raw: Array) -> Array:
+        """Registers [warps, lanes, count] as the matrix [warps, rows, columns] of elements."""
+        flat = np.ascontiguousarray(raw).view(self.dtype).reshape(len(raw), -1)
+        return flat[:, : self.rows * self.cols].reshape(-1, self.rows, self.cols)
+
+
+@binder("wmma")
+def _wmma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    opcode = Opcode(instruction.opcode)
+    action = opcode.choice("load", "store", "mma")
+    if not (opcode.flag("sync") and opcode.flag("aligned")):
+        raise UnknownOpcode(instruction.opcode)
+    if action == "mma":
+        handler = _multiply(machine, instruction, opcode)
+    else:
+        handler = _move(machine, instruction, opcode, action == "load")
+
+    def run(lanes: Lanes, members: Array) -> None:
+        whole_warps(machine, instruction, lanes, members)
+        handler(lanes)
+
+    return together(machine, pc, EVERYBODY, run)
+
+
+def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: bool) -> Callable[[Lanes], None]:
+    """load and store: element (i, j) is `stride` elements behind that of the row, or column, before."""
+    operand = opcode.choice("a", "b", "c") if loads else opcode.choice("d")
+    by_row, shape = opcode.choice("row", "col") == "row", opcode.choice(*_FORMS)
+    space = opcode.choice("global", "shared", "shared::cta", default="generic").split("::")[0]
+    (type_name,) = opcode.modifiers if len(opcode.modifiers) == 1 else ("",)
+    inputs, outputs = _FORMS[shape], {t for types in _FORMS[shape].values() for t in types}
+    if type_name not in (inputs if operand in "ab" else outputs):
+        raise UnknownOpcode(instruction.opcode)
+    fragment = WmmaFragment.of(shape, type_name, operand)
+    held, address, *more = instruction.operands if loads else (instruction.operands[1], instruction.operands[0],
+                                                               *instruction.operands[2:])  # fmt: skip
+    registers = elements(held, fragment.registers(operand in "ab"))
+    per_register = DTYPES[fragment.register].itemsize // fragment.dtype.itemsize
+    size = fragment.dtype.itemsize
+    shortest = fragment.cols if by_row else fragment.rows
+    read_stride = machine.reader(more[0] if more else ir.Immediate(shortest), "u32")
+    element = _MEMORY.get(type_name, type_name)
+    access = MemoryAccess(instruction, "load" if loads else "store", space, "weak", element, 1, ())
+    locate, view = locator(machine, access, address), machine.memory.arena.view(fragment.dtype)
+    watchers = machine.watchers
+    rows, cols = fragment.places(len(registers) * per_register)
+    writers = [machine.writer(r, fragment.register) for r in registers] if loads else []
+    readers = [] if loads else [machine.reader(r, fragment.register) for r in registers]
+
+    def offsets(lanes: Lanes) -> Array:
+        """[lanes, elements]."""
+        warps = count_of(lanes) // _WARP
+        strides = np.broadcast_to(read_stride(lanes), (count_of(lanes),)).astype(np.int64)[:, None]
+        i, j = (np.tile(each, (warps, 1)) for each in (rows, cols))
+        apart = (i * strides + j if by_row else j * strides + i) * size
+        longest = apart.reshape(warps, -1).max(axis=1).repeat(_WARP) + size
+        found: Array = locate(lanes, longest)[:, None] + apart
+        return found
+
+    def load(lanes: Lanes) -> None:
+        at = offsets(lanes)
+        for column in at.T:
+            for watcher in watchers:
+                watcher.load(access, lanes, column)
+        values = view[at // size].view(DTYPES[fragment.register]).reshape(len(at), -1)
+        for write, column in zip(writers, values.T, strict=True):
+            write(lanes, column)
+
+    def store(lanes: Lanes) -> None:
+        at = offsets(lanes)
+        columns = np.broadcast_arrays(*[read(lanes) for read in readers], at[:, 0])[:-1]
+        values = np.ascontiguousarray(np.stack(columns, axis=1)).view(fragment.dtype).reshape(len(at), -1)
+        for column, some in zip(at.T, values.T, strict=True):
+            for watcher in watchers:
+                watcher.store(access, lanes, column, some)
+            view[column // size] = some
+
+    return load if loads else store
+
+
+def _multiply(machine: Machine, instruction: Instruction, opcode: Opcode) -> Callable[[Lanes], None]:
+    """D = A·B + C, rounded once, as `mma` does it."""
+    opcode.choice("row", "col")
+    opcode.choice("row", "col")
+    shape, saturates = opcode.choice(*_FORMS), opcode.flag("satfinite")
+    types = [word for word in opcode.modifiers if word != "rn"]
+    d_type, a_type, b_type, c_type = (types[0], "f16", "f16", types[1]) if len(types) == 2 else (*types, "", "", "")[:4]
+    fits = a_type == b_type and {c_type, d_type} <= {*_FORMS[shape].get(a_type, ())}
+    rounds = (a_type == "f64") == opcode.flag("rn")
+    if not fits or not rounds or len(types) not in (2, 4) or (saturates and d_type != "s32"):
+        raise UnknownOpcode(instruction.opcode)
+    kinds = {"d": d_type, "a": a_type, "b": b_type, "c": c_type}
+    fragments = {name: WmmaFragment.of(shape, kind, name) for name, kind in kinds.items()}
+    if len(instruction.operands) != 4:
+        raise ValueError(f"{instruction.opcode} takes 4 operands, not {len(instruction.operands)}")
+    held = {
+        name: elements(operand, fragments[name].registers(name in "ab"))
+        for name, operand in zip(kinds, instruction.operands, strict=True)
+    }
+    readers = {n: [machine.reader(r, fragments[n].register) for r in held[n]] for n in "abc"}
+    writers = [machine.writer(r, fragments["d"].register) for r in held["d"]]
+
+    def matrix(name: str, lanes: Lanes) -> Array:
+        count = count_of(lanes)
+        columns = np.stack([np.broadcast_to(read(lanes), (count,)) for read in readers[name]], axis=1)
+        found = fragments[name].matrix(columns.reshape(-1, _WARP, columns.shape[1]))
+        return found if kinds[name] in ("s32", "f32", "f64") else _numbers(found, kinds[name])
+
+    def multiply(lanes: Lanes) -> None:
+        wide = np.int64 if d_type == "s32" else np.float64
+        sums = matrix("c", lanes).astype(wide) + matrix("a", lanes).astype(wide) @ matrix("b", lanes).astype(wide)
+        if d_type == "s32":
+            result = (sums.clip(*limits("s32")) if saturates else sums).astype(np.int32)
+        else:
+            result = canonical(sums.astype(DTYPES[d_type]), d_type)
+        columns = result.reshape(count_of(lanes), -1).view(DTYPES[fragments["d"].register])
+        for write, column in zip(writers, columns.T, strict=True):
+            write(lanes, column)
+
+    return multiply
+
+
+def _numbers(raw: Array, type_name: str) -> Array:
+    """Elements as numbers."""
+    return raw if type_name in ("s8", "u8") else floats(raw, type_name)
