@@ -100,6 +100,8 @@ def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Decisi
         return Decision(claim, verdict, process_time() - start, "enumeration", question.cases, found or {})
     answer, explanation = Answer("proved"), None
     queries = [question] if isinstance(question, Query) else question
+    if not queries:
+        raise ArgumentError(claim.subject, "something to decide", f"nothing, for {claim.text}")
     for query in queries:
         left = seconds - (process_time() - start)
         answer = ask(query, seconds=left, solver=solver) if left > 0 else Answer("undecided")
@@ -107,7 +109,7 @@ def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Decisi
             explanation = query.explain(answer.model)
         if answer.verdict != "proved":
             break
-    if answer.verdict == "proved" and queries and contradict(queries[-1].assume):
+    if answer.verdict == "proved" and contradict([one for query in queries for one in query.assume]):
         raise ArgumentError(claim.subject, "assumptions that some input satisfies", claim.text)
     return Decision(claim, answer.verdict, process_time() - start, version_of(solver), 0, answer.model, explanation)
 

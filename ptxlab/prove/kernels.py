@@ -16,7 +16,7 @@ from ptxlab.emulator.front.lane_annotation import operation_of
 from ptxlab.errors import ArgumentError
 from ptxlab.prove.bitvectors import SORTS, pieces
 from ptxlab.prove.claims import Claim
-from ptxlab.prove.execute import LaneStep, SymbolicRun
+from ptxlab.prove.execute import LaneStep
 from ptxlab.prove.expressions import Elements, formula, sides, term
 from ptxlab.prove.integers import Integer
 from ptxlab.prove.solve import Explanation, Query, Verdict
@@ -60,6 +60,8 @@ def claims_on_spec(
     Its rules on values are assumed, as a launch refuses what breaks them; with `unchecked` they are not.
     """
     given = (*assume, *(() if unchecked else spec.value_rules))
+    if equals and not claims:
+        _check_alike(spec.name, *([arg.name for arg in s.outputs] for s in (spec, kernels.find(equals)[0])))
     for source in sources:
         for number, text in enumerate(claims or [f"{arg.name} == other.{arg.name}" for arg in spec.outputs], 1):
             claim = KernelClaim(f"claim {number}", text, given, equals=equals)
@@ -78,11 +80,19 @@ def claims_on_file(
         yield Claim(label, "@lanes", text, partial(lane_queries, launch, KernelClaim("@lanes", "", tuple(assume))))
         return
     twin = other and of_file(other, where=where, assume=assume, parameters=kernel.parameters)
+    if twin and not claims:
+        _check_alike(label, launch.outputs, twin.outputs)
     for number, text in enumerate(claims or [f"{name}.u8[i] == other.{name}.u8[i]" for name in launch.outputs], 1):
         here = launch.about(text)
         both = beside(here, twin.about(text)) if twin else here
         claim = KernelClaim(f"claim {number}", text, tuple(assume))
         yield Claim(label, claim.name, claim.text, partial(queries, both, claim))
+
+
+def _check_alike(label: str, own: Iterable[str], expected: Iterable[str]) -> None:
+    """Whether two kernels store to the same arguments: what only one of them stores would not be compared."""
+    if {*own} != {*expected}:
+        raise ArgumentError(label, f"stores to {', '.join(expected)}, as --equals does", ", ".join(own))
 
 
 def query(spec: KernelSpec, source: Source, claim: KernelClaim) -> list[Query]:
@@ -97,7 +107,7 @@ def query(spec: KernelSpec, source: Source, claim: KernelClaim) -> list[Query]:
 def beside(launch: SymbolicLaunch, other: SymbolicLaunch) -> SymbolicLaunch:
     """A launch, and another on the same inputs, whose outputs are `other.NAME`; both have to store the same."""
     outputs = {name: other.names[name] for name in other.outputs}
-    run = SymbolicRun(launch.trace.steps, [*launch.trace.faults, *other.trace.faults])
+    run = replace(launch.trace, faults=[*launch.trace.faults, *other.trace.faults])
     names, expected = {**launch.names, "other": outputs}, (*launch.expected, *other.stored)
     return replace(launch, names=names, expected=expected, trace=run)
 
@@ -109,11 +119,11 @@ def queries(launch: SymbolicLaunch, claim: KernelClaim) -> list[Query]:
     """
     limits: list[Any] = []
     unknowns = {name: _unknown(name, low, high, limits) for name, (low, high) in claim.unknowns.items()}
-    names = {**launch.names, **unknowns}
+    names, given = {**launch.names, **unknowns}, {**launch.inputs, **unknowns}
     words: dict[int, list[int]] = {}
     for i in launch.stored:
         words.setdefault(i * launch.bits // 32, []).append(i)
-    found = [_of_word(launch, names, claim, elements) for elements in words.values()]
+    found = [_of_word(launch, names, given, claim, elements) for elements in words.values()]
     whole = [assumption for one in found for assumption in one.assume]
     faults = [
         Query(z3.Not(guard), [*limits, *whole], {}, partial(_only_say, why)) for guard, why in launch.trace.faults
@@ -123,7 +133,10 @@ def queries(launch: SymbolicLaunch, claim: KernelClaim) -> list[Query]:
 
 def lane_queries(launch: SymbolicLaunch, said: KernelClaim) -> list[Query]:
     """One formula for each annotated instruction of each thread: its lanes, computed wide, are what it stores."""
-    found = [formula(text, launch.names, i, launch.count) for i in launch.stored for text in said.assume]
+    if launch.trace.missed:
+        missed = launch.trace.missed[0].where
+        raise ArgumentError(launch.label, "threads that come to every instruction with // @lanes", f"none at {missed}")
+    found = [formula(text, launch.inputs, i, launch.count) for i in launch.stored for text in said.assume]
     assume = list({one.get_id(): one for one in found}.values())
     return [_of_step(launch, step, assume) for step in launch.trace.steps]
 
@@ -174,14 +187,16 @@ def _only_say(why: str, model: Mapping[str, int]) -> Explanation:
     return Explanation([why], {}, "")
 
 
-def _of_word(launch: SymbolicLaunch, names: Mapping[str, Any], claim: KernelClaim, elements: list[int]) -> Query:
+def _of_word(
+    launch: SymbolicLaunch, names: Mapping[str, Any], given: Mapping[str, Any], claim: KernelClaim, elements: list[int]
+) -> Query:
     assume, holds, rows = dict[int, Any](), [], dict[int, Seen]()
     equation = sides(claim.holds)
     for i in elements:
         rows[i] = {}
         here = _watched(names, rows[i])
         for text in claim.assume:
-            found = formula(text, here, i, launch.count)
+            found = formula(text, _watched(given, rows[i]), i, launch.count)
             assume[found.get_id()] = found
         holds.append(z3.And(launch.written(i), formula(claim.holds, here, i, launch.count)))
         if equation and (promised := _promised(*(term(side, here, i, launch.count) for side in equation))):

@@ -60,15 +60,23 @@ class Body:
         ends: for each way back to the loop's head the condition, and registers (width, index) -> bits.
         before: what registers held at the head, by the same keys.
         products: in order.
+        merged: names of those that a later one of the same sum includes.
         to_float: INT32 numbers that were converted to FP32.
-        steps: instructions with an @lanes annotation.
+        steps: instructions with an @lanes annotation, of so many that are `annotated`.
     """
 
     ends: list[tuple[Any, dict[tuple[int, int], Bits]]]
     before: Mapping[tuple[int, int], Bits]
     products: list[Product]
+    merged: set[str]
     to_float: list[tuple[Any, Bits]]
     steps: list[LaneStep]
+    annotated: int
+
+    @property
+    def channels(self) -> dict[str, int]:
+        """Over how many products each unknown that was added goes, by name."""
+        return {p.symbol.decl().name(): p.channels for p in self.products}
 
     @cached_property
     def sums(self) -> dict[str, Bits]:
@@ -108,6 +116,7 @@ class _Step(_Execution):
         self.loop = loop
         self.before: dict[tuple[int, int], Bits] = {}
         self.products: list[Product] = []
+        self.merged: set[str] = set()
         self.to_float: list[tuple[Any, Bits]] = []
         self.latest: dict[tuple[int, int], tuple[Any, Bits]] = {}  # what was written last, on which condition
         self.named: dict[Any, Bits] = {}
@@ -126,12 +135,14 @@ class _Step(_Execution):
             if pc in inner:  # whatever its steps have done, registers that it writes hold something
                 for instruction in self.code[pc : inner[pc] + 1]:
                     self.forget(instruction, TRUE)
+                self.carry = [z3.FreshConst(z3.BoolSort(), "carry")]
             for target, guards in self.step(pc, {0: guard}):
                 if target == head:
                     ends.append((guards[0], dict(self.registers[0])))
                 elif pc < target <= last:
                     ready[target] = z3.simplify(z3.Or(ready.get(target, FALSE), guards[0]))
-        return Body(ends, self.before, self.products, self.to_float, self.steps)
+        annotated = sum(self.code[pc].lanes is not None for pc in self.loop)
+        return Body(ends, self.before, self.products, self.merged, self.to_float, self.steps, annotated)
 
     # Registers and operands hold anything at first.
 
@@ -181,6 +192,8 @@ class _Step(_Execution):
         elif instruction.head in ("st", "bar", "barrier", "shfl"):
             self.forget(instruction, guard)
         else:
+            if instruction.head in ("mma", "wgmma", "dp2a") and {"s32", "u32"} & {*instruction.opcode.split(".")}:
+                raise ValueError("integer products of another form")
             if instruction.opcode == "cvt.rn.f32.s32":
                 self.to_float.append((guard, self.read(0, instruction.operands[1], "s32")))
             try:
@@ -217,6 +230,7 @@ class _Step(_Execution):
         for product in self.products:
             if any(term.eq(product.symbol) for term in terms):
                 rest = [term for term in terms if not term.eq(product.symbol)]
+                self.merged.add(product.symbol.decl().name())
                 return sum(rest, value(0, 32)), product.channels
         return held, 0
 
@@ -236,19 +250,19 @@ def sums_fit(bodies: Iterable[Body], loop: LoopClaim, most: int) -> list[Query]:
     found = []
     for body in bodies:
         k, after = z3.BitVec("k", 64), _sums_after(body)
-        channels = {p.symbol.decl().name(): p.channels for p in body.products}
-        step = max(sum(channels.get(name, 0) for name in _summands(bits)) for _, bits in after)
+        step = max(_most_channels(bits, body.channels) for _, bits in after)
         bounds = _added(body, loop) | {"k": [k >= 0, k <= most - step]}
         bounds |= {name: _within(before, low * k, high * k) for name, before in body.sums.items()}
         for guard, bits in after:
             holds = z3.And(_within(bits, low * (k + step), high * (k + step)))
             found.append(_bounded(z3.Implies(guard, holds), bounds))
         found += _operands_fit(body, loop)
-    return _of_each_form(found)
+    # Within limits that s32 holds nothing has wrapped; beyond them a number that has is among them.
+    return [*_of_each_form(found), Query(z3.BoolVal(low * most >= -(2**31) and high * most < 2**31))]
 
 
 def sums_are_exact(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
-    """That a step leaves no sum behind, and that FP32 holds those that it converts.
+    """That a step leaves no sum behind, and that FP32 holds each that it converts.
 
     By an instruction; or by beginning at the bits of 1.5 * 2^23, to which a sum within 2^22 is added as to a float.
     """
@@ -257,12 +271,14 @@ def sums_are_exact(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
         products = _added(body, loop)
         bounds = products | {name: [before == 0] for name, before in body.sums.items()}
         found += [_bounded(z3.Implies(guard, bits == 0), bounds) for guard, bits in _sums_after(body, begun=False)]
-        converted = [x for x in body.to_float if products.keys() & _summands(x[1]).keys()]
-        for guard, number in converted:
+        converted = set[str]()
+        for guard, number in body.to_float:
             exact = z3.And(_within(number, -EXACT_IN_F32, EXACT_IN_F32))
-            found.append(_bounded(z3.Implies(guard, exact), bounds))
-        if not converted:
-            for product in body.products:
+            if products.keys() & _summands(number).keys():
+                found.append(_bounded(z3.Implies(guard, exact), bounds))
+                converted |= _summands(number).keys()
+        for product in body.products:
+            if product.symbol.decl().name() not in converted | body.merged:
                 beside = product.added_to + product.symbol - SHIFT
                 shifted = z3.And(_within(beside, 1 - 2**22, 2**22 - 1))
                 found.append(_bounded(shifted, bounds))
@@ -284,6 +300,7 @@ def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
             admitted = [z3.ULE(x, 255) for x in exact] if loop.packed == "lqq" else [z3.ULE(scale, 17)]
             kept = z3.And([z3.ZeroExt(8, r) == x for r, x in zip(result, exact, strict=True)])
             found += [Query(z3.Implies(step.guard, are)), Query(z3.Implies(step.guard, kept), admitted)]
+        found.append(Query(z3.BoolVal(bool(steps) and len(body.steps) == body.annotated)))
         if loop.packed == "lqq":
             known = [z3.simplify(s.result ^ TOP_BITS) for s in steps]
             words = [z3.simplify(word) for p in body.products for word in p.operands[0][1]]
@@ -324,6 +341,17 @@ def _summands(bits: Bits) -> dict[str, Bits]:
     return found
 
 
+def _most_channels(bits: Bits, channels: dict[str, int]) -> int:
+    """How many products a sum has got at most, whatever the conditions are."""
+    if z3.is_app_of(bits, z3.Z3_OP_ITE):
+        condition, *ways = bits.children()
+        told = (z3.substitute(way, (condition, value)) for way, value in zip(ways, (TRUE, FALSE), strict=True))
+        return max(_most_channels(z3.simplify(way), channels) for way in told)
+    if z3.is_app_of(bits, z3.Z3_OP_BADD):
+        return sum(_most_channels(term, channels) for term in bits.children())
+    return channels.get(bits.decl().name(), 0) if z3.is_const(bits) else 0
+
+
 def _added(body: Body, loop: LoopClaim) -> Bounds:
     """How much each product may add."""
     low, high = loop.product
@@ -358,5 +386,5 @@ def _of_each_form(queries: list[Query]) -> list[Query]:
     for query in queries:
         whole = z3.And(query.holds, *query.assume)
         named = [(x, z3.Const(f"x{n}", x.sort())) for n, x in enumerate(symbols_of([whole]).values())]
-        found.setdefault(z3.substitute(whole, *named).sexpr(), query)
+        found.setdefault(f"{z3.substitute(whole, *named).sexpr()} {[str(x.sort()) for _, x in named]}", query)
     return list(found.values())

@@ -10,9 +10,8 @@ import pytest
 from ptxlab import kernels
 from ptxlab.errors import ArgumentError
 from ptxlab.io.files import load_arrays
-from ptxlab.runtime import Kernel, load
+from ptxlab.runtime import load
 from ptxlab.sources import results_dir
-from tests.support.emulated import HEADER
 from tests.support.mutation import mutants
 
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
@@ -20,7 +19,7 @@ pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the 
 from ptxlab.prove import Claim, Decision, Enumeration, decide, prove_kernel, registered
 from ptxlab.prove.kernels import claims_of, query
 from ptxlab.spec import KernelClaim
-from tests.support.proofs import NAMES, explained, survivors
+from tests.support.proofs import NAMES, explained, of_body, survivors
 
 # Ten lines of one's own, as in the guide.
 MINE = """.version 8.0
@@ -193,15 +192,6 @@ def test_two_spellings_are_compared_on_all_inputs(mine: str, tmp_path: Path, cli
     )
 
 
-def of_body(tmp_path: Path, body: str, params: str = ".param .u64 out") -> Kernel:
-    """A kernel of one thread: %o leads to `out`."""
-    path = tmp_path / "body.ptx"
-    path.write_text(f"""{HEADER}.visible .entry body({params}) {{
-        .reg .u32 %a, %b; .reg .u64 %o, %x; .reg .f32 %f; .reg .b16 %h; .reg .pred %p;
-        ld.param.u64 %o, [out]; {body} ret; }}""")
-    return load(path)
-
-
 def test_a_number_of_64_bits_is_no_pointer(tmp_path: Path) -> None:
     """It had the value of an address, for which alone the claim held."""
     body = "ld.param.u64 %x, [n]; setp.gt.u64 %p, %x, 5; selp.u32 %a, 1, 0, %p; st.global.u32 [%o], %a;"
@@ -278,7 +268,7 @@ def test_undecided_in_time_is_3(mine: str, cli) -> None:
             ("MINE", "--claim", "nothing.u8[i] == 1"),
             "about element i of what the kernel stores (out), such as out.u8[i]",
         ),
-        (("MINE", "--claim", "out.u8[i] == q4"), "q4 is none of i, out, q, scale"),
+        (("MINE", "--claim", "out.u8[i] == q4"), "q4 is none of before, i, out, q, scale"),
         (("MINE", "--claim", "out.u8[i] + 1"), "a condition"),
         (("MINE", "--claim", "out.x8[i] == 1"), "out.x8: a type is u1 to u64"),
         (("MINE", "--claim", "out.byte[i] == 1"), "out.byte: a type is u1 to u64"),

@@ -16,7 +16,9 @@ from ptxlab import kernels
 from ptxlab.io.files import write_text
 from ptxlab.prove.kernels import query
 from ptxlab.prove.solve import ask
+from ptxlab.runtime import Kernel, load
 from ptxlab.spec import KernelSpec
+from tests.support.emulated import HEADER
 from tests.support.mutation import battery, is_killed, mutants
 
 NAMES = [name for name, spec in kernels.specs().items() if spec.family == "dequant"]
@@ -32,6 +34,15 @@ SURVIVORS = (
         "pairs, words and shift of the example are below 2^16",
     ),
 )
+
+
+def of_body(folder: Path, body: str, params: str = ".param .u64 out") -> Kernel:
+    """A kernel of one thread: %o leads to `out`."""
+    path = folder / "body.ptx"
+    path.write_text(f"""{HEADER}.visible .entry body({params}) {{
+        .reg .u32 %a, %b, %c, %d; .reg .u64 %o, %x, %y; .reg .f32 %f, %g; .reg .b16 %h; .reg .pred %p;
+        ld.param.u64 %o, [out]; {body} ret; }}""")
+    return load(path)
 
 
 def contract(spec: KernelSpec) -> str:
