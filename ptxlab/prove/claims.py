@@ -32,6 +32,7 @@ class Claim:
         text: the statement in one line, with its precondition.
         build: makes the formula, or several that must all hold, or tries all cases.
         expect: `refuted` for a claim that shows where the precondition ends.
+        quick: whether it is in the quick half: the others repeat it, or take longer to say more.
     """
 
     subject: str
@@ -39,6 +40,7 @@ class Claim:
     text: str
     build: Callable[[], Query | Sequence[Query] | Enumeration]
     expect: Verdict = "proved"
+    quick: bool = True
 
 
 @dataclass(frozen=True)

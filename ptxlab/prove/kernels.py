@@ -35,13 +35,15 @@ def claims_of(spec: KernelSpec, sources: Sequence[Source]) -> Iterator[Claim]:
         return
     usable = [s for s in sources if s.language == "ptx" or "nvrtc" not in toolchain.missing()]
     for source in usable:
+        twin = source.language == "cu" and sources[0].language == "ptx"  # quick: that it stores what the .ptx does
         for claim in spec.claims:
-            yield Claim(source.label, claim.name, claim.text, partial(query, spec, source, claim), claim.expect)
+            build, quick = partial(query, spec, source, claim), not (twin or claim.alone)
+            yield Claim(source.label, claim.name, claim.text, build, claim.expect, quick)
         if (launch := of_spec(spec, source)).trace.steps:
             said = KernelClaim("@lanes", "no annotated lane carries, borrows or leaves its type", spec.value_rules)
             expect: Verdict = "refuted" if spec.wrong and spec.wrong.overflows else "proved"
-            yield Claim(source.label, said.name, said.text, partial(lane_queries, launch, said), expect)
-        if source.language == "cu" and sources[0].language == "ptx":
+            yield Claim(source.label, said.name, said.text, partial(lane_queries, launch, said), expect, not twin)
+        if twin:
             same = KernelClaim("equals the .ptx", "out == other.out", equals=f"{spec.name}.ptx")
             text = f"every byte equals {spec.name}.ptx's, for all inputs"
             yield Claim(source.label, same.name, text, partial(query, spec, source, same))

@@ -60,6 +60,7 @@ class Body:
         ends: for each way back to the loop's head the condition, and registers (width, index) -> bits.
         before: what registers held at the head, by the same keys.
         products: in order.
+        channels: over how many products each unknown that was added goes, by name.
         merged: names of those that a later one of the same sum includes.
         to_float: INT32 numbers that were converted to FP32.
         steps: instructions with an @lanes annotation, of so many that are `annotated`.
@@ -68,15 +69,11 @@ class Body:
     ends: list[tuple[Any, dict[tuple[int, int], Bits]]]
     before: Mapping[tuple[int, int], Bits]
     products: list[Product]
+    channels: Mapping[str, int]
     merged: set[str]
     to_float: list[tuple[Any, Bits]]
     steps: list[LaneStep]
     annotated: int
-
-    @property
-    def channels(self) -> dict[str, int]:
-        """Over how many products each unknown that was added goes, by name."""
-        return {p.symbol.decl().name(): p.channels for p in self.products}
 
     @cached_property
     def sums(self) -> dict[str, Bits]:
@@ -116,6 +113,7 @@ class _Step(_Execution):
         self.loop = loop
         self.before: dict[tuple[int, int], Bits] = {}
         self.products: list[Product] = []
+        self.channels: dict[str, int] = {}  # of each product, by name
         self.merged: set[str] = set()
         self.to_float: list[tuple[Any, Bits]] = []
         self.latest: dict[tuple[int, int], tuple[Any, Bits]] = {}  # what was written last, on which condition
@@ -142,7 +140,8 @@ class _Step(_Execution):
                 elif pc < target <= last:
                     ready[target] = z3.simplify(z3.Or(ready.get(target, FALSE), guards[0]))
         annotated = sum(self.code[pc].lanes is not None for pc in self.loop)
-        return Body(ends, self.before, self.products, self.merged, self.to_float, self.steps, annotated)
+        parts = self.before, self.products, self.channels, self.merged, self.to_float, self.steps
+        return Body(ends, *parts, annotated)
 
     # Registers and operands hold anything at first.
 
@@ -221,17 +220,18 @@ class _Step(_Execution):
         for target, c_before in zip(targets, held, strict=True):
             before, already = self.parted(z3.simplify(z3.If(keeps, c_before, value(0, 32))))
             added = z3.FreshConst(z3.BitVecSort(32), "products")
+            self.channels[added.decl().name()] = already + channels
             self.products.append(Product(added, already + channels, operands, before))  # type: ignore[arg-type]
             self.write(0, guard, target, before + added)
 
     def parted(self, held: Bits) -> tuple[Bits, int]:
         """A sum without the products that this step has added to it, and over how many channels these are."""
         terms = held.children() if z3.is_app_of(held, z3.Z3_OP_BADD) else [held]
-        for product in self.products:
-            if any(term.eq(product.symbol) for term in terms):
-                rest = [term for term in terms if not term.eq(product.symbol)]
-                self.merged.add(product.symbol.decl().name())
-                return sum(rest, value(0, 32)), product.channels
+        for at, term in enumerate(terms):
+            name = term.decl().name()
+            if name in self.channels:
+                self.merged.add(name)
+                return sum(terms[:at] + terms[at + 1 :], value(0, 32)), self.channels[name]
         return held, 0
 
     def in_registers(self, operand: ir.Operand) -> tuple[Bits, ...]:
@@ -249,7 +249,7 @@ def sums_fit(bodies: Iterable[Body], loop: LoopClaim, most: int) -> list[Query]:
     low, high = loop.product
     found = []
     for body in bodies:
-        k, after = z3.BitVec("k", 64), _sums_after(body)
+        k, after = z3.BitVec("k", max(33, (max(-low, high) * most).bit_length() + 2)), _sums_after(body)
         step = max(_most_channels(bits, body.channels) for _, bits in after)
         bounds = _added(body, loop) | {"k": [k >= 0, k <= most - step]}
         bounds |= {name: _within(before, low * k, high * k) for name, before in body.sums.items()}
@@ -309,7 +309,9 @@ def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
 
 
 def _within(x: Bits, low: Any, high: Any) -> list[Any]:
-    wide = z3.SignExt(32, x)
+    """That a sum lies within numbers, or formulas of so many bits that they do not wrap."""
+    width = low.size() if z3.is_bv(low) else 33
+    wide = z3.SignExt(width - x.size(), x)
     return [low <= wide, wide <= high]
 
 
@@ -341,7 +343,7 @@ def _summands(bits: Bits) -> dict[str, Bits]:
     return found
 
 
-def _most_channels(bits: Bits, channels: dict[str, int]) -> int:
+def _most_channels(bits: Bits, channels: Mapping[str, int]) -> int:
     """How many products a sum has got at most, whatever the conditions are."""
     if z3.is_app_of(bits, z3.Z3_OP_ITE):
         condition, *ways = bits.children()

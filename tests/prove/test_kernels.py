@@ -279,6 +279,7 @@ def test_undecided_in_time_is_3(mine: str, cli) -> None:
         (("load_dual_mma",), "the spec has no claims; give --claim"),
         (("--all", "--claim", "out[i] == 1"), "is for one kernel, not for --all"),
         (("dequant_lqq", "--assume", "scale == 1"), "--assume needs --claim or --equals"),
+        (("dequant_lqq", "--quick"), "--quick needs --all"),
         (("dequant_lqq", "--unchecked"), "--unchecked needs --claim or --equals"),
         (("MINE", "--claim", CLAIM, "--unchecked"), "--unchecked is for kernels with a spec"),
     ],
