@@ -184,7 +184,8 @@ class SymbolicLaunch:
     @property
     def stored(self) -> list[int]:
         """The elements of the target that were stored to, or should have been."""
-        return sorted({8 * at // self.bits for at in self.outputs[self.target].written} | set(self.expected))
+        bits = [range(8 * at, 8 * at + 8) for at in self.outputs[self.target].written]
+        return sorted({bit // self.bits for octet in bits for bit in octet} | set(self.expected))
 
     def written(self, i: int) -> Any:
         """The condition on which all bytes of element `i` of the target are stored."""

@@ -56,7 +56,7 @@ def quantize_lqq(
     group's squared error. Raises ArgumentError as `quantize_level1` does, for an unknown group or a K that is not a
     multiple of it, and for an unknown rounding.
 
-    `protective_range` 120 is proved safe for nearest and ceiling (`ptxlab prove --all`: quantiser lqq nearest, ceiling).
+    `protective_range` 120 is proved safe for nearest and ceiling (claims `quantiser lqq nearest` of `ptxlab prove`).
     """
     if not is_one_of(rounding, get_args(Rounding)):
         raise ArgumentError("rounding", f"must be one of {', '.join(get_args(Rounding))}", rounding)

@@ -38,6 +38,13 @@ def test_an_assumption_is_on_what_lay_in_memory_before(tmp_path: Path) -> None:
         prove_kernel(kernel, "out.u8[i] == other.out.u8[i]", assume="other.out.u8[i] == 0", equals=kernel)
 
 
+def test_all_elements_of_a_byte_are_claimed_about(tmp_path: Path) -> None:
+    """Of two nibbles in a byte only the lower one was."""
+    kernel = of_body(tmp_path, "mov.u32 %a, 0x21; st.global.u8 [%o], %a;")
+    assert prove_kernel(kernel, "out.u4[i] == 1").verdict == "refuted"
+    assert prove_kernel(kernel, "out.u4[i] == i + 1").verdict == "proved"
+
+
 def test_assumptions_that_rule_out_one_word_are_refused(tmp_path: Path) -> None:
     """Nothing was claimed of elements 0 and 1, because the assumption admits no element 2."""
     kernel = of_body(tmp_path, "mov.u32 %a, 5; st.global.u32 [%o], %a; st.global.u32 [%o+4], %a;")
