@@ -61,9 +61,9 @@ class Decision:
         return self.verdict == self.claim.expect
 
     def __str__(self) -> str:
-        """The verdict, and each lane of a counterexample's word."""
+        """The verdict, the claim, and each lane of a counterexample's word."""
         lines = self.explanation.lines if self.explanation else ()
-        return "\n  ".join([f"{self.claim.subject}, {self.claim.text}: {self.verdict}", *lines])
+        return "\n  ".join([f"{self.claim.subject}: {self.verdict}", self.claim.text, *lines])
 
     def to_json(self) -> dict[str, Any]:
         """The outcome as JSON-ready values."""

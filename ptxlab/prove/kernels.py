@@ -1,7 +1,7 @@
 """Claims on a kernel's code: from a spec's `claims`, or from expressions given with a file."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -265,11 +265,16 @@ def _unknown(name: str, low: int, high: int, limits: list[Any]) -> Elements:
 
 
 def _explain(launch: SymbolicLaunch, rows: Mapping[int, Seen], model: Mapping[str, int]) -> Explanation:
-    """The lanes of a word that has a wrong one: each with all that its claim speaks of."""
-    lines = []
-    for i, row in rows.items():
-        cells = [f"{name} = {_cell(x, model[_key(i, name)])}" for name, x in row.items() if x[0]]
-        lines.append(f"{'wrong' if model[_key(i, 'wrong')] else 'right'}  i = {i}: {', '.join(cells)}")
+    """The lanes of a word that has a wrong one: what the claim speaks of in each, and first what all of them share."""
+
+    def cells(i: int, wanted: Callable[[str], bool]) -> str:
+        return ", ".join(f"{n} = {_cell(x, model[_key(i, n)])}" for n, x in rows[i].items() if x[0] and wanted(n))
+
+    shared = {name for name in set[str].intersection(*map(set, rows.values())) if "[" in name and len(rows) > 1}
+    lines = [f"all    {cells(min(rows), shared.__contains__)}"] if shared else []
+    for i in rows:
+        verdict = "wrong" if model[_key(i, "wrong")] else "right"
+        lines.append(f"{verdict}  i = {i}: {cells(i, lambda name: name not in shared)}")
     return Explanation(lines, launch.arrays(model), launch.command)
 
 
