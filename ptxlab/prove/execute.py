@@ -26,6 +26,7 @@ from ptxlab.prove.semantics import computation
 MAX_STEPS = 20_000
 MOST_ADDRESSES = 64  # that one access may have, by condition
 _WINDOW = 40  # bits of an address within its buffer
+_FIRST = 0x5A3C7E4B00  # where in its window a buffer begins: no claim holds because an address is a round number
 _HARMLESS = ("membar", "fence", "nanosleep", "prefetch", "prefetchu", "discard", "applypriority", "griddepcontrol")
 TRUE, FALSE = z3.BoolVal(True), z3.BoolVal(False)
 Index = tuple[int, int, int]
@@ -170,7 +171,7 @@ class _Execution:
     def place(self, buffer: Buffer) -> int:
         """Give a buffer an address."""
         self.buffers.append(buffer)
-        return len(self.buffers) << _WINDOW
+        return (len(self.buffers) << _WINDOW) + _FIRST
 
     def symbol(self, symbol: ir.Symbol) -> int:
         """The address of a variable, in its space where that is shared or local."""
@@ -425,9 +426,10 @@ class _Execution:
         for condition, number in self.candidates(instruction, at, guard):
             window = {"shared": self.shared[self.threads[lane][0]], "local": self.local[lane]}.get(space, 0)
             which, offset = divmod(number + window, 1 << _WINDOW)
-            buffer = self.buffers[which - 1] if 0 < which <= len(self.buffers) else None
+            buffer, offset = self.buffers[which - 1] if 0 < which <= len(self.buffers) else None, offset - _FIRST
             here = z3.simplify(z3.And(guard, condition))
-            wrong = buffer is None or offset % access.size or offset + access.size > (buffer.size or 1 << _WINDOW - 1)
+            size = (buffer and buffer.size) or 1 << _WINDOW - 1
+            wrong = buffer is None or offset % access.size or not 0 <= offset <= size - access.size
             if buffer is None or wrong:
                 place = f"byte {offset} of {buffer.name}" if buffer else f"address {number:#x}"
                 self.faults.append((here, f"{instruction.where}: {access.size} bytes at {place}"))

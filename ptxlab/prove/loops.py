@@ -308,6 +308,35 @@ def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
     return _of_each_form(found)
 
 
+def converts(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
+    """Of INT4 as s8: bytes of operand A are 16 times the signed nibbles of a loaded word, or it itself (INT8 blocks).
+
+    The latter on a condition alone, one for all words.
+    """
+    found, conditions, nibbles = [], dict[str, None](), 0
+    for body in bodies:
+        words = [word for p in body.products if p.operands[0][0] == "s8" for word in p.operands[0][1]]
+        for word in map(z3.simplify, words):
+            ways = [word]
+            if z3.is_app_of(word, z3.Z3_OP_ITE):
+                condition, *ways = word.children()
+                conditions[condition.sexpr()] = None
+            for way in ways:
+                loaded = [x for x in symbols_of([way]).values() if z3.is_bv(x) and x.size() == 32]
+                if len(loaded) != 1:
+                    found.append(Query(z3.BoolVal(False)))
+                elif len(ways) == 1 or not way.eq(loaded[0]):
+                    nibbles += 1
+                    found.append(Query(z3.Or(_sixteen_times(way, loaded[0], 4), _sixteen_times(way, loaded[0], 0))))
+    return [*_of_each_form(found), Query(z3.BoolVal(nibbles > 0 and len(conditions) <= 1))]
+
+
+def _sixteen_times(word: Bits, packed: Bits, first: int) -> Any:
+    """That bytes, as s8, are 16 times the high (`first` 4) or low nibbles of another word, as s4."""
+    fours = [z3.Extract(first + 3, first, octet) for octet in pieces(packed, 8)]
+    return z3.And([z3.SignExt(24, x) == 16 * z3.SignExt(28, q) for x, q in zip(pieces(word, 8), fours, strict=True)])
+
+
 def _within(x: Bits, low: Any, high: Any) -> list[Any]:
     """That a sum lies within numbers, or formulas of so many bits that they do not wrap."""
     width = low.size() if z3.is_bv(low) else 33

@@ -89,6 +89,22 @@ def test_sums_that_are_converted_begin_at_zero(tmp_path: Path) -> None:
     assert verdict(HEADER + HEAD + begun + TAIL, "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
 
 
+@pytest.mark.parametrize(
+    ("mask", "shift", "expected"),
+    [
+        ("0xf0f0f0f0", 4, "proved"),
+        ("0xf0f0f8f0", 4, "refuted"),
+        ("0xf0f0f0f0", 3, "refuted"),
+        ("0xf0e0f0f0", 4, "refuted"),
+    ],
+)
+def test_int4_becomes_the_upper_half_of_bytes(mask: str, shift: int, expected: str, tmp_path: Path) -> None:
+    body = f"""again: ld.global.u32 %a, [%x]; ld.global.u32 %b, [%x+4]; shl.b32 %n, %a, {shift}; and.b32 %n, %n, {mask};
+    and.b32 %a, %a, 0xf0f0f0f0; dp4a.s32.s32 %s, %a, %b, %s; dp4a.s32.s32 %s, %n, %b, %s;"""
+    loop = LoopClaim(packed="s4")
+    assert verdict(HEADER + HEAD + body + TAIL, "converts", loop, tmp_path=tmp_path) == expected
+
+
 def test_a_kernel_without_such_a_loop_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="a loop that multiplies integers"):
         verdict(kernels.find("dequant_lqq")[1][0].text, "sums_fit", LoopClaim(), 1, tmp_path=tmp_path)

@@ -38,6 +38,17 @@ def test_an_assumption_is_on_what_lay_in_memory_before(tmp_path: Path) -> None:
         prove_kernel(kernel, "out.u8[i] == other.out.u8[i]", assume="other.out.u8[i] == 0", equals=kernel)
 
 
+def test_an_address_is_no_round_number(tmp_path: Path) -> None:
+    kernel = of_body(tmp_path, "cvt.u32.u64 %a, %o; st.global.u32 [%o], %a;")
+    assert prove_kernel(kernel, "out.u32[i] == 0").verdict == "refuted"
+
+
+def test_nothing_lies_before_a_buffer(tmp_path: Path) -> None:
+    kernel = of_body(tmp_path, "mov.u32 %a, 1; st.global.u32 [%o], %a; st.global.u32 [%o+-4], %a;")
+    refuted = prove_kernel(kernel, "out.u32[i] == 1")
+    assert refuted.verdict == "refuted" and "4 bytes at byte -4 of out" in str(refuted)
+
+
 def test_all_elements_of_a_byte_are_claimed_about(tmp_path: Path) -> None:
     """Of two nibbles in a byte only the lower one was."""
     kernel = of_body(tmp_path, "mov.u32 %a, 0x21; st.global.u8 [%o], %a;")
