@@ -46,8 +46,8 @@ _QOQ_WEIGHTS = (
 
 
 def _lqq_claims(holds: str) -> tuple[KernelClaim, ...]:
-    """Exact by the rules; by what `pack` asks of groups (`TwoLevelWeight.overflows`), whatever their scale; for every group
-    that the quantiser can leave at a protective range, and at the next one.
+    """Exact by the rules; by what `pack` asks of groups (`TwoLevelWeight.overflows`), whatever their scale; for every
+    group that the quantiser can leave at a protective range, and at the next one.
     """
     predicate = "q4[i]*scale[i//g] + offset[i//g] <= 255"
     found = [KernelClaim("by the rules", holds, _LQQ_RULES), KernelClaim("by the predicate", holds, (predicate,))]
