@@ -1,5 +1,6 @@
 """Claims on kernels: proved, refuted with a counterexample that runs, undecided; and the command that says so."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.io.files import load_arrays
 from ptxlab.runtime import load
 from ptxlab.sources import results_dir
+from tests.support import emulated
 from tests.support.mutation import mutants
 
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
@@ -242,6 +244,36 @@ def test_other_solvers_agree(mine: str, cli) -> None:
         for limit, expected in ((17, 0), (18, 1)):
             options = ("--assume", f"scale <= {limit}", "--claim", CLAIM, "--solver", solver)
             assert cli("prove", mine, *options)[0] == expected, solver
+
+
+@pytest.mark.parametrize(("missing", "advice"), [("z3", "'ptxlab[prove]'"), ("bitwuzla", "pip install bitwuzla")])
+def test_a_solver_that_is_not_here_is_refused_in_one_line(
+    mine: str, missing: str, advice: str, monkeypatch: pytest.MonkeyPatch, cli
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *of: None if name == missing else find(name, *of))
+    code, _, error = cli("prove", mine, "--claim", CLAIM, "--solver", "bitwuzla")
+    assert code == 2 and f"{missing}: not installed" in error and advice in error and error.count("\n") == 1
+
+
+def test_a_whole_warp_is_followed(tmp_path: Path, cli) -> None:
+    """A sum over 32 lanes, by shuffles: its limits, and the input that reaches one of them."""
+    path, wrong, out = tmp_path / "sum.ptx", tmp_path / "wrong.npz", tmp_path / "out.npz"
+    path.write_text(
+        emulated.kernel(
+            """mov.u32 %r0, %tid.x; cvt.u64.u32 %x1, %r0; ld.param.u64 %x0, [x]; add.u64 %x0, %x0, %x1;
+            ld.global.s8 %r1, [%x0]; mov.u32 %r2, 16;
+            again: shfl.sync.bfly.b32 %r3, %r1, %r2, 31, -1; add.s32 %r1, %r1, %r3; shr.u32 %r2, %r2, 1;
+            setp.ne.u32 %p, %r2, 0; @%p bra again;
+            setp.ne.u32 %q, %r0, 0; @%q bra done; ld.param.u64 %x2, [out]; st.global.s32 [%x2], %r1;
+            done: ret;""",
+            ".param .u64 x, .param .u64 out",
+        )
+    )
+    assert cli("prove", str(path), "--block", "32", "--claim", "-4096 <= out.s32[i] <= 4064")[0] == 0
+    assert cli("prove", str(path), "--block", "32", "--claim", "out.s32[i] > -4096", "--out", str(wrong))[0] == 1
+    assert cli("run", str(path), "--block", "32", "--in", str(wrong), "--out", str(out))[0] == 0
+    assert load_arrays(out)["out"][:4].view(np.int32).tolist() == [-4096]
 
 
 def test_undecided_in_time_is_3(mine: str, cli) -> None:
