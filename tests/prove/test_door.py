@@ -10,15 +10,16 @@ from safetensors.numpy import save_file
 
 from ptxlab import layout, quant
 from ptxlab.errors import ArgumentError, FileError
+from ptxlab.model import Config, FloatModel
+from ptxlab.quant.recipe import RECIPES
 from ptxlab.quant.two_level import TwoLevelWeight
 from ptxlab.weights import convert, quantize
 from ptxlab.weights.audit import audit_file, audit_matrix
 from ptxlab.weights.imports import import_checkpoint
 from tests.support import foreign_files
-from tests.weights.test_imports import W, saved
-from tests.weights.test_quantize import PACKED, TEXT, small
 
 FLOATS = np.random.default_rng(0).standard_normal((64, 128), np.float32)
+SMALL = Config(hidden=96, ffn=192, heads=6, kv_heads=2, head_dim=16, layers=1, vocabulary=60, tied_head=True)
 
 
 def packed(folder: Path) -> None:
@@ -35,12 +36,14 @@ def converted(folder: Path) -> None:
 
 
 def by_a_recipe(folder: Path) -> None:
-    quantize.quantize_model(small(), TEXT, PACKED["rtn"], folder / "out")
+    text = np.zeros((1, 8), np.int64)
+    quantize.quantize_model(FloatModel.random(SMALL), text, RECIPES["rtn"].but(group=32), folder / "out")
 
 
 def imported(folder: Path) -> None:
-    source = saved(folder / "qserve.safetensors", foreign_files.qserve(*foreign_files.two_level(W, 64)))
-    import_checkpoint(source, folder / "out.safetensors")
+    arrays = foreign_files.qserve(*foreign_files.two_level(FLOATS, 64))
+    save_file({f"a.q.{part}": array for part, array in arrays.items()}, folder / "qserve.safetensors")
+    import_checkpoint(folder / "qserve.safetensors", folder / "out.safetensors")
 
 
 @pytest.mark.parametrize("door", [packed, loaded, converted, by_a_recipe, imported])

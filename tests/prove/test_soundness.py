@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from ptxlab.errors import ArgumentError, PtxlabError
-from ptxlab.runtime import load
 from tests.support.emulated import HEADER
 
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
@@ -13,8 +12,7 @@ pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the 
 from ptxlab.prove import Claim, decide, loops, prove_kernel
 from ptxlab.prove.execute import NotModelled
 from ptxlab.prove.main_loops import LoopClaim
-from tests.prove.test_loops import HEAD, TAIL, verdict
-from tests.support.proofs import of_body
+from tests.support.proofs import entry_of, in_loop, loop_verdict, of_body
 
 TWO = ".param .u64 x, .param .u64 out"
 
@@ -145,26 +143,23 @@ def test_products_of_another_form_are_refused(tmp_path: Path) -> None:
     """The sums that such an instruction adds to were not among those that are claimed about."""
     body = "again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s; dp2a.lo.s32.s32 %n, %a, %a, %n;"
     with pytest.raises(NotModelled, match="integer products of another form"):
-        verdict(HEADER + HEAD + body + TAIL, "sums_fit", LoopClaim(), 99999, tmp_path=tmp_path)
+        loop_verdict(in_loop(body), "sums_fit", LoopClaim(), 99999, tmp_path=tmp_path)
 
 
 def test_of_two_ways_that_a_sum_may_take_the_longer_counts(tmp_path: Path) -> None:
     """Both counted: a step went over twice as many products as it does, and K came only half as far."""
     body = f"""again: {DOT} setp.gt.u32 %p, %n, 9; @%p bra other; dp4a.s32.s32 %s, %a, %b, %s; bra on;
     other: dp4a.s32.s32 %s, %a, %b, %s; on:"""
-    path = tmp_path / "k.ptx"
-    path.write_text(HEADER + HEAD + body + TAIL)
-    (entry,) = load(path).module.entries.values()
-    (step,) = loops.steps_of(entry)
+    (step,) = loops.steps_of(entry_of(in_loop(body), tmp_path))
     assert {loops._most_channels(bits, step.channels) for _, bits in loops._sums_after(step)} == {4}
-    assert verdict(path.read_text(), "sums_fit", LoopClaim(b=(1, 1)), 2**24, tmp_path=tmp_path) == "proved"
+    assert loop_verdict(in_loop(body), "sums_fit", LoopClaim(b=(1, 1)), 2**24, tmp_path=tmp_path) == "proved"
 
 
 def test_sums_beyond_what_limits_can_tell_are_not_proved(tmp_path: Path) -> None:
     """With limits that are as far apart as INT32's, whatever wraps lies within them again."""
-    text = HEADER + HEAD + "again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;" + TAIL
-    assert verdict(text, "sums_fit", LoopClaim((-128, 128), (-128, 128)), 2**17 - 1, tmp_path=tmp_path) == "proved"
-    assert verdict(text, "sums_fit", LoopClaim((-128, 128), (-128, 128)), 2**20, tmp_path=tmp_path) == "refuted"
+    text = in_loop("again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;")
+    assert loop_verdict(text, "sums_fit", LoopClaim((-128, 128), (-128, 128)), 2**17 - 1, tmp_path=tmp_path) == "proved"
+    assert loop_verdict(text, "sums_fit", LoopClaim((-128, 128), (-128, 128)), 2**20, tmp_path=tmp_path) == "refuted"
 
 
 def test_each_sum_is_converted_in_one_of_two_ways(tmp_path: Path) -> None:
@@ -172,8 +167,8 @@ def test_each_sum_is_converted_in_one_of_two_ways(tmp_path: Path) -> None:
     body = """.reg .f32 %f; .reg .s32 %u; again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, 0;
     dp4a.s32.s32 %u, %a, %a, START; cvt.rn.f32.s32 %f, %s; mov.s32 %s, 0;"""
     for start, expected in (("0x4b400000", "proved"), ("0", "refuted")):
-        text = HEADER + HEAD + body.replace("START", start) + TAIL
-        assert verdict(text, "sums_are_exact", LoopClaim(sums="converted"), tmp_path=tmp_path) == expected
+        text = in_loop(body.replace("START", start))
+        assert loop_verdict(text, "sums_are_exact", LoopClaim(sums="converted"), tmp_path=tmp_path) == expected
 
 
 def test_every_annotated_instruction_of_a_step_is_looked_at(tmp_path: Path) -> None:
@@ -184,8 +179,8 @@ def test_every_annotated_instruction_of_a_step_is_looked_at(tmp_path: Path) -> N
     dp4a.s32.s32 %s, %a, %a, %s;"""
     annotated = "mul.lo.u32 %a, %a, %b;  // @lanes d:u8x4 a:u8x4 b:u32"
     for mul, expected in ((annotated, "proved"), (annotated.partition("//")[0], "refuted")):
-        text = HEADER + HEAD + body.replace("MUL", mul) + TAIL
-        assert verdict(text, "dequantises", qoq, tmp_path=tmp_path) == expected
+        text = in_loop(body.replace("MUL", mul))
+        assert loop_verdict(text, "dequantises", qoq, tmp_path=tmp_path) == expected
 
 
 def test_a_kernel_that_cannot_be_followed_is_refused_in_one_line(cli) -> None:
