@@ -16,6 +16,7 @@ from ptxlab.prove.solve import (
     ask,
     check_solver,
     contradict,
+    of_each_form,
     version_of,
 )
 from ptxlab.runtime import Kernel
@@ -104,7 +105,7 @@ def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Decisi
     queries = [question] if isinstance(question, Query) else question
     if not queries:
         raise ArgumentError(claim.subject, "something to decide", f"nothing, for {claim.text}")
-    for query in queries:
+    for query in of_each_form(queries):
         left = seconds - (process_time() - start)
         answer = ask(query, seconds=left, solver=solver) if left > 0 else Answer("undecided")
         if answer.verdict == "refuted" and query.explain:

@@ -19,7 +19,7 @@ from ptxlab.prove.claims import Claim
 from ptxlab.prove.execute import LaneStep
 from ptxlab.prove.expressions import Elements, formula, sides, term
 from ptxlab.prove.integers import Integer
-from ptxlab.prove.solve import Explanation, Query, Verdict
+from ptxlab.prove.solve import Explanation, Query, Verdict, symbols_of
 from ptxlab.prove.symbolic_launch import SymbolicLaunch, of_file, of_spec
 from ptxlab.runtime import Kernel
 from ptxlab.sources import Source
@@ -214,20 +214,6 @@ Seen = dict[str, tuple[str, Any]]  # `name[index]` -> type, bits
 
 def _key(i: int, name: str) -> str:
     return name if "[" in name else f"{name}[{i}]"
-
-
-def symbols_of(formulas: Iterable[Any]) -> dict[str, Any]:
-    """The unknowns of formulas, by name; of a kernel's own, such as what nobody wrote, a run has no need."""
-    found, seen, todo = {}, set[int](), list(formulas)
-    while todo:
-        term = todo.pop()
-        if term.get_id() in seen:
-            continue
-        seen.add(term.get_id())
-        todo += term.children()
-        if z3.is_const(term) and term.decl().kind() == z3.Z3_OP_UNINTERPRETED:
-            found[str(term)] = term
-    return found
 
 
 def _watched(names: Mapping[str, Any], seen: Seen) -> dict[str, Any]:

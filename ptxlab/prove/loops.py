@@ -20,9 +20,8 @@ from ptxlab.emulator.front.types import bits_of, is_signed
 from ptxlab.errors import ArgumentError
 from ptxlab.prove.bitvectors import Bits, extend, pieces, value
 from ptxlab.prove.execute import FALSE, TRUE, LaneStep, NotModelled, _Execution
-from ptxlab.prove.kernels import symbols_of
 from ptxlab.prove.main_loops import LoopClaim
-from ptxlab.prove.solve import Query
+from ptxlab.prove.solve import Query, symbols_of
 
 Bounds = dict[str, list[Any]]  # by the name of an unknown
 _MATRIX = re.compile(
@@ -249,16 +248,19 @@ def sums_fit(bodies: Iterable[Body], loop: LoopClaim, most: int) -> list[Query]:
     low, high = loop.product
     found = []
     for body in bodies:
-        k, after = z3.BitVec("k", max(33, (max(-low, high) * most).bit_length() + 2)), _sums_after(body)
+        after = _sums_after(body)
         step = max(_most_channels(bits, body.channels) for _, bits in after)
-        bounds = _added(body, loop) | {"k": [k >= 0, k <= most - step]}
-        bounds |= {name: _within(before, low * k, high * k) for name, before in body.sums.items()}
+        wide = max(33, (max(-low, high) * most).bit_length() + 2)
+        least, greatest = z3.BitVecs("least greatest", wide)  # low*k and high*k before the step, for any k that is left
+        bounds = _added(body, loop) | {"least": [low * (most - step) <= least, least <= 0]}
+        bounds |= {"greatest": [greatest >= 0, greatest <= high * (most - step)]}
+        bounds |= {name: _within(before, least, greatest) for name, before in body.sums.items()}
         for guard, bits in after:
-            holds = z3.And(_within(bits, low * (k + step), high * (k + step)))
+            holds = z3.And(_within(bits, least + low * step, greatest + high * step))
             found.append(_bounded(z3.Implies(guard, holds), bounds))
         found += _operands_fit(body, loop)
     # Within limits that s32 holds nothing has wrapped; beyond them a number that has is among them.
-    return [*_of_each_form(found), Query(z3.BoolVal(low * most >= -(2**31) and high * most < 2**31))]
+    return [*found, Query(z3.BoolVal(low * most >= -(2**31) and high * most < 2**31))]
 
 
 def sums_are_exact(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
@@ -283,7 +285,7 @@ def sums_are_exact(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
                 shifted = z3.And(_within(beside, 1 - 2**22, 2**22 - 1))
                 found.append(_bounded(shifted, bounds))
         found += _operands_fit(body, loop, SHIFT)
-    return _of_each_form(found)
+    return found
 
 
 def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
@@ -305,7 +307,7 @@ def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
             known = [z3.simplify(s.result ^ TOP_BITS) for s in steps]
             words = [z3.simplify(word) for p in body.products for word in p.operands[0][1]]
             found += [Query(z3.BoolVal(bool(words) and all(any(w.eq(k) for k in known) for w in words)))]
-    return _of_each_form(found)
+    return found
 
 
 def converts(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
@@ -328,7 +330,7 @@ def converts(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
                 elif len(ways) == 1 or not way.eq(loaded[0]):
                     nibbles += 1
                     found.append(Query(z3.Or(_sixteen_times(way, loaded[0], 4), _sixteen_times(way, loaded[0], 0))))
-    return [*_of_each_form(found), Query(z3.BoolVal(nibbles > 0 and len(conditions) <= 1))]
+    return [*found, Query(z3.BoolVal(nibbles > 0 and len(conditions) <= 1))]
 
 
 def _sixteen_times(word: Bits, packed: Bits, first: int) -> Any:
@@ -409,13 +411,3 @@ def _bounded(holds: Any, bounds: Bounds) -> Query:
     """A formula, under the bounds of what it speaks of."""
     symbols = symbols_of([holds])
     return Query(holds, [bound for name in symbols for bound in bounds.get(name, ())], symbols)
-
-
-def _of_each_form(queries: list[Query]) -> list[Query]:
-    """Each formula once: most registers go through the same."""
-    found: dict[str, Query] = {}
-    for query in queries:
-        whole = z3.And(query.holds, *query.assume)
-        named = [(x, z3.Const(f"x{n}", x.sort())) for n, x in enumerate(symbols_of([whole]).values())]
-        found.setdefault(f"{z3.substitute(whole, *named).sexpr()} {[str(x.sort()) for _, x in named]}", query)
-    return list(found.values())
