@@ -155,7 +155,7 @@ def proof_summary() -> str:
     kinds = {
         "dequantisers, `.ptx` and `.cu`": r"dequant_",
         "main loops, one step": r".*its loop$",
-        "packings, fragment maps, swizzles, KV4 in FP16": r"packing|fragment|orders|swizzles|kv4",
+        "packings, fragment maps, swizzles, KV4, INT4": r"packing|fragment|orders|swizzles|kv4|INT4",
         "quantisers, sums, the overflow predicate": "",
     }
     rows = defaultdict[str, list[float]](lambda: [0, 0, 0.0])
