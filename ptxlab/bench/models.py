@@ -333,7 +333,7 @@ def taken_apart(runner: KernelRunner, B: int) -> tuple[Alone, float]:
         name = decoder.label_of(of_layers[0])
         part[name] = decoder.part_of(of_layers[0])
         us[name] = measure(of_layers, replays=GEMM_REPLAYS).us
-    head = float(np.median(gpu.call_times(lambda: runner.head(B).argmax(axis=-1), repeats=20, warm_up=3)))
+    head = float(np.median(gpu.call_times(lambda: runner.logits(B).argmax(axis=-1), repeats=20, warm_up=3)))
     return Alone(us, part), head
 
 

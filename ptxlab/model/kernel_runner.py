@@ -17,11 +17,12 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.quantize import rmsnorm_quantize
+from ptxlab.kernels.gemm import gemm_w8a8
+from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize
 from ptxlab.layout import KVCache
 from ptxlab.model.layer import LayerBuffers, LayerCall, into, layer_calls
 from ptxlab.model.quantized import QuantizedModel
-from ptxlab.model.runner import PAGE, Indices, Rows, Runner
+from ptxlab.model.runner import PAGE, Indices, Rows, Runner, quantized_head
 from ptxlab.runtime.arguments import check_flags
 from ptxlab.runtime.backends import BACKENDS
 from ptxlab.spec.dtypes import floats, storage, stored
@@ -49,9 +50,9 @@ class KernelRunner(Runner):
 
         `programmatic` launches overlap; weights in a packing whose kernels do not wait for each other need False.
 
-        Where it is `batch_invariant`, attention splits a sequence by its own length alone, and the LM head takes one
-        row at a time, as cuBLAS adds in an order that depends on their number. All other sums are integers, or of one
-        row.
+        Where it is `batch_invariant`, attention splits a sequence by its own length alone, and a float16 LM head takes
+        one row at a time, as cuBLAS adds in an order that depends on their number. All other sums are integers, as
+        those of an int8 head are, or of one row.
         """
         super().__init__(model, batch, context, **how)
         if not is_one_of(backend, BACKENDS):
@@ -63,10 +64,14 @@ class KernelRunner(Runner):
         config, layers = self.config, model.layers
         self._dtype = layers[0].dtype
         self._layers = [weights.to_device() for weights in layers] if self._on_gpu else list(layers)
-        # A token's row has the layers' dtype; the head stays in float16.
+        # A token's row has the layers' dtype; the head stays in float16 unless it is quantised.
         self._embedding = self._placed(stored(floats(model.embedding), self._dtype))
-        shared = model.head is None and self._dtype == "float16"
-        self._head = self._embedding if shared else self._placed(model.embedding if model.head is None else model.head)
+        head, shared = model.embedding if model.head is None else model.head, model.head is None
+        if self.head == "int8":
+            on_host = quantized_head(gpu.to_host(head) if gpu.is_device_array(head) else head)
+            self._head: Any = replace(on_host, q8=self._placed(on_host.q8), scale=self._placed(on_host.scale))
+        else:
+            self._head = self._embedding if shared and self._dtype == "float16" else self._placed(head)
         self._final_norm = self._placed(model.final_norm)
         self._angles = tuple(self._placed(table) for table in config.rope_tables(context))
         like, sizes = self._embedding, (1, self.pages, config.kv_heads, config.head_dim)
@@ -158,8 +163,8 @@ class KernelRunner(Runner):
         for the last tokens in the cache."""
         return list(self._calls(self._step(self.launched(rows))))
 
-    def head(self, rows: int) -> Any:
-        """The logits f16 [rows, V] of what the last launch of so many rows has left."""
+    def logits(self, rows: int) -> Any:
+        """The LM head alone: logits f16 [rows, V] of what the last launch of so many rows has left."""
         return self._logits(self._step(self.launched(rows)).normed[:rows])
 
     @contextmanager
@@ -175,6 +180,10 @@ class KernelRunner(Runner):
                 step.graph = graph
 
     def _logits(self, normed: Any) -> Any:
+        if self.head == "int8":
+            x = quantize_activations(normed, backend=self._backend)
+            logits = gemm_w8a8(x, self._head, backend=self._backend, programmatic=self._programmatic)
+            return logits[:, : self.config.vocabulary]
         halves = normed if normed.dtype == np.float16 else floats(normed).astype(np.float16)
         if self.batch_invariant:
             return np.concatenate([np.matmul(halves[i : i + 1], self._head.T) for i in range(len(halves))])

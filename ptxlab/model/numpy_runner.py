@@ -15,9 +15,9 @@ from ptxlab.kernels.quantize.gated import gated_and_quantized
 from ptxlab.kernels.quantize.rmsnorm import normalized
 from ptxlab.layout import KVCache, PackedWeight, unpack, write_slots
 from ptxlab.model.quantized import QuantizedModel
-from ptxlab.model.runner import PAGE, Rows, Runner
+from ptxlab.model.runner import PAGE, Rows, Runner, quantized_head
 from ptxlab.model.weights import DTYPES, LayerWeights
-from ptxlab.quant import QoQChannelWeight, QuantizedActivations
+from ptxlab.quant import Level1Weight, QoQChannelWeight, QuantizedActivations
 from ptxlab.reference.packed import F32, S8, S32
 from ptxlab.spec.dtypes import as_stored, floats, stored
 
@@ -32,14 +32,17 @@ class IntegerProduct:
     weights rarely need a cut at all.
     """
 
-    def __init__(self, weight: PackedWeight, bias: F32 | None = None) -> None:
-        known = unpack(weight)
-        if isinstance(known, QoQChannelWeight):
+    def __init__(self, weight: PackedWeight | Level1Weight, bias: F32 | None = None) -> None:
+        known = weight if isinstance(weight, Level1Weight) else unpack(weight)
+        if isinstance(known, Level1Weight):
+            integers: Any = known.q8
+            self.scale = known.scale
+        elif isinstance(known, QoQChannelWeight):
             integers, self.scale = known.q4.astype(np.int32) - known.zero[:, None], known.scale
         else:
             integers, self.scale = known.exact_level1(), known.channel_scale
         N = len(integers)
-        magnitude, pieces = np.abs(integers), 1
+        magnitude, pieces = np.abs(integers.astype(np.int32)), 1
         while 127 * magnitude.reshape(N, pieces, -1).sum(axis=2).max() > _EXACT:
             pieces *= 2  # K is a multiple of 32
         self.bias = bias
@@ -74,7 +77,7 @@ class NumpyRunner(Runner):
     """
 
     def __init__(self, model: QuantizedModel, batch: int = 1, context: int = 2048, **how: Any) -> None:
-        """See `Runner`. Where it is `batch_invariant` the LM head's products are added in float64, which their
+        """See `Runner`. Where it is `batch_invariant` a float16 head's products are added in float64, which their
         float16 results do not tell from any other order; else in float32, in BLAS's order."""
         super().__init__(model, batch, context, **how)
         if model.config.experts:
@@ -82,8 +85,11 @@ class NumpyRunner(Runner):
         config, self._dtype = self.config, model.layers[0].dtype
         self._layers = [_Layer(weights) for weights in model.layers]
         self._final_norm, self._embedding = floats(model.final_norm), floats(model.embedding)
-        head = self._embedding if model.head is None else floats(model.head)
-        self._head = head.astype(np.float64) if self.batch_invariant else head
+        self._head: Any = self._embedding if model.head is None else floats(model.head)
+        if self.head == "int8":
+            self._head = IntegerProduct(quantized_head(self._head))
+        elif self.batch_invariant:
+            self._head = self._head.astype(np.float64)
         self._angles = config.rope_tables(context)
         first = KVCache.empty(1, self.pages, config.kv_heads, config.head_dim, page_size=PAGE)
         first = replace(first, block_table=self.table, lengths=self.lengths)
@@ -99,6 +105,9 @@ class NumpyRunner(Runner):
         return self._logits(self._run(rows))
 
     def _logits(self, normed: Any) -> Any:
+        if self.head == "int8":
+            logits: Any = self._head(quant.quantize_activations(floats(normed)), "float16")
+            return logits.astype(np.float16)[:, : self.config.vocabulary]
         halves: Any = as_stored(floats(normed), "float16").astype(self._head.dtype, copy=False)
         return (halves @ self._head.T).astype(np.float16)
 

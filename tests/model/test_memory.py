@@ -37,13 +37,14 @@ def test_bytes_of_a_launch_are_those_of_its_buffers(config: Config) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_bytes_of_a_runner_are_those_of_its_arrays(tied: bool, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "head"), [("float16", "float16"), ("bfloat16", "float16"), ("float16", "int8")])
+def test_bytes_of_a_runner_are_those_of_its_arrays(tied: bool, dtype: str, head: str) -> None:
     model = QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, tied_head=tied)), group=32, dtype=dtype)
-    runner = KernelRunner(model, 3, 100, chunk=5, pages=4, backend="emulator")
-    found = Footprint.of_model(model, 3, 100, chunk=5)
-    assert found == Footprint.of(model.config, 3, 100, group=32, dtype=dtype, chunk=5)
-    ends = {id(array): array for array in (runner._embedding, runner._head, runner._final_norm)}
+    runner = KernelRunner(model, 3, 100, chunk=5, pages=4, backend="emulator", head=head)
+    found = Footprint.of_model(model, 3, 100, chunk=5, head=head)
+    assert found == Footprint.of(model.config, 3, 100, group=32, dtype=dtype, chunk=5, head=head)
+    of_head = (runner._head.q8, runner._head.scale) if head == "int8" else (runner._head,)
+    ends = {id(array): array for array in (runner._embedding, *of_head, runner._final_norm)}
     assert found.ends == sum(array.nbytes for array in ends.values())
     assert found.total(4) - found.fixed == sum(cache.pool.nbytes for cache in runner.caches)
     steps = {key: array for rows in runner.sizes for key, array in arrays(runner._step(rows)).items()}

@@ -22,13 +22,13 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": list(range(60)), "tokens": TOKENS},
     {"prompt": list(range(70, 140)), "tokens": TOKENS, "temperature": 30.0, "seed": 2},
 ]
-ALONE = NumpyRunner(MODEL, 1, 128, chunk=32, batch_invariant=True)
-KNOWN: dict[str, list[int]] = {}
+ALONE = {head: NumpyRunner(MODEL, 1, 128, chunk=32, batch_invariant=True, head=head) for head in ("float16", "int8")}
+KNOWN: dict[str, dict[str, list[int]]] = {head: {} for head in ALONE}
 
 
-def served(batch: int, **how: Any) -> Served:
-    runner = NumpyRunner(MODEL, batch, 128, batch_invariant=True, **how)
-    return Served(Server(runner), ALONE, _known=KNOWN)
+def served(batch: int, head: str = "float16", **how: Any) -> Served:
+    runner = NumpyRunner(MODEL, batch, 128, batch_invariant=True, head=head, **how)
+    return Served(Server(runner), ALONE[head], _known=KNOWN[head])
 
 
 @settings(max_examples=15)
@@ -37,9 +37,12 @@ def served(batch: int, **how: Any) -> Served:
     st.integers(1, 4),
     st.integers(2, 5),
     st.sampled_from([1, 20, 64]),
+    st.sampled_from([*ALONE]),
 )
-def test_any_schedule_gives_the_tokens_of_each_alone(schedule: list[Any], batch: int, pages: int, chunk: int) -> None:
-    these = served(batch, pages=pages, chunk=chunk)
+def test_any_schedule_gives_the_tokens_of_each_alone(
+    schedule: list[Any], batch: int, pages: int, chunk: int, head: str
+) -> None:
+    these = served(batch, head, pages=pages, chunk=chunk)
     for what in schedule:
         if what == "step":
             these.step()
@@ -191,7 +194,9 @@ def test_what_a_runner_refuses_leaves_it_as_it_was(call: Any, message: str) -> N
     assert not runner.lengths.any() and not runner.held.any() and len(runner.free) == 2
 
 
-def test_bad_input_of_pages() -> None:
+def test_bad_input_of_pages_and_heads() -> None:
+    with pytest.raises(ArgumentError, match=r"^head: must be one of float16, int8 \(got int4\)$"):
+        NumpyRunner(MODEL, 1, 20, head="int4")
     with pytest.raises(ArgumentError, match=r"^pages: must be an integer, 1 or more \(got 0\)$"):
         NumpyRunner(MODEL, 1, 20, pages=0)
     with pytest.raises(ArgumentError, match=r"^runner: must be a Runner \(got str\)$"):
