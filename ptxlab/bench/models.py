@@ -551,12 +551,13 @@ def mix_bytes(config: Config, mix: str, attention: str) -> tuple[int, int]:
 
 def mix_batches(config: Config, mixes: Sequence[str], gigabytes: float) -> dict[str, int]:
     """The largest batch, up to 256, that a budget has room for, by `MIX/ATTENTION`; 0 where not one sequence fits."""
-    found = {}
-    for name in peers_layer.names_of(config, mixes):
-        weights, cache = mix_bytes(config, *name.split("/"))
-        room = gigabytes * 10**9 - RESERVE - weights
-        found[name] = int(min(max(BATCHES), max(0, room // cache)))
-    return found
+    return {name: room_for(config, gigabytes, name) for name in peers_layer.names_of(config, mixes)}
+
+
+def room_for(config: Config, gigabytes: float, name: str) -> int:
+    """The same of one `MIX/ATTENTION`."""
+    weights, cache = mix_bytes(config, *name.split("/"))
+    return int(min(max(BATCHES), max(0, (gigabytes * 10**9 - RESERVE - weights) // cache)))
 
 
 def composed_rates(
