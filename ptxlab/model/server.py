@@ -158,7 +158,7 @@ class Server:
     def _append(self, at: list[int], logits: Any) -> list[Request]:
         """The next tokens of sequences, of their logits [n, V]; what is not finite ends a request with an error."""
         requests = [self.running[b] for b in at]
-        for b, request, token in zip(at, requests, _chosen(requests, logits), strict=True):
+        for b, request, token in zip(at, requests, chosen_tokens(requests, logits), strict=True):
             if token < 0:
                 request.error = f"logits are not finite at token {len(request.tokens)}"
             else:
@@ -173,15 +173,13 @@ class Server:
         return self.running.pop(b)
 
 
-def _chosen(requests: Sequence[Request], logits: Any) -> list[int]:
+def chosen_tokens(requests: Sequence[Request], logits: Any) -> list[int]:
     """The next token of each request, of its logits [n, V]; -1 where the largest of these is not finite."""
     tokens = logits.argmax(axis=-1)
     drawn = [i for i, request in enumerate(requests) if request.temperature]
     if drawn:
         temperature = np.array([[requests[i].temperature] for i in drawn])
-        # One number in [0, 1) for each, whatever the vocabulary, and the same one on a GPU.
-        keys = [(requests[i].seed, len(requests[i].tokens)) for i in drawn]
-        uniform = np.array([[np.random.default_rng(key).random()] for key in keys])
+        uniform = np.array([[share_drawn(requests[i])] for i in drawn])
         if gpu.is_device_array(logits):
             temperature, uniform = gpu.to_device(temperature), gpu.to_device(uniform)
         for start in range(0, len(drawn), _DRAWN):
@@ -191,6 +189,11 @@ def _chosen(requests: Sequence[Request], logits: Any) -> list[int]:
     found = gpu.fetch(tokens)() if gpu.is_device_array(tokens) else tokens
     chosen: list[int] = found.tolist()
     return chosen
+
+
+def share_drawn(request: Request) -> float:
+    """The share of the likelihood in [0, 1) at which its next token is drawn: the same for every vocabulary and GPU."""
+    return float(np.random.default_rng((request.seed, len(request.tokens))).random())
 
 
 def _drawn(logits: Any, temperature: Any, uniform: Any) -> Any:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab.errors import ArgumentError
-from ptxlab.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel, Server
+from ptxlab.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel, Request, Server, parting
 from ptxlab.model.server import _drawn
 from tests.support.layers import TINY_MODEL
 from tests.support.serving import Served, random_requests, soak
@@ -64,6 +64,72 @@ def test_a_soak_of_random_requests() -> None:
     assert any(len(request.tokens) < request.most for _, request in these.requests)
 
 
+NOISE = 0.25
+
+
+class Noisy(NumpyRunner):
+    """Logits that depend on how many sequences decode together, as a GPU's may: by up to NOISE."""
+
+    def decode(self, tokens: Any, at: Any = None) -> Any:
+        logits = super().decode(tokens, at)
+        rng = np.random.default_rng(len(logits))
+        return logits + rng.uniform(-NOISE, NOISE, logits.shape[1]).astype(np.float16) if len(logits) > 1 else logits
+
+
+def test_where_requests_part_is_reported_with_a_margin_within_the_noise() -> None:
+    runner = Noisy(MODEL, 3, 128, batch_invariant=True)
+    these = Served(Server(runner), ALONE["float16"], may_part=True)
+    for prompt in range(12):
+        these.submit(prompt=[prompt, 2 * prompt], tokens=16)
+    these.finish()
+    assert these.parted and "requests: 0 preempted, 0 cancelled" in these.said()
+    for each in these.parted:
+        assert 0 <= each.position < 16 and each.token != each.alone and 0 <= each.margin <= 2 * NOISE + 0.02
+    quiet = served(3)
+    quiet.may_part = True
+    request = quiet.submit(**REQUESTS[0])
+    quiet.finish()
+    assert not quiet.parted and len(request.tokens) == TOKENS
+
+
+@pytest.mark.parametrize("temperature", [0.0, 30.0])
+@pytest.mark.parametrize("at", [0, 5])
+def test_the_first_other_token_is_found(temperature: float, at: int) -> None:
+    """In a request that somebody has changed: nothing before it differs, and nothing behind it counts."""
+    how = {"prompt": [1, 2, 3, 4], "tokens": 8, "temperature": temperature, "seed": 3}
+    right = served(1).tokens_alone(how)
+    runner = ALONE["float16"]
+    logits = runner.prefill([[1, 2, 3, 4, *right[:at]]])[0].astype(float)
+    wrong = (right[at] + 7) % 260
+    request = Request([1, 2, 3, 4], 8, temperature=temperature, seed=3, tokens=[*right[:at], wrong, 5, 6])
+    found = parting(runner, request)
+    assert found is not None and (found.position, found.token, found.alone) == (at, wrong, right[at])
+    assert found.spread == pytest.approx(logits.std())
+    if temperature:
+        shares = np.exp((logits - logits.max()) / temperature)
+        below = np.concatenate([[0], shares.cumsum() / shares.sum()])
+        drawn = np.random.default_rng((3, at)).random()
+        assert below[right[at]] <= drawn < below[right[at] + 1]
+        assert found.margin == pytest.approx(max(below[wrong] - drawn, drawn - below[wrong + 1]))
+    else:
+        assert found.margin == logits.max() - logits[wrong] > 0
+    assert parting(runner, Request([1, 2, 3, 4], 8, temperature=temperature, seed=3, tokens=right)) is None
+    assert parting(runner, Request([1], 8)) is None
+
+
+@pytest.mark.parametrize(
+    ("runner", "request_", "message"),
+    [
+        (NumpyRunner(MODEL, 2, 20), Request([1], 2), r"runner: must be a Runner of 1 sequence \(got 2 sequences\)"),
+        ("gpu", Request([1], 2), r"runner: must be a Runner of 1 sequence \(got str\)"),
+        (ALONE["int8"], [1, 2], r"request: must be a Request \(got list\)"),
+    ],
+)
+def test_bad_input_of_parting(runner: Any, request_: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{message}$"):
+        parting(runner, request_)
+
+
 def test_out_of_pages_the_youngest_waits_and_none_is_lost() -> None:
     these = served(3, pages=3, chunk=64)
     first, second, young = (these.submit(**REQUESTS[i]) for i in (2, 0, 1))
@@ -114,6 +180,25 @@ def test_logits_that_are_not_finite_end_that_request_alone(wrong: float, monkeyp
     these.requests.pop(0)
     these.finish()
     assert second.error is None
+
+
+def test_a_prompt_whose_logits_are_not_finite_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    these = served(2, chunk=32)
+    runner, extend = these.server.runner, these.server.runner.extend
+
+    def broken(new: Any) -> Any:
+        logits = extend(new)
+        logits[[*new].index(1)] = np.nan
+        return logits
+
+    first, second = these.submit(**REQUESTS[0]), these.submit(prompt=[9, 8], tokens=4)
+    monkeypatch.setattr(runner, "extend", broken)
+    these.step()
+    monkeypatch.undo()
+    assert second.done and second.error == "logits are not finite at token 0" and not second.tokens
+    these.requests.pop()
+    these.finish()
+    assert len(first.tokens) == TOKENS
 
 
 def test_a_stream_gives_tokens_as_they_come() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.model import Request, Runner, Server
+from ptxlab.model import Parting, Request, Runner, Server, parting
 
 
 @dataclass
@@ -18,6 +18,8 @@ class Served:
         requests: with how `submit` was called.
         cancelled: those that had not ended by themselves.
         preempted: those that waited once more.
+        may_part: whether tokens may be others than those of the request alone (a runner that is not batch-invariant).
+        parted: where they were, of all requests.
     """
 
     server: Server
@@ -25,6 +27,8 @@ class Served:
     requests: list[tuple[dict[str, Any], Request]] = field(default_factory=list)
     cancelled: list[Request] = field(default_factory=list)
     preempted: set[Request] = field(default_factory=set)
+    may_part: bool = False
+    parted: list[Parting] = field(default_factory=list)
     _known: dict[str, list[int]] = field(default_factory=dict)
 
     def submit(self, **how: Any) -> Request:
@@ -44,12 +48,16 @@ class Served:
         self.check_pages()
 
     def finish(self) -> None:
-        """Steps until all is done; then every page is free and every token is that of the request alone."""
+        """Steps until all is done; then every page is free and every token is that of the request alone, or, where it
+        may part, is noted beside it."""
         while self.server.running or self.server.waiting:
             self.step()
         assert sorted(self.server.runner.free) == list(range(self.server.runner.pages))
         for how, request in self.requests:
             assert request.done and request.error is None
+            if self.may_part:
+                self.parted += [found] if (found := parting(self.alone, request)) else []
+                continue
             right = self.tokens_alone(how)
             if request in self.cancelled:
                 right = right[: len(request.tokens)]
@@ -64,6 +72,14 @@ class Served:
             server.run()
             self._known[key] = request.tokens
         return self._known[key]
+
+    def said(self) -> str:
+        """How many requests there were, and where they parted, in a sentence."""
+        counts = f"{len(self.preempted)} preempted, {len(self.cancelled)} cancelled, {len(self.parted)} parted"
+        far = max((each.margin / each.spread for each in self.parted), default=0.0)
+        first = sorted(each.position for each in self.parted)
+        where = f", first at tokens {first[:8]}, by at most {far:.3f} of the logits' deviation" if first else ""
+        return f"{len(self.requests)} requests: {counts}{where}"
 
     def check_pages(self) -> None:
         """Every page is free or belongs to one sequence that runs, which has those that its length needs."""
