@@ -21,6 +21,7 @@ from ptxlab.kernels.gemm import gemm_w8a8
 from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize
 from ptxlab.layout import KVCache
 from ptxlab.model.layer import LayerBuffers, LayerCall, into, layer_calls
+from ptxlab.model.memory import Footprint
 from ptxlab.model.quantized import QuantizedModel
 from ptxlab.model.runner import PAGE, Indices, Rows, Runner, quantized_head
 from ptxlab.runtime.arguments import check_flags
@@ -60,7 +61,7 @@ class KernelRunner(Runner):
         check_flags(programmatic=programmatic)
         self._backend, self._on_gpu, self._programmatic = backend, backend == "gpu", programmatic
         if self._on_gpu:
-            gpu.device_info()  # or the reason why there is none
+            self._require_room(gpu.device_info())  # or the reason why there is none
         config, layers = self.config, model.layers
         self._dtype = layers[0].dtype
         self._layers = [weights.to_device() for weights in layers] if self._on_gpu else list(layers)
@@ -79,6 +80,14 @@ class KernelRunner(Runner):
         self._pools = [first.pool, *(np.zeros_like(first.pool) for _ in layers[1:])]
         self._steps: dict[int, _Step] = {}
         self.caches = self._step(self.batch).caches
+
+    def _require_room(self, device: gpu.DeviceInfo) -> None:
+        """Raise ArgumentError, with the figures, for a runner that is larger than the card."""
+        footprint = Footprint.of_model(self.model, self.batch, self.context, chunk=self.chunk, head=self.head)
+        if footprint.total(self.pages) > device.memory_bytes:
+            rule = f"must fit the {device.memory_bytes / 1e9:.2f} GB of {device.name}"
+            got = f"{footprint} + {self.pages * footprint.page / 1e9:.2f} GB of {self.pages} pages"
+            raise ArgumentError("model", rule, got)
 
     def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
         """See `Runner`. On a GPU `tokens` may be CuPy's, and the call only enqueues, on the caller's stream."""

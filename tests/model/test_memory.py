@@ -1,11 +1,14 @@
 """Bytes of a runner, counted from shapes, against those of arrays that exist; batches and pages that fit a memory."""
 
+import re
 from dataclasses import fields, is_dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.model import MODELS, Config, FloatModel, Footprint, KernelRunner, LayerWeights, QuantizedModel
 from ptxlab.model.memory import excess, largest_batch, launch_bytes, layer_bytes, require_batch
@@ -71,6 +74,30 @@ def test_the_pages_that_fit_fill_the_memory(name: str) -> None:
     pages = footprint.most_pages(80)
     assert footprint.total(pages) <= 80e9 < footprint.total(pages + 1)
     assert largest_batch(MODELS[name], 141, 1536) >= largest_batch(MODELS[name], 80, 1536) > 16
+
+
+class Copied(Exception):
+    """Weights were about to be copied to the card."""
+
+
+@pytest.mark.parametrize(("spare", "raised"), [(0, Copied), (-1, ArgumentError)])
+def test_a_runner_that_is_larger_than_the_card_is_refused_with_the_figures(
+    spare: int, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is copied there; one that just fits is not."""
+
+    def copied(weights: LayerWeights) -> None:
+        raise Copied
+
+    model = QuantizedModel.rounded(FloatModel.random(TINY_MODEL), group=32)
+    needed = Footprint.of_model(model, 2, 128, chunk=8).total(4)
+    monkeypatch.setattr(gpu, "device_info", lambda: SimpleNamespace(name="a small card", memory_bytes=needed + spare))
+    monkeypatch.setattr(LayerWeights, "to_device", copied)
+    with pytest.raises(raised) as error:
+        KernelRunner(model, 2, 128, chunk=8, pages=4)
+    figures = r"0\.00 GB of weights \+ .* of reserve \+ 0\.00 GB of 4 pages"
+    rule = rf"model: must fit the 1\.50 GB of a small card \(got {figures}\)"
+    assert raised is Copied or re.fullmatch(rule, str(error.value))
 
 
 @pytest.mark.parametrize(("gigabytes", "message"), [
