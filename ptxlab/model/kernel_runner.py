@@ -17,7 +17,7 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.gemm import gemm_w8a8
+from ptxlab.kernels.gemm import gemm_f16, gemm_w8a8
 from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize
 from ptxlab.layout import KVCache
 from ptxlab.model.layer import LayerBuffers, LayerCall, into, layer_calls
@@ -51,9 +51,9 @@ class KernelRunner(Runner):
 
         `programmatic` launches overlap; weights in a packing whose kernels do not wait for each other need False.
 
-        Where it is `batch_invariant`, attention splits a sequence by its own length alone, and a float16 LM head takes
-        one row at a time, as cuBLAS adds in an order that depends on their number. All other sums are integers, as
-        those of an int8 head are, or of one row.
+        Where it is `batch_invariant`, attention splits a sequence by its own length alone, and a float16 LM head is
+        `gemm_f16`, as cuBLAS adds in an order that depends on the number of rows. All other sums are integers, as those
+        of an int8 head are, or of one row.
         """
         super().__init__(model, batch, context, **how)
         if not is_one_of(backend, BACKENDS):
@@ -195,7 +195,7 @@ class KernelRunner(Runner):
             return logits[:, : self.config.vocabulary]
         halves = normed if normed.dtype == np.float16 else floats(normed).astype(np.float16)
         if self.batch_invariant:
-            return np.concatenate([np.matmul(halves[i : i + 1], self._head.T) for i in range(len(halves))])
+            return gemm_f16(halves, self._head, backend=self._backend)
         return np.matmul(halves, self._head.T)
 
     def _placed(self, array: np.ndarray) -> Any:

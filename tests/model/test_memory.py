@@ -76,18 +76,18 @@ def test_the_pages_that_fit_fill_the_memory(name: str) -> None:
     assert largest_batch(MODELS[name], 141, 1536) >= largest_batch(MODELS[name], 80, 1536) > 16
 
 
-class Copied(Exception):
+class CopiedError(Exception):
     """Weights were about to be copied to the card."""
 
 
-@pytest.mark.parametrize(("spare", "raised"), [(0, Copied), (-1, ArgumentError)])
+@pytest.mark.parametrize(("spare", "raised"), [(0, CopiedError), (-1, ArgumentError)])
 def test_a_runner_that_is_larger_than_the_card_is_refused_with_the_figures(
     spare: int, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is copied there; one that just fits is not."""
 
     def copied(weights: LayerWeights) -> None:
-        raise Copied
+        raise CopiedError
 
     model = QuantizedModel.rounded(FloatModel.random(TINY_MODEL), group=32)
     needed = Footprint.of_model(model, 2, 128, chunk=8).total(4)
@@ -97,7 +97,7 @@ def test_a_runner_that_is_larger_than_the_card_is_refused_with_the_figures(
         KernelRunner(model, 2, 128, chunk=8, pages=4)
     figures = r"0\.00 GB of weights \+ .* of reserve \+ 0\.00 GB of 4 pages"
     rule = rf"model: must fit the 1\.50 GB of a small card \(got {figures}\)"
-    assert raised is Copied or re.fullmatch(rule, str(error.value))
+    assert raised is CopiedError or re.fullmatch(rule, str(error.value))
 
 
 @pytest.mark.parametrize(("gigabytes", "message"), [
