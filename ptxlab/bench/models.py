@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,10 @@ from ptxlab.bench.timing import GEMM_REPLAYS, Clock, Measured, measure
 from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.layout import page_bytes
 from ptxlab.model import Config, KernelRunner, LayerWeights, QuantizedModel, largest_batch
+from ptxlab.model.kernel_runner import LMHead
 from ptxlab.model.memory import RESERVE
+from ptxlab.model.runner import HEAD_ROWS
+from ptxlab.quant import Level1Weight
 from ptxlab.spec.dtypes import stored
 
 MEASURE, GENERATE, BESIDE, PROMPTS = "decode", "generate", "beside", "prompt"
@@ -273,11 +277,12 @@ def decode_row(runner: KernelRunner, B: int, ceilings: Ceilings, beside: Mapping
         clock.stop()
     measured = Measured(float(np.mean(times)), min(times), max(times), clock.mhz())
     apart, head = taken_apart(runner, B)
+    others = other_heads(runner, B)
     peers = {name: us + head for name, us in beside[MIX].peers.items()} if MIX in beside else {}
     more = dict(beside[MIX].more) if MIX in beside else {}
     if WITHOUT in beside:
         peers[WITHOUT] = beside[WITHOUT].time_us
-    more |= {"power_w": float(np.mean(watts))} if watts else {}
+    more |= others | ({"power_w": float(np.mean(watts))} if watts else {})
     work = works(config, runner.model.layers[0], B, round(B * steady.mean))
     return row_at(config, B, measured, work, apart, head, ceilings, checked, peers, more)
 
@@ -333,8 +338,32 @@ def taken_apart(runner: KernelRunner, B: int) -> tuple[Alone, float]:
         name = decoder.label_of(of_layers[0])
         part[name] = decoder.part_of(of_layers[0])
         us[name] = measure(of_layers, replays=GEMM_REPLAYS).us
-    head = float(np.median(gpu.call_times(lambda: runner.logits(B).argmax(axis=-1), repeats=20, warm_up=3)))
+    head = float(np.median(gpu.call_times(partial(_chosen, runner, B), repeats=20, warm_up=3)))
     return Alone(us, part), head
+
+
+def other_heads(runner: KernelRunner, B: int) -> dict[str, float]:
+    """Microseconds of the head with the choice of tokens: in INT8, of random bytes, and in FP16 with sums in one order.
+
+    Of INT8 the head is there twice meanwhile.
+    """
+    config, model = runner.config, runner.model
+    rows = -(-config.vocabulary // HEAD_ROWS) * HEAD_ROWS
+    some = np.random.default_rng(0).integers(-127, 128, (_ROWS, config.hidden), np.int8)
+    q8 = np.tile(gpu.to_device(some), (-(-rows // _ROWS), 1))[:rows]
+    scale = gpu.to_device(np.full(rows, config.hidden**-0.5 / 127, np.float32))
+    eight = LMHead(Level1Weight(q8, scale, 127), config.vocabulary, backend=runner.backend)
+    halves = model.embedding if model.head is None else model.head
+    ordered = LMHead(halves, config.vocabulary, batch_invariant=True, backend=runner.backend)
+    found = {}
+    for name, head in (("head_int8_us", eight), ("head_invariant_us", ordered)):
+        times = gpu.call_times(partial(_chosen, runner, B, head), repeats=20, warm_up=3)
+        found[name] = float(np.median(times))
+    return found
+
+
+def _chosen(runner: KernelRunner, B: int, head: LMHead | None = None) -> Any:
+    return runner.logits(B, head).argmax(axis=-1)
 
 
 def works(config: Config, weights: LayerWeights, B: int, tokens: int) -> list[Work]:

@@ -64,6 +64,7 @@ def test_a_whole_model_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch
     assert row.peers == {"fp8_row/sdpa": 31.0, "without": 50.0}
     assert (row.more["gemm_us"], row.more["attention_us"], row.more["others_us"]) == (40.0, 10.0, 50.0)
     assert row.more["fp8_row/sdpa attention_us"] == 8.0 and row.more["gaps_us"] == 11.0 - 111.0
+    assert (row.more["head_int8_us"], row.more["head_invariant_us"]) == (11.0, 11.0)
     floors = {name for name in row.more if name.startswith("floor ")}
     assert len(floors) == 6 and row.floor_us == pytest.approx(sum(row.more[name] for name in floors))
 

@@ -46,7 +46,8 @@ def test_bytes_of_a_runner_are_those_of_its_arrays(tied: bool, dtype: str, head:
     runner = KernelRunner(model, 3, 100, chunk=5, pages=4, backend="emulator", head=head)
     found = Footprint.of_model(model, 3, 100, chunk=5, head=head)
     assert found == Footprint.of(model.config, 3, 100, group=32, dtype=dtype, chunk=5, head=head)
-    of_head = (runner._head.q8, runner._head.scale) if head == "int8" else (runner._head,)
+    of_head = vars(runner._head.weight).values() if head == "int8" else [runner._head.weight]
+    of_head = [array for array in of_head if isinstance(array, np.ndarray)]
     ends = {id(array): array for array in (runner._embedding, *of_head, runner._final_norm)}
     assert found.ends == sum(array.nbytes for array in ends.values())
     assert found.total(4) - found.fixed == sum(cache.pool.nbytes for cache in runner.caches)
