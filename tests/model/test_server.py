@@ -201,6 +201,28 @@ def test_a_prompt_whose_logits_are_not_finite_ends_alone(monkeypatch: pytest.Mon
     assert len(first.tokens) == TOKENS
 
 
+@pytest.mark.parametrize("head", [*ALONE])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_state_that_is_not_finite_ends_its_request_alone(head: str, dtype: str) -> None:
+    """In the midst of a prompt, in its own chunk or an earlier one, and as a token that was made; pages go on."""
+    config = replace(TINY_MODEL, layers=1, tied_head=False)
+    model = QuantizedModel.rounded(FloatModel.random(config), group=32, dtype=dtype)
+    how: dict[str, Any] = {"batch_invariant": True, "head": head, "chunk": 8}
+    runner = NumpyRunner(model, 3, 128, pages=4, **how)
+    these = Served(Server(runner), NumpyRunner(model, 1, 128, **how))
+    made, others = (these.tokens_alone({"prompt": prompt, "tokens": 6}) for prompt in ([5, 6], [9, 9]))
+    unsound = next(token for token in made if token > 30 and token not in others)
+    runner._embedding = runner._embedding.copy()
+    runner._embedding[[unsound, 7]] = [[np.inf], [3e38]]  # the square of the other is not finite in float32
+    prompts = [[1, 2, 7], [1, 7, *range(20, 30)], [7], [5, 6]]
+    broken = [these.server.submit(prompt, tokens=6) for prompt in prompts]
+    good = [these.submit(prompt=[9, 9], tokens=6) for _ in range(3)]
+    these.finish()
+    counts = [0, 0, 0, made.index(unsound) + 1]
+    assert [request.error for request in broken] == [f"logits are not finite at token {count}" for count in counts]
+    assert all(len(request.tokens) == 6 for request in good)
+
+
 def test_a_stream_gives_tokens_as_they_come() -> None:
     these = served(2, chunk=32)
     first, other = (these.submit(**REQUESTS[i]) for i in (0, 1))
