@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptxlab.errors import ArgumentError
-from ptxlab.layout.packed_weight import buffer_shapes
+from ptxlab.layout.packed_weight import SCHEMES, buffer_shapes
 from ptxlab.layout.packings import Shapes
 from ptxlab.layout.pages import page_bytes
 from ptxlab.model.config import Config, require_config
 from ptxlab.model.quantized import QuantizedModel
-from ptxlab.model.runner import CHUNK, HEAD_ROWS, PAGE, launch_sizes
-from ptxlab.validate import require_integer
+from ptxlab.model.runner import CHUNK, HEAD_ROWS, HEADS, PAGE, launch_sizes
+from ptxlab.model.weights import DTYPES
+from ptxlab.validate import is_one_of, require_integer
 
 RESERVE = 1_500_000_000  # driver, modules and graphs, cuBLAS, workspaces of kernels, what the allocator rounds up
 MOST_BATCH = 256
@@ -52,8 +53,12 @@ class Footprint:
     ) -> "Footprint":
         """Of a model of this shape; `weights` bytes of its layers (`layer_bytes` of the scheme and group if None)."""
         require_config("config", config)
-        for name, number in (("batch", batch), ("context", context), ("chunk", CHUNK if chunk is None else chunk)):
+        sizes = {"batch": batch, "context": context, "chunk": CHUNK if chunk is None else chunk, "group": group}
+        for name, number in sizes.items():
             require_integer(name, number, 1)
+        for name, value, known in (("scheme", scheme, SCHEMES), ("dtype", dtype, DTYPES), ("head", head, HEADS)):
+            if not is_one_of(value, known):
+                raise ArgumentError(name, f"must be one of {', '.join(known)}", value)
         chunk = min(CHUNK, batch * context) if chunk is None else chunk
         vocabulary = config.vocabulary * config.hidden * _HALF
         of_head = 0 if config.tied_head and dtype == "float16" else vocabulary

@@ -83,6 +83,9 @@ class Runner(ABC):
         for name, number in (("batch", batch), ("context", context), ("chunk", CHUNK if chunk is None else chunk)):
             require_integer(name, number, 1)
         require_integer("pages", 1 if pages is None else pages, 1)
+        for name, tokens in (("context", batch * context), ("pages", (pages or 1) * PAGE), ("chunk", chunk or 1)):
+            if tokens >= 1 << 31:
+                raise ArgumentError(name, "must be of fewer than 2^31 tokens in all", tokens)
         check_flags(batch_invariant=batch_invariant)
         if not is_one_of(head, HEADS):
             raise ArgumentError("head", f"must be one of {', '.join(HEADS)}", head)
@@ -178,7 +181,7 @@ class Runner(ABC):
 
     def check_prompt(self, prompt: Sequence[int]) -> list[int]:
         """Its tokens. Raises ArgumentError for an empty one, or a token outside the vocabulary."""
-        if not len(prompt):
+        if np.size(prompt) == 0:
             raise ArgumentError("prompt", "must have 1 token or more", 0)
         tokens: list[int] = self._checked("prompt", prompt).tolist()
         return tokens

@@ -10,7 +10,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.model.generate import check_sampling
 from ptxlab.model.runner import PAGE, Runner
-from ptxlab.validate import require_integer
+from ptxlab.validate import is_integer, require_integer
 
 _DRAWN = 16  # sequences at a time: the float64 of a large vocabulary take megabytes each
 
@@ -82,11 +82,14 @@ class Server:
         """A request that waits for its turn; see `Request`. Raises ArgumentError for one that can never be served."""
         require_integer("tokens", tokens, 1)
         check_sampling(temperature, seed)
+        listed = isinstance(ends, Collection) and not isinstance(ends, np.ndarray)
+        if not listed or not all(map(is_integer, ends)):
+            raise ArgumentError("ends", "must be a collection of tokens", repr(ends)[:40])
         known, room = self.runner.check_prompt(prompt), min(self.runner.context, self.runner.pages * PAGE)
         if len(known) + tokens > room:
             rule = f"prompt and tokens must fit the {room} tokens of a sequence"
             raise ArgumentError("tokens", rule, f"{len(known)} + {tokens}")
-        self.waiting.append(Request(known, int(tokens), ends, float(temperature), int(seed)))
+        self.waiting.append(Request(known, int(tokens), frozenset(ends), float(temperature), int(seed)))
         return self.waiting[-1]
 
     def cancel(self, request: Request) -> None:

@@ -264,6 +264,7 @@ def test_draws_have_the_probabilities_of_the_softmax() -> None:
     [
         ({"prompt": [1] * 121}, r"tokens: prompt and tokens must fit the 128 tokens of a sequence \(got 121 \+ 8\)"),
         ({"prompt": []}, r"prompt: must have 1 token or more \(got 0\)"),
+        ({"ends": 7}, r"ends: must be a collection of tokens \(got 7\)"),
         ({"tokens": 0}, r"tokens: must be an integer, 1 or more \(got 0\)"),
         ({"prompt": [260]}, r"prompt: must be tokens in 0..259 \(got 260\)"),
         ({"temperature": -1.0}, r"temperature: must be a number, 0 or more \(got -1.0\)"),
@@ -302,6 +303,9 @@ def test_what_a_runner_refuses_leaves_it_as_it_was(call: Any, message: str) -> N
 
 
 def test_bad_input_of_pages_and_heads() -> None:
+    for name in ("context", "pages", "chunk"):
+        with pytest.raises(ArgumentError, match=rf"^{name}: must be of fewer than 2\^31 tokens in all \(got \d+\)$"):
+            NumpyRunner(MODEL, **{"context": 20, name: 1 << 40})
     with pytest.raises(ArgumentError, match=r"^head: must be one of float16, int8 \(got int4\)$"):
         NumpyRunner(MODEL, 1, 20, head="int4")
     with pytest.raises(ArgumentError, match=r"^pages: must be an integer, 1 or more \(got 0\)$"):
