@@ -82,14 +82,16 @@ def test_where_requests_part_is_reported_with_a_margin_within_the_noise() -> Non
     for prompt in range(12):
         these.submit(prompt=[prompt, 2 * prompt], tokens=16)
     these.finish()
-    assert these.parted and "requests: 0 preempted, 0 cancelled" in these.said()
-    for each in these.parted:
+    likeliest, drawn = these.parted
+    assert f"12 requests: 0 preempted; 0 cancelled; {len(likeliest)} likeliest parted, first at [" in these.said()
+    assert likeliest and not drawn and these.said().endswith("0 drawn parted")
+    for each in likeliest:
         assert 0 <= each.position < 16 and each.token != each.alone and 0 <= each.margin <= 2 * NOISE + 0.02
     quiet = served(3)
     quiet.may_part = True
     request = quiet.submit(**REQUESTS[0])
     quiet.finish()
-    assert not quiet.parted and len(request.tokens) == TOKENS
+    assert quiet.parted == ([], []) and len(request.tokens) == TOKENS
 
 
 @pytest.mark.parametrize("temperature", [0.0, 30.0])

@@ -17,6 +17,9 @@ HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reaso
 pytestmark = [pytest.mark.gpu, HOPPER]
 
 SMALL = Config(hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, layers=4, vocabulary=1000, rope_base=1e5)
+# Logits of two runs differ by 0.15 of their deviation (test_generate_on_gpu), differences of two by 1.4 times as much,
+# and the farthest of some thousands by seven times that.
+MOST_APART = 1.5
 SECONDS = float(os.environ.get("PTXLAB_SOAK_SECONDS", "300"))  # of the long one
 
 
@@ -70,7 +73,9 @@ def test_a_long_soak_on_a_small_model(small: QuantizedModel, head: str) -> None:
 def test_the_fast_mode_reports_where_requests_part(small: QuantizedModel) -> None:
     """Only where another token is nearly as likely: attention is rounded otherwise, and moves INT8 activations."""
     these = endured(small, 200, SECONDS, 400, batch=24, pages=64, chunk=128, head="float16", invariant=False)
-    assert all(each.margin <= 0.5 * each.spread for each in these.parted if np.isfinite(each.margin))
+    likeliest, drawn = these.parted
+    assert all(each.margin <= MOST_APART * each.spread for each in likeliest)
+    assert all(each.margin <= 0.1 for each in drawn)
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -19,7 +19,7 @@ class Served:
         cancelled: those that had not ended by themselves.
         preempted: those that waited once more.
         may_part: whether tokens may be others than those of the request alone (a runner that is not batch-invariant).
-        parted: where they were, of all requests.
+        parted: where they were: of requests whose tokens are the likeliest, and of those that are drawn.
     """
 
     server: Server
@@ -28,7 +28,7 @@ class Served:
     cancelled: list[Request] = field(default_factory=list)
     preempted: set[Request] = field(default_factory=set)
     may_part: bool = False
-    parted: list[Parting] = field(default_factory=list)
+    parted: tuple[list[Parting], list[Parting]] = field(default_factory=lambda: ([], []))
     _known: dict[str, list[int]] = field(default_factory=dict)
 
     def submit(self, **how: Any) -> Request:
@@ -56,7 +56,8 @@ class Served:
         for how, request in self.requests:
             assert request.done and request.error is None
             if self.may_part:
-                self.parted += [found] if (found := parting(self.alone, request)) else []
+                if found := parting(self.alone, request):
+                    self.parted[request.temperature > 0].append(found)
                 continue
             right = self.tokens_alone(how)
             if request in self.cancelled:
@@ -75,11 +76,15 @@ class Served:
 
     def said(self) -> str:
         """How many requests there were, and where they parted, in a sentence."""
-        counts = f"{len(self.preempted)} preempted, {len(self.cancelled)} cancelled, {len(self.parted)} parted"
-        far = max((each.margin / each.spread for each in self.parted), default=0.0)
-        first = sorted(each.position for each in self.parted)
-        where = f", first at tokens {first[:8]}, by at most {far:.3f} of the logits' deviation" if first else ""
-        return f"{len(self.requests)} requests: {counts}{where}"
+        said = [f"{len(self.preempted)} preempted", f"{len(self.cancelled)} cancelled"]
+        for kind, parted in zip(("likeliest", "drawn"), self.parted, strict=True):
+            first = sorted(each.position for each in parted)[:8]
+            far = max((each.margin / (1 if kind == "drawn" else each.spread) for each in parted), default=0.0)
+            unit = "the likelihood" if kind == "drawn" else "the logits' deviation"
+            said.append(
+                f"{len(parted)} {kind} parted" + (f", first at {first}, by up to {far:.3f} of {unit}" * bool(first))
+            )
+        return f"{len(self.requests)} requests: {'; '.join(said)}"
 
     def check_pages(self) -> None:
         """Every page is free or belongs to one sequence that runs, which has those that its length needs."""
