@@ -6,6 +6,9 @@ behind each, prefill inside the time, at the largest batch of a memory budget.
 
 Ours runs as it is. A mix's step is its layer (`peers_layer`) times the layers, and the LM head as ours takes it: what
 lies between its layers, and the gaps of a whole model, are left out in its favour.
+
+What others take are rows of their own: `beside`, a step of B sequences less the head, of all mixes or of ours with
+QServe's GEMM, and `prompt`. So a run that was stopped goes on where it was.
 """
 
 import subprocess
@@ -471,15 +474,8 @@ def plain_row(kernel: str, measure: str, sizes: dict[str, int], us: float, rate:
 def power() -> Iterator[list[float]]:
     """Watts of the card, five times a second, meanwhile; none where there is no nvidia-smi."""
     watts: list[float] = []
-    command = [
-        "nvidia-smi",
-        "-i",
-        gpu.card_id(),
-        "--query-gpu=power.draw",
-        "--format=csv,noheader,nounits",
-        "-lms",
-        "200",
-    ]
+    query = "--query-gpu=power.draw --format=csv,noheader,nounits -lms 200"
+    command = ["nvidia-smi", "-i", gpu.card_id(), *query.split()]
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
@@ -512,7 +508,8 @@ def mix_rows(
     if not lacking or not wanted.mixes:
         return
     progress(f"{config.name}: compiling")
-    ours: list[Job] = [(_warm, (config, *how, plan.batches)) for how in (("lqq", "strips"), ("qoq", "qserve"))]
+    schemes = [("lqq", "strips")] + [("qoq", "qserve")] * (wanted.without and not config.experts)
+    ours: list[Job] = [(_warm, (config, *scheme, plan.batches)) for scheme in schemes]
     tokens = (*lacking, peers_layer.PROMPTS_AT_ONCE * PROMPT)  # humming has tiles for each
     side_by_side([*ours, *peers_layer.jobs((config,), tokens, wanted.mixes, ())])
     ours_too = [B for B in plan.batches if B in lacking]
@@ -566,6 +563,8 @@ def _warm(config: Config, scheme: str, layout: str, batches: Sequence[int]) -> N
     )
     for rows in sorted({runner.launched(n) for n in (*batches, runner.chunk)}):
         runner.operations(rows)
+    for B in batches if ours else ():
+        other_heads(runner, B)
 
 
 def mix_bytes(config: Config, mix: str, attention: str) -> tuple[int, int]:

@@ -106,6 +106,17 @@ def test_ours_with_qserves_gemm(here: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_what_is_compiled_side_by_side_is_what_runs(here: pytest.MonkeyPatch) -> None:
+    """Where it fails nobody hears of it: it is ahead of the measuring only in time."""
+    launched: list[tuple[int, ...]] = []
+    operations = KernelRunner.operations
+    here.setattr(KernelRunner, "operations", lambda runner, rows: launched.append((rows,)) or operations(runner, rows))
+    here.setattr(models, "other_heads", lambda runner, B: launched.append((runner.batch, B)))
+    models._warm(TINY, "lqq", "strips", (1, 3))
+    models._warm(TINY, "qoq", "qserve", (1, 3))
+    assert launched == [(1,), (3,), (8,), (3, 1), (3, 3), (1,), (3,)]
+
+
 def test_experts_run_as_a_whole_model_too(here: pytest.MonkeyPatch) -> None:
     config = replace(TINY, experts=2, chosen_experts=1)
     runner = models.KernelRunner(models.random_model(config), 1, 6, chunk=1)
