@@ -19,7 +19,9 @@ from ptxlab.bench.layer import decoder
 from ptxlab.bench.peers_layer import MixTime
 from ptxlab.bench.record import Row
 from ptxlab.errors import ArgumentError, BenchmarkError
+from ptxlab.layout import page_bytes
 from ptxlab.model import Config, KernelRunner, LayerWeights
+from ptxlab.model.memory import layer_bytes
 from tests.bench.conftest import _measure
 
 TINY = Config(hidden=128, ffn=128, heads=1, kv_heads=1, head_dim=128, layers=1, vocabulary=600, name="tiny")
@@ -134,6 +136,27 @@ def test_what_is_measured_of_a_model(config: Config, monkeypatch: pytest.MonkeyP
     assert models.config_of(models.sizes_of(config, 4)) is config
     fp16, fp8 = (models.mix_batches(config, ("fp16", "fp8_row"), 80)[f"{n}/sdpa"] for n in ("fp16", "fp8_row"))
     assert 0 <= fp16 <= fp8 <= 256 and (fp16 > 0) == (config.name not in ("LLaMA-2-70B", "Mixtral-8x7B"))
+
+
+@pytest.mark.parametrize("config", models.MODELS, ids=lambda config: config.name)
+def test_ours_takes_its_share_of_eight_minutes(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps and QServe's rule on an H200, at 0.6 of the floor, and with QServe's GEMM at 0.3: at most 200 s."""
+    monkeypatch.setattr(gpu, "device_info", lambda: SimpleNamespace(memory_bytes=150 * 10**9))
+    plan = models.ModelPlan.of(config, models.WantedModels())
+    chosen = config.chosen_experts / max(1, config.experts) or 1
+    products = config.layers * sum(N * K for N, K in config.matrices.values())  # of a token
+    page = config.layers * 2 * config.kv_heads * page_bytes("kv4", 64, 128)
+
+    def floor(B: int) -> float:
+        weights = config.layers * layer_bytes(config) * min(1, B * chosen)
+        read = weights + B * models.MEAN / 64 * page + 2 * config.vocabulary * config.hidden
+        return max(read / 4.5e12, 2 * B * products * max(1, config.chosen_experts) / 1920e12)
+
+    others = 9 + 16  # warm-up, the check, operations alone
+    steps = sum((models.STEPS + others) * floor(B) for B in plan.batches)
+    prompts = {B: 2 * B * 1024 * products * max(1, config.chosen_experts) / 1500e12 for B in plan.budgets.values()}
+    rule = sum(511 * floor(B) + prompts[B] for B in prompts)
+    assert (steps + rule) / 0.6 + 73 * sum(map(floor, plan.batches)) / 0.3 < 200
 
 
 def test_mixes_are_composed_at_their_best_batch() -> None:
