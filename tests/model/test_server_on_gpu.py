@@ -43,6 +43,7 @@ def endured(
         these.server.run()
     for _ in range(runner.batch):
         these.submit(prompt=[1, 2, 3], tokens=12, temperature=1.0)
+    these.server.run()
     before, begin = in_use(), time.perf_counter()
     for _ in soak(these, random_requests(count, model.config.vocabulary, context), cancels=max(0.05, 10 / count)):
         if time.perf_counter() - begin > seconds:
