@@ -52,8 +52,8 @@ def test_the_family_is_the_first_folder() -> None:
 
 def test_production_kernels_are_what_the_public_calls_launch() -> None:
     """By default, for a weight in the packing that its GPU has; what else a family has are steps, and siblings."""
-    # the 8-bit sibling, which the bench compares with; 4-bit activations, which no public call takes yet
-    beside = {"gemm_w8a8_sm90", "gemm_w4a4_sm90"}
+    # LM heads (`gemm_w8a8`, also what the bench compares with, and `gemm_f16`); 4-bit activations
+    beside = {"gemm_w8a8_sm90", "gemm_f16_sm80", "gemm_w4a4_sm90"}
     launched = {step.spec.name for step in gemm.LADDER if step.packing in ("qserve", "strips")}
     launched |= {step.spec.name for step in attention_steps.STEPS if step.blocks} | {
         GROUPED.name,

@@ -16,6 +16,7 @@ import ptxlab
 from ptxlab import gpu, layout, quant
 from ptxlab.errors import ArgumentError, LaunchError
 from ptxlab.kernels import operation
+from ptxlab.kernels.gemm import gemm_w8a8
 from ptxlab.layout import KVCache
 from tests.support import attention_calls, gemm_calls, host_time
 from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
@@ -51,6 +52,14 @@ def calls(fake: FakeGpu) -> Calls:
             ptxlab.gemm_w4a4,
             {"out": array((M, N)), "x": on_device(ATOM_TOKENS), "weight": on_device(ATOM_WEIGHT)},
         ),
+        "gemm_w8a8": (
+            gemm_w8a8,
+            {
+                "out": array((M, N)),
+                "x": ptxlab.quantize_activations(floats),
+                "weight": quant.Level1Weight(array((N, K), np.int8), array((N,), np.float32), 127),
+            },
+        ),
         "attention_kv4": (
             ptxlab.attention_kv4,
             {"q": array((M, HEADS, D)), "cache": cache, "out": array((M, HEADS, D))},
@@ -77,6 +86,7 @@ NAMES = (
     "gemm_w4a8",
     "gemm_w4a8_grouped",
     "gemm_w4a4",
+    "gemm_w8a8",
     "attention_kv4",
     "append_kv4",
     "rope_append_kv4",
