@@ -3,6 +3,9 @@
 K4 counts the channels of INT4 blocks, K8 those of the INT8 blocks behind them.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 
 from ptxlab import layout, quant, reference
@@ -10,7 +13,7 @@ from ptxlab.kernels.gemm.common import F32, FLOATS, bias_of, outputs, rounded
 from ptxlab.kernels.gemm.w4a4 import TOTALS, choose, launcher
 from ptxlab.layout import atom
 from ptxlab.quant import BlockRows
-from ptxlab.spec import Arg, Arrays, KernelSpec, sizes_rows
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 
 
 def _example(rng: np.random.Generator, *, M: int, N: int, K4: int, K8: int) -> Arrays:
@@ -68,4 +71,59 @@ NAIVE = KernelSpec(
     tolerance_reason=TOTALS,
     example_sizes=sizes_rows("M N K4 K8", (1, 8, 128, 0), (5, 40, 0, 128), (17, 72, 256, 128)),
 )
-SPECS = (NAIVE,)
+
+
+def _example_shared(rng: np.random.Generator, *, blocks: int, **sizes: int) -> Arrays:
+    return {**_example(rng, **sizes), "blocks": blocks}
+
+
+def _pack_shared(logical: Arrays) -> Arrays:
+    return {**_pack(logical), "counted": _counters(len(logical["x"].q), len(logical["w"].q))}
+
+
+def _gemm_shared(w: BlockRows, x: BlockRows, blocks: int, **more: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The reference, however many blocks share the tiles; the counters are 0 again."""
+    return gemm_blocks(w, x, **more), _counters(len(x.q), len(w.q))
+
+
+def _counters(M: int, N: int) -> np.ndarray:
+    return np.zeros((M, -(-N // 64)), np.uint32)
+
+
+def _launch_shared(s: Sizes) -> Launch:
+    """As many blocks as are asked for, each with a ring of operands."""
+    threads = s["BN"] * s["WM"]
+    return Launch((s["blocks"], 1, 1), (threads, 1, 1), s["STAGES"] * 64 * (s["BN"] + 2 * s["BM"]))
+
+
+def _choose_shared(s: Sizes) -> dict[str, int]:
+    """Tiles whose quarters have 8 tokens for each warp."""
+    return choose({**s, "M": max(s["M"], 32)}, STAGES=3, RATIO=2, OUT=F32)
+
+
+_, _Y, *_SCALARS = outputs(FLOATS, "K4", "K8")
+REMAP = replace(
+    NAIVE,
+    name="gemm_w4ax_remap_sm80",
+    summary="tiles of both kinds shared out among SMs along K too, INT8 first, who is free first next (COMET §4.4)",
+    args=(
+        *NAIVE.inputs,
+        _Y,
+        Arg("counted", "uint32", ("M", "ceil_div(N, 64)"), "inout"),
+        Arg("sums", "int32", ("M", "(K4 + K8)//128", "N"), "scratch"),
+        *_SCALARS,
+    ),
+    launch=_launch_shared,
+    choose=_choose_shared,
+    rules=(*NAIVE.rules, "1 <= blocks < 2**31"),
+    example=_example_shared,
+    pack=_pack_shared,
+    reference=_gemm_shared,
+    example_sizes=sizes_rows("M N K4 K8 blocks", (1, 8, 128, 0, 1), (5, 40, 0, 128, 2), (17, 200, 256, 128, 5)),
+)
+COMET = replace(
+    REMAP,
+    name="gemm_w4ax_comet_sm80",
+    summary="remapped, and idle SMs take quarters of the last round's tiles: decomposition (COMET §4.4)",
+)
+SPECS = (NAIVE, REMAP, COMET)
