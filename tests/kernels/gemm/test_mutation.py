@@ -53,17 +53,8 @@ class Variant:
             # a block that needs one stage per tile is back at the ring's start after more tiles
             tiles = 1 if steps > self.tile["STAGES"] or self.sms == 132 else 2
             K = self.channels * steps
-            sizes = {
-                "M": M,
-                "N": self.N * tiles,
-                "K": K,
-                "g": 128,
-                "E": 2,
-                "outliers": 128,
-                "K4": K,
-                "K8": 256,
-                "blocks": 2,
-            }
+            sizes = {"M": M, "N": self.N * tiles, "K": K, "g": 128, "E": 2, "outliers": 128}
+            sizes |= {"K4": K - self.channels, "K8": 384, "blocks": 2}
             yield {symbol: sizes[symbol] for symbol in symbols}
 
     @property
@@ -99,7 +90,7 @@ def variants(name: str) -> Iterator[Variant]:
             Variant(name, "f16", tile | {"BM": 32, "OUT": F16}, M=40, N=128, channels=128, sms=1, plain=plain),
         )
         return
-    if name == w4a4.SM90.name:
+    if name in (w4a4.SM90.name, w4ax.SM90.name):
         tile = {"BM": 32, "WN": 1, "STAGES": 3}
         yield Variant(name, "", tile, M=40, N=72, channels=128, sms=1)
         return

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ptxlab import emulator, kernels, layout, toolchain
+from ptxlab.kernels.gemm import strips_tiles
 from ptxlab.kernels.gemm.w4a4 import TILES
-from ptxlab.kernels.gemm.w4ax import NAIVE, SPECS, gemm_blocks
+from ptxlab.kernels.gemm.w4ax import COMET, NAIVE, REMAP, SM90, SPECS, gemm_blocks
 from ptxlab.layout import atom
 from ptxlab.layout.fragments import mma_a
 from ptxlab.quant import BlockRows
@@ -23,8 +24,14 @@ Q4, Q8 = strategies.near_edges((-8, -7, 0, 7), -8, 7), strategies.near_edges((-1
 SCALES = st.sampled_from((2.0**-24, 2.0**-14, 1.0, 60000.0)) | st.floats(2.0**-14, 2.0, width=16)
 
 
+SM80 = (NAIVE, REMAP, COMET)
 every = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-SMALL_TILE = {"BN": 64, "BM": 32, "WM": 1, "STAGES": 3}
+SM90_TILES = tuple({"BM": BM, "WN": WN, "STAGES": stages} for BM, WN, stages in ((8, 1, 3), (32, 2, 2)))
+TILES_OF = {
+    **dict.fromkeys((REMAP.name, COMET.name), ({"BN": 64, "BM": 32, "WM": 1, "STAGES": 3},)),
+    NAIVE.name: tuple(tile._asdict() | {"STAGES": 3} for tile in TILES.values()),
+    SM90.name: SM90_TILES,
+}
 
 
 def output(spec: KernelSpec, logical: dict[str, Any], backend: str, config: Any = None, **options: Any) -> np.ndarray:
@@ -57,13 +64,16 @@ def problems(draw: st.DrawFn, tokens: int = 40, rows: int = 72, blocks: int = 3)
 
 
 @every
-@given(logical=problems(), mode=st.sampled_from(emulator.MODES), blocks=st.integers(1, 7), data=st.data())
+@given(logical=problems(), mode=st.sampled_from(emulator.MODES), sms=st.integers(1, 7), data=st.data())
 @settings(max_examples=10)
 def test_any_problem_is_exact_in_the_emulator(
-    spec: KernelSpec, logical: dict[str, Any], mode: str, blocks: int, data: st.DataObject
+    spec: KernelSpec, logical: dict[str, Any], mode: str, sms: int, data: st.DataObject
 ) -> None:
-    tile = data.draw(st.sampled_from([*TILES.values()]))._asdict() if spec is NAIVE else SMALL_TILE
-    y = output(spec, shared_by(spec, logical, blocks), "emulator", tile | {"STAGES": 3}, mode=mode)
+    """On few SMs a block has many tiles, and the ring goes on from one to the next."""
+    tile = data.draw(st.sampled_from(TILES_OF[spec.name]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strips_tiles, "SMS", sms)
+        y = output(spec, shared_by(spec, logical, sms), "emulator", tile, mode=mode)
     assert np.array_equal(y.view(np.uint32), gemm_blocks(**logical).view(np.uint32))
 
 
@@ -121,7 +131,7 @@ def test_what_a_lane_loads_for_int8() -> None:
         np.testing.assert_array_equal(mma_a(32).gather(registers, np.int8), 16 * w.q[:, k : k + 32])
 
 
-@every
+@pytest.mark.parametrize("spec", SM80, ids=lambda spec: spec.name)
 def test_no_tile_spills(spec: KernelSpec) -> None:
     source = kernels.find(spec.name)[1][0]
     for tokens in (*TILES, 999):
@@ -130,3 +140,19 @@ def test_no_tile_spills(spec: KernelSpec) -> None:
         assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0), config
         sizes = {"M": 999, "N": 999, "blocks": 1, **config}
         assert spec.launch(sizes).shared_bytes <= 99 * 1024, "what every architecture from sm_80 on has"
+
+
+@pytest.mark.parametrize("M", [8, 16, 32, 64, 128])
+def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(M: int) -> None:
+    sizes = {"M": M, "N": 4096, "K4": 3328, "K8": 768}
+    config = {**SM90.config_for(sizes), "OUT": 0}
+    checks.built_as_meant(SM90, config, sizes)
+    assert config["STAGES"] >= 6 and SM90.launch({**sizes, **config}).shared_bytes <= strips_tiles.ROOM
+
+
+def test_how_pairs_are_unpacked() -> None:
+    """Of 16 bytes the low nibbles lie before the high ones, and each counts 16 times."""
+    q = np.random.default_rng(0).integers(-8, 8, (3, 128), np.int8)
+    pairs = atom.pack_blocks(BlockRows(q, np.ones((3, 1), np.float16))).reshape(3, 4, 16)
+    unpacked = np.concatenate([pairs << np.uint8(4), pairs & np.uint8(0xF0)], axis=2)
+    np.testing.assert_array_equal(unpacked.reshape(3, 128).view(np.int8), 16 * atom.unpacked_pairs(q))

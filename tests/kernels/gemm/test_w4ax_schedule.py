@@ -48,10 +48,9 @@ class SumStores(Watcher):
             self.seen += zip(indices_of(lanes) // self.stride, *places, strict=True)
 
 
-def emulated(
-    spec: KernelSpec, parts_m: int, parts_n: int, int4: int, int8: int, sms: int, ratio: int
-) -> list[list[Turn]]:
+def emulated(spec: KernelSpec, problem: tuple[int, ...]) -> list[list[Turn]]:
     """What every SM works on, in its order, and that the result is right."""
+    parts_m, parts_n, int4, int8, sms, ratio = problem
     sizes = {"M": parts_m * TILE["BM"], "N": parts_n * TILE["BN"], "K4": 128 * int4, "K8": 128 * int8, "blocks": sms}
     assert spec.args[8].name == "sums"
     logical = spec.example(np.random.default_rng(0), **sizes)
@@ -87,15 +86,15 @@ def simulated(works: list[TileWork], sms: int) -> list[list[Turn]]:
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_the_kernels_tiles_are_those_of_the_simulated_schedules(problem: tuple[int, ...]) -> None:
-    """Nothing is cut where INT4 tiles do not fill the last round of INT8 tiles; then the schedule is the remapped one."""
+    """Nothing is cut where INT4 tiles do not fill the last round of INT8 tiles: that schedule is the remapped one."""
     parts_m, parts_n, int4, int8, sms, ratio = problem
     costs = Costs(int4=1, int8=ratio)
     tiles = grid(128 * parts_m, 128 * parts_n, 128 * (int4 + int8), frozenset(range(int4, int4 + int8)))
-    assert emulated(REMAP, *problem) == simulated(remapped(tiles, sms, costs), sms)
+    assert emulated(REMAP, problem) == simulated(remapped(tiles, sms, costs), sms)
     early = -sum(tile.int8 for tile in tiles) % sms
     short = 0 < sum(not tile.int8 for tile in tiles) < ratio * early
     expected = remapped(tiles, sms, costs) if short else decomposed(tiles, sms, costs)
-    found = emulated(COMET, *problem)
+    found = emulated(COMET, problem)
     assert found == simulated(expected, sms)
     times = [sum(costs.of(tile) * len(pieces) / PIECES for tile, pieces in turns) for turns in found]
     assert max(times) == makespan(expected)
