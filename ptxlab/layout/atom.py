@@ -79,7 +79,7 @@ def pairs_of(x: BlockRows) -> U8:
     return pack_pairs(q4) if x.channels4 else q4.copy().view(np.uint8)
 
 
-def pack_blocks(x: BlockRows) -> U8:
+def join_blocks(x: BlockRows) -> U8:
     """Activations u8 [M, K4/2 + K8]: of every token the pairs of its INT4 channels, then the others as bytes."""
     return np.concatenate([pairs_of(x), x.q[:, x.channels4 :].view(np.uint8)], axis=1)
 
@@ -99,6 +99,25 @@ def unpacked_pairs(q: S8) -> S8:
     halves = q.reshape(len(q), q.shape[1] // 32, 16, 2)
     ordered: S8 = halves.swapaxes(2, 3).reshape(q.shape)
     return ordered
+
+
+def unpack_comet_rows(rows: U8, int8: int) -> S8:
+    """The inverse of `pack_comet_rows`, but for the scales: s8 [N, K]."""
+    at = rows.shape[1] - int8 * BLOCK // 2
+    parts = [unpack_pairs(rows[:, :at])]
+    if int8:
+        nibbles = unpack_mma(exchange_nibbles(as_words(rows[:, at:].copy())))
+        parts.append((nibbles << np.uint8(4)).view(np.int8) >> np.int8(4))
+    return np.concatenate(parts, axis=1)
+
+
+def unpack_comet_strips(strips: U8, N: int, K: int, int8: int) -> BlockRows:
+    """The inverse of `pack_comet_strips`; raises ArgumentError for another number of bytes."""
+    rows = unpack_atom_strips(strips, N, K, 0, BLOCK)
+    at = K - int8 * BLOCK
+    halves = rows.q4[:, :at].reshape(N, at // 32, 2, 16)
+    q = np.concatenate([halves.swapaxes(2, 3).reshape(N, at), rows.q4[:, at:]], axis=1)
+    return BlockRows(q, rows.scale4)
 
 
 def pack_atom_strips(weight: AtomRows) -> U8:

@@ -65,6 +65,9 @@ MAIN_LOOPS = {
     "gemm_w4a4_atom_sm80": LoopClaim(),
     "gemm_w4a4_sm90": LoopClaim(sums="converted"),
     "gemm_w4ax_naive_sm80": LoopClaim(sums="converted"),
+    "gemm_w4ax_remap_sm80": LoopClaim(sums="converted"),
+    "gemm_w4ax_comet_sm80": LoopClaim(sums="converted"),
+    "gemm_w4ax_sm90": LoopClaim(sums="converted"),
 }
 _PACKED = {
     "lqq": "any words, scales, offsets: while q*scale + offset <= 255 no lane carries, and operand A is that - 128",

@@ -65,7 +65,7 @@ struct DecomposedTiles : ptxlab::RemappedTiles<RATIO> {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4ax_comet_sm80(
+extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_comet_sm80(
     const unsigned char* __restrict__ w,   // u8  [N, (K4 + K8) / 2]: pairs; behind K4 / 2 bytes in COMET's order
     const __half* __restrict__ w_scale,    // f16 [N, (K4 + K8) / 128 in whole eights]
     const unsigned char* __restrict__ x4,  // u8  [M, K4/2], two s4 a byte

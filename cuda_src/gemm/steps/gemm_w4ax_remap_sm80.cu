@@ -29,7 +29,7 @@ constexpr int STAGE_BYTES = Tile::W_BYTES + 2 * Tile::X_BYTES;  // of 128 channe
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4ax_remap_sm80(
+extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_remap_sm80(
     const unsigned char* __restrict__ w,   // u8  [N, (K4 + K8) / 2]: pairs; behind K4 / 2 bytes in COMET's order
     const __half* __restrict__ w_scale,    // f16 [N, (K4 + K8) / 128 in whole eights]
     const unsigned char* __restrict__ x4,  // u8  [M, K4/2], two s4 a byte

@@ -147,7 +147,7 @@ def _pack_sm90(logical: Arrays) -> Arrays:
     x: BlockRows = logical["x"]
     return {
         "strips": atom.pack_comet_strips(logical["w"], x.int8),
-        "x": atom.pack_blocks(x),
+        "x": atom.join_blocks(x),
         "x_scale": atom.pad_scales(x.scale),
         **bias_of(logical),
     }

@@ -153,6 +153,6 @@ def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(M: int) -> None:
 def test_how_pairs_are_unpacked() -> None:
     """Of 16 bytes the low nibbles lie before the high ones, and each counts 16 times."""
     q = np.random.default_rng(0).integers(-8, 8, (3, 128), np.int8)
-    pairs = atom.pack_blocks(BlockRows(q, np.ones((3, 1), np.float16))).reshape(3, 4, 16)
+    pairs = atom.join_blocks(BlockRows(q, np.ones((3, 1), np.float16))).reshape(3, 4, 16)
     unpacked = np.concatenate([pairs << np.uint8(4), pairs & np.uint8(0xF0)], axis=2)
     np.testing.assert_array_equal(unpacked.reshape(3, 128).view(np.int8), 16 * atom.unpacked_pairs(q))
