@@ -34,7 +34,8 @@ def test_they_come_back(R: int, blocks: int, data: st.DataObject) -> None:
     weight, tokens = quant.quantize_block_weight(x), quant.quantize_blocks(x, int8)
     for name, order in layout.BLOCK_ORDERS.items():
         packed = layout.pack_block_weight(weight, int8, name)
-        assert packed.N == 8 * R and packed.K4 == (blocks - int8) * 128 and packed.K8 == int8 * 128
+        sizes = packed.N, packed.K4, packed.K8
+        assert sizes == (8 * R, (blocks - int8) * 128, int8 * 128)
         assert packed.nbytes == sum(array.nbytes for array in packed.buffers.values())
         activations = layout.pack_block_activations(tokens, order)
         assert all(a.flags.c_contiguous for a in (*packed.buffers.values(), *activations.arrays.values()))

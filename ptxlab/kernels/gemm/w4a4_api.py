@@ -153,8 +153,8 @@ def _called(
 
     options = weight.layout, weight.N, *channels, x.layout, x.M, *of_x, out_dtype
     arrays = {**given, "bias": bias, "y": out, **weight.buffers}
-    made = call.operation((*options, backend, programmatic), arrays, check)
-    return made["y"] if out is None else out
+    results = call.operation((*options, backend, programmatic), arrays, check)
+    return results["y"] if out is None else out
 
 
 def _output_dtype(name: str, out_dtype: Any, out: Any) -> str:
