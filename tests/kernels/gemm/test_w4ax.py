@@ -15,6 +15,7 @@ from ptxlab.kernels.gemm.w4ax import COMET, NAIVE, REMAP, SM90, SPECS, gemm_bloc
 from ptxlab.layout import atom
 from ptxlab.layout.fragments import mma_a
 from ptxlab.quant import BlockRows
+from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec
 from tests.support import gemm_checks as checks
 from tests.support import strategies
@@ -114,6 +115,22 @@ def test_rows_at_the_ends(spec: KernelSpec, int8: int, backend: str) -> None:
     y = output(spec, shared_by(spec, logical, 2), backend)
     assert np.array_equal(y, x.astype(np.float32) @ w.T.astype(np.float32) / 2)
     assert not y[:, 3].any() and y[:, :3].all()
+
+
+@on_every_backend
+@pytest.mark.parametrize("spec", (REMAP, COMET), ids=lambda spec: spec.name)
+def test_a_launch_leaves_its_counters_to_the_next(spec: KernelSpec, backend: str) -> None:
+    """Zeros, in the caller's array, with what is in `sums` still there."""
+    sizes = {"M": 40, "N": 72, "K4": 128, "K8": 128, "blocks": 3}
+    logical = spec.example(np.random.default_rng(0), **sizes)
+    inputs = spec.pack(logical)
+    counted = inputs.pop("counted")
+    for _ in range(2):
+        given = {**inputs, "counted": counted}
+        outcome = run_spec(spec, kernels.find(spec.name)[1][0], given, sizes=sizes, backend=backend)
+        assert np.array_equal(outcome.outputs["y"], spec.reference(**logical)[0])
+        counted = outcome.outputs["counted"]
+        assert not counted.any()
 
 
 def test_what_a_lane_loads_for_int8() -> None:
