@@ -80,16 +80,16 @@ def _example_shared(rng: np.random.Generator, *, blocks: int, **sizes: int) -> A
 
 
 def _pack_shared(logical: Arrays) -> Arrays:
-    return {**_pack(logical), "counted": _counters(len(logical["x"].q), len(logical["w"].q))}
+    return {**_pack(logical), "counted": _counters(logical["w"], logical["x"])}
 
 
 def _gemm_shared(w: BlockRows, x: BlockRows, blocks: int, **more: Any) -> tuple[np.ndarray, np.ndarray]:
     """The reference, however many blocks share the tiles; the counters are 0 again."""
-    return gemm_blocks(w, x, **more), _counters(len(x.q), len(w.q))
+    return gemm_blocks(w, x, **more), _counters(w, x)
 
 
-def _counters(M: int, N: int) -> np.ndarray:
-    return np.zeros((M, -(-N // 64)), np.uint32)
+def _counters(w: BlockRows, x: BlockRows) -> np.ndarray:
+    return np.zeros_like(x.q, dtype=np.uint32, shape=(len(x.q), -(-len(w.q) // 64)))
 
 
 def _launch_shared(s: Sizes) -> Launch:
