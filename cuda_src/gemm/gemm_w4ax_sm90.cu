@@ -87,9 +87,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
         for (int i = threadIdx.x; i < STAGES * missing; i += THREADS) {
             const int piece = i % missing, of_half = (BM - tokens) * 4;
             unsigned char* slot = ring + i / missing * STAGE_BYTES;
-            unsigned char* to = piece < 2 * of_half
-                                    ? slot + piece / of_half * HALF + tokens * 64 + piece % of_half * 16
-                                    : slot + SCALES + (tokens + piece - 2 * of_half) * 16;
+            unsigned char* to = piece < 2 * of_half ? slot + piece / of_half * HALF + tokens * 64 + piece % of_half * 16
+                                                    : slot + SCALES + (tokens + piece - 2 * of_half) * 16;
             *reinterpret_cast<int4*>(to) = make_int4(0, 0, 0, 0);
         }
         ptxlab::fence_proxy_async();

@@ -37,7 +37,8 @@ struct MixedTile {
 template <int INT8_COST>
 struct RemappedTiles {
     const int blocks, me, int8, int4;  // blocks of the grid, this one; tiles of both kinds
-    const int late, early, meanwhile;  // blocks with an INT8 tile in its last round if that is not full; without; for these
+    // Blocks with an INT8 tile in the last round, if that is not full, and without; INT4 tiles that the latter take then.
+    const int late, early, meanwhile;
     const int own8, own_meanwhile, rest;
 
     __device__ __forceinline__ RemappedTiles(int int8, int int4)

@@ -37,8 +37,8 @@ extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_remap_sm80(
     const __half* __restrict__ x_scale,    // f16 [M, (K4 + K8) / 128 in whole eights]
     const float* __restrict__ bias,        // f32 [N], or null
     void* __restrict__ y,                  // [M, N], by OUT
-    unsigned* counted,                     // u32 [M, N / 64]: tiles of a part that are done, at its first token and row; 0
-    int* sums,                             // s32 [M, (K4 + K8) / 128, N]
+    unsigned* counted,  // u32 [M, N / 64]: tiles of a part that are done, at its first token and row; 0
+    int* sums,          // s32 [M, (K4 + K8) / 128, N]
     int M, int N, int K4, int K8) {
     extern __shared__ __align__(128) unsigned char ring[];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
