@@ -56,7 +56,7 @@ WRONG = [
     (NAIVE, {"K4": 64}, r"K4 % 128 == 0 \(got K4=64\)"),
     (NAIVE, {"K8": 64}, r"K8 % 128 == 0 \(got K8=64\)"),
     (NAIVE, {"K4": 0, "K8": 0}, r"1 <= K4 \+ K8 < 131072 \(got K4=0, K8=0\)"),
-    (REMAP, {"blocks": 0}, r"1 <= blocks < 2\*\*31 \(got blocks=0\)"),
+    (REMAP, {"blocks": 0}, r"1 <= blocks <= 65536 \(got blocks=0\)"),
     (COMET, {"K8": 64}, r"K8 % 128 == 0 \(got K8=64\)"),
     (W4AX, {"N": 12}, r"N % 8 == 0 \(got N=12\)"),
     (W4AX, {"K4": 64}, r"K4 % 128 == 0 \(got K4=64\)"),

@@ -117,7 +117,7 @@ REMAP = replace(
     ),
     launch=_launch_shared,
     choose=_choose_shared,
-    rules=(*NAIVE.rules, "1 <= blocks < 2**31"),
+    rules=(*NAIVE.rules, "1 <= blocks <= 65536"),
     example=_example_shared,
     pack=_pack_shared,
     reference=_gemm_shared,
