@@ -167,6 +167,15 @@ def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(M: int) -> None:
     assert config["STAGES"] >= 6 and SM90.launch({**sizes, **config}).shared_bytes <= strips_tiles.ROOM
 
 
+def test_pairs_are_unpacked_without_bank_conflicts() -> None:
+    sizes = {"M": 16, "N": 16, "K4": 128, "K8": 0}
+    inputs = SM90.pack(SM90.example(np.random.default_rng(0), **sizes))
+    source = kernels.find(SM90.name)[1][0]
+    how: dict[str, Any] = {"config": SM90_TILES[1] | {"OUT": 2}, "backend": "emulator", "count_banks": True}
+    seen = [each for each in run_spec(SM90, source, inputs, sizes=sizes, **how).shared if "v4" in each.text]
+    assert {each.store for each in seen} == {False, True} and not any(each.conflicts for each in seen)
+
+
 def test_how_pairs_are_unpacked() -> None:
     """Of 16 bytes the low nibbles lie before the high ones, and each counts 16 times."""
     q = np.random.default_rng(0).integers(-8, 8, (3, 128), np.int8)
