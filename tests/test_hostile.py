@@ -35,6 +35,8 @@ PER_CHANNEL = ptxlab.pack(CHANNEL, "qserve")
 ATOM = {name: ptxlab.pack_atom(quant.quantize_atom_weight(W, 64, 64), name) for name in layout.ATOM_LAYOUTS}
 PAIRS = layout.pack_atom_activations(quant.quantize_atom_activations(W[:2], 64, 64), "pairs")
 PLACE = quant.channel_places(np.arange(256))
+BLOCKS = ptxlab.pack_block_weight(quant.quantize_block_weight(W), 1)
+JOINED = layout.pack_block_activations(quant.quantize_blocks(W[:2], 1))
 EXPERTS = ptxlab.stack_experts([PACKED["strips"]] * 2)
 CACHE = ptxlab.KVCache.empty(2, 2, 1, 64, page_size=16)
 HALVES = W[:2].astype(np.float16)
@@ -82,6 +84,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "atom weight": (ptxlab.AtomWeight, {**vars(ATOM["strips"])}),
     "atom activations": (ptxlab.AtomActivations, {**vars(PAIRS)}),
     "gemm w4a4": (ptxlab.gemm_w4a4, {"x": PAIRS, "weight": ATOM["rows"], "bias": None, "out": None, "out_dtype": None,
+                                     "backend": "emulator", "programmatic": False}),
+    "pack block weight": (ptxlab.pack_block_weight, {"weight": quant.quantize_block_weight(W), "int8": 1,
+                                                     "layout": "rows"}),
+    "block weight": (ptxlab.BlockWeight, {**vars(BLOCKS)}),
+    "block activations": (ptxlab.BlockActivations, {**vars(JOINED)}),
+    "gemm w4ax": (ptxlab.gemm_w4ax, {"x": JOINED, "weight": BLOCKS, "bias": None, "out": None, "out_dtype": None,
                                      "backend": "emulator", "programmatic": False}),
     "attention": (ptxlab.attention_kv4, {"q": None, "cache": CACHE, "scale": None, "window": None, "out": None,
                                          "kernel": None, "backend": "emulator", "workspace": None}),

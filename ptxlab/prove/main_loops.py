@@ -47,6 +47,7 @@ class LoopClaim:
 
 
 _LQQ, _QOQ = LoopClaim(packed="lqq"), LoopClaim(packed="qoq")
+# Not among them: gemm_w4ax_remap_sm80 and _comet_sm80, whose sums go through memory, which may hold anything here.
 MAIN_LOOPS = {
     "sum_activations_s8": LoopClaim(b=(1, 1)),
     "quantize_activations_s8": LoopClaim(b=(1, 1)),
@@ -66,6 +67,7 @@ MAIN_LOOPS = {
     "gemm_w4a4_atom_sm80": LoopClaim(),
     "gemm_w4a4_sm90": LoopClaim(sums="converted", packed="s4"),
     "gemm_w4ax_naive_sm80": LoopClaim(sums="converted", packed="s4"),
+    "gemm_w4ax_sm90": LoopClaim(sums="converted"),
 }
 _PACKED = {
     "lqq": "any words, scales, offsets: while q*scale + offset <= 255 no lane carries, and operand A is that - 128",

@@ -5,7 +5,7 @@ from ptxlab.kernels.gemm.api import Workspace, gemm_w4a8, gemm_workspace
 from ptxlab.kernels.gemm.f16 import gemm_f16
 from ptxlab.kernels.gemm.grouped_api import gemm_w4a8_grouped
 from ptxlab.kernels.gemm.ladder import LADDER
-from ptxlab.kernels.gemm.w4a4_api import gemm_w4a4
+from ptxlab.kernels.gemm.w4a4_api import gemm_w4a4, gemm_w4ax
 from ptxlab.kernels.gemm.w8a8_api import gemm_w8a8
 
 SPECS = (
@@ -34,6 +34,7 @@ __all__ = [
     "gemm_w4a4",
     "gemm_w4a8",
     "gemm_w4a8_grouped",
+    "gemm_w4ax",
     "gemm_w8a8",
     "gemm_workspace",
 ]
