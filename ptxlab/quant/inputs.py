@@ -54,7 +54,7 @@ def float_matrix(argument: str, x: Any) -> npt.NDArray[Any]:
 
 
 def channel_vector(argument: str, x: Any) -> npt.NDArray[Any]:
-    """As `as_floats`, of a number per channel [K]; raises ArgumentError for another number of axes, NaN and infinity."""
+    """As `as_floats`, of a number per channel [K]; raises ArgumentError for more axes or none, NaN and infinity."""
     sizes = as_floats(argument, x)
     if sizes.ndim != 1:
         raise ArgumentError(argument, "must be a vector, a number per channel", f"shape {tuple(sizes.shape)}")
