@@ -2,7 +2,8 @@
 
 Buffer `blocks` of weight `layers.0.up.weight` is the tensor `layers.0.up.weight.blocks`. The metadata key `ptxlab`
 holds, as JSON, the format's name and version and for every packed weight its layout, arch, scheme, N, K, group and
-protective range; of Atom's weights, a format of their own, layout, arch, N, K, outliers and group.
+protective range. Weights of W4A4 have formats of their own: Atom's (layout, arch, N, K, outliers, group), and those of
+whole layers, with the order of their input (scheme, INT8 blocks and clip as well). A file has weights of one format.
 """
 
 import json
@@ -20,11 +21,13 @@ from ptxlab.layout.atom_operands import ATOM_LAYOUTS, AtomWeight, atom_shapes
 from ptxlab.layout.atom_operands import VERSION as ATOM_VERSION
 from ptxlab.layout.packed_weight import VERSION, PackedWeight, buffer_shapes, require_no_overflow, unpack
 from ptxlab.layout.packings import PACKINGS, Buffers, Shapes
+from ptxlab.layout.reordered import VERSION as REORDERED_VERSION
+from ptxlab.layout.reordered import ReorderedWeight, reordered_shapes
 
 METADATA_KEY = "ptxlab"
-_DTYPES = {"int8": "I8", "uint8": "U8", "uint32": "U32", "float16": "F16", "float32": "F32"}
+_DTYPES = {"int8": "I8", "int16": "I16", "uint8": "U8", "uint32": "U32", "float16": "F16", "float32": "F32"}
 
-AnyWeight = TypeVar("AnyWeight", PackedWeight, AtomWeight)
+AnyWeight = TypeVar("AnyWeight", PackedWeight, AtomWeight, ReorderedWeight)
 
 
 @dataclass(frozen=True)
@@ -70,19 +73,33 @@ _ATOM = _Format(
     lambda layout: ATOM_LAYOUTS[layout],
     lambda fields: atom_shapes(*(fields[key] for key in ("layout", "N", "K", "outliers", "group"))),
 )
+_REORDERED = _Format(
+    "ptxlab.reordered_weight",
+    REORDERED_VERSION,
+    ReorderedWeight,
+    {"scheme": str, "layout": str, "arch": str, "N": int, "K": int, "outliers": int, "group": int, "int8": int,
+     "clip": float},
+    lambda layout: ATOM_LAYOUTS[layout],
+    lambda fields: reordered_shapes(*(fields[key] for key in ("layout", "N", "K", "outliers", "group"))),
+)  # fmt: skip
+_FORMATS: tuple[_Format[Any], ...] = (_PACKED, _ATOM, _REORDERED)
 
 
-def save(packed: PackedWeight | AtomWeight, path: str | os.PathLike[str], name: str = "weight") -> None:
+def save(
+    packed: PackedWeight | AtomWeight | ReorderedWeight, path: str | os.PathLike[str], name: str = "weight"
+) -> None:
     """Write a packed weight as a safetensors file, whole or not at all. Raises FileError if it cannot be written."""
-    if isinstance(packed, AtomWeight):
-        _save(_ATOM, packed, path, name)
-    else:
-        _save(_PACKED, packed, path, name)
+    write_checkpoint(path, *described({name: packed}))
 
 
-def _save(form: _Format[AnyWeight], packed: AnyWeight, path: str | os.PathLike[str], name: str) -> None:
-    fields = form.header(packed)
-    write_checkpoint(path, form.announce(name, fields), contents(name, packed), form.metadata({name: fields}))
+def described(
+    weights: Mapping[str, PackedWeight | AtomWeight | ReorderedWeight],
+) -> tuple[list[TensorInfo], list[tuple[str, Any]], dict[str, str]]:
+    """What a file of these weights, all of one class, consists of: its tensors, their arrays, its metadata."""
+    form = next(form for form in _FORMATS if isinstance(next(iter(weights.values())), form.weight))
+    fields = {name: form.header(each) for name, each in weights.items()}
+    announced = [info for name, each in fields.items() for info in form.announce(name, each)]
+    return announced, [pair for name, each in weights.items() for pair in contents(name, each)], form.metadata(fields)
 
 
 def load(path: str | os.PathLike[str], name: str | None = None, *, unchecked: bool = False) -> PackedWeight:
@@ -105,6 +122,16 @@ def load_atom(path: str | os.PathLike[str], name: str | None = None) -> AtomWeig
     return _load(_ATOM, path, name)[0]
 
 
+def load_reordered(path: str | os.PathLike[str], name: str | None = None) -> ReorderedWeight:
+    """The weight `name` of a layer in W4A4 of a file; errors are those of `load`."""
+    return _load(_REORDERED, path, name)[0]
+
+
+def holds_reordered(checkpoint: Checkpoint) -> bool:
+    """Whether the file says that it has weights of layers in W4A4."""
+    return _REORDERED.name in checkpoint.metadata.get(METADATA_KEY, "")
+
+
 def packed_names(path: str | os.PathLike[str]) -> list[str]:
     """Names of the packed weights of a file. Raises FileError as `load` does."""
     return list(_weights(_PACKED, Checkpoint(path)))
@@ -121,7 +148,7 @@ def announce(name: str, fields: Mapping[str, Any]) -> list[TensorInfo]:
     return _PACKED.announce(name, fields)
 
 
-def contents(name: str, packed: PackedWeight | AtomWeight) -> Iterable[tuple[str, Any]]:
+def contents(name: str, packed: PackedWeight | AtomWeight | ReorderedWeight) -> Iterable[tuple[str, Any]]:
     """Those tensors as NumPy arrays."""
     for buffer, array in packed.buffers.items():
         yield f"{name}.{buffer}", array.get() if hasattr(array, "get") else array

@@ -169,7 +169,7 @@ def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recip
             if order is not None:
                 made[f"{name}_order"] = order
             if int8 is not None:
-                made[f"{name}_int8"] = np.array(int8)
+                made[f"{name}_int8"] = np.asarray(int8, like=order)
     quantized = QuantizedLayer(made, weights, errors, inputs)
     return quantized if recipe.int8 is None else folded(quantized)
 
@@ -193,7 +193,8 @@ def folded(layer: QuantizedLayer) -> QuantizedLayer:
     together. There the kernel that quantises the input reorders it.
     """
     order, int8 = layer.inputs["down"]
-    F, floats = len(order), dict(layer.floats)
+    F = len(order)
+    floats: dict[str, Any] = dict(layer.floats)
     floats |= {name: floats[name][order] for name in ("gate", "up")} | {"down": floats["down"][:, order]}
     gate_up, rows = layer.weights["gate_up"], np.concatenate([order, F + order])
     floats["down_order"] = np.arange(F, like=order)

@@ -98,6 +98,25 @@ def test_a_model_by_a_recipe_is_measured(cli: Any, folder: Path, tmp_path: Path)
     assert code == 0 and json.loads(printed)["perplexity"] == pytest.approx(exact, rel=0.5)
 
 
+@pytest.mark.parametrize("options", [("atom",), ("fmpq", "--int8", 0.5)], ids=["atom", "fmpq"])
+def test_w4a4_is_measured_and_continues_a_text(
+    cli: Any, folder: Path, tmp_path: Path, options: tuple[object, ...]
+) -> None:
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    few = ("--text", text, "--length", 32)
+    code, printed, err = cli("quantize", folder, "--recipe", *options, *few, "--samples", 2, "--out", out, "--json")
+    assert (code, err) == (0, "")
+    made = json.loads(printed)["recipe"]
+    assert (made["kept"], made["int8"]) == ((64, None) if options == ("atom",) else (0, 0.5))
+    seen = {bits: json.loads(cli("perplexity", out, *few, "--acts", bits, "--json")[1]) for bits in (4, 8)}
+    whole = json.loads(cli("perplexity", out, *few, "--json")[1])
+    assert (whole["acts"], whole["kv"]) == (4, 4) and whole["perplexity"] == seen[4]["perplexity"]
+    assert whole["perplexity"] != seen[8]["perplexity"]
+    assert np.log(seen[8]["perplexity"]) == pytest.approx(np.log(whole["perplexity"]), rel=0.1)
+    code, printed, _ = cli("generate", "the cat", "--model", out, "--tokens", 3, "--backend", "numpy", "--json")
+    assert code == 0 and len(json.loads(printed)["tokens"][0]) == 3
+
+
 def test_what_a_recipe_reports(cli: Any, folder: Path, tmp_path: Path) -> None:
     options = ("--recipe", "qoq_channel", "--text", tmp_path / "text.txt", "--samples", 2, "--length", 32)
     code, printed, _ = cli("quantize", folder, *options, "--out", tmp_path / "out")
@@ -110,7 +129,11 @@ def test_what_a_recipe_reports(cli: Any, folder: Path, tmp_path: Path) -> None:
         (("--recipe", "best"), "recipe: must be one of lqq, qoq"),
         (("--rotation", "random"), "--rotation needs --recipe"),
         (("--recipe", "lqq", "--rotation", "left"), "rotate: must be one of hadamard, random or None (got left)"),
-        (("--recipe", "atom"), "to be packed; others are measured: ptxlab accuracy"),
+        (("--recipe", "atom", "--group", "128"), "qkv: K: must be more than the 128 outliers (got 128)"),
+        (("--recipe", "fmpq", "--group", "32"), "group: must be one of 64, 128 with INT8 blocks (got 32)"),
+        (("--recipe", "fmpq", "--int8", "1.5"), "int8: must be a number in 0..1 (got 1.5)"),
+        (("--recipe", "atom", "--int8", "0.1"), "--int8 is for --recipe fmpq"),
+        (("--int8", "0.1"), "--int8 needs --recipe"),
         (("--recipe", "lqq", "--scheme", "qoq"), "--scheme is for a file without --recipe"),
         (("--recipe", "lqq", "--samples", "0"), "--samples expects an integer, 1 or more, got 0"),
         (("--recipe", "lqq", "--seed", "-1"), "--seed expects an integer, 0 or more, got -1"),

@@ -23,7 +23,7 @@ CONFIG = Config(hidden=96, ffn=192, heads=6, kv_heads=2, head_dim=16, layers=2, 
 BIASED = Config(
     hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, layers=2, vocabulary=60, qkv_bias=True, window=9, name="small"
 )
-PACKED = {name: recipe.but(group=32) for name, recipe in RECIPES.items() if name != "atom"}
+PACKED = {name: recipe.but(group=32) for name, recipe in RECIPES.items() if name not in ("atom", "fmpq")}
 RNG = np.random.default_rng(0)
 TEXT = RNG.integers(0, 60, (6, 40))
 
@@ -211,7 +211,14 @@ def test_a_damaged_folder_is_refused_in_one_line(tmp_path: Path, damage: Any, me
 @pytest.mark.parametrize(
     ("recipe", "text", "error", "message"),
     [
-        (RECIPES["atom"], TEXT, ArgumentError, "recipe: scheme must be one of lqq, qoq, qoq_channel to be packed"),
+        (
+            RECIPES["atom"].but(kept_bits=16),
+            TEXT,
+            ArgumentError,
+            "recipe: scheme must be one of lqq, qoq, qoq_channel to be packed, or int4 with 4-bit .* measured: ptxlab",
+        ),
+        (RECIPES["atom"], TEXT, ArgumentError, r"qkv: K: must be a positive multiple of the group 64 \(got 32\)"),
+        (RECIPES["fmpq"], TEXT, ArgumentError, r"qkv: K: must be a positive multiple of the group 64 \(got 96\)"),
         (RECIPES["lqq"], TEXT, ArgumentError, "qkv: weight: K must be a multiple of the group"),
         (PACKED["lqq"], TEXT[:0], ArgumentError, "tokens: this recipe needs a text"),
     ],
@@ -288,7 +295,9 @@ def too_wide(grid: Any, group: int, w: Any) -> Any:
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_step_dispatches_on_device_arrays(name: str) -> None:
     """The arrays of a GPU, whose library refuses NumPy's, give the same layer."""
-    model, recipe = small(), RECIPES[name].but(group=32, kept=32 * (name == "atom"))
+    four_bits = name in ("atom", "fmpq")
+    model = small(replace(CONFIG, hidden=128, heads=8) if four_bits else CONFIG)
+    recipe = RECIPES[name] if four_bits else RECIPES[name].but(group=32)
     host = next(calibrate.quantize_layers(calibrate.prepared(model, recipe), TEXT, recipe))
     moved = FloatModel(
         config=model.config,

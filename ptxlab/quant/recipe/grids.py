@@ -214,10 +214,10 @@ class SymmetricGrid(Grid):
         for shrink in SHRINKS:
             if self.packs:
                 unit = group_scales(largest.astype(np.float32), high, shrink).astype(w.dtype)
-                if not bool(np.isfinite(unit).all()):
-                    raise ArgumentError("w", "a group's scale must be an FP16 number", f"{float(largest.max()):g} / {high}")
             else:
                 unit = np.where(largest > 0, shrink * largest / high, 1).astype(np.float32).astype(w.dtype)
+            if not bool(np.isfinite(unit).all()):
+                raise ArgumentError("w", f"a group's largest weight over {high} must be FP16", f"{largest.max():g}")
             yield Levels(unit, low=-8 if bits == 4 else -high, high=high), (unit,)
 
     def weight(self, q: Array, constants: Constants) -> AtomRows | None:

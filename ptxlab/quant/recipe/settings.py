@@ -6,7 +6,7 @@ from typing import Any
 
 from ptxlab.errors import ArgumentError
 from ptxlab.quant.atom import ACTIVATION_CLIP
-from ptxlab.quant.fmpq import MOST_INT8, OUTLIER
+from ptxlab.quant.fmpq import BLOCKS, MOST_INT8, OUTLIER
 from ptxlab.quant.inputs import GROUPS
 from ptxlab.quant.level1 import PROTECTIVE_RANGE
 from ptxlab.quant.numerics import FakeQuantized
@@ -86,9 +86,12 @@ class Recipe:
                 require_number("smooth", exponent, 0, 1)
         if self.int8 is not None:
             require_number("int8", self.int8, 0, 1)
-            if (self.scheme, self.acts, self.kept) != ("int4", 4, 0) or self.group is None:
-                got = f"scheme {self.scheme}, acts {self.acts}, kept {self.kept}, group {self.group}"
-                raise ArgumentError("int8", "needs scheme int4, 4-bit activations in groups and no kept channels", got)
+            if (self.scheme, self.acts, self.kept) != ("int4", 4, 0):
+                got = f"scheme {self.scheme}, acts {self.acts}, kept {self.kept}"
+                raise ArgumentError("int8", "needs scheme int4, 4-bit activations and no kept channels", got)
+            if not is_one_of(self.group, BLOCKS):
+                rule = f"must be one of {', '.join(map(str, BLOCKS))} with INT8 blocks"
+                raise ArgumentError("group", rule, self.group)
         require_number("outlier", self.outlier, 0, float("inf"))
         require_number("damping", self.damping, 0, 1)
         require_number("act_clip", self.act_clip, 0.01, 1)
