@@ -94,6 +94,16 @@ def test_the_order_of_down_is_folded_into_gate_and_up_for_comet_alone(
         assert np.median(largest[-64:]) > 2 * np.median(largest[:-64])
 
 
+def test_folding_an_order_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, recipe, fold = small(), FOUR_BITS["fmpq"].but(clip=None, gptq=False), calibrate.folded
+    monkeypatch.setattr(calibrate, "folded", lambda layer: layer)
+    plain = next(calibrate.quantize_layers(model, TEXT, recipe))
+    assert plain is not None and not np.array_equal(plain.floats["down_order"], np.arange(192))
+    x, numerics = model.embedded(TEXT), recipe.numerics()
+    before, after = (model.run_layer(x, layer.floats, numerics) for layer in (plain, fold(plain)))
+    np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-5)  # sums in another order
+
+
 def test_text_is_the_one_of_fake_quantisation(made: tuple[Recipe, Path, QuantizedModel]) -> None:
     """Logits of the integers beside those of floats that are rounded at the same places, but not to FP16 in between:
     that moves some 4-bit activations by a whole step. An input in another order is off by 1 or so."""
