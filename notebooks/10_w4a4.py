@@ -85,8 +85,8 @@ panels[0].legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# A few channels are much larger than the others, and the input of `down` has the most. One scale for a whole token has
-# to hold them, so that all other channels round to zero or one step.
+# A few channels are much larger than the others. The input of `down` has the most of them, that of `o` none. One scale
+# for a whole token has to hold them, and all other channels round to a few of its steps.
 #
 # ## Atom's ladder on one product
 #
@@ -200,9 +200,9 @@ axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5
 plt.show()
 
 # %% [markdown]
-# An A100 has half as many CUDA cores beside each tensor core. There W4A4 in groups of 128 is predicted slower than
-# INT8, and APEX4 measured so; the [guide](guide/w4a4.md) has the table by GPU. On Hopper, INT4 operands run at the
-# rate of INT8 ones, and only bytes are saved.
+# An SM of an A100 has half as many FP32 lanes, and tensor cores twice as fast. There W4A4 in groups of 128 is predicted
+# slower than INT8, and APEX4 measured so; the [guide](guide/w4a4.md) has the table by GPU. On Hopper, INT4 operands run
+# at the rate of INT8 ones, and only bytes are saved.
 #
 # ## COMET's schedules
 #
@@ -233,8 +233,8 @@ table(
 #
 # ## Which precision should I take?
 #
-# Perplexity of SmolLM2-135M against the bytes that the GEMMs of 1,024 tokens read. All quantised points went through
-# clipping and GPTQ but for the one that says so.
+# Perplexity of SmolLM2-135M against the bytes that the GEMMs of 1,024 tokens read. W4A8KV4, W4AxKV4 and W4A4KV4 went
+# through clipping and GPTQ where they do not say otherwise; in Atom's ladder each step adds to those before it.
 
 # %%
 record = accuracy.recorded()

@@ -112,8 +112,9 @@ def _removed(values: Any, exact: float) -> float:
 
 
 def steps(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of these points, the ladders of W4A8KV4."""
-    return rows[rows.ladder.isin(list(COLOURS))]
+    """Of these points, the ladders of W4A8KV4; none unless one of them has steps between its ends."""
+    found = rows[rows.ladder.isin(list(COLOURS))]
+    return found if (found.ladder.value_counts() > 2).any() else found[:0]
 
 
 def origin(found: Accuracy) -> str:

@@ -175,7 +175,7 @@ def accuracy_picture(found: accuracy.Accuracy) -> Figure:
         those = rows[(rows.group == group) & rows.name.isin(list(_PRECISIONS.values()))]
         axes.plot(those.bytes / 1e6, those.ratio, marker, color=colour, label=label, linestyle="none", markersize=7)
         for at in those.itertuples():
-            said = at.step if group == "g64" else ""
+            said = at.name.partition(", ")[2] if group == "g64" else ""
             axes.annotate(said, (at.bytes / 1e6, at.ratio), (7, -3), textcoords="offset points", fontsize=8)
     axes.axhline(1, color=GREY, linestyle="--", label="float32")
     axes.set_xlabel("MB read by the GEMMs of 1,024 tokens")
