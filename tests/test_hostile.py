@@ -22,6 +22,7 @@ PER_CHANNEL = ptxlab.pack(CHANNEL, "qserve")
 ATOM = {name: ptxlab.pack_atom(quant.quantize_atom_weight(W, 64, 64), name) for name in layout.ATOM_LAYOUTS}
 PAIRS = layout.pack_atom_activations(quant.quantize_atom_activations(W[:2], 64, 64), "pairs")
 PLACE = quant.channel_places(np.arange(256))
+REORDERED = layout.pack_reordered(quant.quantize_atom_weight(W, 64, 64), np.arange(256))
 EXPERTS = ptxlab.stack_experts([PACKED["strips"]] * 2)
 CACHE = ptxlab.KVCache.empty(2, 2, 1, 64, page_size=16)
 HALVES = W[:2].astype(np.float16)
@@ -69,6 +70,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "int8 blocks": (quant.int8_blocks, {"sizes": np.abs(W[0]), "outlier": 6.0, "most": 0.2, "block": 64}),
     "blocks": (quant.quantize_blocks, {"x": W, "int8": 1, "block": 64}),
     "pack atom": (ptxlab.pack_atom, {"weight": quant.quantize_atom_weight(W, 64, 64), "layout": "strips"}),
+    "reordered": (layout.pack_reordered, {"weight": quant.quantize_atom_weight(W, 64, 64), "order": np.arange(256),
+                                          "layout": "rows", "int8": None, "clip": 0.9}),
+    "reordered weight": (layout.ReorderedWeight, {**vars(REORDERED)}),
     "atom weight": (ptxlab.AtomWeight, {**vars(ATOM["strips"])}),
     "atom activations": (ptxlab.AtomActivations, {**vars(PAIRS)}),
     "gemm w4a4": (ptxlab.gemm_w4a4, {"x": PAIRS, "weight": ATOM["rows"], "bias": None, "out": None, "out_dtype": None,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.atom_operands import ATOM_LAYOUTS, AtomWeight, atom_shapes, pack_atom, unpack_atom
 from ptxlab.layout.packings import Shapes
-from ptxlab.quant.atom import AtomRows, channel_places, quantize_atom_activations
+from ptxlab.quant.atom import ATOM_OUTLIERS, AtomRows, channel_places, quantize_atom_activations
 from ptxlab.quant.fmpq import BlockRows, quantize_blocks
 from ptxlab.reference.packed import F32
 from ptxlab.validate import is_integer, is_one_of, require_number
@@ -58,7 +58,8 @@ class ReorderedWeight:
             raise ArgumentError("buffers", "must be arrays by name", type(self.buffers).__name__)
         place = self.buffers.get("place")
         if getattr(place, "dtype", None) != dtype or place is None or place.shape != shape:
-            raise ArgumentError("buffers[place]", f"must be {dtype} {list(shape)}", type(place).__name__)
+            got = f"{place.dtype} {list(place.shape)}" if hasattr(place, "dtype") else type(place).__name__
+            raise ArgumentError("buffers[place]", f"must be {dtype} {list(shape)}", got)
         if isinstance(place, np.ndarray) and not np.array_equal(np.sort(place), np.arange(self.K)):
             raise ArgumentError("buffers[place]", f"must be a permutation of 0..{self.K - 1}", "none")
         blocks = self.K // self.group if self.scheme == "fmpq" else 0
@@ -114,7 +115,9 @@ class ReorderedWeight:
 
 def reordered_shapes(layout: str, N: int, K: int, outliers: int, group: int) -> Shapes:
     """The buffers of a `ReorderedWeight`: name -> (dtype, shape); raises ArgumentError as `atom_shapes` does."""
-    if not is_integer(K) or not is_integer(outliers) or outliers >= K:
+    if not is_one_of(outliers, ATOM_OUTLIERS):
+        raise ArgumentError("outliers", f"must be one of {', '.join(map(str, ATOM_OUTLIERS))}", outliers)
+    if not is_integer(K) or outliers >= K:
         raise ArgumentError("K", f"must be more than the {outliers} outliers", repr(K))
     return {**atom_shapes(layout, N, K - outliers, outliers, group), "place": ("int16", (K,))}
 
@@ -124,7 +127,7 @@ def pack_reordered(
 ) -> ReorderedWeight:
     """A quantised weight of NumPy or CuPy arrays, whose columns are in `order`; with `int8` of COMET, else of Atom."""
     packed = pack_atom(weight, layout)
-    on_host = order.get() if hasattr(order, "get") else order
+    on_host = order.get() if hasattr(order, "ndim") and hasattr(order, "get") else order  # CuPy's
     place = np.asarray(channel_places(on_host), like=weight.q4)
     return ReorderedWeight(
         scheme="atom" if int8 is None else "fmpq",
