@@ -136,7 +136,7 @@ def pack_reordered(
         K=packed.K + packed.outliers,
         outliers=packed.outliers,
         group=packed.group,
-        int8=int8 or 0,
+        int8=0 if int8 is None else int8,
         clip=clip if int8 is None else 1.0,
         buffers={**packed.buffers, "place": place},
     )
