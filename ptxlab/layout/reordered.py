@@ -56,8 +56,8 @@ class ReorderedWeight:
         dtype, shape = reordered_shapes(self.layout, self.N, self.K, self.outliers, self.group)["place"]
         if not isinstance(self.buffers, Mapping):
             raise ArgumentError("buffers", "must be arrays by name", type(self.buffers).__name__)
-        place = self.buffers.get("place")
-        if getattr(place, "dtype", None) != dtype or place is None or place.shape != shape:
+        place: Any = self.buffers.get("place")
+        if getattr(place, "dtype", None) != dtype or place.shape != shape:
             got = f"{place.dtype} {list(place.shape)}" if hasattr(place, "dtype") else type(place).__name__
             raise ArgumentError("buffers[place]", f"must be {dtype} {list(shape)}", got)
         if isinstance(place, np.ndarray) and not np.array_equal(np.sort(place), np.arange(self.K)):
