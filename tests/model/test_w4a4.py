@@ -13,7 +13,7 @@ from ptxlab.errors import ArgumentError, FileError
 from ptxlab.kernels.gemm.w4a4 import gemm_atom
 from ptxlab.kernels.gemm.w4ax import gemm_blocks
 from ptxlab.layout import ReorderedWeight, pack_reordered
-from ptxlab.model import Config, FloatModel, KernelRunner, NumpyRunner, QuantizedModel, folder
+from ptxlab.model import Config, FloatModel, KernelRunner, NumpyRunner, QuantizedModel, folder, perplexity
 from ptxlab.model.numpy_runner import GroupProduct
 from ptxlab.model.open import dequantized
 from ptxlab.model.quantized import FUSED, numerics_of
@@ -118,6 +118,28 @@ def test_text_is_the_one_of_fake_quantisation(made: tuple[Recipe, Path, Quantize
     exact = small()
     loss = np.linalg.norm(right - exact.logits(exact.states([tokens[None]])[0])[0, -1]) / np.linalg.norm(right)
     assert error < loss < 0.1, (error, loss)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name: str) -> None:
+    """But for sums in another order, which move a weight to the next level here and there; and it is measured there."""
+    recipe, model, text = FOUR_BITS[name], small(), np.tile(TEXT, (1, 4))
+    for place, each in (("host", model), ("device", model.to_device())):
+        quantize_model(each, text, recipe, tmp_path / place)
+    host, device = (folder.load(tmp_path / place) for place in ("host", "device"))
+    for fused in FUSED:
+        a, b = (getattr(each.layers[0], fused) for each in (host, device))
+        assert (a.scheme, a.int8, a.clip) == (b.scheme, b.int8, b.clip)
+        assert (a.order == b.order).mean() > 0.8 and relative(a.dequantize(), b.dequantize()) < 0.1
+    numerics = recipe.numerics()
+    on_host = perplexity(dequantized(host), TEXT, numerics)
+    on_device = perplexity(dequantized(device).to_device(), TEXT, numerics)
+    assert np.log(on_device) == pytest.approx(np.log(on_host), rel=0.05)
+
+
+def relative(found: Any, right: Any) -> float:
+    return float(np.linalg.norm(found - right) / np.linalg.norm(right))
 
 
 def problem(scheme: str, to: str) -> tuple[ReorderedWeight, Any, Any, Any]:

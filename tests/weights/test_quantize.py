@@ -311,15 +311,20 @@ def test_every_step_dispatches_on_device_arrays(name: str) -> None:
         np.testing.assert_allclose(device.floats[name].array, w, rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_of_device_arrays_becomes_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["lqq", "atom", "fmpq"])
+def test_a_model_of_device_arrays_becomes_the_same_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Packed and written too, and read again to calibrate the next layer on."""
     monkeypatch.setattr(gpu, "is_device_array", lambda array: isinstance(array, DispatchingArray))
     monkeypatch.setattr(gpu, "device_info", lambda: None)
     monkeypatch.setattr(gpu, "to_device", DispatchingArray)
     monkeypatch.setattr(gpu, "to_host", DispatchingArray.get)
-    model = small(BIASED)
+    model, recipe = small(BIASED), PACKED.get(name)
+    if recipe is None:
+        model, recipe = small(replace(BIASED, hidden=128, heads=8, ffn=192)), RECIPES[name].but(clip=None)
     for place, each in (("host", model), ("device", model.to_device())):
-        quantize.quantize_model(each, TEXT, PACKED["lqq"], tmp_path / place)
+        quantize.quantize_model(each, TEXT, recipe, tmp_path / place)
     assert files(tmp_path / "host") == files(tmp_path / "device")
 
 
