@@ -129,7 +129,7 @@ def test_what_a_recipe_reports(cli: Any, folder: Path, tmp_path: Path) -> None:
         (("--recipe", "best"), "recipe: must be one of lqq, qoq"),
         (("--rotation", "random"), "--rotation needs --recipe"),
         (("--recipe", "lqq", "--rotation", "left"), "rotate: must be one of hadamard, random or None (got left)"),
-        (("--recipe", "atom", "--group", "128"), "qkv: K: must be more than the 128 outliers (got 128)"),
+        (("--recipe", "atom", "--group", "128", "--length", "8", "--text", "TEXT"), "K: must be more than the 128 outl"),
         (("--recipe", "fmpq", "--group", "32"), "group: must be one of 64, 128 with INT8 blocks (got 32)"),
         (("--recipe", "fmpq", "--int8", "1.5"), "int8: must be a number in 0..1 (got 1.5)"),
         (("--recipe", "atom", "--int8", "0.1"), "--int8 is for --recipe fmpq"),
