@@ -129,7 +129,7 @@ def test_what_a_recipe_reports(cli: Any, folder: Path, tmp_path: Path) -> None:
         (("--recipe", "best"), "recipe: must be one of lqq, qoq"),
         (("--rotation", "random"), "--rotation needs --recipe"),
         (("--recipe", "lqq", "--rotation", "left"), "rotate: must be one of hadamard, random or None (got left)"),
-        (("--recipe", "atom", "--group", "128", "--length", "8", "--text", "TEXT"), "K: must be more than the 128 outl"),
+        (("--recipe", "atom", "--group", "128", "--length", "8", "--text", "TEXT"), "K: must be more than the 128"),
         (("--recipe", "fmpq", "--group", "32"), "group: must be one of 64, 128 with INT8 blocks (got 32)"),
         (("--recipe", "fmpq", "--int8", "1.5"), "int8: must be a number in 0..1 (got 1.5)"),
         (("--recipe", "atom", "--int8", "0.1"), "--int8 is for --recipe fmpq"),
@@ -154,12 +154,15 @@ def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypa
     text = Corpus((TEXT,), (TEXT,))
     monkeypatch.setattr("ptxlab.cli.models.open_text", lambda source, progress: text)
     sizes = ("--length", 32, "--windows", 2, "--samples", 2, "--sample-length", 32)
-    options = ("--only", "alone/KV?", "--only", "Atom/GPTQ", "--only", "channel/GPTQ", "--seeds", 2, *sizes)
+    only = ("--only", "alone/KV?", "--only", "Atom/GPTQ", "--only", "FMPQ/?0% *", "--only", "channel/GPTQ")
+    options = (*only, "--seeds", 2, *sizes)
     code, printed, err = cli("accuracy", folder, *options, "--out", tmp_path / "record.json")
     assert (code, err) == (0, "")
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["windows"] == {"wikipedia": [2, 32]} and record["start"] == "mixed"
     rows = {(row["ladder"], row["step"], row["seed"]): row["perplexity"]["wikipedia"] for row in record["rows"]}
+    shares = [(f"{share}% of the blocks in INT8", seed) for share, seed in ((10, 0), (20, 0), (20, 1), (40, 0))]
+    assert 0 < record["rows"][-2]["bytes"] < record["rows"][0]["bytes"]
     kv = [("alone", "KV8", 0), ("alone", "KV4", 0)]
     assert [*rows] == [
         ("float", "float32", 0),
@@ -167,6 +170,7 @@ def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypa
         ("channel", "GPTQ", 0),
         ("channel", "GPTQ", 1),
         ("Atom", "GPTQ", 0),
+        *(("FMPQ", step, seed) for step, seed in shares),
     ]
     exact = rows["float", "float32", 0]
     assert abs(np.log(rows[kv[0]] / exact)) < abs(np.log(rows[kv[1]] / exact)) < 1  # of a log of 77
