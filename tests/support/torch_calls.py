@@ -66,8 +66,8 @@ def every_call(rng: np.random.Generator) -> dict[str, tuple[tuple[Any, ...], dic
     pool, (cos, sin), positions = caches(rng)["pool"], rope(), torch.tensor([0, 1, 0])
     table, lengths = torch.tensor([[0], [0], [1]], dtype=torch.int32), torch.tensor([1, 2, 0], dtype=torch.int32)
     full = caches(rng)
-    written = [quant.quantize_kv(each) for each in rng.standard_normal((2, 4, Hkv, D), dtype=np.float32)]
-    write_slots(full["cache"], *written, np.array([0, 1, 64, 65]))
+    k, v = (quant.quantize_kv(each) for each in rng.standard_normal((2, 4, Hkv, D), dtype=np.float32))
+    write_slots(full["cache"], k, v, np.array([0, 1, 64, 65]))
     kv, qkv, q = normal(rng, M, Hkv, D), normal(rng, M, (Hq + 2 * Hkv) * D), normal(rng, M, Hq, D)
     return {
         "quantize_activations": ((x,), {}),
