@@ -63,7 +63,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Ask, in the ChatML template of instruct models.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a text with W4A8 weights and a 4-bit KV cache, in the integers that the kernels compute.
+    """Continue a text with W4A8 (or, in NumPy, W4A4) weights and a 4-bit KV cache, in the integers that the kernels compute.
 
     Without a GPU the same integers are computed in NumPy. Weights that are not quantised yet are rounded to nearest.
     """
@@ -194,7 +194,9 @@ def _text_of(request: Request, tokenizer: Tokenizer) -> str:
 def _where(runner: Runner, backend: str) -> str:
     how = "a CUDA graph per step, the prompt by the decode attention, in chunks of"
     where = {"gpu": f"the GPU: {how} {runner.chunk} tokens", "numpy": "NumPy"}[backend]
-    return f"W4A8, KV4, on {where}"
+    weight = runner.model.layers[0].qkv
+    precision = {"atom": "W4A4", "fmpq": "W4Ax"}.get(weight.scheme, "W4A8")
+    return f"{precision}, KV4, on {where}"
 
 
 def _note(said: str) -> None:
