@@ -63,9 +63,10 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Ask, in the ChatML template of instruct models.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a text with W4A8 (or, in NumPy, W4A4) weights and a 4-bit KV cache, in the integers that the kernels compute.
+    """Continue a text with W4A8 weights and a 4-bit KV cache, in the integers that the kernels compute.
 
-    Without a GPU the same integers are computed in NumPy. Weights that are not quantised yet are rounded to nearest.
+    Without a GPU the same integers are computed in NumPy, where W4A4's folders run as well. Weights that are not
+    quantised yet are rounded to nearest.
     """
     if backend is None:
         backend = "gpu" if gpu.why_not("sm_90a", exact=True) is None else "numpy"
