@@ -68,12 +68,13 @@ def fastest(peers: Mapping[str, float], start: str) -> str:
 
 
 def fused(record: Record | None) -> pd.DataFrame:
-    """The kernels between GEMMs: `width` is K, of `rope_append_kv4` that of q, k and v together."""
+    """The kernels between GEMMs: `width` is that of a row, of `rope_append_kv4` that of q, k and v together."""
     rows = [row for row in record.rows if row.measure == FUSED] if record else []
     flat = []
     for row in rows:
         sizes = row.sizes
-        width = sizes["K"] if "K" in sizes else HEAD_DIM * (sizes["Hq"] + 2 * sizes["Hkv"])
+        heads = HEAD_DIM * (sizes.get("Hq", 0) + 2 * sizes.get("Hkv", 0))
+        width = sizes["K"] + sizes.get("outliers", 0) if "K" in sizes else heads
         compiled = row.peers.get("torch_compile", math.nan)
         found = {**row.more, **vars(row), "M": sizes["M"], "width": width, "over torch": compiled / row.time_us}
         flat.append(found)

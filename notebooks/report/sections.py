@@ -337,6 +337,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "w4a4_figures": w4a4.figures_table,
     "w4ax_schedules": w4a4.schedule_table,
     "accuracy": accuracy.section,
+    "w4a4_accuracy": w4a4.accuracy_table,
     "audit": audit_table,
     "attention": attention_table,
     "kv4": kv4_section,

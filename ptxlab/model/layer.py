@@ -340,6 +340,8 @@ def _check(
 def _check_weights(weights: Any) -> None:
     if not isinstance(weights, LayerWeights):
         raise ArgumentError(f"{NAME}: weights", "must be LayerWeights", type(weights).__name__)
+    if weights.four_bit_inputs:
+        raise ArgumentError(f"{NAME}: weights", "must be W4A8's; a NumpyRunner takes W4A4's", "W4A4's")
 
 
 def _check_sizes(config: Config) -> None:

@@ -10,7 +10,7 @@ from ptxlab import gpu, quant
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.operation import dtype_of
 from ptxlab.kernels.transfer import copied_to_device
-from ptxlab.layout import ExpertWeights, PackedWeight, pack, stack_experts
+from ptxlab.layout import ExpertWeights, PackedWeight, ReorderedWeight, pack, stack_experts
 from ptxlab.layout.packed_weight import QuantizedWeight
 from ptxlab.model.config import Config, require_config
 from ptxlab.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
@@ -42,6 +42,8 @@ def quantiser(
 class LayerWeights:
     """One layer, NumPy or CuPy arrays; with experts, `gate_up` and `down` are all of theirs.
 
+    The matrices are W4A8's (`PackedWeight`) or, all of them, W4A4's (`ReorderedWeight`).
+
     Attributes:
         config: its numbers.
         qkv: queries, keys and values, [(Hq + 2·Hkv)·D, H].
@@ -57,9 +59,9 @@ class LayerWeights:
     """
 
     config: Config
-    qkv: PackedWeight
-    o: PackedWeight
-    gate_up: Any  # PackedWeight or ExpertWeights
+    qkv: Any  # PackedWeight or ReorderedWeight
+    o: Any
+    gate_up: Any  # or ExpertWeights
     down: Any
     input_norm: Any = field(repr=False)
     post_norm: Any = field(repr=False)
@@ -71,7 +73,8 @@ class LayerWeights:
         require_config("config", config)
         for name, (N, K) in config.matrices.items():
             weight, experts = getattr(self, name), config.experts if name in ("gate_up", "down") else 0
-            kind, of_all = (ExpertWeights, f" of {experts} experts") if experts else (PackedWeight, "")
+            whole = ReorderedWeight if isinstance(self.qkv, ReorderedWeight) else PackedWeight
+            kind, of_all = (ExpertWeights, f" of {experts} experts") if experts else (whole, "")
             got = (weight.N, weight.K, getattr(weight, "E", 0)) if isinstance(weight, kind) else type(weight).__name__
             if got != (N, K, experts):
                 raise ArgumentError(name, f"must be {kind.__name__} [{N}, {K}]{of_all}", got)
@@ -142,6 +145,11 @@ class LayerWeights:
             router = rng.standard_normal((config.experts, config.hidden), dtype=np.float32)
             weights["router"] = place(stored((router / np.sqrt(config.hidden)).astype(np.float32), dtype))
         return cls(config=config, input_norm=norm(), post_norm=norm(), **weights)
+
+    @property
+    def four_bit_inputs(self) -> bool:
+        """Whether its matrices are W4A4's, which read 4-bit activations."""
+        return isinstance(self.qkv, ReorderedWeight)
 
     @property
     def dtype(self) -> str:

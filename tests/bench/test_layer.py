@@ -21,6 +21,7 @@ from ptxlab.model import Config, LayerWeights
 
 TINY = Config(hidden=128, ffn=128, heads=1, kv_heads=1, head_dim=128, layers=1, vocabulary=32, name="tiny")
 CEILINGS = Ceilings(4.6, 4.2)
+REORDERING = ("reorder_quantize", "rmsnorm_reorder_quantize", "silu_mul_reorder_quantize")
 
 
 @pytest.fixture
@@ -106,8 +107,9 @@ def test_products_set_the_floor_of_large_batches() -> None:
         lambda: fused.gated(3, 96),
         lambda: fused.quantised(3, 96),
         lambda: fused.appended(3, 2, 1),
+        *(lambda i=i: list(fused.reordering(3, 256, 64, 64))[i] for i in range(3)),
     ],
-    ids=["rmsnorm_quantize", "silu_mul_quantize", "quantize_activations_s8", "rope_append_kv4"],
+    ids=["rmsnorm_quantize", "silu_mul_quantize", "quantize_activations_s8", "rope_append_kv4", *REORDERING],
 )
 def test_a_fused_kernel_is_timed_beside_copies_and_checked(
     make: Callable[[], fused.Fused], here: pytest.MonkeyPatch
@@ -118,7 +120,8 @@ def test_a_fused_kernel_is_timed_beside_copies_and_checked(
     row = fused.timed(of, CEILINGS)
     assert (row.kernel, row.sizes, row.time_us) == (of.kernel, of.sizes, 10.0)
     assert row.more["copy_us"] == 5.0 and row.more["copy_l2_us"] == 4.0 and row.more["chain_us"] == 10.0
-    assert row.peers == ({"torch_compile": 7.0} if "K" in of.sizes else {})
+    assert row.peers == ({"torch_compile": 7.0} if of.compiled else {})
+    assert (of.compiled is None) == (of.kernel in ("rope_append_kv4", *REORDERING))
     assert row.floor_us == pytest.approx(of.nbytes / 4.2e6)
     arrays = of.make()
     with pytest.raises(BenchmarkError, match=f"{of.kernel.removesuffix('_s8')}: (wrong|pages)"):
@@ -158,9 +161,10 @@ def test_what_is_compiled_is_what_is_measured(here: pytest.MonkeyPatch) -> None:
     with emulator.chain(()) as made:
         decoder.warm(TINY, (1,))
     assert {*made.launches} == between | {"gemm_w4a8_small_sm90", "rope_append_kv4", "attention_kv4_sm90"}
-    here.setattr(fused, "WIDTHS", (64, 96))
+    here.setattr(fused, "WIDTHS", (256, 384))
+    between |= {*REORDERING}
     here.setattr(fused, "HEADS", ((2, 1),))
-    for width, launched in ((64, between | {"rope_append_kv4"}), (96, between)):
+    for width, launched in ((256, between | {"rope_append_kv4"}), (384, between)):
         with emulator.chain(()) as made:
             fused.warm(width)
         assert {*made.launches} == launched
