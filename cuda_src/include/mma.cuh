@@ -37,6 +37,14 @@ __device__ __forceinline__ void store_matrices_transposed(unsigned column, const
                  : "memory");
 }
 
+// The way back: lane 8 i + j gives the address of column j of matrix i.
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], unsigned column) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(column)
+                 : "memory");
+}
+
 // Shared memory to registers, in this place: the compiler does not move it over other volatile instructions.
 __device__ __forceinline__ uint4 load_shared_16(unsigned address) {
     uint4 q;
@@ -45,6 +53,11 @@ __device__ __forceinline__ uint4 load_shared_16(unsigned address) {
                  : "r"(address)
                  : "memory");
     return q;
+}
+
+__device__ __forceinline__ void store_shared_16(unsigned address, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 __device__ __forceinline__ unsigned load_shared_4(unsigned address) {
     unsigned q;

@@ -9,10 +9,9 @@
 // Shows      one ex2 and one rcp per element hide behind the loads; a row of more than 512 threads is a cluster's.
 // Guide      notebooks/guide/kernels_quantize.md: error, tile, constants
 // PTX ISA    9.7.3 ex2, rcp, fma; 9.7.9 mapa, st.async; 9.7.13.3 barrier.cluster; 9.7.13.13 griddepcontrol.
+#include "activation.cuh"
 #include "griddep.cuh"
-#include "mma_f16.cuh"
 #include "quantize_row.cuh"
-#include "reciprocal.cuh"
 
 #ifndef IN
 #define IN 0
@@ -21,19 +20,6 @@
 #define THREADS 256
 #define CLUSTER 1
 #endif
-
-namespace {
-
-constexpr float LOG2_E = 1.44269504f;
-constexpr float GELU_LINEAR = 2.30220820f, GELU_CUBIC = 0.102943240f;  // of 2 z log2(e)
-
-// g sigmoid(..): of an infinity of either sign the result is no number, or infinite.
-__device__ __forceinline__ float activated(float g) {
-    const float turns = ACTIVATION ? g * fmaf(g * g, -GELU_CUBIC, -GELU_LINEAR) : g * -LOG2_E;
-    return g * ptxlab::reciprocal_approx(1.0f + ptxlab::exp2_approx(turns));
-}
-
-}  // namespace
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.
 extern "C" __global__ void __launch_bounds__(THREADS) silu_mul_quantize(
@@ -56,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) silu_mul_quantize(
     const Chunk up = ptxlab::load_chunk<IN>(row, K / 16 + chunk, inside);
     ptxlab::Floats h;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) h.v[i] = activated(gate[i]) * up[i];
+    for (int i = 0; i < 16; ++i) h.v[i] = ptxlab::activated<ACTIVATION>(gate[i]) * up[i];
     const unsigned most = ptxlab::warp_max(ptxlab::magnitude(h));
     ptxlab::wait_for_open<CLUSTER>();
     found.say(0, most);

@@ -2,7 +2,7 @@
 
 Buffer `blocks` of weight `layers.0.up.weight` is the tensor `layers.0.up.weight.blocks`. The metadata key `ptxlab`
 holds, as JSON, the format's name and version and for every packed weight its layout, arch, scheme, N, K, group and
-protective range.
+protective range, and `interleaved` where it is.
 """
 
 import json
@@ -27,7 +27,8 @@ _FIELDS = {"layout": str, "arch": str, "scheme": str, "N": int, "K": int, "group
 def save(packed: PackedWeight, path: str | os.PathLike[str], name: str = "weight") -> None:
     """Write a packed weight as a safetensors file, whole or not at all. Raises FileError if it cannot be written."""
     fields = header_fields(packed.layout, packed.scheme, packed.N, packed.K, packed.group, packed.protective_range)
-    write_checkpoint(path, announce(name, fields), contents(name, packed), metadata({name: fields}))
+    kept = {**fields, "interleaved": True} if packed.interleaved else fields
+    write_checkpoint(path, announce(name, fields), contents(name, packed), metadata({name: kept}))
 
 
 def load(path: str | os.PathLike[str], name: str | None = None) -> PackedWeight:
@@ -117,6 +118,7 @@ def _load(checkpoint: Checkpoint, name: str, fields: dict[str, Any]) -> PackedWe
             checkpoint.read_bytes(expected.name).view(dtype).reshape(expected.shape)
         )
     try:
-        return PackedWeight(**{key: fields[key] for key in _FIELDS if key != "arch"}, buffers=buffers)
+        known = {key: fields[key] for key in (*_FIELDS, "interleaved") if key != "arch" and key in fields}
+        return PackedWeight(**known, buffers=buffers)
     except ArgumentError as error:
         raise FileError(f"{checkpoint.path}: {name}: {error}") from None
