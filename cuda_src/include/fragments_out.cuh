@@ -11,7 +11,7 @@
 // 4-byte outputs   from the registers: eight lanes write one sector of 32 bytes.
 // SILU_MUL         a lane has gate and up, so 8 features are left: 32 tokens at a time, 16 bytes each, a lane per token.
 // ADD              what is added comes the same way as results go, and back: a lane reads the 16 bytes that it will
-//                  write, and ldmatrix.x4.trans turns them over; 64 tokens' are on their way at a time.
+//                  write, and ldmatrix.x4.trans turns them over.
 #pragma once
 #include "mma.cuh"
 #include "output.cuh"
@@ -89,18 +89,22 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
         const unsigned to = shared_address(buffer) + (matrix / 2 * 8 + row) * 32 + ((matrix % 2) ^ (row / 4)) * 16;
         const int out = lane / 2, half = lane % 2;  // what this lane writes: token, and 8 rows
         const unsigned from = shared_address(buffer) + out * 32 + (half ^ (out / 4 % 2)) * 16;
-        constexpr int AHEAD = 4;
+        constexpr int AHEAD = TOKENS > 64 ? 4 : 2;  // pairs of pieces on their way
         uint4 added[AHEAD];
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; j += AT_ONCE) {
-            if (WITH == ADD && j % (AHEAD * AT_ONCE) == 0)
+            if (WITH == ADD && j % (AHEAD * AT_ONCE) == 0) {
+                int reader = lane;  // the compiler is not to keep these addresses for what is written
+                asm volatile("" : "+r"(reader));
 #pragma unroll
                 for (int i = 0; i < AHEAD; ++i) {
-                    const int piece = j + i * AT_ONCE + out / 8, token = token0 + (j + i * AT_ONCE) * 8 + out;
+                    const int piece = j + i * AT_ONCE + reader / 16, n = n0 + reader % 2 * 8;
+                    const int token = token0 + (j + i * AT_ONCE) * 8 + reader / 2;
                     added[i] = make_uint4(0, 0, 0, 0);
-                    if (out < AT_ONCE * 8 && piece < TOKENS / 8 && own(piece) && token < M && n0 + half * 8 < end)
-                        added[i] = load_results_8(y, size_t(token) * N + n0 + half * 8);
+                    if (reader < AT_ONCE * 16 && piece < TOKENS / 8 && own(piece) && token < M && n < end)
+                        added[i] = load_results_8(y, unsigned(token * N + n));
                 }
+            }
             if (!own(j) && !(AT_ONCE == 2 && own(j + 1))) continue;
             unsigned residual[4] = {};  // as h
             if constexpr (WITH == ADD) {
