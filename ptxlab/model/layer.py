@@ -224,6 +224,8 @@ def _check(x: Any, residual: Any, weights: LayerWeights, cache: KVCache, buffers
 def _check_weights(weights: Any) -> None:
     if not isinstance(weights, LayerWeights):
         raise ArgumentError(f"{NAME}: weights", "must be LayerWeights", type(weights).__name__)
+    if getattr(weights.gate_up, "interleaved", False):
+        raise ArgumentError(f"{NAME}: weights.gate_up", "must have gate above up", "interleaved rows")
 
 
 def _check_cache(config: Config, cache: KVCache) -> None:

@@ -155,9 +155,7 @@ def test_a_form_of_a_kernel_is_found_by_its_label() -> None:
         assert spec.label == f"{spec.name}:{spec.form}"
         assert kernels.find(spec.label) == (spec, (source,)) and kernels.find(f"{source.label}:{spec.form}")[0] is spec
         assert kernels.resolve_all(f"{source.label}:{spec.form}") == [(spec, (source,), spec.name)]
-    with pytest.raises(
-        ArgumentError, match=r"one of gemm_w4a8_sm90, gemm_.*:channel, .*residual \(got .*:rows\)"
-    ):
+    with pytest.raises(ArgumentError, match=r"one of gemm_w4a8_sm90, gemm_.*:channel, .*residual \(got .*:rows\)"):
         kernels.find("gemm_w4a8_sm90:rows")
     with pytest.raises(ArgumentError, match=r"kernel: one of dequant_lqq \(got dequant_lqq:channel\)"):
         kernels.find("dequant_lqq:channel")

@@ -17,6 +17,7 @@ from ptxlab.spec import KernelSpec
 from ptxlab.spec.dtypes import numbers, storage, stored
 from tests.support import gemm_checks as checks
 from tests.support.axes import on_every_backend
+from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
 from tests.support.gemm_calls import BIAS, SCHEMES, STRIPS, WEIGHTS, X_SCALE, K, M, X, expected
 from tests.support.quantized import assert_equal
 
@@ -42,6 +43,10 @@ CASES = [
 ]
 
 
+def ids(case: Any) -> str:
+    return case if isinstance(case, str) else "-".join(f"{name}{value}" for name, value in case.items())
+
+
 def ran(spec: KernelSpec, logical: dict[str, Any], backend: str, config: dict[str, int], **options: Any) -> None:
     """Held against the reference, after the emulator's checks; `config` over the constants that are chosen."""
     sizes = {"M": len(logical["x"]), "N": len(logical["weight"].q4), "K": logical["x"].shape[1]}
@@ -57,7 +62,7 @@ def ran(spec: KernelSpec, logical: dict[str, Any], backend: str, config: dict[st
     verify.compare(spec, {"y": y}, logical, config)
 
 
-@pytest.mark.parametrize(("label", "config"), CASES, ids=lambda case: case if isinstance(case, str) else None)
+@pytest.mark.parametrize(("label", "config"), CASES, ids=ids)
 def test_every_end_of_a_tile(label: str, config: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """On one SM a block has many tiles; what the options are takes turns over the cases."""
     spec, turn = FORMS[label], CASES.index((label, config))
@@ -234,6 +239,20 @@ def test_what_does_not_fit_is_refused(case: str) -> None:
     with pytest.raises(ArgumentError, match=rf"^gemm_w4a8: {message}"):
         ptxlab.gemm_w4a8(X, X_SCALE, weight, backend="emulator", **given)
     assert all((array == 0).all() for name, array in given.items() if name in ("residual", "out", "bias"))
+
+
+def test_the_same_arrays_with_another_end(fake: FakeGpu) -> None:
+    """What is remembered of a call knows its epilogue; nothing is allocated for either."""
+    x, x_scale, y = DeviceArray(X), DeviceArray(X_SCALE), DeviceArray(np.zeros((M, 40), np.float16))
+    for _ in range(2):
+        assert ptxlab.gemm_w4a8(x, x_scale, on_device(STRIPS["lqq"]), out=y) is y
+        assert np.array_equal(y.host, expected("lqq"))
+        assert ptxlab.gemm_w4a8(x, x_scale, on_device(STRIPS["lqq"]), residual=y) is y
+        right = expected("lqq", "float32") + expected("lqq").astype(np.float32)
+        assert np.array_equal(y.host, right.astype(np.float16))
+    h = ptxlab.gemm_w4a8(x, x_scale, on_device(INTERLEAVED["lqq"]), epilogue="silu_mul")
+    exact, allowed = silu_mul("lqq", "float16")
+    assert h.shape == (M, F) and (np.abs(h.host - exact) <= allowed).all()
 
 
 @pytest.mark.gpu
