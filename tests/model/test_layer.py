@@ -295,6 +295,10 @@ def test_bad_input_is_refused_before_a_launch() -> None:
         with pytest.raises(ArgumentError) as error:
             replace(problem, **change).run()
         assert message in str(error.value) and "\n" not in str(error.value)
+    turns = LayerWeights.random(TINY, interleaved=True)
+    assert turns.gate_up.interleaved and not turns.down.interleaved
+    with pytest.raises(ArgumentError, match=r"decode_layer: weights.gate_up: must have gate above up"):
+        replace(problem, weights=turns).run()
     assert (problem.residual == given.residual).all() and (problem.cache.pool == given.cache.pool).all()
     with pytest.raises(ArgumentError, match=r"decode_layer: cache: must have 1 kv heads of 64 \(got 1 of 128\)"):
         LayerBuffers.empty(problem.weights, wide)
@@ -317,6 +321,8 @@ def test_weights_have_the_shapes_of_the_config() -> None:
             replace(weights, **change)
     for arguments, message in (
         ({"scheme": "int3"}, "scheme: must be one of lqq, qoq, qoq_channel"),
+        ({"interleaved": 1}, "interleaved: "),
+        ({"interleaved": True, "layout": "dual_mma"}, "interleaved: only in strips"),
         ({"dtype": "float32"}, "dtype: must be one of float16, bfloat16"),
         ({"seed": -1}, "seed: must be an integer"),
     ):
