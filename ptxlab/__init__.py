@@ -1,8 +1,8 @@
 """ptxlab: a workbench for low-bit LLM kernels.
 
-`gemm_w4a8`, `attention_kv4`, `append_kv4`, `quantize_activations`, `rmsnorm_quantize` and `silu_mul_quantize` call the
-kernels. `load` and `run` launch any kernel on a GPU or in the PTX emulator, with checks. `pack`, `KVCache` and
-`to_device` prepare weights and caches.
+`gemm_w4a8`, `attention_kv4`, `append_kv4`, `quantize_activations`, `rmsnorm_quantize`, `silu_mul_quantize`,
+`route_tokens` and `combine_experts` call the kernels. `load` and `run` launch any kernel on a GPU or in the PTX
+emulator, with checks. `pack`, `KVCache` and `to_device` prepare weights and caches.
 
 The folders; imports go one way, from a later line of this list to an earlier one:
 
@@ -29,6 +29,7 @@ from ptxlab.kernels.attention import (
     rope_append_kv4,
 )
 from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
+from ptxlab.kernels.moe import RoutedTokens, combine_experts, route_tokens
 from ptxlab.kernels.operation import release_memory
 from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
 from ptxlab.kernels.transfer import to_device
@@ -55,6 +56,7 @@ __all__ = [
     "PackedActivations",
     "PackedWeight",
     "PtxlabError",
+    "RoutedTokens",
     "Source",
     "TensorMap",
     "Workspace",
@@ -64,6 +66,7 @@ __all__ = [
     "attention_kv4",
     "attention_workspace",
     "calibrate_kv",
+    "combine_experts",
     "find",
     "gemm_w4a8",
     "gemm_w4a8_grouped",
@@ -75,6 +78,7 @@ __all__ = [
     "release_memory",
     "rmsnorm_quantize",
     "rope_append_kv4",
+    "route_tokens",
     "run",
     "run_spec",
     "silu_mul_quantize",

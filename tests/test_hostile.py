@@ -22,6 +22,10 @@ PER_CHANNEL = ptxlab.pack(CHANNEL, "qserve")
 EXPERTS = ptxlab.stack_experts([PACKED["strips"]] * 2)
 CACHE = ptxlab.KVCache.empty(2, 2, 1, 64, page_size=16)
 HALVES = W[:2].astype(np.float16)
+ROWS = layout.pack_activations(quant.quantize_activations(W[:2]), "row_major")
+CHOSEN = np.array([[0], [1]], np.int32)
+ROUTED = ptxlab.RoutedTokens(rows=ROWS, offsets=np.arange(3, dtype=np.int32), place=CHOSEN, chosen=CHOSEN,
+                             share=np.ones((2, 1), np.float32))  # fmt: skip
 LAYER, GIVEN = layer_problem(), ("x", "residual", "cache", "slots", "rope")
 KEYS = W.reshape(4, 64, 64)[:, :2]
 
@@ -64,6 +68,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
                                        "layout": "row_major", "rows": None, "out": None, "backend": "emulator",
                                        "programmatic": False}),
     "gate": (ptxlab.silu_mul_quantize, {"gate_up": HALVES, "activation": "silu", "backend": "emulator"}),
+    "route": (ptxlab.route_tokens, {"tokens": ROWS, "normed": HALVES, "router": HALVES, "k": 2, "out": None,
+                                    "backend": "emulator", "programmatic": False}),
+    "routed": (ptxlab.RoutedTokens, vars(ROUTED)),
+    "combine": (ptxlab.combine_experts, {"results": HALVES, "routed": ROUTED, "out": None, "backend": "emulator"}),
     "config": (Config, vars(LAYER.weights.config)),
     "layer weights": (LayerWeights, {"config": LAYER.weights.config, **LAYER.weights.parts}),
     "layer inputs": (LayerInputs.of, {name: getattr(LAYER, name) for name in GIVEN}),

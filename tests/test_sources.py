@@ -46,7 +46,7 @@ def test_the_family_is_the_first_folder() -> None:
     """Also of a teaching step, which lies one folder below."""
     for name in sources.names():
         for source in sources.of_kernel(name):
-            assert sources.family_of(source) in ("dequant", "load", "gemm", "attention", "quantize")
+            assert sources.family_of(source) in ("dequant", "load", "gemm", "attention", "quantize", "moe")
     (step,) = sources.of_kernel("gemm_w4a8_lqq_sm90")
     assert Path(step.path).parent.name == "steps" and sources.family_of(step) == "gemm"
 
@@ -65,7 +65,7 @@ def test_production_kernels_are_what_the_public_calls_launch() -> None:
         assert {name for name in launched if sources.family_of(sources.of_kernel(name)[0]) == family} == own - beside
 
 
-@pytest.mark.parametrize("family", ["dequant", "load", "gemm", "attention", "quantize"])
+@pytest.mark.parametrize("family", ["dequant", "load", "gemm", "attention", "quantize", "moe"])
 def test_the_guide_names_every_kernel_and_constant(family: str) -> None:
     """A family's page names its kernels, and what `-D` may set of them."""
     page = (sources.ptx_dir().parent / "notebooks" / "guide" / f"kernels_{family}.md").read_text()

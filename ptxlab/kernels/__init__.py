@@ -10,14 +10,14 @@ import numpy as np
 
 from ptxlab import sources
 from ptxlab.errors import ArgumentError, UnknownKernel
-from ptxlab.kernels import attention, dequant, gemm, quantize
+from ptxlab.kernels import attention, dequant, gemm, moe, quantize
 from ptxlab.kernels import load as load_family
 from ptxlab.runtime import Outcome, run_spec
 from ptxlab.runtime.arguments import check_flags, check_numbers, output_variant
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
 
-_FAMILIES = (dequant, load_family, quantize, gemm, attention)
+_FAMILIES = (dequant, load_family, quantize, gemm, attention, moe)
 
 
 @cache

@@ -10,11 +10,11 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention import AttentionWorkspace, attention_kv4, attention_workspace, rope_append_kv4
 from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
+from ptxlab.kernels.moe import RoutedTokens, combine_experts, route_tokens
 from ptxlab.kernels.operation import dtype_of
 from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
 from ptxlab.layout import KVCache, PackedActivations, PackedWeight
 from ptxlab.layout.packed_activations import stored_shape, tile_of
-from ptxlab.model import experts
 from ptxlab.model.config import Config
 from ptxlab.model.weights import LayerWeights
 from ptxlab.runtime.arguments import check_flags
@@ -26,11 +26,28 @@ ORDER = "row_major"  # of activations: at no batch is another one faster over al
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Routing:
+    """What lies between the launches of experts only.
+
+    Attributes:
+        tokens: normalised and quantised, row-major [M, H].
+        normed: the same before quantisation, f16 or bf16 [M, H], which the router looks at.
+        routed: rows for experts, which are the buffers' `gate_up_in`.
+        results: what the experts give, [M·chosen, H].
+    """
+
+    tokens: PackedActivations
+    normed: Any
+    routed: RoutedTokens
+    results: Any
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LayerBuffers:
     """What lies between the launches of a layer: made once for a batch, for all layers and steps of a decoder.
 
     A product `name` reads `name_in` and writes `name`; with experts `gate_up` and `down` have a row for every expert
-    of every token, and `routing` says whose. All are there to be looked at until the next layer.
+    of every token, and `routing.routed` says whose. All are there to be looked at until the next layer.
 
     Attributes:
         config, dtype: of the layers that they are for.
@@ -42,8 +59,8 @@ class LayerBuffers:
         routing: of experts, or None.
         workspaces: of the GEMMs on a GPU, by product; `attention_workspace` of attention.
         programmatic: whether launches overlap (programmatic dependent launch): those inside of a layer.
-        batch_invariant: whether attention splits a sequence by its own length alone (`attention_kv4`). Then a token of
-            a dense layer has the same bits whatever else is in the batch; the other kernels see to that anyway.
+        batch_invariant: whether attention splits a sequence by its own length alone (`attention_kv4`). Then a token
+            has the same bits whatever else is in the batch; the other kernels see to that anyway.
     """
 
     config: Config
@@ -58,7 +75,7 @@ class LayerBuffers:
     gate_up: Any
     down_in: PackedActivations
     hidden: Any
-    routing: experts.Routing | None = None
+    routing: Routing | None = None
     workspaces: Mapping[str, Workspace] = field(default_factory=dict)
     attention_workspace: AttentionWorkspace | None = None
     programmatic: bool = True
@@ -102,6 +119,18 @@ class LayerBuffers:
         chosen = max(1, config.chosen_experts)
         as_rows: dict[str, Any] = {"tokens": M * chosen, "layout": ORDER, "rows": None} if config.experts else {}
         on_gpu = gpu.is_device_array(like)
+        gate_up_in = activations(H, **as_rows)
+        routing = None
+        if config.experts:
+            routed = RoutedTokens(
+                rows=gate_up_in,
+                offsets=array(config.experts + 1, of="int32"),
+                place=array(M, chosen, of="int32"),
+                share=array(M, chosen, of="float32"),
+                chosen=array(M, chosen, of="int32"),
+            )
+            tokens, results = activations(H, layout=ORDER, rows=None), array(M * chosen, H)
+            routing = Routing(tokens=tokens, normed=array(M, H), routed=routed, results=results)
         dense = {name: weight for name, weight in weights.parts.items() if isinstance(weight, PackedWeight)}
         return cls(
             config=config,
@@ -112,11 +141,11 @@ class LayerBuffers:
             attention=array(M, *heads),
             o_in=activations(heads[0] * heads[1]),
             o=array(M, H),
-            gate_up_in=activations(H, **as_rows),
+            gate_up_in=gate_up_in,
             gate_up=array(M * chosen, 2 * F),
             down_in=activations(F, **as_rows),
             hidden=array(M, H),
-            routing=experts.Routing.empty(config, activations(H, layout=ORDER, rows=None), array),
+            routing=routing,
             workspaces={name: gemm_workspace(weight, M) for name, weight in dense.items()} if on_gpu else {},
             attention_workspace=attention_workspace(cache, batch_invariant=batch_invariant) if on_gpu else None,
             programmatic=programmatic,
@@ -147,9 +176,8 @@ def decode_layer(
     """One layer of decoding: a token of every sequence, over its cache, to which the token's key and value are added.
 
     On the GPU it only enqueues, on the caller's stream, and after the first call allocates nothing, so that it can be
-    captured into a CUDA graph and replayed on other tokens, slots, positions, lengths, tables; with experts the routing
-    allocates from CuPy's pool. One GPU's share of a layer (`Config.share`) gives its part of a sum over GPUs at `o`
-    and at the end, which nobody adds up here.
+    captured into a CUDA graph and replayed on other tokens, slots, positions, lengths, tables. One GPU's share of a
+    layer (`Config.share`) gives its part of a sum over GPUs at `o` and at the end, which nobody adds up here.
 
     Args:
         x: what is added to the residual stream first, [M, H] of the weights' dtype: the embedding of the batch, or the
@@ -183,15 +211,14 @@ def decode_layer(
     quantize_activations(b.attention.reshape(M, -1), **into(b.o_in), **chained)
     gemm_w4a8(b.o_in, weight=weights.o, out=b.o, workspace=space("o"), **chained)
     if b.routing is not None:
-        routed = b.routing
-        rmsnorm_quantize(b.o, weights.post_norm, **norm, **into(routed.tokens), normed=routed.normed, **chained)
-        routed.choose(weights.router, b.gate_up_in)
-        offsets = routed.offsets
-        gemm_w4a8_grouped(b.gate_up_in, weights=weights.gate_up, offsets=offsets, out=b.gate_up, backend=backend)
+        tokens, normed, routed = b.routing.tokens, b.routing.normed, b.routing.routed
+        rmsnorm_quantize(b.o, weights.post_norm, **norm, **into(tokens), normed=normed, **chained)
+        route_tokens(tokens, normed, weights.router, config.chosen_experts, out=routed, **chained)
+        grouped: dict[str, Any] = {"offsets": routed.offsets, **chained}
+        gemm_w4a8_grouped(b.gate_up_in, weights=weights.gate_up, out=b.gate_up, **grouped)
         silu_mul_quantize(b.gate_up, activation=config.activation, **into(b.down_in), **chained)
-        gemm_w4a8_grouped(b.down_in, weights=weights.down, offsets=offsets, out=routed.results, **chained)
-        routed.combine(b.hidden)
-        return b.hidden
+        gemm_w4a8_grouped(b.down_in, weights=weights.down, out=b.routing.results, **grouped)
+        return combine_experts(b.routing.results, routed, out=b.hidden, **chained)
     rmsnorm_quantize(b.o, weights.post_norm, **norm, **into(b.gate_up_in), **chained)
     gemm_w4a8(b.gate_up_in, weight=weights.gate_up, out=b.gate_up, workspace=space("gate_up"), **chained)
     silu_mul_quantize(b.gate_up, activation=config.activation, **into(b.down_in), **chained)

@@ -18,11 +18,11 @@ from ptxlab import gpu, quant, reference
 from ptxlab.errors import ArgumentError, VerificationError
 from ptxlab.kernels.attention.sm90 import SM90
 from ptxlab.kernels.gemm.common import DTYPES, gemm, gemm_channel
+from ptxlab.kernels.moe import CHOOSE
 from ptxlab.kernels.quantize.gated import SILU_MUL
 from ptxlab.kernels.quantize.rmsnorm import normalized
 from ptxlab.layout import ExpertWeights, KVCache, PackedWeight, gather, unpack, write_slots
 from ptxlab.layout.packed_activations import unpack_activations
-from ptxlab.model.experts import top
 from ptxlab.model.layer import LayerBuffers
 from ptxlab.model.weights import LayerWeights
 from ptxlab.quant import QoQChannelWeight, QuantizedActivations
@@ -90,8 +90,9 @@ def exact(given: LayerInputs, weights: LayerWeights, left: Mapping[str, Any] | N
     y, quantised = _normed(stream, weights.post_norm, config.eps, dtype)
     if config.experts:
         tokens, y = done("tokens", quantised), done("normed", stored(y, dtype))
-        place, offsets, share, allowed = _routed(_f32(y, dtype), weights.router, config.chosen_experts)
-        place, offsets, share = done("place", place), done("offsets", offsets), done("share", share, allowed)
+        chosen, share, allowed = _chosen(y, weights.router, config.chosen_experts, dtype)
+        chosen, share = done("chosen", chosen), done("share", share, allowed)
+        offsets, place = map(done, ("offsets", "place"), reference.rows_by_expert(chosen, config.experts))
         quantised = _taken(tokens, place.reshape(-1).argsort() // place.shape[1])
 
     def product(x: QuantizedActivations, weight: PackedWeight | ExpertWeights) -> Any:
@@ -105,11 +106,7 @@ def exact(given: LayerInputs, weights: LayerWeights, left: Mapping[str, Any] | N
     down_in = done("down_in", *_gated(gate_up, config.activation, dtype))
     results = product(down_in, weights.down)
     if config.experts:
-        rows = _f32(done("results", results), dtype)[place] * share[:, :, None]
-        total = rows[:, 0]
-        for c in range(1, share.shape[1]):
-            total = total + rows[:, c]
-        results = stored(total, dtype)
+        results = stored(reference.combined(_f32(done("results", results), dtype), place, share), dtype)
     done("hidden", results)
     return steps
 
@@ -120,9 +117,11 @@ def left_by(buffers: LayerBuffers, residual: Any, cache: KVCache) -> dict[str, A
     found = {name: _shared(array) for name, array in found.items()}
     packed_ones = {name: getattr(buffers, name) for name in ("qkv_in", "o_in", "gate_up_in", "down_in")}
     if buffers.routing is not None:
-        for name in ("normed", "place", "share", "offsets", "results"):
-            found[name] = _shared(getattr(buffers.routing, name))
-        packed_ones["tokens"] = buffers.routing.tokens
+        routing, routed = buffers.routing, buffers.routing.routed
+        arrays = {"normed": routing.normed, "results": routing.results, "chosen": routed.chosen}
+        arrays |= {"share": routed.share, "offsets": routed.offsets, "place": routed.place}
+        found |= {name: _shared(array) for name, array in arrays.items()}
+        packed_ones["tokens"] = routing.tokens
     for name, packed in packed_ones.items():
         arrays = {part: _shared(getattr(packed, part)) for part in ("x_q", "scale", "token_sum")}
         found[name] = unpack_activations(replace(packed, **arrays))
@@ -177,7 +176,8 @@ def in_float64(given: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
     y = reference.rms_norm(stream, norms[1], config.eps)
     if not config.experts:
         return ffn(y, weights.gate_up, weights.down), stream
-    chosen, shares = top(y @ weights.router.T.astype(np.float64), config.chosen_experts)
+    router = numbers(weights.router, dtype)
+    chosen, shares = reference.top_experts(y @ router.T, config.chosen_experts)
     hidden = np.zeros_like(stream)
     for expert in range(config.experts):
         of_expert = (shares * (chosen == expert)).sum(axis=1, keepdims=True)
@@ -199,17 +199,15 @@ def _normed(stream: Any, gamma: Any, eps: float, dtype: str) -> tuple[Any, Quant
     return _beside(y, stream), QuantizedActivations(*(_beside(getattr(quantised, part), stream) for part in _PARTS))
 
 
-def _routed(y: Any, router: Any, chosen: int) -> tuple[Any, Any, Any, Allowed]:
-    """place, offsets and share of `experts.Routing`, by sorting; and the error that the shares may have."""
-    logits = _on_host(y).astype(np.float64) @ _on_host(router).astype(np.float64).T
-    order = np.argsort(-logits, axis=1, kind="stable")[:, :chosen]
-    kept = np.exp(np.take_along_axis(logits, order, axis=1) - logits.max(axis=1, keepdims=True))
-    rows = np.argsort(order.reshape(-1), kind="stable")
-    place, offsets = rows.argsort().reshape(order.shape), order.reshape(-1)[rows].searchsorted(range(len(router) + 1))
-    found = place, offsets.astype(np.int32), (kept / kept.sum(axis=1, keepdims=True)).astype(np.float32)
-    size = np.abs(_on_host(y)).astype(np.float64) @ np.abs(_on_host(router)).astype(np.float64).T
-    of_logits = size.max(axis=1, keepdims=True) * (y.shape[1] + 8) * 2.0**-24  # sums of float32 in any order
-    return *(_beside(array, y) for array in found), Allowed(np.broadcast_to(4 * of_logits + 2.0**-20, place.shape))
+def _chosen(y: Any, router: Any, k: int, dtype: str) -> tuple[Any, Any, Allowed]:
+    """chosen and share of `RoutedTokens`, of logits in the kernel's order of additions; and the shares' error."""
+    logical = {"x": _f32(_on_host(y), dtype), "router": _f32(_on_host(router), dtype), "k": k}
+    config = {"IN": DTYPES.index(dtype)}
+    right = CHOOSE.expected(logical, config)
+    chosen, share = (
+        _beside(right[name].astype(kind), y) for name, kind in (("chosen", np.int32), ("share", np.float32))
+    )
+    return chosen, share, CHOOSE.allowed(logical, config)["share"]
 
 
 def _taken(x: QuantizedActivations, rows: Any) -> QuantizedActivations:

@@ -40,7 +40,7 @@ class LayerWeights:
         input_norm: of RMSNorm before attention, f16 or bf16 [H] (bf16 as its bits, uint16); decides the layer's dtype.
         post_norm: of RMSNorm before the feed-forward part, likewise.
         qkv_bias: f32 [(Hq + 2·Hkv)·D], where the model has one.
-        router: f32 [E, H], where it has experts.
+        router: [E, H] of the same dtype, where it has experts.
 
     Raises ArgumentError, which names the attribute, for a shape that is not the config's.
     """
@@ -71,6 +71,8 @@ class LayerWeights:
             array = getattr(self, name)
             if shape_of(array) != shape or (not shape and array is not None):
                 raise ArgumentError(name, f"must be an array {list(shape)}" if shape else "must be None", _said(array))
+        if self.router is not None and dtype_of(self.router) != self.dtype:
+            raise ArgumentError("router", f"must be {self.dtype}, as input_norm is", dtype_of(self.router))
 
     @classmethod
     def random(
@@ -127,7 +129,7 @@ class LayerWeights:
             weights["qkv_bias"] = place(rng.standard_normal(config.qkv_width, dtype=np.float32))
         if config.experts:
             router = rng.standard_normal((config.experts, config.hidden), dtype=np.float32)
-            weights["router"] = place((router / np.sqrt(config.hidden)).astype(np.float32))
+            weights["router"] = place(stored((router / np.sqrt(config.hidden)).astype(np.float32), dtype))
         return cls(config=config, input_norm=norm(), post_norm=norm(), **weights)
 
     @property

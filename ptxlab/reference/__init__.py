@@ -17,6 +17,7 @@ from ptxlab.reference.dequant import (
     scale_rows,
 )
 from ptxlab.reference.exact import exact_lqq, exact_qoq, fits_s8, presub_wrong
+from ptxlab.reference.experts import combined, rows_by_expert, top_experts
 from ptxlab.reference.floats import bfloat16_bits, from_bfloat16_bits
 from ptxlab.reference.gemm import gemm_accumulators, gemm_accumulators_channel, gemm_epilogue
 from ptxlab.reference.packed import as_bytes, as_words, replicate
@@ -27,6 +28,7 @@ __all__ = [
     "as_words",
     "attention",
     "bfloat16_bits",
+    "combined",
     "dequant_comet",
     "dequant_int4_naive",
     "dequant_lqq",
@@ -53,5 +55,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_tables",
+    "rows_by_expert",
     "scale_rows",
+    "top_experts",
 ]

@@ -61,7 +61,7 @@ def test_a_layer_of_experts_is_taken_apart_too(here: pytest.MonkeyPatch) -> None
     made = [LayerWeights.random(config, on_device=True)]
     row = decoder.row(config, 1, made, decoder.copies_of(made[0]), CEILINGS, {}, {}, compared=True)
     assert row.checked.startswith("the graph that was timed"), "whose exact twin takes too long"
-    assert {"choose 1", "combine 1", "gemm gate_up", "gemm down", "gemm o"} <= set(row.more)
+    assert {"route_tokens 1", "combine_experts 1", "gemm gate_up", "gemm down", "gemm o"} <= set(row.more)
     read = [row.more[f"floor gemm {name}"] * 4.6e6 for name in ("gate_up", "down", "qkv")]
     assert read == pytest.approx([made[0].gate_up.nbytes / 2, made[0].down.nbytes / 2, made[0].qkv.nbytes])
 

@@ -25,8 +25,10 @@ CHAIN = (
     "rmsnorm_quantize", "gemm_w4a8_small_sm90", "rope_append_kv4", "attention_kv4_sm90", "quantize_activations_s8",
     "gemm_w4a8_small_sm90", "rmsnorm_quantize", "gemm_w4a8_small_sm90", "silu_mul_quantize", "gemm_w4a8_small_sm90",
 )  # fmt: skip
-GROUPED = tuple("gemm_w4a8_grouped_sm90" if i in (7, 9) else name for i, name in enumerate(CHAIN))
-PARTS = ("x_q", "scale", "token_sum")  # of packed activations
+OF_EXPERTS = (
+    *(*CHAIN[:7], "choose_experts", "gather_tokens", "gemm_w4a8_grouped_sm90", "silu_mul_quantize"),
+    *("gemm_w4a8_grouped_sm90", "combine_experts"),
+)
 # Root mean square of the errors by that of the result: of INT8 activations, and a new token in 4 bits.
 OF_QUANTISING = 0.08
 
@@ -51,7 +53,7 @@ EARLY, LATE = ({"mode": mode, "begin": "early"} for mode in emulator.MODES)
     [
         (LLAMA, {}, EARLY, CHAIN),
         (QWEN, {**BFLOAT16, "scheme": "qoq_channel", "order": "fragment"}, LATE, CHAIN),
-        (MIXTRAL, {**BFLOAT16, "group": 64}, {**LATE, "begin": "late"}, GROUPED),
+        (MIXTRAL, {**BFLOAT16, "group": 64}, {**LATE, "begin": "late"}, OF_EXPERTS),
     ],
     ids=["llama", "qwen", "mixtral"],
 )
@@ -60,7 +62,7 @@ def test_a_layer_is_its_twin(config: Config, how: dict[str, Any], when: dict[str
     with emulator.chain(emulator.CHECKS, **when, given=[problem.cache.pool]) as made:
         said = run_and_compare(problem)
     assert made.findings == [] and tuple(made.launches) == names
-    routed = ("share, ", 18) if config.experts else ("", 12)
+    routed = ("share, ", 19) if config.experts else ("", 12)
     assert said == f"{routed[1]} steps: attention, {routed[0]}down_in within bounds, all others equal in every bit"
 
 
@@ -75,8 +77,9 @@ def test_layers_follow_each_other() -> None:
     assert made.findings == [] and len(made.launches) == 20
 
 
-def test_a_token_has_the_same_bits_alone() -> None:
-    problem = layer_problem(batch_invariant=True)
+@pytest.mark.parametrize("config", [TINY, MIXTRAL], ids=["llama", "mixtral"])
+def test_a_token_has_the_same_bits_alone(config: Config) -> None:
+    problem = layer_problem(config, batch_invariant=True)
     given, b = problem.inputs, 0
     cache = replace(given.cache, **{name: getattr(given.cache, name)[b : b + 1] for name in ("block_table", "lengths")})
     cos, sin, positions = problem.rope
@@ -94,15 +97,19 @@ def test_a_token_has_the_same_bits_alone() -> None:
     assert (problem.residual[b] == alone.residual[0]).all()
 
 
-@pytest.mark.parametrize("name", sorted({*CHAIN}))
-def test_a_wait_that_one_kernel_leaves_out_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [(TINY, name) for name in sorted({*CHAIN})] + [(MIXTRAL, name) for name in sorted({*OF_EXPERTS} - {*CHAIN})],
+    ids=lambda each: each if isinstance(each, str) else "mixtral" if each.experts else "llama",
+)
+def test_a_wait_that_one_kernel_leaves_out_is_found(config: Config, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though everything comes out right, as it may on a GPU for long."""
 
     def parsed(text: str, *paths: str) -> emulator.Module:
         return emulator.parse(text.replace("griddepcontrol.wait;", "") if f".entry {name}(" in text else text, *paths)
 
     monkeypatch.setattr(runtime, "_parsed", parsed)
-    problem = layer_problem()
+    problem = layer_problem(config)
     given = problem.inputs
     with emulator.chain({"race"}, begin="late") as made:
         problem.run(programmatic=True)
@@ -194,25 +201,6 @@ def test_twins_take_device_arrays(config: Config, how: dict[str, Any]) -> None:
     assert all(np.allclose(found.array, known, rtol=1e-9) for found, known in floats)
 
 
-@pytest.mark.usefixtures("device_arrays")
-def test_experts_are_chosen_on_device_arrays() -> None:
-    """By the very operations that NumPy arrays take."""
-    problem = layer_problem(MIXTRAL)
-    problem.run()
-    routing, rows = problem.buffers.routing, problem.buffers.gate_up_in
-    assert routing is not None
-    left = {name: getattr(routing, name) for name in ("place", "share", "offsets", "normed", "results")}
-    moved_rows = replace(rows, **{part: there(np.zeros_like(getattr(rows, part))) for part in PARTS})
-    arrays = {name: there(array if name in ("normed", "results") else 0 * array) for name, array in left.items()}
-    tokens = replace(routing.tokens, **{part: there(getattr(routing.tokens, part)) for part in PARTS})
-    moved_routing, out = replace(routing, tokens=tokens, **arrays), there(0 * problem.buffers.hidden)
-    moved_routing.choose(there(problem.weights.router), moved_rows)
-    moved_routing.combine(out)
-    assert all((getattr(moved_routing, name).array == left[name]).all() for name in ("place", "share", "offsets"))
-    assert all((getattr(moved_rows, part).array == getattr(rows, part)).all() for part in PARTS)
-    assert (out.array == problem.buffers.hidden).all()
-
-
 STEPS = (
     "qkv_in",
     "qkv",
@@ -227,18 +215,22 @@ STEPS = (
     "down_in",
     "hidden",
 )
+ROUTED = ("offsets", "place", "share", "chosen", "tokens", "normed", "results")
 
 
-def test_a_step_that_went_wrong_is_named() -> None:
-    problem = layer_problem()
-    given = problem.inputs
+@pytest.mark.parametrize(("config", "steps"), [(TINY, STEPS), (MIXTRAL, ROUTED)], ids=["llama", "mixtral"])
+def test_a_step_that_went_wrong_is_named(config: Config, steps: tuple[str, ...]) -> None:
+    problem = layer_problem(config)
+    given, routing = problem.inputs, problem.buffers.routing
     problem.run()
     found = given, problem.weights, problem.buffers, problem.residual, problem.cache
     compare(*found)
-    for name in STEPS:
-        of = {"pool": problem.cache.pool, "residual": problem.residual}
+    of = {"pool": problem.cache.pool, "residual": problem.residual}
+    if routing is not None:
+        of |= {**routing.routed.arrays, **vars(routing)}
+    for name in steps:
         array = of.get(name, getattr(problem.buffers, name, None))
-        array = array.x_q if name.endswith("_in") else array
+        array = getattr(array, "x_q", array)
         place = np.unravel_index(int(np.argmax(np.abs(array.astype(np.float32)))), array.shape)
         before = array[place]
         array[place] = 0
@@ -250,11 +242,14 @@ def test_a_step_that_went_wrong_is_named() -> None:
         compare(*found)
 
 
-def test_in_a_capture_nothing_is_allocated(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("config", "names"), [(TINY, CHAIN), (MIXTRAL, OF_EXPERTS)], ids=["llama", "mixtral"])
+def test_in_a_capture_nothing_is_allocated(
+    config: Config, names: tuple[str, ...], fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And all launches but the first are programmatic."""
     for name in ("_prepared", "_ready", "_memory"):
         monkeypatch.setattr(operation, name, {})
-    problem, fake.runs = layer_problem(), False
+    problem, fake.runs = layer_problem(config), False
     weights = replace(problem.weights, **{name: on_device(part) for name, part in problem.weights.parts.items()})
     arrays = {name: on_device(getattr(problem.cache, name)) for name in ("pool", "block_table", "lengths")}
     cache = replace(problem.cache, **arrays)
@@ -271,8 +266,8 @@ def test_in_a_capture_nothing_is_allocated(fake: FakeGpu, monkeypatch: pytest.Mo
     fake.capturing, allocations = True, fake.allocations
     del fake.launched[:], fake.geometries[:]
     there.run(backend=None)
-    assert fake.allocations == allocations and tuple(name for name, _ in fake.launched) == CHAIN
-    assert [geometry.programmatic for geometry in fake.geometries] == [False] + [True] * 9
+    assert fake.allocations == allocations and tuple(name for name, _ in fake.launched) == names
+    assert [geometry.programmatic for geometry in fake.geometries] == [False] + [True] * (len(names) - 1)
 
 
 def test_bad_input_is_refused_before_a_launch() -> None:
@@ -314,6 +309,7 @@ def test_weights_have_the_shapes_of_the_config() -> None:
         ({"o": weights.qkv}, r"o: must be PackedWeight \[128, 128\] \(got \(256, 128, 0\)\)"),
         ({"gate_up": weights.qkv}, r"gate_up: must be ExpertWeights \[256, 128\] of 4 experts \(got PackedWeight\)"),
         ({"input_norm": weights.input_norm[:-1]}, r"input_norm: must be an array \[128\] \(got shape \[127\]\)"),
+        ({"router": weights.router.view(np.uint16)}, r"router: must be float16, as input_norm is \(got bfloat16\)"),
         ({"router": None}, r"router: must be an array \[4, 128\] \(got NoneType\)"),
         ({"qkv_bias": weights.input_norm}, r"qkv_bias: must be None \(got shape \[128\]\)"),
     ):

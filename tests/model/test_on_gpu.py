@@ -49,12 +49,13 @@ def test_a_layer_is_its_twin(config: Config, scheme: str, dtype: str, batch: int
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_layers_in_a_graph_are_plain_launches_one_after_the_other(batch: int) -> None:
+@pytest.mark.parametrize("config", [WIDE, CONFIGS["experts"]], ids=["dense", "experts"])
+def test_layers_in_a_graph_are_plain_launches_one_after_the_other(config: Config, batch: int) -> None:
     """Four layers, all launches but the first programmatic."""
     import cupy
 
-    first = on_gpu(layer_problem(WIDE, lengths=lengths_of(batch)))
-    weights = [first.weights, *(LayerWeights.random(WIDE, seed, on_device=True) for seed in (1, 2, 3))]
+    first = on_gpu(layer_problem(config, lengths=lengths_of(batch)))
+    weights = [first.weights, *(LayerWeights.random(config, seed, on_device=True) for seed in (1, 2, 3))]
     given = first.inputs
 
     def layers(buffers: LayerBuffers, *, overlapping: bool) -> None:

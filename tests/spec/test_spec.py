@@ -60,6 +60,9 @@ def test_the_sizes_of_a_spec_are_the_names_in_its_expressions() -> None:
         "sum": ({"M", "K"},),
         "rmsnorm": ({"M", "K", "rows", "span", "added", "kept", "eps"},),
         "silu": ({"M", "K", "rows", "span", "activation"},),
+        "choose": ({"M", "H", "E", "k"},),
+        "gather": ({"M", "K", "E", "k"},),
+        "combine": ({"M", "H", "k", "rows"},),
         "gemm": ({"M", "N", "K", "g"}, {"M", "N", "K"}, {"M", "N", "K", "E", "g"}),
         "attention": (
             {"B", "Hq", "Hkv", "P", "pages", "softmax_scale"},

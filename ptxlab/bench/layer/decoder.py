@@ -19,7 +19,7 @@ from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.bench.timing import GEMM_REPLAYS, Measured, copies_beyond_l2, measure, measure_graph
 from ptxlab.errors import BenchmarkError
-from ptxlab.model import Config, LayerBuffers, LayerInputs, LayerWeights, decode_layer, experts, layer
+from ptxlab.model import Config, LayerBuffers, LayerInputs, LayerWeights, decode_layer, layer
 from ptxlab.model import reference as twins
 
 MEASURE, FACE = "layer", "decode_layer"
@@ -27,7 +27,7 @@ GEMM, ATTENTION, OTHERS = "gemm", "attention", "others"
 _COMPARED = 250e6  # weights of the largest layer that is held against its exact twin, which takes seconds
 _CALLED = (  # by `decode_layer`, in its module
     *("rmsnorm_quantize", "gemm_w4a8", "gemm_w4a8_grouped", "rope_append_kv4", "attention_kv4"),
-    *("quantize_activations", "silu_mul_quantize"),
+    *("quantize_activations", "silu_mul_quantize", "route_tokens", "combine_experts"),
 )
 
 
@@ -63,18 +63,15 @@ def recorded() -> Iterator[list[DecoderCall]]:
 
         return call
 
-    of_experts = {name: getattr(experts.Routing, name) for name in ("choose", "combine")}
-    of_layer = {name: getattr(layer, name) for name in _CALLED}
+    functions = {name: getattr(layer, name) for name in _CALLED}
     operations: list[DecoderCall] = []
     try:
-        for where, functions in ((layer, of_layer), (experts.Routing, of_experts)):
-            for name, function in functions.items():
-                setattr(where, name, noted(name, function))
+        for name, function in functions.items():
+            setattr(layer, name, noted(name, function))
         yield operations
     finally:
-        for where, functions in ((layer, of_layer), (experts.Routing, of_experts)):
-            for name, function in functions.items():
-                setattr(where, name, function)
+        for name, function in functions.items():
+            setattr(layer, name, function)
     parts = {"gemm_w4a8": GEMM, "gemm_w4a8_grouped": GEMM, "attention_kv4": ATTENTION}
     times = dict.fromkeys((name for name, *_ in found), 0)
     for name, function, args, keywords in found:
@@ -175,7 +172,7 @@ class Decoder:
         """The least of each operation: weights and cache once from memory; what lies between stays in the L2."""
         config, found = self.config, []
         routing = self.buffers.routing
-        active = 0 if routing is None else int((np.diff(gpu.to_host(routing.offsets)) > 0).sum())
+        active = 0 if routing is None else int((np.diff(gpu.to_host(routing.routed.offsets)) > 0).sum())
         for name, (N, K) in config.matrices.items():
             weight = getattr(self.weights[0], name)
             share = active / config.experts if config.experts and name in ("gate_up", "down") else 1

@@ -42,14 +42,14 @@ def _squares(v: F32) -> F32:
     threads = geometry["THREADS"] * geometry["CLUSTER"]
     squares = np.zeros((M, 16 * threads), np.float32)
     squares[:, :K] = v * v
-    of_threads = _in_turn(squares.reshape(M, threads, 16), axis=2)
-    of_warps = _by_halves(of_threads.reshape(M, threads // 32, 32))
+    of_threads = in_turn(squares.reshape(M, threads, 16), axis=2)
+    of_warps = by_halves(of_threads.reshape(M, threads // 32, 32))
     words = np.zeros((M, -(-threads // 1024), 32), np.float32)
     words.reshape(M, -1)[:, : threads // 32] = of_warps
-    return _by_halves(_in_turn(words, axis=1))
+    return by_halves(in_turn(words, axis=1))
 
 
-def _in_turn(x: F32, axis: int) -> F32:
+def in_turn(x: F32, axis: int) -> F32:
     """The sum along an axis, from its first element on."""
     total: F32 = np.zeros_like(x.take(0, axis))
     for i in range(x.shape[axis]):
@@ -57,7 +57,7 @@ def _in_turn(x: F32, axis: int) -> F32:
     return total
 
 
-def _by_halves(x: F32) -> F32:
+def by_halves(x: F32) -> F32:
     """The sum along the last axis of 32: as lanes add by shuffles, the upper half to the lower one, and so on."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2

@@ -104,6 +104,13 @@ def test_the_same_bits_for_a_sequence_in_any_batch(variant: Variant, blocks: int
     assert difference(one, tuple(array[3:4] for array in right), bf16) == ""
 
 
+def test_no_batch_chooses_the_tile_of_the_invariant_form() -> None:
+    """Nor does a table: the order of sums depends on the tile."""
+    sizes = {"Hq": 8, "Hkv": 8, "T": 1, "D": 128, "page": 64, "bits": 4, "channel": 0}
+    batches = ({**sizes, "B": B, "P": P} for B in (1, 16, 4096) for P in (1, 64, 2048))
+    assert len({tuple(INVARIANT.config_for(batch).items()) for batch in batches}) == 1
+
+
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_the_same_bits_of_more_parts_than_a_unit_may_have(blocks: int) -> None:
     logical, _ = PLAIN.problem(0, (64 * 33, 70), blocks=blocks)
