@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import gpu, layout, quant, reference, verify
+from ptxlab import emulator, gpu, layout, quant, reference, verify
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import epilogues, strips_tiles
 from ptxlab.kernels.gemm.strips_tiles import StripChoice, StripTile
@@ -190,6 +190,20 @@ def test_a_residual_is_added_in_place_and_rounded_once(scheme: str, dtype: str) 
         residual = before.copy()
         assert ptxlab.gemm_w4a8(x, weight=STRIPS[scheme], bias=BIAS, residual=residual, backend="emulator") is residual
         assert np.array_equal(residual, stored(scaled + numbers(before, dtype).astype(np.float32), dtype)), order
+
+
+@pytest.mark.parametrize("kernel", ["gemm_w4a8_small_sm90", "gemm_w4a8_sm90"])
+@pytest.mark.parametrize("mode", emulator.MODES)
+def test_the_residual_is_read_behind_the_wait(mode: str, kernel: str) -> None:
+    """The second begins while the first still adds."""
+    residual = np.zeros((M, 40), np.float16)
+    how: dict[str, Any] = {"residual": residual, "kernel": kernel, "programmatic": True, "backend": "emulator"}
+    with emulator.chain(emulator.CHECKS, mode=mode, begin="early", given=[residual]) as made:
+        for _ in range(2):
+            ptxlab.gemm_w4a8(X, X_SCALE, STRIPS["lqq"], **how)
+    assert made.findings == [] and len(made.launches) == 2
+    once = expected("lqq", "float32")
+    assert np.array_equal(residual, (once + once.astype(np.float16).astype(np.float32)).astype(np.float16))
 
 
 REFUSED: dict[str, tuple[PackedWeight, dict[str, Any], str]] = {
