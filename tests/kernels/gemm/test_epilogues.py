@@ -98,10 +98,8 @@ def test_every_chosen_tile_on_the_gpu(label: str, N: int) -> None:
 @pytest.mark.parametrize(
     ("label", "tile", "split"),
     [
-        ("gemm_w4a8_sm90:residual", StripTile(256, 2, 1, 1, 128), 1),
-        ("gemm_w4a8_sm90:residual", StripTile(64, 2, 2, 1, 256), 2),
+        ("gemm_w4a8_sm90:residual", StripTile(64, 2, 2, 1, 256), 1),  # the first to spill where more loads go out
         ("gemm_w4a8_sm90:silu_mul", StripTile(128, 2, 1, 2, 128), 1),
-        ("gemm_w4a8_sm90:silu_mul", StripTile(64, 3, 1, 1, 256), 1),
     ],
 )
 def test_no_tile_spills_or_waits_for_its_own_wgmma(label: str, tile: StripTile, split: int) -> None:
@@ -155,6 +153,11 @@ def test_packing_refuses_what_has_no_turns() -> None:
 # --- the call --------------------------------------------------------------------------------------------------------
 
 
+each_scheme = pytest.mark.parametrize(
+    ("scheme", "dtype"), [("lqq", "float16"), ("qoq", "bfloat16"), ("qoq_channel", "float16")]
+)
+
+
 def silu_mul(scheme: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """(what is right, how far off it may be), f64: where there is no tie within its error, nothing."""
     spec = FORMS["gemm_w4a8_sm90:channel_silu_mul" if scheme == "qoq_channel" else "gemm_w4a8_sm90:silu_mul"]
@@ -162,8 +165,7 @@ def silu_mul(scheme: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return spec.expected(logical, config)["y"], spec.allowed(logical, config)["y"].each
 
 
-@pytest.mark.parametrize("dtype", epilogues.OUTPUTS)
-@pytest.mark.parametrize("scheme", INTERLEAVED)
+@each_scheme
 def test_silu_mul_is_that_of_the_product(scheme: str, dtype: str) -> None:
     how: dict[str, Any] = {"epilogue": "silu_mul", "out_dtype": dtype, "backend": "emulator"}
     y = ptxlab.gemm_w4a8(X, X_SCALE, INTERLEAVED[scheme], **how)
@@ -177,8 +179,7 @@ def test_silu_mul_is_that_of_the_product(scheme: str, dtype: str) -> None:
         assert np.array_equal(out, y)
 
 
-@pytest.mark.parametrize("dtype", epilogues.OUTPUTS)
-@pytest.mark.parametrize("scheme", STRIPS)
+@each_scheme
 def test_a_residual_is_added_in_place_and_rounded_once(scheme: str, dtype: str) -> None:
     before = stored(np.random.default_rng(1).standard_normal(expected(scheme).shape, dtype=np.float32), dtype)
     scaled = expected(scheme, "float32", BIAS)
