@@ -219,19 +219,19 @@ def _check_rows(job: Job, seed: int) -> str:
     by_row, rows, config = spec.rows_of(sizes), sizes[spec.batch], spec.config_for(sizes)
     logical = spec.example(np.random.default_rng(seed), **sizes)
     inputs = {name: stored(x, dtype_in(spec.arg(name).dtype, config)) for name, x in spec.pack(logical).items()}
-    whole = run_spec(spec, job.source, inputs, sizes=sizes, backend=job.backend).outputs
+    fresh = {name: x.copy() for name, x in inputs.items()}  # some are updated in place
+    whole = run_spec(spec, job.source, fresh, sizes=sizes, backend=job.backend).outputs
     picked = sorted({0, rows // 3, rows - 1})
     for row in picked:
-        alone = {name: x[row : row + 1] if name in by_row else x for name, x in inputs.items()}
+        alone = {name: x[row : row + 1].copy() if name in by_row else x for name, x in inputs.items()}
         alone |= spec.one_row(inputs, row) if spec.one_row else {}
         shared = {arg.name: whole[arg.name].copy() for arg in spec.outputs if arg.name not in by_row}
         one = {**sizes, spec.batch: 1}
         got = run_spec(spec, job.source, alone, sizes=one, out=shared, backend=job.backend).outputs
         for name, x in got.items():
             right = whole[name][row : row + 1] if name in by_row else whole[name]
-            if other := int(
-                (np.ascontiguousarray(x).view(np.uint8) != np.ascontiguousarray(right).view(np.uint8)).sum()
-            ):
+            got_bytes, right_bytes = (np.ascontiguousarray(each).view(np.uint8) for each in (x, right))
+            if other := int((got_bytes != right_bytes).sum()):
                 raise VerificationError(f"{name}: row {row} alone differs from itself among {rows} in {other} bytes")
     return f"same bits alone: rows {', '.join(map(str, picked))} of {rows}"
 

@@ -9,9 +9,10 @@ from typing import Any
 import hypothesis
 import pytest
 
-# Before NumPy is imported: tests run on all cores, and the threads that BLAS would add for products as small as theirs
-# are busy waiting for one another. That was a third of the emulator's time.
+# Before NumPy and PyTorch are imported: tests run on all cores, and the threads that BLAS or OpenMP would add for
+# products as small as theirs are busy waiting for one another. That was a third of the emulator's time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ("tests.support.collection", "tests.support.device", "tests.support.recording")
 

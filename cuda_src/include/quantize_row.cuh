@@ -8,6 +8,7 @@
 #include "cluster.cuh"
 #include "pack.cuh"
 #include "reciprocal.cuh"
+#include "reduce.cuh"
 
 namespace ptxlab {
 
@@ -37,13 +38,6 @@ __device__ __forceinline__ Chunk<KIND> load_chunk(const uint4* row, int chunk, b
         for (int i = 0; i < c.VECTORS; ++i) c.v[i] = from[i];
     }
     return c;
-}
-
-template <int KIND>
-__device__ __forceinline__ void store_chunk(uint4* row, int chunk, const Chunk<KIND>& c) {
-    uint4* to = row + chunk * c.VECTORS;
-#pragma unroll
-    for (int i = 0; i < c.VECTORS; ++i) to[i] = c.v[i];
 }
 
 // In registers.
@@ -121,7 +115,8 @@ private:
     }
 };
 
-// Before anything is said: every block says that it can hear, and waits for the others to before it speaks.
+// A block's barriers must be ready before another block sends to them: every block arrives here at the cluster's barrier,
+// and waits at it before its first `say`.
 template <int BLOCKS, typename First, typename Second>
 __device__ __forceinline__ void open(First& first, Second& second) {
     if (BLOCKS == 1) return;
@@ -196,11 +191,6 @@ __device__ __forceinline__ uint4 quantized(Floats& x, float scale) {
     return quantized(x, Divider(scale * lift));
 }
 
-__device__ __forceinline__ int sum_of_bytes(const uint4& q, int sum) {
-    sum = __dp4a(int(q.x), 0x01010101, __dp4a(int(q.y), 0x01010101, sum));
-    return __dp4a(int(q.z), 0x01010101, __dp4a(int(q.w), 0x01010101, sum));
-}
-
 // --- to its place ----------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void exchange(unsigned& a, unsigned& b, int mask) {
@@ -215,6 +205,19 @@ __device__ __forceinline__ void transpose_in_quad(uint4& w) {
     exchange(w.z, w.w, 1);
     exchange(w.x, w.z, 2);
     exchange(w.y, w.w, 2);
+}
+
+// By all lanes, of which two neighbours have chunks 2n and 2n + 1, both inside or neither. They exchange halves, so that
+// each of their two stores fills a sector of 32 bytes, which the L2 would otherwise be sent by halves.
+template <int KIND>
+__device__ __forceinline__ void store_chunk(uint4* row, int chunk, bool inside, Chunk<KIND> c) {
+    static_assert(c.VECTORS == 2, "f16 or bf16");
+    exchange(c.v[0].x, c.v[1].x, 1);
+    exchange(c.v[0].y, c.v[1].y, 1);
+    exchange(c.v[0].z, c.v[1].z, 1);
+    exchange(c.v[0].w, c.v[1].w, 1);
+    uint4* to = row + 2 * chunk - threadIdx.x % 2;  // an even lane has the first halves of both, an odd one the others
+    if (inside) to[0] = c.v[0], to[2] = c.v[1];
 }
 
 // The orders: row-major, fragments, swizzled tiles of `rows` tokens (ORDER 0, 1, 2), padded to whole tiles.

@@ -3,16 +3,10 @@
 
 namespace ptxlab {
 
-template <int BLOCK>
-__device__ __forceinline__ unsigned block_max(unsigned value, unsigned* partial) {
-    value = __reduce_max_sync(0xffffffffu, value);
-    if (BLOCK == 32) return value;
-    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
-    __syncthreads();
-    const unsigned lane = threadIdx.x % 32;
-    value = __reduce_max_sync(0xffffffffu, lane < BLOCK / 32 ? partial[lane] : 0u);
-    __syncthreads();  // `partial` is free again
-    return value;
+// The sum of 16 signed bytes, and of `sum`.
+__device__ __forceinline__ int sum_of_bytes(const uint4& q, int sum) {
+    sum = __dp4a(int(q.x), 0x01010101, __dp4a(int(q.y), 0x01010101, sum));
+    return __dp4a(int(q.z), 0x01010101, __dp4a(int(q.w), 0x01010101, sum));
 }
 
 template <int BLOCK>
@@ -23,7 +17,7 @@ __device__ __forceinline__ int block_sum(int value, unsigned* partial) {
     __syncthreads();
     const unsigned lane = threadIdx.x % 32;
     value = __reduce_add_sync(0xffffffffu, lane < BLOCK / 32 ? int(partial[lane]) : 0);
-    __syncthreads();
+    __syncthreads();  // `partial` is free again
     return value;
 }
 

@@ -1,7 +1,7 @@
 // rmsnorm_quantize: residual add, RMSNorm and INT8 with the token sum in one pass over a row (QServe Fig. 11).
 //
 // Contract   v = x, or with RESIDUAL v = residual = round(x + residual); y = v gamma / sqrt(mean(v^2) + eps) in f32;
-//            then `quantize_activations_s8` of y, that is not rounded before. With NORMED y also as IN has it. Every
+//            then `quantize_activations_s8` of y, not rounded before. With NORMED y is written too, as IN has it. Every
 //            operation is IEEE's and in an order that the width alone decides: the same bits for a row in any batch,
 //            and the same as `kernels.quantize.rmsnorm.normalized`. A row whose squares add up to no number gets a
 //            scale that is none. x, residual, gamma f16 or bf16 (IN 0, 1); K a multiple of 32, 32768 at most.
@@ -83,7 +83,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
     Chunk v = ptxlab::load_chunk<IN>(x + row, chunk, inside);
     if (RESIDUAL) {
         v = added(v, ptxlab::load_chunk<IN>(residual + row, chunk, inside));
-        if (inside) ptxlab::store_chunk(residual + row, chunk, v);
+        __syncwarp();  // what a lane has read is half its neighbour's to overwrite
+        ptxlab::store_chunk(residual + row, chunk, inside, v);
     }
     ptxlab::Floats y;
     float square = 0;
@@ -105,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
     const float s = ptxlab::scale_of(__uint_as_float(found.max_of(0)) * factor);
 #pragma unroll
     for (int i = 0; i < 16; ++i) y.v[i] *= factor;
-    if (NORMED && inside) ptxlab::store_chunk(normed + row, chunk, rounded(y));
+    if (NORMED) ptxlab::store_chunk(normed + row, chunk, inside, rounded(y));
     const uint4 q = ptxlab::quantized(y, s);
     order.store(x_q, m, chunk, q);
 

@@ -18,8 +18,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_activations_s8(const u
     int sum = 0;
     for (int c = threadIdx.x; c < K / 16; c += THREADS) {
         const uint4 q = row[c];
-        sum = __dp4a(int(q.x), 0x01010101, __dp4a(int(q.y), 0x01010101, sum));
-        sum = __dp4a(int(q.z), 0x01010101, __dp4a(int(q.w), 0x01010101, sum));
+        sum = ptxlab::sum_of_bytes(q, sum);
     }
     sum = ptxlab::block_sum<THREADS>(sum, partial);
     if (threadIdx.x == 0) token_sum[blockIdx.x] = sum;

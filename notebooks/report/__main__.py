@@ -24,7 +24,10 @@ def report(
     if figures:
         from report.figures import draw_all
 
-        changed += draw_all()
+        drawn, left_out = draw_all()
+        changed += drawn
+        for line in left_out:
+            print(line)
     if notebooks:
         from report.notebooks import build, scripts
 

@@ -1,6 +1,6 @@
 """The pictures of README, guide and notebooks by name, each drawn into `notebooks/figures/NAME.png`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from pathlib import Path
 
 import pandas as pd
@@ -10,11 +10,11 @@ from ptxlab import demo, nsight, plot
 from ptxlab.bench.record import Record
 from ptxlab.bench.stored import stored_times
 from ptxlab.demo.plot import demo_figure
-from ptxlab.errors import FileError
 from ptxlab.kernels.plot import load_picture
 from ptxlab.profile.plot import page_figure
 from ptxlab.timeline.plot import timeline_figure
 from report import FIGURES, attention, costplot, gemm, gemmplot, ladder, layer, pipelines, profiletables
+from report.frames import NOT_RECORDED, NotMeasuredError
 
 
 def _demo() -> Figure:
@@ -33,7 +33,7 @@ def _gemm(draw: Callable[[Record], Figure], *measured: Callable[[Record | None],
     def drawn() -> Figure:
         record = ladder.recorded()
         if record is None or any(found(record).empty for found in measured):
-            raise FileError("gemm.json: lacks what is drawn here; `ptxlab bench gemm` makes a record on a GPU")
+            raise NotMeasuredError("gemm.json: lacks what is drawn here; `ptxlab bench gemm` makes a record on a GPU")
         return draw(record)
 
     return drawn
@@ -42,19 +42,18 @@ def _gemm(draw: Callable[[Record], Figure], *measured: Callable[[Record | None],
 def _attention() -> Figure:
     rows = attention.points(attention.recorded())
     if rows.empty:
-        raise FileError("attention.json: not recorded; `ptxlab bench attention` makes a record on a GPU")
+        raise NotMeasuredError("attention.json: not recorded; `ptxlab bench attention` makes a record on a GPU")
     return attention.speedup_figure(rows)
 
 
-def _layer(of: str) -> Callable[[], Figure]:
-    """A picture of the record of the suite `layer`."""
+def _layer(measured: Callable[[Record], Sized], draw: Callable[[Record], Figure]) -> Callable[[], Figure]:
+    """A picture of the record of the suite `layer`, which needs what `measured` finds in it."""
 
     def drawn() -> Figure:
         record = layer.recorded()
-        rows = layer.points(record) if of == "breakdown" else layer.timeline(record, layer.DRAWN[0])
-        if record is None or rows.empty:
-            raise FileError("layer.json: lacks what is drawn here; `ptxlab bench layer` makes a record on a GPU")
-        return layer.breakdown_figure(rows) if of == "breakdown" else layer.timeline_figure(record)
+        if record is None or not len(measured(record)):
+            raise NotMeasuredError("layer.json: lacks what is drawn here; `ptxlab bench layer` makes a record on a GPU")
+        return draw(record)
 
     return drawn
 
@@ -76,8 +75,8 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "cost_predicted": _gemm(costplot.predicted_figure, *_BOTH),
     "cost_crossover": _gemm(costplot.crossover_figure, *_BOTH),
     "attention_speedup": _attention,
-    "layer_breakdown": _layer("breakdown"),
-    "layer_timeline": _layer("timeline"),
+    "layer_breakdown": _layer(layer.points, layer.breakdown_figure),
+    "layer_timeline": _layer(layer.timelines, layer.timeline_figure),
     "profile": _profile,
     "timeline_gemm_64": lambda: pipelines.comparison(64),
     "timeline_gemm_256": lambda: pipelines.comparison(256),
@@ -86,14 +85,19 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 
 
 def picture(name: str) -> Figure:
-    """One of `PICTURES`; FileError where what it is drawn from is not recorded."""
+    """One of `PICTURES`; NotMeasuredError where what it shows is not recorded."""
     return PICTURES[name]()
 
 
-def draw_all() -> list[Path]:
-    """Draw every picture; returns their paths."""
+def draw_all() -> tuple[list[Path], list[str]]:
+    """Draw every picture that is measured; returns their paths, and a line for each of the others."""
     FIGURES.mkdir(exist_ok=True)
-    paths = [FIGURES / f"{name}.png" for name in PICTURES]
-    for path in paths:
-        plot.save(picture(path.stem), path)
-    return paths
+    drawn, left_out = [], []
+    for name in PICTURES:
+        path = FIGURES / f"{name}.png"
+        try:
+            plot.save(picture(name), path)
+            drawn.append(path)
+        except NotMeasuredError as error:
+            left_out.append(f"{path}: {NOT_RECORDED} {error}")
+    return drawn, left_out

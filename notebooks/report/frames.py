@@ -12,6 +12,7 @@ from ptxlab import bench
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import LAYERS, Layer
 from ptxlab.bench.stored import OURS, Place, Stored
+from ptxlab.errors import FileError
 from report import RESULTS
 
 NOT_RECORDED = "Not measured yet."
@@ -51,6 +52,10 @@ _COLUMNS = [  # that every table has, NaN where no row does
     *("packed_bytes", "plain_us", "programmatic_us", "fused_us", "launches", "tensor_pct"),
     *("layer", "model", "best", "over", *(f"over {peer}" for peer in _PEERS)),
 ]
+
+
+class NotMeasuredError(FileError):
+    """There is no record yet of what a picture shows."""
 
 
 def recorded(suite: str, gpu: str = "h200") -> Record | None:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from ptxlab.bench.layer import BATCHES, CONFIGS, FUSED, MEASURE, TIMELINE, config_of
 from ptxlab.bench.record import Record
+from ptxlab.bench.shapes import HEAD_DIM
 from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED
 from report import frames
 from report.frames import MISSING, markdown, mean
@@ -65,28 +66,30 @@ def fastest(peers: Mapping[str, float], start: str) -> str:
 
 
 def fused(record: Record | None) -> pd.DataFrame:
-    """The kernels between GEMMs: `width` is H, F or K, of `rope_append_kv4` that of q, k and v."""
+    """The kernels between GEMMs: `width` is K, of `rope_append_kv4` that of q, k and v together."""
     rows = [row for row in record.rows if row.measure == FUSED] if record else []
     flat = []
     for row in rows:
         sizes = row.sizes
-        width = next((sizes[name] for name in ("H", "F", "K") if name in sizes), 0)
-        width = width or 128 * (sizes["Hq"] + 2 * sizes["Hkv"])
+        width = sizes["K"] if "K" in sizes else HEAD_DIM * (sizes["Hq"] + 2 * sizes["Hkv"])
         compiled = row.peers.get("torch_compile", math.nan)
         found = {**row.more, **vars(row), "M": sizes["M"], "width": width, "over torch": compiled / row.time_us}
         flat.append(found)
     return pd.DataFrame(flat, columns=list(dict.fromkeys([*_FUSED, "over torch", *(key for f in flat for key in f)])))
 
 
-def timeline(record: Record | None, model: str) -> pd.DataFrame:
-    """The launches of one layer in order: `face` is the call, `start_us`, `end_us`, `gap_us` to the one before."""
-    rows = [row for row in record.rows if row.measure == TIMELINE] if record else []
-    flat = []
-    for row in rows:
-        config = config_of({name: size for name, size in row.sizes.items() if name != "launch"})
-        if config and config.name == model:
-            flat.append({**vars(row), **row.more, **row.sizes})
-    return pd.DataFrame(flat, columns=list(dict.fromkeys(["face", "start_us", *(key for f in flat for key in f)])))
+def timelines(record: Record | None) -> dict[str, pd.DataFrame]:
+    """By model, the launches of one layer in order, of those in `DRAWN` that were traced.
+
+    `face` is the call; `start_us`, `end_us`; `gap_us` to the launch before, below 0 where the two overlap.
+    """
+    found: dict[str, list[dict[str, Any]]] = {model: [] for model in DRAWN}
+    for row in record.rows if record else ():
+        if row.measure == TIMELINE:
+            config = config_of({name: size for name, size in row.sizes.items() if name != "launch"})
+            if config and config.name in found:
+                found[config.name].append({**vars(row), **row.more, **row.sizes})
+    return {model: pd.DataFrame(rows) for model, rows in found.items() if rows}
 
 
 def layers_table(record: Record | None) -> str:
@@ -150,10 +153,7 @@ def fused_table(record: Record | None) -> str:
 def timeline_table(record: Record | None) -> str:
     """The launches of one layer, and what lies between them."""
     tables = []
-    for model in DRAWN:
-        rows = timeline(record, model)
-        if rows.empty:
-            continue
+    for model, rows in timelines(record).items():
         table = pd.DataFrame(
             {
                 f"{model}, batch {rows.B.iloc[0]}": "`" + rows.face + "`",
@@ -168,8 +168,9 @@ def timeline_table(record: Record | None) -> str:
     return "\n".join(tables) or MISSING
 
 
-def breakdown_figure(rows: pd.DataFrame) -> Figure:
+def breakdown_figure(record: Record) -> Figure:
     """Stacked bars by batch: every operation alone, ours beside the fastest FP8 mix, whose time is 1."""
+    rows = points(record)
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     panels = figure.subplots(1, len(DRAWN), sharey=True)
     for axes, model in zip(panels, DRAWN, strict=True):
@@ -218,9 +219,9 @@ def _part(row: pd.Series, part: str, mix: str) -> float:
 def timeline_figure(record: Record) -> Figure:
     """Every launch of one layer on one axis, a panel per model."""
     figure = Figure(figsize=(12, 6.2), layout="constrained")
-    panels = figure.subplots(len(DRAWN), 1)
-    for axes, model in zip(panels, DRAWN, strict=True):
-        rows = timeline(record, model)
+    found = timelines(record)
+    panels = figure.subplots(len(found), 1, squeeze=False)[:, 0]
+    for axes, (model, rows) in zip(panels, found.items(), strict=True):
         colours = [PARTS[_part_of(face)] for face in rows.face]
         axes.barh(range(len(rows)), rows.time_us, left=rows.start_us, color=colours, height=0.7)
         for place, row in enumerate(rows.itertuples()):

@@ -124,7 +124,7 @@ def audit_table() -> str:
 
 
 def attention_table() -> str:
-    """What a quantised KV cache costs attention on real text, as notebook 07 computes it."""
+    """What a quantised KV cache costs attention on real text, as notebook 08 computes it."""
     record = json.loads((RESULTS / "audit" / "kv_cache.json").read_text(encoding="utf-8"))
     table = pd.DataFrame(record["rows"])[["cache", "bits", "error", "worst"]]
     columns = ["KV cache", "bits per element, constants included", "relative error of attention", "worst layer"]
@@ -231,8 +231,8 @@ def layer_fused_section() -> str:
 def layer_timeline_section() -> str:
     """The launches of one layer, and where they are recorded as a picture."""
     record = layer.recorded()
-    drawn = not layer.timeline(record, layer.DRAWN[0]).empty
-    return layer.timeline_table(record) + _picture("The launches of one layer", "layer_timeline", drawn)
+    picture = "The launches of one layer", "layer_timeline"
+    return layer.timeline_table(record) + _picture(*picture, drawn=bool(layer.timelines(record)))
 
 
 def ladder_section() -> str:

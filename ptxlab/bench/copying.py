@@ -1,4 +1,4 @@
-"""How long a copy of so many bytes takes: what kernels that read and write as many are held against."""
+"""The time of a copy, to compare kernels with that read and write as many bytes."""
 
 from pathlib import Path
 

@@ -23,7 +23,7 @@ CUBLAS = ("cublas_fp8", "cublas_int8", "cublas_fp16")
 HUMMING = {"humming_w4a8_g128": 128, "humming_w4a8_chn": 0}  # name -> weights that share a scale, 0: all of a channel
 SDPA_BACKENDS = {"sdpa_flash_f16": "FLASH_ATTENTION", "sdpa_cudnn_f16": "CUDNN_ATTENTION"}  # name -> PyTorch's backend
 _UNGROUPED = "sdpa_cudnn_f16"  # takes a group's rows for the queries of a prompt: up to ten times flash's time
-_DEVICE = "cuda"
+DEVICE = "cuda"
 _INT8_ROWS = 32  # `_int_mm` takes more than 16 rows
 _CHECKED_ROWS = 256  # of the weight
 _TOLERANCE = 1e-2  # of the largest result: a wrong product shows, rounding does not
@@ -59,9 +59,9 @@ def cublas(N: int, K: int, tokens: Sequence[int], names: Iterable[str] = CUBLAS)
     import torch
 
     for name in names:
-        weights = _copies(_operand(name, N, K, seed=0))
+        weights = _copies(operand(name, N, K, seed=0))
         for M in tokens:
-            x = _operand(name, max(M, _INT8_ROWS) if name == "cublas_int8" and M <= 16 else M, K, seed=M)
+            x = operand(name, max(M, _INT8_ROWS) if name == "cublas_int8" and M <= 16 else M, K, seed=M)
             times[M][name] = measure(_calls(name, x, weights), replays=GEMM_REPLAYS, capture=capture).us
         weights.clear()
     torch.cuda.empty_cache()  # what the graphs held; the kernels to be compared need memory too
@@ -77,9 +77,9 @@ def cublas_chain(matrices: Sequence[tuple[int, int]], tokens: Sequence[int]) -> 
 
     name = "cublas_fp8"
     together = sum(N * K for N, K in matrices)  # bytes
-    weights = [_copies(_operand(name, N, K, seed=0), together) for N, K in matrices]
+    weights = [_copies(operand(name, N, K, seed=0), together) for N, K in matrices]
     for M in tokens:
-        links = [_calls(name, _operand(name, M, copies[0].shape[1], seed=M), copies) for copies in weights]
+        links = [_calls(name, operand(name, M, copies[0].shape[1], seed=M), copies) for copies in weights]
         chains = [in_turn(calls) for calls in zip(*links, strict=True)]
         times[M][name] = measure(chains, replays=GEMM_REPLAYS, capture=capture).us
     weights.clear()
@@ -141,9 +141,9 @@ def humming_layers(
 
     layers: list[Any] = []
     quantised: dict[str, Any] = {}
-    weight = _operand("fp16", N, K, seed=0) if weight is None else weight
+    weight = operand("fp16", N, K, seed=0) if weight is None else weight
     for _ in range(copies or copies_beyond_l2(N * K // 2)):
-        with torch.device(_DEVICE):
+        with torch.device(DEVICE):
             layer = HummingLayer(
                 shape_n=N,
                 shape_k=K,
@@ -169,10 +169,10 @@ def _humming_calls(name: str, M: int, layers: Sequence[Any], weight: Any, tiles:
     from humming.forward import may_quant_input
 
     first = layers[0]
-    x, scales = may_quant_input(first.humming_config, _operand("fp16", M, first.shape_k, seed=M))
+    x, scales = may_quant_input(first.humming_config, operand("fp16", M, first.shape_k, seed=M))
     calls: list[Callable[[], Any]] = [partial(layer, x, input_scale=scales, tuning_config=tiles) for layer in layers]
     expected = x.double() * scales.double().reshape(M, 1) @ weight.t()
-    _check(name, calls[0]()[:, :_CHECKED_ROWS].double(), expected, _TOLERANCE)
+    check_close(name, calls[0]()[:, :_CHECKED_ROWS].double(), expected, _TOLERANCE)
     return calls
 
 
@@ -181,14 +181,14 @@ def _copies(weight: Any, nbytes: int = 0) -> list[Any]:
     return [weight.clone() for _ in range(copies_beyond_l2(nbytes or weight.nbytes))]
 
 
-def _operand(name: str, rows: int, K: int, seed: int) -> Any:
+def operand(name: str, rows: int, K: int, seed: int) -> Any:
     """A random matrix [rows, K] of the peer's type."""
     import torch
 
-    generator = torch.Generator(_DEVICE).manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     if name == "cublas_int8":
-        return torch.randint(-127, 128, (rows, K), dtype=torch.int8, device=_DEVICE, generator=generator)
-    values = torch.randn((rows, K), dtype=torch.float16, device=_DEVICE, generator=generator)
+        return torch.randint(-127, 128, (rows, K), dtype=torch.int8, device=DEVICE, generator=generator)
+    values = torch.randn((rows, K), dtype=torch.float16, device=DEVICE, generator=generator)
     return values.to(torch.float8_e4m3fn) if name == "cublas_fp8" else values
 
 
@@ -196,7 +196,7 @@ def _calls(name: str, x: Any, weights: Sequence[Any]) -> list[Callable[[], Any]]
     """One call per copy of the weight; the first one's results are checked."""
     import torch
 
-    one = torch.ones((), device=_DEVICE)
+    one = torch.ones((), device=DEVICE)
 
     def product(weight: Any) -> Any:
         if name == "cublas_fp8":
@@ -206,7 +206,8 @@ def _calls(name: str, x: Any, weights: Sequence[Any]) -> list[Callable[[], Any]]
         return torch.matmul(x, weight.t())
 
     expected = x.float().double() @ weights[0][:_CHECKED_ROWS].float().double().t()
-    _check(name, product(weights[0])[:, :_CHECKED_ROWS].double(), expected, 0 if name == "cublas_int8" else _TOLERANCE)
+    tolerance = 0 if name == "cublas_int8" else _TOLERANCE
+    check_close(name, product(weights[0])[:, :_CHECKED_ROWS].double(), expected, tolerance)
     return [partial(product, weight) for weight in weights]
 
 
@@ -241,7 +242,7 @@ def sdpa(batch: Batch) -> dict[str, float]:
 def _normal(*shape: int) -> Any:
     import torch
 
-    return torch.randn(shape, dtype=torch.float16, device=_DEVICE)
+    return torch.randn(shape, dtype=torch.float16, device=DEVICE)
 
 
 def _runs(name: str, call: Callable[[], Any], q: Any, k: Any, v: Any) -> bool:
@@ -256,11 +257,12 @@ def _runs(name: str, call: Callable[[], Any], q: Any, k: Any, v: Any) -> bool:
         raise
     weights = torch.softmax(q[0].double() @ k[0].double().transpose(-1, -2) * HEAD_DIM**-0.5, dim=-1)
     expected = weights @ v[0].double()
-    _check(name, got, expected, _TOLERANCE)
+    check_close(name, got, expected, _TOLERANCE)
     return True
 
 
-def _check(name: str, got: Any, expected: Any, tolerance: float) -> None:
+def check_close(name: str, got: Any, expected: Any, tolerance: float) -> None:
+    """Raise BenchmarkError if the largest error, relative to the largest expected value, exceeds the tolerance."""
     error = float((got - expected).abs().max() / expected.abs().max())
     if not error <= tolerance:
         raise BenchmarkError(f"{name}: wrong results, relative error {error:.2g}")

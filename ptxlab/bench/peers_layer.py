@@ -53,7 +53,7 @@ OF_EXPERTS = ("fp16", "fp8_row")  # mixes that PyTorch has grouped GEMMs for
 
 
 class MixTime(NamedTuple):
-    """Microseconds of a layer, of the same without its attention, and of its GEMMs one after the other alone."""
+    """Microseconds of a layer, of that layer without attention, and of its GEMMs alone, one after the other."""
 
     layer: float
     without_attention: float
@@ -64,7 +64,7 @@ class MixTime(NamedTuple):
 
 
 def quantised(y: Any, how: str, dtype: Any) -> tuple[Any, Any]:
-    """Floats f32 [M, K] as a GEMM takes them, and their scales f32 [M, 1]; None where there are none."""
+    """Operand [M, K] of a GEMM from f32 [M, K], and its scales f32 [M, 1], or None where the format has none."""
     import torch
 
     if how == "none":
@@ -80,7 +80,7 @@ def quantised(y: Any, how: str, dtype: Any) -> tuple[Any, Any]:
 
 
 def norm(x: Any, residual: Any, gamma: Any, how: str, keep: bool = False) -> tuple[Any, Any, Any]:
-    """residual += x in place; its RMSNorm as a GEMM takes it, and with `keep` as floats too."""
+    """residual += x in place; then its RMSNorm as (operand, scales, floats of x's dtype if `keep`), all [M, H]."""
     import torch
 
     residual.add_(x)
@@ -90,7 +90,7 @@ def norm(x: Any, residual: Any, gamma: Any, how: str, keep: bool = False) -> tup
 
 
 def gated(gate_up: Any, how: str) -> tuple[Any, Any]:
-    """silu(gate) * up, gate in the first half of the columns, as a GEMM takes it."""
+    """silu(gate) * up of [M, 2·F], gate in the first half of the columns, as (operand, scales)."""
     import torch
 
     gate, up = gate_up.chunk(2, 1)
@@ -98,7 +98,7 @@ def gated(gate_up: Any, how: str) -> tuple[Any, Any]:
 
 
 def requantised(x: Any, how: str) -> tuple[Any, Any]:
-    """What attention wrote, as a GEMM takes it."""
+    """Output of attention [M, Hq·D] as (operand, scales)."""
     return quantised(x.float(), how, x.dtype)
 
 
@@ -199,10 +199,10 @@ def _weights(name: str, config: Config, copies: int, tokens: Sequence[int]) -> l
     layers: list[dict[str, Any]] = [{} for _ in range(copies)]
     for number, (matrix, (N, K)) in enumerate(config.matrices.items()):
         experts = config.experts if matrix in ("gate_up", "down") else 0
-        generator = torch.Generator(peers._DEVICE).manual_seed(number)
+        generator = torch.Generator(peers.DEVICE).manual_seed(number)
         size = (experts, N, K) if experts else (N, K)
         deviation = K**-0.5 * (0.1 if matrix in ("o", "down") else 1)  # layers add little each, so that none overflows
-        weight = torch.randn(size, dtype=torch.float16, device=peers._DEVICE, generator=generator) * deviation
+        weight = torch.randn(size, dtype=torch.float16, device=peers.DEVICE, generator=generator) * deviation
         made: list[Any]
         if experts:
             made = [_grouped(name, weight.to(torch.bfloat16)) for _ in layers]
@@ -215,8 +215,8 @@ def _weights(name: str, config: Config, copies: int, tokens: Sequence[int]) -> l
     if config.experts:
         router = torch.randn(
             (config.experts, config.hidden),
-            device=peers._DEVICE,
-            generator=torch.Generator(peers._DEVICE).manual_seed(9),
+            device=peers.DEVICE,
+            generator=torch.Generator(peers.DEVICE).manual_seed(9),
         )
         for layer in layers:
             layer["router"] = router.to(torch.bfloat16)
@@ -253,19 +253,20 @@ class _Attention:
     """
 
     name = "sdpa"
+    tolerance = 2e-2  # of the largest result
 
     def __init__(self, config: Config, B: int, copies: int, dtype: Any) -> None:
         import torch
 
         self.config, self.B, self.dtype = config, B, dtype
-        generator = torch.Generator(peers._DEVICE).manual_seed(B)
+        generator = torch.Generator(peers.DEVICE).manual_seed(B)
         size = (B, config.kv_heads, LENGTH, HEAD_DIM)
         keys, values = (
-            torch.randn(size, dtype=torch.float16, device=peers._DEVICE, generator=generator).to(dtype) for _ in "kv"
+            torch.randn(size, dtype=torch.float16, device=peers.DEVICE, generator=generator).to(dtype) for _ in "kv"
         )
         self.caches = [self.stored(keys, values) for _ in range(copies)]
         self.tables = _tables()
-        self.positions = torch.full((B,), LENGTH - 1, device=peers._DEVICE)
+        self.positions = torch.full((B,), LENGTH - 1, device=peers.DEVICE)
 
     def attend(self, q: Any, place: int) -> Any:
         """Attention of a layer, [B, Hq·D]."""
@@ -273,12 +274,12 @@ class _Attention:
 
     @cached_property
     def call(self) -> Callable[[Any, int], Any]:
-        """What attends, chosen and checked when it is first needed."""
+        """The attention of a layer, chosen and checked at its first use."""
         q = self.caches[0][0].new_empty((self.B, self.config.heads, HEAD_DIM), dtype=self.dtype).normal_()
         return self.fastest(q)
 
     def stored(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """A layer's cache of these, of its own."""
+        """A cache with its own copy of these, [B, Hkv, L, D] each."""
         return keys.clone(), values.clone()
 
     def append(self, qkv: Any, place: int) -> Any:
@@ -287,7 +288,7 @@ class _Attention:
         return put(qkv, self.tables, self.positions, *self.caches[place], self.config.kv_heads)
 
     def fastest(self, q: Any) -> Callable[[Any, int], Any]:
-        """Of those that run here."""
+        """The faster of the backends that run here, each checked."""
         times: dict[str, float] = {}
         for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
             calls = [partial(self.sdpa, name, q, place) for place in range(len(self.caches))]
@@ -307,14 +308,14 @@ class _Attention:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         keys, values = self.caches[place]
-        groups = self.config.heads > self.config.kv_heads
+        is_grouped = self.config.heads > self.config.kv_heads
         attention = torch.nn.functional.scaled_dot_product_attention
         on = sdpa_kernel(getattr(SDPBackend, backend)) if keys.is_cuda else nullcontext()
         with on:
             if backend == "FLASH_ATTENTION":
                 out = attention(q.view(self.B, self.config.kv_heads, -1, HEAD_DIM), keys, values)
             else:
-                out = attention(q.unsqueeze(2), keys, values, enable_gqa=groups)
+                out = attention(q.unsqueeze(2), keys, values, enable_gqa=is_grouped)
         return out.reshape(self.B, -1)
 
     def check(self, name: str, q: Any, got: Any) -> None:
@@ -324,9 +325,7 @@ class _Attention:
         keys, values = (x[0].double().cpu() for x in self.floats())
         mine = q[0].view(self.config.kv_heads, -1, HEAD_DIM).double().cpu()
         weights = torch.softmax(mine @ keys.transpose(1, 2) * HEAD_DIM**-0.5, 2)
-        peers._check(name, got[0].double().cpu(), (weights @ values).reshape(-1), self.tolerance)
-
-    tolerance = 2e-2
+        peers.check_close(name, got[0].double().cpu(), (weights @ values).reshape(-1), self.tolerance)
 
     def floats(self) -> tuple[Any, Any]:
         """Keys and values of the first layer's first sequence, [1, Hkv, L, D]."""
@@ -340,6 +339,15 @@ class _Paged(_Attention):
     name = "xqa_fp8"
     tolerance = 0.1
 
+    def __init__(self, config: Config, B: int, copies: int, dtype: Any) -> None:
+        import torch
+
+        super().__init__(config, B, copies, dtype)
+        pages = self.B * LENGTH // PAGE
+        self.table = torch.arange(pages, dtype=torch.int32, device=peers.DEVICE).view(self.B, -1)
+        self.lengths = torch.full((self.B,), LENGTH, dtype=torch.int32, device=peers.DEVICE)
+        self.workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=peers.DEVICE)
+
     def stored(self, keys: Any, values: Any) -> tuple[Any, Any]:
         import torch
 
@@ -352,15 +360,6 @@ class _Paged(_Attention):
     def append(self, qkv: Any, place: int) -> Any:
         put = compiled(append_paged, str(self.dtype), self.config.heads, self.config.kv_heads)
         return put(qkv, self.tables, self.positions, self.table.long(), *self.caches[place], self.config.kv_heads)
-
-    def __init__(self, config: Config, B: int, copies: int, dtype: Any) -> None:
-        import torch
-
-        super().__init__(config, B, copies, dtype)
-        pages = self.B * LENGTH // PAGE
-        self.table = torch.arange(pages, dtype=torch.int32, device=peers._DEVICE).view(self.B, -1)
-        self.lengths = torch.full((self.B,), LENGTH, dtype=torch.int32, device=peers._DEVICE)
-        self.workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=peers._DEVICE)
 
     def fastest(self, q: Any) -> Callable[[Any, int], Any]:
         self.check(self.name, q, self.xqa(q, 0))
@@ -386,8 +385,8 @@ def _tables() -> Any:
     """Cosines of every position for both halves, and sines, of the first half negative: f32 [L, 2, D]."""
     import torch
 
-    rates = 1e4 ** -(torch.arange(0, HEAD_DIM, 2, device=peers._DEVICE) / HEAD_DIM)
-    angles = torch.arange(LENGTH, device=peers._DEVICE)[:, None] * rates
+    rates = 1e4 ** -(torch.arange(0, HEAD_DIM, 2, device=peers.DEVICE) / HEAD_DIM)
+    angles = torch.arange(LENGTH, device=peers.DEVICE)[:, None] * rates
     cos, sin = angles.cos(), angles.sin()
     return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
 
@@ -402,12 +401,16 @@ def has_flashinfer() -> bool:
 
 @dataclass
 class _Decoder:
-    """Layers of one mix at one batch, on states of their own.
+    """Layers of one mix at one batch.
 
     Attributes:
-        x: what comes in; `residual`: written in place.
-        attention: None: what it would write is a tensor that is there.
-        given: what each GEMM was given last, by name.
+        name: of the mix.
+        weights: GEMMs by name, of each layer.
+        x: input of the first layer, [B, H]; `flowing` is the output of the last one that ran.
+        residual: [B, H], written in place.
+        gamma: of every norm, [H].
+        attention: with a cache for each layer.
+        given: the inputs that each GEMM had last, by name.
     """
 
     name: str
@@ -423,17 +426,12 @@ class _Decoder:
         self.given: dict[str, tuple[Any, ...]] = {}
         self.flowing = self.x
 
-    @property
-    def layers(self) -> int:
-        """That are taken in turn."""
-        return len(self.weights)
-
     def calls(self, attended: Any = None) -> list[Callable[[], None]]:
-        """One call per layer, the first from x on; with `attended` f [B, Hq·D] in the place of the attention."""
-        return [partial(self.layer, place, attended) for place in range(self.layers)]
+        """One call per layer; `attended` [B, Hq·D] stands in for the output of attention, which is then left out."""
+        return [partial(self.layer, place, attended) for place in range(len(self.weights))]
 
     def layer(self, place: int, attended: Any = None) -> None:
-        """One layer, from what the one before has left."""
+        """Layer `place` on the output of the layer before, the first one on x."""
         weights = self.weights[place]
         x = self.x if place == 0 else self.flowing
         q, scale, _ = self.norm(x, False)
@@ -470,7 +468,7 @@ class _Decoder:
         return weights[matrix](*given)
 
     def experts(self, weights: dict[str, Any], q: Any, scale: Any, y: Any) -> Any:
-        """Every token's two experts by their softmax, all rows of an expert in one GEMM of all."""
+        """The chosen experts of every token, weighted by their softmax; one grouped GEMM for all experts."""
         import torch
 
         logits = (y @ weights["router"].t()).float()
@@ -548,10 +546,7 @@ Job = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 def jobs(configs: Sequence[Config], batches: Sequence[int], names: Sequence[str], widths: Sequence[int]) -> list[Job]:
-    """What compiles, each in a process of its own, what `mixes` and `fused` then find in caches on disk.
-
-    Of PyTorch and humming, as far as they are installed.
-    """
+    """Jobs that fill PyTorch's and humming's caches on disk with all that `mixes` and `fused` compile."""
     if not peers.importable():
         return []
     matrices = {size for config in configs if _takes_humming(config) for size in config.matrices.values()}
@@ -565,17 +560,17 @@ def jobs(configs: Sequence[Config], batches: Sequence[int], names: Sequence[str]
 
 
 def _takes_humming(config: Config) -> bool:
-    """Not experts; nor a share, for whose matrices of its own humming would compile for half a minute each."""
+    """Whole dense models only: humming compiles half a minute for each matrix of a share, and has no experts here."""
     return not config.experts and " " not in config.name
 
 
 def _warm_humming(N: int, K: int, group: int, tokens: Sequence[int]) -> None:
     import torch
 
-    weight = peers._operand("fp16", N, K, seed=0)
+    weight = peers.operand("fp16", N, K, seed=0)
     product = _humming(weight, group, 1, tokens)[0]
     for M in tokens:
-        q, scale = quantised(peers._operand("fp16", M, K, seed=M).float(), "int8", None)
+        q, scale = quantised(peers.operand("fp16", M, K, seed=M).float(), "int8", None)
         product(q, scale)
     torch.cuda.synchronize()
 
@@ -584,55 +579,58 @@ _WARM_TOKENS = (64, 1)
 
 
 def _warm_between(name: str, config: Config) -> None:
-    """Everything between GEMMs that write zeros."""
+    """Compile all that lies between the GEMMs, which are replaced by zeros."""
     import torch
 
     def product(N: int) -> Callable[..., Any]:
-        return lambda x, *_: torch.zeros((x.shape[0], N), dtype=_dtype(name, config), device=peers._DEVICE)
+        return lambda x, *_: torch.zeros((x.shape[0], N), dtype=_dtype(name, config), device=peers.DEVICE)
 
     weights: dict[str, Any] = {matrix: product(N) for matrix, (N, _) in config.matrices.items()}
     if config.experts:
-        weights["router"] = torch.zeros((config.experts, config.hidden), dtype=torch.bfloat16, device=peers._DEVICE)
+        weights["router"] = torch.zeros((config.experts, config.hidden), dtype=torch.bfloat16, device=peers.DEVICE)
     for B in _WARM_TOKENS:
         decoder = _decoder(name, config, B, [weights], _Attention)
-        decoder.layer(0, torch.zeros((B, config.heads * HEAD_DIM), dtype=decoder.x.dtype, device=peers._DEVICE))
+        decoder.layer(0, torch.zeros((B, config.heads * HEAD_DIM), dtype=decoder.x.dtype, device=peers.DEVICE))
     torch.cuda.synchronize()
 
 
-def _warm_fused(width: int) -> None:
+_FUSED = {"rmsnorm_quantize": norm, "silu_mul_quantize": gated, "quantize_activations": requantised}
+
+
+def _warm_fused(K: int) -> None:
     import torch
 
-    gamma = torch.ones(width, dtype=torch.float16, device=peers._DEVICE)
     for M in _WARM_TOKENS:
-        for function in (norm, gated, requantised):
-            x, residual = torch.zeros((2, M, 2 * width if function is gated else width), device=peers._DEVICE).half()
-            given = (x, residual, gamma, "int8") if function is norm else (x, "int8")
-            compiled(function, "int8", "torch.float16", width)(*given)
+        for kernel in _FUSED:
+            for call in _fused_calls(kernel, M, K, copies=1):
+                call()
     torch.cuda.synchronize()
 
 
-def fused(kernel: str, M: int, width: int, copies: int) -> tuple[float, float] | None:
+def fused(kernel: str, M: int, K: int, copies: int) -> tuple[float, float] | None:
     """Microseconds of `torch.compile`'s version of a fused kernel to INT8 by token: over so many copies, and over one.
 
-    `rmsnorm_quantize` of [M, width] with a residual, `silu_mul_quantize` of [M, 2·width], `quantize_activations`. None
+    `rmsnorm_quantize` of [M, K] with a residual, `silu_mul_quantize` of [M, 2·K], `quantize_activations`. None
     without PyTorch.
     """
     if not peers.importable():
         return None
-    import torch
-
-    function = {"rmsnorm_quantize": norm, "silu_mul_quantize": gated, "quantize_activations": requantised}[kernel]
-    optimised = compiled(function, "int8", "torch.float16", width)
-    columns = 2 * width if function is gated else width
-    inputs = torch.randn((2, copies, M, columns), dtype=torch.float16, device=peers._DEVICE)
-    gamma = torch.ones(width, dtype=torch.float16, device=peers._DEVICE)
-
-    def call(x: Any, residual: Any) -> Any:
-        return optimised(x, residual, gamma, "int8") if function is norm else optimised(x, "int8")
-
-    calls = [partial(call, *each) for each in inputs.unbind(1)]
+    calls = _fused_calls(kernel, M, K, copies)
     cold, warm = (measure(those, replays=GEMM_REPLAYS, capture=peers.capture).us for those in (calls, calls[:1]))
     return cold, warm
+
+
+def _fused_calls(kernel: str, M: int, K: int, copies: int) -> list[Callable[[], Any]]:
+    import torch
+
+    function = _FUSED[kernel]
+    optimised = compiled(function, "int8", "torch.float16", K)
+    columns = 2 * K if function is gated else K
+    inputs = torch.randn((copies, 2, M, columns), dtype=torch.float16, device=peers.DEVICE)
+    if function is not norm:
+        return [partial(optimised, x, "int8") for x, _ in inputs]
+    gamma = torch.ones(K, dtype=torch.float16, device=peers.DEVICE)
+    return [partial(optimised, x, residual, gamma, "int8") for x, residual in inputs]
 
 
 def _attentions(name: str) -> Iterator[type[_Attention]]:
@@ -642,7 +640,7 @@ def _attentions(name: str) -> Iterator[type[_Attention]]:
 
 
 def _copies(name: str, config: Config, B: int) -> int:
-    """Layers that together exceed the L2, of caches that have a byte of each element."""
+    """How many layers together exceed the L2; caches counted at one byte per element."""
     each = {name: N * K for name, (N, K) in config.matrices.items()}
     weights = sum(each.values()) + max(0, config.experts - 1) * (each["gate_up"] + each["down"])
     cache = batch_of(config, B).tokens * config.kv_heads * 2 * HEAD_DIM
@@ -674,13 +672,13 @@ def _timed(
 
 
 def _decoder(name: str, config: Config, B: int, layers: list[dict[str, Any]], kind: type[_Attention]) -> _Decoder:
-    """Random states; the same for every mix."""
+    """With random states, the same for every mix."""
     import torch
 
     dtype = _dtype(name, config)
-    generator = torch.Generator(peers._DEVICE).manual_seed(B)
+    generator = torch.Generator(peers.DEVICE).manual_seed(B)
     size = (B, config.hidden)
-    x, residual = (torch.randn(size, device=peers._DEVICE, generator=generator).to(dtype) for _ in range(2))
-    gamma = torch.ones(config.hidden, dtype=dtype, device=peers._DEVICE)
+    x, residual = (torch.randn(size, device=peers.DEVICE, generator=generator).to(dtype) for _ in range(2))
+    gamma = torch.ones(config.hidden, dtype=dtype, device=peers.DEVICE)
     attention = kind(config, B, len(layers), dtype)
     return _Decoder(name, config, layers, x, residual, gamma, attention)

@@ -1,8 +1,7 @@
 """Runs PTX on the CPU, and checks what a GPU would not: packed lanes, races, uninitialised reads.
 
-`run` (`launch`) lays out memory and runs the grid as waves of blocks; `chain` holds launches that follow each other
-together. Folders, each of which imports only those before
-it (`tests/emulator/test_layers.py`):
+`run` (`launch`) lays out memory and runs the grid as waves of blocks; `chain` checks launches that follow each other.
+Folders, each of which imports only those before it (`tests/emulator/test_layers.py`):
 
 - `front`: text -> instructions, and what can be told without running them.
 - `core`: lanes, registers, memory, the scheduler; it knows no instruction and no check by name.

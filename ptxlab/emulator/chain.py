@@ -1,15 +1,16 @@
 """`chain`: launches on one stream, of which each may begin while those before it still run.
 
-A launch that is `programmatic` (programmatic dependent launch) begins when all blocks of the kernel before it have said
-so, which they may do at once; so may the kernel before that, back to the last ordinary launch. What all of these write
-is there for a thread only behind its griddepcontrol.wait. So within a chain such a launch begins with the memory as it
-was before (`begin="early"`), which the first wait replaces by what they have written; and the check "race" holds every
-access to their buffers against the waits (`checks.race_pdl`), whatever a spec says of its arguments. The wait is for
-the one kernel before alone. So a kernel of which no thread waits is a finding too: the next one would wait for it, and
-not for those before it.
+A `programmatic` launch (programmatic dependent launch) begins when all blocks of the kernel before it have allowed it,
+which they may do at once. So all kernels back to the last ordinary launch may still run. A thread sees what they write
+only behind its griddepcontrol.wait. In a chain such a launch therefore begins with the memory as it was before those
+kernels (`begin="early"`), and the first wait brings what they have written. The check "race" holds every access to
+their buffers against the waits (`checks.race_pdl`), whatever the spec says of its arguments.
 
-What the check "init" knows of a buffer goes from launch to launch: where a kernel that it is the output of has written
-nothing, the next may not read, unless the buffer was `given` with something in it.
+A wait is for the one kernel before. If that kernel does not wait itself, nobody has waited for those before it: so a
+programmatic kernel of which no thread waits is a finding too.
+
+The check "init" follows a buffer from launch to launch. Bytes that the kernel which outputs it has not written must not
+be read by a later one, unless the buffer was `given`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -88,7 +89,10 @@ class Chain:
 
 @dataclass(frozen=True, eq=False)
 class _Bytes:
-    """Something of every byte of an array, which is kept, so that no other comes to lie there."""
+    """A value for each byte of an array: its contents, or whether it was written.
+
+    Holds the array, so that no other array gets its address.
+    """
 
     array: Array
     of_each: Array
@@ -134,7 +138,7 @@ def chain(
     Raises ArgumentError for another `begin`, or inside of a chain; for what else is wrong, the first launch does.
     """
     if not is_one_of(begin, BEGINS):
-        raise ArgumentError("begin", f"is one of {', '.join(BEGINS)}", begin)
+        raise ArgumentError("begin", f"must be one of {', '.join(BEGINS)}", begin)
     if current() is not None:
         raise ArgumentError("chain", "must not begin inside of another", "one")
     known = [_Bytes(array, np.ones(array.nbytes, bool)) for array in given]

@@ -219,7 +219,7 @@ def check_launch(kernel: Entry, sizes: Sizes, shared_bytes: int, checks: frozens
     if checks - CHECKS:
         raise ArgumentError("checks", f"are {', '.join(sorted(CHECKS))}", ", ".join(sorted(checks - CHECKS)))
     if not is_one_of(mode, MODES):
-        raise ArgumentError("mode", f"is one of {', '.join(MODES)}", mode)
+        raise ArgumentError("mode", f"must be one of {', '.join(MODES)}", mode)
     if not is_integer(seed) or seed < 0:
         raise ArgumentError("seed", "is an integer, 0 or more", repr(seed))
 

@@ -1,6 +1,5 @@
 """Packed weights and activations, and KV caches, from the host to the GPU."""
 
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -8,6 +7,7 @@ import numpy as np
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.layout import ExpertWeights, KVCache, PackedActivations, PackedWeight
+from ptxlab.quant.tiled import with_arrays
 
 _Packed = TypeVar("_Packed", PackedWeight, ExpertWeights, PackedActivations, KVCache)
 
@@ -18,21 +18,13 @@ def to_device(packed: _Packed) -> _Packed:
     Raises ArgumentError for anything else, UnavailableError where there is no GPU.
     """
     gpu.device_info()  # or the reason why there is none
-    changed: dict[str, Any]
-    if isinstance(packed, (PackedWeight, ExpertWeights)):
-        changed = {"buffers": {name: _copied(array) for name, array in packed.buffers.items()}}
-    elif isinstance(packed, PackedActivations):
-        changed = {name: _copied(getattr(packed, name)) for name in ("x_q", "scale", "token_sum")}
-    elif isinstance(packed, KVCache):
-        arrays = ("pool", "block_table", "lengths", "k_channel", "v_channel")
-        changed = {name: _copied(getattr(packed, name)) for name in arrays}
-    else:
+    if not isinstance(packed, PackedWeight | ExpertWeights | PackedActivations | KVCache):
         rule = "must be a PackedWeight, ExpertWeights, PackedActivations or KVCache"
         raise ArgumentError("packed", rule, type(packed).__name__)
-    return replace(packed, **changed)
+    moved: _Packed = with_arrays(packed, copied_to_device)
+    return moved
 
 
-def _copied(array: Any) -> Any:
-    if isinstance(array, tuple):
-        return tuple(map(_copied, array))
+def copied_to_device(array: Any) -> Any:
+    """A NumPy array as CuPy's; one that is on the GPU stays what it is."""
     return gpu.to_device(array) if isinstance(array, np.ndarray) else array

@@ -30,10 +30,10 @@ class Config:
         heads: query heads, Hq.
         kv_heads: Hkv, which divides Hq.
         head_dim: D.
-        layers: how many there are.
-        vocabulary: tokens it knows.
+        layers: their number.
+        vocabulary: number of tokens.
         rope_base: the base of the angles' frequencies.
-        rope_scaling: how these are changed for longer contexts, as `reference.rope_tables` takes it, or None.
+        rope_scaling: of these frequencies for longer contexts, as `reference.rope_tables` takes it, or None.
         eps: what RMSNorm adds to the mean square.
         tied_head: whether the LM head is the embedding.
         qkv_bias: whether queries, keys and values have a bias.
@@ -43,7 +43,7 @@ class Config:
         activation: one of `reference.ACTIVATIONS`.
         name: of the model, where it has one.
 
-    Raises ArgumentError, which names the attribute, for numbers that fit no model.
+    Raises ArgumentError, which names the attribute, for a value that no model can have.
     """
 
     hidden: int
@@ -157,7 +157,7 @@ class Config:
     def share(self, n: int) -> "Config":
         """One of n GPUs' share by tensor parallelism: 1/n of the heads and of the rows of gate and up.
 
-        Raises ArgumentError where n divides them not.
+        Raises ArgumentError unless n divides them.
         """
         _require_count("n", n)
         for name in ("heads", "kv_heads", "ffn"):
@@ -167,7 +167,7 @@ class Config:
         return self if n == 1 else replace(self, **parts, name=f"{self.name} 1/{n}".strip())
 
     def rope_tables(self, positions: int | npt.NDArray[Any]) -> tuple[F32, F32]:
-        """(cos, sin) f32 [.., D/2] of these positions, or of the first so many."""
+        """(cos, sin) f32 [.., D/2] of these positions [..], or of that many from 0 on."""
         at = np.arange(positions) if is_integer(positions) and 0 <= positions < 2**31 else positions
         if not isinstance(at, np.ndarray) or at.dtype.kind not in "iu":
             raise ArgumentError("positions", "must be integers [..], or how many", type(positions).__name__)
@@ -189,7 +189,7 @@ class Config:
         }
 
 
-# Numbers of a config, and the keys that they have in a config.json and in GGUF metadata, there behind the architecture.
+# Attribute of `Config` -> key of a config.json; of GGUF metadata, where the name of the architecture stands before it.
 _JSON = {
     "hidden": "hidden_size",
     "ffn": "intermediate_size",
@@ -219,7 +219,7 @@ _GGUF = {
 
 
 class _Keys:
-    """What a file says, by key; `names` are the keys of a config's numbers. Every error names the key."""
+    """Values of a file by key; `names`: attribute of `Config` -> key. Every error names the key."""
 
     def __init__(self, where: str, values: Any, names: Mapping[str, str]) -> None:
         if not isinstance(values, Mapping):
@@ -227,7 +227,7 @@ class _Keys:
         self.values, self._where, self._names = values, where, names
 
     def get(self, key: str, *default: Any) -> Any:
-        """A key that is missing, or null, has its default; without one it is an error."""
+        """The value of a key, or the default where it is missing or null; without a default that is an error."""
         value = self.values.get(key)
         if value is None and not default:
             raise ArgumentError(f"{self._where}: {key}", "must be given", "nothing")
@@ -235,7 +235,7 @@ class _Keys:
         return value.item() if isinstance(value, np.generic) else value
 
     def count(self, field: str, *default: Any) -> Any:
-        """The integer, 1 or more, of a config's number."""
+        """The integer, 1 or more, for an attribute of `Config`."""
         key = self._names[field]
         value = self.get(key, *default)
         if value is not None:
@@ -266,13 +266,13 @@ class _Keys:
         return None if value is None else _Keys(f"{self._where}: {key}", value, {})
 
     def wrong(self, key: str, rule: str) -> ArgumentError:
-        """The error that a key's value is."""
+        """The error for a key's value."""
         return ArgumentError(f"{self._where}: {key}", rule, repr(self.values.get(key)))
 
     def config(
         self, kind: Any, *, is_windowed: bool, has_experts: bool, tokens: int | None = None, **further: Any
     ) -> Any:
-        """The config; what it says of a number is said of its key. `tokens` are those that the file lists, if any."""
+        """The config, whose errors name keys. `tokens`: how many the file lists, if it does."""
         heads, hidden = self.count("heads"), self.count("hidden")
         numbers = {
             "hidden": hidden,
@@ -327,7 +327,7 @@ def _require_positive(name: str, value: Any) -> float:
 def _llama(
     name: str, hidden: int, ffn: int, heads: int, kv_heads: int, layers: int, vocabulary: int = 32000, **more: Any
 ) -> Config:
-    """With heads of 128."""
+    """A model with heads of 128."""
     given = {"hidden": hidden, "ffn": ffn, "heads": heads, "kv_heads": kv_heads, "layers": layers, **more}
     return Config(name=name, head_dim=128, vocabulary=vocabulary, **given)
 

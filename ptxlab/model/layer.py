@@ -44,10 +44,10 @@ class Routing:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerBuffers:
-    """What lies between the launches of a layer: made once for a batch, for all layers and steps of a decoder.
+    """Buffers between the launches of a layer, made once for a batch: all layers and steps of a decoder share them.
 
-    A product `name` reads `name_in` and writes `name`; with experts `gate_up` and `down` have a row for every expert
-    of every token, and `routing.routed` says whose. All are there to be looked at until the next layer.
+    A product `name` reads `name_in` and writes `name`. With experts, `gate_up` and `down` have a row for every chosen
+    expert of every token, placed by `routing.routed`. All keep their contents until the next layer runs.
 
     Attributes:
         config, dtype: of the layers that they are for.
@@ -58,7 +58,7 @@ class LayerBuffers:
         gate_up: [M, 2·F].
         routing: of experts, or None.
         workspaces: of the GEMMs on a GPU, by product; `attention_workspace` of attention.
-        programmatic: whether launches overlap (programmatic dependent launch): those inside of a layer.
+        programmatic: whether launches inside a layer overlap (programmatic dependent launch).
         batch_invariant: whether attention splits a sequence by its own length alone (`attention_kv4`). Then a token
             has the same bits whatever else is in the batch; the other kernels see to that anyway.
     """
@@ -152,14 +152,6 @@ class LayerBuffers:
             batch_invariant=batch_invariant,
         )
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all activations."""
-        packed = (self.qkv_in, self.o_in, self.gate_up_in, self.down_in)
-        arrays = [self.qkv, self.q, self.attention, self.o, self.gate_up, self.hidden]
-        arrays += [array for each in packed for array in (each.x_q, each.scale, each.token_sum)]
-        return sum(int(array.nbytes) for array in arrays)
-
 
 def decode_layer(
     x: Any,
@@ -189,10 +181,9 @@ def decode_layer(
         rope: (cos, sin) or (cos, sin, positions); see `rope_append_kv4`.
         buffers: `LayerBuffers.empty(weights, cache)`.
         backend: of every launch.
-        programmatic: whether the first launch may overlap with the kernel before it too. Not if that, or one that it
-            overlaps with, writes lengths, table, slots or tables of angles: attention reads the former, and what
-            appends reads the latter, ahead of its wait. So it is False behind what prepares a step, which every layer
-            but the first may be without.
+        programmatic: whether the first launch may overlap with the kernel before it too. It must not after a kernel
+            that writes lengths, block table, slots, positions or tables of angles, which attention and append read
+            ahead of their waits: so False for the first layer of a step. True for the others.
 
     Returns:
         `buffers.hidden`, [M, H]: to be given to the next layer as `x`, with the same residual.

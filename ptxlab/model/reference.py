@@ -26,17 +26,18 @@ from ptxlab.layout.packed_activations import unpack_activations
 from ptxlab.model.layer import LayerBuffers
 from ptxlab.model.weights import LayerWeights
 from ptxlab.quant import QoQChannelWeight, QuantizedActivations
+from ptxlab.quant.tiled import with_arrays
 from ptxlab.reference.attention import F64
-from ptxlab.spec.dtypes import numbers, stored
+from ptxlab.spec.dtypes import floats, numbers, stored
 from ptxlab.spec.tolerance import Allowed, misses
 
 _PARTS = ("q", "scale", "token_sum")  # of quantised activations
 
 
 class Step(NamedTuple):
-    """What a launch leaves: an array, or quantised activations; `allowed` is the error of what need not be these bits.
+    """The result of a launch: an array, or quantised activations.
 
-    Of quantised activations that is one bound for each of their arrays.
+    `allowed` is None where every bit must be right, else the error bound; of quantised activations, one per array.
     """
 
     right: Any
@@ -59,8 +60,7 @@ class LayerInputs:
         if not isinstance(cache, KVCache) or not isinstance(rope, tuple):
             got = f"{type(cache).__name__}, {type(rope).__name__}"
             raise ArgumentError("LayerInputs: cache, rope", "must be a KVCache and a tuple of arrays", got)
-        copies = {name: _copied(getattr(cache, name)) for name in ("pool", "block_table", "lengths")}
-        return cls(_copied(x), _copied(residual), replace(cache, **copies), _copied(slots), tuple(map(_copied, rope)))
+        return cls(*(with_arrays(part, _copied) for part in (x, residual, cache, slots, rope)))
 
 
 def exact(given: LayerInputs, weights: LayerWeights, left: Mapping[str, Any] | None = None) -> dict[str, Step]:
@@ -76,7 +76,7 @@ def exact(given: LayerInputs, weights: LayerWeights, left: Mapping[str, Any] | N
         return (left or {}).get(name, right)
 
     stream = _added(given.x, given.residual, dtype)
-    _, quantised = _normed(stream, weights.input_norm, config.eps, dtype)
+    _, quantised = _normed(stream, weights.input_norm, config.eps)
     qkv_in = done("qkv_in", quantised)
     qkv = done("qkv", _product(qkv_in, weights.qkv, dtype, weights.qkv_bias))
     q, pool = _rotated_and_appended(qkv, given, config.heads, dtype)
@@ -84,10 +84,10 @@ def exact(given: LayerInputs, weights: LayerWeights, left: Mapping[str, Any] | N
     attention = done("attention", *_attention(q, replace(given.cache, pool=pool), config.window, dtype))
     if attention.dtype == np.float64:  # the right one, as nobody has left one
         attention = stored(attention.astype(np.float32), dtype)
-    o_in = done("o_in", quant.quantize_activations(_f32(attention, dtype).reshape(len(attention), -1)))
+    o_in = done("o_in", quant.quantize_activations(floats(attention).reshape(len(attention), -1)))
     o = done("o", _product(o_in, weights.o, dtype))
     stream = done("residual", _added(stream, o, dtype))
-    y, quantised = _normed(stream, weights.post_norm, config.eps, dtype)
+    y, quantised = _normed(stream, weights.post_norm, config.eps)
     if config.experts:
         tokens, y = done("tokens", quantised), done("normed", stored(y, dtype))
         chosen, share, allowed = _chosen(y, weights.router, config.chosen_experts, dtype)
@@ -106,7 +106,7 @@ def exact(given: LayerInputs, weights: LayerWeights, left: Mapping[str, Any] | N
     down_in = done("down_in", *_gated(gate_up, config.activation, dtype))
     results = product(down_in, weights.down)
     if config.experts:
-        results = stored(reference.combined(_f32(done("results", results), dtype), place, share), dtype)
+        results = stored(reference.combined(floats(done("results", results)), place, share), dtype)
     done("hidden", results)
     return steps
 
@@ -189,19 +189,19 @@ def in_float64(given: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
 
 
 def _added(x: Any, residual: Any, dtype: str) -> Any:
-    return stored(_f32(x, dtype) + _f32(residual, dtype), dtype)
+    return stored(floats(x) + floats(residual), dtype)
 
 
-def _normed(stream: Any, gamma: Any, eps: float, dtype: str) -> tuple[Any, QuantizedActivations]:
+def _normed(stream: Any, gamma: Any, eps: float) -> tuple[Any, QuantizedActivations]:
     """y f32 [M, H], and as integers; in the kernel's order of additions, which is written for NumPy."""
-    y = normalized(_f32(_on_host(stream), dtype), _f32(_on_host(gamma), dtype), eps)
+    y = normalized(floats(_on_host(stream)), floats(_on_host(gamma)), eps)
     quantised = quant.quantize_activations(y)
     return _beside(y, stream), QuantizedActivations(*(_beside(getattr(quantised, part), stream) for part in _PARTS))
 
 
 def _chosen(y: Any, router: Any, k: int, dtype: str) -> tuple[Any, Any, Allowed]:
     """chosen and share of `RoutedTokens`, of logits in the kernel's order of additions; and the shares' error."""
-    logical = {"x": _f32(_on_host(y), dtype), "router": _f32(_on_host(router), dtype), "k": k}
+    logical = {"x": floats(_on_host(y)), "router": floats(_on_host(router)), "k": k}
     config = {"IN": DTYPES.index(dtype)}
     right = CHOOSE.expected(logical, config)
     chosen, share = (
@@ -231,7 +231,7 @@ def _angles(given: LayerInputs) -> tuple[Any, Any]:
 def _rotated_and_appended(qkv: Any, given: LayerInputs, Hq: int, dtype: str) -> tuple[Any, Any]:
     """Queries [M, Hq, D], and the pool with the new tokens."""
     cache = replace(given.cache, pool=given.cache.pool.copy())
-    heads = _f32(qkv, dtype).reshape(len(qkv), -1, cache.head_dim)
+    heads = floats(qkv).reshape(len(qkv), -1, cache.head_dim)
     Hkv, angles = cache.num_kv_heads, _angles(given)
     q, k, v = heads[:, :Hq], heads[:, Hq : Hq + Hkv], heads[:, Hq + Hkv :]
     here = given.slots >= 0
@@ -243,7 +243,7 @@ def _rotated_and_appended(qkv: Any, given: LayerInputs, Hq: int, dtype: str) -> 
 
 def _attention(q: Any, cache: KVCache, window: int | None, dtype: str) -> tuple[Any, Allowed]:
     """[M, Hq, D] rounded from float64, and how far from that the kernel may be."""
-    logical = {"q": _f32(q, dtype)[:, None], "cache": cache, "blocks": 1, "window": window or 0}
+    logical = {"q": floats(q)[:, None], "cache": cache, "blocks": 1, "window": window or 0}
     logical["softmax_scale"] = cache.head_dim**-0.5
     config = {"BF16": int(dtype == "bfloat16")}
     right, allowed = SM90.expected(logical, config)["out"][:, 0], SM90.allowed(logical, config)["out"]
@@ -251,7 +251,7 @@ def _attention(q: Any, cache: KVCache, window: int | None, dtype: str) -> tuple[
 
 
 def _gated(gate_up: Any, activation: str, dtype: str) -> tuple[QuantizedActivations, tuple[Allowed, ...]]:
-    logical = {"gate_up": _f32(_on_host(gate_up), dtype), "rows": 1, "span": 32}
+    logical = {"gate_up": floats(_on_host(gate_up)), "rows": 1, "span": 32}
     logical |= {"activation": reference.ACTIVATIONS.index(activation)}
     config = {"IN": DTYPES.index(dtype)}
     right, allowed = SILU_MUL.expected(logical, config), SILU_MUL.allowed(logical, config)
@@ -302,8 +302,3 @@ def _on_host(array: Any) -> Any:
 def _beside(array: Any, example: Any) -> Any:
     """A NumPy array, on the device where the example is there."""
     return array if isinstance(example, np.ndarray) else gpu.to_device(array)
-
-
-def _f32(array: Any, dtype: str) -> Any:
-    """What f16 or bf16 hold, in float32."""
-    return reference.from_bfloat16_bits(array) if dtype == "bfloat16" else array.astype(np.float32)

@@ -1,7 +1,7 @@
 """`LayerWeights`: the packed weights of one decoder layer."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import numpy as np
@@ -9,11 +9,11 @@ import numpy as np
 from ptxlab import gpu, quant
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.operation import dtype_of
-from ptxlab.kernels.transfer import to_device
+from ptxlab.kernels.transfer import copied_to_device
 from ptxlab.layout import ExpertWeights, PackedWeight, pack, stack_experts
 from ptxlab.layout.packed_weight import QuantizedWeight
 from ptxlab.model.config import Config, require_config
-from ptxlab.quant.tiled import tiled, with_arrays
+from ptxlab.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
 from ptxlab.runtime.arguments import check_flags
 from ptxlab.spec.dtypes import stored
 from ptxlab.validate import is_integer, is_one_of, shape_of
@@ -24,7 +24,6 @@ _QUANTISERS: Mapping[str, Callable[[Any, int], QuantizedWeight]] = {
     "qoq": lambda w, group: quant.quantize_qoq(w, group),
     "qoq_channel": lambda w, _: quant.quantize_qoq_channel(w),
 }
-_BLOCK_ROWS, _BLOCK_K = 520, 7 * 128  # of random weights: no multiple of a tile, so that a tile of a wrong place shows
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -87,13 +86,13 @@ class LayerWeights:
         dtype: str = "float16",
         on_device: bool = False,
     ) -> Self:
-        """Weights that mean nothing, of standard deviation K^-0.5, through the quantiser: a block of each, repeated.
+        """Random weights of standard deviation K^-0.5: a block of each matrix is quantised and repeated.
 
         Args:
             config: of the layer.
-            seed: of another layer, another.
+            seed: 0 or more; other layers have other weights by another seed.
             scheme: `lqq`, `qoq`, in groups of `group`, or `qoq_channel`.
-            group: 32, 64 or 128; not looked at where there are none.
+            group: 32, 64 or 128; `qoq_channel` ignores it.
             layout: of the packing.
             interleaved: gate and up in turns, for `gemm_w4a8(epilogue="silu_mul")`; `decode_layer` does not take them.
             dtype: of what lies between the kernels, `float16` or `bfloat16`.
@@ -113,7 +112,7 @@ class LayerWeights:
         place: Callable[[Any], Any] = gpu.to_device if on_device else lambda array: array
 
         def packed(N: int, K: int, interleaved: bool = False) -> PackedWeight:
-            block = rng.standard_normal((min(N, _BLOCK_ROWS), min(K, _BLOCK_K)), dtype=np.float32) / np.sqrt(K)
+            block = rng.standard_normal((min(N, BLOCK_ROWS), min(K, BLOCK_K)), dtype=np.float32) / np.sqrt(K)
             quantised = _QUANTISERS[scheme](block.astype(np.float32), group)
             return pack(tiled(with_arrays(quantised, place), N, K), layout, interleaved=interleaved)
 
@@ -139,7 +138,7 @@ class LayerWeights:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What there is of weights, by attribute."""
+        """All weights that the layer has, by attribute."""
         named = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "config"}
         return {name: part for name, part in named.items() if part is not None}
 
@@ -150,13 +149,9 @@ class LayerWeights:
 
     def to_device(self) -> "LayerWeights":
         """The same on the GPU, NumPy arrays copied. Raises UnavailableError where there is none."""
-
-        def moved(part: Any) -> Any:
-            if isinstance(part, PackedWeight):
-                return to_device(part)
-            return to_device(part) if isinstance(part, ExpertWeights) else gpu.to_device(part)
-
-        return replace(self, **{name: moved(part) for name, part in self.parts.items()})
+        gpu.device_info()  # or the reason why there is none
+        moved: LayerWeights = with_arrays(self, copied_to_device)
+        return moved
 
 
 def _said(array: Any) -> str:

@@ -1,10 +1,12 @@
-"""Large weights of a small one: quantised once, in a block, and repeated. For benches and weights that mean nothing."""
+"""Large random weights: one block is quantised and repeated. `with_arrays` changes every array of what holds some."""
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
+
+BLOCK_ROWS, BLOCK_K = 520, 7 * 128  # of that block: no multiples of a tile's, so that a tile in a wrong place shows
 
 
 def tiled(part: Any, N: int, K: int) -> Any:
@@ -23,8 +25,13 @@ def tiled(part: Any, N: int, K: int) -> Any:
 
 
 def with_arrays(part: Any, change: Callable[[Any], Any]) -> Any:
-    """An array, or a dataclass of arrays, with every array changed."""
+    """An array, or a dataclass, mapping or tuple with arrays in it at any depth, with every array changed."""
     if hasattr(part, "ndim"):
         return change(part)
-    values = {field.name: getattr(part, field.name) for field in fields(part)}
-    return replace(part, **{name: change(v) for name, v in values.items() if hasattr(v, "ndim")})
+    if isinstance(part, tuple):
+        return tuple(with_arrays(each, change) for each in part)
+    if isinstance(part, Mapping):
+        return {name: with_arrays(each, change) for name, each in part.items()}
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    return replace(part, **{field.name: with_arrays(getattr(part, field.name), change) for field in fields(part)})

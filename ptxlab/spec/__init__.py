@@ -26,6 +26,11 @@ Sizes = Mapping[str, Any]  # integers, but for scalar arguments that are floats
 Arrays = dict[str, Any]
 
 
+def sizes_rows(names: str, *rows: tuple[Any, ...]) -> tuple[dict[str, Any], ...]:
+    """Sizes of a spec's examples: a number of each row per name."""
+    return tuple(dict(zip(names.split(), row, strict=True)) for row in rows)
+
+
 @dataclass(frozen=True)
 class Arg:
     """One argument of a kernel.

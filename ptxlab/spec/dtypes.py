@@ -53,6 +53,16 @@ def stored(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
     return reference.bfloat16_bits(values) if name == "bfloat16" else values.astype(name)
 
 
+def as_stored(values: npt.NDArray[np.float32], name: str) -> npt.NDArray[np.float32]:
+    """float32 values as they are once stored as that dtype, back in float32."""
+    return floats(stored(values, name))
+
+
+def floats(array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """What f16, f32, or bf16 by its bits (uint16), stand for, in float32."""
+    return reference.from_bfloat16_bits(array) if array.dtype == np.uint16 else array.astype(np.float32, copy=False)
+
+
 def numbers(array: npt.NDArray[Any], name: str) -> npt.NDArray[np.float64]:
     """What elements of that dtype stand for, in float64."""
     return (reference.from_bfloat16_bits(array) if name == "bfloat16" else array).astype(np.float64)

@@ -12,6 +12,7 @@ from ptxlab.bench.gemm import problem, steps
 from ptxlab.bench.shapes import LAYERS, TOKENS, Layer
 from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.kernels.gemm import STEPS
+from ptxlab.quant.tiled import BLOCK_K, BLOCK_ROWS
 
 SMALL = Layer("test", "small", N=128, K=256)
 NAMES = [spec.name for spec in STEPS]
@@ -67,7 +68,7 @@ def test_every_size_of_the_suite_obeys_the_rules(spec: Any) -> None:
 
 
 def test_blocks_are_no_multiple_of_a_tile() -> None:
-    assert problem.BLOCK_ROWS % 16 and problem.BLOCK_K // 128 % 2
+    assert BLOCK_ROWS % 16 and BLOCK_K // 128 % 2
 
 
 def test_layers() -> None:

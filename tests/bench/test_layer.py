@@ -34,7 +34,7 @@ def here(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def weights() -> list[LayerWeights]:
     first = LayerWeights.random(TINY, on_device=True)
-    return [first, decoder._moved(first)]
+    return [first, decoder.copy_of(first)]
 
 
 def test_a_layer_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_a_fused_kernel_is_timed_beside_copies_and_checked(
     row = fused.timed(of, CEILINGS)
     assert (row.kernel, row.sizes, row.time_us) == (of.kernel, of.sizes, 10.0)
     assert row.more["copy_us"] == 5.0 and row.more["copy_l2_us"] == 4.0 and row.more["chain_us"] == 10.0
-    assert row.peers == ({"torch_compile": 7.0} if of.width else {})
+    assert row.peers == ({"torch_compile": 7.0} if "K" in of.sizes else {})
     assert row.floor_us == pytest.approx(of.nbytes / 4.2e6)
     arrays = of.make()
     with pytest.raises(BenchmarkError, match=f"{of.kernel.removesuffix('_s8')}: (wrong|pages)"):
@@ -142,11 +142,16 @@ def test_jobs_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_is_compiled_is_what_is_measured(here: pytest.MonkeyPatch) -> None:
-    decoder.warm(TINY, (1,))
+    between = {"rmsnorm_quantize", "silu_mul_quantize", "quantize_activations_s8"}
+    with emulator.chain(()) as made:
+        decoder.warm(TINY, (1,))
+    assert {*made.launches} == between | {"gemm_w4a8_small_sm90", "rope_append_kv4", "attention_kv4_sm90"}
     here.setattr(fused, "WIDTHS", (64, 96))
     here.setattr(fused, "HEADS", ((2, 1),))
-    for width in (64, 96):
-        fused.warm(width)
+    for width, launched in ((64, between | {"rope_append_kv4"}), (96, between)):
+        with emulator.chain(()) as made:
+            fused.warm(width)
+        assert {*made.launches} == launched
 
 
 def test_parts_of_the_suite_by_words() -> None:

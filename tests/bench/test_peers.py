@@ -33,7 +33,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
             call()
         return Measured(7.0, 7.0, 7.0, 1900.0)
 
-    monkeypatch.setattr(peers, "_DEVICE", "cpu")
+    monkeypatch.setattr(peers, "DEVICE", "cpu")
     monkeypatch.setattr(peers, "importable", lambda: True)
     monkeypatch.setattr(peers, "copies_beyond_l2", lambda nbytes: 3)
     monkeypatch.setattr(peers, "measure", measure)
@@ -59,22 +59,22 @@ def test_a_chain_rotates_over_whole_chains(on_cpu: pytest.MonkeyPatch) -> None:
 def test_few_tokens_are_padded_for_int8(on_cpu: pytest.MonkeyPatch) -> None:
     """`torch._int_mm` refuses 16 rows and fewer on a GPU; the stored times were padded in the same way."""
     rows: list[int] = []
-    operand = peers._operand
+    operand = peers.operand
 
     def remembered(name: str, count: int, K: int, seed: int) -> Any:
         if seed:
             rows.append(count)
         return operand(name, count, K, seed)
 
-    on_cpu.setattr(peers, "_operand", remembered)
+    on_cpu.setattr(peers, "operand", remembered)
     peers.cublas(64, 128, (4, 16, 32, 64), ["cublas_int8"])
     assert rows == [32, 32, 32, 64]
 
 
 @pytest.mark.parametrize("name", peers.CUBLAS)
 def test_wrong_products_are_found(name: str, on_cpu: pytest.MonkeyPatch) -> None:
-    weights = [peers._operand(name, 64, 128, seed=0)]
-    x = peers._operand(name, 4, 128, seed=4)
+    weights = [peers.operand(name, 64, 128, seed=0)]
+    x = peers.operand(name, 4, 128, seed=4)
     peers._calls(name, x, weights)
     wrong = {"cublas_fp8": "_scaled_mm", "cublas_int8": "_int_mm", "cublas_fp16": "matmul"}[name]
     on_cpu.setattr(f"torch.{wrong}", lambda a, b, **_: (a.float() @ b.float()).flip(1))

@@ -38,7 +38,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for module in (shapes, peers_layer):
         monkeypatch.setattr(module, "LENGTH", LENGTH)
     peers_layer._tables.cache_clear()
-    monkeypatch.setattr(peers, "_DEVICE", "cpu")
+    monkeypatch.setattr(peers, "DEVICE", "cpu")
     monkeypatch.setattr(peers, "importable", lambda: True)
     monkeypatch.setattr(peers_layer, "copies_beyond_l2", lambda nbytes: 2)
     monkeypatch.setattr(peers_layer, "measure", measure)

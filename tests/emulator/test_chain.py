@@ -134,7 +134,7 @@ def test_outside_of_a_chain_nothing_is_remembered() -> None:
 
 
 def test_bad_input() -> None:
-    refused = r"begin: is one of early, late \(got soon\)"
+    refused = r"begin: must be one of early, late \(got soon\)"
     with pytest.raises(ArgumentError, match=refused), emulator.chain((), begin="soon"):
         pass
     refused = "chain: must not begin inside of another"

@@ -116,7 +116,10 @@ def test_the_pictures_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch)
     assert f"{frames.mean(POINTS[POINTS.model == 'LLaMA-2-7B']['over FP8']):.2f}x the FP8 mix" in first.get_title(
         "left"
     )
-    assert len(figures.picture("layer_timeline").axes[0].patches) == 4
+    assert [len(axes.patches) for axes in figures.picture("layer_timeline").axes] == [4, 4]
+    first_alone = [row for row in RECORD.rows if row.measure != suite.TIMELINE or row.sizes["hidden"] == 4096]
+    monkeypatch.setattr(layer, "recorded", lambda: replace(RECORD, rows=tuple(first_alone)))
+    assert len(figures.picture("layer_timeline").axes) == 1, "the other one was not traced"
 
 
 def test_the_page_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,12 @@ from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.gemm import STEPS
 from ptxlab.kernels.gemm.common import F16, GemmStep
 from ptxlab.kernels.gemm.ladder import LADDER, why_not
-from ptxlab.quant.tiled import tiled, with_arrays
+from ptxlab.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Sizes
 from ptxlab.spec.expressions import names_in
 
 _OF_TOKENS = ("x", "x_scale", "x_sum", "rows")  # logical inputs that are no part of the weight; nor is the bias
-# Quantised once and repeated. No multiple of a tile in either direction, so that a tile of the wrong place shows.
-BLOCK_ROWS, BLOCK_K = 520, 7 * 128
 
 
 def steps_of(names: Sequence[str]) -> list[GemmStep]:

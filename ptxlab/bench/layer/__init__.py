@@ -25,8 +25,7 @@ __all__ = ["BATCHES", "CONFIGS", "FUSED", "MEASURE", "TIMELINE", "Selection", "c
 
 FUSED, TIMELINE = fused.MEASURE, "timeline"
 DRAWN = ("LLaMA-2-7B", 16), ("LLaMA-2-70B", 16)  # layers that a timeline is taken of
-STORED = {"fp16": "fi_xqa_f16"}  # mix -> the stored attention that stands in for its own; of the others:
-_STORED_FP8 = "fi_xqa_fp8"
+_STORED_FP16, _STORED_FP8 = "fi_xqa_f16", "fi_xqa_fp8"  # stored attention that stands in for a mix's own
 _WORKERS = 14
 _TRACED = 4  # layers at least, of which one in the middle is kept
 
@@ -89,7 +88,7 @@ def rows(
 
 
 def side_by_side(jobs: Sequence[Job]) -> None:
-    """Run each in a process of its own; what fails there fails later, where it is measured, with its reason."""
+    """Run each in a process of its own. Failures are ignored: the measurement fails again, and says why."""
     if not jobs:
         return
     workers = min(_WORKERS, os.cpu_count() or 1, len(jobs))
@@ -100,7 +99,7 @@ def side_by_side(jobs: Sequence[Job]) -> None:
 
 
 def _alone() -> None:
-    """PyTorch's compiler shall not start processes of its own in each."""
+    """Keep PyTorch's compiler from starting processes of its own."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
@@ -129,7 +128,7 @@ def mixed(config: Config, B: int, times: dict[str, MixTime]) -> tuple[dict[str, 
     for name, time in times.items():
         mix, _, attention = name.partition("/")
         alike = {name: time.layer - time.without_attention}
-        kept = STORED.get(mix, _STORED_FP8)
+        kept = _STORED_FP16 if mix == "fp16" else _STORED_FP8
         if attention == "sdpa" and kept in stored:
             alike[f"{mix}/xqa_stored"] = stored[kept]
         for called, attending in alike.items():

@@ -21,10 +21,11 @@ from ptxlab.bench.timing import GEMM_REPLAYS, Measured, copies_beyond_l2, measur
 from ptxlab.errors import BenchmarkError
 from ptxlab.model import Config, LayerBuffers, LayerInputs, LayerWeights, decode_layer, layer
 from ptxlab.model import reference as twins
+from ptxlab.quant.tiled import with_arrays
 
 MEASURE, FACE = "layer", "decode_layer"
 GEMM, ATTENTION, OTHERS = "gemm", "attention", "others"
-_COMPARED = 250e6  # weights of the largest layer that is held against its exact twin, which takes seconds
+_COMPARED = 250e6  # weights of the largest layer that is compared with its exact twin, which takes seconds
 _CALLED = (  # by `decode_layer`, in its module
     *("rmsnorm_quantize", "gemm_w4a8", "gemm_w4a8_grouped", "rope_append_kv4", "attention_kv4"),
     *("quantize_activations", "silu_mul_quantize", "route_tokens", "combine_experts"),
@@ -35,9 +36,9 @@ class DecoderCall(NamedTuple):
     """One call that `decode_layer` makes.
 
     Attributes:
-        name: the function, and of a GEMM its matrix, of the others which of its calls it is.
+        name: of the function, and which of its calls it is: `gemm_w4a8 2` is the second.
         part: `gemm`, `attention` or `others`.
-        function, args, keywords: that make it again.
+        function, args, keywords: of the call.
     """
 
     name: str
@@ -47,13 +48,13 @@ class DecoderCall(NamedTuple):
     keywords: dict[str, Any]
 
     def call(self, **changed: Any) -> Callable[[], Any]:
-        """The same call, perhaps of other arrays."""
+        """The call, to be made again, with some keywords changed."""
         return partial(self.function, *self.args, **{**self.keywords, **changed})
 
 
 @contextmanager
 def recorded() -> Iterator[list[DecoderCall]]:
-    """Lists the calls that `decode_layer` makes inside, as it makes them."""
+    """Inside, the calls that `decode_layer` makes are noted; the list is complete when the context ends."""
     found: list[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,7 +81,7 @@ def recorded() -> Iterator[list[DecoderCall]]:
 
 
 class Decoder:
-    """Layers of a config at a batch: weights and caches on the device, one state that all of them work on."""
+    """Layers of a config at a batch: weights and caches on the device, and the state that all layers share."""
 
     def __init__(self, config: Config, B: int, weights: Sequence[LayerWeights], caches: int = 0) -> None:
         self.config, self.B, self.weights = config, B, weights
@@ -99,12 +100,12 @@ class Decoder:
         self.restart()
 
     def restart(self) -> None:
-        """The state as it was at first; of the caches only the last tokens change, which every layer writes anew."""
+        """Restore the state. In the caches only the last tokens change, and every run writes them anew."""
         gpu.copy_bytes(self.buffers.hidden, self._start[0])
         gpu.copy_bytes(self.residual, self._start[1])
 
     def calls(self, programmatic: bool = True) -> list[Callable[[], Any]]:
-        """A call per layer: each goes on from what the one before has left."""
+        """A call per layer, each on the output of the one before."""
         buffers = replace(self.buffers, programmatic=programmatic)
         return [
             partial(
@@ -123,7 +124,7 @@ class Decoder:
 
     @cached_property
     def operations(self) -> list[list[DecoderCall]]:
-        """Of every layer, in order."""
+        """The calls that each layer makes, in order."""
         found = []
         for call in self.calls():
             with recorded() as operations:
@@ -159,7 +160,7 @@ class Decoder:
         return f"{said} to the public calls made plainly one after another, bit for bit"
 
     def compare(self) -> str:
-        """Hold every launch of the first layer against the exact twin (`model.reference`); "" of a layer too large."""
+        """Compare every launch of the first layer with the exact twin (`model.reference`); "" for a layer too large."""
         weights, cache, slots = self.weights[0], self.caches[0], self.slots[0]
         if sum(N * K for N, K in self.config.matrices.values()) > _COMPARED or self.config.experts:
             return ""
@@ -169,7 +170,7 @@ class Decoder:
         return f"{twins.compare(given, weights, self.buffers, self.residual, cache)}; "
 
     def work(self) -> list[Work]:
-        """The least of each operation: weights and cache once from memory; what lies between stays in the L2."""
+        """The least work of each operation: weights and cache read once from memory; activations stay in the L2."""
         config, found = self.config, []
         routing = self.buffers.routing
         active = 0 if routing is None else int((np.diff(gpu.to_host(routing.routed.offsets)) > 0).sum())
@@ -190,32 +191,25 @@ def warm(config: Config, batches: Sequence[int]) -> None:
 
 
 def layers_of(config: Config) -> list[LayerWeights]:
-    """Random weights on the device, the same for so many layers that these together exceed the L2."""
+    """Random weights on the device: the same for each of as many layers as exceed the L2 together."""
     first = LayerWeights.random(config, on_device=True)
-    return [first, *(_moved(first) for _ in range(copies_beyond_l2(first.nbytes) - 1))]
+    return [first, *(copy_of(first) for _ in range(copies_beyond_l2(first.nbytes) - 1))]
 
 
-def _moved(weights: LayerWeights) -> LayerWeights:
-    """The same weights elsewhere in memory."""
-    parts = {name: _copied(part) for name, part in weights.parts.items()}
-    return replace(weights, **parts)
-
-
-def _copied(part: Any) -> Any:
-    if hasattr(part, "buffers"):
-        return replace(part, buffers={name: array.copy() for name, array in part.buffers.items()})
-    return part.copy()
+def copy_of(weights: Any) -> Any:
+    """A layer's weights, or one of them, elsewhere in memory."""
+    return with_arrays(weights, lambda array: array.copy())
 
 
 @dataclass(frozen=True)
 class Alone:
-    """Microseconds of every operation of a layer alone, by name, and whose part it is."""
+    """Microseconds of every operation of a layer alone, and the part that it belongs to, by name."""
 
     us: dict[str, float]
     part: dict[str, str]
 
     def of(self, part: str) -> float:
-        """Of all operations of a part."""
+        """The sum over the operations of a part."""
         return sum(us for name, us in self.us.items() if self.part[name] == part)
 
 
@@ -254,12 +248,12 @@ def _matrix(weights: LayerWeights, weight: Any) -> str:
 
 
 def copies_of(weights: LayerWeights) -> Callable[[str], list[Any]]:
-    """Of a matrix by name: as many copies as exceed the L2, made once."""
+    """A function from a matrix's name to as many copies as exceed the L2, made at its first call."""
 
     @cache
     def copied(matrix: str) -> list[Any]:
         weight = getattr(weights, matrix)
-        return [weight, *(_copied(weight) for _ in range(copies_beyond_l2(weight.nbytes) - 1))]
+        return [weight, *(copy_of(weight) for _ in range(copies_beyond_l2(weight.nbytes) - 1))]
 
     return copied
 
@@ -274,7 +268,7 @@ def row(
     more: Mapping[str, float],
     compared: bool = False,
 ) -> Row:
-    """A layer at one batch; `compared`: held against the exact twin too."""
+    """A layer at one batch, timed and checked; if `compared`, also with the exact twin."""
     decoder = Decoder(config, B, weights)
     measured, graph = measure_graph(decoder.calls(), replays=GEMM_REPLAYS)
     checked = (decoder.compare() if compared else "") + decoder.check(graph)

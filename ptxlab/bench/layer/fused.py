@@ -1,7 +1,8 @@
 """The kernels between GEMMs and attention, each beside a copy of its bytes and beside `torch.compile`'s version.
 
-From memory, over buffers that no call finds in the L2, but for a few bytes, where the launch is all that counts; and on
-the same buffers again and again, as a decoder's chain has them: launched plainly, and programmatically.
+Each is timed over buffers that together exceed the L2, unless that takes more than `_MOST_COPIES` of them: then the
+launch is all that counts. It is also timed on the same buffers again and again, as in a decoder's chain, launched
+plainly and programmatically.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,8 +43,7 @@ class Fused:
         nbytes: read and written by a call.
         make: arrays of one call.
         call: of arrays, perhaps launched programmatically.
-        check: raises BenchmarkError unless `call` did right by fresh arrays; returns what it looked at.
-        width: of what `torch.compile` can do too.
+        check: of arrays after a call; returns what was checked. Raises BenchmarkError for wrong results.
     """
 
     kernel: str
@@ -52,15 +52,14 @@ class Fused:
     make: Callable[[], dict[str, Any]]
     call: Callable[..., Any]
     check: Callable[[dict[str, Any]], str]
-    width: int = 0
 
 
 def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
     """Every kernel at every size."""
-    for width in WIDTHS:
+    for K in WIDTHS:
         for M in reversed(TOKENS):  # the largest first: `torch.compile`'s kernels are tuned to it
-            progress(f"{M} x {width}: fused kernels")
-            for fused in (normed(M, width), gated(M, width), quantised(M, width)):
+            progress(f"{M} x {K}: fused kernels")
+            for fused in (normed(M, K), gated(M, K), quantised(M, K)):
                 yield timed(fused, ceilings)
     for heads in HEADS:
         for T in TOKENS:
@@ -68,16 +67,16 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
             yield timed(appended(T, *heads), ceilings)
 
 
-def warm(width: int) -> None:
+def warm(K: int) -> None:
     """Compile, in a process that ends then, what is launched at this width; at the first one also all else."""
-    made = [normed(1, width), gated(1, width), quantised(1, width)]
-    made += [appended(1, *heads) for heads in HEADS if width == WIDTHS[0]]
+    made = [normed(1, K), gated(1, K), quantised(1, K)]
+    made += [appended(1, *heads) for heads in HEADS if WIDTHS[0] == K]
     for each in made:
         each.call(**each.make())
 
 
 def timed(fused: Fused, ceilings: Ceilings) -> Row:
-    """Cold and warm, beside copies; checked on fresh arrays after."""
+    """From memory and from the L2, beside copies of as many bytes; results are checked on fresh arrays afterwards."""
     count = copies_beyond_l2(fused.nbytes)
     count = count if count <= _MOST_COPIES else 1
     copies = [fused.make() for _ in range(count)]
@@ -91,10 +90,10 @@ def timed(fused: Fused, ceilings: Ceilings) -> Row:
     checked = fused.check(fresh)
     more = {"l2_us": warm, "chain_us": chained, "copies": float(count), **_copy(fused.nbytes, count)}
     compiled = None
-    if fused.width:
+    if "K" in fused.sizes:  # nobody has the append to compare with
         with peers.left_out(f"torch.compile's {fused.kernel}, {fused.sizes}"):
             name = fused.kernel.removesuffix("_s8")
-            compiled = peers_layer.fused(name, fused.sizes["M"], fused.width, count)
+            compiled = peers_layer.fused(name, fused.sizes["M"], fused.sizes["K"], count)
     if compiled:
         more["torch_l2_us"] = compiled[1]
     return row_of(
@@ -115,11 +114,11 @@ def _copy(nbytes: int, copies: int) -> dict[str, float]:
     return {"copy_us": copy_us(nbytes, copies), "copy_l2_us": copy_us(nbytes, 1)}
 
 
-def normed(M: int, width: int) -> Fused:
+def normed(M: int, K: int) -> Fused:
     """`rmsnorm_quantize` with a residual."""
-    x, residual = _values(M, width) * np.float16(_SMALL), _values(M, width, seed=1)
-    gamma = _values(1, width, seed=2)[0]
-    out = _packed(M, width)
+    x, residual = _values(M, K) * np.float16(_SMALL), _values(M, K, seed=1)
+    gamma = _values(1, K, seed=2)[0]
+    out = _packed(M, K)
 
     def make() -> dict[str, Any]:
         return {"x": x.copy(), "gamma": gamma, "residual": residual.copy(), "out": out()}
@@ -131,19 +130,19 @@ def normed(M: int, width: int) -> Fused:
         at = _checked(M)
         total = (_taken(x, at).astype(np.float32) + _taken(residual, at).astype(np.float32)).astype(np.float16)
         if not (_taken(arrays["residual"], at) == total).all():
-            raise BenchmarkError(f"rmsnorm_quantize: wrong residual at M={M}, H={width}")
+            raise BenchmarkError(f"rmsnorm_quantize: wrong residual at M={M}, K={K}")
         v = total.astype(np.float64)
         y = v / np.sqrt((v * v).mean(1, keepdims=True) + EPS) * gpu.to_host(gamma).astype(np.float64)
         return _right("rmsnorm_quantize", arrays["out"], at, y)
 
-    nbytes = M * width * 7 + 8 * M + 2 * width
-    return Fused("rmsnorm_quantize", {"M": M, "H": width}, nbytes, make, call, check, width)
+    nbytes = M * K * 7 + 8 * M + 2 * K
+    return Fused("rmsnorm_quantize", {"M": M, "K": K}, nbytes, make, call, check)
 
 
-def gated(M: int, width: int) -> Fused:
+def gated(M: int, K: int) -> Fused:
     """`silu_mul_quantize`."""
-    gate_up = _values(M, 2 * width)
-    out = _packed(M, width)
+    gate_up = _values(M, 2 * K)
+    out = _packed(M, K)
 
     def check(arrays: dict[str, Any]) -> str:
         at = _checked(M)
@@ -153,14 +152,14 @@ def gated(M: int, width: int) -> Fused:
     def make() -> dict[str, Any]:
         return {"gate_up": gate_up.copy(), "out": out()}
 
-    nbytes = M * width * 5 + 8 * M
-    return Fused("silu_mul_quantize", {"M": M, "F": width}, nbytes, make, silu_mul_quantize, check, width)
+    nbytes = M * K * 5 + 8 * M
+    return Fused("silu_mul_quantize", {"M": M, "K": K}, nbytes, make, silu_mul_quantize, check)
 
 
-def quantised(M: int, width: int) -> Fused:
+def quantised(M: int, K: int) -> Fused:
     """`quantize_activations`."""
-    x = _values(M, width)
-    out = _packed(M, width)
+    x = _values(M, K)
+    out = _packed(M, K)
 
     def check(arrays: dict[str, Any]) -> str:
         at = _checked(M)
@@ -169,8 +168,8 @@ def quantised(M: int, width: int) -> Fused:
     def make() -> dict[str, Any]:
         return {"x": x.copy(), "out": out()}
 
-    nbytes = M * width * 3 + 8 * M
-    return Fused("quantize_activations_s8", {"M": M, "K": width}, nbytes, make, quantize_activations, check, width)
+    nbytes = M * K * 3 + 8 * M
+    return Fused("quantize_activations_s8", {"M": M, "K": K}, nbytes, make, quantize_activations, check)
 
 
 def appended(T: int, Hq: int, Hkv: int) -> Fused:
@@ -213,15 +212,15 @@ def appended(T: int, Hq: int, Hkv: int) -> Fused:
     return Fused("rope_append_kv4", {"M": T, "Hq": Hq, "Hkv": Hkv}, nbytes, make, call, check)
 
 
-def _values(M: int, width: int, seed: int = 0) -> Any:
-    """Random f16 [M, width] on the device: some rows, repeated."""
-    some = np.random.default_rng(seed).standard_normal((min(M, 64), width), dtype=np.float32).astype(np.float16)
+def _values(M: int, K: int, seed: int = 0) -> Any:
+    """Random f16 [M, K] on the device: some rows, repeated."""
+    some = np.random.default_rng(seed).standard_normal((min(M, 64), K), dtype=np.float32).astype(np.float16)
     return np.tile(gpu.to_device(some), (-(-M // len(some)), 1))[:M].copy()
 
 
-def _packed(M: int, width: int) -> Callable[[], Any]:
-    """Makes activations to write into."""
-    some = gpu.to_device(np.zeros((M, width), np.float16))
+def _packed(M: int, K: int) -> Callable[[], Any]:
+    """A function that makes activations [M, K] to write into."""
+    some = gpu.to_device(np.zeros((M, K), np.float16))
     return lambda: quantize_activations(some)
 
 

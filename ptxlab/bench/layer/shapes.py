@@ -20,14 +20,14 @@ CONFIGS = (
 
 
 class Work(NamedTuple):
-    """What an operation reads from device memory at the least, and the operations of its products."""
+    """The least that an operation reads from device memory, and how much its products multiply."""
 
     name: str
     nbytes: int
     operations: int
 
     def us(self, ceilings: Ceilings) -> float:
-        """The least that it takes."""
+        """Its floor in microseconds."""
         return max(self.nbytes / ceilings.read_tbps, self.operations / TOPS) / 1e6
 
 
@@ -43,10 +43,10 @@ def sizes_of(config: Config, B: int) -> dict[str, int]:
 
 
 def config_of(sizes: dict[str, int]) -> Config | None:
-    """The one that a row of a record is of."""
+    """The config whose `sizes_of` these are, or None."""
     return next((config for config in CONFIGS if sizes_of(config, sizes["B"]) == sizes), None)
 
 
 def rows_of(config: Config, matrix: str, B: int) -> int:
-    """Of a GEMM: tokens, or tokens times the experts that each takes."""
+    """Rows of a GEMM's activations: tokens, or tokens times the experts that each takes."""
     return B * config.chosen_experts if config.experts and matrix in ("gate_up", "down") else B

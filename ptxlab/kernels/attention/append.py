@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from ptxlab import quant, reference
-from ptxlab.kernels.attention.common import sizes_rows
 from ptxlab.layout import HEAD_DIMS, PAGE_SIZES, KVCache, page_bytes, write_slots
 from ptxlab.quant import KV_SCHEMES
-from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
-from ptxlab.spec.dtypes import ByVariant, stored
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
+from ptxlab.spec.dtypes import ByVariant, as_stored, stored
 
 DTYPES = ("float16", "bfloat16")  # of k and v, by BF16
 INDICES = ("int32", "int64")  # of slots and positions, by INDEX
@@ -146,7 +145,7 @@ def appended(
         k_channel=k_channel,
         v_channel=v_channel,
     )
-    k, v = (values(stored(x, DTYPES[BF16]))[here] for x in (k, v))
+    k, v = (as_stored(x, DTYPES[BF16])[here] for x in (k, v))
     if cos is not None and sin is not None:
         at = (np.arange(len(slots)) if positions is None else positions)[here]
         k = reference.rope(k, cos[at], sin[at])
@@ -172,7 +171,7 @@ def rope_appended(
     split = qkv.reshape(T, -1, D)
     q, k, v = split[:, : -2 * heads], split[:, -2 * heads : -heads], split[:, -heads:]
     at = table_rows(positions, R)
-    rotated = reference.rope(values(stored(q, DTYPES[BF16])), cos[at], sin[at])
+    rotated = reference.rope(as_stored(q, DTYPES[BF16]), cos[at], sin[at])
     pool = appended(k, v, slots, page_size, pages, scheme, cos, sin, positions, BF16=BF16, **more)
     return stored(rotated, DTYPES[BF16]), pool
 
@@ -180,11 +179,6 @@ def rope_appended(
 def table_rows(positions: np.ndarray, rows: int) -> np.ndarray:
     """The rows of the tables that the kernels read: the last one for positions outside of them."""
     return np.where((positions < 0) | (positions >= rows), rows - 1, positions)
-
-
-def values(x: np.ndarray) -> np.ndarray:
-    """Floats, where bfloat16 is given by its bits."""
-    return reference.from_bfloat16_bits(x) if x.dtype == np.uint16 else x
 
 
 _CACHE_RULES = (

@@ -7,7 +7,7 @@ import numpy as np
 
 from ptxlab import gpu, quant, reference
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.kernels.attention.append import APPEND, DTYPES, INDICES, ROPE_APPEND, table_rows, values
+from ptxlab.kernels.attention.append import APPEND, DTYPES, INDICES, ROPE_APPEND, table_rows
 from ptxlab.kernels.attention.common import channels_of
 from ptxlab.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, Results, check_how, copied, dtype_of
 from ptxlab.layout import KVCache
@@ -17,7 +17,7 @@ from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
 from ptxlab.sources import of_kernel
 from ptxlab.spec import KernelSpec
-from ptxlab.spec.dtypes import dtype_in, storage
+from ptxlab.spec.dtypes import dtype_in, floats, storage
 from ptxlab.validate import shape_of
 
 
@@ -59,11 +59,8 @@ def append_kv4(
     """
     _check_options(APPEND, cache, rope)
     arrays = {"k": k, "v": v, **_shared(cache, slots, rope)}
-    _APPEND(
-        _options(cache, backend, programmatic, check),
-        arrays,
-        lambda: _checked_pair(arrays, cache, backend, programmatic, check),
-    )
+    how = _How(backend, programmatic, check)
+    _APPEND(_key(cache, how), arrays, lambda: _checked_pair(arrays, cache, how))
 
 
 def rope_append_kv4(
@@ -89,7 +86,7 @@ def rope_append_kv4(
         slots: as in `append_kv4`. The queries of padding are rotated like all others.
         rope: as in `append_kv4`: (cos, sin), or (cos, sin, positions); `reference.rope_tables` makes tables. On the
             GPU a position outside of them, which only padding may have, reads their last row.
-        out: [T, Hq, D] like qkv, to write q into; it must not overlap qkv.
+        out: [T, Hq, D] like qkv, to write q into. It must not overlap qkv, which is not checked.
         check: as in `append_kv4`.
         backend: as in `append_kv4`.
         programmatic: the call may begin before the kernel before it on the stream has ended. It reads slots, tables,
@@ -107,11 +104,8 @@ def rope_append_kv4(
         raise ArgumentError(f"{ROPE_APPEND.name}: rope", "must be (cos, sin) or (cos, sin, positions)", "None")
     _check_options(ROPE_APPEND, cache, rope)
     arrays = {"qkv": qkv, **_shared(cache, slots, rope), "q": out}
-    made = _ROPE_APPEND(
-        _options(cache, backend, programmatic, check),
-        arrays,
-        lambda: _checked_rows(arrays, cache, backend, programmatic, check),
-    )
+    how = _How(backend, programmatic, check)
+    made = _ROPE_APPEND(_key(cache, how), arrays, lambda: _checked_rows(arrays, cache, how))
     return made["q"] if out is None else out
 
 
@@ -134,12 +128,21 @@ def _shared(cache: KVCache, slots: Any, rope: tuple[Any, ...] | None) -> dict[st
     return {"pool": cache.pool, "slots": slots, **_tables(rope), **channels_of(cache)}
 
 
-def _options(cache: KVCache, *how: Any) -> tuple[Any, ...]:
+class _How(NamedTuple):
+    """The options that both calls have."""
+
+    backend: str | None
+    programmatic: bool
+    check: bool
+
+
+def _key(cache: KVCache, how: _How) -> tuple[Any, ...]:
+    """What a call is remembered by, besides its arrays."""
     return cache.scheme, cache.page_size, cache.head_dim, *how
 
 
 class _AppendCall(NamedTuple):
-    """The arrays given, by argument of the kernel, sizes, and the dtypes of new tokens and of slots and positions."""
+    """The arrays given, by argument of the kernel; sizes; `dtype` of new tokens, `place` of slots and positions."""
 
     spec: KernelSpec
     given: dict[str, Any]
@@ -157,9 +160,13 @@ class _AppendCall(NamedTuple):
         return self.spec.name
 
     @property
+    def constants(self) -> dict[str, int]:
+        """Those that say the dtypes."""
+        return {"BF16": DTYPES.index(self.dtype), "INDEX": INDICES.index(self.place)}
+
+    @property
     def config(self) -> dict[str, int]:
-        dtypes = {"BF16": DTYPES.index(self.dtype), "INDEX": INDICES.index(self.place)}
-        return self.spec.config_for(self.sizes) | dtypes
+        return self.spec.config_for(self.sizes) | self.constants
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -174,22 +181,22 @@ class _AppendCall(NamedTuple):
         """All that is given, and q; the pool is written in place."""
         labels = {"pool": "cache.pool", "q": "out", "cos": "rope cos", "sin": "rope sin", "positions": "rope positions"}
         labels |= {name: f"cache.{name[0]}_channel {name[2:]}" for name in channels_of(self.cache)}
-        constants = {"BF16": DTYPES.index(self.dtype), "INDEX": INDICES.index(self.place)}
+        constants = self.constants
         for name, array in self.given.items():
             arg = self.spec.arg(name)
             label = f"{self.name}: {labels.get(name, name)}"
             yield CallArray(name, label, array, dtype_in(arg.dtype, constants), arg.resolve(self.sizes))
 
 
-def _checked_pair(given: dict[str, Any], cache: KVCache, backend: Any, programmatic: Any, check: Any) -> _AppendCall:
+def _checked_pair(given: dict[str, Any], cache: KVCache, how: _How) -> _AppendCall:
     """The call of `append_kv4`; raises ArgumentError for what does not fit together."""
     shape, H, D = shape_of(given["k"]), cache.num_kv_heads, cache.head_dim
     if len(shape) != 3 or shape[1:] != (H, D):
         raise ArgumentError(f"{APPEND.name}: k", f"must be [T, {H}, {D}] for this cache", f"shape {list(shape)}")
-    return _checked(APPEND, given, "k", cache, {"T": shape[0]}, backend, programmatic, check)
+    return _checked(APPEND, given, "k", cache, {"T": shape[0]}, how)
 
 
-def _checked_rows(given: dict[str, Any], cache: KVCache, backend: Any, programmatic: Any, check: Any) -> _AppendCall:
+def _checked_rows(given: dict[str, Any], cache: KVCache, how: _How) -> _AppendCall:
     """The call of `rope_append_kv4`."""
     shape, heads = shape_of(given["qkv"]), cache.num_kv_heads * cache.head_dim
     if len(shape) != 2 or shape[1] % heads or shape[1] < 3 * heads:
@@ -197,18 +204,11 @@ def _checked_rows(given: dict[str, Any], cache: KVCache, backend: Any, programma
         rule += f"Hq a multiple of {cache.num_kv_heads}"
         raise ArgumentError(f"{ROPE_APPEND.name}: qkv", rule, f"shape {list(shape)}")
     sizes = {"T": shape[0], "ratio": shape[1] // heads - 2}
-    return _checked(ROPE_APPEND, given, "qkv", cache, sizes, backend, programmatic, check)
+    return _checked(ROPE_APPEND, given, "qkv", cache, sizes, how)
 
 
 def _checked(
-    spec: KernelSpec,
-    given: dict[str, Any],
-    tokens: str,
-    cache: KVCache,
-    sizes: dict[str, int],
-    backend: Any,
-    programmatic: Any,
-    check: Any,
+    spec: KernelSpec, given: dict[str, Any], tokens: str, cache: KVCache, sizes: dict[str, int], how: _How
 ) -> _AppendCall:
     """What holds for both calls; `tokens` names the array of new tokens."""
     x, slots, known = given[tokens], given["slots"], KV_SCHEMES[cache.scheme]
@@ -217,12 +217,12 @@ def _checked(
     if dtype_of(slots) not in INDICES:
         raise ArgumentError(f"{spec.name}: slots", f"dtype {' or '.join(INDICES)}", dtype_of(slots))
     R = _rows(spec.name, given, sizes["T"]) if "cos" in given else 0
-    check_how(spec.name, backend, programmatic=programmatic, check=check)
+    check_how(spec.name, **how._asdict())
     if known.bits == 8:  # symmetric
         given = {name: array for name, array in given.items() if name not in ("k_zero", "v_zero")}
     sizes |= {"H": cache.num_kv_heads, "D": cache.head_dim, "pages": cache.pages, "size": cache.page_size}
     sizes |= {"bits": known.bits, "channel": int(known.by_channel), "R": R}
-    return _AppendCall(spec, given, cache, sizes, dtype_of(x), dtype_of(slots), backend, programmatic, check)
+    return _AppendCall(spec, given, cache, sizes, dtype_of(x), dtype_of(slots), *how)
 
 
 def _rows(name: str, given: dict[str, Any], T: int) -> int:
@@ -263,8 +263,7 @@ def _on_host(call: _AppendCall) -> Results:
         out: dict[str, Any] = {name: arrays.pop(name) for name in ("pool", "q") if name in arrays}
         source = of_kernel(call.name)[0]
         how: dict[str, Any] = {"backend": call.backend, "config": call.config, "programmatic": call.programmatic}
-        run = run_spec(call.spec, source, arrays, sizes=call.sizes, out=out, **how)
-        made = run.outputs
+        made = run_spec(call.spec, source, arrays, sizes=call.sizes, out=out, **how).outputs
     return {each.name: gpu.like(made[each.name], call.given["qkv"], each.dtype) for each in results}
 
 
@@ -296,7 +295,7 @@ def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
         tokens = np.split(heads, 2, axis=1)
     else:
         tokens = [arrays["k"], arrays["v"]]
-    k, v = (np.where(here, values(x), np.float32(0)) for x in tokens)
+    k, v = (np.where(here, floats(x), np.float32(0)) for x in tokens)
     if "cos" in arrays:
         at = table_rows(arrays.get("positions", np.arange(len(k))), len(arrays["cos"]))
         k = reference.rope(k, arrays["cos"][at], arrays["sin"][at])

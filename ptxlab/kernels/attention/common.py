@@ -133,8 +133,3 @@ def error_of(
 def stacked(bounds: Sequence[Allowed]) -> Allowed:
     """One sequence after the other."""
     return Allowed(np.stack([bound.each for bound in bounds]), np.stack([bound.rms for bound in bounds]))
-
-
-def sizes_rows(names: str, *rows: tuple[Any, ...]) -> tuple[dict[str, Any], ...]:
-    """Sizes of a spec's examples: one of the names per number of a row."""
-    return tuple(dict(zip(names.split(), row, strict=True)) for row in rows)

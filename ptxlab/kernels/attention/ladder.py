@@ -8,7 +8,7 @@ import numpy as np
 from ptxlab.kernels.attention import common
 from ptxlab.kernels.attention.bound import BY_CHANCE, HALF, SINGLE, Roundings
 from ptxlab.layout import KVCache
-from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 from ptxlab.spec.tolerance import Allowed
 
 THREADS, PAGE, DIM = 256, 64, 128
@@ -84,9 +84,11 @@ def _spec(name: str, summary: str, *, bits: int = 4, page_shared: int = 256, hal
         bound=partial(_bound, roundings=_roundings(bits, half)),
         tolerance_reason=_EXACT + (_HALF if half else _SINGLE) + BY_CHANCE,
         arch="sm_80",
-        example_sizes=common.sizes_rows(
+        example_sizes=sizes_rows(
             "B Hq Hkv P pages softmax_scale", (1, 1, 1, 1, 1, 0.088), (3, 4, 2, 3, 8, 0.088), (2, 3, 3, 6, 9, 0.5)
         ),
+        batch="B",
+        batch_sizes={"B": 16, "Hq": 4, "Hkv": 2, "P": 3, "pages": 8, "softmax_scale": 0.088},
     )
 
 

@@ -3,11 +3,10 @@
 import numpy as np
 
 from ptxlab.kernels.attention.bound import HALF, SINGLE
-from ptxlab.kernels.attention.common import Pair, sizes_rows
+from ptxlab.kernels.attention.common import Pair
 from ptxlab.kernels.attention.sm80 import DTYPES
-from ptxlab.reference import from_bfloat16_bits
-from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
-from ptxlab.spec.dtypes import ByVariant, stored
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
+from ptxlab.spec.dtypes import ByVariant, numbers, stored
 
 _BFLOAT16 = 2.0**-8
 
@@ -47,8 +46,7 @@ def _example(
 
 def _merged(logical: Arrays, BF16: int) -> tuple[Pair, Pair]:
     """((out, lse), their bounds) in float64."""
-    out = stored(logical["out"], DTYPES[BF16])
-    out = (from_bfloat16_bits(out) if BF16 else out).astype(np.float64)
+    out = numbers(stored(logical["out"], DTYPES[BF16]), DTYPES[BF16])
     lse = logical["lse"].astype(np.float64)
     off = np.zeros_like(out), np.zeros_like(lse)
     partial, stats = logical["partial"].astype(np.float64), logical["stats"].astype(np.float64)

@@ -11,9 +11,8 @@ from ptxlab.kernels.attention.bound import BY_CHANCE, HALF, SINGLE, Roundings
 from ptxlab.kernels.attention.common import Pair
 from ptxlab.layout import KVCache
 from ptxlab.quant import KV_SCHEMES
-from ptxlab.reference import from_bfloat16_bits
-from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
-from ptxlab.spec.dtypes import ByVariant, stored
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
+from ptxlab.spec.dtypes import ByVariant, as_stored
 from ptxlab.spec.tolerance import Allowed
 
 DTYPES = ("float16", "bfloat16")  # by BF16
@@ -95,14 +94,8 @@ def _pack(logical: Arrays) -> Arrays:
     return {"q": logical["q"], **common.arrays_of(cache), **common.channels_of(cache)}
 
 
-def as_stored(q: np.ndarray, BF16: int) -> np.ndarray:
-    """Queries f32 as the kernel is given them, in f16 or bf16, back in f32."""
-    values = stored(q, DTYPES[BF16])
-    return from_bfloat16_bits(values) if BF16 else values.astype(np.float32)
-
-
 def _reference(q: np.ndarray, cache: KVCache, softmax_scale: float, window: int = 0, BF16: int = 0) -> Pair:
-    return common.attention(as_stored(q, BF16), cache, softmax_scale, window)
+    return common.attention(as_stored(q, DTYPES[BF16]), cache, softmax_scale, window)
 
 
 _REASON = (
@@ -139,7 +132,7 @@ def _bound(
 ) -> tuple[Allowed, Allowed]:
     known = roundings(cache.head_dim, KV_SCHEMES[cache.scheme].by_channel)
     stored_to = _BFLOAT16 if BF16 else HALF
-    return common.error_of(as_stored(q, BF16), cache, softmax_scale, known, window, stored_to)
+    return common.error_of(as_stored(q, DTYPES[BF16]), cache, softmax_scale, known, window, stored_to)
 
 
 _COLUMNS = "min(16, Hq//Hkv*T)"
@@ -187,7 +180,7 @@ MMA = KernelSpec(
     bound=_bound,
     tolerance_reason=_REASON,
     arch="sm_80",
-    example_sizes=common.sizes_rows(
+    example_sizes=sizes_rows(
         "B T Hq Hkv D P pages page bits channel window blocks softmax_scale",
         (3, 1, 4, 2, 128, 3, 8, 64, 4, 0, 0, 1, 0.088),
         (2, 2, 6, 1, 64, 5, 11, 16, 8, 0, 0, 1, 0.125),

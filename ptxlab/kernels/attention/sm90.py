@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptxlab.kernels.attention import common, sm80
+from ptxlab.kernels.attention import sm80
 from ptxlab.kernels.attention.bound import BY_CHANCE, SINGLE, Roundings
 from ptxlab.kernels.attention.common import Pair
 from ptxlab.kernels.attention.sm80 import MMA, scheme_of
 from ptxlab.layout import KVCache
 from ptxlab.layout.pages import page_bytes
-from ptxlab.spec import Arg, Arrays, Launch, Sizes
+from ptxlab.spec import Arg, Arrays, Launch, Sizes, sizes_rows
 
 COLUMNS, TILE = 8, 64  # of a unit at most; tokens
 PART, MOST_PARTS = 16, 32  # tiles after which a unit is cut by its own length; parts at most, longer for more tiles
@@ -187,7 +187,7 @@ _SM90 = replace(
     arch="sm_90a",
     exact_arch=True,
     after_wait=("q", "pool", "partial", "stats"),
-    example_sizes=common.sizes_rows(
+    example_sizes=sizes_rows(
         "B T Hq Hkv D P pages page bits channel window blocks softmax_scale",
         (3, 1, 4, 2, 128, 3, 8, 64, 4, 0, 0, 2, 0.088),
         (2, 2, 6, 1, 64, 5, 11, 16, 8, 0, 0, 1, 0.125),

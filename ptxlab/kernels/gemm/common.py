@@ -114,11 +114,6 @@ def tile_for(table: Mapping[int, tuple[int, AnyTile, AnyTile]], sizes: Sizes) ->
     return narrow if sizes["N"] <= rows else wide
 
 
-def examples(names: str, *rows: tuple[int, ...]) -> tuple[dict[str, int], ...]:
-    """Sizes of a spec's examples: one letter of `names` per number of a row."""
-    return tuple(dict(zip(names, row, strict=True)) for row in rows)
-
-
 def activations(rng: np.random.Generator, M: int, N: int, K: int) -> Arrays:
     """Random activations with what the epilogue takes."""
     return {

@@ -12,7 +12,6 @@ from ptxlab.kernels.gemm.common import (
     INT32,
     GemmStep,
     activations,
-    examples,
     gemm,
     gemm_channel,
     per_channel,
@@ -34,7 +33,7 @@ from ptxlab.kernels.gemm.strips_tiles import (
     stream,
 )
 from ptxlab.quant import QoQChannelWeight, TwoLevelWeight
-from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 
 _MOST_EXPERTS = 65536
 
@@ -193,7 +192,7 @@ GROUPED = KernelSpec(
     agree=sums_agree,
     arch="sm_90a",
     exact_arch=True,
-    example_sizes=examples("MNKEg", (1, 8, 128, 1, 128), (9, 40, 192, 4, 64), (70, 200, 160, 3, 32)),
+    example_sizes=sizes_rows("M N K E g", (1, 8, 128, 1, 128), (9, 40, 192, 4, 64), (70, 200, 160, 3, 32)),
     after_wait=("offsets", "x", "x_scale", "x_sum"),
     one_row=lambda arrays, row: {"offsets": (arrays["offsets"] > row).astype(np.int32)},
 )

@@ -18,13 +18,12 @@ from ptxlab.kernels.gemm.common import (
     epilogue,
     example_channel,
     example_qoq,
-    examples,
     gemm,
     gemm_channel,
     sums_agree,
     tile_for,
 )
-from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 
 
 class GemmTileSm80(NamedTuple):
@@ -117,7 +116,7 @@ QOQ = KernelSpec(
     pack=_pack_qoq,
     reference=gemm,
     arch="sm_80",
-    example_sizes=examples("MNKg", (1, 8, 32, 32), (5, 40, 256, 128), (17, 72, 192, 64)),
+    example_sizes=sizes_rows("M N K g", (1, 8, 32, 32), (5, 40, 256, 128), (17, 72, 192, 64)),
 )
 
 CHANNEL = KernelSpec(
@@ -142,7 +141,7 @@ CHANNEL = KernelSpec(
     reference=gemm_channel,
     agree=sums_agree,
     arch="sm_80",
-    example_sizes=examples("MNK", (1, 8, 32), (5, 40, 256), (17, 72, 224)),
+    example_sizes=sizes_rows("M N K", (1, 8, 32), (5, 40, 256), (17, 72, 224)),
 )
 
 STEPS = (GemmStep(QOQ, "qoq", "qserve"), GemmStep(CHANNEL, "qoq_channel", "qserve"))

@@ -15,11 +15,10 @@ from ptxlab.kernels.gemm.common import (
     epilogue,
     example_lqq,
     example_qoq,
-    examples,
     gemm,
     tile_for,
 )
-from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 
 _SMS = SHEETS["h200"].sms  # where the tables below were measured
 _SHARED = 233_472  # bytes of an SM; a block can have 232,448, and takes 2 KiB beside its dynamic ones
@@ -165,7 +164,7 @@ def _spec(name: str, summary: str, *, teaching: bool = True, **fields: Any) -> K
         reference=gemm,
         arch="sm_90a",
         exact_arch=True,
-        example_sizes=examples("MNKg", (1, 8, groups[0], groups[0]), (5, 40, 256, 128), (17, 200, 192, 64)),
+        example_sizes=sizes_rows("M N K g", (1, 8, groups[0], groups[0]), (5, 40, 256, 128), (17, 200, 192, 64)),
         **fields,
     )
 

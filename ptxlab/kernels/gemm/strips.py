@@ -20,13 +20,12 @@ from ptxlab.kernels.gemm.common import (
     epilogue,
     example_channel,
     example_lqq,
-    examples,
     gemm,
     gemm_channel,
     per_channel,
     sums_agree,
 )
-from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 
 SCHEMES, LAYOUT = ("lqq", "qoq", "qoq_channel"), "strips"
 
@@ -121,7 +120,7 @@ SMALL = _spec(
     rules=(*_RULES, "M <= 32", "ceil_div(M, 8)*8*ceil_div(K, 1024)*1024 <= 204800"),
     choose=_choose_small,
     launch=_launch_small,
-    example_sizes=examples("MNKg", (1, 8, 32, 32), (5, 40, 1152, 128), (17, 200, 192, 64)),
+    example_sizes=sizes_rows("M N K g", (1, 8, 32, 32), (5, 40, 1152, 128), (17, 200, 192, 64)),
 )
 LARGE = _spec(
     "gemm_w4a8_sm90",
@@ -130,7 +129,7 @@ LARGE = _spec(
     rules=_RULES,
     choose=_choose,
     launch=_launch,
-    example_sizes=examples("MNKg", (1, 8, 32, 32), (5, 40, 256, 128), (17, 200, 192, 64)),
+    example_sizes=sizes_rows("M N K g", (1, 8, 32, 32), (5, 40, 256, 128), (17, 200, 192, 64)),
 )
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 
 from ptxlab import layout
-from ptxlab.kernels.gemm.common import GROUPS, QSERVE, example_lqq, examples, gemm
+from ptxlab.kernels.gemm.common import GROUPS, QSERVE, example_lqq, gemm
 from ptxlab.quant import LQQWeight
-from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 
 
 def _launch(sizes: Sizes) -> Launch:
@@ -57,6 +57,6 @@ TILE = KernelSpec(
     pack=_pack,
     reference=_reference,
     arch="sm_80",
-    example_sizes=examples("MNKg", (8, 16, 64, 32), (8, 48, 256, 128), (24, 64, 192, 64)),
+    example_sizes=sizes_rows("M N K g", (8, 16, 64, 32), (8, 48, 256, 128), (24, 64, 192, 64)),
 )
 SPECS = (TILE,)

@@ -4,8 +4,8 @@ import numpy as np
 
 from ptxlab import reference
 from ptxlab.kernels.gemm import strips_tiles, w8a8_tiles
-from ptxlab.kernels.gemm.common import EPILOGUE, INT32, activations, epilogue, examples, scaled
-from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
+from ptxlab.kernels.gemm.common import EPILOGUE, INT32, activations, epilogue, scaled
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 
 
 def _choose(s: Sizes) -> dict[str, int]:
@@ -64,7 +64,7 @@ W8A8 = KernelSpec(
     reference=_reference,
     arch="sm_90a",
     exact_arch=True,
-    example_sizes=examples("MNK", (1, 8, 16), (5, 40, 272), (17, 200, 192), (130, 264, 144)),
+    example_sizes=sizes_rows("M N K", (1, 8, 16), (5, 40, 272), (17, 200, 192), (130, 264, 144)),
     after_wait=("x", "x_scale"),
 )
 

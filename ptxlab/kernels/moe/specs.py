@@ -5,10 +5,9 @@ import numpy as np
 from ptxlab import reference
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.quantize.rmsnorm import by_halves, in_turn
-from ptxlab.kernels.quantize.specs import sizes_rows, values
 from ptxlab.reference.packed import F32
-from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
-from ptxlab.spec.dtypes import ByVariant, stored
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
+from ptxlab.spec.dtypes import ByVariant, as_stored, stored
 
 DTYPES = ("float16", "bfloat16")  # by IN
 MOST_EXPERTS, MOST_CHOSEN, MOST_WIDTH = 64, 4, 32768
@@ -41,7 +40,7 @@ def router_logits(x: F32, router: F32) -> F32:
 
 def _choosing(x: np.ndarray, router: np.ndarray, k: int, IN: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """The reference of x f32 [M, H] and router f32 [E, H] as IN stores them: chosen s32 [M, k], share f64 [M, k]."""
-    logits = router_logits(*(values(each, IN).astype(np.float32) for each in (x, router)))
+    logits = router_logits(*(as_stored(each, DTYPES[IN]) for each in (x, router)))
     chosen, share = reference.top_experts(logits.astype(np.float64), k)
     return chosen.astype(np.int32), share
 
@@ -89,7 +88,7 @@ CHOOSE = KernelSpec(
     tolerance_reason="logits are added in the reference's order, so choices are equal; exp2 is approximate: shares "
     "have a relative error of 2^-21 and 2^-22 per unit of its argument",
     example_sizes=sizes_rows(
-        "M H E k", "1 32 1 1", "3 1056 8 2", "2 4096 8 2", "4 96 64 4", "135 64 5 3", "134 32 40 2"
+        "M H E k", (1, 32, 1, 1), (3, 1056, 8, 2), (2, 4096, 8, 2), (4, 96, 64, 4), (135, 64, 5, 3), (134, 32, 40, 2)
     ),
     after_wait=("x",),
 )
@@ -153,7 +152,9 @@ GATHER = KernelSpec(
     pack=lambda logical: {name: logical[name] for name in ("x_q", "scale", "token_sum", "chosen")},
     reference=_gathering,
     arch="sm_90",
-    example_sizes=sizes_rows("M K E k", "1 32 1 1", "3 1056 8 2", "70 64 64 4", "2 16416 3 2", "513 32 5 3"),
+    example_sizes=sizes_rows(
+        "M K E k", (1, 32, 1, 1), (3, 1056, 8, 2), (70, 64, 64, 4), (2, 16416, 3, 2), (513, 32, 5, 3)
+    ),
     agree=_all_different,
     after_wait=("x_q", "scale", "token_sum", "chosen"),
     batch="",
@@ -162,7 +163,7 @@ GATHER = KernelSpec(
 
 def _combining(results: np.ndarray, place: np.ndarray, share: np.ndarray, IN: int = 0) -> np.ndarray:
     """The reference of results f32 [rows, H] as IN stores them: hidden as IN stores it."""
-    return stored(reference.combined(values(results, IN).astype(np.float32), place, share), DTYPES[IN])
+    return stored(reference.combined(as_stored(results, DTYPES[IN]), place, share), DTYPES[IN])
 
 
 def _combining_example(rng: np.random.Generator, *, M: int, H: int, k: int, rows: int) -> Arrays:
@@ -195,6 +196,6 @@ COMBINE = KernelSpec(
     reference=_combining,
     arch="sm_90",
     tolerance_reason="every operation is IEEE's, and the reference adds in the kernel's order",
-    example_sizes=sizes_rows("M H k rows", "1 32 1 1", "5 1056 2 10", "2 4096 4 8", "3 96 3 9"),
+    example_sizes=sizes_rows("M H k rows", (1, 32, 1, 1), (5, 1056, 2, 10), (2, 4096, 4, 8), (3, 96, 3, 9)),
     after_wait=("results", "place", "share"),
 )

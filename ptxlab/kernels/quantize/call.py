@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptxlab import gpu, reference
+from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.operation import CallArray, Operation, Prepared, Results, check_how, dtype_of
 from ptxlab.layout import PackedActivations
@@ -16,7 +16,7 @@ from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
 from ptxlab.sources import of_kernel
 from ptxlab.spec import KernelSpec
-from ptxlab.spec.dtypes import storage
+from ptxlab.spec.dtypes import floats, storage
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -42,7 +42,7 @@ class Fitted(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class QuantizeCall:
-    """The arrays given, by argument of the kernel, and all by which it is chosen."""
+    """One call: arrays by argument of the kernel, and all that selects the kernel's variant."""
 
     name: str
     spec: KernelSpec
@@ -57,7 +57,7 @@ class QuantizeCall:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All by which the kernel is chosen and compiled."""
+        """All that selects the compiled kernel."""
         return (*self.sizes.values(), self.dtype, self.programmatic)
 
     @property
@@ -73,7 +73,7 @@ class QuantizeCall:
 
     @property
     def floats(self) -> Iterator[CallArray]:
-        """What is read, or written as well."""
+        """Arrays of floats: inputs, and what is updated in place."""
         for name, shape in self.shapes.items():
             yield CallArray(name, f"{self.name}: {name}", self.given[name], self.dtype, shape)
 
@@ -94,7 +94,7 @@ class QuantizeCall:
 
     @property
     def operands(self) -> Iterator[CallArray]:
-        """Both."""
+        """All arrays of the call."""
         yield from self.floats
         yield from self.results
 
@@ -105,8 +105,8 @@ class Quantizer:
     def __init__(
         self, name: str, spec: KernelSpec, look: Callable[[dict[str, np.ndarray], Mapping[str, Any]], None]
     ) -> None:
-        """`look` at a call's floats by name and its sizes: it raises ArgumentError where a row would have no scale.
-        Done on the host alone, as nothing looks at numbers on a GPU."""
+        """`look` takes a call's floats by name and its sizes, and raises ArgumentError where a row would have no scale.
+        It is called for host arrays alone: on a GPU nothing reads values."""
         self.name, self.spec, self.look = name, spec, look
         self._operation = Operation(name, _prepare, self._on_host)
 
@@ -116,10 +116,10 @@ class Quantizer:
         """The activations: `how.out`, or new ones of the first array's kind.
 
         Args:
-            arrays: those of floats that are given, by argument of the kernel.
-            fit: looks at their shapes; ArgumentError if they do not fit together.
+            arrays: the arrays of floats that are given, by argument of the kernel.
+            fit: returns their sizes; ArgumentError if they do not fit together.
             how: the options of all calls.
-            options: what else `fit` looks at besides shapes.
+            options: further values that `fit` depends on, part of the key of remembered calls.
         """
         given, out, like = dict(arrays), how.out, None
         if isinstance(out, PackedActivations):
@@ -158,7 +158,7 @@ class Quantizer:
         numbers = {each.name: require_on_host(*each[1:5], written=each.name in written) for each in call.floats}
         spec.check_sizes(sizes)
         if not call.is_empty:
-            self.look({name: _as_float32(array) for name, array in numbers.items()}, sizes)
+            self.look({name: floats(array) for name, array in numbers.items()}, sizes)
         arrays = {each.name: each.array for each in call.floats}
         for arg in spec.outputs:  # what is read and written, and left out, has no rows
             if arg.role == "inout" and arg.name not in arrays:
@@ -183,7 +183,3 @@ def _prepare(call: QuantizeCall) -> Prepared:
         raise UnavailableError(f'{call.name}: {reason}; pass backend="emulator" with NumPy arrays')
     config = call.config
     return Prepared(spec.name, lambda: (Plan(spec, config, call.sizes, programmatic=call.programmatic),))
-
-
-def _as_float32(x: np.ndarray) -> np.ndarray:
-    return (reference.from_bfloat16_bits(x) if x.dtype == np.uint16 else x).astype(np.float32, copy=False)

@@ -14,13 +14,11 @@ from ptxlab.kernels.quantize.specs import (
     packed,
     row_geometry,
     row_launch,
-    sizes_rows,
-    values,
 )
 from ptxlab.quant import QuantizedActivations
 from ptxlab.reference.attention import F64
-from ptxlab.spec import Arg, Arrays, KernelSpec, Sizes
-from ptxlab.spec.dtypes import ByVariant
+from ptxlab.spec import Arg, Arrays, KernelSpec, Sizes, sizes_rows
+from ptxlab.spec.dtypes import ByVariant, as_stored
 
 
 def _choose(sizes: Sizes) -> dict[str, int]:
@@ -57,7 +55,7 @@ def _packed(q: np.ndarray, scale: Any, rows: int, span: int) -> tuple[np.ndarray
 
 def _quotients(gate_up: np.ndarray, activation: int, IN: int) -> tuple[F64, F64, F64]:
     """h / scale [M, K], scale [M], and the relative error [M, K] that h may have (the kernel's header), all f64."""
-    name, x = reference.ACTIVATIONS[activation], values(gate_up, IN)
+    name, x = reference.ACTIVATIONS[activation], as_stored(gate_up, DTYPES[IN])
     h = reference.gated(x, name)
     extent = np.abs(h).max(axis=1)
     scale = np.where(extent < 127 * 2.0**-126, 1.0, extent / 127)
@@ -82,7 +80,12 @@ SILU_MUL = KernelSpec(
     "positive exponent, which may change x_q by one step near a tie alone",
     example_sizes=sizes_rows(
         "M K rows span activation",
-        *("1 32 1 32 0", "3 512 1 32 1", "2 8224 1 32 0", "3 96 8 64 0", "5 160 16 128 1", "2 16512 8 128 0"),
+        (1, 32, 1, 32, 0),
+        (3, 512, 1, 32, 1),
+        (2, 8224, 1, 32, 0),
+        (3, 96, 8, 64, 0),
+        (5, 160, 16, 128, 1),
+        (2, 16512, 8, 128, 0),
     ),
     after_wait=("gate_up",),
 )

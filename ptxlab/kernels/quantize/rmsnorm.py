@@ -1,7 +1,5 @@
 """`rmsnorm_quantize`: residual add, RMSNorm and INT8 of a row that is read once."""
 
-from typing import Any
-
 import numpy as np
 
 from ptxlab import quant
@@ -14,12 +12,10 @@ from ptxlab.kernels.quantize.specs import (
     packed,
     row_geometry,
     row_launch,
-    sizes_rows,
-    values,
 )
 from ptxlab.reference.packed import F32
-from ptxlab.spec import Arg, Arrays, KernelSpec, Sizes
-from ptxlab.spec.dtypes import ByVariant, stored
+from ptxlab.spec import Arg, Arrays, KernelSpec, Sizes, sizes_rows
+from ptxlab.spec.dtypes import ByVariant, as_stored, stored
 
 _FLOAT = ByVariant("IN", DTYPES[:2])
 
@@ -92,24 +88,13 @@ def normed_and_quantized(
 ) -> tuple[np.ndarray, ...]:
     """The reference of f32 [M, K] as IN stores them: residual and y as IN stores them, or nothing, then x_q, scale and
     token_sum of y."""
-    v, gamma, dtype = values(x, IN).astype(np.float32), values(gamma, IN).astype(np.float32), DTYPES[IN]
+    dtype = DTYPES[IN]
+    v = as_stored(x, dtype)
     if len(residual):
-        v = v + values(residual, IN)
-        residual = stored(v, dtype)
-        v = values(v, IN).astype(np.float32)
-    y = normalized(v, gamma, eps)
+        v = residual = as_stored(v + as_stored(residual, dtype), dtype)
+    y = normalized(v, as_stored(gamma, dtype), eps)
     quantized = packed(quant.quantize_activations(y), rows, span)
-    return stored(residual[: len(residual)], dtype), stored(y[: kept * len(y)], dtype), *quantized
-
-
-def _sizes() -> tuple[dict[str, Any], ...]:
-    """Every order and choice, and rows of one thread, one warp, a block and clusters of 2 and 4."""
-    rows = sizes_rows(
-        "M K rows span added kept",
-        *("1 32 1 32 0 0", "3 512 1 32 1 1", "2 8224 1 32 1 0", "3 96 8 64 1 1", "9 1088 8 64 0 1"),
-        *("5 160 16 128 1 0", "2 16512 8 128 1 1"),
-    )
-    return tuple({**row, "eps": 1e-5} for row in rows)
+    return stored(residual, dtype), stored(y[: kept * len(y)], dtype), *quantized
 
 
 RMSNORM = KernelSpec(
@@ -131,6 +116,16 @@ RMSNORM = KernelSpec(
     reference=normed_and_quantized,
     arch="sm_90",
     tolerance_reason="every operation is IEEE's, and the reference adds in the kernel's order",
-    example_sizes=_sizes(),
+    example_sizes=sizes_rows(  # every order and choice; rows of one thread, one warp, a block, clusters of 2 and 4
+        "M K rows span added kept eps",
+        (1, 32, 1, 32, 0, 0, 1e-5),
+        (3, 512, 1, 32, 1, 1, 1e-5),
+        (2, 8224, 1, 32, 1, 0, 1e-5),
+        (3, 96, 8, 64, 1, 1, 1e-5),
+        (9, 1088, 8, 64, 0, 1, 1e-5),
+        (5, 160, 16, 128, 1, 0, 1e-5),
+        (2, 16512, 8, 128, 1, 1, 1e-5),
+    ),
     after_wait=("x", "residual"),
+    batch_sizes={"M": 64, "K": 8224, "rows": 1, "span": 32, "added": 1, "kept": 1, "eps": 1e-5},
 )

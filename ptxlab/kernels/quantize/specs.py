@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import layout, quant, reference
+from ptxlab import layout, quant
 from ptxlab.layout.packed_activations import ORDERS
-from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
-from ptxlab.spec.dtypes import ByVariant, stored
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
+from ptxlab.spec.dtypes import ByVariant, as_stored
 
 DTYPES = ("float16", "bfloat16", "float32")  # by IN
 MOST_THREADS = 512
@@ -51,12 +51,6 @@ def row_launch(sizes: Mapping[str, int]) -> Launch:
     return Launch((tokens * blocks, 1, 1), (sizes["THREADS"], 1, 1), cluster=(blocks, 1, 1))
 
 
-def values(x: np.ndarray, IN: int) -> np.ndarray:
-    """Floats f32 as IN stores them: f16 or f32."""
-    x = stored(x, DTYPES[IN])
-    return reference.from_bfloat16_bits(x) if x.dtype == np.uint16 else x
-
-
 def packed(quantized: quant.QuantizedActivations, rows: int, span: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """x_q in the order of `span`, padded to whole tiles, scale and token_sum, as the kernels write them."""
     made = layout.pack_activations(quantized, _ORDER_OF_SPAN[span], rows)
@@ -87,12 +81,7 @@ def _example(rng: np.random.Generator, *, M: int, K: int, rows: int, span: int) 
 
 def quantized(x: np.ndarray, rows: int, span: int, IN: int = 2) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The reference: `quant.quantize_activations` of x f32 [M, K] as IN stores it, in the order of `span`."""
-    return packed(quant.quantize_activations(values(x, IN)), rows, span)
-
-
-def sizes_rows(names: str, *rows: str) -> tuple[dict[str, int], ...]:
-    """Sizes by name, a line of numbers each."""
-    return tuple(dict(zip(names.split(), map(int, line.split()), strict=True)) for line in rows)
+    return packed(quant.quantize_activations(as_stored(x, DTYPES[IN])), rows, span)
 
 
 QUANTIZE = KernelSpec(
@@ -109,9 +98,16 @@ QUANTIZE = KernelSpec(
     tolerance_reason="every operation is IEEE's, so scales too are compared for equality",
     example_sizes=sizes_rows(
         "M K rows span",
-        *("1 32 1 32", "5 416 1 32", "2 33024 1 32", "3 96 8 64", "9 1088 8 64", "5 160 16 128", "17 1152 8 128"),
+        (1, 32, 1, 32),
+        (5, 416, 1, 32),
+        (2, 33024, 1, 32),
+        (3, 96, 8, 64),
+        (9, 1088, 8, 64),
+        (5, 160, 16, 128),
+        (17, 1152, 8, 128),
     ),
     after_wait=("x",),
+    batch_sizes={"M": 300, "K": 1056, "rows": 1, "span": 32},
 )
 
 

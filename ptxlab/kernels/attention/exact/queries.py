@@ -6,7 +6,7 @@ import numpy as np
 
 from ptxlab.kernels.attention.exact.launched import AttentionLaunch, beside
 from ptxlab.kernels.attention.exact.shares import Shares
-from ptxlab.reference import from_bfloat16_bits
+from ptxlab.spec.dtypes import floats
 
 _LOG2E = np.float32(1.44269504)
 _LARGEST = 32512
@@ -36,8 +36,7 @@ def quantized(of: AttentionLaunch, q: Any, shares: Shares, some: slice) -> Queri
     """The queries of segments."""
     fma, reciprocal = of.arithmetic.fma, of.arithmetic.reciprocal
     row, token, there = rows(of, shares, some)
-    x = q.reshape(-1, of.D)[beside(np.where(there, row, 0), q)]
-    x = from_bfloat16_bits(x) if of.config["BF16"] else x.astype(np.float32)
+    x = floats(q.reshape(-1, of.D)[beside(np.where(there, row, 0), q)])
     if of.by_channel:
         assert of.cache.k_channel is not None
         k_scale, k_zero = (constant[beside(shares.head[some], q)][:, None] for constant in of.cache.k_channel)
