@@ -199,7 +199,7 @@ def parts(config, M):
     }
 
 
-figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True)
+figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), sharey=True, layout="constrained")
 for axis, name in zip(axes, ("LLaMA-2-7B", "LLaMA-2-70B"), strict=True):
     times = [parts(Config.named(name), M) for M in batches]
     bottom = np.zeros(len(batches))
@@ -209,9 +209,8 @@ for axis, name in zip(axes, ("LLaMA-2-7B", "LLaMA-2-70B"), strict=True):
         bottom += share
     axis.set(xlabel="sequences of 1024 tokens", title=name)
 axes[0].set(ylabel="share of the floor")
-axes[1].legend(loc="lower left")
+axes[1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
 figure.suptitle("Floor of a layer on an H200: products give way to attention, what lies between stays below a tenth")
-figure.tight_layout()
 plt.show()
 
 # %%
@@ -220,9 +219,9 @@ for name in ("LLaMA-2-7B", "LLaMA-2-70B"):
     for M in batches:
         us = parts(Config.named(name), M)
         rows.append((name, M, *(f"{us[part]:.1f}" for part in us), f"{sum(us.values()):.1f}"))
-table(("model", "batch", "products, us", "attention, us", "between, us", "floor, us"), rows)
+table(("model", "batch", "products, µs", "attention, µs", "between, µs", "floor, µs"), rows)
 
 # %% [markdown]
-# These are floors, not times. A launch takes some 2 us to begin and end, whatever it moves, and ten of them follow each
+# These are floors, not times. A launch takes some 2 µs to begin and end, whatever it moves, and ten of them follow each
 # other: at batch 1 that is nearly as much as the floor of a 7B layer. So the launches overlap, and what lies between
 # the products is fused into as few launches as there are.
