@@ -2,7 +2,8 @@
 
 Buffer `blocks` of weight `layers.0.up.weight` is the tensor `layers.0.up.weight.blocks`. The metadata key `ptxlab`
 holds, as JSON, the format's name and version and for every packed weight its layout, arch, scheme, N, K, group and
-protective range; of Atom's weights, a format of their own, layout, arch, N, K, outliers and group.
+protective range, and `interleaved` where it is; of Atom's weights, a format of their own, layout, arch, N, K, outliers
+and group.
 """
 
 import json
@@ -35,12 +36,14 @@ class _Format(Generic[AnyWeight]):
     version: int
     weight: type[AnyWeight]
     fields: Mapping[str, type]
+    flags: tuple[str, ...]  # said where they are true
     arch: Callable[[str], str]  # of a layout
     shapes: Callable[[Mapping[str, Any]], Shapes]  # of the buffers, by header fields
 
     def header(self, packed: AnyWeight) -> dict[str, Any]:
         """The header fields of a weight."""
-        return {key: kind(getattr(packed, key)) for key, kind in self.fields.items()}
+        said = {key: kind(getattr(packed, key)) for key, kind in self.fields.items()}
+        return said | {flag: True for flag in self.flags if getattr(packed, flag)}
 
     def announce(self, name: str, fields: Mapping[str, Any]) -> list[TensorInfo]:
         """The tensors that a weight of that name will be in a file."""
@@ -59,6 +62,7 @@ _PACKED = _Format(
     VERSION,
     PackedWeight,
     {"layout": str, "arch": str, "scheme": str, "N": int, "K": int, "group": int, "protective_range": int},
+    ("interleaved",),
     lambda layout: PACKINGS[layout].arch,
     lambda fields: buffer_shapes(*(fields[key] for key in ("layout", "scheme", "N", "K", "group"))),
 )
@@ -67,6 +71,7 @@ _ATOM = _Format(
     ATOM_VERSION,
     AtomWeight,
     {"layout": str, "arch": str, "N": int, "K": int, "outliers": int, "group": int},
+    (),
     lambda layout: ATOM_LAYOUTS[layout],
     lambda fields: atom_shapes(*(fields[key] for key in ("layout", "N", "K", "outliers", "group"))),
 )
@@ -179,4 +184,5 @@ def _load(form: _Format[AnyWeight], path: str | os.PathLike[str], name: str | No
             checkpoint.read_bytes(expected.name).view(dtype).reshape(expected.shape)
         )
     with in_file(checkpoint.path), naming(name):
-        return form.weight(**{key: fields[key] for key in form.fields if key != "arch"}, buffers=buffers), name
+        known = {key: fields[key] for key in (*form.fields, *form.flags) if key != "arch" and key in fields}
+        return form.weight(**known, buffers=buffers), name

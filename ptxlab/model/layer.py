@@ -340,6 +340,8 @@ def _check(
 def _check_weights(weights: Any) -> None:
     if not isinstance(weights, LayerWeights):
         raise ArgumentError(f"{NAME}: weights", "must be LayerWeights", type(weights).__name__)
+    if getattr(weights.gate_up, "interleaved", False):
+        raise ArgumentError(f"{NAME}: weights.gate_up", "must have gate above up", "interleaved rows")
 
 
 def _check_sizes(config: Config) -> None:

@@ -443,6 +443,8 @@ def test_weights_have_the_shapes_of_the_config() -> None:
             replace(weights, **change)
     for arguments, message in (
         ({"scheme": "int3"}, "scheme: must be one of lqq, qoq, qoq_channel"),
+        ({"interleaved": 1}, "interleaved: "),
+        ({"interleaved": True, "layout": "dual_mma"}, "interleaved: only in strips"),
         ({"dtype": "float32"}, "dtype: must be one of float16, bfloat16"),
         ({"seed": -1}, "seed: must be an integer"),
     ):
