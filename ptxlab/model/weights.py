@@ -106,7 +106,7 @@ class LayerWeights:
             scheme: `lqq`, `qoq`, in groups of `group`, or `qoq_channel`.
             group: 32, 64 or 128; `qoq_channel` ignores it.
             layout: of the packing.
-            interleaved: gate and up in turns, for `gemm_w4a8(epilogue="silu_mul")`; `decode_layer` does not take them.
+            interleaved: gate and up in turns: `decode_layer` ends their product with SiLU·mul. Not of experts.
             dtype: of what lies between the kernels, `float16` or `bfloat16`.
             on_device: repeat and pack on the GPU, which takes seconds for what takes minutes on the host.
         """

@@ -43,6 +43,23 @@ def _numbers(values: np.ndarray, OUT: int) -> np.ndarray:
     return numbers(_rounded(values, OUT), OUTPUTS[OUT])
 
 
+def silu_mul(gate_up: np.ndarray, OUT: int) -> np.ndarray:
+    """SiLU(gate) · up of f32 [M, 2·F], gate beside up, as what it is rounded to stands for, f64 [M, F]."""
+    return _numbers(reference.gated(gate_up), OUT)
+
+
+def silu_mul_error(gate_up: np.ndarray, OUT: int) -> np.ndarray:
+    """How far the kernel may be from that: one step, where the exact result is as near to a tie as the error that SiLU
+    may have; else nothing.
+    """
+    h = reference.gated(gate_up)
+    turns = reference.exponent(gate_up[:, : h.shape[1]].astype(np.float64), "silu")
+    off = np.abs(h) * (2.0**-20 + 2.0**-22 * np.maximum(turns, 0) + 2.0**-23) + 2.0**-100
+    low, high = _numbers(h - off, OUT), _numbers(h + off, OUT)
+    with np.errstate(invalid="ignore"):  # an infinity less itself
+        return np.where(low == high, 0, high - low)
+
+
 def _silu_mul(spec: KernelSpec) -> KernelSpec:
     """Logical inputs are gate above up; the example's sizes have whole strips of both."""
 
@@ -51,17 +68,10 @@ def _silu_mul(spec: KernelSpec) -> KernelSpec:
         return spec.pack({**logical, **{name: with_arrays(part, interleave) for name, part in by_row.items()}})
 
     def gated(OUT: int = F16, **logical: Any) -> np.ndarray:
-        return _numbers(reference.gated(spec.reference(**logical, OUT=_F32)), OUT)
+        return silu_mul(spec.reference(**logical, OUT=_F32), OUT)
 
     def error(OUT: int = F16, **logical: Any) -> np.ndarray:
-        """One step, where the exact result is as near to a tie as the error that SiLU may have; else none."""
-        gate_up = spec.reference(**logical, OUT=_F32)
-        h = reference.gated(gate_up)
-        turns = reference.exponent(gate_up[:, : h.shape[1]].astype(np.float64), "silu")
-        off = np.abs(h) * (2.0**-20 + 2.0**-22 * np.maximum(turns, 0) + 2.0**-23) + 2.0**-100
-        low, high = _numbers(h - off, OUT), _numbers(h + off, OUT)
-        with np.errstate(invalid="ignore"):  # an infinity less itself
-            return np.where(low == high, 0, high - low)
+        return silu_mul_error(spec.reference(**logical, OUT=_F32), OUT)
 
     return _variant(
         spec,
