@@ -181,13 +181,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
                     sum[i] = !SIGNED && token < M ? x_sum[token] : 0;
                 }
             }
-            uint4 residual[ITEMS] = {};  // asked for before the sums are there
-            if (FUSED == ptxlab::ADD)
-#pragma unroll
-                for (int i = 0; i < ITEMS; ++i) {
-                    const int token = (i * 32 + lane) / PARTS;
-                    if (token < M && inside) residual[i] = ptxlab::load_results_8(y, size_t(token) * N + n);
-                }
             PHASE(WAIT_GROUP);
             ptxlab::mbarrier_wait(&summed[buffer], parity);
             PHASE(EPILOGUE);
@@ -208,8 +201,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
                 for (int j = 0; j < WIDE; ++j) v[j] -= zero[j] * sum[i];
                 if (!inside) continue;
                 const size_t to = size_t(token) * (N / (WIDE / 8)) + n / (WIDE / 8);
-                if (bias) ptxlab::store_8<OUT, FUSED>(y, to, v, scale[i], ws, b, residual[i]);
-                else ptxlab::store_8<OUT, FUSED>(y, to, v, scale[i], ws, nullptr, residual[i]);
+                if (bias) ptxlab::store_8<OUT, FUSED>(y, to, v, scale[i], ws, b);
+                else ptxlab::store_8<OUT, FUSED>(y, to, v, scale[i], ws, nullptr);
             }
             ptxlab::mbarrier_arrive(&cleared[buffer]);
             if ((buffer ^= 1) == 0) parity ^= 1;

@@ -5,7 +5,6 @@
 // 2-byte outputs   16 tokens at a time, turned over through 512 bytes of shared memory (`Turn`): 16 bytes a lane.
 // 4-byte outputs   from the registers: eight lanes write one sector of 32 bytes.
 // SILU_MUL         a lane has gate and up, so 8 features are left: 32 tokens at a time, 16 bytes each, a lane per token.
-// ADD              a lane reads the 16 bytes that it will write, several ahead.
 #pragma once
 #include "mma.cuh"
 #include "output.cuh"
@@ -83,7 +82,7 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
             const uint4 v = load_shared_16(column);
             const int token = token0 + j * 8 + lane;
             if (owned && token < M && n0 < end)
-                *reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + size_t(token) * (N / 2) + n0 / 2) = v;
+                put_8<KIND, WITH>(y, size_t(token) * (N / 2) + n0 / 2, v);
         }
     } else if constexpr (KIND >= 2) {
 #pragma unroll
@@ -102,19 +101,8 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
     } else {
         constexpr int AT_ONCE = TOKENS < 16 ? 1 : 2;
         const Turn turn(buffer, lane);
-        constexpr int AHEAD = TOKENS > 64 ? 4 : 2;  // of what is added, loads on their way
-        uint4 residual[AHEAD];
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; j += AT_ONCE) {
-            if (WITH == ADD && j % (AHEAD * AT_ONCE) == 0) {
-#pragma unroll
-                for (int i = 0; i < AHEAD; ++i) {
-                    const int piece = j + i * AT_ONCE + turn.token / 8, n = n0 + turn.half * 8;
-                    const int token = token0 + (j + i * AT_ONCE) * 8 + turn.token;
-                    const bool here = turn.token < AT_ONCE * 8 && piece < TOKENS / 8 && own(piece);
-                    if (here && token < M && n < end) residual[i] = load_results_8(y, size_t(token) * N + n);
-                }
-            }
             if (!own(j) && !(AT_ONCE == 2 && own(j + 1))) continue;
             unsigned h[4] = {};
 #pragma unroll
@@ -129,12 +117,10 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
                         rounded_pair<KIND>(scaled(d[2 * r] - s.zero[r] * sum.x, scale.x, s.w_scale[r], s.bias[r]),
                                            scaled(d[2 * r + 1] - s.zero[r] * sum.y, scale.y, s.w_scale[r], s.bias[r]));
             }
-            uint4 v = turn(h);
+            const uint4 v = turn(h);
             const int token = token0 + j * 8 + turn.token, n = n0 + turn.half * 8;
-            if (turn.token < AT_ONCE * 8 && own(j + turn.token / 8) && token < M && n < end) {
-                if constexpr (WITH == ADD) v = added<KIND>(v, residual[j / AT_ONCE % AHEAD]);
-                *reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + size_t(token) * N + n) = v;
-            }
+            if (turn.token < AT_ONCE * 8 && own(j + turn.token / 8) && token < M && n < end)
+                put_8<KIND, WITH>(y, size_t(token) * N + n, v);
         }
     }
 }

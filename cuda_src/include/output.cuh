@@ -43,39 +43,27 @@ __device__ __forceinline__ void store_8_floats(void* y, size_t at, const float (
     }
 }
 
-// Sums of two f16 (KIND 0) or bf16 (1) each, rounded.
-template <int KIND>
-__device__ __forceinline__ unsigned added(unsigned a, unsigned b) {
-    if constexpr (KIND == 1) {
-        const __nv_bfloat162 sum = __hadd2(reinterpret_cast<__nv_bfloat162&>(a), reinterpret_cast<__nv_bfloat162&>(b));
-        return reinterpret_cast<const unsigned&>(sum);
-    } else {
-        const __half2 sum = __hadd2(reinterpret_cast<__half2&>(a), reinterpret_cast<__half2&>(b));
-        return reinterpret_cast<const unsigned&>(sum);
-    }
-}
-
-template <int KIND>
-__device__ __forceinline__ uint4 added(const uint4& a, const uint4& b) {
-    return make_uint4(added<KIND>(a.x, b.x), added<KIND>(a.y, b.y), added<KIND>(a.z, b.z), added<KIND>(a.w, b.w));
-}
-
-// Eight results as they lie in Y, read in this place: a plain load of what is __restrict__ might move ahead of
-// griddepcontrol.wait.
-__device__ __forceinline__ uint4 load_results_8(const void* y, size_t at) {
-    uint4 v;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(static_cast<const unsigned short*>(y) + at)
-                 : "memory");
-    return v;
+// Eight rounded results to Y, or with ADD added to what lies there: by the L2, which rounds each sum, so that nothing is
+// read and nobody waits.
+template <int KIND, int WITH>
+__device__ __forceinline__ void put_8(void* y, size_t at, const uint4& v) {
+    uint4* to = reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + at);
+    if constexpr (WITH != ADD) *to = v;
+    else if constexpr (KIND == 1)
+        asm volatile("red.relaxed.gpu.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y),
+                     "r"(v.z), "r"(v.w)
+                     : "memory");
+    else
+        asm volatile("red.relaxed.gpu.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y),
+                     "r"(v.z), "r"(v.w)
+                     : "memory");
 }
 
 // y = acc * x_scale * w_scale + bias in f32, each operation rounded, then one rounding to the output. SILU_MUL: sixteen
-// accumulators, gates and then ups; ADD: the sum with `residual`.
+// accumulators, gates and then ups.
 template <int KIND, int WITH = 0>
 __device__ __forceinline__ void store_8(void* y, size_t at, const int* acc, float x_scale, const float* w_scale,
-                                        const float* bias, uint4 residual = {}) {
+                                        const float* bias) {
     static_assert(WITH == 0 || KIND < 2, "to 16 bits each");
     if constexpr (KIND == 3) {
         int4* to = reinterpret_cast<int4*>(static_cast<int*>(y) + at);
@@ -94,11 +82,7 @@ __device__ __forceinline__ void store_8(void* y, size_t at, const int* acc, floa
             for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(activated<0>(v[i]), v[8 + i]);
         }
         if constexpr (WITH == 0) store_8_floats<KIND>(y, at, v);
-        else {
-            uint4 results = rounded_8<KIND>(v);
-            if constexpr (WITH == ADD) results = added<KIND>(results, residual);
-            *reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + at) = results;
-        }
+        else put_8<KIND, WITH>(y, at, rounded_8<KIND>(v));
     }
 }
 

@@ -5,11 +5,25 @@
 
 namespace ptxlab {
 
+// Of two f16 (KIND 0) or bf16 (1) each.
+template <int KIND>
+__device__ __forceinline__ unsigned added(unsigned a, unsigned b) {
+    if constexpr (KIND == 1) {
+        const __nv_bfloat162 sum = __hadd2(reinterpret_cast<__nv_bfloat162&>(a), reinterpret_cast<__nv_bfloat162&>(b));
+        return reinterpret_cast<const unsigned&>(sum);
+    } else {
+        const __half2 sum = __hadd2(reinterpret_cast<__half2&>(a), reinterpret_cast<__half2&>(b));
+        return reinterpret_cast<const unsigned&>(sum);
+    }
+}
+
 template <int KIND>
 __device__ __forceinline__ Chunk<KIND> added(const Chunk<KIND>& a, const Chunk<KIND>& b) {
     Chunk<KIND> sum;
 #pragma unroll
-    for (int i = 0; i < sum.VECTORS; ++i) sum.v[i] = added<KIND>(a.v[i], b.v[i]);
+    for (int i = 0; i < sum.VECTORS; ++i)
+        sum.v[i] = make_uint4(added<KIND>(a.v[i].x, b.v[i].x), added<KIND>(a.v[i].y, b.v[i].y),
+                              added<KIND>(a.v[i].z, b.v[i].z), added<KIND>(a.v[i].w, b.v[i].w));
     return sum;
 }
 

@@ -195,7 +195,7 @@ def test_a_residual_is_added_in_place_with_the_bits_of_a_sum(scheme: str, dtype:
 
 @pytest.mark.parametrize("kernel", ["gemm_w4a8_small_sm90", "gemm_w4a8_sm90"])
 @pytest.mark.parametrize("mode", emulator.MODES)
-def test_the_residual_is_read_behind_the_wait(mode: str, kernel: str) -> None:
+def test_the_residual_is_added_to_behind_the_wait(mode: str, kernel: str) -> None:
     """The second begins while the first still adds."""
     residual = np.zeros((M, 40), np.float16)
     how: dict[str, Any] = {"residual": residual, "kernel": kernel, "programmatic": True, "backend": "emulator"}
