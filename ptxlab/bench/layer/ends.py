@@ -20,7 +20,6 @@ MEASURE = "epilogues"
 MODELS = "LLaMA-2-7B", "LLaMA-2-70B"
 _ROUNDS = 2  # each layer in turn; the faster time counts
 _L2_TBPS = 12.0  # what one more byte takes: rmsnorm_quantize in a chain, 1 and 128 tokens (programmatic_launches.json)
-_LATENCY_US = 0.2  # of a load from the L2, assumed
 _SPECIAL = 16  # ex2 or rcp of an SM per clock (CUDA C++ programming guide, throughput of instructions, 9.0)
 
 
@@ -37,13 +36,13 @@ ALL = tuple(Ends(residual, silu_mul) for silu_mul in (False, True) for residual 
 def predicted_us(config: Config, B: int, ends: Ends) -> float:
     """How much longer a layer should take with these ends: below 0 if it is to be shorter.
 
-    `residual`: of each of two products, a row of the result is written once less; from 17 tokens on, where tiles of
-    wgmma read the residual when they have their sums, two loads are waited for. `silu_mul`: half of gate and up is
-    neither written nor read; ex2 and rcp, which hide behind loads in `silu_mul_quantize`, come on top.
+    `residual`: for each of two products, the norm behind it neither reads the result nor writes the stream; the L2 is
+    taken to add as quickly as it writes. `silu_mul`: half of gate and up is neither written nor read; ex2 and rcp,
+    which hide behind loads in `silu_mul_quantize`, come on top.
     """
     h200, us = sheet("h200"), 0.0
     if ends.residual:
-        us += 2 * ((2 * _LATENCY_US if B > 16 else 0) - 2 * B * config.hidden / _L2_TBPS / 1e6)
+        us -= 2 * 4 * B * config.hidden / _L2_TBPS / 1e6
     if ends.silu_mul:
         special = 2 * B * config.ffn / (h200.sms * _SPECIAL * h200.clock_ghz * 1e3)
         us += special - 4 * B * config.ffn / _L2_TBPS / 1e6
