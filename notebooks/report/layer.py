@@ -14,7 +14,6 @@ from ptxlab.bench.layer import DRAWN as TRACED_AT
 from ptxlab.bench.layer.ends import ALL as ENDS
 from ptxlab.bench.layer.ends import Ends
 from ptxlab.bench.record import Record
-from ptxlab.bench.shapes import HEAD_DIM
 from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED
 from report import frames
 from report.frames import MISSING, markdown, mean
@@ -75,7 +74,7 @@ def fused(record: Record | None) -> pd.DataFrame:
     flat = []
     for row in rows:
         sizes = row.sizes
-        width = sizes["K"] if "K" in sizes else HEAD_DIM * (sizes["Hq"] + 2 * sizes["Hkv"])
+        width = sizes["K"] if "K" in sizes else sizes["D"] * (sizes["Hq"] + 2 * sizes["Hkv"])
         compiled = row.peers.get("torch_compile", math.nan)
         found = {**row.more, **vars(row), "M": sizes["M"], "width": width, "over torch": compiled / row.time_us}
         flat.append(found)

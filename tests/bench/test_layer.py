@@ -137,7 +137,7 @@ def test_products_set_the_floor_of_large_batches() -> None:
         lambda: fused.normed(3, 96),
         lambda: fused.gated(3, 96),
         lambda: fused.quantised(3, 96),
-        lambda: fused.appended(3, 2, 1),
+        lambda: fused.appended(3, 2, 1, 64),
     ],
     ids=["rmsnorm_quantize", "silu_mul_quantize", "quantize_activations_s8", "rope_append_kv4"],
 )
@@ -191,7 +191,7 @@ def test_what_is_compiled_is_what_is_measured(here: pytest.MonkeyPatch) -> None:
         decoder.warm(TINY, (1,))
     assert {*made.launches} == between | {"gemm_w4a8_small_sm90", "rope_append_kv4", "attention_kv4_sm90"}
     here.setattr(fused, "WIDTHS", (64, 96))
-    here.setattr(fused, "HEADS", ((2, 1),))
+    here.setattr(fused, "HEADS", ((2, 1, 128),))
     for width, launched in ((64, between | {"rope_append_kv4"}), (96, between)):
         with emulator.chain(()) as made:
             fused.warm(width)

@@ -187,18 +187,24 @@ def test_a_token_has_the_same_bits_alone(config: Config, ends: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    ("config", "name"),
-    [(TINY, name) for name in sorted({*CHAIN})] + [(MIXTRAL, name) for name in sorted({*OF_EXPERTS} - {*CHAIN})],
-    ids=lambda each: each if isinstance(each, str) else "mixtral" if each.experts else "llama",
+    ("config", "name", "ends"),
+    [
+        *((TINY, name, {}) for name in sorted({*CHAIN})),
+        *((MIXTRAL, name, {}) for name in sorted({*OF_EXPERTS} - {*CHAIN})),
+        (TINY, "gemm_w4a8_small_sm90", {"interleaved": True, "residual_epilogue": True}),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "mixtral" if getattr(each, "experts", 0) else None,
 )
-def test_a_wait_that_one_kernel_leaves_out_is_found(config: Config, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_one_kernel_leaves_out_is_found(
+    config: Config, name: str, ends: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though everything comes out right, as it may on a GPU for long."""
 
     def parsed(text: str, *paths: str) -> emulator.Module:
         return emulator.parse(text.replace("griddepcontrol.wait;", "") if f".entry {name}(" in text else text, *paths)
 
     monkeypatch.setattr(runtime, "_parsed", parsed)
-    problem = layer_problem(config)
+    problem = layer_problem(config, **ends)
     given = problem.inputs
     with emulator.chain({"race"}, begin="late") as made:
         problem.run(programmatic=True)
