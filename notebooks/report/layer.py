@@ -13,7 +13,7 @@ from ptxlab.bench.layer import BATCHES, CONFIGS, EPILOGUES, FUSED, MEASURE, TIME
 from ptxlab.bench.layer import DRAWN as TRACED_AT
 from ptxlab.bench.layer.ends import ALL as ENDS
 from ptxlab.bench.layer.ends import Ends
-from ptxlab.bench.record import Record
+from ptxlab.bench.record import Record, Row
 from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED
 from report import frames
 from report.frames import MISSING, markdown, mean
@@ -177,7 +177,7 @@ def epilogues_table(record: Record | None) -> str:
     if record is None or not rows:
         return MISSING
     plain, *others = ENDS
-    lines: dict[tuple[str, int], dict[str, Any]] = {}
+    lines: dict[tuple[str, int], dict[Ends, Row]] = {}
     for row in rows:
         config, B = (
             config_of({name: size for name, size in row.sizes.items() if name not in plain._fields}),

@@ -64,8 +64,8 @@ class LayerInputs:
         if not isinstance(cache, KVCache) or not isinstance(rope, tuple):
             got = f"{type(cache).__name__}, {type(rope).__name__}"
             raise ArgumentError("LayerInputs: cache, rope", "must be a KVCache and a tuple of arrays", got)
-        given = None if x is residual else x, residual, cache, slots, rope
-        return cls(*(None if part is None else with_arrays(part, _copied) for part in given))
+        added = None if x is residual else _copied(x)
+        return cls(added, *(with_arrays(part, _copied) for part in (residual, cache, slots, rope)))
 
 
 def exact(

@@ -75,8 +75,12 @@ def test_chains_for_the_sanitizers_are_checked(here: pytest.MonkeyPatch, capsys:
     with emulator.chain(()) as made:
         decoder.check_chains()
     said = capsys.readouterr().out.splitlines()
-    assert [line.partition(" steps")[0] for line in said] == ["dense, batch 1: 12", "experts, batch 1: 19"]
-    assert len(made.launches) == 2 * 10 + 2 * 13
+    assert [line.partition(" steps")[0] for line in said] == [
+        "dense, batch 1: 12",
+        "dense with epilogues, batch 1: 10",
+        "experts, batch 1: 19",
+    ]
+    assert len(made.launches) == 2 * 10 + 2 * 10 + 2 * 13
 
 
 def test_layers_with_all_ends_are_timed_in_turn_and_checked(here: pytest.MonkeyPatch) -> None:
@@ -86,7 +90,7 @@ def test_layers_with_all_ends_are_timed_in_turn_and_checked(here: pytest.MonkeyP
     def timed(calls: list[Callable[[], None]], **_: int) -> tuple[Measured, list[Callable[[], None]]]:
         return Measured(next(times), 1.0, 20.0, 1900.0), calls
 
-    here.setattr(decoder, "measure_graph", timed)
+    here.setattr(ends, "measure_graph", timed)
     here.setattr(Decoder, "check", lambda self, graph: f"{len(graph)} layers bit for bit")
     rows = ends.rows_at(TINY, 2, made, CEILINGS, compared=True)
     assert [(row.sizes["residual"], row.sizes["silu_mul"], row.time_us) for row in rows] == [

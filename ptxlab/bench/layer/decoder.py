@@ -67,6 +67,7 @@ class Decoder:
         made = copy(self)
         made.weights = weights
         made.buffers = LayerBuffers.empty(weights[0], self.caches[0], residual_epilogue=residual_epilogue)
+        made.restart()
         return made
 
     def restart(self) -> None:
@@ -152,13 +153,22 @@ class Decoder:
 
 
 def check_chains() -> None:
-    """Two small layers after each other, dense and of experts, against their twins: for tools that watch launches."""
+    """Two small layers after each other against their twins, for tools that watch launches: dense, dense with the
+    epilogues of its GEMMs, and of experts.
+    """
     dense = Config(hidden=512, ffn=768, heads=4, kv_heads=2, head_dim=HEAD_DIM, layers=1, vocabulary=1, name="dense")
-    for config in (dense, replace(dense, experts=4, chosen_experts=2, name="experts")):
-        first = LayerWeights.random(config, on_device=True)
+    for config, ends in (
+        (dense, False),
+        (dense, True),
+        (replace(dense, experts=4, chosen_experts=2, name="experts"), False),
+    ):
+        first = LayerWeights.random(config, on_device=True, interleaved=ends)
         for B in _WATCHED:
-            decoder = Decoder(config, B, [first, copy_of(first)])
-            print(f"{config.name}, batch {B}: {decoder.compare()}")
+            weights = [first, copy_of(first)]
+            decoder = Decoder(config, B, weights)
+            if ends:
+                decoder = decoder.ending(weights, residual_epilogue=True)
+            print(f"{config.name}{' with epilogues' if ends else ''}, batch {B}: {decoder.compare()}")
             decoder.calls()[1]()
             gpu.to_host(decoder.residual)  # waits for it
 

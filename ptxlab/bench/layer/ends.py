@@ -12,7 +12,7 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder
 from ptxlab.bench.layer.decoder import Decoder
 from ptxlab.bench.record import Row
-from ptxlab.bench.timing import GEMM_REPLAYS, Measured
+from ptxlab.bench.timing import GEMM_REPLAYS, Measured, measure_graph
 from ptxlab.cost import sheet
 from ptxlab.model import Config, LayerWeights
 
@@ -86,7 +86,7 @@ def rows_at(
     best: dict[Ends, Measured] = {}
     for number in range(_ROUNDS):
         for ends, each in made.items():
-            measured, graph = decoder.measure_graph(each.calls(), replays=GEMM_REPLAYS)
+            measured, graph = measure_graph(each.calls(), replays=GEMM_REPLAYS)
             if number == 0:
                 checked[ends] += each.check(graph)
             best[ends] = min(best.get(ends, measured), measured, key=lambda m: m.us)
