@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ptxlab
 from ptxlab import emulator, gpu, layout, quant, reference, verify
@@ -21,8 +23,8 @@ from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
 from tests.support.gemm_calls import BIAS, SCHEMES, STRIPS, WEIGHTS, X_SCALE, K, M, X, expected
 from tests.support.quantized import assert_equal
 
-# One MMA column and several; two MMAs of a warp group; warp groups along K; clusters of 2 and 4, whose blocks own some
-# columns each; more columns than a batch of loads, and an odd number of them.
+# One MMA column and several, and an odd number; two MMAs of a warp group; warp groups along K; clusters of 2 and 4, whose
+# blocks own some columns each.
 LARGE = tuple(
     StripChoice(StripTile(*tile), strips, stages, split).constants
     for tile, strips, stages, split in (
@@ -95,15 +97,10 @@ def test_every_chosen_tile_on_the_gpu(label: str, N: int) -> None:
                 ran(spec, logical, "gpu", config)
 
 
-@pytest.mark.parametrize(
-    ("label", "tile", "split"),
-    [
-        ("gemm_w4a8_sm90:residual", StripTile(64, 2, 2, 1, 256), 1),  # the first to spill where more loads go out
-        ("gemm_w4a8_sm90:silu_mul", StripTile(128, 2, 1, 2, 128), 1),
-    ],
-)
-def test_no_tile_spills_or_waits_for_its_own_wgmma(label: str, tile: StripTile, split: int) -> None:
-    spec, sizes = FORMS[label], {"M": tile.BM, "N": 4096, "K": 4096, "g": 128}
+def test_no_tile_spills_or_waits_for_its_own_wgmma() -> None:
+    """SiLU·mul, in the largest tile; a reduction needs no registers that a store does not."""
+    spec, tile, split = FORMS["gemm_w4a8_sm90:silu_mul"], StripTile(128, 2, 1, 2, 128), 1
+    sizes = {"M": tile.BM, "N": 4096, "K": 4096, "g": 128}
     choice = StripChoice(tile, tile.strips, strips_tiles._stages(tile, tile.strips, split, 128), split)
     checks.built_as_meant(spec, {**spec.config_for(sizes), **choice.constants, "SIGNED": 0}, sizes)
 
@@ -191,6 +188,27 @@ def test_a_residual_is_added_in_place_with_the_bits_of_a_sum(scheme: str, dtype:
         residual = before.copy()
         assert ptxlab.gemm_w4a8(x, weight=STRIPS[scheme], bias=BIAS, residual=residual, backend="emulator") is residual
         assert np.array_equal(residual, stored(product + floats(before), dtype)), order
+
+
+@given(
+    M=st.integers(1, 8),
+    N=st.integers(1, 15).map(lambda n: 8 * n),
+    K=st.integers(1, 10).map(lambda k: 32 * k),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=3)
+def test_any_product_is_added_as_a_call_without_would_have_been(M: int, N: int, K: int, seed: int) -> None:
+    """And of a weight that is interleaved, SiLU·mul is that of the same call's gate and up in float32."""
+    rng = np.random.default_rng(seed)
+    x_q, x_scale = rng.integers(-128, 128, (M, K), dtype=np.int8), rng.uniform(1e-3, 1e-2, M).astype(np.float32)
+    weight = quant.quantize_lqq(rng.standard_normal((2 * N, K), dtype=np.float32), group=32)
+    packed, how = pack(weight, "strips"), {"backend": "emulator"}
+    before = rng.standard_normal((M, 2 * N), dtype=np.float32).astype(np.float16)
+    product = ptxlab.gemm_w4a8(x_q, x_scale, packed, **how)
+    assert np.array_equal(ptxlab.gemm_w4a8(x_q, x_scale, packed, residual=before.copy(), **how), before + product)
+    gate_up = ptxlab.gemm_w4a8(x_q, x_scale, packed, out_dtype="float32", **how)
+    h = ptxlab.gemm_w4a8(x_q, x_scale, pack(weight, "strips", interleaved=True), epilogue="silu_mul", **how)
+    assert (np.abs(h - epilogues.silu_mul(gate_up, OUT=0)) <= epilogues.silu_mul_error(gate_up, OUT=0)).all()
 
 
 @pytest.mark.parametrize("kernel", ["gemm_w4a8_small_sm90", "gemm_w4a8_sm90"])
