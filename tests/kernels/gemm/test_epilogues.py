@@ -23,8 +23,8 @@ from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
 from tests.support.gemm_calls import BIAS, SCHEMES, STRIPS, WEIGHTS, X_SCALE, K, M, X, expected
 from tests.support.quantized import assert_equal
 
-# One MMA column and several, and an odd number; two MMAs of a warp group; warp groups along K; clusters of 2 and 4, whose
-# blocks own some columns each.
+# One MMA column and several, and an odd number; two MMAs of a warp group; warp groups along K; clusters of 2 and 4,
+# whose blocks own some columns each.
 LARGE = tuple(
     StripChoice(StripTile(*tile), strips, stages, split).constants
     for tile, strips, stages, split in (
