@@ -178,12 +178,11 @@ def in_fp8(model: nn.Module) -> None:
                 setattr(module, name, Fp8Linear(child))
 
 
-def _generated(model: Any, B: int, cache: Any, tokens: int, **how: Any) -> Tensor:
+def _generated(model: Any, B: int, cache: Any, tokens: int, **how: Any) -> Any:
     cache.reset()
     prompt = torch.arange(B * PROMPT, device=model.device).view(B, PROMPT) % 31999 + 1
     given = {"attention_mask": torch.ones_like(prompt), "past_key_values": cache, "do_sample": False, **how}
-    found: Tensor = model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, **given)
-    return found[:, PROMPT:]
+    return model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, **given)
 
 
 def step_us(model: Any, B: int, cache: Any) -> tuple[float, float, float]:
@@ -203,10 +202,23 @@ def step_us(model: Any, B: int, cache: Any) -> tuple[float, float, float]:
 
 
 def _same_as_eager(model: Any, B: int, cache: Any) -> str:
-    compiled, eager = (_generated(model, B, cache, FEW, disable_compile=each) for each in (False, True))
-    if not torch.equal(compiled, eager):
-        raise BenchmarkError(f"generate, batch {B}: the compiled model gives other tokens than the eager one")
-    return f"{FEW} tokens of each sequence equal to the eager model's"
+    """What holds of the compiled model's tokens: they are the eager one's, but for ties in the logits.
+
+    Only the sums of the head, in FP16, may be of another order. BenchmarkError for anything else.
+    """
+    compiled = _generated(model, B, cache, FEW)[:, PROMPT:]
+    eager = _generated(model, B, cache, FEW, disable_compile=True, return_dict_in_generate=True, output_logits=True)
+    right, logits = eager.sequences[:, PROMPT:], torch.stack(eager.logits, dim=1).float()
+    parted = 0
+    for b in (compiled != right).any(dim=1).nonzero().flatten().tolist():
+        t = int((compiled[b] != right[b]).nonzero()[0])
+        best, other = (float(logits[b, t, tokens[b, t]]) for tokens in (right, compiled))
+        if best - other > 2 * float(np.spacing(np.float16(abs(best)))):
+            rule = f"generate, batch {B}: the compiled model parts from the eager one at token {t} of sequence {b}"
+            raise BenchmarkError(f"{rule}, where their logits are {best:.4f} and {other:.4f}")
+        parted += 1
+    ties = f", but for {parted} that part at a tie" if parted else ""
+    return f"{FEW} tokens of each sequence equal to the eager model's{ties}"
 
 
 def _row(
