@@ -498,7 +498,7 @@ def _boxes(machine: Machine, instruction: Instruction, axes: int, array: ir.Oper
             first, where = machine.first_fault(instruction, indices, wrong)
             rule = f"the column has to be a multiple of {16 // tensor_map.itemsize}, 16 bytes"
             raise MemoryFault(f"{where}: {rule}, not {int(places[first, -1])}")
-        before = (places < 0).any(axis=1)
+        before = np.min(places, axis=1) < 0
         if stores and before.any():
             first, where = machine.first_fault(instruction, indices, before)
             rule = "what is written may end behind the array, but not begin in front of it"
