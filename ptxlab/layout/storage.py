@@ -2,9 +2,9 @@
 
 Buffer `blocks` of weight `layers.0.up.weight` is the tensor `layers.0.up.weight.blocks`. The metadata key `ptxlab`
 holds, as JSON, the format's name and version and for every packed weight its layout, arch, scheme, N, K, group and
-protective range. Weights of W4A4 and W4Ax have formats of their own: Atom's (layout, arch, N, K, outliers, group),
-COMET's (layout, arch, N, K4, K8), and those of whole layers, with the order of their input (scheme, INT8 blocks and
-clip as well). A file has weights of one format.
+protective range, and `interleaved` where it is. Weights of W4A4 and W4Ax have formats of their own: Atom's (layout,
+arch, N, K, outliers, group), COMET's (layout, arch, N, K4, K8), and those of whole layers, with the order of their
+input (scheme, INT8 blocks and clip as well). A file has weights of one format.
 """
 
 import json
@@ -43,10 +43,12 @@ class _Format(Generic[AnyWeight]):
     fields: Mapping[str, type]
     arch: Callable[[str], str]  # of a layout
     shapes: Callable[[Mapping[str, Any]], Shapes]  # of the buffers, by header fields
+    flags: tuple[str, ...] = ()  # said where they are true
 
     def header(self, packed: AnyWeight) -> dict[str, Any]:
         """The header fields of a weight."""
-        return {key: kind(getattr(packed, key)) for key, kind in self.fields.items()}
+        said = {key: kind(getattr(packed, key)) for key, kind in self.fields.items()}
+        return said | {flag: True for flag in self.flags if getattr(packed, flag)}
 
     def announce(self, name: str, fields: Mapping[str, Any]) -> list[TensorInfo]:
         """The tensors that a weight of that name will be in a file."""
@@ -67,6 +69,7 @@ _PACKED = _Format(
     {"layout": str, "arch": str, "scheme": str, "N": int, "K": int, "group": int, "protective_range": int},
     lambda layout: PACKINGS[layout].arch,
     lambda fields: buffer_shapes(*(fields[key] for key in ("layout", "scheme", "N", "K", "group"))),
+    ("interleaved",),
 )
 _ATOM = _Format(
     "ptxlab.atom_weight",
@@ -220,4 +223,5 @@ def _load(form: _Format[AnyWeight], path: str | os.PathLike[str], name: str | No
             checkpoint.read_bytes(expected.name).view(dtype).reshape(expected.shape)
         )
     with in_file(checkpoint.path), naming(name):
-        return form.weight(**{key: fields[key] for key in form.fields if key != "arch"}, buffers=buffers), name
+        known = {key: fields[key] for key in (*form.fields, *form.flags) if key != "arch" and key in fields}
+        return form.weight(**known, buffers=buffers), name

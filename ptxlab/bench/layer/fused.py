@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, kernels, reference
-from ptxlab.bench import peers, peers_layer
+from ptxlab.bench import peers, peers_layer, shapes
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.copying import copy_us
 from ptxlab.bench.record import Row, row_of
-from ptxlab.bench.shapes import HEAD_DIM, HEADS, PAGE
+from ptxlab.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.attention import append_kv4, rope_append_kv4
@@ -36,6 +36,7 @@ from ptxlab.quant.atom import ACTIVATION_CLIP
 MEASURE = "fused"
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 WIDTHS = (4096, 8192, 11008, 28672)
+HEADS = *((*heads, HEAD_DIM) for heads in shapes.HEADS), (32, 8, 64)  # queries, keys, dimensions; as LLaMA-3.2-1B last
 EPS = peers_layer.EPS
 _MOST_COPIES = 1024  # of a call's buffers; where more would be needed to exceed the L2, they are in it
 _CHECKED = 8  # rows, spread over all
@@ -74,7 +75,7 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
                 yield timed(fused, ceilings)
     for heads in HEADS:
         for T in TOKENS:
-            progress(f"heads {heads[0]}/{heads[1]}, {T} tokens: rope_append_kv4")
+            progress(f"heads {heads[0]}/{heads[1]} of {heads[2]}, {T} tokens: rope_append_kv4")
             yield timed(appended(T, *heads), ceilings)
 
 
@@ -232,44 +233,44 @@ def reordering(M: int, width: int, outliers: int = 128, group: int = 128) -> Ite
     yield fused("silu_mul_reorder_quantize", silu_mul_reorder_quantize, 2 * row, gated, gate_up=gate_up)
 
 
-def appended(T: int, Hq: int, Hkv: int) -> Fused:
-    """`rope_append_kv4`: a token of each of T sequences, at the end of a page of its own."""
-    width = (Hq + 2 * Hkv) * HEAD_DIM
+def appended(T: int, Hq: int, Hkv: int, D: int) -> Fused:
+    """`rope_append_kv4`: a token of each of T sequences, at the end of a page of its own; heads of D dimensions."""
+    width = (Hq + 2 * Hkv) * D
     qkv = _values(T, width)
     rng = np.random.default_rng(3)
-    angles = rng.uniform(-4, 4, (PAGE, HEAD_DIM // 2)).astype(np.float32)
+    angles = rng.uniform(-4, 4, (PAGE, D // 2)).astype(np.float32)
     rope = gpu.to_device(np.cos(angles)), gpu.to_device(np.sin(angles)), gpu.to_device(np.full(T, PAGE - 1, np.int32))
     slots = gpu.to_device((rng.permutation(T) * PAGE + PAGE - 1).astype(np.int32))
 
     def cache() -> KVCache:
-        pool = gpu.empty((T, 2, Hkv, page_bytes("kv4", PAGE, HEAD_DIM)), np.uint8)
+        pool = gpu.empty((T, 2, Hkv, page_bytes("kv4", PAGE, D)), np.uint8)
         gpu.fill_bytes(pool, 0)
         table, lengths = gpu.to_device(np.arange(T, dtype=np.int32)[:, None]), gpu.to_device(np.full(T, PAGE, np.int32))
-        return KVCache(pool=pool, block_table=table, lengths=lengths, page_size=PAGE, head_dim=HEAD_DIM)
+        return KVCache(pool=pool, block_table=table, lengths=lengths, page_size=PAGE, head_dim=D)
 
     def make() -> dict[str, Any]:
-        return {"qkv": qkv.copy(), "cache": cache(), "out": gpu.empty((T, Hq, HEAD_DIM), np.float16)}
+        return {"qkv": qkv.copy(), "cache": cache(), "out": gpu.empty((T, Hq, D), np.float16)}
 
     def call(qkv: Any, cache: KVCache, out: Any, programmatic: bool = False) -> Any:
         return rope_append_kv4(qkv, cache, slots, rope=rope, out=out, programmatic=programmatic)
 
     def check(arrays: dict[str, Any]) -> str:
-        heads = qkv.reshape(T, -1, HEAD_DIM)
+        heads = qkv.reshape(T, -1, D)
         right = cache()
         k, v = heads[:, Hq : Hq + Hkv].copy(), heads[:, Hq + Hkv :].copy()
         append_kv4(k, v, right, slots, rope=rope)
         if not bool((arrays["cache"].pool == right.pool).all()):
-            raise BenchmarkError(f"rope_append_kv4: pages other than append_kv4's at T={T}, heads {Hq}/{Hkv}")
+            raise BenchmarkError(f"rope_append_kv4: pages other than append_kv4's at T={T}, heads {Hq}/{Hkv} of {D}")
         at = _checked(T)
         cos, sin = (gpu.to_host(table)[np.full(len(at), PAGE - 1)] for table in rope[:2])
         q = reference.rope(_taken(heads, at)[:, :Hq], cos, sin).astype(np.float64)
         if np.abs(_taken(arrays["out"], at) - q).max() > 2**-10 * np.abs(q).max():
-            raise BenchmarkError(f"rope_append_kv4: wrong queries at T={T}, heads {Hq}/{Hkv}")
+            raise BenchmarkError(f"rope_append_kv4: wrong queries at T={T}, heads {Hq}/{Hkv} of {D}")
         return f"every byte of the pages equal to append_kv4's; queries of {len(at)} tokens to the reference's"
 
-    moved = T * width * 2 + T * Hq * HEAD_DIM * 2 + T * 2 * Hkv * page_bytes("kv4", PAGE, HEAD_DIM) // PAGE
-    nbytes = moved + T * (HEAD_DIM * 4 + 8)
-    return Fused("rope_append_kv4", {"M": T, "Hq": Hq, "Hkv": Hkv}, nbytes, make, call, check)
+    moved = T * width * 2 + T * Hq * D * 2 + T * 2 * Hkv * page_bytes("kv4", PAGE, D) // PAGE
+    nbytes = moved + T * (D * 4 + 8)
+    return Fused("rope_append_kv4", {"M": T, "Hq": Hq, "Hkv": Hkv, "D": D}, nbytes, make, call, check)
 
 
 def _values(M: int, K: int, seed: int = 0) -> Any:
