@@ -32,6 +32,7 @@ from ptxlab.emulator.core.machine import Machine
 from ptxlab.emulator.core.memory import ALIGN, BASE, Memory, Region
 from ptxlab.emulator.core.watcher import Watcher
 from ptxlab.emulator.core.wave import LaunchState
+from ptxlab.emulator.front.control_flow import flow_of
 from ptxlab.emulator.front.ir import Entry, Module
 from ptxlab.emulator.front.parse import parse
 from ptxlab.emulator.front.types import Array
@@ -320,7 +321,7 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
         yield FloatValues(machine)
     if "init" in checks:
         yield Initialised(machine, taint)
-    if "divergence" in checks and machine.launch.flow.aligned:
+    if "divergence" in checks and flow_of(machine.launch.entry).aligned:
         yield Divergence(machine)
     is_asynchronous = machine.launch.unfenced is not None or (
         bool(checks & {"async", "proxy"}) and machine.launch.entry.is_asynchronous

@@ -15,6 +15,9 @@ from ptxlab.emulator.front.ir import Instruction, Register
 from ptxlab.emulator.front.types import Array, bits_of
 
 
+Span = tuple[int, int]  # lanes [start, stop)
+
+
 class Initialised(Check):
     """Reads of registers, and of bytes of memory, that nobody has written."""
 
@@ -26,40 +29,48 @@ class Initialised(Check):
         self.memory = machine.launch.defined
         self.words = {size: self.memory.view(f"u{size}") for size in (1, 2, 4, 8)}
         self.registers = {bits: np.zeros(file.shape, bool) for bits, file in machine.files.items()}
+        self.spans: dict[tuple[int, int], set[Span]] = {}  # by width and index
         # buffers and parameters are there from the start; the windows of this wave are not
         for start in machine.launch.shared_windows:
             self.memory[start : start + machine.launch.window_bytes] = False
         local = machine.launch.local_window
         self.memory[local : local + machine.launch.local_pitch * machine.lanes] = False
 
-    def rows(self, registers: list[Register]) -> dict[str, Array]:
-        """Flags of registers, by name."""
-        return {r.name: self.registers[bits_of(r.type)][r.index] for r in registers}
+    def rows(self, registers: list[Register]) -> list[tuple[Array, set[Span], str]]:
+        """Of each register the flags, the runs of lanes that are known to have written it, and the name."""
+        found = []
+        for r in {register.name: register for register in registers}.values():
+            place = bits_of(r.type), r.index
+            spans = self.spans.setdefault(place, set())
+            found.append((self.registers[place[0]][r.index], spans, r.name))
+        return found
 
     def marking(
         self, instruction: Instruction, handler: Handler, sources: list[Register], targets: list[Register]
     ) -> Handler:
         """The step, after a look at the registers that it reads, and with those marked that it writes.
 
-        What has been written stays written: lanes that come again, as they do in a loop, are not looked at again.
+        What has been written stays written: a run of lanes that has written a register is not looked at again there.
         """
-        reads, writes = self.rows(sources), list(self.rows(targets).values())
-        seen: set[tuple[int, int]] = set()
+        reads, writes = self.rows(sources), self.rows(targets)
 
         def marked(lanes: Lanes) -> Any:
-            place = (lanes.start, lanes.stop) if isinstance(lanes, slice) else None
-            if place in seen:
-                return handler(lanes)
-            for name, known in reads.items():
+            span = (lanes.start, lanes.stop) if isinstance(lanes, slice) else None
+            for known, spans, name in reads:
+                if span in spans:
+                    continue
                 if not known[lanes].all():
                     message = f"{name} is read, but never written"
                     self.report(instruction, "uninitialised", lanes, ~known[lanes], message)
                     known[lanes] = True
+                if span is not None:
+                    spans.add(span)
             successors = handler(lanes)
-            for known in writes:
-                known[lanes] = True
-            if place is not None:
-                seen.add(place)
+            for known, spans, _ in writes:
+                if span not in spans:
+                    known[lanes] = True
+                    if span is not None:
+                        spans.add(span)
             return successors
 
         return marked if reads or writes else handler

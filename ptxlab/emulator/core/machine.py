@@ -152,8 +152,8 @@ class Machine(Wave):
 
     @cached_property
     def targets(self) -> frozenset[int]:
-        """Instructions that somebody may branch to."""
-        return frozenset(label.index for instruction in self.code for label in ir.labels(instruction.operands))
+        """Instructions that somebody may branch to, or that a debugger may stop at."""
+        return self.launch.entry.targets
 
     def bound(self, instruction: Instruction, pc: int) -> Handler:
         """The handler of one instruction, with the checks that were asked for around it, behind its guard."""
