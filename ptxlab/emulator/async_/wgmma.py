@@ -77,7 +77,7 @@ class DecodedWgmma:
     saturates: bool
     read_a: Callable[[Lanes], Array] | None  # A's registers u32 [warps, 32, 4]; None: A has a descriptor
     read_d: Callable[[Lanes], Array]
-    write_d: tuple[Callable[[Lanes, Array], None], ...]
+    write_d: Callable[[Lanes, Array], None]
     a_registers: tuple[ir.Register, ...]
     d_registers: tuple[ir.Register, ...]
     signs: float = 1.0  # of the products: floating operands may be negated
@@ -163,8 +163,7 @@ class WgmmaProducts(Effect):
         elif decoded.saturates:
             sums = sums.clip(*limits("s32"))
         columns = fragment.scatter(sums.astype(kind))
-        for i, write in enumerate(decoded.write_d):
-            write(lanes, columns[:, :, i].reshape(-1))
+        decoded.write_d(lanes, columns)
         self.taken = None
 
     @cached_property
@@ -208,8 +207,26 @@ def _wgmma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 def _reader(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], Array]:
     """Function: lanes, whole warps -> what the registers hold, u32 [warps, 32, registers]."""
-    readers = [machine.reader(register, "b32") for register in registers]
-    return lambda lanes: np.stack([read(lanes).reshape(-1, 32) for read in readers], axis=-1)
+    at = _at(machine, registers)
+    return lambda lanes: machine.files[32][at(lanes)].T.reshape(-1, 32, len(registers))
+
+
+def _writer(machine: Machine, registers: ir.Operands) -> Callable[[Lanes, Array], None]:
+    """Function of lanes, whole warps, and what the registers shall hold, u32 [warps, 32, registers]."""
+    at = _at(machine, registers)
+
+    def write(lanes: Lanes, values: Array) -> None:
+        machine.files[32][at(lanes)] = values.reshape(-1, len(registers)).T
+
+    return write
+
+
+def _at(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], tuple[Array, Lanes]]:
+    """Function lanes -> where the registers of these lanes lie in the file of 32-bit registers, as its index."""
+    for register in registers:
+        machine.writer(register, "b32")  # refuses what is no register of 32 bits
+    rows = np.array([register.index for register in registers], np.intp)
+    return lambda lanes: (rows if isinstance(lanes, slice) else rows[:, None], lanes)
 
 
 def _of_floats(
@@ -260,7 +277,7 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
         saturates=saturates,
         read_a=_reader(machine, a_registers) if a_registers else None,
         read_d=_reader(machine, d_registers),
-        write_d=tuple(machine.writer(register, "b32") for register in d_registers),
+        write_d=_writer(machine, d_registers),
         a_registers=a_registers,
         d_registers=d_registers,
         signs=signs,

@@ -32,17 +32,16 @@ class RegistersInUse(Check):
         self.since: set[int] = set()  # registers that have been written since some fence
         self.in_use: set[int] = set()  # registers that are, in some lanes
         self.fenced = np.zeros(machine.lanes, bool)
-        self.concerned = concerned(machine.launch.entry)
 
     def around(self, instruction: Instruction, handler: Handler) -> Handler:
         """Look at sources and destinations before; remember destinations after."""
         if instruction.opcode.startswith("wgmma"):
             return handler
-        some = instruction.sources, instruction.destinations
-        sources, targets = ([r for r in words(of) if r.index in self.concerned] for of in some)
-        if not sources and not targets:
+        pc = self.machine.index[id(instruction)]
+        if pc not in (known := concerned(self.machine.launch.entry)):
             return handler
-        number, rows = self.machine.index[id(instruction)] + 1, [self.written[r.index] for r in targets]
+        (sources, targets), number = known[pc], pc + 1
+        rows = [self.written[register.index] for register in targets]
         written = {register.index for register in targets}
 
         def checked(lanes: Lanes) -> Any:
@@ -126,10 +125,17 @@ class RegistersInUse(Check):
 
 
 @remembered
-def concerned(entry: Entry) -> frozenset[int]:
-    """Registers of 32 bits, by index, that some wgmma takes or gives."""
+def concerned(entry: Entry) -> dict[int, tuple[list[Register], list[Register]]]:
+    """Instructions that read or write registers which some wgmma takes or gives, and these registers."""
     multiplies = (i for i in entry.instructions if i.opcode.startswith("wgmma.mma_async"))
-    return frozenset(register.index for i in multiplies for register in words((*i.destinations, *i.sources)))
+    theirs = {register.index for i in multiplies for register in words((*i.destinations, *i.sources))}
+    found = {}
+    for pc, each in enumerate(entry.instructions):
+        some = each.sources, each.destinations
+        sources, targets = ([register for register in words(of) if register.index in theirs] for of in some)
+        if sources or targets:
+            found[pc] = sources, targets
+    return found
 
 
 def words(registers: Iterable[Register]) -> list[Register]:

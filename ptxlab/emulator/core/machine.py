@@ -20,7 +20,6 @@ from ptxlab.emulator.core.lanes import Handler, Lanes, Reader, Successors, count
 from ptxlab.emulator.core.livelock import LivelockDetector
 from ptxlab.emulator.core.watcher import Watcher
 from ptxlab.emulator.core.wave import LaunchState, Wave
-from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.types import Array

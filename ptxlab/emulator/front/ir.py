@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from ptxlab.emulator.front.lane_annotation import LaneTypes
 
-Subject, Answer = TypeVar("Subject"), TypeVar("Answer")
+Subject = TypeVar("Subject")
+Answer = TypeVar("Answer")
 Operands = tuple[Any, ...]  # each an `Operand`; what an instruction takes of which kind, it asks when it is bound
 
 
@@ -218,7 +219,7 @@ def remembered(function: Callable[[Subject], Answer]) -> Callable[[Subject], Ans
 
     @wraps(function)
     def ask(subject: Subject) -> Answer:
-        known = vars(subject)
+        known: dict[str, Any] = subject.__dict__
         if name not in known:
             known[name] = function(subject)
         answer: Answer = known[name]
