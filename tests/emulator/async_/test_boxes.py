@@ -179,7 +179,7 @@ def test_bulk_reductions(op: str, t: str, dtype: Any, combine: np.ufunc, backend
     assert not outcome.findings
 
 
-@pytest.mark.parametrize("op", ["inc.s32", "and.f32", "max.f32", "add.b32"])
+@pytest.mark.parametrize("op", ["inc.s32", "and.f32", "max.f32", "add.b32", "add.noftz.u32", "add.f16"])
 def test_bulk_reductions_that_there_are_not(op: str) -> None:
     x = np.zeros((3, 64), np.float32)
     with pytest.raises((UnknownInstruction, ptxlab.errors.CompileError)):
