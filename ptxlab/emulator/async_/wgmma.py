@@ -137,15 +137,15 @@ class WgmmaProducts(Effect):
             dtype = _TYPES[decoded.a_type]
             fragment = mma_a(32 // dtype.itemsize, 8 * dtype.itemsize)
             own = numbers(fragment.gather(decoded.read_a(self.all_lanes), dtype), decoded.a_type)
-        keys = np.stack([self.base, self.a.view(np.int64), self.b.view(np.int64)])
-        distinct, which = np.unique(keys, axis=1, return_inverse=True)
-        for i, (base, a, b) in enumerate(zip(*distinct.tolist(), strict=True)):
-            warps = np.flatnonzero(which.reshape(-1) == i)
-            right = self.operand(memory, b % (1 << 64), base, decoded.n, of_b=True).T
+        alike: dict[tuple[int, int, int], list[int]] = {}  # warps with the same operands
+        for warp, key in enumerate(zip(self.base.tolist(), self.a.tolist(), self.b.tolist(), strict=True)):
+            alike.setdefault(key, []).append(warp)
+        for (base, a, b), warps in alike.items():
+            right = self.operand(memory, b, base, decoded.n, of_b=True).T
             if own is not None:
                 left = own[warps]
             else:
-                whole = self.operand(memory, a % (1 << 64), base, 4 * ROWS, of_b=False)
+                whole = self.operand(memory, a, base, 4 * ROWS, of_b=False)
                 left = whole.reshape(4, ROWS, -1)[self.quarter[warps]]
             taken[warps] = left @ right  # warp by warp: products so small that BLAS takes no thread for them
         self.taken = taken * decoded.signs if decoded.is_float else taken
@@ -298,14 +298,13 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
         """Refuse descriptors that cannot be, or that reach beyond shared memory."""
         end = SHARED_START + machine.launch.window_bytes
         for lane, descriptor in zip(lanes.tolist(), descriptors.tolist(), strict=True):
-            where = machine.fault_place(instruction, lane)
             try:
                 places = pieces(descriptor, rows, transposed)
             except ArgumentError as error:
-                raise EmulationError(f"{where}: {error}") from None
+                raise EmulationError(f"{machine.fault_place(instruction, lane)}: {error}") from None
             if places.min() < SHARED_START or places.max() + _PIECE > end:
                 reach = f"{int(places.min()) - SHARED_START} to {int(places.max()) + _PIECE - SHARED_START}"
-                raise MemoryFault(f"{where}: the descriptor reaches shared addresses {reach} (window of "
+                raise MemoryFault(f"{machine.fault_place(instruction, lane)}: the descriptor reaches shared addresses {reach} (window of "
                                   f"{machine.launch.window_bytes} bytes)")  # fmt: skip
 
     threads = prod(machine.launch.block)

@@ -20,6 +20,7 @@ class Shadow:
     def __init__(self, size: int) -> None:
         self.each = np.zeros(size, np.uint64)
         self.rows = {unit: self.each.reshape(-1, unit) for unit in UNITS}
+        self.finest = UNITS[0]  # unit that anything has been set in: all units of this size are uniform
 
     def get(self, places: Array, unit: int) -> Array:
         """That of each unit, which is uniform. `places` are numbers of units."""
@@ -28,6 +29,7 @@ class Shadow:
 
     def put(self, places: Array, unit: int, values: Array | int) -> None:
         """Set that of each unit."""
+        self.finest = min(self.finest, unit)
         self.rows[unit][places] = values[:, None] if isinstance(values, np.ndarray) else values
 
     def mark(self, offsets: Array, size: int, values: Array) -> None:
@@ -40,8 +42,10 @@ class Shadow:
 
     def is_uniform(self, places: Array, unit: int) -> bool:
         """Whether in each of these units all bytes carry the same."""
+        if unit <= self.finest:
+            return True
         rows = self.rows[unit][places]
-        return not np.count_nonzero(rows != rows[:, :1])
+        return not np.count_nonzero(rows.reshape(-1) != rows[:, 0].repeat(unit))
 
 
 @cache
