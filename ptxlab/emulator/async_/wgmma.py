@@ -304,8 +304,10 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
                 raise EmulationError(f"{machine.fault_place(instruction, lane)}: {error}") from None
             if places.min() < SHARED_START or places.max() + _PIECE > end:
                 reach = f"{int(places.min()) - SHARED_START} to {int(places.max()) + _PIECE - SHARED_START}"
-                raise MemoryFault(f"{machine.fault_place(instruction, lane)}: the descriptor reaches shared addresses {reach} (window of "
-                                  f"{machine.launch.window_bytes} bytes)")  # fmt: skip
+                where, window = machine.fault_place(instruction, lane), machine.launch.window_bytes
+                raise MemoryFault(
+                    f"{where}: the descriptor reaches shared addresses {reach} (window of {window} bytes)"
+                )
 
     threads = prod(machine.launch.block)
 
