@@ -1,10 +1,10 @@
 """Data races, by vector clocks.
 
 An access is ordered before another one if the lane that does the latter knows of it (`happens_before`). Per byte the
-last write and two concurrent readers are remembered, so a third reader that alone is unordered with a write is missed;
-so are races between blocks of different waves. Volatile accesses do not race with each other, but where lanes of one
-warp share memory by them as if they ran in step. Two lanes that store different values to one address with one
-instruction are reported too. Stores of the value that is there already are not; nor are races of loads whose value
+last write and two concurrent readers are remembered, so a third reader that alone is unordered with a write is missed.
+Races between blocks of different waves are for `race_waves`. Volatile accesses do not race with each other, but where
+lanes of one warp share memory by them as if they ran in step. Two lanes that store different values to one address with
+one instruction are reported too. Stores of the value that is there already are not; nor are races of loads whose value
 nobody uses (`load_taint`).
 """
 

@@ -56,8 +56,8 @@ def to_tf32(x: Array, mode: str, finite: bool = False) -> Array:
     `finite`: beyond the largest number it is that (.satfinite).
     """
     bits = np.ascontiguousarray(x).view(np.uint32)
-    up = {"rn": np.uint32(0xFFF) + (bits >> 13 & 1), "rna": np.uint32(0x1000), "rz": np.uint32(0)}[mode]
-    found = bits + up & np.uint32(0xFFFFE000)
+    up = np.uint32({"rn": 0xFFF, "rna": 0x1000, "rz": 0}[mode]) + (bits >> np.uint32(13) & np.uint32(mode == "rn"))
+    found: Array = bits + up & np.uint32(0xFFFFE000)
     if finite:
         found = np.where(found & 0x7FFFFFFF == 0x7F800000, found - np.uint32(0x2000), found)
     return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), found)
