@@ -24,12 +24,13 @@ def encode(name: str, tensor_map: TensorMap, address: int) -> bytes:
         64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
         128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
     }[tensor_map.swizzle]
+    strides = [int(stride) for stride in reversed(array.strides[:-1])]
     result, encoded = driver.cuTensorMapEncodeTiled(
         element,
         array.ndim,
         address,
         [driver.cuuint64_t(int(size)) for size in reversed(array.shape)],
-        [driver.cuuint64_t(int(stride)) for stride in reversed(array.strides[:-1])],
+        [driver.cuuint64_t(stride) for stride in strides or [16]],  # of one axis it has none, but refuses an empty list
         [driver.cuuint32_t(int(size)) for size in reversed(tensor_map.box)],
         [driver.cuuint32_t(1)] * array.ndim,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -133,11 +133,7 @@ class KernelRunner(Runner):
 
     def _forward(self, b: "_Step") -> None:
         """All layers and the last norm, for the rows of a step; on a GPU it only enqueues and allocates nothing."""
-        for counter in (
-            b.lengths,
-            b.positions,
-            b.slots,
-        ):  # a sequence goes on in its page without the host
+        for counter in (b.lengths, b.positions, b.slots):  # a sequence goes on in its page without the host
             np.add(counter, b.live, out=counter)
         np.take(self._embedding, b.tokens, axis=0, out=b.x)
         b.residual.fill(0)

@@ -40,7 +40,7 @@ def variant(spec: KernelSpec, sizes: Sizes, arrays: Mapping[str, Any], wanted: M
     for arg in spec.args:
         if arg.absent:
             config[arg.absent] = int(arg.name not in arrays)
-        if isinstance(arg.dtype, ByVariant) and arg.name in arrays:
+        if isinstance(arg.dtype, ByVariant) and not arg.dtype.by_sizes and arg.name in arrays:
             config[arg.dtype.constant] = [*map(storage, arg.dtype.dtypes)].index(arrays[arg.name].dtype)
     return config
 
@@ -50,7 +50,7 @@ def output_variant(spec: KernelSpec, out_dtype: Any) -> dict[str, int]:
     GEMM scaled numbers, and not the accumulators that it is verified by."""
     by_inputs = {arg.dtype.constant for arg in spec.inputs if isinstance(arg.dtype, ByVariant)}
     free = [arg.dtype for arg in spec.outputs if isinstance(arg.dtype, ByVariant)]
-    free = [dtype for dtype in free if dtype.constant not in by_inputs]
+    free = [dtype for dtype in free if dtype.constant not in by_inputs and not dtype.by_sizes]
     if out_dtype is None:
         return {dtype.constant: 0 for dtype in free}
     name = name_of(out_dtype)

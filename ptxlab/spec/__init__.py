@@ -187,8 +187,9 @@ class KernelSpec:
 
     @cached_property
     def by_variant(self) -> dict[str, tuple[str, ...]]:
-        """The constants that decide dtypes, with the dtypes that their values 0, 1 ... stand for."""
-        return {a.dtype.constant: a.dtype.dtypes for a in self.args if isinstance(a.dtype, ByVariant)}
+        """The constants that decide dtypes, unless sizes do; with the dtypes that their values 0, 1 ... stand for."""
+        found = [arg.dtype for arg in self.args if isinstance(arg.dtype, ByVariant)]
+        return {dtype.constant: dtype.dtypes for dtype in found if not dtype.by_sizes}
 
     def expected(self, logical: Arrays, config: Mapping[str, int] | None = None) -> Arrays:
         """What the reference says of every output, by name, in the variant `config` (by default the reference's)."""

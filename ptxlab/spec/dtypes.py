@@ -15,10 +15,14 @@ from ptxlab import reference
 
 @dataclass(frozen=True)
 class ByVariant:
-    """A dtype that one of the variant's `-D` constants decides: 0 stands for the first of `dtypes`, 1 for the next."""
+    """A dtype that one of the variant's `-D` constants decides: 0 stands for the first of `dtypes`, 1 for the next.
+
+    `by_sizes`: the sizes say which, and no caller asks for another.
+    """
 
     constant: str
     dtypes: tuple[str, ...]
+    by_sizes: bool = False
 
     def __str__(self) -> str:
         return f"{'|'.join(self.dtypes)} by {self.constant}"

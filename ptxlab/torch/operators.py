@@ -45,6 +45,7 @@ Quantized = tuple[Tensor, Tensor, Tensor]  # x_q s8 [M, K], scale f32 [M], token
 _Channel = Sequence[Tensor] | None
 
 ON_CUDA: dict[str, Callable[..., Any]] = {}  # what each operator does with CUDA tensors
+ALLOCATING: dict[str, Callable[..., Any]] = {}  # what makes its results and nothing else, by the operator's schema
 _library = torch.library.Library("ptxlab", "DEF")
 _HALVES = ("float16", "bfloat16")
 
@@ -52,7 +53,7 @@ _HALVES = ("float16", "bfloat16")
 def _operator(schema: str, *, cuda: Callable[..., Any], cpu: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Define an operator; the first of its arguments says on which device it runs."""
     name = schema.partition("(")[0]
-    ON_CUDA[name] = cuda
+    ON_CUDA[name], ALLOCATING[schema] = cuda, fake
 
     def on_its_device(x: Tensor, *others: Any, **how: Any) -> Any:
         if x.get_device() == torch.cuda.current_device():

@@ -86,7 +86,7 @@ def large(cupy):
     return LQQWeight(
         q4=scattered(N, K, 16),
         group_scale=scattered(N, K // 64, 16) + cupy.uint8(1),
-        minimum=scattered(N, K // 64, 100).view(cupy.int8),
+        minimum=scattered(N, K // 64, 6).view(cupy.int8) - cupy.int8(119),  # and 15 steps of 16 end at 126
         channel_scale=cupy.ones(N, cupy.float32),
         protective_range=119,
     )

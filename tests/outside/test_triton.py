@@ -142,18 +142,19 @@ def multiply(emulate: Run, kernels: Any, dtype: str, arch: str) -> None:
     np.testing.assert_array_equal(out.c, a.astype(exact) @ b.astype(exact))
 
 
-FP8 = [("float8_e5m2", "sm_89"), ("float8_e4m3fn", "sm_90"), ("float8_e5m2", "sm_90")]
+TENSOR_CORES = [
+    *((dtype, arch) for dtype in ("float16", "bfloat16", "int8", "float32") for arch in ("sm_80", "sm_90")),
+    ("float8_e5m2", "sm_89"),
+    ("float8_e4m3fn", "sm_90"),
+]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "arch"),
-    [*((dtype, arch) for dtype in ("float16", "bfloat16", "float32", "int8") for arch in ("sm_80", "sm_90")), *FP8],
-)
+@pytest.mark.parametrize(("dtype", "arch"), TENSOR_CORES)
 def test_dtypes_that_are_multiplied(dtype: str, arch: str, emulate: Run, kernels: Any) -> None:
     multiply(emulate, kernels, dtype, arch)
 
 
-def test_blackwell_is_refused(emulate: Run, kernels: Any) -> None:
+def test_blackwell_is_refused_by_name(emulate: Run, kernels: Any) -> None:
     with pytest.raises(PtxlabError, match=r"dot: tmem_size: 0: the emulator gives a kernel none \(got \d+\)"):
         multiply(emulate, kernels, "float16", "sm_100")
 

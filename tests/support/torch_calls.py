@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ptxlab import quant, reference
-from ptxlab.layout import KVCache, pack, stack_experts
+from ptxlab.layout import KVCache, pack, stack_experts, write_slots
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -65,6 +65,9 @@ def every_call(rng: np.random.Generator) -> dict[str, tuple[tuple[Any, ...], dic
     offsets, slots = torch.tensor([0, 1, M], dtype=torch.int32), torch.tensor([0, 1, -1])
     pool, (cos, sin), positions = caches(rng)["pool"], rope(), torch.tensor([0, 1, 0])
     table, lengths = torch.tensor([[0], [0], [1]], dtype=torch.int32), torch.tensor([1, 2, 0], dtype=torch.int32)
+    full = caches(rng)
+    k, v = (quant.quantize_kv(each) for each in rng.standard_normal((2, 4, Hkv, D), dtype=np.float32))
+    write_slots(full["cache"], k, v, np.array([0, 1, 64, 65]))
     kv, qkv, q = normal(rng, M, Hkv, D), normal(rng, M, (Hq + 2 * Hkv) * D), normal(rng, M, Hq, D)
     return {
         "quantize_activations": ((x,), {}),
@@ -74,5 +77,8 @@ def every_call(rng: np.random.Generator) -> dict[str, tuple[tuple[Any, ...], dic
         "silu_mul_quantize": ((x,), {}),
         "append_kv4": ((kv, kv, pool, slots, cos, sin, positions), {}),
         "rope_append_kv4": ((qkv, pool, slots, cos, sin, positions), {"head_dim": D}),
-        "attention_kv4": ((q, pool, table, lengths), {"window": 8, "workspace": torch.zeros(8, dtype=torch.uint8)}),
+        "attention_kv4": (
+            (q, full["pool"], table, lengths),
+            {"window": 8, "workspace": torch.zeros(8, dtype=torch.uint8)},
+        ),
     }

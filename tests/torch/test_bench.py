@@ -27,6 +27,28 @@ def test_every_operator_is_timed() -> None:
     from ptxlab.torch.bench import operator_calls
 
     calls = operator_calls(512, 3, "cpu")
-    for call in calls.values():
-        call()
-    assert {*calls} == {"nothing", *OPERATORS} - {"gemm_w4a8_grouped"}
+    for call, floor in calls.values():
+        made, allocated = (each if isinstance(each, tuple) else (each,) for each in (call(), floor()))
+        assert [(each.shape, each.dtype) for each in made if each is not None] == [
+            (each.shape, each.dtype) for each in allocated if each is not None
+        ]
+    assert {*calls} == {*OPERATORS} - {"gemm_w4a8_grouped"}
+
+
+def test_a_compiled_model_may_part_at_a_tie_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of the eager model, of two sequences; at token 1 of the second, 64.06 is next to 64 in FP16."""
+    import torch
+
+    from ptxlab.torch import bench as suite
+
+    logits = torch.zeros(2, suite.FEW, 5)
+    logits[..., 3], logits[1, 1, 2], logits[1, 1, 4] = 64.0625, 64.0, 63.0
+    tokens = torch.cat([torch.zeros(2, suite.PROMPT, dtype=torch.int64), logits.argmax(-1)], dim=1)
+    eager, compiled = type("", (), {"sequences": tokens, "logits": logits.half().unbind(1)}), tokens.clone()
+    monkeypatch.setattr(suite, "_generated", lambda *_, **how: eager if how else compiled)
+    assert suite._same_as_eager(None, 2, None) == "8 tokens of each sequence equal to the eager model's"
+    compiled[1, suite.PROMPT + 1 :] = 2
+    assert suite._same_as_eager(None, 2, None).endswith(", but for 1 that part at a tie")
+    compiled[1, suite.PROMPT + 1] = 4
+    with pytest.raises(PtxlabError, match=r"at token 1 of sequence 1, where their logits are 64\.0625 and 63\.0000"):
+        suite._same_as_eager(None, 2, None)

@@ -155,15 +155,15 @@ def test_generates_the_tokens_of_our_runner(family: str, compiled: bool) -> None
 
 
 @pytest.mark.timing
-def test_host_time_beyond_pytorchs_own() -> None:
-    """What an operator adds to the public call that it makes and to an operator that only allocates."""
+def test_host_time_beyond_the_public_call() -> None:
+    """What an operator adds to the public call that it makes, and to an operator that only allocates its results."""
     import ptxlab
     from ptxlab.torch import bench
 
-    calls = bench.operator_calls()
+    times = map(bench._host_us, bench.operator_calls()["quantize_activations"])
     x = torch.randn(16, 4096, device="cuda").half()
     out = ptxlab.quantize_activations(x)
-    operator, pytorch = (bench._host_us(calls[name])[0] for name in ("quantize_activations", "nothing"))
+    operator, pytorch = (median for median, *_ in times)
     public = bench._host_us(lambda: ptxlab.quantize_activations(x, out=out))[0]
     assert operator - pytorch - public < 10, (operator, pytorch, public)
 

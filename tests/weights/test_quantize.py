@@ -317,7 +317,9 @@ def test_a_model_of_device_arrays_becomes_the_same_folder(tmp_path: Path, monkey
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PACKED)
 def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name: str) -> None:
-    """But for sums in another order, which move a weight to the next level here and there."""
+    """But for sums in another order. GPTQ hands every rounding on to the columns behind it: in NumPy, too, an embedding
+    that differs by 1e-7 gives other levels to half of the second layer. So what has seen no rounding yet is compared
+    by its levels, and all by the error of its output."""
     model, recipe = small(), PACKED[name]
     text = np.tile(TEXT, (1, 4))
     errors = [
@@ -326,13 +328,11 @@ def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name:
     ]
     host, device = (folder.load(tmp_path / place) for place in ("host", "device"))
     assert host.recipe == device.recipe and host.config == device.config
-    for one, other in zip(host.layers, device.layers, strict=True):
-        for matrix in ("qkv", "o", "gate_up", "down"):
-            a, b = (unpack(getattr(each, matrix)).q4 for each in (one, other))
-            assert (a == b).mean() > 0.8
+    levels = [unpack(each.layers[0].qkv).q4 for each in (host, device)]
+    assert (levels[0] == levels[1]).mean() > 0.99
     for index, of in errors[0].items():
         for matrix, error in of.items():
-            assert errors[1][index][matrix] == (None if error is None else pytest.approx(error, rel=0.2))
+            assert errors[1][index][matrix] == (None if error is None else pytest.approx(error, rel=0.1))
     numerics = recipe.numerics()
     on_host, on_device = (perplexity(dequantized(each), TEXT, numerics) for each in (host, device))
     assert np.log(on_device) == pytest.approx(np.log(on_host), rel=0.05)

@@ -493,13 +493,18 @@ def _boxes(machine: Machine, instruction: Instruction, axes: int, array: ir.Oper
             raise EmulationError(f"{where}: a box of {axes} dimensions of a tensor map of {known[0].array.ndim}")
         return known
 
-    def aligned(tensor_map: TensorMap, indices: Array, columns: Array) -> None:
-        """Refuse columns that hardware takes for an illegal instruction (seen on an H200)."""
-        wrong = columns * tensor_map.itemsize % 16 != 0
+    def allowed(tensor_map: TensorMap, indices: Array, places: Array) -> None:
+        """Refuse places that hardware takes for an illegal instruction (seen on an H200)."""
+        wrong = places[:, -1] * tensor_map.itemsize % 16 != 0
         if wrong.any():
             first, where = machine.first_fault(instruction, indices, wrong)
             rule = f"the column has to be a multiple of {16 // tensor_map.itemsize}, 16 bytes"
-            raise MemoryFault(f"{where}: {rule}, not {int(columns[first])}")
+            raise MemoryFault(f"{where}: {rule}, not {int(places[first, -1])}")
+        before = np.min(places, axis=1) < 0
+        if stores and before.any():
+            first, where = machine.first_fault(instruction, indices, before)
+            rule = "what is written may end behind the array, but not begin in front of it"
+            raise MemoryFault(f"{where}: {rule}: {tuple(reversed(places[first].tolist()))}")
 
     def reduction(tensor_map: TensorMap, indices: Array) -> Callable[..., Array]:
         """The operation on the array's elements."""
@@ -517,7 +522,7 @@ def _boxes(machine: Machine, instruction: Instruction, axes: int, array: ir.Oper
             mine = maps == offset
             indices = everybody[mine]
             tensor_map, start = map_at(offset, int(indices[0]))
-            aligned(tensor_map, indices, first[mine, -1])
+            allowed(tensor_map, indices, first[mine])
             combine = reduction(tensor_map, indices) if operation else None
             if stores:
                 region = machine.memory.region_of(start)

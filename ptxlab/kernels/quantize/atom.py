@@ -22,7 +22,12 @@ ORDERS = ("bytes", "pairs")  # by `pairs`
 
 _PLACE = Arg("place", "int16", ("K + outliers",))
 _WRITTEN = (  # what gemm_w4a4 takes
-    Arg("x_q", ByVariant("PACKED", ("int8", "uint8")), ("M", "K - pairs*K//2 + (1 - pairs)*outliers"), "out"),
+    Arg(
+        "x_q",
+        ByVariant("PACKED", ("int8", "uint8"), by_sizes=True),
+        ("M", "K - pairs*K//2 + (1 - pairs)*outliers"),
+        "out",
+    ),
     Arg("x8", "int8", ("M", "pairs*outliers"), "out"),
     Arg("x_scale", "float16", ("M", "ceil_div(K//g + 1, 8)*8"), "out"),
     Arg("K", "int32", role="scalar"),
@@ -103,9 +108,7 @@ def _normed_example(rng: np.random.Generator, *, added: int, kept: int, eps: flo
     }
 
 
-def normed(
-    x: F32, residual: F32, gamma: F32, kept: int, eps: float, IN: int = 0, PACKED: int = 0, **how: Any
-) -> tuple[np.ndarray, ...]:
+def normed(x: F32, residual: F32, gamma: F32, kept: int, eps: float, IN: int = 0, **how: Any) -> tuple[np.ndarray, ...]:
     """The reference of f32 [M, K + outliers] as IN stores them: residual and y as IN stores them, or nothing, then
     x_q, x8 and x_scale of y."""
     dtype = DTYPES[IN]
@@ -123,7 +126,7 @@ def _gated_example(rng: np.random.Generator, *, activation: int, **sizes: Any) -
     return {"gate_up": np.concatenate([gate, up], axis=1), "activation": activation, **made}
 
 
-def gated_and_reordered(gate_up: np.ndarray, activation: int, IN: int = 0, PACKED: int = 0, **how: Any) -> Any:
+def gated_and_reordered(gate_up: np.ndarray, activation: int, IN: int = 0, **how: Any) -> Any:
     """The reference, of h in f64 rounded to f32."""
     return reordered(gated(gate_up, activation, IN)[0].astype(np.float32), **how, IN=2)
 

@@ -8,7 +8,7 @@ import pytest
 
 import ptxlab
 from ptxlab import emulator
-from ptxlab.errors import ArgumentError, EmulationError, UnknownInstruction
+from ptxlab.errors import ArgumentError, EmulationError, MemoryFault, UnknownInstruction
 from ptxlab.layout import TensorMap
 from tests.support.axes import both_modes, on_every_backend
 from tests.support.emulated import told
@@ -79,13 +79,22 @@ def move(axes: int, place: tuple[int, ...], back: str, backend: str = "emulator"
 @pytest.mark.parametrize("back", [STORE, REDUCE])
 @pytest.mark.parametrize("axes", SHAPES)
 def test_there_and_back(axes: int, back: str, mode: str, backend: str) -> None:
-    """Inside the array, and over its ends on both sides: what lies outside is not written."""
-    inner, before_first = 4 if axes > 1 else 16, (-1 if size > 1 else 0 for size in BOXES[axes][:-1])
-    for place in ((0,) * axes, (1,) * (axes - 1) + (inner,), (*before_first, -4)):
+    """Inside the array and beyond its end on every axis: what lies outside is not written."""
+    beyond = tuple(size - 1 for size in SHAPES[axes][:-1])
+    for place in ((0,) * axes, (1,) * (axes - 1) + (4 if axes > 1 else 16,), (*beyond, SHAPES[axes][-1] - 4)):
         options = {**CHECKED, "mode": mode} if backend == "emulator" else {}
         before, y, expected, found = move(axes, place, back, backend, **options)
         np.testing.assert_array_equal(y, expected)
         assert found == [] and not np.array_equal(y, before)
+
+
+@pytest.mark.parametrize("back", [STORE, REDUCE])
+@pytest.mark.parametrize("place", [(-1, 0), (0, -4)])
+def test_nothing_is_written_from_in_front_of_the_array(place: tuple[int, ...], back: str) -> None:
+    """An H200 takes it for an illegal instruction."""
+    rule = r"may end behind the array, but not begin in front of it: \("
+    with pytest.raises(MemoryFault, match=rule + ", ".join(map(str, reversed(place)))):
+        move(2, place, back)
 
 
 @both_modes

@@ -392,7 +392,7 @@ def test_a_packed_weight_goes_to_the_gpu_and_nothing_else(monkeypatch: pytest.Mo
     assert moved.scheme == "qoq" and moved.buffers["qweight"] is not WEIGHTS["qoq"].buffers["qweight"]
     activations = ptxlab.quantize_activations(np.ones((2, 32), np.float32), backend="emulator")
     assert np.array_equal(ptxlab.to_device(activations).x_q, activations.x_q)
-    with pytest.raises(ArgumentError, match=r"packed: must be a PackedWeight, .* or KVCache \(got ndarray\)"):
+    with pytest.raises(ArgumentError, match=r"packed: must be of PackedWeight, .* or KVCache \(got ndarray\)"):
         ptxlab.to_device(X)
 
 

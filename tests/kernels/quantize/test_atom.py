@@ -114,6 +114,20 @@ def test_every_bit_of_a_normed_row(problem: dict[str, Any], added: bool) -> None
 
 
 @on_every_backend
+@pytest.mark.parametrize("pairs", [0, 1])
+def test_run_by_name_sizes_say_what_is_written(pairs: int, backend: str) -> None:
+    sizes = {"M": 2, "K": 128, "outliers": 128, "g": 128, "pairs": pairs, "code": 0, "clip": 0.9}
+    logical = REORDER.example(RNG, **sizes)
+    given = {"x": logical["x"].astype(np.float16), "place": logical["place"]}
+    out = kernels.run("reorder_quantize", backend=backend, **given, **sizes).outputs
+    assert out["x_q"].dtype == (np.uint8 if pairs else np.int8)
+    ptxlab.verify.compare(REORDER, out, logical, REORDER.config_for(sizes))
+    wrong = {"x_q": out["x_q"].view(np.int8 if pairs else np.uint8)}
+    with pytest.raises(ArgumentError, match="reorder_quantize: x_q: dtype "):
+        kernels.run("reorder_quantize", backend=backend, out=wrong, **given, **sizes)
+
+
+@on_every_backend
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_open_gate_is_exact(order: str, activation: str, backend: str) -> None:
