@@ -26,7 +26,9 @@ from ptxlab.verify import compare
 
 LANES = (4096, 65536)
 WANTED = 20e6  # lane-instructions per second and core that make the tests of whole kernels bearable
-CHECKED = ((), ("lanes",)), ((), tuple(sorted(emulator.CHECKS)))  # of the dequantisers; of whole kernels
+Checks = tuple[str, ...]
+ONE_CHECK: tuple[Checks, ...] = ((), ("lanes",))
+EVERY_CHECK: tuple[Checks, ...] = ((), tuple(sorted(emulator.CHECKS)))
 GEMM = {"M": 64, "N": 128, "K": 512, "g": 128}
 ATTENTION = ("attention_kv4_mma_sm80", "attention_kv4_sm90")
 TRITON_SIDE = 128  # of three square matrices
@@ -38,33 +40,33 @@ def rows(progress: Callable[[str], None]) -> Iterator[Row]:
     """Dequantisers of 4,096 and 65,536 lanes; the GEMM ladder, attention and Triton's matmul with all checks too."""
     for spec in SPECS:
         for lanes in LANES:
-            for checks in CHECKED[0]:
+            for checks in ONE_CHECK:
                 progress(f"{spec.name}: {lanes} lanes")
                 yield measure(spec, lanes, checks)
     for spec in (specs()[name] for name in dict.fromkeys(step.spec.name for step in LADDER)):
-        for checks in CHECKED[1]:
+        for checks in EVERY_CHECK:
             progress(spec.name)
             yield whole(
                 spec, fit_tokens(spec, {name: size for name, size in GEMM.items() if name in spec.symbols}), checks
             )
     for name in ATTENTION:
-        for checks in CHECKED[1]:
+        for checks in EVERY_CHECK:
             progress(name)
             yield whole(specs()[name], dict(specs()[name].example_sizes[0]), checks)
     for path in _triton_files():
-        for checks in CHECKED[1]:
+        for checks in EVERY_CHECK:
             progress(path.stem)
             yield triton_matmul(path, checks)
 
 
-def measure(spec: KernelSpec, lanes: int, checks: tuple[str, ...]) -> Row:
+def measure(spec: KernelSpec, lanes: int, checks: Checks) -> Row:
     """A dequantiser."""
     weights = lanes * (8 if spec.arg("out").dtype == "float16" else 16)
     sizes = {name: {"R": 16, "K": weights // 16, "g": 64}[name] for name in spec.example_sizes[0]}
     return whole(spec, sizes, checks, lanes=lanes)
 
 
-def whole(spec: KernelSpec, sizes: Mapping[str, Any], checks: tuple[str, ...], **more: int) -> Row:
+def whole(spec: KernelSpec, sizes: Mapping[str, Any], checks: Checks, **more: int) -> Row:
     """Any kernel at these sizes; every result is compared with the reference."""
     source, logical = of_kernel(spec.name)[0], spec.example(np.random.default_rng(0), **sizes)
     config = spec.config_for(sizes)
@@ -96,7 +98,7 @@ def whole(spec: KernelSpec, sizes: Mapping[str, Any], checks: tuple[str, ...], *
     )
 
 
-def triton_matmul(path: Path, checks: tuple[str, ...]) -> Row:
+def triton_matmul(path: Path, checks: Checks) -> Row:
     """The matmul that Triton compiled, of small numbers, whose sums are exact."""
     n, rng = TRITON_SIDE, np.random.default_rng(0)
     a, b = ((rng.integers(-8, 9, (n, n)) / 8).astype(np.float16) for _ in range(2))
@@ -104,7 +106,7 @@ def triton_matmul(path: Path, checks: tuple[str, ...]) -> Row:
     module, scratch = emulator.parse(path.read_text(encoding="utf-8"), path.name), np.zeros(16, np.uint8)
 
     c = np.zeros((n, n), np.float16)
-    args = a, b, c, *map(np.int32, (n, n, n)), scratch, scratch
+    args: list[Any] = [a, b, c, *map(np.int32, (n, n, n)), scratch, scratch]
     launch: dict[str, Any] = {"grid": (n // 64, n // 128), "block": 128, "shared_bytes": 49152, "checks": checks}
 
     def check(result: emulator.Result) -> int:
@@ -146,7 +148,7 @@ def timed(call: Callable[[], Ran], check: Callable[[Ran], int]) -> tuple[Measure
     return Measured(seconds[_REPEATS // 2] * 1e6, seconds[0] * 1e6, seconds[-1] * 1e6, sm_mhz=0.0), count
 
 
-def _named(checks: tuple[str, ...]) -> str:
+def _named(checks: Checks) -> str:
     every = {*checks} == emulator.CHECKS
     return "emulator" + (" +all" if every else "".join(f" +{check}" for check in checks))
 
