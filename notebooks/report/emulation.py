@@ -36,7 +36,7 @@ def table() -> str:
         "times as fast": "{:.2f}",
     }
     note = (
-        f"The fastest of seven calls, in CPU time, at commit {now.revision}, and before at {before.revision}; two cores that "
-        "other work shared. GEMM at M=64, N=128, K=512, Triton's matmul at 128 x 128 x 128."
+        f"The fastest of seven calls, in CPU time, at commit {now.revision}, and before at {before.revision}; two "
+        "cores that other work shared. GEMM at M=64, N=128, K=512, Triton's matmul at 128 x 128 x 128."
     )
     return f"{markdown(pd.DataFrame(lines), formats, left=2)}\n{note}\n"
