@@ -39,7 +39,7 @@ def endured(model: QuantizedModel, count: int, seconds: float, context: int, **h
         these.submit(prompt=[1, 2, 3], tokens=12, temperature=1.0)
     these.finish()
     before, begin, served = in_use(), time.perf_counter(), 0
-    for _ in soak(these, random_requests(count, model.config.vocabulary, context)):
+    for _ in soak(these, random_requests(count, model.config.vocabulary, context), cancels=max(0.05, 10 / count)):
         served += 1
         if time.perf_counter() - begin > seconds:
             break

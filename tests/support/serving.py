@@ -98,4 +98,6 @@ def soak(served: Served, requests: Iterable[dict[str, Any]], cancels: float = 0.
         for _ in range(int(rng.geometric(0.3)) - 1):
             served.step()
         if rng.random() < cancels:
-            served.cancel(served.requests[int(rng.integers(len(served.requests)))][1])
+            unfinished = [request for _, request in served.requests if not request.done]
+            if unfinished:
+                served.cancel(unfinished[int(rng.integers(len(unfinished)))])
