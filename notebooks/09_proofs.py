@@ -73,9 +73,9 @@ refuted = prove_kernel(restore, claim, assume=assume)
 print(refuted)
 
 # %% [markdown]
-# The solver found an input for which the claim fails. Each line is one byte of the word, in numbers and in bits. A
-# negative minimum is a large unsigned byte: minimum + 256. Where the sum reaches 256, the byte itself is still right,
-# because it wraps; but its carry adds one to the byte above.
+# The solver found an input for which the claim fails. `all` is what the bytes of the word share; each line below is one
+# byte, in numbers and in bits. A negative minimum is a large unsigned byte: minimum + 256. Where the sum reaches 256,
+# the byte itself is still right, because it wraps; but its carry adds one to the byte above.
 #
 # ## Run it
 #

@@ -1,6 +1,6 @@
 """ptxlab: a workbench for low-bit LLM kernels.
 
-`gemm_w4a8`, `gemm_w4a4`, `attention_kv4`, `append_kv4`, `quantize_activations`, `rmsnorm_quantize`,
+`gemm_w4a8`, `gemm_w4a4`, `gemm_w4ax`, `attention_kv4`, `append_kv4`, `quantize_activations`, `rmsnorm_quantize`,
 `silu_mul_quantize`, `reorder_quantize`, `route_tokens` and `combine_experts` call the kernels. `load` and `run` launch
 any kernel on a GPU or in the PTX emulator, with checks. `pack`, `KVCache` and `to_device` prepare weights and caches.
 

@@ -9,7 +9,7 @@ from ptxlab.kernels.attention import (
     attention_workspace,
     rope_append_kv4,
 )
-from ptxlab.kernels.gemm import Workspace, gemm_w4a4, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
+from ptxlab.kernels.gemm import Workspace, gemm_w4a4, gemm_w4a8, gemm_w4a8_grouped, gemm_w4ax, gemm_workspace
 from ptxlab.kernels.moe import RoutedTokens, combine_experts, route_tokens
 from ptxlab.kernels.operation import release_memory
 from ptxlab.kernels.quantize import (
@@ -24,12 +24,15 @@ from ptxlab.kernels.transfer import to_device
 from ptxlab.layout import (
     AtomActivations,
     AtomWeight,
+    BlockActivations,
+    BlockWeight,
     ExpertWeights,
     KVCache,
     PackedActivations,
     PackedWeight,
     pack,
     pack_atom,
+    pack_block_weight,
     stack_experts,
 )
 from ptxlab.layout.tensor_map import TensorMap
@@ -44,6 +47,8 @@ __all__ = [
     "AtomActivations",
     "AtomWeight",
     "AttentionWorkspace",
+    "BlockActivations",
+    "BlockWeight",
     "ByVariant",
     "ExpertWeights",
     "KVCache",
@@ -68,10 +73,12 @@ __all__ = [
     "gemm_w4a4",
     "gemm_w4a8",
     "gemm_w4a8_grouped",
+    "gemm_w4ax",
     "gemm_workspace",
     "load",
     "pack",
     "pack_atom",
+    "pack_block_weight",
     "quantize_activations",
     "quantize_kv",
     "release_memory",

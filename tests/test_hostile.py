@@ -9,9 +9,22 @@ import pytest
 import ptxlab
 from ptxlab import layout, quant
 from ptxlab.errors import ArgumentError, PtxlabError
+from ptxlab.kernels.gemm import gemm_f16, gemm_w8a8
 from ptxlab.layout.tensor_map import TensorMap
-from ptxlab.model import Config, LayerInputs, LayerWeights, decode_layer
-from tests.support.layers import layer_problem
+from ptxlab.model import (
+    Config,
+    FloatModel,
+    Footprint,
+    LayerInputs,
+    LayerWeights,
+    NumpyRunner,
+    QuantizedModel,
+    Request,
+    Server,
+    decode_layer,
+    parting,
+)
+from tests.support.layers import TINY_MODEL, layer_problem
 
 W = np.random.default_rng(0).standard_normal((64, 256), dtype=np.float32)
 X = np.random.default_rng(1).integers(-128, 128, (5, 256), dtype=np.int8)
@@ -22,6 +35,8 @@ PER_CHANNEL = ptxlab.pack(CHANNEL, "qserve")
 ATOM = {name: ptxlab.pack_atom(quant.quantize_atom_weight(W, 64, 64), name) for name in layout.ATOM_LAYOUTS}
 PAIRS = layout.pack_atom_activations(quant.quantize_atom_activations(W[:2], 64, 64), "pairs")
 PLACE = quant.channel_places(np.arange(256))
+BLOCKS = ptxlab.pack_block_weight(quant.quantize_block_weight(W), 1)
+JOINED = layout.pack_block_activations(quant.quantize_blocks(W[:2], 1))
 EXPERTS = ptxlab.stack_experts([PACKED["strips"]] * 2)
 CACHE = ptxlab.KVCache.empty(2, 2, 1, 64, page_size=16)
 HALVES = W[:2].astype(np.float16)
@@ -31,6 +46,9 @@ ROUTED = ptxlab.RoutedTokens(rows=ROWS, offsets=np.arange(3, dtype=np.int32), pl
                              share=np.ones((2, 1), np.float32))  # fmt: skip
 LAYER, GIVEN = layer_problem(), ("x", "residual", "cache", "slots", "rope")
 KEYS = W.reshape(4, 64, 64)[:, :2]
+EIGHT = quant.quantize_level1(W, 127)
+MODEL = QuantizedModel.rounded(FloatModel.random(TINY_MODEL), group=32, rounding="nearest")
+RUNNER = NumpyRunner(MODEL, 1, 64)
 
 THINGS: tuple[Any, ...] = (
     None, 1.5, -1, 0, True, "x", "", b"x", [], [1.0], {}, (), object(), np.float32(1), np.nan, float("inf"), 2**70,
@@ -67,6 +85,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "atom activations": (ptxlab.AtomActivations, {**vars(PAIRS)}),
     "gemm w4a4": (ptxlab.gemm_w4a4, {"x": PAIRS, "weight": ATOM["rows"], "bias": None, "out": None, "out_dtype": None,
                                      "backend": "emulator", "programmatic": False}),
+    "pack block weight": (ptxlab.pack_block_weight, {"weight": quant.quantize_block_weight(W), "int8": 1,
+                                                     "layout": "rows"}),
+    "block weight": (ptxlab.BlockWeight, {**vars(BLOCKS)}),
+    "block activations": (ptxlab.BlockActivations, {**vars(JOINED)}),
+    "gemm w4ax": (ptxlab.gemm_w4ax, {"x": JOINED, "weight": BLOCKS, "bias": None, "out": None, "out_dtype": None,
+                                     "backend": "emulator", "programmatic": False}),
     "attention": (ptxlab.attention_kv4, {"q": None, "cache": CACHE, "scale": None, "window": None, "out": None,
                                          "kernel": None, "backend": "emulator", "workspace": None}),
     "append": (ptxlab.append_kv4, {"k": None, "v": None, "cache": CACHE, "slots": None, "rope": None}),
@@ -94,6 +118,16 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "layer inputs": (LayerInputs.of, {name: getattr(LAYER, name) for name in GIVEN}),
     "layer": (decode_layer, {**{name: getattr(LAYER, name) for name in GIVEN}, "x": None, "weights": LAYER.weights,
                              "buffers": LAYER.buffers, "backend": "emulator", "programmatic": False}),
+    "gemm w8a8": (gemm_w8a8, {"x": ROWS, "weight": EIGHT, "bias": None, "out": None, "out_dtype": None,
+                              "backend": "emulator", "programmatic": False}),
+    "gemm f16": (gemm_f16, {"x": HALVES, "w": HALVES, "out": None, "backend": "emulator"}),
+    "runner": (NumpyRunner, {"model": MODEL, "batch": 1, "context": 20, "chunk": 4, "pages": 1, "head": "int8",
+                             "batch_invariant": True}),
+    "server": (Server, {"runner": RUNNER}),
+    "submit": (Server(RUNNER).submit, {"prompt": [1], "tokens": 2, "ends": (), "temperature": 0.0, "seed": 0}),
+    "parting": (parting, {"runner": RUNNER, "request": Request([1, 2], 2, tokens=[3])}),
+    "footprint": (Footprint.of, {"config": TINY_MODEL, "batch": 1, "context": 20, "scheme": "lqq", "group": 32,
+                                 "dtype": "float16", "chunk": None, "head": "int8"}),
     "run": (ptxlab.run, {"kernel": "dequant_lqq", "qweight": None, "scale": LQQ.group_scale, "g": 64, "checks": (),
                          "backend": "emulator", "unchecked": False, "seed": 0, "out": None, "out_dtype": None}),
 }  # fmt: skip

@@ -13,6 +13,8 @@ from ptxlab.kernels import gemm
 from ptxlab.kernels.attention import steps as attention_steps
 from ptxlab.kernels.attention.append import APPEND, ROPE_APPEND
 from ptxlab.kernels.gemm.grouped import GROUPED
+from ptxlab.kernels.gemm.w4a4 import SM90 as W4A4
+from ptxlab.kernels.gemm.w4ax import SM90 as W4AX
 from ptxlab.sources import Source
 
 
@@ -52,11 +54,13 @@ def test_the_family_is_the_first_folder() -> None:
 
 def test_production_kernels_are_what_the_public_calls_launch() -> None:
     """By default, for a weight in the packing that its GPU has; what else a family has are steps, and siblings."""
-    # the 8-bit sibling, which the bench compares with; 4-bit activations, which no public call takes yet
-    beside = {"gemm_w8a8_sm90", "gemm_w4a4_sm90"}
+    # LM heads: `gemm_w8a8`, which the bench compares with, too, and `gemm_f16`
+    beside = {"gemm_w8a8_sm90", "gemm_f16_sm80"}
     launched = {step.spec.name for step in gemm.LADDER if step.packing in ("qserve", "strips")}
     launched |= {step.spec.name for step in attention_steps.STEPS if step.blocks} | {
         GROUPED.name,
+        W4A4.name,
+        W4AX.name,
         APPEND.name,
         ROPE_APPEND.name,
     }

@@ -15,12 +15,10 @@
 // Guide      notebooks/guide/kernels_gemm.md: operands, tile, schedule, constants
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.13 griddepcontrol; 9.7.13.15
 //            mbarrier; 9.7.13.16 elect; 9.7.14.5.16 stmatrix; 9.7.19.5 setmaxnreg
-#include <cuda_fp16.h>
-
 #include "fragments_out.cuh"
 #include "griddep.cuh"
+#include "group_sums_sm90.cuh"
 #include "mbarrier.cuh"
-#include "pack.cuh"
 #include "tile_order.cuh"
 #include "timeline.cuh"
 #include "wgmma.cuh"
@@ -44,33 +42,9 @@ constexpr int X_BYTES = BM * BK, SCALE_BYTES = BM * 16, W_SLOT = BLOCK8;
 constexpr int STAGE_BYTES = (X_BYTES + SCALE_BYTES + STRIPS * W_SLOT + 1023) / 1024 * 1024;
 constexpr bool UNEVEN = WN > 1;  // registers of a thread that multiplies and of one that loads
 constexpr int MORE = 232, FEWER = 40;
-constexpr int ZERO = 0x4b400000;  // what a sum begins at: as bits SHIFT, whose last bit counts 1
 static_assert(WN <= 2, "registers of more warp groups would have to be shared out otherwise");
 static_assert(BM <= 128, "sums and totals have a register each");
 static_assert(GROUP == 64 || GROUP == 128, "a stage has one group or two");
-
-// total += sum * (x * w) for a warp's 16 rows, sum from ZERO on; `scales` are those of the tokens, eight halves each. Of
-// INT4 the weights counted 16, and their sums have 14 bits: times an f16, exact.
-template <bool INT4>
-__device__ __forceinline__ void add_group(float (&total)[BM / 2], const int (&sum)[BM / 2], __half2 rows,
-                                          const __half* scales, int lane) {
-    const float counts = INT4 ? 1 / 16.0f : 1;
-    const float w[2] = {__low2float(rows) * counts, __high2float(rows) * counts};
-    const float off[2] = {-ptxlab::SHIFT * w[0], -ptxlab::SHIFT * w[1]};
-#pragma unroll
-    for (int j = 0; j < BM / 8; ++j) {
-        float x[2];
-#pragma unroll
-        for (int c = 0; c < 2; ++c) x[c] = __half2float(scales[(j * 8 + lane % 4 * 2 + c) * 8]);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const float shifted = __int_as_float(sum[4 * j + e]);
-            float& to = total[4 * j + e];
-            if (INT4) to = __fmaf_rn(__fmaf_rn(shifted, w[e / 2], off[e / 2]), x[e % 2], to);
-            else to = __fmaf_rn(__fadd_rn(shifted, -ptxlab::SHIFT), __fmul_rn(x[e % 2], w[e / 2]), to);
-        }
-    }
-}
 
 }  // namespace
 
@@ -194,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
             for (int i = 0; i < GROUPS; ++i) {
                 if (i == 0 || block4)  // outliers are one group
 #pragma unroll
-                    for (int k = 0; k < BM / 2; ++k) sum[k] = ZERO;
+                    for (int k = 0; k < BM / 2; ++k) sum[k] = ptxlab::ZERO;
                 PHASE(ISSUE, GROUP / 64 * BM);
                 ptxlab::pin(sum);
                 ptxlab::wgmma_fence();
@@ -211,8 +185,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
                 if (block4 || i == GROUPS - 1) {
                     const u32 pair = ptxlab::load_shared_4(at);
                     const __half2 rows = *reinterpret_cast<const __half2*>(&pair);
-                    if (block4) add_group<true>(total, sum, rows, scales + column, lane);
-                    else add_group<false>(total, sum, rows, scales + column, lane);
+                    if (block4) ptxlab::add_group<true, 16>(total, sum, rows, scales + column, lane);
+                    else ptxlab::add_group<false, 1>(total, sum, rows, scales + column, lane);
                 }
             }
             ptxlab::mbarrier_arrive(&empty[slot.index]);

@@ -46,8 +46,9 @@ __device__ __forceinline__ void fetch_scales(__half* to, const __half* from, int
 }
 
 // A block's tile of Y, ROWS of W by COLUMNS tokens: a warp has 32 rows by TOKENS, and SPLIT warps share the tokens.
-template <int ROWS, int COLUMNS, int SPLIT>
+template <int ROWS_, int COLUMNS_, int SPLIT>
 struct RowsTile {
+    static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_;
     static constexpr int WN = ROWS / 32, THREADS = 32 * WN * SPLIT, TOKENS = COLUMNS / SPLIT;
     static constexpr int W_BYTES = ROWS * ROW_BYTES, X_BYTES = COLUMNS * ROW_BYTES;  // of a stage
     static constexpr int SCALE_BYTES = (ROWS + COLUMNS) * 4;                         // two of every row
@@ -57,10 +58,14 @@ struct RowsTile {
 
     const int M, N, token_tiles, token0, row0, lane, wn, wm;
 
+    // This block's tile, of a grid that has one block per tile.
     __device__ __forceinline__ RowsTile(int M, int N)
         : M(M), N(N), token_tiles((M + COLUMNS - 1) / COLUMNS), token0(blockIdx.x % token_tiles * COLUMNS),
           row0(blockIdx.x / token_tiles * ROWS), lane(threadIdx.x % 32), wn(threadIdx.x / 32 % WN),
           wm(threadIdx.x / 32 / WN) {}
+    __device__ __forceinline__ RowsTile(int M, int N, int token0, int row0)
+        : M(M), N(N), token_tiles((M + COLUMNS - 1) / COLUMNS), token0(token0), row0(row0), lane(threadIdx.x % 32),
+          wn(threadIdx.x / 32 % WN), wm(threadIdx.x / 32 / WN) {}
 
     // A stage of an operand: bytes first .. first + 63 of its rows, which have so many.
     __device__ __forceinline__ void fetch_w(unsigned char* to, const unsigned char* w, int first, int bytes) const {
@@ -118,6 +123,22 @@ struct RowsTile {
         });
     }
 
+    // acc += the products of this warp over half a block of COMET's W4A8: 64 INT8 channels of X, W in INT4 times 16. A
+    // 16-byte chunk of a row of W is a k32 step, word t what lane t of four needs of it: in the high nibbles channels
+    // 4 t .., in the low ones 16 + 4 t .. .
+    __device__ __forceinline__ void multiply_switched(Sums& acc, const unsigned char* w, const unsigned char* x,
+                                                      int half) const {
+        unsigned a[2][4];  // rows 0-7, 8-15 of the first step, of the second
+        load_w(a, w, half);
+#pragma unroll
+        for (int step = 0; step < 2; ++step)
+            multiply_tokens(x, step, [&](int m, int h, unsigned b0, unsigned b1) {
+                const unsigned top = a[h][2 * step], below = a[h][2 * step + 1];
+                mma_s8(acc[h][m], top & 0xf0f0f0f0u, below & 0xf0f0f0f0u, top << 4 & 0xf0f0f0f0u,
+                       below << 4 & 0xf0f0f0f0u, b0, b1);
+            });
+    }
+
     // total += acc * (x_scale * w_scale), one fma each, and acc back to zero: column `odd` of the pairs of scales.
     // `counts`, a power of two: what an integer of acc stands for. ROUNDED: the product of the scales is rounded to f16,
     // where it is exact in f32.
@@ -149,6 +170,21 @@ struct RowsTile {
                     acc[h][m][c] = 0;
                 }
         }
+    }
+
+    // use(token, n, sum) for every sum of this thread that is inside Y.
+    template <class Use>
+    __device__ __forceinline__ void each(const Sums& acc, Use use) const {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int m = 0; m < TOKENS / 8; ++m)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    const int token = token0 + wm * TOKENS + m * 8 + lane % 4 * 2 + c % 2;
+                    const int n = row0 + wn * 32 + h * 16 + c / 2 * 8 + lane / 4;
+                    if (token < M && n < N) use(token, n, acc[h][m][c]);
+                }
     }
 
     // The results of all warps, in the ring's place as [tokens][PITCH]; then store(place in Y, token, n, results) for

@@ -14,6 +14,11 @@ __device__ __forceinline__ u64 swizzled_128(const void* tile) {
     return u64(shared_address(tile) >> 4) | u64(1) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 
+// The same in rows of 64 bytes under the 64-byte swizzle, from a multiple of 512.
+__device__ __forceinline__ u64 swizzled_64(const void* tile) {
+    return u64(shared_address(tile) >> 4) | u64(1) << 16 | u64(512 >> 4) << 32 | u64(2) << 62;
+}
+
 // Before the first wgmma that takes registers which other instructions wrote, accumulators included.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

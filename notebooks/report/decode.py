@@ -1,15 +1,21 @@
-"""Whole models as recorded: a table of steady steps, and one of QServe's rule under each budget of memory."""
+"""Whole models as recorded: steady steps, QServe's rule and peaks under each budget of memory, a picture a model."""
 
 import math
+from typing import Any
 
+import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from ptxlab import bench
-from ptxlab.bench.models import GENERATE, MADE, MEASURE, MODELS, WITHOUT, config_of
+from ptxlab.bench.models import BESIDE, BUDGETS, GENERATE, MADE, MEASURE, MIX, MODELS, WITHOUT, config_of, room_for
 from ptxlab.bench.record import Record
+from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED
 from report import RESULTS
 from report.frames import MISSING, markdown
 from report.layer import KINDS, fastest
+from report.style import bare, title
 
 # LiquidGEMM, Table 1: LiquidServe's peak in tokens/s and its batch, on an H800 of 80 GB.
 LIQUIDSERVE = {
@@ -23,6 +29,9 @@ LIQUIDSERVE = {
     "Mixtral-8x7B": (10745, 256),
 }
 _KINDS = {kind: start for kind, start in KINDS.items() if kind != "humming per channel"}
+OURS = "ptxlab"
+_PARTS = {"gemm": BLUE, "attention": ORANGE, "others": RED, "head": GREY}
+_LINES = {OURS: BLUE, "FP8": ORANGE, "humming g128": RED, "FP16": GREY}
 
 
 def recorded() -> list[Record]:
@@ -42,7 +51,7 @@ def points(records: list[Record], measure: str) -> pd.DataFrame:
             if row.measure != measure or config is None:
                 continue
             flat = {**row.more, **vars(row), **row.sizes, "model": config.name}
-            flat["decode rate"] = row.sizes["B"] * MADE / row.more.get("decode_us", math.nan) * 1e6
+            flat["decode rate"] = row.sizes["B"] * (MADE - 1) / row.more.get("decode_us", math.nan) * 1e6
             for kind, start in {**_KINDS, "QServe's GEMM": WITHOUT}.items():
                 name = fastest(row.peers, start)
                 flat[f"over {kind}"] = row.peers[name] / row.time_us if name else math.nan
@@ -50,6 +59,49 @@ def points(records: list[Record], measure: str) -> pd.DataFrame:
                 flat[f"rate over {kind}"] = row.rate / max(rates) if rates else math.nan
             found[[c.name for c in MODELS].index(config.name), row.sizes["B"], row.sizes["L"]] = flat
     return pd.DataFrame([found[key] for key in sorted(found)])
+
+
+def rates(records: list[Record], model: str, gb: int) -> dict[str, dict[int, float]]:
+    """Tokens/s of steady steps by batch, of ours and of each kind of mix: its fastest one that has room in a budget.
+
+    Batches are ours, and of a mix its own largest too; its head is that of our nearest batch.
+    """
+    rows = [row for record in records for row in record.rows if (c := config_of(row.sizes)) and c.name == model]
+    most = [row.sizes["B"] for row in rows if row.measure == GENERATE and row.sizes["L"] == gb]
+    steps = {row.sizes["B"]: row for row in rows if row.measure == MEASURE}
+    found = {OURS: {B: row.rate for B, row in sorted(steps.items()) if max(most, default=0) >= B}}
+    if not found[OURS]:
+        return {}
+    (config,) = (config for config in MODELS if config.name == model)
+    beside = {row.sizes["B"]: row for row in rows if row.measure == BESIDE and row.kernel == MIX}
+    for kind, start in _KINDS.items():
+        for B, row in sorted(beside.items()):
+            us = [us for n, us in row.peers.items() if n.startswith(start) and room_for(config, gb, n) >= B]
+            head = steps[min(steps, key=lambda known: abs(known - B))].more["head_us"]
+            if us:
+                found.setdefault(kind, {})[B] = 1e6 * B / (min(us) + head)
+    return found
+
+
+def peaks(records: list[Record]) -> pd.DataFrame:
+    """A row per model and budget: the most tokens/s of steady steps of ours and of each kind of mix."""
+    flat = []
+    for config in MODELS:
+        for gb in BUDGETS:
+            if of_model := rates(records, config.name, gb):
+                best = {kind: max(by_batch.values()) for kind, by_batch in of_model.items()}
+                over = {f"over {kind}": best[OURS] / best.get(kind, math.nan) for kind in _KINDS}
+                flat.append({"model": config.name, "GB": gb, **best, **over})
+    return pd.DataFrame(flat, columns=["model", "GB", OURS, *_KINDS, *(f"over {kind}" for kind in _KINDS)])
+
+
+def peaks_table(records: list[Record]) -> str:
+    """Peaks of steady steps under each budget."""
+    rows = peaks(records)
+    if rows.empty:
+        return MISSING
+    formats = dict.fromkeys((OURS, *_KINDS), "{:,.0f}") | {f"over {kind}": "{:.2f}x" for kind in _KINDS}
+    return f"{markdown(rows, {'GB': '{:d}', **formats})}\n{_origin(records)}\n"
 
 
 def steps_table(records: list[Record]) -> str:
@@ -84,3 +136,63 @@ def _origin(records: list[Record]) -> str:
     dates = sorted({record.date[:10] for record in records})
     said = ", ".join(dict.fromkeys(f"{record.device['name']}, commit {record.revision}" for record in records))
     return f"Measured by `ptxlab bench decode` on {', '.join(dates)}: {said}."
+
+
+def picture_name(model: str) -> str:
+    """Of `model_figure`."""
+    return f"decode_{model.lower().replace('-', '_')}"
+
+
+def model_figure(records: list[Record], model: str) -> Figure:
+    """A model: what a steady step is made of by batch, and tokens/s by batch up to the end of both budgets."""
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    rows = points(records, MEASURE)
+    _steps(left, rows[rows.model == model], model)
+    _lines(right, records, model)
+    return figure
+
+
+def _steps(axes: Axes, rows: pd.DataFrame, model: str) -> None:
+    """Stacked bars: every operation alone, per step; beside them the step and its floor."""
+    places, below = np.arange(len(rows)), np.zeros(len(rows))
+    for part, colour in _PARTS.items():
+        ms = rows[f"{part}_us"].to_numpy(dtype=float) / 1e3
+        axes.bar(places, ms, 0.6, below, color=colour, edgecolor="white", label=f"{part}, alone")
+        below = below + ms
+    axes.plot(places, rows.time_us / 1e3, "D", color="black", markersize=5, label="the step")
+    axes.plot(places, rows.floor_us / 1e3, "_", color="black", markersize=18, label="its floor")
+    axes.set_xticks(places, [str(B) for B in rows.B])
+    axes.set_xlabel("sequences in the batch")
+    axes.set_ylabel("ms per step")
+    title(axes, f"{model}: {rows.fraction.min():.2f} to {rows.fraction.max():.2f} of the floor", size=10)
+    axes.legend(frameon=False, fontsize=8)
+    bare(axes)
+
+
+def _lines(axes: Axes, records: list[Record], model: str) -> None:
+    """Tokens/s by batch: solid to the end of the smaller budget, dashed to that of the larger one."""
+    small, large = BUDGETS
+    within, beyond = rates(records, model, small), rates(records, model, large)
+    for kind, colour in _LINES.items():
+        first, every = within.get(kind, {}), beyond.get(kind, {})
+        then = {B: rate for B, rate in every.items() if max(first, default=0) <= B}
+        axes.plot([*first], [*first.values()], "o-", color=colour, markersize=4, label=kind, zorder=3)
+        axes.plot([*then], [*then.values()], "o--", color=colour, markersize=4, markerfacecolor="white")
+        if first:
+            at = max(first, key=first.__getitem__)
+            where: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "fontsize": 8, "color": colour}
+            axes.annotate(f"{first[at]:,.0f}", (at, first[at]), (-3, 4), **where)
+    axes.plot([], [], "-", color=PALE, label=f"fits {small} GB")
+    axes.plot([], [], "--", color=PALE, label=f"fits {large} GB")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1, 4, 16, 64, 128, 256], ["1", "4", "16", "64", "128", "256"])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("sequences in the batch")
+    axes.set_ylabel("tokens/s of steady steps")
+    best = peaks(records)
+    best = best[(best.model == model) & (small == best.GB)]
+    ratio = best["over FP8"].iloc[0] if len(best) else math.nan
+    title(axes, "tokens/s" if math.isnan(ratio) else f"Peak {ratio:.2f}x the FP8 mix's under {small} GB", size=10)
+    axes.legend(frameon=False, fontsize=8)
+    bare(axes)

@@ -1,12 +1,14 @@
 """The pictures of README, guide and notebooks by name, each drawn into `notebooks/figures/NAME.png`."""
 
 from collections.abc import Callable, Sized
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 from ptxlab import demo, nsight, plot
+from ptxlab.bench.models import MEASURE, MODELS
 from ptxlab.bench.record import Record
 from ptxlab.bench.stored import stored_times
 from ptxlab.demo.plot import demo_figure
@@ -18,6 +20,7 @@ from report import (
     accuracy,
     attention,
     costplot,
+    decode,
     gemm,
     gemmplot,
     ladder,
@@ -70,6 +73,14 @@ def _layer(measured: Callable[[Record], Sized], draw: Callable[[Record], Figure]
     return drawn
 
 
+def _decode(model: str) -> Figure:
+    records = decode.recorded()
+    if not len(decode.points(records, MEASURE).query("model == @model") if records else ()):
+        rule = f"`ptxlab bench decode --only {model}` makes a record on a GPU"
+        raise NotMeasuredError(f"decode: {model} is not recorded; {rule}")
+    return decode.model_figure(records, model)
+
+
 def _accuracy() -> Figure:
     found = accuracy.recorded()
     if found is None or accuracy.steps(accuracy.points(found)).empty:
@@ -98,6 +109,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "accuracy_steps": _accuracy,
     "layer_breakdown": _layer(layer.points, layer.breakdown_figure),
     "layer_timeline": _layer(layer.timelines, layer.timeline_figure),
+    **{decode.picture_name(config.name): partial(_decode, config.name) for config in MODELS},
     "profile": _profile,
     "timeline_gemm_64": lambda: pipelines.comparison(64),
     "timeline_gemm_256": lambda: pipelines.comparison(256),

@@ -14,6 +14,7 @@ from ptxlab import bench, kernels
 from ptxlab.bench import counts
 from ptxlab.bench.attention import MEASURE
 from ptxlab.bench.gemm import headline
+from ptxlab.bench.models import MEASURE as MODEL_STEPS
 from ptxlab.bench.record import Record
 from ptxlab.bench.stored import Stored, stored_attention, stored_times
 from ptxlab.errors import FileError
@@ -36,6 +37,7 @@ from report import (
     predictions,
     profiletables,
     showcase,
+    targets,
     w4a4,
 )
 from report.frames import MISSING, markdown, means, origin_of_peers
@@ -156,7 +158,7 @@ def proof_summary() -> str:
     kinds = {
         "dequantisers, `.ptx` and `.cu`": r"dequant_",
         "main loops, one step": r".*its loop$",
-        "packings, fragment maps, swizzles, KV4 in FP16": r"packing|fragment|orders|swizzles|kv4",
+        "packings, fragment maps, swizzles, KV4, INT4": r"packing|fragment|orders|swizzles|kv4|INT4",
         "quantisers, sums, the overflow predicate": "",
     }
     rows = defaultdict[str, list[float]](lambda: [0, 0, 0.0])
@@ -301,6 +303,16 @@ def layer_timeline_section() -> str:
     return layer.timeline_table(record) + _picture(*picture, drawn=bool(layer.timelines(record)))
 
 
+def decode_section() -> str:
+    """Steady steps of whole models, and a picture of each that is recorded."""
+    records = decode.recorded()
+    drawn = dict.fromkeys(decode.points(records, MODEL_STEPS).get("model", ()))
+    return decode.steps_table(records) + "".join(
+        _picture(f"{model}: a step by batch, and tokens/s under both budgets", decode.picture_name(model), drawn=True)
+        for model in drawn
+    )
+
+
 def ladder_section() -> str:
     """The GEMM ladder, and where it is recorded its ablation as a picture."""
     picture = "What each step gained, by tokens", "ladder_ablation"
@@ -330,7 +342,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "attention": attention_table,
     "kv4": kv4_section,
     "layer": layer_section,
-    "decode": lambda: decode.steps_table(decode.recorded()),
+    "decode": decode_section,
+    "decode_peaks": lambda: decode.peaks_table(decode.recorded()),
+    "decode_targets": lambda: targets.table(targets.whole(decode.recorded())),
     "decode_generate": lambda: decode.generate_table(decode.recorded()),
     "layer_fused": layer_fused_section,
     "layer_timeline": layer_timeline_section,

@@ -1,17 +1,18 @@
 """What the GEMMs and attention of this project set out to reach, and what the records say that they do."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import pandas as pd
 
 from ptxlab.bench.attention.append import POINTS
 from ptxlab.bench.gemm.headline import ORDER
+from ptxlab.bench.models import BUDGETS, GENERATE, MEASURE, MODELS
 from ptxlab.bench.record import TOLERANCE, Record
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, MOST_FEW
 from report import attention as kv
-from report import layer
+from report import decode, layer
 from report.frames import MISSING, fraction, markdown, mean, over, slower
 from report.gemm import at, chains, dequantising, eight_bit, experts, points, reordering, untuned_points
 from report.ladder import QSERVE
@@ -139,6 +140,43 @@ def layers(record: Record | None) -> list[Target]:
         Target("fused kernels, M <= 64, widths to 8192", most(narrow.time_us), "{:.2f} µs", most=2.3),
         Target("fused kernels, M <= 64, width 28672", most(wide.time_us), "{:.2f} µs", most=3.5),
         Target("the same in the chain, widths to 8192", most(narrow.chain_us), "{:.2f} µs", most=1.5),
+    ]
+
+
+_WHOLE = {  # model -> batch -> of the floor, head included
+    "LLaMA-2-7B": {1: 0.58, 16: 0.63, 64: 0.77, 128: 0.82, 256: 0.88},
+    "LLaMA-2-70B": {1: 0.82, 16: 0.80, 64: 0.73, 128: 0.67, 256: 0.77},
+}
+_BANDWIDTHS = 1.43  # of an H200 over an H800's
+
+
+def whole(records: list[Record]) -> list[Target]:
+    """Of whole models beside public mixes, and beside what LiquidGEMM's Table 1 has."""
+    steps, rule, best = decode.points(records, MEASURE), decode.points(records, GENERATE), decode.peaks(records)
+    found = []
+    for model, batches in _WHOLE.items():
+        for B, wanted in batches.items():
+            of = steps[(steps.model == model) & (steps.B == B)].fraction if len(steps) else pd.Series()
+            found.append(Target(f"of the floor, {model}, batch {B}", _only(of), _FRACTION, wanted))
+    small = rule[min(BUDGETS) == rule.L] if len(rule) else rule
+    for model, (paper, _) in decode.LIQUIDSERVE.items():
+        over = _only(small[small.model == model]["decode rate"]) / paper if len(small) else math.nan
+        what = f"{model}, {min(BUDGETS)} GB, without prefill, over LiquidServe's figure of an H800"
+        found.append(Target(what, over, _TIMES, least=1.25 * _BANDWIDTHS))
+    every = len(best) == len(BUDGETS) * len(MODELS)
+
+    def of_all(column: str, rows: pd.DataFrame, together: Callable[[pd.Series], float]) -> float:
+        return together(rows[column].dropna()) if every and len(rows) and rows[column].notna().any() else math.nan
+
+    rows = "QServe's rule, both budgets, all models"
+    return [
+        *found,
+        Target(f"{rows}: over the FP8 mix, mean", of_all("rate over FP8", rule, mean), _TIMES, least=1.4),
+        Target("peak at equal memory over the FP8 mix, mean", of_all("over FP8", best, mean), _TIMES, least=1.8),
+        Target("peak at equal memory over the FP8 mix, each", of_all("over FP8", best, least), _TIMES, least=1.3),
+        Target("peak at equal memory over humming, mean", of_all("over humming g128", best, mean), _TIMES, least=1.5),
+        Target("steps over the FP8 mix, every batch", of_all("over FP8", steps, least), _TIMES, least=1.0),
+        Target("steps over humming, every batch", of_all("over humming g128", steps, least), _TIMES, least=1.0),
     ]
 
 

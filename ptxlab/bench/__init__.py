@@ -38,6 +38,7 @@ __all__ = [
 
 _PLACES = 3  # in memory, at most, where what is slower is measured once more
 _PAD = 74 << 20  # bytes between them
+_PART = "_part"
 
 SUITES: dict[str, Any] = {
     "dequant": dequant.rows,
@@ -66,8 +67,8 @@ def run_suite(
         progress: called with what is measured next.
         matrices: of a GEMM those alone, by (N, K).
         only: of the suites `layer` and `decode` that part alone, by words (`layer.part`, `models.part`).
-        resume: of the suite `decode`: a record of it, which grows with every row. Rows that are in it, of the same
-            commit and card, are not measured again.
+        resume: of the suite `decode`, whole or whole models of it: a record, which grows with every row. Rows that are
+            in it, of the same commit and card, are not measured again.
 
     Returns:
         The record; its `invalid` says why it must not be used, if the card is slower than it should be.
@@ -96,9 +97,9 @@ def run_suite(
     if suite not in SUITES and not names:
         raise ArgumentError("suite", "a suite or a kernel by its bare name, in all its sources and forms", suite)
     part = {"matrices": matrices} if matrices is not None else {"only": only} if only else {}
-    return _record(
-        _name(suite, only), partial(SUITES[family], names, **part), progress, resume if suite == "decode" else None
-    )
+    name = _name(suite, only)
+    goes_on = suite == "decode" and not name.endswith(_PART)  # of parts nobody knows what they were asked for
+    return _record(name, partial(SUITES[family], names, **part), progress, resume if goes_on else None)
 
 
 def _record(
@@ -118,6 +119,7 @@ def _record(
             "sms": info.sms,
             "l2_bytes": info.l2_bytes,
             "memory_bytes": info.memory_bytes,
+            **({} if resume is None else {"card": gpu.card_id()}),
         },
         versions=versions(info),
         ceilings=ceilings.to_json(),
@@ -141,7 +143,7 @@ def _name(suite: str, only: Sequence[str]) -> str:
     """A part is no record of the suite; but whole models of `decode` have records of their own."""
     if suite == "decode" and only and set(only) <= {config.name for config in models.MODELS}:
         return f"decode/{'+'.join(only)}"
-    return f"{suite}_part" if only else suite
+    return f"{suite}{_PART}" if only else suite
 
 
 def _done(path: Path, record: Record) -> tuple[Row, ...]:

@@ -6,14 +6,18 @@ behind each, prefill inside the time, at the largest batch of a memory budget.
 
 Ours runs as it is. A mix's step is its layer (`peers_layer`) times the layers, and the LM head as ours takes it: what
 lies between its layers, and the gaps of a whole model, are left out in its favour.
+
+What others take are rows of their own: `beside`, a step of B sequences less the head, of all mixes or of ours with
+QServe's GEMM, and `prompt`. So a run that was stopped goes on where it was.
 """
 
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,17 +28,20 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder, side_by_side
 from ptxlab.bench.layer.decoder import Alone, copy_of
 from ptxlab.bench.layer.shapes import BATCHES, Work, rows_of
-from ptxlab.bench.peers_layer import MIXES, MixTime
+from ptxlab.bench.peers_layer import MIXES, Job
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import GROUP, HEAD_DIM, PAGE
 from ptxlab.bench.timing import GEMM_REPLAYS, Clock, Measured, measure
 from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.layout import page_bytes
 from ptxlab.model import Config, KernelRunner, LayerWeights, QuantizedModel, largest_batch
+from ptxlab.model.kernel_runner import LMHead
 from ptxlab.model.memory import RESERVE
+from ptxlab.model.runner import HEAD_ROWS
+from ptxlab.quant import Level1Weight
 from ptxlab.spec.dtypes import stored
 
-MEASURE, GENERATE = "decode", "generate"
+MEASURE, GENERATE, BESIDE, PROMPTS = "decode", "generate", "beside", "prompt"
 FACE = "decode_step"
 MODELS = tuple(
     Config.named(name)
@@ -48,10 +55,13 @@ MEAN = PROMPT + MADE // 2  # of a steady sequence; a mix's sequences all have so
 STEPS = 512
 BUDGETS = (80, 141)  # GB
 CHUNK = 2 * PROMPT
+MIX = "mixes"
 WITHOUT = "without"  # ours with QServe's GEMM in place of ours, LiquidGEMM's "/wo"
 _STEPS_WITHOUT, _WARM = 64, 8
 _ROWS = 520  # distinct random rows of embedding and head, each then scaled by a factor of its own
 _PAD = 16
+
+Key = tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -106,12 +116,7 @@ def rows(
     wanted = part(only)
     known = {row.key: row for row in done}
     for config in wanted.models:
-        plan = ModelPlan.of(config, wanted)
-        there = [known.get(row_key(config, *point)) for point in plan.points]
-        if all(there):
-            yield from (row for row in there if row is not None)
-            continue
-        yield from model_rows(config, wanted, plan, known, ceilings, progress)
+        yield from model_rows(config, wanted, ModelPlan.of(config, wanted), known, ceilings, progress)
 
 
 @dataclass(frozen=True)
@@ -136,54 +141,57 @@ class ModelPlan:
         batches = {B for B in wanted.batches if B in range(largest + 1)}
         return cls(tuple(sorted(batches | set(budgets.values()))), budgets)
 
-    @property
-    def points(self) -> list[tuple[str, int, int]]:
-        """(measure, batch, L) of every row."""
-        return [(MEASURE, B, PROMPT) for B in self.batches] + [(GENERATE, B, gb) for gb, B in self.budgets.items()]
 
-
-def row_key(config: Config, measure: str, B: int, L: int) -> tuple[object, ...]:
-    """`Row.key` of a point."""
-    return FACE, "cu", measure, "", tuple(sorted(sizes_of(config, B, L).items())), ()
+def row_key(config: Config, measure: str, B: int, L: int, name: str = FACE) -> Key:
+    """`Row.key` of a point; `name` is that of a mix, `without`, or ours."""
+    return name, "cu", measure, "", tuple(sorted(sizes_of(config, B, L).items())), ()
 
 
 def model_rows(
     config: Config,
     wanted: WantedModels,
     plan: ModelPlan,
-    known: Mapping[tuple[object, ...], Row],
+    known: Mapping[Key, Row],
     ceilings: Ceilings,
     progress: Callable[[str], None],
 ) -> Iterator[Row]:
-    """A model: the mixes first, then ours with QServe's GEMM, then ours; one after the other in memory."""
-    beside: dict[int, dict[str, MixTime]] = {B: {} for B in plan.batches}
-    prefills: dict[str, float] = {}
-    if wanted.mixes:
-        progress(f"{config.name}: compiling")
-        extra = {B for gb in plan.budgets for B in mix_batches(config, wanted.mixes, gb).values() if B}
-        batches = tuple(sorted({*plan.batches, *extra}))
-        side_by_side(peers_layer.jobs((config,), batches, wanted.mixes, ()))
-        beside = peers_layer.mixes(config, batches, wanted.mixes, progress, length=MEAN)
-        prefills = peers_layer.prefills(config, wanted.mixes, PROMPT, progress)
-    without: dict[int, float] = {}
+    """A model: the mixes first, then ours with QServe's GEMM, then ours; one after the other in memory.
+
+    What `known` has is not measured again.
+    """
+    beside: dict[int, dict[str, Row]] = {B: {} for B in plan.batches}
+    for row in mix_rows(config, wanted, plan, known, progress):
+        beside.setdefault(row.sizes["B"], {})[MIX] = row
+        yield row
+    prompts: dict[str, float] = {}
+    for row in prompt_rows(config, wanted, plan, known, progress):
+        prompts = row.peers
+        yield row
     if wanted.without and not config.experts:  # experts of QServe's packing have no kernel
-        with gpu.elsewhere(_PAD):
-            without = without_us(config, plan.batches, progress)
+        for row in without_rows(config, plan.batches, known, progress):
+            beside[row.sizes["B"]][WITHOUT] = row
+            yield row
+    steps = {B: known.get(row_key(config, MEASURE, B, PROMPT)) for B in plan.batches}
+    rule = {gb: known.get(row_key(config, GENERATE, B, gb)) for gb, B in plan.budgets.items()}
+    yield from (known_row for known_row in (*steps.values(), *rule.values()) if known_row)
+    if all(steps.values()) and all(rule.values()):
+        return
     with gpu.elsewhere(_PAD):
         runner = KernelRunner(random_model(config), max(plan.batches), PROMPT + MADE, chunk=CHUNK)
-        heads: dict[int, float] = {}
-        for B in plan.batches:
+        for B in (B for B, row in steps.items() if row is None):
             progress(f"{config.name}, batch {B}")
-            row, heads[B] = decode_row(runner, B, ceilings, beside[B], without)
-            yield known.get(row.key, row)
-        for gb, B in plan.budgets.items():
-            key = row_key(config, GENERATE, B, gb)
-            if key not in known:
-                progress(f"{config.name}: {B} prompts, {gb} GB")
-                composed = composed_rates(config, wanted.mixes, gb, beside, prefills, heads)
-                yield generate_row(runner, B, gb, composed)
-            else:
-                yield known[key]
+            steps[B] = row = decode_row(runner, B, ceilings, beside[B])
+            yield row
+        heads = {B: row.more["head_us"] for B, row in steps.items() if row}
+        runs: dict[int, Generated] = {}
+        for gb in (gb for gb, row in rule.items() if row is None):
+            B = plan.budgets[gb]
+            if B not in runs:  # two budgets may have room for the same batch
+                progress(f"{config.name}: {B} prompts")
+                runs[B] = generated(runner, B)
+            mixes = {B: rows[MIX].peers for B, rows in beside.items() if MIX in rows}
+            composed = composed_rates(config, wanted.mixes, gb, mixes, prompts, heads)
+            yield generate_row(config, B, gb, runs[B], composed)
         del runner
 
 
@@ -260,10 +268,8 @@ class Steady:
         return "logits of a step from the graph equal to those of its launches made one by one, bit for bit, and finite"
 
 
-def decode_row(
-    runner: KernelRunner, B: int, ceilings: Ceilings, beside: Mapping[str, MixTime], without: Mapping[int, float]
-) -> tuple[Row, float]:
-    """A steady batch over `STEPS` steps, taken apart; and microseconds of the head."""
+def decode_row(runner: KernelRunner, B: int, ceilings: Ceilings, beside: Mapping[str, Row]) -> Row:
+    """A steady batch over `STEPS` steps, taken apart, beside mixes, to which our head is added, and QServe's GEMM."""
     config = runner.config
     steady = Steady(runner, B)
     checked = steady.check()
@@ -274,14 +280,14 @@ def decode_row(
         clock.stop()
     measured = Measured(float(np.mean(times)), min(times), max(times), clock.mhz())
     apart, head = taken_apart(runner, B)
-    peers = {name: config.layers * mix.layer + head for name, mix in beside.items()}
-    if B in without:
-        peers[WITHOUT] = without[B]
-    more = {f"{name} gemm_us": config.layers * mix.gemms for name, mix in beside.items()}
-    more |= {f"{name} attention_us": config.layers * (m.layer - m.without_attention) for name, m in beside.items()}
-    more |= {"power_w": float(np.mean(watts))} if watts else {}
+    others = other_heads(runner, B)
+    peers = {name: us + head for name, us in beside[MIX].peers.items()} if MIX in beside else {}
+    more = dict(beside[MIX].more) if MIX in beside else {}
+    if WITHOUT in beside:
+        peers[WITHOUT] = beside[WITHOUT].time_us
+    more |= others | ({"power_w": float(np.mean(watts))} if watts else {})
     work = works(config, runner.model.layers[0], B, round(B * steady.mean))
-    return row_at(config, B, measured, work, apart, head, ceilings, checked, peers, more), head
+    return row_at(config, B, measured, work, apart, head, ceilings, checked, peers, more)
 
 
 def row_at(
@@ -335,8 +341,32 @@ def taken_apart(runner: KernelRunner, B: int) -> tuple[Alone, float]:
         name = decoder.label_of(of_layers[0])
         part[name] = decoder.part_of(of_layers[0])
         us[name] = measure(of_layers, replays=GEMM_REPLAYS).us
-    head = float(np.median(gpu.call_times(lambda: runner.head(B).argmax(axis=-1), repeats=20, warm_up=3)))
+    head = float(np.median(gpu.call_times(partial(_chosen, runner, B), repeats=20, warm_up=3)))
     return Alone(us, part), head
+
+
+def other_heads(runner: KernelRunner, B: int) -> dict[str, float]:
+    """Microseconds of the head with the choice of tokens: in INT8, of random bytes, and in FP16 with sums in one order.
+
+    Of INT8 the head is there twice meanwhile.
+    """
+    config, model = runner.config, runner.model
+    rows = -(-config.vocabulary // HEAD_ROWS) * HEAD_ROWS
+    some = np.random.default_rng(0).integers(-127, 128, (_ROWS, config.hidden), np.int8)
+    q8 = np.tile(gpu.to_device(some), (-(-rows // _ROWS), 1))[:rows]
+    scale = gpu.to_device(np.full(rows, config.hidden**-0.5 / 127, np.float32))
+    eight = LMHead(Level1Weight(q8, scale, 127), config.vocabulary, backend=runner.backend)
+    halves = model.embedding if model.head is None else model.head
+    ordered = LMHead(halves, config.vocabulary, batch_invariant=True, backend=runner.backend)
+    found = {}
+    for name, head in (("head_int8_us", eight), ("head_invariant_us", ordered)):
+        times = gpu.call_times(partial(_chosen, runner, B, head), repeats=20, warm_up=3)
+        found[name] = float(np.median(times))
+    return found
+
+
+def _chosen(runner: KernelRunner, B: int, head: LMHead | None = None) -> Any:
+    return runner.logits(B, head).argmax(axis=-1)
 
 
 def works(config: Config, weights: LayerWeights, B: int, tokens: int) -> list[Work]:
@@ -353,19 +383,35 @@ def works(config: Config, weights: LayerWeights, B: int, tokens: int) -> list[Wo
     return [*found, Work("head", 2 * vocabulary, 2 * B * vocabulary)]
 
 
-def without_us(config: Config, batches: Sequence[int], progress: Callable[[str], None]) -> dict[int, float]:
-    """Microseconds of a steady step by batch with QoQ weights and `gemm_w4a8_qoq_sm80`; no launch overlaps another."""
-    model = random_model(config, "qoq", "qserve")
-    runner = KernelRunner(model, max(batches), PROMPT + MADE, chunk=1, programmatic=False)
-    found = {}
-    for B in batches:
-        progress(f"{config.name}, batch {B}: QServe's GEMM")
-        found[B] = float(np.mean(gpu.call_times(Steady(runner, B).step, repeats=_STEPS_WITHOUT, warm_up=_WARM)))
-    return found
+def without_rows(
+    config: Config, batches: Sequence[int], known: Mapping[Key, Row], progress: Callable[[str], None]
+) -> Iterator[Row]:
+    """A steady step by batch with QoQ weights and `gemm_w4a8_qoq_sm80`; no launch overlaps another."""
+    there = {B: known.get(row_key(config, BESIDE, B, PROMPT, WITHOUT)) for B in batches}
+    yield from (row for row in there.values() if row)
+    if all(there.values()):
+        return
+    with gpu.elsewhere(_PAD):
+        model = random_model(config, "qoq", "qserve")
+        runner = KernelRunner(model, max(batches), PROMPT + MADE, chunk=1, programmatic=False)
+        for B in (B for B, row in there.items() if row is None):
+            progress(f"{config.name}, batch {B}: QServe's GEMM")
+            times = gpu.call_times(Steady(runner, B).step, repeats=_STEPS_WITHOUT, warm_up=_WARM)
+            yield beside_row(config, WITHOUT, B, float(np.mean(times)))
+        del model, runner
 
 
-def generate_row(runner: KernelRunner, B: int, gigabytes: int, composed: Mapping[str, tuple[float, int]]) -> Row:
-    """QServe's rule: seconds from the first prompt to the last token of B sequences."""
+class Generated(NamedTuple):
+    """QServe's rule at a batch: microseconds of the prompts and of the steps behind them, clock, mean power or 0."""
+
+    prefill_us: float
+    decode_us: float
+    sm_mhz: float
+    power_w: float
+
+
+def generated(runner: KernelRunner, B: int) -> Generated:
+    """From the first prompt to the last token of B sequences."""
     rng = np.random.default_rng(B)
     for b in range(runner.batch):
         runner.release(b)
@@ -385,29 +431,31 @@ def generate_row(runner: KernelRunner, B: int, gigabytes: int, composed: Mapping
         gpu.synchronize()
         end = time.perf_counter()
         clock.stop()
-    config, us = runner.config, 1e6 * (end - begin)
-    if gpu.to_host(tokens).max() >= config.vocabulary or (runner.lengths[at] != PROMPT + MADE - 1).any():
-        raise BenchmarkError(f"{GENERATE}, {config.name}: {B} sequences did not come to {PROMPT + MADE} tokens")
-    more = {"prefill_us": 1e6 * (middle - begin), "decode_us": 1e6 * (end - middle)}
+    last = gpu.to_host(tokens)
+    in_range = (last >= 0).all() and last.max() < runner.config.vocabulary
+    if not in_range or (runner.lengths[at] != PROMPT + MADE - 1).any():
+        said = f"{B} sequences did not come to {PROMPT + MADE} tokens"
+        raise BenchmarkError(f"{GENERATE}, {runner.config.name}: {said}")
+    watt = float(np.mean(watts)) if watts else 0.0
+    return Generated(1e6 * (middle - begin), 1e6 * (end - middle), clock.mhz(), watt)
+
+
+def generate_row(
+    config: Config, B: int, gigabytes: int, run: Generated, composed: Mapping[str, tuple[float, int]]
+) -> Row:
+    """QServe's rule under a budget, beside the mixes at their best batch: microseconds and batch by name."""
+    us = run.prefill_us + run.decode_us
+    more = {"prefill_us": run.prefill_us, "decode_us": run.decode_us}
     more |= {f"{name} batch": float(batch) for name, (_, batch) in composed.items()}
     more |= {f"{name} tokens_per_second": batch * MADE / us * 1e6 for name, (us, batch) in composed.items()}
-    more |= {"power_w": float(np.mean(watts))} if watts else {}
-    return Row(
-        kernel=FACE,
-        source="cu",
-        measure=GENERATE,
-        sizes=sizes_of(config, B, gigabytes),
-        time_us=us,
-        fastest_us=us,
-        slowest_us=us,
+    more |= {"power_w": run.power_w} if run.power_w else {}
+    return plain_row(
+        FACE,
+        GENERATE,
+        sizes_of(config, B, gigabytes),
+        us,
         rate=B * MADE / us * 1e6,
-        rate_unit="tokens/s",
-        bytes=0,
-        operations=0,
-        floor_us=us,
-        fraction=1.0,
-        limit="itself",
-        sm_mhz=clock.mhz(),
+        sm_mhz=run.sm_mhz,
         checked="lengths of all sequences; steps are checked where they are timed",
         peers={name: us for name, (us, _) in composed.items()},
         more=more,
@@ -415,11 +463,19 @@ def generate_row(runner: KernelRunner, B: int, gigabytes: int, composed: Mapping
     )
 
 
+def plain_row(kernel: str, measure: str, sizes: dict[str, int], us: float, rate: float, **more: Any) -> Row:
+    """A row of what has no floor of its own."""
+    fixed: dict[str, Any] = {"source": "cu", "rate_unit": "tokens/s", "bytes": 0, "operations": 0, "fraction": 1.0}
+    fixed |= dict.fromkeys(("time_us", "fastest_us", "slowest_us", "floor_us"), us)
+    return Row(kernel=kernel, measure=measure, sizes=sizes, rate=rate, limit="itself", **fixed, **more)
+
+
 @contextmanager
 def power() -> Iterator[list[float]]:
-    """Watts of the first card that nvidia-smi lists, five times a second, meanwhile; none where it is not there."""
+    """Watts of the card, five times a second, meanwhile; none where there is no nvidia-smi."""
     watts: list[float] = []
-    command = ["nvidia-smi", "-i", "0", "--query-gpu=power.draw", "--format=csv,noheader,nounits", "-lms", "200"]
+    query = "--query-gpu=power.draw --format=csv,noheader,nounits -lms 200"
+    command = ["nvidia-smi", "-i", gpu.card_id(), *query.split()]
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
@@ -437,6 +493,80 @@ def power() -> Iterator[list[float]]:
 # --- mixes -----------------------------------------------------------------------------------------------------------
 
 
+def mix_rows(
+    config: Config, wanted: WantedModels, plan: ModelPlan, known: Mapping[Key, Row], progress: Callable[[str], None]
+) -> Iterator[Row]:
+    """Steps of the mixes, less what lies between layers and the head: a row per batch of ours, and of their largest."""
+    own: dict[str, set[int]] = {}
+    for gb in plan.budgets:
+        for name, B in mix_batches(config, wanted.mixes, gb).items():
+            own.setdefault(name, set()).update({B} - {0, *plan.batches})
+    every = sorted({*plan.batches, *(B for batches in own.values() for B in batches)})
+    there = {B: known.get(row_key(config, BESIDE, B, PROMPT, MIX)) for B in every}
+    yield from (row for row in there.values() if row)
+    lacking = tuple(B for B, row in there.items() if row is None)
+    if not lacking or not wanted.mixes:
+        return
+    progress(f"{config.name}: compiling")
+    schemes = [("lqq", "strips")] + [("qoq", "qserve")] * (wanted.without and not config.experts)
+    ours: list[Job] = [(_warm, (config, *scheme, plan.batches)) for scheme in schemes]
+    tokens = (*lacking, peers_layer.PROMPTS_AT_ONCE * PROMPT)  # humming has tiles for each
+    side_by_side([*ours, *peers_layer.jobs((config,), tokens, wanted.mixes, ())])
+    ours_too = [B for B in plan.batches if B in lacking]
+    further = {name: batches & {*lacking} for name, batches in own.items()}
+    measured = peers_layer.mixes(config, ours_too, wanted.mixes, progress, length=MEAN, further=further)
+    for B, times in measured.items():
+        if times:
+            more = {f"{name} gemm_us": config.layers * mix.gemms for name, mix in times.items()}
+            more |= {
+                f"{name} attention_us": config.layers * (mix.layer - mix.without_attention)
+                for name, mix in times.items()
+            }
+            us = {name: config.layers * mix.layer for name, mix in times.items()}
+            yield beside_row(config, MIX, B, min(us.values()), us, more)
+
+
+def prompt_rows(
+    config: Config, wanted: WantedModels, plan: ModelPlan, known: Mapping[Key, Row], progress: Callable[[str], None]
+) -> Iterator[Row]:
+    """A prompt of `PROMPT` tokens in every mix: GEMMs and causal attention of all layers."""
+    there = known.get(row_key(config, PROMPTS, 1, PROMPT, MIX))
+    if there is None and wanted.mixes and plan.budgets:
+        of_layer = peers_layer.prefills(config, wanted.mixes, PROMPT, progress)
+        us = {mix: config.layers * us for mix, us in of_layer.items()}
+        there = beside_row(config, MIX, 1, min(us.values()), us, measure=PROMPTS) if us else None
+    yield from [there] if there else []
+
+
+def beside_row(
+    config: Config,
+    name: str,
+    B: int,
+    us: float,
+    peers: Mapping[str, float] | None = None,
+    more: Mapping[str, float] | None = None,
+    measure: str = BESIDE,
+) -> Row:
+    """What others take for a step of B sequences (`BESIDE`), or for B prompts (`PROMPTS`)."""
+    rate = B * (1 if measure == BESIDE else PROMPT) / us * 1e6
+    said = "a layer against the FP16 mix's" if name == MIX and measure == BESIDE else "not looked at"
+    parts: dict[str, Any] = {"peers": dict(peers or {}), "more": dict(more or {})}
+    return plain_row(name, measure, sizes_of(config, B, PROMPT), us, rate, sm_mhz=0.0, checked=said, **parts)
+
+
+def _warm(config: Config, scheme: str, layout: str, batches: Sequence[int]) -> None:
+    """Compile, in a process that ends then, what our launches at these batches need."""
+    model = random_model(replace(config, layers=1), scheme, layout)
+    ours = scheme == "lqq"
+    runner = KernelRunner(
+        model, max(batches), PROMPT + MADE, chunk=CHUNK if ours else 1, pages=max(*batches, CHUNK), programmatic=ours
+    )
+    for rows in sorted({runner.launched(n) for n in (*batches, runner.chunk)}):
+        runner.operations(rows)
+    for B in batches if ours else ():
+        other_heads(runner, B)
+
+
 def mix_bytes(config: Config, mix: str, attention: str) -> tuple[int, int]:
     """Bytes of a mix's weights, and of a sequence's cache at the end; scales, pages and buffers are not counted."""
     experts = max(1, config.experts)
@@ -449,33 +579,35 @@ def mix_bytes(config: Config, mix: str, attention: str) -> tuple[int, int]:
 
 def mix_batches(config: Config, mixes: Sequence[str], gigabytes: float) -> dict[str, int]:
     """The largest batch, up to 256, that a budget has room for, by `MIX/ATTENTION`; 0 where not one sequence fits."""
-    found = {}
-    for mix in mixes:
-        for attention in ("sdpa", "xqa_fp8"):
-            weights, cache = mix_bytes(config, mix, attention)
-            room = gigabytes * 10**9 - RESERVE - weights
-            found[f"{mix}/{attention}"] = int(min(max(BATCHES), max(0, room // cache)))
-    return found
+    return {name: room_for(config, gigabytes, name) for name in peers_layer.names_of(config, mixes)}
+
+
+def room_for(config: Config, gigabytes: float, name: str) -> int:
+    """The same of one `MIX/ATTENTION`."""
+    weights, cache = mix_bytes(config, *name.split("/"))
+    return int(min(max(BATCHES), max(0, (gigabytes * 10**9 - RESERVE - weights) // cache)))
 
 
 def composed_rates(
     config: Config,
     mixes: Sequence[str],
     gigabytes: float,
-    beside: Mapping[int, Mapping[str, MixTime]],
-    prefills: Mapping[str, float],
+    mixes_us: Mapping[int, Mapping[str, float]],
+    prompts: Mapping[str, float],
     heads: Mapping[int, float],
 ) -> dict[str, tuple[float, int]]:
     """QServe's rule for the mixes: microseconds and batch at the batch with the most tokens per second, by name.
 
-    Prefill is GEMMs and causal attention alone, the steps are of MEAN tokens.
+    Prefill is GEMMs and causal attention alone, the steps are of MEAN tokens. A mix whose prompts were not measured is
+    left out.
     """
     found: dict[str, tuple[float, int]] = {}
     for name, most in mix_batches(config, mixes, gigabytes).items():
-        points = [(B, times[name]) for B, times in beside.items() if name in times and B in range(most + 1)]
-        for B, mix in points:
+        mix = name.partition("/")[0]
+        points = [(B, us[name]) for B, us in mixes_us.items() if name in us and B in range(most + 1)]
+        for B, step in points if mix in prompts else ():
             head = heads[min(heads, key=lambda known: abs(known - B))]
-            us = config.layers * (B * prefills.get(name.partition("/")[0], 0.0) + MADE * mix.layer) + MADE * head
+            us = B * prompts[mix] + MADE * (step + head)
             if name not in found or B / us > found[name][1] / found[name][0]:
                 found[name] = us, B
     return found

@@ -5,7 +5,7 @@ A mix is timed as ptxlab's own layer is: a CUDA graph of layers in turn, each wi
 together exceed the L2.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -496,29 +496,34 @@ class _Decoder:
 
 
 def mixes(
-    config: Config, batches: Sequence[int], names: Sequence[str], progress: Callable[[str], None], length: int = 0
+    config: Config,
+    batches: Sequence[int],
+    names: Sequence[str],
+    progress: Callable[[str], None],
+    length: int = 0,
+    further: Mapping[str, Collection[int]] | None = None,
 ) -> dict[int, dict[str, MixTime]]:
     """Times by batch and `MIX/ATTENTION` of a layer; what cannot be done here is left out with a warning.
 
-    Sequences have `length` tokens, a multiple of a page (`LENGTH`).
+    Sequences have `length` tokens, a multiple of a page (`LENGTH`). `further` are batches of one `MIX/ATTENTION` alone.
     """
-    times: dict[int, dict[str, MixTime]] = {B: {} for B in batches}
+    further = further or {}
+    every = sorted({*batches, *(B for more in further.values() for B in more)}, reverse=True)
+    times: dict[int, dict[str, MixTime]] = {B: {} for B in every}
     if not peers.importable():
         return times
     import torch
 
-    if not _takes_humming(config):
-        names = [name for name in names if name not in HUMMING]
     right: dict[int, Any] = {}  # of the FP16 mix, by batch
-    for name in names:
-        if config.experts and name not in OF_EXPERTS:
-            continue
+    for name in _possible(config, names):
         progress(f"{config.name}: {name}")
-        copies = {B: _copies(name, config, B) for B in batches}
+        wanted = {kind: {*batches, *further.get(f"{name}/{kind.name}", ())} for kind in _attentions(name)}
+        copies = {B: _copies(name, config, B) for B in every}
         with peers.left_out(f"{name}, {config.name}"):
-            layers = _weights(name, config, max(copies.values()), batches)
-            for B in sorted(batches, reverse=True):  # the largest first: functions are tuned to it
-                for attention in _attentions(name):
+            tokens = tuple(B for B in every if any(B in of for of in wanted.values()))
+            layers = _weights(name, config, max(copies.values()), tokens)
+            for B in every:  # the largest first: functions are tuned to it
+                for attention in (kind for kind in wanted if B in wanted[kind]):
                     what = f"{name}/{attention.name}"
                     with peers.left_out(f"{what}, {config.name}, batch {B}"):
                         times[B][what] = _timed(name, config, B, layers[: copies[B]], attention, right, length)
@@ -527,7 +532,7 @@ def mixes(
     return times
 
 
-_PROMPTS = 4  # of `prefills`, in one launch
+PROMPTS_AT_ONCE = 4  # of `prefills`, in one launch
 
 
 def prefills(config: Config, names: Sequence[str], length: int, progress: Callable[[str], None]) -> dict[str, float]:
@@ -538,10 +543,8 @@ def prefills(config: Config, names: Sequence[str], length: int, progress: Callab
     import torch
 
     found: dict[str, float] = {}
-    T = _PROMPTS * length
-    for name in names:
-        if (config.experts and name not in OF_EXPERTS) or (name in HUMMING and not _takes_humming(config)):
-            continue
+    T = PROMPTS_AT_ONCE * length
+    for name in _possible(config, names):
         progress(f"{config.name}: prompts of {name}")
         dtype = _dtype(name, config)
         with peers.left_out(f"prompts of {name}, {config.name}"):
@@ -549,12 +552,14 @@ def prefills(config: Config, names: Sequence[str], length: int, progress: Callab
             calls: list[Callable[[], Any]] = [
                 _prompt_gemm(name, config, weights[matrix], matrix, T) for matrix in config.matrices
             ]
-            sizes = [(_PROMPTS, heads, length, HEAD_DIM) for heads in (config.heads, config.kv_heads, config.kv_heads)]
+            sizes = [
+                (PROMPTS_AT_ONCE, heads, length, HEAD_DIM) for heads in (config.heads, config.kv_heads, config.kv_heads)
+            ]
             q, k, v = (torch.randn(size, dtype=dtype, device=peers.DEVICE) for size in sizes)
             attention: Callable[..., Any] = torch.nn.functional.scaled_dot_product_attention
             calls.append(partial(attention, q, k, v, is_causal=True, enable_gqa=config.heads > config.kv_heads))
             us = [measure([call], replays=GEMM_REPLAYS, capture=peers.capture).us for call in calls]
-            found[name] = sum(us) / _PROMPTS
+            found[name] = sum(us) / PROMPTS_AT_ONCE
             weights.clear()
         torch.cuda.empty_cache()
     return found
@@ -608,6 +613,18 @@ def jobs(configs: Sequence[Config], batches: Sequence[int], names: Sequence[str]
     formats = {MIXES[name][:2]: name for name in names}  # mixes of one format share what lies between
     found += [(_warm_between, (name, config)) for name in formats.values() for config in configs]
     return [*found, *((_warm_fused, (width,)) for width in widths)]
+
+
+def names_of(config: Config, names: Sequence[str]) -> list[str]:
+    """`MIX/ATTENTION` of all that `mixes` can measure of a model here."""
+    return [f"{name}/{kind.name}" for name in _possible(config, names) for kind in _attentions(name)]
+
+
+def _possible(config: Config, names: Sequence[str]) -> list[str]:
+    """Of these mixes those that there are of a model."""
+    if config.experts:
+        return [name for name in names if name in OF_EXPERTS]
+    return [name for name in names if name not in HUMMING or _takes_humming(config)]
 
 
 def _takes_humming(config: Config) -> bool:

@@ -29,7 +29,7 @@ from ptxlab.model import FloatModel, Footprint, KernelRunner, NumpyRunner, Quant
 from ptxlab.model.folder import load
 from ptxlab.model.generate import generate as generated
 from ptxlab.model.open import is_quantized, open_tokenizer
-from ptxlab.model.runner import PAGE
+from ptxlab.model.runner import HEADS, PAGE
 from ptxlab.quant import GROUPS
 
 RUNNERS: dict[str, type[Runner]] = {"gpu": KernelRunner, "numpy": NumpyRunner}
@@ -59,6 +59,9 @@ def generate(
     ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
     group: Annotated[int, typer.Option(help="Weights per level-2 scale where they are rounded here.")] = 64,
+    head: Annotated[
+        str, typer.Option(help="What the LM head multiplies in: float16, or int8: half its bytes, exact sums.")
+    ] = "float16",
     memory: Annotated[float | None, typer.Option(help="GB (10^9 bytes) of a GPU that may be taken at most.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask, in the ChatML template of instruct models.")] = False,
     as_json: AsJson = False,
@@ -69,7 +72,7 @@ def generate(
     """
     if backend is None:
         backend = "gpu" if gpu.why_not("sm_90a", exact=True) is None else "numpy"
-    _check(prompt, prompts, backend, tokens, batch, temperature, seed, group, memory)
+    _check(prompt, prompts, backend, tokens, batch, temperature, seed, group, head, memory)
     asked = [_Asked(prompt or "", tokens, temperature, seed)]
     if prompts is not None:
         asked = _read_prompts(prompts, tokens, temperature, seed)
@@ -82,8 +85,8 @@ def generate(
     _check_fit(asked, encoded, opened.config.context, prompts)
     weights = opened if isinstance(opened, QuantizedModel) else _rounded(opened, model, group, quiet=as_json)
     context = max(len(given) + each.tokens for given, each in zip(encoded, asked, strict=True))
-    pages = _pages(weights, batch, context, memory, whole=prompts is None)
-    runner = RUNNERS[backend](weights, batch, context, pages=pages)
+    pages = _pages(weights, batch, context, head, memory, whole=prompts is None)
+    runner = RUNNERS[backend](weights, batch, context, pages=pages, head=head)
     if prompts is not None:
         with threadpool_limits(1 if batch == 1 else None, "blas"):
             return _serve(runner, tokenizer, asked, encoded, backend, model, as_json=as_json)
@@ -238,11 +241,13 @@ def _check_fit(asked: list[_Asked], encoded: list[list[int]], most: int | None, 
             raise CommandLineError(f"{rule} (got {len(given)} + {each.tokens})")
 
 
-def _pages(model: QuantizedModel, batch: int, context: int, memory: float | None, *, whole: bool) -> int | None:
+def _pages(
+    model: QuantizedModel, batch: int, context: int, head: str, memory: float | None, *, whole: bool
+) -> int | None:
     """Pages within --memory, None without it; `whole` if all sequences must fit at once."""
     if memory is None:
         return None
-    footprint, probe = Footprint.of_model(model, batch, context), Footprint.of_model(model, 1, context)
+    footprint, probe = (Footprint.of_model(model, number, context, head=head) for number in (batch, 1))
     needed = batch * -(-context // PAGE)
     if whole and footprint.total(needed) > memory * 10**9:
         rule = f"{footprint} + {needed * footprint.page / 1e9:.2f} GB of {needed} pages"
@@ -289,6 +294,7 @@ def _check(
     temperature: float,
     seed: int,
     group: int,
+    head: str,
     memory: float | None,
 ) -> None:
     """Raise CommandLineError for a bad option, before anything is fetched."""
@@ -302,6 +308,8 @@ def _check(
         raise UnavailableError(f"--backend gpu: {reason}; pass --backend numpy")
     if group not in GROUPS:
         raise expects("--group", ", ".join(map(str, GROUPS)), group)
+    if head not in HEADS:
+        raise expects("--head", " or ".join(HEADS), head)
     if memory is not None and not 0 < memory < float("inf"):
         raise expects("--memory", "a number of GB above 0", memory)
     require_counts(batch=1 if batch is None else batch)

@@ -38,6 +38,9 @@ def prove(
         list[str] | None, typer.Argument(help="NAME, NAME.cu, a family, or FILE[:entry].", show_default=False)
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every claim of the project.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="With --all: the half that takes seconds, which the tests decide too.")
+    ] = False,
     assume: Annotated[
         list[str] | None, typer.Option(help='A condition on the inputs: "1 <= scale <= 16". May be repeated.')
     ] = None,
@@ -71,6 +74,8 @@ def prove(
         raise CommandLineError("prove expects kernels, families, files or --all")
     require_file("--out", counterexample, ".npz")
     check_solver(solver)
+    if quick and not everything:
+        raise CommandLineError("--quick needs --all")
     if everything:
         given = {"--assume": assume, "--claim": claim, "--equals": equals, "--unchecked": unchecked or None}
         refuse(given, "is for one kernel, not for --all")
@@ -96,7 +101,7 @@ def prove(
                 claims += claims_of(spec, sources)
     if everything:
         claims += [c for spec in kernels.specs().values() for c in claims_of(spec, kernels.find(spec.name)[1])]
-        claims += registered()
+        claims = [c for c in [*claims, *registered()] if c.quick or not quick]
     if not claims:
         raise CommandLineError(f"{', '.join(targets or [])}: the spec has no claims; give --claim")
     outcomes = []

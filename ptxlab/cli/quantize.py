@@ -21,6 +21,7 @@ from ptxlab.cli.common import (
 from ptxlab.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
 from ptxlab.model import tokens_of
 from ptxlab.model.floats import Tokens
+from ptxlab.quant import PROTECTIVE_RANGE
 from ptxlab.quant.recipe import named
 from ptxlab.weights import calibrate, convert
 from ptxlab.weights.quantize import check_packable, quantize_model
@@ -35,6 +36,10 @@ def quantize(
     out: Annotated[Path, typer.Option(help="Packed file to write; with --recipe the folder to create.")],
     scheme: Annotated[str | None, typer.Option(help="lqq, qoq or qoq_channel. Default: lqq.")] = None,
     group: Annotated[int, typer.Option(help="Weights per level-2 scale: 32, 64 or 128.")] = 64,
+    protective_range: Annotated[
+        int | None,
+        typer.Option("--range", help="Protective range of level 1. Default: 119. LQQ is proved safe up to 120."),
+    ] = None,
     layout: Annotated[
         str, typer.Option(help="strips (of the fastest kernels), dual_mma, qserve, comet, row_major.")
     ] = "strips",
@@ -69,7 +74,8 @@ def quantize(
     """
     if recipe is None:
         refuse({"--rotation": rotation}, "needs --recipe")
-        return _file(Path(model), out, scheme or "lqq", group, layout, tensor or "*", as_json=as_json)
+        limit = _range(scheme or "lqq", protective_range)
+        return _file(Path(model), out, scheme or "lqq", group, layout, tensor or "*", limit, as_json=as_json)
     refuse({"--scheme": scheme, "--tensor": tensor}, "is for a file without --recipe")
     require_counts(samples=samples, length=length)
     if seed < 0:
@@ -77,6 +83,7 @@ def quantize(
     on_gpu = model_on_gpu(backend)
     steps = named(recipe).but(group=group)
     steps = steps.but(rotate=rotation) if rotation else steps
+    steps = steps.but(protective_range=_range(steps.scheme, protective_range))
     check_packable(steps, out)
     opened, tokenizer = opened_model(model, quiet=as_json)
     tokens: Tokens = np.empty((0, length), np.int64)
@@ -99,6 +106,12 @@ def quantize(
     written(out)
 
 
+def _range(scheme: str | None, given: int | None) -> int:
+    """The protective range, of a scheme that has one."""
+    refuse({"--range": given if scheme == "qoq_channel" else None}, "is for lqq and qoq: qoq_channel has one level")
+    return PROTECTIVE_RANGE if given is None else given
+
+
 def _print_errors(errors: dict[int, dict[str, float | None]]) -> None:
     rows = [
         (f"layer {index}", *("-" if error is None else f"{error:.5f}" for error in of.values()))
@@ -109,9 +122,11 @@ def _print_errors(errors: dict[int, dict[str, float | None]]) -> None:
         console.print(table("relative squared error of each product over the calibration text", columns, rows))
 
 
-def _file(file: Path, out: Path, scheme: str, group: int, layout: str, tensor: str, *, as_json: bool) -> None:
+def _file(
+    file: Path, out: Path, scheme: str, group: int, layout: str, tensor: str, limit: int, *, as_json: bool
+) -> None:
     """A checkpoint's matrices one by one; the result is loaded again and every bit compared."""
-    conversion = convert.plan(file, scheme=scheme, group=group, layout=layout, pattern=tensor)
+    conversion = convert.plan(file, scheme=scheme, group=group, layout=layout, pattern=tensor, protective_range=limit)
     with progress_bar("quantize", conversion.steps, quiet=as_json) as advance:
         conversion.write(out, advance)
         conversion.verify(out, advance)
@@ -123,7 +138,7 @@ def _file(file: Path, out: Path, scheme: str, group: int, layout: str, tensor: s
         (p.info.name, "x".join(map(str, p.info.shape)), f"{p.info.nbytes:,}", f"{p.nbytes:,}", f"{p.bits:.2f}")
         for p in packed
     ]
-    what = scheme if scheme == "qoq_channel" else f"{scheme}, group {group}"
+    what = scheme if scheme == "qoq_channel" else f"{scheme} ±{limit}, group {group}"
     title = f"{file.name}: {what}, {layout}; loaded again, equal in every bit"
     console.print(table(title, ("tensor", "shape>", "bytes>", "packed bytes>", "bits per weight>"), cells))
     for planned in copied:

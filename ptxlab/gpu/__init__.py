@@ -22,7 +22,7 @@ from ptxlab.gpu.arrays import (
     without_pool,
     zeros,
 )
-from ptxlab.gpu.device import DeviceInfo, available, device_info, remedy, unused_gpu, why_not
+from ptxlab.gpu.device import DeviceInfo, available, card_id, device_info, remedy, unused_gpu, why_not
 from ptxlab.gpu.floats import float_instruction
 from ptxlab.gpu.graph import Graph, Timing, adopt, call_times, capture, time_calls
 from ptxlab.gpu.launch import bind, launch, prepare
@@ -45,6 +45,7 @@ __all__ = [
     "call_times",
     "caller_stream",
     "capture",
+    "card_id",
     "check_alignment",
     "copy_bytes",
     "current_device",

@@ -8,6 +8,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from ptxlab.errors import UnavailableError
 
@@ -90,6 +91,15 @@ def device_info() -> DeviceInfo:
     import cupy
 
     return _info(cupy.cuda.Device().id)
+
+
+def card_id() -> str:
+    """Which of several cards of one kind the current device is: its UUID as nvidia-smi has it, `GPU-...`."""
+    import cupy
+    from cuda.bindings import driver
+
+    error, found = driver.cuDeviceGetUuid(cupy.cuda.Device().id)
+    return f"GPU-{UUID(bytes=found.bytes)}" if error == driver.CUresult.CUDA_SUCCESS else ""
 
 
 def remedy() -> str:

@@ -46,8 +46,11 @@ _QOQ_WEIGHTS = (
 
 
 def _lqq_claims(holds: str) -> tuple[KernelClaim, ...]:
-    """Exact by the rules; for every group that the quantiser can leave at a protective range, and at the next one."""
-    found = [KernelClaim("by the rules", holds, _LQQ_RULES)]
+    """Exact by the rules; by what `pack` asks of groups (`TwoLevelWeight.overflows`), whatever their scale; for every
+    group that the quantiser can leave at a protective range, and at the next one.
+    """
+    predicate = "q4[i]*scale[i//g] + offset[i//g] <= 255"
+    found = [KernelClaim("by the rules", holds, _LQQ_RULES), KernelClaim("by the predicate", holds, (predicate,))]
     cases: tuple[tuple[str, int, str, Literal["proved", "refuted"]], ...] = (
         ("nearest", 119, "", "proved"), ("nearest", 120, "", "proved"), ("nearest", 121, "", "refuted"),
         ("ceiling", 119, "", "proved"), ("ceiling", 120, "", "refuted"),

@@ -6,11 +6,39 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.layout import AtomActivations, AtomWeight, ExpertWeights, KVCache, PackedActivations, PackedWeight
+from ptxlab.layout import (
+    AtomActivations,
+    AtomWeight,
+    BlockActivations,
+    BlockWeight,
+    ExpertWeights,
+    KVCache,
+    PackedActivations,
+    PackedWeight,
+)
 from ptxlab.quant.tiled import with_arrays
 
-_Packed = TypeVar("_Packed", PackedWeight, AtomWeight, ExpertWeights, PackedActivations, AtomActivations, KVCache)
-_KINDS = (PackedWeight, AtomWeight, ExpertWeights, PackedActivations, AtomActivations, KVCache)
+_KINDS = (
+    PackedWeight,
+    AtomWeight,
+    BlockWeight,
+    ExpertWeights,
+    PackedActivations,
+    AtomActivations,
+    BlockActivations,
+    KVCache,
+)
+_Packed = TypeVar(
+    "_Packed",
+    PackedWeight,
+    AtomWeight,
+    BlockWeight,
+    ExpertWeights,
+    PackedActivations,
+    AtomActivations,
+    BlockActivations,
+    KVCache,
+)
 
 
 def to_device(packed: _Packed) -> _Packed:

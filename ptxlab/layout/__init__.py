@@ -12,18 +12,28 @@ from ptxlab.layout.atom_operands import (
     unpack_atom,
     unpack_atom_activations,
 )
+from ptxlab.layout.comet_operands import (
+    BLOCK_ORDERS,
+    BlockActivations,
+    BlockWeight,
+    pack_block_activations,
+    pack_block_weight,
+    unpack_block_activations,
+    unpack_block_weight,
+)
 from ptxlab.layout.expert_weights import ExpertWeights, stack_experts
 from ptxlab.layout.kv_cache import HEAD_DIMS, KVCache, gather, scatter, write_slots
 from ptxlab.layout.nibbles import pack_comet, pack_s4, pack_u4, unpack_comet, unpack_s4, unpack_u4
 from ptxlab.layout.packed_activations import PackedActivations, pack_activations, unpack_activations
 from ptxlab.layout.packed_weight import LAYOUTS, SCHEMES, PackedWeight, buffer_shapes, pack, unpack
 from ptxlab.layout.pages import PAGE_SIZES, pack_pages, page_bytes, unpack_pages
-from ptxlab.layout.storage import METADATA_KEY, load, load_atom, packed_names, save
+from ptxlab.layout.storage import METADATA_KEY, load, load_atom, load_blocks, packed_names, save
 from ptxlab.layout.tensor_map import TensorMap
 
 __all__ = [
     "ATOM_LAYOUTS",
     "ATOM_ORDERS",
+    "BLOCK_ORDERS",
     "HEAD_DIMS",
     "LAYOUTS",
     "METADATA_KEY",
@@ -31,6 +41,8 @@ __all__ = [
     "SCHEMES",
     "AtomActivations",
     "AtomWeight",
+    "BlockActivations",
+    "BlockWeight",
     "ExpertWeights",
     "KVCache",
     "PackedActivations",
@@ -42,11 +54,14 @@ __all__ = [
     "gather",
     "load",
     "load_atom",
+    "load_blocks",
     "pack",
     "pack_activations",
     "pack_atom",
     "pack_atom_activations",
     "pack_atom_strips",
+    "pack_block_activations",
+    "pack_block_weight",
     "pack_comet",
     "pack_pages",
     "pack_pairs",
@@ -64,6 +79,8 @@ __all__ = [
     "unpack_atom",
     "unpack_atom_activations",
     "unpack_atom_strips",
+    "unpack_block_activations",
+    "unpack_block_weight",
     "unpack_comet",
     "unpack_pages",
     "unpack_pairs",

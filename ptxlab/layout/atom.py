@@ -73,6 +73,53 @@ def pack_comet_rows(weight: BlockRows, int8: int) -> U8:
     return np.concatenate(parts, axis=1)
 
 
+def pairs_of(x: BlockRows) -> U8:
+    """The INT4 channels of activations as pairs u8 [M, K4/2], K4 may be 0."""
+    q4 = x.q[:, : x.channels4]
+    return pack_pairs(q4) if x.channels4 else q4.copy().view(np.uint8)
+
+
+def join_blocks(x: BlockRows) -> U8:
+    """Activations u8 [M, K4/2 + K8]: of every token the pairs of its INT4 channels, then the others as bytes."""
+    return np.concatenate([pairs_of(x), x.q[:, x.channels4 :].view(np.uint8)], axis=1)
+
+
+def pack_comet_strips(weight: BlockRows, int8: int) -> U8:
+    """A weight in strips u8 [ceil(N/16), K/128·1056] for activations of which so many blocks, the last ones, are INT8.
+
+    Blocks are those of `pack_atom_strips`. In those for INT4 channels lie as pairs are unpacked (`unpacked_pairs`).
+    """
+    at = weight.shape[1] - int8 * BLOCK
+    q4 = np.concatenate([unpacked_pairs(weight.q[:, :at]), weight.q[:, at:]], axis=1)
+    return pack_atom_strips(AtomRows(q4, weight.scale, q4[:, :0], weight.scale[:, 0]))
+
+
+def unpacked_pairs(q: S8) -> S8:
+    """Channels [R, K] in the order in which `gemm_w4ax_sm90` unpacks pairs: of every 32 the even ones first."""
+    halves = q.reshape(len(q), q.shape[1] // 32, 16, 2)
+    ordered: S8 = halves.swapaxes(2, 3).reshape(q.shape)
+    return ordered
+
+
+def unpack_comet_rows(rows: U8, int8: int) -> S8:
+    """The inverse of `pack_comet_rows`, but for the scales: s8 [N, K]."""
+    at = rows.shape[1] - int8 * BLOCK // 2
+    parts = [unpack_pairs(rows[:, :at])]
+    if int8:
+        nibbles = unpack_mma(exchange_nibbles(as_words(rows[:, at:].copy())))
+        parts.append((nibbles << np.uint8(4)).view(np.int8) >> np.int8(4))
+    return np.concatenate(parts, axis=1)
+
+
+def unpack_comet_strips(strips: U8, N: int, K: int, int8: int) -> BlockRows:
+    """The inverse of `pack_comet_strips`; raises ArgumentError for another number of bytes."""
+    rows = unpack_atom_strips(strips, N, K, 0, BLOCK)
+    at = K - int8 * BLOCK
+    halves = rows.q4[:, :at].reshape(N, at // 32, 2, 16)
+    q = np.concatenate([halves.swapaxes(2, 3).reshape(N, at), rows.q4[:, at:]], axis=1)
+    return BlockRows(q, rows.scale4)
+
+
 def pack_atom_strips(weight: AtomRows) -> U8:
     """A weight in strips: u8 [ceil(N/16), bytes of a strip]. Rows behind N are zeros with scale 0.
 

@@ -45,19 +45,7 @@ class AtomWeight:
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        if not is_one_of(self.version, (VERSION,)):
-            raise ArgumentError("version", f"must be {VERSION}", self.version)
-        shapes = atom_shapes(self.layout, self.N, self.K, self.outliers, self.group)
-        if not isinstance(self.buffers, Mapping):
-            raise ArgumentError("buffers", "must be arrays by name", type(self.buffers).__name__)
-        if set(self.buffers) != set(shapes):
-            raise ArgumentError("buffers", f"must be {', '.join(shapes)}", ", ".join(map(str, self.buffers)) or "none")
-        for name, (dtype, shape) in shapes.items():
-            array = self.buffers[name]
-            if getattr(array, "dtype", None) != dtype or array.shape != shape:
-                rule = f"must be {dtype} {list(shape)} for {self.layout}, N={self.N}, K={self.K}"
-                found = f"{array.dtype} {list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
-                raise ArgumentError(f"buffers[{name}]", rule, found)
+        check_buffers(self, atom_shapes(self.layout, self.N, self.K, self.outliers, self.group), f"K={self.K}")
 
     @property
     def arch(self) -> str:
@@ -70,15 +58,28 @@ class AtomWeight:
         return sum(int(array.nbytes) for array in self.buffers.values())
 
 
+def check_buffers(weight: Any, shapes: Shapes, channels: str) -> None:
+    """Raise ArgumentError for a packed weight of another version, or whose `buffers` are not of these shapes."""
+    if not is_one_of(weight.version, (VERSION,)):
+        raise ArgumentError("version", f"must be {VERSION}", weight.version)
+    if not isinstance(weight.buffers, Mapping):
+        raise ArgumentError("buffers", "must be arrays by name", type(weight.buffers).__name__)
+    if set(weight.buffers) != set(shapes):
+        raise ArgumentError("buffers", f"must be {', '.join(shapes)}", ", ".join(map(str, weight.buffers)) or "none")
+    for name, (dtype, shape) in shapes.items():
+        array = weight.buffers[name]
+        if getattr(array, "dtype", None) != dtype or array.shape != shape:
+            rule = f"must be {dtype} {list(shape)} for {weight.layout}, N={weight.N}, {channels}"
+            found = f"{array.dtype} {list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
+            raise ArgumentError(f"buffers[{name}]", rule, found)
+
+
 def atom_shapes(layout: str, N: int, K: int, outliers: int, group: int) -> Shapes:
     """The buffers of an `AtomWeight`: name -> (dtype, shape).
 
     Raises ArgumentError: an unknown layout, N no positive multiple of 8, and for what `check_channels` refuses.
     """
-    if not is_one_of(layout, ATOM_LAYOUTS):
-        raise ArgumentError("layout", f"must be one of {', '.join(ATOM_LAYOUTS)}", layout)
-    if not is_integer(N) or N <= 0 or N % 8:
-        raise ArgumentError("weight", "N must be a positive multiple of 8", f"N={N}")
+    check_rows(layout, N)
     check_channels(K, outliers, group)
     if layout == "strips":
         return {"strips": ("uint8", (-(-N // 16), strip_bytes(K, outliers, group)))}
@@ -87,6 +88,14 @@ def atom_shapes(layout: str, N: int, K: int, outliers: int, group: int) -> Shape
         "w8": ("int8", (N, outliers)),
         "w_scale": ("float16", (N, scale_columns(K, group))),
     }
+
+
+def check_rows(layout: str, N: int) -> None:
+    """Raise ArgumentError for a weight's layout that there is not, N no positive multiple of 8."""
+    if not is_one_of(layout, ATOM_LAYOUTS):
+        raise ArgumentError("layout", f"must be one of {', '.join(ATOM_LAYOUTS)}", layout)
+    if not is_integer(N) or N <= 0 or N % 8:
+        raise ArgumentError("weight", "N must be a positive multiple of 8", f"N={N}")
 
 
 def check_channels(K: int, outliers: int, group: int) -> None:
@@ -142,13 +151,8 @@ class AtomActivations:
     x8: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if not is_integer(self.M) or self.M < 0:
-            raise ArgumentError("M", "must be an integer, 0 or more", repr(self.M))
-        for name, (_, shape) in activation_shapes(self.layout, self.M, self.K, self.outliers, self.group).items():
-            got = shape_of(getattr(self, name))
-            if got != shape:
-                rule = f"shape {list(shape)} for {self.layout}, M={self.M}, K={self.K}, outliers={self.outliers}"
-                raise ArgumentError(name, f"{rule}, group={self.group}", list(got))
+        channels = f"K={self.K}, outliers={self.outliers}, group={self.group}"
+        check_arrays(self, activation_shapes(self.layout, self.M, self.K, self.outliers, self.group), channels)
         if self.layout == "bytes" and self.x8 is not None:
             raise ArgumentError("x8", "must be None: x has the outliers too", type(self.x8).__name__)
 
@@ -156,6 +160,16 @@ class AtomActivations:
     def arrays(self) -> dict[str, Any]:
         """`x`, `scale` and, of pairs, `x8`, by name."""
         return {name: getattr(self, name) for name in ("x", "scale", "x8") if getattr(self, name) is not None}
+
+
+def check_arrays(x: Any, shapes: Shapes, channels: str) -> None:
+    """Raise ArgumentError for packed activations of no number of tokens, or whose arrays have other shapes."""
+    if not is_integer(x.M) or x.M < 0:
+        raise ArgumentError("M", "must be an integer, 0 or more", repr(x.M))
+    for name, (_, shape) in shapes.items():
+        got = shape_of(getattr(x, name))
+        if got != shape:
+            raise ArgumentError(name, f"shape {list(shape)} for {x.layout}, M={x.M}, {channels}", list(got))
 
 
 def activation_shapes(layout: str, M: int, K: int, outliers: int, group: int) -> Shapes:

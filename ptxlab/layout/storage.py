@@ -2,7 +2,8 @@
 
 Buffer `blocks` of weight `layers.0.up.weight` is the tensor `layers.0.up.weight.blocks`. The metadata key `ptxlab`
 holds, as JSON, the format's name and version and for every packed weight its layout, arch, scheme, N, K, group and
-protective range; of Atom's weights, a format of their own, layout, arch, N, K, outliers and group.
+protective range. Atom's and COMET's weights have formats of their own: layout, arch, N, and of Atom's K, outliers and
+group, of COMET's K4 and K8.
 """
 
 import json
@@ -18,13 +19,14 @@ from ptxlab.errors import ArgumentError, FileError, in_file, naming
 from ptxlab.io.checkpoint import Checkpoint, TensorInfo, write_checkpoint
 from ptxlab.layout.atom_operands import ATOM_LAYOUTS, AtomWeight, atom_shapes
 from ptxlab.layout.atom_operands import VERSION as ATOM_VERSION
+from ptxlab.layout.comet_operands import BlockWeight, block_shapes
 from ptxlab.layout.packed_weight import VERSION, PackedWeight, buffer_shapes, require_no_overflow, unpack
 from ptxlab.layout.packings import PACKINGS, Buffers, Shapes
 
 METADATA_KEY = "ptxlab"
 _DTYPES = {"int8": "I8", "uint8": "U8", "uint32": "U32", "float16": "F16", "float32": "F32"}
 
-AnyWeight = TypeVar("AnyWeight", PackedWeight, AtomWeight)
+AnyWeight = TypeVar("AnyWeight", PackedWeight, AtomWeight, BlockWeight)
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,22 @@ _ATOM = _Format(
     lambda layout: ATOM_LAYOUTS[layout],
     lambda fields: atom_shapes(*(fields[key] for key in ("layout", "N", "K", "outliers", "group"))),
 )
+_BLOCKS = _Format(
+    "ptxlab.block_weight",
+    ATOM_VERSION,
+    BlockWeight,
+    {"layout": str, "arch": str, "N": int, "K4": int, "K8": int},
+    lambda layout: ATOM_LAYOUTS[layout],
+    lambda fields: block_shapes(*(fields[key] for key in ("layout", "N", "K4", "K8"))),
+)
 
 
-def save(packed: PackedWeight | AtomWeight, path: str | os.PathLike[str], name: str = "weight") -> None:
+def save(packed: PackedWeight | AtomWeight | BlockWeight, path: str | os.PathLike[str], name: str = "weight") -> None:
     """Write a packed weight as a safetensors file, whole or not at all. Raises FileError if it cannot be written."""
     if isinstance(packed, AtomWeight):
         _save(_ATOM, packed, path, name)
+    elif isinstance(packed, BlockWeight):
+        _save(_BLOCKS, packed, path, name)
     else:
         _save(_PACKED, packed, path, name)
 
@@ -105,6 +117,11 @@ def load_atom(path: str | os.PathLike[str], name: str | None = None) -> AtomWeig
     return _load(_ATOM, path, name)[0]
 
 
+def load_blocks(path: str | os.PathLike[str], name: str | None = None) -> BlockWeight:
+    """COMET's packed weight `name` of a file; errors are those of `load`."""
+    return _load(_BLOCKS, path, name)[0]
+
+
 def packed_names(path: str | os.PathLike[str]) -> list[str]:
     """Names of the packed weights of a file. Raises FileError as `load` does."""
     return list(_weights(_PACKED, Checkpoint(path)))
@@ -121,7 +138,7 @@ def announce(name: str, fields: Mapping[str, Any]) -> list[TensorInfo]:
     return _PACKED.announce(name, fields)
 
 
-def contents(name: str, packed: PackedWeight | AtomWeight) -> Iterable[tuple[str, Any]]:
+def contents(name: str, packed: PackedWeight | AtomWeight | BlockWeight) -> Iterable[tuple[str, Any]]:
     """Those tensors as NumPy arrays."""
     for buffer, array in packed.buffers.items():
         yield f"{name}.{buffer}", array.get() if hasattr(array, "get") else array

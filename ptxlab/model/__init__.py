@@ -12,6 +12,7 @@ from ptxlab.model.layer import LayerBuffers, LayerCall, decode_layer, layer_call
 from ptxlab.model.memory import Footprint, largest_batch, require_batch
 from ptxlab.model.numpy_runner import NumpyRunner
 from ptxlab.model.open import open_model
+from ptxlab.model.parting import Parting, parting
 from ptxlab.model.quantized import QuantizedModel
 from ptxlab.model.reference import LayerInputs
 from ptxlab.model.runner import Runner
@@ -31,6 +32,7 @@ __all__ = [
     "LayerInputs",
     "LayerWeights",
     "NumpyRunner",
+    "Parting",
     "QuantizedModel",
     "Request",
     "Runner",
@@ -41,6 +43,7 @@ __all__ = [
     "layer_calls",
     "open_model",
     "open_text",
+    "parting",
     "perplexity",
     "require_batch",
     "tokens_of",

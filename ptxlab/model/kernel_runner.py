@@ -17,11 +17,14 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.quantize import rmsnorm_quantize
+from ptxlab.kernels.gemm import gemm_f16, gemm_w8a8
+from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize
 from ptxlab.layout import KVCache
 from ptxlab.model.layer import LayerBuffers, LayerCall, into, layer_calls
+from ptxlab.model.memory import Footprint
 from ptxlab.model.quantized import QuantizedModel
-from ptxlab.model.runner import PAGE, Indices, Rows, Runner
+from ptxlab.model.runner import PAGE, Indices, Rows, Runner, quantized_head
+from ptxlab.quant import Level1Weight
 from ptxlab.runtime.arguments import check_flags
 from ptxlab.runtime.backends import BACKENDS
 from ptxlab.spec.dtypes import floats, storage, stored
@@ -32,6 +35,7 @@ class KernelRunner(Runner):
     """See `Runner`.
 
     Attributes:
+        backend: `gpu` or `emulator`.
         caches: of each layer; one block table and lengths for all of them.
     """
 
@@ -49,24 +53,29 @@ class KernelRunner(Runner):
 
         `programmatic` launches overlap; weights in a packing whose kernels do not wait for each other need False.
 
-        Where it is `batch_invariant`, attention splits a sequence by its own length alone, and the LM head takes one
-        row at a time, as cuBLAS adds in an order that depends on their number. All other sums are integers, or of one
-        row.
+        Where it is `batch_invariant`, attention splits a sequence by its own length alone, and a float16 LM head is
+        `gemm_f16`, as cuBLAS adds in an order that depends on the number of rows. All other sums are integers, as those
+        of an int8 head are, or of one row.
         """
         super().__init__(model, batch, context, **how)
         if not is_one_of(backend, BACKENDS):
             raise ArgumentError("backend", f"must be one of {', '.join(BACKENDS)}", backend)
         check_flags(programmatic=programmatic)
-        self._backend, self._on_gpu, self._programmatic = backend, backend == "gpu", programmatic
+        self.backend, self._on_gpu, self._programmatic = backend, backend == "gpu", programmatic
         if self._on_gpu:
-            gpu.device_info()  # or the reason why there is none
+            self._require_room(gpu.device_info())  # or the reason why there is none
         config, layers = self.config, model.layers
         self._dtype = layers[0].dtype
         self._layers = [weights.to_device() for weights in layers] if self._on_gpu else list(layers)
-        # A token's row has the layers' dtype; the head stays in float16.
+        # A token's row has the layers' dtype; the head stays in float16 unless it is quantised.
         self._embedding = self._placed(stored(floats(model.embedding), self._dtype))
-        shared = model.head is None and self._dtype == "float16"
-        self._head = self._embedding if shared else self._placed(model.embedding if model.head is None else model.head)
+        head, shared = model.embedding if model.head is None else model.head, model.head is None
+        if self.head == "int8":
+            on_host = quantized_head(gpu.to_host(head) if gpu.is_device_array(head) else head)
+            weight: Any = replace(on_host, q8=self._placed(on_host.q8), scale=self._placed(on_host.scale))
+        else:
+            weight = self._embedding if shared and self._dtype == "float16" else self._placed(head)
+        self._head = LMHead(weight, config.vocabulary, self.batch_invariant, backend, programmatic)
         self._final_norm = self._placed(model.final_norm)
         self._angles = tuple(self._placed(table) for table in config.rope_tables(context))
         like, sizes = self._embedding, (1, self.pages, config.kv_heads, config.head_dim)
@@ -74,6 +83,14 @@ class KernelRunner(Runner):
         self._pools = [first.pool, *(np.zeros_like(first.pool) for _ in layers[1:])]
         self._steps: dict[int, _Step] = {}
         self.caches = self._step(self.batch).caches
+
+    def _require_room(self, device: gpu.DeviceInfo) -> None:
+        """Raise ArgumentError, with the figures, for a runner that is larger than the card."""
+        footprint = Footprint.of_model(self.model, self.batch, self.context, chunk=self.chunk, head=self.head)
+        if footprint.total(self.pages) > device.memory_bytes:
+            rule = f"must fit the {device.memory_bytes / 1e9:.2f} GB of {device.name}"
+            got = f"{footprint} + {self.pages * footprint.page / 1e9:.2f} GB of {self.pages} pages"
+            raise ArgumentError("model", rule, got)
 
     def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
         """See `Runner`. On a GPU `tokens` may be CuPy's, and the call only enqueues, on the caller's stream."""
@@ -141,12 +158,12 @@ class KernelRunner(Runner):
             for call in layer:
                 call()
         out: dict[str, Any] = {"normed": b.normed, **into(b.buffers.qkv_in)}
-        last: dict[str, Any] = {"eps": self.config.eps, "backend": self._backend, "programmatic": self._programmatic}
+        last: dict[str, Any] = {"eps": self.config.eps, "backend": self.backend, "programmatic": self._programmatic}
         rmsnorm_quantize(b.buffers.hidden, self._final_norm, residual=b.residual, **out, **last)
 
     def _calls(self, b: "_Step") -> Iterator[list[LayerCall]]:
         """Of every layer; looked at before the first of a layer is made."""
-        how: dict[str, Any] = {"rope": (*self._angles, b.positions), "buffers": b.buffers, "backend": self._backend}
+        how: dict[str, Any] = {"rope": (*self._angles, b.positions), "buffers": b.buffers, "backend": self.backend}
         x = b.x
         for i, (weights, cache) in enumerate(zip(self._layers, b.caches, strict=True)):
             follows = self._programmatic and i > 0
@@ -158,9 +175,9 @@ class KernelRunner(Runner):
         for the last tokens in the cache."""
         return list(self._calls(self._step(self.launched(rows))))
 
-    def head(self, rows: int) -> Any:
-        """The logits f16 [rows, V] of what the last launch of so many rows has left."""
-        return self._logits(self._step(self.launched(rows)).normed[:rows])
+    def logits(self, rows: int, head: "LMHead | None" = None) -> Any:
+        """A head alone, by default its own: logits f16 [rows, V] of what the last launch of so many rows has left."""
+        return (head or self._head)(self._step(self.launched(rows)).normed[:rows])
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
@@ -175,13 +192,39 @@ class KernelRunner(Runner):
                 step.graph = graph
 
     def _logits(self, normed: Any) -> Any:
-        halves = normed if normed.dtype == np.float16 else floats(normed).astype(np.float16)
-        if self.batch_invariant:
-            return np.concatenate([np.matmul(halves[i : i + 1], self._head.T) for i in range(len(halves))])
-        return np.matmul(halves, self._head.T)
+        return self._head(normed)
 
     def _placed(self, array: np.ndarray) -> Any:
         return gpu.to_device(array) if self._on_gpu else array
+
+
+@dataclass(frozen=True, eq=False)
+class LMHead:
+    """The product behind the last norm.
+
+    Attributes:
+        weight: f16 [V, H], or INT8 with a scale per row, padded (`quantized_head`).
+        vocabulary: V.
+        batch_invariant: whether an FP16 weight is added up in one order in any batch; by cuBLAS it is not.
+        backend, programmatic: of the kernels.
+    """
+
+    weight: Any
+    vocabulary: int
+    batch_invariant: bool = False
+    backend: str = "gpu"
+    programmatic: bool = True
+
+    def __call__(self, normed: Any) -> Any:
+        """Logits f16 [R, V] of the normalised stream [R, H], f16 or bf16."""
+        if isinstance(self.weight, Level1Weight):
+            x = quantize_activations(normed, backend=self.backend)
+            logits = gemm_w8a8(x, self.weight, backend=self.backend, programmatic=self.programmatic)
+            return logits[:, : self.vocabulary]
+        halves = normed if normed.dtype == np.float16 else floats(normed).astype(np.float16)
+        if self.batch_invariant:
+            return gemm_f16(halves, self.weight, backend=self.backend)
+        return np.matmul(halves, self.weight.T)
 
 
 @dataclass(eq=False)

@@ -1,15 +1,17 @@
 """What a `KernelRunner` takes of a GPU's memory, and how many pages or sequences a budget has room for."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from ptxlab.errors import ArgumentError
-from ptxlab.layout.packed_weight import buffer_shapes
+from ptxlab.layout.packed_weight import SCHEMES, buffer_shapes
 from ptxlab.layout.packings import Shapes
 from ptxlab.layout.pages import page_bytes
 from ptxlab.model.config import Config, require_config
 from ptxlab.model.quantized import QuantizedModel
-from ptxlab.model.runner import CHUNK, PAGE, launch_sizes
-from ptxlab.validate import require_integer
+from ptxlab.model.runner import CHUNK, HEAD_ROWS, HEADS, PAGE, launch_sizes
+from ptxlab.model.weights import DTYPES
+from ptxlab.validate import is_one_of, require_integer
 
 RESERVE = 1_500_000_000  # driver, modules and graphs, cuBLAS, workspaces of kernels, what the allocator rounds up
 MOST_BATCH = 256
@@ -47,27 +49,37 @@ class Footprint:
         group: int = 128,
         dtype: str = "float16",
         chunk: int | None = None,
+        head: str = "float16",
     ) -> "Footprint":
         """Of a model of this shape; `weights` bytes of its layers (`layer_bytes` of the scheme and group if None)."""
         require_config("config", config)
-        for name, number in (("batch", batch), ("context", context), ("chunk", CHUNK if chunk is None else chunk)):
+        sizes = {"batch": batch, "context": context, "chunk": CHUNK if chunk is None else chunk, "group": group}
+        for name, number in sizes.items():
             require_integer(name, number, 1)
+        for name, value, known in (("scheme", scheme, SCHEMES), ("dtype", dtype, DTYPES), ("head", head, HEADS)):
+            if not is_one_of(value, known):
+                raise ArgumentError(name, f"must be one of {', '.join(known)}", value)
         chunk = min(CHUNK, batch * context) if chunk is None else chunk
         vocabulary = config.vocabulary * config.hidden * _HALF
-        shares_head = config.tied_head and dtype == "float16"
+        of_head = 0 if config.tied_head and dtype == "float16" else vocabulary
+        if head == "int8":
+            of_head = -(-config.vocabulary // HEAD_ROWS) * HEAD_ROWS * (config.hidden + _WORD)
         launches = sum(launch_bytes(config, rows, -(-context // PAGE)) for rows in launch_sizes(batch, chunk))
         return cls(
             weights=config.layers * layer_bytes(config, scheme, group) if weights is None else weights,
-            ends=(1 if shares_head else 2) * vocabulary + config.hidden * _HALF,
+            ends=vocabulary + of_head + config.hidden * _HALF,
             buffers=launches + context * config.head_dim * _WORD + batch * config.vocabulary * _HALF,
             page=config.layers * 2 * config.kv_heads * page_bytes("kv4", PAGE, config.head_dim),
         )
 
     @classmethod
-    def of_model(cls, model: QuantizedModel, batch: int, context: int, *, chunk: int | None = None) -> "Footprint":
+    def of_model(
+        cls, model: QuantizedModel, batch: int, context: int, *, chunk: int | None = None, head: str = "float16"
+    ) -> "Footprint":
         """Of this very model."""
         weights = sum(layer.nbytes for layer in model.layers)
-        return cls.of(model.config, batch, context, weights=weights, dtype=model.layers[0].dtype, chunk=chunk)
+        how: dict[str, Any] = {"weights": weights, "dtype": model.layers[0].dtype, "chunk": chunk, "head": head}
+        return cls.of(model.config, batch, context, **how)
 
     @property
     def fixed(self) -> int:

@@ -15,13 +15,14 @@ from ptxlab.kernels.quantize.gated import gated_and_quantized
 from ptxlab.kernels.quantize.rmsnorm import normalized
 from ptxlab.layout import KVCache, PackedWeight, unpack, write_slots
 from ptxlab.model.quantized import QuantizedModel
-from ptxlab.model.runner import PAGE, Rows, Runner
+from ptxlab.model.runner import PAGE, Rows, Runner, quantized_head
 from ptxlab.model.weights import DTYPES, LayerWeights
-from ptxlab.quant import QoQChannelWeight, QuantizedActivations
+from ptxlab.quant import Level1Weight, QoQChannelWeight, QuantizedActivations
 from ptxlab.reference.packed import F32, S8, S32
 from ptxlab.spec.dtypes import as_stored, floats, stored
 
 _EXACT = 1 << 24  # up to which float32 counts
+_NEVER = int(np.iinfo(np.int32).max)
 
 
 class IntegerProduct:
@@ -32,14 +33,17 @@ class IntegerProduct:
     weights rarely need a cut at all.
     """
 
-    def __init__(self, weight: PackedWeight, bias: F32 | None = None) -> None:
-        known = unpack(weight)
-        if isinstance(known, QoQChannelWeight):
+    def __init__(self, weight: PackedWeight | Level1Weight, bias: F32 | None = None) -> None:
+        known = weight if isinstance(weight, Level1Weight) else unpack(weight)
+        if isinstance(known, Level1Weight):
+            integers: Any = known.q8
+            self.scale = known.scale
+        elif isinstance(known, QoQChannelWeight):
             integers, self.scale = known.q4.astype(np.int32) - known.zero[:, None], known.scale
         else:
             integers, self.scale = known.exact_level1(), known.channel_scale
         N = len(integers)
-        magnitude, pieces = np.abs(integers), 1
+        magnitude, pieces = np.abs(integers.astype(np.int32)), 1
         while 127 * magnitude.reshape(N, pieces, -1).sum(axis=2).max() > _EXACT:
             pieces *= 2  # K is a multiple of 32
         self.bias = bias
@@ -69,12 +73,14 @@ class _Layer:
 class NumpyRunner(Runner):
     """See `Runner`. Weights are kept as float32: 4 bytes for each, so it is for small models.
 
+    Where a token's state is not finite, its sequence has logits NaN from there on, as on a GPU.
+
     Attributes:
         caches: of each layer, with the bytes that the kernels write; one block table and lengths for all of them.
     """
 
     def __init__(self, model: QuantizedModel, batch: int = 1, context: int = 2048, **how: Any) -> None:
-        """See `Runner`. Where it is `batch_invariant` the LM head's products are added in float64, which their
+        """See `Runner`. Where it is `batch_invariant` a float16 head's products are added in float64, which their
         float16 results do not tell from any other order; else in float32, in BLAS's order."""
         super().__init__(model, batch, context, **how)
         if model.config.experts:
@@ -82,14 +88,18 @@ class NumpyRunner(Runner):
         config, self._dtype = self.config, model.layers[0].dtype
         self._layers = [_Layer(weights) for weights in model.layers]
         self._final_norm, self._embedding = floats(model.final_norm), floats(model.embedding)
-        head = self._embedding if model.head is None else floats(model.head)
-        self._head = head.astype(np.float64) if self.batch_invariant else head
+        self._head: Any = self._embedding if model.head is None else floats(model.head)
+        if self.head == "int8":
+            self._head = IntegerProduct(quantized_head(self._head))
+        elif self.batch_invariant:
+            self._head = self._head.astype(np.float64)
         self._angles = config.rope_tables(context)
         first = KVCache.empty(1, self.pages, config.kv_heads, config.head_dim, page_size=PAGE)
         first = replace(first, block_table=self.table, lengths=self.lengths)
         self.caches = [replace(first, pool=first.pool.copy()) for _ in model.layers]
         shape = (len(model.layers), batch, context, config.kv_heads, config.head_dim)
         self._keys, self._values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)  # the caches, dequantised
+        self._lost = np.full(batch, _NEVER)  # the first position of a sequence at which something was not finite
 
     def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
         """See `Runner`."""
@@ -99,30 +109,51 @@ class NumpyRunner(Runner):
         return self._logits(self._run(rows))
 
     def _logits(self, normed: Any) -> Any:
-        halves: Any = as_stored(floats(normed), "float16").astype(self._head.dtype, copy=False)
-        return (halves @ self._head.T).astype(np.float16)
+        x = floats(normed).copy()
+        lost = np.flatnonzero(np.isnan(x).any(axis=1))
+        x[lost] = 0
+        if self.head == "int8":
+            logits: Any = self._head(quant.quantize_activations(x), "float16")[:, : self.config.vocabulary]
+        else:
+            logits = as_stored(x, "float16").astype(self._head.dtype, copy=False) @ self._head.T
+        found = logits.astype(np.float16)
+        found[lost] = np.nan
+        return found
 
+    @np.errstate(over="ignore", invalid="ignore")  # of what `_finite` finds
     def _run(self, rows: Rows) -> Any:
         config, dtype = self.config, self._dtype
+        self._lost[rows.sequence[rows.position == 0]] = _NEVER
         angles = tuple(table[rows.position] for table in self._angles)
         x = as_stored(self._embedding[rows.token], dtype)
         stream = np.zeros_like(x)
         for i, layer in enumerate(self._layers):
-            stream, qkv_in = self._normed(x, stream, layer.input_norm)
-            heads = layer.qkv(qkv_in, dtype).reshape(len(x), -1, config.head_dim)
+            stream, qkv_in = self._normed(x, stream, layer.input_norm, rows)
+            heads = self._finite(layer.qkv(qkv_in, dtype), rows).reshape(len(x), -1, config.head_dim)
             q, k, v = np.split(heads, [config.heads, config.heads + config.kv_heads], axis=1)
             self._append(i, reference.rope(k, *angles), v, rows)
             attention = self._attend(i, as_stored(reference.rope(q, *angles), dtype), rows)
             o = layer.o(quant.quantize_activations(as_stored(attention, dtype)), dtype)
-            stream, gate_up_in = self._normed(o, stream, layer.post_norm)
-            x = layer.down(self._gated(layer.gate_up(gate_up_in, dtype)), dtype)
-        stream = as_stored(x + stream, dtype)
-        return stored(normalized(stream, self._final_norm, config.eps), dtype)
+            stream, gate_up_in = self._normed(o, stream, layer.post_norm, rows)
+            x = layer.down(self._gated(self._finite(layer.gate_up(gate_up_in, dtype), rows)), dtype)
+        normed = self._normalized(as_stored(x + stream, dtype), self._final_norm, rows)
+        normed[rows.position >= self._lost[rows.sequence]] = np.nan
+        return stored(normed, dtype)
 
-    def _normed(self, x: F32, stream: F32, gamma: F32) -> tuple[F32, QuantizedActivations]:
+    def _finite(self, x: F32, rows: Rows) -> F32:
+        """x with zeros in rows that are not finite. From there on their sequences have no logits; others go on."""
+        lost = np.flatnonzero(~np.isfinite(x).all(axis=1))
+        np.minimum.at(self._lost, rows.sequence[lost], rows.position[lost])
+        x[lost] = 0
+        return x
+
+    def _normalized(self, stream: F32, gamma: F32, rows: Rows) -> F32:
+        return self._finite(normalized(stream, gamma, self.config.eps), rows)
+
+    def _normed(self, x: F32, stream: F32, gamma: F32, rows: Rows) -> tuple[F32, QuantizedActivations]:
         """The stream with x added, and what `rmsnorm_quantize` makes of it."""
         stream = as_stored(x + stream, self._dtype)
-        return stream, quant.quantize_activations(normalized(stream, gamma, self.config.eps))
+        return stream, quant.quantize_activations(self._normalized(stream, gamma, rows))
 
     def _append(self, i: int, k: F32, v: F32, rows: Rows) -> None:
         cache, at = self.caches[i], (rows.sequence, rows.position)

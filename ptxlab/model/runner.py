@@ -15,12 +15,15 @@ import numpy.typing as npt
 from ptxlab.errors import ArgumentError
 from ptxlab.model.config import Config
 from ptxlab.model.quantized import QuantizedModel
+from ptxlab.quant import Level1Weight, quantize_level1
 from ptxlab.runtime.arguments import check_flags
-from ptxlab.validate import require_integer
+from ptxlab.validate import is_one_of, require_integer
 
 Indices = npt.NDArray[np.int32]
 PAGE = 64  # tokens of a page of the cache
 CHUNK = 256  # rows of prompts at a time
+HEADS = ("float16", "int8")  # of the LM head
+HEAD_ROWS = 8  # the 8-bit head's are padded to a multiple
 
 
 class Rows(NamedTuple):
@@ -41,6 +44,11 @@ def launch_sizes(batch: int, chunk: int) -> list[int]:
     return sorted({batch, chunk, *(1 << i for i in range(most.bit_length()) if 1 << i < most)})
 
 
+def quantized_head(head: Any) -> Level1Weight:
+    """An LM head f16 or f32 [V, H], NumPy, in INT8 with a scale per row; rows of zeros pad it to a multiple of 8."""
+    return quantize_level1(np.pad(head, ((0, -len(head) % HEAD_ROWS), (0, 0))), 127)
+
+
 class Runner(ABC):
     """A model with the caches of `batch` sequences of up to `context` tokens, which share the pages of one pool.
 
@@ -51,6 +59,7 @@ class Runner(ABC):
         chunk: rows of prompts at a time.
         pages: of the pool, in every layer.
         batch_invariant: whether a token has the same bits whatever else is in the batch.
+        head: what the LM head multiplies in: `float16`, or `int8` with a scale per row and token, whose sums are exact.
         lengths: tokens of each sequence so far, s32 [B], on the host.
         table: pages of each sequence, s32 [B, max_pages], on the host; the first `held` of them count.
         held: how many pages each sequence has, s32 [B].
@@ -66,6 +75,7 @@ class Runner(ABC):
         chunk: int | None = None,
         pages: int | None = None,
         batch_invariant: bool = False,
+        head: str = "float16",
     ) -> None:
         """`pages` are as many as all sequences can need, unless a number is given."""
         if not isinstance(model, QuantizedModel):
@@ -73,13 +83,18 @@ class Runner(ABC):
         for name, number in (("batch", batch), ("context", context), ("chunk", CHUNK if chunk is None else chunk)):
             require_integer(name, number, 1)
         require_integer("pages", 1 if pages is None else pages, 1)
+        for name, tokens in (("context", batch * context), ("pages", (pages or 1) * PAGE), ("chunk", chunk or 1)):
+            if tokens >= 1 << 31:
+                raise ArgumentError(name, "must be of fewer than 2^31 tokens in all", tokens)
         check_flags(batch_invariant=batch_invariant)
+        if not is_one_of(head, HEADS):
+            raise ArgumentError("head", f"must be one of {', '.join(HEADS)}", head)
         self.chunk = min(CHUNK, batch * context) if chunk is None else chunk
         if model.config.context is not None and context > model.config.context:
             raise ArgumentError("context", f"must be at most the model's {model.config.context} tokens", context)
         self.model, self.batch, self.context = model, int(batch), int(context)
         self.pages = self.batch * self.max_pages if pages is None else int(pages)
-        self.batch_invariant = batch_invariant
+        self.batch_invariant, self.head = batch_invariant, head
         self.lengths: Indices = np.zeros(batch, np.int32)
         self.table: Indices = np.zeros((batch, self.max_pages), np.int32)
         self.held: Indices = np.zeros(batch, np.int32)
@@ -166,7 +181,7 @@ class Runner(ABC):
 
     def check_prompt(self, prompt: Sequence[int]) -> list[int]:
         """Its tokens. Raises ArgumentError for an empty one, or a token outside the vocabulary."""
-        if not len(prompt):
+        if np.size(prompt) == 0:
             raise ArgumentError("prompt", "must have 1 token or more", 0)
         tokens: list[int] = self._checked("prompt", prompt).tolist()
         return tokens

@@ -10,7 +10,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.model.generate import check_sampling
 from ptxlab.model.runner import PAGE, Runner
-from ptxlab.validate import require_integer
+from ptxlab.validate import is_integer, require_integer
 
 _DRAWN = 16  # sequences at a time: the float64 of a large vocabulary take megabytes each
 
@@ -82,11 +82,14 @@ class Server:
         """A request that waits for its turn; see `Request`. Raises ArgumentError for one that can never be served."""
         require_integer("tokens", tokens, 1)
         check_sampling(temperature, seed)
+        listed = isinstance(ends, Collection) and not isinstance(ends, np.ndarray)
+        if not listed or not all(map(is_integer, ends)):
+            raise ArgumentError("ends", "must be a collection of tokens", repr(ends)[:40])
         known, room = self.runner.check_prompt(prompt), min(self.runner.context, self.runner.pages * PAGE)
         if len(known) + tokens > room:
             rule = f"prompt and tokens must fit the {room} tokens of a sequence"
             raise ArgumentError("tokens", rule, f"{len(known)} + {tokens}")
-        self.waiting.append(Request(known, int(tokens), ends, float(temperature), int(seed)))
+        self.waiting.append(Request(known, int(tokens), frozenset(ends), float(temperature), int(seed)))
         return self.waiting[-1]
 
     def cancel(self, request: Request) -> None:
@@ -158,7 +161,7 @@ class Server:
     def _append(self, at: list[int], logits: Any) -> list[Request]:
         """The next tokens of sequences, of their logits [n, V]; what is not finite ends a request with an error."""
         requests = [self.running[b] for b in at]
-        for b, request, token in zip(at, requests, _chosen(requests, logits), strict=True):
+        for b, request, token in zip(at, requests, chosen_tokens(requests, logits), strict=True):
             if token < 0:
                 request.error = f"logits are not finite at token {len(request.tokens)}"
             else:
@@ -173,15 +176,13 @@ class Server:
         return self.running.pop(b)
 
 
-def _chosen(requests: Sequence[Request], logits: Any) -> list[int]:
+def chosen_tokens(requests: Sequence[Request], logits: Any) -> list[int]:
     """The next token of each request, of its logits [n, V]; -1 where the largest of these is not finite."""
     tokens = logits.argmax(axis=-1)
     drawn = [i for i, request in enumerate(requests) if request.temperature]
     if drawn:
         temperature = np.array([[requests[i].temperature] for i in drawn])
-        # One number in [0, 1) for each, whatever the vocabulary, and the same one on a GPU.
-        keys = [(requests[i].seed, len(requests[i].tokens)) for i in drawn]
-        uniform = np.array([[np.random.default_rng(key).random()] for key in keys])
+        uniform = np.array([[share_drawn(requests[i])] for i in drawn])
         if gpu.is_device_array(logits):
             temperature, uniform = gpu.to_device(temperature), gpu.to_device(uniform)
         for start in range(0, len(drawn), _DRAWN):
@@ -191,6 +192,11 @@ def _chosen(requests: Sequence[Request], logits: Any) -> list[int]:
     found = gpu.fetch(tokens)() if gpu.is_device_array(tokens) else tokens
     chosen: list[int] = found.tolist()
     return chosen
+
+
+def share_drawn(request: Request) -> float:
+    """The share of the likelihood in [0, 1) at which its next token is drawn: the same for every vocabulary and GPU."""
+    return float(np.random.default_rng((request.seed, len(request.tokens))).random())
 
 
 def _drawn(logits: Any, temperature: Any, uniform: Any) -> Any:

@@ -19,18 +19,23 @@ from ptxlab.spec.dtypes import stored
 from ptxlab.validate import is_one_of, require_integer, shape_of
 
 DTYPES = ("float16", "bfloat16")  # of what lies between the kernels
-_QUANTISERS: Mapping[str, Callable[[Any, int, quant.Rounding], QuantizedWeight]] = {
-    "lqq": lambda w, group, rounding: quant.quantize_lqq(w, group, rounding=rounding),
-    "qoq": lambda w, group, _: quant.quantize_qoq(w, group),
-    "qoq_channel": lambda w, *_: quant.quantize_qoq_channel(w),
-}
 
 
-def quantiser(scheme: str, rounding: quant.Rounding = "nearest") -> Callable[[Any, int], QuantizedWeight]:
-    """Of a matrix [N, K] in groups of so many; `rounding` is of LQQ's scales. ArgumentError for an unknown scheme."""
-    if not is_one_of(scheme, _QUANTISERS):
-        raise ArgumentError("scheme", f"must be one of {', '.join(_QUANTISERS)}", scheme)
-    return lambda w, group: _QUANTISERS[scheme](w, group, rounding)
+def quantiser(
+    scheme: str, rounding: quant.Rounding = "nearest", protective_range: int = quant.PROTECTIVE_RANGE
+) -> Callable[[Any, int], QuantizedWeight]:
+    """Of a matrix [N, K] in groups of so many; ArgumentError for an unknown scheme.
+
+    `rounding` is of LQQ's scales, `protective_range` of level 1, which qoq_channel has not got.
+    """
+    known: Mapping[str, Callable[[Any, int], QuantizedWeight]] = {
+        "lqq": lambda w, group: quant.quantize_lqq(w, group, protective_range, rounding),
+        "qoq": lambda w, group: quant.quantize_qoq(w, group, protective_range),
+        "qoq_channel": lambda w, _: quant.quantize_qoq_channel(w),
+    }
+    if not is_one_of(scheme, known):
+        raise ArgumentError("scheme", f"must be one of {', '.join(known)}", scheme)
+    return known[scheme]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

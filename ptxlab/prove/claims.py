@@ -16,6 +16,7 @@ from ptxlab.prove.solve import (
     ask,
     check_solver,
     contradict,
+    of_each_form,
     version_of,
 )
 from ptxlab.runtime import Kernel
@@ -32,6 +33,7 @@ class Claim:
         text: the statement in one line, with its precondition.
         build: makes the formula, or several that must all hold, or tries all cases.
         expect: `refuted` for a claim that shows where the precondition ends.
+        quick: whether it is in the quick half: the others repeat it, or take longer to say more.
     """
 
     subject: str
@@ -39,6 +41,7 @@ class Claim:
     text: str
     build: Callable[[], Query | Sequence[Query] | Enumeration]
     expect: Verdict = "proved"
+    quick: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,9 @@ class Decision:
         return self.verdict == self.claim.expect
 
     def __str__(self) -> str:
-        """The verdict, and each lane of a counterexample's word."""
+        """The verdict, the claim, and each lane of a counterexample's word."""
         lines = self.explanation.lines if self.explanation else ()
-        return "\n  ".join([f"{self.claim.subject}, {self.claim.text}: {self.verdict}", *lines])
+        return "\n  ".join([f"{self.claim.subject}: {self.verdict}", self.claim.text, *lines])
 
     def to_json(self) -> dict[str, Any]:
         """The outcome as JSON-ready values."""
@@ -100,14 +103,16 @@ def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Decisi
         return Decision(claim, verdict, process_time() - start, "enumeration", question.cases, found or {})
     answer, explanation = Answer("proved"), None
     queries = [question] if isinstance(question, Query) else question
-    for query in queries:
+    if not queries:
+        raise ArgumentError(claim.subject, "something to decide", f"nothing, for {claim.text}")
+    for query in of_each_form(queries):
         left = seconds - (process_time() - start)
         answer = ask(query, seconds=left, solver=solver) if left > 0 else Answer("undecided")
         if answer.verdict == "refuted" and query.explain:
             explanation = query.explain(answer.model)
         if answer.verdict != "proved":
             break
-    if answer.verdict == "proved" and queries and contradict(queries[-1].assume):
+    if answer.verdict == "proved" and contradict([one for query in queries for one in query.assume]):
         raise ArgumentError(claim.subject, "assumptions that some input satisfies", claim.text)
     return Decision(claim, answer.verdict, process_time() - start, version_of(solver), 0, answer.model, explanation)
 

@@ -17,7 +17,7 @@ from ptxlab.emulator.core.access import decode
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Entry, Instruction, Register
 from ptxlab.emulator.front.opcode import UnknownOpcode
-from ptxlab.emulator.front.types import DTYPES, bits_of, is_signed
+from ptxlab.emulator.front.types import DTYPES, bits_of, is_float, is_signed
 from ptxlab.emulator.ops.alu import selectors_of, typed_operands
 from ptxlab.errors import PtxlabError
 from ptxlab.prove.bitvectors import Bits, extend, joined, pieces, value
@@ -26,6 +26,7 @@ from ptxlab.prove.semantics import computation
 MAX_STEPS = 20_000
 MOST_ADDRESSES = 64  # that one access may have, by condition
 _WINDOW = 40  # bits of an address within its buffer
+_FIRST = 0x5A3C7E4B00  # where in its window a buffer begins: no claim holds because an address is a round number
 _HARMLESS = ("membar", "fence", "nanosleep", "prefetch", "prefetchu", "discard", "applypriority", "griddepcontrol")
 TRUE, FALSE = z3.BoolVal(True), z3.BoolVal(False)
 Index = tuple[int, int, int]
@@ -49,10 +50,14 @@ class Buffer:
     first: Callable[[int], Bits] | None = None  # what a byte holds at first; by default a symbol by name and offset
     types: set[str] = field(default_factory=set)  # of the elements that instructions access
 
+    def before(self, at: int) -> Bits:
+        """The byte that lay at an offset before the launch."""
+        return self.first(at) if self.first else z3.BitVec(f"{self.name} byte {at}", 8)
+
     def read(self, at: int) -> Bits:
         """The byte at an offset."""
         if at not in self.content:
-            self.content[at] = self.first(at) if self.first else z3.BitVec(f"{self.name} byte {at}", 8)
+            self.content[at] = self.before(at)
         return self.content[at]
 
     def write(self, at: int, byte: Bits, guard: Any) -> None:
@@ -73,9 +78,13 @@ class LaneStep:
 
 @dataclass(frozen=True)
 class SymbolicRun:
-    """What a run left: annotated steps, and on which conditions something went wrong, with the reason."""
+    """What a run left: annotated steps, and on which conditions something went wrong, with the reason.
+
+    `missed` are annotated instructions that no thread came to.
+    """
 
     steps: list[LaneStep]
+    missed: list[Instruction]
     faults: list[tuple[Any, str]]
 
 
@@ -109,6 +118,7 @@ class _Execution:
     ) -> None:
         self.entry, self.code, self.grid, self.block = entry, entry.instructions, grid, block
         self.threads, self.assume = threads, assume
+        self.opcodes = {instruction.opcode for instruction in self.code}
         self.buffers: list[Buffer] = []
         self.params = {
             id(p): value(self.place(a), 64) if isinstance(a, Buffer) else a
@@ -121,7 +131,7 @@ class _Execution:
         self.registers: list[dict[tuple[int, int], Bits]] = [{} for _ in threads]
         self.defined: list[dict[tuple[int, int], Any]] = [{} for _ in threads]  # on which condition they hold that
         self.guards: dict[int, Any] = {}  # of the lanes that execute now
-        self.carry: list[Bits] = [FALSE for _ in threads]
+        self.carry: list[Bits] = [z3.FreshConst(z3.BoolSort(), "undefined carry") for _ in threads]
         self.steps: list[LaneStep] = []
         self.faults: list[tuple[Any, str]] = []
 
@@ -141,7 +151,9 @@ class _Execution:
                         continue
                     place = ready.setdefault(target, {})
                     place[lane] = z3.simplify(z3.Or(place[lane], guard)) if lane in place else guard
-        return SymbolicRun(self.steps, self.faults)
+        seen = {id(step.instruction) for step in self.steps}
+        missed = [one for one in self.code if one.lanes is not None and id(one) not in seen]
+        return SymbolicRun(self.steps, missed, self.faults)
 
     def refuse(self, instruction: Instruction, why: str) -> NoReturn:
         raise NotModelled(f"{instruction.where}: not modelled: {why}")
@@ -159,7 +171,7 @@ class _Execution:
     def place(self, buffer: Buffer) -> int:
         """Give a buffer an address."""
         self.buffers.append(buffer)
-        return len(self.buffers) << _WINDOW
+        return (len(self.buffers) << _WINDOW) + _FIRST
 
     def symbol(self, symbol: ir.Symbol) -> int:
         """The address of a variable, in its space where that is shared or local."""
@@ -308,6 +320,7 @@ class _Execution:
     def compute(self, instruction: Instruction, lane: int, guard: Any) -> None:
         """A register-to-register operation: the forms are the emulator's."""
         known, targets, taken = typed_operands(instruction)
+        self.check_contraction(instruction)
         sources = [self.read(lane, operand, t) for operand, t in taken]
         if "cc" in known.sources:
             sources.append(self.carry[lane])
@@ -323,6 +336,12 @@ class _Execution:
             self.carry[lane] = flag if z3.is_true(guard) else z3.If(guard, flag, self.carry[lane])
         for (operand, t), result in zip(targets, results, strict=False):
             self.write(lane, guard, operand, result, is_signed(t))
+
+    def check_contraction(self, instruction: Instruction) -> None:
+        """Without a rounding, ptxas may fuse a float `mul` and an `add` or `sub`, which then round once."""
+        head, *words = instruction.opcode.split(".")
+        if head in ("add", "sub") and len(words) == 1 and is_float(words[0]) and f"mul.{words[0]}" in self.opcodes:
+            raise ValueError(f"ptxas may fuse it with a mul.{words[0]}: write {head}.rn.{words[0]}")
 
     def move(self, instruction: Instruction, lane: int, guard: Any) -> None:
         t = instruction.opcode.split(".")[-1]
@@ -365,14 +384,17 @@ class _Execution:
         values = {lane: self.read(lane, source, "u32") for lane in range(len(self.threads))}
         results = {}
         for lane in guards:
-            b, c = (_number(self.read(lane, operand, "u32"), "its lane") for operand in rest[:2])
+            b, c, *mask = (_number(self.read(lane, operand, "u32"), "its lane") for operand in rest)
             number = self.linear(lane) % 32
             segment, clamp, b = c >> 8 & 31, c & 31, b & 31
             last = (number & segment) | (clamp & ~segment)
             other = {"up": number - b, "down": number + b, "bfly": number ^ b,
                      "idx": (number & segment) | (b & ~segment)}[words[0]]  # fmt: skip
             ok = other >= last if words[0] == "up" else other <= last
-            results[lane] = self.neighbour(lane, other if ok else number, guards), ok
+            other = other if ok else number
+            if mask and not mask[0] >> number & mask[0] >> other & 1:
+                raise ValueError(f"lanes {number} and {other} exchange, and the mask is {mask[0]:#x}")
+            results[lane] = self.neighbour(lane, other, guards), ok
         for lane, (other, ok) in results.items():
             self.write(lane, guards[lane], found, values[other])
             self.write(lane, guards[lane], inside, z3.BoolVal(ok))
@@ -404,9 +426,10 @@ class _Execution:
         for condition, number in self.candidates(instruction, at, guard):
             window = {"shared": self.shared[self.threads[lane][0]], "local": self.local[lane]}.get(space, 0)
             which, offset = divmod(number + window, 1 << _WINDOW)
-            buffer = self.buffers[which - 1] if 0 < which <= len(self.buffers) else None
+            buffer, offset = self.buffers[which - 1] if 0 < which <= len(self.buffers) else None, offset - _FIRST
             here = z3.simplify(z3.And(guard, condition))
-            wrong = buffer is None or offset % access.size or offset + access.size > (buffer.size or 1 << _WINDOW - 1)
+            size = (buffer and buffer.size) or 1 << _WINDOW - 1
+            wrong = buffer is None or offset % access.size or not 0 <= offset <= size - access.size
             if buffer is None or wrong:
                 place = f"byte {offset} of {buffer.name}" if buffer else f"address {number:#x}"
                 self.faults.append((here, f"{instruction.where}: {access.size} bytes at {place}"))

@@ -62,8 +62,9 @@ class Elements:
         kind, digits = type_name.rstrip("0123456789"), type_name.lstrip("usfb")
         if not (type_name in SORTS or (kind in ("u", "s") and digits.isdigit() and 1 <= int(digits) <= 64)):
             raise ValueError(f"{self.name}.{type_name}: a type is u1 to u64, s1 to s64, {', '.join(SORTS)}")
-        only = self.only if not self.only or int(digits) == self.bits else None  # it is at another index otherwise
-        return replace(self, name=f"{self.name}.{type_name}", type=type_name, count=None, only=only)
+        alike = int(digits) == self.bits  # otherwise an element is at another index, unless it is the first
+        count, only = self.count if alike else None, self.only if alike or self.only == 0 else None
+        return replace(self, name=f"{self.name}.{type_name}", type=type_name, count=count, only=only)
 
 
 def _fold(values: tuple[Any, ...], keep: Callable[[Integer, Integer], Any]) -> Integer:
@@ -180,7 +181,7 @@ def term(text: str, names: Mapping[str, Any], i: int, count: int | None = None) 
     """What an expression comes to at element `i` of `count`: an Integer, a z3 float or Bool, a Python number."""
     try:
         return _element(_Evaluator({**names, "i": i}, i, count).visit(parsed(text)), i, count)
-    except (ValueError, TypeError, AttributeError, ZeroDivisionError, OverflowError, z3.Z3Exception) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError, IndexError, z3.Z3Exception) as error:
         raise ArgumentError("claim", str(error).partition("\n")[0], text) from None
 
 

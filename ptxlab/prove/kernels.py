@@ -1,7 +1,7 @@
 """Claims on a kernel's code: from a spec's `claims`, or from expressions given with a file."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,10 @@ from ptxlab.emulator.front.lane_annotation import operation_of
 from ptxlab.errors import ArgumentError
 from ptxlab.prove.bitvectors import SORTS, pieces
 from ptxlab.prove.claims import Claim
-from ptxlab.prove.execute import LaneStep, SymbolicRun
+from ptxlab.prove.execute import LaneStep
 from ptxlab.prove.expressions import Elements, formula, sides, term
 from ptxlab.prove.integers import Integer
-from ptxlab.prove.solve import Explanation, Query, Verdict
+from ptxlab.prove.solve import Explanation, Query, Verdict, symbols_of
 from ptxlab.prove.symbolic_launch import SymbolicLaunch, of_file, of_spec
 from ptxlab.runtime import Kernel
 from ptxlab.sources import Source
@@ -35,13 +35,15 @@ def claims_of(spec: KernelSpec, sources: Sequence[Source]) -> Iterator[Claim]:
         return
     usable = [s for s in sources if s.language == "ptx" or "nvrtc" not in toolchain.missing()]
     for source in usable:
+        twin = source.language == "cu" and sources[0].language == "ptx"  # quick: that it stores what the .ptx does
         for claim in spec.claims:
-            yield Claim(source.label, claim.name, claim.text, partial(query, spec, source, claim), claim.expect)
+            build, quick = partial(query, spec, source, claim), not (twin or claim.alone)
+            yield Claim(source.label, claim.name, claim.text, build, claim.expect, quick)
         if (launch := of_spec(spec, source)).trace.steps:
             said = KernelClaim("@lanes", "no annotated lane carries, borrows or leaves its type", spec.value_rules)
             expect: Verdict = "refuted" if spec.wrong and spec.wrong.overflows else "proved"
-            yield Claim(source.label, said.name, said.text, partial(lane_queries, launch, said), expect)
-        if source.language == "cu" and sources[0].language == "ptx":
+            yield Claim(source.label, said.name, said.text, partial(lane_queries, launch, said), expect, not twin)
+        if twin:
             same = KernelClaim("equals the .ptx", "out == other.out", equals=f"{spec.name}.ptx")
             text = f"every byte equals {spec.name}.ptx's, for all inputs"
             yield Claim(source.label, same.name, text, partial(query, spec, source, same))
@@ -60,6 +62,8 @@ def claims_on_spec(
     Its rules on values are assumed, as a launch refuses what breaks them; with `unchecked` they are not.
     """
     given = (*assume, *(() if unchecked else spec.value_rules))
+    if equals and not claims:
+        _check_alike(spec.name, *([arg.name for arg in s.outputs] for s in (spec, kernels.find(equals)[0])))
     for source in sources:
         for number, text in enumerate(claims or [f"{arg.name} == other.{arg.name}" for arg in spec.outputs], 1):
             claim = KernelClaim(f"claim {number}", text, given, equals=equals)
@@ -78,11 +82,19 @@ def claims_on_file(
         yield Claim(label, "@lanes", text, partial(lane_queries, launch, KernelClaim("@lanes", "", tuple(assume))))
         return
     twin = other and of_file(other, where=where, assume=assume, parameters=kernel.parameters)
+    if twin and not claims:
+        _check_alike(label, launch.outputs, twin.outputs)
     for number, text in enumerate(claims or [f"{name}.u8[i] == other.{name}.u8[i]" for name in launch.outputs], 1):
         here = launch.about(text)
         both = beside(here, twin.about(text)) if twin else here
         claim = KernelClaim(f"claim {number}", text, tuple(assume))
         yield Claim(label, claim.name, claim.text, partial(queries, both, claim))
+
+
+def _check_alike(label: str, own: Iterable[str], expected: Iterable[str]) -> None:
+    """Whether two kernels store to the same arguments: what only one of them stores would not be compared."""
+    if {*own} != {*expected}:
+        raise ArgumentError(label, f"stores to {', '.join(expected)}, as --equals does", ", ".join(own))
 
 
 def query(spec: KernelSpec, source: Source, claim: KernelClaim) -> list[Query]:
@@ -97,7 +109,7 @@ def query(spec: KernelSpec, source: Source, claim: KernelClaim) -> list[Query]:
 def beside(launch: SymbolicLaunch, other: SymbolicLaunch) -> SymbolicLaunch:
     """A launch, and another on the same inputs, whose outputs are `other.NAME`; both have to store the same."""
     outputs = {name: other.names[name] for name in other.outputs}
-    run = SymbolicRun(launch.trace.steps, [*launch.trace.faults, *other.trace.faults])
+    run = replace(launch.trace, faults=[*launch.trace.faults, *other.trace.faults])
     names, expected = {**launch.names, "other": outputs}, (*launch.expected, *other.stored)
     return replace(launch, names=names, expected=expected, trace=run)
 
@@ -109,11 +121,11 @@ def queries(launch: SymbolicLaunch, claim: KernelClaim) -> list[Query]:
     """
     limits: list[Any] = []
     unknowns = {name: _unknown(name, low, high, limits) for name, (low, high) in claim.unknowns.items()}
-    names = {**launch.names, **unknowns}
+    names, given = {**launch.names, **unknowns}, {**launch.inputs, **unknowns}
     words: dict[int, list[int]] = {}
     for i in launch.stored:
         words.setdefault(i * launch.bits // 32, []).append(i)
-    found = [_of_word(launch, names, claim, elements) for elements in words.values()]
+    found = [_of_word(launch, names, given, claim, elements) for elements in words.values()]
     whole = [assumption for one in found for assumption in one.assume]
     faults = [
         Query(z3.Not(guard), [*limits, *whole], {}, partial(_only_say, why)) for guard, why in launch.trace.faults
@@ -123,7 +135,10 @@ def queries(launch: SymbolicLaunch, claim: KernelClaim) -> list[Query]:
 
 def lane_queries(launch: SymbolicLaunch, said: KernelClaim) -> list[Query]:
     """One formula for each annotated instruction of each thread: its lanes, computed wide, are what it stores."""
-    found = [formula(text, launch.names, i, launch.count) for i in launch.stored for text in said.assume]
+    if launch.trace.missed:
+        missed = launch.trace.missed[0].where
+        raise ArgumentError(launch.label, "threads that come to every instruction with // @lanes", f"none at {missed}")
+    found = [formula(text, launch.inputs, i, launch.count) for i in launch.stored for text in said.assume]
     assume = list({one.get_id(): one for one in found}.values())
     return [_of_step(launch, step, assume) for step in launch.trace.steps]
 
@@ -174,14 +189,16 @@ def _only_say(why: str, model: Mapping[str, int]) -> Explanation:
     return Explanation([why], {}, "")
 
 
-def _of_word(launch: SymbolicLaunch, names: Mapping[str, Any], claim: KernelClaim, elements: list[int]) -> Query:
+def _of_word(
+    launch: SymbolicLaunch, names: Mapping[str, Any], given: Mapping[str, Any], claim: KernelClaim, elements: list[int]
+) -> Query:
     assume, holds, rows = dict[int, Any](), [], dict[int, Seen]()
     equation = sides(claim.holds)
     for i in elements:
         rows[i] = {}
         here = _watched(names, rows[i])
         for text in claim.assume:
-            found = formula(text, here, i, launch.count)
+            found = formula(text, _watched(given, rows[i]), i, launch.count)
             assume[found.get_id()] = found
         holds.append(z3.And(launch.written(i), formula(claim.holds, here, i, launch.count)))
         if equation and (promised := _promised(*(term(side, here, i, launch.count) for side in equation))):
@@ -197,20 +214,6 @@ Seen = dict[str, tuple[str, Any]]  # `name[index]` -> type, bits
 
 def _key(i: int, name: str) -> str:
     return name if "[" in name else f"{name}[{i}]"
-
-
-def symbols_of(formulas: Iterable[Any]) -> dict[str, Any]:
-    """The unknowns of formulas, by name; of a kernel's own, such as what nobody wrote, a run has no need."""
-    found, seen, todo = {}, set[int](), list(formulas)
-    while todo:
-        term = todo.pop()
-        if term.get_id() in seen:
-            continue
-        seen.add(term.get_id())
-        todo += term.children()
-        if z3.is_const(term) and term.decl().kind() == z3.Z3_OP_UNINTERPRETED:
-            found[str(term)] = term
-    return found
 
 
 def _watched(names: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
@@ -248,11 +251,16 @@ def _unknown(name: str, low: int, high: int, limits: list[Any]) -> Elements:
 
 
 def _explain(launch: SymbolicLaunch, rows: Mapping[int, Seen], model: Mapping[str, int]) -> Explanation:
-    """The lanes of a word that has a wrong one: each with all that its claim speaks of."""
-    lines = []
-    for i, row in rows.items():
-        cells = [f"{name} = {_cell(x, model[_key(i, name)])}" for name, x in row.items() if x[0]]
-        lines.append(f"{'wrong' if model[_key(i, 'wrong')] else 'right'}  i = {i}: {', '.join(cells)}")
+    """The lanes of a word that has a wrong one: what the claim speaks of in each, and first what all of them share."""
+
+    def cells(i: int, wanted: Callable[[str], bool]) -> str:
+        return ", ".join(f"{n} = {_cell(x, model[_key(i, n)])}" for n, x in rows[i].items() if x[0] and wanted(n))
+
+    shared = {name for name in set[str].intersection(*map(set, rows.values())) if "[" in name and len(rows) > 1}
+    lines = [f"all    {cells(min(rows), shared.__contains__)}"] if shared else []
+    for i in rows:
+        verdict = "wrong" if model[_key(i, "wrong")] else "right"
+        lines.append(f"{verdict}  i = {i}: {cells(i, lambda name: name not in shared)}")
     return Explanation(lines, launch.arrays(model), launch.command)
 
 

@@ -20,9 +20,8 @@ from ptxlab.emulator.front.types import bits_of, is_signed
 from ptxlab.errors import ArgumentError
 from ptxlab.prove.bitvectors import Bits, extend, pieces, value
 from ptxlab.prove.execute import FALSE, TRUE, LaneStep, NotModelled, _Execution
-from ptxlab.prove.kernels import symbols_of
 from ptxlab.prove.main_loops import LoopClaim
-from ptxlab.prove.solve import Query
+from ptxlab.prove.solve import Query, symbols_of
 
 Bounds = dict[str, list[Any]]  # by the name of an unknown
 _MATRIX = re.compile(
@@ -60,15 +59,20 @@ class Body:
         ends: for each way back to the loop's head the condition, and registers (width, index) -> bits.
         before: what registers held at the head, by the same keys.
         products: in order.
+        channels: over how many products each unknown that was added goes, by name.
+        merged: names of those that a later one of the same sum includes.
         to_float: INT32 numbers that were converted to FP32.
-        steps: instructions with an @lanes annotation.
+        steps: instructions with an @lanes annotation, of so many that are `annotated`.
     """
 
     ends: list[tuple[Any, dict[tuple[int, int], Bits]]]
     before: Mapping[tuple[int, int], Bits]
     products: list[Product]
+    channels: Mapping[str, int]
+    merged: set[str]
     to_float: list[tuple[Any, Bits]]
     steps: list[LaneStep]
+    annotated: int
 
     @cached_property
     def sums(self) -> dict[str, Bits]:
@@ -108,6 +112,8 @@ class _Step(_Execution):
         self.loop = loop
         self.before: dict[tuple[int, int], Bits] = {}
         self.products: list[Product] = []
+        self.channels: dict[str, int] = {}  # of each product, by name
+        self.merged: set[str] = set()
         self.to_float: list[tuple[Any, Bits]] = []
         self.latest: dict[tuple[int, int], tuple[Any, Bits]] = {}  # what was written last, on which condition
         self.named: dict[Any, Bits] = {}
@@ -126,12 +132,15 @@ class _Step(_Execution):
             if pc in inner:  # whatever its steps have done, registers that it writes hold something
                 for instruction in self.code[pc : inner[pc] + 1]:
                     self.forget(instruction, TRUE)
+                self.carry = [z3.FreshConst(z3.BoolSort(), "carry")]
             for target, guards in self.step(pc, {0: guard}):
                 if target == head:
                     ends.append((guards[0], dict(self.registers[0])))
                 elif pc < target <= last:
                     ready[target] = z3.simplify(z3.Or(ready.get(target, FALSE), guards[0]))
-        return Body(ends, self.before, self.products, self.to_float, self.steps)
+        annotated = sum(self.code[pc].lanes is not None for pc in self.loop)
+        parts = self.before, self.products, self.channels, self.merged, self.to_float, self.steps
+        return Body(ends, *parts, annotated)
 
     # Registers and operands hold anything at first.
 
@@ -181,6 +190,8 @@ class _Step(_Execution):
         elif instruction.head in ("st", "bar", "barrier", "shfl"):
             self.forget(instruction, guard)
         else:
+            if instruction.head in ("mma", "wgmma", "dp2a") and {"s32", "u32"} & {*instruction.opcode.split(".")}:
+                raise ValueError("integer products of another form")
             if instruction.opcode == "cvt.rn.f32.s32":
                 self.to_float.append((guard, self.read(0, instruction.operands[1], "s32")))
             try:
@@ -208,16 +219,18 @@ class _Step(_Execution):
         for target, c_before in zip(targets, held, strict=True):
             before, already = self.parted(z3.simplify(z3.If(keeps, c_before, value(0, 32))))
             added = z3.FreshConst(z3.BitVecSort(32), "products")
+            self.channels[added.decl().name()] = already + channels
             self.products.append(Product(added, already + channels, operands, before))  # type: ignore[arg-type]
             self.write(0, guard, target, before + added)
 
     def parted(self, held: Bits) -> tuple[Bits, int]:
         """A sum without the products that this step has added to it, and over how many channels these are."""
         terms = held.children() if z3.is_app_of(held, z3.Z3_OP_BADD) else [held]
-        for product in self.products:
-            if any(term.eq(product.symbol) for term in terms):
-                rest = [term for term in terms if not term.eq(product.symbol)]
-                return sum(rest, value(0, 32)), product.channels
+        for at, term in enumerate(terms):
+            name = term.decl().name()
+            if name in self.channels:
+                self.merged.add(name)
+                return sum(terms[:at] + terms[at + 1 :], value(0, 32)), self.channels[name]
         return held, 0
 
     def in_registers(self, operand: ir.Operand) -> tuple[Bits, ...]:
@@ -235,20 +248,23 @@ def sums_fit(bodies: Iterable[Body], loop: LoopClaim, most: int) -> list[Query]:
     low, high = loop.product
     found = []
     for body in bodies:
-        k, after = z3.BitVec("k", 64), _sums_after(body)
-        channels = {p.symbol.decl().name(): p.channels for p in body.products}
-        step = max(sum(channels.get(name, 0) for name in _summands(bits)) for _, bits in after)
-        bounds = _added(body, loop) | {"k": [k >= 0, k <= most - step]}
-        bounds |= {name: _within(before, low * k, high * k) for name, before in body.sums.items()}
+        after = _sums_after(body)
+        step = max(_most_channels(bits, body.channels) for _, bits in after)
+        wide = max(33, (max(-low, high) * most).bit_length() + 2)
+        least, greatest = z3.BitVecs("least greatest", wide)  # low*k and high*k before the step, for any k that is left
+        bounds = _added(body, loop) | {"least": [low * (most - step) <= least, least <= 0]}
+        bounds |= {"greatest": [greatest >= 0, greatest <= high * (most - step)]}
+        bounds |= {name: _within(before, least, greatest) for name, before in body.sums.items()}
         for guard, bits in after:
-            holds = z3.And(_within(bits, low * (k + step), high * (k + step)))
+            holds = z3.And(_within(bits, least + low * step, greatest + high * step))
             found.append(_bounded(z3.Implies(guard, holds), bounds))
         found += _operands_fit(body, loop)
-    return _of_each_form(found)
+    # Within limits that s32 holds nothing has wrapped; beyond them a number that has is among them.
+    return [*found, Query(z3.BoolVal(low * most >= -(2**31) and high * most < 2**31))]
 
 
 def sums_are_exact(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
-    """That a step leaves no sum behind, and that FP32 holds those that it converts.
+    """That a step leaves no sum behind, and that FP32 holds each that it converts.
 
     By an instruction; or by beginning at the bits of 1.5 * 2^23, to which a sum within 2^22 is added as to a float.
     """
@@ -257,17 +273,19 @@ def sums_are_exact(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
         products = _added(body, loop)
         bounds = products | {name: [before == 0] for name, before in body.sums.items()}
         found += [_bounded(z3.Implies(guard, bits == 0), bounds) for guard, bits in _sums_after(body, begun=False)]
-        converted = [x for x in body.to_float if products.keys() & _summands(x[1]).keys()]
-        for guard, number in converted:
+        converted = set[str]()
+        for guard, number in body.to_float:
             exact = z3.And(_within(number, -EXACT_IN_F32, EXACT_IN_F32))
-            found.append(_bounded(z3.Implies(guard, exact), bounds))
-        if not converted:
-            for product in body.products:
+            if products.keys() & _summands(number).keys():
+                found.append(_bounded(z3.Implies(guard, exact), bounds))
+                converted |= _summands(number).keys()
+        for product in body.products:
+            if product.symbol.decl().name() not in converted | body.merged:
                 beside = product.added_to + product.symbol - SHIFT
                 shifted = z3.And(_within(beside, 1 - 2**22, 2**22 - 1))
                 found.append(_bounded(shifted, bounds))
         found += _operands_fit(body, loop, SHIFT)
-    return _of_each_form(found)
+    return found
 
 
 def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
@@ -284,15 +302,47 @@ def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
             admitted = [z3.ULE(x, 255) for x in exact] if loop.packed == "lqq" else [z3.ULE(scale, 17)]
             kept = z3.And([z3.ZeroExt(8, r) == x for r, x in zip(result, exact, strict=True)])
             found += [Query(z3.Implies(step.guard, are)), Query(z3.Implies(step.guard, kept), admitted)]
+        found.append(Query(z3.BoolVal(bool(steps) and len(body.steps) == body.annotated)))
         if loop.packed == "lqq":
             known = [z3.simplify(s.result ^ TOP_BITS) for s in steps]
             words = [z3.simplify(word) for p in body.products for word in p.operands[0][1]]
             found += [Query(z3.BoolVal(bool(words) and all(any(w.eq(k) for k in known) for w in words)))]
-    return _of_each_form(found)
+    return found
+
+
+def converts(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
+    """Of INT4 as s8: bytes of operand A are 16 times the signed nibbles of a loaded word, or it itself (INT8 blocks).
+
+    The latter on a condition alone, one for all words.
+    """
+    found, conditions, nibbles = [], dict[str, None](), 0
+    for body in bodies:
+        words = [word for p in body.products if p.operands[0][0] == "s8" for word in p.operands[0][1]]
+        for word in map(z3.simplify, words):
+            ways = [word]
+            if z3.is_app_of(word, z3.Z3_OP_ITE):
+                condition, *ways = word.children()
+                conditions[condition.sexpr()] = None
+            for way in ways:
+                loaded = [x for x in symbols_of([way]).values() if z3.is_bv(x) and x.size() == 32]
+                if len(loaded) != 1:
+                    found.append(Query(z3.BoolVal(False)))
+                elif len(ways) == 1 or not way.eq(loaded[0]):
+                    nibbles += 1
+                    found.append(Query(z3.Or(_sixteen_times(way, loaded[0], 4), _sixteen_times(way, loaded[0], 0))))
+    return [*found, Query(z3.BoolVal(nibbles > 0 and len(conditions) <= 1))]
+
+
+def _sixteen_times(word: Bits, packed: Bits, first: int) -> Any:
+    """That bytes, as s8, are 16 times the high (`first` 4) or low nibbles of another word, as s4."""
+    fours = [z3.Extract(first + 3, first, octet) for octet in pieces(packed, 8)]
+    return z3.And([z3.SignExt(24, x) == 16 * z3.SignExt(28, q) for x, q in zip(pieces(word, 8), fours, strict=True)])
 
 
 def _within(x: Bits, low: Any, high: Any) -> list[Any]:
-    wide = z3.SignExt(32, x)
+    """That a sum lies within numbers, or formulas of so many bits that they do not wrap."""
+    width = low.size() if z3.is_bv(low) else 33
+    wide = z3.SignExt(width - x.size(), x)
     return [low <= wide, wide <= high]
 
 
@@ -324,6 +374,17 @@ def _summands(bits: Bits) -> dict[str, Bits]:
     return found
 
 
+def _most_channels(bits: Bits, channels: Mapping[str, int]) -> int:
+    """How many products a sum has got at most, whatever the conditions are."""
+    if z3.is_app_of(bits, z3.Z3_OP_ITE):
+        condition, *ways = bits.children()
+        told = (z3.substitute(way, (condition, value)) for way, value in zip(ways, (TRUE, FALSE), strict=True))
+        return max(_most_channels(z3.simplify(way), channels) for way in told)
+    if z3.is_app_of(bits, z3.Z3_OP_BADD):
+        return sum(_most_channels(term, channels) for term in bits.children())
+    return channels.get(bits.decl().name(), 0) if z3.is_const(bits) else 0
+
+
 def _added(body: Body, loop: LoopClaim) -> Bounds:
     """How much each product may add."""
     low, high = loop.product
@@ -350,13 +411,3 @@ def _bounded(holds: Any, bounds: Bounds) -> Query:
     """A formula, under the bounds of what it speaks of."""
     symbols = symbols_of([holds])
     return Query(holds, [bound for name in symbols for bound in bounds.get(name, ())], symbols)
-
-
-def _of_each_form(queries: list[Query]) -> list[Query]:
-    """Each formula once: most registers go through the same."""
-    found: dict[str, Query] = {}
-    for query in queries:
-        whole = z3.And(query.holds, *query.assume)
-        named = [(x, z3.Const(f"x{n}", x.sort())) for n, x in enumerate(symbols_of([whole]).values())]
-        found.setdefault(z3.substitute(whole, *named).sexpr(), query)
-    return list(found.values())

@@ -5,7 +5,7 @@ z3 is asked through its API, bitwuzla and cvc5 through the SMT-LIB text that z3 
 
 import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Literal
@@ -103,6 +103,35 @@ def ask(query: Query, *, seconds: float = 60.0, solver: str = "z3") -> Answer:
     model = asked.model()
     taken = (model.eval(c, model_completion=True).as_long() for c in constants)
     return Answer("refuted", dict(zip(names.values(), taken, strict=True)))
+
+
+def of_each_form(queries: Sequence[Query]) -> list[Query]:
+    """Each formula once, whatever its unknowns are called: most threads, words and registers go through the same."""
+    import z3
+
+    found: dict[tuple[str, ...], Query] = {}
+    for query in queries:
+        whole = z3.And(query.holds, *query.assume)
+        named = [(x, z3.Const(f"x{n}", x.sort())) for n, x in enumerate(symbols_of([whole]).values())]
+        sorts = (str(x.sort()) for x, _ in named)
+        found.setdefault((z3.substitute(whole, *named).sexpr(), *sorts), query)
+    return list(found.values())
+
+
+def symbols_of(formulas: Iterable[Any]) -> dict[str, Any]:
+    """The unknowns of formulas, by name."""
+    import z3
+
+    found, seen, todo = {}, set[int](), list(formulas)
+    while todo:
+        term = todo.pop()
+        if term.get_id() in seen:
+            continue
+        seen.add(term.get_id())
+        todo += term.children()
+        if z3.is_const(term) and term.decl().kind() == z3.Z3_OP_UNINTERPRETED:
+            found[str(term)] = term
+    return found
 
 
 def contradict(assumptions: Sequence[Any]) -> bool:

@@ -46,9 +46,15 @@ class Logical:
         """What a view calls it."""
         return f"{_LETTERS[self.dtype.kind]}{self.bits}"
 
-    def symbol(self, index: int, bits: int = 0) -> Bits:
-        """The element, whatever width is asked for: it has one type."""
+    def symbol(self, index: int) -> Bits:
+        """The element."""
         return z3.BitVec(f"{self.name}[{index}]", self.bits)
+
+    def element(self, index: int, bits: int) -> Bits:
+        """The same where it has so many bits; ValueError if not: nothing lies beside it."""
+        if bits != self.bits:
+            raise ValueError(f"{self.name} has elements of {self.bits} bits, not {bits}")
+        return self.symbol(index)
 
     def array(self, raw: np.ndarray) -> np.ndarray:
         """Elements by their bits (u64, flat) as the array that `pack` takes."""
@@ -103,6 +109,9 @@ class Layout:
 def layout_of(name: str, make: Callable[..., Arrays], pack: Pack, sizes: tuple[tuple[str, int], ...]) -> Layout:
     """Read the layout off `pack`: each bit of each input has a number, whose binary digits are packed one by one."""
     example = make(np.random.default_rng(0), **dict(sizes))
+    for one, x in example.items():
+        if not isinstance(x, np.ndarray):
+            raise NotModelled(f"{name}: its input {one} is {type(x).__name__}; arrays are followed")
     logical = tuple(_logical(pack, example, argument) for argument in example)
     counts = [a.count * a.bits for a in logical]
     numbers = np.split(np.arange(1, sum(counts) + 1), np.cumsum(counts)[:-1])
@@ -151,7 +160,8 @@ class SymbolicLaunch:
 
     Attributes:
         label: the source.
-        names: what claims may speak of: inputs, outputs, sizes.
+        names: what claims may speak of: inputs, outputs as the launch leaves them, sizes; `before.out` is what lay in
+            an output before.
         outputs: what was stored to, by name; claims are on every stored element of `target`, of so many `bits`.
         trace: what the run left.
         count: elements of the target; None where nothing tells.
@@ -174,12 +184,19 @@ class SymbolicLaunch:
     @property
     def stored(self) -> list[int]:
         """The elements of the target that were stored to, or should have been."""
-        return sorted({8 * at // self.bits for at in self.outputs[self.target].written} | set(self.expected))
+        bits = [range(8 * at, 8 * at + 8) for at in self.outputs[self.target].written]
+        return sorted({bit // self.bits for octet in bits for bit in octet} | set(self.expected))
 
     def written(self, i: int) -> Any:
         """The condition on which all bytes of element `i` of the target are stored."""
         octets = range(i * self.bits // 8, ((i + 1) * self.bits + 7) // 8)
         return z3.simplify(z3.And([self.outputs[self.target].written.get(at, FALSE) for at in octets]))
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What assumptions may speak of: nothing that the kernel has stored."""
+        before = {name: replace(view, name=f"before.{name}") for name, view in self.names["before"].items()}
+        return {name: x for name, x in {**self.names, **before}.items() if name != "other"}
 
     def about(self, claim: str) -> "SymbolicLaunch":
         """The launch for a claim that says by an element `i` what it is on, and of which type (`out.s8[i]`)."""
@@ -203,6 +220,9 @@ def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> Symboli
     sizes = {k: int(v) for k, v in max(spec.example_sizes, key=spec.bytes_moved).items()}
     layout = layout_of(spec.name, spec.example, spec.pack, tuple(sizes.items()))
     output = spec.outputs[0]
+    for arg in spec.args:
+        if "|" in str(arg.dtype):
+            raise NotModelled(f"{spec.name}: {arg.name} is {arg.dtype}; arguments of one dtype are followed")
     count, itemsize = int(np.prod(output.resolve(sizes))), np.dtype(str(output.dtype)).itemsize
     buffers, trace = _run(spec, source, sizes, layout, [0])
     first = buffers[output.name].written
@@ -221,7 +241,8 @@ def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> Symboli
     for arg in (*spec.inputs, *spec.outputs):
         byte = partial(layout.byte, arg.name) if arg.role == "in" else buffers[arg.name].read
         names[arg.name] = _elements(arg, sizes, byte)
-    names |= {a.name: Elements(a.name, a.symbol, a.type, a.count) for a in layout.logical}
+    names |= {a.name: Elements(a.name, a.element, a.type, a.count) for a in layout.logical}
+    names["before"] = {arg.name: _elements(arg, sizes, buffers[arg.name].before) for arg in spec.outputs}
     return SymbolicLaunch(
         label=source.label,
         names=names,
@@ -285,10 +306,11 @@ def of_file(
             kind = "s" if declared.number and declared.number.signed else "u"
             scalars[name] = of_bytes(name, pieces(bits, 8).__getitem__, type=f"{kind}{bits.size()}", only=0)
     # conditions on scalars alone tell which ways the kernel can go
-    known = [formula(text, scalars, 0) for text in assume if names_in(text) <= set(scalars)]
+    known = [formula(text, scalars, 0) for text in assume if names_in(text) <= set(scalars) - {"i"}]
     threads = [(b, t) for b in _indices(grid) for t in _indices(block)]
     trace = execute(entry, list(arguments.values()), grid=grid, block=block, threads=threads, assume=known)
     buffers = {name: argument for name, argument in arguments.items() if isinstance(argument, Buffer)}
+    views = {name: _typed(buffer) for name, buffer in buffers.items()}
     outputs = {name: buffer for name, buffer in buffers.items() if buffer.written}
     if not outputs:
         raise ArgumentError(kernel.source.label, "a kernel that stores to one of its arguments", "none")
@@ -306,7 +328,7 @@ def of_file(
     geometry = " ".join(f"--{n} {','.join(map(str, v))}" for n, v in (("grid", grid), ("block", block)))
     return SymbolicLaunch(
         label=kernel.source.label,
-        names={**scalars, **{name: _typed(buffer) for name, buffer in buffers.items()}},
+        names={**scalars, **views, "before": {name: _typed(buffers[name], before=True) for name in outputs}},
         outputs=outputs,
         target=next(iter(outputs)),
         bits=8,
@@ -317,12 +339,13 @@ def of_file(
     )
 
 
-def _typed(buffer: Buffer) -> Elements:
+def _typed(buffer: Buffer, before: bool = False) -> Elements:
     """A pointer's elements, of the type by which the kernel accesses them, if it is one."""
     kinds = {f"{'f' if is_float(t) and not t.endswith('x2') else 'u'}{bits_of(t)}" for t in buffer.types}
     type_name = kinds.pop() if len(kinds) == 1 else ""
     places = {8 * at // int(type_name[1:] or 8) for at in buffer.content}
-    return of_bytes(buffer.name, buffer.read, type=type_name, only=places.pop() if len(places) == 1 else None)
+    only = places.pop() if len(places) == 1 else None
+    return of_bytes(buffer.name, buffer.before if before else buffer.read, type=type_name, only=only)
 
 
 def _indices(extent: Index) -> Iterator[Index]:

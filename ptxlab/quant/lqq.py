@@ -55,6 +55,8 @@ def quantize_lqq(
     of a group), "ceiling" (which never clips at range 120 or less), or "search" for the scale that minimises the
     group's squared error. Raises ArgumentError as `quantize_level1` does, for an unknown group or a K that is not a
     multiple of it, and for an unknown rounding.
+
+    `protective_range` 120 is proved safe for nearest and ceiling (claims `quantiser lqq nearest` of `ptxlab prove`).
     """
     if not is_one_of(rounding, get_args(Rounding)):
         raise ArgumentError("rounding", f"must be one of {', '.join(get_args(Rounding))}", rounding)

@@ -14,11 +14,12 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError, FileError, VerificationError
 from ptxlab.io.checkpoint import FLOATS, Checkpoint, TensorInfo, write_checkpoint
-from ptxlab.layout import buffer_shapes, load, pack, unpack
+from ptxlab.layout import PackedWeight, buffer_shapes, load, pack, unpack
 from ptxlab.layout.packed_weight import QuantizedWeight
 from ptxlab.layout.storage import METADATA_KEY, announce, contents, header_fields, metadata
 from ptxlab.model.weights import quantiser
 from ptxlab.quant import PROTECTIVE_RANGE
+from ptxlab.quant.inputs import check_protective_range
 
 _EMBEDDING = re.compile(r"embed|(^|[._])w[tp]e\b", re.IGNORECASE)  # embed_tokens, position_embeddings, wte, wpe
 _LISTED = 8  # tensors that one message names
@@ -76,8 +77,9 @@ class Conversion:
         """Quantise, pack and write every planned tensor and copy the others, whole or not at all.
 
         Raises ArgumentError, with the tensor's name, for values that the quantiser refuses (NaN, infinity, unusable
-        scales), for two tensors that would have one name, and for a file that is the checkpoint itself; FileError if
-        the file cannot be written.
+        scales) and for a group that the kernels would restore wrong (at a protective range that is too wide); for two
+        tensors that would have one name, and for a file that is the checkpoint itself; FileError if the file cannot be
+        written.
         """
         if os.path.exists(out) and os.path.samefile(out, self.checkpoint.path):
             raise ArgumentError("out", "must be another file than the checkpoint, which would be lost", out)
@@ -102,23 +104,31 @@ class Conversion:
         for tensor in self.tensors:
             name = tensor.info.name
             if tensor.fields:
-                weight = self._quantize(name, tensor.fields)
+                weight, packed = self._quantize(name, tensor.fields)
                 self._digests[name] = _digest(weight)
-                yield from contents(name, pack(weight, tensor.fields["layout"]))
+                yield from contents(name, packed)
             else:
                 yield name, self.checkpoint.read_bytes(name)
             if progress:
                 progress(name)
 
-    def _quantize(self, name: str, fields: dict[str, Any]) -> QuantizedWeight:
+    def _quantize(self, name: str, fields: dict[str, Any]) -> tuple[QuantizedWeight, PackedWeight]:
         try:
-            return quantiser(fields["scheme"])(self.checkpoint.read(name), fields["group"])
+            quantise = quantiser(fields["scheme"], protective_range=fields["protective_range"])
+            weight = quantise(self.checkpoint.read(name), fields["group"])
+            return weight, pack(weight, fields["layout"])
         except ArgumentError as error:
             raise ArgumentError(name, error.rule, error.value) from None
 
 
 def plan(
-    path: str | os.PathLike[str], *, scheme: str = "lqq", group: int = 64, layout: str = "strips", pattern: str = "*"
+    path: str | os.PathLike[str],
+    *,
+    scheme: str = "lqq",
+    group: int = 64,
+    layout: str = "strips",
+    pattern: str = "*",
+    protective_range: int = PROTECTIVE_RANGE,
 ) -> Conversion:
     """Decide which tensors of a safetensors file are packed: float matrices [N, K] under the shell-style `pattern`.
 
@@ -126,13 +136,14 @@ def plan(
     look up, not to multiply by: they are packed only if the pattern itself names one (`*word_embeddings*`). All others
     are copied. Reads nothing but the header. Raises FileError for a file that is not safetensors or of which nothing
     can be packed (with the reason per tensor), ArgumentError for an unknown scheme, group or layout, for a pattern that
-    matches no tensor, and for a file that is packed already.
+    matches no tensor, for a protective range outside 1..127, and for a file that is packed already.
     """
+    check_protective_range(protective_range)
     checkpoint = Checkpoint(path)
     buffer_shapes(layout, scheme, 8, 128, 128 if scheme == "qoq_channel" else group)  # refuses bad arguments
     if METADATA_KEY in checkpoint.metadata:
         raise ArgumentError("path", "must not hold packed weights already", path)
-    tensors = [_plan(info, scheme, group, layout, pattern) for info in checkpoint.tensors.values()]
+    tensors = [_plan(info, scheme, group, layout, pattern, protective_range) for info in checkpoint.tensors.values()]
     matched = [tensor for tensor in tensors if fnmatchcase(tensor.info.name, pattern)]
     if not matched:
         raise ArgumentError("pattern", f"must match a tensor of {path}", pattern)
@@ -143,7 +154,7 @@ def plan(
     return Conversion(checkpoint, tensors)
 
 
-def _plan(info: TensorInfo, scheme: str, group: int, layout: str, pattern: str) -> PlannedTensor:
+def _plan(info: TensorInfo, scheme: str, group: int, layout: str, pattern: str, protective_range: int) -> PlannedTensor:
     if not fnmatchcase(info.name, pattern):
         return PlannedTensor(info, None, "not selected", selected=False)
     if len(info.shape) != 2:
@@ -157,9 +168,8 @@ def _plan(info: TensorInfo, scheme: str, group: int, layout: str, pattern: str) 
         buffer_shapes(layout, scheme, N, K, K if channel else group)
     except ArgumentError as error:
         return PlannedTensor(info, None, f"{error.rule} ({error.value})")
-    return PlannedTensor(
-        info, header_fields(layout, scheme, N, K, K if channel else group, 0 if channel else PROTECTIVE_RANGE)
-    )
+    of_groups = (K, 0) if channel else (group, protective_range)
+    return PlannedTensor(info, header_fields(layout, scheme, N, K, *of_groups))
 
 
 def _digest(weight: QuantizedWeight) -> str:

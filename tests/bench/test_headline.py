@@ -228,18 +228,20 @@ def test_w8a8_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
 
 def test_w4a4_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
     """The steps for sm_80 on one matrix alone; what is left of K behind the outliers is INT4."""
-    every = [spec.name for spec in kernels.specs().values() if "w4a4" in spec.name]
+    every = [spec.name for spec in kernels.specs().values() if "w4a4" in spec.name or "w4ax" in spec.name]
     emulated_gpu.setattr(w4a4, "TOKENS", (3, 5))
+    emulated_gpu.setattr(problem, "SMS", 2)
     assert list(w4a4.layer_rows(SMALL, ["gemm_w4a8_sm90"], {}, stream_us, quiet)) == []
     rows = list(w4a4.layer_rows(SMALL, every, {3: FP8, 5: FP8}, stream_us, quiet))
     assert [(row.measure, row.kernel, row.sizes["M"]) for row in rows] == [
-        ("w4a4", "gemm_w4a4_sm90", M) for M in (3, 5)
+        (measure, f"gemm_{measure}_sm90", M) for measure in ("w4a4", "w4ax") for M in (3, 5)
     ]
     assert rows[0].sizes == {"M": 3, "N": 128, "K": 128, "outliers": 128, "g": 128} and rows[0].peers == FP8
-    assert rows[0].operations == 2 * 3 * 128 * 256
+    assert rows[2].sizes == {"M": 3, "N": 128, "K4": 128, "K8": 128}
+    assert rows[0].operations == rows[2].operations == 2 * 3 * 128 * 256
     emulated_gpu.setattr(w4a4, "LADDER_LAYER", SMALL)
     ladder_rows = list(w4a4.layer_rows(SMALL, every, {3: FP8, 5: FP8}, stream_us, quiet))
-    assert [row.kernel for row in ladder_rows[::2]] == every and len({row.key for row in ladder_rows}) == 8
+    assert [row.kernel for row in ladder_rows[::2]] == every and len({row.key for row in ladder_rows}) == 16
     emulated_gpu.setattr(w4a4, "LLAMA", (SMALL,))
     assert [(step.spec.name, sizes["M"]) for step, sizes in w4a4.points(every)] == [
         (n, M) for n in every for M in (3, 5)

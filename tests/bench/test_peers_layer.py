@@ -51,6 +51,56 @@ def test_every_mix_at_every_batch(on_cpu: pytest.MonkeyPatch) -> None:
     times = peers_layer.mixes(TINY, (1, 3), PLAIN, said.append)
     us = peers_layer.MixTime(7.0, 7.0, 7.0)
     assert times == {B: {f"{name}/sdpa": us for name in PLAIN} for B in (1, 3)} and said[0] == "tiny: fp16"
+    further = {"fp16/sdpa": [2], "fp16/xqa_fp8": [4]}  # FP16 has no paged attention
+    times = peers_layer.mixes(TINY, (1,), ("fp16", "fp8_tensor"), said.append, further=further)
+    assert {B: [*of] for B, of in times.items() if of} == {1: ["fp16/sdpa", "fp8_tensor/sdpa"], 2: ["fp16/sdpa"]}
+
+
+def test_a_prompt_costs_its_gemms_and_causal_attention(on_cpu: pytest.MonkeyPatch) -> None:
+    """Every call is of four prompts; what it gives is held against the same in float64."""
+    import torch
+
+    results: list[Any] = []
+
+    def measure(calls: Sequence[Callable[[], Any]], **_: Any) -> Measured:
+        results.append(calls[0]())
+        return Measured(8.0, 8.0, 8.0, 1900.0)
+
+    on_cpu.setattr(peers_layer, "measure", measure)
+    drawn: list[Any] = []
+    randn = torch.randn
+    on_cpu.setattr(torch, "randn", lambda *size, **how: drawn.append(randn(*size, **how)) or drawn[-1])
+    assert peers_layer.prefills(TINY, ("fp8_row",), LENGTH, lambda _: None) == {"fp8_row": 5 * 8.0 / 4}
+    inputs = [x.double() for x in drawn if x.dtype == torch.float32]
+    for x, weight, found in zip(inputs, matrices(TINY).values(), results, strict=False):
+        right = x @ weight.t()
+        assert float((found.double() - right).square().mean().sqrt() / right.square().mean().sqrt()) < 0.1
+    q, k, v = (x.double() for x in drawn if x.ndim == 4)
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3) * 128**-0.5).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
+    assert len(inputs) == 4 and q.shape == (4, 4, LENGTH, 128)
+    assert float((results[4].double() - torch.softmax(scores, 3) @ v).abs().max()) < 0.05
+
+
+def test_prompts_of_experts_and_of_what_is_not_there(on_cpu: pytest.MonkeyPatch) -> None:
+    """PyTorch has no grouped GEMM on a CPU: each expert has its share of the rows."""
+    rows: list[tuple[int, list[int]]] = []
+
+    def grouped(name: str, weights: Any) -> Callable[..., Any]:
+        return lambda x, scale, ends: rows.append((len(x), ends.tolist()))
+
+    on_cpu.setattr(peers_layer, "_grouped", grouped)
+    on_cpu.setattr(peers_layer, "measure", lambda calls, **_: calls[0]() or Measured(8.0, 8.0, 8.0, 0.0))
+    on_cpu.setattr(peers_layer, "_product", lambda name, weight: lambda x, scale: None)
+    with pytest.MonkeyPatch.context() as patch:
+        import torch
+
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *_, **__: None)
+        found = peers_layer.prefills(EXPERTS, ("fp16", "humming_g128"), LENGTH, lambda _: None)
+    each = 4 * LENGTH * EXPERTS.chosen_experts
+    assert found == {"fp16": 10.0} and rows == [(each, [each // 4 * i for i in (1, 2, 3, 4)])] * 2
+    on_cpu.setattr(peers, "importable", lambda: False)
+    assert peers_layer.prefills(TINY, ("fp16",), LENGTH, lambda _: None) == {}
 
 
 def decoded(config: Config, B: int) -> tuple[Any, Any]:

@@ -114,7 +114,7 @@ def test_a_memory_that_is_too_small_is_refused_with_the_figures(cli: Any, folder
     ):
         code, _, err = cli("generate", *given, *options, "--memory", 1.5)
         assert code == 2 and re.fullmatch(rf"error: --memory expects {rule}, got 1.5", err.splitlines()[-1])
-        assert cli("generate", *given, *options, "--memory", 1.6)[0] == 0
+        assert cli("generate", *given, *options, "--memory", 1.6, "--head", "int8")[0] == 0
 
 
 def test_it_ends_where_the_model_ends(cli: Any, folder: Path, tmp_path: Path) -> None:
@@ -155,7 +155,8 @@ def test_characters_are_shown_whole(folder: Path) -> None:
     [
         ((), "the prompt must not be empty"),
         (("a", "--tokens", "0"), "--tokens expects an integer, 1 or more, got 0"),
-        (("a", "--batch", "-1"), "--batch expects an integer, 1 or more, got -1"),
+        (("a", "--batch", "0"), "--batch expects an integer, 1 or more, got 0"),
+        (("a", "--head", "int4"), "--head expects float16 or int8, got int4"),
         (("a", "--temperature", "-0.5"), "--temperature expects a number, 0 or more, got -0.5"),
         (("a", "--temperature", "nan"), "--temperature expects a number, 0 or more, got nan"),
         (("a", "--seed", "-1"), "--seed expects an integer in 0..2^32-1, got -1"),

@@ -29,7 +29,7 @@ def test_it_writes_a_checkpoint_that_loads(cli: Any, checkpoint: Path, tmp_path:
     code, printed, err = cli("quantize", checkpoint, *options)
     assert code == 0 and err == ""
     text = " ".join(printed.split())
-    assert "qoq, group 32, qserve; loaded again, equal in every bit" in text
+    assert "qoq ±119, group 32, qserve; loaded again, equal in every bit" in text
     assert "layer.0.up 64x128 32,768 4,864 4.75" in text
     assert "copied layer.0.odd F32 [3, 128]: N must be a positive multiple of 8 (N=3)" in text and "bias" not in text
     assert "1 packed, 2 copied:" in text
@@ -58,6 +58,9 @@ def test_as_json(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
         (("--layout", "zigzag"), "layout: must be one of row_major, qserve, dual_mma, comet, strips (got zigzag)"),
         (("--scheme", "awq"), "scheme: must be one of lqq, qoq, qoq_channel (got awq)"),
         (("--group", "48"), "group: must be one of 32, 64, 128 (got 48)"),
+        (("--range", "128"), "protective_range: must be an integer in 1..127 (got 128)"),
+        (("--range", "119", "--scheme", "qoq_channel"), "--range is for lqq and qoq: qoq_channel has one level"),
+        (("--range", "127"), "layer.0.up: must restore to -128..127, unless unchecked"),
         (("--tensor", "*gone"), "pattern: must match a tensor of"),
         (("--tensor", "*bias"), "in.safetensors: no tensor can be packed: layer.0.bias F32 [128]: not a matrix"),
         (("--out", "no/such/folder/out"), "cannot be written: No such file or directory"),
@@ -72,6 +75,15 @@ def test_bad_input_is_one_line(
     assert not out.exists()
 
 
+def test_the_range_that_is_proved_is_offered(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    code, printed, _ = cli("quantize", checkpoint, "--range", "120", "--out", out)
+    assert code == 0 and "lqq ±120, group 64" in printed
+    weight = layout.unpack(layout.load(out))
+    assert weight.protective_range == 120 and np.abs(weight.exact_level1()).max() >= 120
+    assert cli("audit", out)[1].splitlines()[-1].startswith("safe by proof: lqq ±120")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A trained model's folder, of heads that the kernels take, and a text."""
@@ -83,11 +95,27 @@ def folder(tmp_path: Path) -> Path:
 def test_a_model_by_a_recipe_is_measured(cli: Any, folder: Path, tmp_path: Path) -> None:
     """Two layers, the whole recipe; `tests/cli/test_generate.py` has text of it."""
     out, text = tmp_path / "out", tmp_path / "text.txt"
-    options = ("--recipe", "lqq", "--group", "32", "--text", text, "--samples", 4, "--length", 32, "--out", out)
+    options = (
+        "--recipe",
+        "lqq",
+        "--group",
+        "32",
+        "--range",
+        "120",
+        "--text",
+        text,
+        "--samples",
+        4,
+        "--length",
+        32,
+        "--out",
+        out,
+    )
     code, printed, err = cli("quantize", folder, *options, "--json")
     assert (code, err) == (0, "")
     found = json.loads(printed)
     assert found["recipe"]["gptq"] and found["recipe"]["group"] == 32
+    assert found["recipe"]["protective_range"] == 120
     assert [0 < error < 0.05 for of in found["errors"].values() for error in of.values()] == 8 * [True]
     assert {path.name for path in out.iterdir()} == {
         "config.json", "ends.safetensors", "generation_config.json", "layer_000.safetensors", "layer_001.safetensors",
@@ -112,6 +140,7 @@ def test_what_a_recipe_reports(cli: Any, folder: Path, tmp_path: Path) -> None:
         (("--recipe", "lqq", "--rotation", "left"), "rotate: must be one of hadamard, random or None (got left)"),
         (("--recipe", "atom"), "to be packed; others are measured: ptxlab accuracy"),
         (("--recipe", "lqq", "--scheme", "qoq"), "--scheme is for a file without --recipe"),
+        (("--recipe", "lqq", "--range", "0"), "protective_range: must be an integer in 1..127 (got 0)"),
         (("--recipe", "lqq", "--samples", "0"), "--samples expects an integer, 1 or more, got 0"),
         (("--recipe", "lqq", "--seed", "-1"), "--seed expects an integer, 0 or more, got -1"),
         (("--recipe", "lqq", "--backend", "tpu"), "--backend expects gpu or numpy, got tpu"),

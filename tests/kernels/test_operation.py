@@ -16,6 +16,7 @@ import ptxlab
 from ptxlab import gpu, layout, quant
 from ptxlab.errors import ArgumentError, LaunchError
 from ptxlab.kernels import operation
+from ptxlab.kernels.gemm import gemm_w8a8
 from ptxlab.layout import KVCache
 from tests.support import attention_calls, gemm_calls, host_time
 from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
@@ -24,6 +25,8 @@ M, N, K, E, HEADS, D = 5, 40, 256, 2, 2, 64
 PACKAGE = str(Path(ptxlab.__file__).parent)
 ATOM = np.ones((M + 3, K), np.float32)
 ATOM_WEIGHT = ptxlab.pack_atom(quant.quantize_atom_weight(np.tile(ATOM, (N // 8, 1)), 64, 64))
+BLOCK_WEIGHT = ptxlab.pack_block_weight(quant.quantize_block_weight(np.tile(ATOM, (N // 8, 1))), 1)
+BLOCK_TOKENS = layout.pack_block_activations(quant.quantize_blocks(ATOM[:M], 1))
 ATOM_TOKENS = layout.pack_atom_activations(quant.quantize_atom_activations(ATOM[:M], 64, 64))
 Calls = dict[str, tuple[Callable[..., Any], dict[str, Any]]]
 
@@ -51,6 +54,18 @@ def calls(fake: FakeGpu) -> Calls:
             ptxlab.gemm_w4a4,
             {"out": array((M, N)), "x": on_device(ATOM_TOKENS), "weight": on_device(ATOM_WEIGHT)},
         ),
+        "gemm_w8a8": (
+            gemm_w8a8,
+            {
+                "out": array((M, N)),
+                "x": ptxlab.quantize_activations(floats),
+                "weight": quant.Level1Weight(array((N, K), np.int8), array((N,), np.float32), 127),
+            },
+        ),
+        "gemm_w4ax": (
+            ptxlab.gemm_w4ax,
+            {"out": array((M, N)), "x": on_device(BLOCK_TOKENS), "weight": on_device(BLOCK_WEIGHT)},
+        ),
         "attention_kv4": (
             ptxlab.attention_kv4,
             {"q": array((M, HEADS, D)), "cache": cache, "out": array((M, HEADS, D))},
@@ -77,6 +92,8 @@ NAMES = (
     "gemm_w4a8",
     "gemm_w4a8_grouped",
     "gemm_w4a4",
+    "gemm_w8a8",
+    "gemm_w4ax",
     "attention_kv4",
     "append_kv4",
     "rope_append_kv4",

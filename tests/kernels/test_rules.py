@@ -10,12 +10,13 @@ from ptxlab.kernels.gemm.grouped import GROUPED
 from ptxlab.kernels.gemm.strips import LARGE, LARGE_TILES, SMALL, SMALL_FRAGMENTS
 from ptxlab.kernels.gemm.w4a4 import ATOM, OUTLIER, S4
 from ptxlab.kernels.gemm.w4a4 import SM90 as W4A4
-from ptxlab.kernels.gemm.w4ax import NAIVE
+from ptxlab.kernels.gemm.w4ax import COMET, NAIVE, REMAP
+from ptxlab.kernels.gemm.w4ax import SM90 as W4AX
 from ptxlab.spec import KernelSpec
 
 TILE = kernels.specs()["gemm_tile_lqq_sm80"]
 SIZES = {"M": 8, "N": 64, "K": 128, "E": 2, "g": 64, "rows": 8}  # such as every GEMM takes
-SIZES |= {"outliers": 64, "K4": 128, "K8": 128}
+SIZES |= {"outliers": 64, "K4": 128, "K8": 128, "blocks": 4}
 WRONG = [
     (MMA, {"D": 96}, r"D in \(64, 128, 256\) \(got D=96\)"),
     (MMA, {"page": 8}, r"page in \(16, 32, 64\) \(got page=8\)"),
@@ -55,6 +56,11 @@ WRONG = [
     (NAIVE, {"K4": 64}, r"K4 % 128 == 0 \(got K4=64\)"),
     (NAIVE, {"K8": 64}, r"K8 % 128 == 0 \(got K8=64\)"),
     (NAIVE, {"K4": 0, "K8": 0}, r"1 <= K4 \+ K8 < 131072 \(got K4=0, K8=0\)"),
+    (REMAP, {"blocks": 0}, r"1 <= blocks <= 65536 \(got blocks=0\)"),
+    (COMET, {"K8": 64}, r"K8 % 128 == 0 \(got K8=64\)"),
+    (W4AX, {"N": 12}, r"N % 8 == 0 \(got N=12\)"),
+    (W4AX, {"K4": 64}, r"K4 % 128 == 0 \(got K4=64\)"),
+    (W4AX, {"M": 1 << 20, "N": 2048}, r"M\*N < 2\*\*31 \(got M=1048576, N=2048\)"),
     (TILE, {"M": 4}, r".*M"),
     (TILE, {"N": 24}, r"N % 16 == 0 \(got N=24\)"),
     (TILE, {"K": 96, "g": 32}, r"K % 64 == 0 \(got K=96\)"),

@@ -107,6 +107,22 @@ def test_products_are_exact_integers_in_as_few_pieces_as_that_takes(K: int, leve
     assert np.array_equal(product.accumulators(x), reference.gemm_accumulators(x, known.exact_level1()))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_8_bit_head_is_the_kernels_bit_for_bit(dtype: str) -> None:
+    """And the same for a row alone as for a row of many; 260 rows are padded to 264 and cut off again."""
+    model = quantized(dtype=dtype, tied_head=False)
+    kernels = KernelRunner(model, 3, 80, chunk=3, backend="emulator", head="int8")
+    twin = NumpyRunner(model, 3, 80, head="int8")
+    normed = stored(np.random.default_rng(0).standard_normal((3, 64), np.float32), dtype)
+    found = twin._logits(normed)
+    assert found.dtype == np.float16 and found.shape == (3, 260)
+    assert np.array_equal(kernels._logits(normed), found)
+    assert np.array_equal(twin._logits(normed[1:2])[0], found[1])
+    right = floats(normed) @ floats(model.head).T
+    error = np.sqrt(np.square(found - right).mean() / np.square(right).mean())
+    assert 1e-3 < error < 0.015  # two roundings to INT8, of a row of weights and of a token
+
+
 def test_chunks_and_batches_do_not_matter(model: QuantizedModel) -> None:
     """A prompt at once, in chunks that cut it anywhere, token by token, alone or in a batch: the same caches.
 

@@ -24,6 +24,7 @@ from ptxlab.model import (
 from ptxlab.model.numpy_runner import IntegerProduct
 from ptxlab.model.reference import compare
 from ptxlab.quant import quantize_activations
+from ptxlab.spec.dtypes import stored
 from tests.support.kernel_attention import KernelAttentionRunner
 from tests.support.small_models import write_folder
 
@@ -74,6 +75,24 @@ def test_accumulators_are_equal(model: QuantizedModel, name: str, M: int) -> Non
     x = quantize_activations(np.random.default_rng(M).standard_normal((M, weight.K), dtype=np.float32))
     found = ptxlab.gemm_w4a8(gpu.to_device(x.q), weight=ptxlab.to_device(weight), out_dtype="int32")
     assert np.array_equal(gpu.to_host(found), IntegerProduct(weight).accumulators(x.q))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_heads_on_the_gpu(dtype: str) -> None:
+    """INT8: NumPy's very bits. FP16 in one order: a row's bits are the same alone, and near cuBLAS's."""
+    model = QuantizedModel.rounded(FloatModel.random(replace(SMALL, vocabulary=1003, tied_head=False)), dtype=dtype)
+    how: dict[str, Any] = {"context": 64, "chunk": 16}
+    numbers = np.random.default_rng(0).standard_normal((40, SMALL.hidden), np.float32)
+    normed = stored(numbers, dtype)
+    on_gpu = gpu.to_device(normed)
+    eight = KernelRunner(model, 40, head="int8", **how)._logits(on_gpu)
+    assert np.array_equal(gpu.to_host(eight), NumpyRunner(model, 40, head="int8", **how)._logits(normed))
+    ordered, plain = (KernelRunner(model, 40, batch_invariant=each, **how) for each in (True, False))
+    found = gpu.to_host(ordered._logits(on_gpu))
+    assert relative(found, gpu.to_host(plain._logits(on_gpu))) < 1e-3
+    for row in (0, 7, 39):
+        alone = gpu.to_host(ordered._logits(on_gpu[row : row + 1].copy()))
+        assert np.array_equal(alone[0].view(np.uint16), found[row].view(np.uint16))
 
 
 @pytest.mark.parametrize("batch", [1, 5, 40])

@@ -1,11 +1,14 @@
 """Bytes of a runner, counted from shapes, against those of arrays that exist; batches and pages that fit a memory."""
 
+import re
 from dataclasses import fields, is_dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.model import MODELS, Config, FloatModel, Footprint, KernelRunner, LayerWeights, QuantizedModel
 from ptxlab.model.memory import excess, largest_batch, launch_bytes, layer_bytes, require_batch
@@ -37,13 +40,15 @@ def test_bytes_of_a_launch_are_those_of_its_buffers(config: Config) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_bytes_of_a_runner_are_those_of_its_arrays(tied: bool, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "head"), [("float16", "float16"), ("bfloat16", "float16"), ("float16", "int8")])
+def test_bytes_of_a_runner_are_those_of_its_arrays(tied: bool, dtype: str, head: str) -> None:
     model = QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, tied_head=tied)), group=32, dtype=dtype)
-    runner = KernelRunner(model, 3, 100, chunk=5, pages=4, backend="emulator")
-    found = Footprint.of_model(model, 3, 100, chunk=5)
-    assert found == Footprint.of(model.config, 3, 100, group=32, dtype=dtype, chunk=5)
-    ends = {id(array): array for array in (runner._embedding, runner._head, runner._final_norm)}
+    runner = KernelRunner(model, 3, 100, chunk=5, pages=4, backend="emulator", head=head)
+    found = Footprint.of_model(model, 3, 100, chunk=5, head=head)
+    assert found == Footprint.of(model.config, 3, 100, group=32, dtype=dtype, chunk=5, head=head)
+    of_head = vars(runner._head.weight).values() if head == "int8" else [runner._head.weight]
+    of_head = [array for array in of_head if isinstance(array, np.ndarray)]
+    ends = {id(array): array for array in (runner._embedding, *of_head, runner._final_norm)}
     assert found.ends == sum(array.nbytes for array in ends.values())
     assert found.total(4) - found.fixed == sum(cache.pool.nbytes for cache in runner.caches)
     steps = {key: array for rows in runner.sizes for key, array in arrays(runner._step(rows)).items()}
@@ -70,6 +75,30 @@ def test_the_pages_that_fit_fill_the_memory(name: str) -> None:
     pages = footprint.most_pages(80)
     assert footprint.total(pages) <= 80e9 < footprint.total(pages + 1)
     assert largest_batch(MODELS[name], 141, 1536) >= largest_batch(MODELS[name], 80, 1536) > 16
+
+
+class CopiedError(Exception):
+    """Weights were about to be copied to the card."""
+
+
+@pytest.mark.parametrize(("spare", "raised"), [(0, CopiedError), (-1, ArgumentError)])
+def test_a_runner_that_is_larger_than_the_card_is_refused_with_the_figures(
+    spare: int, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is copied there; one that just fits is not."""
+
+    def copied(weights: LayerWeights) -> None:
+        raise CopiedError
+
+    model = QuantizedModel.rounded(FloatModel.random(TINY_MODEL), group=32)
+    needed = Footprint.of_model(model, 2, 128, chunk=8).total(4)
+    monkeypatch.setattr(gpu, "device_info", lambda: SimpleNamespace(name="a small card", memory_bytes=needed + spare))
+    monkeypatch.setattr(LayerWeights, "to_device", copied)
+    with pytest.raises(raised) as error:
+        KernelRunner(model, 2, 128, chunk=8, pages=4)
+    figures = r"0\.00 GB of weights \+ .* of reserve \+ 0\.00 GB of 4 pages"
+    rule = rf"model: must fit the 1\.50 GB of a small card \(got {figures}\)"
+    assert raised is CopiedError or re.fullmatch(rule, str(error.value))
 
 
 @pytest.mark.parametrize(("gigabytes", "message"), [

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab.errors import ArgumentError
-from ptxlab.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel, Server
+from ptxlab.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel, Request, Server, parting
 from ptxlab.model.server import _drawn
 from tests.support.layers import TINY_MODEL
 from tests.support.serving import Served, random_requests, soak
@@ -22,13 +22,13 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": list(range(60)), "tokens": TOKENS},
     {"prompt": list(range(70, 140)), "tokens": TOKENS, "temperature": 30.0, "seed": 2},
 ]
-ALONE = NumpyRunner(MODEL, 1, 128, chunk=32, batch_invariant=True)
-KNOWN: dict[str, list[int]] = {}
+ALONE = {head: NumpyRunner(MODEL, 1, 128, chunk=32, batch_invariant=True, head=head) for head in ("float16", "int8")}
+KNOWN: dict[str, dict[str, list[int]]] = {head: {} for head in ALONE}
 
 
-def served(batch: int, **how: Any) -> Served:
-    runner = NumpyRunner(MODEL, batch, 128, batch_invariant=True, **how)
-    return Served(Server(runner), ALONE, _known=KNOWN)
+def served(batch: int, head: str = "float16", **how: Any) -> Served:
+    runner = NumpyRunner(MODEL, batch, 128, batch_invariant=True, head=head, **how)
+    return Served(Server(runner), ALONE[head], _known=KNOWN[head])
 
 
 @settings(max_examples=15)
@@ -37,9 +37,12 @@ def served(batch: int, **how: Any) -> Served:
     st.integers(1, 4),
     st.integers(2, 5),
     st.sampled_from([1, 20, 64]),
+    st.sampled_from([*ALONE]),
 )
-def test_any_schedule_gives_the_tokens_of_each_alone(schedule: list[Any], batch: int, pages: int, chunk: int) -> None:
-    these = served(batch, pages=pages, chunk=chunk)
+def test_any_schedule_gives_the_tokens_of_each_alone(
+    schedule: list[Any], batch: int, pages: int, chunk: int, head: str
+) -> None:
+    these = served(batch, head, pages=pages, chunk=chunk)
     for what in schedule:
         if what == "step":
             these.step()
@@ -59,6 +62,74 @@ def test_a_soak_of_random_requests() -> None:
     assert these.preempted and these.cancelled
     assert {request.temperature for _, request in these.requests} == {0.0, 20.0}
     assert any(len(request.tokens) < request.most for _, request in these.requests)
+
+
+NOISE = 0.25
+
+
+class Noisy(NumpyRunner):
+    """Logits that depend on how many sequences decode together, as a GPU's may: by up to NOISE."""
+
+    def decode(self, tokens: Any, at: Any = None) -> Any:
+        logits = super().decode(tokens, at)
+        rng = np.random.default_rng(len(logits))
+        return logits + rng.uniform(-NOISE, NOISE, logits.shape[1]).astype(np.float16) if len(logits) > 1 else logits
+
+
+def test_where_requests_part_is_reported_with_a_margin_within_the_noise() -> None:
+    runner = Noisy(MODEL, 3, 128, batch_invariant=True)
+    these = Served(Server(runner), ALONE["float16"], may_part=True)
+    for prompt in range(12):
+        these.submit(prompt=[prompt, 2 * prompt], tokens=16)
+    these.finish()
+    likeliest, drawn = these.parted
+    assert f"12 requests: 0 preempted; 0 cancelled; {len(likeliest)} likeliest parted, first at [" in these.said()
+    assert likeliest and not drawn and these.said().endswith("0 drawn parted")
+    for each in likeliest:
+        assert 0 <= each.position < 16 and each.token != each.alone and 0 <= each.margin <= 2 * NOISE + 0.02
+    quiet = served(3)
+    quiet.may_part = True
+    request = quiet.submit(**REQUESTS[0])
+    quiet.finish()
+    assert quiet.parted == ([], []) and len(request.tokens) == TOKENS
+
+
+@pytest.mark.parametrize("temperature", [0.0, 30.0])
+@pytest.mark.parametrize("at", [0, 5])
+def test_the_first_other_token_is_found(temperature: float, at: int) -> None:
+    """In a request that somebody has changed: nothing before it differs, and nothing behind it counts."""
+    how = {"prompt": [1, 2, 3, 4], "tokens": 8, "temperature": temperature, "seed": 3}
+    right = served(1).tokens_alone(how)
+    runner = ALONE["float16"]
+    logits = runner.prefill([[1, 2, 3, 4, *right[:at]]])[0].astype(float)
+    wrong = (right[at] + 7) % 260
+    request = Request([1, 2, 3, 4], 8, temperature=temperature, seed=3, tokens=[*right[:at], wrong, 5, 6])
+    found = parting(runner, request)
+    assert found is not None and (found.position, found.token, found.alone) == (at, wrong, right[at])
+    assert found.spread == pytest.approx(logits.std())
+    if temperature:
+        shares = np.exp((logits - logits.max()) / temperature)
+        below = np.concatenate([[0], shares.cumsum() / shares.sum()])
+        drawn = np.random.default_rng((3, at)).random()
+        assert below[right[at]] <= drawn < below[right[at] + 1]
+        assert found.margin == pytest.approx(max(below[wrong] - drawn, drawn - below[wrong + 1]))
+    else:
+        assert found.margin == logits.max() - logits[wrong] > 0
+    assert parting(runner, Request([1, 2, 3, 4], 8, temperature=temperature, seed=3, tokens=right)) is None
+    assert parting(runner, Request([1], 8)) is None
+
+
+@pytest.mark.parametrize(
+    ("runner", "request_", "message"),
+    [
+        (NumpyRunner(MODEL, 2, 20), Request([1], 2), r"runner: must be a Runner of 1 sequence \(got 2 sequences\)"),
+        ("gpu", Request([1], 2), r"runner: must be a Runner of 1 sequence \(got str\)"),
+        (ALONE["int8"], [1, 2], r"request: must be a Request \(got list\)"),
+    ],
+)
+def test_bad_input_of_parting(runner: Any, request_: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{message}$"):
+        parting(runner, request_)
 
 
 def test_out_of_pages_the_youngest_waits_and_none_is_lost() -> None:
@@ -113,6 +184,47 @@ def test_logits_that_are_not_finite_end_that_request_alone(wrong: float, monkeyp
     assert second.error is None
 
 
+def test_a_prompt_whose_logits_are_not_finite_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    these = served(2, chunk=32)
+    runner, extend = these.server.runner, these.server.runner.extend
+
+    def broken(new: Any) -> Any:
+        logits = extend(new)
+        logits[[*new].index(1)] = np.nan
+        return logits
+
+    first, second = these.submit(**REQUESTS[0]), these.submit(prompt=[9, 8], tokens=4)
+    monkeypatch.setattr(runner, "extend", broken)
+    these.step()
+    monkeypatch.undo()
+    assert second.done and second.error == "logits are not finite at token 0" and not second.tokens
+    these.requests.pop()
+    these.finish()
+    assert len(first.tokens) == TOKENS
+
+
+@pytest.mark.parametrize("head", [*ALONE])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_state_that_is_not_finite_ends_its_request_alone(head: str, dtype: str) -> None:
+    """In the midst of a prompt, in its own chunk or an earlier one, and as a token that was made; pages go on."""
+    config = replace(TINY_MODEL, layers=1, tied_head=False)
+    model = QuantizedModel.rounded(FloatModel.random(config), group=32, dtype=dtype)
+    how: dict[str, Any] = {"batch_invariant": True, "head": head, "chunk": 8}
+    runner = NumpyRunner(model, 3, 128, pages=4, **how)
+    these = Served(Server(runner), NumpyRunner(model, 1, 128, **how))
+    made, others = (these.tokens_alone({"prompt": prompt, "tokens": 6}) for prompt in ([5, 6], [9, 9]))
+    unsound = next(token for token in made if token > 30 and token not in others)
+    runner._embedding = runner._embedding.copy()
+    runner._embedding[[unsound, 7]] = [[np.inf], [3e38]]  # the square of the other is not finite in float32
+    prompts = [[1, 2, 7], [1, 7, *range(20, 30)], [7], [5, 6]]
+    broken = [these.server.submit(prompt, tokens=6) for prompt in prompts]
+    good = [these.submit(prompt=[9, 9], tokens=6) for _ in range(3)]
+    these.finish()
+    counts = [0, 0, 0, made.index(unsound) + 1]
+    assert [request.error for request in broken] == [f"logits are not finite at token {count}" for count in counts]
+    assert all(len(request.tokens) == 6 for request in good)
+
+
 def test_a_stream_gives_tokens_as_they_come() -> None:
     these = served(2, chunk=32)
     first, other = (these.submit(**REQUESTS[i]) for i in (0, 1))
@@ -154,6 +266,7 @@ def test_draws_have_the_probabilities_of_the_softmax() -> None:
     [
         ({"prompt": [1] * 121}, r"tokens: prompt and tokens must fit the 128 tokens of a sequence \(got 121 \+ 8\)"),
         ({"prompt": []}, r"prompt: must have 1 token or more \(got 0\)"),
+        ({"ends": 7}, r"ends: must be a collection of tokens \(got 7\)"),
         ({"tokens": 0}, r"tokens: must be an integer, 1 or more \(got 0\)"),
         ({"prompt": [260]}, r"prompt: must be tokens in 0..259 \(got 260\)"),
         ({"temperature": -1.0}, r"temperature: must be a number, 0 or more \(got -1.0\)"),
@@ -191,7 +304,12 @@ def test_what_a_runner_refuses_leaves_it_as_it_was(call: Any, message: str) -> N
     assert not runner.lengths.any() and not runner.held.any() and len(runner.free) == 2
 
 
-def test_bad_input_of_pages() -> None:
+def test_bad_input_of_pages_and_heads() -> None:
+    for name in ("context", "pages", "chunk"):
+        with pytest.raises(ArgumentError, match=rf"^{name}: must be of fewer than 2\^31 tokens in all \(got \d+\)$"):
+            NumpyRunner(MODEL, **{"context": 20, name: 1 << 40})
+    with pytest.raises(ArgumentError, match=r"^head: must be one of float16, int8 \(got int4\)$"):
+        NumpyRunner(MODEL, 1, 20, head="int4")
     with pytest.raises(ArgumentError, match=r"^pages: must be an integer, 1 or more \(got 0\)$"):
         NumpyRunner(MODEL, 1, 20, pages=0)
     with pytest.raises(ArgumentError, match=r"^runner: must be a Runner \(got str\)$"):

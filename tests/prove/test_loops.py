@@ -6,31 +6,13 @@ import pytest
 
 from ptxlab import kernels
 from ptxlab.errors import ArgumentError
-from ptxlab.prove.claims import Claim, decide
 from ptxlab.prove.main_loops import MAIN_LOOPS, LoopClaim
-from ptxlab.runtime import load
-from tests.support.emulated import HEADER
 
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 
-from ptxlab.prove import loops
+from tests.support.proofs import in_loop, loop_verdict
 
 TILE = "gemm_tile_lqq_sm80"
-HEAD = """.visible .entry k(.param .u64 x, .param .u32 n) {
-    .reg .u32 %n, %a, %b, %i; .reg .s32 %s; .reg .u64 %x; .reg .pred %p;
-    ld.param.u64 %x, [x]; ld.param.u32 %n, [n]; mov.s32 %s, 0; mov.u32 %i, 0;
-"""
-TAIL = (
-    """ add.u32 %i, %i, 1; add.u64 %x, %x, 4; setp.lt.u32 %p, %i, %n; @%p bra again; st.global.s32 [%x], %s; ret; }"""
-)
-
-
-def verdict(text: str, what: str, loop: LoopClaim, *more: int, tmp_path: Path) -> str:
-    """What a solver says of the loop of a kernel with this text."""
-    path = tmp_path / "k.ptx"
-    path.write_text(text)
-    (entry,) = load(path).module.entries.values()
-    return decide(Claim("k", what, "", lambda: getattr(loops, what)(loops.steps_of(entry), loop, *more))).verdict
 
 
 def tile(old: str = "", new: str = "") -> str:
@@ -53,45 +35,61 @@ def tile(old: str = "", new: str = "") -> str:
 def test_a_mistake_in_the_body_is_refuted(old: str, new: str, what: str, tmp_path: Path) -> None:
     loop = MAIN_LOOPS[TILE]
     more = (loop.most,) if what == "sums_fit" else ()
-    assert verdict(tile(), what, loop, *more, tmp_path=tmp_path) == "proved"
-    assert verdict(tile(old, new), what, loop, *more, tmp_path=tmp_path) == "refuted"
+    assert loop_verdict(tile(), what, loop, *more, tmp_path=tmp_path) == "proved"
+    assert loop_verdict(tile(old, new), what, loop, *more, tmp_path=tmp_path) == "refuted"
 
 
 def test_a_sum_has_room_for_as_many_products_as_said_and_no_more(tmp_path: Path) -> None:
     loop = MAIN_LOOPS[TILE]
     assert (loop.product, loop.most) == ((-16256, 16384), 131071)
     whole = loop.most // 64 * 64  # K goes by 64
-    assert verdict(tile(), "sums_fit", loop, whole, tmp_path=tmp_path) == "proved"
-    assert verdict(tile(), "sums_fit", loop, whole + 64, tmp_path=tmp_path) == "refuted"
+    assert loop_verdict(tile(), "sums_fit", loop, whole, tmp_path=tmp_path) == "proved"
+    assert loop_verdict(tile(), "sums_fit", loop, whole + 64, tmp_path=tmp_path) == "refuted"
 
 
 def test_operands_have_to_be_what_is_claimed_of_them(tmp_path: Path) -> None:
     """dp4a by ones: what the second operand is decides how much a step adds."""
     body = "again: ld.global.u32 %a, [%x]; mov.u32 %b, 0x01010101; dp4a.s32.s32 %s, %a, %b, %s;"
     ones = LoopClaim(b=(1, 1))
-    text = HEADER + HEAD + body + TAIL
-    assert verdict(text, "sums_fit", ones, ones.most, tmp_path=tmp_path) == "proved"
+    text = in_loop(body)
+    assert loop_verdict(text, "sums_fit", ones, ones.most, tmp_path=tmp_path) == "proved"
     two = text.replace("0x01010101", "0x01010201")
-    assert verdict(two, "sums_fit", ones, ones.most, tmp_path=tmp_path) == "refuted"
-    assert verdict(two, "sums_fit", LoopClaim(), LoopClaim().most, tmp_path=tmp_path) == "proved"
+    assert loop_verdict(two, "sums_fit", ones, ones.most, tmp_path=tmp_path) == "refuted"
+    assert loop_verdict(two, "sums_fit", LoopClaim(), LoopClaim().most, tmp_path=tmp_path) == "proved"
 
 
 def test_sums_that_are_converted_begin_at_zero(tmp_path: Path) -> None:
     body = """.reg .f32 %f; again: ld.global.u32 %a, [%x]; dp4a.s32.s32 %s, %a, %a, %s;
     cvt.rn.f32.s32 %f, %s; mov.s32 %s, 0;"""
     loop = LoopClaim(sums="converted")
-    assert verdict(HEADER + HEAD + body + TAIL, "sums_are_exact", loop, tmp_path=tmp_path) == "proved"
+    assert loop_verdict(in_loop(body), "sums_are_exact", loop, tmp_path=tmp_path) == "proved"
     kept = body.replace("mov.s32 %s, 0;", "")
-    assert verdict(HEADER + HEAD + kept + TAIL, "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
+    assert loop_verdict(in_loop(kept), "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
     begun = "again: mov.s32 %s, 0x4b400000; ld.global.u32 %a, [%x]; dp4a.s32.s32 %b, %a, %a, %s;"
-    assert verdict(HEADER + HEAD + begun + TAIL, "sums_are_exact", loop, tmp_path=tmp_path) == "proved"
+    assert loop_verdict(in_loop(begun), "sums_are_exact", loop, tmp_path=tmp_path) == "proved"
     begun = begun.replace("0x4b400000", "0x4b400001")
-    assert verdict(HEADER + HEAD + begun + TAIL, "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
+    assert loop_verdict(in_loop(begun), "sums_are_exact", loop, tmp_path=tmp_path) == "refuted"
+
+
+@pytest.mark.parametrize(
+    ("mask", "shift", "expected"),
+    [
+        ("0xf0f0f0f0", 4, "proved"),
+        ("0xf0f0f8f0", 4, "refuted"),
+        ("0xf0f0f0f0", 3, "refuted"),
+        ("0xf0e0f0f0", 4, "refuted"),
+    ],
+)
+def test_int4_becomes_the_upper_half_of_bytes(mask: str, shift: int, expected: str, tmp_path: Path) -> None:
+    body = f"""again: ld.global.u32 %a, [%x]; ld.global.u32 %b, [%x+4]; shl.b32 %n, %a, {shift}; and.b32 %n, %n, {mask};
+    and.b32 %a, %a, 0xf0f0f0f0; dp4a.s32.s32 %s, %a, %b, %s; dp4a.s32.s32 %s, %n, %b, %s;"""
+    loop = LoopClaim(packed="s4")
+    assert loop_verdict(in_loop(body), "converts", loop, tmp_path=tmp_path) == expected
 
 
 def test_a_kernel_without_such_a_loop_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="a loop that multiplies integers"):
-        verdict(kernels.find("dequant_lqq")[1][0].text, "sums_fit", LoopClaim(), 1, tmp_path=tmp_path)
+        loop_verdict(kernels.find("dequant_lqq")[1][0].text, "sums_fit", LoopClaim(), 1, tmp_path=tmp_path)
 
 
 @pytest.mark.parametrize("name", [name for name, loop in MAIN_LOOPS.items() if loop.sums == "grow"])

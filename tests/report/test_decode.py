@@ -1,13 +1,19 @@
 """Tables of whole models, from rows that are made up and from no record."""
 
+import math
+
+import pytest
+
 from ptxlab.bench import models
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer.decoder import Alone
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.timing import Measured
-from report import decode
+from ptxlab.errors import FileError
+from report import decode, figures, sections, targets
 from report.frames import MISSING
-from tests.support import made_up
+from report.targets import Target
+from tests.support import decode_record, made_up
 
 SEVEN = models.MODELS[1]
 
@@ -29,8 +35,67 @@ def test_tables() -> None:
     steps, whole = decode.steps_table([record()]), decode.generate_table([record()])
     row = "| LLaMA-2-7B | 16 | 4.00 | 4,000 | 0.50 | 40% | 8% | 0% | 2% |  | 1.50x |  | 1.25x |"
     assert row in steps and "NVIDIA H200, commit 0123456789" in steps
-    assert "| LLaMA-2-7B | 80 | 100 | 12,000 | 12,800 |  | 1.20x |  | 6,721 | 194 |" in whole
+    assert "| LLaMA-2-7B | 80 | 100 | 12,000 | 12,775 |  | 1.20x |  | 6,721 | 194 |" in whole
     assert decode.steps_table([]) == decode.generate_table([]) == MISSING
+
+
+WHOLE = [decode_record.record()]
+
+
+def test_peaks_are_of_what_fits() -> None:
+    """By mix: FP8 with PyTorch's attention over an FP16 cache has room for fewer than FlashInfer's over FP8."""
+    rates = decode.rates(WHOLE, "LLaMA-2-7B", 80)
+    room = {name: models.room_for(SEVEN, 80, name) for name in decode_record.OVER}
+    assert room["fp8_row/sdpa"] < room["fp8_tensor/xqa_fp8"] == max(rates["FP8"])
+    assert max(rates["FP16"]) == room["fp16/sdpa"] and max(rates[decode.OURS]) == 256
+    steps = {row.sizes["B"]: row for row in WHOLE[0].rows if row.kernel == models.FACE and row.sizes["V"] == 32000}
+    (at,) = (row for row in WHOLE[0].rows if row.kernel == models.MIX and row.sizes == models.sizes_of(SEVEN, 64))
+    head = decode.points(WHOLE, "decode").query("model == 'LLaMA-2-7B' and B == 64").head_us.iloc[0]
+    assert steps and rates["FP8"][64] == pytest.approx(64e6 / (at.peers["fp8_tensor/xqa_fp8"] + head))
+    best = decode.peaks(WHOLE).set_index(["model", "GB"])
+    assert max(rates["FP8"].values()) == best.loc["LLaMA-2-7B", 80].FP8
+    assert math.isnan(best.loc["LLaMA-2-70B", 80].FP16), "not one sequence fits"
+    assert "| LLaMA-2-70B | 80 |" in decode.peaks_table(WHOLE) and "nan" not in decode.peaks_table(WHOLE)
+    assert decode.peaks_table([]) == MISSING
+
+
+def target(start: str, records: list[Record]) -> Target:
+    (found,) = [each for each in targets.whole(records) if each.what.startswith(start)]
+    return found
+
+
+def test_targets_are_met_or_missed_and_need_every_model_where_they_say_so() -> None:
+    assert {each.verdict for each in targets.whole([])} == {""}
+    assert targets.table(targets.whole([])) == MISSING
+    assert target("of the floor, LLaMA-2-7B, batch 64", WHOLE).verdict == "met"
+    assert target("of the floor, LLaMA-2-7B, batch 128", WHOLE).verdict == "missed"
+    rule = decode.points(WHOLE, "generate").query("model == 'LLaMA-2-70B' and L == 80").iloc[0]
+    over = target("LLaMA-2-70B, 80 GB", WHOLE)
+    assert over.value == pytest.approx(rule.B * 511 / rule.decode_us * 1e6 / 3695) and over.least == 1.25 * 1.43
+    assert target("QServe's rule", WHOLE).value == pytest.approx(2.0)
+    assert target("steps over humming", WHOLE).value == pytest.approx(1.6, abs=0.01)
+    one = [decode_record.record(models.MODELS[1:2])]
+    assert target("of the floor, LLaMA-2-7B, batch 64", one).verdict == "met"
+    assert target("LLaMA-2-7B, 80 GB", one).verdict == "met" and target("LLaMA-2-70B, 80 GB", one).verdict == ""
+    assert {target(start, one).verdict for start in ("QServe's rule", "peak at equal memory over humming")} == {""}
+
+
+def test_a_picture_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = decode.model_figure(WHOLE, "LLaMA-2-70B")
+    left, right = figure.axes
+    rows = decode.points(WHOLE, "decode").query("model == 'LLaMA-2-70B'")
+    heights = [sum(bars[i].get_height() for bars in left.containers) for i in range(len(rows))]
+    parts = rows[["gemm_us", "attention_us", "others_us", "head_us"]].sum(axis=1) / 1e3
+    assert heights == pytest.approx(parts.tolist()) and "0.80 to 0.80 of the floor" in left.get_title("left")
+    ours = next(line for line in right.lines if line.get_label() == "ptxlab")
+    assert [*ours.get_xdata()] == [*decode.rates(WHOLE, "LLaMA-2-70B", 80)["ptxlab"]]
+    monkeypatch.setattr(decode, "recorded", list)
+    with pytest.raises(FileError, match="ptxlab bench decode --only Yi-34B"):
+        figures.picture("decode_yi_34b")
+    assert sections.SECTIONS["decode"]() == MISSING
+    monkeypatch.setattr(decode, "recorded", lambda: [decode_record.record(models.MODELS[6:7])])
+    assert figures.picture("decode_yi_34b").axes
+    assert "(notebooks/figures/decode_yi_34b.png)" in sections.SECTIONS["decode"]()
 
 
 def test_the_papers_figures_are_of_the_models_that_are_measured() -> None:

@@ -72,6 +72,7 @@ def test_the_sizes_of_a_spec_are_the_names_in_its_expressions() -> None:
             {"M", "N", "K", "outliers"},
             {"M", "N", "K", "outliers", "g"},
             {"M", "N", "K4", "K8"},
+            {"M", "N", "K4", "K8", "blocks"},
         ),
         "attention": (
             {"B", "Hq", "Hkv", "P", "pages", "softmax_scale"},

@@ -13,10 +13,15 @@ from pathlib import Path
 import z3
 
 from ptxlab import kernels
+from ptxlab.emulator.front.ir import Entry
 from ptxlab.io.files import write_text
+from ptxlab.prove import Claim, decide, loops
 from ptxlab.prove.kernels import query
+from ptxlab.prove.main_loops import LoopClaim
 from ptxlab.prove.solve import ask
+from ptxlab.runtime import Kernel, load
 from ptxlab.spec import KernelSpec
+from tests.support.emulated import HEADER
 from tests.support.mutation import battery, is_killed, mutants
 
 NAMES = [name for name, spec in kernels.specs().items() if spec.family == "dequant"]
@@ -32,6 +37,38 @@ SURVIVORS = (
         "pairs, words and shift of the example are below 2^16",
     ),
 )
+
+
+def of_body(folder: Path, body: str, params: str = ".param .u64 out") -> Kernel:
+    """A kernel of one thread: %o leads to `out`."""
+    path = folder / "body.ptx"
+    path.write_text(f"""{HEADER}.visible .entry body({params}) {{
+        .reg .u32 %a, %b, %c, %d; .reg .u64 %o, %x, %y; .reg .f32 %f, %g; .reg .b16 %h; .reg .pred %p;
+        ld.param.u64 %o, [out]; {body} ret; }}""")
+    return load(path)
+
+
+def in_loop(body: str) -> str:
+    """A kernel whose loop, from the label `again`, is this: %a and %b to load to from %x, %s a sum, %n a number."""
+    return f"""{HEADER}.visible .entry k(.param .u64 x, .param .u32 n) {{
+        .reg .u32 %n, %a, %b, %i; .reg .s32 %s; .reg .u64 %x; .reg .pred %p;
+        ld.param.u64 %x, [x]; ld.param.u32 %n, [n]; mov.s32 %s, 0; mov.u32 %i, 0;
+        {body}
+        add.u32 %i, %i, 1; add.u64 %x, %x, 4; setp.lt.u32 %p, %i, %n; @%p bra again; st.global.s32 [%x], %s; ret; }}"""
+
+
+def entry_of(text: str, folder: Path) -> Entry:
+    """The one entry of a module."""
+    path = folder / "k.ptx"
+    path.write_text(text)
+    (entry,) = load(path).module.entries.values()
+    return entry
+
+
+def loop_verdict(text: str, what: str, loop: LoopClaim, *more: int, tmp_path: Path) -> str:
+    """What a solver says of the loop of a kernel with this text."""
+    steps = loops.steps_of(entry_of(text, tmp_path))
+    return decide(Claim("k", what, "", lambda: getattr(loops, what)(steps, loop, *more))).verdict
 
 
 def contract(spec: KernelSpec) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.model import Request, Runner, Server
+from ptxlab.model import Parting, Request, Runner, Server, parting
 
 
 @dataclass
@@ -18,6 +18,8 @@ class Served:
         requests: with how `submit` was called.
         cancelled: those that had not ended by themselves.
         preempted: those that waited once more.
+        may_part: whether tokens may be others than those of the request alone (a runner that is not batch-invariant).
+        parted: where they were: of requests whose tokens are the likeliest, and of those that are drawn.
     """
 
     server: Server
@@ -25,6 +27,8 @@ class Served:
     requests: list[tuple[dict[str, Any], Request]] = field(default_factory=list)
     cancelled: list[Request] = field(default_factory=list)
     preempted: set[Request] = field(default_factory=set)
+    may_part: bool = False
+    parted: tuple[list[Parting], list[Parting]] = field(default_factory=lambda: ([], []))
     _known: dict[str, list[int]] = field(default_factory=dict)
 
     def submit(self, **how: Any) -> Request:
@@ -44,12 +48,17 @@ class Served:
         self.check_pages()
 
     def finish(self) -> None:
-        """Steps until all is done; then every page is free and every token is that of the request alone."""
+        """Steps until all is done; then every page is free and every token is that of the request alone, or, where it
+        may part, is noted beside it."""
         while self.server.running or self.server.waiting:
             self.step()
         assert sorted(self.server.runner.free) == list(range(self.server.runner.pages))
         for how, request in self.requests:
             assert request.done and request.error is None
+            if self.may_part:
+                if found := parting(self.alone, request):
+                    self.parted[request.temperature > 0].append(found)
+                continue
             right = self.tokens_alone(how)
             if request in self.cancelled:
                 right = right[: len(request.tokens)]
@@ -64,6 +73,18 @@ class Served:
             server.run()
             self._known[key] = request.tokens
         return self._known[key]
+
+    def said(self) -> str:
+        """How many requests there were, and where they parted, in a sentence."""
+        said = [f"{len(self.preempted)} preempted", f"{len(self.cancelled)} cancelled"]
+        for kind, parted in zip(("likeliest", "drawn"), self.parted, strict=True):
+            first = sorted(each.position for each in parted)[:8]
+            far = max((each.margin / (1 if kind == "drawn" else each.spread) for each in parted), default=0.0)
+            unit = "the likelihood" if kind == "drawn" else "the logits' deviation"
+            said.append(
+                f"{len(parted)} {kind} parted" + (f", first at {first}, by up to {far:.3f} of {unit}" * bool(first))
+            )
+        return f"{len(self.requests)} requests: {'; '.join(said)}"
 
     def check_pages(self) -> None:
         """Every page is free or belongs to one sequence that runs, which has those that its length needs."""

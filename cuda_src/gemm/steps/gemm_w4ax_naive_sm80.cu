@@ -28,21 +28,6 @@ using Tile = ptxlab::RowsTile<BN, BM, WM>;
 constexpr int OPERANDS = Tile::W_BYTES + 2 * Tile::X_BYTES;  // of 128 channels; the second X of INT8 alone
 constexpr int STAGE_BYTES = OPERANDS + Tile::SCALE_BYTES;
 
-// acc += the products of a warp over half a block, 64 channels of INT8, the weights times 16. A 16-byte chunk of a row of
-// W is a k32 step, word t what lane t of four needs of it: in the high nibbles channels 4 t .., in the low ones 16 + 4 t.
-__device__ __forceinline__ void multiply_mixed(const Tile& tile, Tile::Sums& acc, const unsigned char* w,
-                                               const unsigned char* x, int half) {
-    unsigned a[2][4];  // rows 0-7, 8-15 of the first step, of the second
-    tile.load_w(a, w, half);
-#pragma unroll
-    for (int step = 0; step < 2; ++step)
-        tile.multiply_tokens(x, step, [&](int m, int h, unsigned b0, unsigned b1) {
-            const unsigned top = a[h][2 * step], below = a[h][2 * step + 1];
-            ptxlab::mma_s8(acc[h][m], top & 0xf0f0f0f0u, below & 0xf0f0f0f0u, top << 4 & 0xf0f0f0f0u,
-                           below << 4 & 0xf0f0f0f0u, b0, b1);
-        });
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4ax_naive_sm80(
@@ -91,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4ax_naive_sm80(
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             if (int4) tile.multiply_half<true>(acc, ws, xs, half);
-            else multiply_mixed(tile, acc, ws, xs + half * Tile::X_BYTES, half);
+            else tile.multiply_switched(acc, ws, xs + half * Tile::X_BYTES, half);
         const unsigned char* scales = slot + OPERANDS;
         tile.add_group(total, acc, scales, block & 1, int4 ? 1 : 1 / 16.0f);
     }

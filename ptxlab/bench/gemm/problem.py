@@ -13,12 +13,14 @@ from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.gemm import STEPS
 from ptxlab.kernels.gemm.common import F16, GemmStep
 from ptxlab.kernels.gemm.ladder import LADDER, why_not
+from ptxlab.kernels.gemm.strips_tiles import SMS
 from ptxlab.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Sizes
 from ptxlab.spec.expressions import names_in
 
-OUTLIERS = 128  # channels of Atom's and COMET's weights that are INT8
+OUTLIERS = 128  # channels of Atom's weights that are INT8
+INT8_BLOCKS = 5  # one block of COMET's activations in so many is INT8, rounded down, but at least one
 _OF_TOKENS = ("x", "x_scale", "x_sum", "rows")  # logical inputs that are no part of the weight; nor is the bias
 
 
@@ -35,10 +37,13 @@ def source_of(step: GemmStep) -> Source:
 def sizes_at(spec: KernelSpec, layer: Layer, M: int, group: int = GROUP, rows: int = 1) -> dict[str, int]:
     """The spec's sizes: those without groups know no `g`, and only tiles of activations have `rows`.
 
-    Of W4A4's channels some are outliers; K then counts the others alone.
+    Of W4A4's channels some are outliers; K then counts the others alone. Of W4Ax's some blocks are INT8; tiles that are
+    shared out go to as many blocks of the grid as an H200 has SMs.
     """
     outliers = OUTLIERS if "outliers" in spec.symbols else 0
+    K8 = max(1, layer.K // 128 // INT8_BLOCKS) * 128
     sizes = {"M": M, "N": layer.N, "K": layer.K - outliers, "outliers": outliers, "g": group, "rows": rows}
+    sizes |= {"K4": layer.K - K8, "K8": K8, "blocks": SMS}
     return {name: size for name, size in sizes.items() if name in spec.symbols}
 
 
@@ -87,7 +92,7 @@ def first_tokens(logical: Arrays, M: int) -> Arrays:
 def expected(spec: KernelSpec, logical: Arrays) -> Any:
     """The bits of the reference's FP16 results, u16 [M, N], on the device. `rows` only say how activations lie."""
     inputs = {name: value for name, value in logical.items() if name != "rows"}
-    return spec.reference(**inputs, OUT=F16).view(np.uint16)
+    return spec.expected(inputs, {"OUT": F16})["y"].view(np.uint16)
 
 
 class GemmLaunches(Launches):

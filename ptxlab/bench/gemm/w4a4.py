@@ -1,7 +1,7 @@
-"""W4A4 by Atom's rules on LLaMA-2's matrices, outliers included, beside cuBLAS; W4A8's rows are in the same record.
+"""W4A4 by Atom's rules, outliers included, and W4Ax by COMET's on LLaMA-2's matrices, beside cuBLAS.
 
-The steps for sm_80 are measured on one small matrix, that of Atom's own benchmark: on GPUs without INT4 tensor cores
-they run in software.
+W4A8's rows are in the same record. The steps for sm_80 are measured on one small matrix, that of Atom's own benchmark:
+on GPUs without INT4 tensor cores they run in software.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,13 +14,13 @@ from ptxlab.bench.gemm.points import Point, StreamTime, over_tokens
 from ptxlab.bench.gemm.problem import sizes_at
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import LLAMA, Layer
-from ptxlab.kernels.gemm import w4a4
+from ptxlab.kernels.gemm import w4a4, w4ax
 from ptxlab.kernels.gemm.common import GemmStep
 from ptxlab.kernels.gemm.ladder import why_not
 from ptxlab.quant.tiled import BLOCK_ROWS, with_arrays
 from ptxlab.spec import Arrays, KernelSpec
 
-MEASURE = "w4a4"
+MEASURES = {"w4a4": w4a4.SPECS, "w4ax": w4ax.SPECS}  # rows' `measure`, with its kernels
 TOKENS = (16, 64, 128, 256, 512)  # those at which cuBLAS is measured
 LADDER_LAYER = LLAMA[1]  # 4096 x 4096
 
@@ -43,7 +43,7 @@ def layer_rows(
     for step in _steps(layer, names):
         progress(f"{layer}: {step.spec.name}")
         logical = problem(step.spec, layer, max(TOKENS))
-        yield from over_tokens(step, layer, logical, TOKENS, cublas, measured_as=MEASURE, stream_us=stream_us)
+        yield from over_tokens(step, layer, logical, TOKENS, cublas, measured_as=step.scheme, stream_us=stream_us)
 
 
 def problem(spec: KernelSpec, layer: Layer, M: int, seed: int = 0) -> Arrays:
@@ -60,6 +60,7 @@ def _repeated(array: Any, rows: int) -> Any:
 
 
 def _steps(layer: Layer, names: Sequence[str]) -> list[GemmStep]:
-    specs = w4a4.SPECS if layer == LADDER_LAYER else (w4a4.SM90,)
-    steps = [GemmStep(spec, "atom", "") for spec in specs if spec.name in names]
-    return [step for step in steps if why_not(step) is None]
+    """The measure is the step's scheme."""
+    production = (w4a4.SM90, w4ax.SM90)
+    steps = [GemmStep(spec, measure, "") for measure, specs in MEASURES.items() for spec in specs if spec.name in names]
+    return [s for s in steps if (layer == LADDER_LAYER or s.spec in production) and why_not(s) is None]

@@ -1,12 +1,24 @@
 """Family `gemm`: W4A8, W4A4 and W4Ax, Y = X Wᵀ with integer accumulators. Ladders of main loops, one file per step."""
 
-from ptxlab.kernels.gemm import grouped, sm80, sm90, strips, tile, w4a4, w4ax, w8a8
+from ptxlab.kernels.gemm import f16, grouped, sm80, sm90, strips, tile, w4a4, w4ax, w8a8
 from ptxlab.kernels.gemm.api import Workspace, gemm_w4a8, gemm_workspace
+from ptxlab.kernels.gemm.f16 import gemm_f16
 from ptxlab.kernels.gemm.grouped_api import gemm_w4a8_grouped
 from ptxlab.kernels.gemm.ladder import LADDER
-from ptxlab.kernels.gemm.w4a4_api import gemm_w4a4
+from ptxlab.kernels.gemm.w4a4_api import gemm_w4a4, gemm_w4ax
+from ptxlab.kernels.gemm.w8a8_api import gemm_w8a8
 
-SPECS = (*tile.SPECS, *sm80.SPECS, *sm90.SPECS, *strips.SPECS, *w8a8.SPECS, *w4a4.SPECS, *w4ax.SPECS, *grouped.SPECS)
+SPECS = (
+    *tile.SPECS,
+    *sm80.SPECS,
+    *sm90.SPECS,
+    *strips.SPECS,
+    *w8a8.SPECS,
+    *w4a4.SPECS,
+    *w4ax.SPECS,
+    *grouped.SPECS,
+    *f16.SPECS,
+)
 
 # Of kernels in SPECS the form for weights per channel, `NAME:channel`; of Atom's the one with its code's rounding.
 FORMS = (strips.SMALL_CHANNEL, strips.LARGE_CHANNEL, grouped.GROUPED_CHANNEL, w4a4.ATOM_HALVES)
@@ -14,4 +26,15 @@ FORMS = (strips.SMALL_CHANNEL, strips.LARGE_CHANNEL, grouped.GROUPED_CHANNEL, w4
 # The ladder, one spec per kernel; weights in strips have kernels beyond it.
 STEPS = tuple(step.spec for step in LADDER if step.order == "row_major" and step.packing != "strips")
 
-__all__ = ["SPECS", "STEPS", "Workspace", "gemm_w4a4", "gemm_w4a8", "gemm_w4a8_grouped", "gemm_workspace"]
+__all__ = [
+    "SPECS",
+    "STEPS",
+    "Workspace",
+    "gemm_f16",
+    "gemm_w4a4",
+    "gemm_w4a8",
+    "gemm_w4a8_grouped",
+    "gemm_w4ax",
+    "gemm_w8a8",
+    "gemm_workspace",
+]

@@ -183,7 +183,7 @@ def _stage_bytes(BM: int, WN: int) -> int:
     return -(-(BM * (128 + 16) + 4 * WN * atom.OUTLIER_BYTES) // 1024) * 1024
 
 
-def _buffer_bytes(WN: int) -> int:
+def buffer_bytes(WN: int) -> int:
     """Behind the ring: 512 bytes per warp."""
     return WN * 4 * 512
 
@@ -191,15 +191,15 @@ def _buffer_bytes(WN: int) -> int:
 def _choose_sm90(s: Sizes) -> dict[str, int]:
     """As wide as there are tokens, and as many stages as fit. To be tuned: no GPU has timed it yet."""
     BM, WN = next((BM for BM in (8, 16, 32, 64) if s["M"] <= BM), 128), 2
-    stages = min((strips_tiles.ROOM - _buffer_bytes(WN)) // _stage_bytes(BM, WN), strips_tiles.MOST_STAGES)
+    stages = min((strips_tiles.ROOM - buffer_bytes(WN)) // _stage_bytes(BM, WN), strips_tiles.MOST_STAGES)
     return {"BM": BM, "WN": WN, "STAGES": stages, "GROUP": s["g"], "OUT": F32}
 
 
-def _launch_sm90(s: Sizes) -> Launch:
-    """Persistent blocks."""
+def launch_persistent(s: Sizes, stage_bytes: Callable[[int, int], int] = _stage_bytes) -> Launch:
+    """Persistent blocks; `stage_bytes` of BM and WN."""
     BM, WN = s["BM"], s["WN"]
     tiles = -(-s["M"] // BM) * -(-s["N"] // (64 * WN))
-    shared = s["STAGES"] * _stage_bytes(BM, WN) + _buffer_bytes(WN)
+    shared = s["STAGES"] * stage_bytes(BM, WN) + buffer_bytes(WN)
     return Launch((min(tiles, strips_tiles.SMS), 1, 1), (128 * (WN + 1), 1, 1), shared)
 
 
@@ -215,17 +215,17 @@ def _pack_sm90(logical: Arrays) -> Arrays:
 
 
 _STRIP = f"ceil_div(K, 128)*(1024 + 128//g*32) + min(outliers, 1)*{atom.OUTLIER_BYTES}"
-_TOKENS = "ceil_div(ceil_div(M, ceil_div(M, BM)), 8)*8"  # of a tile
+TOKENS = "ceil_div(ceil_div(M, ceil_div(M, BM)), 8)*8"  # of a tile
 SM90 = KernelSpec(
     name="gemm_w4a4_sm90",
     summary="Atom's numbers on Hopper: INT4 as s8 under wgmma, scales on sums that begin at 1.5 * 2^23 (Atom §4)",
     args=(
         Arg("strips", "uint8", ("ceil_div(N, 16)", _STRIP)),
-        Arg("x", "int8", ("M", "K + outliers"), "tma", box=(_TOKENS, "128"), swizzle=128),
-        Arg("x_scale", "float16", ("M", "ceil_div(K//g + 1, 8)*8"), "tma", box=(_TOKENS, "8")),
+        Arg("x", "int8", ("M", "K + outliers"), "tma", box=(TOKENS, "128"), swizzle=128),
+        Arg("x_scale", "float16", ("M", "ceil_div(K//g + 1, 8)*8"), "tma", box=(TOKENS, "8")),
         *_OUTPUTS,
     ),
-    launch=_launch_sm90,
+    launch=launch_persistent,
     choose=_choose_sm90,
     rules=ATOM.rules,
     operations=ATOM.operations,

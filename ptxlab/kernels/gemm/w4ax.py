@@ -3,14 +3,19 @@
 K4 counts the channels of INT4 blocks, K8 those of the INT8 blocks behind them.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 
-from ptxlab import layout, quant, reference
+from ptxlab import quant, reference
+from ptxlab.kernels.gemm import strips_tiles
 from ptxlab.kernels.gemm.common import F32, FLOATS, bias_of, outputs, rounded
-from ptxlab.kernels.gemm.w4a4 import TOTALS, choose, launcher
+from ptxlab.kernels.gemm.w4a4 import TOKENS, TOTALS, buffer_bytes, choose, launch_persistent, launcher
 from ptxlab.layout import atom
+from ptxlab.layout.atom import strip_bytes
 from ptxlab.quant import BlockRows
-from ptxlab.spec import Arg, Arrays, KernelSpec, sizes_rows
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 
 
 def _example(rng: np.random.Generator, *, M: int, N: int, K4: int, K8: int) -> Arrays:
@@ -30,7 +35,7 @@ def _pack(logical: Arrays) -> Arrays:
     return {
         "w": atom.pack_comet_rows(w, x.int8),
         "w_scale": atom.pad_scales(w.scale),
-        "x4": layout.pack_pairs(x.q[:, : x.channels4]) if x.channels4 else x.q[:, :0].copy().view(np.uint8),
+        "x4": atom.pairs_of(x),
         "x8": x.q[:, x.channels4 :].copy(),
         "x_scale": atom.pad_scales(x.scale),
         **bias_of(logical),
@@ -68,4 +73,101 @@ NAIVE = KernelSpec(
     tolerance_reason=TOTALS,
     example_sizes=sizes_rows("M N K4 K8", (1, 8, 128, 0), (5, 40, 0, 128), (17, 72, 256, 128)),
 )
-SPECS = (NAIVE,)
+
+
+def _example_shared(rng: np.random.Generator, *, blocks: int, **sizes: int) -> Arrays:
+    return {**_example(rng, **sizes), "blocks": blocks}
+
+
+def _pack_shared(logical: Arrays) -> Arrays:
+    return {**_pack(logical), "counted": _counters(logical["w"], logical["x"])}
+
+
+def _gemm_shared(w: BlockRows, x: BlockRows, blocks: int, **more: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The reference, however many blocks share the tiles; the counters are 0 again."""
+    return gemm_blocks(w, x, **more), _counters(w, x)
+
+
+def _counters(w: BlockRows, x: BlockRows) -> np.ndarray:
+    return np.zeros_like(x.q, dtype=np.uint32, shape=(len(x.q), -(-len(w.q) // 64)))
+
+
+def _launch_shared(s: Sizes) -> Launch:
+    """As many blocks as are asked for, each with a ring of operands."""
+    threads = s["BN"] * s["WM"]
+    return Launch((s["blocks"], 1, 1), (threads, 1, 1), s["STAGES"] * 64 * (s["BN"] + 2 * s["BM"]))
+
+
+def _choose_shared(s: Sizes) -> dict[str, int]:
+    """Tiles whose quarters have 8 tokens for each warp."""
+    return choose({**s, "M": max(s["M"], 32)}, STAGES=3, RATIO=2, OUT=F32)
+
+
+_, _Y, *_SCALARS = outputs(FLOATS, "K4", "K8")
+REMAP = replace(
+    NAIVE,
+    name="gemm_w4ax_remap_sm80",
+    summary="tiles of both kinds shared out among SMs along K too, INT8 first, who is free first next (COMET §4.4)",
+    args=(
+        *NAIVE.inputs,
+        _Y,
+        Arg("counted", "uint32", ("M", "ceil_div(N, 64)"), "inout"),
+        Arg("sums", "int32", ("M", "(K4 + K8)//128", "N"), "scratch"),
+        *_SCALARS,
+    ),
+    launch=_launch_shared,
+    choose=_choose_shared,
+    rules=(*NAIVE.rules, "1 <= blocks <= 65536"),
+    example=_example_shared,
+    pack=_pack_shared,
+    reference=_gemm_shared,
+    example_sizes=sizes_rows("M N K4 K8 blocks", (1, 8, 128, 0, 1), (5, 40, 0, 128, 2), (17, 200, 256, 128, 5)),
+)
+COMET = replace(
+    REMAP,
+    name="gemm_w4ax_comet_sm80",
+    summary="remapped, and idle SMs take quarters of the last round's tiles: decomposition (COMET §4.4)",
+)
+
+
+def _stage_bytes(BM: int, WN: int) -> int:
+    """128 channels of X as bytes and as pairs, their scales, and a block of every strip."""
+    return -(-(BM * (128 + 64 + 16) + 4 * WN * strip_bytes(128, 0, 128)) // 1024) * 1024
+
+
+def _choose_sm90(s: Sizes) -> dict[str, int]:
+    """As wide as there are tokens, and as many stages as fit. To be tuned: no GPU has timed it yet."""
+    BM, WN = next((BM for BM in (8, 16, 32, 64) if s["M"] <= BM), 128), 2
+    stages = min((strips_tiles.ROOM - buffer_bytes(WN)) // _stage_bytes(BM, WN), strips_tiles.MOST_STAGES)
+    return {"BM": BM, "WN": WN, "STAGES": stages, "OUT": F32}
+
+
+def _pack_sm90(logical: Arrays) -> Arrays:
+    """The weight in strips; of every token the pairs, then the bytes."""
+    x: BlockRows = logical["x"]
+    return {
+        "strips": atom.pack_comet_strips(logical["w"], x.int8),
+        "x": atom.join_blocks(x),
+        "x_scale": atom.pad_scales(x.scale),
+        **bias_of(logical),
+    }
+
+
+SM90 = replace(
+    NAIVE,
+    name="gemm_w4ax_sm90",
+    summary="COMET's numbers on Hopper: INT4 activations travel packed, and become s8 for wgmma (COMET §4)",
+    args=(
+        Arg("strips", "uint8", ("ceil_div(N, 16)", f"(K4 + K8)//128*{strip_bytes(128, 0, 128)}")),
+        Arg("x", "uint8", ("M", "K4//2 + K8"), "tma", box=(TOKENS, "64"), swizzle=64),
+        Arg("x_scale", "float16", ("M", _SCALES), "tma", box=(TOKENS, "8")),
+        *outputs(FLOATS, "K4", "K8"),
+    ),
+    launch=lambda s: launch_persistent(s, _stage_bytes),
+    choose=_choose_sm90,
+    pack=_pack_sm90,
+    arch="sm_90a",
+    exact_arch=True,
+    after_wait=("x", "x_scale"),
+)
+SPECS = (NAIVE, REMAP, COMET, SM90)

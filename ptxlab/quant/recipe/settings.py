@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ptxlab.errors import ArgumentError
-from ptxlab.quant.inputs import GROUPS
+from ptxlab.quant.inputs import GROUPS, check_protective_range
 from ptxlab.quant.level1 import PROTECTIVE_RANGE
 from ptxlab.quant.numerics import FakeQuantized
 from ptxlab.quant.recipe.gptq import DAMPING
@@ -77,6 +77,7 @@ class Recipe:
                 raise ArgumentError("smooth", "must be (alpha, beta) or None", repr(self.smooth))
             for exponent in self.smooth:
                 require_number("smooth", exponent, 0, 1)
+        check_protective_range(self.protective_range)
         require_number("damping", self.damping, 0, 1)
         require_number("act_clip", self.act_clip, 0.01, 1)
         self.numerics()  # checks what it takes

@@ -53,7 +53,8 @@ class Variant:
             # a block that needs one stage per tile is back at the ring's start after more tiles
             tiles = 1 if steps > self.tile["STAGES"] or self.sms == 132 else 2
             K = self.channels * steps
-            sizes = {"M": M, "N": self.N * tiles, "K": K, "g": 128, "E": 2, "outliers": 128, "K4": K, "K8": 256}
+            sizes = {"M": M, "N": self.N * tiles, "K": K, "g": 128, "E": 2, "outliers": 128}
+            sizes |= {"K4": K - self.channels, "K8": 384, "blocks": 2}
             yield {symbol: sizes[symbol] for symbol in symbols}
 
     @property
@@ -68,6 +69,9 @@ class Variant:
 
 def variants(name: str) -> Iterator[Variant]:
     """On Hopper, alone and in a cluster; a persistent kernel has one block, or one cluster, for two tiles."""
+    if name in (w4ax.REMAP.name, w4ax.COMET.name):  # quarters need larger tiles
+        yield Variant(name, "", {"BN": 64, "BM": 32, "WM": 1, "STAGES": 3}, M=9, N=40, channels=128)
+        return
     if name.endswith("sm80"):
         tile = {"BN": 32, "BM": 8, "BK": 128, "WN": 1, "WM": 1, "WK": 2, "STAGES": 3}
         yield Variant(name, "", tile, M=9, N=40, channels=128)
@@ -86,7 +90,7 @@ def variants(name: str) -> Iterator[Variant]:
             Variant(name, "f16", tile | {"BM": 32, "OUT": F16}, M=40, N=128, channels=128, sms=1, plain=plain),
         )
         return
-    if name == w4a4.SM90.name:
+    if name in (w4a4.SM90.name, w4ax.SM90.name):
         tile = {"BM": 32, "WN": 1, "STAGES": 3}
         yield Variant(name, "", tile, M=40, N=72, channels=128, sms=1)
         return

@@ -1,4 +1,4 @@
-"""W4Ax on mma.sync: blocks of INT4 and INT8 activations, equal to the reference bit for bit, whatever the tile."""
+"""W4Ax: blocks of INT4 and INT8 activations, equal to the reference bit for bit, whatever the tile and its SM."""
 
 from typing import Any
 
@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ptxlab import emulator, kernels, layout, toolchain
-from ptxlab.kernels.gemm.w4a4 import TILES, WIDEST
-from ptxlab.kernels.gemm.w4ax import NAIVE, gemm_blocks
+from ptxlab.kernels.gemm import strips_tiles
+from ptxlab.kernels.gemm.w4a4 import TILES
+from ptxlab.kernels.gemm.w4ax import COMET, NAIVE, REMAP, SM90, SPECS, gemm_blocks
 from ptxlab.layout import atom
 from ptxlab.layout.fragments import mma_a
 from ptxlab.quant import BlockRows
+from ptxlab.runtime import run_spec
+from ptxlab.spec import KernelSpec
 from tests.support import gemm_checks as checks
 from tests.support import strategies
 from tests.support.axes import on_every_backend
@@ -22,18 +25,38 @@ Q4, Q8 = strategies.near_edges((-8, -7, 0, 7), -8, 7), strategies.near_edges((-1
 SCALES = st.sampled_from((2.0**-24, 2.0**-14, 1.0, 60000.0)) | st.floats(2.0**-14, 2.0, width=16)
 
 
-def output(logical: dict[str, Any], backend: str, config: Any = None, **options: Any) -> np.ndarray:
+SM80 = (NAIVE, REMAP, COMET)
+every = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+CHOSEN = [(NAIVE, 33), (NAIVE, 130), (REMAP, 33), (COMET, 130), (SM90, 33), (SM90, 130)]
+SM90_TILES = tuple({"BM": BM, "WN": WN, "STAGES": stages} for BM, WN, stages in ((8, 1, 3), (32, 2, 2)))
+TILES_OF = {
+    **dict.fromkeys((REMAP.name, COMET.name), ({"BN": 64, "BM": 32, "WM": 1, "STAGES": 3},)),
+    NAIVE.name: tuple(tile._asdict() | {"STAGES": 3} for tile in TILES.values()),
+    SM90.name: SM90_TILES,
+}
+
+
+def output(spec: KernelSpec, logical: dict[str, Any], backend: str, config: Any = None, **options: Any) -> np.ndarray:
     """Y, after the emulator's checks; `config` over the constants that are chosen."""
-    x, w = logical["x"], logical["w"]
-    sizes = {"M": len(x.q), "N": len(w.q), "K4": x.channels4, "K8": 128 * x.int8}
-    config = {**NAIVE.config_for(sizes), **(config or {})}
-    return checks.output(NAIVE, NAIVE.pack(logical), backend, config=config, sizes=sizes, **options)
+    sizes = sizes_of(spec, **logical)
+    config = {**spec.config_for(sizes), **(config or {})}
+    return checks.output(spec, spec.pack(logical), backend, config=config, sizes=sizes, **options)
+
+
+def sizes_of(spec: KernelSpec, x: BlockRows, w: BlockRows, blocks: int = 0, **_: Any) -> dict[str, int]:
+    sizes = {"M": len(x.q), "N": len(w.q), "K4": x.channels4, "K8": 128 * x.int8, "blocks": blocks}
+    return {name: size for name, size in sizes.items() if name in spec.symbols}
+
+
+def shared_by(spec: KernelSpec, logical: dict[str, Any], blocks: int) -> dict[str, Any]:
+    """The problem, and of a kernel whose blocks share tiles how many there are."""
+    return {**logical, "blocks": blocks} if "blocks" in spec.symbols else logical
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> dict[str, Any]:
+def problems(draw: st.DrawFn, tokens: int = 40, rows: int = 72, blocks: int = 3) -> dict[str, Any]:
     """Integers at their limits, scales at FP16's; blocks of one kind or of both."""
-    M, N, blocks = draw(st.integers(1, 40)), 8 * draw(st.integers(1, 9)), draw(st.integers(1, 3))
+    M, N, blocks = draw(st.integers(1, tokens)), 8 * draw(st.integers(1, rows // 8)), draw(st.integers(1, blocks))
     int8 = draw(st.integers(0, blocks))
     four, eight = ((R, 128 * count) for R, count in ((M, blocks - int8), (M, int8)))
     q = [draw(strategies.filled(np.int8, shape, of)) for shape, of in ((four, Q4), (eight, Q8))]
@@ -42,22 +65,72 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     return {"x": BlockRows(np.concatenate(q, axis=1), scales[0], int8), "w": BlockRows(w, scales[1])}
 
 
-@given(logical=problems(), mode=st.sampled_from(emulator.MODES), tile=st.sampled_from([*TILES.values()]))
-@settings(max_examples=10)
-def test_any_problem_is_exact_in_the_emulator(logical: dict[str, Any], mode: str, tile: Any) -> None:
-    y = output(logical, "emulator", tile._asdict() | {"STAGES": 3}, mode=mode)
+@every
+@given(logical=problems(), mode=st.sampled_from(emulator.MODES), sms=st.integers(1, 7), data=st.data())
+@settings(max_examples=6)
+def test_any_problem_is_exact_in_the_emulator(
+    spec: KernelSpec, logical: dict[str, Any], mode: str, sms: int, data: st.DataObject
+) -> None:
+    """On few SMs a block has many tiles, and the ring goes on from one to the next."""
+    tile = data.draw(st.sampled_from(TILES_OF[spec.name]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strips_tiles, "SMS", sms)
+        y = output(spec, shared_by(spec, logical, sms), "emulator", tile, mode=mode)
     assert np.array_equal(y.view(np.uint32), gemm_blocks(**logical).view(np.uint32))
 
 
+@pytest.mark.gpu
+@every
+@given(logical=problems(tokens=300, rows=320, blocks=8), blocks=st.integers(1, 200))
+def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, logical: dict[str, Any], blocks: int) -> None:
+    given = shared_by(spec, logical, blocks)
+    checks.exact_twice(lambda: output(spec, given, "gpu"), gemm_blocks(**logical))
+
+
 @on_every_backend
-@pytest.mark.parametrize("M", [33, 130])
-def test_chosen_tiles_are_exact(M: int, backend: str) -> None:
+@pytest.mark.parametrize(("spec", "M"), CHOSEN, ids=lambda value: getattr(value, "name", value))
+def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
     """With M and N that leave the last tile ragged, more blocks than the ring has slots, of both kinds."""
     logical = NAIVE.example(np.random.default_rng(M), M=M, N=136, K4=384, K8=256)
-    for variant, dtype in checks.OUTPUTS[:3]:
-        y = output(logical, backend, {"OUT": variant})
-        right = (gemm_blocks(logical["w"], logical["x"]) + logical["bias"]).astype(dtype)
-        assert np.array_equal(y.view(f"u{y.itemsize}"), right.view(f"u{y.itemsize}"))
+    right = gemm_blocks(logical["w"], logical["x"]) + logical["bias"]
+    for variant, dtype in checks.OUTPUTS[: 3 if spec is NAIVE and M == 33 else 1]:
+        y = output(spec, shared_by(spec, logical, 3), backend, {"OUT": variant})
+        assert np.array_equal(y.view(f"u{y.itemsize}"), right.astype(dtype).view(f"u{y.itemsize}"))
+
+
+@on_every_backend
+@every
+@pytest.mark.parametrize("int8", [0, 2])
+def test_rows_at_the_ends(spec: KernelSpec, int8: int, backend: str) -> None:
+    """Blocks of zeros, -8 and 7 by -8, 7, -128 and 127 throughout; all blocks of one kind."""
+    rng = np.random.default_rng(int8)
+    x, w = (
+        rng.choice(ends, (R, 256)).astype(np.int8) for ends, R in (((-128, 127) if int8 else (-8, 7), 5), ((-8, 7), 16))
+    )
+    x[:, 128:], w[3] = 0, 0
+    logical = {
+        "x": BlockRows(x, np.ones((5, 2), np.float16), int8),
+        "w": BlockRows(w, np.full((16, 2), 0.5, np.float16)),
+    }
+    y = output(spec, shared_by(spec, logical, 2), backend)
+    assert np.array_equal(y, x.astype(np.float32) @ w.T.astype(np.float32) / 2)
+    assert not y[:, 3].any() and y[:, :3].all()
+
+
+@on_every_backend
+@pytest.mark.parametrize("spec", (REMAP, COMET), ids=lambda spec: spec.name)
+def test_a_launch_leaves_its_counters_to_the_next(spec: KernelSpec, backend: str) -> None:
+    """Zeros, in the caller's array, with what is in `sums` still there."""
+    sizes = {"M": 40, "N": 72, "K4": 128, "K8": 128, "blocks": 3}
+    logical = spec.example(np.random.default_rng(0), **sizes)
+    inputs = spec.pack(logical)
+    counted = inputs.pop("counted")
+    for _ in range(2):
+        given = {**inputs, "counted": counted}
+        outcome = run_spec(spec, kernels.find(spec.name)[1][0], given, sizes=sizes, backend=backend)
+        assert np.array_equal(outcome.outputs["y"], spec.reference(**logical)[0])
+        counted = outcome.outputs["counted"]
+        assert not counted.any()
 
 
 def test_what_a_lane_loads_for_int8() -> None:
@@ -75,10 +148,37 @@ def test_what_a_lane_loads_for_int8() -> None:
         np.testing.assert_array_equal(mma_a(32).gather(registers, np.int8), 16 * w.q[:, k : k + 32])
 
 
-def test_no_tile_spills() -> None:
-    source = kernels.find(NAIVE.name)[1][0]
-    for tile in (*TILES.values(), WIDEST):
-        config = {**tile._asdict(), "STAGES": 3, "OUT": 0}
-        resources = toolchain.compile_cuda(source, NAIVE.arch, defines=config).resources[NAIVE.name]
+@pytest.mark.parametrize("spec", SM80, ids=lambda spec: spec.name)
+def test_no_tile_spills(spec: KernelSpec) -> None:
+    source = kernels.find(spec.name)[1][0]
+    for tokens in (*TILES, 999):
+        config = spec.config_for({"M": tokens, "N": 999}) | {"OUT": 0}
+        resources = toolchain.compile_cuda(source, spec.arch, defines=config).resources[spec.name]
         assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0), config
-        assert NAIVE.launch({"M": 999, "N": 999, **config}).shared_bytes <= 99 * 1024
+        sizes = {"M": 999, "N": 999, "blocks": 1, **config}
+        assert spec.launch(sizes).shared_bytes <= 99 * 1024, "what every architecture from sm_80 on has"
+
+
+@pytest.mark.parametrize("M", [8, 16, 32, 64, 128])
+def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(M: int) -> None:
+    sizes = {"M": M, "N": 4096, "K4": 3328, "K8": 768}
+    config = {**SM90.config_for(sizes), "OUT": 0}
+    checks.built_as_meant(SM90, config, sizes)
+    assert config["STAGES"] >= 6 and SM90.launch({**sizes, **config}).shared_bytes <= strips_tiles.ROOM
+
+
+def test_pairs_are_unpacked_without_bank_conflicts() -> None:
+    sizes = {"M": 16, "N": 16, "K4": 128, "K8": 0}
+    inputs = SM90.pack(SM90.example(np.random.default_rng(0), **sizes))
+    source = kernels.find(SM90.name)[1][0]
+    how: dict[str, Any] = {"config": SM90_TILES[1] | {"OUT": 2}, "backend": "emulator", "count_banks": True}
+    seen = [each for each in run_spec(SM90, source, inputs, sizes=sizes, **how).shared if "v4" in each.text]
+    assert {each.store for each in seen} == {False, True} and not any(each.conflicts for each in seen)
+
+
+def test_how_pairs_are_unpacked() -> None:
+    """Of 16 bytes the low nibbles lie before the high ones, and each counts 16 times."""
+    q = np.random.default_rng(0).integers(-8, 8, (3, 128), np.int8)
+    pairs = atom.join_blocks(BlockRows(q, np.ones((3, 1), np.float16))).reshape(3, 4, 16)
+    unpacked = np.concatenate([pairs << np.uint8(4), pairs & np.uint8(0xF0)], axis=2)
+    np.testing.assert_array_equal(unpacked.reshape(3, 128).view(np.int8), 16 * atom.unpacked_pairs(q))

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator, kernels, sources
+from ptxlab import emulator, kernels, quant, reference, sources
 from ptxlab.bench.shapes import LAYERS
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.gemm import strips_tiles, w8a8_tiles
+from ptxlab.kernels.gemm import gemm_w8a8, strips_tiles, w8a8_tiles
 from ptxlab.kernels.gemm.w8a8 import W8A8
+from ptxlab.layout.packed_activations import pack_activations
 from tests.support import gemm_checks as checks
 from tests.support import gemm_problems
 from tests.support.axes import on_every_backend
@@ -143,6 +144,52 @@ def test_the_chosen_tiles_are_near_the_best_of_the_sweep() -> None:
     assert len(losses) >= 50
     assert math.exp(sum(map(math.log, losses)) / len(losses)) <= 1.02
     assert max(losses) <= 1.12
+
+
+def quantized(M: int, N: int, K: int) -> tuple[quant.QuantizedActivations, quant.Level1Weight]:
+    rng = np.random.default_rng(M)
+    x, w = rng.standard_normal((M, K), np.float32), rng.standard_normal((N, K), np.float32)
+    return quant.quantize_activations(x), quant.quantize_level1(w, 127)
+
+
+@on_every_backend
+@pytest.mark.parametrize("dtype", ["float16", "int32"])
+def test_the_public_call(dtype: str, backend: str) -> None:
+    """The epilogue's very bits, into an array that is given or a new one; a row's bits are those that it has alone."""
+    x, weight = quantized(5, 40, 64)
+    found = gemm_w8a8(pack_activations(x, "row_major"), weight, out_dtype=dtype, backend=backend)
+    right = reference.gemm_epilogue(x.q.astype(np.int32) @ weight.q8.T, x.scale, weight.scale, None, dtype)
+    assert found.dtype.name == dtype and np.array_equal(found, right)
+    one = quant.QuantizedActivations(x.q[2:3], x.scale[2:3], x.token_sum[2:3])
+    out = np.zeros((1, 40), dtype)
+    bias = np.ones(40, np.float32) if dtype == "float16" else None
+    assert gemm_w8a8(pack_activations(one, "row_major"), weight, out=out, bias=bias, backend=backend) is out
+    right = reference.gemm_epilogue(one.q.astype(np.int32) @ weight.q8.T, one.scale, weight.scale, bias, dtype)
+    assert np.array_equal(out, right)
+
+
+_X, _W = quantized(5, 40, 64)
+TILES_OF_X = pack_activations(_X, "tiles", 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"weight": "w"}, r"gemm_w8a8: weight: must be a Level1Weight \(quant.quantize_level1\) \(got str\)"),
+        ({"x": _X}, r"gemm_w8a8: x: must be row-major PackedActivations \(.*\) \(got QuantizedActivations\)"),
+        ({"x": TILES_OF_X}, r"gemm_w8a8: x: must be row-major PackedActivations \(.*\) \(got tiles\)"),
+        ({"weight": quantized(1, 8, 96)[1]}, r"gemm_w8a8: x: K must be 96 as the weight's \(got 64\)"),
+        ({"weight": quantized(1, 12, 64)[1]}, r"gemm_w8a8: N % 8 == 0 \(got N=12\)"),
+        ({"out_dtype": "int8"}, r"gemm_w8a8: out_dtype: must be one of float16, .* \(got int8\)"),
+        ({"out": np.zeros((5, 41), np.float16)}, r"gemm_w8a8: out: .*\[5, 40\].*\[5, 41\].*"),
+        ({"bias": np.zeros(41, np.float32)}, r"gemm_w8a8: bias: .*\[40\].*\[41\].*"),
+        ({"backend": "cpu"}, r"backend: one of .*\(got cpu\)"),
+    ],
+)
+def test_bad_input_of_the_public_call(given: dict[str, Any], message: str) -> None:
+    good = {"x": pack_activations(_X, "row_major"), "weight": _W, "backend": "emulator"}
+    with pytest.raises(ArgumentError, match=f"^{message}$"):
+        gemm_w8a8(**{**good, **given})
 
 
 @pytest.mark.parametrize(

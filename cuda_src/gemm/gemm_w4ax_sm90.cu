@@ -1,0 +1,210 @@
+// gemm_w4ax_sm90: Y = X W^T with COMET's numbers on Hopper, whose tensor cores know no INT4.
+//
+// The pipeline of gemm_w4a4_sm90; activations of INT4 blocks travel packed, and two warps unpack them behind the copies.
+//
+// Contract   y = sum over the blocks of 128 channels, K4 channels of INT4 and then K8 of INT8, of sum_b[m, n] *
+//            (x_scale[m, b] * w_scale[n, b]) + bias, one fma after the other in f32 from 0 on, then rounded to the output
+//            (OUT 0 f16, 1 bf16, 2 f32); the sums are exact in int32. The bits of gemm_w4ax_naive_sm80. Any M >= 1, N a
+//            multiple of 8, K4 and K8 of 128.
+// Shows      what is left of W4Ax without INT4 tensor cores: bytes. Weights stay in the upper half of their bytes, and so
+//            do INT4 activations: an AND, or a shift and an AND, per four of them, and products count 256 times. Pairs
+//            unpacked so come in another order of channels, in which the weights lie already. Both kinds of tiles take
+//            as long on the tensor cores, so there is nothing to balance among SMs.
+// PDL        weights do not wait for the kernel before; X and its scales do, and results, which follow from them.
+// Guide      notebooks/guide/kernels_gemm.md: operands, tile, schedule, constants
+// PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.13 griddepcontrol; 9.7.13.15
+//            mbarrier; 9.7.13.16 elect; 9.7.14.5.16 stmatrix; 9.7.19.5 setmaxnreg
+#include "fragments_out.cuh"
+#include "griddep.cuh"
+#include "group_sums_sm90.cuh"
+#include "mbarrier.cuh"
+#include "tile_order.cuh"
+#include "timeline.cuh"
+#include "vector_access.cuh"
+#include "wgmma.cuh"
+
+#ifndef BM
+#define BM 128  // most tokens of a tile
+#define WN 2    // warp groups of 64 rows of W
+#define STAGES 6
+#define OUT 0
+#endif
+
+namespace {
+
+using ptxlab::u64;
+using u32 = unsigned;
+constexpr int THREADS = 128 * (WN + 1), STRIPS = 4 * WN, UNPACKERS = 64;
+constexpr int BK = 128, HALF = BM * 64, BLOCK = 1024 + 32;  // 64 bytes of all tokens; bytes of a block of a strip
+constexpr int PACKED = 2 * HALF, SCALES = 3 * HALF, WEIGHTS = SCALES + BM * 16;  // where they lie in a stage, behind X
+constexpr int STAGE_BYTES = (WEIGHTS + STRIPS * BLOCK + 1023) / 1024 * 1024;
+constexpr bool UNEVEN = WN > 1;  // registers of a thread that multiplies and of one that loads
+constexpr int MORE = 232, FEWER = 40;
+static_assert(WN <= 2, "registers of more warp groups would have to be shared out otherwise");
+static_assert(BM <= 128, "sums and totals have a register each");
+
+// Pairs of s4 of `tokens` tokens, 64 bytes each, to bytes that are 16 times as large, 64 channels in each half of X; both
+// under the 64-byte swizzle. Of 32 channels the even ones come first. Lanes that would meet in a bank begin with the odd.
+__device__ __forceinline__ void unpack(unsigned char* x, int tokens, int thread) {
+#pragma unroll 2
+    for (int i = thread; i < tokens * 4; i += UNPACKERS) {
+        const int token = i / 4, part = i % 4, swizzle = token / 2 % 4;  // part: 32 channels
+        unsigned char* half = x + part / 2 * HALF + token * 64;
+        u32 q[4];
+        ptxlab::load_words(q, x + PACKED + token * 64 + (part ^ swizzle) * 16);
+#pragma unroll
+        for (int turn = 0; turn < 2; ++turn) {
+            const int odd = part / 2 ^ turn, shift = odd ? 0 : 4;
+            u32 bytes[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) bytes[j] = q[j] << shift & 0xf0f0f0f0u;
+            ptxlab::store_words(half + ((part % 2 * 2 + odd) ^ swizzle) * 16, bytes);
+        }
+    }
+}
+
+}  // namespace
+
+// What the kernel before may be writing is not __restrict__: ptxas moves a read-only load ahead of griddepcontrol.wait.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
+    const unsigned char* __restrict__ strips,           // u8  [N/16, (K4 + K8) / 128 blocks]
+    const __grid_constant__ ptxlab::TensorMap x,        // u8  [M, K4/2 + K8], boxes [tokens of a tile][64] swizzled
+    const __grid_constant__ ptxlab::TensorMap x_scale,  // f16 [M, blocks in whole eights], boxes [tokens of a tile][8]
+    const float* __restrict__ bias,                     // f32 [N], or null
+    void* __restrict__ y,                               // [M, N], by OUT
+    int M, int N, int K4, int K8) {
+    extern __shared__ __align__(1024) unsigned char ring[];
+    __shared__ u64 full[STAGES], unpacked[STAGES], empty[STAGES];
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
+    const int token_tiles = (M + BM - 1) / BM, all_strips = (N + 15) / 16,
+              row_tiles = (all_strips + STRIPS - 1) / STRIPS, tiles = token_tiles * row_tiles;
+    const int tokens = ((M + token_tiles - 1) / token_tiles + 7) / 8 * 8;  // of a tile
+    const int blocks4 = K4 / BK, stages = blocks4 + K8 / BK;
+    unsigned char* buffers = ring + STAGES * STAGE_BYTES;  // 512 bytes of each warp
+
+    if (tokens < BM) {                          // what wgmma and scaling read behind the copies' rows
+        const int missing = (BM - tokens) * 9;  // 16 bytes each: of both halves of X, then of scales
+        for (int i = threadIdx.x; i < STAGES * missing; i += THREADS) {
+            const int piece = i % missing, of_half = (BM - tokens) * 4;
+            unsigned char* slot = ring + i / missing * STAGE_BYTES;
+            unsigned char* to = piece < 2 * of_half ? slot + piece / of_half * HALF + tokens * 64 + piece % of_half * 16
+                                                    : slot + SCALES + (tokens + piece - 2 * of_half) * 16;
+            *reinterpret_cast<int4*>(to) = make_int4(0, 0, 0, 0);
+        }
+        ptxlab::fence_proxy_async();
+    }
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            ptxlab::mbarrier_init(&full[s], 2);
+            ptxlab::mbarrier_init(&unpacked[s], UNPACKERS);
+            ptxlab::mbarrier_init(&empty[s], 128 * WN);
+        }
+        ptxlab::fence_mbarrier_init();
+    }
+    __syncthreads();
+
+    ptxlab::Slot<STAGES> slot;
+    if (threadIdx.x < 128) {  // the warp group that loads: one thread of two warps asks, the copy engine does
+        const bool elected = ptxlab::elect();
+        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        const auto load_w = [&](int row_tile, int stage, unsigned char* to, u64* barrier) {
+            ptxlab::mbarrier_arrive_expect(barrier, STRIPS * BLOCK);
+#pragma unroll
+            for (int i = 0; i < STRIPS; ++i) {  // the last one again where N ends
+                const int strip = min(row_tile * STRIPS + i, all_strips - 1);
+                ptxlab::bulk_load(to + WEIGHTS + i * BLOCK, strips + (size_t(strip) * stages + stage) * BLOCK, BLOCK,
+                                  barrier);
+            }
+        };
+        const auto load_x = [&](int token, int stage, unsigned char* to, u64* barrier) {
+            const bool int4 = stage < blocks4;
+            const int column = int4 ? stage * 64 : K4 / 2 + (stage - blocks4) * BK;
+            ptxlab::mbarrier_arrive_expect(barrier, tokens * ((int4 ? 64 : BK) + 16));
+            ptxlab::tensor_load(int4 ? to + PACKED : to, &x, column, token, barrier);
+            if (!int4) ptxlab::tensor_load(to + HALF, &x, column + 64, token, barrier);
+            ptxlab::tensor_load(to + SCALES, &x_scale, stage / 8 * 8, token, barrier);
+        };
+        if (UNEVEN) ptxlab::fewer_registers<FEWER>();
+        ptxlab::launch_dependents();
+        if (warp == 1) ptxlab::wait_for_predecessors();
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
+#pragma unroll 1
+            for (int stage = 0; stage < stages; ++stage, slot.advance()) {
+                unsigned char* to = ring + slot.index * STAGE_BYTES;
+                if (warp < 2) {
+                    PHASE(WAIT_GROUP);
+                    ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                    PHASE(LOAD);
+                    if (elected && warp == 0) load_w(place.row_tile, stage, to, &full[slot.index]);
+                    if (elected && warp == 1) load_x(place.token_tile * tokens, stage, to, &full[slot.index]);
+                } else {  // the two warps that unpack
+                    PHASE(WAIT_COPY);
+                    ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
+                    PHASE(DEQUANTISE);
+                    if (stage < blocks4) {
+                        unpack(to, tokens, threadIdx.x - UNPACKERS);
+                        ptxlab::fence_proxy_async();
+                    }
+                    ptxlab::mbarrier_arrive(&unpacked[slot.index]);
+                }
+            }
+        }
+        return;
+    }
+    if (UNEVEN) ptxlab::more_registers<MORE>();
+    const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    unsigned char* buffer = buffers + (group * 4 + warp) * 512;
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        PHASE(SETUP);
+        const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
+        const int token0 = place.token_tile * tokens, n0 = (place.row_tile * STRIPS + group * 4 + warp) * 16;
+        float row_bias[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) row_bias[r] = bias ? bias[min(n0 + lane / 4 + 8 * r, N - 1)] : -0.0f;
+        float total[BM / 2] = {};
+        for (int stage = 0; stage < stages; ++stage, slot.advance()) {
+            const unsigned char* x_slot = ring + slot.index * STAGE_BYTES;
+            const u32 w = ptxlab::shared_address(x_slot) + WEIGHTS + (group * 4 + warp) * BLOCK;
+            const __half* scales = reinterpret_cast<const __half*>(x_slot + SCALES) + stage % 8;
+            PHASE(WAIT_COPY);
+            ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
+
+            PHASE(DEQUANTISE);
+            u32 a[BK / 32][4];
+#pragma unroll
+            for (int unit = 0; unit < 2; ++unit) {  // 64 k: the operands of two wgmmas
+                const uint4 q = ptxlab::load_shared_16(w + unit * 512 + lane * 16);
+                const u32 words[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    a[unit * 2 + j / 2][j & 1] = words[j] & 0xf0f0f0f0u;             // k 4 t .. of row g or g + 8
+                    a[unit * 2 + j / 2][2 + (j & 1)] = words[j] << 4 & 0xf0f0f0f0u;  // k 16 + 4 t ..
+                }
+            }
+            PHASE(WAIT_GROUP);
+            ptxlab::mbarrier_wait(&unpacked[slot.index], slot.parity);
+            int sum[BM / 2];
+#pragma unroll
+            for (int k = 0; k < BM / 2; ++k) sum[k] = ptxlab::ZERO;
+            PHASE(ISSUE, 2 * BM);
+            ptxlab::pin(sum);
+            ptxlab::wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < BK / 32; ++step)
+                ptxlab::wgmma_s8(sum, a[step], ptxlab::swizzled_64(x_slot + step / 2 * HALF) + step % 2 * 2);
+            ptxlab::wgmma_commit();
+            PHASE(WAIT_MMA, 0);
+            ptxlab::wgmma_wait<0>();
+            ptxlab::pin(sum);
+            PHASE(MULTIPLY);
+            const u32 pair = ptxlab::load_shared_4(w + 1024 + lane / 4 * 4);
+            const __half2 rows = *reinterpret_cast<const __half2*>(&pair);
+            if (stage < blocks4) ptxlab::add_group<true, 256>(total, sum, rows, scales, lane);
+            else ptxlab::add_group<false, 16>(total, sum, rows, scales, lane);
+            ptxlab::mbarrier_arrive(&empty[slot.index]);
+        }
+        PHASE(EPILOGUE);
+        ptxlab::store_totals<OUT, BM>(total, row_bias, y, buffer, lane, token0, n0, min(M, token0 + tokens), N);
+    }
+}

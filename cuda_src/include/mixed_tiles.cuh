@@ -1,0 +1,138 @@
+// COMET's mixed tiles shared out among blocks: a tile is a part of Y (ROWS of W by COLUMNS tokens) over one block of 128
+// channels, whose activations are INT4 or INT8. Which block of the grid has which tiles is the kernel's; here is what
+// a tile takes, and how parts of Y are put together from the sums of all their tiles.
+#pragma once
+#include "rows_sm80.cuh"
+
+namespace ptxlab {
+
+// A GEMM's operands; the blocks of channels of a part of Y are numbered, those of INT4 first.
+struct MixedOperands {
+    const unsigned char* w;   // u8  [N, (K4 + K8) / 2]: pairs; behind K4 / 2 bytes in COMET's order
+    const __half* w_scale;    // f16 [N, blocks of channels in whole eights]
+    const unsigned char* x4;  // u8  [M, K4 / 2], two s4 a byte
+    const unsigned char* x8;  // s8  [M, K8]
+    const __half* x_scale;    // f16 [M, blocks of channels in whole eights]
+    int M, N, K4, K8;
+
+    __device__ __forceinline__ int blocks4() const { return K4 / 128; }
+    __device__ __forceinline__ int blocks() const { return (K4 + K8) / 128; }
+};
+
+// Tiles by number: the INT8 tiles of all parts of Y, then their INT4 tiles; those of a part one after the other, parts
+// with the same tokens one after the other.
+struct MixedTile {
+    int part, block;
+
+    __device__ __forceinline__ MixedTile(int number, int parts, const MixedOperands& of) {
+        const int blocks4 = of.blocks4(), blocks8 = of.K8 / 128, int8 = parts * blocks8;
+        if (number < int8) part = number / blocks8, block = blocks4 + number % blocks8;
+        else part = (number - int8) / blocks4, block = (number - int8) % blocks4;
+    }
+};
+
+// Which tiles a block of the grid works on, by number, if an INT8 tile takes as long as INT8_COST INT4 tiles: the next tile
+// always goes to the block that is free first, of several to the lowest. So INT8 tiles go round; `early` blocks have
+// none of the last round, and take the next INT8_COST * early INT4 tiles meanwhile; then INT4 tiles go round.
+template <int INT8_COST>
+struct RemappedTiles {
+    const int blocks, me, int8, int4;  // blocks of the grid, this one; tiles of both kinds
+    // Blocks with an INT8 tile in the last round, if that is not full, and without; INT4 tiles that the latter take then.
+    const int late, early, meanwhile;
+    const int own8, own_meanwhile, rest;
+
+    __device__ __forceinline__ RemappedTiles(int int8, int int4)
+        : blocks(gridDim.x), me(blockIdx.x), int8(int8), int4(int4), late(int8 % blocks),
+          early(late ? blocks - late : 0), meanwhile(min(INT8_COST * early, int4)), own8(share(int8, me, blocks)),
+          own_meanwhile(early && me >= late ? share(meanwhile, me - late, early) : 0), rest(int4 - meanwhile) {}
+
+    // Of `count` things dealt out to so many, what the one with this number gets.
+    static __device__ __forceinline__ int share(int count, int number, int among) {
+        return (count - number + among - 1) / among;
+    }
+
+    __device__ __forceinline__ int count() const { return own8 + own_meanwhile + share(rest, me, blocks); }
+
+    // The number of this block's tile i.
+    __device__ __forceinline__ int operator[](int i) const {
+        if (i < own8) return me + i * blocks;
+        i -= own8;
+        if (i < own_meanwhile) return int8 + (me - late) + i * early;
+        return int8 + meanwhile + me + (i - own_meanwhile) * blocks;
+    }
+};
+
+// A tile's operands into a slot: 64 bytes of every row of W, and of X once or, of INT8, twice as many.
+template <class Tile>
+__device__ __forceinline__ void fetch_mixed(const Tile& tile, unsigned char* slot, const MixedOperands& of, int block) {
+    unsigned char* x = slot + Tile::W_BYTES;
+    tile.fetch_w(slot, of.w, block * ROW_BYTES, (of.K4 + of.K8) / 2);
+    if (block < of.blocks4()) {
+        tile.fetch_x(x, of.x4, block * ROW_BYTES, of.K4 / 2);
+    } else {
+        const int first = (block - of.blocks4()) * 128;
+        tile.fetch_x(x, of.x8, first, of.K8);
+        tile.fetch_x(x + Tile::X_BYTES, of.x8, first + ROW_BYTES, of.K8);
+    }
+}
+
+// A tile's sums s32 [token][block][n], of an INT8 tile times 16.
+template <class Tile>
+__device__ __forceinline__ void multiply_mixed(const Tile& tile, const unsigned char* slot, const MixedOperands& of,
+                                               int block, int* sums) {
+    const unsigned char *w = slot + tile.w_at(), *x = slot + Tile::W_BYTES + tile.x_at();
+    typename Tile::Sums acc = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        if (block < of.blocks4()) tile.template multiply_half<true>(acc, w, x, half);
+        else tile.multiply_switched(acc, w, x + half * Tile::X_BYTES, half);
+    tile.each(acc, [&](int token, int n, int sum) { sums[(size_t(token) * of.blocks() + block) * of.N + n] = sum; });
+}
+
+// Whether this is the last of a part's `all` pieces to be done: all of the part's sums are there then. `counted` is 0
+// before the first and after the last.
+__device__ __forceinline__ bool is_last(unsigned* counted, unsigned pieces, unsigned all) {
+    __syncthreads();  // the sums of all threads
+    bool last = false;
+    if (threadIdx.x == 0) {
+        unsigned before;
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                     : "=r"(before)
+                     : "l"(counted), "r"(pieces)
+                     : "memory");
+        last = before + pieces == all;
+        if (last) *counted = 0;
+    }
+    return __syncthreads_or(last);
+}
+
+// A part of Y out of the sums of its tiles, in the order of the channels whoever made them: eight neighbours a thread.
+template <int KIND, class Tile>
+__device__ __forceinline__ void put_together(const Tile& tile, const MixedOperands& of, const int* sums,
+                                             const float* bias, void* y) {
+    constexpr int EIGHTS = Tile::ROWS / 8;
+    const int blocks = of.blocks(), columns = (blocks + 7) / 8 * 8;  // scales of a row
+    for (int i = threadIdx.x; i < Tile::COLUMNS * EIGHTS; i += Tile::THREADS) {
+        const int token = tile.token0 + i / EIGHTS, n = tile.row0 + i % EIGHTS * 8;
+        if (token >= of.M || n >= of.N) continue;
+        float total[8] = {};
+        for (int block = 0; block < blocks; ++block) {
+            const int4* from = reinterpret_cast<const int4*>(sums + (size_t(token) * blocks + block) * of.N + n);
+            const int4 low = from[0], high = from[1];
+            const int sum[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            const float counts = block < of.blocks4() ? 1 : 1 / 16.0f;
+            const float x = __half2float(of.x_scale[size_t(token) * columns + block]) * counts;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const float w = __half2float(of.w_scale[size_t(n + j) * columns + block]);
+                total[j] = __fmaf_rn(float(sum[j]), __fmul_rn(x, w), total[j]);
+            }
+        }
+        if (bias)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) total[j] = __fadd_rn(total[j], bias[n + j]);
+        store_8_floats<KIND>(y, size_t(token) * of.N + n, total);
+    }
+}
+
+}  // namespace ptxlab

@@ -1,0 +1,70 @@
+"""A record of whole models that nobody measured, for the tables, targets and pictures that are made of one."""
+
+from collections.abc import Sequence
+
+from ptxlab.bench import models
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.layer.decoder import Alone
+from ptxlab.bench.layer.shapes import BATCHES, Work
+from ptxlab.bench.record import Record, Row
+from ptxlab.bench.timing import Measured
+from ptxlab.model import Config, largest_batch
+
+FRACTION = 0.8  # of the floor, at every batch
+OVER = {"fp16/sdpa": 4.0, "fp8_row/sdpa": 2.2, "fp8_tensor/xqa_fp8": 2.0, "humming_g128/sdpa": 1.6}
+WITHOUT = 1.3
+PREFILL = 0.5  # of the steps behind it
+_CEILINGS = Ceilings(4.5, 4.2)
+
+
+def record(configs: Sequence[Config] = models.MODELS) -> Record:
+    """Of these models, on a card of 141 GB."""
+    rows = tuple(row for config in configs for row in _rows(config))
+    device = {"name": "NVIDIA H200", "card": "GPU-0"}
+    return Record("decode", device, {}, _CEILINGS.to_json(), rows, commit="0123456789ab", date="2026-11-23")
+
+
+def _rows(config: Config) -> list[Row]:
+    budgets = {gb: largest_batch(config, gb, 1536, chunk=2048) for gb in models.BUDGETS}
+    ours = {B for B in BATCHES if B in range(max(budgets.values()) + 1)} | {*budgets.values()}
+    own = {models.room_for(config, gb, name) for gb in models.BUDGETS for name in OVER} - {0}
+    rows = []
+    for B in sorted(ours | own):
+        us = _floor(config, B) / FRACTION
+        named = {name: us * over for name, over in OVER.items() if config.experts == 0 or "humming" not in name}
+        more = {f"{name} {part}_us": peer / 2 for name, peer in named.items() for part in ("gemm", "attention")}
+        rows.append(models.beside_row(config, models.MIX, B, min(named.values()), named, more))
+        if B in ours:
+            peers = {**named, **({} if config.experts else {models.WITHOUT: WITHOUT * us})}
+            rows.append(_step(config, B, us, peers))
+    for gb, B in budgets.items():
+        steps = 511 * _floor(config, B) / FRACTION
+        run = models.Generated(PREFILL * steps, steps, 1900.0, 600.0)
+        composed = {
+            name: ((1 + PREFILL) * steps * over * room / B, room)
+            for name, over in OVER.items()
+            if (room := models.room_for(config, gb, name)) and not (config.experts and "humming" in name)
+        }
+        rows.append(models.generate_row(config, B, gb, run, composed))
+    return rows
+
+
+def _works(config: Config, B: int) -> list[Work]:
+    weights = sum(N * K for N, K in config.matrices.values()) // 2 * config.layers
+    cache = B * 1280 * config.layers * config.kv_heads * 136
+    head = 2 * config.vocabulary * config.hidden
+    return [Work("gemm", weights, 4 * B * weights), Work("attention", cache, 0), Work("head", head, B * head)]
+
+
+def _floor(config: Config, B: int) -> float:
+    return sum(work.us(_CEILINGS) for work in _works(config, B))
+
+
+def _step(config: Config, B: int, us: float, peers: dict[str, float]) -> Row:
+    works = _works(config, B)
+    parts = {work.name: work.us(_CEILINGS) / FRACTION / config.layers for work in works}
+    apart = Alone({**parts, "norm": 1.0}, {"gemm": "gemm", "attention": "attention", "head": "", "norm": "others"})
+    head = parts["head"] * config.layers
+    return models.row_at(
+        config, B, Measured(us, us, us, 1900.0), works, apart, head, _CEILINGS, "made up", peers, {"power_w": 600.0}
+    )
