@@ -37,6 +37,7 @@ PAIRS = layout.pack_atom_activations(quant.quantize_atom_activations(W[:2], 64, 
 PLACE = quant.channel_places(np.arange(256))
 BLOCKS = ptxlab.pack_block_weight(quant.quantize_block_weight(W), 1)
 JOINED = layout.pack_block_activations(quant.quantize_blocks(W[:2], 1))
+REORDERED = layout.pack_reordered(quant.quantize_atom_weight(W, 64, 64), np.arange(256))
 EXPERTS = ptxlab.stack_experts([PACKED["strips"]] * 2)
 CACHE = ptxlab.KVCache.empty(2, 2, 1, 64, page_size=16)
 HALVES = W[:2].astype(np.float16)
@@ -80,7 +81,16 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "gemm": (ptxlab.gemm_w4a8, {"x_q": None, "x_scale": SCALE, "weight": PER_CHANNEL, "x_sum": SUMS, "bias": None,
                                 "out": None, "out_dtype": None, "kernel": None, "backend": "emulator",
                                 "workspace": None, "programmatic": False}),
+    "atom matrix": (quant.quantize_atom_activations, {"x": W, "group": 64, "outliers": 64, "clip": 0.9,
+                                                      "rules": quant.ATOM_CODE}),
+    "channel sizes": (quant.channel_sizes, {"x": W, "metric": "max"}),
+    "outlier order": (quant.outlier_order, {"sizes": W[0], "outliers": 64, "rules": quant.ATOM_CODE}),
+    "int8 blocks": (quant.int8_blocks, {"sizes": np.abs(W[0]), "outlier": 6.0, "most": 0.2, "block": 64}),
+    "blocks": (quant.quantize_blocks, {"x": W, "int8": 1, "block": 64}),
     "pack atom": (ptxlab.pack_atom, {"weight": quant.quantize_atom_weight(W, 64, 64), "layout": "strips"}),
+    "reordered": (layout.pack_reordered, {"weight": quant.quantize_atom_weight(W, 64, 64), "order": np.arange(256),
+                                          "layout": "rows", "int8": None, "clip": 0.9}),
+    "reordered weight": (layout.ReorderedWeight, {**vars(REORDERED)}),
     "atom weight": (ptxlab.AtomWeight, {**vars(ATOM["strips"])}),
     "atom activations": (ptxlab.AtomActivations, {**vars(PAIRS)}),
     "gemm w4a4": (ptxlab.gemm_w4a4, {"x": PAIRS, "weight": ATOM["rows"], "bias": None, "out": None, "out_dtype": None,

@@ -38,6 +38,9 @@
 #define ORDER 0   // of X: 0 row-major, 1 swizzled tiles of BM tokens
 #define SIGNED 0  // 1: no token sums, so the MMA is given the weights as they are
 #endif
+#ifndef FUSED
+#define FUSED 0  // 1: SiLU of the gate times up; 2: added to Y (output.cuh)
+#endif
 
 namespace {
 
@@ -72,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
     const float* x_scale,            // f32 [M]; null if OUT == 3
     const int* x_sum,                // s32 [M]; null if SIGNED
     const float* __restrict__ bias,  // f32 [N], or null
-    void* __restrict__ y,            // [M, N], by OUT
+    void* __restrict__ y,            // [M, N], by OUT; [M, N / 2] if FUSED == 1
     int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
@@ -272,10 +275,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
                                           {zero[h][0], zero[h][1]},
                                           {ws[h][0], ws[h][1]},
                                           {b[h][0], b[h][1]}};
-            ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, token0,
-                                             (strip0 + tile_row * 4 + warp) * 16, min(M, token0 + tokens), N,
-                                             min(N, end * 16),
-                                             [&](int piece) { return Sums::owner(tile_row, piece) == slice; });
+            ptxlab::store_fragments<OUT, BM, FUSED>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, token0,
+                                                    (strip0 + tile_row * 4 + warp) * 16, min(M, token0 + tokens), N,
+                                                    min(N, end * 16),
+                                                    [&](int piece) { return Sums::owner(tile_row, piece) == slice; });
         }
     }
 }

@@ -7,7 +7,7 @@
 //            x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the
 //            accumulators (OUT == 3). 1 <= M <= 32, as far as X fits shared memory; N a multiple of 8, K of the group.
 //            LiquidQuant: o1 = 128 + min; QoQ: o1 = 128 - zero * s1. SIGNED: no token sums, and the MMA takes w as s8.
-//            GROUP 0: weights per channel, (q4 - w_zero[n])[n, k], with token sums.
+//            GROUP 0: weights per channel, (q4 - w_zero[n])[n, k], with token sums. FUSED 1, 2: as gemm_w4a8_sm90.
 // PDL        the first weights do not wait for the kernel before; activations, scales and results do.
 // Guide      notebooks/guide/kernels_gemm.md: strips, roles of the warps, barriers, constants
 // Measured   0.85, 0.84, 0.74 of the floor on an H200 at M = 1, 4, 16; 1.80, 1.75, 1.43 times as fast as cuBLAS FP8
@@ -31,6 +31,9 @@
 #define ORDER 0
 #define SIGNED 0
 #endif
+#ifndef FUSED
+#define FUSED 0  // 1: SiLU of the gate times up; 2: added to Y (output.cuh)
+#endif
 
 namespace {
 
@@ -42,7 +45,9 @@ constexpr int WARPS = ROWS * SLICES, THREADS = 32 * (WARPS + 2);
 constexpr int W_BYTES = SLICES * BLOCK, X_BYTES = SLICES * 128 * BM;  // of a strip and a stage; of X and a stage
 constexpr int MMAS = BM / 8;                                          // along the tokens
 constexpr int PITCH = ROWS * 16 + 4, TILE = BM * PITCH;               // of sums: lane 4 g + t at bank 8 t + g
-constexpr int ITEMS = (BM * ROWS * 2 + 31) / 32;                      // of 8 results, per lane of the last warp
+// The last warp makes 8 results of so many rows at a time: parts of a strip; of all strips, per lane.
+constexpr int WIDE = FUSED == ptxlab::SILU_MUL ? 16 : 8, OF_STRIP = 16 / WIDE, PARTS = ROWS * OF_STRIP;
+constexpr int ITEMS = (BM * PARTS + 31) / 32;
 
 __device__ __forceinline__ void multiply(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if (SIGNED) ptxlab::mma_s8(d, a[0], a[1], a[2], a[3], b0, b1);
@@ -151,27 +156,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
                 *reinterpret_cast<int4*>(x_tile + (block * BM + M) * 128 + i * 16) = make_int4(0, 0, 0, 0);
     }
     ptxlab::sync_threads(0, THREADS);
-    int buffer = 0, parity = 0;              // of the tiles of sums
-    if (warp == WARPS + 1) {                 // sums -> outputs
-        const int part = lane % (ROWS * 2);  // 8 rows of the ROWS * 16
+    int buffer = 0, parity = 0;         // of the tiles of sums
+    if (warp == WARPS + 1) {            // sums -> outputs
+        const int part = lane % PARTS;  // WIDE rows of the ROWS * 16
         float scale[ITEMS];
         int sum[ITEMS];
         for (int strip0 = first; strip0 < all; strip0 += ROWS * blocks) {
-            const int n = (strip0 + part / 2 * blocks) * 16 + part % 2 * 8;
+            const int n = (strip0 + part / OF_STRIP * blocks) * 16 + part % OF_STRIP * WIDE;
             const bool inside = n < N;
-            float ws[8] = {}, b[8] = {};
-            int zero[8];
+            float ws[WIDE] = {}, b[WIDE] = {};
+            int zero[WIDE];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) zero[i] = GROUP == 0 ? (inside ? w_zero[n + i] : 0) : 128;
+            for (int i = 0; i < WIDE; ++i) zero[i] = GROUP == 0 ? (inside ? w_zero[n + i] : 0) : 128;
             if (inside) {
 #pragma unroll
-                for (int i = 0; i < 8; ++i) ws[i] = w_scale[n + i], b[i] = bias ? bias[n + i] : 0;
+                for (int i = 0; i < WIDE; ++i) ws[i] = w_scale[n + i], b[i] = bias ? bias[n + i] : 0;
             }
             if (strip0 == first) {
                 ptxlab::wait_for_predecessors();
 #pragma unroll
                 for (int i = 0; i < ITEMS; ++i) {
-                    const int token = (i * 32 + lane) / (ROWS * 2);
+                    const int token = (i * 32 + lane) / PARTS;
                     scale[i] = OUT != 3 && token < M ? x_scale[token] : 1;
                     sum[i] = !SIGNED && token < M ? x_sum[token] : 0;
                 }
@@ -181,17 +186,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
             PHASE(EPILOGUE);
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
-                const int token = (i * 32 + lane) / (ROWS * 2);
+                const int token = (i * 32 + lane) / PARTS;
                 if (token >= M) continue;
-                int4* at = reinterpret_cast<int4*>(sums + buffer * TILE + token * PITCH + part * 8);
-                const int4 low = at[0], high = at[1];
-                at[0] = at[1] = make_int4(0, 0, 0, 0);
-                int v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+                int4* at = reinterpret_cast<int4*>(sums + buffer * TILE + token * PITCH + part * WIDE);
+                int v[WIDE];
 #pragma unroll
-                for (int j = 0; j < 8; ++j) v[j] -= zero[j] * sum[i];
+                for (int j = 0; j < WIDE / 4; ++j) {
+                    const int4 four = at[j];
+                    v[4 * j] = four.x, v[4 * j + 1] = four.y, v[4 * j + 2] = four.z, v[4 * j + 3] = four.w;
+                }
+#pragma unroll
+                for (int j = WIDE / 4 - 1; j >= 0; --j) at[j] = make_int4(0, 0, 0, 0);
+#pragma unroll
+                for (int j = 0; j < WIDE; ++j) v[j] -= zero[j] * sum[i];
                 if (!inside) continue;
-                if (bias) ptxlab::store_8<OUT>(y, size_t(token) * N + n, v, scale[i], ws, b);
-                else ptxlab::store_8<OUT>(y, size_t(token) * N + n, v, scale[i], ws, nullptr);
+                const size_t to = size_t(token) * (N / (WIDE / 8)) + n / (WIDE / 8);
+                if (bias) ptxlab::store_8<OUT, FUSED>(y, to, v, scale[i], ws, b);
+                else ptxlab::store_8<OUT, FUSED>(y, to, v, scale[i], ws, nullptr);
             }
             ptxlab::mbarrier_arrive(&cleared[buffer]);
             if ((buffer ^= 1) == 0) parity ^= 1;

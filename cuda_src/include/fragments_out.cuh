@@ -4,6 +4,7 @@
 //
 // 2-byte outputs   16 tokens at a time, turned over through 512 bytes of shared memory (`Turn`): 16 bytes a lane.
 // 4-byte outputs   from the registers: eight lanes write one sector of 32 bytes.
+// SILU_MUL         a lane has gate and up, so 8 features are left: 32 tokens at a time, 16 bytes each, a lane per token.
 #pragma once
 #include "mma.cuh"
 #include "output.cuh"
@@ -47,13 +48,43 @@ __device__ __forceinline__ float scaled(int acc, float x_scale, float w_scale, f
 }
 
 // Tokens token0 .. of rows n0 .. n0 + 15, as far as they are below M and `end`; `own(piece)` says whether the sums of
-// tokens 8 * piece .. are here. `buffer`: 512 bytes of this warp.
-template <int KIND, int TOKENS, class Own>
+// tokens 8 * piece .. are here. `buffer`: 512 bytes of this warp. SILU_MUL: Y has half as many columns, N / 2.
+template <int KIND, int TOKENS, int WITH = 0, class Own>
 __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], const Scaling& s, void* y,
                                                 unsigned char* buffer, int lane, int token0, int n0, int M, int N,
                                                 int end, Own own) {
+    static_assert(WITH == 0 || KIND < 2, "to 16 bits each");
     const int g = lane / 4, t = lane % 4;
-    if constexpr (KIND >= 2) {
+    if constexpr (WITH == SILU_MUL) {
+        constexpr int PIECES = TOKENS / 8, AT_ONCE = PIECES < 4 ? PIECES : 4;
+        const unsigned column = shared_address(buffer) + lane * 16;  // 8 features of token `lane`
+#pragma unroll
+        for (int j = 0; j < PIECES; j += AT_ONCE) {
+            unsigned h[4] = {};
+            bool owned = false;  // by this lane, its token's
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                if (j + i >= PIECES || !own(j + i)) continue;
+                owned |= lane / 8 == i;
+                const int token = (j + i) * 8 + 2 * t;
+                const float2 scale = *reinterpret_cast<const float2*>(s.x_scale + token);
+                const int2 sum = s.x_sum ? *reinterpret_cast<const int2*>(s.x_sum + token) : make_int2(0, 0);
+                const int* d = acc + 4 * (j + i);
+                const auto result = [&](int gate, int up, float x_scale, int x_sum) {
+                    const float v = scaled(gate - s.zero[0] * x_sum, x_scale, s.w_scale[0], s.bias[0]);
+                    return __fmul_rn(activated<0>(v), scaled(up - s.zero[1] * x_sum, x_scale, s.w_scale[1], s.bias[1]));
+                };
+                h[i] = rounded_pair<KIND>(result(d[0], d[2], scale.x, sum.x), result(d[1], d[3], scale.y, sum.y));
+            }
+            __syncwarp();  // what was there has been taken
+            store_matrices_transposed(column, h);
+            __syncwarp();
+            const uint4 v = load_shared_16(column);
+            const int token = token0 + j * 8 + lane;
+            if (owned && token < M && n0 < end)
+                put_8<KIND, WITH>(y, size_t(token) * (N / 2) + n0 / 2, v);
+        }
+    } else if constexpr (KIND >= 2) {
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; ++j) {
             if (!own(j)) continue;
@@ -89,7 +120,7 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
             const uint4 v = turn(h);
             const int token = token0 + j * 8 + turn.token, n = n0 + turn.half * 8;
             if (turn.token < AT_ONCE * 8 && own(j + turn.token / 8) && token < M && n < end)
-                *reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + size_t(token) * N + n) = v;
+                put_8<KIND, WITH>(y, size_t(token) * N + n, v);
         }
     }
 }

@@ -1,5 +1,6 @@
 """Perplexity after each step of the recipes, as `ptxlab accuracy` recorded it: points, table and picture."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,18 +46,22 @@ def recorded() -> Accuracy | None:
 def points(found: Accuracy | None) -> pd.DataFrame:
     """A row per step, means over the calibration seeds: a column per text, `ratio` to floats, `spread` of the seeds.
 
-    Both of the first text; the spread is the largest less the smallest, NaN of one seed.
+    Both of the first text; the spread is the largest less the smallest, NaN of one seed. `bytes` are those that the
+    GEMMs of 1,024 tokens read.
     """
     rows = found.record["rows"] if found else []
     if not rows:
-        return pd.DataFrame(columns=["ladder", "step", "ratio", "spread"])
+        return pd.DataFrame(columns=["ladder", "step", "ratio", "spread", "bytes"])
     texts = list(rows[0]["perplexity"])
     flat = pd.DataFrame([{"ladder": row["ladder"], "step": row["step"], **row["perplexity"]} for row in rows])
     grouped = flat.groupby(["ladder", "step"], sort=False)
     means = grouped.mean().reset_index()
     seeds = grouped[texts[0]]
     spread = (seeds.max() - seeds.min()).where(seeds.count() > 1).to_numpy()
-    return means.assign(ratio=means[texts[0]] / means[texts[0]].iloc[0], spread=spread)
+    nbytes = (
+        pd.Series([row.get("bytes", math.nan) for row in rows]).groupby([flat.ladder, flat.step], sort=False).mean()
+    )
+    return means.assign(ratio=means[texts[0]] / means[texts[0]].iloc[0], spread=spread, bytes=nbytes.to_numpy())
 
 
 def section() -> str:
@@ -65,13 +70,13 @@ def section() -> str:
     rows = points(found)
     if found is None or rows.empty:
         return MISSING
-    texts = [name for name in rows if name not in ("ladder", "step", "ratio", "spread")]
+    texts = [name for name in rows if name not in ("ladder", "step", "ratio", "spread", "bytes")]
     shown = {"ladder": "{}", "step": "{}", **dict.fromkeys(texts, "{:.2f}"), "ratio": "{:.3f}x", "spread": "{:.2f}"}
     table = rows[[*shown]].astype(object)
     table.columns = pd.Index([{"ratio": "of float32", "spread": "seeds' spread"}.get(name, name) for name in shown])
     text = markdown(table, dict(zip(table, shown.values(), strict=True)))
     drawn = "" if steps(rows).empty else "\n![Perplexity by step](notebooks/figures/accuracy_steps.png)\n"
-    return f"{text}\n{_origin(found)}\n{drawn}"
+    return f"{text}\n{origin(found)}\n{drawn}"
 
 
 def steps_figure(found: Accuracy) -> Figure:
@@ -107,11 +112,13 @@ def _removed(values: Any, exact: float) -> float:
 
 
 def steps(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of these points, the ladders of W4A8KV4."""
-    return rows[rows.ladder.isin(list(COLOURS))]
+    """Of these points, the ladders of W4A8KV4; none unless one of them has steps between its ends."""
+    found = rows[rows.ladder.isin(list(COLOURS))]
+    return found if (found.ladder.value_counts() > 2).any() else found[:0]
 
 
-def _origin(found: Accuracy) -> str:
+def origin(found: Accuracy) -> str:
+    """What the figures are of, and where they come from."""
     record = found.record
     windows = "; ".join(f"{name}: {W:,} windows of {T:,}" for name, (W, T) in record["windows"].items())
     samples, length = record["calibration"]

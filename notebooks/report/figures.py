@@ -88,6 +88,13 @@ def _accuracy() -> Figure:
     return accuracy.steps_figure(found)
 
 
+def _w4a4_accuracy() -> Figure:
+    found = accuracy.recorded()
+    if found is None or not (w4a4.precisions(found).group == "FMPQ").any():
+        raise NotMeasuredError("accuracy.json: lacks what is drawn here; `ptxlab accuracy` makes a record")
+    return w4a4.accuracy_picture(found)
+
+
 _BOTH = gemm.points, gemm.eight_bit
 PICTURES: dict[str, Callable[[], Figure]] = {
     "demo": _demo,
@@ -105,6 +112,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "cost_predicted": _gemm(costplot.predicted_figure, *_BOTH),
     "cost_crossover": _gemm(costplot.crossover_figure, *_BOTH),
     "w4ax_schedules": w4a4.schedules_picture,
+    "w4a4_accuracy": _w4a4_accuracy,
     "attention_speedup": _attention,
     "accuracy_steps": _accuracy,
     "layer_breakdown": _layer(layer.points, layer.breakdown_figure),

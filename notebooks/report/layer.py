@@ -9,10 +9,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ptxlab.bench.layer import BATCHES, CONFIGS, FUSED, MEASURE, TIMELINE, config_of
+from ptxlab.bench.layer import BATCHES, CONFIGS, EPILOGUES, FUSED, MEASURE, TIMELINE, config_of
 from ptxlab.bench.layer import DRAWN as TRACED_AT
-from ptxlab.bench.record import Record
-from ptxlab.bench.shapes import HEAD_DIM
+from ptxlab.bench.layer.ends import ALL as ENDS
+from ptxlab.bench.layer.ends import Ends
+from ptxlab.bench.record import Record, Row
 from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED
 from report import frames
 from report.frames import MISSING, markdown, mean
@@ -68,12 +69,13 @@ def fastest(peers: Mapping[str, float], start: str) -> str:
 
 
 def fused(record: Record | None) -> pd.DataFrame:
-    """The kernels between GEMMs: `width` is K, of `rope_append_kv4` that of q, k and v together."""
+    """The kernels between GEMMs: `width` is that of a row, of `rope_append_kv4` that of q, k and v together."""
     rows = [row for row in record.rows if row.measure == FUSED] if record else []
     flat = []
     for row in rows:
         sizes = row.sizes
-        width = sizes["K"] if "K" in sizes else HEAD_DIM * (sizes["Hq"] + 2 * sizes["Hkv"])
+        heads = sizes.get("D", 0) * (sizes.get("Hq", 0) + 2 * sizes.get("Hkv", 0))
+        width = sizes["K"] + sizes.get("outliers", 0) if "K" in sizes else heads
         compiled = row.peers.get("torch_compile", math.nan)
         found = {**row.more, **vars(row), "M": sizes["M"], "width": width, "over torch": compiled / row.time_us}
         flat.append(found)
@@ -168,6 +170,42 @@ def timeline_table(record: Record | None) -> str:
         note = f"One layer in a graph of several takes {rows.layer_us.iloc[0]:.2f} µs without tracing."
         tables.append(f"{markdown(table, formats)}\n{note}\n")
     return "\n".join(tables) or MISSING
+
+
+def epilogues_table(record: Record | None) -> str:
+    """Layers with and without the epilogues of their GEMMs: what they took, what was predicted, and which won."""
+    rows = [row for row in record.rows if row.measure == EPILOGUES] if record else []
+    if record is None or not rows:
+        return MISSING
+    plain, *others = ENDS
+    lines: dict[tuple[str, int], dict[Ends, Row]] = {}
+    for row in rows:
+        config, B = (
+            config_of({name: size for name, size in row.sizes.items() if name not in plain._fields}),
+            row.sizes["B"],
+        )
+        line = lines.setdefault((config.name if config else "", B), {})
+        line[Ends(*(bool(row.sizes[name]) for name in plain._fields))] = row
+    flat = []
+    for (model, B), of in lines.items():
+        found: dict[str, Any] = {"model": model, "batch": B, "neither": f"{of[plain].time_us:.1f} µs"}
+        for ends in others:
+            change, predicted = (us - of[plain].time_us for us in (of[ends].time_us, of[ends].more["predicted_us"]))
+            found[_called(ends)] = f"{change:+.2f} µs (predicted {predicted:+.2f})"
+        found["wins"] = _called(min(of, key=lambda ends: of[ends].time_us))
+        flat.append(found)
+    table = pd.DataFrame(flat)
+    said = (
+        "Change of a whole layer's time; each in turn, twice, the faster counts. The residual add gives the same bits,"
+        f" SiLU·mul others. Measured on one {record.device['name']}: `ptxlab bench layer --only epilogues`,"
+        f" {record.date[:10]}, commit {record.revision}."
+    )
+    return f"{markdown(table, {})}\n{said}\n"
+
+
+def _called(ends: Ends) -> str:
+    names = [name for name, there in zip(("residual add", "SiLU·mul"), ends, strict=True) if there]
+    return " and ".join(names) or "neither"
 
 
 def breakdown_figure(record: Record) -> Figure:

@@ -296,6 +296,11 @@ def layer_fused_section() -> str:
     return layer.fused_table(layer.recorded())
 
 
+def layer_epilogues_section() -> str:
+    """Layers with and without the epilogues of their GEMMs."""
+    return layer.epilogues_table(layer.recorded())
+
+
 def layer_timeline_section() -> str:
     """The launches of one layer, and where they are recorded as a picture."""
     record = layer.recorded()
@@ -338,6 +343,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "w4a4_figures": w4a4.figures_table,
     "w4ax_schedules": w4a4.schedule_table,
     "accuracy": accuracy.section,
+    "w4a4_accuracy": w4a4.accuracy_table,
     "audit": audit_table,
     "attention": attention_table,
     "kv4": kv4_section,
@@ -347,6 +353,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "decode_targets": lambda: targets.table(targets.whole(decode.recorded())),
     "decode_generate": lambda: decode.generate_table(decode.recorded()),
     "layer_fused": layer_fused_section,
+    "layer_epilogues": layer_epilogues_section,
     "layer_timeline": layer_timeline_section,
     "gemm_means": gemm_means_section,
     "per_channel": lambda: gemm.per_channel_table(ladder.recorded()),

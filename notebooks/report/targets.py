@@ -11,6 +11,7 @@ from ptxlab.bench.gemm.headline import ORDER
 from ptxlab.bench.models import BUDGETS, GENERATE, MEASURE, MODELS
 from ptxlab.bench.record import TOLERANCE, Record
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, MOST_FEW
+from ptxlab.kernels.quantize import atom
 from report import attention as kv
 from report import decode, layer
 from report.frames import MISSING, fraction, markdown, mean, over, slower
@@ -99,6 +100,7 @@ _COPIES = ((64e6, math.inf, 0.88), (20e6, 64e6, 0.80), (8e6, 20e6, 0.60))  # byt
 def layers(record: Record | None) -> list[Target]:
     """Of decoder layers beside public mixes, and of the kernels between their GEMMs."""
     rows, between = layer.points(record), layer.fused(record)
+    between = between[~between.kernel.isin([spec.name for spec in atom.SPECS])]  # no part of these layers
     both = rows[rows.model.isin(list(_LAYERS))]
     few = both[both.B <= 64]
     humming = rows[["over humming g128", "over humming per channel"]].min(axis=1, skipna=False)

@@ -26,8 +26,18 @@ from ptxlab.cost.schedule import (
     rate_bound,
     ratio_needed,
 )
-from report.frames import markdown, mean
+from ptxlab.plot import BLUE, GREY, ORANGE, RED
+from report import accuracy
+from report.frames import MISSING, markdown, mean
+from report.style import bare, title
 
+_PRECISIONS = {  # rows of `ptxlab accuracy` -> what they are called here
+    ("float", "float32"): "W16A16",
+    ("alone", "W8A8"): "W8A8",
+    ("g64", "round to nearest"): "W4A8KV4, rounded to nearest",
+    ("g64", "GPTQ"): "W4A8KV4, the whole recipe",
+    ("Atom", "KV4"): "W4A4KV4, Atom",
+}
 _GPUS = ("rtx3090", "rtx4090", "l40s", "a100")
 _MANY = 4096  # tokens, and channels
 _PLAIN = Costs(1.0, 2.0)
@@ -120,3 +130,65 @@ def schedules_picture() -> Figure:
     tiles = grid(64, layer.N, layer.K, int8_blocks(layer.K // TILE, 1 - COMET_INT4, spread=True), k_first=False)
     problems = {"COMET's Fig. 8": (example, 4, _PLAIN), f"{layer}, A100": (tiles, COMET_SMS, _PLAIN)}
     return schedule_figure(problems, SCHEDULES)
+
+
+def precisions(found: accuracy.Accuracy | None) -> pd.DataFrame:
+    """Perplexity and bytes by precision: `group` is what a line of the picture joins, `name` a point's."""
+    rows = accuracy.points(found).dropna(subset=["bytes"])
+    kept = []
+    for row in rows.itertuples():
+        name = _PRECISIONS.get((row.ladder, row.step))
+        if row.ladder == "FMPQ":
+            name = f"W4AxKV4, {row.step}"
+        elif row.ladder == "Atom" and name is None:
+            name = f"W4A4, Atom: {row.step}"
+        if name is not None:
+            kept.append({"group": row.ladder, "name": name, "step": row.step, "ratio": row.ratio, "bytes": row.bytes})
+    return pd.DataFrame(kept, columns=["group", "name", "step", "ratio", "bytes"])
+
+
+def accuracy_table() -> str:
+    """Perplexity beside the bytes that the GEMMs of 1,024 tokens read, the least bytes first."""
+    found = accuracy.recorded()
+    rows = precisions(found)
+    if found is None or rows.empty:
+        return MISSING
+    table = rows.sort_values("bytes", kind="stable")[["name", "bytes", "ratio"]].assign(bytes=lambda t: t.bytes / 1e6)
+    table.columns = pd.Index(["precision", "MB read", "perplexity, of float32"])
+    text = markdown(table, dict(zip(table, ("{}", "{:.0f}", "{:.2f}x"), strict=True)))
+    note = "MB read by all GEMMs of 1,024 tokens: weights and activations with their scales, floats counted as FP16."
+    return f"{text}\n{note} {accuracy.origin(found)}\n\n![Perplexity by bytes](notebooks/figures/w4a4_accuracy.png)\n"
+
+
+def accuracy_picture(found: accuracy.Accuracy) -> Figure:
+    """Perplexity against bytes: COMET's line by the share of INT8 blocks, Atom, W4A8KV4, W8A8 and floats."""
+    rows = precisions(found)
+    figure = Figure(figsize=(8.5, 4.4), layout="constrained")
+    axes = figure.subplots()
+    comet = rows[(rows.group == "FMPQ") & rows.step.str.contains("% of the blocks")].sort_values("bytes")
+    others = {"Atom": ("s", RED, "W4A4KV4: Atom"), "g64": ("o", BLUE, "W4A8KV4"), "alone": ("^", GREY, "W8A8")}
+    axes.plot(comet.bytes / 1e6, comet.ratio, "D-", color=ORANGE, label="W4AxKV4: COMET's FMPQ")
+    for at in comet.itertuples():
+        label = at.step.partition(" ")[0] + " INT8"
+        axes.annotate(label, (at.bytes / 1e6, at.ratio), (5, 5), textcoords="offset points", fontsize=8)
+    for group, (marker, colour, label) in others.items():
+        those = rows[(rows.group == group) & rows.name.isin(list(_PRECISIONS.values()))]
+        axes.plot(those.bytes / 1e6, those.ratio, marker, color=colour, label=label, linestyle="none", markersize=7)
+        for at in those.itertuples():
+            said = at.name.partition(", ")[2] if group == "g64" else ""
+            axes.annotate(said, (at.bytes / 1e6, at.ratio), (7, -3), textcoords="offset points", fontsize=8)
+    axes.axhline(1, color=GREY, linestyle="--", label="float32")
+    axes.set_xlabel("MB read by the GEMMs of 1,024 tokens")
+    axes.set_ylabel("perplexity, of float32")
+    axes.legend(frameon=False, fontsize=9)
+    title(axes, _finding(rows))
+    bare(axes)
+    return figure
+
+
+def _finding(rows: pd.DataFrame) -> str:
+    best, four = rows[(rows.group == "g64") & (rows.step == "GPTQ")], rows[rows.name == _PRECISIONS["Atom", "KV4"]]
+    if best.empty or four.empty:
+        return "Perplexity by the bytes that the GEMMs read"
+    fewer, worse = 1 - four.bytes.iloc[0] / best.bytes.iloc[0], four.ratio.iloc[0] / best.ratio.iloc[0]
+    return f"Atom's W4A4 reads {fewer:.0%} fewer bytes than W4A8, at {worse:.2f}x its perplexity"

@@ -24,7 +24,8 @@ def bench(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of the suites layer and decode: a model, B=16, a mix (fp8_row ...), alone (no mix); fused, timeline."
+            help="Of the suites layer and decode: a model, B=16, a mix (fp8_row ...), alone (no mix); fused, timeline, "
+            "epilogues."
         ),
     ] = None,
     as_json: AsJson = False,

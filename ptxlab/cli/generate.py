@@ -68,7 +68,8 @@ def generate(
 ) -> None:
     """Continue a text with W4A8 weights and a 4-bit KV cache, in the integers that the kernels compute.
 
-    Without a GPU the same integers are computed in NumPy. Weights that are not quantised yet are rounded to nearest.
+    Without a GPU the same integers are computed in NumPy, where W4A4's folders run as well. Weights that are not
+    quantised yet are rounded to nearest.
     """
     if backend is None:
         backend = "gpu" if gpu.why_not("sm_90a", exact=True) is None else "numpy"
@@ -197,7 +198,9 @@ def _text_of(request: Request, tokenizer: Tokenizer) -> str:
 def _where(runner: Runner, backend: str) -> str:
     how = "a CUDA graph per step, the prompt by the decode attention, in chunks of"
     where = {"gpu": f"the GPU: {how} {runner.chunk} tokens", "numpy": "NumPy"}[backend]
-    return f"W4A8, KV4, on {where}"
+    weight = runner.model.layers[0].qkv
+    precision = {"atom": "W4A4", "fmpq": "W4Ax"}.get(weight.scheme, "W4A8")
+    return f"{precision}, KV4, on {where}"
 
 
 def _note(said: str) -> None:

@@ -1,6 +1,7 @@
 """The command `perplexity`: how well a model predicts a text."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from ptxlab.cli.common import AsJson, console, expects, print_json, progress_bar
 from ptxlab.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
 from ptxlab.model import perplexity as measured
 from ptxlab.model import tokens_of, windows
-from ptxlab.model.open import is_quantized
+from ptxlab.model.open import is_quantized, stored_numerics
 from ptxlab.quant.numerics import FakeQuantized
 
 
@@ -28,7 +29,10 @@ def perplexity(
     ] = None,
     acts: Annotated[
         int | None,
-        typer.Option(help="Bits of the activations: 8, or 32 for floats. Default: 8 with quantised weights, else 32."),
+        typer.Option(
+            help="Bits of the activations: 8, 32 for floats, or 4 where the weights are W4A4's. "
+            "Default: those of quantised weights, else 32."
+        ),
     ] = None,
     backend: ModelBackend = None,
     as_json: AsJson = False,
@@ -37,16 +41,15 @@ def perplexity(
 
     The calibration articles of wikipedia are not measured. Named models and texts are downloaded once.
     """
-    for option, bits, known in (("--kv", kv, (None, 4, 8, 32)), ("--acts", acts, (None, 8, 32))):
-        if bits not in known:
-            raise expects(option, ", ".join(map(str, known[1:-1])) + " or 32", bits)
+    stored = stored_numerics(Path(model)) if is_quantized(Path(model)) else FakeQuantized(None, None)
+    for option, bits, known in (("--kv", kv, (4, 8, 32)), ("--acts", acts, (4, 8, 32)[stored.acts != 4 :])):
+        if bits not in (None, *known):
+            raise expects(option, ", ".join(map(str, known[:-1])) + " or 32", bits)
     on_gpu = model_on_gpu(backend)
     opened, tokenizer = opened_model(model, length=length, quiet=as_json)
     evaluated = windows(tokens_of(opened_text(text, quiet=as_json).evaluation, tokenizer), length, count)
-    if is_quantized(Path(model)):
-        kv, acts = kv or 4, acts or 8
-    kv, acts = kv or 32, acts or 32
-    numerics = FakeQuantized(acts=None if acts == 32 else acts, kv=None if kv == 32 else f"kv{kv}")
+    acts, kv = acts or stored.acts or 32, kv or (4 if stored.kv else 32)
+    numerics = replace(stored, acts=None if acts == 32 else acts, kv=None if kv == 32 else f"kv{kv}")
     start = time.perf_counter()
     with progress_bar("perplexity", (len(opened.layers) + 1) * len(evaluated), quiet=as_json) as advance:
         found = measured(

@@ -49,13 +49,21 @@ def quantize(
     recipe: Annotated[
         str | None,
         typer.Option(
-            rich_help_panel=_RECIPE, help="Quantise a whole model by lqq, qoq, qoq_released, qoq_channel or rtn."
+            rich_help_panel=_RECIPE,
+            help="Quantise a whole model by lqq, qoq, qoq_released, qoq_channel, rtn, atom or fmpq (W4A4).",
         ),
     ] = None,
     rotation: Annotated[
         str | None,
         typer.Option(
             rich_help_panel=_RECIPE, help="Rotation of the residual stream: hadamard or random. Default: the recipe's."
+        ),
+    ] = None,
+    int8: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_RECIPE,
+            help="fmpq: share of the activations' blocks that may be INT8, 0 to 1. Default: 0.2.",
         ),
     ] = None,
     text: Annotated[
@@ -73,7 +81,7 @@ def quantize(
     resumes when the same command is started again.
     """
     if recipe is None:
-        refuse({"--rotation": rotation}, "needs --recipe")
+        refuse({"--rotation": rotation, "--int8": int8}, "needs --recipe")
         limit = _range(scheme or "lqq", protective_range)
         return _file(Path(model), out, scheme or "lqq", group, layout, tensor or "*", limit, as_json=as_json)
     refuse({"--scheme": scheme, "--tensor": tensor}, "is for a file without --recipe")
@@ -81,7 +89,11 @@ def quantize(
     if seed < 0:
         raise expects("--seed", "an integer, 0 or more", seed)
     on_gpu = model_on_gpu(backend)
-    steps = named(recipe).but(group=group)
+    steps = named(recipe)
+    if steps.int8 is None:
+        refuse({"--int8": int8}, "is for --recipe fmpq")
+    # As many outliers as a group has channels, so that the rest remains whole groups.
+    steps = steps.but(group=group, kept=group if steps.kept else 0, int8=steps.int8 if int8 is None else int8)
     steps = steps.but(rotate=rotation) if rotation else steps
     steps = steps.but(protective_range=_range(steps.scheme, protective_range))
     check_packable(steps, out)

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -13,11 +13,28 @@ from rich.table import Table
 from ptxlab import demo as demos
 from ptxlab import doctor as doctors
 from ptxlab import gpu
-from ptxlab.cli.common import FAILED, AsJson, Backend, console, download_bar, print_json, progress_bar, table
+from ptxlab.cli.common import (
+    FAILED,
+    AsJson,
+    Backend,
+    console,
+    download_bar,
+    print_json,
+    progress_bar,
+    refuse,
+    require_counts,
+    table,
+)
+from ptxlab.cli.models import opened_model, opened_text
 from ptxlab.io import weights as shipped
 from ptxlab.io.files import require_folder, write_text
+from ptxlab.model import tokens_of
+from ptxlab.quant.fmpq import MOST_INT8
 from ptxlab.weights import audit as audits
+from ptxlab.weights import audit_inputs as inputs
+from ptxlab.weights.calibrate import samples as drawn
 
+_INPUTS = "With atom or fmpq"
 SHOWN = 10  # tensors that `audit` lists without --all
 
 
@@ -126,30 +143,64 @@ def weights(
 
 
 def audit(
-    file: Annotated[Path | None, typer.Argument(help="A .safetensors checkpoint; by default the demo's.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A .safetensors checkpoint; by default the demo's. With atom or fmpq a Hugging Face folder, a .gguf "
+            "file, or smollm2."
+        ),
+    ] = None,
     tensor: Annotated[str, typer.Option(help="Glob over tensor names.")] = "*",
     scheme: Annotated[
         list[str] | None,
-        typer.Option(help="qoq, lqq, lqq_ceiling or lqq_search; may be repeated. Default: qoq and lqq."),
+        typer.Option(
+            help="qoq, lqq, lqq_ceiling or lqq_search; of 4-bit activations, on a model: atom, fmpq. May be repeated. "
+            "Default: qoq and lqq."
+        ),
     ] = None,
     protective_range: Annotated[
         list[int] | None,
         typer.Option("--range", help="Protective range of level 1, 1 to 127; may be repeated. Default: 119, 120, 127."),
     ] = None,
     group: Annotated[int, typer.Option(help="Weights per level-2 scale: 32, 64 or 128.")] = 128,
+    int8: Annotated[
+        float | None, typer.Option(rich_help_panel=_INPUTS, help="fmpq: share of INT8 blocks at most. Default: 0.2.")
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(rich_help_panel=_INPUTS, help="wikipedia, lee or a UTF-8 file. Default: wikipedia.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(rich_help_panel=_INPUTS, help="Number of samples of the text. Default: 4.")
+    ] = None,
+    length: Annotated[int | None, typer.Option(rich_help_panel=_INPUTS, help="Tokens of each. Default: 512.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Write a picture (.png, .svg, .pdf).")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the JSON to a file as well.")] = None,
     every: Annotated[bool, typer.Option("--all", help="List every tensor, not only the ten of largest error.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Count the weights that each scheme would overflow at each protective range, and the error: in all, by tensor."""
+    """Count the weights that each scheme would overflow at each protective range, and the error: in all, by tensor.
+
+    With atom or fmpq, a model runs over a text: what share of the channels is INT8, and the error of each product.
+    """
+    if out is not None:
+        require_folder(out)
+    if scheme and set(scheme) & set(inputs.INPUT_SCHEMES):
+        refuse({"--range": protective_range, "--plot": picture}, "is not for atom and fmpq")
+        how: dict[str, Any] = {
+            "schemes": tuple(dict.fromkeys(scheme)),
+            "group": group,
+            "most": MOST_INT8 if int8 is None else int8,
+        }
+        inputs.check_options(**how)
+        sizes = 4 if samples is None else samples, 512 if length is None else length
+        found_inputs = _audited_inputs(str(file or "smollm2"), tensor, text or "wikipedia", *sizes, how, quiet=as_json)
+        return _show_inputs(found_inputs, out, every=every, as_json=as_json)
+    refuse({"--int8": int8, "--text": text, "--samples": samples, "--length": length}, "is for atom and fmpq")
     if picture is not None:
         from ptxlab import plot
         from ptxlab.weights.plot import audit_figure
 
         plot.require_writable(picture)
-    if out is not None:
-        require_folder(out)
     if file is None:
         with download_bar(demos.TRAINED, quiet=as_json) as downloaded:
             file = shipped.fetch(demos.TRAINED, downloaded) / "model.safetensors"
@@ -183,6 +234,54 @@ def audit(
         console.print(_tensors_table(rows, every))
     _print_skipped(skipped, every)
     _print_safety(audits.totals(rows))
+
+
+def _audited_inputs(
+    model: str, tensor: str, text: str, samples: int, length: int, how: dict[str, Any], *, quiet: bool
+) -> list[inputs.InputRow | audits.SkippedTensor]:
+    """A model on samples of a text; `how` are the options of `audit_model`."""
+    require_counts(samples=samples, length=length)
+    opened, tokenizer = opened_model(model, length=length, quiet=quiet)
+    corpus = opened_text(text, quiet=quiet)
+    tokens = drawn(tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length)
+    with progress_bar("audit", None, quiet=quiet) as advance:
+        return list(inputs.audit_model(opened, tokens, pattern=tensor, progress=advance, **how))
+
+
+def _show_inputs(
+    found: list[inputs.InputRow | audits.SkippedTensor], out: Path | None, *, every: bool, as_json: bool
+) -> None:
+    as_dicts = [asdict(each) for each in found]
+    if out is not None:
+        write_text(out, json.dumps(as_dicts, indent=1) + "\n")
+    if as_json:
+        return print_json(as_dicts)
+    rows = [each for each in found if isinstance(each, inputs.InputRow)]
+    if rows:
+        console.print(_inputs_table(rows))
+        console.print(_matrices_table(rows, every))
+    _print_skipped([each for each in found if isinstance(each, audits.SkippedTensor)], every)
+
+
+def _inputs_table(rows: list[inputs.InputRow]) -> Table:
+    cells = [
+        (t.scheme, t.group, t.tensors, f"{t.share8:.1%}", f"{t.mean_error:.4f}", f"{t.worst_error:.4f}", t.worst)
+        for t in inputs.input_totals(rows)
+    ]
+    columns = ("scheme", "group>", "matrices>", "INT8 channels>", "mean error>", "worst>", "of")
+    return table("4-bit weights and activations, rounded to nearest: error of the products", columns, cells)
+
+
+def _matrices_table(rows: list[inputs.InputRow], every: bool) -> Table:
+    """All rows, or those of the largest errors."""
+    shown = rows if every else sorted(rows, key=lambda row: row.output_error, reverse=True)[:SHOWN]
+    cells: list[tuple[Any, ...]] = []
+    for r in shown:
+        errors = (f"{error:.4f}" for error in (r.weight_error, r.input_error, r.output_error))
+        cells.append((r.tensor, r.scheme, r.channels, r.outliers, f"{r.channels8} ({r.share8:.0%})", *errors))
+    title = "" if every else f"{len(shown)} of {len(rows)} rows, by the error of the product; --all lists every row"
+    columns = ("matrix", "scheme", "channels>", "outliers>", "INT8>", "weight>", "input>", "product>")
+    return table(title, columns, cells)
 
 
 def _print_safety(totals: list[audits.AuditTotal]) -> None:

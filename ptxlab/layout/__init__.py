@@ -27,7 +27,8 @@ from ptxlab.layout.nibbles import pack_comet, pack_s4, pack_u4, unpack_comet, un
 from ptxlab.layout.packed_activations import PackedActivations, pack_activations, unpack_activations
 from ptxlab.layout.packed_weight import LAYOUTS, SCHEMES, PackedWeight, buffer_shapes, pack, unpack
 from ptxlab.layout.pages import PAGE_SIZES, pack_pages, page_bytes, unpack_pages
-from ptxlab.layout.storage import METADATA_KEY, load, load_atom, load_blocks, packed_names, save
+from ptxlab.layout.reordered import ReorderedWeight, pack_reordered
+from ptxlab.layout.storage import METADATA_KEY, load, load_atom, load_blocks, load_reordered, packed_names, save
 from ptxlab.layout.tensor_map import TensorMap
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "KVCache",
     "PackedActivations",
     "PackedWeight",
+    "ReorderedWeight",
     "TensorMap",
     "buffer_shapes",
     "from_fragment_order",
@@ -55,6 +57,7 @@ __all__ = [
     "load",
     "load_atom",
     "load_blocks",
+    "load_reordered",
     "pack",
     "pack_activations",
     "pack_atom",
@@ -65,6 +68,7 @@ __all__ = [
     "pack_comet",
     "pack_pages",
     "pack_pairs",
+    "pack_reordered",
     "pack_s4",
     "pack_u4",
     "packed_names",

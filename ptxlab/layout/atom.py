@@ -176,4 +176,4 @@ def _block_bytes(group: int) -> int:
 
 
 def _halves(raw: U8) -> npt.NDArray[np.float16]:
-    return np.ascontiguousarray(raw).view(np.float16)
+    return raw.copy(order="C").view(np.float16)  # np.ascontiguousarray refuses CuPy's

@@ -73,6 +73,8 @@ def stack_experts(weights: Sequence[PackedWeight]) -> ExpertWeights:
     for expert, weight in enumerate(weights):
         if not isinstance(weight, PackedWeight):
             raise ArgumentError(f"weights[{expert}]", "must be a PackedWeight (layout.pack)", type(weight).__name__)
+        if weight.interleaved:
+            raise ArgumentError(f"weights[{expert}]", "must not be interleaved: grouped GEMMs have no epilogue", True)
         for name in shared:
             if getattr(weight, name) != getattr(weights[0], name):
                 rule = f"must have {name} {getattr(weights[0], name)} as the first"

@@ -11,10 +11,12 @@ from ptxlab.errors import ArgumentError
 from ptxlab.layout.packings import PACKINGS, Buffers, Packing, Pair, Shapes, Size
 from ptxlab.quant import GROUPS, LQQWeight, QoQChannelWeight, QoQWeight, TwoLevelWeight
 from ptxlab.quant.inputs import check_protective_range
+from ptxlab.quant.tiled import with_arrays
 from ptxlab.reference.packed import F32, U8
 from ptxlab.validate import is_integer, is_one_of
 
 QuantizedWeight: TypeAlias = LQQWeight | QoQWeight | QoQChannelWeight
+_TURN = 8  # rows of gate, then of up, in a strip
 VERSION = 1  # of every packing together: raised when the meaning of any stored byte changes
 
 
@@ -26,6 +28,9 @@ class PackedWeight:
     scheme's dequantiser adds (`weight.offset`; in `strips` that of the unsigned form), and `channel_scale` f32 [N]
     (qoq_channel: and `channel_zero` u8 [N]) for the epilogue, in the order of the rows. Raises ArgumentError if
     anything does not fit together.
+
+    `interleaved`: the rows are gate and up of an FFN [2·F, K], in turns of eight, so that rows g and g + 8 of a strip
+    are gate and up of one feature (`gemm_w4a8(epilogue="silu_mul")`).
     """
 
     layout: str
@@ -36,6 +41,7 @@ class PackedWeight:
     protective_range: int  # of level 1; 0 for qoq_channel, which has none
     buffers: Mapping[str, npt.NDArray[Any]] = field(repr=False)
     version: int = VERSION
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         if not is_one_of(self.version, (VERSION,)):
@@ -45,6 +51,7 @@ class PackedWeight:
             check_protective_range(self.protective_range)
         elif self.protective_range != 0:
             raise ArgumentError("protective_range", f"{self.scheme} has none: must be 0", self.protective_range)
+        _check_interleaved(self.interleaved, self.layout, self.N)
         if not isinstance(self.buffers, Mapping):
             raise ArgumentError("buffers", "must be arrays by name", type(self.buffers).__name__)
         if set(self.buffers) != set(shapes):
@@ -109,9 +116,12 @@ def buffer_shapes(layout: str, scheme: str, N: int, K: int, group: int) -> Shape
     return packing.shapes(size) | channel | ({} if size.group else {"channel_zero": ("uint8", (N,))})
 
 
-def pack(weight: QuantizedWeight, layout: str = "row_major", *, unchecked: bool = False) -> PackedWeight:
+def pack(
+    weight: QuantizedWeight, layout: str = "row_major", *, interleaved: bool = False, unchecked: bool = False
+) -> PackedWeight:
     """Pack a quantised weight of NumPy or CuPy arrays; `unpack` gives it back bit for bit.
 
+    `interleaved`: the weight is gate above up [2·F, K], whose rows are to take turns; in `strips`, F a multiple of 8.
     A weight with a group that the kernels would restore wrong is refused (`TwoLevelWeight.overflows`), unless
     `unchecked`.
 
@@ -127,13 +137,23 @@ def pack(weight: QuantizedWeight, layout: str = "row_major", *, unchecked: bool 
     N, K = weight.shape
     group = _group(weight) if isinstance(weight, TwoLevelWeight) else K
     size = _size(scheme, N, K, group)
+    _check_interleaved(interleaved, layout, N)
+    if interleaved:
+        weight = with_arrays(weight, interleave)
     constants = _constants(weight) if isinstance(weight, TwoLevelWeight) else None
     buffers = packing.pack(weight.q4, constants, size) | _channel_buffers(weight)
     if not unchecked:
         require_no_overflow("weight", weight)
     protective_range = int(weight.protective_range) if isinstance(weight, TwoLevelWeight) else 0
     return PackedWeight(
-        layout=layout, scheme=scheme, N=N, K=K, group=group, protective_range=protective_range, buffers=buffers
+        layout=layout,
+        scheme=scheme,
+        N=N,
+        K=K,
+        group=group,
+        protective_range=protective_range,
+        buffers=buffers,
+        interleaved=interleaved,
     )
 
 
@@ -144,8 +164,26 @@ def unpack(packed: PackedWeight) -> QuantizedWeight:
     scheme, buffers = _SCHEMES[packed.scheme], packed.buffers
     q4, constants = PACKINGS[packed.layout].unpack(buffers, _size(packed.scheme, packed.N, packed.K, packed.group))
     if constants is None:
-        return scheme.rebuild(q4, buffers["channel_scale"], buffers["channel_zero"])
-    return scheme.rebuild(q4, *constants, buffers["channel_scale"], packed.protective_range)
+        weight = scheme.rebuild(q4, buffers["channel_scale"], buffers["channel_zero"])
+    else:
+        weight = scheme.rebuild(q4, *constants, buffers["channel_scale"], packed.protective_range)
+    return with_arrays(weight, _in_order) if packed.interleaved else weight
+
+
+def interleave(array: Any) -> Any:
+    """Rows of gate above up [2·F, ...] in turns of eight: gates 0..7, ups 0..7, gates 8..15, ... NumPy or CuPy."""
+    return array.reshape(2, -1, _TURN, *array.shape[1:]).swapaxes(0, 1).reshape(array.shape)
+
+
+def _in_order(array: Any) -> Any:
+    return array.reshape(-1, 2, _TURN, *array.shape[1:]).swapaxes(0, 1).reshape(array.shape)
+
+
+def _check_interleaved(interleaved: Any, layout: str, N: int) -> None:
+    if not isinstance(interleaved, bool):
+        raise ArgumentError("interleaved", "must be True or False", repr(interleaved))
+    if interleaved and (layout != "strips" or N % (2 * _TURN)):
+        raise ArgumentError("interleaved", f"only in strips, N a multiple of {2 * _TURN}", f"{layout}, N={N}")
 
 
 def require_no_overflow(name: str, weight: QuantizedWeight) -> None:

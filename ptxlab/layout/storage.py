@@ -2,8 +2,9 @@
 
 Buffer `blocks` of weight `layers.0.up.weight` is the tensor `layers.0.up.weight.blocks`. The metadata key `ptxlab`
 holds, as JSON, the format's name and version and for every packed weight its layout, arch, scheme, N, K, group and
-protective range. Atom's and COMET's weights have formats of their own: layout, arch, N, and of Atom's K, outliers and
-group, of COMET's K4 and K8.
+protective range, and `interleaved` where it is. Weights of W4A4 and W4Ax have formats of their own: Atom's (layout,
+arch, N, K, outliers, group), COMET's (layout, arch, N, K4, K8), and those of whole layers, with the order of their
+input (scheme, INT8 blocks and clip as well). A file has weights of one format.
 """
 
 import json
@@ -22,11 +23,14 @@ from ptxlab.layout.atom_operands import VERSION as ATOM_VERSION
 from ptxlab.layout.comet_operands import BlockWeight, block_shapes
 from ptxlab.layout.packed_weight import VERSION, PackedWeight, buffer_shapes, require_no_overflow, unpack
 from ptxlab.layout.packings import PACKINGS, Buffers, Shapes
+from ptxlab.layout.reordered import VERSION as REORDERED_VERSION
+from ptxlab.layout.reordered import ReorderedWeight, reordered_shapes
 
 METADATA_KEY = "ptxlab"
-_DTYPES = {"int8": "I8", "uint8": "U8", "uint32": "U32", "float16": "F16", "float32": "F32"}
+_DTYPES = {"int8": "I8", "int16": "I16", "uint8": "U8", "uint32": "U32", "float16": "F16", "float32": "F32"}
 
-AnyWeight = TypeVar("AnyWeight", PackedWeight, AtomWeight, BlockWeight)
+_Packed = PackedWeight | AtomWeight | BlockWeight | ReorderedWeight
+AnyWeight = TypeVar("AnyWeight", PackedWeight, AtomWeight, BlockWeight, ReorderedWeight)
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,12 @@ class _Format(Generic[AnyWeight]):
     fields: Mapping[str, type]
     arch: Callable[[str], str]  # of a layout
     shapes: Callable[[Mapping[str, Any]], Shapes]  # of the buffers, by header fields
+    flags: tuple[str, ...] = ()  # said where they are true
 
     def header(self, packed: AnyWeight) -> dict[str, Any]:
         """The header fields of a weight."""
-        return {key: kind(getattr(packed, key)) for key, kind in self.fields.items()}
+        said = {key: kind(getattr(packed, key)) for key, kind in self.fields.items()}
+        return said | {flag: True for flag in self.flags if getattr(packed, flag)}
 
     def announce(self, name: str, fields: Mapping[str, Any]) -> list[TensorInfo]:
         """The tensors that a weight of that name will be in a file."""
@@ -63,6 +69,7 @@ _PACKED = _Format(
     {"layout": str, "arch": str, "scheme": str, "N": int, "K": int, "group": int, "protective_range": int},
     lambda layout: PACKINGS[layout].arch,
     lambda fields: buffer_shapes(*(fields[key] for key in ("layout", "scheme", "N", "K", "group"))),
+    ("interleaved",),
 )
 _ATOM = _Format(
     "ptxlab.atom_weight",
@@ -80,21 +87,31 @@ _BLOCKS = _Format(
     lambda layout: ATOM_LAYOUTS[layout],
     lambda fields: block_shapes(*(fields[key] for key in ("layout", "N", "K4", "K8"))),
 )
+_REORDERED = _Format(
+    "ptxlab.reordered_weight",
+    REORDERED_VERSION,
+    ReorderedWeight,
+    {"scheme": str, "layout": str, "arch": str, "N": int, "K": int, "outliers": int, "group": int, "int8": int,
+     "clip": float},
+    lambda layout: ATOM_LAYOUTS[layout],
+    lambda fields: reordered_shapes(*(fields[key] for key in ("layout", "N", "K", "outliers", "group"))),
+)  # fmt: skip
+_FORMATS: tuple[_Format[Any], ...] = (_PACKED, _ATOM, _BLOCKS, _REORDERED)
 
 
-def save(packed: PackedWeight | AtomWeight | BlockWeight, path: str | os.PathLike[str], name: str = "weight") -> None:
+def save(packed: _Packed, path: str | os.PathLike[str], name: str = "weight") -> None:
     """Write a packed weight as a safetensors file, whole or not at all. Raises FileError if it cannot be written."""
-    if isinstance(packed, AtomWeight):
-        _save(_ATOM, packed, path, name)
-    elif isinstance(packed, BlockWeight):
-        _save(_BLOCKS, packed, path, name)
-    else:
-        _save(_PACKED, packed, path, name)
+    write_checkpoint(path, *described({name: packed}))
 
 
-def _save(form: _Format[AnyWeight], packed: AnyWeight, path: str | os.PathLike[str], name: str) -> None:
-    fields = form.header(packed)
-    write_checkpoint(path, form.announce(name, fields), contents(name, packed), form.metadata({name: fields}))
+def described(
+    weights: Mapping[str, _Packed],
+) -> tuple[list[TensorInfo], list[tuple[str, Any]], dict[str, str]]:
+    """What a file of these weights, all of one class, consists of: its tensors, their arrays, its metadata."""
+    form = next(form for form in _FORMATS if isinstance(next(iter(weights.values())), form.weight))
+    fields = {name: form.header(each) for name, each in weights.items()}
+    announced = [info for name, each in fields.items() for info in form.announce(name, each)]
+    return announced, [pair for name, each in weights.items() for pair in contents(name, each)], form.metadata(fields)
 
 
 def load(path: str | os.PathLike[str], name: str | None = None, *, unchecked: bool = False) -> PackedWeight:
@@ -122,6 +139,16 @@ def load_blocks(path: str | os.PathLike[str], name: str | None = None) -> BlockW
     return _load(_BLOCKS, path, name)[0]
 
 
+def load_reordered(path: str | os.PathLike[str], name: str | None = None) -> ReorderedWeight:
+    """The weight `name` of a layer in W4A4 of a file; errors are those of `load`."""
+    return _load(_REORDERED, path, name)[0]
+
+
+def holds_reordered(checkpoint: Checkpoint) -> bool:
+    """Whether the file says that it has weights of layers in W4A4."""
+    return _REORDERED.name in checkpoint.metadata.get(METADATA_KEY, "")
+
+
 def packed_names(path: str | os.PathLike[str]) -> list[str]:
     """Names of the packed weights of a file. Raises FileError as `load` does."""
     return list(_weights(_PACKED, Checkpoint(path)))
@@ -138,7 +165,7 @@ def announce(name: str, fields: Mapping[str, Any]) -> list[TensorInfo]:
     return _PACKED.announce(name, fields)
 
 
-def contents(name: str, packed: PackedWeight | AtomWeight | BlockWeight) -> Iterable[tuple[str, Any]]:
+def contents(name: str, packed: _Packed) -> Iterable[tuple[str, Any]]:
     """Those tensors as NumPy arrays."""
     for buffer, array in packed.buffers.items():
         yield f"{name}.{buffer}", array.get() if hasattr(array, "get") else array
@@ -196,4 +223,5 @@ def _load(form: _Format[AnyWeight], path: str | os.PathLike[str], name: str | No
             checkpoint.read_bytes(expected.name).view(dtype).reshape(expected.shape)
         )
     with in_file(checkpoint.path), naming(name):
-        return form.weight(**{key: fields[key] for key in form.fields if key != "arch"}, buffers=buffers), name
+        known = {key: fields[key] for key in (*form.fields, *form.flags) if key != "arch" and key in fields}
+        return form.weight(**known, buffers=buffers), name

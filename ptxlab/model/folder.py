@@ -16,7 +16,7 @@ from ptxlab import layout
 from ptxlab.errors import FileError, in_file
 from ptxlab.io.checkpoint import Checkpoint, TensorInfo, write_checkpoint
 from ptxlab.io.files import read_json, write_text
-from ptxlab.layout.storage import announce, contents, header_fields, metadata
+from ptxlab.layout.storage import described, holds_reordered
 from ptxlab.model.config import Config
 from ptxlab.model.quantized import FUSED, QuantizedModel
 from ptxlab.model.weights import LayerWeights
@@ -39,15 +39,9 @@ def save(model: QuantizedModel, folder: Path) -> None:
 
 def save_layer(folder: Path, index: int, layer: LayerWeights) -> None:
     """Write one layer, whole or not at all."""
-    packed = {name: getattr(layer, name) for name in FUSED}
-    fields = {
-        name: header_fields(each.layout, each.scheme, each.N, each.K, each.group, each.protective_range)
-        for name, each in packed.items()
-    }
-    plain = {name: part for name, part in layer.parts.items() if name not in packed}
-    announced = [info for name, each in fields.items() for info in announce(name, each)] + _infos(plain)
-    arrays = [pair for name, each in packed.items() for pair in contents(name, each)] + _on_host(plain)
-    write_checkpoint(layer_path(folder, index), announced, arrays, metadata(fields))
+    announced, arrays, metadata = described({name: getattr(layer, name) for name in FUSED})
+    plain = {name: part for name, part in layer.parts.items() if name not in FUSED}
+    write_checkpoint(layer_path(folder, index), announced + _infos(plain), arrays + _on_host(plain), metadata)
 
 
 def save_ends(folder: Path, config: Config, recipe: Mapping[str, Any], **ends: Any) -> None:
@@ -93,7 +87,8 @@ def load_layer(folder: Path, index: int, config: Config) -> LayerWeights:
     shapes = dict.fromkeys(NORMS, (config.hidden,)) | ({"qkv_bias": (config.qkv_width,)} if config.qkv_bias else {})
     parts: dict[str, Any] = {name: _read(file, name, shape) for name, shape in shapes.items()}
     with in_file(path):
-        parts |= {name: layout.load(path, name) for name in FUSED}
+        load = layout.load_reordered if holds_reordered(file) else layout.load
+        parts |= {name: load(path, name) for name in FUSED}
         return LayerWeights(config=config, **parts)
 
 

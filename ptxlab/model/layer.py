@@ -59,12 +59,14 @@ class LayerBuffers:
         qkv: [M, (Hq + 2·Hkv)·D].
         q: rotated, [M, Hq, D]; likewise `attention`, the result of attention.
         o: [M, H], what goes to the residual stream; likewise `hidden`, the layer's result.
-        gate_up: [M, 2·F].
+        gate_up: [M, 2·F]; [M, F] for weights that are interleaved, whose product ends with SiLU·mul.
         routing: of experts, or None.
         workspaces: of the GEMMs on a GPU, by product; `attention_workspace` of attention.
         programmatic: whether launches inside a layer overlap (programmatic dependent launch).
         batch_invariant: whether attention splits a sequence by its own length alone (`attention_kv4`). Then a token
             has the same bits whatever else is in the batch; the other kernels see to that anyway.
+        residual_epilogue: whether the products that go to the residual stream add to it themselves: `o` is not used,
+            nor, without experts, `hidden`. The same bits.
     """
 
     config: Config
@@ -84,6 +86,7 @@ class LayerBuffers:
     attention_workspace: AttentionWorkspace | None = None
     programmatic: bool = True
     batch_invariant: bool = False
+    residual_epilogue: bool = False
 
     @classmethod
     def empty(
@@ -95,13 +98,16 @@ class LayerBuffers:
         rows: int | None = None,
         programmatic: bool = True,
         batch_invariant: bool = False,
+        residual_epilogue: bool = False,
     ) -> Self:
         """For layers like this one, on the cache's batch; arrays of the library, and where, the cache's are.
 
         `order` and `rows` are those of activations (`layout.PackedActivations`); experts take row-major ones.
         """
         _check_weights(weights)
-        check_flags(programmatic=programmatic, batch_invariant=batch_invariant)
+        flags = {"programmatic": programmatic, "batch_invariant": batch_invariant}
+        flags["residual_epilogue"] = residual_epilogue
+        check_flags(**flags)
         _check_cache(weights.config, cache)
         _check_sizes(weights.config)
         config, M, like, dtype = weights.config, cache.batch, cache.pool, weights.dtype
@@ -147,14 +153,13 @@ class LayerBuffers:
             o_in=activations(heads[0] * heads[1]),
             o=array(M, H),
             gate_up_in=gate_up_in,
-            gate_up=array(M * chosen, 2 * F),
+            gate_up=array(M * chosen, F if _ends_gated(weights) else 2 * F),
             down_in=activations(F, **as_rows),
             hidden=array(M, H),
             routing=routing,
             workspaces={name: gemm_workspace(weight, M) for name, weight in dense.items()} if on_gpu else {},
             attention_workspace=attention_workspace(cache, batch_invariant=batch_invariant) if on_gpu else None,
-            programmatic=programmatic,
-            batch_invariant=batch_invariant,
+            **flags,
         )
 
 
@@ -178,7 +183,7 @@ def decode_layer(
 
     Args:
         x: what is added to the residual stream first, [M, H] of the weights' dtype: the embedding of the batch, or the
-            result of the layer before.
+            result of the layer before; with `residual_epilogue` perhaps `residual` itself, when nothing is added.
         residual: [M, H] of the same dtype, of other memory: the stream, written in place; zeros before the first layer.
         weights: where `x` is; likewise everything else. NumPy, CuPy, PyTorch.
         cache: M sequences, with lengths that include the new token.
@@ -191,7 +196,8 @@ def decode_layer(
             ahead of their waits: so False for the first layer of a step. True for the others.
 
     Returns:
-        `buffers.hidden`, [M, H]: to be given to the next layer as `x`, with the same residual.
+        `buffers.hidden`, [M, H], or `residual`, where the last product has added to that: to be given to the next layer
+        as `x`, with the same residual.
 
     Raises:
         ArgumentError: the argument, the rule and the value; nothing was launched. On the host also for what a call in
@@ -201,7 +207,7 @@ def decode_layer(
     given = x, residual, weights, cache, slots
     for call in layer_calls(*given, rope=rope, buffers=buffers, backend=backend, programmatic=programmatic):
         call()
-    return buffers.hidden
+    return residual if buffers.residual_epilogue and buffers.routing is None else buffers.hidden
 
 
 class LayerCall(NamedTuple):
@@ -247,30 +253,42 @@ def layer_calls(
     if cache.batch == 0:
         return []
     config, b, M, space = weights.config, buffers, cache.batch, buffers.workspaces.get
-    norm: dict[str, Any] = {"residual": residual, "eps": config.eps}
+    added, gated = b.residual_epilogue, _ends_gated(weights)
     attending: dict[str, Any] = {"window": config.window, "batch_invariant": b.batch_invariant}
 
     def call(name: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> LayerCall:
         return LayerCall(name, function, args, {"backend": backend, "programmatic": b.programmatic, **keywords})
 
-    def product(name: str, of: PackedActivations, weight: PackedWeight, out: Any, bias: Any = None) -> LayerCall:
-        return call(name, gemm_w4a8, of, weight=weight, bias=bias, out=out, workspace=space(name))
+    def norm(name: str, x: Any, gamma: Any, out: PackedActivations, **more: Any) -> LayerCall:
+        stream = None if added and x is residual else residual
+        return call(name, rmsnorm_quantize, x, gamma, residual=stream, eps=config.eps, **into(out), **more)
+
+    def product(name: str, of: PackedActivations, weight: PackedWeight, out: Any, **more: Any) -> LayerCall:
+        return call(name, gemm_w4a8, of, weight=weight, workspace=space(name), out=out, **more)
+
+    def to_stream(name: str, of: PackedActivations, weight: PackedWeight, out: Any) -> LayerCall:
+        return product(name, of, weight, **({"out": None, "residual": residual} if added else {"out": out}))
 
     calls = [
-        call("qkv_in", rmsnorm_quantize, x, weights.input_norm, **norm, **into(b.qkv_in), programmatic=programmatic),
-        product("qkv", b.qkv_in, weights.qkv, b.qkv, weights.qkv_bias),
+        norm("qkv_in", x, weights.input_norm, b.qkv_in, programmatic=programmatic),
+        product("qkv", b.qkv_in, weights.qkv, b.qkv, bias=weights.qkv_bias),
         call("q", rope_append_kv4, b.qkv, cache, slots, rope=rope, out=b.q),
         call("attention", attention_kv4, b.q, cache, out=b.attention, workspace=b.attention_workspace, **attending),
         call("o_in", quantize_activations, b.attention.reshape(M, -1), **into(b.o_in)),
-        product("o", b.o_in, weights.o, b.o),
+        to_stream("o", b.o_in, weights.o, b.o),
     ]
+    o = residual if added else b.o
+    if gated:
+        down_in = call("down_in", quantize_activations, b.gate_up, **into(b.down_in))
+    else:
+        down_in = call("down_in", silu_mul_quantize, b.gate_up, activation=config.activation, **into(b.down_in))
     if b.routing is None:
         return [
             *calls,
-            call("gate_up_in", rmsnorm_quantize, b.o, weights.post_norm, **norm, **into(b.gate_up_in)),
-            product("gate_up", b.gate_up_in, weights.gate_up, b.gate_up),
-            call("down_in", silu_mul_quantize, b.gate_up, activation=config.activation, **into(b.down_in)),
-            product("down", b.down_in, weights.down, b.hidden),
+            norm("gate_up_in", o, weights.post_norm, b.gate_up_in),
+            product("gate_up", b.gate_up_in, weights.gate_up, b.gate_up, epilogue="silu_mul" if gated else None),
+            down_in,
+            to_stream("down", b.down_in, weights.down, b.hidden),
         ]
     tokens, normed, routed, results = b.routing.tokens, b.routing.normed, b.routing.routed, b.routing.results
 
@@ -279,10 +297,10 @@ def layer_calls(
 
     return [
         *calls,
-        call("tokens", rmsnorm_quantize, b.o, weights.post_norm, **norm, **into(tokens), normed=normed),
+        norm("tokens", o, weights.post_norm, tokens, normed=normed),
         call("gate_up_in", route_tokens, tokens, normed, weights.router, config.chosen_experts, out=routed),
         of_experts("gate_up", b.gate_up_in, weights.gate_up, b.gate_up),
-        call("down_in", silu_mul_quantize, b.gate_up, activation=config.activation, **into(b.down_in)),
+        down_in,
         of_experts("down", b.down_in, weights.down, results),
         call("hidden", combine_experts, results, routed, out=b.hidden),
     ]
@@ -307,6 +325,9 @@ def _check(
         rule = f"must be made for these weights, {weights.dtype}, and {M} sequences"
         got = f"{buffers.config.name or 'a layer'}, {buffers.dtype}, {buffers.qkv_in.M} sequences"
         raise ArgumentError(f"{NAME}: buffers", rule, got)
+    if shape_of(buffers.gate_up)[1] != (config.ffn if _ends_gated(weights) else 2 * config.ffn):
+        had = "rows in order" if _ends_gated(weights) else "interleaved rows"
+        raise ArgumentError(f"{NAME}: buffers", "must be made for a gate_up as these weights have it", had)
     if not isinstance(rope, tuple) or len(rope) not in (2, 3):
         raise ArgumentError(f"{NAME}: rope", "must be (cos, sin) or (cos, sin, positions)", type(rope).__name__)
     cos, sin, *positions = rope
@@ -340,6 +361,16 @@ def _check(
 def _check_weights(weights: Any) -> None:
     if not isinstance(weights, LayerWeights):
         raise ArgumentError(f"{NAME}: weights", "must be LayerWeights", type(weights).__name__)
+    if weights.four_bit_inputs:
+        raise ArgumentError(f"{NAME}: weights", "must be W4A8's; a NumpyRunner takes W4A4's", "W4A4's")
+    if _ends_gated(weights) and weights.config.activation != "silu":
+        rule = "must have gate above up unless the activation is silu"
+        raise ArgumentError(f"{NAME}: weights.gate_up", rule, f"interleaved rows, {weights.config.activation}")
+
+
+def _ends_gated(weights: LayerWeights) -> bool:
+    """Whether the product of gate and up ends with SiLU·mul."""
+    return getattr(weights.gate_up, "interleaved", False)
 
 
 def _check_sizes(config: Config) -> None:

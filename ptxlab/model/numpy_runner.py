@@ -1,6 +1,7 @@
-"""`NumpyRunner`: W4A8KV4 in NumPy, in the very integers that the kernels compute.
+"""`NumpyRunner`: W4A8KV4 and W4A4KV4 in NumPy, in the very integers that the kernels compute.
 
-Its steps are those of `model.reference.exact`, bit for bit, with weights unpacked once and nothing else recomputed.
+Its steps are those of `model.reference.exact`, bit for bit, with weights unpacked once and nothing else recomputed;
+with W4A4's weights, products and their inputs are those of `gemm_w4a4` and `reorder_quantize`, or of COMET's kernels.
 """
 
 from collections.abc import Sequence
@@ -11,13 +12,13 @@ import numpy as np
 
 from ptxlab import quant, reference
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.quantize.gated import gated_and_quantized
+from ptxlab.kernels.quantize.gated import gated, gated_and_quantized
 from ptxlab.kernels.quantize.rmsnorm import normalized
-from ptxlab.layout import KVCache, PackedWeight, unpack, write_slots
+from ptxlab.layout import KVCache, PackedWeight, ReorderedWeight, unpack, unpack_atom, write_slots
 from ptxlab.model.quantized import QuantizedModel
 from ptxlab.model.runner import PAGE, Rows, Runner, quantized_head
 from ptxlab.model.weights import DTYPES, LayerWeights
-from ptxlab.quant import Level1Weight, QoQChannelWeight, QuantizedActivations
+from ptxlab.quant import AtomRows, BlockRows, Level1Weight, QoQChannelWeight, QuantizedActivations
 from ptxlab.reference.packed import F32, S8, S32
 from ptxlab.spec.dtypes import as_stored, floats, stored
 
@@ -49,6 +50,15 @@ class IntegerProduct:
         self.bias = bias
         self.pieces = integers.astype(np.float32).reshape(N, pieces, -1).transpose(1, 2, 0)  # [pieces, K/pieces, N]
 
+    def quantized(self, y: F32) -> QuantizedActivations:
+        """The input y f32 [M, K] as it is read."""
+        return quant.quantize_activations(y)
+
+    def gated(self, gate_up: F32, activation: int, dtype: int) -> QuantizedActivations:
+        """The gate of gate_up [M, 2·K] as it is read."""
+        x_q, scale, token_sum = gated_and_quantized(gate_up, 1, 32, activation, dtype)
+        return QuantizedActivations(x_q, scale.astype(np.float32), token_sum.astype(np.int32))
+
     def accumulators(self, x_q: S8) -> S32:
         """x_q s8 [M, K] times the weight, s32 [M, N]."""
         M, pieces = len(x_q), len(self.pieces)
@@ -61,12 +71,46 @@ class IntegerProduct:
         return floats(reference.gemm_epilogue(self.accumulators(x.q), x.scale, self.scale, self.bias, dtype))
 
 
+class GroupProduct:
+    """A weight of W4A4 likewise: exact sums of groups, added up in float32 in the kernels' order.
+
+    No group's sum exceeds 128·128·128 = 2^21.
+    """
+
+    def __init__(self, weight: ReorderedWeight, bias: F32 | None = None) -> None:
+        known = unpack_atom(weight.weight)
+        parts = np.split(known.q4, known.scale4.shape[1], axis=1) + [known.q8] * (weight.outliers > 0)
+        self.groups = [np.ascontiguousarray(part.T, np.float32) for part in parts]
+        self.scales = known.scales[:, : len(parts)]
+        self.quantized, self.bias = weight.quantized, bias
+
+    def gated(self, gate_up: F32, activation: int, dtype: int) -> AtomRows | BlockRows:
+        """The gate of gate_up [M, 2·K] as it is read."""
+        return self.quantized(gated(gate_up, activation, dtype)[0].astype(np.float32))
+
+    def __call__(self, x: AtomRows | BlockRows, dtype: str) -> F32:
+        """The product as the kernel stores it, f32 [M, N]."""
+        if isinstance(x, AtomRows):
+            parts, scales = [*np.split(x.q4, x.scale4.shape[1], axis=1), x.q8], x.scales
+        else:
+            parts, scales = np.split(x.q, x.scale.shape[1], axis=1), x.scale
+        # Without outliers the weight has no group for them.
+        sums: Any = (part.astype(np.float32) @ group for part, group in zip(parts, self.groups, strict=False))
+        total = reference.gemm_add_groups(sums, scales, self.scales)
+        return floats(reference.rounded_to(total if self.bias is None else total + self.bias, dtype))
+
+
+def _product(weight: PackedWeight | ReorderedWeight, bias: F32 | None = None) -> Any:
+    kind: Any = GroupProduct if isinstance(weight, ReorderedWeight) else IntegerProduct
+    return kind(weight, bias)
+
+
 class _Layer:
     """The weights of a layer as products, and norms in float32."""
 
     def __init__(self, weights: LayerWeights) -> None:
-        self.qkv = IntegerProduct(weights.qkv, weights.qkv_bias)
-        self.o, self.gate_up, self.down = map(IntegerProduct, (weights.o, weights.gate_up, weights.down))
+        self.qkv = _product(weights.qkv, weights.qkv_bias)
+        self.o, self.gate_up, self.down = map(_product, (weights.o, weights.gate_up, weights.down))
         self.input_norm, self.post_norm = floats(weights.input_norm), floats(weights.post_norm)
 
 
@@ -123,19 +167,21 @@ class NumpyRunner(Runner):
     @np.errstate(over="ignore", invalid="ignore")  # of what `_finite` finds
     def _run(self, rows: Rows) -> Any:
         config, dtype = self.config, self._dtype
+        activation = reference.ACTIVATIONS.index(config.activation)
         self._lost[rows.sequence[rows.position == 0]] = _NEVER
         angles = tuple(table[rows.position] for table in self._angles)
         x = as_stored(self._embedding[rows.token], dtype)
         stream = np.zeros_like(x)
         for i, layer in enumerate(self._layers):
-            stream, qkv_in = self._normed(x, stream, layer.input_norm, rows)
-            heads = self._finite(layer.qkv(qkv_in, dtype), rows).reshape(len(x), -1, config.head_dim)
+            stream, y = self._normed(x, stream, layer.input_norm, rows)
+            heads = self._finite(layer.qkv(layer.qkv.quantized(y), dtype), rows).reshape(len(x), -1, config.head_dim)
             q, k, v = np.split(heads, [config.heads, config.heads + config.kv_heads], axis=1)
             self._append(i, reference.rope(k, *angles), v, rows)
             attention = self._attend(i, as_stored(reference.rope(q, *angles), dtype), rows)
-            o = layer.o(quant.quantize_activations(as_stored(attention, dtype)), dtype)
-            stream, gate_up_in = self._normed(o, stream, layer.post_norm, rows)
-            x = layer.down(self._gated(self._finite(layer.gate_up(gate_up_in, dtype), rows)), dtype)
+            o = layer.o(layer.o.quantized(as_stored(attention, dtype)), dtype)
+            stream, y = self._normed(o, stream, layer.post_norm, rows)
+            gate_up = self._finite(layer.gate_up(layer.gate_up.quantized(y), dtype), rows)
+            x = layer.down(layer.down.gated(gate_up, activation, DTYPES.index(dtype)), dtype)
         normed = self._normalized(as_stored(x + stream, dtype), self._final_norm, rows)
         normed[rows.position >= self._lost[rows.sequence]] = np.nan
         return stored(normed, dtype)
@@ -150,10 +196,10 @@ class NumpyRunner(Runner):
     def _normalized(self, stream: F32, gamma: F32, rows: Rows) -> F32:
         return self._finite(normalized(stream, gamma, self.config.eps), rows)
 
-    def _normed(self, x: F32, stream: F32, gamma: F32, rows: Rows) -> tuple[F32, QuantizedActivations]:
-        """The stream with x added, and what `rmsnorm_quantize` makes of it."""
+    def _normed(self, x: F32, stream: F32, gamma: F32, rows: Rows) -> tuple[F32, F32]:
+        """The stream with x added, and what RMSNorm makes of it."""
         stream = as_stored(x + stream, self._dtype)
-        return stream, quant.quantize_activations(self._normalized(stream, gamma, rows))
+        return stream, self._normalized(stream, gamma, rows)
 
     def _append(self, i: int, k: F32, v: F32, rows: Rows) -> None:
         cache, at = self.caches[i], (rows.sequence, rows.position)
@@ -171,8 +217,3 @@ class NumpyRunner(Runner):
             known = slice(int(rows.position[at[-1]]) + 1)
             result[at] = reference.attention(q[at], self._keys[i, b, known], self._values[i, b, known], **how)[0]
         return result.reshape(len(q), -1)
-
-    def _gated(self, gate_up: F32) -> QuantizedActivations:
-        kind = reference.ACTIVATIONS.index(self.config.activation)
-        x_q, scale, token_sum = gated_and_quantized(gate_up, 1, 32, kind, DTYPES.index(self._dtype))
-        return QuantizedActivations(x_q, scale.astype(np.float32), token_sum.astype(np.int32))

@@ -15,9 +15,10 @@ from ptxlab.io.tokenizer import Tokenizer
 from ptxlab.layout.foreign import ForeignCheckpoint
 from ptxlab.model.config import Config
 from ptxlab.model.floats import FloatModel, MappedLayers
-from ptxlab.model.folder import RECIPE, load
-from ptxlab.model.quantized import QuantizedModel, layer_floats
+from ptxlab.model.folder import RECIPE, load, load_layer
+from ptxlab.model.quantized import QuantizedModel, layer_floats, numerics_of
 from ptxlab.quant.inputs import extremes
+from ptxlab.quant.numerics import FakeQuantized
 from ptxlab.reference import NORMS, Layer
 from ptxlab.spec.dtypes import floats
 
@@ -84,6 +85,13 @@ def tensor_name(part: str, layer: int) -> str:
 def is_quantized(path: Path) -> bool:
     """Whether `path` is the folder of a quantised model."""
     return (path / RECIPE).is_file()
+
+
+def stored_numerics(folder: Path) -> FakeQuantized:
+    """How the quantised model of a folder computes."""
+    with in_file(folder):
+        config = Config.from_json(folder / "config.json")
+    return numerics_of(load_layer(folder, 0, config))
 
 
 def dequantized(model: QuantizedModel) -> FloatModel:

@@ -1,4 +1,4 @@
-"""`QuantizedModel`: a whole decoder for the kernels: packed W4A8 layers, the rest in 16 bits."""
+"""`QuantizedModel`: a whole decoder for the kernels: packed layers in W4A8 or W4A4, the rest in 16 bits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,13 +7,14 @@ from typing import Any, Self
 import numpy as np
 
 from ptxlab.errors import ArgumentError
-from ptxlab.layout import pack, unpack
+from ptxlab.layout import ReorderedWeight, pack, unpack
 from ptxlab.layout.packed_weight import QuantizedWeight
 from ptxlab.model.config import Config
 from ptxlab.model.floats import FloatModel
 from ptxlab.model.weights import DTYPES, LayerWeights, quantiser
 from ptxlab.quant import Rounding
 from ptxlab.quant.inputs import extremes
+from ptxlab.quant.numerics import FakeQuantized
 from ptxlab.reference import BIASES, NORMS, Layer
 from ptxlab.spec.dtypes import floats, stored
 from ptxlab.validate import is_one_of
@@ -81,14 +82,20 @@ class QuantizedModel:
 def packed_layer(
     config: Config,
     layer: Layer,
-    weights: Mapping[str, QuantizedWeight],
+    weights: Mapping[str, QuantizedWeight | ReorderedWeight],
     layout: str = "strips",
     dtype: str = "float16",
     *,
     unchecked: bool = False,
 ) -> LayerWeights:
-    """A layer for the kernels: norms and biases of the float layer, quantised matrices by the names of `FUSED`."""
-    parts: dict[str, Any] = {name: pack(weight, layout, unchecked=unchecked) for name, weight in weights.items()}
+    """A layer for the kernels: norms and biases of the float layer, quantised matrices by the names of `FUSED`.
+
+    Those of W4A4 are packed already.
+    """
+    parts: dict[str, Any] = {
+        name: weight if isinstance(weight, ReorderedWeight) else pack(weight, layout, unchecked=unchecked)
+        for name, weight in weights.items()
+    }
     if config.qkv_bias:
         biases = [layer[f"{part}_bias"] for part in FUSED["qkv"]]
         parts["qkv_bias"] = np.concatenate(biases).astype(np.float32)
@@ -116,12 +123,28 @@ def _narrowed(name: str, x: Any, dtype: str) -> Any:
 
 
 def layer_floats(layer: LayerWeights) -> Layer:
-    """A packed layer dequantised to float32, by the names of `reference.decoder_layer`."""
+    """A packed layer dequantised to float32, by the names of `reference.decoder_layer`; of W4A4 with its orders."""
     sizes = layer.config.separate_matrices
     found: dict[str, Any] = {name: floats(getattr(layer, name)) for name in NORMS}
     for fused, parts in FUSED.items():
         ends = np.cumsum([sizes[part][0] for part in parts])[:-1].tolist()
-        found |= zip(parts, np.split(unpack(getattr(layer, fused)).dequantize(), ends), strict=True)
+        weight = getattr(layer, fused)
+        if isinstance(weight, ReorderedWeight):
+            values, order = weight.dequantize(), weight.order
+            found |= {f"{part}_order": order for part in parts}
+            if weight.scheme == "fmpq":
+                found |= {f"{part}_int8": np.asarray(weight.int8, like=order) for part in parts}
+        else:
+            values = unpack(weight).dequantize()
+        found |= zip(parts, np.split(values, ends), strict=True)
         if fused == "qkv" and layer.qkv_bias is not None:
             found |= zip(BIASES, np.split(layer.qkv_bias, ends), strict=True)
     return found
+
+
+def numerics_of(layer: LayerWeights) -> FakeQuantized:
+    """How a model of such layers computes: the activations that its kernels read, and a 4-bit cache."""
+    weight = layer.qkv
+    if not isinstance(weight, ReorderedWeight):
+        return FakeQuantized()
+    return FakeQuantized(acts=4, group=weight.group, kept=weight.outliers, clip=weight.clip)

@@ -17,6 +17,7 @@ import numpy as np
 from ptxlab import gpu, quant, reference
 from ptxlab.errors import ArgumentError, VerificationError
 from ptxlab.kernels.attention.sm90 import SM90
+from ptxlab.kernels.gemm import epilogues
 from ptxlab.kernels.gemm.common import DTYPES, gemm, gemm_channel
 from ptxlab.kernels.moe import CHOOSE
 from ptxlab.kernels.quantize.gated import SILU_MUL
@@ -46,7 +47,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerInputs:
-    """What a layer is given, copied before it runs, as it writes the residual and the cache."""
+    """What a layer is given, copied before it runs, as it writes the residual and the cache.
+
+    `x` is None where it is the residual itself, to which nothing is added.
+    """
 
     x: Any
     residual: Any
@@ -60,13 +64,21 @@ class LayerInputs:
         if not isinstance(cache, KVCache) or not isinstance(rope, tuple):
             got = f"{type(cache).__name__}, {type(rope).__name__}"
             raise ArgumentError("LayerInputs: cache, rope", "must be a KVCache and a tuple of arrays", got)
-        return cls(*(with_arrays(part, _copied) for part in (x, residual, cache, slots, rope)))
+        added = None if x is residual else _copied(x)
+        return cls(added, *(with_arrays(part, _copied) for part in (residual, cache, slots, rope)))
 
 
-def exact(given: LayerInputs, weights: LayerWeights, left: Mapping[str, Any] | None = None) -> dict[str, Step]:
+def exact(
+    given: LayerInputs,
+    weights: LayerWeights,
+    left: Mapping[str, Any] | None = None,
+    *,
+    residual_epilogue: bool = False,
+) -> dict[str, Step]:
     """Every step of a layer by its name in `LayerBuffers`, and `pool` and `residual`.
 
-    `left` is what launches have left, by step (`left_by`): where it is there, what follows goes on from that.
+    `left` is what launches have left, by step (`left_by`): where it is there, what follows goes on from that. With
+    `residual_epilogue` the products that go to the residual stream leave nothing but that, behind the last of them.
     """
     config, dtype = weights.config, weights.dtype
     steps: dict[str, Step] = {}
@@ -75,7 +87,7 @@ def exact(given: LayerInputs, weights: LayerWeights, left: Mapping[str, Any] | N
         steps[name] = Step(right, allowed)
         return (left or {}).get(name, right)
 
-    stream = _added(given.x, given.residual, dtype)
+    stream = given.residual if given.x is None else _added(given.x, given.residual, dtype)
     _, quantised = _normed(stream, weights.input_norm, config.eps)
     qkv_in = done("qkv_in", quantised)
     qkv = done("qkv", _product(qkv_in, weights.qkv, dtype, weights.qkv_bias))
@@ -85,8 +97,10 @@ def exact(given: LayerInputs, weights: LayerWeights, left: Mapping[str, Any] | N
     if attention.dtype == np.float64:  # the right one, as nobody has left one
         attention = stored(attention.astype(np.float32), dtype)
     o_in = done("o_in", quant.quantize_activations(floats(attention).reshape(len(attention), -1)))
-    o = done("o", _product(o_in, weights.o, dtype))
-    stream = done("residual", _added(stream, o, dtype))
+    o = _product(o_in, weights.o, dtype)
+    stream = _added(stream, o if residual_epilogue else done("o", o), dtype)
+    if config.experts or not residual_epilogue:
+        stream = done("residual", stream)
     y, quantised = _normed(stream, weights.post_norm, config.eps)
     if config.experts:
         tokens, y = done("tokens", quantised), done("normed", stored(y, dtype))
@@ -103,12 +117,20 @@ def exact(given: LayerInputs, weights: LayerWeights, left: Mapping[str, Any] | N
         return np.concatenate([_product(_taken(x, rows), weight.expert(e), dtype) for e, rows in taken])
 
     gate_up_in = done("gate_up_in", quantised)
-    gate_up = done("gate_up", product(gate_up_in, weights.gate_up))
-    down_in = done("down_in", *_gated(gate_up, config.activation, dtype))
+    if getattr(weights.gate_up, "interleaved", False):
+        h = done("gate_up", *_ended_gated(gate_up_in, weights.gate_up, dtype))
+        h = stored(h.astype(np.float32), dtype) if h.dtype == np.float64 else h  # the right one, as of attention
+        down_in = done("down_in", quant.quantize_activations(floats(h)))
+    else:
+        gate_up = done("gate_up", product(gate_up_in, weights.gate_up))
+        down_in = done("down_in", *_gated(gate_up, config.activation, dtype))
     results = product(down_in, weights.down)
     if config.experts:
         results = stored(reference.combined(floats(done("results", results)), place, share), dtype)
-    done("hidden", results)
+    if config.experts or not residual_epilogue:
+        done("hidden", results)
+    else:
+        done("residual", _added(stream, results, dtype))
     return steps
 
 
@@ -139,7 +161,7 @@ def compare(given: LayerInputs, weights: LayerWeights, buffers: LayerBuffers, re
         VerificationError: a step is not what it has to be; names the first, with the place.
     """
     left = left_by(buffers, residual, cache)
-    steps = exact(given, weights, left)
+    steps = exact(given, weights, left, residual_epilogue=buffers.residual_epilogue)
     for name, step in steps.items():
         _compare(name, left[name], step, weights.dtype)
     bounded = [name for name, step in steps.items() if step.allowed is not None]
@@ -152,9 +174,9 @@ def in_float64(given: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
     Nothing else is quantised: neither activations nor the new token's key and value. Angles are float32, as always.
     """
     config, dtype = weights.config, weights.dtype
-    x, stream = numbers(given.x, dtype), numbers(given.residual, dtype)
+    x, stream = 0 if given.x is None else numbers(given.x, dtype), numbers(given.residual, dtype)
     norms = numbers(weights.input_norm, dtype), numbers(weights.post_norm, dtype)
-    M, D = len(x), config.head_dim
+    M, D = len(stream), config.head_dim
 
     def product(y: F64, weight: PackedWeight) -> F64:
         result: F64 = y @ unpack(weight).dequantize().astype(np.float64).T
@@ -225,7 +247,7 @@ def _product(x: QuantizedActivations, weight: Any, dtype: str, bias: Any = None)
 def _angles(given: LayerInputs) -> tuple[Any, Any]:
     """(cos, sin) f32 [M, D/2] of the tokens."""
     cos, sin, *positions = given.rope
-    at = positions[0] if positions else slice(len(given.x))
+    at = positions[0] if positions else slice(len(given.residual))
     return cos[at], sin[at]
 
 
@@ -249,6 +271,12 @@ def _attention(q: Any, cache: KVCache, window: int | None, dtype: str) -> tuple[
     config = {"BF16": int(dtype == "bfloat16")}
     right, allowed = SM90.expected(logical, config)["out"][:, 0], SM90.allowed(logical, config)["out"]
     return right, Allowed(allowed.each[:, 0], None if allowed.rms is None else allowed.rms[:, 0])
+
+
+def _ended_gated(x: QuantizedActivations, weight: PackedWeight, dtype: str) -> tuple[Any, Allowed]:
+    """SiLU(gate) · up [M, F] in float64, rounded to the dtype, and how far from that the epilogue may be."""
+    gate_up, OUT = _on_host(_product(x, weight, "float32")), DTYPES.index(dtype)
+    return _beside(epilogues.silu_mul(gate_up, OUT), x.q), Allowed(epilogues.silu_mul_error(gate_up, OUT))
 
 
 def _gated(gate_up: Any, activation: str, dtype: str) -> tuple[QuantizedActivations, tuple[Allowed, ...]]:

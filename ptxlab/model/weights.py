@@ -10,7 +10,7 @@ from ptxlab import gpu, quant
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.operation import dtype_of
 from ptxlab.kernels.transfer import copied_to_device
-from ptxlab.layout import ExpertWeights, PackedWeight, pack, stack_experts
+from ptxlab.layout import ExpertWeights, PackedWeight, ReorderedWeight, pack, stack_experts
 from ptxlab.layout.packed_weight import QuantizedWeight
 from ptxlab.model.config import Config, require_config
 from ptxlab.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
@@ -42,11 +42,13 @@ def quantiser(
 class LayerWeights:
     """One layer, NumPy or CuPy arrays; with experts, `gate_up` and `down` are all of theirs.
 
+    The matrices are W4A8's (`PackedWeight`) or, all of them, W4A4's (`ReorderedWeight`).
+
     Attributes:
         config: its numbers.
         qkv: queries, keys and values, [(Hq + 2·Hkv)·D, H].
         o: [H, Hq·D].
-        gate_up: gate above up, [2·F, H].
+        gate_up: gate above up, [2·F, H], or in turns (`PackedWeight.interleaved`).
         down: [H, F].
         input_norm: of RMSNorm before attention, f16 or bf16 [H] (bf16 as its bits, uint16); decides the layer's dtype.
         post_norm: of RMSNorm before the feed-forward part, likewise.
@@ -57,9 +59,9 @@ class LayerWeights:
     """
 
     config: Config
-    qkv: PackedWeight
-    o: PackedWeight
-    gate_up: Any  # PackedWeight or ExpertWeights
+    qkv: Any  # PackedWeight or ReorderedWeight
+    o: Any
+    gate_up: Any  # or ExpertWeights
     down: Any
     input_norm: Any = field(repr=False)
     post_norm: Any = field(repr=False)
@@ -71,7 +73,8 @@ class LayerWeights:
         require_config("config", config)
         for name, (N, K) in config.matrices.items():
             weight, experts = getattr(self, name), config.experts if name in ("gate_up", "down") else 0
-            kind, of_all = (ExpertWeights, f" of {experts} experts") if experts else (PackedWeight, "")
+            whole = ReorderedWeight if isinstance(self.qkv, ReorderedWeight) else PackedWeight
+            kind, of_all = (ExpertWeights, f" of {experts} experts") if experts else (whole, "")
             got = (weight.N, weight.K, getattr(weight, "E", 0)) if isinstance(weight, kind) else type(weight).__name__
             if got != (N, K, experts):
                 raise ArgumentError(name, f"must be {kind.__name__} [{N}, {K}]{of_all}", got)
@@ -99,6 +102,7 @@ class LayerWeights:
         *,
         group: int = 128,
         layout: str = "strips",
+        interleaved: bool = False,
         dtype: str = "float16",
         on_device: bool = False,
     ) -> Self:
@@ -110,11 +114,12 @@ class LayerWeights:
             scheme: `lqq`, `qoq`, in groups of `group`, or `qoq_channel`.
             group: 32, 64 or 128; `qoq_channel` ignores it.
             layout: of the packing.
+            interleaved: gate and up in turns: `decode_layer` ends their product with SiLU·mul. Not of experts.
             dtype: of what lies between the kernels, `float16` or `bfloat16`.
             on_device: repeat and pack on the GPU, which takes seconds for what takes minutes on the host.
         """
         require_config("config", config)
-        check_flags(on_device=on_device)
+        check_flags(on_device=on_device, interleaved=interleaved)
         if on_device:
             gpu.device_info()  # or the reason why there is none
         quantise = quantiser(scheme)
@@ -124,10 +129,10 @@ class LayerWeights:
         rng = np.random.default_rng(seed)
         place: Callable[[Any], Any] = gpu.to_device if on_device else lambda array: array
 
-        def packed(N: int, K: int) -> PackedWeight:
+        def packed(N: int, K: int, interleaved: bool = False) -> PackedWeight:
             block = rng.standard_normal((min(N, BLOCK_ROWS), min(K, BLOCK_K)), dtype=np.float32) / np.sqrt(K)
             quantised = quantise(block.astype(np.float32), group)
-            return pack(tiled(with_arrays(quantised, place), N, K), layout)
+            return pack(tiled(with_arrays(quantised, place), N, K), layout, interleaved=interleaved)
 
         def norm() -> Any:
             return place(stored(rng.uniform(0.5, 1.5, config.hidden).astype(np.float32), dtype))
@@ -135,13 +140,19 @@ class LayerWeights:
         weights: dict[str, Any] = {}
         for name, size in config.matrices.items():
             many = config.experts if name in ("gate_up", "down") else 0
-            weights[name] = stack_experts([packed(*size) for _ in range(many)]) if many else packed(*size)
+            turns = interleaved and name == "gate_up"
+            weights[name] = stack_experts([packed(*size, turns) for _ in range(many)]) if many else packed(*size, turns)
         if config.qkv_bias:
             weights["qkv_bias"] = place(rng.standard_normal(config.qkv_width, dtype=np.float32))
         if config.experts:
             router = rng.standard_normal((config.experts, config.hidden), dtype=np.float32)
             weights["router"] = place(stored((router / np.sqrt(config.hidden)).astype(np.float32), dtype))
         return cls(config=config, input_norm=norm(), post_norm=norm(), **weights)
+
+    @property
+    def four_bit_inputs(self) -> bool:
+        """Whether its matrices are W4A4's, which read 4-bit activations."""
+        return isinstance(self.qkv, ReorderedWeight)
 
     @property
     def dtype(self) -> str:

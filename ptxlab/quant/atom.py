@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
 from ptxlab.quant.groups import dequantized, integer_groups
-from ptxlab.quant.inputs import STRIP, as_float32, extremes, float_matrix
+from ptxlab.quant.inputs import STRIP, as_float32, channel_vector, extremes, float_matrix
 from ptxlab.reference.packed import F16, F32, S8
 from ptxlab.validate import is_integer, is_one_of
 
@@ -125,12 +125,11 @@ def outlier_order(
     """
     if not is_integer(outliers) or outliers < 0:
         raise ArgumentError("outliers", "must be an integer of 0 or more", outliers)
-    if sizes.ndim != 1 or len(sizes) <= outliers:
+    sizes = channel_vector("sizes", sizes)
+    if len(sizes) <= outliers:
         raise ArgumentError("sizes", f"must be a vector of more than {outliers} channels", f"shape {sizes.shape}")
-    if not bool(np.isfinite(sizes).all()):
-        raise ArgumentError("sizes", "must be finite", f"channel {int(np.argmin(np.isfinite(sizes)))}")
     ascending: npt.NDArray[np.intp] = np.argsort(sizes, kind="stable")
-    if rules.sorts:
+    if _known(rules).sorts:
         return ascending
     at = len(sizes) - outliers
     return np.concatenate([np.sort(ascending[:at]), np.sort(ascending[at:])])
@@ -162,7 +161,7 @@ def quantize_atom_weight(
     no multiple of the group, a clip outside (0, 1], N that is no multiple of the rows that share a scale, and a scale
     beyond FP16.
     """
-    return _quantize("w", w, group, outliers, clip, replace(rules, reciprocal=False))
+    return _quantize("w", w, group, outliers, clip, replace(_known(rules), reciprocal=False))
 
 
 def quantize_atom_activations(
@@ -177,7 +176,13 @@ def quantize_atom_activations(
 
     Every token has scales of its own. Raises ArgumentError as `quantize_atom_weight` does.
     """
-    return _quantize("x", x, group, outliers, clip, replace(rules, rows=1))
+    return _quantize("x", x, group, outliers, clip, replace(_known(rules), rows=1))
+
+
+def _known(rules: AtomRules) -> AtomRules:
+    if not isinstance(rules, AtomRules):
+        raise ArgumentError("rules", "must be AtomRules (ATOM_PAPER, ATOM_CODE)", type(rules).__name__)
+    return rules
 
 
 def _quantize(
@@ -193,7 +198,7 @@ def _quantize(
     if group > K or K % group:
         rule = "channels but the outliers must be a positive multiple of the group"
         raise ArgumentError(name, rule, f"{x.shape[1]} channels, {outliers} outliers, group={group}")
-    if not 0 < clip <= 1:
+    if isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip <= 1:
         raise ArgumentError("clip", "must lie in (0, 1]", clip)
     if R % rules.rows:
         raise ArgumentError(name, f"rows must be a multiple of {rules.rows}, which share a scale", R)

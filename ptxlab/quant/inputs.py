@@ -53,6 +53,16 @@ def float_matrix(argument: str, x: Any) -> npt.NDArray[Any]:
     return matrix
 
 
+def channel_vector(argument: str, x: Any) -> npt.NDArray[Any]:
+    """As `as_floats`, of a number per channel [K]; raises ArgumentError for more axes or none, NaN and infinity."""
+    sizes = as_floats(argument, x)
+    if sizes.ndim != 1:
+        raise ArgumentError(argument, "must be a vector, a number per channel", f"shape {tuple(sizes.shape)}")
+    if not bool(np.isfinite(sizes).all()):
+        raise ArgumentError(argument, "must be finite", f"channel {int(np.argmin(np.isfinite(sizes)))}")
+    return sizes
+
+
 def as_float_matrix(argument: str, x: Any) -> F32:
     """`x` as f32 [rows, K]; f16 and bf16 convert exactly, f64 rounds to f32. Raises ArgumentError as `float_matrix`
     does, and for NaN or infinity, with the place of the first."""

@@ -10,6 +10,8 @@ import numpy as np
 
 from ptxlab.errors import ArgumentError
 from ptxlab.quant.activations import token_scales
+from ptxlab.quant.atom import ATOM_PAPER
+from ptxlab.quant.groups import dequantized, integer_groups
 from ptxlab.quant.kv import KV_SCHEMES, quantize_kv
 from ptxlab.reference import Layer, Numerics
 from ptxlab.reference.decoder import Floats
@@ -22,7 +24,8 @@ class FakeQuantized(Numerics):
 
     Attributes:
         acts: bits of the activations: 8, per token; 4, in groups along the order of channels that a layer has as
-            `<matrix>_order`; None leaves them floats.
+            `<matrix>_order`, as Atom's paper has it (`ATOM_PAPER`), or COMET's where a layer has `<matrix>_int8`, the
+            number of INT8 groups at the end; None leaves them floats.
         kv: one of `KV_SCHEMES`, per token and head, or None.
         group: channels per scale of 4-bit activations, or None for one scale per token.
         kept: number of channels, the last in that order, which have one scale and more bits.
@@ -36,7 +39,7 @@ class FakeQuantized(Numerics):
     kept: int = 0
     kept_bits: int = 8
     clip: float = 1.0
-    _last: list[Any] = field(default_factory=lambda: [None, None, None], repr=False, compare=False)
+    _last: list[Any] = field(default_factory=lambda: [None] * 4, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, known in (("acts", (8, 4, None)), ("kv", (*KV_SCHEMES, None)), ("kept_bits", (8, 16))):
@@ -49,17 +52,19 @@ class FakeQuantized(Numerics):
 
     def product(self, name: str, x: Floats, layer: Layer) -> Floats:
         """See `Numerics.product`; x is quantised first."""
-        return super().product(name, self.input(x, layer.get(f"{name}_order")), layer)
+        seen = self.input(x, layer.get(f"{name}_order"), layer.get(f"{name}_int8"))
+        return super().product(name, seen, layer)
 
-    def input(self, x: Floats, order: Any = None) -> Floats:
+    def input(self, x: Floats, order: Any = None, int8: Any = None) -> Floats:
         """x [.., K] as a GEMM sees it. The last result is kept, because several matrices read the same input."""
         if self.acts is None:
             return x
-        if self._last[0] is not x or self._last[1] is not order:
+        given = x, order, int8
+        if any(one is not other for one, other in zip(given, self._last, strict=False)):
             rows = x.reshape(-1, x.shape[-1])
-            seen = per_token(rows) if self.acts == 8 else self._in_groups(rows, order)
-            self._last[:] = x, order, seen.reshape(x.shape)
-        found: Floats = self._last[2]
+            seen = per_token(rows) if self.acts == 8 else self._in_groups(rows, order, int8)
+            self._last[:] = *given, seen.reshape(x.shape)
+        found: Floats = self._last[3]
         return found
 
     def cached(self, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
@@ -69,18 +74,30 @@ class FakeQuantized(Numerics):
         k, v = (quantize_kv(x, self.kv).dequantize().astype(x.dtype) for x in (keys, values))
         return k, v
 
-    def _in_groups(self, x: Floats, order: Any) -> Floats:
+    def _in_groups(self, x: Floats, order: Any, int8: Any) -> Floats:
         ordered = x if order is None else x[:, order]
-        K = x.shape[1] - self.kept
-        if K <= 0 or K % (self.group or K):
-            raise ArgumentError("group", f"must divide {x.shape[1]} channels less {self.kept}", self.group)
-        four = ordered[:, :K].reshape(len(x), -1, self.group or K)
-        seen = [_symmetric(four, self.clip, -8, 7).reshape(len(x), K)]
-        if self.kept:
-            high = 2 ** (self.kept_bits - 1)
-            seen.append(_symmetric(ordered[:, K:], 1.0, 1 - high, high - 1))
-        together = np.concatenate(seen, axis=1)
+        if int8 is not None:
+            together = self._in_blocks(ordered, int(int8))
+        else:
+            K = x.shape[1] - self.kept
+            if K <= 0 or K % (self.group or K):
+                raise ArgumentError("group", f"must divide {x.shape[1]} channels less {self.kept}", self.group)
+            seen = [_in_groups(ordered[:, :K], self.group or K, 4, ATOM_PAPER.steps(4), self.clip)]
+            if self.kept:
+                kept = ordered[:, K:]
+                in_16_bits = self.kept_bits == 16
+                seen.append(_in_16_bits(kept) if in_16_bits else _in_groups(kept, self.kept, 8, ATOM_PAPER.steps(8)))
+            together = np.concatenate(seen, axis=1)
         return together if order is None else together[:, np.argsort(order)]
+
+    def _in_blocks(self, x: Floats, int8: int) -> Floats:
+        """COMET's: the last blocks in INT8."""
+        if self.group is None or x.shape[1] % self.group or int8 * self.group > x.shape[1]:
+            raise ArgumentError("group", f"must divide {x.shape[1]} channels, {int8} groups in INT8", self.group)
+        at = x.shape[1] - int8 * self.group
+        parts = (x[:, :at], 4, 7), (x[:, at:], 8, 127)
+        seen = [_in_groups(part, self.group, bits, steps) for part, bits, steps in parts if part.shape[1]]
+        return np.concatenate(seen, axis=1)
 
 
 def per_token(x: Floats) -> Floats:
@@ -90,9 +107,17 @@ def per_token(x: Floats) -> Floats:
     return seen
 
 
-def _symmetric(x: Floats, clip: float, low: int, high: int) -> Floats:
-    """x [.., g] as integers in low..high and back, one scale per last axis."""
-    largest = np.abs(x).max(axis=-1, keepdims=True)
-    scale = np.where(largest > 0, clip * largest / high, 1).astype(x.dtype)
-    seen: Floats = np.rint(x / scale).clip(low, high) * scale
+def _in_groups(x: Floats, group: int, bits: int, steps: float, clip: float = 1.0) -> Floats:
+    """x [M, K] as integers of so many bits and back, a scale per group in FP16."""
+    q, scale = integer_groups("activations", x.reshape(len(x), -1, group), bits, steps, clip=clip)
+    seen: Floats = dequantized(q.reshape(x.shape), scale).astype(x.dtype)
+    return seen
+
+
+def _in_16_bits(x: Floats) -> Floats:
+    """x [M, K] as integers of 16 bits and back, a scale per row."""
+    most = 2**15 - 1
+    largest = np.abs(x).max(axis=1, keepdims=True)
+    scale = np.where(largest > 0, largest / most, 1).astype(x.dtype)
+    seen: Floats = np.rint(x / scale).clip(-most, most) * scale
     return seen

@@ -10,12 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
+from ptxlab.model.config import Config
 from ptxlab.model.floats import FloatModel, Tokens, perplexity
 from ptxlab.quant.recipe import RECIPES, Recipe, random_orthogonal
-from ptxlab.weights.calibrate import prepared, quantize_layers, turned
+from ptxlab.weights.calibrate import QuantizedLayer, prepared, quantize_layers, turned
 
 SCHEMA = 1
 STARTS = ("mixed", "uniform", "file")
+TOKENS = 1024  # of `gemm_bytes`
+SHARES = (0.0, 0.1, 0.2, 0.4, 1.0)  # of COMET's blocks in INT8
 _FLOAT = Recipe(scheme=None, acts=None, kv=None)
 
 
@@ -36,7 +39,7 @@ class AccuracyRow:
 
 def rows() -> list[AccuracyRow]:
     """All rows of the table in order. The first, in floats, is the baseline of the others."""
-    return [AccuracyRow("float", "float32", _FLOAT), *_alone(), *_w4a8kv4(), *_schemes(), *_atom()]
+    return [AccuracyRow("float", "float32", _FLOAT), *_alone(), *_w4a8kv4(), *_schemes(), *_atom(), *_fmpq()]
 
 
 def _alone() -> Iterator[AccuracyRow]:
@@ -97,6 +100,15 @@ def _atom() -> Iterator[AccuracyRow]:
     ):
         recipe = recipe.but(**changes)
         yield AccuracyRow("Atom", step, recipe, repeats=step == "KV4")
+
+
+def _fmpq() -> Iterator[AccuracyRow]:
+    """COMET's W4Ax by the share of INT8 blocks, filled with the largest channels; and with those of outliers alone."""
+    recipe = RECIPES["fmpq"]
+    for share in SHARES:
+        full = recipe.but(int8=share, outlier=0.0)
+        yield AccuracyRow("FMPQ", f"{share:.0%} of the blocks in INT8", full, repeats=share == recipe.int8)
+    yield AccuracyRow("FMPQ", f"blocks with outliers in INT8, at most {recipe.int8:.0%}", recipe)
 
 
 def _with(recipe: Recipe, full: Recipe, names: Sequence[str]) -> Recipe:
@@ -162,7 +174,8 @@ def measure(
 
     Yields:
         Per row and seed, when it is measured: ladder, step, recipe, seed, perplexity by text, errors by matrix (means
-        over the layers of the relative error of the output), seconds to quantise and to measure.
+        over the layers of the relative error of the output), seconds to quantise and to measure, bytes that the GEMMs
+        of 1,024 tokens read (`gemm_bytes`).
     """
 
     @cache
@@ -178,6 +191,7 @@ def measure(
             "recipe": recipe.to_json(),
             "perplexity": perplexities,
             "errors": _means([layer.errors for layer in layers if layer]),
+            "bytes": sum(gemm_bytes(model.config, recipe, layer) for layer in layers if layer),
             "seconds": {"quantize": done - start, "measure": perf_counter() - done},
         }
 
@@ -187,6 +201,37 @@ def measure(
             progress(row.name)
             if (row.ladder, row.step, seed) not in before:
                 yield {"ladder": row.ladder, "step": row.step, "seed": seed, **found(row.recipe, seed)}
+
+
+def gemm_bytes(config: Config, recipe: Recipe, layer: QuantizedLayer, tokens: int = TOKENS) -> int:
+    """Bytes that a layer's GEMMs of so many tokens read: weights and activations with their scales, floats as FP16."""
+    total = 0.0
+    for name, (N, K) in config.matrices.items():
+        per_row, per_token = _weight_bytes(recipe, K), 2.0 * K
+        if recipe.acts == 8:
+            per_token = K + 4
+        elif recipe.acts == 4:
+            group, of = recipe.group or K - recipe.kept, layer.inputs.get(name)
+            wide = of.int8 * group if of and of.int8 is not None else recipe.kept
+            wide_bytes = 1 if recipe.int8 is not None else recipe.kept_bits / 8
+            per_token = (K - wide) / 2 + wide * wide_bytes + 2 * ((K - recipe.kept) / group + bool(recipe.kept))
+        total += N * per_row + tokens * per_token
+    return round(total)
+
+
+def _weight_bytes(recipe: Recipe, K: int) -> float:
+    """Of a row of K weights, its scales among them."""
+    if recipe.scheme is None:
+        return 2.0 * K
+    if recipe.scheme == "int8":
+        return K + 4
+    if recipe.scheme == "qoq_channel":
+        return K / 2 + 4 + 1
+    if recipe.scheme == "int4":
+        four = K - recipe.kept
+        return four / 2 + recipe.kept * recipe.kept_bits / 8 + 2 * (four / (recipe.group or four) + bool(recipe.kept))
+    assert recipe.group is not None
+    return K / 2 + 2 * K / recipe.group + 4
 
 
 def _means(errors: Sequence[Mapping[str, float | None]]) -> dict[str, float]:

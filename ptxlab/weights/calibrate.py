@@ -5,14 +5,15 @@ Memory holds one layer's weights and the residual stream of the calibration text
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ptxlab.errors import ArgumentError, naming
 from ptxlab.model.floats import FloatModel, MappedLayers, Tokens
 from ptxlab.model.quantized import FUSED
+from ptxlab.quant.fmpq import int8_blocks
 from ptxlab.quant.numerics import FakeQuantized
 from ptxlab.quant.recipe import (
     Recipe,
@@ -30,8 +31,16 @@ from ptxlab.quant.recipe import (
     smooth_keys,
 )
 from ptxlab.quant.recipe.settings import ROTATIONS
+from ptxlab.quant.tiled import with_arrays
 from ptxlab.reference import EXACT, Layer, Numerics
 from ptxlab.validate import require_integer
+
+
+class InputChannels(NamedTuple):
+    """The order of a matrix's input channels, [K], and how many groups at its end are INT8 (COMET); None with Atom."""
+
+    order: Any
+    int8: int | None
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,8 @@ class QuantizedLayer:
 
     Attributes:
         floats: the layer with dequantised weights.
-        weights: quantised matrices by the names of `FUSED`.
+        weights: quantised matrices by the names of `FUSED`; None for what no kernel takes.
+        inputs: of 4-bit activations, how each matrix takes its input, by the same names.
         errors: squared error of each matrix's output over the calibration data, relative to the squared output; None
             without calibration.
     """
@@ -48,6 +58,7 @@ class QuantizedLayer:
     floats: Layer
     weights: dict[str, Any]
     errors: dict[str, float | None]
+    inputs: dict[str, InputChannels] = field(default_factory=dict)
 
 
 def samples(tokens: Tokens, count: int = 128, length: int = 1024, seed: int = 0) -> Tokens:
@@ -136,13 +147,17 @@ def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recip
     numerics = recipe.numerics()
     weights: dict[str, Any] = {}
     errors: dict[str, float | None] = {}
+    inputs: dict[str, InputChannels] = {}
     for fused, names in FUSED.items() if recipe.scheme else ():
         w = np.concatenate([made[name] for name in names])
-        H: Any = hessian(model, made, states, numerics, names[0]) if recipe.needs_hessian else None
-        order = None
-        if recipe.kept:
-            order = np.argsort(np.diagonal(H), kind="stable")
-            w, H = w[:, order], H[order][:, order]
+        H: Any = None
+        order = int8 = None
+        if recipe.needs_hessian:
+            H, largest = statistics(model, made, states, numerics, names[0])
+            if recipe.reorders:
+                order, int8 = channel_order(recipe, H, largest)
+                inputs[fused] = InputChannels(order, int8)
+                w, H = w[:, order], H[order][:, order]
         grid = recipe.grid(w)
         found = gptq(w, H, grid, damping=recipe.damping) if recipe.gptq else rounded(w, H, grid)
         errors[fused] = None if H is None else _relative(w, found.values, H)
@@ -153,7 +168,39 @@ def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recip
             made[name], values = values[:rows].astype(np.float32), values[rows:]
             if order is not None:
                 made[f"{name}_order"] = order
-    return QuantizedLayer(made, weights, errors)
+            if int8 is not None:
+                made[f"{name}_int8"] = np.asarray(int8, like=order)
+    quantized = QuantizedLayer(made, weights, errors, inputs)
+    return quantized if recipe.int8 is None else folded(quantized)
+
+
+def channel_order(recipe: Recipe, H: Any, largest: Any) -> tuple[Any, int | None]:
+    """The order of a matrix's input channels, the largest last, and how many of its groups are INT8.
+
+    By the squares over the calibration data for Atom, whose outliers are so many; by the largest magnitude for COMET.
+    """
+    if recipe.int8 is None:
+        return np.argsort(np.diagonal(H), kind="stable"), None
+    assert recipe.group is not None
+    blocks = int8_blocks(largest, recipe.outlier, recipe.int8, block=recipe.group)
+    return np.argsort(largest, kind="stable"), blocks
+
+
+def folded(layer: QuantizedLayer) -> QuantizedLayer:
+    """The layer with the order of down's input folded into the rows of gate and up; nothing computes otherwise.
+
+    The other orders cannot be folded: the residual stream has one order for all layers, and a head's values stay
+    together. There the kernel that quantises the input reorders it.
+    """
+    order, int8 = layer.inputs["down"]
+    F = len(order)
+    floats: dict[str, Any] = dict(layer.floats)
+    floats |= {name: floats[name][order] for name in ("gate", "up")} | {"down": floats["down"][:, order]}
+    gate_up, rows = layer.weights["gate_up"], np.concatenate([order, F + order])
+    floats["down_order"] = np.arange(F, like=order)
+    weights = {**layer.weights, "gate_up": with_arrays(gate_up, lambda array: array[rows])}
+    inputs = {**layer.inputs, "down": InputChannels(floats["down_order"], int8)}
+    return replace(layer, floats=floats, weights=weights, inputs=inputs)
 
 
 def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe) -> Layer:
@@ -181,21 +228,27 @@ def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recip
     return layer
 
 
-def hessian(model: FloatModel, layer: Layer, states: Sequence[Any], numerics: FakeQuantized, name: str) -> Any:
-    """H = Xᵀ X, float64 [K, K], of the input of a matrix over all samples; INT8 activations as the GEMM sees them."""
+def statistics(
+    model: FloatModel, layer: Layer, states: Sequence[Any], numerics: FakeQuantized, name: str
+) -> tuple[Any, Any]:
+    """Of the input of a matrix over all samples: H = Xᵀ X, float64 [K, K], and max|x| of every channel, [K].
+
+    INT8 activations as the GEMM sees them.
+    """
     K = layer[name].shape[1]
-    H = np.zeros((K, K), like=layer[name])
+    H, largest = np.zeros((K, K), like=layer[name]), np.zeros_like(layer[name][0])
 
     def seen(at: str, x: Any) -> None:
         nonlocal H
         if at == name:
             x = (numerics.input(x) if numerics.acts == 8 else x).reshape(-1, K)
             H += x.T @ x
+            np.maximum(largest, np.abs(x).max(axis=0), out=largest)
 
     for x in states:
         with contextlib.suppress(_ReachedError):
             model.run_layer(x, layer, _Tap(numerics, seen, until=name))
-    return H
+    return H, largest
 
 
 class _ReachedError(Exception):

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError, FileError, naming
 from ptxlab.io.files import require_folder
 from ptxlab.io.tokenizer import Tokenizer
-from ptxlab.layout import buffer_shapes
+from ptxlab.layout import buffer_shapes, pack_reordered
+from ptxlab.layout.reordered import reordered_shapes
 from ptxlab.model import folder as folders
 from ptxlab.model.floats import FloatModel, Tokens
 from ptxlab.model.quantized import layer_floats, packed_layer, stored_ends
@@ -21,7 +22,7 @@ from ptxlab.quant.recipe import Recipe
 from ptxlab.quant.recipe.settings import PACKED
 from ptxlab.reference import Layer
 from ptxlab.validate import is_one_of
-from ptxlab.weights.calibrate import prepared, quantize_layers, require_text
+from ptxlab.weights.calibrate import QuantizedLayer, prepared, quantize_layers, require_text
 
 Progress = Callable[[str], None]  # called when a layer is done, with its name
 
@@ -67,7 +68,10 @@ def quantize_model(
     config = turned.config
     for name, (N, K) in config.matrices.items():
         with naming(name):
-            buffer_shapes(layout, scheme, N, K, K if scheme == "qoq_channel" else recipe.group or 0)
+            if recipe.reorders:
+                reordered_shapes(layout, N, K, recipe.kept, recipe.group or 0)
+            else:
+                buffer_shapes(layout, scheme, N, K, K if scheme == "qoq_channel" else recipe.group or 0)
     ends = stored_ends(turned, dtype)  # before the layers take their time: what float16 does not hold is refused
     about = {**recipe.to_json(), "layout": layout, "dtype": dtype, "model": config.name}
     about |= {"text": _digest(tokens), "weights": _digest(model.final_norm, model.layers[0]["q"])}  # identify the run
@@ -83,7 +87,7 @@ def quantize_model(
     for index, found in enumerate(quantize_layers(turned, tokens, recipe, finished)):
         if found is not None:
             with naming(f"layer {index}"):  # a group that would overflow is refused there
-                layer = packed_layer(config, found.floats, found.weights, layout, dtype)
+                layer = packed_layer(config, found.floats, _ordered(found, recipe, layout), layout, dtype)
             folders.save_layer(partial, index, layer)
             errors[index] = found.errors
         progress(f"layer {index}")
@@ -97,11 +101,22 @@ def quantize_model(
     return errors
 
 
+def _ordered(layer: QuantizedLayer, recipe: Recipe, layout: str) -> Mapping[str, Any]:
+    """The quantised matrices; of W4A4 packed, with the orders of their inputs."""
+    if not recipe.reorders:
+        return layer.weights
+    return {
+        name: pack_reordered(weight, of.order, layout, int8=of.int8, clip=recipe.act_clip)
+        for (name, weight), of in zip(layer.weights.items(), layer.inputs.values(), strict=True)
+    }
+
+
 def check_packable(recipe: Recipe, out: Path) -> str:
     """The scheme. Raises as `quantize_model` does for a recipe that cannot be packed, or for `out`."""
-    if recipe.scheme is None or recipe.scheme not in PACKED:
-        rule = f"scheme must be one of {', '.join(PACKED)} to be packed; others are measured: ptxlab accuracy"
-        raise ArgumentError("recipe", rule, recipe.scheme)
+    in_order = recipe.scheme == "int4" and recipe.reorders and recipe.acts == 4 and recipe.kept_bits == 8
+    if recipe.scheme is None or not (recipe.scheme in PACKED or in_order):
+        rule = f"scheme must be one of {', '.join(PACKED)} to be packed, or int4 with 4-bit activations in order"
+        raise ArgumentError("recipe", f"{rule}; others are measured: ptxlab accuracy", recipe.scheme)
     if out.exists():
         raise FileError(f"{out}: is there already")
     require_folder(out)

@@ -12,15 +12,17 @@ import pytest
 from ptxlab import emulator, gpu
 from ptxlab.bench import copying, layer, peers_layer
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.layer import decoder, fused, shapes
+from ptxlab.bench.layer import decoder, ends, fused, shapes
 from ptxlab.bench.layer.decoder import Decoder
 from ptxlab.bench.peers_layer import MixTime
 from ptxlab.bench.stored import stored_attention
+from ptxlab.bench.timing import Measured
 from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.model import Config, LayerWeights
 
 TINY = Config(hidden=128, ffn=128, heads=1, kv_heads=1, head_dim=128, layers=1, vocabulary=32, name="tiny")
 CEILINGS = Ceilings(4.6, 4.2)
+REORDERING = ("reorder_quantize", "rmsnorm_reorder_quantize", "silu_mul_reorder_quantize")
 
 
 @pytest.fixture
@@ -74,8 +76,43 @@ def test_chains_for_the_sanitizers_are_checked(here: pytest.MonkeyPatch, capsys:
     with emulator.chain(()) as made:
         decoder.check_chains()
     said = capsys.readouterr().out.splitlines()
-    assert [line.partition(" steps")[0] for line in said] == ["dense, batch 1: 12", "experts, batch 1: 19"]
-    assert len(made.launches) == 2 * 10 + 2 * 13
+    assert [line.partition(" steps")[0] for line in said] == [
+        "dense, batch 1: 12",
+        "dense with epilogues, batch 1: 10",
+        "experts, batch 1: 19",
+    ]
+    assert len(made.launches) == 2 * 10 + 2 * 10 + 2 * 13
+
+
+def test_layers_with_all_ends_are_timed_in_turn_and_checked(here: pytest.MonkeyPatch) -> None:
+    made = {turns: decoder.layers_of(TINY, interleaved=turns)[:1] for turns in (False, True)}
+    times = iter((10.0, 11.0, 12.0, 13.0, 14.0, 9.0, 15.0, 16.0))  # in turn, twice
+
+    def timed(calls: list[Callable[[], None]], **_: int) -> tuple[Measured, list[Callable[[], None]]]:
+        return Measured(next(times), 1.0, 20.0, 1900.0), calls
+
+    here.setattr(ends, "measure_graph", timed)
+    here.setattr(Decoder, "check", lambda self, graph: f"{len(graph)} layers bit for bit")
+    rows = ends.rows_at(TINY, 2, made, CEILINGS, compared=True)
+    assert [(row.sizes["residual"], row.sizes["silu_mul"], row.time_us) for row in rows] == [
+        (0, 0, 10.0),
+        (1, 0, 9.0),
+        (0, 1, 12.0),
+        (1, 1, 13.0),
+    ]
+    assert len({row.key for row in rows}) == 4 and {row.measure for row in rows} == {layer.EPILOGUES}
+    assert [row.checked.partition(" steps")[0] for row in rows] == ["12", "10", "12", "10"]
+    assert all(row.checked.endswith("; 1 layers bit for bit") for row in rows), "once each"
+    assert [row.more["predicted_us"] for row in rows] == pytest.approx([10.0] * 4, abs=0.1)
+
+
+def test_what_ends_should_bring() -> None:
+    seven = Config.named("LLaMA-2-7B")
+    few, many = (ends.predicted_us(seven, B, ends.Ends(True, False)) for B in (16, 256))
+    assert many == pytest.approx(16 * few) == pytest.approx(-8 * 256 * 4096 / 12e6)
+    assert ends.predicted_us(seven, 256, ends.Ends(False, False)) == 0.0
+    apart = [ends.predicted_us(seven, 64, each) for each in ends.ALL]
+    assert apart[2] > 0 and apart[3] == pytest.approx(apart[1] + apart[2])
 
 
 def test_another_bit_of_the_timed_graph_is_found(here: pytest.MonkeyPatch) -> None:
@@ -105,9 +142,10 @@ def test_products_set_the_floor_of_large_batches() -> None:
         lambda: fused.normed(3, 96),
         lambda: fused.gated(3, 96),
         lambda: fused.quantised(3, 96),
-        lambda: fused.appended(3, 2, 1),
+        lambda: fused.appended(3, 2, 1, 64),
+        *(lambda i=i: list(fused.reordering(3, 256, 64, 64))[i] for i in range(3)),
     ],
-    ids=["rmsnorm_quantize", "silu_mul_quantize", "quantize_activations_s8", "rope_append_kv4"],
+    ids=["rmsnorm_quantize", "silu_mul_quantize", "quantize_activations_s8", "rope_append_kv4", *REORDERING],
 )
 def test_a_fused_kernel_is_timed_beside_copies_and_checked(
     make: Callable[[], fused.Fused], here: pytest.MonkeyPatch
@@ -118,7 +156,8 @@ def test_a_fused_kernel_is_timed_beside_copies_and_checked(
     row = fused.timed(of, CEILINGS)
     assert (row.kernel, row.sizes, row.time_us) == (of.kernel, of.sizes, 10.0)
     assert row.more["copy_us"] == 5.0 and row.more["copy_l2_us"] == 4.0 and row.more["chain_us"] == 10.0
-    assert row.peers == ({"torch_compile": 7.0} if "K" in of.sizes else {})
+    assert row.peers == ({"torch_compile": 7.0} if of.compiled else {})
+    assert (of.compiled is None) == (of.kernel in ("rope_append_kv4", *REORDERING))
     assert row.floor_us == pytest.approx(of.nbytes / 4.2e6)
     arrays = of.make()
     with pytest.raises(BenchmarkError, match=f"{of.kernel.removesuffix('_s8')}: (wrong|pages)"):
@@ -158,9 +197,10 @@ def test_what_is_compiled_is_what_is_measured(here: pytest.MonkeyPatch) -> None:
     with emulator.chain(()) as made:
         decoder.warm(TINY, (1,))
     assert {*made.launches} == between | {"gemm_w4a8_small_sm90", "rope_append_kv4", "attention_kv4_sm90"}
-    here.setattr(fused, "WIDTHS", (64, 96))
-    here.setattr(fused, "HEADS", ((2, 1),))
-    for width, launched in ((64, between | {"rope_append_kv4"}), (96, between)):
+    here.setattr(fused, "WIDTHS", (256, 384))
+    between |= {*REORDERING}
+    here.setattr(fused, "HEADS", ((2, 1, 128),))
+    for width, launched in ((256, between | {"rope_append_kv4"}), (384, between)):
         with emulator.chain(()) as made:
             fused.warm(width)
         assert {*made.launches} == launched
@@ -172,6 +212,8 @@ def test_parts_of_the_suite_by_words() -> None:
     some = layer.part(["LLaMA-2-7B", "B=1", "B=64", "fp8_row"])
     assert [config.name for config in some.configs] == ["LLaMA-2-7B"] and some.batches == (1, 64)
     assert some.mixes == ("fp8_row",) and not some.fused and not some.timeline
+    apart = layer.part(["epilogues", "B=1"])
+    assert apart.epilogues and apart.configs == () and apart.batches == (1,) and not apart.fused and not some.epilogues
     assert layer.part(["fused"]).configs == () and layer.part(["alone"]).mixes == ()
     assert layer.part(["B=4"]).configs == layer.CONFIGS
     with pytest.raises(ArgumentError, match=r"only: one of fused, .* \(got B=3\)"):

@@ -126,6 +126,27 @@ def test_a_model_by_a_recipe_is_measured(cli: Any, folder: Path, tmp_path: Path)
     assert code == 0 and json.loads(printed)["perplexity"] == pytest.approx(exact, rel=0.5)
 
 
+@pytest.mark.parametrize("options", [("atom",), ("fmpq", "--int8", 0.5)], ids=["atom", "fmpq"])
+def test_w4a4_is_measured_and_continues_a_text(
+    cli: Any, folder: Path, tmp_path: Path, options: tuple[object, ...]
+) -> None:
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    few = ("--text", text, "--length", 32)
+    code, printed, err = cli("quantize", folder, "--recipe", *options, *few, "--samples", 2, "--out", out, "--json")
+    assert (code, err) == (0, "")
+    made = json.loads(printed)["recipe"]
+    assert (made["kept"], made["int8"]) == ((64, None) if options == ("atom",) else (0, 0.5))
+    seen = {bits: json.loads(cli("perplexity", out, *few, "--acts", bits, "--json")[1]) for bits in (4, 8)}
+    whole = json.loads(cli("perplexity", out, *few, "--json")[1])
+    assert (whole["acts"], whole["kv"]) == (4, 4) and whole["perplexity"] == seen[4]["perplexity"]
+    assert whole["perplexity"] != seen[8]["perplexity"]
+    assert np.log(seen[8]["perplexity"]) == pytest.approx(np.log(whole["perplexity"]), rel=0.1)
+    code, printed, _ = cli("generate", "the cat", "--model", out, "--tokens", 3, "--backend", "numpy", "--json")
+    assert code == 0 and len(json.loads(printed)["tokens"][0]) == 3
+    code, _, noted = cli("generate", "the cat", "--model", out, "--tokens", 2, "--backend", "numpy")
+    assert code == 0 and ("W4A4, KV4, on NumPy" if options == ("atom",) else "W4Ax, KV4, on NumPy") in noted
+
+
 def test_what_a_recipe_reports(cli: Any, folder: Path, tmp_path: Path) -> None:
     options = ("--recipe", "qoq_channel", "--text", tmp_path / "text.txt", "--samples", 2, "--length", 32)
     code, printed, _ = cli("quantize", folder, *options, "--out", tmp_path / "out")
@@ -138,7 +159,11 @@ def test_what_a_recipe_reports(cli: Any, folder: Path, tmp_path: Path) -> None:
         (("--recipe", "best"), "recipe: must be one of lqq, qoq"),
         (("--rotation", "random"), "--rotation needs --recipe"),
         (("--recipe", "lqq", "--rotation", "left"), "rotate: must be one of hadamard, random or None (got left)"),
-        (("--recipe", "atom"), "to be packed; others are measured: ptxlab accuracy"),
+        (("--recipe", "atom", "--group", "128", "--length", "8", "--text", "TEXT"), "K: must be more than the 128"),
+        (("--recipe", "fmpq", "--group", "32"), "group: must be one of 64, 128 with INT8 blocks (got 32)"),
+        (("--recipe", "fmpq", "--int8", "1.5"), "int8: must be a number in 0..1 (got 1.5)"),
+        (("--recipe", "atom", "--int8", "0.1"), "--int8 is for --recipe fmpq"),
+        (("--int8", "0.1"), "--int8 needs --recipe"),
         (("--recipe", "lqq", "--scheme", "qoq"), "--scheme is for a file without --recipe"),
         (("--recipe", "lqq", "--range", "0"), "protective_range: must be an integer in 1..127 (got 0)"),
         (("--recipe", "lqq", "--samples", "0"), "--samples expects an integer, 1 or more, got 0"),
@@ -160,12 +185,15 @@ def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypa
     text = Corpus((TEXT,), (TEXT,))
     monkeypatch.setattr("ptxlab.cli.models.open_text", lambda source, progress: text)
     sizes = ("--length", 32, "--windows", 2, "--samples", 2, "--sample-length", 32)
-    options = ("--only", "alone/KV?", "--only", "Atom/GPTQ", "--only", "channel/GPTQ", "--seeds", 2, *sizes)
+    only = ("--only", "alone/KV?", "--only", "Atom/GPTQ", "--only", "FMPQ/?0% *", "--only", "channel/GPTQ")
+    options = (*only, "--seeds", 2, *sizes)
     code, printed, err = cli("accuracy", folder, *options, "--out", tmp_path / "record.json")
     assert (code, err) == (0, "")
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["windows"] == {"wikipedia": [2, 32]} and record["start"] == "mixed"
     rows = {(row["ladder"], row["step"], row["seed"]): row["perplexity"]["wikipedia"] for row in record["rows"]}
+    shares = [(f"{share}% of the blocks in INT8", seed) for share, seed in ((10, 0), (20, 0), (20, 1), (40, 0))]
+    assert 0 < record["rows"][-2]["bytes"] < record["rows"][0]["bytes"]
     kv = [("alone", "KV8", 0), ("alone", "KV4", 0)]
     assert [*rows] == [
         ("float", "float32", 0),
@@ -173,6 +201,7 @@ def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypa
         ("channel", "GPTQ", 0),
         ("channel", "GPTQ", 1),
         ("Atom", "GPTQ", 0),
+        *(("FMPQ", step, seed) for step, seed in shares),
     ]
     exact = rows["float", "float32", 0]
     assert abs(np.log(rows[kv[0]] / exact)) < abs(np.log(rows[kv[1]] / exact)) < 1  # of a log of 77

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import quant, reference
+from ptxlab import layout, quant, reference
 from ptxlab.layout import (
     LAYOUTS,
     KVCache,
@@ -20,6 +20,7 @@ from ptxlab.layout import (
     unpack,
     unpack_pages,
 )
+from ptxlab.quant.tiled import with_arrays
 from tests.support.dispatching_array import DispatchingArray, to_device
 from tests.support.quantized import KINDS, random_weight
 
@@ -111,3 +112,14 @@ def test_attention() -> None:
     table = np.linspace(-1, 1, 3 * 32, dtype=np.float32).reshape(3, 32)
     rotated = reference.rope(DispatchingArray(q), DispatchingArray(table), DispatchingArray(-table))
     np.testing.assert_array_equal(rotated.array, reference.rope(q, table, -table), strict=True)
+
+
+@pytest.mark.parametrize("name", layout.ATOM_LAYOUTS)
+def test_atoms_weights_come_back(name: str) -> None:
+    w = np.random.default_rng(0).standard_normal((24, 320), dtype=np.float32)
+    rows = quant.quantize_atom_weight(w, 64, 64)
+    right, packed = layout.pack_atom(rows, name), layout.pack_atom(with_arrays(rows, DispatchingArray), name)
+    for buffer, array in packed.buffers.items():
+        np.testing.assert_array_equal(array.array, right.buffers[buffer], strict=True)
+    for field, array in vars(layout.unpack_atom(packed)).items():
+        np.testing.assert_array_equal(array.array, getattr(rows, field), strict=True, err_msg=field)

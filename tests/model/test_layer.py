@@ -39,8 +39,13 @@ def run_and_compare(problem: LayerProblem, **how: Any) -> str:
     """The layer against `exact`, step by step, and against `in_float64`."""
     given, dtype = problem.inputs, problem.weights.dtype
     hidden = problem.run(**how)
-    assert hidden is problem.buffers.hidden
-    for found, right in zip((hidden, problem.residual), in_float64(given, problem.weights), strict=True):
+    results, exactly = (hidden, problem.residual), in_float64(given, problem.weights)
+    if problem.buffers.residual_epilogue and not problem.weights.config.experts:
+        results, exactly = results[1:], (sum(exactly),)
+        assert hidden is problem.residual
+    else:
+        assert hidden is problem.buffers.hidden
+    for found, right in zip(results, exactly, strict=True):
         error = numbers(found, dtype) - right
         assert np.sqrt((error**2).mean()) < OF_QUANTISING * np.sqrt((right**2).mean())
     return compare(given, problem.weights, problem.buffers, problem.residual, problem.cache)
@@ -66,6 +71,46 @@ def test_a_layer_is_its_twin(config: Config, how: dict[str, Any], when: dict[str
     assert made.findings == [] and tuple(made.launches) == names
     routed = ("share, ", 19) if config.experts else ("", 12)
     assert said == f"{routed[1]} steps: attention, {routed[0]}down_in within bounds, all others equal in every bit"
+
+
+GATED = (*CHAIN[:8], "quantize_activations_s8", CHAIN[9])
+
+
+@pytest.mark.parametrize(
+    ("how", "when"),
+    [
+        ({**BFLOAT16, "interleaved": True, "scheme": "qoq_channel"}, EARLY),
+        ({"interleaved": True, "residual_epilogue": True}, LATE),
+    ],
+    ids=["silu_mul", "both"],
+)
+def test_products_that_end_with_more(how: dict[str, Any], when: dict[str, Any]) -> None:
+    problem = layer_problem(TINY, **how)
+    with emulator.chain(emulator.CHECKS, **when, given=[problem.cache.pool]) as made:
+        said = run_and_compare(problem)
+    assert made.findings == [] and tuple(made.launches) == GATED
+    count = 10 if "residual_epilogue" in how else 12  # `o` and `hidden` go to the stream
+    assert said == f"{count} steps: attention, gate_up within bounds, all others equal in every bit"
+
+
+def test_layers_that_add_to_the_stream_follow_each_other() -> None:
+    """The second is given the residual itself, to which there is nothing to add."""
+    first = layer_problem(residual_epilogue=True)
+    second = another_layer(first, seed=1)
+    with emulator.chain({"race", "init"}, given=[first.cache.pool, second.cache.pool]) as made:
+        run_and_compare(first)
+        run_and_compare(second, programmatic=True)
+    assert made.findings == [] and tuple(made.launches) == 2 * CHAIN
+
+
+@pytest.mark.parametrize("config", [TINY, MIXTRAL], ids=["llama", "mixtral"])
+def test_a_residual_epilogue_has_the_bits_of_the_chain_without(config: Config) -> None:
+    plain, fused = layer_problem(config), layer_problem(config, residual_epilogue=True)
+    hidden, returned = plain.run(), fused.run()
+    if config.experts:
+        assert np.array_equal(hidden, returned) and np.array_equal(plain.residual, fused.residual)
+    else:
+        assert np.array_equal(plain.residual + hidden, returned)  # as the next layer adds them
 
 
 @st.composite
@@ -112,9 +157,13 @@ def test_layers_follow_each_other() -> None:
     assert made.findings == [] and len(made.launches) == 20
 
 
-@pytest.mark.parametrize("config", [TINY, MIXTRAL], ids=["llama", "mixtral"])
-def test_a_token_has_the_same_bits_alone(config: Config) -> None:
-    problem = layer_problem(config, batch_invariant=True)
+@pytest.mark.parametrize(
+    ("config", "ends"),
+    [(TINY, {}), (MIXTRAL, {}), (TINY, {"interleaved": True, "residual_epilogue": True})],
+    ids=["llama", "mixtral", "epilogues"],
+)
+def test_a_token_has_the_same_bits_alone(config: Config, ends: dict[str, Any]) -> None:
+    problem = layer_problem(config, batch_invariant=True, **ends)
     given, b = problem.inputs, 0
     cache = replace(given.cache, **{name: getattr(given.cache, name)[b : b + 1] for name in ("block_table", "lengths")})
     cos, sin, positions = problem.rope
@@ -125,7 +174,10 @@ def test_a_token_has_the_same_bits_alone(config: Config) -> None:
         residual=given.residual[b : b + 1],
         slots=given.slots[b : b + 1],
         rope=(cos, sin, positions[b : b + 1]),
-        buffers=LayerBuffers.empty(problem.weights, cache, batch_invariant=True),
+        buffers=replace(
+            LayerBuffers.empty(problem.weights, cache, batch_invariant=True),
+            residual_epilogue=problem.buffers.residual_epilogue,
+        ),
     )
     together, by_itself = problem.run(), alone.run()
     assert (together[b].view(np.uint16) == by_itself[0].view(np.uint16)).all()
@@ -133,18 +185,24 @@ def test_a_token_has_the_same_bits_alone(config: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "name"),
-    [(TINY, name) for name in sorted({*CHAIN})] + [(MIXTRAL, name) for name in sorted({*OF_EXPERTS} - {*CHAIN})],
-    ids=lambda each: each if isinstance(each, str) else "mixtral" if each.experts else "llama",
+    ("config", "name", "ends"),
+    [
+        *((TINY, name, {}) for name in sorted({*CHAIN})),
+        *((MIXTRAL, name, {}) for name in sorted({*OF_EXPERTS} - {*CHAIN})),
+        (TINY, "gemm_w4a8_small_sm90", {"interleaved": True, "residual_epilogue": True}),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "mixtral" if getattr(each, "experts", 0) else None,
 )
-def test_a_wait_that_one_kernel_leaves_out_is_found(config: Config, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_one_kernel_leaves_out_is_found(
+    config: Config, name: str, ends: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though everything comes out right, as it may on a GPU for long."""
 
     def parsed(text: str, *paths: str) -> emulator.Module:
         return emulator.parse(text.replace("griddepcontrol.wait;", "") if f".entry {name}(" in text else text, *paths)
 
     monkeypatch.setattr(runtime, "_parsed", parsed)
-    problem = layer_problem(config)
+    problem = layer_problem(config, **ends)
     given = problem.inputs
     with emulator.chain({"race"}, begin="late") as made:
         problem.run(programmatic=True)
@@ -425,6 +483,24 @@ def test_what_is_elsewhere_is_refused_before_a_launch(fake: FakeGpu) -> None:
         replace(host.weights, o=there.weights.o)
 
 
+def test_epilogues_that_do_not_fit_are_refused() -> None:
+    turns = LayerWeights.random(TINY, interleaved=True)
+    gelu = replace(turns, config=replace(TINY, activation="gelu_tanh"))
+    buffers = LayerBuffers.empty(turns, PROBLEM.cache)
+    for change, message in (
+        ({"weights": turns}, "buffers: must be made for a gate_up as these weights have it (got rows in order)"),
+        ({"buffers": buffers}, "buffers: must be made for a gate_up as these weights have it (got interleaved rows)"),
+        ({"weights": gelu}, "weights.gate_up: must have gate above up unless the activation is silu (got interleaved "),
+    ):
+        with emulator.chain(()) as made, pytest.raises(ArgumentError) as error:
+            replace(PROBLEM, **change).run()
+        assert str(error.value).startswith(f"decode_layer: {message}") and made.launches == []
+    with pytest.raises(ArgumentError, match=r"^residual_epilogue: must be True or False \(got 1\)$"):
+        LayerBuffers.empty(turns, PROBLEM.cache, residual_epilogue=1)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"^weights\[0\]: must not be interleaved: grouped GEMMs have no epilogue"):
+        LayerWeights.random(MIXTRAL, interleaved=True)
+
+
 def test_weights_have_the_shapes_of_the_config() -> None:
     weights = LayerWeights.random(MIXTRAL, scheme="qoq_channel")
     again = LayerWeights.random(MIXTRAL, scheme="qoq_channel")
@@ -443,6 +519,8 @@ def test_weights_have_the_shapes_of_the_config() -> None:
             replace(weights, **change)
     for arguments, message in (
         ({"scheme": "int3"}, "scheme: must be one of lqq, qoq, qoq_channel"),
+        ({"interleaved": 1}, "interleaved: "),
+        ({"interleaved": True, "layout": "dual_mma"}, "interleaved: only in strips"),
         ({"dtype": "float32"}, "dtype: must be one of float16, bfloat16"),
         ({"seed": -1}, "seed: must be an integer"),
     ):

@@ -10,6 +10,7 @@ import ptxlab
 from ptxlab import gpu
 from ptxlab.model import Config, LayerBuffers, LayerInputs, LayerWeights
 from ptxlab.model.reference import compare
+from ptxlab.spec.dtypes import numbers, stored
 from tests.support import soak
 from tests.support.layers import LayerProblem, layer_problem
 
@@ -46,6 +47,24 @@ def test_a_layer_is_its_twin(config: Config, scheme: str, dtype: str, batch: int
     problem.run(backend=None)
     said = compare(given, problem.weights, problem.buffers, problem.residual, problem.cache)
     assert said.endswith("within bounds, all others equal in every bit")
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["silu_mul_quantize", "silu_mul"])
+def test_a_residual_epilogue_has_the_bits_of_the_chain_without(interleaved: bool, dtype: str, batch: int) -> None:
+    """The L2 adds as `rmsnorm_quantize` does; and every launch is what its twin says."""
+    how: dict[str, Any] = {"lengths": lengths_of(batch), "dtype": dtype, "interleaved": interleaved}
+    plain = on_gpu(layer_problem(WIDE, **how))
+    hidden = plain.run(backend=None)
+    fused = on_gpu(layer_problem(WIDE, **how), residual_epilogue=True)
+    given = fused.inputs
+    returned = fused.run(backend=None)
+    assert returned is fused.residual
+    compare(given, fused.weights, fused.buffers, fused.residual, fused.cache)
+    stream, added = (numbers(gpu.to_host(array), dtype) for array in (plain.residual, hidden))
+    right = stored((stream + added).astype(np.float32), dtype)
+    assert (gpu.to_host(returned).view(np.uint16) == right.view(np.uint16)).all()
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -107,6 +126,7 @@ class Case:
     batch: int
     given: LayerInputs
     weights: LayerWeights
+    adds: bool
     expected: Any = None
     wrong: Any = None
     problems: dict[int, LayerProblem] = field(default_factory=dict)
@@ -117,7 +137,7 @@ class Case:
         if handle not in self.problems:
             given = self.given
             cache, residual = replace(given.cache, pool=given.cache.pool.copy()), given.residual.copy()
-            buffers = LayerBuffers.empty(self.weights, cache)
+            buffers = LayerBuffers.empty(self.weights, cache, residual_epilogue=self.adds)
             made = LayerProblem(self.weights, cache, given.x, residual, given.slots, given.rope, buffers)
             self.problems[handle] = made
         problem = self.problems[handle]
@@ -129,15 +149,20 @@ class Case:
 
 
 def test_twenty_thousand_layers_beside_a_busy_stream() -> None:
-    """`soak.CALLS` layers at random batch sizes, one in four of experts."""
+    """`soak.CALLS` layers at random batch sizes, one in four of experts, one in four with epilogues."""
     cases = []
-    for config, batches in ((WIDE, (1, 2, 7, 16, 33, 64, 128, 256)), (CONFIGS["experts"], (1, 16, 128))):
-        weights = LayerWeights.random(config, 0, on_device=True)
+    for config, batches, ends in (
+        (WIDE, (1, 2, 7, 16, 33, 64, 128, 256), False),
+        (WIDE, (1, 16, 64, 256), True),
+        (CONFIGS["experts"], (1, 16, 128), False),
+    ):
+        weights = LayerWeights.random(config, 0, interleaved=ends, on_device=True)
         for batch in batches:
-            problem = replace(on_gpu(layer_problem(config, lengths=lengths_of(batch))), weights=weights)
+            problem = layer_problem(config, lengths=lengths_of(batch), interleaved=ends)
+            problem = replace(on_gpu(problem, residual_epilogue=ends), weights=weights)
             given = problem.inputs
-            problem.run(backend=None)
+            right = problem.run(backend=None)
             compare(given, weights, problem.buffers, problem.residual, problem.cache)
-            cases.append(Case(batch, given, weights, problem.buffers.hidden.view(np.int32).copy()))
+            cases.append(Case(batch, given, weights, ends, right.view(np.int32).copy()))
             cases[-1].wrong = gpu.to_device(np.zeros(1, np.uint64))
     soak.endure(cases, np.random.default_rng(0))

@@ -32,12 +32,33 @@ def test_4_bits_in_groups_along_an_order(order: Any, group: int | None, bits: in
     channels = list(range(40) if order is None else order)
     four = [channels[i : i + (group or 24)] for i in range(0, 24, group or 24)]
     for token, seen in zip(X.reshape(6, 40), found.reshape(6, 40), strict=True):
-        for some, clip, low, high in [(g, 0.9, -8, 7) for g in four] + [
-            (channels[24:], 1.0, 1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1)
+        kept = {8: (1.0, -128, 127, 127.5, np.float16), 16: (1.0, -32767, 32767, 32767, np.float32)}[bits]
+        for some, clip, low, high, steps, stored in [(g, 0.9, -8, 7, 7.5, np.float16) for g in four] + [
+            (channels[24:], *kept)
         ]:
-            scale = np.float32(clip * max(abs(token[some])) / high)
-            right = [min(max(round(value / scale), low), high) * scale for value in token[some]]
-            np.testing.assert_allclose(seen[some], right, rtol=1e-6)
+            scale = np.float32(stored(np.float32(clip) * max(abs(token[some])) / np.float32(steps)))
+            right = [np.float32(min(max(round(value / scale), low), high)) * scale for value in token[some]]
+            np.testing.assert_array_equal(seen[some], right)
+
+
+@pytest.mark.parametrize("kept", [0, 64])
+def test_4_bits_are_what_atoms_gemm_reads(kept: int) -> None:
+    x, order = (np.random.default_rng(2).standard_normal((2, 3, 192)) * 9).astype(np.float32), np.arange(192)[::-1]
+    rows = quant.quantize_atom_activations(x.reshape(6, 192)[:, order], 64, kept, clip=0.9)
+    found = FakeQuantized(acts=4, group=64, kept=kept, clip=0.9).input(x, order)
+    np.testing.assert_array_equal(found.reshape(6, 192)[:, order], rows.dequantize(), strict=True)
+
+
+@pytest.mark.parametrize("int8", [0, 1, 3])
+def test_and_with_int8_blocks_what_comets_reads(int8: int) -> None:
+    x, order = (np.random.default_rng(2).standard_normal((2, 3, 192)) * 9).astype(np.float32), np.arange(192)[::-1]
+    rows = quant.quantize_blocks(x.reshape(6, 192)[:, order], int8, 64)
+    numerics = FakeQuantized(acts=4, group=64, clip=0.9)  # which COMET does not have
+    layer = {"o": np.eye(192, dtype=np.float32), "o_order": order, "o_int8": np.array(int8)}
+    found = numerics.product("o", x, layer).reshape(6, 192)
+    np.testing.assert_array_equal(found[:, order], rows.dequantize(), strict=True)
+    with pytest.raises(ArgumentError, match=r"group: must divide 192 channels, 4 groups in INT8 \(got 64\)"):
+        numerics.product("o", x, {**layer, "o_int8": np.array(4)})
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,15 @@ def test_the_section_and_the_picture(record: dict[str, Any]) -> None:
     assert labels == ["per channel", "groups of 64", "float32, 20.00"]
 
 
+def test_a_record_of_the_ends_alone_has_no_picture(record: dict[str, Any], tmp_path: Path) -> None:
+    record["rows"] = [row for row in record["rows"] if row["step"] != "groups"]
+    (tmp_path / "cpu" / "accuracy.json").write_text(json.dumps(record))
+    text = sections.SECTIONS["accuracy"]()
+    assert "GPTQ" in text and "accuracy_steps.png" not in text
+    with pytest.raises(frames.NotMeasuredError, match="ptxlab accuracy"):
+        figures.picture("accuracy_steps")
+
+
 def test_without_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accuracy, "RESULTS", tmp_path)
     assert sections.SECTIONS["accuracy"]() == frames.MISSING

@@ -20,6 +20,7 @@ TABLES: tuple[Callable[[Record | None], str], ...] = (
     layer.layers_table,
     layer.fused_table,
     layer.timeline_table,
+    layer.epilogues_table,
     lambda record: targets.table(targets.layers(record)),
 )
 
@@ -46,7 +47,7 @@ def test_the_points_and_their_mixes() -> None:
     assert stored["over FP8"] == pytest.approx(best / stored.time_us)
 
 
-@pytest.mark.parametrize("table", TABLES, ids=["layers", "fused", "timeline", "targets"])
+@pytest.mark.parametrize("table", TABLES, ids=["layers", "fused", "timeline", "epilogues", "targets"])
 def test_tables(table: Callable[[Record | None], str]) -> None:
     text = table(RECORD)
     lines = [line for line in text.splitlines() if line.startswith("|")]
@@ -69,6 +70,13 @@ def test_the_fused_table() -> None:
     us = 1.25 * (floor + 1)
     ratios = f"{floor / us:.2f} | 0.80 | 2.00 µs | 1.40 µs | {2 / 1.25:.2f}x"
     assert f"| `rmsnorm_quantize` | 8,192 | 4,096 | {us:.2f} µs | {ratios} |" in text
+
+
+def test_the_ends_that_win() -> None:
+    text = layer.epilogues_table(RECORD)
+    us = POINTS[(POINTS.model == "LLaMA-2-7B") & (POINTS.B == 16)].time_us.iloc[0]
+    changes = "-0.50 µs (predicted -0.25) | +1.00 µs (predicted +0.00) | +0.50 µs (predicted -0.25) | residual add |"
+    assert f"| LLaMA-2-7B | 16 | {us:.1f} µs | {changes}" in text
 
 
 def test_the_timeline_names_its_gaps() -> None:
@@ -123,7 +131,7 @@ def test_the_pictures_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_page_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("layer", "layer_fused", "layer_timeline")
+    names = ("layer", "layer_fused", "layer_timeline", "layer_epilogues")
     monkeypatch.setattr(layer, "recorded", lambda: None)
     assert {sections.SECTIONS[name]() for name in names} == {f"{frames.NOT_RECORDED}\n"}
     monkeypatch.setattr(layer, "recorded", lambda: RECORD)

@@ -1,10 +1,11 @@
 """What decoder layers took, as nobody measured it: for the tables, figures and targets made of records of the suite."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ptxlab.bench import layer
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.layer import decoder, fused, shapes
+from ptxlab.bench.layer import decoder, ends, fused, shapes
 from ptxlab.bench.peers_layer import MIXES, MixTime
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.timing import Measured
@@ -76,9 +77,20 @@ def spans() -> Iterator[Row]:
         yield from layer.spans_of(Config.named(name), B, [*launches, *again], names, 20.5)
 
 
+def epilogues() -> Iterator[Row]:
+    """A residual add takes 0.5 µs off a layer, SiLU·mul adds 1."""
+    for name in ends.MODELS:
+        of = point(Config.named(name), 16)
+        for each in ends.ALL:
+            took = of.time_us - 0.5 * each.residual + each.silu_mul
+            sizes = of.sizes | {part: int(there) for part, there in each._asdict().items()}
+            more = {"predicted_us": of.time_us - 0.25 * each.residual}
+            yield replace(of, measure=layer.EPILOGUES, sizes=sizes, time_us=took, more=more)
+
+
 def record() -> Record:
     rows = [point(config, B) for config in layer.CONFIGS for B in layer.BATCHES]
     device = {"name": "NVIDIA H200", "slug": "h200"}
     ceilings = CEILINGS.to_json()
-    every = (*between(), *rows, *spans())
+    every = (*between(), *rows, *spans(), *epilogues())
     return Record("layer", device, {}, ceilings, every, commit="0123456789abcdef", date="2026-11-23T00:00:00")

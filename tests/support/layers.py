@@ -48,11 +48,12 @@ def layer_problem(
     dtype: str = "float16",
     group: int = 128,
     seed: int = 0,
+    interleaved: bool = False,
     **buffers: Any,
 ) -> LayerProblem:
     """Random numbers of every kind; the lengths include the token that is about to come."""
     rng = np.random.default_rng(seed)
-    weights = LayerWeights.random(config, seed, scheme, dtype=dtype, group=group)
+    weights = LayerWeights.random(config, seed, scheme, dtype=dtype, group=group, interleaved=interleaved)
     cache = KVCache.empty(len(lengths), 2, config.kv_heads, config.head_dim)
     cache.lengths[...] = lengths
     cache.block_table[...] = rng.permutation(cache.pages).reshape(cache.block_table.shape)
@@ -76,6 +77,8 @@ def layer_problem(
 
 def another_layer(problem: LayerProblem, seed: int) -> LayerProblem:
     """The layer behind it: other weights, another pool of the same numbers, the same stream and buffers."""
-    weights = LayerWeights.random(problem.weights.config, seed)
+    interleaved = getattr(problem.weights.gate_up, "interleaved", False)
+    weights = LayerWeights.random(problem.weights.config, seed, interleaved=interleaved)
     cache = replace(problem.cache, pool=problem.cache.pool.copy())
-    return replace(problem, weights=weights, cache=cache, x=problem.buffers.hidden)
+    stream = problem.residual if problem.buffers.residual_epilogue else problem.buffers.hidden
+    return replace(problem, weights=weights, cache=cache, x=stream)

@@ -23,7 +23,7 @@ CONFIG = Config(hidden=96, ffn=192, heads=6, kv_heads=2, head_dim=16, layers=2, 
 BIASED = Config(
     hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, layers=2, vocabulary=60, qkv_bias=True, window=9, name="small"
 )
-PACKED = {name: recipe.but(group=32) for name, recipe in RECIPES.items() if name != "atom"}
+PACKED = {name: recipe.but(group=32) for name, recipe in RECIPES.items() if name not in ("atom", "fmpq")}
 RNG = np.random.default_rng(0)
 TEXT = RNG.integers(0, 60, (6, 40))
 
@@ -211,7 +211,14 @@ def test_a_damaged_folder_is_refused_in_one_line(tmp_path: Path, damage: Any, me
 @pytest.mark.parametrize(
     ("recipe", "text", "error", "message"),
     [
-        (RECIPES["atom"], TEXT, ArgumentError, "recipe: scheme must be one of lqq, qoq, qoq_channel to be packed"),
+        (
+            RECIPES["atom"].but(kept_bits=16),
+            TEXT,
+            ArgumentError,
+            "recipe: scheme must be one of lqq, qoq, qoq_channel to be packed, or int4 with 4-bit .* measured: ptxlab",
+        ),
+        (RECIPES["atom"], TEXT, ArgumentError, r"qkv: K: must be a positive multiple of the group 64 \(got 32\)"),
+        (RECIPES["fmpq"], TEXT, ArgumentError, r"qkv: K: must be a positive multiple of the group 64 \(got 96\)"),
         (RECIPES["lqq"], TEXT, ArgumentError, "qkv: weight: K must be a multiple of the group"),
         (PACKED["lqq"], TEXT[:0], ArgumentError, "tokens: this recipe needs a text"),
     ],
@@ -288,7 +295,9 @@ def too_wide(grid: Any, group: int, w: Any) -> Any:
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_step_dispatches_on_device_arrays(name: str) -> None:
     """The arrays of a GPU, whose library refuses NumPy's, give the same layer."""
-    model, recipe = small(), RECIPES[name].but(group=32, kept=32 * (name == "atom"))
+    four_bits = name in ("atom", "fmpq")
+    model = small(replace(CONFIG, hidden=128, heads=8) if four_bits else CONFIG)
+    recipe = RECIPES[name] if four_bits else RECIPES[name].but(group=32)
     host = next(calibrate.quantize_layers(calibrate.prepared(model, recipe), TEXT, recipe))
     moved = FloatModel(
         config=model.config,
@@ -302,15 +311,20 @@ def test_every_step_dispatches_on_device_arrays(name: str) -> None:
         np.testing.assert_allclose(device.floats[name].array, w, rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_of_device_arrays_becomes_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["lqq", "atom", "fmpq"])
+def test_a_model_of_device_arrays_becomes_the_same_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Packed and written too, and read again to calibrate the next layer on."""
     monkeypatch.setattr(gpu, "is_device_array", lambda array: isinstance(array, DispatchingArray))
     monkeypatch.setattr(gpu, "device_info", lambda: None)
     monkeypatch.setattr(gpu, "to_device", DispatchingArray)
     monkeypatch.setattr(gpu, "to_host", DispatchingArray.get)
-    model = small(BIASED)
+    model, recipe = small(BIASED), PACKED.get(name)
+    if recipe is None:
+        model, recipe = small(replace(BIASED, hidden=128, heads=8, ffn=192)), RECIPES[name].but(clip=None)
     for place, each in (("host", model), ("device", model.to_device())):
-        quantize.quantize_model(each, TEXT, PACKED["lqq"], tmp_path / place)
+        quantize.quantize_model(each, TEXT, recipe, tmp_path / place)
     assert files(tmp_path / "host") == files(tmp_path / "device")
 
 

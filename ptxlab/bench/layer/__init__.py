@@ -12,7 +12,7 @@ from typing import Any
 from ptxlab import gpu
 from ptxlab.bench import peers, peers_layer
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.layer import decoder, fused
+from ptxlab.bench.layer import decoder, ends, fused
 from ptxlab.bench.layer.decoder import MEASURE, Decoder
 from ptxlab.bench.layer.shapes import BATCHES, CONFIGS, LENGTH, config_of, sizes_of
 from ptxlab.bench.peers_layer import MIXES, Job, MixTime
@@ -21,9 +21,9 @@ from ptxlab.bench.stored import stored_attention
 from ptxlab.errors import ArgumentError
 from ptxlab.model import Config
 
-__all__ = ["BATCHES", "CONFIGS", "FUSED", "MEASURE", "TIMELINE", "Selection", "config_of", "part", "rows"]
+__all__ = ["BATCHES", "CONFIGS", "EPILOGUES", "FUSED", "MEASURE", "TIMELINE", "Selection", "config_of", "part", "rows"]
 
-FUSED, TIMELINE = fused.MEASURE, "timeline"
+FUSED, TIMELINE, EPILOGUES = fused.MEASURE, "timeline", ends.MEASURE
 DRAWN = ("LLaMA-2-7B", 16), ("LLaMA-2-70B", 16), ("Mixtral-8x7B", 16)  # layers that a timeline is taken of
 _STORED_FP16, _STORED_FP8 = "fi_xqa_f16", "fi_xqa_fp8"  # stored attention that stands in for a mix's own
 _WORKERS = 14
@@ -32,33 +32,40 @@ _TRACED = 4  # layers at least, of which one in the middle is kept
 
 @dataclass(frozen=True)
 class Selection:
-    """What of the suite is measured: `fused` kernels, `timeline`s, and layers by model, batch, and mix beside them."""
+    """What of the suite is measured: `fused` kernels, `timeline`s, layers of `ends.MODELS` by their
+    `epilogues`, and layers by model, batch, and mix beside them.
+    """
 
     fused: bool = True
     timeline: bool = True
+    epilogues: bool = True
     configs: tuple[Config, ...] = CONFIGS
     batches: tuple[int, ...] = BATCHES
     mixes: tuple[str, ...] = tuple(MIXES)
 
 
 def part(words: Sequence[str]) -> Selection:
-    """The part that words name: `fused`, `timeline`, models, `B=16`, mixes or `alone` (none); without any everything.
+    """The part that words name: `fused`, `timeline`, `epilogues`, models, `B=16`, mixes or `alone` (none); without any
+    everything.
 
-    Words of one kind add up; a kind without a word is whole. With words, `fused` and `timeline` are measured only where
-    they are named, and layers only where models are, or neither of the two is. Raises ArgumentError for another word.
+    Words of one kind add up; a kind without a word is whole. With words, `fused`, `timeline` and `epilogues` are
+    measured only where they are named, and layers only where models are, or none of the three is. Raises ArgumentError
+    for another word.
     """
     models = {config.name: config for config in CONFIGS}
     batches = {f"B={B}": B for B in BATCHES}
-    known = [FUSED, TIMELINE, *models, *batches, *MIXES, "alone"]
+    apart = FUSED, TIMELINE, EPILOGUES
+    known = [*apart, *models, *batches, *MIXES, "alone"]
     for word in words:
         if word not in known:
             raise ArgumentError("only", f"one of {', '.join(known)}", word)
-    kinds = [word for word in words if word in (FUSED, TIMELINE)]
+    kinds = [word for word in words if word in apart]
     named = tuple(models[word] for word in words if word in models)
     everything = not words
     return Selection(
         fused=everything or FUSED in kinds,
         timeline=everything or TIMELINE in kinds,
+        epilogues=everything or EPILOGUES in kinds,
         configs=named or (() if kinds else CONFIGS),
         batches=tuple(batches[word] for word in words if word in batches) or BATCHES,
         mixes=tuple(word for word in words if word in MIXES) or (() if "alone" in words else tuple(MIXES)),
@@ -74,6 +81,8 @@ def rows(
     widths = fused.WIDTHS if wanted.fused else ()
     jobs: list[Job] = [(decoder.warm, (config, wanted.batches)) for config in wanted.configs]
     jobs += [(fused.warm, (width,)) for width in widths]
+    with_ends = [Config.named(name) for name in ends.MODELS] if wanted.epilogues else []
+    jobs += [(ends.warm, (config, wanted.batches)) for config in with_ends]
     side_by_side([*jobs, *peers_layer.jobs(wanted.configs, wanted.batches, wanted.mixes, widths)])
     if not peers.importable():
         warnings.warn("no mixes beside the layers: PyTorch with a GPU is not installed", stacklevel=2)
@@ -81,6 +90,8 @@ def rows(
         yield from fused.rows(ceilings, progress)
     for config in wanted.configs:
         yield from layer_rows(config, wanted, ceilings, progress)
+    for config in with_ends:
+        yield from ends.rows(config, wanted.batches, ceilings, progress)
     if wanted.timeline:
         for name, B in DRAWN:
             progress(f"{name}, batch {B}: timeline")

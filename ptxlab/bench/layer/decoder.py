@@ -4,6 +4,7 @@ Beside it every operation alone, as the chain launches it, and the least that th
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -61,6 +62,14 @@ class Decoder:
         self.residual = self._start[1].copy()
         self.restart()
 
+    def ending(self, weights: Sequence[LayerWeights], residual_epilogue: bool) -> "Decoder":
+        """The same with other epilogues: as many weights, interleaved or not, and buffers of its own."""
+        made = copy(self)
+        made.weights = weights
+        made.buffers = LayerBuffers.empty(weights[0], self.caches[0], residual_epilogue=residual_epilogue)
+        made.restart()
+        return made
+
     def restart(self) -> None:
         """Restore the state. In the caches only the last tokens change, and every run writes them anew."""
         gpu.copy_bytes(self.buffers.hidden, self._start[0])
@@ -71,9 +80,15 @@ class Decoder:
         buffers = replace(self.buffers, programmatic=programmatic)
         how = {"rope": self.rope, "buffers": buffers, "programmatic": programmatic}
         return [
-            ((buffers.hidden, self.residual, weights, cache, slots), how)
+            ((self._x, self.residual, weights, cache, slots), how)
             for weights, cache, slots in zip(self.weights, self.caches, self.slots, strict=False)
         ]
+
+    @property
+    def _x(self) -> Any:
+        """What a layer is given, which is what the one before it returned."""
+        b = self.buffers
+        return self.residual if b.residual_epilogue and b.routing is None else b.hidden
 
     def calls(self, programmatic: bool = True) -> list[Callable[[], Any]]:
         """A call per layer."""
@@ -119,7 +134,7 @@ class Decoder:
         if sum(N * K * (experts if n in of_experts else 1) for n, (N, K) in self.config.matrices.items()) > _COMPARED:
             return ""
         self.restart()
-        given = LayerInputs.of(self.buffers.hidden, self.residual, cache, slots, self.rope)
+        given = LayerInputs.of(self._x, self.residual, cache, slots, self.rope)
         self.calls()[0]()
         return f"{twins.compare(given, weights, self.buffers, self.residual, cache)}; "
 
@@ -138,13 +153,22 @@ class Decoder:
 
 
 def check_chains() -> None:
-    """Two small layers after each other, dense and of experts, against their twins: for tools that watch launches."""
+    """Two small layers after each other against their twins, for tools that watch launches: dense, dense with the
+    epilogues of its GEMMs, and of experts.
+    """
     dense = Config(hidden=512, ffn=768, heads=4, kv_heads=2, head_dim=HEAD_DIM, layers=1, vocabulary=1, name="dense")
-    for config in (dense, replace(dense, experts=4, chosen_experts=2, name="experts")):
-        first = LayerWeights.random(config, on_device=True)
+    for config, ends in (
+        (dense, False),
+        (dense, True),
+        (replace(dense, experts=4, chosen_experts=2, name="experts"), False),
+    ):
+        first = LayerWeights.random(config, on_device=True, interleaved=ends)
         for B in _WATCHED:
-            decoder = Decoder(config, B, [first, copy_of(first)])
-            print(f"{config.name}, batch {B}: {decoder.compare()}")
+            weights = [first, copy_of(first)]
+            decoder = Decoder(config, B, weights)
+            if ends:
+                decoder = decoder.ending(weights, residual_epilogue=True)
+            print(f"{config.name}{' with epilogues' if ends else ''}, batch {B}: {decoder.compare()}")
             decoder.calls()[1]()
             gpu.to_host(decoder.residual)  # waits for it
 
@@ -156,9 +180,9 @@ def warm(config: Config, batches: Sequence[int]) -> None:
         Decoder(config, B, weights, caches=1).calls()[0]()
 
 
-def layers_of(config: Config) -> list[LayerWeights]:
+def layers_of(config: Config, *, interleaved: bool = False) -> list[LayerWeights]:
     """Random weights on the device: the same for each of as many layers as exceed the L2 together."""
-    first = LayerWeights.random(config, on_device=True)
+    first = LayerWeights.random(config, on_device=True, interleaved=interleaved)
     return [first, *(copy_of(first) for _ in range(copies_beyond_l2(first.nbytes) - 1))]
 
 
@@ -260,7 +284,14 @@ def row_at(
     """The row of what was measured."""
     floors = {f"floor {each.name}": each.us(ceilings) for each in work}
     parts = {f"{part}_us": apart.of(part) for part in (GEMM, ATTENTION, OTHERS)}
-    floor, nbytes = sum(floors.values()), sum(each.nbytes for each in work)
+    share = parts["others_us"] / sum(parts.values())
+    made = row_of(config, B, measured, work, ceilings, checked)
+    return replace(made, peers=dict(peers), more={**parts, "others_share": share, **floors, **apart.us, **more})
+
+
+def row_of(config: Config, B: int, measured: Measured, work: Sequence[Work], ceilings: Ceilings, checked: str) -> Row:
+    """A layer's time beside its floor."""
+    floor = sum(each.us(ceilings) for each in work)
     return Row(
         kernel=FACE,
         source="cu",
@@ -271,14 +302,12 @@ def row_at(
         slowest_us=measured.slowest,
         rate=B / measured.us * 1e3,
         rate_unit="tokens/ms",
-        bytes=nbytes,
+        bytes=sum(each.nbytes for each in work),
         operations=sum(each.operations for each in work),
         floor_us=floor,
         fraction=floor / measured.us,
         limit="sum of its operations",
         sm_mhz=measured.sm_mhz,
         checked=checked,
-        peers=dict(peers),
-        more={**parts, "others_share": parts["others_us"] / sum(parts.values()), **floors, **apart.us, **more},
         face=FACE,
     )

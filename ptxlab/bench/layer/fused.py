@@ -13,20 +13,30 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, kernels, reference
-from ptxlab.bench import peers, peers_layer
+from ptxlab.bench import peers, peers_layer, shapes
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.copying import copy_us
 from ptxlab.bench.record import Row, row_of
-from ptxlab.bench.shapes import HEAD_DIM, HEADS, PAGE
+from ptxlab.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.attention import append_kv4, rope_append_kv4
-from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
-from ptxlab.layout import KVCache, page_bytes
+from ptxlab.kernels.quantize import (
+    quantize_activations,
+    reorder_quantize,
+    rmsnorm_quantize,
+    rmsnorm_reorder_quantize,
+    silu_mul_quantize,
+    silu_mul_reorder_quantize,
+)
+from ptxlab.layout import AtomActivations, KVCache, page_bytes
+from ptxlab.quant import ATOM_PAPER, channel_places
+from ptxlab.quant.atom import ACTIVATION_CLIP
 
 MEASURE = "fused"
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 WIDTHS = (4096, 8192, 11008, 28672)
+HEADS = *((*heads, HEAD_DIM) for heads in shapes.HEADS), (32, 8, 64)  # queries, keys, dimensions; as LLaMA-3.2-1B last
 EPS = peers_layer.EPS
 _MOST_COPIES = 1024  # of a call's buffers; where more would be needed to exceed the L2, they are in it
 _CHECKED = 8  # rows, spread over all
@@ -44,6 +54,7 @@ class Fused:
         make: arrays of one call.
         call: of arrays, perhaps launched programmatically.
         check: of arrays after a call; returns what was checked. Raises BenchmarkError for wrong results.
+        compiled: `torch.compile`'s version (`peers_layer.fused`), if there is one.
     """
 
     kernel: str
@@ -52,6 +63,7 @@ class Fused:
     make: Callable[[], dict[str, Any]]
     call: Callable[..., Any]
     check: Callable[[dict[str, Any]], str]
+    compiled: str | None = None
 
 
 def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
@@ -59,17 +71,17 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
     for K in WIDTHS:
         for M in reversed(TOKENS):  # the largest first: `torch.compile`'s kernels are tuned to it
             progress(f"{M} x {K}: fused kernels")
-            for fused in (normed(M, K), gated(M, K), quantised(M, K)):
+            for fused in (normed(M, K), gated(M, K), quantised(M, K), *reordering(M, K)):
                 yield timed(fused, ceilings)
     for heads in HEADS:
         for T in TOKENS:
-            progress(f"heads {heads[0]}/{heads[1]}, {T} tokens: rope_append_kv4")
+            progress(f"heads {heads[0]}/{heads[1]} of {heads[2]}, {T} tokens: rope_append_kv4")
             yield timed(appended(T, *heads), ceilings)
 
 
 def warm(K: int) -> None:
     """Compile, in a process that ends then, what is launched at this width; at the first one also all else."""
-    made = [normed(1, K), gated(1, K), quantised(1, K)]
+    made = [normed(1, K), gated(1, K), quantised(1, K), *reordering(1, K)]
     made += [appended(1, *heads) for heads in HEADS if WIDTHS[0] == K]
     for each in made:
         each.call(**each.make())
@@ -90,10 +102,9 @@ def timed(fused: Fused, ceilings: Ceilings) -> Row:
     checked = fused.check(fresh)
     more = {"l2_us": warm, "chain_us": chained, "copies": float(count), **_copy(fused.nbytes, count)}
     compiled = None
-    if "K" in fused.sizes:  # nobody has the append to compare with
+    if fused.compiled:
         with peers.left_out(f"torch.compile's {fused.kernel}, {fused.sizes}"):
-            name = fused.kernel.removesuffix("_s8")
-            compiled = peers_layer.fused(name, fused.sizes["M"], fused.sizes["K"], count)
+            compiled = peers_layer.fused(fused.compiled, fused.sizes["M"], fused.sizes["K"], count)
     if compiled:
         more["torch_l2_us"] = compiled[1]
     return row_of(
@@ -136,7 +147,8 @@ def normed(M: int, K: int) -> Fused:
         return _right("rmsnorm_quantize", arrays["out"], at, y)
 
     nbytes = M * K * 7 + 8 * M + 2 * K
-    return Fused("rmsnorm_quantize", {"M": M, "K": K}, nbytes, make, call, check)
+    name = "rmsnorm_quantize"
+    return Fused(name, {"M": M, "K": K}, nbytes, make, call, check, compiled=name)
 
 
 def gated(M: int, K: int) -> Fused:
@@ -153,7 +165,8 @@ def gated(M: int, K: int) -> Fused:
         return {"gate_up": gate_up.copy(), "out": out()}
 
     nbytes = M * K * 5 + 8 * M
-    return Fused("silu_mul_quantize", {"M": M, "K": K}, nbytes, make, silu_mul_quantize, check)
+    name = "silu_mul_quantize"
+    return Fused(name, {"M": M, "K": K}, nbytes, make, silu_mul_quantize, check, compiled=name)
 
 
 def quantised(M: int, K: int) -> Fused:
@@ -169,47 +182,95 @@ def quantised(M: int, K: int) -> Fused:
         return {"x": x.copy(), "out": out()}
 
     nbytes = M * K * 3 + 8 * M
-    return Fused("quantize_activations_s8", {"M": M, "K": K}, nbytes, make, quantize_activations, check)
+    sizes, compiled = {"M": M, "K": K}, "quantize_activations"
+    return Fused("quantize_activations_s8", sizes, nbytes, make, quantize_activations, check, compiled)
 
 
-def appended(T: int, Hq: int, Hkv: int) -> Fused:
-    """`rope_append_kv4`: a token of each of T sequences, at the end of a page of its own."""
-    width = (Hq + 2 * Hkv) * HEAD_DIM
+def reordering(M: int, width: int, outliers: int = 128, group: int = 128) -> Iterator[Fused]:
+    """`reorder_quantize`, `rmsnorm_reorder_quantize` with a residual and `silu_mul_reorder_quantize`, for Hopper."""
+    sizes = {"M": M, "K": width - outliers, "outliers": outliers, "g": group}
+    x, residual, gamma = _values(M, width) * np.float16(_SMALL), _values(M, width, seed=1), _values(1, width, seed=2)[0]
+    gate_up = _values(M, 2 * width, seed=3)
+    order = np.random.default_rng(4).permutation(width)
+    place = gpu.to_device(channel_places(order))
+    how: dict[str, Any] = {"outliers": outliers, "group": group}
+    nothing = gpu.to_device(np.zeros((M, width), np.float16))
+
+    def out() -> AtomActivations:
+        return reorder_quantize(nothing, place, **how)
+
+    written = sum(int(array.nbytes) for array in out().arrays.values())
+
+    def fused(name: str, function: Callable[..., Any], nbytes: int, exact: Callable[..., Any], **of: Any) -> Fused:
+        def make() -> dict[str, Any]:
+            return {**{each: array.copy() for each, array in of.items()}, "place": place, "out": out()}
+
+        def check(arrays: dict[str, Any]) -> str:
+            at = _checked(M)
+            return _right_in_groups(name, arrays["out"], at, exact(at, arrays)[:, order])
+
+        return Fused(name, sizes, nbytes + place.nbytes + written, make, partial(function, **how), check)
+
+    def plain(at: np.ndarray, _: dict[str, Any]) -> Any:
+        return _taken(x, at).astype(np.float64)
+
+    def normed(at: np.ndarray, arrays: dict[str, Any]) -> Any:
+        total = (_taken(x, at).astype(np.float32) + _taken(residual, at).astype(np.float32)).astype(np.float16)
+        if not (_taken(arrays["residual"], at) == total).all():
+            raise BenchmarkError(f"rmsnorm_reorder_quantize: wrong residual at M={M}, {width} channels")
+        v = total.astype(np.float64)
+        return v / np.sqrt((v * v).mean(1, keepdims=True) + EPS) * gpu.to_host(gamma).astype(np.float64)
+
+    def gated(at: np.ndarray, _: dict[str, Any]) -> Any:
+        gate, up = np.split(_taken(gate_up, at).astype(np.float64), 2, axis=1)
+        return gate / (1 + np.exp(-gate)) * up
+
+    row = 2 * M * width
+    yield fused("reorder_quantize", reorder_quantize, row, plain, x=x)
+    with_eps = partial(rmsnorm_reorder_quantize, eps=EPS)
+    arrays = {"x": x, "residual": residual, "gamma": gamma}
+    yield fused("rmsnorm_reorder_quantize", with_eps, 3 * row + 2 * width, normed, **arrays)
+    yield fused("silu_mul_reorder_quantize", silu_mul_reorder_quantize, 2 * row, gated, gate_up=gate_up)
+
+
+def appended(T: int, Hq: int, Hkv: int, D: int) -> Fused:
+    """`rope_append_kv4`: a token of each of T sequences, at the end of a page of its own; heads of D dimensions."""
+    width = (Hq + 2 * Hkv) * D
     qkv = _values(T, width)
     rng = np.random.default_rng(3)
-    angles = rng.uniform(-4, 4, (PAGE, HEAD_DIM // 2)).astype(np.float32)
+    angles = rng.uniform(-4, 4, (PAGE, D // 2)).astype(np.float32)
     rope = gpu.to_device(np.cos(angles)), gpu.to_device(np.sin(angles)), gpu.to_device(np.full(T, PAGE - 1, np.int32))
     slots = gpu.to_device((rng.permutation(T) * PAGE + PAGE - 1).astype(np.int32))
 
     def cache() -> KVCache:
-        pool = gpu.empty((T, 2, Hkv, page_bytes("kv4", PAGE, HEAD_DIM)), np.uint8)
+        pool = gpu.empty((T, 2, Hkv, page_bytes("kv4", PAGE, D)), np.uint8)
         gpu.fill_bytes(pool, 0)
         table, lengths = gpu.to_device(np.arange(T, dtype=np.int32)[:, None]), gpu.to_device(np.full(T, PAGE, np.int32))
-        return KVCache(pool=pool, block_table=table, lengths=lengths, page_size=PAGE, head_dim=HEAD_DIM)
+        return KVCache(pool=pool, block_table=table, lengths=lengths, page_size=PAGE, head_dim=D)
 
     def make() -> dict[str, Any]:
-        return {"qkv": qkv.copy(), "cache": cache(), "out": gpu.empty((T, Hq, HEAD_DIM), np.float16)}
+        return {"qkv": qkv.copy(), "cache": cache(), "out": gpu.empty((T, Hq, D), np.float16)}
 
     def call(qkv: Any, cache: KVCache, out: Any, programmatic: bool = False) -> Any:
         return rope_append_kv4(qkv, cache, slots, rope=rope, out=out, programmatic=programmatic)
 
     def check(arrays: dict[str, Any]) -> str:
-        heads = qkv.reshape(T, -1, HEAD_DIM)
+        heads = qkv.reshape(T, -1, D)
         right = cache()
         k, v = heads[:, Hq : Hq + Hkv].copy(), heads[:, Hq + Hkv :].copy()
         append_kv4(k, v, right, slots, rope=rope)
         if not bool((arrays["cache"].pool == right.pool).all()):
-            raise BenchmarkError(f"rope_append_kv4: pages other than append_kv4's at T={T}, heads {Hq}/{Hkv}")
+            raise BenchmarkError(f"rope_append_kv4: pages other than append_kv4's at T={T}, heads {Hq}/{Hkv} of {D}")
         at = _checked(T)
         cos, sin = (gpu.to_host(table)[np.full(len(at), PAGE - 1)] for table in rope[:2])
         q = reference.rope(_taken(heads, at)[:, :Hq], cos, sin).astype(np.float64)
         if np.abs(_taken(arrays["out"], at) - q).max() > 2**-10 * np.abs(q).max():
-            raise BenchmarkError(f"rope_append_kv4: wrong queries at T={T}, heads {Hq}/{Hkv}")
+            raise BenchmarkError(f"rope_append_kv4: wrong queries at T={T}, heads {Hq}/{Hkv} of {D}")
         return f"every byte of the pages equal to append_kv4's; queries of {len(at)} tokens to the reference's"
 
-    moved = T * width * 2 + T * Hq * HEAD_DIM * 2 + T * 2 * Hkv * page_bytes("kv4", PAGE, HEAD_DIM) // PAGE
-    nbytes = moved + T * (HEAD_DIM * 4 + 8)
-    return Fused("rope_append_kv4", {"M": T, "Hq": Hq, "Hkv": Hkv}, nbytes, make, call, check)
+    moved = T * width * 2 + T * Hq * D * 2 + T * 2 * Hkv * page_bytes("kv4", PAGE, D) // PAGE
+    nbytes = moved + T * (D * 4 + 8)
+    return Fused("rope_append_kv4", {"M": T, "Hq": Hq, "Hkv": Hkv, "D": D}, nbytes, make, call, check)
 
 
 def _values(M: int, K: int, seed: int = 0) -> Any:
@@ -242,3 +303,21 @@ def _right(name: str, packed: Any, at: Any, y: np.ndarray) -> str:
     if np.abs(scale / expected - 1).max() > 1e-5 or steps > 0.5 + 1e-3 or (values.sum(1) != sums).any():
         raise BenchmarkError(f"{name}: wrong results at M={packed.M}, K={packed.K}")
     return f"{len(at)} rows within {steps:.4f} of a step of float64, scales within 1e-5, sums those of the values"
+
+
+def _right_in_groups(name: str, packed: AtomActivations, at: Any, y: np.ndarray) -> str:
+    """Hold rows `at` against floats f64 in Atom's order: scales and values, within their rounding."""
+    K, stored = packed.K, _taken(packed.scale, at).astype(np.float64)
+    values, steps, off = _taken(packed.x, at).astype(np.float64), 0.0, 0.0
+    for g, k in enumerate(range(0, K + packed.outliers, packed.group)):
+        here, bits = slice(k, k + packed.group), 4 if k < K else 8
+        if bits == 8:
+            g, here = K // packed.group, slice(K, None)
+        clip, most = (ACTIVATION_CLIP, 7) if bits == 4 else (1.0, 127)
+        scale = stored[:, g, None]
+        expected = np.abs(y[:, here]).max(1, keepdims=True) * clip / ATOM_PAPER.steps(bits)
+        off = max(off, np.abs(scale / expected - 1).max())
+        steps = max(steps, np.abs(values[:, here] - (y[:, here] / scale).clip(-most - 1, most)).max())
+    if off > 2.0**-11 + 1e-5 or steps > 0.5 + 1e-3:
+        raise BenchmarkError(f"{name}: wrong results at M={packed.M}, K={K}, outliers={packed.outliers}")
+    return f"{len(at)} rows within {steps:.4f} of a step of float64, scales within FP16's rounding"

@@ -114,24 +114,27 @@ class FloatValues(Check):
         if not is_float(t) or ".add." not in instruction.opcode:
             return handler
         address = next(i for i, o in enumerate(instruction.operands) if isinstance(o, ir.Address))
-        read, view = (
-            self.machine.reader(instruction.operands[address + 1], t),
-            self.machine.memory.arena.view(DTYPES[t]),
-        )
+        source = instruction.operands[address + 1]
+        items = source.items if isinstance(source, ir.Vector) else (source,)
+        readers = [self.machine.reader(item, t) for item in items]
+        rows = self.machine.memory.arena.view(DTYPES[t]).reshape(-1, len(items))
 
         def checked(lanes: Lanes) -> Successors:
-            added = t, np.broadcast_to(read(lanes), len(indices_of(lanes))).copy()
+            added = [np.broadcast_to(read(lanes), len(indices_of(lanes))).copy() for read in readers]
             successors = handler(lanes)
             assert self.added is not None
             offsets, before = self.added
-            self.compare(instruction, lanes, (t, view[offsets // view.itemsize]), [(t, before), added])
+            after = rows[offsets // rows[0].nbytes]
+            for i, each in enumerate(added):
+                self.compare(instruction, lanes, (t, after[:, i]), [(t, before[:, i]), (t, each)])
             return successors
 
         return checked
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """What is there before."""
-        self.added = offsets, self.machine.memory.arena.view(DTYPES[access.type])[offsets // access.size]
+        rows = self.machine.memory.arena.view(DTYPES[access.type]).reshape(-1, access.count)
+        self.added = offsets, rows[offsets // access.size]
 
     def around_mma(self, instruction: Instruction, handler: Handler) -> Handler:
         """Products of a group of mma, all done by the handler of the first; warp by warp."""

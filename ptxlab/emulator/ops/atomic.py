@@ -1,4 +1,7 @@
-"""atom and red. Lanes that hit the same address go one after another, in the order of their numbers."""
+"""atom and red. Lanes that hit the same address go one after another, in the order of their numbers.
+
+Of vectors there is red, of floats in global memory: atomic for each element.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab.emulator.core.access import MemoryAccess, decode
-from ptxlab.emulator.core.addressing import locator
+from ptxlab.emulator.core.addressing import elements, locator
 from ptxlab.emulator.core.lanes import Handler, Lanes
 from ptxlab.emulator.core.machine import Machine, binder
 from ptxlab.emulator.front import ir
@@ -24,6 +27,9 @@ _EXCHANGE: dict[str, Callable[..., Any]] = {
 }
 
 
+_VECTORS = {"f32": (2, 4), "f16": (2, 4, 8), "bf16": (2, 4, 8), "f16x2": (2, 4), "bf16x2": (2, 4)}  # elements
+
+
 def combination(name: str, t: str) -> Callable[..., Any]:
     """old, operands -> new."""
     return _EXCHANGE.get(name) or alu_operation(f"{name}.{t}").compute
@@ -31,7 +37,7 @@ def combination(name: str, t: str) -> Callable[..., Any]:
 
 def _function(access: MemoryAccess) -> Callable[..., Any]:
     """What an atomic does to memory."""
-    if len(access.rest) != 1 or access.count != 1:
+    if len(access.rest) != 1:
         raise UnknownOpcode(access.instruction.opcode)
     flush = "ftz." if access.type == "f32" and access.space == "global" else ""  # as the L2's adders do
     return combination(access.rest[0], flush + access.type)
@@ -53,6 +59,8 @@ def rounds(offsets: Array) -> list[Array]:
 @binder("atom", "red")
 def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     access = decode(instruction, "atomic")
+    if access.count > 1:
+        return _of_vectors(machine, instruction, access)
     function = _function(access)
     operands = list(instruction.operands)
     returns = instruction.opcode.startswith("atom")
@@ -91,3 +99,29 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
             write(lanes, before)
 
     return atomic
+
+
+def _of_vectors(machine: Machine, instruction: Instruction, access: MemoryAccess) -> Handler:
+    known = access.count in _VECTORS.get(access.type, ()) and access.rest == ("add",)
+    if not known or access.space != "global" or instruction.head != "red":
+        raise UnknownOpcode(instruction.opcode)
+    if len(instruction.operands) != 2:
+        raise ValueError(f"{instruction.opcode} takes 2 operands, not {len(instruction.operands)}")
+    address, source = instruction.operands
+    require_kinds(items := elements(source, access.count), [access.type] * access.count)
+    readers = [machine.reader(item, access.type) for item in items]
+    locate, function = locator(machine, access, address), _function(access)
+    rows = machine.memory.arena.view(DTYPES[access.type]).reshape(-1, access.count)
+    watchers, size = machine.watchers, access.size
+
+    def red(lanes: Lanes) -> None:
+        offsets = locate(lanes)
+        for watcher in watchers:
+            watcher.atomic(access, lanes, offsets)
+        places = offsets // size
+        values = np.stack([np.broadcast_to(read(lanes), places.shape) for read in readers], axis=1)
+        for part in rounds(places):
+            sums = function(rows[places[part]].reshape(-1), values[part].reshape(-1))
+            rows[places[part]] = sums.reshape(-1, access.count)
+
+    return red

@@ -1,6 +1,6 @@
 """Family `gemm`: W4A8, W4A4 and W4Ax, Y = X Wᵀ with integer accumulators. Ladders of main loops, one file per step."""
 
-from ptxlab.kernels.gemm import f16, grouped, sm80, sm90, strips, tile, w4a4, w4ax, w8a8
+from ptxlab.kernels.gemm import epilogues, f16, grouped, sm80, sm90, strips, tile, w4a4, w4ax, w8a8
 from ptxlab.kernels.gemm.api import Workspace, gemm_w4a8, gemm_workspace
 from ptxlab.kernels.gemm.f16 import gemm_f16
 from ptxlab.kernels.gemm.grouped_api import gemm_w4a8_grouped
@@ -20,8 +20,8 @@ SPECS = (
     *f16.SPECS,
 )
 
-# Of kernels in SPECS the form for weights per channel, `NAME:channel`; of Atom's the one with its code's rounding.
-FORMS = (strips.SMALL_CHANNEL, strips.LARGE_CHANNEL, grouped.GROUPED_CHANNEL, w4a4.ATOM_HALVES)
+# Of kernels in SPECS other forms, `NAME:FORM`: for weights per channel, of another end, rounding as Atom's code does.
+FORMS = (strips.SMALL_CHANNEL, strips.LARGE_CHANNEL, grouped.GROUPED_CHANNEL, w4a4.ATOM_HALVES, *epilogues.FORMS)
 
 # The ladder, one spec per kernel; weights in strips have kernels beyond it.
 STEPS = tuple(step.spec for step in LADDER if step.order == "row_major" and step.packing != "strips")

@@ -12,6 +12,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import ladder
 from ptxlab.kernels.gemm.common import DTYPES, GemmStep, sums_agree
+from ptxlab.kernels.gemm.epilogues import OUTPUTS
 from ptxlab.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, Results, Scratch, check_how, dtype_of
 from ptxlab.kernels.quantize import SUM
 from ptxlab.layout import PackedActivations, PackedWeight
@@ -21,7 +22,7 @@ from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
 from ptxlab.sources import of_kernel
 from ptxlab.spec.dtypes import name_of
-from ptxlab.validate import shape_of
+from ptxlab.validate import is_one_of, shape_of
 
 NAME = "gemm_w4a8"
 
@@ -47,6 +48,8 @@ def gemm_w4a8(
     *,
     x_sum: Any = None,
     bias: Any = None,
+    epilogue: str | None = None,
+    residual: Any = None,
     out: Any = None,
     out_dtype: Any = None,
     kernel: str | None = None,
@@ -71,6 +74,10 @@ def gemm_w4a8(
             `strips`, where the kernel needs fewer instructions with it. Another sum is refused on the host; on the GPU
             nobody looks, and the result is wrong.
         bias: f32 [N] or None.
+        epilogue: `silu_mul` for gate and up [2·F, K], packed with `interleaved=True`: Y [M, F], float16 or bfloat16, is
+            silu(gate) · up in f32, rounded once, as `silu_mul_quantize` computes it. Without bias.
+        residual: float16 or bfloat16 [M, N], for weights in `strips`: Y, rounded to that, is added to it in place, as
+            `rmsnorm_quantize` adds; it is what is returned.
         out: [M, N] to write into; it is what is returned.
         out_dtype: `float16`, `bfloat16`, `float32`, or `int32` for the accumulators, not scaled and without bias;
             by name, or as a dtype of NumPy, PyTorch or JAX; by default that of `out`, else float16. NumPy and CuPy have
@@ -82,11 +89,11 @@ def gemm_w4a8(
             `ptxlab.release_memory()`.
         programmatic: the call may begin before the kernel before it on the stream has ended (programmatic dependent
             launch): it reads weight and bias at once, so no kernel that may still run then may write these; before it
-            reads activations, scales or sums, or writes the output, it waits by itself. Only for kernels that do so;
-            of no effect on host arrays.
+            reads activations, scales, sums or residual, or writes the output, it waits by itself. Only for kernels that
+            do so; of no effect on host arrays.
 
     Returns:
-        Y [M, N].
+        Y [M, N]; [M, F] with `silu_mul`.
 
     Raises:
         ArgumentError: the argument, the rule and the value; nothing was launched.
@@ -97,6 +104,7 @@ def gemm_w4a8(
     if workspace is not None and not isinstance(workspace, Workspace):
         raise ArgumentError(f"{NAME}: workspace", "must come from gemm_workspace", type(workspace).__name__)
     x_q, x_scale, x_sum, order, rows, shape = opened(NAME, x_q, x_scale, x_sum)
+    y = out if residual is None else residual
 
     def check() -> _GemmCall:
         M_K = shape or shape_of(x_q)
@@ -104,16 +112,38 @@ def gemm_w4a8(
             raise ArgumentError(f"{NAME}: x_q", "must be an array [M, K] or PackedActivations", f"shape {M_K}")
         if M_K[1] != weight.K:
             raise ArgumentError(f"{NAME}: x_q", f"K must be {weight.K} as the weight's", f"shape {M_K}")
-        dtype = output_dtype(NAME, out_dtype, out, x_scale)
+        end = _end(weight, epilogue, residual, bias, out)
+        dtype = output_dtype(NAME, out_dtype, y, x_scale)
+        if end and dtype not in OUTPUTS:
+            raise ArgumentError(f"{NAME}: out_dtype", f"must be {' or '.join(OUTPUTS)} with {end}", dtype)
         check_how(NAME, backend, programmatic=programmatic)
-        given = x_q, x_scale, x_sum, order, rows, M_K[0], weight, bias, out
-        return _GemmCall(*given, dtype, kernel, backend, programmatic)
+        given = x_q, x_scale, x_sum, order, rows, M_K[0], weight, bias, y
+        return _GemmCall(*given, end, dtype, kernel, backend, programmatic)
 
-    packed = weight.scheme, weight.layout, weight.N, weight.K, weight.group, weight.protective_range
-    options = packed, order, rows, shape, out_dtype, kernel, backend, programmatic
-    arrays = {"x": x_q, "x_scale": x_scale, "x_sum": x_sum, "bias": bias, "y": out, **weight.buffers}
+    packed = weight.scheme, weight.layout, weight.N, weight.K, weight.group, weight.protective_range, weight.interleaved
+    end = epilogue, residual is None, out is None
+    options = packed, order, rows, shape, end, out_dtype, kernel, backend, programmatic
+    arrays = {"x": x_q, "x_scale": x_scale, "x_sum": x_sum, "bias": bias, "y": y, **weight.buffers}
     results = _GEMM(options, arrays, check, workspace)
-    return results["y"] if out is None else out
+    return results["y"] if y is None else y
+
+
+def _end(weight: PackedWeight, epilogue: Any, residual: Any, bias: Any, out: Any) -> str:
+    """The epilogue's name, empty for none; raises ArgumentError for one that does not fit the weight or the arrays."""
+    if not is_one_of(epilogue, ("silu_mul", None)):
+        raise ArgumentError(f"{NAME}: epilogue", "must be silu_mul or None", epilogue)
+    if weight.interleaved and epilogue is None:
+        raise ArgumentError(f"{NAME}: epilogue", "must be silu_mul for a weight packed with interleaved=True", epilogue)
+    if epilogue and not weight.interleaved:
+        raise ArgumentError(f"{NAME}: weight", "must be packed with interleaved=True for silu_mul", "rows in order")
+    beside = {"residual": residual, "bias": bias} if epilogue else {"out": out} if residual is not None else {}
+    for name, array in beside.items():
+        if array is not None:
+            rule = f"must be None beside {epilogue or 'a residual, which is what is written'}"
+            raise ArgumentError(f"{NAME}: {name}", rule, "an array")
+    if residual is not None and dtype_of(residual) not in OUTPUTS:
+        raise ArgumentError(f"{NAME}: residual", f"dtype must be {' or '.join(OUTPUTS)}", dtype_of(residual))
+    return epilogue or ("" if residual is None else "residual")
 
 
 def gemm_workspace(weight: PackedWeight, M: int, *, kernel: str | None = None) -> Workspace:
@@ -167,7 +197,9 @@ def output_dtype(name: str, out_dtype: Any, out: Any, x_scale: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _GemmCall:
-    """One product. `dtype` is the output's name, `kernel` a step's or None; `programmatic` says how to launch it."""
+    """One product. `end` is the epilogue's name or empty, `dtype` the output's, `kernel` a step's or None;
+    `programmatic` says how to launch it. `out` is the residual, where there is one.
+    """
 
     x_q: Any
     x_scale: Any
@@ -178,6 +210,7 @@ class _GemmCall:
     weight: PackedWeight
     bias: Any
     out: Any
+    end: str
     dtype: str
     kernel: str | None
     backend: str | None
@@ -188,7 +221,8 @@ class _GemmCall:
     def key(self) -> tuple[Any, ...]:
         weight = self.weight
         shape = self.M, weight.N, weight.K, weight.group, self.rows
-        return weight.scheme, weight.layout, self.order, shape, self.dtype, self.kernel, self.programmatic, self.has_sum
+        how = self.end, self.dtype, self.kernel, self.programmatic, self.has_sum
+        return weight.scheme, weight.layout, self.order, shape, *how
 
     @property
     def has_sum(self) -> bool:
@@ -206,9 +240,8 @@ class _GemmCall:
     def step(self) -> GemmStep:
         """The step that does it; raises what choosing it raises."""
         backend = "gpu" if gpu.is_device_array(self.x_q) else self.backend
-        return ladder.choose(
-            self.weight, self.order, self.M, kernel=self.kernel, backend=backend, programmatic=self.programmatic
-        )
+        how: dict[str, Any] = {"kernel": self.kernel, "programmatic": self.programmatic, "epilogue": self.end}
+        return ladder.choose(self.weight, self.order, self.M, backend=backend, **how)
 
     @cached_property
     def kernel_sizes(self) -> dict[str, int]:
@@ -228,7 +261,8 @@ class _GemmCall:
             yield CallArray("x_sum", f"{NAME}: x_sum", self.x_sum, "int32", (M,))
         if self.bias is not None:
             yield CallArray("bias", f"{NAME}: bias", self.bias, "float32", (N,))
-        yield CallArray("y", f"{NAME}: out", self.out, self.dtype, (M, N))
+        label, width = "residual" if self.end == "residual" else "out", N // 2 if self.end == "silu_mul" else N
+        yield CallArray("y", f"{NAME}: {label}", self.out, self.dtype, (M, width))
 
     @property
     def operands(self) -> Iterator[CallArray]:

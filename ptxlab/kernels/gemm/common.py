@@ -70,7 +70,7 @@ class GemmStep:
     def buffers(self) -> tuple[tuple[str, str], ...]:
         """Arguments that are buffers of the packed weight, with the buffers' names."""
         given = (arg.name for arg in self.spec.inputs if not arg.optional)
-        names = (name for name in given if name not in ("x", "x_scale", "x_sum", "offsets"))
+        names = (name for name in given if name not in ("x", "x_scale", "x_sum", "offsets", "y"))
         return tuple((name, {"w_scale": "channel_scale", "w_zero": "channel_zero"}.get(name, name)) for name in names)
 
     @cached_property

@@ -5,7 +5,7 @@ from typing import Any
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.kernels.gemm import sm80, sm90, strips
+from ptxlab.kernels.gemm import epilogues, sm80, sm90, strips
 from ptxlab.kernels.gemm.common import GemmStep
 from ptxlab.layout import PackedWeight
 from ptxlab.spec import KernelSpec, Sizes
@@ -30,7 +30,14 @@ def fit_tokens(spec: KernelSpec, sizes: Sizes) -> dict[str, Any]:
 
 
 def choose(
-    weight: PackedWeight, order: str, M: int, *, kernel: str | None, backend: str | None, programmatic: bool = False
+    weight: PackedWeight,
+    order: str,
+    M: int,
+    *,
+    kernel: str | None,
+    backend: str | None,
+    programmatic: bool = False,
+    epilogue: str = "",
 ) -> GemmStep:
     """The step to take: the one asked for, or the highest that takes this weight, suits the sizes and runs here.
 
@@ -41,15 +48,17 @@ def choose(
         kernel: a step's name, or None.
         backend: "gpu", or "emulator", on which every step runs; None: the GPU where a step runs there, else the latter.
         programmatic: it is to wait by itself for the kernel before it.
+        epilogue: one of `epilogues.EPILOGUES`, or none.
 
     Raises:
         ArgumentError: an unknown kernel, or one that takes another weight or order; or no kernel takes them; or the one
             to take does not wait.
         UnavailableError: those that take them do not run on this GPU; names those that would.
     """
-    if not is_one_of(kernel, (*(step.spec.name for step in LADDER), None)):
-        raise ArgumentError("gemm_w4a8: kernel", f"must be one of {_names(LADDER)}", kernel)
-    taking = _that_take([step for step in LADDER if kernel in (None, step.spec.name)], weight, order)
+    steps = epilogues.STEPS[epilogue] if epilogue else LADDER
+    if not is_one_of(kernel, (*(step.spec.name for step in steps), None)):
+        raise ArgumentError("gemm_w4a8: kernel", f"must be one of {_names(steps)}", kernel)
+    taking = _that_take([step for step in steps if kernel in (None, step.spec.name)], weight, order)
     here = [step for step in taking if why_not(step) is None]
     if backend == "gpu" and not here:
         raise _unavailable(taking, weight)

@@ -175,7 +175,7 @@ LARGE_CHANNEL, LARGE_CHANNEL_TILES = _channel(LARGE), _channel(LARGE_TILES)
 SMALL_CHANNEL, SMALL_CHANNEL_FRAGMENTS = _channel(SMALL), _channel(SMALL_FRAGMENTS)
 
 
-class _Fed(NamedTuple):
+class Fed(NamedTuple):
     """A kernel on activations in one order: its spec for weights with groups and per channel, and where it suits."""
 
     order: str
@@ -184,15 +184,22 @@ class _Fed(NamedTuple):
     suits: Callable[[Sizes], bool] = anywhere
 
 
-_FED = (
-    _Fed("row_major", LARGE, LARGE_CHANNEL),
-    _Fed("tiles", LARGE_TILES, LARGE_CHANNEL_TILES),
-    _Fed("fragment", SMALL_FRAGMENTS, SMALL_CHANNEL_FRAGMENTS),
-    _Fed("row_major", SMALL, SMALL_CHANNEL, _few),
+FED = (
+    Fed("row_major", LARGE, LARGE_CHANNEL),
+    Fed("tiles", LARGE_TILES, LARGE_CHANNEL_TILES),
+    Fed("fragment", SMALL_FRAGMENTS, SMALL_CHANNEL_FRAGMENTS),
+    Fed("row_major", SMALL, SMALL_CHANNEL, _few),
 )
-STEPS = tuple(
-    GemmStep(fed.channel if scheme == "qoq_channel" else fed.with_groups, scheme, LAYOUT, fed.order, fed.suits)
-    for scheme in SCHEMES
-    for fed in _FED
-)
+
+
+def steps(of: tuple[Fed, ...]) -> tuple[GemmStep, ...]:
+    """Steps for every scheme."""
+    return tuple(
+        GemmStep(fed.channel if scheme == "qoq_channel" else fed.with_groups, scheme, LAYOUT, fed.order, fed.suits)
+        for scheme in SCHEMES
+        for fed in of
+    )
+
+
+STEPS = steps(FED)
 SPECS = (SMALL, LARGE)

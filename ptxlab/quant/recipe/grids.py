@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab.errors import ArgumentError
+from ptxlab.quant.atom import AtomRows
+from ptxlab.quant.groups import group_scales
 from ptxlab.quant.inputs import check_group, check_protective_range, float_matrix
 from ptxlab.quant.level1 import PROTECTIVE_RANGE, quantize_level1
 from ptxlab.quant.lqq import MAX_GROUP_SCALE, LQQWeight
@@ -185,7 +187,8 @@ class ChannelGrid(Grid):
 class SymmetricGrid(Grid):
     """q·scale: `bits` with a scale per group, and `kept_bits` with one scale in the last `kept` columns (Atom).
 
-    With `group` None the other columns have one scale; W8A8 is that with 8 bits and nothing kept.
+    With `group` None the other columns have one scale; W8A8 is that with 8 bits and nothing kept. Scales beside 4 bits
+    are FP16, as Atom's kernels take them; of W8A8 and of 16 bits, which no kernel takes beside 4, FP32.
     """
 
     def __init__(
@@ -196,10 +199,12 @@ class SymmetricGrid(Grid):
         if K <= 0 or K % (group or K):
             raise ArgumentError("w", f"K less {kept} must be a multiple of the group", f"K={w.shape[1]}, group={group}")
         self.bounds, self.clip = groups_of(K, group or K), clip
+        self.kept = kept
         self.bits = [bits] * len(self.bounds)
         if kept:
             self.bounds.append((K, K + kept))
             self.bits.append(kept_bits)
+        self.packs = bits == 4 and (not kept or kept_bits == 8)
 
     def candidates(self, group: int, w: Array) -> Iterator[tuple[Levels, Constants]]:
         """See `Grid.candidates`."""
@@ -207,12 +212,23 @@ class SymmetricGrid(Grid):
         high = 2 ** (bits - 1) - 1
         largest = np.abs(w).max(axis=0)
         for shrink in SHRINKS:
-            unit = np.where(largest > 0, shrink * largest / high, 1).astype(np.float32).astype(w.dtype)
+            if self.packs:
+                unit = group_scales(largest.astype(np.float32), high, shrink).astype(w.dtype)
+            else:
+                unit = np.where(largest > 0, shrink * largest / high, 1).astype(np.float32).astype(w.dtype)
+            if not bool(np.isfinite(unit).all()):
+                raise ArgumentError("w", f"a group's largest weight over {high} must be FP16", f"{largest.max():g}")
             yield Levels(unit, low=-8 if bits == 4 else -high, high=high), (unit,)
 
-    def weight(self, q: Array, constants: Constants) -> tuple[Array, Array]:
-        """(integers s16 [N, K], scales f32 [N, groups])."""
-        return q.astype(np.int16), constants[0].astype(np.float32)
+    def weight(self, q: Array, constants: Constants) -> AtomRows | None:
+        """See `Grid.weight`; None for what Atom's kernels do not take."""
+        if not self.packs:
+            return None
+        scale = constants[0].astype(np.float16)
+        q, K = q.astype(np.int8), q.shape[1] - self.kept
+        if self.kept:
+            return AtomRows(q[:, :K], scale[:, :-1], q[:, K:], scale[:, -1])
+        return AtomRows(q, scale, q[:, :0], np.ones_like(scale[:, 0]))
 
 
 def groups_of(K: int, group: int) -> list[tuple[int, int]]:

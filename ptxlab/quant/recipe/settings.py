@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ptxlab.errors import ArgumentError
+from ptxlab.quant.atom import ACTIVATION_CLIP
+from ptxlab.quant.fmpq import BLOCKS, MOST_INT8, OUTLIER
 from ptxlab.quant.inputs import GROUPS, check_protective_range
 from ptxlab.quant.level1 import PROTECTIVE_RANGE
 from ptxlab.quant.numerics import FakeQuantized
@@ -13,7 +15,7 @@ from ptxlab.quant.recipe.grids import Array, ChannelGrid, Grid, LQQGrid, QoQGrid
 from ptxlab.quant.recipe.rotation import hadamard, random_orthogonal
 from ptxlab.validate import is_one_of, require_number
 
-PACKED = ("lqq", "qoq", "qoq_channel")  # schemes that the kernels support
+PACKED = ("lqq", "qoq", "qoq_channel")  # schemes that the kernels support as they are; int4 in Atom's order
 ROTATIONS: Mapping[str, Callable[[int], Any]] = {"hadamard": hadamard, "random": random_orthogonal}
 SCHEMES = (*PACKED, "int4", "int8", None)
 
@@ -32,12 +34,15 @@ class Recipe:
         gptq: round by GPTQ; else to nearest.
         damping: of GPTQ.
         scheme: of the weights: lqq, which is also the form of QoQ as released (PostScale); qoq (the paper's);
-            qoq_channel; int4 (symmetric) and int8 (per row), which can only be measured; None leaves them floats.
+            qoq_channel; int4 (symmetric); int8 (per row), which can only be measured; None leaves them floats.
         group: weights per scale; None with int4 is one scale per row, and per token of the activations.
         protective_range: of level 1.
         acts: bits of the activations, 8 per token or 4 in groups, or None.
         kept: channels of each input that stay INT8 beside 4-bit ones, the largest by their squares (Atom).
         kept_bits: bits of the kept channels: 8, or 16 for FP16.
+        int8: share of the 4-bit activations' groups that may be INT8, those of the largest channels, up to the last
+            one with an outlier (COMET's FMPQ); the weights stay in 4 bits. None: no such groups.
+        outlier: times the median channel's largest magnitude, from where a channel is an outlier to `int8`.
         act_clip: the largest 4-bit activation, relative to the largest magnitude of its group.
         kv: scheme of the cache per token and head, or None.
 
@@ -58,6 +63,8 @@ class Recipe:
     acts: int | None = 8
     kept: int = 0
     kept_bits: int = 8
+    int8: float | None = None
+    outlier: float = OUTLIER
     act_clip: float = 1.0
     kv: str | None = "kv4"
 
@@ -78,6 +85,15 @@ class Recipe:
             for exponent in self.smooth:
                 require_number("smooth", exponent, 0, 1)
         check_protective_range(self.protective_range)
+        if self.int8 is not None:
+            require_number("int8", self.int8, 0, 1)
+            if (self.scheme, self.acts, self.kept) != ("int4", 4, 0):
+                got = f"scheme {self.scheme}, acts {self.acts}, kept {self.kept}"
+                raise ArgumentError("int8", "needs scheme int4, 4-bit activations and no kept channels", got)
+            if not is_one_of(self.group, BLOCKS):
+                rule = f"must be one of {', '.join(map(str, BLOCKS))} with INT8 blocks"
+                raise ArgumentError("group", rule, self.group)
+        require_number("outlier", self.outlier, 0, float("inf"))
         require_number("damping", self.damping, 0, 1)
         require_number("act_clip", self.act_clip, 0.01, 1)
         self.numerics()  # checks what it takes
@@ -95,7 +111,12 @@ class Recipe:
     @property
     def needs_hessian(self) -> bool:
         """Whether it needs H = Xᵀ X of every input."""
-        return self.clip == "output" or self.gptq or bool(self.kept)
+        return self.clip == "output" or self.gptq or self.reorders
+
+    @property
+    def reorders(self) -> bool:
+        """Whether every matrix has an order of its input's channels."""
+        return bool(self.kept) or self.int8 is not None
 
     def numerics(self) -> FakeQuantized:
         """How a model of this recipe computes."""
@@ -143,7 +164,8 @@ RECIPES: Mapping[str, Recipe] = {
     "qoq": _FULL.but(scheme="qoq"),
     "qoq_released": _FULL.but(clip=None),  # with an 8-bit zero ("PostScale"), which is LQQ's form, and no clipping
     "qoq_channel": _FULL.but(scheme="qoq_channel", smooth=(0.1, 0.9), reorder=False),
-    "atom": Recipe(scheme="int4", acts=4, kept=64, act_clip=0.9, clip="output", gptq=True),
+    "atom": Recipe(scheme="int4", acts=4, kept=64, act_clip=ACTIVATION_CLIP, clip="output", gptq=True),
+    "fmpq": Recipe(scheme="int4", acts=4, int8=MOST_INT8, clip="output", gptq=True),
     "rtn": Recipe(),
 }
 

@@ -72,9 +72,12 @@ def test_it_is_on_request():
 
 def test_a_sum_in_memory():
     a = np.full(32, 3e38, np.float32)
-    ((kind, _, thread, count, message),) = findings("red.global.add.f32 [%x1], %f1;\n", a)
+    ((kind, _, thread, count, message),) = findings("red.global.add.f32 [%x1], %f1;\n", a.copy())
     assert (kind, thread, count) == ("infinity", 0, 32) and message == "makes an infinity of 3e+38, 3e+38,"
-    assert not findings("red.global.add.f32 [%x1], 0f3F800000;\n", a)
+    assert not findings("red.global.add.f32 [%x1], 0f3F800000;\n", a.copy())
+    vector = "and.b64 %x1, %x1, -8;\nred.global.add.v2.f32 [%x1], {0f00000000, %f1};\n"  # two lanes each
+    ((kind, _, thread, count, message),) = findings(vector, a)
+    assert (kind, thread, message) == ("infinity", 0, "makes an infinity of 3e+38, 3e+38,")
 
 
 @pytest.mark.parametrize("d", ["f32", "f16"])

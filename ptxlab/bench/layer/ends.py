@@ -1,0 +1,99 @@
+"""Whole layers with and without the epilogues of their GEMMs, side by side: which ends win, by batch.
+
+A layer's residual epilogue gives the same bits, SiLU·mul others, so each is checked by itself. What it should bring is
+predicted first (`predicted_us`), from what the other kernels were seen to take.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.layer import decoder
+from ptxlab.bench.layer.decoder import Decoder
+from ptxlab.bench.record import Row
+from ptxlab.bench.timing import GEMM_REPLAYS, Measured, measure_graph
+from ptxlab.cost import sheet
+from ptxlab.model import Config, LayerWeights
+
+MEASURE = "epilogues"
+MODELS = "LLaMA-2-7B", "LLaMA-2-70B"
+_ROUNDS = 2  # each layer in turn; the faster time counts
+_L2_TBPS = 12.0  # what one more byte takes: rmsnorm_quantize in a chain, 1 and 128 tokens (programmatic_launches.json)
+_SPECIAL = 16  # ex2 or rcp of an SM per clock (CUDA C++ programming guide, throughput of instructions, 9.0)
+
+
+class Ends(NamedTuple):
+    """Which GEMMs of a layer have another epilogue: O and down, which add to the residual stream; gate and up."""
+
+    residual: bool
+    silu_mul: bool
+
+
+ALL = tuple(Ends(residual, silu_mul) for silu_mul in (False, True) for residual in (False, True))
+
+
+def predicted_us(config: Config, B: int, ends: Ends) -> float:
+    """How much longer a layer should take with these ends: below 0 if it is to be shorter.
+
+    `residual`: for each of two products, the norm behind it neither reads the result nor writes the stream; the L2 is
+    taken to add as quickly as it writes. `silu_mul`: half of gate and up is neither written nor read; ex2 and rcp,
+    which hide behind loads in `silu_mul_quantize`, come on top.
+    """
+    h200, us = sheet("h200"), 0.0
+    if ends.residual:
+        us -= 2 * 4 * B * config.hidden / _L2_TBPS / 1e6
+    if ends.silu_mul:
+        special = 2 * B * config.ffn / (h200.sms * _SPECIAL * h200.clock_ghz * 1e3)
+        us += special - 4 * B * config.ffn / _L2_TBPS / 1e6
+    return us
+
+
+def warm(config: Config, batches: Sequence[int]) -> None:
+    """Compile, in a process that ends then, what is measured."""
+    weights = {turns: [LayerWeights.random(config, on_device=True, interleaved=turns)] for turns in (False, True)}
+    for B in batches:
+        for each in decoders(config, B, weights, caches=1).values():
+            each.calls()[0]()
+
+
+def rows(config: Config, batches: Sequence[int], ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+    """A row for all ends at every batch."""
+    weights = {turns: decoder.layers_of(config, interleaved=turns) for turns in (False, True)}
+    for B in batches:
+        progress(f"{config.name}, batch {B}: epilogues")
+        yield from rows_at(config, B, weights, ceilings, compared=min(batches) == B)
+
+
+def decoders(
+    config: Config, B: int, weights: Mapping[bool, Sequence[LayerWeights]], caches: int = 0
+) -> dict[Ends, Decoder]:
+    """One for all ends, on the same caches; `weights` by whether they are interleaved."""
+    first = Decoder(config, B, weights[False], caches)
+    return {ends: first.ending(weights[ends.silu_mul], ends.residual) for ends in ALL}
+
+
+def rows_at(
+    config: Config,
+    B: int,
+    weights: Mapping[bool, Sequence[LayerWeights]],
+    ceilings: Ceilings,
+    compared: bool = False,
+) -> list[Row]:
+    """The same at one batch, timed in turn and checked; if `compared`, also with the exact twin."""
+    made = decoders(config, B, weights)
+    checked = {ends: each.compare() if compared else "" for ends, each in made.items()}
+    best: dict[Ends, Measured] = {}
+    for number in range(_ROUNDS):
+        for ends, each in made.items():
+            measured, graph = measure_graph(each.calls(), replays=GEMM_REPLAYS)
+            if number == 0:
+                checked[ends] += each.check(graph)
+            best[ends] = min(best.get(ends, measured), measured, key=lambda m: m.us)
+    found = []
+    for ends, each in made.items():
+        row = decoder.row_of(config, B, best[ends], each.work(), ceilings, checked[ends])
+        sizes = row.sizes | {name: int(of) for name, of in ends._asdict().items()}
+        predicted = best[ALL[0]].us + predicted_us(config, B, ends)
+        found.append(replace(row, measure=MEASURE, sizes=sizes, more={"predicted_us": predicted}))
+    return found

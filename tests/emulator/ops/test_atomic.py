@@ -1,0 +1,63 @@
+"""Reductions of vectors: as many single ones, each lane's after those of the lanes before it."""
+
+import numpy as np
+import pytest
+
+from ptxlab.errors import SourceError, UnknownInstruction
+from tests.support.emulated import STORE, kernel, run
+
+# Two lanes share a vector, whose elements are registers of their own.
+PLACE = (
+    "mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 1; ld.param.u64 %x1, [a]; mad.wide.u32 %x1, %r1, 16, %x1; mov.u32 %s, 0;\n"
+)
+HALVES = "mov.b32 %r4, 0x3C014000; mov.b32 %r5, 0x00010001;\n"  # (2, 1 + 2^-10), (2^-24, 2^-24)
+
+
+def added(body: str, a: np.ndarray) -> np.ndarray:
+    text = kernel(PLACE + body + STORE, ".param .u64 out, .param .u64 a")
+    run(text, np.zeros(32, np.uint32), a, checks=("race", "init"))
+    return a
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_pairs_are_rounded_one_by_one(kind: str) -> None:
+    a = np.arange(16 * 8, dtype=np.float16)
+    given = a if kind == "f16" else (a.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    found = added(f"{HALVES}red.relaxed.gpu.global.add.noftz.v4.{kind}x2 [%x1], {{%r4, %r5, %r4, %r5}};\n", given)
+    more = np.array([0x4000, 0x3C01, 1, 1] * 2, np.uint16)
+    if kind == "f16":
+        once = np.resize(more.view(np.float16), a.shape)
+        right = (np.arange(16 * 8, dtype=np.float16) + once) + once
+    else:
+        wide = np.resize((more.astype(np.uint32) << 16).view(np.float32), a.shape)
+
+        def rounded(x: np.ndarray) -> np.ndarray:  # to bf16, half to even
+            bits = x.view(np.uint32)
+            return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+
+        exact = np.arange(16 * 8, dtype=np.float32)
+        right = (rounded(rounded(exact + wide) + wide).view(np.uint32) >> 16).astype(np.uint16)
+    assert np.array_equal(found, right)
+
+
+def test_single_numbers() -> None:
+    numbers = "mov.f32 %f1, 0f3F800000; mov.f32 %f2, 0f40000000;\n"  # 1, 2
+    found = added(f"{numbers}red.global.add.v4.f32 [%x1], {{%f1, %f2, %f1, %f2}};\n", np.zeros(64, np.float32))
+    assert np.array_equal(found, np.resize([2, 4], 64))
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "message"),
+    [
+        ("red.global.add.v8.f32 [%x1], {%f1, %f1, %f1, %f1, %f1, %f1, %f1, %f1}", UnknownInstruction, "red|atom"),
+        ("red.shared.add.v2.f32 [%r2], {%f1, %f1}", UnknownInstruction, "red|atom"),
+        ("red.global.add.v2.u32 [%x1], {%r1, %r1}", UnknownInstruction, "red|atom"),
+        ("red.global.max.v2.f32 [%x1], {%f1, %f1}", UnknownInstruction, "red|atom"),
+        ("atom.global.add.v2.f32 {%f1, %f1}, [%x1], {%f1, %f1}", UnknownInstruction, "red|atom"),
+        ("red.global.add.v2.f32 [%x1], {%f1, %f1, %f1}", SourceError, "3 registers for 2 elements"),
+        ("red.global.add.v2.f32 [%x1], {%f1, %f1}, %x1", SourceError, "takes 2 operands, not 3"),
+    ],
+)
+def test_other_forms_are_refused(line: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        added(f"{line};\n", np.zeros(64, np.float32))
