@@ -30,10 +30,8 @@ def _features(forms: list[str]) -> str:
     found: dict[str, None] = {}
     for begins, name in FAMILIES.items():
         alike = [form for form in forms if form.startswith(begins)]
-        kinds = (
-            sorted({t for form in alike for t in form.split(".")[2:] if t in _TYPES[:]}) if begins in _MATRIX else []
-        )
-        inputs = [t for t in kinds if t not in ("f16",) or not {"e4m3", "e5m2"} & {*kinds}]
+        kinds = sorted({t for form in alike for t in form.split(".")[2:] if t in _TYPES}) if begins in _MATRIX else []
+        inputs = [t for t in kinds if t != "f16" or not {"e4m3", "e5m2"} & {*kinds}]
         if alike:
             found[f"{name} {'/'.join(inputs)}".strip()] = None
     return ", ".join(found)

@@ -28,6 +28,7 @@ from report import (
     attention,
     corpus,
     decode,
+    emulation,
     gemm,
     headers,
     ladder,
@@ -367,5 +368,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "corpus_summary": corpus.summary,
     "corpus_kernels": corpus.table,
     "corpus_judged": corpus.judged,
+    "emulator_speed": emulation.table,
     "pipelines": pipelines.section,
 }

@@ -24,6 +24,7 @@ from ptxlab.emulator.checks.packed_lanes import PackedLanes
 from ptxlab.emulator.checks.race import Races
 from ptxlab.emulator.checks.race_cluster_exit import RaceClusterExit
 from ptxlab.emulator.checks.race_pdl import WAIT, RacePdl
+from ptxlab.emulator.checks.race_waves import RaceWaves, Waves
 from ptxlab.emulator.checks.sectors import Sectors
 from ptxlab.emulator.checks.step_clock import StepClock
 from ptxlab.emulator.checks.wgmma_registers import RegistersInUse
@@ -32,6 +33,7 @@ from ptxlab.emulator.core.machine import Machine
 from ptxlab.emulator.core.memory import ALIGN, BASE, Memory, Region
 from ptxlab.emulator.core.watcher import Watcher
 from ptxlab.emulator.core.wave import LaunchState
+from ptxlab.emulator.front.control_flow import flow_of
 from ptxlab.emulator.front.ir import Entry, Module
 from ptxlab.emulator.front.parse import parse
 from ptxlab.emulator.front.types import Array
@@ -298,16 +300,20 @@ def _run_waves(
     launch: LaunchState, checks: frozenset[str], count_banks: bool, step_clock: bool, attach: Attach | None
 ) -> None:
     """Run the grid."""
+    several = "race" in checks and prod(launch.grid) > len(launch.shared_windows)
+    waves = Waves(launch.memory.size) if several else None
     with np.errstate(all="ignore"):
         for blocks in _waves(launch):
             machine = Machine(launch, blocks)
-            machine.watchers = tuple(_watchers(machine, checks, count_banks, step_clock))
+            machine.watchers = tuple(_watchers(machine, checks, count_banks, step_clock, waves))
             machine.watchers += tuple(attach(machine)) if attach else ()
             machine.run()
             vars(machine).clear()  # its steps refer to it: without that, only the garbage collector would free it
 
 
-def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_clock: bool) -> Iterator[Watcher]:
+def _watchers(
+    machine: Machine, checks: frozenset[str], count_banks: bool, step_clock: bool, waves: Waves | None
+) -> Iterator[Watcher]:
     taint = LoadTaint(machine) if machine.launch.tracked else None
     if step_clock:
         yield StepClock(machine)
@@ -320,7 +326,7 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
         yield FloatValues(machine)
     if "init" in checks:
         yield Initialised(machine, taint)
-    if "divergence" in checks and machine.launch.flow.aligned:
+    if "divergence" in checks and flow_of(machine.launch.entry).aligned:
         yield Divergence(machine)
     is_asynchronous = machine.launch.unfenced is not None or (
         bool(checks & {"async", "proxy"}) and machine.launch.entry.is_asynchronous
@@ -338,6 +344,8 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
             yield RaceClusterExit(machine, order)
         if machine.launch.entry.uses(WAIT) or machine.launch.after_wait or machine.launch.programmatic:
             yield RacePdl(machine, order)
+        if waves:
+            yield RaceWaves(machine, order, waves, taint)
     if in_flight:
         yield in_flight
     if "async" in checks and machine.launch.entry.uses("mbarrier.init"):

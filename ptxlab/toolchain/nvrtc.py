@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ptxlab.errors import ArgumentError, CompileError, UnavailableError
 from ptxlab.sources import Source, names_same_file
+from ptxlab.toolchain.macros import require_finite
 
 INSTALL = "python -m pip install 'ptxlab[asm]'"
 PTXAS_ERROR = re.compile(r"^ptxas .*?(?:, line (\d+); )?(?:error|fatal) *: *(.*)$", re.MULTILINE)
@@ -34,6 +35,7 @@ def run(source: Source, output: Literal["cubin", "ptx"], options: Sequence[str])
         UnavailableError: NVRTC is not installed.
     """
     nvrtc = _library()
+    require_finite(source)
     program = _call(nvrtc.nvrtcCreateProgram, source.text.encode(), source.path.encode(), 0, None, None)
     try:
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
@@ -56,6 +58,7 @@ def front_end(source: Source, action: str, options: Sequence[str]) -> bytes:
     refuse. Empty if this NVRTC has no such action; it is not documented.
     """
     nvrtc = _library()
+    require_finite(source)
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "made"
         extra = [text for option in (action, "--output", str(made)) for text in ("-Xcudafe", option)]

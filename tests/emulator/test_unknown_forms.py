@@ -27,7 +27,8 @@ wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.s8
 cvt.rn.e4m3x2.f32 %h0, %f1, %f2
 cvt.rz.satfinite.e4m3x2.f32 %h0, %f1, %f2
 cvt.rn.satfinite.f16x2.e4m3x2 %r1, %h0
-cvt.rn.tf32.f32 %r1, %f1
+cvt.rna.relu.tf32.f32 %r1, %f1
+cvt.rn.satfinite.tf32.f32 %r1, %f1
 wgmma.mma_async.sp.sync.aligned.m64n32k32.f32.f16.f16
 wgmma.fence.sync
 wgmma.depart.sync.aligned

@@ -412,7 +412,8 @@ def _later() -> Iterator[str]:
         yield f"cvt.rn.satfinite{relu}.{t}x2.f32 {{d:u16}}, {{a:f32}}, {{b:f32}};"
         yield f"cvt.rn.satfinite{relu}.{t}x2.f16x2 {{d:u16}}, {{a:f16x2}};"
         yield f"cvt.rn{relu}.f16x2.{t}x2 {{d:f16x2}}, {{a:u16}};"
-    yield "cvt.rna.tf32.f32 {d:f32}, {a:f32};"
+    for mode in ("rna", "rn", "rz", "rn.relu", "rz.relu"):
+        yield f"cvt.{mode}.tf32.f32 {{d:f32}}, {{a:f32}};"
 
 
 def cases() -> list[Case]:

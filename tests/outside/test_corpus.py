@@ -1,6 +1,7 @@
 """The harness of the corpus, on a corpus of three kernels made here: each comes out as what it is."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -91,4 +92,4 @@ def test_the_record_names_no_path_of_this_machine() -> None:
     for each in json.loads(text)["kernels"]:
         assert each["result"] in ("right", "wrong", "refused", "fault", "unfinished") and each["version"]
         assert "\n" not in each["why"] and (each["judged"] or not each["findings"]), each["name"]
-    assert "/work" not in text and "/home" not in text and "/root" not in text
+    assert not re.findall(r"(?<![\w.>:/\]])/(?:\w[\w.+-]*/){2,}", text)  # an absolute path of some depth

@@ -353,13 +353,15 @@ def _bulk(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler
     told, multicast = opcode.flag("mbarrier::complete_tx::bytes"), opcode.flag("multicast::cluster")
     operation = opcode.choice(*_REDUCTIONS) if reduces else ""
     t = opcode.choice(*_REDUCED) if reduces and not tensor else ""
-    if t and operation not in _REDUCED[t]:
+    noftz = operation == "add" and t in ("f16", "bf16")  # said of these, and of these alone
+    if (t and operation not in _REDUCED[t]) or opcode.flag("noftz") != noftz:
         raise UnknownOpcode(instruction.opcode)
-    opcode.flag("noftz")  # as f16 and bf16 are always added
     to, origin = (*opcode.modifiers, "", "")[:2]
     if told == opcode.flag("bulk_group") or (to, origin) not in _ways(tensor, told, multicast, reduces):
         raise UnknownOpcode(instruction.opcode)
     opcode.modifiers = [word for word in opcode.modifiers if word not in (to, origin)]
+    if opcode.modifiers:
+        raise UnknownOpcode(instruction.opcode)
     target, source, *more = instruction.operands
     if tensor and to == "global":
         place = _offsets_of(machine, instruction, "load", origin, source, _BOX_ALIGNMENT)

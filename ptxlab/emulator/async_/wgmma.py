@@ -77,7 +77,7 @@ class DecodedWgmma:
     saturates: bool
     read_a: Callable[[Lanes], Array] | None  # A's registers u32 [warps, 32, 4]; None: A has a descriptor
     read_d: Callable[[Lanes], Array]
-    write_d: tuple[Callable[[Lanes, Array], None], ...]
+    write_d: Callable[[Lanes, Array], None]
     a_registers: tuple[ir.Register, ...]
     d_registers: tuple[ir.Register, ...]
     signs: float = 1.0  # of the products: floating operands may be negated
@@ -137,15 +137,15 @@ class WgmmaProducts(Effect):
             dtype = _TYPES[decoded.a_type]
             fragment = mma_a(32 // dtype.itemsize, 8 * dtype.itemsize)
             own = numbers(fragment.gather(decoded.read_a(self.all_lanes), dtype), decoded.a_type)
-        keys = np.stack([self.base, self.a.view(np.int64), self.b.view(np.int64)])
-        distinct, which = np.unique(keys, axis=1, return_inverse=True)
-        for i, (base, a, b) in enumerate(zip(*distinct.tolist(), strict=True)):
-            warps = np.flatnonzero(which.reshape(-1) == i)
-            right = self.operand(memory, b % (1 << 64), base, decoded.n, of_b=True).T
+        alike: dict[tuple[int, int, int], list[int]] = {}  # warps with the same operands
+        for warp, key in enumerate(zip(self.base.tolist(), self.a.tolist(), self.b.tolist(), strict=True)):
+            alike.setdefault(key, []).append(warp)
+        for (base, a, b), warps in alike.items():
+            right = self.operand(memory, b, base, decoded.n, of_b=True).T
             if own is not None:
                 left = own[warps]
             else:
-                whole = self.operand(memory, a % (1 << 64), base, 4 * ROWS, of_b=False)
+                whole = self.operand(memory, a, base, 4 * ROWS, of_b=False)
                 left = whole.reshape(4, ROWS, -1)[self.quarter[warps]]
             taken[warps] = left @ right  # warp by warp: products so small that BLAS takes no thread for them
         self.taken = taken * decoded.signs if decoded.is_float else taken
@@ -163,8 +163,7 @@ class WgmmaProducts(Effect):
         elif decoded.saturates:
             sums = sums.clip(*limits("s32"))
         columns = fragment.scatter(sums.astype(kind))
-        for i, write in enumerate(decoded.write_d):
-            write(lanes, columns[:, :, i].reshape(-1))
+        decoded.write_d(lanes, columns)
         self.taken = None
 
     @cached_property
@@ -208,8 +207,26 @@ def _wgmma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 def _reader(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], Array]:
     """Function: lanes, whole warps -> what the registers hold, u32 [warps, 32, registers]."""
-    readers = [machine.reader(register, "b32") for register in registers]
-    return lambda lanes: np.stack([read(lanes).reshape(-1, 32) for read in readers], axis=-1)
+    at = _at(machine, registers)
+    return lambda lanes: machine.files[32][at(lanes)].T.reshape(-1, 32, len(registers))
+
+
+def _writer(machine: Machine, registers: ir.Operands) -> Callable[[Lanes, Array], None]:
+    """Function of lanes, whole warps, and what the registers shall hold, u32 [warps, 32, registers]."""
+    at = _at(machine, registers)
+
+    def write(lanes: Lanes, values: Array) -> None:
+        machine.files[32][at(lanes)] = values.reshape(-1, len(registers)).T
+
+    return write
+
+
+def _at(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], tuple[Array, Lanes]]:
+    """Function lanes -> where the registers of these lanes lie in the file of 32-bit registers, as its index."""
+    for register in registers:
+        machine.writer(register, "b32")  # refuses what is no register of 32 bits
+    rows = np.array([register.index for register in registers], np.intp)
+    return lambda lanes: (rows if isinstance(lanes, slice) else rows[:, None], lanes)
 
 
 def _of_floats(
@@ -260,7 +277,7 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
         saturates=saturates,
         read_a=_reader(machine, a_registers) if a_registers else None,
         read_d=_reader(machine, d_registers),
-        write_d=tuple(machine.writer(register, "b32") for register in d_registers),
+        write_d=_writer(machine, d_registers),
         a_registers=a_registers,
         d_registers=d_registers,
         signs=signs,
@@ -281,15 +298,16 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
         """Refuse descriptors that cannot be, or that reach beyond shared memory."""
         end = SHARED_START + machine.launch.window_bytes
         for lane, descriptor in zip(lanes.tolist(), descriptors.tolist(), strict=True):
-            where = machine.fault_place(instruction, lane)
             try:
                 places = pieces(descriptor, rows, transposed)
             except ArgumentError as error:
-                raise EmulationError(f"{where}: {error}") from None
+                raise EmulationError(f"{machine.fault_place(instruction, lane)}: {error}") from None
             if places.min() < SHARED_START or places.max() + _PIECE > end:
                 reach = f"{int(places.min()) - SHARED_START} to {int(places.max()) + _PIECE - SHARED_START}"
-                raise MemoryFault(f"{where}: the descriptor reaches shared addresses {reach} (window of "
-                                  f"{machine.launch.window_bytes} bytes)")  # fmt: skip
+                where, window = machine.fault_place(instruction, lane), machine.launch.window_bytes
+                raise MemoryFault(
+                    f"{where}: the descriptor reaches shared addresses {reach} (window of {window} bytes)"
+                )
 
     threads = prod(machine.launch.block)
 

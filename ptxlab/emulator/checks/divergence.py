@@ -18,7 +18,7 @@ from ptxlab.emulator.checks.check import Check
 from ptxlab.emulator.core.lanes import Handler, Lanes, Successors, as_lanes, count_of, indices_of
 from ptxlab.emulator.core.machine import Machine
 from ptxlab.emulator.core.warp import pack_bits
-from ptxlab.emulator.front.control_flow import END
+from ptxlab.emulator.front.control_flow import END, flow_of
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.types import Array
 
@@ -37,7 +37,7 @@ class Divergence(Check):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
-        self.flow = machine.launch.flow
+        self.flow = flow_of(machine.launch.entry)
         self.turns = np.zeros(machine.lanes, np.int32)  # since the last .aligned instruction
         self.here = machine.alive.copy()  # lanes that their warp has to wait for
         self.parked = np.zeros(machine.lanes, bool)  # ... and that will execute once more what they wait at

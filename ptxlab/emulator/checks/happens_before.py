@@ -91,7 +91,7 @@ class HappensBefore(Check):
         With a space, which ones the async proxy cannot see when these threads ask it for something now: it takes a
         proxy fence on the way from the event to here (PTX ISA, 8.6 and 8.9.5), of whichever thread.
         """
-        if not past.any():  # most bytes are met for the first time
+        if not np.count_nonzero(past):  # most bytes are met for the first time
             return np.zeros(len(past), bool)
         # neighbouring bytes have the same past
         starts = np.concatenate(([True], (past[1:] != past[:-1]) | (threads[1:] != threads[:-1])))

@@ -22,13 +22,16 @@ such copies are findings (kind "war"), and copies of what another launch of a ch
 An mbarrier is seen once it has been fenced by its thread, or by one that has heard of it.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ptxlab.emulator.async_.cp_async import Boxes, Copies
 from ptxlab.emulator.checks.check import Check
 from ptxlab.emulator.checks.happens_before import PROXY_SPACES, HappensBefore, actors_of, codes_of
+from ptxlab.emulator.checks.shadow import Shadow, coarsest, repeated
 from ptxlab.emulator.core.access import MemoryAccess
-from ptxlab.emulator.core.effect import Effect, Places, by_entry, spans
+from ptxlab.emulator.core.effect import Effect, Places, by_entry
 from ptxlab.emulator.core.effect_queue import EffectQueue
 from ptxlab.emulator.core.lanes import Lanes, indices_of
 from ptxlab.emulator.core.machine import Machine
@@ -37,6 +40,7 @@ from ptxlab.emulator.front.types import Array
 
 _WRITTEN, _READ, _ADDED = 1, 2, 4  # what a copy in flight does to a byte
 _CHANGED = _WRITTEN | _ADDED
+Units = Callable[[int], Array]  # the places of an effect, as numbers of units of so many bytes
 _GLOBAL = PROXY_SPACES.index("global")
 
 
@@ -50,9 +54,9 @@ class InFlight(Check):
         self.words = {size: self.busy.view(f"u{size}") for size in (1, 2, 4, 8)}
         # event of the last write that was not the engine's, 0 where there is none
         marked = machine.launch.entry.uses_async_proxy or machine.launch.unfenced is not None
-        self.dirty = np.zeros(machine.memory.size, np.uint64) if marked else None
+        self.dirty = Shadow(machine.memory.size) if marked else None
         # likewise of the last read of shared memory; None: not asked for
-        self.read = None if self.dirty is None or not strict else np.zeros_like(self.dirty)
+        self.read = None if self.dirty is None or not strict else Shadow(machine.memory.size)
         self.waits = np.zeros(0, np.uint64)  # events: griddepcontrol.wait of some threads
         self.begun: dict[int, int] = {}  # mbarriers that the engine cannot see: the event of mbarrier.init
 
@@ -64,14 +68,15 @@ class InFlight(Check):
         if self.read is not None and (shared := self.machine.launch.is_shared(offsets)).any():
             threads = indices_of(lanes)[shared]
             events = self.order.event(access.instruction, threads, self.order.clocks.own[threads], strong=False)
-            self.read[spans(offsets[shared], np.full(len(events), access.size))] = np.repeat(events, access.size)
+            self.read.mark(offsets[shared], access.size, events)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Nobody may write what a copy reads or writes."""
         self.meet(access, lanes, offsets, _CHANGED | _READ, "writes")
         threads = indices_of(lanes)
         times = self.order.clocks.own[threads]
-        self.soil(access.instruction, threads, times, offsets, np.full(len(offsets), access.size))
+        if self.dirty is not None:
+            self.dirty.mark(offsets, access.size, self.order.event(access.instruction, threads, times, strong=False))
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Writes."""
@@ -80,7 +85,7 @@ class InFlight(Check):
     def meet(self, access: MemoryAccess, lanes: Lanes, offsets: Array, flags: int, does: str) -> None:
         """Report accesses to bytes that carry one of the flags."""
         width = min(access.size, 8)
-        pattern = int.from_bytes(bytes([flags]) * width, "little")
+        pattern = repeated(flags, width)
         wrong = np.zeros(len(offsets), bool)
         for first in range(0, access.size, width):
             wrong |= self.words[width][(offsets + first) // width] & pattern != 0
@@ -106,16 +111,30 @@ class InFlight(Check):
 
     def issue(self, effect: Effect) -> None:
         """An effect meets others, dirty bytes, and mbarriers that it cannot see; now its bytes are in flight too."""
-        self.collide(effect, effect.reads, effect.read_bytes, _CHANGED, "takes")
+        self.collide(effect, effect.reads, effect.read_units, _CHANGED, "takes")
         adds = _ADDED if effect.accumulates else 0  # which several may do at once
-        self.collide(effect, effect.writes, effect.written_bytes, (_CHANGED | _READ) & ~adds, "copies to")
+        self.collide(effect, effect.writes, effect.written_units, (_CHANGED | _READ) & ~adds, "copies to")
         if effect.kind != "cp.async":
             self.see(effect)
-        self.busy[effect.read_bytes] |= _READ
-        self.busy[effect.written_bytes] |= adds or _WRITTEN
+        self.carry(effect, effect.read_units, _READ)
+        self.carry(effect, effect.written_units, adds or _WRITTEN)
 
-    def collide(self, effect: Effect, entries: Places, places: Array, flags: int, does: str) -> None:
+    def carry(self, effect: Effect, units_of: Units, flag: int) -> None:
+        """Bytes of an effect carry the flag."""
+        unit = min(effect.grain, 8)
+        self.words[unit][units_of(unit)] |= repeated(flag, unit)
+
+    def drop(self, effect: Effect, units_of: Units, flags: int) -> None:
+        """Bytes of an effect carry none of the flags any more."""
+        unit = min(effect.grain, 8)
+        self.words[unit][units_of(unit)] &= repeated(~flags & 0xFF, unit)
+
+    def collide(self, effect: Effect, entries: Places, units_of: Units, flags: int, does: str) -> None:
         """Report entries that touch bytes in flight."""
+        unit = min(effect.grain, 8)
+        if not np.count_nonzero(self.words[unit][units_of(unit)] & repeated(flags, unit)):
+            return
+        places = units_of(1)
         hit = self.busy[places] & flags != 0
         if hit.any():
             lanes, _, sizes = entries
@@ -132,15 +151,15 @@ class InFlight(Check):
                 self.report(effect.instruction, "async", np.array([lane]), np.array([True]), message)
         assert self.dirty is not None
         before = "the engine may see what was there before"
-        self.unfenced(effect, self.dirty, effect.reads, effect.read_bytes, ("takes", "wrote", before))
+        self.unfenced(effect, self.dirty, effect.reads, effect.read_units, ("takes", "wrote", before))
         if self.machine.launch.unfenced is not None:
             self.unfenced_before(effect)
         if isinstance(effect, Copies | Boxes):  # st.async and red.async go the way of ordinary stores
-            places = effect.written_bytes
+            units_of = effect.written_units
             behind, early = "that may land behind the copy", "that may see the copy already"
-            self.unfenced(effect, self.dirty, effect.writes, places, ("copies over", "wrote", behind))
+            self.unfenced(effect, self.dirty, effect.writes, units_of, ("copies over", "wrote", behind))
             if self.read is not None:
-                self.unfenced(effect, self.read, effect.writes, places, ("copies over", "read", early))
+                self.unfenced(effect, self.read, effect.writes, units_of, ("copies over", "read", early))
 
     def wait_for_predecessors(self, lanes: Lanes) -> None:
         """From now on these lanes have what the launches before wrote, in their own proxy."""
@@ -154,7 +173,8 @@ class InFlight(Check):
         """Report what the engine reads of launches before, which none of their threads has fenced, and nobody here."""
         assert self.machine.launch.unfenced is not None
         lanes, _, sizes = effect.reads
-        by = self.machine.launch.unfenced[effect.read_bytes]
+        places = effect.read_units(1)
+        by = self.machine.launch.unfenced[places]
         if not by.any():
             return
         threads = np.repeat(lanes, sizes)
@@ -165,18 +185,23 @@ class InFlight(Check):
         if hit.any():
             first = int(np.argmax(hit))
             writer = self.machine.launch.writers[by[first] - 1]
-            message = f"takes {self.memory.byte(int(effect.read_bytes[first]))}, which {writer}, wrote "
+            message = f"takes {self.memory.byte(int(places[first]))}, which {writer}, wrote "
             message += "without a fence.proxy.async behind it, and nobody has fenced here since griddepcontrol.wait: "
             message += "the engine may see what was there before,"
             self.report(effect.instruction, "async-dirty", lanes, by_entry(hit, sizes), message)
 
     def unfenced(
-        self, effect: Effect, marked: Array, entries: Places, places: Array, words: tuple[str, str, str]
+        self, effect: Effect, marked: Shadow, entries: Places, units_of: Units, words: tuple[str, str, str]
     ) -> None:
         """Report bytes that threads have written (or read), by events in `marked`, and not fenced since."""
         does, did, consequence = words
         lanes, _, sizes = entries
-        marks, threads, shared = marked[places], np.repeat(lanes, sizes), self.machine.launch.is_shared(places)
+        unit, units = coarsest(effect.grain, units_of, marked)
+        marks = marked.get(units, unit)
+        if not np.count_nonzero(marks):
+            return
+        threads, places = lanes.repeat(sizes // unit), units * unit
+        shared = self.machine.launch.is_shared(places)
         writers = actors_of(marks) % self.machine.lanes
         hit = np.zeros(len(places), bool)
         for space, those in enumerate((shared, ~shared)):
@@ -191,13 +216,7 @@ class InFlight(Check):
             message = f"{does} {self.memory.byte(int(places[first]))}, which {by}, {did} "
             message += f"without a fence.proxy.async behind it: {consequence},"
             kind = "async-dirty" if did == "wrote" else "war"
-            self.report(effect.instruction, kind, lanes, by_entry(hit, sizes), message)
-
-    def soil(self, instruction: Instruction, actors: Array, times: Array, starts: Array, sizes: Array) -> None:
-        """Actors have written bytes that the copy engine cannot see yet."""
-        if self.dirty is not None:
-            events = self.order.event(instruction, actors, times, strong=False)
-            self.dirty[spans(starts, sizes)] = np.repeat(events, sizes)
+            self.report(effect.instruction, kind, lanes, by_entry(hit, sizes // unit), message)
 
     def waited(self, effect: Effect, only_read: bool) -> None:
         """The lanes' own effects are done, or have read their source."""
@@ -205,21 +224,24 @@ class InFlight(Check):
 
     def settled(self, effect: Effect, only_read: bool = False) -> None:
         """The bytes are at rest. What cp.async wrote is like a store; what the engine wrote, it can see."""
-        self.busy[effect.read_bytes] &= ~np.uint8(_READ)
+        self.drop(effect, effect.read_units, _READ)
         for other in self.pending.queue if effect.kind == "wgmma" else ():  # these often share their operands
             if other.kind == "wgmma":
-                self.busy[other.read_bytes] |= _READ
+                self.carry(other, other.read_units, _READ)
         if only_read:
             return
-        self.busy[effect.written_bytes] &= ~np.uint8(_CHANGED)
+        self.drop(effect, effect.written_units, _CHANGED)
+        if self.dirty is None:
+            return
+        unit, (lanes, _, sizes) = effect.grain, effect.writes
         if effect.kind == "cp.async":
-            lanes, starts, sizes = effect.writes
             times = np.full(len(lanes), effect.serial)
-            self.soil(effect.instruction, self.machine.lanes + lanes, times, starts, sizes)
-        elif self.dirty is not None:
-            self.dirty[effect.written_bytes] = 0
+            events = self.order.event(effect.instruction, self.machine.lanes + lanes, times, strong=False)
+            self.dirty.put(effect.written_units(unit), unit, events.repeat(sizes // unit))
+        else:
+            self.dirty.put(effect.written_units(unit), unit, 0)
             if self.read is not None:
-                self.read[effect.written_bytes] = 0
+                self.read.put(effect.written_units(unit), unit, 0)
 
     # What makes visible
 
@@ -255,8 +277,8 @@ class InFlight(Check):
         launch = self.machine.launch
         if launch.unfenced is None or self.dirty is None:
             return
-        places = np.flatnonzero(self.dirty[: self.machine.cluster_memory.first_window])
-        events = self.dirty[places]
+        places = np.flatnonzero(self.dirty.each[: self.machine.cluster_memory.first_window])
+        events = self.dirty.each[places]
         nobody = self.order.fenced_by_nobody(events, _GLOBAL)
         launch.unfenced[places] = 0
         for code in np.unique(codes_of(events[nobody])).tolist():

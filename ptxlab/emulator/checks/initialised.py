@@ -7,12 +7,17 @@ import numpy as np
 
 from ptxlab.emulator.checks.check import Check
 from ptxlab.emulator.checks.load_taint import LoadTaint
+from ptxlab.emulator.checks.shadow import repeated
 from ptxlab.emulator.core.access import MemoryAccess
 from ptxlab.emulator.core.effect import Effect, by_entry
-from ptxlab.emulator.core.lanes import Handler, Lanes
+from ptxlab.emulator.core.lanes import Handler, Lanes, as_lanes
 from ptxlab.emulator.core.machine import Machine
 from ptxlab.emulator.front.ir import Instruction, Register
 from ptxlab.emulator.front.types import Array, bits_of
+
+Span = tuple[int, int]  # lanes [start, stop)
+# Of a register a flag per lane, the runs of lanes that are known to have written it, and the name
+Known = tuple[Array, set[Span], str]
 
 
 class Initialised(Check):
@@ -26,40 +31,49 @@ class Initialised(Check):
         self.memory = machine.launch.defined
         self.words = {size: self.memory.view(f"u{size}") for size in (1, 2, 4, 8)}
         self.registers = {bits: np.zeros(file.shape, bool) for bits, file in machine.files.items()}
+        self.known: dict[tuple[int, int], Known] = {}  # by width and index
         # buffers and parameters are there from the start; the windows of this wave are not
         for start in machine.launch.shared_windows:
             self.memory[start : start + machine.launch.window_bytes] = False
         local = machine.launch.local_window
         self.memory[local : local + machine.launch.local_pitch * machine.lanes] = False
 
-    def rows(self, registers: list[Register]) -> dict[str, Array]:
-        """Flags of registers, by name."""
-        return {r.name: self.registers[bits_of(r.type)][r.index] for r in registers}
+    def rows(self, registers: list[Register]) -> list[Known]:
+        """What is known of each register."""
+        found = {}
+        for register in registers:
+            place = bits_of(register.type), register.index
+            if place not in self.known:
+                self.known[place] = self.registers[place[0]][place[1]], set(), register.name
+            found[register.name] = self.known[place]
+        return list(found.values())
 
     def marking(
         self, instruction: Instruction, handler: Handler, sources: list[Register], targets: list[Register]
     ) -> Handler:
         """The step, after a look at the registers that it reads, and with those marked that it writes.
 
-        What has been written stays written: lanes that come again, as they do in a loop, are not looked at again.
+        What has been written stays written: a run of lanes that has written a register is not looked at again there.
         """
-        reads, writes = self.rows(sources), list(self.rows(targets).values())
-        seen: set[tuple[int, int]] = set()
+        reads, writes = self.rows(sources), self.rows(targets)
 
         def marked(lanes: Lanes) -> Any:
-            place = (lanes.start, lanes.stop) if isinstance(lanes, slice) else None
-            if place in seen:
-                return handler(lanes)
-            for name, known in reads.items():
+            span = span_of(lanes)
+            for known, spans, name in reads:
+                if span in spans:
+                    continue
                 if not known[lanes].all():
                     message = f"{name} is read, but never written"
                     self.report(instruction, "uninitialised", lanes, ~known[lanes], message)
                     known[lanes] = True
+                if span is not None:
+                    spans.add(span)
             successors = handler(lanes)
-            for known in writes:
-                known[lanes] = True
-            if place is not None:
-                seen.add(place)
+            for known, spans, _ in writes:
+                if span not in spans:
+                    known[lanes] = True
+                    if span is not None:
+                        spans.add(span)
             return successors
 
         return marked if reads or writes else handler
@@ -77,7 +91,7 @@ class Initialised(Check):
         """(flags as words, indices, value of a word that is all written) covering an access."""
         width = min(access.size, 8)
         for first in range(0, access.size, width):
-            yield self.words[width], (offsets + first) // width, int.from_bytes(b"\1" * width, "little")
+            yield self.words[width], (offsets + first) // width, repeated(1, width)
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Report bytes that were never written, once; of an ordinary load only if its value is used."""
@@ -115,18 +129,24 @@ class Initialised(Check):
     def issue(self, effect: Effect) -> None:
         """Look at what is read; what is written counts as written, `in_flight` knows when."""
         adds = "adds to" if effect.accumulates else ""
-        for (lanes, _, sizes), places, does in (
-            (effect.reads, effect.read_bytes, "takes"),
-            (effect.writes, effect.written_bytes, adds),
+        for (lanes, _, sizes), units_of, does in (
+            (effect.reads, effect.read_units, "takes"),
+            (effect.writes, effect.written_units, adds),
         ):
-            known = self.memory[places]
-            if does and not known.all():
+            unit = min(effect.grain, 8)
+            words, units, full = self.words[unit], units_of(unit), repeated(1, unit)
+            if does and np.count_nonzero(words[units] != full):
+                places = units_of(1)
+                known = self.memory[places]
                 place = self.machine.memory.byte(int(places[int(np.argmin(known))]))
                 message = f"{does} {place}, which was never written"
                 self.report(effect.instruction, "uninitialised", lanes, by_entry(~known, sizes), message)
-            self.memory[places] = True
+            words[units] = full
         for register, lanes in effect.adds_to:
-            unknown = ~self.registers[bits_of(register.type)][register.index, lanes]
+            ((known, spans, _),) = self.rows([register])
+            if len(lanes) and span_of(as_lanes(lanes)) in spans:
+                continue
+            unknown = ~known[lanes]
             if unknown.any():
                 message = f"adds to {register.name}, which was never written"
                 self.report(effect.instruction, "uninitialised", lanes, unknown, message)
@@ -135,3 +155,8 @@ class Initialised(Check):
         """Reads first."""
         self.load(access, lanes, offsets)
         self.store(access, lanes, offsets, offsets)
+
+
+def span_of(lanes: Lanes) -> Span | None:
+    """The lanes as a run, if they are one."""
+    return (lanes.start, lanes.stop) if isinstance(lanes, slice) else None

@@ -45,11 +45,12 @@ class MBarrierLife(Check):
 
     def issue(self, effect: Effect) -> None:
         """What a copy writes."""
-        words = effect.written_bytes // WORD
+        unit = min(effect.grain, WORD)
+        words = effect.written_units(unit) * unit // WORD
         hit = self.live[words]
-        if hit.any():
+        if np.count_nonzero(hit):
             lanes, _, sizes = effect.writes
-            self.meet(effect.instruction, lanes, words[hit], by_entry(hit, sizes))
+            self.meet(effect.instruction, lanes, words[hit], by_entry(hit, sizes // unit))
 
     def meet(self, instruction: Instruction, lanes: Lanes, words: Array, wrong: Array) -> None:
         """Report who writes over one."""

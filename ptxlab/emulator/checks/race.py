@@ -1,10 +1,10 @@
 """Data races, by vector clocks.
 
 An access is ordered before another one if the lane that does the latter knows of it (`happens_before`). Per byte the
-last write and two concurrent readers are remembered, so a third reader that alone is unordered with a write is missed;
-so are races between blocks of different waves. Volatile accesses do not race with each other, but where lanes of one
-warp share memory by them as if they ran in step. Two lanes that store different values to one address with one
-instruction are reported too. Stores of the value that is there already are not; nor are races of loads whose value
+last write and two concurrent readers are remembered, so a third reader that alone is unordered with a write is missed.
+Races between blocks of different waves are for `race_waves`. Volatile accesses do not race with each other, but where
+lanes of one warp share memory by them as if they ran in step. Two lanes that store different values to one address with
+one instruction are reported too. Stores of the value that is there already are not; nor are races of loads whose value
 nobody uses (`load_taint`).
 """
 
@@ -16,6 +16,7 @@ import numpy as np
 from ptxlab.emulator.checks.happens_before import STRONG, HappensBefore, actors_of, codes_of
 from ptxlab.emulator.checks.load_taint import LoadTaint
 from ptxlab.emulator.checks.scopes import reach_of
+from ptxlab.emulator.checks.shadow import UNITS, Shadow, coarsest
 from ptxlab.emulator.core.access import AccessSizes, MemoryAccess
 from ptxlab.emulator.core.effect import Effect
 from ptxlab.emulator.core.lanes import Lanes, count_of, indices_of
@@ -26,13 +27,13 @@ from ptxlab.emulator.front.types import Array
 
 @dataclass
 class Race:
-    """Accesses of one instruction, byte by byte, each with the past one that it races with."""
+    """Accesses of one instruction, unit by unit, each with the past one that it races with."""
 
     instruction: Instruction
     what: str  # it does there
     lanes: Lanes  # that run it
     lane: Array  # position in these
-    places: Array
+    places: Array  # the first byte each that races
     past: Array  # events
     reads: Array  # that of the two events which is a read, if one is
 
@@ -40,6 +41,20 @@ class Race:
         """Some of the bytes."""
         part = {name: getattr(self, name)[mask] for name in ("lane", "places", "past", "reads")}
         return replace(self, **part)
+
+
+@dataclass
+class Touch:
+    """Accesses of one instruction, unit by unit."""
+
+    instruction: Instruction
+    lanes: Lanes
+    counts: AccessSizes  # units of each lane
+    unit: int  # bytes
+    places: Array  # numbers of the units
+    threads: Array  # of each unit
+    events: Array  # that it leaves
+    strong: bool
 
 
 class Races(HappensBefore):
@@ -52,7 +67,7 @@ class Races(HappensBefore):
         self.busy: Array | None = None  # bytes that `in_flight` looks at
         self.loads = np.array([i.opcode.startswith("ld") for i in machine.code])
         self.volatile = np.array(["volatile" in i.opcode for i in machine.code])
-        self.writes, self.reads, self.other_reads = (np.zeros(machine.memory.size, np.uint64) for _ in range(3))
+        self.writes, self.reads, self.other_reads = (Shadow(machine.memory.size) for _ in range(3))
 
     # Accesses
 
@@ -60,13 +75,9 @@ class Races(HappensBefore):
         """A read races with an unordered write."""
         if access.space in ("local", "param", "const"):
             return
-        strong = access.order != "weak"
-        places, threads, events = self.events(access, lanes, offsets, strong)
-        reads = None if strong else events
-        self.compare(
-            access.instruction, access.size, lanes, places, threads, self.writes, strong, "read of", reads=reads
-        )
-        self.remember_reads(places, threads, events)
+        touch = self.touch(access, lanes, offsets, access.order != "weak", self.writes, self.reads, self.other_reads)
+        self.compare(touch, self.writes, "read of", reads=None if touch.strong else touch.events)
+        self.remember_reads(touch)
         super().load(access, lanes, offsets)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
@@ -75,62 +86,83 @@ class Races(HappensBefore):
             return
         self.same_instruction(access, lanes, offsets, values)
         super().store(access, lanes, offsets, values)
-        strong = access.order != "weak"
-        places, threads, events = self.events(access, lanes, offsets, strong)
+        shadows = self.writes, self.reads, self.other_reads
+        touch = self.touch(access, lanes, offsets, access.order != "weak", *shadows)
         new = np.ascontiguousarray(np.broadcast_to(values, (len(offsets), *values.shape[1:])))
-        changed = self.machine.memory.arena[places] != new.view(np.uint8).reshape(-1)
-        for past in (self.writes, self.reads, self.other_reads):
-            self.compare(access.instruction, access.size, lanes, places, threads, past, strong, "write to", changed)
-        self.reads[places] = self.other_reads[places] = 0
-        self.writes[places] = events
+        before = self.machine.memory.arena.reshape(-1, touch.unit)[touch.places]
+        changed = before != new.view(np.uint8).reshape(before.shape)
+        for past in shadows:
+            self.compare(touch, past, "write to", changed)
+        self.reads.put(touch.places, touch.unit, 0)
+        self.other_reads.put(touch.places, touch.unit, 0)
+        self.writes.put(touch.places, touch.unit, touch.events)
 
     def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Atomics race with ordinary accesses only."""
-        places, threads, events = self.events(access, lanes, offsets, True)
-        for past in (self.writes, self.reads, self.other_reads):
-            self.compare(access.instruction, access.size, lanes, places, threads, past, True, "atomic on")
+        shadows = self.writes, self.reads, self.other_reads
+        touch = self.touch(access, lanes, offsets, True, *shadows)
+        for past in shadows:
+            self.compare(touch, past, "atomic on")
         self.same_atomic(access, lanes, offsets)
         super().atomic(access, lanes, offsets)
-        self.writes[places] = events
+        self.writes.put(touch.places, touch.unit, touch.events)
 
-    def events(self, access: MemoryAccess, lanes: Lanes, offsets: Array, strong: bool) -> tuple[Array, Array, Array]:
-        """Per byte: its place, the thread (as a lane of the wave), and the event as it is stored."""
-        threads = indices_of(lanes)
+    def touch(self, access: MemoryAccess, lanes: Lanes, offsets: Array, strong: bool, *shadows: Shadow) -> Touch:
+        """The units of a thread's accesses, with the event that each leaves."""
+        size, threads = access.size, indices_of(lanes)
+
+        def units(unit: int) -> Array:
+            if unit == size:
+                return offsets // size
+            return (offsets[:, None] // unit + np.arange(size // unit)).reshape(-1)
+
+        unit, places = coarsest(min(size, UNITS[0]), units, *shadows)
         events = self.event(access.instruction, threads, self.clocks.own[threads], strong)
-        return *self.bytes(access, lanes, offsets), np.repeat(events, access.size)
+        counts = size // unit
+        if counts > 1:
+            threads, events = threads.repeat(counts), events.repeat(counts)
+        return Touch(access.instruction, lanes, counts, unit, places, threads, events, strong)
 
-    def remember_reads(self, places: Array, threads: Array, events: Array) -> None:
+    def remember_reads(self, touch: Touch) -> None:
         """Two concurrent readers per byte."""
-        replace = ~self.unordered(self.reads[places], threads)  # what it replaces lies before it, so nothing is lost
+        places, unit, events = touch.places, touch.unit, touch.events
+        # what it replaces lies before it, so nothing is lost
+        replace = ~self.unordered(self.reads.get(places, unit), touch.threads)
         if replace.all():
-            self.reads[places] = events
-            second = self.reads[places] != events
+            self.reads.put(places, unit, events)
+            second = self.reads.get(places, unit) != events
         else:
-            self.reads[places[replace]] = events[replace]
-            second = ~replace | (self.reads[places] != events)
-        if second.any():
-            self.other_reads[places[second]] = events[second]
+            self.reads.put(places[replace], unit, events[replace])
+            second = ~replace | (self.reads.get(places, unit) != events)
+        if np.count_nonzero(second):
+            self.other_reads.put(places[second], unit, events[second])
 
-    def compare(self, instruction: Instruction, sizes: AccessSizes, lanes: Lanes, places: Array, threads: Array,
-                events: Array, strong: bool, what: str, among: Array | None = None,
-                reads: Array | None = None) -> None:  # fmt: skip
-        """Report the accesses, of so many bytes per lane, that race with past ones; `reads`: their events, if loads."""
-        past = events[places]
+    def compare(
+        self, touch: Touch, events: Shadow, what: str, among: Array | None = None, reads: Array | None = None
+    ) -> None:
+        """Report the units that race with past accesses; `among`: the bytes that count; `reads`: events, if loads."""
+        instruction, places, threads, unit = touch.instruction, touch.places, touch.threads, touch.unit
+        past = events.get(places, unit)
         wrong: Array = self.unordered(past, threads)
-        if among is not None:
-            wrong &= among
-        if strong:
+        if not np.count_nonzero(wrong):
+            return
+        racing = np.ones((len(places), unit), bool) if among is None else among.copy()
+        if touch.strong:
             wrong &= (
                 (past & STRONG == 0)
-                | self.in_step(instruction, places, threads, past)
+                | self.in_step(instruction, places * unit, threads, past)
                 | self.apart(instruction, threads, past)
             )
-        if self.busy is not None and wrong.any():
-            wrong &= (self.busy[places] == 0) | (actors_of(past) < self.machine.lanes)
+        if self.busy is not None:
+            at_rest = self.busy.reshape(-1, unit)[places] == 0
+            racing &= at_rest | (actors_of(past) < self.machine.lanes)[:, None]
+        wrong &= racing.any(axis=1)
         if not wrong.any():
             return
-        lane = np.repeat(np.arange(count_of(lanes)), sizes)[wrong]
-        race = Race(instruction, what, lanes, lane, places[wrong], past[wrong], past[wrong])
+        lanes = touch.lanes
+        lane = np.repeat(np.arange(count_of(lanes)), touch.counts)[wrong]
+        first = places[wrong] * unit + racing[wrong].argmax(axis=1)
+        race = Race(instruction, what, lanes, lane, first, past[wrong], past[wrong])
         if reads is not None:
             race.reads = reads[wrong]
         code = codes_of(race.reads)
@@ -177,24 +209,25 @@ class Races(HappensBefore):
 
     def issue(self, effect: Effect) -> None:
         """What the engine reads and writes, it does from now on until somebody has waited for it."""
-        for (lanes, _, sizes), places, writes in (
-            (effect.reads, effect.read_bytes, False),
-            (effect.writes, effect.written_bytes, True),
+        shadows = self.writes, self.reads, self.other_reads
+        for (lanes, _, sizes), units_of, writes in (
+            (effect.reads, effect.read_units, False),
+            (effect.writes, effect.written_units, True),
         ):
-            threads = np.repeat(lanes, sizes)
+            unit, units = coarsest(effect.grain, units_of, *shadows)
             strong = writes and effect.accumulates  # as an atomic
-            serials = np.full(len(lanes), effect.serial)
-            events = self.event(effect.instruction, self.machine.lanes + lanes, serials, strong)
-            events = np.repeat(events, sizes)
-            at = effect.instruction, sizes, lanes, places, threads
+            serials, counts = np.full(len(lanes), effect.serial), sizes // unit
+            events = self.event(effect.instruction, self.machine.lanes + lanes, serials, strong).repeat(counts)
+            touch = Touch(effect.instruction, lanes, counts, unit, units, lanes.repeat(counts), events, strong)
             if not writes:
-                self.compare(*at, self.writes, False, "read of")
-                self.remember_reads(places, threads, events)
+                self.compare(touch, self.writes, "read of")
+                self.remember_reads(touch)
                 continue
-            for past in (self.writes, self.reads, self.other_reads):
-                self.compare(*at, past, strong, "write to")
-            self.reads[places] = self.other_reads[places] = 0
-            self.writes[places] = events
+            for past in shadows:
+                self.compare(touch, past, "write to")
+            self.reads.put(units, unit, 0)
+            self.other_reads.put(units, unit, 0)
+            self.writes.put(units, unit, events)
 
     def same_instruction(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Two lanes that store different values to one address; strong stores may, where their scope reaches."""

@@ -13,9 +13,9 @@ from ptxlab.emulator.async_.wgmma import WgmmaProducts
 from ptxlab.emulator.checks.check import Check
 from ptxlab.emulator.core.effect import Effect
 from ptxlab.emulator.core.effect_queue import EffectQueue
-from ptxlab.emulator.core.lanes import Handler, Lanes, indices_of
+from ptxlab.emulator.core.lanes import Handler, Lanes, count_of, indices_of
 from ptxlab.emulator.core.machine import Machine
-from ptxlab.emulator.front.ir import Instruction, Register
+from ptxlab.emulator.front.ir import Entry, Instruction, Register, remembered
 from ptxlab.emulator.front.types import bits_of
 
 _TAKEN, _GIVEN = 1, 2  # what a wgmma in flight does to a register
@@ -29,33 +29,39 @@ class RegistersInUse(Check):
         shape = machine.files[32].shape
         self.used = np.zeros(shape, np.uint8)
         self.written = np.zeros(shape, np.int32)  # since the last fence: by which instruction, its index + 1
+        self.since: set[int] = set()  # registers that have been written since some fence
+        self.in_use: set[int] = set()  # registers that are, in some lanes
         self.fenced = np.zeros(machine.lanes, bool)
-        multiplies = (i for i in machine.code if i.opcode.startswith("wgmma.mma_async"))
-        self.concerned = {register.index for i in multiplies for register in words((*i.destinations, *i.sources))}
 
     def around(self, instruction: Instruction, handler: Handler) -> Handler:
         """Look at sources and destinations before; remember destinations after."""
         if instruction.opcode.startswith("wgmma"):
             return handler
-        some = instruction.sources, instruction.destinations
-        sources, targets = ([r for r in words(of) if r.index in self.concerned] for of in some)
-        if not sources and not targets:
+        pc = self.machine.index[id(instruction)]
+        if pc not in (known := concerned(self.machine.launch.entry)):
             return handler
+        (sources, targets), number = known[pc], pc + 1
+        rows = [self.written[register.index] for register in targets]
+        written = {register.index for register in targets}
 
         def checked(lanes: Lanes) -> Any:
-            for register in sources:
-                self.meet(instruction, register, lanes, _GIVEN, "reads")
-            for register in targets:
-                self.meet(instruction, register, lanes, _TAKEN | _GIVEN, "writes")
+            if self.in_use:
+                for register in sources:
+                    self.meet(instruction, register, lanes, _GIVEN, "reads")
+                for register in targets:
+                    self.meet(instruction, register, lanes, _TAKEN | _GIVEN, "writes")
             successors = handler(lanes)
-            for register in targets:
-                self.written[register.index, lanes] = self.machine.index[id(instruction)] + 1
+            for row in rows:
+                row[lanes] = number
+            self.since |= written
             return successors
 
         return checked
 
     def meet(self, instruction: Instruction, register: Register, lanes: Lanes, flags: int, does: str) -> None:
         """Report an access to a register in use."""
+        if register.index not in self.in_use:
+            return
         hit = self.used[register.index, lanes] & flags != 0
         if hit.any():
             by = next(e.instruction for e in self.machine.unit(EffectQueue).queue if self.uses(e, register, flags))
@@ -97,20 +103,39 @@ class RegistersInUse(Check):
         lanes = indices_of(effect.all_lanes)
         for rows, flag in zip(effect.decoded.rows, (_TAKEN, _GIVEN), strict=True):
             self.used[rows, lanes] |= flag
+            self.in_use.update(rows[:, 0].tolist())
 
     def waited(self, effect: Effect, only_read: bool) -> None:
         """The registers are free, but for those that others use."""
         if isinstance(effect, WgmmaProducts):
             for rows in effect.decoded.rows:
                 self.used[rows, indices_of(effect.all_lanes)] = 0
+            self.in_use.clear()
             for other in self.machine.unit(EffectQueue).queue:
                 if isinstance(other, WgmmaProducts):
                     self.mark(other)
 
     def register_fence(self, lanes: Lanes) -> None:
         """What the registers hold now can be seen."""
-        self.written[:, lanes] = 0
+        rows = np.array(sorted(self.since), np.intp)
+        self.written[np.ix_(rows, indices_of(lanes))] = 0
+        if count_of(lanes) == self.machine.lanes:
+            self.since.clear()
         self.fenced[lanes] = True
+
+
+@remembered
+def concerned(entry: Entry) -> dict[int, tuple[list[Register], list[Register]]]:
+    """Instructions that read or write registers which some wgmma takes or gives, and these registers."""
+    multiplies = (i for i in entry.instructions if i.opcode.startswith("wgmma.mma_async"))
+    theirs = {register.index for i in multiplies for register in words((*i.destinations, *i.sources))}
+    found = {}
+    for pc, each in enumerate(entry.instructions):
+        some = each.sources, each.destinations
+        sources, targets = ([register for register in words(of) if register.index in theirs] for of in some)
+        if sources or targets:
+            found[pc] = sources, targets
+    return found
 
 
 def words(registers: Iterable[Register]) -> list[Register]:

@@ -55,7 +55,7 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
             blocks, offsets = machine.cluster_memory.resolve(access.instruction, lanes, offsets)
         start = 0 if space == "local" else SHARED_START
         end = start + (machine.launch.entry.local_bytes if space == "local" else machine.launch.window_bytes)
-        if int(offsets.min()) < start or furthest(offsets, sizes) > end:
+        if int(np.minimum.reduce(offsets)) < start or furthest(offsets, sizes) > end:
             first, where = machine.first_fault(access.instruction, lanes, (offsets < start) | (offsets + sizes > end))
             place = f"{size_at(sizes, first)} bytes at {space.split('::')[0]} address {int(offsets[first]) - start}"
             raise MemoryFault(f"{where}: {place} (window of {end - start} bytes) are out of bounds")
@@ -86,7 +86,7 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
 
 def furthest(offsets: Array, sizes: AccessSizes) -> int:
     """Where the last access ends."""
-    return int(offsets.max()) + sizes if isinstance(sizes, int) else int((offsets + sizes).max())
+    return int(np.maximum.reduce(offsets)) + sizes if isinstance(sizes, int) else int((offsets + sizes).max())
 
 
 def size_at(sizes: AccessSizes, index: int) -> int:

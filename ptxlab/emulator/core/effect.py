@@ -41,6 +41,7 @@ class Effect:
     arrives: bool = False  # no more than an arrival, once the lanes' earlier effects of its kind have landed
     landed: bool = False
     accumulates: bool = False  # it adds to what is there, as others may at the same time
+    units: dict[tuple[int, bool], Array] = field(init=False, default_factory=dict)  # see `read_units`
 
     @property
     def reads(self) -> Places:
@@ -52,15 +53,25 @@ class Effect:
         """What of memory it writes."""
         return NONE, NONE, NONE
 
-    @cached_property
-    def read_bytes(self) -> Array:
-        """Arena offsets of all bytes that it reads; every check asks for them."""
-        return spans(*self.reads[1:])
+    def read_units(self, unit: int) -> Array:
+        """Of what it reads all units of so many bytes, by their numbers; every check asks for them."""
+        if (unit, False) not in self.units:
+            self.units[unit, False] = spans(*self.reads[1:], unit)
+        return self.units[unit, False]
+
+    def written_units(self, unit: int) -> Array:
+        """Those of what it writes."""
+        if (unit, True) not in self.units:
+            self.units[unit, True] = spans(*self.writes[1:], unit)
+        return self.units[unit, True]
 
     @cached_property
-    def written_bytes(self) -> Array:
-        """Arena offsets of all bytes that it writes."""
-        return spans(*self.writes[1:])
+    def grain(self) -> int:
+        """The largest power of two up to 16 that all places and sizes are multiples of."""
+        bits = 16
+        for _, starts, sizes in (self.reads, self.writes):
+            bits |= int(np.bitwise_or.reduce(starts)) | int(np.bitwise_or.reduce(sizes))
+        return bits & -bits
 
     @property
     def adds_to(self) -> list[tuple[Register, Array]]:

@@ -163,7 +163,8 @@ class EffectQueue(Unit):
         effect.landed = True
         for watcher in self.machine.watchers:
             watcher.landed(effect)
-        effect.phase = np.where(effect.barrier >= 0, self.phases(effect.barrier), -1)
+        if np.count_nonzero(effect.barrier >= 0):
+            effect.phase = np.where(effect.barrier >= 0, self.phases(effect.barrier), -1)
         if effect.arrives or effect.kind == "bulk":
             self.tell(effect)
 

@@ -8,6 +8,7 @@ What an instruction needs beside lanes and memory is a *unit*; this module knows
 instruction: these enter themselves with `binder`.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,6 @@ from ptxlab.emulator.core.lanes import Handler, Lanes, Reader, Successors, count
 from ptxlab.emulator.core.livelock import LivelockDetector
 from ptxlab.emulator.core.watcher import Watcher
 from ptxlab.emulator.core.wave import LaunchState, Wave
-from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.types import Array
@@ -35,22 +35,18 @@ SOON = 250
 LONGEST_HOLD = 1 << 14
 MOST_PLACES = 8  # that a message names
 UNKNOWN = "the emulator does not know this instruction"
-REFUSED = {  # how an instruction begins -> why there is none like it here
-    "tcgen05": "the tensor memory of sm_100 is not emulated",
-    "clusterlaunchcontrol": "cluster launch control of sm_100 is not emulated",
-    **dict.fromkeys(("wgmma.mma_async.sp", "mma.sp"), "sparse operands are not emulated"),
-    **dict.fromkeys(
-        ("tex.", "tld4.", "txq.", "suld.", "sust.", "sured.", "suq."), "textures and surfaces are not emulated"
-    ),
-    **{
-        f"{call} {name}": f"{what} not emulated"
-        for call in ("call", "call.uni")
-        for name, what in (
-            ("malloc", "malloc on the device is"),
-            ("free", "free on the device is"),
-            ("of an address", "calls through function pointers are"),
-        )
-    },
+REFUSED = {  # how an instruction begins, as a pattern -> why there is none like it here
+    r"tcgen05": "the tensor memory of sm_100 is not emulated",
+    r"clusterlaunchcontrol": "cluster launch control of sm_100 is not emulated",
+    r"cvt\.\S*\.(e2m3x2|e3m2x2|e2m1x2|ue8m0x2)": "fp6, fp4 and their scales, of sm_100, are not emulated",
+    r"cp\.\S*\.tile::(gather4|scatter4)": "gathers and scatters of sm_100 are not emulated",
+    r"cp\.\S*\.im2col": "im2col copies are not emulated",
+    r"(wgmma\.mma_async|mma)\.sp": "sparse operands are not emulated",
+    r"(tex|tld4|txq|suld|sust|sured|suq)\.": "textures and surfaces are not emulated",
+    r"multimem": "multicast memory is not emulated",
+    r"tensormap\.": "tensor maps that the device makes are not emulated",
+    r"call(\.uni)? (malloc|free)$": "malloc on the device is not emulated",
+    r"call(\.uni)? of an address": "calls through function pointers are not emulated",
 }
 
 Binder = Callable[["Machine", Instruction, int], Handler]
@@ -152,8 +148,8 @@ class Machine(Wave):
 
     @cached_property
     def targets(self) -> frozenset[int]:
-        """Instructions that somebody may branch to."""
-        return frozenset(label.index for instruction in self.code for label in ir.labels(instruction.operands))
+        """Instructions that somebody may branch to, or that a debugger may stop at."""
+        return self.launch.entry.targets
 
     def bound(self, instruction: Instruction, pc: int) -> Handler:
         """The handler of one instruction, with the checks that were asked for around it, behind its guard."""
@@ -168,7 +164,7 @@ class Machine(Wave):
                 for watcher in self.watchers:
                     handler = watcher.around_guard(instruction, handler)
         except (UnknownOpcode, KeyError):  # KeyError: a type that there is not
-            reason = next((why for what, why in REFUSED.items() if instruction.text.startswith(what)), UNKNOWN)
+            reason = next((why for what, why in REFUSED.items() if re.match(what, instruction.text)), UNKNOWN)
             raise UnknownInstruction(f"{instruction.where}: {reason}") from None
         except IndexError:
             raise SourceError(instruction.path, instruction.line, "operands are missing", instruction.text) from None

@@ -78,7 +78,7 @@ class Memory:
 
     def touched(self, offsets: Array, end: int) -> Region | None:
         """The one region that holds all accesses at `offsets`, the last of which ends at `end`; or None."""
-        region = self.region_of(int(offsets.min()))
+        region = self.region_of(int(np.minimum.reduce(offsets)))
         return region if region and end <= region.end else None
 
     def touch_each(self, offsets: Array, size: int | Array) -> tuple[Array, list[Region]]:

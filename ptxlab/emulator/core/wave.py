@@ -7,7 +7,7 @@ up to whole warps, so that `lane // 32` names a warp. Registers of one width for
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from ptxlab.emulator.core.findings import Findings, GlobalAccess, SharedAccess
 from ptxlab.emulator.core.lanes import Lanes, Reader, Writer, count_of, indices_of
 from ptxlab.emulator.core.memory import SHARED_START, Memory
 from ptxlab.emulator.front import ir
-from ptxlab.emulator.front.control_flow import Flow, flow_of
 from ptxlab.emulator.front.ir import Entry, Instruction, Operand, Register
 from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, FILES, Array, bits_of, is_float, is_signed
@@ -76,11 +75,6 @@ class LaunchState:
             start, written = self.at_wait.pop()
             self.memory.arena[start : start + len(written)] = written
 
-    @cached_property
-    def flow(self) -> Flow:
-        """The kernel's control flow (check "divergence")."""
-        return flow_of(self.entry.instructions)
-
     @property
     def threads(self) -> int:
         """Threads of a block."""
@@ -123,6 +117,7 @@ class Wave:
             bits: np.zeros((rows + (bits == 1), self.lanes), FILES[bits])
             for bits, rows in launch.entry.registers.items()
         }
+        self.views: dict[tuple[str, str, bool], Array] = {}  # of the files, see `row`
         self.carry: Array = self.files[1][-1]  # the flag of every lane: one more predicate
         self.thread = np.arange(self.lanes) % self.stride
         self.alive = self.thread < launch.threads
@@ -133,14 +128,15 @@ class Wave:
 
     def row(self, register: Register, type_name: str, relaxed: bool = False) -> Array:
         """The register's row, as the type sees it; `relaxed`, the low part of a register that may be wider."""
-        width, bits = bits_of(register.type), bits_of(type_name)
-        row = self.files[width][register.index]
-        if (width == 1) != (bits == 1):
-            raise ValueError(f"{register.name} is {'' if width == 1 else 'not '}a predicate")
-        if bits > width or (bits < width and not relaxed):
-            raise ValueError(f"{register.name} has {width} bits, the instruction takes {bits}")
-        dtype = DTYPES[type_name]
-        result: Array = row.view(dtype) if bits == width else row.view(dtype)[:: width // bits]
+        kind = register.type, type_name, relaxed
+        if kind not in self.views:
+            width, bits = bits_of(register.type), bits_of(type_name)
+            if (width == 1) != (bits == 1):
+                raise ValueError(f"{register.name} is {'' if width == 1 else 'not '}a predicate")
+            if bits > width or (bits < width and not relaxed):
+                raise ValueError(f"{register.name} has {width} bits, the instruction takes {bits}")
+            self.views[kind] = self.files[width].view(DTYPES[type_name])[:, :: width // bits]
+        result: Array = self.views[kind][register.index]
         return result
 
     def reader(self, operand: Operand, type_name: str, relaxed: bool = False) -> Reader:
@@ -160,18 +156,10 @@ class Wave:
         if type_name == "pred" and isinstance(operand, ir.Immediate):
             return np.array([operand.bits != 0])
         if isinstance(operand, ir.Symbol):
-            value, float_bits = self.address_of(operand), 0
-        elif isinstance(operand, ir.Immediate):
-            value, float_bits = operand.bits, operand.float_bits
-        else:
-            raise ValueError(f"{type(operand).__name__.lower()} where a value is expected")
-        dtype, bits = DTYPES[type_name], bits_of(type_name)
-        if float_bits and dtype.kind == "f":
-            literal = np.array([value], f"u{float_bits // 8}").view(f"f{float_bits // 8}")
-            return literal.astype(dtype)
-        if float_bits not in (0, bits):
-            raise ValueError(f"a {float_bits}-bit floating-point literal where the type is {type_name}")
-        return np.array([value & (1 << bits) - 1], f"u{bits // 8}").view(dtype)
+            return literal(self.address_of(operand), 0, type_name)
+        if isinstance(operand, ir.Immediate):
+            return literal(operand.bits, operand.float_bits, type_name)
+        raise ValueError(f"{type(operand).__name__.lower()} where a value is expected")
 
     def address_of(self, symbol: ir.Symbol) -> int:
         """Address of a variable within its state space."""
@@ -269,3 +257,17 @@ class Wave:
         """`path:line: `text`: block (0,0,0) thread (3,0,0)`."""
         block, thread = ("({},{},{})".format(*index) for index in self.place_of(lane))
         return f"{instruction.where}: block {block} thread {thread}"
+
+
+@lru_cache(maxsize=1 << 16)
+def literal(value: int, float_bits: int, type_name: str) -> Array:
+    """A constant as an array of shape [1], which is shared: every launch binds the same ones."""
+    dtype, bits = DTYPES[type_name], bits_of(type_name)
+    if float_bits and dtype.kind == "f":
+        found = np.array([value], f"u{float_bits // 8}").view(f"f{float_bits // 8}").astype(dtype)
+    elif float_bits not in (0, bits):
+        raise ValueError(f"a {float_bits}-bit floating-point literal where the type is {type_name}")
+    else:
+        found = np.array([value & (1 << bits) - 1], f"u{bits // 8}").view(dtype)
+    found.flags.writeable = False
+    return found

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ptxlab.emulator.front import ir
-from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.ir import Entry, Instruction, remembered
 
 END = -1
 _LEAVES = ("ret", "exit")
@@ -70,8 +70,10 @@ class ControlFlowGraph:
         return found
 
 
-def flow_of(code: list[Instruction]) -> Flow:
+@remembered
+def flow_of(entry: Entry) -> Flow:
     """Look at a kernel's code."""
+    code = entry.instructions
     graph = ControlFlowGraph(code)
     blocks = range(len(graph.first))
     aligned: set[int] = set()

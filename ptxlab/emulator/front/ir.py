@@ -1,13 +1,15 @@
 """What a parsed PTX module consists of."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from ptxlab.emulator.front.lane_annotation import LaneTypes
 
+Subject = TypeVar("Subject")
+Answer = TypeVar("Answer")
 Operands = tuple[Any, ...]  # each an `Operand`; what an instruction takes of which kind, it asks when it is bound
 
 
@@ -162,9 +164,19 @@ class Entry:
         """Size of the parameter block."""
         return max((p.offset + p.size for p in self.params), default=0)
 
+    @cached_property
+    def opcodes(self) -> frozenset[str]:
+        """Of all instructions; asked for by every launch, but not before the parser is done."""
+        return frozenset(instruction.opcode for instruction in self.instructions)
+
+    @cached_property
+    def targets(self) -> frozenset[int]:
+        """Instructions that somebody may branch to."""
+        return frozenset(label.index for each in self.instructions for label in labels(each.operands))
+
     def uses(self, *beginnings: str) -> bool:
         """Whether an opcode begins so."""
-        return any(i.opcode.startswith(beginnings) for i in self.instructions)
+        return any(opcode.startswith(beginnings) for opcode in self.opcodes)
 
     @property
     def is_asynchronous(self) -> bool:
@@ -196,6 +208,24 @@ class Module:
 
 
 _NO_DESTINATION = frozenset({"bra", "brx", "ret", "exit", "trap", "nanosleep", "setmaxnreg"})
+
+
+def remembered(function: Callable[[Subject], Answer]) -> Callable[[Subject], Answer]:
+    """A function of an instruction or kernel whose answer is kept with it: every launch asks again.
+
+    It may be asked once the parser is done with its subject, which nobody changes from then on.
+    """
+    name = f"{function.__module__}.{function.__name__}"
+
+    @wraps(function)
+    def ask(subject: Subject) -> Answer:
+        known: dict[str, Any] = subject.__dict__
+        if name not in known:
+            known[name] = function(subject)
+        answer: Answer = known[name]
+        return answer
+
+    return ask
 
 
 def line_of(path: str, line: int, here: str) -> str:

@@ -17,6 +17,7 @@ _SIZES = {"maxntid", "reqntid", "minnctapersm", "maxnctapersm", "maxnreg", "reqn
 _FLAGS = {"explicitcluster", "blocksareclusters", "noreturn"}
 _LONG_VECTOR = re.compile(r"\{\s*([^{},]+),(?:[^{},]+,){3,}\s*([^{},]+?)\s*\}")  # of more than four elements
 MOST_REGISTERS = 1 << 18  # in one declaration
+MOST_DECLARED = 1 << 19  # in a module, those of a function each time that it is called
 MOST_BYTES = 1 << 28  # in all variables of a module, and in one
 MOST_LOCAL = 512 << 10  # bytes of a thread's local memory, as on a GPU
 MOST_CALLS = 10_000  # of functions, by one kernel: each is put in place
@@ -84,6 +85,7 @@ class _Parser(Cursor):
         self.inlining: list[str] = []
         self.calls = 0  # put in place in this kernel, those within functions each time
         self.bytes = 0  # of the module's variables
+        self.declared = 0  # registers
         self.functions: dict[str, int] = {}  # where each begins, as an index of a token; kernels may call what follows
         for after in [i for i, text in enumerate(self.texts, 1) if text == ".func"]:
             self.at = after
@@ -365,6 +367,9 @@ class _Parser(Cursor):
                 self.expect(">")
             else:
                 names = [name]
+            self.declared += len(names)
+            if self.declared > MOST_DECLARED:
+                self.fail(f"{self.declared} registers so far: at most {MOST_DECLARED} are emulated")
             for name in names:
                 self.declare(name, type_name)
             if self.accept(";"):

@@ -22,9 +22,12 @@ DTYPES: dict[str, np.dtype] = {
 FILES = {1: np.dtype("?"), 8: np.dtype("u1"), 16: np.dtype("u2"), 32: np.dtype("u4"), 64: np.dtype("u8")}
 
 
+_BITS = {name: dtype.itemsize * 8 for name, dtype in DTYPES.items()} | {"pred": 1}
+
+
 def bits_of(type_name: str) -> int:
     """Width of a PTX type in bits; 1 for a predicate."""
-    return 1 if type_name == "pred" else DTYPES[type_name].itemsize * 8
+    return _BITS[type_name]
 
 
 def is_signed(type_name: str) -> bool:

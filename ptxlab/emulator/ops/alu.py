@@ -15,7 +15,7 @@ import numpy as np
 from ptxlab.emulator.core.lanes import Handler, Lanes
 from ptxlab.emulator.core.machine import ANY_OTHER, Machine, binder
 from ptxlab.emulator.front import ir
-from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.ir import Instruction, remembered
 from ptxlab.emulator.front.opcode import OpcodeTable
 from ptxlab.emulator.front.operand_rules import check_operands, require_kinds
 
@@ -55,6 +55,7 @@ def selectors_of(instruction: Instruction) -> tuple[str, ...]:
     return selectors if any(selectors) else ()
 
 
+@remembered
 def typed_operands(instruction: Instruction) -> tuple[AluOperation, Typed, Typed]:
     """The operation, its destinations and its sources, each with the type it is taken as; the carry flag apart.
 

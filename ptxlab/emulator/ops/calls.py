@@ -1,7 +1,7 @@
 """Calls of what the driver provides: `printf` prints, `assert` fails; and `trap`."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -83,22 +83,21 @@ def _print(machine: Machine, instruction: Instruction, pc: int, variables: list[
         forms, places = read_form(lanes), read_arguments(lanes)
         counts = np.empty(count_of(lanes), np.uint32)
         for i, (address, place) in enumerate(zip(forms.tolist(), places.tolist(), strict=True)):
-            pieces = list(_printed(machine, instruction, text_at(machine, instruction, address), place - BASE))
-            counts[i] = len(pieces) // 2
-            machine.launch.print("".join(pieces))
+            text, counts[i] = _printed(machine, instruction, text_at(machine, instruction, address), place - BASE)
+            machine.launch.print(text)
         machine.memory.view[4][locate_result(lanes) // 4] = counts
 
     return print_
 
 
-def _printed(machine: Machine, instruction: Instruction, form: str, at: int) -> Iterator[str]:
-    """Text and values in turn, of the arguments that lie at an arena offset, each aligned to its size."""
-    end = 0
+def _printed(machine: Machine, instruction: Instruction, form: str, at: int) -> tuple[str, int]:
+    """What a format makes of arguments that lie at an arena offset, each aligned to its size; and how many it took."""
+    taken = 0
 
     def argument(kind: str) -> int | float:
-        nonlocal at
+        nonlocal at, taken
         dtype = np.dtype(kind)
-        at = -(-at // dtype.itemsize) * dtype.itemsize
+        at, taken = -(-at // dtype.itemsize) * dtype.itemsize, taken + 1
         region = machine.memory.region_of(at)
         if region is None or at + dtype.itemsize > region.end:
             raise MemoryFault(f"{instruction.where}: printf: the arguments of {form!r} are out of bounds")
@@ -110,31 +109,29 @@ def _printed(machine: Machine, instruction: Instruction, form: str, at: int) -> 
         number = argument("i4") if word == "*" else int(word or 0)
         return str(max(min(int(number), _WIDEST), -_WIDEST)) if word else ""
 
-    for found in _FIELD.finditer(form):
-        yield form[end : found.start()]
-        end, kind = found.end(), found["kind"]
+    def field(found: re.Match[str]) -> str:
+        kind = found["kind"]
         if kind == "%":
-            yield "%"
-            continue
+            return "%"
         width, precision = size(found["width"]), size(found["precision"])
         spec = f"%{found['flags']}{width}{f'.{precision}' if '.' in found[0] else ''}"
         if kind in "diouxX":
             is_long, is_signed = bool(_LONG.search(found[0])), kind in "di"
             value = argument(f"{'i' if is_signed else 'u'}{8 if is_long else 4}")
-            yield f"{spec}{'d' if kind == 'u' else kind}" % value
-        elif kind in "fFeEgG":
-            yield f"{spec}{kind}" % argument("f8")
-        elif kind in "aA":
-            yield float(argument("f8")).hex()
-        elif kind == "c":
-            yield f"{spec}s" % chr(int(argument("i4")) & 255)
-        elif kind == "p":
-            yield f"{int(argument('u8')):#x}"
-        elif kind == "s":
-            yield f"{spec}s" % text_at(machine, instruction, int(argument("u8")))
-        else:
-            yield found[0]  # as it stands
-    yield form[end:]
+            return f"{spec}{'d' if kind == 'u' else kind}" % value
+        if kind in "fFeEgG":
+            return f"{spec}{kind}" % argument("f8")
+        if kind in "aA":
+            return float(argument("f8")).hex()
+        if kind == "c":
+            return f"{spec}s" % chr(int(argument("i4")) & 255)
+        if kind == "p":
+            return f"{int(argument('u8')):#x}"
+        if kind == "s":
+            return f"{spec}s" % text_at(machine, instruction, int(argument("u8")))
+        return found[0]  # as it stands
+
+    return _FIELD.sub(field, form), taken
 
 
 @binder("trap", "brkpt")

@@ -21,9 +21,9 @@ def _convert(op: Opcode) -> AluOperation:
     mode = op.choice("rn", "rz", "rm", "rp", "rna", *INTEGRAL, default="")
     ftz, sat, relu, finite = op.flag("ftz"), op.flag("sat"), op.flag("relu"), op.flag("satfinite")
     if narrow := op.choice("e4m3x2", "e5m2x2", "tf32", default=""):
-        if ftz or sat or (finite and narrow == "tf32"):
+        if ftz or sat:
             raise UnknownOpcode(op.text)
-        return _tf32(op, mode, relu) if narrow == "tf32" else _fp8(op, narrow, mode, relu, finite)
+        return _tf32(op, mode, relu, finite) if narrow == "tf32" else _fp8(op, narrow, mode, relu, finite)
     target = op.type(*INTEGERS, *FLOATS, "f16x2", "bf16x2")
     source = op.type(*INTEGERS, *FLOATS)
     if finite or mode == "rna" or op.modifiers:
@@ -135,11 +135,14 @@ def _fp8(op: Opcode, pair: str, mode: str, relu: bool, finite: bool) -> AluOpera
     return AluOperation(("b16",), (other,) * (2 if other == "f32" else 1), pack)
 
 
-def _tf32(op: Opcode, mode: str, relu: bool) -> AluOperation:
+def _tf32(op: Opcode, mode: str, relu: bool, finite: bool) -> AluOperation:
     op.type("f32")
-    if op.modifiers or mode != "rna" or relu or op.text.endswith("tf32"):
+    # sm_90 has relu for nearest even and towards zero, and saturation for ties away from zero alone
+    known = mode in ("rn", "rz", "rna") and not (relu and mode == "rna") and not (finite and mode != "rna")
+    if op.modifiers or not known or op.text.endswith("tf32"):
         raise UnknownOpcode(op.text)
-    return AluOperation(("b32",), ("f32",), to_tf32)
+    return AluOperation(("b32",), ("f32",), lambda x: to_tf32(np.where(x <= 0, x.dtype.type(0), x) if relu else x,
+                                                             mode, finite))  # fmt: skip
 
 
 def _pack(op: Opcode) -> AluOperation:

@@ -24,6 +24,7 @@ from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import Array, limits
 from ptxlab.emulator.ops.floating import canonical
+from ptxlab.emulator.ops.mma_words import is_of_words, words_mma
 from ptxlab.emulator.ops.narrow_floats import OPERANDS, floats
 from ptxlab.layout import fragments
 from ptxlab.layout.fragments import WARP
@@ -107,6 +108,8 @@ def group(machine: Machine, start: int) -> int:
 
 @binder("mma")
 def _mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    if is_of_words(instruction):
+        return words_mma(machine, instruction, pc)
     decoded = DecodedMma.of(instruction.opcode)
     if pc < machine.done_before:
         return lambda lanes: None

@@ -50,7 +50,14 @@ def to_fp8(x: Array, type_name: str) -> Array:
     return np.where(np.isnan(x), FP8_NAN, code | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
 
 
-def to_tf32(x: Array) -> Array:
-    """f32 -> bits u32 of the nearest tf32, ties away from zero (.rna)."""
-    bits = x.view(np.uint32)
-    return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), bits + np.uint32(0x1000) & np.uint32(0xFFFFE000))
+def to_tf32(x: Array, mode: str, finite: bool = False) -> Array:
+    """f32 -> bits u32 of a tf32: the nearest, ties to even (.rn) or away from zero (.rna), or towards zero (.rz).
+
+    `finite`: beyond the largest number it is that (.satfinite).
+    """
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    up = np.uint32({"rn": 0xFFF, "rna": 0x1000, "rz": 0}[mode]) + (bits >> np.uint32(13) & np.uint32(mode == "rn"))
+    found: Array = bits + up & np.uint32(0xFFFFE000)
+    if finite:
+        found = np.where(found & 0x7FFFFFFF == 0x7F800000, found - np.uint32(0x2000), found)
+    return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), found)

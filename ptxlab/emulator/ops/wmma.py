@@ -158,7 +158,7 @@ def _multiply(machine: Machine, instruction: Instruction, opcode: Opcode) -> Cal
     types = [word for word in opcode.modifiers if word != "rn"]
     d_type, a_type, b_type, c_type = (types[0], "f16", "f16", types[1]) if len(types) == 2 else (*types, "", "", "")[:4]
     fits = a_type == b_type and {c_type, d_type} <= {*_FORMS[shape].get(a_type, ())}
-    rounds = (a_type == "f64") == opcode.flag("rn")
+    rounds = not opcode.flag("rn") or a_type == "f64"
     if not fits or not rounds or len(types) not in (2, 4) or (saturates and d_type != "s32"):
         raise UnknownOpcode(instruction.opcode)
     kinds = {"d": d_type, "a": a_type, "b": b_type, "c": c_type}

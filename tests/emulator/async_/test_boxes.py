@@ -119,16 +119,87 @@ def test_a_store_that_nobody_waits_for() -> None:
     assert "async" in found and "ends" in found
 
 
-def test_what_lies_outside_the_array_need_not_be_there() -> None:
-    """A box wider than the array: shared memory behind its rows is never read."""
-    x, y = np.ones((4, 16), np.float32), np.zeros((4, 16), np.float32)
-    text = source(2, STORE).replace("box[i] *= 2", "if (i % 20 < 16) box[i] = 3")
-    start, end = text.index('        asm volatile("fence.proxy.async; mb'), text.index("    }\n    __syncthreads();")
-    wait = text[text.index('    asm volatile("{ .reg .pred') : text.index("    for (int i")]
-    kernel = ptxlab.load((text[:start] + text[end:]).replace(wait, ""), arch="sm_90a")
-    outcome = kernel(TensorMap(x, (4, 20)), TensorMap(y, (4, 20)), *map(np.int32, (320, 0, 0)), grid=1, block=32,
-                     backend="emulator", **CHECKED)  # fmt: skip
-    assert not outcome.findings and (y == 3).all()
+PADDED = """
+struct alignas(64) TensorMap {{ unsigned char bytes[128]; }};
+extern "C" __global__ void pad(const __grid_constant__ TensorMap to, const float* image, const int* filled, int words,
+                               {at}) {{
+    __shared__ __align__(1024) float box[1024];
+    for (int i = threadIdx.x; i < words; i += blockDim.x)
+        if (filled[i]) box[i] = image[i];
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    if (threadIdx.x == 0) {{
+        asm volatile("cp.async.bulk.tensor.{axes}d.global.shared::cta.tile.bulk_group [%1, {{{places}}}], [%0];"
+                     :: "r"((unsigned)__cvta_generic_to_shared(box)), "l"(&to), {numbers} : "memory");
+        asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;" ::: "memory");
+    }}
+}}
+"""
+# shape, box, first element, swizzle; a box may end behind the array on any axis, but not begin in front of it
+PADDINGS = [
+    ((48,), (32,), (36,), 0), ((48,), (64,), (0,), 0), ((6, 16), (8, 24), (1, 4), 0), ((6, 8), (16, 8), (3, 4), 32),
+    ((6, 32), (8, 16), (3, 24), 64), ((9, 20), (16, 32), (2, 8), 128), ((3, 4, 12), (4, 5, 16), (1, 2, 4), 0),
+    ((3, 4, 8), (2, 8, 16), (2, 3, 4), 64), ((2, 2, 3, 8), (2, 3, 2, 16), (1, 1, 2, 4), 0),
+    ((2, 2, 3, 2, 8), (2, 1, 3, 2, 16), (1, 1, 2, 1, 4), 0),
+]  # fmt: skip
+
+
+def pad(
+    shape: tuple[int, ...],
+    box: tuple[int, ...],
+    first: tuple[int, ...],
+    span: int,
+    backend: str,
+    lost: int = 0,
+    **how: Any,
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """What the array holds, what it should, and the findings; only that part of the box is written which lies inside.
+
+    `lost`: elements of it that are not.
+    """
+    rng, axes = np.random.default_rng(len(shape)), len(shape)
+    y, tile = rng.random(shape, np.float32), rng.random(box, np.float32)
+    expected, image, filled = y.copy(), np.zeros(tile.size, np.float32), np.zeros(tile.size, np.int32)
+    for linear, offsets in enumerate(itertools.product(*map(range, box))):
+        at = tuple(f + o for f, o in zip(first, offsets, strict=True))
+        chunk, word = divmod(linear, 4)  # of 16 bytes; a swizzle exchanges those of a row
+        place = 4 * (chunk ^ (chunk // 8 % (span // 16)) if span else chunk) + word
+        image[place] = tile[offsets]
+        if all(0 <= i < n for i, n in zip(at, shape, strict=True)):
+            expected[at] = tile[offsets]
+            filled[place] = 1
+    filled[np.flatnonzero(filled)[:lost]] = 0
+    numbers = range(axes)
+    text = PADDED.format(
+        axes=axes,
+        at=", ".join(f"int at{i}" for i in numbers),
+        places=", ".join(f"%{2 + i}" for i in numbers),
+        numbers=", ".join(f'"r"(at{i})' for i in numbers),
+    )
+    outcome = ptxlab.load(text, arch="sm_90a")(TensorMap(y, box, span), image, filled, np.int32(tile.size),
+                                               *map(np.int32, reversed(first)), grid=1, block=64, backend=backend,
+                                               **how)  # fmt: skip
+    return y, expected, [str(finding) for finding in outcome.findings]
+
+
+@on_every_backend
+@pytest.mark.parametrize(("shape", "box", "first", "span"), PADDINGS, ids=str)
+def test_a_padded_store_takes_and_writes_what_lies_inside(
+    shape: tuple[int, ...], box: tuple[int, ...], first: tuple[int, ...], span: int, backend: str
+) -> None:
+    """Whatever of the box lies outside of the array is not written there, and need not be there in shared memory."""
+    for how in ({**CHECKED, "mode": mode} for mode in emulator.MODES) if backend == "emulator" else ({},):
+        y, expected, found = pad(shape, box, first, span, backend, **how)
+        np.testing.assert_array_equal(y, expected)
+        assert found == []
+
+
+@pytest.mark.parametrize(("shape", "box", "first", "span"), PADDINGS[::3], ids=str)
+def test_an_element_that_is_missing_inside_is_found(
+    shape: tuple[int, ...], box: tuple[int, ...], first: tuple[int, ...], span: int
+) -> None:
+    found = pad(shape, box, first, span, "emulator", lost=1, **CHECKED)[-1]
+    assert len(found) == 1 and "uninitialised" in found[0] and "takes byte" in found[0]
 
 
 def test_the_map_has_as_many_axes_as_the_instruction() -> None:
@@ -188,7 +259,7 @@ def test_bulk_reductions(op: str, t: str, dtype: Any, combine: np.ufunc, backend
     assert not outcome.findings
 
 
-@pytest.mark.parametrize("op", ["inc.s32", "and.f32", "max.f32", "add.b32"])
+@pytest.mark.parametrize("op", ["inc.s32", "and.f32", "max.f32", "add.b32", "add.noftz.u32", "add.f16"])
 def test_bulk_reductions_that_there_are_not(op: str) -> None:
     x = np.zeros((3, 64), np.float32)
     with pytest.raises((UnknownInstruction, ptxlab.errors.CompileError)):

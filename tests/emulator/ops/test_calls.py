@@ -25,7 +25,7 @@ def test_printf_prints_as_c_does(capsys: pytest.CaptureFixture[str]) -> None:
         """int i = blockIdx.x * 32 + threadIdx.x;
         if (i < 2) printf("%d of %u: %5.2f|%-6s|%c|%lld|%04x|%*d|100%%\\n", i, 4000000000u, i * 0.5, "word", 'a' + i,
                           -(1ll << 40), 255, 3, i);
-        if (i == 40) x[0] = printf("%s and %g", "one", 1e-7);""",
+        if (i == 40) x[0] = printf("%s and %g, 100%%", "one", 1e-7), x[1] = printf("|%*d|", 4, i);""",
         x := integers(),
         np.int32(0),
         checks="all",
@@ -33,9 +33,9 @@ def test_printf_prints_as_c_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == (
         "0 of 4000000000:  0.00|word  |a|-1099511627776|00ff|  0|100%\n"
         "1 of 4000000000:  0.50|word  |b|-1099511627776|00ff|  1|100%\n"
-        "one and 1e-07"
+        "one and 1e-07, 100%|  40|"
     )
-    assert x[0] == 2
+    assert (x[:2] == [2, 2]).all()
 
 
 def test_what_a_failing_kernel_has_printed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

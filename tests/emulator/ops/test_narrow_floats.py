@@ -52,3 +52,24 @@ def test_tf32_has_ten_bits_ties_away_from_zero() -> None:
     up = 1 + 2.0**-10
     np.testing.assert_array_equal(compute(x).view(np.float32), np.array([1, up, 1, -up, np.inf, -np.inf], np.float32))
     assert compute(np.array([np.nan], np.float32)) == 0x7FFFFFFF
+
+
+@pytest.mark.parametrize("relu", ["", ".relu"])
+@pytest.mark.parametrize("mode", ["rn", "rz"])
+def test_tf32_to_nearest_even_and_towards_zero(mode: str, relu: str) -> None:
+    x = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    x = np.concatenate([x, np.float32([1 + 2.0**-11, 1 + 3 * 2.0**-11, -1 - 2.0**-11, 0, np.inf, -np.inf])])
+    # of ten bits and those of the sign and exponent: as f64, cut or rounded at the eleventh
+    wide = np.ldexp(1.0, np.frexp(x.astype(np.float64))[1] - 11)
+    expected = np.where(np.isfinite(x), (np.rint if mode == "rn" else np.trunc)(x / wide) * wide, x)
+    expected = np.where(expected < 0, 0, expected) if relu else expected
+    found = alu_operation(f"cvt.{mode}{relu}.tf32.f32").compute(x).view(np.float32)
+    np.testing.assert_array_equal(found, expected.astype(np.float32))
+
+
+def test_tf32_saturates() -> None:
+    largest = np.uint32(0x7F7FE000).view(np.float32)
+    x = np.array([np.inf, -np.inf, np.finfo(np.float32).max, largest, np.nan], np.float32)
+    found = alu_operation("cvt.rna.satfinite.tf32.f32").compute(x)
+    np.testing.assert_array_equal(found[:4].view(np.float32), np.array([1, -1, 1, 1], np.float32) * largest)
+    assert found[4] == 0x7FFFFFFF

@@ -78,6 +78,13 @@ def test_every_form(shape: str, t: str, d: str, layouts: tuple[str, str, str], m
     np.testing.assert_array_equal(out, stored((a @ b + c).astype(DTYPES[d]), layouts[2])[0])
 
 
+def test_f64_is_rounded_to_nearest_even_if_nothing_is_said() -> None:
+    a, out = np.eye(8, 4), np.zeros((8, 8))
+    text = kernel("m8n8k4", "f64", "f64", ("row", "col", "row"), (4, 4, 8)).replace(".rn ", " ")
+    run(text, a, a, out.copy(), out)
+    np.testing.assert_array_equal(out, a @ a.T)
+
+
 def test_integers_wrap_or_are_clamped() -> None:
     a, b = np.full((16, 16), 127, np.int8), np.full((16, 16), 127, np.int8)
     c, d = np.full((16, 16), 2**31 - 1, np.int32), np.zeros((16, 16), np.int32)

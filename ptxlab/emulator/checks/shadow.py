@@ -1,0 +1,68 @@
+"""Shadow memory: what a check knows of each byte of memory.
+
+Most accesses are of 4 to 16 bytes, and bytes that are used together carry the same. So a shadow is looked at in *units*
+of several bytes where each of them is uniform, and byte by byte elsewhere; the answer is the same.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+
+from ptxlab.emulator.front.types import Array
+
+UNITS = (16, 8, 4, 2, 1)  # bytes
+
+
+class Shadow:
+    """A number for each byte of memory."""
+
+    def __init__(self, size: int) -> None:
+        self.each = np.zeros(size, np.uint64)
+        self.rows = {unit: self.each.reshape(-1, unit) for unit in UNITS}
+        self.finest = UNITS[0]  # unit that anything has been set in: all units of this size are uniform
+
+    def get(self, places: Array, unit: int) -> Array:
+        """That of each unit, which is uniform. `places` are numbers of units."""
+        found: Array = self.rows[unit][places, 0]
+        return found
+
+    def put(self, places: Array, unit: int, values: Array | int) -> None:
+        """Set that of each unit."""
+        self.finest = min(self.finest, unit)
+        self.rows[unit][places] = values[:, None] if isinstance(values, np.ndarray) else values
+
+    def mark(self, offsets: Array, size: int, values: Array) -> None:
+        """Set that of accesses, each of `size` bytes, of which its place is a multiple."""
+        unit = min(size, UNITS[0])
+        places, count = offsets // unit, size // unit
+        if count > 1:
+            places, values = (places[:, None] + np.arange(count)).reshape(-1), values.repeat(count)
+        self.put(places, unit, values)
+
+    def is_uniform(self, places: Array, unit: int) -> bool:
+        """Whether in each of these units all bytes carry the same."""
+        if unit <= self.finest:
+            return True
+        rows = self.rows[unit][places]
+        return not np.count_nonzero(rows.reshape(-1) != rows[:, 0].repeat(unit))
+
+
+@cache
+def repeated(byte: int, size: int) -> int:
+    """The word of so many bytes that are all the same."""
+    return int.from_bytes(bytes([byte]) * size, "little")
+
+
+def coarsest(grain: int, units: Callable[[int], Array], *shadows: Shadow) -> tuple[int, Array]:
+    """The largest unit within a grain that the shadows are uniform in, and the numbers of the units.
+
+    `units` makes these numbers for a unit.
+    """
+    for unit in UNITS[UNITS.index(grain) :]:
+        if unit in (2, 8) and unit < grain:  # too small a gain to look for
+            continue
+        places = units(unit)
+        if unit == 1 or all(shadow.is_uniform(places, unit) for shadow in shadows):
+            break
+    return unit, places

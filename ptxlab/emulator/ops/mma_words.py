@@ -1,0 +1,82 @@
+"""mma of f64 and of single bits. A register of A and B is one *word* of k: a number, or 32 bits that are counted.
+
+Lane 4g + t holds A[g (+ 8), t (+ 4 ...)], B[t (+ 4 ...), g] and C[g (+ 8), 2t and 2t + 1], in words. Sums of f64 are
+rounded in NumPy's order, those of bits are exact.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ptxlab.emulator.core.addressing import elements
+from ptxlab.emulator.core.lanes import Handler, Lanes, Reader, count_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import Array
+
+_SHAPES = {  # of types: the shapes, with words of k in a register's column of lanes
+    "f64": {"m8n8k4": 1, "m16n8k4": 1, "m16n8k8": 2, "m16n8k16": 4},
+    "b1": {"m8n8k128": 1, "m16n8k128": 1, "m16n8k256": 2},
+}
+
+
+def is_of_words(instruction: Instruction) -> bool:
+    """Whether it is one of these."""
+    return bool({*_SHAPES} & {*instruction.opcode.split(".")})
+
+
+def words_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    """Handler of an mma of f64 or bits."""
+    opcode = Opcode(instruction.opcode)
+    flags = [opcode.flag(name) for name in ("sync", "aligned", "row", "col")]
+    kind = "b1" if "b1" in opcode.modifiers else "f64"
+    depth = _SHAPES[kind][shape := opcode.choice(*_SHAPES[kind])]
+    combine = opcode.choice("xor", "and") if kind == "b1" else ""
+    counts = opcode.flag("popc")
+    d_type = "s32" if kind == "b1" else "f64"
+    if kind == "f64":
+        opcode.flag("rn")  # what is meant without it too
+    if not all(flags) or counts != (kind == "b1") or opcode.modifiers != [d_type, kind, kind, d_type]:
+        raise UnknownOpcode(instruction.opcode)
+    if len(instruction.operands) != 4:
+        raise ValueError(f"{instruction.opcode} takes 4 operands, not {len(instruction.operands)}")
+    halves, word = 2 if shape.startswith("m16") else 1, "b32" if kind == "b1" else "f64"
+    d, a, b, c = instruction.operands
+
+    def readers(operand: object, count: int, type_name: str) -> list[Reader]:
+        return [machine.reader(register, type_name) for register in elements(operand, count)]  # type: ignore[arg-type]
+
+    of_a, of_b, of_c = readers(a, depth * halves, word), readers(b, depth, word), readers(c, 2 * halves, d_type)
+    writers = [machine.writer(register, d_type) for register in elements(d, 2 * halves)]
+    product = _bits(combine) if kind == "b1" else np.matmul
+
+    def held(some: list[Reader], lanes: Lanes, *parts: int) -> Array:
+        """[warps, g, t, *parts] of the registers."""
+        columns = [np.broadcast_to(read(lanes), (count_of(lanes),)) for read in some]
+        return np.stack(columns, axis=1).reshape(-1, 8, 4, *parts)
+
+    def multiply(lanes: Lanes, members: Array) -> None:
+        whole_warps(machine, instruction, lanes, members)
+        left = held(of_a, lanes, depth, halves).transpose(0, 4, 1, 3, 2).reshape(-1, 8 * halves, 4 * depth)
+        right = held(of_b, lanes, depth).transpose(0, 3, 2, 1).reshape(-1, 4 * depth, 8)
+        before = held(of_c, lanes, halves, 2).transpose(0, 3, 1, 2, 4).reshape(-1, 8 * halves, 8)
+        sums = product(left, right).astype(before.dtype) + before
+        result = sums.reshape(-1, halves, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(count_of(lanes), -1)
+        for write, column in zip(writers, result.T, strict=True):
+            write(lanes, column)
+
+    return together(machine, pc, EVERYBODY, multiply)
+
+
+def _bits(combine: str) -> Callable[[Array, Array], Array]:
+    """Function of words [..., rows, k] and [..., k, columns] -> how many bits of both together are set."""
+    operation = np.bitwise_xor if combine == "xor" else np.bitwise_and
+
+    def count(left: Array, right: Array) -> Array:
+        both = operation(left[..., :, None, :], right.swapaxes(-1, -2)[..., None, :, :])
+        found: Array = np.bitwise_count(both).sum(axis=-1, dtype=np.int64)
+        return found
+
+    return count
