@@ -66,12 +66,12 @@ def small() -> QuantizedModel:
 @pytest.mark.parametrize("head", HEADS)
 def test_a_long_soak_on_a_small_model(small: QuantizedModel, head: str) -> None:
     """2,000 requests, or 5 minutes (PTXLAB_SOAK_SECONDS), by head."""
-    endured(small, 2000, SECONDS, 400, batch=24, pages=64, chunk=128, head=head)
+    endured(small, 2000, SECONDS, 400, batch=24, pages=32, chunk=128, head=head)
 
 
 def test_the_fast_mode_reports_where_requests_part(small: QuantizedModel) -> None:
     """Only where another token is nearly as likely: attention is rounded otherwise, and moves INT8 activations."""
-    these = endured(small, 200, SECONDS, 400, batch=24, pages=64, chunk=128, head="float16", invariant=False)
+    these = endured(small, 200, SECONDS, 400, batch=24, pages=32, chunk=128, head="float16", invariant=False)
     likeliest, drawn = these.parted
     assert all(each.margin <= MOST_APART * each.spread for each in likeliest)
     assert all(each.margin <= 0.1 for each in drawn)
@@ -80,7 +80,7 @@ def test_the_fast_mode_reports_where_requests_part(small: QuantizedModel) -> Non
 @pytest.mark.parametrize("head", HEADS)
 def test_a_soak_on_a_model_of_7b(head: str) -> None:
     """50 requests; the weights are random."""
-    endured(random_model(Config.named("LLaMA-2-7B")), 50, SECONDS, 600, batch=16, pages=48, chunk=256, head=head)
+    endured(random_model(Config.named("LLaMA-2-7B")), 50, SECONDS, 600, batch=16, pages=20, chunk=256, head=head)
 
 
 @pytest.mark.parametrize("head", HEADS)
