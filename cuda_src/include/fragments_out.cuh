@@ -81,8 +81,7 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
             __syncwarp();
             const uint4 v = load_shared_16(column);
             const int token = token0 + j * 8 + lane;
-            if (owned && token < M && n0 < end)
-                put_8<KIND, WITH>(y, size_t(token) * (N / 2) + n0 / 2, v);
+            if (owned && token < M && n0 < end) put_8<KIND, WITH>(y, size_t(token) * (N / 2) + n0 / 2, v);
         }
     } else if constexpr (KIND >= 2) {
 #pragma unroll
