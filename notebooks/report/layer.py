@@ -123,11 +123,15 @@ def _origin(record: Record, rows: pd.DataFrame) -> str:
     """What the figures are and where they come from."""
     attentions = dict.fromkeys(name.partition("/")[2] for peers in rows.peers for name in peers)
     said = "; ".join(f"`{name}`: {_ATTENTION[name]}" for name in _ATTENTION if name in attentions)
+    alone = rows[~rows.peers.map(lambda peers: any("/xqa" in name for name in peers))]
+    batches = ", ".join(str(B) for B in sorted(set(alone[alone.model.isin(DRAWN)].B)))
+    flattered = f" Without it, at batch {batches} and for shares, only PyTorch's counts, which flatters our layer."
     return (
         "Sequences of 1,024 tokens, KV4, LQQ weights in groups of 128, FP16 between the kernels; 1/n is one of n GPUs'"
         " share, without the all-reduce. The floor is the sum over operations of the longer of reading weights and"
         " cache once and of the products at 1,920 TOPS. Others is their share of all operations, each timed alone. The"
         f" fastest mix of each kind counts, its attention being the best of: {said or 'none measured'}."
+        f"{flattered if batches else ''}"
         f" Measured on one {record.device['name']}: `ptxlab bench layer`, {record.date[:10]}, commit {record.revision},"
         f" read ceiling {record.ceilings['read_tbps']:.2f} TB/s."
     )
