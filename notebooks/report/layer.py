@@ -74,7 +74,7 @@ def fused(record: Record | None) -> pd.DataFrame:
     flat = []
     for row in rows:
         sizes = row.sizes
-        heads = sizes.get("D", 0) * (sizes.get("Hq", 0) + 2 * sizes.get("Hkv", 0))
+        heads = sizes.get("D", 128) * (sizes.get("Hq", 0) + 2 * sizes.get("Hkv", 0))  # some records do not say 128
         width = sizes["K"] + sizes.get("outliers", 0) if "K" in sizes else heads
         compiled = row.peers.get("torch_compile", math.nan)
         found = {**row.more, **vars(row), "M": sizes["M"], "width": width, "over torch": compiled / row.time_us}
