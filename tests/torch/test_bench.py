@@ -35,20 +35,20 @@ def test_every_operator_is_timed() -> None:
     assert {*calls} == {*OPERATORS} - {"gemm_w4a8_grouped"}
 
 
-def test_a_compiled_model_may_part_at_a_tie_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of the eager model, of two sequences; at token 1 of the second, 64.06 is next to 64 in FP16."""
+def test_a_compiled_model_may_part_where_a_token_is_nearly_as_likely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of the eager model, of two sequences; at token 1 of the second, 64 is next to 65."""
     import torch
 
     from ptxlab.torch import bench as suite
 
     logits = torch.zeros(2, suite.FEW, 5)
-    logits[..., 3], logits[1, 1, 2], logits[1, 1, 4] = 64.0625, 64.0, 63.0
+    logits[..., 3], logits[1, 1, 2], logits[1, 1, 4] = 65.0, 64.0, 50.0
     tokens = torch.cat([torch.zeros(2, suite.PROMPT, dtype=torch.int64), logits.argmax(-1)], dim=1)
     eager, compiled = type("", (), {"sequences": tokens, "logits": logits.half().unbind(1)}), tokens.clone()
     monkeypatch.setattr(suite, "_generated", lambda *_, **how: eager if how else compiled)
     assert suite._same_as_eager(None, 2, None) == "8 tokens of each sequence equal to the eager model's"
     compiled[1, suite.PROMPT + 1 :] = 2
-    assert suite._same_as_eager(None, 2, None).endswith(", but for 1 that part at a tie")
+    assert suite._same_as_eager(None, 2, None).endswith(", but for 1 that part at a margin of 0.030 at most")
     compiled[1, suite.PROMPT + 1] = 4
-    with pytest.raises(PtxlabError, match=r"at token 1 of sequence 1, where their logits are 64\.0625 and 63\.0000"):
+    with pytest.raises(PtxlabError, match=r"at token 1 of sequence 1, 0\.4[0-9] standard deviations"):
         suite._same_as_eager(None, 2, None)
