@@ -46,11 +46,8 @@ def imfp() -> Timeline:
 
 def test_all_kernels_of_both_ladders_are_stamped() -> None:
     ladders = {s.stem for family in ("gemm", "attention") for s in (sources.cuda_dir() / family).rglob("*.cu")}
-    assert ladders - set(STAMPED) == {
-        "append_kv4",
-        "rope_append_kv4",
-        "attention_merge",
-    }  # a load and a store each: nothing to overlap
+    of_one_phase = {"append_kv4", "rope_append_kv4", "attention_merge", "gemm_f16_sm80"}  # nothing to overlap
+    assert ladders - set(STAMPED) == of_one_phase
 
 
 @pytest.mark.parametrize("name", STAMPED)
