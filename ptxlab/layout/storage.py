@@ -100,7 +100,13 @@ _FORMATS: tuple[_Format[Any], ...] = (_PACKED, _ATOM, _BLOCKS, _REORDERED)
 
 
 def save(packed: _Packed, path: str | os.PathLike[str], name: str = "weight") -> None:
-    """Write a packed weight as a safetensors file, whole or not at all. Raises FileError if it cannot be written."""
+    """Write a packed weight as a safetensors file, whole or not at all.
+
+    Raises FileError if it cannot be written, ArgumentError for anything that is no packed weight of one matrix.
+    """
+    if not isinstance(packed, _Packed):
+        kinds = ", ".join(form.weight.__name__ for form in _FORMATS)
+        raise ArgumentError("packed", f"must be one of {kinds}", type(packed).__name__)
     write_checkpoint(path, *described({name: packed}))
 
 

@@ -85,6 +85,13 @@ def test_a_missing_file_and_a_missing_folder(tmp_path: Path) -> None:
         save(pack(WEIGHT), tmp_path / "no" / "folder")
 
 
+def test_only_packed_weights_are_saved(tmp_path: Path) -> None:
+    rule = r"packed: must be one of PackedWeight, AtomWeight, BlockWeight, ReorderedWeight \(got ndarray\)"
+    with pytest.raises(ArgumentError, match=rule):
+        save(np.zeros(3), tmp_path / "w")  # type: ignore[arg-type]
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_foreign_file(tmp_path: Path) -> None:
     save_file({"w": np.zeros(3, np.float32)}, tmp_path / "a")
     save_file({"w": np.zeros(3, np.float32)}, tmp_path / "b", {"ptxlab": "{"})
