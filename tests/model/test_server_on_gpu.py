@@ -10,7 +10,7 @@ import pytest
 from ptxlab import gpu
 from ptxlab.bench.models import random_model
 from ptxlab.model import Config, FloatModel, KernelRunner, QuantizedModel, Server
-from ptxlab.model.runner import HEADS
+from ptxlab.model.runner import HEADS, PAGE
 from tests.support.serving import Served, random_requests, soak
 
 HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="the products need sm_90a")
@@ -41,9 +41,11 @@ def endured(
     for size in runner.sizes:  # every graph, and all that cuBLAS and CuPy take once
         these.submit(prompt=rng.integers(0, 1000, min(size, context - 4)).tolist(), tokens=3)
         these.server.run()
+    crowded = runner.pages * PAGE // runner.batch + PAGE  # tokens: so many pages for each are not there
     for _ in range(runner.batch):
-        these.submit(prompt=[1, 2, 3], tokens=12, temperature=1.0)
-    these.server.run()
+        these.submit(prompt=[1, 2, 3], tokens=crowded - 3, temperature=1.0)
+    while these.server.running or these.server.waiting:
+        these.step()
     before, begin = in_use(), time.perf_counter()
     for _ in soak(these, random_requests(count, model.config.vocabulary, context), cancels=max(0.05, 10 / count)):
         if time.perf_counter() - begin > seconds:
