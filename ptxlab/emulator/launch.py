@@ -388,6 +388,8 @@ def _prepare(
     for variable, region in fixed:
         if variable.initial:
             memory.arena[region.start : region.end] = np.frombuffer(variable.initial, np.uint8)
+        for at, symbol in variable.pointers.items():
+            memory.view[8][(region.start + at) // 8] = addresses[id(symbol.variable)] + symbol.offset
     for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
         at, start = params.start + param.offset, buffers[position][1].start if position in buffers else 0
         if isinstance(value, TensorMap):  # its bytes are opaque; who asks for it is given the map itself

@@ -20,6 +20,7 @@ MOST_REGISTERS = 1 << 18  # in one declaration
 MOST_DECLARED = 1 << 19  # in a module, those of a function each time that it is called
 MOST_BYTES = 1 << 28  # in all variables of a module, and in one
 MOST_LOCAL = 512 << 10  # bytes of a thread's local memory, as on a GPU
+FUNCTION = 0xF0F0F0F0F0F0F0F0  # what stands for the address of a function
 MOST_CALLS = 10_000  # of functions, by one kernel: each is put in place
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:\s*,.*\binlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
 _SPECIAL = re.compile(
@@ -334,23 +335,43 @@ class _Parser(Cursor):
         return variable
 
     def initialise(self, variable: Variable, element: int) -> None:
+        """Initial values: numbers, and addresses of variables. That of a function is a number that no call takes."""
 
-        def values() -> Iterator[bytes]:
+        def values() -> Iterator[int | ir.Symbol]:
             if self.accept("{"):
                 for _ in iter(lambda: self.accept("}"), True):
                     yield from values()
                     self.accept(",")
-                return
-            negative = self.accept("-")
-            number = self.number()
-            bits = -number.bits if negative else number.bits
-            yield (bits & (1 << 8 * element) - 1).to_bytes(element, "little")
+            elif self.kinds[self.at] == "word":
+                yield self.pointer()
+            else:
+                negative = self.accept("-")
+                number = self.number()
+                yield -number.bits if negative else number.bits
 
-        initial = b"".join(values())
+        found = list(values())
+        variable.pointers = {i * element: value for i, value in enumerate(found) if isinstance(value, ir.Symbol)}
+        if variable.pointers and element != 8:
+            self.fail(f"{variable.name}: an address has 8 bytes, not {element}")
+        numbers = (0 if isinstance(value, ir.Symbol) else value & (1 << 8 * element) - 1 for value in found)
+        initial = b"".join(number.to_bytes(element, "little") for number in numbers)
         variable.size = variable.size or len(initial)
         if len(initial) > variable.size:
             self.fail(f"{variable.name} has more initial values than elements")
         variable.initial = initial.ljust(variable.size, b"\0")
+
+    def pointer(self) -> int | ir.Symbol:
+        """`generic(variable)+4`, `variable`, or the name of a function."""
+        is_generic = self.texts[self.at + 1] == "(" and self.accept("generic") and self.accept("(")
+        name = self.word("a variable")
+        if is_generic:
+            self.expect(")")
+        if name in self.functions:
+            return FUNCTION
+        known = self.known(name)
+        if not isinstance(known, Variable) or known.space not in ("global", "const"):
+            self.fail(f"{name} is no variable of global memory that is declared above")
+        return ir.Symbol(known, self.offset())
 
     def registers(self) -> None:
         """`.reg` has been read: `.b32 %r<10>, %a;`."""
@@ -478,7 +499,8 @@ class _Parser(Cursor):
 
         A call of what has no body here stays: the driver may know it.
         """
-        name = next((o.name for o in call.operands if isinstance(o, Unresolved)), "")
+        is_direct = not any(isinstance(o, Register) for o in call.operands)  # else the name is that of a prototype
+        name = next((o.name for o in call.operands if isinstance(o, Unresolved) and is_direct), "")
         if name not in self.functions:
             called = {Unresolved(name): ir.Function(name)} if name else {}
             call.operands = tuple(called.get(o, o) if isinstance(o, Unresolved) else o for o in call.operands)
@@ -540,6 +562,8 @@ class _Parser(Cursor):
             self.fail(
                 f"the address of {operand.name}: calls through function pointers are not emulated", instruction.line
             )
+        if operand.name.startswith("%envreg"):
+            self.fail(f"{operand.name}: cooperative launches are not emulated", instruction.line)
         self.fail(f"{operand.name} is not declared", instruction.line)
 
     def lay_out_shared(self) -> None:

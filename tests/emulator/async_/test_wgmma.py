@@ -67,6 +67,19 @@ def test_every_step_is_needed(gone, kind, lines, mode):
 
 @both_modes
 @pytest.mark.parametrize(
+    ("fence", "found"),
+    [
+        ("release.sync_restrict::shared::cta", []),
+        ("acquire.sync_restrict::shared::cluster", [("async-dirty", line) for line in LAUNCHES]),
+    ],
+)
+def test_proxy_fences_of_one_direction(fence: str, found: list, mode: str) -> None:
+    """What threads wrote needs the one of release; the other orders what the engine wrote before what threads read."""
+    assert outcome(CASE.ptx.replace(PROXY, f"fence.proxy.async::generic.{fence}.cluster;"), mode)[1] == found
+
+
+@both_modes
+@pytest.mark.parametrize(
     ("line", "wrong"),
     [
         ("mov.b32 %a1, 0;", "late"),
