@@ -1,4 +1,4 @@
-"""Floats that only tensor cores and cvt know: fp8, fp6 and fp4, powers of two (ue8m0), and tf32, which is f32 cut short."""
+"""Floats that only tensor cores and cvt know: fp8, fp6, fp4, powers of two (ue8m0), and tf32, f32 cut short."""
 
 from functools import cache
 

@@ -196,9 +196,9 @@ def _warp_barrier(machine: Machine, instruction: Instruction, pc: int) -> Handle
 @binder("membar", "fence")
 def _fence(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     name, *parts = instruction.opcode.split(".")
-    kind = ".".join(part for part in parts if part not in SCOPES)
+    kind, has_scope = ".".join(part for part in parts if part not in SCOPES), any(part in SCOPES for part in parts)
     watchers = machine.watchers
-    if (name == "membar" and parts and kind in ("", "gl")) or kind in _MEMORY_FENCES:
+    if (name == "membar" and parts and kind in ("", "gl")) or (kind in _MEMORY_FENCES and has_scope):
 
         def fence(lanes: Lanes) -> None:
             for watcher in watchers:

@@ -1,4 +1,4 @@
-"""cvt between pairs of fp8, fp6, fp4 and powers of two, tf32 and wider floats: every code, and every kind of rounding, against ml_dtypes."""
+"""cvt between pairs of narrow floats (or powers of two, or tf32) and wider ones: every code, every kind of rounding."""
 
 from typing import Any
 
