@@ -189,7 +189,7 @@ def _mma_cases(rounded: bool = False, types: tuple[tuple[int, str, str, str], ..
                 f"mma.sync.aligned.m16n8k{k}.row.col.{d}.{a}.{b}.{d} {operands};", _store("d", count)]  # fmt: skip
         declare = f".reg .b32 %a<4>, %b<2>, %c<{count}>, %d<{count}>;"
         ptx = _module(name, list(inputs), 16, declare, "\n    ".join(body))
-        if a in _FP8 and k == 16:
+        if a in _FP8 and (k == 16 or d == "f16"):
             ptx = ptx.replace(".version 8.4", ".version 8.7")
         facts = {"k": k, "d": d, "a": a, "b": b}
         cases.append(FragmentCase(name, ptx, WARP, inputs, (WARP, count), facts))

@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -237,11 +238,16 @@ extern "C" __global__ void add({t}* out, const {t}* x) {{
     }}
 }}
 """
+BF16 = ml_dtypes.bfloat16
 REDUCTIONS = [
     ("add.u32", "unsigned", np.uint32, np.add), ("min.s32", "int", np.int32, np.minimum),
     ("add.u64", "unsigned long long", np.uint64, np.add), ("xor.b32", "unsigned", np.uint32, np.bitwise_xor),
     ("add.f32", "float", np.float32, np.add), ("add.f64", "double", np.float64, np.add),
     ("add.noftz.f16", "unsigned short", np.float16, np.add), ("max.f16", "unsigned short", np.float16, np.maximum),
+    ("add.noftz.bf16", "unsigned short", BF16, np.add), ("min.bf16", "unsigned short", BF16, np.minimum),
+    ("max.s64", "long long", np.int64, np.maximum), ("or.b64", "long long", np.int64, np.bitwise_or),
+    ("inc.u32", "unsigned", np.uint32, lambda a, b: np.where(a >= b, 0, a + 1).astype(np.uint32)),
+    ("dec.u32", "unsigned", np.uint32, lambda a, b: np.where((a == 0) | (a > b), b, a - 1).astype(np.uint32)),
 ]  # fmt: skip
 
 
@@ -249,14 +255,19 @@ REDUCTIONS = [
 @pytest.mark.parametrize(("op", "t", "dtype", "combine"), REDUCTIONS, ids=[r[0] for r in REDUCTIONS])
 def test_bulk_reductions(op: str, t: str, dtype: Any, combine: np.ufunc, backend: str) -> None:
     """Three blocks add to the same place, which is no race."""
-    x = np.random.default_rng(0).integers(0, 99, (3, 64)).astype(dtype)
-    raw = np.uint16 if dtype is np.float16 else dtype
+    out, expected, found = reduce(op, t, dtype, combine, backend, **CHECKED if backend == "emulator" else {})
+    assert found == () and out.tobytes() == expected.tobytes()
+
+
+def reduce(op: str, t: str, dtype: Any, combine: Any, backend: str, **options: Any) -> tuple[Any, Any, Any]:
+    """What three blocks leave in 64 numbers, what they should, and the findings."""
+    x = np.random.default_rng(0).integers(0, 99, (1 if op[:3] in ("inc", "dec") else 3, 64)).astype(dtype)
+    x = np.broadcast_to(x, (3, 64)).copy()  # of those two, the order of different numbers would matter
+    raw = np.uint16 if np.dtype(dtype).itemsize == 2 else dtype
     out = np.full(64, 7, dtype)
-    options = CHECKED if backend == "emulator" else {}
     kernel = ptxlab.load(BULK.format(t=t, op=op), arch="sm_90a")
     outcome = kernel(out.view(raw), x.view(raw), grid=3, block=64, backend=backend, **options)
-    np.testing.assert_array_equal(out, combine(combine(combine(dtype(7), x[0]), x[1]), x[2]))
-    assert not outcome.findings
+    return out, combine(combine(combine(np.full(64, 7, dtype), x[0]), x[1]), x[2]), outcome.findings
 
 
 @pytest.mark.parametrize("op", ["inc.s32", "and.f32", "max.f32", "add.b32", "add.noftz.u32", "add.f16"])

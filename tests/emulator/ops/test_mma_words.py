@@ -64,20 +64,18 @@ def multiplied(text: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, backend: 
     return d
 
 
-@on_every_backend
-@pytest.mark.parametrize("shape", F64)
-def test_f64(shape: str, backend: str) -> None:
+def f64(shape: str, backend: str) -> tuple[np.ndarray, np.ndarray]:
+    """What the instruction makes, and what it should."""
     m, k = int(shape[1:].split("n")[0]), int(shape.split("k")[1])
     rng = np.random.default_rng(k)
     a, b, c = (rng.integers(-99, 100, s) / 8 for s in ((m, k), (k, 8), (m, 8)))
     counts = tuple(map(len, held(m, k)))
     text = kernel(f"{shape}.row.col.f64.f64.f64.f64", counts, "f64", "f64")
-    np.testing.assert_array_equal(multiplied(text, a, b, c, backend), a @ b + c)
+    return multiplied(text, a, b, c, backend), a @ b + c
 
 
-@on_every_backend
-@pytest.mark.parametrize(("shape", "op"), BITS)
-def test_bits(shape: str, op: str, backend: str) -> None:
+def bits(shape: str, op: str, backend: str) -> tuple[np.ndarray, np.ndarray]:
+    """The same of bits."""
     m, k = int(shape[1:].split("n")[0]), int(shape.split("k")[1])
     rng = np.random.default_rng(k)
     a, b = (rng.integers(0, 2**32, s, np.uint32) for s in ((m, k // 32), (k // 32, 8)))
@@ -85,7 +83,19 @@ def test_bits(shape: str, op: str, backend: str) -> None:
     text = kernel(f"{shape}.row.col.s32.b1.b1.s32.{op}.popc", tuple(map(len, held(m, k // 32))), "b32", "s32")
     both = (np.bitwise_xor if op == "xor" else np.bitwise_and)(a[:, :, None], b[None])
     expected = sum(both >> np.uint32(bit) & 1 for bit in range(32)).sum(axis=1) + c
-    np.testing.assert_array_equal(multiplied(text, a, b, c, backend), expected)
+    return multiplied(text, a, b, c, backend), expected
+
+
+@on_every_backend
+@pytest.mark.parametrize("shape", F64)
+def test_f64(shape: str, backend: str) -> None:
+    np.testing.assert_array_equal(*f64(shape, backend))
+
+
+@on_every_backend
+@pytest.mark.parametrize(("shape", "op"), BITS)
+def test_bits(shape: str, op: str, backend: str) -> None:
+    np.testing.assert_array_equal(*bits(shape, op, backend))
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import ptxlab
 from ptxlab import emulator
 from ptxlab.errors import MemoryFault, UnknownInstruction
-from tests.support.axes import both_modes
+from tests.support.axes import on_every_backend
 from tests.support.emulated import HEADER, run
 
 REGISTERS = {"f16": (8, "b32"), "f64": (1, "f64"), "tf32": (4, "b32")}
@@ -60,10 +61,13 @@ def stored(matrix: np.ndarray, layout: str) -> tuple[np.ndarray, int]:
     return padded, padded.shape[1]
 
 
-@both_modes
-@pytest.mark.parametrize("layouts", [("row", "col", "row"), ("col", "row", "col")])
-@pytest.mark.parametrize(("shape", "t", "d"), FORMS)
-def test_every_form(shape: str, t: str, d: str, layouts: tuple[str, str, str], mode: str) -> None:
+LAYOUTS = [("row", "col", "row"), ("col", "row", "col")]
+
+
+def multiplied(
+    shape: str, t: str, d: str, layouts: tuple[str, str, str], backend: str, **more: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """What wmma stores, and what it should, gaps between the lines included."""
     rng, (m, n, k) = np.random.default_rng(0), SHAPES[shape]
     low = 0 if t == "u8" else -4
     a, b, c = (rng.integers(low, 5, s) for s in ((m, k), (k, n), (m, n)))
@@ -73,9 +77,17 @@ def test_every_form(shape: str, t: str, d: str, layouts: tuple[str, str, str], m
     )
     out = np.zeros_like(images[2])
     raw = [x.view(np.uint16) if x.dtype == ml_dtypes.bfloat16 else x for x in images]
-    result = run(kernel(shape, t, d, layouts, strides), *raw, out, checks=emulator.CHECKS, mode=mode)
-    assert result.findings == ()
-    np.testing.assert_array_equal(out, stored((a @ b + c).astype(DTYPES[d]), layouts[2])[0])
+    text = kernel(shape, t, d, layouts, strides)
+    assert not ptxlab.load(text)(*raw, out, grid=1, block=32, backend=backend, **more).findings
+    return out, stored((a @ b + c).astype(DTYPES[d]), layouts[2])[0]
+
+
+@on_every_backend
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize(("shape", "t", "d"), FORMS)
+def test_every_form(shape: str, t: str, d: str, layouts: tuple[str, str, str], backend: str) -> None:
+    for how in [{"checks": "all", "mode": mode} for mode in emulator.MODES] if backend == "emulator" else [{}]:
+        np.testing.assert_array_equal(*multiplied(shape, t, d, layouts, backend, **how))
 
 
 def test_f64_is_rounded_to_nearest_even_if_nothing_is_said() -> None:
