@@ -33,6 +33,7 @@ from report import (
     headers,
     ladder,
     layer,
+    operators,
     pipelines,
     predictions,
     profiletables,
@@ -40,7 +41,7 @@ from report import (
     targets,
     w4a4,
 )
-from report.frames import MISSING, markdown, means, origin_of_peers
+from report.frames import MISSING, markdown, means, origin_of_peers, recorded
 
 _LINK = re.compile(r"\]\(([\w./-]+)\)")  # from the root; in a page from its folder
 _SECTION = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -369,5 +370,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "corpus_kernels": corpus.table,
     "corpus_judged": corpus.judged,
     "emulator_speed": emulation.table,
+    "torch_generate": lambda: operators.generate_table(recorded("torch")),
+    "torch_host": lambda: operators.host_table(recorded("torch")),
     "pipelines": pipelines.section,
 }
