@@ -22,7 +22,7 @@ def host_table(record: Record | None) -> str:
     if not record or not lines:
         return MISSING
     note = (
-        "Median host time of a call that enqueues its kernel. PyTorch alone: an operator of the same schema, in Python, "
+        "Median host time of a call that enqueues its kernel. PyTorch alone: the operator of a schema in Python "
         f"that only allocates the results. {_origin(record)}"
     )
     return f"{markdown(pd.DataFrame(lines), dict.fromkeys(list(lines[0])[1:], '{:.1f}'))}\n{note}\n"
@@ -41,8 +41,8 @@ def generate_table(record: Record | None) -> str:
         lines.append({"batch": row.sizes["B"], "step, ms": row.time_us / 1e3, **rates, **over})
         formats |= dict.fromkeys(rates, "{:,.0f}") | dict.fromkeys(over, "{:.2f}x")
     note = (
-        f"{rows[0].kernel} with random weights, prompts of {rows[0].sizes['prompt']} tokens, static caches, compiled as "
-        f"`generate` does it; wall clock. FP8: E4M3 linears by cuBLAS. {_origin(record)}"
+        f"{rows[0].kernel} with random weights, prompts of {rows[0].sizes['prompt']} tokens, static caches, compiled "
+        f"as `generate` does it; wall clock. FP8: E4M3 linears by cuBLAS. {_origin(record)}"
     )
     return f"{markdown(pd.DataFrame(lines), formats)}\n{note}\n"
 
