@@ -155,7 +155,7 @@ def test_dtypes_that_are_multiplied(dtype: str, arch: str, emulate: Run, kernels
 
 
 def test_blackwell_is_refused_by_name(emulate: Run, kernels: Any) -> None:
-    with pytest.raises(PtxlabError, match=r"dot: tmem_size: 0: the emulator gives a kernel none \(got \d+\)"):
+    with pytest.raises(PtxlabError, match=r"dot: tmem_size: 0: the tensor memory .* is not emulated \(got \d+\)"):
         multiply(emulate, kernels, "float16", "sm_100")
 
 
