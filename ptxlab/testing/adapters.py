@@ -317,11 +317,11 @@ def _of_triton(compiled: Any, names: Sequence[str]) -> Target:
     facts, text = compiled.metadata, compiled.asm.get("ptx", "")
     if not text:
         raise ArgumentError("kernel", "compiled by Triton for NVIDIA", facts.target)
-    scratch = {
+    refused = {
         "global_scratch_size": "scratch memory is not emulated",
         "tmem_size": "the tensor memory of sm_100 (tcgen05) is not emulated",
     }
-    for what, why in scratch.items():
+    for what, why in refused.items():
         if getattr(facts, what, 0):
             raise ArgumentError(f"{facts.name}: {what}", f"0: {why}", getattr(facts, what))
     if getattr(facts, "num_ctas", 1) != 1:

@@ -157,7 +157,7 @@ def _policy(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     if instruction.opcode.split(".")[1:2] not in (["fractional"], ["range"], ["cvt"]):
         raise UnknownOpcode(instruction.opcode)
     write = machine.writer(instruction.operands[0], "b64")
-    return lambda lanes: write(lanes, np.uint64(1 << 52))
+    return lambda lanes: write(lanes, np.full(count_of(lanes), 1 << 52, np.uint64))
 
 
 @binder("griddepcontrol")

@@ -35,7 +35,8 @@ def _values(type_name: str) -> Array:
 def floats(raw: Array, type_name: str) -> Array:
     """Bits of one of `OPERANDS`, or of `NARROW`, as float64; tensor cores ignore the low 13 bits of a tf32."""
     if type_name in NARROW:
-        return _values(type_name)[raw & (1 << NARROW[type_name][0]) - 1]
+        found: Array = _values(type_name)[raw & (1 << NARROW[type_name][0]) - 1]
+        return found
     if type_name == "tf32":
         return (raw & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
     return widen(raw, type_name)
