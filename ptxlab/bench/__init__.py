@@ -140,9 +140,11 @@ def decode_path(only: Sequence[str]) -> Path:
 
 
 def _name(suite: str, only: Sequence[str]) -> str:
-    """A part is no record of the suite; but whole models of `decode` have records of their own."""
+    """A part is no record of the suite; but whole models of `decode` and the epilogues of `layer` have their own."""
     if suite == "decode" and only and set(only) <= {config.name for config in models.MODELS}:
         return f"decode/{'+'.join(only)}"
+    if suite == "layer" and [*only] == [layer.EPILOGUES]:
+        return f"layer_{layer.EPILOGUES}"
     return f"{suite}{_PART}" if only else suite
 
 

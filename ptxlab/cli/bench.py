@@ -25,7 +25,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help="Of the suites layer and decode: a model, B=16, a mix (fp8_row ...), alone (no mix); fused, timeline, "
-            "epilogues."
+            "d64, epilogues."
         ),
     ] = None,
     as_json: AsJson = False,

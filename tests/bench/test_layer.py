@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator, gpu
-from ptxlab.bench import copying, layer, peers_layer
+from ptxlab.bench import copying, layer, peers, peers_layer
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder, ends, fused, shapes
 from ptxlab.bench.layer.decoder import Decoder
@@ -206,14 +206,29 @@ def test_what_is_compiled_is_what_is_measured(here: pytest.MonkeyPatch) -> None:
         assert {*made.launches} == launched
 
 
+def test_a_layer_with_heads_of_64_is_measured_without_mixes(here: pytest.MonkeyPatch) -> None:
+    narrow = replace(TINY, heads=2, head_dim=64, name="narrow")
+    here.setattr(layer, "NARROW", narrow)
+    here.setattr(layer, "side_by_side", lambda jobs: None)
+    here.setattr(peers, "importable", lambda: False)
+    here.setattr(decoder, "layers_of", lambda config: [LayerWeights.random(config, on_device=True)])
+    with pytest.warns(UserWarning, match="no mixes beside the layers"):
+        (row,) = layer.rows([], CEILINGS, lambda _: None, only=["d64", "B=1"])
+    assert (row.measure, row.sizes, row.peers) == (layer.D64, {**shapes.sizes_of(narrow, 1), "D": 64}, {})
+    assert row.checked.startswith("10 steps: ") and "bit for bit" in row.checked
+    assert row.more["floor attention"] == pytest.approx(2 * 70 * (32 + 4) / 4.6e6), "of one head"
+
+
 def test_parts_of_the_suite_by_words() -> None:
     everything = layer.part([])
-    assert everything.fused and everything.timeline and everything.configs == layer.CONFIGS
+    assert everything.fused and everything.timeline and everything.d64 and everything.configs == layer.CONFIGS
+    assert not everything.epilogues, "which has been decided"
     some = layer.part(["LLaMA-2-7B", "B=1", "B=64", "fp8_row"])
     assert [config.name for config in some.configs] == ["LLaMA-2-7B"] and some.batches == (1, 64)
     assert some.mixes == ("fp8_row",) and not some.fused and not some.timeline
     apart = layer.part(["epilogues", "B=1"])
     assert apart.epilogues and apart.configs == () and apart.batches == (1,) and not apart.fused and not some.epilogues
+    assert not apart.d64 and layer.part(["d64"]) == layer.Selection(fused=False, timeline=False, configs=())
     assert layer.part(["fused"]).configs == () and layer.part(["alone"]).mixes == ()
     assert layer.part(["B=4"]).configs == layer.CONFIGS
     with pytest.raises(ArgumentError, match=r"only: one of fused, .* \(got B=3\)"):

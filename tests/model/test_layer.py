@@ -498,7 +498,7 @@ def test_epilogues_that_do_not_fit_are_refused() -> None:
             replace(PROBLEM, **change).run()
         assert str(error.value).startswith(f"decode_layer: {message}") and made.launches == []
     of_experts = replace(PROBLEM_OF_EXPERTS, x=PROBLEM_OF_EXPERTS.residual)  # to which no product has added yet
-    with pytest.raises(ArgumentError, match="^rmsnorm_quantize: residual: must not share memory with x"):
+    with pytest.raises(ArgumentError, match=r"^rmsnorm_quantize: residual: must not share memory with x"):
         of_experts.run()
     with pytest.raises(ArgumentError, match=r"^residual_epilogue: must be True or False \(got 1\)$"):
         LayerBuffers.empty(turns, PROBLEM.cache, residual_epilogue=1)  # type: ignore[arg-type]

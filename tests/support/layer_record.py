@@ -77,6 +77,13 @@ def spans() -> Iterator[Row]:
         yield from layer.spans_of(Config.named(name), B, [*launches, *again], names, 20.5)
 
 
+def narrow() -> Iterator[Row]:
+    """A layer with heads of 64."""
+    for B in layer.BATCHES:
+        of = point(layer.NARROW, B)
+        yield replace(of, measure=layer.D64, sizes=of.sizes | {"D": 64})
+
+
 def epilogues() -> Iterator[Row]:
     """A residual add takes 0.5 µs off a layer, SiLU·mul adds 1."""
     for name in ends.MODELS:
@@ -92,5 +99,5 @@ def record() -> Record:
     rows = [point(config, B) for config in layer.CONFIGS for B in layer.BATCHES]
     device = {"name": "NVIDIA H200", "slug": "h200"}
     ceilings = CEILINGS.to_json()
-    every = (*between(), *rows, *spans(), *epilogues())
+    every = (*between(), *rows, *spans(), *narrow(), *epilogues())
     return Record("layer", device, {}, ceilings, every, commit="0123456789abcdef", date="2026-11-23T00:00:00")

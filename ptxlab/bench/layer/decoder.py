@@ -148,7 +148,7 @@ class Decoder:
             rows = rows_of(config, name, self.B)
             found.append(Work(f"{GEMM} {name}", round(weight.nbytes * share), 2 * rows * N * K))
         batch = batch_of(config, self.B)
-        return [*found, Work(ATTENTION, batch.kv_bytes(), 4 * batch.tokens * batch.Hq * HEAD_DIM)]
+        return [*found, Work(ATTENTION, batch.kv_bytes(), 4 * batch.tokens * batch.Hq * batch.D)]
 
 
 def check_chains() -> None:

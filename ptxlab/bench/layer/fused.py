@@ -16,6 +16,7 @@ from ptxlab import gpu, kernels, reference
 from ptxlab.bench import peers, peers_layer, shapes
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.copying import copy_us
+from ptxlab.bench.layer.shapes import NARROW
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, measure
@@ -36,7 +37,7 @@ from ptxlab.quant.atom import ACTIVATION_CLIP
 MEASURE = "fused"
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 WIDTHS = (4096, 8192, 11008, 28672)
-HEADS = *((*heads, HEAD_DIM) for heads in shapes.HEADS), (32, 8, 64)  # queries, keys, dimensions; as LLaMA-3.2-1B last
+HEADS = *((*heads, HEAD_DIM) for heads in shapes.HEADS), (NARROW.heads, NARROW.kv_heads, NARROW.head_dim)
 EPS = peers_layer.EPS
 _MOST_COPIES = 1024  # of a call's buffers; where more would be needed to exceed the L2, they are in it
 _CHECKED = 8  # rows, spread over all
