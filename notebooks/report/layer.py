@@ -38,6 +38,7 @@ _ATTENTION = {
 }
 _COLUMNS = ["model", "B", "time_us", "floor_us", "fraction", "gemm_us", "attention_us", "others_us", "others_share"]
 _FUSED = ["kernel", "M", "width", "time_us", "floor_us", "fraction", "copy_us", "l2_us", "chain_us", "copy_l2_us"]
+_PUBLIC = {"over torch": "torch_compile", "over Liger": "liger_f16"}  # how many times as fast as which peer
 
 
 def recorded(suite: str = "layer") -> Record | None:
@@ -77,10 +78,10 @@ def fused(record: Record | None) -> pd.DataFrame:
         sizes = row.sizes
         heads = sizes.get("D", 128) * (sizes.get("Hq", 0) + 2 * sizes.get("Hkv", 0))  # some records do not say 128
         width = sizes["K"] + sizes.get("outliers", 0) if "K" in sizes else heads
-        compiled = row.peers.get("torch_compile", math.nan)
-        found = {**row.more, **vars(row), "M": sizes["M"], "width": width, "over torch": compiled / row.time_us}
+        over = {kind: row.peers.get(name, math.nan) / row.time_us for kind, name in _PUBLIC.items()}
+        found = {**row.more, **vars(row), "M": sizes["M"], "width": width, **over}
         flat.append(found)
-    return pd.DataFrame(flat, columns=list(dict.fromkeys([*_FUSED, "over torch", *(key for f in flat for key in f)])))
+    return pd.DataFrame(flat, columns=list(dict.fromkeys([*_FUSED, *_PUBLIC, *(key for f in flat for key in f)])))
 
 
 def timelines(record: Record | None) -> dict[str, pd.DataFrame]:
@@ -153,6 +154,7 @@ def fused_table(record: Record | None) -> str:
         "l2_us": ("in the L2", "{:.2f} µs"),
         "chain_us": ("and overlapped", "{:.2f} µs"),
         "over torch": ("over torch.compile", "{:.2f}x"),
+        "over Liger": ("over Liger, FP16 out", "{:.2f}x"),
     }
     table = rows.assign(**{"of copy": rows.copy_us / rows.time_us}).sort_values(["kernel", "width", "M"])[[*shown]]
     table.columns = pd.Index([name for name, _ in shown.values()])

@@ -670,22 +670,57 @@ def _warm_fused(K: int) -> None:
 
     for M in _WARM_TOKENS:
         for kernel in _FUSED:
-            for call in _fused_calls(kernel, M, K, copies=1):
+            for call in (*_fused_calls(kernel, M, K, 1), *(_liger_calls(kernel, M, K, 1) if has_liger() else ())):
                 call()
     torch.cuda.synchronize()
 
 
-def fused(kernel: str, M: int, K: int, copies: int) -> tuple[float, float] | None:
-    """Microseconds of `torch.compile`'s version of a fused kernel to INT8 by token: over so many copies, and over one.
+def fused(kernel: str, M: int, K: int, copies: int) -> dict[str, float]:
+    """Microseconds of public versions of a fused kernel, over so many copies; empty without PyTorch.
 
-    `rmsnorm_quantize` of [M, K] with a residual, `silu_mul_quantize` of [M, 2·K], `quantize_activations`. None
-    without PyTorch.
+    `torch_compile`: to INT8 by token. `rmsnorm_quantize` of [M, K] with a residual, `silu_mul_quantize` of [M, 2·K],
+    `quantize_activations`. `liger_f16`: Liger's kernel for the floats alone, which leaves FP16 (`_liger_calls`).
     """
     if not peers.importable():
-        return None
-    calls = _fused_calls(kernel, M, K, copies)
-    cold, warm = (measure(those, replays=GEMM_REPLAYS, capture=peers.capture).us for those in (calls, calls[:1]))
-    return cold, warm
+        return {}
+    found: dict[str, float] = {}
+    for name, calls_of, there in (("torch_compile", _fused_calls, True), ("liger_f16", _liger_calls, has_liger())):
+        with peers.left_out(f"{name}, {kernel}, {M} x {K}"):
+            if there and (calls := calls_of(kernel, M, K, copies)):
+                found[name] = measure(calls, replays=GEMM_REPLAYS, capture=peers.capture).us
+    return found
+
+
+def has_liger() -> bool:
+    """Whether `liger-kernel` is installed."""
+    return find_spec("liger_kernel") is not None
+
+
+def _liger_calls(kernel: str, M: int, K: int, copies: int) -> list[Callable[[], Any]]:
+    """Liger's fused add and RMSNorm, or SiLU·mul, FP16 in and out; the first results are checked. Empty of others.
+
+    It quantises nothing, writes the residual's sum to an array of its own, and takes gate and up as two.
+    """
+    import torch
+    from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_forward
+    from liger_kernel.ops.swiglu import swiglu_forward
+
+    inputs = torch.randn((copies, 2, M, K), dtype=torch.float16, device=peers.DEVICE)
+    a, b = inputs[0]
+    if kernel == "rmsnorm_quantize":
+        gamma = torch.randn(K, dtype=torch.float16, device=peers.DEVICE)
+        calls = [partial(fused_add_rms_norm_forward, *pair, gamma, EPS, 0.0, "llama") for pair in inputs]
+        got, total = calls[0]()[:2]
+        floats = (a + b).double()
+        expected = floats * torch.rsqrt(floats.square().mean(1, keepdim=True) + EPS) * gamma.double()
+        peers.check_close("liger_f16, residual", total.double(), floats, 0)
+    elif kernel == "silu_mul_quantize":
+        calls = [partial(swiglu_forward, *pair) for pair in inputs]
+        got, expected = calls[0]()[2], torch.nn.functional.silu(a.double()) * b.double()
+    else:
+        return []
+    peers.check_close(f"liger_f16, {kernel}", got.double(), expected, 1e-2)
+    return calls
 
 
 def _fused_calls(kernel: str, M: int, K: int, copies: int) -> list[Callable[[], Any]]:

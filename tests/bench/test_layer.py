@@ -151,13 +151,13 @@ def test_a_fused_kernel_is_timed_beside_copies_and_checked(
     make: Callable[[], fused.Fused], here: pytest.MonkeyPatch
 ) -> None:
     here.setattr(fused, "copy_us", lambda nbytes, copies: 3.0 + copies)
-    here.setattr(peers_layer, "fused", lambda *given: (7.0, 6.0) if given[-1] == 2 else None)
+    here.setattr(peers_layer, "fused", lambda *given: {"torch_compile": 7.0} if given[-1] == 2 else {})
     of = make()
     row = fused.timed(of, CEILINGS)
     assert (row.kernel, row.sizes, row.time_us) == (of.kernel, of.sizes, 10.0)
     assert row.more["copy_us"] == 5.0 and row.more["copy_l2_us"] == 4.0 and row.more["chain_us"] == 10.0
-    assert row.peers == ({"torch_compile": 7.0} if of.compiled else {})
-    assert (of.compiled is None) == (of.kernel in ("rope_append_kv4", *REORDERING))
+    assert row.peers == ({"torch_compile": 7.0} if of.public else {})
+    assert (of.public is None) == (of.kernel in ("rope_append_kv4", *REORDERING))
     assert row.floor_us == pytest.approx(of.nbytes / 4.2e6)
     arrays = of.make()
     with pytest.raises(BenchmarkError, match=f"{of.kernel.removesuffix('_s8')}: (wrong|pages)"):

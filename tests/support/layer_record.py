@@ -63,7 +63,7 @@ def between() -> Iterator[Row]:
                     measure=layer.FUSED,
                     sizes={"M": M, "K": width},
                     limit="copy",
-                    peers={"torch_compile": 2 * (floor + 1)},
+                    peers={"torch_compile": 2 * (floor + 1), "liger_f16": 2.5 * (floor + 1)},
                     more=times,
                 )
 

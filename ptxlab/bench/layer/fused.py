@@ -1,4 +1,4 @@
-"""The kernels between GEMMs and attention, each beside a copy of its bytes and beside `torch.compile`'s version.
+"""The kernels between GEMMs and attention, each beside a copy of its bytes, `torch.compile`'s version and Liger's.
 
 Each is timed over buffers that together exceed the L2, unless that takes more than `_MOST_COPIES` of them: then the
 launch is all that counts. It is also timed on the same buffers again and again, as in a decoder's chain, launched
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, kernels, reference
-from ptxlab.bench import peers, peers_layer, shapes
+from ptxlab.bench import peers_layer, shapes
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.copying import copy_us
 from ptxlab.bench.layer.shapes import NARROW
@@ -55,7 +55,7 @@ class Fused:
         make: arrays of one call.
         call: of arrays, perhaps launched programmatically.
         check: of arrays after a call; returns what was checked. Raises BenchmarkError for wrong results.
-        compiled: `torch.compile`'s version (`peers_layer.fused`), if there is one.
+        public: its name among those that there are public versions of (`peers_layer.fused`), if it is.
     """
 
     kernel: str
@@ -64,7 +64,7 @@ class Fused:
     make: Callable[[], dict[str, Any]]
     call: Callable[..., Any]
     check: Callable[[dict[str, Any]], str]
-    compiled: str | None = None
+    public: str | None = None
 
 
 def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
@@ -102,12 +102,6 @@ def timed(fused: Fused, ceilings: Ceilings) -> Row:
     fused.call(**fresh)
     checked = fused.check(fresh)
     more = {"l2_us": warm, "chain_us": chained, "copies": float(count), **_copy(fused.nbytes, count)}
-    compiled = None
-    if fused.compiled:
-        with peers.left_out(f"torch.compile's {fused.kernel}, {fused.sizes}"):
-            compiled = peers_layer.fused(fused.compiled, fused.sizes["M"], fused.sizes["K"], count)
-    if compiled:
-        more["torch_l2_us"] = compiled[1]
     return row_of(
         kernels.specs()[fused.kernel],
         MEASURE,
@@ -116,7 +110,7 @@ def timed(fused: Fused, ceilings: Ceilings) -> Row:
         floor=(fused.nbytes / ceilings.copy_tbps / 1e6, "copy"),
         checked=checked,
         nbytes=fused.nbytes,
-        peers={"torch_compile": compiled[0]} if compiled else {},
+        peers=peers_layer.fused(fused.public, fused.sizes["M"], fused.sizes["K"], count) if fused.public else {},
         more=more,
     )
 
@@ -149,7 +143,7 @@ def normed(M: int, K: int) -> Fused:
 
     nbytes = M * K * 7 + 8 * M + 2 * K
     name = "rmsnorm_quantize"
-    return Fused(name, {"M": M, "K": K}, nbytes, make, call, check, compiled=name)
+    return Fused(name, {"M": M, "K": K}, nbytes, make, call, check, public=name)
 
 
 def gated(M: int, K: int) -> Fused:
@@ -167,7 +161,7 @@ def gated(M: int, K: int) -> Fused:
 
     nbytes = M * K * 5 + 8 * M
     name = "silu_mul_quantize"
-    return Fused(name, {"M": M, "K": K}, nbytes, make, silu_mul_quantize, check, compiled=name)
+    return Fused(name, {"M": M, "K": K}, nbytes, make, silu_mul_quantize, check, public=name)
 
 
 def quantised(M: int, K: int) -> Fused:
@@ -183,8 +177,8 @@ def quantised(M: int, K: int) -> Fused:
         return {"x": x.copy(), "out": out()}
 
     nbytes = M * K * 3 + 8 * M
-    sizes, compiled = {"M": M, "K": K}, "quantize_activations"
-    return Fused("quantize_activations_s8", sizes, nbytes, make, quantize_activations, check, compiled)
+    sizes, public = {"M": M, "K": K}, "quantize_activations"
+    return Fused("quantize_activations_s8", sizes, nbytes, make, quantize_activations, check, public)
 
 
 def reordering(M: int, width: int, outliers: int = 128, group: int = 128) -> Iterator[Fused]:
