@@ -57,6 +57,29 @@ def test_every_mix_at_every_batch(on_cpu: pytest.MonkeyPatch) -> None:
     assert {B: [*of] for B, of in times.items() if of} == {1: ["fp16/sdpa", "fp8_tensor/sdpa"], 2: ["fp16/sdpa"]}
 
 
+def test_mixes_with_equal_caches_share_the_choice_of_attention(on_cpu: pytest.MonkeyPatch) -> None:
+    """FP16's and tensor-wise FP8's have the same floats; row-wise FP8 has bfloat16. Each is checked all the same."""
+    measured: list[str] = []
+    checked: list[str] = []
+    check = peers_layer._Attention.check
+
+    def measure(calls: Sequence[Callable[[], Any]], **_: Any) -> Measured:
+        backend = [given for given in getattr(calls[0], "args", ()) if isinstance(given, str)]
+        measured.extend(backend)
+        us = 5.0 if backend == ["FLASH_ATTENTION"] else 7.0
+        return Measured(us, us, us, 1900.0)
+
+    def watched(self: Any, name: str, *of: Any) -> None:
+        checked.append(name)
+        check(self, name, *of)
+
+    on_cpu.setattr(peers_layer, "measure", measure)
+    on_cpu.setattr(peers_layer._Attention, "check", watched)
+    peers_layer.mixes(TINY, (3,), PLAIN, lambda _: None)
+    both = ["CUDNN_ATTENTION", "FLASH_ATTENTION"]
+    assert measured == 2 * both and checked == [*both, *both, "FLASH_ATTENTION"]
+
+
 def test_a_prompt_costs_its_gemms_and_causal_attention(on_cpu: pytest.MonkeyPatch) -> None:
     """Every call is of four prompts; what it gives is held against the same in float64."""
     import torch

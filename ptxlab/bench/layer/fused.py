@@ -39,6 +39,7 @@ TOKENS = (1, 16, 64, 256, 1024, 4096)
 WIDTHS = (4096, 8192, 11008, 28672)
 HEADS = *((*heads, HEAD_DIM) for heads in shapes.HEADS), (NARROW.heads, NARROW.kv_heads, NARROW.head_dim)
 EPS = peers_layer.EPS
+_REORDERED = (4096, 11008), (1, 64, 1024)  # widths and tokens of W4A4's quantisers, which no layer here has
 _MOST_COPIES = 1024  # of a call's buffers; where more would be needed to exceed the L2, they are in it
 _CHECKED = 8  # rows, spread over all
 _SMALL = 1 / 64  # what is added to the residual again and again must not overflow it
@@ -68,11 +69,12 @@ class Fused:
 
 
 def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
-    """Every kernel at every size."""
+    """Every kernel at every size, W4A4's at some."""
     for K in WIDTHS:
         for M in reversed(TOKENS):  # the largest first: `torch.compile`'s kernels are tuned to it
             progress(f"{M} x {K}: fused kernels")
-            for fused in (normed(M, K), gated(M, K), quantised(M, K), *reordering(M, K)):
+            others = reordering(M, K) if K in _REORDERED[0] and M in _REORDERED[1] else ()
+            for fused in (normed(M, K), gated(M, K), quantised(M, K), *others):
                 yield timed(fused, ceilings)
     for heads in HEADS:
         for T in TOKENS:
@@ -82,7 +84,7 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
 
 def warm(K: int) -> None:
     """Compile, in a process that ends then, what is launched at this width; at the first one also all else."""
-    made = [normed(1, K), gated(1, K), quantised(1, K), *reordering(1, K)]
+    made = [normed(1, K), gated(1, K), quantised(1, K), *(reordering(1, K) if K in _REORDERED[0] else ())]
     made += [appended(1, *heads) for heads in HEADS if WIDTHS[0] == K]
     for each in made:
         each.call(**each.make())
