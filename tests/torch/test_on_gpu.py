@@ -156,15 +156,16 @@ def test_generates_the_tokens_of_our_runner(family: str, compiled: bool) -> None
 
 @pytest.mark.timing
 def test_host_time_beyond_the_public_call() -> None:
-    """What an operator adds to the public call that it makes, and to an operator that only allocates its results."""
+    """What an operator adds to the public call that it makes, and to an operator that only allocates its results: of
+    each the least of many, as the other workers take the processor now and then."""
     import ptxlab
     from ptxlab.torch import bench
 
     times = map(bench._host_us, bench.operator_calls()["quantize_activations"])
     x = torch.randn(16, 4096, device="cuda").half()
     out = ptxlab.quantize_activations(x)
-    operator, pytorch = (median for median, *_ in times)
-    public = bench._host_us(lambda: ptxlab.quantize_activations(x, out=out))[0]
+    operator, pytorch = (least for _, least, _ in times)
+    public = bench._host_us(lambda: ptxlab.quantize_activations(x, out=out))[1]
     assert operator - pytorch - public < 10, (operator, pytorch, public)
 
 
