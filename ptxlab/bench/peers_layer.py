@@ -711,6 +711,7 @@ def _liger_calls(kernel: str, M: int, K: int, copies: int) -> list[Callable[[], 
 
     inputs = torch.randn((copies, 2, M, K), dtype=torch.float16, device=peers.DEVICE)
     a, b = inputs[0]
+    calls: list[Callable[[], Any]]
     if kernel == "rmsnorm_quantize":
         gamma = torch.randn(K, dtype=torch.float16, device=peers.DEVICE)
         calls = [partial(fused_add_rms_norm_forward, *pair, gamma, EPS, 0.0, "llama") for pair in inputs]
