@@ -158,7 +158,8 @@ def fused_table(record: Record | None) -> str:
     }
     table = rows.assign(**{"of copy": rows.copy_us / rows.time_us}).sort_values(["kernel", "width", "M"])[[*shown]]
     table.columns = pd.Index([name for name, _ in shown.values()])
-    return markdown(table, dict(shown.values()))
+    table, formats = table.dropna(axis="columns", how="all"), dict(shown.values())  # without peers that nobody has
+    return markdown(table, {name: formats[name] for name in table})
 
 
 def timeline_table(record: Record | None) -> str:
