@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ptxlab import emulator, gpu
+from ptxlab import bench, emulator, gpu
 from ptxlab.bench import copying, layer, peers, peers_layer
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder, ends, fused, shapes
@@ -233,6 +233,12 @@ def test_parts_of_the_suite_by_words() -> None:
     assert layer.part(["B=4"]).configs == layer.CONFIGS
     with pytest.raises(ArgumentError, match=r"only: one of fused, .* \(got B=3\)"):
         layer.part(["B=3"])
+
+
+def test_whole_epilogues_are_a_record_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_record", lambda suite, *_: suite)
+    names = [bench.run_suite("layer", only=only) for only in ([], ["epilogues"], ["epilogues", "B=1"], ["fused"])]
+    assert names == ["layer", "layer_epilogues", "layer_part", "layer_part"]
 
 
 def test_a_layer_is_known_by_its_sizes() -> None:
