@@ -33,15 +33,15 @@ from report import (
     headers,
     ladder,
     layer,
-    operators,
     pipelines,
     predictions,
     profiletables,
+    pytorch,
     showcase,
     targets,
     w4a4,
 )
-from report.frames import MISSING, markdown, means, origin_of_peers, recorded
+from report.frames import MISSING, markdown, means, origin_of_peers
 
 _LINK = re.compile(r"\]\(([\w./-]+)\)")  # from the root; in a page from its folder
 _SECTION = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -299,7 +299,12 @@ def layer_fused_section() -> str:
 
 def layer_epilogues_section() -> str:
     """Layers with and without the epilogues of their GEMMs."""
-    return layer.epilogues_table(layer.recorded())
+    return layer.epilogues_table(layer.recorded("layer_epilogues"))
+
+
+def layer_d64_section() -> str:
+    """A layer with heads of 64 dimensions."""
+    return layer.d64_table(layer.recorded())
 
 
 def layer_timeline_section() -> str:
@@ -349,12 +354,14 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "attention": attention_table,
     "kv4": kv4_section,
     "layer": layer_section,
+    "pytorch": pytorch.table,
     "decode": decode_section,
     "decode_peaks": lambda: decode.peaks_table(decode.recorded()),
     "decode_targets": lambda: targets.table(targets.whole(decode.recorded())),
     "decode_generate": lambda: decode.generate_table(decode.recorded()),
     "layer_fused": layer_fused_section,
     "layer_epilogues": layer_epilogues_section,
+    "layer_d64": layer_d64_section,
     "layer_timeline": layer_timeline_section,
     "gemm_means": gemm_means_section,
     "per_channel": lambda: gemm.per_channel_table(ladder.recorded()),
@@ -370,7 +377,5 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "corpus_kernels": corpus.table,
     "corpus_judged": corpus.judged,
     "emulator_speed": emulation.table,
-    "torch_generate": lambda: operators.generate_table(recorded("torch")),
-    "torch_host": lambda: operators.host_table(recorded("torch")),
     "pipelines": pipelines.section,
 }
