@@ -161,9 +161,7 @@ def test_blackwell_is_refused_by_name(emulate: Run, kernels: Any) -> None:
 
 def test_launches_that_are_refused_by_name(emulate: Run, kernels: Any) -> None:
     x = np.zeros((64, 64), np.float16)
-    with pytest.raises(
-        PtxlabError, match=r"described: global_scratch_size: 0: scratch memory is not emulated \(got \d+\)"
-    ):
+    with pytest.raises(PtxlabError, match=r"described: global_scratch_size: 0: scratch memory .* \(got \d+\)"):
         emulate(kernels.described, x, x.copy(), TILE=64, grid=1, arch="sm_90")
     y = np.zeros(64, np.float32)
     with pytest.raises(PtxlabError, match=r"add: num_ctas: 1: clusters of Triton's are not launched here \(got 2\)"):
