@@ -318,6 +318,26 @@ def test_tf32_fp8_and_f16_accumulators(case: str, type_name: str, d: str, mode: 
     np.testing.assert_array_equal(found, right.astype(d.replace("f", "float")))
 
 
+@both_modes
+@pytest.mark.parametrize("case", CASES[:2])
+@pytest.mark.parametrize(
+    ("d", "planted", "kinds"),
+    [
+        ("f32", 0x7BFF, []),
+        ("f16", 0x7BFF, ["overflow"]),  # 65504 times what is 8 in A
+        ("f32", 0x7C00, ["nan"]),  # infinity times what is 0 in A
+        ("f32", 0x7E00, []),  # a NaN that was there
+    ],
+)
+def test_where_a_nan_arises(d: str, planted: int, kinds: list[str], case: str, mode: str) -> None:
+    """In the product, of B's last row; D is 1 before."""
+    text, image, held, _ = problem(case, "f16", 64, d)
+    image.view(np.uint16)[-1024 - 8 :][:8] = planted  # B's end, before 2,048 bytes that nobody reads
+    text = text.replace(" -1, 1", " 1, 1")
+    found = run(text, image, held, np.zeros((128, 32), np.uint32), threads=128, checks=["float"], mode=mode).findings
+    assert [(f.kind, f.line) for f in found] == [(kind, line_of(text, "mma_async")) for kind in kinds]
+
+
 def test_fp8_operands_may_differ() -> None:
     text, image, held, right = problem("shared", "e4m3", 64)
     out = np.zeros((128, 32), np.uint32)

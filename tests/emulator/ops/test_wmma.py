@@ -10,7 +10,7 @@ import ptxlab
 from ptxlab import emulator
 from ptxlab.errors import MemoryFault, UnknownInstruction
 from tests.support.axes import on_every_backend
-from tests.support.emulated import HEADER, run
+from tests.support.emulated import HEADER, line_of, run
 
 REGISTERS = {"f16": (8, "b32"), "f64": (1, "f64"), "tf32": (4, "b32")}
 SHAPES = {"m16n16k16": (16, 16, 16), "m8n32k16": (8, 32, 16), "m32n8k16": (32, 8, 16), "m16n16k8": (16, 16, 8),
@@ -95,6 +95,18 @@ def test_f64_is_rounded_to_nearest_even_if_nothing_is_said() -> None:
     text = kernel("m8n8k4", "f64", "f64", ("row", "col", "row"), (4, 4, 8)).replace(".rn ", " ")
     run(text, a, a, out.copy(), out)
     np.testing.assert_array_equal(out, a @ a.T)
+
+
+@pytest.mark.parametrize(
+    ("d", "planted", "kinds"), [("f32", 65504, []), ("f16", 65504, ["overflow"]), ("f32", np.inf, ["nan"])]
+)
+def test_where_a_nan_arises(d: str, planted: float, kinds: list[str]) -> None:
+    """65504 * 65504 fits f32, not f16; infinity * 0."""
+    a, c = np.zeros((16, 16), np.float16), np.zeros((16, 16), DTYPES[d])
+    a[3, 3] = planted
+    text = kernel("m16n16k16", "f16", d, ("row", "col", "row"), (16, 16, 16))
+    found = run(text, a, a, c, c.copy(), checks=["float"]).findings
+    assert [(f.kind, f.line) for f in found] == [(kind, line_of(text, "wmma.mma")) for kind in kinds]
 
 
 def test_integers_wrap_or_are_clamped() -> None:
