@@ -33,7 +33,8 @@ extern "C" __global__ void move(const __grid_constant__ TensorMap from, const __
                      :: "r"(shared(&full)));
         asm volatile("fence.proxy.async; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                      :: "r"(shared(&full)), "r"(bytes) : "memory");
-        asm volatile("cp.async.bulk.tensor.{axes}d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+        asm volatile("cp.async.bulk.prefetch.tensor.{axes}d.L2.global.tile [%1, {{{places}}}];"
+                     "cp.async.bulk.tensor.{axes}d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
                      " [%0], [%1, {{{places}}}], [%2];"
                      :: "r"(shared(box)), "l"(&from), "r"(shared(&full)), {numbers} : "memory");
     }}
