@@ -20,7 +20,6 @@ MOST_REGISTERS = 1 << 18  # in one declaration
 MOST_DECLARED = 1 << 19  # in a module, those of a function each time that it is called
 MOST_BYTES = 1 << 28  # in all variables of a module, and in one
 MOST_LOCAL = 512 << 10  # bytes of a thread's local memory, as on a GPU
-FUNCTION = 0xF0F0F0F0F0F0F0F0  # what stands for the address of a function
 MOST_CALLS = 10_000  # of functions, by one kernel: each is put in place
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:\s*,.*\binlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
 _SPECIAL = re.compile(
@@ -335,9 +334,9 @@ class _Parser(Cursor):
         return variable
 
     def initialise(self, variable: Variable, element: int) -> None:
-        """Initial values: numbers, and addresses of variables. That of a function is a number that no call takes."""
+        """Initial values: numbers, or addresses and perhaps numbers, whose bytes are known once there is memory."""
 
-        def values() -> Iterator[int | ir.Symbol]:
+        def values() -> Iterator[int | ir.Symbol | ir.Function]:
             if self.accept("{"):
                 for _ in iter(lambda: self.accept("}"), True):
                     yield from values()
@@ -350,24 +349,27 @@ class _Parser(Cursor):
                 yield -number.bits if negative else number.bits
 
         found = list(values())
-        variable.pointers = {i * element: value for i, value in enumerate(found) if isinstance(value, ir.Symbol)}
-        if variable.pointers and element != 8:
-            self.fail(f"{variable.name}: an address has 8 bytes, not {element}")
-        numbers = (0 if isinstance(value, ir.Symbol) else value & (1 << 8 * element) - 1 for value in found)
-        initial = b"".join(number.to_bytes(element, "little") for number in numbers)
-        variable.size = variable.size or len(initial)
-        if len(initial) > variable.size:
+        found = [value & (1 << 8 * element) - 1 if isinstance(value, int) else value for value in found]
+        numbers = [value for value in found if isinstance(value, int)]
+        variable.size = variable.size or len(found) * element
+        if len(found) * element > variable.size:
             self.fail(f"{variable.name} has more initial values than elements")
-        variable.initial = initial.ljust(variable.size, b"\0")
+        if len(numbers) == len(found):
+            initial = b"".join(number.to_bytes(element, "little") for number in numbers)
+            variable.initial = initial.ljust(variable.size, b"\0")
+        elif element == 8:
+            variable.pointers = {i * element: value for i, value in enumerate(found)}
+        else:
+            self.fail(f"{variable.name}: an address has 8 bytes, not {element}")
 
-    def pointer(self) -> int | ir.Symbol:
+    def pointer(self) -> ir.Symbol | ir.Function:
         """`generic(variable)+4`, `variable`, or the name of a function."""
         is_generic = self.texts[self.at + 1] == "(" and self.accept("generic") and self.accept("(")
         name = self.word("a variable")
         if is_generic:
             self.expect(")")
         if name in self.functions:
-            return FUNCTION
+            return ir.Function(name)
         known = self.known(name)
         if not isinstance(known, Variable) or known.space not in ("global", "const"):
             self.fail(f"{name} is no variable of global memory that is declared above")

@@ -125,6 +125,12 @@ __device__ int (*table[1])(int) = {f};
     x = integers()
     run("x[0] = third[-1] + third[1]; x[1] = names[1][n]; third[0] = 9; x[2] = numbers[2];", x, np.int32(1), head=head)
     assert x[:3].tolist() == [6, ord("d"), 9]
+    module = ptxlab.emulator.parse(
+        ".version 8.7\n.target sm_90\n.address_size 64\n.global .u32 a[2];\n.global .u64 p[3] = {a+4, -1};\n"
+    )
+    p = module.variables[1]
+    assert p.initial is None and p.size == 24, "nobody may take its bytes for known ones"
+    assert p.pointers[8] == 2**64 - 1 and p.pointers[0].offset == 4
 
 
 @pytest.mark.parametrize(
