@@ -77,15 +77,15 @@ def over_tokens(
     step: GemmStep,
     layer: Layer,
     logical: Arrays,
-    tokens: Iterable[int],
+    tokens: Sequence[int],
     cublas: Mapping[int, Mapping[str, float]],
     **further: Any,
 ) -> Iterator[Row]:
     """A `point` for each number of tokens, the first of those in `logical`, beside cuBLAS."""
+    right = expected(step.spec, logical)  # of a token the same in any batch
     for M in tokens:
         inputs = first_tokens(logical, M)
-        right = expected(step.spec, inputs)
-        yield point(step, sizes_at(step.spec, layer, M), inputs, right, peers=cublas[M], **further)
+        yield point(step, sizes_at(step.spec, layer, M), inputs, right[:M], peers=cublas[M], **further)
 
 
 def compile_all(points: Iterable[Point]) -> None:

@@ -93,6 +93,7 @@ class _Quantizer:
         dtype, first = dtype_of(arrays[next(iter(shapes))]), next(iter(shapes))
         if dtype not in (dtypes := self.spec.by_variant["IN"]):
             raise ArgumentError(f"{self.name}: {first}", f"dtype {' or '.join(dtypes)}", dtype)
+        rows: dict[str, Any]
         if how.int8 is None:
             results = activation_shapes(**fields)
             rows = {"outliers": how.outliers, "g": how.group, "code": RULES.index(how.rules), "clip": float(how.clip)}
