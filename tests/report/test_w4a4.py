@@ -11,7 +11,7 @@ from ptxlab.bench.gemm.w4a4 import COMPARED
 from ptxlab.bench.plot import record_figure
 from ptxlab.cost.published import FIGURES
 from ptxlab.cost.schedule import COMET, SCHEDULES
-from report import accuracy, figures, frames, sections, targets, w4a4
+from report import accuracy, figures, frames, headers, sections, targets, w4a4
 from tests.support import w4a4_record
 
 
@@ -107,6 +107,11 @@ def test_measured_beside_w4a8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "W4Ax: the same, stretch": ["at most 1.15x", "1.30x", "missed"],
         "W4Ax: points slower than cuBLAS INT8": ["at most 0", "40", "missed"],
     }
+    stated = {path.stem: " ".join(text.replace("\n//", "").split()) for path, text in headers.outdated().items()}
+    fives = {"gemm_w4a4_sm90": ("1.20", "1.06"), "gemm_w4ax_sm90": ("1.30", "0.98")}
+    for name, (beside, int8) in fives.items():
+        said = f"{', '.join([beside] * 5)} of gemm_w4a8's time, {', '.join([int8] * 5)} times as fast as cuBLAS INT8"
+        assert said in stated[name]
     (axes,) = figures.picture("w4a4_measured").axes
     assert axes.get_title("left") == "W4A4 1.20x and W4Ax 1.30x W4A8's time on an H200, in the mean"
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}

@@ -62,10 +62,11 @@ def _w4a8_rows(layer: Layer, cublas: Mapping[int, Mapping[str, float]], stream_u
     if not headline.steps():
         return
     logical = {**headline.weight_of(layer), **tokens(layer, max(COMPARED))}
-    right = expected(headline.chosen(layer, max(COMPARED)).spec, logical)
     for M in COMPARED:
+        inputs = first_tokens(logical, M)
         beside: dict[str, Any] = {"stream_us": stream_us, "peers": cublas[M]}
-        yield headline.launched(layer, M, first_tokens(logical, M), right[:M], measured_as=headline.MEASURE, **beside)
+        right = expected(headline.chosen(layer, M).spec, inputs)
+        yield headline.launched(layer, M, inputs, right, measured_as=headline.MEASURE, **beside)
 
 
 def layer_rows(
