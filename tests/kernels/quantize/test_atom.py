@@ -570,7 +570,8 @@ ON_GPU = pytest.mark.skipif(gpu.why_not("sm_90") is not None, reason="needs sm_9
 @ON_GPU
 @pytest.mark.parametrize("K", [4096, 28672])
 @pytest.mark.parametrize("M", [1, 33, 1000])
-def test_a_programmatic_chain_is_the_plain_chain(M: int, K: int) -> None:
+@pytest.mark.parametrize("int8", [None, 3])
+def test_a_programmatic_chain_is_the_plain_chain(int8: int | None, M: int, K: int) -> None:
     """Each norm reads what the norm before it has written while the gate between them runs: a stale byte goes on."""
     import cupy
 
@@ -578,11 +579,11 @@ def test_a_programmatic_chain_is_the_plain_chain(M: int, K: int) -> None:
     place = cupy.asarray(quant.channel_places(RNG.permutation(K)))
     half = cupy.asarray(quant.channel_places(RNG.permutation(K // 2)))
     first, second, residual = (cupy.zeros((M, K), cupy.float16) for _ in range(3))
-    out, gated = ptxlab.reorder_quantize(x, place), ptxlab.silu_mul_reorder_quantize(x, half)
+    out, gated = ptxlab.reorder_quantize(x, place, int8=int8), ptxlab.silu_mul_reorder_quantize(x, half, int8=int8)
 
     def chain(programmatic: bool) -> None:
         for read, written in pairwise([x, *[first, second] * 6]):
-            how = {"out": out, "programmatic": programmatic}
+            how = {"out": out, "programmatic": programmatic, "int8": int8}
             ptxlab.rmsnorm_reorder_quantize(read, gamma, place, residual=residual, normed=written, **how)
             ptxlab.silu_mul_reorder_quantize(written, half, **{**how, "out": gated})
             ptxlab.reorder_quantize(written, place, **how)
