@@ -2,12 +2,14 @@
 
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from ptxlab.errors import ArgumentError, CompileError, UnavailableError
 from ptxlab.sources import Source, names_same_file
+from ptxlab.toolchain import headers
 from ptxlab.toolchain.macros import require_finite
 
 INSTALL = "python -m pip install 'ptxlab[asm]'"
@@ -36,10 +38,7 @@ def run(source: Source, output: Literal["cubin", "ptx"], options: Sequence[str])
     """
     nvrtc = _library()
     require_finite(source)
-    program = _call(nvrtc.nvrtcCreateProgram, source.text.encode(), source.path.encode(), 0, None, None)
-    try:
-        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+    with _compiled(source, options) as (program, result, log):
         if result == nvrtc.nvrtcResult.NVRTC_ERROR_INVALID_OPTION:
             raise ArgumentError("arch", f"an architecture that NVRTC {version()} knows", options[0])
         if int(result):
@@ -47,8 +46,6 @@ def run(source: Source, output: Literal["cubin", "ptx"], options: Sequence[str])
         if output == "ptx":
             return _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).encode(), log
         return _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
 
 
 def front_end(source: Source, action: str, options: Sequence[str]) -> bytes:
@@ -57,17 +54,30 @@ def front_end(source: Source, action: str, options: Sequence[str]) -> bytes:
     NVRTC reports a failure even where there is none, since no code comes out: a source that is wrong is for `run` to
     refuse. Empty if this NVRTC has no such action; it is not documented.
     """
-    nvrtc = _library()
     require_finite(source)
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "made"
         extra = [text for option in (action, "--output", str(made)) for text in ("-Xcudafe", option)]
-        program = _call(nvrtc.nvrtcCreateProgram, source.text.encode(), source.path.encode(), 0, None, None)
+        with _compiled(source, [*options, *extra]):
+            return made.read_bytes() if made.is_file() else b""
+
+
+@contextmanager
+def _compiled(source: Source, options: Sequence[str]) -> Iterator[tuple[Any, Any, str]]:
+    """The program, compiled or not, NVRTC's result and its log; with standard headers if it lacks one without."""
+    nvrtc = _library()
+    for provided in ({}, headers.BY_NAME):
+        texts, names = ([text.encode() for text in each] for each in (provided.values(), provided))
+        given = source.text.encode(), source.path.encode(), len(names), texts or None, names or None
+        program = _call(nvrtc.nvrtcCreateProgram, *given)
         try:
-            nvrtc.nvrtcCompileProgram(program, len(options) + len(extra), [o.encode() for o in [*options, *extra]])
+            (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+            log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+            if provided or not headers.lacks(log):
+                yield program, result, log
+                return
         finally:
             nvrtc.nvrtcDestroyProgram(program)
-        return made.read_bytes() if made.is_file() else b""
 
 
 def excerpt(source: Source, line: int, path: str = "") -> str:

@@ -7,7 +7,7 @@ import pytest
 from ptxlab import toolchain
 from ptxlab.errors import ArgumentError, CompileError, UnavailableError
 from ptxlab.sources import Source
-from ptxlab.toolchain import cache, nvrtc
+from ptxlab.toolchain import cache, headers, nvrtc
 
 PTX = """.version 6.5
 .target sm_75
@@ -231,3 +231,35 @@ def test_versions_and_missing_tools(ptx: Source, cuda: Source, monkeypatch: pyte
         toolchain.assemble(ptx, "sm_90a")
     with pytest.raises(UnavailableError, match=r"^NVRTC: .*pip install 'ptxlab\[asm\]'$"):
         toolchain.compile_cuda(cuda, "sm_90a", defines=MASK)
+
+
+def test_headers_of_the_standard_library() -> None:
+    """Those that kernels include, though NVRTC has none; each compiles alone, and names of `std` are those of CUDA."""
+    every = "".join(f"#include <{name}>\n" for name in headers.BY_NAME)
+    body = """
+    extern "C" __global__ void k(uint32_t* a, std::uint64_t n, float* f) {
+        static_assert(sizeof(CUtensorMap) == 128 && std::is_same_v<std::uint32_t, uint32_t>);
+        assert(n > 0);
+        a[0] = std::min(a[1], UINT32_MAX);
+        f[0] = std::sqrt(f[1]) + std::numeric_limits<float>::min();
+        std::printf("%d", int(n));
+    }
+    """
+    source = Source.from_text(every + body, "k.cu")
+    ptx = toolchain.compile_cuda(source, "sm_90", output="ptx").data
+    assert b"sqrt" in ptx and toolchain.cuda_digest(source, "sm_90") == toolchain.cuda_digest(source, "sm_90")
+    for name in ("cstdint", "assert.h", "cuda.h"):
+        kernel = f'#include <{name}>\nextern "C" __global__ void k() {{}}\n'
+        toolchain.compile_cuda(Source.from_text(kernel, "k.cu"), "sm_90", output="ptx")
+
+
+def test_headers_for_the_host_alone() -> None:
+    source = Source.from_text('#include <cstdint>\n#include <iostream>\nextern "C" __global__ void k() {}\n', "k.cu")
+    with pytest.raises(CompileError, match=r'^k.cu:2: cannot open source file "iostream": `#include <iostream>`$'):
+        toolchain.compile_cuda(source, "sm_90", output="ptx")
+
+
+def test_a_header_of_the_project_comes_before_those_of_the_standard_library(tmp_path: Path) -> None:
+    (tmp_path / "cstdint").write_text("typedef unsigned mine;\n")
+    (tmp_path / "k.cu").write_text('#include <cstdint>\nextern "C" __global__ void k(mine* a) { a[0] = 1; }\n')
+    toolchain.compile_cuda(Source.read(tmp_path / "k.cu"), "sm_90", output="ptx")
