@@ -33,6 +33,8 @@ _KINDS = (LQQWeight, QoQWeight, QoQChannelWeight)
 _SPANS = (32, 64, 128)
 Sizes = dict[str, int]
 Original = tuple[Sizes, Any]  # what is packed, an array or an object of arrays
+Originals = Callable[[], Iterable[Original]]
+Through = Callable[[Any, Sizes], Any]
 
 
 @register
@@ -85,8 +87,10 @@ def packings() -> Iterator[Claim]:
         )
 
 
-def _packings() -> Iterator[tuple[str, str, Callable[[], Iterable[Original]], Callable[[Any, Sizes], Any]]]:
+def _packings() -> Iterator[tuple[str, str, Originals, Through]]:
     """What is packed where: subject, name, what to try, and how it goes there and back."""
+    there: Callable[..., Any]
+    through: Through
     for name, low, there, back in (
         ("eight weights", 0, nibbles.pack_u4, nibbles.unpack_u4),
         ("eight signed weights", -8, nibbles.pack_s4, nibbles.unpack_s4),
@@ -94,7 +98,7 @@ def _packings() -> Iterator[tuple[str, str, Callable[[], Iterable[Original]], Ca
         ("an MMA's word", 0, nibbles.pack_mma, nibbles.unpack_mma),
         ("pairs", -8, layout.pack_pairs, layout.unpack_pairs),
     ):
-        yield "nibbles", name, partial(_matrices, 16, low), lambda x, _, there=there, back=back: back(there(x))
+        yield "nibbles", name, partial(_matrices, 16, low), partial(_through, there, back)
     for where, kind in product(layout.LAYOUTS, _KINDS):
         through = partial(_through_pack, where)
         yield f"packing {where}", f"{kind.__name__} comes back", partial(_weights, kind), through
@@ -103,22 +107,32 @@ def _packings() -> Iterator[tuple[str, str, Callable[[], Iterable[Original]], Ca
         yield "packing strips", f"{kind.__name__}, gate and up in turns", partial(_weights, kind, (64, 144)), through
     yield "packing of experts", "each comes back", partial(_weights, LQQWeight), _through_experts
     for where in layout.ATOM_LAYOUTS:
-        yield "packing W4A4 weights", where, _atom_rows, partial(_through_atom, where)
+        through = partial(_through, partial(layout.pack_atom, layout=where), layout.unpack_atom)
+        yield "packing W4A4 weights", where, _atom_rows, through
         yield "packing W4A4 weights", f"{where}, reordered", _reordered_rows, partial(_through_reordered, where)
         yield "packing W4Ax weights", where, partial(_block_rows, False), partial(_through_blocks, where)
     for where in layout.ATOM_ORDERS.values():
-        yield "packing W4A4 activations", where, _atom_rows, partial(_through_atom_activations, where)
+        there = partial(layout.pack_atom_activations, layout=where)
+        through = partial(_through, there, layout.unpack_atom_activations)
+        yield "packing W4A4 activations", where, _atom_rows, through
     for where in layout.BLOCK_ORDERS.values():
-        yield "packing W4Ax activations", where, partial(_block_rows, True), partial(_through_block_activations, where)
+        there = partial(layout.pack_block_activations, layout=where)
+        through = partial(_through, there, layout.unpack_block_activations)
+        yield "packing W4Ax activations", where, partial(_block_rows, True), through
     for order, rows in (("row_major", None), ("fragment", None), ("tiles", 8), ("tiles", 64), ("tiles", 256)):
         name = f"swizzled tiles of {rows}" if rows else order
-        yield "orders of activations", name, _activations, partial(_through_order, order, rows)
+        there = partial(layout.pack_activations, layout=order, rows=rows)
+        yield "orders of activations", name, _activations, partial(_through, there, layout.unpack_activations)
     for scheme in KV_SCHEMES:
         yield "pages of the KV cache", scheme, partial(_tokens, scheme), _through_pages
         yield "pages of the KV cache", f"{scheme}, in a pool", partial(_tokens, scheme), _through_pool
 
 
 # There and back
+
+
+def _through(there: Callable[[Any], Any], back: Callable[[Any], Any], x: Any, _: Sizes) -> Any:
+    return back(there(x))
 
 
 def _through_pack(where: str, weight: Any, _: Sizes, **how: bool) -> Any:
@@ -131,10 +145,6 @@ def _through_experts(weight: LQQWeight, _: Sizes) -> Any:
     return unpack(layout.stack_experts([pack(each, "strips", unchecked=True) for each in (other, weight)]).expert(1))
 
 
-def _through_atom(where: str, rows: AtomRows, _: Sizes) -> AtomRows:
-    return layout.unpack_atom(layout.pack_atom(rows, where))
-
-
 def _through_reordered(where: str, arrays: dict[str, Any], _: Sizes) -> dict[str, Any]:
     rows = {name: x for name, x in arrays.items() if name != "order"}
     packed = layout.pack_reordered(AtomRows(**rows), arrays["order"], where)
@@ -143,18 +153,6 @@ def _through_reordered(where: str, arrays: dict[str, Any], _: Sizes) -> dict[str
 
 def _through_blocks(where: str, rows: BlockRows, sizes: Sizes) -> BlockRows:
     return layout.unpack_block_weight(layout.pack_block_weight(rows, sizes["int8"], where))
-
-
-def _through_atom_activations(where: str, rows: AtomRows, _: Sizes) -> AtomRows:
-    return layout.unpack_atom_activations(layout.pack_atom_activations(rows, where))
-
-
-def _through_block_activations(where: str, rows: BlockRows, _: Sizes) -> BlockRows:
-    return layout.unpack_block_activations(layout.pack_block_activations(rows, where))
-
-
-def _through_order(order: str, rows: int | None, x: QuantizedActivations, _: Sizes) -> QuantizedActivations:
-    return layout.unpack_activations(layout.pack_activations(x, order, rows))
 
 
 def _through_pages(kv: QuantizedKV, sizes: Sizes) -> QuantizedKV:
@@ -275,7 +273,7 @@ def _tokens(scheme: str) -> Iterator[Original]:
 # Deciding
 
 
-def _returns(originals: Callable[[], Iterable[Original]], there_and_back: Callable[[Any, Sizes], Any]) -> Enumeration:
+def _returns(originals: Originals, there_and_back: Through) -> Enumeration:
     """Whether each comes back, in all its arrays."""
     cases = 0
     for sizes, original in originals():
@@ -314,9 +312,9 @@ def _is_map(fragment: maps.Fragment) -> Enumeration:
     places = _is_bijection(fragment.rows * fragment.shape[1] + fragment.cols)
     if places.counterexample is not None:
         return places
-    dtype = f"u{max(fragment.bits, 8) // 8}"
-    base = min(256, 1 << fragment.bits)
-    matrices = [({}, digit.reshape(fragment.shape).astype(dtype)) for digit in _digits(places.cases, base)]
+    dtype, base = f"u{max(fragment.bits, 8) // 8}", min(256, 1 << fragment.bits)
+    digits = _digits(places.cases, base)
+    matrices: list[Original] = [({}, digit.reshape(fragment.shape).astype(dtype)) for digit in digits]
     return _returns(lambda: matrices, lambda x, _: fragment.gather(fragment.scatter(x)))
 
 
