@@ -7,7 +7,7 @@ uninterpreted: what is proved holds whatever they give, and that a `Divider`'s c
 matter of its own (`tests/kernels/quantize`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from ptxlab.prove.execute import FALSE, TRUE
 from ptxlab.prove.loops import _Step
 from ptxlab.prove.semantics import computation
 from ptxlab.prove.solve import Query, contradict, symbols_of
+from ptxlab.spec import Arg, KernelSpec
 
 WORD = z3.BitVecSort(32)
 PRODUCT = z3.Function("product", WORD, WORD, WORD)
@@ -46,7 +47,7 @@ class Access:
 class Thread(_Step):
     """What one thread, of an unknown number, did from the kernel's first instruction to its last.
 
-    `loads` and `stores` are in order, `most` what `redux.max` gave, with what is known of it.
+    `loads` and `stores` are in order. `maxima` is all that is known of what `redux.max` and `max.NaN` gave.
     """
 
     def __init__(self, entry: Entry, arguments: list[Bits]) -> None:
@@ -66,9 +67,10 @@ class Thread(_Step):
             items = operands[1].items if isinstance(operands[1], ir.Vector) else operands[1:]
             word = f"u{bits_of(instruction.opcode.split('.')[-1])}"
             self.stores.append(self.access(instruction, guard, joined([self.read(0, item, word) for item in items])))
-        elif instruction.opcode == "redux.sync.max.u32":
-            most = z3.FreshConst(WORD, "most of the warp")
-            self.maxima.append(z3.UGE(most, self.read(0, operands[1], "u32")))
+        elif instruction.opcode in ("redux.sync.max.u32", "max.NaN.f32"):
+            most, of_warp = z3.FreshConst(WORD, "most"), instruction.head == "redux"
+            own, *others = (self.read(0, o, "u32") for o in operands[1 : 2 if of_warp else 3])
+            self.maxima.append(z3.UGE(most, own) if of_warp else _is_magnitude(most, own, *others))
             self.write(0, guard, operands[0], most)
         elif instruction.head == "mapa":
             there = z3.FreshConst(WORD, "in the cluster")
@@ -95,6 +97,11 @@ class Thread(_Step):
         return Access(guard, space, z3.simplify(base + value(address.offset, base.size())), bits)
 
 
+def _is_magnitude(most: Bits, a: Bits, b: Bits) -> Any:
+    """That it is no less than two magnitudes, as words, and one itself."""
+    return z3.Implies(z3.And(a >= 0, b >= 0), z3.And(most >= 0, most >= a, most >= b))
+
+
 @dataclass(frozen=True)
 class Row:
     """A kernel's thread at some sizes: K INT4 channels in groups of `g`, then outliers; `pairs`, `code` as in the spec.
@@ -110,8 +117,8 @@ class Row:
     code: int
     width: int
     blocks: int
-    plain: bool = True  # x itself is sent
-    normed: bool = False  # what is read back is scaled by one factor
+    plain: bool  # x itself is sent
+    normed: bool  # what is read back is scaled by one factor
 
     @property
     def channels(self) -> int:
@@ -185,6 +192,25 @@ class Row:
                     bits = 4 if self.pairs and name == "x_q" else 8
                     found.append(Written(self, one, first, four_bits, bits, given))
         return found
+
+
+def row_of(entry: Entry, spec: KernelSpec, known: Mapping[str, Any]) -> Row:
+    """A kernel's row at sizes, and with the constants, that are known; all other arguments are anything."""
+
+    def argument(arg: Arg) -> Bits:
+        if arg.name in ("K", "outliers"):
+            return value(int(known[arg.name]), 32)
+        return z3.BitVec(arg.name, 64 if arg.shape else 32)
+
+    sizes = {name: int(known[name]) for name in ("K", "outliers", "g", "pairs", "code")}
+    return Row(
+        thread=Thread(entry, [argument(arg) for arg in spec.args]),
+        **sizes,
+        width=known["THREADS"],
+        blocks=known["CLUSTER"],
+        plain=spec.name == "reorder_quantize",
+        normed="gamma" in {arg.name for arg in spec.args},
+    )
 
 
 @dataclass(frozen=True)
@@ -346,7 +372,7 @@ def rounds(rows: Iterable[Row]) -> Iterator[Query]:
     """Each integer is its quotient, rounded and clipped: to even by the paper's rules, by the code's away from zero."""
     for written in (one for row in rows for one in row.written):
         low, high = (-8, 7) if written.four_bits else (-128, 127)
-        yield Query(z3.BoolVal(len(written.quotients) == 4))
+        yield Query(z3.BoolVal([len(one) for one in map(results_in, written.elements)] == [1] * 4))
         for element, made_of in zip(written.elements, written.quotients, strict=False):
             t = z3.BitVec("quotient", 32)
             x = as_float(t, "f32")
@@ -360,31 +386,49 @@ def rounds(rows: Iterable[Row]) -> Iterator[Query]:
 
 def divides(rows: Iterable[Row]) -> Iterator[Query]:
     """Each quotient is that of the channel that the integer is stored for, read from where it was sent, and of the
-    scale that is stored for its group.
+    scale that is stored for its group; and there is a thread that stores each channel.
     """
-    for written in (one for row in rows for one in row.written):
-        row, first = written.row, written.first
-        last = row.K if written.four_bits else row.channels
-        inside = [first >= 0 if written.four_bits else first >= row.K, first + 4 <= last, z3.URem(first, 4) == 0]
-        yield Query(z3.And(inside), written.given)
-        for i in range(4):
-            parts = written.parts(i)
-            load = next((x for x in row.thread.loads if parts and x.bits.eq(parts["value"])), None)
-            if parts is None or load is None:
-                yield Query(z3.BoolVal(False))
-                continue
-            place, rank = row.held(z3.Extract(31, 0, first) + i)
-            yield Query(z3.And(written.known(load.guard), load.at == place, rank == row.rank), written.given)
-            yield Query(parts["negated"] == parts["scale"] ^ 0x80000000)
-            yield Query(z3.Or(z3.BoolVal(row.normed), parts["factor"] == float_word(1)))
-            if row.normed:
-                yield Query(z3.BoolVal(parts["factor"].eq(row.written[0].parts(0)["factor"])))
+    for row in rows:
+        yield _complete(row)
+        factors = dict[int, Bits]()
+        for written in row.written:
+            first, last = written.first, row.K if written.four_bits else row.channels
+            begins = first >= (0 if written.four_bits else row.K)
+            yield _where(written.given, begins, first + 4 <= last, z3.URem(first, 4) == 0)
+            for i, parts in enumerate(map(written.parts, range(4))):
+                load = next((x for x in row.thread.loads if parts and x.bits.eq(parts["value"])), None)
+                if parts is None or load is None:
+                    yield Query(z3.BoolVal(False))
+                    continue
+                place, rank = row.held(z3.Extract(31, 0, first) + i)
+                yield _where(written.given, written.known(load.guard), load.at == place, rank == row.rank)
+                yield Query(parts["negated"] == parts["scale"] ^ 0x80000000)
+                yield Query(z3.Or(z3.BoolVal(row.normed), parts["factor"] == float_word(1)))
+                factors.setdefault(parts["factor"].get_id(), parts["factor"])
+        yield Query(z3.BoolVal(len(factors) == 1))
+
+
+def _complete(row: Row) -> Query:
+    """That a thread of the row stores the four channels from `first` on, whichever these are."""
+    first, m, warps = z3.BitVec("first", 16), z3.BitVec("m", 28), row.width // 32
+    int4 = z3.ULT(first, row.K)
+    block = z3.If(int4, z3.LShR(first, 7), value(-(-row.K // 128), 16))
+    lane = z3.LShR(z3.If(int4, first & 127, first - row.K), 2)
+    rank = z3.UDiv(block, value(4 * warps, 16))
+    token = z3.Concat(m, z3.Extract(row.blocks.bit_length() - 2, 0, rank)) if row.blocks > 1 else m
+    known = {"%tid.x": z3.URem(block, warps) * 32 + lane, "%ctaid.x": token}
+    terms = [(row.thread.named[name], extend(x, 64, False)) for name, x in known.items()]
+    stores = [z3.And(one.access.guard, one.first == extend(first, 64, False)) for one in row.written]
+    there_is = z3.simplify(z3.substitute(z3.And(*row.limits, z3.Or(stores)), *terms))
+    return _where([z3.ULT(first, row.channels), first & 3 == 0], there_is)
 
 
 def scales(rows: Iterable[Row]) -> Iterator[Query]:
     """The scale that is stored for a group is the FP16 quotient of its largest magnitude, clipped; it is the one that
     divides, and that magnitude is none of the thread's own channels' smaller than.
     """
+    a, b = z3.BitVecs("a b", 32)
+    yield Query(_is_magnitude(computation("max.NaN.f32")(a, b), a, b))
     for row in rows:
         stored = list(row.stores_to("x_scale"))
         for written in row.written:
@@ -395,9 +439,9 @@ def scales(rows: Iterable[Row]) -> Iterator[Query]:
             if z3.is_bv_value(access.bits):  # ones up to a whole number of eights
                 column = z3.ZeroExt(32, row.special("%tid.x")) + row.K // row.g + (row.outliers > 0)
                 behind = z3.And(row.rank == 0, z3.ULT(column, row.columns))
-                yield Query(access.guard == behind, row.limits)
+                yield _where(row.limits, access.guard == behind)
                 at = offset == 2 * (row.m * row.columns + column)
-                yield Query(z3.And(at, access.bits == ONE), [*row.limits, access.guard])
+                yield _where([*row.limits, access.guard], at, access.bits == ONE)
 
 
 def _scale(written: "Written", access: Access, offset: Bits) -> Iterator[Query]:
@@ -405,14 +449,15 @@ def _scale(written: "Written", access: Access, offset: Bits) -> Iterator[Query]:
     column, begins = written.first / row.g, z3.URem(written.first, row.g) == 0
     if not int4:
         column, begins = value(row.K // row.g, 64), written.first == row.K
-    yield Query(known(access.guard) == begins, written.given)
-    yield Query(offset == 2 * (row.m * row.columns + column), [*written.given, access.guard])
+    yield _where(written.given, known(access.guard) == begins)
+    yield _where([*written.given, access.guard], offset == 2 * (row.m * row.columns + column))
     parts, largest = written.of_largest(access), written.largest(access)
     if parts is None or largest is None:
         yield Query(z3.BoolVal(False))
         return
-    by, t, u = written.steps, *z3.BitVecs("quotient largest", 32)
-    yield Query(z3.And(parts["negated"] == float_word(-by), parts["reciprocal"] == float_word(1 / np.float32(by))))
+    by = written.steps
+    t, u = z3.BitVecs("quotient largest", 32)
+    yield Query(z3.And(parts["negated"] == float_word(-by), parts["reciprocal"] == float_word(1 / by)))
     half = float_bits(z3.fpFPToFP(z3.RNE(), as_float(t, "f32"), z3.FPSort(*SORTS["f16"])), "f16")
     least = z3.fpLT(as_float(half, "f16"), as_float(value(LEAST, 16), "f16"))
     expected = z3.If(z3.fpIsZero(as_float(u, "f32")), value(ONE, 16), z3.If(least, value(LEAST, 16), half))
@@ -426,10 +471,10 @@ def _scale(written: "Written", access: Access, offset: Bits) -> Iterator[Query]:
             yield Query(z3.substitute(made_of["scale"], *abstract) == divisor)
             yield Query(made_of.get("steps", float_word(by)) == float_word(by))
     own = [PRODUCT(x["value"], x["factor"]) for x in map(written.parts, range(4)) if x]
-    terms = [(one, z3.FreshConst(WORD, "channel")) for one in own]
-    bounds = [z3.substitute(known(bound), *terms) for bound in row.thread.maxima]
-    most = z3.substitute(largest, *terms)
-    yield Query(z3.And([z3.UGE(most, x & 0x7FFFFFFF) for _, x in terms]), bounds)
+    channels = [(x, z3.BitVec(f"channel {i}", 32)) for i, x in enumerate(own)]
+    bounds = [z3.substitute(known(bound), *channels) for bound in row.thread.maxima]
+    most = z3.substitute(largest, *channels)
+    yield _where(bounds, *(z3.UGE(most, x & 0x7FFFFFFF) for _, x in channels))
 
 
 def sends(rows: Iterable[Row]) -> Iterator[Query]:
@@ -447,13 +492,13 @@ def sends(rows: Iterable[Row]) -> Iterator[Query]:
             address, rank = row.sent_to(one)
             wanted, in_block = row.held(place)
             read = z3.And(load.guard, load.at == z3.BitVec("place", 64) + 32 * chunk + 16 * (e // 8))
-            yield Query(z3.And(read, address == wanted, rank == in_block), given)
+            yield _where(given, read, address == wanted, rank == in_block)
             inside = z3.And(z3.ULT(row.chunk, row.channels // 16), z3.ULT(place, row.channels))
-            yield Query(one.guard == inside, row.limits)
+            yield _where(row.limits, one.guard == inside)
             if row.plain:
                 source = values[e // 8]
                 at = z3.BitVec("x", 64) + 2 * (row.m * row.channels + 16 * chunk) + 16 * (e // 8)
-                yield Query(z3.And(source.guard, source.at == at), given)
+                yield _where(given, source.guard, source.at == at)
                 sent_as = computation("cvt.f32.f16")(pieces(source.bits, 16)[e % 8])
                 yield Query(z3.BoolVal(Known(given)(one.bits).eq(z3.simplify(sent_as))))
 
@@ -461,6 +506,11 @@ def sends(rows: Iterable[Row]) -> Iterator[Query]:
 def _depends(row: Row, one: Access, loads: list[Access]) -> bool:
     """Whether a store's address comes from one of some loads."""
     return bool(symbols_of([row.sent_to(one)[0]]).keys() & {str(load.bits) for load in loads})
+
+
+def _where(given: list[Any], *holds: Any) -> Query:
+    """That all of it holds under some conditions, which other threads do not share."""
+    return Query(z3.Implies(z3.And(given), z3.And(holds)))
 
 
 def _float(number: float) -> Any:
