@@ -5,6 +5,7 @@ What becomes of INT4 in a GEMM's loop is proved in `main_loops`, claims `convert
 
 from collections.abc import Iterator
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 from ptxlab import kernels, toolchain
@@ -25,31 +26,34 @@ _TEXTS = {
 
 @register
 def quantisers() -> Iterator[Claim]:
-    """One thread of each kernel, as NVRTC compiles it, at every example's sizes."""
+    """One thread of each kernel, as NVRTC compiles it, at the sizes of its examples."""
     if "nvrtc" in toolchain.missing():
         return
     for name in KERNELS:
-        _, (source, *_) = kernels.find(name)
-        for what, text in _TEXTS.items():
-            quick = name == KERNELS[0] and what != "scales"
-            yield Claim(source.label, what, text, partial(_queries, name, what), quick=quick)
+        spec, (source, *_) = kernels.find(name)
+        one_warp = sum(sizes["K"] <= 256 for sizes in spec.example_sizes)
+        sets = {"one warp": range(one_warp), "more warps": range(one_warp, len(spec.example_sizes))}
+        for (rows, examples), (what, text) in product(sets.items(), _TEXTS.items()):
+            build = partial(_queries, name, tuple(examples), what)
+            quick = name == KERNELS[0] and rows == "one warp" and what != "scales"
+            yield Claim(source.label, f"{what}, rows of {rows}", text, build, quick=quick)
 
 
-def _queries(name: str, what: str) -> Any:
+def _queries(name: str, examples: tuple[int, ...], what: str) -> Any:
     """The formulas of a claim."""
     from ptxlab.prove import reordering  # needs z3
 
-    return list(getattr(reordering, what)(_rows(name)))
+    return list(getattr(reordering, what)(_rows(name, examples)))
 
 
 @lru_cache(maxsize=1)
-def _rows(name: str) -> Any:
+def _rows(name: str, examples: tuple[int, ...]) -> Any:
     from ptxlab.prove import reordering
 
     spec, (source, *_) = kernels.find(name)
-    rows = []
-    for sizes in spec.example_sizes:
-        known = {**sizes, **spec.config_for(sizes)}
-        entry = Kernel.of(spec, source, spec.config_for(sizes)).module.entries[name]
-        rows.append(reordering.row_of(entry, spec, known))
-    return rows
+    found = []
+    for sizes in (spec.example_sizes[i] for i in examples):
+        config = spec.config_for(sizes)
+        entry = Kernel.of(spec, source, config).module.entries[name]
+        found.append(reordering.row_of(entry, spec, {**sizes, **config}))
+    return found
