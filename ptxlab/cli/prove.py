@@ -68,7 +68,7 @@ def prove(
 ) -> None:
     """Prove what a kernel does for all inputs, or show an input for which it does not.
 
-    Without --claim: the claims of its spec and on its loop, and its @lanes annotations. Exit code 1: refuted, 3: undecided.
+    Without --claim: the claims on it, and its @lanes annotations. Exit code 1: refuted, 3: undecided in time.
     """
     if bool(targets) == everything:
         raise CommandLineError("prove expects kernels, families, files or --all")

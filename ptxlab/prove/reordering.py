@@ -273,6 +273,7 @@ class Known:
     def __init__(self, given: list[Any]) -> None:
         self.solver = z3.Solver()
         self.solver.add(*given)
+        self.decided = dict[int, tuple[Any, Any]]()  # by the id of a condition, which lives as long as it is here
 
     def __call__(self, term: Any) -> Any:
         """The term."""
@@ -284,6 +285,12 @@ class Known:
 
     def of(self, condition: Any) -> Any:
         """The condition's value, None where it depends on more."""
+        if condition.get_id() not in self.decided:
+            self.decided[condition.get_id()] = condition, self.decide(condition)
+        return self.decided[condition.get_id()][1]
+
+    def decide(self, condition: Any) -> Any:
+        """The same, asked."""
         if not {name.partition("!")[0] for name in symbols_of([condition])} <= {"%tid.x", "%ctaid.x"}:
             return None
         if self.solver.check(z3.Not(condition)) == z3.unsat:
@@ -472,9 +479,18 @@ def _scale(written: "Written", access: Access, offset: Bits) -> Iterator[Query]:
             yield Query(made_of.get("steps", float_word(by)) == float_word(by))
     own = [PRODUCT(x["value"], x["factor"]) for x in map(written.parts, range(4)) if x]
     channels = [(x, z3.BitVec(f"channel {i}", 32)) for i, x in enumerate(own)]
-    bounds = [z3.substitute(known(bound), *channels) for bound in row.thread.maxima]
     most = z3.substitute(largest, *channels)
+    bounds = _bounds_of(most, [z3.substitute(known(bound), *channels) for bound in row.thread.maxima])
     yield _where(bounds, *(z3.UGE(most, x & 0x7FFFFFFF) for _, x in channels))
+
+
+def _bounds_of(most: Bits, bounds: list[Any]) -> list[Any]:
+    """What is known of a magnitude, and of those that it was made of."""
+    names, found = {*symbols_of([most])}, list[Any]()
+    for bound in reversed(bounds):
+        if names & symbols_of([bound]).keys():
+            found, names = [*found, bound], names | {*symbols_of([bound])}
+    return found
 
 
 def sends(rows: Iterable[Row]) -> Iterator[Query]:
