@@ -9,11 +9,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ptxlab.bench.layer import BATCHES, CONFIGS, EPILOGUES, FUSED, MEASURE, TIMELINE, config_of
+from ptxlab.bench.layer import BATCHES, CONFIGS, D64, EPILOGUES, FUSED, MEASURE, NARROW, TIMELINE, config_of
 from ptxlab.bench.layer import DRAWN as TRACED_AT
 from ptxlab.bench.layer.ends import ALL as ENDS
 from ptxlab.bench.layer.ends import Ends
 from ptxlab.bench.record import Record, Row
+from ptxlab.model import Config
 from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED
 from report import frames
 from report.frames import MISSING, markdown, mean
@@ -37,11 +38,12 @@ _ATTENTION = {
 }
 _COLUMNS = ["model", "B", "time_us", "floor_us", "fraction", "gemm_us", "attention_us", "others_us", "others_share"]
 _FUSED = ["kernel", "M", "width", "time_us", "floor_us", "fraction", "copy_us", "l2_us", "chain_us", "copy_l2_us"]
+_PUBLIC = {"over torch": "torch_compile", "over Liger": "liger_f16"}  # how many times as fast as which peer
 
 
-def recorded() -> Record | None:
-    """The record of the suite on the H200, if there is one."""
-    return frames.recorded("layer")
+def recorded(suite: str = "layer") -> Record | None:
+    """The record of the suite on the H200, or of its `layer_epilogues`, if there is one."""
+    return frames.recorded(suite)
 
 
 def points(record: Record | None) -> pd.DataFrame:
@@ -76,10 +78,10 @@ def fused(record: Record | None) -> pd.DataFrame:
         sizes = row.sizes
         heads = sizes.get("D", 128) * (sizes.get("Hq", 0) + 2 * sizes.get("Hkv", 0))  # some records do not say 128
         width = sizes["K"] + sizes.get("outliers", 0) if "K" in sizes else heads
-        compiled = row.peers.get("torch_compile", math.nan)
-        found = {**row.more, **vars(row), "M": sizes["M"], "width": width, "over torch": compiled / row.time_us}
+        over = {kind: row.peers.get(name, math.nan) / row.time_us for kind, name in _PUBLIC.items()}
+        found = {**row.more, **vars(row), "M": sizes["M"], "width": width, **over}
         flat.append(found)
-    return pd.DataFrame(flat, columns=list(dict.fromkeys([*_FUSED, "over torch", *(key for f in flat for key in f)])))
+    return pd.DataFrame(flat, columns=list(dict.fromkeys([*_FUSED, *_PUBLIC, *(key for f in flat for key in f)])))
 
 
 def timelines(record: Record | None) -> dict[str, pd.DataFrame]:
@@ -152,10 +154,12 @@ def fused_table(record: Record | None) -> str:
         "l2_us": ("in the L2", "{:.2f} µs"),
         "chain_us": ("and overlapped", "{:.2f} µs"),
         "over torch": ("over torch.compile", "{:.2f}x"),
+        "over Liger": ("over Liger, FP16 out", "{:.2f}x"),
     }
     table = rows.assign(**{"of copy": rows.copy_us / rows.time_us}).sort_values(["kernel", "width", "M"])[[*shown]]
     table.columns = pd.Index([name for name, _ in shown.values()])
-    return markdown(table, dict(shown.values()))
+    table, formats = table.dropna(axis="columns", how="all"), dict(shown.values())  # without peers that nobody has
+    return markdown(table, {name: formats[name] for name in table})
 
 
 def timeline_table(record: Record | None) -> str:
@@ -176,6 +180,34 @@ def timeline_table(record: Record | None) -> str:
     return "\n".join(tables) or MISSING
 
 
+def d64_table(record: Record | None) -> str:
+    """A layer with heads of 64, and what has to do with heads beside that of a layer with as many of 128."""
+    wide = Config.named("LLaMA-3-8B")
+    of: dict[str, dict[int, Row]] = {D64: {}, MEASURE: {}}
+    for row in record.rows if record else ():
+        if row.measure == D64 or (row.measure == MEASURE and config_of(row.sizes) == wide):
+            of[row.measure][row.sizes["B"]] = row
+    flat = []
+    for B, row in of[D64].items():
+        found: dict[str, Any] = {"batch": B, "time": row.time_us, "of the floor": row.fraction}
+        for D, other in ((64, row), (128, of[MEASURE].get(B))):
+            more = other.more if other else {}
+            us = more.get("attention", math.nan)
+            found[f"attention, {D}"], found[f"its floor, {D}"] = us, more.get("floor attention", math.nan) / us
+            found[f"rope_append_kv4, {D}"] = more.get("rope_append_kv4 q", math.nan)
+        flat.append(found)
+    if record is None or not flat:
+        return MISSING
+    formats = {name: "{:.2f}" if "floor" in name else "{}" if name == "batch" else "{:.1f} µs" for name in flat[0]}
+    said = (
+        f"Time of a {NARROW.name} layer. Attention and `rope_append_kv4`, each alone, for {NARROW.heads} query heads"
+        f" and {NARROW.kv_heads} of keys and values: of 64 dimensions, and of 128 ({wide.name}), which have 1.9 times"
+        f" the bytes in the cache. Measured on one {record.device['name']}: `ptxlab bench layer`, {record.date[:10]},"
+        f" commit {record.revision}."
+    )
+    return f"{markdown(pd.DataFrame(flat), formats)}\n{said}\n"
+
+
 def epilogues_table(record: Record | None) -> str:
     """Layers with and without the epilogues of their GEMMs: what they took, what was predicted, and which won."""
     rows = [row for row in record.rows if row.measure == EPILOGUES] if record else []
@@ -184,10 +216,8 @@ def epilogues_table(record: Record | None) -> str:
     plain, *others = ENDS
     lines: dict[tuple[str, int], dict[Ends, Row]] = {}
     for row in rows:
-        config, B = (
-            config_of({name: size for name, size in row.sizes.items() if name not in plain._fields}),
-            row.sizes["B"],
-        )
+        config = config_of({name: size for name, size in row.sizes.items() if name not in plain._fields})
+        B = row.sizes["B"]
         line = lines.setdefault((config.name if config else "", B), {})
         line[Ends(*(bool(row.sizes[name]) for name in plain._fields))] = row
     flat = []

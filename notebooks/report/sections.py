@@ -36,6 +36,7 @@ from report import (
     pipelines,
     predictions,
     profiletables,
+    pytorch,
     showcase,
     targets,
     w4a4,
@@ -299,7 +300,12 @@ def layer_fused_section() -> str:
 
 def layer_epilogues_section() -> str:
     """Layers with and without the epilogues of their GEMMs."""
-    return layer.epilogues_table(layer.recorded())
+    return layer.epilogues_table(layer.recorded("layer_epilogues"))
+
+
+def layer_d64_section() -> str:
+    """A layer with heads of 64 dimensions."""
+    return layer.d64_table(layer.recorded())
 
 
 def layer_timeline_section() -> str:
@@ -349,12 +355,14 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "attention": attention_table,
     "kv4": kv4_section,
     "layer": layer_section,
+    "pytorch": pytorch.table,
     "decode": decode_section,
     "decode_peaks": lambda: decode.peaks_table(decode.recorded()),
     "decode_targets": lambda: targets.table(targets.whole(decode.recorded())),
     "decode_generate": lambda: decode.generate_table(decode.recorded()),
     "layer_fused": layer_fused_section,
     "layer_epilogues": layer_epilogues_section,
+    "layer_d64": layer_d64_section,
     "layer_timeline": layer_timeline_section,
     "gemm_means": gemm_means_section,
     "per_channel": lambda: gemm.per_channel_table(ladder.recorded()),

@@ -16,6 +16,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.kernels.own import specs_in
 
 __all__ = [
+    "RESUMED",
     "SUITES",
     "Ceilings",
     "Record",
@@ -24,11 +25,11 @@ __all__ = [
     "as_tables",
     "compare",
     "confirmed",
-    "decode_path",
     "default_path",
     "load",
     "measure_ceilings",
     "require_writable",
+    "resumed_path",
     "run_suite",
     "save",
     "shortfall",
@@ -48,6 +49,7 @@ SUITES: dict[str, Any] = {
     "layer": layer.rows,
     "decode": models.rows,
 }
+RESUMED = ("decode", "torch")  # take long; a run that was stopped goes on where it was
 _PARTS: dict[str, Callable[[Sequence[str]], Any]] = {"layer": layer.part, "decode": models.part}
 
 
@@ -67,8 +69,8 @@ def run_suite(
         progress: called with what is measured next.
         matrices: of a GEMM those alone, by (N, K).
         only: of the suites `layer` and `decode` that part alone, by words (`layer.part`, `models.part`).
-        resume: of the suite `decode`, whole or whole models of it: a record, which grows with every row. Rows that are
-            in it, of the same commit and card, are not measured again.
+        resume: of the suites of `RESUMED` (`decode`: whole, or whole models of it): a record, which grows with every
+            row. Rows that are in it, of the same commit and card, are not measured again.
 
     Returns:
         The record; its `invalid` says why it must not be used, if the card is slower than it should be.
@@ -98,7 +100,7 @@ def run_suite(
         raise ArgumentError("suite", "a suite or a kernel by its bare name, in all its sources and forms", suite)
     part = {"matrices": matrices} if matrices is not None else {"only": only} if only else {}
     name = _name(suite, only)
-    goes_on = suite == "decode" and not name.endswith(_PART)  # of parts nobody knows what they were asked for
+    goes_on = suite in RESUMED and not name.endswith(_PART)  # of parts nobody knows what they were asked for
     return _record(name, partial(SUITES[family], names, **part), progress, resume if goes_on else None)
 
 
@@ -134,15 +136,17 @@ def _record(
     return replace(record, rows=tuple(measured), invalid=invalid)
 
 
-def decode_path(only: Sequence[str]) -> Path:
-    """Where the record of the suite `decode`, or of that part, goes unless somebody says otherwise."""
-    return default_path(Record(_name("decode", only), {"slug": gpu.device_info().slug}, {}, {}, ()))
+def resumed_path(suite: str, only: Sequence[str]) -> Path:
+    """Where the record of one of `RESUMED`, or of that part, goes unless somebody says otherwise."""
+    return default_path(Record(_name(suite, only), {"slug": gpu.device_info().slug}, {}, {}, ()))
 
 
 def _name(suite: str, only: Sequence[str]) -> str:
-    """A part is no record of the suite; but whole models of `decode` have records of their own."""
+    """A part is no record of the suite; but whole models of `decode` and the epilogues of `layer` have their own."""
     if suite == "decode" and only and set(only) <= {config.name for config in models.MODELS}:
         return f"decode/{'+'.join(only)}"
+    if suite == "layer" and [*only] == [layer.EPILOGUES]:
+        return f"layer_{layer.EPILOGUES}"
     return f"{suite}{_PART}" if only else suite
 
 

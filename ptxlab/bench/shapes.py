@@ -86,16 +86,18 @@ RAGGED_BATCH, RAGGED_MOST = 64, 8192
 
 
 class Batch(NamedTuple):
-    """Query heads, kv heads, and how many tokens each sequence has, the new one included."""
+    """Query heads, kv heads, how many tokens each sequence has, the new one included, and dimensions of a head."""
 
     Hq: int
     Hkv: int
     lengths: tuple[int, ...]
+    D: int = HEAD_DIM
 
     def __str__(self) -> str:
         longest = max(self.lengths)
         exact = "" if min(self.lengths) == longest else "up to "
-        return f"heads {self.Hq}/{self.Hkv}, {len(self.lengths)} x {exact}{longest}"
+        dimensions = "" if self.D == HEAD_DIM else f" of {self.D}"
+        return f"heads {self.Hq}/{self.Hkv}{dimensions}, {len(self.lengths)} x {exact}{longest}"
 
     @property
     def tokens(self) -> int:
@@ -114,16 +116,16 @@ class Batch(NamedTuple):
 
     def kv_bytes(self, scheme: str = "kv4") -> int:
         """Of all keys and values with their scales and zeros: what has to be read."""
-        return self.tokens * self.Hkv * 2 * page_bytes(scheme, PAGE, HEAD_DIM) // PAGE
+        return self.tokens * self.Hkv * 2 * page_bytes(scheme, PAGE, self.D) // PAGE
 
     def pages(self) -> list[int]:
         """Pages that each sequence takes."""
         return [-(-length // PAGE) for length in self.lengths]
 
 
-def even(heads: tuple[int, int], batch: int, length: int) -> Batch:
+def even(heads: tuple[int, int], batch: int, length: int, D: int = HEAD_DIM) -> Batch:
     """Sequences of equal length."""
-    return Batch(*heads, (length,) * batch)
+    return Batch(*heads, (length,) * batch, D)
 
 
 def batches(heads: tuple[int, int]) -> list[Batch]:

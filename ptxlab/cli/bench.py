@@ -25,7 +25,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help="Of the suites layer and decode: a model, B=16, a mix (fp8_row ...), alone (no mix); fused, timeline, "
-            "epilogues."
+            "d64, epilogues."
         ),
     ] = None,
     as_json: AsJson = False,
@@ -43,7 +43,7 @@ def bench(
         benches.SUITES[suite] = torch.bench.rows
     before = benches.load(against) if against else None
     with progress_bar(f"bench {suite}", None, quiet=as_json) as advance:
-        resume = (out or benches.decode_path(only or ())) if suite == "decode" else None
+        resume = (out or benches.resumed_path(suite, only or ())) if suite in benches.RESUMED else None
         record = benches.run_suite(suite, progress=advance, only=only or (), resume=resume)
         slower = benches.confirmed(benches.compare(record, before), before, advance) if before else []
     path = benches.save(record, out)

@@ -159,7 +159,8 @@ class KernelRunner(Runner):
                 call()
         out: dict[str, Any] = {"normed": b.normed, **into(b.buffers.qkv_in)}
         last: dict[str, Any] = {"eps": self.config.eps, "backend": self.backend, "programmatic": self._programmatic}
-        rmsnorm_quantize(b.buffers.hidden, self._final_norm, residual=b.residual, **out, **last)
+        x = b.buffers.result(b.residual)
+        rmsnorm_quantize(x, self._final_norm, residual=None if x is b.residual else b.residual, **out, **last)
 
     def _calls(self, b: "_Step") -> Iterator[list[LayerCall]]:
         """Of every layer; looked at before the first of a layer is made."""
@@ -168,7 +169,7 @@ class KernelRunner(Runner):
         for i, (weights, cache) in enumerate(zip(self._layers, b.caches, strict=True)):
             follows = self._programmatic and i > 0
             yield layer_calls(x, b.residual, weights, cache, b.slots, programmatic=follows, **how)
-            x = b.buffers.hidden
+            x = b.buffers.result(b.residual)
 
     def operations(self, rows: int) -> list[list[LayerCall]]:
         """The calls of every layer in a launch of so many rows, to be made one by one: the next launch undoes them but

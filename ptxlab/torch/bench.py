@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -20,15 +20,22 @@ from ptxlab.torch.operators import ALLOCATING
 
 MODEL, BATCHES = "LLaMA-2-7B", (1, 16, 64)
 PROMPT, FEW, MANY, RUNS = 32, 8, 72, 3  # tokens; a step is the difference of two runs of `generate`
+LONGEST = PROMPT + MANY
 _ROUNDED = 0.15  # what another rounding of activations does to logits, of their standard deviation
 _CALLS, _BETWEEN = 2000, 100  # every so many calls the device is waited for, so that the queue stays short
 
 
-def rows(names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
-    """Host time of every operator, then a step of a 7B-shaped model with random weights at each batch."""
+def rows(
+    names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], None], done: Sequence[Row] = ()
+) -> Iterator[Row]:
+    """Host time of every operator, then a step of a 7B-shaped model with random weights at each batch.
+
+    Rows in `done` are taken as they are.
+    """
+    known = {row.key: row for row in done}
     progress("host time")
     yield from host_times()
-    yield from steps(ceilings, progress)
+    yield from steps(ceilings, progress, known)
 
 
 # Host time
@@ -104,33 +111,53 @@ def _host_us(call: Callable[[], Any]) -> tuple[float, float, float]:
 # Generating
 
 
-def steps(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
-    """A step of decoding, compiled with a static cache as `generate` does by itself: ours, and the peers' times."""
+def steps(
+    ceilings: Ceilings, progress: Callable[[str], None], known: Mapping[tuple[object, ...], Row]
+) -> Iterator[Row]:
+    """A step of decoding, compiled with a static cache as `generate` does by itself: the peers', then ours beside them.
+
+    What `known` has is not measured again.
+    """
     peers: dict[int, dict[str, float]] = {B: {} for B in BATCHES}
-    for name in ("fp16", "fp8"):
-        model = _random(LlamaConfig())
-        if name == "fp8":
-            in_fp8(model)
+    for way, prepare in _WAYS.items():
+        model: Any = None
         for B in BATCHES:
-            progress(f"generate, {name}, batch {B}")
-            cache = StaticCache(config=model.config, max_cache_len=PROMPT + MANY)
-            peers[B][name] = step_us(model, B, cache)[0]
+            name, sizes = MODEL if way == OURS else f"{MODEL} in {way}", {"B": B, "prompt": PROMPT}
+            row = known.get((name, "torch", "generate", "", tuple(sorted(sizes.items())), ()))
+            if row is None:
+                progress(f"generate, {way}, batch {B}")
+                model = model or prepare()
+                cache = KV4Cache(model, B, LONGEST) if way == OURS else _static_cache(model)
+                measured = step_us(model, B, cache)
+                said = _same_as_eager(model, B, cache) if way == OURS else ""
+                read = [model.lm_head.weight, *model.model.layers.parameters(), *model.model.layers.buffers()]
+                nbytes = sum(int(each.nbytes) for each in read)
+                floor = nbytes / ceilings.read_tbps / 1e6, "weights"
+                rate = B / measured[0] * 1e6, "tokens/s"
+                row = _row(name, "generate", sizes, measured, rate, floor, said, bytes=nbytes, peers=peers[B])
+            if way != OURS:
+                peers[B] = {**peers[B], way: row.time_us}
+            yield row
         del model
         torch.cuda.empty_cache()
-    config = Config.named(MODEL)
-    model = quantize_model(_random(LlamaConfig()), random_quantized(config))
-    torch.cuda.empty_cache()
-    packed = sum(int(each.nbytes) for each in model.buffers())
-    nbytes = packed + 2 * config.vocabulary * config.hidden  # and the head in FP16
-    for B in BATCHES:
-        progress(f"generate, W4A8KV4, batch {B}")
-        cache = KV4Cache(model, B, PROMPT + MANY)
-        measured = step_us(model, B, cache)
-        said = _same_as_eager(model, B, cache)
-        floor = nbytes / ceilings.read_tbps / 1e6, "weights"
-        rate = B / measured[0] * 1e6, "tokens/s"
-        sizes = {"B": B, "prompt": PROMPT}
-        yield _row(MODEL, "generate", sizes, measured, rate, floor, said, bytes=nbytes, peers=peers[B])
+
+
+def _static_cache(model: Any) -> StaticCache:
+    return StaticCache(config=model.config, max_cache_len=LONGEST)
+
+
+def _in_fp8() -> Any:
+    model = _random(LlamaConfig())
+    in_fp8(model)
+    return model
+
+
+def _quantized() -> Any:
+    return quantize_model(_random(LlamaConfig()), random_quantized(Config.named(MODEL)))
+
+
+OURS = "W4A8KV4"
+_WAYS: dict[str, Callable[[], Any]] = {"fp16": lambda: _random(LlamaConfig()), "fp8": _in_fp8, OURS: _quantized}
 
 
 def random_quantized(config: Config) -> QuantizedModel:

@@ -88,8 +88,9 @@ def test_only_kernels_that_wait_are_launched_programmatically(small: pytest.Monk
     assert seen == [False] * 2 * 2 + [False] * 4 + [True] * 4, "with logarithms as they are timed without"
 
 
-def test_one_bit_that_the_bound_would_let_pass_is_refused(small: pytest.MonkeyPatch) -> None:
-    of = attention_problem.random_problem(RAGGED)
+@pytest.mark.parametrize("batch", [RAGGED, RAGGED._replace(D=64)], ids=str)
+def test_one_bit_that_the_bound_would_let_pass_is_refused(small: pytest.MonkeyPatch, batch: Batch) -> None:
+    of = attention_problem.random_problem(batch)
     ready = attention_problem.launches(CHOSEN, of)
     for call in ready.calls:
         call()
@@ -98,6 +99,7 @@ def test_one_bit_that_the_bound_would_let_pass_is_refused(small: pytest.MonkeyPa
     ready.outputs.view(np.uint16)[1, 2, 3, 5] ^= 1
     with pytest.raises(BenchmarkError, match="gave 1 results that differ from the oracle's of heads 4/2"):
         ready.check(of)
+    assert ready.sizes["D"] == batch.D and batch.kv_bytes() == 195 * 2 * 2 * (batch.D // 2 + 4)
 
 
 @pytest.mark.parametrize("batch", [SMALL, RAGGED], ids=str)

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ptxlab import emulator, gpu
-from ptxlab.bench import copying, layer, peers_layer
+from ptxlab import bench, emulator, gpu
+from ptxlab.bench import copying, layer, peers, peers_layer
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder, ends, fused, shapes
 from ptxlab.bench.layer.decoder import Decoder
@@ -43,7 +43,7 @@ def test_a_layer_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> N
     made = weights()[:1]
     row = decoder.row(TINY, 2, made, decoder.copies_of(made[0]), CEILINGS, {"fp16/sdpa": 20.0}, {"x": 1.0}, True)
     assert row.time_us == 10.0 and row.sizes == shapes.sizes_of(TINY, 2) and row.checked.endswith("bit for bit")
-    assert row.checked.startswith("12 steps: attention, down_in within bounds, all others equal in every bit; ")
+    assert row.checked.startswith("10 steps: attention, down_in within bounds, all others equal in every bit; ")
     operations = {
         *("gemm qkv", "gemm o", "gemm gate_up", "gemm down", "attention", "rope_append_kv4 q"),
         *("rmsnorm_quantize qkv_in", "rmsnorm_quantize gate_up_in", "quantize_activations o_in"),
@@ -151,13 +151,13 @@ def test_a_fused_kernel_is_timed_beside_copies_and_checked(
     make: Callable[[], fused.Fused], here: pytest.MonkeyPatch
 ) -> None:
     here.setattr(fused, "copy_us", lambda nbytes, copies: 3.0 + copies)
-    here.setattr(peers_layer, "fused", lambda *given: (7.0, 6.0) if given[-1] == 2 else None)
+    here.setattr(peers_layer, "fused", lambda *given: {"torch_compile": 7.0} if given[-1] == 2 else {})
     of = make()
     row = fused.timed(of, CEILINGS)
     assert (row.kernel, row.sizes, row.time_us) == (of.kernel, of.sizes, 10.0)
     assert row.more["copy_us"] == 5.0 and row.more["copy_l2_us"] == 4.0 and row.more["chain_us"] == 10.0
-    assert row.peers == ({"torch_compile": 7.0} if of.compiled else {})
-    assert (of.compiled is None) == (of.kernel in ("rope_append_kv4", *REORDERING))
+    assert row.peers == ({"torch_compile": 7.0} if of.public else {})
+    assert (of.public is None) == (of.kernel in ("rope_append_kv4", *REORDERING))
     assert row.floor_us == pytest.approx(of.nbytes / 4.2e6)
     arrays = of.make()
     with pytest.raises(BenchmarkError, match=f"{of.kernel.removesuffix('_s8')}: (wrong|pages)"):
@@ -198,26 +198,47 @@ def test_what_is_compiled_is_what_is_measured(here: pytest.MonkeyPatch) -> None:
         decoder.warm(TINY, (1,))
     assert {*made.launches} == between | {"gemm_w4a8_small_sm90", "rope_append_kv4", "attention_kv4_sm90"}
     here.setattr(fused, "WIDTHS", (256, 384))
-    between |= {*REORDERING}
+    here.setattr(fused, "_REORDERED", ((256,), (64,)))
     here.setattr(fused, "HEADS", ((2, 1, 128),))
-    for width, launched in ((256, between | {"rope_append_kv4"}), (384, between)):
+    for width, launched in ((256, between | {"rope_append_kv4", *REORDERING}), (384, between)):
         with emulator.chain(()) as made:
             fused.warm(width)
         assert {*made.launches} == launched
 
 
+def test_a_layer_with_heads_of_64_is_measured_without_mixes(here: pytest.MonkeyPatch) -> None:
+    narrow = replace(TINY, heads=2, head_dim=64, name="narrow")
+    here.setattr(layer, "NARROW", narrow)
+    here.setattr(layer, "side_by_side", lambda jobs: None)
+    here.setattr(peers, "importable", lambda: False)
+    here.setattr(decoder, "layers_of", lambda config: [LayerWeights.random(config, on_device=True)])
+    with pytest.warns(UserWarning, match="no mixes beside the layers"):
+        (row,) = layer.rows([], CEILINGS, lambda _: None, only=["d64", "B=1"])
+    assert (row.measure, row.sizes, row.peers) == (layer.D64, {**shapes.sizes_of(narrow, 1), "D": 64}, {})
+    assert row.checked.startswith("10 steps: ") and "bit for bit" in row.checked
+    assert row.more["floor attention"] == pytest.approx(2 * 70 * (32 + 4) / 4.6e6), "of one head"
+
+
 def test_parts_of_the_suite_by_words() -> None:
     everything = layer.part([])
-    assert everything.fused and everything.timeline and everything.configs == layer.CONFIGS
+    assert everything.fused and everything.timeline and everything.d64 and everything.configs == layer.CONFIGS
+    assert not everything.epilogues, "which has been decided"
     some = layer.part(["LLaMA-2-7B", "B=1", "B=64", "fp8_row"])
     assert [config.name for config in some.configs] == ["LLaMA-2-7B"] and some.batches == (1, 64)
     assert some.mixes == ("fp8_row",) and not some.fused and not some.timeline
     apart = layer.part(["epilogues", "B=1"])
     assert apart.epilogues and apart.configs == () and apart.batches == (1,) and not apart.fused and not some.epilogues
+    assert not apart.d64 and layer.part(["d64"]) == layer.Selection(fused=False, timeline=False, configs=())
     assert layer.part(["fused"]).configs == () and layer.part(["alone"]).mixes == ()
     assert layer.part(["B=4"]).configs == layer.CONFIGS
     with pytest.raises(ArgumentError, match=r"only: one of fused, .* \(got B=3\)"):
         layer.part(["B=3"])
+
+
+def test_whole_epilogues_are_a_record_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_record", lambda suite, *_: suite)
+    names = [bench.run_suite("layer", only=only) for only in ([], ["epilogues"], ["epilogues", "B=1"], ["fused"])]
+    assert names == ["layer", "layer_epilogues", "layer_part", "layer_part"]
 
 
 def test_a_layer_is_known_by_its_sizes() -> None:

@@ -1,8 +1,9 @@
 """Mixes of public parts: PyTorch's calls run on the CPU, uncompiled, at a tiny size; what times them is a stand-in."""
 
+import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,29 @@ def test_every_mix_at_every_batch(on_cpu: pytest.MonkeyPatch) -> None:
     further = {"fp16/sdpa": [2], "fp16/xqa_fp8": [4]}  # FP16 has no paged attention
     times = peers_layer.mixes(TINY, (1,), ("fp16", "fp8_tensor"), said.append, further=further)
     assert {B: [*of] for B, of in times.items() if of} == {1: ["fp16/sdpa", "fp8_tensor/sdpa"], 2: ["fp16/sdpa"]}
+
+
+def test_mixes_with_equal_caches_share_the_choice_of_attention(on_cpu: pytest.MonkeyPatch) -> None:
+    """FP16's and tensor-wise FP8's have the same floats; row-wise FP8 has bfloat16. Each is checked all the same."""
+    measured: list[str] = []
+    checked: list[str] = []
+    check = peers_layer._Attention.check
+
+    def measure(calls: Sequence[Callable[[], Any]], **_: Any) -> Measured:
+        backend = [given for given in getattr(calls[0], "args", ()) if isinstance(given, str)]
+        measured.extend(backend)
+        us = 5.0 if backend == ["FLASH_ATTENTION"] else 7.0
+        return Measured(us, us, us, 1900.0)
+
+    def watched(self: Any, name: str, *of: Any) -> None:
+        checked.append(name)
+        check(self, name, *of)
+
+    on_cpu.setattr(peers_layer, "measure", measure)
+    on_cpu.setattr(peers_layer._Attention, "check", watched)
+    peers_layer.mixes(TINY, (3,), PLAIN, lambda _: None)
+    both = ["CUDNN_ATTENTION", "FLASH_ATTENTION"]
+    assert measured == 2 * both and checked == [*both, *both, "FLASH_ATTENTION"]
 
 
 def test_a_prompt_costs_its_gemms_and_causal_attention(on_cpu: pytest.MonkeyPatch) -> None:
@@ -247,7 +271,69 @@ def test_humming_multiplies_what_lies_between(on_cpu: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("kernel", ["rmsnorm_quantize", "silu_mul_quantize", "quantize_activations"])
 def test_fused_kernels_have_a_peer(kernel: str, on_cpu: pytest.MonkeyPatch) -> None:
-    assert peers_layer.fused(kernel, 3, 64, 2) == (7.0, 7.0)
+    on_cpu.setattr(peers_layer, "has_liger", lambda: False)
+    assert peers_layer.fused(kernel, 3, 64, 2) == {"torch_compile": 7.0}
+
+
+@pytest.fixture
+def liger(on_cpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The calls of Liger that are timed, whose kernels need a GPU, in PyTorch."""
+    import torch
+
+    def normed(x: Any, residual: Any, gamma: Any, eps: float, offset: float, casting_mode: str) -> tuple[Any, ...]:
+        assert (offset, casting_mode) == (0.0, "llama")
+        total = x + residual
+        floats = total.float()
+        return (floats * torch.rsqrt(floats.square().mean(1, keepdim=True) + eps)).half() * gamma, total, "rstd"
+
+    def gated(gate: Any, up: Any) -> tuple[Any, ...]:
+        assert gate.is_contiguous() and up.is_contiguous(), "it has one stride for both and for the result"
+        return gate, up, torch.nn.functional.silu(gate.float()).half() * up
+
+    for name, of in (
+        ("fused_add_rms_norm", {"fused_add_rms_norm_forward": normed}),
+        ("swiglu", {"swiglu_forward": gated}),
+    ):
+        module = ModuleType(f"liger_kernel.ops.{name}")
+        vars(module).update(of)
+        on_cpu.setitem(sys.modules, module.__name__, module)
+    for package in ("liger_kernel", "liger_kernel.ops"):
+        on_cpu.setitem(sys.modules, package, ModuleType(package))
+    on_cpu.setattr(peers_layer, "has_liger", lambda: True)
+    return on_cpu
+
+
+@pytest.mark.parametrize("kernel", ["rmsnorm_quantize", "silu_mul_quantize", "quantize_activations"])
+def test_liger_stands_beside_what_it_has(kernel: str, liger: pytest.MonkeyPatch) -> None:
+    both = {"torch_compile": 7.0, "liger_f16": 7.0}
+    quantiser = kernel == "quantize_activations"
+    assert peers_layer.fused(kernel, 3, 64, 2) == ({"torch_compile": 7.0} if quantiser else both)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "module"), [("rmsnorm_quantize", "fused_add_rms_norm"), ("silu_mul_quantize", "swiglu")]
+)
+def test_wrong_results_of_liger_are_found(kernel: str, module: str, liger: pytest.MonkeyPatch) -> None:
+    of = sys.modules[f"liger_kernel.ops.{module}"]
+    right, place = getattr(of, f"{module}_forward"), 0 if kernel == "rmsnorm_quantize" else 2
+
+    def wrong(*given: Any) -> tuple[Any, ...]:
+        found = [*right(*given)]
+        found[place] = found[place].flip(1)
+        return (*found,)
+
+    liger.setattr(of, f"{module}_forward", wrong)
+    with pytest.raises(BenchmarkError, match=f"liger_f16, {kernel}: wrong results"):
+        peers_layer.fused(kernel, 3, 64, 2)
+
+
+def test_what_liger_cannot_do_is_left_out(liger: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise RuntimeError("Cannot launch Triton kernel")
+
+    liger.setattr(sys.modules["liger_kernel.ops.swiglu"], "swiglu_forward", refused)
+    with pytest.warns(UserWarning, match="liger_f16, silu_mul_quantize, 3 x 64: left out, RuntimeError: Cannot launch"):
+        assert peers_layer.fused("silu_mul_quantize", 3, 64, 2) == {"torch_compile": 7.0}
 
 
 def test_functions_are_compiled_for_a_width_and_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,11 +358,11 @@ def test_functions_are_compiled_for_a_width_and_any_number_of_tokens(monkeypatch
 def test_without_a_gpu_there_are_no_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "importable", lambda: False)
     assert peers_layer.mixes(TINY, (1, 4), PLAIN, lambda _: None) == {1: {}, 4: {}}
-    assert peers_layer.fused("rmsnorm_quantize", 4, 64, 2) is None and peers_layer.traced(lambda: None) == []
+    assert peers_layer.fused("rmsnorm_quantize", 4, 64, 2) == {} and peers_layer.traced(lambda: None) == []
     assert peers_layer.jobs([TINY], (1,), PLAIN, (64,)) == []
 
 
-def test_what_is_compiled_side_by_side(on_cpu: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_side_by_side(on_cpu: pytest.MonkeyPatch, liger: pytest.MonkeyPatch) -> None:
     """Every job runs what it names; mixes of one format are one, and humming is asked for whole dense models."""
     on_cpu.setattr(peers_layer, "find_spec", lambda name: True)
     share = Config(ffn=384, name="tiny 1/2", **_WIDTHS)

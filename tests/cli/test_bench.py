@@ -64,7 +64,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(
     ("options", "message"),
     [
         (("gemm", "--only", "fused"), "only: must be empty for the suite gemm (got fused)"),
-        (("layer", "--only", "B=3"), "only: one of fused, timeline, epilogues, LLaMA-2-7B, "),
+        (("layer", "--only", "B=3"), "only: one of fused, timeline, d64, epilogues, LLaMA-2-7B, "),
     ],
 )
 def test_a_part_that_is_not_there_is_refused_in_one_line(options: tuple[str, ...], message: str, cli: Any) -> None:

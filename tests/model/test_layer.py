@@ -69,7 +69,7 @@ def test_a_layer_is_its_twin(config: Config, how: dict[str, Any], when: dict[str
     with emulator.chain(emulator.CHECKS, **when, given=[problem.cache.pool]) as made:
         said = run_and_compare(problem)
     assert made.findings == [] and tuple(made.launches) == names
-    routed = ("share, ", 19) if config.experts else ("", 12)
+    routed = ("share, ", 19) if config.experts else ("", 10)  # without experts `o` and `hidden` go to the stream
     assert said == f"{routed[1]} steps: attention, {routed[0]}down_in within bounds, all others equal in every bit"
 
 
@@ -79,23 +79,25 @@ GATED = (*CHAIN[:8], "quantize_activations_s8", CHAIN[9])
 @pytest.mark.parametrize(
     ("how", "when"),
     [
-        ({**BFLOAT16, "interleaved": True, "scheme": "qoq_channel"}, EARLY),
-        ({"interleaved": True, "residual_epilogue": True}, LATE),
+        ({"residual_epilogue": False}, EARLY),
+        ({**BFLOAT16, "interleaved": True, "residual_epilogue": False, "scheme": "qoq_channel"}, EARLY),
+        ({"interleaved": True}, LATE),
     ],
-    ids=["silu_mul", "both"],
+    ids=["neither", "silu_mul", "both"],
 )
 def test_products_that_end_with_more(how: dict[str, Any], when: dict[str, Any]) -> None:
     problem = layer_problem(TINY, **how)
     with emulator.chain(emulator.CHECKS, **when, given=[problem.cache.pool]) as made:
         said = run_and_compare(problem)
-    assert made.findings == [] and tuple(made.launches) == GATED
-    count = 10 if "residual_epilogue" in how else 12  # `o` and `hidden` go to the stream
-    assert said == f"{count} steps: attention, gate_up within bounds, all others equal in every bit"
+    gated, added = "interleaved" in how, how.get("residual_epilogue", True)
+    assert made.findings == [] and tuple(made.launches) == (GATED if gated else CHAIN)
+    last = "gate_up" if gated else "down_in"
+    assert said == f"{10 if added else 12} steps: attention, {last} within bounds, all others equal in every bit"
 
 
 def test_layers_that_add_to_the_stream_follow_each_other() -> None:
     """The second is given the residual itself, to which there is nothing to add."""
-    first = layer_problem(residual_epilogue=True)
+    first = layer_problem()
     second = another_layer(first, seed=1)
     with emulator.chain({"race", "init"}, given=[first.cache.pool, second.cache.pool]) as made:
         run_and_compare(first)
@@ -105,7 +107,7 @@ def test_layers_that_add_to_the_stream_follow_each_other() -> None:
 
 @pytest.mark.parametrize("config", [TINY, MIXTRAL], ids=["llama", "mixtral"])
 def test_a_residual_epilogue_has_the_bits_of_the_chain_without(config: Config) -> None:
-    plain, fused = layer_problem(config), layer_problem(config, residual_epilogue=True)
+    plain, fused = (layer_problem(config, residual_epilogue=added) for added in (False, True))
     hidden, returned = plain.run(), fused.run()
     if config.experts:
         assert np.array_equal(hidden, returned) and np.array_equal(plain.residual, fused.residual)
@@ -159,7 +161,7 @@ def test_layers_follow_each_other() -> None:
 
 @pytest.mark.parametrize(
     ("config", "ends"),
-    [(TINY, {}), (MIXTRAL, {}), (TINY, {"interleaved": True, "residual_epilogue": True})],
+    [(TINY, {"residual_epilogue": False}), (MIXTRAL, {}), (TINY, {"interleaved": True})],
     ids=["llama", "mixtral", "epilogues"],
 )
 def test_a_token_has_the_same_bits_alone(config: Config, ends: dict[str, Any]) -> None:
@@ -187,9 +189,9 @@ def test_a_token_has_the_same_bits_alone(config: Config, ends: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("config", "name", "ends"),
     [
-        *((TINY, name, {}) for name in sorted({*CHAIN})),
+        *((TINY, name, {"residual_epilogue": False}) for name in sorted({*CHAIN})),
         *((MIXTRAL, name, {}) for name in sorted({*OF_EXPERTS} - {*CHAIN})),
-        (TINY, "gemm_w4a8_small_sm90", {"interleaved": True, "residual_epilogue": True}),
+        (TINY, "gemm_w4a8_small_sm90", {"interleaved": True}),
     ],
     ids=lambda each: each if isinstance(each, str) else "mixtral" if getattr(each, "experts", 0) else None,
 )
@@ -313,7 +315,7 @@ ROUTED = ("offsets", "place", "share", "chosen", "tokens", "normed", "results")
 
 @pytest.mark.parametrize(("config", "steps"), [(TINY, STEPS), (MIXTRAL, ROUTED)], ids=["llama", "mixtral"])
 def test_a_step_that_went_wrong_is_named(config: Config, steps: tuple[str, ...]) -> None:
-    problem = layer_problem(config)
+    problem = layer_problem(config, residual_epilogue=False)
     given, routing = problem.inputs, problem.buffers.routing
     problem.run()
     found = given, problem.weights, problem.buffers, problem.residual, problem.cache
@@ -390,7 +392,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"x": np.repeat(PROBLEM.x, 2, 1)[:, ::2]}, "decode_layer: x: C-contiguous (got strides (512, 4))"),
     ({"residual": PROBLEM.residual.view(np.uint16)}, "residual: must be float16 [3, 128] (got bfloat16 [3, 128])"),
     ({"residual": read_only()}, "decode_layer: residual: must be writeable (got a read-only array)"),
-    ({"x": PROBLEM.x, "residual": PROBLEM.x}, "rmsnorm_quantize: residual: must not share memory with x"),
+    ({"x": PROBLEM.x, "residual": PROBLEM.x[:]}, "rmsnorm_quantize: residual: must not share memory with x"),
     (overlapping(), "rmsnorm_quantize: residual: must not share memory with x"),
     ({"slots": PROBLEM.slots[:2]}, "decode_layer: slots: must be int32 or int64 [3] (got int32 [2])"),
     ({"slots": None}, "decode_layer: slots: must be int32 or int64 [3] (got NoneType [])"),
@@ -495,6 +497,9 @@ def test_epilogues_that_do_not_fit_are_refused() -> None:
         with emulator.chain(()) as made, pytest.raises(ArgumentError) as error:
             replace(PROBLEM, **change).run()
         assert str(error.value).startswith(f"decode_layer: {message}") and made.launches == []
+    of_experts = replace(PROBLEM_OF_EXPERTS, x=PROBLEM_OF_EXPERTS.residual)  # to which no product has added yet
+    with pytest.raises(ArgumentError, match=r"^rmsnorm_quantize: residual: must not share memory with x"):
+        of_experts.run()
     with pytest.raises(ArgumentError, match=r"^residual_epilogue: must be True or False \(got 1\)$"):
         LayerBuffers.empty(turns, PROBLEM.cache, residual_epilogue=1)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"^weights\[0\]: must not be interleaved: grouped GEMMs have no epilogue"):

@@ -21,6 +21,7 @@ TABLES: tuple[Callable[[Record | None], str], ...] = (
     layer.fused_table,
     layer.timeline_table,
     layer.epilogues_table,
+    layer.d64_table,
     lambda record: targets.table(targets.layers(record)),
 )
 
@@ -47,7 +48,7 @@ def test_the_points_and_their_mixes() -> None:
     assert stored["over FP8"] == pytest.approx(best / stored.time_us)
 
 
-@pytest.mark.parametrize("table", TABLES, ids=["layers", "fused", "timeline", "epilogues", "targets"])
+@pytest.mark.parametrize("table", TABLES, ids=["layers", "fused", "timeline", "epilogues", "d64", "targets"])
 def test_tables(table: Callable[[Record | None], str]) -> None:
     text = table(RECORD)
     lines = [line for line in text.splitlines() if line.startswith("|")]
@@ -68,7 +69,7 @@ def test_the_fused_table() -> None:
     text = layer.fused_table(RECORD)
     floor = 4096 * 8192 * 7 / 4.2e6
     us = 1.25 * (floor + 1)
-    ratios = f"{floor / us:.2f} | 0.80 | 2.00 µs | 1.40 µs | {2 / 1.25:.2f}x"
+    ratios = f"{floor / us:.2f} | 0.80 | 2.00 µs | 1.40 µs | {2 / 1.25:.2f}x | {2.5 / 1.25:.2f}x"
     assert f"| `rmsnorm_quantize` | 8,192 | 4,096 | {us:.2f} µs | {ratios} |" in text
 
 
@@ -77,6 +78,13 @@ def test_the_ends_that_win() -> None:
     us = POINTS[(POINTS.model == "LLaMA-2-7B") & (POINTS.B == 16)].time_us.iloc[0]
     changes = "-0.50 µs (predicted -0.25) | +1.00 µs (predicted +0.00) | +0.50 µs (predicted -0.25) | residual add |"
     assert f"| LLaMA-2-7B | 16 | {us:.1f} µs | {changes}" in text
+
+
+def test_heads_of_64_stand_beside_those_of_128() -> None:
+    """Of both attention takes 1.2 times its floor, `rope_append_kv4` 2 µs."""
+    us = [1.2 * (1024 * 8 * 2 * (D // 2 + 4)) / 4.6e6 for D in (64, 128)]
+    cells = [f"{each:.1f} µs | 0.83 | 2.0 µs" for each in us]
+    assert f"µs | 0.80 | {cells[0]} | {cells[1]} |" in layer.d64_table(RECORD).splitlines()[2]
 
 
 def test_the_timeline_names_its_gaps() -> None:
@@ -110,11 +118,11 @@ def test_what_is_not_in_the_record_is_not_judged() -> None:
 
 
 def test_the_pictures_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer, "recorded", lambda: None)
+    monkeypatch.setattr(layer, "recorded", lambda *_: None)
     for name in ("layer_breakdown", "layer_timeline"):
         with pytest.raises(FileError, match="ptxlab bench layer"):
             figures.picture(name)
-    monkeypatch.setattr(layer, "recorded", lambda: RECORD)
+    monkeypatch.setattr(layer, "recorded", lambda *_: RECORD)
     figure = figures.picture("layer_breakdown")
     first, row = figure.axes[0], POINTS.iloc[0]
     one = row.peers[row["FP8"]]
@@ -126,15 +134,15 @@ def test_the_pictures_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch)
     )
     assert [len(axes.patches) for axes in figures.picture("layer_timeline").axes] == [4, 4, 4]
     first_alone = [row for row in RECORD.rows if row.measure != suite.TIMELINE or row.sizes["hidden"] == 8192]
-    monkeypatch.setattr(layer, "recorded", lambda: replace(RECORD, rows=tuple(first_alone)))
+    monkeypatch.setattr(layer, "recorded", lambda *_: replace(RECORD, rows=tuple(first_alone)))
     assert len(figures.picture("layer_timeline").axes) == 1, "the others were not traced"
 
 
 def test_the_page_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("layer", "layer_fused", "layer_timeline", "layer_epilogues")
-    monkeypatch.setattr(layer, "recorded", lambda: None)
+    names = ("layer", "layer_fused", "layer_timeline", "layer_epilogues", "layer_d64")
+    monkeypatch.setattr(layer, "recorded", lambda *_: None)
     assert {sections.SECTIONS[name]() for name in names} == {f"{frames.NOT_RECORDED}\n"}
-    monkeypatch.setattr(layer, "recorded", lambda: RECORD)
+    monkeypatch.setattr(layer, "recorded", lambda *_: RECORD)
     assert "(notebooks/figures/layer_breakdown.png)" in sections.layer_section()
     assert "(notebooks/figures/layer_timeline.png)" in sections.layer_timeline_section()
 

@@ -63,7 +63,7 @@ def between() -> Iterator[Row]:
                     measure=layer.FUSED,
                     sizes={"M": M, "K": width},
                     limit="copy",
-                    peers={"torch_compile": 2 * (floor + 1)},
+                    peers={"torch_compile": 2 * (floor + 1), "liger_f16": 2.5 * (floor + 1)},
                     more=times,
                 )
 
@@ -75,6 +75,13 @@ def spans() -> Iterator[Row]:
         names = ("rmsnorm_quantize qkv_in", "gemm qkv", "rope_append_kv4 q", "attention")
         again = [(kernel, begin + 21, end + 21) for kernel, begin, end in launches]
         yield from layer.spans_of(Config.named(name), B, [*launches, *again], names, 20.5)
+
+
+def narrow() -> Iterator[Row]:
+    """A layer with heads of 64."""
+    for B in layer.BATCHES:
+        of = point(layer.NARROW, B)
+        yield replace(of, measure=layer.D64, sizes=of.sizes | {"D": 64})
 
 
 def epilogues() -> Iterator[Row]:
@@ -92,5 +99,5 @@ def record() -> Record:
     rows = [point(config, B) for config in layer.CONFIGS for B in layer.BATCHES]
     device = {"name": "NVIDIA H200", "slug": "h200"}
     ceilings = CEILINGS.to_json()
-    every = (*between(), *rows, *spans(), *epilogues())
+    every = (*between(), *rows, *spans(), *narrow(), *epilogues())
     return Record("layer", device, {}, ceilings, every, commit="0123456789abcdef", date="2026-11-23T00:00:00")

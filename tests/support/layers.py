@@ -80,5 +80,4 @@ def another_layer(problem: LayerProblem, seed: int) -> LayerProblem:
     interleaved = getattr(problem.weights.gate_up, "interleaved", False)
     weights = LayerWeights.random(problem.weights.config, seed, interleaved=interleaved)
     cache = replace(problem.cache, pool=problem.cache.pool.copy())
-    stream = problem.residual if problem.buffers.residual_epilogue else problem.buffers.hidden
-    return replace(problem, weights=weights, cache=cache, x=stream)
+    return replace(problem, weights=weights, cache=cache, x=problem.buffers.result(problem.residual))

@@ -156,15 +156,16 @@ def test_generates_the_tokens_of_our_runner(family: str, compiled: bool) -> None
 
 @pytest.mark.timing
 def test_host_time_beyond_the_public_call() -> None:
-    """What an operator adds to the public call that it makes, and to an operator that only allocates its results."""
+    """What an operator adds to the public call that it makes, and to an operator that only allocates its results: of
+    each the least of many, as the other workers take the processor now and then."""
     import ptxlab
     from ptxlab.torch import bench
 
     times = map(bench._host_us, bench.operator_calls()["quantize_activations"])
     x = torch.randn(16, 4096, device="cuda").half()
     out = ptxlab.quantize_activations(x)
-    operator, pytorch = (median for median, *_ in times)
-    public = bench._host_us(lambda: ptxlab.quantize_activations(x, out=out))[0]
+    operator, pytorch = (least for _, least, _ in times)
+    public = bench._host_us(lambda: ptxlab.quantize_activations(x, out=out))[1]
     assert operator - pytorch - public < 10, (operator, pytorch, public)
 
 
@@ -185,6 +186,11 @@ def test_the_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.Config, "named", lambda name: small_one)
     monkeypatch.setattr(bench, "BATCHES", (1, 2))
     monkeypatch.setattr(bench, "MANY", 16)
+    monkeypatch.setattr(bench, "LONGEST", bench.PROMPT + 16)
     found = list(bench.rows((), Ceilings(4.0, 4.0), lambda label: None))
-    assert [row.measure for row in found] == ["host time"] * len(OPERATORS[:7]) + ["generate"] * 2
-    assert all(row.time_us > 0 and {*row.peers} == {"fp16", "fp8"} for row in found if row.measure == "generate")
+    assert [row.measure for row in found] == ["host time"] * len(OPERATORS[:7]) + ["generate"] * 6
+    steps = found[-6:]
+    assert [sorted(row.peers) for row in steps] == [[]] * 2 + [["fp16"]] * 2 + [["fp16", "fp8"]] * 2
+    assert all(row.time_us > 0 and 0 < row.fraction < 1 for row in steps)
+    monkeypatch.setattr(bench, "step_us", lambda *_: pytest.fail("measured again"))
+    assert list(bench.rows((), Ceilings(4.0, 4.0), lambda label: None, done=found))[-6:] == steps

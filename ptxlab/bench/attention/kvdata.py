@@ -60,25 +60,25 @@ def random_queries(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarr
 
 
 def random_pages(
-    rng: np.random.Generator, pages: int, Hkv: int, scheme: str = "kv4", data: Data = spread
+    rng: np.random.Generator, pages: int, Hkv: int, scheme: str = "kv4", data: Data = spread, D: int = HEAD_DIM
 ) -> np.ndarray:
     """Pages u8 [pages, 2, Hkv, page_bytes] of 64 tokens, as a quantiser could have written them."""
-    shape = pages, 2, Hkv, page_bytes(scheme, PAGE, HEAD_DIM)
+    shape = pages, 2, Hkv, page_bytes(scheme, PAGE, D)
     filled = np.frombuffer(rng.bytes(int(np.prod(shape))), np.uint8).reshape(shape).copy()
     levels = 2.0 ** KV_SCHEMES[scheme].bits - 1
     drawn = data(rng, (pages, Hkv, PAGE))
     scales = np.stack([drawn.k_range, drawn.v_range], axis=1) / levels
     zeros = np.rint(np.stack([drawn.k_zero, drawn.v_zero], axis=1) * levels)
-    constants = PageView.of(filled, scheme, PAGE, HEAD_DIM).constants
+    constants = PageView.of(filled, scheme, PAGE, D).constants
     assert constants is not None
     constants[...] = np.stack([scales, zeros], axis=-1)
     return filled
 
 
-def moved_on(pages: Any, by: int, scheme: str) -> Any:
+def moved_on(pages: Any, by: int, scheme: str, D: int = HEAD_DIM) -> Any:
     """A copy that differs from the pages: integers are rolled by `by` tokens, scales and zeros stay."""
     moved = pages.copy()
-    features = PageView.of(moved, scheme, PAGE, HEAD_DIM).features
+    features = PageView.of(moved, scheme, PAGE, D).features
     features[...] = np.roll(features, by % PAGE, axis=-2)
     return moved
 
@@ -87,7 +87,7 @@ def let_last_stand_out(cache: KVCache) -> None:
     """Give the last token of every sequence a key that counts as much as a page of others, in place."""
     levels = 2.0 ** KV_SCHEMES[cache.scheme].bits - 1
     last, sequences = cache.lengths - 1, np.arange(len(cache.lengths), like=cache.lengths)
-    keys = PageView.of(cache.pool, cache.scheme, PAGE, HEAD_DIM).part(0).constants
+    keys = PageView.of(cache.pool, cache.scheme, PAGE, cache.head_dim).part(0).constants
     assert keys is not None
     page = cache.block_table[sequences, last // PAGE]
     keys[page, :, last % PAGE, 0] = _STANDING_OUT[0] / levels

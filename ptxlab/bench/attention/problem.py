@@ -39,14 +39,14 @@ def sizes_at(step: AttentionStep, batch: Batch, scheme: str, pages: int, sms: in
         "T": 1,
         "Hq": batch.Hq,
         "Hkv": batch.Hkv,
-        "D": HEAD_DIM,
+        "D": batch.D,
         "P": max(batch.pages()),
         "pages": pages,
         "page": PAGE,
         "bits": KV_SCHEMES[scheme].bits,
         "channel": 0,
         "window": 0,
-        "softmax_scale": SCALE,
+        "softmax_scale": batch.D**-0.5,
     }
     sizes = {name: size for name, size in sizes.items() if name in step.spec.symbols}
     if step.blocks is not None:
@@ -87,11 +87,11 @@ class Problem:
 def random_problem(batch: Batch, scheme: str = "kv4", copies: int | None = None) -> Problem:
     """Random pages (`kvdata.spread`) that lie in any order; the table's free entries are wild."""
     copies, pages = copies or copies_beyond_l2(batch.kv_bytes(scheme)), sum(batch.pages())
-    block = random_pages(batch.Hkv, scheme)
+    block = random_pages(batch.Hkv, scheme, batch.D)
     pool = gpu.empty((copies * pages, *block.shape[1:]), np.uint8)
     for turn, start in enumerate(range(0, pages, len(block))):
         part = pool[start : min(pages, start + len(block))]
-        gpu.copy_bytes(part, kvdata.moved_on(block[: len(part)], turn, scheme))
+        gpu.copy_bytes(part, kvdata.moved_on(block[: len(part)], turn, scheme, batch.D))
     rng = np.random.default_rng(0)
     used = np.arange(max(batch.pages())) < np.array(batch.pages())[:, None]
     tables = np.full((copies, *used.shape), _WILD_PAGE, np.int32)
@@ -103,7 +103,7 @@ def random_problem(batch: Batch, scheme: str = "kv4", copies: int | None = None)
             block_table=gpu.to_device(table),
             lengths=lengths,
             page_size=PAGE,
-            head_dim=HEAD_DIM,
+            head_dim=batch.D,
             scheme=scheme,
         )
         for table in tables
@@ -111,15 +111,15 @@ def random_problem(batch: Batch, scheme: str = "kv4", copies: int | None = None)
     kvdata.let_last_stand_out(caches[0])
     for copy in range(1, copies):
         gpu.copy_bytes(pool[copy * pages : (copy + 1) * pages], pool[:pages])
-    q = kvdata.random_queries(rng, (len(batch.lengths), batch.Hq, HEAD_DIM))
+    q = kvdata.random_queries(rng, (len(batch.lengths), batch.Hq, batch.D))
     return Problem(batch, scheme, gpu.to_device(q), caches)
 
 
 @cache
-def random_pages(Hkv: int, scheme: str) -> Any:
+def random_pages(Hkv: int, scheme: str, D: int = HEAD_DIM) -> Any:
     """Pages u8 [some, 2, Hkv, page_bytes] on the device, as a quantiser could have written them."""
-    count = max(1, _RANDOM // (2 * Hkv * page_bytes(scheme, PAGE, HEAD_DIM)))
-    return gpu.to_device(kvdata.random_pages(np.random.default_rng(Hkv), count, Hkv, scheme))
+    count = max(1, _RANDOM // (2 * Hkv * page_bytes(scheme, PAGE, D)))
+    return gpu.to_device(kvdata.random_pages(np.random.default_rng(Hkv), count, Hkv, scheme, D=D))
 
 
 @dataclass(frozen=True)
@@ -167,15 +167,15 @@ class AttentionLaunches(Launches):
     def expected(self, of: Problem) -> Expected:
         """What these launches should give of the problem as it is now."""
         oracle = kernels.find(self.spec.name)[0]
-        shape = oracle.arg("q").resolve(self.sizes)
+        shape, scale = oracle.arg("q").resolve(self.sizes), of.batch.D**-0.5
         more = {"blocks": self.sizes["blocks"]} if "partial" in {arg.name for arg in oracle.outputs} else {}
         sequences, bits = [], {}
         for b in range(len(of.batch.lengths)):
             q, cache = of.sequence(b)
-            logical = {"q": q.reshape(1, *shape[1:]), "cache": cache, "softmax_scale": SCALE, **more}
+            logical = {"q": q.reshape(1, *shape[1:]), "cache": cache, "softmax_scale": scale, **more}
             sequences.append((oracle.expected(logical), oracle.allowed(logical)))
         if self.spec.name == SM90.name:
-            out, lse = exact.attention(of.q[:, None], of.caches[0], softmax_scale=SCALE, config=self.variant, **more)
+            out, lse = exact.attention(of.q[:, None], of.caches[0], softmax_scale=scale, config=self.variant, **more)
             bits = {"out": out[:, 0], "lse": lse[:, 0]}
         return Expected(sequences, bits)
 

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -14,16 +14,29 @@ from ptxlab.bench import peers, peers_layer
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder, ends, fused
 from ptxlab.bench.layer.decoder import MEASURE, Decoder
-from ptxlab.bench.layer.shapes import BATCHES, CONFIGS, LENGTH, config_of, sizes_of
+from ptxlab.bench.layer.shapes import BATCHES, CONFIGS, LENGTH, NARROW, config_of, sizes_of
 from ptxlab.bench.peers_layer import MIXES, Job, MixTime
 from ptxlab.bench.record import Row
 from ptxlab.bench.stored import stored_attention
 from ptxlab.errors import ArgumentError
 from ptxlab.model import Config
 
-__all__ = ["BATCHES", "CONFIGS", "EPILOGUES", "FUSED", "MEASURE", "TIMELINE", "Selection", "config_of", "part", "rows"]
+__all__ = [
+    "BATCHES",
+    "CONFIGS",
+    "D64",
+    "EPILOGUES",
+    "FUSED",
+    "MEASURE",
+    "NARROW",
+    "TIMELINE",
+    "Selection",
+    "config_of",
+    "part",
+    "rows",
+]
 
-FUSED, TIMELINE, EPILOGUES = fused.MEASURE, "timeline", ends.MEASURE
+FUSED, TIMELINE, D64, EPILOGUES = fused.MEASURE, "timeline", "d64", ends.MEASURE
 DRAWN = ("LLaMA-2-7B", 16), ("LLaMA-2-70B", 16), ("Mixtral-8x7B", 16)  # layers that a timeline is taken of
 _STORED_FP16, _STORED_FP8 = "fi_xqa_f16", "fi_xqa_fp8"  # stored attention that stands in for a mix's own
 _WORKERS = 14
@@ -32,29 +45,29 @@ _TRACED = 4  # layers at least, of which one in the middle is kept
 
 @dataclass(frozen=True)
 class Selection:
-    """What of the suite is measured: `fused` kernels, `timeline`s, layers of `ends.MODELS` by their
-    `epilogues`, and layers by model, batch, and mix beside them.
+    """What of the suite is measured: `fused` kernels, `timeline`s, a layer with heads of 64 (`d64`), layers of
+    `ends.MODELS` by their `epilogues` (asked for by name alone), and layers by model, batch, and mix beside them.
     """
 
     fused: bool = True
     timeline: bool = True
-    epilogues: bool = True
+    d64: bool = True
+    epilogues: bool = False
     configs: tuple[Config, ...] = CONFIGS
     batches: tuple[int, ...] = BATCHES
     mixes: tuple[str, ...] = tuple(MIXES)
 
 
 def part(words: Sequence[str]) -> Selection:
-    """The part that words name: `fused`, `timeline`, `epilogues`, models, `B=16`, mixes or `alone` (none); without any
-    everything.
+    """The part that words name: `fused`, `timeline`, `d64`, `epilogues`, models, `B=16`, mixes or `alone` (none);
+    without any everything but `epilogues`, which have been decided on.
 
-    Words of one kind add up; a kind without a word is whole. With words, `fused`, `timeline` and `epilogues` are
-    measured only where they are named, and layers only where models are, or none of the three is. Raises ArgumentError
-    for another word.
+    Words of one kind add up; a kind without a word is whole. With words, the first four are measured only where they
+    are named, and layers only where models are, or none of the four is. Raises ArgumentError for another word.
     """
     models = {config.name: config for config in CONFIGS}
     batches = {f"B={B}": B for B in BATCHES}
-    apart = FUSED, TIMELINE, EPILOGUES
+    apart = FUSED, TIMELINE, D64, EPILOGUES
     known = [*apart, *models, *batches, *MIXES, "alone"]
     for word in words:
         if word not in known:
@@ -65,7 +78,8 @@ def part(words: Sequence[str]) -> Selection:
     return Selection(
         fused=everything or FUSED in kinds,
         timeline=everything or TIMELINE in kinds,
-        epilogues=everything or EPILOGUES in kinds,
+        d64=everything or D64 in kinds,
+        epilogues=EPILOGUES in kinds,
         configs=named or (() if kinds else CONFIGS),
         batches=tuple(batches[word] for word in words if word in batches) or BATCHES,
         mixes=tuple(word for word in words if word in MIXES) or (() if "alone" in words else tuple(MIXES)),
@@ -79,7 +93,8 @@ def rows(
     wanted = part(only)
     progress("compiling")
     widths = fused.WIDTHS if wanted.fused else ()
-    jobs: list[Job] = [(decoder.warm, (config, wanted.batches)) for config in wanted.configs]
+    narrow = (NARROW,) if wanted.d64 else ()
+    jobs: list[Job] = [(decoder.warm, (config, wanted.batches)) for config in (*wanted.configs, *narrow)]
     jobs += [(fused.warm, (width,)) for width in widths]
     with_ends = [Config.named(name) for name in ends.MODELS] if wanted.epilogues else []
     jobs += [(ends.warm, (config, wanted.batches)) for config in with_ends]
@@ -90,6 +105,9 @@ def rows(
         yield from fused.rows(ceilings, progress)
     for config in wanted.configs:
         yield from layer_rows(config, wanted, ceilings, progress)
+    for config in narrow:  # alone: the mixes have heads of 128
+        for row in layer_rows(config, replace(wanted, mixes=()), ceilings, progress):
+            yield replace(row, measure=D64, sizes={**row.sizes, "D": config.head_dim})
     for config in with_ends:
         yield from ends.rows(config, wanted.batches, ceilings, progress)
     if wanted.timeline:

@@ -87,8 +87,7 @@ class Decoder:
     @property
     def _x(self) -> Any:
         """What a layer is given, which is what the one before it returned."""
-        b = self.buffers
-        return self.residual if b.residual_epilogue and b.routing is None else b.hidden
+        return self.buffers.result(self.residual)
 
     def calls(self, programmatic: bool = True) -> list[Callable[[], Any]]:
         """A call per layer."""
@@ -149,7 +148,7 @@ class Decoder:
             rows = rows_of(config, name, self.B)
             found.append(Work(f"{GEMM} {name}", round(weight.nbytes * share), 2 * rows * N * K))
         batch = batch_of(config, self.B)
-        return [*found, Work(ATTENTION, batch.kv_bytes(), 4 * batch.tokens * batch.Hq * HEAD_DIM)]
+        return [*found, Work(ATTENTION, batch.kv_bytes(), 4 * batch.tokens * batch.Hq * batch.D)]
 
 
 def check_chains() -> None:
@@ -165,9 +164,7 @@ def check_chains() -> None:
         first = LayerWeights.random(config, on_device=True, interleaved=ends)
         for B in _WATCHED:
             weights = [first, copy_of(first)]
-            decoder = Decoder(config, B, weights)
-            if ends:
-                decoder = decoder.ending(weights, residual_epilogue=True)
+            decoder = Decoder(config, B, weights).ending(weights, residual_epilogue=ends)
             print(f"{config.name}{' with epilogues' if ends else ''}, batch {B}: {decoder.compare()}")
             decoder.calls()[1]()
             gpu.to_host(decoder.residual)  # waits for it

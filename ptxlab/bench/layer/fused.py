@@ -1,4 +1,4 @@
-"""The kernels between GEMMs and attention, each beside a copy of its bytes and beside `torch.compile`'s version.
+"""The kernels between GEMMs and attention, each beside a copy of its bytes, `torch.compile`'s version and Liger's.
 
 Each is timed over buffers that together exceed the L2, unless that takes more than `_MOST_COPIES` of them: then the
 launch is all that counts. It is also timed on the same buffers again and again, as in a decoder's chain, launched
@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, kernels, reference
-from ptxlab.bench import peers, peers_layer, shapes
+from ptxlab.bench import peers_layer, shapes
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.copying import copy_us
+from ptxlab.bench.layer.shapes import NARROW
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, measure
@@ -36,8 +37,9 @@ from ptxlab.quant.atom import ACTIVATION_CLIP
 MEASURE = "fused"
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 WIDTHS = (4096, 8192, 11008, 28672)
-HEADS = *((*heads, HEAD_DIM) for heads in shapes.HEADS), (32, 8, 64)  # queries, keys, dimensions; as LLaMA-3.2-1B last
+HEADS = *((*heads, HEAD_DIM) for heads in shapes.HEADS), (NARROW.heads, NARROW.kv_heads, NARROW.head_dim)
 EPS = peers_layer.EPS
+_REORDERED = (4096, 11008), (1, 64, 1024)  # widths and tokens of W4A4's quantisers, which no layer here has
 _MOST_COPIES = 1024  # of a call's buffers; where more would be needed to exceed the L2, they are in it
 _CHECKED = 8  # rows, spread over all
 _SMALL = 1 / 64  # what is added to the residual again and again must not overflow it
@@ -54,7 +56,7 @@ class Fused:
         make: arrays of one call.
         call: of arrays, perhaps launched programmatically.
         check: of arrays after a call; returns what was checked. Raises BenchmarkError for wrong results.
-        compiled: `torch.compile`'s version (`peers_layer.fused`), if there is one.
+        public: its name among those that there are public versions of (`peers_layer.fused`), if it is.
     """
 
     kernel: str
@@ -63,15 +65,16 @@ class Fused:
     make: Callable[[], dict[str, Any]]
     call: Callable[..., Any]
     check: Callable[[dict[str, Any]], str]
-    compiled: str | None = None
+    public: str | None = None
 
 
 def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
-    """Every kernel at every size."""
+    """Every kernel at every size, W4A4's at some."""
     for K in WIDTHS:
         for M in reversed(TOKENS):  # the largest first: `torch.compile`'s kernels are tuned to it
             progress(f"{M} x {K}: fused kernels")
-            for fused in (normed(M, K), gated(M, K), quantised(M, K), *reordering(M, K)):
+            others = reordering(M, K) if K in _REORDERED[0] and M in _REORDERED[1] else ()
+            for fused in (normed(M, K), gated(M, K), quantised(M, K), *others):
                 yield timed(fused, ceilings)
     for heads in HEADS:
         for T in TOKENS:
@@ -81,7 +84,7 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
 
 def warm(K: int) -> None:
     """Compile, in a process that ends then, what is launched at this width; at the first one also all else."""
-    made = [normed(1, K), gated(1, K), quantised(1, K), *reordering(1, K)]
+    made = [normed(1, K), gated(1, K), quantised(1, K), *(reordering(1, K) if K in _REORDERED[0] else ())]
     made += [appended(1, *heads) for heads in HEADS if WIDTHS[0] == K]
     for each in made:
         each.call(**each.make())
@@ -101,12 +104,6 @@ def timed(fused: Fused, ceilings: Ceilings) -> Row:
     fused.call(**fresh)
     checked = fused.check(fresh)
     more = {"l2_us": warm, "chain_us": chained, "copies": float(count), **_copy(fused.nbytes, count)}
-    compiled = None
-    if fused.compiled:
-        with peers.left_out(f"torch.compile's {fused.kernel}, {fused.sizes}"):
-            compiled = peers_layer.fused(fused.compiled, fused.sizes["M"], fused.sizes["K"], count)
-    if compiled:
-        more["torch_l2_us"] = compiled[1]
     return row_of(
         kernels.specs()[fused.kernel],
         MEASURE,
@@ -115,7 +112,7 @@ def timed(fused: Fused, ceilings: Ceilings) -> Row:
         floor=(fused.nbytes / ceilings.copy_tbps / 1e6, "copy"),
         checked=checked,
         nbytes=fused.nbytes,
-        peers={"torch_compile": compiled[0]} if compiled else {},
+        peers=peers_layer.fused(fused.public, fused.sizes["M"], fused.sizes["K"], count) if fused.public else {},
         more=more,
     )
 
@@ -148,7 +145,7 @@ def normed(M: int, K: int) -> Fused:
 
     nbytes = M * K * 7 + 8 * M + 2 * K
     name = "rmsnorm_quantize"
-    return Fused(name, {"M": M, "K": K}, nbytes, make, call, check, compiled=name)
+    return Fused(name, {"M": M, "K": K}, nbytes, make, call, check, public=name)
 
 
 def gated(M: int, K: int) -> Fused:
@@ -166,7 +163,7 @@ def gated(M: int, K: int) -> Fused:
 
     nbytes = M * K * 5 + 8 * M
     name = "silu_mul_quantize"
-    return Fused(name, {"M": M, "K": K}, nbytes, make, silu_mul_quantize, check, compiled=name)
+    return Fused(name, {"M": M, "K": K}, nbytes, make, silu_mul_quantize, check, public=name)
 
 
 def quantised(M: int, K: int) -> Fused:
@@ -182,8 +179,8 @@ def quantised(M: int, K: int) -> Fused:
         return {"x": x.copy(), "out": out()}
 
     nbytes = M * K * 3 + 8 * M
-    sizes, compiled = {"M": M, "K": K}, "quantize_activations"
-    return Fused("quantize_activations_s8", sizes, nbytes, make, quantize_activations, check, compiled)
+    sizes, public = {"M": M, "K": K}, "quantize_activations"
+    return Fused("quantize_activations_s8", sizes, nbytes, make, quantize_activations, check, public)
 
 
 def reordering(M: int, width: int, outliers: int = 128, group: int = 128) -> Iterator[Fused]:

@@ -17,6 +17,9 @@ CONFIGS = (
     Config.named("LLaMA-3-8B"),
     Config.named("Mixtral-8x7B"),
 )
+NARROW = Config(  # heads of 64
+    hidden=2048, ffn=8192, heads=32, kv_heads=8, head_dim=64, layers=16, vocabulary=128256, name="LLaMA-3.2-1B"
+)
 
 
 class Work(NamedTuple):
@@ -33,7 +36,7 @@ class Work(NamedTuple):
 
 def batch_of(config: Config, B: int) -> Batch:
     """Attention of B sequences."""
-    return even((config.heads, config.kv_heads), B, LENGTH)
+    return even((config.heads, config.kv_heads), B, LENGTH, config.head_dim)
 
 
 def sizes_of(config: Config, B: int) -> dict[str, int]:

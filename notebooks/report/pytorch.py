@@ -1,0 +1,39 @@
+"""PyTorch users' figures: the record of `ptxlab bench torch`."""
+
+import pandas as pd
+
+from ptxlab import bench
+from report import RESULTS
+from report.frames import MISSING, markdown
+
+RECORD = RESULTS / "h200" / "torch.json"
+_OWN = "W4A8KV4"
+
+
+def table() -> str:
+    """Tokens/s of `generate` by batch, beside FP16 and FP8; host time of every operator beside one that allocates."""
+    if not RECORD.is_file():
+        return MISSING
+    record = bench.load(RECORD)
+    if record.invalid:
+        return MISSING
+    calls = [row for row in record.rows if row.measure == "host time"]
+    steps = [row for row in record.rows if len(row.peers) == 2]  # ours
+    rates = pd.DataFrame(
+        {"batch": row.sizes["B"], _OWN: row.rate} | {way: row.rate * row.time_us / us for way, us in row.peers.items()}
+        for row in steps
+    )
+    for name in steps[0].peers:
+        rates[f"over {name}"] = rates[_OWN] / rates[name]
+    formats = {name: "{:.2f}x" if name.startswith("over") else "{:,.0f}" for name in rates}
+    hosts = pd.DataFrame(
+        {"operator": f"`{row.kernel}`", "us": row.time_us, "that only allocates": row.floor_us} for row in calls
+    )
+    hosts["beyond"] = hosts["us"] - hosts["that only allocates"]
+    us = dict.fromkeys(("us", "that only allocates", "beyond"), "{:.0f}")
+    said = f"`ptxlab bench torch`, {record.device['name']}, commit {record.revision}, {record.date[:10]}."
+    return (
+        f"Tokens/s of `generate`, {steps[0].kernel}'s shape with random weights, compiled, prompts of "
+        f"{steps[0].sizes['prompt']} tokens:\n\n{markdown(rates, formats)}\n"
+        f"Microseconds of the host for a call of an operator, median:\n\n{markdown(hosts, us)}\n{said}\n"
+    )
