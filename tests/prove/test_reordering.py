@@ -53,3 +53,8 @@ def test_a_mistake_is_refuted(what: str, code: int, old: str, new: str) -> None:
     changed, count = re.subn(old, new, compiled(code), count=1)
     assert count == 1
     assert "refuted" in verdicts(what, code, changed)
+
+
+@pytest.mark.parametrize("what", ["rounds", "scales"])
+def test_what_the_quick_half_leaves_out_is_proved_of_one_group(what: str) -> None:
+    assert verdicts(what, 0, compiled(0)) == {"proved"}
