@@ -274,6 +274,7 @@ class Known:
         self.solver = z3.Solver()
         self.solver.add(*given)
         self.decided = dict[int, tuple[Any, Any]]()  # by the id of a condition, which lives as long as it is here
+        self.of_thread = dict[int, tuple[Any, bool]]()  # of a term: whether nothing but the thread's number is in it
 
     def __call__(self, term: Any) -> Any:
         """The term."""
@@ -291,11 +292,20 @@ class Known:
 
     def decide(self, condition: Any) -> Any:
         """The same, asked."""
-        if not {name.partition("!")[0] for name in symbols_of([condition])} <= {"%tid.x", "%ctaid.x"}:
+        if not self.is_of_thread(condition):
             return None
         if self.solver.check(z3.Not(condition)) == z3.unsat:
             return TRUE
         return FALSE if self.solver.check(condition) == z3.unsat else None
+
+    def is_of_thread(self, term: Any) -> bool:
+        """Whether it depends on the thread's number alone."""
+        key = term.get_id()
+        if key not in self.of_thread:
+            unknown = z3.is_const(term) and term.decl().kind() == z3.Z3_OP_UNINTERPRETED
+            named = not unknown or str(term).startswith(("%tid.x!", "%ctaid.x!"))
+            self.of_thread[key] = term, named and all(map(self.is_of_thread, term.children()))
+        return self.of_thread[key][1]
 
 
 def conditions_in(term: Any) -> list[Any]:
