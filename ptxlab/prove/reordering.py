@@ -103,7 +103,7 @@ def _is_magnitude(most: Bits, a: Bits, b: Bits) -> Any:
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenRow:
     """A kernel's thread at some sizes: K INT4 channels in groups of `g`, then outliers; `pairs`, `code` as in the spec.
 
     Channels are numbered in Atom's order. A row has `blocks` blocks of `width` threads.
@@ -194,7 +194,7 @@ class Row:
         return found
 
 
-def row_of(entry: Entry, spec: KernelSpec, known: Mapping[str, Any]) -> Row:
+def row_of(entry: Entry, spec: KernelSpec, known: Mapping[str, Any]) -> TokenRow:
     """A kernel's row at sizes, and with the constants, that are known; all other arguments are anything."""
 
     def argument(arg: Arg) -> Bits:
@@ -203,7 +203,7 @@ def row_of(entry: Entry, spec: KernelSpec, known: Mapping[str, Any]) -> Row:
         return z3.BitVec(arg.name, 64 if arg.shape else 32)
 
     sizes = {name: int(known[name]) for name in ("K", "outliers", "g", "pairs", "code")}
-    return Row(
+    return TokenRow(
         thread=Thread(entry, [argument(arg) for arg in spec.args]),
         **sizes,
         width=known["THREADS"],
@@ -217,7 +217,7 @@ def row_of(entry: Entry, spec: KernelSpec, known: Mapping[str, Any]) -> Row:
 class Written:
     """A store of four integers: of channels `first`.. (u64), of so many bits each, under what is `given`."""
 
-    row: Row
+    row: TokenRow
     access: Access
     first: Bits
     four_bits: bool
@@ -385,7 +385,7 @@ LEAST, ONE = 1, 0x3C00  # FP16: 2^-24, and 1
 # Formulas
 
 
-def rounds(rows: Iterable[Row]) -> Iterator[Query]:
+def rounds(rows: Iterable[TokenRow]) -> Iterator[Query]:
     """Each integer is its quotient, rounded and clipped: to even by the paper's rules, by the code's away from zero."""
     for written in (one for row in rows for one in row.written):
         low, high = (-8, 7) if written.four_bits else (-128, 127)
@@ -401,7 +401,7 @@ def rounds(rows: Iterable[Row]) -> Iterator[Query]:
             yield Query(extend(found, 32, True) == expected, [], {"quotient": t})
 
 
-def divides(rows: Iterable[Row]) -> Iterator[Query]:
+def divides(rows: Iterable[TokenRow]) -> Iterator[Query]:
     """Each quotient is that of the channel that the integer is stored for, read from where it was sent, and of the
     scale that is stored for its group; and there is a thread that stores each channel.
     """
@@ -425,7 +425,7 @@ def divides(rows: Iterable[Row]) -> Iterator[Query]:
         yield Query(z3.BoolVal(len(factors) == 1))
 
 
-def _complete(row: Row) -> Query:
+def _complete(row: TokenRow) -> Query:
     """That a thread of the row stores the four channels from `first` on, whichever these are."""
     first, m, warps = z3.BitVec("first", 16), z3.BitVec("m", 28), row.width // 32
     int4 = z3.ULT(first, row.K)
@@ -440,7 +440,7 @@ def _complete(row: Row) -> Query:
     return _where([z3.ULT(first, row.channels), first & 3 == 0], there_is)
 
 
-def scales(rows: Iterable[Row]) -> Iterator[Query]:
+def scales(rows: Iterable[TokenRow]) -> Iterator[Query]:
     """The scale that is stored for a group is the FP16 quotient of its largest magnitude, clipped; it is the one that
     divides, and that magnitude is none of the thread's own channels' smaller than.
     """
@@ -503,7 +503,7 @@ def _bounds_of(most: Bits, bounds: list[Any]) -> list[Any]:
     return found
 
 
-def sends(rows: Iterable[Row]) -> Iterator[Query]:
+def sends(rows: Iterable[TokenRow]) -> Iterator[Query]:
     """Each of a thread's 16 channels goes to the place that `place` names, in the block that reads it; what is sent of
     `reorder_quantize` is x.
     """
@@ -529,7 +529,7 @@ def sends(rows: Iterable[Row]) -> Iterator[Query]:
                 yield Query(z3.BoolVal(Known(given)(one.bits).eq(z3.simplify(sent_as))))
 
 
-def _depends(row: Row, one: Access, loads: list[Access]) -> bool:
+def _depends(row: TokenRow, one: Access, loads: list[Access]) -> bool:
     """Whether a store's address comes from one of some loads."""
     return bool(symbols_of([row.sent_to(one)[0]]).keys() & {str(load.bits) for load in loads})
 

@@ -46,6 +46,12 @@ def verdicts(what: str, code: int, text: str) -> set[str]:
         ("divides", 0, "neg.f32", "abs.f32"),
         ("scales", 0, ", 15360, ", ", 15361, "),  # 1, of a group of zeros
         ("scales", 0, "max.NaN.f32", "min.f32"),
+        (
+            "scales",
+            0,
+            r"15360, (%rs\d+),([\s\S]*?cvt.f32.f16 %f\d+, )%rs\d+;",
+            r"15360, \1,\2\1;",
+        ),  # another divides
         ("sends", 0, r"(ld.global[.\w]*.v4.u32 .*)\+16\];", r"\1];"),
     ],
 )
