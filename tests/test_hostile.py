@@ -118,6 +118,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
                                                        "backend": "emulator"}),
     "reorder gate": (ptxlab.silu_mul_reorder_quantize, {"gate_up": np.tile(HALVES, 2), "place": PLACE, "outliers": 64,
                                                         "group": 64, "activation": "silu", "backend": "emulator"}),
+    "reorder blocks": (ptxlab.reorder_quantize, {"x": HALVES, "place": PLACE, "int8": 1, "layout": "joined",
+                                                 "out": None, "backend": "emulator", "programmatic": False}),
     "places": (quant.channel_places, {"order": np.arange(8)}),
     "route": (ptxlab.route_tokens, {"tokens": ROWS, "normed": HALVES, "router": HALVES, "k": 2, "out": None,
                                     "backend": "emulator", "programmatic": False}),

@@ -210,3 +210,18 @@ def test_what_has_no_rows_says_so_in_one_line() -> None:
     tile = replace(kernels.find("gemm_tile_lqq_sm80")[0], rules=())
     _, (line,) = verify.plan_rows([replace(job, spec=tile) for job in jobs if job.spec.name == tile.name][:1])
     assert line.endswith("x: its first axis alone must count M rows (got [K/64, M/8, 512])")
+
+
+ROWLESS = {  # kernels whose work has no rows, or is that of a whole batch, besides all of `dequant` and `load`
+    "gemm_tile_lqq_sm80",
+    "attention_kv4_mma_sm80",
+    "attention_merge",
+    "gather_tokens",
+}
+
+
+def test_no_kernel_escapes_the_question_for_a_batch() -> None:
+    jobs, _ = verify.plan([*kernels.specs()], "emulator")
+    asked = {job.spec.name for job in verify.plan_rows(jobs)[0]}
+    expected = {name for name, spec in kernels.specs().items() if spec.family not in ("dequant", "load")}
+    assert expected - asked == ROWLESS

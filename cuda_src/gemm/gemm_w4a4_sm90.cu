@@ -13,6 +13,7 @@
 //            group's sums cost three instructions each beside.
 // PDL        weights do not wait for the kernel before; X and its scales do, and results, which follow from them.
 // Guide      notebooks/guide/kernels_gemm.md: operands, tile, schedule, constants
+// Measured   not yet: `ptxlab bench gemm --only w4a4`.
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.13 griddepcontrol; 9.7.13.15
 //            mbarrier; 9.7.13.16 elect; 9.7.14.5.16 stmatrix; 9.7.19.5 setmaxnreg
 #include "fragments_out.cuh"

@@ -1,6 +1,6 @@
-// What kernels share that quantise a row (a token) in Atom's order: every channel sent to its place through shared
-// memory, then a scale per group, INT4 and the outliers in INT8, as the W4A4 GEMMs read them. A thread has 16 channels
-// before and 16 behind (notebooks/guide/kernels_quantize.md).
+// What kernels share that quantise a row (a token) in Atom's order or COMET's: every channel sent to its place through
+// shared memory, then a scale per group, INT4 and behind it INT8, as the W4A4 and W4Ax GEMMs read them. A thread has 16
+// channels before and 16 behind (notebooks/guide/kernels_quantize.md).
 #pragma once
 #include "quantize_row.cuh"
 
@@ -27,7 +27,8 @@ __device__ __forceinline__ Places load_places(const uint4* place, int chunk, boo
     return p;
 }
 
-// Sizes of a row: K INT4 channels, padded to whole blocks of 128, then a block of the outliers.
+// Sizes of a row: K INT4 channels, padded to whole blocks of 128, then the INT8 ones: a block of Atom's outliers, or
+// COMET's whole blocks.
 struct Channels {
     int K, outliers;
 
@@ -101,7 +102,8 @@ struct RowInOrder {
 };
 
 // What a token's integers and scales go to. PAIRS 0: x s8 [M, K + outliers]; 1: x u8 [M, K/2], two INT4 a byte, and x8
-// s8 [M, outliers]. x_scale f16 [M, K/g + 1 in whole eights].
+// s8 [M, outliers]; 2: x u8 [M, K/2 + outliers], both of it. x_scale f16 [M, groups in whole eights]: of INT4, then of
+// INT8, Atom's also if there are no outliers.
 struct AtomRow {
     unsigned char *x, *x8;
     __half* scale;
@@ -114,7 +116,8 @@ __device__ __forceinline__ float rounded_away(float x) {
 }
 
 // How integers are made of a group. RULES 0: of n bits, max / (2^(n-1) - 1/2) is the scale, by which values are divided,
-// ties to even; 1: max / (2^(n-1) - 1), and values are multiplied by the reciprocal, ties away from zero (`quant.atom`).
+// ties to even; 1: max / (2^(n-1) - 1), and values are multiplied by the reciprocal, ties away from zero (`quant.atom`);
+// 2: that scale, and values are divided (COMET: `quant.fmpq`).
 template <int RULES>
 struct Grid {
     float steps, reciprocal, low, high, clip;
@@ -132,10 +135,10 @@ struct Grid {
         if (__half2float(scale) < LEAST) scale = __ushort_as_half(1);
         if (largest == 0) scale = __ushort_as_half(0x3c00);  // 1
         const Divider divide(__half2float(scale));
-        const float factor = RULES ? Divider(fmaxf(largest, steps * LEAST))(steps) : 0;
+        const float factor = RULES == 1 ? Divider(fmaxf(largest, steps * LEAST))(steps) : 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float quotient = RULES ? rounded_away(__fmul_rn(y[i], factor)) : divide(y[i]);
+            const float quotient = RULES == 1 ? rounded_away(__fmul_rn(y[i], factor)) : divide(y[i]);
             q[i] = __float_as_int(__fadd_rn(fminf(fmaxf(quotient, low), high), SHIFT));
         }
         return scale;
@@ -148,11 +151,14 @@ template <int SIZE, int PAIRS, int RULES, int BLOCKS, int WIDTH>
 __device__ __forceinline__ void write_atom_row(const RowInOrder<BLOCKS, WIDTH>& row, float factor, float clip,
                                                const Channels& channels, int m, const AtomRow& to) {
     constexpr int WARPS = WIDTH / 32;
+    constexpr bool COMET = RULES == 2;  // of INT8, too, every block has a scale
+    static_assert(!COMET || (SIZE == 128 && PAIRS), "COMET has blocks of 128, and INT4 in pairs");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = blockIdx.x % BLOCKS;
-    const int groups = channels.K / SIZE, columns = (groups + 8) / 8 * 8;
+    const int groups = COMET ? channels.all() / SIZE : channels.K / SIZE, columns = (groups + (COMET ? 7 : 8)) / 8 * 8;
     const auto block_of = [&](int j) { return (rank * 4 + j) * WARPS + warp; };
     const auto is_int4 = [&](int j) { return block_of(j) < channels.blocks4(); };
     const auto inside = [&](int j) {
+        if (COMET) return block_of(j) < groups;
         return is_int4(j) ? SIZE == 128 || block_of(j) * 128 + 4 * lane < channels.K
                           : block_of(j) < channels.blocks() && 4 * lane < channels.outliers;
     };
@@ -183,7 +189,8 @@ __device__ __forceinline__ void write_atom_row(const RowInOrder<BLOCKS, WIDTH>& 
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         const bool int4 = is_int4(j);
-        const int first = (int4 ? block_of(j) * 128 : 0) + 4 * lane;
+        const int behind4 = COMET ? (block_of(j) - channels.blocks4()) * 128 : 0;
+        const int first = (int4 ? block_of(j) * 128 : behind4) + 4 * lane;
         int q[4];
         const __half scale = Grid<RULES>::of(int4, clip)(y[j], __uint_as_float(most[j]), q);
         if (!inside(j)) continue;
@@ -191,16 +198,19 @@ __device__ __forceinline__ void write_atom_row(const RowInOrder<BLOCKS, WIDTH>& 
         if (PAIRS && int4) {
             const unsigned pairs = (word & 0x000f000f) | (word >> 4 & 0x00f000f0);  // in bytes 0 and 2
             const unsigned short both = static_cast<unsigned short>(__byte_perm(pairs, 0, 0x4420));
-            *reinterpret_cast<unsigned short*>(to.x + size_t(m) * (channels.K / 2) + first / 2) = both;
+            const int bytes = channels.K / 2 + (PAIRS == 2 ? channels.outliers : 0);
+            *reinterpret_cast<unsigned short*>(to.x + size_t(m) * bytes + first / 2) = both;
         } else {
-            const size_t at = PAIRS ? size_t(m) * channels.outliers + first
-                                    : size_t(m) * channels.all() + first + (int4 ? 0 : channels.K);
-            *reinterpret_cast<unsigned*>((PAIRS ? to.x8 : to.x) + at) = word;
+            const size_t at = PAIRS == 2 ? size_t(m) * (channels.K / 2 + channels.outliers) + channels.K / 2 + first
+                              : PAIRS    ? size_t(m) * channels.outliers + first
+                                         : size_t(m) * channels.all() + first + (int4 ? 0 : channels.K);
+            *reinterpret_cast<unsigned*>((PAIRS == 1 ? to.x8 : to.x) + at) = word;
         }
         if (lane % (SIZE / 4) == 0 && (int4 || lane == 0))
-            to.scale[size_t(m) * columns + (int4 ? first / SIZE : groups)] = scale;
+            to.scale[size_t(m) * columns + (COMET ? block_of(j) : int4 ? first / SIZE : groups)] = scale;
     }
-    const int behind = groups + (channels.outliers > 0) + threadIdx.x;  // ones up to a whole number of eights
+    // Ones up to a whole number of eights.
+    const int behind = groups + (!COMET && channels.outliers > 0) + threadIdx.x;
     if (rank == 0 && behind < columns) to.scale[size_t(m) * columns + behind] = __ushort_as_half(0x3c00);
 }
 

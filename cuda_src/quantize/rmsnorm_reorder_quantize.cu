@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_reorder_quantize(
     uint4* normed,       // [M, K + outliers], by IN; written if NORMED
     unsigned char* x_q,  // [M, bytes], by PACKED
     unsigned char* x8,   // s8  [M, outliers], if PACKED
-    __half* x_scale,     // f16 [M, K/GROUP + 1 in whole eights]
+    __half* x_scale,     // f16 [M, groups in whole eights], by CODE
     int K, int outliers, float eps, float clip) {
     __shared__ ptxlab::RowInOrder<CLUSTER, THREADS> row;
     ptxlab::launch_dependents();

@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) silu_mul_reorder_quantize(
     const uint4* place,    // s16 [K + outliers]
     unsigned char* x_q,    // [M, bytes], by PACKED
     unsigned char* x8,     // s8  [M, outliers], if PACKED
-    __half* x_scale,       // f16 [M, K/GROUP + 1 in whole eights]
+    __half* x_scale,       // f16 [M, groups in whole eights], by CODE
     int K, int outliers, float clip) {
     __shared__ ptxlab::RowInOrder<CLUSTER, THREADS> row;
     ptxlab::launch_dependents();

@@ -1,11 +1,14 @@
 """`python -m report`: renew what is made from the specs and the records, or say what is out of date."""
 
+import json
 from typing import Annotated
 
 import typer
 
+from ptxlab import kernels
+from ptxlab.nsight.sanitizer import TOOLS
 from ptxlab.testing import gpu_tests
-from report import sections
+from report import RESULTS, sections
 
 main = typer.Typer(add_completion=False)
 
@@ -18,7 +21,8 @@ def report(
 ) -> None:
     """Renew the tables of README and guide and the kernels' headers from the specs and the records.
 
-    With --check, also name the kernels whose sources changed since the recorded GPU tests; that is no failure.
+    With --check, also name the kernels whose sources changed since the recorded GPU tests, and those that no record of
+    the sanitizers has; that is no failure.
     """
     changed = sections.update(write=not check)
     if figures:
@@ -37,9 +41,18 @@ def report(
     if not changed:
         print("all up to date")
     if check:
-        for line in gpu_tests.warnings():
+        for line in (*gpu_tests.warnings(), *not_sanitized()):
             print(line)
         raise typer.Exit(bool(changed))
+
+
+def not_sanitized() -> list[str]:
+    """A line with the kernels that some tool of compute-sanitizer has not seen, by its records; else nothing."""
+    paths = sorted(RESULTS.glob("*/sanitizers*.json"))
+    seen = [verdict for path in paths for verdict in json.loads(path.read_text(encoding="utf-8"))]
+    by_tool = [{name for each in seen if each["tool"] == tool for name in each["kernels"]} for tool in TOOLS]
+    missing = [name for name in kernels.specs() if not all(name in names for names in by_tool)]
+    return [f"in no record of the sanitizers: {', '.join(missing)}"] if missing else []
 
 
 if __name__ == "__main__":

@@ -95,6 +95,13 @@ def _w4a4_accuracy() -> Figure:
     return w4a4.accuracy_picture(found)
 
 
+def _w4a4_measured() -> Figure:
+    record = w4a4.recorded()
+    if record is None:
+        raise NotMeasuredError("gemm_w4a4.json: `ptxlab bench gemm --only w4a4` makes a record on a GPU")
+    return w4a4.measured_picture(record)
+
+
 _BOTH = gemm.points, gemm.eight_bit
 PICTURES: dict[str, Callable[[], Figure]] = {
     "demo": _demo,
@@ -113,6 +120,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "cost_crossover": _gemm(costplot.crossover_figure, *_BOTH),
     "w4ax_schedules": w4a4.schedules_picture,
     "w4a4_accuracy": _w4a4_accuracy,
+    "w4a4_measured": _w4a4_measured,
     "attention_speedup": _attention,
     "accuracy_steps": _accuracy,
     "layer_breakdown": _layer(layer.points, layer.breakdown_figure),

@@ -3,6 +3,7 @@
 import re
 import textwrap
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -11,7 +12,7 @@ from ptxlab import kernels
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import ALL_TOKENS, MIXTRAL
 from ptxlab.spec import KernelSpec
-from report import attention, frames, gemm, ladder
+from report import attention, frames, gemm, ladder, w4a4
 from report.frames import fraction, mean, over
 
 _MEASURED = re.compile(r"^// Measured   .*(?:\n//            .*)*$", re.MULTILINE)
@@ -41,6 +42,7 @@ def measured(spec: KernelSpec) -> list[str]:
     if spec.name == _ATTENTION:
         return _attention()
     of_one = {"gemm_w8a8_sm90": _eight_bit, "gemm_w4a8_grouped_sm90": _grouped, "append_kv4": _append}
+    of_one |= {f"gemm_{scheme.lower()}_sm90": partial(_four_bits, scheme) for scheme in w4a4.FOUR_BITS}
     if spec.name in of_one:
         text = of_one[spec.name]()
     elif spec in kernels.gemm.STEPS:
@@ -96,6 +98,20 @@ def _eight_bit() -> str:
     return (
         f"on an H200 at M = {', '.join(map(str, tokens))}: {fp8} times as fast as cuBLAS FP8, {int8} times as its INT8 "
         "(means over LLaMA-2's matrices)."
+    )
+
+
+def _four_bits(scheme: str) -> str:
+    rows = w4a4.points(w4a4.recorded())
+    rows = rows[rows.scheme == scheme]
+    tokens = sorted({*rows.M})
+    if not tokens:
+        return "not yet: `ptxlab bench gemm --only w4a4`."
+    beside = _joined(mean(gemm.at(rows, M)["of W4A8"]) for M in tokens)
+    int8 = _joined(mean(over(gemm.at(rows, M), "cublas_int8")) for M in tokens)
+    return (
+        f"on an H200 at M = {', '.join(map(str, tokens))}: {beside} of gemm_w4a8's time, {int8} times as fast as"
+        " cuBLAS INT8 (means over LLaMA-2's matrices, groups of 128)."
     )
 
 

@@ -346,6 +346,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "ladder": ladder_section,
     "cost": cost_section,
     "w4a4_choice": w4a4.choice_table,
+    "w4a4_measured": lambda: w4a4.measured_table(w4a4.recorded()),
+    "w4a4_targets": lambda: targets.table(targets.four_bits(w4a4.recorded())),
     "w4a4_figures": w4a4.figures_table,
     "w4ax_schedules": w4a4.schedule_table,
     "accuracy": accuracy.section,

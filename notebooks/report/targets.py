@@ -13,7 +13,7 @@ from ptxlab.bench.record import TOLERANCE, Record
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, MOST_FEW
 from ptxlab.kernels.quantize import atom
 from report import attention as kv
-from report import decode, layer
+from report import decode, layer, w4a4
 from report.frames import MISSING, fraction, markdown, mean, over, slower
 from report.gemm import at, chains, dequantising, eight_bit, experts, points, reordering, untuned_points
 from report.ladder import QSERVE
@@ -87,6 +87,25 @@ def gemm(record: Record | None) -> list[Target]:
             most=0.05,
         ),
     ]
+
+
+def four_bits(record: Record | None) -> list[Target]:
+    """Of W4A4 and W4Ax on Hopper, which has no INT4 tensor cores: groups of 128, LLaMA-2's matrices, M 64 to 1024."""
+    rows, found = w4a4.points(record), []
+    for scheme in w4a4.FOUR_BITS:
+        part = rows[rows.scheme == scheme]
+        slowest, int8 = most(part["of W4A8"]), part["over cublas_int8"]
+        found += [
+            Target(f"{scheme}: of W4A8's time, every point", slowest, _TIMES, most=w4a4.MOST_OVER_W4A8),
+            Target(f"{scheme}: the same, stretch", slowest, _TIMES, most=w4a4.STRETCH),
+            Target(
+                f"{scheme}: points slower than cuBLAS INT8",
+                float((int8 < 1).sum()) if len(int8) and int8.notna().all() else math.nan,
+                "{:.0f}",
+                most=0,
+            ),
+        ]
+    return found
 
 
 _LAYERS = {  # model -> batch -> of the floor

@@ -1,4 +1,4 @@
-"""W4A4 and W4Ax on GPUs that were not measured: the cost model and COMET's schedules beside what papers report."""
+"""W4A4 and W4Ax: as recorded beside W4A8; on GPUs that were not measured the cost model, beside what papers report."""
 
 import math
 from functools import cache
@@ -8,7 +8,10 @@ from matplotlib.figure import Figure
 
 from ptxlab import cost
 from ptxlab.bench import counts
-from ptxlab.bench.shapes import decoder
+from ptxlab.bench.gemm import headline, steps
+from ptxlab.bench.gemm.w4a4 import COMPARED, PART
+from ptxlab.bench.record import Record
+from ptxlab.bench.shapes import LLAMA, decoder
 from ptxlab.cost import SCHEMES, gemm_cost, published, tables
 from ptxlab.cost.plot import schedule_figure
 from ptxlab.cost.schedule import (
@@ -27,8 +30,8 @@ from ptxlab.cost.schedule import (
     ratio_needed,
 )
 from ptxlab.plot import BLUE, GREY, ORANGE, RED
-from report import accuracy
-from report.frames import MISSING, markdown, mean
+from report import accuracy, frames
+from report.frames import MISSING, fraction, frame, markdown, mean, over
 from report.style import bare, title
 
 _PRECISIONS = {  # rows of `ptxlab accuracy` -> what they are called here
@@ -38,6 +41,9 @@ _PRECISIONS = {  # rows of `ptxlab accuracy` -> what they are called here
     ("g64", "GPTQ"): "W4A8KV4, the whole recipe",
     ("Atom", "KV4"): "W4A4KV4, Atom",
 }
+_MEASURES = {headline.MEASURE: "W4A8", steps.W8A8: "W8A8", "w4a4": "W4A4", "w4ax": "W4Ax"}
+FOUR_BITS = ("W4A4", "W4Ax")
+MOST_OVER_W4A8, STRETCH = 1.25, 1.15  # of W4A8's time
 _GPUS = ("rtx3090", "rtx4090", "l40s", "a100")
 _MANY = 4096  # tokens, and channels
 _PLAIN = Costs(1.0, 2.0)
@@ -46,6 +52,105 @@ _ORDERS = {  # how the INT8 blocks lie and which tiles are neighbours -> argumen
     "INT8 spread, neighbours share k": {"spread": True},
     "INT8 spread, neighbours share a tile of Y": {"spread": True, "k_first": True},
 }
+
+
+def recorded() -> Record | None:
+    """The record of `ptxlab bench gemm --only w4a4`, if there is one."""
+    return frames.recorded(f"gemm_{PART}")
+
+
+def points(record: Record | None) -> pd.DataFrame:
+    """What the kernels for Hopper took, by `scheme` (`_MEASURES`), matrix (`name`) and M.
+
+    Beside what `frame` has: `of W4A8` is the time over W4A8's there, `bytes of W4A8` likewise, `of W8A8`. The kernels
+    for INT4 tensor cores, which Hopper runs in software, are left out.
+    """
+    found = pd.concat([frame(record, measure).assign(scheme=name) for measure, name in _MEASURES.items()])
+    found = found[~found.kernel.astype(str).str.endswith("_sm80") & found.M.isin(COMPARED)]
+    sizes = [{"K4": 0, "K8": 0, "outliers": 0, "K": 0} | dict(each) for each in found.sizes]
+    by_size = {(layer.N, layer.K): str(layer) for layer in LLAMA}
+    channels = [each["K"] + each["outliers"] + each["K4"] + each["K8"] for each in sizes]
+    found = found.assign(name=[by_size.get(place) for place in zip(found.N, channels, strict=True)])
+    for scheme in ("W4A8", "W8A8"):
+        usual = found[found.scheme == scheme].set_index(["name", "M"])[["time_us", "bytes"]]
+        found = found.join(usual.rename(columns={"time_us": f"{scheme} us", "bytes": f"{scheme} bytes"}), ["name", "M"])
+        found[f"of {scheme}"] = found.time_us / found[f"{scheme} us"]
+    return found.assign(**{"bytes of W4A8": found.bytes / found["W4A8 bytes"]})
+
+
+def measured_table(record: Record | None) -> str:
+    """W4A4 and W4Ax by tokens: of the floor, beside W4A8, W8A8 and cuBLAS, and how many bytes fewer they move."""
+    rows = points(record)
+    if record is None or rows.empty:
+        return MISSING
+    lines = []
+    for scheme in FOUR_BITS:
+        for M in COMPARED:
+            part = rows[(rows.scheme == scheme) & (rows.M == M)]
+            lines.append(
+                {
+                    "scheme": scheme,
+                    "M": M,
+                    "of the floor": fraction(part),
+                    "of W4A8's time": mean(part["of W4A8"]),
+                    "worst matrix": part["of W4A8"].max(),
+                    "of W8A8's time": mean(part["of W8A8"]),
+                    "over cuBLAS INT8": mean(over(part, "cublas_int8")),
+                    "worst": over(part, "cublas_int8").min(),
+                    "over cuBLAS FP8": mean(over(part, "cublas_fp8")),
+                    "bytes fewer than W4A8": 1 - mean(part["bytes of W4A8"]),
+                }
+            )
+    table = pd.DataFrame(lines)
+    formats = dict.fromkeys(table.columns[2:], "{:.2f}x") | {"of the floor": "{:.2f}"}
+    formats |= {"M": "{:,}", "bytes fewer than W4A8": "{:.1%}"}
+    note = (
+        f"Means over {rows.name.nunique()} matrices of LLaMA-2, one run, groups of 128, FP16 results; a fifth of W4Ax's"
+        " blocks is INT8. Bytes: weights, activations, scales and results. Quantising the activations is in none of the"
+        " times; cuBLAS INT8 ends with INT32 sums."
+    )
+    origin = f"`ptxlab bench gemm --only {PART}`, {record.date[:10]}, commit {record.revision}"
+    picture = "![Time of W4A4 and W4Ax over that of W4A8](notebooks/figures/w4a4_measured.png)"
+    return (
+        f"{markdown(table, formats)}\n{note} Measured on one {record.device['name']}: {origin}.{_in_software(record)}"
+        f"\n\n{picture}\n"
+    )
+
+
+def _in_software(record: Record) -> str:
+    """What the record has of the kernels for INT4 tensor cores."""
+    if not any(row.kernel.endswith("_sm80") and row.measure in ("w4a4", "w4ax") for row in record.rows):
+        return ""
+    return (
+        " The record also has the kernels for INT4 tensor cores (`_sm80`). Hopper runs their MMAs in software, so those"
+        " times say nothing about a GPU that has such tensor cores, and no table or picture shows them."
+    )
+
+
+def measured_picture(record: Record) -> Figure:
+    """Time over W4A8's by tokens, means over the matrices, and the limit that was set."""
+    rows = points(record)
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    lines = {scheme: rows[rows.scheme == scheme].groupby("M")["of W4A8"] for scheme in (*FOUR_BITS, "W8A8")}
+    drawn = {scheme: of.agg(mean) for scheme, of in lines.items()}
+    for peer, name in {"cublas_int8": "cuBLAS INT8", "cublas_fp8": "cuBLAS FP8"}.items():
+        drawn[name] = rows[rows.scheme == "W4A8"].groupby("M")[f"over {peer}"].agg(mean)
+    styles = ((RED, "s-"), (ORANGE, "D-"), (GREY, "^-"), (BLUE, "v--"), (BLUE, "o--"))
+    for (name, line), (colour, style) in zip(drawn.items(), styles, strict=True):
+        axes.plot(line.index, line.to_numpy(float), style, color=colour, label=name)
+    axes.axhline(MOST_OVER_W4A8, color=GREY, linestyle=":", label=f"limit for W4A4, {MOST_OVER_W4A8}x")
+    axes.axhline(1, color="black", linewidth=0.8, label="W4A8")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(COMPARED, [f"{M:,}" for M in COMPARED])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens M")
+    axes.set_ylabel("time, of W4A8's")
+    axes.legend(frameon=False, fontsize=9, ncols=2)
+    each = " and ".join(f"{name} {mean(rows[rows.scheme == name]['of W4A8']):.2f}x" for name in FOUR_BITS)
+    title(axes, f"{each} W4A8's time on an H200, in the mean")
+    bare(axes)
+    return figure
 
 
 def choice_table() -> str:

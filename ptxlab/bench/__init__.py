@@ -50,7 +50,7 @@ SUITES: dict[str, Any] = {
     "decode": models.rows,
 }
 RESUMED = ("decode", "torch")  # take long; a run that was stopped goes on where it was
-_PARTS: dict[str, Callable[[Sequence[str]], Any]] = {"layer": layer.part, "decode": models.part}
+_PARTS: dict[str, Callable[[Sequence[str]], Any]] = {"gemm": gemm.part, "layer": layer.part, "decode": models.part}
 
 
 def run_suite(
@@ -68,7 +68,7 @@ def run_suite(
             or `FILE.py` with the specs of other kernels.
         progress: called with what is measured next.
         matrices: of a GEMM those alone, by (N, K).
-        only: of the suites `layer` and `decode` that part alone, by words (`layer.part`, `models.part`).
+        only: of the suites `gemm`, `layer` and `decode` that part alone, by words (`gemm.part` ...).
         resume: of the suites of `RESUMED` (`decode`: whole, or whole models of it): a record, which grows with every
             row. Rows that are in it, of the same commit and card, are not measured again.
 
@@ -142,7 +142,10 @@ def resumed_path(suite: str, only: Sequence[str]) -> Path:
 
 
 def _name(suite: str, only: Sequence[str]) -> str:
-    """A part is no record of the suite; but whole models of `decode` and the epilogues of `layer` have their own."""
+    """A part is no record of the suite; but W4A4, the epilogues of `layer`, and whole models of `decode` have their
+    own."""
+    if suite == "gemm" and {*only} == {gemm.w4a4.PART}:
+        return f"gemm_{gemm.w4a4.PART}"
     if suite == "decode" and only and set(only) <= {config.name for config in models.MODELS}:
         return f"decode/{'+'.join(only)}"
     if suite == "layer" and [*only] == [layer.EPILOGUES]:

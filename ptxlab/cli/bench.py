@@ -24,8 +24,8 @@ def bench(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of the suites layer and decode: a model, B=16, a mix (fp8_row ...), alone (no mix); fused, timeline, "
-            "d64, epilogues."
+            help="Of the suite gemm: w4a4, 7B, 70B. Of layer and decode: a model, B=16, a mix (fp8_row ...), alone (no "
+            "mix); fused, timeline, d64, epilogues."
         ),
     ] = None,
     as_json: AsJson = False,

@@ -34,7 +34,7 @@ from ptxlab.emulator.core.memory import ALIGN, BASE, Memory, Region
 from ptxlab.emulator.core.watcher import Watcher
 from ptxlab.emulator.core.wave import LaunchState
 from ptxlab.emulator.front.control_flow import flow_of
-from ptxlab.emulator.front.ir import Entry, Module
+from ptxlab.emulator.front.ir import Entry, Function, Module, Symbol
 from ptxlab.emulator.front.parse import parse
 from ptxlab.emulator.front.types import Array
 from ptxlab.emulator.unneeded import Statement, leave_out
@@ -53,6 +53,7 @@ MODES = ("early", "late")
 LARGEST_CLUSTER = 16
 # Instructions that a wave of blocks dispatches, at some ten to a hundred microseconds each.
 MAX_STEPS = 10_000_000
+FUNCTION = 0xF0F0F0F0F0F0F0F0  # what stands for the address of a function, which no call takes
 
 Argument = np.ndarray | np.generic | bytes | TensorMap
 Dim3 = int | Sequence[int]
@@ -388,6 +389,10 @@ def _prepare(
     for variable, region in fixed:
         if variable.initial:
             memory.arena[region.start : region.end] = np.frombuffer(variable.initial, np.uint8)
+        for at, word in variable.pointers.items():
+            if isinstance(word, Symbol):
+                word = addresses[id(word.variable)] + word.offset
+            memory.view[8][(region.start + at) // 8] = FUNCTION if isinstance(word, Function) else word
     for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
         at, start = params.start + param.offset, buffers[position][1].start if position in buffers else 0
         if isinstance(value, TensorMap):  # its bytes are opaque; who asks for it is given the map itself

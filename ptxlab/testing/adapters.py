@@ -317,9 +317,13 @@ def _of_triton(compiled: Any, names: Sequence[str]) -> Target:
     facts, text = compiled.metadata, compiled.asm.get("ptx", "")
     if not text:
         raise ArgumentError("kernel", "compiled by Triton for NVIDIA", facts.target)
-    for what in ("global_scratch_size", "tmem_size"):
+    refused = {
+        "global_scratch_size": "scratch memory is not emulated",
+        "tmem_size": "the tensor memory of sm_100 (tcgen05) is not emulated",
+    }
+    for what, why in refused.items():
         if getattr(facts, what, 0):
-            raise ArgumentError(f"{facts.name}: {what}", "0: the emulator gives a kernel none", getattr(facts, what))
+            raise ArgumentError(f"{facts.name}: {what}", f"0: {why}", getattr(facts, what))
     if getattr(facts, "num_ctas", 1) != 1:
         raise ArgumentError(f"{facts.name}: num_ctas", "1: clusters of Triton's are not launched here", facts.num_ctas)
     function = compiled.src.fn.fn

@@ -63,7 +63,9 @@ def operator_calls(
     x, gamma, gate_up, q = halves(rows, width), halves(width), halves(rows, 2 * width), halves(rows, Hq, D)
     qkv, kv = halves(rows, (Hq + 2 * Hkv) * D), halves(rows, Hkv, D)
     weight = [getattr(linear, name) for name in linear.names]
-    stored = {"layout": linear.layout, "scheme": linear.scheme, "group": linear.group, "out_dtype": linear.dtype}
+    stored = {"scheme": linear.scheme, "group": linear.group, "out_dtype": linear.dtype}
+    experts = [torch.stack([each] * 2) for each in weight]
+    offsets = torch.tensor([0, rows // 2, rows], dtype=torch.int32, device=device)
     table = torch.arange(rows, dtype=torch.int32, device=device).view(rows, 1)
     pool = torch.zeros(rows, 2, Hkv, tokens * (D // 2 + 4), dtype=torch.uint8, device=device)
     lengths = torch.full((rows,), tokens - 1, dtype=torch.int32, device=device)
@@ -71,7 +73,8 @@ def operator_calls(
     space = attention_workspace(D, like.device) if like.is_cuda else None
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         "quantize_activations": ((x,), {}),
-        "gemm_w4a8": ((*ops.quantize_activations(x), weight), stored),
+        "gemm_w4a8": ((*ops.quantize_activations(x), weight), {"layout": linear.layout, **stored}),
+        "gemm_w4a8_grouped": ((*ops.quantize_activations(x), experts, offsets), stored),
         "rmsnorm_quantize": ((x, gamma), {}),
         "silu_mul_quantize": ((gate_up,), {}),
         "rope_append_kv4": ((qkv, pool, slots, cos, sin), {"head_dim": D}),

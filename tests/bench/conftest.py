@@ -51,6 +51,7 @@ def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         "to_device": lambda array: np.array(array, order="C"),
         "to_host": np.array,
         "empty": np.empty,
+        "zeros": np.zeros,
         "fill_bytes": lambda array, byte: array.view(np.uint8).fill(byte),
         "copy_bytes": lambda target, source: np.copyto(target, source),
         "why_not": lambda arch, exact=False: None,

@@ -248,6 +248,29 @@ def test_w4a4_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_w4a4_beside_others_in_one_run(emulated_gpu: pytest.MonkeyPatch) -> None:
+    """What the part measures: at its own numbers of tokens, beside cuBLAS alone, in a record with a name of its own."""
+    layers = {"LLAMA": (SMALL,), "LADDER_LAYER": LLAMA[0], "COMPARED": (3, 5)}
+    for name, value in layers.items():
+        emulated_gpu.setattr(w4a4, name, value)
+    emulated_gpu.setattr(w4a4, "compile_all", lambda planned: compiled.extend(planned))
+    emulated_gpu.setattr(w4a4, "streams", lambda: stream_us)
+    emulated_gpu.setattr(
+        w4a4.peers, "cublas", lambda N, K, tokens, names: {M: dict.fromkeys(names, 8.0) for M in tokens}
+    )
+    emulated_gpu.setattr(steps, "W8A8_KERNEL", "gemm_w4a8_lqq_sm90")
+    compiled: list[Any] = []
+    assert gemm.part(["w4a4"]) == LLAMA and gemm.part(["70B", "w4a4"]) == LLAMA[4:] and gemm.part([]) == LLAMA
+    emulated_gpu.setattr(gemm, "LLAMA", (SMALL,))
+    rows = gemm.rows([*kernels.specs()], Ceilings(4.6, 4.2), quiet, only=["w4a4"])
+    assert [(row.measure, row.sizes["M"]) for row in rows] == [
+        (measure, M) for measure in ("headline", "w8a8", "w4a4", "w4ax") for M in (3, 5)
+    ]
+    assert all(row.peers == {"cublas_fp8": 8.0, "cublas_int8": 8.0} and "bit for bit" in row.checked for row in rows)
+    assert {step.spec.name for step, _ in compiled} == {name for row in rows for name in row.kernel.split(", ")}
+    assert bench._name("gemm", ["w4a4"]) == "gemm_w4a4" and bench._name("gemm", ["w4a4", "7B"]) == "gemm_part"
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_quantiser(order: str, emulated_gpu: pytest.MonkeyPatch) -> None:
     x = quantiser._activations(5, 256)

@@ -10,7 +10,7 @@ from ptxlab import bench, cost, gpu, kernels
 from ptxlab.bench import attention, copying, dequant, layer, models, peers, peers_layer, stream
 from ptxlab.bench.attention import append, merge
 from ptxlab.bench.attention import problem as attention_problem
-from ptxlab.bench.gemm import chain, grouped, headline, points, problem, quantiser, steps
+from ptxlab.bench.gemm import chain, grouped, headline, points, problem, quantiser, steps, w4a4
 from ptxlab.bench.shapes import EXPERTS, LAYERS, Batch, Layer, even
 from ptxlab.bench.timing import measure
 from ptxlab.errors import BenchmarkError
@@ -141,6 +141,16 @@ def test_what_is_launched_is_timed_and_its_results_are_exact(launched: None, mon
     assert {row.sizes["M"] for row in rows} == {1, 100} and len({row.key for row in rows}) == len(rows)
     assert all(row.checked.startswith(f"all {row.sizes['M'] * 4096} results of ") for row in rows)
     assert all(0.02 < row.fraction < 1.1 for row in rows)
+
+
+def test_w4a4_is_timed_beside_w4a8(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one matrix, with the steps for INT4 tensor cores, which Hopper runs in software."""
+    monkeypatch.setattr(w4a4, "COMPARED", (64,))
+    rows = list(w4a4.compared_rows(LAYERS[1:2], [*kernels.specs()], lambda _: None))
+    assert [row.measure for row in rows] == ["headline", "w8a8", *["w4a4"] * 4, *["w4ax"] * 4]
+    assert all(row.checked.startswith(f"all {64 * 4096} results of ") for row in rows)
+    assert all(0.02 < row.fraction < 1.1 for row in rows if not row.kernel.endswith("_sm80"))
+    assert not peers.importable() or all({*row.peers} == {*w4a4.CUBLAS} for row in rows)
 
 
 def test_a_chain_takes_about_as_long_as_its_links(launched: None) -> None:

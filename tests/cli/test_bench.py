@@ -63,7 +63,9 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("gemm", "--only", "fused"), "only: must be empty for the suite gemm (got fused)"),
+        (("dequant", "--only", "fused"), "only: must be empty for the suite dequant (got fused)"),
+        (("gemm", "--only", "fused"), "only: one of w4a4, 7B, 70B (got fused)"),
+        (("gemm", "--only", "7B"), "only: must name the part w4a4 too (got 7B)"),
         (("layer", "--only", "B=3"), "only: one of fused, timeline, d64, epilogues, LLaMA-2-7B, "),
     ],
 )

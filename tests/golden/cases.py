@@ -58,7 +58,7 @@ DOMAINS = {
     "u16": Domain(16, _I16), "s16": Domain(16, _I16), "u16nz": Domain(16, _I16[1:]),
     "u32": Domain(32, _I32), "s32": Domain(32, _I32), "u32nz": Domain(32, _I32[1:]),
     "u64": Domain(64, _I64), "s64": Domain(64, _I64), "u64nz": Domain(64, _I64[1:]),
-    "count": Domain(32, _COUNTS), "pred": Domain(1, [0, 1]),
+    "count": Domain(32, _COUNTS), "bit": Domain(32, [0, 1]), "pred": Domain(1, [0, 1]),
     "f32": Domain(32, _bits(_F32, "f4"), "f32"), "f64": Domain(64, _bits(_F64, "f8"), "f64"),
     "angle": Domain(32, _bits([0.0, -0.0, 0.5, 1.0, -1.0, 3.0, -3.0, 1.5707964, 3.1415927], "f4"), "f32"),
     "f16": Domain(16, _H16, "f16"), "bf16": Domain(16, _B16, "bf16"),
@@ -90,7 +90,7 @@ class Case:
         """Names of the destinations."""
         return [name for name in self.fields if name in OUTPUTS]
 
-    def ptx(self, version: str = "8.0", target: str = "sm_90") -> str:
+    def ptx(self, version: str = "8.1", target: str = "sm_90") -> str:
         """A module with one entry: pointers to one array per operand, in the order of `fields`."""
         declare, before, after = [], [], []
         for i, (name, domain) in enumerate(self.fields.items()):
@@ -160,6 +160,8 @@ def _tame(random: np.ndarray, domain: str, stream: np.random.RandomState) -> np.
     half = len(random) // 2
     if domain == "pred":
         return random & 1
+    if domain == "bit":  # alike in most warps
+        return (random & 0x1F == 0).astype(random.dtype)
     if domain == "count":
         return random % 41
     if domain.endswith("nz"):
@@ -406,7 +408,7 @@ def _cases():
     yield from each("atom.global.add.noftz.@t {d:@t}, [{m:@t}], {a:@t};", t="f16x2 bf16x2 f16 bf16")
 
 
-def _later() -> Iterator[str]:
+def _later() -> Iterator[str | tuple[str, float, float]]:
     """What came after the first recording."""
     for t, relu in itertools.product(("e4m3", "e5m2"), ("", ".relu")):
         yield f"cvt.rn.satfinite{relu}.{t}x2.f32 {{d:u16}}, {{a:f32}}, {{b:f32}};"
@@ -416,6 +418,51 @@ def _later() -> Iterator[str]:
         yield f"cvt.{mode}.tf32.f32 {{d:f32}}, {{a:f32}};"
 
 
+def _modifiers() -> Iterator[str | tuple[str, float, float]]:
+    """Modifiers of halves and bf16, packed 16-bit integers, and warps of which some lanes take part."""
+
+    def each(template: str, types: str, *more: str) -> Iterator[str]:
+        for t, words in itertools.product(types.split(), more or ("",)):
+            yield template.replace("@t", t).replace("@m", words)
+
+    dab, halves, brains = "{d:@t}, {a:@t}, {b:@t};", "f16 f16x2", "bf16 bf16x2"
+    yield "cvt.rna.satfinite.tf32.f32 {d:f32}, {a:f32};"
+    yield from each("fma.rn.relu.@t {d:@t}, {a:@t}, {b:@t}, {c:@t};", brains)
+    yield from each("fma.rn.ftz.@m.@t {d:@t}, {a:@t}, {b:@t}, {c:@t};", halves, "relu", "sat")
+    for o in ("min", "max"):
+        yield from each(f"{o}.@m.@t {dab}", halves, "ftz", "ftz.NaN", "xorsign.abs", "ftz.NaN.xorsign.abs")
+        yield from each(f"{o}.@m.@t {dab}", brains, "xorsign.abs", "NaN.xorsign.abs")
+        yield from each(f"{o}.@m.f32 {dab}".replace("@t", "f32"), "f32", "ftz.NaN", "NaN.xorsign.abs")
+        yield f"{o}.relu.s32 {{d:s32}}, {{a:s32}}, {{b:s32}};"
+        for t, relu in (("u16x2", ""), ("s16x2", ""), ("s16x2", ".relu")):
+            yield f"{o}{relu}.{t} {{d:u32}}, {{a:u32}}, {{b:u32}};"
+    yield from each("@m.ftz.@t {d:@t}, {a:@t};", halves, "abs", "neg")
+    yield from each("add.@t {d:u32}, {a:u32}, {b:u32};", "u16x2 s16x2")
+    yield "setp.lt.ftz.f16 {p:pred}, {a:f16}, {b:f16};"
+    yield "set.gt.ftz.f16x2.f16x2 {d:f16x2}, {a:f16x2}, {b:f16x2};"
+    yield "set.ge.bf16x2.bf16x2 {d:bf16x2}, {a:bf16x2}, {b:bf16x2};"
+    yield from each("cvt.rn.bf16.@t {d:bf16}, {a:@t};", "f16 f64 u16 s32 u64")
+    yield from each("cvt.rzi.@t.bf16 {d:@t}, {a:bf16};", "u16 s32 u64")
+    yield "cvt.rn.f16.bf16 {d:f16}, {a:bf16};"
+    yield "cvt.f64.bf16 {d:f64}, {a:bf16};"
+    yield "tanh.approx.f16 {d:f16}, {a:f16};", 2.0**-9, 2.0**-24
+    for t in brains.split():
+        yield f"tanh.approx.{t} {{d:{t}}}, {{a:{t}}};", 2.0**-7, 0.0
+        yield f"ex2.approx.ftz.{t} {{d:{t}}}, {{a:{t}}};", 2.0**-7, 2.0**-126
+    yield "rcp.approx.ftz.f64 {d:f64}, {a:f64};", 2.0**-18, 0.0
+    yield "rsqrt.approx.ftz.f64 {d:f64}, {a:f64};", 2.0**-18, 0.0
+    yield "match.all.sync.b32 {d:u32}|{p:pred}, {a:bit}, -1;"
+    yield "match.any.sync.b64 {d:u32}, {a:u64}, -1;"
+    yield "match.all.sync.b64 {d:u32}|{p:pred}, {a:u64}, -1;"
+    some = "vote.sync.ballot.b32 %t, {c:pred}, -1; mov.b32 {d:u32}, 0; @{c:pred}"
+    yield f"{some} match.any.sync.b32 {{d:u32}}, {{a:count}}, %t;"
+    yield f"{some} redux.sync.add.u32 {{d:u32}}, {{a:u32}}, %t;"
+    yield f"{some} redux.sync.max.s32 {{d:u32}}, {{a:u32}}, %t;"
+    yield f"{some} vote.sync.ballot.b32 {{d:u32}}, {{g:pred}}, %t;"
+    yield f"{some} shfl.sync.idx.b32 {{d:u32}}, {{a:u32}}, 0, 31, %t;"
+    yield f"setp.ne.u32 {{p:pred}}, 0, 0; {some} elect.sync {{d:u32}}|{{p:pred}}, %t;"
+
+
 def cases() -> list[Case]:
     """All cases that have been recorded; names are unique and fit for entry symbols."""
     return _named(_cases())
@@ -423,17 +470,18 @@ def cases() -> list[Case]:
 
 def later_cases() -> list[Case]:
     """Those that the next recording adds."""
-    return _named(_later())
+    return _named([*_later(), *_modifiers()], taken={case.name for case in cases()})
 
 
-def _named(items: Iterable[str | tuple[str, float, float]]) -> list[Case]:
+def _named(items: Iterable[str | tuple[str, float, float]], taken: Iterable[str] = ()) -> list[Case]:
     result: dict[str, Case] = {}
+    taken = set(taken)
     for item in items:
         template, relative, absolute = (item, 0.0, 0.0) if isinstance(item, str) else item
         opcode = template.split(" ")[0]
         stem = re.sub(r"\W+", "_", opcode)
         name, copy = stem, 1
-        while name in result:
+        while name in result or name in taken:
             copy += 1
             name = f"{stem}_{copy}"
         result[name] = Case(name, template, relative, absolute)

@@ -134,6 +134,12 @@ NARROW_TYPES = (
     (8, "f32", "tf32", "tf32"), (4, "f32", "tf32", "tf32"),
     *((32, "f32", a, b) for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")),
 )  # fmt: skip
+# Smaller shapes, and fp8 added up in f16.
+MORE_TYPES = (
+    (8, "f32", "f16", "f16"), (8, "f16", "f16", "f16"), (8, "f32", "bf16", "bf16"), (16, "s32", "u8", "s8"),
+    *((k, "f16", a, b) for k in (16, 32) for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")),
+    (16, "f32", "e4m3", "e5m2"),
+)  # fmt: skip
 _FP8 = {"e4m3": (0, 0x38, 0x40, 0x44, 0x48), "e5m2": (0, 0x3C, 0x40, 0x42, 0x44)}  # 0 to 4
 
 
@@ -183,6 +189,8 @@ def _mma_cases(rounded: bool = False, types: tuple[tuple[int, str, str, str], ..
                 f"mma.sync.aligned.m16n8k{k}.row.col.{d}.{a}.{b}.{d} {operands};", _store("d", count)]  # fmt: skip
         declare = f".reg .b32 %a<4>, %b<2>, %c<{count}>, %d<{count}>;"
         ptx = _module(name, list(inputs), 16, declare, "\n    ".join(body))
+        if a in _FP8 and (k == 16 or d == "f16"):
+            ptx = ptx.replace(".version 8.4", ".version 8.7")
         facts = {"k": k, "d": d, "a": a, "b": b}
         cases.append(FragmentCase(name, ptx, WARP, inputs, (WARP, count), facts))
     return cases
@@ -245,3 +253,8 @@ def s4_cases() -> list[FragmentCase]:
 def narrow_cases() -> list[FragmentCase]:
     """MMAs of tf32 and fp8; `mma_m16n8k32` of fp8 needs sm_89 and above."""
     return _mma_cases(types=NARROW_TYPES)
+
+
+def more_cases() -> list[FragmentCase]:
+    """Shapes and accumulators beyond those in the others."""
+    return _mma_cases(types=MORE_TYPES)

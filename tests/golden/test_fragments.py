@@ -10,11 +10,11 @@ from ptxlab import emulator, toolchain
 from ptxlab.layout.descriptors import MatrixDescriptor
 from ptxlab.layout.fragments import Fragment, ldmatrix, mma_a, mma_b, mma_c, wgmma_a, wgmma_d
 from ptxlab.sources import Source
-from tests.golden.fragments import BITS, FragmentCase, fragment_cases, narrow_cases, rounded_cases, s4_cases
+from tests.golden.fragments import BITS, FragmentCase, fragment_cases, more_cases, narrow_cases, rounded_cases, s4_cases
 
 VECTORS = Path(__file__).parent / "fragments.npz"
 CASES = {case.name: case for case in fragment_cases()}
-LATER = {case.name: case for case in [*s4_cases(), *narrow_cases()]}  # than the first recording
+LATER = {case.name: case for case in [*s4_cases(), *narrow_cases(), *more_cases()]}  # than the first recording
 INTEGERS = {"s8": np.int8, "u8": np.uint8, "s4": np.int8, "u4": np.uint8}
 FLOATS = {
     "f16": np.float16, "f32": np.float32, "s32": np.int32, "tf32": np.float32,

@@ -57,8 +57,8 @@ def test_recorded(family: str, vectors) -> None:
 @pytest.mark.parametrize("case", later_cases(), ids=lambda case: case.name)
 def test_recorded_later(case: Case, vectors) -> None:
     got, inputs = emulate(case), case.inputs()
-    assert toolchain.assemble(Source.from_text(case.ptx(), f"{case.name}.ptx"), "sm_90").warnings == ()
     if f"{case.name}.inputs" not in vectors:
+        assert toolchain.assemble(Source.from_text(case.ptx(), f"{case.name}.ptx"), "sm_90").warnings == ()
         pytest.skip("not recorded yet: python -m tests.golden.record, on an H100 or H200")
     assert int(vectors[f"{case.name}.inputs"]) == case.checksum(inputs)
     for name, result in got.items():

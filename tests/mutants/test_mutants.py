@@ -1,10 +1,12 @@
 """The list of mutants fits the checkout, the machine that tries them says what is so, and some are tried here."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ptxlab import kernels
 from tests.mutants import __main__ as command
 from tests.mutants.runner import EQUIVALENT, ERROR, KILLED, SURVIVED, Copy, Outcome, judged
 from tests.mutants.table import ROOT, Mutant, load
@@ -32,6 +34,28 @@ def test_every_mutant_has_its_place_and_its_tests() -> None:
             assert not name or f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(encoding="utf-8"), test
     assert len(MUTANTS) > 100 and 20 <= sum(mutant.ci for mutant in MUTANTS) <= 25
     assert not any(mutant.ci and mutant.equivalent for mutant in MUTANTS)
+
+
+ELSEWHERE = {  # kernels without a mutant of their own, and what changes them one statement at a time instead
+    "tests/kernels/test_mutation.py": r"dequant_\w+",
+    "tests/kernels/test_load_mutation.py": r"load_\w+",
+    "tests/kernels/gemm/test_mutation.py": r"gemm_w4a8_(qoq_channel_sm80|(qoq|lqq|lqq_excp|lqq_imfp)_sm90)",
+    "tests/kernels/attention/test_mutation.py": r"attention_kv8|attention_kv4_(simple|fp16|bittrick|prefetch)",
+}
+WITHOUT = {
+    "gemm_tile_lqq_sm80",
+    "quantize_activations_s8",
+    "sum_activations_s8",
+    "append_kv4",
+}  # nothing but tests of their own
+
+
+def test_no_kernel_is_left_out() -> None:
+    """Each has a mutant in its own file, is changed elsewhere, or is named here."""
+    changed = {Path(mutant.file).stem for mutant in MUTANTS}
+    alone = {name for name in kernels.specs() if name not in changed}
+    elsewhere = {name for name in alone for pattern in ELSEWHERE.values() if re.fullmatch(pattern, name)}
+    assert alone - elsewhere == WITHOUT and all((ROOT / path).is_file() for path in ELSEWHERE)
 
 
 SUM = Mutant("a difference", "ptxlab/sums.py", "a + b", "a - b", ("tests/test_sums.py",))

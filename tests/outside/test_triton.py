@@ -155,13 +155,13 @@ def test_dtypes_that_are_multiplied(dtype: str, arch: str, emulate: Run, kernels
 
 
 def test_blackwell_is_refused_by_name(emulate: Run, kernels: Any) -> None:
-    with pytest.raises(PtxlabError, match=r"dot: tmem_size: 0: the emulator gives a kernel none \(got \d+\)"):
+    with pytest.raises(PtxlabError, match=r"dot: tmem_size: 0: the tensor memory .* is not emulated \(got \d+\)"):
         multiply(emulate, kernels, "float16", "sm_100")
 
 
 def test_launches_that_are_refused_by_name(emulate: Run, kernels: Any) -> None:
     x = np.zeros((64, 64), np.float16)
-    with pytest.raises(PtxlabError, match=r"described: global_scratch_size: 0: the emulator gives .* \(got \d+\)"):
+    with pytest.raises(PtxlabError, match=r"described: global_scratch_size: 0: scratch memory .* \(got \d+\)"):
         emulate(kernels.described, x, x.copy(), TILE=64, grid=1, arch="sm_90")
     y = np.zeros(64, np.float32)
     with pytest.raises(PtxlabError, match=r"add: num_ctas: 1: clusters of Triton's are not launched here \(got 2\)"):

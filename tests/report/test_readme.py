@@ -8,7 +8,8 @@ import pytest
 
 from ptxlab import kernels
 from ptxlab.errors import FileError
-from report import attention, headers, ladder, sections
+from report import attention, headers, ladder, sections, w4a4
+from tests.support import w4a4_record
 from tests.support.bench_rows import slowed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +37,7 @@ def test_no_measurement_in_a_header_is_typed_in(monkeypatch: pytest.MonkeyPatch)
         assert record is not None
         slower = replace(record, rows=tuple(slowed(row, 0.5) for row in record.rows))
         monkeypatch.setattr(module, "recorded", lambda slower=slower: slower)
+    monkeypatch.setattr(w4a4, "recorded", w4a4_record.record)
     rows = {suite: headers.rows("h200", suite) for suite in ("dequant", "load")}
     slower = {suite: {key: slowed(row, 0.5) for key, row in found.items()} for suite, found in rows.items()}
     monkeypatch.setattr(headers, "rows", lambda gpu, suite: slower.get(suite, {}))

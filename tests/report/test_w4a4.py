@@ -1,13 +1,18 @@
 """The report on W4A4: every figure and every schedule has its row, and the picture its panels."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ptxlab import bench, plot
+from ptxlab.bench.gemm.w4a4 import COMPARED
+from ptxlab.bench.plot import record_figure
 from ptxlab.cost.published import FIGURES
 from ptxlab.cost.schedule import COMET, SCHEDULES
-from report import accuracy, figures, frames, sections, w4a4
+from report import accuracy, figures, frames, headers, sections, targets, w4a4
+from tests.support import w4a4_record
 
 
 def rows(table: str) -> list[list[str]]:
@@ -75,3 +80,56 @@ def test_perplexity_beside_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["W4AxKV4: COMET's FMPQ", "W4A4KV4: Atom", "W4A8KV4", "W8A8", "float32"]
     assert {text.get_text() for text in axes.texts} >= {"0% INT8", "100% INT8", "the whole recipe"}
+
+
+def test_measured_beside_w4a8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up record: W4A4 at 1.2 times and W4Ax at 1.3 times W4A8's time, and W4Ax slower than cuBLAS INT8."""
+    monkeypatch.setattr(frames, "RESULTS", tmp_path)
+    assert sections.SECTIONS["w4a4_measured"]() == sections.SECTIONS["w4a4_targets"]() == frames.MISSING
+    with pytest.raises(frames.NotMeasuredError, match="ptxlab bench gemm --only w4a4"):
+        figures.picture("w4a4_measured")
+    record = w4a4_record.record()
+    bench.save(record, tmp_path / "h200" / "gemm_w4a4.json")
+    text = sections.SECTIONS["w4a4_measured"]()
+    found = rows(text)
+    assert [(row[0], row[1]) for row in found] == [(s, f"{M:,}") for s in ("W4A4", "W4Ax") for M in COMPARED]
+    assert [row[3:9] for row in found[::5]] == [
+        ["1.20x", "1.20x", "1.10x", "1.06x", "1.06x", "0.76x"],
+        ["1.30x", "1.30x", "1.19x", "0.98x", "0.98x", "0.70x"],
+    ]
+    assert "nan" not in text and "8 matrices" in text and "made-up H200" in text and "in software" in text
+    targets = {row[0]: row[1:] for row in rows(sections.SECTIONS["w4a4_targets"]())}
+    assert targets == {
+        "W4A4: of W4A8's time, every point": ["at most 1.25x", "1.20x", "met"],
+        "W4A4: the same, stretch": ["at most 1.15x", "1.20x", "missed"],
+        "W4A4: points slower than cuBLAS INT8": ["at most 0", "0", "met"],
+        "W4Ax: of W4A8's time, every point": ["at most 1.25x", "1.30x", "missed"],
+        "W4Ax: the same, stretch": ["at most 1.15x", "1.30x", "missed"],
+        "W4Ax: points slower than cuBLAS INT8": ["at most 0", "40", "missed"],
+    }
+    stated = {path.stem: " ".join(text.replace("\n//", "").split()) for path, text in headers.outdated().items()}
+    fives = {"gemm_w4a4_sm90": ("1.20", "1.06"), "gemm_w4ax_sm90": ("1.30", "0.98")}
+    for name, (beside, int8) in fives.items():
+        said = f"{', '.join([beside] * 5)} of gemm_w4a8's time, {', '.join([int8] * 5)} times as fast as cuBLAS INT8"
+        assert said in stated[name]
+    (axes,) = figures.picture("w4a4_measured").axes
+    assert axes.get_title("left") == "W4A4 1.20x and W4Ax 1.30x W4A8's time on an H200, in the mean"
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    assert drawn["W4A4"] == pytest.approx([1.2] * 5) and drawn["cuBLAS FP8"] == pytest.approx([1 / 1.1] * 5)
+    plot.save(record_figure(record), tmp_path / "whole.png")
+
+
+def test_kernels_that_run_in_software_are_shown_nowhere() -> None:
+    """Without the rows of sm_80 every figure is the same, and nothing says that there are any."""
+    record = w4a4_record.record()
+    alone = replace(record, rows=tuple(row for row in record.rows if not row.kernel.endswith("_sm80")))
+    assert len(alone.rows) == 4 * 8 * 5 < len(record.rows)
+    assert rows(w4a4.measured_table(alone)) == rows(w4a4.measured_table(record))
+    assert "in software" not in w4a4.measured_table(alone)
+    assert targets.four_bits(alone) == targets.four_bits(record)
+
+
+def test_a_record_without_int8_or_without_w4a8_judges_nothing() -> None:
+    record = w4a4_record.record()
+    bare = replace(record, rows=tuple(replace(row, peers={}) for row in record.rows if row.measure != "headline"))
+    assert {target.verdict for target in targets.four_bits(bare)} == {""}

@@ -6,14 +6,19 @@ The host waits for the device only at the beginning and at the end.
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
+import pytest
 
-from ptxlab import gpu
-from ptxlab.sources import Source
-from ptxlab.spec import Launch
+from ptxlab import gpu, verify
+from ptxlab.bench.launching import poisoned
+from ptxlab.runtime import Kernel
+from ptxlab.sources import Source, of_kernel
+from ptxlab.spec import KernelSpec, Launch
+from ptxlab.spec.dtypes import dtype_in, storage, stored
 
 CALLS, SECONDS = 20_000, 300
 COPY_BYTES, COPIES, BATCHES = 128 << 20, 16, 2  # of the busy stream: what a batch copies, and batches in flight
@@ -40,6 +45,86 @@ class Case(Protocol):
 
     def call(self) -> Any:
         """The result in int32, on the current stream: what the 20,000 calls are calls of."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A kernel on one problem, launched by its spec: for those that no public call launches, as for all others.
+
+    Its outputs lie in one array, 16 bytes and more apart, which is what a call returns. What a kernel has to find at 0,
+    and leave so, is one of them.
+    """
+
+    spec: KernelSpec
+    sizes: Mapping[str, Any]
+    config: Mapping[str, int]
+    kernel: Any
+    inputs: Mapping[str, Any]
+    expected: Any = None
+    wrong: Any = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, spec: KernelSpec, sizes: Mapping[str, Any], rng: np.random.Generator) -> "Launched":
+        """An example of the spec at these sizes; what is expected are the bits of a first call, which are verified."""
+        config, logical = spec.config_for(sizes), spec.example(rng, **sizes)
+        kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=config)
+        dtypes = {arg.name: dtype_in(arg.dtype, config) for arg in spec.args}
+        read = [arg.name for arg in spec.inputs if arg.role != "inout"]
+        inputs = {n: gpu.to_device(stored(x, dtypes[n])) for n, x in spec.pack(logical).items() if n in read}
+        case = cls(spec, sizes, config, kernel, inputs)
+        first = gpu.to_host(case.call())
+        verify.compare(spec, case.outputs(first), logical, config)
+        return replace(case, expected=gpu.to_device(first), wrong=gpu.to_device(np.zeros(1, np.uint64)))
+
+    def call(self) -> Any:
+        """All outputs in int32, on the current stream."""
+        everything = {**self.sizes, **self.config}
+        shapes = {arg.name: arg.resolve(everything) for arg in self.spec.args if arg.role == "scratch"}
+        scratch = {name: gpu.empty(shape, str(self.spec.arg(name).dtype)) for name, shape in shapes.items()}
+        whole = poisoned((sum(nbytes for *_, nbytes in self._places()) // 4,), np.int32)
+        outputs = self.outputs(whole)
+        for arg in self.spec.outputs:
+            if arg.role == "inout" and outputs[arg.name].size:
+                gpu.fill_bytes(outputs[arg.name], 0)
+        given = {**self.inputs, **scratch, **outputs}
+        gpu.launch(self.kernel, self.spec.arguments(given, everything), self.spec.launch(everything))
+        return whole
+
+    def outputs(self, whole: Any) -> dict[str, Any]:
+        """Them by name, in the array that holds them all."""
+        found, at = {}, 0
+        for name, shape, dtype, nbytes in self._places():
+            size = int(np.prod(shape)) * dtype.itemsize
+            found[name] = whole.view(np.uint8)[at : at + size].view(dtype).reshape(shape)
+            at += nbytes
+        return found
+
+    def _places(self) -> list[tuple[str, tuple[int, ...], np.dtype[Any], int]]:
+        """Name, shape, dtype and bytes, those up to the next output too."""
+        everything = {**self.sizes, **self.config}
+        found = []
+        for arg in self.spec.outputs:
+            nbytes = arg.nbytes(everything)
+            dtype = storage(dtype_in(arg.dtype, self.config))
+            found.append((arg.name, arg.resolve(everything), dtype, nbytes // 16 * 16 + 16))
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.spec.name}({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
+
+
+def emulate_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `Launched` asks of `ptxlab.gpu`, on the CPU."""
+    stand_ins = {
+        "load": lambda source, entry, defines: Kernel(source, entry, dict(defines)),
+        "launch": lambda kernel, args, geometry: kernel.launch(args, geometry, backend="emulator"),
+        "to_device": lambda array: np.array(array, order="C"),
+        "to_host": np.array,
+        "empty": np.empty,
+        "fill_bytes": lambda array, byte: array.view(np.uint8).fill(byte),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(gpu, name, stand_in)
 
 
 def check(case: Case, y: Any) -> None:

@@ -75,7 +75,7 @@ def test_numba_itself(emulate: Any) -> None:
     def racy(a):
         a[cuda.threadIdx.x // 2] = cuda.threadIdx.x
 
-    with pytest.raises(AssertionError, match=r"racy: 1 finding .*\nrace: .*test_adapters\.py:\d+ .*argument 0 \(a\)"):
+    with pytest.raises(AssertionError, match=r"racy: 1 finding .*\nrace: .*test_adapters\.py:\d+: .*argument 0 \(a\)"):
         emulate(racy, np.ones(64, np.int64), grid=1, block=128)
 
 

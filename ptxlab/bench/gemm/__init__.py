@@ -17,12 +17,16 @@ def rows(
     ceilings: Ceilings,
     progress: Callable[[str], None],
     matrices: Container[tuple[int, int]] | None = None,
+    only: Sequence[str] = (),
 ) -> list[Row]:
     """Measure kernels of the family by name, as far as this GPU runs them.
 
     Chains and the quantiser are measured if all kernels that `gemm_w4a8` may launch are, experts also if the grouped
-    kernel is. With `matrices` rows are of those alone, by (N, K), without chains and the quantiser.
+    kernel is. With `matrices` rows are of those alone, by (N, K), without chains and the quantiser; with `only` of the
+    part that it names alone (`part`).
     """
+    if only:
+        return [*w4a4.compared_rows(part(only), names, progress)]
     whole = matrices is None and _all_launched(names)
     planned = [*steps.points(names), *headline.points(names), *grouped.points(names), *w4a4.points(names)]
     if not planned:
@@ -43,6 +47,18 @@ def rows(
         measured += grouped.rows(mixtral, stream_us, progress)
     progress("counting with ncu")
     return limits.with_limits(measured)
+
+
+def part(words: Sequence[str]) -> tuple[Layer, ...]:
+    """The matrices of the part that words name: `w4a4`, W4A4 and W4Ax beside W4A8, W8A8 and cuBLAS; with `7B` or `70B`
+    of that model alone. Raises ArgumentError for another word, and for no part."""
+    models = dict.fromkeys(layer.model for layer in LLAMA)
+    for word in words:
+        if word not in (w4a4.PART, *models):
+            raise ArgumentError("only", f"one of {', '.join((w4a4.PART, *models))}", word)
+    if words and w4a4.PART not in words:
+        raise ArgumentError("only", f"must name the part {w4a4.PART} too", ", ".join(words))
+    return tuple(layer for layer in LLAMA if layer.model in words or not {*words} & {*models})
 
 
 def layer_rows(

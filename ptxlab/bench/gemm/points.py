@@ -77,7 +77,7 @@ def over_tokens(
     step: GemmStep,
     layer: Layer,
     logical: Arrays,
-    tokens: Iterable[int],
+    tokens: Sequence[int],
     cublas: Mapping[int, Mapping[str, float]],
     **further: Any,
 ) -> Iterator[Row]:

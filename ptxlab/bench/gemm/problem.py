@@ -137,11 +137,12 @@ def launches(
     spec = step.spec
     constants = dict(constants or variant(spec, sizes, sums))
     everything, outputs = {**sizes, **constants}, []
+    scratch = _scratch(spec, everything)  # of all launches: one follows the other
 
     def given() -> Iterator[Arrays]:
         for arrays in _rotating(spec, logical, copies or copies_beyond_l2(packed_bytes(spec, sizes))):
             outputs.append(poisoned((sizes["M"], sizes["N"]), np.float16))
-            yield {**arrays, **_scratch(spec, everything), "y": outputs[-1]}
+            yield {**arrays, **scratch, "y": outputs[-1]}
 
     kernel, calls = prepared(spec, sizes, constants, given(), programmatic=programmatic)
     return GemmLaunches(spec, sizes, constants, kernel, calls, outputs)
@@ -158,7 +159,7 @@ def _rotating(spec: KernelSpec, logical: Arrays, copies: int) -> list[Arrays]:
 def _scratch(spec: KernelSpec, sizes: Sizes) -> Arrays:
     """Zeros for what a kernel works in."""
     scratch = [arg for arg in spec.args if arg.role == "scratch"]
-    return {arg.name: gpu.to_device(np.zeros(arg.resolve(sizes), str(arg.dtype))) for arg in scratch}
+    return {arg.name: gpu.zeros(arg.resolve(sizes), str(arg.dtype)) for arg in scratch}
 
 
 def _of_tokens(spec: KernelSpec, name: str) -> bool:

@@ -37,9 +37,10 @@ def layer_rows(
     stream_us: StreamTime,
     progress: Callable[[str], None],
     measured_as: str = MEASURE,
+    tokens: Sequence[int] = (),
 ) -> Iterator[Row]:
-    """Every step on one matrix, at the ladder's numbers of tokens, W8A8 at all, beside cuBLAS."""
-    tokens = ALL_TOKENS if measured_as == W8A8 else TOKENS
+    """Every step on one matrix, by default at the ladder's numbers of tokens, W8A8 at all, beside cuBLAS."""
+    tokens = tokens or (ALL_TOKENS if measured_as == W8A8 else TOKENS)
     for step in steps:
         progress(f"{layer}: {step.spec.name}")
         logical = problem(step.spec, layer, max(tokens))

@@ -194,7 +194,8 @@ def reordering(M: int, width: int, outliers: int = 128, group: int = 128) -> Ite
     nothing = gpu.to_device(np.zeros((M, width), np.float16))
 
     def out() -> AtomActivations:
-        return reorder_quantize(nothing, place, **how)
+        made: AtomActivations = reorder_quantize(nothing, place, **how)
+        return made
 
     written = sum(int(array.nbytes) for array in out().arrays.values())
 

@@ -9,7 +9,7 @@ and shared memory and writes the accumulators only when its group is waited for.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from math import prod
 from typing import Any
@@ -29,6 +29,7 @@ from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of, limits
 from ptxlab.emulator.ops.floating import canonical
 from ptxlab.emulator.ops.narrow_floats import OPERANDS, floats
+from ptxlab.emulator.ops.rounding import TINY
 from ptxlab.errors import ArgumentError, EmulationError, MemoryFault
 from ptxlab.layout.descriptors import MatrixDescriptor
 from ptxlab.layout.fragments import WGMMA_N, Fragment, mma_a, wgmma_d
@@ -107,6 +108,9 @@ class WgmmaProducts(Effect):
     b: Array
     adds: Array  # bool: to D, instead of replacing it
     taken: Array | None = None  # A·B int64 or float64 [warps, 16, n]
+    watched: bool = False  # whether `special` is wanted, by the check "float"
+    special: dict[str, Array] = field(default_factory=dict)  # kind of number -> [warps], whether A or B has such
+    held: Array | None = None  # D before, u32 [warps, 32, registers]
 
     @property
     def all_lanes(self) -> Lanes:
@@ -148,15 +152,24 @@ class WgmmaProducts(Effect):
                 whole = self.operand(memory, a, base, 4 * ROWS, of_b=False)
                 left = whole.reshape(4, ROWS, -1)[self.quarter[warps]]
             taken[warps] = left @ right  # warp by warp: products so small that BLAS takes no thread for them
+            if self.watched:
+                self.look_at(warps, (left, decoded.a_type), (right[None], decoded.b_type))
         self.taken = taken * decoded.signs if decoded.is_float else taken
+
+    def look_at(self, warps: list[int], *operands: tuple[Array, str]) -> None:
+        """Note which kinds of numbers these warps multiply: operands [warps, .., ..], or one for all."""
+        for x, type_name in operands:
+            tiny = (x != 0) & (np.abs(x) < TINY.get(type_name, 0))
+            for kind, mask in {"nan": np.isnan(x), "infinity": np.isinf(x), "subnormal": tiny}.items():
+                self.special.setdefault(kind, np.zeros(len(self.lanes), bool))[warps] |= mask.any(axis=(1, 2))
 
     def write(self, memory: Memory) -> None:
         """Accumulate."""
         self.take(memory)
         assert self.taken is not None
         decoded, fragment, lanes = self.decoded, accumulators(self.decoded.n, self.decoded.d_type), self.all_lanes
-        kind = DTYPES[decoded.d_type]
-        before = fragment.gather(decoded.read_d(lanes), kind).astype(self.taken.dtype)
+        kind, self.held = DTYPES[decoded.d_type], decoded.read_d(lanes)
+        before = fragment.gather(self.held, kind).astype(self.taken.dtype)
         sums = np.where(self.adds[:, None, None], before, 0) + self.taken
         if decoded.is_float:
             sums = canonical(sums.astype(kind), decoded.d_type)

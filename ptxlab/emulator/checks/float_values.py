@@ -1,9 +1,9 @@
 """The check "float": where a NaN, an infinity, an f16 overflow or a subnormal number first arises.
 
-It arises in arithmetic (also mma, atom and red) none of whose operands is of that kind: 0 / 0, 1 / 0, 65504 + 65504 in
-f16, 2^-100 * 2^-100. So infinity - infinity is a NaN that arises, and what follows from it is not; nor are constants
-and what is loaded. Of each kind the first place of the run is reported. An mma is looked at warp by warp, a packed pair
-as one. Products of wgmma are not looked at.
+It arises in arithmetic (also mma, wmma, wgmma, atom and red) none of whose operands is of that kind: 0 / 0, 1 / 0,
+65504 + 65504 in f16, 2^-100 * 2^-100. So infinity - infinity is a NaN that arises, and what follows from it is not; nor
+are constants and what is loaded. Of each kind the first place of the run is reported. Products of matrices are looked
+at warp by warp, those of wgmma when they are done, a packed pair as one.
 
 Kernels make infinities and subnormal numbers on purpose, so `all` does not include this check.
 """
@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ptxlab.emulator.async_.wgmma import WgmmaProducts
 from ptxlab.emulator.checks.check import Check
 from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.effect import Effect
 from ptxlab.emulator.core.lanes import Handler, Lanes, Reader, Successors, as_lanes, indices_of
 from ptxlab.emulator.core.machine import Machine
 from ptxlab.emulator.front import ir
@@ -28,6 +30,7 @@ ARITHMETIC = frozenset({
 MANTISSA = {"f16": 10, "bf16": 7, "f32": 23, "f64": 52}  # bits
 _SAID = {"nan": "a NaN", "infinity": "an infinity", "overflow": "an infinity", "subnormal": "a subnormal number"}
 _MULTIPLIED = {"f16": "f16x2", "bf16": "bf16x2", "tf32": "f32", "f64": "f64"}  # what a register of A or B holds
+_WMMA = {*_MULTIPLIED, "f32", "s32", "s8", "u8"}
 
 Values = tuple[str, Array]  # PTX type, and register values of that type
 
@@ -69,6 +72,8 @@ class FloatValues(Check):
         """Compare operands with results."""
         if instruction.head == "mma":
             return self.around_mma(instruction, handler)
+        if instruction.opcode.startswith("wmma.mma"):
+            return self.around_wmma(instruction, handler)
         if instruction.head in ("atom", "red"):
             return self.around_atomic(instruction, handler)
         if instruction.head not in ARITHMETIC:
@@ -146,8 +151,8 @@ class FloatValues(Check):
         self.multiplied_before = machine.done_before
 
         def readers(operand: ir.Operand, type_name: str) -> list[tuple[str, Reader]]:
-            items = operand.items if isinstance(operand, ir.Vector) else (operand,)
-            return [(type_name, machine.reader(item, "b32" if "x2" in type_name else type_name)) for item in items]
+            kind = "b32" if "x2" in type_name else type_name
+            return [(type_name, machine.reader(item, kind)) for item in elements_of(operand)]
 
         kept = "f16x2" if d == "f16" else d
         members = []
@@ -172,6 +177,52 @@ class FloatValues(Check):
 
         return checked
 
+    def around_wmma(self, instruction: Instruction, handler: Handler) -> Handler:
+        """One product."""
+        d, *middle, c = [word for word in instruction.opcode.split(".") if word in _WMMA]
+        if not is_float(d):
+            return handler
+        a = b = _MULTIPLIED.get(middle[0] if middle else "f16", "u32")
+        types = ["f16x2" if t == "f16" else t for t in (d, a, b, c)]
+        to, *of = (
+            [(t, self.machine.reader(item, "b32" if "x2" in t else t)) for item in elements_of(operand)]
+            for operand, t in zip(instruction.operands, types, strict=True)
+        )
+
+        def checked(lanes: Lanes) -> Successors:
+            def read(some: list[tuple[str, Reader]]) -> list[Values]:
+                return [(t, np.broadcast_to(values(lanes), len(indices_of(lanes))).copy()) for t, values in some]
+
+            operands, before = [pair for each in of for pair in read(each)], read(to)
+            successors = handler(lanes)
+            for result, (_, kept) in zip(read(to), before, strict=True):
+                self.compare_warps(instruction, lanes, result, kept, operands)
+            return successors
+
+        return checked
+
+    def issue(self, effect: Effect) -> None:
+        """Have a wgmma look at its operands."""
+        if isinstance(effect, WgmmaProducts):
+            effect.watched = effect.decoded.is_float
+
+    def landed(self, effect: Effect) -> None:
+        """What a wgmma made."""
+        if not isinstance(effect, WgmmaProducts) or not effect.watched or effect.held is None:
+            return
+        t, lanes, warps = ("f16x2" if effect.decoded.d_type == "f16" else "f32"), effect.all_lanes, len(effect.lanes)
+        new, old = (
+            kinds((t, np.ascontiguousarray(each).reshape(-1).view(DTYPES[t])))
+            for each in (effect.decoded.read_d(lanes), effect.held)
+        )
+        for kind, mask in new.items():
+            added = old[kind].reshape(warps, -1).any(axis=1) & effect.adds
+            there = added | effect.special["infinity" if kind == "overflow" else kind]
+            made = (mask.reshape(warps, 32, -1).any(axis=2) & ~there[:, None]).reshape(-1)
+            if made.any():
+                said = f"makes {_SAID[kind]}, and no operand of its warp is one,"
+                self.arises(effect.instruction, kind, lanes, made, said)
+
     def compare_warps(
         self, instruction: Instruction, lanes: Lanes, result: Values, before: Array, operands: Sequence[Values]
     ) -> None:
@@ -184,6 +235,11 @@ class FloatValues(Check):
             made &= ~np.repeat(there.reshape(-1, 32).any(axis=1), 32)
             if made.any():
                 self.arises(instruction, kind, lanes, made, f"makes {_SAID[kind]}, and no operand of its warp is one,")
+
+
+def elements_of(operand: ir.Operand) -> ir.Operands:
+    """The registers of a vector, or the one."""
+    return operand.items if isinstance(operand, ir.Vector) else (operand,)
 
 
 def text_of(values: Values, at: int) -> str:

@@ -38,7 +38,7 @@ UNKNOWN = "the emulator does not know this instruction"
 REFUSED = {  # how an instruction begins, as a pattern -> why there is none like it here
     r"tcgen05": "the tensor memory of sm_100 is not emulated",
     r"clusterlaunchcontrol": "cluster launch control of sm_100 is not emulated",
-    r"cvt\.\S*\.(e2m3x2|e3m2x2|e2m1x2|ue8m0x2)": "fp6, fp4 and their scales, of sm_100, are not emulated",
+    r"mma\S*\.kind::": "the block-scaled and mixed mma of sm_100 and sm_120 are not emulated",
     r"cp\.\S*\.tile::(gather4|scatter4)": "gathers and scatters of sm_100 are not emulated",
     r"cp\.\S*\.im2col": "im2col copies are not emulated",
     r"(wgmma\.mma_async|mma)\.sp": "sparse operands are not emulated",
@@ -164,7 +164,8 @@ class Machine(Wave):
                 for watcher in self.watchers:
                     handler = watcher.around_guard(instruction, handler)
         except (UnknownOpcode, KeyError):  # KeyError: a type that there is not
-            reason = next((why for what, why in REFUSED.items() if re.match(what, instruction.text)), UNKNOWN)
+            called = instruction.text if head == "call" else instruction.opcode
+            reason = next((why for what, why in REFUSED.items() if re.match(what, called)), UNKNOWN)
             raise UnknownInstruction(f"{instruction.where}: {reason}") from None
         except IndexError:
             raise SourceError(instruction.path, instruction.line, "operands are missing", instruction.text) from None

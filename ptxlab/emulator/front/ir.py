@@ -50,6 +50,7 @@ class Variable:
     size: int  # bytes; 0 for an extern array, which begins where dynamic shared memory does
     initial: bytes | None = None
     offset: int = 0
+    pointers: dict[int, "int | Symbol | Function"] = field(default_factory=dict)  # by byte, instead of `initial`
 
 
 @dataclass(frozen=True, slots=True)

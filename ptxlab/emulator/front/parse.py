@@ -334,23 +334,46 @@ class _Parser(Cursor):
         return variable
 
     def initialise(self, variable: Variable, element: int) -> None:
+        """Initial values: numbers, or addresses and perhaps numbers, whose bytes are known once there is memory."""
 
-        def values() -> Iterator[bytes]:
+        def values() -> Iterator[int | ir.Symbol | ir.Function]:
             if self.accept("{"):
                 for _ in iter(lambda: self.accept("}"), True):
                     yield from values()
                     self.accept(",")
-                return
-            negative = self.accept("-")
-            number = self.number()
-            bits = -number.bits if negative else number.bits
-            yield (bits & (1 << 8 * element) - 1).to_bytes(element, "little")
+            elif self.kinds[self.at] == "word":
+                yield self.pointer()
+            else:
+                negative = self.accept("-")
+                number = self.number()
+                yield -number.bits if negative else number.bits
 
-        initial = b"".join(values())
-        variable.size = variable.size or len(initial)
-        if len(initial) > variable.size:
+        found = list(values())
+        found = [value & (1 << 8 * element) - 1 if isinstance(value, int) else value for value in found]
+        numbers = [value for value in found if isinstance(value, int)]
+        variable.size = variable.size or len(found) * element
+        if len(found) * element > variable.size:
             self.fail(f"{variable.name} has more initial values than elements")
-        variable.initial = initial.ljust(variable.size, b"\0")
+        if len(numbers) == len(found):
+            initial = b"".join(number.to_bytes(element, "little") for number in numbers)
+            variable.initial = initial.ljust(variable.size, b"\0")
+        elif element == 8:
+            variable.pointers = {i * element: value for i, value in enumerate(found)}
+        else:
+            self.fail(f"{variable.name}: an address has 8 bytes, not {element}")
+
+    def pointer(self) -> ir.Symbol | ir.Function:
+        """`generic(variable)+4`, `variable`, or the name of a function."""
+        is_generic = self.texts[self.at + 1] == "(" and self.accept("generic") and self.accept("(")
+        name = self.word("a variable")
+        if is_generic:
+            self.expect(")")
+        if name in self.functions:
+            return ir.Function(name)
+        known = self.known(name)
+        if not isinstance(known, Variable) or known.space not in ("global", "const"):
+            self.fail(f"{name} is no variable of global memory that is declared above")
+        return ir.Symbol(known, self.offset())
 
     def registers(self) -> None:
         """`.reg` has been read: `.b32 %r<10>, %a;`."""
@@ -478,7 +501,8 @@ class _Parser(Cursor):
 
         A call of what has no body here stays: the driver may know it.
         """
-        name = next((o.name for o in call.operands if isinstance(o, Unresolved)), "")
+        is_direct = not any(isinstance(o, Register) for o in call.operands)  # else the name is that of a prototype
+        name = next((o.name for o in call.operands if isinstance(o, Unresolved) and is_direct), "")
         if name not in self.functions:
             called = {Unresolved(name): ir.Function(name)} if name else {}
             call.operands = tuple(called.get(o, o) if isinstance(o, Unresolved) else o for o in call.operands)
@@ -540,6 +564,8 @@ class _Parser(Cursor):
             self.fail(
                 f"the address of {operand.name}: calls through function pointers are not emulated", instruction.line
             )
+        if operand.name.startswith("%envreg"):
+            self.fail(f"{operand.name}: cooperative launches are not emulated", instruction.line)
         self.fail(f"{operand.name} is not declared", instruction.line)
 
     def lay_out_shared(self) -> None:

@@ -151,6 +151,15 @@ def _nothing(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     return lambda lanes: None
 
 
+@binder("createpolicy")
+def _policy(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    """A cache policy is a number that only accesses with `.L2::cache_hint` understand; nothing here depends on it."""
+    if instruction.opcode.split(".")[1:2] not in (["fractional"], ["range"], ["cvt"]):
+        raise UnknownOpcode(instruction.opcode)
+    write = machine.writer(instruction.operands[0], "b64")
+    return lambda lanes: write(lanes, np.full(count_of(lanes), 1 << 52, np.uint64))
+
+
 @binder("griddepcontrol")
 def _grid_dependency(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     """Launches run one after the other: the grid before this one has always ended, as far as memory tells (`chain`)."""

@@ -6,7 +6,7 @@ from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_float, limits
 from ptxlab.emulator.ops.alu import AluOperation, operation
 from ptxlab.emulator.ops.floating import finished, flush
-from ptxlab.emulator.ops.narrow_floats import floats, to_fp8, to_tf32
+from ptxlab.emulator.ops.narrow_floats import NARROW, floats, of_ue8m0, to_narrow, to_tf32, to_ue8m0
 from ptxlab.emulator.ops.rounding import round_to, two_sum, widen
 
 INTEGERS = ("u8", "u16", "u32", "u64", "s8", "s16", "s32", "s64")
@@ -20,10 +20,12 @@ def _convert(op: Opcode) -> AluOperation:
         return _pack(op)
     mode = op.choice("rn", "rz", "rm", "rp", "rna", *INTEGRAL, default="")
     ftz, sat, relu, finite = op.flag("ftz"), op.flag("sat"), op.flag("relu"), op.flag("satfinite")
-    if narrow := op.choice("e4m3x2", "e5m2x2", "tf32", default=""):
-        if ftz or sat:
+    if narrow := op.choice(*(f"{name}x2" for name in NARROW), "ue8m0x2", "tf32", default=""):
+        if ftz or sat or (relu and narrow == "ue8m0x2"):
             raise UnknownOpcode(op.text)
-        return _tf32(op, mode, relu, finite) if narrow == "tf32" else _fp8(op, narrow, mode, relu, finite)
+        if narrow == "tf32":
+            return _tf32(op, mode, relu, finite)
+        return _powers(op, mode, finite) if narrow == "ue8m0x2" else _narrow(op, narrow, mode, relu, finite)
     target = op.type(*INTEGERS, *FLOATS, "f16x2", "bf16x2")
     source = op.type(*INTEGERS, *FLOATS)
     if finite or mode == "rna" or op.modifiers:
@@ -111,10 +113,10 @@ def _two_to_pair(target: str, source: str, mode: str, relu: bool) -> AluOperatio
     return AluOperation((target,), (source, source), convert)
 
 
-def _fp8(op: Opcode, pair: str, mode: str, relu: bool, finite: bool) -> AluOperation:
-    """Between pairs of fp8 and f32 or f16x2; fp8 saturates always, as `.satfinite` says."""
+def _narrow(op: Opcode, pair: str, mode: str, relu: bool, finite: bool) -> AluOperation:
+    """Between pairs of fp8, fp6 or fp4 and f32 or f16x2; to the narrow ones always saturating, as `.satfinite` says."""
     packs, element = op.text.split(".")[-1] != pair, pair.removesuffix("x2")
-    other = op.type("f32", "f16x2") if packs else op.type("f16x2")
+    is_fp4, other = element == "e2m1", op.type(*["f32"] * packs, "f16x2")
     if op.modifiers or mode != "rn" or finite != packs:
         raise UnknownOpcode(op.text)
 
@@ -122,13 +124,37 @@ def _fp8(op: Opcode, pair: str, mode: str, relu: bool, finite: bool) -> AluOpera
         return np.where(x <= 0, 0.0, x) if relu else x
 
     def pack(a: Array, b: Array | None = None) -> Array:
-        """Of two f32 the first goes to the upper half."""
-        both = widen(a, other) if b is None else np.stack(np.broadcast_arrays(b, a), axis=1).astype(np.float64)
-        return np.ascontiguousarray(to_fp8(clamp(both), element)).view(np.uint16)[:, 0]
+        codes = np.ascontiguousarray(to_narrow(clamp(_both(other, a, b)), element))
+        return codes[:, 0] | codes[:, 1] << np.uint8(4) if is_fp4 else codes.view(np.uint16)[:, 0]
 
     def unpack(a: Array) -> Array:
-        both = floats(np.ascontiguousarray(a).view(np.uint8).reshape(-1, 2), element)
-        return round_to(clamp(both), 0.0, other)
+        codes = np.ascontiguousarray(a).view(np.uint8).reshape(len(a), -1)
+        codes = np.concatenate([codes & np.uint8(15), codes >> np.uint8(4)], axis=1) if is_fp4 else codes
+        return round_to(clamp(floats(codes, element)), 0.0, other)
+
+    bits = "b8" if is_fp4 else "b16"
+    if not packs:
+        return AluOperation((other,), (bits,), unpack)
+    return AluOperation((bits,), (other,) * (2 if other == "f32" else 1), pack)
+
+
+def _both(type_name: str, a: Array, b: Array | None) -> Array:
+    """A pair as float64 [lanes, 2], low half first: of two f32 the first goes to the upper half."""
+    return widen(a, type_name) if b is None else np.stack(np.broadcast_arrays(b, a), axis=1).astype(np.float64)
+
+
+def _powers(op: Opcode, mode: str, finite: bool) -> AluOperation:
+    """Between pairs of ue8m0 and f32 or bf16x2."""
+    packs = not op.text.endswith("ue8m0x2")
+    other = op.type(*["f32"] * packs, "bf16x2")
+    if op.modifiers or mode not in (("rz", "rp") if packs else ("rn",)) or (finite and not packs):
+        raise UnknownOpcode(op.text)
+
+    def pack(a: Array, b: Array | None = None) -> Array:
+        return np.ascontiguousarray(to_ue8m0(_both(other, a, b), mode == "rp", finite)).view(np.uint16)[:, 0]
+
+    def unpack(a: Array) -> Array:
+        return round_to(of_ue8m0(np.ascontiguousarray(a).view(np.uint8).reshape(-1, 2)), 0.0, other)
 
     if not packs:
         return AluOperation((other,), ("b16",), unpack)

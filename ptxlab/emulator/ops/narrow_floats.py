@@ -1,4 +1,4 @@
-"""Floats that only tensor cores and cvt know: fp8 (e4m3, e5m2), and tf32, which is f32 cut short."""
+"""Floats that only tensor cores and cvt know: fp8, fp6, fp4, powers of two (ue8m0), and tf32, f32 cut short."""
 
 from functools import cache
 
@@ -8,7 +8,10 @@ from ptxlab.emulator.front.types import Array
 from ptxlab.emulator.ops.rounding import widen
 
 FP8_NAN = 0x7F
-_FP8 = {"e4m3": (3, 7, 0x7E), "e5m2": (2, 15, 0x7B)}  # bits of the significand, bias, largest finite number
+NARROW = {  # bits, those of the significand, bias, largest finite number
+    "e4m3": (8, 3, 7, 0x7E), "e5m2": (8, 2, 15, 0x7B), "e2m3": (6, 3, 1, 0x1F), "e3m2": (6, 2, 3, 0x1F),
+    "e2m1": (4, 1, 1, 0x07),
+}  # fmt: skip
 # Operands of matrix instructions, as NumPy sees their bits.
 OPERANDS = {
     name: np.dtype(kind) for name, kind in {"f16": "f2", "bf16": "u2", "tf32": "u4", "e4m3": "u1", "e5m2": "u1"}.items()
@@ -17,9 +20,9 @@ OPERANDS = {
 
 @cache
 def _values(type_name: str) -> Array:
-    """All 256 values of an fp8 type."""
-    bits, bias, largest = _FP8[type_name]
-    code = np.arange(128)
+    """All values of a narrow type, by code."""
+    width, bits, bias, largest = NARROW[type_name]
+    code = np.arange(1 << width - 1)
     exponent, significand = code >> bits, code & (1 << bits) - 1
     normal = np.ldexp(1 + significand / (1 << bits), exponent - bias)
     values = np.where(exponent > 0, normal, np.ldexp(significand / (1 << bits), 1 - bias))
@@ -30,24 +33,46 @@ def _values(type_name: str) -> Array:
 
 
 def floats(raw: Array, type_name: str) -> Array:
-    """Bits of one of `OPERANDS` as float64; tensor cores ignore the low 13 bits of a tf32."""
-    if type_name in _FP8:
-        return _values(type_name)[raw]
+    """Bits of one of `OPERANDS`, or of `NARROW`, as float64; tensor cores ignore the low 13 bits of a tf32."""
+    if type_name in NARROW:
+        found: Array = _values(type_name)[raw & (1 << NARROW[type_name][0]) - 1]
+        return found
     if type_name == "tf32":
         return (raw & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
     return widen(raw, type_name)
 
 
-def to_fp8(x: Array, type_name: str) -> Array:
-    """float64 -> bits u8, to nearest even; beyond the largest finite number it is that (.satfinite)."""
-    largest = _FP8[type_name][2]
+def to_narrow(x: Array, type_name: str) -> Array:
+    """float64 -> bits u8, to nearest even; beyond the largest finite number it is that (.satfinite).
+
+    fp6 and fp4 have no NaN: one becomes the largest number.
+    """
+    width, _, _, largest = NARROW[type_name]
     finite = _values(type_name)[: largest + 1]
     middle = (finite[1:] + finite[:-1]) / 2
     size = np.abs(x)
     code = np.searchsorted(middle, size)  # how many of them are smaller
     tie = size == middle[np.minimum(code, largest - 1)]
     code = code + (tie & (code & 1 == 1))
-    return np.where(np.isnan(x), FP8_NAN, code | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
+    nan = FP8_NAN if width == 8 else largest
+    return np.where(np.isnan(x), nan, code | np.where(np.signbit(x), 1 << width - 1, 0)).astype(np.uint8)
+
+
+def to_ue8m0(x: Array, up: bool, finite: bool) -> Array:
+    """float64 -> bits u8 of the power of two below |x|, or above it (`up`); 0 stands for 2^-127 and less, 255 for NaN.
+
+    `finite`: infinity becomes the largest power (.satfinite).
+    """
+    significand, exponent = np.frexp(np.abs(x))  # |x| = significand * 2^exponent, from 1/2 to below 1
+    powers = np.where(x == 0, 0, exponent - 1 + (up & (significand > 0.5)) + 127).clip(0, 255)
+    powers = np.where(np.isinf(x), 255, powers)
+    powers = np.minimum(powers, 254) if finite else powers
+    return np.where(np.isnan(x), 255, powers).astype(np.uint8)
+
+
+def of_ue8m0(raw: Array) -> Array:
+    """Bits u8 -> float64."""
+    return np.where(raw == 255, np.nan, np.ldexp(1.0, raw.astype(np.int64) - 127))
 
 
 def to_tf32(x: Array, mode: str, finite: bool = False) -> Array:

@@ -30,7 +30,12 @@ PROXY_FENCES = {
     "proxy.async.global": ("global",),
     "proxy.async.shared::cta": ("mbarrier", "shared"),
     "proxy.async.shared::cluster": ("mbarrier", "shared"),
+    "proxy.async::generic.acquire.sync_restrict::shared::cluster": (),  # what the engine wrote, for threads
+    "proxy.async::generic.release.sync_restrict::shared::cta": ("mbarrier", "shared"),
 }
+# Fences of memory. Those that say `.sync_restrict` count like the others, though they order less.
+_MEMORY_FENCES = ("sc", "acq_rel", "acquire", "release", "acquire.sync_restrict::shared::cluster",
+                  "release.sync_restrict::shared::cta")  # fmt: skip
 
 BARRIERS = 16  # of a block
 
@@ -191,9 +196,9 @@ def _warp_barrier(machine: Machine, instruction: Instruction, pc: int) -> Handle
 @binder("membar", "fence")
 def _fence(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     name, *parts = instruction.opcode.split(".")
-    kind = ".".join(part for part in parts if part not in SCOPES)
+    kind, has_scope = ".".join(part for part in parts if part not in SCOPES), any(part in SCOPES for part in parts)
     watchers = machine.watchers
-    if (name == "membar" and parts and kind in ("", "gl")) or kind in ("sc", "acq_rel", "acquire", "release"):
+    if (name == "membar" and parts and kind in ("", "gl")) or (kind in _MEMORY_FENCES and has_scope):
 
         def fence(lanes: Lanes) -> None:
             for watcher in watchers:

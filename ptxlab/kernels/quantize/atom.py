@@ -1,5 +1,6 @@
 """`reorder_quantize`, also with RMSNorm or the gate of an FFN before it: channels in Atom's order, INT4 in groups and
-INT8 outliers (Atom §4)."""
+INT8 outliers (Atom §4), or in COMET's, blocks in INT4 and then in INT8 (COMET §3). `outliers` counts the INT8 channels.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,32 +18,35 @@ from ptxlab.reference.packed import F32
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 from ptxlab.spec.dtypes import ByVariant, as_stored, stored
 
-RULES = (ATOM_PAPER, ATOM_CODE)  # by `code`
-ORDERS = ("bytes", "pairs")  # by `pairs`
+RULES = (ATOM_PAPER, ATOM_CODE)  # by `code`; then COMET's
+COMET = len(RULES)
+ORDERS = ("bytes", "pairs")  # by `pairs`; then COMET's `joined`
+JOINED = len(ORDERS)
 
 _PLACE = Arg("place", "int16", ("K + outliers",))
-_WRITTEN = (  # what gemm_w4a4 takes
+_WRITTEN = (  # what gemm_w4a4 and gemm_w4ax take
     Arg(
         "x_q",
-        ByVariant("PACKED", ("int8", "uint8"), by_sizes=True),
-        ("M", "K - pairs*K//2 + (1 - pairs)*outliers"),
+        ByVariant("PACKED", ("int8", "uint8", "uint8"), by_sizes=True),
+        ("M", "K - min(pairs, 1)*K//2 + (pairs != 1)*outliers"),
         "out",
     ),
-    Arg("x8", "int8", ("M", "pairs*outliers"), "out"),
-    Arg("x_scale", "float16", ("M", "ceil_div(K//g + 1, 8)*8"), "out"),
+    Arg("x8", "int8", ("M", "(pairs == 1)*outliers"), "out"),
+    Arg("x_scale", "float16", ("M", "ceil_div((K + (code == 2)*outliers)//g + (code < 2), 8)*8"), "out"),
     Arg("K", "int32", role="scalar"),
     Arg("outliers", "int32", role="scalar"),
 )
 _CLIP = Arg("clip", "float32", role="scalar")
 _RULES = (
     f"g in {ATOM_GROUPS}",
-    f"outliers in {ATOM_OUTLIERS}",
     "K % g == 0",
-    "1 <= K",
-    "ceil_div(K, 128)*128 + min(outliers, 1)*128 <= 32768",
+    "code in (0, 1, 2)",
+    "pairs in (0, 1) if code < 2 else pairs in (1, 2)",
+    f"outliers in {ATOM_OUTLIERS} if code < 2 else outliers % 128 == 0 <= outliers",
+    "1 <= K if code < 2 else 0 <= K and 1 <= K + outliers",
+    "g == 128 and clip == 1 or code < 2",
+    "ceil_div(K, 128)*128 + ceil_div(outliers, 128)*128 <= 32768",
     "M < 2**28",
-    "pairs in (0, 1)",
-    "code in (0, 1)",
     "0.001 <= clip <= 1",
 )
 _FLOAT = ByVariant("IN", DTYPES[:2])
@@ -50,7 +54,7 @@ _SIZES = "M K outliers g pairs code clip"
 
 
 def _choose(sizes: Sizes) -> dict[str, int]:
-    blocks = -(-int(sizes["K"]) // 128) + (int(sizes["outliers"]) > 0)
+    blocks = -(-int(sizes["K"]) // 128) - (-int(sizes["outliers"]) // 128)
     rules = {"IN": 0, "GROUP": int(sizes["g"]), "PACKED": int(sizes["pairs"]), "CODE": int(sizes["code"])}
     return rules | row_geometry(128 * blocks)
 
@@ -78,22 +82,31 @@ def _example(rng: np.random.Generator, *, M: int, K: int, outliers: int, **how: 
     return {"x": x, "place": quant.channel_places(order), "outliers": outliers, **how}
 
 
-def atom_rows(y: np.ndarray, place: np.ndarray, outliers: int, g: int, code: int, clip: float) -> quant.AtomRows:
+def ordered_rows(
+    y: np.ndarray, place: np.ndarray, outliers: int, g: int, code: int, clip: float
+) -> quant.AtomRows | quant.BlockRows:
     """y f32 [M, K + outliers] quantised, channel k at place[k]."""
-    return quant.quantize_atom_activations(y[:, np.argsort(place)], g, outliers, clip=clip, rules=RULES[code])
+    ordered = y[:, np.argsort(place)]
+    if code == COMET:
+        return quant.quantize_blocks(ordered, outliers // g)
+    return quant.quantize_atom_activations(ordered, g, outliers, clip=clip, rules=RULES[code])
 
 
-def _written(rows: quant.AtomRows, pairs: int) -> tuple[np.ndarray, ...]:
+def _written(rows: quant.AtomRows | quant.BlockRows, pairs: int) -> tuple[np.ndarray, ...]:
     """x_q, x8 and x_scale as the kernels write them."""
-    packed = layout.pack_atom_activations(rows, ORDERS[pairs])
-    return packed.x, rows.q8[:, :0] if packed.x8 is None else packed.x8, packed.scale
+    packed: Any
+    if isinstance(rows, quant.BlockRows):
+        packed = layout.pack_block_activations(rows, "joined" if pairs == JOINED else "pairs")
+    else:
+        packed = layout.pack_atom_activations(rows, ORDERS[pairs])
+    return packed.x, np.empty((packed.M, 0), np.int8) if packed.x8 is None else packed.x8, packed.scale
 
 
 def reordered(
     x: np.ndarray, place: np.ndarray, outliers: int, g: int, pairs: int, code: int, clip: float, IN: int = 0, **_: int
 ) -> tuple[np.ndarray, ...]:
-    """The reference: `quant.quantize_atom_activations` of x f32 [M, K + outliers] as IN stores it, in order."""
-    return _written(atom_rows(as_stored(x, DTYPES[IN]), place, outliers, g, code, clip), pairs)
+    """The reference: the integers of `quant` of x f32 [M, K + outliers] as IN stores it, in order."""
+    return _written(ordered_rows(as_stored(x, DTYPES[IN]), place, outliers, g, code, clip), pairs)
 
 
 def _normed_example(rng: np.random.Generator, *, added: int, kept: int, eps: float, **sizes: Any) -> Arrays:
@@ -144,16 +157,17 @@ def gate_error(
     **_: int,
 ) -> tuple[np.ndarray, ...]:
     """How far results may be off. Scales: by what their FP16 rounding makes of the error of the group's largest |h|.
-    Integers: by what the ends of h and of the scale make of them. A byte of two INT4: by anything, if one may."""
+    Integers: by what the ends of h and of the scale make of them. A byte of two INT4, or without a sign: by anything,
+    if it may at all."""
     h, relative = gated(gate_up, activation, IN)
     order = np.argsort(place)
     size, off = np.abs(h)[:, order], (np.abs(h) * (relative + 2.0**-22))[:, order]
     M, K = len(h), h.shape[1] - outliers
-    steps = {bits: RULES[code].steps(bits) for bits in (4, 8)}
+    steps = {bits: (ATOM_CODE if code == COMET else RULES[code]).steps(bits) for bits in (4, 8)}
     integers, scales = [], []
-    for part, bits, group in ((slice(0, K), 4, g), (slice(K, None), 8, outliers)):
-        if part.start == h.shape[1]:
-            scales.append(np.zeros((M, 1)))  # 1
+    for part, bits, group in ((slice(0, K), 4, g), (slice(K, None), 8, g if code == COMET else outliers)):
+        if not size[:, part].size:
+            scales.append(np.zeros((M, int(code != COMET))))  # 1
             integers.append(np.zeros((M, 0)))
             continue
         low, high = ((size + sign * off)[:, part].reshape(M, -1, group) for sign in (-1, 1))
@@ -169,8 +183,10 @@ def gate_error(
     scale = np.concatenate(scales, axis=1)
     scale = np.pad(scale, [(0, 0), (0, -scale.shape[1] % 8)])
     if pairs:
-        near = integers[0].reshape(M, -1, 2).any(axis=2)
-        return np.where(near, 255.0, 0.0), integers[1], scale
+        near = np.where(integers[0].reshape(M, -1, 2).any(axis=2), 255.0, 0.0)
+        if pairs == JOINED:  # bytes without a sign: from -1 to 0 is 255
+            return np.concatenate([near, np.where(integers[1] > 0, 255.0, 0.0)], axis=1), np.zeros((M, 0)), scale
+        return near, integers[1], scale
     return np.concatenate(integers, axis=1), np.zeros((M, 0)), scale
 
 
@@ -198,13 +214,16 @@ REORDER = _spec(
     example=_example,
     pack=lambda logical: {name: logical[name] for name in ("x", "place")},
     reference=reordered,
-    example_sizes=sizes_rows(  # both orders, both rules; a warp, a block, clusters of 2 and 4; half a block at the end
+    example_sizes=sizes_rows(  # all orders, all rules; a warp, a block, clusters of 2 and 4; half a block at the end
         _SIZES,
         (1, 64, 0, 64, 0, 0, 1.0),
         (3, 192, 64, 64, 1, 1, 0.9),
         (3, 448, 64, 64, 0, 1, 1.0),
         (2, 8192, 128, 128, 0, 0, 0.9),
         (2, 16512, 128, 128, 1, 0, 0.85),
+        (3, 384, 256, 128, 2, 2, 1.0),
+        (2, 256, 0, 128, 1, 2, 1.0),
+        (2, 6400, 2048, 128, 2, 2, 1.0),
     ),
     after_wait=("x",),
     batch_sizes=dict(zip(_SIZES.split(), (64, 8192, 128, 128, 0, 0, 0.9), strict=True)),
@@ -231,6 +250,7 @@ RMSNORM_REORDER = _spec(
         (3, 192, 64, 64, 1, 1, 0.9, 1, 1, 1e-5),
         (2, 3968, 128, 128, 0, 0, 0.9, 1, 0, 1e-5),
         (2, 8192, 128, 128, 1, 0, 0.9, 1, 1, 1e-5),
+        (2, 768, 256, 128, 2, 2, 1.0, 1, 1, 1e-5),
     ),
     after_wait=("x", "residual"),
     batch_sizes=dict(zip(f"{_SIZES} added kept eps".split(), (64, 8192, 128, 128, 0, 0, 0.9, 1, 1, 1e-5), strict=True)),
@@ -252,6 +272,8 @@ SILU_MUL_REORDER = _spec(
         (1, 64, 0, 64, 0, 0, 1.0, 0),
         (3, 192, 64, 64, 1, 1, 0.9, 1),
         (2, 10880, 128, 128, 0, 0, 0.9, 0),
+        (2, 768, 256, 128, 2, 2, 1.0, 0),
+        (2, 0, 128, 128, 1, 2, 1.0, 1),
     ),
     after_wait=("gate_up",),
     batch_sizes=dict(zip(f"{_SIZES} activation".split(), (64, 8192, 128, 128, 0, 0, 0.9, 0), strict=True)),

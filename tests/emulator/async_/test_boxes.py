@@ -11,67 +11,8 @@ from ptxlab import emulator
 from ptxlab.errors import ArgumentError, EmulationError, MemoryFault, UnknownInstruction
 from ptxlab.layout import TensorMap
 from tests.support.axes import both_modes, on_every_backend
+from tests.support.boxes import BOXES, BULK, CHECKED, REDUCE, REDUCTIONS, SHAPES, STORE, move, reduce, source
 from tests.support.emulated import told
-
-SHAPES = {1: (48,), 2: (6, 32), 3: (5, 4, 16), 4: (3, 2, 4, 16), 5: (2, 3, 2, 3, 16)}
-BOXES = {1: (32,), 2: (4, 16), 3: (2, 4, 16), 4: (2, 2, 2, 8), 5: (2, 2, 1, 2, 16)}
-
-
-def source(axes: int, back: str, fence: str = "fence.proxy.async.shared::cta;", wait: str = "wait_group 0") -> str:
-    """A box at (x, ...) of one map comes to shared memory, doubles there, and goes to the same place of another."""
-    places = ", ".join(f"%{i}" for i in range(3, 3 + axes))
-    numbers = ", ".join(f'"r"(at{i})' for i in range(axes))
-    return f"""
-struct alignas(64) TensorMap {{ unsigned char bytes[128]; }};
-__device__ unsigned shared(const void* p) {{ return (unsigned)__cvta_generic_to_shared(p); }}
-extern "C" __global__ void move(const __grid_constant__ TensorMap from, const __grid_constant__ TensorMap to, int bytes,
-                                {", ".join(f"int at{i}" for i in range(axes))}) {{
-    __shared__ __align__(1024) float box[1024];
-    __shared__ unsigned long long full;
-    if (threadIdx.x == 0) {{
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;"
-                     :: "r"(shared(&full)));
-        asm volatile("fence.proxy.async; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                     :: "r"(shared(&full)), "r"(bytes) : "memory");
-        asm volatile("cp.async.bulk.tensor.{axes}d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
-                     " [%0], [%1, {{{places}}}], [%2];"
-                     :: "r"(shared(box)), "l"(&from), "r"(shared(&full)), {numbers} : "memory");
-    }}
-    __syncthreads();
-    asm volatile("{{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;"
-                 "@!done bra AGAIN; }}" :: "r"(shared(&full)) : "memory");
-    for (int i = threadIdx.x; i < bytes / 4; i += blockDim.x) box[i] *= 2;
-    asm volatile("{fence}" ::: "memory");
-    __syncthreads();
-    if (threadIdx.x == 0) {{
-        asm volatile("{back.replace("AXES", f"{axes}d")} [%1, {{{places}}}], [%0];"
-                     :: "r"(shared(box)), "l"(&to), "r"(0), {numbers} : "memory");
-        asm volatile("cp.async.bulk.commit_group; cp.async.bulk.{wait};" ::: "memory");
-    }}
-}}
-"""
-
-
-STORE = "cp.async.bulk.tensor.AXES.global.shared::cta.tile.bulk_group"
-REDUCE = "cp.reduce.async.bulk.tensor.AXES.global.shared::cta.add.tile.bulk_group"
-CHECKED = {"checks": emulator.CHECKS | {"proxy"}}
-
-
-def move(axes: int, place: tuple[int, ...], back: str, backend: str = "emulator", **more: Any) -> tuple[Any, ...]:
-    """What `to` held, what it holds, what it should, and the findings; `place` in the order of the axes."""
-    rng, how = np.random.default_rng(axes), {k: more.pop(k) for k in ("fence", "wait") if k in more}
-    x, y = (rng.integers(-99, 99, SHAPES[axes]).astype(np.float32) for _ in range(2))
-    box, before = BOXES[axes], y.copy()
-    kernel = ptxlab.load(source(axes, back, **how), arch="sm_90a")
-    size = int(np.prod(box)) * 4
-    numbers = map(np.int32, (size, *reversed(place)))
-    outcome = kernel(TensorMap(x, box), TensorMap(y, box), *numbers, grid=1, block=32, backend=backend, **more)
-    expected = before.copy()
-    for offsets in itertools.product(*map(range, box)):
-        at = tuple(p + o for p, o in zip(place, offsets, strict=True))
-        if all(0 <= i < n for i, n in zip(at, x.shape, strict=True)):
-            expected[at] = 2 * x[at] + (before[at] if "reduce" in back else 0)
-    return before, y, expected, [str(finding) for finding in outcome.findings]
 
 
 @on_every_backend
@@ -223,40 +164,12 @@ def test_reductions_that_there_are_not() -> None:
         TensorMap(np.zeros((2, 4, 16), np.float32), (4, 16))
 
 
-BULK = """
-__device__ unsigned shared(const void* p) {{ return (unsigned)__cvta_generic_to_shared(p); }}
-extern "C" __global__ void add({t}* out, const {t}* x) {{
-    __shared__ __align__(16) {t} mine[64];
-    mine[threadIdx.x] = x[blockIdx.x * 64 + threadIdx.x];
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
-    if (threadIdx.x == 0) {{
-        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.{op} [%0], [%1], %2;"
-                     :: "l"(out), "r"(shared(mine)), "r"((int)(64 * sizeof({t}))) : "memory");
-        asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;" ::: "memory");
-    }}
-}}
-"""
-REDUCTIONS = [
-    ("add.u32", "unsigned", np.uint32, np.add), ("min.s32", "int", np.int32, np.minimum),
-    ("add.u64", "unsigned long long", np.uint64, np.add), ("xor.b32", "unsigned", np.uint32, np.bitwise_xor),
-    ("add.f32", "float", np.float32, np.add), ("add.f64", "double", np.float64, np.add),
-    ("add.noftz.f16", "unsigned short", np.float16, np.add), ("max.f16", "unsigned short", np.float16, np.maximum),
-]  # fmt: skip
-
-
 @on_every_backend
 @pytest.mark.parametrize(("op", "t", "dtype", "combine"), REDUCTIONS, ids=[r[0] for r in REDUCTIONS])
 def test_bulk_reductions(op: str, t: str, dtype: Any, combine: np.ufunc, backend: str) -> None:
     """Three blocks add to the same place, which is no race."""
-    x = np.random.default_rng(0).integers(0, 99, (3, 64)).astype(dtype)
-    raw = np.uint16 if dtype is np.float16 else dtype
-    out = np.full(64, 7, dtype)
-    options = CHECKED if backend == "emulator" else {}
-    kernel = ptxlab.load(BULK.format(t=t, op=op), arch="sm_90a")
-    outcome = kernel(out.view(raw), x.view(raw), grid=3, block=64, backend=backend, **options)
-    np.testing.assert_array_equal(out, combine(combine(combine(dtype(7), x[0]), x[1]), x[2]))
-    assert not outcome.findings
+    out, expected, found = reduce(op, t, dtype, combine, backend, **CHECKED if backend == "emulator" else {})
+    assert found == () and out.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("op", ["inc.s32", "and.f32", "max.f32", "add.b32", "add.noftz.u32", "add.f16"])

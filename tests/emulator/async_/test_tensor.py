@@ -17,55 +17,8 @@ from ptxlab.runtime import run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec, Launch
 from tests.support.axes import both_modes, on_every_backend
+from tests.support.boxes import ARRAY, IMAGE, SOURCE, bring
 from tests.support.emulated import told
-
-IMAGE = 32768  # bytes of shared memory that the kernel shows
-SOURCE = r"""
-struct alignas(64) TensorMap { unsigned char bytes[128]; };
-__device__ unsigned at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-
-// Shared memory, 0xAA at first, after a box each at (row, column) and (row + 1, column - 16) has landed in it.
-extern "C" __global__ void __launch_bounds__(128)
-boxes(const __grid_constant__ TensorMap map, unsigned* image, int row, int column, int bytes, int place, int more) {
-    extern __shared__ __align__(1024) unsigned tile[];
-    __shared__ __align__(8) unsigned long long full;
-    for (int i = threadIdx.x; i < 8192; i += 128) tile[i] = 0xAAAAAAAA;
-    if (threadIdx.x == 0) {
-        asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(at(&full)) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    asm volatile("fence.proxy.async;" ::: "memory");
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                     :: "r"(at(&full)), "r"(bytes * (more + 1)) : "memory");
-        for (int i = 0; i <= more; i++)
-            asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-                         ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
-                         :: "r"(at(tile) + place + i * 16384), "l"(&map), "r"(column - 16 * i), "r"(row + i),
-                            "r"(at(&full)), "l"(0x12F0000000000000ull) : "memory");  // EVICT_FIRST
-    }
-    /* WAIT */ asm volatile("{ .reg .pred P1; LAB_WAIT: mbarrier.try_wait.parity.shared::cta.b64 P1, [%0], 0;"
-                 "@P1 bra DONE; bra LAB_WAIT; DONE: }" :: "r"(at(&full)) : "memory");
-    for (int i = threadIdx.x; i < 8192; i += 128) image[i] = tile[i];
-}
-"""
-
-
-def bring(array: np.ndarray, box: tuple[int, int], swizzle: int, row: int, column: int, place: int, more: int,
-          backend: str = "emulator", source: str = SOURCE, **options: Any) -> tuple[np.ndarray, list[str]]:  # fmt: skip
-    """The kernel's picture of shared memory, and the findings."""
-    image = np.zeros(IMAGE, np.uint8)
-    tensor_map = TensorMap(array, box, swizzle)
-    numbers = map(np.int32, (row, column, tensor_map.box_bytes, place, more))
-    kernel = ptxlab.load(Source.from_text(source, "<boxes>"), arch="sm_90a")
-    before = array.tobytes()
-    outcome = kernel(
-        tensor_map, image.view(np.uint32), *numbers, grid=1, block=128, shared_bytes=IMAGE, backend=backend, **options
-    )
-    assert array.tobytes() == before
-    return image, [str(finding) for finding in outcome.findings]
 
 
 def expected(array: np.ndarray, box: tuple[int, int], swizzle: int, row: int, column: int, place: int, more: int):
@@ -109,7 +62,6 @@ def test_boxes_land_where_the_definition_says(backend: str, copy: tuple, mode: s
     assert found == [] and np.array_equal(image, expected(*copy))
 
 
-ARRAY = np.arange(64 * 256, dtype=np.uint32).astype(np.uint8).reshape(64, 256)
 PLAIN = (ARRAY, (16, 128), 128, 3, 0, 0, 0)
 
 

@@ -1,7 +1,6 @@
 """wgmma: its results, and what is found when a step is missing."""
 
 import functools
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,11 +10,11 @@ import ptxlab
 from ptxlab import emulator
 from ptxlab.errors import EmulationError, MemoryFault, SourceError
 from ptxlab.layout.descriptors import MatrixDescriptor
-from ptxlab.layout.fragments import mma_a, wgmma_d
+from ptxlab.layout.fragments import wgmma_d
 from tests.golden.fragments import fragment_cases
 from tests.support.axes import both_modes
 from tests.support.emulated import HEADER, line_of, run
-from tests.support.wgmma import cores
+from tests.support.wgmma import CASES, NARROW, cores, floats, numbers, problem, run_narrow
 
 CASE = next(case for case in fragment_cases() if case.name == "wgmma_m64n24k32_s8_span64")
 PROXY, FENCE = "fence.proxy.async.shared::cta;", "wgmma.fence.sync.aligned;"
@@ -63,6 +62,19 @@ def test_a_block_without_a_whole_warp_group_is_refused(threads: int) -> None:
 )
 def test_every_step_is_needed(gone, kind, lines, mode):
     assert outcome(CASE.ptx.replace(gone, ""), mode)[1] == [(kind, line) for line in lines]
+
+
+@both_modes
+@pytest.mark.parametrize(
+    ("fence", "found"),
+    [
+        ("release.sync_restrict::shared::cta", []),
+        ("acquire.sync_restrict::shared::cluster", [("async-dirty", line) for line in LAUNCHES]),
+    ],
+)
+def test_proxy_fences_of_one_direction(fence: str, found: list, mode: str) -> None:
+    """What threads wrote needs the one of release; the other orders what the engine wrote before what threads read."""
+    assert outcome(CASE.ptx.replace(PROXY, f"fence.proxy.async::generic.{fence}.cluster;"), mode)[1] == found
 
 
 @both_modes
@@ -182,93 +194,6 @@ def test_refused(more, error, said):
 
 # Floating operands
 
-TO_BITS = {
-    "tf32": lambda x: x.view(np.uint32),
-    "e4m3": lambda x: x.astype(ml_dtypes.float8_e4m3fn).view(np.uint8),
-    "e5m2": lambda x: x.astype(ml_dtypes.float8_e5m2).view(np.uint8),
-    "f16": lambda x: x.astype(np.float16).view(np.uint16),
-    "bf16": lambda x: (x.view(np.uint32) >> 16).astype("u2"),
-}
-
-
-def numbers(rng: np.random.Generator, rows: int, type_name: str) -> tuple[np.ndarray, np.ndarray]:
-    """[rows, 32 bytes] small multiples of 1/8, of which every sum is exact: float32, and their bits."""
-    most, columns = (2, 32) if type_name in ("e4m3", "e5m2") else (64, 8 if type_name == "tf32" else 16)
-    values = (rng.integers(-most, most + 1, (rows, columns)) / 8).astype(np.float32)
-    return values, TO_BITS[type_name](values)
-
-
-def k_major(bits: np.ndarray) -> np.ndarray:
-    return cores(np.ascontiguousarray(bits).view(np.uint8))
-
-
-def mn_major(bits: np.ndarray, span: int) -> tuple[np.ndarray, int, int]:
-    """[rows, 16] laid out by PTX ISA's picture, atoms along the rows first; and leading and stride in bytes."""
-    rows, each = bits.shape[0], span // 2
-    stride = span * 8  # to the next 8 of K
-    leading = 2 * stride  # to the next atom of rows
-    image = np.zeros(leading * -(-rows // each), np.uint8)
-    for row, k in np.ndindex(bits.shape):
-        at = row // each * leading + k // 8 * stride + k % 8 * span + row % each * 2
-        at ^= at >> 3 & (span - 16)
-        image[at : at + 2] = bits[row, k : k + 1].view(np.uint8)
-    return image, leading, stride
-
-
-def floats(a: tuple[str, str], b: str, size: int, n: int, form: str, constants: str, adds: int = 0) -> str:
-    """D = A·B [+ 1] with the image of both in `tile`; `a` is code and operand, `b` a descriptor, from its start."""
-    one, count = ("0x3C003C00", n // 4) if ".f16." in form.removesuffix("f16.f16") else ("0f3F800000", n // 2)
-    d = "{" + ", ".join(f"%d{i}" for i in range(count)) + "}"
-    store = "\n".join(f"st.global.b32 [%o+{4 * i}], %d{i};" for i in range(count))
-    start = " ".join(f"mov.b32 %d{i}, {one};" for i in range(count)) if adds else ""
-    return f"""{HEADER.replace("sm_90", "sm_90a")}
-    .visible .entry k(.param .u64 image, .param .u64 registers, .param .u64 out) {{
-    .shared .align 1024 .b8 tile[{size}];
-    .reg .b32 %t, %s, %x<4>, %a<4>, %d<{n // 2}>; .reg .b64 %o, %r, %da, %db, %base; .reg .pred %p;
-    mov.u32 %t, %tid.x; ld.param.u64 %o, [image]; ld.param.u64 %r, [registers]; mov.u32 %s, tile;
-    mad.lo.u32 %s, %t, 16, %s; mad.wide.u32 %o, %t, 16, %o; mad.wide.u32 %r, %t, 16, %r;
-    mov.u32 %x0, tile; add.u32 %t, %x0, {size}; cvt.u64.u32 %base, %x0; shr.u64 %base, %base, 4;
-    L: ld.global.v4.b32 {{%x0, %x1, %x2, %x3}}, [%o]; st.shared.v4.b32 [%s], {{%x0, %x1, %x2, %x3}};
-    add.u32 %s, %s, 2048; add.u64 %o, %o, 2048; setp.lt.u32 %p, %s, %t; @%p bra L; mov.u32 %t, %tid.x;
-    ld.global.v4.b32 {{%a0, %a1, %a2, %a3}}, [%r]; {a[0]} mov.b64 %db, {b}; {start}
-    add.u64 %da, %da, %base; add.u64 %db, %db, %base;
-    fence.proxy.async; bar.sync 0; wgmma.fence.sync.aligned; setp.ne.u32 %p, {adds}, 0;
-    wgmma.mma_async.sync.aligned.{form} {d}, {a[1]}, %db, %p, {constants};
-    wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
-    ld.param.u64 %o, [out]; mad.wide.u32 %o, %t, {2 * n}, %o; {store} ret; }}"""
-
-
-CASES = ["shared", "registers", "b 64", "b 128", "a 128", "a 32 b 32"]
-
-
-def problem(case: str, type_name: str, n: int, d: str = "f32") -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
-    """Text, image, registers and the right result: 1 - A·Bᵀ with operands from registers and shared memory, K-major and
-    MN-major (`b 64`: of B, with a swizzle of 64 bytes)."""
-    rng = np.random.default_rng(len(case))
-    (a, a_bits), (b, b_bits) = numbers(rng, 64, type_name), numbers(rng, n, type_name)
-    spans = dict(zip(case.split()[::2], case.split()[1::2], strict=False)) if " " in case else {}
-    images, descriptors, at = [], [], 0
-    for name, bits in (("a", a_bits), ("b", b_bits)):
-        if name in spans:
-            image, leading, stride = mn_major(bits, span := int(spans[name]))
-        else:
-            image, leading, stride, span = k_major(bits), 128, 256, 16
-        images.append(np.concatenate([image, np.zeros(-len(image) % 1024, np.uint8)]))
-        descriptors.append(MatrixDescriptor(at, stride, leading, span).encode())
-        at += len(images[-1])
-    bits, depth = 8 * a_bits.itemsize, a_bits.shape[1]
-    held = mma_a(depth, bits).scatter(a_bits.reshape(4, 16, depth)).reshape(128, 4)
-    own = (
-        ("mov.b64 %da, 0;", "{%a0, %a1, %a2, %a3}")
-        if case == "registers"
-        else (f"mov.b64 %da, {descriptors[0]};", "%da")
-    )
-    layouts = ", 0" if case == "registers" else f", {int('a' in spans)}, {int('b' in spans)}"
-    constants = "-1, 1" + layouts * (bits == 16)
-    form = f"m64n{n}k{depth}.{d}.{type_name}.{type_name}"
-    text = floats(own, str(descriptors[1]), at, n, form, constants, adds=1)
-    return text, np.concatenate([*images, np.zeros(2048, np.uint8)]), held, 1 - a @ b.T
-
 
 @both_modes
 @pytest.mark.parametrize("type_name", ["f16", "bf16"])
@@ -282,26 +207,32 @@ def test_floats_from_everywhere(case: str, type_name: str, n: int, mode: str) ->
     assert np.array_equal(wgmma_d(n, True).gather(out, np.float32), right)
 
 
-NARROW = [(t, d) for t in ("tf32", "e4m3", "e5m2", "f16") for d in ("f32", "f16") if (t, d) not in (("tf32", "f16"),)]
-
-
-def run_narrow(case: str, type_name: str, d: str, **how: Any) -> tuple[np.ndarray, np.ndarray]:
-    """D as it is, and as it should be."""
-    text, image, held, right = problem(case, type_name, 64, d)
-    fragment = wgmma_d(64, True, 16 if d == "f16" else 32)
-    out = np.zeros((128, 32), np.uint32)
-    outcome = ptxlab.load(text)(image, held, out, grid=1, block=128, **how)
-    assert not outcome.findings
-    held_d = np.ascontiguousarray(out.reshape(128, -1)[:, : fragment.registers])
-    return fragment.gather(held_d, np.dtype(d.replace("f", "float"))).astype(np.float32), right
-
-
 @both_modes
 @pytest.mark.parametrize(("type_name", "d"), NARROW)
 @pytest.mark.parametrize("case", CASES[:2])
 def test_tf32_fp8_and_f16_accumulators(case: str, type_name: str, d: str, mode: str) -> None:
     found, right = run_narrow(case, type_name, d, backend="emulator", checks="all", mode=mode)
     np.testing.assert_array_equal(found, right.astype(d.replace("f", "float")))
+
+
+@both_modes
+@pytest.mark.parametrize("case", CASES[:2])
+@pytest.mark.parametrize(
+    ("d", "planted", "kinds"),
+    [
+        ("f32", 0x7BFF, []),
+        ("f16", 0x7BFF, ["overflow"]),  # 65504 times what is 8 in A
+        ("f32", 0x7C00, ["nan"]),  # infinity times what is 0 in A
+        ("f32", 0x7E00, []),  # a NaN that was there
+    ],
+)
+def test_where_a_nan_arises(d: str, planted: int, kinds: list[str], case: str, mode: str) -> None:
+    """In the product, of B's last row; D is 1 before."""
+    text, image, held, _ = problem(case, "f16", 64, d)
+    image.view(np.uint16)[-1024 - 8 :][:8] = planted  # B's end, before 2,048 bytes that nobody reads
+    text = text.replace(" -1, 1", " 1, 1")
+    found = run(text, image, held, np.zeros((128, 32), np.uint32), threads=128, checks=["float"], mode=mode).findings
+    assert [(f.kind, f.line) for f in found] == [(kind, line_of(text, "mma_async")) for kind in kinds]
 
 
 def test_fp8_operands_may_differ() -> None:

@@ -1,11 +1,14 @@
 """Proxy fences: which of them order what threads have written before what the copy engine and wgmma then read."""
 
+import re
+
 import numpy as np
 import pytest
 
 from ptxlab import emulator
 from tests.support.axes import both_modes
 from tests.support.emulated import COPY_PROLOGUE, STORE, kernel, line_of, run
+from tests.support.layers import TINY, layer_problem
 
 OUTSIDE = ".shared .align 128 .b8 buf[2048]; .shared .align 8 .b64 bar[4];"
 FENCE = "fence.proxy.async.shared::cta;"
@@ -173,3 +176,16 @@ def test_a_flag_hands_on_what_to_fence_across_blocks(behind, clean):
     result = run(text, np.zeros(2, np.uint32), a, threads=1, blocks=2, checks=emulator.CHECKS)
     copy = line_of(text, "cp.async.bulk.shared::cluster")
     assert [(f.kind, f.line) for f in result.findings] == ([] if clean else [("async-dirty", copy)])
+
+
+def test_what_a_decoder_layer_leaves_to_the_wait() -> None:
+    """Its copy engine reads what launches before wrote, behind griddepcontrol.wait without a proxy fence: the guide's
+    "Fence bugs" says so, and these are all the places."""
+    problem = layer_problem(TINY)
+    with emulator.chain({"proxy"}, begin="early", given=[problem.cache.pool]) as made:
+        problem.run()
+    told = [re.search(r"` of (\w+) .* nobody has fenced here since griddepcontrol.wait", str(f)) for f in made.findings]
+    writers = [found[1] if found else "" for found in told]
+    assert {f.kind for f in made.findings} == {"async-dirty"} and {*writers} == {
+        "rmsnorm_quantize", "rope_append_kv4", "quantize_activations_s8", "silu_mul_quantize",
+    }  # fmt: skip

@@ -44,6 +44,11 @@ atom.shared.add.u32 %u32, [sm], %u32, %u32; ld.param.u32 %u32, [sm]; ld.global.u
 mov.u32 %u32, 1+2; mov.u32 %u32, (1+2)*3; mov.u32 %u32, 4*(1+2); mov.u32 %u32, 7 % 2; mov.u32 %u32, ~0; bar.sync 1+1;
 mov.u32 %u32, - -1; mov.u32 %u32, -(1+2); mov.u32 %u32, 2*WARP_SZ; ld.shared.u32 %u32, [sm+4*8]; mov.u32 %u32, sm+4*8;
 ld.shared.u32 %u32, [sm+(4+4)]; add.f32 %f32, %f32, 1+2;
+fence.acquire.gpu; fence.acquire.sync_restrict::shared::cluster.cluster; fence.acquire; fence.proxy.async::generic;
+fence.release.sync_restrict::shared::cta.cluster; createpolicy.cvt.L2.b64 %b64, %b64;
+fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster; createpolicy.whole.L2::evict_last.b64 %b64;
+fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster; createpolicy.fractional.L2::evict_first.b64 %b64;
+createpolicy.fractional.L2::evict_last.b64 %b64, 0.5; createpolicy.range.global.L2::evict_last.b64 %b64, [%u64], 16, 32;
 """
 # Each alone, between bars: an error of one of these hides others.
 ALONE = """

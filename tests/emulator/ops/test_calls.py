@@ -81,6 +81,24 @@ def test_a_trap_fails_with_line_and_values() -> None:
             "#define F __device__ __noinline__ int\nF f(int x) { return x + 1; } F g(int x) { return x; }\n",
             "calls through function pointers are not emulated",
         ),
+        (
+            "x[0] = table[n & 1](n);",
+            "#define F __device__ __noinline__ int\nF f(int x) { return x + 1; } F g(int x) { return x; }\n"
+            "__device__ int (*const table[2])(int) = {f, g};\n",
+            "<text>:5: `call of an address`: calls through function pointers are not emulated",
+        ),
+        (
+            "B b; C c; A* a = n > 3 ? (A*)&b : (A*)&c; x[0] = a->f();",
+            "struct A { __device__ virtual int f() = 0; };\n"
+            "struct B : A { __device__ int f() override { return 1; } };\n"
+            "struct C : A { __device__ int f() override { return 2; } };\n",
+            "calls through function pointers are not emulated",
+        ),
+        (
+            "cooperative_groups::this_grid().sync();",
+            "#include <cooperative_groups.h>\n",
+            "cooperative launches are not emulated",
+        ),
         ("x[0] = h(n);", 'extern "C" __device__ int h(int);\n', "`call.uni h`: the emulator does not know this"),
         (
             "x[0] = f(n);",
@@ -96,6 +114,39 @@ def test_refused_by_name(body: str, head: str, said: str) -> None:
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
+def test_initial_values_may_be_addresses() -> None:
+    """Of arrays, and of strings; a table of functions that nobody calls is no obstacle."""
+    head = """__device__ int numbers[4] = {1, 2, 3, 4};
+__device__ int* third = numbers + 2;
+__device__ const char* const names[2] = {"ab", "cd"};
+__device__ __noinline__ int f(int x) { return x + 1; }
+__device__ int (*table[1])(int) = {f};
+"""
+    x = integers()
+    run("x[0] = third[-1] + third[1]; x[1] = names[1][n]; third[0] = 9; x[2] = numbers[2];", x, np.int32(1), head=head)
+    assert x[:3].tolist() == [6, ord("d"), 9]
+    module = ptxlab.emulator.parse(
+        ".version 8.7\n.target sm_90\n.address_size 64\n.global .u32 a[2];\n.global .u64 p[3] = {a+4, -1};\n"
+    )
+    p = module.variables[1]
+    assert p.initial is None and p.size == 24, "nobody may take its bytes for known ones"
+    assert p.pointers[8] == 2**64 - 1 and p.pointers[0].offset == 4
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        (".u64 p = generic(nosuch)", "nosuch is no variable of global memory that is declared above"),
+        (".u32 a[2]; .global .u32 p = a", "p: an address has 8 bytes, not 4"),
+        (".u64 p = generic(", "expected a variable"),
+    ],
+)
+def test_addresses_that_are_none(declared: str, said: str) -> None:
+    with pytest.raises(PtxlabError, match=said) as error:
+        ptxlab.emulator.parse(f".version 8.7\n.target sm_90\n.address_size 64\n.global {declared};\n")
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("instruction", "said"),
     [
@@ -104,6 +155,8 @@ def test_refused_by_name(body: str, head: str, said: str) -> None:
             "the tensor memory of sm_100 is not emulated",
         ),
         ("tcgen05.mma.cta_group::1.kind::f16 [%r1], %rd1, %rd1, %r1, %p1;", "the tensor memory of sm_100"),
+        ("{tcgen05.wait::ld.sync.aligned;}", "the tensor memory of sm_100"),
+        ("mma.sync.aligned.kind::f8f6f4.m16n8k32.row.col.f32.e2m1.e2m1.f32 %r1, %r1, %r1, %r1;", "mixed mma of sm_100"),
         ("clusterlaunchcontrol.try_cancel.async.shared::cta.b128 [%r1], [%r1];", "cluster launch control of sm_100"),
     ],
 )

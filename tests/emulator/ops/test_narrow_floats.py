@@ -1,4 +1,6 @@
-"""cvt between fp8 pairs, tf32 and wider floats: every code, and every kind of rounding, against ml_dtypes."""
+"""cvt between pairs of narrow floats (or powers of two, or tf32) and wider ones: every code, every kind of rounding."""
+
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -6,44 +8,77 @@ import pytest
 
 from ptxlab.emulator.ops.alu import alu_operation
 
-TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+TYPES: dict[str, Any] = {
+    "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m3": ml_dtypes.float6_e2m3fn,
+    "e3m2": ml_dtypes.float6_e3m2fn, "e2m1": ml_dtypes.float4_e2m1fn,
+}  # fmt: skip
+WIDTH = {"e2m3": 6, "e3m2": 6, "e2m1": 4}
 each_type = pytest.mark.parametrize("name", TYPES)
+
+
+def codes(name: str) -> np.ndarray:
+    return np.arange(1 << WIDTH.get(name, 8), dtype=np.uint8)
+
+
+def packed(name: str, upper: np.ndarray, lower: np.ndarray) -> np.ndarray:
+    """Pairs of codes: fp4 in a byte, the others in a byte each."""
+    if name == "e2m1":
+        return lower | upper << np.uint8(4)
+    return lower | upper.astype(np.uint16) << np.uint16(8)
 
 
 @each_type
 def test_every_code_becomes_its_number(name: str) -> None:
-    codes = np.arange(256, dtype=np.uint8)
-    pairs = np.stack([codes, codes[::-1]], axis=1).view(np.uint16)[:, 0]
-    halves = alu_operation(f"cvt.rn.f16x2.{name}x2").compute(pairs).view(np.float16).reshape(-1, 2)
-    expected = codes.view(TYPES[name]).astype(np.float16)
-    np.testing.assert_array_equal(halves, np.stack([expected, expected[::-1]], axis=1))
+    each = codes(name)
+    halves = alu_operation(f"cvt.rn.f16x2.{name}x2").compute(packed(name, each[::-1].copy(), each))
+    expected = each.view(TYPES[name]).astype(np.float16)
+    np.testing.assert_array_equal(halves.view(np.float16).reshape(-1, 2), np.stack([expected, expected[::-1]], axis=1))
 
 
 @each_type
 def test_numbers_become_the_nearest_code(name: str) -> None:
     """Codes, the middles between them, their neighbours, and numbers beyond the largest, which stay it."""
-    finite = np.arange(256, dtype=np.uint8).view(TYPES[name]).astype(np.float32)
+    finite, sign = codes(name).view(TYPES[name]).astype(np.float32), np.uint8(len(codes(name)) // 2)
     finite = np.unique(finite[np.isfinite(finite)])
     middles = (finite[1:] + finite[:-1]) / 2
     x = np.concatenate([finite, middles, np.nextafter(middles, np.float32(np.inf)), np.nextafter(middles, -np.inf)])
     x = np.concatenate([x, [-0.0, 1e-30, 1e30, -1e30, np.inf, -np.inf]]).astype(np.float32)
-    packed = alu_operation(f"cvt.rn.satfinite.{name}x2.f32").compute(x, -x)
+    found = alu_operation(f"cvt.rn.satfinite.{name}x2.f32").compute(x, -x)
     expected = x.clip(finite[0], finite[-1]).astype(TYPES[name]).view(np.uint8)
-    np.testing.assert_array_equal(packed >> 8, expected)
-    np.testing.assert_array_equal(packed & 0xFF, expected ^ 0x80)
+    np.testing.assert_array_equal(found, packed(name, expected, expected ^ sign))
     halves = np.stack([x, x], axis=1).clip(-65504, 65504).astype(np.float16)
     small = np.abs(x) >= 2.0**-14
     from_halves = alu_operation(f"cvt.rn.satfinite.{name}x2.f16x2").compute(halves.view(np.uint32)[:, 0])
     again = halves[:, 0].astype(np.float32).clip(finite[0], finite[-1]).astype(TYPES[name]).view(np.uint8)
-    np.testing.assert_array_equal((from_halves & 0xFF)[small], again[small])
+    np.testing.assert_array_equal(from_halves[small], packed(name, again, again)[small])
 
 
 @each_type
 def test_nan_and_relu(name: str) -> None:
+    """A NaN of fp6 and fp4, which have none, is the largest number."""
     x = np.array([np.nan, -np.nan, -1.0, -0.0, 2.0], np.float32)
     compute = alu_operation(f"cvt.rn.satfinite.relu.{name}x2.f32").compute
-    two = np.float32(2).astype(TYPES[name]).view(np.uint8)
-    np.testing.assert_array_equal(compute(x, x) & 0xFF, [0x7F, 0x7F, 0, 0, two])
+    nan, two = np.uint8(len(codes(name)) // 2 - 1), np.float32(2).astype(TYPES[name]).view(np.uint8)
+    expected = np.array([nan, nan, 0, 0, two], np.uint8)
+    np.testing.assert_array_equal(compute(x, x), packed(name, expected, expected))
+
+
+def test_powers_of_two() -> None:
+    """ue8m0, of f32 and of bf16: below, above, the ends of the range, and back."""
+    powers = np.ldexp(1.0, np.arange(-127, 128)).astype(np.float32)
+    down, up = (alu_operation(f"cvt.{mode}.ue8m0x2.f32").compute for mode in ("rz", "rp"))
+    finite = alu_operation("cvt.rp.satfinite.ue8m0x2.f32").compute
+    each, most = np.arange(255, dtype=np.uint16), np.finfo(np.float32).max
+    np.testing.assert_array_equal(down(powers, -powers * 1.5), each * 257)
+    np.testing.assert_array_equal(up(powers * 1.25, powers), (each + 1) * 256 + each)
+    x = np.array([0, 1e-45, 2.0**-128 * 1.5, most, np.inf, np.nan], np.float32)
+    np.testing.assert_array_equal(down(x, x), np.array([0, 0, 0, 254, 255, 255], np.uint16) * 257)
+    np.testing.assert_array_equal(up(x, x), np.array([0, 0, 0, 255, 255, 255], np.uint16) * 257)
+    np.testing.assert_array_equal(finite(x, x), np.array([0, 0, 0, 254, 254, 255], np.uint16) * 257)
+    back = alu_operation("cvt.rn.bf16x2.ue8m0x2").compute(each * 257)
+    np.testing.assert_array_equal(back.view(np.uint32) & 0xFFFF, powers.view(np.uint32) >> 16)
+    again = alu_operation("cvt.rz.satfinite.ue8m0x2.bf16x2").compute(back)
+    np.testing.assert_array_equal(again, each * 257)
 
 
 def test_tf32_has_ten_bits_ties_away_from_zero() -> None:

@@ -1,81 +1,23 @@
 """wmma: every shape and type against NumPy, both layouts, wide strides; and what there is not."""
 
-from typing import Any
-
-import ml_dtypes
 import numpy as np
 import pytest
 
 from ptxlab import emulator
 from ptxlab.errors import MemoryFault, UnknownInstruction
-from tests.support.axes import both_modes
-from tests.support.emulated import HEADER, run
+from tests.support.axes import on_every_backend
+from tests.support.emulated import line_of, run
+from tests.support.wmma import DTYPES, FORMS, LAYOUTS, kernel, multiplied
 
 REGISTERS = {"f16": (8, "b32"), "f64": (1, "f64"), "tf32": (4, "b32")}
-SHAPES = {"m16n16k16": (16, 16, 16), "m8n32k16": (8, 32, 16), "m32n8k16": (32, 8, 16), "m16n16k8": (16, 16, 8),
-          "m8n8k4": (8, 8, 4)}  # fmt: skip
-FORMS = [
-    *((s, t, d) for s in list(SHAPES)[:3] for t, d in (("f16", "f32"), ("f16", "f16"), ("bf16", "f32"), ("s8", "s32"),
-                                                       ("u8", "s32"))),
-    ("m16n16k8", "tf32", "f32"), ("m8n8k4", "f64", "f64"),
-]  # fmt: skip
-DTYPES: dict[str, Any] = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "tf32": np.float32, "s8": np.int8,
-                          "u8": np.uint8, "f32": np.float32, "s32": np.int32, "f64": np.float64}  # fmt: skip
-GAP = 8  # elements between the rows, or columns
 
 
-def registers(shape: str, t: str, operand: str, prefix: str) -> tuple[str, str]:
-    """Their list and declaration, as the ISA counts them."""
-    m, n, k = SHAPES[shape]
-    size = {"a": m * k, "b": k * n}.get(operand, m * n)
-    kind = t if t in ("f32", "s32", "f64") else "b32"
-    count = (
-        8
-        if t == "f16" and operand in "ab"
-        else max(1, size * np.dtype(DTYPES[t]).itemsize // (32 * (8 if kind == "f64" else 4)))
-    )
-    return "{" + ", ".join(f"%{prefix}{i}" for i in range(count)) + "}", f".reg .{kind} %{prefix}<{count}>;"
-
-
-def kernel(shape: str, t: str, d: str, layouts: tuple[str, str, str], strides: tuple[int, int, int]) -> str:
-    held = {x: registers(shape, t if x in "ab" else d, x, x) for x in "abcd"}
-    types = f"{d}.{d}" if t == "f16" else f"{d}.{t}.{t}.{d}"
-    a, b, c = layouts
-    return f"""{HEADER}.visible .entry k(.param .u64 pa, .param .u64 pb, .param .u64 pc, .param .u64 pd) {{
-    .reg .b64 %x<4>; {" ".join(declared for _, declared in held.values())}
-    ld.param.u64 %x0, [pa]; ld.param.u64 %x1, [pb]; ld.param.u64 %x2, [pc]; ld.param.u64 %x3, [pd];
-    wmma.load.a.sync.aligned.{a}.{shape}.global.{t} {held["a"][0]}, [%x0], {strides[0]};
-    wmma.load.b.sync.aligned.{b}.{shape}.{t} {held["b"][0]}, [%x1], {strides[1]};
-    wmma.load.c.sync.aligned.{c}.{shape}.global.{d} {held["c"][0]}, [%x2], {strides[2]};
-    wmma.mma.sync.aligned.{a}.{b}.{shape}.{types}{".rn" * (t == "f64")} {", ".join(held[x][0] for x in "dabc")};
-    wmma.store.d.sync.aligned.{c}.{shape}.global.{d} [%x3], {held["d"][0]}, {strides[2]};
-    ret; }}"""
-
-
-def stored(matrix: np.ndarray, layout: str) -> tuple[np.ndarray, int]:
-    """In memory, with a gap behind each row or column; and the stride."""
-    lines = matrix if layout == "row" else matrix.T
-    padded = np.zeros((lines.shape[0], lines.shape[1] + GAP), matrix.dtype)
-    padded[:, : lines.shape[1]] = lines
-    return padded, padded.shape[1]
-
-
-@both_modes
-@pytest.mark.parametrize("layouts", [("row", "col", "row"), ("col", "row", "col")])
+@on_every_backend
+@pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize(("shape", "t", "d"), FORMS)
-def test_every_form(shape: str, t: str, d: str, layouts: tuple[str, str, str], mode: str) -> None:
-    rng, (m, n, k) = np.random.default_rng(0), SHAPES[shape]
-    low = 0 if t == "u8" else -4
-    a, b, c = (rng.integers(low, 5, s) for s in ((m, k), (k, n), (m, n)))
-    images, strides = zip(
-        *(stored(x.astype(DTYPES[e]), layout) for x, e, layout in zip((a, b, c), (t, t, d), layouts, strict=True)),
-        strict=True,
-    )
-    out = np.zeros_like(images[2])
-    raw = [x.view(np.uint16) if x.dtype == ml_dtypes.bfloat16 else x for x in images]
-    result = run(kernel(shape, t, d, layouts, strides), *raw, out, checks=emulator.CHECKS, mode=mode)
-    assert result.findings == ()
-    np.testing.assert_array_equal(out, stored((a @ b + c).astype(DTYPES[d]), layouts[2])[0])
+def test_every_form(shape: str, t: str, d: str, layouts: tuple[str, str, str], backend: str) -> None:
+    for how in [{"checks": "all", "mode": mode} for mode in emulator.MODES] if backend == "emulator" else [{}]:
+        np.testing.assert_array_equal(*multiplied(shape, t, d, layouts, backend, **how))
 
 
 def test_f64_is_rounded_to_nearest_even_if_nothing_is_said() -> None:
@@ -83,6 +25,18 @@ def test_f64_is_rounded_to_nearest_even_if_nothing_is_said() -> None:
     text = kernel("m8n8k4", "f64", "f64", ("row", "col", "row"), (4, 4, 8)).replace(".rn ", " ")
     run(text, a, a, out.copy(), out)
     np.testing.assert_array_equal(out, a @ a.T)
+
+
+@pytest.mark.parametrize(
+    ("d", "planted", "kinds"), [("f32", 65504, []), ("f16", 65504, ["overflow"]), ("f32", np.inf, ["nan"])]
+)
+def test_where_a_nan_arises(d: str, planted: float, kinds: list[str]) -> None:
+    """65504 * 65504 fits f32, not f16; infinity * 0."""
+    a, c = np.zeros((16, 16), np.float16), np.zeros((16, 16), DTYPES[d])
+    a[3, 3] = planted
+    text = kernel("m16n16k16", "f16", d, ("row", "col", "row"), (16, 16, 16))
+    found = run(text, a, a, c, c.copy(), checks=["float"]).findings
+    assert [(f.kind, f.line) for f in found] == [(kind, line_of(text, "wmma.mma")) for kind in kinds]
 
 
 def test_integers_wrap_or_are_clamped() -> None:

@@ -1,4 +1,4 @@
-"""Channels in Atom's order to INT4 and INT8, alone, behind RMSNorm and behind a gate: every bit, and the calls."""
+"""Channels in Atom's and COMET's order to INT4 and INT8, alone, behind RMSNorm and a gate: every bit, and the calls."""
 
 import re
 from dataclasses import replace
@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 import ptxlab
 from ptxlab import emulator, gpu, kernels, layout, quant, reference
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.kernels.quantize.atom import ORDERS, REORDER, RMSNORM_REORDER, RULES, SILU_MUL_REORDER
+from ptxlab.kernels.gemm.w4ax import gemm_blocks
+from ptxlab.kernels.quantize.atom import COMET, ORDERS, REORDER, RMSNORM_REORDER, RULES, SILU_MUL_REORDER
 from ptxlab.kernels.quantize.rmsnorm import normalized
-from ptxlab.layout import AtomActivations
+from ptxlab.layout import AtomActivations, BlockActivations
 from ptxlab.runtime import Kernel, run_spec
 from ptxlab.spec.dtypes import stored
 from ptxlab.verify import Job, verify
@@ -27,6 +28,7 @@ from tests.support.strategies import floats
 
 DTYPES = {"float16": np.dtype("float16"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype("float32")}
 EPS = 1e-5
+PLACE = quant.channel_places(np.arange(256)[::-1])
 RNG = np.random.default_rng(0)
 
 
@@ -260,9 +262,158 @@ def test_what_follows_is_the_product() -> None:
         assert np.linalg.norm(found - right) < 0.15 * np.linalg.norm(right)
 
 
+# --- COMET's blocks --------------------------------------------------------------------------------------------------
+
+
+def same_blocks(found: BlockActivations, y: np.ndarray, place: np.ndarray, int8: int) -> bool:
+    """Every bit is that of the quantiser on the host, those of the padding too."""
+    wanted = layout.pack_block_activations(quant.quantize_blocks(y[:, np.argsort(place)], int8), found.layout)
+    assert (found.M, found.K4, found.K8) == (wanted.M, wanted.K4, wanted.K8)
+    return found.arrays.keys() == wanted.arrays.keys() and all(
+        np.array_equal(array.view(np.uint8), wanted.arrays[name].view(np.uint8)) for name, array in found.arrays.items()
+    )
+
+
+@st.composite
+def block_problems(draw: st.DrawFn, most: int, names: tuple[str, ...]) -> dict[str, Any]:
+    blocks = draw(st.integers(1, most))
+    order = np.random.default_rng(draw(st.integers(0, 99))).permutation(blocks * 128)
+    x = draw(floats(dtype := DTYPES[draw(st.sampled_from(names))], (draw(st.integers(1, 4)), blocks * 128)))
+    tame = np.ldexp(np.frexp(wide(x))[0], draw(st.integers(-30, 10))).astype(dtype)  # whose scales FP16 has
+    return {
+        "x": tame,
+        "place": quant.channel_places(order if draw(st.booleans()) else np.arange(blocks * 128)),
+        "int8": draw(st.integers(0, blocks)),
+        "layout": draw(st.sampled_from([*layout.BLOCK_ORDERS.values()])),
+    }
+
+
+def check_blocks(backend: str, x: np.ndarray, place: np.ndarray, int8: int, layout: str) -> None:
+    found = ptxlab.reorder_quantize(x, place, int8=int8, layout=layout, backend=backend)
+    assert same_blocks(found, wide(x), place, int8)
+
+
+@given(problem=block_problems(4, tuple(DTYPES)))
+@settings(max_examples=20)
+def test_every_bit_of_blocks(problem: dict[str, Any]) -> None:
+    check_blocks("emulator", **problem)
+
+
+@pytest.mark.gpu
+@given(problem=block_problems(64, tuple(DTYPES)))
+@settings(max_examples=200)
+def test_every_bit_of_blocks_on_the_gpu(problem: dict[str, Any]) -> None:
+    check_blocks("gpu", **problem)
+
+
+@on_every_backend
+@pytest.mark.parametrize(
+    ("blocks", "int8", "order"), [(1, 0, "pairs"), (1, 1, "joined"), (9, 4, "pairs"), (86, 17, "joined")]
+)
+def test_normed_and_gated_blocks(blocks: int, int8: int, order: str, backend: str) -> None:
+    """A warp, a block, a cluster; scales in whole eights and beyond; of a gate wide open every bit is known."""
+    place = quant.channel_places(np.random.default_rng(0).permutation(blocks * 128))
+    x, gamma = normal(2, blocks * 128), normal(blocks * 128)
+    how: dict[str, Any] = {"int8": int8, "layout": order, "backend": backend}
+    found = ptxlab.rmsnorm_reorder_quantize(x, gamma, place, eps=EPS, **how)
+    assert same_blocks(found, normalized(wide(x), wide(gamma), EPS), place, int8)
+    gate = (20 + np.abs(wide(x))).astype(np.float16)
+    up = normal(*x.shape)
+    found = ptxlab.silu_mul_reorder_quantize(np.concatenate([gate, up], axis=1), place, **how)
+    assert same_blocks(found, wide(gate) * wide(up), place, int8)
+
+
+@on_every_backend
+def test_a_block_by_hand(backend: str) -> None:
+    """Scales are max / 7 and max / 127; of a pair the second is high; ties go to even; every INT8 block has a scale."""
+    x = np.zeros((1, 384), np.float32)
+    x[0, [0, 1, 2, 3]], x[0, [128, 129]], x[0, 256] = (7, -2.5, 3.5, 1), (127, -1), 12.7
+    found = ptxlab.reorder_quantize(x, np.arange(384, dtype=np.int16), int8=2, backend=backend)
+    assert found.x[0, :2].tolist() == [0xE7, 0x14] and found.x.shape == (1, 64 + 256)
+    assert found.x[0, 64:66].tolist() == [127, 255] and found.x[0, 192] == 127
+    assert found.scale[0].tolist() == [1, 1, np.float16(0.1), 1, 1, 1, 1, 1]
+
+
+@on_every_backend
+def test_two_launches_from_floats_to_comets_product(backend: str) -> None:
+    """By the bits of the host's quantiser, and near to the float product."""
+    x, w = normal(5, 384), wide(normal(64, 384))
+    x[:, ::97] *= 30
+    order = quant.outlier_order(quant.channel_sizes(wide(x), "max"), 128)
+    rows = quant.quantize_block_weight(w[:, order])
+    for weights, activations in layout.BLOCK_ORDERS.items():
+        tokens = ptxlab.reorder_quantize(x, quant.channel_places(order), int8=1, layout=activations, backend=backend)
+        weight = ptxlab.pack_block_weight(rows, 1, weights)
+        found = ptxlab.gemm_w4ax(tokens, weight, out_dtype="float32", backend=backend)
+        assert np.array_equal(found, gemm_blocks(rows, quant.quantize_blocks(wide(x)[:, order], 1)))
+        right = wide(x) @ w.T
+        assert np.linalg.norm(found - right) < 0.2 * np.linalg.norm(right)
+
+
+def test_blocks_into_given_arrays_and_of_no_tokens() -> None:
+    x, place = normal(3, 256), PLACE
+    out = ptxlab.reorder_quantize(np.ones_like(x), place, int8=1, backend="emulator")
+    assert ptxlab.reorder_quantize(x, place, int8=1, out=out, backend="emulator") is out
+    assert same_blocks(out, wide(x), place, 1)
+    empty = ptxlab.reorder_quantize(x[:0], place, int8=1, backend="emulator")
+    assert (empty.M, empty.K4, empty.K8, empty.layout) == (0, 128, 128, "joined")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"int8": 3}, "reorder_quantize: int8: must be 0..2 blocks (got 3)"),
+        ({"int8": -1}, "reorder_quantize: int8: must be 0..2 blocks (got -1)"),
+        ({"int8": True}, "reorder_quantize: int8: must be 0..2 blocks (got True)"),
+        ({"int8": "1"}, "reorder_quantize: int8: must be 0..2 blocks (got 1)"),
+        ({"outliers": 64}, "reorder_quantize: outliers: must be left out with int8: it is Atom's (got 64)"),
+        ({"group": 64}, "reorder_quantize: group: must be left out with int8: it is Atom's (got 64)"),
+        ({"clip": 1}, "reorder_quantize: clip: must be left out with int8: it is Atom's (got 1)"),
+        ({"layout": "bytes"}, "reorder_quantize: layout: must be one of joined, pairs with int8 (got bytes)"),
+        ({"x": np.ones((2, 192), np.float16)}, "channels: must be a positive multiple of 128 (got 192)"),
+        ({"x": np.full((2, 256), 1e6, np.float32)}, "magnitude over 7 must be an FP16 number (got 1e+06 in row 0"),
+        ({"out": np.ones(3)}, "reorder_quantize: out: must be BlockActivations (got ndarray)"),
+    ],
+)
+def test_bad_input_to_blocks_is_refused(change: dict[str, Any], message: str) -> None:
+    x = np.ones((2, 256), np.float16)
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        ptxlab.reorder_quantize(**{"x": x, "place": PLACE, "int8": 1, "backend": "emulator", **change})
+
+
+def test_results_of_the_other_kind_are_refused() -> None:
+    how: dict[str, Any] = {"backend": "emulator"}
+    x = np.ones((2, 256), np.float16)
+    blocks, atoms = ptxlab.reorder_quantize(x, PLACE, int8=1, **how), ptxlab.reorder_quantize(x, PLACE, **how)
+    with pytest.raises(ArgumentError, match=r"out: must be AtomActivations \(got BlockActivations\)"):
+        ptxlab.reorder_quantize(x, PLACE, out=blocks, **how)
+    with pytest.raises(ArgumentError, match=r"out: must be BlockActivations \(got AtomActivations\)"):
+        ptxlab.reorder_quantize(x, PLACE, int8=1, out=atoms, **how)
+    with pytest.raises(ArgumentError, match=r"out: must have M=2, K4=0, K8=256, layout=joined \(got M=2, K4=128, "):
+        ptxlab.reorder_quantize(x, PLACE, int8=2, out=blocks, **how)
+
+
+def test_blocks_on_device_arrays(fake: FakeGpu) -> None:
+    x, place = DeviceArray(normal(3, 256)), DeviceArray(PLACE)
+    found = ptxlab.reorder_quantize(x, place, int8=1, programmatic=True)
+    arrays = {name: array.host for name, array in found.arrays.items()}
+    assert same_blocks(replace(found, **arrays), wide(x.host), PLACE, 1) and fake.geometries[0].programmatic
+    loads, allocations = fake.loads, fake.allocations
+    fake.capturing = True
+    assert ptxlab.reorder_quantize(x, place, int8=1, out=found, programmatic=True) is found
+    assert (fake.loads, fake.allocations) == (loads, allocations)
+
+
+@pytest.mark.parametrize("spec", [REORDER, RMSNORM_REORDER, SILU_MUL_REORDER], ids=lambda spec: spec.name)
+def test_blocks_of_a_row_do_not_depend_on_the_batch(spec: Any) -> None:
+    sizes = next(sizes for sizes in spec.example_sizes if sizes["code"] == COMET)
+    (source,) = kernels.find(spec.name)[1]
+    verdict = ptxlab.verify.check_rows(Job(spec, source, "emulator", {**sizes, "M": 4}))
+    assert verdict.passed, verdict.detail
+
+
 # --- the calls -------------------------------------------------------------------------------------------------------
 
-PLACE = quant.channel_places(np.arange(256)[::-1])
 HOW: dict[str, Any] = {"outliers": 64, "group": 64}
 GAMMA = np.ones(256, np.float16)
 
@@ -329,7 +480,7 @@ def test_bad_input_is_refused(change: dict[str, Any], message: str) -> None:
 def test_the_others_refuse_what_they_share() -> None:
     how: dict[str, Any] = {**HOW, "backend": "emulator"}
     wide_row = np.ones((1, 32832), np.float16)
-    with pytest.raises(ArgumentError, match=r"ceil_div\(K, 128\)\*128 \+ min\(outliers, 1\)\*128 <= 32768"):
+    with pytest.raises(ArgumentError, match=r"ceil_div\(K, 128\)\*128 \+ ceil_div\(outliers, 128\)\*128 <= 32768"):
         ptxlab.reorder_quantize(wide_row, np.zeros(32832, np.int16), **how)
     with pytest.raises(ArgumentError, match=r"rmsnorm_reorder_quantize: residual: must not share memory with x"):
         ptxlab.rmsnorm_reorder_quantize(X, GAMMA, PLACE, residual=X, **how)
@@ -419,7 +570,8 @@ ON_GPU = pytest.mark.skipif(gpu.why_not("sm_90") is not None, reason="needs sm_9
 @ON_GPU
 @pytest.mark.parametrize("K", [4096, 28672])
 @pytest.mark.parametrize("M", [1, 33, 1000])
-def test_a_programmatic_chain_is_the_plain_chain(M: int, K: int) -> None:
+@pytest.mark.parametrize("int8", [None, 3])
+def test_a_programmatic_chain_is_the_plain_chain(int8: int | None, M: int, K: int) -> None:
     """Each norm reads what the norm before it has written while the gate between them runs: a stale byte goes on."""
     import cupy
 
@@ -427,11 +579,11 @@ def test_a_programmatic_chain_is_the_plain_chain(M: int, K: int) -> None:
     place = cupy.asarray(quant.channel_places(RNG.permutation(K)))
     half = cupy.asarray(quant.channel_places(RNG.permutation(K // 2)))
     first, second, residual = (cupy.zeros((M, K), cupy.float16) for _ in range(3))
-    out, gated = ptxlab.reorder_quantize(x, place), ptxlab.silu_mul_reorder_quantize(x, half)
+    out, gated = ptxlab.reorder_quantize(x, place, int8=int8), ptxlab.silu_mul_reorder_quantize(x, half, int8=int8)
 
     def chain(programmatic: bool) -> None:
         for read, written in pairwise([x, *[first, second] * 6]):
-            how = {"out": out, "programmatic": programmatic}
+            how = {"out": out, "programmatic": programmatic, "int8": int8}
             ptxlab.rmsnorm_reorder_quantize(read, gamma, place, residual=residual, normed=written, **how)
             ptxlab.silu_mul_reorder_quantize(written, half, **{**how, "out": gated})
             ptxlab.reorder_quantize(written, place, **how)

@@ -1,0 +1,73 @@
+"""Forms whose results are whole matrices: wgmma of floats, wmma, mma of f64 and bits, tensor copies, bulk reductions.
+
+The kernels and operands are those of the emulator's own tests, which hold their results against NumPy. A form is a
+function of the backend that returns what its kernel makes, exact in any order of additions.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from tests.support import boxes, mma_words, wgmma, wmma
+
+RECORDED = Path(__file__).parent / "forms.npz"
+
+Form = Callable[[str], np.ndarray]
+
+
+def _wgmma(case: str, type_name: str, d: str, b_type: str, backend: str) -> np.ndarray:
+    return wgmma.run_narrow(case, type_name, d, b_type, backend=backend)[0]
+
+
+def _wmma(form: tuple[str, str, str], layouts: tuple[str, str, str], backend: str) -> np.ndarray:
+    return wmma.multiplied(*form, layouts, backend)[0]
+
+
+def _words(function: Callable[..., tuple[np.ndarray, np.ndarray]], *form: str) -> Form:
+    return lambda backend: function(*form, backend)[0]
+
+
+def _moved(axes: int, back: str, backend: str) -> np.ndarray:
+    """A box that ends behind the array on its first axes."""
+    place = (*(size - 1 for size in boxes.SHAPES[axes][:-1]), boxes.SHAPES[axes][-1] - 4)
+    return boxes.move(axes, place, back, backend)[1]
+
+
+def _reduced(reduction: tuple, backend: str) -> np.ndarray:
+    return boxes.reduce(*reduction, backend)[0].view(np.uint8)
+
+
+def _brought(swizzle: int, backend: str) -> np.ndarray:
+    """Two boxes of bytes, the second partly in front of the matrix."""
+    width = swizzle or 48
+    return boxes.bring(boxes.ARRAY, (16, width), swizzle, 55, 0, 1024, 1, backend)[0]
+
+
+def forms() -> dict[str, Form]:
+    """All of them, by name."""
+    found: dict[str, Form] = {}
+    for t, d in [("f16", "f32"), ("f16", "f16"), ("bf16", "f32")]:
+        for case in wgmma.CASES:
+            found[f"wgmma {t} {d} {case}"] = partial(_wgmma, case, t, d, t)
+    for t, d in wgmma.NARROW:
+        for case in wgmma.CASES[:2]:
+            found[f"wgmma {t} {d} {case}"] = partial(_wgmma, case, t, d, t)
+    for t, b, d in (("e4m3", "e5m2", "f32"), ("e5m2", "e4m3", "f16")):
+        found[f"wgmma {t} {b} {d}"] = partial(_wgmma, "shared", t, d, b)
+    for form in wmma.FORMS:
+        for layouts in wmma.LAYOUTS:
+            found[f"wmma {' '.join(form)} {layouts[0]}"] = partial(_wmma, form, layouts)
+    for shape in mma_words.F64:
+        found[f"mma f64 {shape}"] = _words(mma_words.f64, shape)
+    for shape, op in mma_words.BITS:
+        found[f"mma b1 {shape} {op}"] = _words(mma_words.bits, shape, op)
+    for axes in boxes.SHAPES:
+        found[f"tensor store {axes}d"] = partial(_moved, axes, boxes.STORE)
+        found[f"tensor reduction {axes}d"] = partial(_moved, axes, boxes.REDUCE)
+    for swizzle in (0, 32, 64, 128):
+        found[f"tensor load swizzle {swizzle}"] = partial(_brought, swizzle)
+    for reduction in boxes.REDUCTIONS:
+        found[f"bulk reduction {reduction[0]}"] = partial(_reduced, reduction)
+    return found
