@@ -128,7 +128,12 @@ class TokenRow:
     @property
     def columns(self) -> int:
         """Of a row of scales."""
-        return -(-(self.K // self.g + 1) // 8) * 8
+        return -(-(self.groups + (self.code < 2)) // 8) * 8
+
+    @property
+    def groups(self) -> int:
+        """With a scale of their own: COMET's blocks are all, Atom's are those of INT4."""
+        return (self.K + (self.outliers if self.code == 2 else 0)) // self.g
 
     def special(self, name: str) -> Bits:
         """What a special register holds, u32."""
@@ -183,13 +188,14 @@ class TokenRow:
         """Each store of integers, once for INT4 and once for INT8, where it can be that."""
         found = []
         for name, one, offset in self.stores_to("x_q", "x8"):
-            per_row = self.outliers if name == "x8" else self.K // 2 if self.pairs else self.channels
-            first = offset - self.m * per_row
-            first = first + self.K if name == "x8" else 2 * first if self.pairs else first
+            joined_bytes = self.K // 2 + (self.outliers if self.pairs == 2 else 0)
+            per_row = self.outliers if name == "x8" else joined_bytes if self.pairs else self.channels
+            first, bits = offset - self.m * per_row, 4 if one.bits.size() == 16 else 8
+            if self.pairs:
+                first = 2 * first if bits == 4 else first + (self.K if name == "x8" else self.K // 2)
             for four_bits in (True, False):
                 given = [*self.limits, one.guard, (first < self.K) == z3.BoolVal(four_bits)]
                 if not contradict(given):
-                    bits = 4 if self.pairs and name == "x_q" else 8
                     found.append(Written(self, one, first, four_bits, bits, given))
         return found
 
@@ -262,7 +268,7 @@ class Written:
 
     def parts(self, i: int) -> dict[str, Bits] | None:
         """What a quotient was made of: `value`, `factor`, `scale` and, in the code's rules, `largest`."""
-        pattern = BY_RECIPROCAL if self.row.code else BY_SCALE
+        pattern = BY_RECIPROCAL if self.row.code == 1 else BY_SCALE
         known = {str(load.bits) for load in self.row.thread.loads}
         return next((x for x in matches(pattern, self.quotients[i], {}) if str(x["value"]) in known), None)
 
@@ -393,7 +399,7 @@ def rounds(rows: Iterable[TokenRow]) -> Iterator[Query]:
         for element, made_of in zip(written.elements, written.quotients, strict=False):
             t = z3.BitVec("quotient", 32)
             x = as_float(t, "f32")
-            nearest = z3.fpRoundToIntegral(z3.RNA() if written.row.code else z3.RNE(), x)
+            nearest = z3.fpRoundToIntegral(z3.RNA() if written.row.code == 1 else z3.RNE(), x)
             clipped = z3.If(z3.fpGEQ(nearest, _float(high)), _float(high), nearest)
             clipped = z3.If(z3.fpLEQ(nearest, _float(low)), _float(low), clipped)
             expected = z3.fpToSBV(z3.RTZ(), z3.If(z3.fpIsNaN(x), _float(low), clipped), WORD)
@@ -429,8 +435,9 @@ def _complete(row: TokenRow) -> Query:
     """That a thread of the row stores the four channels from `first` on, whichever these are."""
     first, m, warps = z3.BitVec("first", 16), z3.BitVec("m", 28), row.width // 32
     int4 = z3.ULT(first, row.K)
-    block = z3.If(int4, z3.LShR(first, 7), value(-(-row.K // 128), 16))
-    lane = z3.LShR(z3.If(int4, first & 127, first - row.K), 2)
+    behind = first - row.K
+    block = z3.If(int4, z3.LShR(first, 7), value(-(-row.K // 128), 16) + z3.LShR(behind, 7))
+    lane = z3.LShR(z3.If(int4, first, behind) & 127, 2)
     rank = z3.UDiv(block, value(4 * warps, 16))
     token = z3.Concat(m, z3.Extract(row.blocks.bit_length() - 2, 0, rank)) if row.blocks > 1 else m
     known = {"%tid.x": z3.URem(block, warps) * 32 + lane, "%ctaid.x": token}
@@ -454,7 +461,7 @@ def scales(rows: Iterable[TokenRow]) -> Iterator[Query]:
             yield from _scale(written, access, offset)
         for _, access, offset in stored:
             if z3.is_bv_value(access.bits):  # ones up to a whole number of eights
-                column = z3.ZeroExt(32, row.special("%tid.x")) + row.K // row.g + (row.outliers > 0)
+                column = z3.ZeroExt(32, row.special("%tid.x")) + row.groups + (row.code < 2 and row.outliers > 0)
                 behind = z3.And(row.rank == 0, z3.ULT(column, row.columns))
                 yield _where(row.limits, access.guard == behind)
                 at = offset == 2 * (row.m * row.columns + column)
@@ -464,8 +471,8 @@ def scales(rows: Iterable[TokenRow]) -> Iterator[Query]:
 def _scale(written: "Written", access: Access, offset: Bits) -> Iterator[Query]:
     row, known, int4 = written.row, written.known, written.four_bits
     column, begins = written.first / row.g, z3.URem(written.first, row.g) == 0
-    if not int4:
-        column, begins = value(row.K // row.g, 64), written.first == row.K
+    if not int4 and row.code < 2:
+        column, begins = value(row.groups, 64), written.first == row.K
     yield _where(written.given, known(access.guard) == begins)
     yield _where([*written.given, access.guard], offset == 2 * (row.m * row.columns + column))
     parts, largest = written.of_largest(access), written.largest(access)
@@ -481,7 +488,9 @@ def _scale(written: "Written", access: Access, offset: Bits) -> Iterator[Query]:
     abstract = [(parts["whole"], t), (parts["largest"], u)]
     bits = z3.substitute(known(access.bits), *abstract)
     yield Query(bits == expected)
-    divisor = computation("max.f32")(u, float_word(by * 2.0**-24)) if row.code else computation("cvt.f32.f16")(bits)
+    divisor = (
+        computation("max.f32")(u, float_word(by * 2.0**-24)) if row.code == 1 else computation("cvt.f32.f16")(bits)
+    )
     for made_of in map(written.parts, range(4)):
         yield Query(z3.BoolVal(made_of is not None))
         if made_of is not None:

@@ -15,7 +15,7 @@ from ptxlab.runtime import Kernel
 KERNELS = ("reorder_quantize", "rmsnorm_reorder_quantize", "silu_mul_reorder_quantize")
 _TEXTS = {
     "rounds": "any FP32 quotients: what is stored is each of four clipped to -8..7 or -128..127 and rounded, in order; "
-    "half to even by Atom's paper, half away from zero by its code",
+    "half to even by Atom's paper and by COMET, half away from zero by Atom's code",
     "divides": "any thread and values: each quotient is of the channel that the integer is stored for, read from where "
     "it was sent, and of the scale of its group (by Atom's code of a reciprocal)",
     "scales": "any thread and values: the stored scale is the FP16 quotient of a magnitude that none of the thread's "
@@ -31,8 +31,11 @@ def quantisers() -> Iterator[Claim]:
         return
     for name in KERNELS:
         spec, (source, *_) = kernels.find(name)
-        one_warp = sum(sizes["K"] <= 256 for sizes in spec.example_sizes)
-        sets = {"one warp": range(one_warp), "more warps": range(one_warp, len(spec.example_sizes))}
+        warps = [spec.config_for(sizes)["THREADS"] // 32 for sizes in spec.example_sizes]
+        sets = {
+            "one warp": [i for i, number in enumerate(warps) if number == 1],
+            "more warps": [i for i, number in enumerate(warps) if number > 1],
+        }
         for (rows, examples), (what, text) in product(sets.items(), _TEXTS.items()):
             build = partial(_queries, name, tuple(examples), what)
             quick = name == KERNELS[0] and rows == "one warp" and what in ("divides", "sends")
