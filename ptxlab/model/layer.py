@@ -103,10 +103,11 @@ class LayerBuffers:
         """For layers like this one, on the cache's batch; arrays of the library, and where, the cache's are.
 
         `order` and `rows` are those of activations (`layout.PackedActivations`); experts take row-major ones. There is
-        a `residual_epilogue` by default where there are no experts.
+        a `residual_epilogue` by default where there are no experts and the weights are in strips.
         """
         _check_weights(weights)
-        added = not weights.config.experts if residual_epilogue is None else residual_epilogue
+        fits = not weights.config.experts and weights.o.layout == weights.down.layout == "strips"
+        added = fits if residual_epilogue is None else residual_epilogue
         flags = {"programmatic": programmatic, "batch_invariant": batch_invariant, "residual_epilogue": added}
         check_flags(**flags)
         _check_cache(weights.config, cache)
