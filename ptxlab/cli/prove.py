@@ -68,7 +68,7 @@ def prove(
 ) -> None:
     """Prove what a kernel does for all inputs, or show an input for which it does not.
 
-    Without --claim: the claims of its spec, and its @lanes annotations. Exit code 1: refuted, 3: undecided in time.
+    Without --claim: the claims on it, and its @lanes annotations. Exit code 1: refuted, 3: undecided in time.
     """
     if bool(targets) == everything:
         raise CommandLineError("prove expects kernels, families, files or --all")
@@ -98,7 +98,8 @@ def prove(
             elif assume or unchecked:
                 raise CommandLineError(f"{'--assume' if assume else '--unchecked'} needs --claim or --equals")
             else:
-                claims += claims_of(spec, sources)
+                labels = {source.label for source in sources}
+                claims += [*claims_of(spec, sources), *(c for c in registered() if c.subject.split(",")[0] in labels)]
     if everything:
         claims += [c for spec in kernels.specs().values() for c in claims_of(spec, kernels.find(spec.name)[1])]
         claims = [c for c in [*claims, *registered()] if c.quick or not quick]

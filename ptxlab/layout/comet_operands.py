@@ -87,7 +87,7 @@ def pack_block_weight(weight: BlockRows, int8: int, layout: str = "strips") -> B
     """Pack a quantised weight (NumPy or CuPy) for activations of which so many blocks, the last ones, are INT8.
 
     `unpack_block_weight` gives it back bit for bit. Raises ArgumentError: an unknown layout, N as in `block_shapes`, no
-    BlockRows, a weight with INT8 blocks, more INT8 blocks than there are.
+    BlockRows, other blocks than of 128, a weight with INT8 blocks, more INT8 blocks than there are.
     """
     blocks = _require_rows("weight", weight).scale.shape[1]
     if weight.int8:
@@ -156,7 +156,7 @@ def block_activation_shapes(layout: str, M: int, K4: int, K8: int) -> Shapes:
 def pack_block_activations(x: BlockRows, layout: str = "joined") -> BlockActivations:
     """Quantised activations (NumPy or CuPy) in the order of a kernel; `unpack_block_activations` gives them back.
 
-    Raises ArgumentError: an unknown layout, no BlockRows.
+    Raises ArgumentError: an unknown layout, no BlockRows, other blocks than of 128.
     """
     M, K4, K8 = _require_rows("x", x).shape[0], x.channels4, x.int8 * BLOCK
     block_activation_shapes(layout, M, K4, K8)
@@ -183,4 +183,6 @@ def _contiguous(arrays: Buffers) -> Buffers:
 def _require_rows(name: str, rows: BlockRows) -> BlockRows:
     if not isinstance(rows, BlockRows):
         raise ArgumentError(name, "must be BlockRows (quant.quantize_blocks)", type(rows).__name__)
+    if rows.block != BLOCK:
+        raise ArgumentError(name, f"must have blocks of {BLOCK} channels", rows.block)
     return rows

@@ -41,7 +41,7 @@ ForeignWeight: TypeAlias = LQQWeight | AffineWeight
 Array: TypeAlias = npt.NDArray[Any]
 Arrays: TypeAlias = Mapping[str, Array]
 _INTEGERS = {"I8": np.int8, "U8": np.uint8, "I32": np.int32, "I64": np.int64}
-_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 UNKNOWN_RANGE = 127  # of level 1, which no file says
 
 
@@ -269,7 +269,7 @@ def _gptq(arrays: Arrays, second_version: bool) -> AffineWeight:
 
 
 def _awq(arrays: Arrays, _: bool) -> AffineWeight:
-    q4, zero = (unpack_words(arrays[part], 1, _AWQ_COLUMNS) for part in ("qweight", "qzeros"))
+    q4, zero = (unpack_words(arrays[part], 1, AWQ_COLUMNS) for part in ("qweight", "qzeros"))
     return _affine(q4.T, arrays["scales"].T, zero.T)
 
 

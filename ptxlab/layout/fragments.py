@@ -171,8 +171,7 @@ def mma_c(bits: int = 32) -> Fragment:
 
     Raises ArgumentError for another number of bits.
     """
-    if bits not in (16, 32):
-        raise ArgumentError("bits", "must be 16 or 32", bits)
+    _require_sum(bits)
     return _fragment(f"mma.m16n8.c{bits}", bits, bits // 8, run=2, tile_rows=2)
 
 
@@ -186,13 +185,19 @@ def wgmma_a() -> Fragment:
 def wgmma_d(n: int, is_float: bool = False, bits: int = 32) -> Fragment:
     """Accumulator D [64, n] of wgmma m64nN, s32, f32 or f16 (`bits`): n/2 registers of 32 bits, of f16 n/4, per lane.
 
-    Raises ArgumentError unless `n` is one of `WGMMA_N`, or with `is_float` a multiple of 8 to 256.
+    Raises ArgumentError unless `n` is one of `WGMMA_N`, or with `is_float` a multiple of 8 to 256, and `bits` 16 or 32.
     """
+    _require_sum(bits)
     if not is_float and n not in WGMMA_N:
         raise ArgumentError("n", "integer wgmma takes 8, 16, 24, 32 and multiples of 16 to 256", n)
     if is_float and n not in range(8, 257, 8):
         raise ArgumentError("n", "floating wgmma takes multiples of 8 to 256", n)
     return _fragment(f"wgmma.m64n{n}.d{bits}", bits, n * bits // 64, run=2, tile_rows=2, lanes=4 * WARP)
+
+
+def _require_sum(bits: int) -> None:
+    if bits not in (16, 32):
+        raise ArgumentError("bits", "must be 16 or 32", bits)
 
 
 def _mma_bits(k: int, bits: int | None) -> int:

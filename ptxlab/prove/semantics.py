@@ -15,6 +15,7 @@ import z3
 
 from ptxlab.emulator.front.opcode import Opcode, OpcodeTable, UnknownOpcode
 from ptxlab.emulator.front.types import bits_of, is_float, is_signed, limits
+from ptxlab.emulator.ops.rounding import CANONICAL_NAN
 from ptxlab.emulator.ops.video import SCALAR_NAMES, SIMD_NAMES, ScalarForm, SimdForm
 from ptxlab.prove.bitvectors import SORTS, Bits, as_float, clamped, extend, float_bits, joined, pieces, value
 
@@ -482,6 +483,7 @@ def _scalar(op: Opcode) -> Compute:
 # Floats: IEEE 754 as z3 has it, with the hardware's NaN
 
 _MODES: dict[str, Any] = {"rn": z3.RNE, "rz": z3.RTZ, "rm": z3.RTN, "rp": z3.RTP}
+_INTEGRAL = {"rni": z3.RNE, "rzi": z3.RTZ, "rmi": z3.RTN, "rpi": z3.RTP}
 
 
 def _of_floats(type_name: str, compute: Compute) -> Compute:
@@ -506,6 +508,28 @@ def _sign(op: Opcode) -> Compute:
     bits = bits_of(t)
     sign = 1 << bits - 1 | (0x8000 if t.endswith("x2") else 0)
     return (lambda x: x & ~value(sign, bits)) if op.name == "abs" else (lambda x: x ^ value(sign, bits))
+
+
+@_operation("min", "max", floating=True)
+def _extreme_of_floats(op: Opcode) -> Compute:
+    strict, t = op.flag("NaN"), op.type(*SORTS, "f16x2", "bf16x2")
+    element = t.removesuffix("x2")
+
+    def one(a: Bits, b: Bits) -> Bits:
+        x, y = as_float(a, element), as_float(b, element)
+        below = z3.Or(z3.fpLT(x, y), z3.And(z3.fpEQ(x, y), a < 0))  # -0 is below +0
+        x_is_none, y_is_none = z3.fpIsNaN(x), z3.fpIsNaN(y)
+        nan = value(CANONICAL_NAN[element], bits_of(element))
+        found = z3.If(x_is_none, b, z3.If(y_is_none, a, z3.If(below == (op.name == "min"), a, b)))
+        return z3.If((z3.Or if strict else z3.And)(x_is_none, y_is_none), nan, found)
+
+    return _by_halves(one) if t.endswith("x2") else one
+
+
+@_operation("copysign", floating=True)
+def _copysign(op: Opcode) -> Compute:
+    sign = value(0x80000000, bits_of(op.type("f32")))
+    return lambda a, b: (a & sign) | (b & ~sign)
 
 
 @_operation("setp", "set", floating=True)
@@ -534,12 +558,17 @@ def _compare_floats(op: Opcode) -> Compute:
 def _convert(op: Opcode) -> Compute:
     if op.flag("pack"):
         return _pack(op)
-    mode, saturate = op.choice(*_MODES, default=""), op.flag("sat")
+    mode, saturate = op.choice(*_MODES, *_INTEGRAL, default=""), op.flag("sat")
     target, source = op.type(), op.type()
     bits, signed = bits_of(target), is_signed(source)
     if is_float(source) or is_float(target):
         if saturate or target not in SORTS or (is_float(source) and source not in SORTS):
             raise UnknownOpcode(op.text)
+        if mode in _INTEGRAL:
+            if source != target:
+                raise UnknownOpcode(op.text)
+            whole = _INTEGRAL[mode]()
+            return lambda a: float_bits(z3.fpRoundToIntegral(whole, as_float(a, target)), target)
         to, rounding = z3.FPSort(*SORTS[target]), _MODES[mode or "rn"]()
         if is_float(source):
             if source == target:

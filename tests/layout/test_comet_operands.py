@@ -99,3 +99,11 @@ def test_only_what_it_is_for() -> None:
         layout.pack_block_activations(WEIGHT)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"packed: must be a BlockWeight \(got BlockActivations\)"):
         layout.unpack_block_weight(X)  # type: ignore[arg-type]
+
+
+def test_blocks_of_64_are_not_what_kernels_take() -> None:
+    x = np.ones((8, 256), np.float32)
+    with pytest.raises(ArgumentError, match=r"^weight: must have blocks of 128 channels \(got 64\)$"):
+        layout.pack_block_weight(quant.quantize_block_weight(x, block=64), 1)
+    with pytest.raises(ArgumentError, match=r"^x: must have blocks of 128 channels \(got 64\)$"):
+        layout.pack_block_activations(quant.quantize_blocks(x, 2, 64))

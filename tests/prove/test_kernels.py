@@ -230,6 +230,11 @@ def test_a_claim_on_a_spec_assumes_its_rules_unless_unchecked(cli) -> None:
     assert cli("prove", "dequant_qoq_vadd4.ptx", "--claim", wraps, "--unchecked")[0] == 1
 
 
+def test_a_kernel_without_claims_in_its_spec_has_those_on_its_loop(cli) -> None:
+    code, out, _ = cli("prove", "sum_activations_s8", "--json")
+    assert code == 0 and [c["verdict"] for c in json.loads(out)] == ["proved", "refuted"]
+
+
 def test_a_fault_refutes_every_claim(tmp_path: Path, cli) -> None:
     path = tmp_path / "mine.ptx"
     path.write_text(MINE.replace("and.b32 %w, %w,", ".reg .pred %p; setp.eq.u32 %p, %s, 3; @%p trap; and.b32 %w, %w,"))

@@ -21,6 +21,7 @@ from ptxlab.prove.main_loops import LoopClaim
 from ptxlab.prove.solve import ask
 from ptxlab.runtime import Kernel, load
 from ptxlab.spec import KernelSpec
+from ptxlab.spec.claims import KernelClaim
 from tests.support.emulated import HEADER
 from tests.support.mutation import battery, is_killed, mutants
 
@@ -71,17 +72,26 @@ def loop_verdict(text: str, what: str, loop: LoopClaim, *more: int, tmp_path: Pa
     return decide(Claim("k", what, "", lambda: getattr(loops, what)(steps, loop, *more))).verdict
 
 
-def contract(spec: KernelSpec) -> str:
-    """The name of the claim that says what the kernel computes."""
-    return next(claim.name for claim in spec.claims if claim.expect == "proved")
+def contract(spec: KernelSpec) -> list[KernelClaim]:
+    """The claims that say what the kernel computes, the first of them on all threads; not those that repeat it for one
+    quantiser, or beside another kernel.
+    """
+    first, *others = (claim for claim in spec.claims if claim.expect == "proved")
+    return [replace(first, alone=False), *(claim for claim in others if not claim.alone and not claim.equals)]
 
 
 def verdict(spec: KernelSpec, text: str) -> str:
-    """What a solver says of the contract of a kernel with this text, if the kernel itself fulfils it.
+    """What a solver says of the contract of a kernel with this text, if the kernel itself fulfils it: refuted by the
+    first claim that it breaks."""
+    found = (verdict_on(spec, claim, text) for claim in contract(spec))
+    return next((said for said in found if said != "proved"), "proved")
+
+
+def verdict_on(spec: KernelSpec, claim: KernelClaim, text: str) -> str:
+    """The same of one claim.
 
     A word that the mutant stores as the kernel does needs no solver; of the others the easiest goes first.
     """
-    claim = replace(next(c for c in spec.claims if c.name == contract(spec)), alone=False)
     source = kernels.find(spec.name)[1][0]
     changed, kept = (query(spec, replace(source, text=t), claim) for t in (text, source.text))
     known = [z3.And(*one.assume, z3.Not(one.holds)) for one in kept]

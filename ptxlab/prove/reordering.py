@@ -1,0 +1,552 @@
+"""One thread of a kernel that reorders and quantises a row, from its PTX: what it sends, reads back and writes.
+
+These kernels have no loop. One thread, whose number is unknown, is executed once, at the sizes of an example. What it
+reads from memory is anything: what lies in shared memory has been sent by any thread, and what lanes tell each other is
+any word, no smaller than their own where it is a maximum. Products, fused multiply-adds and approximate reciprocals are
+uninterpreted: what is proved holds whatever they give, and that a `Divider`'s chain of them is the IEEE quotient is a
+matter of its own (`tests/kernels/quantize`).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import z3
+
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Entry, Instruction
+from ptxlab.emulator.front.types import bits_of, is_signed
+from ptxlab.prove.bitvectors import SORTS, Bits, as_float, extend, float_bits, joined, pieces, value
+from ptxlab.prove.execute import FALSE, TRUE
+from ptxlab.prove.loops import _Step
+from ptxlab.prove.semantics import computation
+from ptxlab.prove.solve import Query, contradict, symbols_of
+from ptxlab.spec import Arg, KernelSpec
+
+WORD = z3.BitVecSort(32)
+PRODUCT = z3.Function("product", WORD, WORD, WORD)
+FUSED = z3.Function("fused multiply-add", WORD, WORD, WORD, WORD)
+RECIPROCAL = z3.Function("reciprocal, nearly", WORD, WORD)
+_UNINTERPRETED = {
+    "mul.f32": PRODUCT, "mul.rn.f32": PRODUCT, "fma.rn.f32": FUSED, "rcp.approx.ftz.f32": RECIPROCAL,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Access:
+    """A load or a store: on which condition, of which space, where, and what."""
+
+    guard: Any
+    space: str
+    at: Bits
+    bits: Bits
+
+
+class Thread(_Step):
+    """What one thread, of an unknown number, did from the kernel's first instruction to its last.
+
+    `loads` and `stores` are in order. `maxima` is all that is known of what `redux.max` and `max.NaN` gave.
+    """
+
+    def __init__(self, entry: Entry, arguments: list[Bits]) -> None:
+        super().__init__(entry, range(len(entry.instructions)))
+        self.params = {id(p): x for p, x in zip(entry.params, arguments, strict=True)}
+        self.loads: list[Access] = []
+        self.stores: list[Access] = []
+        self.maxima: list[Any] = []
+        self.mapped: dict[str, tuple[Bits, Bits]] = {}  # an address in the cluster, by name: in the block, which block
+        self.body()
+
+    def perform(self, instruction: Instruction, guards: dict[int, Any]) -> None:  # noqa: D102
+        guard, operands = guards[0], instruction.operands
+        if (function := _UNINTERPRETED.get(instruction.opcode)) is not None:
+            self.write(0, guard, operands[0], function(*(self.read(0, o, "f32") for o in operands[1:])))
+        elif instruction.head == "st":
+            items = operands[1].items if isinstance(operands[1], ir.Vector) else operands[1:]
+            word = f"u{bits_of(instruction.opcode.split('.')[-1])}"
+            self.stores.append(self.access(instruction, guard, joined([self.read(0, item, word) for item in items])))
+        elif instruction.opcode in ("redux.sync.max.u32", "max.NaN.f32"):
+            most, of_warp = z3.FreshConst(WORD, "most"), instruction.head == "redux"
+            own, *others = (self.read(0, o, "u32") for o in operands[1 : 2 if of_warp else 3])
+            self.maxima.append(z3.UGE(most, own) if of_warp else _is_magnitude(most, own, *others))
+            self.write(0, guard, operands[0], most)
+        elif instruction.head == "mapa":
+            there = z3.FreshConst(WORD, "in the cluster")
+            self.mapped[there.decl().name()] = self.read(0, operands[1], "u32"), self.read(0, operands[2], "u32")
+            self.write(0, guard, operands[0], there)
+        else:
+            super().perform(instruction, guards)
+
+    def load_anything(self, instruction: Instruction, guard: Any) -> None:  # noqa: D102
+        target, t = instruction.operands[0], instruction.opcode.split(".")[-1]
+        items = target.items if isinstance(target, ir.Vector) else (target,)
+        whole = self.parameter(instruction) if ".param" in instruction.opcode else None
+        if whole is None:
+            whole = z3.FreshConst(z3.BitVecSort(bits_of(t) * len(items)), "loaded")
+            self.loads.append(self.access(instruction, guard, whole))
+        for item, piece in zip(items, pieces(whole, bits_of(t)), strict=True):
+            self.write(0, guard, item, piece, is_signed(t))
+
+    def access(self, instruction: Instruction, guard: Any, bits: Bits) -> Access:
+        """What an instruction reads or writes."""
+        address = instruction.operands[1 if instruction.head == "ld" else 0]
+        space = instruction.opcode.split(".")[1].split("::")[0]
+        base = self.read(0, address.base, "u32" if space == "shared" else "u64")
+        return Access(guard, space, z3.simplify(base + value(address.offset, base.size())), bits)
+
+
+def _is_magnitude(most: Bits, a: Bits, b: Bits) -> Any:
+    """That it is no less than two magnitudes, as words, and one itself."""
+    return z3.Implies(z3.And(a >= 0, b >= 0), z3.And(most >= 0, most >= a, most >= b))
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A kernel's thread at some sizes: K INT4 channels in groups of `g`, then outliers; `pairs`, `code` as in the spec.
+
+    Channels are numbered in Atom's order. A row has `blocks` blocks of `width` threads.
+    """
+
+    thread: Thread
+    K: int
+    outliers: int
+    g: int
+    pairs: int
+    code: int
+    width: int
+    blocks: int
+    plain: bool  # x itself is sent
+    normed: bool  # what is read back is scaled by one factor
+
+    @property
+    def channels(self) -> int:
+        """All."""
+        return self.K + self.outliers
+
+    @property
+    def columns(self) -> int:
+        """Of a row of scales."""
+        return -(-(self.groups + (self.code < 2)) // 8) * 8
+
+    @property
+    def groups(self) -> int:
+        """With a scale of their own: COMET's blocks are all, Atom's are those of INT4."""
+        return (self.K + (self.outliers if self.code == 2 else 0)) // self.g
+
+    def special(self, name: str) -> Bits:
+        """What a special register holds, u32."""
+        return extend(self.thread.named[name], 32, False)
+
+    @property
+    def m(self) -> Bits:
+        """The token, u64."""
+        return z3.ZeroExt(32, z3.LShR(self.special("%ctaid.x"), self.blocks.bit_length() - 1))
+
+    @property
+    def rank(self) -> Bits:
+        """The block's number in its row, u32."""
+        return self.special("%ctaid.x") & self.blocks - 1
+
+    @property
+    def chunk(self) -> Bits:
+        """The number of the thread in its row, u32: which 16 channels it sends."""
+        return self.rank * self.width + self.special("%tid.x")
+
+    @property
+    def limits(self) -> list[Any]:
+        """Which threads there are."""
+        return [z3.ULT(self.special("%tid.x"), self.width), z3.ULT(self.special("%ctaid.x"), self.blocks << 28)]
+
+    def held(self, channel: Bits) -> tuple[Bits, Bits]:
+        """Where a channel u32 lies in shared memory, in bytes, and in which block of the row."""
+        gap = 0 if self.g == 128 else -self.K % 128
+        at = z3.If(z3.ULT(channel, self.K), channel, channel + gap)
+        held = z3.URem(at, 16 * self.width)
+        return self.shared + 4 * (held + z3.LShR(held, 5)), z3.UDiv(at, value(16 * self.width, 32))
+
+    @property
+    def shared(self) -> Bits:
+        """The address of the row in shared memory, u32."""
+        (known,) = (x for name, x in self.thread.named.items() if isinstance(name, tuple))
+        return extend(known, 32, False)
+
+    def sent_to(self, one: Access) -> tuple[Bits, Bits]:
+        """Where a store into shared memory goes: the address in a block, and which one of the row."""
+        return self.thread.mapped.get(one.at.decl().name(), (one.at, value(0, 32)))
+
+    def stores_to(self, *names: str) -> Iterator[tuple[str, Access, Bits]]:
+        """Stores to an argument, each with the offset in bytes."""
+        for one in self.thread.stores:
+            for name in names:
+                if one.space == "global" and name in symbols_of([one.at]):
+                    yield name, one, z3.simplify(one.at - z3.BitVec(name, 64))
+
+    @cached_property
+    def written(self) -> list["Written"]:
+        """Each store of integers, once for INT4 and once for INT8, where it can be that."""
+        found = []
+        for name, one, offset in self.stores_to("x_q", "x8"):
+            joined_bytes = self.K // 2 + (self.outliers if self.pairs == 2 else 0)
+            per_row = self.outliers if name == "x8" else joined_bytes if self.pairs else self.channels
+            first, bits = offset - self.m * per_row, 4 if one.bits.size() == 16 else 8
+            if self.pairs:
+                first = 2 * first if bits == 4 else first + (self.K if name == "x8" else self.K // 2)
+            for four_bits in (True, False):
+                given = [*self.limits, one.guard, (first < self.K) == z3.BoolVal(four_bits)]
+                if not contradict(given):
+                    found.append(Written(self, one, first, four_bits, bits, given))
+        return found
+
+
+def row_of(entry: Entry, spec: KernelSpec, known: Mapping[str, Any]) -> TokenRow:
+    """A kernel's row at sizes, and with the constants, that are known; all other arguments are anything."""
+
+    def argument(arg: Arg) -> Bits:
+        if arg.name in ("K", "outliers"):
+            return value(int(known[arg.name]), 32)
+        return z3.BitVec(arg.name, 64 if arg.shape else 32)
+
+    sizes = {name: int(known[name]) for name in ("K", "outliers", "g", "pairs", "code")}
+    return TokenRow(
+        thread=Thread(entry, [argument(arg) for arg in spec.args]),
+        **sizes,
+        width=known["THREADS"],
+        blocks=known["CLUSTER"],
+        plain=spec.name == "reorder_quantize",
+        normed="gamma" in {arg.name for arg in spec.args},
+    )
+
+
+@dataclass(frozen=True)
+class Written:
+    """A store of four integers: of channels `first`.. (u64), of so many bits each, under what is `given`."""
+
+    row: TokenRow
+    access: Access
+    first: Bits
+    four_bits: bool
+    bits: int
+    given: list[Any]
+
+    @cached_property
+    def known(self) -> "Known":
+        """What follows of conditions."""
+        return Known(self.given)
+
+    @cached_property
+    def elements(self) -> list[Bits]:
+        """The four."""
+        return [z3.simplify(x) for x in pieces(self.known(self.access.bits), self.bits)]
+
+    @cached_property
+    def quotients(self) -> list[Bits]:
+        """What each was rounded from; fewer where that is not one term."""
+        found = [results_in(element) for element in self.elements]
+        return [one[0] for one in found if len(one) == 1]
+
+    @property
+    def steps(self) -> float:
+        """By what the largest magnitude is divided."""
+        return (7.0 if self.four_bits else 127.0) + (0 if self.row.code else 0.5)
+
+    def of_largest(self, access: Access) -> dict[str, Bits] | None:
+        """What a stored scale was made of: the quotient (`whole`) by `steps`, and its dividend, `largest`."""
+        for whole in results_in(self.known(access.bits)):
+            for found in matches(OF_LARGEST, whole, {"whole": whole}):
+                if is_result(found["largest"]):
+                    return found
+        return None
+
+    def largest(self, access: Access) -> Bits | None:
+        """The magnitude, before it is clipped."""
+        parts = self.of_largest(access)
+        clip = z3.BitVec("clip", 32) if self.four_bits else float_word(1)
+        others = [x for x in parts["largest"].children() if not x.eq(clip)] if parts else []
+        return others[0] if len(others) == 1 else None
+
+    def parts(self, i: int) -> dict[str, Bits] | None:
+        """What a quotient was made of: `value`, `factor`, `scale` and, in the code's rules, `largest`."""
+        pattern = BY_RECIPROCAL if self.row.code == 1 else BY_SCALE
+        known = {str(load.bits) for load in self.row.thread.loads}
+        return next((x for x in matches(pattern, self.quotients[i], {}) if str(x["value"]) in known), None)
+
+
+class Known:
+    """Terms without the conditions on the thread's number that follow from what is given, or are excluded by it."""
+
+    def __init__(self, given: list[Any]) -> None:
+        self.solver = z3.Solver()
+        self.solver.add(*given)
+        self.decided = dict[int, tuple[Any, Any]]()  # by the id of a condition, which lives as long as it is here
+        self.of_thread = dict[int, tuple[Any, bool]]()  # of a term: whether nothing but the thread's number is in it
+
+    def __call__(self, term: Any) -> Any:
+        """The term."""
+        told = [(condition, known) for condition in conditions_in(term) if (known := self.of(condition)) is not None]
+        found = z3.simplify(z3.substitute(term, *told))
+        constant = [x for x in parts_of(found) if x.decl().eq(PRODUCT) and all(map(z3.is_bv_value, x.children()))]
+        multiply = computation("mul.rn.f32")
+        return z3.simplify(z3.substitute(found, *((x, z3.simplify(multiply(*x.children()))) for x in constant)))
+
+    def of(self, condition: Any) -> Any:
+        """The condition's value, None where it depends on more."""
+        if condition.get_id() not in self.decided:
+            self.decided[condition.get_id()] = condition, self.decide(condition)
+        return self.decided[condition.get_id()][1]
+
+    def decide(self, condition: Any) -> Any:
+        """The same, asked."""
+        if not self.is_of_thread(condition):
+            return None
+        if self.solver.check(z3.Not(condition)) == z3.unsat:
+            return TRUE
+        return FALSE if self.solver.check(condition) == z3.unsat else None
+
+    def is_of_thread(self, term: Any) -> bool:
+        """Whether it depends on the thread's number alone."""
+        key = term.get_id()
+        if key not in self.of_thread:
+            unknown = z3.is_const(term) and term.decl().kind() == z3.Z3_OP_UNINTERPRETED
+            named = not unknown or str(term).startswith(("%tid.x!", "%ctaid.x!"))
+            self.of_thread[key] = term, named and all(map(self.is_of_thread, term.children()))
+        return self.of_thread[key][1]
+
+
+def conditions_in(term: Any) -> list[Any]:
+    """What its choices depend on."""
+    return [part.arg(0) for part in parts_of(term) if z3.is_app_of(part, z3.Z3_OP_ITE)]
+
+
+def results_in(term: Any) -> list[Bits]:
+    """The outermost results of uninterpreted functions."""
+    return [part for part in parts_of(term, within=False) if is_result(part)]
+
+
+def is_result(term: Any) -> bool:
+    """Whether it is what an uninterpreted function gives."""
+    return any(term.decl().eq(function) for function in (PRODUCT, FUSED, RECIPROCAL))
+
+
+def parts_of(term: Any, within: bool = True) -> list[Any]:
+    """A term and its parts, each once; not those within results, unless `within`."""
+    found, todo = dict[int, Any](), [term]
+    while todo:
+        part = todo.pop()
+        if part.get_id() not in found:
+            found[part.get_id()] = part
+            todo += part.children() if within or not is_result(part) else []
+    return list(found.values())
+
+
+# Patterns
+
+
+def quotient(x: Bits, negated: Bits, reciprocal: Bits) -> Bits:
+    """`Divider`: x / s, given -s and 1 / s."""
+    near = PRODUCT(x, reciprocal)
+    nearer = FUSED(FUSED(negated, near, x), reciprocal, near)
+    return FUSED(FUSED(negated, nearer, x), reciprocal, nearer)
+
+
+def inverse(divisor: Bits, negated: Bits) -> Bits:
+    """`reciprocal`: 1 / s."""
+    near = RECIPROCAL(divisor)
+    return FUSED(FUSED(negated, near, float_word(1)), near, near)
+
+
+def float_word(number: float) -> Bits:
+    """An FP32 constant."""
+    return value(int(np.float32(number).view(np.uint32)), 32)
+
+
+def matches(pattern: Any, term: Any, found: dict[str, Bits]) -> Iterator[dict[str, Bits]]:
+    """What a pattern's unknowns may stand for in a term, factors in either order."""
+    if z3.is_const(pattern) and pattern.decl().kind() == z3.Z3_OP_UNINTERPRETED:
+        if found.get(str(pattern), term).eq(term):
+            yield {**found, str(pattern): term}
+    elif pattern.decl().eq(term.decl()):
+        parts, children = pattern.children(), term.children()
+        yield from _all_match(parts, children, found)
+        if len(parts) > 1 and is_result(term):
+            yield from _all_match(parts, [children[1], children[0], *children[2:]], found)
+
+
+def _all_match(patterns: list[Any], terms: list[Any], found: dict[str, Bits]) -> Iterator[dict[str, Bits]]:
+    if not patterns:
+        yield found
+        return
+    for so_far in matches(patterns[0], terms[0], found):
+        yield from _all_match(patterns[1:], terms[1:], so_far)
+
+
+_VALUE, _FACTOR, _SCALE, _NEGATED, _STEPS, _LARGEST = z3.BitVecs("value factor scale negated steps largest", 32)
+BY_SCALE = quotient(PRODUCT(_VALUE, _FACTOR), _NEGATED, inverse(_SCALE, _NEGATED))
+BY_RECIPROCAL = PRODUCT(PRODUCT(_VALUE, _FACTOR), quotient(_STEPS, _NEGATED, inverse(_SCALE, _NEGATED)))
+OF_LARGEST = quotient(_LARGEST, _NEGATED, z3.BitVec("reciprocal", 32))
+LEAST, ONE = 1, 0x3C00  # FP16: 2^-24, and 1
+
+
+# Formulas
+
+
+def rounds(rows: Iterable[TokenRow]) -> Iterator[Query]:
+    """Each integer is its quotient, rounded and clipped: to even by the paper's rules, by the code's away from zero."""
+    for written in (one for row in rows for one in row.written):
+        low, high = (-8, 7) if written.four_bits else (-128, 127)
+        yield Query(z3.BoolVal([len(one) for one in map(results_in, written.elements)] == [1] * 4))
+        for element, made_of in zip(written.elements, written.quotients, strict=False):
+            t = z3.BitVec("quotient", 32)
+            x = as_float(t, "f32")
+            nearest = z3.fpRoundToIntegral(z3.RNA() if written.row.code == 1 else z3.RNE(), x)
+            clipped = z3.If(z3.fpGEQ(nearest, _float(high)), _float(high), nearest)
+            clipped = z3.If(z3.fpLEQ(nearest, _float(low)), _float(low), clipped)
+            expected = z3.fpToSBV(z3.RTZ(), z3.If(z3.fpIsNaN(x), _float(low), clipped), WORD)
+            found = z3.simplify(z3.substitute(element, (made_of, t)))
+            yield Query(extend(found, 32, True) == expected, [], {"quotient": t})
+
+
+def divides(rows: Iterable[TokenRow]) -> Iterator[Query]:
+    """Each quotient is that of the channel that the integer is stored for, read from where it was sent, and of the
+    scale that is stored for its group; and there is a thread that stores each channel.
+    """
+    for row in rows:
+        yield _complete(row)
+        factors = dict[int, Bits]()
+        for written in row.written:
+            first, last = written.first, row.K if written.four_bits else row.channels
+            begins = first >= (0 if written.four_bits else row.K)
+            yield _where(written.given, begins, first + 4 <= last, z3.URem(first, 4) == 0)
+            for i, parts in enumerate(map(written.parts, range(4))):
+                load = next((x for x in row.thread.loads if parts and x.bits.eq(parts["value"])), None)
+                if parts is None or load is None:
+                    yield Query(z3.BoolVal(False))
+                    continue
+                place, rank = row.held(z3.Extract(31, 0, first) + i)
+                yield _where(written.given, written.known(load.guard), load.at == place, rank == row.rank)
+                yield Query(parts["negated"] == parts["scale"] ^ 0x80000000)
+                yield Query(z3.Or(z3.BoolVal(row.normed), parts["factor"] == float_word(1)))
+                factors.setdefault(parts["factor"].get_id(), parts["factor"])
+        yield Query(z3.BoolVal(len(factors) == 1))
+
+
+def _complete(row: TokenRow) -> Query:
+    """That a thread of the row stores the four channels from `first` on, whichever these are."""
+    first, m, warps = z3.BitVec("first", 16), z3.BitVec("m", 28), row.width // 32
+    int4 = z3.ULT(first, row.K)
+    behind = first - row.K
+    block = z3.If(int4, z3.LShR(first, 7), value(-(-row.K // 128), 16) + z3.LShR(behind, 7))
+    lane = z3.LShR(z3.If(int4, first, behind) & 127, 2)
+    rank = z3.UDiv(block, value(4 * warps, 16))
+    token = z3.Concat(m, z3.Extract(row.blocks.bit_length() - 2, 0, rank)) if row.blocks > 1 else m
+    known = {"%tid.x": z3.URem(block, warps) * 32 + lane, "%ctaid.x": token}
+    terms = [(row.thread.named[name], extend(x, 64, False)) for name, x in known.items()]
+    stores = [z3.And(one.access.guard, one.first == extend(first, 64, False)) for one in row.written]
+    there_is = z3.simplify(z3.substitute(z3.And(*row.limits, z3.Or(stores)), *terms))
+    return _where([z3.ULT(first, row.channels), first & 3 == 0], there_is)
+
+
+def scales(rows: Iterable[TokenRow]) -> Iterator[Query]:
+    """The scale that is stored for a group is the FP16 quotient of its largest magnitude, clipped; it is the one that
+    divides, and that magnitude is none of the thread's own channels' smaller than.
+    """
+    a, b = z3.BitVecs("a b", 32)
+    yield Query(_is_magnitude(computation("max.NaN.f32")(a, b), a, b))
+    for row in rows:
+        stored = list(row.stores_to("x_scale"))
+        for written in row.written:
+            after = row.thread.stores.index(written.access)  # the next scale that is stored is its group's
+            _, access, offset = next(one for one in stored if row.thread.stores.index(one[1]) > after)
+            yield from _scale(written, access, offset)
+        for _, access, offset in stored:
+            if z3.is_bv_value(access.bits):  # ones up to a whole number of eights
+                column = z3.ZeroExt(32, row.special("%tid.x")) + row.groups + (row.code < 2 and row.outliers > 0)
+                behind = z3.And(row.rank == 0, z3.ULT(column, row.columns))
+                yield _where(row.limits, access.guard == behind)
+                at = offset == 2 * (row.m * row.columns + column)
+                yield _where([*row.limits, access.guard], at, access.bits == ONE)
+
+
+def _scale(written: "Written", access: Access, offset: Bits) -> Iterator[Query]:
+    row, known, int4 = written.row, written.known, written.four_bits
+    column, begins = written.first / row.g, z3.URem(written.first, row.g) == 0
+    if not int4 and row.code < 2:
+        column, begins = value(row.groups, 64), written.first == row.K
+    yield _where(written.given, known(access.guard) == begins)
+    yield _where([*written.given, access.guard], offset == 2 * (row.m * row.columns + column))
+    parts, largest = written.of_largest(access), written.largest(access)
+    if parts is None or largest is None:
+        yield Query(z3.BoolVal(False))
+        return
+    by = written.steps
+    t, u = z3.BitVecs("quotient largest", 32)
+    yield Query(z3.And(parts["negated"] == float_word(-by), parts["reciprocal"] == float_word(1 / by)))
+    half = float_bits(z3.fpFPToFP(z3.RNE(), as_float(t, "f32"), z3.FPSort(*SORTS["f16"])), "f16")
+    least = z3.fpLT(as_float(half, "f16"), as_float(value(LEAST, 16), "f16"))
+    expected = z3.If(z3.fpIsZero(as_float(u, "f32")), value(ONE, 16), z3.If(least, value(LEAST, 16), half))
+    abstract = [(parts["whole"], t), (parts["largest"], u)]
+    bits = z3.substitute(known(access.bits), *abstract)
+    yield Query(bits == expected)
+    divisor = (
+        computation("max.f32")(u, float_word(by * 2.0**-24)) if row.code == 1 else computation("cvt.f32.f16")(bits)
+    )
+    for made_of in map(written.parts, range(4)):
+        yield Query(z3.BoolVal(made_of is not None))
+        if made_of is not None:
+            yield Query(z3.substitute(made_of["scale"], *abstract) == divisor)
+            yield Query(made_of.get("steps", float_word(by)) == float_word(by))
+    own = [PRODUCT(x["value"], x["factor"]) for x in map(written.parts, range(4)) if x]
+    channels = [(x, z3.BitVec(f"channel {i}", 32)) for i, x in enumerate(own)]
+    most = z3.substitute(largest, *channels)
+    bounds = _bounds_of(most, [z3.substitute(known(bound), *channels) for bound in row.thread.maxima])
+    yield _where(bounds, *(z3.UGE(most, x & 0x7FFFFFFF) for _, x in channels))
+
+
+def _bounds_of(most: Bits, bounds: list[Any]) -> list[Any]:
+    """What is known of a magnitude, and of those that it was made of."""
+    names, found = {*symbols_of([most])}, list[Any]()
+    for bound in reversed(bounds):
+        if names & symbols_of([bound]).keys():
+            found, names = [*found, bound], names | {*symbols_of([bound])}
+    return found
+
+
+def sends(rows: Iterable[TokenRow]) -> Iterator[Query]:
+    """Each of a thread's 16 channels goes to the place that `place` names, in the block that reads it; what is sent of
+    `reorder_quantize` is x.
+    """
+    for row in rows:
+        places, values = ([x for x in row.thread.loads if name in symbols_of([x.at])] for name in ("place", "x"))
+        sent = [x for x in row.thread.stores if x.space == "shared" and _depends(row, x, places)]
+        yield Query(z3.BoolVal(len(sent) == 16 and len(places) == 2))
+        chunk = z3.ZeroExt(32, row.chunk)
+        for e, (one, load) in enumerate(zip(sent, [places[0]] * 8 + [places[1]] * 8, strict=False)):
+            given = [*row.limits, one.guard]
+            place = z3.ZeroExt(16, pieces(load.bits, 16)[e % 8])
+            address, rank = row.sent_to(one)
+            wanted, in_block = row.held(place)
+            read = z3.And(load.guard, load.at == z3.BitVec("place", 64) + 32 * chunk + 16 * (e // 8))
+            yield _where(given, read, address == wanted, rank == in_block)
+            inside = z3.And(z3.ULT(row.chunk, row.channels // 16), z3.ULT(place, row.channels))
+            yield _where(row.limits, one.guard == inside)
+            if row.plain:
+                source = values[e // 8]
+                at = z3.BitVec("x", 64) + 2 * (row.m * row.channels + 16 * chunk) + 16 * (e // 8)
+                yield _where(given, source.guard, source.at == at)
+                sent_as = computation("cvt.f32.f16")(pieces(source.bits, 16)[e % 8])
+                yield Query(z3.BoolVal(Known(given)(one.bits).eq(z3.simplify(sent_as))))
+
+
+def _depends(row: TokenRow, one: Access, loads: list[Access]) -> bool:
+    """Whether a store's address comes from one of some loads."""
+    return bool(symbols_of([row.sent_to(one)[0]]).keys() & {str(load.bits) for load in loads})
+
+
+def _where(given: list[Any], *holds: Any) -> Query:
+    """That all of it holds under some conditions, which other threads do not share."""
+    return Query(z3.Implies(z3.And(given), z3.And(holds)))
+
+
+def _float(number: float) -> Any:
+    return z3.FPVal(number, z3.Float32())
