@@ -198,6 +198,7 @@ def test_the_report_says_so_and_fails_no_more_than_before(
     main = report("__main__").main
     monkeypatch.setattr("report.sections.update", lambda write: [])
     monkeypatch.setattr(gpu_tests, "warnings", lambda: [LINE])
+    monkeypatch.setattr("report.__main__.not_sanitized", list)
     for options, printed in ((["--check"], f"all up to date\n{LINE}\n"), ([], "all up to date\n")):
         main(options, standalone_mode=False)
         assert capsys.readouterr().out == printed, "what renews is no check"
@@ -209,6 +210,7 @@ def test_the_check_fails_where_a_page_is_out_of_date(
     main = report("__main__").main
     monkeypatch.setattr("report.sections.update", lambda write: [Path("README.md")])
     monkeypatch.setattr(gpu_tests, "warnings", list)
+    monkeypatch.setattr("report.__main__.not_sanitized", list)
     for options, code, printed in ((["--check"], 1, "out of date"), ([], 0, "updated")):
         assert (main(options, standalone_mode=False) or 0) == code
         assert capsys.readouterr().out == f"{printed}: README.md\n"

@@ -19,6 +19,7 @@ def test_the_command_knows_the_suite(cli: Any, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(bench, "SUITES", {**bench.SUITES})
     monkeypatch.setattr(bench, "run_suite", run)
+    monkeypatch.setattr(bench, "resumed_path", lambda *_: None)  # by the name of the GPU
     code, _, said = cli("bench", "torch")
     assert code and "torch is ptxlab.torch.bench" in said
 
