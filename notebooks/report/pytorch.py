@@ -2,20 +2,16 @@
 
 import pandas as pd
 
-from ptxlab import bench
-from report import RESULTS
+from report import frames
 from report.frames import MISSING, markdown
 
-RECORD = RESULTS / "h200" / "torch.json"
 _OWN = "W4A8KV4"
 
 
 def table() -> str:
     """Tokens/s of `generate` by batch, beside FP16 and FP8; host time of every operator beside one that allocates."""
-    if not RECORD.is_file():
-        return MISSING
-    record = bench.load(RECORD)
-    if record.invalid:
+    record = frames.recorded("torch")
+    if record is None or record.invalid:
         return MISSING
     calls = [row for row in record.rows if row.measure == "host time"]
     steps = [row for row in record.rows if len(row.peers) == 2]  # ours

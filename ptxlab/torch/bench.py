@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from ptxlab.model import Config, LayerWeights, QuantizedModel
 from ptxlab.torch import KV4Cache, W4A8Linear, attention_workspace, quantize_model
 from ptxlab.torch.operators import ALLOCATING
 
+STEP, OURS = "generate", "W4A8KV4"
 MODEL, BATCHES = "LLaMA-2-7B", (1, 16, 64)
 PROMPT, FEW, MANY, RUNS = 32, 8, 72, 3  # tokens; a step is the difference of two runs of `generate`
 LONGEST = PROMPT + MANY
@@ -30,12 +31,11 @@ def rows(
 ) -> Iterator[Row]:
     """Host time of every operator, then a step of a 7B-shaped model with random weights at each batch.
 
-    Rows in `done` are taken as they are.
+    Steps in `done` are taken as they are.
     """
-    known = {row.key: row for row in done}
     progress("host time")
     yield from host_times()
-    yield from steps(ceilings, progress, known)
+    yield from steps(ceilings, progress, done)
 
 
 # Host time
@@ -114,30 +114,31 @@ def _host_us(call: Callable[[], Any]) -> tuple[float, float, float]:
 # Generating
 
 
-def steps(
-    ceilings: Ceilings, progress: Callable[[str], None], known: Mapping[tuple[object, ...], Row]
-) -> Iterator[Row]:
+def steps(ceilings: Ceilings, progress: Callable[[str], None], done: Sequence[Row] = ()) -> Iterator[Row]:
     """A step of decoding, compiled with a static cache as `generate` does by itself: the peers', then ours beside them.
 
-    What `known` has is not measured again.
+    What `done` has is not measured again.
     """
+    known = {(row.kernel, row.sizes["B"]): row for row in done if row.measure == STEP}
     peers: dict[int, dict[str, float]] = {B: {} for B in BATCHES}
     for way, prepare in _WAYS.items():
         model: Any = None
         for B in BATCHES:
-            name, sizes = MODEL if way == OURS else f"{MODEL} in {way}", {"B": B, "prompt": PROMPT}
-            row = known.get((name, "torch", "generate", "", tuple(sorted(sizes.items())), ()))
+            name = MODEL if way == OURS else f"{MODEL} in {way}"
+            row = known.get((name, B))
             if row is None:
                 progress(f"generate, {way}, batch {B}")
                 model = model or prepare()
-                cache = KV4Cache(model, B, LONGEST) if way == OURS else _static_cache(model)
+                static = partial(StaticCache, config=model.config, max_cache_len=LONGEST)
+                cache: Any = KV4Cache(model, B, LONGEST) if way == OURS else static()
                 measured = step_us(model, B, cache)
                 said = _same_as_eager(model, B, cache) if way == OURS else ""
                 read = [model.lm_head.weight, *model.model.layers.parameters(), *model.model.layers.buffers()]
                 nbytes = sum(int(each.nbytes) for each in read)
                 floor = nbytes / ceilings.read_tbps / 1e6, "weights"
                 rate = B / measured[0] * 1e6, "tokens/s"
-                row = _row(name, "generate", sizes, measured, rate, floor, said, bytes=nbytes, peers=peers[B])
+                sizes = {"B": B, "prompt": PROMPT}
+                row = _row(name, STEP, sizes, measured, rate, floor, said, bytes=nbytes, peers=peers[B])
             if way != OURS:
                 peers[B] = {**peers[B], way: row.time_us}
             yield row
@@ -145,22 +146,11 @@ def steps(
         torch.cuda.empty_cache()
 
 
-def _static_cache(model: Any) -> StaticCache:
-    return StaticCache(config=model.config, max_cache_len=LONGEST)
-
-
-def _in_fp8() -> Any:
-    model = _random(LlamaConfig())
-    in_fp8(model)
-    return model
-
-
-def _quantized() -> Any:
-    return quantize_model(_random(LlamaConfig()), random_quantized(Config.named(MODEL)))
-
-
-OURS = "W4A8KV4"
-_WAYS: dict[str, Callable[[], Any]] = {"fp16": lambda: _random(LlamaConfig()), "fp8": _in_fp8, OURS: _quantized}
+_WAYS: dict[str, Callable[[], Any]] = {
+    "fp16": lambda: _random(LlamaConfig()),
+    "fp8": lambda: in_fp8(_random(LlamaConfig())),
+    OURS: lambda: quantize_model(_random(LlamaConfig()), random_quantized(Config.named(MODEL))),
+}
 
 
 def random_quantized(config: Config) -> QuantizedModel:
@@ -205,12 +195,13 @@ class Fp8Linear(nn.Module):
         return y.view(*x.shape[:-1], -1)
 
 
-def in_fp8(model: nn.Module) -> None:
-    """Every linear of the layers in FP8; the head stays."""
+def in_fp8(model: nn.Module) -> nn.Module:
+    """The model with every linear of its layers in FP8; the head stays."""
     for module in [*model.model.layers.modules()]:
         for name, child in [*module.named_children()]:
             if isinstance(child, nn.Linear):
                 setattr(module, name, Fp8Linear(child))
+    return model
 
 
 def _generated(model: Any, B: int, cache: Any, tokens: int, **how: Any) -> Any:

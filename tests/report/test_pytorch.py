@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ptxlab.bench import Record, Row, save
-from report import pytorch, sections
+from report import frames, sections
 
 
 def row(kernel: str, measure: str, us: float, floor: float, **more: object) -> Row:
@@ -24,8 +24,9 @@ def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         row("LLaMA-2-7B", "generate", 2000.0, 1.0, sizes=sizes, peers=peers, rate=16 / 2000e-6),
     )
     device = {"name": "NVIDIA H200", "slug": "h200"}
-    save(Record("torch", device, {}, {}, rows, commit="0123456789ab"), tmp_path / "torch.json")
-    monkeypatch.setattr(pytorch, "RECORD", tmp_path / "torch.json")
+    (tmp_path / "h200").mkdir()
+    save(Record("torch", device, {}, {}, rows, commit="0123456789ab"), tmp_path / "h200" / "torch.json")
+    monkeypatch.setattr(frames, "RESULTS", tmp_path)
     text = sections.SECTIONS["pytorch"]()
     assert "| 16 | 8,000 | 2,000 | 4,000 | 4.00x | 2.00x |" in text
     assert "| `gemm_w4a8` | 45 | 10 | 35 |" in text and "prompts of 32 tokens" in text
