@@ -101,10 +101,12 @@ def steps_of(entry: Entry) -> list[Body]:
 
 def one_step(entry: Entry, loop: range) -> Body:
     """Execute the body of a loop once, from anything."""
-    return _Step(entry, loop).body()
+    return OneStep(entry, loop).body()
 
 
-class _Step(_Execution):
+class OneStep(_Execution):
+    """One thread executes some instructions once, in order; registers and operands hold anything at first."""
+
     def __init__(self, entry: Entry, loop: range) -> None:
         anything = [z3.FreshConst(z3.BitVecSort(8 * p.size), p.name) for p in entry.params]
         first = (0, 0, 0)
@@ -119,6 +121,7 @@ class _Step(_Execution):
         self.named: dict[Any, Bits] = {}
 
     def body(self) -> Body:
+        """Execute them: the state at each end, and the products on the way."""
         head, last = self.loop[0], self.loop[-1]
         inner = {i.operands[0].index: pc for pc in self.loop
                  if (i := self.code[pc]).head == "bra" and head < i.operands[0].index <= pc}  # fmt: skip
@@ -142,9 +145,7 @@ class _Step(_Execution):
         parts = self.before, self.products, self.channels, self.merged, self.to_float, self.steps
         return Body(ends, *parts, annotated)
 
-    # Registers and operands hold anything at first.
-
-    def register(self, lane: int, register: Register, width: int) -> Bits:
+    def register(self, lane: int, register: Register, width: int) -> Bits:  # noqa: D102
         key = width, register.index
         if key not in self.registers[0]:
             sort = z3.BoolSort() if width == 1 else z3.BitVecSort(width)
@@ -153,14 +154,14 @@ class _Step(_Execution):
         guard, result = self.latest.get(key, (FALSE, None))
         return result if guard.eq(self.guards.get(0, TRUE)) else self.registers[0][key]
 
-    def write(self, lane: int, guard: Any, operand: ir.Operand, result: Bits, signed: bool = False) -> None:
+    def write(self, lane: int, guard: Any, operand: ir.Operand, result: Bits, signed: bool = False) -> None:  # noqa: D102
         if isinstance(operand, Register):
             width = bits_of(operand.type)
             self.register(lane, operand, width)
             self.latest[width, operand.index] = guard, result if width == 1 else extend(result, width, signed)
         super().write(lane, guard, operand, result, signed)
 
-    def read(self, lane: int, operand: ir.Operand, type_name: str) -> Bits:
+    def read(self, lane: int, operand: ir.Operand, type_name: str) -> Bits:  # noqa: D102
         if isinstance(operand, ir.Special | ir.Symbol):
             key = operand.name if isinstance(operand, ir.Special) else (operand.variable.name, operand.offset)
             known = self.named.setdefault(key, z3.FreshConst(z3.BitVecSort(64), str(key)))
@@ -176,7 +177,7 @@ class _Step(_Execution):
 
     # Instructions
 
-    def perform(self, instruction: Instruction, guards: dict[int, Any]) -> None:
+    def perform(self, instruction: Instruction, guards: dict[int, Any]) -> None:  # noqa: D102
         guard = guards[0]
         matrix, dot = _MATRIX.fullmatch(instruction.opcode), _DOT.fullmatch(instruction.opcode)
         if instruction.head == "call":
@@ -200,6 +201,7 @@ class _Step(_Execution):
                 self.forget(instruction, guard)
 
     def load_anything(self, instruction: Instruction, guard: Any) -> None:
+        """What a load gives is anything."""
         target, t = instruction.operands[0], instruction.opcode.split(".")[-1]
         for item in target.items if isinstance(target, ir.Vector) else (target,):
             self.write(0, guard, item, z3.FreshConst(z3.BitVecSort(bits_of(t)), "loaded"), is_signed(t))

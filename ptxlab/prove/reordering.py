@@ -20,7 +20,7 @@ from ptxlab.emulator.front.ir import Entry, Instruction
 from ptxlab.emulator.front.types import bits_of, is_signed
 from ptxlab.prove.bitvectors import SORTS, Bits, as_float, extend, float_bits, joined, pieces, value
 from ptxlab.prove.execute import FALSE, TRUE
-from ptxlab.prove.loops import _Step
+from ptxlab.prove.loops import OneStep
 from ptxlab.prove.semantics import computation
 from ptxlab.prove.solve import Query, contradict, symbols_of
 from ptxlab.spec import Arg, KernelSpec
@@ -44,7 +44,7 @@ class Access:
     bits: Bits
 
 
-class Thread(_Step):
+class Thread(OneStep):
     """What one thread, of an unknown number, did from the kernel's first instruction to its last.
 
     `loads` and `stores` are in order. `maxima` is all that is known of what `redux.max` and `max.NaN` gave.

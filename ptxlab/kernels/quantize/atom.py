@@ -20,8 +20,9 @@ from ptxlab.spec.dtypes import ByVariant, as_stored, stored
 
 RULES = (ATOM_PAPER, ATOM_CODE)  # by `code`; then COMET's
 COMET = len(RULES)
-ORDERS = ("bytes", "pairs")  # by `pairs`; then COMET's `joined`
-JOINED = len(ORDERS)
+BY_PAIRS = ("bytes", "pairs", "joined")  # orders of the activations
+ORDERS = BY_PAIRS[:2]  # Atom's; COMET's are the last two
+JOINED = BY_PAIRS.index("joined")
 
 _PLACE = Arg("place", "int16", ("K + outliers",))
 _WRITTEN = (  # what gemm_w4a4 and gemm_w4ax take
@@ -96,9 +97,9 @@ def _written(rows: quant.AtomRows | quant.BlockRows, pairs: int) -> tuple[np.nda
     """x_q, x8 and x_scale as the kernels write them."""
     packed: Any
     if isinstance(rows, quant.BlockRows):
-        packed = layout.pack_block_activations(rows, "joined" if pairs == JOINED else "pairs")
+        packed = layout.pack_block_activations(rows, BY_PAIRS[pairs])
     else:
-        packed = layout.pack_atom_activations(rows, ORDERS[pairs])
+        packed = layout.pack_atom_activations(rows, BY_PAIRS[pairs])
     return packed.x, np.empty((packed.M, 0), np.int8) if packed.x8 is None else packed.x8, packed.scale
 
 

@@ -10,6 +10,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.kernels.operation import CallArray, Operation, dtype_of
 from ptxlab.kernels.quantize.api import fit_gated, fit_normed, gated_numbers, given, normed_numbers
 from ptxlab.kernels.quantize.atom import (
+    BY_PAIRS,
     COMET,
     ORDERS,
     REORDER,
@@ -100,7 +101,7 @@ class _Quantizer:
         else:
             results = block_activation_shapes(**fields)
             rows = {"outliers": fields["K8"], "g": BLOCK, "code": COMET, "clip": 1.0}
-        pairs = (*ORDERS, "joined").index(fields["layout"])
+        pairs = BY_PAIRS.index(fields["layout"])
         sizes = {"M": M, "K": channels - rows["outliers"], "pairs": pairs, **rows, **sizes}
         operands = [
             CallArray(each, f"{self.name}: {each}", arrays[each], dtype, shape) for each, shape in shapes.items()
