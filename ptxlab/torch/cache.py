@@ -184,7 +184,10 @@ def attend_kv4(
 
 def real_tokens(*given: Any, q_length: int, attention_mask: Tensor | None = None, **how: Any) -> Tensor | None:
     """The mask bool [B, T] of a pass's own tokens, False for padding: all that attention over the cache needs."""
-    return None if attention_mask is None else attention_mask[:, -q_length:].bool()
+    if attention_mask is None:
+        return None
+    # With strides of its own: those of a part are the whole mask's, which grows, and CUDA graphs are recorded for each.
+    return attention_mask[:, -q_length:].bool().clone(memory_format=torch.contiguous_format)
 
 
 AttentionInterface.register(IMPLEMENTATION, attend_kv4)

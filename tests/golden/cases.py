@@ -408,8 +408,8 @@ def _cases():
     yield from each("atom.global.add.noftz.@t {d:@t}, [{m:@t}], {a:@t};", t="f16x2 bf16x2 f16 bf16")
 
 
-def _later() -> Iterator[str | tuple[str, float, float]]:
-    """What came after the first recording."""
+def _narrow() -> Iterator[str | tuple[str, float, float]]:
+    """Conversions from and to fp8 and tf32."""
     for t, relu in itertools.product(("e4m3", "e5m2"), ("", ".relu")):
         yield f"cvt.rn.satfinite{relu}.{t}x2.f32 {{d:u16}}, {{a:f32}}, {{b:f32}};"
         yield f"cvt.rn.satfinite{relu}.{t}x2.f16x2 {{d:u16}}, {{a:f16x2}};"
@@ -459,29 +459,24 @@ def _modifiers() -> Iterator[str | tuple[str, float, float]]:
     yield f"{some} redux.sync.add.u32 {{d:u32}}, {{a:u32}}, %t;"
     yield f"{some} redux.sync.max.s32 {{d:u32}}, {{a:u32}}, %t;"
     yield f"{some} vote.sync.ballot.b32 {{d:u32}}, {{g:pred}}, %t;"
-    yield f"{some} shfl.sync.idx.b32 {{d:u32}}, {{a:u32}}, 0, 31, %t;"
+    lowest = some.replace("mov", "brev.b32 %n, %t; clz.b32 %n, %n; mov", 1)  # what a lane outside gives is undefined
+    yield f"{lowest} shfl.sync.idx.b32 {{d:u32}}, {{a:u32}}, %n, 31, %t;"
     yield f"setp.ne.u32 {{p:pred}}, 0, 0; {some} elect.sync {{d:u32}}|{{p:pred}}, %t;"
 
 
 def cases() -> list[Case]:
-    """All cases that have been recorded; names are unique and fit for entry symbols."""
-    return _named(_cases())
+    """All cases; names are unique and fit for entry symbols."""
+    return _named([*_cases(), *_narrow(), *_modifiers()])
 
 
-def later_cases() -> list[Case]:
-    """Those that the next recording adds."""
-    return _named([*_later(), *_modifiers()], taken={case.name for case in cases()})
-
-
-def _named(items: Iterable[str | tuple[str, float, float]], taken: Iterable[str] = ()) -> list[Case]:
+def _named(items: Iterable[str | tuple[str, float, float]]) -> list[Case]:
     result: dict[str, Case] = {}
-    taken = set(taken)
     for item in items:
         template, relative, absolute = (item, 0.0, 0.0) if isinstance(item, str) else item
         opcode = template.split(" ")[0]
         stem = re.sub(r"\W+", "_", opcode)
         name, copy = stem, 1
-        while name in result or name in taken:
+        while name in result:
             copy += 1
             name = f"{stem}_{copy}"
         result[name] = Case(name, template, relative, absolute)

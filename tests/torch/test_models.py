@@ -100,6 +100,39 @@ def test_a_step_compiles_without_a_break() -> None:
     assert found == wanted[0][:3]
 
 
+def test_generate_compiles_one_step_for_all_lengths() -> None:
+    """What a step is given has the same shapes and strides at every length: CUDA graphs are recorded for each."""
+    from transformers.generation.configuration_utils import CompileConfig
+
+    from ptxlab.torch import KV4Cache, quantize_model
+
+    given: list[set[Any]] = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        def run(*args: Any) -> Any:
+            numbers = [each for each in args if isinstance(each, int)]
+            given.append({*numbers, *(each.stride() for each in args if isinstance(each, torch.Tensor))})
+            return graph(*args)
+
+        return run
+
+    model = quantize_model(small(num_hidden_layers=1))
+    config = CompileConfig(backend=backend, mode=None)
+    config._compile_all_devices = True
+    prompts = torch.tensor([[0, 0, 7, 11], [13, 17, 19, 23]])
+    how = {"past_key_values": KV4Cache(model, 2, CONTEXT), "do_sample": False, "compile_config": config}
+    model.generate(prompts, attention_mask=(prompts != 0).long(), max_new_tokens=6, **how)
+    assert len(given) == 5 and all(each == given[0] for each in given)
+
+
+def test_a_mask_of_new_tokens_has_strides_of_its_own() -> None:
+    """Those of its part of the whole mask would change at every length."""
+    from ptxlab.torch.cache import real_tokens
+
+    wide, wider = (real_tokens(q_length=1, attention_mask=torch.ones(2, n, dtype=torch.bool)) for n in (8, 9))
+    assert wide is not None and wider is not None and wide.stride() == wider.stride() == (1, 1)
+
+
 def test_parts_of_tensors_are_taken() -> None:
     """Positions and activations that are columns of larger tensors: kernels take whole ones."""
     from ptxlab.torch import KV4Cache, W4A8Linear, quantize_model
