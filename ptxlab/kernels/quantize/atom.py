@@ -164,23 +164,24 @@ def gate_error(
     order = np.argsort(place)
     size, off = np.abs(h)[:, order], (np.abs(h) * (relative + 2.0**-22))[:, order]
     M, K = len(h), h.shape[1] - outliers
-    steps = {bits: (ATOM_CODE if code == COMET else RULES[code]).steps(bits) for bits in (4, 8)}
+    rules = ATOM_CODE if code == COMET else RULES[code]
     integers, scales = [], []
     for part, bits, group in ((slice(0, K), 4, g), (slice(K, None), 8, g if code == COMET else outliers)):
         if not size[:, part].size:
             scales.append(np.zeros((M, int(code != COMET))))  # 1
             integers.append(np.zeros((M, 0)))
             continue
+        steps, clipped = rules.steps(bits), clip if bits == 4 else 1.0
         low, high = ((size + sign * off)[:, part].reshape(M, -1, group) for sign in (-1, 1))
-        least, most = (
-            group_scales(end.max(axis=2).astype(np.float32), steps[bits], clip if bits == 4 else 1.0)
-            for end in (low, high)
-        )
+        largest = [end.max(axis=2) for end in (low, high)]
+        least, most = (group_scales(end.astype(np.float32), steps, clipped).astype(np.float64) for end in largest)
+        scales.append(most - least)
+        if rules.reciprocal and code != COMET:  # multiplied by the reciprocal of what FP16 has not rounded yet
+            least, most = (np.maximum(end * clipped / steps, 2.0**-24) for end in largest)
         down, up = (1 - 2.0**-20), (1 + 2.0**-20)
-        ends = (low * down / most.astype(np.float64)[..., None], high * up / least.astype(np.float64)[..., None])
+        ends = (low * down / most[..., None], high * up / least[..., None])
         between = np.floor(ends[1] + 0.5) - np.ceil(ends[0] - 0.5)
         integers.append(between.reshape(M, -1))
-        scales.append(most.astype(np.float64) - least.astype(np.float64))
     scale = np.concatenate(scales, axis=1)
     scale = np.pad(scale, [(0, 0), (0, -scale.shape[1] % 8)])
     if pairs:

@@ -15,7 +15,8 @@ import ptxlab
 from ptxlab import emulator, gpu, kernels, layout, quant, reference
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.gemm.w4ax import gemm_blocks
-from ptxlab.kernels.quantize.atom import COMET, ORDERS, REORDER, RMSNORM_REORDER, RULES, SILU_MUL_REORDER
+from ptxlab.kernels.quantize.atom import COMET, ORDERS, REORDER, RMSNORM_REORDER, RULES, SILU_MUL_REORDER, reordered
+from ptxlab.kernels.quantize.gated import gated
 from ptxlab.kernels.quantize.rmsnorm import normalized
 from ptxlab.layout import AtomActivations, BlockActivations
 from ptxlab.runtime import Kernel, run_spec
@@ -172,6 +173,35 @@ def test_a_gate_may_be_off_only_near_ties() -> None:
     assert integers.min() == 0 and integers.max() <= 2 and (integers > 0).mean() < 1e-2
     scale = SILU_MUL_REORDER.expected(logical)["x_scale"].astype(np.float64)
     assert (scales <= 2.0**-10 * scale).all() and (scales > 0).mean() < 0.05
+
+
+@pytest.mark.parametrize("code", [0, 1, COMET])
+def test_a_gate_may_be_off_wherever_its_error_changes_an_integer(code: int) -> None:
+    """Gates near every tie of their group, moved by their error to either side: what changes is in the bound."""
+    rng, groups, clip = np.random.default_rng(code), 256, 1.0 if code == COMET else 0.9
+    steps = RULES[min(code, 1)].steps(4)
+    pairs = rng.uniform(0.5, 3, (1 << 20, 2)).astype(np.float16)
+    sizes = gated(wide(pairs), 0, 0)[0][:, 0]
+    ascending = np.argsort(sizes)
+    largest = ascending[rng.integers(len(ascending) // 2, len(ascending), groups)]
+    scale = sizes[largest, None] * clip / steps  # by which the second rules do not divide once it is rounded
+    ties = (np.arange(7) + 0.5) * (scale if code == 1 else scale.astype(np.float16).astype(np.float64))
+    near = ascending[np.searchsorted(sizes, ties, sorter=ascending).clip(0, len(ascending) - 1)]
+    row = np.zeros((groups, 128), np.intp)
+    row[:, 0], row[:, 1:8], row[:, 8:] = largest, near, ascending[0]
+    gate_up = wide(np.moveaxis(pairs[row], -1, 1).reshape(groups, 256))
+    how = {"place": np.arange(128, dtype=np.int16), "outliers": 0, "g": 128, "pairs": 1, "code": code, "clip": clip}
+    logical = {"gate_up": gate_up, "activation": 0, **how}
+    right, allowed = SILU_MUL_REORDER.expected(logical), SILU_MUL_REORDER.allowed(logical)
+    h, relative = gated(gate_up, 0, 0)
+    changed = 0
+    for _ in range(4):
+        moved = h * (1 + relative * rng.choice((-1, 1), h.shape))
+        for name, got in zip(("x_q", "x8", "x_scale"), reordered(moved.astype(np.float32), **how, IN=2), strict=True):
+            differs = got != right[name]
+            assert not (differs & (allowed[name].each == 0)).any(), name
+            changed += int(differs.sum())
+    assert changed > 20
 
 
 @on_every_backend
