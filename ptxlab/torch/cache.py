@@ -177,7 +177,7 @@ def attend_kv4(
         scheme=key.cache.scheme,
         scale=scaling,
         window=sliding_window,
-        workspace=key.cache.workspace if query.is_cuda else None,
+        workspace=key.cache.workspace,
     )
     return out.view(B, T, Hq, D), None
 

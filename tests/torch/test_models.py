@@ -133,6 +133,22 @@ def test_a_mask_of_new_tokens_has_strides_of_its_own() -> None:
     assert wide is not None and wider is not None and wide.stride() == wider.stride() == (1, 1)
 
 
+def test_inductor_takes_attention_on_the_cpu() -> None:
+    """An argument that may be written must be there: PyTorch 2.13 fails to lower one result of a call without it."""
+    from ptxlab.torch import KV4Cache, quantize_model
+    from ptxlab.torch.cache import Past, attend_kv4
+
+    model = quantize_model(small(num_hidden_layers=1))
+    cache = KV4Cache(model, 2, CONTEXT)
+    past = Past(cache, cache.pools[0], cache.rows(torch.tensor([[0], [0]]), None, 2))
+    q = torch.randn(2, model.config.num_attention_heads, 1, cache.head_dim).half()
+
+    def attended(q: Any) -> Any:
+        return attend_kv4(model, q, past, past, None)[0]
+
+    assert torch.equal(torch.compile(attended, fullgraph=True)(q), attended(q))
+
+
 def test_parts_of_tensors_are_taken() -> None:
     """Positions and activations that are columns of larger tensors: kernels take whole ones."""
     from ptxlab.torch import KV4Cache, W4A8Linear, quantize_model
