@@ -49,7 +49,7 @@ SUITES: dict[str, Any] = {
     "layer": layer.rows,
     "decode": models.rows,
 }
-RESUMED = ("decode", "torch")  # take long; a run that was stopped goes on where it was
+RESUMED = ("layer", "decode", "torch")  # take long; a run that was stopped goes on where it was
 _PARTS: dict[str, Callable[[Sequence[str]], Any]] = {"gemm": gemm.part, "layer": layer.part, "decode": models.part}
 
 
@@ -69,7 +69,7 @@ def run_suite(
         progress: called with what is measured next.
         matrices: of a GEMM those alone, by (N, K).
         only: of the suites `gemm`, `layer` and `decode` that part alone, by words (`gemm.part` ...).
-        resume: of the suites of `RESUMED` (`decode`: whole, or whole models of it): a record, which grows with every
+        resume: of the suites of `RESUMED` (whole, or whole models of `decode`): a record, which grows with every
             row. Rows that are in it, of the same commit and card, are not measured again.
 
     Returns:
@@ -80,10 +80,7 @@ def run_suite(
         BenchmarkError: a timed kernel gave wrong results.
         UnavailableError: no GPU here, or no ptxas.
     """
-    if only and suite not in _PARTS:
-        raise ArgumentError("only", f"must be empty for the suite {suite}", ", ".join(only))
-    if suite in _PARTS:
-        _PARTS[suite](only)  # or what is wrong with it, before anything is measured
+    _require_part(suite, only)
     is_file = Path(suite).suffix == ".py"
     family = suite if is_file or suite in ("emulator", *SUITES) else kernels.find(suite)[0].family
     if matrices is not None and family != "gemm":
@@ -138,7 +135,16 @@ def _record(
 
 def resumed_path(suite: str, only: Sequence[str]) -> Path:
     """Where the record of one of `RESUMED`, or of that part, goes unless somebody says otherwise."""
+    _require_part(suite, only)
     return default_path(Record(_name(suite, only), {"slug": gpu.device_info().slug}, {}, {}, ()))
+
+
+def _require_part(suite: str, only: Sequence[str]) -> None:
+    """Raise ArgumentError for words that name no part of the suite."""
+    if suite in _PARTS:
+        _PARTS[suite](only)
+    elif only:
+        raise ArgumentError("only", f"must be empty for the suite {suite}", ", ".join(only))
 
 
 def _name(suite: str, only: Sequence[str]) -> str:

@@ -14,7 +14,9 @@ from ptxlab.bench import copying, layer, peers, peers_layer
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder, ends, fused, shapes
 from ptxlab.bench.layer.decoder import Decoder
+from ptxlab.bench.models import plain_row
 from ptxlab.bench.peers_layer import MixTime
+from ptxlab.bench.record import Row
 from ptxlab.bench.stored import stored_attention
 from ptxlab.bench.timing import Measured
 from ptxlab.errors import ArgumentError, BenchmarkError
@@ -233,6 +235,26 @@ def test_parts_of_the_suite_by_words() -> None:
     assert layer.part(["B=4"]).configs == layer.CONFIGS
     with pytest.raises(ArgumentError, match=r"only: one of fused, .* \(got B=3\)"):
         layer.part(["B=3"])
+
+
+def test_a_stopped_run_goes_on_with_the_layer_it_was_at() -> None:
+    """A layer is measured whole; before the first has a row, the fused kernels may not be complete."""
+    first, second, *others = layer.CONFIGS
+    whole = layer.part([])
+
+    def rows_at(measure: str, config: Config, batches: tuple[int, ...]) -> list[Row]:
+        return [
+            plain_row(measure, measure, shapes.sizes_of(config, B), 1.0, 1.0, sm_mhz=0, checked="") for B in batches
+        ]
+
+    fused_rows, narrow = rows_at(layer.FUSED, first, (1, 4)), rows_at(layer.D64, layer.NARROW, whole.batches)
+    assert layer.remaining(whole, ()) == layer.remaining(whole, fused_rows) == (whole, [])
+    one, some = rows_at(layer.MEASURE, first, whole.batches), rows_at(layer.MEASURE, second, whole.batches[:3])
+    left, kept = layer.remaining(whole, [*fused_rows, *one, *some])
+    assert not left.fused and left.configs == (second, *others) and left.d64 and kept == [*fused_rows, *one]
+    every = [row for config in layer.CONFIGS for row in rows_at(layer.MEASURE, config, whole.batches)]
+    left, kept = layer.remaining(whole, [*fused_rows, *every, *narrow, *rows_at(layer.TIMELINE, first, (1,))])
+    assert left == layer.Selection(fused=False, configs=(), d64=False) and kept == [*fused_rows, *every, *narrow]
 
 
 def test_whole_epilogues_are_a_record_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,10 +87,15 @@ def part(words: Sequence[str]) -> Selection:
 
 
 def rows(
-    names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], None], only: Sequence[str] = ()
+    names: Sequence[str],
+    ceilings: Ceilings,
+    progress: Callable[[str], None],
+    only: Sequence[str] = (),
+    done: Sequence[Row] = (),
 ) -> Iterator[Row]:
-    """Measure the suite, or the part that the words of `only` name (`part`)."""
-    wanted = part(only)
+    """Measure the suite, or the part that the words of `only` name (`part`), but for what `done` has of it."""
+    wanted, kept = remaining(part(only), done)
+    yield from kept
     progress("compiling")
     widths = fused.WIDTHS if wanted.fused else ()
     narrow = (NARROW,) if wanted.d64 else ()
@@ -114,6 +119,21 @@ def rows(
         for name, B in DRAWN:
             progress(f"{name}, batch {B}: timeline")
             yield from timeline_rows(Config.named(name), B)
+
+
+def remaining(wanted: Selection, done: Sequence[Row]) -> tuple[Selection, list[Row]]:
+    """What of a run that was stopped is to be measured, and its rows: whole layers, and what came before the first."""
+    layers = {config: [r for r in done if r.measure == MEASURE and config_of(r.sizes) == config] for config in CONFIGS}
+    narrow, whole = [row for row in done if row.measure == D64], len(wanted.batches)
+    fused_rows = [row for row in done if row.measure == FUSED] if any(layers.values()) else []
+    left = replace(
+        wanted,
+        fused=wanted.fused and not fused_rows,
+        configs=tuple(config for config in wanted.configs if len(layers[config]) < whole),
+        d64=wanted.d64 and len(narrow) < whole,
+    )
+    finished = [layers[config] for config in wanted.configs if config not in left.configs]
+    return left, [*fused_rows, *(row for rows in finished for row in rows), *([] if left.d64 else narrow)]
 
 
 def side_by_side(jobs: Sequence[Job]) -> None:
