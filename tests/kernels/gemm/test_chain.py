@@ -10,6 +10,7 @@ from ptxlab import gpu, kernels
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm.chain import CHAIN
 from ptxlab.runtime import run_spec
+from ptxlab.verify import Job, verify
 from tests.support.axes import on_every_backend
 
 SMALL = {"H": 256, "A": 128, "F": 640, "Q": 80, "g": 128, "eps": 1e-5}
@@ -50,6 +51,14 @@ def check(sizes: dict[str, Any], backend: str, seed: int = 0) -> None:
     for name, right in wanted.items():
         assert np.array_equal(found[name].view(np.uint16), right.view(np.uint16)), name
     assert not found["arrived"].any()
+
+
+def test_verified() -> None:
+    """With all checks, at sizes that leave most blocks without strips of some products."""
+    (source,) = kernels.find(CHAIN.name)[1]
+    sizes = {"M": 2, **SMALL}
+    verdict = verify(Job(CHAIN, source, "emulator", sizes, CHAIN.config_for(sizes)))
+    assert verdict.passed, verdict.detail
 
 
 @pytest.mark.parametrize(("M", "changed"), [(1, {}), (5, {"Q": 0, "g": 32}), (8, {"F": 128, "g": 64})])
