@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.models import random_model
 from ptxlab.bench.record import Row
 from ptxlab.errors import BenchmarkError
-from ptxlab.model import Config, LayerWeights, QuantizedModel
+from ptxlab.model import Config
 from ptxlab.torch import KV4Cache, W4A8Linear, attention_workspace, quantize_model
 from ptxlab.torch.operators import ALLOCATING
 
@@ -149,21 +149,8 @@ def steps(ceilings: Ceilings, progress: Callable[[str], None], done: Sequence[Ro
 _WAYS: dict[str, Callable[[], Any]] = {
     "fp16": lambda: _random(LlamaConfig()),
     "fp8": lambda: in_fp8(_random(LlamaConfig())),
-    OURS: lambda: quantize_model(_random(LlamaConfig()), random_quantized(Config.named(MODEL))),
+    OURS: lambda: quantize_model(_random(LlamaConfig()), random_model(Config.named(MODEL))),
 }
-
-
-def random_quantized(config: Config) -> QuantizedModel:
-    """Random weights on the GPU."""
-    rng = np.random.default_rng(0)
-    ends = rng.standard_normal((2, config.vocabulary, config.hidden), dtype=np.float32).astype(np.float16)
-    return QuantizedModel(
-        config=config,
-        layers=[LayerWeights.random(config, i, on_device=True) for i in range(config.layers)],
-        embedding=ends[0],
-        final_norm=np.ones(config.hidden, np.float16),
-        head=ends[1],
-    )
 
 
 def _random(config: LlamaConfig) -> LlamaForCausalLM:

@@ -20,6 +20,7 @@
 #include "output.cuh"
 #include "parts.cuh"
 #include "quantize_row.cuh"
+#include "timeline.cuh"
 
 #ifndef IN
 #define IN 0
@@ -88,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_chain_sm90(
     __shared__ int x_sum[8];
     const int blocks = gridDim.x, first = blockIdx.x, widest = max(max(A, H), F);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    TIMELINE_THREAD(lane == 0 && (warp == 0 || warp >= WARPS));
     unsigned char* ring = x_tile + widest * M;
     int* sums = reinterpret_cast<int*>(ring + STAGES * ROWS * W_BYTES);  // [2][8][PITCH]
     // of the pieces of all rows: largest magnitude, sum of squares, sum of integers
@@ -124,7 +126,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_chain_sm90(
                     u32 expected = 0;
 #pragma unroll
                     for (int i = 0; i < ROWS; ++i) expected += strip0 + i * blocks < all ? bytes : 0;
+                    PHASE(WAIT_GROUP);
                     ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                    PHASE(LOAD);
                     if (elected) ptxlab::mbarrier_arrive_expect(&full[slot.index], expected);
 #pragma unroll
                     for (int i = 0; i < ROWS; ++i)
@@ -154,7 +158,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_chain_sm90(
 #pragma unroll
                     for (int i = 0; i < 8; ++i) ws[i] = w.w_scale[n + i], b[i] = w.bias ? w.bias[n + i] : 0;
                 }
+                PHASE(WAIT_GROUP);
                 ptxlab::mbarrier_wait(&summed[buffer], parity);
+                PHASE(EPILOGUE);
                 if (mine) {
                     int4* at = reinterpret_cast<int4*>(sums + buffer * TILE + token * PITCH + part * 8);
                     const int4 low = at[0], high = at[1];
@@ -164,7 +170,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_chain_sm90(
                                       high.x - less, high.y - less, high.z - less, high.w - less};
                     const size_t to = size_t(token) * w.N + n;
                     if (w.adds) ptxlab::store_8<IN, ptxlab::ADD>(w.y, to, v, x_scale[token], ws, nullptr);
-                    else ptxlab::store_8<IN>(w.y, to, v, x_scale[token], ws, w.bias ? b : nullptr);
+                    else if (w.bias) ptxlab::store_8<IN>(w.y, to, v, x_scale[token], ws, b);
+                    else ptxlab::store_8<IN>(w.y, to, v, x_scale[token], ws, nullptr);
                 }
                 ptxlab::mbarrier_arrive(&cleared[buffer]);
                 if ((buffer ^= 1) == 0) parity ^= 1;
@@ -184,7 +191,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_chain_sm90(
         const int w_blocks = w.K / 128, all = w.N / 16, pieces = (w.K + PIECE - 1) / PIECE;
         const bool norms = p == GATE_UP || p == QKV;
         if (first >= all) continue;  // nor does its last warp wait: what it read, others might write
-        if (p > 0 && warp == 0) {    // until all blocks have written the product before
+        PHASE(WAIT_GROUP);
+        if (p > 0 && warp == 0) {  // until all blocks have written the product before
             u32 seen = 0;
             for (int looks = 0; seen < blocks && looks < PATIENCE; ++looks)
                 asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived + p - 1) : "memory");
@@ -238,6 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_chain_sm90(
             if (lane == 0) integers[at] = sum;
             if (lane == 0 && piece == 0) x_scale[m] = s;
         };
+        PHASE(SETUP);
         Values held[HELD];
 #pragma unroll
         for (int i = 0; i < HELD; ++i) {
@@ -267,6 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_chain_sm90(
             int acc[4] = {};
             for (int block0 = 0; block0 < w_blocks; block0 += SLICES, slot.advance()) {
                 const int block = block0 + slice;
+                PHASE(WAIT_COPY);
                 ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
                 if (mine && block < w_blocks) {
                     const unsigned char* of = ring + (slot.index * ROWS + strip) * W_BYTES + slice * BLOCK;
@@ -278,8 +288,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_chain_sm90(
                         c[i] = *reinterpret_cast<const u32*>(of + 1024 + i * 32 + g * 4);
 #pragma unroll
                     for (int unit = 0; unit < 2; ++unit) {
+                        PHASE(DEQUANTISE);
                         u32 a[2][4];
                         ptxlab::dequant_strip<false, GROUP>(q[unit], c, unit, a);
+                        PHASE(MULTIPLY);
                         const uint4 b = fragment(x_tile, M, block, unit, lane);
                         ptxlab::mma_u8(acc, a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
                         ptxlab::mma_u8(acc, a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
@@ -287,6 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_chain_sm90(
                 }
                 ptxlab::mbarrier_arrive(&empty[slot.index]);
             }
+            PHASE(REDUCE);
             ptxlab::mbarrier_wait(&cleared[buffer], parity ^ 1);  // the first two tiles are clear
             if (mine) {
                 int* tile = sums + buffer * TILE + strip * 16 + g;

@@ -1,6 +1,7 @@
 """The ladder, and which of its steps a weight and activations are for."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from ptxlab import gpu
@@ -12,7 +13,7 @@ from ptxlab.spec import KernelSpec, Sizes
 from ptxlab.validate import is_one_of
 
 LADDER: tuple[GemmStep, ...] = (*sm80.STEPS, *sm90.STEPS, *strips.STEPS)
-_FEW_TOKENS = 16
+_FEW_TOKENS = 16, 8
 
 
 def step_of(spec: KernelSpec) -> GemmStep | None:
@@ -22,11 +23,12 @@ def step_of(spec: KernelSpec) -> GemmStep | None:
 
 def fit_tokens(spec: KernelSpec, sizes: Sizes) -> dict[str, Any]:
     """Sizes of a GEMM with their M, or with few tokens where the kernel takes no more."""
-    try:
-        spec.check_sizes(sizes)
-    except ArgumentError:
-        return {**sizes, "M": _FEW_TOKENS}
-    return dict(sizes)
+    for M in (sizes["M"], *_FEW_TOKENS):
+        fewer = {**sizes, "M": M}
+        with suppress(ArgumentError):
+            spec.check_sizes(fewer)
+            break
+    return fewer
 
 
 def choose(
