@@ -117,7 +117,7 @@ def test_layers_of_three_launches_are_timed_in_turn_and_checked(here: pytest.Mon
         (row,) = chain.rows(TINY, CEILINGS, lambda _: None)
     assert (row.measure, row.sizes, row.peers) == (layer.CHAIN, shapes.sizes_of(TINY, 2), {"launches": 10.0})
     assert row.checked == ("replayed over 2 layers: attention and stream equal to the launches one by one, bit for bit")
-    assert launched.launches.count("gemm_w4a8_chain_sm90") == 2 * 2 + 2, "of two rounds, and of the replay"
+    assert launched.launches.count("gemm_w4a8_chain_sm90") == 2 * (2 + 2), "of two rounds, each with its replay"
     chained = chain.Chained(Decoder(TINY, 2, made))
     fewer = SimpleNamespace(calls=1, replay=lambda: [call() for call in chained.calls()], synchronize=lambda: None)
     with pytest.raises(BenchmarkError, match="chain, tiny, batch 2: other bits than the launches one by one"):

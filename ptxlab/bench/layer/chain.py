@@ -68,7 +68,6 @@ class Chained:
 
     def calls(self) -> list[Callable[[], Any]]:
         """A call per layer."""
-
         return [partial(_make, layer) for layer in self.layers]
 
     def check(self, graph: gpu.Graph) -> str:
@@ -136,6 +135,6 @@ def rows(config: Config, ceilings: Ceilings, progress: Callable[[str], None]) ->
             for name, calls in ((LAUNCHES, made.calls()), (MEASURE, chained.calls())):
                 measured, graph = measure_graph(calls, replays=GEMM_REPLAYS)
                 best[name] = min(best.get(name, measured), measured, key=lambda m: m.us)
-        checked = chained.check(graph)
+            checked = chained.check(graph)
         row = decoder.row_of(config, B, best[MEASURE], made.work(), ceilings, checked)
         yield replace(row, measure=MEASURE, peers={LAUNCHES: best[LAUNCHES].us})

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import layout, quant, reference
-from ptxlab.kernels.gemm.common import GROUPS, gemm
+from ptxlab.kernels.gemm.common import DTYPES, GROUPS, gemm
 from ptxlab.kernels.gemm.strips_tiles import ROOM, SMS, block_bytes
 from ptxlab.kernels.quantize.rmsnorm import normalized
 from ptxlab.quant import TwoLevelWeight
@@ -13,13 +13,12 @@ from ptxlab.reference.packed import F32
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 from ptxlab.spec.dtypes import ByVariant, as_stored, stored
 
-DTYPES = ("float16", "bfloat16")  # by IN
 PRODUCTS = ("o", "gate_up", "down", "qkv")
-MOST_TOKENS, MOST_WIDTH = 8, 8192  # of the stream: a thread has one chunk of a row that is normalised
+MOST_TOKENS, MOST_WIDTH = 8, 8192  # of the stream: `rmsnorm_quantize` adds up wider rows in another order
 _ROWS, _SLICES, _TILES = 2, 8, 2 * 8 * 36 * 4  # strips of a stage; their blocks of 128 channels; bytes of sums
 _PIECE = 512  # channels of a row that a warp looks at
 _MOST_STAGES = 12
-_FLOAT = ByVariant("IN", DTYPES)
+_FLOAT = ByVariant("IN", DTYPES[:2])
 
 
 def _shared_bytes(s: Sizes, stages: int) -> int:
@@ -50,9 +49,7 @@ def _weight(name: str, N: str, K: str) -> tuple[Arg, Arg]:
     return strips, Arg(f"{name}_scale", "float32", (N,))
 
 
-def _example(
-    rng: np.random.Generator, *, M: int, H: int, A: int, F: int, Q: int, g: int, eps: float, bias: int = 1
-) -> Arrays:
+def _example(rng: np.random.Generator, *, M: int, H: int, A: int, F: int, Q: int, g: int, eps: float) -> Arrays:
     """Weights of a decoder's size: a stream that neither vanishes nor grows."""
     shapes = {"o": (H, A), "gate_up": (2 * F, H), "down": (H, F), "qkv": (Q, H)}
     weights = {
@@ -86,7 +83,7 @@ def _pack(logical: Arrays) -> Arrays:
 def _product(y: F32, weight: TwoLevelWeight, dtype: str, bias: Any = None) -> F32:
     """y f32 [M, K] quantised by token, times the weight, as dtype stores it."""
     x = quant.quantize_activations(y)
-    return as_stored(gemm(weight, x.q, x.scale, bias, OUT=2), dtype)
+    return as_stored(gemm(weight, x.q, x.scale, bias, OUT=DTYPES.index("float32")), dtype)
 
 
 def chained(
