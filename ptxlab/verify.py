@@ -258,7 +258,7 @@ def compare(
 def _compare(spec: KernelSpec, label: str, got: np.ndarray, expected: np.ndarray) -> None:
     if spec.tolerance:
         size = np.abs(expected.astype(np.float64))
-        wrong, _ = misses(got, expected, Allowed(spec.tolerance * np.maximum(size, size.max(initial=0))))
+        wrong, _ = misses(got, expected, Allowed(spec.tolerance * np.maximum(size, size.max())))
     else:
         wrong = got.view(f"u{got.itemsize}") != expected.view(f"u{expected.itemsize}")
     if wrong.any():

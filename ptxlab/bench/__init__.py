@@ -148,14 +148,14 @@ def _require_part(suite: str, only: Sequence[str]) -> None:
 
 
 def _name(suite: str, only: Sequence[str]) -> str:
-    """A part is no record of the suite; but W4A4, epilogues and chain of `layer`, and whole models of `decode` have
-    their own."""
+    """A part is no record of the suite; but W4A4, the epilogues of `layer`, and whole models of `decode` have their
+    own."""
     if suite == "gemm" and {*only} == {gemm.w4a4.PART}:
         return f"gemm_{gemm.w4a4.PART}"
     if suite == "decode" and only and set(only) <= {config.name for config in models.MODELS}:
         return f"decode/{'+'.join(only)}"
-    if suite == "layer" and [*only] in ([layer.EPILOGUES], [layer.CHAIN]):
-        return f"layer_{only[0]}"
+    if suite == "layer" and [*only] == [layer.EPILOGUES]:
+        return f"layer_{layer.EPILOGUES}"
     return f"{suite}{_PART}" if only else suite
 
 

@@ -25,7 +25,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help="Of the suite gemm: w4a4, 7B, 70B. Of layer and decode: a model, B=16, a mix (fp8_row ...), alone (no "
-            "mix); fused, timeline, d64, epilogues, chain."
+            "mix); fused, timeline, d64, epilogues."
         ),
     ] = None,
     as_json: AsJson = False,

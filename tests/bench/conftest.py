@@ -12,7 +12,7 @@ from ptxlab.bench import attention, copying, own, stream
 from ptxlab.bench.attention import append, merge
 from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.gemm import grouped, points, problem, quantiser
-from ptxlab.bench.layer import chain, decoder, fused
+from ptxlab.bench.layer import decoder, fused
 from ptxlab.bench.timing import Measured
 from ptxlab.runtime import Kernel
 from ptxlab.sources import Source
@@ -62,8 +62,7 @@ def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         monkeypatch.setattr(gpu, name, stand_in)
     for module in (append, attention, copying, decoder, fused, grouped, merge, own, points, quantiser, stream):
         monkeypatch.setattr(module, "measure", _measure)
-    for module in (chain, decoder):
-        monkeypatch.setattr(module, "measure_graph", _measure_graph)
+    monkeypatch.setattr(decoder, "measure_graph", _measure_graph)
     for module in (append, decoder, fused, points, grouped, attention_problem, own, problem, stream):
         monkeypatch.setattr(module, "copies_beyond_l2", lambda nbytes: 2)
     return monkeypatch

@@ -12,7 +12,7 @@ import pytest
 from ptxlab import bench, emulator, gpu
 from ptxlab.bench import copying, layer, peers, peers_layer
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.layer import chain, decoder, ends, fused, shapes
+from ptxlab.bench.layer import decoder, ends, fused, shapes
 from ptxlab.bench.layer.decoder import Decoder
 from ptxlab.bench.models import plain_row
 from ptxlab.bench.peers_layer import MixTime
@@ -106,22 +106,6 @@ def test_layers_with_all_ends_are_timed_in_turn_and_checked(here: pytest.MonkeyP
     assert [row.checked.partition(" steps")[0] for row in rows] == ["12", "10", "12", "10"]
     assert all(row.checked.endswith("; 1 layers bit for bit") for row in rows), "once each"
     assert [row.more["predicted_us"] for row in rows] == pytest.approx([10.0] * 4, abs=0.1)
-
-
-def test_layers_of_three_launches_are_timed_in_turn_and_checked(here: pytest.MonkeyPatch) -> None:
-    """Beside one of ten launches each, over two layers: the bits are the same."""
-    made = weights()
-    here.setattr(decoder, "layers_of", lambda config: made)
-    here.setattr(chain, "BATCHES", (2, 9))
-    with emulator.chain(()) as launched:
-        (row,) = chain.rows(TINY, CEILINGS, lambda _: None)
-    assert (row.measure, row.sizes, row.peers) == (layer.CHAIN, shapes.sizes_of(TINY, 2), {"launches": 10.0})
-    assert row.checked == ("replayed over 2 layers: attention and stream equal to the launches one by one, bit for bit")
-    assert launched.launches.count("gemm_w4a8_chain_sm90") == 2 * (2 + 2), "of two rounds, each with its replay"
-    chained = chain.Chained(Decoder(TINY, 2, made))
-    fewer = SimpleNamespace(calls=1, replay=lambda: [call() for call in chained.calls()], synchronize=lambda: None)
-    with pytest.raises(BenchmarkError, match="chain, tiny, batch 2: other bits than the launches one by one"):
-        chained.check(fewer)
 
 
 def test_what_ends_should_bring() -> None:
@@ -240,7 +224,7 @@ def test_a_layer_with_heads_of_64_is_measured_without_mixes(here: pytest.MonkeyP
 def test_parts_of_the_suite_by_words() -> None:
     everything = layer.part([])
     assert everything.fused and everything.timeline and everything.d64 and everything.configs == layer.CONFIGS
-    assert not everything.epilogues and not everything.chain, "which are asked for by name"
+    assert not everything.epilogues, "which has been decided"
     some = layer.part(["LLaMA-2-7B", "B=1", "B=64", "fp8_row"])
     assert [config.name for config in some.configs] == ["LLaMA-2-7B"] and some.batches == (1, 64)
     assert some.mixes == ("fp8_row",) and not some.fused and not some.timeline
@@ -275,9 +259,8 @@ def test_a_stopped_run_goes_on_with_the_layer_it_was_at() -> None:
 
 def test_whole_epilogues_are_a_record_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_record", lambda suite, *_: suite)
-    parts: list[list[str]] = [[], ["epilogues"], ["epilogues", "B=1"], ["chain"], ["fused"]]
-    names = [bench.run_suite("layer", only=only) for only in parts]
-    assert names == ["layer", "layer_epilogues", "layer_part", "layer_chain", "layer_part"]
+    names = [bench.run_suite("layer", only=only) for only in ([], ["epilogues"], ["epilogues", "B=1"], ["fused"])]
+    assert names == ["layer", "layer_epilogues", "layer_part", "layer_part"]
 
 
 def test_a_layer_is_known_by_its_sizes() -> None:

@@ -73,7 +73,6 @@ def test_the_sizes_of_a_spec_are_the_names_in_its_expressions() -> None:
             {"M", "N", "K", "outliers", "g"},
             {"M", "N", "K4", "K8"},
             {"M", "N", "K4", "K8", "blocks"},
-            {"M", "H", "A", "F", "Q", "g", "eps"},
         ),
         "attention": (
             {"B", "Hq", "Hkv", "P", "pages", "softmax_scale"},

@@ -12,7 +12,7 @@ from typing import Any
 from ptxlab import gpu
 from ptxlab.bench import peers, peers_layer
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.layer import chain, decoder, ends, fused
+from ptxlab.bench.layer import decoder, ends, fused
 from ptxlab.bench.layer.decoder import MEASURE, Decoder
 from ptxlab.bench.layer.shapes import BATCHES, CONFIGS, LENGTH, NARROW, config_of, sizes_of
 from ptxlab.bench.peers_layer import MIXES, Job, MixTime
@@ -23,7 +23,6 @@ from ptxlab.model import Config
 
 __all__ = [
     "BATCHES",
-    "CHAIN",
     "CONFIGS",
     "D64",
     "EPILOGUES",
@@ -37,7 +36,7 @@ __all__ = [
     "rows",
 ]
 
-FUSED, TIMELINE, D64, EPILOGUES, CHAIN = fused.MEASURE, "timeline", "d64", ends.MEASURE, chain.MEASURE
+FUSED, TIMELINE, D64, EPILOGUES = fused.MEASURE, "timeline", "d64", ends.MEASURE
 DRAWN = ("LLaMA-2-7B", 16), ("LLaMA-2-70B", 16), ("Mixtral-8x7B", 16)  # layers that a timeline is taken of
 _STORED_FP16, _STORED_FP8 = "fi_xqa_f16", "fi_xqa_fp8"  # stored attention that stands in for a mix's own
 _WORKERS = 14
@@ -47,30 +46,28 @@ _TRACED = 4  # layers at least, of which one in the middle is kept
 @dataclass(frozen=True)
 class Selection:
     """What of the suite is measured: `fused` kernels, `timeline`s, a layer with heads of 64 (`d64`), layers of
-    `ends.MODELS` by their `epilogues` and of `chain.MODELS` as a `chain` (both asked for by name alone), and layers by
-    model, batch, and mix beside them.
+    `ends.MODELS` by their `epilogues` (asked for by name alone), and layers by model, batch, and mix beside them.
     """
 
     fused: bool = True
     timeline: bool = True
     d64: bool = True
     epilogues: bool = False
-    chain: bool = False
     configs: tuple[Config, ...] = CONFIGS
     batches: tuple[int, ...] = BATCHES
     mixes: tuple[str, ...] = tuple(MIXES)
 
 
 def part(words: Sequence[str]) -> Selection:
-    """The part that words name: `fused`, `timeline`, `d64`, `epilogues`, `chain`, models, `B=16`, mixes or `alone`
-    (none); without any everything but `epilogues` and `chain`.
+    """The part that words name: `fused`, `timeline`, `d64`, `epilogues`, models, `B=16`, mixes or `alone` (none);
+    without any everything but `epilogues`, which have been decided on.
 
-    Words of one kind add up; a kind without a word is whole. With words, the first five are measured only where they
-    are named, and layers only where models are, or none of the five is. Raises ArgumentError for another word.
+    Words of one kind add up; a kind without a word is whole. With words, the first four are measured only where they
+    are named, and layers only where models are, or none of the four is. Raises ArgumentError for another word.
     """
     models = {config.name: config for config in CONFIGS}
     batches = {f"B={B}": B for B in BATCHES}
-    apart = FUSED, TIMELINE, D64, EPILOGUES, CHAIN
+    apart = FUSED, TIMELINE, D64, EPILOGUES
     known = [*apart, *models, *batches, *MIXES, "alone"]
     for word in words:
         if word not in known:
@@ -83,7 +80,6 @@ def part(words: Sequence[str]) -> Selection:
         timeline=everything or TIMELINE in kinds,
         d64=everything or D64 in kinds,
         epilogues=EPILOGUES in kinds,
-        chain=CHAIN in kinds,
         configs=named or (() if kinds else CONFIGS),
         batches=tuple(batches[word] for word in words if word in batches) or BATCHES,
         mixes=tuple(word for word in words if word in MIXES) or (() if "alone" in words else tuple(MIXES)),
@@ -107,8 +103,6 @@ def rows(
     jobs += [(fused.warm, (width,)) for width in widths]
     with_ends = [Config.named(name) for name in ends.MODELS] if wanted.epilogues else []
     jobs += [(ends.warm, (config, wanted.batches)) for config in with_ends]
-    as_chain = [Config.named(name) for name in chain.MODELS] if wanted.chain else []
-    jobs += [(chain.warm, (config, chain.BATCHES)) for config in as_chain]
     side_by_side([*jobs, *peers_layer.jobs(wanted.configs, wanted.batches, wanted.mixes, widths)])
     if not peers.importable():
         warnings.warn("no mixes beside the layers: PyTorch with a GPU is not installed", stacklevel=2)
@@ -121,8 +115,6 @@ def rows(
             yield replace(row, measure=D64, sizes={**row.sizes, "D": config.head_dim})
     for config in with_ends:
         yield from ends.rows(config, wanted.batches, ceilings, progress)
-    for config in as_chain:
-        yield from chain.rows(config, ceilings, progress)
     if wanted.timeline:
         for name, B in DRAWN:
             progress(f"{name}, batch {B}: timeline")

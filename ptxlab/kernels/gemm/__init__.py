@@ -1,6 +1,6 @@
 """Family `gemm`: W4A8, W4A4 and W4Ax, Y = X Wᵀ with integer accumulators. Ladders of main loops, one file per step."""
 
-from ptxlab.kernels.gemm import chain, epilogues, f16, grouped, sm80, sm90, strips, tile, w4a4, w4ax, w8a8
+from ptxlab.kernels.gemm import epilogues, f16, grouped, sm80, sm90, strips, tile, w4a4, w4ax, w8a8
 from ptxlab.kernels.gemm.api import Workspace, gemm_w4a8, gemm_workspace
 from ptxlab.kernels.gemm.f16 import gemm_f16
 from ptxlab.kernels.gemm.grouped_api import gemm_w4a8_grouped
@@ -13,7 +13,6 @@ SPECS = (
     *sm80.SPECS,
     *sm90.SPECS,
     *strips.SPECS,
-    *chain.SPECS,
     *w8a8.SPECS,
     *w4a4.SPECS,
     *w4ax.SPECS,

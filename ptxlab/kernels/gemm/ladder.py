@@ -1,7 +1,6 @@
 """The ladder, and which of its steps a weight and activations are for."""
 
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 from ptxlab import gpu
@@ -13,7 +12,7 @@ from ptxlab.spec import KernelSpec, Sizes
 from ptxlab.validate import is_one_of
 
 LADDER: tuple[GemmStep, ...] = (*sm80.STEPS, *sm90.STEPS, *strips.STEPS)
-_FEW_TOKENS = 16, 8
+_FEW_TOKENS = 16
 
 
 def step_of(spec: KernelSpec) -> GemmStep | None:
@@ -23,12 +22,11 @@ def step_of(spec: KernelSpec) -> GemmStep | None:
 
 def fit_tokens(spec: KernelSpec, sizes: Sizes) -> dict[str, Any]:
     """Sizes of a GEMM with their M, or with few tokens where the kernel takes no more."""
-    for M in (sizes["M"], *_FEW_TOKENS):
-        fewer = {**sizes, "M": M}
-        with suppress(ArgumentError):
-            spec.check_sizes(fewer)
-            break
-    return fewer
+    try:
+        spec.check_sizes(sizes)
+    except ArgumentError:
+        return {**sizes, "M": _FEW_TOKENS}
+    return dict(sizes)
 
 
 def choose(
