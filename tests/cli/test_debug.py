@@ -28,12 +28,15 @@ class Terminal:
             os.environ.update(TERM="dumb", COLUMNS="200")
             os.execv(sys.executable, [sys.executable, "-m", "ptxlab", *map(str, arguments)])
 
-    def until(self, end: str, seconds: float = 60) -> str:
-        """What it writes until it writes that."""
+    def until(self, end: str, seconds: float = 60, key: str = "") -> str:
+        """What it writes until it writes that; `key` is pressed whenever it has been silent for a second."""
         said, late = "", time.monotonic() + seconds
         while end not in said:
-            if not select.select([self.terminal], [], [], max(0, late - time.monotonic()))[0]:
-                raise AssertionError(f"no {end!r} in {said!r}")
+            if not select.select([self.terminal], [], [], 1)[0]:
+                if time.monotonic() > late:
+                    raise AssertionError(f"no {end!r} in {said!r}")
+                self.send(key)
+                continue
             try:
                 said += os.read(self.terminal, 1 << 16).decode().replace("\r\n", "\n")
             except OSError as error:  # it has ended
@@ -103,14 +106,10 @@ def test_ctrl_c_stops_a_run_and_the_end_of_the_input_quits(files: Path) -> None:
     terminal = Terminal("debug", "count.ptx", "--in", "count.npz", "--check", "")
     terminal.until(PROMPT)
     terminal.send("continue\n")
-    terminal.until("continue")
-    time.sleep(0.3)
-    terminal.send("\x03")
-    assert "interrupted: count.ptx:" in terminal.until(PROMPT)
+    terminal.until("continue\n")
+    assert "interrupted: count.ptx:" in terminal.until(PROMPT, key="\x03")  # one between editor and run is nobody's
     assert terminal.run("print %i[0]").startswith("%i[0] = ")
-    time.sleep(0.3)  # a line editor that is just beginning loses the key
-    terminal.send("\x03")
-    terminal.until(PROMPT)
+    terminal.until(PROMPT, key="\x03")  # a line editor that is just beginning loses it
     assert terminal.run("where").startswith("interrupted")
     terminal.send("\x04")
     assert terminal.end() == 0
