@@ -8,7 +8,9 @@ A call skips the first three where one like it has been launched: with equal opt
 shapes and devices. Checks look at nothing else, so they would say the same. Whatever differs goes the whole way.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import prod
@@ -25,7 +27,7 @@ from ptxlab.spec.dtypes import name_of, storage
 from ptxlab.validate import is_one_of
 
 MOST = 4096  # kernels, and calls, that are remembered
-_ALIGNMENT = 16  # bytes
+ALIGNMENT = 16  # bytes
 
 Results = Mapping[str, Any]  # what a call has made, by the kernels' names
 
@@ -176,6 +178,18 @@ class Ready(NamedTuple):
 _prepared: dict[Hashable, Prepared] = {}
 _ready: dict[Hashable, Ready] = {}
 _memory: dict[tuple[int, int, str], DeviceMemory] = {}  # by device, stream and kernel
+_noted: ContextVar[list[tuple[tuple[Plan, ...], dict[str, gpu.View]]] | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def launches_within() -> Iterator[list[tuple[tuple[Plan, ...], dict[str, gpu.View]]]]:
+    """What operations launch within, in order: plans, and the memory that each finds by its pointers' names."""
+    noted: list[tuple[tuple[Plan, ...], dict[str, gpu.View]]] = []
+    before = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(before)
 
 
 def release_memory() -> int:
@@ -243,7 +257,7 @@ class Operation(Generic[C]):
                     addresses |= view[0]
                     kinds.append(view[1:4])
             key = *kinds, *views
-            ready = _ready.get(key) if addresses % _ALIGNMENT == 0 else None
+            ready = _ready.get(key) if addresses % ALIGNMENT == 0 else None
         except (ArgumentError, TypeError):  # the checks have better words
             key = None
         if self.apart:
@@ -253,7 +267,7 @@ class Operation(Generic[C]):
             if not (lacks and gpu.is_capturing(stream)):
                 used = self._take(ready, (device, stream), workspace, views) if ready.memory else None
                 return _launch(ready, stream, views, used, example)
-        return self._whole_way(check(), (device, stream), workspace, example, None if addresses % _ALIGNMENT else key)
+        return self._whole_way(check(), (device, stream), workspace, example, None if addresses % ALIGNMENT else key)
 
     def _require_apart(self, views: Mapping[str, gpu.View]) -> None:
         """Raise ArgumentError for the first two of `apart` that have memory in common."""
@@ -285,13 +299,13 @@ class Operation(Generic[C]):
         if gpu.is_capturing(stream):
             self._refuse_in_capture(call, ready, workspace)
         _ = prepared.plans  # or the reason why there are none, before anything is allocated
-        _remember(_prepared, slot, prepared)
+        remember(_prepared, slot, prepared)
         used = self._take(ready, place, workspace, views) if ready.memory else None
         if call.check and self.look:
             self.look(call, prepared, used)
         made = _launch(ready, stream, views, used, example)
         if key is not None and not call.check:
-            _remember(_ready, key, ready)
+            remember(_ready, key, ready)
         return made
 
     def _refuse_in_capture(self, call: C, ready: Ready, workspace: DeviceMemory | None) -> None:
@@ -342,6 +356,8 @@ def _launch(ready: Ready, stream: int, views: dict[str, gpu.View], used: DeviceM
     try:
         for plan in ready.prepared.plans:
             plan(stream, views)
+        if (noted := _noted.get()) is not None:
+            noted.append((ready.prepared.plans, views))
     except BaseException:
         if used is not None and ready.prepared.kept:  # nobody knows what is in it now
             used.views.clear()
@@ -373,10 +389,11 @@ def _host_view(name: str, array: Any) -> gpu.View:
     return gpu.View(shared.__array_interface__["data"][0], shape, shared.dtype.name, -1, shared)
 
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
-def _remember(known: dict[Hashable, T], key: Hashable, value: T) -> None:
+def remember(known: dict[K, T], key: K, value: T) -> None:
     """Keep it for the next call. A decoder has few shapes; where there are many, all are forgotten now and then."""
     if key not in known and len(known) >= MOST:
         known.clear()

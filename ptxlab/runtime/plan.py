@@ -6,7 +6,7 @@ the device and waits for nothing, so that it can be captured into a CUDA graph.
 
 import ctypes
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,25 +58,36 @@ class Plan:
         self._launch = gpu.bind(kernel, replace(spec.launch(self.sizes), programmatic=programmatic))
         # Every parameter but a tensor map fits 8 bytes, of which the driver copies as many as it has.
         self._numbers = [int.from_bytes(scalars.get(arg.name, b""), "little") for arg in spec.args]
-        names = [(i, named.get(arg.name, arg.name), arg) for i, arg in enumerate(spec.args) if arg.shape]
-        self._pointers = [(i, name) for i, name, arg in names if arg.role != "tma"]
-        self._maps = [(i, name, arg) for i, name, arg in names if arg.role == "tma"]
+        arrays = [(i, arg) for i, arg in enumerate(spec.args) if arg.shape]
+        pointers = [(i, arg) for i, arg in arrays if arg.role != "tma"]
+        maps = [(i, arg) for i, arg in arrays if arg.role == "tma"]
+        self.names = tuple(named.get(arg.name, arg.name) for _, arg in (*pointers, *maps))
+        self.mapped = self.names[len(pointers) :]
+        self._pointers = [i for i, _ in pointers]
+        self._maps = [(len(self._numbers) + i, arg) for i, arg in maps]
 
     def __call__(self, stream: int, arrays: Mapping[str, gpu.View]) -> None:
         """Launch on `arrays` by name, which the caller has checked; what is missing is a null pointer."""
+        addresses = []  # in a loop: until Python 3.12 a comprehension is a call
+        for name in self.names:
+            addresses.append(arrays[name][0] if name in arrays else 0)
+        self.at(stream, addresses, [arrays[name].owner for name in self.mapped] if self.mapped else ())
+
+    def at(self, stream: int, addresses: Sequence[int], owners: Sequence[Any]) -> None:
+        """Launch on arrays at these addresses, in the order of `names`; `owners` are those of the `mapped`."""
         try:
             words = self._idle.pop()
         except IndexError:
             words = self._new_words()
-        for position, name in self._pointers:
-            words[position] = arrays[name][0] if name in arrays else 0
-        count, maps = len(self._numbers), []
-        for position, name, arg in self._maps:
-            encoded = self._map(arg, arrays[name])
-            maps.append(encoded)  # so that it is there until the driver has read it
-            words[count + position] = ctypes.addressof(encoded)
+        for position, address in zip(self._pointers, addresses, strict=False):
+            words[position] = address
+        maps = []  # so that they are there until the driver has read them
+        for i, ((position, arg), owner) in enumerate(zip(self._maps, owners, strict=True), len(self._pointers)):
+            encoded = self._map(arg, addresses[i], owner)
+            maps.append(encoded)
+            words[position] = ctypes.addressof(encoded)
         with self._launching:
-            self._launch(ctypes.addressof(words) + 8 * count, stream)
+            self._launch(ctypes.addressof(words) + 8 * len(self._numbers), stream)
         self._idle.append(words)
 
     def _new_words(self) -> Any:
@@ -87,14 +98,14 @@ class Plan:
         words[count:] = list(range(base, base + 8 * count, 8))
         return words
 
-    def _map(self, arg: Arg, view: gpu.View) -> Any:
+    def _map(self, arg: Arg, address: int, array: Any) -> Any:
         """The tensor map over an array, remembered by its address: at fixed sizes nothing else tells maps apart."""
-        key = arg.name, view.address
+        key = arg.name, address
         if key not in self._encoded:
             if len(self._encoded) == _MOST_MAPS:
                 self._encoded.clear()
             label = f"{self.spec.name}: {arg.name}"
-            tensor_map = self.spec.tensor_map(arg, gpu.as_array(label, view.owner), self.sizes)
-            encoded = gpu.encode(label, tensor_map, view.address)
+            tensor_map = self.spec.tensor_map(arg, gpu.as_array(label, array), self.sizes)
+            encoded = gpu.encode(label, tensor_map, address)
             self._encoded[key] = ctypes.create_string_buffer(encoded, TENSOR_MAP_BYTES)
         return self._encoded[key]

@@ -61,7 +61,7 @@ def operator_calls(
 
     linear = W4A8Linear.from_linear(nn.Linear(width, width, dtype=torch.float16), group=128).to(device)
     x, gamma, gate_up, q = halves(rows, width), halves(width), halves(rows, 2 * width), halves(rows, Hq, D)
-    qkv, kv = halves(rows, (Hq + 2 * Hkv) * D), halves(rows, Hkv, D)
+    qkv, k, v = halves(rows, (Hq + 2 * Hkv) * D), halves(rows, Hkv, D), halves(rows, Hkv, D)
     weight = [getattr(linear, name) for name in linear.names]
     stored = {"scheme": linear.scheme, "group": linear.group, "out_dtype": linear.dtype}
     experts = [torch.stack([each] * 2) for each in weight]
@@ -78,7 +78,7 @@ def operator_calls(
         "rmsnorm_quantize": ((x, gamma), {}),
         "silu_mul_quantize": ((gate_up,), {}),
         "rope_append_kv4": ((qkv, pool, slots, cos, sin), {"head_dim": D}),
-        "append_kv4": ((kv, kv, pool, slots), {}),
+        "append_kv4": ((k, v, pool, slots), {}),
         "attention_kv4": ((q, pool, table, lengths), {"workspace": space}),
     }
     _define_allocating()

@@ -30,7 +30,6 @@ from ptxlab.kernels.attention.append_api import check_places
 from ptxlab.kernels.attention.call import check_cache
 from ptxlab.kernels.attention.steps import choose
 from ptxlab.kernels.gemm.common import DTYPES
-from ptxlab.kernels.operation import MOST
 from ptxlab.kernels.quantize.gated import gated_and_quantized
 from ptxlab.kernels.quantize.rmsnorm import normalized
 from ptxlab.layout import ExpertWeights, KVCache, PackedActivations, PackedWeight, buffer_shapes, gather, write_slots
@@ -39,6 +38,7 @@ from ptxlab.model.numpy_runner import IntegerProduct
 from ptxlab.quant import QuantizedActivations
 from ptxlab.quant.inputs import extremes
 from ptxlab.spec.dtypes import as_stored, floats, name_of, stored
+from ptxlab.torch.repeats import Repeats
 
 Quantized = tuple[Tensor, Tensor, Tensor]  # x_q s8 [M, K], scale f32 [M], token_sum s32 [M]
 
@@ -53,15 +53,18 @@ _HALVES = ("float16", "bfloat16")
 def _operator(schema: str, *, cuda: Callable[..., Any], cpu: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Define an operator; the first of its arguments says on which device it runs."""
     name = schema.partition("(")[0]
-    ON_CUDA[name], ALLOCATING[schema] = cuda, fake
+    _library.define(schema)
+    arguments = getattr(torch.ops.ptxlab, name).default._schema.arguments
+    written = {each.name: each.alias_info is not None and each.alias_info.is_write for each in arguments}
+    repeats = ON_CUDA[name] = Repeats(cuda, fake, written)
+    ALLOCATING[schema] = fake
 
     def on_its_device(x: Tensor, *others: Any, **how: Any) -> Any:
         if x.get_device() == torch.cuda.current_device():
-            return cuda(x, *others, **how)
+            return repeats(x, *others, **how)
         with torch.cuda.device(x.device):
-            return cuda(x, *others, **how)
+            return repeats(x, *others, **how)
 
-    _library.define(schema)
     _library.impl(name, on_its_device, "CUDA")
     _library.impl(name, cpu, "CPU")
     torch.library.register_fake(f"ptxlab::{name}", fake, lib=_library)
@@ -94,16 +97,6 @@ def _quantized(of: QuantizedActivations) -> Quantized:
 def _empty_quantized(x: Tensor, K: Any) -> Quantized:
     M = x.shape[0]
     return x.new_empty((M, K), dtype=torch.int8), x.new_empty(M, dtype=torch.float32), x.new_empty(M, dtype=torch.int32)
-
-
-T = TypeVar("T")
-
-
-def _made(kind: type[T], **fields: Any) -> T:
-    """A dataclass of tensors that have been checked already: its own checks take longer than a launch."""
-    made = object.__new__(kind)
-    vars(made).update(fields)
-    return made
 
 
 # Quantisers
@@ -161,7 +154,7 @@ def _on_cuda(quantiser: Callable[..., Any], x: Tensor, K: int, *given: Any, **ho
     """What a quantiser makes of x, in new tensors [M, K]."""
     x_q, scale, token_sum = _empty_quantized(x, K)
     of_rows = {"layout": "row_major", "rows": 1, "M": x.shape[0], "K": K}
-    out = _made(PackedActivations, **of_rows, x_q=x_q, scale=scale, token_sum=token_sum)
+    out = PackedActivations(**of_rows, x_q=x_q, scale=scale, token_sum=token_sum)
     quantiser(x, *given, out=out, **how)
     return x_q, scale, token_sum
 
@@ -199,6 +192,16 @@ _operator(
 
 
 # Products
+
+
+W = TypeVar("W", PackedWeight, ExpertWeights)
+
+
+def _of_tensors(kind: type[W], **fields: Any) -> W:
+    """A weight whose buffers `_buffers` has checked: its own checks take no tensors."""
+    weight = object.__new__(kind)
+    vars(weight).update(fields)
+    return weight
 
 
 def _buffers(
@@ -293,7 +296,7 @@ def _gemm_on_cuda(
     x_q: Tensor, x_scale: Tensor, x_sum: Tensor | None, weight: list[Tensor], bias: Tensor | None = None,
     *, layout: str, scheme: str, group: int = 0, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    packed = _made(PackedWeight, **_buffers("gemm_w4a8: weight", weight, layout, scheme, x_q.shape[-1], group))
+    packed = _of_tensors(PackedWeight, **_buffers("gemm_w4a8: weight", weight, layout, scheme, x_q.shape[-1], group))
     out = x_q.new_empty((x_q.shape[0], packed.N), dtype=out_dtype)
     return gemm.gemm_w4a8(x_q, x_scale, packed, x_sum=x_sum, bias=bias, out=out)
 
@@ -324,7 +327,7 @@ def _grouped_on_cuda(
 ) -> Tensor:  # fmt: skip
     E = len(offsets) - 1
     fields = _buffers("gemm_w4a8_grouped: weights", weights, "strips", scheme, x_q.shape[-1], group, (E,))
-    experts = _made(ExpertWeights, E=E, **fields)
+    experts = _of_tensors(ExpertWeights, E=E, **fields)
     out = x_q.new_empty((x_q.shape[0], experts.N), dtype=out_dtype)
     return gemm.gemm_w4a8_grouped(x_q, x_scale, experts, offsets, x_sum=x_sum, bias=bias, out=out)
 
@@ -353,7 +356,6 @@ _operator(
 
 
 _NO_ROWS = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)  # block table and lengths, at which no append looks
-_known_caches: set[Any] = set()
 
 
 def _cache_fields(
@@ -370,16 +372,8 @@ def _cache_fields(
 def _cache_on_cuda(
     name: str, tensors: tuple[Tensor, Any, Any], how: tuple[int, int, str], channel: _Channel
 ) -> KVCache:
-    """The cache of these tensors. Its checks, which look at dtypes and shapes alone, are made once for each of them."""
-    fields = _cache_fields(tensors, how, channel)
-    key = (how, *((each.dtype, each.shape) for each in (*tensors, *(channel or ()))))
-    if key not in _known_caches:
-        with naming(name):
-            KVCache(**fields)
-        if len(_known_caches) >= MOST:
-            _known_caches.clear()
-        _known_caches.add(key)
-    return _made(KVCache, **fields)
+    with naming(name):
+        return KVCache(**_cache_fields(tensors, how, channel))
 
 
 def _cache_on_cpu(name: str, tensors: tuple[Tensor, Any, Any], how: tuple[int, int, str], channel: _Channel) -> KVCache:
@@ -584,4 +578,4 @@ def _carved(workspace: Tensor, head_dim: int) -> attention.AttentionWorkspace:
         rule = f"must be attention_workspace({head_dim}), uint8 of {memory.nbytes} bytes"
         raise ArgumentError("attention_kv4: workspace", rule, f"{dtype} of {workspace.nbytes} bytes")
     views = {name: gpu.View(start + offset, *kind, device, owner) for name, offset, kind, owner in memory.items}
-    return _made(attention.AttentionWorkspace, kernel=memory.kernel, views=views)
+    return attention.AttentionWorkspace(kernel=memory.kernel, views=views)

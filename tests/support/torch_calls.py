@@ -75,7 +75,7 @@ def every_call(rng: np.random.Generator) -> dict[str, tuple[tuple[Any, ...], dic
         "gemm_w4a8_grouped": ((x_q, scale, x_sum, experts, offsets), {"scheme": "lqq", **of}),
         "rmsnorm_quantize": ((x, normal(rng, K), normal(rng, M, K), 1e-6, torch.empty_like(x)), {}),
         "silu_mul_quantize": ((x,), {}),
-        "append_kv4": ((kv, kv, pool, slots, cos, sin, positions), {}),
+        "append_kv4": ((kv, kv.clone(), pool, slots, cos, sin, positions), {}),
         "rope_append_kv4": ((qkv, pool, slots, cos, sin, positions), {"head_dim": D}),
         "attention_kv4": (
             (q, full["pool"], table, lengths),

@@ -10,7 +10,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.gpu.view import View
 from ptxlab.kernels import operation
 from tests.support.fake_gpu import DeviceArray, FakeGpu
-from tests.support.torch_calls import every_call
+from tests.support.torch_calls import OPERATORS, D, Hkv, K, M, caches, every_call, normal, products, weight
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.torch
@@ -20,14 +20,22 @@ class TensorGpu(FakeGpu):
     """Tensors of the CPU are its device arrays."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ptxlab.torch import operators
+        from ptxlab.torch import operators, repeats
 
         super().__init__(monkeypatch)
         for name in ("_prepared", "_ready", "_memory"):  # of earlier calls
             monkeypatch.setattr(operation, name, {})
+        for operator in operators.ON_CUDA.values():
+            monkeypatch.setattr(operator, "_known", {})
+        tensors_of = repeats._tensors  # of arguments and of results, which a repeated call does not look at by views
+        monkeypatch.setattr(repeats, "_tensors", lambda given: [self.seen(each) for each in tensors_of(given)])
         monkeypatch.setattr(operators, "_memory", operators._memory.__wrapped__)
         monkeypatch.setattr(gpu, "is_device_array", lambda array: isinstance(array, DeviceArray | torch.Tensor))
         monkeypatch.setattr(gpu, "new", lambda example, shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype)))
+
+    def seen(self, tensor: Any) -> Any:
+        self.view("", tensor)
+        return tensor
 
     def view(self, name: str, array: Any) -> View:
         return super().view(name, DeviceArray(array.numpy()) if isinstance(array, torch.Tensor) else array)
@@ -76,6 +84,70 @@ def test_a_capture_takes_all_operators(fake: TensorGpu) -> None:
         operators.ON_CUDA["attention_kv4"](*args, window=8)
     with pytest.raises(ArgumentError, match=rf"attention_kv4: workspace: must be attention_workspace\(64\).*{needed}"):
         operators.ON_CUDA["attention_kv4"](*args, workspace=how["workspace"][:-1])
+
+
+def on_the_gpu(args: tuple[Any, ...], how: dict[str, Any], fake: TensorGpu) -> None:
+    """Let the GPU know memory that a repeated call, which looks at no views, may have."""
+    for each in (*args, *how.values()):
+        for tensor in each if isinstance(each, list) else [each]:
+            if isinstance(tensor, torch.Tensor):
+                fake.view("", tensor)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_repeated_call_only_launches(fake: TensorGpu, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """On other tensors, with the results of the public call, which is not made again."""
+    from ptxlab.torch import operators
+
+    def given() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, how = every_call(np.random.default_rng(1))[name]
+        return args, {**how, **({"workspace": None} if name == "attention_kv4" else {})}
+
+    operator, (first, how) = operators.ON_CUDA[name], every_call(np.random.default_rng(0))[name]
+    if name == "attention_kv4":  # parts of a tensor are no arrays of this GPU: nothing runs
+        fake.runs = False
+        how["workspace"] = torch.zeros(operators._memory(64, 0).nbytes, dtype=torch.uint8)
+    operator(*first, **how)
+    (args, _), (again, _) = given(), given()
+    if fake.runs:
+        wanted = operator.call(*args, **given()[1])
+    on_the_gpu(again, how, fake)
+    loads, allocations = fake.loads, fake.allocations
+    monkeypatch.setattr(operator, "call", None)
+    got = operator(*again, **how)
+    assert (fake.loads, fake.allocations, len(fake.launched)) == (loads, allocations, 2 + fake.runs)
+    for ours, theirs in zip((got, *again), (wanted, *args), strict=True) if fake.runs else ():
+        ours, theirs = (each if isinstance(each, tuple | list) else (each,) for each in (ours, theirs))
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_what_the_public_call_has_to_look_at_is_not_repeated(fake: TensorGpu) -> None:
+    from ptxlab.torch import operators
+
+    normed, rng = operators.ON_CUDA["rmsnorm_quantize"], np.random.default_rng(0)
+    x, residual, gamma = normal(rng, M, K), normal(rng, M, K), normal(rng, K)
+    normed(x, gamma, residual)
+    assert len(normed._known) == 1
+    both = normal(rng, 2 * M, K)
+    with pytest.raises(ArgumentError, match="rmsnorm_quantize: residual: must not share memory with x"):
+        normed(both[:M], gamma, both[1 : M + 1])
+    with pytest.raises(ArgumentError, match="rmsnorm_quantize: x: aligned to 16 bytes"):
+        normed(normal(rng, M * K + 1)[1:].view(M, K), gamma, residual)
+    with pytest.raises(ArgumentError, match="rmsnorm_quantize: gamma: dtype float16"):
+        normed(x, gamma.float(), residual)
+    normed(x[:1].clone(), gamma, residual[:1].clone())
+    normed(x, gamma, residual, 1e-6)
+    assert len(normed._known) == 3, "batches and options are told apart"
+    append, k = operators.ON_CUDA["append_kv4"], normal(rng, M, Hkv, D)
+    pool, slots = caches(rng)["pool"], torch.tensor([0, 1, -1])
+    append(k, k, pool, slots)
+    assert not append._known, "which of two equal addresses is the keys'?"
+    product, of = operators.ON_CUDA["gemm_w4a8"], products(rng)
+    for _ in range(2):  # token sums that nobody gives are made in memory of the stream
+        product(of["x_q"], of["x_scale"], None, weight(rng, "qoq_channel", "qserve")[1], layout="qserve",
+                scheme="qoq_channel", out_dtype=torch.float16)  # fmt: skip
+    assert not product._known
 
 
 def test_shapes_are_checked_before_a_kernel_sees_them(fake: TensorGpu) -> None:
