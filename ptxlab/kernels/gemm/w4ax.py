@@ -136,7 +136,7 @@ def _stage_bytes(BM: int, WN: int) -> int:
 
 
 def _choose_sm90(s: Sizes) -> dict[str, int]:
-    """As wide as there are tokens, and as many stages as fit. To be tuned: no GPU has timed it yet."""
+    """As wide as there are tokens, and as many stages as fit. To be tuned: nothing else has been timed."""
     BM, WN = next((BM for BM in (8, 16, 32, 64) if s["M"] <= BM), 128), 2
     stages = min((strips_tiles.ROOM - buffer_bytes(WN)) // _stage_bytes(BM, WN), strips_tiles.MOST_STAGES)
     return {"BM": BM, "WN": WN, "STAGES": stages, "OUT": F32}
