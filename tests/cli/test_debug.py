@@ -26,7 +26,7 @@ class Terminal:
         self.pid, self.terminal = pty.fork()
         if not self.pid:
             os.environ.update(TERM="dumb", COLUMNS="200")
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a worker may have it blocked
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # it is ignored below what a shell runs in the background
             os.execv(sys.executable, [sys.executable, "-m", "ptxlab", *map(str, arguments)])
 
     def until(self, end: str, seconds: float = 60) -> str:
