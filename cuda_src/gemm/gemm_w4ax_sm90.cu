@@ -27,8 +27,8 @@
 #include "wgmma.cuh"
 
 #ifndef BM
-#define BM 64   // most tokens of a tile
-#define WN 2    // warp groups of 64 rows of W
+#define BM 64  // most tokens of a tile
+#define WN 2   // warp groups of 64 rows of W
 #define STAGES 6
 #define OUT 0
 #endif
