@@ -14,6 +14,7 @@ from ptxlab.reference import EXACT, Layer, Numerics, decoder_layer, rms_norm
 
 Tokens = npt.NDArray[np.integer]
 _STRIP = 256  # rows of logits whose exponentials lie in memory at a time
+_ELEMENTS = 1 << 26  # of a batch's widest activation on a GPU: half a GB in float64
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -77,10 +78,19 @@ class FloatModel:
             raise ArgumentError("tokens", f"must be integers in 0..{most}", got)
         return self.embedding[np.asarray(tokens, like=self.embedding)]
 
+    def batches(self, tokens: Tokens) -> list[Tokens]:
+        """Sequences [S, T] as batches [B, T]: single ones on a CPU, whose caches hold them.
+
+        On a GPU as many as memory allows, because a launch costs more than it computes of one sequence.
+        """
+        on_cpu = isinstance(self.embedding, np.ndarray)
+        at_once = 1 if on_cpu else max(1, _ELEMENTS // (tokens.shape[1] * self.config.ffn))
+        return [tokens[i : i + at_once] for i in range(0, len(tokens), at_once)]
+
     def states(
         self, tokens: Sequence[Tokens], numerics: Numerics = EXACT, progress: Callable[[], None] = lambda: None
     ) -> list[Any]:
-        """The stream after the last layer, [B, T, H] for each tokens [B, T]; `progress` follows each of a layer.
+        """The stream after the last layer, [B, T, H] for each tokens [B, T]; `progress` follows each sequence.
 
         All of them pass through a layer before the next layer is read.
         """
@@ -88,7 +98,8 @@ class FloatModel:
         for layer in self.layers:
             for i, x in enumerate(states):
                 states[i] = self.run_layer(x, layer, numerics)
-                progress()
+                for _ in range(len(x)):
+                    progress()
         return states
 
     def run_layer(self, x: Any, layer: Layer, numerics: Numerics = EXACT) -> Any:
@@ -107,7 +118,7 @@ class FloatModel:
         )
 
     def logits(self, state: Any) -> Any:
-        """[B, T, V] of the stream after the last layer."""
+        """[.., V] of the stream [.., H] after the last layer."""
         y = rms_norm(state, self.final_norm, self.config.eps).astype(state.dtype)
         return y @ (self.embedding if self.head is None else self.head).T
 
@@ -141,10 +152,10 @@ def perplexity(
     """
     if windows.ndim != 2 or not len(windows) or windows.shape[1] < 2:
         raise ArgumentError("windows", "must be [W, T] of one window or more, two tokens or more", windows.shape)
-    states = model.states([window[None] for window in windows], numerics, progress)
+    states = model.states(model.batches(windows), numerics, progress)
     losses = []
-    for window, state in zip(windows, states, strict=True):
-        losses.append(negative_log_likelihood(model.logits(state)[0, :-1], window[1:]))
+    for window, state in zip(windows, (state for batch in states for state in batch), strict=True):
+        losses.append(negative_log_likelihood(model.logits(state)[:-1], window[1:]))
         progress()
     return float(np.exp(np.mean(losses)))
 

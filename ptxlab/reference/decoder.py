@@ -93,18 +93,17 @@ def causal_attention(q: Floats, k: Floats, v: Floats, window: int | None = None)
     (B, T, Hq, D), Hkv = q.shape, k.shape[2]
     scale, seen, unseen = (q.dtype.type(value) for value in (D**-0.5, 0, -np.inf))
     token = np.arange(T, like=q)
+    queries = q.reshape(B, T, Hkv, Hq // Hkv, D).transpose(0, 2, 3, 1, 4)  # [B, Hkv, ratio, T, D]
+    keys, values = k.transpose(0, 2, 3, 1)[:, :, None], v.transpose(0, 2, 1, 3)[:, :, None]
     results = np.empty_like(q)
-    for b in range(B):
-        queries = q[b].reshape(T, Hkv, Hq // Hkv, D).transpose(1, 2, 0, 3)  # [Hkv, ratio, T, D]
-        keys, values = k[b].transpose(1, 2, 0)[:, None], v[b].transpose(1, 0, 2)[:, None]
-        for first in range(0, T, _QUERIES):
-            asking = slice(first, min(first + _QUERIES, T))
-            asked = slice(0 if window is None else max(0, first - window + 1), asking.stop)
-            age = token[asking, None] - token[asked]
-            hidden = age < 0 if window is None else (age < 0) | (age >= window)
-            scores = queries[:, :, asking] @ keys[..., asked] * scale + np.where(hidden, unseen, seen)
-            scores -= scores.max(axis=-1, keepdims=True)
-            np.exp(scores, out=scores)
-            mean = scores @ values[:, :, asked] / scores.sum(axis=-1, keepdims=True)
-            results[b, asking] = mean.transpose(2, 0, 1, 3).reshape(-1, Hq, D)
+    for first in range(0, T, _QUERIES):
+        asking = slice(first, min(first + _QUERIES, T))
+        asked = slice(0 if window is None else max(0, first - window + 1), asking.stop)
+        age = token[asking, None] - token[asked]
+        hidden = age < 0 if window is None else (age < 0) | (age >= window)
+        scores = queries[..., asking, :] @ keys[..., asked] * scale + np.where(hidden, unseen, seen)
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        mean = scores @ values[..., asked, :] / scores.sum(axis=-1, keepdims=True)
+        results[:, asking] = mean.transpose(0, 3, 1, 2, 4).reshape(B, -1, Hq, D)
     return results

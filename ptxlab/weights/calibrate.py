@@ -115,7 +115,7 @@ def quantize_layers(
             is called again after a layer was yielded, so that the next layer is calibrated on the stored weights.
     """
     require_text(recipe, tokens)
-    states = [model.embedded(sample[None]) for sample in tokens]
+    states = [model.embedded(batch) for batch in model.batches(tokens)]
     numerics = recipe.numerics()
     for index in range(len(model.layers)):
         floats = finished(index)
@@ -137,7 +137,7 @@ def require_text(recipe: Recipe, tokens: Tokens) -> None:
 
 
 def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe) -> QuantizedLayer:
-    """One layer of a prepared model, on the stream [1, T, H] of every calibration sample before it.
+    """One layer of a prepared model, on the stream [B, T, H] of every batch of calibration samples before it.
 
     Matrices that read the same input are quantised together, in the order of the layer. Each is thus calibrated on
     inputs with the errors of those before it.

@@ -293,3 +293,23 @@ def test_a_run_goes_on_where_another_has_ended(monkeypatch: pytest.MonkeyPatch, 
     cards.append("GPU-2")
     bench.run_suite("decode", only=["LLaMA-2-7B"], resume=path)
     assert measured == [1, 4, 4, 1, 4, 1, 4], "another card of the same kind"
+
+
+@pytest.mark.gpu
+def test_a_whole_model_is_timed_beside_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny one on a GPU, whoever else uses it, as `bench decode` does it, and once more from its own rows."""
+    tiny = Config(hidden=512, ffn=768, heads=4, kv_heads=2, head_dim=128, layers=2, vocabulary=1003, name="tiny")
+    monkeypatch.setattr(models, "STEPS", 16)
+    wanted = models.WantedModels(models=(tiny,), mixes=("fp16",))
+    plan, known = models.ModelPlan((1, 4), {80: 4, 141: 4}), {}
+    for row in models.model_rows(tiny, wanted, plan, known, CEILINGS, lambda _: None):
+        known[row.key] = row
+    steps = [row for row in known.values() if row.measure == models.MEASURE]
+    assert [row.sizes["B"] for row in steps] == [1, 4] and all("bit for bit" in row.checked for row in steps)
+    assert all(row.more[name] > 0 for row in steps for name in ("head_us", "head_int8_us", "head_invariant_us"))
+    assert all("without" in row.peers for row in steps)
+    assert sum(row.measure == models.GENERATE for row in known.values()) == 2
+    monkeypatch.setattr(models, "KernelRunner", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(models, "side_by_side", lambda _: None)
+    again = models.model_rows(tiny, replace(wanted, mixes=()), plan, known, CEILINGS, lambda _: None)
+    assert {row.key for row in again} <= {*known}

