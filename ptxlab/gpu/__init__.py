@@ -5,6 +5,7 @@ through `launch`, on the caller's stream.
 """
 
 from ptxlab.gpu.arrays import (
+    ALIGNMENT,
     as_array,
     caller_stream,
     check_alignment,
@@ -32,6 +33,7 @@ from ptxlab.gpu.tensor_map import encode
 from ptxlab.gpu.view import View, current_device, handed, is_capturing, new, stream_handle, view
 
 __all__ = [
+    "ALIGNMENT",
     "DeviceInfo",
     "GpuKernel",
     "Graph",

@@ -12,7 +12,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.io.dlpack import Bits, is_bfloat16, on_host, plain
 
 _CUDA = (2, 13)  # DLPack's device types: device memory, managed memory
-_ALIGNMENT = 16  # the widest load or store of one thread
+ALIGNMENT = 16  # bytes: the widest load or store of one thread
 
 
 def without_pool() -> None:
@@ -92,8 +92,8 @@ def check_alignment(name: str, array: Any) -> None:
             raise ArgumentError(
                 name, f"aligned to its {array.itemsize}-byte elements", f"address {array.ctypes.data:#x}"
             )
-    elif array.data.ptr % _ALIGNMENT:
-        raise ArgumentError(name, f"aligned to {_ALIGNMENT} bytes on the GPU", f"address {array.data.ptr:#x}")
+    elif array.data.ptr % ALIGNMENT:
+        raise ArgumentError(name, f"aligned to {ALIGNMENT} bytes on the GPU", f"address {array.data.ptr:#x}")
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Any:

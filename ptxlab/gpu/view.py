@@ -8,10 +8,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from ptxlab.errors import ArgumentError
-from ptxlab.gpu.arrays import as_array, caller_stream, empty, is_device_array, library, like, torch_stream
+from ptxlab.gpu.arrays import ALIGNMENT, as_array, caller_stream, empty, is_device_array, library, like, torch_stream
 from ptxlab.spec.dtypes import storage
-
-_ALIGNMENT = 16  # bytes: the widest load or store of one thread
 
 
 class View(NamedTuple):
@@ -34,8 +32,8 @@ class View(NamedTuple):
             raise ArgumentError(name, f"shape {list(shape)}", list(self.shape))
         if self.device != device:
             raise ArgumentError(name, f"on the current device {device}", f"device {self.device}")
-        if self.address % _ALIGNMENT:
-            raise ArgumentError(name, f"aligned to {_ALIGNMENT} bytes on the GPU", f"address {self.address:#x}")
+        if self.address % ALIGNMENT:
+            raise ArgumentError(name, f"aligned to {ALIGNMENT} bytes on the GPU", f"address {self.address:#x}")
         return self
 
 

@@ -27,7 +27,6 @@ from ptxlab.spec.dtypes import name_of, storage
 from ptxlab.validate import is_one_of
 
 MOST = 4096  # kernels, and calls, that are remembered
-ALIGNMENT = 16  # bytes
 
 Results = Mapping[str, Any]  # what a call has made, by the kernels' names
 
@@ -257,7 +256,7 @@ class Operation(Generic[C]):
                     addresses |= view[0]
                     kinds.append(view[1:4])
             key = *kinds, *views
-            ready = _ready.get(key) if addresses % ALIGNMENT == 0 else None
+            ready = _ready.get(key) if addresses % gpu.ALIGNMENT == 0 else None
         except (ArgumentError, TypeError):  # the checks have better words
             key = None
         if self.apart:
@@ -267,7 +266,9 @@ class Operation(Generic[C]):
             if not (lacks and gpu.is_capturing(stream)):
                 used = self._take(ready, (device, stream), workspace, views) if ready.memory else None
                 return _launch(ready, stream, views, used, example)
-        return self._whole_way(check(), (device, stream), workspace, example, None if addresses % ALIGNMENT else key)
+        return self._whole_way(
+            check(), (device, stream), workspace, example, None if addresses % gpu.ALIGNMENT else key
+        )
 
     def _require_apart(self, views: Mapping[str, gpu.View]) -> None:
         """Raise ArgumentError for the first two of `apart` that have memory in common."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ptxlab import gpu
-from ptxlab.kernels.operation import ALIGNMENT, launches_within, remember
+from ptxlab.kernels.operation import launches_within, remember
 from ptxlab.runtime.plan import Plan
 
 _Place = tuple[int, int]  # the number of a tensor, of arguments and then results; bytes from its beginning
@@ -119,7 +119,7 @@ def _taken_apart(args: tuple[Any, ...], how: dict[str, Any]) -> tuple[tuple[Any,
         address = each.data_ptr()
         addresses.append(address)
         low_bits |= address
-    kind.append(low_bits % ALIGNMENT)  # the public call takes no other than 0
+    kind.append(low_bits % gpu.ALIGNMENT)  # the public call takes no other than 0
     return tuple(kind), tensors, addresses
 
 

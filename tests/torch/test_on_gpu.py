@@ -185,6 +185,6 @@ def test_the_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.measure for row in found] == ["host time"] * len(OPERATORS) + ["generate"] * 6
     steps = found[-6:]
     assert [sorted(row.peers) for row in steps] == [[]] * 2 + [["fp16"]] * 2 + [["fp16", "fp8"]] * 2
-    assert all(row.time_us > 0 and 0 < row.fraction < 1 for row in steps)
+    assert all(0 < row.fraction < 1 for row in steps)
     monkeypatch.setattr(bench, "step_us", lambda *_: pytest.fail("measured again"))
     assert list(bench.rows((), Ceilings(4.0, 4.0), lambda label: None, done=found))[-6:] == steps
