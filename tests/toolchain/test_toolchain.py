@@ -1,5 +1,6 @@
 """Compilers and disassembler: real compiles, errors with their line, the cache's key, missing tools."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,29 @@ def test_disassembly_names_lines(ptx: Source, cuda: Source) -> None:
     assert "LOP3.LUT" in text and "line 10" in text
     text = toolchain.disassemble(toolchain.compile_cuda(cuda, "sm_90a", defines=MASK))
     assert 'flip.cu", line 4' in text
+
+
+def test_machine_code_says_where_an_indirect_jump_leads() -> None:
+    places = "ABCD"
+    branches = "\n".join(f"{name}: st.global.u32 [%out+{4 * i}], %i; bra E;" for i, name in enumerate(places))
+    text = f"""
+.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry jumps(.param .u64 out, .param .u32 i) {{
+.reg .b32 %i;
+.reg .b64 %out;
+ld.param.u32 %i, [i];
+ld.param.u64 %out, [out];
+to: .branchtargets {", ".join(places)};
+brx.idx %i, to;
+{branches}
+E: ret;
+}}
+"""
+    code = toolchain.disassemble(toolchain.assemble(Source.from_text(text, "jumps.ptx"), "sm_90a"))
+    (jump,) = (line for line in code.splitlines() if "BRX" in line)
+    assert re.search(r'BRANCH_TARGETS (\.\w+,?){4}"', jump)
 
 
 KERNEL = 'extern "C" __global__ void {}(int* out) {{ out[0] = 1; }}\n'
