@@ -277,8 +277,9 @@ class InFlight(Check):
         launch = self.machine.launch
         if launch.unfenced is None or self.dirty is None:
             return
-        places = np.flatnonzero(self.dirty.each[: self.machine.cluster_memory.first_window])
-        events = self.dirty.each[places]
+        each = self.dirty.each
+        places = np.flatnonzero(each[: self.machine.cluster_memory.first_window])
+        events = each[places]
         nobody = self.order.fenced_by_nobody(events, _GLOBAL)
         launch.unfenced[places] = 0
         for code in np.unique(codes_of(events[nobody])).tolist():

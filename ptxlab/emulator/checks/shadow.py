@@ -1,7 +1,8 @@
 """Shadow memory: what a check knows of each byte of memory.
 
 Most accesses are of 4 to 16 bytes, and bytes that are used together carry the same. So a shadow is looked at in *units*
-of several bytes where each of them is uniform, and byte by byte elsewhere; the answer is the same.
+of several bytes where each of them is uniform, and byte by byte elsewhere; the answer is the same. It is kept in units
+too, as long as nothing smaller is set.
 """
 
 from collections.abc import Callable
@@ -15,22 +16,32 @@ UNITS = (16, 8, 4, 2, 1)  # bytes
 
 
 class Shadow:
-    """A number for each byte of memory."""
+    """A number for each byte of memory, whose size is a multiple of 16."""
 
     def __init__(self, size: int) -> None:
-        self.each = np.zeros(size, np.uint64)
-        self.rows = {unit: self.each.reshape(-1, unit) for unit in UNITS}
-        self.finest = UNITS[0]  # unit that anything has been set in: all units of this size are uniform
+        self.grain = UNITS[0]  # bytes of a cell, the smallest unit that anything has been set in
+        self.cells = np.zeros(size // self.grain, np.uint64)
+
+    @property
+    def each(self) -> Array:
+        """That of each byte."""
+        return self.cells.repeat(self.grain)
+
+    def rows(self, unit: int) -> Array:
+        """The cells of each unit, which has one or several."""
+        return self.cells.reshape(-1, unit // self.grain)
 
     def get(self, places: Array, unit: int) -> Array:
         """That of each unit, which is uniform. `places` are numbers of units."""
-        found: Array = self.rows[unit][places, 0]
+        finer = unit < self.grain
+        found: Array = self.cells[places // (self.grain // unit)] if finer else self.rows(unit)[places, 0]
         return found
 
     def put(self, places: Array, unit: int, values: Array | int) -> None:
         """Set that of each unit."""
-        self.finest = min(self.finest, unit)
-        self.rows[unit][places] = values[:, None] if isinstance(values, np.ndarray) else values
+        if unit < self.grain:
+            self.cells, self.grain = self.cells.repeat(self.grain // unit), unit
+        self.rows(unit)[places] = values[:, None] if isinstance(values, np.ndarray) else values
 
     def mark(self, offsets: Array, size: int, values: Array) -> None:
         """Set that of accesses, each of `size` bytes, of which its place is a multiple."""
@@ -42,10 +53,10 @@ class Shadow:
 
     def is_uniform(self, places: Array, unit: int) -> bool:
         """Whether in each of these units all bytes carry the same."""
-        if unit <= self.finest:
+        if unit <= self.grain:
             return True
-        rows = self.rows[unit][places]
-        return not np.count_nonzero(rows.reshape(-1) != rows[:, 0].repeat(unit))
+        rows = self.rows(unit)[places]
+        return not np.count_nonzero(rows.reshape(-1) != rows[:, 0].repeat(rows.shape[1]))
 
 
 @cache
