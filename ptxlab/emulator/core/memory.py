@@ -1,8 +1,8 @@
 """Memory: one arena of bytes for global buffers, variables, parameters, and every block's shared and local window.
 
 Device addresses are arena offsets plus `BASE`, so null and small integers point nowhere. Regions lie `GAP` bytes
-apart: an access that runs out of its buffer falls into a gap and is reported with the buffer that it missed.
-Untouched pages of the arena cost nothing, so the gaps may be wide.
+apart: an access that runs out of its buffer falls into a gap and is reported with the buffer that it missed. Wide gaps
+catch far misses; they cost the time to clear them, as memory that is used again comes uncleared.
 """
 
 import re

@@ -315,7 +315,7 @@ def test_the_weights_leave_with_the_token_sum() -> None:
 def once(group: int) -> list[Any]:
     """What is benched, every tile once, in a cluster if it can be in one, where it has the more code (the later case).
 
-    Stages and splits change no registers of the main loop.
+    Stages and splits change no registers: all 100 tiles that are benched in groups of 128 have those of these 61.
     """
     return list(
         {
