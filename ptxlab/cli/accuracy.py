@@ -1,6 +1,7 @@
 """The command `accuracy`: what each step of the recipes does to a model's perplexity."""
 
 import json
+from contextlib import suppress
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -117,7 +118,8 @@ def _before(out: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
     for name, value in about.items():
         if record.get(name) != value:
             raise FileError(f"{out}: is there already, of another {name}: {record.get(name)}, not {value}")
-    try:
-        return table_of.in_order(record["rows"])
-    except (KeyError, TypeError):
-        raise FileError(f"{out}: rows must be those of this version's table; write a new record") from None
+    recipes = {(row.ladder, row.step): row.recipe.to_json() for row in table_of.rows()}
+    with suppress(KeyError, TypeError):
+        if all(row["recipe"] == recipes[row["ladder"], row["step"]] for row in record["rows"]):
+            return table_of.in_order(record["rows"])
+    raise FileError(f"{out}: rows must be those of this version's table; write a new record")

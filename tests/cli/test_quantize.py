@@ -186,6 +186,7 @@ def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr("ptxlab.cli.models.open_text", lambda source, progress: text)
     sizes = ("--length", 32, "--windows", 2, "--samples", 2, "--sample-length", 32)
     only = ("--only", "alone/KV?", "--only", "Atom/GPTQ", "--only", "FMPQ/?0% *", "--only", "channel/GPTQ")
+    only += ("--only", "g64/reordering")
     options = (*only, "--seeds", 2, *sizes)
     code, printed, err = cli("accuracy", folder, *options, "--out", tmp_path / "record.json")
     assert (code, err) == (0, "")
@@ -200,6 +201,7 @@ def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypa
         *kv,
         ("channel", "GPTQ", 0),
         ("channel", "GPTQ", 1),
+        ("g64", "reordering", 0),
         ("Atom", "GPTQ", 0),
         *(("FMPQ", step, seed) for step, seed in shares),
     ]
@@ -210,12 +212,14 @@ def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(accuracy, "quantize_layers", lambda *_: pytest.fail("that was measured before"))
     assert cli(*asked, *options[:4])[0] == 0
     assert json.loads((tmp_path / "record.json").read_text())["rows"] == record["rows"]
+    assert cli(*asked, "--only", "schemes, rounded/LQQ")[0] == 0  # of the same recipe as g64/reordering
+    assert len(json.loads((tmp_path / "record.json").read_text())["rows"]) == len(record["rows"]) + 1
     code, _, err = cli(*asked, "--samples", 3)
     assert code == 2 and "record.json: is there already, of another calibration: [2, 32], not [3, 32]" in err
-    record["rows"][0]["step"] = "float64"  # as an older version's table may have it
-    (tmp_path / "record.json").write_text(json.dumps(record))
-    code, _, err = cli(*asked)
-    assert code == 2 and "record.json: rows must be those of this version's table" in err
+    for older in ({"step": "float64"}, {"recipe": record["rows"][1]["recipe"]}):
+        (tmp_path / "record.json").write_text(json.dumps({**record, "rows": [{**record["rows"][0], **older}]}))
+        code, _, err = cli(*asked)
+        assert code == 2 and "record.json: rows must be those of this version's table" in err
     code, _, err = cli("accuracy", folder, "--length", 10**6)
     assert code == 2 and "--length expects at most" in err
     assert cli("accuracy", folder, "--only", "nothing")[0] == 2

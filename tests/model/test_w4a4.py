@@ -108,16 +108,14 @@ def test_text_is_the_one_of_fake_quantisation(made: tuple[Recipe, Path, Quantize
     """Logits of the integers beside those of floats that are rounded at the same places, but not to FP16 in between:
     that moves some 4-bit activations by a whole step. An input in another order is off by 1 or so."""
     recipe, _, model = made
-    tokens = TEXT[0, :12]
-    runner = NumpyRunner(model, 1, 16)
-    runner.prefill([tokens[:-1].tolist()])
-    found = runner.decode(tokens[-1:]).astype(np.float64)[0]
-    floats = dequantized(model)
-    right = floats.logits(floats.states([tokens[None]], recipe.numerics())[0])[0, -1]
-    error = np.linalg.norm(found - right) / np.linalg.norm(right)
-    exact = small()
-    loss = np.linalg.norm(right - exact.logits(exact.states([tokens[None]])[0])[0, -1]) / np.linalg.norm(right)
-    assert error < loss < 0.1, (error, loss)
+    tokens = TEXT[0]
+    runner = NumpyRunner(model, 1, len(tokens))
+    runner.prefill([tokens[:4].tolist()])
+    found = np.concatenate([runner.decode(tokens[i : i + 1]) for i in range(4, len(tokens))])
+    floats, exact = dequantized(model), small()
+    right = floats.logits(floats.states([tokens[None]], recipe.numerics())[0])[0, 4:]
+    error, loss = relative(found, right), relative(exact.logits(exact.states([tokens[None]])[0])[0, 4:], right)
+    assert error < 0.75 * loss < 0.075, (error, loss)
 
 
 @pytest.mark.gpu

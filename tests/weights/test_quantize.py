@@ -289,7 +289,7 @@ def test_a_weight_that_would_overflow_stops_the_run(tmp_path: Path, monkeypatch:
 def too_wide(grid: Any, group: int, w: Any) -> Any:
     """Levels to 16·15 - 100 = 140, and scales so small that the largest weights take the last."""
     step, minimum = np.full(w.shape[1], 16.0), np.full(w.shape[1], -100.0)
-    return iter([(steps.Levels(grid.scale / 2, step, minimum), (step, minimum))])
+    return steps.Levels(grid.scale / 2, step, minimum), (step, minimum)
 
 
 @pytest.fixture

@@ -4,9 +4,7 @@ The objective is ||(W - W') Xᵀ||², which is the trace of (W - W') H (W - W')�
 triangular, the error e of column j is compensated by subtracting e U[j, k] / U[j, j] from every later column k.
 """
 
-from collections.abc import Iterator
 from contextlib import suppress
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +13,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.quant.recipe.grids import Array, Constants, Grid, Levels
 
 DAMPING = 0.01  # of the mean of H's diagonal, added to it
-BLOCK = 128  # columns whose errors are applied to all later columns in one product
+BLOCK = 128  # columns of a group whose errors are applied to its later columns in one product
 _TRIES = 8  # each with ten times the damping of the one before
 
 
@@ -65,25 +63,20 @@ def gptq(w: Array, hessian: Array, grid: Grid, *, damping: float = DAMPING) -> R
     H = hessian.astype(np.float64)
     importance = np.diagonal(H)
     groups, order = _order(grid.bounds, importance)
-    U = inverse_factor(H[order][:, order], damping).astype(w.dtype)
-    diagonal = np.diagonal(U)
+    U = inverse_factor(H[order][:, order], damping)
+    share = (U / np.diagonal(U)[:, None]).astype(w.dtype)  # of column j's error, what each later column takes off
+    cost = np.diagonal(U).astype(w.dtype) ** -2
     work = w.T[order]  # [K, N], columns of w one after the other
     q, values = np.empty_like(work), np.empty_like(work)
     chosen: list[Constants] = [()] * len(groups)
-    begins = dict(zip(_starts(grid.bounds, groups), groups, strict=True))
-    levels: Levels
-    for start, stop in _blocks(grid.bounds, groups):
-        errors = np.empty_like(work[start:stop])
-        for j in range(start, stop):
-            if j in begins:
-                group = begins[j]
-                end = j + grid.bounds[group][1] - grid.bounds[group][0]
-                levels, chosen[group] = grid.choose(group, work[j:end], diagonal[j:end] ** -2)
-            q[j] = levels.nearest(work[j])
-            values[j] = levels.values(q[j])
-            errors[j - start] = (work[j] - values[j]) / diagonal[j]
-            work[j + 1 : stop] -= U[j, j + 1 : stop, None] * errors[j - start]
-        work[stop:] -= U[start:stop, stop:].T @ errors
+    start = 0
+    for group in groups:
+        stop = start + grid.bounds[group][1] - grid.bounds[group][0]
+        levels, chosen[group] = grid.choose(group, work[start:stop], cost[start:stop])
+        q[start:stop], errors = _compensated(work[start:stop], levels, share[start:stop, start:stop])
+        values[start:stop] = levels.values(q[start:stop])
+        work[stop:] -= share[start:stop, stop:].T @ errors
+        start = stop
     back = np.argsort(order)
     found = Rounded(q[back].T, values[back].T, _stacked(chosen))
     plain = rounded(w, H, grid)
@@ -91,6 +84,22 @@ def gptq(w: Array, hessian: Array, grid: Grid, *, damping: float = DAMPING) -> R
     pairs = zip(plain[:2] + plain.constants, found[:2] + found.constants, strict=True)
     q, values, *constants = (np.where(worse[:, None], old, new) for old, new in pairs)
     return Rounded(q, values, tuple(constants))
+
+
+def _compensated(w: Array, levels: Levels, share: Array) -> tuple[Array, Array]:
+    """The integers of a group's columns w [g, N], rounded one after the other, and their errors.
+
+    In steps of the levels, which differ from row to row alone: so a column takes few operations.
+    """
+    at = levels.places(w)
+    q = np.empty_like(at)
+    for start in range(0, len(at), BLOCK):
+        stop = min(start + BLOCK, len(at))
+        for j in range(start, stop):
+            q[j] = levels.nearest_to(at[j])
+            at[j + 1 : stop] -= share[j, j + 1 : stop, None] * (at[j] - q[j])
+        at[stop:] -= share[start:stop, stop:].T @ (at[start:stop] - q[start:stop])
+    return q, (at - q) * levels.step * levels.unit
 
 
 def objective(w: Array, values: Array, hessian: Array) -> Array:
@@ -126,27 +135,6 @@ def _order(bounds: list[tuple[int, int]], importance: Array) -> tuple[list[int],
     share = [float(importance[start:stop].mean()) for start, stop in bounds]
     groups = sorted(range(len(bounds)), key=lambda group: -share[group])
     return groups, np.concatenate([descending(group) for group in groups])
-
-
-def _starts(bounds: list[tuple[int, int]], groups: list[int]) -> list[int]:
-    """First column of each group when groups are processed in that order."""
-    widths = [bounds[group][1] - bounds[group][0] for group in groups]
-    return list(accumulate(widths[:-1], initial=0))
-
-
-def _blocks(bounds: list[tuple[int, int]], groups: list[int]) -> Iterator[tuple[int, int]]:
-    """Runs of up to `BLOCK` columns. A group that fits into one is not divided: its levels need updated weights."""
-    start = stop = 0
-    for group in groups:
-        width = bounds[group][1] - bounds[group][0]
-        if stop > start and stop + width - start > BLOCK:
-            yield start, stop
-            start = stop
-        stop += width
-        while stop - start > BLOCK:
-            yield start, start + BLOCK
-            start += BLOCK
-    yield start, stop
 
 
 def _stacked(chosen: list[Constants]) -> Constants:

@@ -6,7 +6,8 @@ where they lie in the group's range are searched as well.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,13 +25,15 @@ Constants = tuple[Array, ...]  # a group's levels as the format stores them, [N]
 SHRINKS = tuple(1 - 0.05 * i for i in range(9))  # searched factors of a floating-point scale: 1 to 0.6
 NARROWER = (0, 1, 2, 3, 4, -1)  # searched differences of an integer scale from that of plain rounding
 SHIFTS = (0.0, 0.5, 1.0)  # share of the range outside the levels that is cut off at the lower end
+_ELEMENTS = 1 << 26  # of all candidates' errors at a time on a GPU: 256 MB in float32
+_ELEMENTS_OF_CPU = 1 << 20  # on a CPU, in whose caches they lie
 
 
 class Levels(NamedTuple):
     """(base + step·q)·unit, q an integer in low..high, for one group of each row.
 
-    All are floats [N], or a number that holds for every row; base and step are integers, so that only the product with
-    the unit rounds, as in the formats.
+    All are floats [N], or a number that holds for every row; of several candidates [C, N]. Base and step are integers,
+    so that only the product with the unit rounds, as in the formats.
     """
 
     unit: Array
@@ -39,9 +42,17 @@ class Levels(NamedTuple):
     low: Any = 0
     high: Any = 15
 
+    def places(self, w: Array) -> Array:
+        """Where w [.., N] lies, in steps from the level 0."""
+        return (w / self.unit - self.base) / self.step
+
+    def nearest_to(self, places: Array) -> Array:
+        """The integers, as floats, of the levels nearest to places [.., N]."""
+        return np.rint(places).clip(self.low, self.high)
+
     def nearest(self, w: Array) -> Array:
         """The integers, as floats, of the levels nearest to w [.., N]."""
-        return np.rint((w / self.unit - self.base) / self.step).clip(self.low, self.high)
+        return self.nearest_to(self.places(w))
 
     def values(self, q: Array) -> Array:
         """The levels of the integers q [.., N]."""
@@ -59,36 +70,43 @@ class Grid(ABC):
 
         `metric` [g, g], or [g] for a diagonal, says what an error d [g] of a row costs: dᵀ metric d.
         """
-        candidates = self.candidates(group, w)
-        best, constants = next(candidates)
-        if not self.clip:
-            return best, constants
-        least = _cost(best, w, metric)
-        for levels, others in candidates:
-            cost = _cost(levels, w, metric)
-            better = cost < least
-            least = np.where(better, cost, least)
-            best = Levels(*(_where(better, new, old) for new, old in zip(levels, best, strict=True)))
-            constants = tuple(_where(better, new, old) for new, old in zip(others, constants, strict=True))
-        return best, constants
+        levels, constants = self.candidates(group, w)
+        best, rows = _least(levels, w, metric) if self.clip else 0, np.arange(w.shape[1], like=w)
+        chosen = [each[best, rows] if _depth(each) == 2 else each for each in (*levels, *constants)]
+        return Levels(*chosen[: len(levels)]), tuple(chosen[len(levels) :])
 
     @abstractmethod
-    def candidates(self, group: int, w: Array) -> Iterator[tuple[Levels, Constants]]:
-        """Levels for w [g, N], with their constants; the first are those of plain rounding."""
+    def candidates(self, group: int, w: Array) -> tuple[Levels, Constants]:
+        """Levels for w [g, N] and their constants, [C, N] where candidates differ; the first are of plain rounding."""
 
     @abstractmethod
     def weight(self, q: Array, constants: Constants) -> Any:
         """The quantised weight with integers q [N, K] and the constants of all groups, [N, K/g] each."""
 
+    def searched(self, w: Array, first: Sequence[float], second: Sequence[float] = (0.0,)) -> tuple[Array, Array]:
+        """Every pair of the values, as columns [C, 1] of w's type; without `clip` that of the first ones alone."""
+        pairs = list(product(first, second))[: None if self.clip else 1]
+        table = np.asarray(np.array(pairs, w.dtype), like=w)
+        return table[:, :1], table[:, 1:]
 
-def _where(better: Array, new: Any, old: Any) -> Any:
-    """The new elements where they are better; a number is the same for all candidates."""
-    return np.where(better, new, old) if hasattr(old, "ndim") else old
+
+def _least(levels: Levels, w: Array, metric: Array) -> Array:
+    """Which of the candidates costs each row the least, [N]; the first of equal ones."""
+    count = max(len(each) for each in levels if _depth(each) == 2)
+    strip = max(1, (_ELEMENTS_OF_CPU if isinstance(w, np.ndarray) else _ELEMENTS) // (count * len(w)))
+    best = []
+    for start in range(0, w.shape[1], strip):
+        some = w[:, None, start : start + strip]
+        tried = Levels(*(each[..., start : start + strip] if _depth(each) else each for each in levels))
+        error = (tried.values(tried.nearest(some)) - some).reshape(len(w), -1)  # [g, C·strip]
+        weighted = metric @ error if metric.ndim == 2 else metric[:, None] * error
+        best.append((weighted * error).sum(axis=0).reshape(count, -1).argmin(axis=0))
+    return np.concatenate(best)
 
 
-def _cost(levels: Levels, w: Array, metric: Array) -> Array:
-    error = levels.values(levels.nearest(w)) - w
-    return metric @ error**2 if metric.ndim == 1 else ((metric @ error) * error).sum(axis=0)
+def _depth(each: Any) -> int:
+    """Dimensions of an array: 2 where candidates differ, 1 where rows do; 0 of a number."""
+    return getattr(each, "ndim", 0)
 
 
 class TwoLevelGrid(Grid):
@@ -122,15 +140,14 @@ class TwoLevelGrid(Grid):
 class LQQGrid(TwoLevelGrid):
     """(q·group_scale + minimum)·channel_scale; also the form of QoQ as released, with an 8-bit zero."""
 
-    def candidates(self, group: int, w: Array) -> Iterator[tuple[Levels, Constants]]:
+    def candidates(self, group: int, w: Array) -> tuple[Levels, Constants]:
         """See `Grid.candidates`."""
         low, high = self.extent(w)
+        narrower, shift = self.searched(w, NARROWER, SHIFTS)
         nearest = np.rint((high - low) / 15).clip(1, MAX_GROUP_SCALE)
-        for narrower in NARROWER:
-            step = (nearest - narrower).clip(1, MAX_GROUP_SCALE)
-            for shift in SHIFTS:
-                minimum = np.rint(low + shift * (high - low - 15 * step)).clip(-128, 127 - 15 * step)
-                yield Levels(self.scale, step, minimum), (step, minimum)
+        step = (nearest - narrower).clip(1, MAX_GROUP_SCALE)
+        minimum = np.rint(low + shift * (high - low - 15 * step)).clip(-128, 127 - 15 * step)
+        return Levels(self.scale, step, minimum), (step, minimum)
 
     def weight(self, q: Array, constants: Constants) -> LQQWeight:
         """See `Grid.weight`."""
@@ -141,19 +158,18 @@ class LQQGrid(TwoLevelGrid):
 class QoQGrid(TwoLevelGrid):
     """(q - zero)·group_scale·channel_scale, the paper's form: a zero of 4 bits."""
 
-    def candidates(self, group: int, w: Array) -> Iterator[tuple[Levels, Constants]]:
+    def candidates(self, group: int, w: Array) -> tuple[Levels, Constants]:
         """See `Grid.candidates`."""
         low, high = self.extent(w)
         low, high = np.minimum(low, 0), np.maximum(high, 0)
+        narrower, shift = self.searched(w, NARROWER, SHIFTS)
         nearest = np.maximum(np.rint((high - low) / 15), 1)
-        for narrower in NARROWER:
-            step = (nearest - narrower).clip(1, nearest)
-            for shift in SHIFTS:
-                zero = np.rint(-(low + shift * (high - low - 15 * step)) / step).clip(0, 15)
-                # Within s8, whatever is rounded: plain rounding only meets weights within the range.
-                lowest = np.maximum(zero - np.floor(128 / step), 0)
-                highest = np.minimum(zero + np.floor(127 / step), 15)
-                yield Levels(self.scale, step, -zero * step, lowest, highest), (step, zero)
+        step = (nearest - narrower).clip(1, nearest)
+        zero = np.rint(-(low + shift * (high - low - 15 * step)) / step).clip(0, 15)
+        # Within s8, whatever is rounded: plain rounding only meets weights within the range.
+        lowest = np.maximum(zero - np.floor(128 / step), 0)
+        highest = np.minimum(zero + np.floor(127 / step), 15)
+        return Levels(self.scale, step, -zero * step, lowest, highest), (step, zero)
 
     def weight(self, q: Array, constants: Constants) -> QoQWeight:
         """See `Grid.weight`."""
@@ -168,15 +184,14 @@ class ChannelGrid(Grid):
         w = float_matrix("w", w)
         self.bounds, self.clip = [(0, w.shape[1])], clip
 
-    def candidates(self, group: int, w: Array) -> Iterator[tuple[Levels, Constants]]:
+    def candidates(self, group: int, w: Array) -> tuple[Levels, Constants]:
         """See `Grid.candidates`."""
         low, high = np.minimum(w.min(axis=0), 0), np.maximum(w.max(axis=0), 0)
-        for shrink in SHRINKS:
-            scale = np.where(high > low, shrink * (high - low) / 15, 1).astype(np.float32)
-            unit = scale.astype(w.dtype)
-            for shift in SHIFTS:
-                zero = np.rint(-(low + shift * (1 - shrink) * (high - low)) / unit).clip(0, 15)
-                yield Levels(unit, base=-zero), (scale, zero)
+        shrink, shift = self.searched(w, SHRINKS, SHIFTS)
+        scale = np.where(high > low, shrink * (high - low) / 15, 1).astype(np.float32)
+        unit = scale.astype(w.dtype)
+        zero = np.rint(-(low + shift * (1 - shrink) * (high - low)) / unit).clip(0, 15)
+        return Levels(unit, base=-zero), (scale, zero)
 
     def weight(self, q: Array, constants: Constants) -> QoQChannelWeight:
         """See `Grid.weight`."""
@@ -206,19 +221,19 @@ class SymmetricGrid(Grid):
             self.bits.append(kept_bits)
         self.packs = bits == 4 and (not kept or kept_bits == 8)
 
-    def candidates(self, group: int, w: Array) -> Iterator[tuple[Levels, Constants]]:
+    def candidates(self, group: int, w: Array) -> tuple[Levels, Constants]:
         """See `Grid.candidates`."""
         bits = self.bits[group]
         high = 2 ** (bits - 1) - 1
         largest = np.abs(w).max(axis=0)
-        for shrink in SHRINKS:
-            if self.packs:
-                unit = group_scales(largest.astype(np.float32), high, shrink).astype(w.dtype)
-            else:
-                unit = np.where(largest > 0, shrink * largest / high, 1).astype(np.float32).astype(w.dtype)
-            if not bool(np.isfinite(unit).all()):
-                raise ArgumentError("w", f"a group's largest weight over {high} must be FP16", f"{largest.max():g}")
-            yield Levels(unit, low=-8 if bits == 4 else -high, high=high), (unit,)
+        shrink, _ = self.searched(w, SHRINKS)
+        if self.packs:
+            unit = group_scales(shrink.astype(np.float32) * largest.astype(np.float32), high).astype(w.dtype)
+        else:
+            unit = np.where(largest > 0, shrink * largest / high, 1).astype(np.float32).astype(w.dtype)
+        if not bool(np.isfinite(unit).all()):
+            raise ArgumentError("w", f"a group's largest weight over {high} must be FP16", f"{largest.max():g}")
+        return Levels(unit, low=-8 if bits == 4 else -high, high=high), (unit,)
 
     def weight(self, q: Array, constants: Constants) -> AtomRows | None:
         """See `Grid.weight`; None for what Atom's kernels do not take."""
