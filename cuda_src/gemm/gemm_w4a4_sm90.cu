@@ -1,7 +1,7 @@
 // gemm_w4a4_sm90: Y = X W^T with Atom's numbers on Hopper, whose tensor cores know no INT4.
 //
-// The pipeline of gemm_w8a8_sm90 with packed weights: one warp group loads, the others multiply, each for itself, so that
-// one's wgmma runs under the other's scaling; persistent blocks.
+// The pipeline of gemm_w8a8_sm90 with packed weights: one warp group loads, the others multiply, each for itself and one
+// group of channels ahead, so that wgmma runs under the scaling of the sums before; persistent blocks.
 //
 // Contract   y = sum over the K / g groups, then the outliers, of sum_i[m, n] * (x_scale[m, i] * w_scale[n, i]) + bias, one
 //            fma after the other in f32 from 0 on, then rounded to the output (OUT 0 f16, 1 bf16, 2 f32); the sums are
@@ -14,7 +14,8 @@
 // PDL        weights do not wait for the kernel before; X and its scales do, and results, which follow from them.
 // Guide      notebooks/guide/kernels_gemm.md: operands, tile, schedule, constants
 // Measured   on an H200 at M = 64, 128, 256, 512, 1024: 2.70, 3.18, 2.74, 2.39, 2.44 of gemm_w4a8's time, 0.86, 0.70,
-//            0.73, 0.74, 0.73 times as fast as cuBLAS INT8 (means over LLaMA-2's matrices, groups of 128).
+//            0.73, 0.74, 0.73 times as fast as cuBLAS INT8 (means over LLaMA-2's matrices, groups of 128; commit
+//            f95b39d4).
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.13 griddepcontrol; 9.7.13.15
 //            mbarrier; 9.7.13.16 elect; 9.7.14.5.16 stmatrix; 9.7.19.5 setmaxnreg
 #include "fragments_out.cuh"
@@ -26,8 +27,8 @@
 #include "wgmma.cuh"
 
 #ifndef BM
-#define BM 128  // most tokens of a tile
-#define WN 2    // warp groups of 64 rows of W
+#define BM 64  // most tokens of a tile
+#define WN 2   // warp groups of 64 rows of W
 #define STAGES 6
 #define GROUP 128
 #define OUT 0
@@ -37,13 +38,14 @@ namespace {
 
 using ptxlab::u64;
 using u32 = unsigned;
-constexpr int THREADS = 128 * (WN + 1), STRIPS = 4 * WN, BK = 128;
+constexpr int THREADS = 128 * (WN + 1), STRIPS = 4 * WN, BK = 128, SPREADERS = 64;
 constexpr int GROUPS = BK / GROUP, MMAS = GROUP / 32;           // of a block of INT4; of a group
 constexpr int BLOCK4 = 1024 + 32 * GROUPS, BLOCK8 = 2048 + 32;  // bytes of a block of a strip
-constexpr int X_BYTES = BM * BK, SCALE_BYTES = BM * 16, W_SLOT = BLOCK8;
-constexpr int STAGE_BYTES = (X_BYTES + SCALE_BYTES + STRIPS * W_SLOT + 1023) / 1024 * 1024;
+constexpr int SCALES = BM * BK, SPREAD = SCALES + BM * 16;      // where they lie in a stage, behind X
+constexpr int SPREADS = ptxlab::SPREAD_BYTES<BM>, WEIGHTS = SPREAD + 2 * SPREADS;  // of two groups
+constexpr int STAGE_BYTES = (WEIGHTS + STRIPS * BLOCK8 + 1023) / 1024 * 1024;
 constexpr bool UNEVEN = WN > 1;  // registers of a thread that multiplies and of one that loads
-constexpr int MORE = 232, FEWER = 40;
+constexpr int MORE = 232, FEWER = 48;
 static_assert(WN <= 2, "registers of more warp groups would have to be shared out otherwise");
 static_assert(BM <= 128, "sums and totals have a register each");
 static_assert(GROUP == 64 || GROUP == 128, "a stage has one group or two");
@@ -59,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
     void* __restrict__ y,                               // [M, N], by OUT
     int M, int N, int K, int outliers) {
     extern __shared__ __align__(1024) unsigned char ring[];
-    __shared__ u64 full[STAGES], empty[STAGES];
+    __shared__ u64 full[STAGES], spread[STAGES], empty[STAGES];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int token_tiles = (M + BM - 1) / BM, all_strips = (N + 15) / 16,
               row_tiles = (all_strips + STRIPS - 1) / STRIPS, tiles = token_tiles * row_tiles;
@@ -73,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
             const int piece = i % missing, of_x = (BM - tokens) * 8;
             unsigned char* slot = ring + i / missing * STAGE_BYTES;
             unsigned char* to =
-                piece < of_x ? slot + tokens * BK + piece * 16 : slot + X_BYTES + (tokens + piece - of_x) * 16;
+                piece < of_x ? slot + tokens * BK + piece * 16 : slot + SCALES + (tokens + piece - of_x) * 16;
             *reinterpret_cast<int4*>(to) = make_int4(0, 0, 0, 0);
         }
         ptxlab::fence_proxy_async();
@@ -81,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 2);
+            ptxlab::mbarrier_init(&spread[s], SPREADERS);
             ptxlab::mbarrier_init(&empty[s], 128 * WN);
         }
         ptxlab::fence_mbarrier_init();
@@ -92,66 +95,86 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         const int pitch = blocks4 * BLOCK4 + (outliers > 0 ? BLOCK8 : 0);
+        const auto column = [&](int stage) { return stage < blocks4 ? stage * GROUPS : K / GROUP; };  // of its scales
         const auto load_w = [&](int row_tile, int stage, unsigned char* to, u64* barrier) {
             const int bytes = stage < blocks4 ? BLOCK4 : BLOCK8;
             ptxlab::mbarrier_arrive_expect(barrier, STRIPS * bytes);
 #pragma unroll
             for (int i = 0; i < STRIPS; ++i) {  // the last one again where N ends
                 const int strip = min(row_tile * STRIPS + i, all_strips - 1);
-                ptxlab::bulk_load(to + X_BYTES + SCALE_BYTES + i * W_SLOT,
-                                  strips + size_t(strip) * pitch + stage * BLOCK4, bytes, barrier);
+                ptxlab::bulk_load(to + WEIGHTS + i * BLOCK8, strips + size_t(strip) * pitch + stage * BLOCK4, bytes,
+                                  barrier);
             }
         };
         const auto load_x = [&](int token, int stage, unsigned char* to, u64* barrier) {
             const bool block4 = stage < blocks4;
             ptxlab::mbarrier_arrive_expect(barrier, tokens * (BK + 16));
             ptxlab::tensor_load(to, &x, block4 ? stage * BK : K, token, barrier);
-            ptxlab::tensor_load(to + X_BYTES, &x_scale, (block4 ? stage * GROUPS : K / GROUP) / 8 * 8, token, barrier);
+            ptxlab::tensor_load(to + SCALES, &x_scale, column(stage) / 8 * 8, token, barrier);
         };
         if (UNEVEN) ptxlab::fewer_registers<FEWER>();
         ptxlab::launch_dependents();
         if (warp == 1) ptxlab::wait_for_predecessors();
-        for (int tile = blockIdx.x; warp < 2 && tile < tiles; tile += gridDim.x) {
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
 #pragma unroll 1
             for (int stage = 0; stage < stages; ++stage, slot.advance()) {
                 unsigned char* to = ring + slot.index * STAGE_BYTES;
-                PHASE(WAIT_GROUP);
-                ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
-                PHASE(LOAD);
-                if (elected && warp == 0) load_w(place.row_tile, stage, to, &full[slot.index]);
-                if (elected && warp == 1) load_x(place.token_tile * tokens, stage, to, &full[slot.index]);
+                if (warp < 2) {
+                    PHASE(WAIT_GROUP);
+                    ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                    PHASE(LOAD);
+                    if (elected && warp == 0) load_w(place.row_tile, stage, to, &full[slot.index]);
+                    if (elected && warp == 1) load_x(place.token_tile * tokens, stage, to, &full[slot.index]);
+                } else {  // the two warps that spread scales
+                    PHASE(WAIT_COPY);
+                    ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
+                    PHASE(DEQUANTISE);
+                    const __half* from = reinterpret_cast<const __half*>(to + SCALES) + column(stage) % 8;
+#pragma unroll
+                    for (int i = 0; i < GROUPS; ++i)  // of outliers the second are not used
+                        ptxlab::spread_scales<BM, SPREADERS>(reinterpret_cast<float*>(to + SPREAD + i * SPREADS),
+                                                             from + (stage < blocks4 ? i : 0),
+                                                             threadIdx.x - (128 - SPREADERS));
+                    ptxlab::mbarrier_arrive(&spread[slot.index]);
+                }
             }
         }
         return;
     }
     if (UNEVEN) ptxlab::more_registers<MORE>();
+    ptxlab::Slot<STAGES> ahead;
     const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     unsigned char* buffer = buffers + (group * 4 + warp) * 512;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        PHASE(SETUP);
-        const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
-        const int token0 = place.token_tile * tokens, n0 = (place.row_tile * STRIPS + group * 4 + warp) * 16;
-        float row_bias[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) row_bias[r] = bias ? bias[min(n0 + lane / 4 + 8 * r, N - 1)] : -0.0f;
+        const auto weights_at = [&](int index) {  // of this warp's strip
+            return ptxlab::shared_address(ring) + index * STAGE_BYTES + WEIGHTS + (group * 4 + warp) * BLOCK8;
+        };
+        const auto settle = [](int (&sum)[BM / 2]) {
+            PHASE(WAIT_MMA, 0);
+            ptxlab::wgmma_wait<0>();
+            ptxlab::pin(sum);
+        };
         float total[BM / 2] = {};
-        for (int stage = 0; stage < stages; ++stage, slot.advance()) {
-            const unsigned char* x_slot = ring + slot.index * STAGE_BYTES;
-            const u32 w = ptxlab::shared_address(x_slot) + X_BYTES + SCALE_BYTES + (group * 4 + warp) * W_SLOT;
-            const __half* scales = reinterpret_cast<const __half*>(x_slot + X_BYTES);
-            const u64 x_tile = ptxlab::swizzled_128(x_slot);
-            const bool block4 = stage < blocks4;
+        int sum[2][BM / 2];
+        uint4 q[GROUP / 64];
+        u32 a[BK / 32][4];
+        int begun = 0;                   // stages of which wgmma has all
+        const auto fetch = [&](int i) {  // the words of the next group, number i of its stage
             PHASE(WAIT_COPY);
-            ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-
+            if (i == 0) ptxlab::mbarrier_wait(&full[ahead.index], ahead.parity);
+            const u32 w = weights_at(ahead.index) + lane * 16;
+#pragma unroll
+            for (int unit = 0; unit < GROUP / 64; ++unit) q[unit] = ptxlab::load_shared_16(w + (i + unit) * 512);
+        };
+        const auto begin = [&](int (&to)[BM / 2], int i) {  // its sums
+            const u64 x_tile = ptxlab::swizzled_128(ring + ahead.index * STAGE_BYTES) + i * MMAS * 2;
+            const bool block4 = begun < blocks4;
             PHASE(DEQUANTISE);
-            u32 a[BK / 32][4];
             if (block4) {
 #pragma unroll
-                for (int unit = 0; unit < 2; ++unit) {  // 64 k: the operands of two wgmmas
-                    const uint4 q = ptxlab::load_shared_16(w + unit * 512 + lane * 16);
-                    const u32 words[4] = {q.x, q.y, q.z, q.w};
+                for (int unit = 0; unit < GROUP / 64; ++unit) {  // 64 k: the operands of two wgmmas
+                    const u32 words[4] = {q[unit].x, q[unit].y, q[unit].z, q[unit].w};
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         a[unit * 2 + j / 2][j & 1] = words[j] & 0xf0f0f0f0u;             // k 4 t .. of row g or g + 8
@@ -161,39 +184,71 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
             } else {
 #pragma unroll
                 for (int step = 0; step < 4; ++step) {
-                    const uint4 q = ptxlab::load_shared_16(w + step * 512 + lane * 16);
-                    a[step][0] = q.x, a[step][1] = q.y, a[step][2] = q.z, a[step][3] = q.w;
+                    const uint4 bytes = ptxlab::load_shared_16(weights_at(ahead.index) + step * 512 + lane * 16);
+                    a[step][0] = bytes.x, a[step][1] = bytes.y, a[step][2] = bytes.z, a[step][3] = bytes.w;
                 }
             }
-            int sum[BM / 2];
 #pragma unroll
-            for (int i = 0; i < GROUPS; ++i) {
-                if (i == 0 || block4)  // outliers are one group
+            for (int k = 0; k < BM / 2; ++k) to[k] = ptxlab::ZERO;
+            PHASE(ISSUE, GROUP / 64 * BM);
+            ptxlab::pin(to);
+            ptxlab::wgmma_fence();
 #pragma unroll
-                    for (int k = 0; k < BM / 2; ++k) sum[k] = ptxlab::ZERO;
-                PHASE(ISSUE, GROUP / 64 * BM);
-                ptxlab::pin(sum);
-                ptxlab::wgmma_fence();
+            for (int step = 0; step < MMAS; ++step) ptxlab::wgmma_s8(to, a[step], x_tile + step * 2);
+            if (GROUPS > 1 && !block4)  // outliers are one group
 #pragma unroll
-                for (int step = i * MMAS; step < (i + 1) * MMAS; ++step)
-                    ptxlab::wgmma_s8(sum, a[step], x_tile + step * 2);
-                ptxlab::wgmma_commit();
-                PHASE(WAIT_MMA, 0);
-                ptxlab::wgmma_wait<0>();
-                ptxlab::pin(sum);
-                PHASE(MULTIPLY);
-                const int column = (block4 ? stage * GROUPS + i : K / GROUP) % 8;
-                const u32 at = w + (block4 ? 1024 + 32 * i : 2048) + lane / 4 * 4;
-                if (block4 || i == GROUPS - 1) {
-                    const u32 pair = ptxlab::load_shared_4(at);
-                    const __half2 rows = *reinterpret_cast<const __half2*>(&pair);
-                    if (block4) ptxlab::add_group<true, 16>(total, sum, rows, scales + column, lane);
-                    else ptxlab::add_group<false, 1>(total, sum, rows, scales + column, lane);
-                }
+                for (int step = MMAS; step < 4; ++step) ptxlab::wgmma_s8(to, a[step], x_tile + step * 2);
+            ptxlab::wgmma_commit();
+            if (i == GROUPS - 1 || !block4) ++begun, ahead.advance();
+        };
+        const auto finish = [&](const int (&from)[BM / 2], bool of_int4, int i) {  // the oldest group's sums
+            const unsigned char* stage = ring + slot.index * STAGE_BYTES;
+            const u32 w = weights_at(slot.index);
+            const u32 scales = ptxlab::shared_address(stage) + SPREAD + i * SPREADS;
+            PHASE(MULTIPLY);
+            if (i == 0) ptxlab::mbarrier_wait(&spread[slot.index], slot.parity);
+            const u32 pair = ptxlab::load_shared_4(w + (of_int4 ? 1024 + 32 * i : 2048) + lane / 4 * 4);
+            const __half2 rows = *reinterpret_cast<const __half2*>(&pair);
+            if (of_int4) ptxlab::add_group<true, 16>(total, from, rows, scales, lane);
+            else ptxlab::add_group<false, 1>(total, from, rows, scales, lane);
+            if (i == GROUPS - 1 || !of_int4) {
+                ptxlab::mbarrier_arrive(&empty[slot.index]);
+                slot.advance();
             }
-            ptxlab::mbarrier_arrive(&empty[slot.index]);
+        };
+        // While one group's sums are scaled, the next group's are under way.
+        fetch(0);
+        begin(sum[0], 0);
+        int left = blocks4 * GROUPS + (outliers > 0);  // groups; outliers are the last one
+#pragma unroll 1
+        for (; left > 2; left -= 2) {
+            fetch(GROUPS - 1);
+            settle(sum[0]);
+            begin(sum[1], GROUPS - 1);
+            finish(sum[0], true, 0);
+            fetch(0);
+            settle(sum[1]);
+            begin(sum[0], 0);
+            finish(sum[1], true, GROUPS - 1);
         }
+        if (left == 2) {
+            fetch(GROUPS - 1);
+            settle(sum[0]);
+            begin(sum[1], GROUPS - 1);
+            finish(sum[0], true, 0);
+            settle(sum[1]);
+            finish(sum[1], outliers == 0, GROUPS - 1);  // two groups a stage are an even number, and none of outliers
+        } else {
+            settle(sum[0]);
+            finish(sum[0], outliers == 0, 0);
+        }
+        // What the epilogue alone needs is worked out here: in the loop registers are scarce.
         PHASE(EPILOGUE);
+        const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
+        const int token0 = place.token_tile * tokens, n0 = (place.row_tile * STRIPS + group * 4 + warp) * 16;
+        float row_bias[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) row_bias[r] = bias ? bias[min(n0 + lane / 4 + 8 * r, N - 1)] : -0.0f;
         ptxlab::store_totals<OUT, BM>(total, row_bias, y, buffer, lane, token0, n0, min(M, token0 + tokens), N);
     }
 }

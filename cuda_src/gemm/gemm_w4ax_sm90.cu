@@ -13,7 +13,8 @@
 // PDL        weights do not wait for the kernel before; X and its scales do, and results, which follow from them.
 // Guide      notebooks/guide/kernels_gemm.md: operands, tile, schedule, constants
 // Measured   on an H200 at M = 64, 128, 256, 512, 1024: 3.34, 4.60, 3.90, 3.39, 3.44 of gemm_w4a8's time, 0.69, 0.48,
-//            0.51, 0.52, 0.52 times as fast as cuBLAS INT8 (means over LLaMA-2's matrices, groups of 128).
+//            0.51, 0.52, 0.52 times as fast as cuBLAS INT8 (means over LLaMA-2's matrices, groups of 128; commit
+//            f95b39d4).
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.13 griddepcontrol; 9.7.13.15
 //            mbarrier; 9.7.13.16 elect; 9.7.14.5.16 stmatrix; 9.7.19.5 setmaxnreg
 #include "fragments_out.cuh"
@@ -26,8 +27,8 @@
 #include "wgmma.cuh"
 
 #ifndef BM
-#define BM 128  // most tokens of a tile
-#define WN 2    // warp groups of 64 rows of W
+#define BM 64  // most tokens of a tile
+#define WN 2   // warp groups of 64 rows of W
 #define STAGES 6
 #define OUT 0
 #endif
@@ -38,10 +39,11 @@ using ptxlab::u64;
 using u32 = unsigned;
 constexpr int THREADS = 128 * (WN + 1), STRIPS = 4 * WN, UNPACKERS = 64;
 constexpr int BK = 128, HALF = BM * 64, BLOCK = 1024 + 32;  // 64 bytes of all tokens; bytes of a block of a strip
-constexpr int PACKED = 2 * HALF, SCALES = 3 * HALF, WEIGHTS = SCALES + BM * 16;  // where they lie in a stage, behind X
+constexpr int PACKED = 2 * HALF, SCALES = 3 * HALF, SPREAD = SCALES + BM * 16;  // where they lie in a stage, behind X
+constexpr int WEIGHTS = SPREAD + ptxlab::SPREAD_BYTES<BM>;
 constexpr int STAGE_BYTES = (WEIGHTS + STRIPS * BLOCK + 1023) / 1024 * 1024;
 constexpr bool UNEVEN = WN > 1;  // registers of a thread that multiplies and of one that loads
-constexpr int MORE = 232, FEWER = 40;
+constexpr int MORE = 232, FEWER = 48;
 static_assert(WN <= 2, "registers of more warp groups would have to be shared out otherwise");
 static_assert(BM <= 128, "sums and totals have a register each");
 
@@ -140,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
                     PHASE(LOAD);
                     if (elected && warp == 0) load_w(place.row_tile, stage, to, &full[slot.index]);
                     if (elected && warp == 1) load_x(place.token_tile * tokens, stage, to, &full[slot.index]);
-                } else {  // the two warps that unpack
+                } else {  // the two warps that unpack, and spread scales
                     PHASE(WAIT_COPY);
                     ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
                     PHASE(DEQUANTISE);
@@ -148,6 +150,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
                         unpack(to, tokens, threadIdx.x - UNPACKERS);
                         ptxlab::fence_proxy_async();
                     }
+                    ptxlab::spread_scales<BM, UNPACKERS>(reinterpret_cast<float*>(to + SPREAD),
+                                                         reinterpret_cast<const __half*>(to + SCALES) + stage % 8,
+                                                         threadIdx.x - UNPACKERS);
                     ptxlab::mbarrier_arrive(&unpacked[slot.index]);
                 }
             }
@@ -155,29 +160,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
         return;
     }
     if (UNEVEN) ptxlab::more_registers<MORE>();
+    ptxlab::Slot<STAGES> ahead;
     const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     unsigned char* buffer = buffers + (group * 4 + warp) * 512;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        PHASE(SETUP);
-        const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
-        const int token0 = place.token_tile * tokens, n0 = (place.row_tile * STRIPS + group * 4 + warp) * 16;
-        float row_bias[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) row_bias[r] = bias ? bias[min(n0 + lane / 4 + 8 * r, N - 1)] : -0.0f;
+        const auto weights_at = [&](int index) {  // of this warp's strip
+            return ptxlab::shared_address(ring) + index * STAGE_BYTES + WEIGHTS + (group * 4 + warp) * BLOCK;
+        };
+        const auto settle = [](int (&sum)[BM / 2]) {
+            PHASE(WAIT_MMA, 0);
+            ptxlab::wgmma_wait<0>();
+            ptxlab::pin(sum);
+        };
         float total[BM / 2] = {};
-        for (int stage = 0; stage < stages; ++stage, slot.advance()) {
-            const unsigned char* x_slot = ring + slot.index * STAGE_BYTES;
-            const u32 w = ptxlab::shared_address(x_slot) + WEIGHTS + (group * 4 + warp) * BLOCK;
-            const __half* scales = reinterpret_cast<const __half*>(x_slot + SCALES) + stage % 8;
+        int sum[2][BM / 2];
+        uint4 q[2];
+        u32 a[BK / 32][4];
+        const auto fetch = [&] {  // the words of the next block
             PHASE(WAIT_COPY);
-            ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-
+            ptxlab::mbarrier_wait(&full[ahead.index], ahead.parity);
+#pragma unroll
+            for (int unit = 0; unit < 2; ++unit)
+                q[unit] = ptxlab::load_shared_16(weights_at(ahead.index) + unit * 512 + lane * 16);
+        };
+        const auto begin = [&](int (&to)[BM / 2]) {  // its sums
+            const unsigned char* x_slot = ring + ahead.index * STAGE_BYTES;
             PHASE(DEQUANTISE);
-            u32 a[BK / 32][4];
 #pragma unroll
             for (int unit = 0; unit < 2; ++unit) {  // 64 k: the operands of two wgmmas
-                const uint4 q = ptxlab::load_shared_16(w + unit * 512 + lane * 16);
-                const u32 words[4] = {q.x, q.y, q.z, q.w};
+                const u32 words[4] = {q[unit].x, q[unit].y, q[unit].z, q[unit].w};
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     a[unit * 2 + j / 2][j & 1] = words[j] & 0xf0f0f0f0u;             // k 4 t .. of row g or g + 8
@@ -185,28 +196,62 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
                 }
             }
             PHASE(WAIT_GROUP);
-            ptxlab::mbarrier_wait(&unpacked[slot.index], slot.parity);
-            int sum[BM / 2];
+            ptxlab::mbarrier_wait(&unpacked[ahead.index], ahead.parity);
 #pragma unroll
-            for (int k = 0; k < BM / 2; ++k) sum[k] = ptxlab::ZERO;
+            for (int k = 0; k < BM / 2; ++k) to[k] = ptxlab::ZERO;
             PHASE(ISSUE, 2 * BM);
-            ptxlab::pin(sum);
+            ptxlab::pin(to);
             ptxlab::wgmma_fence();
 #pragma unroll
             for (int step = 0; step < BK / 32; ++step)
-                ptxlab::wgmma_s8(sum, a[step], ptxlab::swizzled_64(x_slot + step / 2 * HALF) + step % 2 * 2);
+                ptxlab::wgmma_s8(to, a[step], ptxlab::swizzled_64(x_slot + step / 2 * HALF) + step % 2 * 2);
             ptxlab::wgmma_commit();
-            PHASE(WAIT_MMA, 0);
-            ptxlab::wgmma_wait<0>();
-            ptxlab::pin(sum);
+            ahead.advance();
+        };
+        int scaled = 0;                                       // blocks
+        const auto finish = [&](const int (&from)[BM / 2]) {  // the oldest block's sums
             PHASE(MULTIPLY);
-            const u32 pair = ptxlab::load_shared_4(w + 1024 + lane / 4 * 4);
+            const u32 scales = ptxlab::shared_address(ring) + slot.index * STAGE_BYTES + SPREAD;
+            const u32 pair = ptxlab::load_shared_4(weights_at(slot.index) + 1024 + lane / 4 * 4);
             const __half2 rows = *reinterpret_cast<const __half2*>(&pair);
-            if (stage < blocks4) ptxlab::add_group<true, 256>(total, sum, rows, scales, lane);
-            else ptxlab::add_group<false, 16>(total, sum, rows, scales, lane);
+            if (scaled++ < blocks4) ptxlab::add_group<true, 256>(total, from, rows, scales, lane);
+            else ptxlab::add_group<false, 16>(total, from, rows, scales, lane);
             ptxlab::mbarrier_arrive(&empty[slot.index]);
+            slot.advance();
+        };
+        // While one block's sums are scaled, the next block's are under way.
+        fetch();
+        begin(sum[0]);
+        int left = stages;
+#pragma unroll 1
+        for (; left > 2; left -= 2) {
+            fetch();
+            settle(sum[0]);
+            begin(sum[1]);
+            finish(sum[0]);
+            fetch();
+            settle(sum[1]);
+            begin(sum[0]);
+            finish(sum[1]);
         }
+        if (left == 2) {
+            fetch();
+            settle(sum[0]);
+            begin(sum[1]);
+            finish(sum[0]);
+            settle(sum[1]);
+            finish(sum[1]);
+        } else {
+            settle(sum[0]);
+            finish(sum[0]);
+        }
+        // What the epilogue alone needs is worked out here: in the loop registers are scarce.
         PHASE(EPILOGUE);
+        const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
+        const int token0 = place.token_tile * tokens, n0 = (place.row_tile * STRIPS + group * 4 + warp) * 16;
+        float row_bias[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) row_bias[r] = bias ? bias[min(n0 + lane / 4 + 8 * r, N - 1)] : -0.0f;
         ptxlab::store_totals<OUT, BM>(total, row_bias, y, buffer, lane, token0, n0, min(M, token0 + tokens), N);
     }
 }

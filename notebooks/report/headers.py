@@ -102,16 +102,17 @@ def _eight_bit() -> str:
 
 
 def _four_bits(scheme: str) -> str:
-    rows = w4a4.points(w4a4.recorded())
+    record = w4a4.recorded()
+    rows = w4a4.points(record)
     rows = rows[rows.scheme == scheme]
     tokens = sorted({*rows.M})
-    if not tokens:
+    if record is None or not tokens:
         return "not yet: `ptxlab bench gemm --only w4a4`."
     beside = _joined(mean(gemm.at(rows, M)["of W4A8"]) for M in tokens)
     int8 = _joined(mean(over(gemm.at(rows, M), "cublas_int8")) for M in tokens)
     return (
         f"on an H200 at M = {', '.join(map(str, tokens))}: {beside} of gemm_w4a8's time, {int8} times as fast as"
-        " cuBLAS INT8 (means over LLaMA-2's matrices, groups of 128)."
+        f" cuBLAS INT8 (means over LLaMA-2's matrices, groups of 128; commit {record.commit})."
     )
 
 

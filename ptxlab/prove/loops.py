@@ -43,12 +43,14 @@ class Product:
         channels: over how many products it goes.
         operands: A and B of the last of them: the type of their elements, and the registers that they lie in, if any.
         added_to: what the sum was before.
+        guard: on what condition.
     """
 
     symbol: Bits
     channels: int
     operands: tuple[tuple[str, tuple[Bits, ...]], tuple[str, tuple[Bits, ...]]]
     added_to: Bits
+    guard: Any
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,7 @@ class OneStep(_Execution):
             before, already = self.parted(z3.simplify(z3.If(keeps, c_before, value(0, 32))))
             added = z3.FreshConst(z3.BitVecSort(32), "products")
             self.channels[added.decl().name()] = already + channels
-            self.products.append(Product(added, already + channels, operands, before))  # type: ignore[arg-type]
+            self.products.append(Product(added, already + channels, operands, before, guard))  # type: ignore[arg-type]
             self.write(0, guard, target, before + added)
 
     def parted(self, held: Bits) -> tuple[Bits, int]:
@@ -315,24 +317,23 @@ def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
 def converts(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
     """Of INT4 as s8: bytes of operand A are 16 times the signed nibbles of a loaded word, or it itself (INT8 blocks).
 
-    The latter on a condition alone, one for all words.
+    The latter on a condition alone, one for all words of an operand.
     """
-    found, conditions, nibbles = [], dict[str, None](), 0
-    for body in bodies:
-        words = [word for p in body.products if p.operands[0][0] == "s8" for word in p.operands[0][1]]
-        for word in map(z3.simplify, words):
-            ways = [word]
-            if z3.is_app_of(word, z3.Z3_OP_ITE):
-                condition, *ways = word.children()
-                conditions[condition.sexpr()] = None
+    found, nibbles = [], 0
+    for product in (p for body in bodies for p in body.products if p.operands[0][0] == "s8"):
+        conditions = dict[str, None]()
+        for word in map(z3.simplify, product.operands[0][1]):
+            condition, *ways = word.children() if z3.is_app_of(word, z3.Z3_OP_ITE) else (product.guard, word)
+            conditions[condition.sexpr()] = None
             for way in ways:
                 loaded = [x for x in symbols_of([way]).values() if z3.is_bv(x) and x.size() == 32]
                 if len(loaded) != 1:
                     found.append(Query(z3.BoolVal(False)))
-                elif len(ways) == 1 or not way.eq(loaded[0]):
+                elif condition.eq(TRUE) or not way.eq(loaded[0]):
                     nibbles += 1
                     found.append(Query(z3.Or(_sixteen_times(way, loaded[0], 4), _sixteen_times(way, loaded[0], 0))))
-    return [*found, Query(z3.BoolVal(nibbles > 0 and len(conditions) <= 1))]
+        found.append(Query(z3.BoolVal(len(conditions) <= 1)))
+    return [*found, Query(z3.BoolVal(nibbles > 0))]
 
 
 def _sixteen_times(word: Bits, packed: Bits, first: int) -> Any:

@@ -179,8 +179,14 @@ ATOM_HALVES = replace(
 
 
 def _stage_bytes(BM: int, WN: int) -> int:
-    """128 channels of X and their scales; a block of every strip, as large as one of outliers."""
-    return -(-(BM * (128 + 16) + 4 * WN * atom.OUTLIER_BYTES) // 1024) * 1024
+    """128 channels of X, their scales, and those spread for two groups; a block of every strip, as large as one of
+    outliers."""
+    return -(-(BM * (128 + 16) + 2 * spread_bytes(BM) + 4 * WN * atom.OUTLIER_BYTES) // 1024) * 1024
+
+
+def spread_bytes(BM: int) -> int:
+    """Scales of a group as floats, for whole sixteens of tokens."""
+    return -(-BM // 16) * 64
 
 
 def buffer_bytes(WN: int) -> int:
@@ -188,11 +194,13 @@ def buffer_bytes(WN: int) -> int:
     return WN * 4 * 512
 
 
-def _choose_sm90(s: Sizes) -> dict[str, int]:
-    """As wide as there are tokens, and as many stages as fit. To be tuned: nothing else has been timed."""
-    BM, WN = next((BM for BM in (8, 16, 32, 64) if s["M"] <= BM), 128), 2
-    stages = min((strips_tiles.ROOM - buffer_bytes(WN)) // _stage_bytes(BM, WN), strips_tiles.MOST_STAGES)
-    return {"BM": BM, "WN": WN, "STAGES": stages, "GROUP": s["g"], "OUT": F32}
+def choose_sm90(s: Sizes, stage_bytes: Callable[[int, int], int] = _stage_bytes, **more: int) -> dict[str, int]:
+    """Up to 64 tokens, of which two groups' sums and the totals fit into registers; 128 rows of W, or 64 where that is
+    enough to go round; as many stages as fit. `stage_bytes` of BM and WN. Measured is an earlier loop alone."""
+    BM = next((BM for BM in (8, 16, 32) if s["M"] <= BM), 64)
+    WN = 2 if -(-s["M"] // BM) * -(-s["N"] // 64) > strips_tiles.SMS else 1
+    stages = min((strips_tiles.ROOM - buffer_bytes(WN)) // stage_bytes(BM, WN), strips_tiles.MOST_STAGES)
+    return {"BM": BM, "WN": WN, "STAGES": stages, **more, "OUT": F32}
 
 
 def launch_persistent(s: Sizes, stage_bytes: Callable[[int, int], int] = _stage_bytes) -> Launch:
@@ -226,7 +234,7 @@ SM90 = KernelSpec(
         *_OUTPUTS,
     ),
     launch=launch_persistent,
-    choose=_choose_sm90,
+    choose=lambda s: choose_sm90(s, GROUP=s["g"]),
     rules=ATOM.rules,
     operations=ATOM.operations,
     example=example_atom,

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from ptxlab import quant, reference
-from ptxlab.kernels.gemm import strips_tiles
 from ptxlab.kernels.gemm.common import F32, FLOATS, bias_of, outputs, rounded
-from ptxlab.kernels.gemm.w4a4 import TOKENS, TOTALS, buffer_bytes, choose, launch_persistent, launcher
+from ptxlab.kernels.gemm.w4a4 import TOKENS, TOTALS, choose, choose_sm90, launch_persistent, launcher, spread_bytes
 from ptxlab.layout import atom
 from ptxlab.layout.atom import strip_bytes
 from ptxlab.quant import BlockRows
@@ -131,15 +130,8 @@ COMET = replace(
 
 
 def _stage_bytes(BM: int, WN: int) -> int:
-    """128 channels of X as bytes and as pairs, their scales, and a block of every strip."""
-    return -(-(BM * (128 + 64 + 16) + 4 * WN * strip_bytes(128, 0, 128)) // 1024) * 1024
-
-
-def _choose_sm90(s: Sizes) -> dict[str, int]:
-    """As wide as there are tokens, and as many stages as fit. To be tuned: nothing else has been timed."""
-    BM, WN = next((BM for BM in (8, 16, 32, 64) if s["M"] <= BM), 128), 2
-    stages = min((strips_tiles.ROOM - buffer_bytes(WN)) // _stage_bytes(BM, WN), strips_tiles.MOST_STAGES)
-    return {"BM": BM, "WN": WN, "STAGES": stages, "OUT": F32}
+    """128 channels of X as bytes and as pairs, their scales, those spread, and a block of every strip."""
+    return -(-(BM * (128 + 64 + 16) + spread_bytes(BM) + 4 * WN * strip_bytes(128, 0, 128)) // 1024) * 1024
 
 
 def _pack_sm90(logical: Arrays) -> Arrays:
@@ -164,7 +156,7 @@ SM90 = replace(
         *outputs(FLOATS, "K4", "K8"),
     ),
     launch=lambda s: launch_persistent(s, _stage_bytes),
-    choose=_choose_sm90,
+    choose=lambda s: choose_sm90(s, _stage_bytes),
     pack=_pack_sm90,
     arch="sm_90a",
     exact_arch=True,
