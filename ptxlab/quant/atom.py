@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
 from ptxlab.quant.groups import dequantized, integer_groups
-from ptxlab.quant.inputs import STRIP, as_float32, channel_vector, extremes, float_matrix
+from ptxlab.quant.inputs import as_float32, channel_vector, extremes, float_matrix, strip_of
 from ptxlab.reference.packed import F16, F32, S8
 from ptxlab.validate import is_integer, is_one_of
 
@@ -106,7 +106,7 @@ def channel_sizes(x: npt.NDArray[Any], metric: str = "square_sum") -> npt.NDArra
         raise ArgumentError("metric", f"must be one of {', '.join(METRICS)}", metric)
     x = float_matrix("x", x)
     extremes("x", x)
-    step = max(1, STRIP // x.shape[1])
+    step = strip_of(x, x.shape[1])
     parts = [as_float32(x[i : i + step]).astype(np.float64) for i in range(0, len(x), step)]
     largest = metric == "max"
     found = np.stack([np.abs(part).max(axis=0) if largest else (part * part).sum(axis=0) for part in parts])

@@ -14,7 +14,8 @@ from ptxlab.reference.packed import F32
 from ptxlab.validate import is_one_of
 
 GROUPS = (32, 64, 128)  # group sizes along K
-STRIP = 1 << 20  # elements that a quantiser works on at a time
+STRIP = 1 << 20  # elements that a quantiser works on at a time, so that they stay in the cache
+DEVICE_STRIP = 1 << 26  # the same on a GPU, where a launch costs more than a million elements
 _HOST = 1  # DLPack's device type
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 # A subnormal scale has lost bits and is flushed to zero by some kernels; one above the maximum turns -128 into -inf.
@@ -107,9 +108,14 @@ def by_strips(
     So its temporaries are bounded, and stay in the cache. The first array is a matrix.
     """
     rows, K = arrays[0].shape
-    step = max(1, STRIP // K)
+    step = strip_of(arrays[0], K)
     strips = [function(*(array[i : i + step] for array in arrays)) for i in range(0, max(rows, 1), step)]
     return tuple(np.concatenate(parts) for parts in zip(*strips, strict=True))
+
+
+def strip_of(x: Any, elements: int) -> int:
+    """How many pieces of x, of so many elements each, are worked on at a time."""
+    return max(1, (STRIP if isinstance(x, np.ndarray) else DEVICE_STRIP) // elements)
 
 
 def row_scales(argument: str, extent: F32, steps: int) -> F32:

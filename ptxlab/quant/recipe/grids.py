@@ -15,7 +15,7 @@ import numpy as np
 from ptxlab.errors import ArgumentError
 from ptxlab.quant.atom import AtomRows
 from ptxlab.quant.groups import group_scales
-from ptxlab.quant.inputs import check_group, check_protective_range, float_matrix
+from ptxlab.quant.inputs import check_group, check_protective_range, float_matrix, strip_of
 from ptxlab.quant.level1 import PROTECTIVE_RANGE, quantize_level1
 from ptxlab.quant.lqq import MAX_GROUP_SCALE, LQQWeight
 from ptxlab.quant.qoq import QoQChannelWeight, QoQWeight
@@ -25,8 +25,6 @@ Constants = tuple[Array, ...]  # a group's levels as the format stores them, [N]
 SHRINKS = tuple(1 - 0.05 * i for i in range(9))  # searched factors of a floating-point scale: 1 to 0.6
 NARROWER = (0, 1, 2, 3, 4, -1)  # searched differences of an integer scale from that of plain rounding
 SHIFTS = (0.0, 0.5, 1.0)  # share of the range outside the levels that is cut off at the lower end
-_ELEMENTS = 1 << 26  # of all candidates' errors at a time on a GPU: 256 MB in float32
-_ELEMENTS_OF_CPU = 1 << 20  # on a CPU, in whose caches they lie
 
 
 class Levels(NamedTuple):
@@ -93,7 +91,7 @@ class Grid(ABC):
 def _least(levels: Levels, w: Array, metric: Array) -> Array:
     """Which of the candidates costs each row the least, [N]; the first of equal ones."""
     count = max(len(each) for each in levels if _depth(each) == 2)
-    strip = max(1, (_ELEMENTS_OF_CPU if isinstance(w, np.ndarray) else _ELEMENTS) // (count * len(w)))
+    strip = strip_of(w, count * len(w))
     best = []
     for start in range(0, w.shape[1], strip):
         some = w[:, None, start : start + strip]
