@@ -45,7 +45,7 @@ constexpr int SCALES = BM * BK, SPREAD = SCALES + BM * 16;      // where they li
 constexpr int SPREADS = ptxlab::SPREAD_BYTES<BM>, WEIGHTS = SPREAD + 2 * SPREADS;  // of two groups
 constexpr int STAGE_BYTES = (WEIGHTS + STRIPS * BLOCK8 + 1023) / 1024 * 1024;
 constexpr bool UNEVEN = WN > 1;  // registers of a thread that multiplies and of one that loads
-constexpr int MORE = 232, FEWER = 48;
+constexpr int MORE = 232, FEWER = 40;
 static_assert(WN <= 2, "registers of more warp groups would have to be shared out otherwise");
 static_assert(BM <= 128, "sums and totals have a register each");
 static_assert(GROUP == 64 || GROUP == 128, "a stage has one group or two");

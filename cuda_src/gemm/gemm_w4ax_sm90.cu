@@ -43,7 +43,7 @@ constexpr int PACKED = 2 * HALF, SCALES = 3 * HALF, SPREAD = SCALES + BM * 16;  
 constexpr int WEIGHTS = SPREAD + ptxlab::SPREAD_BYTES<BM>;
 constexpr int STAGE_BYTES = (WEIGHTS + STRIPS * BLOCK + 1023) / 1024 * 1024;
 constexpr bool UNEVEN = WN > 1;  // registers of a thread that multiplies and of one that loads
-constexpr int MORE = 232, FEWER = 48;
+constexpr int MORE = 232, FEWER = 40;
 static_assert(WN <= 2, "registers of more warp groups would have to be shared out otherwise");
 static_assert(BM <= 128, "sums and totals have a register each");
 

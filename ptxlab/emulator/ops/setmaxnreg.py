@@ -12,7 +12,7 @@ from ptxlab.emulator.front.types import Array
 from ptxlab.errors import EmulationError
 
 LEAST, MOST = 24, 256
-OF_A_BLOCK = 65536
+_OF_AN_SM = 65536
 _GROUP = 4  # warps
 
 
@@ -39,10 +39,14 @@ class RegisterBudget(Unit):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
-        warps = machine.lanes // 32
-        self.registers = np.full(warps, machine.launch.entry.directives.get("maxnreg", (0,))[0])
+        warps, entry = machine.lanes // 32, machine.launch.entry
+        given = entry.directives.get("maxnreg", (0,))[0]
+        self.registers = np.full(warps, given)
         self.history: list[list[Instruction]] = [[] for _ in range(warps)]
         self.per_block = machine.stride // 32
+        # A block keeps the registers it starts with: as many as let it start, in eights for each thread.
+        threads = (entry.max_threads or machine.stride) * entry.directives.get("minnctapersm", (1,))[0]
+        self.at_start = given or min(_OF_AN_SM // threads // 8 * 8, MOST)
 
     def change(self, instruction: Instruction, warps: Array, count: int, grows: bool) -> None:
         """Some warps execute a setmaxnreg."""
@@ -60,9 +64,10 @@ class RegisterBudget(Unit):
         first = warp // self.per_block * self.per_block
         block = slice(first, first + self.per_block)
         if len({len(history) for history in self.history[block] if history}) == 1:
-            total = 32 * int(self.registers[block].sum())
-            if total > OF_A_BLOCK:
-                self.fail(instruction, warp, f"the block's warps then have {total} registers, more than {OF_A_BLOCK}")
+            total, most = 32 * int(self.registers[block].sum()), 32 * self.per_block * self.at_start
+            if total > most:
+                started = f"{most}, at most {self.at_start} per thread, with which it starts: this waits for ever"
+                self.fail(instruction, warp, f"the block's warps then have {total} registers, more than the {started}")
 
     def finish(self) -> None:
         """All four warps of a warp group execute the same setmaxnreg: looked at in the end."""

@@ -13,20 +13,22 @@ def execute(body: str, threads: int = 384, directives: str = "") -> None:
 
 
 SPLIT = """@!%p bra CONSUMER;
-setmaxnreg.dec.sync.aligned.u32 24; bra END;
+setmaxnreg.dec.sync.aligned.u32 {}; bra END;
 CONSUMER: setmaxnreg.inc.sync.aligned.u32 {};
 END:"""
 
 
-@pytest.mark.parametrize("count", [232, 240])
-def test_a_split_that_fits(count: int) -> None:
-    execute(SPLIT.format(count))
+@pytest.mark.parametrize("counts", [(24, 232), (24, 240), (40, 232)])
+def test_a_split_that_fits(counts: tuple[int, int]) -> None:
+    execute(SPLIT.format(*counts))
 
 
 @pytest.mark.parametrize(
     ("body", "threads", "directives", "message"),
     [
-        (SPLIT.format(248), 384, "", r"the block's warps then have 66560 registers, more than 65536"),
+        (SPLIT.format(24, 248), 384, "", r"the block's warps then have 66560 registers, more than the 64512, at most 168"),
+        (SPLIT.format(48, 232), 384, ".maxntid 384", r"have 65536 registers, more than the 64512, at most 168 per thread"),
+        (SPLIT.format(24, 120), 384, ".maxntid 384\n.minnctapersm 2", r"more than the 30720, at most 80 per thread"),
         ("setmaxnreg.inc.sync.aligned.u32 160;\nsetmaxnreg.inc.sync.aligned.u32 152;", 128, "",
          r"k\.ptx:.* the warp has 160 registers per thread, so this is no increase"),
         ("setmaxnreg.dec.sync.aligned.u32 176;", 128, ".maxnreg 168", "has 168 .* this is no decrease"),
