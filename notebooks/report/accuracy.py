@@ -16,7 +16,6 @@ from report import RESULTS
 from report.frames import MISSING, markdown
 from report.style import bare, title
 
-PLACES = ("h200", "cpu")  # of the records, the one to be shown first
 COLOURS = {"channel": ORANGE, "g64": BLUE, "g32": RED}
 NAMES = {"channel": "per channel", "g64": "groups of 64", "g32": "groups of 32"}
 
@@ -35,12 +34,9 @@ class Accuracy:
 
 
 def recorded() -> Accuracy | None:
-    """The record of the whole table, or else of the small run on a CPU."""
-    for place in PLACES:
-        path = RESULTS / place / "accuracy.json"
-        if path.is_file():
-            return Accuracy(path, read_record(path, "a record of ptxlab accuracy", SCHEMA))
-    return None
+    """The record of the whole table."""
+    path = RESULTS / "h200" / "accuracy.json"
+    return Accuracy(path, read_record(path, "a record of ptxlab accuracy", SCHEMA)) if path.is_file() else None
 
 
 def points(found: Accuracy | None) -> pd.DataFrame:
@@ -87,15 +83,20 @@ def steps_figure(found: Accuracy) -> Figure:
     ladders = {name: rows[rows.ladder == name] for name in COLOURS if (rows.ladder == name).any()}
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
-    for name, of in ladders.items():
+    for rank, (name, of) in enumerate(ladders.items()):
         places = [order.index(step) for step in of.step]
         axes.plot(places, of[text], "o-", color=COLOURS[name], label=NAMES[name])
         for place, value in zip(places, of[text], strict=True):
-            axes.annotate(f"{value:.2f}", (place, value), (0, 6), textcoords="offset points", ha="center", fontsize=8)
+            lowest, last = rank == len(ladders) - 1, place == len(order) - 1  # where the ladders come close
+            offset, align = ((8, 5 - 9 * rank), "left") if last else ((0, -14 if lowest else 6), "center")
+            axes.annotate(f"{value:.2f}", (place, value), offset, textcoords="offset points", ha=align, fontsize=8)
     exact = points(found)[text].iloc[0]
     axes.axhline(exact, color=GREY, linestyle="--", label=f"float32, {exact:.2f}")
     axes.set_xticks(range(len(order)), order, rotation=25, ha="right")
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.margins(y=0.1)
     axes.set_ylabel(f"perplexity on {text}")
     removed = [_removed(of[text], exact) for of in ladders.values() if len(of) > 1]
     share = f"{min(removed):.0%} to {max(removed):.0%}" if removed else "part"

@@ -63,7 +63,7 @@ def quantize(
         float | None,
         typer.Option(
             rich_help_panel=_RECIPE,
-            help="fmpq: share of the activations' blocks that may be INT8, 0 to 1. Default: 0.2.",
+            help="fmpq: share of the activations' blocks in INT8, 0 to 1. Default: those with outliers, at most 0.2.",
         ),
     ] = None,
     text: Annotated[
@@ -93,7 +93,8 @@ def quantize(
     if steps.int8 is None:
         refuse({"--int8": int8}, "is for --recipe fmpq")
     # As many outliers as a group has channels, so that the rest remains whole groups.
-    steps = steps.but(group=group, kept=group if steps.kept else 0, int8=steps.int8 if int8 is None else int8)
+    steps = steps.but(group=group, kept=group if steps.kept else 0)
+    steps = steps if int8 is None else steps.but(int8=int8, outlier=0.0)
     steps = steps.but(rotate=rotation) if rotation else steps
     steps = steps.but(protective_range=_range(steps.scheme, protective_range))
     check_packable(steps, out)

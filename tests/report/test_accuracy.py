@@ -26,10 +26,10 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         for (ladder, step), values in STEPS.items()
         for seed, value in enumerate(values)
     ]
-    about = {"model": "small", "start": "mixed", "device": "CPU", "date": "2026-11-23", "commit": "0123456789ab"}
+    about = {"model": "small", "start": "mixed", "device": "NVIDIA H200", "date": "2026-11-23", "commit": "0123456789ab"}
     found = {"schema": 1, **about, "windows": {"wikipedia": [8, 512]}, "calibration": [16, 512], "rows": rows}
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "accuracy.json").write_text(json.dumps(found))
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "accuracy.json").write_text(json.dumps(found))
     monkeypatch.setattr(accuracy, "RESULTS", tmp_path)
     return found
 
@@ -56,7 +56,7 @@ def test_the_section_and_the_picture(record: dict[str, Any]) -> None:
 
 def test_a_record_of_the_ends_alone_has_no_picture(record: dict[str, Any], tmp_path: Path) -> None:
     record["rows"] = [row for row in record["rows"] if row["step"] != "groups"]
-    (tmp_path / "cpu" / "accuracy.json").write_text(json.dumps(record))
+    (tmp_path / "h200" / "accuracy.json").write_text(json.dumps(record))
     text = sections.SECTIONS["accuracy"]()
     assert "GPTQ" in text and "accuracy_steps.png" not in text
     with pytest.raises(frames.NotMeasuredError, match="ptxlab accuracy"):

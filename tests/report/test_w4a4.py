@@ -66,10 +66,10 @@ def test_perplexity_beside_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         {"ladder": ladder, "step": step, "seed": 0, "perplexity": {"wikipedia": value}, "bytes": nbytes}
         for (ladder, step), (value, nbytes) in MEASURED.items()
     ]
-    about = {"model": "small", "start": "mixed", "device": "CPU", "date": "2026-11-23", "commit": "0123456789ab"}
+    about = {"model": "small", "start": "mixed", "device": "NVIDIA H200", "date": "2026-11-23", "commit": "0123456789ab"}
     found = {"schema": 1, **about, "windows": {"wikipedia": [4, 512]}, "calibration": [4, 256], "rows": lines}
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "accuracy.json").write_text(json.dumps(found))
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "accuracy.json").write_text(json.dumps(found))
     text = sections.SECTIONS["w4a4_accuracy"]()
     table = rows(text)
     assert [row[1] for row in table] == ["104", "112", "118", "150", "150", "200", "400"]
