@@ -150,37 +150,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
         const auto weights_at = [&](int index) {  // of this warp's strip
             return ptxlab::shared_address(ring) + index * STAGE_BYTES + WEIGHTS + (group * 4 + warp) * BLOCK8;
         };
-        const auto settle = [](int (&sum)[BM / 2]) {
-            PHASE(WAIT_MMA, 0);
-            ptxlab::wgmma_wait<0>();
-            ptxlab::pin(sum);
-        };
         float total[BM / 2] = {};
-        int sum[2][BM / 2];
         uint4 q[GROUP / 64];
         u32 a[BK / 32][4];
-        int begun = 0;                   // stages of which wgmma has all
-        const auto fetch = [&](int i) {  // the words of the next group, number i of its stage
+        int begun = 0;                     // stages of which wgmma has all
+        const auto of_stage = [](int i) {  // which of its groups
+            return GROUPS > 1 ? i : 0;
+        };
+        const auto fetch = [&](int i) {
             PHASE(WAIT_COPY);
-            if (i == 0) ptxlab::mbarrier_wait(&full[ahead.index], ahead.parity);
+            if (of_stage(i) == 0) ptxlab::mbarrier_wait(&full[ahead.index], ahead.parity);
             const u32 w = weights_at(ahead.index) + lane * 16;
 #pragma unroll
-            for (int unit = 0; unit < GROUP / 64; ++unit) q[unit] = ptxlab::load_shared_16(w + (i + unit) * 512);
+            for (int unit = 0; unit < GROUP / 64; ++unit)
+                q[unit] = ptxlab::load_shared_16(w + (of_stage(i) + unit) * 512);
         };
-        const auto begin = [&](int (&to)[BM / 2], int i) {  // its sums
-            const u64 x_tile = ptxlab::swizzled_128(ring + ahead.index * STAGE_BYTES) + i * MMAS * 2;
+        const auto begin = [&](int (&sum)[BM / 2], int i) {
+            const u64 x_tile = ptxlab::swizzled_128(ring + ahead.index * STAGE_BYTES) + of_stage(i) * MMAS * 2;
             const bool block4 = begun < blocks4;
             PHASE(DEQUANTISE);
             if (block4) {
 #pragma unroll
-                for (int unit = 0; unit < GROUP / 64; ++unit) {  // 64 k: the operands of two wgmmas
-                    const u32 words[4] = {q[unit].x, q[unit].y, q[unit].z, q[unit].w};
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        a[unit * 2 + j / 2][j & 1] = words[j] & 0xf0f0f0f0u;             // k 4 t .. of row g or g + 8
-                        a[unit * 2 + j / 2][2 + (j & 1)] = words[j] << 4 & 0xf0f0f0f0u;  // k 16 + 4 t ..
-                    }
-                }
+                for (int unit = 0; unit < GROUP / 64; ++unit) ptxlab::upper_halves(a + 2 * unit, q[unit]);
             } else {
 #pragma unroll
                 for (int step = 0; step < 4; ++step) {
@@ -188,60 +179,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
                     a[step][0] = bytes.x, a[step][1] = bytes.y, a[step][2] = bytes.z, a[step][3] = bytes.w;
                 }
             }
-#pragma unroll
-            for (int k = 0; k < BM / 2; ++k) to[k] = ptxlab::ZERO;
             PHASE(ISSUE, GROUP / 64 * BM);
-            ptxlab::pin(to);
-            ptxlab::wgmma_fence();
+            ptxlab::begin_sums(sum);
 #pragma unroll
-            for (int step = 0; step < MMAS; ++step) ptxlab::wgmma_s8(to, a[step], x_tile + step * 2);
+            for (int step = 0; step < MMAS; ++step) ptxlab::wgmma_s8(sum, a[step], x_tile + step * 2);
             if (GROUPS > 1 && !block4)  // outliers are one group
 #pragma unroll
-                for (int step = MMAS; step < 4; ++step) ptxlab::wgmma_s8(to, a[step], x_tile + step * 2);
+                for (int step = MMAS; step < 4; ++step) ptxlab::wgmma_s8(sum, a[step], x_tile + step * 2);
             ptxlab::wgmma_commit();
-            if (i == GROUPS - 1 || !block4) ++begun, ahead.advance();
+            if (of_stage(i) == GROUPS - 1 || !block4) ++begun, ahead.advance();
         };
-        const auto finish = [&](const int (&from)[BM / 2], bool of_int4, int i) {  // the oldest group's sums
+        const auto finish = [&](const int (&sum)[BM / 2], int i, bool last) {
+            const bool of_int4 = !last || outliers == 0;  // outliers are the last group
             const unsigned char* stage = ring + slot.index * STAGE_BYTES;
             const u32 w = weights_at(slot.index);
-            const u32 scales = ptxlab::shared_address(stage) + SPREAD + i * SPREADS;
+            const u32 scales = ptxlab::shared_address(stage) + SPREAD + of_stage(i) * SPREADS;
             PHASE(MULTIPLY);
-            if (i == 0) ptxlab::mbarrier_wait(&spread[slot.index], slot.parity);
-            const u32 pair = ptxlab::load_shared_4(w + (of_int4 ? 1024 + 32 * i : 2048) + lane / 4 * 4);
+            if (of_stage(i) == 0) ptxlab::mbarrier_wait(&spread[slot.index], slot.parity);
+            const u32 pair = ptxlab::load_shared_4(w + (of_int4 ? 1024 + 32 * of_stage(i) : 2048) + lane / 4 * 4);
             const __half2 rows = *reinterpret_cast<const __half2*>(&pair);
-            if (of_int4) ptxlab::add_group<true, 16>(total, from, rows, scales, lane);
-            else ptxlab::add_group<false, 1>(total, from, rows, scales, lane);
-            if (i == GROUPS - 1 || !of_int4) {
+            if (of_int4) ptxlab::add_group<true, 16>(total, sum, rows, scales, lane);
+            else ptxlab::add_group<false, 1>(total, sum, rows, scales, lane);
+            if (of_stage(i) == GROUPS - 1 || !of_int4) {
                 ptxlab::mbarrier_arrive(&empty[slot.index]);
                 slot.advance();
             }
         };
-        // While one group's sums are scaled, the next group's are under way.
-        fetch(0);
-        begin(sum[0], 0);
-        int left = blocks4 * GROUPS + (outliers > 0);  // groups; outliers are the last one
-#pragma unroll 1
-        for (; left > 2; left -= 2) {
-            fetch(GROUPS - 1);
-            settle(sum[0]);
-            begin(sum[1], GROUPS - 1);
-            finish(sum[0], true, 0);
-            fetch(0);
-            settle(sum[1]);
-            begin(sum[0], 0);
-            finish(sum[1], true, GROUPS - 1);
-        }
-        if (left == 2) {
-            fetch(GROUPS - 1);
-            settle(sum[0]);
-            begin(sum[1], GROUPS - 1);
-            finish(sum[0], true, 0);
-            settle(sum[1]);
-            finish(sum[1], outliers == 0, GROUPS - 1);  // two groups a stage are an even number, and none of outliers
-        } else {
-            settle(sum[0]);
-            finish(sum[0], outliers == 0, 0);
-        }
+        ptxlab::scale_behind<BM / 2>(blocks4 * GROUPS + (outliers > 0), fetch, begin, finish TIMELINE_ARGUMENT);
         // What the epilogue alone needs is worked out here: in the loop registers are scarce.
         PHASE(EPILOGUE);
         const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);

@@ -167,84 +167,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
         const auto weights_at = [&](int index) {  // of this warp's strip
             return ptxlab::shared_address(ring) + index * STAGE_BYTES + WEIGHTS + (group * 4 + warp) * BLOCK;
         };
-        const auto settle = [](int (&sum)[BM / 2]) {
-            PHASE(WAIT_MMA, 0);
-            ptxlab::wgmma_wait<0>();
-            ptxlab::pin(sum);
-        };
         float total[BM / 2] = {};
-        int sum[2][BM / 2];
         uint4 q[2];
         u32 a[BK / 32][4];
-        const auto fetch = [&] {  // the words of the next block
+        const auto fetch = [&](int) {
             PHASE(WAIT_COPY);
             ptxlab::mbarrier_wait(&full[ahead.index], ahead.parity);
 #pragma unroll
             for (int unit = 0; unit < 2; ++unit)
                 q[unit] = ptxlab::load_shared_16(weights_at(ahead.index) + unit * 512 + lane * 16);
         };
-        const auto begin = [&](int (&to)[BM / 2]) {  // its sums
+        const auto begin = [&](int (&sum)[BM / 2], int) {
             const unsigned char* x_slot = ring + ahead.index * STAGE_BYTES;
             PHASE(DEQUANTISE);
 #pragma unroll
-            for (int unit = 0; unit < 2; ++unit) {  // 64 k: the operands of two wgmmas
-                const u32 words[4] = {q[unit].x, q[unit].y, q[unit].z, q[unit].w};
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    a[unit * 2 + j / 2][j & 1] = words[j] & 0xf0f0f0f0u;             // k 4 t .. of row g or g + 8
-                    a[unit * 2 + j / 2][2 + (j & 1)] = words[j] << 4 & 0xf0f0f0f0u;  // k 16 + 4 t ..
-                }
-            }
+            for (int unit = 0; unit < 2; ++unit) ptxlab::upper_halves(a + 2 * unit, q[unit]);
             PHASE(WAIT_GROUP);
             ptxlab::mbarrier_wait(&unpacked[ahead.index], ahead.parity);
-#pragma unroll
-            for (int k = 0; k < BM / 2; ++k) to[k] = ptxlab::ZERO;
             PHASE(ISSUE, 2 * BM);
-            ptxlab::pin(to);
-            ptxlab::wgmma_fence();
+            ptxlab::begin_sums(sum);
 #pragma unroll
             for (int step = 0; step < BK / 32; ++step)
-                ptxlab::wgmma_s8(to, a[step], ptxlab::swizzled_64(x_slot + step / 2 * HALF) + step % 2 * 2);
+                ptxlab::wgmma_s8(sum, a[step], ptxlab::swizzled_64(x_slot + step / 2 * HALF) + step % 2 * 2);
             ptxlab::wgmma_commit();
             ahead.advance();
         };
-        int scaled = 0;                                       // blocks
-        const auto finish = [&](const int (&from)[BM / 2]) {  // the oldest block's sums
+        int scaled = 0;  // blocks
+        const auto finish = [&](const int (&sum)[BM / 2], int, bool) {
             PHASE(MULTIPLY);
             const u32 scales = ptxlab::shared_address(ring) + slot.index * STAGE_BYTES + SPREAD;
             const u32 pair = ptxlab::load_shared_4(weights_at(slot.index) + 1024 + lane / 4 * 4);
             const __half2 rows = *reinterpret_cast<const __half2*>(&pair);
-            if (scaled++ < blocks4) ptxlab::add_group<true, 256>(total, from, rows, scales, lane);
-            else ptxlab::add_group<false, 16>(total, from, rows, scales, lane);
+            if (scaled++ < blocks4) ptxlab::add_group<true, 256>(total, sum, rows, scales, lane);
+            else ptxlab::add_group<false, 16>(total, sum, rows, scales, lane);
             ptxlab::mbarrier_arrive(&empty[slot.index]);
             slot.advance();
         };
-        // While one block's sums are scaled, the next block's are under way.
-        fetch();
-        begin(sum[0]);
-        int left = stages;
-#pragma unroll 1
-        for (; left > 2; left -= 2) {
-            fetch();
-            settle(sum[0]);
-            begin(sum[1]);
-            finish(sum[0]);
-            fetch();
-            settle(sum[1]);
-            begin(sum[0]);
-            finish(sum[1]);
-        }
-        if (left == 2) {
-            fetch();
-            settle(sum[0]);
-            begin(sum[1]);
-            finish(sum[0]);
-            settle(sum[1]);
-            finish(sum[1]);
-        } else {
-            settle(sum[0]);
-            finish(sum[0]);
-        }
+        ptxlab::scale_behind<BM / 2>(stages, fetch, begin, finish TIMELINE_ARGUMENT);
         // What the epilogue alone needs is worked out here: in the loop registers are scarce.
         PHASE(EPILOGUE);
         const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);

@@ -1,12 +1,69 @@
-// Sums of a group of channels under wgmma, which begin at 1.5 * 2^23, scaled into f32 totals.
+// Sums of a group of channels under wgmma, which begin at 1.5 * 2^23, scaled into f32 totals under the next group's.
 #pragma once
 #include <cuda_fp16.h>
 
 #include "pack.cuh"
+#include "timeline.cuh"
+#include "wgmma.cuh"
 
 namespace ptxlab {
 
 constexpr int ZERO = 0x4b400000;  // what a sum begins at: as bits SHIFT, whose last bit counts 1
+
+// The words of 64 channels as the operands of two wgmmas: s4 in the upper halves of bytes, so that they count 16 times.
+__device__ __forceinline__ void upper_halves(unsigned (*a)[4], uint4 packed) {
+    const unsigned words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        a[j / 2][j & 1] = words[j] & 0xf0f0f0f0u;             // k 4 t .. of row g or g + 8
+        a[j / 2][2 + (j & 1)] = words[j] << 4 & 0xf0f0f0f0u;  // k 16 + 4 t ..
+    }
+}
+
+// Before a group's first wgmma.
+template <int SUMS>
+__device__ __forceinline__ void begin_sums(int (&sum)[SUMS]) {
+#pragma unroll
+    for (int k = 0; k < SUMS; ++k) sum[k] = ZERO;
+    pin(sum);
+    wgmma_fence();
+}
+
+// All groups of a tile, one scaled while the next one's wgmmas run. fetch(i) reads the next group's words, begin(sum, i)
+// starts its wgmmas, finish(sum, i, last) scales the oldest group's sums; i: 0 and 1 in turn.
+template <int SUMS, class Fetch, class Begin, class Finish>
+__device__ __forceinline__ void scale_behind(int groups, const Fetch& fetch, const Begin& begin,
+                                             const Finish& finish TIMELINE_PARAMETER) {
+    int sum[2][SUMS];
+    const auto settle = [&](int i) {
+        PHASE(WAIT_MMA, 0);
+        wgmma_wait<0>();
+        pin(sum[i]);
+    };
+    fetch(0);
+    begin(sum[0], 0);
+#pragma unroll 1
+    for (; groups > 2; groups -= 2) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            fetch(1 - i);
+            settle(i);
+            begin(sum[1 - i], 1 - i);
+            finish(sum[i], i, false);
+        }
+    }
+    if (groups == 2) {
+        fetch(1);
+        settle(0);
+        begin(sum[1], 1);
+        finish(sum[0], 0, false);
+        settle(1);
+        finish(sum[1], 1, true);
+    } else {
+        settle(0);
+        finish(sum[0], 0, true);
+    }
+}
 
 // The scales of a tile's tokens for one group, each the first of eight halves, as floats in the order in which
 // `add_group` takes them: sixteen tokens 8 j + 2 t + c are four times t, one for each thread of a quad, of j and c.
