@@ -142,6 +142,8 @@ class KV4Cache(Cache):
         """No layer drops tokens; a window is the kernel's affair."""
         return [False] * len(self)
 
+    is_linear = is_sliding  # every layer has keys, so `generate` makes the mask of a step outside of what is compiled
+
 
 class Past(NamedTuple):
     """What takes the place of keys and values in the attention interface: a layer's pool, and the rows."""

@@ -115,7 +115,7 @@ MISTAKES = {
         'asm volatile("bar.sync 1, 256; // the tile has left" ::: "memory");', "",
         rf"race: .*st\.shared.* write to .* `{STORE}"),
     "blocks end while others use their memory": ("    __syncwarp();\n    meet_cluster();", "", ENDED),
-    "more registers are taken than there are": ("aligned.u32 40", "aligned.u32 64", "67584 registers, more than 65536"),
+    "more registers are taken than there are": ("aligned.u32 40", "aligned.u32 64", "65536 registers, more than the 64512"),
 }  # fmt: skip
 
 
