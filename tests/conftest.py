@@ -21,7 +21,8 @@ if not plugin.INSTALLED:
     pytest_plugins.append(plugin.MODULE)
 
 # Examples take as long as the machine lets them: a deadline would only measure its load.
-hypothesis.settings.register_profile("ptxlab", deadline=None)
+hypothesis.settings.register_profile("ptxlab", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=400)
 hypothesis.settings.load_profile("ptxlab")
 
 

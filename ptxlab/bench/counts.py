@@ -20,6 +20,7 @@ ARCH = "sm_90a"
 # multiplies 32 rows of W with 64 tokens, 128 channels per iteration: so many weights of a thread.
 MMA_ARCHS = ("sm_80", "sm_86", "sm_89")
 MMA_LOOPS = ("gemm_w4a8_qoq_sm80", "gemm_w4a4_s4_sm80")
+LOOPED = (*(spec.name for spec in kernels.gemm.STEPS), "gemm_w4a8_sm90")  # whose main loops are counted
 _SCALING = "gemm_w4a4_atom_sm80"  # scales its sums in the loop
 _MMA_WEIGHTS, _MMA_TOKENS = 128, 64
 
@@ -31,12 +32,17 @@ def record_path(name: str = ARCH) -> Path:
 
 def measure() -> dict[str, Any]:
     """Count every source of every kernel; JSON-ready, by label (`dequant_lqq.ptx`)."""
-    reports = [sass.report(s, ARCH, entry=name) for name in kernels.specs() for s in kernels.find(name)[1]]
-    kept = ("alu_per_8", "opcodes_per_8", "pipes_per_8", "registers", "spill_stores", "spill_loads")
-    counts = {r.name: {k: v for k, v in r.to_json().items() if k in kept} for r in reports}
-    looped = (*kernels.gemm.STEPS, kernels.specs()["gemm_w4a8_sm90"])
-    loops = {s.label: main_loops(spec, s) for spec in looped for s in kernels.find(spec.name)[1]}
+    all_sources = [(spec, source) for name, spec in kernels.specs().items() for source in kernels.find(name)[1]]
+    counts = {source.label: counts_of(spec, source) for spec, source in all_sources}
+    loops = {source.label: main_loops(spec, source) for spec, source in all_sources if spec.name in LOOPED}
     return {"schema": 1, "arch": ARCH, "tools": toolchain.versions(), "counts": counts, "main_loops": loops}
+
+
+def counts_of(spec: KernelSpec, source: Source) -> dict[str, Any]:
+    """Instructions per 8 weights, registers and spills, JSON-ready."""
+    kept = ("alu_per_8", "opcodes_per_8", "pipes_per_8", "registers", "spill_stores", "spill_loads")
+    found = sass.report(source, ARCH, entry=spec.name).to_json()
+    return {name: value for name, value in found.items() if name in kept}
 
 
 def main_loops(spec: KernelSpec, source: Source) -> dict[str, Any]:

@@ -221,8 +221,10 @@ class KV4Attention(nn.Module):
         cache: Any = None,
         **how: Any,
     ) -> tuple[Tensor, None]:
-        """[B, T, H] of quantised activations [B, T, H]; `attention_mask` bool [B, T] is False for padding. The `KV4Cache`
-        comes as `cache` from transformers 5.24 on, as `past_key_values` before."""
+        """[B, T, H] of quantised activations [B, T, H]; `attention_mask` bool [B, T] is False for padding.
+
+        The `KV4Cache` comes as `cache` from transformers 5.24 on, as `past_key_values` before.
+        """
         cache = self._checked(past_key_values if cache is None else cache)
         cos, sin, positions = position_embeddings
         B, T, _ = hidden_states[0].shape

@@ -27,11 +27,27 @@ def test_every_dequantiser_is_pinned() -> None:
 
 @pytest.mark.parametrize("label", PINNED)
 def test_alu_instructions_per_8_weights(label: str) -> None:
-    """By the shipped record; that it is what the tools here measure, the next test sees."""
+    """By the shipped record; that it is what the tools here measure, the next tests see."""
     assert counts.load()["counts"][label]["alu_per_8"] == PINNED[label]
 
 
-def test_the_shipped_record_is_what_the_tools_here_measure() -> None:
+@pytest.mark.share(4)
+@pytest.mark.parametrize("label", ALL)
+def test_the_shipped_counts_are_what_the_tools_here_measure(label: str) -> None:
+    source, spec = ALL[label]
+    assert counts.load()["counts"][label] == counts.counts_of(spec, source)
+
+
+@pytest.mark.share(4)
+@pytest.mark.parametrize("label", [label for label, (_, spec) in ALL.items() if spec.name in counts.LOOPED])
+def test_the_shipped_main_loops_are_what_the_tools_here_measure(label: str) -> None:
+    source, spec = ALL[label]
+    assert counts.load()["main_loops"][label] == counts.main_loops(spec, source)
+
+
+def test_the_shipped_record_is_of_these_tools_and_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counts, "counts_of", lambda spec, source: counts.load()["counts"][source.label])
+    monkeypatch.setattr(counts, "main_loops", lambda spec, source: counts.load()["main_loops"][source.label])
     assert counts.load() == counts.measure()
 
 
@@ -45,6 +61,7 @@ def test_without_the_tools_the_record_answers(monkeypatch: pytest.MonkeyPatch) -
     assert alu == 7 and origin.startswith("from the shipped record (ptxas 13.2")
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("label", ALL)
 def test_assembles_without_spills_for_every_arch_it_claims(label: str) -> None:
     source, spec = ALL[label]

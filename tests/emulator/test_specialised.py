@@ -115,7 +115,8 @@ MISTAKES = {
         'asm volatile("bar.sync 1, 256; // the tile has left" ::: "memory");', "",
         rf"race: .*st\.shared.* write to .* `{STORE}"),
     "blocks end while others use their memory": ("    __syncwarp();\n    meet_cluster();", "", ENDED),
-    "more registers are taken than there are": ("aligned.u32 40", "aligned.u32 64", "65536 registers, more than the 64512"),
+    "more registers are taken than there are": (
+        "aligned.u32 40", "aligned.u32 64", "65536 registers, more than the 64512"),
 }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class Copy:
         env |= {"PYTHONPATH": str(self.folder), "PTXLAB_CACHE_DIR": str(self.folder / ".cache")}
         env.setdefault("PYTHONPYCACHEPREFIX", str(self.folder / ".bytecode"))
         command = [sys.executable, "-m", "pytest", "-n", str(workers), "-x", "-p", "no:cacheprovider", "--tb=short"]
-        command += [f"--timeout={_TIMEOUT}", *tests]
+        command += [f"--timeout={_TIMEOUT}", "-m", "not gpu", *tests]
         done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True)
         return done.returncode, done.stdout + done.stderr
 

@@ -251,6 +251,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_kernel_is_noticed(change: str) -> None:
     (source,) = kernels.find(APPEND.name)[1]

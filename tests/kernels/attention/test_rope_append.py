@@ -113,6 +113,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_kernel_is_noticed(change: str) -> None:
     source = changed(kernels.find(ROPE_APPEND.name)[1][0], *CHANGES[change])

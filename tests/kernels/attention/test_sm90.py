@@ -173,6 +173,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("sizes", CHOSEN, ids=lambda s: "-".join(map(str, s.values())))
 def test_the_chosen_tile_fits_and_spills_little(sizes: dict[str, int]) -> None:
     """Nothing in the loops of head dims 64 and 128; of 256 a few registers."""

@@ -123,6 +123,7 @@ def ids_of(cases: list[tuple[KernelSpec, Config, int]]) -> list[str]:
 signed, order, mode = st.integers(0, 1), st.integers(0, 1), st.sampled_from(emulator.MODES)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("config", LARGE_CONFIGS, ids=ids)
 @given(
     logical=problems(tokens=70, rows=200, groups=9),
@@ -228,6 +229,7 @@ SCALED = [
 ]
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @pytest.mark.parametrize(
     ("spec", "config"),
@@ -333,6 +335,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.share(5)
 @pytest.mark.parametrize(
     ("spec", "config", "tokens", "group", "signed"),
     COMPILED,

@@ -201,6 +201,7 @@ def test_no_tile_spills(spec: KernelSpec) -> None:
             assert spec.launch(sizes).shared_bytes <= 99 * 1024, "what every architecture from sm_80 on has"
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("M", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("g", [64, 128])
 def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(M: int, g: int) -> None:

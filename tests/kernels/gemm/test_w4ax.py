@@ -159,6 +159,7 @@ def test_no_tile_spills(spec: KernelSpec) -> None:
         assert spec.launch(sizes).shared_bytes <= 99 * 1024, "what every architecture from sm_80 on has"
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("M", [8, 16, 32, 64, 128])
 def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(M: int) -> None:
     sizes = {"M": M, "N": 4096, "K4": 3328, "K8": 768}
