@@ -186,7 +186,7 @@ def test_a_token_has_the_same_bits_alone(config: Config, ends: dict[str, Any]) -
     assert (problem.residual[b] == alone.residual[0]).all()
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 @pytest.mark.parametrize(
     ("config", "name", "ends"),
     [

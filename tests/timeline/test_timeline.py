@@ -98,6 +98,7 @@ def test_results_with_stamps_are_right(name: str, backend: str) -> None:
 # In the emulator
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("name", "sizes", "tracks", "phases"),
     [

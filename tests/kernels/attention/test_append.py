@@ -86,6 +86,7 @@ def test_every_byte_on_the_gpu(problem: Problem) -> None:
     problem.check("gpu")
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("D", HEAD_DIMS)
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
@@ -111,6 +112,7 @@ def test_more_heads_than_a_block_has_and_fewer(tokens: int, heads: int, backend:
     problem_of(*normal(tokens, heads, 128), "kv4", 64, rope=rotations(tokens, 128, np.int32, True)).check(backend)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_rows_that_a_thread_keeps(rows: int, scheme: str) -> None:

@@ -85,6 +85,7 @@ def test_equal_in_parts(variant: Variant) -> None:
     emulated_alike(variant, *variant.problem(1, (300, 64, 0, 129), Hkv=2, blocks=9))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("variant", "blocks"), list(zip((*HOPPER[:3], *HOPPER[4:]), (1, 2, 3, 7, 5), strict=True)), ids=str
 )

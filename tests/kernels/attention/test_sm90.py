@@ -232,6 +232,7 @@ def test_the_kernel_itself_survives(mode: str, monkeypatch: pytest.MonkeyPatch) 
     assert diagnosis(mutated_kernel().module, mode, monkeypatch) == ""
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("share", range(SHARES))
 def test_every_missing_wait_is_noticed(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = list(mutants())[share::SHARES]

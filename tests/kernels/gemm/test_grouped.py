@@ -46,7 +46,7 @@ def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], 
     mode=st.sampled_from(emulator.MODES),
     sms=st.sampled_from((1, 3, 132)),
 )
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_accumulators_are_exact_in_the_emulator(
     logical: dict[str, Any], tile: dict[str, int], signed: int, mode: str, sms: int
 ) -> None:
@@ -114,7 +114,7 @@ def chosen(M: int, N: int, K: int, g: int, signed: int) -> dict[str, int]:
     return {**GROUPED.config_for({"M": M, "N": N, "K": K, "E": 8, "g": g}), "OUT": 0, "SIGNED": signed}
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(
     "config",
     list(

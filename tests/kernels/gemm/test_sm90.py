@@ -52,7 +52,7 @@ def accumulators(
 
 @pytest.mark.parametrize("name", SPECS)
 @given(data=st.data(), tile=st.sampled_from(TILES), mode=st.sampled_from(emulator.MODES))
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_accumulators_are_exact_in_the_emulator(
     name: str, data: st.DataObject, tile: dict[str, int], mode: str
 ) -> None:
@@ -81,7 +81,7 @@ def test_every_chosen_tile_is_exact(name: str, M: int, N: int) -> None:
     assert np.array_equal(accumulators(spec, logical, "gpu", {}), spec.reference(**logical))
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("N", "tokens"), [(4096, (1, 32, 128)), (57344, (16, 64, 256))])
 def test_no_tile_spills_or_waits_for_its_own_wgmma(name: str, N: int, tokens: tuple[int, ...]) -> None:
@@ -110,7 +110,7 @@ def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: s
 
 @on_every_backend
 @given(data=st.data(), rows=st.sampled_from((8, 16, 32)), mode=st.sampled_from(emulator.MODES))
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_activations_in_tiles(backend: str, data: Any, rows: int, mode: str) -> None:
     """The same kernel on swizzled tiles, whatever M and K leave of the last one."""
     spec = sm90.IMFP_TILES

@@ -86,6 +86,7 @@ def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, data: st.DataObject) 
     checks.exact_twice(lambda: output(spec, logical, "gpu"), spec.reference(**logical))
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @every
 @pytest.mark.parametrize("M", [16, 33, 130])
@@ -189,6 +190,7 @@ def test_pure_int4_has_the_epilogue_of_w4a8(variant: int, dtype: Any, backend: s
     checks.scaled_in_float32(y, exact, dtype, logical["x_scale"], logical["w_scale"], logical["bias"])
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("spec", SM80, ids=lambda spec: spec.name)
 def test_no_tile_spills(spec: KernelSpec) -> None:
     source = kernels.find(spec.name)[1][0]

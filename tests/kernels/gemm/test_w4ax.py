@@ -87,6 +87,7 @@ def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, logical: dict[str, An
     checks.exact_twice(lambda: output(spec, given, "gpu"), gemm_blocks(**logical))
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @pytest.mark.parametrize(("spec", "M"), CHOSEN, ids=lambda value: getattr(value, "name", value))
 def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
@@ -148,6 +149,7 @@ def test_what_a_lane_loads_for_int8() -> None:
         np.testing.assert_array_equal(mma_a(32).gather(registers, np.int8), 16 * w.q[:, k : k + 32])
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("spec", SM80, ids=lambda spec: spec.name)
 def test_no_tile_spills(spec: KernelSpec) -> None:
     source = kernels.find(spec.name)[1][0]

@@ -48,7 +48,7 @@ def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], 
     mode=st.sampled_from(emulator.MODES),
     sms=st.sampled_from((8, 132)),
 )
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_accumulators_are_exact_in_the_emulator(
     logical: dict[str, Any], tile: dict[str, int], mode: str, sms: int
 ) -> None:
@@ -105,7 +105,7 @@ def chosen(M: int, N: int, K: int) -> dict[str, int]:
     return {**W8A8.config_for({"M": M, "N": N, "K": K}), "OUT": 0}
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "config",
     sorted(
