@@ -78,6 +78,15 @@ def test_a_whole_model_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch
     assert row.key == models.row_key(TINY, models.MEASURE, 2, 4)
 
 
+def test_nothing_is_captured_while_qserves_rule_is_timed(here: pytest.MonkeyPatch) -> None:
+    runner, launched = models.KernelRunner(models.random_model(TINY), 3, 6, chunk=8), []
+    clock = SimpleNamespace(start=lambda: launched.append({*runner._steps}), stop=lambda: None, mhz=lambda: 1900.0)
+    here.setattr(models, "Clock", lambda: clock)
+    models.generated(runner, 3)
+    assert launched == [{*runner._steps}] == [{3, 4, 8}]
+    assert runner.lengths.tolist() == [5, 5, 5] and len(runner.free) == 0
+
+
 def test_steady_sequences_begin_anew_and_a_wrong_graph_is_found(here: pytest.MonkeyPatch) -> None:
     runner = models.KernelRunner(models.random_model(TINY), 2, 6, chunk=8)
     steady = models.Steady(runner, 2)
