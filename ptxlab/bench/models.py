@@ -504,12 +504,15 @@ def power() -> Iterator[list[float]]:
 def mix_rows(
     config: Config, wanted: WantedModels, plan: ModelPlan, known: Mapping[Key, Row], progress: Callable[[str], None]
 ) -> Iterator[Row]:
-    """Steps of the mixes, less what lies between layers and the head: a row per batch of ours, and of their largest."""
+    """Steps of the mixes, less what lies between layers and the head: a row per batch of ours, and of their largest.
+
+    The largest comes first.
+    """
     own: dict[str, set[int]] = {}
     for gb in plan.budgets:
         for name, B in mix_batches(config, wanted.mixes, gb).items():
             own.setdefault(name, set()).update({B} - {0, *plan.batches})
-    every = sorted({*plan.batches, *(B for batches in own.values() for B in batches)})
+    every = sorted({*plan.batches, *(B for batches in own.values() for B in batches)}, reverse=True)
     there = {B: known.get(row_key(config, BESIDE, B, PROMPT, MIX)) for B in every}
     yield from (row for row in there.values() if row)
     lacking = tuple(B for B, row in there.items() if row is None)
@@ -522,8 +525,8 @@ def mix_rows(
     side_by_side([*ours, *peers_layer.jobs((config,), tokens, wanted.mixes, ())])
     ours_too = [B for B in plan.batches if B in lacking]
     further = {name: batches & {*lacking} for name, batches in own.items()}
-    measured = peers_layer.mixes(config, ours_too, wanted.mixes, progress, length=MEAN, further=further)
-    for B, times in measured.items():
+    measured = peers_layer.mixes_by_batch(config, ours_too, wanted.mixes, progress, length=MEAN, further=further)
+    for B, times in measured:
         if times:
             more = {f"{name} gemm_us": config.layers * mix.gemms for name, mix in times.items()}
             more |= {
