@@ -124,11 +124,14 @@ def _record(
         ceilings=ceilings.to_json(),
         rows=(),
     )
+    done = () if resume is None else _done(resume, record)
     measured: list[Row] = []
-    for row in rows(ceilings, progress) if resume is None else rows(ceilings, progress, done=_done(resume, record)):
+    for row in rows(ceilings, progress) if resume is None else rows(ceilings, progress, done=done):
         measured.append(row)
         if resume is not None:
-            save(replace(record, rows=tuple(measured), invalid="not finished"), resume)
+            here = {row.key for row in measured}
+            kept = (*measured, *(row for row in done if row.key not in here))  # those whose turn has not come
+            save(replace(record, rows=kept, invalid="not finished"), resume)
     invalid = shortfall(ceilings, info.slug) or stream.shortfall(measured, info.slug)
     return replace(record, rows=tuple(measured), invalid=invalid)
 

@@ -222,8 +222,7 @@ class Steady:
 
     def __init__(self, runner: KernelRunner, B: int) -> None:
         self.runner, self.at, rng = runner, list(range(B)), np.random.default_rng(B)
-        for b in range(runner.batch):
-            runner.release(b)
+        _emptied(runner)
         rng.shuffle(runner.free)
         for b in self.at:
             if not runner.reserve(b, PROMPT + MADE):
@@ -411,19 +410,23 @@ class Generated(NamedTuple):
 
 
 def generated(runner: KernelRunner, B: int) -> Generated:
-    """From the first prompt to the last token of B sequences."""
+    """From the first prompt to the last token of B sequences; every launch has been made once before."""
     rng = np.random.default_rng(B)
-    for b in range(runner.batch):
-        runner.release(b)
     prompts = rng.integers(0, runner.config.vocabulary, (B, PROMPT))
     at, each = list(range(B)), runner.chunk // PROMPT
+    parts = [{b: prompts[b] for b in at[first : first + each]} for first in range(0, B, each)]
+    _emptied(runner)
+    for part in (parts[0], parts[-1])[: len(parts)]:  # the last one may be smaller
+        runner.extend(part).argmax(axis=-1)
+    runner.decode(np.zeros(B, np.int32), at).argmax(axis=-1)
+    _emptied(runner)
     clock = Clock()
     with power() as watts:
         clock.start()
         gpu.synchronize()
         begin = time.perf_counter()
-        logits = [runner.extend({b: prompts[b] for b in at[first : first + each]}) for first in range(0, B, each)]
-        tokens = np.concatenate([part.argmax(axis=-1) for part in logits])
+        logits = [runner.extend(part) for part in parts]
+        tokens = np.concatenate([some.argmax(axis=-1) for some in logits])
         gpu.synchronize()
         middle = time.perf_counter()
         for _ in range(MADE - 1):
@@ -438,6 +441,11 @@ def generated(runner: KernelRunner, B: int) -> Generated:
         raise BenchmarkError(f"{GENERATE}, {runner.config.name}: {said}")
     watt = float(np.mean(watts)) if watts else 0.0
     return Generated(1e6 * (middle - begin), 1e6 * (end - middle), clock.mhz(), watt)
+
+
+def _emptied(runner: KernelRunner) -> None:
+    for b in range(runner.batch):
+        runner.release(b)
 
 
 def generate_row(
@@ -496,12 +504,15 @@ def power() -> Iterator[list[float]]:
 def mix_rows(
     config: Config, wanted: WantedModels, plan: ModelPlan, known: Mapping[Key, Row], progress: Callable[[str], None]
 ) -> Iterator[Row]:
-    """Steps of the mixes, less what lies between layers and the head: a row per batch of ours, and of their largest."""
+    """Steps of the mixes, less what lies between layers and the head: a row per batch of ours, and of their largest.
+
+    The largest comes first.
+    """
     own: dict[str, set[int]] = {}
     for gb in plan.budgets:
         for name, B in mix_batches(config, wanted.mixes, gb).items():
             own.setdefault(name, set()).update({B} - {0, *plan.batches})
-    every = sorted({*plan.batches, *(B for batches in own.values() for B in batches)})
+    every = sorted({*plan.batches, *(B for batches in own.values() for B in batches)}, reverse=True)
     there = {B: known.get(row_key(config, BESIDE, B, PROMPT, MIX)) for B in every}
     yield from (row for row in there.values() if row)
     lacking = tuple(B for B, row in there.items() if row is None)
@@ -514,8 +525,8 @@ def mix_rows(
     side_by_side([*ours, *peers_layer.jobs((config,), tokens, wanted.mixes, ())])
     ours_too = [B for B in plan.batches if B in lacking]
     further = {name: batches & {*lacking} for name, batches in own.items()}
-    measured = peers_layer.mixes(config, ours_too, wanted.mixes, progress, length=MEAN, further=further)
-    for B, times in measured.items():
+    measured = peers_layer.mixes_by_batch(config, ours_too, wanted.mixes, progress, length=MEAN, further=further)
+    for B, times in measured:
         if times:
             more = {f"{name} gemm_us": config.layers * mix.gemms for name, mix in times.items()}
             more |= {

@@ -510,30 +510,53 @@ def mixes(
 
     Sequences have `length` tokens, a multiple of a page (`LENGTH`). `further` are batches of one `MIX/ATTENTION` alone.
     """
+    return dict(mixes_by_batch(config, batches, names, progress, length, further))
+
+
+def mixes_by_batch(
+    config: Config,
+    batches: Sequence[int],
+    names: Sequence[str],
+    progress: Callable[[str], None],
+    length: int = 0,
+    further: Mapping[str, Collection[int]] | None = None,
+) -> Iterator[tuple[int, dict[str, MixTime]]]:
+    """The same, a batch as soon as it is measured, the largest first: functions are tuned to it.
+
+    The weights of all mixes are in memory meanwhile, those of a layer or of as many as exceed the L2.
+    """
     further = further or {}
     every = sorted({*batches, *(B for more in further.values() for B in more)}, reverse=True)
-    times: dict[int, dict[str, MixTime]] = {B: {} for B in every}
     _Attention.fastest_at.clear()
     if not peers.importable():
-        return times
+        yield from ((B, {}) for B in every)
+        return
     import torch
 
-    right: dict[int, Any] = {}  # of the FP16 mix, by batch
-    for name in _possible(config, names):
+    wanted = {
+        name: {kind: {*batches, *further.get(f"{name}/{kind.name}", ())} for kind in _attentions(name)}
+        for name in _possible(config, names)
+    }
+    weights: dict[str, list[dict[str, Any]]] = {}
+    for name, kinds in wanted.items():
         progress(f"{config.name}: {name}")
-        wanted = {kind: {*batches, *further.get(f"{name}/{kind.name}", ())} for kind in _attentions(name)}
-        copies = {B: _copies(name, config, B) for B in every}
+        tokens = tuple(B for B in every if any(B in of for of in kinds.values()))
         with peers.left_out(f"{name}, {config.name}"):
-            tokens = tuple(B for B in every if any(B in of for of in wanted.values()))
-            layers = _weights(name, config, max(copies.values()), tokens)
-            for B in every:  # the largest first: functions are tuned to it
-                for attention in (kind for kind in wanted if B in wanted[kind]):
-                    what = f"{name}/{attention.name}"
-                    with peers.left_out(f"{what}, {config.name}, batch {B}"):
-                        times[B][what] = _timed(name, config, B, layers[: copies[B]], attention, right, length)
-            layers.clear()
-        torch.cuda.empty_cache()
-    return times
+            weights[name] = _weights(name, config, max(_copies(name, config, B) for B in every), tokens)
+    right: dict[int, Any] = {}  # of the FP16 mix, by batch
+    for B in every:
+        progress(f"{config.name}, batch {B}: mixes")
+        times: dict[str, MixTime] = {}
+        for name in weights:
+            copies = _copies(name, config, B)
+            for attention in (kind for kind, of in wanted[name].items() if B in of):
+                what = f"{name}/{attention.name}"
+                with peers.left_out(f"{what}, {config.name}, batch {B}"):
+                    times[what] = _timed(name, config, B, weights[name][:copies], attention, right, length)
+            torch.cuda.empty_cache()
+        yield B, times
+    weights.clear()
+    torch.cuda.empty_cache()
 
 
 PROMPTS_AT_ONCE = 4  # of `prefills`, in one launch

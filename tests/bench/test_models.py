@@ -78,6 +78,15 @@ def test_a_whole_model_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch
     assert row.key == models.row_key(TINY, models.MEASURE, 2, 4)
 
 
+def test_nothing_is_captured_while_qserves_rule_is_timed(here: pytest.MonkeyPatch) -> None:
+    runner, launched = models.KernelRunner(models.random_model(TINY), 3, 6, chunk=8), []
+    clock = SimpleNamespace(start=lambda: launched.append({*runner._steps}), stop=lambda: None, mhz=lambda: 1900.0)
+    here.setattr(models, "Clock", lambda: clock)
+    models.generated(runner, 3)
+    assert launched == [{*runner._steps}] == [{3, 4, 8}]
+    assert runner.lengths.tolist() == [5, 5, 5] and len(runner.free) == 0
+
+
 def test_steady_sequences_begin_anew_and_a_wrong_graph_is_found(here: pytest.MonkeyPatch) -> None:
     runner = models.KernelRunner(models.random_model(TINY), 2, 6, chunk=8)
     steady = models.Steady(runner, 2)
@@ -183,7 +192,7 @@ class Counted:
         patch.setattr(models, "KernelRunner", lambda *_, **__: self.note("runner"))
         patch.setattr(models, "side_by_side", lambda jobs: self.note("compiling"))
         patch.setattr(models.peers_layer, "jobs", lambda *_: [])
-        patch.setattr(models.peers_layer, "mixes", self.mixes)
+        patch.setattr(models.peers_layer, "mixes_by_batch", self.mixes_by_batch)
         patch.setattr(models.peers_layer, "prefills", self.prefills)
         patch.setattr(models, "decode_row", self.decode_row)
         patch.setattr(models, "generated", lambda runner, B: models.Generated(self.note(("rule", B)), 2.0, 1900.0, 0.0))
@@ -192,13 +201,15 @@ class Counted:
         self.asked.append(what)
         return 3.0
 
-    def mixes(self, config: Config, batches: Any, names: Any, progress: Any, length: int, further: Any) -> Any:
+    def mixes_by_batch(self, config: Config, batches: Any, names: Any, progress: Any, length: int, further: Any) -> Any:
         asked = {B: [f"{name}/sdpa" for name in names] for B in batches}
         for name, more in further.items():
             for B in more:
                 asked.setdefault(B, []).append(name)
         self.note(("mixes", (*asked,)))
-        return {B: {name: MixTime(2.0 * B, 1.0, 1.0) for name in asked[B]} for B in sorted(asked)}
+        for B in sorted(asked, reverse=True):
+            yield B, {name: MixTime(2.0 * B, 1.0, 1.0) for name in asked[B]}
+            self.note(("after", B))
 
     def prefills(self, config: Config, names: Any, length: int, progress: Any) -> Any:
         self.note("prompts")
@@ -218,6 +229,8 @@ def test_a_model_goes_on_at_any_row_and_measures_none_twice(monkeypatch: pytest.
     counted = Counted(monkeypatch)
     whole = counted.rows([])
     every = [what for what in counted.asked if what != "runner"]
+    in_turn = [row.sizes["B"] for row in whole if row.kernel == "mixes" and row.measure == models.BESIDE]
+    assert in_turn == sorted(in_turn, reverse=True) and len(in_turn) == 6
     assert [row.measure for row in whole[-4:]] == ["decode", "decode", "generate", "generate"]
     assert every[-3:] == [("steps", 1), ("steps", 64), ("rule", 64)], "one run for two budgets of one batch"
     at = {row.sizes["B"]: [*row.peers] for row in whole if row.kernel == "mixes" and row.measure == models.BESIDE}
@@ -234,6 +247,13 @@ def test_a_model_goes_on_at_any_row_and_measures_none_twice(monkeypatch: pytest.
             assert B not in batches or row.kernel != "mixes" or row.measure != models.BESIDE
         assert ("runner" in counted.asked) == (done < len(whole)), done
     assert counted.asked == []
+
+
+def test_a_batch_of_mixes_is_a_row_before_the_next_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch)
+    rows = models.mix_rows(counted.config, counted.wanted, counted.plan, {}, lambda _: None)
+    assert next(rows).sizes["B"] == 164
+    assert [what for what in counted.asked if what[0] == "after"] == []
 
 
 def test_parts_of_the_suite_by_words() -> None:
@@ -293,6 +313,29 @@ def test_a_run_goes_on_where_another_has_ended(monkeypatch: pytest.MonkeyPatch, 
     cards.append("GPU-2")
     bench.run_suite("decode", only=["LLaMA-2-7B"], resume=path)
     assert measured == [1, 4, 4, 1, 4, 1, 4], "another card of the same kind"
+
+
+def test_a_run_that_is_stopped_again_keeps_the_rows_whose_turn_has_not_come(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    info = SimpleNamespace(name="H200", slug="h200", driver="1", sms=2, l2_bytes=1, memory_bytes=141 * 10**9)
+    monkeypatch.setattr(gpu, "device_info", lambda: info)
+    monkeypatch.setattr(bench, "measure_ceilings", lambda: CEILINGS)
+    monkeypatch.setattr(bench, "versions", lambda info: {})
+    monkeypatch.setattr(gpu, "card_id", lambda: "GPU-1")
+    monkeypatch.setenv("PTXLAB_COMMIT", "abc")
+    batches = [[1, 4, 16], [1, 64]]  # of the run before; of the next one, which is stopped behind them
+
+    def rows(names: Any, ceilings: Any, progress: Any, only: Any = (), done: Any = ()) -> Any:
+        yield from map(a_row, batches[len(done) > 0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(bench.SUITES, "decode", rows)
+    path = tmp_path / "r.json"
+    for kept in ([1, 4, 16], [1, 64, 4, 16]):
+        with pytest.raises(KeyboardInterrupt):
+            bench.run_suite("decode", only=["LLaMA-2-7B"], resume=path)
+        assert [row.sizes["B"] for row in bench.load(path).rows] == kept
 
 
 @pytest.mark.gpu

@@ -57,6 +57,17 @@ def test_every_mix_at_every_batch(on_cpu: pytest.MonkeyPatch) -> None:
     assert {B: [*of] for B, of in times.items() if of} == {1: ["fp16/sdpa", "fp8_tensor/sdpa"], 2: ["fp16/sdpa"]}
 
 
+def test_mixes_batch_by_batch_the_largest_first_with_weights_made_once(on_cpu: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, tuple[int, ...]]] = []
+    weights = peers_layer._weights
+    on_cpu.setattr(peers_layer, "_weights", lambda *of: made.append((of[0], of[3])) or weights(*of))
+    further = {"fp8_tensor/sdpa": [2]}
+    rows = peers_layer.mixes_by_batch(TINY, (1, 3), ("fp16", "fp8_tensor"), lambda _: None, further=further)
+    assert [*next(rows)[1]] == ["fp16/sdpa", "fp8_tensor/sdpa"]
+    assert made == [("fp16", (3, 1)), ("fp8_tensor", (3, 2, 1))]
+    assert [(B, len(times)) for B, times in rows] == [(2, 1), (1, 2)] and len(made) == 2
+
+
 def test_mixes_with_equal_caches_share_the_choice_of_attention(on_cpu: pytest.MonkeyPatch) -> None:
     """FP16's and tensor-wise FP8's have the same floats; row-wise FP8 has bfloat16. Each is checked all the same."""
     measured: list[str] = []
