@@ -23,6 +23,7 @@ from tests.support.axes import both_modes, on_every_backend
 SOURCE = kernels.find(SM90.name)[1][0]
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @of_each(HOPPER[0], HOPPER[5])
 @pytest.mark.parametrize("promote", [0, 1])
@@ -63,6 +64,7 @@ def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, w
         assert np.array_equal(found[name], right[name])
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -124,6 +126,7 @@ IN_PARTS = HOPPER[3], (1000, 64), 7  # sequences, of which one is in parts; bloc
 SMALLEST_PARTS = Variant(64, 64, 4, 0, T=1, ratio=1, tile=AttentionTileSm90(16, 4, 1, 1))
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @pytest.mark.parametrize("tiles", [5, 6, 9, 10, 14])
 def test_more_parts_than_are_taken_over_at_a_time(tiles: int, backend: str) -> None:
