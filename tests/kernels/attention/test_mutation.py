@@ -135,7 +135,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_the_kernel_itself_is_right(spec: KernelSpec) -> None:
     assert not is_noticed(spec, kernels.find(spec.name)[1][0])

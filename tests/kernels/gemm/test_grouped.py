@@ -114,7 +114,7 @@ def chosen(M: int, N: int, K: int, g: int, signed: int) -> dict[str, int]:
     return {**GROUPED.config_for({"M": M, "N": N, "K": K, "E": 8, "g": g}), "OUT": 0, "SIGNED": signed}
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(10)
 @pytest.mark.parametrize(
     "config",
     list(

@@ -214,7 +214,7 @@ def diagnosis_of(variant: Variant, sizes: dict[str, int], mode: str) -> list[emu
     return [*outcome.findings, *([] if right else ["wrong result"])]
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 @both_modes
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_kernel_itself_is_clean(variant: Variant, mode: str) -> None:

@@ -123,7 +123,7 @@ def ids_of(cases: list[tuple[KernelSpec, Config, int]]) -> list[str]:
 signed, order, mode = st.integers(0, 1), st.integers(0, 1), st.sampled_from(emulator.MODES)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("config", LARGE_CONFIGS, ids=ids)
 @given(
     logical=problems(tokens=70, rows=200, groups=9),
@@ -152,6 +152,7 @@ def test_more_tokens_than_a_band(backend: str) -> None:
     assert np.array_equal(output(LARGE, logical, backend, config), LARGE.reference(**logical))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("config", SMALL_CONFIGS, ids=ids)
 @given(data=st.data(), signed=signed, order=order, mode=mode, sms=st.sampled_from((1, 3, 132)))
 @settings(max_examples=6)
@@ -335,7 +336,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(12)
 @pytest.mark.parametrize(
     ("spec", "config", "tokens", "group", "signed"),
     COMPILED,
