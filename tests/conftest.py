@@ -16,13 +16,12 @@ from tests.support import plugin
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-pytest_plugins = ["tests.support.collection", "tests.support.device", "tests.support.recording"]
+pytest_plugins = ["tests.support.collection", "tests.support.device", "tests.support.recording", "tests.support.share"]
 if not plugin.INSTALLED:
     pytest_plugins.append(plugin.MODULE)
 
 # Examples take as long as the machine lets them: a deadline would only measure its load.
-hypothesis.settings.register_profile("ptxlab", deadline=None, max_examples=40)
-hypothesis.settings.register_profile("thorough", deadline=None, max_examples=400)
+hypothesis.settings.register_profile("ptxlab", deadline=None)
 hypothesis.settings.load_profile("ptxlab")
 
 

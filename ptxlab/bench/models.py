@@ -222,7 +222,7 @@ class Steady:
 
     def __init__(self, runner: KernelRunner, B: int) -> None:
         self.runner, self.at, rng = runner, list(range(B)), np.random.default_rng(B)
-        _emptied(runner)
+        _release_all(runner)
         rng.shuffle(runner.free)
         for b in self.at:
             if not runner.reserve(b, PROMPT + MADE):
@@ -415,11 +415,11 @@ def generated(runner: KernelRunner, B: int) -> Generated:
     prompts = rng.integers(0, runner.config.vocabulary, (B, PROMPT))
     at, each = list(range(B)), runner.chunk // PROMPT
     parts = [{b: prompts[b] for b in at[first : first + each]} for first in range(0, B, each)]
-    _emptied(runner)
+    _release_all(runner)
     for part in (parts[0], parts[-1])[: len(parts)]:  # the last one may be smaller
         runner.extend(part).argmax(axis=-1)
     runner.decode(np.zeros(B, np.int32), at).argmax(axis=-1)
-    _emptied(runner)
+    _release_all(runner)
     clock = Clock()
     with power() as watts:
         clock.start()
@@ -443,7 +443,7 @@ def generated(runner: KernelRunner, B: int) -> Generated:
     return Generated(1e6 * (middle - begin), 1e6 * (end - middle), clock.mhz(), watt)
 
 
-def _emptied(runner: KernelRunner) -> None:
+def _release_all(runner: KernelRunner) -> None:
     for b in range(runner.batch):
         runner.release(b)
 
@@ -525,7 +525,7 @@ def mix_rows(
     side_by_side([*ours, *peers_layer.jobs((config,), tokens, wanted.mixes, ())])
     ours_too = [B for B in plan.batches if B in lacking]
     further = {name: batches & {*lacking} for name, batches in own.items()}
-    measured = peers_layer.mixes_by_batch(config, ours_too, wanted.mixes, progress, length=MEAN, further=further)
+    measured = peers_layer.mixes(config, ours_too, wanted.mixes, progress, length=MEAN, further=further)
     for B, times in measured:
         if times:
             more = {f"{name} gemm_us": config.layers * mix.gemms for name, mix in times.items()}

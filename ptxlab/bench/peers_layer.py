@@ -505,25 +505,12 @@ def mixes(
     progress: Callable[[str], None],
     length: int = 0,
     further: Mapping[str, Collection[int]] | None = None,
-) -> dict[int, dict[str, MixTime]]:
-    """Times by batch and `MIX/ATTENTION` of a layer; what cannot be done here is left out with a warning.
+) -> Iterator[tuple[int, dict[str, MixTime]]]:
+    """Times of a layer by `MIX/ATTENTION`, batch by batch; what cannot be done here is left out with a warning.
 
     Sequences have `length` tokens, a multiple of a page (`LENGTH`). `further` are batches of one `MIX/ATTENTION` alone.
-    """
-    return dict(mixes_by_batch(config, batches, names, progress, length, further))
-
-
-def mixes_by_batch(
-    config: Config,
-    batches: Sequence[int],
-    names: Sequence[str],
-    progress: Callable[[str], None],
-    length: int = 0,
-    further: Mapping[str, Collection[int]] | None = None,
-) -> Iterator[tuple[int, dict[str, MixTime]]]:
-    """The same, a batch as soon as it is measured, the largest first: functions are tuned to it.
-
-    The weights of all mixes are in memory meanwhile, those of a layer or of as many as exceed the L2.
+    The largest batch comes first: functions are tuned to it. Meanwhile the weights of all mixes are in memory, those of
+    a layer or of as many as exceed the L2.
     """
     further = further or {}
     every = sorted({*batches, *(B for more in further.values() for B in more)}, reverse=True)

@@ -192,7 +192,7 @@ class Counted:
         patch.setattr(models, "KernelRunner", lambda *_, **__: self.note("runner"))
         patch.setattr(models, "side_by_side", lambda jobs: self.note("compiling"))
         patch.setattr(models.peers_layer, "jobs", lambda *_: [])
-        patch.setattr(models.peers_layer, "mixes_by_batch", self.mixes_by_batch)
+        patch.setattr(models.peers_layer, "mixes", self.mixes)
         patch.setattr(models.peers_layer, "prefills", self.prefills)
         patch.setattr(models, "decode_row", self.decode_row)
         patch.setattr(models, "generated", lambda runner, B: models.Generated(self.note(("rule", B)), 2.0, 1900.0, 0.0))
@@ -201,7 +201,7 @@ class Counted:
         self.asked.append(what)
         return 3.0
 
-    def mixes_by_batch(self, config: Config, batches: Any, names: Any, progress: Any, length: int, further: Any) -> Any:
+    def mixes(self, config: Config, batches: Any, names: Any, progress: Any, length: int, further: Any) -> Any:
         asked = {B: [f"{name}/sdpa" for name in names] for B in batches}
         for name, more in further.items():
             for B in more:

@@ -289,7 +289,7 @@ def test_mixes_are_measured_where_pytorch_is(launched: None) -> None:
     if not peers.importable():
         pytest.skip("PyTorch with a GPU is not installed")
     names = ("fp16", "fp8_row", "fp8_tensor")
-    times = peers_layer.mixes(SHARE, (2, 16), names, lambda _: None)
+    times = dict(peers_layer.mixes(SHARE, (2, 16), names, lambda _: None))
     assert {name.partition("/")[0] for B in times for name in times[B]} == {*names}
     for time in (time for B in times for time in times[B].values()):
         assert 5 < time.gemms < time.without_attention < time.layer < 1000

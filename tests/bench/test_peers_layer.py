@@ -49,11 +49,11 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_every_mix_at_every_batch(on_cpu: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    times = peers_layer.mixes(TINY, (1, 3), PLAIN, said.append)
+    times = dict(peers_layer.mixes(TINY, (1, 3), PLAIN, said.append))
     us = peers_layer.MixTime(7.0, 7.0, 7.0)
     assert times == {B: {f"{name}/sdpa": us for name in PLAIN} for B in (1, 3)} and said[0] == "tiny: fp16"
     further = {"fp16/sdpa": [2], "fp16/xqa_fp8": [4]}  # FP16 has no paged attention
-    times = peers_layer.mixes(TINY, (1,), ("fp16", "fp8_tensor"), said.append, further=further)
+    times = dict(peers_layer.mixes(TINY, (1,), ("fp16", "fp8_tensor"), said.append, further=further))
     assert {B: [*of] for B, of in times.items() if of} == {1: ["fp16/sdpa", "fp8_tensor/sdpa"], 2: ["fp16/sdpa"]}
 
 
@@ -62,7 +62,7 @@ def test_mixes_batch_by_batch_the_largest_first_with_weights_made_once(on_cpu: p
     weights = peers_layer._weights
     on_cpu.setattr(peers_layer, "_weights", lambda *of: made.append((of[0], of[3])) or weights(*of))
     further = {"fp8_tensor/sdpa": [2]}
-    rows = peers_layer.mixes_by_batch(TINY, (1, 3), ("fp16", "fp8_tensor"), lambda _: None, further=further)
+    rows = peers_layer.mixes(TINY, (1, 3), ("fp16", "fp8_tensor"), lambda _: None, further=further)
     assert [*next(rows)[1]] == ["fp16/sdpa", "fp8_tensor/sdpa"]
     assert made == [("fp16", (3, 1)), ("fp8_tensor", (3, 2, 1))]
     assert [(B, len(times)) for B, times in rows] == [(2, 1), (1, 2)] and len(made) == 2
@@ -86,7 +86,7 @@ def test_mixes_with_equal_caches_share_the_choice_of_attention(on_cpu: pytest.Mo
 
     on_cpu.setattr(peers_layer, "measure", measure)
     on_cpu.setattr(peers_layer._Attention, "check", watched)
-    peers_layer.mixes(TINY, (3,), PLAIN, lambda _: None)
+    dict(peers_layer.mixes(TINY, (3,), PLAIN, lambda _: None))
     both = ["CUDNN_ATTENTION", "FLASH_ATTENTION"]
     assert measured == 2 * both and checked == [*both, *both, "FLASH_ATTENTION"]
 
@@ -224,7 +224,7 @@ def test_a_mix_that_is_wired_wrongly_is_found(on_cpu: pytest.MonkeyPatch) -> Non
 
     on_cpu.setattr(peers_layer, "gated", exchanged)
     with pytest.raises(BenchmarkError, match=r"fp8_row/sdpa, tiny: .* off the FP16 mix"):
-        peers_layer.mixes(TINY, (3,), PLAIN, lambda _: None)
+        dict(peers_layer.mixes(TINY, (3,), PLAIN, lambda _: None))
 
 
 @pytest.mark.parametrize("how", ["none", "fp8", "fp8_static", "int8"])
@@ -275,9 +275,9 @@ def test_humming_multiplies_what_lies_between(on_cpu: pytest.MonkeyPatch) -> Non
 
     on_cpu.setattr(peers, "humming_layers", humming_layers)
     names = ("fp16", *peers_layer.HUMMING)
-    assert list(peers_layer.mixes(TINY, (3,), names, lambda _: None)[3]) == [f"{name}/sdpa" for name in names]
+    assert list(dict(peers_layer.mixes(TINY, (3,), names, lambda _: None))[3]) == [f"{name}/sdpa" for name in names]
     share = Config(ffn=384, name="tiny 1/2", **_WIDTHS)
-    assert list(peers_layer.mixes(share, (3,), names, lambda _: None)[3]) == ["fp16/sdpa"]
+    assert list(dict(peers_layer.mixes(share, (3,), names, lambda _: None))[3]) == ["fp16/sdpa"]
 
 
 @pytest.mark.parametrize("kernel", ["rmsnorm_quantize", "silu_mul_quantize", "quantize_activations"])
@@ -368,7 +368,7 @@ def test_functions_are_compiled_for_a_width_and_any_number_of_tokens(monkeypatch
 
 def test_without_a_gpu_there_are_no_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "importable", lambda: False)
-    assert peers_layer.mixes(TINY, (1, 4), PLAIN, lambda _: None) == {1: {}, 4: {}}
+    assert dict(peers_layer.mixes(TINY, (1, 4), PLAIN, lambda _: None)) == {1: {}, 4: {}}
     assert peers_layer.fused("rmsnorm_quantize", 4, 64, 2) == {} and peers_layer.traced(lambda: None) == []
     assert peers_layer.jobs([TINY], (1,), PLAIN, (64,)) == []
 
@@ -393,5 +393,5 @@ def test_what_is_compiled_side_by_side(on_cpu: pytest.MonkeyPatch, liger: pytest
 def test_what_a_mix_cannot_do_is_left_out(on_cpu: pytest.MonkeyPatch) -> None:
     """PyTorch has no scaled grouped GEMM on a CPU."""
     with pytest.warns(UserWarning, match="fp8_row/sdpa, experts, batch 3: left out, NotImplementedError"):
-        times = peers_layer.mixes(EXPERTS, (3,), PLAIN, lambda _: None)
+        times = dict(peers_layer.mixes(EXPERTS, (3,), PLAIN, lambda _: None))
     assert list(times[3]) == ["fp16/sdpa"]

@@ -88,7 +88,7 @@ def test_presub_is_wrong_exactly_where_the_borrow_model_says(backend: str, data:
 
 @pytest.mark.parametrize("label", LQQ)
 @given(logical=strategies.lqq_inputs(checked=False))
-@settings(max_examples=25)
+@settings(max_examples=50)
 def test_a_lane_that_carries_is_found(label: str, logical: dict[str, np.ndarray]) -> None:
     spec, source = ALL[label]
     outcome = launch(spec, source, logical, "emulator", unchecked=True)
@@ -143,7 +143,7 @@ def test_every_q4_scale_and_zero_in_every_lane(label: str, neighbour: int, backe
 @on_every_backend
 @pytest.mark.parametrize("label", [*LQQ, *QOQ])
 @given(groups=strategies.weight_groups())
-@settings(max_examples=25)  # of words; every value in every lane is above
+@settings(max_examples=50)  # of words; every value in every lane is above
 def test_quantised_weights_come_back_as_the_exact_integers(
     label: str, backend: str, groups: strategies.WeightGroups
 ) -> None:

@@ -154,7 +154,7 @@ def _alone() -> None:
 
 def layer_rows(config: Config, wanted: Selection, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
     """A model at every batch, the mixes first: ours and theirs are in memory one after the other."""
-    beside = peers_layer.mixes(config, wanted.batches, wanted.mixes, progress)
+    beside = dict(peers_layer.mixes(config, wanted.batches, wanted.mixes, progress))
     weights = decoder.layers_of(config)
     copied = decoder.copies_of(weights[0])
     for B in wanted.batches:

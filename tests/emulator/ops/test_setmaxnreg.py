@@ -26,8 +26,10 @@ def test_a_split_that_fits(counts: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("body", "threads", "directives", "message"),
     [
-        (SPLIT.format(24, 248), 384, "", r"warps then have 66560 registers, more than the 64512, at most 168"),
-        (SPLIT.format(48, 232), 384, ".maxntid 384", r"then have 65536 registers, more than the 64512"),
+        (SPLIT.format(24, 248), 384, "",
+         r"the block's warps then have 66560 registers, more than the 64512, at most 168"),
+        (SPLIT.format(48, 232), 384, ".maxntid 384",
+         r"have 65536 registers, more than the 64512, at most 168 per thread"),
         (SPLIT.format(24, 120), 384, ".maxntid 384\n.minnctapersm 2", r"more than the 30720, at most 80 per thread"),
         ("setmaxnreg.inc.sync.aligned.u32 160;\nsetmaxnreg.inc.sync.aligned.u32 152;", 128, "",
          r"k\.ptx:.* the warp has 160 registers per thread, so this is no increase"),

@@ -46,7 +46,7 @@ def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], 
     mode=st.sampled_from(emulator.MODES),
     sms=st.sampled_from((1, 3, 132)),
 )
-@settings(max_examples=15)
+@settings(max_examples=30)
 def test_accumulators_are_exact_in_the_emulator(
     logical: dict[str, Any], tile: dict[str, int], signed: int, mode: str, sms: int
 ) -> None:

@@ -53,7 +53,7 @@ def accumulators(
 @pytest.mark.share(2)
 @pytest.mark.parametrize("name", SPECS)
 @given(data=st.data(), tile=st.sampled_from(TILES), mode=st.sampled_from(emulator.MODES))
-@settings(max_examples=8)
+@settings(max_examples=15)
 def test_accumulators_are_exact_in_the_emulator(
     name: str, data: st.DataObject, tile: dict[str, int], mode: str
 ) -> None:
@@ -111,7 +111,7 @@ def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: s
 
 @on_every_backend
 @given(data=st.data(), rows=st.sampled_from((8, 16, 32)), mode=st.sampled_from(emulator.MODES))
-@settings(max_examples=8)
+@settings(max_examples=15)
 def test_activations_in_tiles(backend: str, data: Any, rows: int, mode: str) -> None:
     """The same kernel on swizzled tiles, whatever M and K leave of the last one."""
     spec = sm90.IMFP_TILES

@@ -132,7 +132,7 @@ signed, order, mode = st.integers(0, 1), st.integers(0, 1), st.sampled_from(emul
     mode=mode,
     sms=st.sampled_from((1, 3, 132)),
 )
-@settings(max_examples=6)
+@settings(max_examples=8)
 def test_accumulators_are_exact_in_the_emulator(
     config: Config, logical: dict[str, Any], signed: int, order: int, mode: str, sms: int
 ) -> None:
@@ -155,7 +155,7 @@ def test_more_tokens_than_a_band(backend: str) -> None:
 @pytest.mark.share(2)
 @pytest.mark.parametrize("config", SMALL_CONFIGS, ids=ids)
 @given(data=st.data(), signed=signed, order=order, mode=mode, sms=st.sampled_from((1, 3, 132)))
-@settings(max_examples=6)
+@settings(max_examples=10)
 def test_a_few_tokens_are_exact_in_the_emulator(
     config: Config, data: st.DataObject, signed: int, order: int, mode: str, sms: int
 ) -> None:

@@ -24,7 +24,7 @@ def test_whole(case): ...
 def left(pytester: pytest.Pytester, *which: str) -> list[str]:
     """Names of the tests that `-m` leaves."""
     made = pytester.makepyfile(test_suite=SUITE)
-    items, _ = pytester.inline_genitems(*(f"{made}{name}" for name in which or [""]), "-p", "tests.support.collection")
+    items, _ = pytester.inline_genitems(*(f"{made}{name}" for name in which or [""]), "-p", "tests.support.share")
     return [item.name for item in items if not item.get_closest_marker("exhaustive")]
 
 
