@@ -83,8 +83,8 @@ def test_only_gpu_imports_cupy() -> None:
     assert {room(module) for module in importers("cupy")} == {"gpu"}
 
 
-def test_torch_is_imported_by_peers_alone() -> None:
-    allowed = re.compile(r"ptxlab\.(torch\b.*|bench\.peers\w*)")
+def test_torch_is_imported_by_peers_and_for_prompts_alone() -> None:
+    allowed = re.compile(r"ptxlab\.(torch\b.*|bench\.peers\w*|model\.prompt_attention)")
     assert [module for module in importers("torch") if not allowed.fullmatch(module)] == []
 
 

@@ -9,7 +9,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ptxlab import bench
-from ptxlab.bench.models import BESIDE, BUDGETS, GENERATE, MADE, MEASURE, MIX, MODELS, WITHOUT, config_of, room_for
+from ptxlab.bench.models import (
+    BESIDE,
+    BUDGETS,
+    BY_TORCH,
+    GENERATE,
+    MADE,
+    MEASURE,
+    MIX,
+    MODELS,
+    WITHOUT,
+    config_of,
+    room_for,
+)
 from ptxlab.bench.record import Record
 from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED
 from report import RESULTS
@@ -129,7 +141,17 @@ def generate_table(records: list[Record]) -> str:
     table = pd.concat([rows, paper], axis=1)[[*columns]]
     names = {"L": "GB", "B": "batch", "rate": "tokens/s", "decode rate": "without prefill"}
     table = table.rename(columns={**names, "paper": "LiquidServe, H800 80 GB"})
-    return f"{markdown(table, dict(zip(table, columns.values(), strict=True)))}\n{_origin(records)}\n"
+    said = f"{_origin(records)} {_attended(rows)}"
+    return f"{markdown(table, dict(zip(table, columns.values(), strict=True)))}\n{said}\n"
+
+
+def _attended(rows: pd.DataFrame) -> str:
+    """What attended our prompts, in a sentence; of rows that do not say, the decode attention."""
+    by_torch = rows.reindex(columns=[BY_TORCH])[BY_TORCH] == 1
+    others = ", ".join(rows.model[~by_torch].unique())
+    if not by_torch.any():
+        return "Our prompts are attended by the decode attention."
+    return f"Our prompts are attended by PyTorch{f', those of {others} by the decode attention' if others else ''}."
 
 
 def _origin(records: list[Record]) -> str:

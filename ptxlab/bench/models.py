@@ -4,8 +4,9 @@ Two measures. `decode`: a step of B sequences of 1024 to 1535 tokens, evenly sta
 them; a sequence that reaches the end begins anew. `generate`: QServe's rule, B prompts of 1024 tokens and 512 tokens
 behind each, prefill inside the time, at the largest batch of a memory budget.
 
-Ours runs as it is. A mix's step is its layer (`peers_layer`) times the layers, and the LM head as ours takes it: what
-lies between its layers, and the gaps of a whole model, are left out in its favour.
+Ours runs as it is; where PyTorch is installed, its attention takes the prompts of `generate`. A mix's step is its
+layer (`peers_layer`) times the layers, and the LM head as ours takes it: what lies between its layers, and the gaps of
+a whole model, are left out in its favour.
 
 What others take are rows of their own: `beside`, a step of B sequences less the head, of all mixes or of ours with
 QServe's GEMM, and `prompt`. So a run that was stopped goes on where it was.
@@ -28,6 +29,7 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder, side_by_side
 from ptxlab.bench.layer.decoder import Alone, copy_of
 from ptxlab.bench.layer.shapes import BATCHES, Work, rows_of
+from ptxlab.bench.peers import importable
 from ptxlab.bench.peers_layer import MIXES, Job
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import GROUP, HEAD_DIM, PAGE
@@ -55,6 +57,7 @@ MEAN = PROMPT + MADE // 2  # of a steady sequence; a mix's sequences all have so
 STEPS = 512
 BUDGETS = (80, 141)  # GB
 CHUNK = 2 * PROMPT
+BY_TORCH = "prompts_by_torch"  # 1 in `Row.more` where PyTorch attended the prompts, 0 where the decode attention did
 MIX = "mixes"
 WITHOUT = "without"  # ours with QServe's GEMM in place of ours, LiquidGEMM's "/wo"
 _STEPS_WITHOUT, _WARM = 64, 8
@@ -177,7 +180,8 @@ def model_rows(
     if all(steps.values()) and all(rule.values()):
         return
     with gpu.elsewhere(_PAD):
-        runner = KernelRunner(random_model(config), max(plan.batches), PROMPT + MADE, chunk=CHUNK)
+        how: dict[str, Any] = {"chunk": CHUNK, "prompt_attention": "torch" if importable() else "cache"}
+        runner = KernelRunner(random_model(config), max(plan.batches), PROMPT + MADE, **how)
         for B in (B for B, row in steps.items() if row is None):
             progress(f"{config.name}, batch {B}")
             steps[B] = row = decode_row(runner, B, ceilings, beside[B])
@@ -401,12 +405,16 @@ def without_rows(
 
 
 class Generated(NamedTuple):
-    """QServe's rule at a batch: microseconds of the prompts and of the steps behind them, clock, mean power or 0."""
+    """QServe's rule at a batch: microseconds of the prompts and of the steps behind them, clock, mean power or 0.
+
+    `prompt_attention` is the runner's.
+    """
 
     prefill_us: float
     decode_us: float
     sm_mhz: float
     power_w: float
+    prompt_attention: str = "cache"
 
 
 def generated(runner: KernelRunner, B: int) -> Generated:
@@ -440,7 +448,7 @@ def generated(runner: KernelRunner, B: int) -> Generated:
         said = f"{B} sequences did not come to {PROMPT + MADE} tokens"
         raise BenchmarkError(f"{GENERATE}, {runner.config.name}: {said}")
     watt = float(np.mean(watts)) if watts else 0.0
-    return Generated(1e6 * (middle - begin), 1e6 * (end - middle), clock.mhz(), watt)
+    return Generated(1e6 * (middle - begin), 1e6 * (end - middle), clock.mhz(), watt, runner.prompt_attention)
 
 
 def _release_all(runner: KernelRunner) -> None:
@@ -454,6 +462,7 @@ def generate_row(
     """QServe's rule under a budget, beside the mixes at their best batch: microseconds and batch by name."""
     us = run.prefill_us + run.decode_us
     more = {"prefill_us": run.prefill_us, "decode_us": run.decode_us}
+    more[BY_TORCH] = float(run.prompt_attention == "torch")
     more |= {f"{name} batch": float(batch) for name, (_, batch) in composed.items()}
     more |= {f"{name} tokens_per_second": batch * MADE / us * 1e6 for name, (us, batch) in composed.items()}
     more |= {"power_w": run.power_w} if run.power_w else {}

@@ -28,6 +28,7 @@ from ptxlab.io.tokenizer import Tokenizer
 from ptxlab.model import FloatModel, Footprint, KernelRunner, NumpyRunner, QuantizedModel, Request, Runner, Server
 from ptxlab.model.folder import load
 from ptxlab.model.generate import generate as generated
+from ptxlab.model.kernel_runner import PROMPT_ATTENTIONS, require_torch
 from ptxlab.model.open import is_quantized, open_tokenizer
 from ptxlab.model.runner import HEADS, PAGE
 from ptxlab.quant import GROUPS
@@ -35,6 +36,7 @@ from ptxlab.quant import GROUPS
 RUNNERS: dict[str, type[Runner]] = {"gpu": KernelRunner, "numpy": NumpyRunner}
 _TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # ChatML, which SmolLM2 and Qwen2 are trained on
 _AT_ONCE = 16  # sequences of --prompts
+_CHUNK_OF_TORCH = 2048  # rows: only the first chunk of a prompt is PyTorch's
 _BROKEN = "\ufffd"  # what a character decodes to while tokens of it are lacking
 
 
@@ -62,6 +64,10 @@ def generate(
     head: Annotated[
         str, typer.Option(help="What the LM head multiplies in: float16, or int8: half its bytes, exact sums.")
     ] = "float16",
+    prompt_attention: Annotated[
+        str,
+        typer.Option(help="What attends prompts on a GPU. cache: our kernel, in 4 bits; torch: PyTorch, in 16 bits."),
+    ] = "cache",
     memory: Annotated[float | None, typer.Option(help="GB (10^9 bytes) of a GPU that may be taken at most.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask, in the ChatML template of instruct models.")] = False,
     as_json: AsJson = False,
@@ -73,7 +79,7 @@ def generate(
     """
     if backend is None:
         backend = "gpu" if gpu.why_not("sm_90a", exact=True) is None else "numpy"
-    _check(prompt, prompts, backend, tokens, batch, temperature, seed, group, head, memory)
+    _check(prompt, prompts, backend, tokens, batch, temperature, seed, group, head, prompt_attention, memory)
     asked = [_Asked(prompt or "", tokens, temperature, seed)]
     if prompts is not None:
         asked = _read_prompts(prompts, tokens, temperature, seed)
@@ -86,8 +92,10 @@ def generate(
     _check_fit(asked, encoded, opened.config.context, prompts)
     weights = opened if isinstance(opened, QuantizedModel) else _rounded(opened, model, group, quiet=as_json)
     context = max(len(given) + each.tokens for given, each in zip(encoded, asked, strict=True))
-    pages = _pages(weights, batch, context, head, memory, whole=prompts is None)
-    runner = RUNNERS[backend](weights, batch, context, pages=pages, head=head)
+    by_torch: dict[str, Any] = {"prompt_attention": "torch"} if prompt_attention == "torch" else {}
+    chunk = min(_CHUNK_OF_TORCH, batch * context) if by_torch else None
+    pages = _pages(weights, batch, context, head, chunk, memory, whole=prompts is None)
+    runner = RUNNERS[backend](weights, batch, context, pages=pages, chunk=chunk, head=head, **by_torch)
     if prompts is not None:
         with threadpool_limits(1 if batch == 1 else None, "blas"):
             return _serve(runner, tokenizer, asked, encoded, backend, model, as_json=as_json)
@@ -196,7 +204,9 @@ def _text_of(request: Request, tokenizer: Tokenizer) -> str:
 
 
 def _where(runner: Runner, backend: str) -> str:
-    how = "a CUDA graph per step, the prompt by the decode attention, in chunks of"
+    torch = getattr(runner, "prompt_attention", "cache") == "torch"
+    attention = "PyTorch's attention" if torch else "the decode attention"
+    how = f"a CUDA graph per step, the prompt by {attention}, in chunks of"
     where = {"gpu": f"the GPU: {how} {runner.chunk} tokens", "numpy": "NumPy"}[backend]
     weight = runner.model.layers[0].qkv
     precision = {"atom": "W4A4", "fmpq": "W4Ax"}.get(weight.scheme, "W4A8")
@@ -245,12 +255,19 @@ def _check_fit(asked: list[_Asked], encoded: list[list[int]], most: int | None, 
 
 
 def _pages(
-    model: QuantizedModel, batch: int, context: int, head: str, memory: float | None, *, whole: bool
+    model: QuantizedModel,
+    batch: int,
+    context: int,
+    head: str,
+    chunk: int | None,
+    memory: float | None,
+    *,
+    whole: bool,
 ) -> int | None:
     """Pages within --memory, None without it; `whole` if all sequences must fit at once."""
     if memory is None:
         return None
-    footprint, probe = (Footprint.of_model(model, number, context, head=head) for number in (batch, 1))
+    footprint, probe = (Footprint.of_model(model, number, context, chunk=chunk, head=head) for number in (batch, 1))
     needed = batch * -(-context // PAGE)
     if whole and footprint.total(needed) > memory * 10**9:
         rule = f"{footprint} + {needed * footprint.page / 1e9:.2f} GB of {needed} pages"
@@ -298,6 +315,7 @@ def _check(
     seed: int,
     group: int,
     head: str,
+    prompt_attention: str,
     memory: float | None,
 ) -> None:
     """Raise CommandLineError for a bad option, before anything is fetched."""
@@ -313,6 +331,12 @@ def _check(
         raise expects("--group", ", ".join(map(str, GROUPS)), group)
     if head not in HEADS:
         raise expects("--head", " or ".join(HEADS), head)
+    if prompt_attention not in PROMPT_ATTENTIONS:
+        raise expects("--prompt-attention", " or ".join(PROMPT_ATTENTIONS), prompt_attention)
+    if prompt_attention == "torch":
+        if backend != "gpu":
+            raise CommandLineError(f"--prompt-attention torch goes with --backend gpu (got {backend})")
+        require_torch(on_gpu=True)
     if memory is not None and not 0 < memory < float("inf"):
         raise expects("--memory", "a number of GB above 0", memory)
     require_counts(batch=1 if batch is None else batch)

@@ -6,10 +6,11 @@ in a step waits for the GPU.
 
 A prompt goes through the same graphs, a chunk of rows at a time: its rows are a batch of sequences that share their
 pages, each as long as its row's position. So the decode attention does the prompt's attention too, with a query a row.
+Or PyTorch's attention does it (`prompt_attention="torch"`): such a launch is made call by call, not as a graph.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,12 +31,16 @@ from ptxlab.runtime.backends import BACKENDS
 from ptxlab.spec.dtypes import floats, storage, stored
 from ptxlab.validate import is_one_of
 
+PROMPT_ATTENTIONS = ("cache", "torch")
+_Attend = Callable[[LayerCall], None]
+
 
 class KernelRunner(Runner):
     """See `Runner`.
 
     Attributes:
         backend: `gpu` or `emulator`.
+        prompt_attention: what attends prompts: `cache`, the decode attention over the cache, or `torch`.
         caches: of each layer; one block table and lengths for all of them.
     """
 
@@ -47,9 +52,16 @@ class KernelRunner(Runner):
         *,
         backend: str = "gpu",
         programmatic: bool = True,
+        prompt_attention: str = "cache",
         **how: Any,
     ) -> None:
         """See `Runner`. `backend` is `gpu` or, for tiny models, `emulator`. Raises UnavailableError without a GPU.
+
+        With `prompt_attention="torch"` a sequence's first rows in a launch, of a whole prompt or as much of it as the
+        chunk has room for, are attended by PyTorch (2.5 or newer, else UnavailableError). They see keys and values of
+        16 bits; rows that go on with a sequence, and steps, see the cache's 4. So how prompts are cut into chunks
+        matters, and `batch_invariant` is refused. A launch's part of a prompt that is longer than the model's window is
+        left to the decode attention.
 
         `programmatic` launches overlap; weights in a packing whose kernels do not wait for each other need False.
 
@@ -61,9 +73,16 @@ class KernelRunner(Runner):
         if not is_one_of(backend, BACKENDS):
             raise ArgumentError("backend", f"must be one of {', '.join(BACKENDS)}", backend)
         check_flags(programmatic=programmatic)
+        if not is_one_of(prompt_attention, PROMPT_ATTENTIONS):
+            raise ArgumentError("prompt_attention", f"must be one of {', '.join(PROMPT_ATTENTIONS)}", prompt_attention)
+        if prompt_attention != "cache" and self.batch_invariant:
+            raise ArgumentError("prompt_attention", "must be cache where batch_invariant is True", prompt_attention)
         self.backend, self._on_gpu, self._programmatic = backend, backend == "gpu", programmatic
+        self.prompt_attention = prompt_attention
         if self._on_gpu:
             self._require_room(gpu.device_info())  # or the reason why there is none
+        if prompt_attention == "torch":
+            require_torch(on_gpu=self._on_gpu)
         config, layers = self.config, model.layers
         self._dtype = layers[0].dtype
         self._layers = [weights.to_device() for weights in layers] if self._on_gpu else list(layers)
@@ -101,15 +120,29 @@ class KernelRunner(Runner):
         return self._logits(self._launch(tokens, np.array(at, np.int32), self.lengths[at] - 1))
 
     def _run(self, rows: Rows) -> Any:
+        if self.prompt_attention == "torch":
+            return self._run_by_torch(rows)
         return self._launch(self._placed(rows.token), rows.sequence, rows.position)
 
-    def _launch(self, tokens: Any, sequence: Indices, position: Indices) -> Any:
-        """The normalised stream [R, H] of rows whose tokens are on the device."""
+    def _run_by_torch(self, rows: Rows) -> Any:
+        """The same, sequences that begin here attended by PyTorch."""
+        from ptxlab.model import prompt_attention as by_torch
+
+        if not (prompts := by_torch.begun(rows, self.config.window)):
+            return self._launch(self._placed(rows.token), rows.sequence, rows.position)
+        step, left = self._step(self.launched(len(rows.token))), by_torch.lengths_left(rows.position, prompts)
+        with by_torch.callers_stream() if self._on_gpu else nullcontext():
+            lengths = self._placed(np.pad(left, (0, step.rows - len(left))))
+            attend = by_torch.PromptAttention(step.buffers, self._angles, prompts, lengths, others=bool(left.any()))
+            return self._launch(self._placed(rows.token), rows.sequence, rows.position, attend)
+
+    def _launch(self, tokens: Any, sequence: Indices, position: Indices, attend: _Attend | None = None) -> Any:
+        """The normalised stream [R, H] of rows whose tokens are on the device; call by call where `attend` is given."""
         R = len(tokens)
         step = self._placed_step(sequence, position)
         step.tokens[:R] = tokens
-        if step.graph is None:
-            self._forward(step)
+        if step.graph is None or attend:
+            self._forward(step, attend)
         else:
             step.graph.replay(gpu.caller_stream())
         return step.normed[:R]
@@ -148,15 +181,21 @@ class KernelRunner(Runner):
                 step.graph = gpu.capture([lambda: self._forward(step)])
         return self._steps[rows]
 
-    def _forward(self, b: "_Step") -> None:
-        """All layers and the last norm, for the rows of a step; on a GPU it only enqueues and allocates nothing."""
+    def _forward(self, b: "_Step", attend: _Attend | None = None) -> None:
+        """All layers and the last norm, for the rows of a step; on a GPU it only enqueues and allocates nothing.
+
+        `attend`, which may allocate, is called in place of every layer's `attention`, with that call.
+        """
         for counter in (b.lengths, b.positions, b.slots):  # a sequence goes on in its page without the host
             np.add(counter, b.live, out=counter)
         np.take(self._embedding, b.tokens, axis=0, out=b.x)
         b.residual.fill(0)
         for layer in self._calls(b):
             for call in layer:
-                call()
+                if attend and call.name == "attention":
+                    attend(call)
+                else:
+                    call()
         out: dict[str, Any] = {"normed": b.normed, **into(b.buffers.qkv_in)}
         last: dict[str, Any] = {"eps": self.config.eps, "backend": self.backend, "programmatic": self._programmatic}
         x = b.buffers.result(b.residual)
@@ -197,6 +236,14 @@ class KernelRunner(Runner):
 
     def _placed(self, array: np.ndarray) -> Any:
         return gpu.to_device(array) if self._on_gpu else array
+
+
+def require_torch(*, on_gpu: bool) -> None:
+    """Raise UnavailableError without PyTorch, and on a GPU without one that sees it."""
+    from ptxlab.model.prompt_attention import require_cuda
+
+    if on_gpu:
+        require_cuda()
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """PyTorch: the kernels as operators (`torch.ops.ptxlab`), quantised modules, models of `transformers`.
 
-The only room besides the peers of benches that imports PyTorch; nothing else imports this one.
+The only room that imports PyTorch, besides the peers of benches and `model.prompt_attention`; nothing else imports this
+one.
 """
 
 from importlib import import_module

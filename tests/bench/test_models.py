@@ -75,6 +75,7 @@ def test_a_whole_model_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch
     assert found.rate == pytest.approx(4e6 / found.time_us) and found.sizes["L"] == 80
     assert found.more["prefill_us"] + found.more["decode_us"] == pytest.approx(found.time_us)
     assert found.more["fp8_row/sdpa tokens_per_second"] == pytest.approx(3 * 2 / 100e-6)
+    assert found.more[models.BY_TORCH] == 0.0
     assert row.key == models.row_key(TINY, models.MEASURE, 2, 4)
 
 
@@ -85,6 +86,23 @@ def test_nothing_is_captured_while_qserves_rule_is_timed(here: pytest.MonkeyPatc
     models.generated(runner, 3)
     assert launched == [{*runner._steps}] == [{3, 4, 8}]
     assert runner.lengths.tolist() == [5, 5, 5] and len(runner.free) == 0
+
+
+@pytest.mark.torch
+def test_pytorch_attends_the_prompts_of_qserves_rule(here: pytest.MonkeyPatch) -> None:
+    """Two at a time, in one call, before the clock starts too; and the row says so."""
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    from ptxlab.model import prompt_attention as attention
+
+    runner, begun = models.KernelRunner(models.random_model(TINY), 3, 6, chunk=8, prompt_attention="torch"), []
+    clock = SimpleNamespace(start=lambda: begun.append("start"), stop=lambda: None, mhz=lambda: 1900.0)
+    here.setattr(models, "Clock", lambda: clock)
+    found = attention.begun
+    here.setattr(attention, "begun", lambda rows, window: begun.append(found(rows, window)) or begun[-1])
+    run = models.generated(runner, 3)
+    prompts = [[(0, 2, 4)], [(0, 1, 4)]]
+    assert begun == [*prompts, "start", *prompts]
+    assert models.generate_row(TINY, 3, 80, run, {}).more[models.BY_TORCH] == 1.0
 
 
 def test_steady_sequences_begin_anew_and_a_wrong_graph_is_found(here: pytest.MonkeyPatch) -> None:

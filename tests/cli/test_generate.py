@@ -9,9 +9,10 @@ import pytest
 import tokenizers
 
 from ptxlab import gpu
+from ptxlab.cli import generate as commands
 from ptxlab.cli.generate import _Text
 from ptxlab.io.tokenizer import Tokenizer
-from ptxlab.model import NumpyRunner, QuantizedModel, generate, open_model
+from ptxlab.model import KernelRunner, NumpyRunner, QuantizedModel, generate, open_model
 from ptxlab.model.folder import load
 from tests.support.small_models import write_folder
 
@@ -117,6 +118,25 @@ def test_a_memory_that_is_too_small_is_refused_with_the_figures(cli: Any, folder
         assert cli("generate", *given, *options, "--memory", 1.6, "--head", "int8")[0] == 0
 
 
+@pytest.mark.torch
+def test_pytorch_attends_the_prompt(cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU made of the emulator; the whole prompt is one launch."""
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    made: list[KernelRunner] = []
+
+    def runner(*given: Any, **how: Any) -> KernelRunner:
+        made.append(KernelRunner(*given, **how, backend="emulator"))
+        return made[-1]
+
+    monkeypatch.setattr(gpu, "why_not", lambda *_, **__: None)
+    monkeypatch.setattr(commands, "require_torch", lambda on_gpu: None)
+    monkeypatch.setitem(commands.RUNNERS, "gpu", runner)
+    options = ("--model", folder, "--backend", "gpu", "--tokens", 2, "--prompt-attention", "torch")
+    code, out, err = cli("generate", "the cat", *options)
+    assert code == 0 and out.startswith("the cat") and made[0].prompt_attention == "torch"
+    assert made[0].chunk == made[0].context and "the prompt by PyTorch's attention, in chunks of" in err
+
+
 def test_it_ends_where_the_model_ends(cli: Any, folder: Path, tmp_path: Path) -> None:
     options = ("--backend", "numpy", "--tokens", 8, "--temperature", 50, "--json")
     tokens = json.loads(cli("generate", "the cat", "--model", folder, *options)[1])["tokens"][0]
@@ -157,6 +177,8 @@ def test_characters_are_shown_whole(folder: Path) -> None:
         (("a", "--tokens", "0"), "--tokens expects an integer, 1 or more, got 0"),
         (("a", "--batch", "0"), "--batch expects an integer, 1 or more, got 0"),
         (("a", "--head", "int4"), "--head expects float16 or int8, got int4"),
+        (("a", "--prompt-attention", "flash"), "--prompt-attention expects cache or torch, got flash"),
+        (("a", "--prompt-attention", "torch"), "--prompt-attention torch goes with --backend gpu (got numpy)"),
         (("a", "--temperature", "-0.5"), "--temperature expects a number, 0 or more, got -0.5"),
         (("a", "--temperature", "nan"), "--temperature expects a number, 0 or more, got nan"),
         (("a", "--seed", "-1"), "--seed expects an integer in 0..2^32-1, got -1"),

@@ -1,6 +1,7 @@
 """Tables of whole models, from rows that are made up and from no record."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -36,7 +37,21 @@ def test_tables() -> None:
     row = "| LLaMA-2-7B | 16 | 4.00 | 4,000 | 0.50 | 40% | 8% | 0% | 2% |  | 1.50x |  | 1.25x |"
     assert row in steps and "NVIDIA H200, commit 0123456789" in steps
     assert "| LLaMA-2-7B | 80 | 100 | 12,000 | 12,775 |  | 1.20x |  | 6,721 | 194 |" in whole
+    assert whole.endswith(": NVIDIA H200, commit 0123456789. Our prompts are attended by the decode attention.\n")
     assert decode.steps_table([]) == decode.generate_table([]) == MISSING
+
+
+def test_the_table_says_what_attended_the_prompts() -> None:
+    (_, row), eight = record().rows, models.sizes_of(models.MODELS[4], 100, 80)
+    by_torch = replace(row, more={**row.more, models.BY_TORCH: 1.0})
+    for rows, said in (
+        ((by_torch,), "Our prompts are attended by PyTorch.\n"),
+        (
+            (by_torch, replace(row, sizes=eight)),
+            "Our prompts are attended by PyTorch, those of LLaMA-3-8B by the decode attention.\n",
+        ),
+    ):
+        assert decode.generate_table([replace(record(), rows=rows)]).endswith(said)
 
 
 WHOLE = [decode_record.record()]

@@ -1,0 +1,118 @@
+"""Prompts attended by PyTorch on a GPU: NumPy's logits, any caller's stream, the same bits again and no graph."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import gpu
+from ptxlab.errors import PtxlabError
+from ptxlab.model import Config, FloatModel, KernelRunner, QuantizedModel, Server
+from tests.support.float_prompts import FloatPromptsRunner
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="the products need sm_90a")
+pytestmark = [pytest.mark.gpu, HOPPER]
+
+SMALL = Config(hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, layers=4, vocabulary=1000, rope_base=1e5)
+OF_ROUNDING = 0.15  # of logits, as in test_generate_on_gpu
+EQUAL, MIXED = (90, 90, 90, 90), (40, 90, 90, 1, 150, 150)
+
+
+def by_torch(model: QuantizedModel, batch: int, **how: Any) -> KernelRunner:
+    try:
+        return KernelRunner(model, batch, 200, prompt_attention="torch", **how)
+    except PtxlabError as error:
+        pytest.skip(str(error))
+
+
+def relative(found: Any, right: Any) -> float:
+    found, right = (x.astype(np.float64) - x.astype(np.float64).mean(axis=1, keepdims=True) for x in (found, right))
+    return float(np.sqrt(((found - right) ** 2).mean() / (right**2).mean()))
+
+
+def some_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+    rng = np.random.default_rng(sum(lengths))
+    return [rng.integers(0, SMALL.vocabulary, length).tolist() for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def model() -> QuantizedModel:
+    return QuantizedModel.rounded(FloatModel.random(SMALL))
+
+
+@pytest.mark.parametrize("lengths", [EQUAL, MIXED], ids=["equal", "mixed"])
+@pytest.mark.parametrize(
+    "how", [{}, {"dtype": "bfloat16", "scheme": "qoq_channel", "window": 100}], ids=["f16", "bf16"]
+)
+def test_logits_and_caches(how: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    """Prompts in chunks that cut some, and ten steps of the graph. Those beyond the window see the cache."""
+    window, how = how.get("window"), {name: value for name, value in how.items() if name != "window"}
+    model = QuantizedModel.rounded(FloatModel.random(replace(SMALL, window=window)), **how)
+    prompts, B = some_prompts(lengths), len(lengths)
+    twin, kernels = FloatPromptsRunner(model, B, 200, chunk=180), by_torch(model, B, chunk=180)
+    right, found = twin.prefill(prompts), gpu.to_host(kernels.prefill(prompts))
+    for _ in range(10):
+        print(f"logits: {relative(found, right):.5f}")
+        assert relative(found, right) < OF_ROUNDING
+        tokens = right.argmax(axis=1)
+        right, found = twin.decode(tokens), gpu.to_host(kernels.decode(tokens))
+    assert np.array_equal(gpu.to_host(kernels.caches[0].pool), twin.caches[0].pool)
+    assert np.array_equal(gpu.to_host(kernels.caches[0].lengths), twin.lengths)
+
+
+@contextmanager
+def working_on(stream: str) -> Iterator[None]:
+    """The default stream, or one of CuPy's or PyTorch's own."""
+    import cupy
+
+    if stream == "cupy":
+        with cupy.cuda.Stream(non_blocking=True) as ours:
+            yield
+            ours.synchronize()
+    elif stream == "torch":
+        with torch.cuda.stream(torch.cuda.Stream()):
+            yield
+            torch.cuda.synchronize()
+    else:
+        yield
+
+
+def test_the_same_bits_on_any_stream_and_no_graph(model: QuantizedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside another stream that keeps taking memory of PyTorch's and giving it back."""
+    prompts, runner = some_prompts(EQUAL), by_torch(model, 4, chunk=180)
+    parts = [{0: prompts[0], 1: prompts[1]}, {2: prompts[2], 3: prompts[3]}]
+    right = [gpu.to_host(runner.extend(part)) for part in parts]
+    replays: list[Any] = []
+    monkeypatch.setattr(gpu.Graph, "replay", lambda *of: replays.append(of))
+    other = torch.cuda.Stream()
+    for stream in ("default", "cupy", "torch") * 3:
+        with working_on(stream):
+            for part, known in zip(parts, right, strict=True):
+                for b in part:
+                    runner.release(b)
+                with torch.cuda.stream(other):
+                    for _ in range(20):
+                        torch.full((1 << 20,), float("nan"), device="cuda")
+                with gpu.caller_stream():  # CuPy's own work, the head's product, follows PyTorch's stream only so
+                    found = gpu.to_host(runner.extend(part))
+                assert np.array_equal(found.view(np.uint16), known.view(np.uint16)), stream
+    assert not replays
+
+
+def test_a_server_gives_its_memory_back(model: QuantizedModel) -> None:
+    """Prompts of any length, some cut: every request ends, and PyTorch holds no more than after the first ones."""
+    server, rng = Server(by_torch(model, 8, chunk=256)), np.random.default_rng(0)
+    before, held = torch.cuda.memory_allocated(), 0
+    for turn in range(20):
+        requests = [
+            server.submit(rng.integers(0, SMALL.vocabulary, rng.integers(1, 190)).tolist(), tokens=5) for _ in range(8)
+        ]
+        server.run()
+        assert all(request.error is None and len(request.tokens) == 5 for request in requests)
+        assert torch.cuda.memory_allocated() <= before + (1 << 20), "no array outlives its launch"
+        held = torch.cuda.memory_reserved() if turn == 9 else held
+    assert torch.cuda.memory_reserved() <= 2 * held
