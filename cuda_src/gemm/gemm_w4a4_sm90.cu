@@ -1,7 +1,7 @@
 // gemm_w4a4_sm90: Y = X W^T with Atom's numbers on Hopper, whose tensor cores know no INT4.
 //
-// The pipeline of gemm_w8a8_sm90 with packed weights: one warp group loads, the others multiply, each for itself and one
-// group of channels ahead, so that wgmma runs under the scaling of the sums before; persistent blocks.
+// The pipeline of gemm_w8a8_sm90 with packed weights: one warp group loads, the others multiply and scale, each for itself,
+// so that one multiplies while another scales; persistent blocks.
 //
 // Contract   y = sum over the K / g groups, then the outliers, of sum_i[m, n] * (x_scale[m, i] * w_scale[n, i]) + bias, one
 //            fma after the other in f32 from 0 on, then rounded to the output (OUT 0 f16, 1 bf16, 2 f32); the sums are
@@ -27,8 +27,9 @@
 #include "wgmma.cuh"
 
 #ifndef BM
-#define BM 64  // most tokens of a tile
-#define WN 2   // warp groups of 64 rows of W
+#define BM 64       // most tokens of a tile
+#define WN 2        // warp groups of 64 rows of W
+#define TOGETHER 1  // groups of channels that a warp group has under wgmma at once
 #define STAGES 6
 #define GROUP 128
 #define OUT 0
@@ -45,10 +46,10 @@ constexpr int SCALES = BM * BK, SPREAD = SCALES + BM * 16;      // where they li
 constexpr int SPREADS = ptxlab::SPREAD_BYTES<BM>, WEIGHTS = SPREAD + 2 * SPREADS;  // of two groups
 constexpr int STAGE_BYTES = (WEIGHTS + STRIPS * BLOCK8 + 1023) / 1024 * 1024;
 constexpr bool UNEVEN = WN > 1;  // registers of a thread that multiplies and of one that loads
-constexpr int MORE = 232, FEWER = 40;
-static_assert(WN <= 2, "registers of more warp groups would have to be shared out otherwise");
+constexpr int MORE = ptxlab::MULTIPLYING[WN], FEWER = ptxlab::LOADING[WN];
 static_assert(BM <= 128, "sums and totals have a register each");
 static_assert(GROUP == 64 || GROUP == 128, "a stage has one group or two");
+static_assert(STAGES * GROUPS >= TOGETHER, "groups under wgmma keep their slots");
 
 }  // namespace
 
@@ -146,66 +147,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
     ptxlab::Slot<STAGES> ahead;
     const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     unsigned char* buffer = buffers + (group * 4 + warp) * 512;
+    // Kept in registers, or the compiler works them out in every group: a lane's words of its warp's strip, its row's
+    // scale, and its tokens'.
+    u32 words = ptxlab::shared_address(ring) + WEIGHTS + (group * 4 + warp) * BLOCK8 + lane * 16;
+    u32 row_scales = ptxlab::shared_address(ring) + WEIGHTS + (group * 4 + warp) * BLOCK8 + 1024 + lane / 4 * 4;
+    u32 token_scales = ptxlab::shared_address(ring) + SPREAD + lane % 4 * 16;
+    ptxlab::pin(words), ptxlab::pin(row_scales), ptxlab::pin(token_scales);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const auto weights_at = [&](int index) {  // of this warp's strip
-            return ptxlab::shared_address(ring) + index * STAGE_BYTES + WEIGHTS + (group * 4 + warp) * BLOCK8;
-        };
         float total[BM / 2] = {};
-        uint4 q[GROUP / 64];
-        u32 a[BK / 32][4];
-        int begun = 0;                     // stages of which wgmma has all
-        const auto of_stage = [](int i) {  // which of its groups
-            return GROUPS > 1 ? i : 0;
-        };
-        const auto fetch = [&](int i) {
+        const auto fetch4 = [&](u32(&a)[MMAS][4], u32& rows, int i) {
+            const int part = i % GROUPS;
             PHASE(WAIT_COPY);
-            if (of_stage(i) == 0) ptxlab::mbarrier_wait(&full[ahead.index], ahead.parity);
-            const u32 w = weights_at(ahead.index) + lane * 16;
+            if (part == 0) ptxlab::mbarrier_wait(&spread[ahead.index], ahead.parity);
+            const u32 from = words + ahead.index * STAGE_BYTES + part * 512;
+            rows = ptxlab::load_shared_4(row_scales + ahead.index * STAGE_BYTES + part * 32);
+            PHASE(DEQUANTISE);
 #pragma unroll
             for (int unit = 0; unit < GROUP / 64; ++unit)
-                q[unit] = ptxlab::load_shared_16(w + (of_stage(i) + unit) * 512);
+                ptxlab::upper_halves(a + 2 * unit, ptxlab::load_shared_16(from + unit * 512));
+            const u64 x_tile = ptxlab::swizzled_128(ring + ahead.index * STAGE_BYTES) + part * MMAS * 2;
+            if (part == GROUPS - 1) ahead.advance();
+            return x_tile;
         };
-        const auto begin = [&](int (&sum)[BM / 2], int i) {
-            const u64 x_tile = ptxlab::swizzled_128(ring + ahead.index * STAGE_BYTES) + of_stage(i) * MMAS * 2;
-            const bool block4 = begun < blocks4;
-            PHASE(DEQUANTISE);
-            if (block4) {
-#pragma unroll
-                for (int unit = 0; unit < GROUP / 64; ++unit) ptxlab::upper_halves(a + 2 * unit, q[unit]);
-            } else {
-#pragma unroll
-                for (int step = 0; step < 4; ++step) {
-                    const uint4 bytes = ptxlab::load_shared_16(weights_at(ahead.index) + step * 512 + lane * 16);
-                    a[step][0] = bytes.x, a[step][1] = bytes.y, a[step][2] = bytes.z, a[step][3] = bytes.w;
-                }
-            }
-            PHASE(ISSUE, GROUP / 64 * BM);
-            ptxlab::begin_sums(sum);
-#pragma unroll
-            for (int step = 0; step < MMAS; ++step) ptxlab::wgmma_s8(sum, a[step], x_tile + step * 2);
-            if (GROUPS > 1 && !block4)  // outliers are one group
-#pragma unroll
-                for (int step = MMAS; step < 4; ++step) ptxlab::wgmma_s8(sum, a[step], x_tile + step * 2);
-            ptxlab::wgmma_commit();
-            if (of_stage(i) == GROUPS - 1 || !block4) ++begun, ahead.advance();
-        };
-        const auto finish = [&](const int (&sum)[BM / 2], int i, bool last) {
-            const bool of_int4 = !last || outliers == 0;  // outliers are the last group
-            const unsigned char* stage = ring + slot.index * STAGE_BYTES;
-            const u32 w = weights_at(slot.index);
-            const u32 scales = ptxlab::shared_address(stage) + SPREAD + of_stage(i) * SPREADS;
-            PHASE(MULTIPLY);
-            if (of_stage(i) == 0) ptxlab::mbarrier_wait(&spread[slot.index], slot.parity);
-            const u32 pair = ptxlab::load_shared_4(w + (of_int4 ? 1024 + 32 * of_stage(i) : 2048) + lane / 4 * 4);
-            const __half2 rows = *reinterpret_cast<const __half2*>(&pair);
-            if (of_int4) ptxlab::add_group<true, 16>(total, sum, rows, scales, lane);
-            else ptxlab::add_group<false, 1>(total, sum, rows, scales, lane);
-            if (of_stage(i) == GROUPS - 1 || !of_int4) {
+        const auto finish4 = [&](const int (&sum)[BM / 2], u32 rows, int i) {
+            const int part = i % GROUPS;
+            const u32 stage = slot.index * STAGE_BYTES;
+            ptxlab::add_group<true, 16>(total, sum, rows, token_scales + stage + part * SPREADS);
+            if (part == GROUPS - 1) {
                 ptxlab::mbarrier_arrive(&empty[slot.index]);
                 slot.advance();
             }
         };
-        ptxlab::scale_behind<BM / 2>(blocks4 * GROUPS + (outliers > 0), fetch, begin, finish TIMELINE_ARGUMENT);
+        const auto fetch8 = [&](u32(&a)[4][4], u32& rows, int) {  // of outliers
+            PHASE(WAIT_COPY);
+            ptxlab::mbarrier_wait(&spread[ahead.index], ahead.parity);
+            rows = ptxlab::load_shared_4(row_scales + ahead.index * STAGE_BYTES + 1024);
+            PHASE(DEQUANTISE);
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                const uint4 bytes = ptxlab::load_shared_16(words + ahead.index * STAGE_BYTES + step * 512);
+                a[step][0] = bytes.x, a[step][1] = bytes.y, a[step][2] = bytes.z, a[step][3] = bytes.w;
+            }
+            const u64 x_tile = ptxlab::swizzled_128(ring + ahead.index * STAGE_BYTES);
+            ahead.advance();
+            return x_tile;
+        };
+        const auto finish8 = [&](const int (&sum)[BM / 2], u32 rows, int) {
+            const u32 stage = slot.index * STAGE_BYTES;
+            ptxlab::add_group<false, 1>(total, sum, rows, token_scales + stage);
+            ptxlab::mbarrier_arrive(&empty[slot.index]);
+            slot.advance();
+        };
+        ptxlab::scale_groups<TOGETHER, MMAS, 4, BM / 2>(blocks4 * GROUPS, fetch4, finish4 TIMELINE_ARGUMENT);
+        if (outliers > 0) ptxlab::scale_groups<1, 4, 4, BM / 2>(1, fetch8, finish8 TIMELINE_ARGUMENT);
         // What the epilogue alone needs is worked out here: in the loop registers are scarce.
         PHASE(EPILOGUE);
         const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);

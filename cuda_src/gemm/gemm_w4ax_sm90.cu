@@ -27,8 +27,9 @@
 #include "wgmma.cuh"
 
 #ifndef BM
-#define BM 64  // most tokens of a tile
-#define WN 2   // warp groups of 64 rows of W
+#define BM 64       // most tokens of a tile
+#define WN 2        // warp groups of 64 rows of W
+#define TOGETHER 1  // INT4 blocks that a warp group has under wgmma at once
 #define STAGES 6
 #define OUT 0
 #endif
@@ -43,9 +44,9 @@ constexpr int PACKED = 2 * HALF, SCALES = 3 * HALF, SPREAD = SCALES + BM * 16;  
 constexpr int WEIGHTS = SPREAD + ptxlab::SPREAD_BYTES<BM>;
 constexpr int STAGE_BYTES = (WEIGHTS + STRIPS * BLOCK + 1023) / 1024 * 1024;
 constexpr bool UNEVEN = WN > 1;  // registers of a thread that multiplies and of one that loads
-constexpr int MORE = 232, FEWER = 40;
-static_assert(WN <= 2, "registers of more warp groups would have to be shared out otherwise");
+constexpr int MORE = ptxlab::MULTIPLYING[WN], FEWER = ptxlab::LOADING[WN];
 static_assert(BM <= 128, "sums and totals have a register each");
+static_assert(STAGES >= TOGETHER, "blocks under wgmma keep their slots");
 
 // Pairs of s4 of `tokens` tokens, 64 bytes each, to bytes that are 16 times as large, 64 channels in each half of X; both
 // under the 64-byte swizzle. Of 32 channels the even ones come first. Lanes that would meet in a bank begin with the odd.
@@ -163,47 +164,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
     ptxlab::Slot<STAGES> ahead;
     const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     unsigned char* buffer = buffers + (group * 4 + warp) * 512;
+    // Kept in registers, or the compiler works them out in every block: a lane's words of its warp's strip, its row's
+    // scale, and its tokens'.
+    u32 words = ptxlab::shared_address(ring) + WEIGHTS + (group * 4 + warp) * BLOCK + lane * 16;
+    u32 row_scales = ptxlab::shared_address(ring) + WEIGHTS + (group * 4 + warp) * BLOCK + 1024 + lane / 4 * 4;
+    u32 token_scales = ptxlab::shared_address(ring) + SPREAD + lane % 4 * 16;
+    ptxlab::pin(words), ptxlab::pin(row_scales), ptxlab::pin(token_scales);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const auto weights_at = [&](int index) {  // of this warp's strip
-            return ptxlab::shared_address(ring) + index * STAGE_BYTES + WEIGHTS + (group * 4 + warp) * BLOCK;
-        };
         float total[BM / 2] = {};
-        uint4 q[2];
-        u32 a[BK / 32][4];
-        const auto fetch = [&](int) {
+        const auto fetch = [&](u32(&a)[BK / 32][4], u32& rows, int) {
             PHASE(WAIT_COPY);
-            ptxlab::mbarrier_wait(&full[ahead.index], ahead.parity);
-#pragma unroll
-            for (int unit = 0; unit < 2; ++unit)
-                q[unit] = ptxlab::load_shared_16(weights_at(ahead.index) + unit * 512 + lane * 16);
-        };
-        const auto begin = [&](int (&sum)[BM / 2], int) {
-            const unsigned char* x_slot = ring + ahead.index * STAGE_BYTES;
+            ptxlab::mbarrier_wait(&unpacked[ahead.index], ahead.parity);
+            rows = ptxlab::load_shared_4(row_scales + ahead.index * STAGE_BYTES);
             PHASE(DEQUANTISE);
 #pragma unroll
-            for (int unit = 0; unit < 2; ++unit) ptxlab::upper_halves(a + 2 * unit, q[unit]);
-            PHASE(WAIT_GROUP);
-            ptxlab::mbarrier_wait(&unpacked[ahead.index], ahead.parity);
-            PHASE(ISSUE, 2 * BM);
-            ptxlab::begin_sums(sum);
-#pragma unroll
-            for (int step = 0; step < BK / 32; ++step)
-                ptxlab::wgmma_s8(sum, a[step], ptxlab::swizzled_64(x_slot + step / 2 * HALF) + step % 2 * 2);
-            ptxlab::wgmma_commit();
+            for (int unit = 0; unit < 2; ++unit)
+                ptxlab::upper_halves(a + 2 * unit,
+                                     ptxlab::load_shared_16(words + ahead.index * STAGE_BYTES + unit * 512));
+            const u64 x_half = ptxlab::swizzled_64(ring + ahead.index * STAGE_BYTES);
             ahead.advance();
+            return x_half;
         };
-        int scaled = 0;  // blocks
-        const auto finish = [&](const int (&sum)[BM / 2], int, bool) {
-            PHASE(MULTIPLY);
-            const u32 scales = ptxlab::shared_address(ring) + slot.index * STAGE_BYTES + SPREAD;
-            const u32 pair = ptxlab::load_shared_4(weights_at(slot.index) + 1024 + lane / 4 * 4);
-            const __half2 rows = *reinterpret_cast<const __half2*>(&pair);
-            if (scaled++ < blocks4) ptxlab::add_group<true, 256>(total, sum, rows, scales, lane);
-            else ptxlab::add_group<false, 16>(total, sum, rows, scales, lane);
+        const auto finish4 = [&](const int (&sum)[BM / 2], u32 rows, int) {
+            ptxlab::add_group<true, 256>(total, sum, rows, token_scales + slot.index * STAGE_BYTES);
             ptxlab::mbarrier_arrive(&empty[slot.index]);
             slot.advance();
         };
-        ptxlab::scale_behind<BM / 2>(stages, fetch, begin, finish TIMELINE_ARGUMENT);
+        const auto finish8 = [&](const int (&sum)[BM / 2], u32 rows, int) {
+            ptxlab::add_group<false, 16>(total, sum, rows, token_scales + slot.index * STAGE_BYTES);
+            ptxlab::mbarrier_arrive(&empty[slot.index]);
+            slot.advance();
+        };
+        ptxlab::scale_groups<TOGETHER, BK / 32, HALF / 16, BM / 2>(blocks4, fetch, finish4 TIMELINE_ARGUMENT);
+        ptxlab::scale_groups<1, BK / 32, HALF / 16, BM / 2>(stages - blocks4, fetch, finish8 TIMELINE_ARGUMENT);
         // What the epilogue alone needs is worked out here: in the loop registers are scarce.
         PHASE(EPILOGUE);
         const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);

@@ -1,4 +1,4 @@
-// Sums of a group of channels under wgmma, which begin at 1.5 * 2^23, scaled into f32 totals under the next group's.
+// Sums of a group of channels under wgmma, which begin at 1.5 * 2^23, scaled into f32 totals.
 #pragma once
 #include <cuda_fp16.h>
 
@@ -10,6 +10,10 @@ namespace ptxlab {
 
 constexpr int ZERO = 0x4b400000;  // what a sum begins at: as bits SHIFT, whose last bit counts 1
 
+// Registers of a thread of one, two, three, four warp groups that multiply, and of the one that loads: together what the
+// block begins with.
+constexpr int MULTIPLYING[] = {0, 0, 232, 152, 104}, LOADING[] = {0, 0, 40, 56, 64};
+
 // The words of 64 channels as the operands of two wgmmas: s4 in the upper halves of bytes, so that they count 16 times.
 __device__ __forceinline__ void upper_halves(unsigned (*a)[4], uint4 packed) {
     const unsigned words[4] = {packed.x, packed.y, packed.z, packed.w};
@@ -20,49 +24,46 @@ __device__ __forceinline__ void upper_halves(unsigned (*a)[4], uint4 packed) {
     }
 }
 
-// Before a group's first wgmma.
-template <int SUMS>
-__device__ __forceinline__ void begin_sums(int (&sum)[SUMS]) {
+// `groups` groups of STEPS wgmmas in turn, AT_ONCE side by side: fetch(a, rows, i) loads the weights of group i and the
+// scales of their rows, and returns the descriptor of X, FURTHER units on for every second step; finish(sum, rows, i)
+// scales the sums. Meanwhile other warp groups multiply or scale. Several at once are for few sums, which take less time
+// than a wgmma's latency.
+template <int AT_ONCE, int STEPS, int FURTHER, int SUMS, class Fetch, class Finish>
+__device__ __forceinline__ void scale_groups(int groups, const Fetch& fetch, const Finish& finish TIMELINE_PARAMETER) {
+    int group = 0;
+#pragma unroll 1
+    for (; group + AT_ONCE <= groups; group += AT_ONCE) {
+        int sum[AT_ONCE][SUMS];
+        unsigned a[AT_ONCE][STEPS][4];
+        unsigned rows[AT_ONCE];
+        u64 x[AT_ONCE];
 #pragma unroll
-    for (int k = 0; k < SUMS; ++k) sum[k] = ZERO;
-    pin(sum);
-    wgmma_fence();
-}
-
-// All groups of a tile, one scaled while the next one's wgmmas run. fetch(i) reads the next group's words, begin(sum, i)
-// starts its wgmmas, finish(sum, i, last) scales the oldest group's sums; i: 0 and 1 in turn.
-template <int SUMS, class Fetch, class Begin, class Finish>
-__device__ __forceinline__ void scale_behind(int groups, const Fetch& fetch, const Begin& begin,
-                                             const Finish& finish TIMELINE_PARAMETER) {
-    int sum[2][SUMS];
-    const auto settle = [&](int i) {
+        for (int i = 0; i < AT_ONCE; ++i) {
+            x[i] = fetch(a[i], rows[i], group + i);
+#pragma unroll
+            for (int k = 0; k < SUMS; ++k) sum[i][k] = ZERO;
+            pin(sum[i]);
+        }
+        PHASE(ISSUE, AT_ONCE * STEPS * SUMS);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step)
+                wgmma_s8(sum[i], a[i][step], x[i] + step / 2 * FURTHER + step % 2 * 2);
+        wgmma_commit();
         PHASE(WAIT_MMA, 0);
         wgmma_wait<0>();
-        pin(sum[i]);
-    };
-    fetch(0);
-    begin(sum[0], 0);
-#pragma unroll 1
-    for (; groups > 2; groups -= 2) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            fetch(1 - i);
-            settle(i);
-            begin(sum[1 - i], 1 - i);
-            finish(sum[i], i, false);
-        }
+        for (int i = 0; i < AT_ONCE; ++i) pin(sum[i]);
+        PHASE(MULTIPLY);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) finish(sum[i], rows[i], group + i);
     }
-    if (groups == 2) {
-        fetch(1);
-        settle(0);
-        begin(sum[1], 1);
-        finish(sum[0], 0, false);
-        settle(1);
-        finish(sum[1], 1, true);
-    } else {
-        settle(0);
-        finish(sum[0], 0, true);
-    }
+    if constexpr (AT_ONCE > 1)
+        scale_groups<1, STEPS, FURTHER, SUMS>(
+            groups - group, [&](unsigned (&a)[STEPS][4], unsigned& rows, int i) { return fetch(a, rows, group + i); },
+            [&](const int (&sum)[SUMS], unsigned rows, int i) { finish(sum, rows, group + i); } TIMELINE_ARGUMENT);
 }
 
 // The scales of a tile's tokens for one group, each the first of eight halves, as floats in the order in which
@@ -79,14 +80,15 @@ __device__ __forceinline__ void spread_scales(float* to, const __half* from, int
 // total += sum * (x * w) for a warp's 16 rows sum from ZERO on; `scales` are those of the tokens, spread. A product
 // counts UNIT times. INT4: both operands are, and their sums have 14 bits: times an f16, exact.
 template <bool INT4, int UNIT, int SUMS>
-__device__ __forceinline__ void add_group(float (&total)[SUMS], const int (&sum)[SUMS], __half2 rows, unsigned scales,
-                                          int lane) {
+__device__ __forceinline__ void add_group(float (&total)[SUMS], const int (&sum)[SUMS], unsigned row_scales,
+                                          unsigned scales) {
+    const __half2 rows = *reinterpret_cast<const __half2*>(&row_scales);
     const float counts = 1.0f / UNIT;
     const float w[2] = {__low2float(rows) * counts, __high2float(rows) * counts};
     const float off[2] = {-SHIFT * w[0], -SHIFT * w[1]};
 #pragma unroll
     for (int i = 0; i < (SUMS + 7) / 8; ++i) {
-        const uint4 four = load_shared_16(scales + (i * 4 + lane % 4) * 16);
+        const uint4 four = load_shared_16(scales + i * 64);
         const float x[4] = {__uint_as_float(four.x), __uint_as_float(four.y), __uint_as_float(four.z),
                             __uint_as_float(four.w)};
 #pragma unroll

@@ -11,7 +11,18 @@ from hypothesis.extra import numpy as hnp
 from ptxlab import emulator, kernels, quant, reference, toolchain
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import strips_tiles
-from ptxlab.kernels.gemm.w4a4 import ATOM, ATOM_HALVES, OUTLIER, S4, SM90, TILES, WIDEST, gemm_atom
+from ptxlab.kernels.gemm.w4a4 import (
+    ATOM,
+    ATOM_HALVES,
+    OUTLIER,
+    S4,
+    SM90,
+    TILES,
+    TILES_SM90,
+    WIDEST,
+    Sm90Tile,
+    gemm_atom,
+)
 from ptxlab.quant import AtomRows
 from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec
@@ -22,7 +33,11 @@ from tests.support.axes import on_every_backend
 SM80, WITH_OUTLIERS = (S4, OUTLIER, ATOM), (OUTLIER, ATOM, SM90)
 # Tiles that the emulator runs in a moment: every one that is chosen for few tokens, and one of two warps of tokens.
 SMALL_TILES = (*(TILES[tokens]._asdict() for tokens in (16, 32)), {"BN": 32, "BM": 32, "WM": 2, "STAGES": 3})
-SM90_TILES = tuple({"BM": BM, "WN": WN, "STAGES": stages} for BM, WN, stages in ((8, 1, 3), (32, 2, 2)))
+SM90_TILES = (
+    {"BM": 8, "WN": 1, "TOGETHER": 2, "STAGES": 3},
+    {"BM": 32, "WN": 2, "TOGETHER": 1, "STAGES": 2},
+    {"BM": 16, "WN": 4, "TOGETHER": 4, "STAGES": 4},
+)
 Q4, Q8 = strategies.near_edges((-8, -7, 0, 7), -8, 7), strategies.near_edges((-128, -127, 0, 127), -128, 127)
 # At both ends of FP16, its subnormals too: products of two are exact in float32.
 SCALES = st.sampled_from((2.0**-24, 2.0**-14, 0.1, 1.0, 1.5, 60000.0)) | st.floats(2.0**-14, 2.0, width=16)
@@ -96,6 +111,23 @@ def test_every_chosen_tile_is_exact(spec: KernelSpec, M: int, backend: str) -> N
     sizes = {"M": M, "N": 136, "K": 640, "outliers": 128, "g": 64 if M == 33 else 128}
     logical = spec.example(np.random.default_rng(M), **{name: sizes[name] for name in spec.example_sizes[0]})
     assert np.array_equal(output(spec, logical, backend), spec.reference(**logical))
+
+
+@pytest.mark.share(2)
+@on_every_backend
+@pytest.mark.parametrize("tile", TILES_SM90, ids=lambda tile: "-".join(map(str, tile)))
+def test_every_tile_for_hopper_is_exact(tile: Sm90Tile, backend: str) -> None:
+    """Two tiles of fewer tokens than they have room for, the last rows missing, more stages than slots."""
+    sizes = {"M": tile.BM + 10, "N": 136, "K": 640, "outliers": 128, "g": 64 if tile.WN == 2 else 128}
+    logical = SM90.example(np.random.default_rng(tile.BM), **sizes)
+    y = output(SM90, logical, backend, {**tile._asdict(), "STAGES": max(3, tile.TOGETHER)})
+    assert np.array_equal(y, SM90.reference(**logical))
+
+
+def test_the_tile_is_that_of_the_shortest_rounds() -> None:
+    """Few tokens: as many blocks as SMs. Many: the tile that takes the least per token."""
+    few, many = ({"M": M, "N": 4096, "K": 4096, "outliers": 0, "g": 128} for M in (16, 1024))
+    assert [SM90.config_for(sizes)["BM"] for sizes in (few, many)] == [16, 128]
 
 
 def test_the_reference_is_what_it_says() -> None:

@@ -10,8 +10,8 @@ from hypothesis.extra import numpy as hnp
 
 from ptxlab import emulator, kernels, layout, toolchain
 from ptxlab.kernels.gemm import strips_tiles
-from ptxlab.kernels.gemm.w4a4 import TILES
-from ptxlab.kernels.gemm.w4ax import COMET, NAIVE, REMAP, SM90, SPECS, gemm_blocks
+from ptxlab.kernels.gemm.w4a4 import TILES, Sm90Tile
+from ptxlab.kernels.gemm.w4ax import COMET, NAIVE, REMAP, SM90, SPECS, TILES_SM90, gemm_blocks
 from ptxlab.layout import atom
 from ptxlab.layout.fragments import mma_a
 from ptxlab.quant import BlockRows
@@ -28,7 +28,11 @@ SCALES = st.sampled_from((2.0**-24, 2.0**-14, 1.0, 60000.0)) | st.floats(2.0**-1
 SM80 = (NAIVE, REMAP, COMET)
 every = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 CHOSEN = [(NAIVE, 33), (NAIVE, 130), (REMAP, 33), (COMET, 130), (SM90, 33), (SM90, 130)]
-SM90_TILES = tuple({"BM": BM, "WN": WN, "STAGES": stages} for BM, WN, stages in ((8, 1, 3), (32, 2, 2)))
+SM90_TILES = (
+    {"BM": 8, "WN": 1, "TOGETHER": 2, "STAGES": 3},
+    {"BM": 32, "WN": 2, "TOGETHER": 1, "STAGES": 2},
+    {"BM": 16, "WN": 4, "TOGETHER": 4, "STAGES": 4},
+)
 TILES_OF = {
     **dict.fromkeys((REMAP.name, COMET.name), ({"BN": 64, "BM": 32, "WM": 1, "STAGES": 3},)),
     NAIVE.name: tuple(tile._asdict() | {"STAGES": 3} for tile in TILES.values()),
@@ -98,6 +102,16 @@ def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
     for variant, dtype in checks.OUTPUTS[: 3 if spec is NAIVE and M == 33 else 1]:
         y = output(spec, shared_by(spec, logical, 3), backend, {"OUT": variant})
         assert np.array_equal(y.view(f"u{y.itemsize}"), right.astype(dtype).view(f"u{y.itemsize}"))
+
+
+@pytest.mark.share(2)
+@on_every_backend
+@pytest.mark.parametrize("tile", TILES_SM90, ids=lambda tile: "-".join(map(str, tile)))
+def test_every_tile_for_hopper_is_exact(tile: Sm90Tile, backend: str) -> None:
+    """Two tiles of fewer tokens than they have room for, the last rows missing, more blocks than slots."""
+    logical = SM90.example(np.random.default_rng(tile.BM), M=tile.BM + 10, N=136, K4=384, K8=256)
+    y = output(SM90, logical, backend, {**tile._asdict(), "STAGES": max(3, tile.TOGETHER)})
+    assert np.array_equal(y, gemm_blocks(**logical))
 
 
 @on_every_backend
