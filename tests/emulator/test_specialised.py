@@ -120,7 +120,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(5)
 @both_modes
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_every_mistake_is_found(mistake: str, mode: str) -> None:

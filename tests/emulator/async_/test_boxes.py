@@ -15,6 +15,7 @@ from tests.support.boxes import BOXES, BULK, CHECKED, REDUCE, REDUCTIONS, SHAPES
 from tests.support.emulated import told
 
 
+@pytest.mark.share(3)
 @on_every_backend
 @both_modes
 @pytest.mark.parametrize("back", [STORE, REDUCE])

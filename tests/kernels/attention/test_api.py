@@ -34,7 +34,7 @@ from tests.support.attention_problems import moved
 from tests.support.fake_gpu import FakeGpu
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(5)
 @pytest.mark.parametrize("kernel", [SM90, SM80])
 @pytest.mark.parametrize("case", CONTRACT, ids=lambda c: "-".join(map(str, c.values())))
 def test_the_whole_contract_on_the_host_and_on_the_device(fake: FakeGpu, case: dict[str, Any], kernel: str) -> None:

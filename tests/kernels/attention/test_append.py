@@ -86,7 +86,7 @@ def test_every_byte_on_the_gpu(problem: Problem) -> None:
     problem.check("gpu")
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("D", HEAD_DIMS)
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
@@ -253,7 +253,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_kernel_is_noticed(change: str) -> None:
     (source,) = kernels.find(APPEND.name)[1]

@@ -70,6 +70,7 @@ def emulated_alike(variant: Variant, logical: Arrays, arrays: Arrays, mode: str 
     assert difference(found, (right["out"], right["lse"]), bool(variant.BF16)) == ""
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("sizes", SM90.example_sizes, ids=lambda s: "-".join(map(str, s.values())))
 def test_equal_at_the_spec_s_examples(sizes: dict[str, Any]) -> None:
     logical, config = SM90.example(np.random.default_rng(3), **sizes), SM90.config_for(sizes)
@@ -79,6 +80,7 @@ def test_equal_at_the_spec_s_examples(sizes: dict[str, Any]) -> None:
     assert difference(by_oracle(logical, arrays, config), right) == ""
 
 
+@pytest.mark.share(3)
 @of_each(*HOPPER)
 def test_equal_in_parts(variant: Variant) -> None:
     """Ragged, whole pages and tiles among them, in more blocks than units."""

@@ -32,6 +32,7 @@ from tests.support.gemm_calls import (
 )
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("scheme", WEIGHTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_output_on_the_host(scheme: str, dtype: str) -> None:
@@ -174,6 +175,7 @@ def call(scheme: str = "qoq", x: np.ndarray = X, **options: Any) -> Any:
     return ptxlab.gemm_w4a8(DeviceArray(x), DeviceArray(X_SCALE[: len(x)]), on_device(WEIGHTS[scheme]), **options)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("scheme", WEIGHTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_output_from_device_arrays(fake: FakeGpu, scheme: str, dtype: str) -> None:
@@ -408,7 +410,7 @@ def taken(weight: Any, order: str, M: int, **options: Any) -> str:
     return ladder.choose(weight, order, M, **{"kernel": None, "backend": "emulator", **options}).spec.name
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("scheme", STRIPS)
 @pytest.mark.parametrize(
     ("order", "tokens"),
@@ -424,7 +426,7 @@ def test_strips_of_any_number_of_tokens(scheme: str, order: str, tokens: int) ->
     assert y.shape == (tokens, N) and np.array_equal(y, wanted)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(5)
 @pytest.mark.parametrize("scheme", STRIPS)
 @pytest.mark.parametrize("tokens", [5, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -485,6 +487,7 @@ def test_what_kernels_for_strips_do_not_take() -> None:
         ptxlab.gemm_w4a8(x, kernel="gemm_w4a8_sm90", **{**call, "weight": WEIGHTS["lqq"]})
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("with_sum", [False, True])
 @pytest.mark.parametrize("tokens", [5, 40])
 def test_strips_from_device_arrays(fake: FakeGpu, tokens: int, with_sum: bool) -> None:

@@ -88,7 +88,7 @@ def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, logical: dict[str, An
     checks.exact_twice(lambda: output(spec, given, "gpu"), gemm_blocks(**logical))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(5)
 @on_every_backend
 @pytest.mark.parametrize(("spec", "M"), CHOSEN, ids=lambda value: getattr(value, "name", value))
 def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
@@ -162,7 +162,7 @@ def test_no_tile_spills(spec: KernelSpec) -> None:
         assert spec.launch(sizes).shared_bytes <= 99 * 1024, "what every architecture from sm_80 on has"
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(5)
 @pytest.mark.parametrize("M", [8, 16, 32, 64, 128])
 def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(M: int) -> None:
     sizes = {"M": M, "N": 4096, "K4": 3328, "K8": 768}

@@ -130,6 +130,7 @@ def check_gate(backend: str, gate_up: np.ndarray, activation: str, **how: Any) -
     near(found, reference.gated(x, activation), 2.0**-20 + 2.0**-22 * turns)
 
 
+@pytest.mark.share(4)
 @on_every_backend
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
