@@ -87,6 +87,7 @@ def test_presub_is_wrong_exactly_where_the_borrow_model_says(backend: str, data:
         assert bool(outcome.findings) >= bool(missed.any()), "elements are wrong, and the lane check is silent"
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("label", LQQ)
 @given(logical=strategies.lqq_inputs(checked=False))
 @settings(max_examples=50)

@@ -139,6 +139,7 @@ def fill(part: Any, byte: int) -> None:
             fill(getattr(part, each.name), byte)
 
 
+@pytest.mark.exhaustive
 @given(problem=problems(), mode=st.sampled_from(emulator.MODES), poison=st.sampled_from((0xA5, 0x5A, 0xFF)))
 @settings(max_examples=4)
 def test_any_layer_is_its_twin(problem: LayerProblem, mode: str, poison: int) -> None:
@@ -238,6 +239,7 @@ ret;
 """
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("programmatic", [False, True])
 def test_who_writes_lengths_is_followed_by_an_ordinary_launch(programmatic: bool) -> None:
     """Attention reads them ahead of its wait, three launches later."""

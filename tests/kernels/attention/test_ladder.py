@@ -42,6 +42,7 @@ def test_near_float64_in_hard_cases(spec: KernelSpec, backend: str, change: prob
     assert np.isfinite(outputs["out"]).all() and not outputs["out"][1].any()
 
 
+@pytest.mark.share(2)
 @every_step
 @on_every_backend
 def test_near_float64_at_the_edges_of_pages(spec: KernelSpec, backend: str) -> None:

@@ -23,7 +23,7 @@ from tests.support.axes import both_modes, on_every_backend
 SOURCE = kernels.find(SM90.name)[1][0]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @on_every_backend
 @of_each(HOPPER[0], HOPPER[5])
 @pytest.mark.parametrize("promote", [0, 1])
@@ -194,6 +194,7 @@ def test_the_chosen_tile_fits_and_spills_little(sizes: dict[str, int]) -> None:
     assert warps * 32 * resources.registers <= 65536
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("ratio", [4, 8])
 def test_vectors_go_to_all_banks(ratio: int) -> None:
     """Keys, queries, and the warps' sums of a head dim of 128, there and back."""

@@ -56,6 +56,7 @@ def test_quantised_activations_bring_scale_and_sum() -> None:
         assert np.array_equal(y, given)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("rows", [8, 16])
 def test_lqq_weights_take_activations_in_tiles(rows: int) -> None:
     floats = RNG.standard_normal((M, K), dtype=np.float32)
@@ -87,6 +88,7 @@ def test_out_is_written_and_returned_and_decides_the_dtype() -> None:
 STEPS = list(dict.fromkeys((step.spec.name, step.scheme, step.packing) for step in ladder.LADDER))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("kernel", "scheme", "packing"), STEPS, ids=["-".join(step) for step in STEPS])
 def test_every_step_by_name_and_of_no_tokens(kernel: str, scheme: str, packing: str) -> None:
     weight = ptxlab.pack(SCHEMES[scheme], packing)
@@ -235,6 +237,7 @@ def test_a_kernel_that_does_not_wait_is_not_launched_programmatically(fake: Fake
     assert fake.launched == [] and fake.loads == 0
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("scheme", WEIGHTS)
 def test_a_programmatic_call_has_a_plan_of_its_own(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     """The token sums, which do not wait, are launched plainly before it: they wait for all that comes before."""

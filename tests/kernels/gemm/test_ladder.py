@@ -60,7 +60,7 @@ def test_every_tile_shape_is_exact(name: str, M: int, N: int, backend: str) -> N
     assert np.array_equal(accumulators(spec, logical, backend), spec.reference(**logical))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("N", [4096, 57344])
 def test_no_tile_spills_where_registers_are_fewest(name: str, N: int) -> None:

@@ -50,7 +50,7 @@ def accumulators(
     return checks.output(spec, spec.pack(logical), backend, sizes={"g": sizes["g"]}, config=config, **options)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", SPECS)
 @given(data=st.data(), tile=st.sampled_from(TILES), mode=st.sampled_from(emulator.MODES))
 @settings(max_examples=15)

@@ -65,7 +65,7 @@ def problems(draw: st.DrawFn, spec: KernelSpec, tokens: int, rows_of_w: int, gro
     return {"x": draw(rows(M, *of)), "w": draw(rows(N, *of))}
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @every
 @given(data=st.data(), mode=st.sampled_from(emulator.MODES), sms=st.sampled_from((1, 132)))
 @settings(max_examples=10)

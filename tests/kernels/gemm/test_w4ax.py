@@ -65,7 +65,7 @@ def problems(draw: st.DrawFn, tokens: int = 40, rows: int = 72, blocks: int = 3)
     return {"x": BlockRows(np.concatenate(q, axis=1), scales[0], int8), "w": BlockRows(w, scales[1])}
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @every
 @given(logical=problems(), mode=st.sampled_from(emulator.MODES), sms=st.integers(1, 7), data=st.data())
 @settings(max_examples=6)

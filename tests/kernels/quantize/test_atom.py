@@ -130,6 +130,7 @@ def test_run_by_name_sizes_say_what_is_written(pairs: int, backend: str) -> None
         kernels.run("reorder_quantize", backend=backend, out=wrong, **given, **sizes)
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("order", ORDERS)
