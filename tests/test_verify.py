@@ -176,7 +176,7 @@ def rows_alone(name: str, **changes: Any) -> verify.Verdict:
     return verify.check_rows(job)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("name", "said"),
     [

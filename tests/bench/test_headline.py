@@ -271,6 +271,7 @@ def test_w4a4_beside_others_in_one_run(emulated_gpu: pytest.MonkeyPatch) -> None
     assert bench._name("gemm", ["w4a4"]) == "gemm_w4a4" and bench._name("gemm", ["w4a4", "7B"]) == "gemm_part"
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_quantiser(order: str, emulated_gpu: pytest.MonkeyPatch) -> None:
     x = quantiser._activations(5, 256)

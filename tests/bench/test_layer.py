@@ -138,6 +138,7 @@ def test_products_set_the_floor_of_large_batches() -> None:
     assert work._replace(operations=10).us(CEILINGS) == pytest.approx(1 / 4.6)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     "make",
     [

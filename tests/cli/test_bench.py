@@ -23,6 +23,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, found: bench.Record) -> None:
     monkeypatch.setattr(bench.gpu, "elsewhere", lambda nbytes: nullcontext())
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     "found",
     [RECORD, kv_record.record(), ladder_record.record(), layer_record.record()],

@@ -312,6 +312,7 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(cli: Any) -> None:
     assert items["ncu-report"]["works"] and "without a GPU" in items["ncu-report"]["detail"]
 
 
+@pytest.mark.exhaustive  # .ci/run starts the same demo from the wheel
 def test_demo_runs_everything_on_the_trained_weights(cli: Any, tmp_path: Path, minilm: Path) -> None:
     code, out, _ = cli("demo", "--out", tmp_path / "demo.png", "--backend", "emulator", "--json")
     found = json.loads(out)

@@ -27,6 +27,7 @@ def outcome(source: str, mode: str, seed: int = 0, checks=emulator.CHECKS, *, to
     return np.array_equal(sums.reshape(right.shape), right), [str(f) for f in (result.findings if result else ())]
 
 
+@pytest.mark.share(2)
 @both_modes
 @pytest.mark.parametrize("blocks", [2, 8])
 def test_it_is_right_and_clean(blocks: int, mode: str) -> None:
@@ -120,7 +121,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(5)
 @both_modes
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_every_mistake_is_found(mistake: str, mode: str) -> None:

@@ -64,6 +64,7 @@ def test_equals_its_reference_and_is_clean_within_its_rules(label: str, backend:
         assert [str(f) for f in outcome.findings] == []
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @pytest.mark.parametrize("label", PACKED)
 @given(data=st.data())
@@ -86,6 +87,7 @@ def test_presub_is_wrong_exactly_where_the_borrow_model_says(backend: str, data:
         assert bool(outcome.findings) >= bool(missed.any()), "elements are wrong, and the lane check is silent"
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("label", LQQ)
 @given(logical=strategies.lqq_inputs(checked=False))
 @settings(max_examples=50)
@@ -140,6 +142,7 @@ def test_every_q4_scale_and_zero_in_every_lane(label: str, neighbour: int, backe
     assert np.array_equal(got, wide.astype(np.uint8).view(np.int8)), "wraps by lane, disturbs nobody"
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @pytest.mark.parametrize("label", [*LQQ, *QOQ])
 @given(groups=strategies.weight_groups())

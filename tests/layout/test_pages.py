@@ -17,6 +17,7 @@ def channel_of(quantized: QuantizedKV):
     return (quantized.scale, quantized.zero) if KV_SCHEMES[quantized.scheme].by_channel else None
 
 
+@pytest.mark.share(3)
 @every_scheme
 @every_size
 @given(

@@ -149,6 +149,7 @@ TENSOR_CORES = [
 ]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("dtype", "arch"), TENSOR_CORES)
 def test_dtypes_that_are_multiplied(dtype: str, arch: str, emulate: Run, kernels: Any) -> None:
     multiply(emulate, kernels, dtype, arch)

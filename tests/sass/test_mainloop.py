@@ -112,6 +112,7 @@ def test_what_scaling_a_sum_takes(convert: str, pipe: str) -> None:
     assert mainloop.pipes_per_sum(other) == {} and mainloop.pipes_beside_mma(other[:2]) == {}
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("arch", counts.MMA_ARCHS)
 def test_the_shipped_loops_on_mma_sync_are_those_of_the_tools_here(arch: str) -> None:
     assert counts.mma_loops(arch) == counts.load_mma_loops()["archs"][arch]

@@ -118,6 +118,7 @@ def test_limit_is_the_fullest_pipe(pipes: dict[str, float], clocks: float, pipe:
     assert sass.pipe_limit(pipes) == (clocks, pipe)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("source", ALL, ids=lambda s: s.label)
 def test_instructions_per_8_weights(source: Source) -> None:
     report = sass.report(source, "sm_90a")
@@ -180,6 +181,7 @@ def test_word_is_what_the_kernel_runs() -> None:
     assert word.header.split() == [".version", "6.5", ".target", "sm_75", ".address_size", "64"]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("source", [s for s in ALL if s.language == "ptx"], ids=lambda s: s.label)
 def test_looping_harness_adds_only_its_feedback(source: Source) -> None:
     """In the loop: 8 words, an IMAD per word and pair of results, a counter, a compare, a branch."""

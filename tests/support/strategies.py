@@ -1,8 +1,10 @@
 """Hypothesis strategies shared by the tests: boundary values by construction, ordinary values in between.
 
-Shapes are small: 1 to 4 rows (R or N) of 1 to 4 groups of 32, 64 or 128 along K.
+Shapes are small: 1 to 4 rows (R or N) of 1 to 4 groups of 32, 64 or 128 along K. Strategies that tests build for each
+draw are remembered, as Hypothesis looks through a new one before its first draw, which takes longer than the draw.
 """
 
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import ml_dtypes
@@ -48,16 +50,19 @@ class WeightGroups(NamedTuple):
     group: int
 
 
+@cache
 def shapes() -> st.SearchStrategy[Shape]:
     return st.builds(Shape, rows=st.integers(1, 4), groups=st.integers(1, 4), group=st.sampled_from(GROUPS))
 
 
+@cache
 def near_edges(edges: tuple[int, ...], lowest: int, highest: int) -> st.SearchStrategy[int]:
     """Integers in lowest..highest, half of them from `edges` as far as those lie inside."""
     inside = [edge for edge in edges if lowest <= edge <= highest]
     return st.sampled_from(inside) | st.integers(lowest, highest) if inside else st.integers(lowest, highest)
 
 
+@cache
 def filled(dtype: type[np.generic], shape: tuple[int, ...], elements: st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
     """Arrays that repeat one drawn element except at some drawn places: cheap to draw, and neighbours differ."""
     return hnp.arrays(dtype, shape, elements=elements, fill=elements)
@@ -73,17 +78,20 @@ def floats(dtype: np.dtype, shape: tuple[int, ...]) -> st.SearchStrategy[np.ndar
     return hnp.arrays(bits, shape, elements=elements, fill=st.just(0)).map(lambda array: array.view(dtype))
 
 
+@cache
 def q4_matrix(rows: int, K: int) -> st.SearchStrategy[Array]:
     """u8 [rows, K] in 0..15."""
     return filled(np.uint8, (rows, K), near_edges(Q4_EDGES, 0, 15))
 
 
+@cache
 def words(rows: int, count: int) -> st.SearchStrategy[Array]:
     """u32 [rows, count], any bits."""
     edges = (0, 0x0F0F0F0F, 0x7F7F7F7F, 0x80808080, 0xF0F0F0F0, 0xFFFFFFFF)
     return filled(np.uint32, (rows, count), near_edges(edges, 0, 2**32 - 1))
 
 
+@cache
 def scales(shape: Shape, checked: bool = True) -> st.SearchStrategy[Array]:
     """Level-2 scales u8 [R, K/g]: 1..16, or any byte if not `checked`."""
     edges, lowest, highest = (SCALE_EDGES, 1, 16) if checked else (UNCHECKED_SCALE_EDGES, 0, 255)
@@ -133,6 +141,7 @@ def int4_inputs(draw: st.DrawFn) -> Inputs:
     return {"q4": q4, "scale": scale}
 
 
+@cache
 @st.composite
 def integer_group(draw: st.DrawFn, group: int, lowest: int = -119, highest: int = 119) -> Array:
     """One group of level-1 integers int64 [group]: constant, two-valued, a ramp, or arbitrary, of a boundary extent."""

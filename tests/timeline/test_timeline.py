@@ -50,7 +50,7 @@ def test_all_kernels_of_both_ladders_are_stamped() -> None:
     assert ladders - set(STAMPED) == of_one_phase
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", STAMPED)
 def test_stamps_are_compiled_out(name: str) -> None:
     """Without TIMELINE the compiler's PTX, with the lines it came from, is that of the source without the macros."""

@@ -42,6 +42,7 @@ def ours(model: QuantizedModel, prompts: list[list[int]]) -> tuple[list[list[int
     return np.array(list(generate(runner, prompts, TOKENS))).T.tolist(), runner
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generates_the_tokens_of_our_runner(family: str, prompts: list[list[int]]) -> None:

@@ -59,6 +59,7 @@ def files(path: Path) -> dict[str, bytes]:
     return {each.name: each.read_bytes() for each in path.iterdir()}
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("config", [CONFIG, BIASED], ids=["tied", "biased"])
 @pytest.mark.parametrize("name", PACKED)
 def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, config: Config, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.support.boxes import BOXES, BULK, CHECKED, REDUCE, REDUCTIONS, SHAPES
 from tests.support.emulated import told
 
 
+@pytest.mark.share(3)
 @on_every_backend
 @both_modes
 @pytest.mark.parametrize("back", [STORE, REDUCE])
@@ -123,6 +124,7 @@ def pad(
     return y, expected, [str(finding) for finding in outcome.findings]
 
 
+@pytest.mark.share(3)
 @on_every_backend
 @pytest.mark.parametrize(("shape", "box", "first", "span"), PADDINGS, ids=str)
 def test_a_padded_store_takes_and_writes_what_lies_inside(
@@ -164,6 +166,7 @@ def test_reductions_that_there_are_not() -> None:
         TensorMap(np.zeros((2, 4, 16), np.float32), (4, 16))
 
 
+@pytest.mark.share(3)
 @on_every_backend
 @pytest.mark.parametrize(("op", "t", "dtype", "combine"), REDUCTIONS, ids=[r[0] for r in REDUCTIONS])
 def test_bulk_reductions(op: str, t: str, dtype: Any, combine: np.ufunc, backend: str) -> None:

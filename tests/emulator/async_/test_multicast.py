@@ -90,7 +90,7 @@ def test_it_is_clean(mode: str, seed: int) -> None:
     assert outcome(backend="emulator", checks=emulator.CHECKS, mode=mode, seed=seed) == (True, [])
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @both_modes
 @seeds
 @pytest.mark.parametrize(

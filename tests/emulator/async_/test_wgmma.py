@@ -195,6 +195,7 @@ def test_refused(more, error, said):
 # Floating operands
 
 
+@pytest.mark.share(4)
 @both_modes
 @pytest.mark.parametrize("type_name", ["f16", "bf16"])
 @pytest.mark.parametrize(

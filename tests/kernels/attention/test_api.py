@@ -34,7 +34,7 @@ from tests.support.attention_problems import moved
 from tests.support.fake_gpu import FakeGpu
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(5)
 @pytest.mark.parametrize("kernel", [SM90, SM80])
 @pytest.mark.parametrize("case", CONTRACT, ids=lambda c: "-".join(map(str, c.values())))
 def test_the_whole_contract_on_the_host_and_on_the_device(fake: FakeGpu, case: dict[str, Any], kernel: str) -> None:
@@ -51,6 +51,7 @@ def test_the_whole_contract_on_the_host_and_on_the_device(fake: FakeGpu, case: d
     assert fake.launched == [(kernel, 7)]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("kernel", TEACHING)
 def test_every_teaching_step_by_name(fake: FakeGpu, kernel: str) -> None:
     q, cache = problems.problem(2, (70, 0, 1), Hq=4, Hkv=2, scheme="kv8" if kernel == "attention_kv8" else "kv4")
@@ -125,6 +126,7 @@ def test_results_are_written_where_they_are_wanted(fake: FakeGpu, on_host: bool)
         assert np.array_equal(getattr(got, "host", got), getattr(expected, "host", expected))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_torch_on_the_cpu(dtype: str) -> None:
     torch = pytest.importorskip("torch")

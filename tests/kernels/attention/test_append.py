@@ -86,7 +86,7 @@ def test_every_byte_on_the_gpu(problem: Problem) -> None:
     problem.check("gpu")
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("D", HEAD_DIMS)
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
@@ -96,6 +96,7 @@ def test_every_scheme_head_dim_and_page_size(scheme: str, D: int, backend: str) 
         problem_of(*normal(21, 3, D, dtype), scheme, page_size, pages=3, rope=rope).check(backend)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("size", PAGE_SIZES)
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
@@ -112,7 +113,7 @@ def test_more_heads_than_a_block_has_and_fewer(tokens: int, heads: int, backend:
     problem_of(*normal(tokens, heads, 128), "kv4", 64, rope=rotations(tokens, 128, np.int32, True)).check(backend)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_rows_that_a_thread_keeps(rows: int, scheme: str) -> None:
@@ -253,7 +254,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_kernel_is_noticed(change: str) -> None:
     (source,) = kernels.find(APPEND.name)[1]

@@ -34,6 +34,7 @@ def allowed_of(of: faults.Problem) -> dict[str, Allowed]:
     return SM90.allowed({"q": of.q, "cache": of.cache, "softmax_scale": SCALE, "window": 0, "blocks": 1})
 
 
+@pytest.mark.share(2)
 @every_data
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_fault_is_refused_by_results_and_by_logarithms_alone(data: kvdata.Data, length: int) -> None:
@@ -229,7 +230,7 @@ def test_an_h200_cuts_off_as_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
 CHANGES = (problems.nothing, problems.queries_below_fp16, problems.large_and_small_values)
 
 
-@pytest.mark.share(5)
+@pytest.mark.share(12)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @of_each(*AMPERE, *HOPPER)
 def test_tensor_cores_stay_within_the_bound(

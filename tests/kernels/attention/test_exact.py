@@ -70,6 +70,7 @@ def emulated_alike(variant: Variant, logical: Arrays, arrays: Arrays, mode: str 
     assert difference(found, (right["out"], right["lse"]), bool(variant.BF16)) == ""
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("sizes", SM90.example_sizes, ids=lambda s: "-".join(map(str, s.values())))
 def test_equal_at_the_spec_s_examples(sizes: dict[str, Any]) -> None:
     logical, config = SM90.example(np.random.default_rng(3), **sizes), SM90.config_for(sizes)
@@ -79,13 +80,14 @@ def test_equal_at_the_spec_s_examples(sizes: dict[str, Any]) -> None:
     assert difference(by_oracle(logical, arrays, config), right) == ""
 
 
+@pytest.mark.share(3)
 @of_each(*HOPPER)
 def test_equal_in_parts(variant: Variant) -> None:
     """Ragged, whole pages and tiles among them, in more blocks than units."""
     emulated_alike(variant, *variant.problem(1, (300, 64, 0, 129), Hkv=2, blocks=9))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(
     ("variant", "blocks"), list(zip((*HOPPER[:3], *HOPPER[4:]), (1, 2, 3, 7, 5), strict=True)), ids=str
 )
@@ -112,6 +114,7 @@ def test_no_batch_chooses_the_tile_of_the_invariant_form() -> None:
     assert len({tuple(INVARIANT.config_for(batch).items()) for batch in batches}) == 1
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_the_same_bits_of_more_parts_than_a_unit_may_have(blocks: int) -> None:
     logical, _ = PLAIN.problem(0, (64 * 33, 70), blocks=blocks)

@@ -31,6 +31,7 @@ def scheme_of(spec: KernelSpec) -> str:
     return spec.name.split("_")[1]
 
 
+@pytest.mark.share(4)
 @every_step
 @on_every_backend
 @pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)
@@ -41,6 +42,7 @@ def test_near_float64_in_hard_cases(spec: KernelSpec, backend: str, change: prob
     assert np.isfinite(outputs["out"]).all() and not outputs["out"][1].any()
 
 
+@pytest.mark.share(2)
 @every_step
 @on_every_backend
 def test_near_float64_at_the_edges_of_pages(spec: KernelSpec, backend: str) -> None:
@@ -96,6 +98,7 @@ def test_near_float64_on_the_gpu(
     assert np.array_equal(first, second), "two runs, the same bits"
 
 
+@pytest.mark.share(3)
 @every_step
 def test_the_longest_sequences_that_the_rule_admits_have_room(spec: KernelSpec) -> None:
     """On an A100, with what the step uses anyway."""
@@ -109,6 +112,7 @@ def test_the_longest_sequences_that_the_rule_admits_have_room(spec: KernelSpec) 
         spec.check_sizes({**sizes, "P": most + 1})
 
 
+@pytest.mark.share(3)
 @every_step
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_nothing_is_spilled(spec: KernelSpec, arch: str) -> None:
@@ -171,7 +175,7 @@ def test_nibbles_without_their_zero_point_are_exact() -> None:
     assert np.array_equal(halves, expected[..., [0, 2, 1, 3, 4, 6, 5, 7]])
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @every_step
 def test_every_missing_wait_is_noticed(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     q, cache = problems.problem(0, (150, 70), Hq=1, Hkv=1, scheme=scheme_of(spec))

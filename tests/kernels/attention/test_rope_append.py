@@ -81,6 +81,7 @@ def test_every_bit_on_the_gpu(problem: FusedProblem) -> None:
     problem.check("gpu")
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("D", HEAD_DIMS)
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
@@ -113,7 +114,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_kernel_is_noticed(change: str) -> None:
     source = changed(kernels.find(ROPE_APPEND.name)[1][0], *CHANGES[change])

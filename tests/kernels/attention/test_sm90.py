@@ -23,7 +23,7 @@ from tests.support.axes import both_modes, on_every_backend
 SOURCE = kernels.find(SM90.name)[1][0]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @on_every_backend
 @of_each(HOPPER[0], HOPPER[5])
 @pytest.mark.parametrize("promote", [0, 1])
@@ -36,6 +36,7 @@ def test_scores_that_rise_from_tile_to_tile(
     variant.check(*variant.problem(6, (9 * TILE,), problems.rising_scores), backend)
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @of_each(HOPPER[0], HOPPER[5])
 @pytest.mark.parametrize("begin", [TILE - 1, TILE])
@@ -46,6 +47,7 @@ def test_windows_that_begin_at_the_edge_of_a_tile(variant: Variant, begin: int, 
     variant.check(*variant.problem(5, (length,), window=window, blocks=2), backend)
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @of_each(HOPPER[0], HOPPER[2])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
@@ -64,7 +66,7 @@ def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, w
         assert np.array_equal(found[name], right[name])
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @on_every_backend
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -89,6 +91,7 @@ def test_memory_is_what_the_constants_need() -> None:
         compare(SM90, variant.run(logical, arrays, more=more).outputs, logical, variant.config)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(
     ("lengths", "Hkv", "shape", "blocks", "window"),
     [
@@ -126,7 +129,7 @@ IN_PARTS = HOPPER[3], (1000, 64), 7  # sequences, of which one is in parts; bloc
 SMALLEST_PARTS = Variant(64, 64, 4, 0, T=1, ratio=1, tile=AttentionTileSm90(16, 4, 1, 1))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @on_every_backend
 @pytest.mark.parametrize("tiles", [5, 6, 9, 10, 14])
 def test_more_parts_than_are_taken_over_at_a_time(tiles: int, backend: str) -> None:
@@ -176,7 +179,7 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("sizes", CHOSEN, ids=lambda s: "-".join(map(str, s.values())))
 def test_the_chosen_tile_fits_and_spills_little(sizes: dict[str, int]) -> None:
     """Nothing in the loops of head dims 64 and 128; of 256 a few registers."""
@@ -191,6 +194,7 @@ def test_the_chosen_tile_fits_and_spills_little(sizes: dict[str, int]) -> None:
     assert warps * 32 * resources.registers <= 65536
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("ratio", [4, 8])
 def test_vectors_go_to_all_banks(ratio: int) -> None:
     """Keys, queries, and the warps' sums of a head dim of 128, there and back."""
@@ -230,12 +234,13 @@ def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatc
     return waits.diagnosis(module, lambda: MUTATED.check(*problem, mode=mode, seed=seed), monkeypatch)
 
 
+@pytest.mark.share(2)
 @both_modes
 def test_the_kernel_itself_survives(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert diagnosis(mutated_kernel().module, mode, monkeypatch) == ""
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("share", range(SHARES))
 def test_every_missing_wait_is_noticed(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = list(mutants())[share::SHARES]

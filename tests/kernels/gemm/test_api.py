@@ -32,6 +32,7 @@ from tests.support.gemm_calls import (
 )
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("scheme", WEIGHTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_output_on_the_host(scheme: str, dtype: str) -> None:
@@ -55,6 +56,7 @@ def test_quantised_activations_bring_scale_and_sum() -> None:
         assert np.array_equal(y, given)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("rows", [8, 16])
 def test_lqq_weights_take_activations_in_tiles(rows: int) -> None:
     floats = RNG.standard_normal((M, K), dtype=np.float32)
@@ -86,6 +88,7 @@ def test_out_is_written_and_returned_and_decides_the_dtype() -> None:
 STEPS = list(dict.fromkeys((step.spec.name, step.scheme, step.packing) for step in ladder.LADDER))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("kernel", "scheme", "packing"), STEPS, ids=["-".join(step) for step in STEPS])
 def test_every_step_by_name_and_of_no_tokens(kernel: str, scheme: str, packing: str) -> None:
     weight = ptxlab.pack(SCHEMES[scheme], packing)
@@ -174,6 +177,7 @@ def call(scheme: str = "qoq", x: np.ndarray = X, **options: Any) -> Any:
     return ptxlab.gemm_w4a8(DeviceArray(x), DeviceArray(X_SCALE[: len(x)]), on_device(WEIGHTS[scheme]), **options)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("scheme", WEIGHTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_output_from_device_arrays(fake: FakeGpu, scheme: str, dtype: str) -> None:
@@ -233,6 +237,7 @@ def test_a_kernel_that_does_not_wait_is_not_launched_programmatically(fake: Fake
     assert fake.launched == [] and fake.loads == 0
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("scheme", WEIGHTS)
 def test_a_programmatic_call_has_a_plan_of_its_own(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     """The token sums, which do not wait, are launched plainly before it: they wait for all that comes before."""
@@ -408,7 +413,7 @@ def taken(weight: Any, order: str, M: int, **options: Any) -> str:
     return ladder.choose(weight, order, M, **{"kernel": None, "backend": "emulator", **options}).spec.name
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("scheme", STRIPS)
 @pytest.mark.parametrize(
     ("order", "tokens"),
@@ -424,7 +429,7 @@ def test_strips_of_any_number_of_tokens(scheme: str, order: str, tokens: int) ->
     assert y.shape == (tokens, N) and np.array_equal(y, wanted)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(5)
 @pytest.mark.parametrize("scheme", STRIPS)
 @pytest.mark.parametrize("tokens", [5, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -485,6 +490,7 @@ def test_what_kernels_for_strips_do_not_take() -> None:
         ptxlab.gemm_w4a8(x, kernel="gemm_w4a8_sm90", **{**call, "weight": WEIGHTS["lqq"]})
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("with_sum", [False, True])
 @pytest.mark.parametrize("tokens", [5, 40])
 def test_strips_from_device_arrays(fake: FakeGpu, tokens: int, with_sum: bool) -> None:

@@ -64,7 +64,7 @@ def ran(spec: KernelSpec, logical: dict[str, Any], backend: str, config: dict[st
     verify.compare(spec, {"y": y}, logical, config)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("label", "config"), CASES, ids=ids)
 def test_every_end_of_a_tile(label: str, config: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """On one SM a block has many tiles; what the options are takes turns over the cases."""
@@ -78,6 +78,7 @@ def test_every_end_of_a_tile(label: str, config: dict[str, int], monkeypatch: py
     ran(spec, logical, "emulator", {**config, **options}, mode=("late", "early")[turn % 2])
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("label", [label for label in FORMS if "channel" in label])
 @on_every_backend
 def test_zero_points_of_every_row_leave(label: str, backend: str) -> None:
@@ -163,6 +164,7 @@ def silu_mul(scheme: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return spec.expected(logical, config)["y"], spec.allowed(logical, config)["y"].each
 
 
+@pytest.mark.share(3)
 @each_scheme
 def test_silu_mul_is_that_of_the_product(scheme: str, dtype: str) -> None:
     how: dict[str, Any] = {"epilogue": "silu_mul", "out_dtype": dtype, "backend": "emulator"}
@@ -177,6 +179,7 @@ def test_silu_mul_is_that_of_the_product(scheme: str, dtype: str) -> None:
         assert np.array_equal(out, y)
 
 
+@pytest.mark.share(3)
 @each_scheme
 def test_a_residual_is_added_in_place_with_the_bits_of_a_sum(scheme: str, dtype: str) -> None:
     before = stored(np.random.default_rng(1).standard_normal(expected(scheme).shape, dtype=np.float32), dtype)

@@ -85,7 +85,7 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
         assert np.array_equal(output(logical, "gpu", {}), GROUPED.reference(**logical)), groups
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(5)
 @on_every_backend
 @pytest.mark.parametrize("tile", OUTPUT_TILES, ids=lambda tile: f"{tile['BM']} tokens")
 @checks.every_output
@@ -114,7 +114,7 @@ def chosen(M: int, N: int, K: int, g: int, signed: int) -> dict[str, int]:
     return {**GROUPED.config_for({"M": M, "N": N, "K": K, "E": 8, "g": g}), "OUT": 0, "SIGNED": signed}
 
 
-@pytest.mark.share(10)
+@pytest.mark.share(20)
 @pytest.mark.parametrize(
     "config",
     list(

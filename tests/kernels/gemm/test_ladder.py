@@ -48,7 +48,7 @@ def test_accumulators_are_exact_on_the_gpu(name: str, data: st.DataObject) -> No
     checks.exact_twice(lambda: accumulators(spec, logical, "gpu"), spec.reference(**logical))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @on_every_backend
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize(("N", "M"), [*((72, M) for M in (1, 9, 17, 33, 65, 130)), (12296, 1), (12296, 65)])
@@ -60,7 +60,7 @@ def test_every_tile_shape_is_exact(name: str, M: int, N: int, backend: str) -> N
     assert np.array_equal(accumulators(spec, logical, backend), spec.reference(**logical))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("N", [4096, 57344])
 def test_no_tile_spills_where_registers_are_fewest(name: str, N: int) -> None:

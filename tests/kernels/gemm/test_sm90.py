@@ -50,7 +50,7 @@ def accumulators(
     return checks.output(spec, spec.pack(logical), backend, sizes={"g": sizes["g"]}, config=config, **options)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", SPECS)
 @given(data=st.data(), tile=st.sampled_from(TILES), mode=st.sampled_from(emulator.MODES))
 @settings(max_examples=15)
@@ -82,7 +82,7 @@ def test_every_chosen_tile_is_exact(name: str, M: int, N: int) -> None:
     assert np.array_equal(accumulators(spec, logical, "gpu", {}), spec.reference(**logical))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("N", "tokens"), [(4096, (1, 32, 128)), (57344, (16, 64, 256))])
 def test_no_tile_spills_or_waits_for_its_own_wgmma(name: str, N: int, tokens: tuple[int, ...]) -> None:

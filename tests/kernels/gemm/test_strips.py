@@ -123,7 +123,7 @@ def ids_of(cases: list[tuple[KernelSpec, Config, int]]) -> list[str]:
 signed, order, mode = st.integers(0, 1), st.integers(0, 1), st.sampled_from(emulator.MODES)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("config", LARGE_CONFIGS, ids=ids)
 @given(
     logical=problems(tokens=70, rows=200, groups=9),
@@ -152,7 +152,7 @@ def test_more_tokens_than_a_band(backend: str) -> None:
     assert np.array_equal(output(LARGE, logical, backend, config), LARGE.reference(**logical))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("config", SMALL_CONFIGS, ids=ids)
 @given(data=st.data(), signed=signed, order=order, mode=mode, sms=st.sampled_from((1, 3, 132)))
 @settings(max_examples=10)
@@ -230,7 +230,7 @@ SCALED = [
 ]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @on_every_backend
 @pytest.mark.parametrize(
     ("spec", "config"),
@@ -270,6 +270,7 @@ def test_the_extremes_add_up_without_a_rounding(spec: KernelSpec, backend: str) 
         assert np.array_equal(y, np.full((3, N), -128 * 127 * K, np.int32))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("spec", [SMALL_CHANNEL, LARGE_CHANNEL], ids=lambda spec: spec.name)
 @pytest.mark.parametrize(("q", "zero"), [(15, 0), (0, 15), (15, 15), (0, 0)])
 @on_every_backend
@@ -336,7 +337,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.share(12)
+@pytest.mark.share(30)
 @pytest.mark.parametrize(
     ("spec", "config", "tokens", "group", "signed"),
     COMPILED,

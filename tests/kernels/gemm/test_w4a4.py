@@ -80,7 +80,7 @@ def problems(draw: st.DrawFn, spec: KernelSpec, tokens: int, rows_of_w: int, gro
     return {"x": draw(rows(M, *of)), "w": draw(rows(N, *of))}
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @every
 @given(data=st.data(), mode=st.sampled_from(emulator.MODES), sms=st.sampled_from((1, 132)))
 @settings(max_examples=10)
@@ -102,7 +102,7 @@ def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, data: st.DataObject) 
     checks.exact_twice(lambda: output(spec, logical, "gpu"), spec.reference(**logical))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @on_every_backend
 @every
 @pytest.mark.parametrize("M", [16, 33, 130])
@@ -199,6 +199,7 @@ def test_rows_at_the_ends(spec: KernelSpec, what: str, backend: str) -> None:
         assert set(np.unique(q4)) == {-8, 7} and set(np.unique(q8)) == {-128, 127}
 
 
+@pytest.mark.share(4)
 @on_every_backend
 @with_outliers
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -236,7 +237,7 @@ def test_no_tile_spills(spec: KernelSpec) -> None:
             assert spec.launch(sizes).shared_bytes <= 99 * 1024, "what every architecture from sm_80 on has"
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("M", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("g", [64, 128])
 def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(M: int, g: int) -> None:

@@ -31,6 +31,7 @@ def expected(dtype: str = "float16", bias: np.ndarray | None = None) -> np.ndarr
     return stored(total if bias is None else total + bias, dtype)
 
 
+@pytest.mark.share(3)
 @every
 @on_every_backend
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

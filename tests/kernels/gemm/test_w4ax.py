@@ -69,7 +69,7 @@ def problems(draw: st.DrawFn, tokens: int = 40, rows: int = 72, blocks: int = 3)
     return {"x": BlockRows(np.concatenate(q, axis=1), scales[0], int8), "w": BlockRows(w, scales[1])}
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @every
 @given(logical=problems(), mode=st.sampled_from(emulator.MODES), sms=st.integers(1, 7), data=st.data())
 @settings(max_examples=6)
@@ -92,7 +92,7 @@ def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, logical: dict[str, An
     checks.exact_twice(lambda: output(spec, given, "gpu"), gemm_blocks(**logical))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(5)
 @on_every_backend
 @pytest.mark.parametrize(("spec", "M"), CHOSEN, ids=lambda value: getattr(value, "name", value))
 def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
@@ -176,7 +176,7 @@ def test_no_tile_spills(spec: KernelSpec) -> None:
         assert spec.launch(sizes).shared_bytes <= 99 * 1024, "what every architecture from sm_80 on has"
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(5)
 @pytest.mark.parametrize("M", [8, 16, 32, 64, 128])
 def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(M: int) -> None:
     sizes = {"M": M, "N": 4096, "K4": 3328, "K8": 768}

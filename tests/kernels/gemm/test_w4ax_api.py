@@ -34,6 +34,7 @@ def expected(dtype: str, int8: int = 1) -> np.ndarray:
     return stored(gemm_blocks(W, quant.quantize_blocks(FLOATS, int8)) + BIAS, dtype)
 
 
+@pytest.mark.share(3)
 @every
 @on_every_backend
 @pytest.mark.parametrize(("dtype", "int8"), [("float16", 0), ("bfloat16", 1), ("float32", 3)])

@@ -80,7 +80,7 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
     assert np.array_equal(output(logical, "gpu", {}), W8A8.reference(**logical))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @on_every_backend
 @pytest.mark.parametrize("tile", OUTPUT_TILES, ids="BM{BM}-WN{WN}-SPLIT{SPLIT}".format_map)
 @checks.every_output
@@ -105,7 +105,7 @@ def chosen(M: int, N: int, K: int) -> dict[str, int]:
     return {**W8A8.config_for({"M": M, "N": N, "K": K}), "OUT": 0}
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     "config",
     sorted(

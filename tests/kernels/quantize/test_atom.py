@@ -130,6 +130,7 @@ def test_run_by_name_sizes_say_what_is_written(pairs: int, backend: str) -> None
         kernels.run("reorder_quantize", backend=backend, out=wrong, **given, **sizes)
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("order", ORDERS)
@@ -204,7 +205,7 @@ def test_a_gate_may_be_off_wherever_its_error_changes_an_integer(code: int) -> N
     assert changed > 20
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @on_every_backend
 @pytest.mark.parametrize("channels", [128, 4096, 8192, 8320, 16384, 32768])
 def test_rows_of_any_width(channels: int, backend: str) -> None:
@@ -556,7 +557,7 @@ SYNCHRONISED = {  # in a block, and in a cluster of two
 }
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("case", SYNCHRONISED)
 def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the checks or by a wrong result, early or late."""

@@ -108,6 +108,7 @@ def test_every_bit_of_a_normed_row_on_the_gpu(problem: dict[str, Any]) -> None:
     check_norm("gpu", **problem)
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @pytest.mark.parametrize("K", [128, 4096, 8192, 8224, 16384, 32768])
 def test_rows_of_any_width(K: int, backend: str) -> None:
@@ -130,6 +131,7 @@ def check_gate(backend: str, gate_up: np.ndarray, activation: str, **how: Any) -
     near(found, reference.gated(x, activation), 2.0**-20 + 2.0**-22 * turns)
 
 
+@pytest.mark.share(4)
 @on_every_backend
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
@@ -162,6 +164,7 @@ def test_the_references_are_what_they_say() -> None:
         reference.gated(both, "relu")
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @pytest.mark.parametrize("K", [160, 8224])
 def test_a_row_has_the_same_bits_in_any_batch_and_order(K: int, backend: str) -> None:

@@ -57,7 +57,7 @@ def test_every_bit_on_the_gpu(problem: dict[str, Any]) -> None:
     check("gpu", **problem)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @on_every_backend
 @pytest.mark.parametrize("K", [32, 8192, 8224, 16384, 32768, 32800])
 @pytest.mark.parametrize(("order", "rows"), [("row_major", None), ("fragment", None), ("tiles", 8)])
