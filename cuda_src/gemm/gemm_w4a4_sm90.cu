@@ -13,9 +13,9 @@
 //            group's sums cost three instructions each beside.
 // PDL        weights do not wait for the kernel before; X and its scales do, and results, which follow from them.
 // Guide      notebooks/guide/kernels_gemm.md: operands, tile, schedule, constants
-// Measured   on an H200 at M = 64, 128, 256, 512, 1024: 2.70, 3.18, 2.74, 2.39, 2.44 of gemm_w4a8's time, 0.86, 0.70,
-//            0.73, 0.74, 0.73 times as fast as cuBLAS INT8 (means over LLaMA-2's matrices, groups of 128; commit
-//            f95b39d4).
+// Measured   on an H200 at M = 64, 128, 256, 512, 1024: 1.76, 1.85, 1.95, 1.98, 1.99 of gemm_w4a8's time, 1.27, 1.18,
+//            1.01, 0.90, 0.89 times as fast as cuBLAS INT8 (means over LLaMA-2's matrices, groups of 128; commit
+//            630a63a4).
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.13 griddepcontrol; 9.7.13.15
 //            mbarrier; 9.7.13.16 elect; 9.7.14.5.16 stmatrix; 9.7.19.5 setmaxnreg
 #include "fragments_out.cuh"

@@ -12,9 +12,9 @@
 //            as long on the tensor cores, so there is nothing to balance among SMs.
 // PDL        weights do not wait for the kernel before; X and its scales do, and results, which follow from them.
 // Guide      notebooks/guide/kernels_gemm.md: operands, tile, schedule, constants
-// Measured   on an H200 at M = 64, 128, 256, 512, 1024: 3.34, 4.60, 3.90, 3.39, 3.44 of gemm_w4a8's time, 0.69, 0.48,
-//            0.51, 0.52, 0.52 times as fast as cuBLAS INT8 (means over LLaMA-2's matrices, groups of 128; commit
-//            f95b39d4).
+// Measured   on an H200 at M = 64, 128, 256, 512, 1024: 2.23, 2.50, 2.80, 2.95, 3.01 of gemm_w4a8's time, 1.00, 0.88,
+//            0.71, 0.60, 0.59 times as fast as cuBLAS INT8 (means over LLaMA-2's matrices, groups of 128; commit
+//            630a63a4).
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.13 griddepcontrol; 9.7.13.15
 //            mbarrier; 9.7.13.16 elect; 9.7.14.5.16 stmatrix; 9.7.19.5 setmaxnreg
 #include "fragments_out.cuh"

@@ -40,6 +40,7 @@ LIQUIDSERVE = {
     "Yi-34B": (6999, 256),
     "Mixtral-8x7B": (10745, 256),
 }
+FRONT = ("LLaMA-2-7B", "LLaMA-2-70B", "LLaMA-3-8B", "Mixtral-8x7B")  # models of the README
 _KINDS = {kind: start for kind, start in KINDS.items() if kind != "humming per channel"}
 OURS = "ptxlab"
 _PARTS = {"gemm": BLUE, "attention": ORANGE, "others": RED, "head": GREY}
@@ -74,7 +75,7 @@ def points(records: list[Record], measure: str) -> pd.DataFrame:
 
 
 def rates(records: list[Record], model: str, gb: int) -> dict[str, dict[int, float]]:
-    """Tokens/s of steady steps by batch, of ours and of each kind of mix: its fastest one that has room in a budget.
+    """Tokens/s of steady steps by batch, of ours and of each kind of mix: the one whose peak in a budget is highest.
 
     Batches are ours, and of a mix its own largest too; its head is that of our nearest batch.
     """
@@ -87,11 +88,14 @@ def rates(records: list[Record], model: str, gb: int) -> dict[str, dict[int, flo
     (config,) = (config for config in MODELS if config.name == model)
     beside = {row.sizes["B"]: row for row in rows if row.measure == BESIDE and row.kernel == MIX}
     for kind, start in _KINDS.items():
+        by_mix: dict[str, dict[int, float]] = {}
         for B, row in sorted(beside.items()):
-            us = [us for n, us in row.peers.items() if n.startswith(start) and room_for(config, gb, n) >= B]
             head = steps[min(steps, key=lambda known: abs(known - B))].more["head_us"]
-            if us:
-                found.setdefault(kind, {})[B] = 1e6 * B / (min(us) + head)
+            for name, us in row.peers.items():
+                if name.startswith(start) and room_for(config, gb, name) >= B:
+                    by_mix.setdefault(name, {})[B] = 1e6 * B / (us + head)
+        if by_mix:
+            found[kind] = max(by_mix.values(), key=lambda by_batch: max(by_batch.values()))
     return found
 
 
@@ -154,10 +158,34 @@ def _attended(rows: pd.DataFrame) -> str:
     return f"Our prompts are attended by PyTorch{f', those of {others} by the decode attention' if others else ''}."
 
 
+def front_table(records: list[Record]) -> str:
+    """A row for each of `FRONT` that is recorded: steady steps at both ends, and what a budget of 80 GB is good for."""
+    steps, whole, best = points(records, MEASURE), points(records, GENERATE), peaks(records)
+    if steps.empty or whole.empty:
+        return MISSING
+    budget, flat = min(BUDGETS), []
+    for model in (model for model in FRONT if model in set(steps.model)):
+        of_model = steps[steps.model == model].sort_values("B")
+        one, many = of_model.iloc[0], of_model.iloc[-1]
+        (peak,) = best[(best.model == model) & (budget == best.GB)]["over FP8"]
+        (rule,) = whole[(whole.model == model) & (budget == whole.L)].to_dict("records")
+        flat.append(
+            (model, one.rate, one.fraction, many.rate, many.fraction, peak, rule["rate"], rule["rate over FP8"])
+        )
+    ends = sorted({int(steps.B.min()), int(steps.B.max())})
+    columns = ["model", *(f"batch {B}: {what}" for B in ends for what in ("tokens/s", "of the floor"))]
+    columns += [f"peak in {budget} GB over FP8's", f"QServe's rule, {budget} GB: tokens/s", "over FP8's"]
+    formats = ("{}", "{:,.0f}", "{:.2f}", "{:,.0f}", "{:.2f}", "{:.2f}x", "{:,.0f}", "{:.2f}x")
+    table = markdown(pd.DataFrame(flat, columns=columns), dict(zip(columns, formats, strict=True)))
+    return f"{table}\n{_origin(records)}\n"
+
+
 def _origin(records: list[Record]) -> str:
-    dates = sorted({record.date[:10] for record in records})
-    said = ", ".join(dict.fromkeys(f"{record.device['name']}, commit {record.revision}" for record in records))
-    return f"Measured by `ptxlab bench decode` on {', '.join(dates)}: {said}."
+    """When, on what, and the commit of each record, which is of one model unless it is of all."""
+    dates = ", ".join(sorted({record.date[:10] for record in records}))
+    cards = ", ".join(sorted({record.device["name"] for record in records}))
+    said = ", ".join(f"{record.suite.rpartition('/')[2]} at commit {record.revision}" for record in records)
+    return f"Measured by `ptxlab bench decode` on {dates}, a model on one {cards}: {said}."
 
 
 def picture_name(model: str) -> str:

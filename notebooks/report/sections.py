@@ -256,9 +256,10 @@ def means_table(rows: pd.DataFrame, size: str, shown: dict[str, str]) -> str:
 
 
 def gemm_means_section() -> str:
-    """By tokens: over the fastest peer of each kind, and of the floor."""
+    """By tokens at which all peers were measured: over the fastest peer of each kind, and of the floor."""
     record = ladder.recorded()
     rows = gemm.points(record)
+    rows = rows[rows.M.isin(rows.M[rows["over all"].notna()])]
     shown = {kind: called for kind, (called, _) in gemm.KINDS.items()}
     shown |= {"over cublas_fp8": "cuBLAS FP8", "fraction": "fraction of the floor"}
     return means_table(rows, "M", {"M": "tokens M", **shown}) + _peers_of(record, headline.MEASURE, stored_times())
@@ -358,6 +359,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "layer": layer_section,
     "pytorch": pytorch.table,
     "decode": decode_section,
+    "decode_front": lambda: decode.front_table(decode.recorded()),
     "decode_peaks": lambda: decode.peaks_table(decode.recorded()),
     "decode_targets": lambda: targets.table(targets.whole(decode.recorded())),
     "decode_generate": lambda: decode.generate_table(decode.recorded()),

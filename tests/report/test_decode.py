@@ -35,9 +35,9 @@ def record() -> Record:
 def test_tables() -> None:
     steps, whole = decode.steps_table([record()]), decode.generate_table([record()])
     row = "| LLaMA-2-7B | 16 | 4.00 | 4,000 | 0.50 | 40% | 8% | 0% | 2% |  | 1.50x |  | 1.25x |"
-    assert row in steps and "NVIDIA H200, commit 0123456789" in steps
+    assert row in steps and "one NVIDIA H200: LLaMA-2-7B at commit 0123456789." in steps
     assert "| LLaMA-2-7B | 80 | 100 | 12,000 | 12,775 |  | 1.20x |  | 6,721 | 194 |" in whole
-    assert whole.endswith(": NVIDIA H200, commit 0123456789. Our prompts are attended by the decode attention.\n")
+    assert whole.endswith(": LLaMA-2-7B at commit 0123456789. Our prompts are attended by the decode attention.\n")
     assert decode.steps_table([]) == decode.generate_table([]) == MISSING
 
 
@@ -72,6 +72,16 @@ def test_peaks_are_of_what_fits() -> None:
     assert math.isnan(best.loc["LLaMA-2-70B", 80].FP16), "not one sequence fits"
     assert "| LLaMA-2-70B | 80 |" in decode.peaks_table(WHOLE) and "nan" not in decode.peaks_table(WHOLE)
     assert decode.peaks_table([]) == MISSING
+
+
+def test_the_readme_has_a_row_a_model() -> None:
+    rows = [line for line in decode.front_table(WHOLE).splitlines() if line.startswith("| LLaMA-2-7B |")]
+    ours = decode.rates(WHOLE, "LLaMA-2-7B", 80)[decode.OURS]
+    (peak,) = decode.peaks(WHOLE).query("model == 'LLaMA-2-7B' and GB == 80")["over FP8"]
+    rule = decode.points(WHOLE, "generate").query("model == 'LLaMA-2-7B' and L == 80").iloc[0]
+    steps = f"{ours[1]:,.0f} | 0.80 | {ours[256]:,.0f} | 0.80 | {peak:.2f}x"
+    assert rows == [f"| LLaMA-2-7B | {steps} | {rule['rate']:,.0f} | {rule['rate over FP8']:.2f}x |"]
+    assert decode.front_table([]) == MISSING
 
 
 def target(start: str, records: list[Record]) -> Target:

@@ -202,8 +202,8 @@ class Sm90Tile(NamedTuple):
     TOGETHER: int
 
 
-# Microseconds of a stage of 128 channels and, on top, of a tile: fits to a sweep over LLaMA-2's matrices on an H100,
-# M = 16 to 1,024, groups of 128. What they choose is 2% from the best tile of the sweep in the mean.
+# Microseconds of a stage of 128 channels and, on top, of a tile: fits to a sweep over matrices of LLaMA-2 on an H100
+# (`notebooks/results/h100/sweeps/w4a4_tiles.csv`). What they choose is 2% from the best of the sweep in the mean.
 TILES_SM90 = {
     Sm90Tile(16, 1, 2): (0.174, 1.92),
     Sm90Tile(16, 2, 4): (0.299, 0.44),

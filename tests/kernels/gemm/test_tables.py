@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from ptxlab import kernels, sources
+from ptxlab.bench.gemm.problem import sizes_at
+from ptxlab.bench.shapes import Layer
 
 SWEEPS = sources.results_dir() / "h200" / "sweeps"
 FILES = {"gemm_w4a8_sm90": "gemm_strips", "gemm_w4a8_small_sm90": "gemm_strips_small"}
@@ -83,3 +85,20 @@ def test_the_costs_choose_tiles_near_the_best_of_the_sweep(kernel: str, of: str,
     for M in tokens:
         assert len(by_tokens[M]) >= 9, "the chosen constants were hardly tried"
         assert math.exp(sum(by_tokens[M]) / len(by_tokens[M])) <= 1.02, M
+
+
+@pytest.mark.parametrize("kernel", ["gemm_w4a4_sm90", "gemm_w4ax_sm90"])
+def test_tiles_of_four_bit_activations_are_near_the_best_of_their_sweep(kernel: str) -> None:
+    """3% over all points, each of which has tried what is chosen."""
+    spec = kernels.specs()[kernel]
+    points: dict[Point, dict[tuple[int, ...], float]] = defaultdict(dict)
+    with (sources.results_dir() / "h100" / "sweeps" / "w4a4_tiles.csv").open() as file:
+        for line in csv.DictReader(file):
+            if line["kernel"] == kernel:
+                tile = tuple(int(line[name]) for name in ("BM", "WN", "TOGETHER"))
+                points[int(line["N"]), int(line["K"]), int(line["M"])][tile] = float(line["us"])
+    logs = []
+    for (N, K, M), times in points.items():
+        chosen = spec.config_for(sizes_at(spec, Layer("LLaMA-2", "", N, K), M))
+        logs.append(math.log(times[chosen["BM"], chosen["WN"], chosen["TOGETHER"]] / min(times.values())))
+    assert len(logs) == 24 and math.exp(sum(logs) / len(logs)) <= 1.03
