@@ -115,9 +115,11 @@ def _ncu(options: Sequence[str], command: Sequence[str]) -> subprocess.Completed
 
 
 def _other_launches(names: Sequence[str], done: subprocess.CompletedProcess[str]) -> UnavailableError:
+    """What ncu complains of first, and the last line of the command itself, which says why it failed."""
     lines = (done.stdout + done.stderr).strip().splitlines()
-    said = [line for line in lines if line.startswith("==ERROR==")][:1] or lines[-1:]
-    return UnavailableError(f"ncu: saw launches of {', '.join(names) or 'nothing'}: {' '.join(said)}")
+    said = [line for line in lines if line.startswith("==ERROR==")][:1]
+    own = [line for line in lines if not line.startswith(("==", '"'))][-1:]
+    return UnavailableError(f"ncu: saw launches of {', '.join(names) or 'nothing'}: {' '.join([*said, *own])}")
 
 
 def launched(printed: str) -> list[dict[str, str]]:

@@ -27,7 +27,11 @@ def test_counters_of_one_launch(ncu: SimpleNamespace) -> None:
     ("output", "message"),
     [
         ("==ERROR== ERR_NVGPUCTRPERM", "no permission to read the GPU's counters .*; as root"),
-        ("==ERROR== it broke\nmore", "saw launches of nothing: ==ERROR== it broke$"),
+        ("==ERROR== it broke", "saw launches of nothing: ==ERROR== it broke$"),
+        (
+            "Traceback:\nNo module named 'k'\n==ERROR== error code (1).",
+            r": ==ERROR== error code \(1\). No module named 'k'$",
+        ),
         (printed(["k", "k"], ["a.sum"]), "saw launches of k, k"),
         (printed(["k"], ["b.sum"]), "does not know the metric a.sum"),
         ("==ERROR== Failed to find metric a.sum", "does not know the metric a.sum$"),
