@@ -91,7 +91,7 @@ def variants(name: str) -> Iterator[Variant]:
         )
         return
     if name in (w4a4.SM90.name, w4ax.SM90.name):
-        tile = {"BM": 32, "WN": 1, "STAGES": 3}
+        tile = {"BM": 32, "WN": 1, "TOGETHER": 2, "STAGES": 3}
         yield Variant(name, "", tile, M=40, N=72, channels=128, sms=1)
         return
     if name == SMALL.name:  # one block, whose tiles of sums have their turns again
