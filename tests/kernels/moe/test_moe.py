@@ -323,7 +323,6 @@ SYNCHRONISED = {  # several tokens of a block, several parts of a warp
 }
 
 
-@pytest.mark.share(2)
 @pytest.mark.parametrize("case", SYNCHRONISED)
 def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the checks or by a wrong result."""
