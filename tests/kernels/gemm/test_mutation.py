@@ -214,7 +214,7 @@ def diagnosis_of(variant: Variant, sizes: dict[str, int], mode: str) -> list[emu
     return [*outcome.findings, *([] if right else ["wrong result"])]
 
 
-@pytest.mark.share(10)
+@pytest.mark.share(20)
 @both_modes
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_kernel_itself_is_clean(variant: Variant, mode: str) -> None:
@@ -243,7 +243,7 @@ def complaint(mutant: Mutant) -> str:
     return ""
 
 
-@pytest.mark.share(20)
+@pytest.mark.share(40)
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_missing_statement_is_found_early_and_late(variant: Variant, share: int) -> None:
