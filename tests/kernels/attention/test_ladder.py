@@ -61,7 +61,7 @@ def test_one_token_is_its_own_attention(spec: KernelSpec, backend: str) -> None:
     assert np.allclose(out, exact, rtol=2**-10, atol=0)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 @every_step
 @settings(max_examples=8)
 @given(

@@ -113,7 +113,7 @@ def variants(name: str) -> Iterator[Variant]:
     yield from (plain, Variant(name, "cluster", tile | {"CLUSTER": 2}, M=40, N=128, channels=256, plain=plain))
 
 
-SHARES = 4  # of a kernel's mutants, tests that run side by side
+SHARES = 8  # of a kernel's mutants, tests that run side by side
 VARIANTS = [variant for name in NAMES for variant in variants(name)]
 # (kernel, the statement and its source where it stands and one line on, why nothing can tell): regular expressions.
 SURVIVORS = (
@@ -243,7 +243,7 @@ def complaint(mutant: Mutant) -> str:
     return ""
 
 
-@pytest.mark.share(40)
+@pytest.mark.share(70)
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_missing_statement_is_found_early_and_late(variant: Variant, share: int) -> None:
