@@ -145,6 +145,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_argument_of_every_kind(name: str) -> None:
     call, arguments = CALLS[name]

@@ -31,10 +31,11 @@ def _compiled(expression: str) -> CodeType:
     return compile(expression, f"<{expression}>", "eval")
 
 
-def names_in(expression: str) -> set[str]:
+@cache
+def names_in(expression: str) -> frozenset[str]:
     """The names that an expression takes from outside, without the functions that every expression may use."""
     nodes = ast.walk(ast.parse(expression, mode="eval"))
-    return {node.id for node in nodes if isinstance(node, ast.Name)} - set(_FUNCTIONS)
+    return frozenset(node.id for node in nodes if isinstance(node, ast.Name)) - set(_FUNCTIONS)
 
 
 def solve(axis: str, length: int, sizes: dict[str, int]) -> None:

@@ -88,6 +88,7 @@ def test_only_kernels_that_wait_are_launched_programmatically(small: pytest.Monk
     assert seen == [False] * 2 * 2 + [False] * 4 + [True] * 4, "with logarithms as they are timed without"
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("batch", [RAGGED, RAGGED._replace(D=64)], ids=str)
 def test_one_bit_that_the_bound_would_let_pass_is_refused(small: pytest.MonkeyPatch, batch: Batch) -> None:
     of = attention_problem.random_problem(batch)

@@ -53,7 +53,9 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 
 @on_every_backend
-@pytest.mark.parametrize("label", ALL)
+@pytest.mark.parametrize(
+    "label", [label if label.endswith(".ptx") else pytest.param(label, marks=pytest.mark.share(3)) for label in ALL]
+)
 @given(data=st.data())
 def test_equals_its_reference_and_is_clean_within_its_rules(label: str, backend: str, data: st.DataObject) -> None:
     spec, source = ALL[label]
@@ -64,7 +66,7 @@ def test_equals_its_reference_and_is_clean_within_its_rules(label: str, backend:
         assert [str(f) for f in outcome.findings] == []
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @on_every_backend
 @pytest.mark.parametrize("label", PACKED)
 @given(data=st.data())
@@ -142,7 +144,7 @@ def test_every_q4_scale_and_zero_in_every_lane(label: str, neighbour: int, backe
     assert np.array_equal(got, wide.astype(np.uint8).view(np.int8)), "wraps by lane, disturbs nobody"
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @on_every_backend
 @pytest.mark.parametrize("label", [*LQQ, *QOQ])
 @given(groups=strategies.weight_groups())

@@ -23,6 +23,7 @@ SURVIVORS = (
 )
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_changed_opcode_and_immediate_is_noticed(name: str) -> None:
     spec, sources = kernels.find(name)

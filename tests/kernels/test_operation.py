@@ -260,7 +260,8 @@ def test_a_call_keeps_no_array_alive(calls: Calls, fake: FakeGpu) -> None:
         gone = weakref.ref(ours)
         fake._memory.clear()
         del ours
-        gc.collect()
+        if gone() is not None:  # until the cycles that it may be in are looked for, which takes a second
+            gc.collect()
         assert gone() is None, name
 
 

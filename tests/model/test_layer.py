@@ -77,7 +77,7 @@ def test_a_layer_is_its_twin(config: Config, how: dict[str, Any], when: dict[str
 GATED = (*CHAIN[:8], "quantize_activations_s8", CHAIN[9])
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("how", "when"),
     [
@@ -107,7 +107,6 @@ def test_layers_that_add_to_the_stream_follow_each_other() -> None:
     assert made.findings == [] and tuple(made.launches) == 2 * CHAIN
 
 
-@pytest.mark.share(2)
 @pytest.mark.parametrize("config", [TINY, MIXTRAL], ids=["llama", "mixtral"])
 def test_a_residual_epilogue_has_the_bits_of_the_chain_without(config: Config) -> None:
     plain, fused = (layer_problem(config, residual_epilogue=added) for added in (False, True))
@@ -139,7 +138,6 @@ def fill(part: Any, byte: int) -> None:
             fill(getattr(part, each.name), byte)
 
 
-@pytest.mark.exhaustive
 @given(problem=problems(), mode=st.sampled_from(emulator.MODES), poison=st.sampled_from((0xA5, 0x5A, 0xFF)))
 @settings(max_examples=4)
 def test_any_layer_is_its_twin(problem: LayerProblem, mode: str, poison: int) -> None:
@@ -357,7 +355,6 @@ def on_the_device(problem: LayerProblem) -> LayerProblem:
     )
 
 
-@pytest.mark.share(2)
 @pytest.mark.parametrize(("config", "names"), [(TINY, CHAIN), (MIXTRAL, OF_EXPERTS)], ids=["llama", "mixtral"])
 def test_in_a_capture_nothing_is_allocated(
     config: Config, names: tuple[str, ...], fake: FakeGpu, monkeypatch: pytest.MonkeyPatch

@@ -81,6 +81,7 @@ def test_keys_are_rotated_as_the_kernel_rotates_queries(dtype: Any) -> None:
     assert found.dtype == dtype and torch.equal(found, right)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
 def test_every_row_is_exact_attention_of_what_the_launch_has(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -118,6 +119,7 @@ def test_every_row_is_exact_attention_of_what_the_launch_has(
         assert not attention[14:].any(), "padding"
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
 def test_a_whole_model_is_its_twin_in_numpy(changes: dict[str, Any]) -> None:
     """Prompts in chunks that cut two of them, and a step behind them. Against the cache's attention the logits differ

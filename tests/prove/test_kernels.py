@@ -59,6 +59,7 @@ def one(name: str, claim: str, source: int = 0) -> Decision:
     return decide(Claim(name, claim, found.text, lambda: query(spec, sources[source], found), found.expect))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("name", "claim"),
     [

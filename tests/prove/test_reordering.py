@@ -31,7 +31,7 @@ def queries(what: str, code: int, text: str) -> Iterator[Query]:
     yield from getattr(reordering, what)([row])
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(
     ("what", "code", "old", "new"),
     [

@@ -87,7 +87,7 @@ def test_table_of_main_loops() -> None:
     assert all(f"| `{ladder.short(name)}` | 16 |" in table for name in NAMES)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 @pytest.mark.parametrize("names", [NAMES, NAMES[:1], NAMES[2:4]], ids=("all", "one", "two"))
 def test_figures(names: list[str], tmp_path: Path) -> None:
     rows = ladder.points(record(names))

@@ -64,6 +64,7 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_changed_header_is_noticed(form: str, tmp_path: Path, compiles: list[str]) -> None:
     source = written(tmp_path / "k.cu", FORMS[form] + BODY)

@@ -27,6 +27,7 @@ def test_who_spins_and_who_waits_for_them() -> None:
     assert not more
 
 
+@pytest.mark.share(2)
 @both_modes
 @pytest.mark.parametrize(
     "loop",

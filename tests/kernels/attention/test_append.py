@@ -254,7 +254,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(12)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_kernel_is_noticed(change: str) -> None:
     (source,) = kernels.find(APPEND.name)[1]

@@ -34,7 +34,7 @@ def allowed_of(of: faults.Problem) -> dict[str, Allowed]:
     return SM90.allowed({"q": of.q, "cache": of.cache, "softmax_scale": SCALE, "window": 0, "blocks": 1})
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @every_data
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_fault_is_refused_by_results_and_by_logarithms_alone(data: kvdata.Data, length: int) -> None:
@@ -64,6 +64,7 @@ def rounded(q: np.ndarray, cache: KVCache, warps: int) -> dict[str, np.ndarray]:
     return dict(zip(("out", "lse"), bit_exact.attention(q, cache, **how), strict=True))
 
 
+@pytest.mark.share(2)
 @every_data
 @pytest.mark.parametrize(("length", "warps"), [(300, 2), (1000, 2), (4096, 4)])
 def test_what_only_rounds_is_accepted(data: kvdata.Data, length: int, warps: int) -> None:
@@ -230,7 +231,7 @@ def test_an_h200_cuts_off_as_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
 CHANGES = (problems.nothing, problems.queries_below_fp16, problems.large_and_small_values)
 
 
-@pytest.mark.share(12)
+@pytest.mark.share(18)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @of_each(*AMPERE, *HOPPER)
 def test_tensor_cores_stay_within_the_bound(

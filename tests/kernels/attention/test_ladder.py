@@ -31,7 +31,7 @@ def scheme_of(spec: KernelSpec) -> str:
     return spec.name.split("_")[1]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @every_step
 @on_every_backend
 @pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)
@@ -61,7 +61,7 @@ def test_one_token_is_its_own_attention(spec: KernelSpec, backend: str) -> None:
     assert np.allclose(out, exact, rtol=2**-10, atol=0)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 @every_step
 @settings(max_examples=8)
 @given(
@@ -175,7 +175,7 @@ def test_nibbles_without_their_zero_point_are_exact() -> None:
     assert np.array_equal(halves, expected[..., [0, 2, 1, 3, 4, 6, 5, 7]])
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @every_step
 def test_every_missing_wait_is_noticed(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     q, cache = problems.problem(0, (150, 70), Hq=1, Hkv=1, scheme=scheme_of(spec))

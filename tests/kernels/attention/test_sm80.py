@@ -67,7 +67,7 @@ def hold(variant: Variant, logical: Arrays, out: np.ndarray, lse: np.ndarray) ->
     assert within({"out": out, "lse": lse}, MMA.expected(logical, config), MMA.allowed(logical, config)) is None
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(9)
 @of_each(*AMPERE)
 @on_every_backend
 @pytest.mark.parametrize(("blocks", "fused"), [(2, 1), (7, 0), (40, 1)])
@@ -105,7 +105,7 @@ def test_near_float64_on_the_gpu(variant: Variant, seed: int, blocks: int, fused
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True)), "two runs, the same bits"
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(12)
 @of_each(*AMPERE)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_nothing_is_spilled_and_every_gpu_has_room(variant: Variant, arch: str) -> None:

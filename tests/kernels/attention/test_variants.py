@@ -12,7 +12,7 @@ from tests.support.attention_variants import AMPERE, HOPPER, Variant, drawn, of_
 from tests.support.axes import on_every_backend
 
 
-@pytest.mark.share(12)
+@pytest.mark.share(24)
 @on_every_backend
 @of_each(*AMPERE[:3], *HOPPER[:3])
 @pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)

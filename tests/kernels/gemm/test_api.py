@@ -413,7 +413,7 @@ def taken(weight: Any, order: str, M: int, **options: Any) -> str:
     return ladder.choose(weight, order, M, **{"kernel": None, "backend": "emulator", **options}).spec.name
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("scheme", STRIPS)
 @pytest.mark.parametrize(
     ("order", "tokens"),
@@ -429,7 +429,7 @@ def test_strips_of_any_number_of_tokens(scheme: str, order: str, tokens: int) ->
     assert y.shape == (tokens, N) and np.array_equal(y, wanted)
 
 
-@pytest.mark.share(5)
+@pytest.mark.share(10)
 @pytest.mark.parametrize("scheme", STRIPS)
 @pytest.mark.parametrize("tokens", [5, 40])
 @pytest.mark.parametrize("dtype", DTYPES)

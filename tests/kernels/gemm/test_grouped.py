@@ -85,7 +85,7 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
         assert np.array_equal(output(logical, "gpu", {}), GROUPED.reference(**logical)), groups
 
 
-@pytest.mark.share(5)
+@pytest.mark.share(10)
 @on_every_backend
 @pytest.mark.parametrize("tile", OUTPUT_TILES, ids=lambda tile: f"{tile['BM']} tokens")
 @checks.every_output

@@ -48,7 +48,7 @@ def test_accumulators_are_exact_on_the_gpu(name: str, data: st.DataObject) -> No
     checks.exact_twice(lambda: accumulators(spec, logical, "gpu"), spec.reference(**logical))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @on_every_backend
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize(("N", "M"), [*((72, M) for M in (1, 9, 17, 33, 65, 130)), (12296, 1), (12296, 65)])

@@ -91,7 +91,7 @@ def variants(name: str) -> Iterator[Variant]:
         )
         return
     if name in (w4a4.SM90.name, w4ax.SM90.name):
-        tile = {"BM": 32, "WN": 1, "STAGES": 3}
+        tile = {"BM": 32, "WN": 1, "TOGETHER": 2, "STAGES": 3}
         yield Variant(name, "", tile, M=40, N=72, channels=128, sms=1)
         return
     if name == SMALL.name:  # one block, whose tiles of sums have their turns again
@@ -113,7 +113,7 @@ def variants(name: str) -> Iterator[Variant]:
     yield from (plain, Variant(name, "cluster", tile | {"CLUSTER": 2}, M=40, N=128, channels=256, plain=plain))
 
 
-SHARES = 4  # of a kernel's mutants, tests that run side by side
+SHARES = 8  # of a kernel's mutants, tests that run side by side
 VARIANTS = [variant for name in NAMES for variant in variants(name)]
 # (kernel, the statement and its source where it stands and one line on, why nothing can tell): regular expressions.
 SURVIVORS = (
@@ -214,7 +214,7 @@ def diagnosis_of(variant: Variant, sizes: dict[str, int], mode: str) -> list[emu
     return [*outcome.findings, *([] if right else ["wrong result"])]
 
 
-@pytest.mark.share(10)
+@pytest.mark.share(20)
 @both_modes
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_kernel_itself_is_clean(variant: Variant, mode: str) -> None:
@@ -243,7 +243,7 @@ def complaint(mutant: Mutant) -> str:
     return ""
 
 
-@pytest.mark.share(20)
+@pytest.mark.share(70)
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_missing_statement_is_found_early_and_late(variant: Variant, share: int) -> None:

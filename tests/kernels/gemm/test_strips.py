@@ -230,7 +230,7 @@ SCALED = [
 ]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @on_every_backend
 @pytest.mark.parametrize(
     ("spec", "config"),

@@ -80,7 +80,7 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
     assert np.array_equal(output(logical, "gpu", {}), W8A8.reference(**logical))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(12)
 @on_every_backend
 @pytest.mark.parametrize("tile", OUTPUT_TILES, ids="BM{BM}-WN{WN}-SPLIT{SPLIT}".format_map)
 @checks.every_output

@@ -308,13 +308,18 @@ def test_an_older_gpu_is_said(fake: FakeGpu) -> None:
 # --- what synchronises -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [CHOOSE, GATHER, COMBINE], ids=lambda spec: spec.name)
-def test_every_bit(spec: Any) -> None:
+EXAMPLES = [(spec, sizes) for spec in (CHOOSE, GATHER, COMBINE) for sizes in spec.example_sizes]
+
+
+@pytest.mark.share(3)
+@pytest.mark.parametrize(
+    ("spec", "sizes"), EXAMPLES, ids=lambda of: getattr(of, "name", None) or "-".join(map(str, of.values()))
+)
+def test_every_bit(spec: Any, sizes: dict[str, int]) -> None:
     """At all of the spec's sizes, on poisoned memory, with all checks."""
     (source,) = kernels.find(spec.name)[1]
-    for sizes in spec.example_sizes:
-        found = verify(Job(spec, source, "emulator", sizes))
-        assert found.passed, found.detail
+    found = verify(Job(spec, source, "emulator", sizes))
+    assert found.passed, found.detail
 
 
 SYNCHRONISED = {  # several tokens of a block, several parts of a warp
@@ -323,7 +328,6 @@ SYNCHRONISED = {  # several tokens of a block, several parts of a warp
 }
 
 
-@pytest.mark.share(2)
 @pytest.mark.parametrize("case", SYNCHRONISED)
 def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the checks or by a wrong result."""

@@ -338,6 +338,7 @@ def test_every_bit_of_blocks_on_the_gpu(problem: dict[str, Any]) -> None:
     check_blocks("gpu", **problem)
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @pytest.mark.parametrize(
     ("blocks", "int8", "order"), [(1, 0, "pairs"), (1, 1, "joined"), (9, 4, "pairs"), (86, 17, "joined")]
