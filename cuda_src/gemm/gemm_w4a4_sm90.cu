@@ -1,7 +1,8 @@
 // gemm_w4a4_sm90: Y = X W^T with Atom's numbers on Hopper, whose tensor cores know no INT4.
 //
-// The pipeline of gemm_w8a8_sm90 with packed weights: one warp group loads, the others multiply and scale, each for itself,
-// so that one multiplies while another scales; persistent blocks.
+// The pipeline of gemm_w8a8_sm90 with packed weights: one warp group loads, the others multiply and scale, each for
+// itself. With several, one multiplies while another scales; with one, TOGETHER groups of channels hide the latency.
+// Persistent blocks.
 //
 // Contract   y = sum over the K / g groups, then the outliers, of sum_i[m, n] * (x_scale[m, i] * w_scale[n, i]) + bias, one
 //            fma after the other in f32 from 0 on, then rounded to the output (OUT 0 f16, 1 bf16, 2 f32); the sums are
@@ -47,6 +48,7 @@ constexpr int SPREADS = ptxlab::SPREAD_BYTES<BM>, WEIGHTS = SPREAD + 2 * SPREADS
 constexpr int STAGE_BYTES = (WEIGHTS + STRIPS * BLOCK8 + 1023) / 1024 * 1024;
 constexpr bool UNEVEN = WN > 1;  // registers of a thread that multiplies and of one that loads
 constexpr int MORE = ptxlab::MULTIPLYING[WN], FEWER = ptxlab::LOADING[WN];
+static_assert(WN <= 4, "MULTIPLYING and LOADING have no more");
 static_assert(BM <= 128, "sums and totals have a register each");
 static_assert(GROUP == 64 || GROUP == 128, "a stage has one group or two");
 static_assert(STAGES * GROUPS >= TOGETHER, "groups under wgmma keep their slots");
@@ -158,6 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
         const auto fetch4 = [&](u32(&a)[MMAS][4], u32& rows, int i) {
             const int part = i % GROUPS;
             PHASE(WAIT_COPY);
+            // Who spread the scales has waited for the copies, so what these wrote is ordered before, too.
             if (part == 0) ptxlab::mbarrier_wait(&spread[ahead.index], ahead.parity);
             const u32 from = words + ahead.index * STAGE_BYTES + part * 512;
             rows = ptxlab::load_shared_4(row_scales + ahead.index * STAGE_BYTES + part * 32);

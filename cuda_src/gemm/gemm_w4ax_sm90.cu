@@ -45,6 +45,7 @@ constexpr int WEIGHTS = SPREAD + ptxlab::SPREAD_BYTES<BM>;
 constexpr int STAGE_BYTES = (WEIGHTS + STRIPS * BLOCK + 1023) / 1024 * 1024;
 constexpr bool UNEVEN = WN > 1;  // registers of a thread that multiplies and of one that loads
 constexpr int MORE = ptxlab::MULTIPLYING[WN], FEWER = ptxlab::LOADING[WN];
+static_assert(WN <= 4, "MULTIPLYING and LOADING have no more");
 static_assert(BM <= 128, "sums and totals have a register each");
 static_assert(STAGES >= TOGETHER, "blocks under wgmma keep their slots");
 
@@ -174,6 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
         float total[BM / 2] = {};
         const auto fetch = [&](u32(&a)[BK / 32][4], u32& rows, int) {
             PHASE(WAIT_COPY);
+            // Who unpacked has waited for the copies, so what these wrote is ordered before, too.
             ptxlab::mbarrier_wait(&unpacked[ahead.index], ahead.parity);
             rows = ptxlab::load_shared_4(row_scales + ahead.index * STAGE_BYTES);
             PHASE(DEQUANTISE);

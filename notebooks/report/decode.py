@@ -164,16 +164,17 @@ def front_table(records: list[Record]) -> str:
     if steps.empty or whole.empty:
         return MISSING
     budget, flat = min(BUDGETS), []
-    for model in (model for model in FRONT if model in set(steps.model)):
-        of_model = steps[steps.model == model].sort_values("B")
-        one, many = of_model.iloc[0], of_model.iloc[-1]
-        (peak,) = best[(best.model == model) & (budget == best.GB)]["over FP8"]
-        (rule,) = whole[(whole.model == model) & (budget == whole.L)].to_dict("records")
-        flat.append(
-            (model, one.rate, one.fraction, many.rate, many.fraction, peak, rule["rate"], rule["rate over FP8"])
-        )
-    ends = sorted({int(steps.B.min()), int(steps.B.max())})
-    columns = ["model", *(f"batch {B}: {what}" for B in ends for what in ("tokens/s", "of the floor"))]
+    first, last = int(steps.B.min()), int(steps.B.max())
+    for model in FRONT:
+        at = steps[steps.model == model].set_index("B")
+        rule = whole[(whole.model == model) & (budget == whole.L)]
+        if {first, last} <= set(at.index) and len(rule):
+            peak = best[(best.model == model) & (budget == best.GB)]["over FP8"].iloc[0]
+            ends = (at.loc[B, name] for B in (first, last) for name in ("rate", "fraction"))
+            flat.append((model, *ends, peak, *rule[["rate", "rate over FP8"]].iloc[0]))
+    if not flat:
+        return MISSING
+    columns = ["model", *(f"batch {B}: {what}" for B in (first, last) for what in ("tokens/s", "of the floor"))]
     columns += [f"peak in {budget} GB over FP8's", f"QServe's rule, {budget} GB: tokens/s", "over FP8's"]
     formats = ("{}", "{:,.0f}", "{:.2f}", "{:,.0f}", "{:.2f}", "{:.2f}x", "{:,.0f}", "{:.2f}x")
     table = markdown(pd.DataFrame(flat, columns=columns), dict(zip(columns, formats, strict=True)))
@@ -185,7 +186,7 @@ def _origin(records: list[Record]) -> str:
     dates = ", ".join(sorted({record.date[:10] for record in records}))
     cards = ", ".join(sorted({record.device["name"] for record in records}))
     said = ", ".join(f"{record.suite.rpartition('/')[2]} at commit {record.revision}" for record in records)
-    return f"Measured by `ptxlab bench decode` on {dates}, a model on one {cards}: {said}."
+    return f"Measured by `ptxlab bench decode` on {dates}, each model alone on one GPU ({cards}): {said}."
 
 
 def picture_name(model: str) -> str:

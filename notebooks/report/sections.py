@@ -15,8 +15,7 @@ from ptxlab.bench import counts
 from ptxlab.bench.attention import MEASURE
 from ptxlab.bench.gemm import headline
 from ptxlab.bench.models import MEASURE as MODEL_STEPS
-from ptxlab.bench.record import Record
-from ptxlab.bench.stored import Stored, stored_attention, stored_times
+from ptxlab.bench.stored import stored_attention, stored_times
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
 from ptxlab.kernels import holders
@@ -262,7 +261,8 @@ def gemm_means_section() -> str:
     rows = rows[rows.M.isin(rows.M[rows["over all"].notna()])]
     shown = {kind: called for kind, (called, _) in gemm.KINDS.items()}
     shown |= {"over cublas_fp8": "cuBLAS FP8", "fraction": "fraction of the floor"}
-    return means_table(rows, "M", {"M": "tokens M", **shown}) + _peers_of(record, headline.MEASURE, stored_times())
+    said = origin_of_peers(record, headline.MEASURE, stored_times()) if record else ""
+    return means_table(rows, "M", {"M": "tokens M", **shown}) + (said and f"\n{said}\n")
 
 
 def attention_means_section() -> str:
@@ -271,12 +271,9 @@ def attention_means_section() -> str:
     rows = attention.batched_and_single(attention.points(record))
     shown = {f"over {bits}": f"caches of {bits} bits" for bits in attention.BITS}
     shown |= {"over all": "all eleven", "fraction": "fraction of the floor"}
-    return means_table(rows, "B", {"B": "batch", **shown}) + _peers_of(record, MEASURE, stored_attention())
-
-
-def _peers_of(record: Record | None, measure: str, stored: Stored) -> str:
-    said = origin_of_peers(record, measure, stored) if record else ""
-    return said and f"\nEmpty where not all peers of a column were measured. {said}\n"
+    said = origin_of_peers(record, MEASURE, stored_attention()) if record else ""
+    empty = "Empty where not all peers of a column were measured."
+    return means_table(rows, "B", {"B": "batch", **shown}) + (said and f"\n{empty} {said}\n")
 
 
 def kv4_section() -> str:

@@ -29,15 +29,14 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder, side_by_side
 from ptxlab.bench.layer.decoder import Alone, copy_of
 from ptxlab.bench.layer.shapes import BATCHES, Work, rows_of
-from ptxlab.bench.peers import importable
 from ptxlab.bench.peers_layer import MIXES, Job
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import GROUP, HEAD_DIM, PAGE
 from ptxlab.bench.timing import GEMM_REPLAYS, Clock, Measured, measure
-from ptxlab.errors import ArgumentError, BenchmarkError
+from ptxlab.errors import ArgumentError, BenchmarkError, UnavailableError
 from ptxlab.layout import page_bytes
 from ptxlab.model import Config, KernelRunner, LayerWeights, QuantizedModel, largest_batch
-from ptxlab.model.kernel_runner import LMHead
+from ptxlab.model.kernel_runner import LMHead, require_torch
 from ptxlab.model.memory import RESERVE
 from ptxlab.model.runner import HEAD_ROWS
 from ptxlab.quant import Level1Weight
@@ -180,7 +179,7 @@ def model_rows(
     if all(steps.values()) and all(rule.values()):
         return
     with gpu.elsewhere(_PAD):
-        how: dict[str, Any] = {"chunk": CHUNK, "prompt_attention": "torch" if importable() else "cache"}
+        how: dict[str, Any] = {"chunk": CHUNK, "prompt_attention": _prompt_attention()}
         runner = KernelRunner(random_model(config), max(plan.batches), PROMPT + MADE, **how)
         for B in (B for B, row in steps.items() if row is None):
             progress(f"{config.name}, batch {B}")
@@ -402,6 +401,15 @@ def without_rows(
             times = gpu.call_times(Steady(runner, B).step, repeats=_STEPS_WITHOUT, warm_up=_WARM)
             yield beside_row(config, WITHOUT, B, float(np.mean(times)))
         del model, runner
+
+
+def _prompt_attention() -> str:
+    """What attends prompts: PyTorch where it can, else the kernel."""
+    try:
+        require_torch(on_gpu=True)
+    except UnavailableError:
+        return "cache"
+    return "torch"
 
 
 class Generated(NamedTuple):

@@ -115,10 +115,10 @@ def _ncu(options: Sequence[str], command: Sequence[str]) -> subprocess.Completed
 
 
 def _other_launches(names: Sequence[str], done: subprocess.CompletedProcess[str]) -> UnavailableError:
-    """What ncu complains of first, and the last line of the command itself, which says why it failed."""
+    """Launches were not those that were asked for: ncu's first error, then the last line that the command printed."""
     lines = (done.stdout + done.stderr).strip().splitlines()
     said = [line for line in lines if line.startswith("==ERROR==")][:1]
-    own = [line for line in lines if not line.startswith(("==", '"'))][-1:]
+    own = [line for line in lines if line.strip() and not line.startswith(("==", '"'))][-1:]
     return UnavailableError(f"ncu: saw launches of {', '.join(names) or 'nothing'}: {' '.join([*said, *own])}")
 
 

@@ -18,7 +18,7 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder
 from ptxlab.bench.peers_layer import MixTime
 from ptxlab.bench.record import Row
-from ptxlab.errors import ArgumentError, BenchmarkError
+from ptxlab.errors import ArgumentError, BenchmarkError, UnavailableError
 from ptxlab.layout import page_bytes
 from ptxlab.model import Config, KernelRunner, LayerWeights
 from ptxlab.model.memory import layer_bytes
@@ -103,6 +103,16 @@ def test_pytorch_attends_the_prompts_of_qserves_rule(here: pytest.MonkeyPatch) -
     prompts = [[(0, 2, 4)], [(0, 1, 4)]]
     assert begun == [*prompts, "start", *prompts]
     assert models.generate_row(TINY, 3, 80, run, {}).more[models.BY_TORCH] == 1.0
+
+
+@pytest.mark.parametrize(("why_not", "found"), [("", "torch"), ("torch: 2.5 or newer is needed", "cache")])
+def test_the_kernel_attends_prompts_where_pytorch_cannot(why_not: str, found: str, here: pytest.MonkeyPatch) -> None:
+    def require(*, on_gpu: bool) -> None:
+        if why_not and on_gpu:
+            raise UnavailableError(why_not)
+
+    here.setattr(models, "require_torch", require)
+    assert models._prompt_attention() == found
 
 
 def test_steady_sequences_begin_anew_and_a_wrong_graph_is_found(here: pytest.MonkeyPatch) -> None:

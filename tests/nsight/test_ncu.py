@@ -29,7 +29,7 @@ def test_counters_of_one_launch(ncu: SimpleNamespace) -> None:
         ("==ERROR== ERR_NVGPUCTRPERM", "no permission to read the GPU's counters .*; as root"),
         ("==ERROR== it broke", "saw launches of nothing: ==ERROR== it broke$"),
         (
-            "Traceback:\nNo module named 'k'\n==ERROR== error code (1).",
+            "Traceback:\nNo module named 'k'\n\n==ERROR== error code (1).",
             r": ==ERROR== error code \(1\). No module named 'k'$",
         ),
         (printed(["k", "k"], ["a.sum"]), "saw launches of k, k"),

@@ -21,6 +21,7 @@ from ptxlab.kernels.gemm.w4a4 import (
     TILES_SM90,
     WIDEST,
     Sm90Tile,
+    choose_sm90,
     gemm_atom,
 )
 from ptxlab.quant import AtomRows
@@ -33,7 +34,7 @@ from tests.support.axes import on_every_backend
 SM80, WITH_OUTLIERS = (S4, OUTLIER, ATOM), (OUTLIER, ATOM, SM90)
 # Tiles that the emulator runs in a moment: every one that is chosen for few tokens, and one of two warps of tokens.
 SMALL_TILES = (*(TILES[tokens]._asdict() for tokens in (16, 32)), {"BN": 32, "BM": 32, "WM": 2, "STAGES": 3})
-SM90_TILES = (
+TINY_TILES = (
     {"BM": 8, "WN": 1, "TOGETHER": 2, "STAGES": 3},
     {"BM": 32, "WN": 2, "TOGETHER": 1, "STAGES": 2},
     {"BM": 16, "WN": 4, "TOGETHER": 4, "STAGES": 4},
@@ -87,7 +88,7 @@ def problems(draw: st.DrawFn, spec: KernelSpec, tokens: int, rows_of_w: int, gro
 def test_any_problem_is_exact_in_the_emulator(spec: KernelSpec, data: st.DataObject, mode: str, sms: int) -> None:
     """On few SMs a block for Hopper has many tiles, and the ring goes on from one to the next."""
     logical = data.draw(problems(spec, tokens=40, rows_of_w=72, groups=3))
-    tile = data.draw(st.sampled_from(SM90_TILES if spec is SM90 else SMALL_TILES))
+    tile = data.draw(st.sampled_from(TINY_TILES if spec is SM90 else SMALL_TILES))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strips_tiles, "SMS", sms)
         y = output(spec, logical, "emulator", tile, mode=mode)
@@ -113,7 +114,6 @@ def test_every_chosen_tile_is_exact(spec: KernelSpec, M: int, backend: str) -> N
     assert np.array_equal(output(spec, logical, backend), spec.reference(**logical))
 
 
-@pytest.mark.share(2)
 @on_every_backend
 @pytest.mark.parametrize("tile", TILES_SM90, ids=lambda tile: "-".join(map(str, tile)))
 def test_every_tile_for_hopper_is_exact(tile: Sm90Tile, backend: str) -> None:
@@ -125,9 +125,14 @@ def test_every_tile_for_hopper_is_exact(tile: Sm90Tile, backend: str) -> None:
 
 
 def test_the_tile_is_that_of_the_shortest_rounds() -> None:
-    """Few tokens: as many blocks as SMs. Many: the tile that takes the least per token."""
-    few, many = ({"M": M, "N": 4096, "K": 4096, "outliers": 0, "g": 128} for M in (16, 1024))
-    assert [SM90.config_for(sizes)["BM"] for sizes in (few, many)] == [16, 128]
+    """One with twice the rows, which takes half as much more, as soon as the other needs a second round of all SMs."""
+    low, high = Sm90Tile(64, 1, 1), Sm90Tile(64, 2, 1)
+    costs = {low: (1.0, 0.0), high: (1.5, 0.0)}
+    for rows, best in ((64 * 132, low), (64 * 132 + 8, high)):
+        assert choose_sm90({"M": 64, "N": rows, "K": 1280}, costs)["WN"] == best.WN
+    once = {low: (1.0, 9.0), high: (1.5, 0.0)}  # what a tile takes besides its stages
+    assert choose_sm90({"M": 64, "N": 64, "K": 1280}, once)["WN"] == high.WN
+    assert choose_sm90({"M": 64, "N": 64, "K": 12_800}, once)["WN"] == low.WN
 
 
 def test_the_reference_is_what_it_says() -> None:
@@ -238,11 +243,11 @@ def test_no_tile_spills(spec: KernelSpec) -> None:
 
 
 @pytest.mark.share(4)
-@pytest.mark.parametrize("M", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("tile", TILES_SM90, ids=lambda tile: "-".join(map(str, tile)))
 @pytest.mark.parametrize("g", [64, 128])
-def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(M: int, g: int) -> None:
-    sizes = {"M": M, "N": 4096, "K": 3968, "outliers": 128, "g": g}
-    config = {**SM90.config_for(sizes), "OUT": 0}
+def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(tile: Sm90Tile, g: int) -> None:
+    sizes = {"M": 128, "N": 4096, "K": 3968, "outliers": 128, "g": g}
+    config = {**choose_sm90(sizes, {tile: TILES_SM90[tile]}, GROUP=g), "OUT": 0}
     assert checks.built_as_meant(SM90, config, sizes).warnings == ()
     assert config["STAGES"] >= 6 and SM90.launch({**sizes, **config}).shared_bytes <= strips_tiles.ROOM
 
@@ -251,7 +256,7 @@ def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(M: int, g: int) ->
 def test_hopper_has_the_bits_of_int4_tensor_cores(backend: str) -> None:
     """On an H200 as well, where those are software; and more tokens than one band of tiles."""
     logical = ATOM.example(np.random.default_rng(0), M=136, N=72, K=64, outliers=64, g=64)
-    assert np.array_equal(output(SM90, logical, backend, SM90_TILES[0]), output(ATOM, logical, backend))
+    assert np.array_equal(output(SM90, logical, backend, TINY_TILES[0]), output(ATOM, logical, backend))
 
 
 @pytest.mark.parametrize(

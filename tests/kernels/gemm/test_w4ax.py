@@ -10,8 +10,8 @@ from hypothesis.extra import numpy as hnp
 
 from ptxlab import emulator, kernels, layout, toolchain
 from ptxlab.kernels.gemm import strips_tiles
-from ptxlab.kernels.gemm.w4a4 import TILES, Sm90Tile
-from ptxlab.kernels.gemm.w4ax import COMET, NAIVE, REMAP, SM90, SPECS, TILES_SM90, gemm_blocks
+from ptxlab.kernels.gemm.w4a4 import TILES, Sm90Tile, choose_sm90
+from ptxlab.kernels.gemm.w4ax import COMET, NAIVE, REMAP, SM90, SPECS, TILES_SM90, gemm_blocks, stage_bytes_sm90
 from ptxlab.layout import atom
 from ptxlab.layout.fragments import mma_a
 from ptxlab.quant import BlockRows
@@ -28,7 +28,7 @@ SCALES = st.sampled_from((2.0**-24, 2.0**-14, 1.0, 60000.0)) | st.floats(2.0**-1
 SM80 = (NAIVE, REMAP, COMET)
 every = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 CHOSEN = [(NAIVE, 33), (NAIVE, 130), (REMAP, 33), (COMET, 130), (SM90, 33), (SM90, 130)]
-SM90_TILES = (
+TINY_TILES = (
     {"BM": 8, "WN": 1, "TOGETHER": 2, "STAGES": 3},
     {"BM": 32, "WN": 2, "TOGETHER": 1, "STAGES": 2},
     {"BM": 16, "WN": 4, "TOGETHER": 4, "STAGES": 4},
@@ -36,7 +36,7 @@ SM90_TILES = (
 TILES_OF = {
     **dict.fromkeys((REMAP.name, COMET.name), ({"BN": 64, "BM": 32, "WM": 1, "STAGES": 3},)),
     NAIVE.name: tuple(tile._asdict() | {"STAGES": 3} for tile in TILES.values()),
-    SM90.name: SM90_TILES,
+    SM90.name: TINY_TILES,
 }
 
 
@@ -104,7 +104,6 @@ def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
         assert np.array_equal(y.view(f"u{y.itemsize}"), right.astype(dtype).view(f"u{y.itemsize}"))
 
 
-@pytest.mark.share(2)
 @on_every_backend
 @pytest.mark.parametrize("tile", TILES_SM90, ids=lambda tile: "-".join(map(str, tile)))
 def test_every_tile_for_hopper_is_exact(tile: Sm90Tile, backend: str) -> None:
@@ -176,11 +175,11 @@ def test_no_tile_spills(spec: KernelSpec) -> None:
         assert spec.launch(sizes).shared_bytes <= 99 * 1024, "what every architecture from sm_80 on has"
 
 
-@pytest.mark.share(5)
-@pytest.mark.parametrize("M", [8, 16, 32, 64, 128])
-def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(M: int) -> None:
-    sizes = {"M": M, "N": 4096, "K4": 3328, "K8": 768}
-    config = {**SM90.config_for(sizes), "OUT": 0}
+@pytest.mark.share(4)
+@pytest.mark.parametrize("tile", TILES_SM90, ids=lambda tile: "-".join(map(str, tile)))
+def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(tile: Sm90Tile) -> None:
+    sizes = {"M": 128, "N": 4096, "K4": 3328, "K8": 768}
+    config = {**choose_sm90(sizes, {tile: TILES_SM90[tile]}, stage_bytes_sm90), "OUT": 0}
     checks.built_as_meant(SM90, config, sizes)
     assert config["STAGES"] >= 6 and SM90.launch({**sizes, **config}).shared_bytes <= strips_tiles.ROOM
 
@@ -189,7 +188,7 @@ def test_pairs_are_unpacked_without_bank_conflicts() -> None:
     sizes = {"M": 16, "N": 16, "K4": 128, "K8": 0}
     inputs = SM90.pack(SM90.example(np.random.default_rng(0), **sizes))
     source = kernels.find(SM90.name)[1][0]
-    how: dict[str, Any] = {"config": SM90_TILES[1] | {"OUT": 2}, "backend": "emulator", "count_banks": True}
+    how: dict[str, Any] = {"config": TINY_TILES[1] | {"OUT": 2}, "backend": "emulator", "count_banks": True}
     seen = [each for each in run_spec(SM90, source, inputs, sizes=sizes, **how).shared if "v4" in each.text]
     assert {each.store for each in seen} == {False, True} and not any(each.conflicts for each in seen)
 
