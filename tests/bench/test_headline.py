@@ -56,6 +56,7 @@ def rows_of_small(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     return list(headline.layer_rows(SMALL, names(), {1: FP8, 17: FP8}, stream_us, quiet))
 
 
+@pytest.mark.exhaustive
 def test_every_group_and_order_at_every_number_of_tokens(emulated_gpu: pytest.MonkeyPatch) -> None:
     rows = rows_of_small(emulated_gpu)
     found = [(row.sizes.get("g", PER_CHANNEL), row.sizes["M"], row.activations) for row in rows]

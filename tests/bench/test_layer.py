@@ -209,6 +209,7 @@ def test_what_is_compiled_is_what_is_measured(here: pytest.MonkeyPatch) -> None:
         assert {*made.launches} == launched
 
 
+@pytest.mark.exhaustive
 def test_a_layer_with_heads_of_64_is_measured_without_mixes(here: pytest.MonkeyPatch) -> None:
     narrow = replace(TINY, heads=2, head_dim=64, name="narrow")
     here.setattr(layer, "NARROW", narrow)

@@ -271,7 +271,7 @@ def test_headers_of_the_standard_library() -> None:
     """
     source = Source.from_text(every + body, "k.cu")
     ptx = toolchain.compile_cuda(source, "sm_90", output="ptx").data
-    assert b"sqrt" in ptx and toolchain.cuda_digest(source, "sm_90") == toolchain.cuda_digest(source, "sm_90")
+    assert b"sqrt" in ptx
     for name in ("cstdint", "assert.h", "cuda.h"):
         kernel = f'#include <{name}>\nextern "C" __global__ void k() {{}}\n'
         toolchain.compile_cuda(Source.from_text(kernel, "k.cu"), "sm_90", output="ptx")

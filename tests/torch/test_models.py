@@ -134,6 +134,7 @@ def test_a_mask_of_new_tokens_has_strides_of_its_own() -> None:
     assert wide is not None and wider is not None and wide.stride() == wider.stride() == (1, 1)
 
 
+@pytest.mark.exhaustive
 def test_inductor_takes_attention_on_the_cpu() -> None:
     """An argument that may be written must be there: PyTorch 2.13 fails to lower one result of a call without it."""
     from ptxlab.torch import KV4Cache, quantize_model
