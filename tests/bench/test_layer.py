@@ -61,6 +61,7 @@ def test_a_layer_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> N
     assert row.bytes == nbytes + 2 * 70 * 2 * 68 and row.floor_us == pytest.approx(row.bytes / 4.6e6)
 
 
+@pytest.mark.exhaustive
 def test_a_layer_of_experts_is_taken_apart_too(here: pytest.MonkeyPatch) -> None:
     """Its floor is that of the experts that have tokens: of one token, one of two."""
     config = replace(TINY, experts=2, chosen_experts=1, name="experts")

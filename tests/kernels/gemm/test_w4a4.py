@@ -114,6 +114,7 @@ def test_every_chosen_tile_is_exact(spec: KernelSpec, M: int, backend: str) -> N
     assert np.array_equal(output(spec, logical, backend), spec.reference(**logical))
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @pytest.mark.parametrize("tile", TILES_SM90, ids=lambda tile: "-".join(map(str, tile)))
 def test_every_tile_for_hopper_is_exact(tile: Sm90Tile, backend: str) -> None:

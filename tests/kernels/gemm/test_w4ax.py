@@ -104,6 +104,7 @@ def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
         assert np.array_equal(y.view(f"u{y.itemsize}"), right.astype(dtype).view(f"u{y.itemsize}"))
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @pytest.mark.parametrize("tile", TILES_SM90, ids=lambda tile: "-".join(map(str, tile)))
 def test_every_tile_for_hopper_is_exact(tile: Sm90Tile, backend: str) -> None:
