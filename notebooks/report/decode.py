@@ -181,6 +181,28 @@ def front_table(records: list[Record]) -> str:
     return f"{table}\n{_origin(records)}\n"
 
 
+def limits_table(records: list[Record]) -> str:
+    """Clock, power, small kernels and gaps of steady steps, at the smallest batch, a middle one and the largest."""
+    rows = points(records, MEASURE)
+    if rows.empty:
+        return MISSING
+    rows = rows[rows.B.isin({rows.B.min(), 64, rows.B.max()})]
+    parts = {name: rows[f"{name}_us"] / 1e3 for name in ("others", "gaps")}
+    rows = rows.assign(**parts, share=(rows.others_us + rows.gaps_us) / rows.time_us)
+    columns = {
+        "model": "{}",
+        "B": "{:d}",
+        "sm_mhz": "{:,.0f}",
+        "power_w": "{:.0f}",
+        "others": "{:.2f}",
+        "gaps": "{:.2f}",
+    }
+    columns |= {"share": "{:.0%}"}
+    names = {"B": "batch", "sm_mhz": "clock, MHz", "power_w": "power, W", "others": "small kernels, ms"}
+    table = rows.reindex(columns=[*columns]).rename(columns={**names, "gaps": "gaps, ms", "share": "both, of the step"})
+    return f"{markdown(table, dict(zip(table, columns.values(), strict=True)))}\n{_origin(records)}\n"
+
+
 def _origin(records: list[Record]) -> str:
     """When, on what, and the commit of each record, which is of one model unless it is of all."""
     dates = ", ".join(sorted({record.date[:10] for record in records}))

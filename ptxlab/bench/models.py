@@ -4,7 +4,7 @@ Two measures. `decode`: a step of B sequences of 1024 to 1535 tokens, evenly sta
 them; a sequence that reaches the end begins anew. `generate`: QServe's rule, B prompts of 1024 tokens and 512 tokens
 behind each, prefill inside the time, at the largest batch of a memory budget.
 
-Ours runs as it is; where PyTorch is installed, its attention takes the prompts of `generate`. A mix's step is its
+Ours runs as it is; PyTorch's attention takes the prompts of `generate` where it can. A mix's step is its
 layer (`peers_layer`) times the layers, and the LM head as ours takes it: what lies between its layers, and the gaps of
 a whole model, are left out in its favour.
 

@@ -120,21 +120,25 @@ class KernelRunner(Runner):
         return self._logits(self._launch(tokens, np.array(at, np.int32), self.lengths[at] - 1))
 
     def _run(self, rows: Rows) -> Any:
-        if self.prompt_attention == "torch":
-            return self._run_by_torch(rows)
-        return self._launch(self._placed(rows.token), rows.sequence, rows.position)
+        with self._attending(rows) as attend:
+            return self._launch(self._placed(rows.token), rows.sequence, rows.position, attend)
 
-    def _run_by_torch(self, rows: Rows) -> Any:
-        """The same, sequences that begin here attended by PyTorch."""
+    @contextmanager
+    def _attending(self, rows: Rows) -> Iterator[_Attend | None]:
+        """What stands in for every layer's attention of these rows, if PyTorch attends sequences that begin in them."""
+        if self.prompt_attention != "torch":
+            yield None
+            return
         from ptxlab.model import prompt_attention as by_torch
 
-        if not (prompts := by_torch.begun(rows, self.config.window)):
-            return self._launch(self._placed(rows.token), rows.sequence, rows.position)
+        prompts = by_torch.begun(rows, self.config.window)
+        if not prompts:
+            yield None
+            return
         step, left = self._step(self.launched(len(rows.token))), by_torch.lengths_left(rows.position, prompts)
         with by_torch.callers_stream() if self._on_gpu else nullcontext():
             lengths = self._placed(np.pad(left, (0, step.rows - len(left))))
-            attend = by_torch.PromptAttention(step.buffers, self._angles, prompts, lengths, others=bool(left.any()))
-            return self._launch(self._placed(rows.token), rows.sequence, rows.position, attend)
+            yield by_torch.PromptAttention(step.buffers, self._angles, prompts, lengths, others=bool(left.any()))
 
     def _launch(self, tokens: Any, sequence: Indices, position: Indices, attend: _Attend | None = None) -> Any:
         """The normalised stream [R, H] of rows whose tokens are on the device; call by call where `attend` is given."""

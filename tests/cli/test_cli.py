@@ -338,7 +338,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "find", lambda name: None)
 
 
-@pytest.mark.exhaustive  # `.ci/run` starts the demo too, on trained weights
 @pytest.mark.usefixtures("offline")
 def test_demo_offline_generates_weights_and_says_so(cli: Any, tmp_path: Path) -> None:
     code, out, _ = cli("demo", "--out", tmp_path / "demo.png", "--backend", "emulator")

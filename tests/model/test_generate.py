@@ -16,16 +16,12 @@ from ptxlab.model.reference import exact
 from ptxlab.spec.dtypes import floats, stored
 from tests.support.kernel_attention import KernelAttentionRunner
 from tests.support.layers import TINY_MODEL
+from tests.support.small_prompts import quantized
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 1], list(range(70, 140))]  # the last one begins a second page
 # Root mean square of what logits differ by, by that of the logits: attention is rounded differently once in a while,
 # which moves some INT8 activations by a step.
 OF_ATTENTION = 0.03
-
-
-def quantized(**changes: Any) -> QuantizedModel:
-    how = {name: changes.pop(name) for name in ("scheme", "dtype") if name in changes}
-    return QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, **changes)), group=32, **how)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import ptxlab
 from ptxlab import gpu
 from ptxlab.io import weights
 from ptxlab.model import (
-    Config,
     FloatModel,
     KernelRunner,
     LayerInputs,
@@ -27,14 +26,11 @@ from ptxlab.quant import quantize_activations
 from ptxlab.spec.dtypes import stored
 from tests.support.kernel_attention import KernelAttentionRunner
 from tests.support.small_models import write_folder
+from tests.support.small_prompts import SMALL, relative, some_prompts
 
 HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="the products need sm_90a")
 pytestmark = [pytest.mark.gpu, HOPPER]
 
-# SmolLM2-135M's layer, four of them, and a vocabulary of a few.
-SMALL = Config(
-    hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, layers=4, vocabulary=1000, rope_base=1e5, tied_head=True
-)
 # What logits differ by where attention is in floats, by their spread (root mean squares, each row less its mean). An
 # error of 0.0002 in attention moves INT8 activations by a step here and there, and each of these moves more of them: so
 # two runs differ by about as much as quantising changes. 0.04 here and 0.3 for SmolLM2, as the kernel's oracle has it.
@@ -49,16 +45,6 @@ PROMPTS = (
 @pytest.fixture(scope="module")
 def model() -> QuantizedModel:
     return QuantizedModel.rounded(FloatModel.random(SMALL))
-
-
-def some_prompts(lengths: tuple[int, ...], vocabulary: int = SMALL.vocabulary) -> list[list[int]]:
-    rng = np.random.default_rng(sum(lengths))
-    return [rng.integers(0, vocabulary, length).tolist() for length in lengths]
-
-
-def relative(found: Any, right: Any) -> float:
-    found, right = (x.astype(np.float64) - x.astype(np.float64).mean(axis=1, keepdims=True) for x in (found, right))
-    return float(np.sqrt(((found - right) ** 2).mean() / (right**2).mean()))
 
 
 class OnTheGpu(KernelAttentionRunner):

@@ -11,13 +11,14 @@ import pytest
 from ptxlab import reference
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.layout import gather
-from ptxlab.model import FloatModel, KernelRunner, LayerWeights, NumpyRunner, QuantizedModel, Server
+from ptxlab.model import KernelRunner, LayerWeights, NumpyRunner, QuantizedModel, Server
 from ptxlab.model.kernel_runner import require_torch
 from ptxlab.model.layer import LayerCall
 from ptxlab.model.runner import Rows
 from ptxlab.spec.dtypes import as_stored, floats
 from tests.support.float_prompts import FloatPromptsRunner
 from tests.support.layers import TINY, TINY_MODEL
+from tests.support.small_prompts import quantized, relative
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.torch
@@ -34,11 +35,6 @@ OF_ATTENTION, OF_CACHE = 0.04, 0.15
 PROMPTS = [[1, 2, 3, 4, 5], [8, 9, 1, 7, 4], [6, 6, 2], [9]]
 
 
-def quantized(**changes: Any) -> QuantizedModel:
-    how = {name: changes.pop(name) for name in ("scheme", "dtype") if name in changes}
-    return QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, **changes)), group=32, **how)
-
-
 @pytest.fixture(scope="module")
 def model() -> QuantizedModel:
     return quantized()
@@ -46,12 +42,6 @@ def model() -> QuantizedModel:
 
 def runner_of(model: QuantizedModel, batch: int, **how: Any) -> KernelRunner:
     return KernelRunner(model, batch, 70, **{"backend": "emulator", "prompt_attention": "torch", **how})
-
-
-def relative(found: Any, right: Any) -> float:
-    """Root mean square of the difference, by that of the right ones."""
-    difference, scale = (np.sqrt(np.square(a, dtype=np.float64).mean()) for a in (np.subtract(found, right), right))
-    return float(difference / scale)
 
 
 def rows_of(*parts: tuple[int, int, int]) -> Rows:

@@ -10,14 +10,14 @@ import pytest
 
 from ptxlab import gpu
 from ptxlab.errors import PtxlabError
-from ptxlab.model import Config, FloatModel, KernelRunner, QuantizedModel, Server
+from ptxlab.model import FloatModel, KernelRunner, QuantizedModel, Server
 from tests.support.float_prompts import FloatPromptsRunner
+from tests.support.small_prompts import SMALL, relative, some_prompts
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="the products need sm_90a")
 pytestmark = [pytest.mark.gpu, HOPPER]
 
-SMALL = Config(hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, layers=4, vocabulary=1000, rope_base=1e5)
 OF_ROUNDING = 0.15  # of logits, as in test_generate_on_gpu
 EQUAL, MIXED = (90, 90, 90, 90), (40, 90, 90, 1, 150, 150)
 
@@ -27,16 +27,6 @@ def by_torch(model: QuantizedModel, batch: int, **how: Any) -> KernelRunner:
         return KernelRunner(model, batch, 200, prompt_attention="torch", **how)
     except PtxlabError as error:
         pytest.skip(str(error))
-
-
-def relative(found: Any, right: Any) -> float:
-    found, right = (x.astype(np.float64) - x.astype(np.float64).mean(axis=1, keepdims=True) for x in (found, right))
-    return float(np.sqrt(((found - right) ** 2).mean() / (right**2).mean()))
-
-
-def some_prompts(lengths: tuple[int, ...]) -> list[list[int]]:
-    rng = np.random.default_rng(sum(lengths))
-    return [rng.integers(0, SMALL.vocabulary, length).tolist() for length in lengths]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import pytest
 
 from ptxlab.weights.accuracy import rows
 from report import accuracy, figures, frames, sections
+from tests.support import made_up
 
 STEPS = {
     ("float", "float32"): [20.0],
@@ -26,15 +27,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         for (ladder, step), values in STEPS.items()
         for seed, value in enumerate(values)
     ]
-    about = {"model": "small", "start": "mixed", "device": "NVIDIA H200", "date": "2026-11-23"}
-    found = {
-        "schema": 1,
-        **about,
-        "commit": "0123456789ab",
-        "windows": {"wikipedia": [8, 512]},
-        "calibration": [16, 512],
-        "rows": rows,
-    }
+    found = {**made_up.ACCURACY, "windows": {"wikipedia": [8, 512]}, "calibration": [16, 512], "rows": rows}
     (tmp_path / "h200").mkdir()
     (tmp_path / "h200" / "accuracy.json").write_text(json.dumps(found))
     monkeypatch.setattr(accuracy, "RESULTS", tmp_path)

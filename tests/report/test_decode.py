@@ -85,6 +85,16 @@ def test_the_readme_has_a_row_a_model() -> None:
     assert decode.front_table([]) == decode.front_table([cut]) == MISSING
 
 
+def test_what_limits_a_step_is_said_at_three_batches() -> None:
+    found = [line for line in decode.limits_table(WHOLE).splitlines() if line.startswith("| LLaMA-2-7B |")]
+    assert [line.split(" | ")[1] for line in found] == ["1", "64", "256"]
+    (row,) = decode.points(WHOLE, "decode").query("model == 'LLaMA-2-7B' and B == 64").to_dict("records")
+    share = (row["others_us"] + row["gaps_us"]) / row["time_us"]
+    cells = f"{row['sm_mhz']:,.0f} | {row['power_w']:.0f} | {row['others_us'] / 1e3:.2f} | {row['gaps_us'] / 1e3:.2f}"
+    assert found[1] == f"| LLaMA-2-7B | 64 | {cells} | {share:.0%} |"
+    assert decode.limits_table([]) == MISSING
+
+
 def target(start: str, records: list[Record]) -> Target:
     (found,) = [each for each in targets.whole(records) if each.what.startswith(start)]
     return found

@@ -12,7 +12,7 @@ from ptxlab.bench.plot import record_figure
 from ptxlab.cost.published import FIGURES
 from ptxlab.cost.schedule import COMET, SCHEDULES
 from report import accuracy, figures, frames, headers, sections, targets, w4a4
-from tests.support import w4a4_record
+from tests.support import made_up, w4a4_record
 
 
 def rows(table: str) -> list[list[str]]:
@@ -66,15 +66,7 @@ def test_perplexity_beside_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         {"ladder": ladder, "step": step, "seed": 0, "perplexity": {"wikipedia": value}, "bytes": nbytes}
         for (ladder, step), (value, nbytes) in MEASURED.items()
     ]
-    about = {"model": "small", "start": "mixed", "device": "NVIDIA H200", "date": "2026-11-23"}
-    found = {
-        "schema": 1,
-        **about,
-        "commit": "0123456789ab",
-        "windows": {"wikipedia": [4, 512]},
-        "calibration": [4, 256],
-        "rows": lines,
-    }
+    found = {**made_up.ACCURACY, "windows": {"wikipedia": [4, 512]}, "calibration": [4, 256], "rows": lines}
     (tmp_path / "h200").mkdir()
     (tmp_path / "h200" / "accuracy.json").write_text(json.dumps(found))
     text = sections.SECTIONS["w4a4_accuracy"]()

@@ -5,6 +5,14 @@ from typing import Any
 from ptxlab import cost
 from ptxlab.bench.record import Row
 
+ACCURACY = {  # of a record of `ptxlab accuracy`, without its rows and texts
+    "schema": 1,
+    "model": "small",
+    "start": "mixed",
+    "device": "NVIDIA H200",
+    "date": "2026-11-23",
+    "commit": "0123456789ab",
+}
 CUBLAS = {"cublas_fp8": 1.7, "cublas_int8": 2.2, "cublas_fp16": 3.1}  # time over our floor
 
 

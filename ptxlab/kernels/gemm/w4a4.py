@@ -4,7 +4,7 @@ and the same numbers on Hopper, which has no INT4 tensor cores.
 K counts the INT4 channels, `outliers` the INT8 channels behind them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab import layout, quant, reference
-from ptxlab.kernels.gemm import strips_tiles
+from ptxlab.kernels.gemm import w4a4_tiles
 from ptxlab.kernels.gemm.common import EPILOGUE, F32, FLOATS, INT32, bias_of, gemm_plain, outputs, pack_plain, rounded
 from ptxlab.layout import atom
 from ptxlab.quant import AtomRows
@@ -178,77 +178,6 @@ ATOM_HALVES = replace(
 )
 
 
-def _stage_bytes(BM: int, WN: int) -> int:
-    """128 channels of X, their scales, and those spread for two groups; a block of every strip, as large as one of
-    outliers."""
-    return -(-(BM * (128 + 16) + 2 * spread_bytes(BM) + 4 * WN * atom.OUTLIER_BYTES) // 1024) * 1024
-
-
-def spread_bytes(BM: int) -> int:
-    """Scales of a group as floats, for whole sixteens of tokens."""
-    return -(-BM // 16) * 64
-
-
-def buffer_bytes(WN: int) -> int:
-    """Behind the ring: 512 bytes per warp."""
-    return WN * 4 * 512
-
-
-class Sm90Tile(NamedTuple):
-    """Tokens; warp groups, each with 64 rows of W; groups of channels that a warp group has under wgmma at once."""
-
-    BM: int
-    WN: int
-    TOGETHER: int
-
-
-# Microseconds of a stage of 128 channels and, on top, of a tile: fits to a sweep over matrices of LLaMA-2 on an H100
-# (`notebooks/results/h100/sweeps/w4a4_tiles.csv`). They rank tiles; with few tokens a launch takes up to twice as long.
-# What they choose is 3% from the best of the sweep in the mean: 10% at 16 tokens, 3% at 64, below 1% beyond. Fewer were
-# not swept.
-TILES_SM90 = {
-    Sm90Tile(16, 1, 2): (0.174, 1.92),
-    Sm90Tile(16, 2, 4): (0.299, 0.44),
-    Sm90Tile(32, 1, 4): (0.129, 6.00),
-    Sm90Tile(32, 2, 1): (0.298, 1.13),
-    Sm90Tile(64, 1, 2): (0.224, 6.00),
-    Sm90Tile(64, 2, 2): (0.401, 0.83),
-    Sm90Tile(64, 3, 1): (0.599, 0.10),
-    Sm90Tile(128, 2, 1): (0.623, 1.80),
-}
-
-
-def choose_sm90(
-    s: Sizes,
-    costs: Mapping[Sm90Tile, tuple[float, float]] = TILES_SM90,
-    stage_bytes: Callable[[int, int], int] = _stage_bytes,
-    **more: int,
-) -> dict[str, int]:
-    """The tile whose rounds of blocks take the least, as many stages as fit. `stage_bytes` of BM and WN."""
-    channels = int(sum(s.get(name, 0) for name in ("K", "outliers", "K4", "K8")))
-
-    def microseconds(tile: Sm90Tile) -> float:
-        rounds = -(-_tiles_sm90(s["M"], s["N"], tile.BM, tile.WN) // strips_tiles.SMS)
-        stage, once = costs[tile]
-        return rounds * (channels / 128 * stage + once)
-
-    best = min(costs, key=microseconds)
-    stages = min((strips_tiles.ROOM - buffer_bytes(best.WN)) // stage_bytes(best.BM, best.WN), strips_tiles.MOST_STAGES)
-    return {**best._asdict(), "STAGES": stages, **more, "OUT": F32}
-
-
-def _tiles_sm90(M: int, N: int, BM: int, WN: int) -> int:
-    return -(-M // BM) * -(-N // (64 * WN))
-
-
-def launch_persistent(s: Sizes, stage_bytes: Callable[[int, int], int] = _stage_bytes) -> Launch:
-    """Persistent blocks; `stage_bytes` of BM and WN."""
-    BM, WN = s["BM"], s["WN"]
-    tiles = _tiles_sm90(s["M"], s["N"], BM, WN)
-    shared = s["STAGES"] * stage_bytes(BM, WN) + buffer_bytes(WN)
-    return Launch((min(tiles, strips_tiles.SMS), 1, 1), (128 * (WN + 1), 1, 1), shared)
-
-
 def _pack_sm90(logical: Arrays) -> Arrays:
     """The weight in strips, the activations as bytes."""
     x: AtomRows = logical["x"]
@@ -271,8 +200,12 @@ SM90 = KernelSpec(
         Arg("x_scale", "float16", ("M", "ceil_div(K//g + 1, 8)*8"), "tma", box=(TOKENS, "8")),
         *_OUTPUTS,
     ),
-    launch=launch_persistent,
-    choose=lambda s: choose_sm90(s, GROUP=s["g"]),
+    launch=partial(w4a4_tiles.launch, w4a4_tiles.W4A4),
+    choose=lambda s: {
+        **w4a4_tiles.choose(w4a4_tiles.W4A4, s, s["K"] + s["outliers"]),
+        "GROUP": s["g"],
+        "OUT": F32,
+    },
     rules=ATOM.rules,
     operations=ATOM.operations,
     example=example_atom,

@@ -4,22 +4,15 @@ K4 counts the channels of INT4 blocks, K8 those of the INT8 blocks behind them.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ptxlab import quant, reference
+from ptxlab.kernels.gemm import w4a4_tiles
 from ptxlab.kernels.gemm.common import F32, FLOATS, bias_of, outputs, rounded
-from ptxlab.kernels.gemm.w4a4 import (
-    TOKENS,
-    TOTALS,
-    Sm90Tile,
-    choose,
-    choose_sm90,
-    launch_persistent,
-    launcher,
-    spread_bytes,
-)
+from ptxlab.kernels.gemm.w4a4 import TOKENS, TOTALS, choose, launcher
 from ptxlab.layout import atom
 from ptxlab.layout.atom import strip_bytes
 from ptxlab.quant import BlockRows
@@ -138,23 +131,6 @@ COMET = replace(
 )
 
 
-TILES_SM90 = {  # as `w4a4.TILES_SM90`, from the same sweep: 1% from the best in the mean, 4% at 16 tokens
-    Sm90Tile(16, 1, 2): (0.256, 0.89),
-    Sm90Tile(16, 2, 2): (0.311, 0.42),
-    Sm90Tile(16, 4, 2): (0.473, 0.00),
-    Sm90Tile(32, 2, 1): (0.391, 1.33),
-    Sm90Tile(32, 3, 2): (0.493, 0.83),
-    Sm90Tile(64, 2, 1): (0.609, 1.39),
-    Sm90Tile(64, 3, 1): (0.733, 1.05),
-    Sm90Tile(96, 3, 1): (1.023, 1.77),
-}
-
-
-def stage_bytes_sm90(BM: int, WN: int) -> int:
-    """128 channels of X as bytes and as pairs, their scales, those spread, and a block of every strip."""
-    return -(-(BM * (128 + 64 + 16) + spread_bytes(BM) + 4 * WN * strip_bytes(128, 0, 128)) // 1024) * 1024
-
-
 def _pack_sm90(logical: Arrays) -> Arrays:
     """The weight in strips; of every token the pairs, then the bytes."""
     x: BlockRows = logical["x"]
@@ -176,8 +152,8 @@ SM90 = replace(
         Arg("x_scale", "float16", ("M", _SCALES), "tma", box=(TOKENS, "8")),
         *outputs(FLOATS, "K4", "K8"),
     ),
-    launch=lambda s: launch_persistent(s, stage_bytes_sm90),
-    choose=lambda s: choose_sm90(s, TILES_SM90, stage_bytes_sm90),
+    launch=partial(w4a4_tiles.launch, w4a4_tiles.W4AX),
+    choose=lambda s: {**w4a4_tiles.choose(w4a4_tiles.W4AX, s, s["K4"] + s["K8"]), "OUT": F32},
     pack=_pack_sm90,
     arch="sm_90a",
     exact_arch=True,

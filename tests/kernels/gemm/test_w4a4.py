@@ -18,12 +18,10 @@ from ptxlab.kernels.gemm.w4a4 import (
     S4,
     SM90,
     TILES,
-    TILES_SM90,
     WIDEST,
-    Sm90Tile,
-    choose_sm90,
     gemm_atom,
 )
+from ptxlab.kernels.gemm.w4a4_tiles import W4A4, GroupCost, GroupTile, choose
 from ptxlab.quant import AtomRows
 from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec
@@ -116,8 +114,8 @@ def test_every_chosen_tile_is_exact(spec: KernelSpec, M: int, backend: str) -> N
 
 @pytest.mark.share(2)
 @on_every_backend
-@pytest.mark.parametrize("tile", TILES_SM90, ids=lambda tile: "-".join(map(str, tile)))
-def test_every_tile_for_hopper_is_exact(tile: Sm90Tile, backend: str) -> None:
+@pytest.mark.parametrize("tile", W4A4.costs, ids=lambda tile: "-".join(map(str, tile)))
+def test_every_tile_for_hopper_is_exact(tile: GroupTile, backend: str) -> None:
     """Two tiles of fewer tokens than they have room for, the last rows missing, more stages than slots."""
     sizes = {"M": tile.BM + 10, "N": 136, "K": 640, "outliers": 128, "g": 64 if tile.WN == 2 else 128}
     logical = SM90.example(np.random.default_rng(tile.BM), **sizes)
@@ -127,13 +125,13 @@ def test_every_tile_for_hopper_is_exact(tile: Sm90Tile, backend: str) -> None:
 
 def test_the_tile_is_that_of_the_shortest_rounds() -> None:
     """One with twice the rows, which takes half as much more, as soon as the other needs a second round of all SMs."""
-    low, high = Sm90Tile(64, 1, 1), Sm90Tile(64, 2, 1)
-    costs = {low: (1.0, 0.0), high: (1.5, 0.0)}
+    low, high = GroupTile(64, 1, 1), GroupTile(64, 2, 1)
+    stages = W4A4._replace(costs={low: GroupCost(1.0, 0.0), high: GroupCost(1.5, 0.0)})
     for rows, best in ((64 * 132, low), (64 * 132 + 8, high)):
-        assert choose_sm90({"M": 64, "N": rows, "K": 1280}, costs)["WN"] == best.WN
-    once = {low: (1.0, 9.0), high: (1.5, 0.0)}  # what a tile takes besides its stages
-    assert choose_sm90({"M": 64, "N": 64, "K": 1280}, once)["WN"] == high.WN
-    assert choose_sm90({"M": 64, "N": 64, "K": 12_800}, once)["WN"] == low.WN
+        assert choose(stages, {"M": 64, "N": rows}, 1280)["WN"] == best.WN
+    tile_too = W4A4._replace(costs={low: GroupCost(1.0, 9.0), high: GroupCost(1.5, 0.0)})
+    for channels, best in ((1280, high), (12_800, low)):
+        assert choose(tile_too, {"M": 64, "N": 64}, channels)["WN"] == best.WN
 
 
 def test_the_reference_is_what_it_says() -> None:
@@ -244,11 +242,11 @@ def test_no_tile_spills(spec: KernelSpec) -> None:
 
 
 @pytest.mark.share(4)
-@pytest.mark.parametrize("tile", TILES_SM90, ids=lambda tile: "-".join(map(str, tile)))
+@pytest.mark.parametrize("tile", W4A4.costs, ids=lambda tile: "-".join(map(str, tile)))
 @pytest.mark.parametrize("g", [64, 128])
-def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(tile: Sm90Tile, g: int) -> None:
+def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(tile: GroupTile, g: int) -> None:
     sizes = {"M": 128, "N": 4096, "K": 3968, "outliers": 128, "g": g}
-    config = {**choose_sm90(sizes, {tile: TILES_SM90[tile]}, GROUP=g), "OUT": 0}
+    config = {**choose(W4A4._replace(costs={tile: W4A4.costs[tile]}), sizes, 4096), "GROUP": g, "OUT": 0}
     assert checks.built_as_meant(SM90, config, sizes).warnings == ()
     assert config["STAGES"] >= 6 and SM90.launch({**sizes, **config}).shared_bytes <= strips_tiles.ROOM
 

@@ -10,8 +10,9 @@ from hypothesis.extra import numpy as hnp
 
 from ptxlab import emulator, kernels, layout, toolchain
 from ptxlab.kernels.gemm import strips_tiles
-from ptxlab.kernels.gemm.w4a4 import TILES, Sm90Tile, choose_sm90
-from ptxlab.kernels.gemm.w4ax import COMET, NAIVE, REMAP, SM90, SPECS, TILES_SM90, gemm_blocks, stage_bytes_sm90
+from ptxlab.kernels.gemm.w4a4 import TILES
+from ptxlab.kernels.gemm.w4a4_tiles import W4AX, GroupTile, choose
+from ptxlab.kernels.gemm.w4ax import COMET, NAIVE, REMAP, SM90, SPECS, gemm_blocks
 from ptxlab.layout import atom
 from ptxlab.layout.fragments import mma_a
 from ptxlab.quant import BlockRows
@@ -106,8 +107,8 @@ def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
 
 @pytest.mark.share(2)
 @on_every_backend
-@pytest.mark.parametrize("tile", TILES_SM90, ids=lambda tile: "-".join(map(str, tile)))
-def test_every_tile_for_hopper_is_exact(tile: Sm90Tile, backend: str) -> None:
+@pytest.mark.parametrize("tile", W4AX.costs, ids=lambda tile: "-".join(map(str, tile)))
+def test_every_tile_for_hopper_is_exact(tile: GroupTile, backend: str) -> None:
     """Two tiles of fewer tokens than they have room for, the last rows missing, more blocks than slots."""
     logical = SM90.example(np.random.default_rng(tile.BM), M=tile.BM + 10, N=136, K4=384, K8=256)
     y = output(SM90, logical, backend, {**tile._asdict(), "STAGES": max(3, tile.TOGETHER)})
@@ -177,10 +178,10 @@ def test_no_tile_spills(spec: KernelSpec) -> None:
 
 
 @pytest.mark.share(4)
-@pytest.mark.parametrize("tile", TILES_SM90, ids=lambda tile: "-".join(map(str, tile)))
-def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(tile: Sm90Tile) -> None:
+@pytest.mark.parametrize("tile", W4AX.costs, ids=lambda tile: "-".join(map(str, tile)))
+def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(tile: GroupTile) -> None:
     sizes = {"M": 128, "N": 4096, "K4": 3328, "K8": 768}
-    config = {**choose_sm90(sizes, {tile: TILES_SM90[tile]}, stage_bytes_sm90), "OUT": 0}
+    config = {**choose(W4AX._replace(costs={tile: W4AX.costs[tile]}), sizes, 4096), "OUT": 0}
     checks.built_as_meant(SM90, config, sizes)
     assert config["STAGES"] >= 6 and SM90.launch({**sizes, **config}).shared_bytes <= strips_tiles.ROOM
 
