@@ -3,9 +3,10 @@
 //
 // Contract   a token's row of qkv has `ratio` * heads heads of q, then `heads` of k, then as many of v. q is rotated as
 //            k is (pairs (i, i + D/2), every multiplication and addition rounded to f32), rounded once and written to
-//            [tokens, ratio * heads, D]. k and v leave the same bytes in the pool as append_kv4 does. Of a token with a
-//            negative slot (padding) nothing goes to the pool, but its q is rotated like all others. A position
-//            outside the tables reads their last row: padding may have any.
+//            [tokens, ratio * heads, D]; with KEYS so is k, to [tokens, heads, D]. k and v leave the same bytes in the
+//            pool as append_kv4 does. Of a token with a negative slot (padding) nothing goes to the pool, but its q
+//            and k are rotated like all others. A position outside the tables reads their last row: padding may have
+//            any.
 // PDL        slots, positions, tables and constants by channel are read at once, so that after the wait only qkv is
 //            loaded: a kernel that may still run must not write these. qkv is read, and all is written, behind the wait.
 // Guide      notebooks/guide/kernels_attention.md: lanes, rows of a thread, order of blocks, constants
@@ -18,6 +19,7 @@
 #define BF16 0
 #define INDEX 0  // slots and positions are s32, or s64
 #define ROWS 1   // 1, 2, 4
+#define KEYS 0   // 1: rotated keys are wanted
 #endif
 #define ROPE 1
 
@@ -29,13 +31,14 @@ using namespace ptxlab;
 
 namespace {
 
-// A lane's values of a row, rounded, as they came.
-__device__ __forceinline__ Stored rounded_row(const Rotated& x) {
+// A lane's values of a rotated row, rounded, to where the row begins.
+__device__ __forceinline__ void write_row(Half* row, const Rotated& x, int lane) {
     Stored y;
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i)
         reinterpret_cast<unsigned*>(y.halves)[i] = rounded_pair<BF16>(x[2 * i], x[2 * i + 1]);
-    return y;
+    Half* to = row + lane;
+    to[0] = y.halves[0], to[LANES] = y.halves[1];
 }
 
 }  // namespace
@@ -44,6 +47,7 @@ __device__ __forceinline__ Stored rounded_row(const Rotated& x) {
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) rope_append_kv4(
     const Half* qkv,         // f16 or bf16 [tokens, ratio + 2, heads, D]
     Half* q,                 // as qkv [tokens, ratio, heads, D]
+    Half* keys,              // as qkv [tokens, heads, D]; written if KEYS
     unsigned char* pool,     // u8  [pages, 2, heads, PAGE_BYTES]: K, then V
     const Index* slots,      // s32 or s64 [tokens]
     const float* cos,        // f32 [positions, D/2]
@@ -82,17 +86,17 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) rope_append_kv4(
         const Half* from = qkv + ((size_t(t) * (ratio + 2) + part) * heads + h) * (2 * LANES) + lane;
         x[i].halves[0] = read(from), x[i].halves[1] = read(from + LANES);
     }
-    if (is_q) {
+    if (is_q || (KEYS && !is_v)) {
+        Half* rotated = is_q ? q + size_t(part) * heads * (2 * LANES) : keys;
+        const size_t of_token = size_t(is_q ? ratio : 1) * heads;  // rows
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const int t = token + i % TOKENS, h = head + i / TOKENS;
             if (t >= tokens || h >= heads) continue;
-            const Stored y = rounded_row(rotation[i % TOKENS].of(x[i]));
-            Half* to = q + ((size_t(t) * ratio + part) * heads + h) * (2 * LANES) + lane;
-            to[0] = y.halves[0], to[LANES] = y.halves[1];
+            write_row(rotated + (t * of_token + h) * (2 * LANES), rotation[i % TOKENS].of(x[i]), lane);
         }
-        return;
     }
+    if (is_q) return;
     Places places;
     places.of_rows(pool, slot, is_v, head, heads);
     places.of_constants(slot[0], head, heads, lane);

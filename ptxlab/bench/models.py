@@ -557,7 +557,7 @@ def mix_rows(
 def prompt_rows(
     config: Config, wanted: WantedModels, plan: ModelPlan, known: Mapping[Key, Row], progress: Callable[[str], None]
 ) -> Iterator[Row]:
-    """A prompt of `PROMPT` tokens in every mix: GEMMs and causal attention of all layers."""
+    """A prompt of `PROMPT` tokens in every mix: all layers, with causal attention."""
     there = known.get(row_key(config, PROMPTS, 1, PROMPT, MIX))
     if there is None and wanted.mixes and plan.budgets:
         of_layer = peers_layer.prefills(config, wanted.mixes, PROMPT, progress)
@@ -577,7 +577,7 @@ def beside_row(
 ) -> Row:
     """What others take for a step of B sequences (`BESIDE`), or for B prompts (`PROMPTS`)."""
     rate = B * (1 if measure == BESIDE else PROMPT) / us * 1e6
-    said = "a layer against the FP16 mix's" if name == MIX and measure == BESIDE else "not looked at"
+    said = "a layer against the FP16 mix's" if name == MIX else "not looked at"
     parts: dict[str, Any] = {"peers": dict(peers or {}), "more": dict(more or {})}
     return plain_row(name, measure, sizes_of(config, B, PROMPT), us, rate, sm_mhz=0.0, checked=said, **parts)
 
@@ -626,8 +626,7 @@ def composed_rates(
 ) -> dict[str, tuple[float, int]]:
     """QServe's rule for the mixes: microseconds and batch at the batch with the most tokens per second, by name.
 
-    Prefill is GEMMs and causal attention alone, the steps are of MEAN tokens. A mix whose prompts were not measured is
-    left out.
+    Prefill is layers alone, the steps are of MEAN tokens. A mix whose prompts were not measured is left out.
     """
     found: dict[str, tuple[float, int]] = {}
     for name, most in mix_batches(config, mixes, gigabytes).items():

@@ -104,8 +104,8 @@ def requantised(x: Any, how: str) -> tuple[Any, Any]:
 
 
 def rotated(x: Any, cos: Any, sin: Any) -> Any:
-    """RoPE on halves, in a form that compiles to one kernel: x [B, H, D], cos and sin f32 [B, 1, D] (`_tables`)."""
-    return (x.float() * cos + x.float().roll(HEAD_DIM // 2, 2) * sin).to(x.dtype)
+    """RoPE on halves, in a form that compiles to one kernel: x [.., T, H, D], cos and sin f32 [T, 1, D] (`_tables`)."""
+    return (x.float() * cos + x.float().roll(HEAD_DIM // 2, -1) * sin).to(x.dtype)
 
 
 def append(qkv: Any, tables: Any, positions: Any, keys: Any, values: Any, kv_heads: int) -> Any:
@@ -132,7 +132,23 @@ def append_paged(qkv: Any, tables: Any, positions: Any, table: Any, keys: Any, v
     return rotated(heads[:, : -2 * kv_heads], cos, sin)
 
 
-_OF_TOKENS = {norm: (0, 1), gated: (0,), requantised: (0,), append: (0, 2, 3, 4), append_paged: (0, 2, 3, 4, 5)}
+def append_prompts(qkv: Any, tables: Any, keys: Any, values: Any, kv_heads: int) -> Any:
+    """Whole prompts into caches [prompts, Hkv, L, D]; q [prompts, Hq, L, D], in memory as [prompts, L, Hq, D]."""
+    prompts, _, length, _ = keys.shape
+    heads, (cos, sin) = qkv.view(prompts, length, -1, HEAD_DIM), tables.split(1, 1)
+    keys.copy_(rotated(heads[:, :, -2 * kv_heads : -kv_heads], cos, sin).transpose(1, 2))
+    values.copy_(heads[:, :, -kv_heads:].transpose(1, 2))
+    return rotated(heads[:, :, : -2 * kv_heads], cos, sin).transpose(1, 2)
+
+
+_OF_TOKENS = {
+    norm: (0, 1),
+    gated: (0,),
+    requantised: (0,),
+    append: (0, 2, 3, 4),
+    append_paged: (0, 2, 3, 4, 5),
+    append_prompts: (),
+}
 
 
 @cache
@@ -384,6 +400,30 @@ class _Paged(_Attention):
         return keys, values
 
 
+class _Prompts(_Attention):
+    """Causal attention of PyTorch over whole prompts of `length` tokens, whose keys and values go to a cache of theirs
+    [prompts, Hkv, L, D] of the floats' dtype; B counts all their tokens."""
+
+    name = "causal"
+
+    def __init__(self, config: Config, B: int, copies: int, dtype: Any, length: int = 0) -> None:
+        super().__init__(config, B // length, copies, dtype, length)
+
+    def append(self, qkv: Any, place: int) -> Any:
+        """q [prompts, Hq, L, D]."""
+        put = compiled(append_prompts, str(self.dtype), self.config.heads, self.config.kv_heads)
+        return put(qkv, self.tables, *self.caches[place], self.config.kv_heads)
+
+    def attend(self, q: Any, place: int) -> Any:
+        """[prompts·L, Hq·D]; whichever backend PyTorch chooses."""
+        import torch
+
+        grouped = self.config.heads > self.config.kv_heads
+        attention = torch.nn.functional.scaled_dot_product_attention
+        out = attention(q, *self.caches[place], is_causal=True, enable_gqa=grouped)
+        return out.transpose(1, 2).reshape(self.B * self.length, -1)
+
+
 @cache
 def _tables(length: int) -> Any:
     """Cosines of every position for both halves, and sines, of the first half negative: f32 [L, 2, D]."""
@@ -550,47 +590,22 @@ PROMPTS_AT_ONCE = 4  # of `prefills`, in one launch
 
 
 def prefills(config: Config, names: Sequence[str], length: int, progress: Callable[[str], None]) -> dict[str, float]:
-    """Microseconds by mix that a prompt of so many tokens costs in one layer: its GEMMs, and causal attention of
-    PyTorch in 16 bits. What lies between is left out, in the mix's favour."""
+    """Microseconds by mix that a prompt of so many tokens costs in a layer, of `PROMPTS_AT_ONCE` together."""
     if not peers.importable():
         return {}
     import torch
 
     found: dict[str, float] = {}
+    right: dict[int, Any] = {}  # of the FP16 mix
     T = PROMPTS_AT_ONCE * length
     for name in _possible(config, names):
         progress(f"{config.name}: prompts of {name}")
-        dtype = _dtype(name, config)
         with peers.left_out(f"prompts of {name}, {config.name}"):
-            weights = _weights(name, config, 1, (T,))[0]
-            calls: list[Callable[[], Any]] = [
-                _prompt_gemm(name, config, weights[matrix], matrix, T) for matrix in config.matrices
-            ]
-            sizes = [
-                (PROMPTS_AT_ONCE, heads, length, HEAD_DIM) for heads in (config.heads, config.kv_heads, config.kv_heads)
-            ]
-            q, k, v = (torch.randn(size, dtype=dtype, device=peers.DEVICE) for size in sizes)
-            attention: Callable[..., Any] = torch.nn.functional.scaled_dot_product_attention
-            calls.append(partial(attention, q, k, v, is_causal=True, enable_gqa=config.heads > config.kv_heads))
-            us = [measure([call], replays=GEMM_REPLAYS, capture=peers.capture).us for call in calls]
-            found[name] = sum(us) / PROMPTS_AT_ONCE
-            weights.clear()
+            layers = _weights(name, config, 1, (T,))
+            found[name] = _timed(name, config, T, layers, _Prompts, right, length).layer / PROMPTS_AT_ONCE
+            layers.clear()
         torch.cuda.empty_cache()
     return found
-
-
-def _prompt_gemm(name: str, config: Config, product: Callable[..., Any], matrix: str, T: int) -> Callable[[], Any]:
-    """A GEMM over T tokens; each expert has as many rows as the others."""
-    import torch
-
-    of_experts = bool(config.experts) and matrix in ("gate_up", "down")
-    rows = T * config.chosen_experts if of_experts else T
-    x = torch.randn((rows, config.matrices[matrix][1]), device=peers.DEVICE)
-    given = quantised(x, MIXES[name].quantise, _dtype(name, config))
-    if not of_experts:
-        return partial(product, *given)
-    ends = torch.arange(1, config.experts + 1, device=peers.DEVICE, dtype=torch.int32) * (rows // config.experts)
-    return partial(product, *given, ends)
 
 
 def traced(run: Callable[[], None]) -> list[tuple[str, float, float]]:

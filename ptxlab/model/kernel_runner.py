@@ -6,12 +6,14 @@ in a step waits for the GPU.
 
 A prompt goes through the same graphs, a chunk of rows at a time: its rows are a batch of sequences that share their
 pages, each as long as its row's position. So the decode attention does the prompt's attention too, with a query a row.
-Or PyTorch's attention does it (`prompt_attention="torch"`): such a launch is made call by call, not as a graph.
+Or PyTorch's attention does it (`prompt_attention="torch"`): then what lies between two layers' attentions is a graph.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -101,6 +103,7 @@ class KernelRunner(Runner):
         first = KVCache.empty(*sizes, page_size=PAGE, like=like)
         self._pools = [first.pool, *(np.zeros_like(first.pool) for _ in layers[1:])]
         self._steps: dict[int, _Step] = {}
+        self._eager = False
         self.caches = self._step(self.batch).caches
 
     def _require_room(self, device: gpu.DeviceInfo) -> None:
@@ -136,17 +139,26 @@ class KernelRunner(Runner):
             yield None
             return
         step, left = self._step(self.launched(len(rows.token))), by_torch.lengths_left(rows.position, prompts)
+        self._cut(step)
         with by_torch.callers_stream() if self._on_gpu else nullcontext():
             lengths = self._placed(np.pad(left, (0, step.rows - len(left))))
-            yield by_torch.PromptAttention(step.buffers, self._angles, prompts, lengths, others=bool(left.any()))
+            yield by_torch.PromptAttention(step.buffers, step.keys, prompts, lengths, others=bool(left.any()))
 
     def _launch(self, tokens: Any, sequence: Indices, position: Indices, attend: _Attend | None = None) -> Any:
-        """The normalised stream [R, H] of rows whose tokens are on the device; call by call where `attend` is given."""
+        """The normalised stream [R, H] of rows whose tokens are on the device.
+
+        `attend`, which may allocate, is called in place of every layer's `attention`, with that call.
+        """
         R = len(tokens)
         step = self._placed_step(sequence, position)
         step.tokens[:R] = tokens
-        if step.graph is None or attend:
-            self._forward(step, attend)
+        if attend:
+            for piece, attention in step.pieces:
+                piece()
+                if attention:
+                    attend(attention)
+        elif step.graph is None or self._eager:
+            self._forward(step)
         else:
             step.graph.replay(gpu.caller_stream())
         return step.normed[:R]
@@ -185,33 +197,63 @@ class KernelRunner(Runner):
                 step.graph = gpu.capture([lambda: self._forward(step)])
         return self._steps[rows]
 
-    def _forward(self, b: "_Step", attend: _Attend | None = None) -> None:
-        """All layers and the last norm, for the rows of a step; on a GPU it only enqueues and allocates nothing.
+    def _cut(self, b: "_Step") -> None:
+        """Make the pieces of a step, at their first use, when the step sees and writes nothing: what goes ahead of each
+        layer's attention, and the rest. On a GPU a piece is a graph, of whatever prompts there are."""
+        if b.pieces:
+            return
+        b.clear()
+        b.keys = np.zeros((b.rows, self.config.kv_heads, self.config.head_dim), storage(self._dtype), like=b.x)
+        pieces: list[tuple[Callable[[], None], LayerCall | None]] = []
+        calls: list[Callable[[], Any]] = [partial(self._begin, b)]
+        for call in chain.from_iterable(self._calls(b, b.keys)):
+            if call.name == "attention":
+                pieces.append((self._piece(calls), call))
+                calls = []
+            else:
+                calls.append(call.__call__)
+        b.pieces = [*pieces, (self._piece([*calls, partial(self._end, b)]), None)]
 
-        `attend`, which may allocate, is called in place of every layer's `attention`, with that call.
-        """
+    def _piece(self, calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
+        """These calls as one."""
+        if self._on_gpu:
+            graph = gpu.capture(calls)
+            return lambda: graph.replay(gpu.caller_stream())
+
+        def piece() -> None:
+            for call in calls:
+                call()
+
+        return piece
+
+    def _forward(self, b: "_Step") -> None:
+        """All layers and the last norm, for the rows of a step; on a GPU it only enqueues and allocates nothing."""
+        self._begin(b)
+        for call in chain.from_iterable(self._calls(b)):
+            call()
+        self._end(b)
+
+    def _begin(self, b: "_Step") -> None:
+        """What comes ahead of the first layer."""
         for counter in (b.lengths, b.positions, b.slots):  # a sequence goes on in its page without the host
             np.add(counter, b.live, out=counter)
         np.take(self._embedding, b.tokens, axis=0, out=b.x)
         b.residual.fill(0)
-        for layer in self._calls(b):
-            for call in layer:
-                if attend and call.name == "attention":
-                    attend(call)
-                else:
-                    call()
+
+    def _end(self, b: "_Step") -> None:
+        """The last norm."""
         out: dict[str, Any] = {"normed": b.normed, **into(b.buffers.qkv_in)}
         last: dict[str, Any] = {"eps": self.config.eps, "backend": self.backend, "programmatic": self._programmatic}
         x = b.buffers.result(b.residual)
         rmsnorm_quantize(x, self._final_norm, residual=None if x is b.residual else b.residual, **out, **last)
 
-    def _calls(self, b: "_Step") -> Iterator[list[LayerCall]]:
-        """Of every layer; looked at before the first of a layer is made."""
-        how: dict[str, Any] = {"rope": (*self._angles, b.positions), "buffers": b.buffers, "backend": self.backend}
+    def _calls(self, b: "_Step", keys: Any = None) -> Iterator[list[LayerCall]]:
+        """Of every layer; looked at before the first of a layer is made. They leave rotated keys in `keys`."""
+        how: dict[str, Any] = {"rope": (*self._angles, b.positions), "buffers": b.buffers, "keys": keys}
         x = b.x
         for i, (weights, cache) in enumerate(zip(self._layers, b.caches, strict=True)):
-            follows = self._programmatic and i > 0
-            yield layer_calls(x, b.residual, weights, cache, b.slots, programmatic=follows, **how)
+            how["programmatic"] = self._programmatic and i > 0
+            yield layer_calls(x, b.residual, weights, cache, b.slots, backend=self.backend, **how)
             x = b.buffers.result(b.residual)
 
     def operations(self, rows: int) -> list[list[LayerCall]]:
@@ -225,15 +267,12 @@ class KernelRunner(Runner):
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
-        """Inside, launches are made one by one instead of as a graph."""
-        graphs = {step: step.graph for step in self._steps.values()}
-        for step in graphs:
-            step.graph = None
+        """Inside, the launches of steps are made one by one instead of as a graph."""
+        self._eager = True
         try:
             yield
         finally:
-            for step, graph in graphs.items():
-                step.graph = graph
+            self._eager = False
 
     def _logits(self, normed: Any) -> Any:
         return self._head(normed)
@@ -288,6 +327,8 @@ class _Step:
         live: what each row's length, position and slot grow by first: 1, or 0 of padding.
         x, residual, normed: the stream's ends, [R, H].
         left: table, `live`, lengths, positions and slots as the last launch has left them.
+        pieces: for launches whose attention is another: what comes ahead of each layer's, and that call; then the rest.
+        keys: rotated, [R, Hkv, D], as each layer of `pieces` leaves them.
     """
 
     tokens: Any
@@ -301,6 +342,14 @@ class _Step:
     caches: Sequence[KVCache]
     graph: gpu.Graph | None = None
     left: Sequence[Indices] = ()
+    pieces: Sequence[tuple[Callable[[], None], LayerCall | None]] = ()
+    keys: Any = None
+
+    def clear(self) -> None:
+        """Rows that see and write nothing, until the next launch sets them."""
+        for numbers, value in ((self.live, 0), (self.lengths, 0), (self.positions, 0), (self.slots, -1)):
+            numbers.fill(value)
+        self.left = ()
 
     @property
     def rows(self) -> int:
@@ -321,7 +370,8 @@ class _Step:
             return np.zeros(shape, of, like=cache.pool)
 
         tokens, positions, slots, live = (zeros(R) for _ in range(4))
-        slots.fill(-1)
         x, residual, normed = (zeros(R, H, of=storage(weights.dtype)) for _ in range(3))
         buffers = LayerBuffers.empty(weights, cache, batch_invariant=batch_invariant, programmatic=programmatic)
-        return cls(tokens, positions, slots, live, x, residual, normed, buffers, caches)
+        step = cls(tokens, positions, slots, live, x, residual, normed, buffers, caches)
+        step.clear()
+        return step

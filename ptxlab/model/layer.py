@@ -248,10 +248,13 @@ def layer_calls(
     *,
     rope: tuple[Any, ...],
     buffers: LayerBuffers,
+    keys: Any = None,
     backend: str | None = None,
     programmatic: bool = False,
 ) -> list[LayerCall]:
     """The calls that `decode_layer` of the same arguments makes, in order; none has been made.
+
+    They leave the rotated keys in `keys`, [M, Hkv, D] of the weights' dtype, if it is given.
 
     Raises ArgumentError for what belongs to another layer or batch.
     """
@@ -278,7 +281,7 @@ def layer_calls(
     calls = [
         norm("qkv_in", x, weights.input_norm, b.qkv_in, programmatic=programmatic),
         product("qkv", b.qkv_in, weights.qkv, b.qkv, bias=weights.qkv_bias),
-        call("q", rope_append_kv4, b.qkv, cache, slots, rope=rope, out=b.q),
+        call("q", rope_append_kv4, b.qkv, cache, slots, rope=rope, out=b.q, keys=keys),
         call("attention", attention_kv4, b.q, cache, out=b.attention, workspace=b.attention_workspace, **attending),
         call("o_in", quantize_activations, b.attention.reshape(M, -1), **into(b.o_in)),
         to_stream("o", b.o_in, weights.o, b.o),

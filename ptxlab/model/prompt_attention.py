@@ -66,14 +66,12 @@ def lengths_left(position: Indices, prompts: Sequence[Prompts]) -> Indices:
 
 
 class _Views(NamedTuple):
-    """Prompts in a launch's buffers, [n, L, heads, D], and tables of their angles, [L, 1, D/2]."""
+    """Prompts in a launch's buffers, [n, L, heads, D]."""
 
     q: Any
     k: Any
     v: Any
     out: Any
-    cos: Any
-    sin: Any
 
 
 class PromptAttention:
@@ -86,7 +84,7 @@ class PromptAttention:
     def __init__(
         self,
         buffers: LayerBuffers,
-        angles: tuple[Any, Any],
+        keys: Any,
         prompts: Sequence[Prompts],
         lengths: Any,
         *,
@@ -96,19 +94,20 @@ class PromptAttention:
 
         Args:
             buffers: of M rows, NumPy's or CuPy's.
-            angles: cos and sin, f32 [context, D/2].
+            keys: rotated, [M, Hkv, D] of the buffers' dtype, as each layer leaves them (`layer_calls`).
             prompts: from `begun`.
             lengths: `lengths_left` with zeros for padding, s32 [M], where the buffers are.
             others: whether any of these is not 0.
         """
         config = buffers.config
-        q, qkv, out = (_tensor(array, buffers.dtype) for array in (buffers.q, buffers.qkv, buffers.attention))
-        _, k, v = qkv.unflatten(1, (-1, config.head_dim)).split((config.heads, config.kv_heads, config.kv_heads), dim=1)
-        cos, sin = (_tensor(table, "float32")[:, None] for table in angles)
+        arrays = buffers.q, keys, buffers.qkv, buffers.attention
+        q, k, qkv, out = (_tensor(array, buffers.dtype) for array in arrays)
+        v = qkv.unflatten(1, (-1, config.head_dim))[:, -config.kv_heads :]
 
         def views(of: Prompts) -> _Views:
-            apart = (each[of.start : of.stop].unflatten(0, (of.sequences, of.length)) for each in (q, k, v, out))
-            return _Views._make((*apart, cos[: of.length], sin[: of.length]))
+            return _Views(
+                *(each[of.start : of.stop].unflatten(0, (of.sequences, of.length)) for each in (q, k, v, out))
+            )
 
         self._prompts, self._grouped = [views(each) for each in prompts], config.heads > config.kv_heads
         self._lengths, self._others = lengths, others
@@ -120,7 +119,7 @@ class PromptAttention:
             q, cache = call.args
             call.function(q, replace(cache, lengths=self._lengths), **call.keywords)
         for each in self._prompts:
-            each.out.copy_(attended(each.q, rotated(each.k, each.cos, each.sin), each.v, grouped=self._grouped))
+            each.out.copy_(attended(each.q, each.k, each.v, grouped=self._grouped))
 
 
 def attended(q: Any, k: Any, v: Any, *, grouped: bool) -> Any:
@@ -128,16 +127,6 @@ def attended(q: Any, k: Any, v: Any, *, grouped: bool) -> Any:
     by_head = (each.transpose(1, 2) for each in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(*by_head, is_causal=True, enable_gqa=grouped)
     return out.transpose(1, 2)
-
-
-def rotated(x: Any, cos: Any, sin: Any) -> Any:
-    """`reference.rope` of x [.., L, heads, D], with tables f32 [L, 1, D/2], rounded once to x's dtype."""
-    first, second = x.chunk(2, dim=-1)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    half = first.shape[-1]
-    torch.sub(first * cos, second * sin, out=out[..., :half])
-    torch.add(second * cos, first * sin, out=out[..., half:])
-    return out
 
 
 def require_cuda() -> None:

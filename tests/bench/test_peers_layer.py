@@ -6,8 +6,10 @@ from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from ptxlab import reference
 from ptxlab.bench import peers, peers_layer
 from ptxlab.bench.layer import shapes
 from ptxlab.bench.timing import Measured
@@ -91,49 +93,31 @@ def test_mixes_with_equal_caches_share_the_choice_of_attention(on_cpu: pytest.Mo
     assert measured == 2 * both and checked == [*both, *both, "FLASH_ATTENTION"]
 
 
-def test_a_prompt_costs_its_gemms_and_causal_attention(on_cpu: pytest.MonkeyPatch) -> None:
-    """Every call is of four prompts; what it gives is held against the same in float64."""
+def test_prompts_are_attended_causally_each_for_itself(on_cpu: pytest.MonkeyPatch) -> None:
+    """Two prompts; their cache has the rotated keys, and the values."""
     import torch
 
-    results: list[Any] = []
-
-    def measure(calls: Sequence[Callable[[], Any]], **_: Any) -> Measured:
-        results.append(calls[0]())
-        return Measured(8.0, 8.0, 8.0, 1900.0)
-
-    on_cpu.setattr(peers_layer, "measure", measure)
-    drawn: list[Any] = []
-    randn = torch.randn
-    on_cpu.setattr(torch, "randn", lambda *size, **how: drawn.append(randn(*size, **how)) or drawn[-1])
-    assert peers_layer.prefills(TINY, ("fp8_row",), LENGTH, lambda _: None) == {"fp8_row": 5 * 8.0 / 4}
-    inputs = [x.double() for x in drawn if x.dtype == torch.float32]
-    for x, weight, found in zip(inputs, matrices(TINY).values(), results, strict=False):
-        right = x @ weight.t()
-        assert float((found.double() - right).square().mean().sqrt() / right.square().mean().sqrt()) < 0.1
-    q, k, v = (x.double() for x in drawn if x.ndim == 4)
-    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    scores = (q @ k.transpose(2, 3) * 128**-0.5).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
-    assert len(inputs) == 4 and q.shape == (4, 4, LENGTH, 128)
-    assert float((results[4].double() - torch.softmax(scores, 3) @ v).abs().max()) < 0.05
+    qkv = torch.randn((2 * LENGTH, TINY.qkv_width), dtype=torch.float16, generator=torch.Generator().manual_seed(0))
+    prompts = peers_layer._Prompts(TINY, 2 * LENGTH, 1, torch.float16, LENGTH)
+    found = prompts.attend(prompts.append(qkv, 0), 0).view(2, LENGTH, 4, 128).float().numpy()
+    tables = reference.rope_tables(np.arange(LENGTH), 128)
+    for heads, got, keys, values in zip(
+        qkv.view(2, LENGTH, 8, 128).float().numpy(), found, *prompts.caches[0], strict=True
+    ):
+        q, k = (reference.rope(x, *tables).astype(np.float16).astype(np.float32) for x in (heads[:, :4], heads[:, 4:6]))
+        right, _ = reference.attention(q, k, heads[:, 6:], scale=128**-0.5)
+        assert np.abs(got - right).max() < 2e-3
+        assert np.abs(keys.transpose(0, 1).float().numpy() - k).max() < 1e-2
+        assert np.array_equal(values.transpose(0, 1).float().numpy(), heads[:, 6:])
 
 
-def test_prompts_of_experts_and_of_what_is_not_there(on_cpu: pytest.MonkeyPatch) -> None:
-    """PyTorch has no grouped GEMM on a CPU: each expert has its share of the rows."""
-    rows: list[tuple[int, list[int]]] = []
-
-    def grouped(name: str, weights: Any) -> Callable[..., Any]:
-        return lambda x, scale, ends: rows.append((len(x), ends.tolist()))
-
-    on_cpu.setattr(peers_layer, "_grouped", grouped)
-    on_cpu.setattr(peers_layer, "measure", lambda calls, **_: calls[0]() or Measured(8.0, 8.0, 8.0, 0.0))
-    on_cpu.setattr(peers_layer, "_product", lambda name, weight: lambda x, scale: None)
-    with pytest.MonkeyPatch.context() as patch:
-        import torch
-
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *_, **__: None)
-        found = peers_layer.prefills(EXPERTS, ("fp16", "humming_g128"), LENGTH, lambda _: None)
-    each = 4 * LENGTH * EXPERTS.chosen_experts
-    assert found == {"fp16": 10.0} and rows == [(each, [each // 4 * i for i in (1, 2, 3, 4)])] * 2
+def test_a_prompt_costs_a_quarter_of_a_layer_of_four(on_cpu: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    timed = peers_layer._timed
+    on_cpu.setattr(peers_layer, "_timed", lambda *of: rows.append(of[2]) or timed(*of))
+    prompts = peers_layer.prefills(TINY, ("fp16", "fp8_row"), LENGTH, lambda _: None)
+    assert prompts == {"fp16": 7.0 / 4, "fp8_row": 7.0 / 4} and rows == [4 * LENGTH] * 2
+    assert peers_layer.prefills(EXPERTS, ("fp16", "humming_g128"), LENGTH, lambda _: None) == {"fp16": 7.0 / 4}
     on_cpu.setattr(peers, "importable", lambda: False)
     assert peers_layer.prefills(TINY, ("fp16",), LENGTH, lambda _: None) == {}
 

@@ -17,7 +17,7 @@ from ptxlab.model.layer import LayerCall
 from ptxlab.model.runner import Rows
 from ptxlab.spec.dtypes import as_stored, floats
 from tests.support.float_prompts import FloatPromptsRunner
-from tests.support.layers import TINY, TINY_MODEL
+from tests.support.layers import TINY
 from tests.support.small_prompts import quantized, relative
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -59,16 +59,6 @@ def test_neighbours_of_one_length_are_attended_together() -> None:
     assert left[:2].tolist() == [5, 6] and left[19] == 10 and left.sum() == 21
     assert by_torch.begun(rows, 6) == [(2, 2, 5), (27, 1, 1)], "a prompt beyond the window is the decode attention's"
     assert by_torch.begun(rows_of((0, 3, 9)), None) == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_keys_are_rotated_as_the_kernel_rotates_queries(dtype: Any) -> None:
-    """Bit for bit: each operation rounded in float32, and once to 16 bits."""
-    x = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 7, 2, 64), np.float32)).to(dtype)
-    cos, sin = TINY_MODEL.rope_tables(7)
-    found = by_torch.rotated(x, *(torch.from_numpy(table)[:, None] for table in (cos, sin)))
-    right = torch.from_numpy(reference.rope(x.float().numpy(), cos, sin)).to(dtype)
-    assert found.dtype == dtype and torch.equal(found, right)
 
 
 @pytest.mark.share(2)

@@ -1,4 +1,4 @@
-"""Prompts attended by PyTorch on a GPU: NumPy's logits, any caller's stream, the same bits again and no graph."""
+"""Prompts attended by PyTorch on a GPU: NumPy's logits, any caller's stream, the same bits again, graphs in between."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,13 +71,19 @@ def working_on(stream: str) -> Iterator[None]:
         yield
 
 
-def test_the_same_bits_on_any_stream_and_no_graph(model: QuantizedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside another stream that keeps taking memory of PyTorch's and giving it back."""
+def test_the_same_bits_on_any_stream(model: QuantizedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside another stream that keeps taking memory of PyTorch's and giving it back. A graph is replayed ahead of each
+    layer's attention, and behind the last."""
     prompts, runner = some_prompts(EQUAL), by_torch(model, 4, chunk=180)
     parts = [{0: prompts[0], 1: prompts[1]}, {2: prompts[2], 3: prompts[3]}]
     right = [gpu.to_host(runner.extend(part)) for part in parts]
-    replays: list[Any] = []
-    monkeypatch.setattr(gpu.Graph, "replay", lambda *of: replays.append(of))
+    replays, replay = [0], gpu.Graph.replay
+
+    def counted(graph: gpu.Graph, stream: Any = None) -> None:
+        replays[0] += 1
+        replay(graph, stream)
+
+    monkeypatch.setattr(gpu.Graph, "replay", counted)
     other = torch.cuda.Stream()
     for stream in ("default", "cupy", "torch") * 3:
         with working_on(stream):
@@ -90,7 +96,7 @@ def test_the_same_bits_on_any_stream_and_no_graph(model: QuantizedModel, monkeyp
                 with gpu.caller_stream():  # CuPy's own work, the head's product, follows PyTorch's stream only so
                     found = gpu.to_host(runner.extend(part))
                 assert np.array_equal(found.view(np.uint16), known.view(np.uint16)), stream
-    assert not replays
+    assert replays == [18 * (SMALL.layers + 1)]
 
 
 def test_a_server_gives_its_memory_back(model: QuantizedModel) -> None:

@@ -55,7 +55,7 @@ def test_the_sizes_of_a_spec_are_the_names_in_its_expressions() -> None:
     wanted = {
         "reorder": (atom,),
         "append": ({"T", "H", "D", "pages", "size", "bits", "channel", "R"},),
-        "rope": ({"T", "H", "D", "pages", "size", "bits", "channel", "R", "ratio"},),
+        "rope": ({"T", "H", "D", "pages", "size", "bits", "channel", "R", "ratio", "kept"},),
         "dequant": ({"R", "K", "g"}, {"R", "K"}),
         "load": ({"T"}, {"P", "B"}),
         "quantize": ({"M", "K", "rows", "span"},),

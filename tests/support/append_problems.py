@@ -83,10 +83,14 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class FusedProblem:
-    """A call of `rope_append_kv4`: queries [T, Hq, D] beside a problem's keys and values, with a rotation."""
+    """A call of `rope_append_kv4`: queries [T, Hq, D] beside a problem's keys and values, with a rotation.
+
+    With `kept` the rotated keys are wanted, too; they are looked at as heads behind those of q.
+    """
 
     q: np.ndarray
     of: Problem
+    kept: bool = True
 
     @property
     def qkv(self) -> np.ndarray:
@@ -95,38 +99,42 @@ class FusedProblem:
 
     @property
     def wanted(self) -> np.ndarray:
-        """The queries rotated, bfloat16 as its bits; what is outside the tables by their last row."""
+        """All that is rotated, bfloat16 as its bits; what is outside the tables by their last row."""
         cos, sin, *positions = self.of.rope or ()
         at = table_rows(positions[0] if positions else np.arange(len(self.q)), len(cos))
-        rotated: np.ndarray = bits(reference.rope(self.q.astype(np.float32), cos[at], sin[at]).astype(self.q.dtype))
+        x = np.concatenate([self.q, self.of.k], axis=1) if self.kept else self.q
+        rotated: np.ndarray = bits(reference.rope(x.astype(np.float32), cos[at], sin[at]).astype(x.dtype))
         return rotated
 
     def check(self, backend: str) -> None:
-        """By the public call: q, and the pool as `append_kv4` leaves it."""
-        cache = replace(self.of.cache, pool=self.of.cache.pool.copy())
-        q = ptxlab.rope_append_kv4(bits(self.qkv), cache, self.of.slots, rope=self.of.rope or (), backend=backend)
-        assert np.array_equal(q, self.wanted) and np.array_equal(cache.pool, self.of.wanted)
+        """By the public call: q, keys, and the pool as `append_kv4` leaves it."""
+        cache, keys = replace(self.of.cache, pool=self.of.cache.pool.copy()), bits(np.empty_like(self.of.k))
+        how: dict[str, Any] = {"rope": self.of.rope or (), "backend": backend, "keys": keys if self.kept else None}
+        q = ptxlab.rope_append_kv4(bits(self.qkv), cache, self.of.slots, **how)
+        found = np.concatenate([q, keys], axis=1) if self.kept else q
+        assert np.array_equal(found, self.wanted) and np.array_equal(cache.pool, self.of.wanted)
 
     def run(self, source: Any = None, rows: int = 0) -> tuple[np.ndarray, np.ndarray, Outcome]:
-        """q, the pool and what the emulator says, as `Problem.run`."""
+        """What is rotated, the pool and what the emulator says, as `Problem.run`."""
         cache, inputs = self.of.cache, self.of.inputs
         inputs = {name: array for name, array in inputs.items() if name not in ("k", "v")} | {"qkv": bits(self.qkv)}
-        sizes = {**self.of.sizes, "ratio": self.q.shape[1] // cache.num_kv_heads}
+        sizes = {**self.of.sizes, "ratio": self.q.shape[1] // cache.num_kv_heads, "kept": int(self.kept)}
         config = ROPE_APPEND.config_for(sizes) | {"BF16": DTYPES.index(self.q.dtype)}
         config |= {"INDEX": int(self.of.slots.dtype == np.int64)} | ({"ROWS": rows} if rows else {})
         source, pool = source or kernels.find(ROPE_APPEND.name)[1][0], cache.pool.copy()
-        q = np.full(self.q.shape, 0xA5A5, np.uint16).view(np.uint16 if self.q.dtype == DTYPES[1] else np.float16)
+        stored = np.uint16 if self.q.dtype == DTYPES[1] else np.float16
+        q, keys = (np.full(x.shape, 0xA5A5, np.uint16).view(stored) for x in (self.q, self.of.k))
         outcome = run_spec(
             ROPE_APPEND,
             source,
             inputs,
             sizes=sizes,
-            out={"pool": pool, "q": q},
+            out={"pool": pool, "q": q} | ({"keys": keys} if self.kept else {}),
             config=config,
             backend="emulator",
             checks=("race", "init", "lanes"),
         )
-        return q, pool, outcome
+        return np.concatenate([q, keys], axis=1) if self.kept else q, pool, outcome
 
 
 def bits(x: np.ndarray) -> np.ndarray:

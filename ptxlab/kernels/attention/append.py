@@ -1,6 +1,7 @@
 """New keys and values into the pages of a KV cache, in one launch (QServe §4.2, §5.3).
 
-`append_kv4` takes keys and values, `rope_append_kv4` what the QKV projection leaves: it rotates the queries as well.
+`append_kv4` takes keys and values, `rope_append_kv4` what the QKV projection leaves: it rotates the queries as well,
+and keeps rotated keys that are wanted.
 """
 
 from dataclasses import replace
@@ -71,13 +72,13 @@ def _geometry(s: Sizes) -> tuple[int, int, int]:
     return -(-s["T"] // rows), -(-s["H"] * lanes // threads), threads
 
 
-def _example_fused(rng: np.random.Generator, *, ratio: int, **sizes: int) -> Arrays:
+def _example_fused(rng: np.random.Generator, *, ratio: int, kept: int, **sizes: int) -> Arrays:
     """Tokens as above, and their queries."""
     logical = _example(rng, **sizes)
     k, v = logical.pop("k"), logical.pop("v")
     q = rng.standard_normal((len(k), ratio * k.shape[1], k.shape[2]), dtype=np.float32)
     qkv = np.concatenate([q, k, v], axis=1).reshape(len(k), -1)
-    return {"qkv": qkv, "heads": k.shape[1], **logical}
+    return {"qkv": qkv, "heads": k.shape[1], "kept": kept, **logical}
 
 
 def _example(
@@ -163,17 +164,19 @@ def rope_appended(
     cos: np.ndarray,
     sin: np.ndarray,
     positions: np.ndarray,
+    kept: int = 0,
     BF16: int = 0,
     **more: Any,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The reference: q, rotated and rounded once, and the pool as `appended` has it, of qkv f32 [T, (Hq + 2 H)·D]."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The reference, of qkv f32 [T, (Hq + 2 H)·D]: q, rotated and rounded once, the keys likewise or nothing, and the
+    pool as `appended` has it."""
     (T, R), D = (len(qkv), len(cos)), 2 * cos.shape[1]
     split = qkv.reshape(T, -1, D)
     q, k, v = split[:, : -2 * heads], split[:, -2 * heads : -heads], split[:, -heads:]
     at = table_rows(positions, R)
-    rotated = reference.rope(as_stored(q, DTYPES[BF16]), cos[at], sin[at])
     pool = appended(k, v, slots, page_size, pages, scheme, cos, sin, positions, BF16=BF16, **more)
-    return stored(rotated, DTYPES[BF16]), pool
+    q, k = (stored(reference.rope(as_stored(x, DTYPES[BF16]), cos[at], sin[at]), DTYPES[BF16]) for x in (q, k))
+    return q, k[: kept * T], pool
 
 
 def table_rows(positions: np.ndarray, rows: int) -> np.ndarray:
@@ -245,19 +248,20 @@ ROPE_APPEND = replace(
     args=(
         Arg("qkv", ByVariant("BF16", DTYPES), ("T", "(ratio + 2)*H*D")),
         Arg("q", ByVariant("BF16", DTYPES), ("T", "ratio*H", "D"), "out"),
+        Arg("keys", ByVariant("BF16", DTYPES), ("kept*T", "H", "D"), "out"),
         *_after_values(tables_optional=False),
     ),
     launch=_launch_fused,
-    choose=_choose,
-    rules=(*_CACHE_RULES, "1 <= R < 2**31", "1 <= ratio <= 4096"),
+    choose=lambda s: {**_choose(s), "KEYS": s["kept"]},
+    rules=(*_CACHE_RULES, "1 <= R < 2**31", "1 <= ratio <= 4096", "kept in (0, 1)"),
     example=_example_fused,
     reference=rope_appended,
     example_sizes=sizes_rows(
-        "T H ratio D pages size bits channel R",
-        (65, 2, 1, 128, 1, 64, 4, 0, 90),
-        (35, 3, 2, 256, 2, 16, 8, 0, 5),
-        (36, 2, 3, 64, 2, 16, 4, 1, 40),
-        (33, 1, 2, 128, 1, 32, 8, 1, 7),
+        "T H ratio D pages size bits channel R kept",
+        (65, 2, 1, 128, 1, 64, 4, 0, 90, 1),
+        (35, 3, 2, 256, 2, 16, 8, 0, 5, 0),
+        (36, 2, 3, 64, 2, 16, 4, 1, 40, 1),
+        (33, 1, 2, 128, 1, 32, 8, 1, 7, 0),
     ),
     after_wait=("qkv",),
 )

@@ -70,6 +70,7 @@ def rope_append_kv4(
     *,
     rope: tuple[Any, ...],
     out: Any = None,
+    keys: Any = None,
     check: bool = False,
     backend: str | None = None,
     programmatic: bool = False,
@@ -87,6 +88,8 @@ def rope_append_kv4(
         rope: as in `append_kv4`: (cos, sin), or (cos, sin, positions); `reference.rope_tables` makes tables. On the
             GPU a position outside of them, which only padding may have, reads their last row.
         out: [T, Hq, D] like qkv, to write q into, in other memory.
+        keys: [T, Hkv, D] like qkv, for the rotated keys, rounded once as q is (an attention that reads no cache takes
+            them), in other memory; or None.
         check: as in `append_kv4`.
         backend: as in `append_kv4`.
         programmatic: the call may begin before the kernel before it on the stream has ended. It reads slots, tables,
@@ -103,7 +106,7 @@ def rope_append_kv4(
     if rope is None:
         raise ArgumentError(f"{ROPE_APPEND.name}: rope", "must be (cos, sin) or (cos, sin, positions)", "None")
     _check_options(ROPE_APPEND, cache, rope)
-    arrays = {"qkv": qkv, **_shared(cache, slots, rope), "q": out}
+    arrays = {"qkv": qkv, **_shared(cache, slots, rope), "q": out} | ({} if keys is None else {"keys": keys})
     how = _How(backend, programmatic, check)
     made = _ROPE_APPEND(_key(cache, how), arrays, lambda: _checked_rows(arrays, cache, how))
     return made["q"] if out is None else out
@@ -203,7 +206,7 @@ def _checked_rows(given: dict[str, Any], cache: KVCache, how: _How) -> _AppendCa
         rule = f"must be [T, (Hq + {2 * cache.num_kv_heads})·{cache.head_dim}] for this cache, "
         rule += f"Hq a multiple of {cache.num_kv_heads}"
         raise ArgumentError(f"{ROPE_APPEND.name}: qkv", rule, f"shape {list(shape)}")
-    sizes = {"T": shape[0], "ratio": shape[1] // heads - 2}
+    sizes = {"T": shape[0], "ratio": shape[1] // heads - 2, "kept": int("keys" in given)}
     return _checked(ROPE_APPEND, given, "qkv", cache, sizes, how)
 
 
@@ -248,12 +251,15 @@ def _look(call: _AppendCall, prepared: Prepared, used: DeviceMemory | None) -> N
     check_places(call.name, call.cache, slots, positions, rows=call.sizes["R"])
 
 
+_WRITTEN = ("pool", "q", "keys")
+
+
 def _on_host(call: _AppendCall) -> Results:
     """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
     arrays = {}
     for operand in call.operands:
         if operand.array is not None:
-            arrays[operand.name] = require_on_host(*operand[1:5], written=operand.name in ("pool", "q"))
+            arrays[operand.name] = require_on_host(*operand[1:5], written=operand.name in _WRITTEN)
     results = [operand for operand in call.operands if operand.array is None]
     if call.is_empty:
         made = {each.name: np.empty(each.shape, storage(each.dtype)) for each in results}
@@ -261,7 +267,7 @@ def _on_host(call: _AppendCall) -> Results:
         call.spec.check_sizes(call.sizes)
         check_places(call.name, call.cache, arrays["slots"], arrays.get("positions"), rows=call.sizes["R"])
         _check_tokens(call, arrays)
-        out: dict[str, Any] = {name: arrays.pop(name) for name in ("pool", "q") if name in arrays}
+        out: dict[str, Any] = {name: arrays.pop(name) for name in _WRITTEN if name in arrays}
         source = of_kernel(call.name)[0]
         how: dict[str, Any] = {"backend": call.backend, "config": call.config, "programmatic": call.programmatic}
         made = run_spec(call.spec, source, arrays, sizes=call.sizes, out=out, **how).outputs
@@ -312,4 +318,4 @@ def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
 
 
 _APPEND = Operation(APPEND.name, _prepare, _on_host, _look)
-_ROPE_APPEND = Operation(ROPE_APPEND.name, _prepare, _on_host, _look, apart={"qkv": "qkv", "q": "out"})
+_ROPE_APPEND = Operation(ROPE_APPEND.name, _prepare, _on_host, _look, apart={"qkv": "qkv", "q": "out", "keys": "keys"})

@@ -1,4 +1,5 @@
-"""`rope_append_kv4`: every bit of q as the reference rotates it, every byte of the pool as `append_kv4` leaves it."""
+"""`rope_append_kv4`: every bit of q and of keys as the reference rotates them, every byte of the pool as `append_kv4`
+leaves it."""
 
 from dataclasses import replace
 from typing import Any
@@ -40,6 +41,7 @@ def fused(
     dtype: np.dtype = DTYPES[0],
     index: Any = np.int32,
     positions: bool = True,
+    kept: bool = True,
 ) -> FusedProblem:
     """Every fourth token is padding, with a position far outside the tables."""
     q = (RNG.standard_normal((tokens, ratio * heads, D)) * 3).astype(dtype)
@@ -48,7 +50,7 @@ def fused(
     if positions:
         wild = RNG.choice([-1, -(2**31), 50, 2**31 - 1], tokens)
         rope[2][problem.slots < 0] = wild[problem.slots < 0]
-    return FusedProblem(q, problem)
+    return FusedProblem(q, problem, kept)
 
 
 @st.composite
@@ -63,6 +65,7 @@ def problems(draw: st.DrawFn, tokens: int, heads: int) -> FusedProblem:
         dtype=draw(st.sampled_from(DTYPES)),
         index=draw(st.sampled_from((np.int32, np.int64))),
         positions=draw(st.booleans()),
+        kept=draw(st.booleans()),
     )
 
 
@@ -105,6 +108,8 @@ CHANGES = {
     "positions beyond the last": ("positions && t < tokens ?", "positions ?"),
     "positions of padding": ("min(size_t(position), size_t(turns - 1))", "position"),
     "halves exchanged": ("to[0] = y.halves[0], to[LANES]", "to[LANES] = y.halves[0], to[0]"),
+    "keys where as many queries would be": ("(is_q ? ratio : 1) * heads", "ratio * heads"),
+    "keys of a cache alone": ("KEYS && !is_v", "KEYS && part == 0"),
     "heads beyond the last": ("at < 0 || head + i / TOKENS >= heads", "at < 0"),
     "no wait for the kernel before": ("    wait_for_predecessors();", ""),
     "qkv is read ahead of the wait": (
@@ -142,7 +147,7 @@ def is_killed(problem: FusedProblem, source: Any) -> bool:
     return bool(outcome.findings) or not right
 
 
-PROBLEM = fused(6, 2, 3, 64)
+PROBLEM = fused(6, 2, 3, 64, kept=False)
 QKV, ROPE = PROBLEM.qkv, PROBLEM.of.rope
 
 
@@ -203,7 +208,7 @@ def test_another_gpu_is_told_what_the_kernel_runs_on(fake: FakeGpu) -> None:
 
 def test_torch_on_the_cpu() -> None:
     torch = pytest.importorskip("torch")
-    problem = fused(5, 2, 2, 64, dtype=DTYPES[1])
+    problem = fused(5, 2, 2, 64, dtype=DTYPES[1], kept=False)
     qkv = torch.from_numpy(problem.qkv.view(np.int16)).view(torch.bfloat16)
     pool = problem.of.cache.pool.copy()
     q = ptxlab.rope_append_kv4(
@@ -239,6 +244,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope": (*ROPE[:2], None)}, r"rope positions: must be an array \(got None\)"),
     ({"out": np.zeros((6, 5, 64), np.float16)}, r"out: shape \[6, 6, 64\] \(got \[6, 5, 64\]\)"),
     ({"out": np.zeros((6, 6, 64), np.float32)}, r"out: dtype float16 \(got float32\)"),
+    ({"keys": np.zeros((6, 3, 64), np.float16)}, r"keys: shape \[6, 2, 64\] \(got \[6, 3, 64\]\)"),
+    (
+        {"keys": QKV.reshape(-1)[: 6 * 128].reshape(6, 2, 64)},
+        r"keys: must not share memory with qkv \(got some of it\)",
+    ),
     ({"check": 1}, r"check: must be True or False \(got 1\)"),
     ({"programmatic": 0}, r"programmatic: must be True or False \(got 0\)"),
 ]
@@ -262,11 +272,12 @@ def test_a_graph_is_replayed_on_other_rows(cupy: Any, programmatic: bool) -> Non
     cache = replace(problem.of.cache, **{n: cupy.asarray(getattr(problem.of.cache, n)) for n in
                                          ("pool", "block_table", "lengths")})  # fmt: skip
     source, qkv, slots = map(cupy.asarray, (problem.qkv, problem.qkv, problem.of.slots))
-    rope, out = tuple(map(cupy.asarray, problem.of.rope)), cupy.empty(problem.q.shape, cupy.float16)
+    rope = tuple(map(cupy.asarray, problem.of.rope))
+    out, keys = (cupy.empty(x.shape, cupy.float16) for x in (problem.q, problem.of.k))
 
     def layer() -> None:
         cupy.multiply(source, 1, out=qkv)
-        ptxlab.rope_append_kv4(qkv, cache, slots, rope=rope, out=out, programmatic=programmatic)
+        ptxlab.rope_append_kv4(qkv, cache, slots, rope=rope, out=out, keys=keys, programmatic=programmatic)
 
     layer()
     graph = gpu.capture([layer])
@@ -277,4 +288,5 @@ def test_a_graph_is_replayed_on_other_rows(cupy: Any, programmatic: bool) -> Non
         cupy.cuda.Device().synchronize()
         graph.replay()
         graph.synchronize()
-        assert np.array_equal(out.get(), new.wanted) and np.array_equal(cache.pool.get(), new.of.wanted)
+        found = np.concatenate([out.get(), keys.get()], axis=1)
+        assert np.array_equal(found, new.wanted) and np.array_equal(cache.pool.get(), new.of.wanted)
