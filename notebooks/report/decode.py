@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ptxlab import bench
+from ptxlab.bench.layer.shapes import TOPS
 from ptxlab.bench.models import (
     BESIDE,
     BUDGETS,
@@ -42,6 +43,7 @@ LIQUIDSERVE = {
 }
 FRONT = ("LLaMA-2-7B", "LLaMA-2-70B", "LLaMA-3-8B", "Mixtral-8x7B")  # models of the README
 _KINDS = {kind: start for kind, start in KINDS.items() if kind != "humming per channel"}
+TOPS_MHZ = TOPS * 1e6 / (132 * 8192)  # the clock of TOPS: INT8 operations of an H200's SMs in a cycle
 OURS = "ptxlab"
 _PARTS = {"gemm": BLUE, "attention": ORANGE, "others": RED, "head": GREY}
 _LINES = {OURS: BLUE, "FP8": ORANGE, "humming g128": RED, "FP16": GREY}
@@ -182,32 +184,49 @@ def front_table(records: list[Record]) -> str:
 
 
 def limits_table(records: list[Record]) -> str:
-    """Clock, power, small kernels and gaps of steady steps, at the smallest batch, a middle one and the largest."""
+    """What holds steady steps back, at the smallest batch, a middle one and the largest: power, and with it the clock,
+    small kernels and gaps."""
     rows = points(records, MEASURE)
     if rows.empty:
         return MISSING
     rows = rows[rows.B.isin({rows.B.min(), 64, rows.B.max()})]
     parts = {name: rows[f"{name}_us"] / 1e3 for name in ("others", "gaps")}
-    rows = rows.assign(**parts, share=(rows.others_us + rows.gaps_us) / rows.time_us)
+    share, at_clock = (rows.others_us + rows.gaps_us) / rows.time_us, rows.apply(_floor_at_clock, axis=1) / rows.time_us
+    rows = rows.assign(**parts, share=share, at_clock=at_clock)
     columns = {
-        "model": "{}",
-        "B": "{:d}",
-        "sm_mhz": "{:,.0f}",
-        "power_w": "{:.0f}",
-        "others": "{:.2f}",
-        "gaps": "{:.2f}",
+        "model": ("model", "{}"),
+        "B": ("batch", "{:d}"),
+        "power_w": ("power, W", "{:.0f}"),
+        "sm_mhz": ("clock, MHz", "{:,.0f}"),
+        "fraction": ("of the floor", "{:.2f}"),
+        "at_clock": ("of the floor at that clock", "{:.2f}"),
+        "others": ("small kernels, ms", "{:.2f}"),
+        "gaps": ("gaps, ms", "{:.2f}"),
+        "share": ("both, of the step", "{:.0%}"),
     }
-    columns |= {"share": "{:.0%}"}
-    names = {"B": "batch", "sm_mhz": "clock, MHz", "power_w": "power, W", "others": "small kernels, ms"}
-    table = rows.reindex(columns=[*columns]).rename(columns={**names, "gaps": "gaps, ms", "share": "both, of the step"})
-    return f"{markdown(table, dict(zip(table, columns.values(), strict=True)))}\n{_origin(records)}\n"
+    table = rows.reindex(columns=[*columns]).rename(columns={name: said for name, (said, _) in columns.items()})
+    return f"{markdown(table, dict([*columns.values()]))}\n{_origin(records)}\n"
+
+
+def _floor_at_clock(row: pd.Series) -> float:
+    """A step's floor in microseconds where products take as long as the tensor cores need for them at its clock."""
+    config = next(config for config in MODELS if config.name == row.model)
+    at_clock, floor = TOPS * min(1, row.sm_mhz / TOPS_MHZ), float(row.floor_us)
+    for matrix, (N, K) in config.matrices.items():
+        rows = row.B * (config.chosen_experts if config.experts and matrix in ("gate_up", "down") else 1)
+        known = row.get(f"floor gemm {matrix}", math.nan)
+        floor += max(0, config.layers * 2 * rows * N * K / at_clock / 1e6 - known)
+    return floor
 
 
 def _origin(records: list[Record]) -> str:
-    """When, on what, and the commit of each record, which is of one model unless it is of all."""
+    """When, on what, and the models of each commit; a record is of one model unless it is of all."""
     dates = ", ".join(sorted({record.date[:10] for record in records}))
     cards = ", ".join(sorted({record.device["name"] for record in records}))
-    said = ", ".join(f"{record.suite.rpartition('/')[2]} at commit {record.revision}" for record in records)
+    of_commit: dict[str, list[str]] = {}
+    for record in records:
+        of_commit.setdefault(record.revision, []).append(record.suite.rpartition("/")[2])
+    said = "; ".join(f"{', '.join(models)} at commit {commit}" for commit, models in of_commit.items())
     return f"Measured by `ptxlab bench decode` on {dates}, each model alone on one GPU ({cards}): {said}."
 
 
@@ -249,13 +268,16 @@ def _lines(axes: Axes, records: list[Record], model: str) -> None:
     within, beyond = rates(records, model, small), rates(records, model, large)
     for kind, colour in _LINES.items():
         first, every = within.get(kind, {}), beyond.get(kind, {})
+        if not every:
+            continue
         then = {B: rate for B, rate in every.items() if max(first, default=0) <= B}
         axes.plot([*first], [*first.values()], "o-", color=colour, markersize=4, label=kind, zorder=3)
         axes.plot([*then], [*then.values()], "o--", color=colour, markersize=4, markerfacecolor="white")
         if first:
             at = max(first, key=first.__getitem__)
-            where: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "fontsize": 8, "color": colour}
-            axes.annotate(f"{first[at]:,.0f}", (at, first[at]), (-3, 4), **where)
+            place, side = ((-3, 4), "right") if kind in (OURS, "FP8") else ((4, -12), "center")
+            where: dict[str, Any] = {"textcoords": "offset points", "ha": side, "fontsize": 8, "color": colour}
+            axes.annotate(f"{first[at]:,.0f}", (at, first[at]), place, **where)
     axes.plot([], [], "-", color=PALE, label=f"fits {small} GB")
     axes.plot([], [], "--", color=PALE, label=f"fits {large} GB")
     axes.set_xscale("log", base=2)

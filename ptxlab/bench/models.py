@@ -467,7 +467,10 @@ def _release_all(runner: KernelRunner) -> None:
 def generate_row(
     config: Config, B: int, gigabytes: int, run: Generated, composed: Mapping[str, tuple[float, int]]
 ) -> Row:
-    """QServe's rule under a budget, beside the mixes at their best batch: microseconds and batch by name."""
+    """QServe's rule under a budget, beside the mixes at their best batch: microseconds and batch by name.
+
+    As peers they have the time in which they serve as many sequences as ours, some after others if need be.
+    """
     us = run.prefill_us + run.decode_us
     more = {"prefill_us": run.prefill_us, "decode_us": run.decode_us}
     more[BY_TORCH] = float(run.prompt_attention == "torch")
@@ -482,7 +485,7 @@ def generate_row(
         rate=B * MADE / us * 1e6,
         sm_mhz=run.sm_mhz,
         checked="lengths of all sequences; steps are checked where they are timed",
-        peers={name: us for name, (us, _) in composed.items()},
+        peers={name: us * B / batch for name, (us, batch) in composed.items()},
         more=more,
         face=FACE,
     )

@@ -75,6 +75,7 @@ def test_a_whole_model_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch
     assert found.rate == pytest.approx(4e6 / found.time_us) and found.sizes["L"] == 80
     assert found.more["prefill_us"] + found.more["decode_us"] == pytest.approx(found.time_us)
     assert found.more["fp8_row/sdpa tokens_per_second"] == pytest.approx(3 * 2 / 100e-6)
+    assert found.peers == {"fp8_row/sdpa": pytest.approx(100.0 * 2 / 3)}, "its batch is 3, ours 2"
     assert found.more[models.BY_TORCH] == 0.0
     assert row.key == models.row_key(TINY, models.MEASURE, 2, 4)
 
@@ -264,7 +265,8 @@ def test_a_model_goes_on_at_any_row_and_measures_none_twice(monkeypatch: pytest.
     at = {row.sizes["B"]: [*row.peers] for row in whole if row.kernel == "mixes" and row.measure == models.BESIDE}
     assert at.pop(1) == at.pop(64) == ["fp16/sdpa", "fp8_row/sdpa"]
     assert at == {80: ["fp16/sdpa"], 156: ["fp16/sdpa"], 88: ["fp8_row/sdpa"], 164: ["fp8_row/sdpa"]}
-    assert whole[-1].peers["fp16/sdpa"] == 156 * 32 * 5.0 + 512 * (32 * 2.0 * 156 + 1.0)
+    of_156 = 156 * 32 * 5.0 + 512 * (32 * 2.0 * 156 + 1.0)
+    assert whole[-1].peers["fp16/sdpa"] == pytest.approx(of_156 * 64 / 156)
     for done in range(len(whole) + 1):
         assert counted.rows(whole[:done]) == whole
         for row in whole[:done]:

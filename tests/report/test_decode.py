@@ -90,9 +90,23 @@ def test_what_limits_a_step_is_said_at_three_batches() -> None:
     assert [line.split(" | ")[1] for line in found] == ["1", "64", "256"]
     (row,) = decode.points(WHOLE, "decode").query("model == 'LLaMA-2-7B' and B == 64").to_dict("records")
     share = (row["others_us"] + row["gaps_us"]) / row["time_us"]
-    cells = f"{row['sm_mhz']:,.0f} | {row['power_w']:.0f} | {row['others_us'] / 1e3:.2f} | {row['gaps_us'] / 1e3:.2f}"
-    assert found[1] == f"| LLaMA-2-7B | 64 | {cells} | {share:.0%} |"
+    cells = f"{row['power_w']:.0f} | {row['sm_mhz']:,.0f} | {row['fraction']:.2f} | {row['fraction']:.2f}"
+    parts = f"{row['others_us'] / 1e3:.2f} | {row['gaps_us'] / 1e3:.2f}"
+    assert found[1] == f"| LLaMA-2-7B | 64 | {cells} | {parts} | {share:.0%} |"
     assert decode.limits_table([]) == MISSING
+
+
+def test_the_floor_at_a_lower_clock_is_higher_by_products_alone() -> None:
+    """At half the clock of TOPS products take twice as long, or as long as their bytes; the rest takes what it took."""
+    slow = replace(WHOLE[0], rows=tuple(replace(row, sm_mhz=decode.TOPS_MHZ / 2) for row in WHOLE[0].rows))
+    (config,) = (config for config in models.MODELS if config.name == "LLaMA-2-70B")
+    for records, factor in ((WHOLE, 1), ([slow], 2)):
+        for _, row in decode.points(records, "decode").query("model == 'LLaMA-2-70B'").iterrows():
+            right = row["floor attention"] + row["floor head"]
+            for work in decode_record._works(config, row.B):
+                if work.name.startswith("gemm "):
+                    right += max(work.nbytes / 4.5e6, factor * work.operations / 1920e6)
+            assert decode._floor_at_clock(row) == pytest.approx(right)
 
 
 def target(start: str, records: list[Record]) -> Target:

@@ -50,10 +50,11 @@ def _rows(config: Config) -> list[Row]:
 
 
 def _works(config: Config, B: int) -> list[Work]:
-    weights = sum(N * K for N, K in config.matrices.values()) // 2 * config.layers
+    weights = {f"gemm {matrix}": N * K // 2 * config.layers for matrix, (N, K) in config.matrices.items()}
     cache = B * 1280 * config.layers * config.kv_heads * 136
     head = 2 * config.vocabulary * config.hidden
-    return [Work("gemm", weights, 4 * B * weights), Work("attention", cache, 0), Work("head", head, B * head)]
+    gemms = [Work(name, nbytes, 4 * B * nbytes) for name, nbytes in weights.items()]
+    return [*gemms, Work("attention", cache, 0), Work("head", head, B * head)]
 
 
 def _floor(config: Config, B: int) -> float:
@@ -63,7 +64,8 @@ def _floor(config: Config, B: int) -> float:
 def _step(config: Config, B: int, us: float, peers: dict[str, float]) -> Row:
     works = _works(config, B)
     parts = {work.name: work.us(_CEILINGS) / FRACTION / config.layers for work in works}
-    apart = Alone({**parts, "norm": 1.0}, {"gemm": "gemm", "attention": "attention", "head": "", "norm": "others"})
+    kinds = {name: "gemm" for name in parts if name.startswith("gemm ")}
+    apart = Alone({**parts, "norm": 1.0}, {**kinds, "attention": "attention", "head": "", "norm": "others"})
     head = parts["head"] * config.layers
     return models.row_at(
         config, B, Measured(us, us, us, 1900.0), works, apart, head, _CEILINGS, "made up", peers, {"power_w": 600.0}
