@@ -105,7 +105,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
                                          "kernel": None, "backend": "emulator", "workspace": None}),
     "append": (ptxlab.append_kv4, {"k": None, "v": None, "cache": CACHE, "slots": None, "rope": None}),
     "rope append": (ptxlab.rope_append_kv4, {"qkv": None, "cache": CACHE, "slots": None, "rope": None, "out": None,
-                                             "check": False, "backend": "emulator"}),
+                                             "keys": None, "check": False, "backend": "emulator"}),
     "norm": (ptxlab.rmsnorm_quantize, {"x": HALVES, "gamma": HALVES[0], "residual": None, "eps": 1e-5, "normed": None,
                                        "layout": "row_major", "rows": None, "out": None, "backend": "emulator",
                                        "programmatic": False}),

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ptxlab import bench
-from ptxlab.bench.layer.shapes import TOPS
+from ptxlab.bench.layer.shapes import TOPS, rows_of
 from ptxlab.bench.models import (
     BESIDE,
     BUDGETS,
@@ -43,7 +43,7 @@ LIQUIDSERVE = {
 }
 FRONT = ("LLaMA-2-7B", "LLaMA-2-70B", "LLaMA-3-8B", "Mixtral-8x7B")  # models of the README
 _KINDS = {kind: start for kind, start in KINDS.items() if kind != "humming per channel"}
-TOPS_MHZ = TOPS * 1e6 / (132 * 8192)  # the clock of TOPS: INT8 operations of an H200's SMs in a cycle
+TOPS_MHZ = TOPS * 1e6 / (132 * 8192)  # the clock at which 132 SMs of 8,192 INT8 operations a cycle make TOPS
 OURS = "ptxlab"
 _PARTS = {"gemm": BLUE, "attention": ORANGE, "others": RED, "head": GREY}
 _LINES = {OURS: BLUE, "FP8": ORANGE, "humming g128": RED, "FP16": GREY}
@@ -189,7 +189,8 @@ def limits_table(records: list[Record]) -> str:
     rows = points(records, MEASURE)
     if rows.empty:
         return MISSING
-    rows = rows[rows.B.isin({rows.B.min(), 64, rows.B.max()})]
+    largest = rows.groupby("model").B.transform("max")
+    rows = rows[rows.B.isin({rows.B.min(), 64}) | (largest == rows.B)]
     parts = {name: rows[f"{name}_us"] / 1e3 for name in ("others", "gaps")}
     share, at_clock = (rows.others_us + rows.gaps_us) / rows.time_us, rows.apply(_floor_at_clock, axis=1) / rows.time_us
     rows = rows.assign(**parts, share=share, at_clock=at_clock)
@@ -205,7 +206,7 @@ def limits_table(records: list[Record]) -> str:
         "share": ("both, of the step", "{:.0%}"),
     }
     table = rows.reindex(columns=[*columns]).rename(columns={name: said for name, (said, _) in columns.items()})
-    return f"{markdown(table, dict([*columns.values()]))}\n{_origin(records)}\n"
+    return f"{markdown(table, dict(columns.values()))}\n{_origin(records)}\n"
 
 
 def _floor_at_clock(row: pd.Series) -> float:
@@ -213,9 +214,8 @@ def _floor_at_clock(row: pd.Series) -> float:
     config = next(config for config in MODELS if config.name == row.model)
     at_clock, floor = TOPS * min(1, row.sm_mhz / TOPS_MHZ), float(row.floor_us)
     for matrix, (N, K) in config.matrices.items():
-        rows = row.B * (config.chosen_experts if config.experts and matrix in ("gate_up", "down") else 1)
-        known = row.get(f"floor gemm {matrix}", math.nan)
-        floor += max(0, config.layers * 2 * rows * N * K / at_clock / 1e6 - known)
+        products = config.layers * 2 * rows_of(config, matrix, row.B) * N * K
+        floor += max(0, products / at_clock / 1e6 - row[f"floor gemm {matrix}"])
     return floor
 
 
@@ -275,6 +275,7 @@ def _lines(axes: Axes, records: list[Record], model: str) -> None:
         axes.plot([*then], [*then.values()], "o--", color=colour, markersize=4, markerfacecolor="white")
         if first:
             at = max(first, key=first.__getitem__)
+            # The lines below have their numbers below: above there are others.
             place, side = ((-3, 4), "right") if kind in (OURS, "FP8") else ((4, -12), "center")
             where: dict[str, Any] = {"textcoords": "offset points", "ha": side, "fontsize": 8, "color": colour}
             axes.annotate(f"{first[at]:,.0f}", (at, first[at]), place, **where)

@@ -548,13 +548,7 @@ def mix_rows(
     measured = peers_layer.mixes(config, ours_too, wanted.mixes, progress, length=MEAN, further=further)
     for B, times in measured:
         if times:
-            more = {f"{name} gemm_us": config.layers * mix.gemms for name, mix in times.items()}
-            more |= {
-                f"{name} attention_us": config.layers * (mix.layer - mix.without_attention)
-                for name, mix in times.items()
-            }
-            us = {name: config.layers * mix.layer for name, mix in times.items()}
-            yield beside_row(config, MIX, B, min(us.values()), us, more)
+            yield mix_row(config, B, times)
 
 
 def prompt_rows(
@@ -563,10 +557,17 @@ def prompt_rows(
     """A prompt of `PROMPT` tokens in every mix: all layers, with causal attention."""
     there = known.get(row_key(config, PROMPTS, 1, PROMPT, MIX))
     if there is None and wanted.mixes and plan.budgets:
-        of_layer = peers_layer.prefills(config, wanted.mixes, PROMPT, progress)
-        us = {mix: config.layers * us for mix, us in of_layer.items()}
-        there = beside_row(config, MIX, 1, min(us.values()), us, measure=PROMPTS) if us else None
+        times = peers_layer.prefills(config, wanted.mixes, PROMPT, progress)
+        there = mix_row(config, 1, times, PROMPTS) if times else None
     yield from [there] if there else []
+
+
+def mix_row(config: Config, B: int, times: Mapping[str, peers_layer.MixTime], measure: str = BESIDE) -> Row:
+    """All layers of every mix, of which `times` are one layer's; how much of it GEMMs and attention are."""
+    us = {name: config.layers * mix.layer for name, mix in times.items()}
+    more = {f"{name} gemm_us": config.layers * mix.gemms for name, mix in times.items()}
+    more |= {f"{name} attention_us": config.layers * (mix.layer - mix.without_attention) for name, mix in times.items()}
+    return beside_row(config, MIX, B, min(us.values()), us, more, measure)
 
 
 def beside_row(
@@ -586,7 +587,7 @@ def beside_row(
 
 
 def _warm(config: Config, scheme: str, layout: str, batches: Sequence[int]) -> None:
-    """Compile, in a process that ends then, what our launches at these batches need."""
+    """Compile, in a process that ends then, what our steps at these batches need."""
     model = random_model(replace(config, layers=1), scheme, layout)
     ours = scheme == "lqq"
     runner = KernelRunner(

@@ -153,10 +153,11 @@ _OF_TOKENS = {
 
 @cache
 def compiled(function: Callable[..., Any], *key: str | int) -> Callable[..., Any]:
-    """`torch.compile` of one of the functions above, for one format and width, and any number of tokens.
+    """`torch.compile` of one of the functions above, for one format and width, and any number of tokens, or of prompts
+    one number.
 
     A name of its own keeps PyTorch from making widths dynamic; the first axis of arguments in `_OF_TOKENS` is, but for
-    a single token, which PyTorch always compiles for itself.
+    a single token, which PyTorch always compiles for itself. The tokens of the first call are those it is tuned to.
     """
     import torch
 
@@ -407,7 +408,7 @@ class _Prompts(_Attention):
     name = "causal"
 
     def __init__(self, config: Config, B: int, copies: int, dtype: Any, length: int = 0) -> None:
-        super().__init__(config, B // length, copies, dtype, length)
+        super().__init__(config, B // (length or LENGTH), copies, dtype, length)
 
     def append(self, qkv: Any, place: int) -> Any:
         """q [prompts, Hq, L, D]."""
@@ -589,20 +590,25 @@ def mixes(
 PROMPTS_AT_ONCE = 4  # of `prefills`, in one launch
 
 
-def prefills(config: Config, names: Sequence[str], length: int, progress: Callable[[str], None]) -> dict[str, float]:
-    """Microseconds by mix that a prompt of so many tokens costs in a layer, of `PROMPTS_AT_ONCE` together."""
+def prefills(config: Config, names: Sequence[str], length: int, progress: Callable[[str], None]) -> dict[str, MixTime]:
+    """What a prompt of so many tokens costs in a layer, by mix, of `PROMPTS_AT_ONCE` together.
+
+    What lies between GEMMs is compiled anew: compiled for steps, it is split otherwise, and slower on so many rows.
+    """
     if not peers.importable():
         return {}
     import torch
 
-    found: dict[str, float] = {}
+    found: dict[str, MixTime] = {}
     right: dict[int, Any] = {}  # of the FP16 mix
     T = PROMPTS_AT_ONCE * length
+    compiled.cache_clear()
     for name in _possible(config, names):
         progress(f"{config.name}: prompts of {name}")
         with peers.left_out(f"prompts of {name}, {config.name}"):
             layers = _weights(name, config, 1, (T,))
-            found[name] = _timed(name, config, T, layers, _Prompts, right, length).layer / PROMPTS_AT_ONCE
+            times = _timed(name, config, T, layers, _Prompts, right, length)
+            found[name] = MixTime(*(us / PROMPTS_AT_ONCE for us in times))
             layers.clear()
         torch.cuda.empty_cache()
     return found

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from ptxlab.validate import is_one_of
 
 PROMPT_ATTENTIONS = ("cache", "torch")
 _Attend = Callable[[LayerCall], None]
+_Piece = tuple[Callable[[], None], LayerCall | None]
 
 
 class KernelRunner(Runner):
@@ -104,6 +104,9 @@ class KernelRunner(Runner):
         self._pools = [first.pool, *(np.zeros_like(first.pool) for _ in layers[1:])]
         self._steps: dict[int, _Step] = {}
         self._eager = False
+        if prompt_attention == "torch":  # rotated keys of a layer, of the largest launch
+            keys = max(self.sizes), config.kv_heads, config.head_dim
+            self._keys = np.zeros(keys, storage(self._dtype), like=self._embedding)
         self.caches = self._step(self.batch).caches
 
     def _require_room(self, device: gpu.DeviceInfo) -> None:
@@ -139,10 +142,9 @@ class KernelRunner(Runner):
             yield None
             return
         step, left = self._step(self.launched(len(rows.token))), by_torch.lengths_left(rows.position, prompts)
-        self._cut(step)
         with by_torch.callers_stream() if self._on_gpu else nullcontext():
-            lengths = self._placed(np.pad(left, (0, step.rows - len(left))))
-            yield by_torch.PromptAttention(step.buffers, step.keys, prompts, lengths, others=bool(left.any()))
+            lengths, keys = self._placed(np.pad(left, (0, step.rows - len(left)))), self._keys[: step.rows]
+            yield by_torch.PromptAttention(step.buffers, keys, prompts, lengths, others=bool(left.any()))
 
     def _launch(self, tokens: Any, sequence: Indices, position: Indices, attend: _Attend | None = None) -> Any:
         """The normalised stream [R, H] of rows whose tokens are on the device.
@@ -150,10 +152,11 @@ class KernelRunner(Runner):
         `attend`, which may allocate, is called in place of every layer's `attention`, with that call.
         """
         R = len(tokens)
+        pieces = self._pieces(self._step(self.launched(R))) if attend else ()  # which may clear the step
         step = self._placed_step(sequence, position)
         step.tokens[:R] = tokens
         if attend:
-            for piece, attention in step.pieces:
+            for piece, attention in pieces:
                 piece()
                 if attention:
                     attend(attention)
@@ -197,41 +200,47 @@ class KernelRunner(Runner):
                 step.graph = gpu.capture([lambda: self._forward(step)])
         return self._steps[rows]
 
-    def _cut(self, b: "_Step") -> None:
-        """Make the pieces of a step, at their first use, when the step sees and writes nothing: what goes ahead of each
-        layer's attention, and the rest. On a GPU a piece is a graph, of whatever prompts there are."""
-        if b.pieces:
-            return
-        b.clear()
-        b.keys = np.zeros((b.rows, self.config.kv_heads, self.config.head_dim), storage(self._dtype), like=b.x)
-        pieces: list[tuple[Callable[[], None], LayerCall | None]] = []
-        calls: list[Callable[[], Any]] = [partial(self._begin, b)]
-        for call in chain.from_iterable(self._calls(b, b.keys)):
-            if call.name == "attention":
-                pieces.append((self._piece(calls), call))
-                calls = []
-            else:
-                calls.append(call.__call__)
-        b.pieces = [*pieces, (self._piece([*calls, partial(self._end, b)]), None)]
+    def _pieces(self, b: "_Step") -> Sequence[_Piece]:
+        """A step cut at every layer's attention: what comes ahead of it, and that call; last the rest, and None.
 
-    def _piece(self, calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
-        """These calls as one."""
+        On a GPU what comes ahead is a graph, of whatever prompts there are. It is captured at its first use, when the
+        step sees and writes nothing: its rows are cleared.
+        """
+        if not b.pieces:
+            b.clear()
+            pieces: list[_Piece] = []
+            ahead: list[Callable[[], Any]] = []
+            for call in self._work(b, self._keys[: b.rows]):
+                if isinstance(call, LayerCall) and call.name == "attention":
+                    pieces.append((self._as_one(ahead), call))
+                    ahead = []
+                else:
+                    ahead.append(call)
+            b.pieces = [*pieces, (self._as_one(ahead), None)]
+        return b.pieces
+
+    def _as_one(self, calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
         if self._on_gpu:
-            graph = gpu.capture(calls)
-            return lambda: graph.replay(gpu.caller_stream())
+            graph = gpu.capture(calls).graph  # without its stream: there are hundreds
+            return lambda: graph.launch(gpu.caller_stream())
 
-        def piece() -> None:
+        def one_by_one() -> None:
             for call in calls:
                 call()
 
-        return piece
+        return one_by_one
 
     def _forward(self, b: "_Step") -> None:
         """All layers and the last norm, for the rows of a step; on a GPU it only enqueues and allocates nothing."""
-        self._begin(b)
-        for call in chain.from_iterable(self._calls(b)):
+        for call in self._work(b):
             call()
-        self._end(b)
+
+    def _work(self, b: "_Step", keys: Any = None) -> Iterator[Callable[[], Any]]:
+        """The calls of `_forward`, those of a layer looked at before the first of them is made."""
+        yield partial(self._begin, b)
+        for layer in self._calls(b, keys):
+            yield from layer
+        yield partial(self._end, b)
 
     def _begin(self, b: "_Step") -> None:
         """What comes ahead of the first layer."""
@@ -248,12 +257,12 @@ class KernelRunner(Runner):
         rmsnorm_quantize(x, self._final_norm, residual=None if x is b.residual else b.residual, **out, **last)
 
     def _calls(self, b: "_Step", keys: Any = None) -> Iterator[list[LayerCall]]:
-        """Of every layer; looked at before the first of a layer is made. They leave rotated keys in `keys`."""
-        how: dict[str, Any] = {"rope": (*self._angles, b.positions), "buffers": b.buffers, "keys": keys}
+        """Of every layer; they leave rotated keys in `keys`, if it is given."""
+        how: dict[str, Any] = {"rope": (*self._angles, b.positions), "buffers": b.buffers, "backend": self.backend}
         x = b.x
         for i, (weights, cache) in enumerate(zip(self._layers, b.caches, strict=True)):
-            how["programmatic"] = self._programmatic and i > 0
-            yield layer_calls(x, b.residual, weights, cache, b.slots, backend=self.backend, **how)
+            follows = self._programmatic and i > 0
+            yield layer_calls(x, b.residual, weights, cache, b.slots, keys=keys, programmatic=follows, **how)
             x = b.buffers.result(b.residual)
 
     def operations(self, rows: int) -> list[list[LayerCall]]:
@@ -327,8 +336,7 @@ class _Step:
         live: what each row's length, position and slot grow by first: 1, or 0 of padding.
         x, residual, normed: the stream's ends, [R, H].
         left: table, `live`, lengths, positions and slots as the last launch has left them.
-        pieces: for launches whose attention is another: what comes ahead of each layer's, and that call; then the rest.
-        keys: rotated, [R, Hkv, D], as each layer of `pieces` leaves them.
+        pieces: of `KernelRunner._pieces`, once there are any.
     """
 
     tokens: Any
@@ -342,8 +350,7 @@ class _Step:
     caches: Sequence[KVCache]
     graph: gpu.Graph | None = None
     left: Sequence[Indices] = ()
-    pieces: Sequence[tuple[Callable[[], None], LayerCall | None]] = ()
-    keys: Any = None
+    pieces: Sequence[_Piece] = ()
 
     def clear(self) -> None:
         """Rows that see and write nothing, until the next launch sets them."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -216,7 +216,8 @@ def decode_layer(
     return buffers.result(residual)
 
 
-class LayerCall(NamedTuple):
+@dataclass(frozen=True)
+class LayerCall:
     """One call of the chain that a layer is.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""`PromptAttention`: prompts attended by PyTorch, causally, over keys and values as the projection leaves them.
+"""`PromptAttention`: prompts attended by PyTorch, causally, over rotated keys and values that were not quantised yet.
 
 The decode attention reads the cache once for every row of a prompt. PyTorch's reads keys and values once for many rows,
 in 16 bits: what was rounded to 4 bits for the cache is not looked at until a later launch goes on with the sequence.

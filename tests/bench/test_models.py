@@ -96,13 +96,19 @@ def test_pytorch_attends_the_prompts_of_qserves_rule(here: pytest.MonkeyPatch) -
     from ptxlab.model import prompt_attention as attention
 
     runner, begun = models.KernelRunner(models.random_model(TINY), 3, 6, chunk=8, prompt_attention="torch"), []
-    clock = SimpleNamespace(start=lambda: begun.append("start"), stop=lambda: None, mhz=lambda: 1900.0)
-    here.setattr(models, "Clock", lambda: clock)
+    cut: list[list[int]] = []
+
+    def start() -> None:
+        begun.append("start")
+        cut.append([rows for rows, step in runner._steps.items() if step.pieces])
+
+    here.setattr(models, "Clock", lambda: SimpleNamespace(start=start, stop=lambda: None, mhz=lambda: 1900.0))
     found = attention.begun
     here.setattr(attention, "begun", lambda rows, window: begun.append(found(rows, window)) or begun[-1])
     run = models.generated(runner, 3)
     prompts = [[(0, 2, 4)], [(0, 1, 4)]]
     assert begun == [*prompts, "start", *prompts]
+    assert cut == [[rows for rows, step in runner._steps.items() if step.pieces]] == [[8, 4]]
     assert models.generate_row(TINY, 3, 80, run, {}).more[models.BY_TORCH] == 1.0
 
 
@@ -242,7 +248,7 @@ class Counted:
 
     def prefills(self, config: Config, names: Any, length: int, progress: Any) -> Any:
         self.note("prompts")
-        return dict.fromkeys(names, 5.0)
+        return dict.fromkeys(names, MixTime(5.0, 4.0, 3.0))
 
     def decode_row(self, runner: Any, B: int, ceilings: Any, beside: Any) -> Row:
         self.note(("steps", B))

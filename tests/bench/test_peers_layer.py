@@ -112,12 +112,16 @@ def test_prompts_are_attended_causally_each_for_itself(on_cpu: pytest.MonkeyPatc
 
 
 def test_a_prompt_costs_a_quarter_of_a_layer_of_four(on_cpu: pytest.MonkeyPatch) -> None:
-    rows: list[int] = []
+    asked: list[Any] = []
     timed = peers_layer._timed
-    on_cpu.setattr(peers_layer, "_timed", lambda *of: rows.append(of[2]) or timed(*of))
+    on_cpu.setattr(peers_layer, "_timed", lambda *of: asked.append((of[2], of[4], of[6])) or timed(*of))
+    anew: list[None] = []
+    on_cpu.setattr(peers_layer.compiled, "cache_clear", lambda: anew.append(None), raising=False)
     prompts = peers_layer.prefills(TINY, ("fp16", "fp8_row"), LENGTH, lambda _: None)
-    assert prompts == {"fp16": 7.0 / 4, "fp8_row": 7.0 / 4} and rows == [4 * LENGTH] * 2
-    assert peers_layer.prefills(EXPERTS, ("fp16", "humming_g128"), LENGTH, lambda _: None) == {"fp16": 7.0 / 4}
+    quarter = peers_layer.MixTime(7.0 / 4, 7.0 / 4, 7.0 / 4)
+    assert prompts == {"fp16": quarter, "fp8_row": quarter} and len(anew) == 1
+    assert asked == [(4 * LENGTH, peers_layer._Prompts, LENGTH)] * 2
+    assert peers_layer.prefills(EXPERTS, ("fp16", "humming_g128"), LENGTH, lambda _: None) == {"fp16": quarter}
     on_cpu.setattr(peers, "importable", lambda: False)
     assert peers_layer.prefills(TINY, ("fp16",), LENGTH, lambda _: None) == {}
 

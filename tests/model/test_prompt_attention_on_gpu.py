@@ -71,32 +71,43 @@ def working_on(stream: str) -> Iterator[None]:
         yield
 
 
-def test_the_same_bits_on_any_stream(model: QuantizedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside another stream that keeps taking memory of PyTorch's and giving it back. A graph is replayed ahead of each
-    layer's attention, and behind the last."""
-    prompts, runner = some_prompts(EQUAL), by_torch(model, 4, chunk=180)
+def test_the_same_bits_on_any_stream(model: QuantizedModel) -> None:
+    """Captured there, too; beside another stream that keeps taking memory of PyTorch's and giving it back."""
+    prompts, other = some_prompts(EQUAL), torch.cuda.Stream()
     parts = [{0: prompts[0], 1: prompts[1]}, {2: prompts[2], 3: prompts[3]}]
-    right = [gpu.to_host(runner.extend(part)) for part in parts]
-    replays, replay = [0], gpu.Graph.replay
+    right: list[Any] = []
+    for stream in ("default", "cupy", "torch"):
+        runner = by_torch(model, 4, chunk=180)
+        gpu.synchronize()
+        for turn in range(3):
+            with working_on(stream):
+                found = []
+                for part in parts:
+                    for b in part if turn else ():
+                        runner.release(b)
+                    with torch.cuda.stream(other):
+                        for _ in range(20):
+                            torch.full((1 << 20,), float("nan"), device="cuda")
+                    with gpu.caller_stream():  # CuPy's own work, the head's product, follows PyTorch's stream only so
+                        found.append(gpu.to_host(runner.extend(part)).view(np.uint16))
+            right = right or found
+            assert np.array_equal(found, right), (stream, turn)
+        assert [len(step.pieces) for step in runner._steps.values()].count(SMALL.layers + 1) == 1
 
-    def counted(graph: gpu.Graph, stream: Any = None) -> None:
-        replays[0] += 1
-        replay(graph, stream)
 
-    monkeypatch.setattr(gpu.Graph, "replay", counted)
-    other = torch.cuda.Stream()
-    for stream in ("default", "cupy", "torch") * 3:
-        with working_on(stream):
-            for part, known in zip(parts, right, strict=True):
-                for b in part:
-                    runner.release(b)
-                with torch.cuda.stream(other):
-                    for _ in range(20):
-                        torch.full((1 << 20,), float("nan"), device="cuda")
-                with gpu.caller_stream():  # CuPy's own work, the head's product, follows PyTorch's stream only so
-                    found = gpu.to_host(runner.extend(part))
-                assert np.array_equal(found.view(np.uint16), known.view(np.uint16)), stream
-    assert replays == [18 * (SMALL.layers + 1)]
+def test_a_launch_that_is_captured_late_leaves_the_cache_as_it_is(model: QuantizedModel) -> None:
+    """Its size was a step's before: the tokens that follow in that step's pages, and on the next page, stay."""
+    runner = by_torch(model, 5, chunk=180)
+    runner.extend(dict(enumerate(some_prompts((63, 30, 63, 5)))))  # at the ends of pages, and inside
+    runner.decode([1, 2, 3, 4], range(4))
+    gpu.synchronize()
+    before = [gpu.to_host(pool).copy() for pool in runner._pools]
+    assert not runner._steps[4].pieces
+    runner.extend({4: [1, 2, 3, 4]})
+    assert runner._steps[4].pieces
+    others = np.setdiff1d(np.arange(runner.pages), runner.table[4, :1])
+    for pool, known in zip(runner._pools, before, strict=True):
+        assert np.array_equal(gpu.to_host(pool)[others], known[others])
 
 
 def test_a_server_gives_its_memory_back(model: QuantizedModel) -> None:

@@ -86,6 +86,11 @@ def test_the_readme_has_a_row_a_model() -> None:
 
 
 def test_what_limits_a_step_is_said_at_three_batches() -> None:
+    """The largest is a model's own."""
+    thirty = [line.split(" | ")[1] for line in decode.limits_table(WHOLE).splitlines() if "| LLaMA-30B |" in line]
+    assert (
+        thirty == ["1", "64", str(models.largest_batch(models.MODELS[0], 141, 1536, chunk=2048))] != ["1", "64", "256"]
+    )
     found = [line for line in decode.limits_table(WHOLE).splitlines() if line.startswith("| LLaMA-2-7B |")]
     assert [line.split(" | ")[1] for line in found] == ["1", "64", "256"]
     (row,) = decode.points(WHOLE, "decode").query("model == 'LLaMA-2-7B' and B == 64").to_dict("records")
@@ -99,11 +104,12 @@ def test_what_limits_a_step_is_said_at_three_batches() -> None:
 def test_the_floor_at_a_lower_clock_is_higher_by_products_alone() -> None:
     """At half the clock of TOPS products take twice as long, or as long as their bytes; the rest takes what it took."""
     slow = replace(WHOLE[0], rows=tuple(replace(row, sm_mhz=decode.TOPS_MHZ / 2) for row in WHOLE[0].rows))
-    (config,) = (config for config in models.MODELS if config.name == "LLaMA-2-70B")
+    configs = {config.name: config for config in models.MODELS}
     for records, factor in ((WHOLE, 1), ([slow], 2)):
-        for _, row in decode.points(records, "decode").query("model == 'LLaMA-2-70B'").iterrows():
+        rows = decode.points(records, "decode")
+        for _, row in rows[rows.model.isin(("LLaMA-2-70B", "Mixtral-8x7B"))].iterrows():
             right = row["floor attention"] + row["floor head"]
-            for work in decode_record._works(config, row.B):
+            for work in decode_record._works(configs[row.model], row.B):
                 if work.name.startswith("gemm "):
                     right += max(work.nbytes / 4.5e6, factor * work.operations / 1920e6)
             assert decode._floor_at_clock(row) == pytest.approx(right)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ptxlab.bench import models
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer.decoder import Alone
-from ptxlab.bench.layer.shapes import BATCHES, Work
+from ptxlab.bench.layer.shapes import BATCHES, Work, rows_of
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.timing import Measured
 from ptxlab.model import Config, largest_batch
@@ -53,7 +53,10 @@ def _works(config: Config, B: int) -> list[Work]:
     weights = {f"gemm {matrix}": N * K // 2 * config.layers for matrix, (N, K) in config.matrices.items()}
     cache = B * 1280 * config.layers * config.kv_heads * 136
     head = 2 * config.vocabulary * config.hidden
-    gemms = [Work(name, nbytes, 4 * B * nbytes) for name, nbytes in weights.items()]
+    gemms = [
+        Work(name, nbytes, 4 * rows_of(config, name.removeprefix("gemm "), B) * nbytes)
+        for name, nbytes in weights.items()
+    ]
     return [*gemms, Work("attention", cache, 0), Work("head", head, B * head)]
 
 

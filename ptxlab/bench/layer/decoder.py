@@ -223,8 +223,8 @@ def alone(decoder: Decoder, copied: Callable[[str], list[Any]]) -> Alone:
 
 def over_caches(decoder: Decoder, attention: LayerCall, **changed: Any) -> list[Callable[[], Any]]:
     """Attention of a layer over every cache, perhaps with other keywords."""
-    calls = [attention._replace(args=(attention.args[0], cache)) for cache in decoder.caches]
-    return [partial(LayerCall.__call__, call, **changed) for call in calls]
+    calls = (replace(attention, args=(attention.args[0], cache)) for cache in decoder.caches)
+    return [partial(call, **changed) for call in calls]
 
 
 def invariant_us(decoder: Decoder) -> float:

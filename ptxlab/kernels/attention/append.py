@@ -1,7 +1,7 @@
 """New keys and values into the pages of a KV cache, in one launch (QServe §4.2, §5.3).
 
 `append_kv4` takes keys and values, `rope_append_kv4` what the QKV projection leaves: it rotates the queries as well,
-and keeps rotated keys that are wanted.
+and writes the rotated keys if they are wanted.
 """
 
 from dataclasses import replace
