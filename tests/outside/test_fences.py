@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ptxlab
+from ptxlab import Launch, emulator
+
 HERE = Path(__file__).parent / "fences"
 Arrays = dict[str, np.ndarray]
 
@@ -81,6 +84,25 @@ def test_the_fix_is_clean_and_right(name: str, emulate: Any, arguments: Callable
     out = emulate(HERE / f"{name}.cu", grid=1, block=threads, **fixed, **given)
     result = out["d"] if "d" in out.arrays else out["out"]
     np.testing.assert_array_equal(result.reshape(-1), np.asarray(expected(given)).reshape(-1))
+
+
+@pytest.mark.parametrize("defines", [{}, {"FIXED": 1}], ids=["bug", "fixed"])
+def test_flashinfer_3361_is_found_across_two_launches(defines: dict[str, int]) -> None:
+    """The consumer's copies read what the quantiser's threads have written; fixed, its sums are right."""
+    source, launch = HERE / "flashinfer_3361.cu", Launch((2, 1, 1), (128, 1, 1))
+    quantize, consume = (ptxlab.load(source, entry, defines=defines, arch="sm_90") for entry in ("quantize", "consume"))
+    x = (30 * np.random.default_rng(0).standard_normal(2048)).astype(np.float32)
+    q, sums = np.zeros(2048, np.int8), np.zeros(2, np.int32)
+    with emulator.chain(emulator.CHECKS | {"proxy"}) as chain:
+        quantize.launch([x, q], launch, backend="emulator")
+        consume.launch([q, sums], launch, backend="emulator", programmatic=True)
+    found = [(each.kind, each.line) for each in chain.findings]
+    lines = source.read_text().splitlines()
+    if defines:
+        assert found == [] and sums.tolist() == q.reshape(2, -1).sum(axis=1).tolist()
+    else:
+        assert {kind for kind, _ in found} == {"async-dirty"}
+        assert all('"l"(q + blockIdx.x * 1024)' in lines[line - 1] for _, line in found)
 
 
 @pytest.mark.parametrize("name", ["deepep_642", "transformer_engine_2695"])
