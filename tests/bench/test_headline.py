@@ -97,6 +97,7 @@ def test_only_what_is_asked_for_is_measured(emulated_gpu: pytest.MonkeyPatch) ->
     assert list(headline.points(["gemm_w4a8_qoq_sm80"])) == []
 
 
+@pytest.mark.exhaustive
 def test_a_point_that_was_chosen_otherwise_is_still_the_same_point(emulated_gpu: pytest.MonkeyPatch) -> None:
     row = rows_of_small(emulated_gpu)[0]
     assert replace(row, kernel="another").key == row.key

@@ -247,6 +247,7 @@ def test_every_missing_wait_is_noticed(share: int, monkeypatch: pytest.MonkeyPat
     assert mine and unnoticed == []
 
 
+@pytest.mark.exhaustive
 def test_lanes_that_do_not_wait_for_each_other_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warp that takes a part over looks until all of its lanes have seen all: some clear what others look at."""
     kernel = mutated_kernel()

@@ -39,7 +39,7 @@ def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], 
     return checks.output(spec, spec.pack(dict(logical)), backend, sizes=groups, config=config, **options)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile['BM']}-{tile['STRIPS']}")
 @given(
     logical=gemm_problems.grouped(experts=5, tokens=40, rows=300, groups=7),

@@ -109,6 +109,7 @@ def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: s
         )
 
 
+@pytest.mark.exhaustive
 @on_every_backend
 @given(data=st.data(), rows=st.sampled_from((8, 16, 32)), mode=st.sampled_from(emulator.MODES))
 @settings(max_examples=15)
