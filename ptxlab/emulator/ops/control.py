@@ -116,6 +116,8 @@ def _convert_address(machine: Machine, instruction: Instruction, pc: int) -> Han
             write(lanes, found.astype(np.uint64))
 
         return convert
+    if space == "param" and not to and t == "u64":  # LLVM takes such an address in 32 bits and widens it (Triton 3.9)
+        return lambda lanes: write(lanes, read(lanes) | np.uint64(BASE))
     if space in ("global", "const", "param"):
         return lambda lanes: write(lanes, read(lanes))
     raise UnknownOpcode(instruction.opcode)

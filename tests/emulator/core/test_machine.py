@@ -318,3 +318,12 @@ def test_reqntid():
     emulator.run(text, None, [], grid=1, block=64)
     with pytest.raises(ArgumentError, match="reqntid"):
         emulator.run(text, None, [], grid=1, block=32)
+
+
+def test_the_address_of_a_parameter_in_32_bits():
+    """LLVM takes it in 32 bits, which cvta.param widens: so Triton has it for tensor descriptors."""
+    body = """mov.u32 %r0, words; cvt.u64.u32 %x1, %r0; cvta.param.u64 %x2, %x1; ld.u32 %r1, [%x2+4];
+    ld.param.u64 %x3, [out]; st.global.u32 [%x3], %r1; ret;"""
+    out = np.zeros(1, np.uint32)
+    run(kernel(body, ".param .u64 out, .param .align 16 .b8 words[16]"), out, np.arange(4, dtype=np.uint32).tobytes())
+    assert out[0] == 1
