@@ -21,6 +21,7 @@ class Shadow:
     def __init__(self, size: int) -> None:
         self.grain = UNITS[0]  # bytes of a cell, the smallest unit that anything has been set in
         self.cells = np.zeros(size // self.grain, np.uint64)
+        self.is_blank = True  # until something is set
 
     @property
     def each(self) -> Array:
@@ -40,7 +41,11 @@ class Shadow:
     def put(self, places: Array, unit: int, values: Array | int) -> None:
         """Set that of each unit."""
         if unit < self.grain:
-            self.cells, self.grain = self.cells.repeat(self.grain // unit), unit
+            finer = self.grain // unit
+            # Zeros that nobody writes cost nothing, however many there are.
+            self.cells = np.zeros(self.cells.size * finer, np.uint64) if self.is_blank else self.cells.repeat(finer)
+            self.grain = unit
+        self.is_blank = False
         self.rows(unit)[places] = values[:, None] if isinstance(values, np.ndarray) else values
 
     def mark(self, offsets: Array, size: int, values: Array) -> None:
