@@ -5,7 +5,7 @@ up to whole warps, so that `lane // 32` names a warp. Registers of one width for
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -201,37 +201,48 @@ class Wave:
         x, y, _ = launch.block
         cluster = launch.cluster
         index = "xyz".find(axis) if axis else 0
-        block = np.arange(self.lanes) // self.stride
-        lane = self.thread % 32
+        thread, lane = self.thread, self.thread % 32
+
+        def block() -> Array:
+            return np.arange(self.lanes) // self.stride
+
+        def placed() -> Array:
+            found: Array = self.blocks[block(), index]
+            return found
+
+        def below() -> Array:
+            return (np.uint64(1) << lane.astype(np.uint64)) - np.uint64(1)
+
         one, full = np.uint64(1), np.uint64(0xFFFFFFFF)
-        below = (one << lane.astype(np.uint64)) - one
-        through = below | below + one
-        masks = {"lt": below, "le": through, "eq": below + one, "gt": full ^ through, "ge": full ^ below}
-        values: dict[str, Any] = {
-            "tid": (self.thread % x, self.thread // x % y, self.thread // (x * y))[index],
-            "ntid": launch.block[index],
-            "ctaid": self.blocks[block, index],
-            "nctaid": launch.grid[index],
-            "cluster_ctaid": self.blocks[block, index] % cluster[index],
-            "cluster_nctaid": cluster[index],
-            "clusterid": self.blocks[block, index] // cluster[index],
-            "nclusterid": launch.grid[index] // cluster[index],
-            "cluster_ctarank": block % math.prod(cluster),  # blocks of a cluster lie side by side in a wave
-            "cluster_nctarank": math.prod(cluster),
-            "is_explicit_cluster": math.prod(cluster) > 1,
-            "laneid": lane,
-            "warpid": self.thread // 32,
-            "nwarpid": 64,
-            "smid": block % 132,
-            "nsmid": 132,
-            "gridid": 1,
-            "dynamic_smem_size": launch.shared_bytes,
-            "total_smem_size": launch.window_bytes,
-            **{f"lanemask_{kind}": mask for kind, mask in masks.items()},
+        values: dict[str, Callable[[], Any]] = {  # only the one that is asked for is made
+            "tid": lambda: (thread % x, thread // x % y, thread // (x * y))[index],
+            "ntid": lambda: launch.block[index],
+            "ctaid": placed,
+            "nctaid": lambda: launch.grid[index],
+            "cluster_ctaid": lambda: placed() % cluster[index],
+            "cluster_nctaid": lambda: cluster[index],
+            "clusterid": lambda: placed() // cluster[index],
+            "nclusterid": lambda: launch.grid[index] // cluster[index],
+            "cluster_ctarank": lambda: block() % math.prod(cluster),  # blocks of a cluster lie side by side in a wave
+            "cluster_nctarank": lambda: math.prod(cluster),
+            "is_explicit_cluster": lambda: math.prod(cluster) > 1,
+            "laneid": lambda: lane,
+            "warpid": lambda: thread // 32,
+            "nwarpid": lambda: 64,
+            "smid": lambda: block() % 132,
+            "nsmid": lambda: 132,
+            "gridid": lambda: 1,
+            "dynamic_smem_size": lambda: launch.shared_bytes,
+            "total_smem_size": lambda: launch.window_bytes,
+            "lanemask_lt": below,
+            "lanemask_le": lambda: below() << one | one,
+            "lanemask_eq": lambda: below() + one,
+            "lanemask_gt": lambda: full ^ (below() << one | one),
+            "lanemask_ge": lambda: full ^ below(),
         }
         if base not in values:
             raise UnknownOpcode(name)
-        row = np.broadcast_to(np.asarray(values[base]), (self.lanes,)).astype(dtype)
+        row = np.broadcast_to(np.asarray(values[base]()), (self.lanes,)).astype(dtype)
         return row.__getitem__
 
     # Places
