@@ -153,8 +153,8 @@ _OF_TOKENS = {
 
 @cache
 def compiled(function: Callable[..., Any], *key: str | int) -> Callable[..., Any]:
-    """`torch.compile` of one of the functions above, for one format and width, and any number of tokens, or of prompts
-    one number.
+    """`torch.compile` of one of the functions above, for one format and width. It takes any number of tokens;
+    `append_prompts` is compiled for each number of prompts.
 
     A name of its own keeps PyTorch from making widths dynamic; the first axis of arguments in `_OF_TOKENS` is, but for
     a single token, which PyTorch always compiles for itself. The tokens of the first call are those it is tuned to.
@@ -593,7 +593,7 @@ PROMPTS_AT_ONCE = 4  # of `prefills`, in one launch
 def prefills(config: Config, names: Sequence[str], length: int, progress: Callable[[str], None]) -> dict[str, MixTime]:
     """What a prompt of so many tokens costs in a layer, by mix, of `PROMPTS_AT_ONCE` together.
 
-    What lies between GEMMs is compiled anew: compiled for steps, it is split otherwise, and slower on so many rows.
+    What lies between GEMMs is compiled anew, as PyTorch tunes a function to the number of rows of its first call.
     """
     if not peers.importable():
         return {}

@@ -220,6 +220,7 @@ class KernelRunner(Runner):
         return b.pieces
 
     def _as_one(self, calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
+        """One call that makes these; on a GPU it replays a graph of them on the caller's stream."""
         if self._on_gpu:
             graph = gpu.capture(calls).graph  # without its stream: there are hundreds
             return lambda: graph.launch(gpu.caller_stream())
