@@ -541,8 +541,8 @@ def mix_rows(
     progress(f"{config.name}: compiling")
     schemes = [("lqq", "strips")] + [("qoq", "qserve")] * (wanted.without and not config.experts)
     ours: list[Job] = [(_warm, (config, *scheme, plan.batches)) for scheme in schemes]
-    tokens = (*lacking, peers_layer.PROMPTS_AT_ONCE * PROMPT)  # humming has tiles for each
-    side_by_side([*ours, *peers_layer.jobs((config,), tokens, wanted.mixes, ())])
+    prompts = (peers_layer.PROMPTS_AT_ONCE * PROMPT,)
+    side_by_side([*ours, *peers_layer.jobs((config,), lacking, wanted.mixes, prompts)])
     ours_too = [B for B in plan.batches if B in lacking]
     further = {name: batches & {*lacking} for name, batches in own.items()}
     measured = peers_layer.mixes(config, ours_too, wanted.mixes, progress, length=MEAN, further=further)

@@ -151,20 +151,24 @@ _OF_TOKENS = {
 }
 
 
+_WITHOUT_CACHES = {"fx_graph_cache": False, "autotune_local_cache": False}
+
+
 @cache
-def compiled(function: Callable[..., Any], *key: str | int) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], *key: str | int, anew: bool = False) -> Callable[..., Any]:
     """`torch.compile` of one of the functions above, for one format and width. It takes any number of tokens;
     `append_prompts` is compiled for each number of prompts.
 
     A name of its own keeps PyTorch from making widths dynamic; the first axis of arguments in `_OF_TOKENS` is, but for
-    a single token, which PyTorch always compiles for itself. The tokens of the first call are those it is tuned to.
+    a single token, which PyTorch always compiles for itself. It is tuned to the tokens of the first call. PyTorch's
+    caches on disk do not tell these numbers apart, so that call may have been another process's, unless `anew`.
     """
     import torch
 
     name = "_".join((function.__name__, *map(str, key))).replace(".", "_")
     code = function.__code__.replace(co_name=name, co_qualname=name)
     own = FunctionType(code, function.__globals__, name, function.__defaults__)
-    optimised = torch.compile(own)
+    optimised = torch.compile(own, options=_WITHOUT_CACHES if anew else None)
 
     def call(*args: Any) -> Any:
         for place in _OF_TOKENS[function]:
@@ -496,8 +500,8 @@ class _Decoder:
         self.flowing = self.gemm(weights, "down", *self.gated(gate_up))
 
     def between(self, function: Callable[..., Any], width: int) -> Callable[..., Any]:
-        """One of the functions between the GEMMs, compiled for its width."""
-        return compiled(function, self.how, str(self.x.dtype), width)
+        """One of the functions between the GEMMs, compiled for its width, and for prompts apart from steps."""
+        return compiled(function, self.how, str(self.x.dtype), width, anew=isinstance(self.attention, _Prompts))
 
     def norm(self, x: Any, keep: bool) -> tuple[Any, Any, Any]:
         function = self.between(norm, self.config.hidden)
@@ -591,10 +595,7 @@ PROMPTS_AT_ONCE = 4  # of `prefills`, in one launch
 
 
 def prefills(config: Config, names: Sequence[str], length: int, progress: Callable[[str], None]) -> dict[str, MixTime]:
-    """What a prompt of so many tokens costs in a layer, by mix, of `PROMPTS_AT_ONCE` together.
-
-    What lies between GEMMs is compiled anew, as PyTorch tunes a function to the number of rows of its first call.
-    """
+    """What a prompt of so many tokens costs in a layer, by mix, of `PROMPTS_AT_ONCE` together."""
     if not peers.importable():
         return {}
     import torch
@@ -602,7 +603,6 @@ def prefills(config: Config, names: Sequence[str], length: int, progress: Callab
     found: dict[str, MixTime] = {}
     right: dict[int, Any] = {}  # of the FP16 mix
     T = PROMPTS_AT_ONCE * length
-    compiled.cache_clear()
     for name in _possible(config, names):
         progress(f"{config.name}: prompts of {name}")
         with peers.left_out(f"prompts of {name}, {config.name}"):
@@ -636,18 +636,25 @@ def traced(run: Callable[[], None]) -> list[tuple[str, float, float]]:
 Job = tuple[Callable[..., None], tuple[Any, ...]]
 
 
-def jobs(configs: Sequence[Config], batches: Sequence[int], names: Sequence[str], widths: Sequence[int]) -> list[Job]:
-    """Jobs that fill PyTorch's and humming's caches on disk with all that `mixes` and `fused` compile."""
+def jobs(
+    configs: Sequence[Config], batches: Sequence[int], names: Sequence[str], prompts: Sequence[int] = ()
+) -> list[Job]:
+    """Jobs that fill PyTorch's and humming's caches on disk with what `mixes` compiles at these batches.
+
+    `prompts` are further numbers of tokens that humming's GEMMs are asked for.
+    """
     if not peers.importable():
         return []
     matrices = {size for config in configs if _takes_humming(config) for size in config.matrices.values()}
     groups = [HUMMING[name] for name in names if name in HUMMING and find_spec("humming") is not None]
     found: list[Job] = [
-        (_warm_humming, (N, K, group, batches)) for N, K in sorted(matrices, reverse=True) for group in groups
+        (_warm_humming, (N, K, group, (*batches, *prompts)))
+        for N, K in sorted(matrices, reverse=True)
+        for group in groups
     ]
     formats = {MIXES[name][:2]: name for name in names}  # mixes of one format share what lies between
-    found += [(_warm_between, (name, config)) for name in formats.values() for config in configs]
-    return [*found, *((_warm_fused, (width,)) for width in widths)]
+    found += [(_warm_between, (name, config, max(batches))) for name in formats.values() for config in configs]
+    return found
 
 
 def names_of(config: Config, names: Sequence[str]) -> list[str]:
@@ -678,11 +685,8 @@ def _warm_humming(N: int, K: int, group: int, tokens: Sequence[int]) -> None:
     torch.cuda.synchronize()
 
 
-_WARM_TOKENS = (64, 1)
-
-
-def _warm_between(name: str, config: Config) -> None:
-    """Compile all that lies between the GEMMs, which are replaced by zeros."""
+def _warm_between(name: str, config: Config, largest: int) -> None:
+    """Compile all that lies between the GEMMs, which are replaced by zeros: tuned to the largest batch, and for one."""
     import torch
 
     def product(N: int) -> Callable[..., Any]:
@@ -691,23 +695,13 @@ def _warm_between(name: str, config: Config) -> None:
     weights: dict[str, Any] = {matrix: product(N) for matrix, (N, _) in config.matrices.items()}
     if config.experts:
         weights["router"] = torch.zeros((config.experts, config.hidden), dtype=torch.bfloat16, device=peers.DEVICE)
-    for B in _WARM_TOKENS:
+    for B in (largest, 1):
         decoder = _decoder(name, config, B, [weights], _Attention)
         decoder.layer(0, torch.zeros((B, config.heads * HEAD_DIM), dtype=decoder.x.dtype, device=peers.DEVICE))
     torch.cuda.synchronize()
 
 
 _FUSED = {"rmsnorm_quantize": norm, "silu_mul_quantize": gated, "quantize_activations": requantised}
-
-
-def _warm_fused(K: int) -> None:
-    import torch
-
-    for M in _WARM_TOKENS:
-        for kernel in _FUSED:
-            for call in (*_fused_calls(kernel, M, K, 1), *(_liger_calls(kernel, M, K, 1) if has_liger() else ())):
-                call()
-    torch.cuda.synchronize()
 
 
 def fused(kernel: str, M: int, K: int, copies: int) -> dict[str, float]:
@@ -763,7 +757,7 @@ def _fused_calls(kernel: str, M: int, K: int, copies: int) -> list[Callable[[], 
     import torch
 
     function = _FUSED[kernel]
-    optimised = compiled(function, "int8", "torch.float16", K)
+    optimised = compiled(function, "int8", "torch.float16", K, anew=True)
     columns = 2 * K if function is gated else K
     inputs = torch.randn((copies, 2, M, columns), dtype=torch.float16, device=peers.DEVICE)
     if function is not norm:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -45,7 +46,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(peers, "importable", lambda: True)
     monkeypatch.setattr(peers_layer, "copies_beyond_l2", lambda nbytes: 2)
     monkeypatch.setattr(peers_layer, "measure", measure)
-    monkeypatch.setattr(peers_layer, "compiled", lambda function, *_: function)
+    monkeypatch.setattr(peers_layer, "compiled", lambda function, *_, **__: function)
     return monkeypatch
 
 
@@ -115,11 +116,9 @@ def test_a_prompt_costs_a_quarter_of_a_layer_of_four(on_cpu: pytest.MonkeyPatch)
     asked: list[Any] = []
     timed = peers_layer._timed
     on_cpu.setattr(peers_layer, "_timed", lambda *of: asked.append((of[2], of[4], of[6])) or timed(*of))
-    anew: list[None] = []
-    on_cpu.setattr(peers_layer.compiled, "cache_clear", lambda: anew.append(None), raising=False)
     prompts = peers_layer.prefills(TINY, ("fp16", "fp8_row"), LENGTH, lambda _: None)
     quarter = peers_layer.MixTime(7.0 / 4, 7.0 / 4, 7.0 / 4)
-    assert prompts == {"fp16": quarter, "fp8_row": quarter} and len(anew) == 1
+    assert prompts == {"fp16": quarter, "fp8_row": quarter}
     assert asked == [(4 * LENGTH, peers_layer._Prompts, LENGTH)] * 2
     assert peers_layer.prefills(EXPERTS, ("fp16", "humming_g128"), LENGTH, lambda _: None) == {"fp16": quarter}
     on_cpu.setattr(peers, "importable", lambda: False)
@@ -339,18 +338,45 @@ def test_functions_are_compiled_for_a_width_and_any_number_of_tokens(monkeypatch
     """Under names of their own, with the axis of tokens marked; PyTorch's compiler takes seconds to import alone."""
     import torch
 
-    names, marked = [], []
+    names, marked, options = [], [], []
     dynamo = SimpleNamespace(maybe_mark_dynamic=lambda tensor, axis: marked.append((len(tensor), axis)))
     monkeypatch.setitem(vars(torch), "_dynamo", dynamo)
-    monkeypatch.setattr(torch, "compile", lambda function: names.append(function.__code__.co_name) or function)
+
+    def compiler(function: Any, **how: Any) -> Any:
+        names.append(function.__code__.co_name)
+        options.append(how["options"])
+        return function
+
+    monkeypatch.setattr(torch, "compile", compiler)
     peers_layer.compiled.cache_clear()
     for M in (8, 1):
         x = torch.randn((2, M, 64), dtype=torch.float16)
         q, scale, y = peers_layer.compiled(peers_layer.norm, "int8", "torch.float16", 64)(*x, torch.ones(64), "int8")
         assert q.shape == (M, 64) and scale.shape == (M, 1) and y is None
     peers_layer.compiled(peers_layer.norm, "int8", "torch.float16", 96)
-    assert names == ["norm_int8_torch_float16_64", "norm_int8_torch_float16_96"]
+    peers_layer.compiled(peers_layer.norm, "int8", "torch.float16", 96, anew=True)
+    assert names == ["norm_int8_torch_float16_64", *["norm_int8_torch_float16_96"] * 2]
+    assert options == [None, None, peers_layer._WITHOUT_CACHES]
     assert marked == [(8, 0), (8, 0), (1, 0), (1, 0)]
+    peers_layer.compiled.cache_clear()
+
+
+@pytest.mark.exhaustive
+def test_what_is_compiled_anew_is_taken_from_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """PyTorch's caches on disk give a function that was tuned to 8 tokens for one of 512; compilers take seconds."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def hits(M: int, **how: bool) -> int:
+        counters.clear()
+        peers_layer.compiled.cache_clear()
+        x, residual = (torch.randn((M, 64), dtype=torch.float16) for _ in range(2))
+        peers_layer.compiled(peers_layer.norm, "int8", "torch.float16", 64, **how)(x, residual, torch.ones(64), "int8")
+        return counters["inductor"]["fxgraph_cache_hit"]
+
+    assert (hits(8), hits(512), hits(512, anew=True)) == (0, 1, 0)
     peers_layer.compiled.cache_clear()
 
 
@@ -358,18 +384,18 @@ def test_without_a_gpu_there_are_no_mixes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(peers, "importable", lambda: False)
     assert dict(peers_layer.mixes(TINY, (1, 4), PLAIN, lambda _: None)) == {1: {}, 4: {}}
     assert peers_layer.fused("rmsnorm_quantize", 4, 64, 2) == {} and peers_layer.traced(lambda: None) == []
-    assert peers_layer.jobs([TINY], (1,), PLAIN, (64,)) == []
+    assert peers_layer.jobs([TINY], (1,), PLAIN) == []
 
 
-def test_what_is_compiled_side_by_side(on_cpu: pytest.MonkeyPatch, liger: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_side_by_side(on_cpu: pytest.MonkeyPatch) -> None:
     """Every job runs what it names; mixes of one format are one, and humming is asked for whole dense models."""
     on_cpu.setattr(peers_layer, "find_spec", lambda name: True)
     share = Config(ffn=384, name="tiny 1/2", **_WIDTHS)
-    found = peers_layer.jobs([TINY, share, EXPERTS], (1, 4), [*peers_layer.MIXES], (64,))
+    found = peers_layer.jobs([TINY, share, EXPERTS], (1, 4), [*peers_layer.MIXES], (64,))  # 64 tokens of prompts
     humming = [args for function, args in found if function is peers_layer._warm_humming]
-    assert len(humming) == 2 * len(TINY.matrices) and (768, 256, 128, (1, 4)) in humming
+    assert len(humming) == 2 * len(TINY.matrices) and (768, 256, 128, (1, 4, 64)) in humming
     between = [args for function, args in found if function is peers_layer._warm_between]
-    assert len(between) == 4 * 3
+    assert len(between) == 4 * 3 and {largest for _, _, largest in between} == {4}
     import torch
 
     on_cpu.setattr(torch.cuda, "synchronize", lambda: None)

@@ -103,7 +103,7 @@ def rows(
     jobs += [(fused.warm, (width,)) for width in widths]
     with_ends = [Config.named(name) for name in ends.MODELS] if wanted.epilogues else []
     jobs += [(ends.warm, (config, wanted.batches)) for config in with_ends]
-    side_by_side([*jobs, *peers_layer.jobs(wanted.configs, wanted.batches, wanted.mixes, widths)])
+    side_by_side([*jobs, *peers_layer.jobs(wanted.configs, wanted.batches, wanted.mixes)])
     if not peers.importable():
         warnings.warn("no mixes beside the layers: PyTorch with a GPU is not installed", stacklevel=2)
     if wanted.fused:
