@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.model.config import Config
-from ptxlab.reference import EXACT, Layer, Numerics, decoder_layer, rms_norm
+from ptxlab.reference import EXACT, Layer, Numerics, decoder_layer, feed_forward, rms_norm
 
 Tokens = npt.NDArray[np.integer]
 _STRIP = 256  # rows of logits whose exponentials lie in memory at a time
@@ -116,6 +116,11 @@ class FloatModel:
             window=config.window,
             numerics=numerics,
         )
+
+    def run_feed_forward(self, x: Any, layer: Layer, numerics: Numerics = EXACT) -> Any:
+        """The layer's second half, on the stream after attention."""
+        config = self.config
+        return feed_forward(x, layer, eps=config.eps, activation=config.activation, numerics=numerics)
 
     def logits(self, state: Any) -> Any:
         """[.., V] of the stream [.., H] after the last layer."""

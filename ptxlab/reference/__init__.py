@@ -2,7 +2,17 @@
 
 from ptxlab.reference.activations import ACTIVATIONS, exponent, gated, rms_norm
 from ptxlab.reference.attention import attention, dequantize_kv, rope, rope_tables
-from ptxlab.reference.decoder import BIASES, EXACT, MATRICES, NORMS, Layer, Numerics, causal_attention, decoder_layer
+from ptxlab.reference.decoder import (
+    BIASES,
+    EXACT,
+    MATRICES,
+    NORMS,
+    Layer,
+    Numerics,
+    causal_attention,
+    decoder_layer,
+    feed_forward,
+)
 from ptxlab.reference.dequant import (
     dequant_comet,
     dequant_int4_naive,
@@ -60,6 +70,7 @@ __all__ = [
     "exact_lqq",
     "exact_qoq",
     "exponent",
+    "feed_forward",
     "fits_s8",
     "fma",
     "from_bfloat16_bits",

@@ -66,22 +66,22 @@ def decoder_layer(
         The stream after the layer, [B, T, H] of the same dtype.
     """
 
-    def normed(name: str) -> Floats:
-        y: Floats = rms_norm(x, layer[name], eps).astype(x.dtype)
-        return y
-
-    def product(name: str, y: Floats) -> Floats:
-        return numerics.product(name, y, layer)
-
     B, T, _ = x.shape
-    y = normed("input_norm")
-    q, k, v = (product(name, y).reshape(B, T, -1, head_dim) for name in ("q", "k", "v"))
+    y = rms_norm(x, layer["input_norm"], eps).astype(x.dtype)
+    q, k, v = (numerics.product(name, y, layer).reshape(B, T, -1, head_dim) for name in ("q", "k", "v"))
     q, k = (rope(each, *rope_tables) for each in (q, k))
     k, v = numerics.cached(k, v)
-    x = x + product("o", causal_attention(q, k, v, window).reshape(B, T, -1))
-    y = normed("post_norm")
-    gate_up = np.concatenate([product("gate", y), product("up", y)], axis=-1)
-    return x + product("down", gated(gate_up, activation).astype(x.dtype))
+    x = x + numerics.product("o", causal_attention(q, k, v, window).reshape(B, T, -1), layer)
+    return feed_forward(x, layer, eps=eps, activation=activation, numerics=numerics)
+
+
+def feed_forward(
+    x: Floats, layer: Layer, *, eps: float, activation: str = "silu", numerics: Numerics = EXACT
+) -> Floats:
+    """The second half of `decoder_layer`, behind the residual stream after attention."""
+    y = rms_norm(x, layer["post_norm"], eps).astype(x.dtype)
+    gate_up = np.concatenate([numerics.product(name, y, layer) for name in ("gate", "up")], axis=-1)
+    return x + numerics.product("down", gated(gate_up, activation).astype(x.dtype), layer)
 
 
 def causal_attention(q: Floats, k: Floats, v: Floats, window: int | None = None) -> Floats:
@@ -91,9 +91,11 @@ def causal_attention(q: Floats, k: Floats, v: Floats, window: int | None = None)
     the keys that one of them sees, which halves the work and bounds the memory of the scores.
     """
     (B, T, Hq, D), Hkv = q.shape, k.shape[2]
-    scale, seen, unseen = (q.dtype.type(value) for value in (D**-0.5, 0, -np.inf))
+    seen, unseen = (q.dtype.type(value) for value in (0, -np.inf))
     token = np.arange(T, like=q)
-    queries = q.reshape(B, T, Hkv, Hq // Hkv, D).transpose(0, 2, 3, 1, 4)  # [B, Hkv, ratio, T, D]
+    queries = (
+        (q * q.dtype.type(D**-0.5)).reshape(B, T, Hkv, Hq // Hkv, D).transpose(0, 2, 3, 1, 4)
+    )  # [B, Hkv, ratio, T, D]
     keys, values = k.transpose(0, 2, 3, 1)[:, :, None], v.transpose(0, 2, 1, 3)[:, :, None]
     results = np.empty_like(q)
     for first in range(0, T, _QUERIES):
@@ -101,7 +103,8 @@ def causal_attention(q: Floats, k: Floats, v: Floats, window: int | None = None)
         asked = slice(0 if window is None else max(0, first - window + 1), asking.stop)
         age = token[asking, None] - token[asked]
         hidden = age < 0 if window is None else (age < 0) | (age >= window)
-        scores = queries[..., asking, :] @ keys[..., asked] * scale + np.where(hidden, unseen, seen)
+        scores = queries[..., asking, :] @ keys[..., asked]
+        scores += np.where(hidden, unseen, seen)
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
         mean = scores @ values[..., asked, :] / scores.sum(axis=-1, keepdims=True)

@@ -1,10 +1,10 @@
 """Quantise a model by a recipe, layer by layer; each layer is calibrated on the output of the quantised layers before.
 
-Memory holds one layer's weights and the residual stream of the calibration text.
+Memory holds one layer's weights, and the residual stream of the calibration text before the layer and after attention.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -148,12 +148,19 @@ def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recip
     weights: dict[str, Any] = {}
     errors: dict[str, float | None] = {}
     inputs: dict[str, InputChannels] = {}
+    middles: list[Any] = []  # what o reads; when o is quantised, the stream behind it
     for fused, names in FUSED.items() if recipe.scheme else ():
         w = np.concatenate([made[name] for name in names])
         H: Any = None
         order = int8 = None
         if recipe.needs_hessian:
-            H, largest = statistics(model, made, states, numerics, names[0])
+            run, given = model.run_layer, states
+            if fused in ("gate_up", "down"):  # attention, most of the time, has run
+                run, given = model.run_feed_forward, middles
+            read: Iterable[Any] = read_by(names[0], run, given, made, numerics)
+            if fused == "o":
+                read = middles = [*read]
+            H, largest = statistics(read, numerics)
             if recipe.reorders:
                 order, int8 = channel_order(recipe, H, largest)
                 inputs[fused] = InputChannels(order, int8)
@@ -170,6 +177,9 @@ def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recip
                 made[f"{name}_order"] = order
             if int8 is not None:
                 made[f"{name}_int8"] = np.asarray(int8, like=order)
+        if fused == "o":
+            for i, heads in enumerate(middles):
+                middles[i] = states[i] + numerics.product("o", heads, made)
     quantized = QuantizedLayer(made, weights, errors, inputs)
     return quantized if recipe.int8 is None else folded(quantized)
 
@@ -217,7 +227,8 @@ def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recip
             peaks[name] = np.maximum(peaks[name], largest) if name in peaks else largest
 
     for x in states:
-        model.run_layer(x, layer, _Tap(EXACT, seen))
+        with contextlib.suppress(_ReachedError):
+            model.run_layer(x, layer, _Tap(EXACT, seen, until="down"))
     if recipe.smooth_keys is not None:
         layer = smooth_keys(layer, peaks["keys"].reshape(-1, D), recipe.smooth_keys)
     if recipe.smooth is not None:
@@ -228,27 +239,31 @@ def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recip
     return layer
 
 
-def statistics(
-    model: FloatModel, layer: Layer, states: Sequence[Any], numerics: FakeQuantized, name: str
-) -> tuple[Any, Any]:
-    """Of the input of a matrix over all samples: H = Xᵀ X, float64 [K, K], and max|x| of every channel, [K].
+def statistics(read: Iterable[Any], numerics: FakeQuantized) -> tuple[Any, Any]:
+    """Of the input of a matrix in every batch, [B, T, K]: H = Xᵀ X, float64 [K, K], and max|x| of every channel, [K].
 
     INT8 activations as the GEMM sees them.
     """
-    K = layer[name].shape[1]
-    H, largest = np.zeros((K, K), like=layer[name]), np.zeros_like(layer[name][0])
-
-    def seen(at: str, x: Any) -> None:
-        nonlocal H
-        if at == name:
-            x = (numerics.input(x) if numerics.acts == 8 else x).reshape(-1, K)
-            H += x.T @ x
-            np.maximum(largest, np.abs(x).max(axis=0), out=largest)
-
-    for x in states:
-        with contextlib.suppress(_ReachedError):
-            model.run_layer(x, layer, _Tap(numerics, seen, until=name))
+    H: Any = None
+    for batch in read:
+        x = (numerics.input(batch) if numerics.acts == 8 else batch).reshape(-1, batch.shape[-1])
+        if H is None:
+            H, largest = np.zeros((x.shape[1], x.shape[1]), like=x), np.zeros_like(x[0])
+        H += x.T @ x
+        np.maximum(largest, np.abs(x).max(axis=0), out=largest)
     return H, largest
+
+
+def read_by(
+    name: str, run: Callable[..., Any], streams: Iterable[Any], layer: Layer, numerics: Numerics
+) -> Iterator[Any]:
+    """What the matrix reads in every batch, if `run`, a layer or its second half, is given these streams [B, T, H]."""
+    read: list[Any] = []
+    tap = _Tap(numerics, lambda at, x: read.append(x) if at == name else None, until=name)
+    for x in streams:
+        with contextlib.suppress(_ReachedError):
+            run(x, layer, tap)
+        yield read.pop()
 
 
 class _ReachedError(Exception):

@@ -10,7 +10,7 @@ from ptxlab.model import Config, FloatModel
 from ptxlab.model.quantized import FUSED
 from ptxlab.quant import recipe as steps
 from ptxlab.quant.recipe import Recipe
-from ptxlab.reference import EXACT, Layer, Numerics
+from ptxlab.reference import EXACT, Layer, Numerics, decoder
 from ptxlab.weights import calibrate
 
 MODEL = FloatModel.random(
@@ -91,6 +91,15 @@ def test_matrices_are_rounded_on_inputs_with_the_errors_of_those_before(recipe: 
         if recipe.kept:
             made |= {f"{name}_order": order for name in names}
     assert_same(found.floats, made)
+
+
+def test_attention_runs_twice_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For smoothing, and for what o reads; the matrices behind it take the stream that this gives."""
+    ran: list[int] = []
+    attention = decoder.causal_attention
+    monkeypatch.setattr(decoder, "causal_attention", lambda *of: ran.append(1) or attention(*of))
+    calibrate.quantize_layer(MODEL, LAYER, STATES, Recipe(smooth=(0.3, 0.8), clip="output", group=32, gptq=True))
+    assert len(ran) == 2 * len(STATES)
 
 
 def test_the_next_layer_sees_what_the_quantised_ones_make() -> None:
