@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.model.config import Config
+from ptxlab.model.threads import each_stream
 from ptxlab.reference import EXACT, Layer, Numerics, decoder_layer, feed_forward, rms_norm
 
 Tokens = npt.NDArray[np.integer]
@@ -96,8 +98,9 @@ class FloatModel:
         """
         states = [self.embedded(each) for each in tokens]
         for layer in self.layers:
-            for i, x in enumerate(states):
-                states[i] = self.run_layer(x, layer, numerics)
+            run = partial(self.run_layer, layer=layer, numerics=numerics)
+            for i, x in enumerate(each_stream(run, states)):
+                states[i] = x
                 for _ in range(len(x)):
                     progress()
         return states

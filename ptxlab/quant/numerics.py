@@ -3,6 +3,7 @@
 Products are in floats. The weights are the layer's; those of a quantised layer are dequantised.
 """
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +40,7 @@ class FakeQuantized(Numerics):
     kept: int = 0
     kept_bits: int = 8
     clip: float = 1.0
-    _last: list[Any] = field(default_factory=lambda: [None] * 4, repr=False, compare=False)
+    _last: threading.local = field(default_factory=threading.local, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, known in (("acts", (8, 4, None)), ("kv", (*KV_SCHEMES, None)), ("kept_bits", (8, 16))):
@@ -56,15 +57,16 @@ class FakeQuantized(Numerics):
         return super().product(name, seen, layer)
 
     def input(self, x: Floats, order: Any = None, int8: Any = None) -> Floats:
-        """x [.., K] as a GEMM sees it. The last result is kept, because several matrices read the same input."""
+        """x [.., K] as a GEMM sees it. The last result of a thread is kept: several matrices read the same input."""
         if self.acts is None:
             return x
         given = x, order, int8
-        if any(one is not other for one, other in zip(given, self._last, strict=False)):
+        last: tuple[Any, ...] = getattr(self._last, "given", (None, None, None))
+        if any(one is not other for one, other in zip(given, last, strict=True)):
             rows = x.reshape(-1, x.shape[-1])
             seen = per_token(rows) if self.acts == 8 else self._in_groups(rows, order, int8)
-            self._last[:] = *given, seen.reshape(x.shape)
-        found: Floats = self._last[3]
+            self._last.given, self._last.seen = given, seen.reshape(x.shape)
+        found: Floats = self._last.seen
         return found
 
     def cached(self, keys: Floats, values: Floats) -> tuple[Floats, Floats]:

@@ -6,6 +6,7 @@ Memory holds one layer's weights, and the residual stream of the calibration tex
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from ptxlab.errors import ArgumentError, naming
 from ptxlab.model.floats import FloatModel, MappedLayers, Tokens
 from ptxlab.model.quantized import FUSED
+from ptxlab.model.threads import each_stream
 from ptxlab.quant.fmpq import int8_blocks
 from ptxlab.quant.numerics import FakeQuantized
 from ptxlab.quant.recipe import (
@@ -126,8 +128,8 @@ def quantize_layers(
             floats = finished(index) or found.floats
         else:
             yield None
-        for i, x in enumerate(states):
-            states[i] = model.run_layer(x, floats, numerics)
+        for i, x in enumerate(each_stream(partial(model.run_layer, layer=floats, numerics=numerics), states)):
+            states[i] = x
 
 
 def require_text(recipe: Recipe, tokens: Tokens) -> None:
@@ -220,15 +222,20 @@ def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recip
     D = model.config.head_dim
     peaks: dict[str, Any] = {}
 
-    def seen(name: str, x: Any) -> None:
-        """Keep max|x| of every channel of the keys and of the inputs of o and down."""
-        if name in ("keys", "o", "down"):
-            largest = np.abs(x).reshape(-1, x.shape[-1] if name != "keys" else x.shape[-2] * D).max(axis=0)
-            peaks[name] = np.maximum(peaks[name], largest) if name in peaks else largest
+    def peaks_of(x: Any) -> dict[str, Any]:
+        """max|x| of every channel of the keys and of the inputs of o and down."""
+        found: dict[str, Any] = {}
 
-    for x in states:
+        def seen(name: str, x: Any) -> None:
+            if name in ("keys", "o", "down"):
+                found[name] = np.abs(x).reshape(-1, x.shape[-1] if name != "keys" else x.shape[-2] * D).max(axis=0)
+
         with contextlib.suppress(_ReachedError):
             model.run_layer(x, layer, _Tap(EXACT, seen, until="down"))
+        return found
+
+    for found in each_stream(peaks_of, states):
+        peaks = {name: np.maximum(peaks.get(name, 0), largest) for name, largest in found.items()}
     if recipe.smooth_keys is not None:
         layer = smooth_keys(layer, peaks["keys"].reshape(-1, D), recipe.smooth_keys)
     if recipe.smooth is not None:
@@ -255,15 +262,17 @@ def statistics(read: Iterable[Any], numerics: FakeQuantized) -> tuple[Any, Any]:
 
 
 def read_by(
-    name: str, run: Callable[..., Any], streams: Iterable[Any], layer: Layer, numerics: Numerics
+    name: str, run: Callable[..., Any], streams: Sequence[Any], layer: Layer, numerics: Numerics
 ) -> Iterator[Any]:
     """What the matrix reads in every batch, if `run`, a layer or its second half, is given these streams [B, T, H]."""
-    read: list[Any] = []
-    tap = _Tap(numerics, lambda at, x: read.append(x) if at == name else None, until=name)
-    for x in streams:
+
+    def read(x: Any) -> Any:
+        found: dict[str, Any] = {}
         with contextlib.suppress(_ReachedError):
-            run(x, layer, tap)
-        yield read.pop()
+            run(x, layer, _Tap(numerics, found.__setitem__, until=name))
+        return found[name]
+
+    return each_stream(read, streams)
 
 
 class _ReachedError(Exception):
