@@ -696,7 +696,7 @@ def _warm_between(name: str, config: Config, largest: int) -> None:
     if config.experts:
         weights["router"] = torch.zeros((config.experts, config.hidden), dtype=torch.bfloat16, device=peers.DEVICE)
     for B in (largest, 1):
-        decoder = _decoder(name, config, B, [weights], _Attention)
+        decoder = _decoder(name, config, B, [weights], _Attention, PAGE)  # short caches: 14 such jobs run side by side
         decoder.layer(0, torch.zeros((B, config.heads * HEAD_DIM), dtype=decoder.x.dtype, device=peers.DEVICE))
     torch.cuda.synchronize()
 

@@ -16,20 +16,26 @@ Made = TypeVar("Made")
 def each_stream(function: Callable[[Any], Made], streams: Sequence[Any]) -> Iterator[Made]:
     """`function` of every stream [B, T, H], in order; it may be called from several threads at once.
 
-    NumPy computes what lies between products on one core, so that on a CPU each core takes a stream, with a single
-    thread of BLAS. One after the other on a GPU, and where `threadpoolctl` (of the extra `model`) is missing.
+    NumPy computes what lies between products on one core, so that on a CPU a core takes a stream, up to eight at once.
+    BLAS has what threads are left for each, in the whole process, until the last result is taken. One after the other
+    on a GPU, and where `threadpoolctl` (of the extra `model`) is missing.
     """
-    threads = min(os.cpu_count() or 1, len(streams), _MOST)
+    cores = os.cpu_count() or 1
+    threads = min(cores, len(streams), _MOST)
     if threads < 2 or not isinstance(streams[0], np.ndarray) or find_spec("threadpoolctl") is None:
         yield from map(function, streams)
         return
     from threadpoolctl import threadpool_limits
 
     running: deque[Future[Made]] = deque()
-    with threadpool_limits(1, "blas"), ThreadPoolExecutor(threads) as pool:
-        for stream in streams:
-            running.append(pool.submit(function, stream))
-            if len(running) > threads:  # results wait in memory, so no more are made than are taken
+    with threadpool_limits(cores // threads, "blas"), ThreadPoolExecutor(threads) as pool:
+        try:
+            for stream in streams:
+                running.append(pool.submit(function, stream))
+                if len(running) > threads:  # results wait in memory, so no more are made than are taken
+                    yield running.popleft().result()
+            while running:
                 yield running.popleft().result()
-        while running:
-            yield running.popleft().result()
+        finally:
+            for other in running:
+                other.cancel()

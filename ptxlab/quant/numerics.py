@@ -40,7 +40,10 @@ class FakeQuantized(Numerics):
     kept: int = 0
     kept_bits: int = 8
     clip: float = 1.0
-    _last: threading.local = field(default_factory=threading.local, repr=False, compare=False)
+    _last: threading.local = field(default_factory=threading.local, init=False, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy begins without what threads have kept
+        return type(self), (self.acts, self.kv, self.group, self.kept, self.kept_bits, self.clip)
 
     def __post_init__(self) -> None:
         for name, known in (("acts", (8, 4, None)), ("kv", (*KV_SCHEMES, None)), ("kept_bits", (8, 16))):

@@ -22,7 +22,10 @@ _QUERIES = 128  # per block of attention
 
 
 class Numerics:
-    """How a layer computes its products and what its cache stores; exact unless a subclass overrides it."""
+    """How a layer computes its products and what its cache stores; exact unless a subclass overrides it.
+
+    `FloatModel.states` and calibration call it from several threads, one batch in each.
+    """
 
     def product(self, name: str, x: Floats, layer: Layer) -> Floats:
         """x [.., K] times the matrix `name` [N, K] of the layer, plus its bias where it has one: [.., N]."""
@@ -65,7 +68,6 @@ def decoder_layer(
     Returns:
         The stream after the layer, [B, T, H] of the same dtype.
     """
-
     B, T, _ = x.shape
     y = rms_norm(x, layer["input_norm"], eps).astype(x.dtype)
     q, k, v = (numerics.product(name, y, layer).reshape(B, T, -1, head_dim) for name in ("q", "k", "v"))
