@@ -29,13 +29,9 @@ def each_stream(function: Callable[[Any], Made], streams: Sequence[Any]) -> Iter
 
     running: deque[Future[Made]] = deque()
     with threadpool_limits(cores // threads, "blas"), ThreadPoolExecutor(threads) as pool:
-        try:
-            for stream in streams:
-                running.append(pool.submit(function, stream))
-                if len(running) > threads:  # results wait in memory, so no more are made than are taken
-                    yield running.popleft().result()
-            while running:
+        for stream in streams:
+            running.append(pool.submit(function, stream))
+            if len(running) > threads:  # results wait in memory, so only one is made ahead
                 yield running.popleft().result()
-        finally:
-            for other in running:
-                other.cancel()
+        while running:
+            yield running.popleft().result()

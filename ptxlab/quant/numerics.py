@@ -4,7 +4,7 @@ Products are in floats. The weights are the layer's; those of a quantised layer 
 """
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ class FakeQuantized(Numerics):
     _last: threading.local = field(default_factory=threading.local, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy begins without what threads have kept
-        return type(self), (self.acts, self.kv, self.group, self.kept, self.kept_bits, self.clip)
+        return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     def __post_init__(self) -> None:
         for name, known in (("acts", (8, 4, None)), ("kv", (*KV_SCHEMES, None)), ("kept_bits", (8, 16))):

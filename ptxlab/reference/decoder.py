@@ -95,9 +95,8 @@ def causal_attention(q: Floats, k: Floats, v: Floats, window: int | None = None)
     (B, T, Hq, D), Hkv = q.shape, k.shape[2]
     seen, unseen = (q.dtype.type(value) for value in (0, -np.inf))
     token = np.arange(T, like=q)
-    queries = (
-        (q * q.dtype.type(D**-0.5)).reshape(B, T, Hkv, Hq // Hkv, D).transpose(0, 2, 3, 1, 4)
-    )  # [B, Hkv, ratio, T, D]
+    scaled = q * q.dtype.type(D**-0.5)
+    queries = scaled.reshape(B, T, Hkv, Hq // Hkv, D).transpose(0, 2, 3, 1, 4)  # [B, Hkv, ratio, T, D]
     keys, values = k.transpose(0, 2, 3, 1)[:, :, None], v.transpose(0, 2, 1, 3)[:, :, None]
     results = np.empty_like(q)
     for first in range(0, T, _QUERIES):

@@ -151,7 +151,8 @@ def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recip
     weights: dict[str, Any] = {}
     errors: dict[str, float | None] = {}
     inputs: dict[str, InputChannels] = {}
-    middles: list[Any] = []  # what o reads; when o is quantised, the stream behind it
+    heads: list[Any] = []  # what o reads
+    middles: list[Any] = []  # the stream after attention
     for fused, names in FUSED.items() if recipe.scheme else ():
         w = np.concatenate([made[name] for name in names])
         H: Any = None
@@ -162,7 +163,7 @@ def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recip
                 run, given = model.run_feed_forward, middles
             read: Iterable[Any] = read_by(names[0], run, given, made, numerics)
             if fused == "o":
-                read = middles = [*read]
+                read = heads = [*read]
             H, largest = statistics(read, numerics)
             if recipe.reorders:
                 order, int8 = channel_order(recipe, H, largest)
@@ -180,9 +181,8 @@ def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recip
                 made[f"{name}_order"] = order
             if int8 is not None:
                 made[f"{name}_int8"] = np.asarray(int8, like=order)
-        if fused == "o":
-            for i, heads in enumerate(middles):
-                middles[i] = states[i] + numerics.product("o", heads, made)
+        if fused == "o" and heads:  # given up one by one, so that memory never holds all of both
+            middles = [x + numerics.product("o", heads.pop(0), made) for x in states]
     quantized = QuantizedLayer(made, weights, errors, inputs)
     return quantized if recipe.int8 is None else folded(quantized)
 

@@ -391,7 +391,7 @@ def test_what_is_compiled_side_by_side(on_cpu: pytest.MonkeyPatch) -> None:
     """Every job runs what it names; mixes of one format are one, and humming is asked for whole dense models."""
     on_cpu.setattr(peers_layer, "find_spec", lambda name: True)
     share = Config(ffn=384, name="tiny 1/2", **_WIDTHS)
-    found = peers_layer.jobs([TINY, share, EXPERTS], (1, 4), [*peers_layer.MIXES], (64,))  # 64 tokens of prompts
+    found = peers_layer.jobs([TINY, share, EXPERTS], (1, 4), [*peers_layer.MIXES], prompts=(64,))
     humming = [args for function, args in found if function is peers_layer._warm_humming]
     assert len(humming) == 2 * len(TINY.matrices) and (768, 256, 128, (1, 4, 64)) in humming
     between = [args for function, args in found if function is peers_layer._warm_between]

@@ -88,9 +88,8 @@ def test_the_readme_has_a_row_a_model() -> None:
 def test_what_limits_a_step_is_said_at_three_batches() -> None:
     """The largest is a model's own."""
     thirty = [line.split(" | ")[1] for line in decode.limits_table(WHOLE).splitlines() if "| LLaMA-30B |" in line]
-    assert (
-        thirty == ["1", "64", str(models.largest_batch(models.MODELS[0], 141, 1536, chunk=2048))] != ["1", "64", "256"]
-    )
+    largest = models.largest_batch(models.MODELS[0], 141, 1536, chunk=2048)
+    assert thirty == ["1", "64", str(largest)] and largest < 256
     found = [line for line in decode.limits_table(WHOLE).splitlines() if line.startswith("| LLaMA-2-7B |")]
     assert [line.split(" | ")[1] for line in found] == ["1", "64", "256"]
     (row,) = decode.points(WHOLE, "decode").query("model == 'LLaMA-2-7B' and B == 64").to_dict("records")
