@@ -51,13 +51,18 @@ __device__ __forceinline__ void multiply_strips(int (&acc)[MMAS][SUMS], u32 (&a)
                 for (int i = 0; i < Stage::GROUPS; ++i) c_next[h][i] = load_shared_4(w + 1024 + i * 32 + lane / 4 * 4);
         }
     };
-    int before = -1;  // the slot that wgmma may still read
-    if (!FILLED || first < stages) {
+    static_assert(STEP <= 2 || SLOTS % STEP == 0, "of a slot a warp group has every phase, or every other");
+    const auto fetch = [&](int stage) {
         PHASE(WAIT_COPY);
+        // Every other phase of a slot is another warp group's, which may still wait for its copies: then a wait by
+        // parity for the phase behind would be over at once.
+        if (SLOTS % STEP != 0) mbarrier_wait(&empty[slot.index], slot.parity ^ 1);
         mbarrier_wait(&full[slot.index], slot.parity);
         PHASE(DEQUANTISE);
-        load(slot.index, first, 0);
-    }
+        load(slot.index, stage, 0);
+    };
+    int before = -1;  // the slot that wgmma may still read
+    if (!FILLED || first < stages) fetch(first);
 #pragma unroll 1
     for (int stage = first; stage < stages; stage += STEP) {
         const u64 x_tile = swizzled_128(ring + slot.index * Stage::BYTES);
@@ -95,12 +100,7 @@ __device__ __forceinline__ void multiply_strips(int (&acc)[MMAS][SUMS], u32 (&a)
         before = current;
 #pragma unroll
         for (int i = 0; i < STEP; ++i) slot.advance();
-        if (stage + STEP < stages) {
-            PHASE(WAIT_COPY);
-            mbarrier_wait(&full[slot.index], slot.parity);
-            PHASE(DEQUANTISE);
-            load(slot.index, stage + STEP, 0);
-        }
+        if (stage + STEP < stages) fetch(stage + STEP);
     }
     PHASE(WAIT_MMA, 0);
     wgmma_wait<0>();
