@@ -51,11 +51,10 @@ __device__ __forceinline__ void multiply_strips(int (&acc)[MMAS][SUMS], u32 (&a)
                 for (int i = 0; i < Stage::GROUPS; ++i) c_next[h][i] = load_shared_4(w + 1024 + i * 32 + lane / 4 * 4);
         }
     };
-    static_assert(STEP <= 2 || SLOTS % STEP == 0, "of a slot a warp group has every phase, or every other");
     const auto fetch = [&](int stage) {
         PHASE(WAIT_COPY);
-        // Every other phase of a slot is another warp group's, which may still wait for its copies: then a wait by
-        // parity for the phase behind would be over at once.
+        // The phase before of this slot may be another warp group's that still waits for its copies: then a wait by
+        // parity would be over at once.
         if (SLOTS % STEP != 0) mbarrier_wait(&empty[slot.index], slot.parity ^ 1);
         mbarrier_wait(&full[slot.index], slot.parity);
         PHASE(DEQUANTISE);

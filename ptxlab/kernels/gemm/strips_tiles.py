@@ -170,15 +170,10 @@ def _splits(tile: StripTile, group: int) -> tuple[int, ...]:
 
 
 def _stages(tile: StripTile, strips: int, split: int, group: int) -> int:
-    """As many as fit; more than two warp groups along K each have as many. None if what the warp groups along K add up
-    through does not fit the ring.
-    """
-    fit = (ROOM - shared_bytes(tile, strips, 0, split, group)) // _stage_bytes(tile, strips, group)
-    stages = min(fit, MOST_STAGES)
-    if tile.WK > 2:
-        stages -= stages % tile.WK
+    """As many as fit; none if what the warp groups along K add up through does not fit the ring."""
+    stages = (ROOM - shared_bytes(tile, strips, 0, split, group)) // _stage_bytes(tile, strips, group)
     partial = (tile.WK - 1) * tile.WN * tile.MN * tile.BM // 8 * 2048
-    return stages if stages * _stage_bytes(tile, strips, group) >= partial else 0
+    return min(stages, MOST_STAGES) if stages * _stage_bytes(tile, strips, group) >= partial else 0
 
 
 def _stage_bytes(tile: StripTile, strips: int, group: int) -> int:

@@ -144,14 +144,11 @@ def test_accumulators_are_exact_in_the_emulator(
     assert np.array_equal(y, spec.reference(**logical))
 
 
-@pytest.mark.parametrize("WK", [2, 3])
-def test_a_ring_with_room_for_one_stage_more(WK: int) -> None:
-    """Copies come in any order, and no warp group along K takes the slot that another one still waits for."""
-    tile = StripTile(8, WN=1, WK=WK, MN=1, BK=128)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strips_tiles, "ROOM", strips_tiles.shared_bytes(tile, 4, 2 * WK + 1, 1, 64))
-        config = StripChoice(tile, 4, strips_tiles._stages(tile, 4, 1, 64), 1).constants | {"SIGNED": 1}
-    logical = LARGE.example(np.random.default_rng(0), M=8, N=64, K=128 * 4 * WK, g=64)
+@pytest.mark.parametrize(("WN", "WK", "stages"), [(1, 2, 5), (2, 2, 5), (1, 3, 7)])
+def test_warp_groups_along_k_take_turns_at_a_slot(WN: int, WK: int, stages: int) -> None:
+    """Copies come in any order, and none takes the slot that another one still waits for; four rounds of the ring."""
+    config = StripChoice(StripTile(8, WN, WK, MN=1, BK=128), 4 * WN, stages, 1).constants | {"SIGNED": 1}
+    logical = LARGE.example(np.random.default_rng(0), M=8, N=64 * WN, K=128 * (3 * stages + 1), g=64)
     for seed in range(8):
         y = output(LARGE, logical, "emulator", config, mode="late", seed=seed)
         assert np.array_equal(y, LARGE.reference(**logical)), seed
