@@ -20,6 +20,7 @@ from ptxlab.emulator.checks.in_flight import InFlight
 from ptxlab.emulator.checks.initialised import Initialised
 from ptxlab.emulator.checks.load_taint import LoadTaint
 from ptxlab.emulator.checks.mbarrier_life import MBarrierLife
+from ptxlab.emulator.checks.mbarrier_phases import MBarrierPhases
 from ptxlab.emulator.checks.packed_lanes import PackedLanes
 from ptxlab.emulator.checks.race import Races
 from ptxlab.emulator.checks.race_cluster_exit import RaceClusterExit
@@ -335,6 +336,8 @@ def _watchers(
     order = Races(machine, taint) if "race" in checks else HappensBefore(machine) if is_asynchronous else None
     in_flight = InFlight(machine, order, strict="proxy" in checks) if is_asynchronous and order else None
     if order:
+        if "async" in checks and machine.launch.entry.uses("mbarrier.init"):
+            yield MBarrierPhases(machine, order)
         yield order
     if taint:
         taint.order = order

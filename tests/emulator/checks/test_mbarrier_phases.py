@@ -1,0 +1,48 @@
+"""Waits by parity: over too early where nothing says that the phase before is over."""
+
+import numpy as np
+import pytest
+
+from ptxlab import emulator
+from tests.support.emulated import COPY_PROLOGUE, STORE, kernel, run
+
+OUTSIDE = ".shared .align 128 .b8 buf[2048]; .shared .align 8 .b64 bar[4];"
+BEGIN = "@%q mbarrier.init.shared.b64 [%r5], 1;\nfence.mbarrier_init.release.cluster;\nbar.sync 0;\n"
+ARRIVE = "@%q mbarrier.arrive.shared.b64 %y, [%r5];\n"
+COPY = (
+    "@%q mbarrier.arrive.expect_tx.shared.b64 %y, [%r5], 256;\n"
+    "@%q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r6], [%x3], 256, [%r5];\n"
+)
+LATER = (BEGIN + COPY).replace(
+    "[%r5]", "[%r5+8]"
+) + "OTHER: mbarrier.try_wait.parity.shared.b64 %p, [%r5+8], 0;\n@!%p bra OTHER;\n"
+MEET = "bar.sync 0;\n"
+LAST = "LAST: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 1;\n"
+END = LAST + "@!%p bra LAST;\n"
+ALL_WAIT = "FIRST: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0;\n@!%p bra FIRST;\n"
+ONE_WAITS = "@!%q bra DONE;\n" + ALL_WAIT + "DONE:\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "lanes"),
+    [
+        (COPY + ONE_WAITS + COPY + END, 63),
+        (COPY + ALL_WAIT + COPY + END, 0),
+        (COPY + ONE_WAITS + MEET + COPY + END, 0),  # one has waited, and all know of that
+        (COPY + ONE_WAITS + COPY + MEET + END, 0),
+        (ARRIVE + ARRIVE + END, 63),
+        (ARRIVE + ARRIVE + MEET + END, 0),  # all know of all arrivals
+        (COPY + COPY + MEET + END, 64),  # but not of a copy that nobody has waited for
+        (COPY + LATER + COPY + END, 64),  # which may come after one that was asked for later
+        (ARRIVE + MEET + END.replace("], 1", "], 0"), 0),  # there is none before
+    ],
+)
+def test_a_wait_by_parity_needs_the_phase_before(body: str, lanes: int) -> None:
+    text = kernel(COPY_PROLOGUE + BEGIN + body + STORE, ".param .u64 out, .param .u64 a", OUTSIDE)
+    a = np.arange(1, 1025, dtype=np.uint32)
+    result = run(text, np.zeros(64, np.uint32), a, threads=64, checks=emulator.CHECKS)
+    found = [f for f in result.findings if "by parity" in f.message]
+    assert sum(f.count for f in found) == lanes
+    for finding in found:
+        assert (finding.kind, text.split("\n")[finding.line - 1]) == ("async", LAST.strip())
+        assert "for phase 1 of the mbarrier at byte" in finding.message and "phase 0 is over" in finding.message
