@@ -2,7 +2,8 @@
 
 A wait by parity for a phase is over at once, too, while the phase before it is under way: the one before that has the
 same parity, and is complete. So who waits has to know that the phase before is over. It does if it has waited for that
-itself, or knows of a thread that has (`happens_before`), or of all arrivals where no copy arrives.
+itself, or knows of a thread that has (`happens_before`), or of all arrivals where no copy arrives. A wait that really
+is over too early counts as one for the phase before; what is read behind it then is found by others.
 """
 
 import numpy as np
@@ -21,10 +22,11 @@ from ptxlab.emulator.sync.mbarrier import MBarriers
 class Phase:
     """What is known of one phase of an mbarrier."""
 
-    def __init__(self, lanes: int) -> None:
-        self.arrivals: Clock = NOTHING  # what they made known
+    def __init__(self) -> None:
+        self.arrivals: Clock = NOTHING  # what those made known that release
         self.copied = False  # whether a copy was among them
-        self.times = np.zeros(lanes, np.int32)  # the lanes' own, when they had waited for it; 0 if they have not
+        # of the lanes of the cluster: their own time when they first saw it over; 0 if they have not
+        self.seen = np.zeros(0, np.int32)
 
 
 class MBarrierPhases(Check):
@@ -38,11 +40,7 @@ class MBarrierPhases(Check):
     def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
         """Nothing is known of these mbarriers."""
         for place in places.tolist():
-            self.phases[place] = self.phase(), self.phase(), self.phase()
-
-    def phase(self) -> Phase:
-        """A phase that begins."""
-        return Phase(self.machine.lanes)
+            self.phases[place] = Phase(), Phase(), Phase()
 
     def landed(self, effect: Effect) -> None:
         """Copies arrive."""
@@ -56,31 +54,37 @@ class MBarrierPhases(Check):
         now, last, _ = self.phases[place]
         for known in self.order.arrived.get(place, {}).values():
             now.arrivals = joined(now.arrivals, known)
-        self.phases[place] = self.phase(), now, last
+        self.phases[place] = Phase(), now, last
 
-    def phase_wait(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
-        """Lanes have seen the last phase end."""
-        if place not in self.phases:
-            return
-        (_, last, before), indices, barrier = self.phases[place], indices_of(lanes), self.mbarriers.at[place]
-        if barrier.phase > 1 and ".parity" in instruction.opcode and not before.times[indices].all():
-            wrong = ~self.know_the_end(before, indices)
-            if wrong.any():
+    def phase_seen(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
+        """A wait is over."""
+        (_, last, before), phase = self.phases[place], self.mbarriers.at[place].phase - 1
+        indices, clocks = indices_of(lanes), self.order.clocks
+        if not len(last.seen):
+            last.seen = np.zeros(clocks.size, np.int32)
+        columns = indices % clocks.size
+        unsure = last.seen[columns] == 0
+        if len(before.seen):
+            unsure &= before.seen[columns] == 0
+        if phase > 0 and unsure.any() and ".parity" in instruction.opcode:
+            unsure[unsure] = ~self.know_the_end(before, indices[unsure])
+            if unsure.any():
                 message = (
-                    f"waits by parity for phase {barrier.phase - 1} of {barrier}, and nothing says that phase "
-                    f"{barrier.phase - 2} is over: were it not, neither would be waited for,"
+                    f"waits by parity for phase {phase} of {self.mbarriers.at[place]} without knowing that phase "
+                    f"{phase - 1} is over, and while that is under way this wait is over at once: wait for that one, "
+                    "too, or behind a thread that has (phases count from 0),"
                 )
-                self.report(instruction, "async", lanes, wrong, message)
-        last.times[indices] = self.order.clocks.own[indices]
+                self.report(instruction, "async", lanes, unsure, message)
+        last.seen[columns] = np.where(last.seen[columns] == 0, clocks.own[indices], last.seen[columns])
 
     def know_the_end(self, phase: Phase, lanes: Array) -> Array:
-        """Which of them know that it is over."""
-        clocks, waited = self.order.clocks, np.flatnonzero(phase.times)
+        """Which of these lanes, which have not seen the phase over, know that it is."""
+        clocks, seen = self.order.clocks, np.flatnonzero(phase.seen)
+        others = lanes[0] - lanes[0] % clocks.size + seen
         known = np.zeros(len(lanes), bool)
-        for group in groups(clocks.row[lanes]):  # of lanes that know the same
-            first = np.full(len(waited), lanes[group[0]])
-            known[group] = clocks.knows(first, waited, phase.times[waited]).any()
-        for i in () if phase.copied else np.flatnonzero(~known).tolist():
+        for group in groups(clocks.row[lanes]):  # of lanes that have learnt the same
+            known[group] = clocks.knows(np.full(len(seen), lanes[group[0]]), others, phase.seen[seen]).any()
+        for i in np.flatnonzero(~known).tolist() if phase.arrivals and not phase.copied else ():
             clock = clocks.known_to(lanes[i : i + 1])
             known[i] = all(at in clock and (clock[at] >= times).all() for at, times in phase.arrivals.items())
         return known

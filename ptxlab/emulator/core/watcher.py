@@ -72,8 +72,11 @@ class Watcher:
     def phase_complete(self, place: int) -> None:
         """A phase of an mbarrier is complete."""
 
-    def phase_wait(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
+    def phase_seen(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
         """Lanes have seen that the last phase of an mbarrier is complete."""
+
+    def phase_wait(self, instruction: Instruction, place: int, lanes: Lanes) -> None:
+        """They have, of an mbarrier or of a cluster's barrier, and acquire."""
 
     def wait_for_predecessors(self, lanes: Lanes) -> None:
         """Lanes have waited for the kernel before."""

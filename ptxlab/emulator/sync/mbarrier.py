@@ -275,6 +275,8 @@ def _wait(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, s
     def finish(place: int, lanes: Lanes, success: bool) -> None:
         if success:
             pending.observe(place)
+        for watcher in machine.watchers if success else ():
+            watcher.phase_seen(instruction, place, lanes)
         for watcher in machine.watchers if success and acquires else ():
             watcher.phase_wait(instruction, place, lanes)
         write(lanes, np.array([success]))

@@ -21,6 +21,9 @@ LAST = "LAST: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 1;\n"
 END = LAST + "@!%p bra LAST;\n"
 ALL_WAIT = "FIRST: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0;\n@!%p bra FIRST;\n"
 ONE_WAITS = "@!%q bra DONE;\n" + ALL_WAIT + "DONE:\n"
+AGAIN = ONE_WAITS.replace("FIRST", "SECOND").replace("DONE", "GONE")
+FIFTH_WAITS = "setp.eq.u32 %p, %r0, 5;\n" + ONE_WAITS.replace("%q", "%p")
+RELAXED = ALL_WAIT.replace("parity.", "parity.relaxed.cluster.")
 
 
 @pytest.mark.parametrize(
@@ -28,19 +31,25 @@ ONE_WAITS = "@!%q bra DONE;\n" + ALL_WAIT + "DONE:\n"
     [
         (COPY + ONE_WAITS + COPY + END, 63),
         (COPY + ALL_WAIT + COPY + END, 0),
+        (COPY + RELAXED + COPY + END, 0),
         (COPY + ONE_WAITS + MEET + COPY + END, 0),  # one has waited, and all know of that
         (COPY + ONE_WAITS + COPY + MEET + END, 0),
+        (COPY + ONE_WAITS + MEET + AGAIN + COPY + END, 0),
         (ARRIVE + ARRIVE + END, 63),
         (ARRIVE + ARRIVE + MEET + END, 0),  # all know of all arrivals
-        (COPY + COPY + MEET + END, 64),  # but not of a copy that nobody has waited for
+        ((ARRIVE + ARRIVE).replace("arrive.", "arrive.relaxed.cluster.") + MEET + END, 64),  # which tell nothing
+        (COPY + COPY + MEET + END, 64),  # nobody has waited for the copy
         (COPY + LATER + COPY + END, 64),  # which may come after one that was asked for later
+        (COPY + LATER + ONE_WAITS + COPY + END, 63),
+        (COPY + LATER + FIFTH_WAITS + COPY + END, 63),
         (ARRIVE + MEET + END.replace("], 1", "], 0"), 0),  # there is none before
     ],
 )
-def test_a_wait_by_parity_needs_the_phase_before(body: str, lanes: int) -> None:
+@pytest.mark.parametrize("checks", [emulator.CHECKS, {"async"}], ids=["all", "async"])
+def test_a_wait_by_parity_needs_the_phase_before(checks: set[str], body: str, lanes: int) -> None:
     text = kernel(COPY_PROLOGUE + BEGIN + body + STORE, ".param .u64 out, .param .u64 a", OUTSIDE)
     a = np.arange(1, 1025, dtype=np.uint32)
-    result = run(text, np.zeros(64, np.uint32), a, threads=64, checks=emulator.CHECKS)
+    result = run(text, np.zeros(64, np.uint32), a, threads=64, checks=checks)
     found = [f for f in result.findings if "by parity" in f.message]
     assert sum(f.count for f in found) == lanes
     for finding in found:

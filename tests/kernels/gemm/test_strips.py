@@ -149,9 +149,9 @@ def test_warp_groups_along_k_take_turns_at_a_slot(WN: int, WK: int, stages: int)
     """Copies come in any order, and none takes the slot that another one still waits for; four rounds of the ring."""
     config = StripChoice(StripTile(8, WN, WK, MN=1, BK=128), 4 * WN, stages, 1).constants | {"SIGNED": 1}
     logical = LARGE.example(np.random.default_rng(0), M=8, N=64 * WN, K=128 * (3 * stages + 1), g=64)
-    for seed in range(3):
-        y = output(LARGE, logical, "emulator", config, mode="late", seed=seed)
-        assert np.array_equal(y, LARGE.reference(**logical)), seed
+    for mode, seed in (("early", 0), ("late", 0), ("late", 1), ("late", 2)):
+        y = output(LARGE, logical, "emulator", config, mode=mode, seed=seed)
+        assert np.array_equal(y, LARGE.reference(**logical)), (mode, seed)
 
 
 @on_every_backend
