@@ -628,7 +628,8 @@ extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, RESIDENT) attention
                 }
 
                 PHASE(REDUCE);
-                // at first there is none before
+                // At first there is none before. A warp does not wait here in units that have no tile for it, and need
+                // not: `ready` of a unit says that all older phases of this barrier are over.
                 ptxlab::mbarrier_wait(&cleared[(number + UNITS - SLOTS) % UNITS],
                                       ((number + UNITS - SLOTS) / UNITS + 1) % 2);
 #pragma unroll

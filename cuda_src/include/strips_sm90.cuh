@@ -53,8 +53,8 @@ __device__ __forceinline__ void multiply_strips(int (&acc)[MMAS][SUMS], u32 (&a)
     };
     const auto fetch = [&](int stage) {
         PHASE(WAIT_COPY);
-        // The phase before of this slot may be another warp group's that still waits for its copies: then a wait by
-        // parity would be over at once.
+        // A round ago the slot may have been another warp group's, which may still wait for its copies. A wait by parity
+        // for the next ones would then be over at once, so wait first until that one has given the slot back.
         if (SLOTS % STEP != 0) mbarrier_wait(&empty[slot.index], slot.parity ^ 1);
         mbarrier_wait(&full[slot.index], slot.parity);
         PHASE(DEQUANTISE);

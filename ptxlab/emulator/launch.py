@@ -333,12 +333,12 @@ def _watchers(
     is_asynchronous = machine.launch.unfenced is not None or (
         bool(checks & {"async", "proxy"}) and machine.launch.entry.is_asynchronous
     )
-    has_phases = "async" in checks and machine.launch.entry.uses("mbarrier.init")
-    has_order = is_asynchronous or has_phases
-    order = Races(machine, taint) if "race" in checks else HappensBefore(machine) if has_order else None
+    uses_mbarriers = "async" in checks and machine.launch.entry.uses("mbarrier.init")
+    needs_order = is_asynchronous or uses_mbarriers
+    order = Races(machine, taint) if "race" in checks else HappensBefore(machine) if needs_order else None
     in_flight = InFlight(machine, order, strict="proxy" in checks) if is_asynchronous and order else None
     if order:
-        if has_phases:
+        if uses_mbarriers:
             yield MBarrierPhases(machine, order)
         yield order
     if taint:
@@ -354,7 +354,7 @@ def _watchers(
             yield RaceWaves(machine, order, waves, taint)
     if in_flight:
         yield in_flight
-    if has_phases:
+    if uses_mbarriers:
         yield MBarrierLife(machine)
     if in_flight and machine.launch.entry.uses("wgmma"):
         yield RegistersInUse(machine)

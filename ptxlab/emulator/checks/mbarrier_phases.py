@@ -2,8 +2,9 @@
 
 A wait by parity for a phase is over at once, too, while the phase before it is under way: the one before that has the
 same parity, and is complete. So who waits has to know that the phase before is over. It does if it has waited for that
-itself, or knows of a thread that has (`happens_before`), or of all arrivals where no copy arrives. A wait that really
-is over too early counts as one for the phase before; what is read behind it then is found by others.
+itself, or knows of a thread that has (`happens_before`), or of all arrivals (those that release; a relaxed one tells
+nothing) where no copy arrives. A wait that really is over too early counts as one for the phase before; other
+checks find what is read behind it.
 """
 
 import numpy as np
@@ -25,8 +26,12 @@ class Phase:
     def __init__(self) -> None:
         self.arrivals: Clock = NOTHING  # what those made known that release
         self.copied = False  # whether a copy was among them
-        # of the lanes of the cluster: their own time when they first saw it over; 0 if they have not
+        # of the lanes of the cluster, their own time when they first saw it over, or 0; empty while nobody has
         self.seen = np.zeros(0, np.int32)
+
+    def seen_by(self, columns: Array) -> Array:
+        """Which of these lanes of the cluster have seen it over."""
+        return self.seen[columns] > 0 if len(self.seen) else np.zeros(len(columns), bool)
 
 
 class MBarrierPhases(Check):
@@ -60,12 +65,9 @@ class MBarrierPhases(Check):
         """A wait is over."""
         (_, last, before), phase = self.phases[place], self.mbarriers.at[place].phase - 1
         indices, clocks = indices_of(lanes), self.order.clocks
-        if not len(last.seen):
-            last.seen = np.zeros(clocks.size, np.int32)
         columns = indices % clocks.size
-        unsure = last.seen[columns] == 0
-        if len(before.seen):
-            unsure &= before.seen[columns] == 0
+        first = ~last.seen_by(columns)
+        unsure = first & ~before.seen_by(columns)
         if phase > 0 and unsure.any() and ".parity" in instruction.opcode:
             unsure[unsure] = ~self.know_the_end(before, indices[unsure])
             if unsure.any():
@@ -75,7 +77,9 @@ class MBarrierPhases(Check):
                     "too, or behind a thread that has (phases count from 0),"
                 )
                 self.report(instruction, "async", lanes, unsure, message)
-        last.seen[columns] = np.where(last.seen[columns] == 0, clocks.own[indices], last.seen[columns])
+        if not len(last.seen):
+            last.seen = np.zeros(clocks.size, np.int32)
+        last.seen[columns[first]] = clocks.own[indices[first]]
 
     def know_the_end(self, phase: Phase, lanes: Array) -> Array:
         """Which of these lanes, which have not seen the phase over, know that it is."""

@@ -13,9 +13,6 @@ COPY = (
     "@%q mbarrier.arrive.expect_tx.shared.b64 %y, [%r5], 256;\n"
     "@%q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r6], [%x3], 256, [%r5];\n"
 )
-LATER = (BEGIN + COPY).replace(
-    "[%r5]", "[%r5+8]"
-) + "OTHER: mbarrier.try_wait.parity.shared.b64 %p, [%r5+8], 0;\n@!%p bra OTHER;\n"
 MEET = "bar.sync 0;\n"
 LAST = "LAST: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 1;\n"
 END = LAST + "@!%p bra LAST;\n"
@@ -23,6 +20,7 @@ ALL_WAIT = "FIRST: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0;\n@!%p bra F
 ONE_WAITS = "@!%q bra DONE;\n" + ALL_WAIT + "DONE:\n"
 AGAIN = ONE_WAITS.replace("FIRST", "SECOND").replace("DONE", "GONE")
 FIFTH_WAITS = "setp.eq.u32 %p, %r0, 5;\n" + ONE_WAITS.replace("%q", "%p")
+LATER = (BEGIN + COPY + ALL_WAIT.replace("FIRST", "OTHER")).replace("[%r5]", "[%r5+8]")
 RELAXED = ALL_WAIT.replace("parity.", "parity.relaxed.cluster.")
 
 

@@ -146,7 +146,7 @@ def test_accumulators_are_exact_in_the_emulator(
 
 @pytest.mark.parametrize(("WN", "WK", "stages"), [(1, 2, 5), (2, 2, 5), (1, 3, 7)])
 def test_warp_groups_along_k_take_turns_at_a_slot(WN: int, WK: int, stages: int) -> None:
-    """Copies come in any order, and none takes the slot that another one still waits for; four rounds of the ring."""
+    """Copies come in any order, and no warp group takes a slot that another one waits for; three rounds and a stage."""
     config = StripChoice(StripTile(8, WN, WK, MN=1, BK=128), 4 * WN, stages, 1).constants | {"SIGNED": 1}
     logical = LARGE.example(np.random.default_rng(0), M=8, N=64 * WN, K=128 * (3 * stages + 1), g=64)
     for mode, seed in (("early", 0), ("late", 0), ("late", 1), ("late", 2)):
