@@ -61,7 +61,7 @@ def test_without_the_tools_the_record_answers(monkeypatch: pytest.MonkeyPatch) -
     assert alu == 7 and origin.startswith("from the shipped record (ptxas 13.2")
 
 
-@pytest.mark.share(30)
+@pytest.mark.share(60)
 @pytest.mark.parametrize("label", ALL)
 def test_assembles_without_spills_for_every_arch_it_claims(label: str) -> None:
     source, spec = ALL[label]

@@ -65,7 +65,7 @@ def test_instructions_of_a_fragment(name: str, loads: int, unpack: int) -> None:
     assert (cost.address <= 3) == thread_order, "a thread's own 16 bytes: its number and the base, nothing else"
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", TILES)
 def test_every_repeat_is_a_load_in_machine_code(name: str) -> None:
     """ptxas must not load once and reuse it: the loop holds as many loads as the fragment needs, or a multiple."""

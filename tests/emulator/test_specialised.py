@@ -121,7 +121,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.share(10)
+@pytest.mark.share(16)
 @both_modes
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_every_mistake_is_found(mistake: str, mode: str) -> None:

@@ -54,7 +54,7 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 @on_every_backend
 @pytest.mark.parametrize(
-    "label", [label if label.endswith(".ptx") else pytest.param(label, marks=pytest.mark.share(3)) for label in ALL]
+    "label", [label if label.endswith(".ptx") else pytest.param(label, marks=pytest.mark.share(6)) for label in ALL]
 )
 @given(data=st.data())
 def test_equals_its_reference_and_is_clean_within_its_rules(label: str, backend: str, data: st.DataObject) -> None:

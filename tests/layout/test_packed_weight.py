@@ -29,7 +29,7 @@ def test_round_trip(layout: str, weight) -> None:
     assert all(array.flags.c_contiguous for array in arrays)  # as kernels take them
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(case=strategies.weight_groups(), scheme=st.sampled_from(["lqq", "qoq"]))
 def test_round_trip_of_quantised_boundary_values(layout: str, case, scheme: str) -> None:

@@ -19,7 +19,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     return Copy(tmp_path_factory.mktemp("mutants") / "copy")
 
 
-@pytest.mark.share(12)
+@pytest.mark.share(24)
 @pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.ci], ids=str)
 def test_a_mistake_is_noticed(mutant: Mutant, copy: Copy) -> None:
     """A sample; `python -m tests.mutants` tries all. That tests pass without a mutant, this very run shows."""

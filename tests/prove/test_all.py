@@ -22,7 +22,7 @@ def known() -> list[Claim]:
     return registered()
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("subject", [*KERNELS, *LOOPS, *OTHERS])
 def test_decided_as_claimed(subject: str) -> None:
     found = claims_of(*kernels.find(subject.partition(".")[0])) if subject in KERNELS else known()

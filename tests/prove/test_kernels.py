@@ -377,6 +377,7 @@ def test_a_packing_that_does_more_than_to_move_bits_is_refused() -> None:
 # Mutants: `python -m tests.support.proofs` tries all of them
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("name", "every", "first"), [("dequant_comet", 9, 2), ("dequant_lqq", 17, 6)])
 def test_changed_opcodes_and_immediates_are_refuted(name: str, every: int, first: int) -> None:
     assert [what for what, _ in survivors(name, every, first) if not explained(what)] == []

@@ -157,7 +157,7 @@ def run_page(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_pat
     return run
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(9)
 @pytest.mark.parametrize("page", [page for page in GUIDE if blocks(page)], ids=ids)
 def test_blocks_run_as_written(page: Path, monkeypatch: pytest.MonkeyPatch, run_page: Any) -> None:
     for library, name in (("triton", "Triton"), ("torch", "PyTorch"), ("transformers", "transformers")):

@@ -231,7 +231,7 @@ def test_an_h200_cuts_off_as_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
 CHANGES = (problems.nothing, problems.queries_below_fp16, problems.large_and_small_values)
 
 
-@pytest.mark.share(18)
+@pytest.mark.share(36)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @of_each(*AMPERE, *HOPPER)
 def test_tensor_cores_stay_within_the_bound(

@@ -141,7 +141,7 @@ def test_the_kernel_itself_is_right(spec: KernelSpec) -> None:
     assert not is_noticed(spec, kernels.find(spec.name)[1][0])
 
 
-@pytest.mark.share(30)
+@pytest.mark.share(60)
 @pytest.mark.parametrize(("spec", "change"), PLACES, ids=lambda x: getattr(x, "name", None) or x[0])
 def test_a_mistake_is_noticed(spec: KernelSpec, change: tuple[str, str]) -> None:
     assert is_noticed(spec, mistaken(spec, change))

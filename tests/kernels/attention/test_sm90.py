@@ -129,7 +129,7 @@ IN_PARTS = HOPPER[3], (1000, 64), 7  # sequences, of which one is in parts; bloc
 SMALLEST_PARTS = Variant(64, 64, 4, 0, T=1, ratio=1, tile=AttentionTileSm90(16, 4, 1, 1))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @on_every_backend
 @pytest.mark.parametrize("tiles", [5, 6, 9, 10, 14])
 def test_more_parts_than_are_taken_over_at_a_time(tiles: int, backend: str) -> None:

@@ -64,7 +64,7 @@ def ran(spec: KernelSpec, logical: dict[str, Any], backend: str, config: dict[st
     verify.compare(spec, {"y": y}, logical, config)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(("label", "config"), CASES, ids=ids)
 def test_every_end_of_a_tile(label: str, config: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """On one SM a block has many tiles; what the options are takes turns over the cases."""

@@ -214,7 +214,7 @@ def diagnosis_of(variant: Variant, sizes: dict[str, int], mode: str) -> list[emu
     return [*outcome.findings, *([] if right else ["wrong result"])]
 
 
-@pytest.mark.share(20)
+@pytest.mark.share(40)
 @both_modes
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_kernel_itself_is_clean(variant: Variant, mode: str) -> None:
@@ -243,13 +243,14 @@ def complaint(mutant: Mutant) -> str:
     return ""
 
 
-@pytest.mark.share(70)
+@pytest.mark.share(105)
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_missing_statement_is_found_early_and_late(variant: Variant, share: int) -> None:
     assert list(filter(None, map(complaint, itertools.islice(mutants(variant), share, None, SHARES)))) == []
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_kernel_has_statements_to_miss(variant: Variant) -> None:
     assert next(mutants(variant))

@@ -101,7 +101,7 @@ def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, data: st.DataObject) 
     checks.exact_twice(lambda: output(spec, logical, "gpu"), spec.reference(**logical))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @on_every_backend
 @every
 @pytest.mark.parametrize("M", [16, 33, 130])
@@ -112,7 +112,7 @@ def test_every_chosen_tile_is_exact(spec: KernelSpec, M: int, backend: str) -> N
     assert np.array_equal(output(spec, logical, backend), spec.reference(**logical))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @on_every_backend
 @pytest.mark.parametrize("tile", W4A4.costs, ids=lambda tile: "-".join(map(str, tile)))
 def test_every_tile_for_hopper_is_exact(tile: GroupTile, backend: str) -> None:
@@ -177,6 +177,7 @@ def test_atoms_code_rounds_the_product_of_two_scales(backend: str) -> None:
     assert y[0, 0] == by_hand + logical["bias"][0]
 
 
+@pytest.mark.share(3)
 @on_every_backend
 @with_outliers
 @pytest.mark.parametrize("what", ["zeros", "outliers alone", "no outlier", "saturated"])
@@ -241,7 +242,7 @@ def test_no_tile_spills(spec: KernelSpec) -> None:
             assert spec.launch(sizes).shared_bytes <= 99 * 1024, "what every architecture from sm_80 on has"
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("tile", W4A4.costs, ids=lambda tile: "-".join(map(str, tile)))
 @pytest.mark.parametrize("g", [64, 128])
 def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(tile: GroupTile, g: int) -> None:

@@ -93,7 +93,7 @@ def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, logical: dict[str, An
     checks.exact_twice(lambda: output(spec, given, "gpu"), gemm_blocks(**logical))
 
 
-@pytest.mark.share(5)
+@pytest.mark.share(8)
 @on_every_backend
 @pytest.mark.parametrize(("spec", "M"), CHOSEN, ids=lambda value: getattr(value, "name", value))
 def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
@@ -105,7 +105,7 @@ def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
         assert np.array_equal(y.view(f"u{y.itemsize}"), right.astype(dtype).view(f"u{y.itemsize}"))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @on_every_backend
 @pytest.mark.parametrize("tile", W4AX.costs, ids=lambda tile: "-".join(map(str, tile)))
 def test_every_tile_for_hopper_is_exact(tile: GroupTile, backend: str) -> None:
@@ -115,6 +115,7 @@ def test_every_tile_for_hopper_is_exact(tile: GroupTile, backend: str) -> None:
     assert np.array_equal(y, gemm_blocks(**logical))
 
 
+@pytest.mark.share(2)
 @on_every_backend
 @every
 @pytest.mark.parametrize("int8", [0, 2])

@@ -42,7 +42,7 @@ def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], 
     return checks.output(W8A8, W8A8.pack(dict(logical)), backend, config=config, **options)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile['BM']}-{tile['WN']}-{tile['SPLIT']}")
 @given(
     logical=gemm_problems.w8a8(tokens=80, rows=400, sixteens=60),

@@ -311,7 +311,7 @@ def test_an_older_gpu_is_said(fake: FakeGpu) -> None:
 EXAMPLES = [(spec, sizes) for spec in (CHOOSE, GATHER, COMBINE) for sizes in spec.example_sizes]
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 @pytest.mark.parametrize(
     ("spec", "sizes"), EXAMPLES, ids=lambda of: getattr(of, "name", None) or "-".join(map(str, of.values()))
 )
