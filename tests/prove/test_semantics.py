@@ -72,7 +72,6 @@ def vectors() -> dict[str, np.ndarray]:
         return dict(stored)
 
 
-@pytest.mark.share(2)
 @pytest.mark.parametrize("family", sorted({case.name.split("_")[0] for case in CASES} - ABSENT))
 def test_recorded_on_a_gpu(family: str, vectors) -> None:
     wrong, modelled = [], 0

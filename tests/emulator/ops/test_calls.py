@@ -72,7 +72,6 @@ def test_a_trap_fails_with_line_and_values() -> None:
         run("int i = threadIdx.x;\nif (x[i] > n) __trap();", integers(), np.int32(8))
 
 
-@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("body", "head", "said"),
     [

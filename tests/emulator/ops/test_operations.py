@@ -226,7 +226,6 @@ def pairs(template: str) -> Iterable[tuple[int, int]]:
     return zip(inputs["a"].tolist(), results(case, inputs).tolist(), strict=True)
 
 
-@pytest.mark.share(2)
 @pytest.mark.parametrize("template", ORACLES)
 def test_integer_operation(template):
     oracle = ORACLES[template]
@@ -329,7 +328,6 @@ def check_rounding(case: Case, name: str, mode: str, kind: str, inputs: dict[str
             assert result == encode(value, kind, mode), (case.template, list(map(hex, raw)), hex(result))
 
 
-@pytest.mark.share(2)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("name", FLOAT_ORACLES)
 def test_rounding_is_single_and_exact(name, kind):

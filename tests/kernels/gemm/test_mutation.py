@@ -250,7 +250,6 @@ def test_every_missing_statement_is_found_early_and_late(variant: Variant, share
     assert list(filter(None, map(complaint, itertools.islice(mutants(variant), share, None, SHARES)))) == []
 
 
-@pytest.mark.share(3)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_kernel_has_statements_to_miss(variant: Variant) -> None:
     assert next(mutants(variant))

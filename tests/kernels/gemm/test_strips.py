@@ -144,7 +144,6 @@ def test_accumulators_are_exact_in_the_emulator(
     assert np.array_equal(y, spec.reference(**logical))
 
 
-@pytest.mark.share(2)
 @pytest.mark.parametrize(("WN", "WK", "stages"), [(1, 2, 5), (2, 2, 5), (1, 3, 7)])
 def test_warp_groups_along_k_take_turns_at_a_slot(WN: int, WK: int, stages: int) -> None:
     """Copies come in any order, and no warp group takes a slot that another one waits for; three rounds and a stage."""

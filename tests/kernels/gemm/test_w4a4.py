@@ -177,7 +177,6 @@ def test_atoms_code_rounds_the_product_of_two_scales(backend: str) -> None:
     assert y[0, 0] == by_hand + logical["bias"][0]
 
 
-@pytest.mark.share(3)
 @on_every_backend
 @with_outliers
 @pytest.mark.parametrize("what", ["zeros", "outliers alone", "no outlier", "saturated"])

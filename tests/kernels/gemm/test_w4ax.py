@@ -115,7 +115,6 @@ def test_every_tile_for_hopper_is_exact(tile: GroupTile, backend: str) -> None:
     assert np.array_equal(y, gemm_blocks(**logical))
 
 
-@pytest.mark.share(2)
 @on_every_backend
 @every
 @pytest.mark.parametrize("int8", [0, 2])
