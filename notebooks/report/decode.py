@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from ptxlab import bench
 from ptxlab.bench.layer.shapes import TOPS, rows_of
@@ -220,14 +221,18 @@ def _floor_at_clock(row: pd.Series) -> float:
 
 
 def _origin(records: list[Record]) -> str:
-    """When, on what, and the models of each commit; a record is of one model unless it is of all."""
+    """When, on how many GPUs, and of which commit; of several, the models of each."""
     dates = ", ".join(sorted({record.date[:10] for record in records}))
-    cards = ", ".join(sorted({record.device["name"] for record in records}))
+    names = ", ".join(sorted({record.device["name"] for record in records}))
+    cards = len({record.device["card"] for record in records})
     of_commit: dict[str, list[str]] = {}
     for record in records:
         of_commit.setdefault(record.revision, []).append(record.suite.rpartition("/")[2])
     said = "; ".join(f"{', '.join(models)} at commit {commit}" for commit, models in of_commit.items())
-    return f"Measured by `ptxlab bench decode` on {dates}, each model alone on one GPU ({cards}): {said}."
+    if len(of_commit) == 1:
+        said = f"commit {records[0].revision}"
+    gpus = "all on the same GPU" if cards == 1 else f"on {cards} GPUs"
+    return f"Measured by `ptxlab bench decode` on {dates}, each model alone, {gpus} ({names}): {said}."
 
 
 def picture_name(model: str) -> str:
@@ -276,9 +281,10 @@ def _lines(axes: Axes, records: list[Record], model: str) -> None:
         if first:
             at = max(first, key=first.__getitem__)
             # The lines below have their numbers below: above there are others.
-            place, side = ((-3, 4), "right") if kind in (OURS, "FP8") else ((4, -12), "center")
+            place, side = ((-3, 4), "right") if kind in (OURS, "FP8") else ((4, -11), "center")
             where: dict[str, Any] = {"textcoords": "offset points", "ha": side, "fontsize": 8, "color": colour}
-            axes.annotate(f"{first[at]:,.0f}", (at, first[at]), place, **where)
+            label = axes.annotate(f"{first[at]:,.0f}", (at, first[at]), place, zorder=4, **where)
+            label.set_path_effects([withStroke(linewidth=2, foreground="white")])  # lines that pass behind it
     axes.plot([], [], "-", color=PALE, label=f"fits {small} GB")
     axes.plot([], [], "--", color=PALE, label=f"fits {large} GB")
     axes.set_xscale("log", base=2)
