@@ -221,18 +221,17 @@ def _floor_at_clock(row: pd.Series) -> float:
 
 
 def _origin(records: list[Record]) -> str:
-    """When, on how many GPUs, and of which commit; of several, the models of each."""
+    """When, on how many GPUs, and at which commit; with several commits, which models are of each."""
     dates = ", ".join(sorted({record.date[:10] for record in records}))
     names = ", ".join(sorted({record.device["name"] for record in records}))
     cards = len({record.device["card"] for record in records})
+    gpu = "the same GPU" if cards == 1 else f"one of {cards} GPUs"
     of_commit: dict[str, list[str]] = {}
     for record in records:
         of_commit.setdefault(record.revision, []).append(record.suite.rpartition("/")[2])
-    said = "; ".join(f"{', '.join(models)} at commit {commit}" for commit, models in of_commit.items())
-    if len(of_commit) == 1:
-        said = f"commit {records[0].revision}"
-    gpus = "all on the same GPU" if cards == 1 else f"on {cards} GPUs"
-    return f"Measured by `ptxlab bench decode` on {dates}, each model alone, {gpus} ({names}): {said}."
+    each = "; ".join(f"{', '.join(models)} at commit {commit}" for commit, models in of_commit.items())
+    commits = f": {each}" if len(of_commit) > 1 else f", at commit {records[0].revision}"
+    return f"Measured by `ptxlab bench decode` on {dates}, each model alone on {gpu} ({names}){commits}."
 
 
 def picture_name(model: str) -> str:
@@ -283,8 +282,8 @@ def _lines(axes: Axes, records: list[Record], model: str) -> None:
             # The lines below have their numbers below: above there are others.
             place, side = ((-3, 4), "right") if kind in (OURS, "FP8") else ((4, -11), "center")
             where: dict[str, Any] = {"textcoords": "offset points", "ha": side, "fontsize": 8, "color": colour}
-            label = axes.annotate(f"{first[at]:,.0f}", (at, first[at]), place, zorder=4, **where)
-            label.set_path_effects([withStroke(linewidth=2, foreground="white")])  # lines that pass behind it
+            number = axes.annotate(f"{first[at]:,.0f}", (at, first[at]), place, zorder=4, **where)
+            number.set_path_effects([withStroke(linewidth=2, foreground="white")])  # no line crosses it out
     axes.plot([], [], "-", color=PALE, label=f"fits {small} GB")
     axes.plot([], [], "--", color=PALE, label=f"fits {large} GB")
     axes.set_xscale("log", base=2)

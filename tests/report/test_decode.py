@@ -36,16 +36,16 @@ def record() -> Record:
 def test_tables() -> None:
     steps, whole = decode.steps_table([record()]), decode.generate_table([record()])
     row = "| LLaMA-2-7B | 16 | 4.00 | 4,000 | 0.50 | 40% | 8% | 0% | 2% |  | 1.50x |  | 1.25x |"
-    assert row in steps and "all on the same GPU (NVIDIA H200): commit 0123456789." in steps
+    assert row in steps and "each model alone on the same GPU (NVIDIA H200), at commit 0123456789." in steps
     assert "| LLaMA-2-7B | 80 | 100 | 12,000 | 12,775 |  | 1.20x |  | 6,721 | 194 |" in whole
-    assert whole.endswith(": commit 0123456789. Our prompts are attended by the decode attention.\n")
+    assert whole.endswith(", at commit 0123456789. Our prompts are attended by the decode attention.\n")
     assert decode.steps_table([]) == decode.generate_table([]) == MISSING
 
 
 def test_the_table_says_how_many_cards_and_commits_it_is_of() -> None:
     device = {"name": "NVIDIA H200", "card": "GPU-2"}
     second = replace(record(), suite="decode/LLaMA-3-8B", device=device, commit="abcdef012345")
-    said = "on 2 GPUs (NVIDIA H200): LLaMA-2-7B at commit 0123456789; LLaMA-3-8B at commit abcdef0123."
+    said = "alone on one of 2 GPUs (NVIDIA H200): LLaMA-2-7B at commit 0123456789; LLaMA-3-8B at commit abcdef0123."
     assert said in decode.steps_table([record(), second])
 
 
