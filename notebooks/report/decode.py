@@ -1,13 +1,11 @@
 """Whole models as recorded: steady steps, QServe's rule and peaks under each budget of memory, a picture a model."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
 
 from ptxlab import bench
 from ptxlab.bench.layer.shapes import TOPS, rows_of
@@ -25,7 +23,7 @@ from ptxlab.bench.models import (
     room_for,
 )
 from ptxlab.bench.record import Record
-from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED
+from ptxlab.plot import BLUE, GREY, ORANGE, RED
 from report import RESULTS
 from report.frames import MISSING, markdown
 from report.layer import KINDS, fastest
@@ -43,11 +41,10 @@ LIQUIDSERVE = {
     "Mixtral-8x7B": (10745, 256),
 }
 FRONT = ("LLaMA-2-7B", "LLaMA-2-70B", "LLaMA-3-8B", "Mixtral-8x7B")  # models of the README
-_KINDS = {kind: start for kind, start in KINDS.items() if kind != "humming per channel"}
 TOPS_MHZ = TOPS * 1e6 / (132 * 8192)  # the clock at which 132 SMs of 8,192 INT8 operations a cycle make TOPS
 OURS = "ptxlab"
 _PARTS = {"gemm": BLUE, "attention": ORANGE, "others": RED, "head": GREY}
-_LINES = {OURS: BLUE, "FP8": ORANGE, "humming g128": RED, "FP16": GREY}
+_LINES = {OURS: BLUE, "FP8": ORANGE, "humming per channel": "#7b6fb0", "humming g128": RED, "FP16": GREY}
 
 
 def recorded() -> list[Record]:
@@ -68,7 +65,7 @@ def points(records: list[Record], measure: str) -> pd.DataFrame:
                 continue
             flat = {**row.more, **vars(row), **row.sizes, "model": config.name}
             flat["decode rate"] = row.sizes["B"] * (MADE - 1) / row.more.get("decode_us", math.nan) * 1e6
-            for kind, start in {**_KINDS, "QServe's GEMM": WITHOUT}.items():
+            for kind, start in {**KINDS, "QServe's GEMM": WITHOUT}.items():
                 name = fastest(row.peers, start)
                 flat[f"over {kind}"] = row.peers[name] / row.time_us if name else math.nan
                 rates = [v for k, v in row.more.items() if k.startswith(start) and k.endswith("tokens_per_second")]
@@ -90,7 +87,7 @@ def rates(records: list[Record], model: str, gb: int) -> dict[str, dict[int, flo
         return {}
     (config,) = (config for config in MODELS if config.name == model)
     beside = {row.sizes["B"]: row for row in rows if row.measure == BESIDE and row.kernel == MIX}
-    for kind, start in _KINDS.items():
+    for kind, start in KINDS.items():
         by_mix: dict[str, dict[int, float]] = {}
         for B, row in sorted(beside.items()):
             head = steps[min(steps, key=lambda known: abs(known - B))].more["head_us"]
@@ -109,9 +106,9 @@ def peaks(records: list[Record]) -> pd.DataFrame:
         for gb in BUDGETS:
             if of_model := rates(records, config.name, gb):
                 best = {kind: max(by_batch.values()) for kind, by_batch in of_model.items()}
-                over = {f"over {kind}": best[OURS] / best.get(kind, math.nan) for kind in _KINDS}
+                over = {f"over {kind}": best[OURS] / best.get(kind, math.nan) for kind in KINDS}
                 flat.append({"model": config.name, "GB": gb, **best, **over})
-    return pd.DataFrame(flat, columns=["model", "GB", OURS, *_KINDS, *(f"over {kind}" for kind in _KINDS)])
+    return pd.DataFrame(flat, columns=["model", "GB", OURS, *KINDS, *(f"over {kind}" for kind in KINDS)])
 
 
 def peaks_table(records: list[Record]) -> str:
@@ -119,7 +116,7 @@ def peaks_table(records: list[Record]) -> str:
     rows = peaks(records)
     if rows.empty:
         return MISSING
-    formats = dict.fromkeys((OURS, *_KINDS), "{:,.0f}") | {f"over {kind}": "{:.2f}x" for kind in _KINDS}
+    formats = dict.fromkeys((OURS, *KINDS), "{:,.0f}") | {f"over {kind}": "{:.2f}x" for kind in KINDS}
     return f"{markdown(rows, {'GB': '{:d}', **formats})}\n{_origin(records)}\n"
 
 
@@ -130,7 +127,7 @@ def steps_table(records: list[Record]) -> str:
         return MISSING
     columns = {"model": "{}", "B": "{:d}", "ms": "{:.2f}", "rate": "{:,.0f}", "fraction": "{:.2f}"}
     columns |= {f"{part}_us": "{:.0%}" for part in ("gemm", "attention", "others", "head")}
-    columns |= {f"over {kind}": "{:.2f}x" for kind in (*_KINDS, "QServe's GEMM")}
+    columns |= {f"over {kind}": "{:.2f}x" for kind in (*KINDS, "QServe's GEMM")}
     shares = {f"{part}_us": rows[f"{part}_us"] / rows.time_us for part in ("gemm", "attention", "others", "head")}
     names = {"B": "batch", "rate": "tokens/s", "fraction": "of the floor", **{name: name[:-3] for name in shares}}
     table = rows.assign(ms=rows.time_us / 1e3, **shares)[[*columns]].rename(columns=names)
@@ -144,10 +141,11 @@ def generate_table(records: list[Record]) -> str:
         return MISSING
     paper = pd.DataFrame([LIQUIDSERVE[model] for model in rows.model], columns=["paper", "its batch"], index=rows.index)
     columns = {"model": "{}", "L": "{:d}", "B": "{:d}", "rate": "{:,.0f}", "decode rate": "{:,.0f}"}
-    columns |= {f"rate over {kind}": "{:.2f}x" for kind in _KINDS} | {"paper": "{:,d}", "its batch": "{:d}"}
+    columns |= {f"rate over {kind}": "{:.2f}x" for kind in KINDS} | {"paper": "{:,d}", "its batch": "{:d}"}
     table = pd.concat([rows, paper], axis=1)[[*columns]]
     names = {"L": "GB", "B": "batch", "rate": "tokens/s", "decode rate": "without prefill"}
-    table = table.rename(columns={**names, "paper": "LiquidServe, H800 80 GB"})
+    names |= {"paper": "LiquidServe, H800 80 GB"} | {f"rate over {kind}": f"over {kind}" for kind in KINDS}
+    table = table.rename(columns=names)
     said = f"{_origin(records)} {_attended(rows)}"
     return f"{markdown(table, dict(zip(table, columns.values(), strict=True)))}\n{said}\n"
 
@@ -172,16 +170,39 @@ def front_table(records: list[Record]) -> str:
         at = steps[steps.model == model].set_index("B")
         rule = whole[(whole.model == model) & (budget == whole.L)]
         if {first, last} <= set(at.index) and len(rule):
-            peak = best[(best.model == model) & (budget == best.GB)]["over FP8"].iloc[0]
+            peak = best[(best.model == model) & (budget == best.GB)][["over FP8", "over humming per channel"]].iloc[0]
             ends = (at.loc[B, name] for B in (first, last) for name in ("rate", "fraction"))
-            flat.append((model, *ends, peak, *rule[["rate", "rate over FP8"]].iloc[0]))
+            flat.append((model, *ends, *peak, *rule[["rate", "rate over FP8"]].iloc[0]))
     if not flat:
         return MISSING
     columns = ["model", *(f"batch {B}: {what}" for B in (first, last) for what in ("tokens/s", "of the floor"))]
-    columns += [f"peak in {budget} GB over FP8's", f"QServe's rule, {budget} GB: tokens/s", "over FP8's"]
-    formats = ("{}", "{:,.0f}", "{:.2f}", "{:,.0f}", "{:.2f}", "{:.2f}x", "{:,.0f}", "{:.2f}x")
+    columns += [
+        f"peak in {budget} GB over FP8's",
+        "over humming's",
+        f"QServe's rule, {budget} GB: tokens/s",
+        "over FP8's",
+    ]
+    formats = ("{}", "{:,.0f}", "{:.2f}", "{:,.0f}", "{:.2f}", "{:.2f}x", "{:.2f}x", "{:,.0f}", "{:.2f}x")
     table = markdown(pd.DataFrame(flat, columns=columns), dict(zip(columns, formats, strict=True)))
     return f"{table}\n{_origin(records)}\n"
+
+
+def heads_table(records: list[Record]) -> str:
+    """The LM head in FP16 and in INT8, at a model's smallest batch and its largest."""
+    rows = points(records, MEASURE)
+    if rows.empty:
+        return MISSING
+    of_model = rows.groupby("model").B
+    rows = rows[(of_model.transform("min") == rows.B) | (of_model.transform("max") == rows.B)]
+    columns = {
+        "model": ("model", "{}"),
+        "V": ("vocabulary", "{:,d}"),
+        "B": ("batch", "{:d}"),
+        "head_us": ("FP16, µs", "{:.0f}"),
+        "head_int8_us": ("INT8, µs", "{:.0f}"),
+        "over": ("INT8 over FP16", "{:.2f}x"),
+    }
+    return _shown(rows.assign(over=rows.head_us / rows.head_int8_us), columns, records)
 
 
 def limits_table(records: list[Record]) -> str:
@@ -206,6 +227,11 @@ def limits_table(records: list[Record]) -> str:
         "gaps": ("gaps, ms", "{:.2f}"),
         "share": ("both, of the step", "{:.0%}"),
     }
+    return _shown(rows, columns, records)
+
+
+def _shown(rows: pd.DataFrame, columns: dict[str, tuple[str, str]], records: list[Record]) -> str:
+    """These columns of a table, each by what it is called and its format."""
     table = rows.reindex(columns=[*columns]).rename(columns={name: said for name, (said, _) in columns.items()})
     return f"{markdown(table, dict(columns.values()))}\n{_origin(records)}\n"
 
@@ -270,30 +296,24 @@ def _lines(axes: Axes, records: list[Record], model: str) -> None:
     """Tokens/s by batch: solid to the end of the smaller budget, dashed to that of the larger one."""
     small, large = BUDGETS
     within, beyond = rates(records, model, small), rates(records, model, large)
+    peak = {kind: max(by_batch.values()) for kind, by_batch in within.items()}
     for kind, colour in _LINES.items():
         first, every = within.get(kind, {}), beyond.get(kind, {})
         if not every:
             continue
         then = {B: rate for B, rate in every.items() if max(first, default=0) <= B}
-        axes.plot([*first], [*first.values()], "o-", color=colour, markersize=4, label=kind, zorder=3)
+        label = f"{kind}: {peak[kind]:,.0f}" if first else f"{kind}: does not fit"
+        axes.plot([*first], [*first.values()], "o-", color=colour, markersize=4, label=label, zorder=3)
         axes.plot([*then], [*then.values()], "o--", color=colour, markersize=4, markerfacecolor="white")
-        if first:
-            at = max(first, key=first.__getitem__)
-            # The lines below have their numbers below: above there are others.
-            place, side = ((-3, 4), "right") if kind in (OURS, "FP8") else ((4, -11), "center")
-            where: dict[str, Any] = {"textcoords": "offset points", "ha": side, "fontsize": 8, "color": colour}
-            number = axes.annotate(f"{first[at]:,.0f}", (at, first[at]), place, zorder=4, **where)
-            number.set_path_effects([withStroke(linewidth=2, foreground="white")])  # no line crosses it out
-    axes.plot([], [], "-", color=PALE, label=f"fits {small} GB")
-    axes.plot([], [], "--", color=PALE, label=f"fits {large} GB")
+    axes.plot([], [], "-", color="black", label=f"fits {small} GB")
+    axes.plot([], [], "--", color="black", label=f"fits {large} GB")
     axes.set_xscale("log", base=2)
     axes.set_xticks([1, 4, 16, 64, 128, 256], ["1", "4", "16", "64", "128", "256"])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("sequences in the batch")
     axes.set_ylabel("tokens/s of steady steps")
-    best = peaks(records)
-    best = best[(best.model == model) & (small == best.GB)]
-    ratio = best["over FP8"].iloc[0] if len(best) else math.nan
-    title(axes, "tokens/s" if math.isnan(ratio) else f"Peak {ratio:.2f}x the FP8 mix's under {small} GB", size=10)
-    axes.legend(frameon=False, fontsize=8)
+    over = [f"{peak[OURS] / peak[kind]:.2f}x {kind}'s" for kind in ("FP8", "humming per channel") if kind in peak]
+    title(axes, f"Peak within {small} GB: {', '.join(over)}" if over else "tokens/s", size=10)
+    head = f"peak within {small} GB, tokens/s"
+    axes.legend(frameon=False, fontsize=8, loc="upper left", title=head, title_fontsize=8, alignment="left")
     bare(axes)

@@ -357,6 +357,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "pytorch": pytorch.table,
     "decode": decode_section,
     "decode_front": lambda: decode.front_table(decode.recorded()),
+    "decode_heads": lambda: decode.heads_table(decode.recorded()),
     "decode_limits": lambda: decode.limits_table(decode.recorded()),
     "decode_peaks": lambda: decode.peaks_table(decode.recorded()),
     "decode_targets": lambda: targets.table(targets.whole(decode.recorded())),

@@ -40,6 +40,7 @@ __all__ = [
 _PLACES = 3  # in memory, at most, where what is slower is measured once more
 _PAD = 74 << 20  # bytes between them
 _PART = "_part"
+_UNFINISHED = "not finished"  # why a record is invalid that its run will go on with
 
 SUITES: dict[str, Any] = {
     "dequant": dequant.rows,
@@ -70,7 +71,7 @@ def run_suite(
         matrices: of a GEMM those alone, by (N, K).
         only: of the suites `gemm`, `layer` and `decode` that part alone, by words (`gemm.part` ...).
         resume: of the suites of `RESUMED` (whole, or whole models of `decode`): a record, which grows with every
-            row. Rows that are in it, of the same commit and card, are not measured again.
+            row. Rows that are in it, of the same commit, card and versions, are not measured again.
 
     Returns:
         The record; its `invalid` says why it must not be used, if the card is slower than it should be.
@@ -125,15 +126,15 @@ def _record(
         rows=(),
     )
     done = () if resume is None else _done(resume, record)
+    too_slow = shortfall(ceilings, info.slug)
     measured: list[Row] = []
     for row in rows(ceilings, progress) if resume is None else rows(ceilings, progress, done=done):
         measured.append(row)
         if resume is not None:
             here = {row.key for row in measured}
             kept = (*measured, *(row for row in done if row.key not in here))  # those whose turn has not come
-            save(replace(record, rows=kept, invalid="not finished"), resume)
-    invalid = shortfall(ceilings, info.slug) or stream.shortfall(measured, info.slug)
-    return replace(record, rows=tuple(measured), invalid=invalid)
+            save(replace(record, rows=kept, invalid=too_slow or _UNFINISHED), resume)
+    return replace(record, rows=tuple(measured), invalid=too_slow or stream.shortfall(measured, info.slug))
 
 
 def resumed_path(suite: str, only: Sequence[str]) -> Path:
@@ -163,10 +164,12 @@ def _name(suite: str, only: Sequence[str]) -> str:
 
 
 def _done(path: Path, record: Record) -> tuple[Row, ...]:
-    """The rows of an earlier run on the same card and commit, if there is one."""
+    """The rows of an earlier run on the same card, commit and versions, if there is one whose ceilings were right."""
     before = load(path) if path.is_file() else None
-    alike = before is not None and (before.device, before.commit) == (record.device, record.commit)
-    return before.rows if before is not None and alike and not record.commit.endswith("+") else ()
+    if before is None or before.invalid not in ("", _UNFINISHED) or record.commit.endswith("+"):
+        return ()
+    same = all(getattr(before, name) == getattr(record, name) for name in ("device", "versions", "commit"))
+    return before.rows if same else ()
 
 
 def confirmed(

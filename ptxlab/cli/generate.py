@@ -3,6 +3,8 @@
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -22,13 +24,24 @@ from ptxlab.cli.common import (
     require_counts,
 )
 from ptxlab.cli.models import ModelBackend, opened_model
-from ptxlab.errors import UnavailableError
-from ptxlab.io.files import read_text
+from ptxlab.errors import ArgumentError, FileError, UnavailableError, naming
 from ptxlab.io.tokenizer import Tokenizer
-from ptxlab.model import FloatModel, Footprint, KernelRunner, NumpyRunner, QuantizedModel, Request, Runner, Server
+from ptxlab.model import (
+    Config,
+    FloatModel,
+    Footprint,
+    KernelRunner,
+    NumpyRunner,
+    QuantizedModel,
+    Request,
+    Runner,
+    Server,
+)
 from ptxlab.model.folder import load
+from ptxlab.model.generate import check_sampling
 from ptxlab.model.generate import generate as generated
 from ptxlab.model.kernel_runner import PROMPT_ATTENTIONS, require_torch
+from ptxlab.model.memory import budget, largest_batch, require_batch, weights_of
 from ptxlab.model.open import is_quantized, open_tokenizer
 from ptxlab.model.runner import HEADS, PAGE
 from ptxlab.quant import GROUPS
@@ -54,7 +67,7 @@ def generate(
     tokens: Annotated[int, typer.Option(help="How many to generate at most.")] = 64,
     batch: Annotated[
         int | None,
-        typer.Option(help="How many continuations, the first streamed (1); of --prompts, how many at a time (16)."),
+        typer.Option(help="How many continuations, the first streamed (1); of --prompts, at a time (up to 16)."),
     ] = None,
     temperature: Annotated[
         float, typer.Option(help="0: the likeliest token. Above: draw from softmax(logits / T).")
@@ -80,35 +93,43 @@ def generate(
     if backend is None:
         backend = "gpu" if gpu.why_not("sm_90a", exact=True) is None else "numpy"
     _check(prompt, prompts, backend, tokens, batch, temperature, seed, group, head, prompt_attention, memory)
-    asked = [_Asked(prompt or "", tokens, temperature, seed)]
-    if prompts is not None:
+    if prompts is None:
+        asked, size = [_Asked(prompt or "", tokens, temperature, seed)], batch or 1
+    else:
         asked = _read_prompts(prompts, tokens, temperature, seed)
-        batch = min(batch or _AT_ONCE, len(asked))
-    batch = batch or 1
+        size = min(batch or _AT_ONCE, len(asked))
     opened, tokenizer = _open(model, quiet=as_json)
     from threadpoolctl import threadpool_limits  # of the extra `model`, which `_open` has asked for
 
-    encoded = [_encoded(tokenizer, each.prompt, chat=chat) for each in asked]
-    _check_fit(asked, encoded, opened.config.context, prompts)
-    weights = opened if isinstance(opened, QuantizedModel) else _rounded(opened, model, group, quiet=as_json)
-    context = max(len(given) + each.tokens for given, each in zip(encoded, asked, strict=True))
+    encoded = [_encoded(tokenizer, each, chat=chat) for each in asked]
+    _check_fit(asked, encoded, opened.config.context)
+    lengths = [len(given) + each.tokens for given, each in zip(encoded, asked, strict=True)]
+    context = max(lengths)
     by_torch: dict[str, Any] = {"prompt_attention": "torch"} if prompt_attention == "torch" else {}
-    chunk = min(_CHUNK_OF_TORCH, batch * context) if by_torch else None
-    pages = _pages(weights, batch, context, head, chunk, memory, whole=prompts is None)
-    runner = RUNNERS[backend](weights, batch, context, pages=pages, chunk=chunk, head=head, **by_torch)
+    how: dict[str, Any] = {"head": head, "chunk": min(_CHUNK_OF_TORCH, size * context) if by_torch else None}
+    pages = None
+    if memory is not None:
+        longest = asked[lengths.index(context)].where
+        fixed, at_once = batch is not None, prompts is None
+        counted = weights_of(opened) if isinstance(opened, QuantizedModel) else {"group": group}
+        size, pages = _fitted(
+            memory, opened.config, size, context, longest, fixed=fixed, at_once=at_once, **how, **counted
+        )
+    weights = opened if isinstance(opened, QuantizedModel) else _rounded(opened, model, group, quiet=as_json)
+    runner = RUNNERS[backend](weights, size, context, pages=pages, **how, **by_torch)
     if prompts is not None:
-        with threadpool_limits(1 if batch == 1 else None, "blas"):
+        with threadpool_limits(1 if size == 1 else None, "blas"):
             return _serve(runner, tokenizer, asked, encoded, backend, model, as_json=as_json)
 
     assert prompt is not None
     given = encoded[0]
     if not as_json and not chat:
         _write(prompt)
-    texts = [_Text(tokenizer) for _ in range(batch)]
-    steps = generated(runner, [given] * batch, tokens, temperature=temperature, seed=seed)
+    texts = [_Text(tokenizer) for _ in range(size)]
+    steps = generated(runner, [given] * size, tokens, temperature=temperature, seed=seed)
     times = [time.perf_counter()]
     # A step of one sequence is memory-bound; on a busy machine two threads wait for each other longer than they compute
-    with threadpool_limits(1 if batch == 1 else None, "blas"):
+    with threadpool_limits(1 if size == 1 else None, "blas"):
         for step in steps:
             times.append(time.perf_counter())
             for text, token in zip(texts, step.tolist(), strict=True):
@@ -117,7 +138,7 @@ def generate(
                 _write(texts[0].fresh())
             if all(text.ended for text in texts):
                 break
-    rate = batch * (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None
+    rate = size * (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None
     if as_json:
         return print_json(
             {
@@ -139,12 +160,13 @@ def generate(
 
 
 class _Asked(NamedTuple):
-    """A prompt, and how to go on from it."""
+    """A prompt, how to go on from it, and where it was found."""
 
     prompt: str
     tokens: int
     temperature: float
     seed: int
+    where: str = "the prompt"
 
 
 def _serve(
@@ -159,10 +181,12 @@ def _serve(
 ) -> None:
     """All prompts through a `Server`, each printed in its turn once it is done. Exits with 1 where one failed."""
     server = Server(runner)
-    requests = [
-        server.submit(given, each.tokens, ends=tokenizer.ends, temperature=each.temperature, seed=each.seed)
-        for given, each in zip(encoded, asked, strict=True)
-    ]
+    requests: list[Request] = []
+    for given, each in zip(encoded, asked, strict=True):
+        with naming(each.where):
+            requests.append(
+                server.submit(given, each.tokens, ends=tokenizer.ends, temperature=each.temperature, seed=each.seed)
+            )
     begin, shown = time.perf_counter(), 0
     while shown < len(requests):
         server.step()
@@ -220,63 +244,87 @@ def _note(said: str) -> None:
 def _read_prompts(path: Path, tokens: int, temperature: float, seed: int) -> list[_Asked]:
     """The prompts of a file; what a line of .jsonl does not say is as the options have it, a further seed for each."""
     found: list[_Asked] = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    for number, line in enumerate(_lines(path), 1):
         if not line.strip():
             continue
+        where = f"{path}, line {number}"
         keys: Any = {"prompt": line}
         if path.suffix == ".jsonl":
             try:
                 keys = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 keys = None
-        asked = {"tokens": tokens, "temperature": temperature, "seed": seed + len(found)}
+        asked: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "seed": seed + len(found)}
         known = isinstance(keys, dict) and isinstance(keys.get("prompt"), str) and keys["prompt"]
         if not known or any(type(keys.get(key, value)) not in (int, type(value)) for key, value in asked.items()):
             rule = "an object with a prompt, and perhaps tokens, temperature and seed"
-            raise CommandLineError(f"{path}, line {number}: expects {rule}, got {line.strip()[:60]}")
-        each = _Asked(keys["prompt"], *(keys.get(key, value) for key, value in asked.items()))
+            raise CommandLineError(f"{where}: expects {rule}, got {line.strip()[:60]!r}")
+        for key in keys:
+            if key not in ("prompt", *asked):
+                raise CommandLineError(f"{where}: expects the keys prompt, {', '.join(asked)}, got {key[:60]!a}")
+        each = _Asked(where=where, **asked | keys)
         try:
             _check_numbers(each)
         except CommandLineError as error:
-            raise CommandLineError(f"{path}, line {number}: {error}") from None
+            raise CommandLineError(f"{where}: {error}") from None
         found.append(each)
     if not found:
         raise CommandLineError(f"{path}: no prompt in it")
     return found
 
 
-def _check_fit(asked: list[_Asked], encoded: list[list[int]], most: int | None, prompts: Path | None) -> None:
+def _lines(path: Path) -> list[str]:
+    """The lines of a UTF-8 file, which end at newlines alone: JSON and texts may hold what `splitlines` splits at."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
+            return [line.removesuffix("\n").removesuffix("\r") for line in file]
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _check_fit(asked: list[_Asked], encoded: list[list[int]], most: int | None) -> None:
     """Raise for a prompt that does not fit the model's context."""
-    for number, (each, given) in enumerate(zip(asked, encoded, strict=True), 1):
+    for each, given in zip(asked, encoded, strict=True):
         if most is not None and len(given) + each.tokens > most:
-            which = f"{prompts}, prompt {number}: " if prompts else ""
-            rule = f"{which}prompt and --tokens must fit the model's context of {most} tokens"
-            raise CommandLineError(f"{rule} (got {len(given)} + {each.tokens})")
+            rule = f"must fit the model's context of {most} tokens with its --tokens"
+            raise ArgumentError(each.where, rule, f"{len(given)} + {each.tokens}")
 
 
-def _pages(
-    model: QuantizedModel,
+def _fitted(
+    memory: float,
+    config: Config,
     batch: int,
     context: int,
-    head: str,
-    chunk: int | None,
-    memory: float | None,
+    where: str,
     *,
-    whole: bool,
-) -> int | None:
-    """Pages within --memory, None without it; `whole` if all sequences must fit at once."""
-    if memory is None:
-        return None
-    footprint, probe = (Footprint.of_model(model, number, context, chunk=chunk, head=head) for number in (batch, 1))
-    needed = batch * -(-context // PAGE)
-    if whole and footprint.total(needed) > memory * 10**9:
-        rule = f"{footprint} + {needed * footprint.page / 1e9:.2f} GB of {needed} pages"
-        raise expects(
-            "--memory", f"at least the {footprint.total(needed) / 1e9:.2f} GB that are needed, {rule}", memory
-        )
-    if probe.total(1) > memory * 10**9:
-        raise expects("--memory", f"at least {probe.total(1) / 1e9:.2f} GB, {probe} and a page", memory)
-    return min(needed, footprint.most_pages(memory))
+    fixed: bool,
+    at_once: bool,
+    **how: Any,
+) -> tuple[int, int]:
+    """The batch, which becomes smaller where it must unless it is `fixed`, and the cache's pages within --memory.
+
+    The pages hold all sequences `at_once`, or no fewer than the longest one, of the prompt that was found `where`.
+    """
+    least, footprint = -(-context // PAGE), Footprint.of(config, 1, context, **how)
+    if footprint.total(least) > budget(memory):
+        needed = f"at least {footprint.needed(least)} for the {context} tokens of {where}"
+        raise expects("--memory", needed, memory)
+    pages = None if at_once else least
+    if fixed:
+        with _options():
+            require_batch(config, batch, memory, context, pages=pages, **how)
+    else:
+        batch = largest_batch(config, memory, context, most=batch, pages=pages, **how)
+    return batch, min(batch * least, Footprint.of(config, batch, context, **how).most_pages(memory))
+
+
+@contextmanager
+def _options() -> Iterator[None]:
+    """An `ArgumentError` inside is about the option of the argument's name."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise expects(f"--{error.argument}", error.rule.removeprefix("must be "), error.value) from None
 
 
 class _Text:
@@ -337,18 +385,17 @@ def _check(
         if backend != "gpu":
             raise CommandLineError(f"--prompt-attention torch goes with --backend gpu (got {backend})")
         require_torch(on_gpu=True)
-    if memory is not None and not 0 < memory < float("inf"):
-        raise expects("--memory", "a number of GB above 0", memory)
+    if memory is not None:
+        with _options():
+            budget(memory)
     require_counts(batch=1 if batch is None else batch)
     _check_numbers(_Asked(prompt or "", tokens, temperature, seed))
 
 
 def _check_numbers(asked: _Asked) -> None:
     require_counts(tokens=asked.tokens)
-    if not 0 <= asked.temperature < float("inf"):
-        raise expects("--temperature", "a number, 0 or more", asked.temperature)
-    if not 0 <= asked.seed < 2**32:
-        raise expects("--seed", "an integer in 0..2^32-1", asked.seed)
+    with _options():
+        check_sampling(asked.temperature, asked.seed)
 
 
 def _open(source: str, *, quiet: bool) -> tuple[FloatModel | QuantizedModel, Tokenizer]:
@@ -370,10 +417,11 @@ def _rounded(model: FloatModel, source: str, group: int, *, quiet: bool) -> Quan
     return rounded
 
 
-def _encoded(tokenizer: Tokenizer, prompt: str, *, chat: bool) -> list[int]:
+def _encoded(tokenizer: Tokenizer, asked: _Asked, *, chat: bool) -> list[int]:
     if chat and len(tokenizer.encode("<|im_start|>")) != 1:
         raise CommandLineError("--chat needs a model that is trained on ChatML: its vocabulary lacks <|im_start|>")
-    tokens: list[int] = tokenizer.encode(_TURN.format(prompt) if chat else prompt).tolist()
+    with naming(asked.where):
+        tokens: list[int] = tokenizer.encode(_TURN.format(asked.prompt) if chat else asked.prompt).tolist()
     return tokens if tokenizer.start is None else [tokenizer.start, *tokens]
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.errors import FileError, PtxlabError, UnavailableError
+from ptxlab.errors import ArgumentError, FileError, PtxlabError, UnavailableError
 from ptxlab.io.files import read_json, write_text
 from ptxlab.validate import is_integer
 
@@ -55,8 +55,11 @@ class Tokenizer:
         return of_nothing[0] if of_nothing else None
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """The tokens of a text, [T], without one for its start."""
-        return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int64)
+        """The tokens of a text, [T], without one for its start. Raises ArgumentError for what UTF-8 cannot hold."""
+        try:
+            return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int64)
+        except TypeError:
+            raise ArgumentError("text", "must be a str without lone surrogates", ascii(text)) from None
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens; special tokens are left out."""

@@ -1,6 +1,5 @@
 """`generate`: tokens from a runner, greedy or sampled, one of every sequence at a time."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +9,8 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.model.runner import Indices, Runner
 from ptxlab.validate import is_integer, require_integer
+
+COLDEST, HOTTEST = 1e-6, 1e6  # temperatures: float16 logits over them are finite, and still differ, in float32
 
 
 def generate(
@@ -26,7 +27,8 @@ def generate(
         temperature: 0 takes the likeliest token; above 0 tokens are drawn from softmax(logits / temperature).
         seed: of the draws, 0 or more. The two kinds of runner draw differently.
 
-    Raises ArgumentError for what `Runner.prefill` refuses, or a number out of range.
+    Raises ArgumentError for what `Runner.prefill` refuses, a number out of range, or in the place of a token without
+    finite logits (`Server` goes on with the others).
     """
     require_integer("tokens", tokens, 1)
     check_sampling(temperature, seed)
@@ -38,9 +40,9 @@ def generate(
 
 
 def check_sampling(temperature: float, seed: int) -> None:
-    """Raise ArgumentError for a temperature below 0 or not finite, a seed out of range."""
-    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
-        raise ArgumentError("temperature", "must be a number, 0 or more", repr(temperature))
+    """Raise ArgumentError for a temperature or a seed out of range."""
+    if not isinstance(temperature, int | float) or not (temperature == 0 or COLDEST <= temperature <= HOTTEST):
+        raise ArgumentError("temperature", f"must be 0, or a number in {COLDEST:g}..{HOTTEST:g}", repr(temperature))
     if not is_integer(seed) or not 0 <= seed < 2**32:
         raise ArgumentError("seed", "must be an integer in 0..2^32-1", repr(seed))
 
@@ -50,22 +52,33 @@ def _generated(
 ) -> Iterator[Indices]:
     logits = runner.prefill(prompts)
     noise = _gumbel(seed, logits)
-    for left in reversed(range(tokens)):
-        chosen = choose(logits, temperature, noise)
+    for n in range(tokens):
+        chosen, more = choose(logits, temperature, noise), n + 1 < tokens
         fetched = gpu.fetch(chosen) if gpu.is_device_array(chosen) else None
-        if left and fetched:  # the GPU goes on while the host waits for this token
-            logits = runner.decode(chosen)
-        yield (fetched() if fetched else chosen).astype(np.int32)
-        if left and not fetched:
+        if more and fetched:  # the GPU goes on while the host waits for this token
+            logits = runner.decode(np.maximum(chosen, 0))
+        found = fetched() if fetched else chosen
+        if (found < 0).any():
+            raise ArgumentError(
+                "runner", "must give finite logits", f"others at token {n} of prompts[{found.argmin()}]"
+            )
+        yield found.astype(np.int32)
+        if more and not fetched:
             logits = runner.decode(chosen)
 
 
 def choose(logits: Any, temperature: float, noise: Callable[[tuple[int, ...]], Any]) -> Any:
     """Tokens [B] of logits [B, V]: the likeliest, or drawn: the largest of logits / temperature + Gumbel's noise is
-    a draw from their softmax."""
-    if temperature == 0:
-        return logits.argmax(axis=-1)
-    return (logits.astype(np.float32) / np.float32(temperature) + noise(logits.shape)).argmax(axis=-1)
+    a draw from their softmax; -1 where the largest of the logits is not finite."""
+    scores = logits
+    if temperature:
+        scores = logits.astype(np.float32) / np.float32(temperature) + noise(logits.shape)
+    return finite_only(scores.argmax(axis=-1), logits)
+
+
+def finite_only(tokens: Any, logits: Any) -> Any:
+    """These tokens [B], with -1 where the largest of the logits [B, V] is not finite."""
+    return np.where(np.isfinite(logits.max(axis=-1)), tokens, -1)
 
 
 def _gumbel(seed: int, like: Any) -> Callable[[tuple[int, ...]], Any]:

@@ -122,8 +122,8 @@ class KernelRunner(Runner):
         at = self._sequences(at)
         if not gpu.is_device_array(tokens):
             tokens = self._placed(self._checked("tokens", tokens, len(at)))
-        self._grow("decode", at, [1] * len(at))
-        return self._logits(self._launch(tokens, np.array(at, np.int32), self.lengths[at] - 1))
+        with self._grown("decode", at, [1] * len(at)):
+            return self._logits(self._launch(tokens, np.array(at, np.int32), self.lengths[at] - 1))
 
     def _run(self, rows: Rows) -> Any:
         with self._attending(rows) as attend:
@@ -154,6 +154,7 @@ class KernelRunner(Runner):
         R = len(tokens)
         pieces = self._pieces(self._step(self.launched(R))) if attend else ()  # which may clear the step
         step = self._placed_step(sequence, position)
+        left, step.left = step.left, ()  # until it has run: nobody knows what an interrupted step leaves
         step.tokens[:R] = tokens
         if attend:
             for piece, attention in pieces:
@@ -164,6 +165,7 @@ class KernelRunner(Runner):
             self._forward(step)
         else:
             step.graph.replay(gpu.caller_stream())
+        step.left = left
         return step.normed[:R]
 
     def _placed_step(self, sequence: Indices, position: Indices) -> "_Step":

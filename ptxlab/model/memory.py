@@ -56,6 +56,8 @@ class Footprint:
         sizes = {"batch": batch, "context": context, "chunk": CHUNK if chunk is None else chunk, "group": group}
         for name, number in sizes.items():
             require_integer(name, number, 1)
+            if number >= 1 << 31:
+                raise ArgumentError(name, "must be below 2^31", number)
         for name, value, known in (("scheme", scheme, SCHEMES), ("dtype", dtype, DTYPES), ("head", head, HEADS)):
             if not is_one_of(value, known):
                 raise ArgumentError(name, f"must be one of {', '.join(known)}", value)
@@ -77,9 +79,7 @@ class Footprint:
         cls, model: QuantizedModel, batch: int, context: int, *, chunk: int | None = None, head: str = "float16"
     ) -> "Footprint":
         """Of this very model."""
-        weights = sum(layer.nbytes for layer in model.layers)
-        how: dict[str, Any] = {"weights": weights, "dtype": model.layers[0].dtype, "chunk": chunk, "head": head}
-        return cls.of(model.config, batch, context, **how)
+        return cls.of(model.config, batch, context, chunk=chunk, head=head, **weights_of(model))
 
     @property
     def fixed(self) -> int:
@@ -92,12 +92,15 @@ class Footprint:
 
     def most_pages(self, gigabytes: float) -> int:
         """Pages that fit `gigabytes` (10^9 bytes) beside the rest. Raises ArgumentError, with the figures, for none."""
-        if not isinstance(gigabytes, int | float) or not 0 < gigabytes < float("inf"):
-            raise ArgumentError("memory", "must be a number of gigabytes above 0", repr(gigabytes))
-        pages = int((gigabytes * 10**9 - self.fixed) // self.page)
+        pages = (budget(gigabytes) - self.fixed) // self.page
         if pages < 1:
-            raise ArgumentError("memory", f"must hold {self} and a page", f"{gigabytes:g} GB")
+            raise ArgumentError("memory", f"must be at least {self.needed(1)}", f"{gigabytes:g} GB")
         return pages
+
+    def needed(self, pages: int) -> str:
+        """GB in all with so many pages, rounded up, so that a `budget` of these suffices, and what they consist of."""
+        gigabytes = -(-self.total(pages) // 10**7) / 100
+        return f"{gigabytes:.2f} GB: {self} + {pages * self.page / 1e9:.2f} GB of {pages} pages"
 
     def __str__(self) -> str:
         parts = {"weights": self.weights, "embedding and head": self.ends, "buffers": self.buffers}
@@ -105,39 +108,60 @@ class Footprint:
         return " + ".join(f"{nbytes / 1e9:.2f} GB of {name}" for name, nbytes in parts.items())
 
 
-def largest_batch(config: Config, gigabytes: float, tokens: int, *, most: int = MOST_BATCH, **how: int | str) -> int:
+def weights_of(model: QuantizedModel) -> dict[str, Any]:
+    """What `Footprint.of` cannot count from the shapes of this very model."""
+    return {"weights": sum(layer.nbytes for layer in model.layers), "dtype": model.layers[0].dtype}
+
+
+def budget(gigabytes: float) -> int:
+    """Bytes of so many gigabytes (10^9 bytes). Raises ArgumentError for what is no number above 0, up to 10^9."""
+    if not isinstance(gigabytes, int | float) or not 0 < gigabytes <= 10**9:
+        raise ArgumentError("memory", "must be a number of gigabytes above 0, at most 10^9", repr(gigabytes))
+    return round(gigabytes * 10**9)
+
+
+def largest_batch(
+    config: Config, gigabytes: float, tokens: int, *, most: int = MOST_BATCH, pages: int | None = None, **how: Any
+) -> int:
     """How many sequences of so many tokens fit a memory at once, up to `most`; 0 where not one does.
 
-    `how` is that of `Footprint.of`. Raises ArgumentError where even the weights do not fit.
+    `pages` are as many as all of them need, unless a number is given, which they share; `how` is that of
+    `Footprint.of`. Raises ArgumentError where even the weights do not fit.
     """
     require_integer("tokens", tokens, 1)
     require_integer("most", most, 1)
-    Footprint.of(config, 1, tokens, **how).most_pages(gigabytes)  # type: ignore[arg-type]
-    least, beyond = 0, most + 1
+    Footprint.of(config, 1, tokens, **how).most_pages(gigabytes)
+    least = 1 << (most.bit_length() - 1)  # launches have one size less there: a smaller batch may need more
+    while least and excess(config, least, gigabytes, tokens, pages=pages, **how) > 0:
+        least >>= 1
+    beyond = min(2 * least, most + 1)
     while beyond - least > 1:
         batch = (least + beyond) // 2
-        if excess(config, batch, gigabytes, tokens, **how) > 0:
+        if excess(config, batch, gigabytes, tokens, pages=pages, **how) > 0:
             beyond = batch
         else:
             least = batch
     return least
 
 
-def require_batch(config: Config, batch: int, gigabytes: float, tokens: int, **how: int | str) -> None:
-    """Raise ArgumentError, with the figures, where so many sequences of so many tokens do not fit a memory."""
-    if excess(config, batch, gigabytes, tokens, **how) > 0:
-        footprint = Footprint.of(config, batch, tokens, **how)  # type: ignore[arg-type]
-        most, pages = largest_batch(config, gigabytes, tokens, most=batch, **how), batch * -(-tokens // PAGE)
-        rule = f"at most {most} sequences of {tokens} tokens fit {gigabytes:g} GB of {config.name or 'this model'}"
-        got = f"{batch}: {footprint} + {pages * footprint.page / 1e9:.2f} GB of {pages} pages"
-        raise ArgumentError("batch", rule, got)
+def require_batch(
+    config: Config, batch: int, gigabytes: float, tokens: int, *, pages: int | None = None, **how: Any
+) -> None:
+    """Raise ArgumentError, with the figures, for a batch that does not fit a memory; see `largest_batch`."""
+    if excess(config, batch, gigabytes, tokens, pages=pages, **how) > 0:
+        most = largest_batch(config, gigabytes, tokens, most=batch, pages=pages, **how)
+        name = config.name or "this model"
+        rule = f"must be at most {most} for sequences of {tokens} tokens of {name} in {gigabytes:g} GB"
+        footprint = Footprint.of(config, batch, tokens, **how)
+        needed = footprint.needed(batch * -(-tokens // PAGE) if pages is None else pages)
+        raise ArgumentError("batch", rule, f"{batch}, which needs {needed}")
 
 
-def excess(config: Config, batch: int, gigabytes: float, tokens: int, **how: int | str) -> int:
+def excess(config: Config, batch: int, gigabytes: float, tokens: int, *, pages: int | None = None, **how: Any) -> int:
     """Bytes that such a batch needs beyond a memory; 0 or below where it fits."""
     require_integer("batch", batch, 1)
-    footprint = Footprint.of(config, batch, tokens, **how)  # type: ignore[arg-type]
-    return footprint.total(batch * -(-tokens // PAGE)) - int(gigabytes * 10**9)
+    footprint = Footprint.of(config, batch, tokens, **how)
+    return footprint.total(batch * -(-tokens // PAGE) if pages is None else pages) - budget(gigabytes)
 
 
 def layer_bytes(config: Config, scheme: str = "lqq", group: int = 128, layout: str = "strips") -> int:

@@ -149,8 +149,8 @@ class NumpyRunner(Runner):
         """See `Runner`."""
         at = self._sequences(at)
         tokens = self._checked("tokens", tokens, len(at))
-        rows = self._appended("decode", {b: tokens[i : i + 1] for i, b in enumerate(at)})
-        return self._logits(self._run(rows))
+        with self._appended("decode", {b: tokens[i : i + 1] for i, b in enumerate(at)}) as rows:
+            return self._logits(self._run(rows))
 
     def _logits(self, normed: Any) -> Any:
         x = floats(normed).copy()
@@ -168,7 +168,7 @@ class NumpyRunner(Runner):
     def _run(self, rows: Rows) -> Any:
         config, dtype = self.config, self._dtype
         activation = reference.ACTIVATIONS.index(config.activation)
-        self._lost[rows.sequence[rows.position == 0]] = _NEVER
+        self._lost[rows.sequence[rows.position <= self._lost[rows.sequence]]] = _NEVER  # it is computed anew
         angles = tuple(table[rows.position] for table in self._angles)
         x = as_stored(self._embedding[rows.token], dtype)
         stream = np.zeros_like(x)

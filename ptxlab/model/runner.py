@@ -6,7 +6,8 @@ tokens up to its position, so both are the same calls. Sequences take pages of a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,13 +134,13 @@ class Runner(ABC):
         new = {i: self._checked(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)}
         for b in range(self.batch):
             self.release(b)
-        rows = self._appended("prefill", new)
-        ends, last = self.lengths.cumsum() - 1, []
-        for start in range(0, len(rows.token), self.chunk):
-            stop = start + self.chunk
-            normed = self._run(rows.part(start, stop))
-            last += [normed[end - start : end - start + 1].copy() for end in map(int, ends) if start <= end < stop]
-        return self._logits(np.concatenate(last))
+        with self._appended("prefill", new) as rows:
+            ends, last = self.lengths.cumsum() - 1, []
+            for start in range(0, len(rows.token), self.chunk):
+                stop = start + self.chunk
+                normed = self._run(rows.part(start, stop))
+                last += [normed[end - start : end - start + 1].copy() for end in map(int, ends) if start <= end < stop]
+            return self._logits(np.concatenate(last))
 
     def extend(self, new: Mapping[int, Sequence[int]]) -> Any:
         """Append tokens to sequences, up to `chunk` in all, and return the logits f16 [n, V] behind each part.
@@ -151,7 +152,8 @@ class Runner(ABC):
             raise ArgumentError("tokens", f"must be 1 to {self.chunk}, at least one of each sequence", count)
         parts = {b: self._checked(f"tokens of sequence {b}", new[b]) for b in self._sequences([*new])}
         ends = np.cumsum([len(part) for part in parts.values()]) - 1
-        return self._logits(self._run(self._appended("extend", parts))[ends])
+        with self._appended("extend", parts) as rows:
+            return self._logits(self._run(rows)[ends])
 
     @abstractmethod
     def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
@@ -181,7 +183,7 @@ class Runner(ABC):
 
     def check_prompt(self, prompt: Sequence[int]) -> list[int]:
         """Its tokens. Raises ArgumentError for an empty one, or a token outside the vocabulary."""
-        if np.size(prompt) == 0:
+        if _as_array(prompt).size == 0:
             raise ArgumentError("prompt", "must have 1 token or more", 0)
         tokens: list[int] = self._checked("prompt", prompt).tolist()
         return tokens
@@ -194,18 +196,24 @@ class Runner(ABC):
     def _logits(self, normed: Any) -> Any:
         """f16 [R, V]."""
 
-    def _appended(self, name: str, new: Mapping[int, Indices]) -> Rows:
-        """Rows of more tokens of sequences, which are as long from now on."""
+    @contextmanager
+    def _appended(self, name: str, new: Mapping[int, Indices]) -> Iterator[Rows]:
+        """Rows of more tokens of sequences, which have `_grown` by them."""
         at, counts = list(new), [len(tokens) for tokens in new.values()]
         first = self.lengths[at]
-        self._grow(name, at, counts)
         positions = [np.arange(begin, begin + n, dtype=np.int32) for begin, n in zip(first, counts, strict=True)]
         sequence = np.repeat(np.array(at, np.int32), counts)
-        return Rows(np.concatenate([*new.values()]), sequence, np.concatenate(positions))
+        with self._grown(name, at, counts):
+            yield Rows(np.concatenate([*new.values()]), sequence, np.concatenate(positions))
 
-    def _grow(self, name: str, at: Sequence[int], counts: Sequence[int]) -> None:
-        """Count so many more tokens of the sequences, and give them pages; all of it or, with an error, nothing."""
-        after = self.lengths[at] + counts
+    @contextmanager
+    def _grown(self, name: str, at: Sequence[int], counts: Sequence[int]) -> Iterator[None]:
+        """Count so many more tokens of the sequences, and give them pages; all of it or, with an error, nothing.
+
+        If what writes these tokens fails, or is interrupted, they do not count.
+        """
+        before = self.lengths[at]
+        after = before + counts
         if int(after.max()) > self.context:
             raise ArgumentError(name, f"no more than the context of {self.context} tokens", f"{after.max()}")
         lacking = np.maximum(-(-after // PAGE) - self.held[at], 0)
@@ -215,6 +223,11 @@ class Runner(ABC):
         for i in np.flatnonzero(lacking).tolist():
             self.reserve(at[i], counts[i])
         self.lengths[at] = after
+        try:
+            yield
+        except BaseException:
+            self.lengths[at] = before
+            raise
 
     def _sequences(self, at: Sequence[int] | None) -> list[int]:
         """Which sequences. Raises ArgumentError for one that is not there, or is named twice."""
@@ -225,10 +238,18 @@ class Runner(ABC):
 
     def _checked(self, name: str, tokens: Any, n: int | None = None) -> Indices:
         """Tokens s32 [n]; raises ArgumentError for anything else, and for one outside the vocabulary."""
-        array, most = np.asarray(tokens), self.config.vocabulary - 1
+        array, most = _as_array(tokens), self.config.vocabulary - 1
         if array.ndim != 1 or array.dtype.kind not in "iu" or n not in (None, len(array)):
             raise ArgumentError(name, f"must be integers [{n or 'n'}]", f"{array.dtype} {list(array.shape)}")
         wrong = (array < 0) | (array > most)
         if wrong.any():
             raise ArgumentError(name, f"must be tokens in 0..{most}", int(array[wrong.argmax()]))
         return array.astype(np.int32)
+
+
+def _as_array(tokens: Any) -> npt.NDArray[Any]:
+    """Of lists of unlike lengths one of objects, so that they are refused by their dtype."""
+    try:
+        return np.asarray(tokens)
+    except ValueError:
+        return np.asarray(tokens, dtype=object)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.model.generate import check_sampling
+from ptxlab.model.generate import check_sampling, finite_only
 from ptxlab.model.runner import PAGE, Runner
 from ptxlab.validate import is_integer, require_integer
 
@@ -100,7 +100,17 @@ class Server:
             self._leave(b)
 
     def step(self) -> list[Request]:
-        """The requests that have one more token, or an error."""
+        """The requests that have one more token, or an error.
+
+        If it fails or is interrupted, the next one computes all that were running again from their tokens.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self.waiting[:0] = [self._leave(b) for b in list(self.running)]
+            raise
+
+    def _step(self) -> list[Request]:
         self._admit()
         advanced, ready = [], [b for b in self.running if self._missing(b) == 1]
         for b in ready:
@@ -123,6 +133,8 @@ class Server:
 
     def stream(self, request: Request) -> Iterator[int]:
         """The tokens of a request as soon as they are there; the others go on meanwhile."""
+        if not request.done and all(other is not request for other in (*self.waiting, *self.running.values())):
+            raise ArgumentError("request", "must be one of this server's", f"prompt of {len(request.prompt)} tokens")
         given = 0
         while True:
             yield from request.tokens[given:]
@@ -166,7 +178,7 @@ class Server:
                 request.error = f"logits are not finite at token {len(request.tokens)}"
             else:
                 request.tokens.append(token)
-            if token < 0 or len(request.tokens) == request.most or token in request.ends:
+            if token < 0 or len(request.tokens) >= request.most or token in request.ends:
                 request.done = True
                 self._leave(b)
         return requests
@@ -188,7 +200,7 @@ def chosen_tokens(requests: Sequence[Request], logits: Any) -> list[int]:
         for start in range(0, len(drawn), _DRAWN):
             some = slice(start, start + _DRAWN)
             tokens[drawn[some]] = _drawn(logits[drawn[some]], temperature[some], uniform[some])
-    tokens = np.where(np.isfinite(logits.max(axis=-1)), tokens, -1)
+    tokens = finite_only(tokens, logits)
     found = gpu.fetch(tokens)() if gpu.is_device_array(tokens) else tokens
     chosen: list[int] = found.tolist()
     return chosen

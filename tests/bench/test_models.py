@@ -351,6 +351,38 @@ def test_a_run_goes_on_where_another_has_ended(monkeypatch: pytest.MonkeyPatch, 
     assert measured == [1, 4, 4, 1, 4, 1, 4], "another card of the same kind"
 
 
+@pytest.mark.parametrize("what", ["versions", "ceilings", "ceilings of a run that was stopped"])
+def test_a_run_does_not_go_on_behind_another_that_does_not_count(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rows of other versions, or of a card that was slower than it should be."""
+    info = SimpleNamespace(name="H200", slug="h200", driver="1", sms=2, l2_bytes=1, memory_bytes=141 * 10**9)
+    slow = replace(CEILINGS, read_tbps=3.0)
+    ceilings, versions = [slow if "ceilings" in what else CEILINGS, CEILINGS], [{"torch": "1"}, {"torch": "1"}]
+    if what == "versions":
+        versions[1] = {"torch": "2"}
+    monkeypatch.setattr(gpu, "device_info", lambda: info)
+    monkeypatch.setattr(bench, "measure_ceilings", lambda: ceilings.pop(0))
+    monkeypatch.setattr(bench, "versions", lambda info: versions.pop(0))
+    monkeypatch.setattr(gpu, "card_id", lambda: "GPU-1")
+    monkeypatch.setenv("PTXLAB_COMMIT", "abc")
+    before: list[int] = []
+    stops = [what.endswith("stopped"), False]
+
+    def rows(names: Any, ceilings: Any, progress: Any, only: Any = (), done: Any = ()) -> Any:
+        before.append(len(done))
+        yield a_row(1)
+        if stops.pop(0):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(bench.SUITES, "decode", rows)
+    path = tmp_path / "r.json"
+    for _ in range(2):
+        with contextlib.suppress(KeyboardInterrupt):
+            bench.save(bench.run_suite("decode", only=["LLaMA-2-7B"], resume=path), path)
+    assert before == [0, 0] and bench.load(path).invalid == ""
+
+
 def test_a_run_that_is_stopped_again_keeps_the_rows_whose_turn_has_not_come(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from ptxlab import gpu
 from ptxlab.cli import generate as commands
 from ptxlab.cli.generate import _Text
 from ptxlab.io.tokenizer import Tokenizer
-from ptxlab.model import KernelRunner, NumpyRunner, QuantizedModel, generate, open_model
+from ptxlab.model import Footprint, KernelRunner, NumpyRunner, QuantizedModel, generate, open_model
 from ptxlab.model.folder import load
 from tests.support.small_models import write_folder
 
@@ -87,14 +87,27 @@ def test_many_prompts_are_served_at_once(cli: Any, folder: Path, tmp_path: Path)
     ("text", "message"),
     [
         ("\n", "{path}: no prompt in it"),
-        ("the cat", "{path}, line 1: expects an object with a prompt, and perhaps tokens, .*, got the cat"),
+        ("the cat", "{path}, line 1: expects an object with a prompt, and perhaps tokens, .*, got 'the cat'"),
+        ("[" * 100_000, r"{path}, line 1: expects an object .*, got '\[{{60}}'"),
         ('{"prompt": ""}', "{path}, line 1: expects an object .*"),
         ('{"prompt": "a"}\n{"prompt": "a", "tokens": true}', "{path}, line 2: expects an object .*"),
         ('{"prompt": "a", "tokens": 0}', "{path}, line 1: --tokens expects an integer, 1 or more, got 0"),
         ('{"prompt": "a", "seed": -1}', r"{path}, line 1: --seed expects an integer in 0..2\^32-1, got -1"),
         (
-            '{"prompt": "a"}\n{"prompt": "aa", "tokens": 127}',
-            r"{path}, prompt 2: prompt and --tokens must fit the model's context of 128 tokens \(got 2 \+ 127\)",
+            '{"prompt": "a", "temperature": 1%s}' % ("0" * 400),
+            "{path}, line 1: --temperature expects .*, got 10{{400}}",
+        ),
+        (
+            '{"prompt": "a", "temprature": 1}',
+            "{path}, line 1: expects the keys prompt, tokens, temperature, seed, got 'temprature'",
+        ),
+        (
+            '\n{"prompt": "\\ud800"}',
+            r"{path}, line 2: text: must be a str without lone surrogates \(got '\\ud800'\)",
+        ),
+        (
+            '\n{"prompt": "a"}\n{"prompt": "aa", "tokens": 127}',
+            r"{path}, line 3: must fit the model's context of 128 tokens with its --tokens \(got 2 \+ 127\)",
         ),
     ],
 )
@@ -105,17 +118,52 @@ def test_bad_prompts_are_one_line(cli: Any, folder: Path, tmp_path: Path, text: 
     assert (code, out) == (2, "") and re.fullmatch(f"error: {message.format(path=re.escape(str(path)))}", err.strip())
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "prompts"),
+    [
+        ("a.txt", "\ufeffa\x0cb\x85c\u2028d\re\r\n\r\nthe \n", ["a\x0cb\x85c\u2028d\re", "the "]),
+        ("a.jsonl", '\ufeff{"prompt": "a\u2028b"}\r\n\n{"prompt":\r"c"}', ["a\u2028b", "c"]),
+    ],
+)
+def test_lines_end_at_newlines_alone(tmp_path: Path, name: str, text: str, prompts: list[str]) -> None:
+    (tmp_path / name).write_bytes(text.encode())
+    found = commands._read_prompts(tmp_path / name, 5, 0.5, 7)
+    assert [each.prompt for each in found] == prompts and [each[1:4] for each in found] == [(5, 0.5, 7), (5, 0.5, 8)]
+    assert [each.where for each in found] == [f"{tmp_path / name}, line {number}" for number in (1, 3)]
+
+
 def test_a_memory_that_is_too_small_is_refused_with_the_figures(cli: Any, folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompts").write_text("the cat\nthe dog", encoding="utf-8")
+    """Before weights are rounded; the figure is rounded up, so that this much suffices."""
+    (tmp_path / "prompts").write_text(f"the cat\n\n{'a' * 66}\nthe dog", encoding="utf-8")
     options = ("--model", folder, "--backend", "numpy", "--tokens", 4)
-    needed = r"1\.50 GB, 0\.00 GB of weights \+ .* \+ 1\.50 GB of reserve"
-    for given, rule in (
-        (("--prompts", tmp_path / "prompts"), rf"at least {needed} and a page"),
-        (("the cat",), r"at least the 1\.50 GB that are needed, 0\.00 GB of weights .* GB of 1 pages"),
+    figures = r"0\.00 GB of weights \+ .* \+ 1\.50 GB of reserve \+ 0\.00 GB of"
+    for given, which in (
+        (("--prompts", tmp_path / "prompts"), rf"2 pages for the 70 tokens of {tmp_path}/prompts, line 3"),
+        (("the cat", "--batch", 3), r"1 pages for the 9 tokens of the prompt"),
     ):
-        code, _, err = cli("generate", *given, *options, "--memory", 1.5)
-        assert code == 2 and re.fullmatch(rf"error: --memory expects {rule}, got 1.5", err.splitlines()[-1])
-        assert cli("generate", *given, *options, "--memory", 1.6, "--head", "int8")[0] == 0
+        code, out, err = cli("generate", *given, *options, "--memory", 1.5)
+        expected = rf"error: --memory expects at least 1\.51 GB: {figures} {which}, got 1\.5\n"
+        assert (code, out) == (2, "") and re.fullmatch(expected, err)
+        assert cli("generate", *given, *options, "--memory", 1.51, "--head", "int8")[0] == 0
+
+
+def test_a_batch_that_does_not_fit_becomes_smaller_or_is_refused_where_it_was_asked_for(
+    cli: Any, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts").write_text("the cat\n" * 15, encoding="utf-8")
+    config = open_model(folder)[0].config
+    context = len(open_model(folder)[1].encode("the cat")) + 4
+    memory = Footprint.of(config, 6, context, group=64).total(1) / 1e9
+    options = ("--model", folder, "--backend", "numpy", "--tokens", 4, "--memory", memory)
+    code, _, err = cli("generate", "--prompts", tmp_path / "prompts", *options)
+    assert code == 0 and "15 prompts of 75 tokens, 6 at a time" in err
+    figures = r"0\.00 GB of weights \+ .* \+ 1\.50 GB of reserve \+ 0\.00 GB of"
+    for given, most, batch, pages in ((("--prompts", tmp_path / "prompts"), 6, 15, 1), (("the cat",), 4, 16, 16)):
+        code, out, err = cli("generate", *given, *options, "--batch", 16)
+        rule = rf"at most {most} for sequences of {context} tokens of this model in 1\.\d+ GB"
+        expected = rf"error: --batch expects {rule}, got {batch}, which needs 1\.51 GB: {figures} {pages} pages\n"
+        assert (code, out) == (2, "") and re.fullmatch(expected, err), err
+        assert [cli("generate", *given, *options, "--batch", most + more)[0] for more in (0, 1)] == [0, 2]
 
 
 @pytest.mark.torch
@@ -179,17 +227,18 @@ def test_characters_are_shown_whole(folder: Path) -> None:
         (("a", "--head", "int4"), "--head expects float16 or int8, got int4"),
         (("a", "--prompt-attention", "flash"), "--prompt-attention expects cache or torch, got flash"),
         (("a", "--prompt-attention", "torch"), "--prompt-attention torch goes with --backend gpu (got numpy)"),
-        (("a", "--temperature", "-0.5"), "--temperature expects a number, 0 or more, got -0.5"),
-        (("a", "--temperature", "nan"), "--temperature expects a number, 0 or more, got nan"),
+        (("a", "--temperature", "-0.5"), "--temperature expects 0, or a number in 1e-06..1e+06, got -0.5"),
+        (("a", "--temperature", "nan"), "--temperature expects 0, or a number in 1e-06..1e+06, got nan"),
         (("a", "--seed", "-1"), "--seed expects an integer in 0..2^32-1, got -1"),
         (("a", "--backend", "emulator"), "--backend expects gpu or numpy, got emulator"),
-        (("a", "--memory", "0"), "--memory expects a number of GB above 0, got 0.0"),
+        (("a", "--memory", "0"), "--memory expects a number of gigabytes above 0, at most 10^9, got 0.0"),
+        (("a\udcff",), "the prompt: text: must be a str without lone surrogates (got 'a\\udcff')"),
         (("a", "--prompts", "nosuch"), "PROMPT goes without --prompts"),
         (("a", "--group", "48"), "--group expects 32, 64, 128, got 48"),
         (("a", "--model", "nosuch"), "nosuch: no model: a folder, a .gguf file, or one of smollm2"),
         (
             ("a" * 100, "--tokens", "29"),
-            "prompt and --tokens must fit the model's context of 128 tokens (got 100 + 29)",
+            "the prompt: must fit the model's context of 128 tokens with its --tokens (got 100 + 29)",
         ),
     ],
 )

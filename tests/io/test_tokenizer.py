@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from ptxlab.errors import FileError, UnavailableError
+from ptxlab.errors import ArgumentError, FileError, UnavailableError
 from ptxlab.io.gguf import GgufFile
 from ptxlab.io.tokenizer import Tokenizer
 from tests.support.small_models import tokenizer, write_folder, write_gguf
@@ -34,6 +34,11 @@ def test_text_there_and_back(saved: Tokenizer) -> None:
     assert saved.decode(tokens) == TEXT.replace("<turn>", "").replace("<end>", "")
     assert saved.decode(saved.encode("the")) == "the" and len(saved.encode("the the")) == 2
     assert (saved.vocabulary, saved.start, saved.ends) == (261, None, (1,))
+
+
+def test_a_lone_surrogate_is_refused(saved: Tokenizer) -> None:
+    with pytest.raises(ArgumentError, match=r"^text: must be a str without lone surrogates \(got 'a\\ud800'\)$"):
+        saved.encode("a\ud800")
 
 
 def test_gguf_has_the_same(saved: Tokenizer, metadata: dict[str, Any]) -> None:

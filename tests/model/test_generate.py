@@ -205,6 +205,18 @@ def test_steps_are_made_as_they_are_asked_for(model: QuantizedModel) -> None:
     assert runner.lengths.tolist() == [4]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_token_without_finite_logits_is_an_error(temperature: float) -> None:
+    """In its place; nothing is made up."""
+    model = QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, tied_head=False)), group=32)
+    runner = NumpyRunner(model, 2, 20)
+    runner._embedding[7] = np.inf
+    steps = generate(runner, [[1, 2], [1, 7]], 3, temperature=temperature)
+    message = r"^runner: must give finite logits \(got others at token 0 of prompts\[1\]\)$"
+    with pytest.raises(ArgumentError, match=message):
+        next(steps)
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -215,8 +227,9 @@ def test_steps_are_made_as_they_are_asked_for(model: QuantizedModel) -> None:
         ({"prompts": [[3, -1]]}, r"prompts\[0\]: must be tokens in 0..259 \(got -1\)"),
         ({"prompts": [[0.5]]}, r"prompts\[0\]: must be integers \[n\] \(got float64 \[1\]\)"),
         ({"tokens": 0}, r"tokens: must be an integer, 1 or more \(got 0\)"),
-        ({"temperature": -0.1}, r"temperature: must be a number, 0 or more \(got -0.1\)"),
-        ({"temperature": float("nan")}, r"temperature: must be a number, 0 or more \(got nan\)"),
+        ({"temperature": -0.1}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got -0.1\)"),
+        ({"temperature": float("nan")}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got nan\)"),
+        ({"temperature": 1e-39}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got 1e-39\)"),
         ({"seed": -1}, r"seed: must be an integer in 0..2\^32-1 \(got -1\)"),
     ],
 )

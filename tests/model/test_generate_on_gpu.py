@@ -9,6 +9,7 @@ import pytest
 
 import ptxlab
 from ptxlab import gpu
+from ptxlab.errors import ArgumentError
 from ptxlab.io import weights
 from ptxlab.model import (
     FloatModel,
@@ -111,8 +112,8 @@ def test_every_launch_of_the_model_is_its_twins(model: QuantizedModel) -> None:
     runner = KernelRunner(model, 5, 200, chunk=64)
     runner.prefill(some_prompts((1, 30, 64, 65, 150)))
     everyone = list(range(5))
-    runner._grow("decode", everyone, [1] * 5)
-    b = runner._placed_step(np.array(everyone, np.int32), runner.lengths - 1)
+    with runner._grown("decode", everyone, [1] * 5):
+        b = runner._placed_step(np.array(everyone, np.int32), runner.lengths - 1)
     rope = (*runner._angles, b.positions)
     b.tokens[...] = gpu.to_device(np.array([1, 2, 3, 4, 5], np.int32))
     for counter in (b.lengths, b.positions, b.slots):
@@ -175,6 +176,17 @@ def test_generate_reads_tokens_behind_the_next_step(model: QuantizedModel) -> No
         np.array(list(generate(runner, prompts, 10, temperature=30.0, seed=seed))) for seed in (1, 1, 2)
     )
     assert np.array_equal(first, again) and not np.array_equal(first, other)
+
+
+def test_a_token_without_finite_logits_is_an_error(model: QuantizedModel) -> None:
+    runner = KernelRunner(model, 2, 60)
+    first = list(generate(runner, [[1, 2], [3]], 4))
+    runner._embedding[first[1][1]] = np.inf  # the next step is under way when it is found
+    steps = generate(runner, [[1, 2], [3]], 4)
+    for right in first[:2]:
+        assert np.array_equal(next(steps), right)
+    with pytest.raises(ArgumentError, match=r"^runner: must give finite logits \(got others at token 2 of prompts"):
+        next(steps)
 
 
 def test_the_command_runs_on_the_gpu(cli: Any, tmp_path: Path) -> None:

@@ -63,10 +63,37 @@ def test_the_largest_batch_fits_and_one_more_is_refused_with_the_figures() -> No
     B = largest_batch(config, 40, 1536)
     require_batch(config, B, 40, 1536)
     assert 1 < B < 256 and excess(config, B, 40, 1536) <= 0 < excess(config, B + 1, 40, 1536)
-    figures = rf"{B + 1}: 3\.\d+ GB of weights \+ 0\.52 GB of embedding and head \+ .* GB of {(B + 1) * 24} pages"
-    rule = rf"^batch: at most {B} sequences of 1536 tokens fit 40 GB of LLaMA-2-7B \(got {figures}\)$"
-    with pytest.raises(ArgumentError, match=rule):
+    figures = rf"3\.\d+ GB of weights \+ 0\.52 GB of embedding and head \+ .* GB of {(B + 1) * 24} pages"
+    rule = rf"must be at most {B} for sequences of 1536 tokens of LLaMA-2-7B in 40 GB"
+    needed = rf"{B + 1}, which needs (40\.\d\d) GB: {figures}"
+    with pytest.raises(ArgumentError, match=rf"^batch: {rule} \(got {needed}\)$") as error:
         require_batch(config, B + 1, 40, 1536)
+    figure = re.search(needed, str(error.value))
+    assert figure is not None
+    require_batch(config, B + 1, float(figure[1]), 1536)  # rounded up, so that this works
+
+
+@pytest.mark.parametrize("chunk", [None, 2048])
+@pytest.mark.parametrize("pages", [None, 2])
+def test_no_larger_batch_fits(pages: int | None, chunk: int | None) -> None:
+    """Not even one that needs less than a smaller one, as sixteen sequences that share the pages do."""
+    how = {"pages": pages, "chunk": chunk, "group": 64}
+    config = replace(TINY_MODEL, hidden=64, ffn=64)
+    needed = [excess(config, batch, 1, 100, **how) + 10**9 for batch in range(1, 41)]
+    for budget in needed:
+        fitting = [batch for batch, nbytes in enumerate(needed, 1) if nbytes <= budget]
+        assert largest_batch(config, budget / 1e9, 100, most=40, **how) == fitting[-1]
+    assert pages is None or needed[15] < needed[14]
+
+
+def test_the_memory_that_an_error_asks_for_suffices() -> None:
+    footprint = Footprint.of(MODELS["LLaMA-2-7B"], 16, 1536)
+    with pytest.raises(
+        ArgumentError, match=r"^memory: must be at least \d+\.\d\d GB: .* 1 pages \(got 1 GB\)$"
+    ) as error:
+        footprint.most_pages(1)
+    figure = re.search(r"at least (\S+) GB", str(error.value))
+    assert figure is not None and footprint.most_pages(float(figure[1])) >= 1
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -102,12 +129,15 @@ def test_a_runner_that_is_larger_than_the_card_is_refused_with_the_figures(
 
 
 @pytest.mark.parametrize(("gigabytes", "message"), [
-    (30, r"memory: must hold 3\d\.\d+ GB of weights \+ 1\.05 GB of embedding and head \+ .* and a page \(got 30 GB\)"),
-    (0, r"memory: must be a number of gigabytes above 0 \(got 0\)"),
-    (float("nan"), r"memory: must be a number of gigabytes above 0 \(got nan\)"),
+    (30, r"memory: must be at least 3\d\.\d\d GB: 3\d\.\d+ GB of weights \+ 1\.05 GB of embedding .* \(got 30 GB\)"),
+    (0, r"memory: must be a number of gigabytes above 0, at most 10\^9 \(got 0\)"),
+    (float("nan"), r"memory: must be a number of gigabytes above 0, at most 10\^9 \(got nan\)"),
+    (1e300, r"memory: must be a number of gigabytes above 0, at most 10\^9 \(got 1e\+300\)"),
 ])  # fmt: skip
 def test_a_budget_that_is_too_small(gigabytes: float, message: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{message}$"):
         largest_batch(Config.named("LLaMA-2-70B"), gigabytes, 1536)
     with pytest.raises(ArgumentError, match=r"^batch: must be an integer, 1 or more \(got 0\)$"):
         require_batch(Config.named("LLaMA-2-70B"), 0, 80, 1536)
+    with pytest.raises(ArgumentError, match=r"^context: must be below 2\^31 \(got 10{399} \.\.\.\)$"):
+        largest_batch(Config.named("LLaMA-2-70B"), gigabytes, 10**400)

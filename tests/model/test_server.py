@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab.errors import ArgumentError
-from ptxlab.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel, Request, Server, parting
+from ptxlab.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel, Request, Server, parting, server
 from ptxlab.model.server import _drawn
 from tests.support.layers import TINY_MODEL
 from tests.support.serving import Served, random_requests, soak
@@ -234,6 +235,61 @@ def test_a_stream_gives_tokens_as_they_come() -> None:
     these.finish()
 
 
+def test_a_stream_of_another_server_is_refused() -> None:
+    these, other = served(1), served(1).submit(**REQUESTS[0])
+    with pytest.raises(ArgumentError, match=r"^request: must be one of this server's \(got prompt of 7 tokens\)$"):
+        next(these.server.stream(other))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("place", ["layer", "head", "choice"])
+def test_requests_survive_a_step_that_fails(place: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its middle, at any time: prompts in chunks, steps, both."""
+    for at in range(0, 8, 2):
+        these = served(2, pages=3, chunk=20)
+        for i in (2, 0, 1):
+            these.submit(**REQUESTS[i])
+        for _ in range(at):
+            these.step()
+        target, name = {
+            "layer": (these.server.runner, "_append"),
+            "head": (these.server.runner, "_logits"),
+            "choice": (server, "chosen_tokens"),
+        }[place]
+        monkeypatch.setattr(target, name, Mock(side_effect=error))
+        with pytest.raises(error):
+            for _ in range(8):  # no token is chosen while a prompt is not through
+                these.step()
+        monkeypatch.undo()
+        these.finish()
+
+
+def test_tokens_of_a_call_that_fails_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, broken = (NumpyRunner(MODEL, 1, 20, chunk=4) for _ in range(2))
+    calls = [lambda one: one.prefill([[1, 2, 3]]), lambda one: one.extend({0: [4, 5]}), lambda one: one.decode([6])]
+    for call in calls:
+        before = broken.lengths.copy()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(broken, "_logits", Mock(side_effect=KeyboardInterrupt))
+            call(broken)
+        assert broken.lengths.tolist() == before.tolist()
+        assert np.array_equal(call(broken), call(right))
+
+
+def test_numbers_that_a_failed_step_leaves_on_the_device_are_set_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without its layers; the next one of both sequences would begin at the numbers that the failed one had."""
+    runner = KernelRunner(MODEL, 2, 20, chunk=2, backend="emulator", batch_invariant=True)
+    monkeypatch.setattr(runner, "_work", lambda b: [lambda: runner._begin(b)])
+    runner.prefill([[1], [2]])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(runner, "_begin", Mock(side_effect=KeyboardInterrupt))
+        runner.decode([3, 4])
+    for b in range(2):
+        runner.decode([3 + b], [b])
+    runner.decode([5, 6])
+    assert runner._step(2).positions.tolist() == [2, 2]
+
+
 def test_a_request_ends_at_its_last_token() -> None:
     right = served(1).tokens_alone(REQUESTS[1])
     end = next(token for i, token in enumerate(right) if i and token not in right[:i])
@@ -269,7 +325,10 @@ def test_draws_have_the_probabilities_of_the_softmax() -> None:
         ({"ends": 7}, r"ends: must be a collection of tokens \(got 7\)"),
         ({"tokens": 0}, r"tokens: must be an integer, 1 or more \(got 0\)"),
         ({"prompt": [260]}, r"prompt: must be tokens in 0..259 \(got 260\)"),
-        ({"temperature": -1.0}, r"temperature: must be a number, 0 or more \(got -1.0\)"),
+        ({"prompt": [[1], [2, 3]]}, r"prompt: must be integers \[n\] \(got object \[2\]\)"),
+        ({"temperature": -1.0}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got -1.0\)"),
+        ({"temperature": 1e-310}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got 1e-310\)"),
+        ({"temperature": 10**400}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got 10+ \.\.\.\)"),
         ({"seed": 2**32}, r"seed: must be an integer in 0..2\^32-1 \(got 4294967296\)"),
     ],
 )

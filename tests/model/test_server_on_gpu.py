@@ -54,7 +54,8 @@ def endured(
         these.step()
     after = in_use()
     these.finish()
-    print(f"head {head}, {'invariant' if invariant else 'fast'}: {these.said()}; {before} B before, {after} B after")
+    mode, took = "invariant" if invariant else "fast", time.perf_counter() - begin
+    print(f"head {head}, {mode}: {these.said()}; {took:.0f} s; {before} B before, {after} B after")
     assert these.preempted and these.cancelled
     assert after <= before * 1.02 + (64 << 20)
     return these
