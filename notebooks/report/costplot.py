@@ -12,7 +12,7 @@ from ptxlab.bench import counts
 from ptxlab.bench.record import Record
 from ptxlab.bench.shapes import ALL_TOKENS, DISSECTED, LLAMA
 from ptxlab.cost import Device, Scheme
-from ptxlab.plot import BLUE, GREY, ORANGE, RED
+from ptxlab.plot import BLUE, GREY, ORANGE, PURPLE, RED
 from report import gemm
 from report.frames import mean, means
 from report.gemmplot import COLOURS, layer_style
@@ -21,7 +21,7 @@ from report.predictions import W8A8, called, duels, measured_device, predictions
 from report.style import bare, title, token_axis
 
 _ROOFS: dict[str, dict[str, Any]] = {  # scheme -> style
-    "W4A4": {"color": "#7b6fb0", "linewidth": 1.4},
+    "W4A4": {"color": PURPLE, "linewidth": 1.4},
     "W4A8": {"color": BLUE, "linewidth": 2.2},
     "W8A8": {"color": ORANGE, "linewidth": 1.8},
     "W4A16": {"color": "#5aae61", "linewidth": 1.6},

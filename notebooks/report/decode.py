@@ -23,7 +23,7 @@ from ptxlab.bench.models import (
     room_for,
 )
 from ptxlab.bench.record import Record
-from ptxlab.plot import BLUE, GREY, ORANGE, RED
+from ptxlab.plot import BLUE, GREY, ORANGE, PURPLE, RED
 from report import RESULTS
 from report.frames import MISSING, markdown
 from report.layer import KINDS, fastest
@@ -44,7 +44,7 @@ FRONT = ("LLaMA-2-7B", "LLaMA-2-70B", "LLaMA-3-8B", "Mixtral-8x7B")  # models of
 TOPS_MHZ = TOPS * 1e6 / (132 * 8192)  # the clock at which 132 SMs of 8,192 INT8 operations a cycle make TOPS
 OURS = "ptxlab"
 _PARTS = {"gemm": BLUE, "attention": ORANGE, "others": RED, "head": GREY}
-_LINES = {OURS: BLUE, "FP8": ORANGE, "humming per channel": "#7b6fb0", "humming g128": RED, "FP16": GREY}
+_LINES = {OURS: BLUE, "FP8": ORANGE, "humming per channel": PURPLE, "humming g128": RED, "FP16": GREY}
 
 
 def recorded() -> list[Record]:
@@ -178,7 +178,7 @@ def front_table(records: list[Record]) -> str:
     columns = ["model", *(f"batch {B}: {what}" for B in (first, last) for what in ("tokens/s", "of the floor"))]
     columns += [
         f"peak in {budget} GB over FP8's",
-        "over humming's",
+        "over humming per channel's",
         f"QServe's rule, {budget} GB: tokens/s",
         "over FP8's",
     ]

@@ -26,7 +26,7 @@ from ptxlab.bench.shapes import (
     Layer,
 )
 from ptxlab.bench.stored import OURS, Stored
-from ptxlab.plot import BLUE, GREY, ORANGE, RED
+from ptxlab.plot import BLUE, GREY, ORANGE, PURPLE, RED
 from report.frames import fraction, mean, means
 from report.gemm import KINDS, at, chains, experts, points, untuned_points
 from report.ladder import QSERVE, of, short, speed_over, steps
@@ -38,7 +38,7 @@ COLOURS = {
     "qoq_channel_sm80": "#fdbf6f",
     "qoq_sm90": "#a6bddb",
     "lqq_sm90": "#67a9cf",
-    "lqq_excp_sm90": "#7b6fb0",
+    "lqq_excp_sm90": PURPLE,
     "lqq_imfp_sm90": "#0b4f8a",
 }
 BASELINE = "gemm_w4a8_qoq_sm90"  # what LiquidGEMM's Fig. 13 starts from
@@ -63,7 +63,7 @@ _STORED: dict[str, dict[str, tuple[str, str]]] = {  # kind of peers -> name -> (
         "qserve_w8a8": ("QServe W8A8", RED),
         "cublas_int8": ("cuBLAS INT8", GREY),
         "cublas_fp8": ("cuBLAS FP8", "#444444"),
-        "fp8_row": ("cuBLAS FP8 per row", "#7b6fb0"),
+        "fp8_row": ("cuBLAS FP8 per row", PURPLE),
         "cublas_fp16": ("cuBLAS FP16", "#c9ccd1"),
     },
 }
@@ -233,7 +233,7 @@ def _step_style(name: str) -> dict[str, Any]:
     return {"color": COLOURS.get(short(name), "#555555"), "label": short(name)}
 
 
-_PARTS = {"QKV": BLUE, "O": "#5aae61", "gate+up": ORANGE, "down": "#7b6fb0"}
+_PARTS = {"QKV": BLUE, "O": "#5aae61", "gate+up": ORANGE, "down": PURPLE}
 _MODELS: dict[str, dict[str, Any]] = {  # the larger model in whole lines
     "7B": {"linestyle": "--", "marker": "o", "markersize": 3.5, "markerfacecolor": "white"},
     "70B": {"linestyle": "-", "marker": "o", "markersize": 3.5},
@@ -299,7 +299,7 @@ def _chains(axes: Axes, record: Record) -> None:
 
 def _experts(axes: Axes, record: Record) -> None:
     found = experts(record)
-    for layer, colour in zip(MIXTRAL, (ORANGE, "#7b6fb0"), strict=True):
+    for layer, colour in zip(MIXTRAL, (ORANGE, PURPLE), strict=True):
         mine = found[found.layer == str(layer)].set_index("tokens").reindex(ROUTED_TOKENS)
         for label, style, near in (
             ("loop", {"linestyle": "--"}, mine.fraction),

@@ -24,7 +24,8 @@ from ptxlab.cli.common import (
     require_counts,
 )
 from ptxlab.cli.models import ModelBackend, opened_model
-from ptxlab.errors import ArgumentError, FileError, UnavailableError, naming
+from ptxlab.errors import ArgumentError, UnavailableError, naming
+from ptxlab.io.files import read_text
 from ptxlab.io.tokenizer import Tokenizer
 from ptxlab.model import (
     Config,
@@ -244,7 +245,9 @@ def _note(said: str) -> None:
 def _read_prompts(path: Path, tokens: int, temperature: float, seed: int) -> list[_Asked]:
     """The prompts of a file; what a line of .jsonl does not say is as the options have it, a further seed for each."""
     found: list[_Asked] = []
-    for number, line in enumerate(_lines(path), 1):
+    text = read_text(path, newline="\n").removeprefix("\ufeff")
+    for number, line in enumerate(text.split("\n"), 1):  # `splitlines` would split at characters of JSON and texts
+        line = line.removesuffix("\r")
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -271,15 +274,6 @@ def _read_prompts(path: Path, tokens: int, temperature: float, seed: int) -> lis
     if not found:
         raise CommandLineError(f"{path}: no prompt in it")
     return found
-
-
-def _lines(path: Path) -> list[str]:
-    """The lines of a UTF-8 file, which end at newlines alone: JSON and texts may hold what `splitlines` splits at."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="\n") as file:
-            return [line.removesuffix("\n").removesuffix("\r") for line in file]
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _check_fit(asked: list[_Asked], encoded: list[list[int]], most: int | None) -> None:

@@ -68,10 +68,11 @@ def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     write_whole(path, lambda file: savez(file, **host))
 
 
-def read_text(path: Path) -> str:
-    """A UTF-8 text file; `FileError` if it is missing or no text."""
+def read_text(path: Path, *, newline: str | None = None) -> str:
+    """A UTF-8 text file, `newline` as of `open`; `FileError` if it is missing or no text."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8", newline=newline) as file:
+            return file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 

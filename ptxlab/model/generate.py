@@ -27,8 +27,8 @@ def generate(
         temperature: 0 takes the likeliest token; above 0 tokens are drawn from softmax(logits / temperature).
         seed: of the draws, 0 or more. The two kinds of runner draw differently.
 
-    Raises ArgumentError for what `Runner.prefill` refuses, a number out of range, or in the place of a token without
-    finite logits (`Server` goes on with the others).
+    Raises ArgumentError for what `Runner.prefill` refuses, or a number out of range; and instead of a step's tokens
+    where logits of one are not finite (a `Server` goes on with the others).
     """
     require_integer("tokens", tokens, 1)
     check_sampling(temperature, seed)
@@ -56,12 +56,11 @@ def _generated(
         chosen, more = choose(logits, temperature, noise), n + 1 < tokens
         fetched = gpu.fetch(chosen) if gpu.is_device_array(chosen) else None
         if more and fetched:  # the GPU goes on while the host waits for this token
-            logits = runner.decode(np.maximum(chosen, 0))
+            logits = runner.decode(np.maximum(chosen, 0))  # -1 is no token
         found = fetched() if fetched else chosen
         if (found < 0).any():
-            raise ArgumentError(
-                "runner", "must give finite logits", f"others at token {n} of prompts[{found.argmin()}]"
-            )
+            where = f"token {n} behind prompts[{found.argmin()}]"
+            raise ArgumentError("runner", "must give finite logits", f"NaN or infinity for {where}")
         yield found.astype(np.int32)
         if more and not fetched:
             logits = runner.decode(chosen)

@@ -114,8 +114,7 @@ class KernelRunner(Runner):
         footprint = Footprint.of_model(self.model, self.batch, self.context, chunk=self.chunk, head=self.head)
         if footprint.total(self.pages) > device.memory_bytes:
             rule = f"must fit the {device.memory_bytes / 1e9:.2f} GB of {device.name}"
-            got = f"{footprint} + {self.pages * footprint.page / 1e9:.2f} GB of {self.pages} pages"
-            raise ArgumentError("model", rule, got)
+            raise ArgumentError("model", rule, footprint.needed(self.pages))
 
     def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
         """See `Runner`. On a GPU `tokens` may be CuPy's, and the call only enqueues, on the caller's stream."""

@@ -168,7 +168,7 @@ class NumpyRunner(Runner):
     def _run(self, rows: Rows) -> Any:
         config, dtype = self.config, self._dtype
         activation = reference.ACTIVATIONS.index(config.activation)
-        self._lost[rows.sequence[rows.position <= self._lost[rows.sequence]]] = _NEVER  # it is computed anew
+        self._lost[rows.sequence[rows.position <= self._lost[rows.sequence]]] = _NEVER  # computed anew
         angles = tuple(table[rows.position] for table in self._angles)
         x = as_stored(self._embedding[rows.token], dtype)
         stream = np.zeros_like(x)

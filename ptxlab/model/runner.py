@@ -198,7 +198,7 @@ class Runner(ABC):
 
     @contextmanager
     def _appended(self, name: str, new: Mapping[int, Indices]) -> Iterator[Rows]:
-        """Rows of more tokens of sequences, which have `_grown` by them."""
+        """The rows of these tokens, by which their sequences have `_grown` inside."""
         at, counts = list(new), [len(tokens) for tokens in new.values()]
         first = self.lengths[at]
         positions = [np.arange(begin, begin + n, dtype=np.int32) for begin, n in zip(first, counts, strict=True)]
@@ -248,7 +248,7 @@ class Runner(ABC):
 
 
 def _as_array(tokens: Any) -> npt.NDArray[Any]:
-    """Of lists of unlike lengths one of objects, so that they are refused by their dtype."""
+    """Lists of unlike lengths become an array of objects, which is refused by its dtype."""
     try:
         return np.asarray(tokens)
     except ValueError:

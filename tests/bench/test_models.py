@@ -310,15 +310,20 @@ def a_row(B: int) -> Row:
     return models.row_at(models.MODELS[1], B, measured, work, apart, 1.0, CEILINGS, "made up", {}, {})
 
 
-def test_a_run_goes_on_where_another_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card and a commit that bench believes to measure."""
     info = SimpleNamespace(name="H200", slug="h200", driver="1", sms=2, l2_bytes=1, memory_bytes=141 * 10**9)
     monkeypatch.setattr(gpu, "device_info", lambda: info)
     monkeypatch.setattr(bench, "measure_ceilings", lambda: CEILINGS)
     monkeypatch.setattr(bench, "versions", lambda info: {})
-    monkeypatch.setattr(gpu, "card_id", lambda: cards[-1])
+    monkeypatch.setattr(gpu, "card_id", lambda: "GPU-1")
     monkeypatch.setenv("PTXLAB_COMMIT", "abc")
+
+
+@pytest.mark.usefixtures("h200")
+def test_a_run_goes_on_where_another_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     measured: list[int] = []
-    cards = ["GPU-1"]
 
     def rows(names: Any, ceilings: Any, progress: Any, only: Any = (), done: Any = ()) -> Any:
         for B in (1, 4):
@@ -346,26 +351,23 @@ def test_a_run_goes_on_where_another_has_ended(monkeypatch: pytest.MonkeyPatch, 
     assert measured == [1, 4, 4, 1, 4]
     monkeypatch.setenv("PTXLAB_COMMIT", "abc")
     bench.save(record, path)
-    cards.append("GPU-2")
+    monkeypatch.setattr(gpu, "card_id", lambda: "GPU-2")
     bench.run_suite("decode", only=["LLaMA-2-7B"], resume=path)
     assert measured == [1, 4, 4, 1, 4, 1, 4], "another card of the same kind"
 
 
 @pytest.mark.parametrize("what", ["versions", "ceilings", "ceilings of a run that was stopped"])
+@pytest.mark.usefixtures("h200")
 def test_a_run_does_not_go_on_behind_another_that_does_not_count(
     what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Rows of other versions, or of a card that was slower than it should be."""
-    info = SimpleNamespace(name="H200", slug="h200", driver="1", sms=2, l2_bytes=1, memory_bytes=141 * 10**9)
     slow = replace(CEILINGS, read_tbps=3.0)
     ceilings, versions = [slow if "ceilings" in what else CEILINGS, CEILINGS], [{"torch": "1"}, {"torch": "1"}]
     if what == "versions":
         versions[1] = {"torch": "2"}
-    monkeypatch.setattr(gpu, "device_info", lambda: info)
     monkeypatch.setattr(bench, "measure_ceilings", lambda: ceilings.pop(0))
     monkeypatch.setattr(bench, "versions", lambda info: versions.pop(0))
-    monkeypatch.setattr(gpu, "card_id", lambda: "GPU-1")
-    monkeypatch.setenv("PTXLAB_COMMIT", "abc")
     before: list[int] = []
     stops = [what.endswith("stopped"), False]
 
@@ -383,15 +385,10 @@ def test_a_run_does_not_go_on_behind_another_that_does_not_count(
     assert before == [0, 0] and bench.load(path).invalid == ""
 
 
+@pytest.mark.usefixtures("h200")
 def test_a_run_that_is_stopped_again_keeps_the_rows_whose_turn_has_not_come(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    info = SimpleNamespace(name="H200", slug="h200", driver="1", sms=2, l2_bytes=1, memory_bytes=141 * 10**9)
-    monkeypatch.setattr(gpu, "device_info", lambda: info)
-    monkeypatch.setattr(bench, "measure_ceilings", lambda: CEILINGS)
-    monkeypatch.setattr(bench, "versions", lambda info: {})
-    monkeypatch.setattr(gpu, "card_id", lambda: "GPU-1")
-    monkeypatch.setenv("PTXLAB_COMMIT", "abc")
     batches = [[1, 4, 16], [1, 64]]  # of the run before; of the next one, which is stopped behind them
 
     def rows(names: Any, ceilings: Any, progress: Any, only: Any = (), done: Any = ()) -> Any:

@@ -212,7 +212,7 @@ def test_a_token_without_finite_logits_is_an_error(temperature: float) -> None:
     runner = NumpyRunner(model, 2, 20)
     runner._embedding[7] = np.inf
     steps = generate(runner, [[1, 2], [1, 7]], 3, temperature=temperature)
-    message = r"^runner: must give finite logits \(got others at token 0 of prompts\[1\]\)$"
+    message = r"^runner: must give finite logits \(got NaN or infinity for token 0 behind prompts\[1\]\)$"
     with pytest.raises(ArgumentError, match=message):
         next(steps)
 

@@ -185,7 +185,9 @@ def test_a_token_without_finite_logits_is_an_error() -> None:
     steps = generate(runner, [[1, 2], [3]], 4)
     for right in first[:2]:
         assert np.array_equal(next(steps), right)
-    with pytest.raises(ArgumentError, match=r"^runner: must give finite logits \(got others at token 2 of prompts"):
+    with pytest.raises(
+        ArgumentError, match=r"^runner: must give finite logits \(got NaN or infinity for token 2 behind prompts"
+    ):
         next(steps)
 
 

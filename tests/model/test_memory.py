@@ -124,7 +124,7 @@ def test_a_runner_that_is_larger_than_the_card_is_refused_with_the_figures(
     with pytest.raises(raised) as error:
         KernelRunner(model, 2, 128, chunk=8, pages=4)
     figures = r"0\.00 GB of weights \+ .* of reserve \+ 0\.00 GB of 4 pages"
-    rule = rf"model: must fit the 1\.50 GB of a small card \(got {figures}\)"
+    rule = rf"model: must fit the 1\.50 GB of a small card \(got 1\.51 GB: {figures}\)"
     assert raised is CopiedError or re.fullmatch(rule, str(error.value))
 
 

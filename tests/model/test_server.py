@@ -276,6 +276,18 @@ def test_tokens_of_a_call_that_fails_do_not_count(monkeypatch: pytest.MonkeyPatc
         assert np.array_equal(call(broken), call(right))
 
 
+def test_what_was_not_finite_in_a_call_that_fails_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = NumpyRunner(MODEL, 1, 20)
+    right = runner.prefill([[1, 2]])
+    runner._embedding = runner._embedding.copy()
+    runner._embedding[7] = np.inf
+    runner.prefill([[1]])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(runner, "_logits", Mock(side_effect=KeyboardInterrupt))
+        runner.extend({0: [7]})
+    assert np.array_equal(runner.extend({0: [2]}), right)
+
+
 def test_numbers_that_a_failed_step_leaves_on_the_device_are_set_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step without its layers; the next one of both sequences would begin at the numbers that the failed one had."""
     runner = KernelRunner(MODEL, 2, 20, chunk=2, backend="emulator", batch_invariant=True)
