@@ -116,8 +116,10 @@ def peaks_table(records: list[Record]) -> str:
     rows = peaks(records)
     if rows.empty:
         return MISSING
-    formats = dict.fromkeys((OURS, *KINDS), "{:,.0f}") | {f"over {kind}": "{:.2f}x" for kind in KINDS}
-    return f"{markdown(rows, {'GB': '{:d}', **formats})}\n{_origin(records)}\n"
+    columns = {"model": ("model", "{}"), "GB": ("GB", "{:d}")}
+    columns |= {kind: (kind, "{:,.0f}") for kind in (OURS, *KINDS)}
+    columns |= {f"over {kind}": (f"over {kind}", "{:.2f}x") for kind in KINDS}
+    return _shown(rows, columns, records)
 
 
 def steps_table(records: list[Record]) -> str:
@@ -125,13 +127,17 @@ def steps_table(records: list[Record]) -> str:
     rows = points(records, MEASURE)
     if rows.empty:
         return MISSING
-    columns = {"model": "{}", "B": "{:d}", "ms": "{:.2f}", "rate": "{:,.0f}", "fraction": "{:.2f}"}
-    columns |= {f"{part}_us": "{:.0%}" for part in ("gemm", "attention", "others", "head")}
-    columns |= {f"over {kind}": "{:.2f}x" for kind in (*KINDS, "QServe's GEMM")}
-    shares = {f"{part}_us": rows[f"{part}_us"] / rows.time_us for part in ("gemm", "attention", "others", "head")}
-    names = {"B": "batch", "rate": "tokens/s", "fraction": "of the floor", **{name: name[:-3] for name in shares}}
-    table = rows.assign(ms=rows.time_us / 1e3, **shares)[[*columns]].rename(columns=names)
-    return f"{markdown(table, dict(zip(table, columns.values(), strict=True)))}\n{_origin(records)}\n"
+    columns = {
+        "model": ("model", "{}"),
+        "B": ("batch", "{:d}"),
+        "ms": ("ms", "{:.2f}"),
+        "rate": ("tokens/s", "{:,.0f}"),
+        "fraction": ("of the floor", "{:.2f}"),
+    }
+    columns |= {part: (part, "{:.0%}") for part in _PARTS}
+    columns |= {f"over {kind}": (f"over {kind}", "{:.2f}x") for kind in (*KINDS, "QServe's GEMM")}
+    shares = {part: rows[f"{part}_us"] / rows.time_us for part in _PARTS}
+    return _shown(rows.assign(ms=rows.time_us / 1e3, **shares), columns, records)
 
 
 def generate_table(records: list[Record]) -> str:
@@ -140,14 +146,16 @@ def generate_table(records: list[Record]) -> str:
     if rows.empty:
         return MISSING
     paper = pd.DataFrame([LIQUIDSERVE[model] for model in rows.model], columns=["paper", "its batch"], index=rows.index)
-    columns = {"model": "{}", "L": "{:d}", "B": "{:d}", "rate": "{:,.0f}", "decode rate": "{:,.0f}"}
-    columns |= {f"rate over {kind}": "{:.2f}x" for kind in KINDS} | {"paper": "{:,d}", "its batch": "{:d}"}
-    table = pd.concat([rows, paper], axis=1)[[*columns]]
-    names = {"L": "GB", "B": "batch", "rate": "tokens/s", "decode rate": "without prefill"}
-    names |= {"paper": "LiquidServe, H800 80 GB"} | {f"rate over {kind}": f"over {kind}" for kind in KINDS}
-    table = table.rename(columns=names)
-    said = f"{_origin(records)} {_attended(rows)}"
-    return f"{markdown(table, dict(zip(table, columns.values(), strict=True)))}\n{said}\n"
+    columns = {
+        "model": ("model", "{}"),
+        "L": ("GB", "{:d}"),
+        "B": ("batch", "{:d}"),
+        "rate": ("tokens/s", "{:,.0f}"),
+        "decode rate": ("without prefill", "{:,.0f}"),
+    }
+    columns |= {f"rate over {kind}": (f"over {kind}", "{:.2f}x") for kind in KINDS}
+    columns |= {"paper": ("LiquidServe, H800 80 GB", "{:,d}"), "its batch": ("its batch", "{:d}")}
+    return _shown(pd.concat([rows, paper], axis=1), columns, records, _attended(rows))
 
 
 def _attended(rows: pd.DataFrame) -> str:
@@ -175,16 +183,12 @@ def front_table(records: list[Record]) -> str:
             flat.append((model, *ends, *peak, *rule[["rate", "rate over FP8"]].iloc[0]))
     if not flat:
         return MISSING
-    columns = ["model", *(f"batch {B}: {what}" for B in (first, last) for what in ("tokens/s", "of the floor"))]
-    columns += [
-        f"peak in {budget} GB over FP8's",
-        "over humming per channel's",
-        f"QServe's rule, {budget} GB: tokens/s",
-        "over FP8's",
-    ]
-    formats = ("{}", "{:,.0f}", "{:.2f}", "{:,.0f}", "{:.2f}", "{:.2f}x", "{:.2f}x", "{:,.0f}", "{:.2f}x")
-    table = markdown(pd.DataFrame(flat, columns=columns), dict(zip(columns, formats, strict=True)))
-    return f"{table}\n{_origin(records)}\n"
+    columns = {"model": "{}"}
+    for B in (first, last):
+        columns |= {f"batch {B}: tokens/s": "{:,.0f}", f"batch {B}: of the floor": "{:.2f}"}
+    columns |= {f"peak in {budget} GB over FP8's": "{:.2f}x", "over humming per channel's": "{:.2f}x"}
+    columns |= {f"QServe's rule, {budget} GB: tokens/s": "{:,.0f}", "over FP8's": "{:.2f}x"}
+    return f"{markdown(pd.DataFrame(flat, columns=[*columns]), columns)}\n{_origin(records)}\n"
 
 
 def heads_table(records: list[Record]) -> str:
@@ -230,10 +234,10 @@ def limits_table(records: list[Record]) -> str:
     return _shown(rows, columns, records)
 
 
-def _shown(rows: pd.DataFrame, columns: dict[str, tuple[str, str]], records: list[Record]) -> str:
-    """These columns of a table, each by what it is called and its format."""
-    table = rows.reindex(columns=[*columns]).rename(columns={name: said for name, (said, _) in columns.items()})
-    return f"{markdown(table, dict(columns.values()))}\n{_origin(records)}\n"
+def _shown(rows: pd.DataFrame, columns: dict[str, tuple[str, str]], records: list[Record], *more: str) -> str:
+    """These columns of a table, each by its heading and its format; below, where the figures are from, and `more`."""
+    table = rows.reindex(columns=[*columns]).rename(columns={name: heading for name, (heading, _) in columns.items()})
+    return f"{markdown(table, dict(columns.values()))}\n{' '.join((_origin(records), *more))}\n"
 
 
 def _floor_at_clock(row: pd.Series) -> float:
