@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from time import process_time
 from typing import Any
 
-from ptxlab import kernels
 from ptxlab.errors import ArgumentError
 from ptxlab.prove.solve import (
     Answer,
@@ -19,8 +18,6 @@ from ptxlab.prove.solve import (
     of_each_form,
     version_of,
 )
-from ptxlab.runtime import Kernel
-from ptxlab.spec import Launch
 
 
 @dataclass(frozen=True)
@@ -121,32 +118,3 @@ def prove(claims: Iterable[Claim], *, seconds: float = 60.0, solver: str = "z3")
     """Decide claims one after the other."""
     for claim in claims:
         yield decide(claim, seconds=seconds, solver=solver)
-
-
-def prove_kernel(
-    kernel: Kernel | str,
-    claim: str,
-    *,
-    assume: str | Sequence[str] = (),
-    equals: Kernel | str | None = None,
-    seconds: float = 60.0,
-    solver: str = "z3",
-    unchecked: bool = False,
-) -> Decision:
-    """Decide a claim on a kernel: a project kernel's name, or one of a file or a notebook's cell, for one thread.
-
-    `other.out` in the claim is the output of `equals`, a kernel given the same way, on the same inputs. The rules of a
-    project kernel on its values are assumed, unless `unchecked`.
-    """
-    check_solver(solver)
-    from ptxlab.prove.kernels import claims_on_file, claims_on_spec  # needs z3
-
-    assume = [assume] if isinstance(assume, str) else assume
-    if isinstance(kernel, Kernel) and not isinstance(equals, str):
-        claims = claims_on_file(kernel, [claim], assume, Launch((1, 1, 1), (1, 1, 1)), equals)
-    elif isinstance(kernel, str) and not isinstance(equals, Kernel):
-        spec, sources = kernels.find(kernel)
-        claims = claims_on_spec(spec, sources[:1], [claim], assume, equals or "", unchecked)
-    else:
-        raise ArgumentError("equals", "a name beside a name, a Kernel beside a Kernel", type(equals).__name__)
-    return decide(next(claims), seconds=seconds, solver=solver)

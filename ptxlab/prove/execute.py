@@ -101,10 +101,10 @@ def execute(
 
     Buffers are written in place. NotModelled names the line of what cannot be followed.
     """
-    return _Execution(entry, arguments, grid, block, threads, assume).run()
+    return Execution(entry, arguments, grid, block, threads, assume).run()
 
 
-class _Execution:
+class Execution:
     """A run of some threads; `execute` says of what."""
 
     def __init__(

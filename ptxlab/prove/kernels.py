@@ -15,11 +15,11 @@ from ptxlab.emulator import LaneType
 from ptxlab.emulator.front.lane_annotation import operation_of
 from ptxlab.errors import ArgumentError
 from ptxlab.prove.bitvectors import SORTS, pieces
-from ptxlab.prove.claims import Claim
+from ptxlab.prove.claims import Claim, Decision, decide
 from ptxlab.prove.execute import LaneStep
 from ptxlab.prove.expressions import Elements, formula, sides, term
 from ptxlab.prove.integers import Integer
-from ptxlab.prove.solve import Explanation, Query, Verdict, symbols_of
+from ptxlab.prove.solve import Explanation, Query, Verdict, check_solver, symbols_of
 from ptxlab.prove.symbolic_launch import SymbolicLaunch, of_file, of_spec
 from ptxlab.runtime import Kernel
 from ptxlab.sources import Source
@@ -277,3 +277,30 @@ def number(kind: str, bits: int, size: int) -> str:
     said = bits - (1 << size if (signed or size > digits) and bits >> size - 1 else 0)
     digits = max(digits, (said if said >= 0 else ~said).bit_length() + (signed or said < 0))
     return f"{said} ({said & (1 << digits) - 1:0{digits}b})"
+
+
+def prove_kernel(
+    kernel: Kernel | str,
+    claim: str,
+    *,
+    assume: str | Sequence[str] = (),
+    equals: Kernel | str | None = None,
+    seconds: float = 60.0,
+    solver: str = "z3",
+    unchecked: bool = False,
+) -> Decision:
+    """Decide a claim on a kernel: a project kernel's name, or one of a file or a notebook's cell, for one thread.
+
+    `other.out` in the claim is the output of `equals`, a kernel given the same way, on the same inputs. The rules of a
+    project kernel on its values are assumed, unless `unchecked`.
+    """
+    check_solver(solver)
+    assume = [assume] if isinstance(assume, str) else assume
+    if isinstance(kernel, Kernel) and not isinstance(equals, str):
+        claims = claims_on_file(kernel, [claim], assume, Launch((1, 1, 1), (1, 1, 1)), equals)
+    elif isinstance(kernel, str) and not isinstance(equals, Kernel):
+        spec, sources = kernels.find(kernel)
+        claims = claims_on_spec(spec, sources[:1], [claim], assume, equals or "", unchecked)
+    else:
+        raise ArgumentError("equals", "a name beside a name, a Kernel beside a Kernel", type(equals).__name__)
+    return decide(next(claims), seconds=seconds, solver=solver)

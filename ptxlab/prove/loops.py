@@ -19,8 +19,8 @@ from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.types import bits_of, is_signed
 from ptxlab.errors import ArgumentError
 from ptxlab.prove.bitvectors import Bits, extend, pieces, value
-from ptxlab.prove.execute import FALSE, TRUE, LaneStep, NotModelled, _Execution
-from ptxlab.prove.main_loops import LoopClaim
+from ptxlab.prove.execute import FALSE, TRUE, Execution, LaneStep, NotModelled
+from ptxlab.prove.loop_claim import LoopClaim
 from ptxlab.prove.solve import Query, symbols_of
 
 Bounds = dict[str, list[Any]]  # by the name of an unknown
@@ -106,7 +106,7 @@ def one_step(entry: Entry, loop: range) -> Body:
     return OneStep(entry, loop).body()
 
 
-class OneStep(_Execution):
+class OneStep(Execution):
     """One thread executes some instructions once, in order; registers and operands hold anything at first."""
 
     def __init__(self, entry: Entry, loop: range) -> None:

@@ -5,45 +5,15 @@ and over how many channels a loop goes, is not part of these proofs: `verify` ru
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any
 
 from ptxlab import kernels, toolchain
 from ptxlab.prove.claims import Claim, register
+from ptxlab.prove.loop_claim import LoopClaim
 from ptxlab.runtime import Kernel
 
-Range = tuple[int, int]
 BEYOND = 4096  # more channels than a step has
-
-
-@dataclass(frozen=True)
-class LoopClaim:
-    """What is claimed of a kernel's main loop.
-
-    Attributes:
-        a, b: limits of the operands' elements. Where the operand's type is wider, the loop's own code keeps them.
-        sums: `grow` over all of K, or are `converted` to FP32 in every step.
-        packed: the dequantisation in the loop, four lanes at once: `lqq` q*scale + offset, `qoq` q*scale, `s4` INT4 as
-            the upper half of s8 (W4A4 and COMET's W4A8 on INT8 tensor cores), or none.
-    """
-
-    a: Range = (-128, 127)
-    b: Range = (-128, 127)
-    sums: Literal["grow", "converted"] = "grow"
-    packed: Literal["", "lqq", "qoq", "s4"] = ""
-
-    @property
-    def product(self) -> Range:
-        """Limits of a product."""
-        found = [x * y for x in self.a for y in self.b]
-        return min(found), max(found)
-
-    @property
-    def most(self) -> int:
-        """How many products an INT32 sum has room for."""
-        low, high = self.product
-        return min((2**31 - 1) // high, 2**31 // -low)
 
 
 _LQQ, _QOQ = LoopClaim(packed="lqq"), LoopClaim(packed="qoq")

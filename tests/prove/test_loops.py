@@ -6,7 +6,8 @@ import pytest
 
 from ptxlab import kernels
 from ptxlab.errors import ArgumentError
-from ptxlab.prove.main_loops import MAIN_LOOPS, LoopClaim
+from ptxlab.prove.loop_claim import LoopClaim
+from ptxlab.prove.main_loops import MAIN_LOOPS
 
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 

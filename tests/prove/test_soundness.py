@@ -11,7 +11,7 @@ pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the 
 
 from ptxlab.prove import Claim, decide, loops, prove_kernel
 from ptxlab.prove.execute import NotModelled
-from ptxlab.prove.main_loops import LoopClaim
+from ptxlab.prove.loop_claim import LoopClaim
 from tests.support.proofs import entry_of, in_loop, loop_verdict, of_body
 
 TWO = ".param .u64 x, .param .u64 out"

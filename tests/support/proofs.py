@@ -17,7 +17,7 @@ from ptxlab.emulator.front.ir import Entry
 from ptxlab.io.files import write_text
 from ptxlab.prove import Claim, decide, loops
 from ptxlab.prove.kernels import query
-from ptxlab.prove.main_loops import LoopClaim
+from ptxlab.prove.loop_claim import LoopClaim
 from ptxlab.prove.solve import ask
 from ptxlab.runtime import Kernel, load
 from ptxlab.spec import KernelSpec

@@ -7,19 +7,14 @@ a row of errors of covariance C from sqrt(tr C) + _SIGMAS·sqrt(|C|) up (Hsu, Ka
 Other errors count in full: truncation by tensor cores has one sign, and some errors are the same for all tokens.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from ptxlab.kernels.attention.bound import Operand, Roundings
-
-F64: TypeAlias = npt.NDArray[np.float64]
+from ptxlab.kernels.attention.roundings import F64, SINGLE, Operand, Roundings
 
 _SIGMAS = 6.6
-_SINGLE = 2.0**-24
-_SHARED = 8 * _SINGLE  # of all scores alike: by the scale, log2(e), the queries' unit, and their products
+_SHARED = 8 * SINGLE  # of all scores alike: by the scale, log2(e), the queries' unit, and their products
 _APPROXIMATE = 2.0**-20  # of a sum of weights: what ex2, lg2 and rcp may be off in one direction
 _RESCALINGS = 16  # of sums: larger scores turn up ln(tiles) times if they come in any order
 _ALIKE = 2.0**-17  # scores nearer than this are rounded alike
@@ -50,14 +45,14 @@ def likely(
     scores: F64,
     p: F64,
     log_total: F64,
-    keys: "Operand",
-    values: "Operand",
+    keys: Operand,
+    values: Operand,
     *,
     first: int,
     first_order: F64,
     wrong: F64,
     scale: float,
-    roundings: "Roundings",
+    roundings: Roundings,
     stored: float,
 ) -> Likely:
     """The errors of attention of one query per head, that sees the n tokens of `keys` and `values`.
@@ -89,7 +84,7 @@ def likely(
     moved = weighted * first_order**2
     chains = max(roundings.serial, 8 * roundings.warps)
     additions = n / chains * (1 / chains + (p**2).sum(axis=-1)) + 32  # a heavy token makes its chain's sum large
-    sums = _SINGLE**2 * (additions / 3 + 4 * _RESCALINGS)
+    sums = SINGLE**2 * (additions / 3 + 4 * _RESCALINGS)
     lse_variance = sums + moved.sum(axis=-1)
     if alike or keys.scheme.by_channel:  # where zeros are by channel, their part is one for all scores
         lse_fixed += (p * first_order).sum(axis=-1)
@@ -102,9 +97,7 @@ def likely(
     lost, lost_variance = _below_fp16(p, values, roundings.floor)
     added = p @ values.size
     serial = n / roundings.promoted if roundings.promoted else 0 if roundings.aligned else n / roundings.serial
-    variance += (
-        lost_variance + sums[..., None] * mean**2 + _SINGLE**2 * ((serial + 32) / 3 + 4 * _RESCALINGS) * added**2
-    )
+    variance += lost_variance + sums[..., None] * mean**2 + SINGLE**2 * ((serial + 32) / 3 + 4 * _RESCALINGS) * added**2
     fixed += cut + lost
 
     covariance = np.empty((*p.shape[:2], *numbers.shape[-1:] * 2), like=p)
@@ -136,7 +129,7 @@ def rms_of_heads(fixed: F64, variance: F64) -> Any:
 
 
 def _by_query(
-    x: F64, p: F64, keys: "Operand", mean: F64, values: "Operand", scale: float, roundings: "Roundings"
+    x: F64, p: F64, keys: Operand, mean: F64, values: Operand, scale: float, roundings: Roundings
 ) -> tuple[Any, Any]:
     """What the rounding of queries x moves: (the logarithm of the sum [Hkv, r], the output [Hkv, r, D]).
 
@@ -174,7 +167,7 @@ def _tokens_alike(scores: F64) -> Any:
     return counts.reshape(scores.shape)
 
 
-def _cut_of_values(p: F64, first: int, values: "Operand", roundings: "Roundings") -> tuple[Any, Any]:
+def _cut_of_values(p: F64, first: int, values: Operand, roundings: Roundings) -> tuple[Any, Any]:
     """(fixed part, variance) [Hkv, r, D] of what the MMAs of values cut off.
 
     Of terms and sum at most `cut` of their largest, evenly spread: half of it in the mean. Sums grow until they are
@@ -195,7 +188,7 @@ def _cut_of_values(p: F64, first: int, values: "Operand", roundings: "Roundings"
     return fixed, variance
 
 
-def _below_fp16(p: F64, values: "Operand", floor: float) -> tuple[Any, Any]:
+def _below_fp16(p: F64, values: Operand, floor: float) -> tuple[Any, Any]:
     """(mean, variance) [Hkv, r, D] of what weights lose below FP16's normal numbers: at last, all that they are."""
     weights = p * values.units[:, None]
     least = floor * weights.max(axis=-1, keepdims=True)

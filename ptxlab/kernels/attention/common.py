@@ -6,7 +6,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ptxlab import quant, reference
-from ptxlab.kernels.attention.bound import HALF, Roundings, allowed_error
+from ptxlab.kernels.attention.bound import allowed_error
+from ptxlab.kernels.attention.roundings import HALF, Roundings
 from ptxlab.layout import KVCache, gather, scatter
 from ptxlab.layout.pages import page_bytes
 from ptxlab.quant import KV_SCHEMES

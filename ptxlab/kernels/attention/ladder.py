@@ -6,7 +6,8 @@ from functools import partial
 import numpy as np
 
 from ptxlab.kernels.attention import common
-from ptxlab.kernels.attention.bound import BY_CHANCE, HALF, SINGLE, Roundings
+from ptxlab.kernels.attention.bound import BY_CHANCE
+from ptxlab.kernels.attention.roundings import HALF, SINGLE, Roundings
 from ptxlab.layout import KVCache
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 from ptxlab.spec.tolerance import Allowed

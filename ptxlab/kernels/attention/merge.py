@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ptxlab.kernels.attention.bound import HALF, SINGLE
 from ptxlab.kernels.attention.common import Pair
+from ptxlab.kernels.attention.roundings import HALF, SINGLE
 from ptxlab.kernels.attention.sm80 import DTYPES
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 from ptxlab.spec.dtypes import ByVariant, numbers, stored

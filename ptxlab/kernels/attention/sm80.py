@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ptxlab.kernels.attention import common
-from ptxlab.kernels.attention.bound import BY_CHANCE, HALF, SINGLE, Roundings
+from ptxlab.kernels.attention.bound import BY_CHANCE
 from ptxlab.kernels.attention.common import Pair
+from ptxlab.kernels.attention.roundings import HALF, SINGLE, Roundings
 from ptxlab.layout import KVCache
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab.kernels.attention import sm80
-from ptxlab.kernels.attention.bound import BY_CHANCE, SINGLE, Roundings
+from ptxlab.kernels.attention.bound import BY_CHANCE
 from ptxlab.kernels.attention.common import Pair
+from ptxlab.kernels.attention.roundings import SINGLE, Roundings
 from ptxlab.kernels.attention.sm80 import MMA, scheme_of
 from ptxlab.layout import KVCache
 from ptxlab.layout.pages import page_bytes
