@@ -136,6 +136,7 @@ class Execution:
         self.faults: list[tuple[Any, str]] = []
 
     def run(self) -> SymbolicRun:
+        """Execute all threads to their end and return what they store."""
         ready: dict[int, dict[int, Any]] = {0: dict.fromkeys(range(len(self.threads)), TRUE)}
         done = 0
         while ready:
@@ -156,6 +157,7 @@ class Execution:
         return SymbolicRun(self.steps, missed, self.faults)
 
     def refuse(self, instruction: Instruction, why: str) -> NoReturn:
+        """Raise NotModelled with the place and the reason."""
         raise NotModelled(f"{instruction.where}: not modelled: {why}")
 
     def possible(self, guard: Any) -> bool:
@@ -234,6 +236,7 @@ class Execution:
         self.registers[lane][key], self.defined[lane][key] = z3.simplify(result), guard
 
     def special(self, name: str, lane: int) -> int:
+        """Value of a special register such as `%tid.x` for one lane."""
         base, _, axis = name[1:].partition(".")
         block, thread = self.threads[lane]
         linear = self.linear(lane)
@@ -284,6 +287,7 @@ class Execution:
             self.refuse(instruction, why)
 
     def perform(self, instruction: Instruction, guards: dict[int, Any]) -> None:
+        """Execute one instruction for every lane, under its guard."""
         head = instruction.head
         by_lane: dict[str, Callable[[Instruction, int, Any], None]] = {
             "ld": self.load, "ldu": self.load, "st": self.store, "mov": self.move, "cvta": self.convert_address,
@@ -344,6 +348,7 @@ class Execution:
             raise ValueError(f"ptxas may fuse it with a mul.{words[0]}: write {head}.rn.{words[0]}")
 
     def move(self, instruction: Instruction, lane: int, guard: Any) -> None:
+        """Execute `mov` for one lane."""
         t = instruction.opcode.split(".")[-1]
         if instruction.opcode.count(".") != 1 or t not in DTYPES:
             raise UnknownOpcode(instruction.opcode)
@@ -361,6 +366,7 @@ class Execution:
             self.write(lane, guard, target, result)
 
     def convert_address(self, instruction: Instruction, lane: int, guard: Any) -> None:
+        """Execute `cvta` for one lane: between a generic address and one within a space."""
         parts = instruction.opcode.split(".")
         target, source = instruction.operands
         address = self.read(lane, source, f"u{parts[-1][1:]}")
@@ -458,6 +464,7 @@ class Execution:
         raise ValueError(f"its address depends on an input, with more than {MOST_ADDRESSES} values")
 
     def load(self, instruction: Instruction, lane: int, guard: Any) -> None:
+        """Execute a load for one lane."""
         target = instruction.operands[0]
         items = target.items if isinstance(target, ir.Vector) else (target,)
         t = instruction.opcode.split(".")[-1]
@@ -484,6 +491,7 @@ class Execution:
         return z3.Extract(first + 8 * access.size - 1, first, bits)
 
     def store(self, instruction: Instruction, lane: int, guard: Any) -> None:
+        """Execute a store for one lane."""
         access, places = self.located(instruction, lane, guard, "store")
         source = instruction.operands[1]
         items = source.items if isinstance(source, ir.Vector) else (source,)

@@ -13,6 +13,7 @@ from ptxlab.bench.attention.problem import SCALE
 from ptxlab.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.kernels.attention import bound, common, ladder, sm80, sm90
 from ptxlab.kernels.attention import exact as bit_exact
+from ptxlab.kernels.attention.roundings import HALF
 from ptxlab.kernels.attention.sm90 import PROMOTE, SM90, AttentionTileSm90, roundings_of
 from ptxlab.layout import KVCache
 from ptxlab.quant import quantize_kv
@@ -91,7 +92,7 @@ def test_zeros_are_no_attention_however_many_tokens_there_are() -> None:
     q = rng.standard_normal((1, 2, D))
     k, v = (quantize_kv(rng.standard_normal((32768, 1, D), np.float32)) for _ in range(2))
     seen = np.ones((1, 32768), bool)
-    out, _ = bound.allowed_error(q, k, v, seen, scale=SCALE, roundings=roundings_of(D, False), stored=bound.HALF)
+    out, _ = bound.allowed_error(q, k, v, seen, scale=SCALE, roundings=roundings_of(D, False), stored=HALF)
     right = reference.attention(q, k.dequantize(), v.dequantize(), scale=SCALE)[0]
     assert within({"out": right}, {"out": right}, {"out": out}) is None
     assert within({"out": np.zeros_like(right)}, {"out": right}, {"out": out}) is not None
@@ -129,9 +130,7 @@ def test_few_tokens_of_a_long_sequence_have_a_bound(roundings: Any, seen: int) -
     tokens = quantize_kv(np.random.default_rng(0).standard_normal((L, 1, 8), dtype=np.float32))
     visible = np.arange(L)[None] >= L - seen
     of_8 = roundings(8, False)
-    found = bound.allowed_error(
-        np.ones((1, 1, 8)), tokens, tokens, visible, scale=0.3, roundings=of_8, stored=bound.HALF
-    )
+    found = bound.allowed_error(np.ones((1, 1, 8)), tokens, tokens, visible, scale=0.3, roundings=of_8, stored=HALF)
     assert all((each.each < 0.1).all() and (each.rms < 0.1).all() for each in found)
 
 
