@@ -25,7 +25,8 @@
 import numpy as np
 
 import ptxlab
-from ptxlab import kernels, layout, quant, reference, verify
+from ptxlab import kernels, layout, quant, reference
+from ptxlab.runtime import verify
 from report import figures
 
 # %% [markdown]

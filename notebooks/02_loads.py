@@ -36,7 +36,7 @@ from report import figures, sections
 #
 # With 8-bit weights `ldmatrix` gives every lane its bytes. Lane `4 g + t` gets four neighbouring channels of row `g`
 # in each of its registers: `a0` is channels `4 t` to `4 t + 3`, `a2` is `16 + 4 t` to `16 + 4 t + 3`. These maps are
-# in `ptxlab.layout.fragments` and pinned by vectors recorded on an H200. The output below is read off the kernel
+# in `ptxlab.hardware.fragments` and pinned by vectors recorded on an H200. The output below is read off the kernel
 # itself, which ran on tiles whose elements encode their own position.
 
 # %%

@@ -33,7 +33,7 @@ import numpy as np
 from IPython.display import Markdown
 
 from ptxlab import quant, sources
-from ptxlab.io import weights
+from ptxlab.io import downloads as weights
 from ptxlab.io.checkpoint import Checkpoint
 
 folder = weights.fetch("minilm")

@@ -24,10 +24,11 @@
 # %matplotlib inline
 from IPython.display import Markdown
 
-from ptxlab import kernels, nsight, sass, timeline
+from ptxlab import kernels, sass
+from ptxlab.profile import nsight, timeline
 from ptxlab.profile.plot import page_figure
-from ptxlab.timeline import recorder
-from ptxlab.timeline.plot import comparison_figure, timeline_figure
+from ptxlab.profile.timeline import recorder
+from ptxlab.profile.timeline.plot import comparison_figure, timeline_figure
 from report import pipelines, profiletables
 
 # %% [markdown]

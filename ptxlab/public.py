@@ -1,6 +1,7 @@
 """The public names, which `import ptxlab` offers."""
 
 from ptxlab.errors import PtxlabError
+from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.kernels import find, run, specs
 from ptxlab.kernels.attention import (
     AttentionWorkspace,
@@ -35,7 +36,6 @@ from ptxlab.layout import (
     pack_block_weight,
     stack_experts,
 )
-from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.quant import calibrate_kv, quantize_kv, smooth_attention
 from ptxlab.runtime import Kernel, Outcome, load, run_spec
 from ptxlab.sources import Source

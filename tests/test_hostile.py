@@ -9,8 +9,8 @@ import pytest
 import ptxlab
 from ptxlab import layout, quant
 from ptxlab.errors import ArgumentError, PtxlabError
+from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.kernels.gemm import gemm_f16, gemm_w8a8
-from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.model import (
     Config,
     FloatModel,

@@ -22,7 +22,7 @@
 
 namespace ptxlab {
 
-// Its names, in this order, are those of ptxlab/timeline/__init__.py.
+// Its names, in this order, are those of ptxlab/profile/timeline/__init__.py.
 // clang-format off
 enum class Phase : unsigned { END, SETUP, LOAD, WAIT_COPY, WAIT_GROUP, WAIT_MMA, DEQUANTISE, ISSUE, MULTIPLY,
                               SCORES, SOFTMAX, VALUES, REDUCE, EPILOGUE };

@@ -7,14 +7,15 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ptxlab import demo, nsight, plot
+from ptxlab import demo, plot
 from ptxlab.bench.models import MEASURE, MODELS
 from ptxlab.bench.record import Record
 from ptxlab.bench.stored import stored_times
 from ptxlab.demo.plot import demo_figure
 from ptxlab.kernels.plot import load_picture
+from ptxlab.profile import nsight
 from ptxlab.profile.plot import page_figure
-from ptxlab.timeline.plot import timeline_figure
+from ptxlab.profile.timeline.plot import timeline_figure
 from report import (
     FIGURES,
     accuracy,

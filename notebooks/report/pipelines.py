@@ -3,9 +3,9 @@
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ptxlab import timeline
-from ptxlab.timeline import Timeline
-from ptxlab.timeline.plot import comparison_figure
+from ptxlab.profile import timeline
+from ptxlab.profile.timeline import Timeline
+from ptxlab.profile.timeline.plot import comparison_figure
 from report.frames import markdown
 
 STEPS = {

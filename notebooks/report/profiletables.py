@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from ptxlab import nsight
-from ptxlab.nsight import Profile
-from ptxlab.profile import stalls
+from ptxlab.profile import nsight, stalls
+from ptxlab.profile.nsight import Profile
 from report import RESULTS
 from report.frames import markdown
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ptxlab import __version__, gpu, kernels, toolchain
-from ptxlab.bench import attention, dequant, emulation, gemm, layer, loads, models, own, peers, stream
+from ptxlab.bench import attention, dequant, emulation, gemm, layer, loads, models, peers, stream
+from ptxlab.bench import user_kernels as own
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
 from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, require_writable, save
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.own import specs_in
+from ptxlab.spec.user_specs import specs_in
 
 __all__ = [
     "RESUMED",

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ptxlab import cost, gpu
-from ptxlab.bench.timing import measure
 from ptxlab.errors import BenchmarkError
+from ptxlab.runtime.timing import measure
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
 

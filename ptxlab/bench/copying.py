@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from ptxlab import gpu
-from ptxlab.bench.timing import GEMM_REPLAYS, measure
+from ptxlab.runtime.timing import GEMM_REPLAYS, measure
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
 

@@ -8,9 +8,9 @@ from ptxlab import emulator, gpu, sass, toolchain
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.launching import poisoned
 from ptxlab.bench.record import Row, row_of
-from ptxlab.bench.timing import copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.dequant import SPECS
+from ptxlab.runtime.timing import copies_beyond_l2, measure
 from ptxlab.sass import harness
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Launch, evaluate

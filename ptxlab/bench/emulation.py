@@ -13,16 +13,16 @@ import numpy as np
 
 from ptxlab import emulator
 from ptxlab.bench.record import Row, row_of
-from ptxlab.bench.timing import Measured
 from ptxlab.errors import BenchmarkError, VerificationError
 from ptxlab.kernels import specs
 from ptxlab.kernels.dequant import SPECS
 from ptxlab.kernels.gemm.ladder import LADDER, fit_tokens
 from ptxlab.runtime import Outcome, run_spec
+from ptxlab.runtime.timing import Measured
+from ptxlab.runtime.verify import compare
 from ptxlab.sources import in_checkout, of_kernel, results_dir
 from ptxlab.spec import KernelSpec
 from ptxlab.spec.dtypes import dtype_in, stored
-from ptxlab.verify import compare
 
 LANES = (4096, 65536)
 WANTED = 20e6  # lane-instructions per second and core that make the tests of whole kernels bearable

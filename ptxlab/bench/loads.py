@@ -8,15 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from ptxlab import gpu, nsight, sass, toolchain
+from ptxlab import gpu, sass, toolchain
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.launching import poisoned
 from ptxlab.bench.record import Row, row_of
-from ptxlab.bench.timing import Measured, copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError, UnavailableError
 from ptxlab.io.files import save_arrays
 from ptxlab.kernels.load import SPECS, TILE
+from ptxlab.profile import nsight
 from ptxlab.runtime import run_spec
+from ptxlab.runtime.timing import Measured, copies_beyond_l2, measure
 from ptxlab.sass import dataflow, harness
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec

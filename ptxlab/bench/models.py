@@ -32,7 +32,6 @@ from ptxlab.bench.layer.shapes import BATCHES, Work, rows_of
 from ptxlab.bench.peers_layer import MIXES, Job
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import GROUP, HEAD_DIM, PAGE
-from ptxlab.bench.timing import GEMM_REPLAYS, Clock, Measured, measure
 from ptxlab.errors import ArgumentError, BenchmarkError, UnavailableError
 from ptxlab.layout import page_bytes
 from ptxlab.model import Config, KernelRunner, LayerWeights, QuantizedModel, largest_batch
@@ -40,6 +39,7 @@ from ptxlab.model.kernel_runner import LMHead, require_torch
 from ptxlab.model.memory import RESERVE
 from ptxlab.model.runner import HEAD_ROWS
 from ptxlab.quant import Level1Weight
+from ptxlab.runtime.timing import GEMM_REPLAYS, Clock, Measured, measure
 from ptxlab.spec.dtypes import stored
 
 MEASURE, GENERATE, BESIDE, PROMPTS = "decode", "generate", "beside", "prompt"

@@ -15,8 +15,8 @@ from typing import Any
 
 from ptxlab import gpu
 from ptxlab.bench.shapes import HEAD_DIM, Batch
-from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, in_turn, measure
 from ptxlab.errors import BenchmarkError
+from ptxlab.runtime.timing import GEMM_REPLAYS, copies_beyond_l2, in_turn, measure
 
 # Names are those of the stored times too (`bench.stored`).
 CUBLAS = ("cublas_fp8", "cublas_int8", "cublas_fp16")

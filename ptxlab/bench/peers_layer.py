@@ -16,9 +16,9 @@ from typing import Any, ClassVar, NamedTuple
 from ptxlab.bench import peers
 from ptxlab.bench.layer.shapes import LENGTH, batch_of
 from ptxlab.bench.shapes import HEAD_DIM, PAGE
-from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.model import Config
+from ptxlab.runtime.timing import GEMM_REPLAYS, copies_beyond_l2, measure
 
 EPS = 1e-5
 FP8_MOST = 448.0

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ptxlab import sources
-from ptxlab.bench.timing import Measured
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io.files import read_record, require_folder, write_text
+from ptxlab.runtime.timing import Measured
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
 

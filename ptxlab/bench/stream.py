@@ -10,9 +10,9 @@ import numpy as np
 from ptxlab import cost, gpu
 from ptxlab.bench.launching import poisoned
 from ptxlab.bench.record import Row
-from ptxlab.bench.timing import copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError
-from ptxlab.reference.packed import U32
+from ptxlab.hardware.words import U32
+from ptxlab.runtime.timing import copies_beyond_l2, measure
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
 

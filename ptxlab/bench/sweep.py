@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from ptxlab import gpu, toolchain
 from ptxlab.bench.problems import SizedProblem, sized
-from ptxlab.bench.timing import Measured, measure
 from ptxlab.errors import ArgumentError, CompileError, PtxlabError, UnavailableError
 from ptxlab.kernels.attention.steps import step_of as attention_step
 from ptxlab.kernels.gemm.ladder import step_of as gemm_step
+from ptxlab.runtime.timing import Measured, measure
 from ptxlab.sources import of_kernel
 from ptxlab.spec import KernelSpec
 

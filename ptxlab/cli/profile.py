@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ptxlab import nsight
 from ptxlab.cli.common import (
     PICTURES,
     AsJson,
@@ -32,9 +31,9 @@ from ptxlab.cli.common import (
     table,
     written,
 )
-from ptxlab.nsight import Profile
-from ptxlab.profile import profiles
+from ptxlab.profile import nsight, profiles
 from ptxlab.profile.launch_target import LaunchTarget
+from ptxlab.profile.nsight import Profile
 from ptxlab.runtime.arguments import parse_integers, parse_sizes
 
 _WIDEST = 90  # characters of a source line

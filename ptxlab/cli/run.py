@@ -51,11 +51,11 @@ from ptxlab.runtime.arguments import (
     parse_sizes,
     variant,
 )
+from ptxlab.runtime.verify import Job, Verdict, check_rows, plan, plan_rows
+from ptxlab.runtime.verify import verify as verify_job
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec
 from ptxlab.testing import annotations
-from ptxlab.verify import Job, Verdict, check_rows, plan, plan_rows
-from ptxlab.verify import verify as verify_job
 
 
 def list_kernels(

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from ptxlab import kernels
 from ptxlab.cli.common import FAILED, AlsoShape, AsJson, console, expects, print_json, progress_bar, table
-from ptxlab.nsight import sanitizer
+from ptxlab.profile.nsight import sanitizer
 
 
 def sanitize(

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from ptxlab import kernels
-from ptxlab import timeline as timelines
 from ptxlab.cli.common import (
     PICTURES,
     AsJson,
@@ -27,8 +26,9 @@ from ptxlab.cli.common import (
     written,
 )
 from ptxlab.io.files import write_text
+from ptxlab.profile import timeline as timelines
+from ptxlab.profile.timeline import Timeline, recorder
 from ptxlab.runtime.arguments import parse_sizes
-from ptxlab.timeline import Timeline, recorder
 
 
 def timeline(
@@ -65,7 +65,7 @@ def timeline(
         write_text(trace, json.dumps(timelines.trace(found)) + "\n")
     if plot is not None:
         from ptxlab.plot import save  # Matplotlib takes half a second that others need not pay
-        from ptxlab.timeline.plot import timeline_figure
+        from ptxlab.profile.timeline.plot import timeline_figure
 
         save(timeline_figure(found), plot)
     if as_json:

@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ptxlab import demo as demos
-from ptxlab import doctor as doctors
 from ptxlab import gpu
+from ptxlab.cli import doctor as doctors
 from ptxlab.cli.common import (
     FAILED,
     AsJson,
@@ -26,7 +26,7 @@ from ptxlab.cli.common import (
     table,
 )
 from ptxlab.cli.models import opened_model, opened_text
-from ptxlab.io import weights as shipped
+from ptxlab.io import downloads as shipped
 from ptxlab.io.files import require_folder, write_text
 from ptxlab.model import tokens_of
 from ptxlab.quant.fmpq import MOST_INT8

@@ -19,8 +19,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ptxlab.cost.sheets import DEVICES, SHEETS, Device, DeviceSheet, device, sheet, slowest_pipe
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.sheets import DEVICES, SHEETS, Device, DeviceSheet, device, sheet, slowest_pipe
 
 __all__ = [
     "DEVICES",

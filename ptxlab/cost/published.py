@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ptxlab.cost import SCHEMES, Cost, LoopCounts, Scheme, gemm_cost
-from ptxlab.cost.sheets import device
+from ptxlab.hardware.sheets import device
 
 CountsOf = Callable[[Scheme, str], LoopCounts | None]
 WIDTH = 4096  # N and K

@@ -13,9 +13,9 @@ from ptxlab.debugger.values import dtype_of, shown
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.types import Array
-from ptxlab.layout import fragments
-from ptxlab.layout.descriptors import MatrixDescriptor
-from ptxlab.layout.fragments import Fragment
+from ptxlab.hardware import fragments
+from ptxlab.hardware.descriptors import MatrixDescriptor
+from ptxlab.hardware.fragments import Fragment
 
 _HEADS = ("mma", "wgmma", "ldmatrix", "stmatrix")
 _BITS = {"s8": 8, "u8": 8, "e4m3": 8, "e5m2": 8, "s4": 4, "u4": 4, "f16": 16, "bf16": 16, "b16": 16, "tf32": 32}

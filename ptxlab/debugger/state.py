@@ -15,8 +15,8 @@ from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of
 from ptxlab.emulator.launch import array_of
-from ptxlab.layout.descriptors import SPANS, swizzle
-from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.hardware.descriptors import SPANS, swizzle
+from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.runtime import Kernel
 from ptxlab.runtime.signature import of_declaration
 

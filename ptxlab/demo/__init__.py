@@ -9,9 +9,9 @@ import numpy as np
 from ptxlab import kernels, quant, toolchain
 from ptxlab.bench import counts
 from ptxlab.errors import UnavailableError
+from ptxlab.hardware.words import F32
 from ptxlab.io import checkpoint
-from ptxlab.io import weights as shipped
-from ptxlab.reference.packed import F32
+from ptxlab.io import downloads as shipped
 from ptxlab.runtime import run_spec
 from ptxlab.spec import Arrays, KernelSpec
 from ptxlab.weights import audit

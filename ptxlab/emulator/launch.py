@@ -40,7 +40,7 @@ from ptxlab.emulator.front.parse import parse
 from ptxlab.emulator.front.types import Array
 from ptxlab.emulator.unneeded import Statement, leave_out
 from ptxlab.errors import ArgumentError, EmulationError
-from ptxlab.layout.tensor_map import TENSOR_MAP_BYTES, TensorMap
+from ptxlab.hardware.tensor_map import TENSOR_MAP_BYTES, TensorMap
 from ptxlab.spec import MOST_BLOCKS
 from ptxlab.validate import is_integer, is_one_of
 

@@ -14,7 +14,7 @@ from ptxlab.gpu.device import DeviceInfo, device_info
 from ptxlab.gpu.marks import Marked
 from ptxlab.gpu.module import GpuKernel
 from ptxlab.gpu.tensor_map import encode
-from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.spec import Launch
 
 _WITHOUT_ASKING = 48 * 1024  # shared memory, static included, that every kernel may use

@@ -3,7 +3,7 @@
 import ctypes
 
 from ptxlab.errors import ArgumentError
-from ptxlab.layout.tensor_map import TENSOR_MAP_BYTES, TensorMap
+from ptxlab.hardware.tensor_map import TENSOR_MAP_BYTES, TensorMap
 
 
 def encode(name: str, tensor_map: TensorMap, address: int) -> bytes:

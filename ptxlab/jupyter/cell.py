@@ -9,9 +9,9 @@ from ptxlab import emulator, gpu, sass, toolchain
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.jupyter.page import place, remember
 from ptxlab.runtime import Kernel, load
+from ptxlab.runtime.verify import Verdict
 from ptxlab.sources import Language, Source, names_same_file
 from ptxlab.toolchain import nvrtc
-from ptxlab.verify import Verdict
 
 Reports = Mapping[str, sass.Report]
 Listing = Mapping[tuple[str, int], list[sass.SassInstruction]]

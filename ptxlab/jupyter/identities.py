@@ -10,9 +10,9 @@ import numpy as np
 
 from ptxlab.emulator import Finding, LaneType
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import as_words, replicate
 from ptxlab.jupyter.page import Html, chip, element, join, page
 from ptxlab.jupyter.registers import RegisterRow, section, words
-from ptxlab.reference.packed import as_words, replicate
 from ptxlab.runtime import Kernel, load
 
 LANES = 4

@@ -11,9 +11,9 @@ from ptxlab.errors import PtxlabError
 from ptxlab.jupyter.cell import Cell, compile_cell
 from ptxlab.jupyter.errors import in_short
 from ptxlab.runtime.arguments import checks_of, parse_integers
+from ptxlab.runtime.verify import Job, Verdict, verify
 from ptxlab.sources import Language
 from ptxlab.spec import KernelSpec
-from ptxlab.verify import Job, Verdict, verify
 
 
 def _options(function: Any) -> Any:

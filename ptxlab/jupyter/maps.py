@@ -13,9 +13,10 @@ import numpy as np
 
 from ptxlab import kernels
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware import fragments
+from ptxlab.hardware.fragments import WARP, Fragment
 from ptxlab.kernels import holders
-from ptxlab.layout import LAYOUTS, fragments, pack
-from ptxlab.layout.fragments import WARP, Fragment
+from ptxlab.layout import LAYOUTS, pack
 from ptxlab.quant import QoQChannelWeight
 
 _DIGITS = 3  # hexadecimal: a tile has at most 16 ** 3 elements

@@ -12,11 +12,11 @@ from ptxlab import sources
 from ptxlab.errors import ArgumentError, UnknownKernel
 from ptxlab.kernels import attention, dequant, gemm, moe, quantize
 from ptxlab.kernels import load as load_family
-from ptxlab.kernels.own import specs_in
 from ptxlab.runtime import Outcome, run_spec
 from ptxlab.runtime.arguments import check_flags, check_numbers, output_variant
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
+from ptxlab.spec.user_specs import specs_in
 
 _FAMILIES = (dequant, load_family, quantize, gemm, attention, moe)
 

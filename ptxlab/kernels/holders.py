@@ -12,8 +12,8 @@ import numpy as np
 from ptxlab import kernels
 from ptxlab.emulator import SharedAccess
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware import banks
 from ptxlab.kernels.load import TILE
-from ptxlab.layout import banks
 from ptxlab.runtime import run_spec
 
 MMA_ROWS, MMA_K = 16, 32  # of one warp's operand A

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import layout
-from ptxlab.layout import fragments
+from ptxlab.hardware import fragments
 from ptxlab.layout.nibbles import pack_u4
 from ptxlab.quant import QoQChannelWeight
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, WrongByDesign

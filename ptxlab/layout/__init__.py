@@ -1,5 +1,6 @@
 """Where each element lives: fragments, packings with their exact inverses, swizzles, and the banks that they meet."""
 
+from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.layout.activations import from_fragment_order, from_swizzled_tiles, to_fragment_order, to_swizzled_tiles
 from ptxlab.layout.atom import pack_atom_strips, pack_pairs, unpack_atom_strips, unpack_pairs
 from ptxlab.layout.atom_operands import (
@@ -29,7 +30,6 @@ from ptxlab.layout.packed_weight import LAYOUTS, SCHEMES, PackedWeight, buffer_s
 from ptxlab.layout.pages import PAGE_SIZES, pack_pages, page_bytes, unpack_pages
 from ptxlab.layout.reordered import ReorderedWeight, pack_reordered
 from ptxlab.layout.storage import METADATA_KEY, load, load_atom, load_blocks, load_reordered, packed_names, save
-from ptxlab.layout.tensor_map import TensorMap
 
 __all__ = [
     "ATOM_LAYOUTS",

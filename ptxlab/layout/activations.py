@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
-from ptxlab.layout.descriptors import swizzle
+from ptxlab.hardware.descriptors import swizzle
+from ptxlab.hardware.words import S8
 from ptxlab.layout.order import Order
-from ptxlab.reference.packed import S8
 
 SPAN = 128  # bytes of a row of a swizzled tile
 _FRAGMENTS = Order("Mg Kmrtb", "KMgtmrb", g=8, m=2, r=2, t=4, b=4)

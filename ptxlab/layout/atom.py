@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F16, S8, U8, as_bytes, as_words
 from ptxlab.layout.nibbles import exchange_nibbles, pack_mma, pack_s4, unpack_mma
 from ptxlab.layout.order import Order
 from ptxlab.quant.atom import ATOM_GROUPS, AtomRows
 from ptxlab.quant.fmpq import BlockRows
-from ptxlab.reference.packed import F16, S8, U8, as_bytes, as_words
 
 BLOCK = 128  # channels
 OUTLIER_BYTES = 2048 + 32  # of a strip's block of outliers

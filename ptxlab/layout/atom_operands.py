@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F16, S8
 from ptxlab.layout.atom import (
     pack_atom_strips,
     pack_pairs,
@@ -19,7 +20,6 @@ from ptxlab.layout.atom import (
 )
 from ptxlab.layout.packings import Buffers, Shapes
 from ptxlab.quant.atom import ATOM_GROUPS, ATOM_OUTLIERS, AtomRows
-from ptxlab.reference.packed import F16, S8
 from ptxlab.validate import is_integer, is_one_of, shape_of
 
 ATOM_LAYOUTS = {"strips": "sm_90a", "rows": "sm_80"}  # of weights, with the first architecture whose kernel reads it

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F32, S32
 from ptxlab.layout.pages import PageView, page_bytes, require_array
 from ptxlab.quant.kv import QuantizedKV, check_channel, kv_scheme
-from ptxlab.reference.packed import F32, S32
 from ptxlab.validate import is_integer, is_one_of
 
 HEAD_DIMS = (64, 128, 256)

@@ -23,7 +23,7 @@ import math
 import numpy as np
 
 from ptxlab.errors import ArgumentError
-from ptxlab.reference.packed import S8, U8, U32, as_bytes, as_words
+from ptxlab.hardware.words import S8, U8, U32, as_bytes, as_words
 
 _LOW = np.uint32(0x0F0F0F0F)
 

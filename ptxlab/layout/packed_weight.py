@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F32, U8
 from ptxlab.layout.packings import PACKINGS, Buffers, Packing, Pair, Shapes, Size
 from ptxlab.quant import GROUPS, LQQWeight, QoQChannelWeight, QoQWeight, TwoLevelWeight
 from ptxlab.quant.inputs import check_protective_range
 from ptxlab.quant.tiled import with_arrays
-from ptxlab.reference.packed import F32, U8
 from ptxlab.validate import is_integer, is_one_of
 
 QuantizedWeight: TypeAlias = LQQWeight | QoQWeight | QoQChannelWeight

@@ -72,9 +72,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab.hardware.words import U8, U32, as_bytes, as_words
 from ptxlab.layout.nibbles import exchange_nibbles, pack_mma, pack_u4, unpack_mma, unpack_u4
 from ptxlab.layout.order import Order
-from ptxlab.reference.packed import U8, U32, as_bytes, as_words
 
 Buffers: TypeAlias = dict[str, npt.NDArray[Any]]
 Pair: TypeAlias = tuple[U8, U8]

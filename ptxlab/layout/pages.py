@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F16, F32, U8, as_bytes, as_words
 from ptxlab.layout.nibbles import pack_u4, unpack_u4
 from ptxlab.quant.kv import QuantizedKV, kv_scheme
-from ptxlab.reference.packed import F16, F32, U8, as_bytes, as_words
 from ptxlab.validate import is_integer, is_one_of, shape_of
 
 PAGE_SIZES = (16, 32, 64)

@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F32
 from ptxlab.layout.atom_operands import ATOM_LAYOUTS, AtomWeight, atom_shapes, pack_atom, unpack_atom
 from ptxlab.layout.packings import Shapes
 from ptxlab.quant.atom import ATOM_OUTLIERS, AtomRows, channel_places, quantize_atom_activations
 from ptxlab.quant.fmpq import BlockRows, quantize_blocks
-from ptxlab.reference.packed import F32
 from ptxlab.validate import is_integer, is_one_of, require_number
 
 SCHEMES = ("atom", "fmpq")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab.errors import FileError, in_file
-from ptxlab.io import weights
+from ptxlab.io import downloads as weights
 from ptxlab.io.checkpoint import FLOATS
 from ptxlab.io.gguf import GgufFile
 from ptxlab.io.tokenizer import Tokenizer

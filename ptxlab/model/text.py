@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
-from ptxlab.io import weights
+from ptxlab.io import downloads as weights
 from ptxlab.io.files import read_text
 from ptxlab.io.text import read_wiki
 from ptxlab.io.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from ptxlab.errors import ArgumentError, PtxlabError
 from ptxlab.io.files import load_arrays
 from ptxlab.kernels.attention.steps import step_of as attention_step
 from ptxlab.kernels.gemm.ladder import fit_tokens
-from ptxlab.nsight import FAILED
+from ptxlab.profile.nsight import FAILED
 from ptxlab.runtime.arguments import geometry, in_order, merge_sizes
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec, Launch

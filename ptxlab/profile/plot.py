@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from ptxlab.nsight import BUSY, FIGURES, Profile, amount
 from ptxlab.plot import BLUE, GREY, ORANGE
+from ptxlab.profile.nsight import BUSY, FIGURES, Profile, amount
 
 _COLOURS = (BLUE, ORANGE)
 _LINES, _REASONS = 7, 9  # that the page shows

@@ -6,12 +6,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ptxlab import gpu, kernels, nsight
+from ptxlab import gpu, kernels
 from ptxlab.bench.record import commit
 from ptxlab.errors import UnavailableError
-from ptxlab.nsight import Profile, ProfiledLaunch
-from ptxlab.profile import launch_target
+from ptxlab.profile import launch_target, nsight
 from ptxlab.profile.launch_target import LaunchTarget
+from ptxlab.profile.nsight import Profile, ProfiledLaunch
 from ptxlab.runtime.arguments import merge_sizes
 
 SAVED = (".ncu-rep", ".json")  # what `saved` reads

@@ -17,9 +17,9 @@ from ptxlab import gpu, sources
 from ptxlab.bench.shapes import GROUP, LAYERS, Layer
 from ptxlab.errors import FileError, UnavailableError
 from ptxlab.io.files import read_record, write_text
-from ptxlab.nsight import ISSUING, ProfiledLaunch
 from ptxlab.profile import profiles
 from ptxlab.profile.launch_target import LaunchTarget
+from ptxlab.profile.nsight import ISSUING, ProfiledLaunch
 
 SCHEMA = 1
 KERNELS = (

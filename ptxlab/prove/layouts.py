@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab import layout
+from ptxlab.hardware import fragments as maps
+from ptxlab.hardware.banks import bank_use
+from ptxlab.hardware.descriptors import swizzle
+from ptxlab.hardware.words import F16, S8, U8
 from ptxlab.layout import foreign, nibbles, pack, unpack
-from ptxlab.layout import fragments as maps
-from ptxlab.layout.banks import bank_use
-from ptxlab.layout.descriptors import swizzle
 from ptxlab.prove.claims import Claim, register
 from ptxlab.prove.solve import Enumeration
 from ptxlab.quant import LQQWeight, QoQChannelWeight, QoQWeight
@@ -25,7 +26,6 @@ from ptxlab.quant.activations import QuantizedActivations
 from ptxlab.quant.atom import ATOM_GROUPS, ATOM_OUTLIERS, AtomRows
 from ptxlab.quant.fmpq import BLOCK, BlockRows
 from ptxlab.quant.kv import KV_SCHEMES, QuantizedKV
-from ptxlab.reference.packed import F16, S8, U8
 
 _SIZES = ((64, 256), (136, 384))  # whole tiles, and rows and columns to pad
 _TOKENS = ((64, 256), (19, 384))

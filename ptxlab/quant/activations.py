@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab import reference
+from ptxlab.hardware.words import F32, S8, S32
 from ptxlab.quant.inputs import as_float32, by_strips, extremes, float_matrix, row_scales
-from ptxlab.reference.packed import F32, S8, S32
 
 
 @dataclass(frozen=True, eq=False)

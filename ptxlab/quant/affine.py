@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab.hardware.words import F32, U8
 from ptxlab.quant.inputs import GROUPS
 from ptxlab.quant.level1 import PROTECTIVE_RANGE
 from ptxlab.quant.lqq import MAX_GROUP_SCALE, LQQWeight
 from ptxlab.quant.qoq import QoQChannelWeight
-from ptxlab.reference.packed import F32, U8
 
 # Of the least channel scale that spans a row: a larger one may suit the groups' scales better
 _CHANNEL_SCALES = np.linspace(1, 1.5, 16, dtype=np.float32)

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F16, F32, S8
 from ptxlab.quant.groups import dequantized, integer_groups
 from ptxlab.quant.inputs import channel_vector, extremes, float_matrix
-from ptxlab.reference.packed import F16, F32, S8
 from ptxlab.validate import is_integer, is_one_of, require_number
 
 BLOCK = 128  # channels, what the kernels take

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F16, F32, S8, spread
 from ptxlab.quant.inputs import as_float32, by_strips
-from ptxlab.reference.packed import F16, F32, S8, spread
 
 _MIN_SCALE = np.float16(2.0**-24)  # the smallest FP16 that is not zero
 

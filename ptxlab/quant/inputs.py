@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from ptxlab import reference
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F32
 from ptxlab.io.dlpack import on_host, plain
-from ptxlab.reference.packed import F32
 from ptxlab.validate import is_one_of
 
 GROUPS = (32, 64, 128)  # group sizes along K

@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab import reference
+from ptxlab.hardware.words import F16, F32, S8
 from ptxlab.quant.groups import integer_groups
 from ptxlab.quant.inputs import as_float_matrix, check_group
-from ptxlab.reference.packed import F16, F32, S8
 
 MAX_INT4_SCALE = 8188  # 8 times that is 65504, the largest FP16
 

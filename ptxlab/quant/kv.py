@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from ptxlab import reference
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F16, F32
 from ptxlab.quant.inputs import MAX_SCALE, MIN_SCALE, as_float32, as_floats, extremes
-from ptxlab.reference.packed import F16, F32
 from ptxlab.validate import is_one_of
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab import reference
+from ptxlab.hardware.words import F32, S8
 from ptxlab.quant.inputs import as_float32, by_strips, check_protective_range, extremes, float_matrix, row_scales
-from ptxlab.reference.packed import F32, S8
 
 PROTECTIVE_RANGE = 119  # rounding at level 2 adds up to s1/2 = 8, and 119 + 8 is the largest s8
 

@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from ptxlab import reference
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F32, S8, S32, U8
 from ptxlab.quant.inputs import by_strips, check_group
 from ptxlab.quant.level1 import PROTECTIVE_RANGE, quantize_level1
 from ptxlab.quant.two_level import TwoLevelWeight
-from ptxlab.reference.packed import F32, S8, S32, U8
 from ptxlab.validate import is_one_of
 
 Rounding = Literal["nearest", "ceiling", "search"]

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab import reference
+from ptxlab.hardware.words import F32, S8, S32, U8
 from ptxlab.quant.inputs import as_float32, by_strips, check_group, extremes, float_matrix, row_scales
 from ptxlab.quant.level1 import PROTECTIVE_RANGE, quantize_level1
 from ptxlab.quant.two_level import TwoLevelWeight
-from ptxlab.reference.packed import F32, S8, S32, U8
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F32
 from ptxlab.quant.inputs import as_float_matrix, as_floats, extremes, float_matrix
-from ptxlab.reference.packed import F32
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from ptxlab import reference
-from ptxlab.reference.packed import F32, S8, S32, U8, Bool
+from ptxlab.hardware.words import F32, S8, S32, U8, Bool
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,5 +1,7 @@
 """The oracle: one plain function per operation, on logical arrays, written to be read. Imports only NumPy."""
 
+from ptxlab.hardware.floats import bfloat16_bits, fma, from_bfloat16_bits
+from ptxlab.hardware.words import as_bytes, as_words, replicate
 from ptxlab.reference.activations import ACTIVATIONS, exponent, gated, rms_norm
 from ptxlab.reference.attention import attention, dequantize_kv, rope, rope_tables
 from ptxlab.reference.decoder import (
@@ -29,7 +31,6 @@ from ptxlab.reference.dequant import (
 )
 from ptxlab.reference.exact import exact_lqq, exact_qoq, fits_s8, presub_wrong
 from ptxlab.reference.experts import combined, rows_by_expert, top_experts
-from ptxlab.reference.floats import bfloat16_bits, fma, from_bfloat16_bits
 from ptxlab.reference.gemm import (
     gemm_accumulators,
     gemm_accumulators_channel,
@@ -38,7 +39,6 @@ from ptxlab.reference.gemm import (
     gemm_group_sums,
     rounded_to,
 )
-from ptxlab.reference.packed import as_bytes, as_words, replicate
 
 __all__ = [
     "ACTIVATIONS",

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.reference.packed import F32
+from ptxlab.hardware.words import F32
 
 F64: TypeAlias = npt.NDArray[np.float64]
 

@@ -9,7 +9,7 @@ Shapes: `q4` u8 [R, K] with values 0..15; per-group arguments [R, K/g], from whi
 
 import numpy as np
 
-from ptxlab.reference.packed import F16, F32, S8, S32, U8, U32, as_bytes, as_words, replicate, require_dtype, spread
+from ptxlab.hardware.words import F16, F32, S8, S32, U8, U32, as_bytes, as_words, replicate, require_dtype, spread
 
 _SIGN_BITS = np.uint32(0x80808080)
 

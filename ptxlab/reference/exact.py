@@ -5,7 +5,7 @@ Shapes as in `reference.dequant`: `q4` u8 [R, K], per-group arguments [R, K/g].
 
 import numpy as np
 
-from ptxlab.reference.packed import S32, U8, Bool, spread
+from ptxlab.hardware.words import S32, U8, Bool, spread
 
 _LANES = 4  # weights that share a word, and so a carry chain
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.reference.floats import bfloat16_bits, fma
-from ptxlab.reference.packed import F16, F32, S8, S32, U8, require_dtype
+from ptxlab.hardware.floats import bfloat16_bits, fma
+from ptxlab.hardware.words import F16, F32, S8, S32, U8, require_dtype
 
 _EXACT_K = 2**53 // (128 * 255)  # float64 adds up so many products of bytes without a rounding
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.reference.packed import F32
+from ptxlab.hardware.words import F32
 
 KEPT = 25  # bits below the largest exponent
 _SMALLEST = -14  # the exponent of FP16's subnormals

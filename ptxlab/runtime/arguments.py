@@ -9,7 +9,7 @@ import numpy as np
 
 from ptxlab import emulator, gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.runtime.signature import Parameter
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec, Launch, Sizes

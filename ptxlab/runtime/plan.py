@@ -12,7 +12,7 @@ from typing import Any
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.layout.tensor_map import TENSOR_MAP_BYTES
+from ptxlab.hardware.tensor_map import TENSOR_MAP_BYTES
 from ptxlab.sources import of_kernel
 from ptxlab.spec import Arg, KernelSpec
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ptxlab import toolchain
-from ptxlab.cost import sheets
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware import sheets
 from ptxlab.sass import harness
 from ptxlab.sources import Source
 

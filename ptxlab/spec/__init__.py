@@ -15,7 +15,7 @@ import numpy as np
 
 from ptxlab import sources
 from ptxlab.errors import ArgumentError
-from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.spec.claims import KernelClaim as KernelClaim
 from ptxlab.spec.dtypes import ByVariant, DType, dtype_in, storage
 from ptxlab.spec.expressions import evaluate as evaluate

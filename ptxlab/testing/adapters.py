@@ -24,8 +24,8 @@ import numpy as np
 
 from ptxlab import runtime
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.layout.tensor_map import TensorMap
-from ptxlab.reference.floats import bfloat16_bits
+from ptxlab.hardware.floats import bfloat16_bits
+from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.sources import Source
 
 _TRITON_ARCH = "sm_80"

@@ -11,7 +11,7 @@ import numpy as np
 
 from ptxlab import runtime
 from ptxlab.errors import ArgumentError, EmulationError, FileError, PtxlabError, SourceError, VerificationError
-from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.runtime.arguments import check_defines, checks_of, geometry, is_text
 from ptxlab.runtime.backends import choose_backend
 from ptxlab.sources import Source

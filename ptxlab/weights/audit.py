@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from ptxlab import layout, reference
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F32
 from ptxlab.io.checkpoint import FLOATS, Checkpoint, TensorInfo
 from ptxlab.quant import GROUPS, Level1Weight, TwoLevelWeight, quantize_level1, quantize_lqq, quantize_qoq
 from ptxlab.quant.inputs import as_float_matrix
-from ptxlab.reference.packed import F32
 
 Progress = Callable[[int, int, str], None]  # tensors done, tensors in all, the one that comes next
 

@@ -15,11 +15,11 @@ from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Record
 from ptxlab.bench.shapes import Batch
-from ptxlab.bench.timing import Measured
 from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.kernels import specs
 from ptxlab.kernels.attention.steps import STEPS, choose
 from ptxlab.layout import gather
+from ptxlab.runtime.timing import Measured
 from tests.support.bench_rows import slowed
 
 CEILINGS = Ceilings(4.6, 4.2)

@@ -6,7 +6,7 @@ import pytest
 from ptxlab import kernels, sass, toolchain
 from ptxlab.bench import loads as suite
 from ptxlab.errors import UnavailableError
-from ptxlab.nsight import ncu
+from ptxlab.profile.nsight import ncu
 from ptxlab.runtime import load
 from ptxlab.sass import dataflow, harness
 from ptxlab.sources import of_kernel

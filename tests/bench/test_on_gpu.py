@@ -12,11 +12,11 @@ from ptxlab.bench.attention import append, merge
 from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.gemm import chain, grouped, headline, points, problem, quantiser, steps, w4a4
 from ptxlab.bench.shapes import EXPERTS, LAYERS, Batch, Layer, even
-from ptxlab.bench.timing import measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.attention.steps import STEPS, choose, why_not
 from ptxlab.layout.packed_activations import ORDERS
 from ptxlab.model import Config
+from ptxlab.runtime.timing import measure
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timing]
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import pytest
 
 from ptxlab.bench import peers
-from ptxlab.bench.timing import Measured
 from ptxlab.errors import BenchmarkError
+from ptxlab.runtime.timing import Measured
 
 # Not imported here: that takes seconds of every worker.
 pytestmark = pytest.mark.skipif(

@@ -13,9 +13,9 @@ import pytest
 from ptxlab import reference
 from ptxlab.bench import peers, peers_layer
 from ptxlab.bench.layer import shapes
-from ptxlab.bench.timing import Measured
 from ptxlab.errors import BenchmarkError
 from ptxlab.model import Config
+from ptxlab.runtime.timing import Measured
 
 # Not imported here: that takes seconds of every worker.
 pytestmark = pytest.mark.skipif(

@@ -9,8 +9,8 @@ import pytest
 from ptxlab import kernels
 from ptxlab.bench import sweep
 from ptxlab.bench.gemm import problem
-from ptxlab.bench.timing import Measured
 from ptxlab.errors import ArgumentError, BenchmarkError, UnavailableError
+from ptxlab.runtime.timing import Measured
 from ptxlab.spec import KernelSpec
 
 GEMM = {"M": 2, "N": 128, "K": 256, "g": 128}

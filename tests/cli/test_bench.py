@@ -10,7 +10,7 @@ import pytest
 
 from ptxlab import bench
 from ptxlab.bench import sweep
-from ptxlab.bench.timing import Measured
+from ptxlab.runtime.timing import Measured
 from tests.support import kv_record, ladder_record, layer_record
 from tests.support.bench_rows import slowed
 from tests.support.headline_record import record

@@ -17,7 +17,7 @@ import ptxlab
 from ptxlab import demo, kernels, toolchain
 from ptxlab.errors import UnavailableError
 from ptxlab.gpu import device
-from ptxlab.io import weights
+from ptxlab.io import downloads as weights
 from ptxlab.layout.nibbles import pack_u4
 from tests.support.add4 import PTX_ADD4
 

@@ -6,8 +6,8 @@ from ptxlab import cost
 from ptxlab.bench import counts
 from ptxlab.cost import SCHEMES, LoopCounts, device, gemm_cost, schemes
 from ptxlab.cost.published import FIGURES, PublishedFigure, instructions_per_sum, predictions
-from ptxlab.cost.sheets import LANES_PER_CLOCK, slowest_pipe
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.sheets import LANES_PER_CLOCK, slowest_pipe
 
 
 def over_int8(gpu: str, scheme: str, M: int = 4096) -> tuple[float, float]:

@@ -13,8 +13,8 @@ from ptxlab import runtime
 from ptxlab.debugger import Commands, DebuggerError, Session, State, matrices
 from ptxlab.debugger.commands import ALIASES, COMMANDS
 from ptxlab.errors import PtxlabError
-from ptxlab.layout import fragments
-from ptxlab.layout.descriptors import swizzle
+from ptxlab.hardware import fragments
+from ptxlab.hardware.descriptors import swizzle
 from tests.support.debugged import COUNT, SCALE, scaled, session
 from tests.support.emulated import HEADER, line_of
 

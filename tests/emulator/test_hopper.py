@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-from ptxlab.layout.fragments import wgmma_d
+from ptxlab.hardware.fragments import wgmma_d
 from tests.support.axes import both_modes
 from tests.support.emulated import cuda, run, told
 from tests.support.wgmma import cores

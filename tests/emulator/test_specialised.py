@@ -7,7 +7,7 @@ import pytest
 
 import ptxlab
 from ptxlab import emulator
-from ptxlab.layout.fragments import wgmma_d
+from ptxlab.hardware.fragments import wgmma_d
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
 from tests.support import specialised

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator, toolchain
-from ptxlab.layout.descriptors import MatrixDescriptor
-from ptxlab.layout.fragments import Fragment, ldmatrix, mma_a, mma_b, mma_c, wgmma_a, wgmma_d
+from ptxlab.hardware.descriptors import MatrixDescriptor
+from ptxlab.hardware.fragments import Fragment, ldmatrix, mma_a, mma_b, mma_c, wgmma_a, wgmma_d
 from ptxlab.sources import Source
 from tests.golden.fragments import BITS, FragmentCase, fragment_cases, more_cases, narrow_cases, rounded_cases, s4_cases
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import gpu, kernels, toolchain, verify
+from ptxlab import gpu, kernels, toolchain
 from ptxlab.errors import ArgumentError, CompileError, LaunchError, UnavailableError
+from ptxlab.runtime import verify
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch
 from ptxlab.spec.dtypes import ByVariant, dtype_in, storage, stored

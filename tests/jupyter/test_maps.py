@@ -5,9 +5,9 @@ import pytest
 
 import ptxlab
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware import fragments
 from ptxlab.jupyter import maps, who_holds
 from ptxlab.kernels import holders
-from ptxlab.layout import fragments
 from ptxlab.quant import QoQChannelWeight
 
 FRAGMENTS = [fragments.mma_a(32), fragments.mma_b(64), fragments.mma_c(), fragments.ldmatrix(4, True),

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware import fragments
 from ptxlab.kernels import holders
 from ptxlab.kernels.plot import load_picture
-from ptxlab.layout import fragments
 
 RIGHT = ("load_ldmatrix_s8", "load_lds32_u4", "load_dual_mma", "load_comet_interleave")
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ptxlab import emulator, kernels, layout
 from ptxlab.bench import loads
 from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.hardware import fragments
 from ptxlab.kernels.load import operand_a
-from ptxlab.layout import fragments
 from ptxlab.quant import GROUPS, quantize_lqq
 from ptxlab.runtime import run_spec
 from tests.support.axes import on_every_backend

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.descriptors import MatrixDescriptor
+from ptxlab.hardware.fragments import mma_b
 from ptxlab.layout.activations import from_fragment_order, from_swizzled_tiles, to_fragment_order, to_swizzled_tiles
-from ptxlab.layout.descriptors import MatrixDescriptor
-from ptxlab.layout.fragments import mma_b
 
 
 def random_x(M: int, K: int, seed: int = 0) -> np.ndarray:

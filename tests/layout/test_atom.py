@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from ptxlab import layout, quant
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.fragments import mma_a
 from ptxlab.layout import atom
-from ptxlab.layout.fragments import mma_a
 from ptxlab.quant import AtomRows
 from tests.support.dispatching_array import to_device
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 
 from ptxlab import reference
+from ptxlab.hardware.fragments import Fragment, ldmatrix, mma_a, wgmma_a
 from ptxlab.layout import pack, pack_u4
-from ptxlab.layout.fragments import Fragment, ldmatrix, mma_a, wgmma_a
 from ptxlab.layout.nibbles import exchange_nibbles
 from ptxlab.quant import LQQWeight, QoQChannelWeight, QoQWeight, quantize_lqq, quantize_qoq
 from tests.support import strategies

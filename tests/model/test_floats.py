@@ -8,7 +8,7 @@ import pytest
 
 from ptxlab import gpu, reference
 from ptxlab.errors import ArgumentError
-from ptxlab.io import weights
+from ptxlab.io import downloads as weights
 from ptxlab.model import Config, FloatModel, floats, open_model, open_text, perplexity, tokens_of, windows
 from ptxlab.model.floats import negative_log_likelihood
 from ptxlab.reference import Numerics

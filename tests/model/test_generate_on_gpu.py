@@ -10,7 +10,7 @@ import pytest
 import ptxlab
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.io import weights
+from ptxlab.io import downloads as weights
 from ptxlab.model import (
     FloatModel,
     KernelRunner,

@@ -11,9 +11,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ptxlab.errors import FileError
-from ptxlab.io import weights
+from ptxlab.io import downloads as weights
 from ptxlab.io.checkpoint import CheckpointFolder
-from ptxlab.io.weights import ShippedData, ShippedFile
+from ptxlab.io.downloads import ShippedData, ShippedFile
 from ptxlab.layout import unpack
 from ptxlab.model import Config, FloatModel, LayerWeights, QuantizedModel, open_model
 from ptxlab.model.open import dequantized

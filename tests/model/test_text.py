@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import ArgumentError, FileError
-from ptxlab.io import weights
+from ptxlab.io import downloads as weights
 from ptxlab.io.tokenizer import Tokenizer
 from ptxlab.model import Corpus, open_text, tokens_of, windows
 from tests.support.small_models import tokenizer

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import gpu, kernels, nsight
+from ptxlab import gpu, kernels
 from ptxlab.errors import ArgumentError
-from ptxlab.profile import launch_target
+from ptxlab.profile import launch_target, nsight
 from ptxlab.profile.launch_target import LaunchTarget
 from tests.bench.conftest import emulated_gpu
 from tests.support.add4 import PTX_ADD4

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import gpu, nsight
+from ptxlab import gpu
 from ptxlab.errors import UnavailableError
-from ptxlab.profile import profiles, stalls
+from ptxlab.profile import nsight, profiles, stalls
 from ptxlab.profile.launch_target import LaunchTarget
 from tests.support.add4 import PTX_ADD4
 from tests.support.fake_ncu import ncu

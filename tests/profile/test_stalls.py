@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ptxlab import nsight, sources
+from ptxlab import sources
 from ptxlab.bench.shapes import Layer
 from ptxlab.errors import FileError, UnavailableError
-from ptxlab.profile import stalls
+from ptxlab.profile import nsight, stalls
 from ptxlab.profile.launch_target import LaunchTarget
 from tests.support.reports import FILE, GEMM, SIZES
 

@@ -9,8 +9,8 @@ from ptxlab.bench import models
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer.decoder import Alone
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.timing import Measured
 from ptxlab.errors import FileError
+from ptxlab.runtime.timing import Measured
 from report import decode, figures, sections, targets
 from report.frames import MISSING
 from report.targets import Target

@@ -8,7 +8,7 @@ from time import perf_counter
 import pytest
 
 from ptxlab.errors import UnavailableError
-from ptxlab.io import weights
+from ptxlab.io import downloads as weights
 from report import notebooks
 
 jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed: it comes with the extra `dev`")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ptxlab import kernels
-from ptxlab.nsight.sanitizer import TOOLS
+from ptxlab.profile.nsight.sanitizer import TOOLS
 from report import __main__ as command
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-from ptxlab.layout.fragments import mma_a
+from ptxlab.hardware.fragments import mma_a
 from report import showcase
 from report.showcase import MISTAKES, Mistake
 

@@ -10,8 +10,8 @@ import ptxlab
 from ptxlab import kernels, runtime
 from ptxlab.errors import ArgumentError, CompileError, FileError, MemoryFault, SourceError, UnavailableError
 from ptxlab.layout.nibbles import pack_u4
+from ptxlab.runtime.verify import compare
 from ptxlab.spec import Launch
-from ptxlab.verify import compare
 from tests.support.add4 import PTX_ADD4
 
 CUDA_AXPY = r"""

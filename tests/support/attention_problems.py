@@ -10,9 +10,9 @@ from ptxlab import emulator, kernels
 from ptxlab.kernels.attention import common
 from ptxlab.layout import KVCache
 from ptxlab.runtime import run_spec
+from ptxlab.runtime.verify import compare
 from ptxlab.spec import Arrays, KernelSpec
 from ptxlab.spec.dtypes import numbers
-from ptxlab.verify import compare
 
 TILE = 64  # tokens that the kernels take at a time
 Tokens = list[np.ndarray]

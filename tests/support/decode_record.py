@@ -7,8 +7,8 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer.decoder import Alone
 from ptxlab.bench.layer.shapes import BATCHES, Work, rows_of
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.timing import Measured
 from ptxlab.model import Config, largest_batch
+from ptxlab.runtime.timing import Measured
 
 FRACTION = 0.8  # of the floor, at every batch
 OVER = {"fp16/sdpa": 4.0, "fp8_row/sdpa": 2.2, "fp8_tensor/xqa_fp8": 2.0}

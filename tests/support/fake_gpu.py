@@ -13,7 +13,7 @@ import pytest
 from ptxlab import emulator, gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.gpu.view import View
-from ptxlab.layout.tensor_map import TENSOR_MAP_BYTES, TensorMap
+from ptxlab.hardware.tensor_map import TENSOR_MAP_BYTES, TensorMap
 from ptxlab.runtime import Kernel
 from ptxlab.spec import Launch
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ptxlab.nsight import ncu as module
+from ptxlab.profile.nsight import ncu as module
 
 STALLS = {"long_scoreboard": 2.5, "barrier": 1.5, "selected": 1.0, "not_selected": 0.3, "wait_not_issued": 0.1}
 

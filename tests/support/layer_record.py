@@ -8,8 +8,8 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder, ends, fused, shapes
 from ptxlab.bench.peers_layer import MIXES, MixTime
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.timing import Measured
 from ptxlab.model import Config
+from ptxlab.runtime.timing import Measured
 from tests.support import made_up
 
 CEILINGS = Ceilings(4.6, 4.2)

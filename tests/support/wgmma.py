@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 
 import ptxlab
-from ptxlab.layout.descriptors import MatrixDescriptor
-from ptxlab.layout.fragments import mma_a, wgmma_d
+from ptxlab.hardware.descriptors import MatrixDescriptor
+from ptxlab.hardware.fragments import mma_a, wgmma_d
 from tests.support.emulated import HEADER
 
 

@@ -19,12 +19,12 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.peers import sdpa
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import HEADS, Batch, batches, even, evened, ragged
-from ptxlab.bench.timing import Measured, chained, measure
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention.append import APPEND
 from ptxlab.kernels.attention.call import NAME as FACE
 from ptxlab.kernels.attention.merge import MERGE
 from ptxlab.kernels.attention.steps import STEPS, AttentionStep, choose, why_not
+from ptxlab.runtime.timing import Measured, chained, measure
 from ptxlab.sources import of_kernel
 
 MEASURE, WITH_APPEND, LADDER = "attention", "append and attention", "ladder"

@@ -16,11 +16,11 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.launching import Call, poisoned, prepared
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import HEAD_DIM, PAGE
-from ptxlab.bench.timing import copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.attention.append import APPEND
 from ptxlab.layout import KVCache, page_bytes, write_slots
 from ptxlab.quant import KV_SCHEMES
+from ptxlab.runtime.timing import copies_beyond_l2, measure
 
 MEASURE = "append"
 POINTS = ((64, "decode"), (4096, "prefill"))  # tokens: one of each sequence, or one sequence's

@@ -9,10 +9,10 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.launching import Call, prepared
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import HEAD_DIM, Batch, even
-from ptxlab.bench.timing import chained, measure
 from ptxlab.kernels.attention import sm80
 from ptxlab.kernels.attention.merge import MERGE
 from ptxlab.kernels.attention.steps import STEPS, AttentionStep
+from ptxlab.runtime.timing import chained, measure
 
 MEASURE = "merge"
 BATCHES = (even((32, 8), 1, 4096), even((32, 8), 64, 1024))  # parts of all, and of few

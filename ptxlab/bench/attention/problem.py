@@ -10,7 +10,6 @@ from ptxlab import gpu, kernels
 from ptxlab.bench.attention import kvdata
 from ptxlab.bench.launching import Call, Launches, poisoned, prepared
 from ptxlab.bench.shapes import HEAD_DIM, PAGE, Batch
-from ptxlab.bench.timing import copies_beyond_l2
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.attention import exact
 from ptxlab.kernels.attention.common import arrays_of
@@ -18,6 +17,7 @@ from ptxlab.kernels.attention.sm90 import SM90
 from ptxlab.kernels.attention.steps import AttentionStep
 from ptxlab.layout import KVCache, page_bytes
 from ptxlab.quant import KV_SCHEMES
+from ptxlab.runtime.timing import copies_beyond_l2
 from ptxlab.spec import Arrays
 from ptxlab.spec.tolerance import Allowed, within
 

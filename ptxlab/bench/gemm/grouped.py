@@ -15,10 +15,10 @@ from ptxlab.bench.gemm.points import Point, StreamTime, in_turn_on, in_turn_row
 from ptxlab.bench.gemm.problem import expected, launches, tokens
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import CHOSEN_EXPERTS, EXPERTS, GROUP, MIXTRAL, ROUTED_TOKENS, Layer
-from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, measure
+from ptxlab.hardware.words import S32
 from ptxlab.kernels.gemm.grouped import GROUPED, STEPS
 from ptxlab.kernels.gemm.ladder import why_not
-from ptxlab.reference.packed import S32
+from ptxlab.runtime.timing import GEMM_REPLAYS, copies_beyond_l2, measure
 from ptxlab.spec import Arrays, evaluate
 
 LOOP, MEASURE = "experts", "grouped"  # what rows of the loop are called, and those of a grouped kernel

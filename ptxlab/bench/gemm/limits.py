@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ptxlab import gpu, nsight
+from ptxlab import gpu
 from ptxlab.bench.gemm.problem import first_tokens, launches, problem, sizes_at, steps_of
 from ptxlab.bench.gemm.steps import MEASURE
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS
 from ptxlab.errors import UnavailableError
+from ptxlab.profile import nsight
 
 # Name in a row's `more` -> ncu's metric. Percentages are of what the unit could do while it was active.
 METRICS = {

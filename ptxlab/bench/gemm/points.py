@@ -19,8 +19,8 @@ from ptxlab.bench.gemm.problem import (
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import Layer
 from ptxlab.bench.stream import measure_stream
-from ptxlab.bench.timing import GEMM_REPLAYS, Measured, chained, copies_beyond_l2, measure
 from ptxlab.kernels.gemm.common import GemmStep
+from ptxlab.runtime.timing import GEMM_REPLAYS, Measured, chained, copies_beyond_l2, measure
 from ptxlab.spec import Arrays, evaluate
 
 StreamTime = Callable[[int], float]  # bytes -> microseconds, measured once in a run

@@ -8,13 +8,13 @@ import numpy as np
 from ptxlab import gpu
 from ptxlab.bench.launching import Launches, poisoned, prepared
 from ptxlab.bench.shapes import GROUP, Layer
-from ptxlab.bench.timing import copies_beyond_l2
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.gemm import STEPS
 from ptxlab.kernels.gemm.common import F16, GemmStep
 from ptxlab.kernels.gemm.ladder import LADDER, why_not
 from ptxlab.kernels.gemm.strips_tiles import SMS
 from ptxlab.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
+from ptxlab.runtime.timing import copies_beyond_l2
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Sizes
 from ptxlab.spec.expressions import names_in

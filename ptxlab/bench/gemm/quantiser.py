@@ -10,11 +10,11 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.launching import poisoned, prepared
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import LLAMA
-from ptxlab.bench.timing import GEMM_REPLAYS, measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.quantize import QUANTIZE
 from ptxlab.kernels.quantize.specs import DTYPES
 from ptxlab.layout.packed_activations import ORDERS, tile_of
+from ptxlab.runtime.timing import GEMM_REPLAYS, measure
 
 MEASURE = "quantise"
 TILE = 64  # tokens, of the order `tiles`

@@ -12,9 +12,9 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder
 from ptxlab.bench.layer.decoder import Decoder
 from ptxlab.bench.record import Row
-from ptxlab.bench.timing import GEMM_REPLAYS, Measured, measure_graph
 from ptxlab.cost import sheet
 from ptxlab.model import Config, LayerWeights
+from ptxlab.runtime.timing import GEMM_REPLAYS, Measured, measure_graph
 
 MEASURE = "epilogues"
 MODELS = "LLaMA-2-7B", "LLaMA-2-70B"

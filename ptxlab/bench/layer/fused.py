@@ -19,7 +19,6 @@ from ptxlab.bench.copying import copy_us
 from ptxlab.bench.layer.shapes import NARROW
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import HEAD_DIM, PAGE
-from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.attention import append_kv4, rope_append_kv4
 from ptxlab.kernels.quantize import (
@@ -33,6 +32,7 @@ from ptxlab.kernels.quantize import (
 from ptxlab.layout import AtomActivations, KVCache, page_bytes
 from ptxlab.quant import ATOM_PAPER, channel_places
 from ptxlab.quant.atom import ACTIVATION_CLIP
+from ptxlab.runtime.timing import GEMM_REPLAYS, copies_beyond_l2, measure
 
 MEASURE = "fused"
 TOKENS = (1, 16, 64, 256, 1024, 4096)

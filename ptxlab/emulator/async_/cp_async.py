@@ -26,8 +26,8 @@ from ptxlab.emulator.front.types import DTYPES, Array, bits_of
 from ptxlab.emulator.ops.atomic import combination
 from ptxlab.emulator.sync.mbarrier import MBarrierOperand
 from ptxlab.errors import EmulationError, MemoryFault
-from ptxlab.layout.descriptors import swizzle
-from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.hardware.descriptors import swizzle
+from ptxlab.hardware.tensor_map import TensorMap
 
 _GROUP_ACTIONS = ("commit_group", "wait_group", "wait_all")
 _SHARED = ("shared", "shared::cta")

@@ -31,8 +31,8 @@ from ptxlab.emulator.ops.floating import canonical
 from ptxlab.emulator.ops.narrow_floats import OPERANDS, floats
 from ptxlab.emulator.ops.rounding import TINY
 from ptxlab.errors import ArgumentError, EmulationError, MemoryFault
-from ptxlab.layout.descriptors import MatrixDescriptor
-from ptxlab.layout.fragments import WGMMA_N, Fragment, mma_a, wgmma_d
+from ptxlab.hardware.descriptors import MatrixDescriptor
+from ptxlab.hardware.fragments import WGMMA_N, Fragment, mma_a, wgmma_d
 
 _TYPES: dict[str, np.dtype[Any]] = {"s8": np.dtype("i1"), "u8": np.dtype("u1"), **OPERANDS}
 _FP8 = ("e4m3", "e5m2")

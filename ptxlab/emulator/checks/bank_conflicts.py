@@ -9,7 +9,7 @@ from ptxlab.emulator.core.access import MemoryAccess
 from ptxlab.emulator.core.findings import SharedAccess
 from ptxlab.emulator.core.lanes import Lanes, indices_of
 from ptxlab.emulator.front.types import Array
-from ptxlab.layout.banks import bank_use
+from ptxlab.hardware.banks import bank_use
 
 COUNTED = ("ld", "st", "ldmatrix", "stmatrix")
 

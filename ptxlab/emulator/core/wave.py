@@ -19,7 +19,7 @@ from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Entry, Instruction, Operand, Register
 from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, FILES, Array, bits_of, is_float, is_signed
-from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.hardware.tensor_map import TensorMap
 
 MOST_PRINTED = 1 << 20  # characters of a launch, as CUDA's buffer has by default
 

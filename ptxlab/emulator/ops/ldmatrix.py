@@ -10,7 +10,7 @@ from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import Array
-from ptxlab.layout import fragments
+from ptxlab.hardware import fragments
 
 
 @binder("ldmatrix", "stmatrix")

@@ -26,8 +26,8 @@ from ptxlab.emulator.front.types import Array, limits
 from ptxlab.emulator.ops.floating import canonical
 from ptxlab.emulator.ops.mma_words import is_of_words, words_mma
 from ptxlab.emulator.ops.narrow_floats import OPERANDS, floats
-from ptxlab.layout import fragments
-from ptxlab.layout.fragments import WARP
+from ptxlab.hardware import fragments
+from ptxlab.hardware.fragments import WARP
 
 BITS = {"s8": 8, "u8": 8, "s4": 4, "u4": 4, "f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8}
 FORMS = [

@@ -4,8 +4,8 @@ import numpy as np
 
 from ptxlab import reference
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F32
 from ptxlab.kernels.quantize.rmsnorm import by_halves, in_turn
-from ptxlab.reference.packed import F32
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 from ptxlab.spec.dtypes import ByVariant, as_stored, stored
 

@@ -7,13 +7,13 @@ import numpy as np
 
 from ptxlab import quant, reference
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F32
 from ptxlab.kernels.quantize.call import Fitted, How, Quantizer, matrix_shape
 from ptxlab.kernels.quantize.gated import SILU_MUL
 from ptxlab.kernels.quantize.rmsnorm import RMSNORM, normalized
 from ptxlab.kernels.quantize.specs import QUANTIZE
 from ptxlab.layout import PackedActivations
 from ptxlab.quant.inputs import extremes, row_scales
-from ptxlab.reference.packed import F32
 from ptxlab.spec.dtypes import as_stored
 from ptxlab.validate import is_one_of
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from ptxlab import layout, quant
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F32
 from ptxlab.kernels.quantize.gated import gated
 from ptxlab.kernels.quantize.rmsnorm import normalized
 from ptxlab.kernels.quantize.specs import DTYPES, activations, row_geometry
 from ptxlab.quant.atom import ATOM_CODE, ATOM_GROUPS, ATOM_OUTLIERS, ATOM_PAPER
 from ptxlab.quant.groups import group_scales
-from ptxlab.reference.packed import F32
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 from ptxlab.spec.dtypes import ByVariant, as_stored, stored
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F32
 from ptxlab.kernels.operation import CallArray, Operation, dtype_of
 from ptxlab.kernels.quantize.api import fit_gated, fit_normed, gated_numbers, given, normed_numbers
 from ptxlab.kernels.quantize.atom import (
@@ -29,7 +30,6 @@ from ptxlab.layout.packings import Shapes
 from ptxlab.quant.atom import ACTIVATION_CLIP, ATOM_OUTLIERS, ATOM_PAPER, AtomRules
 from ptxlab.quant.fmpq import BLOCK
 from ptxlab.quant.inputs import extremes
-from ptxlab.reference.packed import F32
 from ptxlab.spec import KernelSpec
 from ptxlab.spec.dtypes import floats
 from ptxlab.validate import is_integer, is_one_of

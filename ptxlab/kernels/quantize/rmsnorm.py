@@ -3,6 +3,7 @@
 import numpy as np
 
 from ptxlab import quant
+from ptxlab.hardware.words import F32
 from ptxlab.kernels.quantize.specs import (
     DTYPES,
     FUSED_RULES,
@@ -13,7 +14,6 @@ from ptxlab.kernels.quantize.specs import (
     row_geometry,
     row_launch,
 )
-from ptxlab.reference.packed import F32
 from ptxlab.spec import Arg, Arrays, KernelSpec, Sizes, sizes_rows
 from ptxlab.spec.dtypes import ByVariant, as_stored, stored
 

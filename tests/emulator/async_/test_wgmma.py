@@ -9,8 +9,8 @@ import pytest
 import ptxlab
 from ptxlab import emulator
 from ptxlab.errors import EmulationError, MemoryFault, SourceError
-from ptxlab.layout.descriptors import MatrixDescriptor
-from ptxlab.layout.fragments import wgmma_d
+from ptxlab.hardware.descriptors import MatrixDescriptor
+from ptxlab.hardware.fragments import wgmma_d
 from tests.golden.fragments import fragment_cases
 from tests.support.axes import both_modes
 from tests.support.emulated import HEADER, line_of, run

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-from ptxlab.layout.banks import collisions
+from ptxlab.hardware.banks import collisions
 from tests.support.emulated import STORE, kernel, line_of, run
 
 SHARED = ".shared .align 128 .b8 pad[256]; .shared .align 128 .b8 buf[4096];"

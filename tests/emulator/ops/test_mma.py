@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ptxlab import emulator
 from ptxlab.emulator.ops import mma
 from ptxlab.errors import Deadlock, EmulationError, SourceError
-from ptxlab.layout import fragments
+from ptxlab.hardware import fragments
 from tests.support.emulated import HEADER, line_of, run
 
 BITS = {"s8": 8, "u8": 8, "s4": 4, "u4": 4, "f16": 16}

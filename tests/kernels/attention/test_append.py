@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from ptxlab import gpu, kernels
 from ptxlab.errors import EmulationError
+from ptxlab.hardware.floats import fma
 from ptxlab.kernels.attention.append import APPEND
 from ptxlab.layout import HEAD_DIMS, PAGE_SIZES
 from ptxlab.quant import KV_SCHEMES
-from ptxlab.reference.floats import fma
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
 from tests.support.append_problems import (

@@ -20,10 +20,10 @@ from ptxlab.kernels.attention.sm90 import INVARIANT, SM90, AttentionTileSm90
 from ptxlab.layout import KVCache
 from ptxlab.reference.tensor_cores import hopper_mma
 from ptxlab.runtime import run_spec
+from ptxlab.runtime.verify import compare
 from ptxlab.sources import of_kernel
 from ptxlab.spec import Arrays
 from ptxlab.spec.dtypes import stored
-from ptxlab.verify import compare
 from tests.support import attention_problems as problems
 from tests.support import tensor_cores
 from tests.support.attention_problems import moved

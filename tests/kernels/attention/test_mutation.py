@@ -10,9 +10,9 @@ from ptxlab import emulator, kernels
 from ptxlab.errors import EmulationError, VerificationError
 from ptxlab.kernels.attention import ladder, sm80, sm90
 from ptxlab.runtime import run_spec
+from ptxlab.runtime.verify import compare
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
-from ptxlab.verify import compare
 from tests.support import attention_problems as problems
 
 # (as it is, a mistake)

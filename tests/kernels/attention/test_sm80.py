@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator, kernels, toolchain, verify
+from ptxlab import emulator, kernels, toolchain
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention.merge import MERGE
 from ptxlab.kernels.attention.sm80 import MMA
-from ptxlab.runtime import Kernel
+from ptxlab.runtime import Kernel, verify
 from ptxlab.spec import Arrays
 from ptxlab.spec.dtypes import numbers
 from ptxlab.spec.tolerance import within

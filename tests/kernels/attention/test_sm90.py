@@ -13,8 +13,8 @@ from ptxlab import emulator, kernels, toolchain
 from ptxlab.kernels.attention import sm90
 from ptxlab.kernels.attention.sm90 import SM90, TILE, AttentionTileSm90
 from ptxlab.runtime import Kernel
+from ptxlab.runtime.verify import compare
 from ptxlab.spec.dtypes import numbers, stored
-from ptxlab.verify import compare
 from tests.support import attention_problems as problems
 from tests.support import waits
 from tests.support.attention_variants import HOPPER, Variant, drawn, of_each

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ptxlab
-from ptxlab import emulator, gpu, layout, quant, reference, verify
+from ptxlab import emulator, gpu, layout, quant, reference
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import epilogues, strips_tiles
 from ptxlab.kernels.gemm.strips_tiles import StripChoice, StripTile
 from ptxlab.layout import PackedWeight, pack, stack_experts, unpack
 from ptxlab.quant.tiled import with_arrays
+from ptxlab.runtime import verify
 from ptxlab.spec import KernelSpec
 from ptxlab.spec.dtypes import floats, numbers, storage, stored
 from tests.support import gemm_checks as checks

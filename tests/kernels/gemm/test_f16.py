@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import gpu, kernels, verify
+from ptxlab import gpu, kernels
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention.exact.arithmetic import EMULATED
 from ptxlab.kernels.gemm import gemm_f16
 from ptxlab.kernels.gemm.f16 import F16, ORDER, in_order
 from ptxlab.reference.tensor_cores import hopper_mma
+from ptxlab.runtime import verify
 from tests.support import gemm_checks as checks
 from tests.support.axes import on_every_backend
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ptxlab import emulator, kernels, layout, toolchain
+from ptxlab.hardware.fragments import mma_a
 from ptxlab.kernels.gemm import strips_tiles
 from ptxlab.kernels.gemm.w4a4 import TILES
 from ptxlab.kernels.gemm.w4a4_tiles import W4AX, GroupTile, choose
 from ptxlab.kernels.gemm.w4ax import COMET, NAIVE, REMAP, SM90, SPECS, gemm_blocks
 from ptxlab.layout import atom
-from ptxlab.layout.fragments import mma_a
 from ptxlab.quant import BlockRows
 from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec

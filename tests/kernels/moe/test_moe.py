@@ -16,7 +16,7 @@ from ptxlab.kernels.moe import CHOOSE, COMBINE, GATHER, RoutedTokens
 from ptxlab.kernels.moe.specs import router_logits
 from ptxlab.layout import PackedActivations
 from ptxlab.runtime import Kernel, run_spec
-from ptxlab.verify import Job, verify
+from ptxlab.runtime.verify import Job, verify
 from tests.support import chains, waits
 from tests.support.axes import on_every_backend
 from tests.support.fake_gpu import DeviceArray, FakeGpu
@@ -341,7 +341,7 @@ def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatc
     def check() -> None:
         outcome = run_spec(spec, source, inputs, sizes=sizes, backend="emulator", checks=emulator.CHECKS, config=config)
         assert outcome.findings == ()
-        ptxlab.verify.compare(spec, outcome.outputs, logical, config)
+        ptxlab.runtime.verify.compare(spec, outcome.outputs, logical, config)
 
     check()
     found = waits.places(kernel)

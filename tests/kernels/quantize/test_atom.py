@@ -20,8 +20,8 @@ from ptxlab.kernels.quantize.gated import gated
 from ptxlab.kernels.quantize.rmsnorm import normalized
 from ptxlab.layout import AtomActivations, BlockActivations
 from ptxlab.runtime import Kernel, run_spec
+from ptxlab.runtime.verify import Job, verify
 from ptxlab.spec.dtypes import stored
-from ptxlab.verify import Job, verify
 from tests.support import chains, waits
 from tests.support.axes import on_every_backend
 from tests.support.fake_gpu import DeviceArray, FakeGpu
@@ -124,7 +124,7 @@ def test_run_by_name_sizes_say_what_is_written(pairs: int, backend: str) -> None
     given = {"x": logical["x"].astype(np.float16), "place": logical["place"]}
     out = kernels.run("reorder_quantize", backend=backend, **given, **sizes).outputs
     assert out["x_q"].dtype == (np.uint8 if pairs else np.int8)
-    ptxlab.verify.compare(REORDER, out, logical, REORDER.config_for(sizes))
+    ptxlab.runtime.verify.compare(REORDER, out, logical, REORDER.config_for(sizes))
     wrong = {"x_q": out["x_q"].view(np.int8 if pairs else np.uint8)}
     with pytest.raises(ArgumentError, match="reorder_quantize: x_q: dtype "):
         kernels.run("reorder_quantize", backend=backend, out=wrong, **given, **sizes)
@@ -158,7 +158,7 @@ def test_gates_are_near_and_both_orders_agree(code: int, backend: str) -> None:
         inputs = {"gate_up": gate_up, "place": logical["place"]}
         (source,) = kernels.find(SILU_MUL_REORDER.name)[1]
         outcome = run_spec(SILU_MUL_REORDER, source, inputs, sizes=sizes, backend=backend, config=config)
-        ptxlab.verify.compare(SILU_MUL_REORDER, outcome.outputs, {**logical, **how, "pairs": pairs}, config)
+        ptxlab.runtime.verify.compare(SILU_MUL_REORDER, outcome.outputs, {**logical, **how, "pairs": pairs}, config)
         found[pairs] = outcome.outputs
     assert np.array_equal(layout.unpack_pairs(found[1]["x_q"]), found[0]["x_q"][:, :512])
     assert np.array_equal(found[1]["x8"], found[0]["x_q"][:, 512:])
@@ -441,7 +441,7 @@ def test_blocks_on_device_arrays(fake: FakeGpu) -> None:
 def test_blocks_of_a_row_do_not_depend_on_the_batch(spec: Any) -> None:
     sizes = next(sizes for sizes in spec.example_sizes if sizes["code"] == COMET)
     (source,) = kernels.find(spec.name)[1]
-    verdict = ptxlab.verify.check_rows(Job(spec, source, "emulator", {**sizes, "M": 4}))
+    verdict = ptxlab.runtime.verify.check_rows(Job(spec, source, "emulator", {**sizes, "M": 4}))
     assert verdict.passed, verdict.detail
 
 
@@ -577,7 +577,7 @@ def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatc
                 spec, source, inputs, sizes=sizes, backend="emulator", checks=emulator.CHECKS, mode=mode, config=config
             )
             assert outcome.findings == ()
-            ptxlab.verify.compare(spec, outcome.outputs, logical, config)
+            ptxlab.runtime.verify.compare(spec, outcome.outputs, logical, config)
 
     check_all()
     for (opcode, place), copies in waits.places(kernel).items():

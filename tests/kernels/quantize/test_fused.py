@@ -18,7 +18,7 @@ from ptxlab.kernels.quantize.rmsnorm import normalized
 from ptxlab.kernels.quantize.specs import row_geometry
 from ptxlab.layout.packed_activations import ORDERS
 from ptxlab.runtime import Kernel, run_spec
-from ptxlab.verify import Job, verify
+from ptxlab.runtime.verify import Job, verify
 from tests.support import chains, waits
 from tests.support.axes import on_every_backend
 from tests.support.fake_gpu import DeviceArray, FakeGpu
@@ -387,7 +387,7 @@ def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatc
                 spec, source, inputs, sizes=sizes, backend="emulator", checks=emulator.CHECKS, mode=mode, config=config
             )
             assert outcome.findings == ()
-            ptxlab.verify.compare(spec, outcome.outputs, logical, config)
+            ptxlab.runtime.verify.compare(spec, outcome.outputs, logical, config)
 
     check()
     for (opcode, place), copies in waits.places(kernel).items():

@@ -4,10 +4,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ptxlab.hardware.words import as_words
 from ptxlab.kernels.attention.exact.launched import AttentionLaunch
 from ptxlab.layout.nibbles import unpack_u4
 from ptxlab.layout.pages import PageView
-from ptxlab.reference.packed import as_words
 
 
 class Tokens(NamedTuple):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptxlab.errors import ArgumentError
-from ptxlab.layout.fragments import MMA_K, WGMMA_N, Fragment, ldmatrix, mma_a, mma_b, mma_c, wgmma_a, wgmma_d
+from ptxlab.hardware.fragments import MMA_K, WGMMA_N, Fragment, ldmatrix, mma_a, mma_b, mma_c, wgmma_a, wgmma_d
 
 FRAGMENTS = [
     *(ldmatrix(count, trans) for count in (1, 2, 4) for trans in (False, True)),

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
-from ptxlab.reference.packed import U32
+from ptxlab.hardware.words import U32
 
 Indices: TypeAlias = npt.NDArray[np.intp]
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import gpu, kernels, nsight, sass, toolchain
+from ptxlab import gpu, kernels, sass, toolchain
 from ptxlab.bench.gemm.problem import variant
 from ptxlab.errors import UnavailableError
-from ptxlab.nsight import ProfiledLaunch
-from ptxlab.profile import launch_target, profiles
+from ptxlab.profile import launch_target, nsight, profiles
 from ptxlab.profile.launch_target import LaunchTarget
+from ptxlab.profile.nsight import ProfiledLaunch
 from ptxlab.sass.mainloop import main_loop
 from ptxlab.spec import KernelSpec
 

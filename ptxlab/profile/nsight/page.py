@@ -10,7 +10,7 @@ from typing import Any
 
 from ptxlab.errors import FileError
 from ptxlab.io.files import read_record, write_text
-from ptxlab.nsight.report import ISSUING, ProfiledLaunch
+from ptxlab.profile.nsight.report import ISSUING, ProfiledLaunch
 
 SCHEMA = 1
 MOST_CARRIERS = 10

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ptxlab.errors import ArgumentError
-from ptxlab.layout.banks import WIDTHS, Collision, bank_use, collisions, ldmatrix_use, wavefronts
+from ptxlab.hardware.banks import WIDTHS, Collision, bank_use, collisions, ldmatrix_use, wavefronts
 
 LANE = np.arange(32)
 G, T = LANE // 4, LANE % 4

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
-from ptxlab.layout.fragments import WARP
+from ptxlab.hardware.fragments import WARP
 
 BANKS = 32
 WIDTHS = (1, 2, 4, 8, 16)

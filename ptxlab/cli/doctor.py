@@ -5,9 +5,10 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from ptxlab import __version__, gpu, nsight, toolchain
+from ptxlab import __version__, gpu, toolchain
 from ptxlab.errors import FileError, UnavailableError
-from ptxlab.io import weights
+from ptxlab.io import downloads as weights
+from ptxlab.profile import nsight
 from ptxlab.testing import gpu_tests
 from ptxlab.toolchain import cache
 

@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import gpu, timeline
+from ptxlab import gpu
 from ptxlab.bench.attention.problem import scheme_of, sizes_at
 from ptxlab.bench.record import commit
 from ptxlab.bench.shapes import even
-from ptxlab.bench.timing import copies_beyond_l2, in_turn, measure
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention.common import draw_cache
 from ptxlab.kernels.attention.steps import step_of as attention_step
-from ptxlab.profile import launch_target
+from ptxlab.profile import launch_target, timeline
+from ptxlab.profile.timeline import SWITCH, VARIABLE, Timeline
 from ptxlab.runtime import Kernel
 from ptxlab.runtime.backends import choose_backend
+from ptxlab.runtime.timing import copies_beyond_l2, in_turn, measure
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
-from ptxlab.timeline import SWITCH, VARIABLE, Timeline
 
 _SMS = 2  # that have stamps on a GPU, from number 0 on; of the emulator's, all that have a block
 _COUNTER = 8  # bytes: the tracks given out, which a launch counts up from zero

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ptxlab.timeline import Timeline, Window
+from ptxlab.profile.timeline import Timeline, Window
 
 # What is waited for is pale, so that work stands out.
 STYLES: dict[str, tuple[str, str]] = {

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ptxlab.errors import FileError, UnavailableError
-from ptxlab.nsight.ncu import unknown_metric
+from ptxlab.profile.nsight.ncu import unknown_metric
 
 SAMPLES = "smsp__pcsamp_warps_issue_stalled_"  # + reason: how many sampled warps stood at an instruction for it
 ISSUING = "selected"  # the one reason that is no stall: the warp issues

@@ -8,13 +8,13 @@ from ptxlab import gpu
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.launching import poisoned
 from ptxlab.bench.record import Row, row_of
-from ptxlab.bench.timing import copies_beyond_l2, measure
 from ptxlab.errors import ArgumentError, BenchmarkError, VerificationError
-from ptxlab.kernels.own import Found
+from ptxlab.runtime.timing import copies_beyond_l2, measure
+from ptxlab.runtime.verify import compare
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, evaluate
 from ptxlab.spec.dtypes import dtype_in, storage, stored
-from ptxlab.verify import compare
+from ptxlab.spec.user_specs import Found
 
 
 def rows(found: Iterable[Found], ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import nsight
 from ptxlab.errors import FileError, UnavailableError
-from ptxlab.nsight import ProfiledLaunch
+from ptxlab.profile import nsight
+from ptxlab.profile.nsight import ProfiledLaunch
 from tests.support.reports import FILE, GEMM
 
 

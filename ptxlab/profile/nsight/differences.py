@@ -1,6 +1,6 @@
 """Two profiles side by side: what differs, in words."""
 
-from ptxlab.nsight.page import FIGURES, Figure, Profile
+from ptxlab.profile.nsight.page import FIGURES, Figure, Profile
 
 MOST = 10  # differences that are told
 _COUNTS = 1.1  # a count differs if it does by this factor

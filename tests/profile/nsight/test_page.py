@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import nsight
 from ptxlab.errors import FileError, UnavailableError
-from ptxlab.nsight import Profile, ProfiledLaunch
+from ptxlab.profile import nsight
+from ptxlab.profile.nsight import Profile, ProfiledLaunch
 from tests.support.reports import FILE, GEMM, SIZES
 
 WEIGHTS = SIZES["N"] * SIZES["K"]

@@ -1,9 +1,9 @@
 """Nsight Compute: counters of launches (`launches`), whole reports (`collect`, `read`), and a launch on a page."""
 
-from ptxlab.nsight.differences import amount, differences
-from ptxlab.nsight.ncu import FAILED, INSTALL, SETS, collect, counters, launches, version
-from ptxlab.nsight.page import BUSY, FIGURES, METRICS, Carrier, Figure, Profile, load, profile_of, save
-from ptxlab.nsight.report import ISSUING, ProfiledLaunch, SampledInstruction, read, require_reader
+from ptxlab.profile.nsight.differences import amount, differences
+from ptxlab.profile.nsight.ncu import FAILED, INSTALL, SETS, collect, counters, launches, version
+from ptxlab.profile.nsight.page import BUSY, FIGURES, METRICS, Carrier, Figure, Profile, load, profile_of, save
+from ptxlab.profile.nsight.report import ISSUING, ProfiledLaunch, SampledInstruction, read, require_reader
 
 __all__ = [
     "BUSY",

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ptxlab.bench import own
+from ptxlab.bench import user_kernels as own
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.cli import init
 from ptxlab.errors import ArgumentError, BenchmarkError
-from ptxlab.kernels.own import Found, specs_in
+from ptxlab.spec.user_specs import Found, specs_in
 
 CEILINGS = Ceilings(4.6, 4.2)
 

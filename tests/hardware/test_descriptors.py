@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptxlab.errors import ArgumentError
-from ptxlab.layout.descriptors import SPANS, MatrixDescriptor, swizzle
+from ptxlab.hardware.descriptors import SPANS, MatrixDescriptor, swizzle
 
 every_span = pytest.mark.parametrize("span", SPANS)
 

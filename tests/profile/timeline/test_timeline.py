@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import kernels, runtime, sources, timeline, toolchain
+from ptxlab import kernels, runtime, sources, toolchain
 from ptxlab.errors import ArgumentError, FileError, UnavailableError
+from ptxlab.profile import timeline
+from ptxlab.profile.timeline import HEADER, PHASES, STAMPS, TRACKS, Span, Timeline, Track, recorder
+from ptxlab.profile.timeline.plot import STYLES, comparison_figure, timeline_figure
 from ptxlab.sources import Source
-from ptxlab.timeline import HEADER, PHASES, STAMPS, TRACKS, Span, Timeline, Track, recorder
-from ptxlab.timeline.plot import STYLES, comparison_figure, timeline_figure
 from tests.support.axes import on_every_backend
 
 HEADER_FILE = (sources.include_dir() / "timeline.cuh").read_text()

@@ -5,7 +5,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.reference.packed import F32, require_dtype
+from ptxlab.hardware.words import F32, require_dtype
 
 U16: TypeAlias = npt.NDArray[np.uint16]
 

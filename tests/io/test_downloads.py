@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from ptxlab.errors import ArgumentError, FileError, UnavailableError
-from ptxlab.io import files, weights
-from ptxlab.io.weights import ShippedData, ShippedFile
+from ptxlab.io import downloads as weights
+from ptxlab.io import files
+from ptxlab.io.downloads import ShippedData, ShippedFile
 
 CONTENTS = {"model.safetensors": bytes(range(256)) * 40, "vocab.txt": b"a\nb\n"}
 MADE = "made_weights-1.0-py3-none-any.whl"
@@ -209,7 +210,7 @@ def test_two_processes_download_once(cache: Path, tmp_path: Path) -> None:
         import shutil, sys, time
         from pathlib import Path
         from ptxlab.io import weights
-        from ptxlab.io.weights import ShippedFile, ShippedData
+        from ptxlab.io.downloads import ShippedFile, ShippedData
         weights.KNOWN = {{"tiny": {TINY!r}}}
         def copy(wanted, folder, progress):
             print("downloads")

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
-from ptxlab.layout.fragments import Indices
+from ptxlab.hardware.fragments import Indices
 
 SPANS = (16, 32, 64, 128)  # bytes per row of a swizzle atom; 16 is "no swizzle"
 _MODES = {16: 0, 128: 1, 64: 2, 32: 3}  # bits 62-63 of a descriptor

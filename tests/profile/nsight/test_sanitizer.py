@@ -9,7 +9,7 @@ import pytest
 
 from ptxlab.cli import main
 from ptxlab.errors import ArgumentError, UnavailableError, VerificationError
-from ptxlab.nsight import sanitizer
+from ptxlab.profile.nsight import sanitizer
 
 CLEAN = "========= COMPUTE-SANITIZER\nall kernels verified\n========= ERROR SUMMARY: 0 errors\n"
 RACES = """========= COMPUTE-SANITIZER

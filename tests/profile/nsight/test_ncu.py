@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ptxlab import nsight
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.nsight import ncu as module
+from ptxlab.profile import nsight
+from ptxlab.profile.nsight import ncu as module
 from tests.support.fake_ncu import ncu, printed
 from tests.support.reports import GEMM
 
