@@ -25,7 +25,7 @@
 import numpy as np
 
 import ptxlab
-from ptxlab import kernels, layout, quant, reference
+from ptxlab.lowbit import kernels, layout, quant, reference
 from ptxlab.runtime import verify
 from report import figures
 

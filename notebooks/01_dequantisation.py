@@ -29,7 +29,8 @@
 import numpy as np
 
 import ptxlab
-from ptxlab import bench, demo, jupyter, layout, quant, reference, sources
+from ptxlab import bench, jupyter, sources
+from ptxlab.lowbit import demo, layout, quant, reference
 from report import dequantplot
 
 # %% [markdown]

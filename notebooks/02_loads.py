@@ -27,8 +27,9 @@ import numpy as np
 from IPython.display import Markdown
 
 import ptxlab
-from ptxlab import jupyter, kernels
-from ptxlab.kernels import holders
+from ptxlab import jupyter
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.kernels import holders
 from report import figures, sections
 
 # %% [markdown]

@@ -26,8 +26,8 @@
 # %matplotlib inline
 from IPython.display import Markdown
 
-from ptxlab import cost, kernels
-from ptxlab.bench.shapes import LAYERS, TOKENS
+from ptxlab.lowbit import cost, kernels
+from ptxlab.lowbit.bench.shapes import LAYERS, TOKENS
 from report import figures, ladder
 
 record = ladder.recorded()
@@ -36,7 +36,7 @@ record = ladder.recorded()
 # ## The floor
 #
 # Two things take time in any kernel. The packed weights have to be copied from device memory into shared memory;
-# `ptxlab/bench/stream.ptx` does only that, with bulk copies into a ring, and is timed in the same run as the kernels.
+# `ptxlab/lowbit/bench/stream.ptx` does only that, with bulk copies into a ring, and is timed in the same run as the kernels.
 # And the MMAs have to run. The longer of the two times is the floor of a point: with few tokens the stream, from 128
 # tokens on the MMAs.
 

@@ -27,8 +27,8 @@ import numpy as np
 from IPython.display import Markdown
 
 import ptxlab
-from ptxlab import kernels, quant, reference
-from ptxlab.layout import KVCache, gather
+from ptxlab.lowbit import kernels, quant, reference
+from ptxlab.lowbit.layout import KVCache, gather
 from report import attention, figures, targets
 
 record = attention.recorded()

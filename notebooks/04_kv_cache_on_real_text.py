@@ -32,9 +32,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Markdown
 
-from ptxlab import quant, sources
+from ptxlab import sources
 from ptxlab.io import downloads as weights
-from ptxlab.io.checkpoint import Checkpoint
+from ptxlab.lowbit import quant
+from ptxlab.lowbit.layout.checkpoint import Checkpoint
 
 folder = weights.fetch("minilm")
 checkpoint = Checkpoint(folder / "model.safetensors")

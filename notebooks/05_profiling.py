@@ -24,7 +24,8 @@
 # %matplotlib inline
 from IPython.display import Markdown
 
-from ptxlab import kernels, sass
+from ptxlab import sass
+from ptxlab.lowbit import kernels
 from ptxlab.profile import nsight, timeline
 from ptxlab.profile.plot import page_figure
 from ptxlab.profile.timeline import recorder

@@ -25,8 +25,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ptxlab import Arg, KernelSpec, Launch, PtxlabError, bench, cost, gpu, layout, quant, sass, sources
-from ptxlab.bench import dequant
+from ptxlab import Arg, KernelSpec, Launch, PtxlabError, bench, gpu, sass, sources
+from ptxlab.lowbit import cost, layout, quant
+from ptxlab.lowbit.bench import dequant
 from ptxlab.profile import nsight, profiles
 from ptxlab.profile.launch_target import LaunchTarget
 

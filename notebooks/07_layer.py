@@ -27,8 +27,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Markdown
 
-from ptxlab import KVCache, cost, emulator, quant, runtime
-from ptxlab.layout import buffer_shapes, page_bytes, scatter
+from ptxlab import KVCache, emulator, runtime
+from ptxlab.lowbit import cost, quant
+from ptxlab.lowbit.layout import buffer_shapes, page_bytes, scatter
 from ptxlab.model import Config, LayerBuffers, LayerInputs, LayerWeights, decode_layer
 from ptxlab.model.reference import compare, in_float64
 

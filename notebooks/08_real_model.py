@@ -29,7 +29,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Markdown
 
-from ptxlab.layout import unpack
+from ptxlab.lowbit.layout import unpack
 from ptxlab.model import NumpyRunner, QuantizedModel, generate, open_model, open_text, tokens_of
 from ptxlab.model.floats import negative_log_likelihood
 from ptxlab.model.open import dequantized

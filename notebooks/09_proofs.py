@@ -30,7 +30,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import ptxlab
-from ptxlab import kernels, layout, quant
+from ptxlab.lowbit import kernels, layout, quant
 from ptxlab.prove import prove, prove_kernel
 from ptxlab.prove.kernels import claims_of
 

@@ -2,18 +2,18 @@
 
 from ptxlab.errors import PtxlabError
 from ptxlab.hardware.tensor_map import TensorMap
-from ptxlab.kernels import find, run, specs
-from ptxlab.kernels.attention import (
+from ptxlab.lowbit.kernels import find, run, specs
+from ptxlab.lowbit.kernels.attention import (
     AttentionWorkspace,
     append_kv4,
     attention_kv4,
     attention_workspace,
     rope_append_kv4,
 )
-from ptxlab.kernels.gemm import Workspace, gemm_w4a4, gemm_w4a8, gemm_w4a8_grouped, gemm_w4ax, gemm_workspace
-from ptxlab.kernels.moe import RoutedTokens, combine_experts, route_tokens
-from ptxlab.kernels.operation import release_memory
-from ptxlab.kernels.quantize import (
+from ptxlab.lowbit.kernels.gemm import Workspace, gemm_w4a4, gemm_w4a8, gemm_w4a8_grouped, gemm_w4ax, gemm_workspace
+from ptxlab.lowbit.kernels.moe import RoutedTokens, combine_experts, route_tokens
+from ptxlab.lowbit.kernels.operation import release_memory
+from ptxlab.lowbit.kernels.quantize import (
     quantize_activations,
     reorder_quantize,
     rmsnorm_quantize,
@@ -21,8 +21,8 @@ from ptxlab.kernels.quantize import (
     silu_mul_quantize,
     silu_mul_reorder_quantize,
 )
-from ptxlab.kernels.transfer import to_device
-from ptxlab.layout import (
+from ptxlab.lowbit.kernels.transfer import to_device
+from ptxlab.lowbit.layout import (
     AtomActivations,
     AtomWeight,
     BlockActivations,
@@ -36,7 +36,7 @@ from ptxlab.layout import (
     pack_block_weight,
     stack_experts,
 )
-from ptxlab.quant import calibrate_kv, quantize_kv, smooth_attention
+from ptxlab.lowbit.quant import calibrate_kv, quantize_kv, smooth_attention
 from ptxlab.runtime import Kernel, Outcome, load, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec, Launch, WrongByDesign

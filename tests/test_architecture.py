@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import emulator, kernels, sources, toolchain
+from ptxlab import emulator, sources, toolchain
+from ptxlab.lowbit import kernels
 from ptxlab.sources import Source
 from tests.support.collection import BuiltAtImportError, nothing_is_built
 

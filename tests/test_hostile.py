@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import layout, quant
 from ptxlab.errors import ArgumentError, PtxlabError
 from ptxlab.hardware.tensor_map import TensorMap
-from ptxlab.kernels.gemm import gemm_f16, gemm_w8a8
+from ptxlab.lowbit import layout, quant
+from ptxlab.lowbit.kernels.gemm import gemm_f16, gemm_w8a8
 from ptxlab.model import (
     Config,
     FloatModel,

@@ -9,12 +9,12 @@ import pytest
 
 from ptxlab import sources
 from ptxlab.errors import FileError
-from ptxlab.kernels import gemm
-from ptxlab.kernels.attention import steps as attention_steps
-from ptxlab.kernels.attention.append import APPEND, ROPE_APPEND
-from ptxlab.kernels.gemm.grouped import GROUPED
-from ptxlab.kernels.gemm.w4a4 import SM90 as W4A4
-from ptxlab.kernels.gemm.w4ax import SM90 as W4AX
+from ptxlab.lowbit.kernels import gemm
+from ptxlab.lowbit.kernels.attention import steps as attention_steps
+from ptxlab.lowbit.kernels.attention.append import APPEND, ROPE_APPEND
+from ptxlab.lowbit.kernels.gemm.grouped import GROUPED
+from ptxlab.lowbit.kernels.gemm.w4a4 import SM90 as W4A4
+from ptxlab.lowbit.kernels.gemm.w4ax import SM90 as W4AX
 from ptxlab.sources import Source
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ptxlab import kernels
+from ptxlab.lowbit import kernels
 from ptxlab.profile.nsight.sanitizer import TOOLS
 from ptxlab.testing import gpu_tests
 from report import RESULTS, sections

@@ -8,12 +8,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ptxlab import kernels
-from ptxlab.bench.attention import EVEN, LADDER, MEASURE, RAGGED, WITH_APPEND, append, merge
-from ptxlab.bench.attention.append import POINTS
 from ptxlab.bench.record import Record
-from ptxlab.bench.shapes import BATCHES, HEADS, LENGTHS, LONG
 from ptxlab.bench.stored import Place, stored_attention
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.bench.attention import EVEN, LADDER, MEASURE, RAGGED, WITH_APPEND, append, merge
+from ptxlab.lowbit.bench.attention.append import POINTS
+from ptxlab.lowbit.bench.shapes import BATCHES, HEADS, LENGTHS, LONG
 from ptxlab.plot import BLUE, ORANGE, PALE, RED
 from report import frames
 from report.frames import (

@@ -7,11 +7,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ptxlab import cost
-from ptxlab.bench import counts
 from ptxlab.bench.record import Record
-from ptxlab.bench.shapes import ALL_TOKENS, DISSECTED, LLAMA
-from ptxlab.cost import Device, Scheme
+from ptxlab.lowbit import cost
+from ptxlab.lowbit.bench import counts
+from ptxlab.lowbit.bench.shapes import ALL_TOKENS, DISSECTED, LLAMA
+from ptxlab.lowbit.cost import Device, Scheme
 from ptxlab.plot import BLUE, GREY, ORANGE, PURPLE, RED
 from report import gemm
 from report.frames import mean, means

@@ -6,11 +6,10 @@ import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from ptxlab import kernels, quant, reference
 from ptxlab.bench.record import Record, Row
-from ptxlab.demo.plot import SWEEP
+from ptxlab.lowbit import audit, kernels, quant, reference
+from ptxlab.lowbit.demo.plot import SWEEP
 from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED, SCHEME_COLOURS
-from ptxlab.weights import audit
 from report.style import bare, title
 
 _TITLES = {"qoq": "QoQ", "lqq": "LQQ"}

@@ -7,12 +7,13 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ptxlab import demo, plot
+from ptxlab import plot
 from ptxlab.bench.models import MEASURE, MODELS
 from ptxlab.bench.record import Record
 from ptxlab.bench.stored import stored_times
-from ptxlab.demo.plot import demo_figure
-from ptxlab.kernels.plot import load_picture
+from ptxlab.lowbit import demo
+from ptxlab.lowbit.demo.plot import demo_figure
+from ptxlab.lowbit.kernels.plot import load_picture
 from ptxlab.profile import nsight
 from ptxlab.profile.plot import page_figure
 from ptxlab.profile.timeline.plot import timeline_figure

@@ -10,9 +10,9 @@ import pandas as pd
 
 from ptxlab import bench
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.shapes import LAYERS, Layer
 from ptxlab.bench.stored import OURS, Place, Stored
 from ptxlab.errors import FileError
+from ptxlab.lowbit.bench.shapes import LAYERS, Layer
 from report import RESULTS
 
 NOT_RECORDED = "Not measured yet."

@@ -6,10 +6,11 @@ from typing import Any
 
 import pandas as pd
 
-from ptxlab.bench.gemm import chain, grouped, quantiser, steps
-from ptxlab.bench.gemm.headline import MEASURE, ORDER, UNTUNED_MEASURE
 from ptxlab.bench.record import Record
-from ptxlab.bench.shapes import (
+from ptxlab.bench.stored import stored_times
+from ptxlab.lowbit.bench.gemm import chain, grouped, quantiser, steps
+from ptxlab.lowbit.bench.gemm.headline import MEASURE, ORDER, UNTUNED_MEASURE
+from ptxlab.lowbit.bench.shapes import (
     ALL_TOKENS,
     CHAINS,
     CHOSEN_EXPERTS,
@@ -21,8 +22,7 @@ from ptxlab.bench.shapes import (
     SWEPT,
     UNTUNED,
 )
-from ptxlab.bench.stored import stored_times
-from ptxlab.kernels.gemm.strips_tiles import NO_GROUPS
+from ptxlab.lowbit.kernels.gemm.strips_tiles import NO_GROUPS
 from report.frames import (
     GEMM_PEERS,
     MISSING,

@@ -10,9 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize, to_rgb
 from matplotlib.figure import Figure
 
-from ptxlab import cost
 from ptxlab.bench.record import Record
-from ptxlab.bench.shapes import (
+from ptxlab.bench.stored import OURS, Stored
+from ptxlab.lowbit import cost
+from ptxlab.lowbit.bench.shapes import (
     CHAINS,
     DISSECTED,
     FEW_TOKENS,
@@ -25,7 +26,6 @@ from ptxlab.bench.shapes import (
     UNTUNED_TOKENS,
     Layer,
 )
-from ptxlab.bench.stored import OURS, Stored
 from ptxlab.plot import BLUE, GREY, ORANGE, PURPLE, RED
 from report.frames import fraction, mean, means
 from report.gemm import KINDS, at, chains, experts, points, untuned_points

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from ptxlab import kernels
 from ptxlab.bench.record import Row
-from ptxlab.bench.shapes import ALL_TOKENS, MIXTRAL
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.bench.shapes import ALL_TOKENS, MIXTRAL
 from ptxlab.spec import KernelSpec
 from report import attention, frames, gemm, ladder, w4a4
 from report.frames import fraction, mean, over

@@ -2,13 +2,13 @@
 
 import pandas as pd
 
-from ptxlab import kernels
-from ptxlab.bench import counts
-from ptxlab.bench.gemm.limits import STALL
-from ptxlab.bench.gemm.steps import MEASURE
 from ptxlab.bench.record import Record
-from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, TOKENS
 from ptxlab.bench.stored import stored_times
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.bench import counts
+from ptxlab.lowbit.bench.gemm.limits import STALL
+from ptxlab.lowbit.bench.gemm.steps import MEASURE
+from ptxlab.lowbit.bench.shapes import DISSECTED, DISSECTED_TOKENS, TOKENS
 from report import frames
 from report.frames import MISSING, NOT_RECORDED, fraction, frame, markdown, mean, origin_of_peers, over
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ptxlab import cost, kernels
-from ptxlab.bench import counts
 from ptxlab.bench.record import TOLERANCE, Record
-from ptxlab.bench.shapes import DISSECTED_TOKENS, LLAMA
-from ptxlab.cost import Cost, Device, Scheme
+from ptxlab.lowbit import cost, kernels
+from ptxlab.lowbit.bench import counts
+from ptxlab.lowbit.bench.shapes import DISSECTED_TOKENS, LLAMA
+from ptxlab.lowbit.cost import Cost, Device, Scheme
 from report import gemm, ladder
 from report.frames import GEMM_PEERS, MISSING, markdown, mean
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from ptxlab.profile import nsight, stalls
+from ptxlab.lowbit.bench import stalls
+from ptxlab.profile import nsight
 from ptxlab.profile.nsight import Profile
 from report import RESULTS
 from report.frames import markdown

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pandas as pd
 
-from ptxlab import bench, kernels
-from ptxlab.bench import counts
-from ptxlab.bench.attention import MEASURE
-from ptxlab.bench.gemm import headline
+from ptxlab import bench
 from ptxlab.bench.models import MEASURE as MODEL_STEPS
 from ptxlab.bench.stored import stored_attention, stored_times
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
-from ptxlab.kernels import holders
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.bench import counts
+from ptxlab.lowbit.bench.attention import MEASURE
+from ptxlab.lowbit.bench.gemm import headline
+from ptxlab.lowbit.kernels import holders
 from ptxlab.spec import KernelSpec
 from report import (
     RESULTS,

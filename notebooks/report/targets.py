@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from ptxlab.bench.attention.append import POINTS
-from ptxlab.bench.gemm.headline import ORDER
 from ptxlab.bench.models import BUDGETS, GENERATE, MEASURE, MODELS
 from ptxlab.bench.record import TOLERANCE, Record
-from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, MOST_FEW
-from ptxlab.kernels.quantize import atom
+from ptxlab.lowbit.bench.attention.append import POINTS
+from ptxlab.lowbit.bench.gemm.headline import ORDER
+from ptxlab.lowbit.bench.shapes import ALL_TOKENS, FEW_TOKENS, MOST_FEW
+from ptxlab.lowbit.kernels.quantize import atom
 from report import attention as kv
 from report import decode, layer, w4a4
 from report.frames import MISSING, fraction, markdown, mean, over, slower

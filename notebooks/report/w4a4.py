@@ -6,15 +6,15 @@ from functools import cache
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ptxlab import cost
-from ptxlab.bench import counts
-from ptxlab.bench.gemm import headline, steps
-from ptxlab.bench.gemm.w4a4 import COMPARED, PART
 from ptxlab.bench.record import Record
-from ptxlab.bench.shapes import LLAMA, decoder
-from ptxlab.cost import SCHEMES, gemm_cost, published, tables
-from ptxlab.cost.plot import schedule_figure
-from ptxlab.cost.schedule import (
+from ptxlab.lowbit import cost
+from ptxlab.lowbit.bench import counts
+from ptxlab.lowbit.bench.gemm import headline, steps
+from ptxlab.lowbit.bench.gemm.w4a4 import COMPARED, PART
+from ptxlab.lowbit.bench.shapes import LLAMA, decoder
+from ptxlab.lowbit.cost import SCHEMES, gemm_cost, published, tables
+from ptxlab.lowbit.cost.plot import schedule_figure
+from ptxlab.lowbit.cost.schedule import (
     COMET,
     COMET_INT4,
     COMET_SMS,

@@ -8,12 +8,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ptxlab import __version__, gpu, kernels, toolchain
-from ptxlab.bench import attention, dequant, emulation, gemm, layer, loads, models, peers, stream
+from ptxlab import __version__, gpu, toolchain
+from ptxlab.bench import layer, models, peers
 from ptxlab.bench import user_kernels as own
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
 from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, require_writable, save
 from ptxlab.errors import ArgumentError
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.bench import attention, dequant, emulation, gemm, loads, stream
 from ptxlab.spec.user_specs import specs_in
 
 __all__ = [

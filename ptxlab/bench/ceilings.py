@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import cost, gpu
+from ptxlab import gpu
 from ptxlab.errors import BenchmarkError
+from ptxlab.lowbit import cost
 from ptxlab.runtime.timing import measure
 from ptxlab.sources import Source
 from ptxlab.spec import Launch

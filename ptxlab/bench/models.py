@@ -24,21 +24,21 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.bench import peers_layer
-from ptxlab.bench.attention.problem import random_pages
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder, side_by_side
 from ptxlab.bench.layer.decoder import Alone, copy_of
 from ptxlab.bench.layer.shapes import BATCHES, Work, rows_of
 from ptxlab.bench.peers_layer import MIXES, Job
 from ptxlab.bench.record import Row
-from ptxlab.bench.shapes import GROUP, HEAD_DIM, PAGE
 from ptxlab.errors import ArgumentError, BenchmarkError, UnavailableError
-from ptxlab.layout import page_bytes
+from ptxlab.lowbit.bench.attention.problem import random_pages
+from ptxlab.lowbit.bench.shapes import GROUP, HEAD_DIM, PAGE
+from ptxlab.lowbit.layout import page_bytes
+from ptxlab.lowbit.quant import Level1Weight
 from ptxlab.model import Config, KernelRunner, LayerWeights, QuantizedModel, largest_batch
 from ptxlab.model.kernel_runner import LMHead, require_torch
 from ptxlab.model.memory import RESERVE
 from ptxlab.model.runner import HEAD_ROWS
-from ptxlab.quant import Level1Weight
 from ptxlab.runtime.timing import GEMM_REPLAYS, Clock, Measured, measure
 from ptxlab.spec.dtypes import stored
 

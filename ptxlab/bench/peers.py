@@ -14,8 +14,8 @@ from traceback import extract_tb
 from typing import Any
 
 from ptxlab import gpu
-from ptxlab.bench.shapes import HEAD_DIM, Batch
 from ptxlab.errors import BenchmarkError
+from ptxlab.lowbit.bench.shapes import HEAD_DIM, Batch
 from ptxlab.runtime.timing import GEMM_REPLAYS, copies_beyond_l2, in_turn, measure
 
 # Names are those of the stored times too (`bench.stored`).

@@ -9,7 +9,6 @@ from ptxlab import __version__
 from ptxlab.cli import (
     accuracy,
     bench,
-    cost,
     debug,
     generate,
     imports,
@@ -21,13 +20,12 @@ from ptxlab.cli import (
     run,
     sanitize,
     sass,
-    stalls,
-    sweep,
     timeline,
     weights,
 )
 from ptxlab.cli.common import BAD_INPUT, FAILED, UsageError, notes
 from ptxlab.errors import EmulationError, PtxlabError, UnknownInstruction, VerificationError
+from ptxlab.lowbit.cli import cost, stalls, sweep
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ptxlab import debugger, kernels
+from ptxlab import debugger
 from ptxlab.cli.common import (
     BAD_INPUT,
     FAILED,
@@ -26,6 +26,7 @@ from ptxlab.cli.run import launching
 from ptxlab.debugger.commands import ALIASES, COMMANDS
 from ptxlab.errors import PtxlabError
 from ptxlab.io.files import load_arrays
+from ptxlab.lowbit import kernels
 from ptxlab.runtime.arguments import checks_of
 
 PROMPT = "(ptxlab) "

@@ -27,6 +27,7 @@ from ptxlab.cli.models import ModelBackend, opened_model
 from ptxlab.errors import ArgumentError, UnavailableError, naming
 from ptxlab.io.files import read_text
 from ptxlab.io.tokenizer import Tokenizer
+from ptxlab.lowbit.quant import GROUPS
 from ptxlab.model import (
     Config,
     FloatModel,
@@ -45,7 +46,6 @@ from ptxlab.model.kernel_runner import PROMPT_ATTENTIONS, require_torch
 from ptxlab.model.memory import budget, largest_batch, require_batch, weights_of
 from ptxlab.model.open import is_quantized, open_tokenizer
 from ptxlab.model.runner import HEADS, PAGE
-from ptxlab.quant import GROUPS
 
 RUNNERS: dict[str, type[Runner]] = {"gpu": KernelRunner, "numpy": NumpyRunner}
 _TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # ChatML, which SmolLM2 and Qwen2 are trained on

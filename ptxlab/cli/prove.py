@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ptxlab import kernels
 from ptxlab.cli.common import (
     FAILED,
     AsJson,
@@ -25,6 +24,7 @@ from ptxlab.cli.common import (
     written,
 )
 from ptxlab.io.files import save_arrays
+from ptxlab.lowbit import kernels
 from ptxlab.prove import Claim, Decision, decide, registered
 from ptxlab.prove.solve import check_solver
 from ptxlab.runtime import Kernel, load

@@ -19,9 +19,9 @@ from ptxlab.cli.common import (
     written,
 )
 from ptxlab.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
+from ptxlab.lowbit.quant import PROTECTIVE_RANGE
 from ptxlab.model import tokens_of
 from ptxlab.model.floats import Tokens
-from ptxlab.quant import PROTECTIVE_RANGE
 from ptxlab.quant.recipe import named
 from ptxlab.weights import calibrate, convert
 from ptxlab.weights.quantize import check_packable, quantize_model

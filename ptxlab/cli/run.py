@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 from rich.syntax import Syntax
 
-from ptxlab import emulator, kernels, runtime
+from ptxlab import emulator, runtime
 from ptxlab.cli.common import (
     FAILED,
     PICTURES,
@@ -40,7 +40,8 @@ from ptxlab.cli.common import (
 )
 from ptxlab.errors import ArgumentError, EmulationError, SourceError
 from ptxlab.io.files import load_arrays, require_folder, save_arrays
-from ptxlab.kernels import holders
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.kernels import holders
 from ptxlab.runtime.arguments import (
     accept,
     checks_of,
@@ -104,7 +105,7 @@ def show(
         spec = found[0][0]
         if len(found) > 1 or spec is None or "fragments" not in {arg.name for arg in spec.outputs}:
             raise expects("--plot", "one load_* kernel", name)
-        from ptxlab.kernels.plot import load_picture
+        from ptxlab.lowbit.kernels.plot import load_picture
         from ptxlab.plot import save
 
         save(load_picture(spec.name), plot)

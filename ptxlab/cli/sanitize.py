@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ptxlab import kernels
 from ptxlab.cli.common import FAILED, AlsoShape, AsJson, console, expects, print_json, progress_bar, table
+from ptxlab.lowbit import kernels
 from ptxlab.profile.nsight import sanitizer
 
 

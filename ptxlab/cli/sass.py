@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ptxlab import kernels, toolchain
 from ptxlab import sass as machine_code
-from ptxlab.bench import counts
+from ptxlab import toolchain
 from ptxlab.cli.common import (
     Arch,
     AsJson,
@@ -24,6 +23,8 @@ from ptxlab.cli.common import (
     table,
     written,
 )
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.bench import counts
 from ptxlab.runtime.arguments import parse_integers
 from ptxlab.sass import Report, SassInstruction
 from ptxlab.sass.wgmma import overwriting

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ptxlab import kernels
 from ptxlab.cli.common import (
     PICTURES,
     AsJson,
@@ -26,6 +25,7 @@ from ptxlab.cli.common import (
     written,
 )
 from ptxlab.io.files import write_text
+from ptxlab.lowbit import kernels
 from ptxlab.profile import timeline as timelines
 from ptxlab.profile.timeline import Timeline, recorder
 from ptxlab.runtime.arguments import parse_sizes

@@ -10,7 +10,6 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ptxlab import demo as demos
 from ptxlab import gpu
 from ptxlab.cli import doctor as doctors
 from ptxlab.cli.common import (
@@ -28,9 +27,10 @@ from ptxlab.cli.common import (
 from ptxlab.cli.models import opened_model, opened_text
 from ptxlab.io import downloads as shipped
 from ptxlab.io.files import require_folder, write_text
+from ptxlab.lowbit import audit as audits
+from ptxlab.lowbit import demo as demos
+from ptxlab.lowbit.quant.fmpq import MOST_INT8
 from ptxlab.model import tokens_of
-from ptxlab.quant.fmpq import MOST_INT8
-from ptxlab.weights import audit as audits
 from ptxlab.weights import audit_inputs as inputs
 from ptxlab.weights.calibrate import samples as drawn
 
@@ -48,7 +48,7 @@ def demo(
     Downloads the weights first (84 MB, once); generates some where that is not possible.
     """
     from ptxlab import plot  # Matplotlib takes half a second that other commands need not pay
-    from ptxlab.demo.plot import demo_figure
+    from ptxlab.lowbit.demo.plot import demo_figure
 
     plot.require_writable(out)
     with download_bar(demos.TRAINED, quiet=as_json) as progress:
@@ -198,7 +198,7 @@ def audit(
     refuse({"--int8": int8, "--text": text, "--samples": samples, "--length": length}, "is for atom and fmpq")
     if picture is not None:
         from ptxlab import plot
-        from ptxlab.weights.plot import audit_figure
+        from ptxlab.lowbit.audit.plot import audit_figure
 
         plot.require_writable(picture)
     if file is None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import FileError, UnavailableError
-from ptxlab.io.checkpoint import TensorFile, TensorInfo, bytes_at
+from ptxlab.lowbit.layout.checkpoint import TensorFile, TensorInfo, bytes_at
 
 VERSIONS = (2, 3)
 _SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8",

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import FileError
-from ptxlab.io.checkpoint import Checkpoint, CheckpointFolder, TensorFile, TensorInfo
 from ptxlab.io.files import DAMAGE
+from ptxlab.lowbit.layout.checkpoint import Checkpoint, CheckpointFolder, TensorFile, TensorInfo
 
 MAX_PICKLE = 1 << 24  # bytes of data.pkl; that of a model of 8 billion weights has some 300,000
 _DTYPES = {

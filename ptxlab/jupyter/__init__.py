@@ -9,12 +9,13 @@ one line. Only `page` writes HTML.
 from typing import Any
 
 from ptxlab.errors import PtxlabError
-from ptxlab.jupyter import errors, maps
+from ptxlab.jupyter import errors
 from ptxlab.jupyter.cell import Cell, compile_cell
 from ptxlab.jupyter.displays import PAGES
-from ptxlab.jupyter.drawing import HolderView
-from ptxlab.jupyter.identities import Identities, identities
 from ptxlab.jupyter.widgets import debug, dequant_sliders, layout_explorer
+from ptxlab.lowbit.jupyter import maps
+from ptxlab.lowbit.jupyter.drawing import HolderView
+from ptxlab.lowbit.jupyter.identities import Identities, identities
 
 __all__ = [
     "Cell",

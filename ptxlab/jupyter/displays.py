@@ -4,14 +4,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ptxlab import kernels, sources
+from ptxlab import sources
 from ptxlab.emulator import Finding
-from ptxlab.jupyter import maps, page
+from ptxlab.jupyter import page
 from ptxlab.jupyter.cell import Cell, Fact, Remark, counts, facts
-from ptxlab.jupyter.drawing import HolderView
 from ptxlab.jupyter.page import Html, chip, details, element, join, listing, table
 from ptxlab.jupyter.registers import RegisterRow, words
-from ptxlab.layout import PackedWeight
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.jupyter import maps
+from ptxlab.lowbit.jupyter.drawing import HolderView
+from ptxlab.lowbit.layout import PackedWeight
 from ptxlab.runtime import Kernel, Outcome
 from ptxlab.sass import Report
 from ptxlab.sources import Source

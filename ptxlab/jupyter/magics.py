@@ -6,10 +6,11 @@ from typing import Any
 from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
-from ptxlab import gpu, kernels, sass
+from ptxlab import gpu, sass
 from ptxlab.errors import PtxlabError
 from ptxlab.jupyter.cell import Cell, compile_cell
 from ptxlab.jupyter.errors import in_short
+from ptxlab.lowbit import kernels
 from ptxlab.runtime.arguments import checks_of, parse_integers
 from ptxlab.runtime.verify import Job, Verdict, verify
 from ptxlab.sources import Language

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from ptxlab.debugger import Commands, Session
 from ptxlab.errors import PtxlabError, UnavailableError
-from ptxlab.jupyter import maps
-from ptxlab.jupyter.drawing import HolderView
-from ptxlab.jupyter.identities import LANES, identities
 from ptxlab.jupyter.page import Html, element, excerpt, page
+from ptxlab.lowbit.jupyter import maps
+from ptxlab.lowbit.jupyter.drawing import HolderView
+from ptxlab.lowbit.jupyter.identities import LANES, identities
 from ptxlab.runtime import Kernel
 
 if TYPE_CHECKING:

@@ -30,12 +30,12 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError, FileError, in_file, naming
 from ptxlab.hardware.words import F32, U8
-from ptxlab.io.checkpoint import FLOATS, TensorInfo
 from ptxlab.io.files import read_json
 from ptxlab.io.torch_file import open_checkpoint
-from ptxlab.layout.storage import METADATA_KEY
-from ptxlab.quant import AffineWeight, LQQWeight
-from ptxlab.quant.inputs import extremes
+from ptxlab.lowbit.layout.checkpoint import FLOATS, TensorInfo
+from ptxlab.lowbit.layout.storage import METADATA_KEY
+from ptxlab.lowbit.quant import AffineWeight, LQQWeight
+from ptxlab.lowbit.quant.inputs import extremes
 
 ForeignWeight: TypeAlias = LQQWeight | AffineWeight
 Array: TypeAlias = npt.NDArray[Any]

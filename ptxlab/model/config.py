@@ -8,10 +8,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab import reference
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32
 from ptxlab.io.files import read_json
+from ptxlab.lowbit import reference
 from ptxlab.validate import is_integer, is_one_of, require_integer
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2")  # model_type of a config.json

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.reference import EXACT, Layer, Numerics, decoder_layer, feed_forward, rms_norm
 from ptxlab.model.config import Config
 from ptxlab.model.threads import each_stream
-from ptxlab.reference import EXACT, Layer, Numerics, decoder_layer, feed_forward, rms_norm
 
 Tokens = npt.NDArray[np.integer]
 _STRIP = 256  # rows of logits whose exponentials lie in memory at a time

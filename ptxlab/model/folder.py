@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import layout
 from ptxlab.errors import FileError, in_file
-from ptxlab.io.checkpoint import Checkpoint, TensorInfo, write_checkpoint
 from ptxlab.io.files import read_json, write_text
-from ptxlab.layout.storage import described, holds_reordered
+from ptxlab.lowbit import layout
+from ptxlab.lowbit.layout.checkpoint import Checkpoint, TensorInfo, write_checkpoint
+from ptxlab.lowbit.layout.storage import described, holds_reordered
+from ptxlab.lowbit.reference import NORMS
 from ptxlab.model.config import Config
 from ptxlab.model.quantized import FUSED, QuantizedModel
 from ptxlab.model.weights import LayerWeights
-from ptxlab.reference import NORMS
 
 RECIPE = "recipe.json"
 SCHEMA = 1

@@ -19,14 +19,14 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.gemm import gemm_f16, gemm_w8a8
-from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize
-from ptxlab.layout import KVCache
+from ptxlab.lowbit.kernels.gemm import gemm_f16, gemm_w8a8
+from ptxlab.lowbit.kernels.quantize import quantize_activations, rmsnorm_quantize
+from ptxlab.lowbit.layout import KVCache
+from ptxlab.lowbit.quant import Level1Weight
 from ptxlab.model.layer import LayerBuffers, LayerCall, into, layer_calls
 from ptxlab.model.memory import Footprint
 from ptxlab.model.quantized import QuantizedModel
 from ptxlab.model.runner import PAGE, Indices, Rows, Runner, quantized_head
-from ptxlab.quant import Level1Weight
 from ptxlab.runtime.arguments import check_flags
 from ptxlab.runtime.backends import BACKENDS
 from ptxlab.spec.dtypes import floats, storage, stored

@@ -8,17 +8,17 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.attention import AttentionWorkspace, attention_kv4, attention_workspace, rope_append_kv4
-from ptxlab.kernels.attention.append import INDICES
-from ptxlab.kernels.attention.append_api import check_places
-from ptxlab.kernels.attention.call import MOST_RATIO, check_cache
-from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
-from ptxlab.kernels.moe import RoutedTokens, combine_experts, route_tokens
-from ptxlab.kernels.moe.specs import MOST_CHOSEN, MOST_EXPERTS, MOST_WIDTH
-from ptxlab.kernels.operation import CallArray, dtype_of
-from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
-from ptxlab.layout import KVCache, PackedActivations, PackedWeight
-from ptxlab.layout.packed_activations import stored_shape, tile_of
+from ptxlab.lowbit.kernels.attention import AttentionWorkspace, attention_kv4, attention_workspace, rope_append_kv4
+from ptxlab.lowbit.kernels.attention.append import INDICES
+from ptxlab.lowbit.kernels.attention.append_api import check_places
+from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, check_cache
+from ptxlab.lowbit.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
+from ptxlab.lowbit.kernels.moe import RoutedTokens, combine_experts, route_tokens
+from ptxlab.lowbit.kernels.moe.specs import MOST_CHOSEN, MOST_EXPERTS, MOST_WIDTH
+from ptxlab.lowbit.kernels.operation import CallArray, dtype_of
+from ptxlab.lowbit.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
+from ptxlab.lowbit.layout import KVCache, PackedActivations, PackedWeight
+from ptxlab.lowbit.layout.packed_activations import stored_shape, tile_of
 from ptxlab.model.config import Config
 from ptxlab.model.weights import LayerWeights
 from ptxlab.runtime.arguments import check_flags, require_on_host

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptxlab.errors import ArgumentError
-from ptxlab.layout.packed_weight import SCHEMES, buffer_shapes
-from ptxlab.layout.packings import Shapes
-from ptxlab.layout.pages import page_bytes
+from ptxlab.lowbit.layout.packed_weight import SCHEMES, buffer_shapes
+from ptxlab.lowbit.layout.packings import Shapes
+from ptxlab.lowbit.layout.pages import page_bytes
 from ptxlab.model.config import Config, require_config
 from ptxlab.model.quantized import QuantizedModel
 from ptxlab.model.runner import CHUNK, HEAD_ROWS, HEADS, PAGE, launch_sizes

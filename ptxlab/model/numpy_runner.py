@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import quant, reference
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32, S8, S32
-from ptxlab.kernels.quantize.gated import gated, gated_and_quantized
-from ptxlab.kernels.quantize.rmsnorm import normalized
-from ptxlab.layout import KVCache, PackedWeight, ReorderedWeight, unpack, unpack_atom, write_slots
+from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit.kernels.quantize.gated import gated, gated_and_quantized
+from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
+from ptxlab.lowbit.layout import KVCache, PackedWeight, ReorderedWeight, unpack, unpack_atom, write_slots
+from ptxlab.lowbit.quant import AtomRows, BlockRows, Level1Weight, QoQChannelWeight, QuantizedActivations
 from ptxlab.model.quantized import QuantizedModel
 from ptxlab.model.runner import PAGE, Rows, Runner, quantized_head
 from ptxlab.model.weights import DTYPES, LayerWeights
-from ptxlab.quant import AtomRows, BlockRows, Level1Weight, QoQChannelWeight, QuantizedActivations
 from ptxlab.spec.dtypes import as_stored, floats, stored
 
 _EXACT = 1 << 24  # up to which float32 counts

@@ -9,17 +9,17 @@ import numpy as np
 
 from ptxlab.errors import FileError, in_file
 from ptxlab.io import downloads as weights
-from ptxlab.io.checkpoint import FLOATS
 from ptxlab.io.gguf import GgufFile
 from ptxlab.io.tokenizer import Tokenizer
 from ptxlab.layout.foreign import ForeignCheckpoint
+from ptxlab.lowbit.layout.checkpoint import FLOATS
+from ptxlab.lowbit.quant.inputs import extremes
+from ptxlab.lowbit.reference import NORMS, Layer
 from ptxlab.model.config import Config
 from ptxlab.model.floats import FloatModel, MappedLayers
 from ptxlab.model.folder import RECIPE, load, load_layer
 from ptxlab.model.quantized import QuantizedModel, layer_floats, numerics_of
-from ptxlab.quant.inputs import extremes
 from ptxlab.quant.numerics import FakeQuantized
-from ptxlab.reference import NORMS, Layer
 from ptxlab.spec.dtypes import floats
 
 # Names of tensors: ours -> the file's. `{}` is the number of the layer.

@@ -7,15 +7,15 @@ from typing import Any, Self
 import numpy as np
 
 from ptxlab.errors import ArgumentError
-from ptxlab.layout import ReorderedWeight, pack, unpack
-from ptxlab.layout.packed_weight import QuantizedWeight
+from ptxlab.lowbit.layout import ReorderedWeight, pack, unpack
+from ptxlab.lowbit.layout.packed_weight import QuantizedWeight
+from ptxlab.lowbit.quant import Rounding
+from ptxlab.lowbit.quant.inputs import extremes
+from ptxlab.lowbit.reference import BIASES, NORMS, Layer
 from ptxlab.model.config import Config
 from ptxlab.model.floats import FloatModel
 from ptxlab.model.weights import DTYPES, LayerWeights, quantiser
-from ptxlab.quant import Rounding
-from ptxlab.quant.inputs import extremes
 from ptxlab.quant.numerics import FakeQuantized
-from ptxlab.reference import BIASES, NORMS, Layer
 from ptxlab.spec.dtypes import floats, stored
 from ptxlab.validate import is_one_of
 

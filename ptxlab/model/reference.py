@@ -14,21 +14,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptxlab import gpu, quant, reference
+from ptxlab import gpu
 from ptxlab.errors import ArgumentError, VerificationError
-from ptxlab.kernels.attention.sm90 import SM90
-from ptxlab.kernels.gemm import epilogues
-from ptxlab.kernels.gemm.common import DTYPES, gemm, gemm_channel
-from ptxlab.kernels.moe import CHOOSE
-from ptxlab.kernels.quantize.gated import SILU_MUL
-from ptxlab.kernels.quantize.rmsnorm import normalized
-from ptxlab.layout import ExpertWeights, KVCache, PackedWeight, gather, unpack, write_slots
-from ptxlab.layout.packed_activations import unpack_activations
+from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit.kernels.attention.sm90 import SM90
+from ptxlab.lowbit.kernels.gemm import epilogues
+from ptxlab.lowbit.kernels.gemm.common import DTYPES, gemm, gemm_channel
+from ptxlab.lowbit.kernels.moe import CHOOSE
+from ptxlab.lowbit.kernels.quantize.gated import SILU_MUL
+from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
+from ptxlab.lowbit.layout import ExpertWeights, KVCache, PackedWeight, gather, unpack, write_slots
+from ptxlab.lowbit.layout.packed_activations import unpack_activations
+from ptxlab.lowbit.quant import QoQChannelWeight, QuantizedActivations
+from ptxlab.lowbit.quant.tiled import with_arrays
+from ptxlab.lowbit.reference.attention import F64
 from ptxlab.model.layer import LayerBuffers
 from ptxlab.model.weights import LayerWeights
-from ptxlab.quant import QoQChannelWeight, QuantizedActivations
-from ptxlab.quant.tiled import with_arrays
-from ptxlab.reference.attention import F64
 from ptxlab.spec.dtypes import floats, numbers, stored
 from ptxlab.spec.tolerance import Allowed, misses
 

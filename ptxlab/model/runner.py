@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.quant import Level1Weight, quantize_level1
 from ptxlab.model.config import Config
 from ptxlab.model.quantized import QuantizedModel
-from ptxlab.quant import Level1Weight, quantize_level1
 from ptxlab.runtime.arguments import check_flags
 from ptxlab.validate import is_one_of, require_integer
 

@@ -6,14 +6,15 @@ from typing import Any, Self
 
 import numpy as np
 
-from ptxlab import gpu, quant
+from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.operation import dtype_of
-from ptxlab.kernels.transfer import copied_to_device
-from ptxlab.layout import ExpertWeights, PackedWeight, ReorderedWeight, pack, stack_experts
-from ptxlab.layout.packed_weight import QuantizedWeight
+from ptxlab.lowbit import quant
+from ptxlab.lowbit.kernels.operation import dtype_of
+from ptxlab.lowbit.kernels.transfer import copied_to_device
+from ptxlab.lowbit.layout import ExpertWeights, PackedWeight, ReorderedWeight, pack, stack_experts
+from ptxlab.lowbit.layout.packed_weight import QuantizedWeight
+from ptxlab.lowbit.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
 from ptxlab.model.config import Config, require_config
-from ptxlab.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
 from ptxlab.runtime.arguments import check_flags
 from ptxlab.spec.dtypes import stored
 from ptxlab.validate import is_one_of, require_integer, shape_of

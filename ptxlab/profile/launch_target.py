@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import gpu, kernels, runtime
-from ptxlab.bench.problems import sized
-from ptxlab.bench.shapes import HEAD_DIM
+from ptxlab import gpu, runtime
 from ptxlab.errors import ArgumentError, PtxlabError
 from ptxlab.io.files import load_arrays
-from ptxlab.kernels.attention.steps import step_of as attention_step
-from ptxlab.kernels.gemm.ladder import fit_tokens
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.bench.problems import sized
+from ptxlab.lowbit.bench.shapes import HEAD_DIM
+from ptxlab.lowbit.kernels.attention.steps import step_of as attention_step
+from ptxlab.lowbit.kernels.gemm.ladder import fit_tokens
 from ptxlab.profile.nsight import FAILED
 from ptxlab.runtime.arguments import geometry, in_order, merge_sizes
 from ptxlab.sources import Source

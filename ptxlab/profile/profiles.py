@@ -6,9 +6,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ptxlab import gpu, kernels
+from ptxlab import gpu
 from ptxlab.bench.record import commit
 from ptxlab.errors import UnavailableError
+from ptxlab.lowbit import kernels
 from ptxlab.profile import launch_target, nsight
 from ptxlab.profile.launch_target import LaunchTarget
 from ptxlab.profile.nsight import Profile, ProfiledLaunch

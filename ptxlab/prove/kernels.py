@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import z3
 
-from ptxlab import kernels, toolchain
+from ptxlab import toolchain
 from ptxlab.emulator import LaneType
 from ptxlab.emulator.front.lane_annotation import operation_of
 from ptxlab.errors import ArgumentError
+from ptxlab.lowbit import kernels
 from ptxlab.prove.bitvectors import SORTS, pieces
 from ptxlab.prove.claims import Claim, Decision, decide
 from ptxlab.prove.execute import LaneStep

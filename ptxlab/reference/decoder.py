@@ -9,8 +9,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.reference.activations import gated, rms_norm
-from ptxlab.reference.attention import rope
+from ptxlab.lowbit.reference.activations import gated, rms_norm
+from ptxlab.lowbit.reference.attention import rope
 
 Floats: TypeAlias = npt.NDArray[np.floating]
 Layer: TypeAlias = Mapping[str, Floats]

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import emulator, gpu, kernels, toolchain
+from ptxlab import emulator, gpu, toolchain
 from ptxlab.errors import ArgumentError, FileError, PtxlabError, UnavailableError, VerificationError
+from ptxlab.lowbit import kernels
 from ptxlab.runtime import Kernel, run_spec
 from ptxlab.runtime.backends import BACKENDS
 from ptxlab.sources import Source

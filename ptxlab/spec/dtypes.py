@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab import reference
+from ptxlab.lowbit import reference
 
 
 @dataclass(frozen=True)

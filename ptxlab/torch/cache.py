@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from ptxlab.errors import ArgumentError
-from ptxlab.layout import KVCache
+from ptxlab.lowbit.layout import KVCache
 from ptxlab.model.runner import PAGE
 from ptxlab.torch.operators import attention_workspace
 from ptxlab.validate import is_integer

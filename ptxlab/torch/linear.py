@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ptxlab.errors import ArgumentError
-from ptxlab.layout import PackedWeight, buffer_shapes, pack
-from ptxlab.layout.packed_weight import VERSION
+from ptxlab.lowbit.layout import PackedWeight, buffer_shapes, pack
+from ptxlab.lowbit.layout.packed_weight import VERSION
+from ptxlab.lowbit.quant import Rounding
 from ptxlab.model.weights import quantiser
-from ptxlab.quant import Rounding
 from ptxlab.spec.dtypes import name_of
 from ptxlab.torch.operators import Quantized
 

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.reference import BIASES, NORMS
 from ptxlab.model import Config, FloatModel, LayerWeights, QuantizedModel
 from ptxlab.model.floats import MappedLayers
 from ptxlab.model.open import tensor_name
 from ptxlab.model.quantized import packed_layer, stored_ends
 from ptxlab.quant.recipe import Recipe, named
 from ptxlab.quant.recipe.settings import PACKED
-from ptxlab.reference import BIASES, NORMS
 from ptxlab.spec.dtypes import name_of
 from ptxlab.torch.cache import IMPLEMENTATION, KV4Cache, Past
 from ptxlab.torch.linear import Uncast, W4A8Linear

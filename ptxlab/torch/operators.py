@@ -22,21 +22,30 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ptxlab import gpu, quant, reference
+from ptxlab import gpu
 from ptxlab.errors import ArgumentError, naming
-from ptxlab.kernels import attention, gemm, quantize
-from ptxlab.kernels.attention.append import table_rows
-from ptxlab.kernels.attention.append_api import check_places
-from ptxlab.kernels.attention.call import check_cache
-from ptxlab.kernels.attention.steps import choose
-from ptxlab.kernels.gemm.common import DTYPES
-from ptxlab.kernels.quantize.gated import gated_and_quantized
-from ptxlab.kernels.quantize.rmsnorm import normalized
-from ptxlab.layout import ExpertWeights, KVCache, PackedActivations, PackedWeight, buffer_shapes, gather, write_slots
-from ptxlab.layout.pages import require_array
+from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit.kernels import attention, gemm, quantize
+from ptxlab.lowbit.kernels.attention.append import table_rows
+from ptxlab.lowbit.kernels.attention.append_api import check_places
+from ptxlab.lowbit.kernels.attention.call import check_cache
+from ptxlab.lowbit.kernels.attention.steps import choose
+from ptxlab.lowbit.kernels.gemm.common import DTYPES
+from ptxlab.lowbit.kernels.quantize.gated import gated_and_quantized
+from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
+from ptxlab.lowbit.layout import (
+    ExpertWeights,
+    KVCache,
+    PackedActivations,
+    PackedWeight,
+    buffer_shapes,
+    gather,
+    write_slots,
+)
+from ptxlab.lowbit.layout.pages import require_array
+from ptxlab.lowbit.quant import QuantizedActivations
+from ptxlab.lowbit.quant.inputs import extremes
 from ptxlab.model.numpy_runner import IntegerProduct
-from ptxlab.quant import QuantizedActivations
-from ptxlab.quant.inputs import extremes
 from ptxlab.spec.dtypes import as_stored, floats, name_of, stored
 from ptxlab.torch.repeats import Repeats
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ptxlab import gpu
-from ptxlab.kernels.operation import launches_within, remember
+from ptxlab.lowbit.kernels.operation import launches_within, remember
 from ptxlab.runtime.plan import Plan
 
 _Place = tuple[int, int]  # the number of a tensor, of arguments and then results; bytes from its beginning

@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
-from ptxlab.model.floats import FloatModel, Tokens
-from ptxlab.model.quantized import FUSED
-from ptxlab.quant import (
+from ptxlab.lowbit.audit import SkippedTensor
+from ptxlab.lowbit.quant import (
     channel_sizes,
     int8_blocks,
     outlier_order,
@@ -21,12 +20,13 @@ from ptxlab.quant import (
     quantize_block_weight,
     quantize_blocks,
 )
-from ptxlab.quant.atom import ATOM_GROUPS
-from ptxlab.quant.fmpq import MOST_INT8, OUTLIER
-from ptxlab.quant.inputs import as_float_matrix
-from ptxlab.reference import EXACT, Layer, Numerics
+from ptxlab.lowbit.quant.atom import ATOM_GROUPS
+from ptxlab.lowbit.quant.fmpq import MOST_INT8, OUTLIER
+from ptxlab.lowbit.quant.inputs import as_float_matrix
+from ptxlab.lowbit.reference import EXACT, Layer, Numerics
+from ptxlab.model.floats import FloatModel, Tokens
+from ptxlab.model.quantized import FUSED
 from ptxlab.validate import is_one_of, require_number
-from ptxlab.weights.audit import SkippedTensor
 
 INPUT_SCHEMES = ("atom", "fmpq")
 

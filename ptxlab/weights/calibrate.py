@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab.errors import ArgumentError, naming
+from ptxlab.lowbit.quant.fmpq import int8_blocks
+from ptxlab.lowbit.quant.tiled import with_arrays
+from ptxlab.lowbit.reference import EXACT, Layer, Numerics
 from ptxlab.model.floats import FloatModel, MappedLayers, Tokens
 from ptxlab.model.quantized import FUSED
 from ptxlab.model.threads import each_stream
-from ptxlab.quant.fmpq import int8_blocks
 from ptxlab.quant.numerics import FakeQuantized
 from ptxlab.quant.recipe import (
     Recipe,
@@ -34,8 +36,6 @@ from ptxlab.quant.recipe import (
     smooth_keys,
 )
 from ptxlab.quant.recipe.settings import ROTATIONS
-from ptxlab.quant.tiled import with_arrays
-from ptxlab.reference import EXACT, Layer, Numerics
 from ptxlab.validate import require_integer
 
 

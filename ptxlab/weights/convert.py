@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError, FileError, VerificationError
-from ptxlab.io.checkpoint import FLOATS, Checkpoint, TensorInfo, write_checkpoint
-from ptxlab.layout import PackedWeight, buffer_shapes, load, pack, unpack
-from ptxlab.layout.packed_weight import QuantizedWeight
-from ptxlab.layout.storage import METADATA_KEY, announce, contents, header_fields, metadata
+from ptxlab.lowbit.layout import PackedWeight, buffer_shapes, load, pack, unpack
+from ptxlab.lowbit.layout.checkpoint import FLOATS, Checkpoint, TensorInfo, write_checkpoint
+from ptxlab.lowbit.layout.packed_weight import QuantizedWeight
+from ptxlab.lowbit.layout.storage import METADATA_KEY, announce, contents, header_fields, metadata
+from ptxlab.lowbit.quant import PROTECTIVE_RANGE
+from ptxlab.lowbit.quant.inputs import check_protective_range
 from ptxlab.model.weights import quantiser
-from ptxlab.quant import PROTECTIVE_RANGE
-from ptxlab.quant.inputs import check_protective_range
 
 _EMBEDDING = re.compile(r"embed|(^|[._])w[tp]e\b", re.IGNORECASE)  # embed_tokens, position_embeddings, wte, wpe
 _LISTED = 8  # tensors that one message names

@@ -16,17 +16,14 @@ from typing import Any
 import numpy as np
 
 from ptxlab.errors import ArgumentError, FileError, naming
-from ptxlab.io.checkpoint import write_checkpoint
 from ptxlab.io.files import require_folder
-from ptxlab.layout import LAYOUTS, buffer_shapes, pack
 from ptxlab.layout.foreign import UNKNOWN_RANGE, ForeignCheckpoint, ForeignMatrix, ForeignWeight
-from ptxlab.layout.packed_weight import QuantizedWeight, require_no_overflow
-from ptxlab.layout.storage import announce, contents, header_fields, metadata
-from ptxlab.model import folder as folders
-from ptxlab.model import open_model
-from ptxlab.model.open import tensor_name
-from ptxlab.model.quantized import FUSED, packed_layer, stored_ends
-from ptxlab.quant import (
+from ptxlab.lowbit.audit import relative_error
+from ptxlab.lowbit.layout import LAYOUTS, buffer_shapes, pack
+from ptxlab.lowbit.layout.checkpoint import write_checkpoint
+from ptxlab.lowbit.layout.packed_weight import QuantizedWeight, require_no_overflow
+from ptxlab.lowbit.layout.storage import announce, contents, header_fields, metadata
+from ptxlab.lowbit.quant import (
     GROUPS,
     PROTECTIVE_RANGE,
     AffineWeight,
@@ -35,8 +32,11 @@ from ptxlab.quant import (
     TwoLevelWeight,
     quantize_lqq,
 )
+from ptxlab.model import folder as folders
+from ptxlab.model import open_model
+from ptxlab.model.open import tensor_name
+from ptxlab.model.quantized import FUSED, packed_layer, stored_ends
 from ptxlab.validate import is_one_of
-from ptxlab.weights.audit import relative_error
 
 _LQQ = ("q4", "group_scale", "minimum", "channel_scale")
 

@@ -12,15 +12,15 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError, FileError, naming
 from ptxlab.io.files import require_folder
 from ptxlab.io.tokenizer import Tokenizer
-from ptxlab.layout import buffer_shapes, pack_reordered
-from ptxlab.layout.reordered import reordered_shapes
+from ptxlab.lowbit.layout import buffer_shapes, pack_reordered
+from ptxlab.lowbit.layout.reordered import reordered_shapes
+from ptxlab.lowbit.reference import Layer
 from ptxlab.model import folder as folders
 from ptxlab.model.floats import FloatModel, Tokens
 from ptxlab.model.quantized import layer_floats, packed_layer, stored_ends
 from ptxlab.model.weights import DTYPES
 from ptxlab.quant.recipe import Recipe
 from ptxlab.quant.recipe.settings import PACKED
-from ptxlab.reference import Layer
 from ptxlab.validate import is_one_of
 from ptxlab.weights.calibrate import QuantizedLayer, prepared, quantize_layers, require_text
 

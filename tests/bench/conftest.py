@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from ptxlab import gpu
-from ptxlab.bench import attention, copying, stream
+from ptxlab.bench import copying
 from ptxlab.bench import user_kernels as own
-from ptxlab.bench.attention import append, merge
-from ptxlab.bench.attention import problem as attention_problem
-from ptxlab.bench.gemm import grouped, points, problem, quantiser
 from ptxlab.bench.layer import decoder, fused
+from ptxlab.lowbit.bench import attention, stream
+from ptxlab.lowbit.bench.attention import append, merge
+from ptxlab.lowbit.bench.attention import problem as attention_problem
+from ptxlab.lowbit.bench.gemm import grouped, points, problem, quantiser
 from ptxlab.runtime import Kernel
 from ptxlab.runtime.timing import Measured
 from ptxlab.sources import Source

@@ -13,13 +13,13 @@ import pytest
 
 from ptxlab import bench, gpu
 from ptxlab.bench import models
-from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder
 from ptxlab.bench.peers_layer import MixTime
 from ptxlab.bench.record import Row
 from ptxlab.errors import ArgumentError, BenchmarkError, UnavailableError
-from ptxlab.layout import page_bytes
+from ptxlab.lowbit.bench.attention import problem as attention_problem
+from ptxlab.lowbit.layout import page_bytes
 from ptxlab.model import Config, KernelRunner, LayerWeights
 from ptxlab.model.memory import layer_bytes
 from tests.bench.conftest import _measure

@@ -6,15 +6,17 @@ import warnings
 import numpy as np
 import pytest
 
-from ptxlab import bench, cost, gpu, kernels
-from ptxlab.bench import attention, copying, dequant, layer, peers, peers_layer, stream
-from ptxlab.bench.attention import append, merge
-from ptxlab.bench.attention import problem as attention_problem
-from ptxlab.bench.gemm import chain, grouped, headline, points, problem, quantiser, steps, w4a4
-from ptxlab.bench.shapes import EXPERTS, LAYERS, Batch, Layer, even
+from ptxlab import bench, gpu
+from ptxlab.bench import copying, layer, peers, peers_layer
 from ptxlab.errors import BenchmarkError
-from ptxlab.kernels.attention.steps import STEPS, choose, why_not
-from ptxlab.layout.packed_activations import ORDERS
+from ptxlab.lowbit import cost, kernels
+from ptxlab.lowbit.bench import attention, dequant, stream
+from ptxlab.lowbit.bench.attention import append, merge
+from ptxlab.lowbit.bench.attention import problem as attention_problem
+from ptxlab.lowbit.bench.gemm import chain, grouped, headline, points, problem, quantiser, steps, w4a4
+from ptxlab.lowbit.bench.shapes import EXPERTS, LAYERS, Batch, Layer, even
+from ptxlab.lowbit.kernels.attention.steps import STEPS, choose, why_not
+from ptxlab.lowbit.layout.packed_activations import ORDERS
 from ptxlab.model import Config
 from ptxlab.runtime.timing import measure
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import reference
 from ptxlab.bench import peers, peers_layer
 from ptxlab.bench.layer import shapes
 from ptxlab.errors import BenchmarkError
+from ptxlab.lowbit import reference
 from ptxlab.model import Config
 from ptxlab.runtime.timing import Measured
 

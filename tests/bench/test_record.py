@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from ptxlab import bench, cost, gpu, sources
+from ptxlab import bench, gpu, sources
 from ptxlab.bench.ceilings import Ceilings, shortfall
 from ptxlab.bench.record import Record, commit
 from ptxlab.cli.common import table
 from ptxlab.errors import ArgumentError, BenchmarkError, FileError
+from ptxlab.lowbit import cost
 from ptxlab.runtime.timing import BEYOND_L2, clock_mhz, copies_beyond_l2
 from tests.support.bench_rows import ROW, slowed
 

@@ -1,8 +1,8 @@
 """Times of others that were measured once."""
 
 from ptxlab.bench.peers import CUBLAS, HUMMING, SDPA_BACKENDS
-from ptxlab.bench.shapes import LLAMA
 from ptxlab.bench.stored import OURS, stored_attention, stored_times
+from ptxlab.lowbit.bench.shapes import LLAMA
 
 STORED = stored_times()
 

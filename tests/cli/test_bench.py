@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ptxlab import bench
-from ptxlab.bench import sweep
+from ptxlab.lowbit.bench import sweep
 from ptxlab.runtime.timing import Measured
 from tests.support import kv_record, ladder_record, layer_record
 from tests.support.bench_rows import slowed

@@ -14,11 +14,12 @@ import pytest
 from safetensors.numpy import save_file
 
 import ptxlab
-from ptxlab import demo, kernels, toolchain
+from ptxlab import toolchain
 from ptxlab.errors import UnavailableError
 from ptxlab.gpu import device
 from ptxlab.io import downloads as weights
-from ptxlab.layout.nibbles import pack_u4
+from ptxlab.lowbit import demo, kernels
+from ptxlab.lowbit.layout.nibbles import pack_u4
 from tests.support.add4 import PTX_ADD4
 
 

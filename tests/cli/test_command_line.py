@@ -12,11 +12,12 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 
-from ptxlab import emulator, gpu, kernels, sass
+from ptxlab import emulator, gpu, sass
 from ptxlab.cli import PANELS, common, profile
 from ptxlab.cli import run as run_commands
 from ptxlab.cli import sass as sass_command
 from ptxlab.cli.common import WIDTH
+from ptxlab.lowbit import kernels
 from ptxlab.profile import nsight
 from ptxlab.runtime.verify import Job, Verdict
 from tests.support.add4 import PTX_ADD4

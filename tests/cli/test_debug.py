@@ -144,7 +144,7 @@ def test_json(files: Path, cli: Any) -> None:
 
 def test_it_takes_what_run_takes(files: Path, cli: Any) -> None:
     """A kernel of the project by name, sizes from the file; and the same mistakes in one line."""
-    from ptxlab import kernels
+    from ptxlab.lowbit import kernels
 
     spec, _ = kernels.find("dequant_lqq")
     sizes = spec.example_sizes[0]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ptxlab import layout
+from ptxlab.lowbit import layout
 from ptxlab.model import Corpus
 from ptxlab.weights import accuracy
 from tests.support.small_models import write_folder

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import gpu, quant, reference
+from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.gemm.common import DTYPES
-from ptxlab.layout import unpack_activations
+from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit.kernels.gemm.common import DTYPES
+from ptxlab.lowbit.layout import unpack_activations
 from tests.support.gemm_calls import product
 
 pytestmark = pytest.mark.gpu

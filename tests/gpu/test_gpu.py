@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import gpu, kernels, toolchain
+from ptxlab import gpu, toolchain
 from ptxlab.errors import ArgumentError, CompileError, LaunchError, UnavailableError
+from ptxlab.lowbit import kernels
 from ptxlab.runtime import verify
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch

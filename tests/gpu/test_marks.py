@@ -2,8 +2,9 @@
 
 import pytest
 
-from ptxlab import gpu, kernels
+from ptxlab import gpu
 from ptxlab.gpu import marks
+from ptxlab.lowbit import kernels
 from ptxlab.runtime.plan import Plan
 from tests.support.fake_gpu import FakeGpu
 

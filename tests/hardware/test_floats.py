@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ptxlab import reference
+from ptxlab.lowbit import reference
 
 
 @given(bits=hnp.arrays(np.uint32, 64, elements=st.integers(0, 2**32 - 1)))

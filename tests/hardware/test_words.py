@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ptxlab.reference import as_bytes, as_words, replicate
+from ptxlab.lowbit.reference import as_bytes, as_words, replicate
 from tests.support import strategies
 
 

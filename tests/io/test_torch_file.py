@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import ArgumentError, FileError
-from ptxlab.io.checkpoint import TensorInfo
 from ptxlab.io.torch_file import MAX_PICKLE, TorchFile, TorchFolder, open_checkpoint
+from ptxlab.lowbit.layout.checkpoint import TensorInfo
 from tests.support.foreign_files import ORDERED_DICT, number, refused_mutants, tensor, text, write_archive, write_torch
 
 GOLDEN = Path(__file__).parent.parent / "golden"

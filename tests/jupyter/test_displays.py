@@ -8,7 +8,8 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 import ptxlab
-from ptxlab import jupyter, quant, sources
+from ptxlab import jupyter, sources
+from ptxlab.lowbit import quant
 from tests.jupyter.conftest import CUDA, PTX
 
 

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from ptxlab.errors import FileError
 from ptxlab.layout.foreign import ForeignCheckpoint, qserve_rows, unpack_qserve, unpack_words
-from ptxlab.quant import AffineWeight, LQQWeight
+from ptxlab.lowbit.quant import AffineWeight, LQQWeight
 from tests.support import foreign_files
 from tests.support.foreign_files import FORMATS, OF_AWQ, STRAIGHT, of_format, refused_mutants, write_torch
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab.bench import shapes
 from ptxlab.errors import ArgumentError, FileError
+from ptxlab.lowbit.bench import shapes
 from ptxlab.model import MODELS, Config
 
 # As published with the models, less what says nothing of a layer.

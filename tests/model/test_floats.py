@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import gpu, reference
+from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.io import downloads as weights
+from ptxlab.lowbit import reference
+from ptxlab.lowbit.reference import Numerics
 from ptxlab.model import Config, FloatModel, floats, open_model, open_text, perplexity, tokens_of, windows
 from ptxlab.model.floats import negative_log_likelihood
-from ptxlab.reference import Numerics
 from tests.golden.record_decoders import PATH, by_transformers
 from tests.support.dispatching_array import DispatchingArray
 from tests.support.small_models import CONFIGS, some_tokens, write_folder

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import gpu, quant, reference
+from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.layout import gather, pack, unpack
+from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit.layout import gather, pack, unpack
 from ptxlab.model import FloatModel, KernelRunner, LayerInputs, NumpyRunner, QuantizedModel, generate
 from ptxlab.model.generate import choose
 from ptxlab.model.numpy_runner import IntegerProduct

@@ -11,6 +11,7 @@ import ptxlab
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.io import downloads as weights
+from ptxlab.lowbit.quant import quantize_activations
 from ptxlab.model import (
     FloatModel,
     KernelRunner,
@@ -23,7 +24,6 @@ from ptxlab.model import (
 )
 from ptxlab.model.numpy_runner import IntegerProduct
 from ptxlab.model.reference import compare
-from ptxlab.quant import quantize_activations
 from ptxlab.spec.dtypes import stored
 from tests.support.kernel_attention import KernelAttentionRunner
 from tests.support.small_models import write_folder

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ptxlab import emulator, gpu, runtime
 from ptxlab.errors import ArgumentError, VerificationError
-from ptxlab.kernels import operation
-from ptxlab.layout import KVCache
+from ptxlab.lowbit.kernels import operation
+from ptxlab.lowbit.layout import KVCache
 from ptxlab.model import Config, LayerBuffers, LayerInputs, LayerWeights
 from ptxlab.model.reference import compare, exact, in_float64
 from ptxlab.spec.dtypes import numbers

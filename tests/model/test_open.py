@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 
 from ptxlab.errors import FileError
 from ptxlab.io import downloads as weights
-from ptxlab.io.checkpoint import CheckpointFolder
 from ptxlab.io.downloads import ShippedData, ShippedFile
-from ptxlab.layout import unpack
+from ptxlab.lowbit.layout import unpack
+from ptxlab.lowbit.layout.checkpoint import CheckpointFolder
 from ptxlab.model import Config, FloatModel, LayerWeights, QuantizedModel, open_model
 from ptxlab.model.open import dequantized
 from tests.support.small_models import CONFIGS, some_tokens, tensors, tokenizer, write_folder, write_gguf

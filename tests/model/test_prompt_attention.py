@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import reference
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.layout import gather
+from ptxlab.lowbit import reference
+from ptxlab.lowbit.layout import gather
 from ptxlab.model import KernelRunner, LayerWeights, NumpyRunner, QuantizedModel, Server
 from ptxlab.model.kernel_runner import require_torch
 from ptxlab.model.layer import LayerCall

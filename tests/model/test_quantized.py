@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ptxlab import quant
 from ptxlab.errors import ArgumentError
-from ptxlab.layout import pack, unpack
+from ptxlab.lowbit import quant
+from ptxlab.lowbit.layout import pack, unpack
 from ptxlab.model import FloatModel, QuantizedModel
 from tests.support.layers import TINY_MODEL
 

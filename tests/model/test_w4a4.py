@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import layout, quant, reference
 from ptxlab.errors import ArgumentError, FileError
-from ptxlab.kernels.gemm.w4a4 import gemm_atom
-from ptxlab.kernels.gemm.w4ax import gemm_blocks
-from ptxlab.layout import ReorderedWeight, pack_reordered
+from ptxlab.lowbit import layout, quant, reference
+from ptxlab.lowbit.kernels.gemm.w4a4 import gemm_atom
+from ptxlab.lowbit.kernels.gemm.w4ax import gemm_blocks
+from ptxlab.lowbit.layout import ReorderedWeight, pack_reordered
+from ptxlab.lowbit.reference import Layer, Numerics
 from ptxlab.model import Config, FloatModel, KernelRunner, NumpyRunner, QuantizedModel, folder, perplexity
 from ptxlab.model.numpy_runner import GroupProduct
 from ptxlab.model.open import dequantized
 from ptxlab.model.quantized import FUSED, numerics_of
 from ptxlab.quant.recipe import RECIPES, Recipe
-from ptxlab.reference import Layer, Numerics
 from ptxlab.weights import calibrate
 from ptxlab.weights.quantize import quantize_model
 

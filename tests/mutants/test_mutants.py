@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import kernels
+from ptxlab.lowbit import kernels
 from tests.mutants import __main__ as command
 from tests.mutants.runner import EQUIVALENT, ERROR, KILLED, SURVIVED, Copy, Outcome, judged
 from tests.mutants.table import ROOT, Mutant, load
@@ -38,10 +38,10 @@ def test_every_mutant_has_its_place_and_its_tests() -> None:
 
 
 ELSEWHERE = {  # kernels without a mutant of their own, and what changes them one statement at a time instead
-    "tests/kernels/test_mutation.py": r"dequant_\w+",
-    "tests/kernels/test_load_mutation.py": r"load_\w+",
-    "tests/kernels/gemm/test_mutation.py": r"gemm_w4a8_(qoq_channel_sm80|(qoq|lqq|lqq_excp|lqq_imfp)_sm90)",
-    "tests/kernels/attention/test_mutation.py": r"attention_kv8|attention_kv4_(simple|fp16|bittrick|prefetch)",
+    "tests/lowbit/kernels/test_mutation.py": r"dequant_\w+",
+    "tests/lowbit/kernels/test_load_mutation.py": r"load_\w+",
+    "tests/lowbit/kernels/gemm/test_mutation.py": r"gemm_w4a8_(qoq_channel_sm80|(qoq|lqq|lqq_excp|lqq_imfp)_sm90)",
+    "tests/lowbit/kernels/attention/test_mutation.py": r"attention_kv8|attention_kv4_(simple|fp16|bittrick|prefetch)",
 }
 WITHOUT = {
     "gemm_tile_lqq_sm80",

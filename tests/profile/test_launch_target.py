@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import gpu, kernels
+from ptxlab import gpu
 from ptxlab.errors import ArgumentError
+from ptxlab.lowbit import kernels
 from ptxlab.profile import launch_target, nsight
 from ptxlab.profile.launch_target import LaunchTarget
 from tests.bench.conftest import emulated_gpu

@@ -10,7 +10,8 @@ import pytest
 
 from ptxlab import gpu
 from ptxlab.errors import UnavailableError
-from ptxlab.profile import nsight, profiles, stalls
+from ptxlab.lowbit.bench import stalls
+from ptxlab.profile import nsight, profiles
 from ptxlab.profile.launch_target import LaunchTarget
 from tests.support.add4 import PTX_ADD4
 from tests.support.fake_ncu import ncu

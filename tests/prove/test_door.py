@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ptxlab import layout, quant
 from ptxlab.errors import ArgumentError, FileError
+from ptxlab.lowbit import layout, quant
+from ptxlab.lowbit.audit import audit_file, audit_matrix
+from ptxlab.lowbit.quant.two_level import TwoLevelWeight
 from ptxlab.model import Config, FloatModel
 from ptxlab.quant.recipe import RECIPES
-from ptxlab.quant.two_level import TwoLevelWeight
 from ptxlab.weights import convert, quantize
-from ptxlab.weights.audit import audit_file, audit_matrix
 from ptxlab.weights.imports import import_checkpoint
 from tests.support import foreign_files
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ptxlab import kernels
 from ptxlab.errors import ArgumentError
 from ptxlab.io.files import load_arrays
+from ptxlab.lowbit import kernels
 from ptxlab.runtime import load
 from ptxlab.sources import results_dir
 from tests.support import emulated

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import kernels
 from ptxlab.errors import ArgumentError
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.claims.main_loops import MAIN_LOOPS
 from ptxlab.prove.loop_claim import LoopClaim
-from ptxlab.prove.main_loops import MAIN_LOOPS
 
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import quant
 from ptxlab.errors import ArgumentError
+from ptxlab.lowbit import quant
 from ptxlab.quant.numerics import FakeQuantized
 
 X = np.random.default_rng(0).standard_normal((2, 3, 40)).astype(np.float32)

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from ptxlab import plot
 from ptxlab.bench.peers import HUMMING
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, LLAMA, UNTUNED
 from ptxlab.bench.stored import stored_times
 from ptxlab.errors import FileError
+from ptxlab.lowbit.bench.shapes import ALL_TOKENS, FEW_TOKENS, LLAMA, UNTUNED
 from report import FIGURES, figures, frames, gemm, gemmplot, ladder, sections, targets
 from tests.support import ladder_record
 from tests.support.headline_record import SLOWDOWN, record

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from ptxlab.bench.attention import PROGRAMMATIC
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.shapes import HEADS, batches
 from ptxlab.bench.stored import OURS, stored_attention
 from ptxlab.errors import FileError
-from ptxlab.kernels.attention.steps import STEPS
+from ptxlab.lowbit.bench.attention import PROGRAMMATIC
+from ptxlab.lowbit.bench.shapes import HEADS, batches
+from ptxlab.lowbit.kernels.attention.steps import STEPS
 from report import attention, figures, frames, sections, targets
 from report.targets import Target
 from tests.support import kv_record

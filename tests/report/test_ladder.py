@@ -11,9 +11,9 @@ from ptxlab import plot
 from ptxlab.bench import compare
 from ptxlab.bench.peers import CUBLAS
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.shapes import DISSECTED, LAYERS, TOKENS
 from ptxlab.bench.stored import OURS, stored_times
 from ptxlab.errors import FileError
+from ptxlab.lowbit.bench.shapes import DISSECTED, LAYERS, TOKENS
 from report import figures, frames, gemmplot, ladder, sections
 from tests.support.bench_rows import slowed
 from tests.support.ladder_record import NAMES, record

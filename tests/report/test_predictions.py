@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from ptxlab import cost, plot
-from ptxlab.bench import counts
+from ptxlab import plot
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.shapes import ALL_TOKENS, LLAMA
 from ptxlab.errors import FileError
+from ptxlab.lowbit import cost
+from ptxlab.lowbit.bench import counts
+from ptxlab.lowbit.bench.shapes import ALL_TOKENS, LLAMA
 from report import costplot, figures, frames, gemm, ladder, predictions, sections
 from report.predictions import W8A8, duels, slower_between
 from tests.support import ladder_record

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import kernels
 from ptxlab.errors import FileError
+from ptxlab.lowbit import kernels
 from report import attention, headers, ladder, sections, w4a4
 from tests.support import w4a4_record
 from tests.support.bench_rows import slowed

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import kernels
+from ptxlab.lowbit import kernels
 from ptxlab.profile.nsight.sanitizer import TOOLS
 from report import __main__ as command
 

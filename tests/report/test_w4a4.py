@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ptxlab import bench, plot
-from ptxlab.bench.gemm.w4a4 import COMPARED
 from ptxlab.bench.plot import record_figure
-from ptxlab.cost.published import FIGURES
-from ptxlab.cost.schedule import COMET, SCHEDULES
+from ptxlab.lowbit.bench.gemm.w4a4 import COMPARED
+from ptxlab.lowbit.cost.published import FIGURES
+from ptxlab.lowbit.cost.schedule import COMET, SCHEDULES
 from report import accuracy, figures, frames, headers, sections, targets, w4a4
 from tests.support import made_up, w4a4_record
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import kernels, runtime
+from ptxlab import runtime
 from ptxlab.errors import ArgumentError, CompileError, FileError, MemoryFault, SourceError, UnavailableError
-from ptxlab.layout.nibbles import pack_u4
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.layout.nibbles import pack_u4
 from ptxlab.runtime.verify import compare
 from ptxlab.spec import Launch
 from tests.support.add4 import PTX_ADD4

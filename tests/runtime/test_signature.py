@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import kernels, sources
+from ptxlab import sources
 from ptxlab.errors import ArgumentError
+from ptxlab.lowbit import kernels
 from ptxlab.runtime.signature import Parameter, of_cuda
 from ptxlab.spec.dtypes import storage
 

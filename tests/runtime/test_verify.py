@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import kernels, toolchain
+from ptxlab import toolchain
 from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.lowbit import kernels
 from ptxlab.runtime import Kernel, run_spec, verify
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, WrongByDesign

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from ptxlab import emulator, kernels, reference
-from ptxlab.bench import dequant
-from ptxlab.layout.nibbles import unpack_u4
+from ptxlab import emulator
+from ptxlab.lowbit import kernels, reference
+from ptxlab.lowbit.bench import dequant
+from ptxlab.lowbit.layout.nibbles import unpack_u4
 from ptxlab.sass import harness
 from ptxlab.sources import Source
 

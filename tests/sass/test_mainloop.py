@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import kernels, sass, toolchain
-from ptxlab.bench import counts
-from ptxlab.bench.gemm.problem import sizes_at, variant
-from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS
-from ptxlab.kernels.gemm import STEPS
+from ptxlab import sass, toolchain
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.bench import counts
+from ptxlab.lowbit.bench.gemm.problem import sizes_at, variant
+from ptxlab.lowbit.bench.shapes import DISSECTED, DISSECTED_TOKENS
+from ptxlab.lowbit.kernels.gemm import STEPS
 from ptxlab.sass import mainloop
 
 # Two loops, the second within the first; a slow path behind the end that goes back into the inner one.

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from ptxlab import gpu, kernels
+from ptxlab import gpu
+from ptxlab.lowbit import kernels
 from ptxlab.runtime import verify
 from ptxlab.spec.dtypes import ByVariant, dtype_in, storage, stored
 

@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 
-from ptxlab import kernels, sources
+from ptxlab import sources
 from ptxlab.errors import ArgumentError
-from ptxlab.layout.nibbles import pack_u4
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.layout.nibbles import pack_u4
 from ptxlab.spec import Arg, KernelSpec, Launch
 from ptxlab.spec.dtypes import ByVariant, storage, stored
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import gpu, kernels, quant, reference
-from ptxlab.kernels.attention.append import APPEND, ROPE_APPEND, table_rows
-from ptxlab.layout import KVCache, page_bytes, write_slots
-from ptxlab.quant import KV_SCHEMES
+from ptxlab import gpu
+from ptxlab.lowbit import kernels, quant, reference
+from ptxlab.lowbit.kernels.attention.append import APPEND, ROPE_APPEND, table_rows
+from ptxlab.lowbit.layout import KVCache, page_bytes, write_slots
+from ptxlab.lowbit.quant import KV_SCHEMES
 from ptxlab.runtime import Outcome, run_spec
 from ptxlab.sources import Source
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.kernels.attention import ladder, sm80, sm90
-from ptxlab.kernels.attention.sm80 import MMA
-from ptxlab.layout import KVCache
+from ptxlab.lowbit.kernels.attention import ladder, sm80, sm90
+from ptxlab.lowbit.kernels.attention.sm80 import MMA
+from ptxlab.lowbit.layout import KVCache
 from ptxlab.spec.dtypes import numbers
 from ptxlab.spec.tolerance import within
 from tests.support import attention_problems as problems

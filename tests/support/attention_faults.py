@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from ptxlab.bench.attention import kvdata
-from ptxlab.bench.attention.problem import SCALE
-from ptxlab.bench.shapes import HEAD_DIM, PAGE
-from ptxlab.layout import KVCache
-from ptxlab.layout.pages import PageView, unpack_pages
+from ptxlab.lowbit.bench.attention import kvdata
+from ptxlab.lowbit.bench.attention.problem import SCALE
+from ptxlab.lowbit.bench.shapes import HEAD_DIM, PAGE
+from ptxlab.lowbit.layout import KVCache
+from ptxlab.lowbit.layout.pages import PageView, unpack_pages
 from ptxlab.spec.tolerance import Allowed, misses
 
 DRAWS = 1000

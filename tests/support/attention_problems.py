@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import emulator, kernels
-from ptxlab.kernels.attention import common
-from ptxlab.layout import KVCache
+from ptxlab import emulator
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.kernels.attention import common
+from ptxlab.lowbit.layout import KVCache
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.verify import compare
 from ptxlab.spec import Arrays, KernelSpec

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import strategies as st
 
-from ptxlab import emulator, kernels
-from ptxlab.kernels.attention import sm80, sm90
-from ptxlab.kernels.attention.sm90 import SM90, AttentionTileSm90
+from ptxlab import emulator
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.kernels.attention import sm80, sm90
+from ptxlab.lowbit.kernels.attention.sm90 import SM90, AttentionTileSm90
 from ptxlab.runtime import Outcome, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec

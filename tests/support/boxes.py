@@ -8,7 +8,7 @@ import numpy as np
 
 import ptxlab
 from ptxlab import emulator
-from ptxlab.layout import TensorMap
+from ptxlab.lowbit.layout import TensorMap
 from ptxlab.sources import Source
 
 SHAPES = {1: (48,), 2: (6, 32), 3: (5, 4, 16), 4: (3, 2, 4, 16), 5: (2, 3, 2, 3, 16)}

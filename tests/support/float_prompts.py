@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import reference
+from ptxlab.lowbit import reference
 from ptxlab.model import NumpyRunner
 from ptxlab.model.runner import Rows
 from ptxlab.spec.dtypes import as_stored

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 import ptxlab
-from ptxlab import layout, quant, reference
+from ptxlab.lowbit import layout, quant, reference
 
 M, N, K = 5, 40, 256
 RNG = np.random.default_rng(0)

@@ -7,7 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ptxlab import kernels, sass, toolchain
+from ptxlab import sass, toolchain
+from ptxlab.lowbit import kernels
 from ptxlab.runtime import run_spec
 from ptxlab.sass.wgmma import overwritten_operands
 from ptxlab.spec import KernelSpec

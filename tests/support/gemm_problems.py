@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ptxlab import quant
-from ptxlab.kernels.gemm.common import GROUPS
-from ptxlab.kernels.gemm.grouped import offsets_of
+from ptxlab.lowbit import quant
+from ptxlab.lowbit.kernels.gemm.common import GROUPS
+from ptxlab.lowbit.kernels.gemm.grouped import offsets_of
 from tests.support import strategies
 from tests.support.quantized import weight_of
 

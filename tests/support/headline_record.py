@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ptxlab.bench.gemm import grouped, headline
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.shapes import (
+from ptxlab.lowbit.bench.gemm import grouped, headline
+from ptxlab.lowbit.bench.shapes import (
     ALL_TOKENS,
     CHAINS,
     FEW_TOKENS,

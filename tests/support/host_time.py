@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 import ptxlab
-from ptxlab import gpu, quant
+from ptxlab import gpu
+from ptxlab.lowbit import quant
 
 CALLS, BETWEEN = 2000, 100
 To = Callable[[Any], Any]  # a NumPy array to a library's on the GPU

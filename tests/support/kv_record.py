@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ptxlab.bench import attention
-from ptxlab.bench.attention import append, merge
-from ptxlab.bench.attention.problem import scheme_of
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.shapes import HEADS, Batch, batches, evened, ragged
 from ptxlab.bench.stored import stored_attention
-from ptxlab.kernels.attention.steps import STEPS
+from ptxlab.lowbit.bench import attention
+from ptxlab.lowbit.bench.attention import append, merge
+from ptxlab.lowbit.bench.attention.problem import scheme_of
+from ptxlab.lowbit.bench.shapes import HEADS, Batch, batches, evened, ragged
+from ptxlab.lowbit.kernels.attention.steps import STEPS
 from tests.support import made_up
 
 SLOWDOWN = 1.04  # time over the floor, of all that is ours

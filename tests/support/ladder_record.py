@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from ptxlab import kernels
-from ptxlab.bench.gemm.problem import packed_bytes, sizes_at, variant
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS, TOKENS, Layer
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.bench.gemm.problem import packed_bytes, sizes_at, variant
+from ptxlab.lowbit.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS, TOKENS, Layer
 from tests.support import made_up
 
 NAMES = [spec.name for spec in kernels.gemm.STEPS]

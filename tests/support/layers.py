@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import quant
-from ptxlab.layout import KVCache, scatter
+from ptxlab.lowbit import quant
+from ptxlab.lowbit.layout import KVCache, scatter
 from ptxlab.model import Config, LayerBuffers, LayerInputs, LayerWeights, decode_layer
 from ptxlab.spec.dtypes import stored
 

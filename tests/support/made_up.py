@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ptxlab import cost
 from ptxlab.bench.record import Row
+from ptxlab.lowbit import cost
 
 ACCURACY = {  # of a record of `ptxlab accuracy`, without its rows and texts
     "schema": 1,

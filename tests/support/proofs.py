@@ -12,9 +12,9 @@ from pathlib import Path
 
 import z3
 
-from ptxlab import kernels
 from ptxlab.emulator.front.ir import Entry
 from ptxlab.io.files import write_text
+from ptxlab.lowbit import kernels
 from ptxlab.prove import Claim, decide, loops
 from ptxlab.prove.kernels import query
 from ptxlab.prove.loop_claim import LoopClaim
@@ -26,7 +26,7 @@ from tests.support.emulated import HEADER
 from tests.support.mutation import battery, is_killed, mutants
 
 NAMES = [name for name, spec in kernels.specs().items() if spec.family == "dequant"]
-# The list of `tests/kernels/test_mutation.py`, and what a contract within its rules cannot tell.
+# The list of `tests/lowbit/kernels/test_mutation.py`, and what a contract within its rules cannot tell.
 SURVIVORS = (
     (r"mad\.wide\.u32 => .*mad\.wide\.s32", "indices stay below 2^31 unless a matrix has 2^35 weights"),
     (r"cvt\.u64\.u32 => .*cvt\.s64\.s32", "groups number fewer than 2^31"),

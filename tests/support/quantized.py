@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from ptxlab.quant import GROUPS, KV_SCHEMES, LQQWeight, QoQChannelWeight, QoQWeight, QuantizedKV
+from ptxlab.lowbit.quant import GROUPS, KV_SCHEMES, LQQWeight, QoQChannelWeight, QoQWeight, QuantizedKV
 
 every_scheme = pytest.mark.parametrize("scheme", KV_SCHEMES)
 

@@ -9,7 +9,7 @@ groups 1 and 2 consume: 64 channels each, W from registers.
 import numpy as np
 
 from ptxlab.hardware.fragments import mma_a
-from ptxlab.layout import TensorMap
+from ptxlab.lowbit.layout import TensorMap
 
 BN, BM, BK, STAGES = 128, 16, 128, 2
 THREADS = 384

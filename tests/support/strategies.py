@@ -13,7 +13,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ptxlab.quant import GROUPS
+from ptxlab.lowbit.quant import GROUPS
 
 Array: TypeAlias = npt.NDArray[Any]
 Inputs: TypeAlias = dict[str, Array]

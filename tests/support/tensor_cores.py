@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ptxlab.emulator.ops import mma
-from ptxlab.reference.tensor_cores import hopper_mma
+from ptxlab.lowbit.reference.tensor_cores import hopper_mma
 
 Model = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]  # a f16 [.., 16, 16], b f16 [.., 16, 8], c f32
 

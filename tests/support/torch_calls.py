@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import quant, reference
-from ptxlab.layout import KVCache, pack, stack_experts, write_slots
+from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit.layout import KVCache, pack, stack_experts, write_slots
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 

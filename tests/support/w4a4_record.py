@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from ptxlab import kernels
-from ptxlab.bench.gemm.problem import packed_bytes, sizes_at
-from ptxlab.bench.gemm.w4a4 import COMPARED, LADDER_LAYER, MEASURES
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.shapes import LLAMA, Layer
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.bench.gemm.problem import packed_bytes, sizes_at
+from ptxlab.lowbit.bench.gemm.w4a4 import COMPARED, LADDER_LAYER, MEASURES
+from ptxlab.lowbit.bench.shapes import LLAMA, Layer
 from tests.support import made_up
 
 SLOWDOWN = {"gemm_w4a8_sm90": 1.1, "gemm_w8a8_sm90": 1.2, "gemm_w4a4_sm90": 1.32, "gemm_w4ax_sm90": 1.43}

@@ -8,7 +8,7 @@ import pytest
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.gpu.view import View
-from ptxlab.kernels import operation
+from ptxlab.lowbit.kernels import operation
 from tests.support.fake_gpu import DeviceArray, FakeGpu
 from tests.support.torch_calls import OPERATORS, D, Hkv, K, M, caches, every_call, normal, products, weight
 

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import quant
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.gemm.common import DTYPES, gemm
-from ptxlab.layout import pack
+from ptxlab.lowbit import quant
+from ptxlab.lowbit.kernels.gemm.common import DTYPES, gemm
+from ptxlab.lowbit.layout import pack
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.torch

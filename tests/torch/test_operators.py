@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import quant, reference
 from ptxlab.errors import PtxlabError
-from ptxlab.kernels.gemm.common import DTYPES, gemm, gemm_channel
-from ptxlab.kernels.quantize.rmsnorm import normed_and_quantized
-from ptxlab.layout import gather, pack, stack_experts
+from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit.kernels.gemm.common import DTYPES, gemm, gemm_channel
+from ptxlab.lowbit.kernels.quantize.rmsnorm import normed_and_quantized
+from ptxlab.lowbit.layout import gather, pack, stack_experts
 from tests.support.torch_calls import OPERATORS, D, Hkv, Hq, K, M, N, caches, every_call, normal, products, rope, weight
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")

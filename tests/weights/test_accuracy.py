@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import layout, quant
+from ptxlab.lowbit import layout, quant
 from ptxlab.model import Config, FloatModel
 from ptxlab.quant.recipe import RECIPES, Recipe
 from ptxlab.weights import accuracy, calibrate

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ptxlab import quant
 from ptxlab.errors import ArgumentError
+from ptxlab.lowbit import quant
+from ptxlab.lowbit.audit import SkippedTensor
 from ptxlab.model import Config, FloatModel
-from ptxlab.weights.audit import SkippedTensor
 from ptxlab.weights.audit_inputs import InputRow, audit_input, audit_model, input_totals
 from tests.support.small_models import write_folder
 

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ptxlab.lowbit.quant import recipe as steps
+from ptxlab.lowbit.reference import EXACT, Layer, Numerics, decoder
 from ptxlab.model import Config, FloatModel
 from ptxlab.model.quantized import FUSED
-from ptxlab.quant import recipe as steps
 from ptxlab.quant.recipe import Recipe
-from ptxlab.reference import EXACT, Layer, Numerics, decoder
 from ptxlab.weights import calibrate
 
 MODEL = FloatModel.random(

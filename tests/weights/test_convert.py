@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ptxlab import quant
 from ptxlab.errors import ArgumentError, FileError, VerificationError
-from ptxlab.io.checkpoint import Checkpoint
-from ptxlab.layout import LAYOUTS, SCHEMES, load, packed_names, unpack
+from ptxlab.lowbit import quant
+from ptxlab.lowbit.layout import LAYOUTS, SCHEMES, load, packed_names, unpack
+from ptxlab.lowbit.layout.checkpoint import Checkpoint
 from ptxlab.weights import convert
 from tests.support.quantized import assert_equal
 from tests.support.safetensors_file import write

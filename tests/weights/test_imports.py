@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ptxlab import layout, reference
 from ptxlab.errors import ArgumentError, FileError
-from ptxlab.io.checkpoint import Checkpoint
 from ptxlab.layout.foreign import ForeignCheckpoint
+from ptxlab.lowbit import layout, reference
+from ptxlab.lowbit.audit import audit_file
+from ptxlab.lowbit.layout.checkpoint import Checkpoint
+from ptxlab.lowbit.quant import LQQWeight, QoQChannelWeight, quantize_lqq
 from ptxlab.model import open_model
 from ptxlab.model.folder import load
-from ptxlab.quant import LQQWeight, QoQChannelWeight, quantize_lqq
-from ptxlab.weights.audit import audit_file
 from ptxlab.weights.imports import import_checkpoint
 from tests.support import foreign_files
 from tests.support.foreign_files import FORMATS, of_format, write_model

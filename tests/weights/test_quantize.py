@@ -11,10 +11,10 @@ import pytest
 from ptxlab import gpu
 from ptxlab import model as models
 from ptxlab.errors import ArgumentError, FileError
-from ptxlab.layout import unpack
+from ptxlab.lowbit.layout import unpack
+from ptxlab.lowbit.quant import recipe as steps
 from ptxlab.model import Config, FloatModel, floats, folder, perplexity
 from ptxlab.model.open import dequantized
-from ptxlab.quant import recipe as steps
 from ptxlab.quant.recipe import RECIPES, Recipe
 from ptxlab.weights import calibrate, quantize
 from tests.support.dispatching_array import DispatchingArray, to_device

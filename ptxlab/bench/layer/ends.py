@@ -12,7 +12,7 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder
 from ptxlab.bench.layer.decoder import Decoder
 from ptxlab.bench.record import Row
-from ptxlab.cost import sheet
+from ptxlab.lowbit.cost import sheet
 from ptxlab.model import Config, LayerWeights
 from ptxlab.runtime.timing import GEMM_REPLAYS, Measured, measure_graph
 

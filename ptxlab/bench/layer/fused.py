@@ -12,16 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import gpu, kernels, reference
-from ptxlab.bench import peers_layer, shapes
+from ptxlab import gpu
+from ptxlab.bench import peers_layer
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.copying import copy_us
 from ptxlab.bench.layer.shapes import NARROW
 from ptxlab.bench.record import Row, row_of
-from ptxlab.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.errors import BenchmarkError
-from ptxlab.kernels.attention import append_kv4, rope_append_kv4
-from ptxlab.kernels.quantize import (
+from ptxlab.lowbit import kernels, reference
+from ptxlab.lowbit.bench import shapes
+from ptxlab.lowbit.bench.shapes import HEAD_DIM, PAGE
+from ptxlab.lowbit.kernels.attention import append_kv4, rope_append_kv4
+from ptxlab.lowbit.kernels.quantize import (
     quantize_activations,
     reorder_quantize,
     rmsnorm_quantize,
@@ -29,9 +31,9 @@ from ptxlab.kernels.quantize import (
     silu_mul_quantize,
     silu_mul_reorder_quantize,
 )
-from ptxlab.layout import AtomActivations, KVCache, page_bytes
-from ptxlab.quant import ATOM_PAPER, channel_places
-from ptxlab.quant.atom import ACTIVATION_CLIP
+from ptxlab.lowbit.layout import AtomActivations, KVCache, page_bytes
+from ptxlab.lowbit.quant import ATOM_PAPER, channel_places
+from ptxlab.lowbit.quant.atom import ACTIVATION_CLIP
 from ptxlab.runtime.timing import GEMM_REPLAYS, copies_beyond_l2, measure
 
 MEASURE = "fused"

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.shapes import GROUP, Batch, even
+from ptxlab.lowbit.bench.shapes import GROUP, Batch, even
 from ptxlab.model import Config
 
 BATCHES = (1, 4, 16, 64, 128, 256)

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu
-from ptxlab.bench.attention.problem import scheme_of, sizes_at
 from ptxlab.bench.record import commit
-from ptxlab.bench.shapes import even
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.kernels.attention.common import draw_cache
-from ptxlab.kernels.attention.steps import step_of as attention_step
+from ptxlab.lowbit.bench.attention.problem import scheme_of, sizes_at
+from ptxlab.lowbit.bench.shapes import even
+from ptxlab.lowbit.kernels.attention.common import draw_cache
+from ptxlab.lowbit.kernels.attention.steps import step_of as attention_step
 from ptxlab.profile import launch_target, timeline
 from ptxlab.profile.timeline import SWITCH, VARIABLE, Timeline
 from ptxlab.runtime import Kernel

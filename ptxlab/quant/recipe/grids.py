@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab.errors import ArgumentError
-from ptxlab.quant.atom import AtomRows
-from ptxlab.quant.groups import group_scales
-from ptxlab.quant.inputs import check_group, check_protective_range, float_matrix, strip_of
-from ptxlab.quant.level1 import PROTECTIVE_RANGE, quantize_level1
-from ptxlab.quant.lqq import MAX_GROUP_SCALE, LQQWeight
-from ptxlab.quant.qoq import QoQChannelWeight, QoQWeight
+from ptxlab.lowbit.quant.atom import AtomRows
+from ptxlab.lowbit.quant.groups import group_scales
+from ptxlab.lowbit.quant.inputs import check_group, check_protective_range, float_matrix, strip_of
+from ptxlab.lowbit.quant.level1 import PROTECTIVE_RANGE, quantize_level1
+from ptxlab.lowbit.quant.lqq import MAX_GROUP_SCALE, LQQWeight
+from ptxlab.lowbit.quant.qoq import QoQChannelWeight, QoQWeight
 
 Array = Any  # of NumPy or CuPy
 Constants = tuple[Array, ...]  # a group's levels as the format stores them, [N] each

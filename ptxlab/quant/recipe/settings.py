@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ptxlab.errors import ArgumentError
-from ptxlab.quant.atom import ACTIVATION_CLIP
-from ptxlab.quant.fmpq import BLOCKS, MOST_INT8, OUTLIER
-from ptxlab.quant.inputs import GROUPS, check_protective_range
-from ptxlab.quant.level1 import PROTECTIVE_RANGE
+from ptxlab.lowbit.quant.atom import ACTIVATION_CLIP
+from ptxlab.lowbit.quant.fmpq import BLOCKS, MOST_INT8, OUTLIER
+from ptxlab.lowbit.quant.inputs import GROUPS, check_protective_range
+from ptxlab.lowbit.quant.level1 import PROTECTIVE_RANGE
 from ptxlab.quant.numerics import FakeQuantized
 from ptxlab.quant.recipe.gptq import DAMPING
 from ptxlab.quant.recipe.grids import Array, ChannelGrid, Grid, LQQGrid, QoQGrid, SymmetricGrid

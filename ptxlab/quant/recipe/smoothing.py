@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.quant.smooth import smooth_attention
+from ptxlab.lowbit.reference import Layer
 from ptxlab.quant.recipe.rotation import as_before, wide
-from ptxlab.quant.smooth import smooth_attention
-from ptxlab.reference import Layer
 
 
 def smooth_down(layer: Layer, peaks: Any, alpha: float, beta: float) -> tuple[dict[str, Any], Any]:

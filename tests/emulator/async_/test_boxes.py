@@ -9,7 +9,7 @@ import pytest
 import ptxlab
 from ptxlab import emulator
 from ptxlab.errors import ArgumentError, EmulationError, MemoryFault, UnknownInstruction
-from ptxlab.layout import TensorMap
+from ptxlab.lowbit.layout import TensorMap
 from tests.support.axes import both_modes, on_every_backend
 from tests.support.boxes import BOXES, BULK, CHECKED, REDUCE, REDUCTIONS, SHAPES, STORE, move, reduce, source
 from tests.support.emulated import told

@@ -7,7 +7,7 @@ import ptxlab
 from ptxlab import emulator
 from ptxlab.emulator.sync.mbarrier import MBarrier
 from ptxlab.errors import Deadlock
-from ptxlab.layout import TensorMap
+from ptxlab.lowbit.layout import TensorMap
 from tests.support.axes import both_modes, on_every_backend
 
 seeds = pytest.mark.parametrize("seed", range(3))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import ptxlab
 from ptxlab import emulator
 from ptxlab.errors import ArgumentError, EmulationError, MemoryFault
-from ptxlab.layout import TensorMap
+from ptxlab.lowbit.layout import TensorMap
 from ptxlab.runtime import run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec, Launch

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import gpu, kernels, sass, toolchain
-from ptxlab.bench.gemm.problem import variant
+from ptxlab import gpu, sass, toolchain
 from ptxlab.errors import UnavailableError
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.bench.gemm.problem import variant
 from ptxlab.profile import launch_target, nsight, profiles
 from ptxlab.profile.launch_target import LaunchTarget
 from ptxlab.profile.nsight import ProfiledLaunch

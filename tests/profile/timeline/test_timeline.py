@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import kernels, runtime, sources, toolchain
+from ptxlab import runtime, sources, toolchain
 from ptxlab.errors import ArgumentError, FileError, UnavailableError
+from ptxlab.lowbit import kernels
 from ptxlab.profile import timeline
 from ptxlab.profile.timeline import HEADER, PHASES, STAMPS, TRACKS, Span, Timeline, Track, recorder
 from ptxlab.profile.timeline.plot import STYLES, comparison_figure, timeline_figure

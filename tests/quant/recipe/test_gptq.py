@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import quant
 from ptxlab.errors import ArgumentError
-from ptxlab.quant import recipe
+from ptxlab.lowbit import quant
+from ptxlab.lowbit.quant import recipe
 from ptxlab.quant.recipe import ChannelGrid, Grid, LQQGrid, QoQGrid, SymmetricGrid
 
 

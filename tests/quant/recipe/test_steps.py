@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.quant import recipe
+from ptxlab.lowbit.reference import EXACT, Numerics
 from ptxlab.model import Config, FloatModel
-from ptxlab.quant import recipe
 from ptxlab.quant.numerics import FakeQuantized
-from ptxlab.reference import EXACT, Numerics
 from ptxlab.weights.accuracy import mixing, off_grid
 from ptxlab.weights.calibrate import turned
 

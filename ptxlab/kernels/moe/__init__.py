@@ -1,8 +1,0 @@
-"""Family `moe`: a mixture of experts around its grouped GEMMs: which tokens go where, and what comes back."""
-
-from ptxlab.kernels.moe.api import RoutedTokens, combine_experts, route_tokens
-from ptxlab.kernels.moe.specs import CHOOSE, COMBINE, GATHER
-
-SPECS = (CHOOSE, GATHER, COMBINE)
-
-__all__ = ["CHOOSE", "COMBINE", "GATHER", "SPECS", "RoutedTokens", "combine_experts", "route_tokens"]

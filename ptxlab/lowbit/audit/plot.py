@@ -1,0 +1,44 @@
+"""An audit as a picture."""
+
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.audit import AuditRow
+from ptxlab.plot import GREY, SCHEME_COLOURS
+
+
+def audit_figure(rows: Sequence[AuditRow], title: str) -> Figure:
+    """Overflowing weights (above) and relative error (below) per tensor, scheme and protective range."""
+    if not rows:
+        raise ArgumentError("picture", "at least one tensor that could be audited", "none")
+    tensors = list(dict.fromkeys(r.tensor for r in rows))
+    figure = Figure(figsize=(max(7, 0.28 * len(tensors) + 3), 7), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    names = {"qoq": "QoQ", "lqq": "LQQ", "lqq_ceiling": "LQQ ceiling", "lqq_search": "LQQ search"}
+    for scheme, limit in dict.fromkeys((r.scheme, r.protective_range) for r in rows):
+        chosen = {r.tensor: r for r in rows if (r.scheme, r.protective_range) == (scheme, limit)}
+        marker = {119: "o", 120: "s", 127: "^"}.get(limit, "d")
+        style = {
+            "marker": marker,
+            "linestyle": "none",
+            "markersize": 5,
+            "color": SCHEME_COLOURS.get(scheme, GREY),
+            "alpha": 0.8,
+        }
+        label = f"{names.get(scheme, scheme)} at ±{limit}"
+        places = [place for place, tensor in enumerate(tensors) if tensor in chosen]
+        above.plot(places, [chosen[tensors[place]].overflows for place in places], label=label, **style)
+        below.plot(places, [_or_nan(chosen[tensors[place]].relative_error) for place in places], **style)
+    above.set_yscale("symlog", linthresh=1)
+    above.set_ylabel("overflowing weights")
+    above.legend(ncols=3, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.02))
+    figure.suptitle(f"{title}: overflow and error by protective range", x=0.01, ha="left", weight="bold")
+    below.set_ylabel("relative error")
+    below.set_xticks(range(len(tensors)), tensors, rotation=90, fontsize=7)
+    return figure
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value

@@ -1,0 +1,172 @@
+"""Suite `attention`: what `attention_kv4` launches beside its floor and everyone else, its ladder, `append_kv4`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ptxlab import gpu
+from ptxlab.bench import launching
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.peers import sdpa
+from ptxlab.bench.record import Row, row_of
+from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.bench.attention import append, merge
+from ptxlab.lowbit.bench.attention.problem import (
+    AttentionLaunches,
+    Expected,
+    Problem,
+    launches,
+    random_problem,
+    scheme_of,
+    sizes_at,
+)
+from ptxlab.lowbit.bench.shapes import HEADS, Batch, batches, even, evened, ragged
+from ptxlab.lowbit.kernels.attention.append import APPEND
+from ptxlab.lowbit.kernels.attention.call import NAME as FACE
+from ptxlab.lowbit.kernels.attention.merge import MERGE
+from ptxlab.lowbit.kernels.attention.steps import STEPS, AttentionStep, choose, why_not
+from ptxlab.runtime.timing import Measured, chained, measure
+from ptxlab.sources import of_kernel
+
+MEASURE, WITH_APPEND, LADDER = "attention", "append and attention", "ladder"
+RAGGED, EVEN = "ragged", "even"
+PROGRAMMATIC = "programmatic_us"  # in `more`: launched before the launch before has ended
+ABLATION = even((32, 32), 64, 1024)  # where QServe took its steps apart
+
+
+def rows(names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], None]) -> list[Row]:
+    """Measure kernels of the family by name, as far as this GPU runs them.
+
+    Batches are measured if the kernel that `attention_kv4` chooses is among them, with an appended token where
+    `append_kv4` is too.
+    """
+    steps = [step for step in STEPS if step.spec.name in names and why_not(step) is None]
+    chosen = choose(None, backend="gpu") if steps else None
+    appending = APPEND.name in names and gpu.why_not(APPEND.arch, exact=APPEND.exact_arch) is None
+    merging = MERGE.name in names and gpu.why_not(MERGE.arch) is None
+    if not steps and not appending and not merging:
+        raise ArgumentError("suite", "a kernel of attention that this GPU runs", ", ".join(names))
+    progress("compiling")
+    launched = chosen if chosen in steps else None
+    planned = [*((step, ABLATION) for step in steps), *((launched, batch) for batch in _batches() if launched)]
+    compile_all(planned, appending)
+    measured: list[Row] = []
+    if launched:
+        for heads in HEADS:
+            for batch in batches(heads):
+                measured += at(launched, batch, ceilings, progress, appending=appending)
+            measured += unequal(launched, ragged(heads), ceilings, progress)
+    measured += [step_row(step, ceilings, progress) for step in steps]
+    if merging:
+        measured += merge.rows(ceilings, progress)
+    if appending:
+        measured += append.rows(ceilings, progress)
+    return measured
+
+
+def at(
+    step: AttentionStep, batch: Batch, ceilings: Ceilings, progress: Callable[[str], None], *, appending: bool = True
+) -> Iterator[Row]:
+    """One batch of equal lengths: attention beside PyTorch, and right behind `append_kv4`."""
+    progress(f"{batch}: PyTorch")
+    here = sdpa(batch)
+    progress(f"{batch}: {FACE}")
+    given, expected = random_problem(batch), None
+    if appending:  # the same tokens every time, so that what is expected stays
+        measured, ready, plain = behind_append(step, given)
+        expected = ready.expected(given)
+        yield row(ready, given, WITH_APPEND, measured, ceilings, expected, more={"plain_us": plain.us}, face=FACE)
+    ready = launches(step, given)
+    expected = expected or ready.expected(given)
+    measured, more = measure(ready.calls), programmatic(step, given, expected)
+    yield row(ready, given, MEASURE, measured, ceilings, expected, peers=here, more=more, face=FACE)
+
+
+def programmatic(step: AttentionStep, of: Problem, expected: Expected | None = None) -> dict[str, float]:
+    """Time of launches that begin before those before them have ended; nothing of kernels that would not wait."""
+    if not step.spec.after_wait:
+        return {}
+    ready = launches(step, of, programmatic=True)
+    us = measure(ready.calls).us
+    ready.check(of, expected)
+    return {PROGRAMMATIC: us}
+
+
+def unequal(step: AttentionStep, batch: Batch, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+    """A ragged batch, and an even one of as many bytes."""
+    for measured_as, of in ((RAGGED, batch), (EVEN, evened(batch))):
+        progress(f"{of}: {FACE}, {measured_as}")
+        yield timed(step, random_problem(of), measured_as, ceilings, face=FACE)
+
+
+def step_row(step: AttentionStep, ceilings: Ceilings, progress: Callable[[str], None]) -> Row:
+    """A step of the ladder where QServe took its own apart."""
+    progress(f"{ABLATION}: {step.spec.name}")
+    return timed(step, random_problem(ABLATION, scheme_of(step)), LADDER, ceilings)
+
+
+def timed(step: AttentionStep, of: Problem, measured_as: str, ceilings: Ceilings, **further: Any) -> Row:
+    """Time one step on one problem; what the timed launches wrote is checked. `further` are fields of `Row`."""
+    ready = launches(step, of)
+    measured = measure(ready.calls)
+    return row(ready, of, measured_as, measured, ceilings, **further)
+
+
+def behind_append(step: AttentionStep, of: Problem) -> tuple[Measured, AttentionLaunches, Measured]:
+    """A decoder's step: `append_kv4` rotates and writes every sequence's new token, the attention follows.
+
+    Returns:
+        (launched programmatically where they wait by themselves, the launches of attention then, launched plainly).
+    """
+
+    def together(programmatic: bool) -> tuple[Measured, AttentionLaunches]:
+        then = launches(step, of, programmatic=programmatic)
+        return measure(chained(appending.calls(programmatic), then.calls)), then
+
+    appending = append.Appending(of)
+    plain, _ = together(False)
+    measured, ready = together(True)
+    appending.check()
+    return measured, ready, plain
+
+
+def row(
+    ready: AttentionLaunches,
+    of: Problem,
+    measured_as: str,
+    measured: Measured,
+    ceilings: Ceilings,
+    expected: Expected | None = None,
+    *,
+    more: dict[str, float] | None = None,
+    **further: Any,
+) -> Row:
+    """The row of launches that were timed: keys and values once at the speed of a read are the floor."""
+    checked, worst = ready.check(of, expected)
+    nbytes = of.batch.kv_bytes(of.scheme)
+    return row_of(
+        ready.spec,
+        measured_as,
+        of.batch.sizes,
+        measured,
+        floor=(nbytes / ceilings.read_tbps / 1e6, "read"),
+        checked=checked,
+        nbytes=nbytes,
+        operations=4 * of.batch.tokens * of.batch.Hq * of.q.shape[-1],
+        variant=ready.variant,
+        more={"tokens": of.batch.tokens, "error": worst, **ready.resources, **(more or {})},
+        **further,
+    )
+
+
+def compile_all(planned: Sequence[tuple[AttentionStep, Batch]], appending: bool) -> None:
+    """Compile every variant that will run."""
+    variants = [
+        (step.spec, step.config(sizes_at(step, batch, scheme_of(step), sum(batch.pages())), "float16"))
+        for step, batch in planned
+    ]
+    variants += [(APPEND, config) for config in append.variants() if appending]
+    launching.compile_all((of_kernel(spec.name)[0], config) for spec, config in variants)
+
+
+def _batches() -> list[Batch]:
+    return [batch for heads in HEADS for batch in (*batches(heads), ragged(heads), evened(ragged(heads)))]

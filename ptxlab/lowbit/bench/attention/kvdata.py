@@ -1,0 +1,94 @@
+"""Test data for caches in which a missing page or token shows in the results, at every length.
+
+Integers are uniform; scales and zeros decide what counts. Queries have a common direction, as those of models do: keys
+that lie along it stand out for all heads, and those against it are hardly seen. So every page has its part in the
+results, and the last token of a sequence as much as a page.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ptxlab.lowbit.bench.shapes import HEAD_DIM, PAGE
+from ptxlab.lowbit.layout import KVCache, page_bytes
+from ptxlab.lowbit.layout.pages import PageView
+from ptxlab.lowbit.quant import KV_SCHEMES
+
+_OFFSET = 0.5  # of queries
+_STANDING_OUT = 1.6, 0.0  # the last token's key: 4 or 5 above one whose numbers are around 0
+
+
+class Constants(NamedTuple):
+    """Of tokens: the range of a key's numbers, which of them is 0, from 0 to 1; of a value's. [pages, Hkv, PAGE]."""
+
+    k_range: np.ndarray
+    k_zero: np.ndarray
+    v_range: np.ndarray
+    v_zero: np.ndarray
+
+
+Data = Callable[[np.random.Generator, tuple[int, ...]], Constants]
+
+
+def spread(rng: np.random.Generator, shape: tuple[int, ...]) -> Constants:
+    """Every token has some weight: scores are roughly Gaussian around 0."""
+    return Constants(
+        rng.uniform(2.5, 4, shape), np.full(shape, 0.5), rng.uniform(4, 8, shape), rng.uniform(0, 1, shape)
+    )
+
+
+def dominant(rng: np.random.Generator, shape: tuple[int, ...]) -> Constants:
+    """One token of every page has 50 times the weight of the others."""
+    here = np.arange(shape[-1]) == rng.integers(0, shape[-1], shape[:-1])[..., None]
+    zeros = np.where(here, 0.15, 0.85)
+    return Constants(np.ones(shape), zeros, rng.uniform(4, 8, shape), rng.uniform(0, 1, shape))
+
+
+def signed(rng: np.random.Generator, shape: tuple[int, ...]) -> Constants:
+    """Values of a page are all positive or all negative: what is summed up nearly cancels out."""
+    sign = rng.integers(0, 2, shape[:-1])[..., None]
+    return spread(rng, shape)._replace(v_zero=np.broadcast_to(sign, shape).astype(np.float64))
+
+
+DATA: tuple[Data, ...] = (spread, dominant, signed)
+
+
+def random_queries(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Queries f16 [..., D]: Gaussian around a common direction."""
+    return (rng.standard_normal(shape, np.float32) + np.float32(_OFFSET)).astype(np.float16)
+
+
+def random_pages(
+    rng: np.random.Generator, pages: int, Hkv: int, scheme: str = "kv4", data: Data = spread, D: int = HEAD_DIM
+) -> np.ndarray:
+    """Pages u8 [pages, 2, Hkv, page_bytes] of 64 tokens, as a quantiser could have written them."""
+    shape = pages, 2, Hkv, page_bytes(scheme, PAGE, D)
+    filled = np.frombuffer(rng.bytes(int(np.prod(shape))), np.uint8).reshape(shape).copy()
+    levels = 2.0 ** KV_SCHEMES[scheme].bits - 1
+    drawn = data(rng, (pages, Hkv, PAGE))
+    scales = np.stack([drawn.k_range, drawn.v_range], axis=1) / levels
+    zeros = np.rint(np.stack([drawn.k_zero, drawn.v_zero], axis=1) * levels)
+    constants = PageView.of(filled, scheme, PAGE, D).constants
+    assert constants is not None
+    constants[...] = np.stack([scales, zeros], axis=-1)
+    return filled
+
+
+def moved_on(pages: Any, by: int, scheme: str, D: int = HEAD_DIM) -> Any:
+    """A copy that differs from the pages: integers are rolled by `by` tokens, scales and zeros stay."""
+    moved = pages.copy()
+    features = PageView.of(moved, scheme, PAGE, D).features
+    features[...] = np.roll(features, by % PAGE, axis=-2)
+    return moved
+
+
+def let_last_stand_out(cache: KVCache) -> None:
+    """Give the last token of every sequence a key that counts as much as a page of others, in place."""
+    levels = 2.0 ** KV_SCHEMES[cache.scheme].bits - 1
+    last, sequences = cache.lengths - 1, np.arange(len(cache.lengths), like=cache.lengths)
+    keys = PageView.of(cache.pool, cache.scheme, PAGE, cache.head_dim).part(0).constants
+    assert keys is not None
+    page = cache.block_table[sequences, last // PAGE]
+    keys[page, :, last % PAGE, 0] = _STANDING_OUT[0] / levels
+    keys[page, :, last % PAGE, 1] = _STANDING_OUT[1]

@@ -1,0 +1,62 @@
+"""Split-KV: parts put together by a second kernel, `attention_merge`, or by the last block that has one."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.launching import Call, prepared
+from ptxlab.bench.record import Row, row_of
+from ptxlab.lowbit.bench.attention.problem import AttentionLaunches, launches, random_problem
+from ptxlab.lowbit.bench.shapes import HEAD_DIM, Batch, even
+from ptxlab.lowbit.kernels.attention import sm80
+from ptxlab.lowbit.kernels.attention.merge import MERGE
+from ptxlab.lowbit.kernels.attention.steps import STEPS, AttentionStep
+from ptxlab.runtime.timing import chained, measure
+
+MEASURE = "merge"
+BATCHES = (even((32, 8), 1, 4096), even((32, 8), 64, 1024))  # parts of all, and of few
+
+
+def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+    """Both ways on the same batches."""
+    for batch in BATCHES:
+        progress(f"{batch}: {MERGE.name}")
+        yield merged(batch, ceilings)
+
+
+def merged(batch: Batch, ceilings: Ceilings) -> Row:
+    """Two launches, the second programmatic; `more` has the time of one launch that does the same."""
+    fused = next(step for step in STEPS if step.spec is sm80.FUSED)
+    of = random_problem(batch)
+    alone = launches(fused, of)
+    one = measure(alone.calls)
+    alone.check(of)
+    parts = launches(AttentionStep(sm80.MMA, fused.blocks), of)
+    assert parts.logged is not None
+    two = measure(chained(parts.calls, _merges(parts, out=parts.outputs)))
+    merges = _merges(parts, out=parts.logged.outputs, lse=parts.logged.lse)
+    logged = replace(parts.logged, calls=chained(parts.logged.calls, merges))
+    checked, worst = replace(parts, logged=logged).check(of)
+    nbytes = batch.kv_bytes()
+    return row_of(
+        MERGE,
+        MEASURE,
+        batch.sizes,
+        two,
+        floor=(nbytes / ceilings.read_tbps / 1e6, "read"),
+        checked=checked,
+        nbytes=nbytes,
+        kernel=f"{parts.spec.name}, {MERGE.name}",
+        more={"fused_us": one.us, "error": worst},
+    )
+
+
+def _merges(parts: AttentionLaunches, **written: Any) -> list[Call]:
+    """The second launch for each of the first ones; `written` are results, f16 `out` and f32 `lse` of all copies."""
+    sizes = {name: parts.sizes[name] for name in ("B", "T", "Hq", "Hkv", "blocks")}
+    sizes |= {"D": HEAD_DIM, "tile": parts.variant["COLUMNS"], "columns": parts.scratch["stats"].shape[2]}
+    MERGE.check_sizes(sizes)
+    each = ({name: array[i] for name, array in written.items()} for i in range(len(parts.calls)))
+    arrays = ({**parts.scratch, **ours} for ours in each)
+    return prepared(MERGE, sizes, MERGE.config_for(sizes), arrays, programmatic=True)[1]

@@ -1,0 +1,135 @@
+"""Instruction counts of all kernels: measured where the assembler is installed, else as shipped with the package."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ptxlab import sass, sources, toolchain
+from ptxlab.errors import FileError
+from ptxlab.io.files import write_text
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.bench.gemm.problem import sizes_at, variant
+from ptxlab.lowbit.bench.shapes import DISSECTED, DISSECTED_TOKENS
+from ptxlab.lowbit.cost import LoopCounts, Scheme
+from ptxlab.sass import mainloop
+from ptxlab.sources import Source
+from ptxlab.spec import KernelSpec
+
+ARCH = "sm_90a"
+# Main loops on mma.sync that the cost model compares, compiled for GPUs that this project has not measured. A warp
+# multiplies 32 rows of W with 64 tokens, 128 channels per iteration: so many weights of a thread.
+MMA_ARCHS = ("sm_80", "sm_86", "sm_89")
+MMA_LOOPS = ("gemm_w4a8_qoq_sm80", "gemm_w4a4_s4_sm80")
+LOOPED = (*(spec.name for spec in kernels.gemm.STEPS), "gemm_w4a8_sm90")  # whose main loops are counted
+_SCALING = "gemm_w4a4_atom_sm80"  # scales its sums in the loop
+_MMA_WEIGHTS, _MMA_TOKENS = 128, 64
+
+
+def record_path(name: str = ARCH) -> Path:
+    """Where the shipped counts lie."""
+    return sources.results_dir() / "sass" / f"{name}.json"
+
+
+def measure() -> dict[str, Any]:
+    """Count every source of every kernel; JSON-ready, by label (`dequant_lqq.ptx`)."""
+    all_sources = [(spec, source) for name, spec in kernels.specs().items() for source in kernels.find(name)[1]]
+    counts = {source.label: counts_of(spec, source) for spec, source in all_sources}
+    loops = {source.label: main_loops(spec, source) for spec, source in all_sources if spec.name in LOOPED}
+    return {"schema": 1, "arch": ARCH, "tools": toolchain.versions(), "counts": counts, "main_loops": loops}
+
+
+def counts_of(spec: KernelSpec, source: Source) -> dict[str, Any]:
+    """Instructions per 8 weights, registers and spills, JSON-ready."""
+    kept = ("alu_per_8", "opcodes_per_8", "pipes_per_8", "registers", "spill_stores", "spill_loads")
+    found = sass.report(source, ARCH, entry=spec.name).to_json()
+    return {name: value for name, value in found.items() if name in kept}
+
+
+def main_loops(spec: KernelSpec, source: Source) -> dict[str, Any]:
+    """The main loop of a GEMM, JSON-ready by tokens, of the variants that run on the matrix that is taken apart."""
+    loops = {}
+    for M in DISSECTED_TOKENS:
+        defines = variant(spec, sizes_at(spec, DISSECTED, M))
+        code = sass.parse(toolchain.disassemble(toolchain.build(source, ARCH, defines=defines)))[spec.name]
+        found = mainloop.main_loop(code)
+        loops[str(M)] = found and found.to_json()
+    return loops
+
+
+def save() -> list[Path]:
+    """Measure and write both records; returns their paths."""
+    loops = {arch: mma_loops(arch) for arch in MMA_ARCHS}
+    of_loops = {"schema": 1, "tools": toolchain.versions(), "tile": _MMA_TOKENS, "archs": loops}
+    found = {record_path(): measure(), record_path("mma_sync"): of_loops}
+    for path, record in found.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(record, indent=1) + "\n")
+    return [*found]
+
+
+def mma_loops(arch: str) -> dict[str, dict[str, float]]:
+    """Main loops of `MMA_LOOPS` on an architecture by pipe, per weight, without the MMAs; `per_sum` of a scaled sum."""
+    found: dict[str, dict[str, float]] = {}
+    for name in MMA_LOOPS:
+        pipes = mainloop.pipes_beside_mma(_large(name, arch))
+        found[name] = {pipe: count / _MMA_WEIGHTS for pipe, count in pipes.items()}
+    return found | {"per_sum": mainloop.pipes_per_sum(_large(_SCALING, arch))}
+
+
+def _large(name: str, arch: str) -> list[sass.SassInstruction]:
+    """Machine code of a GEMM as it is launched at 256 tokens."""
+    spec, (source, *_) = kernels.find(name)
+    return sass.instructions(source, arch, entry=name, defines=variant(spec, sizes_at(spec, DISSECTED, 256)))
+
+
+@cache
+def load() -> dict[str, Any]:
+    """The shipped record."""
+    return _loaded(record_path())
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FileError(f"{path}: not a record of counts: {error}") from None
+    return record
+
+
+@cache
+def load_mma_loops() -> dict[str, Any]:
+    """The shipped record of `mma_loops`, by architecture."""
+    return _loaded(record_path("mma_sync"))
+
+
+def loop_counts(scheme: Scheme, arch: str) -> LoopCounts | None:
+    """What the cost model counts of a scheme on an architecture: a whole main loop on mma.sync, or a dequantiser alone.
+
+    None where the scheme names a main loop that is not counted there.
+    """
+    alpha = alpha_of(scheme.dequantiser)
+    if not scheme.loop:
+        return LoopCounts({"issue": alpha})
+    record = load_mma_loops()
+    if arch not in record["archs"]:
+        return None
+    counted = record["archs"][arch]
+    converted = alpha * scheme.int8_share
+    loop = {**counted[scheme.loop], "alu": counted[scheme.loop]["alu"] + converted}
+    return LoopCounts(loop, counted["per_sum"], record["tile"])
+
+
+def alpha_of(dequantiser: str) -> float:
+    """α of a kernel of the family `dequant`: instructions per weight in machine code; 0 of none."""
+    return float(load()["counts"][f"{dequantiser}.ptx"]["alu_per_8"]) / 8 if dequantiser else 0.0
+
+
+def alu_per_8(source: Source) -> tuple[float | None, str]:
+    """ALU instructions per 8 weights of one of the project's sources, and where the figure comes from."""
+    if not toolchain.missing():
+        alu = sass.report(source, ARCH, entry=source.name).alu_per_8
+        return alu, f"measured with ptxas {toolchain.version('ptxas')}"
+    record = load()
+    alu = record["counts"].get(source.label, {}).get("alu_per_8")
+    return alu, f"from the shipped record (ptxas {record['tools']['ptxas']})"

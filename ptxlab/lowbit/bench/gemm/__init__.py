@@ -1,0 +1,81 @@
+"""Suite `gemm`: the W4A8 ladder, what `gemm_w4a8` launches, and W4A4, beside their floor, cuBLAS and humming."""
+
+from collections.abc import Callable, Container, Iterator, Sequence
+
+from ptxlab.bench import peers
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.record import Row
+from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.bench.gemm import chain, grouped, headline, limits, points, quantiser, steps, w4a4
+from ptxlab.lowbit.bench.gemm.points import StreamTime
+from ptxlab.lowbit.bench.gemm.problem import steps_of
+from ptxlab.lowbit.bench.shapes import ALL_TOKENS, LAYERS, LLAMA, MIXTRAL, TOKENS, UNTUNED, Layer
+
+
+def rows(
+    names: list[str],
+    ceilings: Ceilings,
+    progress: Callable[[str], None],
+    matrices: Container[tuple[int, int]] | None = None,
+    only: Sequence[str] = (),
+) -> list[Row]:
+    """Measure kernels of the family by name, as far as this GPU runs them.
+
+    Chains and the quantiser are measured if all kernels that `gemm_w4a8` may launch are, experts also if the grouped
+    kernel is. With `matrices` rows are of those alone, by (N, K), without chains and the quantiser; with `only` of the
+    part that it names alone (`part`).
+    """
+    if only:
+        return [*w4a4.compared_rows(part(only), names, progress)]
+    whole = matrices is None and _all_launched(names)
+    planned = [*steps.points(names), *headline.points(names), *grouped.points(names), *w4a4.points(names)]
+    if not planned:
+        raise ArgumentError("suite", "a kernel of the GEMM suite that this GPU runs", ", ".join(names))
+    progress("compiling")
+    points.compile_all(planned)
+    stream_us = points.streams()
+    alone, mixtral, others = (
+        [layer for layer in layers if matrices is None or (layer.N, layer.K) in matrices]
+        for layers in (LAYERS, MIXTRAL, UNTUNED)
+    )
+    measured = [row for layer in alone for row in layer_rows(layer, names, stream_us, progress)]
+    if whole:
+        measured += quantiser.rows(ceilings, progress)
+        measured += chain.rows(stream_us, progress)
+    measured += headline.untuned_rows(others, names, stream_us, progress)
+    if whole or any(grouped.points(names)):
+        measured += grouped.rows(mixtral, stream_us, progress)
+    progress("counting with ncu")
+    return limits.with_limits(measured)
+
+
+def part(words: Sequence[str]) -> tuple[Layer, ...]:
+    """The matrices of the part that words name: `w4a4`, W4A4 and W4Ax beside W4A8, W8A8 and cuBLAS; with `7B` or `70B`
+    of that model alone. Raises ArgumentError for another word, and for no part."""
+    models = dict.fromkeys(layer.model for layer in LLAMA)
+    for word in words:
+        if word not in (w4a4.PART, *models):
+            raise ArgumentError("only", f"one of {', '.join((w4a4.PART, *models))}", word)
+    if words and w4a4.PART not in words:
+        raise ArgumentError("only", f"must name the part {w4a4.PART} too", ", ".join(words))
+    return tuple(layer for layer in LLAMA if layer.model in words or not {*words} & {*models})
+
+
+def layer_rows(
+    layer: Layer, names: Sequence[str], stream_us: StreamTime, progress: Callable[[str], None]
+) -> Iterator[Row]:
+    """Everything that is measured on one matrix alone; its peers first."""
+    progress(f"{layer}: cuBLAS")
+    beside = peers.cublas(layer.N, layer.K, ALL_TOKENS if layer in LLAMA else TOKENS)
+    yield from steps.layer_rows(layer, steps_of(names), beside, stream_us, progress)
+    if layer in LLAMA:
+        if any(step.spec.name in names for step in headline.steps()):
+            progress(f"{layer}: humming")
+            w4a8 = peers.humming(layer.N, layer.K, ALL_TOKENS)
+            yield from headline.layer_rows(layer, names, {M: beside[M] | w4a8[M] for M in beside}, stream_us, progress)
+        yield from steps.layer_rows(layer, steps.w8a8_of(names), beside, stream_us, progress, steps.W8A8)
+        yield from w4a4.layer_rows(layer, names, beside, stream_us, progress)
+
+
+def _all_launched(names: Sequence[str]) -> bool:
+    return bool(headline.steps()) and all(step.spec.name in names for step in headline.steps())

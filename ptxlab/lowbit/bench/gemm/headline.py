@@ -1,0 +1,161 @@
+"""What `gemm_w4a8` launches where no kernel is asked for, at every point of the suite and in every order it takes.
+
+The weight is packed once, for all numbers of tokens: LQQ in groups, and QoQ per channel. Activations come with their
+token sums from the quantiser that writes them in that order. With groups of 128 row-major ones stand beside once more
+as if they came from elsewhere, without sums: then the kernel does without.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ptxlab.bench import peers
+from ptxlab.bench.record import Row
+from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.bench.gemm.points import Point, StreamTime, point
+from ptxlab.lowbit.bench.gemm.problem import expected, first_tokens, sizes_at, tokens, weights
+from ptxlab.lowbit.bench.shapes import ALL_TOKENS, GROUP, GROUPS, LLAMA, PER_CHANNEL, UNTUNED, UNTUNED_TOKENS, Layer
+from ptxlab.lowbit.kernels.gemm import ladder
+from ptxlab.lowbit.kernels.gemm.common import GemmStep
+from ptxlab.spec import Arrays
+
+FACE = "gemm_w4a8"
+MEASURE, UNTUNED_MEASURE = "headline", "untuned"
+WITHOUT_SUMS = "row_major-sums"  # order of a row whose activations came without token sums
+SCHEME, CHANNEL_SCHEME, PACKING = "lqq", "qoq_channel", "strips"
+ORDER = "row_major"  # of the activations where only one is measured: in chains, with experts, on untuned shapes
+_TILES = (8, 16, 32, 64, 128, 256)  # tokens of a tile of activations: the first that holds all, else the last
+
+
+class _Weight(NamedTuple):
+    """What choosing a kernel asks of a packed weight."""
+
+    scheme: str
+    layout: str
+    N: int
+    K: int
+    group: int
+
+
+def scheme_of(group: int) -> str:
+    """Of weights with groups, or without."""
+    return CHANNEL_SCHEME if group == PER_CHANNEL else SCHEME
+
+
+def steps(group: int = GROUP) -> list[GemmStep]:
+    """The steps that take such a weight and run on this GPU."""
+    taken = scheme_of(group), PACKING
+    return [s for s in ladder.LADDER if (s.scheme, s.packing) == taken and ladder.why_not(s) is None]
+
+
+def weight_of(layer: Layer, group: int = GROUP, seed: int = 0) -> Arrays:
+    """The logical weight of one matrix on the device."""
+    drawn = next(step.spec for step in steps(group) if step.spec.example_sizes)
+    return weights(drawn, layer, group, seed)
+
+
+def chosen(layer: Layer, M: int, group: int = GROUP, order: str = ORDER) -> GemmStep:
+    """The step that `gemm_w4a8` takes."""
+    weight: Any = _Weight(scheme_of(group), PACKING, layer.N, layer.K, group or layer.K)
+    return ladder.choose(weight, order, M, kernel=None, backend="gpu")
+
+
+def rows_of_tile(M: int, order: str) -> int:
+    """Tokens of a tile of activations in that order."""
+    if order == "tiles":
+        return next((rows for rows in _TILES if rows >= M), _TILES[-1])
+    return 8 if order == "fragment" else 1
+
+
+def at(layer: Layer, M: int, group: int = GROUP, order: str = ORDER) -> Point:
+    """The step that is taken there, and its sizes."""
+    step = chosen(layer, M, group, order)
+    return step, sizes_at(step.spec, layer, M, group, rows_of_tile(M, order))
+
+
+def points(names: Sequence[str]) -> Iterator[Point]:
+    """Every kernel among `names` that is launched, with its sizes."""
+    for layer in LLAMA:
+        for group in (*GROUPS, PER_CHANNEL):
+            for M in ALL_TOKENS:
+                for order in _orders(layer, M, group):
+                    step, sizes = at(layer, M, group, order)
+                    if step.spec.name in names:
+                        yield step, sizes
+    yield from (at(layer, M) for layer in UNTUNED for M in _untuned_tokens(layer, names))
+
+
+def layer_rows(
+    layer: Layer,
+    names: Sequence[str],
+    others: Mapping[int, Mapping[str, float]],
+    stream_us: StreamTime,
+    progress: Callable[[str], None],
+) -> Iterator[Row]:
+    """One matrix, at every number of tokens, with every group, in every order.
+
+    By tokens first: after thousands of them the clock is low for a while, whose turn it is next.
+    """
+    if not any(step.spec.name in names for step in steps()):
+        return
+    progress(f"{layer}: {FACE}")
+    activations = tokens(layer, max(ALL_TOKENS))
+    weights_of = {group: weight_of(layer, group) for group in (*GROUPS, PER_CHANNEL)}
+    for M in ALL_TOKENS:
+        beside = {"stream_us": stream_us, "peers": others[M]}
+        for group, weight in weights_of.items():
+            yield from _rows_at(layer, M, group, first_tokens({**weight, **activations}, M), names, **beside)
+
+
+def untuned_rows(
+    layers: Sequence[Layer], names: Sequence[str], stream_us: StreamTime, progress: Callable[[str], None]
+) -> Iterator[Row]:
+    """Matrices of other models, at odd numbers of tokens where one of `names` is launched, beside cuBLAS FP8."""
+    for layer in layers:
+        if not (measured := _untuned_tokens(layer, names)):
+            continue
+        progress(f"{layer}: untuned")
+        fp8 = peers.cublas(layer.N, layer.K, UNTUNED_TOKENS, ["cublas_fp8"])
+        logical = {**weight_of(layer), **tokens(layer, max(UNTUNED_TOKENS))}
+        for M in measured:
+            inputs, us = first_tokens(logical, M), fp8[M]
+            right = expected(chosen(layer, M).spec, inputs)
+            yield launched(layer, M, inputs, right, measured_as=UNTUNED_MEASURE, stream_us=stream_us, peers=us)
+
+
+def launched(
+    layer: Layer, M: int, logical: Arrays, right: Any, *, group: int = GROUP, order: str = ORDER, **further: Any
+) -> Row:
+    """What is launched at one point, in one order; `further` are `point`'s."""
+    step, sizes = at(layer, M, group, order)
+    fed = {**logical, "rows": sizes["rows"]} if "rows" in sizes else logical
+    return point(step, sizes, fed, right, face=FACE, **further)
+
+
+def _untuned_tokens(layer: Layer, names: Sequence[str]) -> list[int]:
+    return [M for M in UNTUNED_TOKENS if steps() and chosen(layer, M).spec.name in names]
+
+
+def _orders(layer: Layer, M: int, group: int) -> list[str]:
+    """The orders of activations that a kernel reads at this size; those beside the usual one with the usual group."""
+    orders = dict.fromkeys(step.order for step in steps(group) if group == GROUP or step.order == ORDER)
+    return [order for order in orders if _is_taken(*at(layer, M, group, order))]
+
+
+def _is_taken(step: GemmStep, sizes: dict[str, int]) -> bool:
+    try:
+        step.spec.check_sizes(sizes)
+    except ArgumentError:
+        return False
+    return True
+
+
+def _rows_at(layer: Layer, M: int, group: int, logical: Arrays, names: Sequence[str], **beside: Any) -> Iterator[Row]:
+    orders = {order: chosen(layer, M, group, order) for order in _orders(layer, M, group)}
+    orders = {order: step for order, step in orders.items() if step.spec.name in names}
+    right = expected(next(iter(orders.values())).spec, logical) if orders else None
+    for order in orders:
+        yield launched(layer, M, logical, right, group=group, order=order, measured_as=MEASURE, **beside)
+    if ORDER in orders and group == GROUP:
+        row = launched(layer, M, logical, right, group=group, sums=False, measured_as=MEASURE, **beside)
+        yield replace(row, activations=WITHOUT_SUMS)

@@ -1,0 +1,166 @@
+"""A GEMM on one matrix: inputs on the device, launches over rotating weights, exact results."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.bench.launching import Launches, poisoned, prepared
+from ptxlab.errors import BenchmarkError
+from ptxlab.lowbit.bench.shapes import GROUP, Layer
+from ptxlab.lowbit.kernels.gemm import STEPS
+from ptxlab.lowbit.kernels.gemm.common import F16, GemmStep
+from ptxlab.lowbit.kernels.gemm.ladder import LADDER, why_not
+from ptxlab.lowbit.kernels.gemm.strips_tiles import SMS
+from ptxlab.lowbit.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
+from ptxlab.runtime.timing import copies_beyond_l2
+from ptxlab.sources import Source, of_kernel
+from ptxlab.spec import Arrays, KernelSpec, Sizes
+from ptxlab.spec.expressions import names_in
+
+OUTLIERS = 128  # channels of Atom's weights that are INT8
+INT8_BLOCKS = 5  # one block of COMET's activations in so many is INT8, rounded down, but at least one
+_OF_TOKENS = ("x", "x_scale", "x_sum", "rows")  # logical inputs that are no part of the weight; nor is the bias
+
+
+def steps_of(names: Sequence[str]) -> list[GemmStep]:
+    """The steps of the ladder among `names` that this GPU runs, in its order."""
+    return [s for s in LADDER if s.spec.name in names and s.spec in STEPS and why_not(s) is None]
+
+
+def source_of(step: GemmStep) -> Source:
+    """The source that is measured: the one that a bare name means."""
+    return of_kernel(step.spec.name)[0]
+
+
+def sizes_at(spec: KernelSpec, layer: Layer, M: int, group: int = GROUP, rows: int = 1) -> dict[str, int]:
+    """The spec's sizes: those without groups know no `g`, and only tiles of activations have `rows`.
+
+    Of W4A4's channels some are outliers; K then counts the others alone. Of W4Ax's some blocks are INT8; tiles that are
+    shared out go to as many blocks of the grid as an H200 has SMs.
+    """
+    outliers = OUTLIERS if "outliers" in spec.symbols else 0
+    K8 = max(1, layer.K // 128 // INT8_BLOCKS) * 128
+    sizes = {"M": M, "N": layer.N, "K": layer.K - outliers, "outliers": outliers, "g": group, "rows": rows}
+    sizes |= {"K4": layer.K - K8, "K8": K8, "blocks": SMS}
+    return {name: size for name, size in sizes.items() if name in spec.symbols}
+
+
+def variant(spec: KernelSpec, sizes: Sizes, sums: bool = True) -> dict[str, int]:
+    """The constants that the spec chooses; where there is a choice, for FP16 results and for token sums or none."""
+    wanted = {"OUT": F16, "SIGNED": int(not sums)}
+    config = spec.config_for(sizes)
+    return {**config, **{name: value for name, value in wanted.items() if name in config}}
+
+
+def packed_bytes(spec: KernelSpec, sizes: Sizes) -> int:
+    """Bytes of the packed weight: the matrices among the inputs that know nothing of the tokens."""
+    return sum(a.nbytes(sizes) for a in spec.inputs if len(a.shape) > 1 and not _of_tokens(spec, a.name))
+
+
+def problem(spec: KernelSpec, layer: Layer, M: int, group: int = GROUP, seed: int = 0) -> Arrays:
+    """Logical inputs on the device: a weight that was quantised in a block and repeated; random activations."""
+    return {**weights(spec, layer, group, seed), **tokens(layer, M, seed)}
+
+
+def weights(spec: KernelSpec, layer: Layer, group: int = GROUP, seed: int = 0) -> Arrays:
+    """The part of the logical inputs that knows nothing of the tokens."""
+    rng = np.random.default_rng(seed)
+    known = {"M": 1, "N": BLOCK_ROWS, "K": BLOCK_K, "g": group}
+    block = spec.example(rng, **{name: known[name] for name in spec.example_sizes[0]})
+    parts = {name: part for name, part in block.items() if name not in (*_OF_TOKENS, "bias")}
+    repeated = {name: tiled(with_arrays(part, gpu.to_device), layer.N, layer.K) for name, part in parts.items()}
+    return {**repeated, "bias": gpu.to_device(rng.standard_normal(layer.N, dtype=np.float32))}
+
+
+def tokens(layer: Layer, M: int, seed: int = 0) -> Arrays:
+    """Random activations [M, K] with their scales."""
+    rng = np.random.default_rng(seed)
+    return {
+        "x": gpu.to_device(rng.integers(-128, 128, (M, layer.K), np.int8)),
+        "x_scale": gpu.to_device(rng.uniform(1e-3, 1e-2, M).astype(np.float32)),
+    }
+
+
+def first_tokens(logical: Arrays, M: int) -> Arrays:
+    """The same problem with its first M tokens."""
+    first = {name: with_arrays(part, lambda array: array[:M]) for name, part in logical.items() if name.startswith("x")}
+    return {**logical, **first}
+
+
+def expected(spec: KernelSpec, logical: Arrays) -> Any:
+    """The bits of the reference's FP16 results, u16 [M, N], on the device. `rows` only say how activations lie."""
+    inputs = {name: value for name, value in logical.items() if name != "rows"}
+    return spec.expected(inputs, {"OUT": F16})["y"].view(np.uint16)
+
+
+class GemmLaunches(Launches):
+    """Launches of one step, one per copy of the weight; `outputs` is a list of f16 [M, N]."""
+
+    def check(self, right: Any) -> str:
+        """Hold what every call wrote against the right bits, u16 [M, N] (`expected`).
+
+        Returns:
+            What was checked, in a sentence for the record.
+
+        Raises:
+            BenchmarkError: a bit is wrong.
+        """
+        if not all(bool((output.view(np.uint16) == right).all()) for output in self.outputs):
+            where = f"{of_kernel(self.spec.name)[0].label} with {self.variant}"
+            raise BenchmarkError(f"{where}: the timed launches gave wrong results at {self.sizes}")
+        return f"all {right.size} results of {len(self.outputs)} launches equal to the reference, bit for bit"
+
+
+def launches(
+    step: GemmStep,
+    sizes: dict[str, int],
+    logical: Arrays,
+    *,
+    sums: bool = True,
+    copies: int | None = None,
+    programmatic: bool = False,
+    constants: Sizes | None = None,
+) -> GemmLaunches:
+    """Prepare launches that find every weight in memory and not in the L2.
+
+    Args:
+        step: the kernel.
+        sizes: symbols of its spec.
+        logical: inputs on the device, with `rows` where the activations lie in tiles.
+        sums: whether a kernel that does without token sums is given them all the same.
+        copies: of the weight, one launch each; by default as many as exceed the L2.
+        programmatic: a launch may begin while the one before it still runs, where the kernel waits for that by itself.
+        constants: those of another variant than the spec chooses.
+    """
+    spec = step.spec
+    constants = dict(constants or variant(spec, sizes, sums))
+    everything, outputs = {**sizes, **constants}, []
+    scratch = _scratch(spec, everything)  # of all launches: one follows the other
+
+    def given() -> Iterator[Arrays]:
+        for arrays in _rotating(spec, logical, copies or copies_beyond_l2(packed_bytes(spec, sizes))):
+            outputs.append(poisoned((sizes["M"], sizes["N"]), np.float16))
+            yield {**arrays, **scratch, "y": outputs[-1]}
+
+    kernel, calls = prepared(spec, sizes, constants, given(), programmatic=programmatic)
+    return GemmLaunches(spec, sizes, constants, kernel, calls, outputs)
+
+
+def _rotating(spec: KernelSpec, logical: Arrays, copies: int) -> list[Arrays]:
+    """The packed inputs, so often. Activations are shared: in a model the previous kernel has just written them."""
+    with gpu.Marked(f"pack {spec.name}"):
+        packed = spec.pack(logical)
+    own = [name for name in packed if not _of_tokens(spec, name)]
+    return [packed, *({**packed, **{name: packed[name].copy() for name in own}} for _ in range(copies - 1))]
+
+
+def _scratch(spec: KernelSpec, sizes: Sizes) -> Arrays:
+    """Zeros for what a kernel works in."""
+    scratch = [arg for arg in spec.args if arg.role == "scratch"]
+    return {arg.name: gpu.zeros(arg.resolve(sizes), str(arg.dtype)) for arg in scratch}
+
+
+def _of_tokens(spec: KernelSpec, name: str) -> bool:
+    return any("M" in names_in(axis) for axis in spec.arg(name).shape)

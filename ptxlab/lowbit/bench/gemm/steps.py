@@ -1,0 +1,47 @@
+"""Kernels by name on the matrices of three models, with row-major activations: the W4A8 ladder, and W8A8 beside it.
+
+W8A8 is the same GEMM with weights that come as they are multiplied: what W4A8 costs beyond it is dequantisation.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ptxlab.bench.record import Row
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.bench.gemm.points import Point, StreamTime, over_tokens
+from ptxlab.lowbit.bench.gemm.problem import problem, sizes_at, steps_of
+from ptxlab.lowbit.bench.shapes import ALL_TOKENS, LAYERS, LLAMA, TOKENS, Layer
+from ptxlab.lowbit.kernels.gemm.common import GemmStep
+from ptxlab.lowbit.kernels.gemm.ladder import why_not
+
+MEASURE, W8A8 = "gemm", "w8a8"
+W8A8_KERNEL = "gemm_w8a8_sm90"
+
+
+def w8a8_of(names: Sequence[str]) -> list[GemmStep]:
+    """W8A8 as a step, where it is among `names` and runs on this GPU."""
+    found = [GemmStep(spec, "int8", "") for n, spec in kernels.specs().items() if n == W8A8_KERNEL and n in names]
+    return [step for step in found if why_not(step) is None]
+
+
+def points(names: Sequence[str]) -> Iterator[Point]:
+    """Every kernel among `names` with its sizes."""
+    for steps, layers, tokens in ((steps_of(names), LAYERS, TOKENS), (w8a8_of(names), LLAMA, ALL_TOKENS)):
+        for step in steps:
+            yield from ((step, sizes_at(step.spec, layer, M)) for layer in layers for M in tokens)
+
+
+def layer_rows(
+    layer: Layer,
+    steps: Sequence[GemmStep],
+    cublas: Mapping[int, Mapping[str, float]],
+    stream_us: StreamTime,
+    progress: Callable[[str], None],
+    measured_as: str = MEASURE,
+    tokens: Sequence[int] = (),
+) -> Iterator[Row]:
+    """Every step on one matrix, by default at the ladder's numbers of tokens, W8A8 at all, beside cuBLAS."""
+    tokens = tokens or (ALL_TOKENS if measured_as == W8A8 else TOKENS)
+    for step in steps:
+        progress(f"{layer}: {step.spec.name}")
+        logical = problem(step.spec, layer, max(tokens))
+        yield from over_tokens(step, layer, logical, tokens, cublas, measured_as=measured_as, stream_us=stream_us)

@@ -1,0 +1,206 @@
+"""What dequantisation costs in stalls (LiquidGEMM §3.2): sampled warps by the function of `dequant.cuh` they stood in.
+
+By the line table every machine instruction has the source line that it came from, and a line of `dequant.cuh` lies in
+one function. What `__vadd4` becomes has the line of the dequantiser that calls it, so what `dequant_qoq_vadd4` does
+after unpacking and multiplying, which opcode and operands tell, is the subtraction and nothing else.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ptxlab import gpu, sources
+from ptxlab.errors import FileError, UnavailableError
+from ptxlab.io.files import read_record, write_text
+from ptxlab.lowbit.bench.shapes import GROUP, LAYERS, Layer
+from ptxlab.profile import profiles
+from ptxlab.profile.launch_target import LaunchTarget
+from ptxlab.profile.nsight import ISSUING, ProfiledLaunch
+
+SCHEMA = 1
+KERNELS = (
+    "gemm_w4a8_qoq_sm80",  # QServe's own main loop
+    "gemm_w4a8_qoq_sm90",
+    "gemm_w4a8_lqq_sm90",
+    "gemm_w4a8_lqq_imfp_sm90",
+    "gemm_w4a8_sm90",  # unsigned
+)
+FFN = tuple(layer for layer in LAYERS if layer.model == "7B" and layer.part in ("gate+up", "down"))
+TOKENS = (16, 64, 256)  # the paper names none
+METRICS = ("gpu__time_duration.sum", "sm__cycles_elapsed.max")
+
+_FILE = "dequant.cuh"
+_SUBTRACTING = ("dequant_qoq_vadd4", "dequant_lqq")  # after unpacking and multiplying
+_NIBBLES = "0xf0f0f0f"
+_ARITHMETIC = ("LOP3", "SHF", "IMAD", "IADD3", "VIADD", "PRMT")
+_FUNCTION = re.compile(r"^__device__ __forceinline__ [\w ]*?(\w+)\(")
+
+
+@dataclass(frozen=True)
+class StallRow:
+    """One kernel on one matrix.
+
+    Attributes:
+        kernel: its name.
+        layer: `7B down`.
+        sizes: M, N, K and the group.
+        time_us: under ncu.
+        stalls: how many stalled warps were sampled.
+        parts: part of the dequantisation -> share of all stalls.
+        executed: part -> instructions that a thread executed per weight.
+        reasons: reason -> share of all stalls, at the subtraction's instructions.
+    """
+
+    kernel: str
+    layer: str
+    sizes: dict[str, int]
+    time_us: float
+    stalls: int
+    parts: dict[str, float]
+    executed: dict[str, float]
+    reasons: dict[str, float]
+
+    @property
+    def subtract(self) -> float:
+        """Share of all stalls that the subtraction has."""
+        return self.parts.get("subtract", 0.0)
+
+    @property
+    def dequantise(self) -> float:
+        """Share of all stalls that the whole dequantisation has."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class StallRecord:
+    """All of them as measured on one GPU; `origin` has commit, date and versions."""
+
+    device: dict[str, Any]
+    origin: dict[str, str]
+    rows: tuple[StallRow, ...]
+    schema: int = SCHEMA
+
+    def at(self, kernel: str, layer: str, M: int) -> StallRow | None:
+        """The row of a kernel on a matrix, if it was measured."""
+        return next((r for r in self.rows if (r.kernel, r.layer, r.sizes["M"]) == (kernel, layer, M)), None)
+
+
+def measure(keep: Path | None = None) -> StallRecord:
+    """Launch every kernel on every matrix under ncu; raises as `profiles.launch` does."""
+    planned = list(jobs())
+    launched = profiles.launch([job for job, _ in planned], METRICS, keep=keep)
+    info = gpu.device_info()
+    rows = tuple(row_of(one, job, layer) for one, (job, layer) in zip(launched, planned, strict=True))
+    return StallRecord({"name": info.name, "slug": info.slug, "driver": info.driver}, profiles.origin(), rows)
+
+
+def jobs() -> Iterator[tuple[LaunchTarget, Layer]]:
+    """What is launched, in this order."""
+    for kernel in KERNELS:
+        for layer in FFN:
+            for M in TOKENS:
+                yield LaunchTarget(kernel, {"M": M, "N": layer.N, "K": layer.K, "g": GROUP}), layer
+
+
+def row_of(launched: ProfiledLaunch, job: LaunchTarget, layer: Layer) -> StallRow:
+    """Attribute the samples of one launch; UnavailableError if the report does not hold the dequantisers' source."""
+    if not launched.sources.get(_FILE):
+        raise UnavailableError(
+            f"ncu: {_FILE} is not in the report of {launched.kernel}; `--import-source yes` puts it there"
+        )
+    functions = functions_by_line(launched.sources[_FILE])
+    parts, executed, reasons = Counter[str](), Counter[str](), Counter[str]()
+    for one in launched.instructions:
+        part = part_of(one.sass, functions.get(one.line, "") if one.file == _FILE else "")
+        parts[part] += one.stalled
+        executed[part] += 32 * one.executed
+        if part == "subtract":
+            reasons.update({reason: n for reason, n in one.samples.items() if reason != ISSUING})
+    stalls = parts.total()
+    return StallRow(
+        kernel=job.target,
+        layer=str(layer),
+        sizes=dict(job.sizes),
+        time_us=launched.number("gpu__time_duration.sum") / 1e3,
+        stalls=stalls,
+        parts=_over(parts, stalls),
+        executed=_over(executed, layer.N * layer.K),
+        reasons=_over(reasons, stalls),
+    )
+
+
+def _over(counts: Counter[str], whole: int) -> dict[str, float]:
+    return {name: n / max(1, whole) for name, n in counts.most_common() if name and n}
+
+
+def functions_by_line(text: str) -> dict[int, str]:
+    """Line of a header of device functions -> the function that it is in."""
+    found, name = {}, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if begins := _FUNCTION.match(line):
+            name = begins[1]
+        found[number] = name
+    return found
+
+
+def part_of(sass: str, function: str) -> str:
+    """Which part of the treatment of a word an instruction is, of a function in `dequant.cuh`; empty if of none.
+
+    LQQ adds in the multiplication, so that what is left of its subtraction is the XOR; unsigned LQQ has not even that.
+    """
+    opcode = next(word for word in sass.split() if not word.startswith("@"))
+    if opcode.partition(".")[0] not in _ARITHMETIC:  # what was moved there: a wgmma, the descriptor it takes
+        return ""
+    if function == "unpack_u4" or _NIBBLES in sass:
+        return "unpack"
+    if function and opcode == "IMAD":  # IMAD.IADD and IMAD.MOV multiply nothing
+        return "multiply"
+    return "subtract" if function in _SUBTRACTING else ""
+
+
+def save(record: StallRecord, path: Path | None = None) -> Path:
+    """Write it, by default where `load` finds it."""
+    if path is None:
+        path = default_path(record.device["slug"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(asdict(record), indent=1) + "\n")
+    return path
+
+
+def load(path: Path) -> StallRecord:
+    """Read one; `FileError` says in one line why a file is none."""
+    found = read_record(path, "a record of stalls", SCHEMA)
+    try:
+        return StallRecord(**{**found, "rows": tuple(StallRow(**row) for row in found["rows"])})
+    except (TypeError, KeyError) as error:
+        raise FileError(f"{path}: not a record of stalls: {error}") from None
+
+
+def recorded(slug: str = "h200") -> StallRecord | None:
+    """What is recorded of a GPU."""
+    path = default_path(slug)
+    return load(path) if path.is_file() else None
+
+
+def default_path(slug: str) -> Path:
+    """`notebooks/results/<gpu>/stalls.json`."""
+    return sources.results_dir() / slug / "stalls.json"
+
+
+def table(rows: Iterable[StallRow]) -> list[list[str]]:
+    """Cells, the head first: kernel and matrix; per number of tokens the share of the subtraction, and of all of it."""
+    found = {(r.kernel, r.layer, r.sizes["M"]): r for r in rows}
+    tokens = sorted({M for _, _, M in found})
+    cells = [
+        [
+            kernel,
+            layer,
+            *(f"{r.subtract:.0%} of {r.dequantise:.0%}" for M in tokens if (r := found.get((kernel, layer, M)))),
+        ]
+        for kernel, layer in dict.fromkeys(place[:2] for place in found)
+    ]
+    return [["kernel", "matrix", *(f"M = {M}" for M in tokens)], *cells]

@@ -1,0 +1,127 @@
+"""A kernel's variants on one problem: every combination of the constants asked for, timed and checked."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from ptxlab import gpu, toolchain
+from ptxlab.errors import ArgumentError, CompileError, PtxlabError, UnavailableError
+from ptxlab.lowbit.bench.problems import SizedProblem, sized
+from ptxlab.lowbit.kernels.attention.steps import step_of as attention_step
+from ptxlab.lowbit.kernels.gemm.ladder import step_of as gemm_step
+from ptxlab.runtime.timing import Measured, measure
+from ptxlab.sources import of_kernel
+from ptxlab.spec import KernelSpec
+
+_REPLAYS = 5
+
+
+@dataclass(frozen=True)
+class Found:
+    """One variant.
+
+    Attributes:
+        constants: the `-D` constants that were asked for.
+        chosen: whether they are what the spec chooses at these sizes.
+        measured: its times, or None where it cannot run.
+        registers, local_bytes: of a thread.
+        why_not: why it cannot run: what the compiler, the spec or the driver says, in a line.
+    """
+
+    constants: dict[str, int]
+    chosen: bool
+    measured: Measured | None = None
+    registers: int = 0
+    local_bytes: int = 0
+    why_not: str = ""
+
+
+def sweep(
+    spec: KernelSpec,
+    sizes: Mapping[str, int],
+    constants: Mapping[str, Sequence[int]],
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Found]:
+    """Time every combination of `constants` of a GEMM's or an attention's kernel, and what the spec chooses; quickest
+    first. What the timed launches wrote is checked as in a bench.
+
+    Args:
+        spec: the kernel.
+        sizes: `M`, `N`, `K`, `g` of a GEMM; `B`, `L`, `Hq`, `Hkv` of an attention (`profile.launch_target.sizes_of`).
+        constants: values by name of a `-D` constant of the kernel; the others are as chosen.
+        progress: called with each variant.
+
+    Raises:
+        ArgumentError: a kernel of another family, or a constant that the kernel does not have.
+        UnavailableError: no GPU that runs the kernel.
+        BenchmarkError: a variant gave wrong results.
+    """
+    if gemm_step(spec) is None and attention_step(spec) is None:
+        raise ArgumentError("target", "a kernel of a W4A8 GEMM or of attention", spec.name)
+    gpu.device_info()  # or why there is none
+    if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
+        raise UnavailableError(f"{spec.name}: {reason}")
+    problem = sized(spec, sizes)
+    assert problem is not None
+    chosen = problem.chosen
+    if unknown := sorted(set(constants) - set(chosen)):
+        raise ArgumentError("-D", f"a constant of {spec.name}: {', '.join(chosen)}", unknown[0])
+    asked = [dict(zip(constants, values, strict=True)) for values in itertools.product(*constants.values())]
+    variants = [{**chosen, **named} for named in asked]
+    if chosen not in variants:
+        variants.insert(0, chosen)
+    progress("compiling")
+    found = []
+    for variant, why_not in zip(variants, _compiled(spec, variants), strict=True):
+        named = {name: variant[name] for name in constants}
+        progress(", ".join(f"{name}={value}" for name, value in named.items()))
+        one = Found(named, variant == chosen, why_not=why_not)
+        found.append(one if why_not else _timed(one, variant, problem))
+    return sorted(found, key=lambda one: one.measured.us if one.measured else float("inf"))
+
+
+def _timed(one: Found, variant: dict[str, int], problem: SizedProblem) -> Found:
+    try:
+        ready = problem.launches(variant)
+    except PtxlabError as error:
+        return replace(one, why_not=_line(error))
+    measured = measure(ready.calls, replays=_REPLAYS)
+    problem.check(ready)
+    return replace(one, measured=measured, registers=ready.kernel.registers, local_bytes=ready.kernel.local_bytes)
+
+
+def _compiled(spec: KernelSpec, variants: Sequence[dict[str, int]]) -> list[str]:
+    """Compile all side by side, so that loading finds them in the cache; why one cannot be, or nothing."""
+    arch, source = gpu.device_info().arch, of_kernel(spec.name)[0]
+
+    def compiled(variant: dict[str, int]) -> str:
+        try:
+            toolchain.compile_cuda(source, arch, defines=variant)
+        except CompileError as error:
+            return _line(error)
+        return ""
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(compiled, variants))
+
+
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+def lines(found: Sequence[Found]) -> Iterator[list[str]]:
+    """For the terminal: constants, microseconds, beside what the spec chooses, registers, local bytes, remark."""
+    own = next(one.measured for one in found if one.chosen)
+    for one in found:
+        time = "-" if one.measured is None else f"{one.measured.us:.2f}"
+        beside = "-" if one.measured is None or own is None else f"{own.us / one.measured.us:.3f}x"
+        remark = "chosen" if one.chosen else one.why_not
+        yield [
+            *(str(v) for v in one.constants.values()),
+            time,
+            beside,
+            f"{one.registers}",
+            f"{one.local_bytes}",
+            remark,
+        ]

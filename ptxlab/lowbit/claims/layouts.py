@@ -1,0 +1,359 @@
+"""Claims about layouts: every map a bijection, every packing undone by its inverse, every swizzle free of conflicts.
+
+Packings move nibbles and bytes and never look at them: an element's place follows from its index alone. So packing the
+digits of the index and reading them back tells the place of every element, and holds for all values.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.hardware import fragments as maps
+from ptxlab.hardware.banks import bank_use
+from ptxlab.hardware.descriptors import swizzle
+from ptxlab.hardware.words import F16, S8, U8
+from ptxlab.lowbit import layout
+from ptxlab.lowbit.layout import foreign, nibbles, pack, unpack
+from ptxlab.lowbit.quant import LQQWeight, QoQChannelWeight, QoQWeight
+from ptxlab.lowbit.quant.activations import QuantizedActivations
+from ptxlab.lowbit.quant.atom import ATOM_GROUPS, ATOM_OUTLIERS, AtomRows
+from ptxlab.lowbit.quant.fmpq import BLOCK, BlockRows
+from ptxlab.lowbit.quant.kv import KV_SCHEMES, QuantizedKV
+from ptxlab.prove.claims import Claim, register
+from ptxlab.prove.solve import Enumeration
+
+_SIZES = ((64, 256), (136, 384))  # whole tiles, and rows and columns to pad
+_TOKENS = ((64, 256), (19, 384))
+_KINDS = (LQQWeight, QoQWeight, QoQChannelWeight)
+_SPANS = (32, 64, 128)
+Sizes = dict[str, int]
+Original = tuple[Sizes, Any]  # what is packed, an array or an object of arrays
+Originals = Callable[[], Iterable[Original]]
+Through = Callable[[Any, Sizes], Any]
+
+
+@register
+def fragments() -> Iterator[Claim]:
+    """Fragment maps: each element of the matrix has one place in one register of one lane."""
+    for fragment in _fragments():
+        yield Claim(
+            subject="fragment maps",
+            name=fragment.name,
+            text="(lane, register, element) -> (row, column) is a bijection, and gather after scatter the identity",
+            build=partial(_is_map, fragment),
+        )
+
+
+def _fragments() -> list[maps.Fragment]:
+    """Every fragment that there is."""
+    operands = product((maps.mma_a, maps.mma_b), (128, 256), (4, 8, 16, 32))  # of so many bits in a row
+    known = [
+        *(maps.ldmatrix(count, trans) for count in (1, 2, 4) for trans in (False, True)),
+        *(of(row // bits, bits) for of, row, bits in operands),
+        *(maps.mma_c(bits) for bits in (16, 32)),
+        maps.wgmma_a(),
+        *(maps.wgmma_d(n, True, bits) for bits in (16, 32) for n in range(8, 257, 8)),
+    ]
+    return list({fragment.name: fragment for fragment in known}.values())
+
+
+@register
+def packings() -> Iterator[Claim]:
+    """`unpack(pack(w)) == w` for every layout of every kind of operand."""
+    for subject, name, originals, there_and_back in _packings():
+        yield Claim(
+            subject=subject,
+            name=name,
+            text="unpack after pack is the identity on every array: integers, scales, offsets, the order of channels",
+            build=partial(_returns, originals, there_and_back),
+        )
+    for name, read in (
+        ("QServe's nibbles", lambda octets: foreign.unpack_qserve(octets.view(np.int8).reshape(64, -1))),
+        ("QServe's constants", lambda octets: _nibbles_of(foreign.qserve_rows(octets.reshape(-1, 64)))),
+        ("eight along rows", lambda octets: foreign.unpack_words(_words(octets), 0)),
+        ("eight along columns", lambda octets: foreign.unpack_words(_words(octets), 1)),
+        ("AWQ's eight", lambda octets: foreign.unpack_words(_words(octets), 1, foreign.AWQ_COLUMNS)),
+    ):
+        yield Claim(
+            subject="packings of other projects",
+            name=name,
+            text="every nibble of a file becomes one element of the matrix",
+            build=partial(_reads_each_once, read),
+        )
+
+
+def _packings() -> Iterator[tuple[str, str, Originals, Through]]:
+    """What is packed where: subject, name, what to try, and how it goes there and back."""
+    there: Callable[..., Any]
+    through: Through
+    for name, low, there, back in (
+        ("eight weights", 0, nibbles.pack_u4, nibbles.unpack_u4),
+        ("eight signed weights", -8, nibbles.pack_s4, nibbles.unpack_s4),
+        ("COMET's word", -8, nibbles.pack_comet, nibbles.unpack_comet),
+        ("an MMA's word", 0, nibbles.pack_mma, nibbles.unpack_mma),
+        ("pairs", -8, layout.pack_pairs, layout.unpack_pairs),
+    ):
+        yield "nibbles", name, partial(_matrices, 16, low), partial(_through, there, back)
+    for where, kind in product(layout.LAYOUTS, _KINDS):
+        through = partial(_through_pack, where)
+        yield f"packing {where}", f"{kind.__name__} comes back", partial(_weights, kind), through
+    for kind in _KINDS:
+        through = partial(_through_pack, "strips", interleaved=True)
+        yield "packing strips", f"{kind.__name__}, gate and up in turns", partial(_weights, kind, (64, 144)), through
+    yield "packing of experts", "each comes back", partial(_weights, LQQWeight), _through_experts
+    for where in layout.ATOM_LAYOUTS:
+        through = partial(_through, partial(layout.pack_atom, layout=where), layout.unpack_atom)
+        yield "packing W4A4 weights", where, _atom_rows, through
+        yield "packing W4A4 weights", f"{where}, reordered", _reordered_rows, partial(_through_reordered, where)
+        yield "packing W4Ax weights", where, partial(_block_rows, False), partial(_through_blocks, where)
+    for where in layout.ATOM_ORDERS.values():
+        there = partial(layout.pack_atom_activations, layout=where)
+        through = partial(_through, there, layout.unpack_atom_activations)
+        yield "packing W4A4 activations", where, _atom_rows, through
+    for where in layout.BLOCK_ORDERS.values():
+        there = partial(layout.pack_block_activations, layout=where)
+        through = partial(_through, there, layout.unpack_block_activations)
+        yield "packing W4Ax activations", where, partial(_block_rows, True), through
+    for order, rows in (("row_major", None), ("fragment", None), ("tiles", 8), ("tiles", 64), ("tiles", 256)):
+        name = f"swizzled tiles of {rows}" if rows else order
+        there = partial(layout.pack_activations, layout=order, rows=rows)
+        yield "orders of activations", name, _activations, partial(_through, there, layout.unpack_activations)
+    for scheme in KV_SCHEMES:
+        yield "pages of the KV cache", scheme, partial(_tokens, scheme), _through_pages
+        yield "pages of the KV cache", f"{scheme}, in a pool", partial(_tokens, scheme), _through_pool
+
+
+# There and back
+
+
+def _through(there: Callable[[Any], Any], back: Callable[[Any], Any], x: Any, _: Sizes) -> Any:
+    return back(there(x))
+
+
+def _through_pack(where: str, weight: Any, _: Sizes, **how: bool) -> Any:
+    return unpack(pack(weight, where, unchecked=True, **how))
+
+
+def _through_experts(weight: LQQWeight, _: Sizes) -> Any:
+    """The weight as the second of two experts."""
+    other = replace(weight, q4=weight.q4[::-1].copy())
+    return unpack(layout.stack_experts([pack(each, "strips", unchecked=True) for each in (other, weight)]).expert(1))
+
+
+def _through_reordered(where: str, arrays: dict[str, Any], _: Sizes) -> dict[str, Any]:
+    rows = {name: x for name, x in arrays.items() if name != "order"}
+    packed = layout.pack_reordered(AtomRows(**rows), arrays["order"], where)
+    return {**vars(layout.unpack_atom(packed.weight)), "order": packed.order}
+
+
+def _through_blocks(where: str, rows: BlockRows, sizes: Sizes) -> BlockRows:
+    return layout.unpack_block_weight(layout.pack_block_weight(rows, sizes["int8"], where))
+
+
+def _through_pages(kv: QuantizedKV, sizes: Sizes) -> QuantizedKV:
+    channel = (kv.scale, kv.zero) if KV_SCHEMES[kv.scheme].by_channel else None
+    pages = layout.pack_pages(kv, sizes["page"])
+    return layout.unpack_pages(pages, kv.scheme, sizes["D"], sizes["page"], sizes["tokens"], channel)
+
+
+def _through_pool(kv: QuantizedKV, sizes: Sizes) -> QuantizedKV:
+    """As the values of the second of two sequences, whose pages lie anywhere, beside other keys."""
+    channel = (kv.scale, kv.zero) if KV_SCHEMES[kv.scheme].by_channel else None
+    tokens, heads, D = kv.shape
+    each = -(-tokens // sizes["page"])
+    how: dict[str, Any] = {"page_size": sizes["page"], "scheme": kv.scheme, "k_channel": channel, "v_channel": channel}
+    cache = layout.KVCache.empty(2, each, heads, D, **how)
+    cache.block_table[:] = np.random.default_rng(0).permutation(2 * each).reshape(2, each)
+    cache.lengths[:] = tokens
+    other = replace(kv, values=kv.values[::-1].copy())
+    layout.scatter(cache, [other, other], [other, kv])
+    return layout.gather(cache)[1][1]
+
+
+# What is packed: integers and constants are digits of their own index, in every base that tells them apart
+
+
+def _digits(size: int, base: int) -> Iterator[npt.NDArray[np.int64]]:
+    """The digits of 0..size-1, least significant first."""
+    index = np.arange(size)
+    while True:
+        yield index % base
+        index = index // base
+        if not index.any():
+            return
+
+
+def _halves(*shape: int) -> F16:
+    """Numbers of which each occurs once, none a NaN."""
+    return np.arange(np.prod(shape), dtype=np.uint16).view(np.float16).reshape(shape)
+
+
+def _matrices(base: int, low: int) -> Iterator[Original]:
+    for N, K in _SIZES:
+        for digit in _digits(N * K, base):
+            yield {"N": N, "K": K}, (digit + low).reshape(N, K).astype(np.int8 if low else np.uint8)
+
+
+def _weights(kind: type, rows: tuple[int, ...] = (64, 136)) -> Iterator[Original]:
+    """Of nibbles, whose groups carry a digit of their index in every constant."""
+    for N, K in zip(rows, (256, 384), strict=True):
+        for group in (32, 64, 128) if kind is not QoQChannelWeight else (K,):
+            of_groups = list(_digits(N * K // group, 8))
+            for number, digit in enumerate(_digits(N * K, 16)):
+                q4, constants = digit.reshape(N, K).astype(np.uint8), of_groups[number % len(of_groups)]
+                yield {"N": N, "K": K, "group": group}, _weight(kind, q4, constants, group)
+
+
+def _weight(kind: type, q4: U8, digit: npt.NDArray[np.int64], group: int) -> Any:
+    N, K = q4.shape
+    rows = np.arange(N, dtype=np.float32)
+    if kind is QoQChannelWeight:
+        return QoQChannelWeight(q4, rows, (np.arange(N) % 16).astype(np.uint8))
+    constant = digit.reshape(N, K // group).astype(np.uint8)
+    level2 = {"minimum": -constant.astype(np.int8)} if kind is LQQWeight else {"zero": constant}
+    return kind(q4=q4, group_scale=constant + np.uint8(1), channel_scale=rows, protective_range=119, **level2)
+
+
+def _atom_rows() -> Iterator[Original]:
+    for (N, K), group, outliers in product(((64, 256), (136, 320)), ATOM_GROUPS, ATOM_OUTLIERS):
+        if K % group:
+            continue
+        scale8 = _halves(N, 2)[:, 1] if outliers else np.ones(N, np.float16)
+        q8 = list(_signed(N, outliers, 256))
+        for number, q4 in enumerate(_signed(N, K, 16)):
+            rows = AtomRows(q4, _halves(N, K // group), q8[number % len(q8)], scale8)
+            yield {"N": N, "K": K, "group": group, "outliers": outliers}, rows
+
+
+def _reordered_rows() -> Iterator[Original]:
+    for sizes, rows in _atom_rows():
+        yield sizes, {**vars(rows), "order": np.random.default_rng(0).permutation(rows.shape[1])}
+
+
+def _block_rows(mixed: bool) -> Iterator[Original]:
+    """Of a weight, INT4 throughout, or of activations, whose last blocks are INT8; so many, for both."""
+    for N, K in _SIZES:
+        for int8 in range(K // BLOCK + 1):
+            at = K - int8 * BLOCK if mixed else K
+            for number, q4 in enumerate(_signed(N, K, 16)):
+                q8 = list(_signed(N, K, 256))
+                q = np.concatenate([q4[:, :at], q8[number % len(q8)][:, at:]], axis=1)
+                yield {"N": N, "K": K, "int8": int8}, BlockRows(q, _halves(N, K // BLOCK), int8 if mixed else 0)
+
+
+def _signed(N: int, K: int, base: int) -> Iterator[S8]:
+    for digit in _digits(N * K, base):
+        yield (digit - base // 2).reshape(N, K).astype(np.int8)
+
+
+def _activations() -> Iterator[Original]:
+    for M, K in _TOKENS:
+        for q in _signed(M, K, 256):
+            numbers = np.arange(M)
+            yield {"M": M, "K": K}, QuantizedActivations(q, numbers.astype(np.float32), numbers.astype(np.int32))
+
+
+def _tokens(scheme: str) -> Iterator[Original]:
+    known, heads = KV_SCHEMES[scheme], 3
+    for page, D in product(layout.PAGE_SIZES, layout.HEAD_DIMS):
+        tokens = 2 * page + 5
+        shape = (heads, D) if known.by_channel else (tokens, heads)
+        scale = np.arange(1, np.prod(shape) + 1, dtype=known.constant).reshape(shape)
+        zero = scale % 16 if not known.low else np.zeros_like(scale)
+        for digit in _digits(tokens * heads * D, known.high - known.low + 1):
+            values = (digit + known.low).reshape(tokens, heads, D).astype(known.dtype)
+            yield {"page": page, "D": D, "tokens": tokens}, QuantizedKV(scheme, values, scale, zero)
+
+
+# Deciding
+
+
+def _returns(originals: Originals, there_and_back: Through) -> Enumeration:
+    """Whether each comes back, in all its arrays."""
+    cases = 0
+    for sizes, original in originals():
+        back = there_and_back(original, sizes)
+        for name, array in _arrays(original).items():
+            other = _arrays(back)[name]
+            if not np.array_equal(array, other):
+                wrong = np.not_equal(array, other) if np.shape(array) == np.shape(other) else np.ones(1)
+                return Enumeration(cases, {**sizes, name: int(np.flatnonzero(wrong)[0])})
+            cases += np.size(array)
+    return Enumeration(cases)
+
+
+def _arrays(x: Any) -> Mapping[str, Any]:
+    return {"element": x} if isinstance(x, np.ndarray) else x if isinstance(x, dict) else vars(x)
+
+
+def _nibbles_of(octets: U8) -> U8:
+    return np.stack([octets & 15, octets >> 4])
+
+
+def _words(octets: U8) -> npt.NDArray[np.int32]:
+    return octets.view(np.int32).reshape(32, -1)
+
+
+def _reads_each_once(read: Callable[[Any], U8], size: int = 64 * 256) -> Enumeration:
+    """Whether the nibbles of so many bytes, each the digits of its index, are all there once."""
+    found = np.zeros(2 * size, np.int64)
+    for place, digit in enumerate(_digits(2 * size, 16)):
+        found += read((digit[::2] | digit[1::2] << 4).astype(np.uint8)).reshape(-1).astype(np.int64) << 4 * place
+    return _is_bijection(found)
+
+
+def _is_map(fragment: maps.Fragment) -> Enumeration:
+    """That it is a bijection, and that it is what scatter and gather go by."""
+    places = _is_bijection(fragment.rows * fragment.shape[1] + fragment.cols)
+    if places.counterexample is not None:
+        return places
+    dtype, base = f"u{max(fragment.bits, 8) // 8}", min(256, 1 << fragment.bits)
+    digits = _digits(places.cases, base)
+    matrices: list[Original] = [({}, digit.reshape(fragment.shape).astype(dtype)) for digit in digits]
+    return _returns(lambda: matrices, lambda x, _: fragment.gather(fragment.scatter(x)))
+
+
+def _is_bijection(places: npt.NDArray[Any]) -> Enumeration:
+    places = places.reshape(-1)
+    missed = np.flatnonzero(np.bincount(places, minlength=places.size) != 1)
+    return Enumeration(places.size, {"place": int(missed[0])} if missed.size else None)
+
+
+@register
+def swizzles() -> Iterator[Claim]:
+    """The shared-memory swizzles of TMA and wgmma."""
+    for span in _SPANS:
+        yield Claim(
+            subject="swizzles",
+            name=f"{span} bytes: bijection",
+            text="exchanges 16-byte columns within 1,024 bytes, and twice is once",
+            build=partial(_is_involution, span),
+        )
+        yield Claim(
+            subject="swizzles",
+            name=f"{span} bytes: no bank conflict",
+            text=f"eight rows of {span} bytes: any 16-byte column of all rows takes one wavefront",
+            build=partial(_without_conflicts, span),
+        )
+
+
+def _is_involution(span: int) -> Enumeration:
+    addresses = np.arange(0, 8 * 128, 16)
+    there = swizzle(addresses, span)
+    if not np.array_equal(swizzle(there, span), addresses):
+        return Enumeration(len(addresses), {"address": int(addresses[(swizzle(there, span) != addresses).argmax()])})
+    return _is_bijection(there // 16)
+
+
+def _without_conflicts(span: int) -> Enumeration:
+    """Each phase of a warp's 16-byte access: eight rows, one column."""
+    rows = np.arange(32)
+    columns = np.arange(0, span, 16)[:, None]
+    use = bank_use(swizzle(rows * span + columns, span), 16, store=True)
+    wrong = np.flatnonzero(use.conflicts)
+    return Enumeration(use.conflicts.size, {"column": int(wrong[0])} if wrong.size else None)

@@ -1,0 +1,173 @@
+"""Claims about what quantisers emit, and about the sums that kernels add up: what the kernels' claims presuppose."""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.lowbit.quant import LQQWeight, QoQWeight, TwoLevelWeight, lqq_groups, qoq_groups
+from ptxlab.prove.claims import Claim, register
+from ptxlab.prove.solve import Enumeration, Query
+
+_GROUP = 32  # a group's two ends decide scale and offset; how many weights lie between does not
+
+Bytes = npt.NDArray[np.int8]
+
+
+@register
+def ranges() -> Iterator[Claim]:
+    """Which protective range each quantiser is safe at, and that the next one is not."""
+    kinds: tuple[tuple[str, Callable[[Bytes], TwoLevelWeight], int], ...] = (
+        ("qoq", _qoq, 119),
+        ("lqq nearest", lambda q8: _lqq(q8, "nearest"), 120),
+        ("lqq ceiling", lambda q8: _lqq(q8, "ceiling"), 120),
+        ("lqq with any scale in 1..16", _lqq_of_any_scale, 119),
+    )
+    for name, quantise, safe in kinds:
+        for limit in sorted({119, safe, safe + 1}):
+            yield Claim(
+                subject=f"quantiser {name}",
+                name=f"restored bytes fit s8 at range {limit}",
+                text=f"for all -{limit} <= min <= max <= {limit} of a group: no weight of it is restored outside s8",
+                build=partial(_all_groups, quantise, limit),
+                expect="proved" if limit <= safe else "refuted",
+            )
+
+
+@register
+def predicate() -> Iterable[Claim]:
+    """That looking at a group's least and greatest nibble is enough."""
+    return [
+        Claim(
+            subject="overflow predicate",
+            name="the ends decide",
+            text="low <= q <= high, scale 1..255, offset s8; low, high restored within s8 => q restored within s8",
+            build=_ends_decide,
+        ),
+        Claim(
+            subject="overflow predicate",
+            name="no carry in LQQ's word",
+            text="q in 0..15, scale 1..255, q*scale + min <= 127 => q*scale + (128 + min) fits a byte",
+            build=_no_carry,
+        ),
+    ]
+
+
+@register
+def sums() -> Iterator[Claim]:
+    """How long an INT32 accumulator may grow."""
+    for what, low, high, safe in (
+        ("u8 x s8", -255 * 128, 255 * 127, 65793),
+        ("s8 x s8", -128 * 127, 128 * 128, 131071),
+        ("16*u4 x s8, COMET's and per-channel bytes", -240 * 128, 240 * 127, 69905),
+    ):
+        for K in (safe, safe + 1):
+            yield Claim(
+                subject=f"accumulator {what}",
+                name=f"fits s32 up to K = {K:,}",
+                text=f"K <= {K:,}, every product in {low}..{high}: the sum lies in s32",
+                build=partial(_sum_fits, low, high, K, 2**31 - 1),
+                expect="proved" if safe == K else "refuted",
+            )
+    for what, low, high, safe in (("s4 x s4", -56, 64, 262144), ("16*s4 x s8, W4Ax's bytes", -16256, 16384, 1024)):
+        for K in (safe, safe + 1):
+            yield Claim(
+                subject=f"accumulator {what}",
+                name=f"exact in FP32 up to K = {K:,}",
+                text=f"K <= {K:,}, every product in {low}..{high}: the sum lies within 2^24, so FP32 holds it",
+                build=partial(_sum_fits, low, high, K, 2**24),
+                expect="proved" if safe == K else "refuted",
+            )
+    yield Claim(
+        subject="unsigned LQQ's epilogue",
+        name="removes 128 from every byte",
+        text="s32 arithmetic: sum of (w + 128)*x minus 128 * (sum of x) is the sum of w*x, if that fits s32",
+        build=_epilogue,
+    )
+
+
+def _all_groups(quantise: Callable[[Bytes], TwoLevelWeight], limit: int) -> Enumeration:
+    """Every (min, max); both ends are restored where any weight between is, as a nibble grows with its weight."""
+    low, high = (end.reshape(-1) for end in np.mgrid[-limit : limit + 1, -limit : limit + 1])
+    low, high = low[low <= high], high[low <= high]
+    q8 = np.repeat(low[:, None], _GROUP, axis=1)
+    q8[:, 1] = high
+    weight = quantise(q8.astype(np.int8))
+    wrong = weight.overflows()[:, 0]
+    cases = len(wrong) * (len(weight.q4) // len(low))
+    if not wrong.any():
+        return Enumeration(cases)
+    at = int(wrong.argmax())
+    restored = weight.exact_level1()[at]
+    found = {"min": int(low[at % len(low)]), "max": int(high[at % len(low)]), "scale": int(weight.group_scale[at, 0])}
+    return Enumeration(cases, {**found, "restored": int(restored.min() if restored.min() < -128 else restored.max())})
+
+
+def _qoq(q8: Bytes) -> QoQWeight:
+    q4, scale, zero = qoq_groups(q8, _GROUP)
+    return QoQWeight(q4=q4, group_scale=scale, zero=zero, channel_scale=_ones(q8), protective_range=127)
+
+
+def _lqq(q8: Bytes, rounding: Any) -> LQQWeight:
+    q4, scale, minimum = lqq_groups(q8, _GROUP, rounding)
+    return LQQWeight(q4=q4, group_scale=scale, minimum=minimum, channel_scale=_ones(q8), protective_range=127)
+
+
+def _lqq_of_any_scale(q8: Bytes) -> LQQWeight:
+    """What a search may choose: the groups once for every scale."""
+    scale = np.repeat(np.arange(1, 17, dtype=np.uint8), len(q8))[:, None]
+    groups = np.tile(q8.astype(np.int32), (16, 1))
+    minimum = groups.min(axis=1, keepdims=True)
+    q4 = np.rint((groups - minimum) / scale).clip(0, 15).astype(np.uint8)
+    level2: dict[str, Any] = {"group_scale": scale, "minimum": minimum.astype(np.int8)}
+    return LQQWeight(q4=q4, channel_scale=_ones(q4), protective_range=127, **level2)
+
+
+def _ones(rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    return np.ones(len(rows), np.float32)
+
+
+def _ends_decide() -> Query:
+    import z3
+
+    low, q, high, scale, offset = (z3.BitVec(name, 32) for name in ("low", "q", "high", "scale", "offset"))
+
+    def fits(nibble: Any) -> Any:
+        restored = nibble * scale + offset
+        return z3.And(restored >= -128, restored <= 127)
+
+    admitted = [low >= 0, low <= q, q <= high, high <= 15, scale >= 1, scale <= 255, offset >= -65536, offset <= 127]
+    values = {"low": low, "q": q, "high": high, "scale": scale, "offset": offset}
+    return Query(holds=fits(q), assume=[*admitted, fits(low), fits(high)], values=values)
+
+
+def _no_carry() -> Query:
+    import z3
+
+    q, scale, minimum = (z3.BitVec(name, 32) for name in ("q", "scale", "min"))
+    byte = q * scale + minimum + 128
+    admitted = [q >= 0, q <= 15, scale >= 1, scale <= 255, minimum >= -128, minimum <= 127]
+    values = {"q": q, "scale": scale, "min": minimum}
+    holds = z3.And(byte >= 0, byte <= 255)
+    return Query(holds=holds, assume=[*admitted, q * scale + minimum <= 127], values=values)
+
+
+def _sum_fits(low: int, high: int, K: int, most: int) -> Query:
+    """A sum of at most K products lies within -most..most."""
+    import z3
+
+    terms, total = z3.BitVec("K", 64), z3.BitVec("sum", 64)
+    bounds = [terms >= 1, terms <= K, terms * low <= total, total <= terms * high]
+    return Query(holds=z3.And(total >= -most, total <= most), assume=bounds, values={"K": terms, "sum": total})
+
+
+def _epilogue() -> Query:
+    import z3
+
+    products, tokens = z3.BitVec("products", 64), z3.BitVec("tokens", 64)  # the two exact sums
+    accumulator = z3.Extract(31, 0, products + 128 * tokens)  # as the kernel holds it, modulo 2^32
+    left = accumulator - 128 * z3.Extract(31, 0, tokens)
+    fits = [products >= -(2**31), products < 2**31, tokens >= -(2**31), tokens < 2**31]
+    return Query(holds=z3.SignExt(32, left) == products, assume=fits, values={"products": products, "tokens": tokens})

@@ -1,0 +1,134 @@
+"""A map of lanes as a picture: every run of neighbours in one register is a box with its lane and register."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ptxlab.jupyter.page import Html, chip, element, join, page
+from ptxlab.lowbit.jupyter.maps import HolderMap
+
+_ROWS, _WIDTH = 32, 800  # at most: rows, and pixels of columns, of the window that is drawn
+_HEIGHT, _LEFT, _TOP = 15, 34, 18
+_LABEL = 40  # pixels that `127.a3` takes
+_NARROWEST = 9
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbours in a row that one register holds."""
+
+    row: int
+    first: int
+    count: int
+    lane: int
+    register: int
+    wrong: bool
+
+
+@dataclass(frozen=True, eq=False)
+class HolderView:
+    """A map with one lane brought out (None: none); in a notebook it shows itself as a picture."""
+
+    holders: HolderMap
+    lane: int | None = None
+
+    def __repr__(self) -> str:
+        lines = [f"{self.holders.name}: {self.holders.what}"]
+        if self.lane is not None:
+            lines += [f"lane {self.lane}, r{i}: {_in_words(places)}" for i, places in self._registers()]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return page(self.body())
+
+    def body(self) -> Html:
+        """The picture without the style."""
+        title = element("div", element("b", self.holders.name), " ", self.holders.what, cls="title")
+        return join([title, self._picture(), self._lane()])
+
+    def _registers(self) -> list[tuple[int, list[tuple[int, int]]]]:
+        return [] if self.lane is None else list(enumerate(self.holders.held_by(self.lane)))
+
+    def _lane(self) -> Html:
+        row, column = self.holders.axes
+        if self.lane is None:
+            said = f"Down: {row}, across: {column}. In a box: lane and register; its colour: lane."
+            return element("div", said, cls="dim")
+        said = f"Lane {self.lane} holds, as ({row}, {column}) from the highest bits of a register to its lowest:"
+        registers = [chip(element("code", f"r{i} {_in_words(places)}")) for i, places in self._registers()]
+        return join([element("div", said), *registers])
+
+    def _picture(self) -> Html:
+        rows, columns, width = self._window()
+        ticks = [_text(_LEFT - 5, _TOP + (r - rows.start + 0.75) * _HEIGHT, r, "end") for r in rows if r % 8 == 0]
+        step = 8 if width < _LABEL else 1
+        ticks += [_text(_LEFT + (c - columns.start) * width + 1, _TOP - 6, c) for c in columns if c % step == 0]
+        boxes = [self._box(run, rows.start, columns.start, width) for run in _runs(self.holders, rows, columns)]
+        across, down = _LEFT + len(columns) * width + 2, _TOP + len(rows) * _HEIGHT + 2
+        svg = element("svg", *ticks, *boxes, width=across, height=down, viewBox=f"0 0 {across} {down}")
+        return join([element("div", svg, cls="wide"), self._shown(rows, columns)])
+
+    def _shown(self, rows: range, columns: range) -> Html:
+        """What the window leaves out."""
+        height, width = self.holders.lane.shape
+        if (len(rows), len(columns)) == (height, width):
+            return Html("")
+        above, beside = (
+            f"rows {rows.start}-{rows.stop - 1} of {height}",
+            f"{columns.start}-{columns.stop - 1} of {width}",
+        )
+        return element("div", f"Drawn: {above}, columns {beside}.", cls="dim")
+
+    def _window(self) -> tuple[range, range, int]:
+        """Rows and columns to draw, those around what the lane holds first, and the pixels of a column."""
+        rows, columns = (range(size) for size in self.holders.lane.shape)
+        longest = max(run.count for run in _runs(self.holders, range(1), columns))
+        width = max(_NARROWEST, _LABEL // longest)
+        row, column = (0, 0) if self.lane is None else self.holders.held_by(self.lane)[0][0]
+        return _around(rows, row, _ROWS), _around(columns, column, _WIDTH // width // 8 * 8), width
+
+    def _box(self, run: Run, top: int, left: int, width: int) -> Html:
+        x, y, across = _LEFT + (run.first - left) * width, _TOP + (run.row - top) * _HEIGHT, run.count * width
+        state = "" if self.lane is None else "mine" if run.lane == self.lane else "other"
+        kind = f"{state} wrong".strip() if run.wrong else state
+        box = element("rect", x=x, y=y, width=across - 1, height=_HEIGHT - 1, fill=_colour(run.lane), cls=kind)
+        return join([box, _text(x + across / 2, y + _HEIGHT - 4, f"{run.lane}.r{run.register}", f"label {state}")])
+
+
+def _around(whole: range, place: int, most: int) -> range:
+    start = place // most * most
+    return range(start, min(start + most, whole.stop))
+
+
+def _text(x: float, y: float, what: object, kind: str = "") -> Html:
+    return element("text", what, x=f"{x:g}", y=f"{y:g}", cls=kind.strip())
+
+
+def _colour(lane: int) -> str:
+    """Neighbouring lanes of a quad apart, quads in the order of the rainbow."""
+    return f"hsl({(lane // 4 * 45 + lane % 4 * 100) % 360},70%,50%)"
+
+
+def _runs(holders: HolderMap, rows: range, columns: range) -> Iterator[Run]:
+    for row in rows:
+        first = columns.start
+        for column in columns:
+            end = column + 1
+            if end < columns.stop and _same(holders, row, column, end):
+                continue
+            wrong = bool(np.any(holders.wrong[row, first:end]))
+            yield Run(row, first, end - first, int(holders.lane[row, first]), int(holders.register[row, first]), wrong)
+            first = end
+
+
+def _same(holders: HolderMap, row: int, one: int, other: int) -> bool:
+    return bool(
+        holders.lane[row, one] == holders.lane[row, other]
+        and holders.register[row, one] == holders.register[row, other]
+    )
+
+
+def _in_words(places: list[tuple[int, int]]) -> str:
+    """`(0, 3) (0, 2) (0, 1) (0, 0)`: the highest bits first."""
+    return " ".join(f"({row}, {column})" for row, column in reversed(places))

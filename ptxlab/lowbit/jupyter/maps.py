@@ -1,0 +1,149 @@
+"""Which lane holds which element: fragments, packings and what a `load_*` kernel brings, as one kind of map.
+
+A fragment's map is `layout.fragments`, which recorded vectors pin to the hardware. A packing's is read off a tile that
+was packed, a kernel's off the running kernel (`tiles`): elements are the digits of their own position.
+"""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError
+from ptxlab.hardware import fragments
+from ptxlab.hardware.fragments import WARP, Fragment
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.kernels import holders
+from ptxlab.lowbit.layout import LAYOUTS, pack
+from ptxlab.lowbit.quant import QoQChannelWeight
+
+_DIGITS = 3  # hexadecimal: a tile has at most 16 ** 3 elements
+
+
+@dataclass(frozen=True, eq=False)
+class HolderMap:
+    """Who holds the elements of a matrix; all arrays are [rows, columns].
+
+    Attributes:
+        name: of the fragment, packing or kernel.
+        what: it says in a line what is held.
+        axes: names of rows and columns.
+        lane: the lane of each element (of a warp group: 0..127).
+        register: which of its 32-bit registers.
+        bit: the lowest bit of the element in that register.
+        bits: of an element.
+        wrong: true where the MMA wants another element in that place.
+    """
+
+    name: str
+    what: str
+    axes: tuple[str, str]
+    lane: np.ndarray
+    register: np.ndarray
+    bit: np.ndarray
+    bits: int
+    wrong: np.ndarray
+
+    @property
+    def lanes(self) -> int:
+        """How many lanes hold anything."""
+        return int(self.lane.max()) + 1
+
+    def held_by(self, lane: int) -> list[list[tuple[int, int]]]:
+        """(row, column) of the elements of each register of a lane, from its least significant bits."""
+        if not 0 <= lane < self.lanes:
+            raise ArgumentError("lane", f"0..{self.lanes - 1} for {self.name}", lane)
+        mine = np.argwhere(self.lane == lane)
+        places = sorted((int(self.register[r, c]), int(self.bit[r, c]), int(r), int(c)) for r, c in mine)
+        registers = range(places[-1][0] + 1)
+        return [[(r, c) for register, _, r, c in places if register == number] for number in registers]
+
+
+def of_fragment(fragment: Fragment) -> HolderMap:
+    """An operand or an accumulator of a matrix instruction."""
+    axes = {"a": ("row", "k"), "b": ("k", "column")}.get(fragment.name.rsplit(".", 1)[-1], ("row", "column"))
+    lanes, registers, elements = np.indices(fragment.rows.shape)
+    lane, register, bit = np.empty((3, *fragment.shape), int)
+    for held, source in ((lane, lanes), (register, registers), (bit, elements * fragment.bits)):
+        held[fragment.rows, fragment.cols] = source
+    rows, columns = fragment.shape
+    size = f"{rows} x {columns} elements of {fragment.bits} bits"
+    what = f"{size} in {fragment.registers} registers of {fragment.lanes} lanes"
+    return HolderMap(fragment.name, what, axes, lane, register, bit, fragment.bits, np.zeros(fragment.shape, bool))
+
+
+_TILES = {"row_major": (8, 128), "qserve": (32, 32), "dual_mma": (64, 64), "comet": (16, 64), "strips": (16, 128)}
+
+
+def of_packing(layout: str) -> HolderMap:
+    """A tile of a packing: which lane gets which weight of it by loads of 128 bits, `comet` by ldmatrix.x4."""
+    shape = _TILES[layout]
+    address = _nibbles(layout, shape)
+    lanes = 4 * WARP if layout == "dual_mma" else WARP
+    byte = address // 2
+    load, within = np.divmod(byte, 16 * lanes)
+    lane, word = np.divmod(within // 4, 4)
+    if layout == "comet":  # row 8 i + j is that of lane 8 i + j, and its word t goes to register i of lane 4 j + t
+        matrix, row = np.divmod(lane, 8)
+        lane, word = 4 * row + word, matrix
+    how = "ldmatrix.x4 brings" if layout == "comet" else "loads of 128 bits bring"
+    what = f"a tile of {shape[0]} x {shape[1]} 4-bit weights as {how} it to {lanes} lanes"
+    return HolderMap(layout, what, ("row", "k"), lane, 4 * load + word, 4 * (address % 8), 4, np.zeros(shape, bool))
+
+
+def _nibbles(layout: str, shape: tuple[int, int]) -> np.ndarray:
+    """Where each weight of a tile is, in nibbles from the beginning of the buffer."""
+    N, K = shape
+    position = np.arange(N * K).reshape(shape)
+    found = np.zeros(N * K, int)
+    for digit in range(_DIGITS):
+        q4 = (position >> 4 * digit & 15).astype(np.uint8)
+        packed = pack(QoQChannelWeight(q4, np.ones(N, np.float32), np.zeros(N, np.uint8)), layout)
+        stored = next(iter(packed.buffers.values())).reshape(-1).view(np.uint8).astype(int)
+        found += np.stack([stored & 15, stored >> 4], axis=-1).reshape(-1) << 4 * digit
+    return np.argsort(found).reshape(shape)
+
+
+def of_load(name: str) -> HolderMap:
+    """What a `load_*` kernel brings to the lanes of a warp group, as 8-bit operand A."""
+    held = holders.holders(name)
+    share = held.wrong.mean()
+    what = "a tile of 64 x 64 weights as the kernel brings it to 128 lanes" + (
+        f"; {share:.0%} of it is not where the MMA wants it" if share else ""
+    )
+    return HolderMap(name, what, ("row", "k"), held.thread, held.register, 8 * held.byte, 8, held.wrong)
+
+
+def _fragments() -> dict[str, Callable[[], HolderMap]]:
+    made = [
+        *(fragments.mma_a(k) for k in (16, 32, 64)),
+        *(fragments.mma_b(k) for k in (16, 32, 64)),
+        fragments.mma_c(32),
+        fragments.mma_c(16),
+        *(fragments.ldmatrix(count, trans) for trans in (False, True) for count in (1, 2, 4)),
+        fragments.wgmma_a(),
+        *(fragments.wgmma_d(n) for n in (8, 16, 64)),
+    ]
+    return {one.name: partial(of_fragment, one) for one in made}
+
+
+@cache
+def known() -> dict[str, Callable[[], HolderMap]]:
+    """Every map by name: fragments, packings, kernels of the family `load` that bring fragments."""
+    loads = [s.name for s in kernels.specs().values() if s.family == "load" and "fragments" in {a.name for a in s.args}]
+    return {
+        **_fragments(),
+        **{layout: partial(of_packing, layout) for layout in LAYOUTS},
+        **{name: partial(of_load, name) for name in loads},
+    }
+
+
+@cache
+def find(name: str) -> HolderMap:
+    """The map of that name; ArgumentError with the nearest ones for an unknown name."""
+    if name not in known():
+        near = difflib.get_close_matches(name, known(), n=3, cutoff=0.3) or list(known())
+        raise ArgumentError("name", f"one of {', '.join(near)}", name)
+    return known()[name]()

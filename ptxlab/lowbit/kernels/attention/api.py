@@ -1,0 +1,192 @@
+"""`attention_kv4`: any array library, any of its kernels, in eager calls and in CUDA graphs."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.kernels.attention.call import NAME, AttentionCall, cache_on_host, check_numbers, checked, results
+from ptxlab.lowbit.kernels.attention.common import arrays_of, channels_of
+from ptxlab.lowbit.kernels.attention.steps import choose, why_not
+from ptxlab.lowbit.kernels.operation import DeviceMemory, Operation, Prepared, Results, check_how, copied
+from ptxlab.lowbit.layout import KVCache
+from ptxlab.runtime import run_spec
+from ptxlab.runtime.arguments import require_on_host
+from ptxlab.runtime.plan import Plan
+from ptxlab.sources import of_kernel
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionWorkspace(DeviceMemory):
+    """Device memory that `attention_kv4` needs besides its result; made by `attention_workspace`.
+
+    Blocks hand parts of results to each other in it, and every call finds and leaves zeros where these come. Calls on
+    one stream may share it, since they follow each other; so may graphs that are replayed on one stream. Calls that
+    fail leave it empty, so that none takes it any more.
+    """
+
+
+def attention_kv4(
+    q: Any,
+    cache: KVCache,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    out: Any = None,
+    return_lse: bool = False,
+    kernel: str | None = None,
+    backend: str | None = None,
+    programmatic: bool = False,
+    workspace: AttentionWorkspace | None = None,
+    check: bool = False,
+    batch_invariant: bool = False,
+) -> Any:
+    """Decode attention: the last tokens of every sequence over its paged cache of 4 or 8 bits (QServe §5.3).
+
+    out[b, t, h] = softmax(scale · q[b, t, h] kᵀ) v over the tokens that query t sees: those up to lengths[b] - T + t,
+    of them the last `window`. Query head h attends to kv head h // (Hq / Hkv). The same input gives the same bits on
+    the same GPU. There a call only enqueues one kernel, on the caller's stream; after the first call of a shape it
+    allocates nothing but the results, if `out` does not provide them. So it can be captured into a CUDA graph, with
+    `out` and `workspace`, and the graph be replayed on other lengths, tables, caches' contents.
+
+    Args:
+        q: f16 or bf16 (also as its bits, uint16), [B, Hq, D], or [B, T, Hq, D] with T in 1..8: the last T tokens of
+            every sequence. Hq is 1 to 16 times the cache's heads. NumPy, CuPy, PyTorch or JAX.
+        cache: in whatever of the four schemes, where q is (`ptxlab.to_device`); its lengths include the new tokens.
+        scale: of the scores, above 0; by default D^-0.5.
+        window: how many tokens a query sees at most, its own included; None for all.
+        out: like q, to write into; with `return_lse` also (out, lse), lse f32 of q's shape without D.
+        return_lse: return (out, lse): the natural logarithm of the sum of exponentials.
+        kernel: one of the kernels by name; by default the highest that runs here, `attention_kv4_sm90` or
+            `attention_kv4_mma_sm80`. Teaching steps take D 128, T 1, pages of 64, float16, kv4 (`attention_kv8`: kv8).
+        backend: `gpu` or `emulator`; by default the GPU where one will do. Host arrays are copied there and back.
+        programmatic: the call may begin before the kernel before it on the stream has ended (programmatic dependent
+            launch): it reads lengths, block table and constants by channel at once, so no kernel that may still run
+            then may write these; before it reads queries and pool, or writes anything, it waits by itself. Only for
+            kernels that do so; of no effect on host arrays.
+        workspace: from `attention_workspace`, for this kernel, of no other call that runs at the same time. Without
+            one, calls on a stream share what the first of them makes, until `ptxlab.release_memory()`.
+        check: look at lengths, block table, constants by channel, and whether the workspace is zeros where it has to
+            be, on a GPU too, for which the call waits. On the host that is always done.
+        batch_invariant: a sequence gets the same bits whatever else is in the batch, and wherever it is there: it is
+            cut by its own length, not so that all blocks have equally much. Only `attention_kv4_sm90` does so; the
+            workspace is larger.
+
+    Returns:
+        out, of q's shape, dtype and library; or (out, lse). Where a query sees nothing, out is 0 and lse is -inf, the
+        only infinity. NumPy and CuPy have no bfloat16: they get its bits, uint16.
+
+    Raises:
+        ArgumentError: the argument, the rule and the value; nothing was launched. On the GPU, unless `check`, lengths
+            beyond the table and blocks outside the pool have it read beyond these, and a negative length leaves results
+            unwritten.
+        UnavailableError: the kernel does not run here; the message names those that would.
+    """
+    if not isinstance(cache, KVCache):
+        raise ArgumentError(f"{NAME}: cache", "must be a KVCache", type(cache).__name__)
+    if workspace is not None and not isinstance(workspace, AttentionWorkspace):
+        raise ArgumentError(f"{NAME}: workspace", "must come from attention_workspace", type(workspace).__name__)
+    out, lse = results(out, return_lse)
+    made = _ATTENTION(
+        (
+            cache.scheme,
+            cache.page_size,
+            cache.head_dim,
+            scale,
+            window,
+            return_lse,
+            kernel,
+            backend,
+            programmatic,
+            check,
+            batch_invariant,
+        ),
+        {"q": q, **arrays_of(cache), **channels_of(cache), "out": out, "lse": lse},
+        lambda: checked(
+            q, cache, scale, window, out, lse, return_lse, kernel, backend, programmatic, check, batch_invariant
+        ),
+        workspace,
+    )
+    out = made["out"] if out is None else out
+    return (out, made["lse"] if lse is None else lse) if return_lse else out
+
+
+def attention_workspace(
+    cache: KVCache, *, kernel: str | None = None, batch_invariant: bool = False
+) -> AttentionWorkspace:
+    """The memory that `attention_kv4` needs on the current device for any queries of caches with this one's head dim.
+
+    A few MiB, whatever the batch; for teaching steps none. With `batch_invariant`, for calls with that, 32 times as
+    much: some 35 MiB on an H200 for heads of 128. For calls of that kernel alone, as they name it: by default of
+    the one that is chosen. It is ready, all zeros, when this returns: the call waits for it, and so has its place
+    before a capture. Raises ArgumentError for what is no KVCache, and what choosing the kernel raises.
+    """
+    if not isinstance(cache, KVCache):
+        raise ArgumentError("attention_workspace: cache", "must be a KVCache", type(cache).__name__)
+    check_how("attention_workspace", None, batch_invariant=batch_invariant)
+    step = choose(kernel, backend="gpu", batch_invariant=batch_invariant)
+    memory = step.most_memory(cache.head_dim, gpu.device_info().sms)
+    return AttentionWorkspace.of(step.spec.name, memory, zeros=True)
+
+
+def _prepare(call: AttentionCall) -> Prepared:
+    sms = gpu.device_info().sms
+    step = choose(call.kernel, backend="gpu", programmatic=call.programmatic, batch_invariant=call.batch_invariant)
+    sizes, programmatic, dtype = step.sizes(call, sms), call.programmatic, call.dtype
+    named = f", kernel={call.kernel!r}" if call.kernel else ""
+    named += ", batch_invariant=True" if call.batch_invariant else ""
+    return Prepared(
+        step.spec.name,
+        lambda: (Plan(step.spec, step.config(sizes, dtype), sizes, programmatic=programmatic),),
+        memory=step.most_memory(call.cache.head_dim, sms),
+        kept=step.kept,
+        maker=f"attention_workspace(cache{named})",
+        enough=" of this head dim or a larger one, used by no call that failed",
+    )
+
+
+def _look(call: AttentionCall, prepared: Prepared, used: DeviceMemory | None) -> None:
+    """Raise ArgumentError for numbers on the device that no call may be given."""
+    check_numbers(call, cache_on_host(call))
+    if used is not None:
+        _check_zeros(used, prepared.kept)
+
+
+def _check_zeros(workspace: DeviceMemory, kept: Iterable[str]) -> None:
+    """Raise ArgumentError if a call has left what no other has taken: no later one would be right."""
+    left = sum(int((copied(NAME, workspace.views[name].owner) != 0).sum()) for name in kept)
+    if left:
+        workspace.views.clear()
+        rule = "must be all zeros between calls: lengths changed under one, or two ran at a time; make another"
+        raise ArgumentError(f"{NAME}: workspace", rule, f"{left} words that are not")
+
+
+def _on_host(call: AttentionCall) -> Results:
+    """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
+    how = {"programmatic": call.programmatic, "batch_invariant": call.batch_invariant}
+    step = choose(call.kernel, backend=call.backend, **how)
+    emulated = call.backend == "emulator" or why_not(step) is not None
+    sizes = step.sizes(call, 1 if emulated else gpu.device_info().sms)
+    arrays = {}
+    for name, *operand in (operand[:5] for operand in call.operands if operand.array is not None):
+        shared = require_on_host(*operand, written=name in ("out", "lse"))
+        arrays[name] = shared.reshape(step.spec.arg(name).resolve(sizes))
+    check_numbers(call, arrays)
+    kept = {item.name: np.zeros(item.shape, item.dtype) for item in step.memory(sizes) if item.name in step.kept}
+    out: dict[str, Any] = {name: arrays.pop(name) for name in ("out", "lse") if name in arrays}
+    inputs = arrays | kept
+    if call.shape[0] == 0:
+        made = {"out": np.empty(call.shape, arrays["q"].dtype), "lse": np.empty(call.shape[:-1], np.float32)}
+    else:
+        source, config = of_kernel(step.spec.name)[0], step.config(sizes, call.dtype)
+        run = partial(run_spec, step.spec, source, inputs, sizes=sizes, out=out, config=config)
+        made = run(backend=call.backend, programmatic=call.programmatic).outputs
+    wanted = [operand for operand in call.operands if operand.array is None]
+    return {each.name: gpu.like(made[each.name].reshape(each.shape), call.q, each.dtype) for each in wanted}
+
+
+_ATTENTION = Operation(NAME, _prepare, _on_host, _look)

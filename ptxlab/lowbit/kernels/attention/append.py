@@ -1,0 +1,268 @@
+"""New keys and values into the pages of a KV cache, in one launch (QServe §4.2, §5.3).
+
+`append_kv4` takes keys and values, `rope_append_kv4` what the QKV projection leaves: it rotates the queries as well,
+and writes the rotated keys if they are wanted.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit.layout import HEAD_DIMS, PAGE_SIZES, KVCache, page_bytes, write_slots
+from ptxlab.lowbit.quant import KV_SCHEMES
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
+from ptxlab.spec.dtypes import ByVariant, as_stored, stored
+
+DTYPES = ("float16", "bfloat16")  # of k and v, by BF16
+INDICES = ("int32", "int64")  # of slots and positions, by INDEX
+MOST_BYTES = 2**37  # of a pool: places are counted in units of 32 bytes
+_MOST_THREADS = 256  # of a block
+_ROWS, _CHANNEL_ROWS = 2, 4  # of a thread: by channel they share its constants
+_BUSY = 2**18  # threads that are left when each has more rows than one
+_CHANNELS = ("k_scale", "k_zero", "v_scale", "v_zero")
+
+
+def scheme_of(bits: int, channel: int) -> str:
+    """The name of a scheme by its sizes in the spec."""
+    return f"kv{bits}{'_channel' if channel else ''}"
+
+
+def _lanes(s: Sizes) -> int:
+    """Lanes of a row, with 16 values each, or 8 by channel."""
+    lanes: int = s["D"] // (8 if s["channel"] else 16)
+    return lanes
+
+
+def _choose(s: Sizes) -> dict[str, int]:
+    """As many rows for a thread as leave the GPU busy."""
+    rows = _CHANNEL_ROWS if s["channel"] else _ROWS
+    while rows > 1 and _parts(s) * s["T"] * s["H"] * _lanes(s) < rows * _BUSY:
+        rows //= 2
+    page = {"D": s["D"], "PAGE": s["size"], "BITS": s["bits"], "CHANNEL": s["channel"]}
+    return {**page, "BF16": 0, "INDEX": 0, "ROWS": rows}
+
+
+def _parts(s: Sizes) -> int:
+    """How many times H heads a token has: keys, values, and with `ratio` queries."""
+    parts: int = s.get("ratio", 0) + 2
+    return parts
+
+
+def _launch(s: Sizes) -> Launch:
+    """Tiles of tokens, of K and V in turn, and groups of heads: of whole warps, and by token ROWS heads or more."""
+    tiles, groups, threads = _geometry(s)
+    return Launch((2 * tiles, groups, 1), (threads, 1, 1))
+
+
+def _launch_fused(s: Sizes) -> Launch:
+    """The same, of Q, K and V one after the other."""
+    tiles, groups, threads = _geometry(s)
+    return Launch((tiles, groups, _parts(s)), (threads, 1, 1))
+
+
+def _geometry(s: Sizes) -> tuple[int, int, int]:
+    """Tiles of tokens, groups of heads, threads of a group."""
+    lanes, rows = _lanes(s), s["ROWS"]
+    groups = -(-s["H"] * lanes // _MOST_THREADS)
+    threads = -(-s["H"] // groups) * lanes
+    unit = max(32, 1 if s["channel"] else rows * lanes)
+    threads = -(-threads // unit) * unit
+    return -(-s["T"] // rows), -(-s["H"] * lanes // threads), threads
+
+
+def _example_fused(rng: np.random.Generator, *, ratio: int, kept: int, **sizes: int) -> Arrays:
+    """Tokens as above, and their queries."""
+    logical = _example(rng, **sizes)
+    k, v = logical.pop("k"), logical.pop("v")
+    q = rng.standard_normal((len(k), ratio * k.shape[1], k.shape[2]), dtype=np.float32)
+    qkv = np.concatenate([q, k, v], axis=1).reshape(len(k), -1)
+    return {"qkv": qkv, "heads": k.shape[1], "kept": kept, **logical}
+
+
+def _example(
+    rng: np.random.Generator,
+    *,
+    T: int,
+    H: int,
+    D: int,
+    pages: int,
+    size: int,
+    bits: int,
+    channel: int,
+    R: int,
+) -> Arrays:
+    """Tokens for all slots of the pool, in any order, and padding; keys with outliers, and one token of zeros."""
+    scheme, room = scheme_of(bits, channel), pages * size
+    k, v = rng.standard_normal((2, T, H, D), dtype=np.float32)
+    k[:, :, :: D // 4] *= 20
+    k[T // 2] = 0
+    slots = rng.permutation(np.concatenate([np.arange(room), -1 - np.arange(T - room)])).astype(np.int32)
+    logical: Arrays = {"k": k, "v": v, "slots": slots, "page_size": size, "pages": pages, "scheme": scheme}
+    if R:
+        angles = rng.uniform(-4, 4, (R, D // 2)).astype(np.float32)
+        logical |= {"cos": np.cos(angles), "sin": np.sin(angles), "positions": rng.integers(0, R, T, dtype=np.int32)}
+    if channel:
+        constants = [quant.calibrate_kv(x[: T // 2], scheme) for x in (k, v)]  # so that the others are clipped
+        logical |= {"k_channel": constants[0], "v_channel": constants[1]}
+    return logical
+
+
+def _pack(logical: Arrays) -> Arrays:
+    constants = [*logical.get("k_channel", ()), *logical.get("v_channel", ())]
+    named = dict(zip(_CHANNELS, constants, strict=True)) if constants else {}
+    if KV_SCHEMES[logical["scheme"]].bits == 8:  # symmetric
+        named = {name: array for name, array in named.items() if name.endswith("scale")}
+    names = ("k", "v", "qkv", "slots", "cos", "sin", "positions")
+    return {name: logical[name] for name in names if name in logical} | named
+
+
+def appended(
+    k: np.ndarray,
+    v: np.ndarray,
+    slots: np.ndarray,
+    page_size: int,
+    pages: int,
+    scheme: str,
+    cos: np.ndarray | None = None,
+    sin: np.ndarray | None = None,
+    positions: np.ndarray | None = None,
+    k_channel: tuple[Any, Any] | None = None,
+    v_channel: tuple[Any, Any] | None = None,
+    BF16: int = 0,
+    INDEX: int = 0,
+) -> np.ndarray:
+    """The reference: a pool u8 [pages, 2, H, page_bytes] of zeros with k and v f32 [T, H, D], as BF16 stores them."""
+    (_, H, D), here = k.shape, slots >= 0
+    pool = np.zeros((pages, 2, H, page_bytes(scheme, page_size, D)), np.uint8)
+    cache = KVCache(
+        pool=pool,
+        block_table=np.zeros((0, 1), np.int32),
+        lengths=np.zeros(0, np.int32),
+        page_size=page_size,
+        head_dim=D,
+        scheme=scheme,
+        k_channel=k_channel,
+        v_channel=v_channel,
+    )
+    k, v = (as_stored(x, DTYPES[BF16])[here] for x in (k, v))
+    if cos is not None and sin is not None:
+        at = (np.arange(len(slots)) if positions is None else positions)[here]
+        k = reference.rope(k, cos[at], sin[at])
+    write_slots(cache, quant.quantize_kv(k, scheme, k_channel), quant.quantize_kv(v, scheme, v_channel), slots[here])
+    return pool
+
+
+def rope_appended(
+    qkv: np.ndarray,
+    slots: np.ndarray,
+    heads: int,
+    page_size: int,
+    pages: int,
+    scheme: str,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    positions: np.ndarray,
+    kept: int = 0,
+    BF16: int = 0,
+    **more: Any,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The reference, of qkv f32 [T, (Hq + 2 H)·D]: q, rotated and rounded once, the keys likewise or nothing, and the
+    pool as `appended` has it."""
+    (T, R), D = (len(qkv), len(cos)), 2 * cos.shape[1]
+    split = qkv.reshape(T, -1, D)
+    q, k, v = split[:, : -2 * heads], split[:, -2 * heads : -heads], split[:, -heads:]
+    at = table_rows(positions, R)
+    pool = appended(k, v, slots, page_size, pages, scheme, cos, sin, positions, BF16=BF16, **more)
+    q, k = (stored(reference.rope(as_stored(x, DTYPES[BF16]), cos[at], sin[at]), DTYPES[BF16]) for x in (q, k))
+    return q, k[: kept * T], pool
+
+
+def table_rows(positions: np.ndarray, rows: int) -> np.ndarray:
+    """The rows of the tables that the kernels read: the last one for positions outside of them."""
+    return np.where((positions < 0) | (positions >= rows), rows - 1, positions)
+
+
+_CACHE_RULES = (
+    f"D in {HEAD_DIMS}",
+    f"size in {PAGE_SIZES}",
+    "bits in (4, 8)",
+    "channel in (0, 1)",
+    "1 <= H <= 4096",
+    "1 <= T < 2**31 - 4",
+    f"pages*2*H*size*(D*bits//8 + 4*(1 - channel)) <= {MOST_BYTES}",
+)
+_POOL = Arg("pool", "uint8", ("pages", "2", "H", "size*(D*bits//8 + 4*(1 - channel))"), "out")
+_PLACES = ByVariant("INDEX", INDICES)
+
+
+def _after_values(tables_optional: bool) -> tuple[Arg, ...]:
+    """The arguments behind what is appended, as both kernels take them."""
+    return (
+        _POOL,
+        Arg("slots", _PLACES, ("T",)),
+        Arg("cos", "float32", ("R", "D//2"), optional=tables_optional),
+        Arg("sin", "float32", ("R", "D//2"), optional=tables_optional),
+        Arg("positions", _PLACES, ("T",), optional=True),
+        *(Arg(name, "float32", ("H", "D"), optional=True) for name in _CHANNELS),
+        Arg("T", "int32", role="scalar"),
+        Arg("H", "int32", role="scalar"),
+        Arg("R", "int32", role="scalar"),
+    )
+
+
+APPEND = KernelSpec(
+    name="append_kv4",
+    summary="new keys and values, rotated and quantised, into the pages of a cache (QServe §4.2, §5.3)",
+    args=(
+        Arg("k", ByVariant("BF16", DTYPES), ("T", "H", "D")),
+        Arg("v", ByVariant("BF16", DTYPES), ("T", "H", "D")),
+        *_after_values(tables_optional=True),
+    ),
+    launch=_launch,
+    choose=lambda s: {**_choose(s), "ROPE": int(s["R"] > 0)},
+    rules=(*_CACHE_RULES, "0 <= R < 2**31"),  # 0: no rotation
+    value_rules=("slots < pages*size",),
+    example=_example,
+    pack=_pack,
+    reference=appended,
+    arch="sm_90",
+    tolerance_reason="every operation is IEEE's: each byte is compared for equality",
+    example_sizes=sizes_rows(
+        "T H D pages size bits channel R",
+        (65, 2, 128, 1, 64, 4, 0, 0),
+        (70, 1, 64, 2, 32, 4, 0, 90),
+        (35, 3, 256, 2, 16, 8, 0, 5),
+        (36, 2, 128, 2, 16, 4, 1, 40),
+        (33, 5, 64, 1, 32, 8, 1, 0),
+    ),
+    after_wait=("k", "v", "slots", "cos", "sin", "positions", *_CHANNELS),
+    batch="T",
+)
+
+ROPE_APPEND = replace(
+    APPEND,
+    name="rope_append_kv4",
+    summary="what the QKV projection leaves: queries rotated, keys and values into a cache's pages (QServe §4.2, §5.3)",
+    args=(
+        Arg("qkv", ByVariant("BF16", DTYPES), ("T", "(ratio + 2)*H*D")),
+        Arg("q", ByVariant("BF16", DTYPES), ("T", "ratio*H", "D"), "out"),
+        Arg("keys", ByVariant("BF16", DTYPES), ("kept*T", "H", "D"), "out"),
+        *_after_values(tables_optional=False),
+    ),
+    launch=_launch_fused,
+    choose=lambda s: {**_choose(s), "KEYS": s["kept"]},
+    rules=(*_CACHE_RULES, "1 <= R < 2**31", "1 <= ratio <= 4096", "kept in (0, 1)"),
+    example=_example_fused,
+    reference=rope_appended,
+    example_sizes=sizes_rows(
+        "T H ratio D pages size bits channel R kept",
+        (65, 2, 1, 128, 1, 64, 4, 0, 90, 1),
+        (35, 3, 2, 256, 2, 16, 8, 0, 5, 0),
+        (36, 2, 3, 64, 2, 16, 4, 1, 40, 1),
+        (33, 1, 2, 128, 1, 32, 8, 1, 7, 0),
+    ),
+    after_wait=("qkv",),
+)
+SPECS = (APPEND, ROPE_APPEND)

@@ -1,0 +1,331 @@
+"""`append_kv4` and `rope_append_kv4`: new tokens of any array library into a KV cache, in one launch."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit.kernels.attention.append import APPEND, DTYPES, INDICES, ROPE_APPEND, table_rows
+from ptxlab.lowbit.kernels.attention.common import channels_of
+from ptxlab.lowbit.kernels.operation import (
+    CallArray,
+    DeviceMemory,
+    Operation,
+    Prepared,
+    Results,
+    check_how,
+    copied,
+    dtype_of,
+)
+from ptxlab.lowbit.layout import KVCache
+from ptxlab.lowbit.quant import KV_SCHEMES
+from ptxlab.runtime import run_spec
+from ptxlab.runtime.arguments import require_on_host
+from ptxlab.runtime.plan import Plan
+from ptxlab.sources import of_kernel
+from ptxlab.spec import KernelSpec
+from ptxlab.spec.dtypes import dtype_in, floats, storage
+from ptxlab.validate import shape_of
+
+
+def append_kv4(
+    k: Any,
+    v: Any,
+    cache: KVCache,
+    slots: Any,
+    *,
+    rope: tuple[Any, ...] | None = None,
+    check: bool = False,
+    backend: str | None = None,
+    programmatic: bool = False,
+) -> None:
+    """Rotate and quantise new keys, quantise new values, and write them into the cache's pool (QServe §4.2, §5.3).
+
+    The bytes are those of `quant.quantize_kv` and `reference.rope`, one token per sequence or whole prompts alike; the
+    rest of the pool stays as it is, as do table and lengths. On the GPU a call only enqueues one kernel, on the
+    caller's stream, and allocates nothing, so that it can be captured into a CUDA graph. Nothing looks at the values
+    then: a token with a NaN or an infinity gets a scale that is not finite.
+
+    Args:
+        k, v: [T, Hkv, D], T >= 0, of float16 or bfloat16 (also as its bits, uint16), both the same; NumPy, CuPy,
+            PyTorch or JAX.
+        cache: in whatever of the four schemes, where k and v are. Its pool is written in place.
+        slots: s32 or s64 [T], page·page_size + offset of each token; of a negative one (padding) nothing is written,
+            and its k, v and position may be anything. No slot may be there twice.
+        rope: (cos, sin), f32 [T or more, D/2] each, in the order of the tokens, to rotate k by (halves are pairs); or
+            (cos, sin, positions), tables of all positions f32 [positions, D/2], and positions [T] of the slots' dtype.
+        check: look at slots and positions on a GPU too, for which the call waits. On the host that is always done.
+        backend: `gpu` or `emulator`; by default the GPU where one will do. Host arrays are copied there and back.
+        programmatic: the call may begin before the kernel before it on the stream has ended, for which it waits by
+            itself before it reads or writes anything. Of no effect on host arrays.
+
+    Raises:
+        ArgumentError: the argument, the rule and the value; nothing was written. On the host also for what
+            `quantize_kv` refuses. On the GPU, unless `check`, slots outside the pool write beyond it.
+        UnavailableError: the kernel does not run here.
+    """
+    _check_options(APPEND, cache, rope)
+    arrays = {"k": k, "v": v, **_shared(cache, slots, rope)}
+    how = _How(backend, programmatic, check)
+    _APPEND(_key(cache, how), arrays, lambda: _checked_pair(arrays, cache, how))
+
+
+def rope_append_kv4(
+    qkv: Any,
+    cache: KVCache,
+    slots: Any,
+    *,
+    rope: tuple[Any, ...],
+    out: Any = None,
+    keys: Any = None,
+    check: bool = False,
+    backend: str | None = None,
+    programmatic: bool = False,
+) -> Any:
+    """What follows the QKV projection, in one launch: rotate queries, and append keys and values (QServe §4.2, §5.3).
+
+    The pool has the same bytes as after `append_kv4` of the keys and values, and q is `reference.rope` of the queries,
+    rounded once. A call allocates at most q; with `out` it can be captured into a CUDA graph.
+
+    Args:
+        qkv: [T, (Hq + 2·Hkv)·D] of float16 or bfloat16 (also as its bits, uint16), as the GEMM leaves it: a token's
+            queries, then its keys, then its values. Hq follows from the width; it is a multiple of the cache's heads.
+        cache: as in `append_kv4`.
+        slots: as in `append_kv4`. The queries of padding are rotated like all others.
+        rope: as in `append_kv4`: (cos, sin), or (cos, sin, positions); `reference.rope_tables` makes tables. On the
+            GPU a position outside of them, which only padding may have, reads their last row.
+        out: [T, Hq, D] like qkv, to write q into, in other memory.
+        keys: [T, Hkv, D] like qkv, for the rotated keys, rounded once as q is (an attention that reads no cache takes
+            them), in other memory; or None.
+        check: as in `append_kv4`.
+        backend: as in `append_kv4`.
+        programmatic: the call may begin before the kernel before it on the stream has ended. It reads slots, tables,
+            positions and constants by channel at once, so no kernel that may still run then may write these; before it
+            reads qkv, or writes anything, it waits by itself. Of no effect on host arrays.
+
+    Returns:
+        q [T, Hq, D] of qkv's dtype and library.
+
+    Raises:
+        ArgumentError: as in `append_kv4`.
+        UnavailableError: the kernel does not run here.
+    """
+    if rope is None:
+        raise ArgumentError(f"{ROPE_APPEND.name}: rope", "must be (cos, sin) or (cos, sin, positions)", "None")
+    _check_options(ROPE_APPEND, cache, rope)
+    arrays = {"qkv": qkv, **_shared(cache, slots, rope), "q": out} | ({} if keys is None else {"keys": keys})
+    how = _How(backend, programmatic, check)
+    made = _ROPE_APPEND(_key(cache, how), arrays, lambda: _checked_rows(arrays, cache, how))
+    return made["q"] if out is None else out
+
+
+def _check_options(spec: KernelSpec, cache: Any, rope: Any) -> None:
+    if not isinstance(cache, KVCache):
+        raise ArgumentError(f"{spec.name}: cache", "must be a KVCache", type(cache).__name__)
+    if rope is not None and (not isinstance(rope, tuple) or len(rope) not in (2, 3)):
+        raise ArgumentError(f"{spec.name}: rope", "must be (cos, sin) or (cos, sin, positions)", type(rope).__name__)
+    for name, array in _tables(rope).items():
+        if array is None:
+            raise ArgumentError(f"{spec.name}: rope {name}", "must be an array", "None")
+
+
+def _tables(rope: tuple[Any, ...] | None) -> dict[str, Any]:
+    return {} if rope is None else dict(zip(("cos", "sin", "positions"), rope, strict=False))
+
+
+def _shared(cache: KVCache, slots: Any, rope: tuple[Any, ...] | None) -> dict[str, Any]:
+    """The arrays that both calls take."""
+    return {"pool": cache.pool, "slots": slots, **_tables(rope), **channels_of(cache)}
+
+
+class _How(NamedTuple):
+    """The options that both calls have."""
+
+    backend: str | None
+    programmatic: bool
+    check: bool
+
+
+def _key(cache: KVCache, how: _How) -> tuple[Any, ...]:
+    """What a call is remembered by, besides its arrays."""
+    return cache.scheme, cache.page_size, cache.head_dim, *how
+
+
+class _AppendCall(NamedTuple):
+    """The arrays given, by argument of the kernel; sizes; `dtype` of new tokens, `place` of slots and positions."""
+
+    spec: KernelSpec
+    given: dict[str, Any]
+    cache: KVCache
+    sizes: dict[str, int]
+    dtype: str
+    place: str
+    backend: str | None
+    programmatic: bool
+    check: bool
+
+    @property
+    def name(self) -> str:
+        """Of the call."""
+        return self.spec.name
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Those that say the dtypes."""
+        return {"BF16": DTYPES.index(self.dtype), "INDEX": INDICES.index(self.place)}
+
+    @property
+    def config(self) -> dict[str, int]:
+        return self.spec.config_for(self.sizes) | self.constants
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (*self.sizes.values(), self.dtype, self.place, self.programmatic)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.sizes["T"] == 0
+
+    @property
+    def operands(self) -> Iterator[CallArray]:
+        """All that is given, and q; the pool is written in place."""
+        labels = {"pool": "cache.pool", "q": "out", "cos": "rope cos", "sin": "rope sin", "positions": "rope positions"}
+        labels |= {name: f"cache.{name[0]}_channel {name[2:]}" for name in channels_of(self.cache)}
+        constants = self.constants
+        for name, array in self.given.items():
+            arg = self.spec.arg(name)
+            label = f"{self.name}: {labels.get(name, name)}"
+            yield CallArray(name, label, array, dtype_in(arg.dtype, constants), arg.resolve(self.sizes))
+
+
+def _checked_pair(given: dict[str, Any], cache: KVCache, how: _How) -> _AppendCall:
+    """The call of `append_kv4`; raises ArgumentError for what does not fit together."""
+    shape, H, D = shape_of(given["k"]), cache.num_kv_heads, cache.head_dim
+    if len(shape) != 3 or shape[1:] != (H, D):
+        raise ArgumentError(f"{APPEND.name}: k", f"must be [T, {H}, {D}] for this cache", f"shape {list(shape)}")
+    return _checked(APPEND, given, "k", cache, {"T": shape[0]}, how)
+
+
+def _checked_rows(given: dict[str, Any], cache: KVCache, how: _How) -> _AppendCall:
+    """The call of `rope_append_kv4`."""
+    shape, heads = shape_of(given["qkv"]), cache.num_kv_heads * cache.head_dim
+    if len(shape) != 2 or shape[1] % heads or shape[1] < 3 * heads:
+        rule = f"must be [T, (Hq + {2 * cache.num_kv_heads})·{cache.head_dim}] for this cache, "
+        rule += f"Hq a multiple of {cache.num_kv_heads}"
+        raise ArgumentError(f"{ROPE_APPEND.name}: qkv", rule, f"shape {list(shape)}")
+    sizes = {"T": shape[0], "ratio": shape[1] // heads - 2, "kept": int("keys" in given)}
+    return _checked(ROPE_APPEND, given, "qkv", cache, sizes, how)
+
+
+def _checked(
+    spec: KernelSpec, given: dict[str, Any], tokens: str, cache: KVCache, sizes: dict[str, int], how: _How
+) -> _AppendCall:
+    """What holds for both calls; `tokens` names the array of new tokens."""
+    x, slots, known = given[tokens], given["slots"], KV_SCHEMES[cache.scheme]
+    if dtype_of(x) not in DTYPES:
+        raise ArgumentError(f"{spec.name}: {tokens}", f"dtype {' or '.join(DTYPES)}", dtype_of(x))
+    if dtype_of(slots) not in INDICES:
+        raise ArgumentError(f"{spec.name}: slots", f"dtype {' or '.join(INDICES)}", dtype_of(slots))
+    R = _rows(spec.name, given, sizes["T"]) if "cos" in given else 0
+    check_how(spec.name, **how._asdict())
+    if known.bits == 8:  # symmetric
+        given = {name: array for name, array in given.items() if name not in ("k_zero", "v_zero")}
+    sizes |= {"H": cache.num_kv_heads, "D": cache.head_dim, "pages": cache.pages, "size": cache.page_size}
+    sizes |= {"bits": known.bits, "channel": int(known.by_channel), "R": R}
+    return _AppendCall(spec, given, cache, sizes, dtype_of(x), dtype_of(slots), *how)
+
+
+def _rows(name: str, given: dict[str, Any], T: int) -> int:
+    """Rows of the tables; ArgumentError if there are too few of them."""
+    rows = tuple(getattr(given["cos"], "shape", ()))[:1]
+    least = 1 if "positions" in given else T
+    if rows < (least,):
+        rule = f"must have {least} rows or more" + ("" if "positions" in given else ", one for each token")
+        raise ArgumentError(f"{name}: rope cos", rule, *rows or ("no array",))
+    return int(rows[0])
+
+
+def _prepare(call: _AppendCall) -> Prepared:
+    spec = call.spec
+    if reason := gpu.why_not(spec.arch):
+        raise UnavailableError(f'{spec.name}: {reason}; pass backend="emulator" with NumPy arrays')
+    return Prepared(spec.name, lambda: (Plan(spec, call.config, call.sizes, programmatic=call.programmatic),))
+
+
+def _look(call: _AppendCall, prepared: Prepared, used: DeviceMemory | None) -> None:
+    """Raise ArgumentError for slots and positions on the device that the kernel must not be given."""
+    slots, positions = (copied(call.name, call.given.get(name)) for name in ("slots", "positions"))
+    check_places(call.name, call.cache, slots, positions, rows=call.sizes["R"])
+
+
+_WRITTEN = ("pool", "q", "keys")
+
+
+def _on_host(call: _AppendCall) -> Results:
+    """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
+    arrays = {}
+    for operand in call.operands:
+        if operand.array is not None:
+            arrays[operand.name] = require_on_host(*operand[1:5], written=operand.name in _WRITTEN)
+    results = [operand for operand in call.operands if operand.array is None]
+    if call.is_empty:
+        made = {each.name: np.empty(each.shape, storage(each.dtype)) for each in results}
+    else:
+        call.spec.check_sizes(call.sizes)
+        check_places(call.name, call.cache, arrays["slots"], arrays.get("positions"), rows=call.sizes["R"])
+        _check_tokens(call, arrays)
+        out: dict[str, Any] = {name: arrays.pop(name) for name in _WRITTEN if name in arrays}
+        source = of_kernel(call.name)[0]
+        how: dict[str, Any] = {"backend": call.backend, "config": call.config, "programmatic": call.programmatic}
+        made = run_spec(call.spec, source, arrays, sizes=call.sizes, out=out, **how).outputs
+    return {each.name: gpu.like(made[each.name], call.given["qkv"], each.dtype) for each in results}
+
+
+def check_places(
+    name: str, cache: KVCache, slots: np.ndarray, positions: np.ndarray | None = None, *, rows: int
+) -> None:
+    """Raise ArgumentError for a slot outside the pool, one that is there twice, or a position without a table's row."""
+    room, here = cache.pages * cache.page_size, slots >= 0
+    _refuse(f"{name}: slots", f"must be below {room}, the pages' tokens", slots, slots >= room)
+    _, first = np.unique(slots, return_index=True)
+    again = here.copy()
+    again[first] = False
+    _refuse(f"{name}: slots", "must be distinct", slots, again)
+    if positions is not None:
+        outside = here & ((positions < 0) | (positions >= rows))
+        _refuse(f"{name}: rope positions", f"must lie in 0..{rows - 1}", positions, outside)
+
+
+def _refuse(argument: str, rule: str, array: np.ndarray, wrong: np.ndarray) -> None:
+    if wrong.any():
+        t = int(wrong.argmax())
+        raise ArgumentError(argument, rule, f"{argument.rpartition(' ')[2]}[{t}] = {array[t]}")
+
+
+def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
+    """Raise ArgumentError for what `quantize_kv` refuses."""
+    here, cache = (arrays["slots"] >= 0)[:, None, None], call.cache
+    if "qkv" in arrays:
+        heads = arrays["qkv"].reshape(len(here), -1, cache.head_dim)[:, -2 * cache.num_kv_heads :]
+        tokens = np.split(heads, 2, axis=1)
+    else:
+        tokens = [arrays["k"], arrays["v"]]
+    k, v = (np.where(here, floats(x), np.float32(0)) for x in tokens)
+    if "cos" in arrays:
+        at = table_rows(arrays.get("positions", np.arange(len(k))), len(arrays["cos"]))
+        k = reference.rope(k, arrays["cos"][at], arrays["sin"][at])
+    for name, x, channel in (("k", k, cache.k_channel), ("v", v, cache.v_channel)):
+        constants = None if channel is None else tuple(gpu.as_array(f"{call.name}: {name}", array) for array in channel)
+        try:
+            quant.quantize_kv(x, cache.scheme, constants)
+        except ArgumentError as error:
+            raise ArgumentError(
+                f"{call.name}: {name}", error.rule, str(error.value).replace("x[", f"{name}[")
+            ) from None
+
+
+_APPEND = Operation(APPEND.name, _prepare, _on_host, _look)
+_ROPE_APPEND = Operation(ROPE_APPEND.name, _prepare, _on_host, _look, apart={"qkv": "qkv", "q": "out", "keys": "keys"})

@@ -1,0 +1,145 @@
+"""How far a kernel's attention may be from float64: what every rounding can do, with the problem's own numbers.
+
+A score that is wrong by d changes its weight by the factor exp(d), and the output by p·(exp(d) - 1)·|v - out|: the
+more, the larger queries and keys are. So no one tolerance fits all problems, and none is needed: all that the bound is
+made of is known.
+
+Of few tokens the bound is certain. Of many it would be hopeless, as roundings never all go one way: there it is what
+they exceed by chance in less than one of 1e9 elements (`chance`), where that is less.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.lowbit.kernels.attention import chance
+from ptxlab.lowbit.kernels.attention.roundings import F64, SINGLE, Operand, Roundings
+from ptxlab.lowbit.quant import QuantizedKV
+from ptxlab.spec.tolerance import Allowed
+
+_CERTAIN = 60.0  # an error of a score that allows everything
+BY_CHANCE = "; of 256 tokens and more, what all this exceeds by chance in less than one of 1e9 elements"
+_MANY = 256  # tokens from which on chance evens roundings out
+_HOPELESS = 2.0**-8  # of sums, by their certain error alone: several times what chance allows, which nobody computes
+
+
+def allowed_error(
+    q: npt.NDArray[np.float64],
+    k: QuantizedKV,
+    v: QuantizedKV,
+    visible: npt.NDArray[np.bool_],
+    *,
+    scale: float,
+    roundings: Roundings,
+    stored: float,
+) -> tuple[Allowed, Allowed]:
+    """The error that attention of one sequence may have; NumPy or CuPy, but for `visible`.
+
+    Args:
+        q: queries [T, Hq, D], as the kernel is given them.
+        k: keys [L, Hkv, D].
+        v: values [L, Hkv, D].
+        visible: which keys each query sees, one after the other, [T, L].
+        scale: of the scores.
+        roundings: the kernel's.
+        stored: the rounding of the output, `HALF` or bfloat16's.
+
+    Returns:
+        (of the output [T, Hq, D], of the natural logarithm of the sum of exponentials [T, Hq]).
+    """
+    (T, Hq, D), (L, Hkv, _) = q.shape, k.shape
+    out, lse = (Allowed(np.zeros_like(x), np.zeros_like(x[..., 0])) for x in (q, q[..., 0]))
+    serial = 2 * (L / roundings.serial + 16) * SINGLE  # weights' sum and values' sum
+    keys, values = Operand.of(k, roundings.apart), Operand.of(v, roundings.apart, roundings.in_bytes)
+    for t in range(T):
+        seen = np.flatnonzero(visible[t])
+        if not len(seen):
+            continue
+        first, end = int(seen[0]), int(seen[-1]) + 1
+        x, k_seen, v_seen = q[t].reshape(Hkv, Hq // Hkv, D), keys.slice(first, end), values.slice(first, end)
+        scores = x @ k_seen.numbers.swapaxes(1, 2) * scale
+        own = _error_of_scores(x, k_seen, roundings) * scale + roundings.weight
+        wrong = own + keys.largest(x) @ np.abs(k_seen.numbers).swapaxes(1, 2) * (roundings.query * scale)
+        most = np.minimum(wrong + roundings.rescaled * L, _CERTAIN)
+        peak = scores.max(axis=-1, keepdims=True)
+        p = np.exp(scores - peak)
+        total = p.sum(axis=-1, keepdims=True)
+        p, log_total = p / total, (peak + np.log(total))[..., 0]
+        of_out, of_lse = (np.full_like(array, np.inf) for array in (x, log_total))
+        many = end - first >= _MANY
+        if not many or serial < _HOPELESS:
+            of_out = _error_of_mean(p, most, first, v_seen, roundings, serial, stored)
+            of_lse = np.log((p * np.exp(most)).sum(axis=-1)) + serial + 2.0**-22 * (1 + np.abs(log_total))
+        rms = np.sqrt((of_out**2).mean(axis=-1)), np.sqrt((of_lse**2).mean())
+        if many:
+            by_chance = chance.likely(
+                x,
+                scores,
+                p,
+                log_total,
+                k_seen,
+                v_seen,
+                first=first,
+                first_order=np.minimum(own if roundings.levels else wrong, _CERTAIN),
+                wrong=np.minimum(wrong, _CERTAIN),
+                scale=scale,
+                roundings=roundings,
+                stored=stored,
+            )
+            heads = chance.rms_of_heads(by_chance.lse_fixed.ravel(), by_chance.lse_variance.ravel())
+            rms = np.minimum(rms[0], by_chance.out_rms), np.minimum(rms[1], heads)
+            of_out, of_lse = np.minimum(of_out, by_chance.out), np.minimum(of_lse, by_chance.lse)
+        out.each[t], out.rms[t] = of_out.reshape(Hq, D), rms[0].reshape(Hq)
+        lse.each[t], lse.rms[t] = of_lse.reshape(Hq), rms[1]
+    return out, lse
+
+
+def _error_of_scores(x: F64, keys: Operand, roundings: Roundings) -> F64:
+    """Of the products of queries x [Hkv, r, D], as they are multiplied, with keys, before the scale: [Hkv, r, n]."""
+    size = np.abs(x)
+    wrong: F64 = size @ keys.size.transpose(0, 2, 1) * roundings.score
+    if not roundings.levels:
+        wrong += roundings.aligned * _cut_of_scores(size * keys.grains[:, None])[..., None] * keys.units[:, None]
+    return wrong
+
+
+def _error_of_mean(
+    p: F64, wrong: F64, first: int, values: Operand, roundings: Roundings, serial: float, stored: float
+) -> F64:
+    """Of the mean [Hkv, r, D] of values, with weights p [Hkv, r, n] of scores off by `wrong`."""
+    numbers, added = values.numbers[:, None], values.added[:, None]
+    mean = p @ values.numbers
+    least = (p * np.exp(-wrong)).sum(axis=-1, keepdims=True)
+    moved = ((p * np.expm1(wrong))[:, :, None] @ np.abs(numbers - mean[:, :, None]))[:, :, 0] / least
+    summed = p @ values.size * roundings.sum + p @ values.added * (roundings.adding + serial)
+    weights = p * values.units[:, None]
+    heaviest = weights.max(axis=-1, keepdims=True)
+    lost = roundings.floor * heaviest * (values.size / values.units[..., None]).sum(axis=1)[:, None]
+    cut = _cut_of_values(weights, first, values.grains * roundings.aligned, p[..., None] * added)
+    most: F64 = 1.01 * (moved + summed + lost + cut + stored * np.abs(mean)) + 2.0**-25  # 1.01: products of errors
+    return most
+
+
+def _cut_of_scores(terms: F64) -> F64:
+    """What the MMAs of scores [...] cut off, by what the queries' elements [..., D] count in them.
+
+    An MMA has 16 of them and cuts off of the sum so far, twice if it goes about them by 8: the most is lost if the
+    largest of all are in MMAs of their own. None counts less than the smallest normal number, as a query does too.
+    """
+    counted = np.sort(np.maximum(terms, terms.max(axis=-1, keepdims=True) * 2.0**-24), axis=-1)
+    cut: F64 = 18 * counted[..., -terms.shape[-1] // 16 :].sum(axis=-1)
+    return cut
+
+
+def _cut_of_values(weights: F64, first: int, grains: F64, terms: F64) -> F64:
+    """What the MMAs of values [Hkv, r, D] cut off: of each term [Hkv, r, n, D] no more than there is, of sums as above.
+
+    Token `first`, and those that follow, have `weights` [Hkv, r, n]; an MMA takes 16 tokens from a multiple of 16 on.
+    """
+    n, before = weights.shape[-1], first % 16
+    whole = np.pad(weights, [(0, 0), (0, 0), (before, -(before + n) % 16)])
+    largest = whole.reshape(*whole.shape[:-1], -1, 16).max(axis=-1)
+    largest = np.maximum(largest, weights.max(axis=-1, keepdims=True) * 2.0**-14)
+    by_token = np.repeat(largest, 16, axis=-1)[..., before : before + n]
+    of_terms = np.minimum(terms, by_token[..., None] * grains[:, None, None]).sum(axis=-2)
+    cut: F64 = of_terms + 2 * largest.sum(axis=-1, keepdims=True) * grains[:, None]
+    return cut

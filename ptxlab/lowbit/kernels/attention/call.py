@@ -1,0 +1,187 @@
+"""What `attention_kv4` is asked for, after everything that needs no GPU has been checked."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.kernels.attention.common import arrays_of, channels_of
+from ptxlab.lowbit.kernels.attention.sm80 import DTYPES
+from ptxlab.lowbit.kernels.operation import CallArray, check_how, copied, dtype_of
+from ptxlab.lowbit.layout import KVCache
+from ptxlab.lowbit.quant import KV_SCHEMES
+from ptxlab.spec import Arrays
+from ptxlab.validate import shape_of
+
+NAME = "attention_kv4"
+MOST_TOKENS, MOST_RATIO = 8, 16  # queries of a sequence; query heads of a kv head
+
+
+class AttentionCall(NamedTuple):
+    """One attention. `shape` is that of q as the caller has it; `window` is 0 for none, `kernel` a step's name or None.
+
+    `out` and `lse` are what to write into, or None; `programmatic` says how to launch, `batch_invariant` how to share
+    the work out.
+    """
+
+    q: Any
+    cache: KVCache
+    shape: tuple[int, ...]
+    dtype: str
+    scale: float
+    window: int
+    out: Any
+    lse: Any
+    return_lse: bool
+    kernel: str | None
+    backend: str | None
+    programmatic: bool
+    check: bool
+    batch_invariant: bool
+
+    @property
+    def queries(self) -> int:
+        """Of a sequence, T."""
+        return self.shape[1] if len(self.shape) == 4 else 1
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Of the problem, by the specs' names."""
+        cache, known = self.cache, KV_SCHEMES[self.cache.scheme]
+        return {
+            "B": self.shape[0],
+            "T": self.queries,
+            "Hq": self.shape[-2],
+            "Hkv": cache.num_kv_heads,
+            "D": cache.head_dim,
+            "P": cache.max_pages,
+            "pages": cache.pages,
+            "page": cache.page_size,
+            "bits": known.bits,
+            "channel": int(known.by_channel),
+            "window": self.window,
+            "softmax_scale": self.scale,
+        }
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All by which its kernel is chosen and compiled."""
+        return (*self.sizes.values(), self.dtype, self.kernel, self.programmatic, self.return_lse, self.batch_invariant)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no sequence."""
+        return self.shape[0] == 0
+
+    @property
+    def operands(self) -> Iterator[CallArray]:
+        """Queries, cache and results."""
+        cache, lse = self.cache, self.shape[:-1]
+        yield CallArray("q", f"{NAME}: q", self.q, self.dtype, self.shape)
+        yield CallArray("pool", f"{NAME}: cache.pool", cache.pool, "uint8", tuple(cache.pool.shape))
+        yield CallArray(
+            "table", f"{NAME}: cache.block_table", cache.block_table, "int32", (cache.batch, cache.max_pages)
+        )
+        yield CallArray("lengths", f"{NAME}: cache.lengths", cache.lengths, "int32", (cache.batch,))
+        for name, array in channels_of(cache).items():
+            label = f"{NAME}: cache.{name[0]}_channel {name[2:]}"
+            yield CallArray(name, label, array, "float32", (cache.num_kv_heads, cache.head_dim))
+        yield CallArray("out", f"{NAME}: out", self.out, self.dtype, self.shape)
+        if self.lse is not None:
+            yield CallArray("lse", f"{NAME}: out lse", self.lse, "float32", lse)
+        elif self.return_lse:
+            lacking = "must be (out, lse) in a capture: make an array {shape} of {dtype} before"
+            yield CallArray("lse", f"{NAME}: out", None, "float32", lse, lacking, "one array")
+
+
+def results(out: Any, return_lse: Any) -> tuple[Any, Any]:
+    """The arrays to write into, out and lse, or None; raises ArgumentError for others than are asked for."""
+    if not isinstance(out, tuple):
+        return out, None
+    if not return_lse or len(out) != 2:
+        rule = "must be (out, lse)" if return_lse else "must be one array without return_lse"
+        raise ArgumentError(f"{NAME}: out", rule, f"a tuple of {len(out)}")
+    return out
+
+
+def checked(
+    q: Any,
+    cache: KVCache,
+    scale: Any,
+    window: Any,
+    out: Any,
+    lse: Any,
+    return_lse: Any,
+    kernel: Any,
+    backend: Any,
+    programmatic: Any,
+    check: Any,
+    batch_invariant: Any,
+) -> AttentionCall:
+    """The call; raises ArgumentError for what does not fit together."""
+    shape, dtype = shape_of(q), dtype_of(q)
+    _check_queries(shape, dtype, cache)
+    flags = {"return_lse": return_lse, "check": check, "batch_invariant": batch_invariant}
+    check_how(NAME, backend, programmatic=programmatic, **flags)
+    scale = cache.head_dim**-0.5 if scale is None else _positive(scale)
+    seen = _window(window, cache.max_pages * cache.page_size)
+    how = kernel, backend, programmatic, check, batch_invariant
+    return AttentionCall(q, cache, shape, dtype, scale, seen, out, lse, return_lse, *how)
+
+
+def _check_queries(shape: tuple[int, ...], dtype: str, cache: KVCache) -> None:
+    label, B, Hkv, D = f"{NAME}: q", cache.batch, cache.num_kv_heads, cache.head_dim
+    if len(shape) not in (3, 4) or (shape[0], shape[-1]) != (B, D):
+        rule = f"must be [{B}, Hq, {D}] or [{B}, T, Hq, {D}] for this cache"
+        raise ArgumentError(label, rule, f"shape {list(shape)}")
+    if dtype not in DTYPES:
+        raise ArgumentError(label, f"dtype {' or '.join(DTYPES)}", dtype)
+    if len(shape) == 4 and not 1 <= shape[1] <= MOST_TOKENS:
+        raise ArgumentError(label, f"T must lie in 1..{MOST_TOKENS}", f"T={shape[1]}")
+    Hq = shape[-2]
+    if Hq % Hkv or not 1 <= Hq // Hkv <= MOST_RATIO:
+        raise ArgumentError(label, f"Hq must be 1 to {MOST_RATIO} times the cache's {Hkv}", f"Hq={Hq}")
+
+
+def _positive(scale: Any) -> float:
+    if not isinstance(scale, (int, float, np.floating)) or not 2.0**-149 <= scale < 2.0**128:
+        raise ArgumentError(f"{NAME}: scale", "must be above 0 and finite in float32", repr(scale))
+    return float(scale)
+
+
+def _window(window: Any, capacity: int) -> int:
+    """0 where all tokens are seen."""
+    if window is None:
+        return 0
+    if not isinstance(window, (int, np.integer)) or isinstance(window, bool) or window < 1:
+        raise ArgumentError(f"{NAME}: window", "must be an integer, 1 or more, or None", repr(window))
+    return 0 if window >= capacity else int(window)
+
+
+def check_numbers(call: AttentionCall, arrays: Arrays) -> None:
+    """Raise ArgumentError, as the cache does, for lengths, block table and constants, given on the host."""
+    constants = {x: (arrays[f"{x}_scale"], arrays[f"{x}_zero"]) if f"{x}_scale" in arrays else None for x in "kv"}
+    cache = replace(
+        call.cache,
+        block_table=arrays["table"],
+        lengths=arrays["lengths"],
+        k_channel=constants["k"],
+        v_channel=constants["v"],
+    )
+    check_cache(NAME, cache)
+
+
+def check_cache(name: str, cache: KVCache) -> None:
+    """Raise ArgumentError, in the name of a call, for numbers of a cache on the host that no kernel may be given."""
+    try:
+        cache.check()
+    except ArgumentError as error:
+        raise ArgumentError(f"{name}: cache.{error.argument}", error.rule, error.value) from None
+
+
+def cache_on_host(call: AttentionCall) -> Arrays:
+    """The cache's arrays but the pool, copied from the device."""
+    cache = {**arrays_of(call.cache), **channels_of(call.cache)}
+    return {name: copied(NAME, array) for name, array in cache.items() if name != "pool"}

@@ -1,0 +1,197 @@
+"""A statistical bound on the rounding errors of attention: many roundings rarely all go the same way.
+
+Each is a random variable: bounded, of mean 0, independent of all others unless the same numbers are rounded. So it is
+sub-Gaussian (Hoeffding), of variance u²/3 if evenly spread in ±u, and at most u² otherwise. A sum of them is further
+off than `_SIGMAS` standard deviations with a probability of less than 2·exp(-_SIGMAS²/2) < 1e-9; and so is the norm of
+a row of errors of covariance C from sqrt(tr C) + _SIGMAS·sqrt(|C|) up (Hsu, Kakade, Zhang 2012).
+Other errors count in full: truncation by tensor cores has one sign, and some errors are the same for all tokens.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ptxlab.lowbit.kernels.attention.roundings import F64, SINGLE, Operand, Roundings
+
+_SIGMAS = 6.6
+_SHARED = 8 * SINGLE  # of all scores alike: by the scale, log2(e), the queries' unit, and their products
+_APPROXIMATE = 2.0**-20  # of a sum of weights: what ex2, lg2 and rcp may be off in one direction
+_RESCALINGS = 16  # of sums: larger scores turn up ln(tiles) times if they come in any order
+_ALIKE = 2.0**-17  # scores nearer than this are rounded alike
+_MMA = 16  # tokens
+_CUT = 20  # of what is aligned: an MMA's 16 products, and its sum (Hopper), or two (Ampere), twice as much each
+
+
+class Likely(NamedTuple):
+    """Errors that are exceeded with a probability below 1e-9.
+
+    Attributes:
+        out: of each element, [Hkv, r, D].
+        out_rms: of each query, [Hkv, r].
+        lse: [Hkv, r].
+        lse_fixed: of it, what is no chance.
+        lse_variance: of the rest.
+    """
+
+    out: F64
+    out_rms: F64
+    lse: F64
+    lse_fixed: F64
+    lse_variance: F64
+
+
+def likely(
+    x: F64,
+    scores: F64,
+    p: F64,
+    log_total: F64,
+    keys: Operand,
+    values: Operand,
+    *,
+    first: int,
+    first_order: F64,
+    wrong: F64,
+    scale: float,
+    roundings: Roundings,
+    stored: float,
+) -> Likely:
+    """The errors of attention of one query per head, that sees the n tokens of `keys` and `values`.
+
+    Args:
+        x: queries [Hkv, r, D].
+        scores: natural, [Hkv, r, n].
+        p: their softmax.
+        log_total: the logarithm of the sum of exponentials, [Hkv, r].
+        keys: n of them.
+        values: n of them.
+        first: token of the sequence, of those n.
+        first_order: what each score may be off by its own roundings, and its weight, [Hkv, r, n].
+        wrong: by the query's too.
+        scale: of the scores.
+        roundings: the kernel's.
+        stored: the rounding of the output.
+    """
+    n, numbers = p.shape[-1], values.numbers
+    mean = p @ numbers
+    spread = np.sqrt(np.maximum(p @ numbers**2 - mean**2, 0))
+    alike = roundings.aligned > 0 and not roundings.levels  # MMAs cut off of all scores in one direction
+
+    lse_fixed, fixed = _by_query(x, p, keys, mean, values, scale, roundings)
+    second_order = np.expm1(wrong) - wrong
+    lse_fixed += _SHARED * np.abs((p * scores).sum(axis=-1)) + _APPROXIMATE + 2.0**-22 * np.abs(log_total)
+    lse_fixed += (p * second_order).sum(axis=-1)
+    weighted = p**2 * _tokens_alike(scores)
+    moved = weighted * first_order**2
+    chains = max(roundings.serial, 8 * roundings.warps)
+    additions = n / chains * (1 / chains + (p**2).sum(axis=-1)) + 32  # a heavy token makes its chain's sum large
+    sums = SINGLE**2 * (additions / 3 + 4 * _RESCALINGS)
+    lse_variance = sums + moved.sum(axis=-1)
+    if alike or keys.scheme.by_channel:  # where zeros are by channel, their part is one for all scores
+        lse_fixed += (p * first_order).sum(axis=-1)
+
+    fixed += _SHARED * np.abs(_moved(p * scores, mean, numbers))
+    fixed += np.sqrt((p * second_order**2).sum(axis=-1, keepdims=True)) * spread
+    if alike:
+        fixed += np.sqrt((p * first_order**2).sum(axis=-1, keepdims=True)) * spread
+    cut, variance = _cut_of_values(p, first, values, roundings)
+    lost, lost_variance = _below_fp16(p, values, roundings.floor)
+    added = p @ values.size
+    serial = n / roundings.promoted if roundings.promoted else 0 if roundings.aligned else n / roundings.serial
+    variance += lost_variance + sums[..., None] * mean**2 + SINGLE**2 * ((serial + 32) / 3 + 4 * _RESCALINGS) * added**2
+    fixed += cut + lost
+
+    covariance = np.empty((*p.shape[:2], *numbers.shape[-1:] * 2), like=p)
+    for r in range(p.shape[1]):  # one after the other: weighted values are as large as all values
+        by_weight = moved[:, r] + weighted[:, r] * (roundings.sum**2 / 3)
+        covariance[:, r] = (numbers * by_weight[..., None]).swapaxes(1, 2) @ numbers
+        shift = (moved[:, r][:, None] @ numbers).swapaxes(1, 2) * mean[:, r, None]
+        covariance[:, r] += moved[:, r].sum(axis=-1)[:, None, None] * mean[:, r, :, None] * mean[:, r, None]
+        covariance[:, r] -= shift + shift.swapaxes(1, 2)
+    diagonal = np.arange(numbers.shape[-1], like=p)
+    covariance[..., diagonal, diagonal] += variance
+    variance = np.maximum(covariance[..., diagonal, diagonal], 0)
+    out = 1.01 * (fixed + _SIGMAS * np.sqrt(variance) + stored * np.abs(mean)) + 2.0**-25
+
+    covariance[..., diagonal, diagonal] += (stored * mean) ** 2 / 3
+    fourth = covariance @ covariance  # its Frobenius norm is the square of one that is no smaller than |C|
+    norm = (fourth**2).sum(axis=(-1, -2)) ** 0.25
+    trace = np.maximum(covariance[..., diagonal, diagonal].sum(axis=-1), 0)
+    chance = (np.sqrt(trace) + _SIGMAS * np.sqrt(norm)) / numbers.shape[-1] ** 0.5
+    out_rms = 1.01 * (np.sqrt((fixed**2).mean(axis=-1)) + chance) + 2.0**-25
+    lse_fixed *= 1.01
+    return Likely(out, out_rms, lse_fixed + _SIGMAS * np.sqrt(lse_variance), lse_fixed, lse_variance)
+
+
+def rms_of_heads(fixed: F64, variance: F64) -> Any:
+    """The RMS over heads [..., Hq] of errors with a fixed part and one by chance, that of each head by itself."""
+    chance = np.sqrt(variance.mean(axis=-1)) + _SIGMAS * np.sqrt(variance.max(axis=-1) / variance.shape[-1])
+    return np.sqrt((fixed**2).mean(axis=-1)) + chance
+
+
+def _by_query(
+    x: F64, p: F64, keys: Operand, mean: F64, values: Operand, scale: float, roundings: Roundings
+) -> tuple[Any, Any]:
+    """What the rounding of queries x moves: (the logarithm of the sum [Hkv, r], the output [Hkv, r, D]).
+
+    All tokens have it alike. Of queries that become integers it is known, but for elements so near to the middle of two
+    that an error of the unit decides: these count half a unit, each by itself. Others are rounded to next to nothing,
+    which counts with the scores' own roundings.
+    """
+    lse, out = np.zeros_like(p[..., 0]), np.zeros_like(mean)
+    if not roundings.levels:
+        return lse, out
+    unit = np.maximum(keys.largest(x) / roundings.levels, 2.0**-126)
+    off = np.rint(x / unit) * unit - x
+    undecided = np.abs(np.abs(off) / unit - 0.5) < 2.0**-21 * np.abs(x / unit) + 2.0**-10
+    parts, rank = [np.where(undecided, 0, off)], np.cumsum(undecided, axis=-1)
+    parts += [np.where(undecided & (rank == i + 1), unit / 2, 0) for i in range(int(rank.max()))]
+    for part in parts:
+        moved = p * (part @ keys.numbers.swapaxes(1, 2)) * scale
+        lse += np.abs(moved.sum(axis=-1))
+        out += np.abs(_moved(moved, mean, values.numbers))
+    return lse, out
+
+
+def _moved(weights: F64, mean: F64, values: F64) -> F64:
+    """The mean, by changes of the weights [Hkv, r, n] from what they were."""
+    moved: F64 = weights @ values - weights.sum(axis=-1, keepdims=True) * mean
+    return moved
+
+
+def _tokens_alike(scores: F64) -> Any:
+    """How many tokens of a row [..., n] have a token's score, itself included: what is rounded alike adds up."""
+    near: Any = np.clip(np.rint(scores / _ALIKE), -(2.0**44), 2.0**44).astype(np.int64).reshape(-1, scores.shape[-1])
+    near = (near + np.arange(len(near), like=near)[:, None] * 2**46).ravel()  # rows apart
+    ordered = np.sort(near)
+    counts = np.searchsorted(ordered, near, side="right") - np.searchsorted(ordered, near, side="left")
+    return counts.reshape(scores.shape)
+
+
+def _cut_of_values(p: F64, first: int, values: Operand, roundings: Roundings) -> tuple[Any, Any]:
+    """(fixed part, variance) [Hkv, r, D] of what the MMAs of values cut off.
+
+    Of terms and sum at most `cut` of their largest, evenly spread: half of it in the mean. Sums grow until they are
+    promoted: what one token adds is cut in all MMAs that follow it in its window, which are half of them in the mean,
+    and all in the worst case.
+    """
+    cut, n = _CUT * roundings.aligned, p.shape[-1]
+    tokens = n / roundings.warps
+    tokens = min(tokens, roundings.promoted) if roundings.promoted else tokens
+    mmas = tokens / _MMA + 1
+    weights, before = p * values.units[:, None], first % _MMA
+    whole = np.pad(weights, [(0, 0), (0, 0), (before, -(before + n) % _MMA)])
+    largest = whole.reshape(*p.shape[:2], -1, _MMA).max(axis=-1)
+    grains, added, squares = values.grains[:, None], p @ values.added, tokens * (p**2 @ values.added**2)
+    fixed = cut / 2 * mmas * np.minimum(added, added / 2 + _SIGMAS / 2 * np.sqrt(squares))
+    fixed += cut / 2 * largest.sum(axis=-1, keepdims=True) * grains
+    variance = (cut / 10) ** 2 * mmas * squares + (cut / 4 * grains) ** 2 * (largest**2).sum(axis=-1, keepdims=True)
+    return fixed, variance
+
+
+def _below_fp16(p: F64, values: Operand, floor: float) -> tuple[Any, Any]:
+    """(mean, variance) [Hkv, r, D] of what weights lose below FP16's normal numbers: at last, all that they are."""
+    weights = p * values.units[:, None]
+    least = floor * weights.max(axis=-1, keepdims=True)
+    size = np.abs(values.numbers) / values.units[..., None]
+    mean = np.where(weights < 2 * least, np.minimum(weights, least), 0.0) @ size
+    return mean, least**2 / 3 * (size**2).sum(axis=1)[:, None]

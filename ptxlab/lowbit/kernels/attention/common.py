@@ -1,0 +1,136 @@
+"""What the kernels of attention share: a problem, its arrays, and the oracle."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit.kernels.attention.bound import allowed_error
+from ptxlab.lowbit.kernels.attention.roundings import HALF, Roundings
+from ptxlab.lowbit.layout import KVCache, gather, scatter
+from ptxlab.lowbit.layout.pages import page_bytes
+from ptxlab.lowbit.quant import KV_SCHEMES
+from ptxlab.spec import Arrays
+from ptxlab.spec.tolerance import Allowed
+
+Pair: TypeAlias = tuple[np.ndarray, np.ndarray]
+
+_WILD_PAGE = 0x7FFFFFF0  # where a table has no page: far outside every pool
+
+
+def draw_cache(
+    rng: np.random.Generator,
+    lengths: np.ndarray,
+    *,
+    Hkv: int,
+    P: int,
+    pages: int,
+    D: int = 128,
+    page_size: int = 64,
+    scheme: str = "kv4",
+) -> KVCache:
+    """A cache of random tokens with outlier channels of keys, in pages of any order.
+
+    What no sequence uses is as bad as it can be: nibbles at random, scales and zeros NaN, pages outside the pool.
+    """
+    used = -(-lengths // page_size)
+    shape = pages, 2, Hkv, page_bytes(scheme, page_size, D)
+    pool = rng.integers(0, 256, shape, dtype=np.uint8)
+    if not KV_SCHEMES[scheme].by_channel:
+        pool[..., -page_size * 4 :] = np.frombuffer(np.float16(np.nan).tobytes() * 2 * page_size, np.uint8)
+    free, table = rng.permutation(pages), np.full((len(lengths), P), _WILD_PAGE, np.int32)
+    keys, values = [], []
+    for b, length in enumerate(lengths):
+        table[b, : used[b]], free = free[: used[b]], free[used[b] :]
+        k, v = rng.standard_normal((2, length, Hkv, D), dtype=np.float32)
+        k[:, :, :: D // 4] *= rng.uniform(10, 100, (1, Hkv, 4)).astype(np.float32)
+        keys.append(k)
+        values.append(v)
+    return cache_of(keys, values, pool, table, page_size=page_size, scheme=scheme)
+
+
+def cache_of(
+    keys: list[np.ndarray],
+    values: list[np.ndarray],
+    pool: np.ndarray,
+    table: np.ndarray,
+    *,
+    page_size: int,
+    scheme: str,
+) -> KVCache:
+    """The tokens f32 [lengths[b], Hkv, D] of every sequence, quantised, and put where the table says, into `pool`."""
+    constants: list[Any] = [None, None]
+    if KV_SCHEMES[scheme].by_channel:
+        heads = np.ones((1, *keys[0].shape[1:]), np.float32)  # so that there is a token
+        constants = [quant.calibrate_kv(np.concatenate([heads, *tokens]), scheme) for tokens in (keys, values)]
+    cache = KVCache(
+        pool=pool,
+        block_table=table,
+        lengths=np.array([len(k) for k in keys], np.int32),
+        page_size=page_size,
+        head_dim=keys[0].shape[-1],
+        scheme=scheme,
+        k_channel=constants[0],
+        v_channel=constants[1],
+    )
+    quantized = (
+        [quant.quantize_kv(x, scheme, c) for x in tokens] for tokens, c in zip((keys, values), constants, strict=True)
+    )
+    scatter(cache, *quantized)
+    return cache
+
+
+def draw_lengths(rng: np.random.Generator, B: int, most: int, pages: int, page_size: int) -> np.ndarray:
+    """Lengths of 0 to `most` tokens, ragged, that fit `pages`: one is full, one empty, one of a single token."""
+    lengths = rng.integers(0, most + 1, B)
+    lengths[: min(B, 3)] = (most, 1, 0)[: min(B, 3)]
+    while (-(-lengths // page_size)).sum() > pages:
+        lengths[lengths.argmax()] //= 2
+    return rng.permutation(lengths)
+
+
+def arrays_of(cache: KVCache) -> Arrays:
+    """The arguments that every kernel takes of a cache."""
+    return {"pool": cache.pool, "table": cache.block_table, "lengths": cache.lengths}
+
+
+def channels_of(cache: KVCache) -> Arrays:
+    """Scale and zero of keys and values, where the scheme has them by channel."""
+    if cache.k_channel is None or cache.v_channel is None:
+        return {}
+    (k_scale, k_zero), (v_scale, v_zero) = cache.k_channel, cache.v_channel
+    return {"k_scale": k_scale, "k_zero": k_zero, "v_scale": v_scale, "v_zero": v_zero}
+
+
+def attention(q: np.ndarray, cache: KVCache, softmax_scale: float, window: int = 0) -> Pair:
+    """Reference: out f64 [B, T, Hq, D] and lse f64 [B, T, Hq] of q [B, T, Hq, D]; `window` 0 for none."""
+    pairs = [
+        reference.attention(x, k.dequantize(), v.dequantize(), scale=softmax_scale, window=window or None)
+        for x, k, v in zip(q, *gather(cache), strict=True)
+    ]
+    return np.stack([out for out, _ in pairs]), np.stack([lse for _, lse in pairs])
+
+
+def error_of(
+    q: np.ndarray,
+    cache: KVCache,
+    softmax_scale: float,
+    roundings: Roundings,
+    window: int = 0,
+    stored: float = HALF,
+) -> tuple[Allowed, Allowed]:
+    """The error that `attention` may have (`bound.allowed_error`)."""
+    bounds = []
+    for x, k, v in zip(q.astype(np.float64), *gather(cache), strict=True):
+        T, L = len(x), len(k.values)
+        token, key = np.arange(L - T, L)[:, None], np.arange(L)
+        visible = (key <= token) & (key > token - window if window else True)
+        bounds.append(allowed_error(x, k, v, visible, scale=softmax_scale, roundings=roundings, stored=stored))
+    outs, lses = zip(*bounds, strict=True)
+    return stacked(outs), stacked(lses)
+
+
+def stacked(bounds: Sequence[Allowed]) -> Allowed:
+    """One sequence after the other."""
+    return Allowed(np.stack([bound.each for bound in bounds]), np.stack([bound.rms for bound in bounds]))

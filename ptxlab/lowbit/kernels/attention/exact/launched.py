@@ -1,0 +1,94 @@
+"""What the steps of the oracle know of a launch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.lowbit.kernels.attention.exact.arithmetic import Arithmetic
+from ptxlab.lowbit.kernels.attention.sm90 import TILE
+from ptxlab.lowbit.layout import KVCache
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLaunch:
+    """The kernel, compiled with the constants `config`, on T queries of Hq heads of each sequence.
+
+    `lengths` are the cache's, s64 [B] on the host.
+    """
+
+    cache: KVCache
+    lengths: npt.NDArray[np.int64]
+    T: int
+    Hq: int
+    softmax_scale: float
+    window: int
+    config: Mapping[str, int]
+    arithmetic: Arithmetic
+
+    @property
+    def D(self) -> int:  # noqa: N802
+        """Of a head."""
+        return self.cache.head_dim
+
+    @property
+    def bits(self) -> int:
+        """Of a key or value."""
+        return self.config["BITS"]
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether scales and zeros are."""
+        return bool(self.config["CHANNEL"])
+
+    @property
+    def signed(self) -> bool:
+        """Whether integers are."""
+        return self.by_channel and self.bits == 8
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.Hq // self.cache.num_kv_heads
+
+    @property
+    def columns(self) -> int:
+        """Queries of a unit, C."""
+        return min(self.config["COLUMNS"], self.group * self.T)
+
+    @property
+    def splits(self) -> int:
+        """Units of a kv head."""
+        return -(-self.group * self.T // self.config["COLUMNS"])
+
+    @property
+    def warps(self) -> int:
+        """Of a block, that multiply."""
+        return self.config["WARPS"]
+
+    @property
+    def share(self) -> int:
+        """Warps of a tile."""
+        return TILE // self.config["TOKENS"]
+
+    @property
+    def promote(self) -> int:
+        """Tiles of a warp after which it promotes its sums; 0 where it never does."""
+        return self.config["PROMOTE"] // self.config["TOKENS"]
+
+    @property
+    def part(self) -> int:
+        """Tiles after which a unit is cut by its own length; 0 where blocks have equal shares."""
+        return self.config.get("PART", 0)
+
+    @property
+    def groups(self) -> int:
+        """Of warps, that take turns."""
+        return self.warps // self.share
+
+
+def beside(array: Any, example: Any) -> Any:
+    """A NumPy array where `example` lies."""
+    return np.asarray(array, like=example)

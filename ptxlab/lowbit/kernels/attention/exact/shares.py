@@ -1,0 +1,93 @@
+"""How attention_kv4_sm90 shares out its work: which block has which tiles of what (`segments.cuh`), on the host."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.lowbit.kernels.attention.sm90 import MOST_PARTS, TILE
+
+_PAD, _SLACK = 4, 4  # EXTRA, SLACK
+
+S64: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Segments [n], the parts of units that one block has, in the order of units and tokens.
+
+    Attributes:
+        sequence, head, split: of the unit.
+        number: of the unit; the units that have tokens are numbered.
+        position: the first token of the segment's first tile.
+        tiles: how many.
+        turn: the group of warps that takes the first.
+        first: of each unit [units], its first segment; the others follow.
+        parts: of each unit [units], its segments, in as many blocks.
+    """
+
+    sequence: S64
+    head: S64
+    split: S64
+    number: S64
+    position: S64
+    tiles: S64
+    turn: S64
+    first: S64
+    parts: S64
+
+    @classmethod
+    def of(
+        cls, lengths: S64, *, heads: int, splits: int, queries: int, window: int, groups: int, blocks: int, part: int
+    ) -> "Shares":
+        """Of sequences of these lengths: each has heads·splits units, and `queries` new tokens that see `window`.
+
+        With `part` a unit is cut every so many tiles, and each part counts as a block's own.
+        """
+        begin = np.maximum(lengths - queries + 1 - window, 0) // TILE if window else np.zeros_like(lengths)
+        tiles = -(-lengths // TILE) - begin
+        pad = np.where(lengths > 0, np.maximum(_PAD - tiles // 4, 0), 0)  # the cost of a unit of few tiles beside them
+        units, cost = heads * splits, pad + tiles
+        piece = _piece(cost, units, groups, blocks)
+
+        each = np.repeat(np.arange(len(lengths)), units)  # the sequence of each unit
+        start = np.cumsum(cost[each]) - tiles[each]  # where a unit's tiles lie among all costs
+        inside = tiles[each] > 0
+        each, start = each[inside], start[inside]
+        unit = np.tile(np.arange(units), len(lengths))[inside]
+        pieces = np.full(len(each), piece)
+        if part:
+            start, pieces = np.zeros_like(start), np.maximum(part, -(-tiles[each] // MOST_PARTS))
+        stop = start + tiles[each]
+        parts = -(-stop // pieces) - start // pieces
+
+        number = np.repeat(np.arange(len(each)), parts)
+        first, segment = np.cumsum(parts) - parts, np.arange(len(number))
+        piece_at = start[number] // pieces[number] + segment - first[number]
+        low = np.maximum(start[number], piece_at * pieces[number])
+        high = np.minimum(stop[number], (piece_at + 1) * pieces[number])
+        block = segment if part else piece_at
+        count, sequence = high - low, each[number]
+        before = np.cumsum(count) - count  # tiles of the blocks before, and of this block's segments before
+        of_block = np.searchsorted(block, block)  # its first segment
+        return cls(
+            sequence=sequence,
+            head=unit[number] // splits,
+            split=unit[number] % splits,
+            number=number,
+            position=(begin[sequence] + low - start[number]) * TILE,
+            tiles=count,
+            turn=(before - before[of_block]) % groups,
+            first=first,
+            parts=parts,
+        )
+
+
+def _piece(cost: S64, units: int, groups: int, blocks: int) -> int:
+    """The cost of a block's work."""
+    most = max(1, int(cost.max(initial=0)))
+    piece = max(groups, min(most // 8, 8), -(-int(cost.sum()) * units // blocks))
+    whole = -(-len(cost) * units // blocks) * most  # whole units alone, where all are alike
+    alike = bool((cost == most).all())
+    return whole if alike and piece <= whole <= piece + _SLACK else piece

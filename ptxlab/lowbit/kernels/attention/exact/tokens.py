@@ -1,0 +1,56 @@
+"""Tokens as the kernel reads them from the pages."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ptxlab.hardware.words import as_words
+from ptxlab.lowbit.kernels.attention.exact.launched import AttentionLaunch
+from ptxlab.lowbit.layout.nibbles import unpack_u4
+from ptxlab.lowbit.layout.pages import PageView
+
+
+class Tokens(NamedTuple):
+    """Key integers f64 [n, tokens, D]; operands of values and, behind them, zeros as f16 [n, tokens, D + 1]; scale and
+    zero of keys, scale of values, f32 [n, tokens, 1].
+    """
+
+    keys: Any
+    operands: Any
+    k_scale: Any
+    k_zero: Any
+    v_scale: Any
+
+
+def read(of: AttentionLaunch, token: Any, sequence: Any, head: Any) -> Tokens:
+    """Tokens s64 [n, tokens] of sequences and kv heads [n]. Beyond the end scales are 1, and zeros 0."""
+    cache = of.cache
+    length = cache.lengths[sequence].astype(np.int64)[:, None]
+    place = np.minimum(token, length - 1)
+    page, offset = cache.block_table[sequence[:, None], place // cache.page_size], place % cache.page_size
+    both = PageView.of(cache.pool, cache.scheme, cache.page_size, cache.head_dim)
+    raw, constants = [], []
+    for view in (both.part(0), both.part(1)):
+        raw.append(view.features[page, head[:, None], offset])
+        zero = np.zeros(token.shape, np.float16, like=token)
+        scale = np.ones_like(zero)
+        if view.constants is not None:
+            pairs = view.constants[page, head[:, None], offset]
+            scale, zero = (np.where(token < length, pairs[..., i], x) for i, x in enumerate((scale, zero)))
+        constants.append((scale, zero))
+    (k_scale, k_zero), (v_scale, v_zero) = constants
+    keys = unpack_u4(as_words(raw[0])) if of.bits == 4 else raw[0].view(np.int8 if of.signed else np.uint8)
+    zeros = np.ones_like(v_zero) if of.by_channel else v_zero  # by channel they are the sum of the weights
+    operands = np.concatenate([_operands(of, raw[1]), zeros[..., None]], axis=-1)
+    scales = (x[..., None].astype(np.float32) for x in (k_scale, k_zero, v_scale))
+    return Tokens(keys.astype(np.float64), operands, *scales)
+
+
+def _operands(of: AttentionLaunch, raw: Any) -> Any:
+    """Values as FP16 subnormals: of 8 bits without a sign; of 4 bits low nibbles, and high ones in their bytes."""
+    if of.bits == 8:
+        integers = raw ^ np.uint8(0x80) if of.signed else raw
+    else:
+        words = raw.reshape(*raw.shape[:-1], -1, 4)
+        integers = np.stack([words & np.uint8(0x0F), words], axis=-2).reshape(*raw.shape[:-1], -1)
+    return integers.astype(np.uint16).view(np.float16)

@@ -1,0 +1,199 @@
+"""KV4 attention on tensor cores from Ampere on: the whole contract (QServe §5.3, COMET §3.2)."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ptxlab.lowbit.kernels.attention import common
+from ptxlab.lowbit.kernels.attention.bound import BY_CHANCE
+from ptxlab.lowbit.kernels.attention.common import Pair
+from ptxlab.lowbit.kernels.attention.roundings import HALF, SINGLE, Roundings
+from ptxlab.lowbit.layout import KVCache
+from ptxlab.lowbit.quant import KV_SCHEMES
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
+from ptxlab.spec.dtypes import ByVariant, as_stored
+from ptxlab.spec.tolerance import Allowed
+
+DTYPES = ("float16", "bfloat16")  # by BF16
+_BFLOAT16 = 2.0**-8  # one rounding to bfloat16
+_TOKENS = 32  # of an item
+_ALIGNED = 2.0**-24  # an A100 cuts off what is below this, of the largest power of two
+
+
+class AttentionTileSm80(NamedTuple):
+    """Queries of a unit, warps of a block, stages of a warp's ring."""
+
+    COLUMNS: int
+    WARPS: int
+    STAGES: int
+
+
+def _tile(s: Sizes) -> AttentionTileSm80:
+    """By bytes of a row: two blocks have room on an SM of an A100, one on those with 99 KiB."""
+    row = s["D"] * s["bits"] // 8
+    columns = 16 if s["D"] < 256 and s["Hq"] // s["Hkv"] * s["T"] > 8 else 8
+    return AttentionTileSm80(columns, 4 if row <= 64 else 2, {256: 2}.get(row, 3))
+
+
+def _choose(s: Sizes) -> dict[str, int]:
+    return {
+        "D": s["D"],
+        "PAGE": s["page"],
+        "BITS": s["bits"],
+        "CHANNEL": s["channel"],
+        "BF16": 0,
+        "FUSED": 0,
+        **_tile(s)._asdict(),
+    }
+
+
+def _launch(s: Sizes) -> Launch:
+    """Blocks that share out the work evenly, with the warps' rings, sums and statistics in shared memory."""
+    warps, columns = s["WARPS"], min(s["COLUMNS"], s["Hq"] // s["Hkv"] * s["T"])
+    row = s["D"] * s["BITS"] // 8
+    stage = 2 * _TOKENS * (row + (0 if s["CHANNEL"] else 4))
+    shared = warps * (s["STAGES"] * stage + columns * ((s["D"] + 4) * 4 + 16))
+    return Launch((s["blocks"], 1, 1), (32 * warps, 1, 1), shared)
+
+
+def scheme_of(bits: int, channel: int) -> str:
+    """The quantiser's name of `bits` with constants per token and head, or per channel."""
+    return f"kv{bits}_channel" if channel else f"kv{bits}"
+
+
+def _example(
+    rng: np.random.Generator,
+    *,
+    B: int,
+    T: int,
+    Hq: int,
+    Hkv: int,
+    D: int,
+    P: int,
+    pages: int,
+    page: int,
+    bits: int,
+    channel: int,
+    window: int,
+    blocks: int,
+    softmax_scale: float,
+) -> Arrays:
+    lengths = common.draw_lengths(rng, B, P * page, pages, page)
+    scheme = scheme_of(bits, channel)
+    return {
+        "q": rng.standard_normal((B, T, Hq, D), dtype=np.float32),
+        "cache": common.draw_cache(rng, lengths, Hkv=Hkv, P=P, pages=pages, D=D, page_size=page, scheme=scheme),
+        "softmax_scale": softmax_scale,
+        "window": window,
+    }
+
+
+def _pack(logical: Arrays) -> Arrays:
+    cache = logical["cache"]
+    return {"q": logical["q"], **common.arrays_of(cache), **common.channels_of(cache)}
+
+
+def _reference(q: np.ndarray, cache: KVCache, softmax_scale: float, window: int = 0, BF16: int = 0) -> Pair:
+    return common.attention(as_stored(q, DTYPES[BF16]), cache, softmax_scale, window)
+
+
+_REASON = (
+    "in float64 on the dequantised integers; an MMA truncates each of 17 terms to 24 bits of the largest, and takes a "
+    "subnormal integer for 2^10 in that; to FP16 are rounded a weight times its value's scale, or by channel the "
+    "weight and a query times the keys' scale"
+) + BY_CHANCE
+
+
+def roundings_of(D: int, channel: bool) -> Roundings:
+    """Those of tensor cores with FP16 operands and subnormal integers."""
+    return Roundings(
+        score=(D // 16 + 1) * 34 * SINGLE + 8 * SINGLE + (HALF if channel else 0),
+        query=2.0**-25 if channel else 2.0**-35,  # of the largest after scaling; the 16 of high nibbles is taken off it
+        weight=200 * SINGLE + (HALF if channel else 0),
+        sum=0 if channel else HALF,
+        adding=34 * SINGLE,
+        serial=1,
+        rescaled=2 * SINGLE,
+        floor=2.0**-25,
+        apart=True,
+        aligned=_ALIGNED,
+        warps=2,
+    )
+
+
+def _bound(
+    q: np.ndarray,
+    cache: KVCache,
+    softmax_scale: float,
+    window: int = 0,
+    BF16: int = 0,
+    roundings: Callable[[int, bool], Roundings] = roundings_of,
+) -> tuple[Allowed, Allowed]:
+    known = roundings(cache.head_dim, KV_SCHEMES[cache.scheme].by_channel)
+    stored_to = _BFLOAT16 if BF16 else HALF
+    return common.error_of(as_stored(q, DTYPES[BF16]), cache, softmax_scale, known, window, stored_to)
+
+
+_COLUMNS = "min(16, Hq//Hkv*T)"
+
+MMA = KernelSpec(
+    name="attention_kv4_mma_sm80",
+    summary="tensor cores, keys as operand A, the queries of a group together, split evenly over blocks (COMET §3.2)",
+    args=(
+        Arg("q", ByVariant("BF16", DTYPES), ("B", "T", "Hq", "D")),
+        Arg("pool", "uint8", ("pages", "2", "Hkv", "page*(D*bits//8 + 4*(1-channel))")),
+        Arg("table", "int32", ("B", "P")),
+        Arg("lengths", "int32", ("B",)),
+        *(
+            Arg(f"{x}_{constant}", "float32", ("Hkv", "D"), optional=True)
+            for x in "kv"
+            for constant in ("scale", "zero")
+        ),
+        Arg("out", ByVariant("BF16", DTYPES), ("B", "T", "Hq", "D"), "out"),
+        Arg("lse", "float32", ("B", "T", "Hq"), "out"),
+        Arg("partial", "float32", ("blocks", "2", _COLUMNS, "D"), "scratch"),
+        Arg("stats", "float32", ("blocks", "2", _COLUMNS, "2"), "scratch"),
+        Arg("segments", "int32", ("blocks", "2"), "scratch"),
+        Arg("softmax_scale", "float32", role="scalar"),
+        *(Arg(size, "int32", role="scalar") for size in ("B", "T", "Hq", "Hkv", "P", "window")),
+    ),
+    launch=_launch,
+    choose=_choose,
+    rules=(
+        "D in (64, 128, 256)",
+        "page in (16, 32, 64)",
+        "bits in (4, 8)",
+        "channel in (0, 1)",
+        "1 <= T <= 8",
+        "Hq % Hkv == 0",
+        "1 <= Hq//Hkv <= 16",
+        "window >= 0",
+        "P*page < 2**31",
+        "blocks >= 1",
+    ),
+    value_rules=("lengths >= 0", "lengths <= P*page"),
+    operations="4*B*T*Hq*P*page*D",
+    example=_example,
+    pack=_pack,
+    reference=_reference,
+    bound=_bound,
+    tolerance_reason=_REASON,
+    arch="sm_80",
+    example_sizes=sizes_rows(
+        "B T Hq Hkv D P pages page bits channel window blocks softmax_scale",
+        (3, 1, 4, 2, 128, 3, 8, 64, 4, 0, 0, 1, 0.088),
+        (2, 2, 6, 1, 64, 5, 11, 16, 8, 0, 0, 1, 0.125),
+        (4, 3, 4, 1, 128, 4, 14, 32, 4, 1, 50, 1, 0.088),
+        (2, 1, 2, 2, 256, 4, 7, 32, 8, 1, 0, 1, 0.0625),
+    ),
+)
+SPECS = (MMA,)
+
+# The same in one launch: the last block that has part of a unit puts it together. Counters are 0 before, and after it.
+FUSED = replace(
+    MMA,
+    args=tuple(replace(a, shape=("blocks", _COLUMNS), role="inout") if a.name == "segments" else a for a in MMA.args),
+    choose=lambda s: {**_choose(s), "FUSED": 1},
+)

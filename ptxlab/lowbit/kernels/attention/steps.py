@@ -1,0 +1,130 @@
+"""The kernels behind `attention_kv4`, what each of them takes, and which one is taken."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.lowbit.kernels.attention import ladder, sm80, sm90
+from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, MOST_TOKENS, NAME, AttentionCall
+from ptxlab.lowbit.kernels.operation import Scratch
+from ptxlab.spec import KernelSpec, Sizes
+from ptxlab.validate import is_one_of
+
+_RESIDENT = 2  # blocks per SM, at most, of the kernels that share work out over blocks
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """A kernel that `attention_kv4` launches.
+
+    Attributes:
+        spec: the kernel.
+        blocks: sizes and how many SMs there are -> blocks that share the work out; None for a teaching step, which
+            takes D 128, one new token, pages of 64 and float16 alone, and has neither window nor logarithms.
+    """
+
+    spec: KernelSpec
+    blocks: Callable[[Sizes, int], int] | None = None
+
+    def sizes(self, call: AttentionCall, sms: int) -> dict[str, Any]:
+        """The spec's sizes; raises ArgumentError for a call that is not the step's."""
+        if self.blocks is None:
+            self._require_teaching(call)
+        sizes = {name: size for name, size in call.sizes.items() if name in self.spec.symbols}
+        if self.blocks is not None:
+            sizes["blocks"] = self.blocks(sizes, sms)
+        self.spec.check_sizes(sizes)
+        return sizes
+
+    def config(self, sizes: Sizes, dtype: str) -> dict[str, int]:
+        """Constants of the variant."""
+        chosen = self.spec.config_for(sizes)
+        return {**chosen, "BF16": sm80.DTYPES.index(dtype)} if "BF16" in chosen else chosen
+
+    def memory(self, sizes: Sizes) -> tuple[Scratch, ...]:
+        """What it needs besides operands and results."""
+        args = [arg for arg in self.spec.args if arg.name in ("partial", "stats", "segments")]
+        return tuple(Scratch.of(arg, sizes) for arg in args)
+
+    def most_memory(self, D: int, sms: int) -> tuple[Scratch, ...]:
+        """The same, enough for whatever is asked of caches of this head dim."""
+        return self.memory({"blocks": _RESIDENT * sms, "Hq": MOST_RATIO, "Hkv": 1, "T": MOST_TOKENS, "D": D})
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The memory that every call finds and leaves at 0."""
+        return tuple(arg.name for arg in self.spec.args if arg.role == "inout")
+
+    def _require_teaching(self, call: AttentionCall) -> None:
+        cache, name = call.cache, self.spec.name
+        scheme = name.removeprefix("attention_").partition("_")[0]
+        for argument, rule, got, wanted in (
+            ("cache", "scheme must be", cache.scheme, scheme),
+            ("cache", "head_dim must be", cache.head_dim, ladder.DIM),
+            ("cache", "page_size must be", cache.page_size, ladder.PAGE),
+            ("q", "dtype", call.dtype, "float16"),
+            ("q", "T must be", call.queries, 1),
+            ("window", "must be", call.window or None, None),
+            ("return_lse", "must be", call.return_lse, False),
+        ):
+            if got != wanted:
+                raise ArgumentError(f"{NAME}: {argument}", f"{rule} {wanted} for {name}", got)
+
+
+STEPS = (
+    *(AttentionStep(spec) for spec in ladder.SPECS),
+    AttentionStep(sm80.FUSED, lambda sizes, sms: _RESIDENT * sms),
+    AttentionStep(sm90.SM90, sm90.blocks_for),
+)
+INVARIANT_STEPS = (AttentionStep(sm90.INVARIANT, sm90.invariant_blocks),)
+
+
+def step_of(spec: KernelSpec) -> AttentionStep | None:
+    """The step of a kernel; None of any other kernel."""
+    return next((step for step in STEPS if step.spec.name == spec.name), None)
+
+
+def choose(
+    kernel: Any, *, backend: str | None, programmatic: bool = False, batch_invariant: bool = False
+) -> AttentionStep:
+    """The step asked for, or the highest that runs here.
+
+    Args:
+        kernel: a step's name, or None.
+        backend: "gpu", or "emulator", on which every step runs; None: the GPU where a step runs there, else the latter.
+        programmatic: it is to wait by itself for the kernel before it.
+        batch_invariant: it is to cut sequences by their own length.
+
+    Raises:
+        ArgumentError: an unknown kernel, or one that does not wait, or does not cut so.
+        UnavailableError: it does not run on this GPU; names those that would.
+    """
+    if not is_one_of(kernel, (*(step.spec.name for step in STEPS), None)):
+        raise ArgumentError(f"{NAME}: kernel", f"must be one of {_names(STEPS)}", kernel)
+    steps = INVARIANT_STEPS if batch_invariant else STEPS
+    asked = [step for step in steps if kernel in (None, step.spec.name)]
+    if not asked:
+        rule = f"only for kernels that cut a sequence by its own length ({_names(steps)})"
+        raise ArgumentError(f"{NAME}: batch_invariant", rule, kernel)
+    here = [step for step in asked if why_not(step) is None]
+    if backend == "gpu" and not here:
+        working = [step for step in STEPS if why_not(step) is None]
+        remedy = f"here run {_names(working)}" if working else 'pass backend="emulator" with NumPy arrays'
+        raise UnavailableError(f"{NAME}: {_names(asked[-1:])}: {why_not(asked[-1])}; {remedy}")
+    step = (here if here and backend != "emulator" else asked)[-1]
+    if programmatic and not step.spec.after_wait:
+        waiting = _names(step for step in STEPS if step.spec.after_wait)
+        rule = f"only for kernels that wait for the one before them ({waiting})"
+        raise ArgumentError(f"{NAME}: programmatic", rule, step.spec.name)
+    return step
+
+
+def why_not(step: AttentionStep) -> str | None:
+    """Why a step cannot run on the GPU here; None if it can."""
+    return gpu.why_not(step.spec.arch, exact=step.spec.exact_arch)
+
+
+def _names(steps: Iterable[AttentionStep]) -> str:
+    return ", ".join(step.spec.name for step in steps)

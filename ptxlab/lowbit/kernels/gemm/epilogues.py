@@ -1,0 +1,131 @@
+"""The kernels for weights in strips that do more at the end: SiLU of the gate times up, or add to a residual stream.
+
+Variants by the constant `FUSED` (output.cuh), with 2-byte outputs, for every order of activations and every scheme.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ptxlab.lowbit import reference
+from ptxlab.lowbit.kernels.gemm import strips
+from ptxlab.lowbit.kernels.gemm.common import DTYPES, F16
+from ptxlab.lowbit.layout.packed_weight import interleave
+from ptxlab.lowbit.quant.tiled import with_arrays
+from ptxlab.spec import Arg, Arrays, KernelSpec
+from ptxlab.spec.dtypes import ByVariant, floats, numbers, stored
+
+OUTPUTS = DTYPES[:2]
+_OUT, _F32 = ByVariant("OUT", OUTPUTS), DTYPES.index("float32")
+
+
+def _variant(spec: KernelSpec, form: str, FUSED: int, y: Arg, **fields: Any) -> KernelSpec:
+    """The same kernel with another end; `y` is what it writes."""
+    choose: Any = spec.choose
+    return replace(
+        spec,
+        args=tuple(y if arg.name == "y" else arg for arg in spec.args),
+        choose=lambda s: {**choose(s), "OUT": F16, "FUSED": FUSED},
+        form="_".join(filter(None, (spec.form, form))),
+        **fields,
+    )
+
+
+def _rounded(values: np.ndarray, OUT: int) -> np.ndarray:
+    with np.errstate(over="ignore"):  # beyond 65504 float16 is infinite, as on the GPU
+        return stored(values.astype(np.float32), OUTPUTS[OUT])
+
+
+def _numbers(values: np.ndarray, OUT: int) -> np.ndarray:
+    """What they are once they are rounded, f64."""
+    return numbers(_rounded(values, OUT), OUTPUTS[OUT])
+
+
+def silu_mul(gate_up: np.ndarray, OUT: int) -> np.ndarray:
+    """SiLU(gate) · up of f32 [M, 2·F], gate beside up, as what it is rounded to stands for, f64 [M, F]."""
+    return _numbers(reference.gated(gate_up), OUT)
+
+
+def silu_mul_error(gate_up: np.ndarray, OUT: int) -> np.ndarray:
+    """How far the kernel may be from that: one step, where the exact result is as near to a tie as the error that SiLU
+    may have; else nothing.
+    """
+    h = reference.gated(gate_up)
+    turns = reference.exponent(gate_up[:, : h.shape[1]].astype(np.float64), "silu")
+    off = np.abs(h) * (2.0**-20 + 2.0**-22 * np.maximum(turns, 0) + 2.0**-23) + 2.0**-100
+    low, high = _numbers(h - off, OUT), _numbers(h + off, OUT)
+    with np.errstate(invalid="ignore"):  # an infinity less itself
+        return np.where(low == high, 0, high - low)
+
+
+def _silu_mul(spec: KernelSpec) -> KernelSpec:
+    """Logical inputs are gate above up; the example's sizes have whole strips of both."""
+
+    def pack(logical: Arrays) -> Arrays:
+        by_row = {name: logical[name] for name in ("weight", "bias") if name in logical}
+        return spec.pack({**logical, **{name: with_arrays(part, interleave) for name, part in by_row.items()}})
+
+    def gated(OUT: int = F16, **logical: Any) -> np.ndarray:
+        return silu_mul(spec.reference(**logical, OUT=_F32), OUT)
+
+    def error(OUT: int = F16, **logical: Any) -> np.ndarray:
+        return silu_mul_error(spec.reference(**logical, OUT=_F32), OUT)
+
+    return _variant(
+        spec,
+        "silu_mul",
+        1,
+        Arg("y", _OUT, ("M", "N/2"), "out"),
+        summary=f"{spec.name} of gate and up in turns of eight rows: SiLU of the gate times up, half the output",
+        rules=(*spec.rules, "N % 16 == 0"),
+        pack=pack,
+        reference=gated,
+        bound=error,
+        tolerance_reason="exp and reciprocal are approximate: before it is rounded a result has a relative error of "
+        "2^-20 and 2^-22 per unit of a positive exponent, which may change it by one step near a tie alone",
+        example_sizes=tuple({**sizes, "N": -(-sizes["N"] // 16) * 16} for sizes in spec.example_sizes),
+    )
+
+
+def _residual(spec: KernelSpec) -> KernelSpec:
+    """Logical inputs have `residual` f32 [M, N] too, which the output's dtype is to hold. The product is rounded before
+    it is added, as where `rmsnorm_quantize` adds it: the same bits.
+    """
+
+    def example(rng: np.random.Generator, **sizes: int) -> Arrays:
+        residual = rng.standard_normal((sizes["M"], sizes["N"]), dtype=np.float32)
+        return {**spec.example(rng, **sizes), "residual": residual * np.float32(4)}
+
+    def added(residual: np.ndarray, OUT: int = F16, **logical: Any) -> np.ndarray:
+        product = floats(spec.reference(**logical, OUT=OUT))
+        return _rounded(product + floats(_rounded(residual, OUT)), OUT)
+
+    return _variant(
+        spec,
+        "residual",
+        2,
+        Arg("y", _OUT, ("M", "N"), "inout"),
+        summary=f"{spec.name} added to a residual stream, in place",
+        example=example,
+        pack=lambda logical: {**spec.pack(logical), "y": logical["residual"]},
+        reference=added,
+        after_wait=(*spec.after_wait, "y"),
+    )
+
+
+EPILOGUES: dict[str, Callable[[KernelSpec], KernelSpec]] = {"silu_mul": _silu_mul, "residual": _residual}
+_FED = {
+    name: tuple(fed._replace(with_groups=of(fed.with_groups), channel=of(fed.channel)) for fed in strips.FED)
+    for name, of in EPILOGUES.items()
+}
+STEPS = {name: strips.steps(fed) for name, fed in _FED.items()}
+# `NAME:FORM`: those on row-major activations, with groups and per channel.
+FORMS = tuple(
+    spec
+    for fed in _FED.values()
+    for each in fed
+    if each.order == "row_major"
+    for spec in (each.with_groups, each.channel)
+)

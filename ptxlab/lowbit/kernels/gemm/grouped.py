@@ -1,0 +1,209 @@
+"""The experts of a layer in one launch (mixture of experts): W4A8 on Hopper, a weight for each expert."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ptxlab.lowbit import layout, quant
+from ptxlab.lowbit.kernels.gemm.common import (
+    EPILOGUE,
+    GROUPS,
+    INT32,
+    GemmStep,
+    activations,
+    gemm,
+    gemm_channel,
+    per_channel,
+    sums_agree,
+)
+from ptxlab.lowbit.kernels.gemm.strips import LAYOUT, SCHEMES, of_weight
+from ptxlab.lowbit.kernels.gemm.strips_tiles import (
+    BMS,
+    COSTS,
+    MOST_STAGES,
+    ROOM,
+    SMS,
+    StripTile,
+    group_of,
+    kind,
+    narrowed,
+    of_a_tile,
+    shared_bytes,
+    stream,
+)
+from ptxlab.lowbit.quant import QoQChannelWeight, TwoLevelWeight
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
+
+_MOST_EXPERTS = 65536
+
+
+def constants(tile: StripTile, strips: int, group: int) -> dict[str, int]:
+    """Of the variant with this tile, up to so many strips, and as many stages as fit."""
+    ring = [shared_bytes(tile, strips, stages, 1, group) for stages in range(1, MOST_STAGES + 1)]
+    shape = {"BM": tile.BM, "WN": tile.WN, "MN": tile.MN, "STRIPS": strips, "BK": tile.BK}
+    return {**shape, "STAGES": sum(nbytes <= ROOM for nbytes in ring), **of_weight(group)}
+
+
+def likely_token_tiles(s: Sizes, BM: int) -> int:
+    """Tiles of tokens of all experts together, when every row takes any expert with the same probability."""
+    mean, elsewhere = s["M"] / s["E"], 1 - 1 / s["E"]
+    deviation = math.sqrt(2 * mean * elsewhere) or math.inf
+    further = (math.erfc((n * BM + 0.5 - mean) / deviation) / 2 for n in range(1, -(-s["M"] // BM)))
+    if s["E"] == 1:
+        return int(-(-s["M"] // BM))
+    mean_tiles: float = s["E"] * (1 - elsewhere ** s["M"] + sum(further))
+    return math.ceil(mean_tiles - 0.4)  # one that is nearly as likely as not counts
+
+
+def most_tiles(s: Sizes) -> int:
+    """Tiles that there can be, however the rows are shared out among the experts."""
+    active = min(s["E"], s["M"])
+    return int((active + (s["M"] - active) // s["BM"]) * _row_tiles(s["N"], s["STRIPS"]))
+
+
+def _row_tiles(N: int, strips: int) -> int:
+    return -(-N // 16 // strips)
+
+
+def _candidates(group: int) -> Iterator[dict[str, int]]:
+    """Tiles of which a block can do several, of any width, and of any height that needs most of their MMAs."""
+    for tile in narrowed(BMS):
+        for strips in range(tile.strips * 3 // 4, tile.strips + 1) if tile.WK == 1 else ():
+            found = constants(tile, strips, group)
+            if found["STAGES"] >= 3:
+                yield found
+
+
+def _microseconds(s: Sizes) -> tuple[float, float, float]:
+    """As of one GEMM: rounds of blocks, but not less than the stream of all experts' weights; without that; and if one
+    more expert has tokens."""
+    tile, row_tiles = StripTile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), _row_tiles(s["N"], s["STRIPS"])
+    stages, height = -(-s["K"] // s["BK"]), s["N"] / 16 / row_tiles
+    cost, active, likely = COSTS[kind(tile)], likely_token_tiles(s, max(1, s["M"])), likely_token_tiles(s, s["BM"])
+    us, unluckily = (
+        -(-token_tiles * row_tiles // SMS) * of_a_tile(tile, stages, height, group_of(s)) + cost.launch
+        for token_tiles in (likely, likely + (active < s["E"]))
+    )
+    return max(us, stream({**s, "N": active * s["N"]}) + cost.drain), us, unluckily
+
+
+def _choose(s: Sizes) -> dict[str, int]:
+    """The quickest by the costs; of equals the one of the fewest tokens, then the lowest, so that more blocks share."""
+    return min(_candidates(group_of(s)), key=lambda found: _microseconds({**s, **found}))
+
+
+def _launch(s: Sizes) -> Launch:
+    """Persistent blocks, no more than there can be tiles."""
+    shared = shared_bytes(StripTile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), s["STRIPS"], s["STAGES"], 1, s["GROUP"])
+    return Launch((min(most_tiles(s), SMS), 1, 1), (128 * (s["WN"] + 1), 1, 1), shared)
+
+
+def _example(rng: np.random.Generator, *, M: int, N: int, K: int, E: int, g: int = 0) -> Arrays:
+    """Weights of random numbers, per channel without `g`, and rows that go to experts at random, to some never."""
+    drawn = [rng.standard_normal((N, K), dtype=np.float32) for _ in range(E)]
+    weights = [quant.quantize_lqq(w, group=g) if g else quant.quantize_qoq_channel(w) for w in drawn]
+    taken = rng.permutation(E)[: max(1, E - E // 3)]
+    counts = np.bincount(rng.choice(taken, M), minlength=E)
+    logical = {"weights": weights, "offsets": offsets_of(counts), **activations(rng, M, N, K)}
+    return {**logical, "bias": rng.standard_normal((E, N), dtype=np.float32)}
+
+
+def offsets_of(counts: np.ndarray | Sequence[int]) -> np.ndarray:
+    """Where the rows of each expert begin, s32 [E+1], from how many each has."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+
+def _pack(logical: Arrays) -> Arrays:
+    """The weights in strips, one behind the other, and the token sums."""
+    packed = [layout.pack(weight, LAYOUT).buffers for weight in logical["weights"]]
+    x = logical["x"]
+    return {
+        "strips": np.stack([buffers["strips"] for buffers in packed]),
+        "w_scale": np.stack([buffers["channel_scale"] for buffers in packed]),
+        **({"w_zero": np.stack([b["channel_zero"] for b in packed])} if "channel_zero" in packed[0] else {}),
+        "x": x,
+        "offsets": logical["offsets"],
+        "x_scale": logical.get("x_scale", np.ones(len(x), np.float32)),
+        "x_sum": x.sum(axis=1, dtype=np.int32),
+        **({"bias": logical["bias"]} if "bias" in logical else {}),
+    }
+
+
+def _reference(
+    weights: Sequence[TwoLevelWeight | QoQChannelWeight],
+    x: np.ndarray,
+    offsets: np.ndarray,
+    x_scale: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    OUT: int = INT32,
+) -> np.ndarray:
+    """One GEMM after the other, each with its expert's rows, of which there is one at least."""
+    ys = []
+    for expert, weight in enumerate(weights):
+        rows = slice(int(offsets[expert]), int(offsets[expert + 1]))
+        if rows.start == rows.stop:
+            continue
+        inputs = x[rows], None if x_scale is None else x_scale[rows], None if bias is None else bias[expert]
+        if isinstance(weight, TwoLevelWeight):
+            ys.append(gemm(weight, *inputs, OUT=OUT))
+        else:
+            ys.append(gemm_channel(weight, *inputs, OUT=OUT))
+    return np.concatenate(ys)
+
+
+def _by_expert(args: Mapping[str, Arg]) -> tuple[Arg, ...]:
+    """The arguments behind the activations: of each expert a bias, and how many experts there are."""
+    return (
+        args["x_scale"],
+        Arg("x_sum", "int32", ("M",), optional=True, absent="SIGNED"),
+        Arg("bias", "float32", ("E", "N"), optional=True),
+        *(args[name] for name in ("y", "M", "N", "K")),
+        Arg("E", "int32", role="scalar"),
+    )
+
+
+GROUPED = KernelSpec(
+    name="gemm_w4a8_grouped_sm90",
+    summary="mixture of experts: the tiles of all experts that have tokens, worked out on the device, in one launch",
+    args=(
+        Arg("strips", "uint8", ("E", "ceil_div(N, 16)", "ceil_div(K, 128)", "1024 + 32*(128//g)")),
+        Arg("w_scale", "float32", ("E", "N")),
+        Arg("w_zero", "uint8", ("0", "0"), optional=True),  # of weights without groups alone
+        Arg("x", "int8", ("M", "K"), "tma", box=("BM", "128"), swizzle=128),
+        Arg("offsets", "int32", ("E + 1",)),
+        *_by_expert({arg.name: arg for arg in EPILOGUE}),
+    ),
+    launch=_launch,
+    choose=_choose,
+    rules=(
+        f"g in {GROUPS}",
+        "K % g == 0",
+        "N % 8 == 0",
+        "1 <= K < 131072",
+        f"1 <= E <= {_MOST_EXPERTS}",
+        "M*N < 2**31",
+    ),
+    value_rules=("offsets[:1] == 0", "offsets[1:] >= offsets[:-1]", "(offsets == M) | (offsets < offsets[-1])"),
+    operations="2*M*N*K",
+    example=_example,
+    pack=_pack,
+    reference=_reference,
+    agree=sums_agree,
+    arch="sm_90a",
+    exact_arch=True,
+    example_sizes=sizes_rows("M N K E g", (1, 8, 128, 1, 128), (9, 40, 192, 4, 64), (70, 200, 160, 3, 32)),
+    after_wait=("offsets", "x", "x_scale", "x_sum"),
+    one_row=lambda arrays, row: {"offsets": (arrays["offsets"] > row).astype(np.int32)},
+)
+
+GROUPED_CHANNEL = per_channel(
+    GROUPED,
+    Arg("strips", "uint8", ("E", "ceil_div(N, 16)", "ceil_div(K, 128)", "1024")),
+    Arg("w_zero", "uint8", ("E", "N")),
+)
+
+STEPS = {
+    scheme: GemmStep(GROUPED_CHANNEL if scheme == "qoq_channel" else GROUPED, scheme, LAYOUT) for scheme in SCHEMES
+}
+SPECS = (GROUPED,)

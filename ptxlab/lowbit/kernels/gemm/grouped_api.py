@@ -1,0 +1,188 @@
+"""`gemm_w4a8_grouped`: the experts of a layer in one call."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.lowbit.kernels.gemm.api import opened, output_dtype
+from ptxlab.lowbit.kernels.gemm.common import DTYPES, GemmStep, sums_agree
+from ptxlab.lowbit.kernels.gemm.grouped import STEPS
+from ptxlab.lowbit.kernels.gemm.strips import LAYOUT
+from ptxlab.lowbit.kernels.operation import CallArray, Operation, Prepared, Results, check_how
+from ptxlab.lowbit.layout import ExpertWeights
+from ptxlab.runtime import run_spec
+from ptxlab.runtime.arguments import require_on_host
+from ptxlab.runtime.plan import Plan
+from ptxlab.sources import of_kernel
+from ptxlab.validate import shape_of
+
+NAME = "gemm_w4a8_grouped"
+
+
+def gemm_w4a8_grouped(
+    x_q: Any,
+    x_scale: Any = None,
+    weights: ExpertWeights | None = None,
+    offsets: Any = None,
+    *,
+    x_sum: Any = None,
+    bias: Any = None,
+    out: Any = None,
+    out_dtype: Any = None,
+    backend: str | None = None,
+    programmatic: bool = False,
+) -> Any:
+    """Y[o_e : o_{e+1}] = X[o_e : o_{e+1}] W_eᵀ for each expert e, in one launch (mixture of experts); see `gemm_w4a8`.
+
+    Rows of X are sorted by expert. How many each has stays on the device: a call enqueues one kernel on the caller's
+    stream, whatever the experts' shares, so that a CUDA graph of it (with `out`) can be replayed on other offsets.
+
+    Args:
+        x_q: s8 [M, K], M >= 0: tokens times experts of each; or row-major `PackedActivations`, which bring scale and
+            sum along. NumPy, CuPy, PyTorch or JAX: the result is of the same kind.
+        x_scale: f32 [M]; may be left out for int32 output.
+        weights: E weights in `strips`, from `stack_experts`, where the activations are (`ptxlab.to_device`).
+        offsets: s32 [E+1], where each expert's rows begin: 0 first, M last, never falling. Looked at on the host only:
+            on a GPU wrong ones leave rows unwritten, or have it read or write beyond the arrays.
+        x_sum: s32 [M], sum of x_q over K: weights per channel need it, for others the kernel then has fewer
+            instructions. Checked on the host alone.
+        bias: f32 [E, N] or None.
+        out: [M, N] to write into; it is what is returned.
+        out_dtype: as of `gemm_w4a8`.
+        backend: `gpu` or `emulator`; by default the GPU where one will do. Host arrays are copied there and back.
+        programmatic: the call may begin before the kernel before it on the stream has ended, for which it waits before
+            it reads activations, scales, sums or offsets or writes the output; no kernel that may still run then may
+            write weights or bias. Of no effect on host arrays.
+
+    Returns:
+        Y [M, N].
+
+    Raises:
+        ArgumentError: the argument, the rule and the value; nothing was launched.
+        UnavailableError: the kernel does not run here.
+    """
+    if not isinstance(weights, ExpertWeights):
+        raise ArgumentError(f"{NAME}: weights", "must be ExpertWeights (stack_experts)", type(weights).__name__)
+    x_q, x_scale, x_sum, order, _, shape = opened(NAME, x_q, x_scale, x_sum)
+    given = {"x": x_q, "x_scale": x_scale, "x_sum": x_sum, "offsets": offsets, "bias": bias, "y": out}
+
+    def check() -> _GroupedCall:
+        _check_weights(weights)
+        M_K = shape or shape_of(x_q)
+        if order != "row_major" or len(M_K) != 2:
+            got = order if order != "row_major" else f"shape {M_K}"
+            raise ArgumentError(f"{NAME}: x_q", "must be an array [M, K] or row-major PackedActivations", got)
+        if M_K[1] != weights.K:
+            raise ArgumentError(f"{NAME}: x_q", f"K must be {weights.K} as the weights'", f"shape {M_K}")
+        if offsets is None:
+            raise ArgumentError(f"{NAME}: offsets", f"must be s32 [{weights.E + 1}]", "nothing")
+        if x_sum is None and weights.scheme == "qoq_channel":
+            raise ArgumentError(f"{NAME}: x_sum", "must be given for weights per channel", "nothing")
+        dtype = output_dtype(NAME, out_dtype, out, x_scale)
+        check_how(NAME, backend, programmatic=programmatic)
+        return _GroupedCall(given, weights, M_K[0], dtype, backend, programmatic)
+
+    packed = weights.scheme, weights.layout, weights.E, weights.N, weights.K, weights.group, weights.protective_range
+    options = packed, order, shape, out_dtype, backend, programmatic
+    results = _GROUPED(options, {**given, **weights.buffers}, check)
+    return results["y"] if out is None else out
+
+
+@dataclass(frozen=True, eq=False)
+class _GroupedCall:
+    """The arrays that may be given, by argument of the kernel, the weights, and the output's dtype by name."""
+
+    given: dict[str, Any]
+    weights: ExpertWeights
+    M: int
+    dtype: str
+    backend: str | None
+    programmatic: bool
+    check = False
+
+    @property
+    def step(self) -> GemmStep:
+        """The kernel in the form that these weights take."""
+        return STEPS[self.weights.scheme]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        weights = self.weights
+        return self.step.sizes(self.M, weights.N, weights.K, weights.group, E=weights.E)
+
+    @property
+    def config(self) -> dict[str, int]:
+        return self.step.config(self.sizes, DTYPES.index(self.dtype), self.given["x_sum"] is not None)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (*self.sizes.items(), self.dtype, self.given["x_sum"] is None, self.programmatic)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.M == 0
+
+    @property
+    def beside_the_weights(self) -> Iterator[CallArray]:
+        """Activations, where each expert's begin, and output."""
+        M, N, K, E = self.M, self.weights.N, self.weights.K, self.weights.E
+        known = (
+            ("x", "x_q", "int8", (M, K)),
+            ("offsets", "offsets", "int32", (E + 1,)),
+            ("x_scale", "x_scale", "float32", (M,)),
+            ("x_sum", "x_sum", "int32", (M,)),
+            ("bias", "bias", "float32", (E, N)),
+        )
+        for name, label, dtype, shape in known:
+            if self.given[name] is not None:
+                yield CallArray(name, f"{NAME}: {label}", self.given[name], dtype, shape)
+        yield CallArray("y", f"{NAME}: out", self.given["y"], self.dtype, (M, N))
+
+    @property
+    def operands(self) -> Iterator[CallArray]:
+        """The same, and the weights, whose dtypes and shapes are their own concern."""
+        yield from self.beside_the_weights
+        for _, buffer in self.step.buffers:
+            yield CallArray(buffer, f"{NAME}: weights", self.weights.buffers[buffer])
+
+
+def _check_weights(weights: ExpertWeights) -> None:
+    if weights.layout != LAYOUT or weights.scheme not in STEPS:
+        rule = f"must be {' or '.join(STEPS)} in {LAYOUT}"
+        raise ArgumentError(f"{NAME}: weights", rule, f"{weights.scheme} in {weights.layout}")
+
+
+def _prepare(call: _GroupedCall) -> Prepared:
+    spec, named = call.step.spec, dict(call.step.buffers)
+    if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
+        raise UnavailableError(f"{NAME}: {reason}")
+
+    def plans() -> tuple[Plan, ...]:
+        return (Plan(spec, call.config, call.sizes, programmatic=call.programmatic, named=named),)
+
+    return Prepared(spec.name, plans)
+
+
+def _on_host(call: _GroupedCall) -> Results:
+    """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
+    arrays = {}
+    for operand in call.beside_the_weights:
+        if operand.array is not None:
+            arrays[operand.name] = require_on_host(*operand[1:5], written=operand.name == "y")
+    sums_agree(NAME, arrays)
+    if any(gpu.is_device_array(array) for array in call.weights.buffers.values()):
+        raise ArgumentError(f"{NAME}: weights", "must be on the host, as x_q is", "ones on the GPU")
+    inputs = {name: call.given[name] for name in arrays if name != "y"}
+    inputs |= {name: call.weights.buffers[buffer] for name, buffer in call.step.buffers}
+    inputs.setdefault("x_scale", np.ones(call.M, np.float32))  # of int32 output, which does not see it
+    out = {"y": call.given["y"]} if "y" in arrays else {}
+    spec = call.step.spec
+    how: dict[str, Any] = {"backend": call.backend, "config": call.config, "programmatic": call.programmatic}
+    return run_spec(spec, of_kernel(spec.name)[0], inputs, sizes=call.sizes, out=out, **how).outputs
+
+
+_GROUPED = Operation(NAME, _prepare, _on_host)

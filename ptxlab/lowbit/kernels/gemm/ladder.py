@@ -1,0 +1,109 @@
+"""The ladder, and which of its steps a weight and activations are for."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.lowbit.kernels.gemm import epilogues, sm80, sm90, strips
+from ptxlab.lowbit.kernels.gemm.common import GemmStep
+from ptxlab.lowbit.layout import PackedWeight
+from ptxlab.spec import KernelSpec, Sizes
+from ptxlab.validate import is_one_of
+
+LADDER: tuple[GemmStep, ...] = (*sm80.STEPS, *sm90.STEPS, *strips.STEPS)
+_FEW_TOKENS = 16
+
+
+def step_of(spec: KernelSpec) -> GemmStep | None:
+    """The first step with this very spec (of a kernel there is one per order of the activations); None of any other."""
+    return next((step for step in LADDER if step.spec is spec), None)
+
+
+def fit_tokens(spec: KernelSpec, sizes: Sizes) -> dict[str, Any]:
+    """Sizes of a GEMM with their M, or with few tokens where the kernel takes no more."""
+    try:
+        spec.check_sizes(sizes)
+    except ArgumentError:
+        return {**sizes, "M": _FEW_TOKENS}
+    return dict(sizes)
+
+
+def choose(
+    weight: PackedWeight,
+    order: str,
+    M: int,
+    *,
+    kernel: str | None,
+    backend: str | None,
+    programmatic: bool = False,
+    epilogue: str = "",
+) -> GemmStep:
+    """The step to take: the one asked for, or the highest that takes this weight, suits the sizes and runs here.
+
+    Args:
+        weight: decides scheme, packing, N, K and group.
+        order: of the activations.
+        M: tokens.
+        kernel: a step's name, or None.
+        backend: "gpu", or "emulator", on which every step runs; None: the GPU where a step runs there, else the latter.
+        programmatic: it is to wait by itself for the kernel before it.
+        epilogue: one of `epilogues.EPILOGUES`, or none.
+
+    Raises:
+        ArgumentError: an unknown kernel, or one that takes another weight or order; or no kernel takes them; or the one
+            to take does not wait.
+        UnavailableError: those that take them do not run on this GPU; names those that would.
+    """
+    steps = epilogues.STEPS[epilogue] if epilogue else LADDER
+    if not is_one_of(kernel, (*(step.spec.name for step in steps), None)):
+        raise ArgumentError("gemm_w4a8: kernel", f"must be one of {_names(steps)}", kernel)
+    taking = _that_take([step for step in steps if kernel in (None, step.spec.name)], weight, order)
+    here = [step for step in taking if why_not(step) is None]
+    if backend == "gpu" and not here:
+        raise _unavailable(taking, weight)
+    usable = taking if backend == "emulator" or not here else here
+    sizes = M, weight.N, weight.K, weight.group, 1
+    step = next((step for step in reversed(usable) if step.suits(step.sizes(*sizes))), usable[-1])
+    if programmatic and not step.spec.after_wait:
+        waiting = _names(step for step in LADDER if step.spec.after_wait)
+        rule = f"only for kernels that wait for the one before them ({waiting})"
+        raise ArgumentError("gemm_w4a8: programmatic", rule, step.spec.name)
+    return step
+
+
+def why_not(step: GemmStep) -> str | None:
+    """Why a step cannot run on the GPU here; None if it can."""
+    return gpu.why_not(step.spec.arch, exact=step.spec.exact_arch)
+
+
+def _that_take(steps: list[GemmStep], weight: PackedWeight, order: str) -> list[GemmStep]:
+    fed = [step for step in steps if (step.scheme, step.packing) == (weight.scheme, weight.layout)]
+    if not fed:
+        raise ArgumentError("gemm_w4a8: weight", f"must be {_listed(steps)}", f"{weight.scheme} in {weight.layout}")
+    if not any(step.order == order for step in fed):
+        orders = " or ".join(dict.fromkeys(step.order for step in fed))
+        raise ArgumentError("gemm_w4a8: x_q", f"must be {orders} for {_names(fed)}", order)
+    return [step for step in fed if step.order == order]
+
+
+def _unavailable(taking: list[GemmStep], weight: PackedWeight) -> UnavailableError:
+    problem = f"gemm_w4a8: {weight.scheme} in {weight.layout} takes {_names(taking)}: {why_not(taking[-1])}"
+    working = [step for step in LADDER if why_not(step) is None]
+    if not working:
+        return UnavailableError(f'{problem}; pass backend="emulator"')
+    same = [step for step in working if step.scheme == weight.scheme]
+    return UnavailableError(f"{problem}; here a weight can be {_listed(same or working)}")
+
+
+def _listed(steps: Iterable[GemmStep]) -> str:
+    """Which weights they take, each with the steps that do."""
+    taking: dict[str, list[GemmStep]] = {}
+    for step in steps:
+        taking.setdefault(f"{step.scheme} in {step.packing}", []).append(step)
+    return " or ".join(f"{weight} ({_names(those)})" for weight, those in taking.items())
+
+
+def _names(steps: Iterable[GemmStep]) -> str:
+    """Of their kernels, each once: one may be a step for several orders."""
+    return ", ".join(dict.fromkeys(step.spec.name for step in steps))

@@ -1,0 +1,148 @@
+"""The steps of the ladder that run on every architecture from sm_80 on (QServe §5.2, §5.4)."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from ptxlab.lowbit import layout
+from ptxlab.lowbit.kernels.gemm.common import (
+    AFTER_SCALE,
+    EPILOGUE,
+    GROUPS,
+    INT32,
+    MANY,
+    QSERVE,
+    X_SCALE,
+    GemmStep,
+    epilogue,
+    example_channel,
+    example_qoq,
+    gemm,
+    gemm_channel,
+    sums_agree,
+    tile_for,
+)
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
+
+
+class GemmTileSm80(NamedTuple):
+    """Rows, tokens and channels of a block; its warps along each of them; stages of its ring."""
+
+    BN: int
+    BM: int
+    BK: int
+    WN: int
+    WM: int
+    WK: int
+    STAGES: int
+
+
+# Up to so many tokens: rows of W up to which the first tile is better, and the tiles. From a sweep over the layers of
+# LLaMA-2-7B and -70B on an H200: within 1-9% of the best of all tiles in the mean. None takes more than the 99 KiB of
+# shared memory that every architecture from sm_80 on has.
+_TILES: dict[int, tuple[int, GemmTileSm80, GemmTileSm80]] = {
+    8: (4096, GemmTileSm80(32, 8, 512, 1, 1, 8, 6), GemmTileSm80(32, 8, 512, 1, 1, 4, 6)),
+    16: (12288, GemmTileSm80(32, 16, 512, 1, 1, 4, 4), GemmTileSm80(64, 16, 512, 2, 1, 2, 3)),
+    32: (12288, GemmTileSm80(32, 32, 512, 1, 1, 4, 3), GemmTileSm80(64, 32, 128, 2, 1, 2, 8)),
+    64: (4096, GemmTileSm80(32, 64, 512, 1, 2, 4, 2), GemmTileSm80(64, 64, 256, 2, 1, 2, 3)),
+    128: (12288, GemmTileSm80(64, 64, 256, 2, 1, 2, 3), GemmTileSm80(64, 128, 128, 2, 2, 1, 3)),
+    MANY: (4096, GemmTileSm80(64, 64, 256, 2, 1, 2, 3), GemmTileSm80(64, 128, 128, 2, 2, 1, 3)),
+}
+
+
+def _choose(sizes: Sizes) -> dict[str, int]:
+    """The tile by tokens and rows: few tokens, narrow strips, so that every SM has one, and the warps split K."""
+    return {**tile_for(_TILES, sizes)._asdict(), "OUT": INT32}
+
+
+def _choose_qoq(sizes: Sizes) -> dict[str, int]:
+    return {**_choose(sizes), "GROUP": sizes["g"]}
+
+
+def _launch(sizes: Mapping[str, int]) -> Launch:
+    """One block per BN rows and BM tokens; `sizes` has the constants of the variant too."""
+    s = sizes
+    strips, steps = s["BN"] // 32, s["BK"] // 32
+    constants = max(1, s["BK"] // s["GROUP"]) * 64 if "GROUP" in s else 0  # per strip: 32 scales, 32 offsets a group
+    stage = strips * steps * 512 + s["BM"] * s["BK"] + strips * constants
+    results = s["BM"] * (s["BN"] + 4) * 4
+    blocks = -(-s["M"] // s["BM"]) * -(-s["N"] // s["BN"])
+    threads = 32 * s["WN"] * s["WM"] * s["WK"]
+    return Launch((blocks, 1, 1), (threads, 1, 1), max(s["STAGES"] * stage, results))
+
+
+def _pack_qoq(logical: Arrays) -> Arrays:
+    """The weight in QServe's order."""
+    buffers = layout.pack(logical["weight"], "qserve").buffers
+    return {
+        "qweight": buffers["qweight"],
+        "scale": buffers["scale"],
+        "offset": buffers["offset"],
+        "w_scale": buffers["channel_scale"],
+        "x": logical["x"],
+        **epilogue(logical),
+    }
+
+
+def _pack_channel(logical: Arrays) -> Arrays:
+    """The weight in QServe's order; token sums are those of the activations where the logical inputs give none."""
+    buffers = layout.pack(logical["weight"], "qserve").buffers
+    x = logical["x"]
+    return {
+        "qweight": buffers["qweight"],
+        "w_scale": buffers["channel_scale"],
+        "w_zero": buffers["channel_zero"],
+        "x": x,
+        "x_sum": logical.get("x_sum", x.sum(axis=1, dtype=np.int32)),
+        **epilogue(logical),
+    }
+
+
+QOQ = KernelSpec(
+    name="gemm_w4a8_qoq_sm80",
+    summary="QServe's main loop: mma.sync, cp.async, reordered weights, multiply then vadd4 (QServe §5.2, §5.4)",
+    args=(
+        *QSERVE,
+        Arg("w_scale", "float32", ("N",)),
+        Arg("x", "int8", ("M", "K")),
+        *EPILOGUE,
+    ),
+    launch=_launch,
+    choose=_choose_qoq,
+    rules=(f"g in {GROUPS}", "K % g == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31"),
+    operations="2*M*N*K",
+    example=example_qoq,
+    pack=_pack_qoq,
+    reference=gemm,
+    arch="sm_80",
+    example_sizes=sizes_rows("M N K g", (1, 8, 32, 32), (5, 40, 256, 128), (17, 72, 192, 64)),
+)
+
+CHANNEL = KernelSpec(
+    name="gemm_w4a8_qoq_channel_sm80",
+    summary="no level 2: unpacking alone, the zero point leaves in the epilogue by the token sum (QServe §5.2.2)",
+    args=(
+        QSERVE[0],
+        Arg("w_scale", "float32", ("N",)),
+        Arg("w_zero", "uint8", ("N",)),
+        Arg("x", "int8", ("M", "K")),
+        X_SCALE,
+        Arg("x_sum", "int32", ("M",)),
+        *AFTER_SCALE,
+    ),
+    launch=_launch,
+    choose=_choose,
+    rules=("K % 32 == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31"),
+    value_rules=("w_zero <= 15",),
+    operations="2*M*N*K",
+    example=example_channel,
+    pack=_pack_channel,
+    reference=gemm_channel,
+    agree=sums_agree,
+    arch="sm_80",
+    example_sizes=sizes_rows("M N K", (1, 8, 32), (5, 40, 256), (17, 72, 224)),
+)
+
+STEPS = (GemmStep(QOQ, "qoq", "qserve"), GemmStep(CHANNEL, "qoq_channel", "qserve"))
+SPECS = tuple(step.spec for step in STEPS)

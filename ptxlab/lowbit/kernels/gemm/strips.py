@@ -1,0 +1,205 @@
+"""W4A8 for weights in strips: one packing from one token to thousands, for LQQ, QoQ and QoQ per channel alike
+(LiquidGEMM §4, §5.3; QServe §5.2.2).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ptxlab.lowbit import layout
+from ptxlab.lowbit.kernels.gemm import small_tiles, strips_tiles
+from ptxlab.lowbit.kernels.gemm.common import (
+    AFTER_SCALE,
+    GROUPS,
+    INT32,
+    X_SCALE,
+    GemmStep,
+    anywhere,
+    epilogue,
+    example_channel,
+    example_lqq,
+    gemm,
+    gemm_channel,
+    per_channel,
+    sums_agree,
+)
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
+
+SCHEMES, LAYOUT = ("lqq", "qoq", "qoq_channel"), "strips"
+
+
+def _choose(s: Sizes) -> dict[str, int]:
+    order = int("rows" in s)
+    return {**strips_tiles.choose(s).constants, **of_weight(strips_tiles.group_of(s)), "ORDER": order}
+
+
+def _launch(s: Sizes) -> Launch:
+    """A block per tile, or where one can do several tiles no more than there are SMs; a cluster where K is split."""
+    tile, split = strips_tiles.StripTile(*(s[name] for name in strips_tiles.StripTile._fields)), s["SPLIT"]
+    blocks = strips_tiles.tiles(s, tile.BM, s["STRIPS"]) * split
+    if tile.WK == split == 1:
+        blocks = min(blocks, strips_tiles.SMS)
+    shared = strips_tiles.shared_bytes(tile, s["STRIPS"], s["STAGES"], split, s["GROUP"])
+    return Launch((blocks, 1, 1), (128 * (tile.WN * tile.WK + 1), 1, 1), shared, (split, 1, 1))
+
+
+def _choose_small(s: Sizes) -> dict[str, int]:
+    return {**small_tiles.choose(s), **of_weight(strips_tiles.group_of(s)), "ORDER": 0}
+
+
+def of_weight(group: int) -> dict[str, int]:
+    """Constants by group: without groups the zero points leave with the token sums, else 128 need not."""
+    return {"GROUP": group, "OUT": INT32, "SIGNED": int(group != strips_tiles.NO_GROUPS)}
+
+
+def _launch_small(s: Sizes) -> Launch:
+    """As many blocks as are resident, each with its share of the strips; none of no tokens."""
+    tile = small_tiles.SmallTile(*(s[name] for name in small_tiles.SmallTile._fields))
+    blocks = min(-(-s["N"] // 16), strips_tiles.SMS * tile.RESIDENT) if s["M"] else 0
+    shared = small_tiles.shared_bytes(tile, s["STAGES"], s)
+    return Launch((blocks, 1, 1), (32 * (tile.ROWS * tile.SLICES + 2), 1, 1), shared)
+
+
+def _pack(logical: Arrays) -> Arrays:
+    """The weight in strips, and the token sums for variants that take them."""
+    buffers = layout.pack(logical["weight"], LAYOUT).buffers
+    x = logical["x"]
+    return {
+        "strips": buffers["strips"],
+        "w_scale": buffers["channel_scale"],
+        **({"w_zero": buffers["channel_zero"]} if "channel_zero" in buffers else {}),
+        "x": x,
+        "x_sum": x.sum(axis=1, dtype=np.int32),
+        **epilogue(logical),
+    }
+
+
+def _pack_tiles(logical: Arrays) -> Arrays:
+    """The same with the activations in swizzled tiles of `rows` tokens."""
+    return {**_pack(logical), "x": layout.to_swizzled_tiles(logical["x"], logical["rows"])}
+
+
+def _pack_fragments(logical: Arrays) -> Arrays:
+    """The same with the activations in the order of the MMA's operand."""
+    return {**_pack(logical), "x": layout.to_fragment_order(logical["x"])}
+
+
+def _spec(name: str, summary: str, box: str, **fields: Any) -> KernelSpec:
+    return KernelSpec(
+        name=name,
+        summary=summary,
+        args=(
+            Arg("strips", "uint8", ("ceil_div(N, 16)", "ceil_div(K, 128)", "1024 + 128//g*32")),
+            Arg("w_scale", "float32", ("N",)),
+            Arg("w_zero", "uint8", ("0",), optional=True),  # of weights without groups alone
+            Arg("x", "int8", ("M", "K"), "tma", box=(box, "128"), swizzle=128),
+            X_SCALE,
+            Arg("x_sum", "int32", ("M",), optional=True, absent="SIGNED"),
+            *AFTER_SCALE,
+        ),
+        operations="2*M*N*K",
+        example=example_lqq,
+        pack=_pack,
+        reference=gemm,
+        arch="sm_90a",
+        exact_arch=True,
+        agree=sums_agree,
+        after_wait=("x", "x_scale", "x_sum"),
+        **fields,
+    )
+
+
+_RULES = (f"g in {GROUPS}", "K % g == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31")
+
+SMALL = _spec(
+    "gemm_w4a8_small_sm90",
+    "few tokens: activations resident, whole strips streamed past them, unsigned LiquidQuant, QoQ (LiquidGEMM §4)",
+    box="M",
+    rules=(*_RULES, "M <= 32", "ceil_div(M, 8)*8*ceil_div(K, 1024)*1024 <= 204800"),
+    choose=_choose_small,
+    launch=_launch_small,
+    example_sizes=sizes_rows("M N K g", (1, 8, 32, 32), (5, 40, 1152, 128), (17, 200, 192, 64)),
+)
+LARGE = _spec(
+    "gemm_w4a8_sm90",
+    "unsigned LiquidQuant or QoQ under wgmma, tiles of evenly shared strips (LiquidGEMM §4, §5.3)",
+    box="ceil_div(ceil_div(M, ceil_div(M, BM)), 8)*8",
+    rules=_RULES,
+    choose=_choose,
+    launch=_launch,
+    example_sizes=sizes_rows("M N K g", (1, 8, 32, 32), (5, 40, 256, 128), (17, 200, 192, 64)),
+)
+
+
+def _on(spec: KernelSpec, x: Arg, **fields: Any) -> KernelSpec:
+    """The same kernel on activations in another order; an example is drawn by the sizes of the spec itself."""
+    return replace(spec, args=tuple(x if arg.name == "x" else arg for arg in spec.args), example_sizes=(), **fields)
+
+
+SMALL_FRAGMENTS = _on(
+    SMALL,
+    Arg("x", "int8", ("ceil_div(K, 64)", "ceil_div(M, 8)", "512"), "tma", box=("BM*SLICES", "128")),
+    choose=lambda s: {**_choose_small(s), "ORDER": 1},
+    pack=_pack_fragments,
+)
+LARGE_TILES = _on(
+    LARGE,
+    Arg("x", "int8", ("ceil_div(M, rows)", "ceil_div(K, 128)", "128*rows"), "tma", box=("rows", "128")),
+    rules=(*_RULES, f"rows in {strips_tiles.BMS}"),
+    pack=_pack_tiles,
+)
+
+
+def _few(s: Sizes) -> bool:
+    """Up to 16 tokens, while all of X fits beside a ring worth having, and the costs say so."""
+    if s["M"] > 16 or -(-s["M"] // 8) * s["K"] > 24576:
+        return False
+    small = small_tiles.microseconds(small_tiles.quickest(s), s)
+    return small <= strips_tiles.microseconds(strips_tiles.choose(s), s)
+
+
+def _channel(spec: KernelSpec) -> KernelSpec:
+    """The same for weights per channel."""
+    return per_channel(
+        spec,
+        Arg("strips", "uint8", ("ceil_div(N, 16)", "ceil_div(K, 128)", "1024")),
+        Arg("w_zero", "uint8", ("N",)),
+        example=example_channel,
+        reference=gemm_channel,
+    )
+
+
+LARGE_CHANNEL, LARGE_CHANNEL_TILES = _channel(LARGE), _channel(LARGE_TILES)
+SMALL_CHANNEL, SMALL_CHANNEL_FRAGMENTS = _channel(SMALL), _channel(SMALL_FRAGMENTS)
+
+
+class Fed(NamedTuple):
+    """A kernel on activations in one order: its spec for weights with groups and per channel, and where it suits."""
+
+    order: str
+    with_groups: KernelSpec
+    channel: KernelSpec
+    suits: Callable[[Sizes], bool] = anywhere
+
+
+FED = (
+    Fed("row_major", LARGE, LARGE_CHANNEL),
+    Fed("tiles", LARGE_TILES, LARGE_CHANNEL_TILES),
+    Fed("fragment", SMALL_FRAGMENTS, SMALL_CHANNEL_FRAGMENTS),
+    Fed("row_major", SMALL, SMALL_CHANNEL, _few),
+)
+
+
+def steps(of: tuple[Fed, ...]) -> tuple[GemmStep, ...]:
+    """Steps for every scheme."""
+    return tuple(
+        GemmStep(fed.channel if scheme == "qoq_channel" else fed.with_groups, scheme, LAYOUT, fed.order, fed.suits)
+        for scheme in SCHEMES
+        for fed in of
+    )
+
+
+STEPS = steps(FED)
+SPECS = (SMALL, LARGE)

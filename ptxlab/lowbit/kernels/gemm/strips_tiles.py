@@ -1,0 +1,208 @@
+"""Which tile `gemm_w4a8_sm90` takes: costs that were measured, and the rule that adds them up.
+
+The costs are fits to a sweep over layers of LLaMA-2-7B, -13B and -70B, LLaMA-3-8B, Mixtral and Yi-34B on an H200,
+groups of 128 (`notebooks/results/h200/sweeps/gemm_strips.csv`). The tiles they choose are 0.8% from the best of each
+point in the mean, and they say what a matrix that no sweep has seen will like. Weights without groups take a twentieth
+less in most tiles, so the same costs choose for them, but for one (`LESS_WITHOUT_GROUPS`): 0.8% from the best
+(`gemm_strips_channel.csv`).
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from ptxlab.lowbit.cost import SHEETS
+from ptxlab.spec import Sizes
+
+TUNED = SHEETS["h200"]  # where the costs were measured
+SMS = TUNED.sms
+NO_GROUPS = 0  # as a group: constants per channel alone
+ROOM = 232_448 - 1_536  # bytes of shared memory of a block, less its static ones
+MOST_STAGES = 12
+
+
+class StripTile(NamedTuple):
+    """Tokens; warp groups along the rows of W and along K; MMAs of 64 rows of each group; channels of a stage."""
+
+    BM: int
+    WN: int
+    WK: int
+    MN: int
+    BK: int
+
+    @property
+    def strips(self) -> int:
+        """Strips of 16 rows that fit."""
+        return 4 * self.WN * self.MN
+
+
+class StripCost(NamedTuple):
+    """Microseconds: of a stage, more of it for all tokens of the kind, and per strip; of a tile; of the launch;
+    of adding up in a cluster of two; and at least on top of the stream of the weights.
+    """
+
+    stage: float
+    wide: float
+    strip: float
+    tile: float
+    launch: float
+    split: float
+    drain: float
+
+
+# Of the widest tile of a kind; those of fewer tokens, as far as the kind before, only have narrower MMAs.
+COSTS = {
+    StripTile(8, 1, 3, 1, 512): StripCost(0.370, 0.000, 0.000, 2.500, 0.000, 1.880, 1.8),
+    StripTile(8, 2, 1, 1, 512): StripCost(0.677, 0.000, 0.000, 3.655, 0.000, 0.353, 2.5),
+    StripTile(8, 2, 1, 2, 512): StripCost(1.117, 0.000, 0.000, 3.790, 0.000, 0.352, 3.8),
+    StripTile(8, 2, 2, 1, 512): StripCost(0.599, 0.000, 0.000, 3.278, 0.000, 0.865, 2.5),
+    StripTile(8, 3, 1, 1, 512): StripCost(0.888, 0.000, 0.000, 3.570, 0.000, 0.681, 3.2),
+    StripTile(16, 1, 2, 1, 512): StripCost(0.383, 0.000, 0.011, 2.500, 0.000, 1.887, 2.1),
+    StripTile(16, 1, 3, 1, 256): StripCost(0.204, 0.000, 0.025, 2.688, 0.000, 0.526, 1.9),
+    StripTile(16, 2, 1, 1, 512): StripCost(0.733, 0.000, 0.000, 3.415, 0.000, 0.680, 2.8),
+    StripTile(16, 2, 1, 2, 512): StripCost(1.400, 0.000, 0.000, 4.004, 0.000, 0.704, 3.5),
+    StripTile(16, 2, 2, 1, 512): StripCost(0.624, 0.000, 0.000, 3.369, 0.000, 1.049, 2.7),
+    StripTile(16, 3, 1, 1, 512): StripCost(0.959, 0.000, 0.000, 3.511, 0.000, 0.787, 3.7),
+    StripTile(32, 1, 2, 1, 512): StripCost(0.393, 0.000, 0.000, 3.579, 0.000, 0.000, 2.5),
+    StripTile(32, 2, 1, 1, 512): StripCost(0.812, 0.000, 0.000, 3.371, 0.000, 0.886, 3.4),
+    StripTile(32, 2, 1, 2, 256): StripCost(0.716, 0.000, 0.000, 3.715, 0.000, 0.552, 4.4),
+    StripTile(32, 3, 1, 1, 512): StripCost(1.018, 0.000, 0.003, 3.847, 0.000, 0.765, 3.9),
+    StripTile(64, 1, 2, 1, 256): StripCost(0.143, 0.077, 0.021, 3.200, 0.000, 0.967, 2.8),
+    StripTile(64, 2, 1, 1, 512): StripCost(0.732, 0.190, 0.003, 1.855, 1.944, 1.139, 3.8),
+    StripTile(64, 2, 1, 2, 256): StripCost(0.469, 0.378, 0.001, 3.575, 0.122, 1.984, 5.0),
+    StripTile(64, 2, 2, 1, 256): StripCost(0.259, 0.186, 0.003, 3.623, 0.000, 1.335, 4.1),
+    StripTile(64, 3, 1, 1, 256): StripCost(0.429, 0.238, 0.000, 2.621, 1.182, 1.089, 4.3),
+    StripTile(128, 1, 1, 2, 256): StripCost(0.638, 0.039, 0.000, 2.344, 1.387, 2.153, 7.4),
+    StripTile(128, 1, 2, 1, 256): StripCost(0.000, 0.379, 0.005, 3.672, 0.000, 1.627, 3.9),
+    StripTile(128, 2, 1, 1, 256): StripCost(0.174, 0.479, 0.004, 2.281, 1.287, 1.596, 5.9),
+    StripTile(128, 2, 1, 2, 128): StripCost(0.148, 0.474, 0.000, 4.652, 0.076, math.inf, 8.5),
+    StripTile(128, 2, 1, 2, 256): StripCost(0.575, 0.626, 0.005, 2.725, 0.571, math.inf, 10.6),
+    StripTile(128, 3, 1, 1, 128): StripCost(0.204, 0.296, 0.000, 3.167, 0.995, 1.155, 6.3),
+    StripTile(128, 3, 1, 1, 256): StripCost(0.143, 0.774, 0.001, 3.229, 1.068, 2.557, 8.7),
+    StripTile(256, 1, 1, 1, 128): StripCost(0.082, 0.210, 0.013, 2.446, 1.104, 1.425, 6.1),
+    StripTile(256, 2, 1, 1, 128): StripCost(0.000, 0.600, 0.000, 3.873, 0.415, 2.132, 8.9),
+}
+# Weights without groups take so much of a stage's time in the one tile where the sweep finds enough of a difference to
+# choose by: two warp groups of 64 rows x 128 tokens, outside a cluster.
+LESS_WITHOUT_GROUPS = {StripTile(128, 2, 1, 1, 256): 0.91}
+_FULL = StripTile(64, 2, 2, 1, 256)  # in a cluster, registers for the constants of groups of 128 alone
+_KINDS = tuple(dict.fromkeys(tile.BM for tile in COSTS))
+BMS = (8, 16, 32, *range(48, 257, 16))  # as wide as wgmma comes, but for 24
+
+
+class StripChoice(NamedTuple):
+    """A tile for one matrix: its most strips, stages of the ring, blocks that share a tile, each with a slice of K."""
+
+    tile: StripTile
+    strips: int
+    stages: int
+    split: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Of the variant."""
+        return {**self.tile._asdict(), "STRIPS": self.strips, "STAGES": self.stages, "SPLIT": self.split}
+
+
+def choose(s: Sizes) -> StripChoice:
+    """The quickest by the costs.
+
+    Sizes: M, N, K, `g` of weights with groups, and `rows`, the tokens of a tile of X, where X lies in tiles.
+    """
+    return min(_candidates(s), key=lambda chosen: (microseconds(chosen, s), chosen.strips))
+
+
+def tiles(s: Sizes, BM: int, strips: int) -> int:
+    """Tiles of Y."""
+    return int(-(-s["M"] // BM) * -(-_strips(s) // strips))
+
+
+def group_of(s: Sizes) -> int:
+    """GROUP of the kernels: weights of a level-2 scale."""
+    return int(s.get("g", NO_GROUPS))
+
+
+def block_bytes(group: int) -> int:
+    """Of 16 rows x 128 channels."""
+    return 1024 + (128 // group * 32 if group else 0)
+
+
+def shared_bytes(tile: StripTile, strips: int, stages: int, split: int, group: int) -> int:
+    """Dynamic shared memory: the ring; what a cluster's sum receives; a buffer per warp and the tokens' scales."""
+    received = (split - 1) * -(-tile.WN * tile.MN * tile.BM // 8 // split) * 2048
+    return stages * _stage_bytes(tile, strips, group) + received + tile.WN * (4 * 512 + 8 * tile.BM)
+
+
+def kind(tile: StripTile) -> StripTile:
+    """The widest tile of its kind, which has the costs."""
+    return tile._replace(BM=next(BM for BM in _KINDS if tile.BM <= BM))
+
+
+def widths(M: int) -> list[int]:
+    """Tokens of a tile worth trying: the least that do where one has up to 256, 128 or 64."""
+    shares = [-(-M // max(1, -(-M // most))) for most in (256, 128, 64)]
+    return sorted({next(BM for BM in BMS if share <= BM) for share in shares})
+
+
+def narrowed(wanted: Iterable[int]) -> Iterator[StripTile]:
+    """Every tile of known cost that has one of these numbers of tokens."""
+    for tile in COSTS:
+        yield from (narrow for BM in wanted if kind(narrow := tile._replace(BM=BM)) == tile)
+
+
+def _candidates(s: Sizes) -> Iterator[StripChoice]:
+    """Tiles about as wide as there are tokens, so high that the last round of blocks is full or nearly so."""
+    wanted = [s["rows"]] if "rows" in s else widths(s["M"])
+    for tile in narrowed(wanted):
+        for split in _splits(tile, group_of(s)):
+            blocks, token_tiles = SMS // split, max(1, -(-s["M"] // tile.BM))
+            heights = {-(-_strips(s) // rows) for n in range(1, 9) if (rows := n * blocks // token_tiles)}
+            for strips in {min(tile.strips, height) for height in heights if height > tile.strips // 2} | {tile.strips}:
+                once = tile.WK == split == 1 or tiles(s, tile.BM, strips) <= blocks
+                stages = _stages(tile, strips, split, group_of(s))
+                if once and stages >= 2 * tile.WK:
+                    yield StripChoice(tile, strips, stages, split)
+
+
+def _splits(tile: StripTile, group: int) -> tuple[int, ...]:
+    """Sizes of its clusters."""
+    return (1, 2) if COSTS[kind(tile)].split < math.inf and (kind(tile) != _FULL or group in (128, NO_GROUPS)) else (1,)
+
+
+def _stages(tile: StripTile, strips: int, split: int, group: int) -> int:
+    """As many as fit; none if what the warp groups along K add up through does not fit the ring."""
+    stages = (ROOM - shared_bytes(tile, strips, 0, split, group)) // _stage_bytes(tile, strips, group)
+    partial = (tile.WK - 1) * tile.WN * tile.MN * tile.BM // 8 * 2048
+    return min(stages, MOST_STAGES) if stages * _stage_bytes(tile, strips, group) >= partial else 0
+
+
+def _stage_bytes(tile: StripTile, strips: int, group: int) -> int:
+    """X, and of every strip a slot of whole 128 bytes."""
+    slot = -(-tile.BK // 128 * block_bytes(group) // 128) * 128
+    return -(-(tile.BM * tile.BK + strips * slot) // 1024) * 1024
+
+
+def _strips(s: Sizes) -> int:
+    return int(-(-s["N"] // 16))
+
+
+def microseconds(chosen: StripChoice, s: Sizes) -> float:
+    """Rounds of blocks, each as long as its stages and the end of its tile, but not less than the stream allows."""
+    tile, cost = chosen.tile, COSTS[kind(chosen.tile)]
+    rounds = -(-tiles(s, tile.BM, chosen.strips) // (SMS // chosen.split))
+    stages = -(-s["K"] // tile.BK) / chosen.split
+    once = of_a_tile(tile, stages, _strips(s) / -(-_strips(s) // chosen.strips), group_of(s), chosen.split)
+    return max(rounds * once + cost.launch + (cost.split if chosen.split > 1 else 0), stream(s) + cost.drain)
+
+
+def of_a_tile(tile: StripTile, stages: float, height: float, group: int, split: int = 1) -> float:
+    """Microseconds of so many stages of so many strips, and of the tile's end."""
+    cost = COSTS[kind(tile)]
+    stage = cost.stage + cost.wide * tile.BM / kind(tile).BM + cost.strip * height
+    less = LESS_WITHOUT_GROUPS.get(kind(tile), 1) if group == NO_GROUPS and split == 1 else 1
+    return stages * stage * less + cost.tile
+
+
+def stream(s: Sizes) -> float:
+    """Microseconds of a kernel that does nothing but stream the weights."""
+    return TUNED.stream_us(_strips(s) * -(-s["K"] // 128) * block_bytes(group_of(s)))

@@ -1,0 +1,124 @@
+"""Who holds what: the way of every element of a tile through a kernel of the family `load`, read off the kernel itself.
+
+The kernel runs in the emulator on three tiles whose elements are the three hexadecimal digits of their own position, so
+that what arrives in a register says where it came from.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from ptxlab.emulator import SharedAccess
+from ptxlab.errors import ArgumentError
+from ptxlab.hardware import banks
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.kernels.load import TILE
+from ptxlab.runtime import run_spec
+
+MMA_ROWS, MMA_K = 16, 32  # of one warp's operand A
+_DIGITS = 3  # 64 * 64 = 16 ** 3 positions
+RIGHT = "load_ldmatrix_s8"  # deals what the MMA needs
+_RIGHT_QSERVE = "load_qserve_reorder"  # likewise, for a pair of MMAs below each other
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Where the elements of a tile [64, 64] end up.
+
+    Attributes:
+        name: of the kernel.
+        thread: [64, 64], the thread that gets each element.
+        register: [64, 64], which of its eight registers.
+        byte: [64, 64], which byte of the register.
+        wrong: [64, 64], true where the MMA wants another element there.
+    """
+
+    name: str
+    thread: np.ndarray
+    register: np.ndarray
+    byte: np.ndarray
+    wrong: np.ndarray
+
+
+@cache
+def arrivals(name: str) -> np.ndarray:
+    """Positions (64 row + column) that arrive in [thread, byte of its eight registers], [128, 32]."""
+    spec, sources = kernels.find(name)
+    if spec.family != "load" or "T" not in spec.example_sizes[0]:
+        raise ArgumentError("kernel", "a load_* kernel that writes the fragments of a tile", name)
+    position = np.arange(TILE * TILE).reshape(TILE, TILE)
+    digits = np.stack([position >> 4 * d & 15 for d in range(_DIGITS)])
+    logical = "q8" if spec.inputs[0].dtype == "int8" else "q4"
+    signed = spec.outputs[0].dtype == "int8"
+    tiles = digits.astype(np.uint8) if not signed else (digits - 8).astype(np.int8)
+    got = run_spec(spec, sources[0], spec.pack({logical: tiles}), backend="emulator").outputs["fragments"]
+    nibbles = got.astype(np.int64)
+    if signed:
+        nibbles = (nibbles // 16 if logical == "q4" else nibbles) + 8  # COMET's come times 16
+    return np.asarray(sum(nibbles[d] << 4 * d for d in range(_DIGITS)))
+
+
+@cache
+def holders(name: str) -> Holders:
+    """Where every element ends up, and whether it is wanted there."""
+    arrived = arrivals(name)
+    needed = arrivals(_RIGHT_QSERVE if name == _RIGHT_QSERVE else RIGHT)
+    places = np.argsort(arrived, axis=None)  # every element arrives exactly once
+    thread, at = np.divmod(places.reshape(TILE, TILE), 32)
+    register, byte = np.divmod(at, 4)
+    wrong = (arrived != needed).reshape(-1)[places].reshape(TILE, TILE)
+    return Holders(name, thread, register, byte, wrong)
+
+
+@dataclass(frozen=True)
+class WarpAccess:
+    """What one warp asks of shared memory with one load.
+
+    Attributes:
+        text: the instruction.
+        requests: instructions of the warp: one.
+        wavefronts: passes over the banks.
+        least: passes that would do without conflicts.
+        fronts: for each pass, which lanes each bank serves; a row of ldmatrix is its lane's.
+    """
+
+    text: str
+    requests: int
+    wavefronts: int
+    least: int
+    fronts: tuple[dict[int, tuple[int, ...]], ...]
+
+
+@cache
+def shared_accesses(name: str) -> tuple[WarpAccess, ...]:
+    """The loads from shared memory of warp 0 of a `load_*` kernel, in order, as the emulator counts them."""
+    spec, sources = kernels.find(name)
+    logical = spec.example(np.random.default_rng(0), T=1)
+    outcome = run_spec(spec, sources[0], spec.pack(logical), backend="emulator", count_banks=True)
+    return tuple(_of_one_warp(a) for a in outcome.shared if not a.text.startswith("st."))
+
+
+def _of_one_warp(access: SharedAccess) -> WarpAccess:
+    addresses = np.array(access.addresses)
+    active = addresses >= 0
+    fronts = banks.wavefronts(np.where(active, addresses, 0), access.width, active=active, store=access.store)
+    least = (access.wavefronts - access.conflicts) // access.requests
+    return WarpAccess(access.text, 1, len(fronts), least, tuple(fronts))
+
+
+def as_text(name: str) -> str:
+    """The first MMA of warp 0 for a terminal: lane and register of each run of four channels, `!` where wrong."""
+    held = holders(name)
+    lines = [f"{name}: lane and register whose bytes 0-3 get channels 4 i .. 4 i + 3 of the first operand A"]
+    lines.append("row  " + "".join(f"{column:>7}" for column in range(0, MMA_K, 4)))
+    for row in range(MMA_ROWS):
+        cells = []
+        for column in range(0, MMA_K, 4):
+            run = slice(column, column + 4)  # four neighbours stay together in every kernel: a register's four bytes
+            mark = "!" if held.wrong[row, run].any() else " "
+            cells.append(f"{held.thread[row, column]:>3}.a{held.register[row, column]}{mark}")
+        lines.append(f"{row:>3}  " + "".join(f"{cell:>7}" for cell in cells))
+    if held.wrong.any():
+        lines.append(f"! {held.wrong.mean():.0%} of the tile is in another lane or register than its MMA wants")
+    return "\n".join(lines)

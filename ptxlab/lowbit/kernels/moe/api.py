@@ -1,0 +1,199 @@
+"""`route_tokens` and `combine_experts`: what lies around the grouped GEMMs of a mixture of experts."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.kernels.moe.specs import CHOOSE, COMBINE, DTYPES, GATHER
+from ptxlab.lowbit.kernels.operation import CallArray, Operation, dtype_of
+from ptxlab.lowbit.kernels.spec_call import SpecCall
+from ptxlab.lowbit.layout import PackedActivations
+from ptxlab.validate import is_integer, shape_of
+
+ROUTE, COMBINED = "route_tokens", "combine_experts"
+_RESULTS = ("chosen", "share", "offsets", "place", "row_x_q", "row_scale", "row_sum")
+_PARTS = ("x_q", "scale", "token_sum")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RoutedTokens:
+    """A row for each expert of each token: rows are in the order of experts, then of tokens.
+
+    Attributes:
+        rows: activations of M·k rows, row-major, as `gemm_w4a8_grouped` takes them.
+        offsets: s32 [E + 1], where each expert's rows begin.
+        place: s32 [M, k], the row of token m for its c-th expert.
+        share: f32 [M, k], how much of a token's result each expert gives; of a token they add up to 1.
+        chosen: s32 [M, k], the experts, the one with the largest share first.
+
+    Raises ArgumentError for shapes that do not fit together.
+    """
+
+    rows: PackedActivations
+    offsets: Any = field(repr=False)
+    place: Any = field(repr=False)
+    share: Any = field(repr=False)
+    chosen: Any = field(repr=False)
+
+    def __post_init__(self) -> None:
+        _check_row_major("RoutedTokens: rows", self.rows)
+        shape = shape_of(self.place)
+        if len(shape) != 2 or shape[0] * shape[1] != self.rows.M:
+            raise ArgumentError("RoutedTokens: place", f"must be [M, k] for {self.rows.M} rows", f"shape {list(shape)}")
+        for name in ("share", "chosen"):
+            if shape_of(getattr(self, name)) != shape:
+                got = f"shape {list(shape_of(getattr(self, name)))}"
+                raise ArgumentError(f"RoutedTokens: {name}", f"must be {list(shape)} as place is", got)
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """By the kernels' names."""
+        rows = dict(zip(_RESULTS[4:], (getattr(self.rows, part) for part in _PARTS), strict=True))
+        return {**{name: getattr(self, name) for name in _RESULTS[:4]}, **rows}
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Any]) -> Self:
+        """Of these arrays."""
+        x_q, scale, token_sum = (arrays[name] for name in _RESULTS[4:])
+        M, K = shape_of(x_q)
+        rows = PackedActivations(layout="row_major", M=M, K=K, x_q=x_q, scale=scale, token_sum=token_sum)
+        return cls(rows=rows, **{name: arrays[name] for name in _RESULTS[:4]})
+
+
+def route_tokens(
+    tokens: PackedActivations,
+    normed: Any,
+    router: Any,
+    k: int,
+    *,
+    out: RoutedTokens | None = None,
+    backend: str | None = None,
+    programmatic: bool = False,
+) -> RoutedTokens:
+    """The k experts of every token, and its INT8 activations copied to their rows, in two launches.
+
+    Logits are normed routerᵀ in float32. A token takes the experts of the k largest, of equal ones the lower. Shares
+    are the softmax over all experts, divided by its sum over the chosen ones (Mixtral). A token has the same choice and
+    shares in any batch. Nothing looks at the numbers: a logit that is no number comes last, and a token with one among
+    its choices, or an infinite one, has shares that are none.
+
+    Args:
+        tokens: row-major activations [M, H], M at least 1, H a multiple of 32 up to 32768; NumPy, CuPy, PyTorch or JAX.
+        normed: the same before they were quantised (`rmsnorm_quantize`), f16 or bf16 [M, H] (bf16 also as its bits).
+        router: [E, H], E at most 64, of the dtype of `normed`. No kernel that may still run writes it: it is read ahead
+            of the wait.
+        k: experts of a token, 1 to 4.
+        out: to write into; needed while a CUDA graph is captured.
+        backend: `gpu` or `emulator`; by default the GPU where there is one. Host arrays are copied there and back.
+        programmatic: the launches may begin before the kernel before them on the stream has ended, for which they wait
+            by themselves. Of no effect on host arrays.
+
+    Raises:
+        ArgumentError: the argument, the rule and the value; nothing was launched.
+        UnavailableError: no GPU backend here, or one below sm_90.
+    """
+    _check_row_major(f"{ROUTE}: tokens", tokens)
+    if not isinstance(out, RoutedTokens | None):
+        raise ArgumentError(f"{ROUTE}: out", "must be RoutedTokens", type(out).__name__)
+    if not is_integer(k):
+        raise ArgumentError(f"{ROUTE}: k", "must be an integer", repr(k))
+    given = {part: getattr(tokens, part) for part in _PARTS} | {"x": normed, "router": router}
+    given |= {} if out is None else out.arrays
+
+    def check() -> SpecCall:
+        shape = shape_of(router)
+        if len(shape) != 2 or shape[1] != tokens.K:
+            raise ArgumentError(f"{ROUTE}: router", f"must be a matrix [E, {tokens.K}]", f"shape {list(shape)}")
+        M, H, E, dtype = tokens.M, tokens.K, shape[0], _float_of(ROUTE, "normed", normed)
+        sizes = {"M": M, "H": H, "K": H, "E": E, "k": int(k)}
+        known = (
+            *((part, f"tokens.{part}", of, size) for part, of, size in _packed(_PARTS, M, H)),
+            ("x", "normed", dtype, (M, H)),
+            ("router", "router", dtype, (E, H)),
+            *((name, f"out.{name}", of, (M, k)) for name, of in zip(_RESULTS, ("int32", "float32"), strict=False)),
+            ("offsets", "out.offsets", "int32", (E + 1,)),
+            ("place", "out.place", "int32", (M, k)),
+            *((name, f"out.rows.{name[4:]}", of, size) for name, of, size in _packed(_RESULTS[4:], M * k, H)),
+        )
+        operands = _operands(ROUTE, given, known)
+        return SpecCall(ROUTE, (CHOOSE, GATHER), operands, sizes, dtype, backend, programmatic)
+
+    made = _ROUTE((tokens.M, tokens.K, int(k), backend, programmatic), given, check)
+    return RoutedTokens.of(made) if out is None else out
+
+
+def combine_experts(
+    results: Any,
+    routed: RoutedTokens,
+    *,
+    out: Any = None,
+    backend: str | None = None,
+    programmatic: bool = False,
+) -> Any:
+    """What the experts of each token gave, by their shares: Σ_c share[m, c] · results[place[m, c]].
+
+    Products and sums are float32, rounded one by one in the order of c, and the sum once more to the dtype of results.
+
+    Args:
+        results: f16 or bf16 [M·k, H] (bf16 also as its bits), H a multiple of 32 up to 32768; NumPy, CuPy, PyTorch or
+            JAX: the result is of the same kind.
+        routed: whose rows the results are of.
+        out: [M, H] to write into, in other memory; it is what is returned.
+        backend, programmatic: as of `route_tokens`.
+
+    Raises:
+        ArgumentError: the argument, the rule and the value; nothing was launched.
+        UnavailableError: no GPU backend here, or one below sm_90.
+    """
+    if not isinstance(routed, RoutedTokens):
+        raise ArgumentError(f"{COMBINED}: routed", "must be RoutedTokens", type(routed).__name__)
+    given = {"results": results, "place": routed.place, "share": routed.share, "hidden": out}
+
+    def check() -> SpecCall:
+        shape, (M, k) = shape_of(results), shape_of(routed.place)
+        if len(shape) != 2 or shape[0] != M * k:
+            raise ArgumentError(f"{COMBINED}: results", f"must be a matrix [{M * k}, H]", f"shape {list(shape)}")
+        dtype, H = _float_of(COMBINED, "results", results), shape[1]
+        known = (
+            ("results", "results", dtype, shape),
+            ("place", "routed.place", "int32", (M, k)),
+            ("share", "routed.share", "float32", (M, k)),
+            ("hidden", "out", dtype, (M, H)),
+        )
+        sizes = {"M": M, "H": H, "k": k, "rows": M * k}
+        operands = _operands(COMBINED, given, known)
+        return SpecCall(COMBINED, (COMBINE,), operands, sizes, dtype, backend, programmatic)
+
+    made = _COMBINE((backend, programmatic), given, check)
+    return made["hidden"] if out is None else out
+
+
+def _check_row_major(label: str, packed: Any) -> None:
+    if not isinstance(packed, PackedActivations) or packed.layout != "row_major":
+        got = packed.layout if isinstance(packed, PackedActivations) else type(packed).__name__
+        raise ArgumentError(label, "must be row-major PackedActivations", got)
+
+
+def _packed(names: tuple[str, ...], rows: int, H: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    yield from zip(names, ("int8", "float32", "int32"), ((rows, H), (rows,), (rows,)), strict=True)
+
+
+def _operands(
+    name: str, given: Mapping[str, Any], known: tuple[tuple[str, str, str, tuple[int, ...]], ...]
+) -> tuple[CallArray, ...]:
+    """Of a call: `known` has every array's name, label, dtype and shape."""
+    return tuple(
+        CallArray(each, f"{name}: {label}", given.get(each), dtype, shape) for each, label, dtype, shape in known
+    )
+
+
+def _float_of(name: str, label: str, array: Any) -> str:
+    dtype = dtype_of(array)
+    if dtype not in DTYPES:
+        raise ArgumentError(f"{name}: {label}", f"dtype {' or '.join(DTYPES)}", dtype)
+    return dtype
+
+
+_ROUTE = Operation(ROUTE, SpecCall.prepare, SpecCall.on_host)
+_COMBINE = Operation(COMBINED, SpecCall.prepare, SpecCall.on_host, apart={"results": "results", "hidden": "out"})

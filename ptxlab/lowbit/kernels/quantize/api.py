@@ -1,0 +1,192 @@
+"""The family's calls: from the floats of any array library to what `gemm_w4a8` takes, in one launch each."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F32
+from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit.kernels.quantize.call import Fitted, How, Quantizer, matrix_shape
+from ptxlab.lowbit.kernels.quantize.gated import SILU_MUL
+from ptxlab.lowbit.kernels.quantize.rmsnorm import RMSNORM, normalized
+from ptxlab.lowbit.kernels.quantize.specs import QUANTIZE
+from ptxlab.lowbit.layout import PackedActivations
+from ptxlab.lowbit.quant.inputs import extremes, row_scales
+from ptxlab.spec.dtypes import as_stored
+from ptxlab.validate import is_one_of
+
+
+def quantize_activations(
+    x: Any,
+    *,
+    layout: str = "row_major",
+    rows: int | None = None,
+    out: PackedActivations | None = None,
+    backend: str | None = None,
+    programmatic: bool = False,
+) -> PackedActivations:
+    """Per-token symmetric INT8 (QServe §4.1): scale = max|x| / 127, x_q = x / scale half to even, and the token sums.
+
+    On the GPU a call only enqueues, on the caller's stream, and nothing looks at the values: a token with a NaN or an
+    infinity gets a scale that is not finite, and one below 1.5e-36 counts as zeros. On the host both are refused. A
+    token of zeros has scale 1.
+
+    Args:
+        x: [M, K], K a multiple of 32, of float16, bfloat16 (also as its bits, uint16) or float32; NumPy, CuPy, PyTorch
+            or JAX: the results are of the same kind.
+        layout: order of x_q: `row_major`, `fragment` (operand B of mma.sync) or `tiles` (swizzled, for wgmma); see
+            `layout.activations`.
+        rows: tokens of a tile, a multiple of 8 in 8..256; for `tiles` alone.
+        out: activations of the same M, K, layout and rows to write into; needed while a CUDA graph is captured.
+        backend: `gpu` or `emulator`; by default the GPU where there is one.
+        programmatic: the call may begin before the kernel before it on the stream has ended, for which it waits by
+            itself before it reads x or writes anything. Of no effect on host arrays.
+
+    Raises:
+        ArgumentError: the argument, the rule and the value; nothing was launched. On the host also for NaN, infinity,
+            or a token whose scale is not a normal float32, with the place of the first.
+        UnavailableError: no GPU backend here, or one below sm_80.
+    """
+
+    def fit() -> Fitted:
+        shape = matrix_shape(_QUANTIZE.name, "x", x)
+        return Fitted(*shape, {"x": shape})
+
+    return _QUANTIZE({"x": x}, fit, How(layout, rows, out, backend, programmatic))
+
+
+def rmsnorm_quantize(
+    x: Any,
+    gamma: Any,
+    *,
+    residual: Any = None,
+    eps: float = 1e-5,
+    layout: str = "row_major",
+    rows: int | None = None,
+    normed: Any = None,
+    out: PackedActivations | None = None,
+    backend: str | None = None,
+    programmatic: bool = False,
+) -> PackedActivations:
+    """Residual add, RMSNorm and `quantize_activations` in one launch: y = v / sqrt(mean(v²) + eps) · gamma in float32.
+
+    v is x, or with a residual the sum of both, rounded to their dtype, which replaces the residual. y is not rounded
+    before it is quantised. The bits of a row do not depend on the batch or on the layout.
+
+    Args:
+        x: [M, K], K a multiple of 32 up to 32768, of float16 or bfloat16 (also as its bits, uint16); NumPy, CuPy,
+            PyTorch or JAX: the results are of the same kind.
+        gamma: [K], of x's dtype. No kernel that may still run writes it: it is read ahead of the wait.
+        residual: like x, updated in place, or None.
+        eps: 1e-30 to 1.
+        normed: like x, for y rounded to x's dtype (routers and LM heads read it), or None.
+        layout, rows, out, backend, programmatic: as `quantize_activations` takes them. No two of x, residual and
+            normed may share memory.
+
+    Raises:
+        ArgumentError: the argument, the rule and the value; nothing was launched. On the host also for NaN, infinity,
+            or a row of y whose scale is not a normal float32. On the GPU such a row gets a scale that is not finite, or
+            counts as zeros.
+        UnavailableError: no GPU backend here, or one below sm_90.
+    """
+    arrays = {"x": x, **given(residual=residual, normed=normed), "gamma": gamma}
+    how = How(layout, rows, out, backend, programmatic)
+    return _RMSNORM(arrays, lambda: fit_normed(_RMSNORM.name, arrays, eps), how, eps)
+
+
+def silu_mul_quantize(
+    gate_up: Any,
+    *,
+    activation: str = "silu",
+    layout: str = "row_major",
+    rows: int | None = None,
+    out: PackedActivations | None = None,
+    backend: str | None = None,
+    programmatic: bool = False,
+) -> PackedActivations:
+    """The gate of an FFN and `quantize_activations` in one launch: h = act(gate) · up in float32, then INT8.
+
+    h has a relative error of 2^-20, and of 2^-22 more per unit of -gate (gelu_tanh: of its exponent) where that is
+    positive; above 87, h is 0. h is not rounded before it is quantised. The bits of a row do not depend on the batch or
+    on the layout.
+
+    Args:
+        gate_up: [M, 2·K], gate in the first K columns and up in the others, K a multiple of 32 up to 32768, of float16
+            or bfloat16 (also as its bits, uint16); NumPy, CuPy, PyTorch or JAX: the results are of the same kind.
+        activation: `silu`, g / (1 + exp(-g)), or `gelu_tanh`, GELU's form by a hyperbolic tangent.
+        layout, rows, out, backend, programmatic: as `quantize_activations` takes them.
+
+    Raises:
+        ArgumentError: the argument, the rule and the value; nothing was launched. On the host also for NaN, infinity,
+            or a row of h whose scale is not a normal float32. On the GPU such a row gets a scale that is not finite, or
+            counts as zeros.
+        UnavailableError: no GPU backend here, or one below sm_90.
+    """
+
+    how = How(layout, rows, out, backend, programmatic)
+    return _SILU_MUL({"gate_up": gate_up}, lambda: fit_gated(_SILU_MUL.name, gate_up, activation), how, activation)
+
+
+def given(**arrays: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def fit_normed(name: str, arrays: Mapping[str, Any], eps: Any) -> Fitted:
+    """Of an RMSNorm of these arrays; raises ArgumentError for x that is no matrix and eps outside 1e-30..1."""
+    shape = matrix_shape(name, "x", arrays["x"])
+    number = isinstance(eps, int | float | np.number) and not isinstance(eps, bool)
+    if not number or not 1e-30 <= eps <= 1:
+        raise ArgumentError(f"{name}: eps", "a number in 1e-30..1", repr(eps))
+    shapes = {**dict.fromkeys(arrays, shape), "gamma": shape[1:]}
+    sizes = {"added": int("residual" in arrays), "kept": int("normed" in arrays), "eps": float(eps)}
+    return Fitted(*shape, shapes, sizes)
+
+
+def fit_gated(name: str, gate_up: Any, activation: Any) -> Fitted:
+    """Of the gate of an FFN; raises ArgumentError for what is no matrix [M, 2·K], and another activation."""
+    M, width = matrix_shape(name, "gate_up", gate_up)
+    if width % 2:
+        raise ArgumentError(f"{name}: gate_up", "must be a matrix [M, 2·K]", f"shape {(M, width)}")
+    if not is_one_of(activation, reference.ACTIVATIONS):
+        raise ArgumentError(f"{name}: activation", f"must be one of {', '.join(reference.ACTIVATIONS)}", activation)
+    return Fitted(M, width // 2, {"gate_up": (M, width)}, {"activation": reference.ACTIVATIONS.index(activation)})
+
+
+def _look(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
+    quant.token_scales(numbers["x"])
+
+
+def normed_numbers(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> F32:
+    """y f32 of an RMSNorm's inputs; raises ArgumentError where any of them is not finite."""
+    for name in ("x", "residual", "gamma"):
+        if name in numbers:
+            extremes(name, numbers[name])
+    v = numbers["x"]
+    if "residual" in numbers:
+        with np.errstate(over="ignore"):  # what is not finite is refused by name
+            v = as_stored(v + numbers["residual"], sizes["dtype"])
+        extremes("x + residual", v)
+    return normalized(v, numbers["gamma"], sizes["eps"])
+
+
+def _look_at_normed(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
+    row_scales("y", np.abs(normed_numbers(numbers, sizes)).max(axis=1), 127)
+
+
+def gated_numbers(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> F32:
+    """h f32 of the gate of an FFN; raises ArgumentError where an input is not finite."""
+    extremes("gate_up", numbers["gate_up"])
+    h: F32 = reference.gated(numbers["gate_up"], reference.ACTIVATIONS[sizes["activation"]]).astype(np.float32)
+    return h
+
+
+def _look_at_gated(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
+    row_scales("h", np.abs(gated_numbers(numbers, sizes)).max(axis=1), 127)
+
+
+_QUANTIZE = Quantizer("quantize_activations", QUANTIZE, _look)
+_RMSNORM = Quantizer("rmsnorm_quantize", RMSNORM, _look_at_normed, apart=("x", "residual", "normed"))
+_SILU_MUL = Quantizer("silu_mul_quantize", SILU_MUL, _look_at_gated)

@@ -1,0 +1,96 @@
+"""`silu_mul_quantize`: the gate of an FFN and INT8, of a row that is read once."""
+
+from typing import Any
+
+import numpy as np
+
+from ptxlab.lowbit import reference
+from ptxlab.lowbit.kernels.quantize.specs import (
+    DTYPES,
+    FUSED_RULES,
+    PACKED,
+    activations,
+    layout_of,
+    packed,
+    row_geometry,
+    row_launch,
+)
+from ptxlab.lowbit.quant import QuantizedActivations
+from ptxlab.lowbit.reference.attention import F64
+from ptxlab.spec import Arg, Arrays, KernelSpec, Sizes, sizes_rows
+from ptxlab.spec.dtypes import ByVariant, as_stored
+
+
+def _choose(sizes: Sizes) -> dict[str, int]:
+    order = {"IN": 0, **layout_of(sizes), "ACTIVATION": int(sizes["activation"])}
+    return order | row_geometry(int(sizes["K"]))
+
+
+def _example(rng: np.random.Generator, *, M: int, K: int, rows: int, span: int, activation: int) -> Arrays:
+    gate_up = activations(rng, M, 2 * K)
+    return {"gate_up": gate_up, "rows": rows, "span": span, "activation": activation}
+
+
+def gated_and_quantized(
+    gate_up: np.ndarray, rows: int, span: int, activation: int, IN: int = 0
+) -> tuple[np.ndarray, ...]:
+    """The reference, in f64, of gate_up f32 [M, 2 K] as IN stores it: x_q, scale, token_sum."""
+    quotient, scale, _ = _quotients(gate_up, activation, IN)
+    return _packed(np.rint(quotient), scale, rows, span)
+
+
+def error(gate_up: np.ndarray, rows: int, span: int, activation: int, IN: int = 0) -> tuple[np.ndarray, ...]:
+    """How far results may be off: x_q one step where the quotient is as near to a tie as its own error, else not."""
+    quotient, scale, relative = _quotients(gate_up, activation, IN)
+    of_scale = (np.abs(quotient) * relative).max(axis=1) / 127 + 2.0**-23
+    off = np.abs(quotient) * (relative + of_scale[:, None] + 2.0**-23) + 2.0**-100
+    near_tie = np.abs(np.abs(quotient) % 1 - 0.5) <= off
+    return _packed(near_tie, scale * of_scale, rows, span)
+
+
+def _packed(q: np.ndarray, scale: Any, rows: int, span: int) -> tuple[np.ndarray, ...]:
+    """q, or how far it may be off, in the order of `span`; a scale f64; and their sums."""
+    return packed(QuantizedActivations(q.astype(np.int8), scale, q.sum(axis=1)), rows, span)
+
+
+def _quotients(gate_up: np.ndarray, activation: int, IN: int) -> tuple[F64, F64, F64]:
+    """h / scale [M, K], scale [M], and the relative error [M, K] that h may have, all f64."""
+    h, relative = gated(gate_up, activation, IN)
+    extent = np.abs(h).max(axis=1)
+    scale = np.where(extent < 127 * 2.0**-126, 1.0, extent / 127)
+    return h / scale[:, None], scale, relative
+
+
+def gated(gate_up: np.ndarray, activation: int, IN: int) -> tuple[F64, F64]:
+    """h [M, K], and the relative error [M, K] that it may have (the kernel's header), f64."""
+    name, x = reference.ACTIVATIONS[activation], as_stored(gate_up, DTYPES[IN])
+    h = reference.gated(x, name)
+    turns = reference.exponent(x[:, : h.shape[1]].astype(np.float64), name)
+    return h, 2.0**-20 + 2.0**-22 * np.maximum(turns, 0)
+
+
+SILU_MUL = KernelSpec(
+    name="silu_mul_quantize",
+    summary="SiLU or GELU of the gate times up, and per-token INT8 with token sums in one pass (QServe Fig. 11)",
+    args=(Arg("gate_up", ByVariant("IN", DTYPES[:2]), ("M", "2*K")), *PACKED),
+    launch=row_launch,
+    choose=_choose,
+    rules=(*FUSED_RULES, "activation in (0, 1)"),
+    example=_example,
+    pack=lambda logical: {"gate_up": logical["gate_up"]},
+    reference=gated_and_quantized,
+    arch="sm_90",
+    bound=error,
+    tolerance_reason="exp and reciprocal are approximate: h has a relative error of 2^-20 and 2^-22 per unit of a "
+    "positive exponent, which may change x_q by one step near a tie alone",
+    example_sizes=sizes_rows(
+        "M K rows span activation",
+        (1, 32, 1, 32, 0),
+        (3, 512, 1, 32, 1),
+        (2, 8224, 1, 32, 0),
+        (3, 96, 8, 64, 0),
+        (5, 160, 16, 128, 1),
+        (2, 16512, 8, 128, 0),
+    ),
+    after_wait=("gate_up",),
+)

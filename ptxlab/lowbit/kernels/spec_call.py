@@ -1,0 +1,130 @@
+"""`SpecCall`: a public call that launches one or more specs once each, on a GPU or on host arrays."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.lowbit.kernels.operation import CallArray, Prepared, Results, check_how
+from ptxlab.runtime import run_spec
+from ptxlab.runtime.arguments import require_on_host
+from ptxlab.runtime.plan import Plan
+from ptxlab.sources import of_kernel
+from ptxlab.spec import KernelSpec
+from ptxlab.spec.dtypes import storage
+
+
+@dataclass(frozen=True, eq=False)
+class SpecCall:
+    """One call.
+
+    Attributes:
+        name: the public call's name, for errors.
+        specs: the kernels that it launches, in order.
+        operands: inputs and results under the specs' argument names; the call allocates results that are None.
+        sizes: the sizes of all specs.
+        dtype: dtype of the floats, selected by the specs' constants (IN, OUT).
+        backend, programmatic: the caller's arguments.
+        look: checks the values of host arrays (by name, as NumPy arrays); raises ArgumentError. Not called on a GPU.
+
+    Raises ArgumentError for sizes that a spec does not take.
+    """
+
+    name: str
+    specs: tuple[KernelSpec, ...]
+    operands: tuple[CallArray, ...]
+    sizes: dict[str, Any]
+    dtype: str
+    backend: str | None
+    programmatic: bool
+    look: Callable[[dict[str, np.ndarray]], None] | None = None
+    check = False
+
+    def __post_init__(self) -> None:
+        check_how(self.name, self.backend, programmatic=self.programmatic)
+        for spec in self.specs:
+            try:
+                spec.check_sizes(self.sizes)
+            except ArgumentError as error:
+                raise ArgumentError(self.name, error.rule, error.value) from None
+        for each in self.operands:
+            if each.array is None and each.name not in self.written:
+                raise ArgumentError(each.label, f"an array {list(each.shape)} of {each.dtype}", "NoneType")
+
+    @cached_property
+    def written(self) -> set[str]:
+        """Names of the arrays that the specs write."""
+        return {arg.name for spec in self.specs for arg in spec.outputs}
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Everything that selects the compiled kernels."""
+        return (*(spec.name for spec in self.specs), *self.sizes.values(), self.dtype, self.programmatic)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no tokens."""
+        return bool(self.sizes["M"] == 0)
+
+    def config(self, spec: KernelSpec) -> dict[str, int]:
+        """The constants of the variant of a spec."""
+        floats = {name: of.index(self.dtype) for name, of in spec.by_variant.items() if self.dtype in of}
+        return {**spec.config_for(self.sizes), **floats}
+
+    def prepare(self) -> Prepared:
+        """The kernels, compiled for the current device."""
+        for spec in self.specs:
+            if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
+                raise UnavailableError(f'{self.name}: {reason}; pass backend="emulator" with NumPy arrays')
+        configs = [(spec, self.config(spec)) for spec in self.specs]
+        sizes, programmatic = self.sizes, self.programmatic  # a reference to the call would keep its arrays alive
+
+        def plans() -> tuple[Plan, ...]:
+            return tuple(Plan(spec, config, sizes, programmatic=programmatic) for spec, config in configs)
+
+        return Prepared(self.specs[-1].name, plans)
+
+    def on_host(self) -> Results:
+        """Run on host arrays (NumPy, or PyTorch on the CPU): in the emulator, or copied to the GPU and back."""
+        arrays, numbers = {}, {}
+        for each in self.operands:
+            if each.array is not None:
+                numbers[each.name] = self._host_array(each)
+                arrays[each.name] = numbers[each.name] if each.name in self.written else each.array
+        if self.look and not self.is_empty:
+            self.look(numbers)
+        for spec in self.specs:
+            arrays |= self._run(spec, arrays)
+        return {each.name: arrays[each.name].reshape(each.shape) for each in self.operands if each.array is None}
+
+    def _host_array(self, operand: CallArray) -> Any:
+        """The operand's array; ArgumentError unless it is what it has to be."""
+        if operand.dtype:
+            return require_on_host(*operand[1:5], written=operand.name in self.written)
+        if gpu.is_device_array(operand.array):
+            raise ArgumentError(operand.label, "must be on the host, as the other arrays are", "one on the GPU")
+        return gpu.as_array(operand.label, operand.array)
+
+    def _run(self, spec: KernelSpec, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Run one spec; outputs go into `arrays` where it has them. Returns the outputs."""
+        out: dict[str, Any] = {}
+        for arg in spec.outputs:
+            shape = arg.resolve(self.sizes)
+            if arg.name in arrays:
+                out[arg.name] = arrays[arg.name].reshape(shape)  # contiguous, so the same memory
+            elif arg.role == "inout":  # an inout array that is left out has no rows
+                out[arg.name] = np.empty(shape, storage(self.dtype))
+        return run_spec(
+            spec,
+            of_kernel(spec.name)[0],
+            {arg.name: arrays[arg.name] for arg in spec.inputs if arg.role != "inout" and arg.name in arrays},
+            sizes={name: size for name, size in self.sizes.items() if name in spec.symbols},
+            out=out,
+            backend=self.backend,
+            config=self.config(spec),
+            programmatic=self.programmatic,
+        ).outputs

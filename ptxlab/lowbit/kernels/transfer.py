@@ -1,0 +1,59 @@
+"""Packed weights and activations, and KV caches, from the host to the GPU."""
+
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.layout import (
+    AtomActivations,
+    AtomWeight,
+    BlockActivations,
+    BlockWeight,
+    ExpertWeights,
+    KVCache,
+    PackedActivations,
+    PackedWeight,
+)
+from ptxlab.lowbit.quant.tiled import with_arrays
+
+_KINDS = (
+    PackedWeight,
+    AtomWeight,
+    BlockWeight,
+    ExpertWeights,
+    PackedActivations,
+    AtomActivations,
+    BlockActivations,
+    KVCache,
+)
+_Packed = TypeVar(
+    "_Packed",
+    PackedWeight,
+    AtomWeight,
+    BlockWeight,
+    ExpertWeights,
+    PackedActivations,
+    AtomActivations,
+    BlockActivations,
+    KVCache,
+)
+
+
+def to_device(packed: _Packed) -> _Packed:
+    """Packed weights, experts' or one, packed activations or a KV cache, NumPy arrays copied to the GPU, as CuPy's.
+
+    Raises ArgumentError for anything else, UnavailableError where there is no GPU.
+    """
+    gpu.device_info()  # or the reason why there is none
+    if not isinstance(packed, _KINDS):
+        rule = f"must be of {', '.join(kind.__name__ for kind in _KINDS[:-1])} or {_KINDS[-1].__name__}"
+        raise ArgumentError("packed", rule, type(packed).__name__)
+    moved: _Packed = with_arrays(packed, copied_to_device)
+    return moved
+
+
+def copied_to_device(array: Any) -> Any:
+    """A NumPy array as CuPy's; one that is on the GPU stays what it is."""
+    return gpu.to_device(array) if isinstance(array, np.ndarray) else array

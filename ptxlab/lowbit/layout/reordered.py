@@ -1,0 +1,142 @@
+"""`ReorderedWeight`: a weight of W4A4 with what its input needs: the order of the channels, clip, INT8 blocks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F32
+from ptxlab.lowbit.layout.atom_operands import ATOM_LAYOUTS, AtomWeight, atom_shapes, pack_atom, unpack_atom
+from ptxlab.lowbit.layout.packings import Shapes
+from ptxlab.lowbit.quant.atom import ATOM_OUTLIERS, AtomRows, channel_places, quantize_atom_activations
+from ptxlab.lowbit.quant.fmpq import BlockRows, quantize_blocks
+from ptxlab.validate import is_integer, is_one_of, require_number
+
+SCHEMES = ("atom", "fmpq")
+VERSION = 1  # raised when the meaning of any stored byte changes
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReorderedWeight:
+    """A weight [N, K] of a layer in W4A4, K channels in all, the outliers among them.
+
+    Raises ArgumentError if anything does not fit together.
+
+    Attributes:
+        scheme: of the input. `atom` (`quantize_atom_activations` by the paper's rules): INT4 in groups, the outliers
+            at the end INT8. `fmpq` (`quantize_blocks`, COMET): INT4 or INT8 in blocks; the weight has no outliers.
+        layout: of the weight, `strips` or `rows` (`AtomWeight`).
+        N, K: rows and channels.
+        outliers: INT8 channels at the end, 0, 64 or 128.
+        group: channels per scale, 64 or 128.
+        int8: with fmpq, how many groups of the input, the last ones, are INT8.
+        clip: with atom, of a token's INT4 groups; else 1.
+        buffers: those of an `AtomWeight`, and `place` s16 [K], where every channel of the input goes.
+    """
+
+    scheme: str
+    layout: str
+    N: int
+    K: int
+    outliers: int
+    group: int
+    int8: int
+    clip: float
+    buffers: Mapping[str, npt.NDArray[Any]] = field(repr=False)
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if not is_one_of(self.version, (VERSION,)):
+            raise ArgumentError("version", f"must be {VERSION}", self.version)
+        if not is_one_of(self.scheme, SCHEMES):
+            raise ArgumentError("scheme", f"must be one of {', '.join(SCHEMES)}", self.scheme)
+        dtype, shape = reordered_shapes(self.layout, self.N, self.K, self.outliers, self.group)["place"]
+        if not isinstance(self.buffers, Mapping):
+            raise ArgumentError("buffers", "must be arrays by name", type(self.buffers).__name__)
+        place: Any = self.buffers.get("place")
+        if getattr(place, "dtype", None) != dtype or place.shape != shape:
+            got = f"{place.dtype} {list(place.shape)}" if hasattr(place, "dtype") else type(place).__name__
+            raise ArgumentError("buffers[place]", f"must be {dtype} {list(shape)}", got)
+        if isinstance(place, np.ndarray) and not np.array_equal(np.sort(place), np.arange(self.K)):
+            raise ArgumentError("buffers[place]", f"must be a permutation of 0..{self.K - 1}", "none")
+        blocks = self.K // self.group if self.scheme == "fmpq" else 0
+        if not is_integer(self.int8) or not 0 <= self.int8 <= blocks:
+            raise ArgumentError("int8", f"must be 0..{blocks} with {self.scheme}, K={self.K}", self.int8)
+        if self.scheme == "fmpq" and self.outliers:
+            raise ArgumentError("outliers", "must be 0 with fmpq", self.outliers)
+        require_number("clip", self.clip, 1 if self.scheme == "fmpq" else 0.01, 1)
+        _ = self.weight  # checks the other buffers
+
+    @property
+    def weight(self) -> AtomWeight:
+        """The weight alone, as `gemm_w4a4` takes it."""
+        others = {name: array for name, array in self.buffers.items() if name != "place"}
+        return AtomWeight(
+            layout=self.layout,
+            N=self.N,
+            K=self.K - self.outliers,
+            outliers=self.outliers,
+            group=self.group,
+            buffers=others,
+        )
+
+    @property
+    def arch(self) -> str:
+        """The first architecture whose kernel reads the layout; `a` marks one that runs nowhere else."""
+        return ATOM_LAYOUTS[self.layout]
+
+    @property
+    def order(self) -> npt.NDArray[np.intp]:
+        """The channels in the order of the weight's columns, [K]."""
+        found: npt.NDArray[np.intp] = np.argsort(self.buffers["place"])
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, padding included."""
+        return sum(int(array.nbytes) for array in self.buffers.values())
+
+    def quantized(self, x: npt.NDArray[Any]) -> AtomRows | BlockRows:
+        """An input x float [M, K] as the GEMM reads it."""
+        ordered = x[:, self.order]
+        if self.scheme == "fmpq":
+            return quantize_blocks(ordered, self.int8, self.group)
+        return quantize_atom_activations(ordered, self.group, self.outliers, clip=self.clip)
+
+    def dequantize(self) -> F32:
+        """f32 [N, K], the columns in the input's own order."""
+        places = self.buffers["place"].astype(np.intp)
+        found: F32 = unpack_atom(self.weight).dequantize()[:, places]
+        return found
+
+
+def reordered_shapes(layout: str, N: int, K: int, outliers: int, group: int) -> Shapes:
+    """The buffers of a `ReorderedWeight`: name -> (dtype, shape); raises ArgumentError as `atom_shapes` does."""
+    if not is_one_of(outliers, ATOM_OUTLIERS):
+        raise ArgumentError("outliers", f"must be one of {', '.join(map(str, ATOM_OUTLIERS))}", outliers)
+    if not is_integer(K) or outliers >= K:
+        raise ArgumentError("K", f"must be more than the {outliers} outliers", repr(K))
+    return {**atom_shapes(layout, N, K - outliers, outliers, group), "place": ("int16", (K,))}
+
+
+def pack_reordered(
+    weight: AtomRows, order: npt.NDArray[Any], layout: str = "strips", *, int8: int | None = None, clip: float = 1.0
+) -> ReorderedWeight:
+    """A quantised weight of NumPy or CuPy arrays, whose columns are in `order`; with `int8` of COMET, else of Atom."""
+    packed = pack_atom(weight, layout)
+    on_host = order.get() if hasattr(order, "ndim") and hasattr(order, "get") else order  # CuPy's
+    place = np.asarray(channel_places(on_host), like=weight.q4)
+    return ReorderedWeight(
+        scheme="atom" if int8 is None else "fmpq",
+        layout=layout,
+        N=packed.N,
+        K=packed.K + packed.outliers,
+        outliers=packed.outliers,
+        group=packed.group,
+        int8=0 if int8 is None else int8,
+        clip=clip if int8 is None else 1.0,
+        buffers={**packed.buffers, "place": place},
+    )

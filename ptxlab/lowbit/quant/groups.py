@@ -1,0 +1,78 @@
+"""Symmetric integers in groups with an FP16 scale each: what `int4`, `atom` and `fmpq` have in common."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F16, F32, S8, spread
+from ptxlab.lowbit.quant.inputs import as_float32, by_strips
+
+_MIN_SCALE = np.float16(2.0**-24)  # the smallest FP16 that is not zero
+
+
+def integer_groups(
+    name: str,
+    x: npt.NDArray[Any],
+    bits: int,
+    steps: float,
+    *,
+    clip: float = 1.0,
+    rows: int = 1,
+    reciprocal: bool = False,
+    most: int | None = None,
+) -> tuple[S8, F16]:
+    """Integers s8 [R, G, g] of so many bits, and their scales max|x|·clip / steps in FP16 [R, G].
+
+    A group of zeros has scale 1. Raises ArgumentError, which calls the array `name`, for a scale beyond FP16 or `most`.
+
+    Args:
+        name: of the array, for errors.
+        x: finite floats [R, G, g].
+        bits: of an integer.
+        steps: by what the largest magnitude is divided.
+        clip: of the largest magnitude what the scale is made for.
+        rows: neighbouring rows that share their scales.
+        reciprocal: x is multiplied by an FP32 reciprocal and rounded half away from zero; else divided, ties to even.
+        most: the largest scale.
+    """
+    R, G, g = x.shape
+    (largest,) = by_strips(lambda strip: (np.abs(as_float32(strip)).reshape(-1, G, g).max(axis=2),), x.reshape(R, -1))
+    if rows > 1:
+        largest = np.repeat(largest.reshape(-1, rows, G).max(axis=1), rows, axis=0)
+    scale = group_scales(largest, steps, clip)
+    largest = largest * np.float32(clip)
+    beyond = ~np.isfinite(scale) if most is None else scale > most
+    if bool(beyond.any()):
+        row, column = map(int, np.argwhere(beyond)[0])
+        limit = "an FP16 number" if most is None else f"at most {most}"
+        rule = f"a group's largest magnitude over {steps:g} must be {limit}"
+        raise ArgumentError(name, rule, f"{float(largest[row, column]):g} in row {row}, group {column}")
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+
+    def rounded(strip: npt.NDArray[Any], largest: F32, scale: F16) -> tuple[S8]:
+        values = as_float32(strip).reshape(-1, G, g)
+        if reciprocal:
+            factor = np.float32(steps) / np.maximum(largest, np.float32(steps) * _MIN_SCALE.astype(np.float32))
+            product = (values * factor[:, :, None]).astype(np.float64)  # to which a half adds exactly
+            quotient = np.copysign(np.floor(np.abs(product) + 0.5), product)
+        else:
+            quotient = np.rint(values / scale.astype(np.float32)[:, :, None])
+        return (quotient.clip(low, high).astype(np.int8),)
+
+    (q,) = by_strips(rounded, x.reshape(R, -1), largest, scale)
+    return q, scale
+
+
+def group_scales(largest: F32, steps: float, clip: float = 1.0) -> F16:
+    """Of groups with these largest magnitudes: largest·clip / steps, at least 2^-24, 1 of zeros, or infinite."""
+    clipped = largest * np.float32(clip)
+    with np.errstate(over="ignore"):
+        scale = np.maximum((clipped / np.float32(steps)).astype(np.float16), _MIN_SCALE)
+    return np.where(clipped == 0, np.float16(1), scale)
+
+
+def dequantized(q: S8, scale: F16) -> F32:
+    """q·scale as f32 [R, K], of q s8 [R, K] and a scale per group f16 [R, G]."""
+    return q.astype(np.float32) * spread(scale.astype(np.float32), q.shape[1])

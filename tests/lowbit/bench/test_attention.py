@@ -1,0 +1,290 @@
+"""The suite `attention`, measured without a GPU: launches are emulated."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import bench, gpu, toolchain
+from ptxlab.bench import peers, stored
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.record import Record
+from ptxlab.errors import ArgumentError, BenchmarkError
+from ptxlab.lowbit.bench import attention, shapes
+from ptxlab.lowbit.bench.attention import append, merge
+from ptxlab.lowbit.bench.attention import problem as attention_problem
+from ptxlab.lowbit.bench.shapes import Batch
+from ptxlab.lowbit.kernels import specs
+from ptxlab.lowbit.kernels.attention.steps import STEPS, choose
+from ptxlab.lowbit.layout import gather
+from ptxlab.runtime.timing import Measured
+from tests.support.bench_rows import slowed
+
+CEILINGS = Ceilings(4.6, 4.2)
+SMALL = Batch(4, 2, (70, 70))
+RAGGED = Batch(4, 2, (130, 1, 64))
+CHOSEN = STEPS[-1]
+FLASH = {"sdpa_flash_f16": 40.0}
+
+
+def quiet(_: str) -> None:
+    """No progress."""
+
+
+@pytest.fixture
+def small(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    emulated_gpu.setattr(attention_problem, "_RANDOM", 1 << 16)
+    attention_problem.random_pages.cache_clear()
+    yield emulated_gpu
+    attention_problem.random_pages.cache_clear()
+
+
+def test_a_point_and_the_same_behind_an_appended_token(small: pytest.MonkeyPatch) -> None:
+    small.setattr(attention, "sdpa", lambda batch: FLASH)
+    behind, alone = attention.at(CHOSEN, SMALL, CEILINGS, quiet)
+    assert (alone.measure, behind.measure) == ("attention", "append and attention")
+    assert alone.kernel == "attention_kv4_sm90" and alone.face == behind.face == "attention_kv4"
+    assert alone.sizes == {"Hq": 4, "Hkv": 2, "B": 2, "L": 70}
+    assert alone.bytes == 2 * 70 * 2 * 2 * 68 and alone.floor_us == alone.bytes / 4.6e6 and alone.limit == "read"
+    assert alone.fraction == alone.floor_us / 10
+    assert alone.peers == FLASH and behind.peers == {} and behind.more["plain_us"] == 10
+    assert alone.checked.startswith("all 1024 results of 2 launches within the spec's bound of float64, at most ")
+    assert "; launched again for lse: the same results, lse at most " in alone.checked
+    assert 0 < alone.more["error"] < 1e-2
+    assert alone.more["programmatic_us"] == 10 and "programmatic_us" not in behind.more
+    assert alone.key != behind.key
+
+
+def test_without_pytorch_no_others_stand_beside(small: pytest.MonkeyPatch) -> None:
+    small.setattr(peers, "importable", lambda: False)
+    (row,) = attention.at(CHOSEN, SMALL, CEILINGS, quiet, appending=False)
+    assert row.peers == {}
+
+
+def test_programmatic_launches_are_timed_and_checked(small: pytest.MonkeyPatch) -> None:
+    of, seen = attention_problem.random_problem(SMALL), []
+
+    def launches(step: Any, of: Any, *, programmatic: bool) -> attention_problem.AttentionLaunches:
+        seen.append(programmatic)
+        return attention_problem.launches(step, of, programmatic=programmatic)
+
+    small.setattr(attention, "launches", launches)
+    assert attention.programmatic(CHOSEN, of) == {"programmatic_us": 10.0}
+    assert attention.programmatic(STEPS[5], of) == {} and seen == [True]
+    small.setattr(attention, "measure", lambda calls: Measured(10, 10, 10, 1755))  # without making them
+    with pytest.raises(BenchmarkError, match="the timed launches gave wrong results"):
+        attention.programmatic(CHOSEN, of)
+
+
+def test_only_kernels_that_wait_are_launched_programmatically(small: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    small.setattr(gpu, "prepare", lambda kernel, args, geometry: seen.append(geometry.programmatic))
+    of = attention_problem.random_problem(SMALL)
+    for step in (STEPS[5], CHOSEN):
+        for programmatic in (False, True):
+            attention_problem.launches(step, of, programmatic=programmatic)
+    assert seen == [False] * 2 * 2 + [False] * 4 + [True] * 4, "with logarithms as they are timed without"
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize("batch", [RAGGED, RAGGED._replace(D=64)], ids=str)
+def test_one_bit_that_the_bound_would_let_pass_is_refused(small: pytest.MonkeyPatch, batch: Batch) -> None:
+    of = attention_problem.random_problem(batch)
+    ready = attention_problem.launches(CHOSEN, of)
+    for call in ready.calls:
+        call()
+    checked, _ = ready.check(of)
+    assert "; equal to the oracle in the kernel's order of operations, bit for bit;" in checked
+    ready.outputs.view(np.uint16)[1, 2, 3, 5] ^= 1
+    with pytest.raises(BenchmarkError, match="gave 1 results that differ from the oracle's of heads 4/2"):
+        ready.check(of)
+    assert ready.sizes["D"] == batch.D and batch.kv_bytes() == 195 * 2 * 2 * (batch.D // 2 + 4)
+
+
+@pytest.mark.parametrize("batch", [SMALL, RAGGED], ids=str)
+def test_copies_are_equal_and_lie_elsewhere(small: pytest.MonkeyPatch, batch: Batch) -> None:
+    of = attention_problem.random_problem(batch)
+    first, second = of.caches
+    first.check()
+    second.check()
+    for b, pages in enumerate(batch.pages()):
+        ours, theirs = (cache.block_table[b, :pages] for cache in of.caches)
+        assert not set(ours.tolist()) & set(theirs.tolist())
+        assert (first.pool[ours] == first.pool[theirs]).all()
+        assert (first.block_table[b, pages:] == 0x7FFFFFF0).all()
+    used = np.concatenate([first.block_table[b, :pages] for b, pages in enumerate(batch.pages())])
+    assert sorted(used.tolist()) == list(range(of.pages))
+
+
+def test_no_page_is_in_a_cache_twice_and_last_tokens_stand_out(small: pytest.MonkeyPatch) -> None:
+    """Though pages are drawn once, and repeated: a neighbour's page would not show in place of its twin."""
+    small.setattr(attention_problem, "_RANDOM", 5 * 2 * 2 * 4352)
+    attention_problem.random_pages.cache_clear()
+    of = attention_problem.random_problem(Batch(4, 2, (2000, 700)))
+    keys = of.caches[0].pool[: of.pages, 0].reshape(of.pages, -1)
+    assert of.pages > 5 and len(np.unique(keys, axis=0)) == of.pages
+    for b, length in enumerate(of.batch.lengths):
+        q, cache = of.sequence(b)
+        (k,), _ = gather(cache)
+        x = q[0].reshape(2, 2, 128).astype(np.float64)
+        scores = (x @ k.dequantize().transpose(1, 2, 0) * attention_problem.SCALE).reshape(4, length)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        assert (weights[:, -1] / weights.sum(axis=-1) > 4 / length).all()
+
+
+@pytest.mark.parametrize("how", ["one sequence", "another table", "nothing"])
+def test_wrong_results_are_found(small: pytest.MonkeyPatch, how: str) -> None:
+    of = attention_problem.random_problem(SMALL)
+    ready = attention_problem.launches(CHOSEN, of)
+    if how != "nothing":
+        for call in ready.calls:
+            call()
+        ready.check(of)
+    if how == "one sequence":
+        ready.outputs[1, 1, 3, 5] += np.float16(0.25)
+    if how == "another table":
+        of.caches[0].block_table[:] = of.caches[0].block_table[:, ::-1]
+    with pytest.raises(BenchmarkError, match=r"attention_kv4_sm90 with .*: the timed launches gave wrong results"):
+        ready.check(of)
+
+
+@pytest.mark.parametrize("of", ["lse", "out"])
+def test_wrong_logarithms_are_found(small: pytest.MonkeyPatch, of: str) -> None:
+    """Timed launches write none, so they are launched again with them; results must be as before."""
+    given = attention_problem.random_problem(SMALL)
+    ready = attention_problem.launches(CHOSEN, given)
+    for call in ready.calls:
+        call()
+    assert ready.logged is not None
+    checked, _ = ready.check(given)
+    assert checked.endswith(" off") and "; launched again for lse: the same results, lse at most " in checked
+    array = {"lse": ready.logged.lse, "out": ready.logged.outputs}[of]
+    message = {
+        "lse": "wrong results for sequence 1: lse: .*",
+        "out": "results other than those of launches for lse of",
+    }[of]
+
+    def spoiled() -> None:
+        array[1, 1, 3] *= array.dtype.type(1.001)
+
+    calls = [*ready.logged.calls, spoiled]
+    with pytest.raises(
+        BenchmarkError, match=rf"attention_kv4_sm90 with .*: the timed launches gave {message}.* heads 4/2"
+    ):
+        replace(ready, logged=replace(ready.logged, calls=calls)).check(given)
+
+
+def test_a_step_without_logarithms_is_checked_without(small: pytest.MonkeyPatch) -> None:
+    of = attention_problem.random_problem(SMALL)
+    ready = attention_problem.launches(STEPS[5], of)
+    for call in ready.calls:
+        call()
+    assert ready.logged is None and "lse" not in ready.check(of)[0]
+
+
+def test_an_append_that_writes_another_byte_is_found(small: pytest.MonkeyPatch) -> None:
+    of = attention_problem.random_problem(SMALL)
+    appending = append.Appending(of)
+    with pytest.raises(BenchmarkError, match="append_kv4: wrong bytes"):
+        appending.check()
+    for call in appending.calls(True):
+        call()
+    appending.check()
+    slot = appending._at(1)[1]
+    of.caches[1].pool[slot // 64, 1, 1, slot % 64 * 64 + 3] ^= 16
+    with pytest.raises(BenchmarkError, match="append_kv4: wrong bytes for the new tokens of heads 4/2, 2 x 70"):
+        appending.check()
+
+
+def test_a_ragged_batch_and_an_even_one(small: pytest.MonkeyPatch) -> None:
+    uneven, even = attention.unequal(CHOSEN, RAGGED, CEILINGS, quiet)
+    assert uneven.bytes == even.bytes == 195 * 2 * 2 * 68 and uneven.more["tokens"] == even.more["tokens"] == 195
+    assert (uneven.measure, even.measure) == ("ragged", "even") and (uneven.sizes["L"], even.sizes["L"]) == (130, 65)
+
+
+def test_the_batches() -> None:
+    places = {batch.place for heads in shapes.HEADS for batch in shapes.batches(heads)}
+    found = stored.stored_attention()
+    assert set(found) < places and len(places) == 36
+    assert all(len(peers) == 12 for peers in found.values()), "eleven, and what ours took in that run"
+    ragged = shapes.ragged((32, 8))
+    assert len(ragged.lengths) == 64 and min(ragged.lengths) < 4 and 4096 < max(ragged.lengths) <= 8192
+    even = shapes.evened(ragged)
+    assert even.tokens == ragged.tokens and max(even.lengths) - min(even.lengths) <= 1
+    assert max(batch.kv_bytes() for heads in shapes.HEADS for batch in shapes.batches(heads)) < 4.6e9
+    assert shapes.even((32, 32), 64, 1024).kv_bytes() == 285_212_672, "as the stored peers count"
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.spec.name)
+def test_every_size_obeys_the_rules(emulated_gpu: pytest.MonkeyPatch, step: Any) -> None:
+    batches = [attention.ABLATION, *(attention._batches() if step is CHOSEN else ())]
+    for batch in batches:
+        sizes = attention_problem.sizes_at(step, batch, attention.scheme_of(step), 2 * sum(batch.pages()))
+        config = step.config(sizes, "float16")
+        assert step.spec.launch({**sizes, **config}).shared_bytes <= 227 << 10
+
+
+def test_every_variant_is_compiled_once(emulated_gpu: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[str, ...]] = []
+
+    def compile_cuda(source: Any, arch: str, *, defines: dict[str, int]) -> None:
+        compiled.append((source.label, *map(str, defines.items())))
+
+    emulated_gpu.setattr(toolchain, "compile_cuda", compile_cuda)
+    attention.compile_all([(CHOSEN, batch) for batch in attention._batches()], appending=True)
+    names = Counter(label for label, *_ in compiled)
+    assert len(compiled) == len(set(compiled)) and set(names) == {"attention_kv4_sm90.cu", "append_kv4.cu"}
+    alone = len(compiled) - names["append_kv4.cu"]
+    compiled.clear()
+    attention.compile_all([(CHOSEN, batch) for batch in attention._batches()], appending=False)
+    assert len(compiled) == alone
+
+
+def test_the_merge(small: pytest.MonkeyPatch) -> None:
+    row = merge.merged(Batch(2, 1, (1100,)), CEILINGS)
+    assert row.kernel == "attention_kv4_mma_sm80, attention_merge" and row.more["fused_us"] == 10
+
+
+def test_without_its_second_kernel_parts_are_wrong(small: pytest.MonkeyPatch) -> None:
+    small.setattr(merge, "_merges", lambda parts, **written: [lambda: None for _ in parts.calls])
+    with pytest.raises(BenchmarkError, match=r"attention_kv4_mma_sm80 with .*: the timed launches gave wrong results"):
+        merge.merged(Batch(2, 1, (1100,)), CEILINGS)
+
+
+def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From the suite's entry to a record that is read again and compared with itself: no two rows have one key."""
+    small.setattr(attention, "HEADS", ((2, 1),))
+    small.setattr(attention, "batches", lambda heads: [Batch(*heads, (3,)), Batch(*heads, (66, 66))])
+    small.setattr(attention, "ragged", lambda heads: Batch(*heads, (70, 2)))
+    small.setattr(attention, "ABLATION", Batch(2, 2, (65,)))
+    small.setattr(attention, "compile_all", lambda planned, appending: None)
+    small.setattr(attention, "sdpa", lambda batch: {})
+    small.setattr(merge, "BATCHES", (Batch(2, 1, (70,)),))
+    small.setattr(append, "HEADS", (1,))
+    small.setattr(append, "POINTS", ((5, "decode"),))
+    family = [name for name, spec in specs().items() if spec.family == "attention"]
+    rows = attention.rows(family, CEILINGS, quiet)
+    both = {"attention": 2, "append and attention": 2}
+    assert Counter(row.measure for row in rows) == both | {"ragged": 1, "even": 1, "ladder": 8, "merge": 1, "append": 5}
+    record = Record("attention", {"slug": "h200"}, {}, {}, tuple(rows))
+    assert bench.load(bench.save(record, tmp_path / "r.json")) == record
+    assert len({row.key for row in rows}) == len(rows)
+    slow = replace(record, rows=tuple(slowed(row, 0.5) for row in rows))
+    assert len(bench.compare(slow, record)) == len(rows) and bench.compare(record, record) == []
+
+
+def test_what_is_not_asked_for_is_not_measured(small: pytest.MonkeyPatch) -> None:
+    small.setattr(attention, "ABLATION", Batch(2, 2, (65,)))
+    small.setattr(attention, "compile_all", lambda planned, appending: None)
+    (row,) = attention.rows(["attention_kv8"], CEILINGS, quiet)
+    assert (row.kernel, row.measure, row.face) == ("attention_kv8", "ladder", "") and row.bytes == 65 * 2 * 2 * 132
+    small.setattr(gpu, "why_not", lambda arch, exact=False: "too old")
+    with pytest.raises(ArgumentError, match="a kernel of attention that this GPU runs"):
+        attention.rows(["attention_kv8"], CEILINGS, quiet)
+
+
+def test_what_is_chosen(emulated_gpu: pytest.MonkeyPatch) -> None:
+    assert choose(None, backend="gpu") is CHOSEN

@@ -1,0 +1,351 @@
+"""The oracle in the kernel's own order of operations: the same bits as the kernel, in the emulator and on an H200."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ptxlab import gpu
+from ptxlab.emulator import CHECKS
+from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.bench.attention import problem as attention_problem
+from ptxlab.lowbit.bench.shapes import Batch, ragged
+from ptxlab.lowbit.kernels.attention import exact, sm90
+from ptxlab.lowbit.kernels.attention.exact.shares import Shares
+from ptxlab.lowbit.kernels.attention.sm90 import INVARIANT, SM90, AttentionTileSm90
+from ptxlab.lowbit.layout import KVCache
+from ptxlab.lowbit.reference.tensor_cores import hopper_mma
+from ptxlab.runtime import run_spec
+from ptxlab.runtime.verify import compare
+from ptxlab.sources import of_kernel
+from ptxlab.spec import Arrays
+from ptxlab.spec.dtypes import stored
+from tests.support import attention_problems as problems
+from tests.support import tensor_cores
+from tests.support.attention_problems import moved
+from tests.support.attention_variants import HOPPER, Variant, drawn, of_each
+from tests.support.dispatching_array import DispatchingArray
+
+ON_HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="a model of Hopper")
+PLAIN, OF_SMALL_PAGES = HOPPER[:2]
+
+
+def by_kernel(arrays: Arrays, sizes: dict[str, Any], config: dict[str, int], backend: str) -> Any:
+    """(out, lse) as the kernel writes them."""
+    found = run_spec(SM90, of_kernel(SM90.name)[0], arrays, sizes=sizes, config=config, backend=backend).outputs
+    return found["out"], found["lse"]
+
+
+def by_oracle(
+    logical: Arrays, arrays: Arrays, config: dict[str, int], arithmetic: exact.Arithmetic | None = None
+) -> tuple[Any, Any]:
+    """The same by the oracle."""
+    how = {name: logical[name] for name in ("cache", "softmax_scale", "window", "blocks")}
+    return exact.attention(arrays["q"], **how, config=config, arithmetic=arithmetic)
+
+
+def difference(found: Any, right: Any, bf16: bool = False) -> str:
+    """The first bits of (out, lse) [B, T, Hq, ..] that are others, and how many are; a NaN is a NaN."""
+    for name, x, y in zip(("out", "lse"), found, right, strict=True):
+        x, y = (gpu.to_host(a) if gpu.is_device_array(a) else a for a in (x, y))
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        bits = [a.view(f"u{a.itemsize}") for a in (x, y)]
+        other = bits[0] != bits[1]
+        if not (bf16 and name == "out"):
+            other &= ~(np.isnan(x) & np.isnan(y))
+        if other.any():
+            at = tuple(int(i) for i in np.argwhere(other)[0])
+            place = ", ".join(f"{n} {i}" for n, i in zip(("sequence", "token", "head", "dim"), at, strict=False))
+            return f"{name} of {place}: {x[at]}, not {y[at]}; {other.sum()} of {other.size} differ"
+    return ""
+
+
+def emulated_alike(variant: Variant, logical: Arrays, arrays: Arrays, mode: str = "early", **more: int) -> None:
+    right = variant.run(logical, arrays, mode=mode, more=more).outputs
+    found = by_oracle(logical, arrays, {**variant.config, **more})
+    assert difference(found, (right["out"], right["lse"]), bool(variant.BF16)) == ""
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize("sizes", SM90.example_sizes, ids=lambda s: "-".join(map(str, s.values())))
+def test_equal_at_the_spec_s_examples(sizes: dict[str, Any]) -> None:
+    logical, config = SM90.example(np.random.default_rng(3), **sizes), SM90.config_for(sizes)
+    arrays = {**SM90.pack(logical), "q": stored(logical["q"], "float16")}
+    told = {name: sizes[name] for name in ("page", "bits", "channel", "window", "blocks", "softmax_scale")}
+    right = by_kernel(arrays, told, config, "emulator")
+    assert difference(by_oracle(logical, arrays, config), right) == ""
+
+
+@pytest.mark.share(3)
+@of_each(*HOPPER)
+def test_equal_in_parts(variant: Variant) -> None:
+    """Ragged, whole pages and tiles among them, in more blocks than units."""
+    emulated_alike(variant, *variant.problem(1, (300, 64, 0, 129), Hkv=2, blocks=9))
+
+
+@pytest.mark.share(6)
+@pytest.mark.parametrize(
+    ("variant", "blocks"), list(zip((*HOPPER[:3], *HOPPER[4:]), (1, 2, 3, 7, 5), strict=True)), ids=str
+)
+def test_the_same_bits_for_a_sequence_in_any_batch(variant: Variant, blocks: int) -> None:
+    """Units cut by their own length: the oracle knows no blocks then, and no other sequences."""
+    config = {**variant.config, "PART": 1 + blocks % 2}
+    logical, _ = variant.problem(1, (300, 64, 0, 129), Hkv=2, window=(0, 150)[blocks < 4], blocks=blocks)
+    arrays = {**INVARIANT.pack(logical), "q": stored(logical["q"], variant.dtype)}
+    sizes = variant.sizes(logical["window"], blocks)
+    found = run_spec(INVARIANT, variant.source, arrays, sizes=sizes, config=config, backend="emulator", checks=CHECKS)
+    right = by_oracle(logical, arrays, config)
+    bf16 = bool(variant.BF16)
+    assert difference((found.outputs["out"], found.outputs["lse"]), right, bf16) == "" and found.findings == ()
+    compare(INVARIANT, found.outputs, logical, config)
+    alone = replace(logical["cache"], block_table=logical["cache"].block_table[3:4], lengths=np.array([129], np.int32))
+    one = by_oracle({**logical, "cache": alone}, {**arrays, "q": arrays["q"][3:4]}, config)
+    assert difference(one, tuple(array[3:4] for array in right), bf16) == ""
+
+
+def test_no_batch_chooses_the_tile_of_the_invariant_form() -> None:
+    """Nor does a table: the order of sums depends on the tile."""
+    sizes = {"Hq": 8, "Hkv": 8, "T": 1, "D": 128, "page": 64, "bits": 4, "channel": 0}
+    batches = ({**sizes, "B": B, "P": P} for B in (1, 16, 4096) for P in (1, 64, 2048))
+    assert len({tuple(INVARIANT.config_for(batch).items()) for batch in batches}) == 1
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_the_same_bits_of_more_parts_than_a_unit_may_have(blocks: int) -> None:
+    logical, _ = PLAIN.problem(0, (64 * 33, 70), blocks=blocks)
+    arrays, config = {**INVARIANT.pack(logical), "q": logical["q"].astype(np.float16)}, {**PLAIN.config, "PART": 1}
+    found = run_spec(INVARIANT, PLAIN.source, arrays, sizes=PLAIN.sizes(0, blocks), config=config, backend="emulator")
+    assert difference((found.outputs["out"], found.outputs["lse"]), by_oracle(logical, arrays, config)) == ""
+
+
+@pytest.mark.share(3)
+@pytest.mark.parametrize("change", problems.CASES[1:], ids=lambda change: change.__name__)
+def test_equal_in_hard_cases(change: problems.Change) -> None:
+    emulated_alike(PLAIN, *PLAIN.problem(1, (75, 0, 1, 130), change, blocks=2))
+
+
+@pytest.mark.parametrize(("tokens", "parts"), [(1500, 5), (1500, 6), (6100, 9), (6100, 10), (6100, 20)])
+def test_equal_in_many_parts(tokens: int, parts: int) -> None:
+    """What is handed over is added up to 4 at a time, or else up to 8."""
+    logical, arrays = PLAIN.problem(0, (tokens,), blocks=parts)
+    assert shares_of(PLAIN, logical).parts.tolist() == [min(parts, 12)]  # of 8 tiles at least
+    emulated_alike(PLAIN, logical, arrays)
+
+
+def test_equal_where_sums_are_promoted_now_and_then() -> None:
+    """Here after two of a warp's two or three tiles; elsewhere after each, or never in the spec's examples."""
+    logical, arrays = PLAIN.problem(0, (300,), Hkv=2, blocks=2)
+    emulated_alike(PLAIN, logical, arrays, PROMOTE=2 * PLAIN.tile.TOKENS)
+
+
+@of_each(HOPPER[0], HOPPER[5])
+def test_equal_where_tensor_cores_truncate(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an MMA takes matters now, not only what it stands for."""
+    tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
+    logical, arrays = variant.problem(0, (300, 65), blocks=2)
+    right = by_kernel(arrays, variant.sizes(0, 2), variant.config, "emulator")
+    assert difference(by_oracle(logical, arrays, variant.config, exact.TRUNCATING), right) == ""
+    assert difference(by_oracle(logical, arrays, variant.config), right) != ""
+
+
+def test_equal_around_pages_and_tiles() -> None:
+    lengths, variant = tuple(n + i for n in (16, 64, 128) for i in (-1, 0, 1)), OF_SMALL_PAGES
+    emulated_alike(variant, *variant.problem(2, lengths, blocks=3))
+
+
+def test_equal_where_a_query_is_no_number() -> None:
+    logical, arrays = PLAIN.problem(1, (75, 130), Hkv=2, blocks=2)
+    q = logical["q"].copy()
+    q[0, 0, 0, 3], q[1, 0, 1, 5] = np.nan, np.inf
+    emulated_alike(PLAIN, logical, {**arrays, "q": stored(q, "float16")})
+
+
+@settings(max_examples=8)
+@given(**drawn(300, 4, variant=st.sampled_from(HOPPER)))
+def test_equal_in_the_emulator(variant: Variant, seed: int, mode: str, **how: Any) -> None:
+    emulated_alike(variant, *variant.problem(seed, **how), mode)
+
+
+def shares_of(variant: Variant, logical: Arrays) -> Shares:
+    return Shares.of(
+        logical["cache"].lengths.astype(np.int64),
+        heads=logical["cache"].num_kv_heads,
+        splits=-(-variant.T * variant.ratio // variant.config["COLUMNS"]),
+        queries=variant.T,
+        window=logical["window"],
+        groups=variant.tile.groups,
+        blocks=logical["blocks"],
+        part=0,
+    )
+
+
+@given(
+    lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=70),
+    heads=st.integers(1, 9),
+    splits=st.integers(1, 3),
+    queries=st.integers(1, 8),
+    window=st.sampled_from((0, 1, 100, 1000)),
+    groups=st.sampled_from((1, 2, 4, 8)),
+    blocks=st.integers(1, 300),
+    part=st.sampled_from((0, 1, 2, 16)),
+)
+def test_every_tile_is_somebody_s(lengths: list[int], **how: int) -> None:
+    """And only one's: segments of a unit follow each other, from its first tile in the window to its last."""
+    n, units = np.array(lengths, np.int64), how["heads"] * how["splits"]
+    shares = Shares.of(n, **how)
+    begin = np.maximum(n - how["queries"] + 1 - how["window"], 0) // 64 if how["window"] else 0 * n
+    assert shares.parts.sum() == len(shares.tiles) and (shares.tiles > 0).all()
+    assert len(shares.first) == (n > 0).sum() * units
+    last = shares.position + 64 * shares.tiles
+    assert np.array_equal(shares.position[shares.first], 64 * begin[shares.sequence[shares.first]])
+    ends = -(-n // 64) * 64
+    assert np.array_equal(last[shares.first + shares.parts - 1], ends[shares.sequence[shares.first]])
+    within = np.setdiff1d(np.arange(len(last)), shares.first)
+    assert np.array_equal(shares.position[within], last[within - 1])
+
+
+@pytest.mark.parametrize(("name", "number"), [("D", 64), ("PAGE", 64), ("BITS", 8), ("CHANNEL", 1), ("BF16", 1)])
+def test_constants_of_other_arrays_are_refused(name: str, number: int) -> None:
+    variant = Variant(128, 16, 4, 0, T=1, ratio=1, tile=AttentionTileSm90(16, 4, 2, 1))
+    logical, arrays = variant.problem(0, (20,))
+    config = {**variant.config, name: number}
+    with pytest.raises(ArgumentError, match=rf"exact: config: {name} must be \d+ for these arrays \(got {number}\)"):
+        exact.attention(arrays["q"], logical["cache"], softmax_scale=1.0, blocks=1, config=config)
+
+
+def neighbours_page(cache: KVCache) -> KVCache:
+    """The second page is read twice, and the third never."""
+    table = cache.block_table.copy()
+    table[0, 2] = table[0, 1]
+    return replace(cache, block_table=table)
+
+
+def skipped_page(cache: KVCache) -> KVCache:
+    """What comes behind the second page moves up, and the last page's tokens are the fewer."""
+    table = cache.block_table.copy()
+    table[0, 1:-1] = cache.block_table[0, 2:]
+    return replace(cache, block_table=table, lengths=cache.lengths - cache.page_size)
+
+
+def without_the_last_token(cache: KVCache) -> KVCache:
+    return replace(cache, lengths=cache.lengths - 1)
+
+
+def swapped_nibbles(cache: KVCache) -> KVCache:
+    """Of the second page's first keys and values."""
+    pool, page = cache.pool.copy(), int(cache.block_table[0, 1])
+    nibbles = pool[page, :, :, :16]
+    pool[page, :, :, :16] = nibbles << 4 | nibbles >> 4
+    return replace(cache, pool=pool)
+
+
+FAULTS = (neighbours_page, skipped_page, without_the_last_token, swapped_nibbles)
+every_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+
+
+@every_fault
+def test_a_fault_shows(fault: Callable[[KVCache], KVCache]) -> None:
+    logical, arrays = PLAIN.problem(1, (5000,), Hkv=2, blocks=20)
+    wrong = by_oracle({**logical, "cache": fault(logical["cache"])}, arrays, PLAIN.config)
+    for x, y in zip(wrong, by_oracle(logical, arrays, PLAIN.config), strict=True):
+        assert (x != y).any(axis=(0, 1, 3) if x.ndim == 4 else (0, 1)).all(), "of every head"
+
+
+@of_each(*HOPPER)
+@pytest.mark.parametrize(
+    ("lengths", "change", "window", "blocks"),
+    [((300, 0, 65), problems.nothing, 100, 9), ((176,), problems.one_dominant_score, 0, 132)],
+    ids=["ragged", "subnormal results"],
+)
+def test_the_same_on_arrays_that_are_not_numpy_s(
+    variant: Variant, lengths: tuple[int, ...], change: problems.Change, window: int, blocks: int
+) -> None:
+    """What CuPy would refuse fails here, without a GPU: NumPy's arrays among the device's. It flushes subnormals."""
+
+    def there(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arrays: DispatchingArray(function(*(getattr(x, "array", x) for x in arrays)))
+
+    names = ("reciprocal", "exp2", "log2", "fma", "mul", "add", "sub")
+    scalars = {name: there(getattr(exact.EMULATED, name)) for name in names}
+    logical, arrays = variant.problem(1, lengths, change, 2, window=window, blocks=blocks)
+    device = {**logical, "cache": moved(logical["cache"], DispatchingArray)}
+    arithmetic = exact.Arithmetic(**scalars, mma=hopper_mma)
+    found = by_oracle(device, {"q": DispatchingArray(arrays["q"])}, variant.config, arithmetic)
+    right = by_oracle(logical, arrays, variant.config, exact.TRUNCATING)
+    assert difference([x.array for x in found], right, bool(variant.BF16)) == ""
+
+
+# On an H200 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+@of_each(*HOPPER)
+@settings(max_examples=8)
+@given(**drawn(3000, 20, gpu=True))
+@example(lengths=(176,), Hkv=2, window=0, blocks=132, seed=1, change=problems.one_dominant_score)  # subnormal results
+def test_equal_on_the_gpu(variant: Variant, seed: int, window: int, blocks: int, **how: Any) -> None:
+    logical, arrays = variant.problem(seed, window=window, blocks=blocks, **how)
+    logical = {**logical, "cache": moved(logical["cache"], gpu.to_device)}
+    arrays = {name: gpu.to_device(array) for name, array in arrays.items()}
+    right = by_kernel(arrays, variant.sizes(window, blocks), variant.config, "gpu")
+    assert difference(by_oracle(logical, arrays, variant.config), right, bool(variant.BF16)) == ""
+
+
+BATCHES = (
+    *(Batch(*heads, (n,)) for heads in ((32, 8), (64, 8), (32, 32), (8, 1)) for n in (300, 4096, 32768, 131072)),
+    *(Batch(32, 8, (64 * n - 1, 64 * n, 64 * n + 1)) for n in (1, 16, 1024)),
+    Batch(32, 8, (1024,) * 64),
+    Batch(32, 32, (1024,) * 256),
+    *(ragged(heads) for heads in ((32, 8), (64, 8))),
+)
+
+
+def at_bench(batch: Batch) -> tuple[Any, KVCache, dict[str, Any], dict[str, int]]:
+    """Queries, cache, sizes and constants of a batch as it is measured."""
+    of = attention_problem.random_problem(batch)
+    q, cache = of.q[:, None], of.caches[0]
+    logical = {"B": cache.batch, "T": 1, "Hq": batch.Hq, "Hkv": batch.Hkv, "D": cache.head_dim, "P": cache.max_pages}
+    sizes = {"page": cache.page_size, "bits": 4, "channel": 0, "softmax_scale": attention_problem.SCALE, "window": 0}
+    everything = {**logical, **sizes}
+    sizes["blocks"] = sm90.blocks_for(everything, gpu.device_info().sms)
+    return q, cache, sizes, SM90.config_for(everything)
+
+
+def by_the_kernel(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[str, int]) -> tuple[Any, Any]:
+    columns = sm90.columns_of({"T": 1, "Hq": q.shape[2], "Hkv": cache.num_kv_heads})
+    places = {"partial": (sizes["blocks"], columns, cache.head_dim), "stats": (sizes["blocks"], columns, 2)}
+    arrays = {"pool": cache.pool, "table": cache.block_table, "lengths": cache.lengths, "q": q}
+    arrays |= {name: gpu.zeros(shape, np.uint32) for name, shape in places.items()}
+    found: tuple[Any, Any] = by_kernel(arrays, sizes, config, "gpu")
+    return found
+
+
+def expected(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[str, int]) -> tuple[Any, Any]:
+    how = {name: sizes[name] for name in ("softmax_scale", "blocks")}
+    return exact.attention(q, cache, **how, config=config)
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+def test_equal_at_the_bench_s_batches(batch: Batch) -> None:
+    problem = at_bench(batch)
+    assert difference(expected(*problem), by_the_kernel(*problem)) == ""
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+@pytest.mark.parametrize("length", [4096, 131072])
+@every_fault
+def test_a_fault_of_the_kernel_shows(fault: Callable[[KVCache], KVCache], length: int) -> None:
+    """In the bits of out and of lse, whatever the bound says."""
+    q, cache, *how = at_bench(Batch(32, 8, (length,)))
+    right, wrong = expected(q, cache, *how), by_the_kernel(q, fault(cache), *how)
+    assert difference((right[0], right[1]), by_the_kernel(q, cache, *how)) == ""
+    assert all(bool((x != y).any()) for x, y in zip(wrong, right, strict=True))

@@ -1,0 +1,152 @@
+"""Would the bound notice? Small mistakes in the source of attention kernels, each wherever it has a place."""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ptxlab import emulator
+from ptxlab.errors import EmulationError, VerificationError
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.kernels.attention import ladder, sm80, sm90
+from ptxlab.runtime import run_spec
+from ptxlab.runtime.verify import compare
+from ptxlab.sources import Source
+from ptxlab.spec import Arrays, KernelSpec
+from tests.support import attention_problems as problems
+
+# (as it is, a mistake)
+LADDER = (
+    ("kv_head = head / (Hq / Hkv)", "kv_head = head % Hkv"),
+    ("if (t >= length) continue;", "if (t > length) continue;"),
+    ("slot < rest", "slot <= rest"),
+    ("1.4426950408889634f", "1.0f"),
+    ("sum > 0 ? ", "true ? "),
+    ("? weight_unit / sum", "? 1 / sum"),
+    ("8 * (i % 4) + i % 8 / 4 * 4", "4 * (i % 8)"),
+    ("mask = 1; mask < PARTS", "mask = 2; mask < PARTS"),
+    ("- most)", ")"),
+    ("{ return low_of(i) + 2; }", "{ return low_of(i) + 4; }"),
+    ("leading_power(largest)", "leading_power(1)"),
+    ("leading_power(heaviest) / 512", "leading_power(1) / 512"),
+    ("PAGE * ROW + i % 16 * 16", "PAGE * ROW + i % 8 * 16"),
+)
+MMA = (
+    ("0x1p14f", "0x1p17f"),
+    ("power / count_of(r)", "power"),
+    ("zero * column_sum[n][b]", "0"),
+    ("at.walk.length - T + 1 +", "at.walk.length - T +"),
+    ("token < limit - window", "token <= limit - window"),
+    ("if (token >= inside) k = v = NEUTRAL;", ""),
+    ("l[n][b] *= less[n][b], zeros[n][b] *= less[n][b];", "l[n][b] *= less[n][b];"),
+    ("p0 * v_inverse[i][h]", "p0"),
+    ("page[j] + part * pitch + offset * ROW", "page[j] + part * pitch"),
+    ("min(page, last)", "page"),
+    ("0x1p24f / count_of(r)", "0x1p24f"),
+)
+HOPPER = (
+    ("bits[i] + 128", "bits[i]"),
+    ("LARGEST = 32512;", "LARGEST = 32767;"),
+    ("word & 0xf0f0f0f0u", "word & 0x70f0f0f0u"),
+    ("* 16 + sums", "+ sums"),
+    ("with_byte(0) * 256", "with_byte(0) * 255"),
+    ("g % 2 ? bytes[1] : bytes[0]", "bytes[0]"),
+    ("query[SETS - 1][n][w] = bytes[1]", "query[SETS - 1][n][w] = 0"),
+    ("lane % 2 == 0 ? 0x1p24f", "lane % 2 == 1 ? 0x1p24f"),
+    ("sum * -TIMES", "-sum"),
+    ("LOG2E / TIMES", "LOG2E"),
+    ("here.length - T + 1 + token", "here.length - T + token"),
+    ("at < end - window", "at <= end - window"),
+    ("if (g >= left) k_pair[i][h] = v_pair[i][h] = NEUTRAL;", ""),
+    ("l[b] *= less, zeros[b] *= less;", "l[b] *= less;"),
+    ("weight[b] * v_inverse[i][h]", "weight[b]"),
+    ("o[tile][i] - o[tile - 1][i]", "o[tile][i]"),
+    ("to[e] * less", "to[e]"),
+    ("stat->z * less", "stat->z"),
+    ("stat->x - m[b]", "m[b] - stat->x"),
+    ("PROMOTE == 0 || turn == skip", "true"),
+    (
+        "bulk_load_once(stage + (PAGES + j) * PAGE_BYTES, from + pitch,",
+        "bulk_load_once(stage + (PAGES + j) * PAGE_BYTES, from,",
+    ),
+)
+
+
+def mistaken(spec: KernelSpec, change: tuple[str, str]) -> Source:
+    source = kernels.find(spec.name)[1][0]
+    before, after = change
+    assert before in source.text
+    return replace(source, text=source.text.replace(before, after))
+
+
+@functools.cache
+def problems_of(name: str) -> list[tuple[Arrays, Arrays, dict[str, float]]]:
+    """(logical inputs, arguments, sizes): no tokens, part of a page, huge scores, small values, heads in groups; a
+    window.
+    """
+    spec, found = kernels.specs()[name], list[tuple[Arrays, Arrays, dict[str, float]]]()
+    changes = problems.nothing, problems.scores_beyond_fp16, problems.large_and_small_values
+    for change, page, window, T in zip(changes, (64, 16, 32), (0, 100, 60), (2, 1, 2), strict=True):
+        if spec in (sm80.MMA, sm90.SM90):
+            q, cache = problems.problem(
+                3, (500, 0, 70), change, Hq=8, Hkv=2, scheme="kv4", T=T, page_size=page, spare=0
+            )
+            logical = {"q": q, "cache": cache, "softmax_scale": 0.088, "window": window}
+            if spec is sm90.SM90:
+                logical["blocks"] = 1
+            sizes = {"page": page, "bits": 4, "channel": 0, "blocks": 1, "softmax_scale": 0.088, "window": window}
+        else:
+            q, cache = problems.problem(3, (150, 0, 70), change, Hq=4, Hkv=2, scheme=spec.name.split("_")[1])
+            logical = {"q": q[:, 0].astype(np.float16), "cache": cache, "softmax_scale": 0.088}
+            sizes = {"softmax_scale": 0.088}
+        inputs = spec.pack(logical)
+        found.append((logical, {**inputs, "q": inputs["q"].astype(np.float16)}, sizes))
+    return found
+
+
+def config_of(spec: KernelSpec, inputs: Arrays, sizes: dict[str, float]) -> dict[str, int]:
+    """The variant that the spec chooses, but that a warp promotes its sums after every other tile."""
+    shapes = {name: np.shape(array) for name, array in inputs.items()}
+    config = spec.config_for(spec.sizes_of(shapes, sizes))
+    return {**config, "PROMOTE": 2 * config["TOKENS"]} if spec is sm90.SM90 else config
+
+
+def is_noticed(spec: KernelSpec, source: Source) -> bool:
+    for logical, inputs, sizes in problems_of(spec.name):
+        try:
+            config = config_of(spec, inputs, sizes)
+            outcome = run_spec(
+                spec, source, inputs, sizes=sizes, config=config, backend="emulator", checks=emulator.CHECKS
+            )
+            compare(spec, outcome.outputs, logical)
+        except (EmulationError, VerificationError):
+            return True
+        if outcome.findings:
+            return True
+    return False
+
+
+SPECS = (*ladder.SPECS, sm80.MMA, sm90.SM90)
+PLACES = [
+    (spec, change)
+    for spec, changes in (*((step, LADDER) for step in ladder.SPECS), (sm80.MMA, MMA), (sm90.SM90, HOPPER))
+    for change in changes
+    if change[0] in kernels.find(spec.name)[1][0].text
+]
+
+
+@pytest.mark.share(8)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_the_kernel_itself_is_right(spec: KernelSpec) -> None:
+    assert not is_noticed(spec, kernels.find(spec.name)[1][0])
+
+
+@pytest.mark.share(60)
+@pytest.mark.parametrize(("spec", "change"), PLACES, ids=lambda x: getattr(x, "name", None) or x[0])
+def test_a_mistake_is_noticed(spec: KernelSpec, change: tuple[str, str]) -> None:
+    assert is_noticed(spec, mistaken(spec, change))
+
+
+def test_every_mistake_has_a_place() -> None:
+    assert {change for _, change in PLACES} == {*LADDER, *MMA, *HOPPER}

@@ -1,0 +1,293 @@
+"""`rope_append_kv4`: every bit of q and of keys as the reference rotates them, every byte of the pool as `append_kv4`
+leaves it."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ptxlab
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError, EmulationError, UnavailableError
+from ptxlab.lowbit import kernels
+from ptxlab.lowbit.kernels.attention.append import ROPE_APPEND
+from ptxlab.lowbit.layout import HEAD_DIMS, PAGE_SIZES
+from ptxlab.lowbit.quant import KV_SCHEMES
+from tests.support.append_problems import (
+    BACKENDS,
+    DTYPES,
+    ON_GPU,
+    RNG,
+    FusedProblem,
+    changed,
+    normal,
+    problem_of,
+    rotations,
+)
+from tests.support.attention_calls import on_device, sent
+from tests.support.fake_gpu import FakeGpu
+
+
+def fused(
+    tokens: int,
+    heads: int,
+    ratio: int,
+    D: int,
+    scheme: str = "kv4",
+    size: int = 16,
+    *,
+    dtype: np.dtype = DTYPES[0],
+    index: Any = np.int32,
+    positions: bool = True,
+    kept: bool = True,
+) -> FusedProblem:
+    """Every fourth token is padding, with a position far outside the tables."""
+    q = (RNG.standard_normal((tokens, ratio * heads, D)) * 3).astype(dtype)
+    rope = rotations(tokens, D, index, positions)
+    problem = problem_of(*normal(tokens, heads, D, dtype), scheme, size, index=index, rope=rope)
+    if positions:
+        wild = RNG.choice([-1, -(2**31), 50, 2**31 - 1], tokens)
+        rope[2][problem.slots < 0] = wild[problem.slots < 0]
+    return FusedProblem(q, problem, kept)
+
+
+@st.composite
+def problems(draw: st.DrawFn, tokens: int, heads: int) -> FusedProblem:
+    return fused(
+        draw(st.integers(1, tokens)),
+        draw(st.integers(1, heads)),
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from(HEAD_DIMS)),
+        draw(st.sampled_from(sorted(KV_SCHEMES))),
+        draw(st.sampled_from(PAGE_SIZES)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        index=draw(st.sampled_from((np.int32, np.int64))),
+        positions=draw(st.booleans()),
+        kept=draw(st.booleans()),
+    )
+
+
+@given(problem=problems(tokens=9, heads=3), rows=st.sampled_from((0, 1, 2, 4)))
+@settings(max_examples=8)
+def test_every_bit_in_the_emulator(problem: FusedProblem, rows: int) -> None:
+    q, pool, outcome = problem.run(rows=rows)
+    assert np.array_equal(q, problem.wanted) and np.array_equal(pool, problem.of.wanted) and outcome.findings == ()
+
+
+@pytest.mark.gpu
+@ON_GPU
+@given(problem=problems(tokens=300, heads=9))
+@settings(max_examples=200)
+def test_every_bit_on_the_gpu(problem: FusedProblem) -> None:
+    problem.check("gpu")
+
+
+@pytest.mark.share(3)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("D", HEAD_DIMS)
+@pytest.mark.parametrize("scheme", KV_SCHEMES)
+def test_every_scheme_and_head_dim(scheme: str, D: int, backend: str) -> None:
+    fused(11, 3, 2, D, scheme, 64, dtype=DTYPES[D == 128], index=(np.int32, np.int64)[D == 64]).check(backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("tokens", "heads", "ratio"), [(1, 1, 1), (2, 40, 1), (3, 8, 8)])
+def test_more_heads_than_a_block_has_and_fewer(tokens: int, heads: int, ratio: int, backend: str) -> None:
+    fused(tokens, heads, ratio, 128, size=64, positions=False).check(backend)
+
+
+# Would anybody notice? Small mistakes in the source and in the rows that it shares with `append_kv4`.
+CHANGES = {
+    "queries of the next group": ("(ratio + 2) + part) * heads + h)", "(ratio + 2) + part) * heads + h + 1)"),
+    "keys are values": ("part > ratio;", "part >= ratio;"),
+    "tokens beyond the last, of q": ("t >= tokens || h >= heads", "h >= heads"),
+    "heads beyond the last, of q": ("t >= tokens || h >= heads", "t >= tokens"),
+    "tokens beyond the last": ("t < tokens && !is_q ? slots[t]", "!is_q ? slots[t]"),
+    "positions beyond the last": ("positions && t < tokens ?", "positions ?"),
+    "positions of padding": ("min(size_t(position), size_t(turns - 1))", "position"),
+    "halves exchanged": ("to[0] = y.halves[0], to[LANES]", "to[LANES] = y.halves[0], to[0]"),
+    "keys where as many queries would be": ("(is_q ? ratio : 1) * heads", "ratio * heads"),
+    "keys of a cache alone": ("KEYS && !is_v", "KEYS && part == 0"),
+    "heads beyond the last": ("at < 0 || head + i / TOKENS >= heads", "at < 0"),
+    "no wait for the kernel before": ("    wait_for_predecessors();", ""),
+    "qkv is read ahead of the wait": (
+        "    Channels channels;",
+        "    if (token < tokens && is_q) q[token] = qkv[token];\n    Channels channels;",
+    ),
+}
+
+
+@pytest.mark.share(6)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_kernel_is_noticed(change: str) -> None:
+    source = changed(kernels.find(ROPE_APPEND.name)[1][0], *CHANGES[change])
+    assert any(is_killed(problem, source) for problem in battery())
+
+
+def test_the_kernel_itself_passes() -> None:
+    assert not any(is_killed(problem, kernels.find(ROPE_APPEND.name)[1][0]) for problem in battery())
+
+
+def battery() -> list[FusedProblem]:
+    full = fused(9, 3, 2, 64)
+    slots = np.arange(9, dtype=np.int32) + 7
+    cache = replace(full.of.cache, pool=full.of.cache.pool[:1])
+    rope = (*full.of.rope[:2], np.clip(full.of.rope[2], 0, 49))
+    return [fused(9, 3, 2, 64), replace(full, of=replace(full.of, cache=cache, slots=slots, rope=rope))]
+
+
+def is_killed(problem: FusedProblem, source: Any) -> bool:
+    try:
+        q, pool, outcome = problem.run(source, rows=4)
+    except EmulationError:  # a stray access
+        return True
+    right = np.array_equal(q, problem.wanted) and np.array_equal(pool, problem.of.wanted)
+    return bool(outcome.findings) or not right
+
+
+PROBLEM = fused(6, 2, 3, 64, kept=False)
+QKV, ROPE = PROBLEM.qkv, PROBLEM.of.rope
+
+
+def call(fake_cache: Any, **options: Any) -> Any:
+    """On device arrays."""
+    rope = tuple(map(sent, ROPE))
+    return ptxlab.rope_append_kv4(sent(QKV), fake_cache, sent(PROBLEM.of.slots), rope=rope, **options)
+
+
+def test_on_the_device_q_is_made_or_given(fake: FakeGpu) -> None:
+    for out in (None, sent(np.zeros((6, 6, 64), np.float16))):
+        cache = on_device(replace(PROBLEM.of.cache, pool=PROBLEM.of.cache.pool.copy()))
+        q = call(cache, out=out)
+        assert q is out or out is None
+        assert np.array_equal(q.host, PROBLEM.wanted)
+        assert np.array_equal(cache.pool.host, PROBLEM.of.wanted)
+    assert fake.launched[0] == (ROPE_APPEND.name, fake.launched[0][1]) and fake.loads == 1
+
+
+def test_q_is_not_written_where_qkv_is_read(fake: FakeGpu) -> None:
+    """Neither on the host nor on the device, where a call like one before skips the checks."""
+    room = np.concatenate([QKV.reshape(-1), np.zeros(6 * 6 * 64, np.float16)])
+    qkv, ends = room[: QKV.size].reshape(QKV.shape), (0, QKV.size - 8)  # inside, and by eight values
+    cache, pool = on_device(PROBLEM.of.cache), PROBLEM.of.cache.pool.copy()
+    refused = r"^rope_append_kv4: out: must not share memory with qkv \(got some of it\)$"
+    rope, slots = tuple(map(sent, ROPE)), sent(PROBLEM.of.slots)
+    apart = room[QKV.size :].reshape(6, 6, 64)
+    ptxlab.rope_append_kv4(sent(qkv), cache, slots, rope=rope, out=sent(apart))
+    for begin in ends:
+        out = room[begin:][: 6 * 6 * 64].reshape(6, 6, 64)
+        with pytest.raises(ArgumentError, match=refused):
+            ptxlab.rope_append_kv4(sent(qkv), cache, slots, rope=rope, out=sent(out))
+        with pytest.raises(ArgumentError, match=refused):
+            ptxlab.rope_append_kv4(qkv, PROBLEM.of.cache, PROBLEM.of.slots, rope=ROPE, out=out, backend="emulator")
+    assert len(fake.launched) == 1 and np.array_equal(qkv, QKV) and np.array_equal(PROBLEM.of.cache.pool, pool)
+
+
+def test_a_capture_needs_an_array_for_q(fake: FakeGpu) -> None:
+    cache = on_device(PROBLEM.of.cache)
+    fake.runs = False
+    call(cache)
+    fake.capturing = True
+    with pytest.raises(ArgumentError, match=r"rope_append_kv4: out: must be given in a capture: .*\[6, 6, 64\] of fl"):
+        call(cache)
+    call(cache, out=sent(np.zeros((6, 6, 64), np.float16)))
+
+
+def test_no_tokens(fake: FakeGpu) -> None:
+    empty = {"slots": PROBLEM.of.slots[:0], "rope": tuple(array[:0] for array in ROPE[:2]), "backend": "emulator"}
+    assert ptxlab.rope_append_kv4(QKV[:0], PROBLEM.of.cache, **empty).shape == (0, 6, 64)
+
+
+def test_another_gpu_is_told_what_the_kernel_runs_on(fake: FakeGpu) -> None:
+    fake.arch = 80
+    with pytest.raises(UnavailableError, match=r"rope_append_kv4: it runs on sm_90, and this is sm_80; pass backend="):
+        call(on_device(PROBLEM.of.cache))
+
+
+def test_torch_on_the_cpu() -> None:
+    torch = pytest.importorskip("torch")
+    problem = fused(5, 2, 2, 64, dtype=DTYPES[1], kept=False)
+    qkv = torch.from_numpy(problem.qkv.view(np.int16)).view(torch.bfloat16)
+    pool = problem.of.cache.pool.copy()
+    q = ptxlab.rope_append_kv4(
+        qkv, replace(problem.of.cache, pool=pool), problem.of.slots, rope=problem.of.rope, backend="emulator"
+    )
+    assert q.dtype == torch.bfloat16 and np.array_equal(q.view(torch.int16).numpy().view(np.uint16), problem.wanted)
+    assert np.array_equal(pool, problem.of.wanted)
+
+
+def twice(slots: np.ndarray) -> np.ndarray:
+    again = slots.copy()
+    again[:] = slots.max()
+    return again
+
+
+NAN = QKV.copy()
+NAN[PROBLEM.of.slots >= 0, 6 * 64 + 5] = np.nan
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"qkv": QKV.reshape(6, -1, 64)},
+        r"qkv: must be \[T, \(Hq \+ 4\)·64\] for this cache, Hq a multiple of 2 \(got sh",
+    ),
+    ({"qkv": QKV[:, : 4 * 64].copy()}, r"qkv: must be \[T, \(Hq \+ 4\)·64\] for this cache.*\(got shape \[6, 256\]\)"),
+    ({"qkv": QKV[:, 64:].copy()}, r"qkv: must be \[T, .*Hq a multiple of 2 \(got shape \[6, 576\]\)"),
+    ({"qkv": QKV.astype(np.float32)}, r"qkv: dtype float16 or bfloat16 \(got float32\)"),
+    ({"qkv": NAN}, r"rope_append_kv4: k: must be finite in float32 \(got k\[\d, 0, \d+\] is nan\)"),
+    ({"cache": QKV}, r"cache: must be a KVCache \(got ndarray\)"),
+    ({"slots": PROBLEM.of.slots[:5]}, r"slots: shape \[6\] \(got \[5\]\)"),
+    ({"slots": twice(PROBLEM.of.slots)}, r"slots: must be distinct \(got slots\[1\]"),
+    ({"rope": None}, r"rope: must be \(cos, sin\) or \(cos, sin, positions\) \(got None\)"),
+    ({"rope": (ROPE[0][:4], ROPE[1][:4])}, r"rope cos: must have 6 rows or more, one for each token \(got 4\)"),
+    ({"rope": (*ROPE[:2], ROPE[2].astype(np.int64))}, r"rope positions: dtype int32 \(got int64\)"),
+    ({"rope": (*ROPE[:2], None)}, r"rope positions: must be an array \(got None\)"),
+    ({"out": np.zeros((6, 5, 64), np.float16)}, r"out: shape \[6, 6, 64\] \(got \[6, 5, 64\]\)"),
+    ({"out": np.zeros((6, 6, 64), np.float32)}, r"out: dtype float16 \(got float32\)"),
+    ({"keys": np.zeros((6, 3, 64), np.float16)}, r"keys: shape \[6, 2, 64\] \(got \[6, 3, 64\]\)"),
+    (
+        {"keys": QKV.reshape(-1)[: 6 * 128].reshape(6, 2, 64)},
+        r"keys: must not share memory with qkv \(got some of it\)",
+    ),
+    ({"check": 1}, r"check: must be True or False \(got 1\)"),
+    ({"programmatic": 0}, r"programmatic: must be True or False \(got 0\)"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
+def test_bad_input_is_refused_by_name_and_nothing_is_written(change: dict[str, Any], message: str) -> None:
+    cache, before = PROBLEM.of.cache, PROBLEM.of.cache.pool.copy()
+    given = {"qkv": QKV, "cache": cache, "slots": PROBLEM.of.slots, "rope": ROPE, "backend": "emulator", **change}
+    with pytest.raises(ArgumentError, match=message) as raised:
+        ptxlab.rope_append_kv4(**given)
+    assert "\n" not in str(raised.value) and np.array_equal(cache.pool, before)
+
+
+@pytest.mark.gpu
+@ON_GPU
+@pytest.mark.parametrize("programmatic", [False, True])
+def test_a_graph_is_replayed_on_other_rows(cupy: Any, programmatic: bool) -> None:
+    """With a kernel before it that makes qkv, for which a programmatic launch has to wait."""
+    problem = fused(64, 8, 4, 128, size=64)
+    cache = replace(problem.of.cache, **{n: cupy.asarray(getattr(problem.of.cache, n)) for n in
+                                         ("pool", "block_table", "lengths")})  # fmt: skip
+    source, qkv, slots = map(cupy.asarray, (problem.qkv, problem.qkv, problem.of.slots))
+    rope = tuple(map(cupy.asarray, problem.of.rope))
+    out, keys = (cupy.empty(x.shape, cupy.float16) for x in (problem.q, problem.of.k))
+
+    def layer() -> None:
+        cupy.multiply(source, 1, out=qkv)
+        ptxlab.rope_append_kv4(qkv, cache, slots, rope=rope, out=out, keys=keys, programmatic=programmatic)
+
+    layer()
+    graph = gpu.capture([layer])
+    for _ in range(20):
+        other = fused(64, 8, 4, 128, size=64)
+        new = replace(problem, q=other.q, of=replace(problem.of, k=other.of.k, v=other.of.v))
+        source[...], cache.pool[...] = cupy.asarray(new.qkv), cupy.asarray(problem.of.cache.pool)
+        cupy.cuda.Device().synchronize()
+        graph.replay()
+        graph.synchronize()
+        found = np.concatenate([out.get(), keys.get()], axis=1)
+        assert np.array_equal(found, new.wanted) and np.array_equal(cache.pool.get(), new.of.wanted)

@@ -1,0 +1,204 @@
+"""W4Ax: blocks of INT4 and INT8 activations, equal to the reference bit for bit, whatever the tile and its SM."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ptxlab import emulator, toolchain
+from ptxlab.hardware.fragments import mma_a
+from ptxlab.lowbit import kernels, layout
+from ptxlab.lowbit.kernels.gemm import strips_tiles
+from ptxlab.lowbit.kernels.gemm.w4a4 import TILES
+from ptxlab.lowbit.kernels.gemm.w4a4_tiles import W4AX, GroupTile, choose
+from ptxlab.lowbit.kernels.gemm.w4ax import COMET, NAIVE, REMAP, SM90, SPECS, gemm_blocks
+from ptxlab.lowbit.layout import atom
+from ptxlab.lowbit.quant import BlockRows
+from ptxlab.runtime import run_spec
+from ptxlab.spec import KernelSpec
+from tests.support import gemm_checks as checks
+from tests.support import strategies
+from tests.support.axes import on_every_backend
+
+Q4, Q8 = strategies.near_edges((-8, -7, 0, 7), -8, 7), strategies.near_edges((-128, -127, 0, 127), -128, 127)
+SCALES = st.sampled_from((2.0**-24, 2.0**-14, 1.0, 60000.0)) | st.floats(2.0**-14, 2.0, width=16)
+
+
+SM80 = (NAIVE, REMAP, COMET)
+every = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+CHOSEN = [(NAIVE, 33), (NAIVE, 130), (REMAP, 33), (COMET, 130), (SM90, 33), (SM90, 130)]
+TINY_TILES = (
+    {"BM": 8, "WN": 1, "TOGETHER": 2, "STAGES": 3},
+    {"BM": 32, "WN": 2, "TOGETHER": 1, "STAGES": 2},
+    {"BM": 16, "WN": 4, "TOGETHER": 4, "STAGES": 4},
+)
+TILES_OF = {
+    **dict.fromkeys((REMAP.name, COMET.name), ({"BN": 64, "BM": 32, "WM": 1, "STAGES": 3},)),
+    NAIVE.name: tuple(tile._asdict() | {"STAGES": 3} for tile in TILES.values()),
+    SM90.name: TINY_TILES,
+}
+
+
+def output(spec: KernelSpec, logical: dict[str, Any], backend: str, config: Any = None, **options: Any) -> np.ndarray:
+    """Y, after the emulator's checks; `config` over the constants that are chosen."""
+    sizes = sizes_of(spec, **logical)
+    config = {**spec.config_for(sizes), **(config or {})}
+    return checks.output(spec, spec.pack(logical), backend, config=config, sizes=sizes, **options)
+
+
+def sizes_of(spec: KernelSpec, x: BlockRows, w: BlockRows, blocks: int = 0, **_: Any) -> dict[str, int]:
+    sizes = {"M": len(x.q), "N": len(w.q), "K4": x.channels4, "K8": 128 * x.int8, "blocks": blocks}
+    return {name: size for name, size in sizes.items() if name in spec.symbols}
+
+
+def shared_by(spec: KernelSpec, logical: dict[str, Any], blocks: int) -> dict[str, Any]:
+    """The problem, and of a kernel whose blocks share tiles how many there are."""
+    return {**logical, "blocks": blocks} if "blocks" in spec.symbols else logical
+
+
+@st.composite
+def problems(draw: st.DrawFn, tokens: int = 40, rows: int = 72, blocks: int = 3) -> dict[str, Any]:
+    """Integers at their limits, scales at FP16's; blocks of one kind or of both."""
+    M, N, blocks = draw(st.integers(1, tokens)), 8 * draw(st.integers(1, rows // 8)), draw(st.integers(1, blocks))
+    int8 = draw(st.integers(0, blocks))
+    four, eight = ((R, 128 * count) for R, count in ((M, blocks - int8), (M, int8)))
+    q = [draw(strategies.filled(np.int8, shape, of)) for shape, of in ((four, Q4), (eight, Q8))]
+    w = draw(strategies.filled(np.int8, (N, 128 * blocks), Q4))
+    scales = [draw(hnp.arrays(np.float16, (R, blocks), elements=SCALES, fill=SCALES)) for R in (M, N)]
+    return {"x": BlockRows(np.concatenate(q, axis=1), scales[0], int8), "w": BlockRows(w, scales[1])}
+
+
+@pytest.mark.share(4)
+@every
+@given(logical=problems(), mode=st.sampled_from(emulator.MODES), sms=st.integers(1, 7), data=st.data())
+@settings(max_examples=6)
+def test_any_problem_is_exact_in_the_emulator(
+    spec: KernelSpec, logical: dict[str, Any], mode: str, sms: int, data: st.DataObject
+) -> None:
+    """On few SMs a block has many tiles, and the ring goes on from one to the next."""
+    tile = data.draw(st.sampled_from(TILES_OF[spec.name]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strips_tiles, "SMS", sms)
+        y = output(spec, shared_by(spec, logical, sms), "emulator", tile, mode=mode)
+    assert np.array_equal(y.view(np.uint32), gemm_blocks(**logical).view(np.uint32))
+
+
+@pytest.mark.gpu
+@every
+@given(logical=problems(tokens=300, rows=320, blocks=8), blocks=st.integers(1, 200))
+def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, logical: dict[str, Any], blocks: int) -> None:
+    given = shared_by(spec, logical, blocks)
+    checks.exact_twice(lambda: output(spec, given, "gpu"), gemm_blocks(**logical))
+
+
+@pytest.mark.share(8)
+@on_every_backend
+@pytest.mark.parametrize(("spec", "M"), CHOSEN, ids=lambda value: getattr(value, "name", value))
+def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
+    """With M and N that leave the last tile ragged, more blocks than the ring has slots, of both kinds."""
+    logical = NAIVE.example(np.random.default_rng(M), M=M, N=136, K4=384, K8=256)
+    right = gemm_blocks(logical["w"], logical["x"]) + logical["bias"]
+    for variant, dtype in checks.OUTPUTS[: 3 if spec is NAIVE and M == 33 else 1]:
+        y = output(spec, shared_by(spec, logical, 3), backend, {"OUT": variant})
+        assert np.array_equal(y.view(f"u{y.itemsize}"), right.astype(dtype).view(f"u{y.itemsize}"))
+
+
+@pytest.mark.share(4)
+@on_every_backend
+@pytest.mark.parametrize("tile", W4AX.costs, ids=lambda tile: "-".join(map(str, tile)))
+def test_every_tile_for_hopper_is_exact(tile: GroupTile, backend: str) -> None:
+    """Two tiles of fewer tokens than they have room for, the last rows missing, more blocks than slots."""
+    logical = SM90.example(np.random.default_rng(tile.BM), M=tile.BM + 10, N=136, K4=384, K8=256)
+    y = output(SM90, logical, backend, {**tile._asdict(), "STAGES": max(3, tile.TOGETHER)})
+    assert np.array_equal(y, gemm_blocks(**logical))
+
+
+@on_every_backend
+@every
+@pytest.mark.parametrize("int8", [0, 2])
+def test_rows_at_the_ends(spec: KernelSpec, int8: int, backend: str) -> None:
+    """Blocks of zeros, -8 and 7 by -8, 7, -128 and 127 throughout; all blocks of one kind."""
+    rng = np.random.default_rng(int8)
+    x, w = (
+        rng.choice(ends, (R, 256)).astype(np.int8) for ends, R in (((-128, 127) if int8 else (-8, 7), 5), ((-8, 7), 16))
+    )
+    x[:, 128:], w[3] = 0, 0
+    logical = {
+        "x": BlockRows(x, np.ones((5, 2), np.float16), int8),
+        "w": BlockRows(w, np.full((16, 2), 0.5, np.float16)),
+    }
+    y = output(spec, shared_by(spec, logical, 2), backend)
+    assert np.array_equal(y, x.astype(np.float32) @ w.T.astype(np.float32) / 2)
+    assert not y[:, 3].any() and y[:, :3].all()
+
+
+@on_every_backend
+@pytest.mark.parametrize("spec", (REMAP, COMET), ids=lambda spec: spec.name)
+def test_a_launch_leaves_its_counters_to_the_next(spec: KernelSpec, backend: str) -> None:
+    """Zeros, in the caller's array, with what is in `sums` still there."""
+    sizes = {"M": 40, "N": 72, "K4": 128, "K8": 128, "blocks": 3}
+    logical = spec.example(np.random.default_rng(0), **sizes)
+    inputs = spec.pack(logical)
+    counted = inputs.pop("counted")
+    for _ in range(2):
+        given = {**inputs, "counted": counted}
+        outcome = run_spec(spec, kernels.find(spec.name)[1][0], given, sizes=sizes, backend=backend)
+        assert np.array_equal(outcome.outputs["y"], spec.reference(**logical)[0])
+        counted = outcome.outputs["counted"]
+        assert not counted.any()
+
+
+def test_what_a_lane_loads_for_int8() -> None:
+    """Sixteen times its weights by an AND, or a shift and the same AND, of the words that ldmatrix brings."""
+    w = BlockRows(np.random.default_rng(0).integers(-8, 8, (16, 256), np.int8), np.ones((16, 2), np.float16))
+    rows = atom.pack_comet_rows(w, 1)
+    np.testing.assert_array_equal(layout.unpack_pairs(rows[:, :64]), w.q[:, :128])
+    mask = np.uint32(0xF0F0F0F0)
+    for step in range(4):
+        words = np.ascontiguousarray(rows[:, 64 + 16 * step : 80 + 16 * step]).view(np.uint32)  # [row, lane of four]
+        top, below = words[:8].reshape(32), words[8:].reshape(32)
+        shifted = (top << np.uint32(4), below << np.uint32(4))
+        registers = np.stack([top, below, *shifted], axis=-1) & mask
+        k = 128 + 32 * step
+        np.testing.assert_array_equal(mma_a(32).gather(registers, np.int8), 16 * w.q[:, k : k + 32])
+
+
+@pytest.mark.share(3)
+@pytest.mark.parametrize("spec", SM80, ids=lambda spec: spec.name)
+def test_no_tile_spills(spec: KernelSpec) -> None:
+    source = kernels.find(spec.name)[1][0]
+    for tokens in (*TILES, 999):
+        config = spec.config_for({"M": tokens, "N": 999}) | {"OUT": 0}
+        resources = toolchain.compile_cuda(source, spec.arch, defines=config).resources[spec.name]
+        assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0), config
+        sizes = {"M": 999, "N": 999, "blocks": 1, **config}
+        assert spec.launch(sizes).shared_bytes <= 99 * 1024, "what every architecture from sm_80 on has"
+
+
+@pytest.mark.share(4)
+@pytest.mark.parametrize("tile", W4AX.costs, ids=lambda tile: "-".join(map(str, tile)))
+def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(tile: GroupTile) -> None:
+    sizes = {"M": 128, "N": 4096, "K4": 3328, "K8": 768}
+    config = {**choose(W4AX._replace(costs={tile: W4AX.costs[tile]}), sizes, 4096), "OUT": 0}
+    checks.built_as_meant(SM90, config, sizes)
+    assert config["STAGES"] >= 6 and SM90.launch({**sizes, **config}).shared_bytes <= strips_tiles.ROOM
+
+
+def test_pairs_are_unpacked_without_bank_conflicts() -> None:
+    sizes = {"M": 16, "N": 16, "K4": 128, "K8": 0}
+    inputs = SM90.pack(SM90.example(np.random.default_rng(0), **sizes))
+    source = kernels.find(SM90.name)[1][0]
+    how: dict[str, Any] = {"config": TINY_TILES[1] | {"OUT": 2}, "backend": "emulator", "count_banks": True}
+    seen = [each for each in run_spec(SM90, source, inputs, sizes=sizes, **how).shared if "v4" in each.text]
+    assert {each.store for each in seen} == {False, True} and not any(each.conflicts for each in seen)
+
+
+def test_how_pairs_are_unpacked() -> None:
+    """Of 16 bytes the low nibbles lie before the high ones, and each counts 16 times."""
+    q = np.random.default_rng(0).integers(-8, 8, (3, 128), np.int8)
+    pairs = atom.join_blocks(BlockRows(q, np.ones((3, 1), np.float16))).reshape(3, 4, 16)
+    unpacked = np.concatenate([pairs << np.uint8(4), pairs & np.uint8(0xF0)], axis=2)
+    np.testing.assert_array_equal(unpacked.reshape(3, 128).view(np.int8), 16 * atom.unpacked_pairs(q))

@@ -1,0 +1,101 @@
+"""COMET's kernels work on the very tiles of the simulated schedules: the same SM, the same order, the same pieces."""
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import emulator
+from ptxlab.emulator.core.lanes import indices_of
+from ptxlab.emulator.core.watcher import Watcher
+from ptxlab.lowbit.cost.schedule import PIECES, Costs, Tile, TileWork, decomposed, grid, makespan, remapped
+from ptxlab.lowbit.kernels.gemm.w4ax import COMET, REMAP
+from ptxlab.spec import KernelSpec
+from tests.support import gemm_checks as checks
+
+TILE = {"BN": 64, "BM": 32, "WM": 1, "STAGES": 3}
+Turn = tuple[Tile, frozenset[int]]  # a tile and its pieces that an SM works on, one after the other
+# Parts of Y along M and N, INT4 and INT8 blocks of channels, SMs, INT4 tiles in the time of an INT8 tile.
+PROBLEMS = [
+    (2, 3, 2, 1, 4, 2),  # the 18 tiles and four SMs of the paper's figure
+    (1, 3, 3, 1, 5, 2),  # a last round of INT8 tiles that is not full, and INT4 tiles beyond it
+    (1, 2, 4, 1, 3, 3),
+    (1, 1, 1, 0, 6, 2),  # one tile for six SMs
+    (1, 1, 7, 0, 5, 2),  # two tiles too many, of which five SMs have five or four quarters
+    (1, 5, 1, 0, 6, 2),  # one SM idle
+    (1, 7, 0, 1, 5, 2),  # INT8 alone
+    (1, 2, 1, 1, 7, 2),  # INT4 tiles that do not fill the round of INT8 tiles
+    (2, 2, 1, 1, 1, 2),
+]
+
+
+class SumStores(Watcher):
+    """Who stores which of the sums [M, blocks, N], in time: (SM, token, block, n)."""
+
+    ARGUMENT = "argument 8 "
+
+    def __init__(self, machine: Any, shape: tuple[int, int, int]) -> None:
+        self.stride, self.shape = machine.launch.stride, shape
+        self.region = next(r for r in machine.launch.memory.regions if r.name.startswith(self.ARGUMENT))
+        self.seen: list[tuple[int, ...]] = []
+
+    def store(self, access: Any, lanes: Any, offsets: np.ndarray, values: np.ndarray) -> None:
+        """Those to the sums."""
+        if access.space == "global" and self.region.start <= offsets[0] < self.region.end:
+            places = np.unravel_index((offsets - self.region.start) // 4, self.shape)
+            self.seen += zip(indices_of(lanes) // self.stride, *places, strict=True)
+
+
+def emulated(spec: KernelSpec, problem: tuple[int, ...]) -> list[list[Turn]]:
+    """What every SM works on, in its order, and that the result is right."""
+    parts_m, parts_n, int4, int8, sms, ratio = problem
+    sizes = {"M": parts_m * TILE["BM"], "N": parts_n * TILE["BN"], "K4": 128 * int4, "K8": 128 * int8, "blocks": sms}
+    assert spec.args[8].name == "sums"
+    logical = spec.example(np.random.default_rng(0), **sizes)
+    watchers: list[SumStores] = []
+
+    def attach(machine: Any) -> list[Watcher]:
+        watchers.append(SumStores(machine, (sizes["M"], int4 + int8, sizes["N"])))
+        return [watchers[-1]]
+
+    config = spec.config_for(sizes) | TILE | {"RATIO": ratio}
+    with emulator.watched(attach):
+        y = checks.output(spec, spec.pack(logical), "emulator", config=config, sizes=sizes)
+    assert np.array_equal(y, spec.reference(**logical)[0])
+    (watcher,) = watchers
+    turns: list[list[tuple[Tile, int]]] = [[] for _ in range(sms)]
+    for sm, token, block, n in watcher.seen:
+        (m, below), (column, right) = divmod(token, TILE["BM"]), divmod(n, TILE["BN"])
+        piece = below // (TILE["BM"] // 2) * 2 + right // (TILE["BN"] // 2)
+        turns[sm].append((Tile(int(m), int(column), int(block), block >= int4), int(piece)))
+    return [list(joined(turn)) for turn in turns]
+
+
+def joined(pieces: list[tuple[Tile, int]]) -> Iterator[Turn]:
+    """Pieces of one tile that follow each other."""
+    for tile, group in groupby(pieces, key=lambda each: each[0]):
+        yield tile, frozenset(piece for _, piece in group)
+
+
+def simulated(works: list[TileWork], sms: int) -> list[list[Turn]]:
+    """The same of a schedule."""
+    return [list(joined([(w.tile, piece) for w in works if w.sm == sm for piece in w.pieces])) for sm in range(sms)]
+
+
+@pytest.mark.share(5)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_the_kernels_tiles_are_those_of_the_simulated_schedules(problem: tuple[int, ...]) -> None:
+    """Nothing is cut where INT4 tiles do not fill the last round of INT8 tiles: that schedule is the remapped one."""
+    parts_m, parts_n, int4, int8, sms, ratio = problem
+    costs = Costs(int4=1, int8=ratio)
+    tiles = grid(128 * parts_m, 128 * parts_n, 128 * (int4 + int8), frozenset(range(int4, int4 + int8)))
+    assert emulated(REMAP, problem) == simulated(remapped(tiles, sms, costs), sms)
+    early = -sum(tile.int8 for tile in tiles) % sms
+    short = 0 < sum(not tile.int8 for tile in tiles) < ratio * early
+    expected = remapped(tiles, sms, costs) if short else decomposed(tiles, sms, costs)
+    found = emulated(COMET, problem)
+    assert found == simulated(expected, sms)
+    times = [sum(costs.of(tile) * len(pieces) / PIECES for tile, pieces in turns) for turns in found]
+    assert max(times) == makespan(expected)

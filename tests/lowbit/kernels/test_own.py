@@ -1,0 +1,17 @@
+"""Specs of somebody's own, with their sources beside them."""
+
+from pathlib import Path
+
+from ptxlab import sources
+from ptxlab.lowbit import kernels
+
+
+def test_a_source_that_changed_is_read_again(tmp_path: Path) -> None:
+    """In one process, such as a notebook's: the `.py` is as before, and the `.ptx` beside it is not."""
+    spec, ptx = tmp_path / "mine.py", tmp_path / "dequant_lqq.ptx"
+    spec.write_text("from ptxlab.lowbit.kernels.dequant import SPECS\n\nMINE = SPECS[0]\n")
+    first = sources.of_kernel("dequant_lqq")[0].text
+    for text in (first, first + "// changed\n"):
+        ptx.write_text(text)
+        ((found, (source,), entry),) = kernels.resolve_all(str(spec))
+        assert found is not None and found.name == entry == "dequant_lqq" and source.text == text

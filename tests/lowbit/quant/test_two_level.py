@@ -1,0 +1,170 @@
+"""QoQ and LQQ weights end to end: float matrix in, integers within their bounds, float matrix back."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from ptxlab.lowbit import reference
+from ptxlab.lowbit.quant import (
+    lqq_groups,
+    qoq_groups,
+    quantize_level1,
+    quantize_lqq,
+    quantize_qoq,
+    quantize_qoq_channel,
+)
+from tests.support import strategies
+
+ROUNDINGS = ("nearest", "ceiling", "search")
+QUANTISERS = {"qoq": quantize_qoq, **{f"lqq {r}": partial(quantize_lqq, rounding=r) for r in ROUNDINGS}}
+every_scheme = pytest.mark.parametrize("quantise", QUANTISERS.values(), ids=QUANTISERS.keys())
+
+
+def by_group(per_group, K):
+    return np.repeat(per_group.astype(np.int32), K // per_group.shape[1], axis=1)
+
+
+@every_scheme
+@given(case=strategies.weight_groups())
+def test_integers_at_range_119(quantise, case):
+    weight = quantise(case.w, group=case.group)
+    N, K = case.w.shape
+    assert weight.shape == (N, K) and weight.group == case.group and weight.protective_range == 119
+    assert weight.q4.dtype == np.uint8 and weight.q4.max() <= 15
+    assert weight.group_scale.dtype == np.uint8 and weight.group_scale.shape == (N, K // case.group)
+    assert weight.group_scale.min() >= 1 and weight.group_scale.max() <= 16
+    assert (weight.q4 * by_group(weight.group_scale, K)).max() <= 240
+    assert not weight.overflows().any()
+    np.testing.assert_array_equal(weight.level1(), weight.exact_level1())
+    exact = weight.exact_level1().astype(np.float32) * weight.channel_scale[:, None]
+    np.testing.assert_array_equal(weight.dequantize(), exact, strict=True)
+
+
+# In level-1 steps, by group scale: half of it for rounding, and what clipping an end of the group may cost. The search
+# has no bound per weight: it may give one up for the others (see `test_search_is_the_best_of_all_scales`).
+ERROR_BOUNDS = {
+    "qoq": lambda scale: scale / 2 + 7,
+    "lqq nearest": lambda scale: np.maximum(scale / 2, 7),
+    "lqq ceiling": lambda scale: scale / 2,
+}
+
+
+@pytest.mark.parametrize("scheme", ERROR_BOUNDS)
+@given(case=strategies.weight_groups())
+def test_error_bound(scheme, case):
+    weight = QUANTISERS[scheme](case.w, group=case.group)
+    steps = np.abs(case.w - weight.dequantize()) / weight.channel_scale[:, None]
+    assert (steps <= np.repeat(ERROR_BOUNDS[scheme](weight.group_scale), case.group, axis=1)).all()
+
+
+@given(case=strategies.weight_groups())
+def test_fields_of_qoq(case):
+    weight = quantize_qoq(case.w, case.group)
+    assert weight.zero.dtype == np.uint8 and weight.zero.max() <= 15
+    assert weight.offset.dtype == np.int8
+    np.testing.assert_array_equal(weight.offset, -(weight.zero.astype(int) * weight.group_scale))
+    zeros = case.w == 0
+    assert (weight.dequantize()[zeros] == 0).all()  # an integer zero point keeps zero exact
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@given(case=strategies.weight_groups())
+def test_fields_of_lqq(rounding, case):
+    weight = quantize_lqq(case.w, case.group, rounding=rounding)
+    groups = case.q8.reshape(len(case.q8), -1, case.group)
+    np.testing.assert_array_equal(weight.minimum, groups.min(axis=2), strict=True)
+    assert weight.offset.dtype == np.uint8
+    np.testing.assert_array_equal(weight.offset, weight.minimum.astype(int) + 128)
+    assert weight.offset.min() >= 9 and weight.offset.max() <= 247
+    K = case.w.shape[1]
+    lanes = weight.q4 * by_group(weight.group_scale, K) + by_group(weight.offset, K)
+    assert lanes.min() >= 9 and lanes.max() <= 255
+    smallest = case.q8 == np.repeat(weight.minimum, case.group, axis=1)
+    assert (weight.q4[smallest] == 0).all()
+
+
+@given(case=strategies.integer_groups())
+def test_search_is_the_best_of_all_scales(case):
+    groups = case.q8.reshape(len(case.q8), -1, case.group).astype(int)
+    shifted = groups - groups.min(axis=2, keepdims=True)
+    errors = []
+    for scale in range(1, 17):
+        q4 = np.rint(shifted / scale).clip(0, 15)
+        errors.append(((q4 * scale - shifted) ** 2).sum(axis=2))
+    _, scale, _ = lqq_groups(case.q8, case.group, "search")
+    np.testing.assert_array_equal(scale, np.argmin(errors, axis=0) + 1)
+
+
+@given(case=strategies.integer_groups(-127, 127))
+def test_beyond_the_protective_range(case):
+    """What overflows is reported, and reaches no other word: words without overflow are exact."""
+    scale = np.ones(len(case.q8), np.float32)
+    w = case.q8 * scale[:, None]
+    w[:, 0] = 127
+    for weight in (quantize_qoq(w, case.group, 127), quantize_lqq(w, case.group, 127)):
+        exact = weight.exact_level1()
+        overflows = (exact < -128) | (exact > 127)
+        by_group = overflows.reshape(len(w), -1, case.group).any(axis=2)
+        np.testing.assert_array_equal(weight.overflows(), by_group)
+        quiet = np.repeat(~overflows.reshape(len(w), -1, 4).any(axis=2), 4, axis=1)
+        np.testing.assert_array_equal(weight.level1()[quiet], exact[quiet])
+        np.testing.assert_array_equal(weight.dequantize(), weight.level1().astype(np.float32))
+
+
+def test_overflow_shows_in_the_dequantised_weights():
+    w = np.zeros((1, 128), np.float32)
+    w[0, :2] = -113, 120
+    weight = quantize_qoq(w, protective_range=120)
+    assert weight.overflows().sum() == 1 and weight.exact_level1()[0, 1] == 128
+    assert weight.dequantize()[0, 1] == -128
+
+
+@every_scheme
+def test_groups_of_equal_values(quantise):
+    w = np.repeat(np.array([[0, -119, 119, 1]], np.float32), 64, axis=1)
+    weight = quantise(w, group=64)
+    assert weight.group_scale[0, 0] == 1 and (weight.q4[0, :64] == weight.q4[0, 0]).all()
+    if isinstance(quantise, partial):  # LQQ keeps a constant group exactly, QoQ only as well as a range from 0 allows
+        np.testing.assert_array_equal(weight.dequantize(), w)
+    else:
+        np.testing.assert_array_equal(weight.dequantize()[0, ::64], [0, -120, 120, 1])
+
+
+def test_one_sided_groups_are_lqqs_advantage():
+    w = np.linspace(100, 119, 128, dtype=np.float32)[None]
+    qoq, lqq = quantize_qoq(w), quantize_lqq(w, group=128)
+    assert qoq.zero.tolist() == [[0]] and qoq.group_scale.tolist() == [[8]]
+    assert lqq.minimum.tolist() == [[100]] and lqq.group_scale.tolist() == [[1]]
+
+
+def test_group_sizes_are_independent_along_k():
+    w = np.random.default_rng(0).standard_normal((2, 256)).astype(np.float32)
+    q8 = quantize_level1(w).q8
+    for group in (32, 64, 128):
+        whole, half = qoq_groups(q8, group), qoq_groups(q8[:, 128:].copy(), group)
+        for a, b in zip(whole, half, strict=True):
+            np.testing.assert_array_equal(a[:, a.shape[1] // 2 :], b)
+
+
+def test_channel_form_rounds_and_clamps():
+    weight = quantize_qoq_channel(np.array([[-1.5, 13.5, 0.5, 2.6, 0]], np.float32))
+    assert (weight.scale, weight.zero) == (1, 2)
+    assert weight.q4.tolist() == [[0, 15, 2, 5, 2]]  # 13.5 and the zero point both round up: 16, clamped
+
+
+def test_channel_form():
+    w = np.random.default_rng(0).standard_normal((5, 48)).astype(np.float32)
+    w[1], w[2], w[3] = 0, np.abs(w[2]) + 1, -np.abs(w[3])
+    weight = quantize_qoq_channel(w)
+    assert (weight.q4.dtype, weight.zero.dtype, weight.scale.dtype) == (np.uint8, np.uint8, np.float32)
+    assert weight.q4.max() == 15 and weight.zero[2] == 0 and weight.zero[3] == 15
+    extent = np.maximum(w.max(axis=1), 0) - np.minimum(w.min(axis=1), 0)
+    np.testing.assert_array_equal(weight.scale, np.where(extent == 0, np.float32(1), extent / np.float32(15)))
+    error = np.abs(weight.dequantize() - w)
+    assert (error <= weight.scale[:, None] * (1 + 1e-5)).all()  # half a step, and half for the rounded zero point
+    np.testing.assert_array_equal(
+        weight.dequantize(),
+        reference.scale_rows(weight.q4.astype(np.int32) - weight.zero[:, None].astype(np.int32), weight.scale),
+    )
