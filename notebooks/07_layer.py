@@ -15,7 +15,7 @@
 # # A decoder layer, built from a config and taken apart
 #
 # A model does more than products and attention: RMSNorm, the rotary embedding, SiLU, and quantisation before every
-# product. `ptxlab.model.decode_layer` puts the kernels of this project together to one layer, as a chain of ten
+# product. `ptxlab.llm.model.decode_layer` puts the kernels of this project together to one layer, as a chain of ten
 # launches (QServe, Fig. 11). This notebook builds a tiny layer, runs it in the emulator, looks at what every launch
 # reads and writes, removes a wait, and then asks where the bytes of LLaMA-2-7B and 70B go.
 #
@@ -28,10 +28,10 @@ import numpy as np
 from IPython.display import Markdown
 
 from ptxlab import KVCache, emulator, runtime
+from ptxlab.llm.model import Config, LayerBuffers, LayerInputs, LayerWeights, decode_layer
+from ptxlab.llm.model.reference import compare, in_float64
 from ptxlab.lowbit import cost, quant
 from ptxlab.lowbit.layout import buffer_shapes, page_bytes, scatter
-from ptxlab.model import Config, LayerBuffers, LayerInputs, LayerWeights, decode_layer
-from ptxlab.model.reference import compare, in_float64
 
 
 def table(header, rows):

@@ -29,13 +29,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Markdown
 
+from ptxlab.llm.checkpoints.open import dequantized
+from ptxlab.llm.model import NumpyRunner, QuantizedModel, generate, open_model, open_text, tokens_of
+from ptxlab.llm.model.floats import negative_log_likelihood
+from ptxlab.llm.model.numerics import FakeQuantized
+from ptxlab.llm.recipe import Recipe
+from ptxlab.llm.recipe.calibrate import quantize_layer
 from ptxlab.lowbit.layout import unpack
-from ptxlab.model import NumpyRunner, QuantizedModel, generate, open_model, open_text, tokens_of
-from ptxlab.model.floats import negative_log_likelihood
-from ptxlab.model.open import dequantized
-from ptxlab.quant.numerics import FakeQuantized
-from ptxlab.quant.recipe import Recipe
-from ptxlab.weights.calibrate import quantize_layer
 
 model, tokenizer = open_model("smollm2")
 model = replace(model, layers=list(model.layers))  # read once; they fit

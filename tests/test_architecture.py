@@ -92,11 +92,9 @@ def test_torch_is_imported_by_peers_and_for_prompts_alone() -> None:
 def test_nothing_imports_the_room_of_torch() -> None:
     """But the command that benches it, when it is asked to."""
     asking = {name for name, path in MODULES.items() if room(name + ".") != "torch"
-              if any(each.startswith("ptxlab.torch") for each in imported(path))}  # fmt: skip
+              if any(each.startswith("ptxlab.llm.torch") for each in imported(path))}  # fmt: skip
     assert asking == {"ptxlab.cli.bench"}
-    code = (
-        "import sys, ptxlab, ptxlab.public, ptxlab.model, ptxlab.bench, ptxlab.cli; assert 'torch' not in sys.modules"
-    )
+    code = "import sys, ptxlab, ptxlab.public, ptxlab.llm.model, ptxlab.bench, ptxlab.cli; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

@@ -9,9 +9,8 @@ import pytest
 import ptxlab
 from ptxlab.errors import ArgumentError, PtxlabError
 from ptxlab.hardware.tensor_map import TensorMap
-from ptxlab.lowbit import layout, quant
-from ptxlab.lowbit.kernels.gemm import gemm_f16, gemm_w8a8
-from ptxlab.model import (
+from ptxlab.llm.accuracy import parting
+from ptxlab.llm.model import (
     Config,
     FloatModel,
     Footprint,
@@ -22,8 +21,9 @@ from ptxlab.model import (
     Request,
     Server,
     decode_layer,
-    parting,
 )
+from ptxlab.lowbit import layout, quant
+from ptxlab.lowbit.kernels.gemm import gemm_f16, gemm_w8a8
 from tests.support.layers import TINY_MODEL, layer_problem
 
 W = np.random.default_rng(0).standard_normal((64, 256), dtype=np.float32)

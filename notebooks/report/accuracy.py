@@ -10,8 +10,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ptxlab.io.files import read_record
+from ptxlab.llm.accuracy.steps import SCHEMA
 from ptxlab.plot import BLUE, GREY, ORANGE, RED
-from ptxlab.weights.accuracy import SCHEMA
 from report import RESULTS
 from report.frames import MISSING, markdown
 from report.style import bare, title

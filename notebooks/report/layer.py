@@ -14,7 +14,7 @@ from ptxlab.bench.layer import DRAWN as TRACED_AT
 from ptxlab.bench.layer.ends import ALL as ENDS
 from ptxlab.bench.layer.ends import Ends
 from ptxlab.bench.record import Record, Row
-from ptxlab.model import Config
+from ptxlab.llm.model import Config
 from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED
 from report import frames
 from report.frames import MISSING, markdown, mean

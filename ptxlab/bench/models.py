@@ -31,14 +31,14 @@ from ptxlab.bench.layer.shapes import BATCHES, Work, rows_of
 from ptxlab.bench.peers_layer import MIXES, Job
 from ptxlab.bench.record import Row
 from ptxlab.errors import ArgumentError, BenchmarkError, UnavailableError
+from ptxlab.llm.model import Config, KernelRunner, LayerWeights, QuantizedModel, largest_batch
+from ptxlab.llm.model.kernel_runner import LMHead, require_torch
+from ptxlab.llm.model.memory import RESERVE
+from ptxlab.llm.model.runner import HEAD_ROWS
 from ptxlab.lowbit.bench.attention.problem import random_pages
 from ptxlab.lowbit.bench.shapes import GROUP, HEAD_DIM, PAGE
 from ptxlab.lowbit.layout import page_bytes
 from ptxlab.lowbit.quant import Level1Weight
-from ptxlab.model import Config, KernelRunner, LayerWeights, QuantizedModel, largest_batch
-from ptxlab.model.kernel_runner import LMHead, require_torch
-from ptxlab.model.memory import RESERVE
-from ptxlab.model.runner import HEAD_ROWS
 from ptxlab.runtime.timing import GEMM_REPLAYS, Clock, Measured, measure
 from ptxlab.spec.dtypes import stored
 

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 from ptxlab.bench import peers
 from ptxlab.bench.layer.shapes import LENGTH, batch_of
 from ptxlab.errors import BenchmarkError
+from ptxlab.llm.model import Config
 from ptxlab.lowbit.bench.shapes import HEAD_DIM, PAGE
-from ptxlab.model import Config
 from ptxlab.runtime.timing import GEMM_REPLAYS, copies_beyond_l2, measure
 
 EPS = 1e-5

@@ -6,25 +6,10 @@ import typer
 from rich.markup import escape
 
 from ptxlab import __version__
-from ptxlab.cli import (
-    accuracy,
-    bench,
-    debug,
-    generate,
-    imports,
-    init,
-    perplexity,
-    profile,
-    prove,
-    quantize,
-    run,
-    sanitize,
-    sass,
-    timeline,
-    weights,
-)
+from ptxlab.cli import bench, debug, init, profile, prove, run, sanitize, sass, timeline, weights
 from ptxlab.cli.common import BAD_INPUT, FAILED, UsageError, notes
 from ptxlab.errors import EmulationError, PtxlabError, UnknownInstruction, VerificationError
+from ptxlab.llm.cli import accuracy, generate, imports, perplexity, quantize
 from ptxlab.lowbit.cli import cost, stalls, sweep
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -38,7 +38,7 @@ def bench(
     if picture is not None:
         plot.require_writable(picture)
     if suite == "torch":  # a room above `bench`
-        from ptxlab import torch
+        from ptxlab.llm import torch
 
         benches.SUITES[suite] = torch.bench.rows
     before = benches.load(against) if against else None

@@ -24,15 +24,15 @@ from ptxlab.cli.common import (
     require_counts,
     table,
 )
-from ptxlab.cli.models import opened_model, opened_text
 from ptxlab.io import downloads as shipped
 from ptxlab.io.files import require_folder, write_text
+from ptxlab.llm.accuracy import audit_inputs as inputs
+from ptxlab.llm.cli.models import opened_model, opened_text
+from ptxlab.llm.model import tokens_of
+from ptxlab.llm.recipe.calibrate import samples as drawn
 from ptxlab.lowbit import audit as audits
 from ptxlab.lowbit import demo as demos
 from ptxlab.lowbit.quant.fmpq import MOST_INT8
-from ptxlab.model import tokens_of
-from ptxlab.weights import audit_inputs as inputs
-from ptxlab.weights.calibrate import samples as drawn
 
 _INPUTS = "With atom or fmpq"
 SHOWN = 10  # tensors that `audit` lists without --all

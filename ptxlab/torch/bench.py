@@ -14,9 +14,9 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.models import random_model
 from ptxlab.bench.record import Row
 from ptxlab.errors import BenchmarkError
-from ptxlab.model import Config
-from ptxlab.torch import KV4Cache, W4A8Linear, attention_workspace, quantize_model
-from ptxlab.torch.operators import ALLOCATING
+from ptxlab.llm.model import Config
+from ptxlab.llm.torch import KV4Cache, W4A8Linear, attention_workspace, quantize_model
+from ptxlab.llm.torch.operators import ALLOCATING
 
 STEP, OURS = "generate", "W4A8KV4"
 MODEL, BATCHES = "LLaMA-2-7B", (1, 16, 64)

@@ -19,7 +19,7 @@ from ptxlab.bench.peers_layer import MixTime
 from ptxlab.bench.record import Row
 from ptxlab.bench.stored import stored_attention
 from ptxlab.errors import ArgumentError, BenchmarkError
-from ptxlab.model import Config, LayerWeights
+from ptxlab.llm.model import Config, LayerWeights
 from ptxlab.runtime.timing import Measured
 
 TINY = Config(hidden=128, ffn=128, heads=1, kv_heads=1, head_dim=128, layers=1, vocabulary=32, name="tiny")

@@ -18,10 +18,10 @@ from ptxlab.bench.layer import decoder
 from ptxlab.bench.peers_layer import MixTime
 from ptxlab.bench.record import Row
 from ptxlab.errors import ArgumentError, BenchmarkError, UnavailableError
+from ptxlab.llm.model import Config, KernelRunner, LayerWeights
+from ptxlab.llm.model.memory import layer_bytes
 from ptxlab.lowbit.bench.attention import problem as attention_problem
 from ptxlab.lowbit.layout import page_bytes
-from ptxlab.model import Config, KernelRunner, LayerWeights
-from ptxlab.model.memory import layer_bytes
 from tests.bench.conftest import _measure
 
 TINY = Config(hidden=128, ffn=128, heads=1, kv_heads=1, head_dim=128, layers=1, vocabulary=600, name="tiny")
@@ -93,7 +93,7 @@ def test_nothing_is_captured_while_qserves_rule_is_timed(here: pytest.MonkeyPatc
 def test_pytorch_attends_the_prompts_of_qserves_rule(here: pytest.MonkeyPatch) -> None:
     """Two at a time, in one call, before the clock starts too; and the row says so."""
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    from ptxlab.model import prompt_attention as attention
+    from ptxlab.llm.model import prompt_attention as attention
 
     runner, begun = models.KernelRunner(models.random_model(TINY), 3, 6, chunk=8, prompt_attention="torch"), []
     cut: list[list[int]] = []

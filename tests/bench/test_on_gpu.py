@@ -9,6 +9,7 @@ import pytest
 from ptxlab import bench, gpu
 from ptxlab.bench import copying, layer, peers, peers_layer
 from ptxlab.errors import BenchmarkError
+from ptxlab.llm.model import Config
 from ptxlab.lowbit import cost, kernels
 from ptxlab.lowbit.bench import attention, dequant, stream
 from ptxlab.lowbit.bench.attention import append, merge
@@ -17,7 +18,6 @@ from ptxlab.lowbit.bench.gemm import chain, grouped, headline, points, problem, 
 from ptxlab.lowbit.bench.shapes import EXPERTS, LAYERS, Batch, Layer, even
 from ptxlab.lowbit.kernels.attention.steps import STEPS, choose, why_not
 from ptxlab.lowbit.layout.packed_activations import ORDERS
-from ptxlab.model import Config
 from ptxlab.runtime.timing import measure
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timing]

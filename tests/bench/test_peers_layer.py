@@ -13,8 +13,8 @@ import pytest
 from ptxlab.bench import peers, peers_layer
 from ptxlab.bench.layer import shapes
 from ptxlab.errors import BenchmarkError
+from ptxlab.llm.model import Config
 from ptxlab.lowbit import reference
-from ptxlab.model import Config
 from ptxlab.runtime.timing import Measured
 
 # Not imported here: that takes seconds of every worker.

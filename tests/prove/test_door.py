@@ -9,13 +9,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from ptxlab.errors import ArgumentError, FileError
+from ptxlab.llm.checkpoints import convert
+from ptxlab.llm.checkpoints.imports import import_checkpoint
+from ptxlab.llm.model import Config, FloatModel
+from ptxlab.llm.recipe import RECIPES, quantize
 from ptxlab.lowbit import layout, quant
 from ptxlab.lowbit.audit import audit_file, audit_matrix
 from ptxlab.lowbit.quant.two_level import TwoLevelWeight
-from ptxlab.model import Config, FloatModel
-from ptxlab.quant.recipe import RECIPES
-from ptxlab.weights import convert, quantize
-from ptxlab.weights.imports import import_checkpoint
 from tests.support import foreign_files
 
 FLOATS = np.random.default_rng(0).standard_normal((64, 128), np.float32)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ptxlab.weights.accuracy import rows
+from ptxlab.llm.accuracy.steps import rows
 from report import accuracy, figures, frames, sections
 from tests.support import made_up
 

@@ -7,7 +7,7 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer.decoder import Alone
 from ptxlab.bench.layer.shapes import BATCHES, Work, rows_of
 from ptxlab.bench.record import Record, Row
-from ptxlab.model import Config, largest_batch
+from ptxlab.llm.model import Config, largest_batch
 from ptxlab.runtime.timing import Measured
 
 FRACTION = 0.8  # of the floor, at every batch

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.llm.model import NumpyRunner
+from ptxlab.llm.model.runner import Rows
 from ptxlab.lowbit import reference
-from ptxlab.model import NumpyRunner
-from ptxlab.model.runner import Rows
 from ptxlab.spec.dtypes import as_stored
 
 

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu
+from ptxlab.llm.model import NumpyRunner
+from ptxlab.llm.model.runner import Rows
 from ptxlab.lowbit.kernels.attention import exact
 from ptxlab.lowbit.kernels.attention.call import checked
 from ptxlab.lowbit.kernels.attention.steps import choose
-from ptxlab.model import NumpyRunner
-from ptxlab.model.runner import Rows
 from ptxlab.spec.dtypes import floats, stored
 
 

@@ -8,7 +8,7 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder, ends, fused, shapes
 from ptxlab.bench.peers_layer import MIXES, MixTime
 from ptxlab.bench.record import Record, Row
-from ptxlab.model import Config
+from ptxlab.llm.model import Config
 from ptxlab.runtime.timing import Measured
 from tests.support import made_up
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.llm.model import Config, LayerBuffers, LayerInputs, LayerWeights, decode_layer
 from ptxlab.lowbit import quant
 from ptxlab.lowbit.layout import KVCache, scatter
-from ptxlab.model import Config, LayerBuffers, LayerInputs, LayerWeights, decode_layer
 from ptxlab.spec.dtypes import stored
 
 TINY = Config(hidden=128, ffn=128, heads=2, kv_heads=1, head_dim=64, layers=1, vocabulary=100)

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.model import Parting, Request, Runner, Server, parting
+from ptxlab.llm.accuracy import parting
+from ptxlab.llm.model import Parting, Request, Runner, Server
 
 
 @dataclass

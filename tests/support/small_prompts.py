@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.model import Config, FloatModel, QuantizedModel
+from ptxlab.llm.model import Config, FloatModel, QuantizedModel
 from tests.support.layers import TINY_MODEL
 
 # SmolLM2-135M's layer, four of them, and a vocabulary of a few.

@@ -1,4 +1,4 @@
-"""A call of each operator of `ptxlab.torch`, of CPU tensors."""
+"""A call of each operator of `ptxlab.llm.torch`, of CPU tensors."""
 
 from collections.abc import Callable
 from typing import Any

@@ -19,7 +19,7 @@ from ptxlab.bench.peers_layer import MIXES, Job, MixTime
 from ptxlab.bench.record import Row
 from ptxlab.bench.stored import stored_attention
 from ptxlab.errors import ArgumentError
-from ptxlab.model import Config
+from ptxlab.llm.model import Config
 
 __all__ = [
     "BATCHES",

@@ -16,13 +16,13 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer.shapes import LENGTH, Work, batch_of, rows_of, sizes_of
 from ptxlab.bench.record import Row
 from ptxlab.errors import BenchmarkError
+from ptxlab.llm.model import Config, LayerBuffers, LayerCall, LayerInputs, LayerWeights, decode_layer, layer_calls
+from ptxlab.llm.model import reference as twins
 from ptxlab.lowbit.bench.attention.problem import random_problem
 from ptxlab.lowbit.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.lowbit.kernels.attention import attention_kv4, attention_workspace
 from ptxlab.lowbit.kernels.gemm import gemm_w4a8, gemm_w4a8_grouped
 from ptxlab.lowbit.quant.tiled import with_arrays
-from ptxlab.model import Config, LayerBuffers, LayerCall, LayerInputs, LayerWeights, decode_layer, layer_calls
-from ptxlab.model import reference as twins
 from ptxlab.runtime.timing import GEMM_REPLAYS, Measured, copies_beyond_l2, measure, measure_graph
 
 MEASURE, FACE = "layer", "decode_layer"

@@ -12,8 +12,8 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder
 from ptxlab.bench.layer.decoder import Decoder
 from ptxlab.bench.record import Row
+from ptxlab.llm.model import Config, LayerWeights
 from ptxlab.lowbit.cost import sheet
-from ptxlab.model import Config, LayerWeights
 from ptxlab.runtime.timing import GEMM_REPLAYS, Measured, measure_graph
 
 MEASURE = "epilogues"

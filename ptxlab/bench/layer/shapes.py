@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from ptxlab.bench.ceilings import Ceilings
+from ptxlab.llm.model import Config
 from ptxlab.lowbit.bench.shapes import GROUP, Batch, even
-from ptxlab.model import Config
 
 BATCHES = (1, 4, 16, 64, 128, 256)
 LENGTH = 1024  # tokens of every sequence, the new one included

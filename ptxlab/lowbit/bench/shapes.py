@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ptxlab.llm.model import Config
 from ptxlab.lowbit.kernels.gemm.strips_tiles import NO_GROUPS
 from ptxlab.lowbit.layout import page_bytes
-from ptxlab.model import Config
 
 TOKENS = (4, 16, 32, 64, 128, 256)  # of the ladder
 GROUP = 128

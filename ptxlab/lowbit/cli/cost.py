@@ -7,6 +7,7 @@ import typer
 
 from ptxlab.cli.common import PICTURES, AsJson, Plot, console, expects, print_json, refuse, require_file, table, written
 from ptxlab.errors import ArgumentError
+from ptxlab.llm.model import Config
 from ptxlab.lowbit import cost as model
 from ptxlab.lowbit.bench import counts
 from ptxlab.lowbit.cost import published, tables
@@ -22,7 +23,6 @@ from ptxlab.lowbit.cost.schedule import (
     layer_speedups,
     rate_bound,
 )
-from ptxlab.model import Config
 from ptxlab.runtime.arguments import parse_sizes
 
 _AXES = ("M", "N", "K")

@@ -2,6 +2,17 @@
 
 from ptxlab.hardware.floats import bfloat16_bits, fma, from_bfloat16_bits
 from ptxlab.hardware.words import as_bytes, as_words, replicate
+from ptxlab.llm.model.decoder import (
+    BIASES,
+    EXACT,
+    MATRICES,
+    NORMS,
+    Layer,
+    Numerics,
+    causal_attention,
+    decoder_layer,
+    feed_forward,
+)
 from ptxlab.lowbit.reference.activations import ACTIVATIONS, exponent, gated, rms_norm
 from ptxlab.lowbit.reference.attention import attention, dequantize_kv, rope, rope_tables
 from ptxlab.lowbit.reference.dequant import (
@@ -27,17 +38,6 @@ from ptxlab.lowbit.reference.gemm import (
     gemm_epilogue,
     gemm_group_sums,
     rounded_to,
-)
-from ptxlab.reference.decoder import (
-    BIASES,
-    EXACT,
-    MATRICES,
-    NORMS,
-    Layer,
-    Numerics,
-    causal_attention,
-    decoder_layer,
-    feed_forward,
 )
 
 __all__ = [

@@ -75,7 +75,7 @@ def draw_case(step: GemmStep, rng: np.random.Generator) -> Case:
 BY_SPEC = (*w4a4.SPECS, *w4ax.SPECS, W8A8, F16)
 APART = {  # of the family, and why no test here calls it
     "gemm_tile_lqq_sm80": "one tile of 16 x 8, to be looked at in a debugger",
-    "gemm_w4a8_grouped_sm90": "in layers of experts: tests/model/test_on_gpu.py",
+    "gemm_w4a8_grouped_sm90": "in layers of experts: tests/llm/model/test_on_gpu.py",
 }
 
 

@@ -1,0 +1,66 @@
+"""`parting`: where a request that was served among others first has another token than alone, and by how much."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.model.runner import Runner
+from ptxlab.llm.server import Request, chosen_tokens, share_drawn
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where two runs of a request part.
+
+    Attributes:
+        position: of the token among those generated, from 0.
+        token: what the request got.
+        alone: what it gets alone behind the same tokens.
+        margin: by how much. Of the likeliest token: its logit less the other's. Of a drawn one: the share of the
+            likelihood by which the draw lies beside the other's.
+        spread: standard deviation of the logits there.
+    """
+
+    position: int
+    token: int
+    alone: int
+    margin: float
+    spread: float
+
+
+def parting(runner: Runner, request: Request) -> Parting | None:
+    """Where the tokens of a request differ from those it gets on a runner of one sequence; None where they do not.
+
+    The runner goes over the request's own tokens, so what is reported is the first difference alone. A request that
+    was cancelled or failed is compared as far as it came. Raises ArgumentError for a runner of several sequences, and
+    what the runner refuses.
+    """
+    if not isinstance(runner, Runner) or runner.batch != 1:
+        got = f"{runner.batch} sequences" if isinstance(runner, Runner) else type(runner).__name__
+        raise ArgumentError("runner", "must be a Runner of 1 sequence", got)
+    if not isinstance(request, Request):
+        raise ArgumentError("request", "must be a Request", type(request).__name__)
+    if not request.tokens:
+        return None
+    logits = runner.prefill([request.prompt])
+    for position, token in enumerate(request.tokens):
+        probe = replace(request, tokens=request.tokens[:position])
+        (alone,) = chosen_tokens([probe], logits)
+        if alone != token:
+            of_row = (gpu.to_host(logits) if gpu.is_device_array(logits) else logits)[0].astype(np.float64)
+            return Parting(position, token, alone, _margin(probe, of_row, token, alone), float(of_row.std()))
+        if position + 1 < len(request.tokens):
+            logits = runner.decode(np.array([token], np.int32))
+    return None
+
+
+def _margin(request: Request, logits: Any, token: int, alone: int) -> float:
+    if not request.temperature:
+        return float(logits[alone] - logits[token])
+    scaled = logits / request.temperature
+    shares = np.exp(scaled - scaled.max()).cumsum()
+    shares, drawn = shares / shares[-1], share_drawn(request)
+    return float(max(drawn - shares[token], (shares[token - 1] if token else 0.0) - drawn))

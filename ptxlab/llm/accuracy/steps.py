@@ -1,0 +1,246 @@
+"""What each step of the recipes does to a model's perplexity: the rows of the table and their measurement."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.model.config import Config
+from ptxlab.llm.model.floats import FloatModel, Tokens, perplexity
+from ptxlab.llm.recipe import RECIPES, Recipe, random_orthogonal
+from ptxlab.llm.recipe.calibrate import QuantizedLayer, prepared, quantize_layers, turned
+
+SCHEMA = 1
+STARTS = ("mixed", "uniform", "file")
+TOKENS = 1024  # of `gemm_bytes`
+SHARES = (0.0, 0.1, 0.2, 0.4, 1.0)  # of COMET's blocks in INT8
+_FLOAT = Recipe(scheme=None, acts=None, kv=None)
+
+
+@dataclass(frozen=True)
+class AccuracyRow:
+    """One row: a step of a ladder, on top of those before it; `repeats`: measured with several calibration seeds."""
+
+    ladder: str
+    step: str
+    recipe: Recipe
+    repeats: bool = False
+
+    @property
+    def name(self) -> str:
+        """`g64/GPTQ`."""
+        return f"{self.ladder}/{self.step}"
+
+
+def rows() -> list[AccuracyRow]:
+    """All rows of the table in order. The first, in floats, is the baseline of the others."""
+    return [AccuracyRow("float", "float32", _FLOAT), *_alone(), *_w4a8kv4(), *_schemes(), *_atom(), *_fmpq()]
+
+
+def _alone() -> Iterator[AccuracyRow]:
+    yield AccuracyRow("alone", "W8A8", _FLOAT.but(scheme="int8", acts=8))
+    yield AccuracyRow("alone", "A8", _FLOAT.but(acts=8))
+    yield AccuracyRow("alone", "KV8", _FLOAT.but(kv="kv8"))
+    yield AccuracyRow("alone", "KV4", _FLOAT.but(kv="kv4"))
+
+
+def _w4a8kv4() -> Iterator[AccuracyRow]:
+    """QServe's order (its Fig. 16): rotation, smoothing, groups, reordering, clipping; GPTQ last."""
+    full, rounded = RECIPES["qoq_channel"], Recipe(scheme="qoq_channel")
+    recipe = rounded
+    yield AccuracyRow("channel", "round to nearest", rounded)
+    for step, names in (
+        ("rotation", ("rotate",)),
+        ("rotation of heads", ("rotate_heads",)),
+        ("smoothing", ("smooth",)),
+        ("SmoothAttention", ("smooth_keys",)),
+    ):
+        recipe = _with(recipe, full, names)
+        yield AccuracyRow("channel", step, recipe)
+    yield AccuracyRow("channel", "clipping", _with(recipe, full, ("clip",)))
+    yield AccuracyRow("channel", "GPTQ", full, repeats=True)
+    for group in (64, 32):
+        full, ladder = RECIPES["lqq"].but(group=group), f"g{group}"
+        yield AccuracyRow(ladder, "round to nearest", RECIPES["rtn"].but(group=group))
+        recipe = full.but(reorder=False, clip=None, gptq=False)
+        yield AccuracyRow(ladder, "groups", recipe)  # after the steps above
+        yield AccuracyRow(ladder, "reordering", recipe := _with(recipe, full, ("reorder",)))
+        yield AccuracyRow(ladder, "clipping", _with(recipe, full, ("clip",)))
+        yield AccuracyRow(ladder, "GPTQ", full, repeats=True)
+
+
+def _schemes() -> Iterator[AccuracyRow]:
+    """Formats and the choice of their constants, in groups of 64."""
+    full = RECIPES["lqq"]
+    plain = full.but(clip=None, gptq=False)
+    for ladder, recipe in (("schemes, rounded", plain), ("schemes, GPTQ", full)):
+        yield AccuracyRow(ladder, "LQQ", recipe)
+        yield AccuracyRow(ladder, "QoQ", recipe.but(scheme="qoq"))
+        yield AccuracyRow(ladder, "LQQ, range 120", recipe.but(protective_range=120))
+    yield AccuracyRow("schemes, rounded", "LQQ, constants by squared error", plain.but(clip="weights"))
+    yield AccuracyRow("schemes, rounded", "QoQ, constants by squared error", plain.but(scheme="qoq", clip="weights"))
+
+
+def _atom() -> Iterator[AccuracyRow]:
+    """W4A4 in the order of Atom's Table 3."""
+    recipe = Recipe(scheme="int4", acts=4, group=None, kv=None)
+    yield AccuracyRow("Atom", "round to nearest", recipe)
+    for step, changes in (
+        ("64 outlier channels in 16 bits", {"kept": 64, "kept_bits": 16}),
+        ("outliers in INT8", {"kept_bits": 8}),
+        ("groups of 64", {"group": 64}),
+        ("clipping", {"clip": "output", "act_clip": 0.9}),
+        ("GPTQ", {"gptq": True}),
+        ("KV4", {"kv": "kv4"}),
+    ):
+        recipe = recipe.but(**changes)
+        yield AccuracyRow("Atom", step, recipe, repeats=step == "KV4")
+
+
+def _fmpq() -> Iterator[AccuracyRow]:
+    """COMET's W4Ax by the share of INT8 blocks, filled with the largest channels; and with those of outliers alone."""
+    recipe = RECIPES["fmpq"]
+    for share in SHARES:
+        full = recipe.but(int8=share, outlier=0.0)
+        yield AccuracyRow("FMPQ", f"{share:.0%} of the blocks in INT8", full, repeats=share == recipe.int8)
+    yield AccuracyRow("FMPQ", f"blocks with outliers in INT8, at most {recipe.int8:.0%}", recipe)
+
+
+def _with(recipe: Recipe, full: Recipe, names: Sequence[str]) -> Recipe:
+    return recipe.but(**{name: getattr(full, name) for name in names})
+
+
+def in_order(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Measurements in the order of the table, then by seed."""
+    places = {(row.ladder, row.step): place for place, row in enumerate(rows())}
+    return sorted(results, key=lambda each: (places[each["ladder"], each["step"]], each["seed"]))
+
+
+def off_grid(model: FloatModel, start: str = "mixed", seed: int = 1) -> FloatModel:
+    """The model with its stream rotated by a fixed random rotation, which moves its weights off the file's 4-bit grid.
+
+    The function does not change. Weights of a 4-bit file lie on 16 levels per group, so rounding them to 16 levels
+    again costs too little. `mixed` mixes every channel with three others, which keeps large channels large; `uniform`
+    is a uniformly distributed rotation, which does part of the recipe's own work; `file` leaves the model unchanged.
+    """
+    if start not in STARTS:
+        raise ArgumentError("start", f"must be one of {', '.join(STARTS)}", start)
+    if start == "file":
+        return model
+    H = model.config.hidden
+    new = turned(model, random_orthogonal(H, seed) if start == "uniform" else mixing(H, seed))
+    return replace(new, layers=list(new.layers))
+
+
+def mixing(n: int, seed: int) -> npt.NDArray[np.float64]:
+    """An orthogonal matrix [n, n] that rotates random pairs of channels, twice: each becomes a mixture of four."""
+    rng = np.random.default_rng(seed)
+    mixed = np.eye(n)
+    for _ in range(2):
+        order = rng.permutation(n)[: n // 2 * 2].reshape(2, -1)
+        one, other = order
+        angle = rng.uniform(np.pi / 10, np.pi / 2 - np.pi / 10, n // 2)
+        turn = np.eye(n)
+        turn[one, one] = turn[other, other] = np.cos(angle)
+        turn[one, other], turn[other, one] = -np.sin(angle), np.sin(angle)
+        mixed = mixed @ turn
+    return mixed
+
+
+def measure(
+    model: FloatModel,
+    calibration: Callable[[int], Tokens],
+    texts: Mapping[str, Tokens],
+    chosen: Sequence[AccuracyRow],
+    seeds: int = 3,
+    progress: Callable[[str], None] = lambda label: None,
+    done: Sequence[Mapping[str, Any]] = (),
+) -> Iterator[dict[str, Any]]:
+    """Quantise by each row's recipe and measure the perplexity.
+
+    Args:
+        model: rotated off its file's grid (`off_grid`); computed with on the GPU if its arrays are there.
+        calibration: tokens [S, T] of a seed.
+        texts: windows [W, T] by name.
+        chosen: of `rows()`.
+        seeds: number of calibration seeds of rows that repeat.
+        progress: called with a row's name before each of its seeds.
+        done: earlier measurements, which are not repeated, nor are those of other rows of the same recipe.
+
+    Yields:
+        Per row and seed that is not in `done`: ladder, step, recipe, seed, perplexity by text, errors by matrix (means
+        over the layers of the relative error of the output), seconds to quantise and to measure, bytes that the GEMMs
+        of 1,024 tokens read (`gemm_bytes`).
+    """
+
+    known = list(done)
+    for row in chosen:
+        recipe = row.recipe.to_json()
+        for seed in range(seeds if row.repeats else 1):
+            progress(row.name)
+            place = {"ladder": row.ladder, "step": row.step, "seed": seed}
+            same = [each for each in known if each["recipe"] == recipe and each["seed"] == seed]
+            if not any(place.items() <= each.items() for each in same):
+                found = same[0] if same else _measured(model, calibration, texts, row.recipe, seed)
+                known.append({**found, **place})
+                yield {**found, **place}
+
+
+def _measured(
+    model: FloatModel, calibration: Callable[[int], Tokens], texts: Mapping[str, Tokens], recipe: Recipe, seed: int
+) -> dict[str, Any]:
+    start = perf_counter()
+    base = prepared(model, recipe)
+    tokens = calibration(seed)
+    layers = list(quantize_layers(base, tokens if recipe.is_calibrated else tokens[:0], recipe))
+    quantized = replace(base, layers=[layer.floats for layer in layers if layer])
+    done = perf_counter()
+    perplexities = {name: perplexity(quantized, windows, recipe.numerics()) for name, windows in texts.items()}
+    return {
+        "recipe": recipe.to_json(),
+        "perplexity": perplexities,
+        "errors": _means([layer.errors for layer in layers if layer]),
+        "bytes": sum(gemm_bytes(model.config, recipe, layer) for layer in layers if layer),
+        "seconds": {"quantize": done - start, "measure": perf_counter() - done},
+    }
+
+
+def gemm_bytes(config: Config, recipe: Recipe, layer: QuantizedLayer, tokens: int = TOKENS) -> int:
+    """Bytes that a layer's GEMMs of so many tokens read: weights and activations with their scales, floats as FP16."""
+    total = 0.0
+    for name, (N, K) in config.matrices.items():
+        per_row, per_token = _weight_bytes(recipe, K), 2.0 * K
+        if recipe.acts == 8:
+            per_token = K + 4
+        elif recipe.acts == 4:
+            group, of = recipe.group or K - recipe.kept, layer.inputs.get(name)
+            wide = of.int8 * group if of and of.int8 is not None else recipe.kept
+            wide_bytes = 1 if recipe.int8 is not None else recipe.kept_bits / 8
+            per_token = (K - wide) / 2 + wide * wide_bytes + 2 * ((K - recipe.kept) / group + bool(recipe.kept))
+        total += N * per_row + tokens * per_token
+    return round(total)
+
+
+def _weight_bytes(recipe: Recipe, K: int) -> float:
+    """Of a row of K weights, its scales among them."""
+    if recipe.scheme is None:
+        return 2.0 * K
+    if recipe.scheme == "int8":
+        return K + 4
+    if recipe.scheme == "qoq_channel":
+        return K / 2 + 4 + 1
+    if recipe.scheme == "int4":
+        four = K - recipe.kept
+        return four / 2 + recipe.kept * recipe.kept_bits / 8 + 2 * (four / (recipe.group or four) + bool(recipe.kept))
+    assert recipe.group is not None
+    return K / 2 + 2 * K / recipe.group + 4
+
+
+def _means(errors: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    names = errors[0] if errors else {}
+    found = {name: [error for each in errors if (error := each[name]) is not None] for name in names}
+    return {name: float(np.mean(of)) for name, of in found.items() if of}

@@ -1,0 +1,379 @@
+"""Quantised checkpoints of other projects, as weights: which tensors make a matrix, and where each nibble lies in them.
+
+A format is known by the last parts of its tensors' names. Of `..q_proj.qweight` and `..q_proj.scales` the matrix is
+called `..q_proj.weight`, as where it is not quantised. All shapes are checked before anything is read.
+
+`QServe`      qweight s8 [N, K/2] in tiles of 32 rows x 32 k, row of tiles by row, 512 bytes each. Byte
+              16·lane + 8·h + 4·p + j of a tile, lane 4·r + c, has in its low nibble row r + 8·p, k 16·h + 4·c + j, in
+              its high nibble the row 16 below. s1_scales f16 [N]. Per group: s2_scales, s2_zeros s8 [K/g, N], of each
+              32 rows in the order 0, 8, 16, 24, 1, 9, ..; w = (q4·s2_scales + s2_zeros)·s1_scales, the sum modulo 256.
+              Per channel: s1_szeros f16 [N]; w = q4·s1_scales - s1_szeros.
+`compressed-tensors`
+              packed: weight_packed s32 [N, K/8], eight weights a word, the first in the lowest bits, 8 added to each;
+              weight_zero_point likewise, along N. Or weight s8 [N, K] in -8..7, weight_zero_point s8 [N, G].
+              weight_scale [N, G]; w = (q - zero)·scale.
+`GPTQ`        qweight s32 [K/8, N], eight weights of a column a word; qzeros s32 [G, N/8]; scales f16 [G, N];
+              g_idx s32 [K], each k's group; w = (q4 - qzeros - 1)·scale, the zero point modulo 16. Where the config
+              says checkpoint_format gptq_v2, nothing is added to the zero.
+`AWQ`         qweight s32 [K, N/8], qzeros s32 [G, N/8]: the nibbles of a word, lowest first, are columns 0, 2, 4, 6, 1,
+              3, 5, 7 of eight; scales f16 [G, N]; w = (q4 - qzeros)·scale.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.errors import ArgumentError, FileError, in_file, naming
+from ptxlab.hardware.words import F32, U8
+from ptxlab.io.files import read_json
+from ptxlab.llm.checkpoints.torch_file import open_checkpoint
+from ptxlab.lowbit.layout.checkpoint import FLOATS, TensorInfo
+from ptxlab.lowbit.layout.storage import METADATA_KEY
+from ptxlab.lowbit.quant import AffineWeight, LQQWeight
+from ptxlab.lowbit.quant.inputs import extremes
+
+ForeignWeight: TypeAlias = LQQWeight | AffineWeight
+Array: TypeAlias = npt.NDArray[Any]
+Arrays: TypeAlias = Mapping[str, Array]
+_INTEGERS = {"I8": np.int8, "U8": np.uint8, "I32": np.int32, "I64": np.int64}
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+UNKNOWN_RANGE = 127  # of level 1, which no file says
+
+
+@dataclass(frozen=True)
+class ForeignFormat:
+    """A format: the names that a matrix needs and those that it may have beside, its sizes and its weight.
+
+    `shapes(N, K, G)` are those of its tensors, dtypes "float" for any of `FLOATS`; `sizes` gives N, K and G (1 without
+    groups) by the shapes found, or None where they are another format's.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    sizes: Callable[[Mapping[str, tuple[int, ...]]], tuple[int, int, int] | None]
+    shapes: Callable[[int, int, int], dict[str, tuple[str, tuple[int, ...]]]]
+    weight: Callable[[Arrays, bool], ForeignWeight]
+    two_level: bool = False  # integer scales per group: an LQQWeight
+
+
+@dataclass(frozen=True)
+class ForeignMatrix:
+    """A matrix of a format: its tensors by the last part of their names; K/groups weights share constants."""
+
+    name: str
+    format: ForeignFormat
+    tensors: Mapping[str, str]
+    N: int
+    K: int
+    groups: int
+
+
+class ForeignCheckpoint:
+    """A checkpoint with matrices of these formats, read as if they were floats: `tensors` and `read` as `Checkpoint`'s.
+
+    `matrices` are the quantised ones by name, `weight` gives their integers; the others are as the file has them.
+
+    Raises FileError: no readable checkpoint; a matrix some of whose tensors are missing, or have other dtypes or shapes
+    than the rest demands; a config that states other bits or another group size.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.file = open_checkpoint(path)
+        if METADATA_KEY in self.file.metadata:
+            raise FileError(f"{self.path}: holds packed weights already")
+        self.stated = _stated(self.path if self.path.is_dir() else self.path.parent)
+        self.matrices: dict[str, ForeignMatrix] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        modules: dict[str, dict[str, TensorInfo]] = {}
+        for name, info in self.file.tensors.items():
+            if not name.isprintable():
+                raise FileError(f"{self.path}: a tensor's name must be printable (got {name[:40]!r})")
+            module, _, part = name.rpartition(".")
+            modules.setdefault(module, {})[part] = info
+        for module, parts in modules.items():
+            if _MARKS & parts.keys():
+                self._add(f"{module}.weight", {part: parts.pop(part) for part in _PARTS & parts.keys()})
+            self.tensors |= {info.name: info for info in parts.values()}
+
+    def read(self, name: str) -> Array:
+        """The tensor `name`: f32 [N, K] of a quantised matrix, else as the file's own `read`."""
+        return self.weight(name).dequantize() if name in self.matrices else self.file.read(name)
+
+    def weight(self, name: str) -> ForeignWeight:
+        """The integers of a matrix. Raises FileError for scales that are not finite, and for values no 4 bits have."""
+        matrix = self.matrices[name]
+        with in_file(self.path), naming(name):
+            arrays = {part: self._array(tensor) for part, tensor in matrix.tensors.items()}
+            return matrix.format.weight(arrays, self.stated.get("checkpoint_format") == "gptq_v2")
+
+    def _add(self, name: str, parts: dict[str, TensorInfo]) -> None:
+        """Recognise a matrix."""
+        found = {part: info.shape for part, info in parts.items()}
+        for format in _FORMATS:
+            if not {*format.needs} <= parts.keys():
+                continue
+            if len(found[format.needs[0]]) != 2 or (sizes := format.sizes(found)) is None:
+                continue
+            self._check(name, format, parts, *sizes)
+            N, K, groups = sizes
+            self.matrices[name] = ForeignMatrix(name, format, {p: i.name for p, i in parts.items()}, N, K, groups)
+            self.tensors[name] = TensorInfo(name, (N, K), "F32", 4 * N * K)
+            return
+        has = ", ".join(f"{part} {[*shape]}" for part, shape in sorted(found.items()))
+        near = max(_FORMATS, key=lambda format: len({*format.needs} & parts.keys()) - 0.1 * len(format.needs))
+        lacking = [part for part in near.needs if part not in parts]
+        rule = f"{near.name} needs {', '.join(lacking)}" if lacking else f"not the shapes of {near.name}"
+        raise FileError(f"{self.path}: {name}: {rule} (got {has})")
+
+    def _check(
+        self, name: str, format: ForeignFormat, parts: dict[str, TensorInfo], N: int, K: int, groups: int
+    ) -> None:
+        expected = format.shapes(N, K, groups)
+        for part, info in parts.items():
+            if part not in expected:
+                raise FileError(f"{self.path}: {info.name}: not known in {format.name}")
+            kind, shape = expected[part]
+            if info.shape != shape or (info.dtype not in FLOATS if kind == "float" else info.dtype != kind):
+                got = f"{info.dtype} {[*info.shape]}"
+                raise FileError(f"{self.path}: {info.name}: must be {kind} {[*shape]} in {format.name} (got {got})")
+        if not N or not K or groups < 1 or K % groups:
+            raise FileError(
+                f"{self.path}: {name}: K must be a multiple of the groups (got N={N}, K={K}, {groups} groups)"
+            )
+        bits, group = self.stated.get("bits", 4), self.stated.get("group_size", -1)
+        if bits != 4:
+            raise FileError(f"{self.path}: the config's bits must be 4 (got {str(bits)[:40]})")
+        if group not in (-1, None, K // groups):
+            raise FileError(
+                f"{self.path}: {name}: the config's group_size must be {K // groups} (got {str(group)[:40]})"
+            )
+
+    def _array(self, name: str) -> Array:
+        info = self.file.tensors[name]
+        if info.dtype in _INTEGERS:
+            return self.file.read_bytes(name).view(_INTEGERS[info.dtype]).reshape(info.shape)
+        floats = self.file.read(name).astype(np.float32, copy=False)
+        extremes(name.rpartition(".")[2], floats)  # all are finite
+        return floats
+
+
+def _stated(folder: Path) -> dict[str, Any]:
+    """What config.json or quantize_config.json beside a checkpoint say of its quantisation."""
+    for file, key in (("config.json", "quantization_config"), ("quantize_config.json", None)):
+        if (path := folder / file).is_file():
+            found = read_json(path)
+            said = found.get(key) if key and isinstance(found, dict) else found
+            if isinstance(said, dict):
+                return said
+    return {}
+
+
+# --- where the nibbles lie -------------------------------------------------------------------------------------------
+
+
+def unpack_qserve(qweight: Array) -> U8:
+    """The nibbles u8 [N, K] of QServe's qweight s8 [N, K/2]; N and K are multiples of 32."""
+    N, K = qweight.shape[0], 2 * qweight.shape[1]
+    tiles = qweight.view(np.uint8).reshape(N // 32, K // 32, 8, 4, 2, 2, 4)  # tile, lane r, c, half of k, 8 rows, k
+    halves = np.stack([tiles & 15, tiles >> 4])  # of 16 rows
+    return np.ascontiguousarray(halves.transpose(1, 0, 6, 3, 2, 5, 4, 7)).reshape(N, K)
+
+
+def qserve_rows(constants: Array) -> Array:
+    """[N, G] of QServe's constants [G, N]."""
+    G, N = constants.shape
+    return np.ascontiguousarray(constants.reshape(G, N // 32, 8, 4).transpose(1, 3, 2, 0)).reshape(N, G)
+
+
+def unpack_words(words: Array, axis: int, order: tuple[int, ...] = tuple(range(8))) -> U8:
+    """The nibbles u8 of words s32 [a, b], eight along `axis`; nibble i, counted from the lowest, is `order[i]`."""
+    shifts = 4 * np.argsort(order).astype(np.uint32)
+    spread = words.view(np.uint32)[..., None] >> shifts & np.uint32(15)
+    nibbles = spread.astype(np.uint8)
+    if axis == 0:
+        nibbles = nibbles.transpose(0, 2, 1)
+    return nibbles.reshape(words.shape[0] * (8 if axis == 0 else 1), -1)
+
+
+# --- the formats -----------------------------------------------------------------------------------------------------
+
+
+def _qserve_groups(arrays: Arrays, _: bool) -> LQQWeight:
+    """QServe's zeros are integers, whatever the scale: LQQ's minimum. Some are -255..0 modulo 256.
+
+    Where such a zero reads as positive and its group overflows by that, 256 is subtracted. The group's smallest nibble
+    moves from q4 into the minimum, which is a signed byte then. The integers stay the same.
+    """
+    q4, scale = unpack_qserve(arrays["qweight"]), qserve_rows(arrays["s2_scales"])
+    if scale.min() < 0:
+        raise ArgumentError("s2_scales", "must be 0 or more", int(scale.min()))
+    minimum = qserve_rows(arrays["s2_zeros"]).astype(np.int16)
+    groups = q4.reshape(*scale.shape, -1)
+    low = groups.min(axis=2)
+    bottom = low * scale.astype(np.int16) + minimum
+    wrapped = (minimum > 0) & (bottom >= 128) & (bottom < 384)
+    groups -= np.where(wrapped, low, 0).astype(np.uint8)[:, :, None]
+    return LQQWeight(
+        q4=q4,
+        group_scale=scale.view(np.uint8),
+        minimum=np.where(wrapped, bottom - 256, minimum).astype(np.int8),
+        channel_scale=arrays["s1_scales"],
+        protective_range=UNKNOWN_RANGE,
+    )
+
+
+def _qserve_channel(arrays: Arrays, _: bool) -> AffineWeight:
+    """A file has zero·scale rounded to FP16: where it is an integer's, the zero is that integer."""
+    scale, scaled = arrays["s1_scales"], arrays["s1_szeros"]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        zero = np.where(scaled == 0, 0, scaled / scale).astype(np.float32)
+    if not np.isfinite(zero).all():
+        raise ArgumentError("s1_szeros", "must be finite multiples of s1_scales", "infinity")
+    whole = np.rint(zero)
+    zero = np.where(np.abs(whole * scale - scaled) <= np.abs(scaled) * 2.0**-10 + 2.0**-24, whole, zero)
+    return AffineWeight(
+        q4=unpack_qserve(arrays["qweight"]), scale=scale[:, None], zero=zero.astype(np.float32)[:, None]
+    )
+
+
+def _compressed(arrays: Arrays, _: bool) -> AffineWeight:
+    packed = arrays["weight_packed"]
+    N, K = packed.shape[0], 8 * packed.shape[1]
+    if arrays["weight_shape"].tolist() != [N, K]:
+        raise ArgumentError("weight_shape", f"4 bits in weight_packed are [{N}, {K}]", arrays["weight_shape"].tolist())
+    zero = arrays.get("weight_zero_point")
+    if zero is not None:
+        zero = unpack_words(zero, 0)[:N]
+    return _affine(unpack_words(packed, 1), arrays["weight_scale"], zero, arrays.get("weight_g_idx"))
+
+
+def _compressed_integers(arrays: Arrays, _: bool) -> AffineWeight:
+    q = arrays["weight"]
+    if q.min() < -8 or q.max() > 7:
+        raise ArgumentError("weight", "must be of 4 bits, -8..7", f"{q.min()}..{q.max()}")
+    zero = arrays.get("weight_zero_point")
+    zero = None if zero is None else zero.astype(np.int16) + 8
+    return _affine((q + 8).astype(np.uint8), arrays["weight_scale"], zero)
+
+
+def _gptq(arrays: Arrays, second_version: bool) -> AffineWeight:
+    stored = unpack_words(arrays["qzeros"], 1)
+    zero: U8 = stored if second_version else stored + np.uint8(1) & np.uint8(15)
+    return _affine(unpack_words(arrays["qweight"], 0).T, arrays["scales"].T, zero.T, arrays.get("g_idx"))
+
+
+def _awq(arrays: Arrays, _: bool) -> AffineWeight:
+    q4, zero = (unpack_words(arrays[part], 1, AWQ_COLUMNS) for part in ("qweight", "qzeros"))
+    return _affine(q4.T, arrays["scales"].T, zero.T)
+
+
+def _affine(q4: Array, scale: F32, zero: Array | None, group_of: Array | None = None) -> AffineWeight:
+    """Of arrays in any memory order; without zero points the weights are symmetric around 8."""
+    K, G = q4.shape[1], scale.shape[1]
+    if group_of is not None:
+        if group_of.min() < 0 or group_of.max() >= G:
+            raise ArgumentError("g_idx", f"must lie in 0..{G - 1}", f"{group_of.min()}..{group_of.max()}")
+        group_of = None if (group_of == np.arange(K) // (K // G)).all() else group_of
+    zero = np.full(scale.shape, 8) if zero is None else zero
+    return AffineWeight(
+        q4=np.ascontiguousarray(q4),
+        scale=np.ascontiguousarray(scale),
+        zero=np.ascontiguousarray(zero, dtype=np.float32),
+        group_of=group_of,
+    )
+
+
+def _qserve_sizes(qweight: tuple[int, ...], groups: int) -> tuple[int, int, int] | None:
+    N, K = qweight[0], 2 * qweight[1]
+    return None if N % 32 or K % 32 else (N, K, groups)
+
+
+_FORMATS = (
+    ForeignFormat(
+        "QServe per group",
+        ("qweight", "s1_scales", "s2_scales", "s2_zeros"),
+        lambda found: _qserve_sizes(found["qweight"], (*found["s2_scales"], 0)[0]),
+        lambda N, K, G: {
+            "qweight": ("I8", (N, K // 2)),
+            "s1_scales": ("float", (N,)),
+            "s2_scales": ("I8", (G, N)),
+            "s2_zeros": ("I8", (G, N)),
+        },
+        _qserve_groups,
+        two_level=True,
+    ),
+    ForeignFormat(
+        "QServe per channel",
+        ("qweight", "s1_scales", "s1_szeros"),
+        lambda found: _qserve_sizes(found["qweight"], 1),
+        lambda N, K, G: {
+            "qweight": ("I8", (N, K // 2)),
+            "s1_scales": ("float", (N,)),
+            "s1_szeros": ("float", (N,)),
+        },
+        _qserve_channel,
+    ),
+    ForeignFormat(
+        "compressed-tensors, packed",
+        ("weight_packed", "weight_scale", "weight_shape"),
+        lambda found: (found["weight_packed"][0], 8 * found["weight_packed"][1], (*found["weight_scale"], 1, 1)[1]),
+        lambda N, K, G: {
+            "weight_packed": ("I32", (N, K // 8)),
+            "weight_scale": ("float", (N, G)),
+            "weight_shape": ("I64", (2,)),
+            "weight_zero_point": ("I32", (-(-N // 8), G)),
+            "weight_g_idx": ("I32", (K,)),
+        },
+        _compressed,
+    ),
+    ForeignFormat(
+        "compressed-tensors, integers",
+        ("weight", "weight_scale"),
+        lambda found: (found["weight"][0], found["weight"][1], (*found["weight_scale"], 1, 1)[1]),
+        lambda N, K, G: {
+            "weight": ("I8", (N, K)),
+            "weight_scale": ("float", (N, G)),
+            "weight_zero_point": ("I8", (N, G)),
+        },
+        _compressed_integers,
+    ),
+    ForeignFormat(
+        "GPTQ",
+        ("qweight", "qzeros", "scales"),
+        lambda found: (
+            (found["qweight"][1], 8 * found["qweight"][0], found["scales"][0])
+            if found["qweight"][1:] == found["scales"][1:]
+            else None
+        ),
+        lambda N, K, G: {
+            "qweight": ("I32", (K // 8, N)),
+            "qzeros": ("I32", (G, N // 8)),
+            "scales": ("float", (G, N)),
+            "g_idx": ("I32", (K,)),
+        },
+        _gptq,
+    ),
+    ForeignFormat(
+        "AWQ",
+        ("qweight", "qzeros", "scales"),
+        lambda found: (
+            (8 * found["qweight"][1], found["qweight"][0], found["scales"][0])
+            if found["scales"][1:] == (8 * found["qweight"][1],)
+            else None
+        ),
+        lambda N, K, G: {
+            "qweight": ("I32", (K, N // 8)),
+            "qzeros": ("I32", (G, N // 8)),
+            "scales": ("float", (G, N)),
+        },
+        _awq,
+    ),
+)
+_PARTS = {part for format in _FORMATS for part in format.shapes(32, 32, 1)}
+_MARKS = _PARTS - {"weight"}

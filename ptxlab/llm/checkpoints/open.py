@@ -1,0 +1,213 @@
+"""`open_model`: a trained model by name, from a Hugging Face folder or a GGUF file; layers are read when needed."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptxlab.errors import FileError, in_file
+from ptxlab.io import downloads as weights
+from ptxlab.llm.checkpoints.folder import RECIPE, load, load_layer
+from ptxlab.llm.checkpoints.foreign import ForeignCheckpoint
+from ptxlab.llm.checkpoints.gguf import GgufFile
+from ptxlab.llm.checkpoints.tokenizer import Tokenizer
+from ptxlab.llm.model.config import Config
+from ptxlab.llm.model.floats import FloatModel, MappedLayers
+from ptxlab.llm.model.numerics import FakeQuantized
+from ptxlab.llm.model.quantized import QuantizedModel, layer_floats, numerics_of
+from ptxlab.lowbit.layout.checkpoint import FLOATS
+from ptxlab.lowbit.quant.inputs import extremes
+from ptxlab.lowbit.reference import NORMS, Layer
+from ptxlab.spec.dtypes import floats
+
+# Names of tensors: ours -> the file's. `{}` is the number of the layer.
+_GGUF = {
+    "embedding": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight",
+    "input_norm": "blk.{}.attn_norm.weight", "post_norm": "blk.{}.ffn_norm.weight",
+    "q": "blk.{}.attn_q.weight", "k": "blk.{}.attn_k.weight", "v": "blk.{}.attn_v.weight",
+    "o": "blk.{}.attn_output.weight", "gate": "blk.{}.ffn_gate.weight", "up": "blk.{}.ffn_up.weight",
+    "down": "blk.{}.ffn_down.weight",
+    "q_bias": "blk.{}.attn_q.bias", "k_bias": "blk.{}.attn_k.bias", "v_bias": "blk.{}.attn_v.bias",
+}  # fmt: skip
+_HUGGING_FACE = {
+    "embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight",
+    "input_norm": "model.layers.{}.input_layernorm.weight",
+    "post_norm": "model.layers.{}.post_attention_layernorm.weight",
+    "q": "model.layers.{}.self_attn.q_proj.weight", "k": "model.layers.{}.self_attn.k_proj.weight",
+    "v": "model.layers.{}.self_attn.v_proj.weight", "o": "model.layers.{}.self_attn.o_proj.weight",
+    "gate": "model.layers.{}.mlp.gate_proj.weight", "up": "model.layers.{}.mlp.up_proj.weight",
+    "down": "model.layers.{}.mlp.down_proj.weight",
+    "q_bias": "model.layers.{}.self_attn.q_proj.bias", "k_bias": "model.layers.{}.self_attn.k_proj.bias",
+    "v_bias": "model.layers.{}.self_attn.v_proj.bias",
+}  # fmt: skip
+_ROPE_FACTORS = "rope_freqs.weight"
+_MODELS = tuple(name for name, shipped in weights.KNOWN.items() if shipped.kind == "model")
+
+
+def open_model(
+    source: str | Path, progress: weights.Progress = lambda done, total: None
+) -> tuple[FloatModel, Tokenizer]:
+    """The model in float32, and its tokenizer.
+
+    Args:
+        source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Qwen2, Yi, SmolLM), also one
+            that other projects quantised (`layout.foreign`), which is dequantised; a .gguf file of these families;
+            "smollm2", which is downloaded unless it is cached; or the folder of a quantised model, dequantised.
+        progress: called during the download with (bytes done, bytes in total).
+
+    A layer is read from the file each time it is needed, so memory holds one layer, the embedding and the head. Names,
+    shapes and types of all tensors are checked before any is read; NaN and infinity when a tensor is read.
+
+    Raises FileError for a file that is broken or of another architecture, UnavailableError without the libraries of the
+    extra `model`, or where the download fails.
+    """
+    path = Path(source)
+    if str(source) in _MODELS:
+        folder = weights.fetch(str(source), progress)
+        path = folder / next(file.name for file in weights.KNOWN[str(source)].files if file.name.endswith(".gguf"))
+    if path.is_file():
+        return _open_gguf(path)
+    if not path.is_dir():
+        raise FileError(f"{source}: no model: a folder, a .gguf file, or one of {', '.join(_MODELS)}")
+    if is_quantized(path):
+        model = dequantized(load(path))
+        return model, open_tokenizer(path, model.config)
+    return _open_folder(path)
+
+
+def tensor_name(part: str, layer: int) -> str:
+    """What a Hugging Face folder calls a matrix of a layer."""
+    return _HUGGING_FACE[part].format(layer)
+
+
+def is_quantized(path: Path) -> bool:
+    """Whether `path` is the folder of a quantised model."""
+    return (path / RECIPE).is_file()
+
+
+def stored_numerics(folder: Path) -> FakeQuantized:
+    """How the quantised model of a folder computes."""
+    with in_file(folder):
+        config = Config.from_json(folder / "config.json")
+    return numerics_of(load_layer(folder, 0, config))
+
+
+def dequantized(model: QuantizedModel) -> FloatModel:
+    """The float32 model with a quantised model's weights; a layer is dequantised each time it is needed."""
+    return FloatModel(
+        config=model.config,
+        embedding=floats(model.embedding),
+        layers=MappedLayers(model.layers, layer_floats),
+        final_norm=floats(model.final_norm),
+        head=None if model.head is None else floats(model.head),
+    )
+
+
+def _open_gguf(path: Path) -> tuple[FloatModel, Tokenizer]:
+    file = GgufFile(path)
+    factors = file.read(_ROPE_FACTORS).tolist() if _ROPE_FACTORS in file.tensors else None
+    tied = _GGUF["head"] not in file.tensors
+    with in_file(path):
+        config = Config.from_gguf(file.metadata, tied_head=tied, rope_factors=factors)
+    heads = {"q": config.heads, "k": config.kv_heads} if file.metadata["general.architecture"] == "llama" else {}
+
+    def in_halves(name: str, array: Any) -> Any:
+        """Rows of q and k in the order of `reference.rope`: GGUF's `llama` interleaves the two halves of a head."""
+        if name not in heads:
+            return array
+        return array.reshape(heads[name], -1, 2, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
+
+    model = _model(_Weights(file, _GGUF, config, in_halves), unused={_ROPE_FACTORS})
+    return model, _fitting(Tokenizer.from_gguf(path, file.metadata), config, path)
+
+
+def _open_folder(path: Path) -> tuple[FloatModel, Tokenizer]:
+    if not (path / "config.json").is_file():
+        raise FileError(f"{path}: no config.json: not a Hugging Face model")
+    with in_file(path):
+        config = Config.from_json(path / "config.json")
+    file = ForeignCheckpoint(path)
+    unused = {name for name in file.tensors if name.endswith("rotary_emb.inv_freq")}  # of old checkpoints
+    if config.tied_head:
+        unused.add(_HUGGING_FACE["head"])
+    if other := next((info for name, info in file.tensors.items() if info.dtype not in FLOATS), None):
+        raise FileError(f"{path}: {other.name}: dtype must be one of {', '.join(FLOATS)} (got {other.dtype})")
+    model = _model(_Weights(file, _HUGGING_FACE, config), unused)
+    return model, open_tokenizer(path, config)
+
+
+def open_tokenizer(folder: Path, config: Config) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder or of a quantised model's. Raises FileError if it is broken."""
+    return _fitting(Tokenizer.from_folder(folder), config, folder)
+
+
+def _fitting(tokenizer: Tokenizer, config: Config, path: Path) -> Tokenizer:
+    if tokenizer.vocabulary > config.vocabulary:
+        raise FileError(f"{path}: tokenizer: at most {config.vocabulary} tokens (got {tokenizer.vocabulary})")
+    return tokenizer
+
+
+def _model(weights: "_Weights", unused: set[str]) -> FloatModel:
+    weights.check(unused)
+    head = None if weights.config.tied_head else weights.read("head")
+    return FloatModel(
+        config=weights.config,
+        embedding=weights.read("embedding"),
+        layers=MappedLayers(range(weights.config.layers), weights.layer),
+        final_norm=weights.read("final_norm"),
+        head=head,
+    )
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """A file's tensors by our names. `reordered(name, array)` puts rows into this project's order."""
+
+    file: GgufFile | ForeignCheckpoint
+    names: Mapping[str, str]
+    config: Config
+    reordered: Callable[[str, Any], Any] = lambda name, array: array
+
+    def read(self, name: str, layer: int | None = None) -> Any:
+        """One tensor as f32; FileError for NaN or infinity."""
+        theirs = self.names[name].format(layer)
+        with np.errstate(over="ignore"):  # of float64; what becomes infinite is refused
+            array = self.file.read(theirs).astype(np.float32, copy=False)
+        with in_file(self.file.path):
+            extremes(theirs, array)
+        return self.reordered(name, array)
+
+    def layer(self, index: int) -> Layer:
+        """All tensors of a layer."""
+        return {name: self.read(name, index) for name in self.shapes}
+
+    def check(self, unused: set[str]) -> None:
+        """Raise FileError unless the file has the tensors of the config in their shapes, and no others but `unused`."""
+        left = self.file.tensors.keys() - unused
+        if self.config.experts:
+            raise FileError(f"{self.file.path}: a model without experts is expected (got {self.config.experts})")
+        V, H = self.config.vocabulary, self.config.hidden
+        shapes = {"embedding": (V, H), "final_norm": (H,)} | ({} if self.config.tied_head else {"head": (V, H)})
+        self._check_shapes(shapes, None, left)
+        for layer in range(self.config.layers):  # stops at the first missing layer, however many the config claims
+            self._check_shapes(self.shapes, layer, left)
+        if left:
+            raise FileError(f"{self.file.path}: {min(left)}: not known in a model of this family")
+
+    def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]], layer: int | None, left: set[str]) -> None:
+        for name, shape in shapes.items():
+            theirs = self.names[name].format(layer)
+            if theirs not in self.file.tensors:
+                raise FileError(f"{self.file.path}: {theirs}: missing")
+            if (found := self.file.tensors[theirs].shape) != shape:
+                raise FileError(f"{self.file.path}: {theirs}: must be {[*shape]} (got {[*found]})")
+            left.discard(theirs)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of a layer's tensors by our names."""
+        matrices = self.config.separate_matrices
+        biases = {f"{name}_bias": matrices[name][:1] for name in ("q", "k", "v")} if self.config.qkv_bias else {}
+        return {**matrices, **biases, **dict.fromkeys(NORMS, (self.config.hidden,))}

@@ -1,0 +1,125 @@
+"""The command `accuracy`: what each step of the recipes does to a model's perplexity."""
+
+import json
+from contextlib import suppress
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ptxlab import __version__, gpu
+from ptxlab.bench.record import commit
+from ptxlab.cli.common import AsJson, console, expects, print_json, progress_bar, require_counts, table, written
+from ptxlab.errors import FileError
+from ptxlab.io.files import read_record, require_folder, write_text
+from ptxlab.llm.accuracy import steps as table_of
+from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
+from ptxlab.llm.model import tokens_of, windows
+from ptxlab.llm.recipe.calibrate import samples as drawn
+
+
+def accuracy(
+    model: Annotated[str, typer.Argument(help="Hugging Face folder, .gguf file, or smollm2.")] = "smollm2",
+    only: Annotated[
+        list[str] | None, typer.Option(help="Rows to measure: a glob such as 'g64/*' or '*/GPTQ'; may be repeated.")
+    ] = None,
+    text: Annotated[
+        list[str] | None, typer.Option(help="wikipedia, lee or a UTF-8 file; may be repeated. Default: wikipedia.")
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option("--windows", help="Windows of each text, evenly spread. Default: all.")
+    ] = None,
+    length: Annotated[int, typer.Option(help="Tokens per window.")] = 2048,
+    samples: Annotated[int, typer.Option(help="Number of calibration samples.")] = 128,
+    sample_length: Annotated[int, typer.Option(help="Tokens per calibration sample.")] = 1024,
+    seeds: Annotated[int, typer.Option(help="Calibration seeds for the last row of each ladder.")] = 3,
+    start: Annotated[str, typer.Option(help="Rotation applied first: mixed, uniform, or file (none).")] = "mixed",
+    out: Annotated[Path | None, typer.Option(help="Write the record to this JSON file.")] = None,
+    backend: ModelBackend = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model's perplexity after each step of the recipes, and with each kind of quantisation alone.
+
+    Weights, activations and KV cache are quantised and dequantised; products are in float32. If --out names a record
+    of the same settings, only its missing rows are measured. A full run needs a GPU; for a small machine: --windows 8
+    --length 512 --samples 16 --sample-length 512.
+    """
+    require_counts(samples=samples, sample_length=sample_length, seeds=seeds)
+    on_gpu = model_on_gpu(backend)
+    patterns = only or ["*"]
+    every = table_of.rows()
+    chosen = [row for row in every if any(fnmatchcase(row.name, pattern) for pattern in patterns)]
+    if not chosen:
+        raise expects("--only", f"a pattern of rows: {', '.join(row.name for row in every)}", ", ".join(patterns))
+    if every[0] not in chosen:
+        chosen = [every[0], *chosen]
+    if out is not None:
+        require_folder(out)
+    opened, tokenizer = opened_model(model, length=length, quiet=as_json)
+    calibration = tokens_of(opened_text("wikipedia", quiet=as_json).calibration, tokenizer)
+    texts = {
+        name: windows(tokens_of(opened_text(name, quiet=as_json).evaluation, tokenizer), length, count)
+        for name in text or ["wikipedia"]
+    }
+    moved = table_of.off_grid(opened.to_device() if on_gpu else opened, start)
+    steps = sum(seeds if row.repeats else 1 for row in chosen)
+    about = {
+        "schema": table_of.SCHEMA,
+        "model": opened.config.name or model,
+        "start": start,
+        "windows": {name: list(of.shape) for name, of in texts.items()},
+        "calibration": [samples, sample_length],
+        "device": gpu.device_info().name if on_gpu else "CPU",
+    }
+    before = _before(out, about) if out is not None and out.exists() else []
+    record: dict[str, Any] = {
+        **about,
+        "versions": {"ptxlab": __version__, "numpy": np.__version__},
+        "commit": commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "rows": before,
+    }
+    with progress_bar("accuracy", steps, quiet=as_json) as advance:
+        for found in table_of.measure(
+            moved, lambda seed: drawn(calibration, samples, sample_length, seed), texts, chosen, seeds, advance, before
+        ):
+            record["rows"] = table_of.in_order([*record["rows"], found])
+            if out is not None:  # after every row: a full run takes its time
+                write_text(out, json.dumps(record, indent=1) + "\n")
+    if as_json:
+        return print_json(record)
+    title = f"perplexity of {escape(str(record['model']))}, a window of {length} tokens at a time"
+    console.print(_table(title, record["rows"], chosen, list(texts)))
+    written(out)
+
+
+def _table(title: str, results: list[dict[str, Any]], chosen: list[table_of.AccuracyRow], names: list[str]) -> Table:
+    """Means over the calibration seeds; the ratio and the seeds' spread are of the first text."""
+    first, base = names[0], results[0]["perplexity"]
+    cells: list[tuple[Any, ...]] = []
+    for row in chosen:
+        of = [found["perplexity"] for found in results if (found["ladder"], found["step"]) == (row.ladder, row.step)]
+        means = {name: float(np.mean([each[name] for each in of])) for name in names}
+        spread = max(each[first] for each in of) - min(each[first] for each in of)
+        seen = f"{spread:.2g}" if len(of) > 1 else ""
+        shown = (f"{mean:.5g}" for mean in means.values())
+        cells.append((row.ladder, row.step, *shown, f"{means[first] / base[first]:.4f}", seen))
+    return table(title, ("ladder", "step", *(f"{name}>" for name in names), "of float>", "seeds' spread>"), cells)
+
+
+def _before(out: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a record that is there. Raises FileError where it is of other settings, or of another table."""
+    record = read_record(out, "a record of ptxlab accuracy", about["schema"])
+    for name, value in about.items():
+        if record.get(name) != value:
+            raise FileError(f"{out}: is there already, of another {name}: {record.get(name)}, not {value}")
+    recipes = {(row.ladder, row.step): row.recipe.to_json() for row in table_of.rows()}
+    with suppress(KeyError, TypeError):
+        if all(row["recipe"] == recipes[row["ladder"], row["step"]] for row in record["rows"]):
+            return table_of.in_order(record["rows"])
+    raise FileError(f"{out}: rows must be those of this version's table; write a new record")

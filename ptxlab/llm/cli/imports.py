@@ -1,0 +1,48 @@
+"""The command `import`: a checkpoint that others have quantised in, packed weights out."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ptxlab.cli.common import AsJson, console, print_json, progress_bar, table, written
+from ptxlab.llm.checkpoints.imports import import_checkpoint
+
+
+def import_(
+    source: Annotated[
+        Path, typer.Argument(help="A file (.safetensors, .pt, .bin) or the folder of a Hugging Face model.")
+    ],
+    out: Annotated[Path, typer.Option(help="The folder to make of a model, or the file to make of a file.")],
+    layout: Annotated[
+        str, typer.Option(help="strips (of the fastest kernels), dual_mma, qserve, comet, row_major.")
+    ] = "strips",
+    unchecked: Annotated[bool, typer.Option(help="Also take groups that overflow, and list them.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Import a checkpoint of QServe, compressed-tensors, GPTQ or AWQ.
+
+    Integers are taken over exactly where a scheme here holds them, else rounded, with the error shown. Nothing in a
+    file is executed.
+    """
+    with progress_bar("import", None, quiet=as_json) as advance:
+        rows = import_checkpoint(source, out, layout=layout, unchecked=unchecked, progress=advance)
+    if as_json:
+        return print_json([asdict(row) for row in rows])
+    cells = [
+        (
+            row.name,
+            "x".join(map(str, row.shape)),
+            row.scheme if row.scheme == "qoq_channel" else f"{row.scheme}, group {row.group}",
+            "exact" if row.relative_error is None else f"{row.relative_error:.4f}",
+            f"{row.overflows:,} of {row.groups:,}" if row.overflows else "-",
+        )
+        for row in rows
+    ]
+    title = f"{source.name}: {', '.join(sorted({row.format for row in rows}))}"
+    console.print(table(title, ("matrix", "shape>", "scheme", "relative error>", "overflowing groups>"), cells))
+    for row in rows:
+        if row.overflows:
+            console.print(f"{row.name}: first overflow: {row.overflow}", highlight=False, soft_wrap=True, markup=False)
+    written(out)

@@ -1,0 +1,173 @@
+"""The command `quantize`: turns a checkpoint or a model into packed weights."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.markup import escape
+
+from ptxlab.cli.common import (
+    AsJson,
+    console,
+    expects,
+    print_json,
+    progress_bar,
+    refuse,
+    require_counts,
+    table,
+    written,
+)
+from ptxlab.llm.checkpoints import convert
+from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
+from ptxlab.llm.model import tokens_of
+from ptxlab.llm.model.floats import Tokens
+from ptxlab.llm.recipe import calibrate, named
+from ptxlab.llm.recipe.quantize import check_packable, quantize_model
+from ptxlab.lowbit.quant import PROTECTIVE_RANGE
+
+_RECIPE = "With --recipe"
+
+
+def quantize(
+    model: Annotated[
+        str, typer.Argument(help=".safetensors file; with --recipe a Hugging Face folder, a .gguf file, or smollm2.")
+    ],
+    out: Annotated[Path, typer.Option(help="Packed file to write; with --recipe the folder to create.")],
+    scheme: Annotated[str | None, typer.Option(help="lqq, qoq or qoq_channel. Default: lqq.")] = None,
+    group: Annotated[int, typer.Option(help="Weights per level-2 scale: 32, 64 or 128.")] = 64,
+    protective_range: Annotated[
+        int | None,
+        typer.Option("--range", help="Protective range of level 1. Default: 119. LQQ is proved safe up to 120."),
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help="strips (of the fastest kernels), dual_mma, qserve, comet, row_major.")
+    ] = "strips",
+    tensor: Annotated[
+        str | None, typer.Option(help="Glob over tensor names; embeddings only if it names them. Default: all.")
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=_RECIPE,
+            help="Quantise a whole model by lqq, qoq, qoq_released, qoq_channel, rtn, atom or fmpq (W4A4).",
+        ),
+    ] = None,
+    rotation: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=_RECIPE, help="Rotation of the residual stream: hadamard or random. Default: the recipe's."
+        ),
+    ] = None,
+    int8: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_RECIPE,
+            help="fmpq: share of the activations' blocks in INT8, 0 to 1. Default: those with outliers, at most 0.2.",
+        ),
+    ] = None,
+    text: Annotated[
+        str, typer.Option(rich_help_panel=_RECIPE, help="Calibration text: wikipedia, lee or a UTF-8 file.")
+    ] = "wikipedia",
+    samples: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Number of calibration samples.")] = 128,
+    length: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Tokens per calibration sample.")] = 1024,
+    seed: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Seed of the samples' positions in the text.")] = 0,
+    backend: ModelBackend = None,
+    as_json: AsJson = False,
+) -> None:
+    """Quantise and pack the matrices of a checkpoint by rounding to nearest; copy the other tensors.
+
+    With --recipe, quantise a whole model: rotation, smoothing, calibration layer by layer, GPTQ. An interrupted run
+    resumes when the same command is started again.
+    """
+    if recipe is None:
+        refuse({"--rotation": rotation, "--int8": int8}, "needs --recipe")
+        limit = _range(scheme or "lqq", protective_range)
+        return _file(Path(model), out, scheme or "lqq", group, layout, tensor or "*", limit, as_json=as_json)
+    refuse({"--scheme": scheme, "--tensor": tensor}, "is for a file without --recipe")
+    require_counts(samples=samples, length=length)
+    if seed < 0:
+        raise expects("--seed", "an integer, 0 or more", seed)
+    on_gpu = model_on_gpu(backend)
+    steps = named(recipe)
+    if steps.int8 is None:
+        refuse({"--int8": int8}, "is for --recipe fmpq")
+    # As many outliers as a group has channels, so that the rest remains whole groups.
+    steps = steps.but(group=group, kept=group if steps.kept else 0)
+    steps = steps if int8 is None else steps.but(int8=int8, outlier=0.0)
+    steps = steps.but(rotate=rotation) if rotation else steps
+    steps = steps.but(protective_range=_range(steps.scheme, protective_range))
+    check_packable(steps, out)
+    opened, tokenizer = opened_model(model, quiet=as_json)
+    tokens: Tokens = np.empty((0, length), np.int64)
+    if steps.is_calibrated:
+        corpus = opened_text(text, quiet=as_json)
+        tokens = calibrate.samples(tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length, seed)
+    with progress_bar(f"quantize {recipe}", opened.config.layers, quiet=as_json) as advance:
+        errors = quantize_model(
+            opened.to_device() if on_gpu else opened,
+            tokens,
+            steps,
+            out,
+            tokenizer=tokenizer,
+            layout=layout,
+            progress=advance,
+        )
+    if as_json:
+        return print_json({"out": str(out), "recipe": steps.to_json(), "errors": errors})
+    _print_errors(errors)
+    written(out)
+
+
+def _range(scheme: str | None, given: int | None) -> int:
+    """The protective range, of a scheme that has one."""
+    refuse({"--range": given if scheme == "qoq_channel" else None}, "is for lqq and qoq: qoq_channel has one level")
+    return PROTECTIVE_RANGE if given is None else given
+
+
+def _print_errors(errors: dict[int, dict[str, float | None]]) -> None:
+    rows = [
+        (f"layer {index}", *("-" if error is None else f"{error:.5f}" for error in of.values()))
+        for index, of in errors.items()
+    ]
+    if rows and rows[0][1] != "-":
+        columns = ("", *(f"{name}>" for name in next(iter(errors.values()))))
+        console.print(table("relative squared error of each product over the calibration text", columns, rows))
+
+
+def _file(
+    file: Path, out: Path, scheme: str, group: int, layout: str, tensor: str, limit: int, *, as_json: bool
+) -> None:
+    """A checkpoint's matrices one by one; the result is loaded again and every bit compared."""
+    conversion = convert.plan(file, scheme=scheme, group=group, layout=layout, pattern=tensor, protective_range=limit)
+    with progress_bar("quantize", conversion.steps, quiet=as_json) as advance:
+        conversion.write(out, advance)
+        conversion.verify(out, advance)
+    if as_json:
+        return print_json([_row(planned) for planned in conversion.tensors])
+    packed = [planned for planned in conversion.tensors if planned.fields]
+    copied = [planned for planned in conversion.tensors if not planned.fields]
+    cells = [
+        (p.info.name, "x".join(map(str, p.info.shape)), f"{p.info.nbytes:,}", f"{p.nbytes:,}", f"{p.bits:.2f}")
+        for p in packed
+    ]
+    what = scheme if scheme == "qoq_channel" else f"{scheme} ±{limit}, group {group}"
+    title = f"{file.name}: {what}, {layout}; loaded again, equal in every bit"
+    console.print(table(title, ("tensor", "shape>", "bytes>", "packed bytes>", "bits per weight>"), cells))
+    for planned in copied:
+        if planned.selected:
+            console.print(
+                f"[dim]copied {escape(f'{planned.described}: {planned.reason}')}[/]", highlight=False, soft_wrap=True
+            )
+    console.print(f"{len(packed)} packed, {len(copied)} copied: {escape(str(out))}", soft_wrap=True, highlight=False)
+
+
+def _row(planned: convert.PlannedTensor) -> dict[str, Any]:
+    return {
+        "tensor": planned.info.name,
+        "shape": list(planned.info.shape),
+        "packed": planned.fields,
+        "copied_because": planned.reason,
+        "bytes_before": planned.info.nbytes,
+        "bytes": planned.nbytes,
+    }

@@ -1,0 +1,406 @@
+"""`decode_layer`: one decoder layer, a token of every sequence, as a chain of launches (QServe, Fig. 11)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.model.config import Config
+from ptxlab.llm.model.weights import LayerWeights
+from ptxlab.lowbit.kernels.attention import AttentionWorkspace, attention_kv4, attention_workspace, rope_append_kv4
+from ptxlab.lowbit.kernels.attention.append import INDICES
+from ptxlab.lowbit.kernels.attention.append_api import check_places
+from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, check_cache
+from ptxlab.lowbit.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
+from ptxlab.lowbit.kernels.moe import RoutedTokens, combine_experts, route_tokens
+from ptxlab.lowbit.kernels.moe.specs import MOST_CHOSEN, MOST_EXPERTS, MOST_WIDTH
+from ptxlab.lowbit.kernels.operation import CallArray, dtype_of
+from ptxlab.lowbit.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
+from ptxlab.lowbit.layout import KVCache, PackedActivations, PackedWeight
+from ptxlab.lowbit.layout.packed_activations import stored_shape, tile_of
+from ptxlab.runtime.arguments import check_flags, require_on_host
+from ptxlab.spec.dtypes import storage
+from ptxlab.validate import shape_of
+
+NAME = "decode_layer"
+ORDER = "row_major"  # of activations: at no batch is another one faster over all four products of a layer
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Routing:
+    """What lies between the launches of experts only.
+
+    Attributes:
+        tokens: normalised and quantised, row-major [M, H].
+        normed: the same before quantisation, f16 or bf16 [M, H], which the router looks at.
+        routed: rows for experts, which are the buffers' `gate_up_in`.
+        results: what the experts give, [M·chosen, H].
+    """
+
+    tokens: PackedActivations
+    normed: Any
+    routed: RoutedTokens
+    results: Any
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerBuffers:
+    """Buffers between the launches of a layer, made once for a batch: all layers and steps of a decoder share them.
+
+    A product `name` reads `name_in` and writes `name`. With experts, `gate_up` and `down` have a row for every chosen
+    expert of every token, placed by `routing.routed`. All keep their contents until the next layer runs.
+
+    Attributes:
+        config, dtype: of the layers that they are for.
+        qkv_in, o_in, gate_up_in, down_in: activations of M rows.
+        qkv: [M, (Hq + 2·Hkv)·D].
+        q: rotated, [M, Hq, D]; likewise `attention`, the result of attention.
+        o: [M, H], what goes to the residual stream; likewise `hidden`, the layer's result.
+        gate_up: [M, 2·F]; [M, F] for weights that are interleaved, whose product ends with SiLU·mul.
+        routing: of experts, or None.
+        workspaces: of the GEMMs on a GPU, by product; `attention_workspace` of attention.
+        programmatic: whether launches inside a layer overlap (programmatic dependent launch).
+        batch_invariant: whether attention splits a sequence by its own length alone (`attention_kv4`). Then a token
+            has the same bits whatever else is in the batch; the other kernels see to that anyway.
+        residual_epilogue: whether the products that go to the residual stream add to it themselves: `o` is not used,
+            nor, without experts, `hidden`. The same bits; faster at every batch measured, without experts.
+    """
+
+    config: Config
+    dtype: str
+    qkv_in: PackedActivations
+    qkv: Any
+    q: Any
+    attention: Any
+    o_in: PackedActivations
+    o: Any
+    gate_up_in: PackedActivations
+    gate_up: Any
+    down_in: PackedActivations
+    hidden: Any
+    routing: Routing | None = None
+    workspaces: Mapping[str, Workspace] = field(default_factory=dict)
+    attention_workspace: AttentionWorkspace | None = None
+    programmatic: bool = True
+    batch_invariant: bool = False
+    residual_epilogue: bool = False
+
+    @classmethod
+    def empty(
+        cls,
+        weights: LayerWeights,
+        cache: KVCache,
+        *,
+        order: str = ORDER,
+        rows: int | None = None,
+        programmatic: bool = True,
+        batch_invariant: bool = False,
+        residual_epilogue: bool | None = None,
+    ) -> Self:
+        """For layers like this one, on the cache's batch; arrays of the library, and where, the cache's are.
+
+        `order` and `rows` are those of activations (`layout.PackedActivations`); experts take row-major ones. There is
+        a `residual_epilogue` by default where there are no experts and the weights are in strips.
+        """
+        _check_weights(weights)
+        fits = not weights.config.experts and weights.o.layout == weights.down.layout == "strips"
+        added = fits if residual_epilogue is None else residual_epilogue
+        flags = {"programmatic": programmatic, "batch_invariant": batch_invariant, "residual_epilogue": added}
+        check_flags(**flags)
+        _check_cache(weights.config, cache)
+        _check_sizes(weights.config)
+        config, M, like, dtype = weights.config, cache.batch, cache.pool, weights.dtype
+
+        def array(*shape: int, of: str = dtype) -> Any:
+            return np.empty(shape, storage(of)) if isinstance(like, np.ndarray) else gpu.new(like, shape, of)
+
+        def activations(K: int, tokens: int = M, layout: str = order, rows: int | None = rows) -> PackedActivations:
+            return PackedActivations(
+                layout=layout,
+                M=tokens,
+                K=K,
+                rows=tile_of(layout, rows)[0],
+                x_q=array(*stored_shape(layout, tokens, K, rows), of="int8"),
+                scale=array(tokens, of="float32"),
+                token_sum=array(tokens, of="int32"),
+            )
+
+        heads, H, F = (config.heads, config.head_dim), config.hidden, config.ffn
+        chosen = max(1, config.chosen_experts)
+        as_rows: dict[str, Any] = {"tokens": M * chosen, "layout": ORDER, "rows": None} if config.experts else {}
+        on_gpu = gpu.is_device_array(like)
+        gate_up_in = activations(H, **as_rows)
+        routing = None
+        if config.experts:
+            routed = RoutedTokens(
+                rows=gate_up_in,
+                offsets=array(config.experts + 1, of="int32"),
+                place=array(M, chosen, of="int32"),
+                share=array(M, chosen, of="float32"),
+                chosen=array(M, chosen, of="int32"),
+            )
+            tokens, results = activations(H, layout=ORDER, rows=None), array(M * chosen, H)
+            routing = Routing(tokens=tokens, normed=array(M, H), routed=routed, results=results)
+        dense = {name: weight for name, weight in weights.parts.items() if isinstance(weight, PackedWeight)}
+        return cls(
+            config=config,
+            dtype=dtype,
+            qkv_in=activations(H),
+            qkv=array(M, config.qkv_width),
+            q=array(M, *heads),
+            attention=array(M, *heads),
+            o_in=activations(heads[0] * heads[1]),
+            o=array(M, H),
+            gate_up_in=gate_up_in,
+            gate_up=array(M * chosen, F if _ends_gated(weights) else 2 * F),
+            down_in=activations(F, **as_rows),
+            hidden=array(M, H),
+            routing=routing,
+            workspaces={name: gemm_workspace(weight, M) for name, weight in dense.items()} if on_gpu else {},
+            attention_workspace=attention_workspace(cache, batch_invariant=batch_invariant) if on_gpu else None,
+            **flags,
+        )
+
+    def result(self, residual: Any) -> Any:
+        """What a layer on this residual stream returns: `hidden`, or the stream if the last product adds to that."""
+        return residual if self.residual_epilogue and self.routing is None else self.hidden
+
+
+def decode_layer(
+    x: Any,
+    residual: Any,
+    weights: LayerWeights,
+    cache: KVCache,
+    slots: Any,
+    *,
+    rope: tuple[Any, ...],
+    buffers: LayerBuffers,
+    backend: str | None = None,
+    programmatic: bool = False,
+) -> Any:
+    """One layer of decoding: a token of every sequence, over its cache, to which the token's key and value are added.
+
+    On the GPU it only enqueues, on the caller's stream, and after the first call allocates nothing, so that it can be
+    captured into a CUDA graph and replayed on other tokens, slots, positions, lengths, tables. One GPU's share of a
+    layer (`Config.share`) gives its part of a sum over GPUs at `o` and at the end, which nobody adds up here.
+
+    Args:
+        x: what is added to the residual stream first, [M, H] of the weights' dtype: the embedding of the batch, or the
+            result of the layer before. With `residual_epilogue` that is `residual` itself, and nothing is added.
+        residual: [M, H] of the same dtype, of other memory: the stream, written in place; zeros before the first layer.
+        weights: where `x` is; likewise everything else. NumPy, CuPy, PyTorch.
+        cache: M sequences, with lengths that include the new token.
+        slots: where that goes, [M]; see `rope_append_kv4`.
+        rope: (cos, sin) or (cos, sin, positions); see `rope_append_kv4`.
+        buffers: `LayerBuffers.empty(weights, cache)`.
+        backend: of every launch.
+        programmatic: whether the first launch may overlap with the kernel before it too. It must not after a kernel
+            that writes lengths, block table, slots, positions or tables of angles, which attention and append read
+            ahead of their waits: so False for the first layer of a step. True for the others.
+
+    Returns:
+        `buffers.result(residual)`, [M, H]: `residual`, to which the last product has added, or with experts
+        `buffers.hidden`. To be given to the next layer as `x`, with the same residual.
+
+    Raises:
+        ArgumentError: the argument, the rule and the value; nothing was launched. On the host also for what a call in
+            the midst refuses, an infinity above all, when the residual is no longer what it was.
+        UnavailableError: a kernel does not run here.
+    """
+    given = x, residual, weights, cache, slots
+    for call in layer_calls(*given, rope=rope, buffers=buffers, backend=backend, programmatic=programmatic):
+        call()
+    return buffers.result(residual)
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of the chain that a layer is.
+
+    Attributes:
+        name: of a product that of its weight, of another call that of what it writes, in `LayerBuffers`.
+        function, args, keywords: of the call.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    def __call__(self, **changed: Any) -> Any:
+        """Make the call, perhaps with other keywords."""
+        return self.function(*self.args, **{**self.keywords, **changed})
+
+    @property
+    def launches(self) -> int:
+        """How many kernels it launches."""
+        return 2 if self.function is route_tokens else 1
+
+
+def layer_calls(
+    x: Any,
+    residual: Any,
+    weights: LayerWeights,
+    cache: KVCache,
+    slots: Any,
+    *,
+    rope: tuple[Any, ...],
+    buffers: LayerBuffers,
+    keys: Any = None,
+    backend: str | None = None,
+    programmatic: bool = False,
+) -> list[LayerCall]:
+    """The calls that `decode_layer` of the same arguments makes, in order; none has been made.
+
+    They leave the rotated keys in `keys`, [M, Hkv, D] of the weights' dtype, if it is given.
+
+    Raises ArgumentError for what belongs to another layer or batch.
+    """
+    _check(x, residual, weights, cache, slots, rope, buffers)
+    if cache.batch == 0:
+        return []
+    config, b, M, space = weights.config, buffers, cache.batch, buffers.workspaces.get
+    added, gated = b.residual_epilogue, _ends_gated(weights)
+    attending: dict[str, Any] = {"window": config.window, "batch_invariant": b.batch_invariant}
+
+    def call(name: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> LayerCall:
+        return LayerCall(name, function, args, {"backend": backend, "programmatic": b.programmatic, **keywords})
+
+    def norm(name: str, x: Any, gamma: Any, out: PackedActivations, **more: Any) -> LayerCall:
+        stream = None if added and x is residual else residual
+        return call(name, rmsnorm_quantize, x, gamma, residual=stream, eps=config.eps, **into(out), **more)
+
+    def product(name: str, of: PackedActivations, weight: PackedWeight, out: Any, **more: Any) -> LayerCall:
+        return call(name, gemm_w4a8, of, weight=weight, workspace=space(name), out=out, **more)
+
+    def to_stream(name: str, of: PackedActivations, weight: PackedWeight, out: Any) -> LayerCall:
+        return product(name, of, weight, **({"out": None, "residual": residual} if added else {"out": out}))
+
+    calls = [
+        norm("qkv_in", x, weights.input_norm, b.qkv_in, programmatic=programmatic),
+        product("qkv", b.qkv_in, weights.qkv, b.qkv, bias=weights.qkv_bias),
+        call("q", rope_append_kv4, b.qkv, cache, slots, rope=rope, out=b.q, keys=keys),
+        call("attention", attention_kv4, b.q, cache, out=b.attention, workspace=b.attention_workspace, **attending),
+        call("o_in", quantize_activations, b.attention.reshape(M, -1), **into(b.o_in)),
+        to_stream("o", b.o_in, weights.o, b.o),
+    ]
+    o = residual if added else b.o
+    if gated:
+        down_in = call("down_in", quantize_activations, b.gate_up, **into(b.down_in))
+    else:
+        down_in = call("down_in", silu_mul_quantize, b.gate_up, activation=config.activation, **into(b.down_in))
+    if b.routing is None:
+        return [
+            *calls,
+            norm("gate_up_in", o, weights.post_norm, b.gate_up_in),
+            product("gate_up", b.gate_up_in, weights.gate_up, b.gate_up, epilogue="silu_mul" if gated else None),
+            down_in,
+            to_stream("down", b.down_in, weights.down, b.hidden),
+        ]
+    tokens, normed, routed, results = b.routing.tokens, b.routing.normed, b.routing.routed, b.routing.results
+
+    def of_experts(name: str, of: PackedActivations, weights: Any, out: Any) -> LayerCall:
+        return call(name, gemm_w4a8_grouped, of, weights=weights, offsets=routed.offsets, out=out)
+
+    return [
+        *calls,
+        norm("tokens", o, weights.post_norm, tokens, normed=normed),
+        call("gate_up_in", route_tokens, tokens, normed, weights.router, config.chosen_experts, out=routed),
+        of_experts("gate_up", b.gate_up_in, weights.gate_up, b.gate_up),
+        down_in,
+        of_experts("down", b.down_in, weights.down, results),
+        call("hidden", combine_experts, results, routed, out=b.hidden),
+    ]
+
+
+def into(out: PackedActivations) -> dict[str, Any]:
+    """Arguments of a quantiser that writes into these."""
+    return {"layout": out.layout, "rows": out.rows, "out": out}
+
+
+def _check(
+    x: Any, residual: Any, weights: LayerWeights, cache: KVCache, slots: Any, rope: Any, buffers: LayerBuffers
+) -> None:
+    """Raise ArgumentError for what belongs to another layer or batch, or what a call in the midst would refuse."""
+    _check_weights(weights)
+    if not isinstance(buffers, LayerBuffers):
+        raise ArgumentError(f"{NAME}: buffers", "must come from LayerBuffers.empty", type(buffers).__name__)
+    _check_cache(weights.config, cache)
+    M, H, config = cache.batch, weights.config.hidden, weights.config
+    same = buffers.config is config or buffers.config == config
+    if not same or (buffers.dtype, buffers.qkv_in.M) != (weights.dtype, M):
+        rule = f"must be made for these weights, {weights.dtype}, and {M} sequences"
+        got = f"{buffers.config.name or 'a layer'}, {buffers.dtype}, {buffers.qkv_in.M} sequences"
+        raise ArgumentError(f"{NAME}: buffers", rule, got)
+    if shape_of(buffers.gate_up)[1] != (config.ffn if _ends_gated(weights) else 2 * config.ffn):
+        had = "rows in order" if _ends_gated(weights) else "interleaved rows"
+        raise ArgumentError(f"{NAME}: buffers", "must be made for a gate_up as these weights have it", had)
+    if not isinstance(rope, tuple) or len(rope) not in (2, 3):
+        raise ArgumentError(f"{NAME}: rope", "must be (cos, sin) or (cos, sin, positions)", type(rope).__name__)
+    cos, sin, *positions = rope
+    (rows,) = max(shape_of(cos)[:1], (1 if positions else M,))
+    floats, table = (weights.dtype,), (rows, config.head_dim // 2)
+    on_gpu = gpu.is_device_array(buffers.hidden)
+    device = gpu.view(f"{NAME}: buffers", buffers.hidden).device if on_gpu else -1
+    for name, array, dtypes, shape in (
+        ("x", x, floats, (M, H)),
+        ("residual", residual, floats, (M, H)),
+        ("slots", slots, INDICES, (M,)),
+        ("rope cos", cos, ("float32",), table),
+        ("rope sin", sin, ("float32",), table),
+        *(("rope positions", each, (dtype_of(slots),), (M,)) for each in positions),
+        ("cache.pool", cache.pool, ("uint8",), shape_of(cache.pool)),
+        ("weights.input_norm", weights.input_norm, floats, (H,)),
+    ):
+        label, dtype = f"{NAME}: {name}", dtype_of(array)
+        if shape_of(array) != shape or dtype not in dtypes:
+            rule, got = f"must be {' or '.join(dtypes)} {list(shape)}", f"{dtype} {list(shape_of(array))}"
+            raise ArgumentError(label, rule, got)
+        if on_gpu:
+            CallArray(name, label, array).view(device)
+        else:
+            require_on_host(label, array, dtype, shape, written=array is residual or array is cache.pool)
+    if not on_gpu:
+        check_places(NAME, cache, *(gpu.as_array(NAME, each) for each in (slots, *positions)), rows=rows)
+        check_cache(NAME, cache)
+
+
+def _check_weights(weights: Any) -> None:
+    if not isinstance(weights, LayerWeights):
+        raise ArgumentError(f"{NAME}: weights", "must be LayerWeights", type(weights).__name__)
+    if weights.four_bit_inputs:
+        raise ArgumentError(f"{NAME}: weights", "must be W4A8's; a NumpyRunner takes W4A4's", "W4A4's")
+    if _ends_gated(weights) and weights.config.activation != "silu":
+        rule = "must have gate above up unless the activation is silu"
+        raise ArgumentError(f"{NAME}: weights.gate_up", rule, f"interleaved rows, {weights.config.activation}")
+
+
+def _ends_gated(weights: LayerWeights) -> bool:
+    """Whether the product of gate and up ends with SiLU·mul."""
+    return getattr(weights.gate_up, "interleaved", False)
+
+
+def _check_sizes(config: Config) -> None:
+    """Raise ArgumentError for a layer that a kernel in its midst does not take."""
+    for name, most, step in (
+        ("hidden", MOST_WIDTH, 32),
+        ("ffn", MOST_WIDTH, 32),
+        ("heads", MOST_RATIO * config.kv_heads, 1),
+        ("experts", MOST_EXPERTS, 1),
+        ("chosen_experts", MOST_CHOSEN, 1),
+    ):
+        value = getattr(config, name)
+        if value > most or value % step:
+            rule = f"must be a multiple of {step} up to {most}" if step > 1 else f"at most {most}"
+            raise ArgumentError(f"{NAME}: {name}", rule, value)
+
+
+def _check_cache(config: Config, cache: KVCache) -> None:
+    if not isinstance(cache, KVCache):
+        raise ArgumentError(f"{NAME}: cache", "must be a KVCache", type(cache).__name__)
+    if (cache.num_kv_heads, cache.head_dim) != (config.kv_heads, config.head_dim):
+        rule = f"must have {config.kv_heads} kv heads of {config.head_dim}"
+        raise ArgumentError(f"{NAME}: cache", rule, f"{cache.num_kv_heads} of {cache.head_dim}")

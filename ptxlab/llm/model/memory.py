@@ -1,0 +1,196 @@
+"""What a `KernelRunner` takes of a GPU's memory, and how many pages or sequences a budget has room for."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.model.config import Config, require_config
+from ptxlab.llm.model.quantized import QuantizedModel
+from ptxlab.llm.model.runner import CHUNK, HEAD_ROWS, HEADS, PAGE, launch_sizes
+from ptxlab.llm.model.weights import DTYPES
+from ptxlab.lowbit.layout.packed_weight import SCHEMES, buffer_shapes
+from ptxlab.lowbit.layout.packings import Shapes
+from ptxlab.lowbit.layout.pages import page_bytes
+from ptxlab.validate import is_one_of, require_integer
+
+RESERVE = 1_500_000_000  # driver, modules and graphs, cuBLAS, workspaces of kernels, what the allocator rounds up
+MOST_BATCH = 256
+_HALF, _WORD = 2, 4  # bytes of an f16 or bf16, of an f32 or s32
+_ITEM = {"uint8": 1, "int8": 1, "uint32": 4, "int32": 4, "float32": 4, "uint16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a runner on a GPU.
+
+    Attributes:
+        weights: of all layers, packed, with norms, biases and routers.
+        ends: embedding, LM head and the last norm.
+        buffers: of launches of every size, tables of angles, logits.
+        page: of the cache, 64 tokens in every layer.
+        reserve: for what is not counted (`RESERVE`).
+    """
+
+    weights: int
+    ends: int
+    buffers: int
+    page: int
+    reserve: int = RESERVE
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        batch: int,
+        context: int,
+        *,
+        weights: int | None = None,
+        scheme: str = "lqq",
+        group: int = 128,
+        dtype: str = "float16",
+        chunk: int | None = None,
+        head: str = "float16",
+    ) -> "Footprint":
+        """Of a model of this shape; `weights` bytes of its layers (`layer_bytes` of the scheme and group if None)."""
+        require_config("config", config)
+        sizes = {"batch": batch, "context": context, "chunk": CHUNK if chunk is None else chunk, "group": group}
+        for name, number in sizes.items():
+            require_integer(name, number, 1)
+            if number >= 1 << 31:
+                raise ArgumentError(name, "must be below 2^31", number)
+        for name, value, known in (("scheme", scheme, SCHEMES), ("dtype", dtype, DTYPES), ("head", head, HEADS)):
+            if not is_one_of(value, known):
+                raise ArgumentError(name, f"must be one of {', '.join(known)}", value)
+        chunk = min(CHUNK, batch * context) if chunk is None else chunk
+        vocabulary = config.vocabulary * config.hidden * _HALF
+        of_head = 0 if config.tied_head and dtype == "float16" else vocabulary
+        if head == "int8":
+            of_head = -(-config.vocabulary // HEAD_ROWS) * HEAD_ROWS * (config.hidden + _WORD)
+        launches = sum(launch_bytes(config, rows, -(-context // PAGE)) for rows in launch_sizes(batch, chunk))
+        return cls(
+            weights=config.layers * layer_bytes(config, scheme, group) if weights is None else weights,
+            ends=vocabulary + of_head + config.hidden * _HALF,
+            buffers=launches + context * config.head_dim * _WORD + batch * config.vocabulary * _HALF,
+            page=config.layers * 2 * config.kv_heads * page_bytes("kv4", PAGE, config.head_dim),
+        )
+
+    @classmethod
+    def of_model(
+        cls, model: QuantizedModel, batch: int, context: int, *, chunk: int | None = None, head: str = "float16"
+    ) -> "Footprint":
+        """Of this very model."""
+        return cls.of(model.config, batch, context, chunk=chunk, head=head, **weights_of(model))
+
+    @property
+    def fixed(self) -> int:
+        """All but the pages."""
+        return self.weights + self.ends + self.buffers + self.reserve
+
+    def total(self, pages: int) -> int:
+        """With so many pages."""
+        return self.fixed + pages * self.page
+
+    def most_pages(self, gigabytes: float) -> int:
+        """Pages that fit `gigabytes` (10^9 bytes) beside the rest. Raises ArgumentError, with the figures, for none."""
+        pages = (budget(gigabytes) - self.fixed) // self.page
+        if pages < 1:
+            raise ArgumentError("memory", f"must be at least {self.needed(1)}", f"{gigabytes:g} GB")
+        return pages
+
+    def needed(self, pages: int) -> str:
+        """GB in all with so many pages, rounded up, so that a `budget` of these suffices, and what they consist of."""
+        gigabytes = -(-self.total(pages) // 10**7) / 100
+        return f"{gigabytes:.2f} GB: {self} + {pages * self.page / 1e9:.2f} GB of {pages} pages"
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "embedding and head": self.ends, "buffers": self.buffers}
+        parts["reserve"] = self.reserve
+        return " + ".join(f"{nbytes / 1e9:.2f} GB of {name}" for name, nbytes in parts.items())
+
+
+def weights_of(model: QuantizedModel) -> dict[str, Any]:
+    """What `Footprint.of` cannot count from the shapes of this very model."""
+    return {"weights": sum(layer.nbytes for layer in model.layers), "dtype": model.layers[0].dtype}
+
+
+def budget(gigabytes: float) -> int:
+    """Bytes of so many gigabytes (10^9 bytes). Raises ArgumentError for what is no number above 0, up to 10^9."""
+    if not isinstance(gigabytes, int | float) or not 0 < gigabytes <= 10**9:
+        raise ArgumentError("memory", "must be a number of gigabytes above 0, at most 10^9", repr(gigabytes))
+    return round(gigabytes * 10**9)
+
+
+def largest_batch(
+    config: Config, gigabytes: float, tokens: int, *, most: int = MOST_BATCH, pages: int | None = None, **how: Any
+) -> int:
+    """How many sequences of so many tokens fit a memory at once, up to `most`; 0 where not one does.
+
+    `pages` are as many as all of them need, unless a number is given, which they share; `how` is that of
+    `Footprint.of`. Raises ArgumentError where even the weights do not fit.
+    """
+    require_integer("tokens", tokens, 1)
+    require_integer("most", most, 1)
+    Footprint.of(config, 1, tokens, **how).most_pages(gigabytes)
+    least = 1 << (most.bit_length() - 1)  # launches have one size less there: a smaller batch may need more
+    while least and excess(config, least, gigabytes, tokens, pages=pages, **how) > 0:
+        least >>= 1
+    beyond = min(2 * least, most + 1)
+    while beyond - least > 1:
+        batch = (least + beyond) // 2
+        if excess(config, batch, gigabytes, tokens, pages=pages, **how) > 0:
+            beyond = batch
+        else:
+            least = batch
+    return least
+
+
+def require_batch(
+    config: Config, batch: int, gigabytes: float, tokens: int, *, pages: int | None = None, **how: Any
+) -> None:
+    """Raise ArgumentError, with the figures, for a batch that does not fit a memory; see `largest_batch`."""
+    if excess(config, batch, gigabytes, tokens, pages=pages, **how) > 0:
+        most = largest_batch(config, gigabytes, tokens, most=batch, pages=pages, **how)
+        name = config.name or "this model"
+        rule = f"must be at most {most} for sequences of {tokens} tokens of {name} in {gigabytes:g} GB"
+        footprint = Footprint.of(config, batch, tokens, **how)
+        needed = footprint.needed(batch * -(-tokens // PAGE) if pages is None else pages)
+        raise ArgumentError("batch", rule, f"{batch}, which needs {needed}")
+
+
+def excess(config: Config, batch: int, gigabytes: float, tokens: int, *, pages: int | None = None, **how: Any) -> int:
+    """Bytes that such a batch needs beyond a memory; 0 or below where it fits."""
+    require_integer("batch", batch, 1)
+    footprint = Footprint.of(config, batch, tokens, **how)
+    return footprint.total(batch * -(-tokens // PAGE) if pages is None else pages) - budget(gigabytes)
+
+
+def layer_bytes(config: Config, scheme: str = "lqq", group: int = 128, layout: str = "strips") -> int:
+    """Bytes of a layer's weights (`LayerWeights.nbytes`), which need not exist."""
+    total = 2 * config.hidden * _HALF
+    for name, (N, K) in config.matrices.items():
+        shapes = buffer_shapes(layout, scheme, N, K, K if scheme == "qoq_channel" else group)
+        total += _nbytes(shapes) * (config.experts if config.experts and name in ("gate_up", "down") else 1)
+    total += config.qkv_width * _WORD if config.qkv_bias else 0
+    return total + config.experts * config.hidden * _HALF
+
+
+def launch_bytes(config: Config, rows: int, max_pages: int) -> int:
+    """Bytes between the kernels of a launch of so many rows (`LayerBuffers` and the step around it)."""
+    H, F, attended = config.hidden, config.ffn, config.heads * config.head_dim
+    chosen = max(1, config.chosen_experts)
+    floats = 3 * H + config.qkv_width + 2 * attended + H + 2 * F * chosen + H  # stream's ends; qkv, q, attention, ...
+    activations = (H, attended, *(H, F) * chosen)
+    nbytes = floats * _HALF + sum(K + 2 * _WORD for K in activations)
+    if config.experts:
+        nbytes += H + 2 * _WORD + (H + chosen * H) * _HALF + 3 * chosen * _WORD
+    return rows * (nbytes + (5 + max_pages) * _WORD) + (config.experts + 1) * _WORD * bool(config.experts)
+
+
+def _nbytes(shapes: Shapes) -> int:
+    total = 0
+    for dtype, shape in shapes.values():
+        count = 1
+        for size in shape:
+            count *= size
+        total += count * _ITEM[dtype]
+    return total

@@ -1,0 +1,128 @@
+"""Fake quantisation: `Numerics` of a decoder whose activations and KV cache are quantised and dequantised.
+
+Products are in floats. The weights are the layer's; those of a quantised layer are dequantised.
+"""
+
+import threading
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.model.decoder import Floats
+from ptxlab.lowbit.quant.activations import token_scales
+from ptxlab.lowbit.quant.atom import ATOM_PAPER
+from ptxlab.lowbit.quant.groups import dequantized, integer_groups
+from ptxlab.lowbit.quant.kv import KV_SCHEMES, quantize_kv
+from ptxlab.lowbit.reference import Layer, Numerics
+from ptxlab.validate import is_one_of, require_integer, require_number
+
+
+@dataclass(frozen=True)
+class FakeQuantized(Numerics):
+    """Activations and KV cache quantised and dequantised.
+
+    Attributes:
+        acts: bits of the activations: 8, per token; 4, in groups along the order of channels that a layer has as
+            `<matrix>_order`, as Atom's paper has it (`ATOM_PAPER`), or COMET's where a layer has `<matrix>_int8`, the
+            number of INT8 groups at the end; None leaves them floats.
+        kv: one of `KV_SCHEMES`, per token and head, or None.
+        group: channels per scale of 4-bit activations, or None for one scale per token.
+        kept: number of channels, the last in that order, which have one scale and more bits.
+        kept_bits: bits of these channels.
+        clip: the largest 4-bit activation, relative to the largest magnitude of its group.
+    """
+
+    acts: int | None = 8
+    kv: str | None = "kv4"
+    group: int | None = None
+    kept: int = 0
+    kept_bits: int = 8
+    clip: float = 1.0
+    _last: threading.local = field(default_factory=threading.local, init=False, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy begins without what threads have kept
+        return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
+
+    def __post_init__(self) -> None:
+        for name, known in (("acts", (8, 4, None)), ("kv", (*KV_SCHEMES, None)), ("kept_bits", (8, 16))):
+            if not is_one_of(getattr(self, name), known):
+                raise ArgumentError(name, f"must be one of {', '.join(map(str, known))}", getattr(self, name))
+        if self.group is not None:
+            require_integer("group", self.group, 1)
+        require_integer("kept", self.kept)
+        require_number("clip", self.clip, 0.01, 1)
+
+    def product(self, name: str, x: Floats, layer: Layer) -> Floats:
+        """See `Numerics.product`; x is quantised first."""
+        seen = self.input(x, layer.get(f"{name}_order"), layer.get(f"{name}_int8"))
+        return super().product(name, seen, layer)
+
+    def input(self, x: Floats, order: Any = None, int8: Any = None) -> Floats:
+        """x [.., K] as a GEMM sees it. The last result of a thread is kept: several matrices read the same input."""
+        if self.acts is None:
+            return x
+        given = x, order, int8
+        last: tuple[Any, ...] = getattr(self._last, "given", (None, None, None))
+        if any(one is not other for one, other in zip(given, last, strict=True)):
+            rows = x.reshape(-1, x.shape[-1])
+            seen = per_token(rows) if self.acts == 8 else self._in_groups(rows, order, int8)
+            self._last.given, self._last.seen = given, seen.reshape(x.shape)
+        found: Floats = self._last.seen
+        return found
+
+    def cached(self, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
+        """See `Numerics.cached`."""
+        if self.kv is None:
+            return keys, values
+        k, v = (quantize_kv(x, self.kv).dequantize().astype(x.dtype) for x in (keys, values))
+        return k, v
+
+    def _in_groups(self, x: Floats, order: Any, int8: Any) -> Floats:
+        ordered = x if order is None else x[:, order]
+        if int8 is not None:
+            together = self._in_blocks(ordered, int(int8))
+        else:
+            K = x.shape[1] - self.kept
+            if K <= 0 or K % (self.group or K):
+                raise ArgumentError("group", f"must divide {x.shape[1]} channels less {self.kept}", self.group)
+            seen = [_in_groups(ordered[:, :K], self.group or K, 4, ATOM_PAPER.steps(4), self.clip)]
+            if self.kept:
+                kept = ordered[:, K:]
+                in_16_bits = self.kept_bits == 16
+                seen.append(_in_16_bits(kept) if in_16_bits else _in_groups(kept, self.kept, 8, ATOM_PAPER.steps(8)))
+            together = np.concatenate(seen, axis=1)
+        return together if order is None else together[:, np.argsort(order)]
+
+    def _in_blocks(self, x: Floats, int8: int) -> Floats:
+        """COMET's: the last blocks in INT8."""
+        if self.group is None or x.shape[1] % self.group or int8 * self.group > x.shape[1]:
+            raise ArgumentError("group", f"must divide {x.shape[1]} channels, {int8} groups in INT8", self.group)
+        at = x.shape[1] - int8 * self.group
+        parts = (x[:, :at], 4, 7), (x[:, at:], 8, 127)
+        seen = [_in_groups(part, self.group, bits, steps) for part, bits, steps in parts if part.shape[1]]
+        return np.concatenate(seen, axis=1)
+
+
+def per_token(x: Floats) -> Floats:
+    """x [M, K] as INT8 per token and back, by the scales of `quantize_activations`."""
+    scale = token_scales(x)[:, None]
+    seen: Floats = (np.rint(x / scale) * scale).astype(x.dtype)
+    return seen
+
+
+def _in_groups(x: Floats, group: int, bits: int, steps: float, clip: float = 1.0) -> Floats:
+    """x [M, K] as integers of so many bits and back, a scale per group in FP16."""
+    q, scale = integer_groups("activations", x.reshape(len(x), -1, group), bits, steps, clip=clip)
+    seen: Floats = dequantized(q.reshape(x.shape), scale).astype(x.dtype)
+    return seen
+
+
+def _in_16_bits(x: Floats) -> Floats:
+    """x [M, K] as integers of 16 bits and back, a scale per row."""
+    most = 2**15 - 1
+    largest = np.abs(x).max(axis=1, keepdims=True)
+    scale = np.where(largest > 0, largest / most, 1).astype(x.dtype)
+    seen: Floats = np.rint(x / scale).clip(-most, most) * scale
+    return seen

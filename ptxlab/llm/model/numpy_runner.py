@@ -1,0 +1,219 @@
+"""`NumpyRunner`: W4A8KV4 and W4A4KV4 in NumPy, in the very integers that the kernels compute.
+
+Its steps are those of `model.reference.exact`, bit for bit, with weights unpacked once and nothing else recomputed;
+with W4A4's weights, products and their inputs are those of `gemm_w4a4` and `reorder_quantize`, or of COMET's kernels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import F32, S8, S32
+from ptxlab.llm.model.quantized import QuantizedModel
+from ptxlab.llm.model.runner import PAGE, Rows, Runner, quantized_head
+from ptxlab.llm.model.weights import DTYPES, LayerWeights
+from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit.kernels.quantize.gated import gated, gated_and_quantized
+from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
+from ptxlab.lowbit.layout import KVCache, PackedWeight, ReorderedWeight, unpack, unpack_atom, write_slots
+from ptxlab.lowbit.quant import AtomRows, BlockRows, Level1Weight, QoQChannelWeight, QuantizedActivations
+from ptxlab.spec.dtypes import as_stored, floats, stored
+
+_EXACT = 1 << 24  # up to which float32 counts
+_NEVER = int(np.iinfo(np.int32).max)
+
+
+class IntegerProduct:
+    """A weight for exact integer products on float32 BLAS.
+
+    Every sum of integers up to 2^24 is exact in float32, in whatever order it is added. Activations lie in ±127, so K
+    is cut into as few pieces as keep 127·Σ|w| of every row within that. No piece of 1,040 can exceed it; trained
+    weights rarely need a cut at all.
+    """
+
+    def __init__(self, weight: PackedWeight | Level1Weight, bias: F32 | None = None) -> None:
+        known = weight if isinstance(weight, Level1Weight) else unpack(weight)
+        if isinstance(known, Level1Weight):
+            integers: Any = known.q8
+            self.scale = known.scale
+        elif isinstance(known, QoQChannelWeight):
+            integers, self.scale = known.q4.astype(np.int32) - known.zero[:, None], known.scale
+        else:
+            integers, self.scale = known.exact_level1(), known.channel_scale
+        N = len(integers)
+        magnitude, pieces = np.abs(integers.astype(np.int32)), 1
+        while 127 * magnitude.reshape(N, pieces, -1).sum(axis=2).max() > _EXACT:
+            pieces *= 2  # K is a multiple of 32
+        self.bias = bias
+        self.pieces = integers.astype(np.float32).reshape(N, pieces, -1).transpose(1, 2, 0)  # [pieces, K/pieces, N]
+
+    def quantized(self, y: F32) -> QuantizedActivations:
+        """The input y f32 [M, K] as it is read."""
+        return quant.quantize_activations(y)
+
+    def gated(self, gate_up: F32, activation: int, dtype: int) -> QuantizedActivations:
+        """The gate of gate_up [M, 2·K] as it is read."""
+        x_q, scale, token_sum = gated_and_quantized(gate_up, 1, 32, activation, dtype)
+        return QuantizedActivations(x_q, scale.astype(np.float32), token_sum.astype(np.int32))
+
+    def accumulators(self, x_q: S8) -> S32:
+        """x_q s8 [M, K] times the weight, s32 [M, N]."""
+        M, pieces = len(x_q), len(self.pieces)
+        sums = x_q.astype(np.float32).reshape(M, pieces, -1).transpose(1, 0, 2) @ self.pieces
+        total: S32 = sums.astype(np.int32).sum(axis=0, dtype=np.int32)
+        return total
+
+    def __call__(self, x: QuantizedActivations, dtype: str) -> F32:
+        """The product as the kernel stores it, f32 [M, N]."""
+        return floats(reference.gemm_epilogue(self.accumulators(x.q), x.scale, self.scale, self.bias, dtype))
+
+
+class GroupProduct:
+    """A weight of W4A4 likewise: exact sums of groups, added up in float32 in the kernels' order.
+
+    No group's sum exceeds 128·128·128 = 2^21.
+    """
+
+    def __init__(self, weight: ReorderedWeight, bias: F32 | None = None) -> None:
+        known = unpack_atom(weight.weight)
+        parts = np.split(known.q4, known.scale4.shape[1], axis=1) + [known.q8] * (weight.outliers > 0)
+        self.groups = [np.ascontiguousarray(part.T, np.float32) for part in parts]
+        self.scales = known.scales[:, : len(parts)]
+        self.quantized, self.bias = weight.quantized, bias
+
+    def gated(self, gate_up: F32, activation: int, dtype: int) -> AtomRows | BlockRows:
+        """The gate of gate_up [M, 2·K] as it is read."""
+        return self.quantized(gated(gate_up, activation, dtype)[0].astype(np.float32))
+
+    def __call__(self, x: AtomRows | BlockRows, dtype: str) -> F32:
+        """The product as the kernel stores it, f32 [M, N]."""
+        if isinstance(x, AtomRows):
+            parts, scales = [*np.split(x.q4, x.scale4.shape[1], axis=1), x.q8], x.scales
+        else:
+            parts, scales = np.split(x.q, x.scale.shape[1], axis=1), x.scale
+        # Without outliers the weight has no group for them.
+        sums: Any = (part.astype(np.float32) @ group for part, group in zip(parts, self.groups, strict=False))
+        total = reference.gemm_add_groups(sums, scales, self.scales)
+        return floats(reference.rounded_to(total if self.bias is None else total + self.bias, dtype))
+
+
+def _product(weight: PackedWeight | ReorderedWeight, bias: F32 | None = None) -> Any:
+    kind: Any = GroupProduct if isinstance(weight, ReorderedWeight) else IntegerProduct
+    return kind(weight, bias)
+
+
+class _Layer:
+    """The weights of a layer as products, and norms in float32."""
+
+    def __init__(self, weights: LayerWeights) -> None:
+        self.qkv = _product(weights.qkv, weights.qkv_bias)
+        self.o, self.gate_up, self.down = map(_product, (weights.o, weights.gate_up, weights.down))
+        self.input_norm, self.post_norm = floats(weights.input_norm), floats(weights.post_norm)
+
+
+class NumpyRunner(Runner):
+    """See `Runner`. Weights are kept as float32: 4 bytes for each, so it is for small models.
+
+    Where a token's state is not finite, its sequence has logits NaN from there on, as on a GPU.
+
+    Attributes:
+        caches: of each layer, with the bytes that the kernels write; one block table and lengths for all of them.
+    """
+
+    def __init__(self, model: QuantizedModel, batch: int = 1, context: int = 2048, **how: Any) -> None:
+        """See `Runner`. Where it is `batch_invariant` a float16 head's products are added in float64, which their
+        float16 results do not tell from any other order; else in float32, in BLAS's order."""
+        super().__init__(model, batch, context, **how)
+        if model.config.experts:
+            raise ArgumentError("model", "must be dense for a NumpyRunner", f"{model.config.experts} experts")
+        config, self._dtype = self.config, model.layers[0].dtype
+        self._layers = [_Layer(weights) for weights in model.layers]
+        self._final_norm, self._embedding = floats(model.final_norm), floats(model.embedding)
+        self._head: Any = self._embedding if model.head is None else floats(model.head)
+        if self.head == "int8":
+            self._head = IntegerProduct(quantized_head(self._head))
+        elif self.batch_invariant:
+            self._head = self._head.astype(np.float64)
+        self._angles = config.rope_tables(context)
+        first = KVCache.empty(1, self.pages, config.kv_heads, config.head_dim, page_size=PAGE)
+        first = replace(first, block_table=self.table, lengths=self.lengths)
+        self.caches = [replace(first, pool=first.pool.copy()) for _ in model.layers]
+        shape = (len(model.layers), batch, context, config.kv_heads, config.head_dim)
+        self._keys, self._values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)  # the caches, dequantised
+        self._lost = np.full(batch, _NEVER)  # the first position of a sequence at which something was not finite
+
+    def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
+        """See `Runner`."""
+        at = self._sequences(at)
+        tokens = self._checked("tokens", tokens, len(at))
+        with self._appended("decode", {b: tokens[i : i + 1] for i, b in enumerate(at)}) as rows:
+            return self._logits(self._run(rows))
+
+    def _logits(self, normed: Any) -> Any:
+        x = floats(normed).copy()
+        lost = np.flatnonzero(np.isnan(x).any(axis=1))
+        x[lost] = 0
+        if self.head == "int8":
+            logits: Any = self._head(quant.quantize_activations(x), "float16")[:, : self.config.vocabulary]
+        else:
+            logits = as_stored(x, "float16").astype(self._head.dtype, copy=False) @ self._head.T
+        found = logits.astype(np.float16)
+        found[lost] = np.nan
+        return found
+
+    @np.errstate(over="ignore", invalid="ignore")  # of what `_finite` finds
+    def _run(self, rows: Rows) -> Any:
+        config, dtype = self.config, self._dtype
+        activation = reference.ACTIVATIONS.index(config.activation)
+        self._lost[rows.sequence[rows.position <= self._lost[rows.sequence]]] = _NEVER  # computed anew
+        angles = tuple(table[rows.position] for table in self._angles)
+        x = as_stored(self._embedding[rows.token], dtype)
+        stream = np.zeros_like(x)
+        for i, layer in enumerate(self._layers):
+            stream, y = self._normed(x, stream, layer.input_norm, rows)
+            heads = self._finite(layer.qkv(layer.qkv.quantized(y), dtype), rows).reshape(len(x), -1, config.head_dim)
+            q, k, v = np.split(heads, [config.heads, config.heads + config.kv_heads], axis=1)
+            self._append(i, reference.rope(k, *angles), v, rows)
+            attention = self._attend(i, as_stored(reference.rope(q, *angles), dtype), rows)
+            o = layer.o(layer.o.quantized(as_stored(attention, dtype)), dtype)
+            stream, y = self._normed(o, stream, layer.post_norm, rows)
+            gate_up = self._finite(layer.gate_up(layer.gate_up.quantized(y), dtype), rows)
+            x = layer.down(layer.down.gated(gate_up, activation, DTYPES.index(dtype)), dtype)
+        normed = self._normalized(as_stored(x + stream, dtype), self._final_norm, rows)
+        normed[rows.position >= self._lost[rows.sequence]] = np.nan
+        return stored(normed, dtype)
+
+    def _finite(self, x: F32, rows: Rows) -> F32:
+        """x with zeros in rows that are not finite. From there on their sequences have no logits; others go on."""
+        lost = np.flatnonzero(~np.isfinite(x).all(axis=1))
+        np.minimum.at(self._lost, rows.sequence[lost], rows.position[lost])
+        x[lost] = 0
+        return x
+
+    def _normalized(self, stream: F32, gamma: F32, rows: Rows) -> F32:
+        return self._finite(normalized(stream, gamma, self.config.eps), rows)
+
+    def _normed(self, x: F32, stream: F32, gamma: F32, rows: Rows) -> tuple[F32, F32]:
+        """The stream with x added, and what RMSNorm makes of it."""
+        stream = as_stored(x + stream, self._dtype)
+        return stream, self._normalized(stream, gamma, rows)
+
+    def _append(self, i: int, k: F32, v: F32, rows: Rows) -> None:
+        cache, at = self.caches[i], (rows.sequence, rows.position)
+        slots = cache.block_table[rows.sequence, rows.position // PAGE] * PAGE + rows.position % PAGE
+        keys, values = quant.quantize_kv(k), quant.quantize_kv(v)
+        write_slots(cache, keys, values, slots)
+        self._keys[i][at], self._values[i][at] = keys.dequantize(), values.dequantize()
+
+    def _attend(self, i: int, q: F32, rows: Rows) -> F32:
+        """f32 [R, Hq·D] of rotated queries [R, Hq, D]: in float64, rounded once."""
+        result, config = np.empty_like(q), self.config
+        how: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": config.window}
+        for b in np.unique(rows.sequence):
+            at = np.flatnonzero(rows.sequence == b)
+            known = slice(int(rows.position[at[-1]]) + 1)
+            result[at] = reference.attention(q[at], self._keys[i, b, known], self._values[i, b, known], **how)[0]
+        return result.reshape(len(q), -1)

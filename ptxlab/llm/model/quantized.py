@@ -1,0 +1,150 @@
+"""`QuantizedModel`: a whole decoder for the kernels: packed layers in W4A8 or W4A4, the rest in 16 bits."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.model.config import Config
+from ptxlab.llm.model.floats import FloatModel
+from ptxlab.llm.model.numerics import FakeQuantized
+from ptxlab.llm.model.weights import DTYPES, LayerWeights, quantiser
+from ptxlab.lowbit.layout import ReorderedWeight, pack, unpack
+from ptxlab.lowbit.layout.packed_weight import QuantizedWeight
+from ptxlab.lowbit.quant import Rounding
+from ptxlab.lowbit.quant.inputs import extremes
+from ptxlab.lowbit.reference import BIASES, NORMS, Layer
+from ptxlab.spec.dtypes import floats, stored
+from ptxlab.validate import is_one_of
+
+FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}  # one product each
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class QuantizedModel:
+    """A dense decoder on the kernels.
+
+    Attributes:
+        config: its shape.
+        embedding: f16 [V, H].
+        layers: packed weights, with queries, keys and values in one matrix, gate and up in another.
+        final_norm: of the layers' dtype, [H].
+        head: f16 [V, H], or None where it is the embedding.
+        recipe: how its weights were made: the steps and their settings, as JSON values.
+    """
+
+    config: Config
+    embedding: Any = field(repr=False)
+    layers: Sequence[LayerWeights] = field(repr=False)
+    final_norm: Any = field(repr=False)
+    head: Any = field(default=None, repr=False)
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def rounded(
+        cls,
+        model: FloatModel,
+        scheme: str = "lqq",
+        group: int = 64,
+        *,
+        rounding: Rounding = "search",
+        layout: str = "strips",
+        dtype: str = "float16",
+        progress: Callable[[str], None] = lambda label: None,
+    ) -> Self:
+        """The model's weights rounded to nearest, without calibration.
+
+        Args:
+            model: NumPy arrays.
+            scheme: `lqq` or `qoq`, in groups of `group`, or `qoq_channel`.
+            group: 32, 64 or 128; `qoq_channel` ignores it.
+            rounding: of LQQ's group scales (`quantize_lqq`); searched scales cost seconds and save much of the error.
+            layout: of the packing.
+            dtype: of what lies between the kernels, `float16` or `bfloat16`.
+            progress: called before each layer with its name.
+
+        Raises ArgumentError for an unknown scheme, group, layout or dtype, for a matrix that cannot be quantised.
+        """
+        if not is_one_of(dtype, DTYPES):
+            raise ArgumentError("dtype", f"must be one of {', '.join(DTYPES)}", dtype)
+        quantise, layers = quantiser(scheme, rounding), []
+        for i, layer in enumerate(model.layers):
+            progress(f"layer {i}")
+            fused = {name: np.concatenate([layer[part] for part in parts]) for name, parts in FUSED.items()}
+            weights = {name: quantise(w, group) for name, w in fused.items()}
+            layers.append(packed_layer(model.config, layer, weights, layout, dtype))
+        recipe = {"scheme": scheme, "group": group, "steps": ["round to nearest"]}
+        return cls(config=model.config, layers=layers, recipe=recipe, **stored_ends(model, dtype))
+
+
+def packed_layer(
+    config: Config,
+    layer: Layer,
+    weights: Mapping[str, QuantizedWeight | ReorderedWeight],
+    layout: str = "strips",
+    dtype: str = "float16",
+    *,
+    unchecked: bool = False,
+) -> LayerWeights:
+    """A layer for the kernels: norms and biases of the float layer, quantised matrices by the names of `FUSED`.
+
+    Those of W4A4 are packed already.
+    """
+    parts: dict[str, Any] = {
+        name: weight if isinstance(weight, ReorderedWeight) else pack(weight, layout, unchecked=unchecked)
+        for name, weight in weights.items()
+    }
+    if config.qkv_bias:
+        biases = [layer[f"{part}_bias"] for part in FUSED["qkv"]]
+        parts["qkv_bias"] = np.concatenate(biases).astype(np.float32)
+    for name in NORMS:
+        parts[name] = _narrowed(name, layer[name], dtype)
+    return LayerWeights(config=config, **parts)
+
+
+def stored_ends(model: FloatModel, dtype: str) -> dict[str, Any]:
+    """embedding, final_norm and head of a `QuantizedModel`; the norm is in the layers' dtype."""
+    return {
+        "embedding": _narrowed("embedding", model.embedding, "float16"),
+        "final_norm": _narrowed("final_norm", model.final_norm, dtype),
+        "head": None if model.head is None else _narrowed("head", model.head, "float16"),
+    }
+
+
+def _narrowed(name: str, x: Any, dtype: str) -> Any:
+    """x in 16 bits. Raises ArgumentError for NaN, infinity and values beyond the range of float16."""
+    low, high = extremes(name, x)
+    largest, most = max(-float(low.min()), float(high.max())), float(np.finfo(np.float16).max)
+    if dtype == "float16" and largest > most:
+        raise ArgumentError(name, f"must lie in ±{most:g} to be stored in float16", f"{largest:g}")
+    return stored(x.astype(np.float32, copy=False), dtype)
+
+
+def layer_floats(layer: LayerWeights) -> Layer:
+    """A packed layer dequantised to float32, by the names of `reference.decoder_layer`; of W4A4 with its orders."""
+    sizes = layer.config.separate_matrices
+    found: dict[str, Any] = {name: floats(getattr(layer, name)) for name in NORMS}
+    for fused, parts in FUSED.items():
+        ends = np.cumsum([sizes[part][0] for part in parts])[:-1].tolist()
+        weight = getattr(layer, fused)
+        if isinstance(weight, ReorderedWeight):
+            values, order = weight.dequantize(), weight.order
+            found |= {f"{part}_order": order for part in parts}
+            if weight.scheme == "fmpq":
+                found |= {f"{part}_int8": np.asarray(weight.int8, like=order) for part in parts}
+        else:
+            values = unpack(weight).dequantize()
+        found |= zip(parts, np.split(values, ends), strict=True)
+        if fused == "qkv" and layer.qkv_bias is not None:
+            found |= zip(BIASES, np.split(layer.qkv_bias, ends), strict=True)
+    return found
+
+
+def numerics_of(layer: LayerWeights) -> FakeQuantized:
+    """How a model of such layers computes: the activations that its kernels read, and a 4-bit cache."""
+    weight = layer.qkv
+    if not isinstance(weight, ReorderedWeight):
+        return FakeQuantized()
+    return FakeQuantized(acts=4, group=weight.group, kept=weight.outliers, clip=weight.clip)

@@ -1,0 +1,255 @@
+"""`Runner`: a quantised decoder on a batch of sequences, in NumPy's exact integers or on a GPU, and its text.
+
+A runner takes *rows*: a token, its sequence, its position. Decoding has a row per sequence; a prompt has one for each
+of its tokens, in chunks. A layer writes keys and values of all rows before any of them attends, and a row sees the
+tokens up to its position, so both are the same calls. Sequences take pages of a shared pool as they grow.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.model.config import Config
+from ptxlab.llm.model.quantized import QuantizedModel
+from ptxlab.lowbit.quant import Level1Weight, quantize_level1
+from ptxlab.runtime.arguments import check_flags
+from ptxlab.validate import is_one_of, require_integer
+
+Indices = npt.NDArray[np.int32]
+PAGE = 64  # tokens of a page of the cache
+CHUNK = 256  # rows of prompts at a time
+HEADS = ("float16", "int8")  # of the LM head
+HEAD_ROWS = 8  # the 8-bit head's are padded to a multiple
+
+
+class Rows(NamedTuple):
+    """Tokens, their sequences, their positions, s32 [R] each; those of a sequence follow each other."""
+
+    token: Indices
+    sequence: Indices
+    position: Indices
+
+    def part(self, start: int, stop: int) -> "Rows":
+        """Rows start..stop - 1."""
+        return Rows(*(array[start:stop] for array in self))
+
+
+def launch_sizes(batch: int, chunk: int) -> list[int]:
+    """How many rows launches have for so many sequences and rows of prompts: powers of two, and these two."""
+    most = max(batch, chunk)
+    return sorted({batch, chunk, *(1 << i for i in range(most.bit_length()) if 1 << i < most)})
+
+
+def quantized_head(head: Any) -> Level1Weight:
+    """An LM head f16 or f32 [V, H], NumPy, in INT8 with a scale per row; rows of zeros pad it to a multiple of 8."""
+    return quantize_level1(np.pad(head, ((0, -len(head) % HEAD_ROWS), (0, 0))), 127)
+
+
+class Runner(ABC):
+    """A model with the caches of `batch` sequences of up to `context` tokens, which share the pages of one pool.
+
+    Attributes:
+        model: what it runs.
+        batch: sequences, B.
+        context: tokens of a sequence at most, prompt included.
+        chunk: rows of prompts at a time.
+        pages: of the pool, in every layer.
+        batch_invariant: whether a token has the same bits whatever else is in the batch.
+        head: what the LM head multiplies in: `float16`, or `int8` with a scale per row and token, whose sums are exact.
+        lengths: tokens of each sequence so far, s32 [B], on the host.
+        table: pages of each sequence, s32 [B, max_pages], on the host; the first `held` of them count.
+        held: how many pages each sequence has, s32 [B].
+        free: pages that no sequence has; the last one is taken next.
+    """
+
+    def __init__(
+        self,
+        model: QuantizedModel,
+        batch: int = 1,
+        context: int = 2048,
+        *,
+        chunk: int | None = None,
+        pages: int | None = None,
+        batch_invariant: bool = False,
+        head: str = "float16",
+    ) -> None:
+        """`pages` are as many as all sequences can need, unless a number is given."""
+        if not isinstance(model, QuantizedModel):
+            raise ArgumentError("model", "must be a QuantizedModel", type(model).__name__)
+        for name, number in (("batch", batch), ("context", context), ("chunk", CHUNK if chunk is None else chunk)):
+            require_integer(name, number, 1)
+        require_integer("pages", 1 if pages is None else pages, 1)
+        for name, tokens in (("context", batch * context), ("pages", (pages or 1) * PAGE), ("chunk", chunk or 1)):
+            if tokens >= 1 << 31:
+                raise ArgumentError(name, "must be of fewer than 2^31 tokens in all", tokens)
+        check_flags(batch_invariant=batch_invariant)
+        if not is_one_of(head, HEADS):
+            raise ArgumentError("head", f"must be one of {', '.join(HEADS)}", head)
+        self.chunk = min(CHUNK, batch * context) if chunk is None else chunk
+        if model.config.context is not None and context > model.config.context:
+            raise ArgumentError("context", f"must be at most the model's {model.config.context} tokens", context)
+        self.model, self.batch, self.context = model, int(batch), int(context)
+        self.pages = self.batch * self.max_pages if pages is None else int(pages)
+        self.batch_invariant, self.head = batch_invariant, head
+        self.lengths: Indices = np.zeros(batch, np.int32)
+        self.table: Indices = np.zeros((batch, self.max_pages), np.int32)
+        self.held: Indices = np.zeros(batch, np.int32)
+        self.free = list(reversed(range(self.pages)))
+
+    @property
+    def config(self) -> Config:
+        """The model's."""
+        return self.model.config
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of a sequence."""
+        return -(-self.context // PAGE)
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many rows a launch may have (`launch_sizes`). Fewer rows are padded."""
+        return launch_sizes(self.batch, self.chunk)
+
+    def launched(self, rows: int) -> int:
+        """Rows of the launch that so many go into."""
+        return next(size for size in self.sizes if size >= rows)
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Any:
+        """Start the sequences anew with these tokens, and return the logits f16 [B, V] behind each prompt.
+
+        Raises ArgumentError for another number of prompts than sequences, an empty one, one that is longer than the
+        context, a token outside the vocabulary, or more of them than the pages hold.
+        """
+        if len(prompts) != self.batch:
+            raise ArgumentError("prompts", f"must be {self.batch}, one for each sequence", len(prompts))
+        for i, prompt in enumerate(prompts):
+            if not 1 <= len(prompt) <= self.context:
+                raise ArgumentError(f"prompts[{i}]", f"must have 1 to {self.context} tokens", len(prompt))
+        new = {i: self._checked(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)}
+        for b in range(self.batch):
+            self.release(b)
+        with self._appended("prefill", new) as rows:
+            ends, last = self.lengths.cumsum() - 1, []
+            for start in range(0, len(rows.token), self.chunk):
+                stop = start + self.chunk
+                normed = self._run(rows.part(start, stop))
+                last += [normed[end - start : end - start + 1].copy() for end in map(int, ends) if start <= end < stop]
+            return self._logits(np.concatenate(last))
+
+    def extend(self, new: Mapping[int, Sequence[int]]) -> Any:
+        """Append tokens to sequences, up to `chunk` in all, and return the logits f16 [n, V] behind each part.
+
+        Raises ArgumentError for more of them, an empty part, a token outside the vocabulary, or where no room is left.
+        """
+        count = sum(map(len, new.values()))
+        if not all(map(len, new.values())) or count > self.chunk:
+            raise ArgumentError("tokens", f"must be 1 to {self.chunk}, at least one of each sequence", count)
+        parts = {b: self._checked(f"tokens of sequence {b}", new[b]) for b in self._sequences([*new])}
+        ends = np.cumsum([len(part) for part in parts.values()]) - 1
+        with self._appended("extend", parts) as rows:
+            return self._logits(self._run(rows)[ends])
+
+    @abstractmethod
+    def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
+        """Append a token s32 [n] to each of the sequences `at` (all), and return the logits f16 [n, V] of the next.
+
+        Raises ArgumentError where a sequence is as long as the context, or no page is left for it.
+        """
+
+    def lacking(self, b: int, tokens: int) -> int:
+        """Pages that sequence b needs for so many more tokens beyond those that it has."""
+        return max(0, -(-(int(self.lengths[b]) + tokens) // PAGE) - int(self.held[b]))
+
+    def reserve(self, b: int, tokens: int) -> bool:
+        """Whether sequence b has pages for so many more tokens, which it takes from the free ones: all or none."""
+        needed, held = self.lacking(b, tokens), int(self.held[b])
+        if needed > len(self.free):
+            return False
+        for i in range(held, held + needed):
+            self.table[b, i] = self.free.pop()
+        self.held[b] += needed
+        return True
+
+    def release(self, b: int) -> None:
+        """Empty sequence b: its pages are free."""
+        self.free += reversed(self.table[b, : self.held[b]].tolist())
+        self.held[b] = self.lengths[b] = 0
+
+    def check_prompt(self, prompt: Sequence[int]) -> list[int]:
+        """Its tokens. Raises ArgumentError for an empty one, or a token outside the vocabulary."""
+        if _as_array(prompt).size == 0:
+            raise ArgumentError("prompt", "must have 1 token or more", 0)
+        tokens: list[int] = self._checked("prompt", prompt).tolist()
+        return tokens
+
+    @abstractmethod
+    def _run(self, rows: Rows) -> Any:
+        """The normalised stream after the last layer, [R, H] of the layers' dtype, for one launch's rows."""
+
+    @abstractmethod
+    def _logits(self, normed: Any) -> Any:
+        """f16 [R, V]."""
+
+    @contextmanager
+    def _appended(self, name: str, new: Mapping[int, Indices]) -> Iterator[Rows]:
+        """The rows of these tokens, by which their sequences have `_grown` inside."""
+        at, counts = list(new), [len(tokens) for tokens in new.values()]
+        first = self.lengths[at]
+        positions = [np.arange(begin, begin + n, dtype=np.int32) for begin, n in zip(first, counts, strict=True)]
+        sequence = np.repeat(np.array(at, np.int32), counts)
+        with self._grown(name, at, counts):
+            yield Rows(np.concatenate([*new.values()]), sequence, np.concatenate(positions))
+
+    @contextmanager
+    def _grown(self, name: str, at: Sequence[int], counts: Sequence[int]) -> Iterator[None]:
+        """Count so many more tokens of the sequences, and give them pages; all of it or, with an error, nothing.
+
+        If what writes these tokens fails, or is interrupted, they do not count.
+        """
+        before = self.lengths[at]
+        after = before + counts
+        if int(after.max()) > self.context:
+            raise ArgumentError(name, f"no more than the context of {self.context} tokens", f"{after.max()}")
+        lacking = np.maximum(-(-after // PAGE) - self.held[at], 0)
+        if lacking.sum() > len(self.free):
+            rule = f"no more than the {self.pages} pages of {PAGE} tokens, of which {len(self.free)} are free"
+            raise ArgumentError(name, rule, f"{lacking.sum()} more")
+        for i in np.flatnonzero(lacking).tolist():
+            self.reserve(at[i], counts[i])
+        self.lengths[at] = after
+        try:
+            yield
+        except BaseException:
+            self.lengths[at] = before
+            raise
+
+    def _sequences(self, at: Sequence[int] | None) -> list[int]:
+        """Which sequences. Raises ArgumentError for one that is not there, or is named twice."""
+        chosen = list(range(self.batch) if at is None else at)
+        if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(self.batch)):
+            raise ArgumentError("at", f"must be sequences in 0..{self.batch - 1}, each once", chosen)
+        return chosen
+
+    def _checked(self, name: str, tokens: Any, n: int | None = None) -> Indices:
+        """Tokens s32 [n]; raises ArgumentError for anything else, and for one outside the vocabulary."""
+        array, most = _as_array(tokens), self.config.vocabulary - 1
+        if array.ndim != 1 or array.dtype.kind not in "iu" or n not in (None, len(array)):
+            raise ArgumentError(name, f"must be integers [{n or 'n'}]", f"{array.dtype} {list(array.shape)}")
+        wrong = (array < 0) | (array > most)
+        if wrong.any():
+            raise ArgumentError(name, f"must be tokens in 0..{most}", int(array[wrong.argmax()]))
+        return array.astype(np.int32)
+
+
+def _as_array(tokens: Any) -> npt.NDArray[Any]:
+    """Lists of unlike lengths become an array of objects, which is refused by its dtype."""
+    try:
+        return np.asarray(tokens)
+    except ValueError:
+        return np.asarray(tokens, dtype=object)

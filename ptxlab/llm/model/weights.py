@@ -1,0 +1,182 @@
+"""`LayerWeights`: the packed weights of one decoder layer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.model.config import Config, require_config
+from ptxlab.lowbit import quant
+from ptxlab.lowbit.kernels.operation import dtype_of
+from ptxlab.lowbit.kernels.transfer import copied_to_device
+from ptxlab.lowbit.layout import ExpertWeights, PackedWeight, ReorderedWeight, pack, stack_experts
+from ptxlab.lowbit.layout.packed_weight import QuantizedWeight
+from ptxlab.lowbit.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
+from ptxlab.runtime.arguments import check_flags
+from ptxlab.spec.dtypes import stored
+from ptxlab.validate import is_one_of, require_integer, shape_of
+
+DTYPES = ("float16", "bfloat16")  # of what lies between the kernels
+
+
+def quantiser(
+    scheme: str, rounding: quant.Rounding = "nearest", protective_range: int = quant.PROTECTIVE_RANGE
+) -> Callable[[Any, int], QuantizedWeight]:
+    """Of a matrix [N, K] in groups of so many; ArgumentError for an unknown scheme.
+
+    `rounding` is of LQQ's scales, `protective_range` of level 1, which qoq_channel has not got.
+    """
+    known: Mapping[str, Callable[[Any, int], QuantizedWeight]] = {
+        "lqq": lambda w, group: quant.quantize_lqq(w, group, protective_range, rounding),
+        "qoq": lambda w, group: quant.quantize_qoq(w, group, protective_range),
+        "qoq_channel": lambda w, _: quant.quantize_qoq_channel(w),
+    }
+    if not is_one_of(scheme, known):
+        raise ArgumentError("scheme", f"must be one of {', '.join(known)}", scheme)
+    return known[scheme]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerWeights:
+    """One layer, NumPy or CuPy arrays; with experts, `gate_up` and `down` are all of theirs.
+
+    The matrices are W4A8's (`PackedWeight`) or, all of them, W4A4's (`ReorderedWeight`).
+
+    Attributes:
+        config: its numbers.
+        qkv: queries, keys and values, [(Hq + 2·Hkv)·D, H].
+        o: [H, Hq·D].
+        gate_up: gate above up, [2·F, H], or in turns (`PackedWeight.interleaved`).
+        down: [H, F].
+        input_norm: of RMSNorm before attention, f16 or bf16 [H] (bf16 as its bits, uint16); decides the layer's dtype.
+        post_norm: of RMSNorm before the feed-forward part, likewise.
+        qkv_bias: f32 [(Hq + 2·Hkv)·D], where the model has one.
+        router: [E, H] of the same dtype, where it has experts.
+
+    Raises ArgumentError, which names the attribute, for a shape that is not the config's.
+    """
+
+    config: Config
+    qkv: Any  # PackedWeight or ReorderedWeight
+    o: Any
+    gate_up: Any  # or ExpertWeights
+    down: Any
+    input_norm: Any = field(repr=False)
+    post_norm: Any = field(repr=False)
+    qkv_bias: Any = field(default=None, repr=False)
+    router: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        require_config("config", config)
+        for name, (N, K) in config.matrices.items():
+            weight, experts = getattr(self, name), config.experts if name in ("gate_up", "down") else 0
+            whole = ReorderedWeight if isinstance(self.qkv, ReorderedWeight) else PackedWeight
+            kind, of_all = (ExpertWeights, f" of {experts} experts") if experts else (whole, "")
+            got = (weight.N, weight.K, getattr(weight, "E", 0)) if isinstance(weight, kind) else type(weight).__name__
+            if got != (N, K, experts):
+                raise ArgumentError(name, f"must be {kind.__name__} [{N}, {K}]{of_all}", got)
+        shapes: dict[str, tuple[int, ...]] = {"input_norm": (config.hidden,), "post_norm": (config.hidden,)}
+        shapes["qkv_bias"] = (config.qkv_width,) if config.qkv_bias else ()
+        shapes["router"] = (config.experts, config.hidden) if config.experts else ()
+        for name, shape in shapes.items():
+            array = getattr(self, name)
+            if shape_of(array) != shape or (not shape and array is not None):
+                raise ArgumentError(name, f"must be an array {list(shape)}" if shape else "must be None", _said(array))
+        on_gpu = gpu.is_device_array(self.input_norm)
+        for name, part in self.parts.items():
+            if any(gpu.is_device_array(array) != on_gpu for array in getattr(part, "buffers", {"": part}).values()):
+                place = "on the GPU" if on_gpu else "on the host"
+                raise ArgumentError(name, f"must be {place}, as input_norm is", f"not {place}")
+        if self.router is not None and dtype_of(self.router) != self.dtype:
+            raise ArgumentError("router", f"must be {self.dtype}, as input_norm is", dtype_of(self.router))
+
+    @classmethod
+    def random(
+        cls,
+        config: Config,
+        seed: int = 0,
+        scheme: str = "lqq",
+        *,
+        group: int = 128,
+        layout: str = "strips",
+        interleaved: bool = False,
+        dtype: str = "float16",
+        on_device: bool = False,
+    ) -> Self:
+        """Random weights of standard deviation K^-0.5: a block of each matrix is quantised and repeated.
+
+        Args:
+            config: of the layer.
+            seed: 0 or more; other layers have other weights by another seed.
+            scheme: `lqq`, `qoq`, in groups of `group`, or `qoq_channel`.
+            group: 32, 64 or 128; `qoq_channel` ignores it.
+            layout: of the packing.
+            interleaved: gate and up in turns: `decode_layer` ends their product with SiLU·mul. Not of experts.
+            dtype: of what lies between the kernels, `float16` or `bfloat16`.
+            on_device: repeat and pack on the GPU, which takes seconds for what takes minutes on the host.
+        """
+        require_config("config", config)
+        check_flags(on_device=on_device, interleaved=interleaved)
+        if on_device:
+            gpu.device_info()  # or the reason why there is none
+        quantise = quantiser(scheme)
+        if not is_one_of(dtype, DTYPES):
+            raise ArgumentError("dtype", f"must be one of {', '.join(DTYPES)}", dtype)
+        require_integer("seed", seed)
+        rng = np.random.default_rng(seed)
+        place: Callable[[Any], Any] = gpu.to_device if on_device else lambda array: array
+
+        def packed(N: int, K: int, interleaved: bool = False) -> PackedWeight:
+            block = rng.standard_normal((min(N, BLOCK_ROWS), min(K, BLOCK_K)), dtype=np.float32) / np.sqrt(K)
+            quantised = quantise(block.astype(np.float32), group)
+            return pack(tiled(with_arrays(quantised, place), N, K), layout, interleaved=interleaved)
+
+        def norm() -> Any:
+            return place(stored(rng.uniform(0.5, 1.5, config.hidden).astype(np.float32), dtype))
+
+        weights: dict[str, Any] = {}
+        for name, size in config.matrices.items():
+            many = config.experts if name in ("gate_up", "down") else 0
+            turns = interleaved and name == "gate_up"
+            weights[name] = stack_experts([packed(*size, turns) for _ in range(many)]) if many else packed(*size, turns)
+        if config.qkv_bias:
+            weights["qkv_bias"] = place(rng.standard_normal(config.qkv_width, dtype=np.float32))
+        if config.experts:
+            router = rng.standard_normal((config.experts, config.hidden), dtype=np.float32)
+            weights["router"] = place(stored((router / np.sqrt(config.hidden)).astype(np.float32), dtype))
+        return cls(config=config, input_norm=norm(), post_norm=norm(), **weights)
+
+    @property
+    def four_bit_inputs(self) -> bool:
+        """Whether its matrices are W4A4's, which read 4-bit activations."""
+        return isinstance(self.qkv, ReorderedWeight)
+
+    @property
+    def dtype(self) -> str:
+        """Of what lies between the kernels, by name."""
+        return dtype_of(self.input_norm)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """All weights that the layer has, by attribute."""
+        named = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "config"}
+        return {name: part for name, part in named.items() if part is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them, padding included."""
+        return sum(int(part.nbytes) for part in self.parts.values())
+
+    def to_device(self) -> "LayerWeights":
+        """The same on the GPU, NumPy arrays copied. Raises UnavailableError where there is none."""
+        gpu.device_info()  # or the reason why there is none
+        moved: LayerWeights = with_arrays(self, copied_to_device)
+        return moved
+
+
+def _said(array: Any) -> str:
+    return f"shape {list(shape_of(array))}" if hasattr(array, "shape") else type(array).__name__

@@ -1,0 +1,303 @@
+"""Quantise a model by a recipe, layer by layer; each layer is calibrated on the output of the quantised layers before.
+
+Memory holds one layer's weights, the residual stream of the calibration text before the layer and after attention, and
+what a layer computes of a batch, on a CPU of up to eight.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError, naming
+from ptxlab.llm.model.floats import FloatModel, MappedLayers, Tokens
+from ptxlab.llm.model.numerics import FakeQuantized
+from ptxlab.llm.model.quantized import FUSED
+from ptxlab.llm.model.threads import each_stream
+from ptxlab.llm.recipe import (
+    Recipe,
+    fold_norms,
+    gptq,
+    hadamard,
+    objective,
+    reorder_down,
+    reorder_heads,
+    rotate_ends,
+    rotate_heads,
+    rotate_stream,
+    rounded,
+    smooth_down,
+    smooth_keys,
+)
+from ptxlab.llm.recipe.settings import ROTATIONS
+from ptxlab.lowbit.quant.fmpq import int8_blocks
+from ptxlab.lowbit.quant.tiled import with_arrays
+from ptxlab.lowbit.reference import EXACT, Layer, Numerics
+from ptxlab.validate import require_integer
+
+
+class InputChannels(NamedTuple):
+    """The order of a matrix's input channels, [K], and how many groups at its end are INT8 (COMET); None with Atom."""
+
+    order: Any
+    int8: int | None
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """A layer after the recipe.
+
+    Attributes:
+        floats: the layer with dequantised weights.
+        weights: quantised matrices by the names of `FUSED`; None for what no kernel takes.
+        inputs: of 4-bit activations, how each matrix takes its input, by the same names.
+        errors: squared error of each matrix's output over the calibration data, relative to the squared output; None
+            without calibration.
+    """
+
+    floats: Layer
+    weights: dict[str, Any]
+    errors: dict[str, float | None]
+    inputs: dict[str, InputChannels] = field(default_factory=dict)
+
+
+def samples(tokens: Tokens, count: int = 128, length: int = 1024, seed: int = 0) -> Tokens:
+    """[count, length] of tokens [T], each sample from a random place. Raises ArgumentError for a shorter text."""
+    for name, value, least in (("count", count, 1), ("length", length, 1), ("seed", seed, 0)):
+        require_integer(name, value, least)
+    if len(tokens) < length:
+        raise ArgumentError("length", f"at most the text's {len(tokens)} tokens", length)
+    starts = np.random.default_rng(seed).integers(0, len(tokens) - length + 1, count)
+    drawn: Tokens = tokens[starts[:, None] + np.arange(length)]
+    return drawn
+
+
+def turned(model: FloatModel, rotation: Any = None, of_heads: Any = None) -> FloatModel:
+    """The model with its residual stream and its heads' values rotated; layers are rotated when they are read.
+
+    The function does not change. rotation: orthogonal [H, H], or None; of_heads: orthogonal [D, D], or None.
+    """
+    like = model.embedding
+    rotation, of_heads = (None if q is None else np.asarray(q, like=like) for q in (rotation, of_heads))
+
+    def turn(layer: Layer) -> Layer:
+        layer = layer if rotation is None else rotate_stream(fold_norms(layer), rotation)
+        return layer if of_heads is None else rotate_heads(layer, of_heads)
+
+    new = replace(model, layers=MappedLayers(model.layers, turn))
+    if rotation is None:
+        return new
+    embedding, final_norm, head = rotate_ends(model.embedding, model.final_norm, model.head, rotation)
+    config = replace(model.config, tied_head=False)
+    return replace(new, config=config, embedding=embedding, final_norm=final_norm, head=head)
+
+
+def prepared(model: FloatModel, recipe: Recipe) -> FloatModel:
+    """The model rotated as the recipe says, not yet quantised."""
+    config = model.config
+    stream = ROTATIONS[recipe.rotate](config.hidden) if recipe.rotate else None
+    return turned(model, stream, hadamard(config.head_dim) if recipe.rotate_heads else None)
+
+
+def quantize_layers(
+    model: FloatModel,
+    tokens: Tokens,
+    recipe: Recipe,
+    finished: Callable[[int], Layer | None] = lambda index: None,
+) -> Iterator[QuantizedLayer | None]:
+    """Every layer of a prepared model after the recipe, in order.
+
+    Args:
+        model: as `prepared` gives it.
+        tokens: the calibration text, [S, T]; a recipe that needs none takes [0, T].
+        recipe: the steps.
+        finished: returns the floats of a layer that was quantised before, else None. A finished layer yields None. It
+            is called again after a layer was yielded, so that the next layer is calibrated on the stored weights.
+    """
+    require_text(recipe, tokens)
+    states = [model.embedded(batch) for batch in model.batches(tokens)]
+    numerics = recipe.numerics()
+    for index in range(len(model.layers)):
+        floats = finished(index)
+        if floats is None:
+            with naming(f"layer {index}"):
+                found = quantize_layer(model, model.layers[index], states, recipe)
+            yield found
+            floats = finished(index) or found.floats
+        else:
+            yield None
+        for i, x in enumerate(each_stream(partial(model.run_layer, layer=floats, numerics=numerics), states)):
+            states[i] = x
+
+
+def require_text(recipe: Recipe, tokens: Tokens) -> None:
+    """Raise ArgumentError for a recipe that calibrates, without a sample."""
+    if recipe.is_calibrated and not len(tokens):
+        raise ArgumentError("tokens", "this recipe needs a text to calibrate on", "none")
+
+
+def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe) -> QuantizedLayer:
+    """One layer of a prepared model, on the stream [B, T, H] of every batch of calibration samples before it.
+
+    Matrices that read the same input are quantised together, in the order of the layer. Each is thus calibrated on
+    inputs with the errors of those before it.
+    """
+    layer = shaped(model, layer, states, recipe)
+    made: dict[str, Any] = dict(layer)
+    numerics = recipe.numerics()
+    weights: dict[str, Any] = {}
+    errors: dict[str, float | None] = {}
+    inputs: dict[str, InputChannels] = {}
+    heads: list[Any] = []  # what o reads
+    middles: list[Any] = []  # the stream after attention
+    for fused, names in FUSED.items() if recipe.scheme else ():
+        w = np.concatenate([made[name] for name in names])
+        H: Any = None
+        order = int8 = None
+        if recipe.needs_hessian:
+            run, given = model.run_layer, states
+            if fused in ("gate_up", "down"):  # attention, most of the time, has run
+                run, given = model.run_feed_forward, middles
+            read: Iterable[Any] = read_by(names[0], run, given, made, numerics)
+            if fused == "o":
+                read = heads = [*read]
+            H, largest = statistics(read, numerics)
+            if recipe.reorders:
+                order, int8 = channel_order(recipe, H, largest)
+                inputs[fused] = InputChannels(order, int8)
+                w, H = w[:, order], H[order][:, order]
+        grid = recipe.grid(w)
+        found = gptq(w, H, grid, damping=recipe.damping) if recipe.gptq else rounded(w, H, grid)
+        errors[fused] = None if H is None else _relative(w, found.values, H)
+        weights[fused] = grid.weight(found.q, found.constants)
+        values = found.values if order is None else found.values[:, np.argsort(order)]
+        for name in names:
+            rows = len(made[name])
+            made[name], values = values[:rows].astype(np.float32), values[rows:]
+            if order is not None:
+                made[f"{name}_order"] = order
+            if int8 is not None:
+                made[f"{name}_int8"] = np.asarray(int8, like=order)
+        if fused == "o" and heads:  # given up one by one, so that memory never holds all of both
+            middles = [x + numerics.product("o", heads.pop(0), made) for x in states]
+    quantized = QuantizedLayer(made, weights, errors, inputs)
+    return quantized if recipe.int8 is None else folded(quantized)
+
+
+def channel_order(recipe: Recipe, H: Any, largest: Any) -> tuple[Any, int | None]:
+    """The order of a matrix's input channels, the largest last, and how many of its groups are INT8.
+
+    By the squares over the calibration data for Atom, whose outliers are so many; by the largest magnitude for COMET.
+    """
+    if recipe.int8 is None:
+        return np.argsort(np.diagonal(H), kind="stable"), None
+    assert recipe.group is not None
+    blocks = int8_blocks(largest, recipe.outlier, recipe.int8, block=recipe.group)
+    return np.argsort(largest, kind="stable"), blocks
+
+
+def folded(layer: QuantizedLayer) -> QuantizedLayer:
+    """The layer with the order of down's input folded into the rows of gate and up; nothing computes otherwise.
+
+    The other orders cannot be folded: the residual stream has one order for all layers, and a head's values stay
+    together. There the kernel that quantises the input reorders it.
+    """
+    order, int8 = layer.inputs["down"]
+    F = len(order)
+    floats: dict[str, Any] = dict(layer.floats)
+    floats |= {name: floats[name][order] for name in ("gate", "up")} | {"down": floats["down"][:, order]}
+    gate_up, rows = layer.weights["gate_up"], np.concatenate([order, F + order])
+    floats["down_order"] = np.arange(F, like=order)
+    weights = {**layer.weights, "gate_up": with_arrays(gate_up, lambda array: array[rows])}
+    inputs = {**layer.inputs, "down": InputChannels(floats["down_order"], int8)}
+    return replace(layer, floats=floats, weights=weights, inputs=inputs)
+
+
+def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe) -> Layer:
+    """The layer after smoothing and reordering, which do not change its function."""
+    if not recipe.needs_peaks:
+        return layer
+    D = model.config.head_dim
+    peaks: dict[str, Any] = {}
+
+    def peaks_of(x: Any) -> dict[str, Any]:
+        """max|x| of every channel of the keys and of the inputs of o and down."""
+        found: dict[str, Any] = {}
+
+        def seen(name: str, x: Any) -> None:
+            if name in ("keys", "o", "down"):
+                found[name] = np.abs(x).reshape(-1, x.shape[-1] if name != "keys" else x.shape[-2] * D).max(axis=0)
+
+        with contextlib.suppress(_ReachedError):
+            model.run_layer(x, layer, _Tap(EXACT, seen, until="down"))
+        return found
+
+    for found in each_stream(peaks_of, states):
+        peaks = {name: np.maximum(peaks.get(name, 0), largest) for name, largest in found.items()}
+    if recipe.smooth_keys is not None:
+        layer = smooth_keys(layer, peaks["keys"].reshape(-1, D), recipe.smooth_keys)
+    if recipe.smooth is not None:
+        layer, factor = smooth_down(layer, peaks["down"], *recipe.smooth)
+        peaks["down"] = peaks["down"] / factor
+    if recipe.reorder:
+        layer = reorder_heads(reorder_down(layer, peaks["down"]), peaks["o"].reshape(-1, D))
+    return layer
+
+
+def statistics(read: Iterable[Any], numerics: FakeQuantized) -> tuple[Any, Any]:
+    """Of the input of a matrix in every batch, [B, T, K]: H = Xᵀ X, float64 [K, K], and max|x| of every channel, [K].
+
+    INT8 activations as the GEMM sees them.
+    """
+    H: Any = None
+    largest: Any = None
+    for batch in read:
+        x = (numerics.input(batch) if numerics.acts == 8 else batch).reshape(-1, batch.shape[-1])
+        if H is None:
+            H, largest = np.zeros((x.shape[1], x.shape[1]), like=x), np.zeros_like(x[0])
+        H += x.T @ x
+        np.maximum(largest, np.abs(x).max(axis=0), out=largest)
+    return H, largest
+
+
+def read_by(
+    name: str, run: Callable[..., Any], streams: Sequence[Any], layer: Layer, numerics: Numerics
+) -> Iterator[Any]:
+    """What the matrix reads in every batch, if `run`, a layer or its second half, is given these streams [B, T, H]."""
+
+    def read(x: Any) -> Any:
+        found: dict[str, Any] = {}
+        with contextlib.suppress(_ReachedError):
+            run(x, layer, _Tap(numerics, found.__setitem__, until=name))
+        return found[name]
+
+    return each_stream(read, streams)
+
+
+class _ReachedError(Exception):
+    """The tap has seen the input it was made for; the rest of the layer need not run."""
+
+
+class _Tap(Numerics):
+    """Passes the matrices' inputs and the `keys` to `seen`; stops the layer before the matrix `until`."""
+
+    def __init__(self, inner: Numerics, seen: Callable[[str, Any], None], until: str = "") -> None:
+        self.inner, self.seen, self.until = inner, seen, until
+
+    def product(self, name: str, x: Any, layer: Layer) -> Any:
+        self.seen(name, x)
+        if name == self.until:
+            raise _ReachedError
+        return self.inner.product(name, x, layer)
+
+    def cached(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        self.seen("keys", keys)
+        return self.inner.cached(keys, values)
+
+
+def _relative(w: Any, values: Any, H: Any) -> float:
+    whole = float(objective(w, np.zeros_like(values), H).sum())
+    return float(objective(w, values, H).sum()) / whole if whole else 0.0

@@ -1,0 +1,141 @@
+"""GPTQ: columns are rounded one after the other; the columns still to come compensate each error.
+
+The objective is ||(W - W') Xᵀ||², which is the trace of (W - W') H (W - W')ᵀ with H = Xᵀ X. With H⁻¹ = Uᵀ U, U upper
+triangular, the error e of column j is compensated by subtracting e U[j, k] / U[j, j] from every later column k.
+"""
+
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.recipe.grids import Array, Constants, Grid, Levels
+
+DAMPING = 0.01  # of the mean of H's diagonal, added to it
+BLOCK = 128  # columns of a group whose errors are applied to its later columns in one product
+_TRIES = 8  # each with ten times the damping of the one before
+
+
+class Rounded(NamedTuple):
+    """A matrix on a grid: integers q and their values [N, K], constants [N, groups] each; all in the matrix's dtype."""
+
+    q: Array
+    values: Array
+    constants: Constants
+
+
+def rounded(w: Array, hessian: Array | None, grid: Grid) -> Rounded:
+    """Every weight of w float [N, K] rounded to the nearest level of the grid.
+
+    A grid with `clip` chooses the levels of least d H dᵀ per group; without a Hessian, of least squared error.
+    """
+    w = w.T.copy()
+    H = None if hessian is None else hessian.astype(w.dtype)
+    q, values, chosen = np.empty_like(w), np.empty_like(w), []
+    for group, (start, stop) in enumerate(grid.bounds):
+        metric = np.ones_like(w[start:stop, 0]) if H is None else H[start:stop, start:stop]
+        levels, constants = grid.choose(group, w[start:stop], metric)
+        q[start:stop] = levels.nearest(w[start:stop])
+        values[start:stop] = levels.values(q[start:stop])
+        chosen.append(constants)
+    return Rounded(q.T, values.T, _stacked(chosen))
+
+
+def gptq(w: Array, hessian: Array, grid: Grid, *, damping: float = DAMPING) -> Rounded:
+    """w float [N, K] quantised by GPTQ on a grid that was made for w.
+
+    Groups are processed in descending order of their mean of H's diagonal, and so are the columns within a group. The
+    levels of a group are chosen when it begins, for the weights as updated by then. A row keeps rounding to nearest
+    if that has the smaller error.
+
+    Args:
+        w: the matrix, f32 or f64; its dtype is that of the computation.
+        hessian: H = Xᵀ X of its inputs, [K, K], up to a constant factor.
+        grid: levels of the scheme.
+        damping: added to H's diagonal, in units of the diagonal's mean.
+
+    Raises ArgumentError for a Hessian that is not finite or not of w's width.
+    """
+    K = w.shape[1]
+    if hessian.shape != (K, K):
+        raise ArgumentError("hessian", f"must be [{K}, {K}] as w is wide", f"shape {hessian.shape}")
+    H = hessian.astype(np.float64)
+    importance = np.diagonal(H)
+    groups, order = _order(grid.bounds, importance)
+    U = inverse_factor(H[order][:, order], damping)
+    share = (U / np.diagonal(U)[:, None]).astype(w.dtype)  # of column j's error, what each later column takes off
+    cost = np.diagonal(U).astype(w.dtype) ** -2
+    work = w.T[order]  # [K, N], columns of w one after the other
+    q, values = np.empty_like(work), np.empty_like(work)
+    chosen: list[Constants] = [()] * len(groups)
+    start = 0
+    for group in groups:
+        stop = start + grid.bounds[group][1] - grid.bounds[group][0]
+        levels, chosen[group] = grid.choose(group, work[start:stop], cost[start:stop])
+        q[start:stop], errors = _compensated(work[start:stop], levels, share[start:stop, start:stop])
+        values[start:stop] = levels.values(q[start:stop])
+        work[stop:] -= share[start:stop, stop:].T @ errors
+        start = stop
+    back = np.argsort(order)
+    found = Rounded(q[back].T, values[back].T, _stacked(chosen))
+    plain = rounded(w, H, grid)
+    worse = objective(w, found.values, H) > objective(w, plain.values, H)
+    pairs = zip(plain[:2] + plain.constants, found[:2] + found.constants, strict=True)
+    q, values, *constants = (np.where(worse[:, None], old, new) for old, new in pairs)
+    return Rounded(q, values, tuple(constants))
+
+
+def _compensated(w: Array, levels: Levels, share: Array) -> tuple[Array, Array]:
+    """The integers of a group's columns w [g, N], rounded one after the other, and their errors.
+
+    In steps of the levels, which differ from row to row alone: so a column takes few operations.
+    """
+    at = levels.places(w)
+    q = np.empty_like(at)
+    for start in range(0, len(at), BLOCK):
+        stop = min(start + BLOCK, len(at))
+        for j in range(start, stop):
+            q[j] = levels.nearest_to(at[j])
+            at[j + 1 : stop] -= share[j, j + 1 : stop, None] * (at[j] - q[j])
+        at[stop:] -= share[start:stop, stop:].T @ (at[start:stop] - q[start:stop])
+    return q, (at - q) * levels.step * levels.unit
+
+
+def objective(w: Array, values: Array, hessian: Array) -> Array:
+    """Error of each row of the quantised matrix, float64 [N]: d H dᵀ with d = w - values."""
+    error = w - values
+    return ((error @ hessian.astype(w.dtype)) * error).sum(axis=1, dtype=np.float64)
+
+
+def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
+    """U upper triangular with (H + damping·mean(diag H)·I)⁻¹ = Uᵀ U; damping is raised until there is an inverse."""
+    if not bool(np.isfinite(hessian).all()):
+        raise ArgumentError("hessian", "must be finite", "NaN or infinity")
+    identity = np.identity(len(hessian), hessian.dtype, like=hessian)  # np.eye passes a `device`, which CuPy lacks
+    mean = float(np.diagonal(hessian).mean()) or 1.0
+    for _ in range(_TRIES):
+        with suppress(np.linalg.LinAlgError):
+            inverse = np.linalg.inv(hessian + damping * mean * identity)
+            factor = np.linalg.cholesky(inverse)
+            # CuPy does not raise where the factorisation fails, and returns a partial factor.
+            if bool(np.abs(factor @ factor.T - inverse).max() <= 1e-6 * np.abs(inverse).max()):
+                return factor.T
+        damping *= 10
+    raise ArgumentError("hessian", "must be positive semidefinite", f"no inverse with damping {damping:g}")
+
+
+def _order(bounds: list[tuple[int, int]], importance: Array) -> tuple[list[int], Array]:
+    """Groups, and all columns, in the order in which they are quantised."""
+
+    def descending(group: int) -> Array:
+        start, stop = bounds[group]
+        return start + np.argsort(-importance[start:stop], kind="stable")
+
+    share = [float(importance[start:stop].mean()) for start, stop in bounds]
+    groups = sorted(range(len(bounds)), key=lambda group: -share[group])
+    return groups, np.concatenate([descending(group) for group in groups])
+
+
+def _stacked(chosen: list[Constants]) -> Constants:
+    return tuple(np.stack(each, axis=1) for each in zip(*chosen, strict=True))

@@ -1,0 +1,150 @@
+"""Quantise a model by a recipe into a folder of packed weights, layer by layer; an interrupted run resumes."""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError, FileError, naming
+from ptxlab.io.files import require_folder
+from ptxlab.llm.checkpoints import folder as folders
+from ptxlab.llm.checkpoints.tokenizer import Tokenizer
+from ptxlab.llm.model.floats import FloatModel, Tokens
+from ptxlab.llm.model.quantized import layer_floats, packed_layer, stored_ends
+from ptxlab.llm.model.weights import DTYPES
+from ptxlab.llm.recipe import Recipe
+from ptxlab.llm.recipe.calibrate import QuantizedLayer, prepared, quantize_layers, require_text
+from ptxlab.llm.recipe.settings import PACKED
+from ptxlab.lowbit.layout import buffer_shapes, pack_reordered
+from ptxlab.lowbit.layout.reordered import reordered_shapes
+from ptxlab.lowbit.reference import Layer
+from ptxlab.validate import is_one_of
+
+Progress = Callable[[str], None]  # called when a layer is done, with its name
+
+
+def quantize_model(
+    model: FloatModel,
+    tokens: Tokens,
+    recipe: Recipe,
+    out: Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    layout: str = "strips",
+    dtype: str = "float16",
+    progress: Progress = lambda label: None,
+) -> dict[int, dict[str, float | None]]:
+    """Quantise a model into the folder `out`, which appears only when it is complete.
+
+    Until then its layers lie in the hidden folder `.NAME.partial` beside it. After a crash the same call resumes there
+    and gives the same bytes as an uninterrupted run.
+
+    Args:
+        model: of NumPy arrays, or of CuPy arrays (`FloatModel.to_device`), which are computed with on the GPU.
+        tokens: the calibration text, [S, T].
+        recipe: the steps.
+        out: the folder to create.
+        tokenizer: written into the folder.
+        layout: of the packed weights.
+        dtype: of the activations between the kernels, `float16` or `bfloat16`.
+        progress: called after each layer.
+
+    Returns:
+        By the number of each layer that this call quantised, its `QuantizedLayer.errors`.
+
+    Raises ArgumentError for a recipe that no kernel supports or that does not fit the model, and for a matrix that
+    cannot be quantised or would overflow, with its layer. Raises FileError if `out` exists, or if the hidden folder
+    has another run's layers.
+    """
+    scheme = check_packable(recipe, out)
+    require_text(recipe, tokens)
+    if not is_one_of(dtype, DTYPES):
+        raise ArgumentError("dtype", f"must be one of {', '.join(DTYPES)}", dtype)
+    turned = prepared(model, recipe)
+    config = turned.config
+    for name, (N, K) in config.matrices.items():
+        with naming(name):
+            if recipe.reorders:
+                reordered_shapes(layout, N, K, recipe.kept, recipe.group or 0)
+            else:
+                buffer_shapes(layout, scheme, N, K, K if scheme == "qoq_channel" else recipe.group or 0)
+    ends = stored_ends(turned, dtype)  # before the layers take their time: what float16 does not hold is refused
+    about = {**recipe.to_json(), "layout": layout, "dtype": dtype, "model": config.name}
+    about |= {"text": _digest(tokens), "weights": _digest(model.final_norm, model.layers[0]["q"])}  # identify the run
+    partial = _partial(out, about)
+
+    def finished(index: int) -> Layer | None:
+        if not folders.layer_path(partial, index).is_file():
+            return None
+        layer = folders.load_layer(partial, index, config)
+        return layer_floats(layer.to_device() if gpu.is_device_array(model.embedding) else layer)
+
+    errors = {}
+    for index, found in enumerate(quantize_layers(turned, tokens, recipe, finished)):
+        if found is not None:
+            with naming(f"layer {index}"):  # a group that would overflow is refused there
+                layer = packed_layer(config, found.floats, _ordered(found, recipe, layout), layout, dtype)
+            folders.save_layer(partial, index, layer)
+            errors[index] = found.errors
+        progress(f"layer {index}")
+    folders.save_ends(partial, config, about, **ends)
+    if tokenizer is not None:
+        tokenizer.save(partial)
+    try:
+        os.replace(partial, out)
+    except OSError as error:
+        raise FileError(f"{out}: cannot be written: {error.strerror or error}") from None
+    return errors
+
+
+def _ordered(layer: QuantizedLayer, recipe: Recipe, layout: str) -> Mapping[str, Any]:
+    """The quantised matrices; of W4A4 packed, with the orders of their inputs."""
+    if not recipe.reorders:
+        return layer.weights
+    return {
+        name: pack_reordered(weight, of.order, layout, int8=of.int8, clip=recipe.act_clip)
+        for (name, weight), of in zip(layer.weights.items(), layer.inputs.values(), strict=True)
+    }
+
+
+def check_packable(recipe: Recipe, out: Path) -> str:
+    """The scheme. Raises as `quantize_model` does for a recipe that cannot be packed, or for `out`."""
+    in_order = recipe.scheme == "int4" and recipe.reorders and recipe.acts == 4 and recipe.kept_bits == 8
+    if recipe.scheme is None or not (recipe.scheme in PACKED or in_order):
+        rule = f"scheme must be one of {', '.join(PACKED)} to be packed, or int4 with 4-bit activations in order"
+        raise ArgumentError("recipe", f"{rule}; others are measured: ptxlab accuracy", recipe.scheme)
+    if out.exists():
+        raise FileError(f"{out}: is there already")
+    require_folder(out)
+    return recipe.scheme
+
+
+def _partial(out: Path, about: dict[str, Any]) -> Path:
+    """The folder of unfinished layers: new, or left by an interrupted run of the same settings."""
+    partial = out.with_name(f".{out.name}.partial")
+    if not (partial / folders.RECIPE).is_file():
+        try:
+            partial.mkdir(exist_ok=True)
+        except OSError as error:
+            raise FileError(f"{partial}: cannot be made: {error.strerror or error}") from None
+        folders.save_recipe(partial, about)
+    for torn in partial.glob(".*.tmp"):  # of a write that was killed
+        torn.unlink()
+    before = folders.read_recipe(partial)
+    if before != about:
+        changed = next(name for name in {**before, **about} if before.get(name) != about.get(name))
+        raise FileError(f"{partial}: holds layers of another run, whose {changed} differs; remove it to begin anew")
+    return partial
+
+
+def _digest(*arrays: Any) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        host = gpu.to_host(array) if gpu.is_device_array(array) else np.asarray(array)
+        digest.update(f"{host.dtype}{host.shape}".encode())
+        digest.update(np.ascontiguousarray(host).data)
+    return digest.hexdigest()

@@ -1,0 +1,177 @@
+"""`Recipe`: the steps of quantising a model and their settings; and the named recipes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.model.numerics import FakeQuantized
+from ptxlab.llm.recipe.gptq import DAMPING
+from ptxlab.llm.recipe.grids import Array, ChannelGrid, Grid, LQQGrid, QoQGrid, SymmetricGrid
+from ptxlab.llm.recipe.rotation import hadamard, random_orthogonal
+from ptxlab.lowbit.quant.atom import ACTIVATION_CLIP
+from ptxlab.lowbit.quant.fmpq import BLOCKS, MOST_INT8, OUTLIER
+from ptxlab.lowbit.quant.inputs import GROUPS, check_protective_range
+from ptxlab.lowbit.quant.level1 import PROTECTIVE_RANGE
+from ptxlab.validate import is_one_of, require_number
+
+PACKED = ("lqq", "qoq", "qoq_channel")  # schemes that the kernels support as they are; int4 in Atom's order
+ROTATIONS: Mapping[str, Callable[[int], Any]] = {"hadamard": hadamard, "random": random_orthogonal}
+SCHEMES = (*PACKED, "int4", "int8", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The steps in their order; a step that is None or False is left out.
+
+    Attributes:
+        rotate: the residual stream, by a `hadamard` matrix or a `random` orthogonal one.
+        rotate_heads: every head's values, by a Hadamard matrix.
+        smooth_keys: SmoothAttention's exponent.
+        smooth: the exponents (alpha, beta) of smoothing down's input.
+        reorder: sort the input channels of o and down by magnitude.
+        clip: search each group's levels: for the least error of the product's `output`, or of the `weights`.
+        gptq: round by GPTQ; else to nearest.
+        damping: of GPTQ.
+        scheme: of the weights: lqq, which is also the form of QoQ as released (PostScale); qoq (the paper's);
+            qoq_channel; int4 (symmetric); int8 (per row), which can only be measured; None leaves them floats.
+        group: weights per scale; None with int4 is one scale per row, and per token of the activations.
+        protective_range: of level 1.
+        acts: bits of the activations, 8 per token or 4 in groups, or None.
+        kept: channels of each input that stay INT8 beside 4-bit ones, the largest by their squares (Atom).
+        kept_bits: bits of the kept channels: 8, or 16 for FP16.
+        int8: share of the 4-bit activations' groups that may be INT8, those of the largest channels, up to the last
+            one with an outlier (COMET's FMPQ); the weights stay in 4 bits. None: no such groups.
+        outlier: times the median channel's largest magnitude, from where a channel is an outlier to `int8`.
+        act_clip: the largest 4-bit activation, relative to the largest magnitude of its group.
+        kv: scheme of the cache per token and head, or None.
+
+    Raises ArgumentError for a value that no recipe can have.
+    """
+
+    rotate: str | None = None
+    rotate_heads: bool = False
+    smooth_keys: float | None = None
+    smooth: tuple[float, float] | None = None
+    reorder: bool = False
+    clip: str | None = None
+    gptq: bool = False
+    damping: float = DAMPING
+    scheme: str | None = "lqq"
+    group: int | None = 64
+    protective_range: int = PROTECTIVE_RANGE
+    acts: int | None = 8
+    kept: int = 0
+    kept_bits: int = 8
+    int8: float | None = None
+    outlier: float = OUTLIER
+    act_clip: float = 1.0
+    kv: str | None = "kv4"
+
+    def __post_init__(self) -> None:
+        if not is_one_of(self.rotate, (*ROTATIONS, None)):
+            raise ArgumentError("rotate", f"must be one of {', '.join(ROTATIONS)} or None", self.rotate)
+        if not is_one_of(self.scheme, SCHEMES):
+            raise ArgumentError("scheme", f"must be one of {', '.join(map(str, SCHEMES))}", self.scheme)
+        if self.scheme in ("lqq", "qoq") and not is_one_of(self.group, GROUPS):
+            raise ArgumentError("group", f"must be one of {', '.join(map(str, GROUPS))}", self.group)
+        if not is_one_of(self.clip, ("output", "weights", None)):
+            raise ArgumentError("clip", "must be output, weights or None", self.clip)
+        if self.smooth_keys is not None:
+            require_number("smooth_keys", self.smooth_keys, 0, 1)
+        if self.smooth is not None:
+            if not isinstance(self.smooth, tuple) or len(self.smooth) != 2:
+                raise ArgumentError("smooth", "must be (alpha, beta) or None", repr(self.smooth))
+            for exponent in self.smooth:
+                require_number("smooth", exponent, 0, 1)
+        check_protective_range(self.protective_range)
+        if self.int8 is not None:
+            require_number("int8", self.int8, 0, 1)
+            if (self.scheme, self.acts, self.kept) != ("int4", 4, 0):
+                got = f"scheme {self.scheme}, acts {self.acts}, kept {self.kept}"
+                raise ArgumentError("int8", "needs scheme int4, 4-bit activations and no kept channels", got)
+            if not is_one_of(self.group, BLOCKS):
+                rule = f"must be one of {', '.join(map(str, BLOCKS))} with INT8 blocks"
+                raise ArgumentError("group", rule, self.group)
+        require_number("outlier", self.outlier, 0, float("inf"))
+        require_number("damping", self.damping, 0, 1)
+        require_number("act_clip", self.act_clip, 0.01, 1)
+        self.numerics()  # checks what it takes
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether it needs a calibration text."""
+        return self.needs_peaks or self.needs_hessian
+
+    @property
+    def needs_peaks(self) -> bool:
+        """Whether it needs max|x| of every channel of the keys and of the inputs of o and down."""
+        return self.smooth_keys is not None or self.smooth is not None or self.reorder
+
+    @property
+    def needs_hessian(self) -> bool:
+        """Whether it needs H = Xᵀ X of every input."""
+        return self.clip == "output" or self.gptq or self.reorders
+
+    @property
+    def reorders(self) -> bool:
+        """Whether every matrix has an order of its input's channels."""
+        return bool(self.kept) or self.int8 is not None
+
+    def numerics(self) -> FakeQuantized:
+        """How a model of this recipe computes."""
+        return FakeQuantized(
+            acts=self.acts,
+            kv=self.kv,
+            group=self.group,
+            kept=self.kept,
+            kept_bits=self.kept_bits,
+            clip=self.act_clip,
+        )
+
+    def grid(self, w: Array) -> Grid:
+        """The scheme's grid for a matrix float [N, K]."""
+        if self.scheme in ("lqq", "qoq"):
+            two_level = LQQGrid if self.scheme == "lqq" else QoQGrid
+            assert self.group is not None
+            return two_level(w, self.group, clip=self.clip is not None, protective_range=self.protective_range)
+        if self.scheme == "qoq_channel":
+            return ChannelGrid(w, clip=self.clip is not None)
+        if self.scheme == "int8":
+            return SymmetricGrid(w, None, bits=8, clip=self.clip is not None)
+        return SymmetricGrid(w, self.group, kept=self.kept, kept_bits=self.kept_bits, clip=self.clip is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Its settings as JSON values."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    def but(self, **changes: Any) -> "Recipe":
+        """The same with other settings."""
+        return replace(self, **changes)
+
+
+_FULL = Recipe(
+    rotate="hadamard",
+    rotate_heads=True,
+    smooth_keys=0.5,
+    smooth=(0.3, 0.7),
+    reorder=True,
+    clip="output",
+    gptq=True,
+)
+RECIPES: Mapping[str, Recipe] = {
+    "lqq": _FULL,
+    "qoq": _FULL.but(scheme="qoq"),
+    "qoq_released": _FULL.but(clip=None),  # with an 8-bit zero ("PostScale"), which is LQQ's form, and no clipping
+    "qoq_channel": _FULL.but(scheme="qoq_channel", smooth=(0.1, 0.9), reorder=False),
+    "atom": Recipe(scheme="int4", acts=4, kept=64, act_clip=ACTIVATION_CLIP, clip="output", gptq=True),
+    "fmpq": Recipe(scheme="int4", acts=4, int8=MOST_INT8, clip="output", gptq=True),
+    "rtn": Recipe(),
+}
+
+
+def named(name: str) -> Recipe:
+    """A recipe by name. Raises ArgumentError for one that is not in `RECIPES`."""
+    if not is_one_of(name, RECIPES):
+        raise ArgumentError("recipe", f"must be one of {', '.join(RECIPES)}", name)
+    return RECIPES[name]

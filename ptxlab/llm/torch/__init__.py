@@ -1,0 +1,35 @@
+"""PyTorch: the kernels as operators (`torch.ops.ptxlab`), quantised modules, models of `transformers`.
+
+The only room that imports PyTorch, besides the peers of benches and `model.prompt_attention`; nothing else imports this
+one.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ptxlab.errors import UnavailableError
+
+_INSTALL = "python -m pip install 'ptxlab[torch]'"
+try:
+    from ptxlab.llm.torch.linear import W4A8Linear
+    from ptxlab.llm.torch.operators import attention_workspace
+except ModuleNotFoundError as error:
+    raise UnavailableError(f"{error.name}: not installed; {_INSTALL}") from None
+
+if TYPE_CHECKING:
+    from ptxlab.llm.torch.cache import KV4Cache
+    from ptxlab.llm.torch.models import quantize_model
+
+__all__ = ["KV4Cache", "W4A8Linear", "attention_workspace", "quantize_model"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs `transformers`, imported when first asked for."""
+    module = {"KV4Cache": "cache", "quantize_model": "models", "bench": "bench"}.get(name)
+    if module is None:
+        raise AttributeError(f"module 'ptxlab.llm.torch' has no attribute {name!r}")
+    try:
+        found = import_module(f"ptxlab.llm.torch.{module}")
+    except ModuleNotFoundError as error:
+        raise UnavailableError(f"{error.name}: not installed; {_INSTALL}") from None
+    return found if name == module else getattr(found, name)

@@ -1,0 +1,150 @@
+"""`W4A8Linear`: `nn.Linear` with a packed weight, on the operators."""
+
+import json
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.model.weights import quantiser
+from ptxlab.llm.torch.operators import Quantized
+from ptxlab.lowbit.layout import PackedWeight, buffer_shapes, pack
+from ptxlab.lowbit.layout.packed_weight import VERSION
+from ptxlab.lowbit.quant import Rounding
+from ptxlab.spec.dtypes import name_of
+from torch import Tensor, nn
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Uncast(nn.Module):
+    """A module whose buffers keep their dtypes when a model is cast."""
+
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move, but do not cast."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            found = function(tensor)
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        super()._apply(moved, recurse)
+        return self
+
+
+class W4A8Linear(Uncast):
+    """y = x Wᵀ + b with 4-bit weights and INT8 activations, which are quantised per token.
+
+    Its state are the packed weight's buffers, which keep their dtypes when a model is cast, and the format's name,
+    which must be the same to load them.
+
+    Attributes:
+        in_features, out_features: K and N.
+        layout, scheme, group: of the packed weight.
+        dtype: of x and y.
+        bias: f32 [N], or None.
+    """
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None = None, *, dtype: torch.dtype = torch.float16) -> None:
+        """Of NumPy arrays: on the CPU; CuPy's are taken where they are."""
+        super().__init__()
+        if not isinstance(weight, PackedWeight):
+            raise ArgumentError("W4A8Linear: weight", "must be a PackedWeight (layout.pack)", type(weight).__name__)
+        if dtype not in _DTYPES:
+            raise ArgumentError("W4A8Linear: dtype", f"must be one of {', '.join(map(name_of, _DTYPES))}", dtype)
+        if bias is not None and tuple(bias.shape) != (weight.N,):
+            raise ArgumentError("W4A8Linear: bias", f"must be [{weight.N}]", list(bias.shape))
+        self.in_features, self.out_features, self.dtype = weight.K, weight.N, dtype
+        self.layout, self.scheme, self.group = weight.layout, weight.scheme, weight.group
+        self.names = tuple(buffer_shapes(weight.layout, weight.scheme, weight.N, weight.K, weight.group))
+        for name in self.names:
+            self.register_buffer(name, torch.as_tensor(weight.buffers[name]))
+        self.register_buffer("bias", None if bias is None else bias.detach().to(self.device, torch.float32))
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        scheme: str = "lqq",
+        group: int = 64,
+        *,
+        rounding: Rounding = "nearest",
+        layout: str = "strips",
+    ) -> Self:
+        """The linear with its weight rounded to nearest, on its device.
+
+        Args:
+            linear: of float16, bfloat16 or float32, which become the dtypes of x and y.
+            scheme: `lqq` or `qoq`, in groups of `group`, or `qoq_channel`.
+            group: 32, 64 or 128; `qoq_channel` ignores it.
+            rounding: of LQQ's group scales (`quant.quantize_lqq`).
+            layout: of the packing.
+
+        Raises ArgumentError for an unknown scheme, group or layout, and for a weight that cannot be quantised.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise ArgumentError("from_linear: linear", "must be an nn.Linear", type(linear).__name__)
+        w = linear.weight.detach().float().cpu().numpy()
+        packed = pack(quantiser(scheme, rounding)(w, group), layout)
+        made: Self = cls(packed, linear.bias, dtype=linear.weight.dtype).to(linear.weight.device)
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        """Where its buffers are."""
+        return self.get_buffer(self.names[0]).device
+
+    def forward(self, x: Tensor | Quantized) -> Tensor:
+        """y [.., N] of x [.., K] of `dtype`; or of quantised activations [.., K]: (x_q, scale, token_sum)."""
+        given = x if isinstance(x, Tensor) else x[0]
+        if given.device != self.device:
+            raise ArgumentError("W4A8Linear: x", f"must be on {self.device} as the weight", given.device)
+        if given.shape[-1] != self.in_features:
+            raise ArgumentError("W4A8Linear: x", f"must be [.., {self.in_features}]", list(given.shape))
+        if isinstance(x, Tensor):
+            if x.dtype != self.dtype:
+                raise ArgumentError("W4A8Linear: x", f"dtype {name_of(self.dtype)} as the layer", name_of(x.dtype))
+            x_q, scale, token_sum = torch.ops.ptxlab.quantize_activations(x.reshape(-1, self.in_features).contiguous())
+        else:
+            x_q, scale, token_sum = (each.reshape(-1, *each.shape[given.ndim - 1 :]) for each in x)
+        y: Tensor = torch.ops.ptxlab.gemm_w4a8(
+            x_q,
+            scale,
+            token_sum,
+            [getattr(self, name) for name in self.names],
+            self.bias,
+            layout=self.layout,
+            scheme=self.scheme,
+            group=self.group,
+            out_dtype=self.dtype,
+        )
+        return y.view(*given.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """For `print`."""
+        group = "" if self.scheme == "qoq_channel" else f", group={self.group}"
+        kept = f"bias={self.bias is not None}, dtype={name_of(self.dtype)}"
+        return f"{self.in_features}, {self.out_features}, {self.scheme}{group}, {self.layout}, {kept}"
+
+    @property
+    def _format(self) -> dict[str, Any]:
+        """All by which its buffers are read."""
+        sizes = {"N": self.out_features, "K": self.in_features}
+        return {"version": VERSION, "layout": self.layout, "scheme": self.scheme, "group": self.group, **sizes}
+
+    def get_extra_state(self) -> Tensor:
+        """The format, JSON in a u8 tensor, as files hold nothing but tensors."""
+        return torch.frombuffer(bytearray(json.dumps(self._format).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing to do: `_load_from_state_dict` has looked at it."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """Raise ArgumentError for a weight of another format, before anything is overwritten."""
+        state = state_dict.get(f"{prefix}_extra_state")
+        try:
+            found = None if state is None else json.loads(bytes(state.tolist()))
+        except (AttributeError, TypeError, ValueError):
+            found = "no format"
+        if found not in (None, self._format):  # a missing one is reported as missing
+            raise ArgumentError(f"W4A8Linear: {prefix}_extra_state", f"must be {self._format}", found)
+        super()._load_from_state_dict(state_dict, prefix, *others)

@@ -1,0 +1,270 @@
+"""`quantize_model`: a model of `transformers` with 4-bit weights, INT8 activations and a KV4 cache, on the operators.
+
+The library's decoder layers stay; what they consist of is exchanged. Norms hand quantised activations to attention and
+FFN instead of floats, so that a layer computes what `ptxlab.decode_layer` computes, to the bit, and a model generates
+the tokens of `ptxlab.llm.model`'s runners.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import torch
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.checkpoints.open import tensor_name
+from ptxlab.llm.model import Config, FloatModel, LayerWeights, QuantizedModel
+from ptxlab.llm.model.floats import MappedLayers
+from ptxlab.llm.model.quantized import packed_layer, stored_ends
+from ptxlab.llm.recipe import Recipe, named
+from ptxlab.llm.recipe.calibrate import prepared, quantize_layers
+from ptxlab.llm.recipe.settings import PACKED
+from ptxlab.llm.torch.cache import IMPLEMENTATION, KV4Cache, Past
+from ptxlab.llm.torch.linear import Uncast, W4A8Linear
+from ptxlab.llm.torch.operators import Quantized
+from ptxlab.lowbit.reference import BIASES, NORMS
+from ptxlab.spec.dtypes import name_of
+from torch import Tensor, nn
+
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def quantize_model(
+    model: PreTrainedModel,
+    recipe: Recipe | QuantizedModel | str = "rtn",
+    *,
+    tokens: Any = None,
+    layout: str = "strips",
+    progress: Callable[[str], None] = lambda label: None,
+) -> PreTrainedModel:
+    """Quantise a causal model of the Llama family in place: Llama, SmolLM, Yi, Mistral, Qwen2, without experts.
+
+    `model.generate` then takes a `KV4Cache` as `past_key_values`, which every forward pass needs.
+
+    Args:
+        model: of float16 or bfloat16, with its whole weights on one device.
+        recipe: the steps of quantising, by themselves or by name (`quant.recipe.RECIPES`); or this model quantised
+            already, as `ptxlab.llm.checkpoints.folder.load` reads it.
+        tokens: the calibration text, integers [S, T], for recipes that need one.
+        layout: of the packed weights.
+        progress: called before each layer with its name.
+
+    Returns:
+        The model.
+
+    Raises ArgumentError for another kind of model, a recipe that no kernel supports or that lacks its text, and a
+    weight that cannot be quantised; the model is then what it was.
+    """
+    config, dtype = _checked(model), name_of(model.dtype)
+    if not isinstance(recipe, QuantizedModel):
+        steps = named(recipe) if isinstance(recipe, str) else recipe
+        recipe = _quantized(float_model(model), steps, tokens, layout, dtype, progress)
+    _check_same(config, recipe, dtype)
+    _exchange(model, recipe)
+    return model
+
+
+def float_model(model: PreTrainedModel) -> FloatModel:
+    """The model's weights in float32 NumPy arrays, a layer read each time it is needed.
+
+    Raises ArgumentError for a model of another architecture, or one whose dtype or devices are mixed.
+    """
+    config = _checked(model)
+
+    def read(part: str, layer: int = 0) -> Any:
+        return model.get_parameter(tensor_name(part, layer)).detach().float().cpu().numpy()
+
+    parts = (*config.separate_matrices, *(BIASES if config.qkv_bias else ()), *NORMS)
+    return FloatModel(
+        config=config,
+        embedding=read("embedding"),
+        layers=MappedLayers(range(config.layers), lambda index: {part: read(part, index) for part in parts}),
+        final_norm=read("final_norm"),
+        head=None if config.tied_head else read("head"),
+    )
+
+
+def _checked(model: Any) -> Config:
+    """Its config. Raises as `float_model` does."""
+    if not isinstance(model, PreTrainedModel):
+        raise ArgumentError("model", "must be a model of transformers", type(model).__name__)
+    config = Config.from_json(model.config.to_dict())
+    if config.experts or not hasattr(model, "lm_head"):
+        raise ArgumentError("model", "must be a causal model without experts", type(model).__name__)
+    if len(kinds := {*(getattr(model.config, "layer_types", None) or ())}) > 1:
+        raise ArgumentError("model", "layers must be of one type", ", ".join(sorted(kinds)))
+    if found := next((each for each in model.modules() if isinstance(each, W4A8Linear)), None):
+        raise ArgumentError("model", "must not be quantised yet", found)
+    first = model.get_input_embeddings().weight
+    if first.dtype not in _DTYPES:
+        rule = f"must be of {' or '.join(map(name_of, _DTYPES))}"
+        raise ArgumentError(f"model: {tensor_name('embedding', 0)}", rule, name_of(first.dtype))
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != first.dtype or parameter.device != first.device:
+            rule, got = f"must be {name_of(first.dtype)} on {first.device} as the embedding", name_of(parameter.dtype)
+            raise ArgumentError(f"model: {name}", rule, f"{got} on {parameter.device}")
+    return config
+
+
+def _quantized(
+    model: FloatModel, recipe: Recipe, tokens: Any, layout: str, dtype: str, progress: Callable[[str], None]
+) -> QuantizedModel:
+    if not isinstance(recipe, Recipe) or recipe.scheme not in PACKED:
+        got = recipe.scheme if isinstance(recipe, Recipe) else type(recipe).__name__
+        raise ArgumentError("recipe", f"must be a Recipe or its name, of scheme {', '.join(PACKED)}", got)
+    turned, text = prepared(model, recipe), np.zeros((0, 1), np.int64) if tokens is None else np.asarray(tokens)
+    ends, layers = stored_ends(turned, dtype), []
+    for index, found in enumerate(quantize_layers(turned, text, recipe)):
+        progress(f"layer {index}")
+        assert found is not None
+        layers.append(packed_layer(turned.config, found.floats, found.weights, layout, dtype))
+    return QuantizedModel(config=turned.config, layers=layers, recipe=recipe.to_json(), **ends)
+
+
+def _check_same(config: Config, quantized: QuantizedModel, dtype: str) -> None:
+    """Raise ArgumentError for a quantised model of other sizes or dtype."""
+    for name in ("hidden", "ffn", "heads", "kv_heads", "head_dim", "layers", "vocabulary", "qkv_bias", "window"):
+        ours, theirs = getattr(config, name), getattr(quantized.config, name)
+        if ours != theirs:
+            raise ArgumentError("recipe", f"must be of a model with {name}={ours}", f"{name}={theirs}")
+    if quantized.layers[0].dtype != dtype:
+        raise ArgumentError("recipe", f"must be of a model of {dtype}", quantized.layers[0].dtype)
+
+
+def _exchange(model: PreTrainedModel, quantized: QuantizedModel) -> None:
+    """Put the quantised parts into the place of the model's own."""
+    config, decoder, device, dtype = quantized.config, model.model, model.device, model.dtype
+    for index, (layer, weights) in enumerate(zip(decoder.layers, quantized.layers, strict=True)):
+        layer.input_layernorm = QuantizingNorm(weights.input_norm, config.eps, dtype).to(device)
+        layer.self_attn = KV4Attention(model.config, index, weights, config, dtype).to(device)
+        layer.post_attention_layernorm = QuantizingNorm(weights.post_norm, config.eps, dtype).to(device)
+        layer.mlp = W4A8FFN(weights, config.activation, dtype).to(device)
+    decoder.norm = Norm(quantized.final_norm, config.eps, dtype).to(device)
+    decoder.rotary_emb = RopeTables(config).to(device)
+    embedding = _parameter(quantized.embedding, dtype, device)
+    decoder.embed_tokens.weight = embedding
+    model.lm_head.weight = embedding if quantized.head is None else _parameter(quantized.head, dtype, device)
+    model.config.tie_word_embeddings = quantized.head is None
+    model.set_attn_implementation(IMPLEMENTATION)
+    model.eval()
+
+
+def _stored(array: Any, dtype: torch.dtype) -> Tensor:
+    """NumPy's or CuPy's f16, or bits of bf16, as a tensor of dtype."""
+    tensor = torch.as_tensor(array)
+    return (tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor).to(dtype)
+
+
+def _parameter(array: Any, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(_stored(array, dtype).to(device), requires_grad=False)
+
+
+class Norm(nn.Module):
+    """RMSNorm of [.., H], as the kernel computes it: in float32, rounded once."""
+
+    def __init__(self, weight: Any, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.eps = _parameter(weight, dtype, torch.device("cpu")), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y like x."""
+        rows = x.reshape(-1, x.shape[-1])
+        y = torch.empty_like(rows)
+        torch.ops.ptxlab.rmsnorm_quantize(rows, self.weight, None, self.eps, y)
+        return y.view(x.shape)
+
+
+class QuantizingNorm(Norm):
+    """RMSNorm whose result is quantised without being rounded before."""
+
+    def forward(self, x: Tensor) -> Quantized:
+        """x_q s8 [.., H], scale f32 [..], token_sum s32 [..]."""
+        x_q, *of_tokens = torch.ops.ptxlab.rmsnorm_quantize(x.reshape(-1, x.shape[-1]), self.weight, None, self.eps)
+        scale, token_sum = (each.view(x.shape[:-1]) for each in of_tokens)
+        return x_q.view(x.shape), scale, token_sum
+
+
+class W4A8FFN(nn.Module):
+    """down(act(gate x) · up x), with gate and up in one product."""
+
+    def __init__(self, weights: LayerWeights, activation: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up_proj = W4A8Linear(weights.gate_up, dtype=dtype)
+        self.down_proj, self.activation = W4A8Linear(weights.down, dtype=dtype), activation
+
+    def forward(self, x: Quantized) -> Tensor:
+        """[.., H] of quantised activations [.., H]."""
+        gate_up = self.gate_up_proj(x)
+        h = torch.ops.ptxlab.silu_mul_quantize(gate_up.flatten(0, -2), self.activation)
+        return self.down_proj(h).unflatten(0, gate_up.shape[:-1])
+
+
+class KV4Attention(nn.Module):
+    """Queries, keys and values in one product; rotated and appended to a `KV4Cache`; attention; the product with o."""
+
+    def __init__(self, config: Any, index: int, weights: LayerWeights, sizes: Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config, self.layer_idx, self.head_dim = config, index, sizes.head_dim  # as transformers names them
+        self.scaling, self.sliding_window, self.is_causal = sizes.head_dim**-0.5, sizes.window, True
+        bias = None if weights.qkv_bias is None else torch.as_tensor(weights.qkv_bias)
+        self.qkv_proj = W4A8Linear(weights.qkv, bias, dtype=dtype)
+        self.o_proj = W4A8Linear(weights.o, dtype=dtype)
+
+    def forward(
+        self,
+        hidden_states: Quantized,
+        position_embeddings: tuple[Tensor, Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        cache: Any = None,
+        **how: Any,
+    ) -> tuple[Tensor, None]:
+        """[B, T, H] of quantised activations [B, T, H]; `attention_mask` bool [B, T] is False for padding.
+
+        The `KV4Cache` comes as `cache` from transformers 5.24 on, as `past_key_values` before.
+        """
+        cache = self._checked(past_key_values if cache is None else cache)
+        cos, sin, positions = position_embeddings
+        B, T, _ = hidden_states[0].shape
+        rows = cache.rows(positions, attention_mask, B)
+        if self.layer_idx == 0:
+            cache.advance(T)
+        qkv, pool = self.qkv_proj(hidden_states).flatten(0, 1), cache.pools[self.layer_idx]
+        how = {"head_dim": self.head_dim, "scheme": cache.scheme}
+        q = torch.ops.ptxlab.rope_append_kv4(qkv, pool, rows.slots, cos, sin, rows.positions, **how)
+        past = Past(cache, pool, rows)
+        attend = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
+        queries, window = q.view(B, T, -1, self.head_dim).transpose(1, 2), self.sliding_window
+        out, _ = attend(self, queries, past, past, attention_mask, scaling=self.scaling, sliding_window=window)
+        return self.o_proj(out.flatten(2)), None
+
+    def _checked(self, cache: Any) -> KV4Cache:
+        """The cache. Raises ArgumentError for none, another model's, and for another implementation of attention."""
+        if not isinstance(cache, KV4Cache):
+            rule = "past_key_values must be a ptxlab.llm.torch.KV4Cache(model, batch, context)"
+            raise ArgumentError("quantised model", rule, type(cache).__name__)
+        ours = self.config.num_hidden_layers, self.config.num_key_value_heads, self.head_dim
+        theirs = len(cache), cache.pools[0].shape[2], cache.head_dim
+        if theirs != ours:
+            rule = "must be of this model: {} layers, {} kv heads of {}".format(*ours)
+            raise ArgumentError("KV4Cache", rule, "{} layers, {} kv heads of {}".format(*theirs))
+        if self.config._attn_implementation != IMPLEMENTATION:
+            rule = f"must be {IMPLEMENTATION} for a quantised model"
+            raise ArgumentError("attn_implementation", rule, self.config._attn_implementation)
+        return cache
+
+
+class RopeTables(Uncast):
+    """Angles of all positions in float32, in the place of the rotary embedding of one dtype."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        cos, sin = config.rope_tables(config.context or 2048)
+        self.register_buffer("cos", torch.from_numpy(cos), persistent=False)
+        self.register_buffer("sin", torch.from_numpy(sin), persistent=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(cos, sin) f32 [positions, D/2], and which of them s64 [B or 1, T]: `position_embeddings` of the layers."""
+        return self.cos, self.sin, position_ids

@@ -1,0 +1,590 @@
+"""The kernels as operators of `torch.library`, `torch.ops.ptxlab.*`.
+
+Of CUDA tensors they are the public calls (`ptxlab.gemm_w4a8` ...): a call enqueues its kernel on PyTorch's current
+stream and takes memory from PyTorch's allocator, so that CUDA graphs capture it. Of CPU tensors they compute the same
+integers with the NumPy references, not with the emulator.
+
+Activations are row-major; x_q, scale and token_sum are those of `ptxlab.PackedActivations`. A weight is the list of its
+buffers in the order of `layout.buffer_shapes`. A cache is its pool, with `channel` the constants of a scheme by channel
+(k scale, k zero, v scale, v zero), else empty. Bad input raises `ptxlab.PtxlabError`; numbers in the tensors are looked
+at on the CPU alone.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+import torch
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError, naming
+from ptxlab.llm.model.numpy_runner import IntegerProduct
+from ptxlab.llm.torch.repeats import Repeats
+from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit.kernels import attention, gemm, quantize
+from ptxlab.lowbit.kernels.attention.append import table_rows
+from ptxlab.lowbit.kernels.attention.append_api import check_places
+from ptxlab.lowbit.kernels.attention.call import check_cache
+from ptxlab.lowbit.kernels.attention.steps import choose
+from ptxlab.lowbit.kernels.gemm.common import DTYPES
+from ptxlab.lowbit.kernels.quantize.gated import gated_and_quantized
+from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
+from ptxlab.lowbit.layout import (
+    ExpertWeights,
+    KVCache,
+    PackedActivations,
+    PackedWeight,
+    buffer_shapes,
+    gather,
+    write_slots,
+)
+from ptxlab.lowbit.layout.pages import require_array
+from ptxlab.lowbit.quant import QuantizedActivations
+from ptxlab.lowbit.quant.inputs import extremes
+from ptxlab.spec.dtypes import as_stored, floats, name_of, stored
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+Quantized = tuple[Tensor, Tensor, Tensor]  # x_q s8 [M, K], scale f32 [M], token_sum s32 [M]
+
+_Channel = Sequence[Tensor] | None
+
+ON_CUDA: dict[str, Callable[..., Any]] = {}  # what each operator does with CUDA tensors
+ALLOCATING: dict[str, Callable[..., Any]] = {}  # what makes its results and nothing else, by the operator's schema
+_library = torch.library.Library("ptxlab", "DEF")
+_HALVES = ("float16", "bfloat16")
+
+
+def _operator(schema: str, *, cuda: Callable[..., Any], cpu: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define an operator; the first of its arguments says on which device it runs."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    arguments = getattr(torch.ops.ptxlab, name).default._schema.arguments
+    written = {each.name: each.alias_info is not None and each.alias_info.is_write for each in arguments}
+    repeats = ON_CUDA[name] = Repeats(cuda, fake, written)
+    ALLOCATING[schema] = fake
+
+    def on_its_device(x: Tensor, *others: Any, **how: Any) -> Any:
+        if x.get_device() == torch.cuda.current_device():
+            return repeats(x, *others, **how)
+        with torch.cuda.device(x.device):
+            return repeats(x, *others, **how)
+
+    _library.impl(name, on_its_device, "CUDA")
+    _library.impl(name, cpu, "CPU")
+    torch.library.register_fake(f"ptxlab::{name}", fake, lib=_library)
+
+
+# Tensors as arrays, and back
+
+
+def _array(name: str, tensor: Tensor, dtypes: str | Sequence[str], *shape: int | str) -> Any:
+    """The NumPy array on a CPU tensor's memory, bfloat16 as its bits; ArgumentError unless of that dtype and shape."""
+    dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
+    found = name_of(tensor.dtype)
+    require_array(name, tensor, found if found in dtypes else " or ".join(dtypes), shape)
+    if tensor.device.type != "cpu":
+        raise ArgumentError(name, "must be on the CPU as the first argument is", tensor.device)
+    tensor = tensor.detach()
+    return (tensor.view(torch.uint16) if found == "bfloat16" else tensor).numpy()
+
+
+def _tensor(array: Any, dtype: torch.dtype) -> Tensor:
+    """The tensor on an array's memory; bfloat16 are its bits."""
+    made = torch.from_numpy(array)
+    return made.view(torch.bfloat16) if dtype == torch.bfloat16 else made
+
+
+def _quantized(of: QuantizedActivations) -> Quantized:
+    return torch.from_numpy(of.q), torch.from_numpy(of.scale), torch.from_numpy(of.token_sum)
+
+
+def _empty_quantized(x: Tensor, K: Any) -> Quantized:
+    M = x.shape[0]
+    return x.new_empty((M, K), dtype=torch.int8), x.new_empty(M, dtype=torch.float32), x.new_empty(M, dtype=torch.int32)
+
+
+# Quantisers
+
+
+def _quantize_on_cpu(x: Tensor) -> Quantized:
+    array = _array("quantize_activations: x", x, ("float16", "bfloat16", "float32"), "M", "K")
+    _check_width("quantize_activations: x", x.shape[1])
+    with naming("quantize_activations"):
+        return _quantized(quant.quantize_activations(floats(array)))
+
+
+def _rmsnorm_on_cpu(
+    x: Tensor, gamma: Tensor, residual: Tensor | None = None, eps: float = 1e-5, normed: Tensor | None = None
+) -> Quantized:
+    name, dtype = "rmsnorm_quantize", name_of(x.dtype)
+    v = floats(_array(f"{name}: x", x, _HALVES, "M", "K"))
+    _check_width(f"{name}: x", x.shape[1])
+    weight = floats(_array(f"{name}: gamma", gamma, dtype, x.shape[1]))
+    stream, kept = (
+        None if each is None else _array(f"{name}: {of}", each, dtype, *x.shape)
+        for of, each in (("residual", residual), ("normed", normed))
+    )
+    extremes(f"{name}: x", v), extremes(f"{name}: gamma", weight)  # refuse what is not finite
+    if stream is not None:
+        v = as_stored(v + floats(stream), dtype)
+        extremes(f"{name}: x + residual", v)
+    y = normalized(v, weight, eps)
+    with naming(name):
+        quantised = quant.quantize_activations(y)
+    for written, values in ((stream, v), (kept, y)):
+        if written is not None:
+            written[...] = stored(values, dtype)
+    return _quantized(quantised)
+
+
+def _silu_mul_on_cpu(gate_up: Tensor, activation: str = "silu") -> Quantized:
+    name = "silu_mul_quantize"
+    array = _array(f"{name}: gate_up", gate_up, _HALVES, "M", "2·K")
+    _check_width(f"{name}: gate_up", gate_up.shape[1], step=64)
+    if activation not in reference.ACTIVATIONS:
+        raise ArgumentError(f"{name}: activation", f"must be one of {', '.join(reference.ACTIVATIONS)}", activation)
+    extremes(f"{name}: gate_up", floats(array))
+    kinds = reference.ACTIVATIONS.index(activation), DTYPES.index(name_of(gate_up.dtype))
+    x_q, scale, token_sum = gated_and_quantized(floats(array), 1, 32, *kinds)
+    return _quantized(QuantizedActivations(x_q, scale.astype(np.float32), token_sum.astype(np.int32)))
+
+
+def _check_width(name: str, width: int, step: int = 32) -> None:
+    if width % step:
+        raise ArgumentError(name, f"width % {step} == 0", width)
+
+
+def _on_cuda(quantiser: Callable[..., Any], x: Tensor, K: int, *given: Any, **how: Any) -> Quantized:
+    """What a quantiser makes of x, in new tensors [M, K]."""
+    x_q, scale, token_sum = _empty_quantized(x, K)
+    of_rows = {"layout": "row_major", "rows": 1, "M": x.shape[0], "K": K}
+    out = PackedActivations(**of_rows, x_q=x_q, scale=scale, token_sum=token_sum)
+    quantiser(x, *given, out=out, **how)
+    return x_q, scale, token_sum
+
+
+def _rmsnorm_on_cuda(
+    x: Tensor, gamma: Tensor, residual: Tensor | None = None, eps: float = 1e-5, normed: Tensor | None = None
+) -> Quantized:
+    how = {"residual": residual, "eps": eps, "normed": normed}
+    return _on_cuda(quantize.rmsnorm_quantize, x, x.shape[-1], gamma, **how)
+
+
+def _silu_mul_on_cuda(gate_up: Tensor, activation: str = "silu") -> Quantized:
+    return _on_cuda(quantize.silu_mul_quantize, gate_up, gate_up.shape[-1] // 2, activation=activation)
+
+
+_operator(
+    "quantize_activations(Tensor x) -> (Tensor x_q, Tensor scale, Tensor token_sum)",
+    cuda=lambda x: _on_cuda(quantize.quantize_activations, x, x.shape[-1]),
+    cpu=_quantize_on_cpu,
+    fake=lambda x: _empty_quantized(x, x.shape[1]),
+)
+_operator(
+    "rmsnorm_quantize(Tensor x, Tensor gamma, Tensor(a!)? residual=None, float eps=1e-5, Tensor(b!)? normed=None)"
+    " -> (Tensor x_q, Tensor scale, Tensor token_sum)",
+    cuda=_rmsnorm_on_cuda,
+    cpu=_rmsnorm_on_cpu,
+    fake=lambda x, *given, **how: _empty_quantized(x, x.shape[1]),
+)
+_operator(
+    'silu_mul_quantize(Tensor gate_up, str activation="silu") -> (Tensor x_q, Tensor scale, Tensor token_sum)',
+    cuda=_silu_mul_on_cuda,
+    cpu=_silu_mul_on_cpu,
+    fake=lambda gate_up, activation="silu": _empty_quantized(gate_up, gate_up.shape[1] // 2),
+)
+
+
+# Products
+
+
+W = TypeVar("W", PackedWeight, ExpertWeights)
+
+
+def _of_tensors(kind: type[W], **fields: Any) -> W:
+    """A weight whose buffers `_buffers` has checked: its own checks take no tensors."""
+    weight = object.__new__(kind)
+    vars(weight).update(fields)
+    return weight
+
+
+def _buffers(
+    name: str, tensors: Sequence[Tensor], layout: str, scheme: str, K: int, group: int, experts: tuple[int, ...] = ()
+) -> dict[str, Any]:
+    """The fields of a PackedWeight, or of ExpertWeights, of these buffers; ArgumentError unless they are its."""
+    if not tensors or not tensors[-1].shape:
+        raise ArgumentError(name, "must be the buffers of a packed weight", f"{len(tensors)} tensors")
+    N, group = tensors[-1].shape[-1], K if scheme == "qoq_channel" else group  # the last one is per channel
+    shapes = _buffer_shapes(layout, scheme, N, K, group)
+    if len(tensors) != len(shapes):
+        raise ArgumentError(name, f"must be {', '.join(each for each, *_ in shapes)}", f"{len(tensors)} tensors")
+    for (each, dtype, shape), tensor in zip(shapes, tensors, strict=True):
+        if name_of(tensor.dtype) != dtype or tuple(tensor.shape) != (*experts, *shape):
+            got = f"{name_of(tensor.dtype)} {list(tensor.shape)}"
+            raise ArgumentError(f"{name}: {each}", f"must be {dtype} {[*experts, *shape]}", got)
+    return {
+        "layout": layout,
+        "scheme": scheme,
+        "N": N,
+        "K": K,
+        "group": group,
+        "protective_range": 0 if scheme == "qoq_channel" else quant.PROTECTIVE_RANGE,  # no product looks at it
+        "buffers": {each: tensor for (each, *_), tensor in zip(shapes, tensors, strict=True)},
+    }
+
+
+@cache
+def _buffer_shapes(
+    layout: str, scheme: str, N: int, K: int, group: int
+) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    return tuple((name, dtype, shape) for name, (dtype, shape) in buffer_shapes(layout, scheme, N, K, group).items())
+
+
+class _Unpacked(NamedTuple):
+    """A weight as integers, of tensors that nobody has written since."""
+
+    tensors: tuple[Any, ...]
+    versions: tuple[int, ...]
+    product: IntegerProduct
+
+
+_unpacked = WeakIdKeyDictionary()  # by the first buffer
+
+
+def _product(fields: dict[str, Any]) -> IntegerProduct:
+    """The weight on the CPU for exact integer products, unpacked once as long as its buffers are there."""
+    tensors = tuple(fields["buffers"].values())
+    counted = not any(tensor.is_inference() for tensor in tensors)  # else nobody knows whether they were written
+    versions = tuple(tensor._version for tensor in tensors) if counted else ()
+    known = _unpacked.get(tensors[0]) if counted else None
+    if known and known.versions == versions and all(a() is b for a, b in zip(known.tensors, tensors[1:], strict=True)):
+        found: IntegerProduct = known.product
+        return found
+    arrays = {each: tensor.detach().numpy().copy() for each, tensor in fields["buffers"].items()}
+    product = IntegerProduct(PackedWeight(**{**fields, "buffers": arrays}))
+    if counted:
+        _unpacked[tensors[0]] = _Unpacked(tuple(weakref.ref(tensor) for tensor in tensors[1:]), versions, product)
+    return product
+
+
+def _multiplied(product: IntegerProduct, x_q: Any, x_scale: Any, bias: Any, out_dtype: torch.dtype) -> Any:
+    clipped = np.maximum(x_q, -127)  # of quantised activations everything; -128 is beyond what `product` counts exactly
+    accumulators = product.accumulators(clipped) if len(x_q) else np.zeros((0, product.pieces.shape[2]), np.int32)
+    if (clipped != x_q).any():
+        accumulators = accumulators + product.accumulators(x_q - clipped)
+    return reference.gemm_epilogue(accumulators, x_scale, product.scale, bias, name_of(out_dtype))
+
+
+def _operands(name: str, x_q: Tensor, x_scale: Tensor, x_sum: Tensor | None, out_dtype: torch.dtype) -> tuple[Any, Any]:
+    """x_q and x_scale as arrays; ArgumentError for sums that are not those of x_q."""
+    if name_of(out_dtype) not in DTYPES:
+        raise ArgumentError(f"{name}: out_dtype", f"must be one of {', '.join(DTYPES)}", name_of(out_dtype))
+    x, M = _array(f"{name}: x_q", x_q, "int8", "M", "K"), len(x_q)
+    if x_sum is not None:
+        gemm.common.sums_agree(name, {"x": x, "x_sum": _array(f"{name}: x_sum", x_sum, "int32", M)})
+    return x, _array(f"{name}: x_scale", x_scale, "float32", M)
+
+
+def _gemm_on_cpu(
+    x_q: Tensor, x_scale: Tensor, x_sum: Tensor | None, weight: list[Tensor], bias: Tensor | None = None,
+    *, layout: str, scheme: str, group: int = 0, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    name = "gemm_w4a8"
+    x, scale = _operands(name, x_q, x_scale, x_sum, out_dtype)
+    fields = _buffers(f"{name}: weight", weight, layout, scheme, x.shape[1], group)
+    added = None if bias is None else _array(f"{name}: bias", bias, "float32", fields["N"])
+    return _tensor(_multiplied(_product(fields), x, scale, added, out_dtype), out_dtype)
+
+
+def _gemm_on_cuda(
+    x_q: Tensor, x_scale: Tensor, x_sum: Tensor | None, weight: list[Tensor], bias: Tensor | None = None,
+    *, layout: str, scheme: str, group: int = 0, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    packed = _of_tensors(PackedWeight, **_buffers("gemm_w4a8: weight", weight, layout, scheme, x_q.shape[-1], group))
+    out = x_q.new_empty((x_q.shape[0], packed.N), dtype=out_dtype)
+    return gemm.gemm_w4a8(x_q, x_scale, packed, x_sum=x_sum, bias=bias, out=out)
+
+
+def _grouped_on_cpu(
+    x_q: Tensor, x_scale: Tensor, x_sum: Tensor | None, weights: list[Tensor], offsets: Tensor,
+    bias: Tensor | None = None, *, scheme: str, group: int = 0, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    name, E = "gemm_w4a8_grouped", len(offsets) - 1
+    x, scale = _operands(name, x_q, x_scale, x_sum, out_dtype)
+    fields = _buffers(f"{name}: weights", weights, "strips", scheme, x.shape[1], group, (E,))
+    begin = _array(f"{name}: offsets", offsets, "int32", E + 1)
+    added = None if bias is None else _array(f"{name}: bias", bias, "float32", E, fields["N"])
+    if begin[0] != 0 or begin[-1] != len(x) or (begin[1:] < begin[:-1]).any():
+        raise ArgumentError(f"{name}: offsets", f"must rise from 0 to {len(x)}", begin.tolist())
+    arrays = {each: tensor.detach().numpy() for each, tensor in fields["buffers"].items()}
+    of_experts = []
+    for e, (start, stop) in enumerate(pairwise(begin.tolist())):
+        expert = PackedWeight(**{**fields, "buffers": {each: array[e] for each, array in arrays.items()}})
+        rows, of_expert = slice(start, stop), None if added is None else added[e]
+        of_experts.append(_multiplied(IntegerProduct(expert), x[rows], scale[rows], of_expert, out_dtype))
+    return _tensor(np.concatenate(of_experts), out_dtype)
+
+
+def _grouped_on_cuda(
+    x_q: Tensor, x_scale: Tensor, x_sum: Tensor | None, weights: list[Tensor], offsets: Tensor,
+    bias: Tensor | None = None, *, scheme: str, group: int = 0, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    E = len(offsets) - 1
+    fields = _buffers("gemm_w4a8_grouped: weights", weights, "strips", scheme, x_q.shape[-1], group, (E,))
+    experts = _of_tensors(ExpertWeights, E=E, **fields)
+    out = x_q.new_empty((x_q.shape[0], experts.N), dtype=out_dtype)
+    return gemm.gemm_w4a8_grouped(x_q, x_scale, experts, offsets, x_sum=x_sum, bias=bias, out=out)
+
+
+_operator(
+    "gemm_w4a8(Tensor x_q, Tensor x_scale, Tensor? x_sum, Tensor[] weight, Tensor? bias=None, *, str layout,"
+    " str scheme, int group=0, ScalarType out_dtype) -> Tensor",
+    cuda=_gemm_on_cuda,
+    cpu=_gemm_on_cpu,
+    fake=lambda x_q, x_scale, x_sum, weight, bias=None, *, layout, scheme, group=0, out_dtype: x_q.new_empty(
+        (x_q.shape[0], weight[-1].shape[-1]), dtype=out_dtype
+    ),
+)
+_operator(
+    "gemm_w4a8_grouped(Tensor x_q, Tensor x_scale, Tensor? x_sum, Tensor[] weights, Tensor offsets, Tensor? bias=None,"
+    " *, str scheme, int group=0, ScalarType out_dtype) -> Tensor",
+    cuda=_grouped_on_cuda,
+    cpu=_grouped_on_cpu,
+    fake=lambda x_q, x_scale, x_sum, weights, offsets, bias=None, *, scheme, group=0, out_dtype: x_q.new_empty(
+        (x_q.shape[0], weights[-1].shape[-1]), dtype=out_dtype
+    ),
+)
+
+
+# The cache
+
+
+_NO_ROWS = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)  # block table and lengths, at which no append looks
+
+
+def _cache_fields(
+    tensors: tuple[Any, Any, Any], how: tuple[int, int, str], channel: Sequence[Any] | None
+) -> dict[str, Any]:
+    """Of a KVCache: (pool, block_table, lengths), (page_size, head_dim, scheme), and constants by channel."""
+    if channel and len(channel) != 4:
+        raise ArgumentError("channel", "must be k scale, k zero, v scale, v zero, or empty", f"{len(channel)} tensors")
+    fields = zip(("pool", "block_table", "lengths", "page_size", "head_dim", "scheme"), (*tensors, *how), strict=True)
+    k_channel, v_channel = (tuple(channel[:2]), tuple(channel[2:])) if channel else (None, None)
+    return {**dict(fields), "k_channel": k_channel, "v_channel": v_channel}
+
+
+def _cache_on_cuda(
+    name: str, tensors: tuple[Tensor, Any, Any], how: tuple[int, int, str], channel: _Channel
+) -> KVCache:
+    with naming(name):
+        return KVCache(**_cache_fields(tensors, how, channel))
+
+
+def _cache_on_cpu(name: str, tensors: tuple[Tensor, Any, Any], how: tuple[int, int, str], channel: _Channel) -> KVCache:
+    pool = _array(f"{name}: pool", tensors[0], "uint8", "pages", 2, "Hkv", "bytes")
+    constants = [_array(f"{name}: channel", each, "float32", "Hkv", "D") for each in channel or ()]
+    with naming(name):
+        return KVCache(**_cache_fields((pool, *tensors[1:]), how, constants))
+
+
+def _rope(name: str, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None) -> tuple[Tensor, ...] | None:
+    """`rope` of the public calls: both tables, and positions or not; or None."""
+    if cos is not None and sin is not None:
+        return (cos, sin) if positions is None else (cos, sin, positions)
+    if cos is not None or sin is not None or positions is not None:
+        given = [of for of, each in (("cos", cos), ("sin", sin), ("positions", positions)) if each is not None]
+        raise ArgumentError(f"{name}: cos, sin", "must be given both, or neither and no positions", ", ".join(given))
+    return None
+
+
+def _angles(name: str, rope: tuple[Tensor, ...] | None, slots: Any, cache: KVCache) -> tuple[Any, Any]:
+    """(cos, sin) f32 [T, D/2] of the tokens, after checking where they go; Nones without tables."""
+    if rope is None:
+        check_places(name, cache, slots, rows=0)
+        return None, None
+    T, half, positions = len(slots), cache.head_dim // 2, rope[2:]
+    cos, sin = (
+        _array(f"{name}: {of}", each, "float32", "R", half) for of, each in zip(("cos", "sin"), rope, strict=False)
+    )
+    if len(cos) != len(sin) or len(cos) < (1 if positions else T):
+        raise ArgumentError(f"{name}: cos, sin", f"must have {T} rows or more, or positions", [len(cos), len(sin)])
+    at = _array(f"{name}: positions", positions[0], slots.dtype.name, T) if positions else np.arange(T)
+    check_places(name, cache, slots, at, rows=len(cos))
+    at = table_rows(at, len(cos))
+    return cos[at], sin[at]
+
+
+def _write(
+    name: str, cache: KVCache, k: Any, v: Any, slots: Tensor, rope: tuple[Tensor, ...] | None
+) -> tuple[Any, Any]:
+    """Rotate keys f32 [T, Hkv, D], and write them and values into the cache; the tokens' (cos, sin), or Nones."""
+    at = _array(f"{name}: slots", slots, ("int32", "int64"), len(k))
+    here, angles = at >= 0, _angles(name, rope, at, cache)
+    k = k if angles[0] is None else reference.rope(k, *angles)
+    with naming(f"{name}: k"):
+        keys = quant.quantize_kv(k[here], cache.scheme, cache.k_channel)
+    with naming(f"{name}: v"):
+        values = quant.quantize_kv(v[here], cache.scheme, cache.v_channel)
+    write_slots(cache, keys, values, at[here])
+    return angles
+
+
+def _append_on_cpu(
+    k: Tensor, v: Tensor, pool: Tensor, slots: Tensor, cos: Tensor | None = None, sin: Tensor | None = None,
+    positions: Tensor | None = None, *, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None,
+) -> None:  # fmt: skip
+    name, (H, D) = "append_kv4", k.shape[-2:]
+    cache = _cache_on_cpu(name, (pool, *_NO_ROWS), (page_size, D, scheme), channel)
+    keys = _array(f"{name}: k", k, _HALVES, "T", cache.num_kv_heads, D)
+    values = _array(f"{name}: v", v, name_of(k.dtype), len(k), H, D)
+    _write(name, cache, floats(keys), floats(values), slots, _rope(name, cos, sin, positions))
+
+
+def _rope_append_on_cpu(
+    qkv: Tensor, pool: Tensor, slots: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None,
+    *, head_dim: int, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None,
+) -> Tensor:  # fmt: skip
+    name = "rope_append_kv4"
+    cache = _cache_on_cpu(name, (pool, *_NO_ROWS), (page_size, head_dim, scheme), channel)
+    array, of_kv = _array(f"{name}: qkv", qkv, _HALVES, "T", "(Hq + 2·Hkv)·D"), cache.num_kv_heads
+    if array.shape[1] % (of_kv * head_dim) or array.shape[1] < 3 * of_kv * head_dim:
+        rule = f"must be [T, (Hq + {2 * of_kv})·{head_dim}], Hq a multiple of {of_kv}"
+        raise ArgumentError(f"{name}: qkv", rule, [*array.shape])
+    q, k, v = np.split(floats(array).reshape(len(array), -1, head_dim), [-2 * of_kv, -of_kv], axis=1)
+    angles = _write(name, cache, k, v, slots, _rope(name, cos, sin, positions))
+    return _tensor(stored(reference.rope(q, *angles), name_of(qkv.dtype)), qkv.dtype)
+
+
+def _attention_on_cpu(
+    q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, *, page_size: int = 64, scheme: str = "kv4",
+    channel: _Channel = None, scale: float | None = None, window: int | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    name, B, (Hq, D) = "attention_kv4", len(q), q.shape[-2:]
+    queries = floats(_array(f"{name}: q", q, _HALVES, *(("B", "Hq", "D") if q.ndim == 3 else ("B", "T", "Hq", "D"))))
+    table = _array(f"{name}: block_table", block_table, "int32", B, "pages")
+    of_rows = _array(f"{name}: lengths", lengths, "int32", B)
+    cache = _cache_on_cpu(name, (pool, table, of_rows), (page_size, D, scheme), channel)
+    check_cache(name, cache)
+    if Hq % cache.num_kv_heads:
+        raise ArgumentError(f"{name}: q", f"Hq must be a multiple of the cache's {cache.num_kv_heads}", f"Hq={Hq}")
+    result = np.empty_like(queries)
+    tables, which = np.unique(table, axis=0, return_inverse=True)  # rows of a prompt share theirs
+    longest = np.zeros(len(tables), np.int32)
+    np.maximum.at(longest, which, of_rows)
+    known = [[each.dequantize() for each in pair] for pair in zip(
+        *gather(replace(cache, block_table=tables, lengths=longest)), strict=True)]  # fmt: skip
+    for b, L in enumerate(of_rows):
+        keys, values = (each[:L] for each in known[which[b]])
+        of_row = queries[b].reshape(-1, Hq, D)
+        how: dict[str, Any] = {"scale": D**-0.5 if scale is None else scale, "window": window}
+        result[b] = reference.attention(of_row, keys, values, **how)[0].reshape(result[b].shape)
+    return _tensor(stored(result, name_of(q.dtype)), q.dtype)
+
+
+def _append_on_cuda(
+    k: Tensor, v: Tensor, pool: Tensor, slots: Tensor, cos: Tensor | None = None, sin: Tensor | None = None,
+    positions: Tensor | None = None, *, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None,
+) -> None:  # fmt: skip
+    cache = _cache_on_cuda("append_kv4", (pool, *_NO_ROWS), (page_size, k.shape[-1], scheme), channel)
+    attention.append_kv4(k, v, cache, slots, rope=_rope("append_kv4", cos, sin, positions))
+
+
+def _rope_append_on_cuda(
+    qkv: Tensor, pool: Tensor, slots: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None,
+    *, head_dim: int, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None,
+) -> Tensor:  # fmt: skip
+    cache = _cache_on_cuda("rope_append_kv4", (pool, *_NO_ROWS), (page_size, head_dim, scheme), channel)
+    how = {"rope": _rope("rope_append_kv4", cos, sin, positions), "out": _empty_queries(qkv, pool, head_dim)}
+    return attention.rope_append_kv4(qkv, cache, slots, **how)
+
+
+def _empty_queries(qkv: Tensor, pool: Tensor, head_dim: int) -> Tensor:
+    return qkv.new_empty((qkv.shape[0], qkv.shape[1] // head_dim - 2 * pool.shape[2], head_dim))
+
+
+def _attention_on_cuda(
+    q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, *, page_size: int = 64, scheme: str = "kv4",
+    channel: _Channel = None, scale: float | None = None, window: int | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    cache = _cache_on_cuda("attention_kv4", (pool, block_table, lengths), (page_size, q.shape[-1], scheme), channel)
+    space = None if workspace is None else _carved(workspace, q.shape[-1])
+    return attention.attention_kv4(q, cache, scale=scale, window=window, out=torch.empty_like(q), workspace=space)
+
+
+_operator(
+    "append_kv4(Tensor k, Tensor v, Tensor(a!) pool, Tensor slots, Tensor? cos=None, Tensor? sin=None,"
+    ' Tensor? positions=None, *, int page_size=64, str scheme="kv4", Tensor[]? channel=None) -> ()',
+    cuda=_append_on_cuda,
+    cpu=_append_on_cpu,
+    fake=lambda *given, **how: None,
+)
+_operator(
+    "rope_append_kv4(Tensor qkv, Tensor(a!) pool, Tensor slots, Tensor cos, Tensor sin, Tensor? positions=None, *,"
+    ' int head_dim, int page_size=64, str scheme="kv4", Tensor[]? channel=None) -> Tensor',
+    cuda=_rope_append_on_cuda,
+    cpu=_rope_append_on_cpu,
+    fake=lambda qkv, pool, slots, cos, sin, positions=None, *, head_dim, **how: _empty_queries(qkv, pool, head_dim),
+)
+_operator(
+    "attention_kv4(Tensor q, Tensor pool, Tensor block_table, Tensor lengths, *, int page_size=64,"
+    ' str scheme="kv4", Tensor[]? channel=None, float? scale=None, int? window=None, Tensor(a!)? workspace=None)'
+    " -> Tensor",
+    cuda=_attention_on_cuda,
+    cpu=_attention_on_cpu,
+    fake=lambda q, *given, **how: torch.empty_like(q),
+)
+
+
+# The memory that attention needs on a GPU
+
+
+class _Memory(NamedTuple):
+    kernel: str
+    items: tuple[tuple[str, int, tuple[Any, str], "_Owner"], ...]  # name, offset, (shape, dtype), bytes
+    nbytes: int
+
+
+class _Owner(NamedTuple):
+    """Stands in a view for the tensor, which the caller of the operator keeps."""
+
+    nbytes: int
+
+
+def attention_workspace(head_dim: int, device: torch.device | str = "cuda") -> Tensor:
+    """`workspace` of the operator `attention_kv4` for heads of that size: u8 zeros, none on the CPU.
+
+    In a CUDA graph the operator needs one, and so does each of two calls that may run at the same time.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return torch.zeros(0, dtype=torch.uint8, device=device)
+    with torch.cuda.device(device):
+        return torch.zeros(_memory(head_dim, torch.cuda.current_device()).nbytes, dtype=torch.uint8, device="cuda")
+
+
+@cache
+def _memory(head_dim: int, device: int) -> _Memory:
+    """What the kernel that runs on this device, the current one, needs."""
+    step, offset, items = choose(None, backend="gpu"), 0, []
+    for item in step.most_memory(head_dim, gpu.device_info().sms):
+        items.append((item.name, offset, (item.shape, item.dtype.name), _Owner(item.nbytes)))
+        offset += -(-item.nbytes // 256) * 256
+    return _Memory(step.spec.name, tuple(items), offset)
+
+
+def _carved(workspace: Tensor, head_dim: int) -> attention.AttentionWorkspace:
+    """The parts of a workspace, by their names."""
+    start, _, dtype, device, _ = gpu.view("attention_kv4: workspace", workspace)
+    memory = _memory(head_dim, device)
+    if dtype != "uint8" or workspace.numel() < memory.nbytes:
+        rule = f"must be attention_workspace({head_dim}), uint8 of {memory.nbytes} bytes"
+        raise ArgumentError("attention_kv4: workspace", rule, f"{dtype} of {workspace.nbytes} bytes")
+    views = {name: gpu.View(start + offset, *kind, device, owner) for name, offset, kind, owner in memory.items}
+    return attention.AttentionWorkspace(kernel=memory.kernel, views=views)

@@ -1,0 +1,92 @@
+"""The table of `ptxlab accuracy`: COMET's rows, and the bytes beside each perplexity."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab.llm.accuracy import steps as accuracy
+from ptxlab.llm.model import Config, FloatModel
+from ptxlab.llm.recipe import RECIPES, Recipe, calibrate
+from ptxlab.lowbit import layout, quant
+
+CONFIG = Config(hidden=128, ffn=192, heads=2, kv_heads=1, head_dim=64, layers=1, vocabulary=40)
+MODEL = FloatModel.random(CONFIG)
+TEXT = np.random.default_rng(0).integers(0, 40, (2, 12))
+TOKENS = 10
+
+
+def read(recipe: Recipe) -> int:
+    made = next(calibrate.quantize_layers(MODEL, TEXT, recipe))
+    assert made is not None
+    return accuracy.gemm_bytes(CONFIG, recipe, made, TOKENS)
+
+
+def whole(arrays: list[Any]) -> int:
+    return sum(int(array.nbytes) for array in arrays)
+
+
+def operands(quantise: Any) -> int:
+    """Bytes of what `quantise` makes of every matrix and of its input."""
+    total = 0
+    for N, K in CONFIG.matrices.values():
+        total += whole(quantise(np.ones((N, K), np.float32), "w")) + whole(
+            quantise(np.ones((TOKENS, K), np.float32), "x")
+        )
+    return total
+
+
+def lqq(values: np.ndarray, which: str) -> list[Any]:
+    if which == "x":
+        made = quant.quantize_activations(values)
+        return [made.q, made.scale]
+    packed = layout.pack(quant.quantize_lqq(values, 64), "row_major")
+    return list(packed.buffers.values())
+
+
+def atom(values: np.ndarray, which: str) -> list[Any]:
+    rows = quant.quantize_atom_weight(values, 64, 64)
+    return [layout.pack_pairs(rows.q4), rows.q8, rows.scales]
+
+
+def fmpq(values: np.ndarray, which: str) -> list[Any]:
+    blocks = quant.quantize_blocks(values, values.shape[1] // 128 if which == "x" else 0, 64)
+    four = blocks.q[:, : blocks.channels4]
+    return [layout.pack_pairs(four), blocks.q[:, blocks.channels4 :], blocks.scale]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "quantise"),
+    [
+        (RECIPES["rtn"], lqq),
+        (RECIPES["atom"].but(clip=None, gptq=False), atom),
+        (RECIPES["fmpq"].but(clip=None, gptq=False, int8=0.5, outlier=0.0), fmpq),
+        (Recipe(scheme=None, acts=None, kv=None), lambda values, _: [values.astype(np.float16)]),
+    ],
+    ids=["lqq", "atom", "fmpq", "float"],
+)
+def test_bytes_are_those_of_the_operands(recipe: Recipe, quantise: Any) -> None:
+    assert read(recipe) == operands(quantise)
+
+
+def test_other_rows_by_hand() -> None:
+    weights = sum(N * K for N, K in CONFIG.matrices.values())
+    rows, channels = (sum(size[axis] for size in CONFIG.matrices.values()) for axis in (0, 1))
+    int8 = Recipe(scheme="int8", acts=8, kv=None)
+    assert read(int8) == weights + 4 * rows + TOKENS * (channels + 4 * 4)
+    per_token = Recipe(scheme="int4", acts=4, group=None, kv=None)
+    assert read(per_token) == weights // 2 + 2 * rows + TOKENS * (channels // 2 + 2 * 4)
+    halves = per_token.but(kept=64, kept_bits=16)
+    kept = 64 * (sum(N for N, _ in CONFIG.matrices.values()) + 4 * TOKENS)
+    assert read(halves) == read(per_token) + kept * 3 // 2 + 2 * rows + TOKENS * 2 * 4
+
+
+def test_comets_rows_go_from_no_int8_block_to_all() -> None:
+    rows = [row for row in accuracy.rows() if row.ladder == "FMPQ"]
+    assert [row.step for row in rows[:2]] == ["0% of the blocks in INT8", "10% of the blocks in INT8"]
+    assert [row.recipe.int8 for row in rows] == [0, 0.1, 0.2, 0.4, 1, 0.2]
+    assert [row.recipe.outlier for row in rows] == [0] * 5 + [6] and [row.repeats for row in rows] == [
+        *(False, False, True, False, False, False)
+    ]
+    fewer = [read(row.recipe.but(clip=None, gptq=False)) for row in rows[:5]]
+    assert fewer == sorted(fewer) and fewer[0] < fewer[-1]

@@ -1,0 +1,238 @@
+"""Other projects' checkpoints against packers that put every weight into its place by itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ptxlab.errors import FileError
+from ptxlab.llm.checkpoints.foreign import ForeignCheckpoint, qserve_rows, unpack_qserve, unpack_words
+from ptxlab.lowbit.quant import AffineWeight, LQQWeight
+from tests.support import foreign_files
+from tests.support.foreign_files import FORMATS, OF_AWQ, STRAIGHT, of_format, refused_mutants, write_torch
+
+RNG = np.random.default_rng(0)
+W = (RNG.standard_normal((64, 128)) / 10).astype(np.float32)
+Q4 = RNG.integers(0, 16, (64, 128)).astype(np.uint8)
+
+
+def saved(path: Path, arrays: dict[str, np.ndarray], **stated: Any) -> Path:
+    """A file with the matrix `q.weight` and a norm, and what a config states beside it."""
+    made = {f"q.{part}": array for part, array in arrays.items()} | {"norm.weight": np.ones(8, np.float16)}
+    if stated:
+        (path / "config.json").write_text(json.dumps({"quantization_config": stated}))
+    save_file(made, path / "model.safetensors")
+    return path / "model.safetensors"
+
+
+def opened(path: Path, arrays: dict[str, np.ndarray], **stated: Any) -> Any:
+    return ForeignCheckpoint(saved(path, arrays, **stated)).weight("q.weight")
+
+
+def test_orders() -> None:
+    """The first tile of QServe by hand, as both of its converters have it: a byte's nibbles are 16 rows apart."""
+    assert (unpack_qserve(foreign_files.qserve_nibbles(Q4)) == Q4).all()
+    packed = foreign_files.qserve_nibbles(Q4).view(np.uint8).ravel()
+    for byte, (row, k) in {0: (0, 0), 3: (0, 3), 4: (8, 0), 8: (0, 16), 16: (0, 4), 64: (1, 0), 511: (15, 31)}.items():
+        assert packed[byte] == Q4[row, k] + 16 * Q4[row + 16, k]
+    constants = RNG.integers(-128, 128, (64, 3))
+    assert (qserve_rows(foreign_files.qserve_constants(constants)) == constants).all()
+    assert foreign_files.qserve_constants(np.arange(64)[:, None])[0, :6].tolist() == [0, 8, 16, 24, 1, 9]
+    for order in (STRAIGHT, OF_AWQ):
+        assert (unpack_words(foreign_files.words(Q4, order), 1, tuple(order)) == Q4).all()
+    assert (unpack_words(np.ascontiguousarray(foreign_files.words(Q4.T, STRAIGHT).T), 0) == Q4).all()
+    assert unpack_words(np.array([[0x76543210]], np.int32), 1, tuple(OF_AWQ)).tolist() == [[0, 4, 1, 5, 2, 6, 3, 7]]
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("container", ["safetensors", "torch"])
+def test_qserve_with_any_zeros(group: int, container: str, tmp_path: Path) -> None:
+    """Of PostScale, no multiples of the scales: w = (q4·s2 + zero)·s1."""
+    q4, s1, s2, zeros = foreign_files.two_level(W, group)
+    assert (zeros % s2).any()
+    arrays = foreign_files.qserve(q4, s1, s2, zeros)
+    path = saved(tmp_path, arrays)
+    if container == "torch":
+        path = write_torch(tmp_path / "quant_model.pt", {f"q.{part}": array for part, array in arrays.items()})
+    weight = ForeignCheckpoint(path).weight("q.weight")
+    assert isinstance(weight, LQQWeight) and weight.group == group and not weight.overflows().any()
+    assert (weight.q4 == q4).all() and (weight.group_scale == s2).all() and (weight.minimum == zeros).all()
+    expected = (q4 * np.repeat(s2, group, axis=1) + np.repeat(zeros, group, axis=1)) * s1[:, None].astype(np.float32)
+    np.testing.assert_array_equal(weight.dequantize(), expected.astype(np.float32))
+    assert np.abs(weight.dequantize() - W).max() < 0.03
+
+
+def test_qserve_with_zeros_that_wrap(tmp_path: Path) -> None:
+    """Of PreScale: zero·scale of a group below 0 is up to 255, a byte that wraps; the same integers come out."""
+    q4 = RNG.integers(8, 16, (64, 128)).astype(np.uint8)
+    s2, zeros = np.full((64, 2), 16), np.full((64, 2), -15 * 16)
+    exact = q4.astype(int) * 16 - 240
+    assert exact.min() == -112 and exact.max() == 0
+    weight = opened(tmp_path, foreign_files.qserve(q4, np.ones(64), s2, zeros))
+    assert (weight.exact_level1() == exact).all() and (weight.level1() == exact).all() and not weight.overflows().any()
+    zeros[3, 1] = 0  # and a group that does overflow, 8·16..15·16
+    weight = opened(tmp_path, foreign_files.qserve(q4, np.ones(64), s2, zeros))
+    assert np.argwhere(weight.overflows()).tolist() == [[3, 1]] and weight.exact_level1()[3, 64:].max() == 240
+
+
+@pytest.mark.parametrize("zero", [0, 7, 15])
+def test_qserve_per_channel(zero: int, tmp_path: Path) -> None:
+    scale = RNG.uniform(1e-4, 1, 64).astype(np.float16)
+    weight = opened(tmp_path, foreign_files.qserve_channel(Q4, scale, np.full(64, zero)))
+    exact = weight.per_channel()
+    assert (exact.zero == zero).all() and (exact.scale == scale).all() and (exact.q4 == Q4).all()
+
+
+def test_qserve_per_channel_with_zeros_between(tmp_path: Path) -> None:
+    arrays = foreign_files.qserve_channel(Q4, np.full(64, 0.5), np.full(64, 7.25))
+    weight = opened(tmp_path, arrays)
+    assert weight.per_channel() is None
+    np.testing.assert_array_equal(weight.dequantize(), (Q4 - np.float32(7.25)) / 2)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [32, 128])
+def test_compressed_tensors(symmetric: bool, group: int, tmp_path: Path) -> None:
+    q4, scale, zero = foreign_files.affine(W, group, symmetric=symmetric)
+    weight = opened(tmp_path, foreign_files.compressed(q4, scale, None if symmetric else zero))
+    check(weight, q4, scale, zero, group)
+    assert (weight.per_channel() is not None) == (group == 128)
+    if symmetric:
+        check(opened(tmp_path, foreign_files.compressed_integers(q4, scale)), q4, scale, zero, group)
+
+
+def check(weight: AffineWeight, q4: Any, scale: Any, zero: Any, group: int) -> None:
+    assert (weight.q4 == q4).all() and (weight.scale == scale).all() and (weight.zero == zero).all()
+    per_weight = [np.repeat(each.astype(np.float32), group, axis=1) for each in (scale, zero)]
+    np.testing.assert_array_equal(weight.dequantize(), (q4 - per_weight[1]) * per_weight[0])
+
+
+def test_both_versions_of_gptq(tmp_path: Path) -> None:
+    """The first stores the zero point less 1: 0 as 15."""
+    q4, scale, zero = foreign_files.affine(W, 64)
+    zero[:3, 0] = 0
+    check(opened(tmp_path, foreign_files.gptq(q4, scale, zero)), q4, scale, zero, 64)
+    second = foreign_files.gptq(q4, scale, zero, stored=0)
+    check(opened(tmp_path, second, checkpoint_format="gptq_v2", bits=4, group_size=64), q4, scale, zero, 64)
+
+
+def test_gptq_in_order_of_activation(tmp_path: Path) -> None:
+    q4, scale, zero = foreign_files.affine(W, 64)
+    order = RNG.permutation(np.arange(128) // 64)
+    weight = opened(tmp_path, foreign_files.gptq(q4, scale, zero, order))
+    np.testing.assert_array_equal(weight.dequantize(), (q4 - zero[:, order].astype(np.float32)) * scale[:, order])
+
+
+def test_awq(tmp_path: Path) -> None:
+    q4, scale, zero = foreign_files.affine(W, 32)
+    check(opened(tmp_path, foreign_files.awq(q4, scale, zero), bits=4, group_size=32), q4, scale, zero, 32)
+
+
+def test_a_square_matrix_of_8_columns_is_told_by_its_scales(tmp_path: Path) -> None:
+    """GPTQ and AWQ have the same names."""
+    q4, scale, zero = foreign_files.affine(W[:, :64], 64)
+    for form in (foreign_files.gptq, foreign_files.awq):
+        check(opened(tmp_path, form(q4, scale, zero)), q4, scale, zero, 64)
+
+
+def test_the_rest_is_as_the_file_has_it(tmp_path: Path) -> None:
+    file = ForeignCheckpoint(saved(tmp_path, of_format("gptq", W)))
+    assert {*file.tensors} == {"q.weight", "norm.weight"} and {*file.matrices} == {"q.weight"}
+    assert file.tensors["q.weight"].shape == (64, 128) and file.read("norm.weight").tolist() == [1] * 8
+    assert np.abs(file.read("q.weight") - W).max() < 0.03
+
+
+def test_names_are_printable(tmp_path: Path) -> None:
+    save_file({"a\nb": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(FileError, match=r"name must be printable \(got 'a\\nb'\)"):
+        ForeignCheckpoint(tmp_path / "model.safetensors")
+
+
+def without(*parts: str) -> Any:
+    return lambda arrays: [arrays.pop(part) for part in parts]
+
+
+def to(part: str, change: Any) -> Any:
+    return lambda arrays: arrays.update({part: np.ascontiguousarray(change(arrays[part]))})
+
+
+def put(part: str, at: Any, value: Any) -> Any:
+    return lambda arrays: arrays[part].__setitem__(at, value)
+
+
+BAD = {  # format, change, message
+    "no scales of groups": ("qserve", without("s2_scales", "s2_zeros"), "QServe per .* needs s"),
+    "no zeros": ("qserve", without("s2_zeros"), r"QServe per group needs s2_zeros \(got qweight \[64, 64\], "),
+    "no rows": ("qserve", without("s1_scales"), "QServe per group needs s1_scales"),
+    "fewer rows": ("qserve", to("s1_scales", lambda a: a[:32]), r"s1_scales: must be float \[64\] .*got F16 \[32\]"),
+    "rows of no tile": ("qserve", to("qweight", lambda a: a[:40]), "not the shapes of QServe per group"),
+    "a vector": ("qserve", to("qweight", np.ravel), "not the shapes"),
+    "groups apart": ("qserve", to("s2_zeros", lambda a: a[:1]), r"s2_zeros: must be I8 \[2, 64\] .*got I8 \[1, 64\]"),
+    "no group": (
+        "qserve",
+        lambda a: [to(part, lambda x: x[:0])(a) for part in ("s2_scales", "s2_zeros")],
+        r"K must be a multiple of the groups \(got N=64, K=128, 0 groups\)",
+    ),
+    "groups that do not divide K": (
+        "qserve",
+        lambda a: [to(part, lambda x: np.repeat(x, 3, axis=0)[:3])(a) for part in ("s2_scales", "s2_zeros")],
+        r"K must be a multiple of the groups \(got N=64, K=128, 3 groups\)",
+    ),
+    "scales of words": ("qserve", to("s2_scales", lambda a: a.astype(np.int32)), "s2_scales: must be I8 .*got I32"),
+    "a negative scale": ("qserve", put("s2_scales", (1, 3), -4), r"s2_scales: must be 0 or more \(got -4\)"),
+    "NaN": ("qserve", put("s1_scales", 5, np.nan), r"s1_scales: must be finite in float32 \(got s1_scales\[5\] is nan"),
+    "scales of 0 that give infinity": ("qserve_channel", put("s1_scales", 5, 0), "s1_szeros: must be finite multiples"),
+    "8 bits": ("w4a16", put("weight_shape", 1, 64), r"weight_shape: 4 bits in weight_packed are \[64, 128\] .*\[64, 6"),
+    "no shape": ("w4a16", without("weight_shape"), "compressed-tensors, packed needs weight_shape"),
+    "integers of 8 bits": ("w4a8", put("weight", (0, 0), 8), r"weight: must be of 4 bits, -8\.\.7 \(got -7\.\.8\)"),
+    "floats of 8 bits": ("w4a8", to("weight", lambda a: a.view(np.uint8)), "weight: must be I8 .*got U8"),
+    "a scale of a tensor": ("w4a8", to("weight_scale", lambda a: a[0, 0]), r"weight_scale: must be float \[64, 1\]"),
+    "no zeros of GPTQ": ("gptq", without("qzeros"), "needs qzeros"),
+    "GPTQ of 8 bits": ("gptq", to("qzeros", lambda a: np.repeat(a, 2, axis=1)), r"qzeros: must be I32 \[2, 8\]"),
+    "a group beyond": ("gptq", put("g_idx", 9, 2), r"g_idx: must lie in 0\.\.1 \(got 0\.\.2\)"),
+    "a group below": ("gptq", put("g_idx", 9, -1), r"g_idx: must lie in 0\.\.1 \(got -1\.\.1\)"),
+    "AWQ of another version": ("awq", to("qweight", np.transpose), "not the shapes of"),
+    "AWQ with an order": ("awq", lambda a: a.update(g_idx=np.zeros(128, np.int32)), "q.g_idx: not known in AWQ"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_refused(case: str, tmp_path: Path) -> None:
+    format, change, message = BAD[case]
+    arrays = {part: array.copy() for part, array in of_format(format, W).items()}
+    change(arrays)
+    with pytest.raises(FileError, match=message) as error:
+        opened(tmp_path, arrays)
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"bits": 8}, r"the config's bits must be 4 \(got 8\)"),
+        ({"group_size": 128}, r"q\.weight: the config's group_size must be 64 \(got 128\)"),
+    ],
+)
+def test_a_config_that_contradicts(stated: dict[str, int], message: str, tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=message):
+        opened(tmp_path, of_format("gptq", W), **stated)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(FileError, match=r"config\.json: not JSON"):
+        ForeignCheckpoint(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_mutated_files_are_read_or_refused(format: str, tmp_path: Path) -> None:
+    """500 of each: bytes of the header, of the tensors, and truncated files."""
+    path = saved(tmp_path, of_format(format, W[:32, :64], 32))
+
+    def read() -> None:
+        file = ForeignCheckpoint(path)
+        for name in file.matrices:
+            file.weight(name)
+
+    header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    assert 100 < refused_mutants(path, read, header) < 500

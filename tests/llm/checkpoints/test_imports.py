@@ -1,0 +1,201 @@
+"""Other projects' checkpoints as packed weights: which are exact, which are not by how much, which overflow."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ptxlab.errors import ArgumentError, FileError
+from ptxlab.llm.checkpoints.folder import load
+from ptxlab.llm.checkpoints.foreign import ForeignCheckpoint
+from ptxlab.llm.checkpoints.imports import import_checkpoint
+from ptxlab.llm.model import open_model
+from ptxlab.lowbit import layout, reference
+from ptxlab.lowbit.audit import audit_file
+from ptxlab.lowbit.layout.checkpoint import Checkpoint
+from ptxlab.lowbit.quant import LQQWeight, QoQChannelWeight, quantize_lqq
+from tests.support import foreign_files
+from tests.support.foreign_files import FORMATS, of_format, write_model
+
+RNG = np.random.default_rng(0)
+W = (RNG.standard_normal((64, 128)) / 10).astype(np.float32)
+EXACT = {"qserve": "lqq", "qserve_channel": "qoq_channel", "w4a8": "qoq_channel"}
+OTHERS = {"bias": np.ones(64, np.float16), "ids": np.arange(3)}
+
+
+def saved(path: Path, arrays: dict[str, np.ndarray]) -> Path:
+    save_file({f"a.q.{part}": array for part, array in arrays.items()} | OTHERS, path)
+    return path
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("packing", ["strips", "qserve"])
+def test_a_file(format: str, packing: str, tmp_path: Path) -> None:
+    source, out = saved(tmp_path / "in.safetensors", of_format(format, W)), tmp_path / "out.safetensors"
+    (row,) = import_checkpoint(source, out, layout=packing)
+    theirs = ForeignCheckpoint(source).weight("a.q.weight")
+    ours = layout.unpack(layout.load(out))
+    assert row.name == "a.q.weight" and row.shape == (64, 128) and row.overflows == 0 and row.overflow == ""
+    if format in EXACT:
+        assert row.scheme == EXACT[format] and row.relative_error is None
+        np.testing.assert_array_equal(ours.dequantize(), theirs.dequantize())
+    else:
+        assert row.scheme == "lqq" and row.group == 64
+        np.testing.assert_array_equal(ours.dequantize(), theirs.nearest_lqq().dequantize())
+        error = np.linalg.norm(ours.dequantize() - theirs.dequantize()) / np.linalg.norm(theirs.dequantize())
+        assert row.relative_error == pytest.approx(error, rel=1e-5) and 0.002 < error < 0.03
+    kept = Checkpoint(out)
+    assert kept.read("bias").tolist() == [1] * 64 and kept.read_bytes("ids").view(np.int64).tolist() == [0, 1, 2]
+    (audited,) = [found for found in audit_file(out, pattern="a.*") if hasattr(found, "overflows")]
+    assert (audited.scheme, audited.group, audited.overflows) == (row.scheme, row.group, 0)
+
+
+@pytest.mark.parametrize(("group", "ours"), [(16, 64), (32, 32), (128, 128), (256, 64)])
+def test_groups_of_what_is_not_exact(group: int, ours: int, tmp_path: Path) -> None:
+    """Those of the file where kernels take them."""
+    wide = np.concatenate([W, W[::-1], W, W], axis=1)
+    source = saved(tmp_path / "in.safetensors", of_format("w4a16_asymmetric", wide, group))
+    (row,) = import_checkpoint(source, tmp_path / "out.safetensors")
+    assert row.group == ours and 0.002 < row.relative_error < 0.1
+
+
+def test_groups_in_order_of_activation_are_quantised_again(tmp_path: Path) -> None:
+    q4, scale, zero = foreign_files.affine(W, 64)
+    arrays = foreign_files.gptq(q4, scale, zero, RNG.permutation(np.arange(128) // 64))
+    source, out = saved(tmp_path / "in.safetensors", arrays), tmp_path / "out.safetensors"
+    (row,) = import_checkpoint(source, out)
+    again = quantize_lqq(ForeignCheckpoint(source).read("a.q.weight"), 64, rounding="search")
+    np.testing.assert_array_equal(layout.unpack(layout.load(out)).dequantize(), again.dequantize())
+    assert row.group == 64 and 0.01 < row.relative_error < 0.1
+
+
+def test_zeros_between_integers_are_quantised_again(tmp_path: Path) -> None:
+    q4 = RNG.integers(0, 16, W.shape).astype(np.uint8)
+    source = saved(tmp_path / "in.safetensors", foreign_files.qserve_channel(q4, np.full(64, 0.5), np.full(64, 7.25)))
+    (row,) = import_checkpoint(source, tmp_path / "out.safetensors")
+    assert row.scheme == "lqq" and 0 < row.relative_error < 0.1
+
+
+@pytest.mark.parametrize("format", ["qserve", "w4a8", "gptq"])
+def test_a_model(format: str, tmp_path: Path) -> None:
+    """The quantised model stands for the numbers of theirs, whose parts it has in one matrix."""
+    source = write_model(tmp_path / "in", format, container="torch" if format == "qserve" else "safetensors")
+    theirs, _ = open_model(source)
+    rows = import_checkpoint(source, tmp_path / "out")
+    assert [row.name for row in rows[:4]] == [f"layer 0 {name}" for name in ("qkv", "o", "gate_up", "down")]
+    ours, tokenizer = open_model(tmp_path / "out")
+    assert [row.shape for row in rows[4:]] == [(256, 128), (128, 128), (512, 128), (128, 256)]
+    assert tokenizer.vocabulary == 261 and {*tmp_path.iterdir()} == {source, tmp_path / "out"}
+    np.testing.assert_array_equal(ours.embedding, theirs.embedding)
+    for index, layer in enumerate(theirs.layers):
+        for name, w in layer.items():
+            if format in EXACT or name.endswith("norm"):
+                np.testing.assert_array_equal(ours.layers[index][name], w)
+            else:
+                assert 0 < np.linalg.norm(ours.layers[index][name] - w) / np.linalg.norm(w) < 0.1
+    kind = QoQChannelWeight if format == "w4a8" else LQQWeight
+    assert isinstance(layout.unpack(load(tmp_path / "out").layers[1].down), kind)
+
+
+def overflowing(path: Path) -> Path:
+    """128 rows of 2 groups, two of which leave s8: 16·15 - 100 = 140 in row 9, 3·40 + 10 = 130 in row 70."""
+    q4, s1, s2, zeros = foreign_files.two_level(np.concatenate([W, W]), 64)
+    q4[9, 64], s2[9, 1], zeros[9, 1] = 15, 16, -100
+    q4[70, :64], s2[70, 0], zeros[70, 0] = 3, 40, 10
+    q4[70, 1:64] = 0
+    return saved(path, foreign_files.qserve(q4, s1, s2, zeros))
+
+
+def test_groups_that_overflow_are_refused_with_their_place(tmp_path: Path) -> None:
+    source, out = overflowing(tmp_path / "in.safetensors"), tmp_path / "out.safetensors"
+    place = r"\.\.140 in row 9, group 1, scale 16; 2 of 256 groups"
+    with pytest.raises(ArgumentError, match=rf"a\.q\.weight: must restore to -128\.\.127, unless .*{place}"):
+        import_checkpoint(source, out)
+    assert not out.exists()
+    (row,) = import_checkpoint(source, out, unchecked=True)
+    assert (row.overflows, row.groups) == (2, 256) and re.search(f"{place}$", row.overflow)
+    (found,) = audit_file(out, pattern="a.*")
+    assert found.unsafe_groups == 2
+    with pytest.raises(FileError, match="must restore"):
+        layout.load(out)
+    wrong = layout.unpack(layout.load(out, unchecked=True)).overflows()
+    assert np.argwhere(wrong).tolist() == [[9, 1], [70, 0]]
+
+
+def test_a_model_that_overflows_names_the_matrix_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_model(tmp_path / "in", "qserve")
+    weight = ForeignCheckpoint.weight
+
+    def planted(self: ForeignCheckpoint, name: str) -> Any:
+        found = weight(self, name)
+        if name == "model.layers.1.mlp.up_proj.weight":
+            found.q4[3, 64:], found.group_scale[3, 1], found.minimum[3, 1] = 15, 17, 0
+        return found
+
+    monkeypatch.setattr(ForeignCheckpoint, "weight", planted)
+    with pytest.raises(ArgumentError, match=r"layers\.1\.mlp\.up_proj\.weight: .*got 255\.\.255 in row 3, group 1"):
+        import_checkpoint(source, tmp_path / "out")
+    assert {*tmp_path.iterdir()} == {source}
+    rows = import_checkpoint(source, tmp_path / "out", unchecked=True)
+    assert [row.name for row in rows if row.overflows] == ["layer 1 gate_up"]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    source, out = saved(tmp_path / "in.safetensors", of_format("gptq", W)), tmp_path / "out.safetensors"
+    with pytest.raises(ArgumentError, match=r"layout: must be one of .*got tiles"):
+        import_checkpoint(source, out, layout="tiles")
+    save_file(OTHERS, tmp_path / "plain.safetensors")
+    with pytest.raises(FileError, match=r"no quantised matrix of QServe, compressed-tensors, GPTQ or AWQ"):
+        import_checkpoint(tmp_path / "plain.safetensors", out)
+    import_checkpoint(source, tmp_path / "packed.safetensors")
+    with pytest.raises(FileError, match=r"packed\.safetensors: holds packed weights already"):
+        import_checkpoint(tmp_path / "packed.safetensors", out)
+    with pytest.raises(FileError, match="is there already"):
+        import_checkpoint(source, source)
+    with pytest.raises(FileError, match="is no folder"):
+        import_checkpoint(source, tmp_path / "none" / "out")
+    wide = saved(tmp_path / "wide.safetensors", of_format("qserve", W.repeat(2, axis=1), 256))
+    with pytest.raises(ArgumentError, match=r"a\.q\.weight: group: must be one of 32, 64, 128 \(got 256\)"):
+        import_checkpoint(wide, out)
+    arrays = of_format("gptq", W)
+    arrays["scales"][1, 3] = np.inf
+    with pytest.raises(FileError, match=r"a\.q\.weight: scales: must be finite .*scales\[1, 3\] is inf"):
+        import_checkpoint(saved(source, arrays), out)
+    assert not out.exists() and not [*tmp_path.glob(".*")]
+
+
+def test_a_model_with_a_matrix_that_is_not_quantised(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "in", "gptq")
+    file = ForeignCheckpoint(source)
+    name = "model.layers.1.self_attn.o_proj"
+    kept = {each: file.file.read_bytes(each) for each in file.file.tensors if not each.startswith(name)}
+    arrays = {
+        each: array.view({"F16": "f2", "I32": "i4"}[info.dtype]).reshape(info.shape)
+        for each, array in kept.items()
+        if (info := file.file.tensors[each])
+    }
+    save_file(arrays | {f"{name}.weight": np.ones((128, 128), np.float16)}, source / "model.safetensors")
+    with pytest.raises(FileError, match=r"layers\.1\.self_attn\.o_proj\.weight: must be quantised"):
+        import_checkpoint(source, tmp_path / "out")
+    assert {*tmp_path.iterdir()} == {source}
+
+
+def test_exactness_is_of_the_integers_that_their_kernel_computes(tmp_path: Path) -> None:
+    """(q4·s2 + zero)·s1 in NumPy's wide integers, against what the packed weight gives."""
+    q4, s1, s2, zeros = foreign_files.two_level(W, 64)
+    source = saved(tmp_path / "in.safetensors", foreign_files.qserve(q4, s1, s2, zeros))
+    import_checkpoint(source, tmp_path / "out.safetensors")
+    integers = q4.astype(np.int32) * np.repeat(s2, 64, axis=1) + np.repeat(zeros, 64, axis=1)
+    ours = layout.unpack(layout.load(tmp_path / "out.safetensors"))
+    assert (ours.level1() == integers).all()
+    np.testing.assert_array_equal(ours.dequantize(), reference.scale_rows(integers, s1.astype(np.float32)))
+
+
+def test_the_folder_says_what_it_was_made_of(tmp_path: Path) -> None:
+    import_checkpoint(write_model(tmp_path / "in", "awq"), tmp_path / "out")
+    recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())["recipe"]
+    assert recipe["steps"] == ["imported"] and recipe["formats"] == ["AWQ"]

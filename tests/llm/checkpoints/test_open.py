@@ -1,0 +1,254 @@
+"""Models of folders and of GGUF files: layers read when asked for, and what does not fit refused before."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from ptxlab.errors import FileError
+from ptxlab.io import downloads as weights
+from ptxlab.io.downloads import ShippedData, ShippedFile
+from ptxlab.llm.checkpoints.open import dequantized
+from ptxlab.llm.model import Config, FloatModel, LayerWeights, QuantizedModel, open_model
+from ptxlab.lowbit.layout import unpack
+from ptxlab.lowbit.layout.checkpoint import CheckpointFolder
+from tests.support.small_models import CONFIGS, some_tokens, tensors, tokenizer, write_folder, write_gguf
+
+
+def logits(model: FloatModel) -> Any:
+    return model.logits(model.states([some_tokens()])[0])
+
+
+@pytest.mark.parametrize("family", ["smollm", "llama3", "qwen2"])
+def test_gguf_is_the_folder(family: str, tmp_path: Path) -> None:
+    """llama.cpp's order of q's and k's rows, its names, LLaMA-3's scaling as a tensor, biases, the tied head."""
+    folder, _ = open_model(write_folder(tmp_path, family))
+    file, _ = open_model(write_gguf(tmp_path / "model.gguf", family))
+    assert np.abs(logits(file) - logits(folder)).max() < 1e-5
+    assert (
+        file.config.tied_head is CONFIGS[family]["tie_word_embeddings"] and (file.head is None) == file.config.tied_head
+    )
+
+
+def test_a_quantised_gguf_is_dequantised(tmp_path: Path) -> None:
+    plain, _ = open_model(write_gguf(tmp_path / "plain.gguf", "smollm"))
+    model, _ = open_model(str(write_gguf(tmp_path / "model.gguf", "smollm", "Q8_0")))
+    errors = [np.abs(model.layers[i][name] - w).max() for i in range(2) for name, w in plain.layers[i].items()]
+    assert 0 < max(errors) < 0.01 and model.layers[0]["q"].dtype == np.float32
+
+
+def test_layers_are_read_when_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    of_file = CheckpointFolder.read
+    monkeypatch.setattr(CheckpointFolder, "read", lambda self, name: read.append(name) or of_file(self, name))
+    model, _ = open_model(write_folder(tmp_path, "llama3", shards=3))
+    assert sorted(read) == ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
+    del read[:]
+    assert (model.layers[-1]["q"] == model.layers[1]["q"]).all() and len(model.layers) == 2
+    assert len(read) == 18 and all(name.startswith("model.layers.1.") for name in read)
+    with pytest.raises(IndexError):
+        model.layers[2]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "bfloat16"])
+def test_shards_and_dtypes(dtype: str, tmp_path: Path) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    rounded = {name: array.astype(kind) for name, array in tensors(CONFIGS["smollm"]).items()}
+    write_folder(tmp_path, "smollm", shards=2)
+    for path in tmp_path.glob("*.safetensors"):
+        save_file({name: rounded[name] for name in load_file(path)}, path)
+    model, _ = open_model(tmp_path)
+    right = rounded["model.layers.1.mlp.up_proj.weight"].astype(np.float32)
+    np.testing.assert_array_equal(model.layers[1]["up"], right, strict=True)
+
+
+def test_old_checkpoints_and_copies_of_a_tied_head(tmp_path: Path) -> None:
+    write_folder(tmp_path, "smollm")
+    path = tmp_path / "model.safetensors"
+    made = load_file(path)
+    more = {"lm_head.weight": made["model.embed_tokens.weight"]}
+    more["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    save_file(made | more, path)
+    assert open_model(tmp_path)[0].head is None
+
+
+def edited(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[[Path], None]:
+    """Another model.safetensors."""
+
+    def write(folder: Path) -> None:
+        made = load_file(folder / "model.safetensors")
+        change(made)
+        save_file(made, folder / "model.safetensors")
+
+    return write
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    """Another config.json."""
+    return lambda folder: (folder / "config.json").write_text(json.dumps({**CONFIGS["smollm"], **changes})) and None
+
+
+def more_tokens(folder: Path) -> None:
+    """A tokenizer of more tokens than the model has."""
+    made = tokenizer()
+    made.add_tokens([f"word {i}" for i in range(40)])
+    made.save(str(folder / "tokenizer.json"))
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), r": no config\.json: not a Hugging Face model"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), r"config\.json: not JSON: .+"),
+    "family": (config(model_type="gpt2"), r"config\.json: model_type: must be one of .* \(got 'gpt2'\)"),
+    "experts": (
+        config(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
+        r"a model without experts is expected \(got 4\)",
+    ),
+    "10^12 layers": (config(num_hidden_layers=10**12), r"model\.layers\.2\.self_attn\.q_proj\.weight: missing"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"no \.safetensors file"),
+    "cut off": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1]),
+        r"model\.safetensors: not a readable safetensors file .+",
+    ),
+    "missing": (edited(lambda made: made.pop(UP)), rf"{UP}: missing"),
+    "shape": (edited(lambda made: made.update({UP: made[UP][:-1]})), rf"{UP}: must be \[64, 32\] \(got \[63, 32\]\)"),
+    "transposed": (edited(lambda made: made.update({UP: made[UP].T.copy()})), rf"{UP}: must be \[64, 32\] \(got .*\)"),
+    "dtype": (edited(lambda made: made.update({UP: made[UP].astype(np.int8)})), rf"{UP}: dtype must be .* \(got I8\)"),
+    "unknown": (
+        edited(lambda made: made.update({"model.layers.0.self_attn.o_proj.bias": np.zeros(32, np.float32)})),
+        r"model\.layers\.0\.self_attn\.o_proj\.bias: not known in a model of this family",
+    ),
+    "NaN": (
+        edited(lambda made: made["model.norm.weight"].__setitem__(3, np.nan)),
+        r"model\.norm\.weight: must be finite in float32 \(got model\.norm\.weight\[3\] is nan\)",
+    ),
+    "vocabulary": (config(vocab_size=260), r"embed_tokens\.weight: must be \[260, 32\] \(got \[300, 32\]\)"),
+    "too many tokens": (more_tokens, r"tokenizer: at most 300 tokens \(got 301\)"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), r"no tokenizer\.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_folder_is_refused(what: str, tmp_path: Path) -> None:
+    change, message = BROKEN[what]
+    change(write_folder(tmp_path, "smollm"))
+    with pytest.raises(FileError, match=rf"^{tmp_path}.*{message}$") as error:
+        open_model(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_infinity_in_a_layer_is_refused_when_it_is_read(tmp_path: Path) -> None:
+    write_folder(tmp_path, "smollm")
+    edited(lambda made: made[UP].__setitem__((5, 7), np.inf))(tmp_path)
+    model, _ = open_model(tmp_path)
+    assert model.layers[0]
+    with pytest.raises(FileError, match=rf"{UP}: must be finite in float32 \(got .*\[5, 7\] is inf\)$"):
+        model.layers[1]
+
+
+def index(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
+    """Another index of shards."""
+
+    def write(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        found = json.loads(path.read_text())
+        change(found["weight_map"])
+        path.write_text(json.dumps(found))
+
+    return write
+
+
+FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+GATE = "model.layers.1.mlp.gate_proj.weight"
+SHARDS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a shard is missing": (lambda f: (f / SECOND).unlink(), rf"{SECOND}: no such file"),
+    "in another file": (index(lambda names: names.update({GATE: FIRST})), rf"index\.json: {GATE} is not in {FIRST}"),
+    "in no file": (index(lambda names: names.update(more=FIRST)), rf"index\.json: more is not in {FIRST}"),
+    "outside": (index(lambda names: names.update({GATE: "../a"})), r"files of its own folder \(got \.\./a\)"),
+    "no map": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": [1]}'),
+        r"index\.json: not an index with a weight_map of file names",
+    ),
+    "twice": (lambda f: shutil.copy(f / SECOND, f / FIRST), r"model\S* is in model-00001-of-00002\.safetensors too"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SHARDS)
+def test_broken_shards_are_refused(what: str, tmp_path: Path) -> None:
+    change, message = SHARDS[what]
+    write_folder(tmp_path, "smollm", shards=2)
+    assert GATE in load_file(tmp_path / SECOND)
+    change(tmp_path)
+    with pytest.raises(FileError, match=rf"^{tmp_path}.*{message}$"):
+        open_model(tmp_path)
+
+
+GGUF: dict[str, tuple[dict[str, Any], str]] = {
+    "context": ({"rope_dimension_count": 4}, r"GGUF: llama\.rope\.dimension_count: must be head_dim, 8 \(got 4\)"),
+    "heads": ({"head_count_kv": 3}, r"GGUF: llama\.attention\.head_count_kv: must divide the 4 query heads \(got 3\)"),
+    "layers": ({"block_count": 3}, r"blk\.2\.attn_q\.weight: missing"),
+    "fewer layers": ({"block_count": 1}, r"blk\.1\.attn_k\.weight: not known in a model of this family"),
+    "tokenizer": ({"tokenizer_model": "bert"}, r"tokenizer\.ggml\.model: must be gpt2 or llama \(got bert\)"),
+}
+
+
+@pytest.mark.parametrize("what", GGUF)
+def test_a_gguf_that_does_not_fit_is_refused(what: str, tmp_path: Path) -> None:
+    change, message = GGUF[what]
+    path = write_gguf(tmp_path / "model.gguf", "smollm", **change)
+    with pytest.raises(FileError, match=rf"^{path}: {message}$"):
+        open_model(path)
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"nosuch: no model: a folder, a \.gguf file, or one of smollm2$"):
+        open_model("nosuch")
+    (tmp_path / "model.gguf").write_bytes(b"GGML")
+    with pytest.raises(FileError, match=r"model\.gguf: not a readable GGUF file"):
+        open_model(tmp_path / "model.gguf")
+
+
+def test_a_name_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "a.gguf", "smollm")
+    file = ShippedFile("a.gguf", path.stat().st_size, "")
+    known = ShippedData("smollm2", "model", "", "", "p", "1", 0, "", (file,))
+    monkeypatch.setattr(weights, "KNOWN", {"smollm2": known})
+    monkeypatch.setattr(weights, "fetch", lambda name, progress: tmp_path)
+    model, found = open_model("smollm2")
+    assert model.config.layers == 2 and found.vocabulary == 300
+
+
+def test_rope_factors_are_positive_and_one_a_pair() -> None:
+    sizes: Any = {"hidden": 32, "ffn": 64, "heads": 4, "kv_heads": 2, "head_dim": 8, "layers": 1, "vocabulary": 9}
+    for factors in ([1.0] * 3, [1, 1, 0, 1], [1, 1, float("nan"), 1]):
+        with pytest.raises(ValueError, match="per_pair needs 4 factors above 0"):
+            Config(**sizes, rope_scaling={"rope_type": "per_pair", "factors": factors})
+    halved = Config(**sizes, rope_scaling={"rope_type": "per_pair", "factors": [2.0] * 4})
+    plain = Config(**sizes)
+    for found, right in zip(halved.rope_tables(np.arange(0, 20, 2)), plain.rope_tables(10), strict=True):
+        assert (found == right).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_quantised_model_is_dequantised_by_layers(dtype: str) -> None:
+    config = Config.from_json({**CONFIGS["qwen2"], "hidden_size": 128, "intermediate_size": 128})
+    layers = [LayerWeights.random(config, seed, dtype=dtype) for seed in range(2)]
+    embedding = np.random.default_rng(0).standard_normal((300, 128)).astype(np.float16)
+    norm = layers[0].input_norm
+    found = dequantized(QuantizedModel(config=config, embedding=embedding, layers=layers, final_norm=norm))
+    assert found.head is None and found.embedding.dtype == found.final_norm.dtype == np.float32
+    for layer, packed in zip(found.layers, layers, strict=True):
+        assert {name: w.shape for name, w in layer.items() if w.ndim == 2} == config.separate_matrices
+        for name, parts in {"qkv": "q k v", "o": "o", "gate_up": "gate up", "down": "down"}.items():
+            together = np.concatenate([layer[part] for part in parts.split()])
+            np.testing.assert_array_equal(together, unpack(getattr(packed, name)).dequantize(), strict=True)
+        biases = [layer[f"{part}_bias"] for part in "qkv"]
+        np.testing.assert_array_equal(np.concatenate(biases), packed.qkv_bias, strict=True)
+        assert layer["input_norm"].min() > 0 and layer["post_norm"].dtype == np.float32
+    assert np.isfinite(logits(found)).all()

@@ -1,0 +1,254 @@
+"""`ptxlab generate` as a person or a script meets it, on a small model that the tests write."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from ptxlab import gpu
+from ptxlab.llm.checkpoints.folder import load
+from ptxlab.llm.checkpoints.tokenizer import Tokenizer
+from ptxlab.llm.cli import generate as commands
+from ptxlab.llm.cli.generate import _Text
+from ptxlab.llm.model import Footprint, KernelRunner, NumpyRunner, QuantizedModel, generate, open_model
+from tests.support.small_models import write_folder
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}  # one head of 64 dimensions
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model") / "small", "smollm", **SIZES, eos_token_id=299)
+
+
+def test_the_text_is_what_the_runner_generates(cli: Any, folder: Path) -> None:
+    code, out, err = cli("generate", "the cat", "--model", folder, "--backend", "numpy", "--tokens", 8)
+    model, tokenizer = open_model(folder)
+    prompt = tokenizer.encode("the cat").tolist()
+    runner = NumpyRunner(QuantizedModel.rounded(model), 1, 100)
+    right = [int(step[0]) for step in generate(runner, [prompt], 8)]
+    assert code == 0 and out == f"the cat{tokenizer.decode(right)}\n"
+    assert "small: weights rounded to nearest, LQQ in groups of 64, uncalibrated" in err
+    assert f"tokens/s; prompt of {len(prompt)} tokens in " in err and "W4A8, KV4, on NumPy" in err
+    code, out, err = cli("generate", "the cat", "--model", folder, "--backend", "numpy", "--tokens", 8, "--json")
+    found = json.loads(out)
+    assert code == 0 and err == "" and found["tokens"] == [right] and found["texts"] == [tokenizer.decode(right)]
+    assert (found["backend"], found["prompt_tokens"]) == ("numpy", len(prompt)) and found["tokens_per_second"] > 0
+    assert found["recipe"]["group"] == 64
+
+
+def test_two_layers_through_the_whole_recipe_and_eight_tokens(cli: Any, folder: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "text", tmp_path / "quantised"
+    text.write_text("the cat sat on the mat, and the dog on the cat. " * 8, encoding="utf-8")
+    options = ("--recipe", "lqq", "--text", text, "--samples", 4, "--length", 32, "--backend", "numpy")
+    assert cli("quantize", folder, "--out", out, *options)[0] == 0
+    code, printed, err = cli("generate", "the cat", "--model", out, "--backend", "numpy", "--tokens", 8, "--json")
+    found = json.loads(printed)
+    model, runner = load(out), NumpyRunner(load(out), 1, 100)
+    right = [int(step[0]) for step in generate(runner, [Tokenizer.from_folder(out).encode("the cat").tolist()], 8)]
+    assert code == 0 and err == "" and found["tokens"] == [right] and found["recipe"]["gptq"]
+    assert model.config.context == 128 and len(model.layers) == 2 and model.head is not None  # rotated: no longer tied
+
+
+def test_a_batch_draws_apart_and_a_seed_draws_again(cli: Any, folder: Path) -> None:
+    options = ("--model", folder, "--backend", "numpy", "--tokens", 6, "--batch", 3, "--temperature", 5)
+    first, again, other = (
+        json.loads(cli("generate", "the", *options, "--seed", seed, "--json")[1])["tokens"] for seed in (1, 1, 2)
+    )
+    assert first == again != other and len({tuple(tokens) for tokens in first}) == 3
+    code, out, _ = cli("generate", "the", *options)
+    assert code == 0 and "\n[2] the" in out and "\n[3] the" in out
+
+
+def test_many_prompts_are_served_at_once(cli: Any, folder: Path, tmp_path: Path) -> None:
+    """Printed in their order, with the tokens that each gets alone; a .jsonl sets tokens and draws by request."""
+    path = tmp_path / "prompts.txt"
+    path.write_text("the cat\n\nthe dog sat\na mat\n", encoding="utf-8")
+    options = ("--model", folder, "--backend", "numpy", "--tokens", 5)
+    code, out, err = cli("generate", "--prompts", path, *options, "--batch", 2)
+    assert code == 0 and [line[:4] for line in out.splitlines()] == ["[1] ", "[2] ", "[3] "]
+    assert "tokens/s: 15 in " in err and "3 prompts of 19 tokens, 2 at a time; W4A8, KV4, on NumPy" in err
+    found = json.loads(cli("generate", "--prompts", path, *options, "--json")[1])
+    alone = [json.loads(cli("generate", text, *options, "--json")[1]) for text in ("the cat", "the dog sat", "a mat")]
+    assert [request["tokens"] for request in found["requests"]] == [one["tokens"][0] for one in alone]
+    assert [request["prompt_tokens"] for request in found["requests"]] == [one["prompt_tokens"] for one in alone]
+    assert found["tokens_per_second"] == pytest.approx(15 / found["seconds"]) and found["backend"] == "numpy"
+    lines = tmp_path / "prompts.jsonl"
+    drawn = '{"prompt": "the", "temperature": 50}'
+    lines.write_text(f'{{"prompt": "the cat", "tokens": 2}}\n{drawn}\n{drawn}', encoding="utf-8")
+    first, second, third = json.loads(cli("generate", "--prompts", lines, *options, "--json")[1])["requests"]
+    assert first["tokens"] == alone[0]["tokens"][0][:2] and second["tokens"] != third["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n", "{path}: no prompt in it"),
+        ("the cat", "{path}, line 1: expects an object with a prompt, and perhaps tokens, .*, got 'the cat'"),
+        ("[" * 100_000, r"{path}, line 1: expects an object .*, got '\[{{60}}'"),
+        ('{"prompt": ""}', "{path}, line 1: expects an object .*"),
+        ('{"prompt": "a"}\n{"prompt": "a", "tokens": true}', "{path}, line 2: expects an object .*"),
+        ('{"prompt": "a", "tokens": 0}', "{path}, line 1: --tokens expects an integer, 1 or more, got 0"),
+        ('{"prompt": "a", "seed": -1}', r"{path}, line 1: --seed expects an integer in 0..2\^32-1, got -1"),
+        (
+            '{"prompt": "a", "temperature": 1%s}' % ("0" * 400),
+            "{path}, line 1: --temperature expects .*, got 10{{400}}",
+        ),
+        (
+            '{"prompt": "a", "temprature": 1}',
+            "{path}, line 1: expects the keys prompt, tokens, temperature, seed, got 'temprature'",
+        ),
+        (
+            '\n{"prompt": "\\ud800"}',
+            r"{path}, line 2: text: must be a str without lone surrogates \(got '\\ud800'\)",
+        ),
+        (
+            '\n{"prompt": "a"}\n{"prompt": "aa", "tokens": 127}',
+            r"{path}, line 3: must fit the model's context of 128 tokens with its --tokens \(got 2 \+ 127\)",
+        ),
+    ],
+)
+def test_bad_prompts_are_one_line(cli: Any, folder: Path, tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text, encoding="utf-8")
+    code, out, err = cli("generate", "--prompts", path, "--model", folder, "--backend", "numpy")
+    assert (code, out) == (2, "") and re.fullmatch(f"error: {message.format(path=re.escape(str(path)))}", err.strip())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "prompts"),
+    [
+        ("a.txt", "\ufeffa\x0cb\x85c\u2028d\re\r\n\r\nthe \n", ["a\x0cb\x85c\u2028d\re", "the "]),
+        ("a.jsonl", '\ufeff{"prompt": "a\u2028b"}\r\n\n{"prompt":\r"c"}', ["a\u2028b", "c"]),
+    ],
+)
+def test_lines_end_at_newlines_alone(tmp_path: Path, name: str, text: str, prompts: list[str]) -> None:
+    (tmp_path / name).write_bytes(text.encode())
+    found = commands._read_prompts(tmp_path / name, 5, 0.5, 7)
+    assert [each.prompt for each in found] == prompts and [each[1:4] for each in found] == [(5, 0.5, 7), (5, 0.5, 8)]
+    assert [each.where for each in found] == [f"{tmp_path / name}, line {number}" for number in (1, 3)]
+
+
+def test_a_memory_that_is_too_small_is_refused_with_the_figures(cli: Any, folder: Path, tmp_path: Path) -> None:
+    """Before weights are rounded; the figure is rounded up, so that this much suffices."""
+    (tmp_path / "prompts").write_text(f"the cat\n\n{'a' * 66}\nthe dog", encoding="utf-8")
+    options = ("--model", folder, "--backend", "numpy", "--tokens", 4)
+    figures = r"0\.00 GB of weights \+ .* \+ 1\.50 GB of reserve \+ 0\.00 GB of"
+    for given, which in (
+        (("--prompts", tmp_path / "prompts"), rf"2 pages for the 70 tokens of {tmp_path}/prompts, line 3"),
+        (("the cat", "--batch", 3), r"1 pages for the 9 tokens of the prompt"),
+    ):
+        code, out, err = cli("generate", *given, *options, "--memory", 1.5)
+        expected = rf"error: --memory expects at least 1\.51 GB: {figures} {which}, got 1\.5\n"
+        assert (code, out) == (2, "") and re.fullmatch(expected, err)
+        assert cli("generate", *given, *options, "--memory", 1.51, "--head", "int8")[0] == 0
+
+
+def test_a_batch_that_does_not_fit_becomes_smaller_or_is_refused_where_it_was_asked_for(
+    cli: Any, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts").write_text("the cat\n" * 15, encoding="utf-8")
+    config = open_model(folder)[0].config
+    context = len(open_model(folder)[1].encode("the cat")) + 4
+    memory = Footprint.of(config, 6, context, group=64).total(1) / 1e9
+    options = ("--model", folder, "--backend", "numpy", "--tokens", 4, "--memory", memory)
+    code, _, err = cli("generate", "--prompts", tmp_path / "prompts", *options)
+    assert code == 0 and "15 prompts of 75 tokens, 6 at a time" in err
+    figures = r"0\.00 GB of weights \+ .* \+ 1\.50 GB of reserve \+ 0\.00 GB of"
+    for given, most, batch, pages in ((("--prompts", tmp_path / "prompts"), 6, 15, 1), (("the cat",), 4, 16, 16)):
+        code, out, err = cli("generate", *given, *options, "--batch", 16)
+        rule = rf"at most {most} for sequences of {context} tokens of this model in 1\.\d+ GB"
+        expected = rf"error: --batch expects {rule}, got {batch}, which needs 1\.51 GB: {figures} {pages} pages\n"
+        assert (code, out) == (2, "") and re.fullmatch(expected, err), err
+        assert [cli("generate", *given, *options, "--batch", most + more)[0] for more in (0, 1)] == [0, 2]
+
+
+@pytest.mark.torch
+def test_pytorch_attends_the_prompt(cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU made of the emulator; the whole prompt is one launch."""
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    made: list[KernelRunner] = []
+
+    def runner(*given: Any, **how: Any) -> KernelRunner:
+        made.append(KernelRunner(*given, **how, backend="emulator"))
+        return made[-1]
+
+    monkeypatch.setattr(gpu, "why_not", lambda *_, **__: None)
+    monkeypatch.setattr(commands, "require_torch", lambda on_gpu: None)
+    monkeypatch.setitem(commands.RUNNERS, "gpu", runner)
+    options = ("--model", folder, "--backend", "gpu", "--tokens", 2, "--prompt-attention", "torch")
+    code, out, err = cli("generate", "the cat", *options)
+    assert code == 0 and out.startswith("the cat") and made[0].prompt_attention == "torch"
+    assert made[0].chunk == made[0].context and "the prompt by PyTorch's attention, in chunks of" in err
+
+
+def test_it_ends_where_the_model_ends(cli: Any, folder: Path, tmp_path: Path) -> None:
+    options = ("--backend", "numpy", "--tokens", 8, "--temperature", 50, "--json")
+    tokens = json.loads(cli("generate", "the cat", "--model", folder, *options)[1])["tokens"][0]
+    ending = write_folder(tmp_path / "ending", "smollm", **SIZES, eos_token_id=tokens[3])
+    found = json.loads(cli("generate", "the cat", "--model", ending, *options)[1])["tokens"][0]
+    assert found == tokens[: tokens.index(tokens[3])] and found
+
+
+def test_a_chat_is_asked_in_the_models_template(cli: Any, folder: Path, tmp_path: Path) -> None:
+    options = ("--model", folder, "--backend", "numpy", "--tokens", 2)
+    code, _, err = cli("generate", "Who?", *options, "--chat")
+    assert code == 2 and err.startswith("error: --chat needs a model that is trained on ChatML: its vocabulary lacks ")
+    chatty = write_folder(tmp_path / "chatty", "smollm", **SIZES)
+    made = tokenizers.Tokenizer.from_file(str(chatty / "tokenizer.json"))
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    made.save(str(chatty / "tokenizer.json"))
+    code, out, _ = cli("generate", "Who?", "--model", chatty, "--backend", "numpy", "--tokens", 2, "--chat", "--json")
+    assert code == 0 and json.loads(out)["prompt_tokens"] == len("#user\nWho?#\n#assistant\n")
+
+
+def test_characters_are_shown_whole(folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    text, shown = _Text(tokenizer), []
+    for token in tokenizer.encode("aé€!").tolist():
+        text.append(token)
+        shown.append(text.fresh())
+    assert shown == ["a", "", "é", "", "", "€", "!"]
+    text.append(tokenizer.encode("é").tolist()[0])
+    assert text.fresh() == "" and text.fresh(whole=True) == "\ufffd"
+    text.append(299)
+    assert text.ended and len(text.tokens) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "the prompt must not be empty"),
+        (("a", "--tokens", "0"), "--tokens expects an integer, 1 or more, got 0"),
+        (("a", "--batch", "0"), "--batch expects an integer, 1 or more, got 0"),
+        (("a", "--head", "int4"), "--head expects float16 or int8, got int4"),
+        (("a", "--prompt-attention", "flash"), "--prompt-attention expects cache or torch, got flash"),
+        (("a", "--prompt-attention", "torch"), "--prompt-attention torch goes with --backend gpu (got numpy)"),
+        (("a", "--temperature", "-0.5"), "--temperature expects 0, or a number in 1e-06..1e+06, got -0.5"),
+        (("a", "--temperature", "nan"), "--temperature expects 0, or a number in 1e-06..1e+06, got nan"),
+        (("a", "--seed", "-1"), "--seed expects an integer in 0..2^32-1, got -1"),
+        (("a", "--backend", "emulator"), "--backend expects gpu or numpy, got emulator"),
+        (("a", "--memory", "0"), "--memory expects a number of gigabytes above 0, at most 10^9, got 0.0"),
+        (("a\udcff",), "the prompt: text: must be a str without lone surrogates (got 'a\\udcff')"),
+        (("a", "--prompts", "nosuch"), "PROMPT goes without --prompts"),
+        (("a", "--group", "48"), "--group expects 32, 64, 128, got 48"),
+        (("a", "--model", "nosuch"), "nosuch: no model: a folder, a .gguf file, or one of smollm2"),
+        (
+            ("a" * 100, "--tokens", "29"),
+            "the prompt: must fit the model's context of 128 tokens with its --tokens (got 100 + 29)",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(cli: Any, folder: Path, options: tuple[str, ...], message: str) -> None:
+    given = options if options else ("",)
+    code, out, err = cli("generate", given[0], "--model", folder, "--backend", "numpy", *given[1:])
+    assert (code, out, err.strip()) == (2, "", f"error: {message}")
+
+
+def test_an_unavailable_gpu_names_numpy(cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "why_not", lambda *_, **__: "no CUDA device")
+    code, _, err = cli("generate", "a", "--model", folder, "--backend", "gpu")
+    assert code == 2 and err.strip() == "error: --backend gpu: no CUDA device; pass --backend numpy"

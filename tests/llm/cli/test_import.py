@@ -1,0 +1,56 @@
+"""`ptxlab import` as a person or a script meets it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab.llm.checkpoints.folder import load
+from ptxlab.llm.checkpoints.tokenizer import Tokenizer
+from ptxlab.llm.model import NumpyRunner, generate
+from tests.support.foreign_files import ORDERED_DICT, qserve, text, two_level, write_archive, write_model, write_torch
+
+
+def test_a_model_of_qserve_generates(cli: Any, tmp_path: Path) -> None:
+    folder, out = write_model(tmp_path / "theirs", "qserve", container="torch"), tmp_path / "ours"
+    code, printed, err = cli("import", folder, "--out", out)
+    assert code == 0 and err == ""
+    said = " ".join(printed.split())
+    assert "theirs: QServe per group" in said and "layer 1 down 128x256 lqq, group 64 exact -" in said
+    assert f"written: {out}" in printed.replace("\n", "")
+    code, printed, _ = cli("generate", "the cat", "--model", out, "--backend", "numpy", "--tokens", 2, "--json")
+    prompt = Tokenizer.from_folder(out).encode("the cat").tolist()
+    right = [int(step[0]) for step in generate(NumpyRunner(load(out), 1, 100), [prompt], 2)]
+    assert code == 0 and json.loads(printed)["tokens"] == [right]
+
+
+def test_an_error_that_is_not_zero_is_shown(cli: Any, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "theirs", "gptq")
+    code, printed, _ = cli("import", folder / "model.safetensors", "--out", tmp_path / "o.safetensors", "--json")
+    rows = json.loads(printed)
+    assert code == 0 and len(rows) == 14 and {row["format"] for row in rows} == {"GPTQ"}
+    assert all(0.005 < row["relative_error"] < 0.05 and row["overflows"] == 0 for row in rows)
+
+
+def test_groups_that_overflow_are_listed(cli: Any, tmp_path: Path) -> None:
+    w = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
+    q4, s1, s2, zeros = two_level(w, 32)
+    q4[5, 32:], s2[5, 1], zeros[5, 1] = 15, 16, -100
+    arrays = {f"up.{part}": array for part, array in qserve(q4, s1, s2, zeros).items()}
+    source, out = write_torch(tmp_path / "quant_model.pt", arrays), tmp_path / "out.safetensors"
+    code, _, err = cli("import", source, "--out", out)
+    assert code == 2 and err.startswith("error: up.weight: ") and "140..140 in row 5, group 1, scale 16; 1 of 64" in err
+    code, printed, _ = cli("import", source, "--out", out, "--unchecked")
+    assert code == 0 and "up.weight: first overflow: 140..140 in row 5, group 1, scale 16; 1 of 64 groups" in printed
+    assert "1 of 64" in printed
+
+
+def test_nothing_of_a_file_is_executed(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = ORDERED_DICT + b"(" + text("a") + b"cos\nsystem\n(" + text("touch executed") + b"tRu"
+    source = write_archive(tmp_path / "quant_model.pt", program, {})
+    code, _, err = cli("import", source, "--out", tmp_path / "out.safetensors")
+    assert code == 2 and "holds os.system, not only tensors; nothing was executed" in err and err.count("\n") == 1
+    assert {*tmp_path.iterdir()} == {source}

@@ -1,0 +1,105 @@
+"""`ptxlab perplexity` on small models of every kind: what it prints is what the library computes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import gpu
+from ptxlab.llm.checkpoints import folder
+from ptxlab.llm.checkpoints.open import dequantized
+from ptxlab.llm.checkpoints.tokenizer import Tokenizer
+from ptxlab.llm.model import Config, LayerWeights, QuantizedModel, open_model, perplexity, windows
+from ptxlab.llm.model.numerics import FakeQuantized
+from tests.support.small_models import CONFIGS, tokenizer, write_folder, write_gguf
+
+TEXT = "the cat and the dog\n" * 30
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def tokens() -> Any:
+    return np.array(tokenizer().encode(TEXT).ids)
+
+
+def asked(cli: Any, *arguments: object) -> dict[str, Any]:
+    code, out, err = cli("perplexity", *arguments, "--json")
+    assert (code, err) == (0, "")
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_a_folder_and_a_gguf(cli: Any, tmp_path: Path, text: Path, tokens: Any) -> None:
+    path = write_folder(tmp_path / "model", "smollm")
+    model, _ = open_model(path)
+    found = asked(cli, path, "--text", text, "--length", 16)
+    every = windows(tokens, 16)
+    assert found["perplexity"] == pytest.approx(perplexity(model, every))
+    assert (found["windows"], found["tokens"], found["backend"]) == (len(every), every.size, "numpy")
+    assert (found["kv"], found["acts"]) == (32, 32) and found["seconds"] > 0
+    gguf = asked(cli, write_gguf(tmp_path / "model.gguf", "smollm"), "--text", text, "--length", 16)
+    assert gguf["perplexity"] == pytest.approx(found["perplexity"], rel=1e-5)
+
+
+def test_what_is_quantised(cli: Any, tmp_path: Path, text: Path, tokens: Any) -> None:
+    path = write_folder(tmp_path / "model", "qwen2")
+    model, _ = open_model(path)
+    options = ("--text", text, "--length", 16, "--windows", 3)
+    for given, numerics in (
+        (("--kv", 8), FakeQuantized(acts=None, kv="kv8")),
+        (("--kv", 4), FakeQuantized(acts=None, kv="kv4")),
+        (("--acts", 8), FakeQuantized(acts=8, kv=None)),
+    ):
+        right = perplexity(model, windows(tokens, 16, 3), numerics)
+        assert asked(cli, path, *options, *given)["perplexity"] == pytest.approx(right)
+    code, out, _ = cli("perplexity", path, *options, "--kv", 4)
+    assert code == 0 and out.startswith("perplexity ") and "\n" not in out.strip()
+    for part in ("48 tokens, 3 windows of 16", "activations float32, KV cache 4 bits", " s on this CPU"):
+        assert part in out
+
+
+def test_a_quantised_folder(cli: Any, tmp_path: Path, text: Path, tokens: Any) -> None:
+    """Its weights are those of the kernels; activations and cache too, unless asked otherwise."""
+    config = Config.from_json({**CONFIGS["smollm"], "hidden_size": 128, "intermediate_size": 128})
+    layers, out = [LayerWeights.random(config, seed) for seed in range(2)], tmp_path / "quantized"
+    embedding = np.random.default_rng(0).standard_normal((300, 128)).astype(np.float16)
+    quantized = QuantizedModel(config=config, embedding=embedding, layers=layers, final_norm=layers[0].input_norm)
+    out.mkdir()
+    folder.save(quantized, out)
+    Tokenizer((), tokenizer()).save(out)
+    options, few = ("--text", text, "--length", 16, "--windows", 3), windows(tokens, 16, 3)
+    of_weights = asked(cli, out, *options, "--kv", 32, "--acts", 32)["perplexity"]
+    whole = asked(cli, out, *options)
+    assert of_weights == pytest.approx(perplexity(dequantized(quantized), few))
+    assert (whole["kv"], whole["acts"]) == (4, 8)
+    assert whole["perplexity"] == pytest.approx(perplexity(dequantized(quantized), few, FakeQuantized()))
+
+
+def test_bad_input_is_one_line(cli: Any, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_folder(tmp_path / "model", "smollm")
+    monkeypatch.setattr(gpu, "available", lambda: False)
+    for arguments, message in (
+        (("nosuch",), "nosuch: no model: a folder, a .gguf file, or one of smollm2"),
+        ((path, "--kv", 5), "--kv expects 4, 8 or 32, got 5"),
+        ((path, "--acts", 4), "--acts expects 8 or 32, got 4"),
+        ((path, "--backend", "cpu"), "--backend expects gpu or numpy, got cpu"),
+        (
+            (path, "--length", 9, "--text", tmp_path / "nosuch"),
+            f"{tmp_path / 'nosuch'}: cannot be read: No such file or directory",
+        ),
+        (
+            (path, "--text", text, "--windows", 9, "--length", 100),
+            "windows: at most 4, as the text has 450 tokens (got 9)",
+        ),
+        ((path, "--text", text, "--length", 129), "--length expects at most 128, the model's context, got 129"),
+        ((path, "--text", text, "--length", 0), "length: must be an integer, 2 or more (got 0)"),
+    ):
+        assert cli("perplexity", *arguments) == (2, "", f"error: {message}\n")

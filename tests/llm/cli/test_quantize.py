@@ -1,0 +1,226 @@
+"""`ptxlab quantize` as a person or a script meets it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ptxlab.llm.accuracy import steps as accuracy
+from ptxlab.llm.model import Corpus
+from ptxlab.lowbit import layout
+from tests.support.small_models import write_folder
+
+TEXT = "the cat and the dog and the other cat\n" * 40
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    w = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
+    save_file({"layer.0.up": w, "layer.0.odd": w[:3], "layer.0.bias": w[0]}, tmp_path / "in.safetensors")
+    return tmp_path / "in.safetensors"
+
+
+def test_it_writes_a_checkpoint_that_loads(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    options = ("--scheme", "qoq", "--group", "32", "--layout", "qserve", "--tensor", "*.0.*", "--out", out)
+    code, printed, err = cli("quantize", checkpoint, *options)
+    assert code == 0 and err == ""
+    text = " ".join(printed.split())
+    assert "qoq ±119, group 32, qserve; loaded again, equal in every bit" in text
+    assert "layer.0.up 64x128 32,768 4,864 4.75" in text
+    assert "copied layer.0.odd F32 [3, 128]: N must be a positive multiple of 8 (N=3)" in text and "bias" not in text
+    assert "1 packed, 2 copied:" in text
+    assert layout.load(out).layout == "qserve"
+
+
+def test_as_json(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
+    code, printed, _ = cli("quantize", checkpoint, "--out", tmp_path / "out.safetensors", "--json")
+    rows = {row["tensor"]: row for row in json.loads(printed)}
+    assert code == 0 and list(rows) == ["layer.0.bias", "layer.0.odd", "layer.0.up"]
+    assert rows["layer.0.up"] == {
+        "tensor": "layer.0.up",
+        "shape": [64, 128],
+        "packed": {"layout": "strips", "arch": "sm_90a", "scheme": "lqq", "N": 64, "K": 128, "group": 64,
+                   "protective_range": 119},
+        "copied_because": "",
+        "bytes_before": 32768,
+        "bytes": 4608,
+    }  # fmt: skip
+    assert rows["layer.0.bias"]["packed"] is None and rows["layer.0.bias"]["copied_because"] == "not a matrix"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--layout", "zigzag"), "layout: must be one of row_major, qserve, dual_mma, comet, strips (got zigzag)"),
+        (("--scheme", "awq"), "scheme: must be one of lqq, qoq, qoq_channel (got awq)"),
+        (("--group", "48"), "group: must be one of 32, 64, 128 (got 48)"),
+        (("--range", "128"), "protective_range: must be an integer in 1..127 (got 128)"),
+        (("--range", "119", "--scheme", "qoq_channel"), "--range is for lqq and qoq: qoq_channel has one level"),
+        (("--range", "127"), "layer.0.up: must restore to -128..127, unless unchecked"),
+        (("--tensor", "*gone"), "pattern: must match a tensor of"),
+        (("--tensor", "*bias"), "in.safetensors: no tensor can be packed: layer.0.bias F32 [128]: not a matrix"),
+        (("--out", "no/such/folder/out"), "cannot be written: No such file or directory"),
+    ],
+)
+def test_bad_input_is_one_line(
+    cli: Any, checkpoint: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    out = tmp_path / "out.safetensors"
+    code, printed, err = cli("quantize", checkpoint, "--out", out, *options)
+    assert code == 2 and message in err and err.count("\n") == 1 and printed == ""
+    assert not out.exists()
+
+
+def test_the_range_that_is_proved_is_offered(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    code, printed, _ = cli("quantize", checkpoint, "--range", "120", "--out", out)
+    assert code == 0 and "lqq ±120, group 64" in printed
+    weight = layout.unpack(layout.load(out))
+    assert weight.protective_range == 120 and np.abs(weight.exact_level1()).max() >= 120
+    assert cli("audit", out)[1].splitlines()[-1].startswith("safe by proof: lqq ±120")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A trained model's folder, of heads that the kernels take, and a text."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
+    return write_folder(tmp_path / "model", "smollm", **sizes)
+
+
+def test_a_model_by_a_recipe_is_measured(cli: Any, folder: Path, tmp_path: Path) -> None:
+    """Two layers, the whole recipe; `tests/llm/cli/test_generate.py` has text of it."""
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    options = (
+        "--recipe",
+        "lqq",
+        "--group",
+        "32",
+        "--range",
+        "120",
+        "--text",
+        text,
+        "--samples",
+        4,
+        "--length",
+        32,
+        "--out",
+        out,
+    )
+    code, printed, err = cli("quantize", folder, *options, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(printed)
+    assert found["recipe"]["gptq"] and found["recipe"]["group"] == 32
+    assert found["recipe"]["protective_range"] == 120
+    assert [0 < error < 0.05 for of in found["errors"].values() for error in of.values()] == 8 * [True]
+    assert {path.name for path in out.iterdir()} == {
+        "config.json", "ends.safetensors", "generation_config.json", "layer_000.safetensors", "layer_001.safetensors",
+        "recipe.json", "tokenizer.json",
+    }  # fmt: skip
+    code, printed, _ = cli("perplexity", out, "--text", text, "--length", 64, "--json")
+    exact = json.loads(cli("perplexity", folder, "--text", text, "--length", 64, "--json")[1])["perplexity"]
+    assert code == 0 and json.loads(printed)["perplexity"] == pytest.approx(exact, rel=0.5)
+
+
+@pytest.mark.parametrize("options", [("atom",), ("fmpq", "--int8", 0.5)], ids=["atom", "fmpq"])
+def test_w4a4_is_measured_and_continues_a_text(
+    cli: Any, folder: Path, tmp_path: Path, options: tuple[object, ...]
+) -> None:
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    few = ("--text", text, "--length", 32)
+    code, printed, err = cli("quantize", folder, "--recipe", *options, *few, "--samples", 2, "--out", out, "--json")
+    assert (code, err) == (0, "")
+    made = json.loads(printed)["recipe"]
+    of = made["kept"], made["int8"], made["outlier"]
+    assert of == ((64, None, 6.0) if options == ("atom",) else (0, 0.5, 0.0))  # a share that is asked for is filled
+    seen = {bits: json.loads(cli("perplexity", out, *few, "--acts", bits, "--json")[1]) for bits in (4, 8)}
+    whole = json.loads(cli("perplexity", out, *few, "--json")[1])
+    assert (whole["acts"], whole["kv"]) == (4, 4) and whole["perplexity"] == seen[4]["perplexity"]
+    assert whole["perplexity"] != seen[8]["perplexity"]
+    assert np.log(seen[8]["perplexity"]) == pytest.approx(np.log(whole["perplexity"]), rel=0.1)
+    code, printed, _ = cli("generate", "the cat", "--model", out, "--tokens", 3, "--backend", "numpy", "--json")
+    assert code == 0 and len(json.loads(printed)["tokens"][0]) == 3
+    code, _, noted = cli("generate", "the cat", "--model", out, "--tokens", 2, "--backend", "numpy")
+    assert code == 0 and ("W4A4, KV4, on NumPy" if options == ("atom",) else "W4Ax, KV4, on NumPy") in noted
+
+
+def test_what_a_recipe_reports(cli: Any, folder: Path, tmp_path: Path) -> None:
+    options = ("--recipe", "qoq_channel", "--text", tmp_path / "text.txt", "--samples", 2, "--length", 32)
+    code, printed, _ = cli("quantize", folder, *options, "--out", tmp_path / "out")
+    assert code == 0 and "relative squared error" in printed and "layer 1" in printed and "written: " in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--recipe", "best"), "recipe: must be one of lqq, qoq"),
+        (("--rotation", "random"), "--rotation needs --recipe"),
+        (("--recipe", "lqq", "--rotation", "left"), "rotate: must be one of hadamard, random or None (got left)"),
+        (("--recipe", "atom", "--group", "128", "--length", "8", "--text", "TEXT"), "K: must be more than the 128"),
+        (("--recipe", "fmpq", "--group", "32"), "group: must be one of 64, 128 with INT8 blocks (got 32)"),
+        (("--recipe", "fmpq", "--int8", "1.5"), "int8: must be a number in 0..1 (got 1.5)"),
+        (("--recipe", "atom", "--int8", "0.1"), "--int8 is for --recipe fmpq"),
+        (("--int8", "0.1"), "--int8 needs --recipe"),
+        (("--recipe", "lqq", "--scheme", "qoq"), "--scheme is for a file without --recipe"),
+        (("--recipe", "lqq", "--range", "0"), "protective_range: must be an integer in 1..127 (got 0)"),
+        (("--recipe", "lqq", "--samples", "0"), "--samples expects an integer, 1 or more, got 0"),
+        (("--recipe", "lqq", "--seed", "-1"), "--seed expects an integer, 0 or more, got -1"),
+        (("--recipe", "lqq", "--backend", "tpu"), "--backend expects gpu or numpy, got tpu"),
+        (("--recipe", "lqq", "--length", "9999", "--text", "TEXT"), "length: at most the text's"),
+        (("--recipe", "rtn", "--length", "8", "--text", "TEXT", "--layout", "spiral"), "layout: must be one of"),
+    ],
+)  # fmt: skip
+def test_options_of_a_recipe_that_cannot_be(
+    cli: Any, folder: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    given = [tmp_path / "text.txt" if option == "TEXT" else option for option in options]
+    code, _, err = cli("quantize", folder, *given, "--out", tmp_path / "out")
+    assert code == 2 and message in " ".join(err.split()) and not (tmp_path / "out").exists()
+
+
+def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Corpus((TEXT,), (TEXT,))
+    monkeypatch.setattr("ptxlab.llm.cli.models.open_text", lambda source, progress: text)
+    sizes = ("--length", 32, "--windows", 2, "--samples", 2, "--sample-length", 32)
+    only = ("--only", "alone/KV?", "--only", "Atom/GPTQ", "--only", "FMPQ/?0% *", "--only", "channel/GPTQ")
+    only += ("--only", "g64/reordering")
+    options = (*only, "--seeds", 2, *sizes)
+    code, printed, err = cli("accuracy", folder, *options, "--out", tmp_path / "record.json")
+    assert (code, err) == (0, "")
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["windows"] == {"wikipedia": [2, 32]} and record["start"] == "mixed"
+    rows = {(row["ladder"], row["step"], row["seed"]): row["perplexity"]["wikipedia"] for row in record["rows"]}
+    shares = [(f"{share}% of the blocks in INT8", seed) for share, seed in ((10, 0), (20, 0), (20, 1), (40, 0))]
+    assert 0 < record["rows"][-2]["bytes"] < record["rows"][0]["bytes"]
+    kv = [("alone", "KV8", 0), ("alone", "KV4", 0)]
+    assert [*rows] == [
+        ("float", "float32", 0),
+        *kv,
+        ("channel", "GPTQ", 0),
+        ("channel", "GPTQ", 1),
+        ("g64", "reordering", 0),
+        ("Atom", "GPTQ", 0),
+        *(("FMPQ", step, seed) for step, seed in shares),
+    ]
+    exact = rows["float", "float32", 0]
+    assert abs(np.log(rows[kv[0]] / exact)) < abs(np.log(rows[kv[1]] / exact)) < 1  # of a log of 77
+    assert rows["channel", "GPTQ", 0] != rows["channel", "GPTQ", 1] and f"{exact:.5g}" in printed
+    asked = ("accuracy", folder, "--seeds", 2, *sizes, "--out", tmp_path / "record.json")
+    monkeypatch.setattr(accuracy, "quantize_layers", lambda *_: pytest.fail("that was measured before"))
+    assert cli(*asked, *options[:4])[0] == 0
+    assert json.loads((tmp_path / "record.json").read_text())["rows"] == record["rows"]
+    assert cli(*asked, "--only", "schemes, rounded/LQQ")[0] == 0  # of the same recipe as g64/reordering
+    assert len(json.loads((tmp_path / "record.json").read_text())["rows"]) == len(record["rows"]) + 1
+    code, _, err = cli(*asked, "--samples", 3)
+    assert code == 2 and "record.json: is there already, of another calibration: [2, 32], not [3, 32]" in err
+    for older in ({"step": "float64"}, {"recipe": record["rows"][1]["recipe"]}):
+        (tmp_path / "record.json").write_text(json.dumps({**record, "rows": [{**record["rows"][0], **older}]}))
+        code, _, err = cli(*asked)
+        assert code == 2 and "record.json: rows must be those of this version's table" in err
+    code, _, err = cli("accuracy", folder, "--length", 10**6)
+    assert code == 2 and "--length expects at most" in err
+    assert cli("accuracy", folder, "--only", "nothing")[0] == 2

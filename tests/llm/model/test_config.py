@@ -1,0 +1,179 @@
+"""A decoder's numbers: by name, from a config.json, from GGUF metadata, and one GPU's share of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab.errors import ArgumentError, FileError
+from ptxlab.llm.model import MODELS, Config
+from ptxlab.lowbit.bench import shapes
+
+# As published with the models, less what says nothing of a layer.
+SMOLLM = {
+    "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "num_hidden_layers": 30, "vocab_size": 49152, "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0, "rope_scaling": None, "tie_word_embeddings": True, "hidden_act": "silu",
+    "attention_bias": False,
+}  # fmt: skip
+LLAMA31 = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256, "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0, "mlp_bias": False,
+    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+}  # fmt: skip
+MISTRAL = {
+    "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 32000, "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0, "sliding_window": 4096,
+}  # fmt: skip
+MIXTRAL = {
+    **MISTRAL, "model_type": "mixtral", "rope_theta": 1000000.0, "sliding_window": None, "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+QWEN2 = {
+    "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "num_hidden_layers": 24, "vocab_size": 151936, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "use_sliding_window": False, "sliding_window": 32768, "tie_word_embeddings": True,
+}  # fmt: skip
+YI = {
+    "model_type": "llama", "hidden_size": 7168, "intermediate_size": 20480, "num_attention_heads": 56,
+    "num_key_value_heads": 8, "num_hidden_layers": 60, "vocab_size": 64000, "rms_norm_eps": 1e-05,
+    "rope_theta": 5000000.0,
+}  # fmt: skip
+GGUF = {
+    "general.architecture": "llama", "general.name": "mixtral", "llama.embedding_length": np.uint32(4096),
+    "llama.feed_forward_length": 14336, "llama.attention.head_count": 32, "llama.attention.head_count_kv": 8,
+    "llama.block_count": 32, "llama.rope.freq_base": np.float32(1e6), "llama.rope.dimension_count": 128,
+    "llama.attention.layer_norm_rms_epsilon": np.float32(1e-5), "llama.expert_count": 8, "llama.expert_used_count": 2,
+    "tokenizer.ggml.tokens": ["a"] * 32000,
+}  # fmt: skip
+
+
+def test_the_models_of_table_1_are_known_by_name() -> None:
+    """LiquidGEMM's eight; parameters in billions as their names say, without embeddings."""
+    for name, billions in {
+        "LLaMA-30B": 32.1, "LLaMA-2-7B": 6.5, "LLaMA-2-13B": 12.7, "LLaMA-2-70B": 68.5, "LLaMA-3-8B": 7.0,
+        "Mistral-7B": 7.0, "Yi-34B": 33.5, "Mixtral-8x7B": 46.4,
+    }.items():  # fmt: skip
+        config = Config.named(name)
+        sizes = {part: N * K for part, (N, K) in config.matrices.items()}
+        of_experts = (sizes["gate_up"] + sizes["down"]) * max(1, config.experts)
+        assert config.layers * (sizes["qkv"] + sizes["o"] + of_experts) / 1e9 == pytest.approx(billions, abs=0.05), name
+    assert all(config.name == name for name, config in MODELS.items())
+
+
+def test_the_benches_measure_these_models() -> None:
+    assert [(layer.part, layer.N, layer.K) for layer in shapes.LAYERS[:4]] == [
+        ("QKV", 12288, 4096), ("O", 4096, 4096), ("gate+up", 22016, 4096), ("down", 4096, 11008),
+    ]  # fmt: skip
+    assert shapes.HEADS == ((32, 32), (32, 8), (64, 8)) and (shapes.EXPERTS, shapes.CHOSEN_EXPERTS) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [(LLAMA31, "LLaMA-3-8B"), (MISTRAL, "Mistral-7B"), (MIXTRAL, "Mixtral-8x7B"), (YI, "Yi-34B")],
+)
+def test_a_published_config_has_the_matrices_of_its_name(source: dict[str, Any], name: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(source))
+    config, known = Config.from_json(path), Config.named(name)
+    assert config == Config.from_json(source) == Config.from_json(str(path))
+    for field in ("matrices", "layers", "vocabulary", "eps", "rope_base", "experts", "chosen_experts", "head_dim"):
+        assert getattr(config, field) == getattr(known, field), field
+
+
+def test_what_else_a_config_says() -> None:
+    assert Config.from_json(LLAMA31).rope_scaling == LLAMA31["rope_scaling"]
+    assert Config.from_json(MISTRAL).window == 4096 and Config.from_json(MIXTRAL).window is None
+    qwen, smol = Config.from_json(QWEN2), Config.from_json(SMOLLM)
+    assert (qwen.head_dim, qwen.qkv_bias, qwen.window, qwen.tied_head) == (64, True, None, True)
+    assert (smol.head_dim, smol.qkv_width, smol.tied_head, smol.qkv_bias) == (64, 960, True, False)
+    new = {key: value for key, value in LLAMA31.items() if not key.startswith("rope")}
+    angles = {**LLAMA31["rope_scaling"], "rope_theta": 5e5}
+    config, same = Config.from_json({**new, "rope_parameters": angles}), Config.from_json(LLAMA31)
+    assert (config.rope_base, hash(config)) == (5e5, hash(same))
+    assert all((a == b).all() for a, b in zip(config.rope_tables(9), same.rope_tables(np.arange(9)), strict=True))
+    linear = Config.from_json({**SMOLLM, "rope_scaling": {"type": "linear", "factor": 2}})
+    plain = Config.from_json({**SMOLLM, "rope_scaling": {"rope_type": "default"}})
+    (cos, sin), (cos_of_half, sin_of_half) = linear.rope_tables(np.arange(0, 18, 2)), plain.rope_tables(9)
+    assert cos.shape == (9, 32) and (cos == cos_of_half).all() and (sin == sin_of_half).all()
+    assert Config.from_json({**SMOLLM, "head_dim": 128}).matrices["o"] == (576, 1152)
+
+
+def test_gguf_metadata_are_read_likewise() -> None:
+    config, known = Config.from_gguf(GGUF), Config.named("Mixtral-8x7B")
+    for field in ("matrices", "layers", "vocabulary", "rope_base", "experts", "chosen_experts", "head_dim"):
+        assert getattr(config, field) == getattr(known, field), field
+    assert config.eps == pytest.approx(1e-5) and not config.tied_head
+    qwen = {key.replace("llama.", "qwen2."): value for key, value in GGUF.items() if "expert" not in key}
+    more = {"general.architecture": "qwen2", "qwen2.rope.scaling.type": "linear", "qwen2.rope.scaling.factor": 4.0}
+    config = Config.from_gguf({**qwen, **more}, tied_head=True)
+    assert (config.qkv_bias, config.experts, config.tied_head) == (True, 0, True)
+    assert config.rope_scaling == {"type": "linear", "factor": 4.0}
+
+
+def test_a_share_has_its_part_of_heads_and_rows() -> None:
+    config = Config.named("LLaMA-2-70B")
+    for n in (1, 2, 4, 8):
+        share = config.share(n)
+        assert (share.heads, share.kv_heads, share.ffn, share.hidden) == (64 // n, 8 // n, 28672 // n, 8192)
+        assert sum(N * K for N, K in share.matrices.values()) * n == sum(N * K for N, K in config.matrices.values())
+    with pytest.raises(ArgumentError, match=r"n: must divide the 52 of heads \(got 8\)"):
+        Config.named("LLaMA-30B").share(8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, r"config.json: hidden_size: must be given \(got nothing\)"),
+        ({"hidden_size": "576"}, r"config.json: hidden_size: must be an integer, 1 or more \(got '576'\)"),
+        ({"vocab_size": 0}, r"config.json: vocab_size: must be an integer, 1 or more \(got 0\)"),
+        ({"num_hidden_layers": True}, r"config.json: num_hidden_layers: must be an integer, 1 or more \(got True\)"),
+        ({"num_key_value_heads": 2}, r"config.json: num_key_value_heads: must divide the 9 query heads \(got 2\)"),
+        ({"head_dim": 63}, r"config.json: head_dim: must be even \(got 63\)"),
+        ({"rms_norm_eps": float("nan")}, r"config.json: rms_norm_eps: must be a number above 0 \(got nan\)"),
+        ({"rope_theta": -1}, r"config.json: rope_theta: must be a number above 0 \(got -1\)"),
+        ({"hidden_act": "relu"}, r"config.json: hidden_act: must be one of silu, .* \(got 'relu'\)"),
+        ({"model_type": "gpt2"}, r"config.json: model_type: must be one of llama, mistral, .* \(got 'gpt2'\)"),
+        ({"model_type": ["llama"]}, r"config.json: model_type: must be one of"),
+        ({"attention_bias": True}, r"config.json: attention_bias: must be false: .* \(got True\)"),
+        ({"tie_word_embeddings": 1}, r"config.json: tie_word_embeddings: must be true or false \(got 1\)"),
+        ({"rope_scaling": "linear"}, r"config.json: rope_scaling: must be an object of keys and values \(got str\)"),
+        (
+            {"rope_scaling": {"type": "yarn"}},
+            r"config.json: rope_scaling: must be .*got yarn",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, r"config.json: rope_scaling: must be .*needs the number factor"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": -1}},
+            r"config.json: rope_scaling factor: must be",
+        ),
+    ],
+)
+def test_an_error_of_a_config_names_the_key(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"^{message}") as error:
+        Config.from_json({**SMOLLM, **change})
+    assert "\n" not in str(error.value)
+
+
+def test_other_errors_are_one_line_too(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"name: must be one of LLaMA-30B, .* \(got LLaMA-4\)"):
+        Config.named("LLaMA-4")
+    with pytest.raises(FileError, match="cannot be read"):
+        Config.from_json(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(FileError, match="not JSON"):
+        Config.from_json(tmp_path / "config.json")
+    with pytest.raises(ArgumentError, match=r"config.json: must be an object of keys and values \(got list\)"):
+        Config.from_json([])  # type: ignore[arg-type]
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ArgumentError, match=r"config.json: must be an object of keys and values \(got list\)"):
+        Config.from_json(tmp_path / "config.json")
+    with pytest.raises(ArgumentError, match=r"GGUF: llama.block_count: must be given"):
+        Config.from_gguf({key: value for key, value in GGUF.items() if "block" not in key})
+    with pytest.raises(ArgumentError, match=r"GGUF: llama.expert_used_count: must lie in 1..8 \(got 9\)"):
+        Config.from_gguf({**GGUF, "llama.expert_used_count": 9})

@@ -1,0 +1,268 @@
+"""Runners and text: NumPy's integers are the layer's twin bit for bit, and the kernels' but for floats of attention."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.llm.model import FloatModel, KernelRunner, LayerInputs, NumpyRunner, QuantizedModel, generate
+from ptxlab.llm.model.generate import choose
+from ptxlab.llm.model.numpy_runner import IntegerProduct
+from ptxlab.llm.model.reference import exact
+from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit.layout import gather, pack, unpack
+from ptxlab.spec.dtypes import floats, stored
+from tests.support.kernel_attention import KernelAttentionRunner
+from tests.support.layers import TINY_MODEL
+from tests.support.small_prompts import quantized
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 1], list(range(70, 140))]  # the last one begins a second page
+# Root mean square of what logits differ by, by that of the logits: attention is rounded differently once in a while,
+# which moves some INT8 activations by a step.
+OF_ATTENTION = 0.03
+
+
+@pytest.fixture(scope="module")
+def model() -> QuantizedModel:
+    return quantized()
+
+
+def bits(array: Any) -> Any:
+    return array.view(np.uint8)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"scheme": "qoq_channel", "dtype": "bfloat16", "qkv_bias": True, "tied_head": False, "window": 40},
+        {"scheme": "qoq", "activation": "gelu_tanh", "kv_heads": 2},
+    ],
+    ids=["lqq", "qoq_channel", "qoq"],
+)
+def test_a_step_is_that_of_the_layers_twin(how: dict[str, Any]) -> None:
+    """Every bit of every step: pools, and the stream behind each layer, which all other bits decide."""
+    model = quantized(**how)
+    runner = NumpyRunner(model, len(PROMPTS), 80)
+    runner.prefill(PROMPTS)
+    before = [replace(cache, pool=cache.pool.copy()) for cache in runner.caches]
+    seen: list[Any] = []
+    for layer in runner._layers:
+        layer.down = recording(layer.down, seen)
+    tokens = np.array([3, 1, 4])
+    runner.decode(tokens)
+
+    dtype, positions = model.layers[0].dtype, runner.lengths - 1
+    x = stored(floats(model.embedding)[tokens], dtype)
+    residual, rope = np.zeros_like(x), (*model.config.rope_tables(80), positions)
+    for i, weights in enumerate(model.layers):
+        slots = np.array([before[i].slots(b)[-1] for b in range(len(PROMPTS))], np.int32)
+        steps = exact(LayerInputs.of(x, residual, before[i], slots, rope), weights)
+        down_in, accumulators, hidden = seen[i]
+        right = steps["down_in"].right
+        assert np.array_equal(down_in.q, right.q) and np.array_equal(bits(down_in.scale), bits(right.scale))
+        known = unpack(weights.down)
+        if isinstance(known, quant.QoQChannelWeight):
+            expected = reference.gemm_accumulators_channel(right.q, known.q4, known.zero, right.token_sum)
+        else:
+            expected = reference.gemm_accumulators(right.q, known.exact_level1())
+        assert np.array_equal(accumulators, expected)
+        x, residual = steps["hidden"].right, steps["residual"].right
+        assert np.array_equal(bits(stored(hidden, dtype)), bits(x))
+        assert np.array_equal(runner.caches[i].pool, steps["pool"].right)
+
+
+def recording(product: IntegerProduct, seen: list[Any]) -> Any:
+    """The product, which notes what it is given, its accumulators, and what it gives."""
+
+    def call(x: quant.QuantizedActivations, dtype: str) -> Any:
+        seen.append((x, product.accumulators(x.q), product(x, dtype)))
+        return seen[-1][-1]
+
+    call.gated = product.gated  # type: ignore[attr-defined]
+    return call
+
+
+@pytest.mark.parametrize(("K", "level", "pieces"), [(1024, 127, 1), (2080, 127, 2), (2080, 20, 1), (4160, 119, 4)])
+def test_products_are_exact_integers_in_as_few_pieces_as_that_takes(K: int, level: int, pieces: int) -> None:
+    """All products of one sign, as large as they can be: the largest sums there are."""
+    q4 = np.full((8, K), 15, np.uint8)
+    known = quant.LQQWeight(
+        q4=q4,
+        group_scale=np.ones((8, K // 32), np.uint8),
+        minimum=np.full((8, K // 32), level - 15, np.int8),
+        channel_scale=np.ones(8, np.float32),
+        protective_range=119,
+    )
+    known.q4[1::2, ::3] = 3
+    product = IntegerProduct(pack(known, "row_major"))
+    x = np.full((3, K), 127, np.int8)
+    x[1], x[2, 1::2] = -127, 126
+    assert len(product.pieces) == pieces
+    assert np.array_equal(product.accumulators(x), reference.gemm_accumulators(x, known.exact_level1()))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_8_bit_head_is_the_kernels_bit_for_bit(dtype: str) -> None:
+    """And the same for a row alone as for a row of many; 260 rows are padded to 264 and cut off again."""
+    model = quantized(dtype=dtype, tied_head=False)
+    kernels = KernelRunner(model, 3, 80, chunk=3, backend="emulator", head="int8")
+    twin = NumpyRunner(model, 3, 80, head="int8")
+    normed = stored(np.random.default_rng(0).standard_normal((3, 64), np.float32), dtype)
+    found = twin._logits(normed)
+    assert found.dtype == np.float16 and found.shape == (3, 260)
+    assert np.array_equal(kernels._logits(normed), found)
+    assert np.array_equal(twin._logits(normed[1:2])[0], found[1])
+    right = floats(normed) @ floats(model.head).T
+    error = np.sqrt(np.square(found - right).mean() / np.square(right).mean())
+    assert 1e-3 < error < 0.015  # two roundings to INT8, of a row of weights and of a token
+
+
+def test_chunks_and_batches_do_not_matter(model: QuantizedModel) -> None:
+    """A prompt at once, in chunks that cut it anywhere, token by token, alone or in a batch: the same caches.
+
+    Logits may differ by a rounding: float32 BLAS adds in an order of its own.
+    """
+
+    def same(found: Any, right: Any) -> bool:
+        return bool((np.abs(found - right) <= 2.0**-10 * np.abs(right)).all())
+
+    whole = NumpyRunner(model, 3, 80)
+    right = whole.prefill(PROMPTS)
+    chunked = NumpyRunner(model, 3, 80, chunk=5)
+    assert same(chunked.prefill(PROMPTS), right)
+    assert all(np.array_equal(a.pool, b.pool) for a, b in zip(chunked.caches, whole.caches, strict=True))
+    after = whole.decode([5, 6, 7])
+    for b, prompt in enumerate(PROMPTS):
+        alone = NumpyRunner(model, 1, 80)
+        logits = alone.prefill([prompt[:1]])
+        for token in prompt[1:]:
+            logits = alone.decode([token])
+        assert same(logits[0], right[b]) and same(alone.decode([5 + b])[0], after[b])
+        for ours, theirs in zip(alone.caches, whole.caches, strict=True):
+            for of_one, of_all in zip(gather(ours), gather(theirs), strict=True):
+                for part in ("values", "scale", "zero"):
+                    assert np.array_equal(getattr(of_one[0], part), getattr(of_all[b], part))
+    assert np.array_equal(bits(whole.prefill(PROMPTS)), bits(right))  # begins anew
+
+
+def test_kernels_give_the_same(model: QuantizedModel) -> None:
+    """In the emulator: a prompt in chunks, the last one padded, and a step behind it. With the kernel's own attention
+    in NumPy every bit is the same, with attention in floats the first layer's keys and values."""
+    prompts, how = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 1]], {"batch": 2, "context": 70, "chunk": 6}
+    kernels = KernelRunner(model, **how, backend="emulator")
+    same, near = KernelAttentionRunner(model, **how), NumpyRunner(model, **how)
+    found, right, others = ([run.prefill(prompts), run.decode([5, 6])] for run in (kernels, same, near))
+    assert np.array_equal(found, right)
+    for ours, theirs in zip(same.caches, kernels.caches, strict=True):
+        assert np.array_equal(ours.pool, theirs.pool)
+    assert np.array_equal(near.caches[0].pool, kernels.caches[0].pool) and near.caches[0].pool.any()
+    difference, scale = (np.sqrt(np.square(a, dtype=np.float64).mean()) for a in (np.subtract(others, right), right))
+    assert 0 < difference < OF_ATTENTION * scale
+    assert np.array_equal(kernels.caches[0].lengths, [8, 4]) and np.array_equal(near.lengths, [8, 4])
+
+
+def test_tokens_are_the_likeliest(model: QuantizedModel) -> None:
+    runner = NumpyRunner(model, 2, 20)
+    found = np.array(list(generate(runner, PROMPTS[:2], 4)))
+    assert found.shape == (4, 2) and found.dtype == np.int32
+    so_far = [list(prompt) for prompt in PROMPTS[:2]]
+    for step in found:
+        logits = NumpyRunner(model, 2, 20).prefill(so_far)
+        assert np.array_equal(step, logits.argmax(axis=1))
+        for text, token in zip(so_far, step.tolist(), strict=True):
+            text.append(token)
+
+
+def test_draws_follow_the_softmax_and_the_seed(model: QuantizedModel) -> None:
+    runner = NumpyRunner(model, 2, 20)
+
+    def drawn(seed: int, temperature: float = 20.0) -> list[list[int]]:
+        return [step.tolist() for step in generate(runner, PROMPTS[:2], 5, temperature=temperature, seed=seed)]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    greedy = [step.tolist() for step in generate(runner, PROMPTS[:2], 5)]
+    assert drawn(1, 1e-3) == greedy != drawn(1)
+    assert any(a != b for a, b in drawn(1)[:1])  # sequences draw apart from each other
+
+
+def test_draws_have_the_probabilities_of_the_softmax() -> None:
+    rng, logits = np.random.default_rng(0), np.array([2.0, 0.0, 1.0], np.float16)
+    many = np.tile(logits, (20_000, 1))
+    tokens = choose(many, 0.5, lambda shape: rng.gumbel(size=shape).astype(np.float32))
+    right = np.exp(2 * logits.astype(float)) / np.exp(2 * logits.astype(float)).sum()
+    assert np.abs(np.bincount(tokens, minlength=3) / len(many) - right).max() < 0.015
+
+
+def test_steps_are_made_as_they_are_asked_for(model: QuantizedModel) -> None:
+    runner = NumpyRunner(model, 1, 50)
+    steps = generate(runner, [PROMPTS[1]], 40)
+    next(steps)
+    assert runner.lengths.tolist() == [3]
+    next(steps)
+    assert runner.lengths.tolist() == [4]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_token_without_finite_logits_is_an_error(temperature: float) -> None:
+    """In its place; nothing is made up."""
+    model = QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, tied_head=False)), group=32)
+    runner = NumpyRunner(model, 2, 20)
+    runner._embedding[7] = np.inf
+    steps = generate(runner, [[1, 2], [1, 7]], 3, temperature=temperature)
+    message = r"^runner: must give finite logits \(got NaN or infinity for token 0 behind prompts\[1\]\)$"
+    with pytest.raises(ArgumentError, match=message):
+        next(steps)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"prompts": [[]]}, r"prompts\[0\]: must have 1 to 20 tokens \(got 0\)"),
+        ({"prompts": [[1] * 16]}, r"tokens: prompt and tokens must fit the context of 20 \(got 16 \+ 5\)"),
+        ({"prompts": [[1], [2]]}, r"prompts: must be 1, one for each sequence \(got 2\)"),
+        ({"prompts": [[260]]}, r"prompts\[0\]: must be tokens in 0..259 \(got 260\)"),
+        ({"prompts": [[3, -1]]}, r"prompts\[0\]: must be tokens in 0..259 \(got -1\)"),
+        ({"prompts": [[0.5]]}, r"prompts\[0\]: must be integers \[n\] \(got float64 \[1\]\)"),
+        ({"tokens": 0}, r"tokens: must be an integer, 1 or more \(got 0\)"),
+        ({"temperature": -0.1}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got -0.1\)"),
+        ({"temperature": float("nan")}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got nan\)"),
+        ({"temperature": 1e-39}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got 1e-39\)"),
+        ({"seed": -1}, r"seed: must be an integer in 0..2\^32-1 \(got -1\)"),
+    ],
+)
+def test_bad_input_of_generate(model: QuantizedModel, how: dict[str, Any], message: str) -> None:
+    given = {"prompts": [[1, 2]], "tokens": 5, **how}
+    with pytest.raises(ArgumentError, match=f"^{message}$"):
+        list(generate(NumpyRunner(model, 1, 20), **given))
+
+
+def test_bad_input_of_a_runner(model: QuantizedModel) -> None:
+    with pytest.raises(ArgumentError, match=r"^context: must be at most the model's 200 tokens \(got 201\)$"):
+        NumpyRunner(model, 1, 201)
+    for batch in (0, "2"):
+        with pytest.raises(ArgumentError, match=rf"^batch: must be an integer, 1 or more \(got {batch!r}\)$"):
+            NumpyRunner(model, batch)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"^model: must be a QuantizedModel \(got FloatModel\)$"):
+        NumpyRunner(FloatModel.random(TINY_MODEL))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"^backend: must be one of gpu, emulator \(got numpy\)$"):
+        KernelRunner(model, 1, 20, backend="numpy")
+    runner = NumpyRunner(model, 1, 2)
+    runner.prefill([[1]])
+    with pytest.raises(ArgumentError, match=r"^tokens: must be integers \[1\] \(got int64 \[2\]\)$"):
+        runner.decode([3, 4])
+    with pytest.raises(ArgumentError, match=r"^tokens: must be tokens in 0..259 \(got 260\)$"):
+        runner.decode([260])
+    assert runner.lengths.tolist() == [1]
+    runner.decode([3])
+    with pytest.raises(ArgumentError, match=r"^decode: no more than the context of 2 tokens"):
+        runner.decode([3])
+
+
+@pytest.mark.skipif(gpu.available(), reason="there is a GPU")
+def test_without_a_gpu_the_kernels_runner_says_so(model: QuantizedModel) -> None:
+    with pytest.raises(UnavailableError):
+        KernelRunner(model, 1, 20)

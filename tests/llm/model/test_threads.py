@@ -1,0 +1,78 @@
+"""Streams in threads: all of them in order, a few at a time, each with what it alone has kept."""
+
+import copy
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ptxlab.llm.model import threads
+from ptxlab.llm.model.numerics import FakeQuantized
+from ptxlab.llm.model.threads import each_stream
+
+pytest.importorskip("threadpoolctl", reason="of the extra `model`")
+STREAMS = [np.full((1, 2, 3), i, np.float32) for i in range(9)]
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three cores."""
+    monkeypatch.setattr(threads, "os", SimpleNamespace(cpu_count=lambda: 3))
+
+
+def test_each_core_takes_a_stream_and_results_are_in_order(three: None) -> None:
+    together = threading.Barrier(3, timeout=60)
+
+    def first(x: np.ndarray) -> float:
+        together.wait()  # breaks unless three run at a time
+        return float(x[0, 0, 0])
+
+    assert [*each_stream(first, STREAMS)] == [*range(9)]
+
+
+def test_no_more_is_made_than_is_taken(three: None) -> None:
+    """Four, so that three can run while one waits."""
+    made: list[int] = []
+    results = each_stream(lambda x: made.append(0), STREAMS)
+    for taken in range(1, 10):
+        next(results)
+        assert len(made) <= taken + 3
+    assert len(made) == 9
+
+
+def test_an_error_comes_out(three: None) -> None:
+    def failing(x: np.ndarray) -> None:
+        if x[0, 0, 0] == 4:
+            raise ValueError("stream 4")
+
+    results = each_stream(failing, STREAMS)
+    assert [next(results) for _ in range(4)] == [None] * 4
+    with pytest.raises(ValueError, match="stream 4"):
+        next(results)
+
+
+@pytest.mark.parametrize("alone", ["one core", "arrays of a GPU", "no threadpoolctl"])
+def test_one_after_the_other(alone: str, three: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if alone == "one core":
+        monkeypatch.setattr(threads, "os", SimpleNamespace(cpu_count=lambda: 1))
+    if alone == "no threadpoolctl":
+        monkeypatch.setattr(threads, "find_spec", lambda name: None)
+    streams = STREAMS if alone != "arrays of a GPU" else [object()] * 2
+    assert {*each_stream(lambda x: threading.get_ident(), streams)} == {threading.get_ident()}
+
+
+def test_a_copy_has_the_same_settings() -> None:
+    numerics = FakeQuantized(acts=4, kv="kv8", group=32, kept=16, kept_bits=16, clip=0.9)
+    numerics.cached(*np.zeros((2, 1, 4, 1, 64), np.float32))
+    assert pickle.loads(pickle.dumps(numerics)) == copy.deepcopy(numerics) == numerics
+
+
+def test_a_thread_keeps_the_input_that_it_has_quantised() -> None:
+    numerics, x, y = FakeQuantized(), *np.random.default_rng(0).standard_normal((2, 1, 4, 8)).astype(np.float32)
+    kept = numerics.input(x)
+    with ThreadPoolExecutor(1) as other:
+        np.testing.assert_array_equal(other.submit(numerics.input, y).result(), FakeQuantized().input(y))
+    assert numerics.input(x) is kept

@@ -1,0 +1,127 @@
+"""Calibration by hand: what each step is given, on which inputs a matrix is rounded, and what the next layer sees."""
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab.llm.model import Config, FloatModel
+from ptxlab.llm.model.quantized import FUSED
+from ptxlab.llm.recipe import Recipe, calibrate
+from ptxlab.lowbit.quant import recipe as steps
+from ptxlab.lowbit.reference import EXACT, Layer, Numerics, decoder
+
+MODEL = FloatModel.random(
+    Config(hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, layers=2, vocabulary=60, qkv_bias=True)
+)
+LAYER = MODEL.layers[0]
+TEXT = np.random.default_rng(0).integers(0, 60, (3, 20))
+STATES = [MODEL.embedded(sample[None]) for sample in TEXT]
+
+
+class Recorded(Numerics):
+    """Keeps the input of every matrix by its name, and the keys, a row per token."""
+
+    def __init__(self, inner: Numerics) -> None:
+        self.inner, self.seen = inner, defaultdict(list)
+
+    def product(self, name: str, x: Any, layer: Layer) -> Any:
+        self.seen[name].append(x.reshape(-1, x.shape[-1]))
+        return self.inner.product(name, x, layer)
+
+    def cached(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        self.seen["keys"].append(keys.reshape(-1, 32))
+        return self.inner.cached(keys, values)
+
+
+def read(layer: Layer, numerics: Numerics = EXACT) -> dict[str, list[Any]]:
+    """What the matrices of a layer read, sample by sample."""
+    recorded = Recorded(numerics)
+    for x in STATES:
+        MODEL.run_layer(x, layer, recorded)
+    return recorded.seen
+
+
+def assert_same(found: Layer, right: Layer) -> None:
+    assert found.keys() == right.keys()
+    for name, array in right.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def test_steps_get_the_largest_magnitudes_of_all_samples() -> None:
+    largest = {name: np.abs(np.concatenate(inputs)).max(axis=0) for name, inputs in read(LAYER).items()}
+    right = steps.smooth_keys(LAYER, largest["keys"].reshape(2, 16), 0.4)
+    right, factor = steps.smooth_down(right, largest["down"], 0.3, 0.8)
+    right = steps.reorder_heads(steps.reorder_down(right, largest["down"] / factor), largest["o"].reshape(4, 16))
+    assert_same(calibrate.shaped(MODEL, LAYER, STATES, Recipe(smooth_keys=0.4, smooth=(0.3, 0.8), reorder=True)), right)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(clip="output", group=32),
+        Recipe(clip="output", gptq=True, scheme="qoq_channel", protective_range=100),
+        Recipe(clip="output", scheme="qoq", group=32, protective_range=100, acts=4),
+        Recipe(clip="output", scheme="int4", acts=4, group=16, kept=16, kept_bits=16, act_clip=0.9),
+    ],
+    ids=["lqq", "channel", "qoq", "int4"],
+)
+def test_matrices_are_rounded_on_inputs_with_the_errors_of_those_before(recipe: Recipe) -> None:
+    """INT8 activations as the GEMM sees them; the kept channels are those of the largest squares."""
+    found, made, grids = calibrate.quantize_layer(MODEL, LAYER, STATES, recipe), dict(LAYER), {
+        "lqq": lambda w: steps.LQQGrid(w, 32, clip=True),
+        "qoq": lambda w: steps.QoQGrid(w, 32, clip=True, protective_range=100),
+        "qoq_channel": lambda w: steps.ChannelGrid(w, clip=True),
+        "int4": lambda w: steps.SymmetricGrid(w, 16, kept=16, kept_bits=16, clip=True),
+    }  # fmt: skip
+    for fused, names in FUSED.items():
+        numerics, w = recipe.numerics(), np.concatenate([LAYER[name] for name in names])
+        inputs = [numerics.input(x) if recipe.acts == 8 else x for x in read(made, numerics)[names[0]]]
+        hessian = np.sum([(x.T @ x).astype(np.float64) for x in inputs], axis=0)
+        order = np.argsort(np.diagonal(hessian), kind="stable") if recipe.kept else np.arange(w.shape[1])
+        w, hessian = w[:, order], hessian[order][:, order]
+        right = (steps.gptq if recipe.gptq else steps.rounded)(w, hessian, grids[recipe.scheme](w))
+        values = np.concatenate([found.floats[name] for name in names])
+        np.testing.assert_array_equal(values[:, order], right.values, err_msg=fused)
+        error = steps.objective(w, right.values, hessian).sum() / steps.objective(w, 0 * w, hessian).sum()
+        assert found.errors[fused] == pytest.approx(error)
+        made |= {name: found.floats[name] for name in names}
+        if recipe.kept:
+            made |= {f"{name}_order": order for name in names}
+    assert_same(found.floats, made)
+
+
+def test_attention_runs_twice_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For smoothing, and for what o reads; the matrices behind it take the stream that this gives."""
+    ran: list[int] = []
+    attention = decoder.causal_attention
+    monkeypatch.setattr(decoder, "causal_attention", lambda *of: ran.append(1) or attention(*of))
+    calibrate.quantize_layer(MODEL, LAYER, STATES, Recipe(smooth=(0.3, 0.8), clip="output", group=32, gptq=True))
+    assert len(ran) == 2 * len(STATES)
+
+
+def test_the_next_layer_sees_what_the_quantised_ones_make() -> None:
+    recipe = Recipe(clip="output", group=32)
+    first, second = calibrate.quantize_layers(MODEL, TEXT, recipe)
+    assert first is not None and second is not None
+    states = [MODEL.run_layer(x, first.floats, recipe.numerics()) for x in STATES]
+    assert_same(second.floats, calibrate.quantize_layer(MODEL, MODEL.layers[1], states, recipe).floats)
+
+
+@pytest.mark.parametrize(("stream", "heads"), [("hadamard", False), ("random", True), (None, True)])
+def test_a_recipe_rotates_what_it_says(stream: str | None, heads: bool) -> None:
+    rotation = {"hadamard": steps.hadamard(64), "random": steps.random_orthogonal(64), None: None}[stream]
+    right = calibrate.turned(MODEL, rotation, steps.hadamard(16) if heads else None)
+    found = calibrate.prepared(MODEL, Recipe(rotate=stream, rotate_heads=heads))
+    assert_same(found.layers[1], right.layers[1])
+    np.testing.assert_array_equal(found.embedding, right.embedding)
+
+
+def test_samples_are_from_all_over_the_text() -> None:
+    found = calibrate.samples(np.arange(1000), 100, 10, seed=1)
+    assert found.shape == (100, 10) and (np.diff(found) == 1).all()
+    assert found.min() < 50 and found.max() > 950 and len(set(found[:, 0])) > 80
+    assert (found == calibrate.samples(np.arange(1000), 100, 10, seed=1)).all()
+    assert (found != calibrate.samples(np.arange(1000), 100, 10, seed=2)).any()
+    assert calibrate.samples(np.arange(10), 2, 10).tolist() == [list(range(10))] * 2

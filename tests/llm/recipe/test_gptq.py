@@ -1,0 +1,217 @@
+"""GPTQ against a solver that inverts what is left after every column, and against rounding; the grids' formats."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.recipe import ChannelGrid, Grid, LQQGrid, QoQGrid, SymmetricGrid
+from ptxlab.lowbit import quant
+from ptxlab.lowbit.quant import recipe
+
+
+def problem(N: int, K: int, dtype: Any = np.float64, alike: float = 0.3) -> tuple[Any, Any]:
+    """Weights, and H of inputs that are alike: without that nothing can be compensated."""
+    rng = np.random.default_rng(N)
+    x = rng.standard_normal((3 * K, K)) @ (np.eye(K) + alike * rng.standard_normal((K, K))) * rng.uniform(0.2, 3, K)
+    return rng.standard_normal((N, K)).astype(dtype), x.T @ x
+
+
+GRIDS = {
+    "lqq": lambda w, clip=False: LQQGrid(w, 32, clip=clip),
+    "qoq": lambda w, clip=False: QoQGrid(w, 32, clip=clip),
+    "channel": lambda w, clip=False: ChannelGrid(w, clip=clip),
+    "int4": lambda w, clip=False: SymmetricGrid(w, 32, kept=32, clip=clip),
+    "int8": lambda w, clip=False: SymmetricGrid(w, None, bits=8, clip=clip),
+}
+
+
+def solved(w: Any, hessian: Any, grid: Grid, damping: float) -> Any:
+    """GPTQ as it is derived: after each column the inverse of what is left of H, no factor, no blocks."""
+    K = len(hessian)
+    H = hessian + damping * np.diagonal(hessian).mean() * np.eye(K)
+    w, values = w.copy(), np.empty_like(w)
+    importance = np.diagonal(hessian)
+    groups = sorted(range(len(grid.bounds)), key=lambda g: -importance[slice(*grid.bounds[g])].mean())
+    left = [start + i for g in groups for start, stop in [grid.bounds[g]]
+            for i in np.argsort(-importance[start:stop], kind="stable")]  # fmt: skip
+    levels: Any = None
+    for group in groups:
+        start, stop = grid.bounds[group]
+        for i in range(stop - start):
+            inverse = np.linalg.inv(H[np.ix_(left, left)])
+            if i == 0:
+                columns = left[: stop - start]
+                rest, metric = inverse, []
+                for _ in columns:  # what an error of each column costs once those before it are rounded
+                    metric.append(1 / rest[0, 0])
+                    rest = (rest - np.outer(rest[0], rest[0]) / rest[0, 0])[1:, 1:]
+                levels, _ = grid.choose(group, w[:, columns].T, np.array(metric))
+            j, *left = left
+            values[:, j] = levels.values(levels.nearest(w[:, j]))
+            w[:, left] -= np.outer((w[:, j] - values[:, j]) / inverse[0, 0], inverse[0, 1:])
+    return values
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("clip", [False, True])
+def test_it_equals_a_direct_solver(name: str, clip: bool) -> None:
+    w, H = problem(8, 96)
+    grid = GRIDS[name](w, clip)
+    expected = solved(w, H, grid, 0.01)
+    found = recipe.gptq(w, H, grid)
+    plain = recipe.rounded(w, H, grid)
+    kept = recipe.objective(w, expected, H) > recipe.objective(w, plain.values, H)
+    assert not kept.all()
+    np.testing.assert_allclose(found.values[~kept], expected[~kept], atol=1e-12)
+    np.testing.assert_array_equal(found.values[kept], plain.values[kept])
+
+
+def test_rows_that_gptq_makes_worse_keep_rounding() -> None:
+    """Of inputs that are not alike, where levels that follow the errors cost more than compensation gains."""
+    w, H = problem(32, 96, alike=0)
+    grid = LQQGrid(w, 32)
+    expected, plain, found = solved(w, H, grid, 0.01), recipe.rounded(w, H, grid), recipe.gptq(w, H, grid)
+    kept = recipe.objective(w, expected, H) > recipe.objective(w, plain.values, H)
+    assert kept.any() and not kept.all()
+    np.testing.assert_array_equal(found.values[kept], plain.values[kept])
+    np.testing.assert_allclose(found.values[~kept], expected[~kept], atol=1e-12)
+
+
+def test_blocks_change_nothing() -> None:
+    """More columns than a block, and groups that straddle none."""
+    w, H = problem(4, 288)
+    np.testing.assert_allclose(recipe.gptq(w, H, LQQGrid(w, 32)).values, solved(w, H, LQQGrid(w, 32), 0.01), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("clip", [False, True])
+def test_it_is_never_worse_than_rounding_and_clipping_never_than_none(name: str, clip: bool) -> None:
+    for dtype in (np.float32, np.float64):
+        w, H = problem(16, 96, dtype)
+        grid = GRIDS[name](w, clip)
+        plain, found = recipe.rounded(w, H, grid), recipe.gptq(w, H, grid)
+        assert found.values.dtype == dtype
+        before, after = (recipe.objective(w, each.values, H) for each in (plain, found))
+        assert (after <= before).all() and after.sum() < 0.9 * before.sum()
+    grid = GRIDS[name](w, True)
+    of_output, of_weights = (recipe.objective(w, recipe.rounded(w, h, grid).values, H).sum() for h in (H, None))
+    assert of_output < of_weights or name == "int8"  # whose levels need no clipping
+    error = ((recipe.rounded(w, None, grid).values - w) ** 2).sum()
+    assert error <= ((recipe.rounded(w, None, GRIDS[name](w)).values - w) ** 2).sum()
+
+
+@pytest.mark.parametrize("name", ["lqq", "qoq", "channel"])
+def test_the_format_holds_the_values_and_fits_s8(name: str) -> None:
+    """Of weights with outliers, and of groups on one side of zero, whose zero point QoQ cannot hold."""
+    w, H = problem(16, 96, np.float32)
+    w[0] += 4
+    w[1, :32] *= 40
+    w[2] = np.where(np.arange(96) % 2, 1, -1)
+    w[3] = 0
+    for clip in (False, True):
+        grid = GRIDS[name](w, clip)
+        for found in (recipe.rounded(w, H, grid), recipe.gptq(w, H, grid)):
+            weight = grid.weight(found.q, found.constants)
+            np.testing.assert_array_equal(weight.dequantize(), found.values)
+            assert found.q.min() >= 0 and found.q.max() <= 15
+            if isinstance(weight, quant.TwoLevelWeight):
+                assert not weight.overflows().any()
+
+
+@pytest.mark.parametrize("name", ["lqq", "qoq", "channel"])
+def test_plain_rounding_has_the_librarys_constants(name: str) -> None:
+    w, _ = problem(16, 96, np.float32)
+    quantise = {"lqq": quant.quantize_lqq, "qoq": quant.quantize_qoq, "channel": None}[name]
+    grid = GRIDS[name](w)
+    found = recipe.rounded(w, None, grid)
+    weight: Any = grid.weight(found.q, found.constants)
+    expected: Any = quantise(w, 32) if quantise else quant.quantize_qoq_channel(w)
+    for field in ("group_scale", "minimum", "zero", "channel_scale", "scale"):
+        if hasattr(expected, field):
+            np.testing.assert_array_equal(getattr(weight, field), getattr(expected, field), strict=True)
+    assert np.abs(weight.q4.astype(int) - expected.q4).max() <= 1  # it rounds twice
+
+
+def test_inputs_that_were_never_seen_are_damped() -> None:
+    w, H = problem(4, 96)
+    H[:, 5] = H[5] = 0
+    assert np.isfinite(recipe.gptq(w, H, LQQGrid(w, 32)).values).all()
+    found = recipe.gptq(w, np.zeros_like(H), LQQGrid(w, 32))
+    np.testing.assert_array_equal(found.values, recipe.rounded(w, None, LQQGrid(w, 32)).values)
+
+
+def test_more_damping_where_h_has_no_inverse() -> None:
+    _, H = problem(4, 96)
+    mean = np.diagonal(H).mean()
+    H -= (np.linalg.eigvalsh(H)[0] + 0.05 * mean) * np.eye(96)  # 0.01 of the mean is too little
+    factor = recipe.inverse_factor(H)
+    damped = np.linalg.inv(factor.T @ factor) - H
+    np.testing.assert_allclose(damped, damped[0, 0] * np.eye(96), atol=1e-6 * mean)
+    assert 0.05 * mean < damped[0, 0] < 0.2 * mean
+    with pytest.raises(ArgumentError, match="hessian: must be positive semidefinite"):
+        recipe.inverse_factor(-H)
+
+
+def test_a_factor_that_is_cut_short_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy's Cholesky does not raise for a matrix that is not positive definite: what it returns is no factor."""
+    factor = np.linalg.cholesky
+    found: list[Any] = []
+
+    def silent(matrix: Any) -> Any:
+        made = factor(matrix)
+        if not found:
+            made[50:, 50:] = np.tril(matrix[50:, 50:])
+        found.append(made)
+        return made
+
+    _, H = problem(4, 96)
+    monkeypatch.setattr(np.linalg, "cholesky", silent)
+    np.testing.assert_array_equal(recipe.inverse_factor(H), found[1].T)
+
+
+@pytest.mark.parametrize(
+    ("hessian", "rule"),
+    [(np.eye(5), r"must be \[96, 96\]"), (np.full((96, 96), np.nan), "must be finite")],
+)
+def test_what_is_no_hessian_is_refused(hessian: Any, rule: str) -> None:
+    w, _ = problem(4, 96)
+    with pytest.raises(ArgumentError, match=f"hessian: {rule}"):
+        recipe.gptq(w, hessian, LQQGrid(w, 32))
+
+
+@pytest.mark.parametrize("low", [-127, -68])
+def test_levels_of_qoq_that_would_leave_s8_are_left_out(low: int) -> None:
+    """A group of 196 integers, in steps of 13: with the zero 10 the lowest level is -130, with 5 the highest 130."""
+    w = np.linspace(low, low + 195, 32, dtype=np.float32)[None]
+    w[0, np.abs(w[0]).argmax()] = 127 * np.sign(w[0, np.abs(w[0]).argmax()])
+    grid = QoQGrid(w, 32, protective_range=127)
+    found = recipe.rounded(w, None, grid)
+    weight = grid.weight(found.q, found.constants)
+    assert weight.group_scale.tolist() == [[13]] and not weight.overflows().any()
+
+
+@pytest.mark.parametrize(
+    ("name", "end"), [*((name, end) for name in ("lqq", "qoq", "channel") for end in (-9, 10)), ("int4", 10)]
+)
+def test_clipping_cuts_off_an_outlier_at_either_end(name: str, end: int) -> None:
+    """Levels could hold all weights of a group but one; plain rounding spreads them over the group's range."""
+    w = np.concatenate([np.zeros(128), np.arange(128) % 15 - (6 if end < 0 else 7)]).astype(np.float32)[None]
+    w[0, 0], w[0, 200] = 119 / 4, end  # the first group sets the row's scale to 1/4
+    w = w[:, 128:] if name == "channel" else w
+    grids = {"lqq": LQQGrid, "qoq": QoQGrid, "int4": SymmetricGrid}
+    errors = []
+    for clip in (False, True):
+        grid = ChannelGrid(w, clip=clip) if name == "channel" else grids[name](w, 128, clip=clip)
+        errors.append(np.abs(recipe.rounded(w, None, grid).values - w)[0, -128:])
+    before, after = errors
+    assert (after**2).sum() < 0.5 * (before**2).sum() and after[72] > 1 > before[72]
+
+
+def test_a_wider_scale_than_the_nearest_is_tried_too() -> None:
+    """A group that spans 21 of LQQ's integers: a scale of 21/15 rounds to 1, which loses 6 at the top; 2 loses 1."""
+    w = np.zeros((1, 64), np.float32)
+    w[0, 0], w[0, 32:] = 119, np.arange(32) % 22
+    plain, found = (recipe.rounded(w, None, LQQGrid(w, 32, clip=clip)).values - w for clip in (False, True))
+    assert np.abs(plain[0, 32:]).max() == 6 and np.abs(found[0, 32:]).max() == 1

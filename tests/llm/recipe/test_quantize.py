@@ -1,0 +1,361 @@
+"""A small model through whole recipes into a folder: what is in it, crashes, and what stops a run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError, FileError
+from ptxlab.llm import model as models
+from ptxlab.llm.checkpoints import folder
+from ptxlab.llm.checkpoints.open import dequantized
+from ptxlab.llm.model import Config, FloatModel, floats, perplexity
+from ptxlab.llm.recipe import RECIPES, Recipe, calibrate, quantize
+from ptxlab.lowbit.layout import unpack
+from ptxlab.lowbit.quant import recipe as steps
+from tests.support.dispatching_array import DispatchingArray, to_device
+
+CONFIG = Config(hidden=96, ffn=192, heads=6, kv_heads=2, head_dim=16, layers=2, vocabulary=60, tied_head=True)
+BIASED = Config(
+    hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, layers=2, vocabulary=60, qkv_bias=True, window=9, name="small"
+)
+PACKED = {name: recipe.but(group=32) for name, recipe in RECIPES.items() if name not in ("atom", "fmpq")}
+RNG = np.random.default_rng(0)
+TEXT = RNG.integers(0, 60, (6, 40))
+
+
+def small(config: Config = CONFIG) -> FloatModel:
+    """With residual channels of very different size, as trained models have them."""
+    model = FloatModel.random(config)
+    scale = np.where(np.arange(config.hidden) % 31 == 7, 12, 0.3).astype(np.float32)
+    return FloatModel(
+        **{**vars(model), "embedding": model.embedding * scale, "head": None if model.head is None else model.head / 4}
+    )
+
+
+def arrays(part: Any) -> dict[str, Any]:
+    """Every array of a layer by its attribute."""
+    found = {name: array for name, array in part.parts.items() if hasattr(array, "ndim")}
+    for name in ("qkv", "o", "gate_up", "down"):
+        found |= {f"{name}.{buffer}": array for buffer, array in getattr(part, name).buffers.items()}
+    return found
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one.config == other.config and one.recipe == other.recipe
+    for a, b in zip(one.layers, other.layers, strict=True):
+        assert arrays(a).keys() == arrays(b).keys()
+        for name, array in arrays(a).items():
+            np.testing.assert_array_equal(array, arrays(b)[name], strict=True, err_msg=name)
+    for name in ("embedding", "final_norm", "head"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), strict=True)
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in path.iterdir()}
+
+
+@pytest.mark.share(3)
+@pytest.mark.parametrize("config", [CONFIG, BIASED], ids=["tied", "biased"])
+@pytest.mark.parametrize("name", PACKED)
+def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, config: Config, tmp_path: Path) -> None:
+    model, recipe = small(config), PACKED[name]
+    done: list[str] = []
+    errors = quantize.quantize_model(model, TEXT, recipe, tmp_path / "out", progress=done.append)
+    assert done == ["layer 0", "layer 1"] and list(errors) == [0, 1]
+    loaded = folder.load(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing half-done beside it
+    assert loaded.recipe["scheme"] == recipe.scheme and loaded.config.tied_head == (
+        config.tied_head and not recipe.rotate
+    )
+    for layer in loaded.layers:
+        for matrix in ("qkv", "o", "gate_up", "down"):
+            weight: Any = unpack(getattr(layer, matrix))
+            assert not hasattr(weight, "overflows") or not weight.overflows().any()
+    states = [dequantized(loaded).embedded(TEXT[:1])]
+    for index, layer in enumerate(calibrate.quantize_layers(calibrate.prepared(model, recipe), TEXT, recipe)):
+        assert layer is not None
+        ours = dequantized(loaded).layers[index]
+        for matrix in ("q", "k", "v", "o", "gate", "up", "down"):
+            if index == 0 or not recipe.is_calibrated:  # later ones saw the stored norms, in FP16
+                np.testing.assert_array_equal(layer.floats[matrix], ours[matrix])
+        states.append(dequantized(loaded).run_layer(states[-1], ours, recipe.numerics()))
+    assert np.isfinite(states[-1]).all()
+
+
+def test_the_whole_recipe_beats_rounding() -> None:
+    """By the squared error of the logits."""
+    model, found = small(), {}
+    for name in ("rtn", "lqq"):
+        recipe = PACKED[name]
+        prepared = calibrate.prepared(model, recipe)
+        layers = [layer for layer in calibrate.quantize_layers(prepared, TEXT, recipe) if layer]
+        new = FloatModel(**{**vars(prepared), "layers": [layer.floats for layer in layers]})
+        logits = new.logits(new.states([TEXT], recipe.numerics())[0])
+        exact = model.logits(model.states([TEXT])[0])
+        found[name] = float(((logits - exact) ** 2).mean() / (exact**2).mean())
+    assert found["lqq"] < 0.5 * found["rtn"]
+
+
+def test_a_width_without_a_hadamard_matrix_takes_a_random_rotation() -> None:
+    model = FloatModel.random(replace(CONFIG, hidden=184, layers=1), dtype=np.float64)
+    with pytest.raises(ArgumentError, match=r"n: must be a product of known orders .* \(got 184\)"):
+        calibrate.prepared(model, RECIPES["lqq"])
+    turned = calibrate.prepared(model, RECIPES["lqq"].but(rotate="random"))
+    logits = [each.logits(each.states([TEXT])[0]) for each in (model, turned)]
+    np.testing.assert_allclose(*logits, atol=1e-9 * np.abs(logits[0]).max())
+
+
+def test_a_run_that_was_killed_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, model = PACKED["lqq"].but(rotate=None), small(BIASED)  # whose norms are rounded to FP16
+    quantize.quantize_model(model, TEXT, recipe, tmp_path / "whole")
+
+    def killed(label: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize.quantize_model(model, TEXT, recipe, tmp_path / "out", progress=killed)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / ".out.partial" / ".layer_001.safetensors.1.tmp").write_bytes(b"torn")
+    made: list[int] = []
+    quantise = calibrate.quantize_layer
+    monkeypatch.setattr(calibrate, "quantize_layer", lambda *args: made.append(1) or quantise(*args))
+    assert list(quantize.quantize_model(model, TEXT, recipe, tmp_path / "out")) == [1]
+    assert len(made) == 1 and files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_another_run_does_not_go_on_with_these_layers(tmp_path: Path) -> None:
+    def killed(label: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize.quantize_model(small(), TEXT, PACKED["lqq"], tmp_path / "out", progress=killed)
+    other = small()
+    other.layers[0]["q"][0, 0] += 1  # type: ignore[index]
+    for model, recipe, text, differs in (
+        (small(), PACKED["qoq"], TEXT, "scheme"),
+        (small(), PACKED["lqq"], TEXT[1:], "text"),
+        (other, PACKED["lqq"], TEXT, "weights"),
+    ):
+        with pytest.raises(FileError, match=rf"\.out\.partial: holds layers of another run, whose {differs} differs"):
+            quantize.quantize_model(model, text, recipe, tmp_path / "out")
+
+
+def test_another_layout_and_bfloat16(tmp_path: Path) -> None:
+    quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path / "out", layout="qserve", dtype="bfloat16")
+    loaded = folder.load(tmp_path / "out")
+    assert {layer.down.layout for layer in loaded.layers} == {"qserve"}
+    assert {layer.dtype for layer in loaded.layers} == {"bfloat16"} and loaded.final_norm.dtype == np.uint16
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_model_saved_loads_bit_for_bit(tmp_path: Path, dtype: str) -> None:
+    model = models.QuantizedModel.rounded(small(BIASED), "lqq", 32, dtype=dtype)
+    folder.save(model, tmp_path)
+    assert_same(folder.load(tmp_path), model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"window": 7, "context": 4096, "head_dim": 24},
+        {"qkv_bias": True, "tied_head": True, "activation": "gelu_tanh"},
+        {"qkv_bias": True, "window": 7, "rope_base": 5e5, "eps": 1e-6, "name": "some"},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"experts": 8, "chosen_experts": 2, "window": 7},
+    ],
+)
+def test_a_config_comes_back_from_its_keys(changes: dict[str, Any]) -> None:
+    config = replace(CONFIG, **{"tied_head": False, **changes})
+    assert Config.from_json(config.to_json()) == config
+
+
+def damaged_recipe(path: Path) -> None:
+    found = json.loads((path / "recipe.json").read_text())
+    found["recipe"]["group"] = 64
+    (path / "recipe.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "recipe.json").unlink(), "no quantised model: no recipe.json"),
+        (damaged_recipe, "the digest must be that of the recipe"),
+        (lambda path: (path / "recipe.json").write_text("[]"), "must hold schema, digest and recipe"),
+        (lambda path: (path / "layer_001.safetensors").unlink(), "layer_001.safetensors: no such file"),
+        (lambda path: (path / "config.json").write_text("{}"), "config.json: model_type"),
+        (
+            lambda path: (path / "layer_001.safetensors").write_bytes(
+                (path / "layer_001.safetensors").read_bytes()[:-9]
+            ),
+            "not a readable safetensors",
+        ),
+        (
+            lambda path: (path / "ends.safetensors").write_bytes((path / "layer_001.safetensors").read_bytes()),
+            r"embedding must be \[60, 96\]",
+        ),
+    ],
+)
+def test_a_damaged_folder_is_refused_in_one_line(tmp_path: Path, damage: Any, message: str) -> None:
+    folder.save(models.QuantizedModel.rounded(small(), "lqq", 32), tmp_path)
+    damage(tmp_path)
+    with pytest.raises(FileError, match=message) as error:
+        folder.load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text", "error", "message"),
+    [
+        (
+            RECIPES["atom"].but(kept_bits=16),
+            TEXT,
+            ArgumentError,
+            "recipe: scheme must be one of lqq, qoq, qoq_channel to be packed, or int4 with 4-bit .* measured: ptxlab",
+        ),
+        (RECIPES["atom"], TEXT, ArgumentError, r"qkv: K: must be a positive multiple of the group 64 \(got 32\)"),
+        (RECIPES["fmpq"], TEXT, ArgumentError, r"qkv: K: must be a positive multiple of the group 64 \(got 96\)"),
+        (RECIPES["lqq"], TEXT, ArgumentError, "qkv: weight: K must be a multiple of the group"),
+        (PACKED["lqq"], TEXT[:0], ArgumentError, "tokens: this recipe needs a text"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_leaves_nothing(
+    tmp_path: Path, recipe: Recipe, text: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        quantize.quantize_model(small(), text, recipe, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_layer_that_cannot_be_quantised_is_named(tmp_path: Path) -> None:
+    model = small()
+    model.layers[1]["gate"][3, 4] = np.inf  # type: ignore[index]
+    with pytest.raises(ArgumentError, match=r"layer 1: w: must be finite in float32 \(got w\[3, 4\] is inf\)"):
+        quantize.quantize_model(model, TEXT[:0], PACKED["rtn"], tmp_path / "out")
+    with pytest.raises(ArgumentError, match=r"layer 0: w: K less 64 must be a multiple of the group"):
+        list(calibrate.quantize_layers(small(), TEXT, RECIPES["atom"]))
+
+
+@pytest.mark.parametrize("name", ["embedding", "final_norm", "head"])
+def test_what_float16_does_not_hold_is_refused(tmp_path: Path, name: str) -> None:
+    model = small(BIASED)
+    model = replace(model, **{name: getattr(model, name) * 1e6})
+    message = rf"^{name}: must lie in ±65504 to be stored in float16 \(got "
+    with pytest.raises(ArgumentError, match=message):
+        models.QuantizedModel.rounded(model, "lqq", 32)
+    with pytest.raises(ArgumentError, match=message):
+        quantize.quantize_model(model, TEXT, PACKED["rtn"], tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+    if name == "final_norm":
+        assert models.QuantizedModel.rounded(model, "lqq", 32, dtype="bfloat16").final_norm.dtype == np.uint16
+
+
+def test_a_file_in_the_place_of_the_unfinished_folder(tmp_path: Path) -> None:
+    (tmp_path / ".out.partial").write_text("")
+    with pytest.raises(FileError, match=r"\.out\.partial: cannot be made: File exists"):
+        quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"count": -1}, "count: must be an integer, 1 or more"),
+        ({"length": 0}, "length: must be an integer, 1 or more"),
+        ({"seed": -1}, "seed: must be an integer, 0 or more"),
+        ({"length": 241}, r"length: at most the text's 240 tokens \(got 241\)"),
+    ],
+)
+def test_samples_that_no_text_has(given: dict[str, int], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        calibrate.samples(TEXT.reshape(-1), **{"count": 1, "length": 4, **given})
+
+
+def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="is there already"):
+        quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path)
+
+
+def test_a_weight_that_would_overflow_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps.LQQGrid, "candidates", too_wide)
+    with pytest.raises(ArgumentError, match=r"layer 0: weight: must restore to -128..127"):
+        quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def too_wide(grid: Any, group: int, w: Any) -> Any:
+    """Levels to 16·15 - 100 = 140, and scales so small that the largest weights take the last."""
+    step, minimum = np.full(w.shape[1], 16.0), np.full(w.shape[1], -100.0)
+    return steps.Levels(grid.scale / 2, step, minimum), (step, minimum)
+
+
+@pytest.fixture
+def single(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibration samples one by one, as on a CPU: the same sums in the same order."""
+    monkeypatch.setattr(floats, "_ELEMENTS", 1)
+
+
+@pytest.mark.usefixtures("single")
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_step_dispatches_on_device_arrays(name: str) -> None:
+    """The arrays of a GPU, whose library refuses NumPy's, give the same layer."""
+    four_bits = name in ("atom", "fmpq")
+    model = small(replace(CONFIG, hidden=128, heads=8) if four_bits else CONFIG)
+    recipe = RECIPES[name] if four_bits else RECIPES[name].but(group=32)
+    host = next(calibrate.quantize_layers(calibrate.prepared(model, recipe), TEXT, recipe))
+    moved = FloatModel(
+        config=model.config,
+        embedding=DispatchingArray(model.embedding),
+        layers=[{name: DispatchingArray(array) for name, array in layer.items()} for layer in model.layers],
+        final_norm=DispatchingArray(model.final_norm),
+    )
+    device = next(calibrate.quantize_layers(calibrate.prepared(moved, recipe), to_device(TEXT), recipe))
+    assert host is not None and device is not None
+    for name, w in host.floats.items():
+        np.testing.assert_allclose(device.floats[name].array, w, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("single")
+@pytest.mark.parametrize("name", ["lqq", "atom", "fmpq"])
+def test_a_model_of_device_arrays_becomes_the_same_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Packed and written too, and read again to calibrate the next layer on."""
+    monkeypatch.setattr(gpu, "is_device_array", lambda array: isinstance(array, DispatchingArray))
+    monkeypatch.setattr(gpu, "device_info", lambda: None)
+    monkeypatch.setattr(gpu, "to_device", DispatchingArray)
+    monkeypatch.setattr(gpu, "to_host", DispatchingArray.get)
+    model, recipe = small(BIASED), PACKED.get(name)
+    if recipe is None:
+        model, recipe = small(replace(BIASED, hidden=128, heads=8, ffn=192)), RECIPES[name].but(clip=None)
+    for place, each in (("host", model), ("device", model.to_device())):
+        quantize.quantize_model(each, TEXT, recipe, tmp_path / place)
+    assert files(tmp_path / "host") == files(tmp_path / "device")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PACKED)
+def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name: str) -> None:
+    """But for sums in another order. GPTQ hands every rounding on to the columns behind it: in NumPy, too, an embedding
+    that differs by 1e-7 gives other levels to half of the second layer. So what has seen no rounding yet is compared
+    by its levels, and all by the error of its output."""
+    model, recipe = small(), PACKED[name]
+    text = np.tile(TEXT, (1, 4))
+    errors = [
+        quantize.quantize_model(each, text, recipe, tmp_path / place)
+        for place, each in (("host", model), ("device", model.to_device()))
+    ]
+    host, device = (folder.load(tmp_path / place) for place in ("host", "device"))
+    assert host.recipe == device.recipe and host.config == device.config
+    levels = [unpack(each.layers[0].qkv).q4 for each in (host, device)]
+    assert (levels[0] == levels[1]).mean() > 0.99
+    for index, of in errors[0].items():
+        for matrix, error in of.items():
+            assert errors[1][index][matrix] == (None if error is None else pytest.approx(error, rel=0.1))
+    numerics = recipe.numerics()
+    on_host, on_device = (perplexity(dequantized(each), TEXT, numerics) for each in (host, device))
+    assert np.log(on_device) == pytest.approx(np.log(on_host), rel=0.05)

@@ -1,0 +1,402 @@
+"""Requests that come and go: each gets the tokens that it gets alone, and every page comes back."""
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ptxlab.errors import ArgumentError
+from ptxlab.llm import server
+from ptxlab.llm.accuracy import parting
+from ptxlab.llm.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel, Request, Server
+from ptxlab.llm.server import _drawn
+from tests.support.layers import TINY_MODEL
+from tests.support.serving import Served, random_requests, soak
+
+MODEL = QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, tied_head=False)), group=32)
+TOKENS = 8  # the third prompt begins a second page with them
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": [1, 2, 3, 4, 5, 6, 7], "tokens": TOKENS},
+    {"prompt": [8], "tokens": TOKENS, "temperature": 30.0, "seed": 1},
+    {"prompt": list(range(60)), "tokens": TOKENS},
+    {"prompt": list(range(70, 140)), "tokens": TOKENS, "temperature": 30.0, "seed": 2},
+]
+ALONE = {head: NumpyRunner(MODEL, 1, 128, chunk=32, batch_invariant=True, head=head) for head in ("float16", "int8")}
+KNOWN: dict[str, dict[str, list[int]]] = {head: {} for head in ALONE}
+
+
+def served(batch: int, head: str = "float16", **how: Any) -> Served:
+    runner = NumpyRunner(MODEL, batch, 128, batch_invariant=True, head=head, **how)
+    return Served(Server(runner), ALONE[head], _known=KNOWN[head])
+
+
+@settings(max_examples=15)
+@given(
+    st.lists(st.one_of(st.integers(0, 3), st.sampled_from(["step", "cancel"])), min_size=2, max_size=12),
+    st.integers(1, 4),
+    st.integers(2, 5),
+    st.sampled_from([1, 20, 64]),
+    st.sampled_from([*ALONE]),
+)
+def test_any_schedule_gives_the_tokens_of_each_alone(
+    schedule: list[Any], batch: int, pages: int, chunk: int, head: str
+) -> None:
+    these = served(batch, head, pages=pages, chunk=chunk)
+    for what in schedule:
+        if what == "step":
+            these.step()
+        elif what != "cancel":
+            these.submit(**REQUESTS[what])
+        elif these.requests:
+            these.cancel(these.requests[len(schedule) % len(these.requests)][1])
+    these.finish()
+
+
+def test_a_soak_of_random_requests() -> None:
+    """The small one; `test_server_on_gpu` has 2,000."""
+    these = served(4, pages=4, chunk=40)
+    for _ in soak(these, random_requests(20, TINY_MODEL.vocabulary, 100), cancels=0.2):
+        pass
+    these.finish()
+    assert these.preempted and these.cancelled
+    assert {request.temperature for _, request in these.requests} == {0.0, 20.0}
+    assert any(len(request.tokens) < request.most for _, request in these.requests)
+
+
+NOISE = 0.25
+
+
+class Noisy(NumpyRunner):
+    """Logits that depend on how many sequences decode together, as a GPU's may: by up to NOISE."""
+
+    def decode(self, tokens: Any, at: Any = None) -> Any:
+        logits = super().decode(tokens, at)
+        rng = np.random.default_rng(len(logits))
+        return logits + rng.uniform(-NOISE, NOISE, logits.shape[1]).astype(np.float16) if len(logits) > 1 else logits
+
+
+def test_where_requests_part_is_reported_with_a_margin_within_the_noise() -> None:
+    runner = Noisy(MODEL, 3, 128, batch_invariant=True)
+    these = Served(Server(runner), ALONE["float16"], may_part=True)
+    for prompt in range(12):
+        these.submit(prompt=[prompt, 2 * prompt], tokens=16)
+    these.finish()
+    likeliest, drawn = these.parted
+    assert f"12 requests: 0 preempted; 0 cancelled; {len(likeliest)} likeliest parted, first at [" in these.said()
+    assert likeliest and not drawn and these.said().endswith("0 drawn parted")
+    for each in likeliest:
+        assert 0 <= each.position < 16 and each.token != each.alone and 0 <= each.margin <= 2 * NOISE + 0.02
+    quiet = served(3)
+    quiet.may_part = True
+    request = quiet.submit(**REQUESTS[0])
+    quiet.finish()
+    assert quiet.parted == ([], []) and len(request.tokens) == TOKENS
+
+
+@pytest.mark.parametrize("temperature", [0.0, 30.0])
+@pytest.mark.parametrize("at", [0, 5])
+def test_the_first_other_token_is_found(temperature: float, at: int) -> None:
+    """In a request that somebody has changed: nothing before it differs, and nothing behind it counts."""
+    how = {"prompt": [1, 2, 3, 4], "tokens": 8, "temperature": temperature, "seed": 3}
+    right = served(1).tokens_alone(how)
+    runner = ALONE["float16"]
+    logits = runner.prefill([[1, 2, 3, 4, *right[:at]]])[0].astype(float)
+    wrong = (right[at] + 7) % 260
+    request = Request([1, 2, 3, 4], 8, temperature=temperature, seed=3, tokens=[*right[:at], wrong, 5, 6])
+    found = parting(runner, request)
+    assert found is not None and (found.position, found.token, found.alone) == (at, wrong, right[at])
+    assert found.spread == pytest.approx(logits.std())
+    if temperature:
+        shares = np.exp((logits - logits.max()) / temperature)
+        below = np.concatenate([[0], shares.cumsum() / shares.sum()])
+        drawn = np.random.default_rng((3, at)).random()
+        assert below[right[at]] <= drawn < below[right[at] + 1]
+        assert found.margin == pytest.approx(max(below[wrong] - drawn, drawn - below[wrong + 1]))
+    else:
+        assert found.margin == logits.max() - logits[wrong] > 0
+    assert parting(runner, Request([1, 2, 3, 4], 8, temperature=temperature, seed=3, tokens=right)) is None
+    assert parting(runner, Request([1], 8)) is None
+
+
+@pytest.mark.parametrize(
+    ("runner", "request_", "message"),
+    [
+        (NumpyRunner(MODEL, 2, 20), Request([1], 2), r"runner: must be a Runner of 1 sequence \(got 2 sequences\)"),
+        ("gpu", Request([1], 2), r"runner: must be a Runner of 1 sequence \(got str\)"),
+        (ALONE["int8"], [1, 2], r"request: must be a Request \(got list\)"),
+    ],
+)
+def test_bad_input_of_parting(runner: Any, request_: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{message}$"):
+        parting(runner, request_)
+
+
+def test_out_of_pages_the_youngest_waits_and_none_is_lost() -> None:
+    these = served(3, pages=3, chunk=64)
+    first, second, young = (these.submit(**REQUESTS[i]) for i in (2, 0, 1))
+    these.finish()
+    assert these.preempted == {young} and first.tokens and second.tokens
+
+
+def test_prompts_go_in_between_steps() -> None:
+    """A prompt of 70 in chunks of 20: the sequence before it makes a token in each of the steps."""
+    these = served(2, chunk=20)
+    first = these.submit(**REQUESTS[0])
+    these.step()
+    second = these.submit(**REQUESTS[3])
+    counts = []
+    while not second.tokens:
+        these.step()
+        counts.append(len(first.tokens))
+    assert counts == [2, 3, 4, 5]
+
+
+def test_a_chunk_takes_several_prompts() -> None:
+    these = served(4, chunk=32)
+    requests = [these.submit(prompt=[i, 5, 6, i], tokens=2) for i in range(4)]
+    these.step()
+    assert [len(request.tokens) for request in requests] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_logits_that_are_not_finite_end_that_request_alone(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    these = served(2, chunk=32)
+    runner = these.server.runner
+    decode = runner.decode
+
+    def broken(tokens: Any, at: Any) -> Any:
+        logits = decode(tokens, at)
+        logits[at.index(0), 5] = wrong
+        return logits
+
+    first, second = (these.submit(**REQUESTS[i]) for i in (0, 3))
+    these.step()
+    these.step()
+    count = len(first.tokens)
+    monkeypatch.setattr(runner, "decode", broken)
+    these.step()
+    monkeypatch.undo()
+    assert first.done and first.error == f"logits are not finite at token {count}"
+    assert first.tokens == these.tokens_alone(REQUESTS[0])[:count]
+    these.requests.pop(0)
+    these.finish()
+    assert second.error is None
+
+
+def test_a_prompt_whose_logits_are_not_finite_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    these = served(2, chunk=32)
+    runner, extend = these.server.runner, these.server.runner.extend
+
+    def broken(new: Any) -> Any:
+        logits = extend(new)
+        logits[[*new].index(1)] = np.nan
+        return logits
+
+    first, second = these.submit(**REQUESTS[0]), these.submit(prompt=[9, 8], tokens=4)
+    monkeypatch.setattr(runner, "extend", broken)
+    these.step()
+    monkeypatch.undo()
+    assert second.done and second.error == "logits are not finite at token 0" and not second.tokens
+    these.requests.pop()
+    these.finish()
+    assert len(first.tokens) == TOKENS
+
+
+@pytest.mark.parametrize("head", [*ALONE])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_state_that_is_not_finite_ends_its_request_alone(head: str, dtype: str) -> None:
+    """In the midst of a prompt, in its own chunk or an earlier one, and as a token that was made; pages go on."""
+    config = replace(TINY_MODEL, layers=1, tied_head=False)
+    model = QuantizedModel.rounded(FloatModel.random(config), group=32, dtype=dtype)
+    how: dict[str, Any] = {"batch_invariant": True, "head": head, "chunk": 8}
+    runner = NumpyRunner(model, 3, 128, pages=4, **how)
+    these = Served(Server(runner), NumpyRunner(model, 1, 128, **how))
+    made, others = (these.tokens_alone({"prompt": prompt, "tokens": 6}) for prompt in ([5, 6], [9, 9]))
+    unsound = next(token for token in made if token > 30 and token not in others)
+    runner._embedding = runner._embedding.copy()
+    runner._embedding[[unsound, 7]] = [[np.inf], [3e38]]  # the square of the other is not finite in float32
+    prompts = [[1, 2, 7], [1, 7, *range(20, 30)], [7], [5, 6]]
+    broken = [these.server.submit(prompt, tokens=6) for prompt in prompts]
+    good = [these.submit(prompt=[9, 9], tokens=6) for _ in range(3)]
+    these.finish()
+    counts = [0, 0, 0, made.index(unsound) + 1]
+    assert [request.error for request in broken] == [f"logits are not finite at token {count}" for count in counts]
+    assert all(len(request.tokens) == 6 for request in good)
+
+
+def test_a_stream_gives_tokens_as_they_come() -> None:
+    these = served(2, chunk=32)
+    first, other = (these.submit(**REQUESTS[i]) for i in (0, 1))
+    stream = these.server.stream(first)
+    assert next(stream) == first.tokens[0] and len(first.tokens) == 1
+    assert [first.tokens[0], *stream] == these.tokens_alone(REQUESTS[0]) and other.tokens
+    these.finish()
+
+
+def test_a_stream_of_another_server_is_refused() -> None:
+    these, other = served(1), served(1).submit(**REQUESTS[0])
+    with pytest.raises(ArgumentError, match=r"^request: must be one of this server's \(got prompt of 7 tokens\)$"):
+        next(these.server.stream(other))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("place", ["layer", "head", "choice"])
+def test_requests_survive_a_step_that_fails(place: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its middle, at any time: prompts in chunks, steps, both."""
+    for at in range(0, 8, 2):
+        these = served(2, pages=3, chunk=20)
+        for i in (2, 0, 1):
+            these.submit(**REQUESTS[i])
+        for _ in range(at):
+            these.step()
+        target, name = {
+            "layer": (these.server.runner, "_append"),
+            "head": (these.server.runner, "_logits"),
+            "choice": (server, "chosen_tokens"),
+        }[place]
+        monkeypatch.setattr(target, name, Mock(side_effect=error))
+        with pytest.raises(error):
+            for _ in range(8):  # no token is chosen while a prompt is not through
+                these.step()
+        monkeypatch.undo()
+        these.finish()
+
+
+def test_tokens_of_a_call_that_fails_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, broken = (NumpyRunner(MODEL, 1, 20, chunk=4) for _ in range(2))
+    calls = [lambda one: one.prefill([[1, 2, 3]]), lambda one: one.extend({0: [4, 5]}), lambda one: one.decode([6])]
+    for call in calls:
+        before = broken.lengths.copy()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(broken, "_logits", Mock(side_effect=KeyboardInterrupt))
+            call(broken)
+        assert broken.lengths.tolist() == before.tolist()
+        assert np.array_equal(call(broken), call(right))
+
+
+def test_what_was_not_finite_in_a_call_that_fails_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = NumpyRunner(MODEL, 1, 20)
+    right = runner.prefill([[1, 2]])
+    runner._embedding = runner._embedding.copy()
+    runner._embedding[7] = np.inf
+    runner.prefill([[1]])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(runner, "_logits", Mock(side_effect=KeyboardInterrupt))
+        runner.extend({0: [7]})
+    assert np.array_equal(runner.extend({0: [2]}), right)
+
+
+def test_numbers_that_a_failed_step_leaves_on_the_device_are_set_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without its layers; the next one of both sequences would begin at the numbers that the failed one had."""
+    runner = KernelRunner(MODEL, 2, 20, chunk=2, backend="emulator", batch_invariant=True)
+    monkeypatch.setattr(runner, "_work", lambda b: [lambda: runner._begin(b)])
+    runner.prefill([[1], [2]])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(runner, "_begin", Mock(side_effect=KeyboardInterrupt))
+        runner.decode([3, 4])
+    for b in range(2):
+        runner.decode([3 + b], [b])
+    runner.decode([5, 6])
+    assert runner._step(2).positions.tolist() == [2, 2]
+
+
+def test_a_request_ends_at_its_last_token() -> None:
+    right = served(1).tokens_alone(REQUESTS[1])
+    end = next(token for i, token in enumerate(right) if i and token not in right[:i])
+    these = served(1)
+    request = these.submit(**REQUESTS[1], ends={end})
+    these.server.run()
+    assert request.tokens == right[: right.index(end) + 1]
+
+
+def test_a_cancelled_request_gives_its_pages_back() -> None:
+    these = served(1, pages=2)
+    running, waiting = (these.submit(**REQUESTS[i]) for i in (0, 3))
+    these.step()
+    these.cancel(waiting)
+    these.cancel(running)
+    assert running.done and waiting.done and len(these.server.runner.free) == 2
+    assert these.server.step() == []
+    these.finish()
+
+
+def test_draws_have_the_probabilities_of_the_softmax() -> None:
+    logits, uniform = np.array([[2.0, 0.0, -np.inf, 1.0]], np.float16), np.linspace(0, 1, 20_000, endpoint=False)
+    tokens = _drawn(logits.repeat(20_000, 0), np.full((20_000, 1), 0.5), uniform[:, None])
+    right = np.exp(2 * logits[0].astype(float)) / np.exp(2 * logits[0].astype(float)).sum()
+    assert np.abs(np.bincount(tokens, minlength=4) / 20_000 - right).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"prompt": [1] * 121}, r"tokens: prompt and tokens must fit the 128 tokens of a sequence \(got 121 \+ 8\)"),
+        ({"prompt": []}, r"prompt: must have 1 token or more \(got 0\)"),
+        ({"ends": 7}, r"ends: must be a collection of tokens \(got 7\)"),
+        ({"tokens": 0}, r"tokens: must be an integer, 1 or more \(got 0\)"),
+        ({"prompt": [260]}, r"prompt: must be tokens in 0..259 \(got 260\)"),
+        ({"prompt": [[1], [2, 3]]}, r"prompt: must be integers \[n\] \(got object \[2\]\)"),
+        ({"temperature": -1.0}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got -1.0\)"),
+        ({"temperature": 1e-310}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got 1e-310\)"),
+        ({"temperature": 10**400}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got 10+ \.\.\.\)"),
+        ({"seed": 2**32}, r"seed: must be an integer in 0..2\^32-1 \(got 4294967296\)"),
+    ],
+)
+def test_bad_requests(how: dict[str, Any], message: str) -> None:
+    server = Server(NumpyRunner(MODEL, 1, 128))
+    with pytest.raises(ArgumentError, match=f"^{message}$"):
+        server.submit(**{"prompt": [1], "tokens": 8, **how})
+    assert not server.waiting
+
+
+def test_a_prompt_longer_than_the_pages_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"must fit the 64 tokens of a sequence \(got 60 \+ 8\)"):
+        served(1, pages=1).submit(**REQUESTS[2])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda r: r.prefill([[1] * 60, [2] * 70]), r"prefill: no more than the 2 pages .* 2 are free \(got 3 more\)"),
+        (lambda r: r.extend({0: [1] * 62, 1: [2] * 66}), r"extend: no more than the 2 pages .*"),
+        (lambda r: r.extend({0: [1] * 129}), r"tokens: must be 1 to 128, at least one of each sequence \(got 129\)"),
+        (lambda r: r.extend({0: [1], 1: []}), r"tokens: must be 1 to 128, at least one of each sequence \(got 1\)"),
+        (lambda r: r.extend({2: [1]}), r"at: must be sequences in 0..1, each once \(got \[2\]\)"),
+        (lambda r: r.decode([1, 2], [0, 0]), r"at: must be sequences in 0..1, each once \(got \[0, 0\]\)"),
+        (lambda r: r.decode([1], []), r"at: must be sequences in 0..1, each once \(got \[\]\)"),
+    ],
+)
+def test_what_a_runner_refuses_leaves_it_as_it_was(call: Any, message: str) -> None:
+    runner = NumpyRunner(MODEL, 2, 128, chunk=128, pages=2)
+    with pytest.raises(ArgumentError, match=f"^{message}$"):
+        call(runner)
+    assert not runner.lengths.any() and not runner.held.any() and len(runner.free) == 2
+
+
+def test_bad_input_of_pages_and_heads() -> None:
+    for name in ("context", "pages", "chunk"):
+        with pytest.raises(ArgumentError, match=rf"^{name}: must be of fewer than 2\^31 tokens in all \(got \d+\)$"):
+            NumpyRunner(MODEL, **{"context": 20, name: 1 << 40})
+    with pytest.raises(ArgumentError, match=r"^head: must be one of float16, int8 \(got int4\)$"):
+        NumpyRunner(MODEL, 1, 20, head="int4")
+    with pytest.raises(ArgumentError, match=r"^pages: must be an integer, 1 or more \(got 0\)$"):
+        NumpyRunner(MODEL, 1, 20, pages=0)
+    with pytest.raises(ArgumentError, match=r"^runner: must be a Runner \(got str\)$"):
+        Server("runner")  # type: ignore[arg-type]
+
+
+def test_the_kernels_serve_the_tokens_of_each_alone() -> None:
+    """In the emulator, one layer: a sequence and its page are taken over, a row joins and a row leaves."""
+    model = QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, layers=1)), group=32)
+    how: dict[str, Any] = {"chunk": 4, "backend": "emulator", "batch_invariant": True}
+    these = Served(Server(KernelRunner(model, 2, 20, **how)), KernelRunner(model, 1, 20, **how))
+    gone = these.submit(prompt=[7, 7, 7, 7, 7, 7, 7], tokens=2)
+    these.step()
+    these.cancel(gone)
+    these.submit(prompt=[3, 1, 4], tokens=2)
+    these.submit(prompt=[5], tokens=3, temperature=30.0)
+    these.finish()

@@ -1,0 +1,100 @@
+"""Endurance on a GPU: every one of thousands of requests gets the tokens of itself alone, and memory stays as it is."""
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import gpu
+from ptxlab.bench.models import random_model
+from ptxlab.llm.model import Config, FloatModel, KernelRunner, QuantizedModel, Server
+from ptxlab.llm.model.runner import HEADS, PAGE
+from tests.support.serving import Served, random_requests, soak
+
+HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="the products need sm_90a")
+pytestmark = [pytest.mark.gpu, HOPPER]
+
+SMALL = Config(hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, layers=4, vocabulary=1000, rope_base=1e5)
+# Logits of two runs differ by 0.15 of their deviation (test_generate_on_gpu), differences of two by 1.4 times as much,
+# and the farthest of some thousands by seven times that.
+MOST_APART = 1.5
+SECONDS = float(os.environ.get("PTXLAB_SOAK_SECONDS", "300"))  # of the long one
+
+
+def in_use() -> int:
+    """Bytes of CuPy's pool."""
+    import cupy
+
+    return int(cupy.get_default_memory_pool().total_bytes())
+
+
+def endured(
+    model: QuantizedModel, count: int, seconds: float, context: int, *, invariant: bool = True, head: str, **how: Any
+) -> Served:
+    """A soak of up to `count` requests or `seconds`; without `invariant` in the fast mode, whose requests may part."""
+    runner = KernelRunner(model, context=context, batch_invariant=invariant, head=head, **how)
+    alone = KernelRunner(runner.model, 1, context, chunk=how["chunk"], batch_invariant=True, head=head)
+    these = Served(Server(runner), alone, may_part=not invariant)
+    rng = np.random.default_rng(1)
+    for size in runner.sizes:  # every graph, and all that cuBLAS and CuPy take once
+        these.submit(prompt=rng.integers(0, 1000, min(size, context - 4)).tolist(), tokens=3)
+        these.server.run()
+    crowded = runner.pages * PAGE // runner.batch + PAGE  # tokens: so many pages for each are not there
+    for _ in range(runner.batch):
+        these.submit(prompt=[1, 2, 3], tokens=crowded - 3, temperature=1.0)
+    while these.server.running or these.server.waiting:
+        these.step()
+    before, begin = in_use(), time.perf_counter()
+    for _ in soak(these, random_requests(count, model.config.vocabulary, context), cancels=max(0.05, 10 / count)):
+        if time.perf_counter() - begin > seconds:
+            break
+    while these.server.running or these.server.waiting:
+        these.step()
+    after = in_use()
+    these.finish()
+    mode, took = "invariant" if invariant else "fast", time.perf_counter() - begin
+    print(f"head {head}, {mode}: {these.said()}; {took:.0f} s; {before} B before, {after} B after")
+    assert these.preempted and these.cancelled
+    assert after <= before * 1.02 + (64 << 20)
+    return these
+
+
+@pytest.fixture(scope="module")
+def small() -> QuantizedModel:
+    return QuantizedModel.rounded(FloatModel.random(SMALL))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_long_soak_on_a_small_model(small: QuantizedModel, head: str) -> None:
+    """2,000 requests, or 5 minutes (PTXLAB_SOAK_SECONDS), by head."""
+    endured(small, 2000, SECONDS, 400, batch=24, pages=32, chunk=128, head=head)
+
+
+def test_the_fast_mode_reports_where_requests_part(small: QuantizedModel) -> None:
+    """Only where another token is nearly as likely: attention is rounded otherwise, and moves INT8 activations."""
+    these = endured(small, 200, SECONDS, 400, batch=24, pages=32, chunk=128, head="float16", invariant=False)
+    likeliest, drawn = these.parted
+    assert all(each.margin <= MOST_APART * each.spread for each in likeliest)
+    assert all(each.margin <= 0.1 for each in drawn)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_soak_on_a_model_of_7b(head: str) -> None:
+    """50 requests; the weights are random."""
+    endured(random_model(Config.named("LLaMA-2-7B")), 50, SECONDS, 600, batch=16, pages=20, chunk=256, head=head)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_token_that_is_not_finite_ends_its_request_alone(small: QuantizedModel, head: str) -> None:
+    """Its keys are NaN in pages that the next requests take over."""
+    runner = KernelRunner(small, 4, 200, pages=8, chunk=64, head=head, batch_invariant=True)
+    runner._embedding[7] = np.inf
+    alone = KernelRunner(small, 1, 200, chunk=64, head=head, batch_invariant=True)
+    these = Served(Server(runner), alone)
+    broken = [these.server.submit([*range(100, 140), 7, *range(50 + i)], tokens=5) for i in range(3)]
+    good = [these.submit(prompt=[*range(200 + i, 260)], tokens=9) for i in range(6)]
+    these.finish()
+    assert {request.error for request in broken} == {"logits are not finite at token 0"}
+    assert all(len(request.tokens) == 9 for request in good)

@@ -1,0 +1,163 @@
+"""What the operators do with CUDA tensors, on a GPU that isn't one: arguments, results, workspaces; in the emulator."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError
+from ptxlab.gpu.view import View
+from ptxlab.lowbit.kernels import operation
+from tests.support.fake_gpu import DeviceArray, FakeGpu
+from tests.support.torch_calls import OPERATORS, D, Hkv, K, M, caches, every_call, normal, products, weight
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+pytestmark = pytest.mark.torch
+
+
+class TensorGpu(FakeGpu):
+    """Tensors of the CPU are its device arrays."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ptxlab.llm.torch import operators, repeats
+
+        super().__init__(monkeypatch)
+        for name in ("_prepared", "_ready", "_memory"):  # of earlier calls
+            monkeypatch.setattr(operation, name, {})
+        for operator in operators.ON_CUDA.values():
+            monkeypatch.setattr(operator, "_known", {})
+        tensors_of = repeats._tensors  # of arguments and of results, which a repeated call does not look at by views
+        monkeypatch.setattr(repeats, "_tensors", lambda given: [self.seen(each) for each in tensors_of(given)])
+        monkeypatch.setattr(operators, "_memory", operators._memory.__wrapped__)
+        monkeypatch.setattr(gpu, "is_device_array", lambda array: isinstance(array, DeviceArray | torch.Tensor))
+        monkeypatch.setattr(gpu, "new", lambda example, shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype)))
+
+    def seen(self, tensor: Any) -> Any:
+        self.view("", tensor)
+        return tensor
+
+    def view(self, name: str, array: Any) -> View:
+        return super().view(name, DeviceArray(array.numpy()) if isinstance(array, torch.Tensor) else array)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> TensorGpu:
+    return TensorGpu(monkeypatch)
+
+
+def test_every_operator_is_its_public_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the results of the CPU's operators, but for the exponentials of the gate and of attention."""
+    from ptxlab.llm.torch import operators
+
+    on_cpu, on_cuda = (every_call(np.random.default_rng(0)) for _ in range(2))
+    wanted = {name: getattr(torch.ops.ptxlab, name)(*args, **how) for name, (args, how) in on_cpu.items()}
+    on_cuda["attention_kv4"][1]["workspace"] = None  # parts of a tensor are no arrays of this GPU
+    fake = TensorGpu(monkeypatch)
+    for name, (args, how) in on_cuda.items():
+        got, right = (each if isinstance(each, tuple) else (each,) for each in (
+            operators.ON_CUDA[name](*args, **how), wanted[name]))  # fmt: skip
+        loose = {"rtol": 2**-19 * (name == "silu_mul_quantize"), "atol": 2e-3 * (name == "attention_kv4")}
+        for ours, theirs in zip(got, right, strict=True):
+            assert ours is theirs is None or torch.allclose(ours, theirs, **loose), name
+    for name, (args, _) in on_cpu.items():
+        mine = on_cuda[name][0]
+        tensors = [(a, b) for a, b in zip(args, mine, strict=True) if isinstance(a, torch.Tensor)]
+        assert all(torch.equal(a, b) for a, b in tensors), name
+    assert len(fake.launched) == len(on_cuda)
+
+
+def test_a_capture_takes_all_operators(fake: TensorGpu) -> None:
+    """After a first call of each; attention with the tensor as its workspace."""
+    from ptxlab.llm.torch import operators
+
+    fake.runs, calls = False, every_call(np.random.default_rng(0))
+    needed = operators._memory(64, 0).nbytes
+    calls["attention_kv4"][1]["workspace"] = torch.zeros(needed, dtype=torch.uint8)
+    for fake.capturing in (False, True):
+        allocations = fake.allocations
+        for name, (args, how) in calls.items():
+            operators.ON_CUDA[name](*args, **how)
+    assert fake.allocations == allocations and len(fake.launched) == 2 * len(calls)
+    args, how = calls["attention_kv4"]
+    with pytest.raises(ArgumentError, match="workspace: must be given in a capture"):
+        operators.ON_CUDA["attention_kv4"](*args, window=8)
+    with pytest.raises(ArgumentError, match=rf"attention_kv4: workspace: must be attention_workspace\(64\).*{needed}"):
+        operators.ON_CUDA["attention_kv4"](*args, workspace=how["workspace"][:-1])
+
+
+def on_the_gpu(args: tuple[Any, ...], how: dict[str, Any], fake: TensorGpu) -> None:
+    """Let the GPU know memory that a repeated call, which looks at no views, may have."""
+    for each in (*args, *how.values()):
+        for tensor in each if isinstance(each, list) else [each]:
+            if isinstance(tensor, torch.Tensor):
+                fake.view("", tensor)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_repeated_call_only_launches(fake: TensorGpu, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """On other tensors, with the results of the public call, which is not made again."""
+    from ptxlab.llm.torch import operators
+
+    def given() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, how = every_call(np.random.default_rng(1))[name]
+        return args, {**how, **({"workspace": None} if name == "attention_kv4" else {})}
+
+    operator, (first, how) = operators.ON_CUDA[name], every_call(np.random.default_rng(0))[name]
+    if name == "attention_kv4":  # parts of a tensor are no arrays of this GPU: nothing runs
+        fake.runs = False
+        how["workspace"] = torch.zeros(operators._memory(64, 0).nbytes, dtype=torch.uint8)
+    operator(*first, **how)
+    (args, _), (again, _) = given(), given()
+    if fake.runs:
+        wanted = operator.call(*args, **given()[1])
+    on_the_gpu(again, how, fake)
+    loads, allocations = fake.loads, fake.allocations
+    monkeypatch.setattr(operator, "call", None)
+    got = operator(*again, **how)
+    assert (fake.loads, fake.allocations, len(fake.launched)) == (loads, allocations, 2 + fake.runs)
+    for ours, theirs in zip((got, *again), (wanted, *args), strict=True) if fake.runs else ():
+        ours, theirs = (each if isinstance(each, tuple | list) else (each,) for each in (ours, theirs))
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_what_the_public_call_has_to_look_at_is_not_repeated(fake: TensorGpu) -> None:
+    from ptxlab.llm.torch import operators
+
+    normed, rng = operators.ON_CUDA["rmsnorm_quantize"], np.random.default_rng(0)
+    x, residual, gamma = normal(rng, M, K), normal(rng, M, K), normal(rng, K)
+    normed(x, gamma, residual)
+    assert len(normed._known) == 1
+    both = normal(rng, 2 * M, K)
+    with pytest.raises(ArgumentError, match="rmsnorm_quantize: residual: must not share memory with x"):
+        normed(both[:M], gamma, both[1 : M + 1])
+    with pytest.raises(ArgumentError, match="rmsnorm_quantize: x: aligned to 16 bytes"):
+        normed(normal(rng, M * K + 1)[1:].view(M, K), gamma, residual)
+    with pytest.raises(ArgumentError, match="rmsnorm_quantize: gamma: dtype float16"):
+        normed(x, gamma.float(), residual)
+    normed(x[:1].clone(), gamma, residual[:1].clone())
+    normed(x, gamma, residual, 1e-6)
+    assert len(normed._known) == 3, "batches and options are told apart"
+    append, k = operators.ON_CUDA["append_kv4"], normal(rng, M, Hkv, D)
+    pool, slots = caches(rng)["pool"], torch.tensor([0, 1, -1])
+    append(k, k, pool, slots)
+    assert not append._known, "which of two equal addresses is the keys'?"
+    product, of = operators.ON_CUDA["gemm_w4a8"], products(rng)
+    for _ in range(2):  # token sums that nobody gives are made in memory of the stream
+        product(of["x_q"], of["x_scale"], None, weight(rng, "qoq_channel", "qserve")[1], layout="qserve",
+                scheme="qoq_channel", out_dtype=torch.float16)  # fmt: skip
+    assert not product._known
+
+
+def test_shapes_are_checked_before_a_kernel_sees_them(fake: TensorGpu) -> None:
+    from ptxlab.llm.torch import operators
+
+    calls = every_call(np.random.default_rng(0))
+    (x_q, scale, sums, buffers, bias), how = calls["gemm_w4a8"]
+    with pytest.raises(ArgumentError, match=r"gemm_w4a8: weight: strips: must be uint8 \[4, 1, 1088\]"):
+        operators.ON_CUDA["gemm_w4a8"](x_q, scale, sums, [buffers[0][:2].clone(), buffers[1]], bias, **how)
+    (q, pool, *rest), _ = calls["attention_kv4"]
+    with pytest.raises(ArgumentError, match=r"attention_kv4: pool: must be uint8 \[pages, 2, Hkv, 4352\]"):
+        operators.ON_CUDA["attention_kv4"](q[..., :32].repeat(1, 1, 4).contiguous(), pool, *rest)
+    assert fake.launched == []

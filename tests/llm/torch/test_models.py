@@ -1,0 +1,303 @@
+"""Small random models of four families of `transformers`: quantised, they generate the tokens of our own runner."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab.errors import ArgumentError, PtxlabError
+from ptxlab.llm.model import NumpyRunner, QuantizedModel, generate
+from ptxlab.llm.recipe import Recipe
+from tests.support.torch_models import FAMILIES, SHARED, small
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.torch
+
+CONTEXT, TOKENS = 64, 12
+PROMPTS = [[5, 7, 11, 13, 17, 19], [23, 29, 31]]
+
+
+def quantized(model: Any) -> QuantizedModel:
+    from ptxlab.llm.torch.models import float_model
+
+    return QuantizedModel.rounded(float_model(model), rounding="nearest", dtype=str(model.dtype).removeprefix("torch."))
+
+
+def theirs(model: Any, prompts: list[list[int]], **how: Any) -> tuple[list[list[int]], Any]:
+    """What `model.generate` adds to prompts that are padded on the left, and its cache."""
+    from ptxlab.llm.torch import KV4Cache
+
+    cache, longest = KV4Cache(model, len(prompts), CONTEXT), max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    real = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    made = model.generate(
+        padded, attention_mask=real, past_key_values=cache, max_new_tokens=TOKENS, do_sample=False, **how
+    )
+    return made[:, longest:].tolist(), cache
+
+
+def ours(model: QuantizedModel, prompts: list[list[int]]) -> tuple[list[list[int]], NumpyRunner]:
+    runner = NumpyRunner(model, len(prompts), CONTEXT)
+    return np.array(list(generate(runner, prompts, TOKENS))).T.tolist(), runner
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "padded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generates_the_tokens_of_our_runner(family: str, prompts: list[list[int]]) -> None:
+    """And its caches have the same bytes."""
+    from ptxlab.llm.torch import quantize_model
+
+    model = small(family)
+    ready = quantized(model)
+    wanted, runner = ours(ready, prompts)
+    found, cache = theirs(quantize_model(model, ready), prompts)
+    assert found == wanted and len({*found[0]}) > 3
+    for pool, of_runner in zip(cache.pools, runner.caches, strict=True):
+        assert np.array_equal(pool.numpy(), of_runner.pool)
+
+
+def test_bfloat16_has_the_bytes_of_our_runner() -> None:
+    """The head's logits are bfloat16 there, and float16 here; so not all tokens agree."""
+    from ptxlab.llm.torch import KV4Cache, quantize_model
+
+    model = small("qwen2", "bfloat16")
+    ready = quantized(model)
+    runner = NumpyRunner(ready, 1, CONTEXT)
+    runner.prefill(PROMPTS[:1])
+    cache = KV4Cache(quantize_model(model, ready), 1, CONTEXT)
+    model(torch.tensor(PROMPTS[:1]), past_key_values=cache)
+    for pool, of_runner in zip(cache.pools, runner.caches, strict=True):
+        assert np.array_equal(pool.numpy(), of_runner.pool)
+
+
+def test_a_recipe_rotates_and_rounds() -> None:
+    """Rotation unties the head."""
+    from ptxlab.llm.torch import quantize_model
+    from ptxlab.llm.torch.models import _quantized, float_model
+
+    recipe, model = Recipe(rotate="hadamard", rotate_heads=True, clip="weights"), small("smollm")
+    ready = _quantized(float_model(model), recipe, None, "strips", "float16", lambda label: None)
+    wanted, _ = ours(ready, PROMPTS)
+    assert not model.lm_head.weight.equal(quantize_model(model, recipe).model.embed_tokens.weight)
+    assert theirs(model, PROMPTS)[0] == wanted
+
+
+def test_a_step_compiles_without_a_break() -> None:
+    """Prompt in eager mode, then steps of one graph."""
+    from ptxlab.llm.torch import KV4Cache, quantize_model
+
+    model = quantize_model(small("mistral", num_hidden_layers=1))
+    wanted, _ = theirs(model, PROMPTS[:1])
+    cache, tokens, found = KV4Cache(model, 1, CONTEXT), torch.tensor(PROMPTS[:1]), []
+    step = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
+    with torch.no_grad():
+        logits = model(tokens, past_key_values=cache).logits
+        for i in range(3):
+            found.append(int(logits[0, -1].argmax()))
+            at = torch.tensor([[len(PROMPTS[0]) + i]])
+            logits = step(torch.tensor([found[-1:]]), past_key_values=cache, position_ids=at).logits
+    assert found == wanted[0][:3]
+
+
+def test_generate_compiles_one_step_for_all_lengths() -> None:
+    """What a step is given has the same shapes and strides at every length: CUDA graphs are recorded for each."""
+    from transformers.generation.configuration_utils import CompileConfig
+
+    from ptxlab.llm.torch import KV4Cache, quantize_model
+
+    given: list[set[Any]] = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        def run(*args: Any) -> Any:
+            numbers = [each for each in args if isinstance(each, int)]
+            given.append({*numbers, *(each.stride() for each in args if isinstance(each, torch.Tensor))})
+            return graph(*args)
+
+        return run
+
+    model = quantize_model(small(num_hidden_layers=1))
+    config = CompileConfig(backend=backend, mode=None)
+    config._compile_all_devices = True
+    prompts = torch.tensor([[0, 0, 7, 11], [13, 17, 19, 23]])
+    how = {"past_key_values": KV4Cache(model, 2, CONTEXT), "do_sample": False, "compile_config": config}
+    model.generate(prompts, attention_mask=(prompts != 0).long(), max_new_tokens=6, **how)
+    assert len(given) == 5 and all(each == given[0] for each in given)
+
+
+def test_a_mask_of_new_tokens_has_strides_of_its_own() -> None:
+    """Those of its part of the whole mask would change at every length."""
+    from ptxlab.llm.torch.cache import real_tokens
+
+    wide, wider = (real_tokens(q_length=1, attention_mask=torch.ones(2, n, dtype=torch.bool)) for n in (8, 9))
+    assert wide is not None and wider is not None and wide.stride() == wider.stride() == (1, 1)
+
+
+@pytest.mark.exhaustive
+def test_inductor_takes_attention_on_the_cpu() -> None:
+    """An argument that may be written must be there: PyTorch 2.13 fails to lower one result of a call without it."""
+    from ptxlab.llm.torch import KV4Cache, quantize_model
+    from ptxlab.llm.torch.cache import Past, attend_kv4
+
+    model = quantize_model(small(num_hidden_layers=1))
+    cache = KV4Cache(model, 2, CONTEXT)
+    past = Past(cache, cache.pools[0], cache.rows(torch.tensor([[0], [0]]), None, 2))
+    q = torch.randn(2, model.config.num_attention_heads, 1, cache.head_dim).half()
+
+    def attended(q: Any) -> Any:
+        return attend_kv4(model, q, past, past, None)[0]
+
+    assert torch.equal(torch.compile(attended, fullgraph=True)(q), attended(q))
+
+
+def test_parts_of_tensors_are_taken() -> None:
+    """Positions and activations that are columns of larger tensors: kernels take whole ones."""
+    from ptxlab.llm.torch import KV4Cache, W4A8Linear, quantize_model
+
+    model, tokens = quantize_model(small()), torch.tensor([[5, 7, 11], [13, 17, 19]])
+    logits = []
+    for positions in (torch.tensor([[3], [3]]), torch.arange(4).expand(2, 4).contiguous()[:, -1:]):
+        cache = KV4Cache(model, 2, CONTEXT)
+        model(tokens, past_key_values=cache)
+        logits.append(model(tokens[:, :1], past_key_values=cache, position_ids=positions).logits)
+    assert torch.equal(*logits)
+    linear, x = W4A8Linear.from_linear(torch.nn.Linear(64, 32, dtype=torch.float16)), torch.randn(3, 128).half()
+    assert torch.equal(linear(x[:, 64:]), linear(x[:, 64:].clone()))
+
+
+def test_reset_begins_anew_and_beams_are_copied() -> None:
+    from ptxlab.llm.torch import quantize_model
+
+    model = quantize_model(small())
+    first, cache = theirs(model, PROMPTS)
+    pools = [each.clone() for each in cache.pools]
+    cache.reorder_cache(torch.tensor([1, 1]))
+    for pool, before in zip(cache.pools, pools, strict=True):
+        assert torch.equal(pool.view(2, -1)[0], before.view(2, -1)[1])
+    assert int(cache.get_seq_length()) == len(PROMPTS[0]) + TOKENS - 1
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    tokens = torch.tensor(PROMPTS[:1] * 2)
+    made = model.generate(tokens, past_key_values=cache, max_new_tokens=TOKENS, do_sample=False)
+    assert made[0, len(PROMPTS[0]) :].tolist() == first[0]
+
+
+def cached(context: int = CONTEXT, batch: int = 1) -> Any:
+    from ptxlab.llm.torch import KV4Cache, quantize_model
+
+    model = quantize_model(small())
+    tokens, cache = torch.tensor(PROMPTS[:1]), KV4Cache(model, batch, context)
+    return model.generate(tokens, past_key_values=cache, max_new_tokens=TOKENS, do_sample=False)
+
+
+def passed(of: Any = None, attention: str = "ptxlab_kv4") -> Any:
+    """A pass with a cache of another model, or another implementation of attention."""
+    from ptxlab.llm.torch import KV4Cache, quantize_model
+
+    model = quantize_model(small())
+    cache = KV4Cache(of or model, 1, CONTEXT)
+    if attention == "crop":
+        return cache.crop(3)
+    model.set_attn_implementation(attention)
+    return model(torch.tensor(PROMPTS[:1]), past_key_values=cache)
+
+
+def quantize(model: Any, recipe: Any = "rtn", **how: Any) -> Any:
+    from ptxlab.llm.torch import quantize_model
+
+    return quantize_model(model, recipe, **how)
+
+
+def mixed() -> Any:
+    model = small()
+    model.model.layers[1].mlp.up_proj.float()
+    return model
+
+
+def elsewhere() -> Any:
+    model = small()
+    model.model.norm.to("meta")
+    return model
+
+
+def untrained() -> Any:
+    model = small()
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
+    return model
+
+
+def of_experts() -> Any:
+    sizes = {**SHARED, "num_local_experts": 2, "num_experts_per_tok": 1}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).half()
+
+
+def gpt2() -> Any:
+    config = transformers.GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=96)
+    return transformers.GPT2LMHeadModel(config).half()
+
+
+BAD = {
+    "model: must be a model of transformers (got Linear)": lambda: quantize(torch.nn.Linear(3, 3)),
+    "model_type: must be one of llama, mistral, mixtral, qwen2 (got 'gpt2')": lambda: quantize(gpt2()),
+    "model: must be a causal model without experts (got MixtralForCausalLM)": lambda: quantize(of_experts()),
+    "model: must be a causal model without experts (got LlamaModel)": lambda: quantize(small().model),
+    "must be of float16 or bfloat16 (got float32)": lambda: quantize(small(dtype="float32")),
+    "model.layers.1.mlp.up_proj.weight: must be float16 on cpu as the embedding (got float32 on cpu": lambda: quantize(
+        mixed()
+    ),
+    "model.norm.weight: must be float16 on cpu as the embedding (got float16 on meta": lambda: quantize(elsewhere()),
+    "must not be quantised yet": lambda: quantize(quantize(small())),
+    "recipe: must be one of lqq": lambda: quantize(small(), "int3"),
+    "recipe: must be a Recipe or its name, of scheme lqq": lambda: quantize(small(), "atom"),
+    "must be of a model with hidden=64 (got hidden=128)": lambda: quantize(small(), quantized(small(hidden_size=128))),
+    "must be of a model of float16 (got bfloat16)": lambda: quantize(small(), quantized(small(dtype="bfloat16"))),
+    "must be finite": lambda: quantize(untrained()),
+    "past_key_values must be a ptxlab.llm.torch.KV4Cache(model, batch, context) (got DynamicCache)": lambda: quantize(
+        small()
+    )(torch.tensor(PROMPTS[:1])),
+    "KV4Cache: must be of this model: 2 layers, 1 kv heads of 64 (got 1 layers, 1 kv heads of 64)": lambda: passed(
+        of=small(num_hidden_layers=1)
+    ),
+    "KV4Cache: must be of this model: 2 layers, 1 kv heads of 64 (got 2 layers, 2 kv heads of 64)": lambda: passed(
+        of=small("qwen2")
+    ),
+    "attn_implementation: must be ptxlab_kv4 for a quantised model (got sdpa)": lambda: passed(attention="sdpa"),
+    "KV4Cache: tokens are appended by the layers of quantize_model": lambda: passed(of=small(), attention="crop"),
+    "KV4Cache: no more than the context of 8 tokens (got position 8)": lambda: cached(8),
+    "KV4Cache: batch: must be that of the tokens, 1 (got 2)": lambda: cached(batch=2),
+    "KV4Cache: context: must be an integer, 1 or more (got 0)": lambda: cached(0),
+    "attn_implementation=ptxlab_kv4: for models of quantize_model (got LlamaAttention)": lambda: small(
+        attn_implementation="ptxlab_kv4"
+    )(torch.tensor(PROMPTS[:1])),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_one_line(message: str) -> None:
+    with pytest.raises(PtxlabError) as found:
+        BAD[message]()
+    assert message in str(found.value) and "\n" not in str(found.value)
+
+
+def test_a_quantised_state_is_loaded_into_another_model_of_its_shape() -> None:
+    """And `generate` goes on where the cache ends."""
+    from ptxlab.llm.torch import KV4Cache
+
+    model, other = quantize(small("qwen2")), quantize(small("qwen2"))
+    for each in other.state_dict().values():
+        each.zero_()
+    other.load_state_dict(model.state_dict())
+    first, cache = theirs(model, PROMPTS[:1])
+    told = torch.tensor([PROMPTS[0] + first[0] + [9, 8]])
+    how = {"max_new_tokens": 3, "do_sample": False}
+    wanted = other.generate(told, past_key_values=KV4Cache(other, 1, CONTEXT), **how)
+    assert torch.equal(model.generate(told, past_key_values=cache, **how), wanted)
+
+
+def test_a_model_that_is_refused_is_what_it_was() -> None:
+    model = untrained()
+    with pytest.raises(ArgumentError, match="layer 1"):
+        quantize(model)
+    assert type(model.model.layers[0].mlp).__name__ == "LlamaMLP"
+    assert model.config._attn_implementation != "ptxlab_kv4"

@@ -1,0 +1,190 @@
+"""`ptxlab.llm.torch` on a GPU: operators against those of the CPU, in compiled graphs, captured, on streams; models."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import gpu
+from ptxlab.llm.model import KernelRunner, QuantizedModel, generate
+from tests.support.torch_calls import OPERATORS, every_call
+from tests.support.torch_models import FAMILIES, small
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="the products need sm_90a")
+pytestmark = [pytest.mark.torch, pytest.mark.gpu, HOPPER]
+
+PROMPTS, TOKENS, CONTEXT = [[5, 7, 11, 13, 17, 19], [23, 29, 31]], 16, 64
+
+
+def on_gpu(part: Any) -> Any:
+    """Every tensor in a call's arguments, copied there."""
+    if isinstance(part, torch.Tensor):
+        return part.cuda()
+    if isinstance(part, tuple | list):
+        return type(part)(map(on_gpu, part))
+    return {name: on_gpu(each) for name, each in part.items()} if isinstance(part, dict) else part
+
+
+def calls(seed: int = 0) -> tuple[Any, Any]:
+    """A call of each operator on the CPU, and the same on the GPU, attention with a workspace."""
+    from ptxlab.llm.torch import attention_workspace
+
+    host, device = (every_call(np.random.default_rng(seed)) for _ in range(2))
+    device = on_gpu(device)
+    device["attention_kv4"][1]["workspace"] = attention_workspace(64)
+    return host, device
+
+
+def made(call: Any, name: str) -> list[Any]:
+    """What an operator returns, and the tensors that it has been given, after the call."""
+    args, how = call[name]
+    results = getattr(torch.ops.ptxlab, name)(*args, **how)
+    results = [*results] if isinstance(results, tuple | list) else [results]
+    return [each for each in [*results, *args] if isinstance(each, torch.Tensor)]
+
+
+def assert_same(name: str, found: list[Any], wanted: list[Any]) -> None:
+    """To the bit, but for exponentials."""
+    loose = {"rtol": 2**-19 * (name == "silu_mul_quantize"), "atol": 2e-3 * (name == "attention_kv4")}
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.allclose(ours.cpu(), theirs.cpu(), **loose), name
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_opcheck_and_the_results_of_the_cpu(name: str) -> None:
+    import ptxlab.llm.torch  # noqa: F401  (defines the operators)
+
+    host, device = calls()
+    args, how = device[name]
+    torch.library.opcheck(getattr(torch.ops.ptxlab, name).default, args, how)
+    host, device = calls(1)
+    assert_same(name, made(device, name), made(host, name))
+
+
+def test_compiled_without_a_break() -> None:
+    """By Inductor, with CUDA graphs: all operators in one graph, run three times."""
+    _, device = calls()
+    _, again = calls()
+
+    def layer(given: Any) -> list[Any]:
+        return [each for name in OPERATORS for each in made(given, name)]
+
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    for _ in range(3):
+        wanted, found = layer(device), [each.clone() for each in compiled(again)]
+        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+def test_captured_and_replayed() -> None:
+    """A CUDA graph of all operators, replayed on other numbers."""
+    _, device = calls()
+    _, other = calls(1)
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for name in OPERATORS:
+            made(device, name)  # loads the kernels
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = {name: made(device, name) for name in OPERATORS}
+    wanted = {name: made(other, name) for name in OPERATORS}
+    _, fresh = calls(1)
+    for name in OPERATORS:
+        for target, source in zip(device[name][0], fresh[name][0], strict=True):
+            if isinstance(target, torch.Tensor):
+                target.copy_(source)
+            elif isinstance(target, list):
+                [a.copy_(b) for a, b in zip(target, source, strict=True)]
+    graph.replay()
+    torch.cuda.synchronize()
+    for name in OPERATORS:
+        assert_same(name, captured[name], wanted[name])
+
+
+def test_streams_at_the_same_time() -> None:
+    """Each with tensors of its own: the bits that they have one after the other."""
+    given = [calls(seed)[1] for seed in range(3)]
+    wanted = [[made(calls(seed)[1], name) for name in OPERATORS] for seed in range(3)]
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in given], [[] for _ in given]
+    for name in OPERATORS:
+        for stream, each, into in zip(streams, given, found, strict=True):
+            with torch.cuda.stream(stream):
+                into.append(made(each, name))
+    torch.cuda.synchronize()
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert all(torch.equal(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_linear_moves_and_gives_the_same() -> None:
+    from ptxlab.llm.torch import W4A8Linear
+
+    linear = W4A8Linear.from_linear(torch.nn.Linear(256, 128, dtype=torch.float16))
+    x = torch.randn(5, 256).half()
+    on_cpu = linear(x)
+    assert torch.equal(linear.cuda()(x.cuda()).cpu(), on_cpu)
+    compiled = torch.compile(linear, fullgraph=True)
+    assert torch.equal(compiled(x.cuda()).cpu(), on_cpu)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generates_the_tokens_of_our_runner(family: str, compiled: bool) -> None:
+    """Those of `KernelRunner`; eager, and as `generate` compiles a static cache by itself."""
+    from ptxlab.llm.torch import KV4Cache, quantize_model
+    from ptxlab.llm.torch.models import float_model
+
+    model = small(family)
+    ready = QuantizedModel.rounded(float_model(model), rounding="nearest")
+    runner = KernelRunner(ready, len(PROMPTS), CONTEXT)
+    wanted = np.array(list(generate(runner, PROMPTS, TOKENS))).T.tolist()
+    model = quantize_model(model.cuda(), ready)
+    cache, longest = KV4Cache(model, len(PROMPTS), CONTEXT), max(map(len, PROMPTS))
+    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS]).cuda()
+    real = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS]).cuda()
+    found = model.generate(
+        padded,
+        attention_mask=real,
+        past_key_values=cache,
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        disable_compile=not compiled,
+    )
+    assert found[:, longest:].tolist() == wanted
+
+
+@pytest.mark.timing
+def test_host_time_of_an_operator() -> None:
+    """Beyond an operator that only allocates its results: of each the least of many, as the other workers take the
+    processor now and then. On an idle host 12 to 19 µs are recorded."""
+    from ptxlab.llm.torch import bench
+
+    operator, allocating = (bench._host_us(call)[1] for call in bench.operator_calls()["quantize_activations"])
+    assert 0 < operator - allocating < 25, (operator, allocating)
+
+
+def test_the_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a model of two layers."""
+    from transformers import LlamaConfig
+
+    from ptxlab.bench.ceilings import Ceilings
+    from ptxlab.llm.model import Config
+    from ptxlab.llm.torch import bench
+
+    small_one = Config(
+        hidden=512, ffn=1024, heads=4, kv_heads=4, head_dim=128, layers=2, vocabulary=32000, context=2048
+    )
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "num_hidden_layers": 2}
+    monkeypatch.setattr(bench, "LlamaConfig", lambda: LlamaConfig(**sizes))
+    monkeypatch.setattr(bench.Config, "named", lambda name: small_one)
+    monkeypatch.setattr(bench, "BATCHES", (1, 2))
+    monkeypatch.setattr(bench, "MANY", 16)
+    monkeypatch.setattr(bench, "LONGEST", bench.PROMPT + 16)
+    found = list(bench.rows((), Ceilings(4.0, 4.0), lambda label: None))
+    assert [row.measure for row in found] == ["host time"] * len(OPERATORS) + ["generate"] * 6
+    steps = found[-6:]
+    assert [sorted(row.peers) for row in steps] == [[]] * 2 + [["fp16"]] * 2 + [["fp16", "fp8"]] * 2
+    assert all(0 < row.fraction < 1 for row in steps)
+    monkeypatch.setattr(bench, "step_us", lambda *_: pytest.fail("measured again"))
+    assert list(bench.rows((), Ceilings(4.0, 4.0), lambda label: None, done=found))[-6:] == steps

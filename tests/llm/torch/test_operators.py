@@ -1,0 +1,191 @@
+"""Operators on CPU tensors: `opcheck`, `torch.compile`, equality with the references, and what they refuse."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab.errors import PtxlabError
+from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit.kernels.gemm.common import DTYPES, gemm, gemm_channel
+from ptxlab.lowbit.kernels.quantize.rmsnorm import normed_and_quantized
+from ptxlab.lowbit.layout import gather, pack, stack_experts
+from tests.support.torch_calls import OPERATORS, D, Hkv, Hq, K, M, N, caches, every_call, normal, products, rope, weight
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def ops() -> Any:
+    import ptxlab.llm.torch  # noqa: F401  (defines them)
+
+    return torch.ops.ptxlab
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def bits(tensor: Any) -> np.ndarray:
+    """As NumPy's, bfloat16 as its bits."""
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_opcheck(name: str, ops: Any, rng: np.random.Generator) -> None:
+    args, how = every_call(rng)[name]
+    torch.library.opcheck(getattr(ops, name).default, args, how)
+
+
+def test_compiled_without_a_break(ops: Any, rng: np.random.Generator) -> None:
+    """All operators in one graph; what they write is what they write alone."""
+
+    def layer(calls: dict[str, Any]) -> list[Any]:
+        made = [getattr(ops, name)(*args, **how) for name, (args, how) in calls.items()]
+        return [each for results in made for each in (results if isinstance(results, tuple | list) else [results])]
+
+    eager, compiled = (every_call(np.random.default_rng(1)) for _ in range(2))
+    wanted, got = layer(eager), torch.compile(layer, fullgraph=True, backend="aot_eager")(compiled)
+    for name, (args, _) in eager.items():
+        wanted += [each for each in args if isinstance(each, torch.Tensor)]
+        got += [each for each in compiled[name][0] if isinstance(each, torch.Tensor)]
+    for ours, theirs in zip(wanted, got, strict=True):
+        assert ours is theirs is None or torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32"])
+@pytest.mark.parametrize(("scheme", "layout"), [("lqq", "strips"), ("qoq", "qserve"), ("qoq_channel", "strips")])
+def test_gemm(scheme: str, layout: str, dtype: str, ops: Any, rng: np.random.Generator) -> None:
+    (known, buffers), of, bias = weight(rng, scheme, layout), products(rng, getattr(torch, dtype)), torch.arange(N) / 8
+    got = ops.gemm_w4a8(weight=buffers, bias=bias, layout=layout, scheme=scheme, **of)
+    right = gemm_channel if scheme == "qoq_channel" else gemm
+    wanted = right(known, of["x_q"].numpy(), of["x_scale"].numpy(), bias.numpy(), OUT=DTYPES.index(dtype))
+    assert got.dtype == of["out_dtype"] and np.array_equal(bits(got), wanted)
+
+
+def test_gemm_sees_a_weight_that_was_written(ops: Any, rng: np.random.Generator) -> None:
+    (_, first), (known, second), of = weight(rng), weight(rng), products(rng)
+    ops.gemm_w4a8(weight=first, layout="strips", scheme="lqq", **of)
+    for target, source in zip(first, second, strict=True):
+        target.copy_(source)
+    got = ops.gemm_w4a8(weight=first, layout="strips", scheme="lqq", **of)
+    assert np.array_equal(got.numpy(), gemm(known, of["x_q"].numpy(), of["x_scale"].numpy(), OUT=0))
+
+
+def test_grouped(ops: Any, rng: np.random.Generator) -> None:
+    known, of = [weight(rng)[0] for _ in range(3)], products(rng)
+    buffers = list(map(torch.from_numpy, stack_experts([pack(each, "strips") for each in known]).buffers.values()))
+    bias, offsets = torch.arange(3 * N).view(3, N) / 8, torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    got = ops.gemm_w4a8_grouped(weights=buffers, offsets=offsets, bias=bias, scheme="lqq", **of)
+    x, scale = of["x_q"].numpy(), of["x_scale"].numpy()
+    parts = ((known[0], slice(0, 2), bias[0]), (known[2], slice(2, 3), bias[2]))
+    wanted = [gemm(each, x[rows], scale[rows], b.numpy(), OUT=0) for each, rows, b in parts]
+    assert np.array_equal(got.numpy(), np.concatenate(wanted))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rmsnorm(dtype: str, ops: Any, rng: np.random.Generator) -> None:
+    x, residual, gamma = (normal(rng, *shape, dtype=getattr(torch, dtype)) for shape in ((M, K), (M, K), (K,)))
+    given = [each.float().numpy() for each in (x, residual, gamma)]
+    normed = torch.empty_like(x)
+    got = ops.rmsnorm_quantize(x, gamma, residual, 1e-6, normed)
+    wanted = normed_and_quantized(*given, 1e-6, 1, 32, 1, IN=int(dtype == "bfloat16"))
+    for ours, right in zip((residual, normed, *got), wanted, strict=True):
+        assert np.array_equal(bits(ours), right)
+
+
+@pytest.mark.parametrize("scheme", quant.KV_SCHEMES)
+def test_cache(scheme: str, ops: Any, rng: np.random.Generator) -> None:
+    """Two sequences, written in two ways, and attended to."""
+    of, (cos, sin) = caches(rng, scheme), rope()
+    qkv, positions = normal(rng, 5, (Hq + 2 * Hkv) * D), torch.tensor([0, 1, 2, 0, 7])
+    slots = torch.tensor([0, 1, 2, 64, -1])
+    q = ops.rope_append_kv4(qkv, of["pool"], slots, cos, sin, positions, head_dim=D, **of["how"])
+    heads = qkv.float().numpy().reshape(5, -1, D)
+    at = positions.numpy()
+    turned = reference.rope(heads, cos.numpy()[at], sin.numpy()[at])
+    assert np.array_equal(q.numpy(), turned[:, :Hq].astype(np.float16))
+    cache = of["cache"]
+    cache.lengths[:] = 3, 1
+    pages = cache.pool.copy()
+    keys, values = gather(cache)
+    for b, rows in enumerate((slice(0, 3), slice(3, 4))):
+        for found, x, channel in (
+            (keys[b], turned[rows, Hq : Hq + Hkv], cache.k_channel),
+            (values[b], heads[rows, Hq + Hkv :], cache.v_channel),
+        ):
+            assert np.array_equal(found.dequantize(), quant.quantize_kv(x, scheme, channel).dequantize())
+    cache.pool[...] = 0
+    k, v = (qkv.view(5, -1, D)[:, start : start + Hkv].contiguous() for start in (Hq, Hq + Hkv))
+    ops.append_kv4(k, v, of["pool"], slots, cos, sin, positions, **of["how"])
+    assert np.array_equal(cache.pool, pages)
+    table, lengths = torch.tensor([[0], [0], [0], [1], [1]], dtype=torch.int32), torch.tensor([1, 2, 3, 1, 0])
+    out = ops.attention_kv4(q, of["pool"], table, lengths.int(), window=2, scale=0.2, **of["how"])
+    for row, (b, L) in enumerate(((0, 1), (0, 2), (0, 3), (1, 1))):
+        known = keys[b].dequantize()[:L], values[b].dequantize()[:L]
+        wanted = reference.attention(q[row : row + 1].numpy(), *known, scale=0.2, window=2)[0]
+        assert np.array_equal(out[row : row + 1].numpy(), wanted.astype(np.float32).astype(np.float16))
+    assert (out[4] == 0).all()
+
+
+def changed(name: str, **changes: Any) -> Callable[[Any], Any]:
+    """The call of an operator with other arguments: by number `a0` .. or by name."""
+
+    def call(ops: Any) -> Any:
+        args, how = every_call(np.random.default_rng(0))[name]
+        by_number = {int(key[1:]): value for key, value in changes.items() if key[1:].isdigit()}
+        args = tuple(by_number.get(i, each) for i, each in enumerate(args))
+        return getattr(ops, name)(*args, **how | {k: v for k, v in changes.items() if not k[1:].isdigit()})
+
+    return call
+
+
+BAD = {
+    "x: must be float16 or bfloat16 or float32 [M, K]": changed("quantize_activations", a0=torch.zeros(3, 64).int()),
+    "x: width % 32 == 0": changed("quantize_activations", a0=torch.zeros(3, 40)),
+    "x: must be finite": changed("quantize_activations", a0=torch.full((1, 32), torch.nan)),
+    "x_q: must be int8 [M, K]": changed("gemm_w4a8", a0=torch.zeros(3, 128)),
+    "x_scale: must be float32 [3]": changed("gemm_w4a8", a1=torch.ones(3).half()),
+    "x_sum: the sum of token 0": changed("gemm_w4a8", a2=torch.full((3,), 99999, dtype=torch.int32)),
+    "weight: must be strips, channel_scale": changed("gemm_w4a8", a3=[torch.ones(64)]),
+    "weight: strips: must be uint8": changed("gemm_w4a8", group=32),
+    "scheme: must be one of": changed("gemm_w4a8", scheme="int3"),
+    "bias: must be float32 [64]": changed("gemm_w4a8", a4=torch.ones(8)),
+    "out_dtype: must be one of": changed("gemm_w4a8", out_dtype=torch.float64),
+    "offsets: must rise from 0 to 3": changed("gemm_w4a8_grouped", a4=torch.tensor([0, 2, 1], dtype=torch.int32)),
+    "gamma: must be float16 [128]": changed("rmsnorm_quantize", a1=torch.ones(128)),
+    "residual: must be float16": changed("rmsnorm_quantize", a2=torch.ones(3, 128).bfloat16()),
+    "gate_up: width % 64 == 0": changed("silu_mul_quantize", a0=torch.zeros(3, 96).half()),
+    "activation: must be one of silu": changed("silu_mul_quantize", activation="relu"),
+    "qkv: must be [T, (Hq + 4)·64]": changed("rope_append_kv4", a0=torch.zeros(3, 192).half()),
+    "slots: must be distinct": changed("rope_append_kv4", a2=torch.tensor([1, 1, 2])),
+    "slots: must be below 128": changed("append_kv4", a3=torch.tensor([128, 1, 2])),
+    "rope positions: must lie in 0..63": changed("append_kv4", a6=torch.tensor([64, 1, 2])),
+    "cos, sin: must be given both": changed("append_kv4", a5=None),
+    "pool: must be uint8": changed("append_kv4", a2=torch.zeros(2, 2, 2, 4608, dtype=torch.uint8)),
+    "cache.block_table: pages in use": changed("attention_kv4", a2=torch.full((3, 1), 5, dtype=torch.int32)),
+    "lengths: must be int32 [3]": changed("attention_kv4", a3=torch.ones(2, dtype=torch.int32)),
+    "scheme: must be one of kv4": changed("attention_kv4", scheme="kv2"),
+    "k_channel: must be (scale, zero)": changed(
+        "attention_kv4", a1=torch.zeros(2, 2, 2, 2048, dtype=torch.uint8), scheme="kv4_channel"
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_one_line(message: str, ops: Any) -> None:
+    with pytest.raises(PtxlabError) as found:
+        BAD[message](ops)
+    assert message in str(found.value) and "\n" not in str(found.value)
+
+
+def test_nothing_is_written_by_a_call_that_fails(ops: Any, rng: np.random.Generator) -> None:
+    x, residual = normal(rng, 2, K), normal(rng, 2, K)
+    x[1, 5] = torch.inf
+    before = residual.clone()
+    with pytest.raises(PtxlabError, match="finite"):
+        ops.rmsnorm_quantize(x, torch.ones(K).half(), residual)
+    assert torch.equal(residual, before)
