@@ -8,8 +8,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.stored import Place, stored_attention
 from ptxlab.bench.record import Record
-from ptxlab.bench.stored import Place, stored_attention
 from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench.attention import EVEN, LADDER, MEASURE, RAGGED, WITH_APPEND, append, merge
 from ptxlab.lowbit.bench.attention.append import POINTS

@@ -7,9 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ptxlab import bench
-from ptxlab.bench.layer.shapes import TOPS, rows_of
-from ptxlab.bench.models import (
+from benchmarks.decode import (
     BESIDE,
     BUDGETS,
     BY_TORCH,
@@ -22,6 +20,8 @@ from ptxlab.bench.models import (
     config_of,
     room_for,
 )
+from benchmarks.layer.shapes import TOPS, rows_of
+from ptxlab import bench
 from ptxlab.bench.record import Record
 from ptxlab.plot import BLUE, GREY, ORANGE, PURPLE, RED
 from report import RESULTS

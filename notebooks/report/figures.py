@@ -7,10 +7,10 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
+from benchmarks.decode import MEASURE, MODELS
+from benchmarks.stored import stored_times
 from ptxlab import plot
-from ptxlab.bench.models import MEASURE, MODELS
 from ptxlab.bench.record import Record
-from ptxlab.bench.stored import stored_times
 from ptxlab.lowbit import demo
 from ptxlab.lowbit.demo.plot import demo_figure
 from ptxlab.lowbit.kernels.plot import load_picture

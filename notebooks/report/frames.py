@@ -8,9 +8,9 @@ from itertools import chain
 import numpy as np
 import pandas as pd
 
+from benchmarks.stored import OURS, Place, Stored
 from ptxlab import bench
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.stored import OURS, Place, Stored
 from ptxlab.errors import FileError
 from ptxlab.lowbit.bench.shapes import LAYERS, Layer
 from report import RESULTS

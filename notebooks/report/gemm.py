@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.stored import stored_times
 from ptxlab.bench.record import Record
-from ptxlab.bench.stored import stored_times
 from ptxlab.lowbit.bench.gemm import chain, grouped, quantiser, steps
 from ptxlab.lowbit.bench.gemm.headline import MEASURE, ORDER, UNTUNED_MEASURE
 from ptxlab.lowbit.bench.shapes import (

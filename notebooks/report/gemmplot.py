@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize, to_rgb
 from matplotlib.figure import Figure
 
+from benchmarks.stored import OURS, Stored
 from ptxlab.bench.record import Record
-from ptxlab.bench.stored import OURS, Stored
 from ptxlab.lowbit import cost
 from ptxlab.lowbit.bench.shapes import (
     CHAINS,

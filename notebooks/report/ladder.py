@@ -2,8 +2,8 @@
 
 import pandas as pd
 
+from benchmarks.stored import stored_times
 from ptxlab.bench.record import Record
-from ptxlab.bench.stored import stored_times
 from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench import counts
 from ptxlab.lowbit.bench.gemm.limits import STALL

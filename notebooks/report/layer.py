@@ -9,10 +9,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ptxlab.bench.layer import BATCHES, CONFIGS, D64, EPILOGUES, FUSED, MEASURE, NARROW, TIMELINE, config_of
-from ptxlab.bench.layer import DRAWN as TRACED_AT
-from ptxlab.bench.layer.ends import ALL as ENDS
-from ptxlab.bench.layer.ends import Ends
+from benchmarks.layer import BATCHES, CONFIGS, D64, EPILOGUES, FUSED, MEASURE, NARROW, TIMELINE, config_of
+from benchmarks.layer import DRAWN as TRACED_AT
+from benchmarks.layer.ends import ALL as ENDS
+from benchmarks.layer.ends import Ends
 from ptxlab.bench.record import Record, Row
 from ptxlab.llm.model import Config
 from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from benchmarks.decode import MEASURE as MODEL_STEPS
+from benchmarks.stored import stored_attention, stored_times
 from ptxlab import bench
-from ptxlab.bench.models import MEASURE as MODEL_STEPS
-from ptxlab.bench.stored import stored_attention, stored_times
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
 from ptxlab.lowbit import kernels

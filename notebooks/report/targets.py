@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from ptxlab.bench.models import BUDGETS, GENERATE, MEASURE, MODELS
+from benchmarks.decode import BUDGETS, GENERATE, MEASURE, MODELS
 from ptxlab.bench.record import TOLERANCE, Record
 from ptxlab.lowbit.bench.attention.append import POINTS
 from ptxlab.lowbit.bench.gemm.headline import ORDER

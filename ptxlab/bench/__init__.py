@@ -8,8 +8,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks import decode as models
+from benchmarks import layer, peers
 from ptxlab import __version__, gpu, toolchain
-from ptxlab.bench import layer, models, peers
 from ptxlab.bench import user_kernels as own
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
 from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, require_writable, save

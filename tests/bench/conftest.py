@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.layer import decoder, fused
 from ptxlab import gpu
 from ptxlab.bench import copying
 from ptxlab.bench import user_kernels as own
-from ptxlab.bench.layer import decoder, fused
 from ptxlab.lowbit.bench import attention, stream
 from ptxlab.lowbit.bench.attention import append, merge
 from ptxlab.lowbit.bench.attention import problem as attention_problem

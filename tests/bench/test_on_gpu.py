@@ -6,8 +6,9 @@ import warnings
 import numpy as np
 import pytest
 
+from benchmarks import layer, peers, peers_layer
 from ptxlab import bench, gpu
-from ptxlab.bench import copying, layer, peers, peers_layer
+from ptxlab.bench import copying
 from ptxlab.errors import BenchmarkError
 from ptxlab.llm.model import Config
 from ptxlab.lowbit import cost, kernels

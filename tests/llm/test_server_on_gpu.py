@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.decode import random_model
 from ptxlab import gpu
-from ptxlab.bench.models import random_model
 from ptxlab.llm.model import Config, FloatModel, KernelRunner, QuantizedModel, Server
 from ptxlab.llm.model.runner import HEADS, PAGE
 from tests.support.serving import Served, random_requests, soak

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from ptxlab.bench import models
+from benchmarks import decode as models
+from benchmarks.layer.decoder import Alone
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.layer.decoder import Alone
 from ptxlab.bench.record import Record, Row
 from ptxlab.errors import FileError
 from ptxlab.runtime.timing import Measured

@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
+from benchmarks.peers import HUMMING
+from benchmarks.stored import stored_times
 from ptxlab import plot
-from ptxlab.bench.peers import HUMMING
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.stored import stored_times
 from ptxlab.errors import FileError
 from ptxlab.lowbit.bench.shapes import ALL_TOKENS, FEW_TOKENS, LLAMA, UNTUNED
 from report import FIGURES, figures, frames, gemm, gemmplot, ladder, sections, targets

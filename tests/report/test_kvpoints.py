@@ -7,8 +7,8 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
+from benchmarks.stored import OURS, stored_attention
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.stored import OURS, stored_attention
 from ptxlab.errors import FileError
 from ptxlab.lowbit.bench.attention import PROGRAMMATIC
 from ptxlab.lowbit.bench.shapes import HEADS, batches

@@ -7,11 +7,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from benchmarks.peers import CUBLAS
+from benchmarks.stored import OURS, stored_times
 from ptxlab import plot
 from ptxlab.bench import compare
-from ptxlab.bench.peers import CUBLAS
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.stored import OURS, stored_times
 from ptxlab.errors import FileError
 from ptxlab.lowbit.bench.shapes import DISSECTED, LAYERS, TOKENS
 from report import figures, frames, gemmplot, ladder, sections

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptxlab.bench import layer as suite
+from benchmarks import layer as suite
 from ptxlab.bench.record import Record
 from ptxlab.errors import FileError
 from report import figures, frames, layer, sections, targets

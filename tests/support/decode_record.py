@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from ptxlab.bench import models
+from benchmarks import decode as models
+from benchmarks.layer.decoder import Alone
+from benchmarks.layer.shapes import BATCHES, Work, rows_of
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.layer.decoder import Alone
-from ptxlab.bench.layer.shapes import BATCHES, Work, rows_of
 from ptxlab.bench.record import Record, Row
 from ptxlab.llm.model import Config, largest_batch
 from ptxlab.runtime.timing import Measured

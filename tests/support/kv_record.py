@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.stored import stored_attention
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.stored import stored_attention
 from ptxlab.lowbit.bench import attention
 from ptxlab.lowbit.bench.attention import append, merge
 from ptxlab.lowbit.bench.attention.problem import scheme_of

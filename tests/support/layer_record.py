@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ptxlab.bench import layer
+from benchmarks import layer
+from benchmarks.layer import decoder, ends, fused, shapes
+from benchmarks.peers_layer import MIXES, MixTime
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.layer import decoder, ends, fused, shapes
-from ptxlab.bench.peers_layer import MIXES, MixTime
 from ptxlab.bench.record import Record, Row
 from ptxlab.llm.model import Config
 from ptxlab.runtime.timing import Measured

@@ -17,7 +17,7 @@ TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 
 LAYER = "layer"  # stands for a decoder layer, whose launches overlap as `verify` has none do
 _CHILD = "from ptxlab import gpu; gpu.without_pool(); from ptxlab.cli import main; main()"
-_LAYER = "from ptxlab import gpu; gpu.without_pool(); from ptxlab.bench.layer import decoder; decoder.check_chains()"
+_LAYER = "from ptxlab import gpu; gpu.without_pool(); from benchmarks.layer import decoder; decoder.check_chains()"
 _SUMMARY = re.compile(r"^=+ (?:\w+ )?SUMMARY: ((\d+) .*)$", re.MULTILINE)
 _HEADER = "COMPUTE-SANITIZER"
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import peers, stored
 from ptxlab import bench, gpu, toolchain
-from ptxlab.bench import peers, stored
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Record
 from ptxlab.errors import ArgumentError, BenchmarkError

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from benchmarks.peers import sdpa
 from ptxlab import gpu
 from ptxlab.bench import launching
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.peers import sdpa
 from ptxlab.bench.record import Row, row_of
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.bench.attention import append, merge

@@ -6,7 +6,7 @@ the L2. Beside it the same chain launched plainly, and cuBLAS's.
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ptxlab.bench import peers
+from benchmarks import peers
 from ptxlab.bench.record import Row
 from ptxlab.lowbit.bench.gemm import headline
 from ptxlab.lowbit.bench.gemm.points import StreamTime, in_turn_on, in_turn_row

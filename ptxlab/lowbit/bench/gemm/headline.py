@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ptxlab.bench import peers
+from benchmarks import peers
 from ptxlab.bench.record import Row
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.bench.gemm.points import Point, StreamTime, point

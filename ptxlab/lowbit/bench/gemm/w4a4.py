@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import peers
 from ptxlab import gpu
-from ptxlab.bench import peers
 from ptxlab.bench.record import Row
 from ptxlab.lowbit.bench.gemm import headline, steps
 from ptxlab.lowbit.bench.gemm.points import Point, StreamTime, compile_all, over_tokens, streams

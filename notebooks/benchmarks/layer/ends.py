@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from benchmarks.layer import decoder
+from benchmarks.layer.decoder import Decoder
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.layer import decoder
-from ptxlab.bench.layer.decoder import Decoder
 from ptxlab.bench.record import Row
 from ptxlab.llm.model import Config, LayerWeights
 from ptxlab.lowbit.cost import sheet

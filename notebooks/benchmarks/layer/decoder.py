@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.layer.shapes import LENGTH, Work, batch_of, rows_of, sizes_of
 from ptxlab import gpu
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.layer.shapes import LENGTH, Work, batch_of, rows_of, sizes_of
 from ptxlab.bench.record import Row
 from ptxlab.errors import BenchmarkError
 from ptxlab.llm.model import Config, LayerBuffers, LayerCall, LayerInputs, LayerWeights, decode_layer, layer_calls

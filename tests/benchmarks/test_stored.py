@@ -1,7 +1,7 @@
 """Times of others that were measured once."""
 
-from ptxlab.bench.peers import CUBLAS, HUMMING, SDPA_BACKENDS
-from ptxlab.bench.stored import OURS, stored_attention, stored_times
+from benchmarks.peers import CUBLAS, HUMMING, SDPA_BACKENDS
+from benchmarks.stored import OURS, stored_attention, stored_times
 from ptxlab.lowbit.bench.shapes import LLAMA
 
 STORED = stored_times()

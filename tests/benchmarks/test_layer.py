@@ -9,15 +9,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from benchmarks import layer, peers, peers_layer
+from benchmarks.decode import plain_row
+from benchmarks.layer import decoder, ends, fused, shapes
+from benchmarks.layer.decoder import Decoder
+from benchmarks.peers_layer import MixTime
+from benchmarks.stored import stored_attention
 from ptxlab import bench, emulator, gpu
-from ptxlab.bench import copying, layer, peers, peers_layer
+from ptxlab.bench import copying
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.layer import decoder, ends, fused, shapes
-from ptxlab.bench.layer.decoder import Decoder
-from ptxlab.bench.models import plain_row
-from ptxlab.bench.peers_layer import MixTime
 from ptxlab.bench.record import Row
-from ptxlab.bench.stored import stored_attention
 from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.llm.model import Config, LayerWeights
 from ptxlab.runtime.timing import Measured

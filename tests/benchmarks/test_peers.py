@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ptxlab.bench import peers
+from benchmarks import peers
 from ptxlab.errors import BenchmarkError
 from ptxlab.runtime.timing import Measured
 

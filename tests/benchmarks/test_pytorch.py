@@ -21,11 +21,11 @@ def test_the_command_knows_the_suite(cli: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(bench, "run_suite", run)
     monkeypatch.setattr(bench, "resumed_path", lambda *_: None)  # by the name of the GPU
     code, _, said = cli("bench", "torch")
-    assert code and "torch is ptxlab.torch.bench" in said
+    assert code and "torch is benchmarks.pytorch" in said
 
 
 def test_every_operator_is_timed() -> None:
-    from ptxlab.torch.bench import operator_calls
+    from benchmarks.pytorch import operator_calls
 
     calls = operator_calls(512, 3, "cpu")
     for call, floor in calls.values():

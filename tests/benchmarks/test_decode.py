@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import decode as models
+from benchmarks.layer import decoder
+from benchmarks.peers_layer import MixTime
 from ptxlab import bench, gpu
-from ptxlab.bench import models
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.layer import decoder
-from ptxlab.bench.peers_layer import MixTime
 from ptxlab.bench.record import Row
 from ptxlab.errors import ArgumentError, BenchmarkError, UnavailableError
 from ptxlab.llm.model import Config, KernelRunner, LayerWeights

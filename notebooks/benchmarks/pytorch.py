@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
+from benchmarks.decode import random_model
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.models import random_model
 from ptxlab.bench.record import Row
 from ptxlab.errors import BenchmarkError
 from ptxlab.llm.model import Config

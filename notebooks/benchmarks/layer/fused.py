@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import peers_layer
+from benchmarks.layer.shapes import NARROW
 from ptxlab import gpu
-from ptxlab.bench import peers_layer
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.copying import copy_us
-from ptxlab.bench.layer.shapes import NARROW
 from ptxlab.bench.record import Row, row_of
 from ptxlab.errors import BenchmarkError
 from ptxlab.lowbit import kernels, reference

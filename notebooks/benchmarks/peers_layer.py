@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple
 
-from ptxlab.bench import peers
-from ptxlab.bench.layer.shapes import LENGTH, batch_of
+from benchmarks import peers
+from benchmarks.layer.shapes import LENGTH, batch_of
 from ptxlab.errors import BenchmarkError
 from ptxlab.llm.model import Config
 from ptxlab.lowbit.bench.shapes import HEAD_DIM, PAGE

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
+from benchmarks import peers, peers_layer
+from benchmarks.layer import decoder, ends, fused
+from benchmarks.layer.decoder import MEASURE, Decoder
+from benchmarks.layer.shapes import BATCHES, CONFIGS, LENGTH, NARROW, config_of, sizes_of
+from benchmarks.peers_layer import MIXES, Job, MixTime
+from benchmarks.stored import stored_attention
 from ptxlab import gpu
-from ptxlab.bench import peers, peers_layer
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.layer import decoder, ends, fused
-from ptxlab.bench.layer.decoder import MEASURE, Decoder
-from ptxlab.bench.layer.shapes import BATCHES, CONFIGS, LENGTH, NARROW, config_of, sizes_of
-from ptxlab.bench.peers_layer import MIXES, Job, MixTime
 from ptxlab.bench.record import Row
-from ptxlab.bench.stored import stored_attention
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model import Config
 

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks import peers_layer
+from benchmarks.layer import decoder, side_by_side
+from benchmarks.layer.decoder import Alone, copy_of
+from benchmarks.layer.shapes import BATCHES, Work, rows_of
+from benchmarks.peers_layer import MIXES, Job
 from ptxlab import gpu
-from ptxlab.bench import peers_layer
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.layer import decoder, side_by_side
-from ptxlab.bench.layer.decoder import Alone, copy_of
-from ptxlab.bench.layer.shapes import BATCHES, Work, rows_of
-from ptxlab.bench.peers_layer import MIXES, Job
 from ptxlab.bench.record import Row
 from ptxlab.errors import ArgumentError, BenchmarkError, UnavailableError
 from ptxlab.llm.model import Config, KernelRunner, LayerWeights, QuantizedModel, largest_batch
