@@ -40,7 +40,7 @@ def test_a_compiled_model_may_part_where_a_token_is_nearly_as_likely(monkeypatch
     """Logits of two sequences; behind a token that differs nothing is compared."""
     import torch
 
-    from ptxlab.llm.torch import bench as suite
+    from benchmarks import pytorch as suite
 
     def generated(logits: torch.Tensor) -> Any:
         tokens = torch.cat([torch.zeros(2, suite.PROMPT, dtype=torch.int64), logits.argmax(-1)], dim=1)

@@ -17,8 +17,9 @@ from ptxlab.hardware import fragments as maps
 from ptxlab.hardware.banks import bank_use
 from ptxlab.hardware.descriptors import swizzle
 from ptxlab.hardware.words import F16, S8, U8
+from ptxlab.llm.checkpoints import foreign
 from ptxlab.lowbit import layout
-from ptxlab.lowbit.layout import foreign, nibbles, pack, unpack
+from ptxlab.lowbit.layout import nibbles, pack, unpack
 from ptxlab.lowbit.quant import LQQWeight, QoQChannelWeight, QoQWeight
 from ptxlab.lowbit.quant.activations import QuantizedActivations
 from ptxlab.lowbit.quant.atom import ATOM_GROUPS, ATOM_OUTLIERS, AtomRows

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab.llm.model import Config, FloatModel
+from ptxlab.llm import recipe as steps
+from ptxlab.llm.model import Config, FloatModel, decoder
 from ptxlab.llm.model.quantized import FUSED
 from ptxlab.llm.recipe import Recipe, calibrate
-from ptxlab.lowbit.quant import recipe as steps
-from ptxlab.lowbit.reference import EXACT, Layer, Numerics, decoder
+from ptxlab.lowbit.reference import EXACT, Layer, Numerics
 
 MODEL = FloatModel.random(
     Config(hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, layers=2, vocabulary=60, qkv_bias=True)

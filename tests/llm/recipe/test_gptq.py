@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import ArgumentError
+from ptxlab.llm import recipe
 from ptxlab.llm.recipe import ChannelGrid, Grid, LQQGrid, QoQGrid, SymmetricGrid
 from ptxlab.lowbit import quant
-from ptxlab.lowbit.quant import recipe
 
 
 def problem(N: int, K: int, dtype: Any = np.float64, alike: float = 0.3) -> tuple[Any, Any]:

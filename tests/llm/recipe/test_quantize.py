@@ -11,12 +11,12 @@ import pytest
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.llm import model as models
+from ptxlab.llm import recipe as steps
 from ptxlab.llm.checkpoints import folder
 from ptxlab.llm.checkpoints.open import dequantized
 from ptxlab.llm.model import Config, FloatModel, floats, perplexity
 from ptxlab.llm.recipe import RECIPES, Recipe, calibrate, quantize
 from ptxlab.lowbit.layout import unpack
-from ptxlab.lowbit.quant import recipe as steps
 from tests.support.dispatching_array import DispatchingArray, to_device
 
 CONFIG = Config(hidden=96, ffn=192, heads=6, kv_heads=2, head_dim=16, layers=2, vocabulary=60, tied_head=True)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import ArgumentError
+from ptxlab.llm import recipe
 from ptxlab.llm.accuracy.steps import mixing, off_grid
 from ptxlab.llm.model import Config, FloatModel
 from ptxlab.llm.model.numerics import FakeQuantized
 from ptxlab.llm.recipe.calibrate import turned
-from ptxlab.lowbit.quant import recipe
 from ptxlab.lowbit.reference import EXACT, Numerics
 
 CONFIG = Config(hidden=96, ffn=72, heads=4, kv_heads=2, head_dim=24, layers=2, vocabulary=50, tied_head=True)

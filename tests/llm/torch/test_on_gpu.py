@@ -158,7 +158,7 @@ def test_generates_the_tokens_of_our_runner(family: str, compiled: bool) -> None
 def test_host_time_of_an_operator() -> None:
     """Beyond an operator that only allocates its results: of each the least of many, as the other workers take the
     processor now and then. On an idle host 12 to 19 µs are recorded."""
-    from ptxlab.llm.torch import bench
+    from benchmarks import pytorch as bench
 
     operator, allocating = (bench._host_us(call)[1] for call in bench.operator_calls()["quantize_activations"])
     assert 0 < operator - allocating < 25, (operator, allocating)
@@ -168,9 +168,9 @@ def test_the_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a model of two layers."""
     from transformers import LlamaConfig
 
+    from benchmarks import pytorch as bench
     from ptxlab.bench.ceilings import Ceilings
     from ptxlab.llm.model import Config
-    from ptxlab.llm.torch import bench
 
     small_one = Config(
         hidden=512, ffn=1024, heads=4, kv_heads=4, head_dim=128, layers=2, vocabulary=32000, context=2048

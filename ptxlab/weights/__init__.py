@@ -1,4 +1,0 @@
-"""Checkpoints: what quantising would do (`audit`), packing one (`convert`), a whole model by a recipe (`quantize`).
-
-`imports` takes those that others have quantised.
-"""
