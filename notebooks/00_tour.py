@@ -25,7 +25,8 @@
 import numpy as np
 
 import ptxlab
-from ptxlab.lowbit import kernels, layout, quant, reference
+from ptxlab import registry
+from ptxlab.lowbit import layout, quant, reference
 from ptxlab.runtime import verify
 from report import figures
 
@@ -36,8 +37,8 @@ from report import figures
 # families are:
 
 # %%
-for family in dict.fromkeys(spec.family for spec in kernels.specs().values()):
-    names = [spec.name for spec in kernels.specs().values() if spec.family == family]
+for family in dict.fromkeys(spec.family for spec in registry.specs().values()):
+    names = [spec.name for spec in registry.specs().values() if spec.family == family]
     print(f"{family:9} {len(names):2}  {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
 
 # %% [markdown]

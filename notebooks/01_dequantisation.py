@@ -29,8 +29,8 @@
 import numpy as np
 
 import ptxlab
-from ptxlab import bench, jupyter, sources
-from ptxlab.lowbit import demo, layout, quant, reference
+from ptxlab import bench, sources
+from ptxlab.lowbit import demo, jupyter, layout, quant, reference
 from report import dequantplot
 
 # %% [markdown]

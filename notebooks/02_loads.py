@@ -27,8 +27,8 @@ import numpy as np
 from IPython.display import Markdown
 
 import ptxlab
-from ptxlab import jupyter
-from ptxlab.lowbit import kernels
+from ptxlab import registry
+from ptxlab.lowbit import jupyter
 from ptxlab.lowbit.kernels import holders
 from report import figures, sections
 
@@ -57,7 +57,7 @@ figures.picture("load_ldmatrix_u4")
 # The kernel is *wrong by design*. Verification requires it to be wrong in exactly the places that the model predicts.
 
 # %%
-spec, (source, *_) = kernels.find("load_ldmatrix_u4")
+spec, (source, *_) = registry.find("load_ldmatrix_u4")
 logical = spec.example(np.random.default_rng(0), T=2)
 got = ptxlab.run("load_ldmatrix_u4", **spec.pack(logical), backend="emulator").outputs["fragments"]
 missed = got != spec.wrong.truth(**logical)
@@ -106,7 +106,7 @@ for name in ("load_ldmatrix_s8", "load_lds32_u4", "load_qserve_reorder", "load_d
 # right result in the first mode and the wrong one in the second.
 
 # %%
-ring, (ring_source, *_) = kernels.find("load_cp_async")
+ring, (ring_source, *_) = registry.find("load_cp_async")
 stages = ring.example(np.random.default_rng(0), P=5, B=1)
 forgetful = ring_source.text.replace("cp.async.wait_group 3;", "")
 kernel = ptxlab.load(forgetful)

@@ -27,7 +27,8 @@ import numpy as np
 from IPython.display import Markdown
 
 import ptxlab
-from ptxlab.lowbit import kernels, quant, reference
+from ptxlab import registry
+from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.layout import KVCache, gather
 from report import attention, figures, targets
 
@@ -63,7 +64,7 @@ right = np.concatenate(
         for b in range(2)
     ]
 )
-ladder = [name for name in kernels.specs() if name.startswith("attention_kv4")]
+ladder = [name for name in registry.specs() if name.startswith("attention_kv4")]
 for name in ladder:
     out = ptxlab.attention_kv4(q, cache, kernel=name, backend="emulator")
     print(f"{name:24} {np.abs(out - right).max():.1e} off")

@@ -24,8 +24,7 @@
 # %matplotlib inline
 from IPython.display import Markdown
 
-from ptxlab import sass
-from ptxlab.lowbit import kernels
+from ptxlab import registry, sass
 from ptxlab.profile import nsight, timeline
 from ptxlab.profile.plot import page_figure
 from ptxlab.profile.timeline import recorder
@@ -40,7 +39,7 @@ from report import pipelines, profiletables
 
 # %%
 names = ("dequant_qoq_vadd4", "dequant_lqq")
-reports = [sass.report(kernels.find(name)[1][0], "sm_90a") for name in names]
+reports = [sass.report(registry.find(name)[1][0], "sm_90a") for name in names]
 opcodes = dict.fromkeys(opcode for report in reports for opcode in report.opcodes_per_8)
 at_most = [8 / sass.pipe_limit(report.pipes_per_8)[0] for report in reports]
 lines = [f"| per 8 weights | {names[0]} | {names[1]} |", "| --- | ---: | ---: |"]
@@ -108,7 +107,7 @@ Markdown(profiletables.stalls_section())
 # %%
 emulated = []
 for name in ("gemm_w4a8_lqq_sm90", "gemm_w4a8_lqq_excp_sm90", "gemm_w4a8_lqq_imfp_sm90"):
-    spec, (source, *_) = kernels.find(name)
+    spec, (source, *_) = registry.find(name)
     emulated.append(recorder.record(spec, source, backend="emulator"))
 comparison_figure(emulated, [f"{one.kernel}, emulated" for one in emulated], 2500)
 

@@ -29,8 +29,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Markdown
 
+from ptxlab.llm.accuracy.text import open_text, tokens_of
+from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.open import dequantized
-from ptxlab.llm.model import NumpyRunner, QuantizedModel, generate, open_model, open_text, tokens_of
+from ptxlab.llm.model import NumpyRunner, QuantizedModel, generate
 from ptxlab.llm.model.floats import negative_log_likelihood
 from ptxlab.llm.model.numerics import FakeQuantized
 from ptxlab.llm.recipe import Recipe

@@ -30,7 +30,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import ptxlab
-from ptxlab.lowbit import kernels, layout, quant
+from ptxlab import registry
+from ptxlab.lowbit import layout, quant
 from ptxlab.prove import prove, prove_kernel
 from ptxlab.prove.kernels import claims_of
 
@@ -139,7 +140,7 @@ print(prove_kernel(mended, claim, assume=assume[:1]))
 # restores them without an overflow. At r = 120 this holds; at r = 121 it does not.
 
 # %%
-spec, sources = kernels.find("dequant_lqq")
+spec, sources = registry.find("dequant_lqq")
 edges = ("quantised at 120, nearest", "quantised at 121, nearest")
 for decision in prove(one for one in claims_of(spec, sources[:1]) if one.name in edges):
     lines = decision.explanation.lines if decision.explanation else []

@@ -30,13 +30,14 @@ from IPython.display import Markdown
 
 import ptxlab
 from ptxlab.llm.accuracy.audit_inputs import audit_input
-from ptxlab.llm.model import open_model, open_text, tokens_of
+from ptxlab.llm.accuracy.text import open_text, tokens_of
+from ptxlab.llm.checkpoints import open_model
+from ptxlab.llm.model.decoder import EXACT, Numerics
 from ptxlab.lowbit import quant
 from ptxlab.lowbit.bench import counts
 from ptxlab.lowbit.cost import published
 from ptxlab.lowbit.cost.plot import schedule_figure
 from ptxlab.lowbit.cost.schedule import SCHEDULES, Costs, Tile, makespan, rate_bound, ratio_needed, schedule
-from ptxlab.lowbit.reference import EXACT, Numerics
 from report import accuracy, w4a4
 
 model, tokenizer = open_model("smollm2")

@@ -2,7 +2,6 @@
 
 from ptxlab.errors import PtxlabError
 from ptxlab.hardware.tensor_map import TensorMap
-from ptxlab.lowbit.kernels import find, run, specs
 from ptxlab.lowbit.kernels.attention import (
     AttentionWorkspace,
     append_kv4,
@@ -37,7 +36,9 @@ from ptxlab.lowbit.layout import (
     stack_experts,
 )
 from ptxlab.lowbit.quant import calibrate_kv, quantize_kv, smooth_attention
+from ptxlab.registry import find, specs
 from ptxlab.runtime import Kernel, Outcome, load, run_spec
+from ptxlab.runtime.by_name import run
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec, Launch, WrongByDesign
 from ptxlab.spec.dtypes import ByVariant

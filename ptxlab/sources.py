@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -119,13 +120,31 @@ def results_dir() -> Path:
     return _PACKAGE.parent / "notebooks" / "results" if in_checkout() else _root("results")
 
 
+_FOLDERS: dict[str, Path] = {}  # of other packages' kernels, by family
+
+
+def add_folder(folder: Path, family: str) -> None:
+    """Add the sources of another package's kernels, `NAME.ptx` and `NAME.cu` in a folder, as a family.
+
+    Raises FileError for a folder that is not there, ArgumentError for a name that another family has.
+    """
+    if not folder.is_dir():
+        raise FileError(f"{folder}: the folder of the family {family} is not there")
+    for path in folder.rglob("*"):
+        if path.suffix in (".ptx", ".cu") and path.stem in _paths() and family_of(path.stem) != family:
+            raise ArgumentError("kernel", f"a name that no kernel of {family_of(path.stem)} has", path.stem)
+    _FOLDERS[family] = folder
+    _paths.cache_clear()
+
+
 @cache
 def _paths() -> dict[str, tuple[Path, ...]]:
     """Every kernel name with its sources, the `.ptx` first: it is what a bare name means."""
-    found: dict[str, list[Path]] = {}
-    for path in [*sorted(ptx_dir().rglob("*.ptx")), *sorted(cuda_dir().rglob("*.cu"))]:
-        found.setdefault(path.stem, []).append(path)
-    return {name: tuple(paths) for name, paths in sorted(found.items())}
+    by_name: dict[str, list[Path]] = {}
+    for language, folder in (("ptx", ptx_dir()), ("cu", cuda_dir())):
+        for path in sorted(path for root in (folder, *_FOLDERS.values()) for path in root.rglob(f"*.{language}")):
+            by_name.setdefault(path.stem, []).append(path)
+    return {name: tuple(paths) for name, paths in sorted(by_name.items())}
 
 
 def names() -> list[str]:
@@ -136,9 +155,29 @@ def names() -> list[str]:
 def family_of(name: str) -> str:
     """The family of one of the project's kernels: the first folder of its sources below `ptx/` or `cuda_src/`."""
     path = _paths()[name][0]
+    for family, folder in _FOLDERS.items():
+        if path.is_relative_to(folder):
+            return family
     return path.relative_to(ptx_dir() if path.suffix == ".ptx" else cuda_dir()).parts[0]
 
 
 def of_kernel(name: str) -> tuple[Source, ...]:
     """All sources of a kernel, the `.ptx` before the `.cu`; empty for an unknown name."""
     return tuple(Source.read(path) for path in _paths().get(name, ()))
+
+
+def commit() -> str:
+    """`$PTXLAB_COMMIT`, for copies with another history; else the checkout's, with `+` if files differ from it."""
+    if said := os.environ.get("PTXLAB_COMMIT"):
+        return said
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(_PACKAGE.parent), *arguments], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import emulator, sources, toolchain
-from ptxlab.lowbit import kernels
+from ptxlab import emulator, registry, sources, toolchain
 from ptxlab.sources import Source
 from tests.support.collection import BuiltAtImportError, nothing_is_built
 
@@ -146,7 +145,7 @@ def test_nothing_is_built_while_tests_are_collected() -> None:
 
 
 def test_every_source_has_a_spec_and_every_spec_a_source() -> None:
-    assert set(sources.names()) == set(kernels.specs())
+    assert set(sources.names()) == set(registry.specs())
 
 
 @pytest.mark.parametrize("name", sources.names())

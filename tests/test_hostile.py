@@ -9,7 +9,7 @@ import pytest
 import ptxlab
 from ptxlab.errors import ArgumentError, PtxlabError
 from ptxlab.hardware.tensor_map import TensorMap
-from ptxlab.llm.accuracy import parting
+from ptxlab.llm.accuracy.parting import parting
 from ptxlab.llm.model import (
     Config,
     FloatModel,
@@ -18,10 +18,9 @@ from ptxlab.llm.model import (
     LayerWeights,
     NumpyRunner,
     QuantizedModel,
-    Request,
-    Server,
     decode_layer,
 )
+from ptxlab.llm.server import Request, Server
 from ptxlab.lowbit import layout, quant
 from ptxlab.lowbit.kernels.gemm import gemm_f16, gemm_w8a8
 from tests.support.layers import TINY_MODEL, layer_problem

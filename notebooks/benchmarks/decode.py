@@ -30,6 +30,7 @@ from benchmarks.peers_layer import MIXES, Job
 from ptxlab import gpu
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
+from ptxlab.bench.suite import Suite
 from ptxlab.errors import ArgumentError, BenchmarkError, UnavailableError
 from ptxlab.llm.model import Config, KernelRunner, LayerWeights, QuantizedModel, largest_batch
 from ptxlab.llm.model.kernel_runner import LMHead, require_torch
@@ -642,3 +643,11 @@ def composed_rates(
             if name not in found or B / us > found[name][1] / found[name][0]:
                 found[name] = us, B
     return found
+
+
+def _record_of(only: Sequence[str]) -> str:
+    """Whole models have a record of their own."""
+    return f"decode/{'+'.join(only)}" if only and set(only) <= {config.name for config in MODELS} else ""
+
+
+SUITE = Suite("decode", rows, part=part, record_of=_record_of, resumes=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from ptxlab import gpu
 from ptxlab.errors import BenchmarkError
+from ptxlab.lowbit.bench.peers import Peers
 from ptxlab.lowbit.bench.shapes import HEAD_DIM, Batch
 from ptxlab.runtime.timing import GEMM_REPLAYS, copies_beyond_l2, in_turn, measure
 
@@ -47,7 +48,7 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def cublas(N: int, K: int, tokens: Sequence[int], names: Iterable[str] = CUBLAS) -> dict[int, dict[str, float]]:
+def cublas(N: int, K: int, tokens: Sequence[int], names: Iterable[str] | None = None) -> dict[int, dict[str, float]]:
     """Microseconds by tokens and peer for a weight [N, K], rotated beyond the L2; empty without PyTorch.
 
     FP8: per-tensor scales, FP16 out. INT8: int32 out, nothing dequantised, at least 32 rows. FP16: FP16 out. The
@@ -58,7 +59,7 @@ def cublas(N: int, K: int, tokens: Sequence[int], names: Iterable[str] = CUBLAS)
         return times
     import torch
 
-    for name in names:
+    for name in names or CUBLAS:
         weights = _copies(operand(name, N, K, seed=0))
         for M in tokens:
             x = operand(name, max(M, _INT8_ROWS) if name == "cublas_int8" and M <= 16 else M, K, seed=M)
@@ -288,3 +289,6 @@ def capture(calls: Sequence[Callable[[], Any]]) -> gpu.Graph:
             graph.replay()
 
     return gpu.adopt(replay, stream.cuda_stream, len(calls))
+
+
+PUBLIC = Peers(cublas=cublas, cublas_chain=cublas_chain, humming=humming, attention=sdpa)

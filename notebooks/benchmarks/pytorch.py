@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from benchmarks.decode import random_model
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
+from ptxlab.bench.suite import Suite
 from ptxlab.errors import BenchmarkError
 from ptxlab.llm.model import Config
 from ptxlab.llm.torch import KV4Cache, W4A8Linear, attention_workspace, quantize_model
@@ -263,3 +264,6 @@ def _row(
         checked=checked,
         **{"bytes": 0, **more},
     )
+
+
+SUITE = Suite("torch", rows, resumes=True)

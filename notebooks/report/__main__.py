@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ptxlab.lowbit import kernels
+from ptxlab import registry
 from ptxlab.profile.nsight.sanitizer import TOOLS
 from ptxlab.testing import gpu_tests
 from report import RESULTS, sections
@@ -51,7 +51,7 @@ def not_sanitized() -> list[str]:
     paths = sorted(RESULTS.glob("*/sanitizers*.json"))
     seen = [verdict for path in paths for verdict in json.loads(path.read_text(encoding="utf-8"))]
     by_tool = [{name for each in seen if each["tool"] == tool for name in each["kernels"]} for tool in TOOLS]
-    missing = [name for name in kernels.specs() if not all(name in names for names in by_tool)]
+    missing = [name for name in registry.specs() if not all(name in names for names in by_tool)]
     return [f"in no record of the sanitizers: {', '.join(missing)}"] if missing else []
 
 

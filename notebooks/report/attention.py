@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.stored import Place, stored_attention
+from ptxlab import registry
 from ptxlab.bench.record import Record
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench.attention import EVEN, LADDER, MEASURE, RAGGED, WITH_APPEND, append, merge
 from ptxlab.lowbit.bench.attention.append import POINTS
 from ptxlab.lowbit.bench.shapes import BATCHES, HEADS, LENGTHS, LONG
@@ -182,7 +182,7 @@ def steps_table(record: Record | None) -> str:
     table = pd.DataFrame(
         {
             "kernel": "`" + rows.kernel + "`",
-            "shows": [kernels.find(name)[0].summary for name in rows.kernel],
+            "shows": [registry.find(name)[0].summary for name in rows.kernel],
             "A100 (QServe)": there / 1e3,
             "over naive": A100_US["attention_kv4_naive"] / there,
             "here": rows.time_us / 1e3,

@@ -6,8 +6,9 @@ import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
+from ptxlab import registry
 from ptxlab.bench.record import Record, Row
-from ptxlab.lowbit import audit, kernels, quant, reference
+from ptxlab.lowbit import audit, quant, reference
 from ptxlab.lowbit.demo.plot import SWEEP
 from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED, SCHEME_COLOURS
 from report.style import bare, title
@@ -84,7 +85,7 @@ def cost_figure(record: Record) -> Figure:
     axes.axhline(arriving, color=ORANGE, linestyle="--", linewidth=1)
     axes.annotate(f"the memory brings {arriving:.0f}", (2.5, arriving), color=ORANGE, va="bottom")
     for (count, rate), names in _places(points).items():
-        wrong = any(kernels.specs()[name].wrong for name in names)
+        wrong = any(registry.specs()[name].wrong for name in names)
         axes.plot(count, rate, "o", color=RED if wrong else BLUE)
         label = ", ".join(name.removeprefix("dequant_") for name in names) + (" (wrong results)" if wrong else "")
         below = rate * count / 8 < 70  # next to the ALU's line

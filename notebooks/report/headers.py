@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from ptxlab import registry
 from ptxlab.bench.record import Row
 from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench.shapes import ALL_TOKENS, MIXTRAL
@@ -27,8 +28,8 @@ _PROMPT = (32, 4096)  # heads, tokens
 def outdated() -> dict[Path, str]:
     """The sources whose header states other figures than the records, with the text they should have."""
     changed = {}
-    for spec in kernels.specs().values():
-        source = kernels.find(spec.name)[1][0]
+    for spec in registry.specs().values():
+        source = registry.find(spec.name)[1][0]
         if not (lines := measured(spec)):
             continue
         text = _MEASURED.sub(_FIRST + f"\n{_NEXT}".join(lines), source.text)
@@ -151,7 +152,7 @@ def _attention() -> list[str]:
         times = (f"{us:.{1 if us < 100 else 0}f} us {near:.2f}" for us, near in by_batch.itertuples(index=False))
         table.append([f"{Hq} / {Hkv}", *times])
     lines = ["".join(f"{cell:<14}" for cell in line).rstrip() for line in table]
-    return [_step(kernels.find(_ATTENTION)[0]), "What `attention_kv4` takes for a batch, plain launches:", *lines]
+    return [_step(registry.find(_ATTENTION)[0]), "What `attention_kv4` takes for a batch, plain launches:", *lines]
 
 
 def _append() -> str:

@@ -3,6 +3,7 @@
 import pandas as pd
 
 from benchmarks.stored import stored_times
+from ptxlab import registry
 from ptxlab.bench.record import Record
 from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench import counts
@@ -72,7 +73,7 @@ def ladder_table(record: Record | None = None) -> str:
     rows = points(record)
     before, lines = "", []
     for name in steps(rows) or [spec.name for spec in kernels.gemm.STEPS]:
-        line: dict[str, object] = {"step": f"`{short(name)}`", "shows": kernels.specs()[name].summary}
+        line: dict[str, object] = {"step": f"`{short(name)}`", "shows": registry.specs()[name].summary}
         line["instructions per weight"] = _per_weight(name)
         line |= {f"of the floor, M = {M}": fraction(of(rows, name, M)) for M in _SHOWN_TOKENS}
         line |= {f"over the step before, M = {M}": speed_over(rows, name, before, M) for M in DISSECTED_TOKENS}
@@ -91,7 +92,7 @@ def loop_table() -> str:
     columns = ["step", "M", "weights", "all", "ALU", "FMA", "shared and global", "tensor", "beside, per iteration"]
     lines = []
     for spec in kernels.gemm.STEPS:
-        for M, loop in counts.load()["main_loops"][kernels.find(spec.name)[1][0].label].items():
+        for M, loop in counts.load()["main_loops"][registry.find(spec.name)[1][0].label].items():
             weights, pipes = loop["weights"], loop["pipes"]
             per_weight = [sum(pipes.values()), pipes.get("alu", 0), pipes.get("fma", 0) + pipes.get("fmaheavy", 0)]
             per_weight += [pipes.get("lsu", 0), pipes.get("tensor", 0)]
@@ -123,7 +124,7 @@ def limits_table(record: Record | None = None) -> str:
 
 
 def _per_weight(name: str) -> str:
-    label = kernels.find(name)[1][0].label
+    label = registry.find(name)[1][0].label
     loops = counts.load()["main_loops"].get(label, {})
     return " / ".join(f"{sum(loop['pipes'].values()) / loop['weights']:.1f}" for loop in loops.values() if loop)
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ptxlab import registry
 from ptxlab.bench.record import TOLERANCE, Record
 from ptxlab.lowbit import cost, kernels
 from ptxlab.lowbit.bench import counts
@@ -28,7 +29,7 @@ def alpha_at(kernel: str, M: int) -> float:
     if kernel in _BY_THE_WORD:
         return counts.alpha_of(_BY_THE_WORD[kernel])
     nearest = min(DISSECTED_TOKENS, key=lambda tokens: abs(math.log(M / tokens)))
-    loop = counts.load()["main_loops"][kernels.find(kernel)[1][0].label][str(nearest)]
+    loop = counts.load()["main_loops"][registry.find(kernel)[1][0].label][str(nearest)]
     return float(sum(loop["pipes"].values())) / float(loop["weights"])
 
 

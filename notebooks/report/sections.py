@@ -12,10 +12,9 @@ import pandas as pd
 
 from benchmarks.decode import MEASURE as MODEL_STEPS
 from benchmarks.stored import stored_attention, stored_times
-from ptxlab import bench
+from ptxlab import bench, registry
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench import counts
 from ptxlab.lowbit.bench.attention import MEASURE
 from ptxlab.lowbit.bench.gemm import headline
@@ -85,8 +84,8 @@ def kernel_table() -> str:
     counted = counts.load()
     measured = headers.rows("h200", "dequant")
     lines = []
-    for spec in (s for s in kernels.specs().values() if s.family == "dequant"):
-        source, *twins = kernels.find(spec.name)[1]
+    for spec in (s for s in registry.specs().values() if s.family == "dequant"):
+        source, *twins = registry.find(spec.name)[1]
         streaming = measured.get((spec.name, source.language, "streaming"))
         registers = measured.get((spec.name, source.language, "registers"))
         lines.append(
@@ -209,7 +208,7 @@ def load_table() -> str:
     per_32 = "loads / address / unpack per 32 weights | wavefronts of a warp's loads (conflicts)"
     columns = ["kernel", "shows", *per_32.split(" | "), "resident, weights per clock and SM", "streaming"]
     lines = []
-    for spec in (s for s in kernels.specs().values() if s.family == "load"):
+    for spec in (s for s in registry.specs().values() if s.family == "load"):
         accesses = holders.shared_accesses(spec.name) if "T" in spec.example_sizes[0] else ()
         fronts, least = (sum(getattr(a, field) for a in accesses) for field in ("wavefronts", "least"))
         resident = measured.get((spec.name, "ptx", "resident"))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from ptxlab import cli
+from ptxlab.cli.app import run_command_line
 from report import ROOT
 
 _WIDTH = 116  # of a line in the README
@@ -135,7 +135,7 @@ def output_of(mistake: Mistake) -> str:
     ):
         shutil.copytree(folder(mistake.place), scratch, dirs_exist_ok=True)
         runpy.run_path("inputs.py")
-        cli.app(mistake.command().split()[1:])
+        run_command_line(mistake.command().split()[1:])
     return printed.getvalue()
 
 

@@ -8,24 +8,20 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decode as models
-from benchmarks import layer, peers
-from ptxlab import __version__, gpu, toolchain
-from ptxlab.bench import user_kernels as own
+from ptxlab import __version__, gpu, registry, toolchain
+from ptxlab.bench import user_kernels
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
 from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, require_writable, save
+from ptxlab.bench.suite import PART, Suite
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit import kernels
-from ptxlab.lowbit.bench import attention, dequant, emulation, gemm, loads, stream
 from ptxlab.spec.user_specs import specs_in
 
 __all__ = [
-    "RESUMED",
-    "SUITES",
     "Ceilings",
     "Record",
     "Row",
     "Slower",
+    "Suite",
     "as_tables",
     "compare",
     "confirmed",
@@ -43,71 +39,88 @@ __all__ = [
 
 _PLACES = 3  # in memory, at most, where what is slower is measured once more
 _PAD = 74 << 20  # bytes between them
-_PART = "_part"
 _UNFINISHED = "not finished"  # why a record is invalid that its run will go on with
+_OUTSIDE = ("decode", "layer", "torch")  # suites that time other projects: notebooks/benchmarks
 
-SUITES: dict[str, Any] = {
-    "dequant": dequant.rows,
-    "load": loads.rows,
-    "gemm": gemm.rows,
-    "attention": attention.rows,
-    "layer": layer.rows,
-    "decode": models.rows,
-}
-RESUMED = ("layer", "decode", "torch")  # take long; a run that was stopped goes on where it was
-_PARTS: dict[str, Callable[[Sequence[str]], Any]] = {"gemm": gemm.part, "layer": layer.part, "decode": models.part}
+
+def suite_of(name: str) -> tuple[Suite, list[str]]:
+    """Find a suite by its name or by a kernel's: (suite, names of the kernels to measure).
+
+    Raises ArgumentError for a name that is neither, and for a kernel that no suite measures.
+    """
+    suites = registry.entries("suites")
+    if name in _OUTSIDE:
+        raise ArgumentError(
+            "suite", f"one that this command has; run `python -m benchmarks {name}` in notebooks/", name
+        )
+    family = name if name in suites else registry.find(name)[0].family
+    if family not in suites:
+        raise ArgumentError("suite", f"{', '.join(suites)}, or a kernel of these families", name)
+    names = [one for one, spec in registry.specs().items() if name in (one, spec.family)]
+    if name not in suites and not names:
+        raise ArgumentError("suite", "a suite or a kernel by its bare name, in all its sources and forms", name)
+    suite: Suite = suites[family].load()
+    return (suite if name == family else replace(suite, name=name)), names
 
 
 def run_suite(
-    suite: str,
+    suite: str | Suite,
     progress: Callable[[str], None] = lambda _: None,
     *,
     matrices: Container[tuple[int, int]] | None = None,
     only: Sequence[str] = (),
     resume: Path | None = None,
+    libraries: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> Record:
     """Measure a suite, or one kernel of it, on the current GPU (the suite `emulator`: on the CPU).
 
     Args:
-        suite: `"dequant"`, `"load"`, `"gemm"`, `"attention"`, `"layer"`, `"decode"`, `"emulator"`, a kernel's name,
-            or `FILE.py` with the specs of other kernels.
+        suite: the name of a registered suite or of a kernel, `FILE.py` with the specs of other kernels, or a `Suite`.
         progress: called with what is measured next.
         matrices: of a GEMM those alone, by (N, K).
-        only: of the suites `gemm`, `layer` and `decode` that part alone, by words (`gemm.part` ...).
-        resume: of the suites of `RESUMED` (whole, or whole models of `decode`): a record, which grows with every
-            row. Rows that are in it, of the same commit, card and versions, are not measured again.
+        only: that part alone, by the words that the suite knows (`Suite.part`).
+        resume: of a suite that resumes (whole, or whole models of `decode`): a record, which grows with every row.
+            Rows that are in it, of the same commit, card and versions, are not measured again.
+        libraries: versions of other libraries that take part, by name.
+        options: what else the suite takes by keyword, such as `peers`.
 
     Returns:
         The record; its `invalid` says why it must not be used, if the card is slower than it should be.
 
     Raises:
-        ArgumentError: no such suite, or `matrices` or `only` of one that has none.
+        ArgumentError: no such suite, or `matrices`, `only` or an option that it does not take.
         BenchmarkError: a timed kernel gave wrong results.
         UnavailableError: no GPU here, or no ptxas.
     """
-    _require_part(suite, only)
-    is_file = Path(suite).suffix == ".py"
-    family = suite if is_file or suite in ("emulator", *SUITES) else kernels.find(suite)[0].family
-    if matrices is not None and family != "gemm":
-        raise ArgumentError("matrices", f"must be None for the suite {family}", matrices)
-    if suite == "emulator":
+    if isinstance(suite, str) and Path(suite).suffix == ".py":
+        rows = partial(user_kernels.rows, specs_in(Path(suite)))
+        return _record(Path(suite).name, rows, progress, libraries or {})
+    chosen, names = suite_of(suite) if isinstance(suite, str) else (suite, [])
+    chosen.require_part(only)
+    if matrices is not None:
+        options["matrices"] = matrices
+    for option, value in options.items():
+        if option not in chosen.takes:
+            raise ArgumentError(option, f"must not be given for the suite {chosen.name}", value)
+    if not chosen.on_gpu:
         device = {"name": platform.processor() or platform.machine(), "slug": "cpu"}
-        return Record(suite, device, versions(None), {}, tuple(emulation.rows(progress)))
-    if is_file:
-        return _record(Path(suite).name, partial(own.rows, specs_in(Path(suite))), progress)
-    if family not in SUITES:
-        raise ArgumentError("suite", f"emulator, {', '.join(SUITES)}, or a kernel of these families", suite)
-    names = [name for name, spec in kernels.specs().items() if suite in (name, spec.family)]
-    if suite not in SUITES and not names:
-        raise ArgumentError("suite", "a suite or a kernel by its bare name, in all its sources and forms", suite)
-    part = {"matrices": matrices} if matrices is not None else {"only": only} if only else {}
-    name = _name(suite, only)
-    goes_on = suite in RESUMED and not name.endswith(_PART)  # of parts nobody knows what they were asked for
-    return _record(name, partial(SUITES[family], names, **part), progress, resume if goes_on else None)
+        return Record(chosen.name, device, versions(None), {}, tuple(chosen.rows(progress)))
+    if only:
+        options["only"] = only
+    name = chosen.record_name(only)
+    goes_on = chosen.resumes and not name.endswith(PART)  # of parts nobody knows what they were asked for
+    measure = partial(chosen.rows, names, **options)
+    return _record(name, measure, progress, libraries or {}, chosen.shortfall, resume if goes_on else None)
 
 
 def _record(
-    suite: str, rows: Callable[..., Iterable[Row]], progress: Callable[[str], None], resume: Path | None = None
+    suite: str,
+    rows: Callable[..., Iterable[Row]],
+    progress: Callable[[str], None],
+    libraries: Mapping[str, str],
+    slow_rows: Callable[[Sequence[Row], str], str] = lambda rows, device: "",
+    resume: Path | None = None,
 ) -> Record:
     """The rows beside the ceilings of the same run; with `resume` beside those that the record there has, kept in it as
     soon as they are measured."""
@@ -125,7 +138,7 @@ def _record(
             "memory_bytes": info.memory_bytes,
             **({} if resume is None else {"card": gpu.card_id()}),
         },
-        versions=versions(info),
+        versions={**versions(info), **libraries},
         ceilings=ceilings.to_json(),
         rows=(),
     )
@@ -138,33 +151,13 @@ def _record(
             here = {row.key for row in measured}
             kept = (*measured, *(row for row in done if row.key not in here))  # those whose turn has not come
             save(replace(record, rows=kept, invalid=too_slow or _UNFINISHED), resume)
-    return replace(record, rows=tuple(measured), invalid=too_slow or stream.shortfall(measured, info.slug))
+    return replace(record, rows=tuple(measured), invalid=too_slow or slow_rows(measured, info.slug))
 
 
-def resumed_path(suite: str, only: Sequence[str]) -> Path:
-    """Where the record of one of `RESUMED`, or of that part, goes unless somebody says otherwise."""
-    _require_part(suite, only)
-    return default_path(Record(_name(suite, only), {"slug": gpu.device_info().slug}, {}, {}, ()))
-
-
-def _require_part(suite: str, only: Sequence[str]) -> None:
-    """Raise ArgumentError for words that name no part of the suite."""
-    if suite in _PARTS:
-        _PARTS[suite](only)
-    elif only:
-        raise ArgumentError("only", f"must be empty for the suite {suite}", ", ".join(only))
-
-
-def _name(suite: str, only: Sequence[str]) -> str:
-    """A part is no record of the suite; but W4A4, the epilogues of `layer`, and whole models of `decode` have their
-    own."""
-    if suite == "gemm" and {*only} == {gemm.w4a4.PART}:
-        return f"gemm_{gemm.w4a4.PART}"
-    if suite == "decode" and only and set(only) <= {config.name for config in models.MODELS}:
-        return f"decode/{'+'.join(only)}"
-    if suite == "layer" and [*only] == [layer.EPILOGUES]:
-        return f"layer_{layer.EPILOGUES}"
-    return f"{suite}{_PART}" if only else suite
+def resumed_path(suite: Suite, only: Sequence[str]) -> Path:
+    """Where the record of a suite that resumes, or of that part of it, goes unless somebody says otherwise."""
+    suite.require_part(only)
+    return default_path(Record(suite.record_name(only), {"slug": gpu.device_info().slug}, {}, {}, ()))
 
 
 def _done(path: Path, record: Record) -> tuple[Row, ...]:
@@ -189,7 +182,7 @@ def confirmed(
         alone = [one for one in slower if not before.suite.startswith("layer") and _has_suite(one.row.kernel)]
         for kernel in sorted({one.row.kernel for one in alone}):
             sizes = [one.row.sizes for one in slower if one.row.kernel == kernel]
-            of_gemm = kernels.find(kernel)[0].family == "gemm"
+            of_gemm = registry.find(kernel)[0].family == "gemm"
             only = {(s["N"], s["K"]) for s in sizes if "N" in s} if of_gemm else None
             with gpu.elsewhere((1 + place) * _PAD):
                 again.append(run_suite(kernel, progress, matrices=only))
@@ -203,8 +196,8 @@ def confirmed(
 
 def _has_suite(kernel: str) -> bool:
     """Whether it is the name of a kernel that can be measured alone."""
-    spec = kernels.specs().get(kernel)
-    return spec is not None and spec.family in SUITES
+    spec = registry.specs().get(kernel)
+    return spec is not None and spec.family in registry.entries("suites")
 
 
 def title(record: Record) -> str:
@@ -271,4 +264,4 @@ def versions(info: gpu.DeviceInfo | None) -> dict[str, str]:
     if info is None:
         return own
     found = {"cupy": info.cupy, "cuda-bindings": metadata.version("cuda-bindings"), **toolchain.versions()}
-    return {**own, **found, **peers.versions()}
+    return {**own, **found}

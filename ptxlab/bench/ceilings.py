@@ -8,7 +8,7 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import BenchmarkError
-from ptxlab.lowbit import cost
+from ptxlab.hardware.sheets import SHEETS, sheet
 from ptxlab.runtime.timing import measure
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
@@ -48,9 +48,9 @@ def measure_ceilings() -> Ceilings:
 
 def shortfall(ceilings: Ceilings, device: str) -> str:
     """Why a record with these ceilings is not valid; empty if it is, or if there is no sheet for the device."""
-    if device not in cost.SHEETS:
+    if device not in SHEETS:
         return ""
-    expected = cost.sheet(device)
+    expected = sheet(device)
     for what, here, there in (
         ("read", ceilings.read_tbps, expected.read_tbps),
         ("copy", ceilings.copy_tbps, expected.copy_tbps),

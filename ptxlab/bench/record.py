@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -13,7 +12,7 @@ from ptxlab import sources
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io.files import read_record, require_folder, write_text
 from ptxlab.runtime.timing import Measured
-from ptxlab.sources import Source
+from ptxlab.sources import Source, commit
 from ptxlab.spec import KernelSpec
 
 SCHEMA = 1
@@ -259,22 +258,6 @@ def compare(new: Record, old: Record, tolerance: float = TOLERANCE) -> list[Slow
     before = {row.key: row for row in old.rows}
     found = [Slower(row, before[row.key]) for row in new.rows if row.key in before]
     return [one for one in found if one.apart and min(one.loss, 1 - 1 / one.cycles, 1 - 1 / one.of_floor) > tolerance]
-
-
-def commit() -> str:
-    """`$PTXLAB_COMMIT`, for copies with another history; else the checkout's, with `+` if files differ from it."""
-    if said := os.environ.get("PTXLAB_COMMIT"):
-        return said
-    root = Path(__file__).resolve().parents[2]
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def _row(found: Mapping[str, Any]) -> Row:

@@ -6,9 +6,9 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.launching import poisoned
 from ptxlab.bench.record import Row, row_of
 from ptxlab.errors import ArgumentError, BenchmarkError, VerificationError
+from ptxlab.runtime.launching import poisoned
 from ptxlab.runtime.timing import copies_beyond_l2, measure
 from ptxlab.runtime.verify import compare
 from ptxlab.sources import Source

@@ -1,50 +1,68 @@
 """The command `bench`."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from ptxlab.cli.common import FAILED, AsJson, console, print_json, progress_bar, table, written
 
+if TYPE_CHECKING:
+    from ptxlab.bench import Suite
+
+PANEL = "Measure"
+
+
+Against = Annotated[Path | None, typer.Option(help="Compare with a record; fail if a row got slower.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Where to write the record; default: notebooks/results/<gpu>/, here for FILE.py or no checkout."),
+]
+Only = Annotated[list[str] | None, typer.Option(help="Of a suite, one part: of gemm w4a4, 7B, 70B.")]
+Picture = Annotated[Path | None, typer.Option("--plot", help="Plot the record (.png, .svg, .pdf).")]
+
 
 def bench(
-    suite: Annotated[
-        str, typer.Argument(help="dequant, load, gemm, attention, layer, decode, torch, emulator, a kernel, FILE.py.")
-    ],
-    against: Annotated[Path | None, typer.Option(help="Compare with a record; fail if a row got slower.")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where to write the record; default: notebooks/results/<gpu>/, here for FILE.py or no checkout."
-        ),
-    ] = None,
-    picture: Annotated[Path | None, typer.Option("--plot", help="Plot the record (.png, .svg, .pdf).")] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Of the suite gemm: w4a4, 7B, 70B. Of layer and decode: a model, B=16, a mix (fp8_row ...), alone (no "
-            "mix); fused, timeline, d64, epilogues."
-        ),
-    ] = None,
+    suite: Annotated[str, typer.Argument(help="dequant, load, gemm, attention, emulator, a kernel, FILE.py.")],
+    against: Against = None,
+    out: Out = None,
+    picture: Picture = None,
+    only: Only = None,
     as_json: AsJson = False,
 ) -> None:
     """Time kernels against their floor on this machine's GPU (the suite emulator: on its CPU), and record it."""
+    measure_suite(suite, against=against, out=out, picture=picture, only=only or (), as_json=as_json)
+
+
+def measure_suite(
+    suite: "str | Suite",
+    *,
+    against: Path | None,
+    out: Path | None,
+    picture: Path | None,
+    only: Sequence[str],
+    as_json: bool,
+    libraries: Mapping[str, str] | None = None,
+    **options: Any,
+) -> None:
+    """Measure a suite, record it, print it, and compare it with a record; `options` are the suite's, such as `peers`.
+
+    Raises typer.Exit with `FAILED` if a row got slower, and what `bench.run_suite` raises.
+    """
     from ptxlab import bench as benches
     from ptxlab import plot
 
-    benches.require_writable(suite, out)  # whatever is wrong with a file is found before anything is measured
+    chosen = suite if isinstance(suite, benches.Suite) else None
+    name = chosen.name if chosen else str(suite)
+    benches.require_writable(name, out)  # whatever is wrong with a file is found before anything is measured
     if picture is not None:
         plot.require_writable(picture)
-    if suite == "torch":  # a room above `bench`
-        from ptxlab.llm import torch
-
-        benches.SUITES[suite] = torch.bench.rows
     before = benches.load(against) if against else None
-    with progress_bar(f"bench {suite}", None, quiet=as_json) as advance:
-        resume = (out or benches.resumed_path(suite, only or ())) if suite in benches.RESUMED else None
-        record = benches.run_suite(suite, progress=advance, only=only or (), resume=resume)
+    with progress_bar(f"bench {name}", None, quiet=as_json) as advance:
+        resume = (out or benches.resumed_path(chosen, only)) if chosen and chosen.resumes else None
+        record = benches.run_suite(suite, advance, only=only, resume=resume, libraries=libraries, **options)
         slower = benches.confirmed(benches.compare(record, before), before, advance) if before else []
     path = benches.save(record, out)
     if picture is not None:

@@ -24,7 +24,6 @@ from rich.progress import (
 from rich.table import Table
 
 from ptxlab.errors import PtxlabError
-from ptxlab.io.files import require_folder
 
 FAILED, BAD_INPUT = 1, 2
 
@@ -175,4 +174,6 @@ def require_file(option: str, path: Path | None, *suffixes: str) -> None:
     if path is not None:
         if path.suffix not in suffixes:
             raise expects(option, f"a {' or '.join(suffixes)} file", path)
+        from ptxlab.io.files import require_folder  # NumPy, which `--help` need not wait for
+
         require_folder(path)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ptxlab import debugger
+from ptxlab import debugger, registry
 from ptxlab.cli.common import (
     BAD_INPUT,
     FAILED,
@@ -26,8 +26,9 @@ from ptxlab.cli.run import launching
 from ptxlab.debugger.commands import ALIASES, COMMANDS
 from ptxlab.errors import PtxlabError
 from ptxlab.io.files import load_arrays
-from ptxlab.lowbit import kernels
 from ptxlab.runtime.arguments import checks_of
+
+PANEL = "Run and check"
 
 PROMPT = "(ptxlab) "
 
@@ -66,7 +67,7 @@ def debug(
         raise CommandLineError("--json prints what -x says: give commands with -x")
     arrays = load_arrays(inputs)
     checks, mode = checks_of("--check", check), "late" if late else "early"
-    found = kernels.resolve(target)
+    found = registry.resolve(target)
     kernel, launch = launching(*found, arrays, unchecked, grid, block, shared, arch, define)
 
     def call() -> Any:

@@ -1,4 +1,4 @@
-"""What is installed, which backends work, and what to install for the rest."""
+"""The command `doctor`: what is installed, which backends work, and what to install for the rest."""
 
 import sys
 from dataclasses import asdict, dataclass
@@ -6,11 +6,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from ptxlab import __version__, gpu, toolchain
+from ptxlab.cli.common import AsJson, console, print_json, table
 from ptxlab.errors import FileError, UnavailableError
-from ptxlab.io import downloads as weights
+from ptxlab.io import downloads
 from ptxlab.profile import nsight
 from ptxlab.testing import gpu_tests
 from ptxlab.toolchain import cache
+
+PANEL = "Project"
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,8 @@ def _trained_weights() -> list[Item]:
     """What `ptxlab weights` downloads."""
     return [
         Item(f"weights {name}", found is not None, w.summary, "" if found else f"ptxlab weights {name}")
-        for name, w in weights.KNOWN.items()
-        for found in [weights.find(name)]
+        for name, w in downloads.KNOWN.items()
+        for found in [downloads.find(name)]
     ]
 
 
@@ -89,3 +92,12 @@ def _cache() -> Item:
     except FileError as error:
         return Item("cache", False, str(error), f"set {cache.VARIABLE} to a folder that can be written to")
     return Item("cache", True, str(cache.directory()))
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Say what is installed, which backends work, and what to install for the rest."""
+    items = examine()
+    if as_json:
+        return print_json([item.to_json() for item in items])
+    cells = [(item.name, "yes" if item.works else "no", item.detail, item.remedy) for item in items]
+    console.print(table("", ("", "here", "what", "to get it"), cells))

@@ -16,6 +16,8 @@ from ptxlab import runtime
 from ptxlab.cli.common import AsJson, CommandLineError, console, expects, print_json
 from ptxlab.errors import CompileError, FileError, UnavailableError
 
+PANEL = "Project"
+
 KERNEL = """\
 // out[row] = sum of x[row, 0..n): one block of 128 threads per row. Integers, so the order of the sum does not matter.
 extern "C" __global__ void __launch_bounds__(128) my_kernel(const int* x, int* out, int n) {

@@ -36,6 +36,8 @@ from ptxlab.profile.launch_target import LaunchTarget
 from ptxlab.profile.nsight import Profile
 from ptxlab.runtime.arguments import parse_integers, parse_sizes
 
+PANEL = "Measure"
+
 _WIDEST = 90  # characters of a source line
 
 

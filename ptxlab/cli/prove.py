@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from ptxlab import registry
 from ptxlab.cli.common import (
     FAILED,
     AsJson,
@@ -24,11 +25,12 @@ from ptxlab.cli.common import (
     written,
 )
 from ptxlab.io.files import save_arrays
-from ptxlab.lowbit import kernels
 from ptxlab.prove import Claim, Decision, decide, registered
 from ptxlab.prove.solve import check_solver
 from ptxlab.runtime import Kernel, load
 from ptxlab.runtime.arguments import geometry, parse_integers
+
+PANEL = "Run and check"
 
 UNDECIDED = 3
 
@@ -83,7 +85,7 @@ def prove(
 
     claims: list[Claim] = []
     for target in targets or []:
-        for spec, sources, entry in kernels.resolve_all(target):
+        for spec, sources, entry in registry.resolve_all(target):
             if spec is None:
                 refuse({"--unchecked": unchecked or None}, "is for kernels with a spec")
                 kernel = load(sources[0], entry, defines=parse_integers("-D", define or []), arch=arch)
@@ -101,7 +103,7 @@ def prove(
                 labels = {source.label for source in sources}
                 claims += [*claims_of(spec, sources), *(c for c in registered() if c.subject.split(",")[0] in labels)]
     if everything:
-        claims += [c for spec in kernels.specs().values() for c in claims_of(spec, kernels.find(spec.name)[1])]
+        claims += [c for spec in registry.specs().values() for c in claims_of(spec, registry.find(spec.name)[1])]
         claims = [c for c in [*claims, *registered()] if c.quick or not quick]
     if not claims:
         raise CommandLineError(f"{', '.join(targets or [])}: the spec has no claims; give --claim")
@@ -118,7 +120,7 @@ def prove(
 
 def _kernel(target: str) -> Kernel:
     """A kernel by name or file, as one without a spec."""
-    _, source, entry = kernels.resolve(target)
+    _, source, entry = registry.resolve(target)
     return load(source, entry)
 
 

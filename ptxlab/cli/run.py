@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 from rich.syntax import Syntax
 
-from ptxlab import emulator, runtime
+from ptxlab import emulator, registry, runtime
 from ptxlab.cli.common import (
     FAILED,
     PICTURES,
@@ -40,8 +40,6 @@ from ptxlab.cli.common import (
 )
 from ptxlab.errors import ArgumentError, EmulationError, SourceError
 from ptxlab.io.files import load_arrays, require_folder, save_arrays
-from ptxlab.lowbit import kernels
-from ptxlab.lowbit.kernels import holders
 from ptxlab.runtime.arguments import (
     accept,
     checks_of,
@@ -56,7 +54,10 @@ from ptxlab.runtime.verify import Job, Verdict, check_rows, plan, plan_rows
 from ptxlab.runtime.verify import verify as verify_job
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec
+from ptxlab.spec.pictures import Pictures
 from ptxlab.testing import annotations
+
+PANEL = "Run and check"
 
 
 def list_kernels(
@@ -64,12 +65,12 @@ def list_kernels(
     as_json: AsJson = False,
 ) -> None:
     """List the project's kernels: sources, architecture, what each shows."""
-    chosen = [spec for name in names or kernels.specs() for spec, *_ in kernels.resolve_all(name) if spec is not None]
+    chosen = [spec for name in names or registry.specs() for spec, *_ in registry.resolve_all(name) if spec is not None]
     rows: list[dict[str, Any]] = [
         {
             "name": spec.label,
             "family": spec.family,
-            "sources": [s.language for s in kernels.find(spec.name)[1]],
+            "sources": [s.language for s in registry.find(spec.name)[1]],
             "arch": spec.arch if spec.exact_arch else f"{spec.arch}+",
             "wrong_by_design": spec.wrong is not None,
             "summary": spec.summary,
@@ -100,15 +101,16 @@ def show(
 ) -> None:
     """Show a kernel: contract, arguments, rules and source; for load_* kernels also which lane gets which weights."""
     require_file("--plot", plot, *PICTURES)
-    found = kernels.resolve_all(name)
+    found = registry.resolve_all(name)
     if plot is not None:
         spec = found[0][0]
-        if len(found) > 1 or spec is None or "fragments" not in {arg.name for arg in spec.outputs}:
-            raise expects("--plot", "one load_* kernel", name)
-        from ptxlab.lowbit.kernels.plot import load_picture
+        pictures = None if len(found) > 1 or spec is None else _pictures(spec)
+        if spec is None or pictures is None:
+            drawn = ", ".join(f"one {each.kernels}" for _, each in registry.load_all("pictures"))
+            raise expects("--plot", drawn, name)
         from ptxlab.plot import save
 
-        save(load_picture(spec.name), plot)
+        save(pictures.figure(spec), plot)
     if as_json:
         shown = [_as_json(spec, sources) for spec, sources, _ in found]
         return print_json(shown if len(shown) > 1 else shown[0])
@@ -140,8 +142,15 @@ def _show_contract(spec: KernelSpec) -> None:
         console.print(f"  rule  {escape(rule)}", highlight=False)
     if spec.wrong:
         console.print(f"  [red]wrong by design[/]: {escape(spec.wrong.why)}")
-    if "fragments" in {arg.name for arg in spec.outputs}:
-        console.print(holders.as_text(spec.name), highlight=False, soft_wrap=True)
+    if pictures := _pictures(spec):
+        console.print(pictures.as_text(spec), highlight=False, soft_wrap=True)
+
+
+def _pictures(spec: KernelSpec) -> Pictures | None:
+    """The pictures that a family registers, if there are some of this kernel."""
+    entry = registry.entries("pictures").get(spec.family)
+    pictures: Pictures | None = entry.load() if entry else None
+    return pictures if pictures and pictures.draws(spec) else None
 
 
 def _print_source(source: Source) -> None:
@@ -214,7 +223,7 @@ def run(
             "goes with one run, and --unneeded makes many: early, late, with seeds",
         )
         refuse({"--format": form if form != "text" else None}, "prints findings, and --unneeded has none")
-    found = kernels.resolve(target)
+    found = registry.resolve(target)
     with _annotated(form, found[1].path):
         kernel, launch = launching(*found, arrays, unchecked, grid, block, shared, arch, define)
         launch = partial(launch, backend=backend, max_steps=max_steps)
@@ -259,7 +268,7 @@ def launching(
     arch: str | None,
     define: list[str] | None,
 ) -> Launching:
-    """What `run` and `debug` launch: a kernel as `kernels.resolve` finds it, on arrays by name."""
+    """What `run` and `debug` launch: a kernel as `registry.resolve` finds it, on arrays by name."""
     if spec is not None:
         only = {"--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
         refuse(only, f"is for files only: {spec.name} has a spec, which says it")
@@ -408,7 +417,7 @@ def verify(
     """Verify kernels against their NumPy references, on the GPU and in the emulator, with every check on."""
     if bool(names) == everything:
         raise CommandLineError("verify expects kernels, families or --all")
-    jobs, skipped = plan(names or list(kernels.specs()), backend)
+    jobs, skipped = plan(names or list(registry.specs()), backend)
     if batch_invariant:
         if shape:
             raise CommandLineError("--batch-invariant has sizes of its own: leave --shape out")

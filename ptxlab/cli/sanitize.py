@@ -6,9 +6,11 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from ptxlab import registry
 from ptxlab.cli.common import FAILED, AlsoShape, AsJson, console, expects, print_json, progress_bar, table
-from ptxlab.lowbit import kernels
 from ptxlab.profile.nsight import sanitizer
+
+PANEL = "Run and check"
 
 
 def sanitize(
@@ -23,7 +25,7 @@ def sanitize(
     tools = sanitizer.TOOLS if tool == "all" else tuple(tool.split(","))
     if unknown := [one for one in tools if one not in sanitizer.TOOLS]:
         raise expects("--tool", f"some of {', '.join(sanitizer.TOOLS)}, or all", unknown[0])
-    found = [spec for name in names if name != sanitizer.LAYER for spec, *_ in kernels.resolve_all(name)]
+    found = [spec for name in names if name != sanitizer.LAYER for spec, *_ in registry.resolve_all(name)]
     chosen = [spec.label for spec in found if spec is not None]
     if len(chosen) < len(found):
         raise expects("sanitize", "kernels or families", ", ".join(names))

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from ptxlab import registry, toolchain
 from ptxlab import sass as machine_code
-from ptxlab import toolchain
 from ptxlab.cli.common import (
     Arch,
     AsJson,
@@ -23,13 +23,13 @@ from ptxlab.cli.common import (
     table,
     written,
 )
-from ptxlab.lowbit import kernels
-from ptxlab.lowbit.bench import counts
 from ptxlab.runtime.arguments import parse_integers
 from ptxlab.sass import Report, SassInstruction
 from ptxlab.sass.wgmma import overwriting
 from ptxlab.sources import Source, names_same_file
 from ptxlab.spec import KernelSpec
+
+PANEL = "Measure"
 
 _SIDE_BY_SIDE = 2  # so many are compared by opcode; of more there is a row each
 
@@ -50,7 +50,7 @@ def sass(
     """Compile and count: instructions by opcode and pipe, registers, spills, ALU instructions per 8 weights."""
     if record:
         refuse({"--listing": listing or None, "-D": define or None}, "cannot be combined with --record")
-        paths = counts.save()
+        paths = [path for _, renew in registry.load_all("counts") for path in renew()]
         return print_json([*map(str, paths)]) if as_json else written(*paths)
     if not targets:
         raise CommandLineError("sass expects kernels, families or files")
@@ -58,7 +58,7 @@ def sass(
     named = [
         (sources[0].label + (spec.suffix if spec else ""), sources[0], entry, given or _variant(spec))
         for target in targets
-        for spec, sources, entry in kernels.resolve_all(target)
+        for spec, sources, entry in registry.resolve_all(target)
     ]
     if listing:
         texts = {label: list(interleaved(source, arch, entry, defines)) for label, source, entry, defines in named}

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ptxlab import registry
 from ptxlab.cli.common import (
     PICTURES,
     AsJson,
@@ -25,10 +26,11 @@ from ptxlab.cli.common import (
     written,
 )
 from ptxlab.io.files import write_text
-from ptxlab.lowbit import kernels
 from ptxlab.profile import timeline as timelines
 from ptxlab.profile.timeline import Timeline, recorder
 from ptxlab.runtime.arguments import parse_sizes
+
+PANEL = "Measure"
 
 
 def timeline(
@@ -75,10 +77,10 @@ def timeline(
 
 
 def _recorded(target: str, sizes: dict[str, Any], backend: str | None) -> Timeline:
-    spec, source, _ = kernels.resolve(target)
+    spec, source, _ = registry.resolve(target)
     if spec is None:
         raise expects("timeline", "one of the project's kernels", target)
-    by_language = {one.language: one for one in kernels.find(spec.name)[1]}
+    by_language = {one.language: one for one in registry.find(spec.name)[1]}
     source = source if "." in target else by_language.get("cu", source)  # the one that can stamp
     return recorder.record(spec, source, sizes, backend=backend)
 

@@ -1,5 +1,6 @@
-"""Four bytes in one 32-bit word: how the dequantisers compute on four weights at a time."""
+"""Four bytes or eight nibbles in one 32-bit word: how kernels compute on several small integers at a time."""
 
+import math
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ F16: TypeAlias = npt.NDArray[np.float16]
 F32: TypeAlias = npt.NDArray[np.float32]
 Bool: TypeAlias = npt.NDArray[np.bool_]
 
+_LOW = np.uint32(0x0F0F0F0F)
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
@@ -33,6 +35,13 @@ def as_bytes(words: U32) -> U8:
     require_dtype("words", words, np.uint32)
     contiguous = words if words.flags.c_contiguous else words.copy(order="C")
     return contiguous.view(np.uint8)
+
+
+def unpack_u4(words: U32) -> U8:
+    """Unpack micro-kernel words u32 [..., K/8]: eight nibbles u8 [..., K], those of the low halves of bytes first."""
+    require_dtype("words", words, np.uint32)
+    halves = np.stack([words & _LOW, words >> np.uint32(4) & _LOW], axis=-1)
+    return as_bytes(halves).reshape(*words.shape[:-1], 8 * math.prod(words.shape[-1:]))
 
 
 def replicate(values: U8) -> U32:

@@ -1,19 +1,15 @@
-"""What kernels, specs, packed weights, findings, launches and cells look like in a notebook."""
+"""What kernels, specs, findings, launches and cells look like in a notebook."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ptxlab import sources
+from ptxlab import registry, sources
 from ptxlab.emulator import Finding
 from ptxlab.jupyter import page
 from ptxlab.jupyter.cell import Cell, Fact, Remark, counts, facts
 from ptxlab.jupyter.page import Html, chip, details, element, join, listing, table
 from ptxlab.jupyter.registers import RegisterRow, words
-from ptxlab.lowbit import kernels
-from ptxlab.lowbit.jupyter import maps
-from ptxlab.lowbit.jupyter.drawing import HolderView
-from ptxlab.lowbit.layout import PackedWeight
 from ptxlab.runtime import Kernel, Outcome
 from ptxlab.sass import Report
 from ptxlab.sources import Source
@@ -26,17 +22,17 @@ def of_kernel(kernel: Kernel) -> str:
     """A kernel: how it is called, and its source."""
     signature = f"{kernel.entry}({', '.join(kernel.parameters)}, grid=, block=)"
     arch = kernel.module.target if kernel.source.language == "ptx" else kernel.arch
-    chips = [chip(kernel.source.language), *([chip(_lowest(arch))] if arch else [])]
+    chips = [chip(kernel.source.language), *([chip(lowest_arch(arch))] if arch else [])]
     chips += [chip(f"{name}={value}") for name, value in kernel.defines.items()]
     chips += [chip("checks ", ", ".join(sorted(kernel.checks)))] if kernel.checks else []
-    spec = kernels.specs().get(kernel.entry)
+    spec = registry.specs().get(kernel.entry)
     summary = [element("div", spec.summary)] if spec and kernel.source in sources.of_kernel(spec.name) else []
-    return page.page(_title(element("code", signature), *chips), *summary, _source(kernel.source))
+    return page.page(title_line(element("code", signature), *chips), *summary, _source(kernel.source))
 
 
 def of_spec(spec: KernelSpec) -> str:
     """A spec: what it shows, arguments, rules, and the sources."""
-    chips = [chip(_lowest(spec.arch)), *([chip("wrong by design", kind="bad")] if spec.wrong else [])]
+    chips = [chip(lowest_arch(spec.arch)), *([chip("wrong by design", kind="bad")] if spec.wrong else [])]
     arguments = [(element("code", a.name), str(a.dtype), element("code", _shape(a)), a.role) for a in spec.args]
     rules = [element("code", rule) for rule in (*spec.rules, *spec.value_rules)]
     exact = "bit for bit" if not spec.tolerance and spec.bound is None else spec.tolerance_reason
@@ -44,7 +40,7 @@ def of_spec(spec: KernelSpec) -> str:
     said += [("wrong", spec.wrong.why)] if spec.wrong else []
     found = sources.of_kernel(spec.name)
     return page.page(
-        _title(spec.name, *chips),
+        title_line(spec.name, *chips),
         element("div", spec.summary),
         table(("argument, in launch order", "dtype", "shape", "role"), arguments),
         table(("", ""), ((element("b", name), text) for name, text in said if text)),
@@ -62,7 +58,7 @@ def finding_body(finding: Finding) -> Html:
     block, thread = ("({}, {}, {})".format(*index) for index in (finding.block, finding.thread))
     times = f"{finding.count} times" if finding.count > 1 else "once"
     place = element("code", page.place(finding.path, finding.line))
-    title = _title(chip(finding.kind, kind="bad"), place, " ", chip(f"block {block} thread {thread}"), chip(times))
+    title = title_line(chip(finding.kind, kind="bad"), place, " ", chip(f"block {block} thread {thread}"), chip(times))
     source = page.recall(finding.path)
     lines = page.excerpt(source, finding.line) if source else element("pre", finding.text)
     return join([title, element("div", finding.message), lines, _operands(finding)])
@@ -83,22 +79,6 @@ def _operands(finding: Finding) -> Html:
     return words(rows, finding.lane)
 
 
-def of_weight(weight: PackedWeight) -> str:
-    """A packed weight: its buffers, and which lane gets what of a tile."""
-    chips = [chip(weight.scheme), chip(f"[{weight.N}, {weight.K}]"), chip(_lowest(weight.arch))]
-    chips += [chip(f"groups of {weight.group}")] if weight.group < weight.K else []
-    bits = f"{8 * weight.nbytes / (weight.N * weight.K):.2f} bits per weight"
-    buffers = [
-        (element("code", name), str(array.dtype), str(list(array.shape)), element("td", f"{array.nbytes:,}", cls="num"))
-        for name, array in weight.buffers.items()
-    ]
-    return page.page(
-        _title(weight.layout, *chips, chip(bits)),
-        table(("buffer", "dtype", "shape", "bytes"), buffers),
-        HolderView(maps.find(weight.layout)).body(),
-    )
-
-
 def of_outcome(outcome: Outcome) -> str:
     """A launch: where it ran, what it wrote, what was found."""
     chips = [chip(outcome.backend)]
@@ -110,7 +90,7 @@ def of_outcome(outcome: Outcome) -> str:
     arrays = [chip(element("code", n), f" {a.dtype}{list(a.shape)}") for n, a in outcome.outputs.items()]
     first = [finding_body(finding) for finding in outcome.findings[:1]]
     rest = [details(_summary(finding), finding_body(finding)) for finding in outcome.findings[1:]]
-    return page.page(_title("launch", *chips), element("div", *arrays), *first, *rest)
+    return page.page(title_line("launch", *chips), element("div", *arrays), *first, *rest)
 
 
 def _summary(finding: Finding) -> str:
@@ -144,7 +124,7 @@ def _report(name: str, cell: Cell, report: Report) -> list[object]:
     pipes = counts(report.pipes, before.pipes if before else None)
     opcodes = counts(report.opcodes, before.opcodes if before else None)
     return [
-        _title(element("code", name), chip(report.arch), element("span", ", ".join(report.tools), cls="dim")),
+        title_line(element("code", name), chip(report.arch), element("span", ", ".join(report.tools), cls="dim")),
         table([fact.name for fact in numbers], [cells]),
         element("div", element("b", "pipes "), *map(_count, pipes)),
         element("div", element("b", "opcodes "), *map(_count, opcodes)),
@@ -186,7 +166,8 @@ def _by_line(path: str, cell: Cell) -> Html:
     return element("pre", join(shown, "\n"))
 
 
-def _title(*parts: object) -> Html:
+def title_line(*parts: object) -> Html:
+    """Lay out a display's first line: a name in bold, and chips."""
     return element("div", element("b", parts[0]), " ", *parts[1:], cls="title")
 
 
@@ -196,8 +177,8 @@ def _source(source: Source, *, folded: bool = False) -> Html:
     return details(f"{source.label}, {count} lines", text, shown=not folded and count <= _SHORT)
 
 
-def _lowest(arch: str) -> str:
-    """A letter at the end marks code that runs nowhere else."""
+def lowest_arch(arch: str) -> str:
+    """Say on which architectures code runs: a letter at the end marks code that runs nowhere else."""
     return f"{arch} only" if arch[-1].isalpha() else f"{arch} and newer"
 
 
@@ -211,5 +192,4 @@ PAGES: dict[type, Callable[[Any], str]] = {
     Kernel: of_kernel,
     KernelSpec: of_spec,
     Outcome: of_outcome,
-    PackedWeight: of_weight,
 }

@@ -6,11 +6,10 @@ from typing import Any
 from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
-from ptxlab import gpu, sass
+from ptxlab import gpu, registry, sass
 from ptxlab.errors import PtxlabError
 from ptxlab.jupyter.cell import Cell, compile_cell
 from ptxlab.jupyter.errors import in_short
-from ptxlab.lowbit import kernels
 from ptxlab.runtime.arguments import checks_of, parse_integers
 from ptxlab.runtime.verify import Job, Verdict, verify
 from ptxlab.sources import Language
@@ -87,7 +86,7 @@ class PtxlabMagics(Magics):
         assert self.shell is not None
         spec = self.shell.user_ns.get(contract)
         if not isinstance(spec, KernelSpec):
-            spec, _ = kernels.find(contract)
+            spec, _ = registry.find(contract)
         backends = ["emulator", *(["gpu"] if gpu.why_not(spec.arch, exact=spec.exact_arch) is None else [])]
         return tuple(
             verify(Job(replace(spec, name=name), cell.source, backend, sizes, dict(kernel.defines) or None))

@@ -1,4 +1,4 @@
-"""Sliders over the dequantisation identities and over layouts, and the debugger with buttons."""
+"""The debugger with buttons, and what other widgets are made of: sliders over a page that follows them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -7,52 +7,10 @@ from typing import TYPE_CHECKING, Any
 from ptxlab.debugger import Commands, Session
 from ptxlab.errors import PtxlabError, UnavailableError
 from ptxlab.jupyter.page import Html, element, excerpt, page
-from ptxlab.lowbit.jupyter import maps
-from ptxlab.lowbit.jupyter.drawing import HolderView
-from ptxlab.lowbit.jupyter.identities import LANES, identities
 from ptxlab.runtime import Kernel
 
 if TYPE_CHECKING:
     from ipywidgets import VBox
-
-
-def dequant_sliders(q4: tuple[int, ...] = (15, 3, 0, 9), s1: int = 15, minimum: int = -104) -> "VBox":
-    """Sliders for four q4, s1 and min over `identities`, which says what these may be.
-
-    Raises:
-        ArgumentError: a value out of its range.
-        UnavailableError: ipywidgets is not installed.
-    """
-    ui = _ipywidgets()
-    identities(q4, s1, minimum)
-    weights = [_slider(f"q4, lane {lane}", q4[lane], 0, 15) for lane in range(LANES)]
-    scale, least = _slider("s1", s1, 1, max(s1, 20)), _slider("min", minimum, -128, 127)
-
-    def show(values: Mapping[str, int]) -> str:
-        lanes = tuple(values[slider.description] for slider in weights)
-        return identities(lanes, values["s1"], values["min"])._repr_html_()
-
-    columns = ui.HBox([ui.VBox(weights[::-1]), ui.VBox([scale, least])])
-    return _linked(columns, [*weights, scale, least], show)
-
-
-def layout_explorer(name: str = "dual_mma", lane: int = 0) -> "VBox":
-    """A list of all maps and a slider for the lane over `who_holds`.
-
-    Raises:
-        ArgumentError: no such map, or no such lane.
-        UnavailableError: ipywidgets is not installed.
-    """
-    ui = _ipywidgets()
-    maps.find(name).held_by(lane)
-    choice = ui.Dropdown(options=list(maps.known()), value=name, description="map")
-    slider = _slider("lane", lane, 0, maps.find(name).lanes - 1)
-
-    def show(values: Mapping[str, Any]) -> str:
-        slider.max = maps.find(values["map"]).lanes - 1
-        return HolderView(maps.find(values["map"]), min(values["lane"], slider.max))._repr_html_()
-
-    return _linked(ui.HBox([choice, slider]), [choice, slider], show)
 
 
 STEPS = ("step", "next", "stepi", "step all", "back", "backi", "continue", "rewind", "restart")
@@ -67,7 +25,7 @@ def debug(kernel: Kernel, *args: Any, checks: str = "all", **launch: Any) -> "VB
         ArgumentError: arguments that the kernel does not take.
         UnavailableError: ipywidgets is not installed.
     """
-    ui = _ipywidgets()
+    ui = require_ipywidgets()
     session = Session.of(kernel, *args, checks=checks, **launch)
     commands = Commands(session)
     buttons = [ui.Button(description=step, layout=ui.Layout(width="auto")) for step in STEPS]
@@ -109,9 +67,9 @@ def _stopped(session: Session) -> list[Html]:
     return [shown, element("pre", f"#{moment.pc}  {instruction.text}\n" + "\n".join(registers))]
 
 
-def _linked(above: Any, controls: list[Any], show: Callable[[Mapping[str, Any]], str]) -> "VBox":
-    """Controls over a page that follows them."""
-    ui = _ipywidgets()
+def linked(above: Any, controls: list[Any], show: Callable[[Mapping[str, Any]], str]) -> "VBox":
+    """Put controls above a page that follows them."""
+    ui = require_ipywidgets()
     below = ui.HTML()
 
     def update(_: object = None) -> None:
@@ -123,11 +81,13 @@ def _linked(above: Any, controls: list[Any], show: Callable[[Mapping[str, Any]],
     return ui.VBox([above, below])
 
 
-def _slider(description: str, value: int, low: int, high: int) -> Any:
-    return _ipywidgets().IntSlider(value=value, min=low, max=high, description=description)
+def slider(description: str, value: int, low: int, high: int) -> Any:
+    """Make a slider of integers."""
+    return require_ipywidgets().IntSlider(value=value, min=low, max=high, description=description)
 
 
-def _ipywidgets() -> Any:
+def require_ipywidgets() -> Any:
+    """Import ipywidgets; raises UnavailableError where it is not installed."""
     try:
         import ipywidgets
     except ImportError:

@@ -7,38 +7,23 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ptxlab import gpu, runtime
+from ptxlab import gpu, registry, runtime
 from ptxlab.errors import ArgumentError, PtxlabError
 from ptxlab.io.files import load_arrays
-from ptxlab.lowbit import kernels
-from ptxlab.lowbit.bench.problems import sized
-from ptxlab.lowbit.bench.shapes import HEAD_DIM
-from ptxlab.lowbit.kernels.attention.steps import step_of as attention_step
-from ptxlab.lowbit.kernels.gemm.ladder import fit_tokens
 from ptxlab.profile.nsight import FAILED
 from ptxlab.runtime.arguments import geometry, in_order, merge_sizes
+from ptxlab.runtime.backends import BACKENDS
+from ptxlab.runtime.problems import problems_of
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec, Launch
 from ptxlab.spec.dtypes import dtype_in, storage, stored
 
 WARM_UP = 20  # launches before the one that counts
-# By backend and family: as much as shows a steady state. L: tokens of every sequence.
-_USUAL: dict[str, dict[str, dict[str, Any]]] = {
-    "gpu": {
-        "gemm": {"M": 64, "N": 22016, "K": 4096, "g": 128},
-        "attention": {"B": 64, "L": 1024, "Hq": 32, "Hkv": 8},
-    },
-    "emulator": {
-        "gemm": {"M": 64, "N": 256, "K": 2048, "g": 128},
-        "attention": {"B": 2, "L": 512, "Hq": 8, "Hkv": 2},
-    },
-}
 _LAUNCH = "import sys; from ptxlab.profile import launch_target; launch_target.main(sys.argv[1])"
 
 Call = Callable[[], None]
@@ -70,7 +55,7 @@ class LaunchTarget:
     @property
     def spec(self) -> KernelSpec | None:
         """Of a kernel of the project."""
-        return kernels.resolve(self.target)[0]
+        return registry.resolve(self.target)[0]
 
 
 def command(jobs: Sequence[LaunchTarget]) -> list[str]:
@@ -96,14 +81,9 @@ def usual_sizes(spec: KernelSpec, backend: str = "gpu") -> dict[str, Any]:
 
     A GEMM has M, N, K, g; attention B sequences of L tokens with Hq and Hkv heads; others have those of their examples.
     """
-    if backend not in _USUAL:
-        raise ArgumentError("backend", f"one of {', '.join(_USUAL)}", backend)
-    if attention_step(spec):
-        return dict(_USUAL[backend]["attention"])
-    example = dict(spec.example_sizes[-1])
-    if spec.family != "gemm":
-        return example
-    return fit_tokens(spec, {name: _USUAL[backend]["gemm"].get(name, size) for name, size in example.items()})
+    if backend not in BACKENDS:
+        raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
+    return problems_of(spec).usual_sizes(spec, backend)
 
 
 def sizes_of(spec: KernelSpec, given: Mapping[str, Any], backend: str = "gpu") -> dict[str, Any]:
@@ -113,22 +93,18 @@ def sizes_of(spec: KernelSpec, given: Mapping[str, Any], backend: str = "gpu") -
         ArgumentError: a symbol that is not the kernel's, a size below 1, or sizes that break a rule of the kernel.
     """
     sizes = merge_sizes("--shape", spec, usual_sizes(spec, backend), given)
-    if attention_step(spec) is None:
-        spec.check_sizes(sizes)
+    problems_of(spec).check_sizes(spec, sizes)
     return sizes
 
 
-def weights_of(sizes: Mapping[str, Any]) -> int | None:
-    """How many weights these sizes speak of, N x K or R x K; of a cache its keys and values; None if of neither."""
-    for symbols, head_dim in ((("N", "K"), 1), (("R", "K"), 1), (("B", "L", "Hkv"), 2 * HEAD_DIM)):
-        if set(symbols) <= set(sizes):
-            return prod(int(sizes[symbol]) for symbol in symbols) * head_dim
-    return None
+def weights_of(spec: KernelSpec | None, sizes: Mapping[str, Any]) -> int | None:
+    """Count the weights of these sizes, N x K or R x K, or a cache's elements; None of neither, or of a file."""
+    return problems_of(spec).weights(sizes) if spec else None
 
 
 def entry_of(job: LaunchTarget) -> str:
     """The entry symbol that will be launched; raises what makes the job impossible anywhere."""
-    spec, source, entry = kernels.resolve(job.target)
+    spec, source, entry = registry.resolve(job.target)
     if spec is None:
         kernel = _loaded(job, source, entry)
         _file_launch(job, kernel)
@@ -139,11 +115,11 @@ def entry_of(job: LaunchTarget) -> str:
 
 def prepared(job: LaunchTarget) -> Call:
     """Put the job's problem on the device; the call launches."""
-    spec, source, entry = kernels.resolve(job.target)
+    spec, source, entry = registry.resolve(job.target)
     if spec is None:
         return _file_call(job, _loaded(job, source, entry))
     sizes = sizes_of(spec, job.sizes)
-    if problem := sized(spec, sizes, copies=1):
+    if problem := problems_of(spec).sized(spec, sizes, 1):
         return problem.launches(problem.chosen).calls[0]
     return _spec_call(spec, source, sizes)
 

@@ -6,14 +6,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ptxlab import gpu
-from ptxlab.bench.record import commit
+from ptxlab import gpu, registry
 from ptxlab.errors import UnavailableError
-from ptxlab.lowbit import kernels
 from ptxlab.profile import launch_target, nsight
 from ptxlab.profile.launch_target import LaunchTarget
 from ptxlab.profile.nsight import Profile, ProfiledLaunch
 from ptxlab.runtime.arguments import merge_sizes
+from ptxlab.sources import commit
 
 SAVED = (".ncu-rep", ".json")  # what `saved` reads
 
@@ -32,7 +31,8 @@ def profile(job: LaunchTarget, *, chosen: str = "quick", keep: Path | None = Non
     """
     (launched,) = launch([job], nsight.METRICS, chosen=chosen, keep=keep)
     sizes = launch_target.sizes_of(job.spec, job.sizes) if job.spec else {}
-    return nsight.profile_of(launched, sizes=sizes, weights=launch_target.weights_of(sizes), origin=origin())
+    weights = launch_target.weights_of(job.spec, sizes)
+    return nsight.profile_of(launched, sizes=sizes, weights=weights, origin=origin())
 
 
 def saved(path: Path, sizes: Mapping[str, Any] | None = None) -> Profile:
@@ -45,9 +45,10 @@ def saved(path: Path, sizes: Mapping[str, Any] | None = None) -> Profile:
     if path.suffix == ".json":
         return nsight.load(path)
     given, launched = dict(sizes or {}), nsight.read(path)[-1]
-    if spec := kernels.specs().get(launched.kernel):
+    spec = registry.specs().get(launched.kernel)
+    if spec:
         merge_sizes("--shape", spec, launch_target.usual_sizes(spec), given)  # raises for a size that it does not have
-    return nsight.profile_of(launched, sizes=given, weights=launch_target.weights_of(given))
+    return nsight.profile_of(launched, sizes=given, weights=launch_target.weights_of(spec, given))
 
 
 def launch(

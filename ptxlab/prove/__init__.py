@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from ptxlab.lowbit.claims import kv4, layouts, main_loops, quantisers, w4a4  # noqa: F401  they enter their claims
 from ptxlab.prove.claims import Claim as Claim
 from ptxlab.prove.claims import Decision as Decision
 from ptxlab.prove.claims import decide as decide

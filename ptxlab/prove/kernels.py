@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import z3
 
-from ptxlab import toolchain
+from ptxlab import registry, toolchain
 from ptxlab.emulator import LaneType
 from ptxlab.emulator.front.lane_annotation import operation_of
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit import kernels
 from ptxlab.prove.bitvectors import SORTS, pieces
 from ptxlab.prove.claims import Claim, Decision, decide
 from ptxlab.prove.execute import LaneStep
@@ -64,7 +63,7 @@ def claims_on_spec(
     """
     given = (*assume, *(() if unchecked else spec.value_rules))
     if equals and not claims:
-        _check_alike(spec.name, *([arg.name for arg in s.outputs] for s in (spec, kernels.find(equals)[0])))
+        _check_alike(spec.name, *([arg.name for arg in s.outputs] for s in (spec, registry.find(equals)[0])))
     for source in sources:
         for number, text in enumerate(claims or [f"{arg.name} == other.{arg.name}" for arg in spec.outputs], 1):
             claim = KernelClaim(f"claim {number}", text, given, equals=equals)
@@ -103,7 +102,7 @@ def query(spec: KernelSpec, source: Source, claim: KernelClaim) -> list[Query]:
     launch = of_spec(spec, source, alone=claim.alone)
     if not claim.equals:
         return queries(launch, claim)
-    other_spec, (other, *_) = kernels.find(claim.equals)
+    other_spec, (other, *_) = registry.find(claim.equals)
     return queries(beside(launch, of_spec(other_spec, other, alone=claim.alone)), claim)
 
 
@@ -300,7 +299,7 @@ def prove_kernel(
     if isinstance(kernel, Kernel) and not isinstance(equals, str):
         claims = claims_on_file(kernel, [claim], assume, Launch((1, 1, 1), (1, 1, 1)), equals)
     elif isinstance(kernel, str) and not isinstance(equals, Kernel):
-        spec, sources = kernels.find(kernel)
+        spec, sources = registry.find(kernel)
         claims = claims_on_spec(spec, sources[:1], [claim], assume, equals or "", unchecked)
     else:
         raise ArgumentError("equals", "a name beside a name, a Kernel beside a Kernel", type(equals).__name__)

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import emulator, gpu, toolchain
+from ptxlab import emulator, gpu, registry, toolchain
 from ptxlab.errors import ArgumentError, FileError, PtxlabError, UnavailableError, VerificationError
-from ptxlab.lowbit import kernels
 from ptxlab.runtime import Kernel, run_spec
 from ptxlab.runtime.backends import BACKENDS
 from ptxlab.sources import Source
@@ -83,7 +82,7 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
     if not is_one_of(backend, (*BACKENDS, None)):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
     jobs, skipped = [], []
-    for target, (spec, sources, _) in ((name, found) for name in names for found in kernels.resolve_all(name)):
+    for target, (spec, sources, _) in ((name, found) for name in names for found in registry.resolve_all(name)):
         if spec is None:
             raise ArgumentError("kernel", "a kernel or a family: a file has no reference to verify against", target)
         reason = gpu.why_not(spec.arch, exact=spec.exact_arch)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.lowbit import reference
+from ptxlab.hardware.floats import bfloat16_bits, from_bfloat16_bits
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def stored(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
         return values.astype(np.int64)
     if values.dtype != np.float32 or name == "float32":
         return values
-    return reference.bfloat16_bits(values) if name == "bfloat16" else values.astype(name)
+    return bfloat16_bits(values) if name == "bfloat16" else values.astype(name)
 
 
 def as_stored(values: npt.NDArray[np.float32], name: str) -> npt.NDArray[np.float32]:
@@ -64,9 +64,9 @@ def as_stored(values: npt.NDArray[np.float32], name: str) -> npt.NDArray[np.floa
 
 def floats(array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """What f16, f32, or bf16 by its bits (uint16), stand for, in float32."""
-    return reference.from_bfloat16_bits(array) if array.dtype == np.uint16 else array.astype(np.float32, copy=False)
+    return from_bfloat16_bits(array) if array.dtype == np.uint16 else array.astype(np.float32, copy=False)
 
 
 def numbers(array: npt.NDArray[Any], name: str) -> npt.NDArray[np.float64]:
     """What elements of that dtype stand for, in float64."""
-    return (reference.from_bfloat16_bits(array) if name == "bfloat16" else array).astype(np.float64)
+    return (from_bfloat16_bits(array) if name == "bfloat16" else array).astype(np.float64)

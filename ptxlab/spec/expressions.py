@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.lowbit.layout.nibbles import unpack_u4
+from ptxlab.hardware.words import unpack_u4
 
 _FUNCTIONS: dict[str, Any] = {
     "__builtins__": {},

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import layer, peers, peers_layer
-from ptxlab import bench, gpu
+from ptxlab import bench, gpu, registry
 from ptxlab.bench import copying
 from ptxlab.errors import BenchmarkError
 from ptxlab.llm.model import Config
@@ -67,7 +67,7 @@ def test_clock_and_spread() -> None:
 
 def test_longer_work_takes_longer() -> None:
     """Timing is per call: four times the bytes, about four times the time."""
-    spec, (source, *_) = kernels.find("dequant_qoq_channel")
+    spec, (source, *_) = registry.find("dequant_qoq_channel")
     words = gpu.to_device(np.arange(16384 * 2048, dtype=np.uint32).reshape(16384, 2048))
     out = gpu.empty((16384, 16384), np.uint8)
 
@@ -91,7 +91,7 @@ def test_one_kernel_end_to_end(ceilings, monkeypatch) -> None:
 
 
 def test_wrong_results_are_noticed(ceilings) -> None:
-    spec, (source, *_) = kernels.find("dequant_lqq")
+    spec, (source, *_) = registry.find("dequant_lqq")
     sizes = {"R": 512, "K": 1024, "g": 128}
     logical = spec.example(np.random.default_rng(0), **{**sizes, "R": 256})
     broken = dataclasses.replace(spec, reference=lambda **arrays: spec.reference(**arrays) ^ 1)
@@ -149,7 +149,7 @@ def test_what_is_launched_is_timed_and_its_results_are_exact(launched: None, mon
 def test_w4a4_is_timed_beside_w4a8(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one matrix, with the steps for INT4 tensor cores, which Hopper runs in software."""
     monkeypatch.setattr(w4a4, "COMPARED", (64,))
-    rows = list(w4a4.compared_rows(LAYERS[1:2], [*kernels.specs()], lambda _: None))
+    rows = list(w4a4.compared_rows(LAYERS[1:2], [*registry.specs()], lambda _: None))
     assert [row.measure for row in rows] == ["headline", "w8a8", *["w4a4"] * 4, *["w4ax"] * 4]
     assert all(row.checked.startswith(f"all {64 * 4096} results of ") for row in rows)
     assert all(0.02 < row.fraction < 1.1 for row in rows if not row.kernel.endswith("_sm80"))

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ptxlab
-from ptxlab import toolchain
+from ptxlab import registry, toolchain
 from ptxlab.errors import UnavailableError
 from ptxlab.gpu import device
 from ptxlab.io import downloads as weights
@@ -34,7 +34,7 @@ def lqq_file(tmp_path: Path) -> Path:
 def test_list_as_json(cli: Any) -> None:
     code, out, _ = cli("list", "--json")
     rows = json.loads(out)
-    assert code == 0 and [r["name"] for r in rows] == list(kernels.specs())
+    assert code == 0 and [r["name"] for r in rows] == list(registry.specs())
     assert all({"name", "family", "sources", "arch", "wrong_by_design"} <= set(r) for r in rows)
     assert [r["name"] for r in rows if r["wrong_by_design"]] == ["dequant_qoq_presub", "load_ldmatrix_u4"]
     assert next(r for r in rows if r["name"] == "dequant_lqq")["sources"] == ["ptx", "cu"]
@@ -273,7 +273,7 @@ def test_verify_as_json(cli: Any) -> None:
 
 
 def test_a_failed_verification_is_exit_code_1(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = kernels.specs()["dequant_qoq_channel"]
+    spec = registry.specs()["dequant_qoq_channel"]
     monkeypatch.setattr(kernels.dequant.reference, "dequant_qoq_channel", lambda q4: q4)
     object.__setattr__(spec, "reference", lambda q4: q4 ^ np.uint8(1))
     try:
@@ -319,7 +319,7 @@ def test_demo_runs_everything_on_the_trained_weights(cli: Any, tmp_path: Path, m
     found = json.loads(out)
     assert code == 0 and "trained weights of all-MiniLM-L6-v2" in found["weights"]
     rows = {r["kernel"]: r for r in found["rows"]}
-    assert set(rows) == {name for name in kernels.specs() if name.startswith("dequant_")}
+    assert set(rows) == {name for name in registry.specs() if name.startswith("dequant_")}
     assert all(r["as_predicted"] and r["weights"] == 10_616_832 for r in rows.values())
     assert [name for name, r in rows.items() if r["wrong"]] == ["dequant_qoq_presub"]
     for scheme in ("dequant_lqq", "dequant_qoq_vadd4"):
@@ -455,7 +455,7 @@ def test_the_module_is_a_command_too() -> None:
 
 def test_a_float_scalar_comes_from_the_file_and_from_the_example(cli: Any, tmp_path: Path) -> None:
     """Every size that is one, of a kernel that is given integers for the others."""
-    spec = kernels.specs()["attention_kv4_naive"]
+    spec = registry.specs()["attention_kv4_naive"]
     sizes = spec.example_sizes[0]
     arrays = spec.pack(spec.example(np.random.default_rng(0), **sizes))
     given = ("run", spec.name, "--backend", "emulator", "--in", tmp_path / "in.npz")

@@ -12,12 +12,11 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 
-from ptxlab import emulator, gpu, sass
-from ptxlab.cli import PANELS, common, profile
+from ptxlab import emulator, gpu, registry, sass
+from ptxlab.cli import common, profile
 from ptxlab.cli import run as run_commands
 from ptxlab.cli import sass as sass_command
 from ptxlab.cli.common import WIDTH
-from ptxlab.lowbit import kernels
 from ptxlab.profile import nsight
 from ptxlab.runtime.verify import Job, Verdict
 from tests.support.add4 import PTX_ADD4
@@ -25,7 +24,7 @@ from tests.support.pages import ROOT
 from tests.support.reports import FILE, GEMM, SIZES
 
 SUMMING = "sum_activations_s8"
-COMMANDS = {name: command for panel in PANELS.values() for name, command in panel.items()}
+COMMANDS = {name: one.load() for name, one in registry.entries("commands").items() if " " not in name}
 # Of several spellings of one thing, the one that commands take.
 RETIRED = {"--sizes": "--shape", "--timeline": "timeline", "--stalls": "stalls", "--sass": "--listing"}
 
@@ -87,7 +86,7 @@ def test_an_unavailable_gpu_names_the_emulator(
     cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, str]
 ) -> None:
     monkeypatch.setattr(gpu, "why_not", lambda *_, **__: "no CUDA device")
-    spec = kernels.specs()[SUMMING]
+    spec = registry.specs()[SUMMING]
     packed = spec.pack(spec.example(np.random.default_rng(0), **spec.example_sizes[0]))
     np.savez(tmp_path / "in.npz", **packed)
     more = ("--in", tmp_path / "in.npz") if command[0] == "run" else ()
@@ -104,8 +103,8 @@ def looked_at(job: Job, seed: int) -> Verdict:
 
 
 def test_a_family_stands_for_its_kernels(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    family = [name for name, spec in kernels.specs().items() if spec.family == "load"]
-    assert [spec.name for spec, *_ in kernels.resolve_all("load") if spec] == family
+    family = [name for name, spec in registry.specs().items() if spec.family == "load"]
+    assert [spec.name for spec, *_ in registry.resolve_all("load") if spec] == family
     assert [row["name"] for row in json.loads(cli("list", "load", "--json")[1])] == family
     assert [row["name"] for row in json.loads(cli("show", "load", "--json")[1])] == family
     _, out, _ = cli("sass", SUMMING, "moe", "--json")
@@ -114,12 +113,12 @@ def test_a_family_stands_for_its_kernels(cli: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run_commands, "verify_job", looked_at)
     _, out, _ = cli("verify", "moe", "--backend", "emulator", "--json")
     assert {verdict["kernel"].partition(".")[0] for verdict in json.loads(out)} == {*of_experts}
-    assert not {spec.family for spec in kernels.specs().values()} & set(kernels.specs()), "a name is one or the other"
+    assert not {spec.family for spec in registry.specs().values()} & set(registry.specs()), "a name is one or the other"
 
 
 def test_a_family_is_a_folder_whatever_its_kernels_are_called() -> None:
     for family, name in (("quantize", "rmsnorm_quantize"), ("quantize", SUMMING), ("attention", "rope_append_kv4")):
-        assert name in [spec.name for spec, *_ in kernels.resolve_all(family) if spec]
+        assert name in [spec.name for spec, *_ in registry.resolve_all(family) if spec]
 
 
 def test_sanitize_takes_families(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +150,7 @@ def test_a_form_of_a_kernel_is_named_like_a_kernel(cli: Any, monkeypatch: pytest
 @pytest.mark.parametrize("label", ["dequant_lqq.ptx", "dequant_lqq.cu", "gemm_w4a8_sm90.cu"])
 def test_a_source_is_shown_verbatim(cli: Any, label: str) -> None:
     code, out, _ = cli("show", label)
-    (source,) = kernels.find(label)[1]
+    (source,) = registry.find(label)[1]
     assert code == 0 and out == source.text
     if source.language == "ptx":
         assert emulator.parse(out, "shown.ptx").entries == emulator.parse(source.text, "shown.ptx").entries
@@ -202,8 +201,8 @@ def test_tables_fit_and_names_stand_on_one_line(cli: Any) -> None:
         code, out, _ = cli(*command)
         assert code == 0 and (command[1:] != ("load",) or "instructions" in out), "nothing is cut off"
         tables_fit(out)
-        named = [name for target in command[1:] for _, _, name in kernels.resolve_all(target)]
-        for name in named if command[0] == "sass" else kernels.specs() if command[0] == "list" else ():
+        named = [name for target in command[1:] for _, _, name in registry.resolve_all(target)]
+        for name in named if command[0] == "sass" else registry.specs() if command[0] == "list" else ():
             assert str(name) in out, name
 
 
@@ -212,7 +211,7 @@ def test_a_summary_of_a_family_is_not_cut(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setattr(common.console, "_width", width)
-    labels = [source.label for name in kernels.specs() for source in kernels.find(name)[1]]
+    labels = [source.label for name in registry.specs() for source in registry.find(name)[1]]
     one = sass.Report(
         "", "", "sm_90a", ("ptxas 13.2.86",), 168, 9000, 365, 0, 0, {"IMAD": 12345}, {}, {}, 7.5, {}, {}, ()
     )

@@ -144,9 +144,9 @@ def test_json(files: Path, cli: Any) -> None:
 
 def test_it_takes_what_run_takes(files: Path, cli: Any) -> None:
     """A kernel of the project by name, sizes from the file; and the same mistakes in one line."""
-    from ptxlab.lowbit import kernels
+    from ptxlab import registry
 
-    spec, _ = kernels.find("dequant_lqq")
+    spec, _ = registry.find("dequant_lqq")
     sizes = spec.example_sizes[0]
     arrays = spec.pack(spec.example(np.random.default_rng(0), **sizes))
     np.savez("lqq.npz", **arrays, **{name: sizes[name] for name in spec.symbols if name in sizes})

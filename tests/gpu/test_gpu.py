@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import gpu, toolchain
+from ptxlab import gpu, registry, toolchain
 from ptxlab.errors import ArgumentError, CompileError, LaunchError, UnavailableError
-from ptxlab.lowbit import kernels
-from ptxlab.runtime import verify
+from ptxlab.runtime import by_name, verify
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch
 from ptxlab.spec.dtypes import ByVariant, dtype_in, storage, stored
@@ -337,7 +336,7 @@ def calls_of(name: str) -> list[verify.Job]:
         jobs, _ = verify.plan([name], "gpu")
     except UnavailableError as reason:
         pytest.skip(str(reason))
-    last = kernels.specs()[name].example_sizes[-1]
+    last = registry.specs()[name].example_sizes[-1]
     return [job for job in jobs if job.sizes == last or job.config != job.spec.config_for(job.sizes)]
 
 
@@ -356,7 +355,7 @@ def holds(job: verify.Job, array: Callable[[np.ndarray, str], Any]) -> None:
         made = {arg.name: storage(dtypes[arg.name]) for arg in spec.outputs if arg.role == "out"}
         out |= {n: array(np.zeros(spec.arg(n).resolve(job.sizes), s), dtypes[n]) for n, s in made.items()}
     how = {"out_dtype": dtypes["y"]} if "y" in dtypes and isinstance(spec.arg("y").dtype, ByVariant) else {}
-    outcome = kernels.run(job.source.label, backend=job.backend, out=out, **how, **read, **job.sizes)
+    outcome = by_name.run(job.source.label, backend=job.backend, out=out, **how, **read, **job.sizes)
     assert outcome.backend == job.backend and outcome.outputs.keys() == {arg.name for arg in spec.outputs}
     results = {}
     for name, result in outcome.outputs.items():
@@ -369,7 +368,7 @@ def holds(job: verify.Job, array: Callable[[np.ndarray, str], Any]) -> None:
     verify.compare(spec, results, logical, config)
 
 
-@pytest.mark.parametrize("name", list(kernels.specs()))
+@pytest.mark.parametrize("name", list(registry.specs()))
 @pytest.mark.parametrize("library", ["numpy", "cupy", "torch"])
 def test_every_kernel_takes_every_library(name: str, library: str) -> None:
     array = arrays_of(library)
@@ -395,9 +394,9 @@ def most_registers(spec: KernelSpec, source: Source) -> int:
     return 255 if spec.family == "gemm" else REGISTERS // STREAMING
 
 
-@pytest.mark.parametrize("name", list(kernels.specs()))
+@pytest.mark.parametrize("name", list(registry.specs()))
 def test_kernels_use_no_local_memory(name: str) -> None:
-    spec, found = kernels.find(name)
+    spec, found = registry.find(name)
     if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
         pytest.skip(reason)
     for source in found:

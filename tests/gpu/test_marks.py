@@ -2,9 +2,8 @@
 
 import pytest
 
-from ptxlab import gpu
+from ptxlab import gpu, registry
 from ptxlab.gpu import marks
-from ptxlab.lowbit import kernels
 from ptxlab.runtime.plan import Plan
 from tests.support.fake_gpu import FakeGpu
 
@@ -25,7 +24,7 @@ def test_a_plan_is_marked_once_and_its_launches_each(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(marks, "_nvtx", lambda: (seen.append, lambda: None))
     fake = FakeGpu(monkeypatch)
     fake.runs = False
-    spec, sizes = kernels.specs()["gemm_w4a8_qoq_sm80"], {"M": 8, "N": 32, "K": 128, "g": 128}
+    spec, sizes = registry.specs()["gemm_w4a8_qoq_sm80"], {"M": 8, "N": 32, "K": 128, "g": 128}
     plan = Plan(spec, spec.config_for(sizes), sizes)
     assert seen == ["plan gemm_w4a8_qoq_sm80"]
     plan(7, {})

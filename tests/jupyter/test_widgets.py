@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.jupyter import debug, dequant_sliders, layout_explorer, who_holds
-from ptxlab.lowbit.jupyter import identities
+from ptxlab.jupyter import debug
+from ptxlab.lowbit.jupyter import dequant_sliders, identities, layout_explorer, who_holds
 from tests.support.debugged import SCALE, loaded
 
 pytest.importorskip("ipywidgets", reason="ipywidgets is not installed: it comes with the extra `jupyter`")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ptxlab.errors import ArgumentError
 from ptxlab.llm import server
-from ptxlab.llm.accuracy import parting
-from ptxlab.llm.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel, Request, Server
-from ptxlab.llm.server import _drawn
+from ptxlab.llm.accuracy.parting import parting
+from ptxlab.llm.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel
+from ptxlab.llm.server import Request, Server, _drawn
 from tests.support.layers import TINY_MODEL
 from tests.support.serving import Served, random_requests, soak
 

@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks.decode import random_model
 from ptxlab import gpu
-from ptxlab.llm.model import Config, FloatModel, KernelRunner, QuantizedModel, Server
+from ptxlab.llm.model import Config, FloatModel, KernelRunner, QuantizedModel
 from ptxlab.llm.model.runner import HEADS, PAGE
+from ptxlab.llm.server import Server
 from tests.support.serving import Served, random_requests, soak
 
 HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="the products need sm_90a")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab.lowbit import kernels
+from ptxlab import registry
 from tests.mutants import __main__ as command
 from tests.mutants.runner import EQUIVALENT, ERROR, KILLED, SURVIVED, Copy, Outcome, judged
 from tests.mutants.table import ROOT, Mutant, load
@@ -54,7 +54,7 @@ WITHOUT = {
 def test_no_kernel_is_left_out() -> None:
     """Each has a mutant in its own file, is changed elsewhere, or is named here."""
     changed = {Path(mutant.file).stem for mutant in MUTANTS}
-    alone = {name for name in kernels.specs() if name not in changed}
+    alone = {name for name in registry.specs() if name not in changed}
     elsewhere = {name for name in alone for pattern in ELSEWHERE.values() if re.fullmatch(pattern, name)}
     assert alone - elsewhere == WITHOUT and all((ROOT / path).is_file() for path in ELSEWHERE)
 

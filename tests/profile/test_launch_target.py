@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import gpu
+from ptxlab import gpu, registry
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit import kernels
 from ptxlab.profile import launch_target, nsight
 from ptxlab.profile.launch_target import LaunchTarget
 from tests.bench.conftest import emulated_gpu
@@ -84,33 +83,35 @@ def test_what_cannot_be_launched_is_said_in_a_line_that_the_command_finds(
 
 
 def test_sizes_are_the_usual_ones_unless_given() -> None:
-    assert LaunchTarget("gemm_w4a8_sm90").spec is kernels.specs()["gemm_w4a8_sm90"]
-    found = launch_target.sizes_of(kernels.specs()["gemm_w4a8_sm90"], {"M": 3})
+    assert LaunchTarget("gemm_w4a8_sm90").spec is registry.specs()["gemm_w4a8_sm90"]
+    found = launch_target.sizes_of(registry.specs()["gemm_w4a8_sm90"], {"M": 3})
     assert found == {"M": 3, "N": 22016, "K": 4096, "g": 128}
-    assert launch_target.usual_sizes(kernels.specs()["gemm_w4a8_sm90"], "emulator")["N"] == 256
-    assert launch_target.usual_sizes(kernels.specs()["gemm_w8a8_sm90"])["N"] == 22016, "no step, and yet a GEMM"
+    assert launch_target.usual_sizes(registry.specs()["gemm_w4a8_sm90"], "emulator")["N"] == 256
+    assert launch_target.usual_sizes(registry.specs()["gemm_w8a8_sm90"])["N"] == 22016, "no step, and yet a GEMM"
     with pytest.raises(ArgumentError, match=r"backend: one of gpu, emulator \(got cuda\)"):
-        launch_target.usual_sizes(kernels.specs()["gemm_w4a8_sm90"], "cuda")
-    assert "g" not in launch_target.usual_sizes(kernels.specs()["gemm_w4a8_qoq_channel_sm80"])
-    assert set(launch_target.usual_sizes(kernels.specs()["attention_kv4_naive"])) == {"B", "L", "Hq", "Hkv"}
+        launch_target.usual_sizes(registry.specs()["gemm_w4a8_sm90"], "cuda")
+    assert "g" not in launch_target.usual_sizes(registry.specs()["gemm_w4a8_qoq_channel_sm80"])
+    assert set(launch_target.usual_sizes(registry.specs()["attention_kv4_naive"])) == {"B", "L", "Hq", "Hkv"}
     with pytest.raises(ArgumentError, match=r"--shape: gemm_w4a8_sm90 takes M, N, K, g \(got L\)"):
         launch_target.entry_of(LaunchTarget("gemm_w4a8_sm90", {"L": 3}))
     with pytest.raises(ArgumentError, match="K % g == 0"):
         launch_target.entry_of(LaunchTarget("gemm_w4a8_sm90", {"K": 100}))
     with pytest.raises(ArgumentError, match=r"--shape: sizes of 1 or more \(got M=0\)"):
         launch_target.entry_of(LaunchTarget("gemm_w4a8_sm90", {"M": 0}))
-    assert launch_target.sizes_of(kernels.specs()["append_kv4"], {"R": 0})["R"] == 0, "no rotation"
+    assert launch_target.sizes_of(registry.specs()["append_kv4"], {"R": 0})["R"] == 0, "no rotation"
 
 
 @pytest.mark.parametrize("backend", ["gpu", "emulator"])
-@pytest.mark.parametrize("name", kernels.specs())
+@pytest.mark.parametrize("name", registry.specs())
 def test_usual_sizes_are_such_as_the_kernel_takes(name: str, backend: str) -> None:
-    spec = kernels.specs()[name]
+    spec = registry.specs()[name]
     assert launch_target.sizes_of(spec, {}, backend) == launch_target.usual_sizes(spec, backend)
 
 
 def test_weights_that_the_figures_are_per() -> None:
-    assert launch_target.weights_of({"M": 5, "N": 3, "K": 7}) == 21
-    assert launch_target.weights_of({"R": 2, "K": 8, "g": 4}) == 16
-    assert launch_target.weights_of({"B": 2, "L": 3, "Hq": 8, "Hkv": 4}) == 2 * 2 * 3 * 4 * 128
-    assert launch_target.weights_of({"T": 5}) is launch_target.weights_of({}) is None
+    gemm, attention = registry.specs()["gemm_w4a8_sm90"], registry.specs()["attention_kv4_sm90"]
+    assert launch_target.weights_of(gemm, {"M": 5, "N": 3, "K": 7}) == 21
+    assert launch_target.weights_of(registry.specs()["dequant_lqq"], {"R": 2, "K": 8, "g": 4}) == 16
+    assert launch_target.weights_of(attention, {"B": 2, "L": 3, "Hq": 8, "Hkv": 4}) == 2 * 2 * 3 * 4 * 128
+    assert launch_target.weights_of(attention, {"T": 5}) is launch_target.weights_of(gemm, {}) is None
+    assert launch_target.weights_of(None, {"N": 3, "K": 7}) is None

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ptxlab import registry
 from ptxlab.errors import ArgumentError
 from ptxlab.io.files import load_arrays
-from ptxlab.lowbit import kernels
 from ptxlab.runtime import load
 from ptxlab.sources import results_dir
 from tests.support import emulated
@@ -54,7 +54,7 @@ def mine(tmp_path: Path) -> str:
 
 def one(name: str, claim: str, source: int = 0) -> Decision:
     """The outcome of one claim of a spec on one of its sources."""
-    spec, sources = kernels.find(name)
+    spec, sources = registry.find(name)
     found = next(c for c in spec.claims if c.name == claim)
     return decide(Claim(name, claim, found.text, lambda: query(spec, sources[source], found), found.expect))
 
@@ -73,9 +73,9 @@ def test_what_a_quantiser_leaves_is_decided_as_the_spec_says(name: str, claim: s
 
 
 def test_every_dequantiser_and_every_twin_has_claims_and_all_are_recorded() -> None:
-    claims = {(c.subject, c.name): c.expect for name in NAMES for c in claims_of(*kernels.find(name))}
+    claims = {(c.subject, c.name): c.expect for name in NAMES for c in claims_of(*registry.find(name))}
     assert len(NAMES) == 11
-    assert {subject for subject, _ in claims} == {s.label for name in NAMES for s in kernels.find(name)[1]}
+    assert {subject for subject, _ in claims} == {s.label for name in NAMES for s in registry.find(name)[1]}
     record = json.loads((results_dir() / "proofs.json").read_text())
     verdicts = {(c["subject"], c["name"]): c["verdict"] for c in record}
     claims |= {(c.subject, c.name): c.expect for c in registered()}
@@ -86,7 +86,7 @@ def test_every_mutant_that_is_recorded_as_not_refuted_has_a_reason() -> None:
     record = {one["kernel"]: one for one in json.loads((results_dir() / "proof_mutants.json").read_text())}
     assert [*record] == NAMES
     for name, one in record.items():
-        made = dict(mutants(kernels.find(name)[1][0].text))
+        made = dict(mutants(registry.find(name)[1][0].text))
         passed = [m for m in one["not_by_both"] if m["verdict"] != "refuted"]
         assert one["mutants"] == len(made) and all(m["mutant"] in made and explained(m["mutant"]) for m in passed)
 
@@ -366,7 +366,7 @@ def test_a_packing_that_does_more_than_to_move_bits_is_refused() -> None:
     from ptxlab.prove.execute import NotModelled
     from ptxlab.prove.symbolic_launch import of_spec
 
-    spec, sources = kernels.find("dequant_qoq_channel")
+    spec, sources = registry.find("dequant_qoq_channel")
     sums = replace(spec, pack=lambda logical: {"qweight": spec.pack(logical)["qweight"] * np.uint32(3)})
     with pytest.raises(NotModelled, match="qweight: its pack does more than to move bits"):
         of_spec(sums, sources[0])

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from ptxlab import registry
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.claims.main_loops import MAIN_LOOPS
 from ptxlab.prove.loop_claim import LoopClaim
 
@@ -17,7 +17,7 @@ TILE = "gemm_tile_lqq_sm80"
 
 
 def tile(old: str = "", new: str = "") -> str:
-    text = kernels.find(TILE)[1][0].text
+    text = registry.find(TILE)[1][0].text
     assert old in text
     return text.replace(old, new, 1) if old else text
 
@@ -91,13 +91,13 @@ def test_int4_becomes_the_upper_half_of_bytes(mask: str, shift: int, expected: s
 
 def test_a_kernel_without_such_a_loop_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="a loop that multiplies integers"):
-        loop_verdict(kernels.find("dequant_lqq")[1][0].text, "sums_fit", LoopClaim(), 1, tmp_path=tmp_path)
+        loop_verdict(registry.find("dequant_lqq")[1][0].text, "sums_fit", LoopClaim(), 1, tmp_path=tmp_path)
 
 
 @pytest.mark.parametrize("name", [name for name, loop in MAIN_LOOPS.items() if loop.sums == "grow"])
 def test_the_rules_of_kernels_admit_no_longer_sums(name: str) -> None:
     """`sum_activations_s8` admitted K up to 2^31, and wrapped from 2^24 * 128/127 on."""
-    spec, loop = kernels.find(name)[0], MAIN_LOOPS[name]
+    spec, loop = registry.find(name)[0], MAIN_LOOPS[name]
     sizes = {k: int(v) for k, v in spec.example_sizes[0].items()}
     beyond = -(-(loop.most + 1) // 1024) * 1024
     with pytest.raises(ArgumentError, match="K"):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ptxlab import registry
 from ptxlab.errors import FileError
-from ptxlab.lowbit import kernels
 from report import attention, headers, ladder, sections, w4a4
 from tests.support import w4a4_record
 from tests.support.bench_rows import slowed
@@ -41,7 +41,9 @@ def test_no_measurement_in_a_header_is_typed_in(monkeypatch: pytest.MonkeyPatch)
     rows = {suite: headers.rows("h200", suite) for suite in ("dequant", "load")}
     slower = {suite: {key: slowed(row, 0.5) for key, row in found.items()} for suite, found in rows.items()}
     monkeypatch.setattr(headers, "rows", lambda gpu, suite: slower.get(suite, {}))
-    stating = {source.name for _, (source, *_) in map(kernels.find, kernels.specs()) if "\n// Measured" in source.text}
+    stating = {
+        source.name for _, (source, *_) in map(registry.find, registry.specs()) if "\n// Measured" in source.text
+    }
     texts = {path.stem: text for path, text in headers.outdated().items()}
     recorded = {kernel for found in rows.values() for kernel, _, what in found if what == "streaming"}
     assert set(texts) == stating and recorded <= stating

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab.lowbit import kernels
+from ptxlab import registry
 from ptxlab.profile.nsight.sanitizer import TOOLS
 from report import __main__ as command
 
 
 def test_a_kernel_that_one_tool_has_not_seen_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "RESULTS", tmp_path)
-    everything = [*kernels.specs()]
+    everything = [*registry.specs()]
     assert command.not_sanitized() == [f"in no record of the sanitizers: {', '.join(everything)}"]
     (tmp_path / "h200").mkdir()
     first = [{"tool": tool, "kernels": everything[:-2]} for tool in TOOLS]

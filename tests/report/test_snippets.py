@@ -21,7 +21,8 @@ import pytest
 import typer.main
 
 import ptxlab
-from ptxlab import cli
+from ptxlab.cli.app import build_app
+from ptxlab import 
 from tests.support import plugin
 from tests.support.pages import GUIDE, PAGES, ROOT, Block, blocks, prose
 
@@ -75,7 +76,7 @@ def assert_shown(shown: str, printed: str, where: str) -> None:
 def parse(command: str) -> None:
     """The command and its options exist."""
     name, *arguments = shlex.split(command)[1:]
-    known = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    known = typer.main.get_command(build_app(None)).commands  # type: ignore[attr-defined]
     assert name in known, f"{command}: no such command"
     known[name].make_context(name, arguments)
 
@@ -185,7 +186,7 @@ def test_every_fence_names_its_language(page: Path) -> None:
 
 def test_commands_in_running_text_exist() -> None:
     """`ptxlab NAME ... --option`, in the prose of every page, by name and options."""
-    known = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    known = typer.main.get_command(build_app(None)).commands  # type: ignore[attr-defined]
     for page in PAGES:
         for span in re.findall(r"`ptxlab ([a-z][^`]*)`", prose(page)):
             name, *words = span.split()

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import runtime
+from ptxlab import registry, runtime
 from ptxlab.errors import ArgumentError, CompileError, FileError, MemoryFault, SourceError, UnavailableError
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.layout.nibbles import pack_u4
 from ptxlab.runtime.verify import compare
 from ptxlab.spec import Launch
@@ -263,7 +262,7 @@ def test_run_writes_into_the_array_it_is_given(lqq: dict[str, np.ndarray]) -> No
 
 def test_an_array_that_is_read_and_written_may_be_given_as_out() -> None:
     """`attention_merge` has one that is called `out` itself: by `run` there is no other way to give it."""
-    spec, (source,) = kernels.find("attention_merge")
+    spec, (source,) = registry.find("attention_merge")
     sizes = spec.example_sizes[0]
     logical = spec.example(np.random.default_rng(0), **sizes)
     packed = spec.pack(logical)

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import sources
+from ptxlab import registry, sources
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit import kernels
 from ptxlab.runtime.signature import Parameter, of_cuda
 from ptxlab.spec.dtypes import storage
 
@@ -174,13 +173,13 @@ def test_signatures_that_the_preprocessor_chooses_are_not_compared() -> None:
 def test_numbers_in_a_file_have_no_width_of_their_own(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from ptxlab.cli import app
+    from ptxlab.cli.app import build_app
 
     (tmp_path / "axpy.cu").write_text(AXPY)
     x = np.ones(32, np.float32)
     np.savez(tmp_path / "in.npz", x=x, y=x, a=3.0, n=32)
     command = ["run", str(tmp_path / "axpy.cu"), "--in", str(tmp_path / "in.npz"), "--backend", "emulator"]
-    assert CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out.npz")]).exit_code == 0
+    assert CliRunner().invoke(build_app("run"), [*command, "--out", str(tmp_path / "out.npz")]).exit_code == 0
     assert (np.load(tmp_path / "out.npz")["y"] == 4).all()
     np.savez(tmp_path / "in.npz", x=np.ones(32), y=x, a=3.0, n=32)
     assert CliRunner().invoke(app, command).exit_code != 0
@@ -219,7 +218,7 @@ def test_a_number_for_a_vector_needs_its_width(type_: str) -> None:
 
 def test_the_projects_kernels_take_by_signature_what_their_specs_say() -> None:
     compared, refused = 0, []
-    for name, spec in kernels.specs().items():
+    for name, spec in registry.specs().items():
         names = [arg.name for arg in spec.args]
         for source in (source for source in sources.of_kernel(name) if source.language == "cu"):
             for arg, parameter in zip(spec.args, of_cuda(source.text, name, names, []), strict=True):

@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import toolchain
+from ptxlab import registry, toolchain
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.lowbit import kernels
 from ptxlab.runtime import Kernel, run_spec, verify
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, WrongByDesign
 
-LQQ, (PTX, *_) = kernels.find("dequant_lqq")
+LQQ, (PTX, *_) = registry.find("dequant_lqq")
 SIZES = LQQ.example_sizes[2]
 
 
@@ -85,7 +84,7 @@ def test_a_finding_fails_a_kernel_whose_results_are_right() -> None:
 
 
 def test_a_kernel_wrong_by_design_must_be_wrong_where_its_model_says() -> None:
-    spec, (source, *_) = kernels.find("dequant_qoq_presub")
+    spec, (source, *_) = registry.find("dequant_qoq_presub")
     assert spec.wrong is not None
     assert verdict(spec, source).passed
     nowhere = WrongByDesign(spec.wrong.truth, lambda q4, scale, zero: np.zeros(q4.shape, bool), "")
@@ -94,7 +93,7 @@ def test_a_kernel_wrong_by_design_must_be_wrong_where_its_model_says() -> None:
 
 
 def test_floats_are_compared_within_the_stated_tolerance_only() -> None:
-    spec = kernels.specs()["dequant_u4_f16"]
+    spec = registry.specs()["dequant_u4_f16"]
     logical = {"q4": np.full((1, 8), 10, np.uint8)}
     loose = replace(spec, tolerance=0.01)
     verify.compare(loose, {"out": np.full((1, 8), 10.05, np.float16)}, logical)
@@ -108,7 +107,7 @@ def test_floats_are_compared_within_the_stated_tolerance_only() -> None:
 def test_floats_may_have_a_bound_for_each_element() -> None:
     """And of an infinity only itself is near."""
     spec = replace(
-        kernels.specs()["dequant_u4_f16"],
+        registry.specs()["dequant_u4_f16"],
         reference=lambda q4: np.array([[1.0, 1.0, -np.inf]]),
         bound=lambda q4: np.array([[0.1, 0.01, 0.01]]),
     )
@@ -138,7 +137,7 @@ def test_backends_are_checked_before_anything_runs(monkeypatch: pytest.MonkeyPat
 
 def test_asynchronous_kernels_are_verified_early_and_late() -> None:
     """A copy that nobody waits for is there in time only if it happens early."""
-    spec, (source, *_) = kernels.find("load_cp_async")
+    spec, (source, *_) = registry.find("load_cp_async")
     job = verify.Job(spec, source, "emulator", {"P": 11, "B": 2})
     found = verify.verify(job)
     assert found.passed and found.detail == "equal to the reference, checks clean, early and late"
@@ -148,7 +147,7 @@ def test_asynchronous_kernels_are_verified_early_and_late() -> None:
 
 
 def test_a_wrong_order_is_nothing_that_checks_find() -> None:
-    spec, (source, *_) = kernels.find("load_ldmatrix_u4")
+    spec, (source, *_) = registry.find("load_ldmatrix_u4")
     assert verify.verify(verify.Job(spec, source, "emulator", {"T": 1})).passed
     racing = replace(source, text=source.text.replace("st.shared.v4.u32 [%at]", "st.shared.v4.u32 [stage]"))
     found = verify.verify(verify.Job(spec, racing, "emulator", {"T": 1}))
@@ -157,7 +156,7 @@ def test_a_wrong_order_is_nothing_that_checks_find() -> None:
 
 def test_a_kernel_that_waits_is_emulated_where_there_is_such_a_wait() -> None:
     """Compiled for the Ampere that `attention_merge` runs on as well, nothing would come behind a wait."""
-    spec, (source,) = kernels.find("attention_merge")
+    spec, (source,) = registry.find("attention_merge")
     job = verify.Job(spec, source, "emulator", spec.example_sizes[0])
     assert verify.verify(job).passed
     found = verify.verify(replace(job, source=replace(source, text=source.text.replace("ptxlab::wait_for_p", "// "))))
@@ -165,14 +164,14 @@ def test_a_kernel_that_waits_is_emulated_where_there_is_such_a_wait() -> None:
 
 
 def test_a_kernel_of_one_architecture_is_emulated_as_that() -> None:
-    spec, (source,) = kernels.find("attention_kv4_sm90")
+    spec, (source,) = registry.find("attention_kv4_sm90")
     kernel = Kernel.of(spec, source, spec.config_for(spec.example_sizes[0]))
     assert kernel.module.target == "sm_90a"
 
 
 def rows_alone(name: str, **changes: Any) -> verify.Verdict:
     """What `verify --batch-invariant` says of a kernel, whose spec may be changed first."""
-    spec, sources = kernels.find(name)
+    spec, sources = registry.find(name)
     (job,), _ = verify.plan_rows([verify.Job(replace(spec, **changes), sources[-1], "emulator", {})])
     return verify.check_rows(job)
 
@@ -196,7 +195,7 @@ def test_rows_have_the_same_bits_alone(name: str, said: str) -> None:
 
 def test_rows_that_depend_on_the_batch_are_noticed() -> None:
     """Attention as it is by default shares its work out by all lengths; a scale that is the batch's is not a row's."""
-    invariant = kernels.find("attention_kv4_sm90")[0].invariant
+    invariant = registry.find("attention_kv4_sm90")[0].invariant
     assert invariant is not None
     found = rows_alone("attention_kv4_sm90", invariant=None, batch="B", batch_sizes=invariant.batch_sizes)
     assert not found.passed and "alone differs from itself among 5 in" in found.detail
@@ -209,7 +208,7 @@ def test_what_has_no_rows_says_so_in_one_line() -> None:
     asked, refused = verify.plan_rows(jobs)
     assert asked == [] and all("\n" not in line for line in refused)
     assert "dequant_lqq.ptx: batch: the spec must have a size that counts rows (got M)" in refused
-    tile = replace(kernels.find("gemm_tile_lqq_sm80")[0], rules=())
+    tile = replace(registry.find("gemm_tile_lqq_sm80")[0], rules=())
     _, (line,) = verify.plan_rows([replace(job, spec=tile) for job in jobs if job.spec.name == tile.name][:1])
     assert line.endswith("x: its first axis alone must count M rows (got [K/64, M/8, 512])")
 
@@ -223,7 +222,7 @@ ROWLESS = {  # kernels whose work has no rows, or is that of a whole batch, besi
 
 
 def test_no_kernel_escapes_the_question_for_a_batch() -> None:
-    jobs, _ = verify.plan([*kernels.specs()], "emulator")
+    jobs, _ = verify.plan([*registry.specs()], "emulator")
     asked = {job.spec.name for job in verify.plan_rows(jobs)[0]}
-    expected = {name for name, spec in kernels.specs().items() if spec.family not in ("dequant", "load")}
+    expected = {name for name, spec in registry.specs().items() if spec.family not in ("dequant", "load")}
     assert expected - asked == ROWLESS

@@ -3,20 +3,20 @@
 import numpy as np
 import pytest
 
-from ptxlab import emulator
-from ptxlab.lowbit import kernels, reference
+from ptxlab import emulator, registry
+from ptxlab.lowbit import reference
 from ptxlab.lowbit.bench import dequant
 from ptxlab.lowbit.layout.nibbles import unpack_u4
 from ptxlab.sass import harness
 from ptxlab.sources import Source
 
-NAMES = [name for name, spec in kernels.specs().items() if spec.family == "dequant"]
+NAMES = [name for name, spec in registry.specs().items() if spec.family == "dequant"]
 THREADS = 4
 FEEDBACK = 0x9E3779B1
 
 
 def ptx(name: str) -> Source:
-    return kernels.find(f"{name}.ptx")[1][0]
+    return registry.find(f"{name}.ptx")[1][0]
 
 
 def run(source: Source, entry: str, args: list) -> None:
@@ -75,7 +75,7 @@ def test_counted_words_are_dequantised(words: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_benchmark_sizes_obey_the_rules(name: str) -> None:
-    spec = kernels.specs()[name]
+    spec = registry.specs()[name]
     sizes = {s: dequant.SIZES[s] for s in spec.example_sizes[0]}
     spec.check_sizes(sizes)
     assert sizes["R"] % dequant._DISTINCT_ROWS == 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import sass, toolchain
+from ptxlab import registry, sass, toolchain
 from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench import counts
 from ptxlab.lowbit.bench.gemm.problem import sizes_at, variant
@@ -59,7 +59,7 @@ def test_without_unpacking_there_is_no_main_loop() -> None:
 @pytest.mark.parametrize("M", DISSECTED_TOKENS)
 def test_first_step(M: int) -> None:
     """64 or 128 weights per thread and iteration, 13 ALU instructions per 8 of them and little else."""
-    spec, (source, *_) = kernels.find("gemm_w4a8_qoq_sm80")
+    spec, (source, *_) = registry.find("gemm_w4a8_qoq_sm80")
     sizes = sizes_at(spec, DISSECTED, M)
     constants = variant(spec, sizes)
     image = toolchain.build(source, "sm_90a", defines=constants)
@@ -75,7 +75,7 @@ def test_first_step(M: int) -> None:
 
 @pytest.mark.parametrize("spec", STEPS, ids=lambda s: s.name)
 def test_every_step_has_its_main_loop_in_the_record(spec: kernels.KernelSpec) -> None:
-    for source in kernels.find(spec.name)[1]:
+    for source in registry.find(spec.name)[1]:
         found = counts.load()["main_loops"][source.label]
         assert set(found) == {str(M) for M in DISSECTED_TOKENS}
         assert all(loop and loop["weights"] % 32 == 0 for loop in found.values())

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from ptxlab import gpu
-from ptxlab.lowbit import kernels
+from ptxlab import gpu, registry
 from ptxlab.runtime import verify
 from ptxlab.spec.dtypes import ByVariant, dtype_in, storage, stored
 
@@ -48,7 +47,7 @@ def test_verification_goes_through_every_output() -> None:
     jobs, _ = verify.plan(["gemm_w4a8_qoq_sm80"], "emulator")
     outputs = [job.config["OUT"] for job in jobs if job.config]
     assert outputs[:3] == [3, 3, 3] and sorted(outputs[3:]) == [0, 1, 2]
-    spec = kernels.specs()["gemm_w4a8_qoq_sm80"]
+    spec = registry.specs()["gemm_w4a8_qoq_sm80"]
     sizes = {"M": 4, "N": 8, "K": 64, "g": 64}
     half = spec.bytes_moved({**sizes, "OUT": 0})
     assert spec.bytes_moved(sizes) - half == 2 * 4 * 8

@@ -1,14 +1,14 @@
 import numpy as np
 import pytest
 
-from ptxlab import sources
+from ptxlab import registry, sources
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit import kernels
 from ptxlab.lowbit.layout.nibbles import pack_u4
 from ptxlab.spec import Arg, KernelSpec, Launch
 from ptxlab.spec.dtypes import ByVariant, storage, stored
 
-LQQ = kernels.specs()["dequant_lqq"]
+LQQ = registry.specs()["dequant_lqq"]
 
 
 def shapes(R: int = 3, K: int = 128, g: int = 64) -> dict[str, tuple[int, ...]]:
@@ -81,9 +81,9 @@ def test_the_sizes_of_a_spec_are_the_names_in_its_expressions() -> None:
             {"B", "T", "Hq", "Hkv", "D", "blocks", "columns", "tile"},
         ),
     }
-    found = {name: spec.symbols for name, spec in kernels.specs().items()}
+    found = {name: spec.symbols for name, spec in registry.specs().items()}
     assert [name for name, symbols in found.items() if symbols not in wanted[name.partition("_")[0]]] == []
-    assert LQQ.symbols == {"R", "K", "g"} and kernels.specs()["dequant_comet"].symbols == {"R", "K"}
+    assert LQQ.symbols == {"R", "K", "g"} and registry.specs()["dequant_comet"].symbols == {"R", "K"}
     with pytest.raises(ArgumentError, match=r"dequant_lqq: sizes: K, R, g \(got G\)"):
         LQQ.sizes_of(shapes(), {"G": 64})
 
@@ -122,7 +122,7 @@ def test_scalars_are_computed_from_the_sizes() -> None:
 
 
 def test_a_scalar_may_be_a_float() -> None:
-    spec = kernels.specs()["attention_kv4_simple"]
+    spec = registry.specs()["attention_kv4_simple"]
     scale = spec.scalar(spec.arg("softmax_scale"), {"softmax_scale": 0.1})
     assert scale == np.float32(0.1) and scale.dtype == np.float32
     with pytest.raises(ArgumentError, match=r"attention_kv4_simple: sizes: softmax_scale must be given"):
@@ -134,7 +134,7 @@ def test_an_unknown_argument_is_refused() -> None:
         LQQ.arg("zero")
 
 
-@pytest.mark.parametrize("spec", kernels.specs().values(), ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", registry.specs().values(), ids=lambda s: s.name)
 def test_every_example_obeys_its_own_rules(spec: KernelSpec) -> None:
     assert spec.example_sizes
     for sizes in spec.example_sizes:
@@ -150,41 +150,43 @@ def test_every_example_obeys_its_own_rules(spec: KernelSpec) -> None:
 
 def test_a_file_without_a_spec_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the first step of adding a kernel and the third."""
-    known = kernels.specs()
+    known = registry.specs()
     monkeypatch.setattr(kernels, "specs", lambda: {n: s for n, s in known.items() if n != "dequant_lqq"})
     with pytest.raises(ArgumentError, match=r"dequant_lqq.ptx has no spec yet: add one to SPECS of the family dequant"):
-        kernels.find("dequant_lqq")
+        registry.find("dequant_lqq")
 
 
 def test_unknown_kernels_suggest_the_nearest() -> None:
     with pytest.raises(ArgumentError, match=r"^unknown kernel 'dequant_lq'; nearest: dequant_lqq, "):
-        kernels.find("dequant_lq")
+        registry.find("dequant_lq")
     with pytest.raises(ArgumentError, match=r"dequant_comet comes as dequant_comet.ptx"):
-        kernels.find("dequant_comet.cu")
+        registry.find("dequant_comet.cu")
 
 
 def test_a_form_of_a_kernel_is_found_by_its_label() -> None:
     for spec in kernels.gemm.FORMS:
-        source = kernels.find(spec.name)[1][0]
+        source = registry.find(spec.name)[1][0]
         if "w4a4" not in spec.name:
-            assert ("g" in spec.symbols) == ("channel" not in spec.form) and "g" in kernels.specs()[spec.name].symbols
+            assert ("g" in spec.symbols) == ("channel" not in spec.form) and "g" in registry.specs()[spec.name].symbols
         assert spec.label == f"{spec.name}:{spec.form}"
-        assert kernels.find(spec.label) == (spec, (source,)) and kernels.find(f"{source.label}:{spec.form}")[0] is spec
-        assert kernels.resolve_all(f"{source.label}:{spec.form}") == [(spec, (source,), spec.name)]
+        assert (
+            registry.find(spec.label) == (spec, (source,)) and registry.find(f"{source.label}:{spec.form}")[0] is spec
+        )
+        assert registry.resolve_all(f"{source.label}:{spec.form}") == [(spec, (source,), spec.name)]
     with pytest.raises(ArgumentError, match=r"one of gemm_w4a8_sm90, gemm_.*:channel, .*residual \(got .*:rows\)"):
-        kernels.find("gemm_w4a8_sm90:rows")
+        registry.find("gemm_w4a8_sm90:rows")
     with pytest.raises(ArgumentError, match=r"kernel: one of dequant_lqq \(got dequant_lqq:channel\)"):
-        kernels.find("dequant_lqq:channel")
+        registry.find("dequant_lqq:channel")
 
 
 def test_shape_of_an_argument_in_numbers() -> None:
     assert Arg("scale", "uint8", ("R", "K/g")).resolve({"R": 2, "K": 256, "g": 64}) == (2, 4)
 
 
-@pytest.mark.parametrize("name", kernels.specs())
+@pytest.mark.parametrize("name", registry.specs())
 def test_a_kernel_waits_for_the_one_before_it_if_its_spec_says_so(name: str) -> None:
     """And the spec names inputs: another name would be looked for in vain."""
-    spec = kernels.specs()[name]
+    spec = registry.specs()[name]
     assert set(spec.after_wait) <= {arg.name for arg in spec.inputs}
     for source in sources.of_kernel(name):
         waits = "griddepcontrol.wait" in source.text or "wait_for_predecessors()" in source.text

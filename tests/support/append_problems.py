@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import gpu
-from ptxlab.lowbit import kernels, quant, reference
+from ptxlab import gpu, registry
+from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.attention.append import APPEND, ROPE_APPEND, table_rows
 from ptxlab.lowbit.layout import KVCache, page_bytes, write_slots
 from ptxlab.lowbit.quant import KV_SCHEMES
@@ -77,7 +77,7 @@ class Problem:
         cache, inputs, sizes = self.cache, self.inputs, self.sizes
         config = APPEND.config_for(sizes) | {"BF16": DTYPES.index(self.k.dtype)}
         config |= {"INDEX": int(self.slots.dtype == np.int64)} | ({"ROWS": rows} if rows else {})
-        source, pool = source or kernels.find(APPEND.name)[1][0], cache.pool.copy()
+        source, pool = source or registry.find(APPEND.name)[1][0], cache.pool.copy()
         options |= {"backend": "emulator", "checks": ("race", "init", "lanes")}
         return pool, run_spec(APPEND, source, inputs, sizes=sizes, out={"pool": pool}, config=config, **options)
 
@@ -122,7 +122,7 @@ class FusedProblem:
         sizes = {**self.of.sizes, "ratio": self.q.shape[1] // cache.num_kv_heads, "kept": int(self.kept)}
         config = ROPE_APPEND.config_for(sizes) | {"BF16": DTYPES.index(self.q.dtype)}
         config |= {"INDEX": int(self.of.slots.dtype == np.int64)} | ({"ROWS": rows} if rows else {})
-        source, pool = source or kernels.find(ROPE_APPEND.name)[1][0], cache.pool.copy()
+        source, pool = source or registry.find(ROPE_APPEND.name)[1][0], cache.pool.copy()
         stored = np.uint16 if self.q.dtype == DTYPES[1] else np.float16
         q, keys = (np.full(x.shape, 0xA5A5, np.uint16).view(stored) for x in (self.q, self.of.k))
         outcome = run_spec(

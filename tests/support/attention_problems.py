@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import emulator
-from ptxlab.lowbit import kernels
+from ptxlab import emulator, registry
 from ptxlab.lowbit.kernels.attention import common
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.runtime import run_spec
@@ -141,7 +140,7 @@ def check(
     """Run it with all checks, and hold every output against the reference within its bound; returns the outputs."""
     sizes = {name: value for name, value in logical.items() if isinstance(value, (int, float))} | how.pop("sizes", {})
     how = {"config": None, "checks": emulator.CHECKS if backend == "emulator" else (), **how}
-    source = kernels.find(spec.name)[1][0]
+    source = registry.find(spec.name)[1][0]
     outcome = run_spec(spec, source, inputs or spec.pack(logical), sizes=sizes, backend=backend, **how)
     assert [str(finding) for finding in outcome.findings] == []
     compare(spec, outcome.outputs, logical, how["config"])

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import strategies as st
 
-from ptxlab import emulator
-from ptxlab.lowbit import kernels
+from ptxlab import emulator, registry
 from ptxlab.lowbit.kernels.attention import sm80, sm90
 from ptxlab.lowbit.kernels.attention.sm90 import SM90, AttentionTileSm90
 from ptxlab.runtime import Outcome, run_spec
@@ -39,7 +38,7 @@ class Variant(NamedTuple):
 
     @property
     def source(self) -> Source:
-        return kernels.find(self.spec.name)[1][0]
+        return registry.find(self.spec.name)[1][0]
 
     @property
     def dtype(self) -> str:

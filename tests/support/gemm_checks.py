@@ -7,8 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ptxlab import sass, toolchain
-from ptxlab.lowbit import kernels
+from ptxlab import registry, sass, toolchain
 from ptxlab.runtime import run_spec
 from ptxlab.sass.wgmma import overwritten_operands
 from ptxlab.spec import KernelSpec
@@ -20,7 +19,7 @@ every_output = pytest.mark.parametrize(("variant", "dtype"), OUTPUTS)
 def output(spec: KernelSpec, inputs: Mapping[str, Any], backend: str, **options: Any) -> np.ndarray:
     """Y, after the emulator's checks."""
     checks = ("race", "init", "async") if backend == "emulator" else ()
-    source = kernels.find(spec.name)[1][0]
+    source = registry.find(spec.name)[1][0]
     outcome = run_spec(spec, source, inputs, backend=backend, checks=checks, **options)
     assert outcome.findings == ()
     y: np.ndarray = outcome.outputs["y"]
@@ -52,7 +51,7 @@ def built_as_meant(spec: KernelSpec, config: Mapping[str, int], sizes: Mapping[s
 
     Of ptxas' notes C7510 to C7519 say that wgmma was serialised.
     """
-    image = toolchain.compile_cuda(kernels.find(spec.name)[1][0], spec.arch, defines=dict(config))
+    image = toolchain.compile_cuda(registry.find(spec.name)[1][0], spec.arch, defines=dict(config))
     resources = image.resources[spec.name]
     assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0), config
     assert image.warnings == (), config

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ptxlab import registry
 from ptxlab.bench.record import Record, Row
 from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench.gemm.problem import packed_bytes, sizes_at, variant
@@ -19,7 +20,7 @@ COUNTED = {
 
 
 def row(name: str, layer: Layer, M: int) -> Row:
-    spec = kernels.specs()[name]
+    spec = registry.specs()[name]
     sizes = sizes_at(spec, layer, M)
     few, many = SLOWDOWN[name]
     counted = COUNTED if layer == DISSECTED and M in DISSECTED_TOKENS else {}

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import z3
 
+from ptxlab import registry
 from ptxlab.emulator.front.ir import Entry
 from ptxlab.io.files import write_text
-from ptxlab.lowbit import kernels
 from ptxlab.prove import Claim, decide, loops
 from ptxlab.prove.kernels import query
 from ptxlab.prove.loop_claim import LoopClaim
@@ -25,7 +25,7 @@ from ptxlab.spec.claims import KernelClaim
 from tests.support.emulated import HEADER
 from tests.support.mutation import battery, is_killed, mutants
 
-NAMES = [name for name, spec in kernels.specs().items() if spec.family == "dequant"]
+NAMES = [name for name, spec in registry.specs().items() if spec.family == "dequant"]
 # The list of `tests/lowbit/kernels/test_mutation.py`, and what a contract within its rules cannot tell.
 SURVIVORS = (
     (r"mad\.wide\.u32 => .*mad\.wide\.s32", "indices stay below 2^31 unless a matrix has 2^35 weights"),
@@ -92,7 +92,7 @@ def verdict_on(spec: KernelSpec, claim: KernelClaim, text: str) -> str:
 
     A word that the mutant stores as the kernel does needs no solver; of the others the easiest goes first.
     """
-    source = kernels.find(spec.name)[1][0]
+    source = registry.find(spec.name)[1][0]
     changed, kept = (query(spec, replace(source, text=t), claim) for t in (text, source.text))
     known = [z3.And(*one.assume, z3.Not(one.holds)) for one in kept]
     asked = [one for one in changed if not any(z3.And(*one.assume, z3.Not(one.holds)).eq(k) for k in known)]
@@ -105,7 +105,7 @@ def verdict_on(spec: KernelSpec, claim: KernelClaim, text: str) -> str:
 
 def survivors(name: str, every: int = 1, first: int = 0) -> Iterator[tuple[str, str]]:
     """(mutant, verdict) of all that are not refuted, of every so-many-th mutant."""
-    spec, sources = kernels.find(name)
+    spec, sources = registry.find(name)
     for what, text in list(mutants(sources[0].text))[first::every]:
         if (said := verdict(spec, text)) != "refuted":
             yield what, said
@@ -118,7 +118,7 @@ def explained(what: str) -> str:
 
 def compared(name: str) -> dict[str, object]:
     """Every mutant of a kernel before the prover and before the tests, with those that either of them lets pass."""
-    spec, (source, *_) = kernels.find(name)
+    spec, (source, *_) = registry.find(name)
     inputs, made, passed = battery(spec), list(mutants(source.text)), []
     for what, text in made:
         said, tests = verdict(spec, text), is_killed(spec, replace(source, text=text), inputs)

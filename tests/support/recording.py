@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from ptxlab import bench, gpu
-from ptxlab.bench.record import commit
 from ptxlab.errors import FileError
 from ptxlab.io.files import require_folder, write_text
+from ptxlab.sources import commit
 from ptxlab.testing import gpu_tests
 
 OPTION = "--record-tests"

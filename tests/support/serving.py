@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.llm.accuracy import parting
-from ptxlab.llm.model import Parting, Request, Runner, Server
+from ptxlab.llm.accuracy.parting import Parting, parting
+from ptxlab.llm.model import Runner
+from ptxlab.llm.server import Request, Server
 
 
 @dataclass

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from ptxlab import gpu
-from ptxlab.bench.launching import poisoned
 from ptxlab.runtime import Kernel, verify
+from ptxlab.runtime.launching import poisoned
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import KernelSpec, Launch
 from ptxlab.spec.dtypes import dtype_in, storage, stored

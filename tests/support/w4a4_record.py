@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from ptxlab import registry
 from ptxlab.bench.record import Record, Row
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench.gemm.problem import packed_bytes, sizes_at
 from ptxlab.lowbit.bench.gemm.w4a4 import COMPARED, LADDER_LAYER, MEASURES
 from ptxlab.lowbit.bench.shapes import LLAMA, Layer
@@ -14,7 +14,7 @@ IN_SOFTWARE = 100.0  # kernels for INT4 tensor cores
 
 
 def row(name: str, measure: str, layer: Layer, M: int) -> Row:
-    spec = kernels.specs()[name]
+    spec = registry.specs()[name]
     sizes = sizes_at(spec, layer, M)
     face = {"face": "gemm_w4a8"} if name == "gemm_w4a8_sm90" else {}
     floor = layer.N * layer.K * M / 1e9  # the same for all, so that times compare as slowdowns do

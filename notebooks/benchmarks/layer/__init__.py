@@ -18,6 +18,7 @@ from benchmarks.stored import stored_attention
 from ptxlab import gpu
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
+from ptxlab.bench.suite import Suite
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model import Config
 
@@ -242,3 +243,10 @@ def _span(
         face=operation,
         **taken,
     )
+
+
+def _record_of(only: Sequence[str]) -> str:
+    return f"layer_{EPILOGUES}" if [*only] == [EPILOGUES] else ""
+
+
+SUITE = Suite("layer", rows, part=part, record_of=_record_of, resumes=True)

@@ -14,12 +14,12 @@ import numpy as np
 
 from benchmarks import peers_layer
 from benchmarks.layer.shapes import NARROW
-from ptxlab import gpu
+from ptxlab import gpu, registry
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.copying import copy_us
 from ptxlab.bench.record import Row, row_of
 from ptxlab.errors import BenchmarkError
-from ptxlab.lowbit import kernels, reference
+from ptxlab.lowbit import reference
 from ptxlab.lowbit.bench import shapes
 from ptxlab.lowbit.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.lowbit.kernels.attention import append_kv4, rope_append_kv4
@@ -107,7 +107,7 @@ def timed(fused: Fused, ceilings: Ceilings) -> Row:
     checked = fused.check(fresh)
     more = {"l2_us": warm, "chain_us": chained, "copies": float(count), **_copy(fused.nbytes, count)}
     return row_of(
-        kernels.specs()[fused.kernel],
+        registry.specs()[fused.kernel],
         MEASURE,
         fused.sizes,
         cold,

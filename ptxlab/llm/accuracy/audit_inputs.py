@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
+from ptxlab.llm.model.decoder import EXACT, Layer, Numerics
 from ptxlab.llm.model.floats import FloatModel, Tokens
 from ptxlab.llm.model.quantized import FUSED
 from ptxlab.lowbit.audit import SkippedTensor
@@ -25,7 +26,6 @@ from ptxlab.lowbit.quant import (
 from ptxlab.lowbit.quant.atom import ATOM_GROUPS
 from ptxlab.lowbit.quant.fmpq import MOST_INT8, OUTLIER
 from ptxlab.lowbit.quant.inputs import as_float_matrix
-from ptxlab.lowbit.reference import EXACT, Layer, Numerics
 from ptxlab.validate import is_one_of, require_number
 
 INPUT_SCHEMES = ("atom", "fmpq")

@@ -15,12 +15,12 @@ import numpy as np
 from ptxlab.errors import FileError, in_file
 from ptxlab.io.files import read_json, write_text
 from ptxlab.llm.model.config import Config
+from ptxlab.llm.model.decoder import NORMS
 from ptxlab.llm.model.quantized import FUSED, QuantizedModel
 from ptxlab.llm.model.weights import LayerWeights
 from ptxlab.lowbit import layout
 from ptxlab.lowbit.layout.checkpoint import Checkpoint, TensorInfo, write_checkpoint
 from ptxlab.lowbit.layout.storage import described, holds_reordered
-from ptxlab.lowbit.reference import NORMS
 
 RECIPE = "recipe.json"
 SCHEMA = 1

@@ -33,6 +33,7 @@ from ptxlab.hardware.words import F32, U8
 from ptxlab.io.files import read_json
 from ptxlab.llm.checkpoints.torch_file import open_checkpoint
 from ptxlab.lowbit.layout.checkpoint import FLOATS, TensorInfo
+from ptxlab.lowbit.layout.foreign_orders import AWQ_COLUMNS, qserve_rows, unpack_qserve, unpack_words
 from ptxlab.lowbit.layout.storage import METADATA_KEY
 from ptxlab.lowbit.quant import AffineWeight, LQQWeight
 from ptxlab.lowbit.quant.inputs import extremes
@@ -41,7 +42,6 @@ ForeignWeight: TypeAlias = LQQWeight | AffineWeight
 Array: TypeAlias = npt.NDArray[Any]
 Arrays: TypeAlias = Mapping[str, Array]
 _INTEGERS = {"I8": np.int8, "U8": np.uint8, "I32": np.int32, "I64": np.int64}
-AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 UNKNOWN_RANGE = 127  # of level 1, which no file says
 
 
@@ -172,33 +172,6 @@ def _stated(folder: Path) -> dict[str, Any]:
             if isinstance(said, dict):
                 return said
     return {}
-
-
-# --- where the nibbles lie -------------------------------------------------------------------------------------------
-
-
-def unpack_qserve(qweight: Array) -> U8:
-    """The nibbles u8 [N, K] of QServe's qweight s8 [N, K/2]; N and K are multiples of 32."""
-    N, K = qweight.shape[0], 2 * qweight.shape[1]
-    tiles = qweight.view(np.uint8).reshape(N // 32, K // 32, 8, 4, 2, 2, 4)  # tile, lane r, c, half of k, 8 rows, k
-    halves = np.stack([tiles & 15, tiles >> 4])  # of 16 rows
-    return np.ascontiguousarray(halves.transpose(1, 0, 6, 3, 2, 5, 4, 7)).reshape(N, K)
-
-
-def qserve_rows(constants: Array) -> Array:
-    """[N, G] of QServe's constants [G, N]."""
-    G, N = constants.shape
-    return np.ascontiguousarray(constants.reshape(G, N // 32, 8, 4).transpose(1, 3, 2, 0)).reshape(N, G)
-
-
-def unpack_words(words: Array, axis: int, order: tuple[int, ...] = tuple(range(8))) -> U8:
-    """The nibbles u8 of words s32 [a, b], eight along `axis`; nibble i, counted from the lowest, is `order[i]`."""
-    shifts = 4 * np.argsort(order).astype(np.uint32)
-    spread = words.view(np.uint32)[..., None] >> shifts & np.uint32(15)
-    nibbles = spread.astype(np.uint8)
-    if axis == 0:
-        nibbles = nibbles.transpose(0, 2, 1)
-    return nibbles.reshape(words.shape[0] * (8 if axis == 0 else 1), -1)
 
 
 # --- the formats -----------------------------------------------------------------------------------------------------

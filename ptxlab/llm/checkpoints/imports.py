@@ -18,9 +18,9 @@ import numpy as np
 from ptxlab.errors import ArgumentError, FileError, naming
 from ptxlab.io.files import require_folder
 from ptxlab.llm.checkpoints import folder as folders
+from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.foreign import UNKNOWN_RANGE, ForeignCheckpoint, ForeignMatrix, ForeignWeight
 from ptxlab.llm.checkpoints.open import tensor_name
-from ptxlab.llm.model import open_model
 from ptxlab.llm.model.quantized import FUSED, packed_layer, stored_ends
 from ptxlab.lowbit.audit import relative_error
 from ptxlab.lowbit.layout import LAYOUTS, buffer_shapes, pack

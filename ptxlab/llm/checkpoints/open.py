@@ -14,12 +14,12 @@ from ptxlab.llm.checkpoints.foreign import ForeignCheckpoint
 from ptxlab.llm.checkpoints.gguf import GgufFile
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.model.config import Config
+from ptxlab.llm.model.decoder import NORMS, Layer
 from ptxlab.llm.model.floats import FloatModel, MappedLayers
 from ptxlab.llm.model.numerics import FakeQuantized
 from ptxlab.llm.model.quantized import QuantizedModel, layer_floats, numerics_of
 from ptxlab.lowbit.layout.checkpoint import FLOATS
 from ptxlab.lowbit.quant.inputs import extremes
-from ptxlab.lowbit.reference import NORMS, Layer
 from ptxlab.spec.dtypes import floats
 
 # Names of tensors: ours -> the file's. `{}` is the number of the layer.

@@ -13,14 +13,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from ptxlab import __version__, gpu
-from ptxlab.bench.record import commit
 from ptxlab.cli.common import AsJson, console, expects, print_json, progress_bar, require_counts, table, written
 from ptxlab.errors import FileError
 from ptxlab.io.files import read_record, require_folder, write_text
 from ptxlab.llm.accuracy import steps as table_of
+from ptxlab.llm.accuracy.text import tokens_of, windows
 from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
-from ptxlab.llm.model import tokens_of, windows
 from ptxlab.llm.recipe.calibrate import samples as drawn
+from ptxlab.sources import commit
+
+PANEL = "Weights"
 
 
 def accuracy(

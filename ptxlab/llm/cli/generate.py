@@ -29,23 +29,16 @@ from ptxlab.llm.checkpoints.folder import load
 from ptxlab.llm.checkpoints.open import is_quantized, open_tokenizer
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.cli.models import ModelBackend, opened_model
-from ptxlab.llm.model import (
-    Config,
-    FloatModel,
-    Footprint,
-    KernelRunner,
-    NumpyRunner,
-    QuantizedModel,
-    Request,
-    Runner,
-    Server,
-)
+from ptxlab.llm.model import Config, FloatModel, Footprint, KernelRunner, NumpyRunner, QuantizedModel, Runner
 from ptxlab.llm.model.generate import check_sampling
 from ptxlab.llm.model.generate import generate as generated
 from ptxlab.llm.model.kernel_runner import PROMPT_ATTENTIONS, require_torch
 from ptxlab.llm.model.memory import budget, largest_batch, require_batch, weights_of
 from ptxlab.llm.model.runner import HEADS, PAGE
+from ptxlab.llm.server import Request, Server
 from ptxlab.lowbit.quant import GROUPS
+
+PANEL = "Weights"
 
 RUNNERS: dict[str, type[Runner]] = {"gpu": KernelRunner, "numpy": NumpyRunner}
 _TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # ChatML, which SmolLM2 and Qwen2 are trained on

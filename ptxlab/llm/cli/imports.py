@@ -9,6 +9,8 @@ import typer
 from ptxlab.cli.common import AsJson, console, print_json, progress_bar, table, written
 from ptxlab.llm.checkpoints.imports import import_checkpoint
 
+PANEL = "Weights"
+
 
 def import_(
     source: Annotated[

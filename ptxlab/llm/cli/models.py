@@ -6,8 +6,10 @@ import typer
 
 from ptxlab import gpu
 from ptxlab.cli.common import download_bar, expects
+from ptxlab.llm.accuracy.text import Corpus, open_text
+from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
-from ptxlab.llm.model import Corpus, FloatModel, open_model, open_text
+from ptxlab.llm.model import FloatModel
 
 ModelBackend = Annotated[str | None, typer.Option("--backend", help="gpu or numpy. Default: the GPU if there is one.")]
 

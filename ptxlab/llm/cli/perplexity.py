@@ -9,11 +9,13 @@ import typer
 from rich.markup import escape
 
 from ptxlab.cli.common import AsJson, console, expects, print_json, progress_bar
+from ptxlab.llm.accuracy.text import tokens_of, windows
 from ptxlab.llm.checkpoints.open import is_quantized, stored_numerics
 from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
 from ptxlab.llm.model import perplexity as measured
-from ptxlab.llm.model import tokens_of, windows
 from ptxlab.llm.model.numerics import FakeQuantized
+
+PANEL = "Weights"
 
 
 def perplexity(

@@ -18,13 +18,15 @@ from ptxlab.cli.common import (
     table,
     written,
 )
+from ptxlab.llm.accuracy.text import tokens_of
 from ptxlab.llm.checkpoints import convert
 from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
-from ptxlab.llm.model import tokens_of
 from ptxlab.llm.model.floats import Tokens
 from ptxlab.llm.recipe import calibrate, named
 from ptxlab.llm.recipe.quantize import check_packable, quantize_model
 from ptxlab.lowbit.quant import PROTECTIVE_RANGE
+
+PANEL = "Weights"
 
 _RECIPE = "With --recipe"
 

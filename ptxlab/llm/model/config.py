@@ -1,7 +1,7 @@
 """`Config`: the shape of a decoder of the Llama family, by name, from a Hugging Face config.json or GGUF metadata."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +12,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32
 from ptxlab.io.files import read_json
 from ptxlab.lowbit import reference
+from ptxlab.lowbit.model_shapes import SHAPES, ModelShape
 from ptxlab.validate import is_integer, is_one_of, require_integer
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2")  # model_type of a config.json
@@ -206,16 +207,12 @@ class Config:
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """(N, K) of a layer's weights in the order of their use; of the last two each expert has its own."""
-        return {
-            "qkv": (self.qkv_width, self.hidden),
-            "o": (self.hidden, self.heads * self.head_dim),
-            "gate_up": (2 * self.ffn, self.hidden),
-            "down": (self.hidden, self.ffn),
-        }
+        shape = ModelShape(self.name, self.hidden, self.ffn, self.heads, self.kv_heads, self.layers, self.head_dim)
+        return shape.matrices
 
     @property
     def separate_matrices(self) -> dict[str, tuple[int, int]]:
-        """(N, K) of a dense layer's weights as checkpoints have them, by their name in `reference.MATRICES`."""
+        """(N, K) of a dense layer's weights as checkpoints have them, by their name in `decoder.MATRICES`."""
         of_kv, fused = (self.kv_heads * self.head_dim, self.hidden), self.matrices
         return {
             "q": (self.heads * self.head_dim, self.hidden),
@@ -361,27 +358,24 @@ def _require_positive(name: str, value: Any) -> float:
     return float(value)
 
 
-def _llama(
-    name: str, hidden: int, ffn: int, heads: int, kv_heads: int, layers: int, vocabulary: int = 32000, **more: Any
-) -> Config:
-    """A model with heads of 128."""
-    given = {"hidden": hidden, "ffn": ffn, "heads": heads, "kv_heads": kv_heads, "layers": layers, **more}
-    return Config(name=name, head_dim=128, vocabulary=vocabulary, **given)
+def _published(name: str, vocabulary: int = 32000, **more: Any) -> Config:
+    """A published model: its shape, its vocabulary, and what else it needs."""
+    shape = asdict(SHAPES[name])
+    return Config(vocabulary=vocabulary, **shape, **more)
 
 
-# Table 1 of LiquidGEMM, and one more that the benches measure.
 MODELS = {
     config.name: config
     for config in (
-        _llama("LLaMA-30B", 6656, 17920, 52, 52, 60, eps=1e-6),
-        _llama("LLaMA-2-7B", 4096, 11008, 32, 32, 32),
-        _llama("LLaMA-2-13B", 5120, 13824, 40, 40, 40),
-        _llama("LLaMA-2-70B", 8192, 28672, 64, 8, 80),
-        _llama("LLaMA-3-8B", 4096, 14336, 32, 8, 32, 128256, rope_base=500000.0),
-        _llama("LLaMA-3-70B", 8192, 28672, 64, 8, 80, 128256, rope_base=500000.0),
-        _llama("Mistral-7B", 4096, 14336, 32, 8, 32),
-        _llama("Yi-34B", 7168, 20480, 56, 8, 60, 64000, rope_base=5000000.0),
-        _llama("Mixtral-8x7B", 4096, 14336, 32, 8, 32, rope_base=1000000.0, experts=8, chosen_experts=2),
-        _llama("Qwen1.5-72B", 8192, 24576, 64, 64, 80, 152064, rope_base=1000000.0, eps=1e-6, qkv_bias=True),
+        _published("LLaMA-30B", eps=1e-6),
+        _published("LLaMA-2-7B"),
+        _published("LLaMA-2-13B"),
+        _published("LLaMA-2-70B"),
+        _published("LLaMA-3-8B", 128256, rope_base=500000.0),
+        _published("LLaMA-3-70B", 128256, rope_base=500000.0),
+        _published("Mistral-7B"),
+        _published("Yi-34B", 64000, rope_base=5000000.0),
+        _published("Mixtral-8x7B", rope_base=1000000.0),
+        _published("Qwen1.5-72B", 152064, rope_base=1000000.0, eps=1e-6, qkv_bias=True),
     )
 }

@@ -11,8 +11,9 @@ import numpy.typing as npt
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config
+from ptxlab.llm.model.decoder import EXACT, Layer, Numerics, decoder_layer, feed_forward
 from ptxlab.llm.model.threads import each_stream
-from ptxlab.lowbit.reference import EXACT, Layer, Numerics, decoder_layer, feed_forward, rms_norm
+from ptxlab.lowbit.reference import rms_norm
 
 Tokens = npt.NDArray[np.integer]
 _STRIP = 256  # rows of logits whose exponentials lie in memory at a time
@@ -26,7 +27,7 @@ class FloatModel:
     Attributes:
         config: its shape.
         embedding: [V, H].
-        layers: each a mapping as `reference.decoder_layer` takes it. For a model that does not fit into memory, a
+        layers: each a mapping as `decoder.decoder_layer` takes it. For a model that does not fit into memory, a
             sequence that reads a layer from a file when it is indexed (`MappedLayers`).
         final_norm: [H].
         head: [V, H], or None where it is the embedding.

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from ptxlab.errors import ArgumentError
-from ptxlab.llm.model.decoder import Floats
+from ptxlab.llm.model.decoder import Floats, Layer, Numerics
 from ptxlab.lowbit.quant.activations import token_scales
 from ptxlab.lowbit.quant.atom import ATOM_PAPER
 from ptxlab.lowbit.quant.groups import dequantized, integer_groups
 from ptxlab.lowbit.quant.kv import KV_SCHEMES, quantize_kv
-from ptxlab.lowbit.reference import Layer, Numerics
 from ptxlab.validate import is_one_of, require_integer, require_number
 
 

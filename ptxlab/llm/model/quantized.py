@@ -8,6 +8,7 @@ import numpy as np
 
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config
+from ptxlab.llm.model.decoder import BIASES, NORMS, Layer
 from ptxlab.llm.model.floats import FloatModel
 from ptxlab.llm.model.numerics import FakeQuantized
 from ptxlab.llm.model.weights import DTYPES, LayerWeights, quantiser
@@ -15,7 +16,6 @@ from ptxlab.lowbit.layout import ReorderedWeight, pack, unpack
 from ptxlab.lowbit.layout.packed_weight import QuantizedWeight
 from ptxlab.lowbit.quant import Rounding
 from ptxlab.lowbit.quant.inputs import extremes
-from ptxlab.lowbit.reference import BIASES, NORMS, Layer
 from ptxlab.spec.dtypes import floats, stored
 from ptxlab.validate import is_one_of
 
@@ -123,7 +123,7 @@ def _narrowed(name: str, x: Any, dtype: str) -> Any:
 
 
 def layer_floats(layer: LayerWeights) -> Layer:
-    """A packed layer dequantised to float32, by the names of `reference.decoder_layer`; of W4A4 with its orders."""
+    """A packed layer dequantised to float32, by the names of `decoder.decoder_layer`; of W4A4 with its orders."""
     sizes = layer.config.separate_matrices
     found: dict[str, Any] = {name: floats(getattr(layer, name)) for name in NORMS}
     for fused, parts in FUSED.items():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab.errors import ArgumentError, naming
+from ptxlab.llm.model.decoder import EXACT, Layer, Numerics
 from ptxlab.llm.model.floats import FloatModel, MappedLayers, Tokens
 from ptxlab.llm.model.numerics import FakeQuantized
 from ptxlab.llm.model.quantized import FUSED
@@ -35,7 +36,6 @@ from ptxlab.llm.recipe import (
 from ptxlab.llm.recipe.settings import ROTATIONS
 from ptxlab.lowbit.quant.fmpq import int8_blocks
 from ptxlab.lowbit.quant.tiled import with_arrays
-from ptxlab.lowbit.reference import EXACT, Layer, Numerics
 from ptxlab.validate import require_integer
 
 

@@ -13,6 +13,7 @@ from ptxlab.errors import ArgumentError, FileError, naming
 from ptxlab.io.files import require_folder
 from ptxlab.llm.checkpoints import folder as folders
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
+from ptxlab.llm.model.decoder import Layer
 from ptxlab.llm.model.floats import FloatModel, Tokens
 from ptxlab.llm.model.quantized import layer_floats, packed_layer, stored_ends
 from ptxlab.llm.model.weights import DTYPES
@@ -21,7 +22,6 @@ from ptxlab.llm.recipe.calibrate import QuantizedLayer, prepared, quantize_layer
 from ptxlab.llm.recipe.settings import PACKED
 from ptxlab.lowbit.layout import buffer_shapes, pack_reordered
 from ptxlab.lowbit.layout.reordered import reordered_shapes
-from ptxlab.lowbit.reference import Layer
 from ptxlab.validate import is_one_of
 
 Progress = Callable[[str], None]  # called when a layer is done, with its name

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit.reference import Layer
+from ptxlab.llm.model.decoder import Layer
 
 
 def reorder_down(layer: Layer, salience: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit.reference import Layer
+from ptxlab.llm.model.decoder import Layer
 from ptxlab.validate import is_integer
 
 READERS = {"input_norm": ("q", "k", "v"), "post_norm": ("gate", "up")}  # matrices after each norm

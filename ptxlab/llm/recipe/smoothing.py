@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ptxlab.errors import ArgumentError
+from ptxlab.llm.model.decoder import Layer
 from ptxlab.llm.recipe.rotation import as_before, wide
 from ptxlab.lowbit.quant.smooth import smooth_attention
-from ptxlab.lowbit.reference import Layer
 
 
 def smooth_down(layer: Layer, peaks: Any, alpha: float, beta: float) -> tuple[dict[str, Any], Any]:

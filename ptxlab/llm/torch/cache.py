@@ -2,15 +2,15 @@
 
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
-import torch
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.runner import PAGE
 from ptxlab.llm.torch.operators import attention_workspace
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.validate import is_integer
-from torch import Tensor, nn
 
 IMPLEMENTATION = "ptxlab_kv4"
 

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
+from torch import Tensor, nn
+
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.weights import quantiser
 from ptxlab.llm.torch.operators import Quantized
@@ -12,7 +14,6 @@ from ptxlab.lowbit.layout import PackedWeight, buffer_shapes, pack
 from ptxlab.lowbit.layout.packed_weight import VERSION
 from ptxlab.lowbit.quant import Rounding
 from ptxlab.spec.dtypes import name_of
-from torch import Tensor, nn
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

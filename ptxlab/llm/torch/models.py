@@ -9,13 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import torch
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.checkpoints.open import tensor_name
 from ptxlab.llm.model import Config, FloatModel, LayerWeights, QuantizedModel
+from ptxlab.llm.model.decoder import BIASES, NORMS
 from ptxlab.llm.model.floats import MappedLayers
 from ptxlab.llm.model.quantized import packed_layer, stored_ends
 from ptxlab.llm.recipe import Recipe, named
@@ -24,9 +26,7 @@ from ptxlab.llm.recipe.settings import PACKED
 from ptxlab.llm.torch.cache import IMPLEMENTATION, KV4Cache, Past
 from ptxlab.llm.torch.linear import Uncast, W4A8Linear
 from ptxlab.llm.torch.operators import Quantized
-from ptxlab.lowbit.reference import BIASES, NORMS
 from ptxlab.spec.dtypes import name_of
-from torch import Tensor, nn
 
 _DTYPES = (torch.float16, torch.bfloat16)
 

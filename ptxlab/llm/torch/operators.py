@@ -18,8 +18,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-
 import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, naming
 from ptxlab.llm.model.numpy_runner import IntegerProduct
@@ -46,8 +48,6 @@ from ptxlab.lowbit.layout.pages import require_array
 from ptxlab.lowbit.quant import QuantizedActivations
 from ptxlab.lowbit.quant.inputs import extremes
 from ptxlab.spec.dtypes import as_stored, floats, name_of, stored
-from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 Quantized = tuple[Tensor, Tensor, Tensor]  # x_q s8 [M, K], scale f32 [M], token_sum s32 [M]
 

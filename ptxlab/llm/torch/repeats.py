@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from ptxlab import gpu
 from ptxlab.lowbit.kernels.operation import launches_within, remember
 from ptxlab.runtime.plan import Plan
-from torch import Tensor
 
 _Place = tuple[int, int]  # the number of a tensor, of arguments and then results; bytes from its beginning
 _Span = tuple[int, int]  # address, bytes

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ptxlab import sass, sources, toolchain
+from ptxlab import registry, sass, sources, toolchain
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
 from ptxlab.lowbit import kernels
@@ -33,7 +33,7 @@ def record_path(name: str = ARCH) -> Path:
 
 def measure() -> dict[str, Any]:
     """Count every source of every kernel; JSON-ready, by label (`dequant_lqq.ptx`)."""
-    all_sources = [(spec, source) for name, spec in kernels.specs().items() for source in kernels.find(name)[1]]
+    all_sources = [(spec, source) for name, spec in registry.specs().items() for source in registry.find(name)[1]]
     counts = {source.label: counts_of(spec, source) for spec, source in all_sources}
     loops = {source.label: main_loops(spec, source) for spec, source in all_sources if spec.name in LOOPED}
     return {"schema": 1, "arch": ARCH, "tools": toolchain.versions(), "counts": counts, "main_loops": loops}
@@ -79,7 +79,7 @@ def mma_loops(arch: str) -> dict[str, dict[str, float]]:
 
 def _large(name: str, arch: str) -> list[sass.SassInstruction]:
     """Machine code of a GEMM as it is launched at 256 tokens."""
-    spec, (source, *_) = kernels.find(name)
+    spec, (source, *_) = registry.find(name)
     return sass.instructions(source, arch, entry=name, defines=variant(spec, sizes_at(spec, DISSECTED, 256)))
 
 

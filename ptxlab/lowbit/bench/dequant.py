@@ -6,10 +6,11 @@ import numpy as np
 
 from ptxlab import emulator, gpu, sass, toolchain
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.launching import poisoned
 from ptxlab.bench.record import Row, row_of
+from ptxlab.bench.suite import Suite
 from ptxlab.errors import BenchmarkError
 from ptxlab.lowbit.kernels.dequant import SPECS
+from ptxlab.runtime.launching import poisoned
 from ptxlab.runtime.timing import copies_beyond_l2, measure
 from ptxlab.sass import harness
 from ptxlab.sources import Source, of_kernel
@@ -130,3 +131,6 @@ def _check_loop(kernel: gpu.GpuKernel, loop: Source, words: np.ndarray, shared: 
     emulator.run(module, harness.LOOPING, args, grid=(1, 1, 1), block=(len(words), 1, 1))
     if (results[0] != results[1]).any():
         raise BenchmarkError(f"{loop.path}: GPU and emulator differ")
+
+
+SUITE = Suite("dequant", rows)

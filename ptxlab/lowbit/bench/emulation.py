@@ -13,10 +13,11 @@ import numpy as np
 
 from ptxlab import emulator
 from ptxlab.bench.record import Row, row_of
+from ptxlab.bench.suite import Suite
 from ptxlab.errors import BenchmarkError, VerificationError
-from ptxlab.lowbit.kernels import specs
 from ptxlab.lowbit.kernels.dequant import SPECS
 from ptxlab.lowbit.kernels.gemm.ladder import LADDER, fit_tokens
+from ptxlab.registry import specs
 from ptxlab.runtime import Outcome, run_spec
 from ptxlab.runtime.timing import Measured
 from ptxlab.runtime.verify import compare
@@ -157,3 +158,6 @@ def _triton_files() -> list[Path]:
     """Only a checkout has them."""
     folder = results_dir().parents[1] / "tests" / "outside" / "triton"
     return sorted(folder.glob("matmul_sm*.ptx")) if in_checkout() else []
+
+
+SUITE = Suite("emulator", rows, on_gpu=False)

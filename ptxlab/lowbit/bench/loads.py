@@ -10,13 +10,14 @@ import numpy as np
 
 from ptxlab import gpu, sass, toolchain
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.launching import poisoned
 from ptxlab.bench.record import Row, row_of
+from ptxlab.bench.suite import Suite
 from ptxlab.errors import BenchmarkError, UnavailableError
 from ptxlab.io.files import save_arrays
 from ptxlab.lowbit.kernels.load import SPECS, TILE
 from ptxlab.profile import nsight
 from ptxlab.runtime import run_spec
+from ptxlab.runtime.launching import poisoned
 from ptxlab.runtime.timing import Measured, copies_beyond_l2, measure
 from ptxlab.sass import dataflow, harness
 from ptxlab.sources import Source, of_kernel
@@ -169,3 +170,6 @@ def _expected(spec: KernelSpec, logical: Arrays, sizes: dict[str, int], distinct
 def _require_equal(spec: KernelSpec, source: Source, got: np.ndarray, expected: np.ndarray) -> None:
     if not (got.reshape(-1, *expected.shape) == expected).all():
         raise BenchmarkError(f"{source.label}: the timed launches gave wrong results")
+
+
+SUITE = Suite("load", rows)

@@ -1,54 +1,116 @@
-"""The problem of a GEMM or an attention by its sizes on a command line: what is swept, or put under a profiler."""
+"""The problems of GEMMs and attention by their sizes on a command line: what is swept, profiled and recorded."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
+from math import prod
 from typing import Any
 
-from ptxlab.bench.launching import Launches
+import numpy as np
+
 from ptxlab.lowbit.bench.attention import problem as attention
 from ptxlab.lowbit.bench.gemm import problem as gemm
-from ptxlab.lowbit.bench.shapes import GROUP, Layer, even
+from ptxlab.lowbit.bench.shapes import GROUP, HEAD_DIM, Batch, Layer, even
+from ptxlab.lowbit.kernels.attention.common import draw_cache
 from ptxlab.lowbit.kernels.attention.steps import step_of as attention_step
+from ptxlab.lowbit.kernels.gemm.ladder import fit_tokens
 from ptxlab.lowbit.kernels.gemm.ladder import step_of as gemm_step
-from ptxlab.spec import KernelSpec
+from ptxlab.runtime.problems import EXAMPLES, Shape, SizedProblem
+from ptxlab.spec import Arrays, KernelSpec
+
+# By backend: as much as shows a steady state. L: tokens of every sequence.
+_GEMM: dict[str, dict[str, Any]] = {
+    "gpu": {"M": 64, "N": 22016, "K": 4096, "g": 128},
+    "emulator": {"M": 64, "N": 256, "K": 2048, "g": 128},
+}
+_ATTENTION: dict[str, dict[str, Any]] = {
+    "gpu": {"B": 64, "L": 1024, "Hq": 32, "Hkv": 8},
+    "emulator": {"B": 2, "L": 512, "Hq": 8, "Hkv": 2},
+}
+_EMULATED_SMS = 2  # that attention shares its work out over
 
 
-@dataclass(frozen=True)
-class SizedProblem:
-    """Inputs of one kernel, on the device.
-
-    Attributes:
-        chosen: the constants that the spec chooses.
-        launches: prepares launches of the variant with these constants.
-        check: raises BenchmarkError unless what such launches wrote is right.
-    """
-
-    chosen: dict[str, int]
-    launches: Callable[[dict[str, int]], Launches]
-    check: Callable[[Any], object]
+def _gemm_sizes(spec: KernelSpec, backend: str) -> dict[str, Any]:
+    """M, N, K, g of a steady state; what else the spec has as in its example."""
+    example = spec.example_sizes[-1]
+    return fit_tokens(spec, {name: _GEMM[backend].get(name, size) for name, size in example.items()})
 
 
-def sized(spec: KernelSpec, sizes: Mapping[str, Any], copies: int | None = None) -> SizedProblem | None:
-    """The problem of a kernel of a W4A8 GEMM (M, N, K, g) or of attention (B, L, Hq, Hkv); None of any other.
+def _gemm_problem(spec: KernelSpec, sizes: Shape, copies: int | None) -> SizedProblem | None:
+    step = gemm_step(spec)
+    if step is None:
+        return None
+    shape = dict(sizes)
+    logical = gemm.problem(spec, Layer("", "", shape["N"], shape["K"]), shape["M"], shape.get("g", GROUP))
+    right = cache(lambda: gemm.expected(spec, logical))
+    return SizedProblem(
+        gemm.variant(spec, shape),
+        lambda constants: gemm.launches(step, shape, logical, copies=copies, constants=constants),
+        lambda ready: ready.check(right()),
+    )
 
-    `copies` of the weight or the cache, a launch for each; by default as many as exceed the L2.
-    """
-    if step := gemm_step(spec):
-        known = dict(sizes)
-        logical = gemm.problem(spec, Layer("", "", known["N"], known["K"]), known["M"], known.get("g", GROUP))
-        right = cache(lambda: gemm.expected(spec, logical))
-        return SizedProblem(
-            gemm.variant(spec, known),
-            lambda constants: gemm.launches(step, known, logical, copies=copies, constants=constants),
-            lambda ready: ready.check(right()),
-        )
-    if attending := attention_step(spec):
-        batch = even((sizes["Hq"], sizes["Hkv"]), sizes["B"], sizes["L"])
-        of = attention.random_problem(batch, attention.scheme_of(attending), copies)
-        return SizedProblem(
-            attending.config(attention.sizes_at(attending, batch, of.scheme, len(of.caches[0].pool)), "float16"),
-            lambda constants: attention.launches(attending, of, constants=constants),
-            lambda ready: ready.check(of),
-        )
-    return None
+
+GEMM = replace(EXAMPLES, usual_sizes=_gemm_sizes, sized=_gemm_problem)
+
+
+def _batch(sizes: Shape) -> Batch:
+    return even((sizes["Hq"], sizes["Hkv"]), sizes["B"], sizes["L"])
+
+
+def _attention_sizes(spec: KernelSpec, backend: str) -> dict[str, Any]:
+    """B sequences of L tokens with Hq and Hkv heads; an append has the sizes of its example."""
+    return dict(_ATTENTION[backend]) if attention_step(spec) else EXAMPLES.usual_sizes(spec, backend)
+
+
+def _check_attention(spec: KernelSpec, sizes: Shape) -> None:
+    if attention_step(spec) is None:
+        spec.check_sizes(sizes)
+
+
+def _attention_spec_sizes(spec: KernelSpec, sizes: Shape, backend: str) -> dict[str, Any]:
+    step = attention_step(spec)
+    if step is None:
+        return dict(sizes)
+    batch, sms = _batch(sizes), None if backend == "gpu" else _EMULATED_SMS
+    return attention.sizes_at(step, batch, attention.scheme_of(step), sum(batch.pages()), sms)
+
+
+def _attention_example(spec: KernelSpec, rng: np.random.Generator, shape: Shape, sizes: Shape) -> Arrays:
+    """Draw logical inputs with sequences of equal length."""
+    logical = spec.example(rng, **sizes)
+    if attention_step(spec) is None:
+        return logical
+    lengths, scheme = np.full(shape["B"], shape["L"]), logical["cache"].scheme
+    cached = draw_cache(rng, lengths, Hkv=sizes["Hkv"], P=sizes["P"], pages=sizes["pages"], scheme=scheme)
+    return {**logical, "cache": cached}
+
+
+def _attention_problem(spec: KernelSpec, sizes: Shape, copies: int | None) -> SizedProblem | None:
+    step = attention_step(spec)
+    if step is None:
+        return None
+    batch = _batch(sizes)
+    of = attention.random_problem(batch, attention.scheme_of(step), copies)
+    return SizedProblem(
+        step.config(attention.sizes_at(step, batch, of.scheme, len(of.caches[0].pool)), "float16"),
+        lambda constants: attention.launches(step, of, constants=constants),
+        lambda ready: ready.check(of),
+    )
+
+
+def _cache_elements(sizes: Shape) -> int | None:
+    """Count the keys and values of a cache."""
+    symbols = ("B", "L", "Hkv")
+    if not set(symbols) <= set(sizes):
+        return EXAMPLES.weights(sizes)
+    return prod(int(sizes[symbol]) for symbol in symbols) * 2 * HEAD_DIM
+
+
+ATTENTION = replace(
+    EXAMPLES,
+    usual_sizes=_attention_sizes,
+    check_sizes=_check_attention,
+    spec_sizes=_attention_spec_sizes,
+    example=_attention_example,
+    sized=_attention_problem,
+    weights=_cache_elements,
+)

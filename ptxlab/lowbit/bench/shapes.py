@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ptxlab.llm.model import Config
 from ptxlab.lowbit.kernels.gemm.strips_tiles import NO_GROUPS
 from ptxlab.lowbit.layout import page_bytes
+from ptxlab.lowbit.model_shapes import shape_of
 
 TOKENS = (4, 16, 32, 64, 128, 256)  # of the ladder
 GROUP = 128
@@ -30,12 +30,12 @@ _PARTS = {"qkv": "QKV", "o": "O", "gate_up": "gate+up", "down": "down"}
 
 
 def decoder(name: str, label: str = "") -> tuple[Layer, ...]:
-    """The four matrices of a model (`Config.named`), one expert's where there are experts; in records by its label."""
-    matrices = Config.named(name).matrices
+    """The four matrices of a model (`model_shapes`), one expert's where there are experts; in records by its label."""
+    matrices = shape_of(name).matrices
     return tuple(Layer(label or name, part, *matrices[known]) for known, part in _PARTS.items())
 
 
-_MIXTRAL = Config.named("Mixtral-8x7B")
+_MIXTRAL = shape_of("Mixtral-8x7B")
 LAYERS = (
     *decoder("LLaMA-2-7B", "7B"),
     *decoder("LLaMA-2-70B", "70B"),
@@ -79,7 +79,7 @@ SWEPT_TOKENS = (33, 100, 200)
 
 # Decode attention: the batches of the stored peers, single long sequences, ragged ones.
 HEAD_DIM, PAGE = 128, 64
-HEADS = tuple((c.heads, c.kv_heads) for c in map(Config.named, ("LLaMA-2-7B", "LLaMA-3-8B", "LLaMA-2-70B")))
+HEADS = tuple((c.heads, c.kv_heads) for c in map(shape_of, ("LLaMA-2-7B", "LLaMA-3-8B", "LLaMA-2-70B")))
 BATCHES, LENGTHS = (1, 16, 64, 128, 256), (1024, 4096)  # of the stored peers
 LONG = (32768, 131072)  # tokens of a single sequence
 RAGGED_BATCH, RAGGED_MOST = 64, 8192

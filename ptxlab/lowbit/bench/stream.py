@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu
-from ptxlab.bench.launching import poisoned
 from ptxlab.bench.record import Row
 from ptxlab.errors import BenchmarkError
+from ptxlab.hardware import sheets
 from ptxlab.hardware.words import U32
-from ptxlab.lowbit import cost
+from ptxlab.runtime.launching import poisoned
 from ptxlab.runtime.timing import copies_beyond_l2, measure
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
@@ -81,9 +81,9 @@ def shortfall(rows: Iterable[Row], device: str) -> str:
     """Why rows with these stream floors are not valid: slower than the card's sheet says, in the geometric mean over
     the sizes. Empty if they are, or if no floor was measured, or if there is no sheet."""
     measured = {row.more["packed_bytes"]: row.more["stream_us"] for row in rows if "stream_us" in row.more}
-    if not measured or device not in cost.SHEETS:
+    if not measured or device not in sheets.SHEETS:
         return ""
-    sheet = cost.sheet(device)
+    sheet = sheets.sheet(device)
     excess = math.exp(sum(math.log(us / sheet.stream_us(n)) for n, us in measured.items()) / len(measured)) - 1
     if excess <= ALLOWED_EXCESS:
         return ""

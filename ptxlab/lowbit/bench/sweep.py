@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from ptxlab import gpu, toolchain
 from ptxlab.errors import ArgumentError, CompileError, PtxlabError, UnavailableError
-from ptxlab.lowbit.bench.problems import SizedProblem, sized
 from ptxlab.lowbit.kernels.attention.steps import step_of as attention_step
 from ptxlab.lowbit.kernels.gemm.ladder import step_of as gemm_step
+from ptxlab.runtime.problems import SizedProblem, problems_of
 from ptxlab.runtime.timing import Measured, measure
 from ptxlab.sources import of_kernel
 from ptxlab.spec import KernelSpec
@@ -62,7 +62,7 @@ def sweep(
     gpu.device_info()  # or why there is none
     if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
         raise UnavailableError(f"{spec.name}: {reason}")
-    problem = sized(spec, sizes)
+    problem = problems_of(spec).sized(spec, sizes, None)
     assert problem is not None
     chosen = problem.chosen
     if unknown := sorted(set(constants) - set(chosen)):

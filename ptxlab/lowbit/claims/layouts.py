@@ -17,9 +17,8 @@ from ptxlab.hardware import fragments as maps
 from ptxlab.hardware.banks import bank_use
 from ptxlab.hardware.descriptors import swizzle
 from ptxlab.hardware.words import F16, S8, U8
-from ptxlab.llm.checkpoints import foreign
 from ptxlab.lowbit import layout
-from ptxlab.lowbit.layout import nibbles, pack, unpack
+from ptxlab.lowbit.layout import foreign_orders, nibbles, pack, unpack
 from ptxlab.lowbit.quant import LQQWeight, QoQChannelWeight, QoQWeight
 from ptxlab.lowbit.quant.activations import QuantizedActivations
 from ptxlab.lowbit.quant.atom import ATOM_GROUPS, ATOM_OUTLIERS, AtomRows
@@ -74,11 +73,11 @@ def packings() -> Iterator[Claim]:
             build=partial(_returns, originals, there_and_back),
         )
     for name, read in (
-        ("QServe's nibbles", lambda octets: foreign.unpack_qserve(octets.view(np.int8).reshape(64, -1))),
-        ("QServe's constants", lambda octets: _nibbles_of(foreign.qserve_rows(octets.reshape(-1, 64)))),
-        ("eight along rows", lambda octets: foreign.unpack_words(_words(octets), 0)),
-        ("eight along columns", lambda octets: foreign.unpack_words(_words(octets), 1)),
-        ("AWQ's eight", lambda octets: foreign.unpack_words(_words(octets), 1, foreign.AWQ_COLUMNS)),
+        ("QServe's nibbles", lambda octets: foreign_orders.unpack_qserve(octets.view(np.int8).reshape(64, -1))),
+        ("QServe's constants", lambda octets: _nibbles_of(foreign_orders.qserve_rows(octets.reshape(-1, 64)))),
+        ("eight along rows", lambda octets: foreign_orders.unpack_words(_words(octets), 0)),
+        ("eight along columns", lambda octets: foreign_orders.unpack_words(_words(octets), 1)),
+        ("AWQ's eight", lambda octets: foreign_orders.unpack_words(_words(octets), 1, foreign_orders.AWQ_COLUMNS)),
     ):
         yield Claim(
             subject="packings of other projects",

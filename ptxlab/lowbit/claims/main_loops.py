@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
 
-from ptxlab import toolchain
-from ptxlab.lowbit import kernels
+from ptxlab import registry, toolchain
 from ptxlab.prove.claims import Claim, register
 from ptxlab.prove.loop_claim import LoopClaim
 from ptxlab.runtime import Kernel
@@ -51,7 +50,7 @@ _PACKED = {
 def main_loops() -> Iterator[Claim]:
     """The main loops of kernels that sum integers, those of a `.cu` as NVRTC compiles it."""
     for name, loop in MAIN_LOOPS.items():
-        _, (source, *_) = kernels.find(name)
+        _, (source, *_) = registry.find(name)
         if source.language == "cu" and "nvrtc" in toolchain.missing():
             continue
         low, high = loop.product
@@ -86,6 +85,6 @@ def _steps(name: str) -> Any:
     """The steps of a kernel's loops, in the variant of its largest example: several claims are on the same."""
     from ptxlab.prove import loops
 
-    spec, (source, *_) = kernels.find(name)
+    spec, (source, *_) = registry.find(name)
     config = spec.config_for({k: int(v) for k, v in max(spec.example_sizes, key=spec.bytes_moved).items()})
     return loops.steps_of(Kernel.of(spec, source, config).module.entries[spec.name])

@@ -8,8 +8,7 @@ from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
-from ptxlab import toolchain
-from ptxlab.lowbit import kernels
+from ptxlab import registry, toolchain
 from ptxlab.prove.claims import Claim, register
 from ptxlab.runtime import Kernel
 
@@ -31,7 +30,7 @@ def quantisers() -> Iterator[Claim]:
     if "nvrtc" in toolchain.missing():
         return
     for name in KERNELS:
-        spec, (source, *_) = kernels.find(name)
+        spec, (source, *_) = registry.find(name)
         warps = [spec.config_for(sizes)["THREADS"] // 32 for sizes in spec.example_sizes]
         sets = {
             "one warp": [i for i, number in enumerate(warps) if number == 1],
@@ -54,7 +53,7 @@ def _queries(name: str, examples: tuple[int, ...], what: str) -> Any:
 def _rows(name: str, examples: tuple[int, ...]) -> Any:
     from ptxlab.lowbit.claims import reordering
 
-    spec, (source, *_) = kernels.find(name)
+    spec, (source, *_) = registry.find(name)
     found = []
     for sizes in (spec.example_sizes[i] for i in examples):
         config = spec.config_for(sizes)

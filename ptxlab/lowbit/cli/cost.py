@@ -7,7 +7,6 @@ import typer
 
 from ptxlab.cli.common import PICTURES, AsJson, Plot, console, expects, print_json, refuse, require_file, table, written
 from ptxlab.errors import ArgumentError
-from ptxlab.llm.model import Config
 from ptxlab.lowbit import cost as model
 from ptxlab.lowbit.bench import counts
 from ptxlab.lowbit.cost import published, tables
@@ -23,7 +22,10 @@ from ptxlab.lowbit.cost.schedule import (
     layer_speedups,
     rate_bound,
 )
+from ptxlab.lowbit.model_shapes import shape_of
 from ptxlab.runtime.arguments import parse_sizes
+
+PANEL = "Measure"
 
 _AXES = ("M", "N", "K")
 _DEVICE = "h200-measured"
@@ -107,8 +109,8 @@ def schedule(
     if not 0 <= int4 <= 1:
         raise expects("--int4", "a share of 0 to 1", int4)
     costs = Costs(1.0, int8_cost, conversion)
-    config = Config.named(name)
-    found = layer_speedups([*config.matrices.values()], tokens, sms, costs, int4_share=int4, spread=spread)
+    shape = shape_of(name, "--model")
+    found = layer_speedups([*shape.matrices.values()], tokens, sms, costs, int4_share=int4, spread=spread)
     bound = rate_bound(int4, costs.ratio)
     if as_json:
         print_json(
@@ -124,7 +126,7 @@ def schedule(
         from ptxlab.lowbit.cost.plot import schedule_figure
         from ptxlab.plot import save
 
-        N, K = config.matrices["o"]
+        N, K = shape.matrices["o"]
         tiles = grid(tokens, N, K, int8_blocks(math.ceil(K / TILE), 1 - int4, spread=spread), k_first=False)
         save(schedule_figure({f"{name}, {N} x {K}": (tiles, sms, costs)}, SCHEDULES), plot)
         if not as_json:

@@ -9,6 +9,8 @@ import typer
 from ptxlab.cli.common import AsJson, console, print_json, progress_bar, require_file, table, written
 from ptxlab.lowbit.bench import stalls as measurements
 
+PANEL = "Measure"
+
 
 def stalls(
     out: Annotated[

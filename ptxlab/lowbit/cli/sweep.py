@@ -5,9 +5,11 @@ from typing import Annotated
 
 import typer
 
+from ptxlab import registry
 from ptxlab.cli.common import AsJson, Shape, console, expects, print_json, progress_bar, sizes_text, table
-from ptxlab.lowbit import kernels
 from ptxlab.runtime.arguments import parse_sizes
+
+PANEL = "Measure"
 
 
 def sweep(
@@ -22,7 +24,7 @@ def sweep(
     from ptxlab.lowbit.bench import sweep as sweeps
     from ptxlab.profile import launch_target
 
-    spec, *_ = kernels.resolve(target)
+    spec, *_ = registry.resolve(target)
     if spec is None:
         raise expects("sweep", "a kernel of the W4A8 GEMM or of attention", target)
     sizes = launch_target.sizes_of(spec, parse_sizes("--shape", shape) if shape else {})

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import toolchain
+from ptxlab import registry, toolchain
 from ptxlab.errors import UnavailableError
 from ptxlab.hardware.words import F32
 from ptxlab.io import downloads as shipped
-from ptxlab.lowbit import audit, kernels, quant
+from ptxlab.lowbit import audit, quant
 from ptxlab.lowbit.bench import counts
 from ptxlab.lowbit.layout import checkpoint
 from ptxlab.runtime import run_spec
@@ -130,7 +130,7 @@ def rows(
             advance(f"quantise {scheme.title}")
             prepared[scheme.title] = [scheme.quantize(w) for w in matrices.values()]
         advance(name)
-        yield _row(kernels.specs()[name], scheme, prepared[scheme.title], matrices, overflows, backend)
+        yield _row(registry.specs()[name], scheme, prepared[scheme.title], matrices, overflows, backend)
 
 
 def steps() -> int:
@@ -157,7 +157,7 @@ def _row(
     overflows: dict[str, dict[int, int]],
     backend: str | None,
 ) -> DemoRow:
-    source = kernels.find(spec.name)[1][0]
+    source = registry.find(spec.name)[1][0]
     wrong, as_predicted, used = 0, True, ""
     for weight in quantised:
         logical = scheme.logical(weight)

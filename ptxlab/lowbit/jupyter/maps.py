@@ -11,10 +11,10 @@ from functools import cache, partial
 
 import numpy as np
 
+from ptxlab import registry
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware import fragments
 from ptxlab.hardware.fragments import WARP, Fragment
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.kernels import holders
 from ptxlab.lowbit.layout import LAYOUTS, pack
 from ptxlab.lowbit.quant import QoQChannelWeight
@@ -132,7 +132,9 @@ def _fragments() -> dict[str, Callable[[], HolderMap]]:
 @cache
 def known() -> dict[str, Callable[[], HolderMap]]:
     """Every map by name: fragments, packings, kernels of the family `load` that bring fragments."""
-    loads = [s.name for s in kernels.specs().values() if s.family == "load" and "fragments" in {a.name for a in s.args}]
+    loads = [
+        s.name for s in registry.specs().values() if s.family == "load" and "fragments" in {a.name for a in s.args}
+    ]
     return {
         **_fragments(),
         **{layout: partial(of_packing, layout) for layout in LAYOUTS},

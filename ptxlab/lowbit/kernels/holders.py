@@ -6,15 +6,18 @@ that what arrives in a register says where it came from.
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 
+from ptxlab import registry
 from ptxlab.emulator import SharedAccess
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware import banks
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.kernels.load import TILE
 from ptxlab.runtime import run_spec
+from ptxlab.spec import KernelSpec
+from ptxlab.spec.pictures import Pictures
 
 MMA_ROWS, MMA_K = 16, 32  # of one warp's operand A
 _DIGITS = 3  # 64 * 64 = 16 ** 3 positions
@@ -44,7 +47,7 @@ class Holders:
 @cache
 def arrivals(name: str) -> np.ndarray:
     """Positions (64 row + column) that arrive in [thread, byte of its eight registers], [128, 32]."""
-    spec, sources = kernels.find(name)
+    spec, sources = registry.find(name)
     if spec.family != "load" or "T" not in spec.example_sizes[0]:
         raise ArgumentError("kernel", "a load_* kernel that writes the fragments of a tile", name)
     position = np.arange(TILE * TILE).reshape(TILE, TILE)
@@ -93,7 +96,7 @@ class WarpAccess:
 @cache
 def shared_accesses(name: str) -> tuple[WarpAccess, ...]:
     """The loads from shared memory of warp 0 of a `load_*` kernel, in order, as the emulator counts them."""
-    spec, sources = kernels.find(name)
+    spec, sources = registry.find(name)
     logical = spec.example(np.random.default_rng(0), T=1)
     outcome = run_spec(spec, sources[0], spec.pack(logical), backend="emulator", count_banks=True)
     return tuple(_of_one_warp(a) for a in outcome.shared if not a.text.startswith("st."))
@@ -122,3 +125,17 @@ def as_text(name: str) -> str:
     if held.wrong.any():
         lines.append(f"! {held.wrong.mean():.0%} of the tile is in another lane or register than its MMA wants")
     return "\n".join(lines)
+
+
+def _figure(spec: KernelSpec) -> Any:
+    from ptxlab.lowbit.kernels.plot import load_picture  # Matplotlib takes half a second
+
+    return load_picture(spec.name)
+
+
+PICTURES = Pictures(
+    draws=lambda spec: "fragments" in {arg.name for arg in spec.outputs},
+    kernels="load_* kernel",
+    as_text=lambda spec: as_text(spec.name),
+    figure=_figure,
+)

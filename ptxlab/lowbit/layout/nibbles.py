@@ -18,12 +18,11 @@ frees are two registers of operand A, as the MMA takes them:
     low nibbles -> register of k 0-15, high nibbles -> register of k 16-31, of the same row
 """
 
-import math
-
 import numpy as np
 
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import S8, U8, U32, as_bytes, as_words
+from ptxlab.hardware.words import unpack_u4 as unpack_u4
 
 _LOW = np.uint32(0x0F0F0F0F)
 
@@ -37,13 +36,6 @@ def pack_u4(values: U8, argument: str = "q4") -> U32:
     require_nibbles(argument, values)
     halves = as_words(values).reshape(*values.shape[:-1], -1, 2)  # each holds four weights, one per byte
     return halves[..., 0] | halves[..., 1] << np.uint32(4)
-
-
-def unpack_u4(words: U32) -> U8:
-    """The weights u8 [..., K] of micro-kernel words u32 [..., K/8]; the inverse of `pack_u4`."""
-    _require_dtype("words", words, np.uint32)
-    halves = np.stack([words & _LOW, words >> np.uint32(4) & _LOW], axis=-1)
-    return as_bytes(halves).reshape(*words.shape[:-1], 8 * math.prod(words.shape[-1:]))
 
 
 def pack_s4(values: S8, argument: str = "q4") -> U32:

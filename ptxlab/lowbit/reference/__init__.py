@@ -2,17 +2,6 @@
 
 from ptxlab.hardware.floats import bfloat16_bits, fma, from_bfloat16_bits
 from ptxlab.hardware.words import as_bytes, as_words, replicate
-from ptxlab.llm.model.decoder import (
-    BIASES,
-    EXACT,
-    MATRICES,
-    NORMS,
-    Layer,
-    Numerics,
-    causal_attention,
-    decoder_layer,
-    feed_forward,
-)
 from ptxlab.lowbit.reference.activations import ACTIVATIONS, exponent, gated, rms_norm
 from ptxlab.lowbit.reference.attention import attention, dequantize_kv, rope, rope_tables
 from ptxlab.lowbit.reference.dequant import (
@@ -42,19 +31,11 @@ from ptxlab.lowbit.reference.gemm import (
 
 __all__ = [
     "ACTIVATIONS",
-    "BIASES",
-    "EXACT",
-    "MATRICES",
-    "NORMS",
-    "Layer",
-    "Numerics",
     "as_bytes",
     "as_words",
     "attention",
     "bfloat16_bits",
-    "causal_attention",
     "combined",
-    "decoder_layer",
     "dequant_comet",
     "dequant_int4_naive",
     "dequant_lqq",
@@ -70,7 +51,6 @@ __all__ = [
     "exact_lqq",
     "exact_qoq",
     "exponent",
-    "feed_forward",
     "fits_s8",
     "fma",
     "from_bfloat16_bits",

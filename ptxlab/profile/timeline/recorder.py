@@ -8,23 +8,18 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu
-from ptxlab.bench.record import commit
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.lowbit.bench.attention.problem import scheme_of, sizes_at
-from ptxlab.lowbit.bench.shapes import even
-from ptxlab.lowbit.kernels.attention.common import draw_cache
-from ptxlab.lowbit.kernels.attention.steps import step_of as attention_step
 from ptxlab.profile import launch_target, timeline
 from ptxlab.profile.timeline import SWITCH, VARIABLE, Timeline
 from ptxlab.runtime import Kernel
 from ptxlab.runtime.backends import choose_backend
+from ptxlab.runtime.problems import problems_of
 from ptxlab.runtime.timing import copies_beyond_l2, in_turn, measure
-from ptxlab.sources import Source
+from ptxlab.sources import Source, commit
 from ptxlab.spec import Arrays, KernelSpec
 
 _SMS = 2  # that have stamps on a GPU, from number 0 on; of the emulator's, all that have a block
 _COUNTER = 8  # bytes: the tracks given out, which a launch counts up from zero
-_EMULATED_SMS = 2  # that attention shares its work out over
 
 
 def record(
@@ -50,13 +45,14 @@ def record(
         raise ArgumentError("kernel", "must stamp its phases (timeline.cuh)", source.label)
     asked, backend = backend, backend or ("emulator" if gpu.why_not(spec.arch, exact=spec.exact_arch) else "gpu")
     shape = launch_target.sizes_of(spec, sizes or {}, backend)
-    sizes = _sizes(spec, shape, backend)
+    problems = problems_of(spec)
+    sizes = problems.spec_sizes(spec, shape, backend)
     config = {**spec.config_for(sizes), **dict.fromkeys(spec.by_variant, 0)}
     everything = {**sizes, **config}
     geometry = spec.launch(everything)
     kernel = Kernel.of(spec, source, config)
     choose_backend(asked, kernel, geometry, on_device=False)  # or why it cannot, or would take too long
-    arrays = launch_target.arrays_of(spec, _example(spec, np.random.default_rng(0), shape, sizes), everything)
+    arrays = launch_target.arrays_of(spec, problems.example(spec, np.random.default_rng(0), shape, sizes), everything)
     about = Timeline(spec.name, source.language, backend, "steps", shape, config, ())
     if backend == "gpu":
         return _on_gpu(about, spec, kernel, arrays, everything)
@@ -65,26 +61,6 @@ def record(
     assert result is not None
     tracks, _ = timeline.read_tracks(np.frombuffer(result.variables[VARIABLE], np.uint8))
     return replace(about, tracks=tracks)
-
-
-def _sizes(spec: KernelSpec, shape: Mapping[str, Any], backend: str) -> dict[str, Any]:
-    """All symbols of the spec; ArgumentError for a rule that they break."""
-    step = attention_step(spec)
-    if step is None:
-        return dict(shape)
-    batch = even((shape["Hq"], shape["Hkv"]), shape["B"], shape["L"])
-    return sizes_at(step, batch, scheme_of(step), sum(batch.pages()), None if backend == "gpu" else _EMULATED_SMS)
-
-
-def _example(spec: KernelSpec, rng: np.random.Generator, shape: Mapping[str, Any], sizes: Mapping[str, Any]) -> Arrays:
-    """Logical inputs; of attention with sequences of equal length."""
-    logical = spec.example(rng, **sizes)
-    if attention_step(spec) is None:
-        return logical
-    lengths = np.full(shape["B"], shape["L"])
-    scheme = logical["cache"].scheme
-    cache = draw_cache(rng, lengths, Hkv=sizes["Hkv"], P=sizes["P"], pages=sizes["pages"], scheme=scheme)
-    return {**logical, "cache": cache}
 
 
 def _on_gpu(

@@ -8,8 +8,8 @@ import pytest
 
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io import downloads as weights
+from ptxlab.llm.accuracy.text import Corpus, open_text, tokens_of, windows
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
-from ptxlab.llm.model import Corpus, open_text, tokens_of, windows
 from tests.support.small_models import tokenizer
 
 

@@ -10,10 +10,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from ptxlab.errors import ArgumentError, FileError
+from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.folder import load
 from ptxlab.llm.checkpoints.foreign import ForeignCheckpoint
 from ptxlab.llm.checkpoints.imports import import_checkpoint
-from ptxlab.llm.model import open_model
 from ptxlab.lowbit import layout, reference
 from ptxlab.lowbit.audit import audit_file
 from ptxlab.lowbit.layout.checkpoint import Checkpoint

@@ -13,8 +13,9 @@ from safetensors.numpy import load_file, save_file
 from ptxlab.errors import FileError
 from ptxlab.io import downloads as weights
 from ptxlab.io.downloads import ShippedData, ShippedFile
+from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.open import dequantized
-from ptxlab.llm.model import Config, FloatModel, LayerWeights, QuantizedModel, open_model
+from ptxlab.llm.model import Config, FloatModel, LayerWeights, QuantizedModel
 from ptxlab.lowbit.layout import unpack
 from ptxlab.lowbit.layout.checkpoint import CheckpointFolder
 from tests.support.small_models import CONFIGS, some_tokens, tensors, tokenizer, write_folder, write_gguf

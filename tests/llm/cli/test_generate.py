@@ -9,11 +9,12 @@ import pytest
 import tokenizers
 
 from ptxlab import gpu
+from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.folder import load
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.cli import generate as commands
 from ptxlab.llm.cli.generate import _Text
-from ptxlab.llm.model import Footprint, KernelRunner, NumpyRunner, QuantizedModel, generate, open_model
+from ptxlab.llm.model import Footprint, KernelRunner, NumpyRunner, QuantizedModel, generate
 from tests.support.small_models import write_folder
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}  # one head of 64 dimensions

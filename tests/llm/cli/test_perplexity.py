@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from ptxlab import gpu
-from ptxlab.llm.checkpoints import folder
+from ptxlab.llm.accuracy.text import windows
+from ptxlab.llm.checkpoints import folder, open_model
 from ptxlab.llm.checkpoints.open import dequantized
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
-from ptxlab.llm.model import Config, LayerWeights, QuantizedModel, open_model, perplexity, windows
+from ptxlab.llm.model import Config, LayerWeights, QuantizedModel, perplexity
 from ptxlab.llm.model.numerics import FakeQuantized
 from tests.support.small_models import CONFIGS, tokenizer, write_folder, write_gguf
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ptxlab.llm.accuracy import steps as accuracy
-from ptxlab.llm.model import Corpus
+from ptxlab.llm.accuracy.text import Corpus
 from ptxlab.lowbit import layout
 from tests.support.small_models import write_folder
 

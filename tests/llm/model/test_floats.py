@@ -9,10 +9,12 @@ import pytest
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.io import downloads as weights
-from ptxlab.llm.model import Config, FloatModel, floats, open_model, open_text, perplexity, tokens_of, windows
+from ptxlab.llm.accuracy.text import open_text, tokens_of, windows
+from ptxlab.llm.checkpoints import open_model
+from ptxlab.llm.model import Config, FloatModel, decoder, floats, perplexity
+from ptxlab.llm.model.decoder import Numerics
 from ptxlab.llm.model.floats import negative_log_likelihood
 from ptxlab.lowbit import reference
-from ptxlab.lowbit.reference import Numerics
 from tests.golden.record_decoders import PATH, by_transformers
 from tests.support.dispatching_array import DispatchingArray
 from tests.support.small_models import CONFIGS, some_tokens, write_folder
@@ -95,7 +97,7 @@ def test_attention_by_blocks_is_attention(window: int | None) -> None:
     """Of more tokens than two blocks of queries have."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, 300, heads, 8)) for heads in (4, 2, 2))
-    found = reference.causal_attention(q, k, v, window)
+    found = decoder.causal_attention(q, k, v, window)
     for b in range(2):
         right, _ = reference.attention(q[b], k[b], v[b], scale=8**-0.5, window=window)
         assert np.abs(found[b] - right).max() < 1e-12

@@ -11,16 +11,8 @@ import ptxlab
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.io import downloads as weights
-from ptxlab.llm.model import (
-    FloatModel,
-    KernelRunner,
-    LayerInputs,
-    NumpyRunner,
-    QuantizedModel,
-    decode_layer,
-    generate,
-    open_model,
-)
+from ptxlab.llm.checkpoints import open_model
+from ptxlab.llm.model import FloatModel, KernelRunner, LayerInputs, NumpyRunner, QuantizedModel, decode_layer, generate
 from ptxlab.llm.model.numpy_runner import IntegerProduct
 from ptxlab.llm.model.reference import compare
 from ptxlab.lowbit.quant import quantize_activations

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.llm.model import KernelRunner, LayerWeights, NumpyRunner, QuantizedModel, Server
+from ptxlab.llm.model import KernelRunner, LayerWeights, NumpyRunner, QuantizedModel
 from ptxlab.llm.model.kernel_runner import require_torch
 from ptxlab.llm.model.layer import LayerCall
 from ptxlab.llm.model.runner import Rows
+from ptxlab.llm.server import Server
 from ptxlab.lowbit import reference
 from ptxlab.lowbit.layout import gather
 from ptxlab.spec.dtypes import as_stored, floats

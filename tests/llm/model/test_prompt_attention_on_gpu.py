@@ -10,7 +10,8 @@ import pytest
 
 from ptxlab import gpu
 from ptxlab.errors import PtxlabError
-from ptxlab.llm.model import FloatModel, KernelRunner, QuantizedModel, Server
+from ptxlab.llm.model import FloatModel, KernelRunner, QuantizedModel
+from ptxlab.llm.server import Server
 from tests.support.float_prompts import FloatPromptsRunner
 from tests.support.small_prompts import SMALL, relative, some_prompts
 

@@ -12,6 +12,7 @@ from ptxlab.errors import ArgumentError, FileError
 from ptxlab.llm.checkpoints import folder
 from ptxlab.llm.checkpoints.open import dequantized
 from ptxlab.llm.model import Config, FloatModel, KernelRunner, NumpyRunner, QuantizedModel, perplexity
+from ptxlab.llm.model.decoder import Layer, Numerics
 from ptxlab.llm.model.numpy_runner import GroupProduct
 from ptxlab.llm.model.quantized import FUSED, numerics_of
 from ptxlab.llm.recipe import RECIPES, Recipe, calibrate
@@ -20,7 +21,6 @@ from ptxlab.lowbit import layout, quant, reference
 from ptxlab.lowbit.kernels.gemm.w4a4 import gemm_atom
 from ptxlab.lowbit.kernels.gemm.w4ax import gemm_blocks
 from ptxlab.lowbit.layout import ReorderedWeight, pack_reordered
-from ptxlab.lowbit.reference import Layer, Numerics
 
 CONFIG = Config(hidden=128, ffn=192, heads=2, kv_heads=1, head_dim=64, layers=2, vocabulary=60, qkv_bias=True)
 TEXT = np.random.default_rng(0).integers(0, 60, (4, 40))

@@ -8,9 +8,9 @@ import pytest
 
 from ptxlab.llm import recipe as steps
 from ptxlab.llm.model import Config, FloatModel, decoder
+from ptxlab.llm.model.decoder import EXACT, Layer, Numerics
 from ptxlab.llm.model.quantized import FUSED
 from ptxlab.llm.recipe import Recipe, calibrate
-from ptxlab.lowbit.reference import EXACT, Layer, Numerics
 
 MODEL = FloatModel.random(
     Config(hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, layers=2, vocabulary=60, qkv_bias=True)

@@ -9,9 +9,9 @@ from ptxlab.errors import ArgumentError
 from ptxlab.llm import recipe
 from ptxlab.llm.accuracy.steps import mixing, off_grid
 from ptxlab.llm.model import Config, FloatModel
+from ptxlab.llm.model.decoder import EXACT, Numerics
 from ptxlab.llm.model.numerics import FakeQuantized
 from ptxlab.llm.recipe.calibrate import turned
-from ptxlab.lowbit.reference import EXACT, Numerics
 
 CONFIG = Config(hidden=96, ffn=72, heads=4, kv_heads=2, head_dim=24, layers=2, vocabulary=50, tied_head=True)
 BIASED = Config(hidden=40, ffn=24, heads=6, kv_heads=2, head_dim=8, layers=1, vocabulary=30, qkv_bias=True)

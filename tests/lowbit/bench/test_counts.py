@@ -2,13 +2,12 @@
 
 import pytest
 
-from ptxlab import sass, toolchain
-from ptxlab.lowbit import kernels
+from ptxlab import registry, sass, toolchain
 from ptxlab.lowbit.bench import counts
 from ptxlab.spec import KernelSpec
 from tests.support.alu_counts import PINNED
 
-ALL = {s.label: (s, spec) for name, spec in kernels.specs().items() for s in kernels.find(name)[1]}
+ALL = {s.label: (s, spec) for name, spec in registry.specs().items() for s in registry.find(name)[1]}
 ARCHES = {
     "sm_75": ("sm_75", "sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120"),
     "sm_80": ("sm_80", "sm_89", "sm_90a", "sm_120"),

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import bench, gpu, sources
+from ptxlab import bench, gpu, registry, sources
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Record, Row
 from ptxlab.errors import BenchmarkError
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench import gemm
 from ptxlab.lowbit.bench.gemm import chain, grouped, headline, problem, quantiser, steps, w4a4
 from ptxlab.lowbit.bench.gemm.points import Point
@@ -231,7 +230,7 @@ def test_w8a8_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
 
 def test_w4a4_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
     """The steps for sm_80 on one matrix alone; what is left of K behind the outliers is INT4."""
-    every = [spec.name for spec in kernels.specs().values() if "w4a4" in spec.name or "w4ax" in spec.name]
+    every = [spec.name for spec in registry.specs().values() if "w4a4" in spec.name or "w4ax" in spec.name]
     emulated_gpu.setattr(w4a4, "TOKENS", (3, 5))
     emulated_gpu.setattr(problem, "SMS", 2)
     assert list(w4a4.layer_rows(SMALL, ["gemm_w4a8_sm90"], {}, stream_us, quiet)) == []
@@ -265,7 +264,7 @@ def test_w4a4_beside_others_in_one_run(emulated_gpu: pytest.MonkeyPatch) -> None
     compiled: list[Any] = []
     assert gemm.part(["w4a4"]) == LLAMA and gemm.part(["70B", "w4a4"]) == LLAMA[4:] and gemm.part([]) == LLAMA
     emulated_gpu.setattr(gemm, "LLAMA", (SMALL,))
-    rows = gemm.rows([*kernels.specs()], Ceilings(4.6, 4.2), quiet, only=["w4a4"])
+    rows = gemm.rows([*registry.specs()], Ceilings(4.6, 4.2), quiet, only=["w4a4"])
     assert [(row.measure, row.sizes["M"]) for row in rows] == [
         (measure, M) for measure in ("headline", "w8a8", "w4a4", "w4ax") for M in (3, 5)
     ]

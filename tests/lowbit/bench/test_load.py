@@ -3,22 +3,21 @@
 import numpy as np
 import pytest
 
-from ptxlab import sass, toolchain
+from ptxlab import registry, sass, toolchain
 from ptxlab.errors import UnavailableError
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench import loads as suite
 from ptxlab.profile.nsight import ncu
 from ptxlab.runtime import load
 from ptxlab.sass import dataflow, harness
 from ptxlab.sources import of_kernel
 
-TILES = [name for name, spec in kernels.specs().items() if spec.family == "load" and "T" in spec.example_sizes[0]]
+TILES = [name for name, spec in registry.specs().items() if spec.family == "load" and "T" in spec.example_sizes[0]]
 
 
 @pytest.mark.parametrize("name", TILES)
 @pytest.mark.parametrize("repeats", (1, 5))
 def test_an_odd_number_of_repeats_gives_the_same_fragments(name: str, repeats: int) -> None:
-    spec, (source, *_) = kernels.find(name)
+    spec, (source, *_) = registry.find(name)
     repeated = harness.repeating(source)
     assert repeated is not None
     logical = spec.example(np.random.default_rng(0), T=2)
@@ -32,7 +31,7 @@ def test_an_odd_number_of_repeats_gives_the_same_fragments(name: str, repeats: i
 
 def test_an_even_number_cancels() -> None:
     """The loads are folded, not only repeated: a harness that loaded once would not notice."""
-    spec, (source, *_) = kernels.find("load_ldmatrix_s8")
+    spec, (source, *_) = registry.find("load_ldmatrix_s8")
     tiles = next(iter(spec.pack(spec.example(np.random.default_rng(0), T=1)).values()))
     out = np.ones((1, 128, 32), np.int8)
     repeated = harness.repeating(source)
@@ -82,7 +81,7 @@ def test_every_repeat_is_a_load_in_machine_code(name: str) -> None:
 
 
 def test_the_bank_model_counts_every_warp_of_every_tile() -> None:
-    spec, (source, *_) = kernels.find("load_lds32_u4")
+    spec, (source, *_) = registry.find("load_lds32_u4")
     counts = suite.modelled_banks(spec, source)
     warps = 4 * suite.BANK_TILES
     per_warp = {name: count / warps for name, count in counts.items()}
@@ -92,6 +91,6 @@ def test_the_bank_model_counts_every_warp_of_every_tile() -> None:
 def test_without_ncu_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ncu.shutil, "which", lambda name: None)
     with pytest.raises(UnavailableError, match=r"ncu \(Nsight Compute\): not on the PATH"):
-        suite.counted_banks(kernels.specs()["load_dual_mma"])
-    figures = suite._bank_figures(*((found := kernels.find("load_dual_mma"))[0], found[1][0]))
+        suite.counted_banks(registry.specs()["load_dual_mma"])
+    figures = suite._bank_figures(*((found := registry.find("load_dual_mma"))[0], found[1][0]))
     assert figures["load_wavefronts_per_warp_model"] == 4 and not any(name.endswith("ncu") for name in figures)

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ptxlab import registry
 from ptxlab.errors import ArgumentError, BenchmarkError, UnavailableError
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench import sweep
 from ptxlab.lowbit.bench.gemm import problem
 from ptxlab.runtime.timing import Measured
@@ -18,7 +18,7 @@ BATCH = {"B": 2, "L": 70, "Hq": 2, "Hkv": 1}
 
 
 def spec_of(name: str) -> KernelSpec:
-    return kernels.find(name)[0]
+    return registry.find(name)[0]
 
 
 @pytest.fixture

@@ -4,17 +4,18 @@ from functools import cache
 
 import pytest
 
+from ptxlab import registry
+
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.claims.main_loops import MAIN_LOOPS
 from ptxlab.prove import Claim, decide, registered
 from ptxlab.prove.kernels import claims_of
 from tests.support.proofs import NAMES
 
 OTHERS = {claim.subject: None for claim in registered() if not claim.subject.endswith("its loop")}
-LOOPS = [f"{kernels.find(name)[1][0].label}, a step of its loop" for name in MAIN_LOOPS]
-KERNELS = [source.label for name in NAMES for source in kernels.find(name)[1]]
+LOOPS = [f"{registry.find(name)[1][0].label}, a step of its loop" for name in MAIN_LOOPS]
+KERNELS = [source.label for name in NAMES for source in registry.find(name)[1]]
 
 
 @cache
@@ -25,7 +26,7 @@ def known() -> list[Claim]:
 @pytest.mark.share(16)
 @pytest.mark.parametrize("subject", [*KERNELS, *LOOPS, *OTHERS])
 def test_decided_as_claimed(subject: str) -> None:
-    found = claims_of(*kernels.find(subject.partition(".")[0])) if subject in KERNELS else known()
+    found = claims_of(*registry.find(subject.partition(".")[0])) if subject in KERNELS else known()
     for claim in (claim for claim in found if claim.subject == subject and claim.quick):
         decision = decide(claim)
         assert decision.as_expected, str(decision)

@@ -6,8 +6,7 @@ from functools import cache
 
 import pytest
 
-from ptxlab import emulator, toolchain
-from ptxlab.lowbit import kernels
+from ptxlab import emulator, registry, toolchain
 
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
 
@@ -15,7 +14,7 @@ from ptxlab.lowbit.claims import reordering
 from ptxlab.prove.solve import Query, ask, of_each_form
 
 pytestmark = pytest.mark.skipif("nvrtc" in toolchain.missing(), reason="NVRTC is not installed")
-SPEC, (SOURCE, *_) = kernels.find("reorder_quantize")
+SPEC, (SOURCE, *_) = registry.find("reorder_quantize")
 SIZES = {"M": 3, "K": 64, "outliers": 0, "g": 64, "pairs": 1, "code": 1, "clip": 0.9}
 
 

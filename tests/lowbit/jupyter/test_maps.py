@@ -6,8 +6,7 @@ import pytest
 import ptxlab
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware import fragments
-from ptxlab.jupyter import who_holds
-from ptxlab.lowbit.jupyter import maps
+from ptxlab.lowbit.jupyter import maps, who_holds
 from ptxlab.lowbit.kernels import holders
 from ptxlab.lowbit.quant import QoQChannelWeight
 

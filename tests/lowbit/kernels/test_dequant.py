@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator
-from ptxlab.lowbit import kernels, quant, reference
+from ptxlab import emulator, registry
+from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.layout.nibbles import pack_u4
 from ptxlab.runtime import Outcome, run_spec
 from ptxlab.sources import Source
@@ -16,8 +16,8 @@ from ptxlab.spec import KernelSpec
 from tests.support import strategies
 from tests.support.axes import on_every_backend
 
-SPECS = [spec for spec in kernels.specs().values() if spec.name.startswith("dequant_")]
-ALL = {source.label: (spec, source) for spec in SPECS for source in kernels.find(spec.name)[1]}
+SPECS = [spec for spec in registry.specs().values() if spec.name.startswith("dequant_")]
+ALL = {source.label: (spec, source) for spec in SPECS for source in registry.find(spec.name)[1]}
 LQQ = [label for label in ALL if label.startswith("dequant_lqq")]
 QOQ = [label for label in ALL if label.startswith("dequant_qoq_vadd4")]
 PACKED = [label for label in ALL if label.startswith(("dequant_lqq", "dequant_qoq")) and "channel" not in label]

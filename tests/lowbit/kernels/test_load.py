@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator
+from ptxlab import emulator, registry
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.hardware import fragments
-from ptxlab.lowbit import kernels, layout
+from ptxlab.lowbit import layout
 from ptxlab.lowbit.bench import loads
 from ptxlab.lowbit.kernels.load import operand_a
 from ptxlab.lowbit.quant import GROUPS, quantize_lqq
@@ -25,7 +25,7 @@ modes, seeds = st.sampled_from(emulator.MODES), st.integers(0, 2**16)
 
 def launch(name: str, logical: dict[str, Any], backend: str, mode: str = "early", seed: int = 0) -> np.ndarray:
     """What the kernel writes; on the emulator with all checks on, which have to find nothing."""
-    spec, (source, *_) = kernels.find(name)
+    spec, (source, *_) = registry.find(name)
     sizes = {"B": logical["B"]} if "B" in logical else None
     checks = emulator.CHECKS if backend == "emulator" else ()
     outcome = run_spec(
@@ -87,7 +87,7 @@ def test_qserve_holds_a_tile_of_32_x_32_per_warp(backend: str, data: st.DataObje
 @settings(max_examples=20, deadline=None)
 def test_ldmatrix_on_4_bits_misses_where_its_model_says(backend: str, data: st.DataObject) -> None:
     logical = data.draw(tiles_of("load_ldmatrix_u4"))
-    spec = kernels.specs()["load_ldmatrix_u4"]
+    spec = registry.specs()["load_ldmatrix_u4"]
     assert spec.wrong is not None
     got = launch("load_ldmatrix_u4", logical, backend)
     assert np.array_equal(got != operand_a(logical["q4"]), spec.wrong.misses(**logical))
@@ -119,7 +119,7 @@ def test_every_word_passes_the_ring_in_order(name: str, backend: str, P: int, B:
 
 @pytest.mark.parametrize("name", RINGS)
 def test_the_stage_four_rounds_on_is_a_u32(name: str) -> None:
-    spec = kernels.specs()[name]
+    spec = registry.specs()[name]
     spec.check_sizes({"P": 2**31 - 1, "B": 2**29 - 1})
     assert 4 * (2**29 - 1) + 2**31 - 2 < 2**32
     with pytest.raises(ArgumentError, match=rf"B < 2\*\*29 \(got B={2**29}\)"):
@@ -159,7 +159,7 @@ def test_a_packed_weight_arrives_as_the_map_says(
     """A quantised matrix of any shape, packed as a checkpoint would be: every tile of it, at every position."""
     weight = quantize_lqq(np.random.default_rng(seed).standard_normal((N, g * groups)), group=g)
     tiles = tiles_of_packed(layout.pack(weight, packing))
-    spec, (source, *_) = kernels.find(name)
+    spec, (source, *_) = registry.find(name)
     inputs = {"tiles": tiles.reshape(spec.inputs[0].resolve({"T": tiles.shape[0] * tiles.shape[1]}))}
     got = run_spec(spec, source, inputs, backend=backend).outputs["fragments"]
     padded = np.zeros((64 * tiles.shape[0], 64 * tiles.shape[1]), np.uint8)
@@ -175,7 +175,7 @@ def test_a_packed_weight_arrives_as_the_map_says(
     assert relevant.sum() == N * g * groups
 
 
-TILES = [name for name, spec in kernels.specs().items() if spec.family == "load" and "T" in spec.example_sizes[0]]
+TILES = [name for name, spec in registry.specs().items() if spec.family == "load" and "T" in spec.example_sizes[0]]
 
 
 @pytest.mark.gpu
@@ -183,7 +183,7 @@ TILES = [name for name, spec in kernels.specs().items() if spec.family == "load"
 @pytest.mark.parametrize("name", TILES)
 def test_wavefronts_and_conflicts_are_those_that_ncu_counts(name: str) -> None:
     """The bank model against the hardware's counters: needs ncu, with permission to count."""
-    spec, (source, *_) = kernels.find(name)
+    spec, (source, *_) = registry.find(name)
     modelled = loads.modelled_banks(spec, source)
     try:
         counted = loads.counted_banks(spec)

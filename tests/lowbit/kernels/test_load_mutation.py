@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from ptxlab import emulator
+from ptxlab import emulator, registry
 from ptxlab.errors import EmulationError
-from ptxlab.lowbit import kernels
 from ptxlab.runtime import run_spec
 from ptxlab.sources import Source
 
-NAMES = [name for name in kernels.specs() if name.startswith("load_")]
+NAMES = [name for name in registry.specs() if name.startswith("load_")]
 SIZES = {"T": 3, "P": 11, "B": 2}  # rounds of the ring enough to use every stage again
 SYNCHRONISING = re.compile(
     r"^\s*(bar\.sync|cp\.async\.(commit_group|wait_group)|mbarrier\.(init|arrive|try_wait)|fence\.)", re.MULTILINE
@@ -36,7 +35,7 @@ class Mutant:
 
 def mutants(name: str) -> Iterator[Mutant]:
     """Every kernel with one such line gone (the branch back to a wait goes with it), or with its bytes not expected."""
-    source = kernels.find(name)[1][0]
+    source = registry.find(name)[1][0]
     lines = source.text.split("\n")
     for i, line in enumerate(lines):
         if not SYNCHRONISING.match(line):
@@ -53,7 +52,7 @@ def mutants(name: str) -> Iterator[Mutant]:
 
 def diagnosis(mutant: Mutant, mode: str) -> list[str]:
     """Findings, the error, or "wrong result"; nothing if all seems well."""
-    spec = kernels.specs()[mutant.kernel]
+    spec = registry.specs()[mutant.kernel]
     sizes = {symbol: SIZES[symbol] for symbol in spec.example_sizes[0]}
     logical = spec.example(np.random.default_rng(0), **sizes)
     try:

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from ptxlab import emulator
-from ptxlab.lowbit import kernels
+from ptxlab import emulator, registry
 from tests.support.mutation import battery, is_killed, mutants
 
-NAMES = [name for name in kernels.specs() if name.startswith("dequant_")]
+NAMES = [name for name in registry.specs() if name.startswith("dequant_")]
 
 # (what survives, why nothing can tell): regular expressions over "old line => new line".
 SURVIVORS = (
@@ -27,7 +26,7 @@ SURVIVORS = (
 @pytest.mark.share(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_changed_opcode_and_immediate_is_noticed(name: str) -> None:
-    spec, sources = kernels.find(name)
+    spec, sources = registry.find(name)
     inputs = battery(spec)
     assert not is_killed(spec, sources[0], inputs), "the kernel itself must survive its own battery"
     made = list(mutants(sources[0].text))
@@ -42,7 +41,7 @@ def test_every_listed_survivor_still_survives_somewhere(pattern: str) -> None:
     """A justification that no mutant needs any more is stale."""
     assert any(
         not is_killed(spec, replace(source, text=text), battery(spec))
-        for spec, (source, *_) in map(kernels.find, NAMES)
+        for spec, (source, *_) in map(registry.find, NAMES)
         for what, text in mutants(source.text)
         if re.search(pattern, what)
     )
@@ -51,5 +50,5 @@ def test_every_listed_survivor_still_survives_somewhere(pattern: str) -> None:
 def test_mutants_are_run_by_the_emulator() -> None:
     """The machinery itself: a mutant that the emulator cannot even parse would be killed for the wrong reason."""
     for name in NAMES:
-        for what, text in mutants(kernels.find(name)[1][0].text):
+        for what, text in mutants(registry.find(name)[1][0].text):
             assert emulator.parse(text).entries, what

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from ptxlab import sources
-from ptxlab.lowbit import kernels
+from ptxlab import registry, sources
 
 
 def test_a_source_that_changed_is_read_again(tmp_path: Path) -> None:
@@ -13,5 +12,5 @@ def test_a_source_that_changed_is_read_again(tmp_path: Path) -> None:
     first = sources.of_kernel("dequant_lqq")[0].text
     for text in (first, first + "// changed\n"):
         ptx.write_text(text)
-        ((found, (source,), entry),) = kernels.resolve_all(str(spec))
+        ((found, (source,), entry),) = registry.resolve_all(str(spec))
         assert found is not None and found.name == entry == "dequant_lqq" and source.text == text

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import gpu
+from ptxlab import gpu, registry
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit import kernels, quant
+from ptxlab.lowbit import quant
 from ptxlab.lowbit.kernels import operation
 from ptxlab.lowbit.kernels.gemm.strips import LARGE
 from ptxlab.lowbit.kernels.gemm.strips_tiles import StripChoice, StripTile
@@ -28,7 +28,7 @@ LOADED = "        __syncwarp();\n        if (SPLIT > 1) ptxlab::cluster_wait();\
 @pytest.mark.parametrize("split", [1, 2])
 def test_a_wait_that_comes_late_is_found(mode: str, split: int) -> None:
     """Where those who load wait only once they have; those who store wait by themselves."""
-    (source,) = kernels.find(LARGE.name)[1]
+    (source,) = registry.find(LARGE.name)[1]
     text = source.text
     for old, new in ((WAIT, WAIT.partition("\n")[2]), (LOADED, WAIT.partition("\n")[0] + "\n" + LOADED)):
         assert text.count(old) == 1

@@ -2,8 +2,8 @@
 
 import pytest
 
+from ptxlab import registry
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.kernels.attention.sm80 import MMA
 from ptxlab.lowbit.kernels.attention.sm90 import SM90
 from ptxlab.lowbit.kernels.gemm.grouped import GROUPED
@@ -14,7 +14,7 @@ from ptxlab.lowbit.kernels.gemm.w4ax import COMET, NAIVE, REMAP
 from ptxlab.lowbit.kernels.gemm.w4ax import SM90 as W4AX
 from ptxlab.spec import KernelSpec
 
-TILE = kernels.specs()["gemm_tile_lqq_sm80"]
+TILE = registry.specs()["gemm_tile_lqq_sm80"]
 SIZES = {"M": 8, "N": 64, "K": 128, "E": 2, "g": 64, "rows": 8}  # such as every GEMM takes
 SIZES |= {"outliers": 64, "K4": 128, "K8": 128, "blocks": 4}
 WRONG = [

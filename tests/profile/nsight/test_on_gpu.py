@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import gpu, sass, toolchain
+from ptxlab import gpu, registry, sass, toolchain
 from ptxlab.errors import UnavailableError
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench.gemm.problem import variant
 from ptxlab.profile import launch_target, nsight, profiles
 from ptxlab.profile.launch_target import LaunchTarget
@@ -45,7 +44,7 @@ def in_main_loop(spec: KernelSpec, sizes: dict[str, int]) -> float:
     if missing := {"nvrtc", "ptxas", "nvdisasm"} & set(toolchain.missing()):
         pytest.skip(f"{', '.join(sorted(missing))}: not installed")
     config = variant(spec, sizes)
-    image = toolchain.build(kernels.find(spec.name)[1][0], gpu.device_info().arch, defines=config)
+    image = toolchain.build(registry.find(spec.name)[1][0], gpu.device_info().arch, defines=config)
     loop = main_loop(sass.parse(toolchain.disassemble(image))[spec.name])
     assert loop is not None
     return loop.per_weight * -(-sizes["M"] // config["BM"])
@@ -60,7 +59,7 @@ def test_kernels_with_and_without_a_spec(file: LaunchTarget) -> None:
     gemm, outside = launched([job, file], nsight.METRICS)
     assert gemm.kernel == "gemm_w4a8_sm90" and outside.kernel == "dequantize"
     sizes = launch_target.sizes_of(job.spec, job.sizes)
-    page = nsight.profile_of(gemm, weights=launch_target.weights_of(sizes))
+    page = nsight.profile_of(gemm, weights=launch_target.weights_of(job.spec, sizes))
     assert set(page.figures) == {figure.name for figure in nsight.FIGURES} and page.carriers and page.device
     assert 1 < page.figures["per_weight"] / in_main_loop(job.spec, sizes) < 2 and page.figures["sm_mhz"] > 500
     assert outside.number("launch__block_size") == 64

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import runtime, sources, toolchain
+from ptxlab import registry, runtime, sources, toolchain
 from ptxlab.errors import ArgumentError, FileError, UnavailableError
-from ptxlab.lowbit import kernels
 from ptxlab.profile import timeline
 from ptxlab.profile.timeline import HEADER, PHASES, STAMPS, TRACKS, Span, Timeline, Track, recorder
 from ptxlab.profile.timeline.plot import STYLES, comparison_figure, timeline_figure
@@ -30,7 +29,7 @@ def source_of(name: str) -> Source:
 
 
 def record(name: str, **sizes: int) -> Timeline:
-    return recorder.record(kernels.find(name)[0], source_of(name), sizes, backend="emulator")
+    return recorder.record(registry.find(name)[0], source_of(name), sizes, backend="emulator")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +69,7 @@ def test_and_so_is_the_machine_code() -> None:
 
 
 def test_stamps_do_not_serialise_wgmma() -> None:
-    config = kernels.find(IMFP)[0].config_for({"M": 256, "N": 22016, "K": 4096, "g": 128})
+    config = registry.find(IMFP)[0].config_for({"M": 256, "N": 22016, "K": 4096, "g": 128})
     image = toolchain.compile_cuda(STAMPED[IMFP], "sm_90a", defines={**config, "TIMELINE": 2})
     assert image.warnings == () and image.resources[IMFP].spill_stores == 0
     assert "SR_CLOCKLO" in toolchain.disassemble(image)
@@ -87,7 +86,7 @@ def test_the_header_and_this_package_agree() -> None:
 @on_every_backend
 @pytest.mark.parametrize("name", [EXCP, "gemm_w4a8_sm90"])
 def test_results_with_stamps_are_right(name: str, backend: str) -> None:
-    spec, sizes = kernels.find(name)[0], {"M": 17, "N": 72, "K": 256, "g": 128}
+    spec, sizes = registry.find(name)[0], {"M": 17, "N": 72, "K": 256, "g": 128}
     logical = spec.example(np.random.default_rng(0), **sizes)
     config = spec.config_for(sizes)
     outcome = runtime.run_spec(
@@ -152,7 +151,7 @@ def test_sizes_that_a_kernel_does_not_have() -> None:
     with pytest.raises(ArgumentError, match=r"--shape: sizes of 1 or more \(got L=0\)"):
         record("attention_kv4_sm90", L=0)
     with pytest.raises(ArgumentError, match=r"backend: one of gpu, emulator \(got tpu\)"):
-        recorder.record(kernels.find(IMFP)[0], source_of(IMFP), backend="tpu")
+        recorder.record(registry.find(IMFP)[0], source_of(IMFP), backend="tpu")
     with pytest.raises(ArgumentError, match=r"K % g == 0"):
         record(EXCP, K=100)
     with pytest.raises(ArgumentError, match=r"must stamp its phases .* \(got dequant_lqq.cu\)"):
@@ -372,9 +371,9 @@ def test_bad_command_lines(cli: Any, arguments: list[str], problem: str) -> None
 def test_the_gpu_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder.gpu, "why_not", lambda *_, **__: "no GPU")
     with pytest.raises(UnavailableError, match="no GPU backend here: no GPU"):
-        recorder.record(kernels.find(IMFP)[0], source_of(IMFP), {"M": 8, "N": 64, "K": 128}, backend="gpu")
+        recorder.record(registry.find(IMFP)[0], source_of(IMFP), {"M": 8, "N": 64, "K": 128}, backend="gpu")
     with pytest.raises(UnavailableError, match="the emulator would take about"):
-        recorder.record(kernels.find(EXCP)[0], source_of(EXCP), {"M": 8192, "N": 22016})
+        recorder.record(registry.find(EXCP)[0], source_of(EXCP), {"M": 8192, "N": 22016})
 
 
 @pytest.mark.gpu
@@ -382,7 +381,7 @@ def test_the_gpu_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", [EXCP, IMFP, "gemm_w4a8_sm90", "attention_kv4_sm90"])
 def test_on_a_gpu(name: str) -> None:
     shape = {"B": 4, "L": 1024} if name.startswith("attention") else {"N": 4096, "K": 2048}
-    found = recorder.record(kernels.find(name)[0], source_of(name), shape, backend="gpu")
+    found = recorder.record(registry.find(name)[0], source_of(name), shape, backend="gpu")
     assert found.sms in ([0], [0, 1])  # few blocks are spread over every other SM
     assert found.unit == "clocks" and all(track.complete for track in found.tracks)
     assert 0 < found.time_us < found.duration / found.mhz * 3 and 500 < found.mhz < 3000

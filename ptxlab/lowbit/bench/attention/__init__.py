@@ -1,13 +1,12 @@
-"""Suite `attention`: what `attention_kv4` launches beside its floor and everyone else, its ladder, `append_kv4`."""
+"""Suite `attention`: what `attention_kv4` launches beside its floor and the peers given, its ladder, `append_kv4`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.peers import sdpa
 from ptxlab import gpu
-from ptxlab.bench import launching
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row, row_of
+from ptxlab.bench.suite import Suite
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.bench.attention import append, merge
 from ptxlab.lowbit.bench.attention.problem import (
@@ -19,11 +18,13 @@ from ptxlab.lowbit.bench.attention.problem import (
     scheme_of,
     sizes_at,
 )
+from ptxlab.lowbit.bench.peers import NO_PEERS, Peers
 from ptxlab.lowbit.bench.shapes import HEADS, Batch, batches, even, evened, ragged
 from ptxlab.lowbit.kernels.attention.append import APPEND
 from ptxlab.lowbit.kernels.attention.call import NAME as FACE
 from ptxlab.lowbit.kernels.attention.merge import MERGE
 from ptxlab.lowbit.kernels.attention.steps import STEPS, AttentionStep, choose, why_not
+from ptxlab.runtime import launching
 from ptxlab.runtime.timing import Measured, chained, measure
 from ptxlab.sources import of_kernel
 
@@ -33,7 +34,9 @@ PROGRAMMATIC = "programmatic_us"  # in `more`: launched before the launch before
 ABLATION = even((32, 32), 64, 1024)  # where QServe took its steps apart
 
 
-def rows(names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], None]) -> list[Row]:
+def rows(
+    names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], None], peers: Peers = NO_PEERS
+) -> list[Row]:
     """Measure kernels of the family by name, as far as this GPU runs them.
 
     Batches are measured if the kernel that `attention_kv4` chooses is among them, with an appended token where
@@ -53,7 +56,7 @@ def rows(names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], Non
     if launched:
         for heads in HEADS:
             for batch in batches(heads):
-                measured += at(launched, batch, ceilings, progress, appending=appending)
+                measured += at(launched, batch, ceilings, progress, peers, appending=appending)
             measured += unequal(launched, ragged(heads), ceilings, progress)
     measured += [step_row(step, ceilings, progress) for step in steps]
     if merging:
@@ -64,11 +67,17 @@ def rows(names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], Non
 
 
 def at(
-    step: AttentionStep, batch: Batch, ceilings: Ceilings, progress: Callable[[str], None], *, appending: bool = True
+    step: AttentionStep,
+    batch: Batch,
+    ceilings: Ceilings,
+    progress: Callable[[str], None],
+    peers: Peers = NO_PEERS,
+    *,
+    appending: bool = True,
 ) -> Iterator[Row]:
-    """One batch of equal lengths: attention beside PyTorch, and right behind `append_kv4`."""
-    progress(f"{batch}: PyTorch")
-    here = sdpa(batch)
+    """One batch of equal lengths: attention beside its peers, and right behind `append_kv4`."""
+    progress(f"{batch}: peers")
+    here = peers.attention(batch)
     progress(f"{batch}: {FACE}")
     given, expected = random_problem(batch), None
     if appending:  # the same tokens every time, so that what is expected stays
@@ -170,3 +179,6 @@ def compile_all(planned: Sequence[tuple[AttentionStep, Batch]], appending: bool)
 
 def _batches() -> list[Batch]:
     return [batch for heads in HEADS for batch in (*batches(heads), ragged(heads), evened(ragged(heads)))]
+
+
+SUITE = Suite("attention", rows, takes=frozenset({"peers"}))

@@ -12,7 +12,6 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.launching import Call, poisoned, prepared
 from ptxlab.bench.record import Row, row_of
 from ptxlab.errors import BenchmarkError
 from ptxlab.lowbit import quant, reference
@@ -21,6 +20,7 @@ from ptxlab.lowbit.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.lowbit.kernels.attention.append import APPEND
 from ptxlab.lowbit.layout import KVCache, page_bytes, write_slots
 from ptxlab.lowbit.quant import KV_SCHEMES
+from ptxlab.runtime.launching import Call, poisoned, prepared
 from ptxlab.runtime.timing import copies_beyond_l2, measure
 
 MEASURE = "append"

@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.launching import Call, prepared
 from ptxlab.bench.record import Row, row_of
 from ptxlab.lowbit.bench.attention.problem import AttentionLaunches, launches, random_problem
 from ptxlab.lowbit.bench.shapes import HEAD_DIM, Batch, even
 from ptxlab.lowbit.kernels.attention import sm80
 from ptxlab.lowbit.kernels.attention.merge import MERGE
 from ptxlab.lowbit.kernels.attention.steps import STEPS, AttentionStep
+from ptxlab.runtime.launching import Call, prepared
 from ptxlab.runtime.timing import chained, measure
 
 MEASURE = "merge"

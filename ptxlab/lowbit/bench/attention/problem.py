@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import gpu
-from ptxlab.bench.launching import Call, Launches, poisoned, prepared
+from ptxlab import gpu, registry
 from ptxlab.errors import BenchmarkError
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench.attention import kvdata
 from ptxlab.lowbit.bench.shapes import HEAD_DIM, PAGE, Batch
 from ptxlab.lowbit.kernels.attention import exact
@@ -18,6 +16,7 @@ from ptxlab.lowbit.kernels.attention.sm90 import SM90
 from ptxlab.lowbit.kernels.attention.steps import AttentionStep
 from ptxlab.lowbit.layout import KVCache, page_bytes
 from ptxlab.lowbit.quant import KV_SCHEMES
+from ptxlab.runtime.launching import Call, Launches, poisoned, prepared
 from ptxlab.runtime.timing import copies_beyond_l2
 from ptxlab.spec import Arrays
 from ptxlab.spec.tolerance import Allowed, within
@@ -167,7 +166,7 @@ class AttentionLaunches(Launches):
 
     def expected(self, of: Problem) -> Expected:
         """What these launches should give of the problem as it is now."""
-        oracle = kernels.find(self.spec.name)[0]
+        oracle = registry.find(self.spec.name)[0]
         shape, scale = oracle.arg("q").resolve(self.sizes), of.batch.D**-0.5
         more = {"blocks": self.sizes["blocks"]} if "partial" in {arg.name for arg in oracle.outputs} else {}
         sequences, bits = [], {}

@@ -1,14 +1,16 @@
-"""Suite `gemm`: the W4A8 ladder, what `gemm_w4a8` launches, and W4A4, beside their floor, cuBLAS and humming."""
+"""Suite `gemm`: the W4A8 ladder, what `gemm_w4a8` launches, and W4A4, beside their floor and the peers given."""
 
 from collections.abc import Callable, Container, Iterator, Sequence
 
-from benchmarks import peers
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
+from ptxlab.bench.suite import Suite
 from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.bench import stream
 from ptxlab.lowbit.bench.gemm import chain, grouped, headline, limits, points, quantiser, steps, w4a4
 from ptxlab.lowbit.bench.gemm.points import StreamTime
 from ptxlab.lowbit.bench.gemm.problem import steps_of
+from ptxlab.lowbit.bench.peers import NO_PEERS, Peers
 from ptxlab.lowbit.bench.shapes import ALL_TOKENS, LAYERS, LLAMA, MIXTRAL, TOKENS, UNTUNED, Layer
 
 
@@ -18,6 +20,7 @@ def rows(
     progress: Callable[[str], None],
     matrices: Container[tuple[int, int]] | None = None,
     only: Sequence[str] = (),
+    peers: Peers = NO_PEERS,
 ) -> list[Row]:
     """Measure kernels of the family by name, as far as this GPU runs them.
 
@@ -26,7 +29,7 @@ def rows(
     part that it names alone (`part`).
     """
     if only:
-        return [*w4a4.compared_rows(part(only), names, progress)]
+        return [*w4a4.compared_rows(part(only), names, progress, peers)]
     whole = matrices is None and _all_launched(names)
     planned = [*steps.points(names), *headline.points(names), *grouped.points(names), *w4a4.points(names)]
     if not planned:
@@ -38,11 +41,11 @@ def rows(
         [layer for layer in layers if matrices is None or (layer.N, layer.K) in matrices]
         for layers in (LAYERS, MIXTRAL, UNTUNED)
     )
-    measured = [row for layer in alone for row in layer_rows(layer, names, stream_us, progress)]
+    measured = [row for layer in alone for row in layer_rows(layer, names, stream_us, progress, peers)]
     if whole:
         measured += quantiser.rows(ceilings, progress)
-        measured += chain.rows(stream_us, progress)
-    measured += headline.untuned_rows(others, names, stream_us, progress)
+        measured += chain.rows(stream_us, progress, peers)
+    measured += headline.untuned_rows(others, names, stream_us, progress, peers)
     if whole or any(grouped.points(names)):
         measured += grouped.rows(mixtral, stream_us, progress)
     progress("counting with ncu")
@@ -62,11 +65,11 @@ def part(words: Sequence[str]) -> tuple[Layer, ...]:
 
 
 def layer_rows(
-    layer: Layer, names: Sequence[str], stream_us: StreamTime, progress: Callable[[str], None]
+    layer: Layer, names: Sequence[str], stream_us: StreamTime, progress: Callable[[str], None], peers: Peers
 ) -> Iterator[Row]:
     """Everything that is measured on one matrix alone; its peers first."""
     progress(f"{layer}: cuBLAS")
-    beside = peers.cublas(layer.N, layer.K, ALL_TOKENS if layer in LLAMA else TOKENS)
+    beside = peers.cublas(layer.N, layer.K, ALL_TOKENS if layer in LLAMA else TOKENS, None)
     yield from steps.layer_rows(layer, steps_of(names), beside, stream_us, progress)
     if layer in LLAMA:
         if any(step.spec.name in names for step in headline.steps()):
@@ -79,3 +82,17 @@ def layer_rows(
 
 def _all_launched(names: Sequence[str]) -> bool:
     return bool(headline.steps()) and all(step.spec.name in names for step in headline.steps())
+
+
+def _record_of(only: Sequence[str]) -> str:
+    return f"gemm_{w4a4.PART}" if {*only} == {w4a4.PART} else ""
+
+
+SUITE = Suite(
+    "gemm",
+    rows,
+    takes=frozenset({"matrices", "peers"}),
+    part=part,
+    record_of=_record_of,
+    shortfall=stream.shortfall,
+)

@@ -6,18 +6,18 @@ the L2. Beside it the same chain launched plainly, and cuBLAS's.
 
 from collections.abc import Callable, Iterator, Sequence
 
-from benchmarks import peers
 from ptxlab.bench.record import Row
 from ptxlab.lowbit.bench.gemm import headline
 from ptxlab.lowbit.bench.gemm.points import StreamTime, in_turn_on, in_turn_row
 from ptxlab.lowbit.bench.gemm.problem import expected, first_tokens, tokens
+from ptxlab.lowbit.bench.peers import Peers
 from ptxlab.lowbit.bench.shapes import CHAINS, FEW_TOKENS, GROUP, PER_CHANNEL, Layer
 from ptxlab.spec import Arrays
 
 MEASURE = "chain"
 
 
-def rows(stream_us: StreamTime, progress: Callable[[str], None]) -> Iterator[Row]:
+def rows(stream_us: StreamTime, progress: Callable[[str], None], peers: Peers) -> Iterator[Row]:
     """Every model at every number of tokens of a step of decoding, in groups and per channel."""
     for layers in CHAINS:
         progress(f"{layers[0].model}: chain")

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from benchmarks import peers
 from ptxlab.bench.record import Row
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.bench.gemm.points import Point, StreamTime, point
 from ptxlab.lowbit.bench.gemm.problem import expected, first_tokens, sizes_at, tokens, weights
+from ptxlab.lowbit.bench.peers import Peers
 from ptxlab.lowbit.bench.shapes import ALL_TOKENS, GROUP, GROUPS, LLAMA, PER_CHANNEL, UNTUNED, UNTUNED_TOKENS, Layer
 from ptxlab.lowbit.kernels.gemm import ladder
 from ptxlab.lowbit.kernels.gemm.common import GemmStep
@@ -108,7 +108,7 @@ def layer_rows(
 
 
 def untuned_rows(
-    layers: Sequence[Layer], names: Sequence[str], stream_us: StreamTime, progress: Callable[[str], None]
+    layers: Sequence[Layer], names: Sequence[str], stream_us: StreamTime, progress: Callable[[str], None], peers: Peers
 ) -> Iterator[Row]:
     """Matrices of other models, at odd numbers of tokens where one of `names` is launched, beside cuBLAS FP8."""
     for layer in layers:

@@ -5,7 +5,6 @@ from functools import cache
 from typing import Any
 
 from ptxlab import gpu
-from ptxlab.bench import launching
 from ptxlab.bench.record import Row, row_of
 from ptxlab.lowbit import cost
 from ptxlab.lowbit.bench.gemm.problem import (
@@ -21,6 +20,7 @@ from ptxlab.lowbit.bench.gemm.problem import (
 from ptxlab.lowbit.bench.shapes import Layer
 from ptxlab.lowbit.bench.stream import measure_stream
 from ptxlab.lowbit.kernels.gemm.common import GemmStep
+from ptxlab.runtime import launching
 from ptxlab.runtime.timing import GEMM_REPLAYS, Measured, chained, copies_beyond_l2, measure
 from ptxlab.spec import Arrays, evaluate
 

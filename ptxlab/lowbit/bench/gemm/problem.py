@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu
-from ptxlab.bench.launching import Launches, poisoned, prepared
 from ptxlab.errors import BenchmarkError
 from ptxlab.lowbit.bench.shapes import GROUP, Layer
 from ptxlab.lowbit.kernels.gemm import STEPS
@@ -14,6 +13,7 @@ from ptxlab.lowbit.kernels.gemm.common import F16, GemmStep
 from ptxlab.lowbit.kernels.gemm.ladder import LADDER, why_not
 from ptxlab.lowbit.kernels.gemm.strips_tiles import SMS
 from ptxlab.lowbit.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
+from ptxlab.runtime.launching import Launches, poisoned, prepared
 from ptxlab.runtime.timing import copies_beyond_l2
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Sizes

@@ -7,7 +7,6 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.launching import poisoned, prepared
 from ptxlab.bench.record import Row, row_of
 from ptxlab.errors import BenchmarkError
 from ptxlab.lowbit import layout, quant
@@ -15,6 +14,7 @@ from ptxlab.lowbit.bench.shapes import LLAMA
 from ptxlab.lowbit.kernels.quantize import QUANTIZE
 from ptxlab.lowbit.kernels.quantize.specs import DTYPES
 from ptxlab.lowbit.layout.packed_activations import ORDERS, tile_of
+from ptxlab.runtime.launching import poisoned, prepared
 from ptxlab.runtime.timing import GEMM_REPLAYS, measure
 
 MEASURE = "quantise"

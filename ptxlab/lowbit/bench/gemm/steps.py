@@ -5,8 +5,8 @@ W8A8 is the same GEMM with weights that come as they are multiplied: what W4A8 c
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from ptxlab import registry
 from ptxlab.bench.record import Row
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench.gemm.points import Point, StreamTime, over_tokens
 from ptxlab.lowbit.bench.gemm.problem import problem, sizes_at, steps_of
 from ptxlab.lowbit.bench.shapes import ALL_TOKENS, LAYERS, LLAMA, TOKENS, Layer
@@ -19,7 +19,7 @@ W8A8_KERNEL = "gemm_w8a8_sm90"
 
 def w8a8_of(names: Sequence[str]) -> list[GemmStep]:
     """W8A8 as a step, where it is among `names` and runs on this GPU."""
-    found = [GemmStep(spec, "int8", "") for n, spec in kernels.specs().items() if n == W8A8_KERNEL and n in names]
+    found = [GemmStep(spec, "int8", "") for n, spec in registry.specs().items() if n == W8A8_KERNEL and n in names]
     return [step for step in found if why_not(step) is None]
 
 

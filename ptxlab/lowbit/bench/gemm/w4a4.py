@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import peers
 from ptxlab import gpu
 from ptxlab.bench.record import Row
 from ptxlab.lowbit.bench.gemm import headline, steps
 from ptxlab.lowbit.bench.gemm.points import Point, StreamTime, compile_all, over_tokens, streams
 from ptxlab.lowbit.bench.gemm.problem import expected, first_tokens, sizes_at, tokens
+from ptxlab.lowbit.bench.peers import Peers
 from ptxlab.lowbit.bench.shapes import LLAMA, Layer
 from ptxlab.lowbit.kernels.gemm import w4a4, w4ax
 from ptxlab.lowbit.kernels.gemm.common import GemmStep
@@ -38,7 +38,9 @@ def points(names: Sequence[str]) -> Iterator[Point]:
             yield from ((step, sizes_at(step.spec, layer, M)) for M in TOKENS)
 
 
-def compared_rows(layers: Sequence[Layer], names: Sequence[str], progress: Callable[[str], None]) -> Iterator[Row]:
+def compared_rows(
+    layers: Sequence[Layer], names: Sequence[str], progress: Callable[[str], None], peers: Peers
+) -> Iterator[Row]:
     """The part: every kernel among `names`, what `gemm_w4a8` launches, W8A8 and cuBLAS, at COMPARED tokens."""
     eight = steps.w8a8_of([steps.W8A8_KERNEL])
     progress("compiling")

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import gpu
+from ptxlab import gpu, registry
 from ptxlab.errors import EmulationError
 from ptxlab.hardware.floats import fma
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.kernels.attention.append import APPEND
 from ptxlab.lowbit.layout import HEAD_DIMS, PAGE_SIZES
 from ptxlab.lowbit.quant import KV_SCHEMES
@@ -258,7 +257,7 @@ CHANGES = {
 @pytest.mark.share(12)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_kernel_is_noticed(change: str) -> None:
-    (source,) = kernels.find(APPEND.name)[1]
+    (source,) = registry.find(APPEND.name)[1]
     assert any(is_killed(problem, changed(source, *CHANGES[change])) for problem in battery())
 
 
@@ -293,5 +292,5 @@ def is_killed(problem: Problem, source: Any) -> bool:
 
 
 def test_the_kernel_itself_passes() -> None:
-    (source,) = kernels.find(APPEND.name)[1]
+    (source,) = registry.find(APPEND.name)[1]
     assert not any(is_killed(problem, source) for problem in battery())

@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator, toolchain
+from ptxlab import emulator, registry, toolchain
 from ptxlab.errors import ArgumentError, MemoryFault
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.kernels.attention import ladder
 from ptxlab.lowbit.layout import KVCache, pack_u4
-from ptxlab.runtime import Kernel, load, run_spec
+from ptxlab.runtime import Kernel, by_name, load, run_spec
 from ptxlab.spec import Arrays, KernelSpec
 from tests.support import attention_problems as problems
 from tests.support import waits
@@ -104,7 +103,7 @@ def test_near_float64_on_the_gpu(
 def test_the_longest_sequences_that_the_rule_admits_have_room(spec: KernelSpec) -> None:
     """On an A100, with what the step uses anyway."""
     most = int(next(rule for rule in spec.rules if rule.startswith("P <=")).split()[-1])
-    image = toolchain.compile_cuda(kernels.find(spec.name)[1][0], "sm_80")
+    image = toolchain.compile_cuda(registry.find(spec.name)[1][0], "sm_80")
     sizes = {"B": 1, "Hq": 1, "Hkv": 1, "pages": most}
     dynamic = spec.launch({**sizes, "P": most}).shared_bytes
     assert dynamic + image.resources[spec.name].shared <= 163 * 1024
@@ -117,7 +116,7 @@ def test_the_longest_sequences_that_the_rule_admits_have_room(spec: KernelSpec) 
 @every_step
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_nothing_is_spilled(spec: KernelSpec, arch: str) -> None:
-    image = toolchain.compile_cuda(kernels.find(spec.name)[1][0], arch)
+    image = toolchain.compile_cuda(registry.find(spec.name)[1][0], arch)
     resources = image.resources[spec.name]
     assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0)
     assert not image.warnings
@@ -142,7 +141,7 @@ def test_bad_input_is_refused_by_name(spec: KernelSpec, change: dict[str, Any], 
     arrays = {**spec.pack(logical_of(spec, q, cache)), "softmax_scale": SCALE, **change}
     arrays = {name: array for name, array in arrays.items() if array is not None}
     with pytest.raises(ArgumentError, match=f"{spec.name}: {message}") as raised:
-        kernels.run(spec.name, backend="emulator", **arrays)
+        by_name.run(spec.name, backend="emulator", **arrays)
     assert "\n" not in str(raised.value)
 
 
@@ -152,7 +151,7 @@ def test_a_page_outside_the_pool_is_a_fault_in_the_emulator(spec: KernelSpec) ->
     inputs = spec.pack(logical_of(spec, q, cache))
     inputs["table"] = np.where(np.arange(inputs["table"].shape[1]) == 1, cache.pages, inputs["table"]).astype(np.int32)
     with pytest.raises(MemoryFault, match="out of bounds"):
-        run_spec(spec, kernels.find(spec.name)[1][0], inputs, sizes={"softmax_scale": SCALE}, backend="emulator")
+        run_spec(spec, registry.find(spec.name)[1][0], inputs, sizes={"softmax_scale": SCALE}, backend="emulator")
 
 
 def test_nibbles_without_their_zero_point_are_exact() -> None:
@@ -180,7 +179,7 @@ def test_nibbles_without_their_zero_point_are_exact() -> None:
 @every_step
 def test_every_missing_wait_is_noticed(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     q, cache = problems.problem(0, (150, 70), Hq=1, Hkv=1, scheme=scheme_of(spec))
-    kernel = Kernel.of(spec, kernels.find(spec.name)[1][0], {})
+    kernel = Kernel.of(spec, registry.find(spec.name)[1][0], {})
 
     def check() -> None:
         for mode in emulator.MODES:

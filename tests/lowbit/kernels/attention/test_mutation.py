@@ -6,9 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ptxlab import emulator
+from ptxlab import emulator, registry
 from ptxlab.errors import EmulationError, VerificationError
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.kernels.attention import ladder, sm80, sm90
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.verify import compare
@@ -74,7 +73,7 @@ HOPPER = (
 
 
 def mistaken(spec: KernelSpec, change: tuple[str, str]) -> Source:
-    source = kernels.find(spec.name)[1][0]
+    source = registry.find(spec.name)[1][0]
     before, after = change
     assert before in source.text
     return replace(source, text=source.text.replace(before, after))
@@ -85,7 +84,7 @@ def problems_of(name: str) -> list[tuple[Arrays, Arrays, dict[str, float]]]:
     """(logical inputs, arguments, sizes): no tokens, part of a page, huge scores, small values, heads in groups; a
     window.
     """
-    spec, found = kernels.specs()[name], list[tuple[Arrays, Arrays, dict[str, float]]]()
+    spec, found = registry.specs()[name], list[tuple[Arrays, Arrays, dict[str, float]]]()
     changes = problems.nothing, problems.scores_beyond_fp16, problems.large_and_small_values
     for change, page, window, T in zip(changes, (64, 16, 32), (0, 100, 60), (2, 1, 2), strict=True):
         if spec in (sm80.MMA, sm90.SM90):
@@ -132,14 +131,14 @@ PLACES = [
     (spec, change)
     for spec, changes in (*((step, LADDER) for step in ladder.SPECS), (sm80.MMA, MMA), (sm90.SM90, HOPPER))
     for change in changes
-    if change[0] in kernels.find(spec.name)[1][0].text
+    if change[0] in registry.find(spec.name)[1][0].text
 ]
 
 
 @pytest.mark.share(8)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_the_kernel_itself_is_right(spec: KernelSpec) -> None:
-    assert not is_noticed(spec, kernels.find(spec.name)[1][0])
+    assert not is_noticed(spec, registry.find(spec.name)[1][0])
 
 
 @pytest.mark.share(60)

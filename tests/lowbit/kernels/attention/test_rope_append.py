@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ptxlab
-from ptxlab import gpu
+from ptxlab import gpu, registry
 from ptxlab.errors import ArgumentError, EmulationError, UnavailableError
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.kernels.attention.append import ROPE_APPEND
 from ptxlab.lowbit.layout import HEAD_DIMS, PAGE_SIZES
 from ptxlab.lowbit.quant import KV_SCHEMES
@@ -123,12 +122,12 @@ CHANGES = {
 @pytest.mark.share(6)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_kernel_is_noticed(change: str) -> None:
-    source = changed(kernels.find(ROPE_APPEND.name)[1][0], *CHANGES[change])
+    source = changed(registry.find(ROPE_APPEND.name)[1][0], *CHANGES[change])
     assert any(is_killed(problem, source) for problem in battery())
 
 
 def test_the_kernel_itself_passes() -> None:
-    assert not any(is_killed(problem, kernels.find(ROPE_APPEND.name)[1][0]) for problem in battery())
+    assert not any(is_killed(problem, registry.find(ROPE_APPEND.name)[1][0]) for problem in battery())
 
 
 def battery() -> list[FusedProblem]:

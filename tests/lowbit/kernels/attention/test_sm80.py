@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator, toolchain
+from ptxlab import emulator, registry, toolchain
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.kernels.attention.merge import MERGE
 from ptxlab.lowbit.kernels.attention.sm80 import MMA
 from ptxlab.runtime import Kernel, verify
@@ -22,7 +21,7 @@ from tests.support import waits
 from tests.support.attention_variants import AMPERE, Variant, drawn, of_each
 from tests.support.axes import both_modes, on_every_backend
 
-SOURCE = kernels.find(MMA.name)[1][0]
+SOURCE = registry.find(MMA.name)[1][0]
 
 
 def in_parts(
@@ -82,7 +81,7 @@ def test_parts_of_many_blocks_are_the_whole(variant: Variant, backend: str, bloc
 @on_every_backend
 @pytest.mark.parametrize("sizes", MERGE.example_sizes, ids=lambda sizes: "-".join(map(str, sizes.values())))
 def test_the_second_kernel_merges_parts_and_writes_nothing_else(sizes: dict[str, int], backend: str) -> None:
-    found = verify.verify(verify.Job(MERGE, kernels.find(MERGE.name)[1][0], backend, sizes))
+    found = verify.verify(verify.Job(MERGE, registry.find(MERGE.name)[1][0], backend, sizes))
     assert found.passed, found.detail
 
 

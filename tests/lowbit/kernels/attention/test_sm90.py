@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ptxlab import emulator, toolchain
-from ptxlab.lowbit import kernels
+from ptxlab import emulator, registry, toolchain
 from ptxlab.lowbit.kernels.attention import sm90
 from ptxlab.lowbit.kernels.attention.sm90 import SM90, TILE, AttentionTileSm90
 from ptxlab.runtime import Kernel
@@ -21,7 +20,7 @@ from tests.support import waits
 from tests.support.attention_variants import HOPPER, Variant, drawn, of_each
 from tests.support.axes import both_modes, on_every_backend
 
-SOURCE = kernels.find(SM90.name)[1][0]
+SOURCE = registry.find(SM90.name)[1][0]
 
 
 @pytest.mark.share(4)

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import gpu
-from ptxlab.lowbit import kernels
+from ptxlab import gpu, registry
 from ptxlab.lowbit.kernels.attention.sm80 import scheme_of
 from ptxlab.lowbit.kernels.attention.steps import STEPS, AttentionStep, why_not
 from ptxlab.lowbit.layout import KVCache
@@ -65,7 +64,7 @@ def draw_case(step: AttentionStep, rng: np.random.Generator) -> Case:
     logical = {"q": q if step.blocks is not None else q[:, 0], "cache": host, "softmax_scale": shape["D"] ** -0.5}
     if step.blocks is not None:
         logical |= {"window": window or 0}
-    oracle = kernels.find(spec.name)[0]
+    oracle = registry.find(spec.name)[0]
     if "partial" in {arg.name for arg in oracle.outputs}:  # 0 afterwards, for as many blocks
         logical["blocks"] = 1
     got = {"out": gpu.to_host(first).view(np.float16)}

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import gpu
+from ptxlab import gpu, registry
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.kernels.attention.exact.arithmetic import EMULATED
 from ptxlab.lowbit.kernels.gemm import gemm_f16
 from ptxlab.lowbit.kernels.gemm.f16 import F16, ORDER, in_order
@@ -18,7 +17,7 @@ from ptxlab.runtime import verify
 from tests.support import gemm_checks as checks
 from tests.support.axes import on_every_backend
 
-(SOURCE,) = kernels.find(F16.name)[1]
+(SOURCE,) = registry.find(F16.name)[1]
 
 
 def drawn(M: int, N: int, K: int, seed: int = 0) -> dict[str, Any]:

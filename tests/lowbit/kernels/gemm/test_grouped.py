@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator
+from ptxlab import emulator, registry
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench.shapes import MIXTRAL
 from ptxlab.lowbit.kernels.gemm import grouped
 from ptxlab.lowbit.kernels.gemm.grouped import GROUPED, GROUPED_CHANNEL, most_tiles, offsets_of
@@ -19,7 +18,7 @@ from tests.support import gemm_checks as checks
 from tests.support import gemm_problems
 from tests.support.axes import on_every_backend
 
-(SOURCE,) = kernels.find(GROUPED.name)[1]
+(SOURCE,) = registry.find(GROUPED.name)[1]
 # Tiles that the emulator runs in a moment: few tokens, a short ring, rows that are no multiple of a warp group's.
 TILES = (
     {"BM": 8, "WN": 2, "MN": 1, "STRIPS": 8, "BK": 128, "STAGES": 2},

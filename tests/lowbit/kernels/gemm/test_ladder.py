@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator, toolchain
+from ptxlab import emulator, registry, toolchain
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit import kernels, quant
+from ptxlab.lowbit import quant
 from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec
 from tests.support import gemm_checks as checks
@@ -18,8 +18,8 @@ from tests.support import gemm_problems
 from tests.support.axes import on_every_backend
 from tests.support.quantized import weight_of
 
-QOQ, (SOURCE, *_) = kernels.find("gemm_w4a8_qoq_sm80")
-CHANNEL = kernels.specs()["gemm_w4a8_qoq_channel_sm80"]
+QOQ, (SOURCE, *_) = registry.find("gemm_w4a8_qoq_sm80")
+CHANNEL = registry.specs()["gemm_w4a8_qoq_channel_sm80"]
 
 
 PROBLEMS = {QOQ.name: gemm_problems.qoq, CHANNEL.name: gemm_problems.channel}
@@ -37,7 +37,7 @@ def accumulators(spec: KernelSpec, logical: dict[str, Any], backend: str, **opti
 @given(data=st.data(), mode=st.sampled_from(emulator.MODES))
 @settings(max_examples=15)
 def test_accumulators_are_exact_in_the_emulator(name: str, data: st.DataObject, mode: str) -> None:
-    spec, logical = kernels.specs()[name], data.draw(PROBLEMS[name](tokens=40, rows=72, groups=3))
+    spec, logical = registry.specs()[name], data.draw(PROBLEMS[name](tokens=40, rows=72, groups=3))
     assert np.array_equal(accumulators(spec, logical, "emulator", mode=mode), spec.reference(**logical))
 
 
@@ -45,7 +45,7 @@ def test_accumulators_are_exact_in_the_emulator(name: str, data: st.DataObject, 
 @pytest.mark.parametrize("name", PROBLEMS)
 @given(data=st.data())
 def test_accumulators_are_exact_on_the_gpu(name: str, data: st.DataObject) -> None:
-    spec, logical = kernels.specs()[name], data.draw(PROBLEMS[name](tokens=300, rows=320, groups=12))
+    spec, logical = registry.specs()[name], data.draw(PROBLEMS[name](tokens=300, rows=320, groups=12))
     checks.exact_twice(lambda: accumulators(spec, logical, "gpu"), spec.reference(**logical))
 
 
@@ -55,7 +55,7 @@ def test_accumulators_are_exact_on_the_gpu(name: str, data: st.DataObject) -> No
 @pytest.mark.parametrize(("N", "M"), [*((72, M) for M in (1, 9, 17, 33, 65, 130)), (12296, 1), (12296, 65)])
 def test_every_tile_shape_is_exact(name: str, M: int, N: int, backend: str) -> None:
     """Both columns of the table of tiles, with M and N that leave the last tile ragged."""
-    spec = kernels.specs()[name]
+    spec = registry.specs()[name]
     sizes = sizes_of(spec, M=M, N=N, K=160 if N < 1000 else 64, g=32)
     logical = spec.example(np.random.default_rng(M), **sizes)
     assert np.array_equal(accumulators(spec, logical, backend), spec.reference(**logical))
@@ -66,7 +66,7 @@ def test_every_tile_shape_is_exact(name: str, M: int, N: int, backend: str) -> N
 @pytest.mark.parametrize("N", [4096, 57344])
 def test_no_tile_spills_where_registers_are_fewest(name: str, N: int) -> None:
     """On sm_80, for groups of 32, whose constants are the most."""
-    spec, (source, *_) = kernels.find(name)
+    spec, (source, *_) = registry.find(name)
     for M in (1, 16, 32, 64, 128, 256):
         config = {**spec.config_for(sizes_of(spec, M=M, N=N, K=8192, g=32)), "OUT": 0}
         resources = toolchain.compile_cuda(source, spec.arch, defines=config).resources[name]
@@ -120,7 +120,7 @@ def test_scaled_outputs_are_the_epilogue_in_float32(
     variant: int, dtype: Any, with_bias: bool, name: str, backend: str
 ) -> None:
     """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits."""
-    spec, (source, *_) = kernels.find(name)
+    spec, (source, *_) = registry.find(name)
     sizes = sizes_of(spec, M=5, N=40, K=256, g=128)
     logical = spec.example(np.random.default_rng(variant), **sizes)
     if not with_bias:

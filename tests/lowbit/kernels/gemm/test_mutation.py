@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import emulator
+from ptxlab import emulator, registry
 from ptxlab.errors import EmulationError, UnknownInstruction
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.kernels.gemm import grouped, sm90, strips_tiles, w4a4, w4ax
 from ptxlab.lowbit.kernels.gemm.common import F16
 from ptxlab.lowbit.kernels.gemm.grouped import GROUPED
@@ -49,7 +48,7 @@ class Variant:
     @property
     def problems(self) -> Iterator[dict[str, int]]:
         """Sizes."""
-        symbols = kernels.specs()[self.kernel].example_sizes[0]
+        symbols = registry.specs()[self.kernel].example_sizes[0]
         for M, steps in itertools.product(filter(None, (self.M, self.full)), STEPS):
             # a block that needs one stage per tile is back at the ring's start after more tiles
             tiles = 1 if steps > self.tile["STAGES"] or self.sms == 132 else 2
@@ -61,7 +60,7 @@ class Variant:
     @property
     def config(self) -> dict[str, int]:
         """The constants to compile with: the kernel's own, but for the tile."""
-        usual = kernels.specs()[self.kernel].config_for(next(self.problems))
+        usual = registry.specs()[self.kernel].config_for(next(self.problems))
         return usual | {name: value for name, value in self.tile.items() if name in usual}
 
     def __str__(self) -> str:
@@ -160,7 +159,7 @@ class Mutant:
     @property
     def survives(self) -> bool:
         """Whether it is listed among those that nobody can notice."""
-        source = kernels.find(self.variant.kernel)[1][0]
+        source = registry.find(self.variant.kernel)[1][0]
         line = next((line for path, line in self.place if path == source.path), 0)
         following = [text for text in source.text.splitlines()[line - 1 :] if not text.strip().startswith("PHASE(")]
         context = "\n".join([self.removed, *following[:2]])
@@ -172,7 +171,7 @@ class Mutant:
 
 @cache
 def kernel_of(variant: Variant) -> Kernel:
-    spec, (source, *_) = kernels.find(variant.kernel)
+    spec, (source, *_) = registry.find(variant.kernel)
     return Kernel.of(spec, source, variant.config)
 
 
@@ -202,7 +201,7 @@ def diagnosis(variant: Variant, module: emulator.Module, mode: str) -> list[emul
 
 
 def diagnosis_of(variant: Variant, sizes: dict[str, int], mode: str) -> list[emulator.Finding | str]:
-    spec, (source, *_) = kernels.find(variant.kernel)
+    spec, (source, *_) = registry.find(variant.kernel)
     logical = spec.example(np.random.default_rng(0), **sizes)
     how: dict[str, Any] = {"backend": "emulator", "checks": ("race", "init", "async"), "mode": mode}
     try:
@@ -224,7 +223,7 @@ def test_the_kernel_itself_is_clean(variant: Variant, mode: str) -> None:
 
 def names_the_source(found: emulator.Finding | str, name: str) -> bool:
     """Whether a finding, or an error's text, is about a line of the kernel's own `.cu`."""
-    path = kernels.find(name)[1][0].path
+    path = registry.find(name)[1][0].path
     if isinstance(found, str):
         return path in found
     return path in (found.path, *(caller for caller, _ in found.callers))

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator
+from ptxlab import emulator, registry
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit import kernels, quant
+from ptxlab.lowbit import quant
 from ptxlab.lowbit.kernels.gemm import small_tiles, strips, strips_tiles
 from ptxlab.lowbit.kernels.gemm.common import DTYPES, GROUPS
 from ptxlab.lowbit.kernels.gemm.strips import (
@@ -32,7 +32,7 @@ from tests.support import gemm_problems
 from tests.support.axes import on_every_backend
 from tests.support.quantized import weight_of
 
-SOURCES = {spec.name: kernels.find(spec.name)[1][0] for spec in strips.SPECS}
+SOURCES = {spec.name: registry.find(spec.name)[1][0] for spec in strips.SPECS}
 Config = dict[str, int]
 
 

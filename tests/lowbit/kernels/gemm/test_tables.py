@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ptxlab import sources
-from ptxlab.lowbit import kernels
+from ptxlab import registry, sources
 from ptxlab.lowbit.bench.gemm.problem import sizes_at
 from ptxlab.lowbit.bench.shapes import Layer
 
@@ -36,7 +35,7 @@ def swept(kernel: str, of: str = "") -> dict[Point, dict[tuple[tuple[str, int], 
 
 def losses(kernel: str, of: str = "") -> Iterator[tuple[int, float]]:
     """(M, time of the chosen constants over that of the best) of every point where the chosen ones were tried."""
-    spec = kernels.specs()[kernel]
+    spec = registry.specs()[kernel]
     for (N, K, M), times in swept(kernel, of).items():
         sizes = {"M": M, "N": N, "K": K, **({} if of == "_channel" else {"g": 128})}
         if "w4a4_tiles" in FILES.get(kernel, ""):  # K is that of both kinds of channels

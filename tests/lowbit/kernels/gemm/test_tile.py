@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from ptxlab import registry
 from ptxlab.errors import PtxlabError
-from ptxlab.lowbit import kernels, quant, reference
+from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.gemm.common import GROUPS
 from ptxlab.runtime import run_spec
 from ptxlab.sources import Source
@@ -20,7 +21,7 @@ from tests.support.axes import on_every_backend
 from tests.support.mutation import SIBLINGS, mutants
 from tests.support.quantized import weight_of
 
-TILE, (SOURCE,) = kernels.find("gemm_tile_lqq_sm80")
+TILE, (SOURCE,) = registry.find("gemm_tile_lqq_sm80")
 CHECKS = ("lanes", "race", "init", "async")
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ptxlab import emulator, toolchain
+from ptxlab import emulator, registry, toolchain
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit import kernels, quant, reference
+from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.gemm import strips_tiles
 from ptxlab.lowbit.kernels.gemm.w4a4 import ATOM, ATOM_HALVES, OUTLIER, S4, SM90, TILES, WIDEST, gemm_atom
 from ptxlab.lowbit.kernels.gemm.w4a4_tiles import W4A4, GroupCost, GroupTile, choose
@@ -223,7 +223,7 @@ def test_pure_int4_has_the_epilogue_of_w4a8(variant: int, dtype: Any, backend: s
 @pytest.mark.share(3)
 @pytest.mark.parametrize("spec", SM80, ids=lambda spec: spec.name)
 def test_no_tile_spills(spec: KernelSpec) -> None:
-    source = kernels.find(spec.name)[1][0]
+    source = registry.find(spec.name)[1][0]
     for tile in (*TILES.values(), WIDEST):
         for more in ({"GROUP": 64, "HALVES": 0}, {"GROUP": 128, "HALVES": 1}) if spec is ATOM else ({},):
             config = {**tile._asdict(), **more, "OUT": 0}
@@ -263,5 +263,5 @@ def test_bad_input_is_refused_before_any_launch(change: dict[str, np.ndarray], m
     logical = ATOM.example(np.random.default_rng(0), M=2, N=8, K=128, outliers=64, g=64)
     sizes = {"M": 2, "N": 8, "K": 128, "outliers": 64, "g": 64}
     with pytest.raises(ArgumentError, match=message):
-        source = kernels.find(ATOM.name)[1][0]
+        source = registry.find(ATOM.name)[1][0]
         run_spec(ATOM, source, {**ATOM.pack(logical), **change}, sizes=sizes, backend="emulator")

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ptxlab import emulator, toolchain
+from ptxlab import emulator, registry, toolchain
 from ptxlab.hardware.fragments import mma_a
-from ptxlab.lowbit import kernels, layout
+from ptxlab.lowbit import layout
 from ptxlab.lowbit.kernels.gemm import strips_tiles
 from ptxlab.lowbit.kernels.gemm.w4a4 import TILES
 from ptxlab.lowbit.kernels.gemm.w4a4_tiles import W4AX, GroupTile, choose
@@ -145,7 +145,7 @@ def test_a_launch_leaves_its_counters_to_the_next(spec: KernelSpec, backend: str
     counted = inputs.pop("counted")
     for _ in range(2):
         given = {**inputs, "counted": counted}
-        outcome = run_spec(spec, kernels.find(spec.name)[1][0], given, sizes=sizes, backend=backend)
+        outcome = run_spec(spec, registry.find(spec.name)[1][0], given, sizes=sizes, backend=backend)
         assert np.array_equal(outcome.outputs["y"], spec.reference(**logical)[0])
         counted = outcome.outputs["counted"]
         assert not counted.any()
@@ -169,7 +169,7 @@ def test_what_a_lane_loads_for_int8() -> None:
 @pytest.mark.share(3)
 @pytest.mark.parametrize("spec", SM80, ids=lambda spec: spec.name)
 def test_no_tile_spills(spec: KernelSpec) -> None:
-    source = kernels.find(spec.name)[1][0]
+    source = registry.find(spec.name)[1][0]
     for tokens in (*TILES, 999):
         config = spec.config_for({"M": tokens, "N": 999}) | {"OUT": 0}
         resources = toolchain.compile_cuda(source, spec.arch, defines=config).resources[spec.name]
@@ -190,7 +190,7 @@ def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(tile: GroupTile) -
 def test_pairs_are_unpacked_without_bank_conflicts() -> None:
     sizes = {"M": 16, "N": 16, "K4": 128, "K8": 0}
     inputs = SM90.pack(SM90.example(np.random.default_rng(0), **sizes))
-    source = kernels.find(SM90.name)[1][0]
+    source = registry.find(SM90.name)[1][0]
     how: dict[str, Any] = {"config": TINY_TILES[1] | {"OUT": 2}, "backend": "emulator", "count_banks": True}
     seen = [each for each in run_spec(SM90, source, inputs, sizes=sizes, **how).shared if "v4" in each.text]
     assert {each.store for each in seen} == {False, True} and not any(each.conflicts for each in seen)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator, sources
+from ptxlab import emulator, registry, sources
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit import kernels, quant, reference
+from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.bench.shapes import LAYERS
 from ptxlab.lowbit.kernels.gemm import gemm_w8a8, strips_tiles, w8a8_tiles
 from ptxlab.lowbit.kernels.gemm.w8a8 import W8A8
@@ -22,7 +22,7 @@ from tests.support import gemm_checks as checks
 from tests.support import gemm_problems
 from tests.support.axes import on_every_backend
 
-(SOURCE,) = kernels.find(W8A8.name)[1]
+(SOURCE,) = registry.find(W8A8.name)[1]
 # Tiles that the emulator runs in a moment: few tokens, a short ring, one to three warp groups, clusters that split K.
 TILES = (
     {"BM": 8, "WN": 2, "BK": 128, "SPLIT": 1, "STAGES": 2},

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ptxlab
-from ptxlab import emulator, gpu
+from ptxlab import emulator, gpu, registry
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.lowbit import kernels, layout, quant, reference
+from ptxlab.lowbit import layout, quant, reference
 from ptxlab.lowbit.kernels.moe import CHOOSE, COMBINE, GATHER, RoutedTokens
 from ptxlab.lowbit.kernels.moe.specs import router_logits
 from ptxlab.lowbit.layout import PackedActivations
@@ -318,7 +318,7 @@ EXAMPLES = [(spec, sizes) for spec in (CHOOSE, GATHER, COMBINE) for sizes in spe
 )
 def test_every_bit(spec: Any, sizes: dict[str, int]) -> None:
     """At all of the spec's sizes, on poisoned memory, with all checks."""
-    (source,) = kernels.find(spec.name)[1]
+    (source,) = registry.find(spec.name)[1]
     found = verify(Job(spec, source, "emulator", sizes))
     assert found.passed, found.detail
 
@@ -333,7 +333,7 @@ SYNCHRONISED = {  # several tokens of a block, several parts of a warp
 def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the checks or by a wrong result."""
     spec, sizes = SYNCHRONISED[case]
-    (source,) = kernels.find(spec.name)[1]
+    (source,) = registry.find(spec.name)[1]
     logical = spec.example(np.random.default_rng(0), **sizes)
     config = spec.config_for(sizes)
     inputs = {name: array.astype(np.float16) if spec is CHOOSE else array for name, array in spec.pack(logical).items()}
@@ -355,7 +355,7 @@ def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("spec", [CHOOSE, GATHER, COMBINE], ids=lambda spec: spec.name)
 def test_the_kernel_before_is_waited_for(spec: Any) -> None:
     """Without the wait every input but the router is read too early."""
-    (source,) = kernels.find(spec.name)[1]
+    (source,) = registry.find(spec.name)[1]
     wait = "    ptxlab::wait_for_predecessors();\n"
     assert source.text.count(wait) == 1
     assert {arg.name for arg in spec.inputs} - {*spec.after_wait} == ({"router"} if spec is CHOOSE else set())

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ptxlab
-from ptxlab import emulator, gpu
+from ptxlab import emulator, gpu, registry
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.lowbit import kernels, layout, quant, reference
+from ptxlab.lowbit import layout, quant, reference
 from ptxlab.lowbit.kernels.gemm.w4ax import gemm_blocks
 from ptxlab.lowbit.kernels.quantize.atom import (
     COMET,
@@ -28,7 +28,7 @@ from ptxlab.lowbit.kernels.quantize.atom import (
 from ptxlab.lowbit.kernels.quantize.gated import gated
 from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
 from ptxlab.lowbit.layout import AtomActivations, BlockActivations
-from ptxlab.runtime import Kernel, run_spec
+from ptxlab.runtime import Kernel, by_name, run_spec
 from ptxlab.runtime.verify import Job, verify
 from ptxlab.spec.dtypes import stored
 from tests.support import chains, waits
@@ -131,12 +131,12 @@ def test_run_by_name_sizes_say_what_is_written(pairs: int, backend: str) -> None
     sizes = {"M": 2, "K": 128, "outliers": 128, "g": 128, "pairs": pairs, "code": 0, "clip": 0.9}
     logical = REORDER.example(RNG, **sizes)
     given = {"x": logical["x"].astype(np.float16), "place": logical["place"]}
-    out = kernels.run("reorder_quantize", backend=backend, **given, **sizes).outputs
+    out = by_name.run("reorder_quantize", backend=backend, **given, **sizes).outputs
     assert out["x_q"].dtype == (np.uint8 if pairs else np.int8)
     ptxlab.runtime.verify.compare(REORDER, out, logical, REORDER.config_for(sizes))
     wrong = {"x_q": out["x_q"].view(np.int8 if pairs else np.uint8)}
     with pytest.raises(ArgumentError, match="reorder_quantize: x_q: dtype "):
-        kernels.run("reorder_quantize", backend=backend, out=wrong, **given, **sizes)
+        by_name.run("reorder_quantize", backend=backend, out=wrong, **given, **sizes)
 
 
 @pytest.mark.share(2)
@@ -165,7 +165,7 @@ def test_gates_are_near_and_both_orders_agree(code: int, backend: str) -> None:
         sizes = {"M": 6, "K": 512, "pairs": pairs, "activation": code, **how}
         config = SILU_MUL_REORDER.config_for(sizes)
         inputs = {"gate_up": gate_up, "place": logical["place"]}
-        (source,) = kernels.find(SILU_MUL_REORDER.name)[1]
+        (source,) = registry.find(SILU_MUL_REORDER.name)[1]
         outcome = run_spec(SILU_MUL_REORDER, source, inputs, sizes=sizes, backend=backend, config=config)
         ptxlab.runtime.verify.compare(SILU_MUL_REORDER, outcome.outputs, {**logical, **how, "pairs": pairs}, config)
         found[pairs] = outcome.outputs
@@ -265,7 +265,7 @@ def test_groups_that_no_host_lets_through(backend: str) -> None:
     sizes = {"M": 5, "K": 256, "outliers": 128, "g": 128, "pairs": 0, "code": 0, "clip": 1.0}
     config = {**REORDER.config_for(sizes), "IN": 2}
     inputs = {"x": x, "place": np.arange(384, dtype=np.int16)}
-    source = kernels.find(REORDER.name)[1][0]
+    source = registry.find(REORDER.name)[1][0]
     found = run_spec(REORDER, source, inputs, sizes=sizes, backend=backend, config=config).outputs
     bad = ~np.isfinite(found["x_scale"][:, :3])
     assert bad.tolist() == [[i == 0, i == 1, i == 2] if i < 3 else [i == 3, False, False] for i in range(5)]
@@ -280,7 +280,7 @@ def test_the_way_through_shared_memory_has_few_conflicts(random: bool) -> None:
     order = np.random.default_rng(0).permutation(4096) if random else np.arange(4096)
     sizes = {"M": 1, "K": 3968, "outliers": 128, "g": 128, "pairs": 0, "code": 0, "clip": 0.9}
     inputs = {"x": normal(1, 4096), "place": quant.channel_places(order)}
-    source = kernels.find(REORDER.name)[1][0]
+    source = registry.find(REORDER.name)[1][0]
     outcome = run_spec(REORDER, source, inputs, sizes=sizes, backend="emulator", count_banks=True)
     for access in outcome.shared:
         passes = access.wavefronts / access.requests
@@ -449,7 +449,7 @@ def test_blocks_on_device_arrays(fake: FakeGpu) -> None:
 @pytest.mark.parametrize("spec", [REORDER, RMSNORM_REORDER, SILU_MUL_REORDER], ids=lambda spec: spec.name)
 def test_blocks_of_a_row_do_not_depend_on_the_batch(spec: Any) -> None:
     sizes = next(sizes for sizes in spec.example_sizes if sizes["code"] == COMET)
-    (source,) = kernels.find(spec.name)[1]
+    (source,) = registry.find(spec.name)[1]
     verdict = ptxlab.runtime.verify.check_rows(Job(spec, source, "emulator", {**sizes, "M": 4}))
     assert verdict.passed, verdict.detail
 
@@ -573,7 +573,7 @@ def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatc
     """By the checks or by a wrong result, early or late."""
     spec, sizes = SYNCHRONISED[case]
     sizes = {"M": 2, "outliers": 128, "g": 128, "pairs": 0, "code": 0, "clip": 0.9, **sizes}
-    (source,) = kernels.find(spec.name)[1]
+    (source,) = registry.find(spec.name)[1]
     logical = spec.example(np.random.default_rng(0), **sizes)
     config = spec.config_for(sizes)
     arrays = {name: stored(array, "float16") for name, array in spec.pack(logical).items()}
@@ -597,7 +597,7 @@ def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("spec", [REORDER, RMSNORM_REORDER, SILU_MUL_REORDER], ids=lambda spec: spec.name)
 def test_the_kernel_before_is_waited_for(spec: Any) -> None:
     """Without the wait every input but gamma and the places is read too early."""
-    (source,) = kernels.find(spec.name)[1]
+    (source,) = registry.find(spec.name)[1]
     wait = "    ptxlab::wait_for_predecessors();\n"
     assert source.text.count(wait) == 1 and not {"gamma", "place"} & set(spec.after_wait)
     job = Job(spec, replace(source, text=source.text.replace(wait, "")), "emulator", spec.example_sizes[1])

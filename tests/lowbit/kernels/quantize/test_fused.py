@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ptxlab
-from ptxlab import emulator, gpu
+from ptxlab import emulator, gpu, registry
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.lowbit import kernels, layout, quant, reference
+from ptxlab.lowbit import layout, quant, reference
 from ptxlab.lowbit.kernels.quantize import RMSNORM, SILU_MUL
 from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
 from ptxlab.lowbit.kernels.quantize.specs import row_geometry
@@ -194,7 +194,7 @@ def test_tokens_that_no_host_lets_through(backend: str) -> None:
     nothing = np.empty((0, K), np.float16)
 
     def run(spec: Any, inputs: Any, **sizes: Any) -> dict[str, np.ndarray]:
-        return run_spec(spec, kernels.find(spec.name)[1][0], inputs, sizes=sizes, backend=backend).outputs
+        return run_spec(spec, registry.find(spec.name)[1][0], inputs, sizes=sizes, backend=backend).outputs
 
     one = np.ones(K, np.float16)
     normed = run(RMSNORM, {"x": x.astype(np.float16), "gamma": one, "residual": nothing}, **sizes)
@@ -375,7 +375,7 @@ SYNCHRONISED = {  # in a block, and in a cluster of two
 def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the checks or by a wrong result, early or late."""
     spec, sizes = SYNCHRONISED[case]
-    (source,) = kernels.find(spec.name)[1]
+    (source,) = registry.find(spec.name)[1]
     logical = spec.example(np.random.default_rng(0), **sizes)
     config = spec.config_for(sizes)
     arrays = {name: array.astype(np.float16) for name, array in spec.pack(logical).items()}
@@ -399,7 +399,7 @@ def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ["rmsnorm_quantize", "silu_mul_quantize", "quantize_activations_s8"])
 def test_the_kernel_before_is_waited_for(name: str) -> None:
     """Without the wait every input but gamma is read too early."""
-    spec, (source,) = kernels.find(name)
+    spec, (source,) = registry.find(name)
     wait = "    ptxlab::wait_for_predecessors();\n"
     assert source.text.count(wait) == 1 and "gamma" not in spec.after_wait
     sizes = spec.example_sizes[1]

@@ -1,0 +1,53 @@
+"""`python -m benchmarks SUITE`, run in notebooks/: time kernels and other projects in the same run, and record it."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from benchmarks import decode, layer, peers, pytorch
+from ptxlab.bench import Suite
+from ptxlab.cli.app import report_errors
+from ptxlab.cli.bench import Against, Only, Out, Picture, measure_suite
+from ptxlab.cli.common import AsJson
+from ptxlab.errors import ArgumentError
+
+SUITES = {suite.name: suite for suite in (decode.SUITE, layer.SUITE, pytorch.SUITE)}
+WITH_PEERS = ("gemm", "attention")  # suites of `ptxlab bench` that take peers
+
+
+def benchmark(
+    suite: Annotated[str, typer.Argument(help="decode, layer, torch, gemm, attention.")],
+    against: Against = None,
+    out: Out = None,
+    picture: Picture = None,
+    only: Only = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time kernels beside other projects on this machine's GPU, and record it.
+
+    --only names a part: of gemm w4a4, 7B, 70B; of layer and decode a model, B=16, a mix (fp8_row ...), alone (no mix);
+    of layer also fused, timeline, d64, epilogues.
+    """
+    chosen = find_suite(suite)
+    options = {"peers": peers.PUBLIC} if suite in WITH_PEERS else {}
+    files = {"against": against, "out": out, "picture": picture}
+    measure_suite(chosen, **files, only=only or (), as_json=as_json, libraries=peers.versions(), **options)
+
+
+def find_suite(name: str) -> str | Suite:
+    """Find a suite by name: one of this folder, or the name of one of `ptxlab bench` that takes peers."""
+    if name not in (*SUITES, *WITH_PEERS):
+        raise ArgumentError("suite", f"one of {', '.join((*SUITES, *WITH_PEERS))}", name)
+    return SUITES.get(name) or name
+
+
+def main() -> None:
+    """Run the command line."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(benchmark)
+    report_errors(lambda: app(sys.argv[1:], prog_name="python -m benchmarks", standalone_mode=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Commands of `ptxlab` on whole models."""

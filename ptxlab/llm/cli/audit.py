@@ -1,0 +1,247 @@
+"""The command `audit`: what quantising would do to a checkpoint's weights, or to a model's activations."""
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ptxlab.cli.common import (
+    AsJson,
+    console,
+    download_bar,
+    print_json,
+    progress_bar,
+    refuse,
+    require_counts,
+    table,
+)
+from ptxlab.io import downloads as shipped
+from ptxlab.io.files import require_folder, write_text
+from ptxlab.llm.accuracy import audit_inputs as inputs
+from ptxlab.llm.accuracy.text import tokens_of
+from ptxlab.llm.cli.models import opened_model, opened_text
+from ptxlab.llm.recipe.calibrate import samples as drawn
+from ptxlab.lowbit import audit as audits
+from ptxlab.lowbit import demo as demos
+from ptxlab.lowbit.quant.fmpq import MOST_INT8
+
+PANEL = "Weights"
+
+_INPUTS = "With atom or fmpq"
+SHOWN = 10  # tensors that `audit` lists without --all
+
+
+def audit(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A .safetensors checkpoint; by default the demo's. With atom or fmpq a Hugging Face folder, a .gguf "
+            "file, or smollm2."
+        ),
+    ] = None,
+    tensor: Annotated[str, typer.Option(help="Glob over tensor names.")] = "*",
+    scheme: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="qoq, lqq, lqq_ceiling or lqq_search; of 4-bit activations, on a model: atom, fmpq. May be repeated. "
+            "Default: qoq and lqq."
+        ),
+    ] = None,
+    protective_range: Annotated[
+        list[int] | None,
+        typer.Option("--range", help="Protective range of level 1, 1 to 127; may be repeated. Default: 119, 120, 127."),
+    ] = None,
+    group: Annotated[int, typer.Option(help="Weights per level-2 scale: 32, 64 or 128.")] = 128,
+    int8: Annotated[
+        float | None, typer.Option(rich_help_panel=_INPUTS, help="fmpq: share of INT8 blocks at most. Default: 0.2.")
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(rich_help_panel=_INPUTS, help="wikipedia, lee or a UTF-8 file. Default: wikipedia.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(rich_help_panel=_INPUTS, help="Number of samples of the text. Default: 4.")
+    ] = None,
+    length: Annotated[int | None, typer.Option(rich_help_panel=_INPUTS, help="Tokens of each. Default: 512.")] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="Write a picture (.png, .svg, .pdf).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON to a file as well.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="List every tensor, not only the ten of largest error.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Count the weights that each scheme would overflow at each protective range, and the error: in all, by tensor.
+
+    With atom or fmpq, a model runs over a text: what share of the channels is INT8, and the error of each product.
+    """
+    if out is not None:
+        require_folder(out)
+    if scheme and set(scheme) & set(inputs.INPUT_SCHEMES):
+        refuse({"--range": protective_range, "--plot": picture}, "is not for atom and fmpq")
+        how: dict[str, Any] = {
+            "schemes": tuple(dict.fromkeys(scheme)),
+            "group": group,
+            "most": MOST_INT8 if int8 is None else int8,
+        }
+        inputs.check_options(**how)
+        sizes = 4 if samples is None else samples, 512 if length is None else length
+        found_inputs = _audited_inputs(str(file or "smollm2"), tensor, text or "wikipedia", *sizes, how, quiet=as_json)
+        return _show_inputs(found_inputs, out, every=every, as_json=as_json)
+    refuse({"--int8": int8, "--text": text, "--samples": samples, "--length": length}, "is for atom and fmpq")
+    if picture is not None:
+        from ptxlab import plot
+        from ptxlab.lowbit.audit.plot import audit_figure
+
+        plot.require_writable(picture)
+    if file is None:
+        with download_bar(demos.TRAINED, quiet=as_json) as downloaded:
+            file = shipped.fetch(demos.TRAINED, downloaded) / "model.safetensors"
+    schemes = tuple(scheme or ("qoq", "lqq"))
+    ranges = tuple(protective_range or demos.RANGES)
+    rows: list[audits.AuditRow] = []
+    skipped: list[audits.SkippedTensor] = []
+    with progress_bar("audit", None, quiet=as_json) as advance:
+        found = audits.audit_file(
+            file,
+            pattern=tensor,
+            schemes=schemes,
+            ranges=ranges,
+            group=group,
+            progress=lambda _done, _all, name: advance(name),
+        )
+        for item in found:
+            if isinstance(item, audits.AuditRow):
+                rows.append(item)
+            else:
+                skipped.append(item)
+    if picture is not None:
+        plot.save(audit_figure(rows, file.name), picture)
+    found_json = [asdict(row) for row in rows] + [asdict(item) for item in skipped]
+    if out is not None:
+        write_text(out, json.dumps(found_json, indent=1) + "\n")
+    if as_json:
+        return print_json(found_json)
+    if rows:
+        console.print(_totals_table(rows, f"{file.name}, group {group}"))
+        console.print(_tensors_table(rows, every))
+    _print_skipped(skipped, every)
+    _print_safety(audits.totals(rows))
+
+
+def _audited_inputs(
+    model: str, tensor: str, text: str, samples: int, length: int, how: dict[str, Any], *, quiet: bool
+) -> list[inputs.InputRow | audits.SkippedTensor]:
+    """A model on samples of a text; `how` are the options of `audit_model`."""
+    require_counts(samples=samples, length=length)
+    opened, tokenizer = opened_model(model, length=length, quiet=quiet)
+    corpus = opened_text(text, quiet=quiet)
+    tokens = drawn(tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length)
+    with progress_bar("audit", None, quiet=quiet) as advance:
+        return list(inputs.audit_model(opened, tokens, pattern=tensor, progress=advance, **how))
+
+
+def _show_inputs(
+    found: list[inputs.InputRow | audits.SkippedTensor], out: Path | None, *, every: bool, as_json: bool
+) -> None:
+    as_dicts = [asdict(each) for each in found]
+    if out is not None:
+        write_text(out, json.dumps(as_dicts, indent=1) + "\n")
+    if as_json:
+        return print_json(as_dicts)
+    rows = [each for each in found if isinstance(each, inputs.InputRow)]
+    if rows:
+        console.print(_inputs_table(rows))
+        console.print(_matrices_table(rows, every))
+    _print_skipped([each for each in found if isinstance(each, audits.SkippedTensor)], every)
+
+
+def _inputs_table(rows: list[inputs.InputRow]) -> Table:
+    cells = [
+        (t.scheme, t.group, t.tensors, f"{t.share8:.1%}", f"{t.mean_error:.4f}", f"{t.worst_error:.4f}", t.worst)
+        for t in inputs.input_totals(rows)
+    ]
+    columns = ("scheme", "group>", "matrices>", "INT8 channels>", "mean error>", "worst>", "of")
+    return table("4-bit weights and activations, rounded to nearest: error of the products", columns, cells)
+
+
+def _matrices_table(rows: list[inputs.InputRow], every: bool) -> Table:
+    """All rows, or those of the largest errors."""
+    shown = rows if every else sorted(rows, key=lambda row: row.output_error, reverse=True)[:SHOWN]
+    cells: list[tuple[Any, ...]] = []
+    for r in shown:
+        errors = (f"{error:.4f}" for error in (r.weight_error, r.input_error, r.output_error))
+        cells.append((r.tensor, r.scheme, r.channels, r.outliers, f"{r.channels8} ({r.share8:.0%})", *errors))
+    title = "" if every else f"{len(shown)} of {len(rows)} rows, by the error of the product; --all lists every row"
+    columns = ("matrix", "scheme", "channels>", "outliers>", "INT8>", "weight>", "input>", "product>")
+    return table(title, columns, cells)
+
+
+def _print_safety(totals: list[audits.AuditTotal]) -> None:
+    """Which schemes are safe: each of their groups meets the precondition under which the kernels are proved right."""
+    named = {t: f"{t.scheme} ±{t.protective_range}" if t.protective_range else t.scheme for t in totals}
+    if safe := [name for t, name in named.items() if not t.unsafe_groups]:
+        console.print(f"safe by proof: {', '.join(safe)}", highlight=False, soft_wrap=True)
+    if wrong := [
+        f"{t.unsafe_groups:,} of {t.groups:,} groups of {name}" for t, name in named.items() if t.unsafe_groups
+    ]:
+        console.print(f"not safe: {', '.join(wrong)}", highlight=False, soft_wrap=True)
+
+
+def _totals_table(rows: list[audits.AuditRow], title: str) -> Table:
+    columns = ("scheme", "range>", "tensors>", "groups>", "overflows>", "share>", "mean error>", "worst>")
+    cells = [
+        (
+            t.scheme,
+            f"±{t.protective_range}",
+            t.tensors,
+            f"{t.groups:,}",
+            f"{t.overflows:,}",
+            f"{t.overflow_share:.4%}",
+            _or_dash(t.mean_error, ".4f"),
+            _or_dash(t.worst_error, ".4f"),
+        )
+        for t in audits.totals(rows)
+    ]
+    return table(title, columns, cells)
+
+
+def _tensors_table(rows: list[audits.AuditRow], every: bool) -> Table:
+    """All rows, or of the tensors with the largest errors the row of that error."""
+    worst = {row.tensor: row for row in sorted(rows, key=_error)}  # the last one of a tensor stays
+    shown = rows if every else sorted(worst.values(), key=_error, reverse=True)[:SHOWN]
+    title = "" if every else f"{len(shown)} of {len(worst)} tensors, by their largest error; --all lists every row"
+    columns = ("tensor", "scheme", "range>", "weights>", "overflows>", "clipped>", "error>")
+    cells = [
+        (
+            r.tensor,
+            r.scheme,
+            f"±{r.protective_range}",
+            f"{r.weights:,}",
+            f"{r.overflows:,}",
+            _or_dash(r.clipped, ","),
+            _or_dash(r.relative_error, ".4f"),
+        )
+        for r in shown
+    ]
+    return table(title, columns, cells)
+
+
+def _error(row: audits.AuditRow) -> float:
+    return row.relative_error or 0.0
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _print_skipped(skipped: list[audits.SkippedTensor], every: bool) -> None:
+    """Each tensor and why; more than a screen of them only as a count by reason."""
+    if every or len(skipped) <= SHOWN:
+        lines = [f"skipped {item.tensor}: {item.reason}" for item in skipped]
+    else:
+        kinds = Counter(item.reason.partition(" (")[0] for item in skipped)
+        lines = [f"skipped {count}: {kind}" for kind, count in kinds.items()]
+    for line in lines:
+        console.print(f"[dim]{escape(line)}[/]", highlight=False, soft_wrap=True)

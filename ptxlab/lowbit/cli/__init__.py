@@ -1,0 +1,1 @@
+"""Commands of `ptxlab` on the low-bit kernels."""

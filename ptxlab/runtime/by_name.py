@@ -1,0 +1,58 @@
+"""`run`: one call of a registered kernel by its name."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError
+from ptxlab.registry import find
+from ptxlab.runtime import Outcome, run_spec
+from ptxlab.runtime.arguments import check_flags, check_numbers, output_variant
+
+
+def run(
+    kernel: str,
+    *,
+    backend: str | None = None,
+    checks: Iterable[str] = (),
+    unchecked: bool = False,
+    seed: int = 0,
+    max_steps: int | None = None,
+    out: Mapping[str, Any] | None = None,
+    out_dtype: Any = None,
+    **arrays: Any,
+) -> Outcome:
+    """Run one of the project's kernels on arrays given by argument name.
+
+    Args:
+        kernel: its name, or `name.ptx` / `name.cu` to select a source, `name:form` a form.
+        backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
+        checks: what the emulator looks for: `lanes`, `race`, `init`, `async`, `divergence`, or `"all"`.
+        unchecked: admit values that break the value rules (to look at overflow).
+        seed: orders whatever the emulator may do in any order.
+        max_steps: instructions that the emulator dispatches at most per wave of blocks; None: `emulator.MAX_STEPS`.
+        out: arrays to write into, by argument name; by default allocated; what is read and written may be here.
+        out_dtype: of an output that no input settles: a GEMM's is by default `float16`, scaled; `int32` are its
+            accumulators, which neither scales nor bias change.
+        arrays: inputs by argument name; a number gives a size (`g=64`) that no shape tells.
+    """
+    spec, found = find(kernel)
+    given = {n: v for n, v in arrays.items() if isinstance(v, (int, float, np.number))}
+    check_numbers(spec, given)
+    check_flags(unchecked=unchecked)
+    if not isinstance(out, Mapping | None):
+        raise ArgumentError(f"{spec.name}: out", "arrays by name", type(out).__name__)
+    return run_spec(
+        spec,
+        found[0],
+        {n: v for n, v in arrays.items() if n not in given},
+        sizes=given,
+        out=out,
+        backend=backend,
+        checks=checks,
+        unchecked=unchecked,
+        wanted=output_variant(spec, out_dtype),
+        seed=seed,
+        max_steps=max_steps,
+    )
