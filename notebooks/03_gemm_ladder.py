@@ -36,9 +36,9 @@ record = ladder.recorded()
 # ## The floor
 #
 # Two things take time in any kernel. The packed weights have to be copied from device memory into shared memory;
-# `ptxlab/lowbit/bench/stream.ptx` does only that, with bulk copies into a ring, and is timed in the same run as the kernels.
-# And the MMAs have to run. The longer of the two times is the floor of a point: with few tokens the stream, from 128
-# tokens on the MMAs.
+# `ptxlab/lowbit/bench/stream.ptx` does only that, with bulk copies into a ring, and is timed in the same run as the
+# kernels. And the MMAs have to run. The longer of the two times is the floor of a point: with few tokens the stream,
+# from 128 tokens on the MMAs.
 
 # %%
 sheet = cost.sheet("h200")

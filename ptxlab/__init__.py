@@ -4,29 +4,28 @@
 `silu_mul_quantize`, `reorder_quantize`, `route_tokens` and `combine_experts` call the kernels. `load` and `run` launch
 any kernel on a GPU or in the PTX emulator, with checks. `pack`, `KVCache` and `to_device` prepare weights and caches.
 
-The folders; imports go one way, from a later line of this list to an earlier one:
+Rooms; each imports only those before it:
 
-- Foundations: `io` (files, checkpoints, downloaded weights), `toolchain` (NVRTC, ptxas, nvdisasm), `cost` (data
-  sheets of GPUs and the cost model, by which kernels choose tiles).
-- Formats: `reference` (NumPy references), `quant` (floats to integers), `layout` (where each element lives), `spec`
-  (the contract of a kernel).
-- Backends: `emulator` (PTX on the CPU, with checks), `gpu` (CuPy), `runtime` (one call for both).
-- Kernels: `kernels` has the specs and the public calls; the sources are in `ptx/` and `cuda_src/`. `model` puts the
-  calls together to a decoder layer.
-- Tools: `verify`, `prove`, `sass`, `nsight`, `bench`, `profile`, `timeline`, `weights` (audit and convert
-  checkpoints), `demo`.
-- Ways in: `jupyter`, `cli`, `doctor`, `testing` (the pytest plugin), `torch` (operators and modules of PyTorch).
-  `public` has the names that are offered here.
+- The workbench, everything at this level: it runs, checks, debugs, proves, times and shows any kernel, and knows no
+  quantisation scheme. `registry` finds what other rooms and packages bring.
+- `lowbit`: references, quantisers, layouts, kernels and their public calls, claims, the cost model, suites of `bench`.
+- `llm`: whole models: checkpoints, recipes, runners, a server, PyTorch.
+
+`public` has the names that are offered here.
 """
 
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ptxlab import _moved
+
 if TYPE_CHECKING:
     from ptxlab.public import *  # noqa: F403
 
 __version__ = "0.2.0"
+
+_moved.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -81,7 +81,7 @@ _ROOMS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-class Entry(NamedTuple):
+class Registration(NamedTuple):
     """One thing that is registered: `MODULE` or `MODULE:NAME`, not imported yet."""
 
     name: str
@@ -100,16 +100,16 @@ class Entry(NamedTuple):
 
 
 @cache
-def entries(kind: str) -> dict[str, Entry]:
+def entries(kind: str) -> dict[str, Registration]:
     """What is registered of a kind, by name: the project's own, then other packages'.
 
     Raises ArgumentError for a name that two packages register.
     """
-    registered = {name: Entry(name, place) for name, place in _ROOMS[kind].items()}
+    registered = {name: Registration(name, place) for name, place in _ROOMS[kind].items()}
     for point in _of_other_packages(kind):
         if point.name in registered:
             raise ArgumentError(f"entry point of {PACKAGE}.{kind}", "a name that nobody else registers", point.name)
-        registered[point.name] = Entry(point.name, point.value)
+        registered[point.name] = Registration(point.name, point.value)
     return registered
 
 

@@ -17,12 +17,10 @@ from tests.support.collection import BuiltAtImportError, nothing_is_built
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, TESTS = ROOT / "ptxlab", ROOT / "tests"
 
-# Rooms: folders and modules of the package root. Imports go one way, down the list.
-ORDER = (
-    "errors", "validate", "io", "plot", "sources", "toolchain", "cost", "reference", "quant", "layout", "spec",
-    "emulator", "gpu", "runtime", "kernels", "model", "verify", "debugger", "prove", "sass", "nsight", "bench",
-    "profile", "timeline", "weights", "demo", "testing", "torch", "public", "doctor", "jupyter", "cli", "__main__",
-)  # fmt: skip
+# The rooms, each of which imports only those before it. A folder or module at the package's root is of the workbench.
+ROOMS = ("workbench", "lowbit", "llm")
+# They offer what is in all rooms: `public` its names, and the package's root those names lazily.
+DOORS = {"ptxlab", "ptxlab.public"}
 
 
 def imported(path: Path, *, when_imported: bool = False) -> set[str]:
@@ -51,23 +49,45 @@ def importers(library: str) -> set[str]:
 
 
 def room(module: str) -> str:
-    return module.split(".")[1]
+    """The room that a module is in."""
+    first = module.split(".")[1]
+    return first if first in ROOMS else "workbench"
 
 
-def test_imports_go_down_the_list() -> None:
-    """All but the package's root, which offers what is below it."""
-    wrong = {
-        f"{module} imports {name}"
-        for module, path in MODULES.items()
-        for name in imported(path)
-        if name.startswith("ptxlab.") and module != "ptxlab" and room(name) in ORDER
-        if ORDER.index(room(name)) > ORDER.index(room(module))
-    }
+def folder(module: str) -> str:
+    """The folder of a module within its room, or the module where it stands in no folder."""
+    return ".".join(module.split(".")[: 2 if room(module) == "workbench" else 3])
+
+
+def edges() -> Iterator[tuple[str, str]]:
+    """(module, what it imports) of the package, wherever in a module it is imported."""
+    for module, path in MODULES.items():
+        if module not in DOORS:
+            for name in imported(path):
+                target = name if name in MODULES else name.rpartition(".")[0]
+                if target in MODULES and target != "ptxlab":
+                    yield module, target
+
+
+def test_rooms_import_only_rooms_below_them() -> None:
+    wrong = {f"{a} imports {b}" for a, b in edges() if ROOMS.index(room(b)) > ROOMS.index(room(a))}
     assert wrong == set()
+    assert {room(module) for module in MODULES if module != "ptxlab"} == {*ROOMS}
 
 
-def test_every_room_has_its_place() -> None:
-    assert {room(module) for module in MODULES if module != "ptxlab"} - {*ORDER} == set()
+def test_folders_import_one_another_one_way() -> None:
+    graph: dict[str, set[str]] = {}
+    for a, b in edges():
+        if folder(a) != folder(b):
+            graph.setdefault(folder(a), set()).add(folder(b))
+    assert len(graph) > 30
+    TopologicalSorter(graph).prepare()  # CycleError names the circle
+
+
+def test_nothing_in_the_package_imports_notebooks() -> None:
+    """Nor does it know of the README or of benchmarks beside other projects."""
+    outside = re.compile(r"(benchmarks|report|notebooks|tests)\b.*")
+    assert [m for m, path in MODULES.items() if any(outside.fullmatch(name) for name in imported(path))] == []
 
 
 def test_no_two_public_classes_share_a_name() -> None:
@@ -80,27 +100,29 @@ def test_no_two_public_classes_share_a_name() -> None:
 
 
 def test_only_gpu_imports_cupy() -> None:
-    assert {room(module) for module in importers("cupy")} == {"gpu"}
+    assert {folder(module) for module in importers("cupy")} == {"ptxlab.gpu"}
 
 
-def test_torch_is_imported_by_peers_and_for_prompts_alone() -> None:
-    allowed = re.compile(r"ptxlab\.(torch\b.*|bench\.peers\w*|model\.prompt_attention)")
+def test_torch_is_imported_in_its_folder_and_for_prompts_alone() -> None:
+    allowed = re.compile(r"ptxlab\.llm\.(torch\b.*|model\.prompt_attention)")
     assert [module for module in importers("torch") if not allowed.fullmatch(module)] == []
-
-
-def test_nothing_imports_the_room_of_torch() -> None:
-    """But the command that benches it, when it is asked to."""
-    asking = {name for name, path in MODULES.items() if room(name + ".") != "torch"
-              if any(each.startswith("ptxlab.llm.torch") for each in imported(path))}  # fmt: skip
-    assert asking == {"ptxlab.cli.bench"}
-    code = "import sys, ptxlab, ptxlab.public, ptxlab.llm.model, ptxlab.bench, ptxlab.cli; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, ptxlab.public, ptxlab.llm.model, ptxlab.bench, ptxlab.cli.app; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_reference_imports_only_numpy() -> None:
-    allowed = re.compile(r"(numpy|typing|collections\.abc|ptxlab\.reference)\b.*")
-    names = {name for module, path in MODULES.items() if room(f"{module}.") == "reference" for name in imported(path)}
-    assert names and [name for name in names if not allowed.fullmatch(name)] == []
+def test_nothing_imports_the_folder_of_torch() -> None:
+    assert {a for a, b in edges() if folder(b) == "ptxlab.llm.torch" != folder(a)} == set()
+
+
+def test_reference_needs_only_numpy() -> None:
+    """And the words and floats of registers, which need nothing else either."""
+    words = ("ptxlab.hardware.words", "ptxlab.hardware.floats")
+    allowed = ("numpy", "math", "typing", "collections.abc", "ptxlab.lowbit.reference", *words)
+    chosen = [module for module in MODULES if folder(module) == "ptxlab.lowbit.reference" or module in words]
+    names = {name for module in chosen for name in imported(MODULES[module])}
+    assert len(chosen) > 8 and [name for name in names if not name.startswith(allowed)] == []
 
 
 def test_no_module_imports_itself_around_others() -> None:
@@ -112,12 +134,13 @@ def test_no_module_imports_itself_around_others() -> None:
 
 
 TEST_FILES = sorted(TESTS.rglob("*.py"))
-OWN = {"support", "golden", "mutants", "outside", "report"}  # folders of tests that mirror no room
+OWN = {"support", "golden", "mutants", "outside"}  # folders of tests that mirror nothing
 
 
 def test_tests_mirror_the_package() -> None:
     folders = {path.parent.relative_to(TESTS) for path in TEST_FILES}
-    assert [str(f) for f in folders if not OWN & {*f.parts[:1]} and not (PACKAGE / f).is_dir()] == []
+    mirrored = (PACKAGE, ROOT / "notebooks")
+    assert [str(f) for f in folders if not OWN & {*f.parts[:1]} and not any((m / f).is_dir() for m in mirrored)] == []
 
 
 def test_no_test_module_imports_another() -> None:

@@ -1,7 +1,7 @@
 """`python -m benchmarks SUITE`, run in notebooks/: time kernels and other projects in the same run, and record it."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,7 +30,7 @@ def benchmark(
     of layer also fused, timeline, d64, epilogues.
     """
     chosen = find_suite(suite)
-    options = {"peers": peers.PUBLIC} if suite in WITH_PEERS else {}
+    options: dict[str, Any] = {"peers": peers.PUBLIC} if suite in WITH_PEERS else {}
     files = {"against": against, "out": out, "picture": picture}
     measure_suite(chosen, **files, only=only or (), as_json=as_json, libraries=peers.versions(), **options)
 

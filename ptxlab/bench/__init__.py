@@ -93,16 +93,22 @@ def run_suite(
         BenchmarkError: a timed kernel gave wrong results.
         UnavailableError: no GPU here, or no ptxas.
     """
-    if isinstance(suite, str) and Path(suite).suffix == ".py":
-        rows = partial(user_kernels.rows, specs_in(Path(suite)))
-        return _record(Path(suite).name, rows, progress, libraries or {})
-    chosen, names = suite_of(suite) if isinstance(suite, str) else (suite, [])
+    names: Sequence[Any] = ()
+    is_file = isinstance(suite, str) and Path(suite).suffix == ".py"
+    if isinstance(suite, Suite):
+        chosen = suite
+    elif is_file:
+        chosen = Suite(Path(suite).name, user_kernels.rows)
+    else:
+        chosen, names = suite_of(suite)
     chosen.require_part(only)
     if matrices is not None:
         options["matrices"] = matrices
     for option, value in options.items():
         if option not in chosen.takes:
-            raise ArgumentError(option, f"must not be given for the suite {chosen.name}", value)
+            raise ArgumentError(option, f"must be None for the suite {chosen.name}", value)
+    if is_file:
+        names = specs_in(Path(str(suite)))
     if not chosen.on_gpu:
         device = {"name": platform.processor() or platform.machine(), "slug": "cpu"}
         return Record(chosen.name, device, versions(None), {}, tuple(chosen.rows(progress)))

@@ -1,4 +1,4 @@
-"""The commands of all rooms and packages as one Typer app: only the module of the command that is asked for is imported.
+"""All commands as one Typer app, of which only the module of the command that is asked for is imported.
 
 Of the others, the first line of help and the panel are read from their source: the function's docstring, and `PANEL` at
 the module's top level.
@@ -18,7 +18,7 @@ from rich.markup import escape
 from ptxlab import __version__, registry
 from ptxlab.cli.common import BAD_INPUT, FAILED, UsageError, notes
 from ptxlab.errors import EmulationError, PtxlabError, UnknownInstruction, VerificationError
-from ptxlab.registry import Entry
+from ptxlab.registry import Registration
 
 OTHER_PANEL = "Other commands"  # of modules without `PANEL`
 
@@ -45,7 +45,7 @@ def build_app(command: str | None) -> typer.Typer:
     return app
 
 
-def _stub(entry: Entry) -> Callable[[], None]:
+def _stub(entry: Registration) -> Callable[[], None]:
     """Make a command that is only listed, with its function's docstring."""
 
     def listed() -> None:

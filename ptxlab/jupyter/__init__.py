@@ -7,7 +7,7 @@ packages register displays of their own types (`ptxlab.registry`).
 
 from typing import Any
 
-from ptxlab import registry
+from ptxlab import _moved, registry
 from ptxlab.errors import PtxlabError
 from ptxlab.jupyter import errors
 from ptxlab.jupyter.cell import Cell, compile_cell
@@ -31,3 +31,8 @@ def register(shell: Any) -> None:
         pages.for_type(kind, show)
     for _, register_displays in registry.load_all("displays"):
         register_displays(shell)
+
+
+def __getattr__(name: str) -> Any:
+    """Names that have moved to `ptxlab.lowbit.jupyter`."""
+    return _moved.name_in(__name__, name)

@@ -101,10 +101,10 @@ def execute(
 
     Buffers are written in place. NotModelled names the line of what cannot be followed.
     """
-    return Execution(entry, arguments, grid, block, threads, assume).run()
+    return SymbolicExecution(entry, arguments, grid, block, threads, assume).run()
 
 
-class Execution:
+class SymbolicExecution:
     """A run of some threads; `execute` says of what."""
 
     def __init__(

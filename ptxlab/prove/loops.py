@@ -19,7 +19,7 @@ from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.types import bits_of, is_signed
 from ptxlab.errors import ArgumentError
 from ptxlab.prove.bitvectors import Bits, extend, pieces, value
-from ptxlab.prove.execute import FALSE, TRUE, Execution, LaneStep, NotModelled
+from ptxlab.prove.execute import FALSE, TRUE, LaneStep, NotModelled, SymbolicExecution
 from ptxlab.prove.loop_claim import LoopClaim
 from ptxlab.prove.solve import Query, symbols_of
 
@@ -106,7 +106,7 @@ def one_step(entry: Entry, loop: range) -> Body:
     return OneStep(entry, loop).body()
 
 
-class OneStep(Execution):
+class OneStep(SymbolicExecution):
     """One thread executes some instructions once, in order; registers and operands hold anything at first."""
 
     def __init__(self, entry: Entry, loop: range) -> None:

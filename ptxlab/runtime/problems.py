@@ -1,4 +1,4 @@
-"""`Problems`: on what inputs the kernels of a family are profiled, swept and recorded; a family may register its own."""
+"""`Problems`: the inputs that a family's kernels are profiled, swept and recorded on; a family may register its own."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

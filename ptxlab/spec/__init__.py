@@ -116,7 +116,7 @@ class KernelSpec:
         launch: sizes, and the constants of the variant that runs -> geometry.
         example: `(rng, **sizes) -> logical inputs`, valid by the rules.
         pack: logical inputs -> arrays by argument name (inputs only).
-        reference: logical inputs -> expected output, or a tuple of them: the oracle (`ptxlab.lowbit.reference`). A constant
+        reference: logical inputs -> expected output, or a tuple of them: the oracle. A constant
             that decides a dtype is an argument of it too.
         rules: expressions over the sizes that must hold.
         value_rules: expressions over sizes and input arrays that must hold everywhere; `nibbles(q)` unpacks words,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from ptxlab import bench, gpu, sources
+from ptxlab import bench, gpu, registry, sources
 from ptxlab.bench.ceilings import Ceilings, shortfall
 from ptxlab.bench.record import Record, commit
 from ptxlab.cli.common import table
@@ -219,14 +219,20 @@ def test_rotation() -> None:
     assert copies_beyond_l2(8_650_000) * 8_650_000 >= BEYOND_L2
 
 
-@pytest.mark.parametrize("suite", bench.SUITES)
+@pytest.mark.parametrize("suite", registry.entries("suites"))
 def test_every_suite_runs(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of whole layers has no kernels of its name."""
     monkeypatch.setattr(gpu, "device_info", lambda: SimpleNamespace(**RECORD.device, l2_bytes=0, memory_bytes=0))
     monkeypatch.setattr(bench, "measure_ceilings", lambda: Ceilings(4.6, 4.2))
     monkeypatch.setattr(bench, "versions", lambda _: {})
-    monkeypatch.setitem(bench.SUITES, suite, lambda *_: [ROW])
-    assert bench.run_suite(suite).rows == (ROW,)
+    registered, names = bench.suite_of(suite)
+    assert suite == registered.name and (names or suite == "emulator")
+    assert bench.run_suite(replace(registered, rows=lambda *_: [ROW])).rows == (ROW,)
+
+
+@pytest.mark.parametrize("suite", ["decode", "layer", "torch"])
+def test_suites_that_time_other_projects_say_where_they_are(suite: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"run `python -m benchmarks {suite}` in notebooks/"):
+        bench.run_suite(suite)
 
 
 def test_unknown_suite() -> None:

@@ -334,25 +334,25 @@ def test_a_run_goes_on_where_another_has_ended(monkeypatch: pytest.MonkeyPatch, 
                     raise KeyboardInterrupt
             yield known[0] if known else a_row(B)
 
-    monkeypatch.setitem(bench.SUITES, "decode", rows)
+    suite = replace(models.SUITE, rows=rows)
     path = tmp_path / "r.json"
     with pytest.raises(KeyboardInterrupt):
-        bench.run_suite("decode", only=["LLaMA-2-7B"], resume=path)
+        bench.run_suite(suite, only=["LLaMA-2-7B"], resume=path)
     assert bench.load(path).invalid == "not finished" and len(bench.load(path).rows) == 1
-    record = bench.run_suite("decode", only=["LLaMA-2-7B"], resume=path)
+    record = bench.run_suite(suite, only=["LLaMA-2-7B"], resume=path)
     assert measured == [1, 4, 4] and [row.sizes["B"] for row in record.rows] == [1, 4]
     assert record.suite == "decode/LLaMA-2-7B" and bench.default_path(record).name == "LLaMA-2-7B.json"
     assert record.device["name"] == "H200" and record.device["card"] == "GPU-1"
     bench.save(record, path)
-    bench.run_suite("decode", only=["LLaMA-2-7B"], resume=path)
+    bench.run_suite(suite, only=["LLaMA-2-7B"], resume=path)
     assert measured == [1, 4, 4]
     monkeypatch.setenv("PTXLAB_COMMIT", "another")
-    bench.run_suite("decode", only=["LLaMA-2-7B"], resume=path)
+    bench.run_suite(suite, only=["LLaMA-2-7B"], resume=path)
     assert measured == [1, 4, 4, 1, 4]
     monkeypatch.setenv("PTXLAB_COMMIT", "abc")
     bench.save(record, path)
     monkeypatch.setattr(gpu, "card_id", lambda: "GPU-2")
-    bench.run_suite("decode", only=["LLaMA-2-7B"], resume=path)
+    bench.run_suite(suite, only=["LLaMA-2-7B"], resume=path)
     assert measured == [1, 4, 4, 1, 4, 1, 4], "another card of the same kind"
 
 
@@ -377,11 +377,11 @@ def test_a_run_does_not_go_on_behind_another_that_does_not_count(
         if stops.pop(0):
             raise KeyboardInterrupt
 
-    monkeypatch.setitem(bench.SUITES, "decode", rows)
+    suite = replace(models.SUITE, rows=rows)
     path = tmp_path / "r.json"
     for _ in range(2):
         with contextlib.suppress(KeyboardInterrupt):
-            bench.save(bench.run_suite("decode", only=["LLaMA-2-7B"], resume=path), path)
+            bench.save(bench.run_suite(suite, only=["LLaMA-2-7B"], resume=path), path)
     assert before == [0, 0] and bench.load(path).invalid == ""
 
 
@@ -395,11 +395,11 @@ def test_a_run_that_is_stopped_again_keeps_the_rows_whose_turn_has_not_come(
         yield from map(a_row, batches[len(done) > 0])
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(bench.SUITES, "decode", rows)
+    suite = replace(models.SUITE, rows=rows)
     path = tmp_path / "r.json"
     for kept in ([1, 4, 16], [1, 64, 4, 16]):
         with pytest.raises(KeyboardInterrupt):
-            bench.run_suite("decode", only=["LLaMA-2-7B"], resume=path)
+            bench.run_suite(suite, only=["LLaMA-2-7B"], resume=path)
         assert [row.sizes["B"] for row in bench.load(path).rows] == kept
 
 

@@ -263,7 +263,7 @@ def test_a_stopped_run_goes_on_with_the_layer_it_was_at() -> None:
 
 def test_whole_epilogues_are_a_record_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_record", lambda suite, *_: suite)
-    names = [bench.run_suite("layer", only=only) for only in ([], ["epilogues"], ["epilogues", "B=1"], ["fused"])]
+    names = [bench.run_suite(layer.SUITE, only=only) for only in ([], ["epilogues"], ["epilogues", "B=1"], ["fused"])]
     assert names == ["layer", "layer_epilogues", "layer_part", "layer_part"]
 
 

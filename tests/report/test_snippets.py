@@ -22,7 +22,6 @@ import typer.main
 
 import ptxlab
 from ptxlab.cli.app import build_app
-from ptxlab import 
 from tests.support import plugin
 from tests.support.pages import GUIDE, PAGES, ROOT, Block, blocks, prose
 

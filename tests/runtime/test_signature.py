@@ -182,7 +182,7 @@ def test_numbers_in_a_file_have_no_width_of_their_own(tmp_path: Path) -> None:
     assert CliRunner().invoke(build_app("run"), [*command, "--out", str(tmp_path / "out.npz")]).exit_code == 0
     assert (np.load(tmp_path / "out.npz")["y"] == 4).all()
     np.savez(tmp_path / "in.npz", x=np.ones(32), y=x, a=3.0, n=32)
-    assert CliRunner().invoke(app, command).exit_code != 0
+    assert CliRunner().invoke(build_app("run"), command).exit_code != 0
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from ptxlab import registry, sass, toolchain
-from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench import counts
 from ptxlab.lowbit.bench.gemm.problem import sizes_at, variant
 from ptxlab.lowbit.bench.shapes import DISSECTED, DISSECTED_TOKENS
 from ptxlab.lowbit.kernels.gemm import STEPS
 from ptxlab.sass import mainloop
+from ptxlab.spec import KernelSpec
 
 # Two loops, the second within the first; a slow path behind the end that goes back into the inner one.
 NESTED = """
@@ -74,7 +74,7 @@ def test_first_step(M: int) -> None:
 
 
 @pytest.mark.parametrize("spec", STEPS, ids=lambda s: s.name)
-def test_every_step_has_its_main_loop_in_the_record(spec: kernels.KernelSpec) -> None:
+def test_every_step_has_its_main_loop_in_the_record(spec: KernelSpec) -> None:
     for source in registry.find(spec.name)[1]:
         found = counts.load()["main_loops"][source.label]
         assert set(found) == {str(M) for M in DISSECTED_TOKENS}

@@ -73,7 +73,7 @@ def import_checkpoint(
 ) -> list[ImportedMatrix]:
     """Import a quantised checkpoint of a format of `layout.foreign`.
 
-    A folder with config.json becomes the folder `out` of a quantised model, which `ptxlab.llm.model` opens; a file, or a
+    A folder with config.json becomes the folder `out` of a quantised model, which `open_model` opens; a file, or a
     folder of files alone, becomes the safetensors file `out` of packed weights, all other tensors copied. Either
     appears when it is complete. Memory is bounded by the largest layer, or matrix.
 

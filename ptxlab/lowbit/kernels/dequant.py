@@ -1,6 +1,6 @@
 """Family `dequant`: 4-bit weights to 8-bit integers or FP16, one kernel per published way of doing it.
 
-All kernels stream: `qweight` (micro-kernel words, see `ptxlab.lowbit.layout.nibbles`) and per-group constants in, a row-major
+All kernels stream: `qweight` (micro-kernel words, see `layout.nibbles`) and per-group constants in, a row-major
 matrix out. Two words (for FP16 one) per thread, so that a warp stores 512 contiguous bytes.
 """
 
@@ -23,7 +23,7 @@ _GROUPED_SIZES = tuple(
 _SCALE_RULES = ("scale >= 1", "scale <= 16")
 _LQQ_RULES = (*_SCALE_RULES, "nibbles(qweight) * per_weight(scale) + per_weight(offset) <= 255")
 
-# What quantisers leave behind (`ptxlab.lowbit.quant`), for weights q8 within low..high of their group. Ties may go either way,
+# What quantisers leave behind (`lowbit.quant`), for weights q8 within low..high of their group. Ties may go either way,
 # for other quantisers round otherwise; where that decides, the claim says so.
 _LQQ_SCALE = {
     "nearest": "rounds(scale[i//g], high[i//g] - low[i//g], 15)",

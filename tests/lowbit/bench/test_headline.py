@@ -270,7 +270,7 @@ def test_w4a4_beside_others_in_one_run(emulated_gpu: pytest.MonkeyPatch) -> None
     ]
     assert all(row.peers == {"cublas_fp8": 8.0, "cublas_int8": 8.0} and "bit for bit" in row.checked for row in rows)
     assert {step.spec.name for step, _ in compiled} == {name for row in rows for name in row.kernel.split(", ")}
-    assert bench._name("gemm", ["w4a4"]) == "gemm_w4a4" and bench._name("gemm", ["w4a4", "7B"]) == "gemm_part"
+    assert gemm.SUITE.record_name(["w4a4"]) == "gemm_w4a4" and gemm.SUITE.record_name(["w4a4", "7B"]) == "gemm_part"
 
 
 @pytest.mark.share(3)

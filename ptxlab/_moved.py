@@ -1,0 +1,184 @@
+"""Import paths of version 0.1: each imports the module at its new place, with one DeprecationWarning. Gone in 0.3."""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# Old path -> new path, below `ptxlab`; the longest beginning of a path counts.
+PATHS = {
+    "bench.attention": "lowbit.bench.attention",
+    "bench.counts": "lowbit.bench.counts",
+    "bench.dequant": "lowbit.bench.dequant",
+    "bench.emulation": "lowbit.bench.emulation",
+    "bench.gemm": "lowbit.bench.gemm",
+    "bench.launching": "runtime.launching",
+    "bench.loads": "lowbit.bench.loads",
+    "bench.own": "bench.user_kernels",
+    "bench.problems": "lowbit.bench.problems",
+    "bench.shapes": "lowbit.bench.shapes",
+    "bench.stream": "lowbit.bench.stream",
+    "bench.sweep": "lowbit.bench.sweep",
+    "bench.timing": "runtime.timing",
+    "cli.accuracy": "llm.cli.accuracy",
+    "cli.cost": "lowbit.cli.cost",
+    "cli.generate": "llm.cli.generate",
+    "cli.imports": "llm.cli.imports",
+    "cli.models": "llm.cli.models",
+    "cli.perplexity": "llm.cli.perplexity",
+    "cli.quantize": "llm.cli.quantize",
+    "cli.stalls": "lowbit.cli.stalls",
+    "cli.sweep": "lowbit.cli.sweep",
+    "cost": "lowbit.cost",
+    "cost.sheets": "hardware.sheets",
+    "demo": "lowbit.demo",
+    "doctor": "cli.doctor",
+    "io.checkpoint": "lowbit.layout.checkpoint",
+    "io.gguf": "llm.checkpoints.gguf",
+    "io.text": "llm.accuracy.wiki_dump",
+    "io.tokenizer": "llm.checkpoints.tokenizer",
+    "io.torch_file": "llm.checkpoints.torch_file",
+    "io.weights": "io.downloads",
+    "jupyter.drawing": "lowbit.jupyter.drawing",
+    "jupyter.identities": "lowbit.jupyter.identities",
+    "jupyter.maps": "lowbit.jupyter.maps",
+    "kernels.own": "spec.user_specs",
+    "layout": "lowbit.layout",
+    "layout.banks": "hardware.banks",
+    "layout.descriptors": "hardware.descriptors",
+    "layout.foreign": "llm.checkpoints.foreign",
+    "layout.fragments": "hardware.fragments",
+    "layout.tensor_map": "hardware.tensor_map",
+    "model": "llm.model",
+    "model.folder": "llm.checkpoints.folder",
+    "model.open": "llm.checkpoints.open",
+    "model.parting": "llm.accuracy.parting",
+    "model.server": "llm.server",
+    "model.text": "llm.accuracy.text",
+    "nsight": "profile.nsight",
+    "profile.stalls": "lowbit.bench.stalls",
+    "prove.kv4": "lowbit.claims.kv4",
+    "prove.layouts": "lowbit.claims.layouts",
+    "prove.main_loops": "lowbit.claims.main_loops",
+    "prove.quantisers": "lowbit.claims.quantisers",
+    "prove.reordering": "lowbit.claims.reordering",
+    "prove.w4a4": "lowbit.claims.w4a4",
+    "quant": "lowbit.quant",
+    "quant.numerics": "llm.model.numerics",
+    "quant.recipe": "llm.recipe",
+    "reference": "lowbit.reference",
+    "reference.decoder": "llm.model.decoder",
+    "reference.floats": "hardware.floats",
+    "reference.packed": "hardware.words",
+    "timeline": "profile.timeline",
+    "torch": "llm.torch",
+    "verify": "runtime.verify",
+    "weights.accuracy": "llm.accuracy.steps",
+    "weights.audit": "lowbit.audit",
+    "weights.audit_inputs": "llm.accuracy.audit_inputs",
+    "weights.calibrate": "llm.recipe.calibrate",
+    "weights.convert": "llm.checkpoints.convert",
+    "weights.imports": "llm.checkpoints.imports",
+    "weights.plot": "lowbit.audit.plot",
+    "weights.quantize": "llm.recipe.quantize",
+}
+# Old path -> the modules that its names have gone to.
+TAKEN_APART = {
+    "kernels": ("lowbit.kernels", "registry", "runtime.by_name"),
+    "model": ("llm.model", "llm.checkpoints", "llm.server", "llm.accuracy.text", "llm.accuracy.parting"),
+    "reference": ("lowbit.reference", "llm.model.decoder"),
+    "weights": ("llm.recipe",),
+}
+# Names that have left a module that is still there: (module, name) -> where they are.
+NAMES = {
+    ("jupyter", "HolderView"): "lowbit.jupyter",
+    ("jupyter", "Identities"): "lowbit.jupyter",
+    ("jupyter", "dequant_sliders"): "lowbit.jupyter",
+    ("jupyter", "identities"): "lowbit.jupyter",
+    ("jupyter", "layout_explorer"): "lowbit.jupyter",
+    ("jupyter", "who_holds"): "lowbit.jupyter",
+}
+
+
+def new_path(old: str) -> str | None:
+    """Find the new path of an old one, both below `ptxlab`; None of a module that has not moved."""
+    parts = old.split(".")
+    for count in range(len(parts), 0, -1):
+        head, rest = ".".join(parts[:count]), parts[count:]
+        if head in TAKEN_APART and not rest:
+            return TAKEN_APART[head][0]
+        if head in PATHS:
+            return ".".join([PATHS[head], *rest])
+        if head in TAKEN_APART:
+            return ".".join([TAKEN_APART[head][0], *rest])
+    return None
+
+
+class _TakenApart(ModuleType):
+    """A module whose names are in several others."""
+
+    def __init__(self, name: str, homes: Sequence[str]) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+        self._homes = tuple(homes)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            for home in self._homes:
+                module = import_module(f"ptxlab.{home}")
+                if hasattr(module, name):
+                    return getattr(module, name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+class OldPaths:
+    """Finder and loader of modules at old paths."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Find a module at its old path; None for every other name."""
+        old = name.removeprefix("ptxlab.")
+        if old == name or new_path(old) is None:
+            return None
+        return ModuleSpec(name, OldPaths(), is_package=True)  # type: ignore[arg-type]
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> ModuleType | None:
+        """Make the module that `exec_module` replaces, or one whose names are looked up in several."""
+        old = spec.name.removeprefix("ptxlab.")
+        return _TakenApart(spec.name, TAKEN_APART[old]) if old in TAKEN_APART else None
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        """Warn, and put the module at the new path in the place of this one."""
+        old = module.__name__.removeprefix("ptxlab.")
+        new = f"ptxlab.{new_path(old)}"
+        warnings.warn(f"{module.__name__} has moved to {new}", DeprecationWarning, stacklevel=_importing_frame())
+        if not isinstance(module, _TakenApart):
+            sys.modules[module.__name__] = import_module(new)
+
+
+def _importing_frame() -> int:
+    """Count the frames up to the import statement: those of the import system are none of the user's."""
+    level, frame = 2, sys._getframe(2)
+    while frame.f_back and frame.f_code.co_filename.startswith("<frozen importlib"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def install() -> None:
+    """Let old paths be found: before all other finders, as an old folder may still lie there with compiled files."""
+    if not any(isinstance(finder, type) and finder is OldPaths for finder in sys.meta_path):
+        sys.meta_path.insert(0, OldPaths)  # type: ignore[arg-type]
+
+
+def name_in(module: str, name: str) -> Any:
+    """Look up a name that has left a module, with a DeprecationWarning; AttributeError for any other."""
+    home = NAMES.get((module.removeprefix("ptxlab."), name))
+    if home is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    warnings.warn(f"{module}.{name} has moved to ptxlab.{home}", DeprecationWarning, stacklevel=3)
+    return getattr(import_module(f"ptxlab.{home}"), name)
