@@ -172,7 +172,7 @@ def _importing_frame() -> int:
 def install() -> None:
     """Let old paths be found: before all other finders, as an old folder may still lie there with compiled files."""
     if not any(isinstance(finder, type) and finder is OldPaths for finder in sys.meta_path):
-        sys.meta_path.insert(0, OldPaths)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, OldPaths)
 
 
 def name_in(module: str, name: str) -> Any:
