@@ -19,8 +19,8 @@
 # core can use it. Where these instructions run decides whether 4 bits pay. Six kernels, each readable on its own,
 # lead from QServe's solution to LiquidGEMM's.
 #
-# Sources: QServe §5.2, LiquidGEMM §3 to §5 and §7. Everything below is made from records: `ptxlab bench gemm` on an
-# H200, and `ptxlab sass --record`, which needs no GPU.
+# Sources: QServe §5.2, LiquidGEMM §3 to §5 and §7. Everything below is made from records:
+# `python -m benchmarks gemm` on an H200, and `ptxlab sass --record`, which needs no GPU.
 
 # %%
 # %matplotlib inline

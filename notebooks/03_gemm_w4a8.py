@@ -16,7 +16,7 @@
 #
 # `03_gemm_ladder` goes through the ladder step by step. This notebook shows the result: the time of a call of
 # `ptxlab.gemm_w4a8` on the matrices of LLaMA-2-7B and -70B, from one token to 8192, with the kernel that it selects.
-# Everything is made from the record of `ptxlab bench gemm` on an H200.
+# Everything is made from the record of `python -m benchmarks gemm` on an H200.
 
 # %%
 # %matplotlib inline

@@ -19,7 +19,7 @@
 # fast as an FP16 cache. The difficulty is that every 4 bits have to be converted to a number first.
 #
 # Sources: QServe §4.2 and §5.3, Atom §4.4, COMET §3.2. This notebook runs without a GPU: the emulator executes the
-# kernels on a small case, and the times are those of `ptxlab bench attention` on an H200.
+# kernels on a small case, and the times are those of `python -m benchmarks attention` on an H200.
 
 # %%
 # %matplotlib inline

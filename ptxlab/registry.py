@@ -10,6 +10,7 @@ by entry points of the group `ptxlab.KIND`:
     claims     a module that registers claims (`prove.register`)
     pictures   a `spec.pictures.Pictures`: what `ptxlab show` draws of a family's kernels
     counts     a function that renews recorded instruction counts and returns the paths, for `ptxlab sass --record`
+    chains     a function that launches kernels one after another and checks them, for `ptxlab sanitize NAME`
     displays   a function that registers displays of its types with a Jupyter shell
 """
 
@@ -77,6 +78,7 @@ _ROOMS: Mapping[str, Mapping[str, str]] = {
     },
     "pictures": {"load": "ptxlab.lowbit.kernels.holders:PICTURES"},
     "counts": {"lowbit": "ptxlab.lowbit.bench.counts:save"},
+    "chains": {"layer": "ptxlab.llm.layer_chain:check_chains"},
     "displays": {"lowbit": "ptxlab.lowbit.jupyter:register"},
 }
 

@@ -16,7 +16,13 @@ from tests.support import plugin
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-pytest_plugins = ["tests.support.collection", "tests.support.device", "tests.support.recording", "tests.support.share"]
+pytest_plugins = [
+    "tests.support.collection",
+    "tests.support.device",
+    "tests.support.emulated_gpu",
+    "tests.support.recording",
+    "tests.support.share",
+]
 if not plugin.INSTALLED:
     pytest_plugins.append(plugin.MODULE)
 

@@ -24,14 +24,15 @@ import numpy as np
 
 from benchmarks import peers_layer
 from benchmarks.layer import decoder, side_by_side
-from benchmarks.layer.decoder import Alone, copy_of
-from benchmarks.layer.shapes import BATCHES, Work, rows_of
+from benchmarks.layer.decoder import Alone
+from benchmarks.layer_shapes import BATCHES, Work, rows_of
 from benchmarks.peers_layer import MIXES, Job
 from ptxlab import gpu
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
 from ptxlab.bench.suite import Suite
 from ptxlab.errors import ArgumentError, BenchmarkError, UnavailableError
+from ptxlab.llm.layer_chain import copy_of
 from ptxlab.llm.model import Config, KernelRunner, LayerWeights, QuantizedModel, largest_batch
 from ptxlab.llm.model.kernel_runner import LMHead, require_torch
 from ptxlab.llm.model.memory import RESERVE

@@ -14,8 +14,8 @@ from types import FunctionType
 from typing import Any, ClassVar, NamedTuple
 
 from benchmarks import peers
-from benchmarks.layer.shapes import LENGTH, batch_of
 from ptxlab.errors import BenchmarkError
+from ptxlab.llm.layer_chain import LENGTH, batch_of
 from ptxlab.llm.model import Config
 from ptxlab.lowbit.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.runtime.timing import GEMM_REPLAYS, copies_beyond_l2, measure

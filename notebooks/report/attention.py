@@ -217,7 +217,7 @@ def _origin(record: Record) -> str:
     """What the figures are and where they come from."""
     return (
         "Head dim 128, FP16, pages of 64 tokens in random order; every result checked against float64, within what the"
-        f" kernel's roundings may add up to. Measured on one {record.device['name']}: `ptxlab bench attention`,"
+        f" kernel's roundings may add up to. Measured on one {record.device['name']}: `python -m benchmarks attention`,"
         f" {record.date[:10]}, commit {record.revision}, read ceiling {record.ceilings['read_tbps']:.2f} TB/s."
         f" {origin_of_peers(record, MEASURE, stored_attention())}"
     )

@@ -20,7 +20,7 @@ from benchmarks.decode import (
     config_of,
     room_for,
 )
-from benchmarks.layer.shapes import TOPS, rows_of
+from benchmarks.layer_shapes import TOPS, rows_of
 from ptxlab import bench
 from ptxlab.bench.record import Record
 from ptxlab.plot import BLUE, GREY, ORANGE, PURPLE, RED
@@ -261,7 +261,7 @@ def _origin(records: list[Record]) -> str:
         of_commit.setdefault(record.revision, []).append(record.suite.rpartition("/")[2])
     each = "; ".join(f"{', '.join(models)} at commit {commit}" for commit, models in of_commit.items())
     commits = f": {each}" if len(of_commit) > 1 else f", at commit {records[0].revision}"
-    return f"Measured by `ptxlab bench decode` on {dates}, each model alone on {gpu} ({names}){commits}."
+    return f"Measured by `python -m benchmarks decode` on {dates}, each model alone on {gpu} ({names}){commits}."
 
 
 def picture_name(model: str) -> str:

@@ -50,7 +50,9 @@ def _gemm(draw: Callable[[Record], Figure], *measured: Callable[[Record | None],
     def drawn() -> Figure:
         record = ladder.recorded()
         if record is None or any(found(record).empty for found in measured):
-            raise NotMeasuredError("gemm.json: lacks what is drawn here; `ptxlab bench gemm` makes a record on a GPU")
+            raise NotMeasuredError(
+                "gemm.json: lacks what is drawn here; `python -m benchmarks gemm` makes a record on a GPU"
+            )
         return draw(record)
 
     return drawn
@@ -59,7 +61,7 @@ def _gemm(draw: Callable[[Record], Figure], *measured: Callable[[Record | None],
 def _attention() -> Figure:
     rows = attention.points(attention.recorded())
     if rows.empty:
-        raise NotMeasuredError("attention.json: not recorded; `ptxlab bench attention` makes a record on a GPU")
+        raise NotMeasuredError("attention.json: not recorded; `python -m benchmarks attention` makes a record on a GPU")
     return attention.speedup_figure(rows)
 
 
@@ -69,7 +71,9 @@ def _layer(measured: Callable[[Record], Sized], draw: Callable[[Record], Figure]
     def drawn() -> Figure:
         record = layer.recorded()
         if record is None or not len(measured(record)):
-            raise NotMeasuredError("layer.json: lacks what is drawn here; `ptxlab bench layer` makes a record on a GPU")
+            raise NotMeasuredError(
+                "layer.json: lacks what is drawn here; `python -m benchmarks layer` makes a record on a GPU"
+            )
         return draw(record)
 
     return drawn
@@ -78,7 +82,7 @@ def _layer(measured: Callable[[Record], Sized], draw: Callable[[Record], Figure]
 def _decode(model: str) -> Figure:
     records = decode.recorded()
     if not len(decode.points(records, MEASURE).query("model == @model") if records else ()):
-        rule = f"`ptxlab bench decode --only {model}` makes a record on a GPU"
+        rule = f"`python -m benchmarks decode --only {model}` makes a record on a GPU"
         raise NotMeasuredError(f"decode: {model} is not recorded; {rule}")
     return decode.model_figure(records, model)
 
@@ -100,7 +104,7 @@ def _w4a4_accuracy() -> Figure:
 def _w4a4_measured() -> Figure:
     record = w4a4.recorded()
     if record is None:
-        raise NotMeasuredError("gemm_w4a4.json: `ptxlab bench gemm --only w4a4` makes a record on a GPU")
+        raise NotMeasuredError("gemm_w4a4.json: `python -m benchmarks gemm --only w4a4` makes a record on a GPU")
     return w4a4.measured_picture(record)
 
 

@@ -265,6 +265,6 @@ def _origin(record: Record) -> str:
     """What the figures are and where they come from."""
     return (
         f"Groups of {GROUP}, FP16 out, {ORDER.replace('_', '-')} activations with their token sums from the quantiser."
-        f" Measured on one {record.device['name']}: `ptxlab bench gemm`, {record.date[:10]}, commit"
+        f" Measured on one {record.device['name']}: `python -m benchmarks gemm`, {record.date[:10]}, commit"
         f" {record.revision}. {origin_of_peers(record, MEASURE, stored_times())}"
     )

@@ -108,7 +108,7 @@ def _four_bits(scheme: str) -> str:
     rows = rows[rows.scheme == scheme]
     tokens = sorted({*rows.M})
     if record is None or not tokens:
-        return "not yet: `ptxlab bench gemm --only w4a4`."
+        return "not yet: `python -m benchmarks gemm --only w4a4`."
     beside = _joined(mean(gemm.at(rows, M)["of W4A8"]) for M in tokens)
     int8 = _joined(mean(over(gemm.at(rows, M), "cublas_int8")) for M in tokens)
     return (

@@ -137,7 +137,8 @@ def _origin(record: Record, rows: pd.DataFrame) -> str:
         f"Geometric means over {matrices} matrices; over QServe and cuBLAS also over M = {tokens}, as far as they were"
         " measured.",
         _COUNTED_LOOP,
-        f"Measured on one {record.device['name']}: `ptxlab bench gemm`, {record.date[:10]}, commit {record.revision}.",
+        f"Measured on one {record.device['name']}: `python -m benchmarks gemm`, {record.date[:10]},"
+        f" commit {record.revision}.",
         origin_of_peers(record, MEASURE, stored_times()),
     ]
     return " ".join(sentences)

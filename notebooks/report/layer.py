@@ -134,7 +134,8 @@ def _origin(record: Record, rows: pd.DataFrame) -> str:
         " cache once and of the products at 1,920 TOPS. Others is their share of all operations, each timed alone. The"
         f" fastest mix of each kind counts, its attention being the best of: {said or 'none measured'}."
         f"{flattered if batches else ''}"
-        f" Measured on one {record.device['name']}: `ptxlab bench layer`, {record.date[:10]}, commit {record.revision},"
+        f" Measured on one {record.device['name']}: `python -m benchmarks layer`, {record.date[:10]},"
+        f" commit {record.revision},"
         f" read ceiling {record.ceilings['read_tbps']:.2f} TB/s."
     )
 
@@ -202,8 +203,8 @@ def d64_table(record: Record | None) -> str:
     said = (
         f"Time of a {NARROW.name} layer. Attention and `rope_append_kv4`, each alone, for {NARROW.heads} query heads"
         f" and {NARROW.kv_heads} of keys and values: of 64 dimensions, and of 128 ({wide.name}), which have 1.9 times"
-        f" the bytes in the cache. Measured on one {record.device['name']}: `ptxlab bench layer`, {record.date[:10]},"
-        f" commit {record.revision}."
+        f" the bytes in the cache. Measured on one {record.device['name']}: `python -m benchmarks layer`,"
+        f" {record.date[:10]}, commit {record.revision}."
     )
     return f"{markdown(pd.DataFrame(flat), formats)}\n{said}\n"
 
@@ -231,7 +232,7 @@ def epilogues_table(record: Record | None) -> str:
     table = pd.DataFrame(flat)
     said = (
         "Change of a whole layer's time; each in turn, twice, the faster counts. The residual add gives the same bits,"
-        f" SiLU·mul others. Measured on one {record.device['name']}: `ptxlab bench layer --only epilogues`,"
+        f" SiLU·mul others. Measured on one {record.device['name']}: `python -m benchmarks layer --only epilogues`,"
         f" {record.date[:10]}, commit {record.revision}."
     )
     return f"{markdown(table, {})}\n{said}\n"

@@ -151,7 +151,7 @@ def kernels_table(record: Record | None) -> str:
     formats = dict(zip(table.columns[2:], ("{:.0%}", "{:.0%}", "{:.2f}", "{:.2f}"), strict=True))
     in_turn, overlapped = (sum(found.time_us < found[us]) for us in ("in_turn_us", "overlapped_us"))
     note = (
-        f"{len(found)} points of `ptxlab bench gemm`, {record.date[:10]}, commit {record.revision}, of which"
+        f"{len(found)} points of `python -m benchmarks gemm`, {record.date[:10]}, commit {record.revision}, of which"
         f" {in_turn} took less than in turn and {overlapped} less than overlapped. α: instructions of a thread per"
         " weight in the main loop's machine code (W8A8 unpacks nothing; of `gemm_w4a8_small_sm90` those of its"
         " dequantiser alone)."

@@ -1,4 +1,4 @@
-"""PyTorch users' figures: the record of `ptxlab bench torch`."""
+"""PyTorch users' figures: the record of `python -m benchmarks torch`."""
 
 import pandas as pd
 
@@ -27,7 +27,7 @@ def table() -> str:
     )
     hosts["beyond"] = hosts["us"] - hosts["that only allocates"]
     us = dict.fromkeys(("us", "that only allocates", "beyond"), "{:.0f}")
-    said = f"`ptxlab bench torch`, {record.device['name']}, commit {record.revision}, {record.date[:10]}."
+    said = f"`python -m benchmarks torch`, {record.device['name']}, commit {record.revision}, {record.date[:10]}."
     return (
         f"Tokens/s of `generate`, {steps[0].kernel}'s shape with random weights, compiled, prompts of "
         f"{steps[0].sizes['prompt']} tokens:\n\n{markdown(rates, formats)}\n"

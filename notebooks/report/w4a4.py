@@ -55,7 +55,7 @@ _ORDERS = {  # how the INT8 blocks lie and which tiles are neighbours -> argumen
 
 
 def recorded() -> Record | None:
-    """The record of `ptxlab bench gemm --only w4a4`, if there is one."""
+    """The record of `python -m benchmarks gemm --only w4a4`, if there is one."""
     return frames.recorded(f"gemm_{PART}")
 
 
@@ -109,7 +109,7 @@ def measured_table(record: Record | None) -> str:
         " blocks is INT8. Bytes: weights, activations, scales and results. Quantising the activations is in none of the"
         " times; cuBLAS INT8 ends with INT32 sums."
     )
-    origin = f"`ptxlab bench gemm --only {PART}`, {record.date[:10]}, commit {record.revision}"
+    origin = f"`python -m benchmarks gemm --only {PART}`, {record.date[:10]}, commit {record.revision}"
     picture = "![Time of W4A4 and W4Ax over that of W4A8](notebooks/figures/w4a4_measured.png)"
     return (
         f"{markdown(table, formats)}\n{note} Measured on one {record.device['name']}: {origin}.{_in_software(record)}"

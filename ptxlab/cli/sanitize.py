@@ -25,11 +25,12 @@ def sanitize(
     tools = sanitizer.TOOLS if tool == "all" else tuple(tool.split(","))
     if unknown := [one for one in tools if one not in sanitizer.TOOLS]:
         raise expects("--tool", f"some of {', '.join(sanitizer.TOOLS)}, or all", unknown[0])
-    found = [spec for name in names if name != sanitizer.LAYER for spec, *_ in registry.resolve_all(name)]
+    chains = registry.entries("chains")
+    found = [spec for name in names if name not in chains for spec, *_ in registry.resolve_all(name)]
     chosen = [spec.label for spec in found if spec is not None]
     if len(chosen) < len(found):
         raise expects("sanitize", "kernels or families", ", ".join(names))
-    chosen += [sanitizer.LAYER] if sanitizer.LAYER in names else []
+    chosen += [name for name in chains if name in names]
     results = list[sanitizer.SanitizerResult]()
     with progress_bar("sanitize", len(tools), quiet=as_json) as advance:
         for each in tools:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from benchmarks import layer, peers, peers_layer
+from benchmarks import layer_shapes as shapes
 from benchmarks.decode import plain_row
-from benchmarks.layer import decoder, ends, fused, shapes
-from benchmarks.layer.decoder import Decoder
+from benchmarks.layer import decoder, ends, fused
 from benchmarks.peers_layer import MixTime
 from benchmarks.stored import stored_attention
 from ptxlab import bench, emulator, gpu
@@ -20,6 +20,8 @@ from ptxlab.bench import copying
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
 from ptxlab.errors import ArgumentError, BenchmarkError
+from ptxlab.llm import layer_chain
+from ptxlab.llm.layer_chain import Decoder
 from ptxlab.llm.model import Config, LayerWeights
 from ptxlab.runtime.timing import Measured
 
@@ -32,14 +34,14 @@ REORDERING = ("reorder_quantize", "rmsnorm_reorder_quantize", "silu_mul_reorder_
 def here(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Public calls on NumPy arrays go to the emulator; sequences of 70 tokens."""
     emulated_gpu.setattr(gpu, "why_not", lambda *_, **__: "a GPU made of the emulator")
-    for module in (shapes, decoder):
+    for module in (shapes, layer_chain):
         emulated_gpu.setattr(module, "LENGTH", 70)
     return emulated_gpu
 
 
 def weights() -> list[LayerWeights]:
     first = LayerWeights.random(TINY, on_device=True)
-    return [first, decoder.copy_of(first)]
+    return [first, layer_chain.copy_of(first)]
 
 
 def test_a_layer_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> None:
@@ -75,10 +77,10 @@ def test_a_layer_of_experts_is_taken_apart_too(here: pytest.MonkeyPatch) -> None
 
 
 def test_chains_for_the_sanitizers_are_checked(here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    here.setattr(decoder, "_WATCHED", (1,))
-    here.setattr(decoder, "Config", lambda **sizes: replace(TINY, name=sizes["name"]))
+    here.setattr(layer_chain, "_WATCHED", (1,))
+    here.setattr(layer_chain, "Config", lambda **sizes: replace(TINY, name=sizes["name"]))
     with emulator.chain(()) as made:
-        decoder.check_chains()
+        layer_chain.check_chains()
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(" steps")[0] for line in said] == [
         "dense, batch 1: 12",
@@ -89,7 +91,7 @@ def test_chains_for_the_sanitizers_are_checked(here: pytest.MonkeyPatch, capsys:
 
 
 def test_layers_with_all_ends_are_timed_in_turn_and_checked(here: pytest.MonkeyPatch) -> None:
-    made = {turns: decoder.layers_of(TINY, interleaved=turns)[:1] for turns in (False, True)}
+    made = {turns: layer_chain.layers_of(TINY, interleaved=turns)[:1] for turns in (False, True)}
     times = iter((10.0, 11.0, 12.0, 13.0, 14.0, 9.0, 15.0, 16.0))  # in turn, twice
 
     def timed(calls: list[Callable[[], None]], **_: int) -> tuple[Measured, list[Callable[[], None]]]:
@@ -217,7 +219,7 @@ def test_a_layer_with_heads_of_64_is_measured_without_mixes(here: pytest.MonkeyP
     here.setattr(layer, "NARROW", narrow)
     here.setattr(layer, "side_by_side", lambda jobs: None)
     here.setattr(peers, "importable", lambda: False)
-    here.setattr(decoder, "layers_of", lambda config: [LayerWeights.random(config, on_device=True)])
+    here.setattr(layer_chain, "layers_of", lambda config: [LayerWeights.random(config, on_device=True)])
     with pytest.warns(UserWarning, match="no mixes beside the layers"):
         (row,) = layer.rows([], CEILINGS, lambda _: None, only=["d64", "B=1"])
     assert (row.measure, row.sizes, row.peers) == (layer.D64, {**shapes.sizes_of(narrow, 1), "D": 64}, {})
@@ -323,7 +325,7 @@ def graphs(here: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("graphs")
 def test_a_timeline_is_left_out_unless_every_launch_was_seen(here: pytest.MonkeyPatch) -> None:
     made = weights()[:1]
-    here.setattr(decoder, "layers_of", lambda config: made)
+    here.setattr(layer_chain, "layers_of", lambda config: made)
     here.setattr(peers_layer, "traced", lambda run: [])
     with pytest.warns(UserWarning, match="timeline of tiny: left out, 0 kernels were seen of 40"):
         assert list(layer.timeline_rows(TINY, 1)) == []
@@ -337,7 +339,7 @@ def test_a_timeline_is_left_out_unless_every_launch_was_seen(here: pytest.Monkey
 def test_a_timeline_of_experts_has_both_launches_of_the_routing(here: pytest.MonkeyPatch) -> None:
     config = replace(TINY, experts=2, chosen_experts=1, name="experts")
     made = [LayerWeights.random(config, on_device=True)]
-    here.setattr(decoder, "layers_of", lambda config: made)
+    here.setattr(layer_chain, "layers_of", lambda config: made)
     here.setattr(peers_layer, "traced", traced)
     rows = list(layer.timeline_rows(config, 1))
     assert len(rows) == 13 and len({row.key for row in rows}) == 13

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import layer_shapes as shapes
 from benchmarks import peers, peers_layer
-from benchmarks.layer import shapes
 from ptxlab.errors import BenchmarkError
 from ptxlab.llm.model import Config
 from ptxlab.lowbit import reference

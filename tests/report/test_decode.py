@@ -190,7 +190,7 @@ def test_a_picture_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("FP8", "humming per channel"):
         assert f"{best['ptxlab'] / best[kind]:.2f}x {kind}'s" in right.get_title("left")
     monkeypatch.setattr(decode, "recorded", list)
-    with pytest.raises(FileError, match="ptxlab bench decode --only Yi-34B"):
+    with pytest.raises(FileError, match="python -m benchmarks decode --only Yi-34B"):
         figures.picture("decode_yi_34b")
     assert sections.SECTIONS["decode"]() == MISSING
     monkeypatch.setattr(decode, "recorded", lambda: [decode_record.record(models.MODELS[6:7])])

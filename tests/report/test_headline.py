@@ -187,7 +187,7 @@ def test_figures(tmp_path: Path) -> None:
 def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "recorded", lambda: ladder_record.record())
     assert sections.headline_section() == f"{frames.NOT_RECORDED}\n"
-    with pytest.raises(FileError, match="ptxlab bench gemm"):
+    with pytest.raises(FileError, match="python -m benchmarks gemm"):
         figures.picture("gemm_headline")
     monkeypatch.setattr(ladder, "recorded", lambda: RECORD)
     assert "(notebooks/figures/gemm_headline.png)" in sections.headline_section()

@@ -143,7 +143,7 @@ def test_the_ablation() -> None:
 
 def test_the_picture_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "recorded", lambda: None)
-    with pytest.raises(FileError, match="ptxlab bench attention"):
+    with pytest.raises(FileError, match="python -m benchmarks attention"):
         figures.picture("attention_speedup")
     monkeypatch.setattr(attention, "recorded", lambda: RECORD)
     figure = figures.picture("attention_speedup")
@@ -166,7 +166,9 @@ def test_the_page_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_record_is_whole() -> None:
     found = attention.recorded()
     if found is None:
-        pytest.skip("no record of the suite yet: `ptxlab bench attention` makes notebooks/results/h200/attention.json")
+        pytest.skip(
+            "no record of the suite yet: `python -m benchmarks attention` makes notebooks/results/h200/attention.json"
+        )
     rows = attention.points(found)
     assert places(rows) == places(POINTS)
     assert all("within the spec's bound" in row.checked and 0 < row.fraction < 1.1 for row in rows.itertuples())

@@ -119,7 +119,7 @@ def test_every_step_has_its_colour() -> None:
 def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "recorded", lambda: None)
     assert frames.NOT_RECORDED in sections.ladder_section() and "![" not in sections.ladder_section()
-    with pytest.raises(FileError, match="ptxlab bench gemm"):
+    with pytest.raises(FileError, match="python -m benchmarks gemm"):
         figures.picture("ladder_times")
     monkeypatch.setattr(ladder, "recorded", lambda: RECORD)
     assert "![What each step gained, by tokens](notebooks/figures/ladder_ablation.png)" in sections.ladder_section()

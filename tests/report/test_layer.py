@@ -120,7 +120,7 @@ def test_what_is_not_in_the_record_is_not_judged() -> None:
 def test_the_pictures_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "recorded", lambda *_: None)
     for name in ("layer_breakdown", "layer_timeline"):
-        with pytest.raises(FileError, match="ptxlab bench layer"):
+        with pytest.raises(FileError, match="python -m benchmarks layer"):
             figures.picture(name)
     monkeypatch.setattr(layer, "recorded", lambda *_: RECORD)
     figure = figures.picture("layer_breakdown")
@@ -150,7 +150,7 @@ def test_the_page_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_record_is_whole() -> None:
     found = layer.recorded()
     if found is None:
-        pytest.skip("no record of the suite yet: `ptxlab bench layer` makes notebooks/results/h200/layer.json")
+        pytest.skip("no record of the suite yet: `python -m benchmarks layer` makes notebooks/results/h200/layer.json")
     rows = layer.points(found)
     assert sorted(zip(rows.model, rows.B, strict=True)) == sorted(zip(POINTS.model, POINTS.B, strict=True))
     assert all("bit for bit" in row.checked and 0 < row.fraction < 1.1 for row in rows.itertuples())

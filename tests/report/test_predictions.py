@@ -135,7 +135,7 @@ def test_without_both_kernels_there_is_nothing_to_compare(monkeypatch: pytest.Mo
     for found in (alone, None):
         monkeypatch.setattr(ladder, "recorded", lambda found=found: found)
         assert sections.cost_section() == f"{frames.NOT_RECORDED}\n" == predictions.crossover_table(found)
-        with pytest.raises(FileError, match="ptxlab bench gemm"):
+        with pytest.raises(FileError, match="python -m benchmarks gemm"):
             figures.picture("cost_roofline")
 
 

@@ -1,4 +1,4 @@
-"""The tables of `ptxlab bench torch`, of a record that is made up."""
+"""The tables of `python -m benchmarks torch`, of a record that is made up."""
 
 from pathlib import Path
 

@@ -85,7 +85,7 @@ def test_measured_beside_w4a8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """A made-up record: W4A4 at 1.2 times and W4Ax at 1.3 times W4A8's time, and W4Ax slower than cuBLAS INT8."""
     monkeypatch.setattr(frames, "RESULTS", tmp_path)
     assert sections.SECTIONS["w4a4_measured"]() == sections.SECTIONS["w4a4_targets"]() == frames.MISSING
-    with pytest.raises(frames.NotMeasuredError, match="ptxlab bench gemm --only w4a4"):
+    with pytest.raises(frames.NotMeasuredError, match="python -m benchmarks gemm --only w4a4"):
         figures.picture("w4a4_measured")
     record = w4a4_record.record()
     bench.save(record, tmp_path / "h200" / "gemm_w4a4.json")

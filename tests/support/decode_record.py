@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from benchmarks import decode as models
 from benchmarks.layer.decoder import Alone
-from benchmarks.layer.shapes import BATCHES, Work, rows_of
+from benchmarks.layer_shapes import BATCHES, Work, rows_of
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Record, Row
 from ptxlab.llm.model import Config, largest_batch

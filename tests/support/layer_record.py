@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks import layer
-from benchmarks.layer import decoder, ends, fused, shapes
+from benchmarks import layer_shapes as shapes
+from benchmarks.layer import decoder, ends, fused
 from benchmarks.peers_layer import MIXES, MixTime
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Record, Row
+from ptxlab.llm.layer_chain import batch_of
 from ptxlab.llm.model import Config
 from ptxlab.runtime.timing import Measured
 from tests.support import made_up
@@ -27,7 +29,7 @@ def work(config: Config, B: int) -> list[shapes.Work]:
     for name, (N, K) in config.matrices.items():
         rows = shapes.rows_of(config, name, B)
         found.append(shapes.Work(f"gemm {name}", int(N * K * BITS / 8), 2 * rows * N * K))
-    return [*found, shapes.Work("attention", shapes.batch_of(config, B).kv_bytes(), 0)]
+    return [*found, shapes.Work("attention", batch_of(config, B).kv_bytes(), 0)]
 
 
 def point(config: Config, B: int) -> Row:

@@ -1,4 +1,4 @@
-"""A record of `ptxlab bench gemm --only w4a4` that nobody measured: for what the report makes of such records."""
+"""A record of `python -m benchmarks gemm --only w4a4` that nobody measured: for the report."""
 
 from collections.abc import Iterator
 

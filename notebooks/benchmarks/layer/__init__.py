@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks import peers, peers_layer
 from benchmarks.layer import decoder, ends, fused
-from benchmarks.layer.decoder import MEASURE, Decoder
-from benchmarks.layer.shapes import BATCHES, CONFIGS, LENGTH, NARROW, config_of, sizes_of
+from benchmarks.layer.decoder import MEASURE
+from benchmarks.layer_shapes import BATCHES, CONFIGS, NARROW, config_of, sizes_of
 from benchmarks.peers_layer import MIXES, Job, MixTime
 from benchmarks.stored import stored_attention
 from ptxlab import gpu
@@ -20,6 +20,8 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
 from ptxlab.bench.suite import Suite
 from ptxlab.errors import ArgumentError
+from ptxlab.llm import layer_chain
+from ptxlab.llm.layer_chain import LENGTH, Decoder
 from ptxlab.llm.model import Config
 
 __all__ = [
@@ -156,7 +158,7 @@ def _alone() -> None:
 def layer_rows(config: Config, wanted: Selection, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
     """A model at every batch, the mixes first: ours and theirs are in memory one after the other."""
     beside = dict(peers_layer.mixes(config, wanted.batches, wanted.mixes, progress))
-    weights = decoder.layers_of(config)
+    weights = layer_chain.layers_of(config)
     copied = decoder.copies_of(weights[0])
     for B in wanted.batches:
         progress(f"{config.name}, batch {B}")
@@ -189,7 +191,7 @@ def mixed(config: Config, B: int, times: dict[str, MixTime]) -> tuple[dict[str, 
 
 def timeline_rows(config: Config, B: int) -> Iterator[Row]:
     """A row per launch of one layer of the chain, in order, where CUPTI can be reached through PyTorch."""
-    made = Decoder(config, B, decoder.layers_of(config))
+    made = Decoder(config, B, layer_chain.layers_of(config))
     operations = [decoder.label_of(call) for call in made.operations[0] for _ in range(call.launches)]
     calls = made.calls()
     calls *= -(-_TRACED // len(calls))

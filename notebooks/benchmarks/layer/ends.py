@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from benchmarks.layer import decoder
-from benchmarks.layer.decoder import Decoder
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
+from ptxlab.llm import layer_chain
+from ptxlab.llm.layer_chain import Decoder
 from ptxlab.llm.model import Config, LayerWeights
 from ptxlab.lowbit.cost import sheet
 from ptxlab.runtime.timing import GEMM_REPLAYS, Measured, measure_graph
@@ -59,7 +60,7 @@ def warm(config: Config, batches: Sequence[int]) -> None:
 
 def rows(config: Config, batches: Sequence[int], ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
     """A row for all ends at every batch."""
-    weights = {turns: decoder.layers_of(config, interleaved=turns) for turns in (False, True)}
+    weights = {turns: layer_chain.layers_of(config, interleaved=turns) for turns in (False, True)}
     for B in batches:
         progress(f"{config.name}, batch {B}: epilogues")
         yield from rows_at(config, B, weights, ceilings, compared=min(batches) == B)
@@ -92,7 +93,7 @@ def rows_at(
             best[ends] = min(best.get(ends, measured), measured, key=lambda m: m.us)
     found = []
     for ends, each in made.items():
-        row = decoder.row_of(config, B, best[ends], each.work(), ceilings, checked[ends])
+        row = decoder.row_of(config, B, best[ends], decoder.work_of(each), ceilings, checked[ends])
         sizes = row.sizes | {name: int(of) for name, of in ends._asdict().items()}
         predicted = best[ALL[0]].us + predicted_us(config, B, ends)
         found.append(replace(row, measure=MEASURE, sizes=sizes, more={"predicted_us": predicted}))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import peers_layer
-from benchmarks.layer.shapes import NARROW
+from benchmarks.layer_shapes import NARROW
 from ptxlab import gpu, registry
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.copying import copy_us

@@ -1,4 +1,4 @@
-"""compute-sanitizer over `ptxlab verify`, or a decoder layer, on a GPU: what NVIDIA's own tools say of the kernels.
+"""compute-sanitizer over `ptxlab verify`, or registered chains of launches, on a GPU: what NVIDIA's own tools say.
 
 Every array is allocated for itself there, as an access beyond its end would stay inside CuPy's memory pool.
 """
@@ -11,13 +11,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ptxlab import registry
 from ptxlab.errors import ArgumentError, UnavailableError, VerificationError
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 
-LAYER = "layer"  # stands for a decoder layer, whose launches overlap as `verify` has none do
 _CHILD = "from ptxlab import gpu; gpu.without_pool(); from ptxlab.cli import main; main()"
-_LAYER = "from ptxlab import gpu; gpu.without_pool(); from benchmarks.layer import decoder; decoder.check_chains()"
+_CHAIN = (
+    "import sys; from ptxlab import gpu, registry; gpu.without_pool(); registry.entries('chains')[sys.argv[1]].load()()"
+)
 _SUMMARY = re.compile(r"^=+ (?:\w+ )?SUMMARY: ((\d+) .*)$", re.MULTILINE)
 _HEADER = "COMPUTE-SANITIZER"
 
@@ -48,7 +50,7 @@ def sanitize(tool: str, kernels: Sequence[str], sizes: str | None = None) -> Ite
 
     Args:
         tool: one of `TOOLS`.
-        kernels: names of kernels, and `layer`, which is looked at by itself.
+        kernels: names of kernels, and of registered chains, whose launches overlap: each is run by itself.
         sizes: sizes beside those of the examples, as `ptxlab verify --shape` takes them.
 
     Raises:
@@ -58,15 +60,15 @@ def sanitize(tool: str, kernels: Sequence[str], sizes: str | None = None) -> Ite
     """
     if tool not in TOOLS:
         raise ArgumentError("tool", f"one of {', '.join(TOOLS)}", tool)
-    verified = [name for name in kernels if name != LAYER]
+    chains = registry.entries("chains")
+    verified = [name for name in kernels if name not in chains]
     if verified:
         together = _run(tool, verified, sizes)
         if together.problems and len(verified) > 1:
             yield from (_run(tool, [name], sizes) for name in verified)
         else:
             yield together
-    if LAYER in kernels:
-        yield _run(tool, [LAYER], None)
+    yield from (_run(tool, [name], None) for name in kernels if name in chains)
 
 
 def _run(tool: str, kernels: Sequence[str], sizes: str | None) -> SanitizerResult:
@@ -76,7 +78,7 @@ def _run(tool: str, kernels: Sequence[str], sizes: str | None) -> SanitizerResul
     # The driver is asked for the parameters of a kernel until it says that there are no more: no error of the kernel's.
     options = ["--tool", tool, "--report-api-errors", "no", "--print-limit", "20"]
     verify = [_CHILD, "verify", *kernels, "--backend", "gpu", *(["--shape", sizes] if sizes else [])]
-    child = [_LAYER] if list(kernels) == [LAYER] else verify
+    child = [_CHAIN, *kernels] if kernels[0] in registry.entries("chains") else verify
     started = time.monotonic()
     done = subprocess.run([sanitizer, *options, sys.executable, "-c", *child], capture_output=True, text=True)
     printed = done.stdout + done.stderr

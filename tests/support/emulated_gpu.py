@@ -7,14 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.layer import decoder, fused
 from ptxlab import gpu
-from ptxlab.bench import copying
-from ptxlab.bench import user_kernels as own
-from ptxlab.lowbit.bench import attention, stream
-from ptxlab.lowbit.bench.attention import append, merge
-from ptxlab.lowbit.bench.attention import problem as attention_problem
-from ptxlab.lowbit.bench.gemm import grouped, points, problem, quantiser
 from ptxlab.runtime import Kernel
 from ptxlab.runtime.timing import Measured
 from ptxlab.sources import Source
@@ -48,6 +41,15 @@ def _measure_graph(calls: Sequence[Callable[[], None]], **_: Any) -> tuple[Measu
 @pytest.fixture
 def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """`ptxlab.gpu` and the measuring, on the CPU."""
+    from benchmarks.layer import decoder, fused
+    from ptxlab.bench import copying
+    from ptxlab.bench import user_kernels as own
+    from ptxlab.llm import layer_chain
+    from ptxlab.lowbit.bench import attention, stream
+    from ptxlab.lowbit.bench.attention import append, merge
+    from ptxlab.lowbit.bench.attention import problem as attention_problem
+    from ptxlab.lowbit.bench.gemm import grouped, points, problem, quantiser
+
     stand_ins = {
         "device_info": lambda: SimpleNamespace(sms=2, slug="h200", arch="sm_90a"),
         "to_device": lambda array: np.array(array, order="C"),
@@ -65,6 +67,6 @@ def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for module in (append, attention, copying, decoder, fused, grouped, merge, own, points, quantiser, stream):
         monkeypatch.setattr(module, "measure", _measure)
     monkeypatch.setattr(decoder, "measure_graph", _measure_graph)
-    for module in (append, decoder, fused, points, grouped, attention_problem, own, problem, stream):
+    for module in (append, decoder, fused, points, grouped, attention_problem, layer_chain, own, problem, stream):
         monkeypatch.setattr(module, "copies_beyond_l2", lambda nbytes: 2)
     return monkeypatch

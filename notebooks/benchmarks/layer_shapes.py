@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 from ptxlab.bench.ceilings import Ceilings
+from ptxlab.llm.layer_chain import LENGTH
 from ptxlab.llm.model import Config
-from ptxlab.lowbit.bench.shapes import GROUP, Batch, even
+from ptxlab.lowbit.bench.shapes import GROUP
 
 BATCHES = (1, 4, 16, 64, 128, 256)
-LENGTH = 1024  # tokens of every sequence, the new one included
 TOPS = 1920.0  # INT8 operations, 10^12 per second: wgmma with its operands resident, as measured on an H200
 
 _SEVENTY = Config.named("LLaMA-2-70B")
@@ -32,11 +32,6 @@ class Work(NamedTuple):
     def us(self, ceilings: Ceilings) -> float:
         """Its floor in microseconds."""
         return max(self.nbytes / ceilings.read_tbps, self.operations / TOPS) / 1e6
-
-
-def batch_of(config: Config, B: int) -> Batch:
-    """Attention of B sequences."""
-    return even((config.heads, config.kv_heads), B, LENGTH, config.head_dim)
 
 
 def sizes_of(config: Config, B: int) -> dict[str, int]:
