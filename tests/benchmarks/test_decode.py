@@ -22,7 +22,7 @@ from ptxlab.llm.model import Config, KernelRunner, LayerWeights
 from ptxlab.llm.model.memory import layer_bytes
 from ptxlab.lowbit.bench.attention import problem as attention_problem
 from ptxlab.lowbit.layout import page_bytes
-from tests.bench.conftest import _measure
+from tests.support.emulated_gpu import _measure
 
 TINY = Config(hidden=128, ffn=128, heads=1, kv_heads=1, head_dim=128, layers=1, vocabulary=600, name="tiny")
 CEILINGS = Ceilings(4.6, 4.2)

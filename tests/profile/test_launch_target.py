@@ -15,8 +15,8 @@ from ptxlab import gpu, registry
 from ptxlab.errors import ArgumentError
 from ptxlab.profile import launch_target, nsight
 from ptxlab.profile.launch_target import LaunchTarget
-from tests.bench.conftest import emulated_gpu
 from tests.support.add4 import PTX_ADD4
+from tests.support.emulated_gpu import emulated_gpu
 
 __all__ = ["emulated_gpu"]
 

@@ -2,6 +2,6 @@
 
 from pathlib import Path
 
-GEMM = (Path(__file__).parents[1] / "nsight").joinpath("gemm_w4a8_qoq_sm90.ncu-rep")
-FILE = (Path(__file__).parents[1] / "nsight").joinpath("add4.ncu-rep")
+GEMM = (Path(__file__).parents[1] / "profile" / "nsight").joinpath("gemm_w4a8_qoq_sm90.ncu-rep")
+FILE = (Path(__file__).parents[1] / "profile" / "nsight").joinpath("add4.ncu-rep")
 SIZES = {"M": 16, "N": 1024, "K": 2048, "g": 128}

@@ -12,7 +12,7 @@ from ptxlab.llm.checkpoints.torch_file import MAX_PICKLE, TorchFile, TorchFolder
 from ptxlab.lowbit.layout.checkpoint import TensorInfo
 from tests.support.foreign_files import ORDERED_DICT, number, refused_mutants, tensor, text, write_archive, write_torch
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 ARRAYS = {
     "a.weight": np.arange(12, dtype=np.int8).reshape(3, 4),
     "b": np.linspace(-2, 2, 5).astype(np.float16),

@@ -17,7 +17,7 @@ from ptxlab.spec import KernelSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timing]  # counters of the device, which count others' launches too
 
-OUTSIDE = Path(__file__).parent.parent / "outside"
+OUTSIDE = Path(__file__).parents[2] / "outside"
 
 
 @pytest.fixture
