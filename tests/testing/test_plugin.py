@@ -303,6 +303,7 @@ def test_loading_the_plugin_imports_nothing_heavy() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {name for name in loaded if name.startswith("ptxlab")} == {
         "ptxlab",
+        "ptxlab._moved",
         "ptxlab.testing",
         "ptxlab.testing.plugin",
     }
