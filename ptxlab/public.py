@@ -1,5 +1,6 @@
 """The public names, which `import ptxlab` offers."""
 
+from ptxlab.emulator import EmulatorOptions
 from ptxlab.errors import PtxlabError
 from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.lowbit.kernels.attention import (
@@ -51,6 +52,7 @@ __all__ = [
     "BlockActivations",
     "BlockWeight",
     "ByVariant",
+    "EmulatorOptions",
     "ExpertWeights",
     "KVCache",
     "Kernel",

@@ -1,5 +1,7 @@
 """What `ptxlab` itself offers is enough to write a kernel down, to launch it and to catch what goes wrong."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -25,6 +27,32 @@ SPEC = ptxlab.KernelSpec(
     reference=lambda x: 3 * x,
     rules=("n % 2 == 0",),
 )
+
+
+def test_run_takes_options_of_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keywords stand in place of fields of `options`."""
+    options: list[ptxlab.EmulatorOptions] = []
+    run = ptxlab.emulator.run
+
+    def spy(*args: Any, **keywords: Any) -> ptxlab.emulator.Result:
+        options.append(keywords["options"])
+        return run(*args, **keywords)
+
+    monkeypatch.setattr(ptxlab.emulator, "run", spy)
+    spec, _ = ptxlab.find("dequant_lqq")
+    arrays = spec.pack(spec.example(np.random.default_rng(0), **spec.example_sizes[0]))
+    late = ptxlab.EmulatorOptions(mode="late", checks=frozenset({"init"}), seed=3)
+    outcome = ptxlab.run("dequant_lqq", **arrays, backend="emulator", options=late, checks="race", max_steps=10_000)
+    assert outcome.backend == "emulator"
+    assert options == [ptxlab.EmulatorOptions(mode="late", checks=frozenset({"race"}), seed=3, max_steps=10_000)]
+    for name, bad, message in (
+        ("seed", -1, r"seed: is an integer, 0 or more \(got -1\)"),
+        ("max_steps", 0, r"max_steps: has to be a positive integer \(got 0\)"),
+        ("checks", "speed", r"checks: some of async, .* \(got speed\)"),
+        ("options", "late", r"options: an EmulatorOptions \(got str\)"),
+    ):
+        with pytest.raises(ptxlab.PtxlabError, match=f"^{message}$"):
+            ptxlab.run("dequant_lqq", **arrays, backend="emulator", **{name: bad})
 
 
 def test_every_name_is_there() -> None:

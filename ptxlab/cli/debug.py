@@ -4,12 +4,11 @@ import cmd
 import contextlib
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ptxlab import debugger, registry
+from ptxlab import debugger, registry, runtime
 from ptxlab.cli.common import (
     BAD_INPUT,
     FAILED,
@@ -22,11 +21,19 @@ from ptxlab.cli.common import (
     Shared,
     print_json,
 )
-from ptxlab.cli.run import launching
+from ptxlab.cli.launching import (
+    ArgumentsFile,
+    FileOptions,
+    KernelTarget,
+    Late,
+    MaxSteps,
+    Unchecked,
+    emulator_options,
+    solve,
+)
 from ptxlab.debugger.commands import ALIASES, COMMANDS
 from ptxlab.errors import PtxlabError
 from ptxlab.io.files import load_arrays
-from ptxlab.runtime.arguments import checks_of
 
 PANEL = "Run and check"
 
@@ -34,23 +41,17 @@ PROMPT = "(ptxlab) "
 
 
 def debug(
-    target: Annotated[str, typer.Argument(help="NAME, NAME.cu, NAME:FORM, or FILE[:entry].")],
-    inputs: Annotated[
-        Path, typer.Option("--in", help=".npz with the kernel's arguments by name; scalars are 0-d arrays.")
-    ],
+    target: KernelTarget,
+    inputs: ArgumentsFile,
     execute: Annotated[
         list[str] | None, typer.Option("-x", metavar="COMMAND", help="Carry out this command; then the next -x; stop.")
     ] = None,
     check: Annotated[
         str, typer.Option(help="Checks to stop at with `break finding`, comma-separated. Default: all.")
     ] = "all",
-    late: Annotated[
-        bool, typer.Option("--late", help="Complete asynchronous copies as late as allowed, not at once.")
-    ] = False,
-    max_steps: Annotated[
-        int | None, typer.Option(help="Stop after this many instructions per wave. Default: 10 million.")
-    ] = None,
-    unchecked: Annotated[bool, typer.Option("--unchecked", help="Skip input validation.")] = False,
+    late: Late = False,
+    max_steps: MaxSteps = None,
+    unchecked: Unchecked = False,
     grid: Grid = None,
     block: Block = None,
     shared: Shared = None,
@@ -66,15 +67,14 @@ def debug(
     if as_json and execute is None:
         raise CommandLineError("--json prints what -x says: give commands with -x")
     arrays = load_arrays(inputs)
-    checks, mode = checks_of("--check", check), "late" if late else "early"
-    found = registry.resolve(target)
-    kernel, launch = launching(*found, arrays, unchecked, grid, block, shared, arch, define)
+    options = emulator_options(check, late, max_steps)
+    spec, source, entry = registry.resolve(target)
+    launch = solve(spec, source, entry, arrays, unchecked, FileOptions(grid, block, shared, arch, define))
 
-    def call() -> Any:
-        given = {name: array.copy() for name, array in arrays.items()}
-        return launch(given, mode=mode, checks=checks, backend="emulator", max_steps=max_steps)
+    def call() -> runtime.Outcome:
+        return launch.copy_arrays().run(backend="emulator", options=options)
 
-    session = debugger.Session(call, kernel(), checks)
+    session = debugger.Session(call, launch.kernel, options.checks)
     try:
         terminal = Terminal(session)
         if as_json:

@@ -2,14 +2,12 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.markup import escape
 from rich.syntax import Syntax
@@ -28,7 +26,6 @@ from ptxlab.cli.common import (
     Grid,
     Shared,
     console,
-    dims,
     expects,
     print_json,
     progress_bar,
@@ -38,18 +35,21 @@ from ptxlab.cli.common import (
     table,
     written,
 )
-from ptxlab.errors import ArgumentError, EmulationError, SourceError
-from ptxlab.io.files import load_arrays, require_folder, save_arrays
-from ptxlab.runtime.arguments import (
-    accept,
-    checks_of,
-    in_order,
-    merge_sizes,
-    output_variant,
-    parse_integers,
-    parse_sizes,
-    variant,
+from ptxlab.cli.launching import (
+    ArgumentsFile,
+    Check,
+    FileOptions,
+    KernelTarget,
+    Late,
+    MaxSteps,
+    SolvedLaunch,
+    Unchecked,
+    emulator_options,
+    solve,
 )
+from ptxlab.errors import EmulationError, SourceError
+from ptxlab.io.files import load_arrays, require_folder, save_arrays
+from ptxlab.runtime.arguments import merge_sizes, parse_sizes
 from ptxlab.runtime.verify import Job, Verdict, check_rows, plan, plan_rows
 from ptxlab.runtime.verify import verify as verify_job
 from ptxlab.sources import Source
@@ -166,22 +166,13 @@ def _shape(arg: Arg) -> str:
 
 
 def run(
-    target: Annotated[str, typer.Argument(help="NAME, NAME.cu, NAME:FORM, or FILE[:entry].")],
-    inputs: Annotated[
-        Path, typer.Option("--in", help=".npz with the kernel's arguments by name; scalars are 0-d arrays.")
-    ],
+    target: KernelTarget,
+    inputs: ArgumentsFile,
     outputs: Annotated[Path | None, typer.Option("--out", help="Write the kernel's outputs: FILE.npz.")] = None,
     backend: Backend = None,
-    check: Annotated[
-        str,
-        typer.Option(help="Emulator checks, comma-separated: lanes, race, init, async, divergence, all; float, proxy."),
-    ] = "",
-    late: Annotated[
-        bool, typer.Option("--late", help="Emulator: complete asynchronous copies as late as allowed, not at once.")
-    ] = False,
-    max_steps: Annotated[
-        int | None, typer.Option(help="Emulator: stop after this many instructions per wave. Default: 10 million.")
-    ] = None,
+    check: Check = "",
+    late: Late = False,
+    max_steps: MaxSteps = None,
     memory: Annotated[
         bool, typer.Option("--memory", help="Emulator: list bank conflicts and uncoalesced accesses by source line.")
     ] = False,
@@ -189,7 +180,7 @@ def run(
         bool,
         typer.Option("--unneeded", help="Emulator: leave out each fence and wait in turn; list those no run needs."),
     ] = False,
-    unchecked: Annotated[bool, typer.Option("--unchecked", help="Skip input validation.")] = False,
+    unchecked: Unchecked = False,
     grid: Grid = None,
     block: Block = None,
     shared: Shared = None,
@@ -211,7 +202,7 @@ def run(
     if outputs is not None:
         require_folder(outputs)
     arrays = load_arrays(inputs)
-    checks, mode = checks_of("--check", check), "late" if late else "early"
+    options = emulator_options(check, late, max_steps, count_banks=memory)
     if memory or unneeded:
         option = "--memory" if memory else "--unneeded"
         if backend == "gpu":
@@ -223,14 +214,13 @@ def run(
             "goes with one run, and --unneeded makes many: early, late, with seeds",
         )
         refuse({"--format": form if form != "text" else None}, "prints findings, and --unneeded has none")
-    found = registry.resolve(target)
-    with _annotated(form, found[1].path):
-        kernel, launch = launching(*found, arrays, unchecked, grid, block, shared, arch, define)
-        launch = partial(launch, backend=backend, max_steps=max_steps)
+    spec, source, entry = registry.resolve(target)
+    with _annotated(form, source.path):
+        launch = solve(spec, source, entry, arrays, unchecked, FileOptions(grid, block, shared, arch, define))
         if unneeded:
-            return _unneeded(kernel(), partial(launch, checks=checks or emulator.CHECKS), arrays, as_json)
+            return _unneeded(launch, options if options.checks else options.add_checks(emulator.CHECKS), as_json)
         with progress_bar(f"run {target}", None, quiet=as_json or form != "text"):
-            outcome = launch(arrays, mode=mode, checks=checks, count_banks=memory)
+            outcome = launch.run(backend=backend, options=options)
     if outputs is not None:
         save_arrays(outputs, outcome.outputs)
     if form != "text":
@@ -247,61 +237,9 @@ def run(
     else:
         if memory:
             _show_memory(_memory_rows(outcome))
-        _show_findings(outcome, "checks clean" if checks else "no checks")
+        _show_findings(outcome, "checks clean" if options.checks else "no checks")
     if outcome.findings:
         raise typer.Exit(FAILED)
-
-
-# The kernel, compiled when it is asked for, and its launch on arrays by name.
-Launching = tuple[Callable[[], runtime.Kernel], Callable[..., runtime.Outcome]]
-
-
-def launching(
-    spec: KernelSpec | None,
-    source: Source,
-    entry: str | None,
-    arrays: Mapping[str, np.ndarray],
-    unchecked: bool,
-    grid: str | None,
-    block: str | None,
-    shared: int | None,
-    arch: str | None,
-    define: list[str] | None,
-) -> Launching:
-    """What `run` and `debug` launch: a kernel as `registry.resolve` finds it, on arrays by name."""
-    if spec is not None:
-        only = {"--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
-        refuse(only, f"is for files only: {spec.name} has a spec, which says it")
-        return _by_spec(spec, source, arrays, unchecked)
-    loaded = runtime.load(source, entry, defines=parse_integers("-D", define or []), arch=arch)
-    return _by_file(loaded, dims("grid", grid or "1"), dims("block", block or "32"), shared or 0)
-
-
-def _by_spec(spec: KernelSpec, source: Source, arrays: Mapping[str, np.ndarray], unchecked: bool) -> Launching:
-    """A kernel with a spec; what is no array of it is a size."""
-    shaped = {arg.name for arg in spec.args if arg.shape}
-    sizes = {name: _size(spec, name, array) for name, array in arrays.items() if name not in shaped}
-    wanted = output_variant(spec, None)
-
-    def kernel() -> runtime.Kernel:
-        own = {name: accept(spec, spec.arg(name), array) for name, array in arrays.items() if name in shaped}
-        solved = spec.sizes_of({name: array.shape for name, array in own.items()}, sizes)
-        return runtime.Kernel.of(spec, source, variant(spec, solved, own, wanted))
-
-    def launch(given: Mapping[str, np.ndarray], **how: Any) -> runtime.Outcome:
-        own = {name: array for name, array in given.items() if name in shaped}
-        return runtime.run_spec(spec, source, own, sizes=sizes, unchecked=unchecked, wanted=wanted, **how)
-
-    return kernel, launch
-
-
-def _by_file(kernel: runtime.Kernel, *geometry: Any) -> Launching:
-    """A kernel without a spec, launched on grid, block and bytes of shared memory."""
-
-    def launch(given: Mapping[str, np.ndarray], **how: Any) -> runtime.Outcome:
-        return kernel[geometry](*in_order(kernel.entry, kernel.signature, given), **how)
-
-    return lambda: kernel, launch
 
 
 def _show_findings(outcome: runtime.Outcome, none: str) -> None:
@@ -325,17 +263,16 @@ def _annotated(form: str, path: str) -> Iterator[None]:
         raise
 
 
-def _unneeded(
-    kernel: runtime.Kernel, launch: Callable[..., runtime.Outcome], arrays: dict[str, np.ndarray], as_json: bool
-) -> None:
+def _unneeded(launch: SolvedLaunch, options: emulator.EmulatorOptions, as_json: bool) -> None:
     """Show which fences and waits of a kernel its runs need."""
 
     def attempt(mode: str, seed: int, without: frozenset[emulator.Statement]) -> emulator.Ran:
-        outcome = launch({n: a.copy() for n, a in arrays.items()}, mode=mode, seed=seed, without=without)
+        changed = replace(options, mode=mode, seed=seed, without=without)
+        outcome = launch.copy_arrays().run(backend="emulator", options=changed)
         found = tuple(f"{f.kind} at {Path(f.path).name}:{f.line}" for f in outcome.findings)
         return emulator.Ran(found, b"".join(a.tobytes() for a in outcome.outputs.values()))
 
-    statements = emulator.statements_of(kernel.module.entries[kernel.entry])
+    statements = emulator.statements_of(launch.kernel.module.entries[launch.kernel.entry])
     told = dict.fromkeys(statements, ("not tried", ""))
     with progress_bar("unneeded", sum(s.is_tried for s in statements), quiet=as_json) as advance:
         for need in emulator.needs_of(statements, attempt):
@@ -387,17 +324,6 @@ def _show_memory(rows: list[dict[str, Any]]) -> None:
         if cells:
             columns = ("line", "instructions", "requests>", f"{unit}>", "needed>", "extra>")
             console.print(table(title, columns, cells))
-
-
-def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int | float:
-    """A size out of the file, without axes: an integer, or a float where a scalar argument is one."""
-    if array.shape or name not in spec.symbols:
-        inputs, sizes = ", ".join(a.name for a in spec.inputs), ", ".join(sorted(spec.symbols))
-        raise ArgumentError(f"{spec.name}: arguments", f"{inputs}, or a size: {sizes}", name)
-    is_float = any(arg.name == name and str(arg.dtype).startswith("float") for arg in spec.args)
-    if array.dtype.kind not in ("iuf" if is_float else "iu"):
-        raise ArgumentError(f"{spec.name}: {name}", "a number" if is_float else "an integer", array)
-    return float(array) if is_float else int(array)
 
 
 def verify(

@@ -12,9 +12,9 @@ import numpy as np
 from ptxlab.debugger.stoppable import Moment, StoppableCall, Wanted
 from ptxlab.emulator.core.lanes import indices_of
 from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.options import checks_of
 from ptxlab.errors import PtxlabError
 from ptxlab.runtime import Kernel
-from ptxlab.runtime.arguments import checks_of
 
 FLOAT = ("nan", "infinity", "overflow", "subnormal")  # kinds of findings of the check "float"
 _KINDS = (

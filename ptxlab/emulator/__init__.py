@@ -1,6 +1,7 @@
 """Runs PTX on the CPU, and checks what a GPU would not: packed lanes, races, uninitialised reads.
 
-`run` (`launch`) lays out memory and runs the grid as waves of blocks; `chain` checks launches that follow each other.
+`run` (`launch`) lays out memory and runs the grid as waves of blocks; `EmulatorOptions` (`options`) say how it runs;
+`chain` checks launches that follow each other.
 Folders, each of which imports only those before it (`tests/emulator/test_layers.py`):
 
 - `front`: text -> instructions, and what can be told without running them.
@@ -17,7 +18,8 @@ from ptxlab.emulator.front.ir import Entry, Instruction, Module, Variable
 from ptxlab.emulator.front.lane_annotation import LaneType
 from ptxlab.emulator.front.parse import parse
 from ptxlab.emulator.front.pointer_accesses import PointerAccess, accesses_of, pointers_of
-from ptxlab.emulator.launch import CHECKS, MAX_STEPS, MODES, ON_REQUEST, Result, run, size_of, watched
+from ptxlab.emulator.launch import Result, run, size_of, watched
+from ptxlab.emulator.options import CHECKS, MAX_STEPS, MODES, ON_REQUEST, EmulatorOptions, OptionKeywords, checks_of
 from ptxlab.emulator.unneeded import Need, Ran, Statement, needs_of, statements_of
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "MODES",
     "ON_REQUEST",
     "Chain",
+    "EmulatorOptions",
     "Entry",
     "Finding",
     "GlobalAccess",
@@ -33,6 +36,7 @@ __all__ = [
     "LaneType",
     "Module",
     "Need",
+    "OptionKeywords",
     "PackedOperand",
     "PointerAccess",
     "Ran",
@@ -42,6 +46,7 @@ __all__ = [
     "Variable",
     "accesses_of",
     "chain",
+    "checks_of",
     "needs_of",
     "parse",
     "pointers_of",

@@ -20,7 +20,7 @@ be read by a later one, unless the buffer was `given`.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from ptxlab.emulator.core.findings import Finding
 from ptxlab.emulator.core.memory import Region
 from ptxlab.emulator.core.wave import LaunchState
 from ptxlab.emulator.front.types import Array
+from ptxlab.emulator.options import EmulatorOptions, checks_of
 from ptxlab.errors import ArgumentError
 from ptxlab.validate import is_one_of
 
@@ -40,18 +41,14 @@ class Chain:
     """The launches of a chain so far.
 
     Attributes:
-        checks: what every launch is checked for, besides what its call asks for.
-        mode: when asynchronous operations complete (`emulator.run`).
+        options: checks that every launch has besides those of its call, and the mode and seed of all launches.
         begin: whether programmatic launches begin before those before them have written anything, or after.
-        seed: as in `emulator.run`.
         launches: names of the kernels.
         findings: of all of them.
     """
 
-    checks: frozenset[str]
-    mode: str
+    options: EmulatorOptions
     begin: str
-    seed: int
     launches: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     _running: list["_Bytes"] = field(default_factory=list)  # what kernels that may still run write, as it was before
@@ -59,6 +56,11 @@ class Chain:
     _given: list["_Bytes"] = field(default_factory=list)
     _unfenced: list["_Bytes"] = field(default_factory=list)  # who wrote which bytes without a proxy fence, from 1
     _writers: list[str] = field(default_factory=list)  # those, by their numbers
+
+    def apply(self, options: EmulatorOptions) -> EmulatorOptions:
+        """Return a launch's options with the chain's mode and seed, and with its checks added."""
+        chain = self.options
+        return replace(options, checks=options.checks | chain.checks, mode=chain.mode, seed=chain.seed)
 
     def enter(self, launch: LaunchState, buffers: Buffers, uninitialised: Iterable[int]) -> None:
         """A launch is about to begin."""
@@ -137,25 +139,29 @@ def current() -> Chain | None:
 
 @contextmanager
 def chain(
-    checks: Iterable[str], *, mode: str = "early", begin: str = "early", seed: int = 0, given: Iterable[Array] = ()
+    checks: str | Iterable[str],
+    *,
+    mode: str = "early",
+    begin: str = "early",
+    seed: int = 0,
+    given: Iterable[Array] = (),
 ) -> Iterator[Chain]:
     """While inside, launches in the emulator are one chain; the calls' own `mode` and `seed` do not count.
 
     Args:
-        checks: any of `CHECKS`.
-        mode: when asynchronous operations complete, early or late.
+        checks, mode, seed: as in `EmulatorOptions`.
         begin: whether programmatic launches begin before those before them have written anything, or after.
-        seed: of what happens in any order.
         given: arrays that hold something before a kernel writes the rest, such as a cache.
 
-    Raises ArgumentError for another `begin`, or inside of a chain; for what else is wrong, the first launch does.
+    Raises ArgumentError for a value that breaks a rule, or inside of a chain.
     """
     if not is_one_of(begin, BEGINS):
         raise ArgumentError("begin", f"must be one of {', '.join(BEGINS)}", begin)
     if current() is not None:
         raise ArgumentError("chain", "must not begin inside of another", "one")
+    options = EmulatorOptions(checks=checks_of("checks", checks), mode=mode, seed=seed)
     known = [_Bytes(array, np.ones(array.nbytes, bool)) for array in given]
-    made = Chain(frozenset(checks), mode, begin, seed, _given=known)
+    made = Chain(options, begin, _given=known)
     token = _current.set(made)
     try:
         yield made

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import prod
+from typing import Unpack
 
 import numpy as np
 
@@ -38,22 +39,18 @@ from ptxlab.emulator.front.control_flow import flow_of
 from ptxlab.emulator.front.ir import Entry, Function, Module, Symbol
 from ptxlab.emulator.front.parse import parse
 from ptxlab.emulator.front.types import Array
-from ptxlab.emulator.unneeded import Statement, leave_out
+from ptxlab.emulator.options import EmulatorOptions, OptionKeywords
+from ptxlab.emulator.unneeded import leave_out
 from ptxlab.errors import ArgumentError, EmulationError
 from ptxlab.hardware.tensor_map import TENSOR_MAP_BYTES, TensorMap
 from ptxlab.spec import MOST_BLOCKS
-from ptxlab.validate import is_integer, is_one_of
+from ptxlab.validate import is_integer
 
 # Blocks of one wave run side by side, so that they may wait for each other: a block of any size per SM of an H200.
 # A grid whose blocks all wait for each other and that has more lanes than this spins for ever.
 WAVE_LANES = 132 * 1024
 POISON = 0xCD  # what shared and local memory hold before they are written
-CHECKS = frozenset({"lanes", "race", "init", "async", "divergence"})
-ON_REQUEST = frozenset({"float", "proxy"})  # not among `all`: what they report may be on purpose, or usual
-MODES = ("early", "late")
 LARGEST_CLUSTER = 16
-# Instructions that a wave of blocks dispatches, at some ten to a hundred microseconds each.
-MAX_STEPS = 10_000_000
 FUNCTION = 0xF0F0F0F0F0F0F0F0  # what stands for the address of a function, which no call takes
 
 Argument = np.ndarray | np.generic | bytes | TensorMap
@@ -80,6 +77,7 @@ class Result:
 
 
 Attach = Callable[[Machine], Iterable[Watcher]]
+# A context variable and no option: a debugger has to reach launches of any call, also of one that takes no options.
 _WATCHED: ContextVar[tuple[Attach, frozenset[str]] | None] = ContextVar("watched", default=None)
 
 
@@ -96,6 +94,25 @@ def watched(attach: Attach, checks: Iterable[str] = ()) -> Iterator[None]:
         _WATCHED.reset(token)
 
 
+@dataclass(frozen=True)
+class _Request:
+    """A kernel with arguments and geometry, checked; `EmulatorOptions` say how it runs.
+
+    Attributes:
+        sizes: of grid, block and cluster.
+        uninitialised, after_wait, programmatic: as in `run`.
+    """
+
+    module: Module
+    kernel: Entry
+    args: Sequence[Argument]
+    sizes: Sizes
+    shared_bytes: int
+    uninitialised: Collection[int]
+    after_wait: Collection[int]
+    programmatic: bool
+
+
 def run(
     module: Module | str,
     entry: str | None,
@@ -105,67 +122,58 @@ def run(
     block: Dim3,
     shared_bytes: int = 0,
     cluster: Dim3 = (1, 1, 1),
-    checks: Iterable[str] = (),
-    mode: str = "early",
-    seed: int = 0,
-    max_steps: int | None = None,
     uninitialised: Collection[int] = (),
     after_wait: Collection[int] = (),
     programmatic: bool = False,
-    count_banks: bool = False,
-    step_clock: bool = False,
-    without: Collection[Statement] = (),
+    options: EmulatorOptions | None = None,
+    **keywords: Unpack[OptionKeywords],
 ) -> Result:
     """Run a kernel of a parsed module (or of PTX text).
 
-    `entry` may be None if the module has one kernel. `args` in launch order: a C-contiguous array is a global buffer,
-    modified in place once the kernel has ended; a `TensorMap` is one over such an array; a NumPy scalar is passed by
-    value and has exactly the parameter's size; bytes are a struct passed by value. `grid`, `block` and `cluster` are
-    sizes in x, y, z; `shared_bytes` is dynamic shared memory. `checks` is any of `CHECKS` and `ON_REQUEST`; bounds and
-    alignment are always checked. `uninitialised` are positions in `args` of buffers whose contents count as never
-    written, `after_wait` of those that the kernel before on the stream may still write when this one begins
-    (`race_pdl`); `programmatic` is whether it may begin before that has ended, of which within a `chain` alone it is
-    known what.
-    `mode` says when asynchronous operations complete: "early" at once, "late" when waited for, in an order drawn from
-    `seed`; in "late" the lanes of a warp execute their strong stores (relaxed, volatile, release) at two times, too.
-    `max_steps` bounds the instructions that a wave of blocks dispatches (None: `MAX_STEPS`); lanes that spin on what no
-    other will change are found before that. With `count_banks` the result tells what accesses to memory
-    cost; with `step_clock` every warp has a clock of its own (`step_clock`). `without` are fences and waits to
-    leave out (`unneeded`).
+    Args:
+        module: the kernel's module, or PTX text.
+        entry: the kernel's name; may be None if the module has one kernel.
+        args: arguments in launch order. A C-contiguous array is a global buffer, modified in place once the kernel has
+            ended; a `TensorMap` is one over such an array; a NumPy scalar is passed by value and has exactly the
+            parameter's size; bytes are a struct passed by value.
+        grid, block, cluster: sizes in x, y, z.
+        shared_bytes: dynamic shared memory.
+        uninitialised: positions in `args` of buffers whose contents count as never written.
+        after_wait: positions of buffers that the kernel before on the stream may still write when this one begins
+            (`race_pdl`).
+        programmatic: whether this kernel may begin before the one before it has ended. Of effect only in a `chain`,
+            which knows that kernel.
+        options: how to run it.
+        keywords: fields of `EmulatorOptions`, in place of those of `options`.
 
-    Raises `ArgumentError` before anything runs; `UnknownInstruction`, `MemoryFault`, `Deadlock` and other
-    `EmulationError`s with the place in the source. No array is modified then.
+    Raises:
+        ArgumentError: before anything runs.
+        EmulationError: `UnknownInstruction`, `MemoryFault`, `Deadlock` and others, with the place in the source. No
+            array is modified then.
     """
     started = time.perf_counter()
+    options = EmulatorOptions.combine(options, keywords)
     module = parse(module) if isinstance(module, str) else module
     kernel = kernel_named(module, entry)
-    kernel = leave_out(kernel, without) if without else kernel
+    kernel = leave_out(kernel, options.without) if options.without else kernel
     sizes = size_of("grid", grid), size_of("block", block), cluster_of(kernel, size_of("cluster", cluster))
-    checks, max_steps = frozenset(checks), MAX_STEPS if max_steps is None else max_steps
     chain = current()
     if chain is not None:
-        checks, mode, seed = checks | chain.checks, chain.mode, chain.seed
-    attach, more = _WATCHED.get() or (None, frozenset())
-    checks |= more
-    check_launch(kernel, sizes, shared_bytes, checks, mode, seed)
+        options = chain.apply(options)
+    attach, checks = _WATCHED.get() or (None, frozenset())
+    options = options.add_checks(checks)
+    check_launch(kernel, sizes, shared_bytes)
     check_arguments(kernel, args)
-    if not is_integer(max_steps) or max_steps < 1:
-        raise ArgumentError("max_steps", "has to be a positive integer", max_steps)
+    request = _Request(module, kernel, args, sizes, shared_bytes, uninitialised, after_wait, programmatic)
 
     def attempt(tracked: frozenset[int]) -> tuple[LaunchState, Buffers, EmulationError | None]:
-        launch, buffers = _prepare(module, kernel, args, sizes, shared_bytes, max_steps)
-        launch.mode, launch.seed, launch.tracked, launch.programmatic = mode, seed, tracked, programmatic
-        launch.after_wait = [buffers[position][1].start for position in after_wait if position in buffers]
-        if "init" in checks:
-            launch.defined = np.ones(launch.memory.size, bool)
-            for position, (_, region) in buffers.items():
-                launch.defined[region.start : region.end] = position not in uninitialised
+        launch, buffers = _prepare(request, options, tracked)
         if chain is not None:
-            if "proxy" in checks:
+            if "proxy" in options.checks:
                 launch.unfenced = np.zeros(launch.memory.size, np.uint32)
             chain.enter(launch, buffers, uninitialised)
         try:
-            _run_waves(launch, checks, count_banks, step_clock, attach)
+            _run_waves(launch, attach)
         except EmulationError as error:
             return launch, buffers, error
         return launch, buffers, None
@@ -236,7 +244,7 @@ def cluster_of(kernel: Entry, asked: Extent) -> Extent:
     return x, y, z
 
 
-def check_launch(kernel: Entry, sizes: Sizes, shared_bytes: int, checks: frozenset[str], mode: str, seed: int) -> None:
+def check_launch(kernel: Entry, sizes: Sizes, shared_bytes: int) -> None:
     """Refuse a launch that the kernel or any GPU would refuse."""
     grid, block, cluster = sizes
     if any(blocks > most for blocks, most in zip(grid, MOST_BLOCKS, strict=True)):
@@ -256,12 +264,6 @@ def check_launch(kernel: Entry, sizes: Sizes, shared_bytes: int, checks: frozens
     if not is_integer(shared_bytes) or shared_bytes < 0 or kernel.dynamic_offset + shared_bytes > 227 * 1024:
         rule = "has to fit 227 KB with the kernel's static shared memory"
         raise ArgumentError("shared_bytes", rule, repr(shared_bytes))
-    if unknown := checks - CHECKS - ON_REQUEST:
-        raise ArgumentError("checks", f"are {', '.join(sorted(CHECKS | ON_REQUEST))}", ", ".join(sorted(unknown)))
-    if not is_one_of(mode, MODES):
-        raise ArgumentError("mode", f"must be one of {', '.join(MODES)}", mode)
-    if not is_integer(seed) or seed < 0:
-        raise ArgumentError("seed", "is an integer, 0 or more", repr(seed))
 
 
 def check_arguments(kernel: Entry, args: Sequence[Argument]) -> None:
@@ -298,28 +300,30 @@ def _check_array(name: str, array: Array) -> None:
 # Waves
 
 
-def _run_waves(
-    launch: LaunchState, checks: frozenset[str], count_banks: bool, step_clock: bool, attach: Attach | None
-) -> None:
+def _run_waves(launch: LaunchState, attach: Attach | None) -> None:
     """Run the grid."""
-    several = "race" in checks and prod(launch.grid) > len(launch.shared_windows)
+    several = "race" in launch.options.checks and prod(launch.grid) > len(launch.shared_windows)
     waves = Waves(launch.memory.size) if several else None
     with np.errstate(all="ignore"):
         for blocks in _waves(launch):
             machine = Machine(launch, blocks)
-            machine.watchers = tuple(_watchers(machine, checks, count_banks, step_clock, waves))
+            machine.watchers = tuple(_watchers(machine, waves))
             machine.watchers += tuple(attach(machine)) if attach else ()
             machine.run()
             vars(machine).clear()  # its steps refer to it: without that, only the garbage collector would free it
 
 
-def _watchers(
-    machine: Machine, checks: frozenset[str], count_banks: bool, step_clock: bool, waves: Waves | None
-) -> Iterator[Watcher]:
+def _watchers(machine: Machine, waves: Waves | None) -> Iterator[Watcher]:
+    """Make the watchers that the options ask for.
+
+    Their order is semantics. The machine tells them of every event in this order, which is also the order of findings
+    about one event. Of two that wrap an instruction (`Watcher.around`) the later one is outside and sees it first.
+    """
+    options, checks = machine.launch.options, machine.launch.options.checks
     taint = LoadTaint(machine) if machine.launch.tracked else None
-    if step_clock:
+    if options.step_clock:
         yield StepClock(machine)
-    if count_banks:
+    if options.count_banks:
         yield BankConflicts(machine)
         yield Sectors(machine)
     if "lanes" in checks:
@@ -338,12 +342,15 @@ def _watchers(
     order = Races(machine, taint) if "race" in checks else HappensBefore(machine) if needs_order else None
     in_flight = InFlight(machine, order, strict="proxy" in checks) if is_asynchronous and order else None
     if order:
+        # Before `order`: it reads what the arrivals of a phase made known, which `order` drops once that is complete.
         if uses_mbarriers:
             yield MBarrierPhases(machine, order)
         yield order
     if taint:
         taint.order = order
         yield taint
+    # What follows asks `order` what lanes know, so `order` has to hear of an event first: an access that acquires is
+    # judged by what it has acquired.
     if isinstance(order, Races):
         order.busy = in_flight.busy if in_flight else None
         if machine.cluster_memory.size > 1:
@@ -352,6 +359,7 @@ def _watchers(
             yield RacePdl(machine, order)
         if waves:
             yield RaceWaves(machine, order, waves, taint)
+    # After `order`, which judges a new copy by the bytes that older ones still move: its own must not be `busy` yet.
     if in_flight:
         yield in_flight
     if uses_mbarriers:
@@ -360,10 +368,9 @@ def _watchers(
         yield RegistersInUse(machine)
 
 
-def _prepare(
-    module: Module, kernel: Entry, args: Sequence[Argument], sizes: Sizes, shared_bytes: int, max_steps: int
-) -> tuple[LaunchState, Buffers]:
+def _prepare(request: _Request, options: EmulatorOptions, tracked: frozenset[int]) -> tuple[LaunchState, Buffers]:
     """Lay out memory and fill it."""
+    module, kernel, args = request.module, request.kernel, request.args
     memory = Memory()
     buffers: Buffers = {}
     known: dict[tuple[int, int], Region] = {}  # an array that is passed twice is one buffer
@@ -379,7 +386,18 @@ def _prepare(
     params = memory.reserve("the parameters", kernel.param_bytes, writable=False)
     addresses = {id(variable): region.start + BASE for variable, region in fixed}
     addresses.update({id(param): params.start + param.offset + BASE for param in kernel.params})
-    launch = LaunchState(kernel, memory, *sizes, shared_bytes, max_steps, addresses, args)
+    launch = LaunchState(
+        kernel,
+        memory,
+        *request.sizes,
+        request.shared_bytes,
+        addresses,
+        args,
+        options=options,
+        after_wait=[buffers[position][1].start for position in request.after_wait if position in buffers],
+        programmatic=request.programmatic,
+        tracked=tracked,
+    )
     per_cluster = prod(launch.cluster)  # a wave has as many whole clusters as fit
     count = min(max(1, WAVE_LANES // (launch.stride * per_cluster)) * per_cluster, prod(launch.grid))
     windows = [
@@ -406,6 +424,10 @@ def _prepare(
         address = np.uint64(start + BASE) if isinstance(value, np.ndarray) else value
         raw = address if isinstance(address, bytes) else address.tobytes()
         memory.arena[at : at + param.size] = np.frombuffer(raw, np.uint8)
+    if "init" in options.checks:
+        launch.defined = np.ones(memory.size, bool)
+        for position, (_, region) in buffers.items():
+            launch.defined[region.start : region.end] = position not in request.uninitialised
     return launch, buffers
 
 

@@ -7,10 +7,11 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from ptxlab import gpu, registry, sass
+from ptxlab.emulator import checks_of
 from ptxlab.errors import PtxlabError
 from ptxlab.jupyter.cell import Cell, compile_cell
 from ptxlab.jupyter.errors import in_short
-from ptxlab.runtime.arguments import checks_of, parse_integers
+from ptxlab.runtime.arguments import parse_integers
 from ptxlab.runtime.verify import Job, Verdict, verify
 from ptxlab.sources import Language
 from ptxlab.spec import KernelSpec

@@ -1,17 +1,18 @@
 """Runs kernels: any PTX or CUDA file by `load`, a spec's by `run_spec`, on the GPU or in the emulator."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, Unpack
 
 import numpy as np
 
 from ptxlab import emulator, gpu, toolchain
+from ptxlab.emulator import EmulatorOptions, OptionKeywords
 from ptxlab.errors import ArgumentError
 from ptxlab.runtime import arguments, signature
-from ptxlab.runtime.arguments import accept, accept_for, check_variant, checks_of, on_device, positions, variant
+from ptxlab.runtime.arguments import accept, accept_for, check_variant, on_device, positions, variant
 from ptxlab.runtime.backends import choose_backend
 from ptxlab.runtime.signature import Parameter
 from ptxlab.sources import Source, cuda_entries
@@ -97,13 +98,24 @@ class Kernel:
         return [accept_for(f"{self.entry}: {p.name}", p, arg) for p, arg in zip(self.signature, args, strict=True)]
 
     def launch(
-        self, args: Sequence[Any], launch: Launch, *, backend: str, written: Collection[int] | None = None, **more: Any
+        self,
+        args: Sequence[Any],
+        launch: Launch,
+        *,
+        backend: str,
+        written: Collection[int] | None = None,
+        uninitialised: Collection[int] = (),
+        after_wait: Collection[int] = (),
+        programmatic: bool = False,
+        options: EmulatorOptions | None = None,
+        **keywords: Unpack[OptionKeywords],
     ) -> emulator.Result | None:
         """Launch with arguments in order (arrays, tensor maps over arrays, NumPy scalars); arrays are written in place.
 
-        `written` are positions of the NumPy arrays that the GPU has to give back (None: all); `more` is for the
-        emulator alone: `checks`, `mode` and whatever else `emulator.run` takes.
+        `written` are positions of the NumPy arrays that the GPU has to give back (None: all). All that follows it is
+        for the emulator alone, as in `emulator.run`.
         """
+        options = EmulatorOptions.combine(options, keywords)
         if 0 in launch.grid:
             return None
         if backend == "gpu":
@@ -117,7 +129,10 @@ class Kernel:
             block=launch.block,
             shared_bytes=launch.shared_bytes,
             cluster=launch.cluster,
-            **more,
+            uninitialised=uninitialised,
+            after_wait=after_wait,
+            programmatic=programmatic,
+            options=options,
         )
 
     def __call__(
@@ -128,35 +143,38 @@ class Kernel:
         shared_bytes: int = 0,
         cluster: int | tuple[int, ...] = 1,
         backend: str | None = None,
-        checks: Iterable[str] | None = None,
-        mode: str = "early",
-        seed: int = 0,
-        count_banks: bool = False,
-        max_steps: int | None = None,
         after_wait: Collection[str] = (),
-        without: Collection[emulator.Statement] = (),
+        options: EmulatorOptions | None = None,
+        **keywords: Unpack[OptionKeywords],
     ) -> Outcome:
         """Launch on arrays (of any library), tensor maps and numbers in the order of the parameters.
 
         `kernel[grid, block](*args)` and `kernel[grid, block, shared_bytes](*args)` are the same. Arrays are written in
         place; the outcome's `outputs` are these, by parameter name. Where the source tells a parameter's type
         (`signature`), an array of other elements is refused, and a Python number becomes what the parameter is; else
-        numbers are NumPy scalars, as wide as the parameter. `after_wait` names parameters that the kernel may read only
-        once it has waited for the one before it on the stream (griddepcontrol.wait), which the check for races looks at
-        then. `max_steps` bounds what the emulator does, `without` are fences and waits that it leaves out
-        (`emulator.run`).
+        numbers are NumPy scalars, as wide as the parameter.
+
+        Args:
+            args: the kernel's arguments.
+            grid, block, cluster: sizes, in up to three axes.
+            shared_bytes: dynamic shared memory.
+            backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
+            after_wait: names of parameters that the kernel may read only once it has waited for the one before it on
+                the stream (griddepcontrol.wait), which the check for races looks at then.
+            options: how the emulator runs it; by default with the kernel's own `checks`.
+            keywords: fields of `EmulatorOptions` (`checks`, `mode`, `seed`, `max_steps` ...), in place of those of
+                `options`.
         """
-        arguments.check_flags(count_banks=count_banks)
-        usual = () if isinstance(backend, str) and backend == "gpu" else self.checks
-        checks = usual if checks is None else checks_of("checks", checks)
+        if options is None and self.checks and not (isinstance(backend, str) and backend == "gpu"):
+            options = EmulatorOptions(checks=self.checks)
+        options = EmulatorOptions.combine(options, keywords)
         names = self.parameters
         shared = self.arguments(args)
         waits = positions(f"{self.entry}: after_wait", after_wait, names)
         where = arguments.geometry(grid, block, shared_bytes, cluster)
-        backend = choose_backend(backend, self, where, on_device=any(map(on_device, shared)), checks=checks)
-        how: dict[str, Any] = {"mode": mode, "seed": seed, "count_banks": count_banks, "max_steps": max_steps}
-        how["without"] = without
-        result = self.launch(shared, where, backend=backend, checks=checks, after_wait=waits, **how)
+        any_on_device = any(map(on_device, shared))
+        backend = choose_backend(backend, self, where, on_device=any_on_device, checks=options.checks)
+        result = self.launch(shared, where, backend=backend, after_wait=waits, options=options)
         arrays = {n: a for n, a in zip(names, args, strict=True) if getattr(a, "shape", ()) != ()}
         return _outcome(backend, arrays, result)
 
@@ -204,6 +222,96 @@ def load(
     return Kernel(source, entry, dict(defines or {}), arch and toolchain.check_arch(arch))
 
 
+@dataclass(frozen=True, eq=False)
+class SpecLaunch:
+    """A launch of a spec's kernel, with all that its arrays and sizes decide. Made by `solve_launch`.
+
+    Attributes:
+        kernel: the kernel, with its constants.
+        geometry: grid, block, shared memory and cluster.
+        sizes: every size of the spec.
+        inputs, out: the caller's arrays by argument name.
+        arrays: the same arrays as NumPy's or CuPy's, on the same memory.
+    """
+
+    spec: KernelSpec
+    kernel: Kernel
+    geometry: Launch
+    sizes: Sizes
+    inputs: Mapping[str, Any]
+    out: Mapping[str, Any]
+    arrays: Mapping[str, Any]
+
+    def copy_arrays(self) -> Self:
+        """Return the same launch on copies of all arrays, so that a run leaves these as they are."""
+        copies = {name: array.copy() for name, array in self.arrays.items()}
+        inputs, out = ({name: copies[name] for name in of} for of in (self.inputs, self.out))
+        return replace(self, inputs=inputs, out=out, arrays=copies)
+
+    def run(
+        self, *, backend: str | None = None, programmatic: bool = False, options: EmulatorOptions | None = None
+    ) -> Outcome:
+        """Choose the backend, allocate the outputs that were left out, and launch (`run_spec`)."""
+        spec, kernel, arrays = self.spec, self.kernel, dict(self.arrays)
+        options = EmulatorOptions.combine(options, {})
+        any_on_device = any(map(on_device, arrays.values()))
+        backend = choose_backend(backend, kernel, self.geometry, on_device=any_on_device, checks=options.checks)
+        for arg in spec.args:
+            if arg.role in ("out", "scratch") and arg.name not in arrays:
+                dtype = storage(dtype_in(arg.dtype, kernel.defines))
+                arrays[arg.name] = (gpu.empty if any_on_device else np.empty)(arg.resolve(self.sizes), dtype)
+        # Of nothing there is no tensor map, nor anything to launch.
+        args = [] if 0 in self.geometry.grid else spec.arguments(arrays, {**self.sizes, **kernel.defines})
+        result = kernel.launch(
+            args,
+            self.geometry,
+            backend=backend,
+            written=[i for i, a in enumerate(spec.args) if a.role in ("out", "inout")],
+            uninitialised=[i for i, a in enumerate(spec.args) if a.role in ("out", "scratch")],
+            after_wait=[i for i, a in enumerate(spec.args) if a.name in spec.after_wait],
+            programmatic=programmatic,
+            options=options,
+        )
+        like = next(iter(self.inputs.values()))
+        dtypes = {a.name: dtype_in(a.dtype, kernel.defines) for a in spec.outputs}
+        callers = {**self.inputs, **self.out}
+        made = {n: callers[n] if n in callers else gpu.like(arrays[n], like, dtype) for n, dtype in dtypes.items()}
+        return _outcome(backend, made, result)
+
+
+def solve_launch(
+    spec: KernelSpec,
+    source: Source,
+    inputs: Mapping[str, Any],
+    *,
+    sizes: Sizes | None = None,
+    out: Mapping[str, Any] | None = None,
+    unchecked: bool = False,
+    config: Mapping[str, int] | None = None,
+    wanted: Mapping[str, int] | None = None,
+) -> SpecLaunch:
+    """Check a spec's arrays, and solve for its sizes, constants and geometry. Nothing is compiled or launched.
+
+    The arguments are those of `run_spec`.
+    """
+    out = out or {}
+    written = [a.name for a in spec.args if a.role in ("out", "inout", "scratch")]
+    for label, names, those in (("arguments", [a.name for a in spec.inputs], inputs), ("out", written, out)):
+        if unknown := sorted(set(those) - set(names)):
+            raise ArgumentError(f"{spec.name}: {label}", ", ".join(sorted(names)), unknown[0])
+    callers = {**inputs, **out}
+    if missing := sorted(a.name for a in spec.inputs if a.name not in callers and not a.optional):
+        raise ArgumentError(f"{spec.name}: {missing[0]}", "must be given", "nothing")
+    arrays = {n: accept(spec, spec.arg(n), a) for n, a in callers.items()}
+    solved = spec.sizes_of({n: tuple(a.shape) for n, a in arrays.items()}, sizes)
+    if not unchecked and not any(on_device(arrays[n]) for n in inputs):
+        spec.check_values({n: arrays[n] for n in inputs}, solved)
+    kernel = Kernel.of(spec, source, config or variant(spec, solved, arrays, wanted or {}))
+    check_variant(spec, kernel.defines, arrays)
+    geometry = spec.launch({**solved, **kernel.defines})
+    return SpecLaunch(spec, kernel, geometry, solved, inputs, out, arrays)
+
+
 def run_spec(
     spec: KernelSpec,
     source: Source,
@@ -212,16 +320,12 @@ def run_spec(
     sizes: Sizes | None = None,
     out: Mapping[str, Any] | None = None,
     backend: str | None = None,
-    checks: Iterable[str] = (),
     unchecked: bool = False,
     config: Mapping[str, int] | None = None,
     wanted: Mapping[str, int] | None = None,
-    mode: str = "early",
-    seed: int = 0,
     programmatic: bool = False,
-    count_banks: bool = False,
-    max_steps: int | None = None,
-    without: Collection[emulator.Statement] = (),
+    options: EmulatorOptions | None = None,
+    **keywords: Unpack[OptionKeywords],
 ) -> Outcome:
     """Run a spec's kernel from one of its sources. Everything is checked before anything is launched, but for the
     values of arrays on a device: looking at them would wait for it.
@@ -234,62 +338,18 @@ def run_spec(
         sizes: sizes that no shape tells.
         out: arrays to write into, by argument name; by default allocated; what is read and written may be here.
         backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
-        checks: what the emulator looks for: `lanes`, `race`, `init`, `async`, `divergence`.
         unchecked: admit values that break the value rules (to look at overflow).
         config: `-D` constants; by default those that the spec chooses for the sizes, dtypes as the arrays have them.
         wanted: some of the constants, in the place of what the spec chooses.
-        mode: when the emulator completes what is asynchronous: `early` or `late`.
-        seed: orders whatever the emulator may do in any order.
         programmatic: whether it may begin before the launch before it has ended, in a chain of the emulator
             (`emulator.chain`); of no effect elsewhere.
-        count_banks: have the emulator count wavefronts of shared memory, `Outcome.shared`, and sectors of global
-            memory, `Outcome.sectors`.
-        max_steps: instructions that the emulator dispatches at most per wave of blocks; None: `emulator.MAX_STEPS`.
-        without: fences and waits that the emulator leaves out.
+        options: how the emulator runs it.
+        keywords: fields of `EmulatorOptions` (`checks`, `mode`, `seed`, `max_steps` ...), in place of those of
+            `options`.
     """
-    checks = checks_of("checks", checks)
-    written = [a.name for a in spec.args if a.role in ("out", "inout", "scratch")]
-    for label, names, those in (("arguments", [a.name for a in spec.inputs], inputs), ("out", written, out or {})):
-        if unknown := sorted(set(those) - set(names)):
-            raise ArgumentError(f"{spec.name}: {label}", ", ".join(sorted(names)), unknown[0])
-    given = {**inputs, **(out or {})}
-    if missing := sorted(a.name for a in spec.inputs if a.name not in given and not a.optional):
-        raise ArgumentError(f"{spec.name}: {missing[0]}", "must be given", "nothing")
-    arrays = {n: accept(spec, spec.arg(n), a) for n, a in given.items()}
-    solved = spec.sizes_of({n: tuple(a.shape) for n, a in arrays.items()}, sizes)
-    any_on_device = any(map(on_device, arrays.values()))
-    if not unchecked and not any(on_device(arrays[n]) for n in inputs):
-        spec.check_values({n: arrays[n] for n in inputs}, solved)
-
-    kernel = Kernel.of(spec, source, config or variant(spec, solved, arrays, wanted or {}))
-    check_variant(spec, kernel.defines, arrays)
-    launch = spec.launch({**solved, **kernel.defines})
-    backend = choose_backend(backend, kernel, launch, on_device=any_on_device, checks=checks)
-    for arg in spec.args:
-        if arg.role in ("out", "scratch") and arg.name not in arrays:
-            dtype = storage(dtype_in(arg.dtype, kernel.defines))
-            arrays[arg.name] = (gpu.empty if any_on_device else np.empty)(arg.resolve(solved), dtype)
-    # Of nothing there is no tensor map, nor anything to launch.
-    args = [] if 0 in launch.grid else spec.arguments(arrays, {**solved, **kernel.defines})
-    result = kernel.launch(
-        args,
-        launch,
-        backend=backend,
-        checks=checks,
-        uninitialised=[i for i, a in enumerate(spec.args) if a.role in ("out", "scratch")],
-        after_wait=[i for i, a in enumerate(spec.args) if a.name in spec.after_wait],
-        written=[i for i, a in enumerate(spec.args) if a.role in ("out", "inout")],
-        mode=mode,
-        seed=seed,
-        programmatic=programmatic,
-        count_banks=count_banks,
-        max_steps=max_steps,
-        without=without,
-    )
-    like = next(iter(inputs.values()))
-    dtypes = {a.name: dtype_in(a.dtype, kernel.defines) for a in spec.outputs}
-    made = {n: given[n] if n in given else gpu.like(arrays[n], like, dtype) for n, dtype in dtypes.items()}
-    return _outcome(backend, made, result)
+    options = EmulatorOptions.combine(options, keywords)
+    launch = solve_launch(spec, source, inputs, sizes=sizes, out=out, unchecked=unchecked, config=config, wanted=wanted)
+    return launch.run(backend=backend, programmatic=programmatic, options=options)
 
 
 def _outcome(backend: str, outputs: dict[str, Any], result: emulator.Result | None) -> Outcome:

@@ -1,6 +1,6 @@
 """What a kernel is given: arrays of any library, checked before anything is launched, and sizes in up to three axes."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,21 +186,6 @@ def geometry(grid: Any, block: Any, shared_bytes: Any = 0, cluster: Any = 1) -> 
 def on_device(arg: Any) -> bool:
     """Whether an argument is, or a tensor map is over, an array in GPU memory."""
     return gpu.is_device_array(arg.array if isinstance(arg, TensorMap) else arg)
-
-
-def checks_of(option: str, checks: str | Iterable[str]) -> frozenset[str]:
-    """Which of the emulator's checks are asked for: their names, or in one string `race`, `lanes,race`, `all,float`."""
-    if isinstance(checks, str):
-        words = list(filter(None, map(str.strip, checks.split(","))))
-        checks = [name for word in words for name in (emulator.CHECKS if word == "all" else (word,))]
-    known = emulator.CHECKS | emulator.ON_REQUEST
-    rule = f"some of {', '.join(sorted(known))}"
-    if not isinstance(checks, Iterable) or isinstance(checks, np.ndarray):
-        raise ArgumentError(option, rule, repr(checks))
-    for name in (chosen := list(checks)):
-        if not is_one_of(name, known):
-            raise ArgumentError(option, rule, name)
-    return frozenset(chosen)
 
 
 def parse_integers(option: str, texts: Sequence[str]) -> dict[str, int]:

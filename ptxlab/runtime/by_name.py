@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.emulator import EmulatorOptions
 from ptxlab.errors import ArgumentError
 from ptxlab.registry import find
 from ptxlab.runtime import Outcome, run_spec
@@ -15,10 +16,11 @@ def run(
     kernel: str,
     *,
     backend: str | None = None,
-    checks: Iterable[str] = (),
+    checks: str | Iterable[str] | None = None,
     unchecked: bool = False,
-    seed: int = 0,
+    seed: int | None = None,
     max_steps: int | None = None,
+    options: EmulatorOptions | None = None,
     out: Mapping[str, Any] | None = None,
     out_dtype: Any = None,
     **arrays: Any,
@@ -28,10 +30,9 @@ def run(
     Args:
         kernel: its name, or `name.ptx` / `name.cu` to select a source, `name:form` a form.
         backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
-        checks: what the emulator looks for: `lanes`, `race`, `init`, `async`, `divergence`, or `"all"`.
         unchecked: admit values that break the value rules (to look at overflow).
-        seed: orders whatever the emulator may do in any order.
-        max_steps: instructions that the emulator dispatches at most per wave of blocks; None: `emulator.MAX_STEPS`.
+        options: how the emulator runs it.
+        checks, seed, max_steps: fields of `EmulatorOptions`, in place of those of `options`.
         out: arrays to write into, by argument name; by default allocated; what is read and written may be here.
         out_dtype: of an output that no input settles: a GEMM's is by default `float16`, scaled; `int32` are its
             accumulators, which neither scales nor bias change.
@@ -53,6 +54,7 @@ def run(
         checks=checks,
         unchecked=unchecked,
         wanted=output_variant(spec, out_dtype),
+        options=options,
         seed=seed,
         max_steps=max_steps,
     )

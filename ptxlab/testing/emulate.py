@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from ptxlab import runtime
+from ptxlab.emulator import EmulatorOptions
 from ptxlab.errors import ArgumentError, EmulationError, FileError, PtxlabError, SourceError, VerificationError
 from ptxlab.hardware.tensor_map import TensorMap
-from ptxlab.runtime.arguments import check_defines, checks_of, geometry, is_text
+from ptxlab.runtime.arguments import check_defines, geometry, is_text
 from ptxlab.runtime.backends import choose_backend
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
@@ -44,6 +45,10 @@ class Schedule:
         """`early` or `late:3`."""
         mode, _, seed = text.partition(":")
         return cls(mode, int(seed or 0))
+
+    def apply(self, options: EmulatorOptions) -> EmulatorOptions:
+        """Return the options with this schedule's mode and seed."""
+        return replace(options, mode=self.mode, seed=self.seed)
 
     def __str__(self) -> str:
         return f"late:{self.seed}" if self.mode == "late" else "early"
@@ -181,14 +186,15 @@ class Emulate:
         settings = self._settings()
         try:
             check_defines(defines := {} if defines is None else defines, arch)
-            options = {"entry": entry, "defines": defines, "arch": arch}
-            target, given = self._target(kernel, settings, options, args, _merged(named, arguments))
+            loading = {"entry": entry, "defines": defines, "arch": arch}
+            target, given = self._target(kernel, settings, loading, args, _merged(named, arguments))
             if target.block is not None and block not in (None, target.block):
                 raise ArgumentError("block", f"{target.block}, which the kernel was compiled for", block)
             launch = geometry(
                 grid, _first(target.block, block, 32), _first(shared_bytes, target.shared_bytes, 0), cluster
             )
-            chosen = checks_of("checks", settings.checks if checks is None else checks)
+            checks = settings.checks if checks is None else checks
+            options = EmulatorOptions.combine(None, {"checks": checks, "max_steps": max_steps})
             accepted = target.kernel.arguments(given)
             if settings.backend == "gpu":
                 choose_backend("gpu", target.kernel, launch, on_device=False)
@@ -198,7 +204,7 @@ class Emulate:
             schedules = settings.schedules(seeds, target.varies)
             for schedule in schedules:
                 fresh = _copies(accepted)
-                _run(target, fresh, launch, settings, schedule, chosen, max_steps)
+                _run(target, fresh, launch, settings, schedule, options)
                 if first and same:
                     _compare(first, fresh, target, settings, schedules[0], schedule)
                 first = first or fresh
@@ -210,7 +216,7 @@ class Emulate:
         return Emulated(_named(target, first), tuple(map(str, schedules)), "emulator")
 
     def _target(
-        self, kernel: Any, settings: Settings, options: dict[str, Any], args: Sequence[Any], named: dict[str, Any]
+        self, kernel: Any, settings: Settings, loading: dict[str, Any], args: Sequence[Any], named: dict[str, Any]
     ) -> tuple[Target, list[Any]]:
         """The kernel, compiled once per session, and the arguments of all its parameters."""
         key: tuple[Any, ...]
@@ -223,10 +229,10 @@ class Emulate:
         elif isinstance(kernel, str | Source):
             key = (kernel,)
         else:
-            return adapters.target(kernel, options, args, named, self._targets)
-        key = (*key, options["entry"], *sorted(options["defines"].items()), options["arch"])
+            return adapters.target(kernel, loading, args, named, self._targets)
+        key = (*key, loading["entry"], *sorted(loading["defines"].items()), loading["arch"])
         if key not in self._targets:
-            self._targets[key] = Target.of(runtime.load(kernel, **options))
+            self._targets[key] = Target.of(runtime.load(kernel, **loading))
         return self._targets[key], self._targets[key].arguments(args, named)
 
 
@@ -236,13 +242,11 @@ def _run(
     launch: Launch,
     settings: Settings,
     schedule: Schedule,
-    checks: Iterable[str],
-    max_steps: int | None,
+    options: EmulatorOptions,
 ) -> None:
     """Run one schedule; raise CheckFailed for findings. Errors get an annotation and the command that replays them."""
-    how: dict[str, Any] = {"mode": schedule.mode, "seed": schedule.seed, "max_steps": max_steps}
     try:
-        result = target.kernel.launch(arguments, launch, backend="emulator", checks=checks, **how)
+        result = target.kernel.launch(arguments, launch, backend="emulator", options=schedule.apply(options))
     except EmulationError as error:
         error.args = (settings.name_arguments(str(error), target),)
         vars(error)["annotations"] = [_annotation(error, settings, target.kernel.source.path)]

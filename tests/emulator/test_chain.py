@@ -140,5 +140,7 @@ def test_bad_input() -> None:
     refused = "chain: must not begin inside of another"
     with emulator.chain(()), pytest.raises(ArgumentError, match=refused), emulator.chain(()):
         pass
-    with emulator.chain({"nonsense"}), pytest.raises(ArgumentError, match="checks"):
-        launch(LINES, *buffers(2))
+    for name, bad in (("checks", {"nonsense"}), ("mode", "soon"), ("seed", -1)):
+        keywords = {"checks": (), name: bad}
+        with pytest.raises(ArgumentError, match=f"^{name}: "), emulator.chain(**keywords):
+            pass

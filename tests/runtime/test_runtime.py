@@ -337,7 +337,7 @@ def test_checks_of_a_kernel_are_those_of_calls_that_ask_for_no_others(monkeypatc
     calls: list[tuple[str, set[str]]] = []
     monkeypatch.setattr(runtime.gpu, "why_not", lambda *a, **k: None)
     monkeypatch.setattr(
-        runtime.Kernel, "launch", lambda *_, backend, checks, **__: calls.append((backend, set(checks)))
+        runtime.Kernel, "launch", lambda *_, backend, options, **__: calls.append((backend, set(options.checks)))
     )
     kernel, a = replace(ptxlab.load(PTX_ADD4), checks=frozenset({"lanes"})), np.zeros(32, np.uint32)
     for options in ({}, {"backend": "emulator"}, {"backend": "gpu"}, {"checks": ()}, {"checks": ["race"]}):

@@ -4,8 +4,12 @@ import functools
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from ptxlab import emulator
+from ptxlab.emulator import launch
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.core.wave import LaunchState
 from ptxlab.errors import EmulationError
 
 HEADER = ".version 8.1\n.target sm_90\n.address_size 64\n"
@@ -41,6 +45,19 @@ def values(body: str, threads: int = 32, blocks: int = 1, **more) -> np.ndarray:
 
 def run(text: str, *args, threads: int = 32, blocks: int = 1, **more) -> emulator.Result:
     return emulator.run(emulator.parse(text, "k.ptx"), None, args, grid=blocks, block=threads, **more)
+
+
+def record_options(monkeypatch: pytest.MonkeyPatch) -> list[emulator.EmulatorOptions]:
+    """A list that gets the options of every machine made from now on."""
+    options: list[emulator.EmulatorOptions] = []
+
+    class Recorder(Machine):
+        def __init__(self, state: LaunchState, blocks: np.ndarray) -> None:
+            super().__init__(state, blocks)
+            options.append(state.options)
+
+    monkeypatch.setattr(launch, "Machine", Recorder)
+    return options
 
 
 def told(outcome: Callable[[], list[str]]) -> str:

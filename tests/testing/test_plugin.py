@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from ptxlab.emulator import EmulatorOptions
+from tests.support.emulated import record_options
 from tests.support.plugin import OPTIONS
 
 pytest_plugins = "pytester"
@@ -98,6 +100,27 @@ def test_a_read_only_array_may_not_be_written(emulate):
         emulate("scale.ptx", grid=4, block=128, a=fixed, s=2.0)
 """)
     result.assert_outcomes(passed=5)
+
+
+def test_options_of_the_call_and_of_each_schedule_reach_the_machine(
+    plugin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = record_options(monkeypatch)
+    run = plugin(
+        """
+@pytest.mark.ptxlab(checks="async", seeds=2)
+def test_differs(emulate):
+    arrays = {"a": A[:64], "out": np.zeros(64, np.float32)}
+    emulate("late.ptx", grid=1, block=64, checks="lanes", max_steps=500, same=False, **arrays)
+""",
+        "--ptxlab-seed=5",
+    )
+    run.assert_outcomes(passed=1)
+    checks = frozenset({"lanes"})
+    assert options == [
+        EmulatorOptions(checks=checks, mode=mode, seed=seed, max_steps=500)
+        for mode, seed in (("early", 0), ("late", 5), ("late", 6))
+    ]
 
 
 def test_hypothesis_calls_it_for_every_example_and_nothing_is_loaded_twice(plugin: Any) -> None:
@@ -216,6 +239,7 @@ BAD = {
     'emulate("scale.ptx", grid=1, a=A[::2], s=2.0)': "scale: a: C-contiguous*",
     'emulate("scale.ptx", grid=1, a=A, s=2.0, checks="nosuch")': "checks: some of *",
     'emulate("scale.ptx", grid=1, a=A, s=2.0, seeds=-1)': "seeds: an integer, 0 or more (got -1)",
+    'emulate("scale.ptx", grid=1, a=A, s=2.0, max_steps=0)': "max_steps: has to be a positive integer (got 0)",
     'emulate("scale.ptx", grid=1, a=A, s=2.0, defines=["X"])': "defines: names of macros with *",
     'emulate("scale.ptx", grid=1, a=A, s=2.0, arguments=["X"])': "arguments: a mapping from names *(got list)",
     'emulate("scale.ptx", grid=1, a=A, s=2.0, arguments={"s": 1.0})': "arguments: names that are not given *(got s)",

@@ -45,8 +45,8 @@ class EffectQueue(Unit):
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self.mbarriers: Mapping[int, Notified] = {}  # by arena offset; see `mbarrier`
-        self.late = machine.launch.mode == "late"
-        self.random = np.random.default_rng(machine.launch.seed)
+        self.late = machine.launch.options.mode == "late"
+        self.random = np.random.default_rng(machine.launch.options.seed)
         self.queue: list[Effect] = []
         self.serial = 0
         # per lane, how many groups it has committed

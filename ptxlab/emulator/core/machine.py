@@ -124,8 +124,8 @@ class Machine(Wave):
         self.held: list[tuple[int, Lanes]] = []
         self.held_until = 0
         self.was_held = np.zeros(self.lanes, bool)
-        self.random = np.random.default_rng((launch.seed, 1))
-        self.last_step = launch.steps + launch.max_steps
+        self.random = np.random.default_rng((launch.options.seed, 1))
+        self.last_step = launch.steps + launch.options.max_steps
         everybody, _ = split(slice(0, self.lanes), self.alive)
         assert everybody is not None
         self.ready: dict[int, Lanes] = {0: everybody}
@@ -187,7 +187,7 @@ class Machine(Wave):
 
     def in_parts(self, handler: Handler, pc: int) -> Handler:
         """The handler of strong stores: in mode "late" some lanes execute it later, so others see a part of them."""
-        if self.launch.mode != "late":
+        if self.launch.options.mode != "late":
             return handler
 
         def run(lanes: Lanes) -> Successors:
@@ -278,7 +278,8 @@ class Machine(Wave):
                 self.put(target, those)
             if launch.steps > self.last_step:
                 where = "; ".join(self.running(ready or {last: lanes}))
-                raise EmulationError(f"still running after {launch.max_steps} steps: {where}; max_steps allows more")
+                limit = launch.options.max_steps
+                raise EmulationError(f"still running after {limit} steps: {where}; max_steps allows more")
 
     def advance(self, only_awaited: bool = False) -> bool:
         """Have a unit do something; False if there is nothing to do."""

@@ -19,6 +19,7 @@ from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Entry, Instruction, Operand, Register
 from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, FILES, Array, bits_of, is_float, is_signed
+from ptxlab.emulator.options import EmulatorOptions
 from ptxlab.hardware.tensor_map import TensorMap
 
 MOST_PRINTED = 1 << 20  # characters of a launch, as CUDA's buffer has by default
@@ -34,14 +35,12 @@ class LaunchState:
     block: tuple[int, int, int]
     cluster: tuple[int, int, int]
     shared_bytes: int  # dynamic
-    max_steps: int
     addresses: dict[int, int]  # id of a global, const or param variable -> its address
     args: Sequence[Any] = ()  # as they were passed, in launch order
     shared_windows: Array = field(init=False)  # arena offset of each block's, for as many blocks as a wave may have
     local_window: int = field(init=False)
     findings: Findings = field(default_factory=Findings)
-    mode: str = "early"  # when asynchronous copies land; see `effect_queue`
-    seed: int = 0
+    options: EmulatorOptions = field(default_factory=EmulatorOptions)
     defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")
     after_wait: Sequence[int] = ()  # arena offsets of buffers that the kernel before makes (check "race")
     programmatic: bool = False  # whether it may begin while those before it in a chain still run (`chain`)

@@ -108,7 +108,7 @@ def triton_matmul(path: Path, checks: Checks) -> Row:
 
     c = np.zeros((n, n), np.float16)
     args: list[Any] = [a, b, c, *map(np.int32, (n, n, n)), scratch, scratch]
-    launch: dict[str, Any] = {"grid": (n // 64, n // 128), "block": 128, "shared_bytes": 49152, "checks": checks}
+    grid = n // 64, n // 128
 
     def check(result: emulator.Result) -> int:
         if not np.array_equal(c, expected):
@@ -116,7 +116,10 @@ def triton_matmul(path: Path, checks: Checks) -> Row:
         c[...] = 0
         return result.lane_instructions
 
-    measured, count = timed(lambda: emulator.run(module, None, args, **launch), check)
+    def call() -> emulator.Result:
+        return emulator.run(module, None, args, grid=grid, block=128, shared_bytes=49152, checks=checks)
+
+    measured, count = timed(call, check)
     return Row(
         kernel=f"triton_{path.stem}",
         source="ptx",

@@ -131,6 +131,20 @@ def test_bytes_in_flight_are_not_to_be_touched(touch, mode):
 
 
 @both_modes
+def test_a_copy_over_what_an_older_copy_has_written_races_with_it(mode):
+    """The check of races sees a copy before its own bytes count as in flight (the order of `launch._watchers`)."""
+    body = """setp.eq.u32 %p, %r0, 0; setp.eq.u32 %q, %r0, 32;
+@%p cp.async.cg.shared.global [%r6], [%x3], 16;
+cp.async.wait_all;
+BARRIER
+@%q cp.async.cg.shared.global [%r6], [%x3], 16;
+cp.async.wait_all;
+"""
+    assert outcome(body.replace("BARRIER", ""), threads=64, mode=mode)[1] == [("race", 5)]
+    assert outcome(body.replace("BARRIER", "bar.sync 0;"), threads=64, mode=mode)[1] == []
+
+
+@both_modes
 def test_others_see_a_copy_behind_a_barrier_only(mode):
     body = """xor.b32 %r7, %r2, 512;
     cp.async.cg.shared.global [%r2], [%x1], 16;

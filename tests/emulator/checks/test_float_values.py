@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-from ptxlab.runtime.arguments import checks_of
+from ptxlab.emulator.options import checks_of
 from tests.support.emulated import HEADER, STORE, kernel, line_of, run
 
 LANE = "mov.u32 %r0, %tid.x; cvt.rn.f32.u32 %f0, %r0; ld.param.u64 %x1, [a]; mul.wide.u32 %x2, %r0, 4;\n"

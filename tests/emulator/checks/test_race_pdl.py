@@ -95,6 +95,15 @@ def test_one_thread_waits_for_those_behind_a_barrier() -> None:
     assert len(outcome(hasty)) == 2
 
 
+def test_a_read_that_acquires_lies_behind_the_wait_that_it_learns_of() -> None:
+    """The check of the wait hears of an access after the clocks do (the order of `launch._watchers`)."""
+    flag = "@%q st.release.gpu.global.u32 [%x6], 0;\nld.acquire.gpu.global.u32 %r6, [%x6];\n"
+    body = EACH.replace(WAIT, f"@%q {WAIT}{flag}")
+    for load, count in (("ld.acquire", 0), ("ld.relaxed", 3)):
+        early = [f for f in outcome(body.replace("ld.acquire", load), "early") if "ahead of" in f.message]
+        assert len(early) == count
+
+
 def test_one_lane_waits_for_its_warp() -> None:
     each = EACH.replace(WAIT, f"and.b32 %r7, %r0, 31; setp.eq.u32 %p, %r7, 0;\n@%p {WAIT}bar.warp.sync -1;\n")
     assert outcome(each) == []
