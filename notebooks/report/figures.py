@@ -145,14 +145,17 @@ def picture(name: str) -> Figure:
 
 
 def draw_all() -> tuple[list[Path], list[str]]:
-    """Draw every picture that is measured; returns their paths, and a line for each of the others."""
+    """Draw every picture that is measured; returns the paths that changed, and a line for each other picture."""
     FIGURES.mkdir(exist_ok=True)
-    drawn, left_out = [], []
+    changed, left_out = [], []
     for name in PICTURES:
         path = FIGURES / f"{name}.png"
         try:
-            plot.save(picture(name), path)
-            drawn.append(path)
+            png = plot.render(picture(name), "png")
         except NotMeasuredError as error:
             left_out.append(f"{path}: {NOT_RECORDED} {error}")
-    return drawn, left_out
+            continue
+        if not path.exists() or path.read_bytes() != png:
+            path.write_bytes(png)
+            changed.append(path)
+    return changed, left_out

@@ -1,11 +1,13 @@
 """Notebooks: one source of truth each, a py:percent script; the `.ipynb` with its outputs is made from it."""
 
+import base64
 import re
 from pathlib import Path
 from typing import Any
 
 from ptxlab.errors import FileError, UnavailableError
 from ptxlab.io.files import write_whole
+from ptxlab.plot import shrink_png
 from report import ROOT
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]{8,}(?=>)")  # of a function: another one in every run
@@ -44,7 +46,7 @@ def execute(script: Path) -> Any:
         cell["id"] = f"cell-{number}"  # names drawn by lot,
         cell.metadata.pop("execution", None)  # times of day
         if "outputs" in cell:
-            cell.outputs = [_from_the_root(output) for output in cell.outputs if not _is_alive(output)]
+            cell.outputs = [_shrink(_from_the_root(output)) for output in cell.outputs if not _is_alive(output)]
     notebook.metadata.pop("widgets", None)
     return notebook
 
@@ -62,6 +64,14 @@ def _from_the_root(value: Any) -> Any:
     if isinstance(value, dict):
         return type(value)({key: _from_the_root(part) for key, part in value.items()})
     return [_from_the_root(part) for part in value] if isinstance(value, list) else value
+
+
+def _shrink(output: Any) -> Any:
+    """Store the picture of an output, if it has one, as those of `notebooks/figures` are stored."""
+    by_type = output.get("data", {})
+    if "image/png" in by_type:
+        by_type["image/png"] = base64.b64encode(shrink_png(base64.b64decode(by_type["image/png"]))).decode()
+    return output
 
 
 def build(script: Path) -> Path:

@@ -1,6 +1,5 @@
 """Records of measurements: JSON under `notebooks/results/<gpu>/`, written whole, checked when read, compared."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -10,7 +9,7 @@ from typing import Any
 
 from ptxlab import sources
 from ptxlab.errors import ArgumentError, FileError
-from ptxlab.io.files import read_record, require_folder, write_text
+from ptxlab.io.files import read_record, require_folder, write_record
 from ptxlab.runtime.timing import Measured
 from ptxlab.sources import Source, commit
 from ptxlab.spec import KernelSpec
@@ -224,14 +223,13 @@ def require_writable(suite: str, path: Path | None) -> None:
 
 
 def save(record: Record, path: Path | None = None) -> Path:
-    """Write a record, whole or not at all; returns where."""
+    """Write a record with a line per row, whole or not at all; returns where."""
     path = path or default_path(record)
-    text = json.dumps(record.to_json(), indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(f"{path.parent}: cannot be made: {error.strerror}") from None
-    write_text(path, text)
+    write_record(path, record.to_json(), "rows")
     return path
 
 

@@ -95,6 +95,13 @@ def read_record(path: Path, what: str, schema: int) -> dict[str, Any]:
     return found
 
 
+def write_record(path: Path, record: Mapping[str, Any], rows: str) -> None:
+    """Write a record as JSON, its list named `rows` last, with one line per row: a diff shows which rows changed."""
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in record[rows])
+    head = json.dumps({name: record[name] for name in record if name != rows}, indent=1).removesuffix("\n}")
+    write_text(path, f'{head},\n "{rows}": [\n{lines}\n]\n}}\n')
+
+
 def require_folder(path: Path) -> None:
     """FileError where no file can come to lie at that path; to be asked before something long is done for it."""
     if path.is_dir():

@@ -36,6 +36,8 @@ def test_round_trip(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["r.json"]
     bench.save(replace(RECORD, invalid="slow"), path)
     assert bench.load(path).invalid == "slow"
+    rows = [line for line in path.read_text().splitlines() if line.startswith('{"kernel":')]
+    assert [json.loads(row.rstrip(",")) for row in rows] == RECORD.to_json()["rows"], "a line per row"
 
 
 def test_default_path() -> None:

@@ -1,4 +1,5 @@
 import io
+import json
 import os
 import zipfile
 from collections.abc import Callable
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import FileError
-from ptxlab.io.files import load_arrays, read_json, save_arrays, write_whole
+from ptxlab.io.files import load_arrays, read_json, read_record, save_arrays, write_record, write_whole
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -125,3 +126,13 @@ def test_what_is_not_json_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(FileError, match=r"a\.json: not JSON: "):
         read_json(tmp_path / "a.json")
+
+
+def test_a_record_has_a_line_per_row(tmp_path: Path) -> None:
+    record = {"schema": 1, "rows": [{"us": 0.1 + 0.2, "sizes": {"M": 4}}, {"us": 1e-9}], "date": "ä"}
+    write_record(tmp_path / "r.json", record, "rows")
+    lines = (tmp_path / "r.json").read_text(encoding="utf-8").splitlines()
+    assert lines[-5:] == [' "rows": [', '{"us":0.30000000000000004,"sizes":{"M":4}},', '{"us":1e-09}', "]", "}"]
+    assert read_record(tmp_path / "r.json", "a record", 1) == record
+    write_record(tmp_path / "r.json", record | {"rows": []}, "rows")
+    assert json.loads((tmp_path / "r.json").read_bytes())["rows"] == []

@@ -1,6 +1,5 @@
 """The command `accuracy`: what each step of the recipes does to a model's perplexity."""
 
-import json
 from contextlib import suppress
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -15,7 +14,7 @@ from rich.table import Table
 from ptxlab import __version__, gpu
 from ptxlab.cli.common import AsJson, console, expects, print_json, progress_bar, require_counts, table, written
 from ptxlab.errors import FileError
-from ptxlab.io.files import read_record, require_folder, write_text
+from ptxlab.io.files import read_record, require_folder, write_record
 from ptxlab.llm.accuracy import steps as table_of
 from ptxlab.llm.accuracy.text import tokens_of, windows
 from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
@@ -92,7 +91,7 @@ def accuracy(
         ):
             record["rows"] = table_of.in_order([*record["rows"], found])
             if out is not None:  # after every row: a full run takes its time
-                write_text(out, json.dumps(record, indent=1) + "\n")
+                write_record(out, record, "rows")
     if as_json:
         return print_json(record)
     title = f"perplexity of {escape(str(record['model']))}, a window of {length} tokens at a time"

@@ -4,7 +4,6 @@ The same stamps come from a GPU, in clocks of the SM, and from the emulator, in 
 `recorder` makes timelines, `plot` draws them; here they are read, kept as JSON, and exported for Perfetto and Chrome.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -15,7 +14,7 @@ import numpy as np
 
 from ptxlab import sources
 from ptxlab.errors import FileError
-from ptxlab.io.files import read_record, write_text
+from ptxlab.io.files import read_record, write_record
 
 # In the order of timeline.cuh.
 PHASES = (
@@ -240,10 +239,7 @@ def folder(gpu: str = "h200") -> Path:
 
 def save(timeline: Timeline, path: Path) -> None:
     """Write a timeline as JSON, a line per track."""
-    found = timeline.to_json()
-    tracks = ",\n".join(json.dumps(track, separators=(",", ":")) for track in found.pop("tracks"))
-    head = json.dumps(found, indent=1).removesuffix("\n}")
-    write_text(path, f'{head},\n "tracks": [\n{tracks}\n]\n}}\n')
+    write_record(path, timeline.to_json(), "tracks")
 
 
 def load(path: Path) -> Timeline:
