@@ -103,6 +103,11 @@ def test_only_gpu_imports_cupy() -> None:
     assert {folder(module) for module in importers("cupy")} == {"ptxlab.gpu"}
 
 
+def test_only_gpu_and_toolchain_import_nvidias_packages() -> None:
+    """cuda.bindings, cuda.core (decision 0034) and cuda.pathfinder."""
+    assert {folder(module) for module in importers("cuda")} == {"ptxlab.gpu", "ptxlab.toolchain"}
+
+
 def test_torch_is_imported_in_its_folder_and_for_prompts_alone() -> None:
     allowed = re.compile(r"ptxlab\.llm\.(torch\b.*|model\.prompt_attention)")
     assert [module for module in importers("torch") if not allowed.fullmatch(module)] == []

@@ -1,4 +1,7 @@
-"""CUDA graphs: many calls recorded once and replayed without the host, which is how everything here is timed."""
+"""CUDA graphs: many calls recorded once and replayed without the host, which is how everything here is timed.
+
+CuPy captures and replays; cuda-core would save no line, as its graphs need its own stream objects (decision 0034).
+"""
 
 import contextlib
 import itertools

@@ -1,4 +1,7 @@
-"""The one way to launch: `cuLaunchKernelEx`, with everything checked first, on the caller's stream."""
+"""The one way to launch: `cuLaunchKernelEx`, with everything checked first, on the caller's stream.
+
+By hand: cuda-core's `launch` refuses structs by value and is for a `CUkernel`, which CuPy lacks (decision 0034).
+"""
 
 import ctypes
 import math

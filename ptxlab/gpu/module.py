@@ -1,4 +1,7 @@
-"""Loading: a `.cu` through NVRTC and the disk cache, a `.ptx` as it stands: the driver assembles the very text."""
+"""Loading: a `.cu` through NVRTC and the disk cache, a `.ptx` as it stands: the driver assembles the very text.
+
+Modules are CuPy's. cuda-core reads sizes and attributes of a `CUkernel` alone, and no global variables (decision 0034).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Tensor maps as the driver encodes them."""
+"""Tensor maps as the driver encodes them.
+
+By hand: only cuda-core's own `launch` can read the bytes of its `TensorMapDescriptor` (decision 0034).
+"""
 
 import ctypes
 

@@ -4,6 +4,8 @@ The name of an entry ends in the digest of its content, `<key>-<digest><suffix>`
 and checksum together, and so that the path of an entry identifies its bytes (CuPy remembers modules by their path). As
 the digest is not known beforehand, an entry is looked for among its neighbours: a folder for each beginning of a key
 keeps these few, however much has been compiled.
+
+By hand: cuda-core's `FileStreamProgramCache` returns damaged entries and has no lock (decision 0034).
 """
 
 import hashlib

@@ -1,4 +1,7 @@
-"""NVRTC through cuda.bindings: CUDA C++ in, cubin or PTX out, and errors that show the line they are about."""
+"""NVRTC through cuda.bindings: CUDA C++ in, cubin or PTX out, and errors that show the line they are about.
+
+By hand: cuda-core's `Program` takes neither headers from memory nor options of the front end (decision 0034).
+"""
 
 import re
 import tempfile

@@ -48,18 +48,28 @@ class FakeCupy:
         self.cuda.runtime.devices = devices
 
 
-def test_imports_without_cupy() -> None:
-    program = (
-        "import sys\n"
-        "class Refuse:\n"
-        "    def find_spec(self, name, *_):\n"
-        "        if name.partition('.')[0] in ('cupy', 'torch', 'cuda'): raise ImportError(name)\n"
-        "sys.meta_path.insert(0, Refuse())\n"
-        "import ptxlab.gpu\n"
-        "assert not ptxlab.gpu.available()\n"
-        "print(ptxlab.gpu.why_not('sm_80'))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+REFUSE_IMPORTS = """
+import sys
+class Refuse:
+    def find_spec(self, name, *_):
+        if name.partition('.')[0] in ('cupy', 'torch', 'cuda'): raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import ptxlab.gpu; assert not ptxlab.gpu.available(); print(ptxlab.gpu.why_not('sm_80'))",
+        "import runpy\n"
+        "sys.argv = ['ptxlab', 'verify', 'dequant_lqq.ptx', '--backend', 'emulator']\n"
+        "runpy.run_module('ptxlab', run_name='__main__')",
+    ],
+    ids=["gpu", "emulator"],
+)
+def test_works_without_packages_of_the_gpu(program: str) -> None:
+    """No CuPy, PyTorch or `cuda` package: the base install."""
+    done = subprocess.run([sys.executable, "-c", REFUSE_IMPORTS + program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
