@@ -11,6 +11,7 @@ import pytest
 HEAVY = (
     "numpy",
     "matplotlib",
+    "PIL",
     "cupy",
     "cuda",
     "torch",
