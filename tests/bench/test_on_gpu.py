@@ -17,6 +17,7 @@ from ptxlab.lowbit.bench.attention import append, merge
 from ptxlab.lowbit.bench.attention import problem as attention_problem
 from ptxlab.lowbit.bench.gemm import chain, grouped, headline, points, problem, quantiser, steps, w4a4
 from ptxlab.lowbit.bench.shapes import EXPERTS, LAYERS, Batch, Layer, even
+from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.steps import STEPS, choose, why_not
 from ptxlab.lowbit.layout.packed_activations import ORDERS
 from ptxlab.runtime.timing import measure
@@ -205,7 +206,7 @@ def test_appending_is_timed_and_exact(tokens: int, rope: bool, ceilings) -> None
 
 @pytest.mark.parametrize("batch", [even((32, 32), 4, 1024), even((64, 8), 1, 4096)], ids=str)
 def test_attention_is_timed_alone_and_behind_an_append(batch: Batch, ceilings) -> None:
-    behind, alone = attention.at(choose(None, backend="gpu"), batch, ceilings, lambda _: None)
+    behind, alone = attention.at(choose(AttentionOptions(backend="gpu")), batch, ceilings, lambda _: None)
     assert 1 < alone.time_us < 200 and 1 < behind.time_us < 200 and 0.02 < alone.fraction < 1.05
     assert alone.checked.startswith(f"all {len(batch.lengths) * batch.Hq * 128} results of ")
     assert behind.more["plain_us"] > 1
@@ -221,7 +222,9 @@ def test_a_step_of_attention_is_timed_and_within_its_bound(step, ceilings, monke
 
 
 def test_a_ragged_batch_is_timed(ceilings) -> None:
-    rows = attention.unequal(choose(None, backend="gpu"), Batch(32, 8, (1, 700, 64, 3000)), ceilings, lambda _: None)
+    rows = attention.unequal(
+        choose(AttentionOptions(backend="gpu")), Batch(32, 8, (1, 700, 64, 3000)), ceilings, lambda _: None
+    )
     assert [row.measure for row in rows] == ["ragged", "even"]
 
 
@@ -232,7 +235,7 @@ def test_parts_are_merged_by_either_kernel(ceilings) -> None:
 
 def test_an_attention_over_other_pages_is_noticed() -> None:
     of = attention_problem.random_problem(even((32, 8), 2, 640))
-    ready = attention_problem.launches(choose(None, backend="gpu"), of)
+    ready = attention_problem.launches(choose(AttentionOptions(backend="gpu")), of)
     for call in ready.calls:
         call()
     ready.check(of)

@@ -9,7 +9,8 @@ from ptxlab import gpu
 from ptxlab.llm.model import NumpyRunner
 from ptxlab.llm.model.runner import Rows
 from ptxlab.lowbit.kernels.attention import exact
-from ptxlab.lowbit.kernels.attention.call import checked
+from ptxlab.lowbit.kernels.attention.call import check_call
+from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.steps import choose
 from ptxlab.spec.dtypes import floats, stored
 
@@ -31,12 +32,11 @@ class KernelAttentionRunner(NumpyRunner):
         pool = place(self.caches[i].pool)
         cache = replace(self.caches[i], pool=pool, block_table=place(table), lengths=place(lengths))
         given = place(np.pad(stored(q, self._dtype), ((0, padding), (0, 0), (0, 0))))
-        call = checked(
-            given, cache, None, self.config.window, None, None, False, None, self.backend, True, False, False
-        )
-        step = choose(None, backend=self.backend, programmatic=True)
+        options = AttentionOptions(window=self.config.window, backend=self.backend, programmatic=True)
+        call = check_call(options, {"q": given}, cache)
+        step = choose(options)
         sizes = step.sizes(call, 1 if self.backend == "emulator" else gpu.device_info().sms)
-        how = {"softmax_scale": call.scale, "window": call.window, "blocks": sizes["blocks"]}
+        how = {name: sizes[name] for name in ("softmax_scale", "window", "blocks")}
         out, _ = exact.attention(given[:, None], cache, config=step.config(sizes, self._dtype), **how)
         found = gpu.to_host(out) if self.backend == "gpu" else out
         return floats(found[:R, 0]).reshape(R, -1)

@@ -31,6 +31,7 @@ from ptxlab.lowbit.kernels import attention, gemm, quantize
 from ptxlab.lowbit.kernels.attention.append import table_rows
 from ptxlab.lowbit.kernels.attention.append_api import check_places
 from ptxlab.lowbit.kernels.attention.call import check_cache
+from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.steps import choose
 from ptxlab.lowbit.kernels.gemm.common import DTYPES
 from ptxlab.lowbit.kernels.quantize.gated import gated_and_quantized
@@ -572,7 +573,7 @@ def attention_workspace(head_dim: int, device: torch.device | str = "cuda") -> T
 @cache
 def _memory(head_dim: int, device: int) -> _Memory:
     """What the kernel that runs on this device, the current one, needs."""
-    step, offset, items = choose(None, backend="gpu"), 0, []
+    step, offset, items = choose(AttentionOptions(backend="gpu")), 0, []
     for item in step.most_memory(head_dim, gpu.device_info().sms):
         items.append((item.name, offset, (item.shape, item.dtype.name), _Owner(item.nbytes)))
         offset += -(-item.nbytes // 256) * 256

@@ -1,8 +1,9 @@
 """`Operation`: the one way of a public call to the GPU.
 
-check -> choose -> prepare -> views -> capture rules -> workspace -> launch. A family declares what differs: what a call
-checks (a `Call`), which kernels it takes and what they need (`Prepared`), what it does on the host. What stays between
-calls is kept here: prepared kernels, calls that need no checks any more, and the device memory of every stream.
+options -> check -> choose -> prepare -> views -> capture rules -> workspace -> launch. A family declares what differs:
+the options of a call, what it checks (a `Call`), which kernels it takes and what they need (`Prepared`), what it does
+on the host. What stays between calls is kept here: prepared kernels, calls that need no checks any more, and the device
+memory of every stream.
 
 A call skips the first three where one like it has been launched: with equal options, and arrays of the same dtypes,
 shapes and devices. Checks look at nothing else, so they would say the same. Whatever differs goes the whole way.
@@ -20,13 +21,10 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.runtime.backends import BACKENDS
+from ptxlab.lowbit.kernels.options import MOST, Options
 from ptxlab.runtime.plan import Plan
 from ptxlab.spec import Arg, Sizes
 from ptxlab.spec.dtypes import name_of, storage
-from ptxlab.validate import is_one_of
-
-MOST = 4096  # kernels, and calls, that are remembered
 
 Results = Mapping[str, Any]  # what a call has made, by the kernels' names
 
@@ -49,7 +47,8 @@ class CallArray(NamedTuple):
     """An array of a call, by the kernels' name for it; one that is None is a result, which the call has to make.
 
     `label` is for messages. Without a dtype only the device is looked at: the rest is the concern of whoever packed it.
-    `lacking` and `got` say in a capture, where no result can be made, that there is none.
+    In a capture no result can be made: then `capture_rule` (by default that an array must be given) and `capture_value`
+    are the rule and the value of the error.
     """
 
     name: str
@@ -57,8 +56,14 @@ class CallArray(NamedTuple):
     array: Any
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    lacking: str = "must be given in a capture: make an array {shape} of {dtype} before"
-    got: str = "nothing"
+    capture_rule: str = ""
+    capture_value: str = "nothing"
+
+    @property
+    def missing_in_capture(self) -> ArgumentError:
+        """The error for a result that would have to be made in a capture."""
+        rule = f"must be given in a capture: make an array {list(self.shape)} of {self.dtype} before"
+        return ArgumentError(self.label, self.capture_rule or rule, self.capture_value)
 
     def view(self, device: int) -> gpu.View:
         """The array as a launch takes it; ArgumentError unless it is what it has to be, on that device."""
@@ -74,8 +79,12 @@ class Call(Protocol):
     """A call whose arguments fit together, as far as that can be told without a GPU."""
 
     @property
+    def options(self) -> Options:
+        """The caller's options, defaults that depend on other arguments filled in."""
+
+    @property
     def key(self) -> Hashable:
-        """All by which its kernels are chosen and compiled."""
+        """Sizes, layouts and dtypes that its kernels are chosen and compiled by, besides options."""
 
     @property
     def sizes(self) -> Mapping[str, Any]:
@@ -88,14 +97,6 @@ class Call(Protocol):
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to launch."""
-
-    @property
-    def backend(self) -> str | None:
-        """As the caller asks for it."""
-
-    @property
-    def check(self) -> bool:
-        """Whether to look at numbers on the device, and wait for it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +129,20 @@ class DeviceMemory:
         return f"{self.views[name].owner.nbytes if name in self.views else 0} bytes for {name}"
 
 
+class WorkspaceRules(NamedTuple):
+    """Rules for a caller's workspace as errors state them, each a whole sentence.
+
+    Attributes:
+        in_capture: the rule for none in a capture.
+        kernel: the rule for one of another kernel.
+        size: the rule for one that is too small.
+    """
+
+    in_capture: str
+    kernel: str
+    size: str
+
+
 class Prepared:
     """What a call launches at one shape: plans, made when first asked for, which compiles and loads.
 
@@ -135,7 +150,7 @@ class Prepared:
         kernel: the name of the last one.
         memory: what the kernels need; enough of it for other shapes too, if they shall share it.
         kept: names of that which every call finds and leaves at 0. Such memory is of one kernel alone.
-        maker, enough, unless: for messages: what makes a workspace, which ones do, and when none is needed.
+        workspace_rules: for errors; None where the kernels need no memory.
     """
 
     def __init__(
@@ -145,13 +160,11 @@ class Prepared:
         *,
         memory: Iterable[Scratch] = (),
         kept: Iterable[str] = (),
-        maker: str = "",
-        enough: str = "",
-        unless: str = "",
+        workspace_rules: WorkspaceRules | None = None,
     ) -> None:
         self.kernel, self._make = kernel, make
         self.memory, self.kept = tuple(memory), tuple(kept)
-        self.maker, self.enough, self.unless = maker, enough, unless
+        self.workspace_rules = workspace_rules or WorkspaceRules("", "", "")
 
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
@@ -211,6 +224,8 @@ class Operation(Generic[C]):
 
     Attributes:
         name: of the call, for messages.
+        check: makes the call of options that keep their rules, the arrays of `__call__` and its operands, or raises
+            ArgumentError for what does not fit together.
         prepare: chooses kernels for a call on the current device; raises what that raises.
         on_host: the call on host arrays, checked there.
         look: raises ArgumentError for numbers on the device that `check` finds wrong; takes the kernels' memory too.
@@ -219,6 +234,7 @@ class Operation(Generic[C]):
     """
 
     name: str
+    check: Callable[..., C]
     prepare: Callable[[C], Prepared]
     on_host: Callable[[C], Results]
     look: Callable[[C, Prepared, DeviceMemory | None], None] | None = None
@@ -226,35 +242,38 @@ class Operation(Generic[C]):
 
     def __call__(
         self,
-        options: tuple[Any, ...],
+        options: Options,
+        description: tuple[Any, ...],
         arrays: Mapping[str, Any],
-        check: Callable[[], C],
+        *operands: Any,
         workspace: DeviceMemory | None = None,
     ) -> Results:
         """The results that the caller has not given.
 
         Args:
-            options: all that checks look at besides arrays.
+            options: the caller's, from `Options.of`.
+            description: what checks look at besides options and arrays: sizes and layouts of packed operands.
             arrays: those of the call's operands that may be given, by name, None where they are not; the first decides
                 whether the call is for the GPU.
-            check: makes the call of the same arguments, or raises ArgumentError.
+            operands: further arguments of `check`; all that it reads of them is in `description` and `arrays`.
             workspace: the caller's.
         """
         example = next(iter(arrays.values()))
         if not gpu.is_device_array(example):
-            call = check()
+            call = self._check_call(options, arrays, operands)
             self._require_apart({name: _host_view(name, arrays[name]) for name in self.apart if name in arrays})
             return self.on_host(call)
         device, stream = gpu.current_device(), gpu.stream_handle()
         views: dict[str, gpu.View] = {}
-        kinds: list[Any] = [self.name, device, options, *map(type, options)]  # 1 == 1.0 == True, but not for checks
+        kinds: list[Any] = [self.name, device, options, description]
         addresses, key, ready = 0, None, None
         try:
             for name, array in arrays.items():
                 if array is not None:
-                    view = views[name] = gpu.view(name, array)
-                    addresses |= view[0]
-                    kinds.append(view[1:4])
+                    views[name] = view = gpu.view(name, array)
+                    address, shape, dtype, place, _ = view  # quicker than attributes and slices
+                    addresses |= address
+                    kinds.append((shape, dtype, place))
             key = *kinds, *views
             ready = _ready.get(key) if addresses % gpu.ALIGNMENT == 0 else None
         except (ArgumentError, TypeError):  # the checks have better words
@@ -266,9 +285,15 @@ class Operation(Generic[C]):
             if not (lacks and gpu.is_capturing(stream)):
                 used = self._take(ready, (device, stream), workspace, views) if ready.memory else None
                 return _launch(ready, stream, views, used, example)
-        return self._whole_way(
-            check(), (device, stream), workspace, example, None if addresses % gpu.ALIGNMENT else key
+        call = self._check_call(options, arrays, operands)
+        return self._launch_first(
+            call, (device, stream), workspace, example, None if addresses % gpu.ALIGNMENT else key
         )
+
+    def _check_call(self, options: Options, arrays: Mapping[str, Any], operands: tuple[Any, ...]) -> C:
+        """The call; raises ArgumentError for what it must not be given."""
+        options.require_valid(self.name)
+        return self.check(options, arrays, *operands)
 
     def _require_apart(self, views: Mapping[str, gpu.View]) -> None:
         """Raise ArgumentError for the first two of `apart` that have memory in common."""
@@ -283,14 +308,14 @@ class Operation(Generic[C]):
                         raise ArgumentError(f"{self.name}: {self.apart[name]}", rule, "some of it")
                 spans.append((name, start, stop))
 
-    def _whole_way(
+    def _launch_first(
         self, call: C, place: tuple[int, int], workspace: DeviceMemory | None, example: Any, key: Hashable
     ) -> Results:
-        """A call like which there has been none."""
-        if call.backend == "emulator":
+        """The first call with a key: choose, prepare, compile, launch, and remember it."""
+        if call.options.backend == "emulator":
             raise ArgumentError("backend", "arrays on the CPU (NumPy) for the emulator", "arrays on a GPU")
         device, stream = place
-        slot = self.name, call.key, device
+        slot = self.name, device, call.options.kernel_key, call.key
         prepared = _prepared.get(slot) or self.prepare(call)
         views = {operand.name: operand.view(device) for operand in call.operands if operand.array is not None}
         results = tuple(operand for operand in call.operands if operand.array is None)
@@ -302,23 +327,22 @@ class Operation(Generic[C]):
         _ = prepared.plans  # or the reason why there are none, before anything is allocated
         remember(_prepared, slot, prepared)
         used = self._take(ready, place, workspace, views) if ready.memory else None
-        if call.check and self.look:
+        if call.options.check and self.look:
             self.look(call, prepared, used)
         made = _launch(ready, stream, views, used, example)
-        if key is not None and not call.check:
+        if key is not None and not call.options.check:
             remember(_ready, key, ready)
         return made
 
     def _refuse_in_capture(self, call: C, ready: Ready, workspace: DeviceMemory | None) -> None:
         """Nothing can be waited for, allocated or loaded while a CUDA graph is captured: say what to do before."""
-        if call.check:
+        if call.options.check:
             rule = "must be False in a capture, where nothing can be waited for"
             raise ArgumentError(f"{self.name}: check", rule, True)
         if ready.memory and workspace is None:
-            rule = f"must be given in a capture{ready.prepared.unless}: make {ready.prepared.maker} before"
-            raise ArgumentError(f"{self.name}: workspace", rule, "nothing")
-        for _, label, _, dtype, shape, lacking, got in ready.results:
-            raise ArgumentError(label, lacking.format(shape=list(shape), dtype=dtype), got)
+            raise ArgumentError(f"{self.name}: workspace", ready.prepared.workspace_rules.in_capture, "nothing")
+        if ready.results:
+            raise ready.results[0].missing_in_capture
         if not ready.prepared.is_loaded:
             rule = "the first call of a shape loads its kernel: make it before the capture"
             raise ArgumentError(self.name, rule, ", ".join(f"{name}={size}" for name, size in call.sizes.items()))
@@ -336,10 +360,10 @@ class Operation(Generic[C]):
         else:
             used = workspace
             if prepared.kept and used.kernel != prepared.kernel:
-                raise ArgumentError(f"{self.name}: workspace", f"must be {prepared.maker}", f"that of {used.kernel}")
+                rule = prepared.workspace_rules.kernel
+                raise ArgumentError(f"{self.name}: workspace", rule, f"that of {used.kernel}")
             if name := used.too_small(ready.memory):
-                rule = f"must be {prepared.maker}{prepared.enough}"
-                raise ArgumentError(f"{self.name}: workspace", rule, used.said_of(name))
+                raise ArgumentError(f"{self.name}: workspace", prepared.workspace_rules.size, used.said_of(name))
         for item in ready.memory:
             view = views[item.name] = used.views[item.name]
             if view.device != place[0]:
@@ -399,15 +423,6 @@ def remember(known: dict[K, T], key: K, value: T) -> None:
     if key not in known and len(known) >= MOST:
         known.clear()
     known[key] = value
-
-
-def check_how(name: str, backend: Any, **flags: Any) -> None:
-    """Raise ArgumentError for a backend that there is not, or a flag that is none."""
-    if not is_one_of(backend, (*BACKENDS, None)):
-        raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
-    for flag, value in flags.items():
-        if not isinstance(value, bool):
-            raise ArgumentError(f"{name}: {flag}", "must be True or False", repr(value))
 
 
 def dtype_of(array: Any) -> str:

@@ -9,7 +9,8 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.lowbit.kernels.operation import CallArray, Prepared, Results, check_how
+from ptxlab.lowbit.kernels.operation import CallArray, Prepared, Results
+from ptxlab.lowbit.kernels.options import Options
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
@@ -28,7 +29,7 @@ class SpecCall:
         operands: inputs and results under the specs' argument names; the call allocates results that are None.
         sizes: the sizes of all specs.
         dtype: dtype of the floats, selected by the specs' constants (IN, OUT).
-        backend, programmatic: the caller's arguments.
+        options: the caller's.
         look: checks the values of host arrays (by name, as NumPy arrays); raises ArgumentError. Not called on a GPU.
 
     Raises ArgumentError for sizes that a spec does not take.
@@ -39,13 +40,10 @@ class SpecCall:
     operands: tuple[CallArray, ...]
     sizes: dict[str, Any]
     dtype: str
-    backend: str | None
-    programmatic: bool
+    options: Options
     look: Callable[[dict[str, np.ndarray]], None] | None = None
-    check = False
 
     def __post_init__(self) -> None:
-        check_how(self.name, self.backend, programmatic=self.programmatic)
         for spec in self.specs:
             try:
                 spec.check_sizes(self.sizes)
@@ -62,8 +60,8 @@ class SpecCall:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Everything that selects the compiled kernels."""
-        return (*(spec.name for spec in self.specs), *self.sizes.values(), self.dtype, self.programmatic)
+        """Names, sizes and dtype that select the compiled kernels, besides options."""
+        return (*(spec.name for spec in self.specs), *self.sizes.values(), self.dtype)
 
     @property
     def is_empty(self) -> bool:
@@ -81,7 +79,7 @@ class SpecCall:
             if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
                 raise UnavailableError(f'{self.name}: {reason}; pass backend="emulator" with NumPy arrays')
         configs = [(spec, self.config(spec)) for spec in self.specs]
-        sizes, programmatic = self.sizes, self.programmatic  # a reference to the call would keep its arrays alive
+        sizes, programmatic = self.sizes, self.options.programmatic  # the call itself would keep its arrays alive
 
         def plans() -> tuple[Plan, ...]:
             return tuple(Plan(spec, config, sizes, programmatic=programmatic) for spec, config in configs)
@@ -124,7 +122,7 @@ class SpecCall:
             {arg.name: arrays[arg.name] for arg in spec.inputs if arg.role != "inout" and arg.name in arrays},
             sizes={name: size for name, size in self.sizes.items() if name in spec.symbols},
             out=out,
-            backend=self.backend,
+            backend=self.options.backend,
             config=self.config(spec),
-            programmatic=self.programmatic,
+            programmatic=self.options.programmatic,
         ).outputs

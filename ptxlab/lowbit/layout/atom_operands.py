@@ -18,6 +18,7 @@ from ptxlab.lowbit.layout.atom import (
     unpack_atom_strips,
     unpack_pairs,
 )
+from ptxlab.lowbit.layout.description import Described
 from ptxlab.lowbit.layout.packings import Buffers, Shapes
 from ptxlab.lowbit.quant.atom import ATOM_GROUPS, ATOM_OUTLIERS, AtomRows
 from ptxlab.validate import is_integer, is_one_of, shape_of
@@ -28,7 +29,7 @@ VERSION = 1  # raised when the meaning of any stored byte changes
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class AtomWeight:
+class AtomWeight(Described):
     """A weight of Atom's W4A4 [N, K + outliers]: K INT4 channels in groups, then the outliers in INT8.
 
     `buffers` are NumPy or CuPy arrays. `strips`, for gemm_w4a4_sm90: `strips` u8. `rows`, for gemm_w4a4_atom_sm80:
@@ -133,7 +134,7 @@ def unpack_atom(packed: AtomWeight) -> AtomRows:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class AtomActivations:
+class AtomActivations(Described):
     """Activations of Atom's W4A4 [M, K + outliers] of any array library, in the order that a kernel reads.
 
     `bytes`, for weights in strips: `x` s8 [M, K + outliers], INT4 a byte each, no `x8`. `pairs`, for weights in rows:

@@ -21,6 +21,7 @@ from ptxlab.lowbit.layout.atom import (
     unpack_pairs,
 )
 from ptxlab.lowbit.layout.atom_operands import ATOM_LAYOUTS, VERSION, check_arrays, check_buffers, check_rows
+from ptxlab.lowbit.layout.description import Described
 from ptxlab.lowbit.layout.packings import Buffers, Shapes
 from ptxlab.lowbit.quant.fmpq import BlockRows
 from ptxlab.validate import is_integer, is_one_of
@@ -29,7 +30,7 @@ BLOCK_ORDERS = {"strips": "joined", "rows": "pairs"}  # of the activations that 
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class BlockWeight:
+class BlockWeight(Described):
     """An INT4 weight of COMET's W4Ax [N, K4 + K8], for activations with K4 channels in INT4 blocks, then K8 in INT8.
 
     `buffers` are NumPy or CuPy arrays. `strips`, for gemm_w4ax_sm90: `strips` u8. `rows`, for gemm_w4ax_naive_sm80:
@@ -114,7 +115,7 @@ def unpack_block_weight(packed: BlockWeight) -> BlockRows:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class BlockActivations:
+class BlockActivations(Described):
     """Activations of COMET's W4Ax [M, K4 + K8] of any array library, in the order that a kernel reads.
 
     `joined`, for weights in strips: `x` u8 [M, K4/2 + K8], of every token two INT4 a byte, then the INT8 channels; no

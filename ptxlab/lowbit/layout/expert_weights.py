@@ -8,12 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.layout.description import Described
 from ptxlab.lowbit.layout.packed_weight import PackedWeight
 from ptxlab.validate import is_integer, shape_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ExpertWeights:
+class ExpertWeights(Described):
     """`E` weights [N, K] in one packing, made by `stack_experts`.
 
     `buffers` are those of a `PackedWeight`, NumPy or CuPy, with the expert as another axis in front. Raises

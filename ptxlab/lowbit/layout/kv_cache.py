@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32, S32
+from ptxlab.lowbit.layout.description import Described
 from ptxlab.lowbit.layout.pages import PageView, page_bytes, require_array
 from ptxlab.lowbit.quant.kv import QuantizedKV, check_channel, kv_scheme
 from ptxlab.validate import is_integer, is_one_of
@@ -24,7 +25,7 @@ HEAD_DIMS = (64, 128, 256)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class KVCache:
+class KVCache(Described):
     """Keys and values of a batch of sequences in pages of one pool; arrays of any library, of which none is copied.
 
     `pool` u8 [pages, 2, Hkv, page_bytes], `block_table` s32 [B, max_pages], `lengths` s32 [B], the new tokens included.

@@ -11,6 +11,7 @@ from ptxlab.lowbit.layout.activations import (
     to_fragment_order,
     to_swizzled_tiles,
 )
+from ptxlab.lowbit.layout.description import Described
 from ptxlab.lowbit.quant.activations import QuantizedActivations
 from ptxlab.validate import is_integer, is_one_of, shape_of
 
@@ -18,7 +19,7 @@ ORDERS = ("row_major", "fragment", "tiles")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PackedActivations:
+class PackedActivations(Described):
     """INT8 activations [M, K] of any array library, in the order `layout`, with what an epilogue needs.
 
     `x_q` is s8: row_major [M, K]; fragment [ceil(K/64), ceil(M/8), 512]; tiles of `rows` tokens

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32, U8
+from ptxlab.lowbit.layout.description import Described
 from ptxlab.lowbit.layout.packings import PACKINGS, Buffers, Packing, Pair, Shapes, Size
 from ptxlab.lowbit.quant import GROUPS, LQQWeight, QoQChannelWeight, QoQWeight, TwoLevelWeight
 from ptxlab.lowbit.quant.inputs import check_protective_range
@@ -21,7 +22,7 @@ VERSION = 1  # of every packing together: raised when the meaning of any stored 
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PackedWeight:
+class PackedWeight(Described):
     """A weight [N, K] of `scheme` in the packing `layout`; `group` is K for qoq_channel, which has no groups.
 
     `buffers` are NumPy or CuPy arrays: those of the packing (`layout.packings`), where an offset is the byte that the

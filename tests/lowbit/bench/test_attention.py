@@ -17,6 +17,8 @@ from ptxlab.lowbit.bench import attention, shapes
 from ptxlab.lowbit.bench.attention import append, merge
 from ptxlab.lowbit.bench.attention import problem as attention_problem
 from ptxlab.lowbit.bench.shapes import Batch
+from ptxlab.lowbit.kernels import specs
+from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.steps import STEPS, choose
 from ptxlab.lowbit.layout import gather
 from ptxlab.registry import specs
@@ -287,4 +289,4 @@ def test_what_is_not_asked_for_is_not_measured(small: pytest.MonkeyPatch) -> Non
 
 
 def test_what_is_chosen(emulated_gpu: pytest.MonkeyPatch) -> None:
-    assert choose(None, backend="gpu") is CHOSEN
+    assert choose(AttentionOptions(backend="gpu")) is CHOSEN

@@ -23,6 +23,7 @@ from ptxlab.lowbit.bench.shapes import HEADS, Batch, batches, even, evened, ragg
 from ptxlab.lowbit.kernels.attention.append import APPEND
 from ptxlab.lowbit.kernels.attention.call import NAME as FACE
 from ptxlab.lowbit.kernels.attention.merge import MERGE
+from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.steps import STEPS, AttentionStep, choose, why_not
 from ptxlab.runtime import launching
 from ptxlab.runtime.timing import Measured, chained, measure
@@ -43,7 +44,7 @@ def rows(
     `append_kv4` is too.
     """
     steps = [step for step in STEPS if step.spec.name in names and why_not(step) is None]
-    chosen = choose(None, backend="gpu") if steps else None
+    chosen = choose(AttentionOptions(backend="gpu")) if steps else None
     appending = APPEND.name in names and gpu.why_not(APPEND.arch, exact=APPEND.exact_arch) is None
     merging = MERGE.name in names and gpu.why_not(MERGE.arch) is None
     if not steps and not appending and not merging:

@@ -17,6 +17,7 @@ from ptxlab.lowbit.bench.peers import Peers
 from ptxlab.lowbit.bench.shapes import ALL_TOKENS, GROUP, GROUPS, LLAMA, PER_CHANNEL, UNTUNED, UNTUNED_TOKENS, Layer
 from ptxlab.lowbit.kernels.gemm import ladder
 from ptxlab.lowbit.kernels.gemm.common import GemmStep
+from ptxlab.lowbit.kernels.gemm.options import GemmOptions
 from ptxlab.spec import Arrays
 
 FACE = "gemm_w4a8"
@@ -57,7 +58,7 @@ def weight_of(layer: Layer, group: int = GROUP, seed: int = 0) -> Arrays:
 def chosen(layer: Layer, M: int, group: int = GROUP, order: str = ORDER) -> GemmStep:
     """The step that `gemm_w4a8` takes."""
     weight: Any = _Weight(scheme_of(group), PACKING, layer.N, layer.K, group or layer.K)
-    return ladder.choose(weight, order, M, kernel=None, backend="gpu")
+    return ladder.choose(weight, order, M, GemmOptions(backend="gpu"))
 
 
 def rows_of_tile(M: int, order: str) -> int:

@@ -1,7 +1,7 @@
 """`attention_kv4`: any array library, any of its kernels, in eager calls and in CUDA graphs."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -9,10 +9,12 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit.kernels.attention.call import NAME, AttentionCall, cache_on_host, check_numbers, checked, results
+from ptxlab.lowbit.kernels.attention.call import NAME, AttentionCall, cache_on_host, check_call, check_numbers, results
 from ptxlab.lowbit.kernels.attention.common import arrays_of, channels_of
+from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.steps import choose, why_not
-from ptxlab.lowbit.kernels.operation import DeviceMemory, Operation, Prepared, Results, check_how, copied
+from ptxlab.lowbit.kernels.operation import DeviceMemory, Operation, Prepared, Results, WorkspaceRules, copied
+from ptxlab.lowbit.kernels.options import document_options
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
@@ -30,6 +32,7 @@ class AttentionWorkspace(DeviceMemory):
     """
 
 
+@document_options(AttentionOptions)
 def attention_kv4(
     q: Any,
     cache: KVCache,
@@ -57,24 +60,10 @@ def attention_kv4(
         q: f16 or bf16 (also as its bits, uint16), [B, Hq, D], or [B, T, Hq, D] with T in 1..8: the last T tokens of
             every sequence. Hq is 1 to 16 times the cache's heads. NumPy, CuPy, PyTorch or JAX.
         cache: in whatever of the four schemes, where q is (`ptxlab.to_device`); its lengths include the new tokens.
-        scale: of the scores, above 0; by default D^-0.5.
-        window: how many tokens a query sees at most, its own included; None for all.
         out: like q, to write into; with `return_lse` also (out, lse), lse f32 of q's shape without D.
-        return_lse: return (out, lse): the natural logarithm of the sum of exponentials.
-        kernel: one of the kernels by name; by default the highest that runs here, `attention_kv4_sm90` or
-            `attention_kv4_mma_sm80`. Teaching steps take D 128, T 1, pages of 64, float16, kv4 (`attention_kv8`: kv8).
-        backend: `gpu` or `emulator`; by default the GPU where one will do. Host arrays are copied there and back.
-        programmatic: the call may begin before the kernel before it on the stream has ended (programmatic dependent
-            launch): it reads lengths, block table and constants by channel at once, so no kernel that may still run
-            then may write these; before it reads queries and pool, or writes anything, it waits by itself. Only for
-            kernels that do so; of no effect on host arrays.
         workspace: from `attention_workspace`, for this kernel, of no other call that runs at the same time. Without
             one, calls on a stream share what the first of them makes, until `ptxlab.release_memory()`.
-        check: look at lengths, block table, constants by channel, and whether the workspace is zeros where it has to
-            be, on a GPU too, for which the call waits. On the host that is always done.
-        batch_invariant: a sequence gets the same bits whatever else is in the batch, and wherever it is there: it is
-            cut by its own length, not so that all blocks have equally much. Only `attention_kv4_sm90` does so; the
-            workspace is larger.
+        {options}
 
     Returns:
         out, of q's shape, dtype and library; or (out, lse). Where a query sees nothing, out is 0 and lse is -inf, the
@@ -86,31 +75,14 @@ def attention_kv4(
             unwritten.
         UnavailableError: the kernel does not run here; the message names those that would.
     """
+    options = AttentionOptions.of(backend, programmatic, scale, window, return_lse, kernel, check, batch_invariant)
     if not isinstance(cache, KVCache):
         raise ArgumentError(f"{NAME}: cache", "must be a KVCache", type(cache).__name__)
     if workspace is not None and not isinstance(workspace, AttentionWorkspace):
         raise ArgumentError(f"{NAME}: workspace", "must come from attention_workspace", type(workspace).__name__)
     out, lse = results(out, return_lse)
-    made = _ATTENTION(
-        (
-            cache.scheme,
-            cache.page_size,
-            cache.head_dim,
-            scale,
-            window,
-            return_lse,
-            kernel,
-            backend,
-            programmatic,
-            check,
-            batch_invariant,
-        ),
-        {"q": q, **arrays_of(cache), **channels_of(cache), "out": out, "lse": lse},
-        lambda: checked(
-            q, cache, scale, window, out, lse, return_lse, kernel, backend, programmatic, check, batch_invariant
-        ),
-        workspace,
-    )
+    arrays = {"q": q, **arrays_of(cache), **channels_of(cache), "out": out, "lse": lse}
+    made = _ATTENTION(options, cache.description, arrays, cache, workspace=workspace)
     out = made["out"] if out is None else out
     return (out, made["lse"] if lse is None else lse) if return_lse else out
 
@@ -127,25 +99,30 @@ def attention_workspace(
     """
     if not isinstance(cache, KVCache):
         raise ArgumentError("attention_workspace: cache", "must be a KVCache", type(cache).__name__)
-    check_how("attention_workspace", None, batch_invariant=batch_invariant)
-    step = choose(kernel, backend="gpu", batch_invariant=batch_invariant)
+    options = AttentionOptions(kernel=kernel, backend="gpu", batch_invariant=batch_invariant)
+    options.require_valid("attention_workspace")
+    step = choose(options)
     memory = step.most_memory(cache.head_dim, gpu.device_info().sms)
     return AttentionWorkspace.of(step.spec.name, memory, zeros=True)
 
 
 def _prepare(call: AttentionCall) -> Prepared:
-    sms = gpu.device_info().sms
-    step = choose(call.kernel, backend="gpu", programmatic=call.programmatic, batch_invariant=call.batch_invariant)
-    sizes, programmatic, dtype = step.sizes(call, sms), call.programmatic, call.dtype
-    named = f", kernel={call.kernel!r}" if call.kernel else ""
-    named += ", batch_invariant=True" if call.batch_invariant else ""
+    sms, options = gpu.device_info().sms, call.options
+    step = choose(replace(options, backend="gpu"))
+    sizes, dtype = step.sizes(call, sms), call.dtype
+    arguments = f", kernel={options.kernel!r}" if options.kernel else ""
+    arguments += ", batch_invariant=True" if options.batch_invariant else ""
+    workspace = f"attention_workspace(cache{arguments})"
     return Prepared(
         step.spec.name,
-        lambda: (Plan(step.spec, step.config(sizes, dtype), sizes, programmatic=programmatic),),
+        lambda: (Plan(step.spec, step.config(sizes, dtype), sizes, programmatic=options.programmatic),),
         memory=step.most_memory(call.cache.head_dim, sms),
         kept=step.kept,
-        maker=f"attention_workspace(cache{named})",
-        enough=" of this head dim or a larger one, used by no call that failed",
+        workspace_rules=WorkspaceRules(
+            in_capture=f"must be given in a capture: make {workspace} before",
+            kernel=f"must be {workspace}",
+            size=f"must be {workspace} of this head dim or a larger one, used by no call that failed",
+        ),
     )
 
 
@@ -167,9 +144,9 @@ def _check_zeros(workspace: DeviceMemory, kept: Iterable[str]) -> None:
 
 def _on_host(call: AttentionCall) -> Results:
     """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
-    how = {"programmatic": call.programmatic, "batch_invariant": call.batch_invariant}
-    step = choose(call.kernel, backend=call.backend, **how)
-    emulated = call.backend == "emulator" or why_not(step) is not None
+    options = call.options
+    step = choose(options)
+    emulated = options.backend == "emulator" or why_not(step) is not None
     sizes = step.sizes(call, 1 if emulated else gpu.device_info().sms)
     arrays = {}
     for name, *operand in (operand[:5] for operand in call.operands if operand.array is not None):
@@ -184,9 +161,9 @@ def _on_host(call: AttentionCall) -> Results:
     else:
         source, config = of_kernel(step.spec.name)[0], step.config(sizes, call.dtype)
         run = partial(run_spec, step.spec, source, inputs, sizes=sizes, out=out, config=config)
-        made = run(backend=call.backend, programmatic=call.programmatic).outputs
+        made = run(backend=options.backend, programmatic=options.programmatic).outputs
     wanted = [operand for operand in call.operands if operand.array is None]
     return {each.name: gpu.like(made[each.name].reshape(each.shape), call.q, each.dtype) for each in wanted}
 
 
-_ATTENTION = Operation(NAME, _prepare, _on_host, _look)
+_ATTENTION = Operation(NAME, check_call, _prepare, _on_host, _look)

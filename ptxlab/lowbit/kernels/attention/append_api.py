@@ -1,6 +1,6 @@
 """`append_kv4` and `rope_append_kv4`: new tokens of any array library into a KV cache, in one launch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,16 +10,9 @@ from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.attention.append import APPEND, DTYPES, INDICES, ROPE_APPEND, table_rows
 from ptxlab.lowbit.kernels.attention.common import channels_of
-from ptxlab.lowbit.kernels.operation import (
-    CallArray,
-    DeviceMemory,
-    Operation,
-    Prepared,
-    Results,
-    check_how,
-    copied,
-    dtype_of,
-)
+from ptxlab.lowbit.kernels.attention.options import AppendOptions, RopeAppendOptions
+from ptxlab.lowbit.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, Results, copied, dtype_of
+from ptxlab.lowbit.kernels.options import document_options
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.quant import KV_SCHEMES
 from ptxlab.runtime import run_spec
@@ -31,6 +24,7 @@ from ptxlab.spec.dtypes import dtype_in, floats, storage
 from ptxlab.validate import shape_of
 
 
+@document_options(AppendOptions)
 def append_kv4(
     k: Any,
     v: Any,
@@ -57,22 +51,20 @@ def append_kv4(
             and its k, v and position may be anything. No slot may be there twice.
         rope: (cos, sin), f32 [T or more, D/2] each, in the order of the tokens, to rotate k by (halves are pairs); or
             (cos, sin, positions), tables of all positions f32 [positions, D/2], and positions [T] of the slots' dtype.
-        check: look at slots and positions on a GPU too, for which the call waits. On the host that is always done.
-        backend: `gpu` or `emulator`; by default the GPU where one will do. Host arrays are copied there and back.
-        programmatic: the call may begin before the kernel before it on the stream has ended, for which it waits by
-            itself before it reads or writes anything. Of no effect on host arrays.
+        {options}
 
     Raises:
         ArgumentError: the argument, the rule and the value; nothing was written. On the host also for what
             `quantize_kv` refuses. On the GPU, unless `check`, slots outside the pool write beyond it.
         UnavailableError: the kernel does not run here.
     """
-    _check_options(APPEND, cache, rope)
-    arrays = {"k": k, "v": v, **_shared(cache, slots, rope)}
-    how = _How(backend, programmatic, check)
-    _APPEND(_key(cache, how), arrays, lambda: _checked_pair(arrays, cache, how))
+    options = AppendOptions.of(backend, programmatic, check)
+    tables = _tables(APPEND, cache, rope)
+    arrays = {"k": k, "v": v, "pool": cache.pool, "slots": slots, **tables, **channels_of(cache)}
+    _APPEND(options, cache.description, arrays, cache)
 
 
+@document_options(RopeAppendOptions)
 def rope_append_kv4(
     qkv: Any,
     cache: KVCache,
@@ -100,11 +92,7 @@ def rope_append_kv4(
         out: [T, Hq, D] like qkv, to write q into, in other memory.
         keys: [T, Hkv, D] like qkv, for the rotated keys, rounded once as q is (an attention that reads no cache takes
             them), in other memory; or None.
-        check: as in `append_kv4`.
-        backend: as in `append_kv4`.
-        programmatic: the call may begin before the kernel before it on the stream has ended. It reads slots, tables,
-            positions and constants by channel at once, so no kernel that may still run then may write these; before it
-            reads qkv, or writes anything, it waits by itself. Of no effect on host arrays.
+        {options}
 
     Returns:
         q [T, Hq, D] of qkv's dtype and library.
@@ -115,57 +103,40 @@ def rope_append_kv4(
     """
     if rope is None:
         raise ArgumentError(f"{ROPE_APPEND.name}: rope", "must be (cos, sin) or (cos, sin, positions)", "None")
-    _check_options(ROPE_APPEND, cache, rope)
-    arrays = {"qkv": qkv, **_shared(cache, slots, rope), "q": out} | ({} if keys is None else {"keys": keys})
-    how = _How(backend, programmatic, check)
-    made = _ROPE_APPEND(_key(cache, how), arrays, lambda: _checked_rows(arrays, cache, how))
+    options = RopeAppendOptions.of(backend, programmatic, check)
+    tables = _tables(ROPE_APPEND, cache, rope)
+    arrays = {"qkv": qkv, "pool": cache.pool, "slots": slots, **tables, **channels_of(cache), "q": out}
+    if keys is not None:
+        arrays["keys"] = keys
+    made = _ROPE_APPEND(options, cache.description, arrays, cache)
     return made["q"] if out is None else out
 
 
-def _check_options(spec: KernelSpec, cache: Any, rope: Any) -> None:
+def _tables(spec: KernelSpec, cache: Any, rope: Any) -> dict[str, Any]:
+    """The arrays of `rope` by name; raises ArgumentError for what is no cache or no tables."""
     if not isinstance(cache, KVCache):
         raise ArgumentError(f"{spec.name}: cache", "must be a KVCache", type(cache).__name__)
-    if rope is not None and (not isinstance(rope, tuple) or len(rope) not in (2, 3)):
+    if rope is None:
+        return {}
+    if not isinstance(rope, tuple) or len(rope) not in (2, 3):
         raise ArgumentError(f"{spec.name}: rope", "must be (cos, sin) or (cos, sin, positions)", type(rope).__name__)
-    for name, array in _tables(rope).items():
+    tables = dict(zip(("cos", "sin", "positions"), rope, strict=False))
+    for name, array in tables.items():
         if array is None:
             raise ArgumentError(f"{spec.name}: rope {name}", "must be an array", "None")
-
-
-def _tables(rope: tuple[Any, ...] | None) -> dict[str, Any]:
-    return {} if rope is None else dict(zip(("cos", "sin", "positions"), rope, strict=False))
-
-
-def _shared(cache: KVCache, slots: Any, rope: tuple[Any, ...] | None) -> dict[str, Any]:
-    """The arrays that both calls take."""
-    return {"pool": cache.pool, "slots": slots, **_tables(rope), **channels_of(cache)}
-
-
-class _How(NamedTuple):
-    """The options that both calls have."""
-
-    backend: str | None
-    programmatic: bool
-    check: bool
-
-
-def _key(cache: KVCache, how: _How) -> tuple[Any, ...]:
-    """What a call is remembered by, besides its arrays."""
-    return cache.scheme, cache.page_size, cache.head_dim, *how
+    return tables
 
 
 class _AppendCall(NamedTuple):
-    """The arrays given, by argument of the kernel; sizes; `dtype` of new tokens, `place` of slots and positions."""
+    """Arrays by argument of the kernel; sizes; `dtype` of new tokens, `index_dtype` of slots and positions."""
 
     spec: KernelSpec
-    given: dict[str, Any]
+    arrays: Mapping[str, Any]
     cache: KVCache
     sizes: dict[str, int]
     dtype: str
-    place: str
-    backend: str | None
-    programmatic: bool
-    check: bool
+    index_dtype: str
+    options: AppendOptions
 
     @property
     def name(self) -> str:
@@ -175,7 +146,7 @@ class _AppendCall(NamedTuple):
     @property
     def constants(self) -> dict[str, int]:
         """Those that say the dtypes."""
-        return {"BF16": DTYPES.index(self.dtype), "INDEX": INDICES.index(self.place)}
+        return {"BF16": DTYPES.index(self.dtype), "INDEX": INDICES.index(self.index_dtype)}
 
     @property
     def config(self) -> dict[str, int]:
@@ -183,7 +154,7 @@ class _AppendCall(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (*self.sizes.values(), self.dtype, self.place, self.programmatic)
+        return (*self.sizes.values(), self.dtype, self.index_dtype)
 
     @property
     def is_empty(self) -> bool:
@@ -195,55 +166,59 @@ class _AppendCall(NamedTuple):
         labels = {"pool": "cache.pool", "q": "out", "cos": "rope cos", "sin": "rope sin", "positions": "rope positions"}
         labels |= {name: f"cache.{name[0]}_channel {name[2:]}" for name in channels_of(self.cache)}
         constants = self.constants
-        for name, array in self.given.items():
+        for name, array in self.arrays.items():
             arg = self.spec.arg(name)
             label = f"{self.name}: {labels.get(name, name)}"
             yield CallArray(name, label, array, dtype_in(arg.dtype, constants), arg.resolve(self.sizes))
 
 
-def _checked_pair(given: dict[str, Any], cache: KVCache, how: _How) -> _AppendCall:
+def _check_pair(options: AppendOptions, arrays: Mapping[str, Any], cache: KVCache) -> _AppendCall:
     """The call of `append_kv4`; raises ArgumentError for what does not fit together."""
-    shape, H, D = shape_of(given["k"]), cache.num_kv_heads, cache.head_dim
+    shape, H, D = shape_of(arrays["k"]), cache.num_kv_heads, cache.head_dim
     if len(shape) != 3 or shape[1:] != (H, D):
         raise ArgumentError(f"{APPEND.name}: k", f"must be [T, {H}, {D}] for this cache", f"shape {list(shape)}")
-    return _checked(APPEND, given, "k", cache, {"T": shape[0]}, how)
+    return _check(APPEND, options, arrays, "k", cache, {"T": shape[0]})
 
 
-def _checked_rows(given: dict[str, Any], cache: KVCache, how: _How) -> _AppendCall:
+def _check_rows(options: AppendOptions, arrays: Mapping[str, Any], cache: KVCache) -> _AppendCall:
     """The call of `rope_append_kv4`."""
-    shape, heads = shape_of(given["qkv"]), cache.num_kv_heads * cache.head_dim
+    shape, heads = shape_of(arrays["qkv"]), cache.num_kv_heads * cache.head_dim
     if len(shape) != 2 or shape[1] % heads or shape[1] < 3 * heads:
         rule = f"must be [T, (Hq + {2 * cache.num_kv_heads})·{cache.head_dim}] for this cache, "
         rule += f"Hq a multiple of {cache.num_kv_heads}"
         raise ArgumentError(f"{ROPE_APPEND.name}: qkv", rule, f"shape {list(shape)}")
-    sizes = {"T": shape[0], "ratio": shape[1] // heads - 2, "kept": int("keys" in given)}
-    return _checked(ROPE_APPEND, given, "qkv", cache, sizes, how)
+    sizes = {"T": shape[0], "ratio": shape[1] // heads - 2, "kept": int("keys" in arrays)}
+    return _check(ROPE_APPEND, options, arrays, "qkv", cache, sizes)
 
 
-def _checked(
-    spec: KernelSpec, given: dict[str, Any], tokens: str, cache: KVCache, sizes: dict[str, int], how: _How
+def _check(
+    spec: KernelSpec,
+    options: AppendOptions,
+    arrays: Mapping[str, Any],
+    tokens: str,
+    cache: KVCache,
+    sizes: dict[str, int],
 ) -> _AppendCall:
-    """What holds for both calls; `tokens` names the array of new tokens."""
-    x, slots, known = given[tokens], given["slots"], KV_SCHEMES[cache.scheme]
+    """Check what holds for both calls; `tokens` names the array of new tokens."""
+    x, slots, scheme = arrays[tokens], arrays["slots"], KV_SCHEMES[cache.scheme]
     if dtype_of(x) not in DTYPES:
         raise ArgumentError(f"{spec.name}: {tokens}", f"dtype {' or '.join(DTYPES)}", dtype_of(x))
     if dtype_of(slots) not in INDICES:
         raise ArgumentError(f"{spec.name}: slots", f"dtype {' or '.join(INDICES)}", dtype_of(slots))
-    R = _rows(spec.name, given, sizes["T"]) if "cos" in given else 0
-    check_how(spec.name, **how._asdict())
-    if known.bits == 8:  # symmetric
-        given = {name: array for name, array in given.items() if name not in ("k_zero", "v_zero")}
+    R = _rows(spec.name, arrays, sizes["T"]) if "cos" in arrays else 0
+    if scheme.bits == 8:  # symmetric
+        arrays = {name: array for name, array in arrays.items() if name not in ("k_zero", "v_zero")}
     sizes |= {"H": cache.num_kv_heads, "D": cache.head_dim, "pages": cache.pages, "size": cache.page_size}
-    sizes |= {"bits": known.bits, "channel": int(known.by_channel), "R": R}
-    return _AppendCall(spec, given, cache, sizes, dtype_of(x), dtype_of(slots), *how)
+    sizes |= {"bits": scheme.bits, "channel": int(scheme.by_channel), "R": R}
+    return _AppendCall(spec, arrays, cache, sizes, dtype_of(x), dtype_of(slots), options)
 
 
-def _rows(name: str, given: dict[str, Any], T: int) -> int:
+def _rows(name: str, arrays: Mapping[str, Any], T: int) -> int:
     """Rows of the tables; ArgumentError if there are too few of them."""
-    rows = tuple(getattr(given["cos"], "shape", ()))[:1]
-    least = 1 if "positions" in given else T
+    rows = tuple(getattr(arrays["cos"], "shape", ()))[:1]
+    least = 1 if "positions" in arrays else T
     if rows < (least,):
-        rule = f"must have {least} rows or more" + ("" if "positions" in given else ", one for each token")
+        rule = f"must have {least} rows or more" + ("" if "positions" in arrays else ", one for each token")
         raise ArgumentError(f"{name}: rope cos", rule, *rows or ("no array",))
     return int(rows[0])
 
@@ -252,12 +227,12 @@ def _prepare(call: _AppendCall) -> Prepared:
     spec = call.spec
     if reason := gpu.why_not(spec.arch):
         raise UnavailableError(f'{spec.name}: {reason}; pass backend="emulator" with NumPy arrays')
-    return Prepared(spec.name, lambda: (Plan(spec, call.config, call.sizes, programmatic=call.programmatic),))
+    return Prepared(spec.name, lambda: (Plan(spec, call.config, call.sizes, programmatic=call.options.programmatic),))
 
 
 def _look(call: _AppendCall, prepared: Prepared, used: DeviceMemory | None) -> None:
     """Raise ArgumentError for slots and positions on the device that the kernel must not be given."""
-    slots, positions = (copied(call.name, call.given.get(name)) for name in ("slots", "positions"))
+    slots, positions = (copied(call.name, call.arrays.get(name)) for name in ("slots", "positions"))
     check_places(call.name, call.cache, slots, positions, rows=call.sizes["R"])
 
 
@@ -278,10 +253,17 @@ def _on_host(call: _AppendCall) -> Results:
         check_places(call.name, call.cache, arrays["slots"], arrays.get("positions"), rows=call.sizes["R"])
         _check_tokens(call, arrays)
         out: dict[str, Any] = {name: arrays.pop(name) for name in _WRITTEN if name in arrays}
-        source = of_kernel(call.name)[0]
-        how: dict[str, Any] = {"backend": call.backend, "config": call.config, "programmatic": call.programmatic}
-        made = run_spec(call.spec, source, arrays, sizes=call.sizes, out=out, **how).outputs
-    return {each.name: gpu.like(made[each.name], call.given["qkv"], each.dtype) for each in results}
+        made = run_spec(
+            call.spec,
+            of_kernel(call.name)[0],
+            arrays,
+            sizes=call.sizes,
+            out=out,
+            backend=call.options.backend,
+            config=call.config,
+            programmatic=call.options.programmatic,
+        ).outputs
+    return {each.name: gpu.like(made[each.name], call.arrays["qkv"], each.dtype) for each in results}
 
 
 def check_places(
@@ -327,5 +309,7 @@ def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
             ) from None
 
 
-_APPEND = Operation(APPEND.name, _prepare, _on_host, _look)
-_ROPE_APPEND = Operation(ROPE_APPEND.name, _prepare, _on_host, _look, apart={"qkv": "qkv", "q": "out", "keys": "keys"})
+_APPEND = Operation(APPEND.name, _check_pair, _prepare, _on_host, _look)
+_ROPE_APPEND = Operation(
+    ROPE_APPEND.name, _check_rows, _prepare, _on_host, _look, apart={"qkv": "qkv", "q": "out", "keys": "keys"}
+)

@@ -1,15 +1,14 @@
 """What `attention_kv4` is asked for, after everything that needs no GPU has been checked."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.attention.common import arrays_of, channels_of
+from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.sm80 import DTYPES
-from ptxlab.lowbit.kernels.operation import CallArray, check_how, copied, dtype_of
+from ptxlab.lowbit.kernels.operation import CallArray, copied, dtype_of
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.quant import KV_SCHEMES
 from ptxlab.spec import Arrays
@@ -20,26 +19,18 @@ MOST_TOKENS, MOST_RATIO = 8, 16  # queries of a sequence; query heads of a kv he
 
 
 class AttentionCall(NamedTuple):
-    """One attention. `shape` is that of q as the caller has it; `window` is 0 for none, `kernel` a step's name or None.
+    """An attention: queries, whose `shape` is as the caller has it, a cache, and options with `scale` filled in.
 
-    `out` and `lse` are what to write into, or None; `programmatic` says how to launch, `batch_invariant` how to share
-    the work out.
+    `out` and `lse` are what to write into, or None.
     """
 
     q: Any
     cache: KVCache
     shape: tuple[int, ...]
     dtype: str
-    scale: float
-    window: int
     out: Any
     lse: Any
-    return_lse: bool
-    kernel: str | None
-    backend: str | None
-    programmatic: bool
-    check: bool
-    batch_invariant: bool
+    options: AttentionOptions
 
     @property
     def queries(self) -> int:
@@ -61,14 +52,14 @@ class AttentionCall(NamedTuple):
             "page": cache.page_size,
             "bits": known.bits,
             "channel": int(known.by_channel),
-            "window": self.window,
-            "softmax_scale": self.scale,
+            "window": self.options.window or 0,
+            "softmax_scale": self.options.scale,
         }
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All by which its kernel is chosen and compiled."""
-        return (*self.sizes.values(), self.dtype, self.kernel, self.programmatic, self.return_lse, self.batch_invariant)
+        """Sizes and dtype that its kernel is chosen and compiled by, besides options."""
+        return (*self.sizes.values(), self.dtype)
 
     @property
     def is_empty(self) -> bool:
@@ -91,9 +82,9 @@ class AttentionCall(NamedTuple):
         yield CallArray("out", f"{NAME}: out", self.out, self.dtype, self.shape)
         if self.lse is not None:
             yield CallArray("lse", f"{NAME}: out lse", self.lse, "float32", lse)
-        elif self.return_lse:
-            lacking = "must be (out, lse) in a capture: make an array {shape} of {dtype} before"
-            yield CallArray("lse", f"{NAME}: out", None, "float32", lse, lacking, "one array")
+        elif self.options.return_lse:
+            rule = f"must be (out, lse) in a capture: make an array {list(lse)} of float32 before"
+            yield CallArray("lse", f"{NAME}: out", None, "float32", lse, rule, "one array")
 
 
 def results(out: Any, return_lse: Any) -> tuple[Any, Any]:
@@ -106,29 +97,13 @@ def results(out: Any, return_lse: Any) -> tuple[Any, Any]:
     return out
 
 
-def checked(
-    q: Any,
-    cache: KVCache,
-    scale: Any,
-    window: Any,
-    out: Any,
-    lse: Any,
-    return_lse: Any,
-    kernel: Any,
-    backend: Any,
-    programmatic: Any,
-    check: Any,
-    batch_invariant: Any,
-) -> AttentionCall:
-    """The call; raises ArgumentError for what does not fit together."""
+def check_call(options: AttentionOptions, arrays: Mapping[str, Any], cache: KVCache) -> AttentionCall:
+    """Make the call of q, and of out and lse where they are given; ArgumentError for what does not fit together."""
+    q = arrays["q"]
     shape, dtype = shape_of(q), dtype_of(q)
     _check_queries(shape, dtype, cache)
-    flags = {"return_lse": return_lse, "check": check, "batch_invariant": batch_invariant}
-    check_how(NAME, backend, programmatic=programmatic, **flags)
-    scale = cache.head_dim**-0.5 if scale is None else _positive(scale)
-    seen = _window(window, cache.max_pages * cache.page_size)
-    how = kernel, backend, programmatic, check, batch_invariant
-    return AttentionCall(q, cache, shape, dtype, scale, seen, out, lse, return_lse, *how)
+    options = replace(options, scale=_scale(options.scale, cache), window=_window(options.window, cache))
+    return AttentionCall(q, cache, shape, dtype, arrays.get("out"), arrays.get("lse"), options)
 
 
 def _check_queries(shape: tuple[int, ...], dtype: str, cache: KVCache) -> None:
@@ -145,19 +120,13 @@ def _check_queries(shape: tuple[int, ...], dtype: str, cache: KVCache) -> None:
         raise ArgumentError(label, f"Hq must be 1 to {MOST_RATIO} times the cache's {Hkv}", f"Hq={Hq}")
 
 
-def _positive(scale: Any) -> float:
-    if not isinstance(scale, (int, float, np.floating)) or not 2.0**-149 <= scale < 2.0**128:
-        raise ArgumentError(f"{NAME}: scale", "must be above 0 and finite in float32", repr(scale))
-    return float(scale)
+def _scale(scale: float | None, cache: KVCache) -> float:
+    return cache.head_dim**-0.5 if scale is None else float(scale)
 
 
-def _window(window: Any, capacity: int) -> int:
-    """0 where all tokens are seen."""
-    if window is None:
-        return 0
-    if not isinstance(window, (int, np.integer)) or isinstance(window, bool) or window < 1:
-        raise ArgumentError(f"{NAME}: window", "must be an integer, 1 or more, or None", repr(window))
-    return 0 if window >= capacity else int(window)
+def _window(window: int | None, cache: KVCache) -> int | None:
+    """None where all tokens are seen."""
+    return None if window is None or window >= cache.max_pages * cache.page_size else int(window)
 
 
 def check_numbers(call: AttentionCall, arrays: Arrays) -> None:

@@ -8,6 +8,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.lowbit.kernels.attention import ladder, sm80, sm90
 from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, MOST_TOKENS, NAME, AttentionCall
+from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.operation import Scratch
 from ptxlab.spec import KernelSpec, Sizes
 from ptxlab.validate import is_one_of
@@ -66,8 +67,8 @@ class AttentionStep:
             ("cache", "page_size must be", cache.page_size, ladder.PAGE),
             ("q", "dtype", call.dtype, "float16"),
             ("q", "T must be", call.queries, 1),
-            ("window", "must be", call.window or None, None),
-            ("return_lse", "must be", call.return_lse, False),
+            ("window", "must be", call.options.window, None),
+            ("return_lse", "must be", call.options.return_lse, False),
         ):
             if got != wanted:
                 raise ArgumentError(f"{NAME}: {argument}", f"{rule} {wanted} for {name}", got)
@@ -86,24 +87,22 @@ def step_of(spec: KernelSpec) -> AttentionStep | None:
     return next((step for step in STEPS if step.spec.name == spec.name), None)
 
 
-def choose(
-    kernel: Any, *, backend: str | None, programmatic: bool = False, batch_invariant: bool = False
-) -> AttentionStep:
+def choose(options: AttentionOptions) -> AttentionStep:
     """The step asked for, or the highest that runs here.
 
     Args:
-        kernel: a step's name, or None.
-        backend: "gpu", or "emulator", on which every step runs; None: the GPU where a step runs there, else the latter.
-        programmatic: it is to wait by itself for the kernel before it.
-        batch_invariant: it is to cut sequences by their own length.
+        options: kernel, backend, programmatic and batch_invariant: "emulator" runs every step; without a backend the
+            step is one for the GPU where one runs there. With programmatic the step must wait for the kernel before
+            it, with batch_invariant it must cut sequences by their own length.
 
     Raises:
         ArgumentError: an unknown kernel, or one that does not wait, or does not cut so.
         UnavailableError: it does not run on this GPU; names those that would.
     """
+    kernel, backend = options.kernel, options.backend
     if not is_one_of(kernel, (*(step.spec.name for step in STEPS), None)):
         raise ArgumentError(f"{NAME}: kernel", f"must be one of {_names(STEPS)}", kernel)
-    steps = INVARIANT_STEPS if batch_invariant else STEPS
+    steps = INVARIANT_STEPS if options.batch_invariant else STEPS
     asked = [step for step in steps if kernel in (None, step.spec.name)]
     if not asked:
         rule = f"only for kernels that cut a sequence by its own length ({_names(steps)})"
@@ -114,7 +113,7 @@ def choose(
         remedy = f"here run {_names(working)}" if working else 'pass backend="emulator" with NumPy arrays'
         raise UnavailableError(f"{NAME}: {_names(asked[-1:])}: {why_not(asked[-1])}; {remedy}")
     step = (here if here and backend != "emulator" else asked)[-1]
-    if programmatic and not step.spec.after_wait:
+    if options.programmatic and not step.spec.after_wait:
         waiting = _names(step for step in STEPS if step.spec.after_wait)
         rule = f"only for kernels that wait for the one before them ({waiting})"
         raise ArgumentError(f"{NAME}: programmatic", rule, step.spec.name)

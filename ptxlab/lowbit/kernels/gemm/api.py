@@ -1,7 +1,7 @@
 """`gemm_w4a8`: any array library, any of the ladder's kernels, in eager calls and in CUDA graphs."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
 from typing import Any
@@ -13,6 +13,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.gemm import ladder
 from ptxlab.lowbit.kernels.gemm.common import DTYPES, GemmStep, sums_agree
 from ptxlab.lowbit.kernels.gemm.epilogues import OUTPUTS
+from ptxlab.lowbit.kernels.gemm.options import GemmOptions, require_scale, resolve_dtype
 from ptxlab.lowbit.kernels.operation import (
     CallArray,
     DeviceMemory,
@@ -20,9 +21,10 @@ from ptxlab.lowbit.kernels.operation import (
     Prepared,
     Results,
     Scratch,
-    check_how,
+    WorkspaceRules,
     dtype_of,
 )
+from ptxlab.lowbit.kernels.options import document_options
 from ptxlab.lowbit.kernels.quantize import SUM
 from ptxlab.lowbit.layout import PackedActivations, PackedWeight
 from ptxlab.lowbit.layout.packed_activations import stored_shape, unpack_activations
@@ -30,8 +32,7 @@ from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
 from ptxlab.sources import of_kernel
-from ptxlab.spec.dtypes import name_of
-from ptxlab.validate import is_one_of, shape_of
+from ptxlab.validate import shape_of
 
 NAME = "gemm_w4a8"
 
@@ -50,6 +51,7 @@ class Workspace(DeviceMemory):
         return f"one for M={self.M}"
 
 
+@document_options(GemmOptions)
 def gemm_w4a8(
     x_q: Any,
     x_scale: Any = None,
@@ -83,23 +85,12 @@ def gemm_w4a8(
             `strips`, where the kernel needs fewer instructions with it. Another sum is refused on the host; on the GPU
             nobody looks, and the result is wrong.
         bias: f32 [N] or None.
-        epilogue: `silu_mul` for gate and up [2·F, K], packed with `interleaved=True`: Y [M, F], float16 or bfloat16, is
-            silu(gate) · up in f32, rounded once, as `silu_mul_quantize` computes it. Without bias.
         residual: float16 or bfloat16 [M, N], for weights in `strips`: Y, rounded to that, is added to it in place, as
             `rmsnorm_quantize` adds; it is what is returned.
         out: [M, N] to write into; it is what is returned.
-        out_dtype: `float16`, `bfloat16`, `float32`, or `int32` for the accumulators, not scaled and without bias;
-            by name, or as a dtype of NumPy, PyTorch or JAX; by default that of `out`, else float16. NumPy and CuPy have
-            no bfloat16: they get its bits, uint16.
-        kernel: one of the kernels by name; by default, of those that take this weight and run here, the one that suits
-            the sizes best.
-        backend: `gpu` or `emulator`; by default the GPU where one will do. Host arrays are copied there and back.
         workspace: from `gemm_workspace`. Without one, calls on a stream share what the first of them makes, until
             `ptxlab.release_memory()`.
-        programmatic: the call may begin before the kernel before it on the stream has ended (programmatic dependent
-            launch): it reads weight and bias at once, so no kernel that may still run then may write these; before it
-            reads activations, scales, sums or residual, or writes the output, it waits by itself. Only for kernels that
-            do so; of no effect on host arrays.
+        {options}
 
     Returns:
         Y [M, N]; [M, F] with `silu_mul`.
@@ -108,51 +99,58 @@ def gemm_w4a8(
         ArgumentError: the argument, the rule and the value; nothing was launched.
         UnavailableError: no kernel for this weight runs here; the message names those that would.
     """
+    options = GemmOptions.of(backend, programmatic, out_dtype, epilogue, kernel)
     if not isinstance(weight, PackedWeight):
         raise ArgumentError(f"{NAME}: weight", "must be a PackedWeight (layout.pack)", type(weight).__name__)
     if workspace is not None and not isinstance(workspace, Workspace):
         raise ArgumentError(f"{NAME}: workspace", "must come from gemm_workspace", type(workspace).__name__)
-    x_q, x_scale, x_sum, order, rows, shape = opened(NAME, x_q, x_scale, x_sum)
+    x_q, x_scale, x_sum, order, rows, shape = unpack_operand(NAME, x_q, x_scale, x_sum)
     y = out if residual is None else residual
-
-    def check() -> _GemmCall:
-        M_K = shape or shape_of(x_q)
-        if len(M_K) != 2:
-            raise ArgumentError(f"{NAME}: x_q", "must be an array [M, K] or PackedActivations", f"shape {M_K}")
-        if M_K[1] != weight.K:
-            raise ArgumentError(f"{NAME}: x_q", f"K must be {weight.K} as the weight's", f"shape {M_K}")
-        end = _end(weight, epilogue, residual, bias, out)
-        dtype = output_dtype(NAME, out_dtype, y, x_scale)
-        if end and dtype not in OUTPUTS:
-            raise ArgumentError(f"{NAME}: out_dtype", f"must be {' or '.join(OUTPUTS)} with {end}", dtype)
-        check_how(NAME, backend, programmatic=programmatic)
-        given = x_q, x_scale, x_sum, order, rows, M_K[0], weight, bias, y
-        return _GemmCall(*given, end, dtype, kernel, backend, programmatic)
-
-    packed = weight.scheme, weight.layout, weight.N, weight.K, weight.group, weight.protective_range, weight.interleaved
-    end = epilogue, residual is None, out is None
-    options = packed, order, rows, shape, end, out_dtype, kernel, backend, programmatic
+    description = weight.description, order, rows, shape, residual is None, out is None
     arrays = {"x": x_q, "x_scale": x_scale, "x_sum": x_sum, "bias": bias, "y": y, **weight.buffers}
-    results = _GEMM(options, arrays, check, workspace)
+    results = _GEMM(options, description, arrays, weight, order, rows, shape, residual, out, workspace=workspace)
     return results["y"] if y is None else y
 
 
-def _end(weight: PackedWeight, epilogue: Any, residual: Any, bias: Any, out: Any) -> str:
-    """The epilogue's name, empty for none; raises ArgumentError for one that does not fit the weight or the arrays."""
-    if not is_one_of(epilogue, ("silu_mul", None)):
-        raise ArgumentError(f"{NAME}: epilogue", "must be silu_mul or None", epilogue)
+def _check(
+    options: GemmOptions,
+    arrays: Mapping[str, Any],
+    weight: PackedWeight,
+    order: str,
+    rows: int,
+    shape: tuple[int, int] | None,
+    residual: Any,
+    out: Any,
+) -> "_GemmCall":
+    """The call; raises ArgumentError for what does not fit together."""
+    M_K = shape or shape_of(arrays["x"])
+    if len(M_K) != 2:
+        raise ArgumentError(f"{NAME}: x_q", "must be an array [M, K] or PackedActivations", f"shape {M_K}")
+    if M_K[1] != weight.K:
+        raise ArgumentError(f"{NAME}: x_q", f"K must be {weight.K} as the weight's", f"shape {M_K}")
+    epilogue = _epilogue(weight, options.epilogue, residual, arrays["bias"], out)
+    dtype = resolve_dtype(NAME, options, arrays["y"])
+    require_scale(NAME, arrays["x_scale"], dtype)
+    if epilogue and dtype not in OUTPUTS:
+        raise ArgumentError(f"{NAME}: out_dtype", f"must be {' or '.join(OUTPUTS)} with {epilogue}", dtype)
+    return _GemmCall(arrays, weight, order, rows, M_K[0], replace(options, epilogue=epilogue, out_dtype=dtype))
+
+
+def _epilogue(weight: PackedWeight, epilogue: str | None, residual: Any, bias: Any, out: Any) -> str | None:
+    """The epilogue that is asked for or follows from a residual; ArgumentError where it does not fit."""
     if weight.interleaved and epilogue is None:
         raise ArgumentError(f"{NAME}: epilogue", "must be silu_mul for a weight packed with interleaved=True", epilogue)
     if epilogue and not weight.interleaved:
         raise ArgumentError(f"{NAME}: weight", "must be packed with interleaved=True for silu_mul", "rows in order")
-    beside = {"residual": residual, "bias": bias} if epilogue else {"out": out} if residual is not None else {}
-    for name, array in beside.items():
-        if array is not None:
-            rule = f"must be None beside {epilogue or 'a residual, which is what is written'}"
-            raise ArgumentError(f"{NAME}: {name}", rule, "an array")
+    if epilogue:
+        for name, array in (("residual", residual), ("bias", bias)):
+            if array is not None:
+                raise ArgumentError(f"{NAME}: {name}", f"must be None beside {epilogue}", "an array")
+    elif residual is not None and out is not None:
+        raise ArgumentError(f"{NAME}: out", "must be None beside a residual, which is what is written", "an array")
     if residual is not None and dtype_of(residual) not in OUTPUTS:
         raise ArgumentError(f"{NAME}: residual", f"dtype must be {' or '.join(OUTPUTS)}", dtype_of(residual))
-    return epilogue or ("" if residual is None else "residual")
+    return epilogue if residual is None else "residual"
 
 
 def gemm_workspace(weight: PackedWeight, M: int, *, kernel: str | None = None) -> Workspace:
@@ -164,7 +162,7 @@ def gemm_workspace(weight: PackedWeight, M: int, *, kernel: str | None = None) -
         raise ArgumentError("gemm_workspace: weight", "must be a PackedWeight (layout.pack)", type(weight).__name__)
     if not isinstance(M, Integral) or M < 0:
         raise ArgumentError("gemm_workspace: M", "must be an integer, 0 or more", repr(M))
-    step = ladder.choose(weight, "row_major", M, kernel=kernel, backend="gpu")
+    step = ladder.choose(weight, "row_major", M, GemmOptions(kernel=kernel, backend="gpu"))
     sizes = step.sizes(M, weight.N, weight.K, weight.group, 1)
     step.spec.check_sizes(sizes)
     return Workspace.of(step.spec.name, _scratch(step, sizes), zeros=False, M=int(M))
@@ -177,65 +175,37 @@ def _scratch(step: GemmStep, sizes: dict[str, int]) -> tuple[Scratch, ...]:
     return tuple(Scratch.of(arg, known) for arg in needed)
 
 
-def opened(name: str, x_q: Any, x_scale: Any, x_sum: Any) -> tuple[Any, Any, Any, str, int, Any]:
-    """What was given as activations: arrays, their order, tokens of a tile, and of PackedActivations (M, K).
+def unpack_operand(name: str, x_q: Any, x_scale: Any, x_sum: Any) -> tuple[Any, Any, Any, str, int, Any]:
+    """Take activations apart: arrays, their order, tokens of a tile, and of PackedActivations (M, K).
 
     Raises ArgumentError for a scale or sum beside PackedActivations.
     """
     if not isinstance(x_q, PackedActivations):
         return x_q, x_scale, x_sum, "row_major", 1, None
     if x_scale is not None or x_sum is not None:
-        given = "x_scale" if x_scale is not None else "x_sum"
-        raise ArgumentError(f"{name}: {given}", "must be None: PackedActivations have theirs", "another")
+        argument = "x_scale" if x_scale is not None else "x_sum"
+        raise ArgumentError(f"{name}: {argument}", "must be None: PackedActivations have theirs", "another")
     return x_q.x_q, x_q.scale, x_q.token_sum, x_q.layout, x_q.rows, (x_q.M, x_q.K)
-
-
-def output_dtype(name: str, out_dtype: Any, out: Any, x_scale: Any) -> str:
-    """The output's dtype by name; raises ArgumentError for one that there is not, or that lacks a scale."""
-    if out_dtype is not None:
-        dtype, source = name_of(out_dtype), "out_dtype"
-    else:
-        dtype, source = ("float16" if out is None else dtype_of(out)), "out"
-    if dtype not in DTYPES:
-        rule = f"{'dtype ' if source == 'out' else ''}must be one of {', '.join(DTYPES)}"
-        raise ArgumentError(f"{name}: {source}", rule, dtype)
-    if x_scale is None and dtype != "int32":
-        raise ArgumentError(f"{name}: x_scale", "must be given unless the output is int32", "nothing")
-    return dtype
 
 
 @dataclass(frozen=True, eq=False)
 class _GemmCall:
-    """One product. `end` is the epilogue's name or empty, `dtype` the output's, `kernel` a step's or None;
-    `programmatic` says how to launch it. `out` is the residual, where there is one.
-    """
+    """One product: the arrays of `Operation`, and options with the epilogue and the output's dtype filled in."""
 
-    x_q: Any
-    x_scale: Any
-    x_sum: Any
+    arrays: Mapping[str, Any]
+    weight: PackedWeight
     order: str
     rows: int
     M: int
-    weight: PackedWeight
-    bias: Any
-    out: Any
-    end: str
-    dtype: str
-    kernel: str | None
-    backend: str | None
-    programmatic: bool
-    check = False
+    options: GemmOptions
 
     @property
     def key(self) -> tuple[Any, ...]:
-        weight = self.weight
-        shape = self.M, weight.N, weight.K, weight.group, self.rows
-        how = self.end, self.dtype, self.kernel, self.programmatic, self.has_sum
-        return weight.scheme, weight.layout, self.order, shape, *how
+        return self.weight.description, self.order, self.rows, self.M, self.has_sum
 
     @property
     def has_sum(self) -> bool:
-        return self.x_sum is not None
+        return self.arrays["x_sum"] is not None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -248,9 +218,9 @@ class _GemmCall:
     @cached_property
     def step(self) -> GemmStep:
         """The step that does it; raises what choosing it raises."""
-        backend = "gpu" if gpu.is_device_array(self.x_q) else self.backend
-        how: dict[str, Any] = {"kernel": self.kernel, "programmatic": self.programmatic, "epilogue": self.end}
-        return ladder.choose(self.weight, self.order, self.M, backend=backend, **how)
+        on_gpu = gpu.is_device_array(self.arrays["x"])
+        options = replace(self.options, backend="gpu") if on_gpu else self.options
+        return ladder.choose(self.weight, self.order, self.M, options)
 
     @cached_property
     def kernel_sizes(self) -> dict[str, int]:
@@ -262,16 +232,20 @@ class _GemmCall:
     @property
     def beside_the_weight(self) -> Iterator[CallArray]:
         """Activations and output."""
-        M, N = self.M, self.weight.N
-        yield CallArray("x", f"{NAME}: x_q", self.x_q, "int8", stored_shape(self.order, M, self.weight.K, self.rows))
-        if self.x_scale is not None:
-            yield CallArray("x_scale", f"{NAME}: x_scale", self.x_scale, "float32", (M,))
-        if self.has_sum and self.step.takes_sum:
-            yield CallArray("x_sum", f"{NAME}: x_sum", self.x_sum, "int32", (M,))
-        if self.bias is not None:
-            yield CallArray("bias", f"{NAME}: bias", self.bias, "float32", (N,))
-        label, width = "residual" if self.end == "residual" else "out", N // 2 if self.end == "silu_mul" else N
-        yield CallArray("y", f"{NAME}: {label}", self.out, self.dtype, (M, width))
+        M, N, options = self.M, self.weight.N, self.options
+        shapes = {
+            "x": ("x_q", "int8", stored_shape(self.order, M, self.weight.K, self.rows)),
+            "x_scale": ("x_scale", "float32", (M,)),
+            "x_sum": ("x_sum", "int32", (M,)),
+            "bias": ("bias", "float32", (N,)),
+        }
+        for name, (label, dtype, shape) in shapes.items():
+            if self.arrays[name] is not None and (name != "x_sum" or self.step.takes_sum):
+                yield CallArray(name, f"{NAME}: {label}", self.arrays[name], dtype, shape)
+        label, width = "residual" if options.epilogue == "residual" else "out", N
+        if options.epilogue == "silu_mul":
+            width = N // 2
+        yield CallArray("y", f"{NAME}: {label}", self.arrays["y"], options.out_dtype, (M, width))
 
     @property
     def operands(self) -> Iterator[CallArray]:
@@ -286,18 +260,21 @@ def _prepare(call: _GemmCall) -> Prepared:
     needs_sum = step.needs_sum and not call.has_sum
 
     def plans() -> tuple[Plan, ...]:
-        config = step.config(sizes, DTYPES.index(call.dtype), call.has_sum)
+        config = step.config(sizes, DTYPES.index(call.options.out_dtype), call.has_sum)
         named = dict(step.buffers)
-        product = Plan(step.spec, config, sizes, programmatic=call.programmatic, named=named)
+        product = Plan(step.spec, config, sizes, programmatic=call.options.programmatic, named=named)
         if not needs_sum:
             return (product,)
         names = {"x_q": "x", "token_sum": "x_sum"}
         sums = {name: sizes[name] for name in ("M", "K")}
         return Plan(SUM, SUM.configs[0], sums, named=names), product  # plainly: they wait for what is before
 
-    maker = f"gemm_workspace(weight, {call.M})"
-    said = {"maker": maker, "enough": " or larger", "unless": " unless x_sum is"}
-    return Prepared(step.spec.name, plans, memory=_scratch(step, sizes), **said)
+    rules = WorkspaceRules(
+        in_capture=f"must be given in a capture unless x_sum is: make gemm_workspace(weight, {call.M}) before",
+        kernel=f"must be gemm_workspace(weight, {call.M})",
+        size=f"must be gemm_workspace(weight, {call.M}) or larger",
+    )
+    return Prepared(step.spec.name, plans, memory=_scratch(step, sizes), workspace_rules=rules)
 
 
 def _on_host(call: _GemmCall) -> Results:
@@ -312,27 +289,33 @@ def _on_host(call: _GemmCall) -> Results:
     _check_sums(call)
     if any(gpu.is_device_array(array) for array in weight.buffers.values()):
         raise ArgumentError(f"{NAME}: weight", "must be on the host, as x_q is", "one on the GPU")
-    out = {} if call.out is None else {"y": inputs.pop("y")}
+    out = {"y": inputs.pop("y")} if "y" in inputs else {}
     inputs |= {name: weight.buffers[buffer] for name, buffer in step.buffers}
     inputs.setdefault("x_scale", np.ones(call.M, np.float32))  # of int32 output, which does not see it
     if step.needs_sum and not call.has_sum:
-        inputs["x_sum"] = gpu.as_array("x_q", call.x_q).sum(axis=1, dtype=np.int32)
-    config = step.config(sizes, DTYPES.index(call.dtype), "x_sum" in inputs)
-    source = of_kernel(step.spec.name)[0]
-    how: dict[str, Any] = {"backend": call.backend, "config": config, "programmatic": call.programmatic}
-    return run_spec(step.spec, source, inputs, sizes=sizes, out=out, **how).outputs
+        inputs["x_sum"] = gpu.as_array("x_q", call.arrays["x"]).sum(axis=1, dtype=np.int32)
+    return run_spec(
+        step.spec,
+        of_kernel(step.spec.name)[0],
+        inputs,
+        sizes=sizes,
+        out=out,
+        backend=call.options.backend,
+        config=step.config(sizes, DTYPES.index(call.options.out_dtype), "x_sum" in inputs),
+        programmatic=call.options.programmatic,
+    ).outputs
 
 
 def _check_sums(call: _GemmCall) -> None:
     """Raise ArgumentError for the first token sum, given on the host, that is not that of its activations."""
     if not call.has_sum:
         return
-    sums = require_on_host(f"{NAME}: x_sum", call.x_sum, "int32", (call.M,))
-    x_q = gpu.as_array(f"{NAME}: x_q", call.x_q)
+    sums = require_on_host(f"{NAME}: x_sum", call.arrays["x_sum"], "int32", (call.M,))
+    x_q = gpu.as_array(f"{NAME}: x_q", call.arrays["x"])
     packed = PackedActivations(
         layout=call.order, M=call.M, K=call.weight.K, rows=call.rows, x_q=x_q, scale=sums, token_sum=sums
     )
     sums_agree(NAME, {"x": unpack_activations(packed).q if call.M else x_q, "x_sum": sums})
 
 
-_GEMM = Operation(NAME, _prepare, _on_host)
+_GEMM = Operation(NAME, _check, _prepare, _on_host)

@@ -1,12 +1,13 @@
 """FP16 with sums in one order, whatever the batch: the LM head of a batch-invariant decoder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.operation import CallArray, Operation
+from ptxlab.lowbit.kernels.options import Options, document_options
 from ptxlab.lowbit.kernels.spec_call import SpecCall
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 from ptxlab.validate import shape_of
@@ -83,6 +84,7 @@ F16 = KernelSpec(
 SPECS = (F16,)
 
 
+@document_options(Options)
 def gemm_f16(x: Any, w: Any, *, out: Any = None, backend: str | None = None) -> Any:
     """Y = X Wᵀ in float16 with sums in float32. A row's bits depend on that row and W alone.
 
@@ -93,28 +95,30 @@ def gemm_f16(x: Any, w: Any, *, out: Any = None, backend: str | None = None) -> 
         x: f16 [M, K], M >= 0, K a multiple of 32; NumPy, CuPy, PyTorch or JAX: the result is of the same kind.
         w: f16 [N, K], where x is.
         out: f16 [M, N] to write into; it is what is returned.
-        backend: `gpu` or `emulator`; by default the GPU where one will do. Host arrays are copied there and back.
+        {options}
 
     Raises:
         ArgumentError: the argument, the rule and the value; nothing was launched.
         UnavailableError: no GPU backend here, or one below sm_80.
     """
-
-    def check() -> SpecCall:
-        shapes = {"x": shape_of(x), "w": shape_of(w)}
-        for name, shape in shapes.items():
-            if len(shape) != 2:
-                raise ArgumentError(f"{NAME}: {name}", "must be a matrix", f"shape {list(shape)}")
-        (M, K), (N, _) = shapes.values()
-        operands = (
-            CallArray("w", f"{NAME}: w", w, "float16", (N, K)),
-            CallArray("x", f"{NAME}: x", x, "float16", (M, K)),
-            CallArray("y", f"{NAME}: out", out, "float16", (M, N)),
-        )
-        return SpecCall(NAME, (F16,), operands, {"M": M, "N": N, "K": K}, "float16", backend, False)
-
-    made = _GEMM((backend,), {"x": x, "w": w, "y": out}, check)
+    options = Options.of(backend)
+    made = _GEMM(options, (), {"x": x, "w": w, "y": out})
     return made["y"] if out is None else out
 
 
-_GEMM = Operation(NAME, SpecCall.prepare, SpecCall.on_host)
+def _check(options: Options, arrays: Mapping[str, Any]) -> SpecCall:
+    """The call; raises ArgumentError for what does not fit together."""
+    shapes = {name: shape_of(arrays[name]) for name in ("x", "w")}
+    for name, shape in shapes.items():
+        if len(shape) != 2:
+            raise ArgumentError(f"{NAME}: {name}", "must be a matrix", f"shape {list(shape)}")
+    (M, K), (N, _) = shapes.values()
+    operands = (
+        CallArray("w", f"{NAME}: w", arrays["w"], "float16", (N, K)),
+        CallArray("x", f"{NAME}: x", arrays["x"], "float16", (M, K)),
+        CallArray("y", f"{NAME}: out", arrays["y"], "float16", (M, N)),
+    )
+    return SpecCall(NAME, (F16,), operands, {"M": M, "N": N, "K": K}, "float16", options)
+
+
+_GEMM = Operation(NAME, _check, SpecCall.prepare, SpecCall.on_host)

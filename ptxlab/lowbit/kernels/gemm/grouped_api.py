@@ -1,18 +1,20 @@
 """`gemm_w4a8_grouped`: the experts of a layer in one call."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.lowbit.kernels.gemm.api import opened, output_dtype
+from ptxlab.lowbit.kernels.gemm.api import unpack_operand
 from ptxlab.lowbit.kernels.gemm.common import DTYPES, GemmStep, sums_agree
 from ptxlab.lowbit.kernels.gemm.grouped import STEPS
+from ptxlab.lowbit.kernels.gemm.options import GroupedOptions, require_scale, resolve_dtype
 from ptxlab.lowbit.kernels.gemm.strips import LAYOUT
-from ptxlab.lowbit.kernels.operation import CallArray, Operation, Prepared, Results, check_how
+from ptxlab.lowbit.kernels.operation import CallArray, Operation, Prepared, Results
+from ptxlab.lowbit.kernels.options import document_options
 from ptxlab.lowbit.layout import ExpertWeights
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
@@ -23,6 +25,7 @@ from ptxlab.validate import shape_of
 NAME = "gemm_w4a8_grouped"
 
 
+@document_options(GroupedOptions)
 def gemm_w4a8_grouped(
     x_q: Any,
     x_scale: Any = None,
@@ -52,11 +55,7 @@ def gemm_w4a8_grouped(
             instructions. Checked on the host alone.
         bias: f32 [E, N] or None.
         out: [M, N] to write into; it is what is returned.
-        out_dtype: as of `gemm_w4a8`.
-        backend: `gpu` or `emulator`; by default the GPU where one will do. Host arrays are copied there and back.
-        programmatic: the call may begin before the kernel before it on the stream has ended, for which it waits before
-            it reads activations, scales, sums or offsets or writes the output; no kernel that may still run then may
-            write weights or bias. Of no effect on host arrays.
+        {options}
 
     Returns:
         Y [M, N].
@@ -65,44 +64,48 @@ def gemm_w4a8_grouped(
         ArgumentError: the argument, the rule and the value; nothing was launched.
         UnavailableError: the kernel does not run here.
     """
+    options = GroupedOptions.of(backend, programmatic, out_dtype)
     if not isinstance(weights, ExpertWeights):
         raise ArgumentError(f"{NAME}: weights", "must be ExpertWeights (stack_experts)", type(weights).__name__)
-    x_q, x_scale, x_sum, order, _, shape = opened(NAME, x_q, x_scale, x_sum)
-    given = {"x": x_q, "x_scale": x_scale, "x_sum": x_sum, "offsets": offsets, "bias": bias, "y": out}
-
-    def check() -> _GroupedCall:
-        _check_weights(weights)
-        M_K = shape or shape_of(x_q)
-        if order != "row_major" or len(M_K) != 2:
-            got = order if order != "row_major" else f"shape {M_K}"
-            raise ArgumentError(f"{NAME}: x_q", "must be an array [M, K] or row-major PackedActivations", got)
-        if M_K[1] != weights.K:
-            raise ArgumentError(f"{NAME}: x_q", f"K must be {weights.K} as the weights'", f"shape {M_K}")
-        if offsets is None:
-            raise ArgumentError(f"{NAME}: offsets", f"must be s32 [{weights.E + 1}]", "nothing")
-        if x_sum is None and weights.scheme == "qoq_channel":
-            raise ArgumentError(f"{NAME}: x_sum", "must be given for weights per channel", "nothing")
-        dtype = output_dtype(NAME, out_dtype, out, x_scale)
-        check_how(NAME, backend, programmatic=programmatic)
-        return _GroupedCall(given, weights, M_K[0], dtype, backend, programmatic)
-
-    packed = weights.scheme, weights.layout, weights.E, weights.N, weights.K, weights.group, weights.protective_range
-    options = packed, order, shape, out_dtype, backend, programmatic
-    results = _GROUPED(options, {**given, **weights.buffers}, check)
+    x_q, x_scale, x_sum, order, _, shape = unpack_operand(NAME, x_q, x_scale, x_sum)
+    activations = {"x": x_q, "x_scale": x_scale, "x_sum": x_sum, "offsets": offsets, "bias": bias, "y": out}
+    arrays = {**activations, **weights.buffers}
+    results = _GROUPED(options, (weights.description, order, shape), arrays, weights, order, shape)
     return results["y"] if out is None else out
+
+
+def _check(
+    options: GroupedOptions,
+    arrays: Mapping[str, Any],
+    weights: ExpertWeights,
+    order: str,
+    shape: tuple[int, int] | None,
+) -> "_GroupedCall":
+    """The call; raises ArgumentError for what does not fit together."""
+    _check_weights(weights)
+    M_K = shape or shape_of(arrays["x"])
+    if order != "row_major" or len(M_K) != 2:
+        got = order if order != "row_major" else f"shape {M_K}"
+        raise ArgumentError(f"{NAME}: x_q", "must be an array [M, K] or row-major PackedActivations", got)
+    if M_K[1] != weights.K:
+        raise ArgumentError(f"{NAME}: x_q", f"K must be {weights.K} as the weights'", f"shape {M_K}")
+    if arrays["offsets"] is None:
+        raise ArgumentError(f"{NAME}: offsets", f"must be s32 [{weights.E + 1}]", "nothing")
+    if arrays["x_sum"] is None and weights.scheme == "qoq_channel":
+        raise ArgumentError(f"{NAME}: x_sum", "must be given for weights per channel", "nothing")
+    dtype = resolve_dtype(NAME, options, arrays["y"])
+    require_scale(NAME, arrays["x_scale"], dtype)
+    return _GroupedCall(arrays, weights, M_K[0], replace(options, out_dtype=dtype))
 
 
 @dataclass(frozen=True, eq=False)
 class _GroupedCall:
-    """The arrays that may be given, by argument of the kernel, the weights, and the output's dtype by name."""
+    """The arrays of `Operation`, the weights, tokens times experts of each, and options with the output's dtype."""
 
-    given: dict[str, Any]
+    arrays: Mapping[str, Any]
     weights: ExpertWeights
     M: int
-    dtype: str
-    backend: str | None
-    programmatic: bool
-    check = False
+    options: GroupedOptions
 
     @property
     def step(self) -> GemmStep:
@@ -116,11 +119,15 @@ class _GroupedCall:
 
     @property
     def config(self) -> dict[str, int]:
-        return self.step.config(self.sizes, DTYPES.index(self.dtype), self.given["x_sum"] is not None)
+        return self.step.config(self.sizes, DTYPES.index(self.options.out_dtype), self.has_sum)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (*self.sizes.items(), self.dtype, self.given["x_sum"] is None, self.programmatic)
+        return self.weights.description, self.M, self.has_sum
+
+    @property
+    def has_sum(self) -> bool:
+        return self.arrays["x_sum"] is not None
 
     @property
     def is_empty(self) -> bool:
@@ -130,17 +137,17 @@ class _GroupedCall:
     def beside_the_weights(self) -> Iterator[CallArray]:
         """Activations, where each expert's begin, and output."""
         M, N, K, E = self.M, self.weights.N, self.weights.K, self.weights.E
-        known = (
+        shapes = (
             ("x", "x_q", "int8", (M, K)),
             ("offsets", "offsets", "int32", (E + 1,)),
             ("x_scale", "x_scale", "float32", (M,)),
             ("x_sum", "x_sum", "int32", (M,)),
             ("bias", "bias", "float32", (E, N)),
         )
-        for name, label, dtype, shape in known:
-            if self.given[name] is not None:
-                yield CallArray(name, f"{NAME}: {label}", self.given[name], dtype, shape)
-        yield CallArray("y", f"{NAME}: out", self.given["y"], self.dtype, (M, N))
+        for name, label, dtype, shape in shapes:
+            if self.arrays[name] is not None:
+                yield CallArray(name, f"{NAME}: {label}", self.arrays[name], dtype, shape)
+        yield CallArray("y", f"{NAME}: out", self.arrays["y"], self.options.out_dtype, (M, N))
 
     @property
     def operands(self) -> Iterator[CallArray]:
@@ -162,7 +169,7 @@ def _prepare(call: _GroupedCall) -> Prepared:
         raise UnavailableError(f"{NAME}: {reason}")
 
     def plans() -> tuple[Plan, ...]:
-        return (Plan(spec, call.config, call.sizes, programmatic=call.programmatic, named=named),)
+        return (Plan(spec, call.config, call.sizes, programmatic=call.options.programmatic, named=named),)
 
     return Prepared(spec.name, plans)
 
@@ -176,13 +183,21 @@ def _on_host(call: _GroupedCall) -> Results:
     sums_agree(NAME, arrays)
     if any(gpu.is_device_array(array) for array in call.weights.buffers.values()):
         raise ArgumentError(f"{NAME}: weights", "must be on the host, as x_q is", "ones on the GPU")
-    inputs = {name: call.given[name] for name in arrays if name != "y"}
+    inputs = {name: call.arrays[name] for name in arrays if name != "y"}
     inputs |= {name: call.weights.buffers[buffer] for name, buffer in call.step.buffers}
     inputs.setdefault("x_scale", np.ones(call.M, np.float32))  # of int32 output, which does not see it
-    out = {"y": call.given["y"]} if "y" in arrays else {}
+    out = {"y": call.arrays["y"]} if "y" in arrays else {}
     spec = call.step.spec
-    how: dict[str, Any] = {"backend": call.backend, "config": call.config, "programmatic": call.programmatic}
-    return run_spec(spec, of_kernel(spec.name)[0], inputs, sizes=call.sizes, out=out, **how).outputs
+    return run_spec(
+        spec,
+        of_kernel(spec.name)[0],
+        inputs,
+        sizes=call.sizes,
+        out=out,
+        backend=call.options.backend,
+        config=call.config,
+        programmatic=call.options.programmatic,
+    ).outputs
 
 
-_GROUPED = Operation(NAME, _prepare, _on_host)
+_GROUPED = Operation(NAME, _check, _prepare, _on_host)

@@ -7,6 +7,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.lowbit.kernels.gemm import epilogues, sm80, sm90, strips
 from ptxlab.lowbit.kernels.gemm.common import GemmStep
+from ptxlab.lowbit.kernels.gemm.options import GemmOptions
 from ptxlab.lowbit.layout import PackedWeight
 from ptxlab.spec import KernelSpec, Sizes
 from ptxlab.validate import is_one_of
@@ -29,43 +30,32 @@ def fit_tokens(spec: KernelSpec, sizes: Sizes) -> dict[str, Any]:
     return dict(sizes)
 
 
-def choose(
-    weight: PackedWeight,
-    order: str,
-    M: int,
-    *,
-    kernel: str | None,
-    backend: str | None,
-    programmatic: bool = False,
-    epilogue: str = "",
-) -> GemmStep:
+def choose(weight: PackedWeight, order: str, M: int, options: GemmOptions) -> GemmStep:
     """The step to take: the one asked for, or the highest that takes this weight, suits the sizes and runs here.
 
     Args:
         weight: decides scheme, packing, N, K and group.
         order: of the activations.
         M: tokens.
-        kernel: a step's name, or None.
-        backend: "gpu", or "emulator", on which every step runs; None: the GPU where a step runs there, else the latter.
-        programmatic: it is to wait by itself for the kernel before it.
-        epilogue: one of `epilogues.EPILOGUES`, or none.
+        options: epilogue, kernel, backend and programmatic: "emulator" runs every step; without a backend the step is
+            one for the GPU where one runs there. With programmatic the step must wait for the kernel before it.
 
     Raises:
         ArgumentError: an unknown kernel, or one that takes another weight or order; or no kernel takes them; or the one
             to take does not wait.
         UnavailableError: those that take them do not run on this GPU; names those that would.
     """
-    steps = epilogues.STEPS[epilogue] if epilogue else LADDER
-    if not is_one_of(kernel, (*(step.spec.name for step in steps), None)):
-        raise ArgumentError("gemm_w4a8: kernel", f"must be one of {_names(steps)}", kernel)
-    taking = _that_take([step for step in steps if kernel in (None, step.spec.name)], weight, order)
+    steps = epilogues.STEPS[options.epilogue] if options.epilogue else LADDER
+    if not is_one_of(options.kernel, (*(step.spec.name for step in steps), None)):
+        raise ArgumentError("gemm_w4a8: kernel", f"must be one of {_names(steps)}", options.kernel)
+    taking = _that_take([step for step in steps if options.kernel in (None, step.spec.name)], weight, order)
     here = [step for step in taking if why_not(step) is None]
-    if backend == "gpu" and not here:
+    if options.backend == "gpu" and not here:
         raise _unavailable(taking, weight)
-    usable = taking if backend == "emulator" or not here else here
+    usable = taking if options.backend == "emulator" or not here else here
     sizes = M, weight.N, weight.K, weight.group, 1
     step = next((step for step in reversed(usable) if step.suits(step.sizes(*sizes))), usable[-1])
-    if programmatic and not step.spec.after_wait:
+    if options.programmatic and not step.spec.after_wait:
         waiting = _names(step for step in LADDER if step.spec.after_wait)
         rule = f"only for kernels that wait for the one before them ({waiting})"
         raise ArgumentError("gemm_w4a8: programmatic", rule, step.spec.name)

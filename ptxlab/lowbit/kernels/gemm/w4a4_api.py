@@ -1,24 +1,26 @@
 """`gemm_w4a4` and `gemm_w4ax`: 4-bit activations on any array library, in eager calls and in CUDA graphs."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.gemm import w4ax
-from ptxlab.lowbit.kernels.gemm.common import FLOATS
+from ptxlab.lowbit.kernels.gemm.options import ProductOptions, resolve_dtype
 from ptxlab.lowbit.kernels.gemm.w4a4 import ATOM, SM90
-from ptxlab.lowbit.kernels.operation import CallArray, Operation, dtype_of
+from ptxlab.lowbit.kernels.operation import CallArray, Operation
+from ptxlab.lowbit.kernels.options import document_options
 from ptxlab.lowbit.kernels.spec_call import SpecCall
 from ptxlab.lowbit.layout import ATOM_ORDERS, BLOCK_ORDERS, AtomActivations, AtomWeight, BlockActivations, BlockWeight
 from ptxlab.lowbit.layout.atom_operands import activation_shapes
 from ptxlab.lowbit.layout.comet_operands import block_activation_shapes
 from ptxlab.lowbit.layout.packings import Shapes
 from ptxlab.spec import KernelSpec
-from ptxlab.spec.dtypes import name_of
 
 
+@document_options(ProductOptions)
 def gemm_w4a4(
     x: AtomActivations,
     weight: AtomWeight,
@@ -42,12 +44,7 @@ def gemm_w4a4(
         weight: [N, K + outliers], where the activations are, on the host or on the GPU (`ptxlab.to_device`).
         bias: f32 [N] or None.
         out: [M, N] to write into; it is what is returned.
-        out_dtype: `float16`, `bfloat16` or `float32`, by name, or as a dtype of NumPy, PyTorch or JAX; by default that
-            of `out`, else float16. NumPy and CuPy have no bfloat16: they get its bits, uint16.
-        backend: `gpu` or `emulator`; by default the GPU where one will do. Host arrays are copied there and back.
-        programmatic: the call may begin before the kernel before it on the stream has ended, for which it waits by
-            itself before it reads activations or writes the output; weight and bias it reads at once. For weights in
-            strips alone; of no effect on host arrays.
+        {options}
 
     Returns:
         Y [M, N].
@@ -56,9 +53,10 @@ def gemm_w4a4(
         ArgumentError: the argument, the rule and the value; nothing was launched.
         UnavailableError: the weight's kernel does not run here.
     """
-    return _called(_ATOM, x, weight, bias, out, out_dtype, backend, programmatic)
+    return _ATOM(ProductOptions.of(backend, programmatic, out_dtype), x, weight, bias, out)
 
 
+@document_options(ProductOptions)
 def gemm_w4ax(
     x: BlockActivations,
     weight: BlockWeight,
@@ -79,7 +77,8 @@ def gemm_w4ax(
         x: activations [M, K4 + K8], M >= 0, in the channels' order of the weight: `joined` for strips, `pairs` for
             rows. Arrays of NumPy, CuPy, PyTorch or JAX: the result is of the same kind.
         weight: [N, K4 + K8], where the activations are, on the host or on the GPU (`ptxlab.to_device`).
-        bias, out, out_dtype, backend, programmatic: as of `gemm_w4a4`.
+        bias, out: as of `gemm_w4a4`.
+        {options}
 
     Returns:
         Y [M, N].
@@ -88,15 +87,15 @@ def gemm_w4ax(
         ArgumentError: the argument, the rule and the value; nothing was launched.
         UnavailableError: the weight's kernel does not run here.
     """
-    return _called(_COMET, x, weight, bias, out, out_dtype, backend, programmatic)
+    return _COMET(ProductOptions.of(backend, programmatic, out_dtype), x, weight, bias, out)
 
 
 @dataclass(frozen=True)
-class _Call:
-    """What the calls differ in.
+class _Product:
+    """A call of the two.
 
     Attributes:
-        operation: it, by the call's name.
+        name: of the call.
         weight, activations: the packed operands' classes, and what an error says makes them.
         specs, names, orders: by the weight's layout: the kernel, its names of the activations' arrays, their order.
         channels: the sizes that both operands have.
@@ -104,7 +103,7 @@ class _Call:
         shapes: order, M, those sizes -> the activations' arrays.
     """
 
-    operation: Operation[SpecCall]
+    name: str
     weight: tuple[type, str]
     activations: tuple[type, str]
     specs: Mapping[str, KernelSpec]
@@ -114,60 +113,56 @@ class _Call:
     values: Callable[[Any], tuple[int, ...]]
     shapes: Callable[..., Shapes]
 
+    @cached_property
+    def operation(self) -> Operation[SpecCall]:
+        """The way to the GPU."""
+        return Operation(self.name, self._check, SpecCall.prepare, SpecCall.on_host)
 
-def _called(
-    call: _Call, x: Any, weight: Any, bias: Any, out: Any, out_dtype: Any, backend: str | None, programmatic: bool
-) -> Any:
-    """Check, launch, return the result."""
-    name = call.operation.name
-    for label, operand, (kind, made) in (("weight", weight, call.weight), ("x", x, call.activations)):
-        if not isinstance(operand, kind):
-            raise ArgumentError(f"{name}: {label}", f"must be {made}", type(operand).__name__)
-    names, channels, of_x = call.names[weight.layout], call.values(weight), call.values(x)
-    given = {names[part]: array for part, array in x.arrays.items() if part in names}
+    def __call__(self, options: ProductOptions, x: Any, weight: Any, bias: Any, out: Any) -> Any:
+        """Check, launch, return the result."""
+        for label, operand, (kind, source) in (("weight", weight, self.weight), ("x", x, self.activations)):
+            if not isinstance(operand, kind):
+                raise ArgumentError(f"{self.name}: {label}", f"must be {source}", type(operand).__name__)
+        names = self.names[weight.layout]
+        arrays = {}
+        for part, array in x.arrays.items():
+            if part in names:
+                arrays[names[part]] = array
+        arrays |= {"bias": bias, "y": out, **weight.buffers}
+        results = self.operation(options, (weight.description, x.description), arrays, x, weight)
+        return results["y"] if out is None else out
 
-    def check() -> SpecCall:
-        order, spec = call.orders[weight.layout], call.specs[weight.layout]
+    def _check(self, options: ProductOptions, arrays: Mapping[str, Any], x: Any, weight: Any) -> SpecCall:
+        """The call; raises ArgumentError for what does not fit together."""
+        name, order, spec = self.name, self.orders[weight.layout], self.specs[weight.layout]
         if x.layout != order:
             raise ArgumentError(f"{name}: x", f"must be {order} for a weight in {weight.layout}", x.layout)
-        if of_x != channels:
+        channels = self.values(weight)
+        if self.values(x) != channels:
             rule, got = (
-                ", ".join(f"{field}={size}" for field, size in zip(call.channels, sizes, strict=True))
-                for sizes in (channels, of_x)
+                ", ".join(f"{field}={size}" for field, size in zip(self.channels, sizes, strict=True))
+                for sizes in (channels, self.values(x))
             )
             raise ArgumentError(f"{name}: x", f"must have {rule} as the weight has", got)
-        dtype = _output_dtype(name, out_dtype, out)
-        if programmatic is True and not spec.after_wait:
-            rule = f"only for {call.specs['strips'].name}, which waits"
+        options = replace(options, out_dtype=resolve_dtype(name, options, arrays["y"]))
+        if options.programmatic and not spec.after_wait:
+            rule = f"only for {self.specs['strips'].name}, which waits"
             raise ArgumentError(f"{name}: programmatic", rule, spec.name)
+        names = self.names[weight.layout]
         operands = [
-            CallArray(names[part], f"{name}: x.{part}", given[names[part]], *of)
-            for part, of in call.shapes(x.layout, x.M, *channels).items()
+            CallArray(names[part], f"{name}: x.{part}", arrays[names[part]], dtype, shape)
+            for part, (dtype, shape) in self.shapes(x.layout, x.M, *channels).items()
         ]
         operands += [CallArray(part, f"{name}: weight", array) for part, array in weight.buffers.items()]
-        if bias is not None:
-            operands.append(CallArray("bias", f"{name}: bias", bias, "float32", (weight.N,)))
-        operands.append(CallArray("y", f"{name}: out", out, dtype, (x.M, weight.N)))
-        sizes = {"M": x.M, "N": weight.N, **dict(zip(call.channels.values(), channels, strict=True))}
-        return SpecCall(name, (spec,), tuple(operands), sizes, dtype, backend, programmatic)
-
-    options = weight.layout, weight.N, *channels, x.layout, x.M, *of_x, out_dtype
-    arrays = {**given, "bias": bias, "y": out, **weight.buffers}
-    results = call.operation((*options, backend, programmatic), arrays, check)
-    return results["y"] if out is None else out
+        if arrays["bias"] is not None:
+            operands.append(CallArray("bias", f"{name}: bias", arrays["bias"], "float32", (weight.N,)))
+        operands.append(CallArray("y", f"{name}: out", arrays["y"], options.out_dtype, (x.M, weight.N)))
+        sizes = {"M": x.M, "N": weight.N, **dict(zip(self.channels.values(), channels, strict=True))}
+        return SpecCall(name, (spec,), tuple(operands), sizes, options.out_dtype, options)
 
 
-def _output_dtype(name: str, out_dtype: Any, out: Any) -> str:
-    """By name; raises ArgumentError for one that there is not."""
-    dtype = name_of(out_dtype) if out_dtype is not None else "float16" if out is None else dtype_of(out)
-    if dtype not in FLOATS:
-        said = ("out_dtype", "") if out_dtype is not None else ("out", "dtype ")
-        raise ArgumentError(f"{name}: {said[0]}", f"{said[1]}must be one of {', '.join(FLOATS)}", dtype)
-    return dtype
-
-
-_ATOM = _Call(
-    operation=Operation("gemm_w4a4", SpecCall.prepare, SpecCall.on_host),
+_ATOM = _Product(
+    name="gemm_w4a4",
     weight=(AtomWeight, "an AtomWeight (layout.pack_atom)"),
     activations=(AtomActivations, "AtomActivations (ptxlab.reorder_quantize)"),
     specs={"strips": SM90, "rows": ATOM},
@@ -177,8 +172,8 @@ _ATOM = _Call(
     values=attrgetter("K", "outliers", "group"),
     shapes=activation_shapes,
 )
-_COMET = _Call(
-    operation=Operation("gemm_w4ax", SpecCall.prepare, SpecCall.on_host),
+_COMET = _Product(
+    name="gemm_w4ax",
     weight=(BlockWeight, "a BlockWeight (layout.pack_block_weight)"),
     activations=(BlockActivations, "BlockActivations (layout.pack_block_activations)"),
     specs={"strips": w4ax.SM90, "rows": w4ax.NAIVE},

@@ -1,11 +1,14 @@
 """`gemm_w8a8`: 8-bit weights and activations on any array library, in eager calls and in CUDA graphs."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit.kernels.gemm.api import output_dtype
+from ptxlab.lowbit.kernels.gemm.options import IntegerProductOptions, require_scale, resolve_dtype
 from ptxlab.lowbit.kernels.gemm.w8a8 import W8A8
 from ptxlab.lowbit.kernels.operation import CallArray, Operation
+from ptxlab.lowbit.kernels.options import document_options
 from ptxlab.lowbit.kernels.spec_call import SpecCall
 from ptxlab.lowbit.layout import PackedActivations
 from ptxlab.lowbit.quant import Level1Weight
@@ -14,6 +17,7 @@ from ptxlab.validate import shape_of
 NAME = "gemm_w8a8"
 
 
+@document_options(IntegerProductOptions)
 def gemm_w8a8(
     x: PackedActivations,
     weight: Level1Weight,
@@ -34,12 +38,7 @@ def gemm_w8a8(
         weight: s8 [N, K] with a scale per row, where the activations are, on the host or on the GPU.
         bias: f32 [N] or None.
         out: [M, N] to write into; it is what is returned.
-        out_dtype: `float16`, `bfloat16`, `float32`, or `int32` for the accumulators; by default that of `out`, else
-            float16. NumPy and CuPy have no bfloat16: they get its bits, uint16.
-        backend: `gpu` or `emulator`; by default the GPU where one will do. Host arrays are copied there and back.
-        programmatic: the call may begin before the kernel before it on the stream has ended, for which it waits by
-            itself before it reads activations or writes the output; weight and bias it reads at once. Of no effect on
-            host arrays.
+        {options}
 
     Returns:
         Y [M, N].
@@ -48,6 +47,7 @@ def gemm_w8a8(
         ArgumentError: the argument, the rule and the value; nothing was launched.
         UnavailableError: the kernel does not run here.
     """
+    options = IntegerProductOptions.of(backend, programmatic, out_dtype)
     if not isinstance(weight, Level1Weight):
         raise ArgumentError(f"{NAME}: weight", "must be a Level1Weight (quant.quantize_level1)", type(weight).__name__)
     if not isinstance(x, PackedActivations) or x.layout != "row_major":
@@ -55,24 +55,30 @@ def gemm_w8a8(
         raise ArgumentError(f"{NAME}: x", "must be row-major PackedActivations (ptxlab.quantize_activations)", got)
     arrays = {"x": x.x_q, "x_scale": x.scale, "w": weight.q8, "w_scale": weight.scale, "bias": bias, "y": out}
 
-    def check() -> SpecCall:
-        N, K = shape_of(weight.q8)
-        if x.K != K:
-            raise ArgumentError(f"{NAME}: x", f"K must be {K} as the weight's", x.K)
-        dtype = output_dtype(NAME, out_dtype, out, x.scale)
-        operands = [
-            CallArray("w", f"{NAME}: weight", weight.q8, "int8", (N, K)),
-            CallArray("w_scale", f"{NAME}: weight's scale", weight.scale, "float32", (N,)),
-            CallArray("x", f"{NAME}: x", x.x_q, "int8", (x.M, K)),
-            CallArray("x_scale", f"{NAME}: x's scale", x.scale, "float32", (x.M,)),
-            CallArray("y", f"{NAME}: out", out, dtype, (x.M, N)),
-        ]
-        if bias is not None:
-            operands.append(CallArray("bias", f"{NAME}: bias", bias, "float32", (N,)))
-        return SpecCall(NAME, (W8A8,), tuple(operands), {"M": x.M, "N": N, "K": K}, dtype, backend, programmatic)
-
-    made = _GEMM((x.M, x.K, out_dtype, backend, programmatic), arrays, check)
+    made = _GEMM(options, x.description, arrays, x, weight)
     return made["y"] if out is None else out
 
 
-_GEMM = Operation(NAME, SpecCall.prepare, SpecCall.on_host)
+def _check(
+    options: IntegerProductOptions, arrays: Mapping[str, Any], x: PackedActivations, weight: Level1Weight
+) -> SpecCall:
+    """The call; raises ArgumentError for what does not fit together."""
+    N, K = shape_of(weight.q8)
+    if x.K != K:
+        raise ArgumentError(f"{NAME}: x", f"K must be {K} as the weight's", x.K)
+    dtype = resolve_dtype(NAME, options, arrays["y"])
+    require_scale(NAME, x.scale, dtype)
+    operands = [
+        CallArray("w", f"{NAME}: weight", weight.q8, "int8", (N, K)),
+        CallArray("w_scale", f"{NAME}: weight's scale", weight.scale, "float32", (N,)),
+        CallArray("x", f"{NAME}: x", x.x_q, "int8", (x.M, K)),
+        CallArray("x_scale", f"{NAME}: x's scale", x.scale, "float32", (x.M,)),
+        CallArray("y", f"{NAME}: out", arrays["y"], dtype, (x.M, N)),
+    ]
+    if arrays["bias"] is not None:
+        operands.append(CallArray("bias", f"{NAME}: bias", arrays["bias"], "float32", (N,)))
+    sizes = {"M": x.M, "N": N, "K": K}
+    return SpecCall(NAME, (W8A8,), tuple(operands), sizes, dtype, replace(options, out_dtype=dtype))
+
+
+_GEMM = Operation(NAME, _check, SpecCall.prepare, SpecCall.on_host)

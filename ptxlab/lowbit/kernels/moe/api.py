@@ -7,6 +7,7 @@ from typing import Any, Self
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.moe.specs import CHOOSE, COMBINE, DTYPES, GATHER
 from ptxlab.lowbit.kernels.operation import CallArray, Operation, dtype_of
+from ptxlab.lowbit.kernels.options import LaunchOptions, Rule, document_options, early_launch, option
 from ptxlab.lowbit.kernels.spec_call import SpecCall
 from ptxlab.lowbit.layout import PackedActivations
 from ptxlab.validate import is_integer, shape_of
@@ -61,6 +62,15 @@ class RoutedTokens:
         return cls(rows=rows, **{name: arrays[name] for name in _RESULTS[:4]})
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RouteOptions(LaunchOptions):
+    """Options of `route_tokens`."""
+
+    k: int = option("experts of a token, 1 to 4.", Rule("must be an integer", is_integer))
+    programmatic: bool = early_launch(", for which both launches wait by themselves.")
+
+
+@document_options(RouteOptions)
 def route_tokens(
     tokens: PackedActivations,
     normed: Any,
@@ -83,46 +93,44 @@ def route_tokens(
         normed: the same before they were quantised (`rmsnorm_quantize`), f16 or bf16 [M, H] (bf16 also as its bits).
         router: [E, H], E at most 64, of the dtype of `normed`. No kernel that may still run writes it: it is read ahead
             of the wait.
-        k: experts of a token, 1 to 4.
         out: to write into; needed while a CUDA graph is captured.
-        backend: `gpu` or `emulator`; by default the GPU where there is one. Host arrays are copied there and back.
-        programmatic: the launches may begin before the kernel before them on the stream has ended, for which they wait
-            by themselves. Of no effect on host arrays.
+        {options}
 
     Raises:
         ArgumentError: the argument, the rule and the value; nothing was launched.
         UnavailableError: no GPU backend here, or one below sm_90.
     """
+    options = RouteOptions.of(backend, programmatic, k)
     _check_row_major(f"{ROUTE}: tokens", tokens)
     if not isinstance(out, RoutedTokens | None):
         raise ArgumentError(f"{ROUTE}: out", "must be RoutedTokens", type(out).__name__)
-    if not is_integer(k):
-        raise ArgumentError(f"{ROUTE}: k", "must be an integer", repr(k))
-    given = {part: getattr(tokens, part) for part in _PARTS} | {"x": normed, "router": router}
-    given |= {} if out is None else out.arrays
-
-    def check() -> SpecCall:
-        shape = shape_of(router)
-        if len(shape) != 2 or shape[1] != tokens.K:
-            raise ArgumentError(f"{ROUTE}: router", f"must be a matrix [E, {tokens.K}]", f"shape {list(shape)}")
-        M, H, E, dtype = tokens.M, tokens.K, shape[0], _float_of(ROUTE, "normed", normed)
-        sizes = {"M": M, "H": H, "K": H, "E": E, "k": int(k)}
-        known = (
-            *((part, f"tokens.{part}", of, size) for part, of, size in _packed(_PARTS, M, H)),
-            ("x", "normed", dtype, (M, H)),
-            ("router", "router", dtype, (E, H)),
-            *((name, f"out.{name}", of, (M, k)) for name, of in zip(_RESULTS, ("int32", "float32"), strict=False)),
-            ("offsets", "out.offsets", "int32", (E + 1,)),
-            ("place", "out.place", "int32", (M, k)),
-            *((name, f"out.rows.{name[4:]}", of, size) for name, of, size in _packed(_RESULTS[4:], M * k, H)),
-        )
-        operands = _operands(ROUTE, given, known)
-        return SpecCall(ROUTE, (CHOOSE, GATHER), operands, sizes, dtype, backend, programmatic)
-
-    made = _ROUTE((tokens.M, tokens.K, int(k), backend, programmatic), given, check)
+    arrays = {part: getattr(tokens, part) for part in _PARTS} | {"x": normed, "router": router}
+    arrays |= {} if out is None else out.arrays
+    made = _ROUTE(options, tokens.description, arrays, tokens)
     return RoutedTokens.of(made) if out is None else out
 
 
+def _check_route(options: RouteOptions, arrays: Mapping[str, Any], tokens: PackedActivations) -> SpecCall:
+    """The call of `route_tokens`; raises ArgumentError for what does not fit together."""
+    shape = shape_of(arrays["router"])
+    if len(shape) != 2 or shape[1] != tokens.K:
+        raise ArgumentError(f"{ROUTE}: router", f"must be a matrix [E, {tokens.K}]", f"shape {list(shape)}")
+    M, H, E, k = tokens.M, tokens.K, shape[0], int(options.k)
+    dtype = _float_of(ROUTE, "normed", arrays["x"])
+    sizes = {"M": M, "H": H, "K": H, "E": E, "k": k}
+    shapes = (
+        *((part, f"tokens.{part}", of, size) for part, of, size in _packed(_PARTS, M, H)),
+        ("x", "normed", dtype, (M, H)),
+        ("router", "router", dtype, (E, H)),
+        *((name, f"out.{name}", of, (M, k)) for name, of in zip(_RESULTS, ("int32", "float32"), strict=False)),
+        ("offsets", "out.offsets", "int32", (E + 1,)),
+        ("place", "out.place", "int32", (M, k)),
+        *((name, f"out.rows.{name[4:]}", of, size) for name, of, size in _packed(_RESULTS[4:], M * k, H)),
+    )
+    return SpecCall(ROUTE, (CHOOSE, GATHER), _operands(ROUTE, arrays, shapes), sizes, dtype, options)
+
+
+@document_options(LaunchOptions)
 def combine_experts(
     results: Any,
     routed: RoutedTokens,
@@ -140,33 +148,34 @@ def combine_experts(
             JAX: the result is of the same kind.
         routed: whose rows the results are of.
         out: [M, H] to write into, in other memory; it is what is returned.
-        backend, programmatic: as of `route_tokens`.
+        {options}
 
     Raises:
         ArgumentError: the argument, the rule and the value; nothing was launched.
         UnavailableError: no GPU backend here, or one below sm_90.
     """
+    options = LaunchOptions.of(backend, programmatic)
     if not isinstance(routed, RoutedTokens):
         raise ArgumentError(f"{COMBINED}: routed", "must be RoutedTokens", type(routed).__name__)
-    given = {"results": results, "place": routed.place, "share": routed.share, "hidden": out}
-
-    def check() -> SpecCall:
-        shape, (M, k) = shape_of(results), shape_of(routed.place)
-        if len(shape) != 2 or shape[0] != M * k:
-            raise ArgumentError(f"{COMBINED}: results", f"must be a matrix [{M * k}, H]", f"shape {list(shape)}")
-        dtype, H = _float_of(COMBINED, "results", results), shape[1]
-        known = (
-            ("results", "results", dtype, shape),
-            ("place", "routed.place", "int32", (M, k)),
-            ("share", "routed.share", "float32", (M, k)),
-            ("hidden", "out", dtype, (M, H)),
-        )
-        sizes = {"M": M, "H": H, "k": k, "rows": M * k}
-        operands = _operands(COMBINED, given, known)
-        return SpecCall(COMBINED, (COMBINE,), operands, sizes, dtype, backend, programmatic)
-
-    made = _COMBINE((backend, programmatic), given, check)
+    arrays = {"results": results, "place": routed.place, "share": routed.share, "hidden": out}
+    made = _COMBINE(options, (), arrays)
     return made["hidden"] if out is None else out
+
+
+def _check_combine(options: LaunchOptions, arrays: Mapping[str, Any]) -> SpecCall:
+    """The call of `combine_experts`; raises ArgumentError for what does not fit together."""
+    shape, (M, k) = shape_of(arrays["results"]), shape_of(arrays["place"])
+    if len(shape) != 2 or shape[0] != M * k:
+        raise ArgumentError(f"{COMBINED}: results", f"must be a matrix [{M * k}, H]", f"shape {list(shape)}")
+    dtype, H = _float_of(COMBINED, "results", arrays["results"]), shape[1]
+    shapes = (
+        ("results", "results", dtype, shape),
+        ("place", "routed.place", "int32", (M, k)),
+        ("share", "routed.share", "float32", (M, k)),
+        ("hidden", "out", dtype, (M, H)),
+    )
+    sizes = {"M": M, "H": H, "k": k, "rows": M * k}
+    return SpecCall(COMBINED, (COMBINE,), _operands(COMBINED, arrays, shapes), sizes, dtype, options)
 
 
 def _check_row_major(label: str, packed: Any) -> None:
@@ -180,11 +189,11 @@ def _packed(names: tuple[str, ...], rows: int, H: int) -> Iterator[tuple[str, st
 
 
 def _operands(
-    name: str, given: Mapping[str, Any], known: tuple[tuple[str, str, str, tuple[int, ...]], ...]
+    name: str, arrays: Mapping[str, Any], shapes: tuple[tuple[str, str, str, tuple[int, ...]], ...]
 ) -> tuple[CallArray, ...]:
-    """Of a call: `known` has every array's name, label, dtype and shape."""
+    """Make the arrays of a call: `shapes` has every array's name, label, dtype and shape."""
     return tuple(
-        CallArray(each, f"{name}: {label}", given.get(each), dtype, shape) for each, label, dtype, shape in known
+        CallArray(each, f"{name}: {label}", arrays.get(each), dtype, shape) for each, label, dtype, shape in shapes
     )
 
 
@@ -195,5 +204,7 @@ def _float_of(name: str, label: str, array: Any) -> str:
     return dtype
 
 
-_ROUTE = Operation(ROUTE, SpecCall.prepare, SpecCall.on_host)
-_COMBINE = Operation(COMBINED, SpecCall.prepare, SpecCall.on_host, apart={"results": "results", "hidden": "out"})
+_ROUTE = Operation(ROUTE, _check_route, SpecCall.prepare, SpecCall.on_host)
+_COMBINE = Operation(
+    COMBINED, _check_combine, SpecCall.prepare, SpecCall.on_host, apart={"results": "results", "hidden": "out"}
+)

@@ -8,16 +8,18 @@ import numpy as np
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32
 from ptxlab.lowbit import quant, reference
-from ptxlab.lowbit.kernels.quantize.call import Fitted, How, Quantizer, matrix_shape
+from ptxlab.lowbit.kernels.options import document_options
+from ptxlab.lowbit.kernels.quantize.call import Fitted, Quantizer, matrix_shape
 from ptxlab.lowbit.kernels.quantize.gated import SILU_MUL
+from ptxlab.lowbit.kernels.quantize.options import GateOptions, NormOptions, QuantizeOptions
 from ptxlab.lowbit.kernels.quantize.rmsnorm import RMSNORM, normalized
 from ptxlab.lowbit.kernels.quantize.specs import QUANTIZE
 from ptxlab.lowbit.layout import PackedActivations
 from ptxlab.lowbit.quant.inputs import extremes, row_scales
 from ptxlab.spec.dtypes import as_stored
-from ptxlab.validate import is_one_of
 
 
+@document_options(QuantizeOptions)
 def quantize_activations(
     x: Any,
     *,
@@ -36,27 +38,18 @@ def quantize_activations(
     Args:
         x: [M, K], K a multiple of 32, of float16, bfloat16 (also as its bits, uint16) or float32; NumPy, CuPy, PyTorch
             or JAX: the results are of the same kind.
-        layout: order of x_q: `row_major`, `fragment` (operand B of mma.sync) or `tiles` (swizzled, for wgmma); see
-            `layout.activations`.
-        rows: tokens of a tile, a multiple of 8 in 8..256; for `tiles` alone.
         out: activations of the same M, K, layout and rows to write into; needed while a CUDA graph is captured.
-        backend: `gpu` or `emulator`; by default the GPU where there is one.
-        programmatic: the call may begin before the kernel before it on the stream has ended, for which it waits by
-            itself before it reads x or writes anything. Of no effect on host arrays.
+        {options}
 
     Raises:
         ArgumentError: the argument, the rule and the value; nothing was launched. On the host also for NaN, infinity,
             or a token whose scale is not a normal float32, with the place of the first.
         UnavailableError: no GPU backend here, or one below sm_80.
     """
-
-    def fit() -> Fitted:
-        shape = matrix_shape(_QUANTIZE.name, "x", x)
-        return Fitted(*shape, {"x": shape})
-
-    return _QUANTIZE({"x": x}, fit, How(layout, rows, out, backend, programmatic))
+    return _QUANTIZE(QuantizeOptions.of(backend, programmatic, layout, rows), {"x": x}, out)
 
 
+@document_options(NormOptions)
 def rmsnorm_quantize(
     x: Any,
     gamma: Any,
@@ -80,10 +73,9 @@ def rmsnorm_quantize(
             PyTorch or JAX: the results are of the same kind.
         gamma: [K], of x's dtype. No kernel that may still run writes it: it is read ahead of the wait.
         residual: like x, updated in place, or None.
-        eps: 1e-30 to 1.
         normed: like x, for y rounded to x's dtype (routers and LM heads read it), or None.
-        layout, rows, out, backend, programmatic: as `quantize_activations` takes them. No two of x, residual and
-            normed may share memory.
+        out: as `quantize_activations` takes it. No two of x, residual and normed may share memory.
+        {options}
 
     Raises:
         ArgumentError: the argument, the rule and the value; nothing was launched. On the host also for NaN, infinity,
@@ -91,11 +83,11 @@ def rmsnorm_quantize(
             counts as zeros.
         UnavailableError: no GPU backend here, or one below sm_90.
     """
-    arrays = {"x": x, **given(residual=residual, normed=normed), "gamma": gamma}
-    how = How(layout, rows, out, backend, programmatic)
-    return _RMSNORM(arrays, lambda: fit_normed(_RMSNORM.name, arrays, eps), how, eps)
+    options = NormOptions.of(backend, programmatic, layout, rows, eps)
+    return _RMSNORM(options, normed_arrays(x, gamma, residual, normed), out)
 
 
+@document_options(GateOptions)
 def silu_mul_quantize(
     gate_up: Any,
     *,
@@ -115,8 +107,8 @@ def silu_mul_quantize(
     Args:
         gate_up: [M, 2·K], gate in the first K columns and up in the others, K a multiple of 32 up to 32768, of float16
             or bfloat16 (also as its bits, uint16); NumPy, CuPy, PyTorch or JAX: the results are of the same kind.
-        activation: `silu`, g / (1 + exp(-g)), or `gelu_tanh`, GELU's form by a hyperbolic tangent.
-        layout, rows, out, backend, programmatic: as `quantize_activations` takes them.
+        out: as `quantize_activations` takes it.
+        {options}
 
     Raises:
         ArgumentError: the argument, the rule and the value; nothing was launched. On the host also for NaN, infinity,
@@ -124,35 +116,36 @@ def silu_mul_quantize(
             counts as zeros.
         UnavailableError: no GPU backend here, or one below sm_90.
     """
-
-    how = How(layout, rows, out, backend, programmatic)
-    return _SILU_MUL({"gate_up": gate_up}, lambda: fit_gated(_SILU_MUL.name, gate_up, activation), how, activation)
+    return _SILU_MUL(GateOptions.of(backend, programmatic, layout, rows, activation), {"gate_up": gate_up}, out)
 
 
-def given(**arrays: Any) -> dict[str, Any]:
-    """Those that are not None."""
-    return {name: array for name, array in arrays.items() if array is not None}
+def normed_arrays(x: Any, gamma: Any, residual: Any, normed: Any) -> dict[str, Any]:
+    """The floats of an RMSNorm by the kernel's names, without those that are None."""
+    beside_x = {"residual": residual, "normed": normed}
+    return {"x": x, **{name: array for name, array in beside_x.items() if array is not None}, "gamma": gamma}
 
 
-def fit_normed(name: str, arrays: Mapping[str, Any], eps: Any) -> Fitted:
-    """Of an RMSNorm of these arrays; raises ArgumentError for x that is no matrix and eps outside 1e-30..1."""
+def fit_plain(name: str, arrays: Mapping[str, Any], options: Any) -> Fitted:
+    """Return the sizes of x alone; raises ArgumentError where that is no matrix."""
     shape = matrix_shape(name, "x", arrays["x"])
-    number = isinstance(eps, int | float | np.number) and not isinstance(eps, bool)
-    if not number or not 1e-30 <= eps <= 1:
-        raise ArgumentError(f"{name}: eps", "a number in 1e-30..1", repr(eps))
-    shapes = {**dict.fromkeys(arrays, shape), "gamma": shape[1:]}
-    sizes = {"added": int("residual" in arrays), "kept": int("normed" in arrays), "eps": float(eps)}
-    return Fitted(*shape, shapes, sizes)
+    return Fitted(*shape, {"x": shape})
 
 
-def fit_gated(name: str, gate_up: Any, activation: Any) -> Fitted:
-    """Of the gate of an FFN; raises ArgumentError for what is no matrix [M, 2·K], and another activation."""
-    M, width = matrix_shape(name, "gate_up", gate_up)
+def fit_normed(name: str, arrays: Mapping[str, Any], options: Any) -> Fitted:
+    """Return the sizes of an RMSNorm of these arrays; raises ArgumentError for x that is no matrix."""
+    shape = matrix_shape(name, "x", arrays["x"])
+    shapes = {each: shape for each in ("x", "residual", "normed") if each in arrays} | {"gamma": shape[1:]}
+    kept = {"added": int("residual" in arrays), "kept": int("normed" in arrays)}
+    return Fitted(*shape, shapes, {**kept, "eps": float(options.eps)})
+
+
+def fit_gated(name: str, arrays: Mapping[str, Any], options: Any) -> Fitted:
+    """Return the sizes of the gate of an FFN; raises ArgumentError for what is no matrix [M, 2·K]."""
+    M, width = matrix_shape(name, "gate_up", arrays["gate_up"])
     if width % 2:
         raise ArgumentError(f"{name}: gate_up", "must be a matrix [M, 2·K]", f"shape {(M, width)}")
-    if not is_one_of(activation, reference.ACTIVATIONS):
-        raise ArgumentError(f"{name}: activation", f"must be one of {', '.join(reference.ACTIVATIONS)}", activation)
-    return Fitted(M, width // 2, {"gate_up": (M, width)}, {"activation": reference.ACTIVATIONS.index(activation)})
+    activation = reference.ACTIVATIONS.index(options.activation)
+    return Fitted(M, width // 2, {"gate_up": (M, width)}, {"activation": activation})
 
 
 def _look(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
@@ -187,6 +180,6 @@ def _look_at_gated(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> 
     row_scales("h", np.abs(gated_numbers(numbers, sizes)).max(axis=1), 127)
 
 
-_QUANTIZE = Quantizer("quantize_activations", QUANTIZE, _look)
-_RMSNORM = Quantizer("rmsnorm_quantize", RMSNORM, _look_at_normed, apart=("x", "residual", "normed"))
-_SILU_MUL = Quantizer("silu_mul_quantize", SILU_MUL, _look_at_gated)
+_QUANTIZE = Quantizer("quantize_activations", QUANTIZE, fit_plain, _look)
+_RMSNORM = Quantizer("rmsnorm_quantize", RMSNORM, fit_normed, _look_at_normed, apart=("x", "residual", "normed"))
+_SILU_MUL = Quantizer("silu_mul_quantize", SILU_MUL, fit_gated, _look_at_gated, parts=2)

@@ -2,14 +2,23 @@
 `gemm_w4ax` take."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32
 from ptxlab.lowbit.kernels.operation import CallArray, Operation, dtype_of
-from ptxlab.lowbit.kernels.quantize.api import fit_gated, fit_normed, gated_numbers, given, normed_numbers
+from ptxlab.lowbit.kernels.options import document_options
+from ptxlab.lowbit.kernels.quantize.api import (
+    fit_gated,
+    fit_normed,
+    fit_plain,
+    gated_numbers,
+    normed_arrays,
+    normed_numbers,
+)
 from ptxlab.lowbit.kernels.quantize.atom import (
     BY_PAIRS,
     COMET,
@@ -21,13 +30,14 @@ from ptxlab.lowbit.kernels.quantize.atom import (
     check_place,
     ordered_rows,
 )
-from ptxlab.lowbit.kernels.quantize.call import Fitted, matrix_shape
+from ptxlab.lowbit.kernels.quantize.call import Fitted, matrix_of
+from ptxlab.lowbit.kernels.quantize.options import GateReorderOptions, NormReorderOptions, ReorderOptions
 from ptxlab.lowbit.kernels.spec_call import SpecCall
 from ptxlab.lowbit.layout import BLOCK_ORDERS, AtomActivations, BlockActivations
 from ptxlab.lowbit.layout.atom_operands import activation_shapes
 from ptxlab.lowbit.layout.comet_operands import block_activation_shapes
 from ptxlab.lowbit.layout.packings import Shapes
-from ptxlab.lowbit.quant.atom import ACTIVATION_CLIP, ATOM_OUTLIERS, ATOM_PAPER, AtomRules
+from ptxlab.lowbit.quant.atom import ACTIVATION_CLIP, ATOM_PAPER, AtomRules
 from ptxlab.lowbit.quant.fmpq import BLOCK
 from ptxlab.lowbit.quant.inputs import extremes
 from ptxlab.spec import KernelSpec
@@ -38,66 +48,57 @@ _NAMES = {"x": "x_q", "x8": "x8", "scale": "x_scale"}  # the specs' of the activ
 Numbers = Callable[[dict[str, np.ndarray], Mapping[str, Any]], F32]
 
 
-class _How(NamedTuple):
-    """The options that all calls have."""
-
-    outliers: int
-    group: int
-    layout: str | None
-    clip: float
-    rules: AtomRules
-    int8: int | None
-    backend: str | None
-    programmatic: bool
-
-
-_FIELDS = {AtomActivations: ("K", "outliers", "group", "layout"), BlockActivations: ("K4", "K8", "layout")}
-_OF_ATOM = {"outliers": 128, "group": 128, "clip": ACTIVATION_CLIP, "rules": ATOM_PAPER}  # with their defaults
+_ATOM_DEFAULTS = {name: getattr(ReorderOptions(), name) for name in ("outliers", "group", "clip", "rules")}
 
 
 class _Quantizer:
     """One of the calls: checks arrays, launches its kernel, and hands the activations over."""
 
-    def __init__(self, spec: KernelSpec, numbers: Numbers, apart: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        spec: KernelSpec,
+        fit: Callable[[str, Mapping[str, Any], Any], Fitted],
+        numbers: Numbers,
+        *,
+        parts: int = 1,
+        apart: tuple[str, ...] = (),
+    ) -> None:
         """`numbers` makes of a call's floats by name, its sizes and dtype, what is quantised, or raises ArgumentError:
-        for host arrays alone, as on a GPU nothing reads values. No two arrays of `apart` may share memory."""
-        self.name, self.spec, self.numbers = spec.name, spec, numbers
-        self._operation = Operation(spec.name, SpecCall.prepare, SpecCall.on_host, apart={each: each for each in apart})
+        for host arrays alone, as on a GPU nothing reads values. `fit`, `parts` and `apart` as of `call.Quantizer`."""
+        self.name, self.spec, self.fit, self.numbers, self.parts = spec.name, spec, fit, numbers, parts
+        names = {each: each for each in apart}
+        self._operation = Operation(spec.name, self._check, SpecCall.prepare, SpecCall.on_host, apart=names)
 
-    def __call__(
-        self, arrays: Mapping[str, Any], place: Any, fit: Callable[[], Fitted], how: _How, out: Any, *options: Any
-    ) -> Any:
-        """The activations: `out`, or new ones of the first array's kind; `fit` and `options` as of `call.Quantizer`."""
-        arrays, like, kind = {**arrays, "place": place}, None, AtomActivations if how.int8 is None else BlockActivations
-        if isinstance(out, kind):
-            arrays |= {_NAMES[name]: array for name, array in out.arrays.items()}
-            like = out.M, *(getattr(out, name) for name in _FIELDS[kind])
-        elif out is not None:
+    def __call__(self, options: ReorderOptions, arrays: Mapping[str, Any], place: Any, out: Any) -> Any:
+        """The activations: `out`, or new ones of the first array's kind. `arrays`: floats by argument of the kernel."""
+        arrays, kind = {**arrays, "place": place}, AtomActivations if options.int8 is None else BlockActivations
+        if out is None:
+            made = self._operation(options, (), arrays, None)
+            M, channels = matrix_of(arrays, self.parts)
+            parts = {name: made[spec] for name, spec in _NAMES.items() if spec in made}
+            return kind(M=M, **_fields(self.name, channels, options), **parts)
+        if not isinstance(out, kind):
             raise ArgumentError(f"{self.name}: out", f"must be {kind.__name__}", type(out).__name__)
-        made = self._operation((*how, like, *options), arrays, lambda: self._checked(arrays, fit, how, like))
-        if out is not None:
-            return out
-        M, channels, *_ = fit()
-        parts = {name: made[spec] for name, spec in _NAMES.items() if spec in made}
-        return kind(M=M, **_fields(self.name, channels, how), **parts)
+        arrays |= {_NAMES[name]: array for name, array in out.arrays.items()}
+        self._operation(options, out.description, arrays, out)
+        return out
 
-    def _checked(self, arrays: Mapping[str, Any], fit: Callable[[], Fitted], how: _How, like: Any) -> SpecCall:
-        """The call; raises ArgumentError for what does not fit together. `like` is what describes `out`."""
-        M, channels, shapes, sizes = fit()
-        fields = {"M": M, **_fields(self.name, channels, how)}
-        if like not in (None, tuple(fields.values())):
-            said = (
-                ", ".join(f"{name}={value}" for name, value in zip(fields, each, strict=True))
-                for each in (fields.values(), like)
-            )
-            raise ArgumentError(f"{self.name}: out", f"must have {next(said)}", next(said))
+    def _check(self, options: ReorderOptions, arrays: Mapping[str, Any], out: Any) -> SpecCall:
+        """The call; raises ArgumentError for what does not fit together."""
+        M, channels, shapes, sizes = self.fit(self.name, arrays, options)
+        fields = {"M": M, **_fields(self.name, channels, options)}
+        options = replace(options, layout=fields["layout"])
+        if out is not None and (of_out := {name: getattr(out, name) for name in fields}) != fields:
+            expected, described = (", ".join(f"{name}={each[name]}" for name in fields) for each in (fields, of_out))
+            raise ArgumentError(f"{self.name}: out", f"must have {expected}", described)
         dtype, first = dtype_of(arrays[next(iter(shapes))]), next(iter(shapes))
         if dtype not in (dtypes := self.spec.by_variant["IN"]):
             raise ArgumentError(f"{self.name}: {first}", f"dtype {' or '.join(dtypes)}", dtype)
         rows: dict[str, Any]
-        if how.int8 is None:
+        if options.int8 is None:
             results = activation_shapes(**fields)
-            rows = {"outliers": how.outliers, "g": how.group, "code": RULES.index(how.rules), "clip": float(how.clip)}
+            code, clip = RULES.index(options.rules), float(options.clip)
+            rows = {"outliers": options.outliers, "g": options.group, "code": code, "clip": clip}
         else:
             results = block_activation_shapes(**fields)
             rows = {"outliers": fields["K8"], "g": BLOCK, "code": COMET, "clip": 1.0}
@@ -114,54 +115,48 @@ class _Quantizer:
             y = self.numbers({each: floats(given[each]) for each in shapes}, {**sizes, "dtype": dtype})
             ordered_rows(y, given["place"], **rows)  # or what is wrong with it
 
-        return SpecCall(self.name, (self.spec,), tuple(operands), sizes, dtype, how.backend, how.programmatic, look)
+        return SpecCall(self.name, (self.spec,), tuple(operands), sizes, dtype, options, look)
 
     def _results(self, arrays: Mapping[str, Any], shapes: Shapes) -> Iterator[CallArray]:
         """The arrays of the activations."""
-        label, lacking = f"{self.name}: out", "must be given in a capture: the result of a call before it"
+        label, rule = f"{self.name}: out", "must be given in a capture: the result of a call before it"
         for name, (dtype, shape) in shapes.items():
             array = arrays.get(_NAMES[name])
-            yield CallArray(_NAMES[name], label if array is None else f"{label}.{name}", array, dtype, shape, lacking)
+            yield CallArray(_NAMES[name], label if array is None else f"{label}.{name}", array, dtype, shape, rule)
 
 
-def _fields(name: str, channels: int, how: _How) -> dict[str, Any]:
+def _fields(name: str, channels: int, options: ReorderOptions) -> dict[str, Any]:
     """What describes the activations besides M; ArgumentError for options that there are not, or that do not fit."""
-    if how.int8 is not None:
-        return _block_fields(name, channels, how)
-    layout = "bytes" if how.layout is None else how.layout
+    if options.int8 is not None:
+        return _block_fields(name, channels, options)
+    layout = "bytes" if options.layout is None else options.layout
     if not is_one_of(layout, ORDERS):
         raise ArgumentError(f"{name}: layout", f"must be one of {', '.join(ORDERS)}", layout)
-    if not is_one_of(how.outliers, ATOM_OUTLIERS):
-        raise ArgumentError(f"{name}: outliers", f"must be one of {', '.join(map(str, ATOM_OUTLIERS))}", how.outliers)
-    number = isinstance(how.clip, int | float | np.number) and not isinstance(how.clip, bool)
-    if not number or not 0.001 <= how.clip <= 1:
-        raise ArgumentError(f"{name}: clip", "a number in 0.001..1", repr(how.clip))
-    if not isinstance(how.rules, AtomRules) or how.rules not in RULES:
-        raise ArgumentError(f"{name}: rules", "must be quant.ATOM_PAPER or quant.ATOM_CODE", repr(how.rules))
-    K = channels - how.outliers
+    K = channels - options.outliers
     if K < 1:
-        raise ArgumentError(f"{name}: outliers", f"must leave INT4 channels of {channels}", how.outliers)
-    activation_shapes(layout, 0, K, how.outliers, how.group)  # or what is wrong with K and the group
-    return {"K": K, "outliers": how.outliers, "group": how.group, "layout": layout}
+        raise ArgumentError(f"{name}: outliers", f"must leave INT4 channels of {channels}", options.outliers)
+    activation_shapes(layout, 0, K, options.outliers, options.group)  # or what is wrong with K and the group
+    return {"K": K, "outliers": options.outliers, "group": options.group, "layout": layout}
 
 
-def _block_fields(name: str, channels: int, how: _How) -> dict[str, Any]:
+def _block_fields(name: str, channels: int, options: ReorderOptions) -> dict[str, Any]:
     """The same of COMET's, whose rules leave no choice."""
-    for option, default in _OF_ATOM.items():
-        given = getattr(how, option)
-        if type(given) is not type(default) or given != default:
-            raise ArgumentError(f"{name}: {option}", "must be left out with int8: it is Atom's", given)
-    layout = "joined" if how.layout is None else how.layout
+    for option, default in _ATOM_DEFAULTS.items():
+        argument = getattr(options, option)
+        if type(argument) is not type(default) or argument != default:
+            raise ArgumentError(f"{name}: {option}", "must be left out with int8: it is Atom's", argument)
+    layout = "joined" if options.layout is None else options.layout
     if not is_one_of(layout, BLOCK_ORDERS.values()):
         raise ArgumentError(f"{name}: layout", f"must be one of {', '.join(BLOCK_ORDERS.values())} with int8", layout)
     if not channels or channels % BLOCK:
         raise ArgumentError(f"{name}: channels", f"must be a positive multiple of {BLOCK}", channels)
-    if not is_integer(how.int8) or not 0 <= how.int8 <= channels // BLOCK:
-        raise ArgumentError(f"{name}: int8", f"must be 0..{channels // BLOCK} blocks", how.int8)
-    K8 = how.int8 * BLOCK
+    if not is_integer(options.int8) or not 0 <= options.int8 <= channels // BLOCK:
+        raise ArgumentError(f"{name}: int8", f"must be 0..{channels // BLOCK} blocks", options.int8)
+    K8 = options.int8 * BLOCK
     return {"K4": channels - K8, "K8": K8, "layout": layout}
 
 
+@document_options(ReorderOptions)
 def reorder_quantize(
     x: Any,
     place: Any,
@@ -191,31 +186,18 @@ def reorder_quantize(
         place: s16 [C], where each channel goes, the last `outliers` places being those of the outliers
             (`quant.channel_places` of `quant.outlier_order`). No kernel that may still run writes it: it is read ahead
             of the wait.
-        outliers: 0, 64 or 128; C less these is a multiple of the group.
-        group: 64 or 128.
-        layout: `bytes` for weights in strips, `pairs` for weights in rows; with `int8` `joined` and `pairs`. By default
-            that for strips.
-        clip: of a group's largest magnitude what its scale is made for, 0.001 to 1.
-        rules: `quant.ATOM_PAPER` or `quant.ATOM_CODE`: how scales are made and values are rounded.
-        int8: of COMET: how many blocks of 128, those of the last places, are INT8. Then outliers, group, clip and
-            rules, which are Atom's, must be left out.
         out: activations of the same sizes and layout to write into; needed while a CUDA graph is captured.
-        backend: `gpu` or `emulator`; by default the GPU where there is one.
-        programmatic: the call may begin before the kernel before it on the stream has ended, for which it waits by
-            itself before it reads x or writes anything. Of no effect on host arrays.
+        {options}
 
     Raises:
         ArgumentError: the argument, the rule and the value; nothing was launched.
         UnavailableError: no GPU backend here, or one below sm_90.
     """
-
-    def fit() -> Fitted:
-        shape = matrix_shape(_REORDER.name, "x", x)
-        return Fitted(*shape, {"x": shape})
-
-    return _REORDER({"x": x}, place, fit, _How(outliers, group, layout, clip, rules, int8, backend, programmatic), out)
+    options = ReorderOptions.of(backend, programmatic, outliers, group, layout, clip, rules, int8)
+    return _REORDER(options, {"x": x}, place, out)
 
 
+@document_options(NormReorderOptions)
 def rmsnorm_reorder_quantize(
     x: Any,
     gamma: Any,
@@ -237,16 +219,17 @@ def rmsnorm_reorder_quantize(
     """Residual add, RMSNorm and `reorder_quantize` in one launch; y as `rmsnorm_quantize` has it, not rounded before.
 
     Args:
-        x, gamma, residual, eps, normed: as `rmsnorm_quantize` takes them, in the channels' own order.
-        place, outliers, group, layout, clip, rules, int8, out, backend, programmatic: as `reorder_quantize` takes them.
+        x, gamma, residual, normed: as `rmsnorm_quantize` takes them, in the channels' own order.
+        place, out: as `reorder_quantize` takes them.
+        {options}
 
     Raises what `rmsnorm_quantize` and `reorder_quantize` raise.
     """
-    arrays = {"x": x, **given(residual=residual, normed=normed), "gamma": gamma}
-    how = _How(outliers, group, layout, clip, rules, int8, backend, programmatic)
-    return _RMSNORM(arrays, place, lambda: fit_normed(_RMSNORM.name, arrays, eps), how, out, eps)
+    options = NormReorderOptions.of(backend, programmatic, outliers, group, layout, clip, rules, int8, eps)
+    return _RMSNORM(options, normed_arrays(x, gamma, residual, normed), place, out)
 
 
+@document_options(GateReorderOptions)
 def silu_mul_reorder_quantize(
     gate_up: Any,
     place: Any,
@@ -265,14 +248,14 @@ def silu_mul_reorder_quantize(
     """The gate of an FFN and `reorder_quantize` in one launch; h as `silu_mul_quantize` has it, not rounded before.
 
     Args:
-        gate_up, activation: as `silu_mul_quantize` takes them; `place` is for the channels of h.
-        place, outliers, group, layout, clip, rules, int8, out, backend, programmatic: as `reorder_quantize` takes them.
+        gate_up: as `silu_mul_quantize` takes it; `place` is for the channels of h.
+        place, out: as `reorder_quantize` takes them.
+        {options}
 
     Raises what `silu_mul_quantize` and `reorder_quantize` raise.
     """
-    how = _How(outliers, group, layout, clip, rules, int8, backend, programmatic)
-    arrays = {"gate_up": gate_up}
-    return _SILU_MUL(arrays, place, lambda: fit_gated(_SILU_MUL.name, gate_up, activation), how, out, activation)
+    options = GateReorderOptions.of(backend, programmatic, outliers, group, layout, clip, rules, int8, activation)
+    return _SILU_MUL(options, {"gate_up": gate_up}, place, out)
 
 
 def _plain(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> F32:
@@ -280,6 +263,6 @@ def _plain(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> F32:
     return numbers["x"]
 
 
-_REORDER = _Quantizer(REORDER, _plain)
-_RMSNORM = _Quantizer(RMSNORM_REORDER, normed_numbers, apart=("x", "residual", "normed"))
-_SILU_MUL = _Quantizer(SILU_MUL_REORDER, gated_numbers)
+_REORDER = _Quantizer(REORDER, fit_plain, _plain)
+_RMSNORM = _Quantizer(RMSNORM_REORDER, fit_normed, normed_numbers, apart=("x", "residual", "normed"))
+_SILU_MUL = _Quantizer(SILU_MUL_REORDER, fit_gated, gated_numbers, parts=2)

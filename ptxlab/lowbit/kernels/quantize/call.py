@@ -1,12 +1,14 @@
 """What the calls of the family share: options, operands, results to write into."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.operation import CallArray, Operation, dtype_of
+from ptxlab.lowbit.kernels.quantize.options import QuantizeOptions
 from ptxlab.lowbit.kernels.spec_call import SpecCall
 from ptxlab.lowbit.layout import PackedActivations
 from ptxlab.lowbit.layout.packed_activations import stored_shape, tile_of
@@ -15,16 +17,6 @@ from ptxlab.spec.dtypes import floats
 from ptxlab.validate import shape_of
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-class How(NamedTuple):
-    """The options that all calls have."""
-
-    layout: str
-    rows: int | None
-    out: PackedActivations | None
-    backend: str | None
-    programmatic: bool
 
 
 class Fitted(NamedTuple):
@@ -44,6 +36,12 @@ def matrix_shape(name: str, label: str, array: Any) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
+def matrix_of(arrays: Mapping[str, Any], parts: int) -> tuple[int, int]:
+    """M and K of the results, where the first array is known to be a matrix [M, parts·K]."""
+    M, width = shape_of(next(iter(arrays.values())))
+    return M, width // parts
+
+
 class Quantizer:
     """One of the calls: checks arrays, launches its kernel, and hands the activations over."""
 
@@ -51,63 +49,67 @@ class Quantizer:
         self,
         name: str,
         spec: KernelSpec,
+        fit: Callable[[str, Mapping[str, Any], Any], Fitted],
         look: Callable[[dict[str, np.ndarray], Mapping[str, Any]], None],
+        *,
+        parts: int = 1,
         apart: tuple[str, ...] = (),
     ) -> None:
-        """`look` takes a call's floats by name, its sizes and dtype, and raises ArgumentError where a row would have no
-        scale: for host arrays alone, as on a GPU nothing reads values. No two arrays of `apart` may share memory."""
-        self.name, self.spec, self.look = name, spec, look
-        self._operation = Operation(name, SpecCall.prepare, SpecCall.on_host, apart={each: each for each in apart})
-
-    def __call__(
-        self, arrays: Mapping[str, Any], fit: Callable[[], Fitted], how: How, *options: Any
-    ) -> PackedActivations:
-        """The activations: `how.out`, or new ones of the first array's kind.
+        """Args are what the calls differ in.
 
         Args:
-            arrays: the arrays of floats that are given, by argument of the kernel.
-            fit: returns their sizes; ArgumentError if they do not fit together.
-            how: the options of all calls.
-            options: further values that `fit` depends on, part of the key of remembered calls.
+            name: of the call.
+            spec: the kernel.
+            fit: makes of the call's name, its arrays of floats and its options their sizes, or raises ArgumentError.
+            look: takes a call's floats by name, its sizes and dtype, and raises ArgumentError where a row would have
+                no scale: for host arrays alone, as on a GPU nothing reads values.
+            parts: the first array has so many times the columns of the results.
+            apart: no two of these arrays may share memory.
         """
-        given, out, like = dict(arrays), how.out, None
-        if isinstance(out, PackedActivations):
-            given |= {"x_q": out.x_q, "scale": out.scale, "token_sum": out.token_sum}
-            like = out.M, out.K, out.layout, out.rows
-        elif out is not None:
-            raise ArgumentError(f"{self.name}: out", "must be PackedActivations", type(out).__name__)
-        how = how._replace(out=None)
-        made = self._operation((*how, like, *options), given, lambda: self._checked(given, fit, how, like))
-        if out is not None:
-            return out
-        (M, K, *_), (rows, _) = fit(), tile_of(how.layout, how.rows)
-        return PackedActivations(layout=how.layout, M=M, K=K, rows=rows, **made)
+        self.name, self.spec, self.fit, self.look, self.parts = name, spec, fit, look, parts
+        names = {each: each for each in apart}
+        self._operation = Operation(name, self._check, SpecCall.prepare, SpecCall.on_host, apart=names)
 
-    def _checked(self, given: Mapping[str, Any], fit: Callable[[], Fitted], how: How, like: Any) -> SpecCall:
-        """The call; raises ArgumentError for what does not fit together. `like` is what describes `out`."""
-        rows, span = tile_of(how.layout, how.rows)
-        M, K, shapes, sizes = fit()
-        wanted, first = (M, K, how.layout, rows), next(iter(shapes))
-        if like not in (None, wanted):
-            said = ("M={}, K={}, layout={}, rows={}".format(*each) for each in (wanted, like))
-            raise ArgumentError(f"{self.name}: out", f"must have {next(said)}", next(said))
-        dtype, (dtypes,) = dtype_of(given[first]), self.spec.by_variant.values()
+    def __call__(
+        self, options: QuantizeOptions, arrays: Mapping[str, Any], out: PackedActivations | None
+    ) -> PackedActivations:
+        """The activations: `out`, or new ones of the first array's kind. `arrays`: floats by argument of the kernel."""
+        if out is None:
+            made = self._operation(options, (), arrays, None)
+            (M, K), (rows, _) = matrix_of(arrays, self.parts), tile_of(options.layout, options.rows)
+            return PackedActivations(layout=options.layout, M=M, K=K, rows=rows, **made)
+        if not isinstance(out, PackedActivations):
+            raise ArgumentError(f"{self.name}: out", "must be PackedActivations", type(out).__name__)
+        arrays = {**arrays, "x_q": out.x_q, "scale": out.scale, "token_sum": out.token_sum}
+        self._operation(options, out.description, arrays, out)
+        return out
+
+    def _check(self, options: QuantizeOptions, arrays: Mapping[str, Any], out: PackedActivations | None) -> SpecCall:
+        """The call; raises ArgumentError for what does not fit together."""
+        rows, span = tile_of(options.layout, options.rows)
+        M, K, shapes, sizes = self.fit(self.name, arrays, options)
+        first = next(iter(shapes))
+        if out is not None and (out.M, out.K, out.layout, out.rows) != (M, K, options.layout, rows):
+            rule = f"must have M={M}, K={K}, layout={options.layout}, rows={rows}"
+            described = f"M={out.M}, K={out.K}, layout={out.layout}, rows={out.rows}"
+            raise ArgumentError(f"{self.name}: out", rule, described)
+        dtype, (dtypes,) = dtype_of(arrays[first]), self.spec.by_variant.values()
         if dtype not in dtypes:
             raise ArgumentError(f"{self.name}: {first}", f"dtype {' or '.join(dtypes)}", dtype)
         sizes = {"M": M, "K": K, "rows": rows, "span": span, **sizes}
         operands = [
-            CallArray(each, f"{self.name}: {each}", given[each], dtype, shape) for each, shape in shapes.items()
+            CallArray(each, f"{self.name}: {each}", arrays[each], dtype, shape) for each, shape in shapes.items()
         ]
-        operands += self._results(given, stored_shape(how.layout, M, K, rows), M)
+        operands += self._results(arrays, stored_shape(options.layout, M, K, rows), M)
 
         def look(numbers: dict[str, np.ndarray]) -> None:
             self.look({each: floats(numbers[each]) for each in shapes}, {**sizes, "dtype": dtype})
 
-        return SpecCall(self.name, (self.spec,), tuple(operands), sizes, dtype, how.backend, how.programmatic, look)
+        return SpecCall(self.name, (self.spec,), tuple(operands), sizes, dtype, replace(options, rows=rows), look)
 
-    def _results(self, given: Mapping[str, Any], shape: tuple[int, ...], M: int) -> Iterator[CallArray]:
+    def _results(self, arrays: Mapping[str, Any], shape: tuple[int, ...], M: int) -> Iterator[CallArray]:
         """The arrays of `PackedActivations`."""
-        label, lacking = f"{self.name}: out", "must be given in a capture: the result of a call before it"
+        label, rule = f"{self.name}: out", "must be given in a capture: the result of a call before it"
         for name, dtype, size in (("x_q", "int8", shape), ("scale", "float32", (M,)), ("token_sum", "int32", (M,))):
-            array = given.get(name)
-            yield CallArray(name, label if array is None else f"{label}.{name}", array, dtype, size, lacking)
+            array = arrays.get(name)
+            yield CallArray(name, label if array is None else f"{label}.{name}", array, dtype, size, rule)

@@ -11,6 +11,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.lowbit.kernels import operation
 from ptxlab.lowbit.kernels.attention import ladder, sm90, steps
+from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.steps import choose
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.quant import KV_SCHEMES
@@ -76,7 +77,7 @@ def forget() -> None:
 
 
 def test_which_kernel_is_taken(fake: FakeGpu) -> None:
-    assert steps.choose(None, backend="emulator").spec.name == SM90
+    assert steps.choose(AttentionOptions(backend="emulator")).spec.name == SM90
     q, cache = sent(Q), on_device(CACHE)
     ptxlab.attention_kv4(q, cache)
     forget()
@@ -177,7 +178,7 @@ def test_a_captured_call_allocates_nothing_and_reads_what_is_there_then(fake: Fa
         hold(Q, here, out.host, lse.host)
         if kernel == SM80:
             assert parts.any() == (max(lengths) > 64)
-        kept = steps.choose(kernel, backend=None).kept
+        kept = steps.choose(AttentionOptions(kernel=kernel)).kept
         assert kept and not any(workspace.views[name].owner.host.any() for name in kept)
     assert fake.loads == 1 and fake.allocations == allocations
 
@@ -501,7 +502,9 @@ def test_a_graph_is_replayed_on_other_lengths(kernel: str, programmatic: bool) -
         graph.replay()
         graph.synchronize()
         hold(queries, replace(CACHE, lengths=np.array(lengths, np.int32)), out.get(), lse.get())
-        assert not any(workspace.views[name].owner.any() for name in choose(kernel, backend="gpu").kept)
+        assert not any(
+            workspace.views[name].owner.any() for name in choose(AttentionOptions(kernel=kernel, backend="gpu")).kept
+        )
 
 
 @pytest.mark.gpu

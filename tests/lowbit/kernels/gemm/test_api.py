@@ -13,6 +13,7 @@ from ptxlab.lowbit import quant
 from ptxlab.lowbit.kernels import operation
 from ptxlab.lowbit.kernels.gemm import ladder
 from ptxlab.lowbit.kernels.gemm.common import DTYPES, GemmStep
+from ptxlab.lowbit.kernels.gemm.options import GemmOptions
 from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
 from tests.support.gemm_calls import (
     BIAS,
@@ -228,7 +229,7 @@ def test_accumulators_from_device_arrays_need_no_scale(fake: FakeGpu) -> None:
 
 @pytest.mark.parametrize("scheme", WEIGHTS)
 def test_a_kernel_that_does_not_wait_is_not_launched_programmatically(fake: FakeGpu, scheme: str) -> None:
-    name = ladder.choose(WEIGHTS[scheme], "row_major", M, kernel=None, backend="gpu").spec.name
+    name = ladder.choose(WEIGHTS[scheme], "row_major", M, GemmOptions(backend="gpu")).spec.name
     rule = r"only for kernels that wait for the one before them \(gemm_w4a8_sm90, gemm_w4a8_small_sm90\)"
     message = rf"gemm_w4a8: programmatic: {rule} \(got {name}\)"
     with pytest.raises(ArgumentError, match=message):
@@ -358,11 +359,11 @@ def test_an_arch_that_lacks_the_kernel_is_told_which_would_do(fake: FakeGpu, hop
         r"here a weight can be qoq in qserve \(gemm_w4a8_qoq_sm80\)"
     )
     with pytest.raises(UnavailableError, match=message):
-        ladder.choose(weight, "row_major", M, kernel=None, backend="gpu")
-    assert ladder.choose(weight, "row_major", M, kernel=None, backend="emulator") is hopper_step
+        ladder.choose(weight, "row_major", M, GemmOptions(backend="gpu"))
+    assert ladder.choose(weight, "row_major", M, GemmOptions(backend="emulator")) is hopper_step
     fake.arch = 75
     with pytest.raises(UnavailableError, match=r'this is sm_75; pass backend="emulator"'):
-        ladder.choose(weight, "row_major", M, kernel=None, backend="gpu")
+        ladder.choose(weight, "row_major", M, GemmOptions(backend="gpu"))
 
 
 def test_the_highest_step_that_suits_and_runs_is_taken(
@@ -373,7 +374,7 @@ def test_the_highest_step_that_suits_and_runs_is_taken(
 
     def chosen(M: int, **options: Any) -> str:
         options = {"kernel": None, "backend": None, **options}
-        return ladder.choose(WEIGHTS["qoq"], "row_major", M, **options).spec.name
+        return ladder.choose(WEIGHTS["qoq"], "row_major", M, GemmOptions(**options)).spec.name
 
     assert chosen(16) == "gemm_w4a8_qoq_sm90" and chosen(15) == "gemm_w4a8_qoq_sm80"
     assert chosen(16, kernel="gemm_w4a8_qoq_sm80") == "gemm_w4a8_qoq_sm80"
@@ -411,7 +412,7 @@ STRIPS_ORDERS: dict[str, dict[str, Any]] = {
 
 def taken(weight: Any, order: str, M: int, **options: Any) -> str:
     """The kernel that would be launched."""
-    return ladder.choose(weight, order, M, **{"kernel": None, "backend": "emulator", **options}).spec.name
+    return ladder.choose(weight, order, M, GemmOptions(**{"backend": "emulator", **options})).spec.name
 
 
 @pytest.mark.share(16)
