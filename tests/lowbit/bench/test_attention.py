@@ -17,7 +17,6 @@ from ptxlab.lowbit.bench import attention, shapes
 from ptxlab.lowbit.bench.attention import append, merge
 from ptxlab.lowbit.bench.attention import problem as attention_problem
 from ptxlab.lowbit.bench.shapes import Batch
-from ptxlab.lowbit.kernels import specs
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.steps import STEPS, choose
 from ptxlab.lowbit.layout import gather
