@@ -193,11 +193,18 @@ def _product(name: str, weight: Any) -> Callable[[Any, Any], Any]:
         return lambda x, s: torch._scaled_mm(
             x, q.t(), scale_a=s, scale_b=by_row, out_dtype=torch.bfloat16, use_fast_accum=True
         )
+    _require_mix(name, "fp8_tensor")
     most = weight.float().abs().max() / FP8_MOST
     q, known = (weight.float() / most).to(torch.float8_e4m3fn), torch.full((), STATIC, device=weight.device)
     return lambda x, _: torch._scaled_mm(
         x, q.t(), scale_a=known, scale_b=most, out_dtype=torch.float16, use_fast_accum=True
     )
+
+
+def _require_mix(name: str, mix: str) -> None:
+    """Raise ValueError for a mix without a product of its own: it would be measured as another."""
+    if name != mix:
+        raise ValueError(f"{name}: a mix of MIXES needs a product of its own")
 
 
 def _grouped(name: str, weights: Any) -> Callable[[Any, Any, Any], Any]:
@@ -206,6 +213,7 @@ def _grouped(name: str, weights: Any) -> Callable[[Any, Any, Any], Any]:
 
     if name == "fp16":
         return lambda x, _, ends: torch._grouped_mm(x, weights.transpose(1, 2), offs=ends)
+    _require_mix(name, "fp8_row")
     E, N, K = weights.shape
     q, scale = quantised(weights.reshape(E * N, K).float(), "fp8", None)
     q, by_row = q.view(E, N, K), scale.view(E, N)

@@ -12,14 +12,12 @@ import numpy as np
 from ptxlab.debugger.stoppable import Moment, StoppableCall, Wanted
 from ptxlab.emulator.core.lanes import indices_of
 from ptxlab.emulator.front.ir import Instruction
-from ptxlab.emulator.options import checks_of
+from ptxlab.emulator.options import KINDS, checks_of
 from ptxlab.errors import PtxlabError
 from ptxlab.runtime import Kernel
 
-FLOAT = ("nan", "infinity", "overflow", "subnormal")  # kinds of findings of the check "float"
-_KINDS = (
-    "finding", "carry", "range", "uninitialised", "race", "async", "async-dirty", "war", "divergence", *FLOAT,
-)  # fmt: skip
+FLOAT = KINDS["float"]
+_KINDS = ("finding", *dict.fromkeys(kind for kinds in KINDS.values() for kind in kinds))
 UNITS = ("line", "call", "instruction")
 
 

@@ -14,8 +14,18 @@ from ptxlab.emulator.unneeded import Statement
 from ptxlab.errors import ArgumentError
 from ptxlab.validate import is_integer, is_one_of
 
-CHECKS = frozenset({"lanes", "race", "init", "async", "divergence"})
+# Kinds of findings by check. Those of the async proxy are reported by `async`, and in plain kernels by `proxy`.
+KINDS = {
+    "lanes": ("carry", "range"),
+    "init": ("uninitialised",),
+    "race": ("race",),
+    "async": ("async", "async-dirty", "war"),
+    "divergence": ("divergence",),
+    "float": ("nan", "infinity", "overflow", "subnormal"),
+    "proxy": ("async-dirty", "war"),
+}
 ON_REQUEST = frozenset({"float", "proxy"})  # not among `all`: what they report may be on purpose, or usual
+CHECKS = frozenset(KINDS) - ON_REQUEST
 MODES = ("early", "late")
 # Instructions that a wave of blocks dispatches, at some ten to a hundred microseconds each.
 MAX_STEPS = 10_000_000

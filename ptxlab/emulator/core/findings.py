@@ -7,6 +7,9 @@ import numpy as np
 
 from ptxlab.emulator.front.ir import Instruction, called_from
 from ptxlab.emulator.front.lane_annotation import LaneType
+from ptxlab.emulator.options import KINDS
+
+_KINDS = frozenset(kind for kinds in KINDS.values() for kind in kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,9 @@ class Findings:
         count: int = 1,
         fault: LaneFault | None = None,
     ) -> None:
-        """Enter `count` occurrences, the first of them in this (block, thread)."""
+        """Enter `count` occurrences, the first in this (block, thread); ValueError for a kind that no check has."""
+        if kind not in _KINDS:
+            raise ValueError(f"{kind}: not among the kinds of findings (emulator/options.py)")
         packed, operands = (fault.lane, fault.operands) if fault else (None, {})
         where = instruction.path, instruction.line, instruction.text
         key = (kind, *where[:2], instruction.callers, packed)

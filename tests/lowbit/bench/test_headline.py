@@ -17,6 +17,7 @@ from ptxlab.errors import BenchmarkError
 from ptxlab.lowbit.bench import gemm
 from ptxlab.lowbit.bench.gemm import chain, grouped, headline, problem, quantiser, steps, w4a4
 from ptxlab.lowbit.bench.gemm.points import Point
+from ptxlab.lowbit.bench.peers import Peers
 from ptxlab.lowbit.bench.shapes import (
     ALL_TOKENS,
     EXPERTS,
@@ -37,6 +38,12 @@ from tests.support.bench_rows import slowed
 
 SMALL, NEXT = Layer("test", "small", N=128, K=256), Layer("test", "next", N=64, K=128)
 FP8 = {"cublas_fp8": 8.0}
+PEERS = Peers(
+    cublas=lambda N, K, tokens, names: {M: dict.fromkeys(names or ("cublas_fp8",), 8.0) for M in tokens},
+    cublas_chain=lambda matrices, tokens: {M: {"cublas_fp8": 30.0} for M in tokens},
+    humming=lambda N, K, tokens: {M: {"humming_w4a8_g128": 20.0} for M in tokens},
+    attention=lambda batch: {},
+)
 
 
 def stream_us(nbytes: int) -> float:
@@ -203,13 +210,10 @@ def test_the_grouped_kernel_can_be_measured_alone(emulated_gpu: pytest.MonkeyPat
 
 def test_untuned_shapes(emulated_gpu: pytest.MonkeyPatch) -> None:
     emulated_gpu.setattr(headline, "UNTUNED_TOKENS", (3,))
-    emulated_gpu.setattr(
-        headline.peers, "cublas", lambda N, K, tokens, names: {M: dict.fromkeys(names, 8.0) for M in tokens}
-    )
-    (row,) = headline.untuned_rows([SMALL], names(), stream_us, quiet)
+    (row,) = headline.untuned_rows([SMALL], names(), stream_us, quiet, PEERS)
     assert (row.measure, row.sizes["M"], row.peers, row.face) == ("untuned", 3, FP8, "gemm_w4a8")
     others = [name for name in names() if name != row.kernel]
-    assert list(headline.untuned_rows([SMALL], others, stream_us, quiet)) == []
+    assert list(headline.untuned_rows([SMALL], others, stream_us, quiet, PEERS)) == []
 
 
 def test_untuned_shapes_are_those_of_the_published_configurations() -> None:
@@ -257,14 +261,11 @@ def test_w4a4_beside_others_in_one_run(emulated_gpu: pytest.MonkeyPatch) -> None
         emulated_gpu.setattr(w4a4, name, value)
     emulated_gpu.setattr(w4a4, "compile_all", lambda planned: compiled.extend(planned))
     emulated_gpu.setattr(w4a4, "streams", lambda: stream_us)
-    emulated_gpu.setattr(
-        w4a4.peers, "cublas", lambda N, K, tokens, names: {M: dict.fromkeys(names, 8.0) for M in tokens}
-    )
     emulated_gpu.setattr(steps, "W8A8_KERNEL", "gemm_w4a8_lqq_sm90")
     compiled: list[Any] = []
     assert gemm.part(["w4a4"]) == LLAMA and gemm.part(["70B", "w4a4"]) == LLAMA[4:] and gemm.part([]) == LLAMA
     emulated_gpu.setattr(gemm, "LLAMA", (SMALL,))
-    rows = gemm.rows([*registry.specs()], Ceilings(4.6, 4.2), quiet, only=["w4a4"])
+    rows = gemm.rows([*registry.specs()], Ceilings(4.6, 4.2), quiet, only=["w4a4"], peers=PEERS)
     assert [(row.measure, row.sizes["M"]) for row in rows] == [
         (measure, M) for measure in ("headline", "w8a8", "w4a4", "w4ax") for M in (3, 5)
     ]
@@ -304,18 +305,13 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
         quantiser: {"LLAMA": (SMALL,), "_TOKENS": (3, 9)},
         chain: {"CHAINS": ((SMALL, NEXT),), "FEW_TOKENS": (3,)},
         grouped: {"MIXTRAL": (SMALL,), "ROUTED_TOKENS": (1, 2)},
-        gemm.peers: {
-            "cublas": lambda N, K, tokens, names=("cublas_fp8",): {M: dict.fromkeys(names, 8.0) for M in tokens},
-            "cublas_chain": lambda matrices, tokens: {M: {"cublas_fp8": 30.0} for M in tokens},
-            "humming": lambda N, K, tokens: {M: {"humming_w4a8_g128": 20.0} for M in tokens},
-        },
         gemm.points: {"compile_all": list, "streams": lambda: stream_us},
         gemm.limits: {"with_limits": list},
     }
     for module, replaced in patches.items():
         for name, value in replaced.items():
             emulated_gpu.setattr(module, name, value)
-    rows = gemm.rows(names(), Ceilings(4.6, 4.2), quiet)
+    rows = gemm.rows(names(), Ceilings(4.6, 4.2), quiet, peers=PEERS)
     found = Counter(row.measure for row in rows)
     launched = 2 * (4 + 1 + 1)  # numbers of tokens; three orders and none of sums; the other group, and none, in one
     experts = {"experts": 2, "grouped": 2}
