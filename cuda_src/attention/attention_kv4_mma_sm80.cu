@@ -30,25 +30,27 @@
 #define COLUMNS 8  // queries of a unit, 8 or 16
 #define WARPS 4
 #define STAGES 3
-#define FUSED 0  // 1: the last block that has part of a unit puts it together, and no attention_merge is needed
+#define TOKENS 32  // of an item
+#define SUM_PAD 4  // floats between rows of sums in shared memory
+#define FUSED 0    // 1: the last block that has part of a unit puts it together, and no attention_merge is needed
 #endif
 
 namespace {
 
 using ptxlab::u32;
-using Segments = ptxlab::Segments<2>;  // a unit costs its tiles, but two at least
-constexpr int THREADS = 32 * WARPS, TOKENS = 32, SHARE = ptxlab::TILE / TOKENS;
+using Segments = ptxlab::Segments<2, 4>;  // a unit costs its tiles, but two at least
+constexpr int THREADS = 32 * WARPS, SHARE = ptxlab::TILE / TOKENS;
 constexpr int ROW = D * BITS / 8, PAGE_BYTES = PAGE * (ROW + (CHANNEL ? 0 : 4)),
               PAGES = TOKENS > PAGE ? TOKENS / PAGE : 1;
 constexpr int PART = TOKENS * ROW, STAGE = 2 * (PART + (CHANNEL ? 0 : TOKENS * 4));
 constexpr int PER_WORD = 32 / BITS, HALVES = PER_WORD / 2;      // integers, and pairs of them, of a word
 constexpr int K_WORDS = ROW / 16, V_WORDS = ROW / 32;           // of a row, per lane
 constexpr int MT = TOKENS / 16, NT = COLUMNS / 8, DT = D / 16;  // MMA tiles of tokens, of queries, of dims
-constexpr int PITCH = D + 4;                                    // of sums in shared memory
+constexpr int PITCH = D + SUM_PAD;                              // of sums in shared memory
 constexpr float LOWEST = -1e30f, LOG2E = 1.4426950408889634f;
 constexpr u32 FLIP = BITS == 8 && CHANNEL ? 0x80808080u : 0;  // s8 as u8 with a zero of 128
 constexpr u32 NEUTRAL = 0x00003c00;                           // scale 1, zero 0: of tokens that there are not
-static_assert(COLUMNS == 8 || COLUMNS == 16);
+static_assert((COLUMNS == 8 || COLUMNS == 16) && TOKENS == 32 && SUM_PAD % 4 == 0);
 
 __device__ __forceinline__ float low_half(u32 pair) { return __low2float(ptxlab::as_half2(pair)); }
 __device__ __forceinline__ float high_half(u32 pair) { return __high2float(ptxlab::as_half2(pair)); }

@@ -42,9 +42,19 @@
 #define SLOTS 2     // units whose sums are in shared memory
 #define RESIDENT 1  // blocks per SM
 #define PROMOTE 0   // tokens of a warp after which its MMAs' sums are promoted, a multiple of TOKENS; 0: never
+// What the host counts with too, but does not choose
+#define TILE_TOKENS 64  // of a tile
+#define LARGEST 32512   // of a query's integers
+#define SUM_PAD 4       // floats between rows of sums in shared memory
+#define EXTRA 4         // cost of a unit of few tiles, in tiles, beside them
+#define SLACK 4         // tiles more than its share that a block may get
 #endif
 #ifndef PART
-#define PART 0  // tiles after which a unit is cut, whatever the batch; 0: so that all blocks have equally much
+#define PART 0        // tiles after which a unit is cut, whatever the batch; 0: so that all blocks have equally much
+#define MOST_PARTS 1  // of a unit that is cut; with PART the host gives both
+#endif
+#ifndef MOST_PARTS
+#error "-D PART needs -D MOST_PARTS: the parts that a unit has at most"
 #endif
 
 namespace {
@@ -64,31 +74,31 @@ constexpr int LANES = WARPS <= 4 ? 4 : WARPS <= 8 ? 8 : 16;  // one for every wa
 constexpr int PER_WORD = 32 / BITS, HALVES = PER_WORD / 2;   // integers of a word, and registers that they become
 constexpr int K_WORDS = ROW / 16, V_WORDS = ROW / 32;        // of a token's keys, of its values, per lane
 constexpr int VECTOR = K_WORDS < 4 ? K_WORDS : 4;            // words of one load
-constexpr int PITCH = D + 4;                                 // of sums in shared memory
+constexpr int PITCH = D + SUM_PAD;                           // of sums in shared memory
 // bytes: operand B; of each column (sum, factor)
 constexpr int FRAGMENTS = SETS * NIBBLES * K_WORDS * 128, QUERY = FRAGMENTS + COLUMNS * 8;
 constexpr int UNITS = 2 * SLOTS, LAG = SLOTS - 1;      // units in flight; by how many the sums are put together later
-constexpr int EXTRA = 4;                               // cost of a unit of few tiles, in tiles, beside them
 constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;  // LOWEST: below any score, yet finite
 constexpr bool SIGNED = BITS == 8 && CHANNEL;          // integers
 constexpr u32 FLIP = SIGNED ? 0x80808080u : 0;         // values s8 as u8 with a zero of 128
 // (scale 1, zero 0) of tokens that there are not; two zeros of 1
 constexpr u32 NEUTRAL = 0x00003c00, ONES = 0x3c003c00;
-constexpr int LARGEST = 32512;  // of a query's integers, 127 * 256: so the high byte is one
+static_assert(LARGEST == 127 * 256, "the high byte of a query's largest integer is a signed one");
 static_assert(D * (BITS == 8 ? 255ll : 15ll * 16) * LARGEST < 1ll << 31);
+static_assert(TILE_TOKENS == TILE && SUM_PAD % 4 == 0);
 static_assert(PROMOTE % TOKENS == 0 && WARPS % SHARE == 0 && STAGES % GROUPS == 0 && WARPS <= 16 &&
               (COLUMNS == 4 || COLUMNS == 8));
 
-using Segments = ptxlab::Segments<EXTRA, (PART > GROUPS ? PART : GROUPS), PART>;
+using Segments = ptxlab::Segments<EXTRA, SLACK, (PART > GROUPS ? PART : GROUPS), PART, MOST_PARTS>;
 
 // With PART, `Unit::blocks` is LEFT times the part's place in the workspace, where a unit has MOST_PARTS from its first
 // block on, and how many parts of other blocks follow: NEXT where the block has the next one itself, ELSEWHERE where the
 // unit begins in a block before.
-constexpr int LEFT = 2 * ptxlab::MOST_PARTS, NEXT = LEFT - 2, ELSEWHERE = LEFT - 1;
+constexpr int LEFT = 2 * MOST_PARTS, NEXT = LEFT - 2, ELSEWHERE = LEFT - 1;
 
 template <class Walk>
 [[maybe_unused]] __device__ __forceinline__ int part_of(const Walk& here) {
-    const int number = here.number(), place = here.first_block() * ptxlab::MOST_PARTS + number;
+    const int number = here.number(), place = here.first_block() * MOST_PARTS + number;
     const int left = !here.is_begun_here() ? ELSEWHERE : here.is_last_here() ? here.parts() - number - 1 : NEXT;
     return place * LEFT + left;
 }
@@ -466,7 +476,7 @@ extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, RESIDENT) attention
             if constexpr (PART > 0) {  // from the first part on, one by one
                 const int place = unit.blocks / LEFT, left = unit.blocks % LEFT;
                 const size_t own = size_t(place) * columns + c,
-                             first = size_t(place / ptxlab::MOST_PARTS * ptxlab::MOST_PARTS) * columns + c;
+                             first = size_t(place / MOST_PARTS * MOST_PARTS) * columns + c;
                 if (left != ELSEWHERE && own != first) {
                     ptxlab::Row<D> sum = ptxlab::Row<D>::taken_back(partial, stats, first);
                     sum.add_part(make_float2(row.largest, row.sum), row.v), row = sum;

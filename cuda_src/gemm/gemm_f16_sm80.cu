@@ -11,11 +11,12 @@
 #ifndef BM
 #define BM 8      // most tokens of a tile
 #define UNROLL 8  // steps that are on their way at once
+#define WARPS 8   // of a block, 16 rows each
 #endif
 
 namespace {
 
-constexpr int WARPS = 8, COLUMNS = BM / 8;  // of eight tokens
+constexpr int COLUMNS = BM / 8;  // of eight tokens
 
 }  // namespace
 

@@ -115,34 +115,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
             ptxlab::tensor_load(to, &x, block4 ? stage * BK : K, token, barrier);
             ptxlab::tensor_load(to + SCALES, &x_scale, column(stage) / 8 * 8, token, barrier);
         };
+        const auto prepare = [&](int stage, unsigned char* to, int index) {  // by two warps: spread scales
+            const __half* from = reinterpret_cast<const __half*>(to + SCALES) + column(stage) % 8;
+#pragma unroll
+            for (int i = 0; i < GROUPS; ++i)  // of outliers the second are not used
+                ptxlab::spread_scales<BM, SPREADERS>(reinterpret_cast<float*>(to + SPREAD + i * SPREADS),
+                                                     from + (stage < blocks4 ? i : 0), threadIdx.x - (128 - SPREADERS));
+            ptxlab::mbarrier_arrive(&spread[index]);
+        };
         if (UNEVEN) ptxlab::fewer_registers<FEWER>();
         ptxlab::launch_dependents();
         if (warp == 1) ptxlab::wait_for_predecessors();
-        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
-#pragma unroll 1
-            for (int stage = 0; stage < stages; ++stage, slot.advance()) {
-                unsigned char* to = ring + slot.index * STAGE_BYTES;
-                if (warp < 2) {
-                    PHASE(WAIT_GROUP);
-                    ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
-                    PHASE(LOAD);
-                    if (elected && warp == 0) load_w(place.row_tile, stage, to, &full[slot.index]);
-                    if (elected && warp == 1) load_x(place.token_tile * tokens, stage, to, &full[slot.index]);
-                } else {  // the two warps that spread scales
-                    PHASE(WAIT_COPY);
-                    ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-                    PHASE(DEQUANTISE);
-                    const __half* from = reinterpret_cast<const __half*>(to + SCALES) + column(stage) % 8;
-#pragma unroll
-                    for (int i = 0; i < GROUPS; ++i)  // of outliers the second are not used
-                        ptxlab::spread_scales<BM, SPREADERS>(reinterpret_cast<float*>(to + SPREAD + i * SPREADS),
-                                                             from + (stage < blocks4 ? i : 0),
-                                                             threadIdx.x - (128 - SPREADERS));
-                    ptxlab::mbarrier_arrive(&spread[slot.index]);
-                }
-            }
-        }
+        ptxlab::load_tiles<STAGE_BYTES>(slot, ring, full, empty, tiles, token_tiles, row_tiles, tokens, stages, warp,
+                                        elected, load_w, load_x, prepare TIMELINE_ARGUMENT);
         return;
     }
     if (UNEVEN) ptxlab::more_registers<MORE>();
@@ -203,7 +188,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
         };
         ptxlab::scale_groups<TOGETHER, MMAS, 4, BM / 2>(blocks4 * GROUPS, fetch4, finish4 TIMELINE_ARGUMENT);
         if (outliers > 0) ptxlab::scale_groups<1, 4, 4, BM / 2>(1, fetch8, finish8 TIMELINE_ARGUMENT);
-        // What the epilogue alone needs is worked out here: in the loop registers are scarce.
+        // What the epilogue alone needs is worked out here: in the loop registers are scarce. NOTE gemm_w4a4_sm90 and
+        // gemm_w4ax_sm90 end alike; as a function of both ptxas orders the end otherwise.
         PHASE(EPILOGUE);
         const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
         const int token0 = place.token_tile * tokens, n0 = (place.row_tile * STRIPS + group * 4 + warp) * 16;

@@ -13,6 +13,7 @@
 #include "dequant.cuh"
 #include "mma.cuh"
 #include "output.cuh"
+#include "qserve_sm80.cuh"
 #include "timeline.cuh"
 
 #ifndef BN
@@ -24,52 +25,20 @@
 #define WK 1
 #define STAGES 4
 #define OUT 0
+#define SUM_PAD 4  // int32 between rows of results in shared memory
 #endif
 
 namespace {
 
 using ptxlab::u32;
-constexpr int THREADS = 32 * WN * WM * WK;
-constexpr int STEPS = BK / 32;   // k32 steps of a stage
-constexpr int STRIPS = BN / 32;  // 32-row strips of a block
-constexpr int W_BYTES = STRIPS * STEPS * 512;
-constexpr int X_BYTES = BM * BK;
-constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
-constexpr int TOKENS = BM / WM;     // of a warp
-constexpr int TILE_PITCH = BN + 4;  // int32 of the tile of results in shared memory
+using Tile = ptxlab::QServeTile<BN, BM, BK, WN, WM, WK>;
+constexpr int STAGE_BYTES = Tile::W_BYTES + Tile::X_BYTES;
+constexpr int TILE_PITCH = BN + SUM_PAD;  // int32 of the tile of results in shared memory
 
-static_assert(WN == STRIPS && STEPS % WK == 0 && (TOKENS == 8 || TOKENS % 16 == 0) && BK % 128 == 0, "tile shape");
-
-struct Operands {
-    const uint4* qweight;  // [strips, k32 steps, 32 lanes]
-    const signed char* x;  // [M, K]
-    int M, K, strips, steps;
-};
-
-// Bring stage `stage` of the block's operands into its slot; what lies outside the matrices becomes zero.
-__device__ __forceinline__ void fetch(const Operands& in, unsigned char* slot, int stage, int strip0, int token0) {
-    const int thread = threadIdx.x;
-#pragma unroll
-    for (int first = 0; first < W_BYTES / 16; first += THREADS) {
-        const int i = first + thread;
-        if (W_BYTES / 16 % THREADS && i >= W_BYTES / 16) break;
-        const int strip = i / (STEPS * 32), step = i / 32 % STEPS, lane = i % 32;
-        const int s = strip0 + strip, k = stage * STEPS + step;
-        const bool inside = s < in.strips && k < in.steps;
-        ptxlab::cp_async_16(slot + i * 16, inside ? in.qweight + (size_t(s) * in.steps + k) * 32 + lane : in.qweight,
-                            inside);
-    }
-    unsigned char* xs = slot + W_BYTES;
-#pragma unroll
-    for (int first = 0; first < X_BYTES / 16; first += THREADS) {
-        const int i = first + thread;
-        if (X_BYTES / 16 % THREADS && i >= X_BYTES / 16) break;
-        const int m = i / (BK / 16), c = i % (BK / 16);
-        const int k = stage * BK + c * 16;
-        const bool inside = token0 + m < in.M && k < in.K;
-        ptxlab::cp_async_16(xs + m * BK + ((c ^ (m & 7)) * 16), inside ? in.x + size_t(token0 + m) * in.K + k : in.x,
-                            inside);
-    }
+// Bring stage `stage` of the block's operands into its slot.
+__device__ __forceinline__ void fetch(const ptxlab::QServeOperands& in, unsigned char* slot, int stage, int strip0,
+                                      int token0) {
+    Tile::fetch(in, slot, stage, strip0, token0);
     ptxlab::cp_async_commit();
 }
 
@@ -88,14 +57,14 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_ch
     extern __shared__ __align__(128) unsigned char ring[];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int token_tiles = (M + BM - 1) / BM;
-    const int token0 = blockIdx.x % token_tiles * BM, strip0 = blockIdx.x / token_tiles * STRIPS;
-    const Operands in{qweight, x, M, K, (N + 31) / 32, K / 32};
+    const int token0 = blockIdx.x % token_tiles * BM, strip0 = blockIdx.x / token_tiles * Tile::STRIPS;
+    const ptxlab::QServeOperands in{qweight, x, M, K, (N + 31) / 32, K / 32};
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int wn = warp % WN, wm = warp / WN % WM, wk = warp / (WN * WM);
     const int g = lane / 4;
 
-    int acc[2][TOKENS / 8][4] = {};
+    Tile::Sums acc = {};
     const int stages = (K + BK - 1) / BK;
     PHASE(LOAD);
     for (int s = 0; s < STAGES - 1; ++s) {
@@ -112,26 +81,27 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_ch
         else ptxlab::cp_async_commit();
 
         const unsigned char* slot = ring + stage % STAGES * STAGE_BYTES;
-        const unsigned char* xs = slot + W_BYTES + wm * TOKENS * BK;
+        const unsigned char* xs = slot + Tile::W_BYTES + wm * Tile::TOKENS * BK;
 #pragma unroll
-        for (int i = 0; i < STEPS / WK; ++i) {
+        for (int i = 0; i < Tile::STEPS / WK; ++i) {
             const int step = i * WK + wk;
             PHASE(DEQUANTISE);
-            const uint4 q = *reinterpret_cast<const uint4*>(slot + ((wn * STEPS + step) * 32 + lane) * 16);
+            const uint4 q = *reinterpret_cast<const uint4*>(slot + ((wn * Tile::STEPS + step) * 32 + lane) * 16);
             uint2 a[4];  // row g + 8 q: channels 4 t .. (x) and 16 + 4 t .. (y)
             const u32 words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
             for (int r = 0; r < 4; ++r) a[r] = ptxlab::dequant_qoq_channel(words[r]);
             PHASE(MULTIPLY);
 #pragma unroll
-            for (int m = 0; m < TOKENS / 8; m += 2) {
+            for (int m = 0; m < Tile::TOKENS / 8; m += 2) {
                 // Two token tiles of 8 by 32 channels: lanes 0-7, 8-15 rows of the first, 16-31 of the second.
-                const int row = m * 8 + (lane & 7) + (lane >> 4 & (TOKENS > 8)) * 8, chunk = step * 2 + (lane >> 3 & 1);
+                const int row = m * 8 + (lane & 7) + (lane >> 4 & (Tile::TOKENS > 8)) * 8,
+                          chunk = step * 2 + (lane >> 3 & 1);
                 u32 b[4];
                 ptxlab::ldmatrix_x4(b, xs + row * BK + ((chunk ^ (row & 7)) * 16));
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    if (m + h >= TOKENS / 8) break;
+                    if (m + h >= Tile::TOKENS / 8) break;
                     ptxlab::mma_s8(acc[0][m + h], a[0].x, a[1].x, a[0].y, a[1].y, b[2 * h], b[2 * h + 1]);
                     ptxlab::mma_s8(acc[1][m + h], a[2].x, a[3].x, a[2].y, a[3].y, b[2 * h], b[2 * h + 1]);
                 }
@@ -149,11 +119,11 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_ch
 #pragma unroll
             for (int a = 0; a < 2; ++a)
 #pragma unroll
-                for (int m = 0; m < TOKENS / 8; ++m)
+                for (int m = 0; m < Tile::TOKENS / 8; ++m)
 #pragma unroll
                     for (int c = 0; c < 4; ++c) {
                         const int n = wn * 32 + a * 16 + g + c / 2 * 8,
-                                  token = wm * TOKENS + m * 8 + lane % 4 * 2 + c % 2;
+                                  token = wm * Tile::TOKENS + m * 8 + lane % 4 * 2 + c % 2;
                         int& sum = tile[token * TILE_PITCH + n];
                         sum = turn ? sum + acc[a][m][c] : acc[a][m][c];
                     }
@@ -161,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_ch
         __syncthreads();
     }
     PHASE(EPILOGUE);
-    for (int i = threadIdx.x; i < BM * BN / 8; i += THREADS) {
+    for (int i = threadIdx.x; i < BM * BN / 8; i += Tile::THREADS) {
         const int token = token0 + i / (BN / 8), n = strip0 * 32 + i % (BN / 8) * 8;
         if (token < M && n < N) {
             int* sums = tile + i / (BN / 8) * TILE_PITCH + i % (BN / 8) * 8;

@@ -16,6 +16,7 @@
 #include "dequant.cuh"
 #include "mma.cuh"
 #include "output.cuh"
+#include "qserve_sm80.cuh"
 #include "timeline.cuh"
 
 #ifndef BN
@@ -28,61 +29,32 @@
 #define STAGES 4
 #define GROUP 128
 #define OUT 0
+#define SUM_PAD 4  // int32 between rows of results in shared memory
 #endif
 
 namespace {
 
 using ptxlab::u32;
-constexpr int THREADS = 32 * WN * WM * WK;
-constexpr int STEPS = BK / 32;                           // k32 steps of a stage
-constexpr int STRIPS = BN / 32;                          // 32-row strips of a block
+using Tile = ptxlab::QServeTile<BN, BM, BK, WN, WM, WK>;
 constexpr int GROUPS = BK / GROUP > 0 ? BK / GROUP : 1;  // groups that a stage touches
-constexpr int W_BYTES = STRIPS * STEPS * 512;
-constexpr int X_BYTES = BM * BK;
-constexpr int C_BYTES = STRIPS * GROUPS * 64;  // 32 scales, 32 offsets per strip and group
-constexpr int STAGE_BYTES = W_BYTES + X_BYTES + C_BYTES;
-constexpr int TOKENS = BM / WM;     // of a warp
-constexpr int TILE_PITCH = BN + 4;  // int32 of the tile of results in shared memory
+constexpr int C_BYTES = Tile::STRIPS * GROUPS * 64;      // 32 scales, 32 offsets per strip and group
+constexpr int STAGE_BYTES = Tile::W_BYTES + Tile::X_BYTES + C_BYTES;
+constexpr int TILE_PITCH = BN + SUM_PAD;  // int32 of the tile of results in shared memory
 
-static_assert(WN == STRIPS && STEPS % WK == 0 && (TOKENS == 8 || TOKENS % 16 == 0) && BK % 128 == 0, "tile shape");
-
-struct Operands {
-    const uint4* qweight;  // [strips, k32 steps, 32 lanes]
-    const uint4* scale;    // u8 [strips, groups, 32] as 2 pieces of 16 bytes
-    const uint4* offset;   // likewise
-    const signed char* x;  // [M, K]
-    int M, K, strips, steps, groups;
+struct Operands : ptxlab::QServeOperands {
+    const uint4* scale;   // u8 [strips, groups, 32] as 2 pieces of 16 bytes
+    const uint4* offset;  // likewise
+    int groups;
 };
 
 // Bring stage `stage` of the block's operands into its slot; what lies outside the matrices becomes zero.
 __device__ __forceinline__ void fetch(const Operands& in, unsigned char* slot, int stage, int strip0, int token0) {
-    const int thread = threadIdx.x;
+    Tile::fetch(in, slot, stage, strip0, token0);
+    unsigned char* cs = slot + Tile::W_BYTES + Tile::X_BYTES;
 #pragma unroll
-    for (int first = 0; first < W_BYTES / 16; first += THREADS) {
-        const int i = first + thread;
-        if (W_BYTES / 16 % THREADS && i >= W_BYTES / 16) break;
-        const int strip = i / (STEPS * 32), step = i / 32 % STEPS, lane = i % 32;
-        const int s = strip0 + strip, k = stage * STEPS + step;
-        const bool inside = s < in.strips && k < in.steps;
-        ptxlab::cp_async_16(slot + i * 16, inside ? in.qweight + (size_t(s) * in.steps + k) * 32 + lane : in.qweight,
-                            inside);
-    }
-    unsigned char* xs = slot + W_BYTES;
-#pragma unroll
-    for (int first = 0; first < X_BYTES / 16; first += THREADS) {
-        const int i = first + thread;
-        if (X_BYTES / 16 % THREADS && i >= X_BYTES / 16) break;
-        const int m = i / (BK / 16), c = i % (BK / 16);
-        const int k = stage * BK + c * 16;
-        const bool inside = token0 + m < in.M && k < in.K;
-        ptxlab::cp_async_16(xs + m * BK + ((c ^ (m & 7)) * 16), inside ? in.x + size_t(token0 + m) * in.K + k : in.x,
-                            inside);
-    }
-    unsigned char* cs = xs + X_BYTES;
-#pragma unroll
-    for (int first = 0; first < C_BYTES / 16; first += THREADS) {
-        const int i = first + thread;
-        if (C_BYTES / 16 % THREADS && i >= C_BYTES / 16) break;
+    for (int first = 0; first < C_BYTES / 16; first += Tile::THREADS) {
+        const int i = first + threadIdx.x;
+        if (C_BYTES / 16 % Tile::THREADS && i >= C_BYTES / 16) break;
         const int strip = i / (GROUPS * 4), group = i / 4 % GROUPS, piece = i % 4;
         const int s = strip0 + strip, g = (stage * BK) / GROUP + group;
         const bool inside = s < in.strips && g < in.groups;
@@ -107,14 +79,14 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_sm
     extern __shared__ __align__(128) unsigned char ring[];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int token_tiles = (M + BM - 1) / BM;
-    const int token0 = blockIdx.x % token_tiles * BM, strip0 = blockIdx.x / token_tiles * STRIPS;
-    const Operands in{qweight, scale, offset, x, M, K, (N + 31) / 32, K / 32, K / GROUP};
+    const int token0 = blockIdx.x % token_tiles * BM, strip0 = blockIdx.x / token_tiles * Tile::STRIPS;
+    const Operands in{{qweight, x, M, K, (N + 31) / 32, K / 32}, scale, offset, K / GROUP};
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int wn = warp % WN, wm = warp / WN % WM, wk = warp / (WN * WM);
     const int g = lane / 4;
 
-    int acc[2][TOKENS / 8][4] = {};
+    Tile::Sums acc = {};
     const int stages = (K + BK - 1) / BK;
     PHASE(LOAD);
     for (int s = 0; s < STAGES - 1; ++s) {
@@ -131,13 +103,13 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_sm
         else ptxlab::cp_async_commit();
 
         const unsigned char* slot = ring + stage % STAGES * STAGE_BYTES;
-        const unsigned char* xs = slot + W_BYTES + wm * TOKENS * BK;
-        const unsigned char* cs = slot + W_BYTES + X_BYTES + wn * GROUPS * 64 + g * 4;
+        const unsigned char* xs = slot + Tile::W_BYTES + wm * Tile::TOKENS * BK;
+        const unsigned char* cs = slot + Tile::W_BYTES + Tile::X_BYTES + wn * GROUPS * 64 + g * 4;
 #pragma unroll
-        for (int i = 0; i < STEPS / WK; ++i) {
+        for (int i = 0; i < Tile::STEPS / WK; ++i) {
             const int step = i * WK + wk;
             PHASE(DEQUANTISE);
-            const uint4 q = *reinterpret_cast<const uint4*>(slot + ((wn * STEPS + step) * 32 + lane) * 16);
+            const uint4 q = *reinterpret_cast<const uint4*>(slot + ((wn * Tile::STEPS + step) * 32 + lane) * 16);
             const int group = GROUPS == 1 ? 0 : step * 32 / GROUP;
             const u32 s4 = *reinterpret_cast<const u32*>(cs + group * 64),
                       o4 = *reinterpret_cast<const u32*>(cs + group * 64 + 32);
@@ -148,14 +120,15 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_sm
                 a[r] = ptxlab::dequant_qoq_vadd4(words[r], s4 >> (8 * r) & 0xff, __byte_perm(o4, 0, 0x1111 * r));
             PHASE(MULTIPLY);
 #pragma unroll
-            for (int m = 0; m < TOKENS / 8; m += 2) {
+            for (int m = 0; m < Tile::TOKENS / 8; m += 2) {
                 // Two token tiles of 8 by 32 channels: lanes 0-7, 8-15 rows of the first, 16-31 of the second.
-                const int row = m * 8 + (lane & 7) + (lane >> 4 & (TOKENS > 8)) * 8, chunk = step * 2 + (lane >> 3 & 1);
+                const int row = m * 8 + (lane & 7) + (lane >> 4 & (Tile::TOKENS > 8)) * 8,
+                          chunk = step * 2 + (lane >> 3 & 1);
                 u32 b[4];
                 ptxlab::ldmatrix_x4(b, xs + row * BK + ((chunk ^ (row & 7)) * 16));
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    if (m + h >= TOKENS / 8) break;
+                    if (m + h >= Tile::TOKENS / 8) break;
                     ptxlab::mma_s8(acc[0][m + h], a[0].x, a[1].x, a[0].y, a[1].y, b[2 * h], b[2 * h + 1]);
                     ptxlab::mma_s8(acc[1][m + h], a[2].x, a[3].x, a[2].y, a[3].y, b[2 * h], b[2 * h + 1]);
                 }
@@ -173,11 +146,11 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_sm
 #pragma unroll
             for (int a = 0; a < 2; ++a)
 #pragma unroll
-                for (int m = 0; m < TOKENS / 8; ++m)
+                for (int m = 0; m < Tile::TOKENS / 8; ++m)
 #pragma unroll
                     for (int c = 0; c < 4; ++c) {
                         const int n = wn * 32 + a * 16 + g + c / 2 * 8,
-                                  token = wm * TOKENS + m * 8 + lane % 4 * 2 + c % 2;
+                                  token = wm * Tile::TOKENS + m * 8 + lane % 4 * 2 + c % 2;
                         int& sum = tile[token * TILE_PITCH + n];
                         sum = turn ? sum + acc[a][m][c] : acc[a][m][c];
                     }
@@ -185,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_sm
         __syncthreads();
     }
     PHASE(EPILOGUE);
-    for (int i = threadIdx.x; i < BM * BN / 8; i += THREADS) {
+    for (int i = threadIdx.x; i < BM * BN / 8; i += Tile::THREADS) {
         const int token = token0 + i / (BN / 8), n = strip0 * 32 + i % (BN / 8) * 8;
         if (token < M && n < N)
             ptxlab::store_8<OUT>(y, size_t(token) * N + n, tile + i / (BN / 8) * TILE_PITCH + i % (BN / 8) * 8,

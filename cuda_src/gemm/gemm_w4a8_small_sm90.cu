@@ -30,6 +30,7 @@
 #define OUT 0
 #define ORDER 0
 #define SIGNED 0
+#define SUM_PAD 4  // int32 between rows of sums in shared memory
 #endif
 #ifndef FUSED
 #define FUSED 0  // 1: SiLU of the gate times up; 2: added to Y (output.cuh)
@@ -39,12 +40,13 @@ namespace {
 
 using ptxlab::u32;
 using ptxlab::u64;
+static_assert(SUM_PAD % 4 == 0);
 static_assert(GROUP != 0 || !SIGNED, "a zero point leaves with the token sum");
 constexpr int BLOCK = ptxlab::STRIP_BLOCK<GROUP>;
 constexpr int WARPS = ROWS * SLICES, THREADS = 32 * (WARPS + 2);
 constexpr int W_BYTES = SLICES * BLOCK, X_BYTES = SLICES * 128 * BM;  // of a strip and a stage; of X and a stage
 constexpr int MMAS = BM / 8;                                          // along the tokens
-constexpr int PITCH = ROWS * 16 + 4, TILE = BM * PITCH;               // of sums: lane 4 g + t at bank 8 t + g
+constexpr int PITCH = ROWS * 16 + SUM_PAD, TILE = BM * PITCH;         // of sums: lane 4 g + t at bank 8 t + g
 // The last warp makes 8 results of so many rows at a time: parts of a strip; of all strips, per lane.
 constexpr int WIDE = FUSED == ptxlab::SILU_MUL ? 16 : 8, OF_STRIP = 16 / WIDE, PARTS = ROWS * OF_STRIP;
 constexpr int ITEMS = (BM * PARTS + 31) / 32;

@@ -130,35 +130,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
             if (!int4) ptxlab::tensor_load(to + HALF, &x, column + 64, token, barrier);
             ptxlab::tensor_load(to + SCALES, &x_scale, stage / 8 * 8, token, barrier);
         };
+        const auto prepare = [&](int stage, unsigned char* to, int index) {  // by two warps: unpack, and spread scales
+            if (stage < blocks4) {
+                unpack(to, tokens, threadIdx.x - UNPACKERS);
+                ptxlab::fence_proxy_async();
+            }
+            ptxlab::spread_scales<BM, UNPACKERS>(reinterpret_cast<float*>(to + SPREAD),
+                                                 reinterpret_cast<const __half*>(to + SCALES) + stage % 8,
+                                                 threadIdx.x - UNPACKERS);
+            ptxlab::mbarrier_arrive(&unpacked[index]);
+        };
         if (UNEVEN) ptxlab::fewer_registers<FEWER>();
         ptxlab::launch_dependents();
         if (warp == 1) ptxlab::wait_for_predecessors();
-        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
-#pragma unroll 1
-            for (int stage = 0; stage < stages; ++stage, slot.advance()) {
-                unsigned char* to = ring + slot.index * STAGE_BYTES;
-                if (warp < 2) {
-                    PHASE(WAIT_GROUP);
-                    ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
-                    PHASE(LOAD);
-                    if (elected && warp == 0) load_w(place.row_tile, stage, to, &full[slot.index]);
-                    if (elected && warp == 1) load_x(place.token_tile * tokens, stage, to, &full[slot.index]);
-                } else {  // the two warps that unpack, and spread scales
-                    PHASE(WAIT_COPY);
-                    ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-                    PHASE(DEQUANTISE);
-                    if (stage < blocks4) {
-                        unpack(to, tokens, threadIdx.x - UNPACKERS);
-                        ptxlab::fence_proxy_async();
-                    }
-                    ptxlab::spread_scales<BM, UNPACKERS>(reinterpret_cast<float*>(to + SPREAD),
-                                                         reinterpret_cast<const __half*>(to + SCALES) + stage % 8,
-                                                         threadIdx.x - UNPACKERS);
-                    ptxlab::mbarrier_arrive(&unpacked[slot.index]);
-                }
-            }
-        }
+        ptxlab::load_tiles<STAGE_BYTES>(slot, ring, full, empty, tiles, token_tiles, row_tiles, tokens, stages, warp,
+                                        elected, load_w, load_x, prepare TIMELINE_ARGUMENT);
         return;
     }
     if (UNEVEN) ptxlab::more_registers<MORE>();
@@ -199,7 +185,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4ax_sm90(
         };
         ptxlab::scale_groups<TOGETHER, BK / 32, HALF / 16, BM / 2>(blocks4, fetch, finish4 TIMELINE_ARGUMENT);
         ptxlab::scale_groups<1, BK / 32, HALF / 16, BM / 2>(stages - blocks4, fetch, finish8 TIMELINE_ARGUMENT);
-        // What the epilogue alone needs is worked out here: in the loop registers are scarce.
+        // What the epilogue alone needs is worked out here: in the loop registers are scarce. NOTE gemm_w4a4_sm90 and
+        // gemm_w4ax_sm90 end alike; as a function of both ptxas orders the end otherwise.
         PHASE(EPILOGUE);
         const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
         const int token0 = place.token_tile * tokens, n0 = (place.row_tile * STRIPS + group * 4 + warp) * 16;

@@ -1,15 +1,12 @@
-// What follows the main loop of every wgmma GEMM: the blocks of a cluster, each with a slice of K, add up their tiles,
-// and
-// the sums go to Y. A tile is 64 rows of W per warp group x TOKENS; a *piece* is 64 rows x 8 tokens: four accumulators
-// of
+// What follows the main loop of every wgmma GEMM: the blocks of a cluster, each with a slice of K, add up their tiles, and
+// the sums go to Y. A tile is 64 rows of W per warp group x TOKENS; a *piece* is 64 rows x 8 tokens: four accumulators of
 // each of the 128 threads of a warp group.
 //
 // Sum      pieces are dealt to the blocks of the cluster; a block sends the pieces that it does not own to their owner,
 //          registers -> remote shared memory as they are (st.async, 16 bytes per thread), and adds what it receives to
-//          its
-//          own registers. Integers: the order does not matter. One mbarrier per block counts the bytes that come.
-// Store    32 tokens at a time through shared memory, int32 [32][PITCH]: written by fragment without bank conflicts
-//          (lane 4 g + t at bank 8 t + g), read by rows, 8 neighbours per thread, 16 bytes of f16 at least.
+//          its own registers. Integers: the order does not matter. One mbarrier per block counts the bytes that come.
+// Store    so many tokens at a time through shared memory, int32 [tokens][PITCH]: written by fragment without bank
+//          conflicts (lane 4 g + t at bank 8 t + g), read by rows, 8 neighbours per thread, 16 bytes of f16 at least.
 #pragma once
 #include "cluster.cuh"
 #include "named_barrier.cuh"
@@ -30,7 +27,6 @@ template <int WARP_GROUPS, int TOKENS, int BLOCKS>
 struct Epilogue {
     static constexpr int PER_GROUP = TOKENS / 8, PIECES = WARP_GROUPS * PER_GROUP,
                          OWNED = (PIECES + BLOCKS - 1) / BLOCKS;
-    static constexpr int CHUNK = TOKENS < 32 ? TOKENS : 32, PITCH = 68;
     static constexpr int RECEIVE_BYTES = (BLOCKS - 1) * OWNED * 2048;
     // every warp group's pieces: then all of them store alike
     static constexpr bool SHARED_OUT = PER_GROUP % BLOCKS == 0;
@@ -44,7 +40,7 @@ struct Epilogue {
     }
 
     int4* received;  // [BLOCKS - 1][OWNED][128]
-    int* tile;       // [WARP_GROUPS][CHUNK][PITCH]
+    int* tile;       // [WARP_GROUPS][CHUNK][PITCH] of `store`
     u64* arrived;    // completes when everything that this block is to receive is there
     int rank;
 
@@ -87,10 +83,13 @@ struct Epilogue {
         }
     }
 
-    // By all threads of warp group `group`, whose 64 rows begin at n0: the owned pieces become outputs.
-    template <int KIND>
+    // By all threads of warp group `group`, whose 64 rows begin at n0: the owned pieces become outputs, AT_A_TIME tokens
+    // through shared memory.
+    template <int KIND, int AT_A_TIME, int PITCH>
     __device__ __forceinline__ void store(const int (&acc)[TOKENS / 2], int group, int thread, const Output& out,
                                           int token0, int n0) const {
+        static_assert(AT_A_TIME % 8 == 0 && PITCH >= 64 && PITCH % 32 == 4, "no bank conflicts");
+        constexpr int CHUNK = TOKENS < AT_A_TIME ? TOKENS : AT_A_TIME;
         int* mine = tile + group * CHUNK * PITCH;
         const int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
 #pragma unroll

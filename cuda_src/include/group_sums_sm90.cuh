@@ -1,8 +1,11 @@
-// Sums of a group of channels under wgmma, which begin at 1.5 * 2^23, scaled into f32 totals.
+// Sums of a group of channels under wgmma, which begin at 1.5 * 2^23, scaled into f32 totals; and the warp group that loads
+// for those that multiply.
 #pragma once
 #include <cuda_fp16.h>
 
+#include "mbarrier.cuh"
 #include "pack.cuh"
+#include "tile_order.cuh"
 #include "timeline.cuh"
 #include "wgmma.cuh"
 
@@ -97,6 +100,35 @@ __device__ __forceinline__ void add_group(float (&total)[SUMS], const int (&sum)
             const int row = e / 2 % 2;
             if (INT4) total[e] = __fmaf_rn(__fmaf_rn(shifted, w[row], off[row]), of_token, total[e]);
             else total[e] = __fmaf_rn(__fadd_rn(shifted, -SHIFT), __fmul_rn(of_token, w[row]), total[e]);
+        }
+    }
+}
+
+// All stages of a block's tiles, by the four warps that load: an elected thread of warp 0 asks for weights, load_w(row tile,
+// stage, to, barrier), one of warp 1 for activations, load_x(first token, stage, to, barrier); when both have come, warps 2
+// and 3 prepare(stage, to, index of the slot).
+template <int STAGE_BYTES, int SLOTS, class LoadW, class LoadX, class Prepare>
+__device__ __forceinline__ void load_tiles(Slot<SLOTS>& slot, unsigned char* ring, u64* full, u64* empty, int tiles,
+                                           int token_tiles, int row_tiles, int tokens, int stages, int warp,
+                                           bool elected, const LoadW& load_w, const LoadX& load_x,
+                                           const Prepare& prepare TIMELINE_PARAMETER) {
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        const TilePlace place = tile_place(tile, token_tiles, row_tiles);
+#pragma unroll 1
+        for (int stage = 0; stage < stages; ++stage, slot.advance()) {
+            unsigned char* to = ring + slot.index * STAGE_BYTES;
+            if (warp < 2) {
+                PHASE(WAIT_GROUP);
+                mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                PHASE(LOAD);
+                if (elected && warp == 0) load_w(place.row_tile, stage, to, &full[slot.index]);
+                if (elected && warp == 1) load_x(place.token_tile * tokens, stage, to, &full[slot.index]);
+            } else {
+                PHASE(WAIT_COPY);
+                mbarrier_wait(&full[slot.index], slot.parity);
+                PHASE(DEQUANTISE);
+                prepare(stage, to, slot.index);
+            }
         }
     }
 }

@@ -1,4 +1,5 @@
-// A residual stream in chunks (quantize_row.cuh): sums of two, and floats back to 16 bits, each rounded once.
+// A residual stream in chunks (quantize_row.cuh): sums of two, and floats back to 16 bits, each rounded once; and the first
+// half of an RMSNorm.
 #pragma once
 #include "output.cuh"
 #include "quantize_row.cuh"
@@ -34,6 +35,25 @@ __device__ __forceinline__ Chunk<KIND> rounded(const Floats& y) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) words[i] = rounded_pair<KIND>(y[2 * i], y[2 * i + 1]);
     return c;
+}
+
+// NOTE Both kernels that call this add the residual themselves: from a function ptxas orders one of them otherwise.
+// y = v times the chunk's weights; returns the sum of the squares of v.
+template <int KIND>
+__device__ __forceinline__ float weigh(Floats& y, const Chunk<KIND>& v, const Chunk<KIND>& weight) {
+    float square = 0;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        const float each = v[i];
+        square = fmaf(each, each, square);
+        y.v[i] = __fmul_rn(each, weight[i]);
+    }
+    return square;
+}
+
+// 1 / sqrt(mean + eps): NaN for an infinite mean.
+__device__ __forceinline__ float rms_factor(float mean, float eps) {
+    return reciprocal(__fsqrt_rn(__fadd_rn(mean, eps)));
 }
 
 }  // namespace ptxlab

@@ -52,7 +52,6 @@ struct RowsTile {
     static constexpr int WN = ROWS / 32, THREADS = 32 * WN * SPLIT, TOKENS = COLUMNS / SPLIT;
     static constexpr int W_BYTES = ROWS * ROW_BYTES, X_BYTES = COLUMNS * ROW_BYTES;  // of a stage
     static constexpr int SCALE_BYTES = (ROWS + COLUMNS) * 4;                         // two of every row
-    static constexpr int PITCH = ROWS + 4;                                           // of results in shared memory
     using Sums = int[2][TOKENS / 8][4];      // of a thread: rows g + 8 r of W in 16, tokens 2 t + c in 8
     using Totals = float[2][TOKENS / 8][4];  // likewise
 
@@ -187,11 +186,13 @@ struct RowsTile {
                 }
     }
 
-    // The results of all warps, in the ring's place as [tokens][PITCH]; then store(place in Y, token, n, results) for
+    // The results of all warps, in the ring's place as [tokens][ROWS + PAD]; then store(place in Y, token, n, results) for
     // every eight neighbours that are inside Y.
-    template <class Number, class Store>
+    template <int PAD, class Number, class Store>
     __device__ __forceinline__ void gather(unsigned char* ring, const Number (&results)[2][TOKENS / 8][4],
                                            Store store) const {
+        static_assert(PAD % 4 == 0, "rows begin at multiples of 16 bytes");
+        constexpr int PITCH = ROWS + PAD;
         __syncthreads();  // nobody reads the ring any more
         Number* all = reinterpret_cast<Number*>(ring);
         Number* own = all + wm * TOKENS * PITCH + wn * 32;
@@ -210,10 +211,10 @@ struct RowsTile {
     }
 
     // Totals, with the bias, to f16 (KIND 0), bf16 (1) or f32 (2).
-    template <int KIND>
+    template <int KIND, int PAD>
     __device__ __forceinline__ void store_totals(unsigned char* ring, const Totals& total, void* y,
                                                  const float* bias) const {
-        gather(ring, total, [&](size_t at, int, int n, const float* results) {
+        gather<PAD>(ring, total, [&](size_t at, int, int n, const float* results) {
             const float* own_bias = bias ? bias + n : nullptr;
             float v[8];
 #pragma unroll

@@ -7,8 +7,6 @@ namespace ptxlab {
 
 constexpr int TILE = 64;               // tokens
 constexpr int NO_WINDOW = 0x7fffff00;  // tokens: more than any sequence has, and yet far enough from the largest s32
-constexpr int MOST_PARTS = 32;         // of a unit that is cut by its own length
-constexpr int SLACK = 4;  // tiles more than its share that a block may get, so that no unit has to be put together
 
 // Of a unit that is cut: tiles of a part; of its tiles this segment's first, and behind the block's.
 template <bool>
@@ -21,14 +19,16 @@ struct Cut<true> {
 // Walks over the segments of one block: what of a unit (a sequence, a head of it) lies in the block's piece. Units are
 // ordered by sequence, then head; each costs its tiles and, the fewer they are, up to PAD more, which stand before
 // them: what is done once per unit hides behind many tiles alone. No piece is smaller than SMALLEST, nor than 8 tiles
-// or an eighth of the largest unit: to put parts together costs more than it would save. Everything follows from
-// `lengths`, on the device: nothing is planned on the host.
+// or an eighth of the largest unit: to put parts together costs more than it would save. A block may get SPARE tiles
+// more than its share, so that no unit has to be put together. Everything follows from `lengths`, on the device:
+// nothing is planned on the host.
 //
-// With CUT, a unit is cut every CUT tiles (of long ones so that there are MOST_PARTS), whatever lies in the other
+// With CUT, a unit is cut every CUT tiles (of long ones so that there are CUTS parts), whatever lies in the other
 // sequences and however many blocks there are. A part is the block's in whose piece its first tile lies, and is a
 // segment by itself.
-template <int PAD, int SMALLEST = 1, int CUT = 0>
+template <int PAD, int SPARE, int SMALLEST = 1, int CUT = 0, int CUTS = 0>
 struct Segments : Cut<(CUT > 0)> {
+    static_assert(CUT == 0 || CUTS > 0, "a unit that is cut has parts");
     const int* lengths;
     int units, queries, window;  // heads of a sequence; queries at its end; tokens that a query sees at most
     int piece, from, to;         // cost of a block; the block's range of costs
@@ -86,7 +86,7 @@ struct Segments : Cut<(CUT > 0)> {
         // units of up to 64 tiles: 8 parts or so
         piece = max(max(SMALLEST, min(most / 8, 8)), ceil_div(all, gridDim.x, per_block));
         const int whole = whole_units * most;
-        if (sum == most * sequences && whole >= piece && whole <= piece + SLACK) piece = whole;  // units are all alike
+        if (sum == most * sequences && whole >= piece && whole <= piece + SPARE) piece = whole;  // units are all alike
         from = min(int(blockIdx.x) * piece, all);
         to = min(from + piece, all);
         start = to, sequence = unit = 0;
@@ -155,7 +155,7 @@ private:
         begin = window < NO_WINDOW ? unsigned(max(0, length - queries + 1 - window)) / TILE : 0;
         tiles = int(unsigned(length + TILE - 1) / TILE) - begin;
         pad = length > 0 ? max(0, PAD - int(unsigned(tiles) / 4)) : 0;
-        if constexpr (CUT > 0) this->part = max(CUT, int(unsigned(tiles + MOST_PARTS - 1) / MOST_PARTS));
+        if constexpr (CUT > 0) this->part = max(CUT, int(unsigned(tiles + CUTS - 1) / CUTS));
     }
 };
 

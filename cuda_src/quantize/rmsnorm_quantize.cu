@@ -54,14 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
         ptxlab::store_chunk(residual + row, chunk, inside, v);
     }
     ptxlab::Floats y;
-    float square = 0;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        const float each = v[i];
-        square = fmaf(each, each, square);
-        y.v[i] = __fmul_rn(each, weight[i]);
-    }
-    square = ptxlab::warp_sum(square);
+    const float square = ptxlab::warp_sum(ptxlab::weigh(y, v, weight));
     const unsigned most = ptxlab::warp_max(ptxlab::magnitude(y));
     ptxlab::wait_for_open<CLUSTER>();
     found.say(0, most);
@@ -69,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
     found.wait();
 
     const float mean = __fmul_rn(found.float_sum_of(1), share);
-    const float factor = ptxlab::reciprocal(__fsqrt_rn(__fadd_rn(mean, eps)));  // NaN for an infinite mean
+    const float factor = ptxlab::rms_factor(mean, eps);
     const float s = ptxlab::scale_of(__uint_as_float(found.max_of(0)) * factor);
 #pragma unroll
     for (int i = 0; i < 16; ++i) y.v[i] *= factor;

@@ -51,21 +51,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_reorder_quantize(
         ptxlab::store_chunk(residual + first, chunk, inside, v);
     }
     ptxlab::Floats y;
-    float square = 0;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        const float each = v[i];
-        square = fmaf(each, each, square);
-        y.v[i] = __fmul_rn(each, weight[i]);
-    }
-    square = ptxlab::warp_sum(square);
+    const float square = ptxlab::warp_sum(ptxlab::weigh(y, v, weight));
     row.wait_for_open();
     row.say(__float_as_uint(square));
     row.send<GROUP>(y, places, channels, inside);
     row.wait();
 
     const float mean = __fmul_rn(row.sum_of_said(), share);
-    const float factor = ptxlab::reciprocal(__fsqrt_rn(__fadd_rn(mean, eps)));  // NaN for an infinite mean
+    const float factor = ptxlab::rms_factor(mean, eps);
     if (NORMED) {
 #pragma unroll
         for (int i = 0; i < 16; ++i) y.v[i] *= factor;

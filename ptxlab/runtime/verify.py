@@ -96,11 +96,11 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
                     raise UnavailableError(problem)
                 skipped.append(problem)
                 continue
-            jobs += [Job(spec, source, on, *variant) for on in backends for variant in _variants(spec)]
+            jobs += [Job(spec, source, on, *variant) for on in backends for variant in variants_of(spec)]
     return jobs, skipped
 
 
-def _variants(spec: KernelSpec) -> Iterator[tuple[Mapping[str, int], Mapping[str, int]]]:
+def variants_of(spec: KernelSpec) -> Iterator[tuple[Mapping[str, int], Mapping[str, int]]]:
     """All sizes in the variant that runs there; then the other dtypes, which take turns over the sizes."""
     yield from ((sizes, spec.config_for(sizes)) for sizes in spec.example_sizes)
     usual = spec.config_for(spec.example_sizes[-1])

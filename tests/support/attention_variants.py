@@ -56,7 +56,7 @@ class Variant(NamedTuple):
         constants = {"D": self.D, "PAGE": self.page, "BITS": self.bits, "CHANNEL": self.channel, "BF16": self.BF16}
         room = sm90.room_for(self.T * self.ratio)
         often = {"PROMOTE": self.tile.TOKENS}  # after every tile, so that short sequences go that way as well
-        return {**constants, **often, "SLOTS": sm90.SLOTS, "COLUMNS": room, **self.tile._asdict()}
+        return {**constants, **often, **sm90.FIXED, "COLUMNS": room, **self.tile._asdict()}
 
     def shape(self, Hkv: int) -> dict[str, int]:
         return {"Hq": Hkv * self.ratio, "Hkv": Hkv, "T": self.T, "D": self.D}

@@ -8,13 +8,14 @@
 //            f32; zeros for length 0. k = (nibble - zero) * scale, scale and zero per token and head; head h reads kv
 //            head h / (Hq / Hkv). Head dim 128, pages of 64 tokens: token t is in page table[b, t / 64], slot t % 64. P
 //            is as long as the scores of P * 64 tokens fit shared memory.
+// NOTE       The passes are those of token_by_token.cuh. Called from there the compiler orders the values' pass otherwise.
 // Guide      notebooks/guide/kernels_attention.md: pages, lanes, passes
 // Measured   64 sequences of 1024 tokens, 32 heads, on an H200: 132 us, 0.47 of the speed of memory.
 // PTX ISA    9.7.9 shfl.sync; 9.7.3 ex2.approx; 9.7.4 sub.f16x2, fma.f16x2; 9.7.8 lop3.
 #include <cuda_fp16.h>
 
 #include "attention_out.cuh"
-#include "dequant.cuh"
+#include "kv4_features.cuh"
 #include "reduce.cuh"
 #include "timeline.cuh"
 
@@ -23,26 +24,6 @@ namespace {
 constexpr int PAGE = 64, ROW = 64, PAGE_BYTES = PAGE * (ROW + 4);
 constexpr int THREADS = 256, PARTS = 4, DIMS = 32, TOKENS = THREADS / PARTS;
 constexpr float LOG2E = 1.4426950408889634f;
-
-// What a token's features are multiplied out with: scale, zero.
-__device__ __forceinline__ __half2 constants_of(const unsigned char* page, int token) {
-    return *reinterpret_cast<const __half2*>(page + PAGE * ROW + token * 4);
-}
-
-// The 32 elements of a lane without their zero point, in order, exact; the scale is still missing.
-__device__ __forceinline__ void dequant(float (&x)[DIMS], const uint4& nibbles, __half zero) {
-    const unsigned words[4] = {nibbles.x, nibbles.y, nibbles.z, nibbles.w};
-    const uint2 bias = ptxlab::bias_u4_f16(zero);
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-        const uint4 h = ptxlab::dequant_u4_f16_minus(words[w], bias);  // (e0, e2), (e1, e3), (e4, e6), (e5, e7)
-        const float2 e02 = __half22float2(ptxlab::as_half2(h.x)), e13 = __half22float2(ptxlab::as_half2(h.y));
-        const float2 e46 = __half22float2(ptxlab::as_half2(h.z)), e57 = __half22float2(ptxlab::as_half2(h.w));
-        float* to = x + 8 * w;
-        to[0] = e02.x, to[1] = e13.x, to[2] = e02.y, to[3] = e13.y;
-        to[4] = e46.x, to[5] = e57.x, to[6] = e46.y, to[7] = e57.y;
-    }
-}
 
 }  // namespace
 
@@ -74,9 +55,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_kv4_bittrick(
             const unsigned char* page =
                 pool + (size_t(table[size_t(sequence) * P + t / PAGE]) * 2 * Hkv + kv_head) * PAGE_BYTES;
             const uint4 k = *reinterpret_cast<const uint4*>(page + t % PAGE * ROW + part * 16);
-            const __half2 c = constants_of(page, t % PAGE);
+            const __half2 c = ptxlab::kv4_constants(page, t % PAGE);
             float x[DIMS];
-            dequant(x, k, __high2half(c));
+            ptxlab::dequant_kv4(x, k, __high2half(c));
 #pragma unroll
             for (int i = 0; i < DIMS; ++i) dot += query[i] * x[i];
             dot *= __low2float(c);
@@ -106,10 +87,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_kv4_bittrick(
         const unsigned char* page =
             pool + ((size_t(table[size_t(sequence) * P + t / PAGE]) * 2 + 1) * Hkv + kv_head) * PAGE_BYTES;
         const uint4 v = *reinterpret_cast<const uint4*>(page + t % PAGE * ROW + part * 16);
-        const __half2 c = constants_of(page, t % PAGE);
+        const __half2 c = ptxlab::kv4_constants(page, t % PAGE);
         const float weight = scores[t] * __low2float(c);
         float x[DIMS];
-        dequant(x, v, __high2half(c));
+        ptxlab::dequant_kv4(x, v, __high2half(c));
 #pragma unroll
         for (int i = 0; i < DIMS; ++i) acc[i] += weight * x[i];
     }

@@ -15,8 +15,8 @@
 #include <cuda_fp16.h>
 
 #include "attention_out.cuh"
-#include "dequant.cuh"
 #include "exponent.cuh"
+#include "kv4_halves.cuh"
 #include "reduce.cuh"
 #include "timeline.cuh"
 
@@ -26,26 +26,6 @@ constexpr int PAGE = 64, ROW = 64, PAGE_BYTES = PAGE * (ROW + 4);
 constexpr int THREADS = 256, PARTS = 4, DIMS = 32;
 static_assert(THREADS / PARTS == PAGE, "a page at a time");
 constexpr float LOG2E = 1.4426950408889634f;
-
-// What a token's features are multiplied out with: scale, zero.
-__device__ __forceinline__ __half2 constants_of(const unsigned char* page, int token) {
-    return *reinterpret_cast<const __half2*>(page + PAGE * ROW + token * 4);
-}
-
-struct Halves {
-    __half2 pair[4];
-
-    // Nibbles of a word without their zero point, exact: (e0, e2), (e1, e3), (e4, e6), (e5, e7).
-    __device__ __forceinline__ Halves(unsigned word, uint2 bias) {
-        const uint4 h = ptxlab::dequant_u4_f16_minus(word, bias);
-        pair[0] = ptxlab::as_half2(h.x), pair[1] = ptxlab::as_half2(h.y), pair[2] = ptxlab::as_half2(h.z),
-        pair[3] = ptxlab::as_half2(h.w);
-    }
-};
-
-// Where the two halves of pair i of a word lie among its eight dims.
-__device__ __forceinline__ constexpr int low_of(int i) { return i / 2 * 4 + i % 2; }
-__device__ __forceinline__ constexpr int high_of(int i) { return low_of(i) + 2; }
 
 }  // namespace
 
@@ -69,22 +49,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_kv4_fp16(
     const unsigned char* values = keys + size_t(Hkv) * PAGE_BYTES;
 
     for (int i = threadIdx.x; i < all; i += THREADS) pages[i] = table[size_t(sequence) * P + i];
-    float largest = 0;
-#pragma unroll
-    for (int i = 0; i < DIMS; ++i) largest = fmaxf(largest, fabsf(__half2float(q[row + part * DIMS + i])));
-#pragma unroll
-    for (int mask = 1; mask < PARTS; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, mask));
-    const float unit = ptxlab::leading_power(largest), scale = unit * softmax_scale * LOG2E,
-                per_unit = ptxlab::inverse_power(unit);
     __half2 query[4][4];  // of a word, in the order of Halves
-#pragma unroll
-    for (int w = 0; w < 4; ++w)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const __half* from = q + row + part * DIMS + w * 8;
-            query[w][i] =
-                __floats2half2_rn(__half2float(from[low_of(i)]) * per_unit, __half2float(from[high_of(i)]) * per_unit);
-        }
+    const float scale = ptxlab::load_scaled<PARTS>(query, q + row + part * DIMS) * softmax_scale * LOG2E;
     __syncthreads();
 
     PHASE(SCORES);
@@ -92,18 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_kv4_fp16(
     const auto score = [&](int i, bool inside) {
         const unsigned char* page = keys + pages[i] * pitch;
         const uint4 k = *reinterpret_cast<const uint4*>(page + threadIdx.x * 16);
-        const __half2 c = inside ? constants_of(page, slot) : __half2{};
-        const unsigned words[4] = {k.x, k.y, k.z, k.w};
-        const uint2 bias = ptxlab::bias_u4_f16(__high2half(c));
-        float dot = 0;
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            const Halves x(words[w], bias);
-            __half2 sum = __hmul2(query[w][0], x.pair[0]);
-#pragma unroll
-            for (int j = 1; j < 4; ++j) sum = __hfma2(query[w][j], x.pair[j], sum);
-            dot += __low2float(sum) + __high2float(sum);
-        }
+        const __half2 c = inside ? ptxlab::kv4_constants(page, slot) : __half2{};
+        float dot = ptxlab::multiply_halves(query, k, __high2half(c));
 #pragma unroll
         for (int mask = 1; mask < PARTS; mask *= 2) dot += __shfl_xor_sync(0xffffffffu, dot, mask);
         dot = inside ? dot * (__low2float(c) * scale) : ptxlab::minus_infinity();
@@ -119,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_kv4_fp16(
     float sum = 0, heaviest = 0;
     for (int t = threadIdx.x; t < all * PAGE; t += THREADS) {
         const float p = exp2f(scores[t] - most);
-        const __half2 c = t < length ? constants_of(values + pages[t / PAGE] * pitch, t % PAGE) : __half2{};
+        const __half2 c = t < length ? ptxlab::kv4_constants(values + pages[t / PAGE] * pitch, t % PAGE) : __half2{};
         sum += p;
         scores[t] = p * __low2float(c);
         heaviest = fmaxf(heaviest, scores[t]);
@@ -133,16 +89,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_kv4_fp16(
     const auto add = [&](__half2(&sum4)[4][4], int i, bool inside) {
         const unsigned char* page = values + pages[i] * pitch;
         const uint4 v = *reinterpret_cast<const uint4*>(page + threadIdx.x * 16);
-        const __half2 c = inside ? constants_of(page, slot) : __half2{};
-        const unsigned words[4] = {v.x, v.y, v.z, v.w};
-        const uint2 bias = ptxlab::bias_u4_f16(__high2half(c));
-        const __half2 weight = __float2half2_rn(scores[i * PAGE + slot] * per_weight);
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            const Halves x(words[w], bias);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) sum4[w][j] = __hfma2(weight, x.pair[j], sum4[w][j]);
-        }
+        const __half2 c = inside ? ptxlab::kv4_constants(page, slot) : __half2{};
+        ptxlab::add_weighted(sum4, scores[i * PAGE + slot], per_weight, v, __high2half(c));
     };
     for (int first = 0; first < all; first += 4) {
         __half2 sum4[4][4] = {};
@@ -152,13 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_kv4_fp16(
         } else {
             for (int i = first; i < all; ++i) add(sum4, i, i < whole || slot < rest);
         }
-#pragma unroll
-        for (int w = 0; w < 4; ++w)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                acc[8 * w + low_of(j)] += __low2float(sum4[w][j]);
-                acc[8 * w + high_of(j)] += __high2float(sum4[w][j]);
-            }
+        ptxlab::add_halves(acc, sum4);
     }
     PHASE(EPILOGUE);
     ptxlab::store_slots<THREADS, DIMS>(acc, sum > 0 ? weight_unit / sum : 0, sums, out + row);

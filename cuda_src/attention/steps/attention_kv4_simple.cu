@@ -15,7 +15,7 @@
 #include <cuda_fp16.h>
 
 #include "attention_out.cuh"
-#include "dequant.cuh"
+#include "kv4_features.cuh"
 #include "reduce.cuh"
 #include "timeline.cuh"
 
@@ -25,26 +25,6 @@ constexpr int PAGE = 64, ROW = 64, PAGE_BYTES = PAGE * (ROW + 4);
 constexpr int THREADS = 256, PARTS = 4, DIMS = 32;
 static_assert(THREADS / PARTS == PAGE, "a page at a time");
 constexpr float LOG2E = 1.4426950408889634f;
-
-// What a token's features are multiplied out with: scale, zero.
-__device__ __forceinline__ __half2 constants_of(const unsigned char* page, int token) {
-    return *reinterpret_cast<const __half2*>(page + PAGE * ROW + token * 4);
-}
-
-// The 32 elements of a lane without their zero point, in order, exact; the scale is still missing.
-__device__ __forceinline__ void dequant(float (&x)[DIMS], const uint4& nibbles, __half zero) {
-    const unsigned words[4] = {nibbles.x, nibbles.y, nibbles.z, nibbles.w};
-    const uint2 bias = ptxlab::bias_u4_f16(zero);
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-        const uint4 h = ptxlab::dequant_u4_f16_minus(words[w], bias);  // (e0, e2), (e1, e3), (e4, e6), (e5, e7)
-        const float2 e02 = __half22float2(ptxlab::as_half2(h.x)), e13 = __half22float2(ptxlab::as_half2(h.y));
-        const float2 e46 = __half22float2(ptxlab::as_half2(h.z)), e57 = __half22float2(ptxlab::as_half2(h.w));
-        float* to = x + 8 * w;
-        to[0] = e02.x, to[1] = e13.x, to[2] = e02.y, to[3] = e13.y;
-        to[4] = e46.x, to[5] = e57.x, to[6] = e46.y, to[7] = e57.y;
-    }
-}
 
 }  // namespace
 
@@ -78,9 +58,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_kv4_simple(
     const auto score = [&](int i, bool inside) {
         const unsigned char* page = keys + pages[i] * pitch;
         const uint4 k = *reinterpret_cast<const uint4*>(page + threadIdx.x * 16);
-        const __half2 c = inside ? constants_of(page, slot) : __half2{};
+        const __half2 c = inside ? ptxlab::kv4_constants(page, slot) : __half2{};
         float x[DIMS], dot = 0;
-        dequant(x, k, __high2half(c));
+        ptxlab::dequant_kv4(x, k, __high2half(c));
 #pragma unroll
         for (int d = 0; d < DIMS; ++d) dot += query[d] * x[d];
         dot *= __low2float(c);
@@ -108,10 +88,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_kv4_simple(
     const auto add = [&](int i, bool inside) {
         const unsigned char* page = values + pages[i] * pitch;
         const uint4 v = *reinterpret_cast<const uint4*>(page + threadIdx.x * 16);
-        const __half2 c = inside ? constants_of(page, slot) : __half2{};
+        const __half2 c = inside ? ptxlab::kv4_constants(page, slot) : __half2{};
         const float weight = scores[i * PAGE + slot] * __low2float(c);
         float x[DIMS];
-        dequant(x, v, __high2half(c));
+        ptxlab::dequant_kv4(x, v, __high2half(c));
 #pragma unroll
         for (int d = 0; d < DIMS; ++d) acc[d] += weight * x[d];
     };

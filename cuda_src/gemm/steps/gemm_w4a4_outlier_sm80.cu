@@ -17,6 +17,7 @@
 #define WM 2
 #define STAGES 4
 #define OUT 0
+#define SUM_PAD 4  // numbers between rows of results in shared memory
 #endif
 
 namespace {
@@ -77,5 +78,5 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4a4_outlier_sm80(
 
     PHASE(EPILOGUE);
     ptxlab::cp_async_wait<0>();
-    tile.store_totals<OUT>(ring, total, y, bias);
+    tile.store_totals<OUT, SUM_PAD>(ring, total, y, bias);
 }

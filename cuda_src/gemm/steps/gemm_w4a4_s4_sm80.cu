@@ -16,6 +16,7 @@
 #define WM 2
 #define STAGES 4
 #define OUT 0
+#define SUM_PAD 4  // numbers between rows of results in shared memory
 #endif
 
 using Tile = ptxlab::RowsTile<BN, BM, WM>;
@@ -59,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4a4_s4_sm80(
 
     PHASE(EPILOGUE);
     ptxlab::cp_async_wait<0>();
-    tile.gather(ring, acc, [&](size_t at, int token, int n, const int* sums) {
+    tile.gather<SUM_PAD>(ring, acc, [&](size_t at, int token, int n, const int* sums) {
         ptxlab::store_8<OUT>(y, at, sums, x_scale[token], w_scale + n, bias ? bias + n : nullptr);
     });
 }

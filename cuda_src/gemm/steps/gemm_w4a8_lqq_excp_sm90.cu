@@ -27,6 +27,8 @@
 #define RESIDENT 1
 #define GROUP 128
 #define OUT 0
+#define STORE_TOKENS 32  // results that are stored at a time: tokens
+#define STORE_PITCH 68   // and int32 between them in shared memory
 #endif
 
 namespace {
@@ -184,7 +186,8 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_s
             epilogue.receive(acc[i], i, thread);
             PHASE(EPILOGUE);
             if (row_tile0 + i < row_tiles)
-                epilogue.store<OUT>(acc[i], i, thread, {y, x_scale, w_scale, bias, M, N}, token0, (row_tile0 + i) * 64);
+                epilogue.store<OUT, STORE_TOKENS, STORE_PITCH>(acc[i], i, thread, {y, x_scale, w_scale, bias, M, N},
+                                                               token0, (row_tile0 + i) * 64);
         }
     }
 }

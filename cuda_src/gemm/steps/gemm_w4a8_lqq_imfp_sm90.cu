@@ -26,6 +26,8 @@
 #define RESIDENT 1
 #define GROUP 128
 #define OUT 0
+#define STORE_TOKENS 32  // results that are stored at a time: tokens
+#define STORE_PITCH 68   // and int32 between them in shared memory
 #endif
 #ifndef ORDER
 #define ORDER 0  // of X: 0 row-major, 1 swizzled tiles of BM tokens (quantize_activations, layout="tiles", rows=BM)
@@ -174,7 +176,8 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_s
             epilogue.receive(acc, group, thread);
             PHASE(EPILOGUE);
             if (row_tile < row_tiles)
-                epilogue.store<OUT>(acc, group, thread, {y, x_scale, w_scale, bias, M, N}, token0, row_tile * 64);
+                epilogue.store<OUT, STORE_TOKENS, STORE_PITCH>(acc, group, thread, {y, x_scale, w_scale, bias, M, N},
+                                                               token0, row_tile * 64);
         }
     }
 }

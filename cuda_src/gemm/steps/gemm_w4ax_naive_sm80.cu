@@ -20,6 +20,7 @@
 #define WM 2
 #define STAGES 3
 #define OUT 0
+#define SUM_PAD 4  // numbers between rows of results in shared memory
 #endif
 
 namespace {
@@ -83,5 +84,5 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4ax_naive_sm80(
 
     PHASE(EPILOGUE);
     ptxlab::cp_async_wait<0>();
-    tile.store_totals<OUT>(ring, total, y, bias);
+    tile.store_totals<OUT, SUM_PAD>(ring, total, y, bias);
 }

@@ -17,10 +17,13 @@ from ptxlab.profile.timeline import HEADER, PHASES, STAMPS, TRACKS, Span, Timeli
 from ptxlab.profile.timeline.plot import STYLES, comparison_figure, timeline_figure
 from ptxlab.sources import Source
 from tests.support.axes import on_every_backend
+from tests.support.skeletons import inline_skeletons
 
 HEADER_FILE = (sources.include_dir() / "timeline.cuh").read_text()
 LINE = re.compile(r'^[ \t]*(?:(?:PHASE|TIMELINE_THREAD)\(.*\);|#include "timeline.cuh")$', re.MULTILINE)
-STAMPED = {s.name: s for name in sources.names() for s in sources.of_kernel(name) if "timeline.cuh" in s.text}
+STAMPED = {
+    s.name: inline_skeletons(s) for name in sources.names() for s in sources.of_kernel(name) if "timeline.cuh" in s.text
+}
 EXCP, IMFP = "gemm_w4a8_lqq_excp_sm90", "gemm_w4a8_lqq_imfp_sm90"
 
 

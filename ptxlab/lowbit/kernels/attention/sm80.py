@@ -18,7 +18,8 @@ from ptxlab.spec.tolerance import Allowed
 
 DTYPES = ("float16", "bfloat16")  # by BF16
 _BFLOAT16 = 2.0**-8  # one rounding to bfloat16
-_TOKENS = 32  # of an item
+TOKENS = 32  # of an item
+SUM_PAD = 4  # floats between rows of sums in shared memory: lanes of a row and of the next use other banks
 _ALIGNED = 2.0**-24  # an A100 cuts off what is below this, of the largest power of two
 
 
@@ -45,6 +46,8 @@ def _choose(s: Sizes) -> dict[str, int]:
         "CHANNEL": s["channel"],
         "BF16": 0,
         "FUSED": 0,
+        "TOKENS": TOKENS,
+        "SUM_PAD": SUM_PAD,
         **_tile(s)._asdict(),
     }
 
@@ -53,8 +56,8 @@ def _launch(s: Sizes) -> Launch:
     """Blocks that share out the work evenly, with the warps' rings, sums and statistics in shared memory."""
     warps, columns = s["WARPS"], min(s["COLUMNS"], s["Hq"] // s["Hkv"] * s["T"])
     row = s["D"] * s["BITS"] // 8
-    stage = 2 * _TOKENS * (row + (0 if s["CHANNEL"] else 4))
-    shared = warps * (s["STAGES"] * stage + columns * ((s["D"] + 4) * 4 + 16))
+    stage = 2 * s["TOKENS"] * (row + (0 if s["CHANNEL"] else 4))
+    shared = warps * (s["STAGES"] * stage + columns * ((s["D"] + s["SUM_PAD"]) * 4 + 16))
     return Launch((s["blocks"], 1, 1), (32 * warps, 1, 1), shared)
 
 

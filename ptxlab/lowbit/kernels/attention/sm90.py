@@ -10,20 +10,25 @@ from ptxlab.lowbit.kernels.attention import sm80
 from ptxlab.lowbit.kernels.attention.bound import BY_CHANCE
 from ptxlab.lowbit.kernels.attention.common import Pair
 from ptxlab.lowbit.kernels.attention.roundings import SINGLE, Roundings
-from ptxlab.lowbit.kernels.attention.sm80 import MMA, scheme_of
+from ptxlab.lowbit.kernels.attention.sm80 import MMA, SUM_PAD, scheme_of
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.layout.pages import page_bytes
 from ptxlab.spec import Arg, Arrays, Launch, Sizes, sizes_rows
 
 COLUMNS, TILE = 8, 64  # of a unit at most; tokens
 PART, MOST_PARTS = 16, 32  # tiles after which a unit is cut by its own length; parts at most, longer for more tiles
+LARGEST = 32512  # of a query's integers: two signed bytes
+EXTRA, SLACK = 4, 4  # tiles: cost of a unit of few tiles beside them; that a block may get beyond its share
 SLOTS = 2  # units whose sums are in shared memory; twice as many are in flight
 PROMOTE = 256  # tokens of a warp after which what its MMAs have added up, truncating, is added to FP32 sums
 SMS = 132  # of an H200, for which tiles are chosen
 _SHARED, _RESERVED, _STATIC = 233472, 1024, 1024  # bytes of an SM; kept back of every block; of barriers and records
 _FEW, _LITTLE = 256, 4096  # tiles altogether
 _ALIGNED = 2.0**-25  # Hopper cuts off what is below this, of the largest power of two: it keeps a bit more than Ampere
-_LARGEST = 32512  # of a query's integers: two signed bytes
+# `-D` constants that are the same in every variant: what is counted with here as well is written here alone.
+FIXED = {
+    "TILE_TOKENS": TILE, "SLOTS": SLOTS, "LARGEST": LARGEST, "SUM_PAD": SUM_PAD, "EXTRA": EXTRA, "SLACK": SLACK,
+}  # fmt: skip
 
 
 class AttentionTileSm90(NamedTuple):
@@ -54,7 +59,7 @@ def shared_bytes(tile: AttentionTileSm90, s: Sizes) -> int:
     """Dynamic shared memory of a block: the ring, queries of the units in flight, the warps' sums."""
     stage = 2 * TILE // s["page"] * page_bytes(scheme_of(s["bits"], s["channel"]), s["page"], s["D"])
     query = s.get("COLUMNS", room_for(columns_of(s))) * (s["D"] * 2 + 8)
-    sums, slots = tile.WARPS * columns_of(s) * (16 + 4 * (s["D"] + 4)), s.get("SLOTS", SLOTS)
+    sums, slots = tile.WARPS * columns_of(s) * (16 + 4 * (s["D"] + SUM_PAD)), s.get("SLOTS", SLOTS)
     return int(tile.STAGES * stage + 2 * slots * query + slots * sums)
 
 
@@ -110,12 +115,12 @@ def _choose(s: Sizes) -> dict[str, int]:
 
 
 def _choose_invariant(s: Sizes) -> dict[str, int]:
-    return _constants(s, invariant_tile(s)) | {"PROMOTE": PROMOTE, "PART": PART}
+    return _constants(s, invariant_tile(s)) | {"PROMOTE": PROMOTE, "PART": PART, "MOST_PARTS": MOST_PARTS}
 
 
 def _constants(s: Sizes, tile: AttentionTileSm90) -> dict[str, int]:
     contract = {"D": s["D"], "PAGE": s["page"], "BITS": s["bits"], "CHANNEL": s["channel"], "BF16": 0}
-    return {**contract, "SLOTS": SLOTS, "COLUMNS": room_for(columns_of(s)), **tile._asdict()}
+    return {**contract, **FIXED, "COLUMNS": room_for(columns_of(s)), **tile._asdict()}
 
 
 def _launch(s: Sizes) -> Launch:
@@ -153,10 +158,10 @@ def roundings_of(D: int, channel: bool) -> Roundings:
     return replace(
         sm80.roundings_of(D, channel),
         score=((D // 4 if channel else 0) + 16) * SINGLE,
-        query=0.51 / _LARGEST,  # a half, and what the reciprocal of the unit adds to the largest
+        query=0.51 / LARGEST,  # a half, and what the reciprocal of the unit adds to the largest
         aligned=_ALIGNED,
         in_bytes=True,
-        levels=_LARGEST,
+        levels=LARGEST,
         promoted=2 * PROMOTE,  # of tables so short that a warp has no more, it takes all at once
     )
 
@@ -164,9 +169,9 @@ def roundings_of(D: int, channel: bool) -> Roundings:
 _HANDED_OVER = {"partial": ("blocks", "min(8, Hq//Hkv*T)", "D"), "stats": ("blocks", "min(8, Hq//Hkv*T)", "2")}
 
 _REASON = (
-    "in float64 on the dequantised integers; a query is rounded to 1/32512 of its largest element, scores are exact "
-    "sums of integers; an MMA of values truncates each of 17 terms to 25 bits of the largest, and takes a subnormal "
-    "integer for 2^10 in that; a weight times its value's scale, or by channel the weight, is rounded to FP16"
+    f"in float64 on the dequantised integers; a query is rounded to 1/{LARGEST} of its largest element, scores are "
+    "exact sums of integers; an MMA of values truncates each of 17 terms to 25 bits of the largest, and takes a "
+    "subnormal integer for 2^10 in that; a weight times its value's scale, or by channel the weight, is rounded to FP16"
 ) + BY_CHANCE
 
 _SM90 = replace(

@@ -17,6 +17,7 @@ AnyTile = TypeVar("AnyTile")
 
 MANY = 1 << 30  # tokens: the last row of a table of tiles
 GROUPS = (32, 64, 128)
+SUM_PAD = 4  # int32 or floats between rows of results in shared memory, which lie in other banks then
 DTYPES = ("float16", "bfloat16", "float32", "int32")  # by OUT: what is stored; int32 are the accumulators themselves
 F16, F32, INT32 = (DTYPES.index(name) for name in ("float16", "float32", "int32"))
 FLOATS = DTYPES[:INT32]

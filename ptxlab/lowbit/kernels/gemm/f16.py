@@ -13,7 +13,7 @@ from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 from ptxlab.validate import shape_of
 
 NAME = "gemm_f16"
-_ROWS = 128  # of a block: 16 of each warp
+_WARPS, _ROWS = 8, 16  # of a block; of a warp
 _BMS = (8, 16, 32, 64)
 _STEP = 32  # channels
 # Channels of a step in the order of its two MMAs.
@@ -22,12 +22,12 @@ ORDER = np.arange(_STEP).reshape(4, 2, 4).swapaxes(0, 1).reshape(_STEP)
 
 def _choose(s: Sizes) -> dict[str, int]:
     BM = next((BM for BM in _BMS if s["M"] <= BM), _BMS[-1])
-    return {"BM": BM, "UNROLL": max(1, 64 // BM)}
+    return {"BM": BM, "UNROLL": max(1, 64 // BM), "WARPS": _WARPS}
 
 
 def _launch(s: Sizes) -> Launch:
     """Tiles of tokens of the same weights follow each other, and find them in the L2."""
-    return Launch((-(-s["M"] // s["BM"]), -(-s["N"] // _ROWS), 1), (256, 1, 1))
+    return Launch((-(-s["M"] // s["BM"]), -(-s["N"] // (s["WARPS"] * _ROWS)), 1), (32 * s["WARPS"], 1, 1))
 
 
 def _example(rng: np.random.Generator, *, M: int, N: int, K: int) -> Arrays:

@@ -13,6 +13,7 @@ from ptxlab.lowbit.kernels.gemm.common import (
     INT32,
     MANY,
     QSERVE,
+    SUM_PAD,
     X_SCALE,
     GemmStep,
     epilogue,
@@ -53,7 +54,7 @@ _TILES: dict[int, tuple[int, GemmTileSm80, GemmTileSm80]] = {
 
 def _choose(sizes: Sizes) -> dict[str, int]:
     """The tile by tokens and rows: few tokens, narrow strips, so that every SM has one, and the warps split K."""
-    return {**tile_for(_TILES, sizes)._asdict(), "OUT": INT32}
+    return {**tile_for(_TILES, sizes)._asdict(), "OUT": INT32, "SUM_PAD": SUM_PAD}
 
 
 def _choose_qoq(sizes: Sizes) -> dict[str, int]:
@@ -66,7 +67,7 @@ def _launch(sizes: Mapping[str, int]) -> Launch:
     strips, steps = s["BN"] // 32, s["BK"] // 32
     constants = max(1, s["BK"] // s["GROUP"]) * 64 if "GROUP" in s else 0  # per strip: 32 scales, 32 offsets a group
     stage = strips * steps * 512 + s["BM"] * s["BK"] + strips * constants
-    results = s["BM"] * (s["BN"] + 4) * 4
+    results = s["BM"] * (s["BN"] + s["SUM_PAD"]) * 4
     blocks = -(-s["M"] // s["BM"]) * -(-s["N"] // s["BN"])
     threads = 32 * s["WN"] * s["WM"] * s["WK"]
     return Launch((blocks, 1, 1), (threads, 1, 1), max(s["STAGES"] * stage, results))

@@ -23,7 +23,7 @@ from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 _SMS = SHEETS["h200"].sms  # where the tables below were measured
 _SHARED = 233_472  # bytes of an SM; a block can have 232,448, and takes 2 KiB beside its dynamic ones
 _BESIDE = 2048
-_STORE_PITCH, _STORE_TOKENS = 68, 32  # int32 of the tile through which results are stored (epilogue_sm90.cuh)
+_STORE = {"STORE_TOKENS": 32, "STORE_PITCH": 68}  # of the tile through which results are stored: tokens, int32 of one
 _MOST_STAGES = 12
 
 
@@ -83,7 +83,7 @@ def _shared_bytes(tile: GemmTileSm90, stages: int, cluster: int, group: int, deq
     weights = tile.BK * 32 + tile.BK // group * 128  # 64 rows in the dual-MMA layout
     stage = -(-(tile.BM * tile.BK + tile.WN * weights) // 1024) * 1024
     received = (cluster - 1) * (tile.WN * tile.BM // 8 // cluster) * 2048
-    stored = tile.WN * min(tile.BM, _STORE_TOKENS) * _STORE_PITCH * 4
+    stored = tile.WN * min(tile.BM, _STORE["STORE_TOKENS"]) * _STORE["STORE_PITCH"] * 4
     return stages * stage + dequantised * 64 * tile.WN * 128 + received + stored
 
 
@@ -108,7 +108,7 @@ def _constants(tile: GemmTileSm90, s: Sizes, names: tuple[str, ...], dequantised
         "BM": tile.BM, "WN": tile.WN, "BK": tile.BK, "STAGES": sum(size <= room for size in sizes), "CLUSTER": cluster,
         "TILES": dequantised, "RESIDENT": tile.resident, "GROUP": s["g"], "OUT": INT32,
     }  # fmt: skip
-    return {name: constants[name] for name in (*names, "BM", "STAGES", "CLUSTER", "GROUP", "OUT")}
+    return {name: constants[name] for name in (*names, "BM", "STAGES", "CLUSTER", "GROUP", "OUT")} | _STORE
 
 
 def _launcher(threads: int = 0, persistent: bool = False) -> Callable[[Sizes], Launch]:

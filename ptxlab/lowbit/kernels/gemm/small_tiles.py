@@ -7,6 +7,7 @@ in the mean.
 import math
 from typing import NamedTuple
 
+from ptxlab.lowbit.kernels.gemm.common import SUM_PAD
 from ptxlab.lowbit.kernels.gemm.strips_tiles import ROOM, SMS, block_bytes, group_of, stream
 from ptxlab.spec import Sizes
 
@@ -69,7 +70,7 @@ def shared_bytes(tile: SmallTile, stages: int, s: Sizes) -> int:
     channels = tile.SLICES * 128
     x = int(-(-s["K"] // channels)) * channels * tile.BM
     ring = stages * tile.ROWS * tile.SLICES * block_bytes(group_of(s))
-    return x + ring + 2 * tile.BM * (tile.ROWS * 16 + 4) * 4
+    return x + ring + 2 * tile.BM * (tile.ROWS * 16 + SUM_PAD) * 4
 
 
 def _stages(tile: SmallTile, s: Sizes) -> int:

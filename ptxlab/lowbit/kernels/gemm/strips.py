@@ -14,6 +14,7 @@ from ptxlab.lowbit.kernels.gemm.common import (
     AFTER_SCALE,
     GROUPS,
     INT32,
+    SUM_PAD,
     X_SCALE,
     GemmStep,
     anywhere,
@@ -46,7 +47,7 @@ def _launch(s: Sizes) -> Launch:
 
 
 def _choose_small(s: Sizes) -> dict[str, int]:
-    return {**small_tiles.choose(s), **of_weight(strips_tiles.group_of(s)), "ORDER": 0}
+    return {**small_tiles.choose(s), **of_weight(strips_tiles.group_of(s)), "ORDER": 0, "SUM_PAD": SUM_PAD}
 
 
 def of_weight(group: int) -> dict[str, int]:

@@ -18,6 +18,7 @@ from ptxlab.lowbit.kernels.gemm.common import (
     F32,
     FLOATS,
     INT32,
+    SUM_PAD,
     bias_of,
     gemm_plain,
     outputs,
@@ -61,7 +62,7 @@ def launcher(w: int, x: int, once: int = 0) -> Callable[[Sizes], Launch]:
     def launch(s: Sizes) -> Launch:
         blocks = -(-s["M"] // s["BM"]) * -(-s["N"] // s["BN"])
         shared = s["STAGES"] * (s["BN"] * w + s["BM"] * x) + (s["BN"] + s["BM"]) * once
-        return Launch((blocks, 1, 1), (s["BN"] * s["WM"], 1, 1), max(shared, s["BM"] * (s["BN"] + 4) * 4))
+        return Launch((blocks, 1, 1), (s["BN"] * s["WM"], 1, 1), max(shared, s["BM"] * (s["BN"] + s["SUM_PAD"]) * 4))
 
     return launch
 
@@ -152,7 +153,7 @@ S4 = KernelSpec(
         *EPILOGUE,
     ),
     launch=launcher(_ROW, _ROW),
-    choose=lambda s: choose(s, OUT=INT32),
+    choose=lambda s: choose(s, OUT=INT32, SUM_PAD=SUM_PAD),
     rules=("K % 32 == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31"),
     operations="2*M*N*K",
     example=_example_s4,
@@ -166,7 +167,7 @@ OUTLIER = _atom(
     "INT4, and outlier channels in INT8 at the end of the same loop (Atom §4.1, mixed precision)",
     "8",
     launch=launcher(_ROW, _ROW, once=4),
-    choose=lambda s: choose(s, OUT=F32),
+    choose=lambda s: choose(s, OUT=F32, SUM_PAD=SUM_PAD),
     rules=_SIZES,
     example_sizes=sizes_rows("M N K outliers", (1, 8, 64, 0), (5, 40, 256, 128), (17, 72, 192, 64)),
 )
@@ -175,7 +176,7 @@ ATOM = _atom(
     "INT4 in groups and INT8 outliers: every group's sum is scaled into an f32 accumulator (Atom §4, Fig. 8)",
     "ceil_div(K//g + 1, 8)*8",
     launch=launcher(_ROW + 4, _ROW + 4),
-    choose=lambda s: choose(s, GROUP=s["g"], HALVES=0, OUT=F32),
+    choose=lambda s: choose(s, GROUP=s["g"], HALVES=0, OUT=F32, SUM_PAD=SUM_PAD),
     rules=(f"g in {quant.ATOM_GROUPS}", "K % g == 0", *_SIZES),
     example_sizes=sizes_rows("M N K outliers g", (1, 8, 64, 0, 64), (5, 40, 256, 128, 128), (17, 72, 192, 64, 64)),
 )
@@ -183,7 +184,7 @@ ATOM_HALVES = replace(
     ATOM,
     form="halves",
     summary="gemm_w4a4_atom_sm80 as Atom's code has it: the product of two scales is rounded to FP16",
-    choose=lambda s: choose(s, GROUP=s["g"], HALVES=1, OUT=F32),
+    choose=lambda s: choose(s, GROUP=s["g"], HALVES=1, OUT=F32, SUM_PAD=SUM_PAD),
     reference=partial(gemm_atom, halves=True),
 )
 

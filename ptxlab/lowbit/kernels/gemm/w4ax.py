@@ -11,7 +11,7 @@ import numpy as np
 
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.gemm import w4a4_tiles
-from ptxlab.lowbit.kernels.gemm.common import F32, FLOATS, bias_of, outputs, rounded
+from ptxlab.lowbit.kernels.gemm.common import F32, FLOATS, SUM_PAD, bias_of, outputs, rounded
 from ptxlab.lowbit.kernels.gemm.w4a4 import TOKENS, TOTALS, choose, launcher
 from ptxlab.lowbit.layout import atom
 from ptxlab.lowbit.layout.atom import strip_bytes
@@ -64,7 +64,7 @@ NAIVE = KernelSpec(
         *outputs(FLOATS, "K4", "K8"),
     ),
     launch=launcher(64 + 4, 2 * 64 + 4),  # two scales of every row
-    choose=lambda s: choose(s, STAGES=3, OUT=F32),  # COMET has the widest tile alone
+    choose=lambda s: choose(s, STAGES=3, OUT=F32, SUM_PAD=SUM_PAD),  # COMET has the widest tile alone
     rules=("K4 % 128 == 0", "K8 % 128 == 0", "N % 8 == 0", "1 <= K4 + K8 < 131072", "M*N < 2**31"),
     operations="2*M*N*(K4 + K8)",
     example=_example,

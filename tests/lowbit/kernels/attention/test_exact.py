@@ -93,7 +93,7 @@ def test_equal_in_parts(variant: Variant) -> None:
 )
 def test_the_same_bits_for_a_sequence_in_any_batch(variant: Variant, blocks: int) -> None:
     """Units cut by their own length: the oracle knows no blocks then, and no other sequences."""
-    config = {**variant.config, "PART": 1 + blocks % 2}
+    config = {**variant.config, "PART": 1 + blocks % 2, "MOST_PARTS": sm90.MOST_PARTS}
     logical, _ = variant.problem(1, (300, 64, 0, 129), Hkv=2, window=(0, 150)[blocks < 4], blocks=blocks)
     arrays = {**INVARIANT.pack(logical), "q": stored(logical["q"], variant.dtype)}
     sizes = variant.sizes(logical["window"], blocks)
@@ -118,7 +118,8 @@ def test_no_batch_chooses_the_tile_of_the_invariant_form() -> None:
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_the_same_bits_of_more_parts_than_a_unit_may_have(blocks: int) -> None:
     logical, _ = PLAIN.problem(0, (64 * 33, 70), blocks=blocks)
-    arrays, config = {**INVARIANT.pack(logical), "q": logical["q"].astype(np.float16)}, {**PLAIN.config, "PART": 1}
+    arrays = {**INVARIANT.pack(logical), "q": logical["q"].astype(np.float16)}
+    config = {**PLAIN.config, "PART": 1, "MOST_PARTS": sm90.MOST_PARTS}
     found = run_spec(INVARIANT, PLAIN.source, arrays, sizes=PLAIN.sizes(0, blocks), config=config, backend="emulator")
     assert difference((found.outputs["out"], found.outputs["lse"]), by_oracle(logical, arrays, config)) == ""
 

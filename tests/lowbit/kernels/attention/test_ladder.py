@@ -16,6 +16,7 @@ from ptxlab.spec import Arrays, KernelSpec
 from tests.support import attention_problems as problems
 from tests.support import waits
 from tests.support.axes import on_every_backend
+from tests.support.skeletons import inline_skeletons
 
 SCALE = 128**-0.5
 
@@ -179,7 +180,7 @@ def test_nibbles_without_their_zero_point_are_exact() -> None:
 @every_step
 def test_every_missing_wait_is_noticed(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     q, cache = problems.problem(0, (150, 70), Hq=1, Hkv=1, scheme=scheme_of(spec))
-    kernel = Kernel.of(spec, registry.find(spec.name)[1][0], {})
+    kernel = Kernel.of(spec, inline_skeletons(registry.find(spec.name)[1][0]), {})
 
     def check() -> None:
         for mode in emulator.MODES:

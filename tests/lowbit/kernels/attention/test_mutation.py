@@ -14,6 +14,7 @@ from ptxlab.runtime.verify import compare
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
 from tests.support import attention_problems as problems
+from tests.support.skeletons import inline_skeletons
 
 # (as it is, a mistake)
 LADDER = (
@@ -46,7 +47,7 @@ MMA = (
 )
 HOPPER = (
     ("bits[i] + 128", "bits[i]"),
-    ("LARGEST = 32512;", "LARGEST = 32767;"),
+    ("1.0f / LARGEST", "1.0f / 32767"),
     ("word & 0xf0f0f0f0u", "word & 0x70f0f0f0u"),
     ("* 16 + sums", "+ sums"),
     ("with_byte(0) * 256", "with_byte(0) * 255"),
@@ -72,8 +73,12 @@ HOPPER = (
 )
 
 
+def source_of(spec: KernelSpec) -> Source:
+    return inline_skeletons(registry.find(spec.name)[1][0])
+
+
 def mistaken(spec: KernelSpec, change: tuple[str, str]) -> Source:
-    source = registry.find(spec.name)[1][0]
+    source = source_of(spec)
     before, after = change
     assert before in source.text
     return replace(source, text=source.text.replace(before, after))
@@ -131,7 +136,7 @@ PLACES = [
     (spec, change)
     for spec, changes in (*((step, LADDER) for step in ladder.SPECS), (sm80.MMA, MMA), (sm90.SM90, HOPPER))
     for change in changes
-    if change[0] in registry.find(spec.name)[1][0].text
+    if change[0] in source_of(spec).text
 ]
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ptxlab import emulator, registry, toolchain
+from ptxlab import emulator, toolchain
+from ptxlab.errors import CompileError
 from ptxlab.lowbit.kernels.attention import sm90
 from ptxlab.lowbit.kernels.attention.sm90 import SM90, TILE, AttentionTileSm90
 from ptxlab.runtime import Kernel
@@ -81,6 +82,21 @@ def test_no_sum_of_integers_overflows(ratio: int, bits: int, sign: int, backend:
             keys[:], keys[..., 0] = 1, 0
 
     variant.check(*variant.problem(0, (40, 16), change, blocks=2), backend)
+
+
+@pytest.mark.parametrize(
+    ("constants", "problem"),
+    [
+        ({"PART": 16}, "-D PART needs -D MOST_PARTS: the parts that a unit has at most"),
+        ({"LARGEST": 32767}, "the high byte of a query's largest integer is a signed one"),
+        ({"TILE_TOKENS": 32}, "TILE_TOKENS"),
+        ({"SUM_PAD": 2}, "SUM_PAD"),
+    ],
+)
+def test_constants_that_the_host_counts_with_are_checked(constants: dict[str, int], problem: str) -> None:
+    """They are written in Python alone: the kernel says what it takes."""
+    with pytest.raises(CompileError, match=re.escape(problem)):
+        toolchain.compile_cuda(SOURCE, "sm_90a", defines={**HOPPER[0].config, **constants})
 
 
 def test_memory_is_what_the_constants_need() -> None:

@@ -23,7 +23,9 @@ from ptxlab.lowbit.kernels.gemm.strips import LARGE, SMALL
 from ptxlab.lowbit.kernels.gemm.strips_tiles import StripChoice
 from ptxlab.lowbit.kernels.gemm.w8a8 import W8A8
 from ptxlab.runtime import Kernel, run_spec
+from ptxlab.sources import Source
 from tests.support.axes import both_modes
+from tests.support.skeletons import inline_skeletons
 from tests.support.waits import Place, changed, end_at_first_finding, not_expecting, places
 
 LADDER_NAMES = dict.fromkeys(step.spec.name for step in LADDER if step.order == "row_major")
@@ -159,7 +161,7 @@ class Mutant:
     @property
     def survives(self) -> bool:
         """Whether it is listed among those that nobody can notice."""
-        source = registry.find(self.variant.kernel)[1][0]
+        source = source_of(self.variant.kernel)
         line = next((line for path, line in self.place if path == source.path), 0)
         following = [text for text in source.text.splitlines()[line - 1 :] if not text.strip().startswith("PHASE(")]
         context = "\n".join([self.removed, *following[:2]])
@@ -170,9 +172,13 @@ class Mutant:
 
 
 @cache
+def source_of(kernel: str) -> Source:
+    return inline_skeletons(registry.find(kernel)[1][0])
+
+
+@cache
 def kernel_of(variant: Variant) -> Kernel:
-    spec, (source, *_) = registry.find(variant.kernel)
-    return Kernel.of(spec, source, variant.config)
+    return Kernel.of(registry.find(variant.kernel)[0], source_of(variant.kernel), variant.config)
 
 
 def mutants(variant: Variant) -> Iterator[Mutant]:
@@ -201,7 +207,7 @@ def diagnosis(variant: Variant, module: emulator.Module, mode: str) -> list[emul
 
 
 def diagnosis_of(variant: Variant, sizes: dict[str, int], mode: str) -> list[emulator.Finding | str]:
-    spec, (source, *_) = registry.find(variant.kernel)
+    spec, source = registry.find(variant.kernel)[0], source_of(variant.kernel)
     logical = spec.example(np.random.default_rng(0), **sizes)
     how: dict[str, Any] = {"backend": "emulator", "checks": ("race", "init", "async"), "mode": mode}
     try:

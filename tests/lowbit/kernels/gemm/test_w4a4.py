@@ -12,6 +12,7 @@ from ptxlab import emulator, registry, toolchain
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.gemm import strips_tiles
+from ptxlab.lowbit.kernels.gemm.common import SUM_PAD
 from ptxlab.lowbit.kernels.gemm.w4a4 import ATOM, ATOM_HALVES, OUTLIER, S4, SM90, TILES, WIDEST, gemm_atom
 from ptxlab.lowbit.kernels.gemm.w4a4_tiles import W4A4, GroupCost, GroupTile, choose
 from ptxlab.lowbit.quant import AtomRows
@@ -226,7 +227,7 @@ def test_no_tile_spills(spec: KernelSpec) -> None:
     source = registry.find(spec.name)[1][0]
     for tile in (*TILES.values(), WIDEST):
         for more in ({"GROUP": 64, "HALVES": 0}, {"GROUP": 128, "HALVES": 1}) if spec is ATOM else ({},):
-            config = {**tile._asdict(), **more, "OUT": 0}
+            config = {**tile._asdict(), **more, "OUT": 0, "SUM_PAD": SUM_PAD}
             resources = toolchain.compile_cuda(source, spec.arch, defines=config).resources[spec.name]
             assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0), config
             sizes = {"M": 999, "N": 999, **config}

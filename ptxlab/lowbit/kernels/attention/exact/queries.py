@@ -6,10 +6,10 @@ import numpy as np
 
 from ptxlab.lowbit.kernels.attention.exact.launched import AttentionLaunch, beside
 from ptxlab.lowbit.kernels.attention.exact.shares import Shares
+from ptxlab.lowbit.kernels.attention.sm90 import LARGEST
 from ptxlab.spec.dtypes import floats
 
 _LOG2E = np.float32(1.44269504)
-_LARGEST = 32512
 _SHIFT = np.float32(12582912)  # 1.5 · 2^23: a sum with it has an integer in its low bits
 
 
@@ -42,7 +42,7 @@ def quantized(of: AttentionLaunch, q: Any, shares: Shares, some: slice) -> Queri
         k_scale, k_zero = (constant[beside(shares.head[some], q)][:, None] for constant in of.cache.k_channel)
         x = x * k_scale
     largest = np.maximum(np.abs(x).max(axis=-1), np.float32(2.0**-100))  # NaN of a NaN
-    unit = fma(largest, np.float32(1) / np.float32(_LARGEST), largest - largest)  # NaN of an infinity
+    unit = fma(largest, np.float32(1) / np.float32(LARGEST), largest - largest)  # NaN of an infinity
     shifted = fma(x, reciprocal(unit)[..., None], _SHIFT)
     integers = _integers(shifted.view(np.int32))
     sums = integers.sum(axis=-1).astype(np.float32)  # exact

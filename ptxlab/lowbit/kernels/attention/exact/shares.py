@@ -6,9 +6,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.lowbit.kernels.attention.sm90 import MOST_PARTS, TILE
-
-_PAD, _SLACK = 4, 4  # EXTRA, SLACK
+from ptxlab.lowbit.kernels.attention.sm90 import EXTRA, MOST_PARTS, SLACK, TILE
 
 S64: TypeAlias = npt.NDArray[np.int64]
 
@@ -47,7 +45,7 @@ class Shares:
         """
         begin = np.maximum(lengths - queries + 1 - window, 0) // TILE if window else np.zeros_like(lengths)
         tiles = -(-lengths // TILE) - begin
-        pad = np.where(lengths > 0, np.maximum(_PAD - tiles // 4, 0), 0)  # the cost of a unit of few tiles beside them
+        pad = np.where(lengths > 0, np.maximum(EXTRA - tiles // 4, 0), 0)  # the cost of a unit of few tiles beside them
         units, cost = heads * splits, pad + tiles
         piece = _piece(cost, units, groups, blocks)
 
@@ -90,4 +88,4 @@ def _piece(cost: S64, units: int, groups: int, blocks: int) -> int:
     piece = max(groups, min(most // 8, 8), -(-int(cost.sum()) * units // blocks))
     whole = -(-len(cost) * units // blocks) * most  # whole units alone, where all are alike
     alike = bool((cost == most).all())
-    return whole if alike and piece <= whole <= piece + _SLACK else piece
+    return whole if alike and piece <= whole <= piece + SLACK else piece

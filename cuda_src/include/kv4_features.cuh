@@ -1,0 +1,30 @@
+// Features of a lane of the KV4 ladder's steps on CUDA cores (QServe section 5.3): 32 nibbles of a row of 64 bytes, in a
+// page of 64 tokens, whose constants lie behind its rows.
+#pragma once
+#include <cuda_fp16.h>
+
+#include "dequant.cuh"
+
+namespace ptxlab {
+
+// What a token's features are multiplied out with: scale, zero.
+__device__ __forceinline__ __half2 kv4_constants(const unsigned char* page, int token) {
+    return *reinterpret_cast<const __half2*>(page + 64 * 64 + token * 4);
+}
+
+// The 32 elements of a lane without their zero point, in order, exact; the scale is still missing.
+__device__ __forceinline__ void dequant_kv4(float (&x)[32], const uint4& nibbles, __half zero) {
+    const unsigned words[4] = {nibbles.x, nibbles.y, nibbles.z, nibbles.w};
+    const uint2 bias = bias_u4_f16(zero);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        const uint4 h = dequant_u4_f16_minus(words[w], bias);  // (e0, e2), (e1, e3), (e4, e6), (e5, e7)
+        const float2 e02 = __half22float2(as_half2(h.x)), e13 = __half22float2(as_half2(h.y));
+        const float2 e46 = __half22float2(as_half2(h.z)), e57 = __half22float2(as_half2(h.w));
+        float* to = x + 8 * w;
+        to[0] = e02.x, to[1] = e13.x, to[2] = e02.y, to[3] = e13.y;
+        to[4] = e46.x, to[5] = e57.x, to[6] = e46.y, to[7] = e57.y;
+    }
+}
+
+}  // namespace ptxlab

@@ -1,0 +1,62 @@
+// What QServe's GEMMs on mma.sync share (section 5.2, 5.4): the shape of a tile, and how operands come into a stage of the
+// ring. The main loop, the dequantiser and the constants of groups are each kernel's own.
+// NOTE The MMAs of a step and the sum of the warps that split K are alike in both kernels too, but as functions ptxas
+// orders them otherwise: they stay where they are.
+#pragma once
+#include "mma.cuh"
+
+namespace ptxlab {
+
+// A matrix of weights, in 32-row strips and k32 steps, and one of activations.
+struct QServeOperands {
+    const uint4* qweight;  // [strips, k32 steps, 32 lanes]
+    const signed char* x;  // [M, K]
+    int M, K, strips, steps;
+};
+
+// A block: ROWS x COLUMNS tokens x CHANNELS of a stage; warps: SPLIT_N of 32 rows each, SPLIT_M along the tokens, SPLIT_K
+// that take every SPLIT_K-th k32 step.
+//   W  per k32 step and 32 rows 512 bytes in QServe's order: LDS.128 per lane is its 32 weights: word q = row g + 8 q,
+//      low nibbles channels 4 t .. + 3, high ones 16 + 4 t .. + 3
+//   X  row-major [COLUMNS][CHANNELS], 16-byte chunk c of token m at c ^ (m & 7): ldmatrix without conflicts
+template <int ROWS, int COLUMNS, int CHANNELS, int SPLIT_N, int SPLIT_M, int SPLIT_K>
+struct QServeTile {
+    static constexpr int THREADS = 32 * SPLIT_N * SPLIT_M * SPLIT_K;
+    static constexpr int STEPS = CHANNELS / 32;  // k32 steps of a stage
+    static constexpr int STRIPS = ROWS / 32;     // 32-row strips of a block
+    static constexpr int W_BYTES = STRIPS * STEPS * 512;
+    static constexpr int X_BYTES = COLUMNS * CHANNELS;
+    static constexpr int TOKENS = COLUMNS / SPLIT_M;  // of a warp
+    using Sums = int[2][TOKENS / 8][4];
+    static_assert(SPLIT_N == STRIPS && STEPS % SPLIT_K == 0 && (TOKENS == 8 || TOKENS % 16 == 0) && CHANNELS % 128 == 0,
+                  "tile shape");
+
+    // Bring W and X of stage `stage` into its slot; what lies outside the matrices becomes zero.
+    static __device__ __forceinline__ void fetch(const QServeOperands& in, unsigned char* slot, int stage, int strip0,
+                                                 int token0) {
+        const int thread = threadIdx.x;
+#pragma unroll
+        for (int first = 0; first < W_BYTES / 16; first += THREADS) {
+            const int i = first + thread;
+            if (W_BYTES / 16 % THREADS && i >= W_BYTES / 16) break;
+            const int strip = i / (STEPS * 32), step = i / 32 % STEPS, lane = i % 32;
+            const int s = strip0 + strip, k = stage * STEPS + step;
+            const bool inside = s < in.strips && k < in.steps;
+            cp_async_16(slot + i * 16, inside ? in.qweight + (size_t(s) * in.steps + k) * 32 + lane : in.qweight,
+                        inside);
+        }
+        unsigned char* xs = slot + W_BYTES;
+#pragma unroll
+        for (int first = 0; first < X_BYTES / 16; first += THREADS) {
+            const int i = first + thread;
+            if (X_BYTES / 16 % THREADS && i >= X_BYTES / 16) break;
+            const int m = i / (CHANNELS / 16), c = i % (CHANNELS / 16);
+            const int k = stage * CHANNELS + c * 16;
+            const bool inside = token0 + m < in.M && k < in.K;
+            cp_async_16(xs + m * CHANNELS + ((c ^ (m & 7)) * 16), inside ? in.x + size_t(token0 + m) * in.K + k : in.x,
+                        inside);
+        }
+    }
+};
+
+}  // namespace ptxlab

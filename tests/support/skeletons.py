@@ -1,0 +1,27 @@
+"""Kernels with the headers in their own text that they share with the next step of a ladder.
+
+Tests change or take out one statement of a kernel at a time, and tell statements apart by the line of the kernel.
+"""
+
+from dataclasses import replace
+
+from ptxlab import sources
+from ptxlab.sources import Source
+
+SKELETONS = (
+    "serial_sm90.cuh",
+    "qserve_sm80.cuh",
+    "token_by_token.cuh",
+    "kv4_halves.cuh",
+    "kv4_features.cuh",
+    "group_sums_sm90.cuh",
+)
+
+
+def inline_skeletons(source: Source) -> Source:
+    """Return the same kernel with the text of each skeleton in the place of its `#include`."""
+    text = source.text
+    for name in SKELETONS:
+        header = (sources.include_dir() / name).read_text().replace("#pragma once\n", "")
+        text = text.replace(f'#include "{name}"\n', header)
+    return replace(source, text=text)
