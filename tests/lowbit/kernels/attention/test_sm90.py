@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ptxlab import emulator, toolchain
+from ptxlab import emulator, registry, toolchain
 from ptxlab.errors import CompileError
 from ptxlab.lowbit.kernels.attention import sm90
 from ptxlab.lowbit.kernels.attention.sm90 import SM90, TILE, AttentionTileSm90
