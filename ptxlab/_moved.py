@@ -5,10 +5,13 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Old path -> new path, below `ptxlab`; the longest beginning of a path counts.
+_BENCHMARKS = "benchmarks"
+
+# Old path -> new path, below `ptxlab`, or in `notebooks` of a checkout (`benchmarks`); the longest beginning counts.
 PATHS = {
     "bench.attention": "lowbit.bench.attention",
     "bench.counts": "lowbit.bench.counts",
@@ -16,10 +19,16 @@ PATHS = {
     "bench.emulation": "lowbit.bench.emulation",
     "bench.gemm": "lowbit.bench.gemm",
     "bench.launching": "runtime.launching",
+    "bench.layer": "benchmarks.layer",
+    "bench.layer.shapes": "benchmarks.layer_shapes",
     "bench.loads": "lowbit.bench.loads",
+    "bench.models": "benchmarks.decode",
     "bench.own": "bench.user_kernels",
+    "bench.peers": "benchmarks.peers",
+    "bench.peers_layer": "benchmarks.peers_layer",
     "bench.problems": "lowbit.bench.problems",
     "bench.shapes": "lowbit.bench.shapes",
+    "bench.stored": "benchmarks.stored",
     "bench.stream": "lowbit.bench.stream",
     "bench.sweep": "lowbit.bench.sweep",
     "bench.timing": "runtime.timing",
@@ -75,6 +84,7 @@ PATHS = {
     "reference.packed": "hardware.words",
     "timeline": "profile.timeline",
     "torch": "llm.torch",
+    "torch.bench": "benchmarks.pytorch",
     "verify": "runtime.verify",
     "weights.accuracy": "llm.accuracy.steps",
     "weights.audit": "lowbit.audit",
@@ -104,7 +114,12 @@ NAMES = {
 
 
 def new_path(old: str) -> str | None:
-    """Find the new path of an old one, both below `ptxlab`; None of a module that has not moved."""
+    """Find the new path of an old one below `ptxlab`; None of a module that has not moved."""
+    place = _place(old)
+    return place and (place if place.startswith(_BENCHMARKS) else f"ptxlab.{place}")
+
+
+def _place(old: str) -> str | None:
     parts = old.split(".")
     for count in range(len(parts), 0, -1):
         head, rest = ".".join(parts[:count]), parts[count:]
@@ -155,10 +170,22 @@ class OldPaths:
     def exec_module(module: ModuleType) -> None:
         """Warn, and put the module at the new path in the place of this one."""
         old = module.__name__.removeprefix("ptxlab.")
-        new = f"ptxlab.{new_path(old)}"
+        new = str(new_path(old))
         warnings.warn(f"{module.__name__} has moved to {new}", DeprecationWarning, stacklevel=_importing_frame())
-        if not isinstance(module, _TakenApart):
-            sys.modules[module.__name__] = import_module(new)
+        if isinstance(module, _TakenApart):
+            return
+        if new.startswith(_BENCHMARKS):
+            _reach_notebooks(module.__name__, new)
+        sys.modules[module.__name__] = import_module(new)
+
+
+def _reach_notebooks(old: str, new: str) -> None:
+    """Let `notebooks` of a checkout be imported from; ModuleNotFoundError where there is none."""
+    notebooks = Path(__file__).resolve().parents[1] / "notebooks"
+    if not (notebooks / _BENCHMARKS).is_dir():
+        raise ModuleNotFoundError(f"{old} has moved to {new}, in notebooks/ of a checkout", name=old)
+    if str(notebooks) not in sys.path:
+        sys.path.append(str(notebooks))
 
 
 def _importing_frame() -> int:

@@ -37,7 +37,7 @@ def as_bytes(words: U32) -> U8:
     return contiguous.view(np.uint8)
 
 
-def unpack_u4(words: U32) -> U8:
+def unpack_nibbles(words: U32) -> U8:
     """Unpack micro-kernel words u32 [..., K/8]: eight nibbles u8 [..., K], those of the low halves of bytes first."""
     require_dtype("words", words, np.uint32)
     halves = np.stack([words & _LOW, words >> np.uint32(4) & _LOW], axis=-1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.hardware.words import unpack_u4
+from ptxlab.hardware.words import unpack_nibbles
 
 _FUNCTIONS: dict[str, Any] = {
     "__builtins__": {},
@@ -55,7 +55,7 @@ def solve(axis: str, length: int, sizes: dict[str, int]) -> None:
 
 def nibbles(words: np.ndarray) -> np.ndarray:
     """For value rules: the eight nibbles of every word, in logical order, wide enough to compute with."""
-    wide: np.ndarray = unpack_u4(words).astype(np.int32)
+    wide: np.ndarray = unpack_nibbles(words).astype(np.int32)
     return wide
 
 

@@ -21,8 +21,7 @@ frees are two registers of operand A, as the MMA takes them:
 import numpy as np
 
 from ptxlab.errors import ArgumentError
-from ptxlab.hardware.words import S8, U8, U32, as_bytes, as_words
-from ptxlab.hardware.words import unpack_u4 as unpack_u4
+from ptxlab.hardware.words import S8, U8, U32, as_bytes, as_words, unpack_nibbles
 
 _LOW = np.uint32(0x0F0F0F0F)
 
@@ -36,6 +35,12 @@ def pack_u4(values: U8, argument: str = "q4") -> U32:
     require_nibbles(argument, values)
     halves = as_words(values).reshape(*values.shape[:-1], -1, 2)  # each holds four weights, one per byte
     return halves[..., 0] | halves[..., 1] << np.uint32(4)
+
+
+def unpack_u4(words: U32) -> U8:
+    """Unpack micro-kernel words u32 [..., K/8] to weights u8 [..., K]; the inverse of `pack_u4`."""
+    _require_dtype("words", words, np.uint32)
+    return unpack_nibbles(words)
 
 
 def pack_s4(values: S8, argument: str = "q4") -> U32:

@@ -16,6 +16,7 @@ from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.lowbit.bench import attention, shapes
 from ptxlab.lowbit.bench.attention import append, merge
 from ptxlab.lowbit.bench.attention import problem as attention_problem
+from ptxlab.lowbit.bench.peers import NO_PEERS
 from ptxlab.lowbit.bench.shapes import Batch
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.steps import STEPS, choose
@@ -44,8 +45,8 @@ def small(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_a_point_and_the_same_behind_an_appended_token(small: pytest.MonkeyPatch) -> None:
-    small.setattr(attention, "sdpa", lambda batch: FLASH)
-    behind, alone = attention.at(CHOSEN, SMALL, CEILINGS, quiet)
+    peers = replace(NO_PEERS, attention=lambda batch: FLASH)
+    behind, alone = attention.at(CHOSEN, SMALL, CEILINGS, quiet, peers)
     assert (alone.measure, behind.measure) == ("attention", "append and attention")
     assert alone.kernel == "attention_kv4_sm90" and alone.face == behind.face == "attention_kv4"
     assert alone.sizes == {"Hq": 4, "Hkv": 2, "B": 2, "L": 70}
@@ -262,7 +263,6 @@ def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: P
     small.setattr(attention, "ragged", lambda heads: Batch(*heads, (70, 2)))
     small.setattr(attention, "ABLATION", Batch(2, 2, (65,)))
     small.setattr(attention, "compile_all", lambda planned, appending: None)
-    small.setattr(attention, "sdpa", lambda batch: {})
     small.setattr(merge, "BATCHES", (Batch(2, 1, (70,)),))
     small.setattr(append, "HEADS", (1,))
     small.setattr(append, "POINTS", ((5, "decode"),))

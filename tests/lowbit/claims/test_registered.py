@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import ArgumentError
+from ptxlab.hardware import fragments
 from ptxlab.lowbit import layout, quant
 from ptxlab.lowbit.claims import layouts, quantisers
 from ptxlab.prove.claims import Claim, decide
@@ -33,7 +34,7 @@ def claim(subject: str, name: str) -> Claim:
 
 
 def test_a_map_with_a_place_twice_is_refuted() -> None:
-    fragment = layout.fragments.mma_a(32)
+    fragment = fragments.mma_a(32)
     rows = fragment.rows.copy()
     rows[0, 0, 0] = 1
     outcome = decide(replace(CLAIMS[0], build=lambda: layouts._is_bijection(rows * fragment.shape[1] + fragment.cols)))
@@ -78,12 +79,12 @@ def test_everything_that_packs_has_a_claim() -> None:
 
 def test_an_accumulator_of_another_width_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"^bits: must be 16 or 32 \(got 8\)$"):
-        layout.fragments.wgmma_d(8, is_float=True, bits=8)
+        fragments.wgmma_d(8, is_float=True, bits=8)
 
 
 def test_every_fragment_map_has_a_claim() -> None:
     """Whatever arguments the makers of maps take."""
-    fragments, made = layout.fragments, set[str]()
+    made = set[str]()
     for k, bits in product(range(1, 257), (None, 4, 8, 16, 32)):
         for make in (
             lambda k=k, b=bits: fragments.mma_a(k, b),

@@ -327,5 +327,5 @@ def test_a_launch_that_fails_is_not_remembered(calls: Calls, monkeypatch: pytest
 
 
 def test_attention_imports_nothing_of_a_gemm() -> None:
-    modules = sorted((Path(PACKAGE) / "kernels" / "attention").rglob("*.py"))
+    modules = sorted((Path(PACKAGE) / "lowbit" / "kernels" / "attention").rglob("*.py"))
     assert modules and [str(path) for path in modules if "kernels.gemm" in path.read_text()] == []
