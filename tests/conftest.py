@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 
 from tests.support import plugin
@@ -17,18 +16,14 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = [
+    "tests.support.tiers",
     "tests.support.collection",
     "tests.support.device",
     "tests.support.emulated_gpu",
     "tests.support.recording",
-    "tests.support.share",
 ]
 if not plugin.INSTALLED:
     pytest_plugins.append(plugin.MODULE)
-
-# Examples take as long as the machine lets them: a deadline would only measure its load.
-hypothesis.settings.register_profile("ptxlab", deadline=None)
-hypothesis.settings.load_profile("ptxlab")
 
 
 @pytest.fixture(scope="session")

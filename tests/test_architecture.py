@@ -130,6 +130,7 @@ def test_reference_needs_only_numpy() -> None:
     assert len(chosen) > 8 and [name for name in names if not name.startswith(allowed)] == []
 
 
+@pytest.mark.smoke
 def test_no_module_imports_itself_around_others() -> None:
     graph: dict[str, set[str]] = {}
     for module, path in MODULES.items():

@@ -144,7 +144,37 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases(
+    "lqq",
+    "qoq_channel",
+    "int4",
+    "kv",
+    "smooth",
+    "pack",
+    "unpack",
+    "stack",
+    "to_device",
+    "empty",
+    "cache",
+    "gather",
+    "activations",
+    "weight",
+    "experts",
+    "tensor map",
+    "find",
+    "gemm",
+    "atom matrix",
+    "channel sizes",
+    "outlier order",
+    "int8 blocks",
+    "blocks",
+    "pack atom",
+    "reordered",
+    "reordered weight",
+    "atom weight",
+    "atom activations",
+    "pack block weight",
+)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_argument_of_every_kind(name: str) -> None:
     call, arguments = CALLS[name]
@@ -159,6 +189,7 @@ def test_every_argument_of_every_kind(name: str) -> None:
 GEMM = {"strips": PACKED["strips"].buffers["strips"], "w_scale": LQQ.channel_scale, "x": X, "x_scale": SCALE}
 
 
+@pytest.mark.full_cases("None-None", "None-int32", "sums1-float32")
 @pytest.mark.parametrize("dtype", [None, "bfloat16", np.float32, "int32"])
 @pytest.mark.parametrize("sums", [None, SUMS])
 def test_run_uses_all_that_it_is_given(dtype: Any, sums: np.ndarray | None) -> None:

@@ -62,6 +62,7 @@ def test_record_says_when_and_what() -> None:
         (json.dumps({k: v for k, v in RECORD.to_json().items() if k != "rows"}), "rows"),
         (json.dumps(RECORD.to_json()).replace("4000.0", '"fast"'), "rate is no number"),
     ],
+    ids=("no_json", "no_object", "schema", "row", "unknown_key", "no_rows", "rate"),  # workers must agree: no dates
 )
 def test_files_that_are_no_records(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "r.json"
@@ -202,6 +203,7 @@ def lines_at(width: int, columns: list[str], rows: list[list[str]]) -> int:
     return len(file.getvalue().splitlines())
 
 
+@pytest.mark.full_cases("gemm")
 @pytest.mark.parametrize("suite", ["dequant", "load", "gemm", "attention"])
 def test_no_row_of_a_suite_is_broken_at_100_columns(suite: str) -> None:
     for title, columns, rows in bench.as_tables(bench.load(sources.results_dir() / "h200" / f"{suite}.json")):

@@ -54,6 +54,7 @@ def here(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     attention_problem.random_pages.cache_clear()
 
 
+@pytest.mark.full
 def test_a_whole_model_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> None:
     runner = models.KernelRunner(models.random_model(TINY), 2, 6, chunk=8)
     more = {"fp8_row/sdpa gemm_us": 12.0, "fp8_row/sdpa attention_us": 8.0}
@@ -80,6 +81,7 @@ def test_a_whole_model_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch
     assert row.key == models.row_key(TINY, models.MEASURE, 2, 4)
 
 
+@pytest.mark.full
 def test_nothing_is_captured_while_qserves_rule_is_timed(here: pytest.MonkeyPatch) -> None:
     runner, launched = models.KernelRunner(models.random_model(TINY), 3, 6, chunk=8), []
     clock = SimpleNamespace(start=lambda: launched.append({*runner._steps}), stop=lambda: None, mhz=lambda: 1900.0)
@@ -89,6 +91,7 @@ def test_nothing_is_captured_while_qserves_rule_is_timed(here: pytest.MonkeyPatc
     assert runner.lengths.tolist() == [5, 5, 5] and len(runner.free) == 0
 
 
+@pytest.mark.full
 @pytest.mark.torch
 def test_pytorch_attends_the_prompts_of_qserves_rule(here: pytest.MonkeyPatch) -> None:
     """Two at a time, in one call, before the clock starts too; and the row says so."""
@@ -163,6 +166,7 @@ def test_what_is_compiled_side_by_side_is_what_runs(here: pytest.MonkeyPatch) ->
     assert launched == [(1,), (3,), (8,), (3, 1), (3, 3), (1,), (3,)]
 
 
+@pytest.mark.full
 def test_experts_run_as_a_whole_model_too(here: pytest.MonkeyPatch) -> None:
     config = replace(TINY, experts=2, chosen_experts=1)
     runner = models.KernelRunner(models.random_model(config), 1, 6, chunk=1)
@@ -403,6 +407,7 @@ def test_a_run_that_is_stopped_again_keeps_the_rows_whose_turn_has_not_come(
         assert [row.sizes["B"] for row in bench.load(path).rows] == kept
 
 
+@pytest.mark.long(70)
 @pytest.mark.gpu
 def test_a_whole_model_is_timed_beside_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny one on a GPU, whoever else uses it, as `bench decode` does it, and once more from its own rows."""

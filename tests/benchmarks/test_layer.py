@@ -44,6 +44,7 @@ def weights() -> list[LayerWeights]:
     return [first, layer_chain.copy_of(first)]
 
 
+@pytest.mark.full
 def test_a_layer_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> None:
     made = weights()[:1]
     row = decoder.row(TINY, 2, made, decoder.copies_of(made[0]), CEILINGS, {"fp16/sdpa": 20.0}, {"x": 1.0}, True)
@@ -64,7 +65,7 @@ def test_a_layer_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> N
     assert row.bytes == nbytes + 2 * 70 * 2 * 68 and row.floor_us == pytest.approx(row.bytes / 4.6e6)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_a_layer_of_experts_is_taken_apart_too(here: pytest.MonkeyPatch) -> None:
     """Its floor is that of the experts that have tokens: of one token, one of two."""
     config = replace(TINY, experts=2, chosen_experts=1, name="experts")
@@ -76,6 +77,7 @@ def test_a_layer_of_experts_is_taken_apart_too(here: pytest.MonkeyPatch) -> None
     assert read == pytest.approx([made[0].gate_up.nbytes / 2, made[0].down.nbytes / 2, made[0].qkv.nbytes])
 
 
+@pytest.mark.full
 def test_chains_for_the_sanitizers_are_checked(here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     here.setattr(layer_chain, "_WATCHED", (1,))
     here.setattr(layer_chain, "Config", lambda **sizes: replace(TINY, name=sizes["name"]))
@@ -90,6 +92,7 @@ def test_chains_for_the_sanitizers_are_checked(here: pytest.MonkeyPatch, capsys:
     assert len(made.launches) == 2 * 10 + 2 * 10 + 2 * 13
 
 
+@pytest.mark.full
 def test_layers_with_all_ends_are_timed_in_turn_and_checked(here: pytest.MonkeyPatch) -> None:
     made = {turns: layer_chain.layers_of(TINY, interleaved=turns)[:1] for turns in (False, True)}
     times = iter((10.0, 11.0, 12.0, 13.0, 14.0, 9.0, 15.0, 16.0))  # in turn, twice
@@ -142,7 +145,7 @@ def test_products_set_the_floor_of_large_batches() -> None:
     assert work._replace(operations=10).us(CEILINGS) == pytest.approx(1 / 4.6)
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("rmsnorm_quantize", "silu_mul_quantize", "quantize_activations_s8", "rope_append_kv4")
 @pytest.mark.parametrize(
     "make",
     [
@@ -191,6 +194,7 @@ def test_copies_are_timed_cold_and_warm(emulated_gpu: pytest.MonkeyPatch) -> Non
     assert copying.copy_us(100, 3) == copying.copy_us(100, 1) == 10.0
 
 
+@pytest.mark.full
 def test_jobs_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that fails is left to fail where it is measured."""
     monkeypatch.setattr(layer, "_WORKERS", 1)
@@ -199,6 +203,7 @@ def test_jobs_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.
     layer.side_by_side([])
 
 
+@pytest.mark.full
 def test_what_is_compiled_is_what_is_measured(here: pytest.MonkeyPatch) -> None:
     between = {"rmsnorm_quantize", "silu_mul_quantize", "quantize_activations_s8"}
     with emulator.chain(()) as made:
@@ -213,7 +218,7 @@ def test_what_is_compiled_is_what_is_measured(here: pytest.MonkeyPatch) -> None:
         assert {*made.launches} == launched
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_a_layer_with_heads_of_64_is_measured_without_mixes(here: pytest.MonkeyPatch) -> None:
     narrow = replace(TINY, heads=2, head_dim=64, name="narrow")
     here.setattr(layer, "NARROW", narrow)
@@ -322,6 +327,7 @@ def graphs(here: pytest.MonkeyPatch) -> None:
     here.setattr(layer, "_TRACED", 2)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("graphs")
 def test_a_timeline_is_left_out_unless_every_launch_was_seen(here: pytest.MonkeyPatch) -> None:
     made = weights()[:1]
@@ -335,6 +341,7 @@ def test_a_timeline_is_left_out_unless_every_launch_was_seen(here: pytest.Monkey
     assert len(rows) == 10 and rows[0].kernel == "rmsnorm_quantize" and rows[0].more["layer_us"] == 9.0
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("graphs")
 def test_a_timeline_of_experts_has_both_launches_of_the_routing(here: pytest.MonkeyPatch) -> None:
     config = replace(TINY, experts=2, chosen_experts=1, name="experts")

@@ -50,6 +50,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+@pytest.mark.full
 def test_every_mix_at_every_batch(on_cpu: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     times = dict(peers_layer.mixes(TINY, (1, 3), PLAIN, said.append))
@@ -60,6 +61,7 @@ def test_every_mix_at_every_batch(on_cpu: pytest.MonkeyPatch) -> None:
     assert {B: [*of] for B, of in times.items() if of} == {1: ["fp16/sdpa", "fp8_tensor/sdpa"], 2: ["fp16/sdpa"]}
 
 
+@pytest.mark.full
 def test_mixes_batch_by_batch_the_largest_first_with_weights_made_once(on_cpu: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, tuple[int, ...]]] = []
     weights = peers_layer._weights
@@ -203,6 +205,7 @@ def test_a_mix_is_a_decoder_layer(config: Config, on_cpu: pytest.MonkeyPatch) ->
         assert float((got.double() - wanted).abs().max() / wanted.abs().max()) < bound
 
 
+@pytest.mark.full
 def test_a_mix_that_is_wired_wrongly_is_found(on_cpu: pytest.MonkeyPatch) -> None:
     gated = peers_layer.gated
 
@@ -361,7 +364,7 @@ def test_functions_are_compiled_for_a_width_and_any_number_of_tokens(monkeypatch
     peers_layer.compiled.cache_clear()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_what_is_compiled_anew_is_taken_from_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """PyTorch's caches on disk give a function that was tuned to 8 tokens for one of 512; compilers take seconds."""
     import torch

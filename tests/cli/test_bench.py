@@ -23,7 +23,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, found: bench.Record) -> None:
     monkeypatch.setattr(bench.gpu, "elsewhere", lambda nbytes: nullcontext())
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("gemm1")
 @pytest.mark.parametrize(
     "found",
     [RECORD, kv_record.record(), ladder_record.record(), layer_record.record()],
@@ -75,6 +75,7 @@ def test_a_part_that_is_not_there_is_refused_in_one_line(options: tuple[str, ...
     assert code == 2 and message in " ".join(err.split())
 
 
+@pytest.mark.full
 def test_a_slower_run_fails(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = bench.save(RECORD, tmp_path / "before.json")
     measured(monkeypatch, replace(RECORD, rows=tuple(slowed(row, 0.98) for row in RECORD.rows)))

@@ -96,6 +96,7 @@ def test_run_late_shows_what_a_missing_wait_does(cli: Any, tmp_path: Path) -> No
             assert (stored["out"][0] == 5) == right
 
 
+@pytest.mark.smoke
 def test_run_ends_though_the_kernel_does_not(cli: Any, tmp_path: Path) -> None:
     """Soon where nothing changes any more; else after as many steps as are allowed."""
     np.savez(tmp_path / "in.npz", x=np.zeros(1, np.int32))
@@ -137,6 +138,7 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
     assert code == 1 and "add4.ptx:10" in err and "out of bounds" in err
 
 
+@pytest.mark.full_cases("arguments12*")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -298,6 +300,7 @@ def test_sass_names_registers_that_a_wgmma_may_still_read(cli: Any, monkeypatch:
     assert "True: overwritten" in cli("sass", "dequant_lqq.ptx")[1]
 
 
+@pytest.mark.full
 def test_sass_of_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "add4.ptx").write_text(PTX_ADD4)
     code, out, _ = cli("sass", tmp_path / "add4.ptx", "--json")
@@ -313,7 +316,7 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(cli: Any) -> None:
     assert items["ncu-report"]["works"] and "without a GPU" in items["ncu-report"]["detail"]
 
 
-@pytest.mark.exhaustive  # .ci/run starts the same demo from the wheel
+@pytest.mark.full  # .ci/run starts the same demo from the wheel
 def test_demo_runs_everything_on_the_trained_weights(cli: Any, tmp_path: Path, minilm: Path) -> None:
     code, out, _ = cli("demo", "--out", tmp_path / "demo.png", "--backend", "emulator", "--json")
     found = json.loads(out)
@@ -339,6 +342,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "find", lambda name: None)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("offline")
 def test_demo_offline_generates_weights_and_says_so(cli: Any, tmp_path: Path) -> None:
     code, out, _ = cli("demo", "--out", tmp_path / "demo.png", "--backend", "emulator")
@@ -347,6 +351,7 @@ def test_demo_offline_generates_weights_and_says_so(cli: Any, tmp_path: Path) ->
     assert (tmp_path / "demo.png").exists()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("offline")
 def test_demo_with_a_gpu_but_without_cupy_prints_the_install_line(
     cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -358,6 +363,7 @@ def test_demo_with_a_gpu_but_without_cupy_prints_the_install_line(
     assert "There is a GPU here, but CuPy is not installed: python -m pip install 'ptxlab[cu13]'" in out
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("offline")
 def test_demo_takes_counts_from_the_record_where_there_is_no_assembler(
     cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -448,11 +454,13 @@ def test_audit_of_a_file_without_matrices_has_nothing_to_draw(cli: Any, tmp_path
     assert not (tmp_path / "a.png").exists()
 
 
+@pytest.mark.full
 def test_the_module_is_a_command_too() -> None:
     done = subprocess.run([sys.executable, "-m", "ptxlab", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ptxlab.__version__
 
 
+@pytest.mark.full
 def test_a_float_scalar_comes_from_the_file_and_from_the_example(cli: Any, tmp_path: Path) -> None:
     """Every size that is one, of a kernel that is given integers for the others."""
     spec = registry.specs()["attention_kv4_naive"]
@@ -537,6 +545,7 @@ REVERSE = """extern "C" __global__ void reverse(int* a) {
 """
 
 
+@pytest.mark.full
 def test_unneeded_fences_and_waits(cli: Any, tmp_path: Path) -> None:
     """Of two barriers in a row one will do. The kernel's array is the same in each run."""
     barrier = "__syncthreads();"

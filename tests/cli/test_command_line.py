@@ -158,6 +158,7 @@ def test_a_source_is_shown_verbatim(cli: Any, label: str) -> None:
     assert code == 0 and source.text in out and "Arguments, in launch order" in out
 
 
+@pytest.mark.full
 def test_a_load_is_plotted_where_it_is_told(cli: Any, tmp_path: Path) -> None:
     code, out, _ = cli("show", "load_dual_mma", "--plot", tmp_path / "a.svg")
     assert code == 0 and "<svg" in (tmp_path / "a.svg").read_text() and out.rstrip().endswith("a.svg")
@@ -168,6 +169,7 @@ def test_a_file_is_shown_verbatim_too(cli: Any, tmp_path: Path) -> None:
     assert cli("show", tmp_path / "add4.ptx")[:2] == (0, PTX_ADD4)
 
 
+@pytest.mark.full
 def test_a_listing_interleaves_machine_code_and_source(cli: Any, tmp_path: Path) -> None:
     text = """extern "C" __global__ void scale(float* x) {
     #ifdef TWICE
@@ -196,6 +198,7 @@ def tables_fit(out: str) -> None:
     assert max(map(len, out.splitlines())) <= WIDTH, max(out.splitlines(), key=len)
 
 
+@pytest.mark.full
 def test_tables_fit_and_names_stand_on_one_line(cli: Any) -> None:
     for command in (("list",), ("sass", "load"), ("doctor",), ("sass", "dequant_lqq", "gemm_w4a8_qoq_channel_sm80")):
         code, out, _ = cli(*command)

@@ -100,6 +100,7 @@ def test_a_session_in_a_terminal(files: Path) -> None:
     assert terminal.end() == 0
 
 
+@pytest.mark.full
 def test_ctrl_c_stops_a_run_and_the_end_of_the_input_quits(files: Path) -> None:
     terminal = Terminal("debug", "count.ptx", "--in", "count.npz", "--check", "")
     terminal.until(PROMPT)

@@ -25,6 +25,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "sums"
 
 
+@pytest.mark.full
 def test_what_its_workflow_runs_passes(cli: Any, pytester: pytest.Pytester, monkeypatch: Any) -> None:
     code, out, _ = cli("init", "sums", "--requirement", REQUIREMENT)
     assert code == 0 and "Next: cd sums && " in out
@@ -60,6 +61,7 @@ def test_one_kernel_of_a_file_at_other_sizes(project: Path, cli: Any) -> None:
     assert code == 1 and wrong["detail"].startswith("3 of 3 elements differ from the reference")
 
 
+@pytest.mark.full_cases("bench sums.py-no GPU backend here")
 @pytest.mark.parametrize(
     ("command", "said"),
     [

@@ -99,6 +99,7 @@ def test_backwards_is_the_same_state(scale: Session) -> None:
         assert here(scale) == state
 
 
+@pytest.mark.smoke
 @settings(max_examples=8)
 @given(st.lists(st.sampled_from(["step", "instruction", "anyone", "back", "back all", "go on", "rewind"]), max_size=8))
 def test_any_way_to_a_moment_finds_the_same(moves: list[str]) -> None:

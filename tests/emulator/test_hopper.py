@@ -78,12 +78,14 @@ def outcome(source: str, mode: str, seed: int = 0) -> tuple[bool, list[str]]:
     return np.array_equal(wgmma_d(N).gather(out, np.int32), TRUTH), [str(finding) for finding in result.findings]
 
 
+@pytest.mark.smoke
 @both_modes
 def test_it_is_right_and_clean(mode):
     for seed in range(3):
         assert outcome(SOURCE, mode, seed) == (True, [])
 
 
+@pytest.mark.full_cases("early-_*", "late-wgmma.f*", "late-wgmma.c*", "late-wgmma.w*", "late-m*")
 @pytest.mark.parametrize(
     ("step", "said"),
     [

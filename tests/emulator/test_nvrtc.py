@@ -211,7 +211,7 @@ HALVES = """
 """
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("fp-compute_75", "fp-compute_90", "bf-compute_80")
 @pytest.mark.parametrize("arch", ["compute_75", "compute_80", "compute_90"])
 @pytest.mark.parametrize("kind", ["fp", "bf"])
 def test_functions_of_the_headers_for_halves(kind, arch):

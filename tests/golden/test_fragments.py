@@ -66,6 +66,7 @@ def test_recorded(name: str, vectors) -> None:
     np.testing.assert_array_equal(vectors[name], predict(case), strict=True)
 
 
+@pytest.mark.full
 def test_kernels_assemble() -> None:
     """So that a recording on a GPU cannot fail for a reason that this machine could have found."""
     for case in (CASES | NARROW).values():
@@ -84,6 +85,7 @@ def emulate(case: FragmentCase, mode: str) -> np.ndarray:
     return out
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CASES)
 def test_emulated(name: str, vectors) -> None:
     for mode in emulator.MODES if name.startswith("wgmma") else emulator.MODES[:1]:

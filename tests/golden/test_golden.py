@@ -30,6 +30,7 @@ def emulate(case: Case) -> dict[str, np.ndarray]:
 
 
 # one test per opcode family: a parametrised id for each of a thousand cases would take longer than the cases
+@pytest.mark.full_cases("cvt")
 @pytest.mark.parametrize("family", sorted({case.name.split("_")[0] for case in CASES}))
 def test_recorded(family: str, vectors) -> None:
     wrong = []

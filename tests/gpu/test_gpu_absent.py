@@ -57,6 +57,7 @@ sys.meta_path.insert(0, Refuse())
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "program",
     [

@@ -19,6 +19,7 @@ def test_a_mark_is_a_range_that_ends_with_an_error_too(monkeypatch: pytest.Monke
     assert seen == ["launch k", "within", "end", "end", "launch k", "end"]
 
 
+@pytest.mark.smoke
 def test_a_plan_is_marked_once_and_its_launches_each(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(marks, "_nvtx", lambda: (seen.append, lambda: None))

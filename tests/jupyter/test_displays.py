@@ -51,6 +51,7 @@ def outcome(shell: InteractiveShell) -> ptxlab.Outcome:
     return shell.user_ns["add4"](a, b, np.empty_like(a), grid=1, block=2)
 
 
+@pytest.mark.full
 def test_a_finding_shows_its_line_and_operands_in_binary(shell: InteractiveShell, outcome: ptxlab.Outcome) -> None:
     carry = next(f for f in outcome.findings if f.kind == "carry")
     plain, page = shown(shell, carry)
@@ -71,6 +72,7 @@ def test_a_launch_shows_its_findings(shell: InteractiveShell, outcome: ptxlab.Ou
     assert "no findings" in shown(shell, clean)[1].text
 
 
+@pytest.mark.full
 def test_a_finding_in_a_header_shows_no_folder(shell: InteractiveShell) -> None:
     text = """\
 #include "dequant.cuh"
@@ -83,6 +85,7 @@ extern "C" __global__ void carries(unsigned* x) { x[0] = ptxlab::mul_u8x4(x[0], 
     assert "dequant.cuh:" in said and str(sources.include_dir()) not in said and "mul.lo.u32" in said
 
 
+@pytest.mark.full
 def test_a_cell_shows_counts_and_what_changed(shell: InteractiveShell) -> None:
     shell.run_cell(f"%%cuda -D SCALE=300 --kernel scale\n{CUDA}")
     changed = '#include "dequant.cuh"\n' + CUDA.replace("= x;", "= ptxlab::unpack_u4(x).y;")

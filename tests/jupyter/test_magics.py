@@ -34,6 +34,7 @@ def line_of(text: str, part: str) -> int:
     return 2 + next(i for i, line in enumerate(text.splitlines()) if part in line)
 
 
+@pytest.mark.smoke
 def test_a_cell_of_ptx_is_bound_and_counted(shell: InteractiveShell) -> None:
     cell = run(shell, "ptx", PTX)
     report = cell.reports["add4"]
@@ -127,6 +128,7 @@ def test_warnings_name_the_cells_line(shell: InteractiveShell) -> None:
     assert "warning: (C7517) wgmma.wait_group is injected" in repr(cell)
 
 
+@pytest.mark.full
 def test_warnings_about_cuda_name_the_line_of_cuda(shell: InteractiveShell) -> None:
     """And not that of the PTX that NVRTC made of it: here an accumulator changes while wgmma adds to it."""
     text = (Path(__file__).parent.parent / "outside" / "reused_fragment.cu").read_text()
@@ -205,12 +207,14 @@ class TestVerify:
 
     TEXT = Path(ptxlab.find("dequant_lqq")[1][0].path).read_text()
 
+    @pytest.mark.full
     def test_the_project_s_own(self, shell: InteractiveShell) -> None:
         cell = run(shell, "ptx --verify dequant_lqq", self.TEXT)
         assert len(cell.verdicts) == len(ptxlab.find("dequant_lqq")[0].example_sizes)
         assert all(v.passed and "equal to the reference, checks clean" in v.detail for v in cell.verdicts)
         assert cell.reports["dequant_lqq"].alu_per_8 == 7
 
+    @pytest.mark.full
     def test_a_mistake_under_another_name(self, shell: InteractiveShell) -> None:
         text = self.TEXT.replace("dequant_lqq", "mine").replace("0x80808080", "0x80808081")
         cell = run(shell, "ptx --verify dequant_lqq", text)

@@ -79,6 +79,7 @@ class Noisy(NumpyRunner):
         return logits + rng.uniform(-NOISE, NOISE, logits.shape[1]).astype(np.float16) if len(logits) > 1 else logits
 
 
+@pytest.mark.smoke
 def test_where_requests_part_is_reported_with_a_margin_within_the_noise() -> None:
     runner = Noisy(MODEL, 3, 128, batch_invariant=True)
     these = Served(Server(runner), ALONE["float16"], may_part=True)
@@ -243,6 +244,7 @@ def test_a_stream_of_another_server_is_refused() -> None:
         next(these.server.stream(other))
 
 
+@pytest.mark.full_cases("layer-KeyboardInterrupt", "choice-MemoryError")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("place", ["layer", "head", "choice"])
 def test_requests_survive_a_step_that_fails(place: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,6 +391,7 @@ def test_bad_input_of_pages_and_heads() -> None:
         Server("runner")  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_the_kernels_serve_the_tokens_of_each_alone() -> None:
     """In the emulator, one layer: a sequence and its page are taken over, a row joins and a row leaves."""
     model = QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, layers=1)), group=32)

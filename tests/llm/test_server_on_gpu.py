@@ -67,6 +67,7 @@ def small() -> QuantizedModel:
     return QuantizedModel.rounded(FloatModel.random(SMALL))
 
 
+@pytest.mark.long(130)
 @pytest.mark.parametrize("head", HEADS)
 def test_a_long_soak_on_a_small_model(small: QuantizedModel, head: str) -> None:
     """2,000 requests, or 5 minutes (PTXLAB_SOAK_SECONDS), by head."""
@@ -81,6 +82,7 @@ def test_the_fast_mode_reports_where_requests_part(small: QuantizedModel) -> Non
     assert all(each.margin <= 0.1 for each in drawn)
 
 
+@pytest.mark.long(40)
 @pytest.mark.parametrize("head", HEADS)
 def test_a_soak_on_a_model_of_7b(head: str) -> None:
     """50 requests; the weights are random."""

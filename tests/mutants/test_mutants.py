@@ -19,7 +19,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     return Copy(tmp_path_factory.mktemp("mutants") / "copy")
 
 
-@pytest.mark.share(24)
+@pytest.mark.default_cases("async-dirty: one lane's proxy fence is one for all lanes")
 @pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.ci], ids=str)
 def test_a_mistake_is_noticed(mutant: Mutant, copy: Copy) -> None:
     """A sample; `python -m tests.mutants` tries all. That tests pass without a mutant, this very run shows."""
@@ -37,6 +37,14 @@ def test_every_mutant_has_its_place_and_its_tests() -> None:
     assert not any(mutant.ci and mutant.equivalent for mutant in MUTANTS)
 
 
+@pytest.mark.full
+def test_every_case_that_kills_is_collected(copy: Copy) -> None:
+    """An id that changes would end the whole run before the first mutant."""
+    tests = dict.fromkeys(test for mutant in MUTANTS for test in mutant.killed_by)
+    status, output = copy.run(["--collect-only", *tests])
+    assert status == 0, output
+
+
 ELSEWHERE = {  # kernels without a mutant of their own, and what changes them one statement at a time instead
     "tests/lowbit/kernels/test_mutation.py": r"dequant_\w+",
     "tests/lowbit/kernels/test_load_mutation.py": r"load_\w+",
@@ -51,6 +59,7 @@ WITHOUT = {
 }  # nothing but tests of their own
 
 
+@pytest.mark.smoke
 def test_no_kernel_is_left_out() -> None:
     """Each has a mutant in its own file, is changed elsewhere, or is named here."""
     changed = {Path(mutant.file).stem for mutant in MUTANTS}
@@ -78,6 +87,7 @@ def tiny(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.full
 def test_mutants_are_tried_in_a_copy_and_taken_back(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,6 +83,7 @@ def test_what_came_out_of_each(cases: dict[str, corpus.Case], tmp_path: Path) ->
     assert cases["right"].judged == "by hand"
 
 
+@pytest.mark.full
 def test_a_kernel_that_does_not_end_is_ended(cases: dict[str, corpus.Case], tmp_path: Path) -> None:
     assert corpus.run(cases["endless"], tmp_path, seconds=0.5).result == "unfinished"
 

@@ -68,6 +68,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     del sys.modules["kernels"]
 
 
+@pytest.mark.full_cases("add-sm80", "matmul-sm80")
 @both_architectures
 @each_kernel
 def test_the_kernels_themselves(name: str, arch: str, emulate: Run, kernels: Any) -> None:
@@ -75,6 +76,7 @@ def test_the_kernels_themselves(name: str, arch: str, emulate: Run, kernels: Any
     CHECKS[name](lambda *args, grid: emulate(function, *args, **constants, grid=grid, arch=arch.replace("sm", "sm_")))
 
 
+@pytest.mark.smoke
 def test_a_fence_that_triton_sets_is_needed(emulate: Run) -> None:
     """Its matmul for sm_90 has threads store masked tiles into shared memory, for wgmma to read."""
     text = (HERE / "matmul_sm90.ptx").read_text()
@@ -149,7 +151,7 @@ TENSOR_CORES = [
 ]
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("float16-sm_80", "bfloat16-sm_90", "int8-sm_80", "float8_e5m2-sm_89")
 @pytest.mark.parametrize(("dtype", "arch"), TENSOR_CORES)
 def test_dtypes_that_are_multiplied(dtype: str, arch: str, emulate: Run, kernels: Any) -> None:
     multiply(emulate, kernels, dtype, arch)

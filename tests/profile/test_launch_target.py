@@ -64,6 +64,7 @@ def add4(tmp_path: Path) -> LaunchTarget:
     return LaunchTarget(str(tmp_path / "add4.ptx"), inputs=str(tmp_path / "in.npz"))
 
 
+@pytest.mark.full
 def test_each_job_is_warmed_up_and_then_profiled_once(events: list[str], add4: LaunchTarget) -> None:
     python, option, code, jobs = launch_target.command([*SMALL, add4])
     assert (python, option) == (sys.executable, "-c") and "launch_target.main" in code

@@ -89,6 +89,7 @@ def test_a_file_without_a_spec(cli: Any, device: SimpleNamespace, tmp_path: Path
     assert job["block"] == [32] and job["grid"] == [1] and job["inputs"] == str(tmp_path / "in.npz")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

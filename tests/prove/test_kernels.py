@@ -59,7 +59,7 @@ def one(name: str, claim: str, source: int = 0) -> Decision:
     return decide(Claim(name, claim, found.text, lambda: query(spec, sources[source], found), found.expect))
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("dequant_lqq-quantised at 121, nearest")
 @pytest.mark.parametrize(
     ("name", "claim"),
     [
@@ -109,6 +109,7 @@ def replayed(backend: str, tmp_path: Path, cli) -> tuple[np.ndarray, np.ndarray]
     return np.array([*told.values()], np.uint8), got[[*told]].view(np.uint8)
 
 
+@pytest.mark.full
 def test_the_emulator_shows_the_same_wrong_byte(tmp_path: Path, cli) -> None:
     told, got = replayed("emulator", tmp_path, cli)
     assert told.tolist() == got.tolist()
@@ -137,6 +138,7 @@ def test_an_own_kernel_is_proved_within_its_range_and_refuted_beyond(mine: str, 
     assert load_arrays(out)["out"][:4].tolist() == [model[f"out.u8[{i}]"] for i in range(4)]
 
 
+@pytest.mark.full
 def test_in_python_a_loaded_kernel_or_a_name_is_decided(mine: str) -> None:
     kernel = load(Path(mine))
     assert prove_kernel(kernel, CLAIM, assume="scale <= 17").verdict == "proved"
@@ -160,6 +162,7 @@ def test_the_counterexample_is_printed_lane_by_lane(mine: str, cli) -> None:
         assert int(digits, 2) == int(number) and len(digits) == max(8, int(number).bit_length())
 
 
+@pytest.mark.smoke
 def test_annotated_lanes_are_proved_instead_of_sampled(mine: str, cli) -> None:
     assert cli("prove", mine, "--assume", "scale <= 17")[0] == 0
     code, said, _ = cli("prove", mine)
@@ -225,12 +228,14 @@ def test_an_array_of_another_type_has_no_element_by_default(tmp_path: Path) -> N
         prove_kernel(kernel, "out.u32[i] == a.u8")
 
 
+@pytest.mark.full
 def test_a_claim_on_a_spec_assumes_its_rules_unless_unchecked(cli) -> None:
     wraps = "(out[i] - q4[i]*scale[i//g] - offset[i//g]) % 256 == 0"  # scale 1..16 by the rules; from 18 on it carries
     assert prove_kernel("dequant_qoq_vadd4", wraps).verdict == "proved"
     assert cli("prove", "dequant_qoq_vadd4.ptx", "--claim", wraps, "--unchecked")[0] == 1
 
 
+@pytest.mark.full
 def test_a_kernel_without_claims_in_its_spec_has_those_on_its_loop(cli) -> None:
     code, out, _ = cli("prove", "sum_activations_s8", "--json")
     assert code == 0 and [c["verdict"] for c in json.loads(out)] == ["proved", "refuted"]
@@ -262,6 +267,7 @@ def test_a_solver_that_is_not_here_is_refused_in_one_line(
     assert code == 2 and f"{missing}: not installed" in error and advice in error and error.count("\n") == 1
 
 
+@pytest.mark.full
 def test_a_whole_warp_is_followed(tmp_path: Path, cli) -> None:
     """A sum over 32 lanes, by shuffles: its limits, and the input that reaches one of them."""
     path, wrong, out = tmp_path / "sum.ptx", tmp_path / "wrong.npz", tmp_path / "out.npz"
@@ -282,6 +288,7 @@ def test_a_whole_warp_is_followed(tmp_path: Path, cli) -> None:
     assert load_arrays(out)["out"][:4].view(np.int32).tolist() == [-4096]
 
 
+@pytest.mark.full
 def test_undecided_in_time_is_3(mine: str, cli) -> None:
     code, said, _ = cli("prove", "dequant_lqq.ptx", "--seconds", "0.001", "--claim", "out[i] == 0")
     assert code == 3 and "undecided" in said
@@ -377,7 +384,7 @@ def test_a_packing_that_does_more_than_to_move_bits_is_refused() -> None:
 # Mutants: `python -m tests.support.proofs` tries all of them
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("dequant_comet-9-2")
 @pytest.mark.parametrize(("name", "every", "first"), [("dequant_comet", 9, 2), ("dequant_lqq", 17, 6)])
 def test_changed_opcodes_and_immediates_are_refuted(name: str, every: int, first: int) -> None:
     assert [what for what, _ in survivors(name, every, first) if not explained(what)] == []

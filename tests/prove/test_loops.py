@@ -22,7 +22,7 @@ def tile(old: str = "", new: str = "") -> str:
     return text.replace(old, new, 1) if old else text
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("%o1, %*", "    ad*")
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [

@@ -72,6 +72,7 @@ def vectors() -> dict[str, np.ndarray]:
         return dict(stored)
 
 
+@pytest.mark.full_cases("cvt", "shfl")
 @pytest.mark.parametrize("family", sorted({case.name.split("_")[0] for case in CASES} - ABSENT))
 def test_recorded_on_a_gpu(family: str, vectors) -> None:
     wrong, modelled = [], 0
@@ -117,6 +118,7 @@ WORDS = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.full
 @settings(max_examples=8, phases=[Phase.generate])  # every example is all instructions: shrinking takes minutes
 @given(WORDS)
 def test_random_words_as_in_the_emulator(words: list[int]) -> None:

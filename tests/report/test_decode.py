@@ -155,6 +155,7 @@ def target(start: str, records: list[Record]) -> Target:
     return found
 
 
+@pytest.mark.full
 def test_targets_are_met_or_missed_and_need_every_model_where_they_say_so() -> None:
     assert {each.verdict for each in targets.whole([])} == {""}
     assert targets.table(targets.whole([])) == MISSING

@@ -104,6 +104,7 @@ def test_chains_beside_the_best_of_each_point() -> None:
     assert gemm.chains(bare).over_best.isna().all()
 
 
+@pytest.mark.full
 def test_targets_that_are_met_and_missed() -> None:
     assert target("of the floor, M <= 256").verdict == "met"
     assert target("of the floor, M <= 256").value == pytest.approx(1 / SLOWDOWN)
@@ -118,6 +119,7 @@ def test_targets_that_are_met_and_missed() -> None:
     assert target("W8A8 over cuBLAS INT8").value == pytest.approx(1.04 * CUBLAS["cublas_int8"] / SLOWDOWN)
 
 
+@pytest.mark.smoke
 def test_one_slow_point_is_found() -> None:
     largest = LLAMA[6]
 
@@ -138,6 +140,7 @@ def test_without_a_peer_nothing_is_said_of_it(monkeypatch: pytest.MonkeyPatch) -
     assert "nan" not in targets.table(targets.gemm(without)) + gemm.means_table(without)
 
 
+@pytest.mark.full
 def test_what_is_not_in_the_record_is_not_judged() -> None:
     old = ladder_record.record()
     assert {t.verdict for t in targets.gemm(old)} == {t.verdict for t in targets.gemm(None)} == {""}
@@ -169,6 +172,7 @@ def test_the_first_table() -> None:
     assert "| 32 |" not in table and "| 32 | 0.89 |" in gemm.means_table(RECORD)
 
 
+@pytest.mark.full
 def test_figures(tmp_path: Path) -> None:
     drawn = {"headline": gemmplot.headline_figure(POINTS), "ungrouped": gemmplot.beyond_figure(record(False))}
     drawn["few"] = gemmplot.headline_figure(POINTS[3:9])
@@ -184,6 +188,7 @@ def test_figures(tmp_path: Path) -> None:
     assert {line.get_label().partition(",")[0] for line in drawn["beyond"].axes[2].lines} >= models
 
 
+@pytest.mark.full
 def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "recorded", lambda: ladder_record.record())
     assert sections.headline_section() == f"{frames.NOT_RECORDED}\n"

@@ -70,6 +70,7 @@ def test_the_points_and_their_peers() -> None:
         assert set(row.peers) == (appending if row.B < 256 and row.L <= 4096 else set())
 
 
+@pytest.mark.full
 def test_targets() -> None:
     for band, wanted in (("240", 0.95), ("60 to 240", 0.90), ("15 to 60", 0.75), ("3.8 to 15", 0.55)):
         found = target(f"of the floor where that is {band} µs")

@@ -87,7 +87,7 @@ def test_table_of_main_loops() -> None:
     assert all(f"| `{ladder.short(name)}` | 16 |" in table for name in NAMES)
 
 
-@pytest.mark.share(3)
+@pytest.mark.full
 @pytest.mark.parametrize("names", [NAMES, NAMES[:1], NAMES[2:4]], ids=("all", "one", "two"))
 def test_figures(names: list[str], tmp_path: Path) -> None:
     rows = ladder.points(record(names))
@@ -103,6 +103,7 @@ def test_figures(names: list[str], tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
+@pytest.mark.full
 def test_ablation_shows_every_gain() -> None:
     axes = gemmplot.ablation_figure(POINTS).axes[0]
     shown = [float(text.get_text()) for text in axes.texts]
@@ -116,6 +117,7 @@ def test_every_step_has_its_colour() -> None:
     assert set(gemmplot.COLOURS) == {ladder.short(name) for name in NAMES}
 
 
+@pytest.mark.full
 def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "recorded", lambda: None)
     assert frames.NOT_RECORDED in sections.ladder_section() and "![" not in sections.ladder_section()

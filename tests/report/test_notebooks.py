@@ -17,7 +17,7 @@ SECONDS = 30  # what a reader without a GPU is promised, on two cores
 A_MACHINES = re.compile(r"(?<![\w.])/(?:home|root|Users|work|mnt|tmp|usr)/\w")  # paths of the one that made it
 
 
-@pytest.mark.share(13)
+@pytest.mark.full
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
 def test_runs_from_top_to_bottom(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in re.findall(r'(?:fetch|open_model|open_text)\("(\w+)"\)', script.read_text(encoding="utf-8")):

@@ -37,6 +37,7 @@ def timed(factor: float = 1.0) -> Record:
     return replace(RECORD, rows=tuple(map(timed, RECORD.rows)))
 
 
+@pytest.mark.full
 def test_errors_are_relative_to_the_measured_time() -> None:
     for factor in (1.0, 2.0, 0.8):
         found = predictions.predictions(timed(factor))
@@ -107,6 +108,7 @@ def test_the_crossover_is_where_both_take_as_long() -> None:
     assert four.in_turn_us == pytest.approx(eight.in_turn_us, rel=0.005) and eight.limit == "load"
 
 
+@pytest.mark.full
 def test_tables_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "recorded", lambda: RECORD)
     section = sections.cost_section()

@@ -157,7 +157,18 @@ def run_page(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_pat
     return run
 
 
-@pytest.mark.share(9)
+@pytest.mark.full_cases(
+    "*/check_triton.md",
+    "*/dequantisation.md",
+    "*/profiling.md",
+    "*/layer.md",
+    "*/api.md",
+    "*/proofs.md",
+    "*/pytorch.md",
+    "*/w4a4.md",
+    "*/kernels_gemm.md",
+    "*/decode.md",
+)
 @pytest.mark.parametrize("page", [page for page in GUIDE if blocks(page)], ids=ids)
 def test_blocks_run_as_written(page: Path, monkeypatch: pytest.MonkeyPatch, run_page: Any) -> None:
     for library, name in (("triton", "Triton"), ("torch", "PyTorch"), ("transformers", "transformers")):
@@ -167,6 +178,7 @@ def test_blocks_run_as_written(page: Path, monkeypatch: pytest.MonkeyPatch, run_
     run_page(page, gpu=False)
 
 
+@pytest.mark.long(50)
 @pytest.mark.gpu
 @pytest.mark.parametrize("page", [page for page in GUIDE if any(GPU in block.text for block in blocks(page))], ids=ids)
 def test_blocks_run_on_a_gpu(page: Path, run_page: Any) -> None:

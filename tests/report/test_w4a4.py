@@ -28,6 +28,7 @@ def test_every_claim_and_every_gpu_has_its_row() -> None:
     assert [row[0] for row in rows(w4a4.choice_table())] == ["rtx3090", "rtx4090", "l40s", "a100"]
 
 
+@pytest.mark.full
 def test_every_schedule_is_beside_comets() -> None:
     found = rows(w4a4.schedule_table())
     assert [(row[0], row[1]) for row in found] == [(model, name) for model in COMET for name in SCHEDULES]
@@ -81,6 +82,7 @@ def test_perplexity_beside_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert {text.get_text() for text in axes.texts} >= {"0% INT8", "100% INT8", "the whole recipe"}
 
 
+@pytest.mark.full
 def test_measured_beside_w4a8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A made-up record: W4A4 at 1.2 times and W4Ax at 1.3 times W4A8's time, and W4Ax slower than cuBLAS INT8."""
     monkeypatch.setattr(frames, "RESULTS", tmp_path)

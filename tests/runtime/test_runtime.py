@@ -93,6 +93,7 @@ def test_findings_in_a_cuda_source_are_at_its_own_lines(tmp_path: Path, monkeypa
         ptxlab.load("race.cu")(y, grid=1, block=65, backend="emulator")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "declaration",
     [

@@ -135,6 +135,7 @@ def test_backends_are_checked_before_anything_runs(monkeypatch: pytest.MonkeyPat
         verify.plan(["dequant_lqq"], "gpu")
 
 
+@pytest.mark.smoke
 def test_asynchronous_kernels_are_verified_early_and_late() -> None:
     """A copy that nobody waits for is there in time only if it happens early."""
     spec, (source, *_) = registry.find("load_cp_async")
@@ -176,7 +177,9 @@ def rows_alone(name: str, **changes: Any) -> verify.Verdict:
     return verify.check_rows(job)
 
 
-@pytest.mark.share(4)
+@pytest.mark.default_cases(
+    "quantize_activations_s8-rows 0, 100, 299 of 300", "gemm_w4a8_small_sm90-rows 0, 5, 15 of 16"
+)
 @pytest.mark.parametrize(
     ("name", "said"),
     [

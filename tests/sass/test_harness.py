@@ -33,6 +33,7 @@ def count_words(name: str, words: np.ndarray, shared: np.ndarray) -> np.ndarray:
     return results
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", NAMES)
 def test_loop_feeds_the_words_results_back(name: str) -> None:
     rng = np.random.default_rng(3)

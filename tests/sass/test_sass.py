@@ -118,7 +118,7 @@ def test_limit_is_the_fullest_pipe(pipes: dict[str, float], clocks: float, pipe:
     assert sass.pipe_limit(pipes) == (clocks, pipe)
 
 
-@pytest.mark.share(6)
+@pytest.mark.default_cases("dequant_comet.ptx", "dequant_int4_naive.ptx", "dequant_lqq.ptx")
 @pytest.mark.parametrize("source", ALL, ids=lambda s: s.label)
 def test_instructions_per_8_weights(source: Source) -> None:
     report = sass.report(source, "sm_90a")
@@ -139,6 +139,7 @@ def test_report_is_json_ready_and_complete() -> None:
     assert 0 < report["registers"] <= 32
 
 
+@pytest.mark.full
 def test_saturation_is_dearer_still() -> None:
     """`.sat` on top of the signed spelling: 8 conversions more, as `h200.md` counts them."""
     (source,) = sources.of_kernel("dequant_qoq_vadd4_s32")
@@ -148,6 +149,7 @@ def test_saturation_is_dearer_still() -> None:
     assert sum(per_8.values()) > 64 and sum(v for name, v in per_8.items() if name.startswith("I2I")) == 8
 
 
+@pytest.mark.full
 def test_file_without_a_marked_word() -> None:
     source = Source.from_text(
         'extern "C" __global__ void one(int* x) { *x = 1; }\nextern "C" __global__ void two(int* x) { *x = 2; }'
@@ -181,7 +183,7 @@ def test_word_is_what_the_kernel_runs() -> None:
     assert word.header.split() == [".version", "6.5", ".target", "sm_75", ".address_size", "64"]
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("dequant_comet.ptx", "dequant_int4_naive.ptx")
 @pytest.mark.parametrize("source", [s for s in ALL if s.language == "ptx"], ids=lambda s: s.label)
 def test_looping_harness_adds_only_its_feedback(source: Source) -> None:
     """In the loop: 8 words, an IMAD per word and pair of results, a counter, a compare, a branch."""

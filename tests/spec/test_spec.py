@@ -134,6 +134,7 @@ def test_an_unknown_argument_is_refused() -> None:
         LQQ.arg("zero")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("spec", registry.specs().values(), ids=lambda s: s.name)
 def test_every_example_obeys_its_own_rules(spec: KernelSpec) -> None:
     assert spec.example_sizes

@@ -126,7 +126,8 @@ def _narrowed(config: pytest.Config) -> list[str]:
     """What keeps the run from being that of `pytest -m gpu`: paths, and options that choose tests or end it early."""
     option, testpaths = config.option, config.getini("testpaths")
     words = [] if config.args_source is not pytest.Config.ArgsSource.ARGS or config.args == testpaths else config.args
-    chosen = {"-m": option.markexpr if option.markexpr != "gpu" else "", "-k": option.keyword}
+    chosen = {"-m": {"gpu": "", "": "not gpu and not full"}.get(option.markexpr, option.markexpr), "-k": option.keyword}
+    chosen |= {f"--{name}": str(getattr(option, name, None) or "") for name in ("draw", "resume")}
     chosen |= {"--maxfail": str(option.maxfail or ""), "--last-failed": str(option.lf or "")}
     ignored = [*(option.deselect or ()), *(option.ignore or ()), *(option.ignore_glob or ())]
     return [

@@ -121,14 +121,18 @@ def test_a_process_that_dies_releases_it(tmp_path: Path, holder: Callable[[str],
     assert other.has_it.wait(AT_ONCE)
 
 
-def test_what_measures_comes_last() -> None:
-    measuring, sharing = (
-        SimpleNamespace(get_closest_marker=lambda name, marks=marks: name in marks)
-        for marks in ({"gpu", "timing"}, {"gpu"})
-    )
-    items: list[Any] = [measuring, sharing]
+def item(*marks: str, seconds: int = 0) -> Any:
+    names = {*marks, *(["long"] if seconds else [])}
+    return SimpleNamespace(get_closest_marker=lambda name: SimpleNamespace(args=(seconds,)) if name in names else None)
+
+
+def test_what_measures_comes_last_and_the_longest_first() -> None:
+    """A short one stands behind each long one."""
+    measuring, longest, longer = item("gpu", "timing", seconds=90), item("gpu", seconds=80), item("gpu", seconds=20)
+    short, other, third = item("gpu"), item("gpu"), item(seconds=50)
+    items = [measuring, short, longer, other, longest, third]
     pytest_collection_modifyitems(items)
-    assert items == [sharing, measuring]
+    assert items == [longest, short, longer, other, third, measuring]
 
 
 SUITE = """
@@ -156,6 +160,11 @@ def test_shares(i):
 @pytest.mark.parametrize("i", range(3))
 def test_measures(i):
     span("measures")
+
+@pytest.mark.gpu
+@pytest.mark.long(10)
+def test_long():
+    span("long")
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("what", ["no tool", "no tool", "no card"])
@@ -190,7 +199,7 @@ def run_suite(folder: Path, *options: str, text: str = SUITE, left_out: str = ""
     (folder / "suite").mkdir()
     (folder / "suite" / "test_other.py").write_text(left_out)
     (folder / "suite" / "test_mini.py").write_text(text)
-    markers = "markers =\n    gpu: needs one\n    timing: measures\n"
+    markers = "markers =\n    gpu: needs one\n    timing: measures\n    long: first\n"
     plugins = "-p tests.support.device -p tests.support.recording -p no:cacheprovider -p no:hypothesispytest"
     options_of_all = f"addopts = -q --strict-markers {plugins}\n"
     (folder / "pytest.ini").write_text(f"[pytest]\ntestpaths = suite\n{options_of_all}{markers}")
@@ -225,7 +234,7 @@ def test_a_whole_run_on_several_workers_is_recorded(tmp_path: Path) -> None:
     assert 0.3 < found.seconds < monotonic() - start and {"name", "slug"} <= set(found.device)
     assert {"ptxlab", "python", "numpy", "pytest"} <= set(found.versions)
     file = "suite/test_mini.py"
-    assert found.passed == {file: 9}
+    assert found.passed == {file: 10}
     assert found.failed == {
         f"{file}::test_fails": "AssertionError: numbers differ",
         f"{file}::test_passes_and_cannot_clean_up": "teardown: ValueError: left behind",
@@ -238,6 +247,12 @@ def test_a_whole_run_on_several_workers_is_recorded(tmp_path: Path) -> None:
     }
     spans = [Span(*json.loads(line)) for line in (tmp_path / "suite" / "spans").read_text().splitlines()]
     alone = [span for span in spans if span.name == "measures"]
+    assert len({span.worker for span in alone}) == 1, "all that measures is on one worker"
+    first = {
+        worker: min((s for s in spans if s.worker == worker and s.name != "fixture"), key=lambda s: s.start).name
+        for worker in {span.worker for span in spans}
+    }
+    assert "long" in first.values(), "it is ahead of the short ones"
     assert len(alone) == 3 and sum(span.name == "shares" for span in spans) == 6
     assert not any(one.overlaps(other) for one in alone for other in spans if other is not one)
 

@@ -164,6 +164,7 @@ def test_differs(emulate):
 """
 
 
+@pytest.mark.smoke
 def test_findings_are_failures_with_file_and_line(plugin: Any) -> None:
     result = plugin(BROKEN, "--ptxlab-format", "github")
     result.assert_outcomes(failed=4)

@@ -84,6 +84,7 @@ def test_failing_maker_leaves_nothing(folder: Path) -> None:
     assert cache.get_or_make(KEY, ".bin", lambda: b"content").read_bytes() == b"content"
 
 
+@pytest.mark.full
 def test_what_a_killed_process_left_is_no_entry(folder: Path) -> None:
     """Killed while writing, it leaves the unfinished file; the lock dies with the process."""
     killed = (

@@ -64,7 +64,7 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("quoted", "angle", "macro", "macro angle")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_changed_header_is_noticed(form: str, tmp_path: Path, compiles: list[str]) -> None:
     source = written(tmp_path / "k.cu", FORMS[form] + BODY)
@@ -89,6 +89,7 @@ def test_a_header_that_was_looked_for_appears_and_goes(form: str, tmp_path: Path
     assert value(source) == -1 and len(compiles) == 2
 
 
+@pytest.mark.full
 def test_a_header_in_front_of_the_one_before(tmp_path: Path, compiles: list[str]) -> None:
     """Beside its includer, in the folder of the source, then among the project's own headers."""
     (tmp_path / "h.h").write_text("#define VALUE 4\n")

@@ -162,6 +162,7 @@ def test_arguments(ptx: Source, cuda: Source) -> None:
         toolchain.build(cuda, "sm_90a", defines={"A B": 1})
 
 
+@pytest.mark.smoke
 def test_cache_key_covers_everything(cuda: Source, tmp_path: Path) -> None:
     first = toolchain.compile_cuda(cuda, "sm_90a", defines=MASK)
     assert toolchain.compile_cuda(cuda, "sm_90a", defines=MASK) == first
@@ -182,6 +183,7 @@ def test_compiles_once_and_keeps_the_log(cuda: Source, monkeypatch: pytest.Monke
     assert again.resources == first.resources != {}
 
 
+@pytest.mark.full
 def test_disassembly_names_lines(ptx: Source, cuda: Source) -> None:
     text = toolchain.disassemble(toolchain.assemble(ptx, "sm_90a"))
     assert "LOP3.LUT" in text and "line 10" in text
@@ -189,6 +191,7 @@ def test_disassembly_names_lines(ptx: Source, cuda: Source) -> None:
     assert 'flip.cu", line 4' in text
 
 
+@pytest.mark.full
 def test_machine_code_says_where_an_indirect_jump_leads() -> None:
     places = "ABCD"
     branches = "\n".join(f"{name}: st.global.u32 [%out+{4 * i}], %i; bra E;" for i, name in enumerate(places))
@@ -257,6 +260,7 @@ def test_versions_and_missing_tools(ptx: Source, cuda: Source, monkeypatch: pyte
         toolchain.compile_cuda(cuda, "sm_90a", defines=MASK)
 
 
+@pytest.mark.full
 def test_headers_of_the_standard_library() -> None:
     """Those that kernels include, though NVRTC has none; each compiles alone, and names of `std` are those of CUDA."""
     every = "".join(f"#include <{name}>\n" for name in headers.BY_NAME)

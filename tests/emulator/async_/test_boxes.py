@@ -15,7 +15,15 @@ from tests.support.boxes import BOXES, BULK, CHECKED, REDUCE, REDUCTIONS, SHAPES
 from tests.support.emulated import told
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases(
+    "1-cp.async.bulk.tensor.AXES.global.shared::cta.tile.bulk_group-e*",
+    "1-cp.async.bulk.tensor.AXES.global.shared::cta.tile.bulk_group-l*",
+    "1-cp.reduce.async.bulk.tensor.AXES.global.shared::cta.add.tile.bulk_group-l*",
+    "2-cp.async.bulk.tensor.AXES.global.shared::cta.tile.bulk_group-e*",
+    "3-cp.async.bulk.tensor.AXES.global.shared::cta.tile.bulk_group-e*",
+    "4-cp.async.bulk.tensor.AXES.global.shared::cta.tile.bulk_group-e*",
+    "5-cp.async.bulk.tensor.AXES.global.shared::cta.tile.bulk_group-e*",
+)
 @on_every_backend
 @both_modes
 @pytest.mark.parametrize("back", [STORE, REDUCE])
@@ -124,7 +132,12 @@ def pad(
     return y, expected, [str(finding) for finding in outcome.findings]
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases(
+    "(48,)-(64,)-(0,)-0-emulator",
+    "(6, 8)-(16, 8)-(3, 4)-32-emulator",
+    "(6, 32)-(8, 16)-(3, 24)-64-emulator",
+    "(3, 4, 8)-(2, 8, 16)-(2, 3, 4)-64-emulator",
+)
 @on_every_backend
 @pytest.mark.parametrize(("shape", "box", "first", "span"), PADDINGS, ids=str)
 def test_a_padded_store_takes_and_writes_what_lies_inside(
@@ -166,7 +179,9 @@ def test_reductions_that_there_are_not() -> None:
         TensorMap(np.zeros((2, 4, 16), np.float32), (4, 16))
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases(
+    "add.u32-emulator", "min.s32-emulator", "add.u64-emulator", "xor.b32-emulator", "add.f32-emulator"
+)
 @on_every_backend
 @pytest.mark.parametrize(("op", "t", "dtype", "combine"), REDUCTIONS, ids=[r[0] for r in REDUCTIONS])
 def test_bulk_reductions(op: str, t: str, dtype: Any, combine: np.ufunc, backend: str) -> None:

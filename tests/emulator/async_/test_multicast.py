@@ -84,13 +84,14 @@ def test_it_is_right(backend: str) -> None:
     assert outcome(backend=backend) == (True, [])
 
 
+@pytest.mark.smoke
 @both_modes
 @seeds
 def test_it_is_clean(mode: str, seed: int) -> None:
     assert outcome(backend="emulator", checks=emulator.CHECKS, mode=mode, seed=seed) == (True, [])
 
 
-@pytest.mark.share(8)
+@pytest.mark.default_cases("one reader-0-late", "one reader-1-early", "relaxed arrival-2-early")
 @both_modes
 @seeds
 @pytest.mark.parametrize(

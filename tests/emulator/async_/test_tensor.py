@@ -53,6 +53,7 @@ def copies(draw: st.DrawFn) -> tuple:
     return array, (rows, width), swizzle, row, column, 128 * draw(st.integers(0, 8)), draw(st.integers(0, 1))
 
 
+@pytest.mark.full
 @on_every_backend
 @given(copies(), st.sampled_from(emulator.MODES))
 @settings(max_examples=60, deadline=None)

@@ -195,7 +195,22 @@ def test_refused(more, error, said):
 # Floating operands
 
 
-@pytest.mark.share(4)
+@pytest.mark.default_cases(
+    "shared-8-f16-early",
+    "shared-8-f16-late",
+    "shared-8-bf16-early",
+    "shared-8-bf16-late",
+    "shared-40-f16-early",
+    "shared-40-f16-late",
+    "shared-40-bf16-early",
+    "shared-40-bf16-late",
+    "shared-128-f16-early",
+    "registers-40-f16-early",
+    "b 64-64-f16-early",
+    "b 128-128-f16-early",
+    "a 128-64-f16-early",
+    "a 32 b 32-64-f16-early",
+)
 @both_modes
 @pytest.mark.parametrize("type_name", ["f16", "bf16"])
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def found(body: str) -> list[str]:
     return [str(finding) for finding in outcome.findings]
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("small_waves")
 @pytest.mark.parametrize("what", RACES)
 def test_races(what: str) -> None:
@@ -76,6 +77,7 @@ def test_races(what: str) -> None:
     assert any(kind in "".join(messages) for kind in said.split("|"))
 
 
+@pytest.mark.full_cases("the last block adds up-32", "a turn for each-64", "a turn for each-128")
 @pytest.mark.parametrize("lanes", [32, 64, 128])
 @pytest.mark.parametrize("what", ORDERED)
 def test_what_is_ordered_or_alike(what: str, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:

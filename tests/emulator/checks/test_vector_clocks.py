@@ -1,6 +1,7 @@
 """Clocks against the plain thing: what every lane knows of every actor, as one matrix."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ some_lanes = st.one_of(
 steps = st.lists(st.tuples(st.sampled_from(["tell", "hear", "meet", "wait", "land", "fence"]), some_lanes), max_size=30)
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(steps)
 def test_every_lane_knows_what_it_should(steps):

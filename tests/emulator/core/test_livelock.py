@@ -27,7 +27,7 @@ def test_who_spins_and_who_waits_for_them() -> None:
     assert not more
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("branch-early", "barrier-late", "store-early", "lock-early")
 @both_modes
 @pytest.mark.parametrize(
     "loop",

@@ -72,6 +72,7 @@ def test_a_trap_fails_with_line_and_values() -> None:
         run("int i = threadIdx.x;\nif (x[i] > n) __trap();", integers(), np.int32(8))
 
 
+@pytest.mark.full_cases("cooper*")
 @pytest.mark.parametrize(
     ("body", "head", "said"),
     [

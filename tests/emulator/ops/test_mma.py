@@ -182,6 +182,7 @@ def test_where_a_group_ends(body, expected, monkeypatch):
     assert np.array_equal(fused, outcome(body, 2, monkeypatch, False)[0])
 
 
+@pytest.mark.full
 @settings(max_examples=30, deadline=None)
 @given(
     program=st.lists(

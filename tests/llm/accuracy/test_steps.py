@@ -81,6 +81,7 @@ def test_other_rows_by_hand() -> None:
     assert read(halves) == read(per_token) + kept * 3 // 2 + 2 * rows + TOKENS * 2 * 4
 
 
+@pytest.mark.full
 def test_comets_rows_go_from_no_int8_block_to_all() -> None:
     rows = [row for row in accuracy.rows() if row.ladder == "FMPQ"]
     assert [row.step for row in rows[:2]] == ["0% of the blocks in INT8", "10% of the blocks in INT8"]

@@ -80,6 +80,7 @@ def test_zeros_between_integers_are_quantised_again(tmp_path: Path) -> None:
     assert row.scheme == "lqq" and 0 < row.relative_error < 0.1
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("format", ["qserve", "w4a8", "gptq"])
 def test_a_model(format: str, tmp_path: Path) -> None:
     """The quantised model stands for the numbers of theirs, whose parts it has in one matrix."""

@@ -64,6 +64,7 @@ def test_a_batch_draws_apart_and_a_seed_draws_again(cli: Any, folder: Path) -> N
     assert code == 0 and "\n[2] the" in out and "\n[3] the" in out
 
 
+@pytest.mark.smoke
 def test_many_prompts_are_served_at_once(cli: Any, folder: Path, tmp_path: Path) -> None:
     """Printed in their order, with the tokens that each gets alone; a .jsonl sets tokens and draws by request."""
     path = tmp_path / "prompts.txt"
@@ -148,6 +149,7 @@ def test_a_memory_that_is_too_small_is_refused_with_the_figures(cli: Any, folder
         assert cli("generate", *given, *options, "--memory", 1.51, "--head", "int8")[0] == 0
 
 
+@pytest.mark.full
 def test_a_batch_that_does_not_fit_becomes_smaller_or_is_refused_where_it_was_asked_for(
     cli: Any, folder: Path, tmp_path: Path
 ) -> None:
@@ -167,6 +169,7 @@ def test_a_batch_that_does_not_fit_becomes_smaller_or_is_refused_where_it_was_as
         assert [cli("generate", *given, *options, "--batch", most + more)[0] for more in (0, 1)] == [0, 2]
 
 
+@pytest.mark.full
 @pytest.mark.torch
 def test_pytorch_attends_the_prompt(cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU made of the emulator; the whole prompt is one launch."""

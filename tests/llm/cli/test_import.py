@@ -13,6 +13,7 @@ from ptxlab.llm.model import NumpyRunner, generate
 from tests.support.foreign_files import ORDERED_DICT, qserve, text, two_level, write_archive, write_model, write_torch
 
 
+@pytest.mark.full
 def test_a_model_of_qserve_generates(cli: Any, tmp_path: Path) -> None:
     folder, out = write_model(tmp_path / "theirs", "qserve", container="torch"), tmp_path / "ours"
     code, printed, err = cli("import", folder, "--out", out)

@@ -38,6 +38,7 @@ def asked(cli: Any, *arguments: object) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_a_folder_and_a_gguf(cli: Any, tmp_path: Path, text: Path, tokens: Any) -> None:
     path = write_folder(tmp_path / "model", "smollm")
     model, _ = open_model(path)

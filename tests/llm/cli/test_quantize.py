@@ -92,6 +92,7 @@ def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "model", "smollm", **sizes)
 
 
+@pytest.mark.full
 def test_a_model_by_a_recipe_is_measured(cli: Any, folder: Path, tmp_path: Path) -> None:
     """Two layers, the whole recipe; `tests/llm/cli/test_generate.py` has text of it."""
     out, text = tmp_path / "out", tmp_path / "text.txt"
@@ -126,6 +127,7 @@ def test_a_model_by_a_recipe_is_measured(cli: Any, folder: Path, tmp_path: Path)
     assert code == 0 and json.loads(printed)["perplexity"] == pytest.approx(exact, rel=0.5)
 
 
+@pytest.mark.default_cases("atom")
 @pytest.mark.parametrize("options", [("atom",), ("fmpq", "--int8", 0.5)], ids=["atom", "fmpq"])
 def test_w4a4_is_measured_and_continues_a_text(
     cli: Any, folder: Path, tmp_path: Path, options: tuple[object, ...]
@@ -182,6 +184,7 @@ def test_options_of_a_recipe_that_cannot_be(
     assert code == 2 and message in " ".join(err.split()) and not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = Corpus((TEXT,), (TEXT,))
     monkeypatch.setattr("ptxlab.llm.cli.models.open_text", lambda source, progress: text)

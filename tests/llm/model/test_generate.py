@@ -121,6 +121,7 @@ def test_the_8_bit_head_is_the_kernels_bit_for_bit(dtype: str) -> None:
     assert 1e-3 < error < 0.015  # two roundings to INT8, of a row of weights and of a token
 
 
+@pytest.mark.smoke
 def test_chunks_and_batches_do_not_matter(model: QuantizedModel) -> None:
     """A prompt at once, in chunks that cut it anywhere, token by token, alone or in a batch: the same caches.
 
@@ -149,6 +150,7 @@ def test_chunks_and_batches_do_not_matter(model: QuantizedModel) -> None:
     assert np.array_equal(bits(whole.prefill(PROMPTS)), bits(right))  # begins anew
 
 
+@pytest.mark.full
 def test_kernels_give_the_same(model: QuantizedModel) -> None:
     """In the emulator: a prompt in chunks, the last one padded, and a step behind it. With the kernel's own attention
     in NumPy every bit is the same, with attention in floats the first layer's keys and values."""

@@ -74,6 +74,7 @@ def test_the_heads_on_the_gpu(dtype: str) -> None:
         assert np.array_equal(alone[0].view(np.uint16), found[row].view(np.uint16))
 
 
+@pytest.mark.long(30)
 @pytest.mark.parametrize("batch", [1, 5, 40])
 @pytest.mark.parametrize(
     "changes", [{}, {"dtype": "bfloat16", "scheme": "qoq_channel", "window": 50}], ids=["f16", "bf16"]

@@ -55,7 +55,7 @@ BFLOAT16 = {"dtype": "bfloat16"}
 EARLY, LATE = ({"mode": mode, "begin": "early"} for mode in emulator.MODES)
 
 
-@pytest.mark.share(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "how", "when", "names"),
     [
@@ -77,7 +77,7 @@ def test_a_layer_is_its_twin(config: Config, how: dict[str, Any], when: dict[str
 GATED = (*CHAIN[:8], "quantize_activations_s8", CHAIN[9])
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("both")
 @pytest.mark.parametrize(
     ("how", "when"),
     [
@@ -97,6 +97,7 @@ def test_products_that_end_with_more(how: dict[str, Any], when: dict[str, Any]) 
     assert said == f"{10 if added else 12} steps: attention, {last} within bounds, all others equal in every bit"
 
 
+@pytest.mark.full
 def test_layers_that_add_to_the_stream_follow_each_other() -> None:
     """The second is given the residual itself, to which there is nothing to add."""
     first = layer_problem()
@@ -107,6 +108,7 @@ def test_layers_that_add_to_the_stream_follow_each_other() -> None:
     assert made.findings == [] and tuple(made.launches) == 2 * CHAIN
 
 
+@pytest.mark.default_cases("llama")
 @pytest.mark.parametrize("config", [TINY, MIXTRAL], ids=["llama", "mixtral"])
 def test_a_residual_epilogue_has_the_bits_of_the_chain_without(config: Config) -> None:
     plain, fused = (layer_problem(config, residual_epilogue=added) for added in (False, True))
@@ -138,6 +140,7 @@ def fill(part: Any, byte: int) -> None:
             fill(getattr(part, each.name), byte)
 
 
+@pytest.mark.full
 @given(problem=problems(), mode=st.sampled_from(emulator.MODES), poison=st.sampled_from((0xA5, 0x5A, 0xFF)))
 @settings(max_examples=4)
 def test_any_layer_is_its_twin(problem: LayerProblem, mode: str, poison: int) -> None:
@@ -150,6 +153,7 @@ def test_any_layer_is_its_twin(problem: LayerProblem, mode: str, poison: int) ->
     compare(given, problem.weights, problem.buffers, problem.residual, problem.cache)
 
 
+@pytest.mark.smoke
 def test_layers_follow_each_other() -> None:
     """The second begins while the first still runs, and goes on with its result and its residual."""
     first = layer_problem()
@@ -161,7 +165,7 @@ def test_layers_follow_each_other() -> None:
     assert made.findings == [] and len(made.launches) == 20
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("epilogues")
 @pytest.mark.parametrize(
     ("config", "ends"),
     [(TINY, {"residual_epilogue": False}), (MIXTRAL, {}), (TINY, {"interleaved": True})],
@@ -189,7 +193,7 @@ def test_a_token_has_the_same_bits_alone(config: Config, ends: dict[str, Any]) -
     assert (problem.residual[b] == alone.residual[0]).all()
 
 
-@pytest.mark.share(10)
+@pytest.mark.default_cases("config4-rope_append_kv4-ends4")
 @pytest.mark.parametrize(
     ("config", "name", "ends"),
     [
@@ -237,7 +241,7 @@ ret;
 """
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("programmatic", [False, True])
 def test_who_writes_lengths_is_followed_by_an_ordinary_launch(programmatic: bool) -> None:
     """Attention reads them ahead of its wait, three launches later."""
@@ -318,7 +322,7 @@ STEPS = (
 ROUTED = ("offsets", "place", "share", "chosen", "tokens", "normed", "results")
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("llama")
 @pytest.mark.parametrize(("config", "steps"), [(TINY, STEPS), (MIXTRAL, ROUTED)], ids=["llama", "mixtral"])
 def test_a_step_that_went_wrong_is_named(config: Config, steps: tuple[str, ...]) -> None:
     problem = layer_problem(config, residual_epilogue=False)
@@ -355,6 +359,7 @@ def on_the_device(problem: LayerProblem) -> LayerProblem:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("config", "names"), [(TINY, CHAIN), (MIXTRAL, OF_EXPERTS)], ids=["llama", "mixtral"])
 def test_in_a_capture_nothing_is_allocated(
     config: Config, names: tuple[str, ...], fake: FakeGpu, monkeypatch: pytest.MonkeyPatch

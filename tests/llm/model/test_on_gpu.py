@@ -151,6 +151,7 @@ class Case:
         return f"{self.weights.config.experts} experts, batch {self.batch}"
 
 
+@pytest.mark.long(70)
 def test_twenty_thousand_layers_beside_a_busy_stream() -> None:
     """`soak.CALLS` layers at random batch sizes, one in four of experts, one in four with epilogues."""
     cases = []

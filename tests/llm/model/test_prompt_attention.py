@@ -62,7 +62,7 @@ def test_neighbours_of_one_length_are_attended_together() -> None:
     assert by_torch.begun(rows_of((0, 3, 9)), None) == []
 
 
-@pytest.mark.share(2)
+@pytest.mark.full
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
 def test_every_row_is_exact_attention_of_what_the_launch_has(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -100,7 +100,7 @@ def test_every_row_is_exact_attention_of_what_the_launch_has(
         assert not attention[14:].any(), "padding"
 
 
-@pytest.mark.share(2)
+@pytest.mark.full
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
 def test_a_whole_model_is_its_twin_in_numpy(changes: dict[str, Any]) -> None:
     """Prompts in chunks that cut two of them, and a step behind them. Against the cache's attention the logits differ
@@ -116,6 +116,7 @@ def test_a_whole_model_is_its_twin_in_numpy(changes: dict[str, Any]) -> None:
     assert OF_ATTENTION < relative(found[0], of_cache) < OF_CACHE
 
 
+@pytest.mark.full
 def test_experts_and_what_padding_held() -> None:
     """Three rows in a launch of four, whose buffers were full of NaN."""
     config, rng = replace(TINY, experts=2, chosen_experts=1), np.random.default_rng(0)
@@ -135,6 +136,7 @@ def test_experts_and_what_padding_held() -> None:
     assert 0 < relative(found[0], of_cache) < OF_CACHE
 
 
+@pytest.mark.full
 def test_a_server_takes_whole_prompts_and_first_chunks(model: QuantizedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps, and a token that begins a sequence by `decode`, are the kernel's."""
     begun, seen = by_torch.begun, []
@@ -161,6 +163,7 @@ def test_what_is_refused(model: QuantizedModel, monkeypatch: pytest.MonkeyPatch)
         require_torch(on_gpu=True)
 
 
+@pytest.mark.full
 def test_without_pytorch_a_line_says_so() -> None:
     code = """
 import sys

@@ -44,6 +44,7 @@ def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe
     return recipe, out, folder.load(out)
 
 
+@pytest.mark.default_cases("fmpq")
 def test_a_folder_holds_what_the_recipe_computed(made: tuple[Recipe, Path, QuantizedModel], tmp_path: Path) -> None:
     """Every float of the first layer; and loaded and written again, every byte."""
     recipe, out, model = made
@@ -118,6 +119,7 @@ def test_text_is_the_one_of_fake_quantisation(made: tuple[Recipe, Path, Quantize
     assert error < 0.75 * loss < 0.075, (error, loss)
 
 
+@pytest.mark.long(30)
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FOUR_BITS)
 def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name: str) -> None:

@@ -54,6 +54,7 @@ def solved(w: Any, hessian: Any, grid: Grid, damping: float) -> Any:
     return values
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.parametrize("clip", [False, True])
 def test_it_equals_a_direct_solver(name: str, clip: bool) -> None:
@@ -79,6 +80,7 @@ def test_rows_that_gptq_makes_worse_keep_rounding() -> None:
     np.testing.assert_allclose(found.values[~kept], expected[~kept], atol=1e-12)
 
 
+@pytest.mark.full
 def test_blocks_change_nothing() -> None:
     """More columns than a block, and groups that straddle none."""
     w, H = problem(4, 288)

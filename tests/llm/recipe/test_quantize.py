@@ -59,7 +59,7 @@ def files(path: Path) -> dict[str, bytes]:
     return {each.name: each.read_bytes() for each in path.iterdir()}
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("lqq-biased", "qoq_channel-biased", "rtn-tied")
 @pytest.mark.parametrize("config", [CONFIG, BIASED], ids=["tied", "biased"])
 @pytest.mark.parametrize("name", PACKED)
 def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, config: Config, tmp_path: Path) -> None:
@@ -87,6 +87,7 @@ def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, 
     assert np.isfinite(states[-1]).all()
 
 
+@pytest.mark.full
 def test_the_whole_recipe_beats_rounding() -> None:
     """By the squared error of the logits."""
     model, found = small(), {}
@@ -110,6 +111,7 @@ def test_a_width_without_a_hadamard_matrix_takes_a_random_rotation() -> None:
     np.testing.assert_allclose(*logits, atol=1e-9 * np.abs(logits[0]).max())
 
 
+@pytest.mark.full
 def test_a_run_that_was_killed_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, model = PACKED["lqq"].but(rotate=None), small(BIASED)  # whose norms are rounded to FP16
     quantize.quantize_model(model, TEXT, recipe, tmp_path / "whole")
@@ -299,6 +301,7 @@ def single(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floats, "_ELEMENTS", 1)
 
 
+@pytest.mark.default_cases("qoq_released", "atom", "rtn")
 @pytest.mark.usefixtures("single")
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_step_dispatches_on_device_arrays(name: str) -> None:
@@ -319,6 +322,7 @@ def test_every_step_dispatches_on_device_arrays(name: str) -> None:
         np.testing.assert_allclose(device.floats[name].array, w, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.default_cases("lqq")
 @pytest.mark.usefixtures("single")
 @pytest.mark.parametrize("name", ["lqq", "atom", "fmpq"])
 def test_a_model_of_device_arrays_becomes_the_same_folder(

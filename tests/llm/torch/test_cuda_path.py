@@ -122,6 +122,7 @@ def test_a_repeated_call_only_launches(fake: TensorGpu, monkeypatch: pytest.Monk
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+@pytest.mark.full
 def test_what_the_public_call_has_to_look_at_is_not_repeated(fake: TensorGpu) -> None:
     from ptxlab.llm.torch import operators
 

@@ -42,7 +42,7 @@ def ours(model: QuantizedModel, prompts: list[list[int]]) -> tuple[list[list[int
     return np.array(list(generate(runner, prompts, TOKENS))).T.tolist(), runner
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("llama-padded", "smollm-alone", "mistral-alone", "qwen2-alone")
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generates_the_tokens_of_our_runner(family: str, prompts: list[list[int]]) -> None:
@@ -72,6 +72,7 @@ def test_bfloat16_has_the_bytes_of_our_runner() -> None:
         assert np.array_equal(pool.numpy(), of_runner.pool)
 
 
+@pytest.mark.smoke
 def test_a_recipe_rotates_and_rounds() -> None:
     """Rotation unties the head."""
     from ptxlab.llm.torch import quantize_model
@@ -84,6 +85,7 @@ def test_a_recipe_rotates_and_rounds() -> None:
     assert theirs(model, PROMPTS)[0] == wanted
 
 
+@pytest.mark.full
 def test_a_step_compiles_without_a_break() -> None:
     """Prompt in eager mode, then steps of one graph."""
     from ptxlab.llm.torch import KV4Cache, quantize_model
@@ -101,6 +103,7 @@ def test_a_step_compiles_without_a_break() -> None:
     assert found == wanted[0][:3]
 
 
+@pytest.mark.full
 def test_generate_compiles_one_step_for_all_lengths() -> None:
     """What a step is given has the same shapes and strides at every length: CUDA graphs are recorded for each."""
     from transformers.generation.configuration_utils import CompileConfig
@@ -134,7 +137,7 @@ def test_a_mask_of_new_tokens_has_strides_of_its_own() -> None:
     assert wide is not None and wider is not None and wide.stride() == wider.stride() == (1, 1)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_inductor_takes_attention_on_the_cpu() -> None:
     """An argument that may be written must be there: PyTorch 2.13 fails to lower one result of a call without it."""
     from ptxlab.llm.torch import KV4Cache, quantize_model

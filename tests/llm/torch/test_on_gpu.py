@@ -128,6 +128,7 @@ def test_linear_moves_and_gives_the_same() -> None:
     assert torch.equal(compiled(x.cuda()).cpu(), on_cpu)
 
 
+@pytest.mark.long(20)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generates_the_tokens_of_our_runner(family: str, compiled: bool) -> None:
@@ -164,6 +165,7 @@ def test_host_time_of_an_operator() -> None:
     assert 0 < operator - allocating < 25, (operator, allocating)
 
 
+@pytest.mark.long(60)
 def test_the_suite_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a model of two layers."""
     from transformers import LlamaConfig

@@ -34,6 +34,7 @@ def bits(tensor: Any) -> np.ndarray:
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
+@pytest.mark.full_cases("rope_append_kv4")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_opcheck(name: str, ops: Any, rng: np.random.Generator) -> None:
     args, how = every_call(rng)[name]

@@ -172,6 +172,7 @@ def total(rows, field):
     return sum(getattr(row, field) for row in rows)
 
 
+@pytest.mark.full
 def test_trained_weights_overflow_only_without_the_protective_range(trained):
     for scheme in SCHEMES:
         assert total(trained[scheme, 119], "overflows") == 0

@@ -44,6 +44,7 @@ def small(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     attention_problem.random_pages.cache_clear()
 
 
+@pytest.mark.full
 def test_a_point_and_the_same_behind_an_appended_token(small: pytest.MonkeyPatch) -> None:
     peers = replace(NO_PEERS, attention=lambda batch: FLASH)
     behind, alone = attention.at(CHOSEN, SMALL, CEILINGS, quiet, peers)
@@ -60,12 +61,14 @@ def test_a_point_and_the_same_behind_an_appended_token(small: pytest.MonkeyPatch
     assert alone.key != behind.key
 
 
+@pytest.mark.full
 def test_without_pytorch_no_others_stand_beside(small: pytest.MonkeyPatch) -> None:
     small.setattr(peers, "importable", lambda: False)
     (row,) = attention.at(CHOSEN, SMALL, CEILINGS, quiet, appending=False)
     assert row.peers == {}
 
 
+@pytest.mark.full
 def test_programmatic_launches_are_timed_and_checked(small: pytest.MonkeyPatch) -> None:
     of, seen = attention_problem.random_problem(SMALL), []
 
@@ -91,7 +94,7 @@ def test_only_kernels_that_wait_are_launched_programmatically(small: pytest.Monk
     assert seen == [False] * 2 * 2 + [False] * 4 + [True] * 4, "with logarithms as they are timed without"
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("heads 4/2, 3 x up to 130")
 @pytest.mark.parametrize("batch", [RAGGED, RAGGED._replace(D=64)], ids=str)
 def test_one_bit_that_the_bound_would_let_pass_is_refused(small: pytest.MonkeyPatch, batch: Batch) -> None:
     of = attention_problem.random_problem(batch)
@@ -137,6 +140,7 @@ def test_no_page_is_in_a_cache_twice_and_last_tokens_stand_out(small: pytest.Mon
         assert (weights[:, -1] / weights.sum(axis=-1) > 4 / length).all()
 
 
+@pytest.mark.full_cases("another table")
 @pytest.mark.parametrize("how", ["one sequence", "another table", "nothing"])
 def test_wrong_results_are_found(small: pytest.MonkeyPatch, how: str) -> None:
     of = attention_problem.random_problem(SMALL)
@@ -179,6 +183,7 @@ def test_wrong_logarithms_are_found(small: pytest.MonkeyPatch, of: str) -> None:
         replace(ready, logged=replace(ready.logged, calls=calls)).check(given)
 
 
+@pytest.mark.full
 def test_a_step_without_logarithms_is_checked_without(small: pytest.MonkeyPatch) -> None:
     of = attention_problem.random_problem(SMALL)
     ready = attention_problem.launches(STEPS[5], of)
@@ -201,6 +206,7 @@ def test_an_append_that_writes_another_byte_is_found(small: pytest.MonkeyPatch) 
         appending.check()
 
 
+@pytest.mark.full
 def test_a_ragged_batch_and_an_even_one(small: pytest.MonkeyPatch) -> None:
     uneven, even = attention.unequal(CHOSEN, RAGGED, CEILINGS, quiet)
     assert uneven.bytes == even.bytes == 195 * 2 * 2 * 68 and uneven.more["tokens"] == even.more["tokens"] == 195
@@ -245,17 +251,20 @@ def test_every_variant_is_compiled_once(emulated_gpu: pytest.MonkeyPatch) -> Non
     assert len(compiled) == alone
 
 
+@pytest.mark.full
 def test_the_merge(small: pytest.MonkeyPatch) -> None:
     row = merge.merged(Batch(2, 1, (1100,)), CEILINGS)
     assert row.kernel == "attention_kv4_mma_sm80, attention_merge" and row.more["fused_us"] == 10
 
 
+@pytest.mark.full
 def test_without_its_second_kernel_parts_are_wrong(small: pytest.MonkeyPatch) -> None:
     small.setattr(merge, "_merges", lambda parts, **written: [lambda: None for _ in parts.calls])
     with pytest.raises(BenchmarkError, match=r"attention_kv4_mma_sm80 with .*: the timed launches gave wrong results"):
         merge.merged(Batch(2, 1, (1100,)), CEILINGS)
 
 
+@pytest.mark.full
 def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """From the suite's entry to a record that is read again and compared with itself: no two rows have one key."""
     small.setattr(attention, "HEADS", ((2, 1),))

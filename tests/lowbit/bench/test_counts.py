@@ -31,14 +31,14 @@ def test_alu_instructions_per_8_weights(label: str) -> None:
     assert counts.load()["counts"][label]["alu_per_8"] == PINNED[label]
 
 
-@pytest.mark.share(30)
+@pytest.mark.default_cases("dequant_lqq.ptx", "dequant_qoq_vadd4.ptx", "attention_merge.cu")
 @pytest.mark.parametrize("label", ALL)
 def test_the_shipped_counts_are_what_the_tools_here_measure(label: str) -> None:
     source, spec = ALL[label]
     assert counts.load()["counts"][label] == counts.counts_of(spec, source)
 
 
-@pytest.mark.share(8)
+@pytest.mark.default_cases("gemm_w4a8_qoq_sm80.cu")
 @pytest.mark.parametrize("label", [label for label, (_, spec) in ALL.items() if spec.name in counts.LOOPED])
 def test_the_shipped_main_loops_are_what_the_tools_here_measure(label: str) -> None:
     source, spec = ALL[label]
@@ -61,7 +61,7 @@ def test_without_the_tools_the_record_answers(monkeypatch: pytest.MonkeyPatch) -
     assert alu == 7 and origin.startswith("from the shipped record (ptxas 13.2")
 
 
-@pytest.mark.share(60)
+@pytest.mark.default_cases("gemm_w4a8_qoq_sm90.cu", "gemm_w4a8_lqq_sm90.cu")
 @pytest.mark.parametrize("label", ALL)
 def test_assembles_without_spills_for_every_arch_it_claims(label: str) -> None:
     source, spec = ALL[label]
@@ -72,7 +72,7 @@ def test_assembles_without_spills_for_every_arch_it_claims(label: str) -> None:
         assert image.warnings == (), arch
 
 
-@pytest.mark.share(3)
+@pytest.mark.full
 @pytest.mark.parametrize("label", ["dequant_lqq.ptx", "load_bulk_sm90.ptx", "attention_kv4_naive.cu"])
 def test_machine_code_of_every_arch_is_understood(label: str) -> None:
     """That of sm_90a is of all kernels: the shipped record is made from it."""

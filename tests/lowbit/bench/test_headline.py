@@ -63,7 +63,7 @@ def rows_of_small(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     return list(headline.layer_rows(SMALL, names(), {1: FP8, 17: FP8}, stream_us, quiet))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_every_group_and_order_at_every_number_of_tokens(emulated_gpu: pytest.MonkeyPatch) -> None:
     rows = rows_of_small(emulated_gpu)
     found = [(row.sizes.get("g", PER_CHANNEL), row.sizes["M"], row.activations) for row in rows]
@@ -104,13 +104,14 @@ def test_only_what_is_asked_for_is_measured(emulated_gpu: pytest.MonkeyPatch) ->
     assert list(headline.points(["gemm_w4a8_qoq_sm80"])) == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_a_point_that_was_chosen_otherwise_is_still_the_same_point(emulated_gpu: pytest.MonkeyPatch) -> None:
     row = rows_of_small(emulated_gpu)[0]
     assert replace(row, kernel="another").key == row.key
     assert replace(row, kernel="another", face="").key != replace(row, face="").key
 
 
+@pytest.mark.full
 def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.MonkeyPatch) -> None:
     def launched() -> Iterator[Point]:
         yield from headline.points(names())
@@ -128,6 +129,7 @@ def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.Monkey
     assert len(found) == headlines + len(UNTUNED) * len(UNTUNED_TOKENS) + 2 * 159
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("group", "sizes", "bits"), [(GROUP, {"g": 128}, 4.125), (PER_CHANNEL, {}, 4)])
 def test_a_chain(emulated_gpu: pytest.MonkeyPatch, group: int, sizes: dict[str, int], bits: float) -> None:
     layers = [SMALL, NEXT]
@@ -175,6 +177,7 @@ def test_the_loop_over_experts(emulated_gpu: pytest.MonkeyPatch) -> None:
     assert "all 512 results of 2 launches" in row.checked
 
 
+@pytest.mark.full
 def test_experts_at_once(emulated_gpu: pytest.MonkeyPatch) -> None:
     """The floor is that of the two experts that have tokens, of which one has two tiles of them at least."""
     weights = [headline.weight_of(SMALL, seed=expert) for expert in range(EXPERTS)]
@@ -193,6 +196,7 @@ def test_experts_at_once(emulated_gpu: pytest.MonkeyPatch) -> None:
     assert row.checked == f"in each of 3 places {what}"
 
 
+@pytest.mark.full
 def test_the_grouped_kernel_can_be_measured_alone(emulated_gpu: pytest.MonkeyPatch) -> None:
     assert list(grouped.points(names())) == []
     sizes = [sizes for _, sizes in grouped.points([grouped.GROUPED.name])]
@@ -232,6 +236,7 @@ def test_w8a8_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
     assert (row.measure, row.kernel, row.face, row.peers) == ("w8a8", "gemm_w4a8_lqq_sm90", "", FP8)
 
 
+@pytest.mark.full
 def test_w4a4_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
     """The steps for sm_80 on one matrix alone; what is left of K behind the outliers is INT4."""
     every = [spec.name for spec in registry.specs().values() if "w4a4" in spec.name or "w4ax" in spec.name]
@@ -254,6 +259,7 @@ def test_w4a4_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.full
 def test_w4a4_beside_others_in_one_run(emulated_gpu: pytest.MonkeyPatch) -> None:
     """What the part measures: at its own numbers of tokens, beside cuBLAS alone, in a record with a name of its own."""
     layers = {"LLAMA": (SMALL,), "LADDER_LAYER": LLAMA[0], "COMPARED": (3, 5)}
@@ -274,7 +280,7 @@ def test_w4a4_beside_others_in_one_run(emulated_gpu: pytest.MonkeyPatch) -> None
     assert gemm.SUITE.record_name(["w4a4"]) == "gemm_w4a4" and gemm.SUITE.record_name(["w4a4", "7B"]) == "gemm_part"
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("row_major")
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_quantiser(order: str, emulated_gpu: pytest.MonkeyPatch) -> None:
     x = quantiser._activations(5, 256)
@@ -289,6 +295,7 @@ def test_a_quantiser_that_writes_nothing_is_found(emulated_gpu: pytest.MonkeyPat
         quantiser.quantised(quantiser._activations(5, 256), "fragment", Ceilings(4.6, 4.2))
 
 
+@pytest.mark.full
 def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """From the suite's entry to a record that is read again and compared with itself: no two rows have one key."""
     patches: dict[Any, dict[str, Any]] = {

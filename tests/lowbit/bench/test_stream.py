@@ -14,6 +14,7 @@ from tests.support.bench_rows import ROW
 SIZES = [(128, 4), (128 * 7, 4), (128 * 1000, 3), (128 * 3001, 2)]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("nbytes", "blocks"), SIZES)
 @pytest.mark.parametrize("most", stream._CHUNKS)
 @pytest.mark.parametrize("mode", emulator.MODES)

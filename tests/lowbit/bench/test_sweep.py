@@ -36,6 +36,7 @@ def timed(emulated_gpu: pytest.MonkeyPatch) -> list[float]:
     return times
 
 
+@pytest.mark.full
 def test_every_combination_of_a_gemm_quickest_first(timed: list[float]) -> None:
     timed += [10.0, 12.0, 8.0, 9.0]
     found = sweep.sweep(spec_of("gemm_w4a8_small_sm90"), GEMM, {"STAGES": (4, 12), "RESIDENT": (1, 2)})
@@ -46,12 +47,14 @@ def test_every_combination_of_a_gemm_quickest_first(timed: list[float]) -> None:
     assert first[:4] == ["12", "1", "8.00", "1.125x"] and own[2:4] == ["9.00", "1.000x"] and own[-1] == "chosen"
 
 
+@pytest.mark.full
 def test_what_the_spec_chooses_is_measured_too(timed: list[float]) -> None:
     timed += [10.0, 11.0]
     found = sweep.sweep(spec_of("attention_kv4_sm90"), BATCH, {"TOKENS": (32,)})
     assert [(one.constants["TOKENS"], one.chosen) for one in found] == [(16, True), (32, False)]
 
 
+@pytest.mark.full
 def test_a_variant_that_cannot_run_says_why(timed: list[float]) -> None:
     """More stages than fit: nothing is measured of it."""
     timed += [10.0]

@@ -23,7 +23,21 @@ def known() -> list[Claim]:
     return registered()
 
 
-@pytest.mark.share(16)
+@pytest.mark.default_cases(
+    "accumulator*",
+    "packing*",
+    "quantiser*",
+    "nibbles",
+    "fragment maps",
+    "swizzles",
+    "kv4 in FP16",
+    "pages of the KV cache",
+    "dequant_lqq.cu",
+    "dequant_comet.ptx",
+    "dequant_qoq_channel.ptx",
+    "gemm_w4a4_s4_sm80.cu, a step of its loop",
+    "quantize_activations_s8.cu, a step of its loop",
+)
 @pytest.mark.parametrize("subject", [*KERNELS, *LOOPS, *OTHERS])
 def test_decided_as_claimed(subject: str) -> None:
     found = claims_of(*registry.find(subject.partition(".")[0])) if subject in KERNELS else known()

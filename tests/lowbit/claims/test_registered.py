@@ -55,6 +55,7 @@ def functions(module: Any) -> Iterator[tuple[str, CodeType]]:
                 yield f"{module.__name__}.{name if of == name else f'{name}.{of}'}", function.__code__
 
 
+@pytest.mark.full
 def test_everything_that_packs_has_a_claim() -> None:
     """Every packing, unpacking, order and fragment map of `ptxlab.lowbit.layout` is run by one claim at least."""
     modules = [importlib.import_module(f"ptxlab.lowbit.layout.{m.name}") for m in pkgutil.iter_modules(layout.__path__)]

@@ -29,6 +29,7 @@ def test_papers_beside_the_model(cli: Any) -> None:
     assert all(one["overlapped"] >= one["in_turn"] > 0 for one in found)
 
 
+@pytest.mark.full
 def test_schedules_beside_comet(cli: Any, tmp_path: Path) -> None:
     picture = tmp_path / "schedules.png"
     code, out, _ = cli("cost", "schedule", "--spread", "--conversion", "0.24", "--plot", str(picture))

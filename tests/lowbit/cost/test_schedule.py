@@ -136,6 +136,7 @@ PINNED = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("model", COMET)
 def test_beside_comets_figures(model: str) -> None:
     found = layer_speedups([(layer.N, layer.K) for layer in decoder(model)], 64, COMET_SMS, Costs())

@@ -12,6 +12,7 @@ from ptxlab.lowbit.jupyter import identities
 NIBBLES = st.tuples(*[st.integers(0, 15)] * 4)
 
 
+@pytest.mark.full
 @given(q4=NIBBLES, s1=st.integers(1, 20), minimum=st.integers(-128, 127))
 def test_they_are_what_the_kernels_compute(q4: tuple[int, ...], s1: int, minimum: int) -> None:
     shown = identities(q4, s1, minimum)

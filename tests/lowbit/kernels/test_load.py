@@ -103,6 +103,7 @@ def test_ldmatrix_on_4_bits_is_right_in_a_quarter_of_the_places() -> None:
     assert np.array_equal(right, ((t == 0) & (register < 2)) | ((t == 3) & (register >= 2)))
 
 
+@pytest.mark.default_cases("load_cp_async-emulator")
 @on_every_backend
 @pytest.mark.parametrize("name", RINGS)
 @given(P=st.integers(1, 14), B=st.integers(1, 4), seed=seeds, mode=modes)

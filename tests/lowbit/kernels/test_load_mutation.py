@@ -76,6 +76,15 @@ def memory_lines(source: Source) -> set[int]:
     return {i for i, line in enumerate(source.text.split("\n"), 1) if re.search(opcodes, line.partition("//")[0])}
 
 
+@pytest.mark.full_cases(
+    "load_bulk_sm90:54: m*",
+    "load_bulk_sm90:54: e*",
+    "load_bulk_sm90:6*",
+    "load_bulk_sm90:7*",
+    "load_bulk_sm90:11*",
+    "load_bulk_sm90:124: m*",
+    "load_bulk_sm90:124: e*",
+)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_every_missing_step_is_found_early_and_late(mutant: Mutant) -> None:
     for mode in emulator.MODES:

@@ -23,7 +23,9 @@ SURVIVORS = (
 )
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases(
+    "dequant_lqq_unsigned", "dequant_qoq_vadd4", "dequant_qoq_channel", "dequant_comet", "dequant_u4_f16_subnormal"
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_changed_opcode_and_immediate_is_noticed(name: str) -> None:
     spec, sources = registry.find(name)
@@ -47,6 +49,7 @@ def test_every_listed_survivor_still_survives_somewhere(pattern: str) -> None:
     )
 
 
+@pytest.mark.full
 def test_mutants_are_run_by_the_emulator() -> None:
     """The machinery itself: a mutant that the emulator cannot even parse would be killed for the wrong reason."""
     for name in NAMES:

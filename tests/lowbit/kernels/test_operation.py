@@ -102,6 +102,7 @@ NAMES = (
 )
 
 
+@pytest.mark.full_cases("attention_kv4")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_repeat_call_is_a_few_functions(calls: Calls, name: str) -> None:
     """What a decoder does some hundred times per token: it were 27 to 46 of the package's functions, without `gpu`."""
@@ -121,6 +122,7 @@ def test_a_repeat_call_is_a_few_functions(calls: Calls, name: str) -> None:
     assert 2 <= len(called) <= 16, called
 
 
+@pytest.mark.full_cases("gemm_w4ax", "attention_kv4")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_repeat_call_loads_and_allocates_nothing(calls: Calls, fake: FakeGpu, name: str) -> None:
     call, given = calls[name]
@@ -132,6 +134,7 @@ def test_a_repeat_call_loads_and_allocates_nothing(calls: Calls, fake: FakeGpu, 
     assert (fake.loads, fake.allocations, len(fake.launched)) == (loads, allocations, launched + 3)
 
 
+@pytest.mark.full
 def test_what_host_time_measures_are_repeat_calls(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.runs = False
     monkeypatch.setattr(ptxlab, "to_device", on_device)
@@ -266,6 +269,7 @@ def test_a_call_keeps_no_array_alive(calls: Calls, fake: FakeGpu) -> None:
         assert gone() is None, name
 
 
+@pytest.mark.full
 def test_memory_of_streams_is_given_back_and_made_again(fake: FakeGpu) -> None:
     """Two streams, two calls that need some: after the release the next call makes its own, and results are right."""
     x, scale, weight = (on_device(a) for a in (gemm_calls.X, gemm_calls.X_SCALE, gemm_calls.WEIGHTS["qoq_channel"]))
@@ -304,6 +308,7 @@ def test_memory_on_a_gpu_goes_back_to_the_pool(cupy: Any) -> None:
         assert np.array_equal(out.get(), gemm_calls.expected("qoq_channel"))
 
 
+@pytest.mark.smoke
 def test_a_workspace_is_its_owners(fake: FakeGpu) -> None:
     q, cache = attention_calls.sent(attention_calls.Q), attention_calls.on_device(attention_calls.CACHE)
     workspace = ptxlab.attention_workspace(cache)

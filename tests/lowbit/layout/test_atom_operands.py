@@ -28,6 +28,7 @@ def assert_same(a: AtomRows, b: AtomRows) -> None:
         np.testing.assert_array_equal(getattr(b, name), array, strict=True, err_msg=name)
 
 
+@pytest.mark.full
 @given(
     R=st.integers(1, 5),
     groups=st.integers(1, 9),

@@ -187,6 +187,7 @@ def test_encoder_matrices_are_the_matrices_inside_layers(tmp_path):
     assert {name: w.dtype for name, w in encoder_matrices(path)} == {name: w.dtype for name, w in kept.items()}
 
 
+@pytest.mark.full
 def test_matrices_of_the_trained_encoder(minilm):
     shapes = [w.shape for _, w in encoder_matrices(minilm)]
     assert len(shapes) == 36

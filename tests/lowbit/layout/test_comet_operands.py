@@ -26,6 +26,7 @@ def assert_same(a: BlockRows, b: BlockRows) -> None:
     assert a.int8 == b.int8
 
 
+@pytest.mark.full
 @given(R=st.integers(1, 5), blocks=st.integers(1, 9), data=st.data())
 def test_they_come_back(R: int, blocks: int, data: st.DataObject) -> None:
     int8 = data.draw(st.integers(0, blocks))

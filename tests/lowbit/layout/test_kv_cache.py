@@ -62,6 +62,7 @@ def test_what_is_scattered_is_gathered(cache, seed):
             assert_equal(a, b)
 
 
+@pytest.mark.full
 @given(caches(), st.integers(0, 99))
 def test_the_pages_of_a_sequence_are_its_packed_pages_and_nothing_else_changes(cache, seed):
     """By `pack_pages`, of a last page the bytes of its tokens alone; every other byte of the pool stays."""

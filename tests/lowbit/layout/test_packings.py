@@ -62,6 +62,7 @@ def test_dual_mma_feeds_wgmma(weight) -> None:
                 np.testing.assert_array_equal(wgmma_a().gather(a, np.int8), expected)
 
 
+@pytest.mark.full
 @given(grouped)
 def test_qserve_feeds_mma_sync(weight) -> None:
     buffers, logical = pack(weight, "qserve").buffers, weight.level1()
@@ -77,6 +78,7 @@ def test_qserve_feeds_mma_sync(weight) -> None:
             np.testing.assert_array_equal(mma_a(32).gather(a, np.int8), expected)
 
 
+@pytest.mark.full
 @given(weights)
 def test_comet_reaches_the_lanes_by_ldmatrix(weight) -> None:
     """One ldmatrix.x4 gives each lane what dual_mma's LDS.128 gives it, in COMET's nibble order."""
@@ -91,6 +93,7 @@ def test_comet_reaches_the_lanes_by_ldmatrix(weight) -> None:
             np.testing.assert_array_equal(mma_a(32).gather(a), expected)
 
 
+@pytest.mark.full
 @given(grouped)
 def test_strips_feeds_one_warp_with_unsigned_bytes(weight) -> None:
     strips, logical = pack(weight, "strips").buffers["strips"], weight.level1()
@@ -121,6 +124,7 @@ def test_strips_by_hand(kind: type, group: int, K: int) -> None:
         assert (found[24:] == padding).all() and (found[:, K:] == padding).all()
 
 
+@pytest.mark.default_cases("quantize_lqq")
 @pytest.mark.parametrize("quantise", [quantize_lqq, quantize_qoq])
 @given(case=strategies.weight_groups())
 def test_unsigned_form_never_carries_at_range_119(quantise, case) -> None:

@@ -92,6 +92,7 @@ def test_lqq_at_range_119_whatever_scale_a_search_may_choose():
             assert product + 128 + (119 - extent) <= 255
 
 
+@pytest.mark.default_cases("118", "119", "120")
 @pytest.mark.parametrize("limit", [118, 119, 120, 121, 123, 124, 127])
 def test_smallest_range_that_overflows(limit):
     q8 = all_groups(limit)
@@ -113,6 +114,7 @@ def test_search_overflows_from_range_120_on():
         assert (q4 * scale.astype(int) + minimum).max() == largest
 
 
+@pytest.mark.full
 def test_hypothesis_finds_a_qoq_overflow_at_range_120():
     def overflows(ends):
         q4, scale, zero = qoq_groups(np.array([ends], np.int8), 2)

@@ -14,6 +14,7 @@ from ptxlab.lowbit.quant import BlockRows
 from tests.support.dispatching_array import DispatchingArray
 
 
+@pytest.mark.full
 @given(data=st.data(), blocks=st.integers(1, 4), rows=st.integers(1, 3), block=st.sampled_from((64, 128)))
 def test_every_number_is_within_half_a_step(data: st.DataObject, blocks: int, rows: int, block: int) -> None:
     floats = st.floats(-1000, 1000, width=32)

@@ -11,6 +11,7 @@ from ptxlab.lowbit.quant import quantize_int4
 from tests.support import strategies
 
 
+@pytest.mark.full
 @given(case=strategies.weight_groups())
 def test_every_weight_is_within_half_a_step(case):
     w = np.ldexp(case.w, -12)  # of all magnitudes that FP16 scales reach, subnormal ones among them

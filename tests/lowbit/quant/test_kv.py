@@ -52,6 +52,7 @@ def test_the_formula_on_any_float16(scheme, data):
     assert_is_the_formula(np.array(bits, np.uint16).view(np.float16).reshape(2, 1, 8), scheme)
 
 
+@pytest.mark.smoke
 @by_token
 @given(scale=st.integers(1, 0x7BFF), zero=st.integers(0, 15), seed=st.integers(0, 2**32 - 1))
 def test_the_formula_at_ties(scheme, scale, zero, seed):

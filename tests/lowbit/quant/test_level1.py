@@ -7,6 +7,7 @@ from ptxlab.lowbit.quant import quantize_activations, quantize_level1
 from tests.support import strategies
 
 
+@pytest.mark.full
 @given(strategies.weight_groups())
 def test_known_integers(case):
     level1 = quantize_level1(case.w)

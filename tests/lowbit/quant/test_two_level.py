@@ -26,6 +26,7 @@ def by_group(per_group, K):
     return np.repeat(per_group.astype(np.int32), K // per_group.shape[1], axis=1)
 
 
+@pytest.mark.default_cases("lqq nearest")
 @every_scheme
 @given(case=strategies.weight_groups())
 def test_integers_at_range_119(quantise, case):
@@ -51,6 +52,7 @@ ERROR_BOUNDS = {
 }
 
 
+@pytest.mark.default_cases("qoq")
 @pytest.mark.parametrize("scheme", ERROR_BOUNDS)
 @given(case=strategies.weight_groups())
 def test_error_bound(scheme, case):
@@ -59,6 +61,7 @@ def test_error_bound(scheme, case):
     assert (steps <= np.repeat(ERROR_BOUNDS[scheme](weight.group_scale), case.group, axis=1)).all()
 
 
+@pytest.mark.full
 @given(case=strategies.weight_groups())
 def test_fields_of_qoq(case):
     weight = quantize_qoq(case.w, case.group)
@@ -69,6 +72,7 @@ def test_fields_of_qoq(case):
     assert (weight.dequantize()[zeros] == 0).all()  # an integer zero point keeps zero exact
 
 
+@pytest.mark.full_cases("nearest")
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @given(case=strategies.weight_groups())
 def test_fields_of_lqq(rounding, case):
@@ -85,6 +89,7 @@ def test_fields_of_lqq(rounding, case):
     assert (weight.q4[smallest] == 0).all()
 
 
+@pytest.mark.full
 @given(case=strategies.integer_groups())
 def test_search_is_the_best_of_all_scales(case):
     groups = case.q8.reshape(len(case.q8), -1, case.group).astype(int)
@@ -97,6 +102,7 @@ def test_search_is_the_best_of_all_scales(case):
     np.testing.assert_array_equal(scale, np.argmin(errors, axis=0) + 1)
 
 
+@pytest.mark.full
 @given(case=strategies.integer_groups(-127, 127))
 def test_beyond_the_protective_range(case):
     """What overflows is reported, and reaches no other word: words without overflow are exact."""

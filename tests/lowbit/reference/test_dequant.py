@@ -75,6 +75,7 @@ def test_lqq_is_exact_on_checked_inputs(inputs):
     np.testing.assert_array_equal(reference.dequant_lqq(**inputs), exact)
 
 
+@pytest.mark.smoke
 @given(strategies.lqq_inputs(checked=False))
 def test_lqq_models_the_whole_word(inputs):
     q4, scale, offset = inputs["q4"], inputs["scale"], inputs["offset"]
@@ -91,6 +92,7 @@ def test_flipping_the_top_bit_adds_128_modulo_256(inputs):
     np.testing.assert_array_equal(reference.dequant_lqq(**inputs).view(np.uint8), unsigned + np.uint8(128))
 
 
+@pytest.mark.full
 @given(strategies.qoq_inputs())
 def test_qoq_is_exact_on_checked_inputs(inputs):
     zero = inputs.pop("zero")

@@ -23,6 +23,7 @@ def page(gemm: ProfiledLaunch) -> Profile:
     return nsight.profile_of(gemm, sizes=SIZES, weights=WEIGHTS, origin={"commit": "abc"})
 
 
+@pytest.mark.smoke
 def test_figures_are_made_of_ncus_metrics(gemm: ProfiledLaunch, page: Profile) -> None:
     assert set(page.figures) == {figure.name for figure in nsight.FIGURES}
     figures, number = page.figures, gemm.number

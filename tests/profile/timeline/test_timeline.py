@@ -54,7 +54,7 @@ def test_all_kernels_of_both_ladders_are_stamped() -> None:
     assert ladders - set(STAMPED) == of_one_phase
 
 
-@pytest.mark.share(16)
+@pytest.mark.default_cases("attention_kv4_bittrick", "attention_kv4_fp16")
 @pytest.mark.parametrize("name", STAMPED)
 def test_stamps_are_compiled_out(name: str) -> None:
     """Without TIMELINE the compiler's PTX, with the lines it came from, is that of the source without the macros."""
@@ -65,6 +65,7 @@ def test_stamps_are_compiled_out(name: str) -> None:
     assert with_ == without
 
 
+@pytest.mark.full
 def test_and_so_is_the_machine_code() -> None:
     bare = replace(STAMPED[EXCP], text=LINE.sub("", STAMPED[EXCP].text))
     listings = [toolchain.disassemble(toolchain.compile_cuda(s, "sm_90a")) for s in (STAMPED[EXCP], bare)]
@@ -102,7 +103,7 @@ def test_results_with_stamps_are_right(name: str, backend: str) -> None:
 # In the emulator
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("gemm_w4a8_qoq_sm80---", "gemm_w4a8_small_sm90---")
 @pytest.mark.parametrize(
     ("name", "sizes", "tracks", "phases"),
     [
@@ -135,6 +136,7 @@ def test_the_emulator_gives_the_same_stream(name: str, sizes: Any, tracks: int, 
         assert times == sorted(times) and times[0] >= 0
 
 
+@pytest.mark.full
 def test_bubbles_of_the_explicit_pipeline_and_overlap_of_the_implicit_one(excp: Timeline, imfp: Timeline) -> None:
     """LiquidGEMM, Fig. 6: ExCP's multiplying warp group waits for the other one; ImFP keeps the tensor cores busier."""
     multiplies = next(t for t in excp.of_sm(0).tracks if t.role == "wgmma")
@@ -329,6 +331,7 @@ def test_the_readme_says_what_is_seen_in_the_other_pictures(
 # The command
 
 
+@pytest.mark.full
 def test_the_command_draws_exports_and_prints(tmp_path: Path, cli: Any) -> None:
     shape = ("--backend", "emulator", "--shape", "N=64,K=512")
     code, out, _ = cli("timeline", EXCP, *shape, "--plot", tmp_path / "a.png")
@@ -339,6 +342,7 @@ def test_the_command_draws_exports_and_prints(tmp_path: Path, cli: Any) -> None:
     assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
 
 
+@pytest.mark.full
 def test_the_command_reads_what_it_kept(tmp_path: Path, cli: Any) -> None:
     kept = tmp_path / "a.json"
     code, out, _ = cli("timeline", IMFP, "--backend", "emulator", "--shape", "N=64,K=512", "--out", kept, "--json")
@@ -347,6 +351,7 @@ def test_the_command_reads_what_it_kept(tmp_path: Path, cli: Any) -> None:
     assert code == 0 and IMFP in out and "N=64 K=512" in out and "<svg" in (tmp_path / "a.svg").read_text()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -371,6 +376,7 @@ def test_bad_command_lines(cli: Any, arguments: list[str], problem: str) -> None
     assert code == 2 and problem in printed and printed.count("\n") == 1
 
 
+@pytest.mark.full
 def test_the_gpu_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder.gpu, "why_not", lambda *_, **__: "no GPU")
     with pytest.raises(UnavailableError, match="no GPU backend here: no GPU"):

@@ -35,7 +35,7 @@ from tests.support.attention_problems import moved
 from tests.support.fake_gpu import FakeGpu
 
 
-@pytest.mark.share(5)
+@pytest.mark.default_cases("kv4-128-64-1-2-2-0-float16-attention_kv4_mma_sm80")
 @pytest.mark.parametrize("kernel", [SM90, SM80])
 @pytest.mark.parametrize("case", CONTRACT, ids=lambda c: "-".join(map(str, c.values())))
 def test_the_whole_contract_on_the_host_and_on_the_device(fake: FakeGpu, case: dict[str, Any], kernel: str) -> None:
@@ -52,7 +52,7 @@ def test_the_whole_contract_on_the_host_and_on_the_device(fake: FakeGpu, case: d
     assert fake.launched == [(kernel, 7)]
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("attention_kv8", "attention_kv4_naive", "attention_kv4_bittrick")
 @pytest.mark.parametrize("kernel", TEACHING)
 def test_every_teaching_step_by_name(fake: FakeGpu, kernel: str) -> None:
     q, cache = problems.problem(2, (70, 0, 1), Hq=4, Hkv=2, scheme="kv8" if kernel == "attention_kv8" else "kv4")
@@ -76,6 +76,7 @@ def forget() -> None:
     operation._ready.clear()
 
 
+@pytest.mark.full
 def test_which_kernel_is_taken(fake: FakeGpu) -> None:
     assert steps.choose(AttentionOptions(backend="emulator")).spec.name == SM90
     q, cache = sent(Q), on_device(CACHE)
@@ -95,6 +96,7 @@ def test_which_kernel_is_taken(fake: FakeGpu) -> None:
     hold(Q, CACHE, ptxlab.attention_kv4(Q, CACHE, backend="emulator"))
 
 
+@pytest.mark.full
 def test_one_query_needs_no_axis(fake: FakeGpu) -> None:
     out, lse = ptxlab.attention_kv4(Q, CACHE, return_lse=True, backend="emulator")
     flat, flat_lse = ptxlab.attention_kv4(Q[:, 0], CACHE, return_lse=True, backend="emulator")
@@ -104,6 +106,7 @@ def test_one_query_needs_no_axis(fake: FakeGpu) -> None:
     hold(Q, CACHE, flat.host[:, None], flat_lse.host[:, None])
 
 
+@pytest.mark.full
 def test_scale_and_windows_wider_than_the_cache() -> None:
     out = ptxlab.attention_kv4(Q, CACHE, scale=0.5, backend="emulator")
     hold(Q, CACHE, out, scale=0.5)
@@ -112,6 +115,7 @@ def test_scale_and_windows_wider_than_the_cache() -> None:
         assert np.array_equal(ptxlab.attention_kv4(Q, CACHE, scale=0.5, window=window, backend="emulator"), out)
 
 
+@pytest.mark.default_cases("False")
 @pytest.mark.parametrize("on_host", [True, False])
 def test_results_are_written_where_they_are_wanted(fake: FakeGpu, on_host: bool) -> None:
     to, cache = (np.array, CACHE) if on_host else (sent, on_device(CACHE))
@@ -127,7 +131,7 @@ def test_results_are_written_where_they_are_wanted(fake: FakeGpu, on_host: bool)
         assert np.array_equal(getattr(got, "host", got), getattr(expected, "host", expected))
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("float16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_torch_on_the_cpu(dtype: str) -> None:
     torch = pytest.importorskip("torch")
@@ -148,6 +152,7 @@ def test_no_sequences_launch_nothing(fake: FakeGpu) -> None:
     assert (out.shape, lse.shape) == ((0, 1, 4, 128), (0, 1, 4)) and fake.launched == [] and fake.loads == 0
 
 
+@pytest.mark.full
 def test_a_programmatic_call_has_a_plan_of_its_own(fake: FakeGpu) -> None:
     q, cache = sent(Q), on_device(CACHE)
     for programmatic in (False, True, False, True):
@@ -183,6 +188,7 @@ def test_a_captured_call_allocates_nothing_and_reads_what_is_there_then(fake: Fa
     assert fake.loads == 1 and fake.allocations == allocations
 
 
+@pytest.mark.full
 def test_a_sequence_has_the_same_bits_in_any_batch(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, last of three, with a wider table; on the host, and on devices of other sizes."""
     monkeypatch.setattr(sm90, "PART", 1)
@@ -203,6 +209,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(fake: FakeGpu, monkeypatch: p
             assert np.array_equal(found.host, right)
 
 
+@pytest.mark.full
 def test_the_invariant_variant_has_a_plan_and_more_memory_of_its_own(fake: FakeGpu) -> None:
     q, cache, out = sent(Q), on_device(CACHE), sent(np.zeros_like(Q))
     for invariant in (False, True, False, True):
@@ -226,6 +233,7 @@ def test_the_invariant_variant_has_a_plan_and_more_memory_of_its_own(fake: FakeG
         ptxlab.attention_kv4(q, cache, batch_invariant=True)
 
 
+@pytest.mark.long(80)
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["kv4", "kv8_channel"])
 @pytest.mark.parametrize(("Hq", "Hkv"), [(32, 32), (64, 8)])
@@ -245,6 +253,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch_on_the_gpu(cupy: Any, Hq: int
                 assert np.array_equal(found.get(), right[some])
 
 
+@pytest.mark.full
 def test_calls_on_a_stream_share_their_memory(fake: FakeGpu) -> None:
     cache, q, out = on_device(CACHE), sent(Q), sent(np.zeros_like(Q))
     for _ in range(3):
@@ -422,6 +431,7 @@ def test_what_is_not_a_teaching_steps_is_refused(options: dict[str, Any], messag
         ptxlab.attention_kv4(q, cache, kernel="attention_kv4_naive", backend="emulator", **options)
 
 
+@pytest.mark.full_cases("3")
 @pytest.mark.parametrize(("cache", "message"), VALUES, ids=[str(i) for i in range(len(VALUES))])
 def test_numbers_on_a_device_are_looked_at_if_asked_for(fake: FakeGpu, cache: KVCache, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):

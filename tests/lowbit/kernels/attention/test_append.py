@@ -71,6 +71,7 @@ def problems(draw: st.DrawFn, tokens: int, heads: int) -> Problem:
     return problem_of(k, v, scheme, page_size, index=index, rope=rope)
 
 
+@pytest.mark.full
 @given(problem=problems(tokens=9, heads=3))
 @settings(max_examples=30)
 def test_every_byte_in_the_emulator(problem: Problem) -> None:
@@ -78,6 +79,7 @@ def test_every_byte_in_the_emulator(problem: Problem) -> None:
     assert np.array_equal(pool, problem.wanted) and outcome.findings == ()
 
 
+@pytest.mark.long(40)
 @pytest.mark.gpu
 @ON_GPU
 @given(problem=problems(tokens=70, heads=9))
@@ -86,7 +88,7 @@ def test_every_byte_on_the_gpu(problem: Problem) -> None:
     problem.check("gpu")
 
 
-@pytest.mark.share(4)
+@pytest.mark.default_cases("kv4_channel-64-emulator")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("D", HEAD_DIMS)
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
@@ -96,7 +98,7 @@ def test_every_scheme_head_dim_and_page_size(scheme: str, D: int, backend: str) 
         problem_of(*normal(21, 3, D, dtype), scheme, page_size, pages=3, rope=rope).check(backend)
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("kv4-16-emulator", "kv8-32-emulator", "kv4_channel-64-emulator", "kv8_channel-16-emulator")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("size", PAGE_SIZES)
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
@@ -113,7 +115,7 @@ def test_more_heads_than_a_block_has_and_fewer(tokens: int, heads: int, backend:
     problem_of(*normal(tokens, heads, 128), "kv4", 64, rope=rotations(tokens, 128, np.int32, True)).check(backend)
 
 
-@pytest.mark.share(4)
+@pytest.mark.default_cases("1-kv4", "2-kv4_channel", "4-kv8_channel")
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_rows_that_a_thread_keeps(rows: int, scheme: str) -> None:
@@ -152,6 +154,7 @@ def test_constants_by_channel(drawn: Callable[[str], Problem], scheme: str, back
     drawn(scheme).check(backend)
 
 
+@pytest.mark.full
 def test_what_padding_brings_does_not_matter() -> None:
     """Not even positions outside the tables, which a stray read would show."""
     k, v = normal(8, 2, 64)
@@ -254,7 +257,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.share(12)
+@pytest.mark.default_cases("a reciprocal of one part", "a scale rounded down")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_kernel_is_noticed(change: str) -> None:
     (source,) = registry.find(APPEND.name)[1]

@@ -36,7 +36,7 @@ def allowed_of(of: faults.Problem) -> dict[str, Allowed]:
     return SM90.allowed({"q": of.q, "cache": of.cache, "softmax_scale": SCALE, "window": 0, "blocks": 1})
 
 
-@pytest.mark.share(4)
+@pytest.mark.default_cases("300-spread", "300-signed", "4096-dominant")
 @every_data
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_fault_is_refused_by_results_and_by_logarithms_alone(data: kvdata.Data, length: int) -> None:
@@ -66,7 +66,7 @@ def rounded(q: np.ndarray, cache: KVCache, warps: int) -> dict[str, np.ndarray]:
     return dict(zip(("out", "lse"), bit_exact.attention(q, cache, **how), strict=True))
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("300-2-spread", "300-2-signed", "1000-2-dominant", "4096-4-spread")
 @every_data
 @pytest.mark.parametrize(("length", "warps"), [(300, 2), (1000, 2), (4096, 4)])
 def test_what_only_rounds_is_accepted(data: kvdata.Data, length: int, warps: int) -> None:
@@ -87,6 +87,7 @@ def test_hard_cases_that_only_round_are_accepted(change: problems.Change) -> Non
     assert within(rounded(q, cache, 1), right, SM90.allowed(logical)) is None
 
 
+@pytest.mark.full
 def test_zeros_are_no_attention_however_many_tokens_there_are() -> None:
     """Of a bell in everything, which the certain bound let pass from some length on."""
     rng, D = np.random.default_rng(0), 128
@@ -166,6 +167,7 @@ def launcher(of: faults.Problem) -> Callable[[faults.Draws], dict[str, Any]]:
     return launch
 
 
+@pytest.mark.long(40)
 @pytest.mark.gpu
 @pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="attention_kv4_sm90 runs on Hopper only")
 @every_data
@@ -213,6 +215,7 @@ def test_every_fault_is_refused_at_131072_tokens(
             assert bool(by_name.all()), f"{fault.__name__}: {int(by_name.sum())} of {len(by_name)} refused by {name}"
 
 
+@pytest.mark.full
 def test_an_h200_cuts_off_as_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The heaviest token's value is 0, with a zero point of 2: of the others' part of the sum 2⁻¹⁵ is the last bit.
 
@@ -231,7 +234,7 @@ def test_an_h200_cuts_off_as_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
 CHANGES = (problems.nothing, problems.queries_below_fp16, problems.large_and_small_values)
 
 
-@pytest.mark.share(36)
+@pytest.mark.default_cases("sm80-128-64-4-0-1-1-0-queries_below_fp16")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @of_each(*AMPERE, *HOPPER)
 def test_tensor_cores_stay_within_the_bound(

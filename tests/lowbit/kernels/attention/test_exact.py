@@ -70,7 +70,7 @@ def emulated_alike(variant: Variant, logical: Arrays, arrays: Arrays, mode: str 
     assert difference(found, (right["out"], right["lse"]), bool(variant.BF16)) == ""
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("3-1-4-2-128-3-8-64-4-0-0-2-0.088", "2-1-2-2-256-4-7-32-8-1-0-2-0.0625")
 @pytest.mark.parametrize("sizes", SM90.example_sizes, ids=lambda s: "-".join(map(str, s.values())))
 def test_equal_at_the_spec_s_examples(sizes: dict[str, Any]) -> None:
     logical, config = SM90.example(np.random.default_rng(3), **sizes), SM90.config_for(sizes)
@@ -80,14 +80,14 @@ def test_equal_at_the_spec_s_examples(sizes: dict[str, Any]) -> None:
     assert difference(by_oracle(logical, arrays, config), right) == ""
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("sm90-128-64-4-0-1-1-0", "sm90-64-64-8-1-2-2-0")
 @of_each(*HOPPER)
 def test_equal_in_parts(variant: Variant) -> None:
     """Ragged, whole pages and tiles among them, in more blocks than units."""
     emulated_alike(variant, *variant.problem(1, (300, 64, 0, 129), Hkv=2, blocks=9))
 
 
-@pytest.mark.share(6)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("variant", "blocks"), list(zip((*HOPPER[:3], *HOPPER[4:]), (1, 2, 3, 7, 5), strict=True)), ids=str
 )
@@ -114,7 +114,7 @@ def test_no_batch_chooses_the_tile_of_the_invariant_form() -> None:
     assert len({tuple(INVARIANT.config_for(batch).items()) for batch in batches}) == 1
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_the_same_bits_of_more_parts_than_a_unit_may_have(blocks: int) -> None:
     logical, _ = PLAIN.problem(0, (64 * 33, 70), blocks=blocks)
@@ -124,12 +124,13 @@ def test_the_same_bits_of_more_parts_than_a_unit_may_have(blocks: int) -> None:
     assert difference((found.outputs["out"], found.outputs["lse"]), by_oracle(logical, arrays, config)) == ""
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("equal_scores", "one_dominant_score")
 @pytest.mark.parametrize("change", problems.CASES[1:], ids=lambda change: change.__name__)
 def test_equal_in_hard_cases(change: problems.Change) -> None:
     emulated_alike(PLAIN, *PLAIN.problem(1, (75, 0, 1, 130), change, blocks=2))
 
 
+@pytest.mark.full_cases("6100-10", "6100-20")
 @pytest.mark.parametrize(("tokens", "parts"), [(1500, 5), (1500, 6), (6100, 9), (6100, 10), (6100, 20)])
 def test_equal_in_many_parts(tokens: int, parts: int) -> None:
     """What is handed over is added up to 4 at a time, or else up to 8."""
@@ -138,6 +139,7 @@ def test_equal_in_many_parts(tokens: int, parts: int) -> None:
     emulated_alike(PLAIN, logical, arrays)
 
 
+@pytest.mark.full
 def test_equal_where_sums_are_promoted_now_and_then() -> None:
     """Here after two of a warp's two or three tiles; elsewhere after each, or never in the spec's examples."""
     logical, arrays = PLAIN.problem(0, (300,), Hkv=2, blocks=2)
@@ -154,6 +156,7 @@ def test_equal_where_tensor_cores_truncate(variant: Variant, monkeypatch: pytest
     assert difference(by_oracle(logical, arrays, variant.config), right) != ""
 
 
+@pytest.mark.full
 def test_equal_around_pages_and_tiles() -> None:
     lengths, variant = tuple(n + i for n in (16, 64, 128) for i in (-1, 0, 1)), OF_SMALL_PAGES
     emulated_alike(variant, *variant.problem(2, lengths, blocks=3))
@@ -249,6 +252,7 @@ FAULTS = (neighbours_page, skipped_page, without_the_last_token, swapped_nibbles
 every_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 
 
+@pytest.mark.smoke
 @every_fault
 def test_a_fault_shows(fault: Callable[[KVCache], KVCache]) -> None:
     logical, arrays = PLAIN.problem(1, (5000,), Hkv=2, blocks=20)

@@ -69,6 +69,7 @@ def problems(draw: st.DrawFn, tokens: int, heads: int) -> FusedProblem:
     )
 
 
+@pytest.mark.full
 @given(problem=problems(tokens=9, heads=3), rows=st.sampled_from((0, 1, 2, 4)))
 @settings(max_examples=8)
 def test_every_bit_in_the_emulator(problem: FusedProblem, rows: int) -> None:
@@ -76,6 +77,7 @@ def test_every_bit_in_the_emulator(problem: FusedProblem, rows: int) -> None:
     assert np.array_equal(q, problem.wanted) and np.array_equal(pool, problem.of.wanted) and outcome.findings == ()
 
 
+@pytest.mark.long(30)
 @pytest.mark.gpu
 @ON_GPU
 @given(problem=problems(tokens=300, heads=9))
@@ -84,7 +86,7 @@ def test_every_bit_on_the_gpu(problem: FusedProblem) -> None:
     problem.check("gpu")
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("kv4-64-emulator", "kv8-128-emulator", "kv4_channel-256-emulator")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("D", HEAD_DIMS)
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
@@ -108,7 +110,7 @@ CHANGES = {
     "positions beyond the last": ("positions && t < tokens ?", "positions ?"),
     "positions of padding": ("min(size_t(position), size_t(turns - 1))", "position"),
     "halves exchanged": ("to[0] = y.halves[0], to[LANES]", "to[LANES] = y.halves[0], to[0]"),
-    "keys where as many queries would be": ("(is_q ? ratio : 1) * heads", "ratio * heads"),
+    "keys where as many queries would be": ("size_t(is_q ? ratio : 1) * heads", "size_t(ratio) * heads"),
     "keys of a cache alone": ("KEYS && !is_v", "KEYS && part == 0"),
     "heads beyond the last": ("at < 0 || head + i / TOKENS >= heads", "at < 0"),
     "no wait for the kernel before": ("    wait_for_predecessors();", ""),
@@ -119,13 +121,14 @@ CHANGES = {
 }
 
 
-@pytest.mark.share(6)
+@pytest.mark.default_cases("queries of the next group", "keys are values", "keys where as many queries would be")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_kernel_is_noticed(change: str) -> None:
     source = changed(registry.find(ROPE_APPEND.name)[1][0], *CHANGES[change])
     assert any(is_killed(problem, source) for problem in battery())
 
 
+@pytest.mark.full
 def test_the_kernel_itself_passes() -> None:
     assert not any(is_killed(problem, registry.find(ROPE_APPEND.name)[1][0]) for problem in battery())
 

@@ -67,7 +67,7 @@ def hold(variant: Variant, logical: Arrays, out: np.ndarray, lse: np.ndarray) ->
     assert within({"out": out, "lse": lse}, MMA.expected(logical, config), MMA.allowed(logical, config)) is None
 
 
-@pytest.mark.share(9)
+@pytest.mark.default_cases("40-1-emulator-sm80-128-64-4-0-1-1-0", "40-1-emulator-sm80-64-64-8-1-2-2-0")
 @of_each(*AMPERE)
 @on_every_backend
 @pytest.mark.parametrize(("blocks", "fused"), [(2, 1), (7, 0), (40, 1)])
@@ -105,7 +105,7 @@ def test_near_float64_on_the_gpu(variant: Variant, seed: int, blocks: int, fused
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True)), "two runs, the same bits"
 
 
-@pytest.mark.share(12)
+@pytest.mark.default_cases("sm_90a-sm80-128-64-4-0-1-1-0")
 @of_each(*AMPERE)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_nothing_is_spilled_and_every_gpu_has_room(variant: Variant, arch: str) -> None:
@@ -116,7 +116,7 @@ def test_nothing_is_spilled_and_every_gpu_has_room(variant: Variant, arch: str) 
     assert MMA.launch(sizes).shared_bytes + resources.shared <= 99 * 1024
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("sm80-128-64-4-0-1-1-0", "sm80-64-64-8-1-2-2-0")
 @of_each(*AMPERE)
 def test_fragments_are_loaded_without_bank_conflicts(variant: Variant) -> None:
     """Of keys, values and their constants; what is done once for a unit may have some."""
@@ -154,6 +154,7 @@ def test_the_kernel_itself_survives(mode: str, monkeypatch: pytest.MonkeyPatch) 
     assert diagnosis(mutated_kernel().module, mode, monkeypatch) == ""
 
 
+@pytest.mark.full
 def test_every_missing_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def notices(module: emulator.Module) -> bool:
         return any(diagnosis(module, mode, monkeypatch) for mode in emulator.MODES)

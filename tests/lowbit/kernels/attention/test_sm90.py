@@ -24,7 +24,7 @@ from tests.support.axes import both_modes, on_every_backend
 SOURCE = registry.find(SM90.name)[1][0]
 
 
-@pytest.mark.share(4)
+@pytest.mark.default_cases("0-sm90-128-64-4-0-1-1-0-emulator")
 @on_every_backend
 @of_each(HOPPER[0], HOPPER[5])
 @pytest.mark.parametrize("promote", [0, 1])
@@ -37,7 +37,7 @@ def test_scores_that_rise_from_tile_to_tile(
     variant.check(*variant.problem(6, (9 * TILE,), problems.rising_scores), backend)
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("64-sm90-128-64-4-0-1-1-0-emulator", "64-sm90-64-64-8-1-2-2-0-emulator")
 @on_every_backend
 @of_each(HOPPER[0], HOPPER[5])
 @pytest.mark.parametrize("begin", [TILE - 1, TILE])
@@ -48,7 +48,7 @@ def test_windows_that_begin_at_the_edge_of_a_tile(variant: Variant, begin: int, 
     variant.check(*variant.problem(5, (length,), window=window, blocks=2), backend)
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("nan-sm90-128-64-4-0-1-1-0-emulator", "inf-sm90-128-64-4-0-1-1-0-emulator")
 @on_every_backend
 @of_each(HOPPER[0], HOPPER[2])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
@@ -67,7 +67,7 @@ def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, w
         assert np.array_equal(found[name], right[name])
 
 
-@pytest.mark.share(4)
+@pytest.mark.default_cases("3-8--1-emulator", "8-4--1-emulator")
 @on_every_backend
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -84,6 +84,7 @@ def test_no_sum_of_integers_overflows(ratio: int, bits: int, sign: int, backend:
     variant.check(*variant.problem(0, (40, 16), change, blocks=2), backend)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("constants", "problem"),
     [
@@ -99,6 +100,7 @@ def test_constants_that_the_host_counts_with_are_checked(constants: dict[str, in
         toolchain.compile_cuda(SOURCE, "sm_90a", defines={**HOPPER[0].config, **constants})
 
 
+@pytest.mark.full
 def test_memory_is_what_the_constants_need() -> None:
     """Also of others than are chosen: a sweep may ask for room for 8 columns where there are 2."""
     variant = Variant(64, 64, 4, 0, T=1, ratio=2, tile=AttentionTileSm90(32, 4, 2, 1))
@@ -107,7 +109,7 @@ def test_memory_is_what_the_constants_need() -> None:
         compare(SM90, variant.run(logical, arrays, more=more).outputs, logical, variant.config)
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("empty ones first")
 @pytest.mark.parametrize(
     ("lengths", "Hkv", "shape", "blocks", "window"),
     [
@@ -125,6 +127,7 @@ def test_more_than_a_warp_has_lanes(
     variant.check(*variant.problem(0, lengths, Hkv=Hkv, window=window, blocks=blocks))
 
 
+@pytest.mark.long(90)
 @pytest.mark.gpu
 @of_each(*HOPPER)
 @given(**drawn(3000, 40, gpu=True))
@@ -145,7 +148,7 @@ IN_PARTS = HOPPER[3], (1000, 64), 7  # sequences, of which one is in parts; bloc
 SMALLEST_PARTS = Variant(64, 64, 4, 0, T=1, ratio=1, tile=AttentionTileSm90(16, 4, 1, 1))
 
 
-@pytest.mark.share(8)
+@pytest.mark.default_cases("10-emulator")
 @on_every_backend
 @pytest.mark.parametrize("tiles", [5, 6, 9, 10, 14])
 def test_more_parts_than_are_taken_over_at_a_time(tiles: int, backend: str) -> None:
@@ -155,6 +158,7 @@ def test_more_parts_than_are_taken_over_at_a_time(tiles: int, backend: str) -> N
         SMALLEST_PARTS.check(logical, arrays, backend, mode=mode)
 
 
+@pytest.mark.full
 @on_every_backend
 def test_a_nan_is_handed_over(backend: str) -> None:
     """Also one of all ones, whose word would say that nothing has come: arithmetic makes another of it."""
@@ -169,6 +173,7 @@ def test_a_nan_is_handed_over(backend: str) -> None:
     assert all(np.array_equal(found[name], right[name]) for name in right)
 
 
+@pytest.mark.full
 def test_a_part_that_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here a block that has one begins when those before have ended; what it leaves, `check` would find."""
     variant, lengths, blocks = IN_PARTS
@@ -195,7 +200,7 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.share(4)
+@pytest.mark.default_cases("128-64-4-0-1-8-8-64-64")
 @pytest.mark.parametrize("sizes", CHOSEN, ids=lambda s: "-".join(map(str, s.values())))
 def test_the_chosen_tile_fits_and_spills_little(sizes: dict[str, int]) -> None:
     """Nothing in the loops of head dims 64 and 128; of 256 a few registers."""
@@ -210,7 +215,7 @@ def test_the_chosen_tile_fits_and_spills_little(sizes: dict[str, int]) -> None:
     assert warps * 32 * resources.registers <= 65536
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("4")
 @pytest.mark.parametrize("ratio", [4, 8])
 def test_vectors_go_to_all_banks(ratio: int) -> None:
     """Keys, queries, and the warps' sums of a head dim of 128, there and back."""
@@ -250,12 +255,13 @@ def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatc
     return waits.diagnosis(module, lambda: MUTATED.check(*problem, mode=mode, seed=seed), monkeypatch)
 
 
+@pytest.mark.default_cases("late")
 @both_modes
 def test_the_kernel_itself_survives(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert diagnosis(mutated_kernel().module, mode, monkeypatch) == ""
 
 
-@pytest.mark.share(4)
+@pytest.mark.default_cases("0")
 @pytest.mark.parametrize("share", range(SHARES))
 def test_every_missing_wait_is_noticed(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = list(mutants())[share::SHARES]
@@ -263,7 +269,7 @@ def test_every_missing_wait_is_noticed(share: int, monkeypatch: pytest.MonkeyPat
     assert mine and unnoticed == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_lanes_that_do_not_wait_for_each_other_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warp that takes a part over looks until all of its lanes have seen all: some clear what others look at."""
     kernel = mutated_kernel()

@@ -72,6 +72,7 @@ def draw_case(step: AttentionStep, rng: np.random.Generator) -> Case:
     return Case(spec.name, on_device, cache, window, first, case.wrong)
 
 
+@pytest.mark.long(100)
 def test_twenty_thousand_calls_beside_a_busy_stream() -> None:
     rng = np.random.default_rng(0)
     steps = [step for step in STEPS if why_not(step) is None]

@@ -34,7 +34,7 @@ from tests.support.gemm_calls import (
 )
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("float16-qoq_channel", "bfloat16-qoq", "float32-lqq", "int32-qoq_channel")
 @pytest.mark.parametrize("scheme", WEIGHTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_output_on_the_host(scheme: str, dtype: str) -> None:
@@ -58,7 +58,7 @@ def test_quantised_activations_bring_scale_and_sum() -> None:
         assert np.array_equal(y, given)
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("8")
 @pytest.mark.parametrize("rows", [8, 16])
 def test_lqq_weights_take_activations_in_tiles(rows: int) -> None:
     floats = RNG.standard_normal((M, K), dtype=np.float32)
@@ -90,7 +90,14 @@ def test_out_is_written_and_returned_and_decides_the_dtype() -> None:
 STEPS = list(dict.fromkeys((step.spec.name, step.scheme, step.packing) for step in ladder.LADDER))
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases(
+    "gemm_w4a8_qoq_sm80-qoq-qserve",
+    "gemm_w4a8_qoq_channel_sm80-qoq_channel-qserve",
+    "gemm_w4a8_qoq_sm90-qoq-dual_mma",
+    "gemm_w4a8_lqq_imfp_sm90-lqq-dual_mma",
+    "gemm_w4a8_sm90-qoq-strips",
+    "gemm_w4a8_small_sm90-qoq-strips",
+)
 @pytest.mark.parametrize(("kernel", "scheme", "packing"), STEPS, ids=["-".join(step) for step in STEPS])
 def test_every_step_by_name_and_of_no_tokens(kernel: str, scheme: str, packing: str) -> None:
     weight = ptxlab.pack(SCHEMES[scheme], packing)
@@ -179,7 +186,7 @@ def call(scheme: str = "qoq", x: np.ndarray = X, **options: Any) -> Any:
     return ptxlab.gemm_w4a8(DeviceArray(x), DeviceArray(X_SCALE[: len(x)]), on_device(WEIGHTS[scheme]), **options)
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("float16-qoq", "bfloat16-qoq_channel", "int32-lqq")
 @pytest.mark.parametrize("scheme", WEIGHTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_output_from_device_arrays(fake: FakeGpu, scheme: str, dtype: str) -> None:
@@ -239,7 +246,7 @@ def test_a_kernel_that_does_not_wait_is_not_launched_programmatically(fake: Fake
     assert fake.launched == [] and fake.loads == 0
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("lqq")
 @pytest.mark.parametrize("scheme", WEIGHTS)
 def test_a_programmatic_call_has_a_plan_of_its_own(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     """The token sums, which do not wait, are launched plainly before it: they wait for all that comes before."""
@@ -415,7 +422,9 @@ def taken(weight: Any, order: str, M: int, **options: Any) -> str:
     return ladder.choose(weight, order, M, GemmOptions(**{"backend": "emulator", **options})).spec.name
 
 
-@pytest.mark.share(16)
+@pytest.mark.default_cases(
+    "row_major-1-lqq", "row_major-8-qoq", "tiles-8-qoq_channel", "tiles-9-qoq", "fragment-32-lqq"
+)
 @pytest.mark.parametrize("scheme", STRIPS)
 @pytest.mark.parametrize(
     ("order", "tokens"),
@@ -431,7 +440,7 @@ def test_strips_of_any_number_of_tokens(scheme: str, order: str, tokens: int) ->
     assert y.shape == (tokens, N) and np.array_equal(y, wanted)
 
 
-@pytest.mark.share(10)
+@pytest.mark.default_cases("float16-5-lqq", "float16-40-qoq_channel", "bfloat16-5-qoq")
 @pytest.mark.parametrize("scheme", STRIPS)
 @pytest.mark.parametrize("tokens", [5, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -492,7 +501,7 @@ def test_what_kernels_for_strips_do_not_take() -> None:
         ptxlab.gemm_w4a8(x, kernel="gemm_w4a8_sm90", **{**call, "weight": WEIGHTS["lqq"]})
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("5-False", "40-True")
 @pytest.mark.parametrize("with_sum", [False, True])
 @pytest.mark.parametrize("tokens", [5, 40])
 def test_strips_from_device_arrays(fake: FakeGpu, tokens: int, with_sum: bool) -> None:

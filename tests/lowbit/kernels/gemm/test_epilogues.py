@@ -66,7 +66,10 @@ def ran(spec: KernelSpec, logical: dict[str, Any], backend: str, config: dict[st
     verify.compare(spec, {"y": y}, logical, config)
 
 
-@pytest.mark.share(8)
+@pytest.mark.default_cases(
+    "gemm_w4a8_sm90:silu_mul-BM8-WN2-WK1-MN1-BK128-STRIPS7-STAGES2-SPLIT1",
+    "gemm_w4a8_small_sm90:residual-ROWS1-SLICES4-STAGES3",
+)
 @pytest.mark.parametrize(("label", "config"), CASES, ids=ids)
 def test_every_end_of_a_tile(label: str, config: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """On one SM a block has many tiles; what the options are takes turns over the cases."""
@@ -80,7 +83,9 @@ def test_every_end_of_a_tile(label: str, config: dict[str, int], monkeypatch: py
     ran(spec, logical, "emulator", {**config, **options}, mode=("late", "early")[turn % 2])
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases(
+    "emulator-gemm_w4a8_small_sm90:channel_silu_mul", "emulator-gemm_w4a8_small_sm90:channel_residual"
+)
 @pytest.mark.parametrize("label", [label for label in FORMS if "channel" in label])
 @on_every_backend
 def test_zero_points_of_every_row_leave(label: str, backend: str) -> None:
@@ -88,6 +93,7 @@ def test_zero_points_of_every_row_leave(label: str, backend: str) -> None:
     ran(spec, spec.example(np.random.default_rng(0), M=11, N=80, K=160), backend, {})
 
 
+@pytest.mark.long(70)
 @pytest.mark.gpu
 @pytest.mark.parametrize("N", [1104, 30016])
 @pytest.mark.parametrize("label", FORMS)
@@ -101,6 +107,7 @@ def test_every_chosen_tile_on_the_gpu(label: str, N: int) -> None:
                 ran(spec, logical, "gpu", config)
 
 
+@pytest.mark.full
 def test_no_tile_spills_or_waits_for_its_own_wgmma() -> None:
     """SiLU·mul, in the largest tile; a reduction needs no registers that a store does not."""
     spec, tile, split = FORMS["gemm_w4a8_sm90:silu_mul"], StripTile(128, 2, 1, 2, 128), 1
@@ -166,7 +173,7 @@ def silu_mul(scheme: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return spec.expected(logical, config)["y"], spec.allowed(logical, config)["y"].each
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("lqq-float16")
 @each_scheme
 def test_silu_mul_is_that_of_the_product(scheme: str, dtype: str) -> None:
     how: dict[str, Any] = {"epilogue": "silu_mul", "out_dtype": dtype, "backend": "emulator"}
@@ -181,7 +188,7 @@ def test_silu_mul_is_that_of_the_product(scheme: str, dtype: str) -> None:
         assert np.array_equal(out, y)
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("lqq-float16")
 @each_scheme
 def test_a_residual_is_added_in_place_with_the_bits_of_a_sum(scheme: str, dtype: str) -> None:
     before = stored(np.random.default_rng(1).standard_normal(expected(scheme).shape, dtype=np.float32), dtype)
@@ -196,6 +203,7 @@ def test_a_residual_is_added_in_place_with_the_bits_of_a_sum(scheme: str, dtype:
         assert np.array_equal(residual, stored(product + floats(before), dtype)), order
 
 
+@pytest.mark.smoke
 @given(
     M=st.integers(1, 8),
     N=st.integers(1, 15).map(lambda n: 8 * n),
@@ -282,6 +290,7 @@ def test_what_does_not_fit_is_refused(case: str) -> None:
     assert all((array == 0).all() for name, array in given.items() if name in ("residual", "out", "bias"))
 
 
+@pytest.mark.full
 def test_the_same_arrays_with_another_end(fake: FakeGpu) -> None:
     """What is remembered of a call knows its epilogue; nothing is allocated for either."""
     x, x_scale, y = DeviceArray(X), DeviceArray(X_SCALE), DeviceArray(np.zeros((M, 40), np.float16))

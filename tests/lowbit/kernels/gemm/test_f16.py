@@ -35,6 +35,7 @@ def same(found: Any, right: Any) -> bool:
     return np.array_equal(found.view(np.uint16), right.view(np.uint16))
 
 
+@pytest.mark.full
 @given(st.integers(1, 80), st.integers(1, 150), st.integers(1, 3), st.integers(0, 9))
 @settings(max_examples=8)
 def test_every_bit_in_the_emulator(M: int, N: int, steps: int, seed: int) -> None:

@@ -40,7 +40,7 @@ def call(**options: Any) -> Any:
     return ptxlab.gemm_w4a8_grouped(**{name: on_device(array) for name, array in arrays.items()}, **options)
 
 
-@pytest.mark.share(4)
+@pytest.mark.default_cases("sums-bfloat16", "no sums-float16")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("x_sum", [X_SUM, None], ids=["sums", "no sums"])
 def test_every_output_on_the_host_and_on_the_device(fake: FakeGpu, dtype: str, x_sum: np.ndarray | None) -> None:
@@ -79,7 +79,7 @@ def test_experts_of_qoq_and_out() -> None:
     assert y is out and np.array_equal(out, GROUPED.reference([QOQ] * 2, X, offsets_of([5, 6]), X_SCALE, None, 2))
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("bfloat16", "int32")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_experts_per_channel(fake: FakeGpu, dtype: str) -> None:
     """Their zero points leave with the token sums, which have to be given."""

@@ -33,6 +33,7 @@ def accumulators(spec: KernelSpec, logical: dict[str, Any], backend: str, **opti
     return checks.output(spec, spec.pack(logical), backend, **options)
 
 
+@pytest.mark.default_cases("gemm_w4a8_qoq_channel_sm80")
 @pytest.mark.parametrize("name", PROBLEMS)
 @given(data=st.data(), mode=st.sampled_from(emulator.MODES))
 @settings(max_examples=15)
@@ -49,7 +50,7 @@ def test_accumulators_are_exact_on_the_gpu(name: str, data: st.DataObject) -> No
     checks.exact_twice(lambda: accumulators(spec, logical, "gpu"), spec.reference(**logical))
 
 
-@pytest.mark.share(8)
+@pytest.mark.default_cases("72-1-gemm_w4a8_qoq_sm80-emulator", "72-9-gemm_w4a8_qoq_channel_sm80-emulator")
 @on_every_backend
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize(("N", "M"), [*((72, M) for M in (1, 9, 17, 33, 65, 130)), (12296, 1), (12296, 65)])
@@ -61,7 +62,7 @@ def test_every_tile_shape_is_exact(name: str, M: int, N: int, backend: str) -> N
     assert np.array_equal(accumulators(spec, logical, backend), spec.reference(**logical))
 
 
-@pytest.mark.share(4)
+@pytest.mark.full
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("N", [4096, 57344])
 def test_no_tile_spills_where_registers_are_fewest(name: str, N: int) -> None:

@@ -50,7 +50,7 @@ def accumulators(
     return checks.output(spec, spec.pack(logical), backend, sizes={"g": sizes["g"]}, config=config, **options)
 
 
-@pytest.mark.share(4)
+@pytest.mark.full
 @pytest.mark.parametrize("name", SPECS)
 @given(data=st.data(), tile=st.sampled_from(TILES), mode=st.sampled_from(emulator.MODES))
 @settings(max_examples=15)
@@ -62,6 +62,7 @@ def test_accumulators_are_exact_in_the_emulator(
     assert np.array_equal(accumulators(spec, logical, "emulator", tile, mode=mode), spec.reference(**logical))
 
 
+@pytest.mark.long(20)
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SPECS)
 @given(data=st.data(), tile=st.sampled_from(({}, *TILES)))
@@ -82,7 +83,7 @@ def test_every_chosen_tile_is_exact(name: str, M: int, N: int) -> None:
     assert np.array_equal(accumulators(spec, logical, "gpu", {}), spec.reference(**logical))
 
 
-@pytest.mark.share(8)
+@pytest.mark.default_cases("4096-tokens0-gemm_w4a8_lqq_imfp_sm90")
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("N", "tokens"), [(4096, (1, 32, 128)), (57344, (16, 64, 256))])
 def test_no_tile_spills_or_waits_for_its_own_wgmma(name: str, N: int, tokens: tuple[int, ...]) -> None:
@@ -109,7 +110,7 @@ def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: s
         )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 @on_every_backend
 @given(data=st.data(), rows=st.sampled_from((8, 16, 32)), mode=st.sampled_from(emulator.MODES))
 @settings(max_examples=15)

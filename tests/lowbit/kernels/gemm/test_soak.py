@@ -95,6 +95,7 @@ def test_a_case_has_the_same_bits_each_time(spec: KernelSpec, monkeypatch: pytes
     assert not np.shares_memory(case.call(), case.call()) and str(case).startswith(f"{spec.name}(M=5, ")
 
 
+@pytest.mark.long(40)
 @pytest.mark.gpu
 def test_twenty_thousand_launches_by_spec_beside_a_busy_stream() -> None:
     """Each kernel of W4A4 and W4Ax that runs here, and those of 8 and 16 bits; on Hopper INT4 MMAs are software."""
@@ -103,6 +104,7 @@ def test_twenty_thousand_launches_by_spec_beside_a_busy_stream() -> None:
     soak.endure([soak.Launched.of(spec, draw_sizes(spec, rng), rng) for spec in specs for _ in range(CASES)], rng)
 
 
+@pytest.mark.long(40)
 @pytest.mark.gpu
 def test_twenty_thousand_calls_beside_a_busy_stream() -> None:
     rng = np.random.default_rng(0)

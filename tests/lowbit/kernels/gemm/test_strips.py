@@ -124,7 +124,7 @@ def ids_of(cases: list[tuple[KernelSpec, Config, int]]) -> list[str]:
 signed, order, mode = st.integers(0, 1), st.integers(0, 1), st.sampled_from(emulator.MODES)
 
 
-@pytest.mark.share(8)
+@pytest.mark.full
 @pytest.mark.parametrize("config", LARGE_CONFIGS, ids=ids)
 @given(
     logical=problems(tokens=70, rows=200, groups=9),
@@ -145,6 +145,7 @@ def test_accumulators_are_exact_in_the_emulator(
     assert np.array_equal(y, spec.reference(**logical))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("WN", "WK", "stages"), [(1, 2, 5), (2, 2, 5), (1, 3, 7)])
 def test_warp_groups_along_k_take_turns_at_a_slot(WN: int, WK: int, stages: int) -> None:
     """Copies come in any order, and no warp group takes a slot that another one waits for; three rounds and a stage."""
@@ -155,6 +156,7 @@ def test_warp_groups_along_k_take_turns_at_a_slot(WN: int, WK: int, stages: int)
         assert np.array_equal(y, LARGE.reference(**logical)), (mode, seed)
 
 
+@pytest.mark.full
 @on_every_backend
 def test_more_tokens_than_a_band(backend: str) -> None:
     """Nineteen token tiles: a band of sixteen and a narrower one, each over three row tiles."""
@@ -163,7 +165,7 @@ def test_more_tokens_than_a_band(backend: str) -> None:
     assert np.array_equal(output(LARGE, logical, backend, config), LARGE.reference(**logical))
 
 
-@pytest.mark.share(4)
+@pytest.mark.default_cases("ROWS1-SLICES16-STAGES2")
 @pytest.mark.parametrize("config", SMALL_CONFIGS, ids=ids)
 @given(data=st.data(), signed=signed, order=order, mode=mode, sms=st.sampled_from((1, 3, 132)))
 @settings(max_examples=10)
@@ -179,6 +181,7 @@ def test_a_few_tokens_are_exact_in_the_emulator(
     assert np.array_equal(y, spec.reference(**logical))
 
 
+@pytest.mark.long(30)
 @pytest.mark.gpu
 @given(data=st.data(), config=st.sampled_from(({}, *LARGE_CONFIGS)), signed=signed, order=order)
 def test_accumulators_are_exact_on_the_gpu(config: Config, data: st.DataObject, signed: int, order: int) -> None:
@@ -187,6 +190,7 @@ def test_accumulators_are_exact_on_the_gpu(config: Config, data: st.DataObject, 
     checks.exact_twice(lambda: output(spec, logical, "gpu", config), spec.reference(**logical))
 
 
+@pytest.mark.long(30)
 @pytest.mark.gpu
 @given(data=st.data(), config=st.sampled_from(({}, *SMALL_CONFIGS)), signed=signed, order=order)
 def test_a_few_tokens_are_exact_on_the_gpu(config: Config, data: st.DataObject, signed: int, order: int) -> None:
@@ -243,7 +247,7 @@ SCALED = [
 ]
 
 
-@pytest.mark.share(8)
+@pytest.mark.default_cases("float16-small per channel-emulator", "float32-small-emulator", "int32-few tokens-emulator")
 @on_every_backend
 @pytest.mark.parametrize(
     ("spec", "config"),
@@ -269,6 +273,7 @@ def test_scaled_outputs_are_the_epilogue_in_float32(dtype: Any, spec: KernelSpec
     assert np.array_equal(y.view(bits), spec.expected(logical, {"OUT": OUT})["y"].view(bits))
 
 
+@pytest.mark.default_cases("emulator-gemm_w4a8_small_sm90")
 @pytest.mark.parametrize("spec", strips.SPECS, ids=lambda spec: spec.name)
 @on_every_backend
 def test_the_extremes_add_up_without_a_rounding(spec: KernelSpec, backend: str) -> None:
@@ -283,7 +288,7 @@ def test_the_extremes_add_up_without_a_rounding(spec: KernelSpec, backend: str) 
         assert np.array_equal(y, np.full((3, N), -128 * 127 * K, np.int32))
 
 
-@pytest.mark.share(4)
+@pytest.mark.default_cases("emulator-15-0-gemm_w4a8_small_sm90", "emulator-0-15-gemm_w4a8_small_sm90")
 @pytest.mark.parametrize("spec", [SMALL_CHANNEL, LARGE_CHANNEL], ids=lambda spec: spec.name)
 @pytest.mark.parametrize(("q", "zero"), [(15, 0), (0, 15), (15, 15), (0, 0)])
 @on_every_backend
@@ -350,7 +355,10 @@ COMPILED = [
 ]
 
 
-@pytest.mark.share(60)
+@pytest.mark.default_cases(
+    "gemm_w4a8_sm90-BM16-WN1-WK2-MN1-BK512-STRIPS4-STAGES8-SPLIT2-GROUP128",
+    "gemm_w4a8_sm90-BM64-WN1-WK2-MN1-BK256-STRIPS4-STAGES8-SPLIT2-GROUP128",
+)
 @pytest.mark.parametrize(
     ("spec", "config", "tokens", "group", "signed"),
     COMPILED,

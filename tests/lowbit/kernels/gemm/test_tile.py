@@ -49,6 +49,7 @@ def run(logical: dict[str, Any], backend: str = "emulator", source: Source = SOU
     return run_spec(TILE, source, TILE.pack(logical), sizes=sizes, backend=backend, **{"checks": checks, **options})
 
 
+@pytest.mark.full
 @given(logical=problems(tiles=3))
 @settings(max_examples=30)
 def test_exact_up_to_the_last_byte_that_does_not_carry(logical: dict[str, Any]) -> None:
@@ -119,6 +120,7 @@ def is_killed(text: str, battery: list[dict[str, Any]]) -> bool:
         return True
 
 
+@pytest.mark.full
 def test_every_changed_opcode_and_immediate_is_noticed() -> None:
     rng = np.random.default_rng(0)
     battery = []

@@ -31,7 +31,7 @@ def expected(dtype: str = "float16", bias: np.ndarray | None = None) -> np.ndarr
     return stored(total if bias is None else total + bias, dtype)
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("float16-emulator-strips", "bfloat16-emulator-rows")
 @every
 @on_every_backend
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -62,6 +62,7 @@ def test_torch_keeps_its_kind(name: str) -> None:
     assert np.array_equal(out.view(torch.int16).numpy().view(np.uint16), expected("bfloat16"))
 
 
+@pytest.mark.default_cases("rows")
 @every
 def test_device_arrays(fake: FakeGpu, name: str) -> None:
     fake.arch = 90 if name == "strips" else 86

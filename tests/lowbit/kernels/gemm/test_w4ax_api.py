@@ -34,7 +34,7 @@ def expected(dtype: str, int8: int = 1) -> np.ndarray:
     return stored(gemm_blocks(W, quant.quantize_blocks(FLOATS, int8)) + BIAS, dtype)
 
 
-@pytest.mark.share(3)
+@pytest.mark.default_cases("float16-0-emulator-strips", "float32-3-emulator-rows")
 @every
 @on_every_backend
 @pytest.mark.parametrize(("dtype", "int8"), [("float16", 0), ("bfloat16", 1), ("float32", 3)])
@@ -57,6 +57,7 @@ def test_into_a_given_array_of_torch_and_of_no_tokens(name: str) -> None:
     assert ptxlab.gemm_w4ax(**{**given, "x": none}).shape == (0, N)
 
 
+@pytest.mark.default_cases("rows")
 @every
 def test_device_arrays(fake: FakeGpu, name: str) -> None:
     fake.arch = 90 if name == "strips" else 86

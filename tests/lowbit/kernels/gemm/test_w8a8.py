@@ -43,7 +43,7 @@ def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], 
     return checks.output(W8A8, W8A8.pack(dict(logical)), backend, config=config, **options)
 
 
-@pytest.mark.share(4)
+@pytest.mark.default_cases("16-3-1")
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile['BM']}-{tile['WN']}-{tile['SPLIT']}")
 @given(
     logical=gemm_problems.w8a8(tokens=80, rows=400, sixteens=60),
@@ -82,7 +82,7 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
     assert np.array_equal(output(logical, "gpu", {}), W8A8.reference(**logical))
 
 
-@pytest.mark.share(12)
+@pytest.mark.default_cases("1-bfloat16-BM32-WN3-SPLIT2-emulator", "3-int32-BM32-WN3-SPLIT2-emulator")
 @on_every_backend
 @pytest.mark.parametrize("tile", OUTPUT_TILES, ids="BM{BM}-WN{WN}-SPLIT{SPLIT}".format_map)
 @checks.every_output
@@ -107,7 +107,7 @@ def chosen(M: int, N: int, K: int) -> dict[str, int]:
     return {**W8A8.config_for({"M": M, "N": N, "K": K}), "OUT": 0}
 
 
-@pytest.mark.share(8)
+@pytest.mark.default_cases("BM16-WN1-BK256-STAGES11-SPLIT1-OUT0", "BM16-WN2-BK256-STAGES6-SPLIT1-OUT0")
 @pytest.mark.parametrize(
     "config",
     sorted(

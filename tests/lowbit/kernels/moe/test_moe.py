@@ -92,6 +92,7 @@ def test_routing_of_any_problem_on_the_gpu(problem: dict[str, Any]) -> None:
     check_routing(**problem, backend="gpu")
 
 
+@pytest.mark.long(30)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("M", "E", "H", "k"), [(1, 8, 4096, 2), (256, 8, 4096, 2), (16384, 64, 1024, 4)])
 def test_routing_of_large_batches_on_the_gpu(M: int, E: int, H: int, k: int) -> None:
@@ -111,6 +112,7 @@ def test_the_order_of_the_sum_is_near_the_sum(H: int) -> None:
     assert (np.abs(router_logits(x, router) - right) <= (32 + 5 + 32) * 2.0**-24 * size).all()
 
 
+@pytest.mark.full
 @on_every_backend
 def test_a_token_has_the_same_bits_in_any_batch(backend: str) -> None:
     M, H, E = 150, 96, 40
@@ -140,6 +142,7 @@ def test_logits_that_are_no_number_come_last(backend: str) -> None:
     check_rows(tokens, routed, E)
 
 
+@pytest.mark.smoke
 @on_every_backend
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_are_added_in_the_order_of_the_choice(dtype: str, backend: str) -> None:
@@ -279,6 +282,7 @@ def test_a_token_takes_an_expert_once() -> None:
 # --- the GPU side, on a GPU that isn't one ---------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_device_arrays(fake: FakeGpu) -> None:
     """Two launches and one, programmatic if they shall be; a call like one before allocates nothing but results."""
     there = packed(*(DeviceArray(getattr(TOKENS, part)) for part in PARTS))
@@ -312,7 +316,7 @@ def test_an_older_gpu_is_said(fake: FakeGpu) -> None:
 EXAMPLES = [(spec, sizes) for spec in (CHOOSE, GATHER, COMBINE) for sizes in spec.example_sizes]
 
 
-@pytest.mark.share(5)
+@pytest.mark.default_cases("gather_tokens-1-32-1-1", "gather_tokens-3-1056-8-2", "combine_experts-5-1056-2-10")
 @pytest.mark.parametrize(
     ("spec", "sizes"), EXAMPLES, ids=lambda of: getattr(of, "name", None) or "-".join(map(str, of.values()))
 )
@@ -329,6 +333,7 @@ SYNCHRONISED = {  # several tokens of a block, several parts of a warp
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", SYNCHRONISED)
 def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the checks or by a wrong result."""

@@ -92,12 +92,14 @@ def check(backend: str, x: np.ndarray, place: np.ndarray, **how: Any) -> None:
     assert same(ptxlab.reorder_quantize(x, place, backend=backend, **how), rows_of(wide(x), place, **how))
 
 
+@pytest.mark.full
 @given(problem=problems(4, tuple(DTYPES)))
 @settings(max_examples=25)
 def test_every_bit(problem: dict[str, Any]) -> None:
     check("emulator", **problem)
 
 
+@pytest.mark.long(20)
 @pytest.mark.gpu
 @given(problem=problems(60, tuple(DTYPES)))
 @settings(max_examples=200)
@@ -118,6 +120,7 @@ def check_norm(backend: str, x: np.ndarray, residual: np.ndarray | None, place: 
     assert same(found, rows_of(y, place, **how))
 
 
+@pytest.mark.full
 @given(problem=problems(4, ("float16", "bfloat16")), added=st.booleans())
 @settings(max_examples=15)
 def test_every_bit_of_a_normed_row(problem: dict[str, Any], added: bool) -> None:
@@ -139,7 +142,7 @@ def test_run_by_name_sizes_say_what_is_written(pairs: int, backend: str) -> None
         by_name.run("reorder_quantize", backend=backend, out=wrong, **given, **sizes)
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("bytes-gelu_tanh-emulator", "pairs-silu-emulator")
 @on_every_backend
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("order", ORDERS)
@@ -153,6 +156,7 @@ def test_an_open_gate_is_exact(order: str, activation: str, backend: str) -> Non
     assert same(found, rows_of(wide(gate) * wide(up), place, **how))
 
 
+@pytest.mark.default_cases("0-emulator")
 @on_every_backend
 @pytest.mark.parametrize("code", [0, 1])
 def test_gates_are_near_and_both_orders_agree(code: int, backend: str) -> None:
@@ -214,7 +218,7 @@ def test_a_gate_may_be_off_wherever_its_error_changes_an_integer(code: int) -> N
     assert changed > 20
 
 
-@pytest.mark.share(4)
+@pytest.mark.default_cases("128-emulator")
 @on_every_backend
 @pytest.mark.parametrize("channels", [128, 4096, 8192, 8320, 16384, 32768])
 def test_rows_of_any_width(channels: int, backend: str) -> None:
@@ -287,6 +291,7 @@ def test_the_way_through_shared_memory_has_few_conflicts(random: bool) -> None:
         assert passes == 1 if not random or access.text.startswith("ld") else 2.5 < passes < 4.5, access.text
 
 
+@pytest.mark.full
 def test_what_follows_is_the_product() -> None:
     """Norm, order, GEMM: as near to the float product as Atom's INT4 is."""
     x, gamma, w = normal(4, 512), normal(512), wide(normal(64, 512))
@@ -334,6 +339,7 @@ def check_blocks(backend: str, x: np.ndarray, place: np.ndarray, int8: int, layo
     assert same_blocks(found, wide(x), place, int8)
 
 
+@pytest.mark.full
 @given(problem=block_problems(4, tuple(DTYPES)))
 @settings(max_examples=20)
 def test_every_bit_of_blocks(problem: dict[str, Any]) -> None:
@@ -347,7 +353,7 @@ def test_every_bit_of_blocks_on_the_gpu(problem: dict[str, Any]) -> None:
     check_blocks("gpu", **problem)
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("1-0-pairs-emulator", "1-1-joined-emulator")
 @on_every_backend
 @pytest.mark.parametrize(
     ("blocks", "int8", "order"), [(1, 0, "pairs"), (1, 1, "joined"), (9, 4, "pairs"), (86, 17, "joined")]
@@ -376,6 +382,7 @@ def test_a_block_by_hand(backend: str) -> None:
     assert found.scale[0].tolist() == [1, 1, np.float16(0.1), 1, 1, 1, 1, 1]
 
 
+@pytest.mark.full
 @on_every_backend
 def test_two_launches_from_floats_to_comets_product(backend: str) -> None:
     """By the bits of the host's quantiser, and near to the float product."""
@@ -446,6 +453,7 @@ def test_blocks_on_device_arrays(fake: FakeGpu) -> None:
     assert (fake.loads, fake.allocations) == (loads, allocations)
 
 
+@pytest.mark.full_cases("rmsnorm_reorder_quantize")
 @pytest.mark.parametrize("spec", [REORDER, RMSNORM_REORDER, SILU_MUL_REORDER], ids=lambda spec: spec.name)
 def test_blocks_of_a_row_do_not_depend_on_the_batch(spec: Any) -> None:
     sizes = next(sizes for sizes in spec.example_sizes if sizes["code"] == COMET)
@@ -460,6 +468,7 @@ HOW: dict[str, Any] = {"outliers": 64, "group": 64}
 GAMMA = np.ones(256, np.float16)
 
 
+@pytest.mark.full
 def test_into_given_arrays_and_of_no_tokens() -> None:
     x, gate_up = normal(3, 256), normal(3, 512)
     for order in ORDERS:
@@ -567,7 +576,7 @@ SYNCHRONISED = {  # in a block, and in a cluster of two
 }
 
 
-@pytest.mark.share(4)
+@pytest.mark.default_cases("norm")
 @pytest.mark.parametrize("case", SYNCHRONISED)
 def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the checks or by a wrong result, early or late."""
@@ -594,6 +603,7 @@ def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatc
             assert waits.diagnosis(waits.changed(kernel, copies), check_all, patch), f"{opcode} of {place}"
 
 
+@pytest.mark.full_cases("rmsnorm_reorder_quantize")
 @pytest.mark.parametrize("spec", [REORDER, RMSNORM_REORDER, SILU_MUL_REORDER], ids=lambda spec: spec.name)
 def test_the_kernel_before_is_waited_for(spec: Any) -> None:
     """Without the wait every input but gamma and the places is read too early."""
@@ -609,6 +619,7 @@ def test_the_kernel_before_is_waited_for(spec: Any) -> None:
 ON_GPU = pytest.mark.skipif(gpu.why_not("sm_90") is not None, reason="needs sm_90")
 
 
+@pytest.mark.long(20)
 @pytest.mark.gpu
 @ON_GPU
 @pytest.mark.parametrize("K", [4096, 28672])

@@ -102,6 +102,7 @@ def test_every_bit_of_a_normed_row(problem: dict[str, Any]) -> None:
     check_norm("emulator", **problem)
 
 
+@pytest.mark.long(20)
 @pytest.mark.gpu
 @given(problem=problems(chunks=200))
 @settings(max_examples=200)
@@ -109,7 +110,7 @@ def test_every_bit_of_a_normed_row_on_the_gpu(problem: dict[str, Any]) -> None:
     check_norm("gpu", **problem)
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("128-emulator", "8192-emulator", "8224-emulator")
 @on_every_backend
 @pytest.mark.parametrize("K", [128, 4096, 8192, 8224, 16384, 32768])
 def test_rows_of_any_width(K: int, backend: str) -> None:
@@ -132,7 +133,9 @@ def check_gate(backend: str, gate_up: np.ndarray, activation: str, **how: Any) -
     near(found, reference.gated(x, activation), 2.0**-20 + 2.0**-22 * turns)
 
 
-@pytest.mark.share(4)
+@pytest.mark.default_cases(
+    "row_major-None-silu-float16-emulator", "fragment-None-gelu_tanh-bfloat16-emulator", "tiles-8-silu-float16-emulator"
+)
 @on_every_backend
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
@@ -165,7 +168,7 @@ def test_the_references_are_what_they_say() -> None:
         reference.gated(both, "relu")
 
 
-@pytest.mark.share(2)
+@pytest.mark.default_cases("160-emulator")
 @on_every_backend
 @pytest.mark.parametrize("K", [160, 8224])
 def test_a_row_has_the_same_bits_in_any_batch_and_order(K: int, backend: str) -> None:
@@ -221,6 +224,7 @@ def test_quotients_of_small_rows_are_exact(backend: str) -> None:
 # --- the calls -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_into_given_arrays_and_of_no_tokens() -> None:
     x, gamma = normal(5, 64), normal(64)
     for order, rows in (("row_major", None), ("tiles", 8)):
@@ -371,6 +375,7 @@ SYNCHRONISED = {  # in a block, and in a cluster of two
 }
 
 
+@pytest.mark.full_cases("norm in a cluster")
 @pytest.mark.parametrize("case", SYNCHRONISED)
 def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the checks or by a wrong result, early or late."""
@@ -412,6 +417,7 @@ def test_the_kernel_before_is_waited_for(name: str) -> None:
 ON_GPU = pytest.mark.skipif(gpu.why_not("sm_90") is not None, reason="needs sm_90")
 
 
+@pytest.mark.long(20)
 @pytest.mark.gpu
 @ON_GPU
 @pytest.mark.parametrize("K", [4096, 28672])

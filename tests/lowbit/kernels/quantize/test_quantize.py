@@ -57,7 +57,7 @@ def test_every_bit_on_the_gpu(problem: dict[str, Any]) -> None:
     check("gpu", **problem)
 
 
-@pytest.mark.share(6)
+@pytest.mark.default_cases("row_major-None-32-emulator", "fragment-None-8192-emulator", "tiles-8-32-emulator")
 @on_every_backend
 @pytest.mark.parametrize("K", [32, 8192, 8224, 16384, 32768, 32800])
 @pytest.mark.parametrize(("order", "rows"), [("row_major", None), ("fragment", None), ("tiles", 8)])
@@ -202,6 +202,7 @@ def test_packed_activations_check_their_shapes() -> None:
 # --- the GPU side, on a GPU that isn't one ---------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_device_arrays(fake: FakeGpu, dtype: str) -> None:
     x = RNG.standard_normal((5, 96), dtype=np.float32).astype(DTYPES[dtype])

@@ -41,6 +41,7 @@ def test_a_case_has_the_same_bits_each_time(spec: KernelSpec, monkeypatch: pytes
     assert {"x_q", "x8", "x_scale"} <= {*case.outputs(case.expected)}
 
 
+@pytest.mark.long(40)
 @pytest.mark.gpu
 @pytest.mark.skipif(gpu.why_not("sm_90") is not None, reason="needs sm_90")
 def test_twenty_thousand_rows_in_order_beside_a_busy_stream() -> None:
