@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import ptxlab
+from ptxlab.arithmetic import ceil_div
 
 TEXT = """
 extern "C" __global__ void scaled(const float* x, float* y, unsigned n) {
@@ -21,7 +22,7 @@ SPEC = ptxlab.KernelSpec(
         ptxlab.Arg("y", "float32", ("n",), "out"),
         ptxlab.Arg("n", "uint32", role="scalar"),
     ),
-    launch=lambda sizes: ptxlab.Launch(grid=(-(-sizes["n"] // 32), 1, 1), block=(32, 1, 1)),
+    launch=lambda sizes: ptxlab.Launch(grid=(ceil_div(sizes["n"], 32), 1, 1), block=(32, 1, 1)),
     example=lambda rng, *, n: {"x": rng.standard_normal(n, dtype=np.float32)},
     pack=lambda logical: logical,
     reference=lambda x: 3 * x,

@@ -28,6 +28,7 @@ from benchmarks.layer.decoder import Alone
 from benchmarks.layer_shapes import BATCHES, Work, rows_of
 from benchmarks.peers_layer import MIXES, Job
 from ptxlab import gpu
+from ptxlab.arithmetic import ceil_div
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
 from ptxlab.bench.suite import Suite
@@ -211,7 +212,7 @@ def random_model(config: Config, scheme: str = "lqq", layout: str = "strips") ->
     def table() -> Any:
         some = gpu.to_device(rng.standard_normal((_ROWS, config.hidden), dtype=np.float32).astype(np.float16))
         factors = gpu.to_device(rng.uniform(0.5, 1, (config.vocabulary, 1)).astype(np.float16))
-        return np.tile(some, (-(-config.vocabulary // _ROWS), 1))[: config.vocabulary] * factors
+        return np.tile(some, (ceil_div(config.vocabulary, _ROWS), 1))[: config.vocabulary] * factors
 
     return QuantizedModel(
         config=config,
@@ -355,9 +356,9 @@ def other_heads(runner: KernelRunner, B: int) -> dict[str, float]:
     Of INT8 the head is there twice meanwhile.
     """
     config, model = runner.config, runner.model
-    rows = -(-config.vocabulary // HEAD_ROWS) * HEAD_ROWS
+    rows = ceil_div(config.vocabulary, HEAD_ROWS) * HEAD_ROWS
     some = np.random.default_rng(0).integers(-127, 128, (_ROWS, config.hidden), np.int8)
-    q8 = np.tile(gpu.to_device(some), (-(-rows // _ROWS), 1))[:rows]
+    q8 = np.tile(gpu.to_device(some), (ceil_div(rows, _ROWS), 1))[:rows]
     scale = gpu.to_device(np.full(rows, config.hidden**-0.5 / 127, np.float32))
     eight = LMHead(Level1Weight(q8, scale, 127), config.vocabulary, backend=runner.backend)
     halves = model.embedding if model.head is None else model.head

@@ -11,6 +11,7 @@ from matplotlib.colors import Normalize, to_rgb
 from matplotlib.figure import Figure
 
 from benchmarks.stored import OURS, Stored
+from ptxlab.arithmetic import ceil_div
 from ptxlab.bench.record import Record
 from ptxlab.lowbit import cost
 from ptxlab.lowbit.bench.shapes import (
@@ -160,7 +161,7 @@ def fraction_figure(rows: pd.DataFrame) -> Figure:
     names, tokens = steps(rows), _tokens(rows)
     layers = [str(layer) for layer in LAYERS if str(layer) in set(rows.layer)]
     columns = min(3, len(names))
-    lines = -(-len(names) // columns)
+    lines = ceil_div(len(names), columns)
     figure = Figure(figsize=(4.6 * columns + 1, (0.33 * len(layers) + 1.1) * lines), layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     image: Any = None

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from ptxlab import gpu
+from ptxlab.arithmetic import ceil_div
 from ptxlab.runtime.timing import GEMM_REPLAYS, measure
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
@@ -21,7 +22,7 @@ def source() -> Source:
 
 def geometry(nbytes: int, *, programmatic: bool = False) -> Launch:
     """A block for every 16 KiB."""
-    return Launch((-(-nbytes // _PER_BLOCK), 1, 1), (_THREADS, 1, 1), programmatic=programmatic)
+    return Launch((ceil_div(nbytes, _PER_BLOCK), 1, 1), (_THREADS, 1, 1), programmatic=programmatic)
 
 
 def copy_us(moved: int, copies: int) -> float:

@@ -7,6 +7,7 @@ from statistics import geometric_mean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.bench.record import Record, Row
 
 _COLUMNS = 3
@@ -17,7 +18,7 @@ def record_figure(record: Record) -> Figure:
     of = attrgetter("measure")
     measures = {measure: list(rows) for measure, rows in groupby(sorted(record.rows, key=of), key=of)}
     columns = min(_COLUMNS, len(measures))
-    lines = -(-len(measures) // columns)
+    lines = ceil_div(len(measures), columns)
     figure = Figure(figsize=(1 + 5.2 * columns, 0.6 + 3.8 * lines), layout="constrained")
     figure.suptitle(f"{record.suite} on {record.device['name']}", x=0.01, ha="left", weight="bold")
     colours = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(map(_name, record.rows)))}

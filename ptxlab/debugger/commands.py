@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.debugger import matrices, pending, values
 from ptxlab.debugger.session import DebuggerError, Session, Stop
 from ptxlab.debugger.state import Held, State, could_hold, place_of
@@ -252,7 +253,7 @@ class Commands:
             chosen = int(np.ravel_multi_index(index, shape, order="F"))
         else:
             chosen = _number(what, number)
-        limits = {"lane": 32, "warp": -(-launch.threads // 32)}
+        limits = {"lane": 32, "warp": ceil_div(launch.threads, 32)}
         if chosen >= limits.get(what, chosen + 1):
             raise DebuggerError(f"{what}: 0 to {limits[what] - 1} (got {chosen})")
         numbers = {"thread": (block, chosen), "lane": (block, thread // 32 * 32 + chosen),

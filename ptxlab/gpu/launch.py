@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError, LaunchError
 from ptxlab.gpu.arrays import as_array, caller_stream, is_device_array
 from ptxlab.gpu.device import DeviceInfo, device_info
@@ -162,7 +163,7 @@ def spread_bytes(geometry: Launch, static: int, device: DeviceInfo) -> int:
     the SMs is not counted for them.
     """
     sms = device.sms if geometry.cluster == (1, 1, 1) else device.sms * 7 // 8
-    share = -(-math.prod(geometry.grid) // sms)
+    share = ceil_div(math.prod(geometry.grid), sms)
     if share > _MOST_SPREAD:
         return 0
     reserved = device.shared_bytes_per_sm - device.shared_bytes  # of every block

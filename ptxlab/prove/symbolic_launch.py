@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import z3
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.emulator import pointers_of
 from ptxlab.emulator.front.types import bits_of, is_float
 from ptxlab.errors import ArgumentError
@@ -319,7 +320,7 @@ def of_file(
         found: Arrays = {}
         for (name, argument), parameter, label in zip(arguments.items(), entry.params, kernel.parameters, strict=True):
             if isinstance(argument, Buffer):
-                size = -(-(1 + max(argument.content, default=0)) // 16) * 16
+                size = ceil_div(1 + max(argument.content, default=0), 16) * 16
                 found[label] = np.array([model.get(f"{name} byte {at}", 0) for at in range(size)], np.uint8)
             else:
                 found[label] = np.array(model.get(name, 0), f"u{parameter.size}")

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.hardware.words import unpack_nibbles
 
 _FUNCTIONS: dict[str, Any] = {
     "__builtins__": {},
     "log2": lambda n: int(n).bit_length() - 1,
-    "ceil_div": lambda a, b: -(-a // b),
+    "ceil_div": ceil_div,
     "min": min,
     "max": max,
 }

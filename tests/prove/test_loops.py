@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ptxlab import registry
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.claims.main_loops import MAIN_LOOPS
 from ptxlab.prove.loop_claim import LoopClaim
@@ -99,6 +100,6 @@ def test_the_rules_of_kernels_admit_no_longer_sums(name: str) -> None:
     """`sum_activations_s8` admitted K up to 2^31, and wrapped from 2^24 * 128/127 on."""
     spec, loop = registry.find(name)[0], MAIN_LOOPS[name]
     sizes = {k: int(v) for k, v in spec.example_sizes[0].items()}
-    beyond = -(-(loop.most + 1) // 1024) * 1024
+    beyond = ceil_div(loop.most + 1, 1024) * 1024
     with pytest.raises(ArgumentError, match="K"):
         spec.check_sizes({**sizes, "K": beyond})

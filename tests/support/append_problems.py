@@ -13,6 +13,7 @@ import pytest
 
 import ptxlab
 from ptxlab import gpu, registry
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.attention.append import APPEND, ROPE_APPEND, table_rows
 from ptxlab.lowbit.layout import KVCache, page_bytes, write_slots
@@ -158,7 +159,7 @@ def problem_of(
 ) -> Problem:
     """Tokens, every fourth of which is padding, to slots at random in a pool of anything."""
     T, H, D = k.shape
-    pages = pages or -(-T // size) + 1
+    pages = pages or ceil_div(T, size) + 1
     slots = RNG.permutation(pages * size)[:T].astype(index)
     slots[RNG.permutation(T)[: T // 4]] = -RNG.integers(1, 2**30)
     pool = RNG.integers(0, 256, (pages, 2, H, page_bytes(scheme, size, D)), dtype=np.uint8)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit.bench.attention import kvdata
 from ptxlab.lowbit.bench.attention.problem import SCALE
 from ptxlab.lowbit.bench.shapes import HEAD_DIM, PAGE
@@ -66,7 +67,7 @@ class Problem:
 def problem(data: kvdata.Data, heads: tuple[int, int], length: int, spare: int = 100, seed: int = 0) -> Problem:
     """With `spare` pages in which keys and values are swapped, and as many with another last token."""
     rng, (Hq, Hkv) = np.random.default_rng(seed), heads
-    pages = -(-length // PAGE)
+    pages = ceil_div(length, PAGE)
     own = kvdata.random_pages(rng, pages, Hkv, data=data)
     table = rng.permutation(pages).astype(np.int32)[None]
     lengths = np.array([length], np.int32)
@@ -174,7 +175,7 @@ class Expected:
         (end,) = {int((length - 1) % PAGE) + 1 for length in draws.lengths}
         if end not in self._lasts:
             self._lasts[end] = page_sums(self.of, end, self.whole.shift)
-        lasts, pages = self._lasts[end], -(-draws.lengths // PAGE)
+        lasts, pages = self._lasts[end], ceil_div(draws.lengths, PAGE)
         rows = np.arange(len(pages))
         used = np.zeros((len(pages), len(self.whole.weights)))  # how often each page is, but as the last one
         for i in range(draws.table.shape[1]):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, registry
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit.kernels.attention import common
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.runtime import run_spec
@@ -73,7 +74,7 @@ def a_sign_per_tile(rng: np.random.Generator, q: np.ndarray, k: Tokens, v: Token
     """All tokens count alike, and values of a tile have a sign and size of their own: whichever is missing shows."""
     equal_scores(rng, q, k, v)
     for values in v:
-        tiles = -(-len(values) // TILE)
+        tiles = ceil_div(len(values), TILE)
         factors = rng.permutation(np.arange(1, tiles + 1) * 4 - 2 * tiles)
         values[:] = np.abs(values) * np.repeat(factors, TILE)[: len(values), None, None]
 
@@ -112,7 +113,7 @@ def problem(
     q = rng.standard_normal((len(lengths), T, Hq, D), dtype=np.float32)
     keys, values = ([rng.standard_normal((n, Hkv, D), dtype=np.float32) for n in lengths] for _ in range(2))
     change(rng, q, keys, values)
-    used = [-(-n // page_size) for n in lengths]
+    used = [ceil_div(n, page_size) for n in lengths]
     empty = common.draw_cache(
         rng,
         np.array(lengths),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from ptxlab import gpu
+from ptxlab.arithmetic import ceil_div
 from ptxlab.runtime import Kernel, verify
 from ptxlab.runtime.launching import poisoned
 from ptxlab.sources import Source, of_kernel
@@ -129,7 +130,7 @@ def emulate_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(case: Case, y: Any) -> None:
     """Count wrong elements on the device."""
-    blocks = (-(-y.size // 256), 1, 1)
+    blocks = (ceil_div(y.size, 256), 1, 1)
     arguments = [y, case.expected, np.uint32(y.size), case.wrong]
     gpu.launch(gpu.load(COMPARE, "compare"), arguments, Launch(blocks, (256, 1, 1)))
 

@@ -8,6 +8,7 @@ groups 1 and 2 consume: 64 channels each, W from registers.
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.hardware.fragments import mma_a
 from ptxlab.lowbit.layout import TensorMap
 
@@ -161,7 +162,7 @@ def problem(seed: int, tokens: int, channels: int, depth: int) -> tuple[list, np
     rng = np.random.default_rng(seed)
     x = rng.integers(-128, 128, (tokens, depth)).astype(np.int8)
     w = rng.integers(-128, 128, (channels, depth)).astype(np.int8)
-    columns, rows = -(-tokens // BM), channels // BN
+    columns, rows = ceil_div(tokens, BM), channels // BN
     padded = np.zeros((columns * BM, depth), np.int64)
     padded[:tokens] = x
     right = (w.astype(np.int64) @ padded.T).astype(np.int32)

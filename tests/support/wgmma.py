@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 
 import ptxlab
+from ptxlab.arithmetic import ceil_div
 from ptxlab.hardware.descriptors import MatrixDescriptor
 from ptxlab.hardware.fragments import mma_a, wgmma_d
 from tests.support.emulated import HEADER
@@ -43,7 +44,7 @@ def mn_major(bits: np.ndarray, span: int) -> tuple[np.ndarray, int, int]:
     rows, each = bits.shape[0], span // 2
     stride = span * 8  # to the next 8 of K
     leading = 2 * stride  # to the next atom of rows
-    image = np.zeros(leading * -(-rows // each), np.uint8)
+    image = np.zeros(leading * ceil_div(rows, each), np.uint8)
     for row, k in np.ndindex(bits.shape):
         at = row // each * leading + k // 8 * stride + k % 8 * span + row % each * 2
         at ^= at >> 3 & (span - 16)

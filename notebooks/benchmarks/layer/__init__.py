@@ -16,6 +16,7 @@ from benchmarks.layer_shapes import BATCHES, CONFIGS, NARROW, config_of, sizes_o
 from benchmarks.peers_layer import MIXES, Job, MixTime
 from benchmarks.stored import stored_attention
 from ptxlab import gpu
+from ptxlab.arithmetic import ceil_div
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
 from ptxlab.bench.suite import Suite
@@ -194,7 +195,7 @@ def timeline_rows(config: Config, B: int) -> Iterator[Row]:
     made = Decoder(config, B, layer_chain.layers_of(config))
     operations = [decoder.label_of(call) for call in made.operations[0] for _ in range(call.launches)]
     calls = made.calls()
-    calls *= -(-_TRACED // len(calls))
+    calls *= ceil_div(_TRACED, len(calls))
     graphs: list[gpu.Graph] = []
 
     def run() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from benchmarks import peers_layer
 from benchmarks.layer_shapes import NARROW
 from ptxlab import gpu, registry
+from ptxlab.arithmetic import ceil_div
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.copying import copy_us
 from ptxlab.bench.record import Row, row_of
@@ -276,7 +277,7 @@ def appended(T: int, Hq: int, Hkv: int, D: int) -> Fused:
 def _values(M: int, K: int, seed: int = 0) -> Any:
     """Random f16 [M, K] on the device: some rows, repeated."""
     some = np.random.default_rng(seed).standard_normal((min(M, 64), K), dtype=np.float32).astype(np.float16)
-    return np.tile(gpu.to_device(some), (-(-M // len(some)), 1))[:M].copy()
+    return np.tile(gpu.to_device(some), (ceil_div(M, len(some)), 1))[:M].copy()
 
 
 def _packed(M: int, K: int) -> Callable[[], Any]:

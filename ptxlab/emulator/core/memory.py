@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.emulator.front.ir import Variable
 from ptxlab.emulator.front.types import Array
 from ptxlab.errors import ArgumentError
@@ -57,7 +58,7 @@ class Memory:
         """A new region of `size` bytes behind all others, and `gap` free bytes behind it."""
         region = Region(name, self.size, self.size + size, writable, variables=variables)
         self.regions.append(region)
-        self.size = -(-region.end // ALIGN) * ALIGN + gap
+        self.size = ceil_div(region.end, ALIGN) * ALIGN + gap
         return region
 
     def allocate(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.emulator.core.findings import Findings, GlobalAccess, SharedAccess
 from ptxlab.emulator.core.lanes import Lanes, Reader, Writer, count_of, indices_of
 from ptxlab.emulator.core.memory import SHARED_START, Memory
@@ -82,7 +83,7 @@ class LaunchState:
     @property
     def stride(self) -> int:
         """Lanes of a block: its threads, rounded up to whole warps."""
-        return -(-self.threads // 32) * 32
+        return ceil_div(self.threads, 32) * 32
 
     @property
     def window_bytes(self) -> int:
@@ -92,7 +93,7 @@ class LaunchState:
     @property
     def local_pitch(self) -> int:
         """Bytes of a lane's local window, and its distance to the next lane's."""
-        return -(-self.entry.local_bytes // 16) * 16
+        return ceil_div(self.entry.local_bytes, 16) * 16
 
     def is_shared(self, offsets: Array) -> Array:
         """Which arena offsets lie in a shared window."""

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Entry, Instruction, Module, Operand, Register, Variable
 from ptxlab.emulator.front.lane_annotation import parse_annotation
@@ -165,7 +166,7 @@ class _Parser(Cursor):
         if self.word(".param") != ".param":
             self.fail("expected .param")
         param = self.variable("param", *self.kind("param"))
-        param.offset = -(-self.entry.param_bytes // param.align) * param.align
+        param.offset = ceil_div(self.entry.param_bytes, param.align) * param.align
         self.entry.params.append(param)
         self.declare(param.name, param)
 
@@ -282,7 +283,7 @@ class _Parser(Cursor):
                     )
             elif space in ("local", "param"):  # parameters of a call live in the caller's frame
                 variable.space = "local"
-                variable.offset = -(-self.entry.local_bytes // variable.align) * variable.align
+                variable.offset = ceil_div(self.entry.local_bytes, variable.align) * variable.align
                 self.entry.local_bytes = variable.offset + variable.size
                 if self.entry.local_bytes > MOST_LOCAL:
                     self.fail(
@@ -576,10 +577,10 @@ class _Parser(Cursor):
         fixed = [v for v in used.values() if v.size]
         dynamic = [v for v in used.values() if not v.size]
         for variable in fixed:
-            variable.offset = -(-entry.shared_bytes // variable.align) * variable.align
+            variable.offset = ceil_div(entry.shared_bytes, variable.align) * variable.align
             entry.shared_bytes = variable.offset + variable.size
         align = max([16, *(v.align for v in dynamic)])
-        entry.dynamic_offset = -(-entry.shared_bytes // align) * align
+        entry.dynamic_offset = ceil_div(entry.shared_bytes, align) * align
         for variable in dynamic:
             variable.offset = entry.dynamic_offset
         entry.shared = [*fixed, *dynamic]

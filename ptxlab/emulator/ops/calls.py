@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.emulator.core.access import MemoryAccess
 from ptxlab.emulator.core.addressing import locator
 from ptxlab.emulator.core.lanes import Handler, Lanes, count_of, indices_of
@@ -97,7 +98,7 @@ def _printed(machine: Machine, instruction: Instruction, form: str, at: int) -> 
     def argument(kind: str) -> int | float:
         nonlocal at, taken
         dtype = np.dtype(kind)
-        at, taken = -(-at // dtype.itemsize) * dtype.itemsize, taken + 1
+        at, taken = ceil_div(at, dtype.itemsize) * dtype.itemsize, taken + 1
         region = machine.memory.region_of(at)
         if region is None or at + dtype.itemsize > region.end:
             raise MemoryFault(f"{instruction.where}: printf: the arguments of {form!r} are out of bounds")

@@ -28,6 +28,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError, FileError, in_file, naming
 from ptxlab.hardware.words import F32, U8
 from ptxlab.io.files import read_json
@@ -300,7 +301,7 @@ _FORMATS = (
             "weight_packed": ("I32", (N, K // 8)),
             "weight_scale": ("float", (N, G)),
             "weight_shape": ("I64", (2,)),
-            "weight_zero_point": ("I32", (-(-N // 8), G)),
+            "weight_zero_point": ("I32", (ceil_div(N, 8), G)),
             "weight_g_idx": ("I32", (K,)),
         },
         _compressed,

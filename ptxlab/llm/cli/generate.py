@@ -12,6 +12,7 @@ import typer
 from rich.markup import escape
 
 from ptxlab import gpu
+from ptxlab.arithmetic import ceil_div
 from ptxlab.cli.common import (
     FAILED,
     AsJson,
@@ -292,7 +293,7 @@ def _fitted(
 
     The pages hold all sequences `at_once`, or no fewer than the longest one, of the prompt that was found `where`.
     """
-    least, footprint = -(-context // PAGE), Footprint.of(config, 1, context, **how)
+    least, footprint = ceil_div(context, PAGE), Footprint.of(config, 1, context, **how)
     if footprint.total(least) > budget(memory):
         needed = f"at least {footprint.needed(least)} for the {context} tokens of {where}"
         raise expects("--memory", needed, memory)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config, require_config
 from ptxlab.llm.model.quantized import QuantizedModel
@@ -65,8 +66,8 @@ class Footprint:
         vocabulary = config.vocabulary * config.hidden * _HALF
         of_head = 0 if config.tied_head and dtype == "float16" else vocabulary
         if head == "int8":
-            of_head = -(-config.vocabulary // HEAD_ROWS) * HEAD_ROWS * (config.hidden + _WORD)
-        launches = sum(launch_bytes(config, rows, -(-context // PAGE)) for rows in launch_sizes(batch, chunk))
+            of_head = ceil_div(config.vocabulary, HEAD_ROWS) * HEAD_ROWS * (config.hidden + _WORD)
+        launches = sum(launch_bytes(config, rows, ceil_div(context, PAGE)) for rows in launch_sizes(batch, chunk))
         return cls(
             weights=config.layers * layer_bytes(config, scheme, group) if weights is None else weights,
             ends=vocabulary + of_head + config.hidden * _HALF,
@@ -99,7 +100,7 @@ class Footprint:
 
     def needed(self, pages: int) -> str:
         """GB in all with so many pages, rounded up, so that a `budget` of these suffices, and what they consist of."""
-        gigabytes = -(-self.total(pages) // 10**7) / 100
+        gigabytes = ceil_div(self.total(pages), 10**7) / 100
         return f"{gigabytes:.2f} GB: {self} + {pages * self.page / 1e9:.2f} GB of {pages} pages"
 
     def __str__(self) -> str:
@@ -153,7 +154,7 @@ def require_batch(
         name = config.name or "this model"
         rule = f"must be at most {most} for sequences of {tokens} tokens of {name} in {gigabytes:g} GB"
         footprint = Footprint.of(config, batch, tokens, **how)
-        needed = footprint.needed(batch * -(-tokens // PAGE) if pages is None else pages)
+        needed = footprint.needed(batch * ceil_div(tokens, PAGE) if pages is None else pages)
         raise ArgumentError("batch", rule, f"{batch}, which needs {needed}")
 
 
@@ -161,7 +162,7 @@ def excess(config: Config, batch: int, gigabytes: float, tokens: int, *, pages: 
     """Bytes that such a batch needs beyond a memory; 0 or below where it fits."""
     require_integer("batch", batch, 1)
     footprint = Footprint.of(config, batch, tokens, **how)
-    return footprint.total(batch * -(-tokens // PAGE) if pages is None else pages) - budget(gigabytes)
+    return footprint.total(batch * ceil_div(tokens, PAGE) if pages is None else pages) - budget(gigabytes)
 
 
 def layer_bytes(config: Config, scheme: str = "lqq", group: int = 128, layout: str = "strips") -> int:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config
 from ptxlab.llm.model.quantized import QuantizedModel
@@ -109,7 +110,7 @@ class Runner(ABC):
     @property
     def max_pages(self) -> int:
         """Pages of a sequence."""
-        return -(-self.context // PAGE)
+        return ceil_div(self.context, PAGE)
 
     @property
     def sizes(self) -> list[int]:
@@ -164,7 +165,7 @@ class Runner(ABC):
 
     def lacking(self, b: int, tokens: int) -> int:
         """Pages that sequence b needs for so many more tokens beyond those that it has."""
-        return max(0, -(-(int(self.lengths[b]) + tokens) // PAGE) - int(self.held[b]))
+        return max(0, ceil_div(int(self.lengths[b]) + tokens, PAGE) - int(self.held[b]))
 
     def reserve(self, b: int, tokens: int) -> bool:
         """Whether sequence b has pages for so many more tokens, which it takes from the free ones: all or none."""
@@ -216,7 +217,7 @@ class Runner(ABC):
         after = before + counts
         if int(after.max()) > self.context:
             raise ArgumentError(name, f"no more than the context of {self.context} tokens", f"{after.max()}")
-        lacking = np.maximum(-(-after // PAGE) - self.held[at], 0)
+        lacking = np.maximum(ceil_div(after, PAGE) - self.held[at], 0)
         if lacking.sum() > len(self.free):
             rule = f"no more than the {self.pages} pages of {PAGE} tokens, of which {len(self.free)} are free"
             raise ArgumentError(name, rule, f"{lacking.sum()} more")

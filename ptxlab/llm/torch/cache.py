@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.runner import PAGE
 from ptxlab.llm.torch.operators import attention_workspace
@@ -53,7 +54,9 @@ class KV4Cache(Cache):
         config, like = model.config, torch.empty(0, device=model.device)
         heads, dim = config.num_key_value_heads, getattr(config, "head_dim", None)
         self.head_dim = dim or config.hidden_size // config.num_attention_heads
-        made = KVCache.empty(batch, -(-context // PAGE), heads, self.head_dim, page_size=PAGE, scheme=scheme, like=like)
+        made = KVCache.empty(
+            batch, ceil_div(context, PAGE), heads, self.head_dim, page_size=PAGE, scheme=scheme, like=like
+        )
         self.batch, self.context, self.scheme = int(batch), int(context), scheme
         self.pools: list[Tensor] = [torch.zeros_like(made.pool) for _ in range(config.num_hidden_layers)]
         self.block_table: Tensor = made.block_table

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ptxlab import gpu
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError, naming
 from ptxlab.llm.model.numpy_runner import IntegerProduct
 from ptxlab.llm.torch.repeats import Repeats
@@ -576,7 +577,7 @@ def _memory(head_dim: int, device: int) -> _Memory:
     step, offset, items = choose(AttentionOptions(backend="gpu")), 0, []
     for item in step.most_memory(head_dim, gpu.device_info().sms):
         items.append((item.name, offset, (item.shape, item.dtype.name), _Owner(item.nbytes)))
-        offset += -(-item.nbytes // 256) * 256
+        offset += ceil_div(item.nbytes, 256) * 256
     return _Memory(step.spec.name, tuple(items), offset)
 
 

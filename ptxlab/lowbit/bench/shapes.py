@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit.kernels.gemm.strips_tiles import NO_GROUPS
 from ptxlab.lowbit.layout import page_bytes
 from ptxlab.lowbit.model_shapes import shape_of
@@ -120,7 +121,7 @@ class Batch(NamedTuple):
 
     def pages(self) -> list[int]:
         """Pages that each sequence takes."""
-        return [-(-length // PAGE) for length in self.lengths]
+        return [ceil_div(length, PAGE) for length in self.lengths]
 
 
 def even(heads: tuple[int, int], batch: int, length: int, D: int = HEAD_DIM) -> Batch:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.hardware import fragments as maps
 from ptxlab.hardware.banks import bank_use
 from ptxlab.hardware.descriptors import swizzle
@@ -165,7 +166,7 @@ def _through_pool(kv: QuantizedKV, sizes: Sizes) -> QuantizedKV:
     """As the values of the second of two sequences, whose pages lie anywhere, beside other keys."""
     channel = (kv.scale, kv.zero) if KV_SCHEMES[kv.scheme].by_channel else None
     tokens, heads, D = kv.shape
-    each = -(-tokens // sizes["page"])
+    each = ceil_div(tokens, sizes["page"])
     how: dict[str, Any] = {"page_size": sizes["page"], "scheme": kv.scheme, "k_channel": channel, "v_channel": channel}
     cache = layout.KVCache.empty(2, each, heads, D, **how)
     cache.block_table[:] = np.random.default_rng(0).permutation(2 * each).reshape(2, each)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import z3
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Entry, Instruction
 from ptxlab.emulator.front.types import bits_of, is_signed
@@ -128,7 +129,7 @@ class TokenRow:
     @property
     def columns(self) -> int:
         """Of a row of scales."""
-        return -(-(self.groups + (self.code < 2)) // 8) * 8
+        return ceil_div(self.groups + (self.code < 2), 8) * 8
 
     @property
     def groups(self) -> int:
@@ -436,7 +437,7 @@ def _complete(row: TokenRow) -> Query:
     first, m, warps = z3.BitVec("first", 16), z3.BitVec("m", 28), row.width // 32
     int4 = z3.ULT(first, row.K)
     behind = first - row.K
-    block = z3.If(int4, z3.LShR(first, 7), value(-(-row.K // 128), 16) + z3.LShR(behind, 7))
+    block = z3.If(int4, z3.LShR(first, 7), value(ceil_div(row.K, 128), 16) + z3.LShR(behind, 7))
     lane = z3.LShR(z3.If(int4, first, behind) & 127, 2)
     rank = z3.UDiv(block, value(4 * warps, 16))
     token = z3.Concat(m, z3.Extract(row.blocks.bit_length() - 2, 0, rank)) if row.blocks > 1 else m

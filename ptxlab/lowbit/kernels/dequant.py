@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.layout.nibbles import pack_comet, pack_s4, pack_u4
 from ptxlab.spec import Arg, Arrays, KernelClaim, KernelSpec, Launch, Sizes, WrongByDesign
@@ -86,7 +87,7 @@ def _qoq_claims() -> tuple[KernelClaim, ...]:
 def _launch(weights_per_thread: int) -> Callable[[Sizes], Launch]:
     def launch(sizes: Sizes) -> Launch:
         threads = sizes["R"] * sizes["K"] // weights_per_thread
-        return Launch(grid=(-(-threads // THREADS), 1, 1), block=(THREADS, 1, 1))
+        return Launch(grid=(ceil_div(threads, THREADS), 1, 1), block=(THREADS, 1, 1))
 
     return launch
 

@@ -14,6 +14,7 @@ bytes a lane, operand A of the MMA as it is, 2,048 bytes, and 32 of scales.
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F16, S8, U8, as_bytes, as_words
 from ptxlab.lowbit.layout.nibbles import exchange_nibbles, pack_mma, pack_s4, unpack_mma
@@ -56,7 +57,7 @@ def pad_scales(scale: F16) -> F16:
 
 def scale_columns(K: int, group: int) -> int:
     """Of a row of `scale_rows`."""
-    return -(-(K // group + 1) // 8) * 8
+    return ceil_div(K // group + 1, 8) * 8
 
 
 def pack_comet_rows(weight: BlockRows, int8: int) -> U8:
@@ -128,7 +129,7 @@ def pack_atom_strips(weight: AtomRows) -> U8:
     N, K = weight.q4.shape
     if weight.group not in ATOM_GROUPS:
         raise ArgumentError("weight", "group must be 64 or 128", weight.group)
-    strips, blocks = -(-N // 16), -(-K // BLOCK)
+    strips, blocks = ceil_div(N, 16), ceil_div(K, BLOCK)
     q4 = np.pad(weight.q4, [(0, 0), (0, -K % BLOCK)])
     words = exchange_nibbles(pack_mma(q4.view(np.uint8) & np.uint8(15)))
     scales = np.pad(weight.scale4, [(0, 0), (0, -weight.scale4.shape[1] % (BLOCK // weight.group))])
@@ -148,8 +149,8 @@ def pack_atom_strips(weight: AtomRows) -> U8:
 
 def unpack_atom_strips(strips: U8, N: int, K: int, outliers: int, group: int) -> AtomRows:
     """The inverse of `pack_atom_strips`; raises ArgumentError for another group or number of bytes."""
-    expected = (-(-N // 16), strip_bytes(K, outliers, group))
-    blocks, size = -(-K // BLOCK), _block_bytes(group)
+    expected = (ceil_div(N, 16), strip_bytes(K, outliers, group))
+    blocks, size = ceil_div(K, BLOCK), _block_bytes(group)
     end = blocks * size
     if strips.shape != expected:
         raise ArgumentError("strips", f"u8 {list(expected)} for N={N}, K={K}", f"shape {strips.shape}")
@@ -168,7 +169,7 @@ def strip_bytes(K: int, outliers: int, group: int) -> int:
     """Bytes of a strip of K INT4 channels and some outliers; raises ArgumentError for a group other than 64 and 128."""
     if group not in ATOM_GROUPS:
         raise ArgumentError("group", "must be 64 or 128", group)
-    return -(-K // BLOCK) * _block_bytes(group) + (OUTLIER_BYTES if outliers else 0)
+    return ceil_div(K, BLOCK) * _block_bytes(group) + (OUTLIER_BYTES if outliers else 0)
 
 
 def _block_bytes(group: int) -> int:

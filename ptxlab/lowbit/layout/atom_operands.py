@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F16, S8
 from ptxlab.lowbit.layout.atom import (
@@ -83,7 +84,7 @@ def atom_shapes(layout: str, N: int, K: int, outliers: int, group: int) -> Shape
     check_rows(layout, N)
     check_channels(K, outliers, group)
     if layout == "strips":
-        return {"strips": ("uint8", (-(-N // 16), strip_bytes(K, outliers, group)))}
+        return {"strips": ("uint8", (ceil_div(N, 16), strip_bytes(K, outliers, group)))}
     return {
         "w4": ("uint8", (N, K // 2)),
         "w8": ("int8", (N, outliers)),

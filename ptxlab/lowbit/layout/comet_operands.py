@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.layout.atom import (
     BLOCK,
@@ -67,7 +68,7 @@ def block_shapes(layout: str, N: int, K4: int, K8: int) -> Shapes:
     check_rows(layout, N)
     check_blocks(K4, K8)
     if layout == "strips":
-        return {"strips": ("uint8", (-(-N // 16), strip_bytes(K4 + K8, 0, BLOCK)))}
+        return {"strips": ("uint8", (ceil_div(N, 16), strip_bytes(K4 + K8, 0, BLOCK)))}
     return {"w": ("uint8", (N, (K4 + K8) // 2)), "w_scale": ("float16", (N, _scale_columns(K4, K8)))}
 
 

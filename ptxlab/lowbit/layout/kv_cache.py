@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32, S32
 from ptxlab.lowbit.layout.description import Described
@@ -118,7 +119,7 @@ class KVCache(Described):
         for b, length in enumerate(self.lengths.tolist()):
             if not 0 <= length <= capacity:
                 raise ArgumentError("lengths", f"must lie in 0..{capacity}", f"lengths[{b}] is {length}")
-            for i, page in enumerate(table[b][: -(-length // self.page_size)]):
+            for i, page in enumerate(table[b][: ceil_div(length, self.page_size)]):
                 if not 0 <= page < self.pages:
                     rule = f"pages in use must lie in 0..{self.pages - 1}"
                     raise ArgumentError("block_table", rule, f"block_table[{b}, {i}] is {page}")

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab.arithmetic import ceil_div
+
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
@@ -30,7 +32,7 @@ class Order:
 
     def tiles(self, *shape: int) -> tuple[int, ...]:
         """How many tiles cover an array of `shape`, along each axis."""
-        return tuple(-(-size // tile) for size, tile in zip(shape, self.tile, strict=True))
+        return tuple(ceil_div(size, tile) for size, tile in zip(shape, self.tile, strict=True))
 
     def shape(self, *shape: int) -> tuple[int, ...]:
         """What `store` makes of an array of `shape`: tiles in stored order, then the elements of a tile."""

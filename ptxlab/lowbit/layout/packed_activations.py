@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.layout.activations import (
     SPAN,
@@ -70,8 +71,8 @@ def stored_shape(layout: str, M: int, K: int, rows: int | None = None) -> tuple[
     if layout == "row_major":
         return (M, K)
     if layout == "fragment":
-        return (-(-K // span), -(-M // tokens), tokens * span)
-    return (-(-M // tokens), -(-K // span), tokens * span)
+        return (ceil_div(K, span), ceil_div(M, tokens), tokens * span)
+    return (ceil_div(M, tokens), ceil_div(K, span), tokens * span)
 
 
 def pack_activations(quantized: QuantizedActivations, layout: str, rows: int | None = None) -> PackedActivations:

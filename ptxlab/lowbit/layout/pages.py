@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F16, F32, U8, as_bytes, as_words
 from ptxlab.lowbit.layout.nibbles import pack_u4, unpack_u4
@@ -48,7 +49,7 @@ def pack_pages(quantized: QuantizedKV, page_size: int) -> U8:
         raise ArgumentError("quantized", "must be one sequence [tokens, heads, D]", f"shape {quantized.shape}")
     tokens, heads, D = quantized.shape
     size = page_bytes(quantized.scheme, page_size, D)
-    pages = np.zeros((-(-tokens // page_size), heads, size), np.uint8, like=quantized.values)
+    pages = np.zeros((ceil_div(tokens, page_size), heads, size), np.uint8, like=quantized.values)
     PageView.of(pages, quantized.scheme, page_size, D).write(quantized, np.arange(tokens, like=quantized.values))
     return pages
 

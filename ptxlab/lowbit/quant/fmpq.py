@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F16, F32, S8
 from ptxlab.lowbit.quant.groups import dequantized, integer_groups
@@ -78,7 +79,7 @@ def int8_blocks(
     require_number("outlier", outlier, 0, np.inf)
     require_number("most", most, 0, 1)
     outliers = int((sizes > outlier * np.median(sizes)).sum())
-    return min(-(-outliers // block), int(len(sizes) // block * most + 1e-9))  # 0.57 of 100 is 57, not 56.999..
+    return min(ceil_div(outliers, block), int(len(sizes) // block * most + 1e-9))  # 0.57 of 100 is 57, not 56.999..
 
 
 def quantize_blocks(x: npt.NDArray[Any], int8: int, block: int = BLOCK) -> BlockRows:

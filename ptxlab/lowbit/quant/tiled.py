@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
+
 BLOCK_ROWS, BLOCK_K = 520, 7 * 128  # of that block: no multiples of a tile's, so that a tile in a wrong place shows
 
 
@@ -18,8 +20,8 @@ def tiled(part: Any, N: int, K: int) -> Any:
 
     def repeated(array: Any) -> Any:
         if array.ndim == 1:
-            return np.tile(array, -(-N // n))[:N]
-        return np.tile(array, (-(-N // n), -(-K // k)))[:N, : K * array.shape[1] // k].copy()
+            return np.tile(array, ceil_div(N, n))[:N]
+        return np.tile(array, (ceil_div(N, n), ceil_div(K, k)))[:N, : K * array.shape[1] // k].copy()
 
     return with_arrays(part, repeated)
 

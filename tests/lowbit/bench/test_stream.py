@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import BenchmarkError
 from ptxlab.lowbit import cost
 from ptxlab.lowbit.bench import stream
@@ -42,7 +43,7 @@ def test_every_chunk_arrives(nbytes: int, blocks: int, most: int, mode: str) -> 
 @pytest.mark.parametrize("most", stream._CHUNKS)
 def test_chunks_are_even(nbytes: int, most: int) -> None:
     chunk, blocks = stream.even_chunk(nbytes, 132, most), 132
-    rounds = -(-nbytes // (chunk * blocks))
+    rounds = ceil_div(nbytes, chunk * blocks)
     assert chunk % 128 == 0 and chunk <= most
     assert rounds * chunk * blocks - nbytes < 132 * 128 * rounds + 1
 

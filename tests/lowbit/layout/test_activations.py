@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.descriptors import MatrixDescriptor
 from ptxlab.hardware.fragments import mma_b
@@ -26,7 +27,7 @@ tile_rows = st.sampled_from([8, 16, 24, 64, 256])
 def test_fragment_order_feeds_mma_sync(x: np.ndarray) -> None:
     M, K = x.shape
     fragments = to_fragment_order(x)
-    assert fragments.shape == (-(-K // 64), -(-M // 8), 512) and fragments.dtype == np.int8
+    assert fragments.shape == (ceil_div(K, 64), ceil_div(M, 8), 512) and fragments.dtype == np.int8
     padded = np.pad(x, ((0, -M % 8), (0, -K % 64)))
     for step, tokens in np.ndindex(fragments.shape[:2]):
         lds128 = fragments[step, tokens].view(np.uint32).reshape(32, 4)
@@ -41,7 +42,7 @@ def test_fragment_order_feeds_mma_sync(x: np.ndarray) -> None:
 def test_swizzled_tiles_feed_wgmma(x: np.ndarray, rows: int) -> None:
     M, K = x.shape
     tiles = to_swizzled_tiles(x, rows)
-    assert tiles.shape == (-(-M // rows), -(-K // 128), 128 * rows) and tiles.dtype == np.int8
+    assert tiles.shape == (ceil_div(M, rows), ceil_div(K, 128), 128 * rows) and tiles.dtype == np.int8
     padded = np.pad(x, ((0, -M % rows), (0, -K % 128)))
     for block, column in np.ndindex(tiles.shape[:2]):
         for step in range(4):

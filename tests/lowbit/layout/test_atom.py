@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.fragments import mma_a
 from ptxlab.lowbit import layout, quant
@@ -53,7 +54,7 @@ def test_a_row_of_scales_ends_with_the_outliers_and_ones() -> None:
 def test_strips_come_back(N: int, groups: int, group: int, outliers: int, device: bool) -> None:
     rows = rows_of(N, groups * group, outliers, group)
     strips = atom.pack_atom_strips(rows)
-    assert strips.shape == (-(-N // 16), atom.strip_bytes(groups * group, outliers, group))
+    assert strips.shape == (ceil_div(N, 16), atom.strip_bytes(groups * group, outliers, group))
     if device:
         fields = {name: to_device(array) for name, array in vars(rows).items()}
         np.testing.assert_array_equal(atom.pack_atom_strips(AtomRows(**fields)).array, strips, strict=True)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.layout import PAGE_SIZES, KVCache, gather, pack_pages, page_bytes, scatter, write_slots
 from ptxlab.lowbit.quant import KV_SCHEMES, QuantizedKV, quantize_kv
@@ -16,7 +17,7 @@ from tests.support.quantized import assert_equal, every_scheme, random_kv
 def shuffled_cache(scheme, page_size, lengths, heads, D, seed, spare=3) -> KVCache:
     """Pages in any order in a pool of wild bytes with `spare` unused ones; unused entries of the table are absurd."""
     rng = np.random.default_rng(seed)
-    used = [-(-length // page_size) for length in lengths]
+    used = [ceil_div(length, page_size) for length in lengths]
     pages = sum(used) + spare
     order = rng.permutation(pages)
     table = rng.choice([-1, pages, 2**31 - 1, -(2**31)], (len(lengths), max(used) + 2)).astype(np.int32)

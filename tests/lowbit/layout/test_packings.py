@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.hardware.fragments import Fragment, ldmatrix, mma_a, wgmma_a
 from ptxlab.lowbit import reference
 from ptxlab.lowbit.layout import pack, pack_u4
@@ -116,7 +117,7 @@ def test_strips_by_hand(kind: type, group: int, K: int) -> None:
     """From the definition: which byte and nibble holds weight (row, k), where its constants lie, and what pads."""
     weight = random_weight(kind, 24, K, group, 0)
     strips = pack(weight, "strips").buffers["strips"]
-    assert strips.shape == (2, -(-K // 128), 1024 + 32 * (128 // group)) and strips.flags.c_contiguous
+    assert strips.shape == (2, ceil_div(K, 128), 1024 + 32 * (128 // group)) and strips.flags.c_contiguous
     q4, scale, offset = read_strips(strips, group)
     spread = [np.repeat(constants.astype(int), group, axis=1) for constants in (weight.group_scale, unsigned(weight))]
     for found, expected, padding in zip((q4, scale, offset), (weight.q4, *spread), (0, 1, 128), strict=True):

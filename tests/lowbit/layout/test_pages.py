@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.layout import PAGE_SIZES, pack_pages, page_bytes, unpack_pages
 from ptxlab.lowbit.quant import KV_SCHEMES, QuantizedKV
@@ -27,7 +28,7 @@ def test_round_trip(scheme, page_size, tokens, heads, D, seed):
     quantized = random_kv(scheme, tokens, heads, D, seed)
     pages = pack_pages(quantized, page_size)
     assert pages.dtype == np.uint8
-    assert pages.shape == (-(-tokens // page_size), heads, page_bytes(scheme, page_size, D))
+    assert pages.shape == (ceil_div(tokens, page_size), heads, page_bytes(scheme, page_size, D))
     assert_equal(unpack_pages(pages, scheme, D, page_size, tokens, channel_of(quantized)), quantized)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit import reference
 from ptxlab.lowbit.quant import lqq_groups, qoq_groups
 
@@ -45,7 +46,7 @@ def test_level_2_follows_the_formulas():
 
     for rounding, divide in (
         ("nearest", lambda extent: round(extent / 15)),
-        ("ceiling", lambda extent: -(-extent // 15)),
+        ("ceiling", lambda extent: ceil_div(extent, 15)),
     ):
         q4, scale, minimum = lqq_groups(q8, q8.shape[1], rounding)
         expected = []

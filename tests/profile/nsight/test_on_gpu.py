@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ptxlab import gpu, registry, sass, toolchain
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import UnavailableError
 from ptxlab.lowbit.bench.gemm.problem import variant
 from ptxlab.profile import launch_target, nsight, profiles
@@ -47,7 +48,7 @@ def in_main_loop(spec: KernelSpec, sizes: dict[str, int]) -> float:
     image = toolchain.build(registry.find(spec.name)[1][0], gpu.device_info().arch, defines=config)
     loop = main_loop(sass.parse(toolchain.disassemble(image))[spec.name])
     assert loop is not None
-    return loop.per_weight * -(-sizes["M"] // config["BM"])
+    return loop.per_weight * ceil_div(sizes["M"], config["BM"])
 
 
 def test_kernels_with_and_without_a_spec(file: LaunchTarget) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ptxlab import gpu
+from ptxlab.arithmetic import ceil_div
 from ptxlab.bench.record import Row, row_of
 from ptxlab.hardware.words import S32
 from ptxlab.lowbit import cost
@@ -134,7 +135,7 @@ def at_once(experts: Experts, stream_us: StreamTime, loop_us: float) -> Row:
     nbytes = GROUPED.arg("strips").nbytes({**sizes, "E": active})
     operations = int(evaluate(GROUPED.operations, sizes))
     places = [launches(STEP, sizes, experts.logical, copies=copies_beyond_l2(nbytes)) for _ in range(_PLACES)]
-    replays = -(-GEMM_REPLAYS // _PLACES)  # together as many as of the loop: more would lower the clock
+    replays = ceil_div(GEMM_REPLAYS, _PLACES)  # together as many as of the loop: more would lower the clock
     timed = [measure(ready.calls, replays=replays) for ready in places]
     measured = replace(
         sorted(timed, key=lambda at_place: at_place.us)[_PLACES // 2],

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu
+from ptxlab.arithmetic import ceil_div
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row, row_of
 from ptxlab.errors import BenchmarkError
@@ -63,4 +64,4 @@ def quantised(x: Any, order: str, ceilings: Ceilings) -> Row:
 def _activations(M: int, K: int) -> Any:
     """Random activations f16 [M, K] on the device."""
     some = np.random.default_rng(0).standard_normal((_DISTINCT, K), dtype=np.float32).astype(np.float16)
-    return np.tile(gpu.to_device(some), (-(-M // _DISTINCT), 1))[:M]
+    return np.tile(gpu.to_device(some), (ceil_div(M, _DISTINCT), 1))[:M]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu
+from ptxlab.arithmetic import ceil_div
 from ptxlab.bench.record import Row
 from ptxlab.lowbit.bench.gemm import headline, steps
 from ptxlab.lowbit.bench.gemm.points import Point, StreamTime, compile_all, over_tokens, streams
@@ -97,7 +98,7 @@ def problem(spec: KernelSpec, layer: Layer, M: int, seed: int = 0) -> Arrays:
 
 
 def _repeated(array: Any, rows: int) -> Any:
-    return np.tile(array, (-(-rows // len(array)), *[1] * (array.ndim - 1)))[:rows].copy()
+    return np.tile(array, (ceil_div(rows, len(array)), *[1] * (array.ndim - 1)))[:rows].copy()
 
 
 def _steps(layer: Layer, names: Sequence[str]) -> list[GemmStep]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.layout import HEAD_DIMS, PAGE_SIZES, KVCache, page_bytes, write_slots
 from ptxlab.lowbit.quant import KV_SCHEMES
@@ -65,11 +66,11 @@ def _launch_fused(s: Sizes) -> Launch:
 def _geometry(s: Sizes) -> tuple[int, int, int]:
     """Tiles of tokens, groups of heads, threads of a group."""
     lanes, rows = _lanes(s), s["ROWS"]
-    groups = -(-s["H"] * lanes // _MOST_THREADS)
-    threads = -(-s["H"] // groups) * lanes
+    groups = ceil_div(s["H"] * lanes, _MOST_THREADS)
+    threads = ceil_div(s["H"], groups) * lanes
     unit = max(32, 1 if s["channel"] else rows * lanes)
-    threads = -(-threads // unit) * unit
-    return -(-s["T"] // rows), -(-s["H"] * lanes // threads), threads
+    threads = ceil_div(threads, unit) * unit
+    return ceil_div(s["T"], rows), ceil_div(s["H"] * lanes, threads), threads
 
 
 def _example_fused(rng: np.random.Generator, *, ratio: int, kept: int, **sizes: int) -> Arrays:

@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.attention.bound import allowed_error
 from ptxlab.lowbit.kernels.attention.roundings import HALF, Roundings
@@ -34,7 +35,7 @@ def draw_cache(
 
     What no sequence uses is as bad as it can be: nibbles at random, scales and zeros NaN, pages outside the pool.
     """
-    used = -(-lengths // page_size)
+    used = ceil_div(lengths, page_size)
     shape = pages, 2, Hkv, page_bytes(scheme, page_size, D)
     pool = rng.integers(0, 256, shape, dtype=np.uint8)
     if not KV_SCHEMES[scheme].by_channel:
@@ -85,7 +86,7 @@ def draw_lengths(rng: np.random.Generator, B: int, most: int, pages: int, page_s
     """Lengths of 0 to `most` tokens, ragged, that fit `pages`: one is full, one empty, one of a single token."""
     lengths = rng.integers(0, most + 1, B)
     lengths[: min(B, 3)] = (most, 1, 0)[: min(B, 3)]
-    while (-(-lengths // page_size)).sum() > pages:
+    while (ceil_div(lengths, page_size)).sum() > pages:
         lengths[lengths.argmax()] //= 2
     return rng.permutation(lengths)
 

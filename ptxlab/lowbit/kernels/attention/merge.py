@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit.kernels.attention.common import Pair
 from ptxlab.lowbit.kernels.attention.roundings import HALF, SINGLE
 from ptxlab.lowbit.kernels.attention.sm80 import DTYPES
@@ -52,7 +53,7 @@ def _merged(logical: Arrays, BF16: int) -> tuple[Pair, Pair]:
     partial, stats = logical["partial"].astype(np.float64), logical["stats"].astype(np.float64)
     T, Hq, tile = out.shape[1], out.shape[2], logical["tile"]
     group = Hq // logical["Hkv"]
-    splits = -(-group * T // tile)
+    splits = ceil_div(group * T, tile)
     for block, (unit, count) in enumerate(logical["segments"].tolist()):
         if not count:
             continue

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit.kernels.attention import sm80
 from ptxlab.lowbit.kernels.attention.bound import BY_CHANCE
 from ptxlab.lowbit.kernels.attention.common import Pair
@@ -79,7 +80,7 @@ def choose_tile(s: Sizes) -> AttentionTileSm90:
     so that its last ones are done sooner; heavy ones are better off with one large block than with two small ones.
     Rings are short: tiles come sooner if fewer are asked for at once."""
     units = s["B"] * s["Hkv"] * -(-s["Hq"] // s["Hkv"] * s["T"] // COLUMNS)
-    tiles = units * -(-s["P"] * s["page"] // TILE)
+    tiles = units * ceil_div(s["P"] * s["page"], TILE)
     columns = columns_of(s)
     light = tiles if columns == 1 else 512 if columns <= 4 else 0  # units of light tiles, however many these are
     long = _LITTLE < tiles <= 2 * _LITTLE and tiles >= 16 * units
@@ -109,7 +110,9 @@ def _first_that_fits(shapes: list[tuple[int, int, int, int]], s: Sizes) -> Atten
 
 def _choose(s: Sizes) -> dict[str, int]:
     tile = choose_tile(s)
-    longest = -(-s["P"] * s["page"] // (TILE * tile.groups)) * tile.TOKENS  # of a warp, if one block has all of a unit
+    longest = (
+        ceil_div(s["P"] * s["page"], TILE * tile.groups) * tile.TOKENS
+    )  # of a warp, if one block has all of a unit
     promote = {"PROMOTE": PROMOTE if longest > 2 * PROMOTE else 0}
     return _constants(s, tile) | promote
 

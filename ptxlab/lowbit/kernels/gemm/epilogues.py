@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit import reference
 from ptxlab.lowbit.kernels.gemm import strips
 from ptxlab.lowbit.kernels.gemm.common import DTYPES, F16
@@ -85,7 +86,7 @@ def _silu_mul(spec: KernelSpec) -> KernelSpec:
         bound=error,
         tolerance_reason="exp and reciprocal are approximate: before it is rounded a result has a relative error of "
         "2^-20 and 2^-22 per unit of a positive exponent, which may change it by one step near a tie alone",
-        example_sizes=tuple({**sizes, "N": -(-sizes["N"] // 16) * 16} for sizes in spec.example_sizes),
+        example_sizes=tuple({**sizes, "N": ceil_div(sizes["N"], 16) * 16} for sizes in spec.example_sizes),
     )
 
 

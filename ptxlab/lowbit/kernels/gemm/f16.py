@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.operation import CallArray, Operation
 from ptxlab.lowbit.kernels.options import Options, document_options
@@ -27,7 +28,7 @@ def _choose(s: Sizes) -> dict[str, int]:
 
 def _launch(s: Sizes) -> Launch:
     """Tiles of tokens of the same weights follow each other, and find them in the L2."""
-    return Launch((-(-s["M"] // s["BM"]), -(-s["N"] // (s["WARPS"] * _ROWS)), 1), (32 * s["WARPS"], 1, 1))
+    return Launch((ceil_div(s["M"], s["BM"]), ceil_div(s["N"], s["WARPS"] * _ROWS), 1), (32 * s["WARPS"], 1, 1))
 
 
 def _example(rng: np.random.Generator, *, M: int, N: int, K: int) -> Arrays:

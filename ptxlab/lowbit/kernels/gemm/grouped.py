@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit import layout, quant
 from ptxlab.lowbit.kernels.gemm.common import (
     EPILOGUE,
@@ -49,9 +50,9 @@ def likely_token_tiles(s: Sizes, BM: int) -> int:
     """Tiles of tokens of all experts together, when every row takes any expert with the same probability."""
     mean, elsewhere = s["M"] / s["E"], 1 - 1 / s["E"]
     deviation = math.sqrt(2 * mean * elsewhere) or math.inf
-    further = (math.erfc((n * BM + 0.5 - mean) / deviation) / 2 for n in range(1, -(-s["M"] // BM)))
+    further = (math.erfc((n * BM + 0.5 - mean) / deviation) / 2 for n in range(1, ceil_div(s["M"], BM)))
     if s["E"] == 1:
-        return int(-(-s["M"] // BM))
+        return int(ceil_div(s["M"], BM))
     mean_tiles: float = s["E"] * (1 - elsewhere ** s["M"] + sum(further))
     return math.ceil(mean_tiles - 0.4)  # one that is nearly as likely as not counts
 
@@ -79,10 +80,10 @@ def _microseconds(s: Sizes) -> tuple[float, float, float]:
     """As of one GEMM: rounds of blocks, but not less than the stream of all experts' weights; without that; and if one
     more expert has tokens."""
     tile, row_tiles = StripTile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), _row_tiles(s["N"], s["STRIPS"])
-    stages, height = -(-s["K"] // s["BK"]), s["N"] / 16 / row_tiles
+    stages, height = ceil_div(s["K"], s["BK"]), s["N"] / 16 / row_tiles
     cost, active, likely = COSTS[kind(tile)], likely_token_tiles(s, max(1, s["M"])), likely_token_tiles(s, s["BM"])
     us, unluckily = (
-        -(-token_tiles * row_tiles // SMS) * of_a_tile(tile, stages, height, group_of(s)) + cost.launch
+        ceil_div(token_tiles * row_tiles, SMS) * of_a_tile(tile, stages, height, group_of(s)) + cost.launch
         for token_tiles in (likely, likely + (active < s["E"]))
     )
     return max(us, stream({**s, "N": active * s["N"]}) + cost.drain), us, unluckily

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit import layout
 from ptxlab.lowbit.kernels.gemm.common import (
     AFTER_SCALE,
@@ -68,7 +69,7 @@ def _launch(sizes: Mapping[str, int]) -> Launch:
     constants = max(1, s["BK"] // s["GROUP"]) * 64 if "GROUP" in s else 0  # per strip: 32 scales, 32 offsets a group
     stage = strips * steps * 512 + s["BM"] * s["BK"] + strips * constants
     results = s["BM"] * (s["BN"] + s["SUM_PAD"]) * 4
-    blocks = -(-s["M"] // s["BM"]) * -(-s["N"] // s["BN"])
+    blocks = ceil_div(s["M"], s["BM"]) * ceil_div(s["N"], s["BN"])
     threads = 32 * s["WN"] * s["WM"] * s["WK"]
     return Launch((blocks, 1, 1), (threads, 1, 1), max(s["STAGES"] * stage, results))
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit import layout
 from ptxlab.lowbit.cost import SHEETS
 from ptxlab.lowbit.kernels.gemm.common import (
@@ -75,13 +76,13 @@ _IMFP: Table = {
 
 
 def _tiles(s: Sizes, tile: GemmTileSm90) -> int:
-    return int(-(-s["M"] // tile.BM) * -(-s["N"] // (64 * tile.WN)))
+    return int(ceil_div(s["M"], tile.BM) * ceil_div(s["N"], 64 * tile.WN))
 
 
 def _shared_bytes(tile: GemmTileSm90, stages: int, cluster: int, group: int, dequantised: int = 0) -> int:
     """Dynamic shared memory: the ring, dequantised tiles, and what the epilogue receives and stores through."""
     weights = tile.BK * 32 + tile.BK // group * 128  # 64 rows in the dual-MMA layout
-    stage = -(-(tile.BM * tile.BK + tile.WN * weights) // 1024) * 1024
+    stage = ceil_div(tile.BM * tile.BK + tile.WN * weights, 1024) * 1024
     received = (cluster - 1) * (tile.WN * tile.BM // 8 // cluster) * 2048
     stored = tile.WN * min(tile.BM, _STORE["STORE_TOKENS"]) * _STORE["STORE_PITCH"] * 4
     return stages * stage + dequantised * 64 * tile.WN * 128 + received + stored

@@ -7,6 +7,7 @@ in the mean.
 import math
 from typing import NamedTuple
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit.kernels.gemm.common import SUM_PAD
 from ptxlab.lowbit.kernels.gemm.strips_tiles import ROOM, SMS, block_bytes, group_of, stream
 from ptxlab.spec import Sizes
@@ -59,7 +60,7 @@ def choose(s: Sizes) -> dict[str, int]:
 
 def quickest(s: Sizes) -> SmallTile:
     """That tile."""
-    BM = max(1, -(-s["M"] // 8)) * 8
+    BM = max(1, ceil_div(s["M"], 8)) * 8
     known = [tile for tile in COSTS if min(BM, 16) == tile.BM and _stages(tile._replace(BM=BM), s) >= 2]
     best = min(known, key=lambda tile: microseconds(tile, s)) if known else SmallTile(BM, 1, 8, 1)
     return best._replace(BM=BM)
@@ -68,7 +69,7 @@ def quickest(s: Sizes) -> SmallTile:
 def shared_bytes(tile: SmallTile, stages: int, s: Sizes) -> int:
     """Dynamic shared memory: all of X, the ring, two tiles of sums."""
     channels = tile.SLICES * 128
-    x = int(-(-s["K"] // channels)) * channels * tile.BM
+    x = int(ceil_div(s["K"], channels)) * channels * tile.BM
     ring = stages * tile.ROWS * tile.SLICES * block_bytes(group_of(s))
     return x + ring + 2 * tile.BM * (tile.ROWS * 16 + SUM_PAD) * 4
 
@@ -81,11 +82,11 @@ def _stages(tile: SmallTile, s: Sizes) -> int:
 
 def microseconds(tile: SmallTile, s: Sizes) -> float:
     """By the costs; infinite for a tile that has none."""
-    cost, strips = COSTS.get(tile._replace(BM=min(tile.BM, 16))), -(-s["N"] // 16)
+    cost, strips = COSTS.get(tile._replace(BM=min(tile.BM, 16))), ceil_div(s["N"], 16)
     if cost is None:
         return math.inf
-    most = -(-strips // min(strips, SMS * tile.RESIDENT))  # of a block
-    stages = -(-s["K"] // (tile.SLICES * 128))
-    sums = -(-most // tile.ROWS) * cost.sums
+    most = ceil_div(strips, min(strips, SMS * tile.RESIDENT))  # of a block
+    stages = ceil_div(s["K"], tile.SLICES * 128)
+    sums = ceil_div(most, tile.ROWS) * cost.sums
     loop: float = most * stages * cost.strip + sums + cost.launch + s["K"] / 1000 * cost.channels
     return max(loop, stream(s) + cost.drain)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit import layout
 from ptxlab.lowbit.kernels.gemm import small_tiles, strips_tiles
 from ptxlab.lowbit.kernels.gemm.common import (
@@ -58,7 +59,7 @@ def of_weight(group: int) -> dict[str, int]:
 def _launch_small(s: Sizes) -> Launch:
     """As many blocks as are resident, each with its share of the strips; none of no tokens."""
     tile = small_tiles.SmallTile(*(s[name] for name in small_tiles.SmallTile._fields))
-    blocks = min(-(-s["N"] // 16), strips_tiles.SMS * tile.RESIDENT) if s["M"] else 0
+    blocks = min(ceil_div(s["N"], 16), strips_tiles.SMS * tile.RESIDENT) if s["M"] else 0
     shared = small_tiles.shared_bytes(tile, s["STAGES"], s)
     return Launch((blocks, 1, 1), (32 * (tile.ROWS * tile.SLICES + 2), 1, 1), shared)
 
@@ -155,7 +156,7 @@ LARGE_TILES = _on(
 
 def _few(s: Sizes) -> bool:
     """Up to 16 tokens, while all of X fits beside a ring worth having, and the costs say so."""
-    if s["M"] > 16 or -(-s["M"] // 8) * s["K"] > 24576:
+    if s["M"] > 16 or ceil_div(s["M"], 8) * s["K"] > 24576:
         return False
     small = small_tiles.microseconds(small_tiles.quickest(s), s)
     return small <= strips_tiles.microseconds(strips_tiles.choose(s), s)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit.cost import SHEETS
 from ptxlab.spec import Sizes
 
@@ -114,7 +115,7 @@ def choose(s: Sizes) -> StripChoice:
 
 def tiles(s: Sizes, BM: int, strips: int) -> int:
     """Tiles of Y."""
-    return int(-(-s["M"] // BM) * -(-_strips(s) // strips))
+    return int(ceil_div(s["M"], BM) * ceil_div(_strips(s), strips))
 
 
 def group_of(s: Sizes) -> int:
@@ -140,7 +141,7 @@ def kind(tile: StripTile) -> StripTile:
 
 def widths(M: int) -> list[int]:
     """Tokens of a tile worth trying: the least that do where one has up to 256, 128 or 64."""
-    shares = [-(-M // max(1, -(-M // most))) for most in (256, 128, 64)]
+    shares = [ceil_div(M, max(1, ceil_div(M, most))) for most in (256, 128, 64)]
     return sorted({next(BM for BM in BMS if share <= BM) for share in shares})
 
 
@@ -155,8 +156,8 @@ def _candidates(s: Sizes) -> Iterator[StripChoice]:
     wanted = [s["rows"]] if "rows" in s else widths(s["M"])
     for tile in narrowed(wanted):
         for split in _splits(tile, group_of(s)):
-            blocks, token_tiles = SMS // split, max(1, -(-s["M"] // tile.BM))
-            heights = {-(-_strips(s) // rows) for n in range(1, 9) if (rows := n * blocks // token_tiles)}
+            blocks, token_tiles = SMS // split, max(1, ceil_div(s["M"], tile.BM))
+            heights = {ceil_div(_strips(s), rows) for n in range(1, 9) if (rows := n * blocks // token_tiles)}
             for strips in {min(tile.strips, height) for height in heights if height > tile.strips // 2} | {tile.strips}:
                 once = tile.WK == split == 1 or tiles(s, tile.BM, strips) <= blocks
                 stages = _stages(tile, strips, split, group_of(s))
@@ -179,19 +180,19 @@ def _stages(tile: StripTile, strips: int, split: int, group: int) -> int:
 def _stage_bytes(tile: StripTile, strips: int, group: int) -> int:
     """X, and of every strip a slot of whole 128 bytes."""
     slot = -(-tile.BK // 128 * block_bytes(group) // 128) * 128
-    return -(-(tile.BM * tile.BK + strips * slot) // 1024) * 1024
+    return ceil_div(tile.BM * tile.BK + strips * slot, 1024) * 1024
 
 
 def _strips(s: Sizes) -> int:
-    return int(-(-s["N"] // 16))
+    return int(ceil_div(s["N"], 16))
 
 
 def microseconds(chosen: StripChoice, s: Sizes) -> float:
     """Rounds of blocks, each as long as its stages and the end of its tile, but not less than the stream allows."""
     tile, cost = chosen.tile, COSTS[kind(chosen.tile)]
-    rounds = -(-tiles(s, tile.BM, chosen.strips) // (SMS // chosen.split))
-    stages = -(-s["K"] // tile.BK) / chosen.split
-    once = of_a_tile(tile, stages, _strips(s) / -(-_strips(s) // chosen.strips), group_of(s), chosen.split)
+    rounds = ceil_div(tiles(s, tile.BM, chosen.strips), SMS // chosen.split)
+    stages = ceil_div(s["K"], tile.BK) / chosen.split
+    once = of_a_tile(tile, stages, _strips(s) / ceil_div(_strips(s), chosen.strips), group_of(s), chosen.split)
     return max(rounds * once + cost.launch + (cost.split if chosen.split > 1 else 0), stream(s) + cost.drain)
 
 
@@ -205,4 +206,4 @@ def of_a_tile(tile: StripTile, stages: float, height: float, group: int, split: 
 
 def stream(s: Sizes) -> float:
     """Microseconds of a kernel that does nothing but stream the weights."""
-    return TUNED.stream_us(_strips(s) * -(-s["K"] // 128) * block_bytes(group_of(s)))
+    return TUNED.stream_us(_strips(s) * ceil_div(s["K"], 128) * block_bytes(group_of(s)))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit import layout, quant, reference
 from ptxlab.lowbit.kernels.gemm import w4a4_tiles
 from ptxlab.lowbit.kernels.gemm.common import (
@@ -60,7 +61,7 @@ def launcher(w: int, x: int, once: int = 0) -> Callable[[Sizes], Launch]:
     """
 
     def launch(s: Sizes) -> Launch:
-        blocks = -(-s["M"] // s["BM"]) * -(-s["N"] // s["BN"])
+        blocks = ceil_div(s["M"], s["BM"]) * ceil_div(s["N"], s["BN"])
         shared = s["STAGES"] * (s["BN"] * w + s["BM"] * x) + (s["BN"] + s["BM"]) * once
         return Launch((blocks, 1, 1), (s["BN"] * s["WM"], 1, 1), max(shared, s["BM"] * (s["BN"] + s["SUM_PAD"]) * 4))
 

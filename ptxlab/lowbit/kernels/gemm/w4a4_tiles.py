@@ -8,6 +8,7 @@ mean for W4A4 (10% at 16 tokens, 3% at 64, below 1% beyond), and 1% for W4Ax (4%
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit.kernels.gemm import strips_tiles
 from ptxlab.lowbit.kernels.gemm.strips_tiles import MOST_STAGES, ROOM, tiles
 from ptxlab.lowbit.layout.atom import OUTLIER_BYTES, strip_bytes
@@ -43,7 +44,7 @@ def choose(kernel: Tiles, s: Sizes, channels: int) -> dict[str, int]:
     """
 
     def microseconds(tile: GroupTile) -> float:
-        rounds = -(-tiles(s, tile.BM, 4 * tile.WN) // strips_tiles.SMS)
+        rounds = ceil_div(tiles(s, tile.BM, 4 * tile.WN), strips_tiles.SMS)
         return rounds * (channels / 128 * kernel.costs[tile].stage + kernel.costs[tile].tile)
 
     best = min(kernel.costs, key=microseconds)
@@ -71,7 +72,7 @@ def _stage_bytes_w4ax(BM: int, WN: int) -> int:
 
 def _spread_bytes(BM: int) -> int:
     """Scales of a group as floats, for whole sixteens of tokens."""
-    return -(-BM // 16) * 64
+    return ceil_div(BM, 16) * 64
 
 
 def _buffer_bytes(WN: int) -> int:
@@ -80,7 +81,7 @@ def _buffer_bytes(WN: int) -> int:
 
 
 def _whole_kilobytes(nbytes: int) -> int:
-    return -(-nbytes // 1024) * 1024
+    return ceil_div(nbytes, 1024) * 1024
 
 
 W4A4 = Tiles(

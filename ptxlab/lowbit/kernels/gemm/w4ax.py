@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.gemm import w4a4_tiles
 from ptxlab.lowbit.kernels.gemm.common import F32, FLOATS, SUM_PAD, bias_of, outputs, rounded
@@ -90,7 +91,7 @@ def _gemm_shared(w: BlockRows, x: BlockRows, blocks: int, **more: Any) -> tuple[
 
 
 def _counters(w: BlockRows, x: BlockRows) -> np.ndarray:
-    return np.zeros_like(x.q, dtype=np.uint32, shape=(len(x.q), -(-len(w.q) // 64)))
+    return np.zeros_like(x.q, dtype=np.uint32, shape=(len(x.q), ceil_div(len(w.q), 64)))
 
 
 def _launch_shared(s: Sizes) -> Launch:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit.kernels.gemm.strips_tiles import MOST_STAGES, ROOM, SMS
 from ptxlab.spec import Sizes
 
@@ -66,7 +67,7 @@ def choose(s: Sizes) -> W8A8Choice:
 
 def tiles(s: Sizes, tile: W8A8Tile) -> int:
     """Tiles of Y."""
-    return int(-(-s["M"] // tile.BM) * -(-s["N"] // (64 * tile.WN)))
+    return int(ceil_div(s["M"], tile.BM) * ceil_div(s["N"], 64 * tile.WN))
 
 
 def shared_bytes(tile: W8A8Tile, stages: int, split: int) -> int:
@@ -93,6 +94,6 @@ def _stage_bytes(tile: W8A8Tile) -> int:
 def _microseconds(s: Sizes, tile: W8A8Tile, split: int) -> float:
     """Rounds of blocks, each as long as its stages and the end of its tile."""
     cost = COSTS[tile]
-    rounds = -(-tiles(s, tile) * split // SMS)
-    stages = float(-(-s["K"] // tile.BK)) / split
+    rounds = ceil_div(tiles(s, tile) * split, SMS)
+    stages = float(ceil_div(s["K"], tile.BK)) / split
     return rounds * (stages * cost.stage + cost.tile) + cost.launch + (cost.split if split > 1 else 0)

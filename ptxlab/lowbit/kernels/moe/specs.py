@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32
 from ptxlab.lowbit import reference
@@ -30,7 +31,7 @@ def router_logits(x: F32, router: F32) -> F32:
     """
     (M, H), (E, _) = x.shape, router.shape
     logits: F32 = np.zeros((M, E), np.float32)
-    products = np.zeros((M, -(-H // _PART) * _PART), np.float32)
+    products = np.zeros((M, ceil_div(H, _PART) * _PART), np.float32)
     for e in range(E):
         products[:, :H] = x * router[e]
         of_lanes = products.reshape(M, -1, 2, 32, 16).swapaxes(2, 3).reshape(M, -1, 32, 32)
@@ -62,7 +63,7 @@ def _choosing_example(rng: np.random.Generator, *, M: int, H: int, E: int, k: in
 
 
 def _choosing_variant(sizes: Sizes) -> dict[str, int]:
-    return {"IN": 0, "EXPERTS": sizes["E"], "CHOSEN": sizes["k"], "PARTS": -(-sizes["H"] // _PART)}
+    return {"IN": 0, "EXPERTS": sizes["E"], "CHOSEN": sizes["k"], "PARTS": ceil_div(sizes["H"], _PART)}
 
 
 CHOOSE = KernelSpec(
@@ -117,9 +118,9 @@ def _gathering_example(rng: np.random.Generator, *, M: int, K: int, E: int, k: i
 def _gathering_variant(sizes: Sizes) -> dict[str, int]:
     """A vector of 16 bytes per thread, up to 512 threads; a warp per expert, up to eight."""
     vectors = sizes["K"] // 16
-    threads = 32 * max(-(-min(vectors, 512) // 32), min(sizes["E"], 8))
+    threads = 32 * max(ceil_div(min(vectors, 512), 32), min(sizes["E"], 8))
     variant = {"EXPERTS": sizes["E"], "CHOSEN": sizes["k"]}
-    return {**variant, "THREADS": threads, "VECTORS": -(-vectors // threads)}
+    return {**variant, "THREADS": threads, "VECTORS": ceil_div(vectors, threads)}
 
 
 def _all_different(name: str, arrays: Arrays) -> None:
@@ -186,7 +187,7 @@ COMBINE = KernelSpec(
         Arg("M", "int32", role="scalar"),
         Arg("H", "int32", role="scalar"),
     ),
-    launch=lambda s: Launch((s["M"], -(-s["H"] // (8 * s["THREADS"])), 1), (s["THREADS"], 1, 1)),
+    launch=lambda s: Launch((s["M"], ceil_div(s["H"], 8 * s["THREADS"]), 1), (s["THREADS"], 1, 1)),
     choose=lambda sizes: {"IN": 0, "CHOSEN": sizes["k"], "THREADS": 128},
     rules=(*_width_rules("H"), f"1 <= k <= {MOST_CHOSEN}", "rows >= 1", "1 <= M < 2**28"),
     value_rules=("place >= 0", "place < rows"),

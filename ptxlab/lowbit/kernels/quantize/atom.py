@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32
 from ptxlab.lowbit import layout, quant
@@ -55,7 +56,7 @@ _SIZES = "M K outliers g pairs code clip"
 
 
 def _choose(sizes: Sizes) -> dict[str, int]:
-    blocks = -(-int(sizes["K"]) // 128) - (-int(sizes["outliers"]) // 128)
+    blocks = ceil_div(int(sizes["K"]), 128) - (-int(sizes["outliers"]) // 128)
     rules = {"IN": 0, "GROUP": int(sizes["g"]), "PACKED": int(sizes["pairs"]), "CODE": int(sizes["code"])}
     return rules | row_geometry(128 * blocks)
 

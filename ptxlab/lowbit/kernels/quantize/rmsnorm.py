@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.hardware.words import F32
 from ptxlab.lowbit import quant
 from ptxlab.lowbit.kernels.quantize.specs import (
@@ -40,7 +41,7 @@ def _squares(v: F32) -> F32:
     squares[:, :K] = v * v
     of_threads = in_turn(squares.reshape(M, threads, 16), axis=2)
     of_warps = by_halves(of_threads.reshape(M, threads // 32, 32))
-    words = np.zeros((M, -(-threads // 1024), 32), np.float32)
+    words = np.zeros((M, ceil_div(threads, 1024), 32), np.float32)
     words.reshape(M, -1)[:, : threads // 32] = of_warps
     return by_halves(in_turn(words, axis=1))
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit import layout, quant
 from ptxlab.lowbit.layout.packed_activations import ORDERS
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
@@ -40,14 +41,14 @@ def layout_of(sizes: Sizes) -> dict[str, int]:
 def row_geometry(K: int) -> dict[str, int]:
     """Threads of a block, and blocks of a row, where a thread has one chunk of 16: by the width alone, so that neither
     batch nor order changes a row's sums. More than `MOST_THREADS` chunks have a cluster of 2 or 4 blocks."""
-    chunks = -(-K // 128) * 8
-    blocks = 1 << (-(-chunks // MOST_THREADS) - 1).bit_length()
-    return {"THREADS": -(-chunks // (32 * blocks)) * 32, "CLUSTER": blocks}
+    chunks = ceil_div(K, 128) * 8
+    blocks = 1 << (ceil_div(chunks, MOST_THREADS) - 1).bit_length()
+    return {"THREADS": ceil_div(chunks, 32 * blocks) * 32, "CLUSTER": blocks}
 
 
 def row_launch(sizes: Mapping[str, int]) -> Launch:
     """A block, or a cluster of them, per token, those of the padding included."""
-    tokens, blocks = -(-sizes["M"] // sizes["rows"]) * sizes["rows"], sizes.get("CLUSTER", 1)
+    tokens, blocks = ceil_div(sizes["M"], sizes["rows"]) * sizes["rows"], sizes.get("CLUSTER", 1)
     return Launch((tokens * blocks, 1, 1), (sizes["THREADS"], 1, 1), cluster=(blocks, 1, 1))
 
 
@@ -55,7 +56,7 @@ def packed(quantized: quant.QuantizedActivations, rows: int, span: int) -> tuple
     """x_q in the order of `span`, padded to whole tiles, scale and token_sum, as the kernels write them."""
     made = layout.pack_activations(quantized, _ORDER_OF_SPAN[span], rows)
     (M, K), (tokens, channels) = quantized.shape, (rows, span)
-    padded = made.x_q.reshape(-(-M // tokens) * tokens, -(-K // channels) * channels)
+    padded = made.x_q.reshape(ceil_div(M, tokens) * tokens, ceil_div(K, channels) * channels)
     return padded, made.scale, made.token_sum
 
 
@@ -69,9 +70,9 @@ def activations(rng: np.random.Generator, M: int, K: int) -> np.ndarray:
 
 def _choose(sizes: Sizes) -> dict[str, int]:
     """As many threads as there are chunks of 16, or half, a third ... of that where a block cannot have so many."""
-    chunks = -(-sizes["K"] // sizes["span"]) * sizes["span"] // 16
-    each = -(-chunks // MOST_THREADS)
-    threads = -(-chunks // (32 * each)) * 32
+    chunks = ceil_div(sizes["K"], sizes["span"]) * sizes["span"] // 16
+    each = ceil_div(chunks, MOST_THREADS)
+    threads = ceil_div(chunks, 32 * each) * 32
     return {"IN": 0, **layout_of(sizes), "THREADS": threads, "CHUNKS": min(each, MOST_CHUNKS)}
 
 

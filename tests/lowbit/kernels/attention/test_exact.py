@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ptxlab import gpu
+from ptxlab.arithmetic import ceil_div
 from ptxlab.emulator import CHECKS
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.bench.attention import problem as attention_problem
@@ -179,7 +180,7 @@ def shares_of(variant: Variant, logical: Arrays) -> Shares:
     return Shares.of(
         logical["cache"].lengths.astype(np.int64),
         heads=logical["cache"].num_kv_heads,
-        splits=-(-variant.T * variant.ratio // variant.config["COLUMNS"]),
+        splits=ceil_div(variant.T * variant.ratio, variant.config["COLUMNS"]),
         queries=variant.T,
         window=logical["window"],
         groups=variant.tile.groups,
@@ -207,7 +208,7 @@ def test_every_tile_is_somebody_s(lengths: list[int], **how: int) -> None:
     assert len(shares.first) == (n > 0).sum() * units
     last = shares.position + 64 * shares.tiles
     assert np.array_equal(shares.position[shares.first], 64 * begin[shares.sequence[shares.first]])
-    ends = -(-n // 64) * 64
+    ends = ceil_div(n, 64) * 64
     assert np.array_equal(last[shares.first + shares.parts - 1], ends[shares.sequence[shares.first]])
     within = np.setdiff1d(np.arange(len(last)), shares.first)
     assert np.array_equal(shares.position[within], last[within - 1])

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from ptxlab import emulator, registry, toolchain
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import CompileError
 from ptxlab.lowbit.kernels.attention import sm90
 from ptxlab.lowbit.kernels.attention.sm90 import SM90, TILE, AttentionTileSm90
@@ -211,7 +212,7 @@ def test_the_chosen_tile_fits_and_spills_little(sizes: dict[str, int]) -> None:
     assert resources.spill_stores <= (64 if sizes["D"] == 256 else 0)
     shared = SM90.launch({**sizes, **constants, "blocks": 1}).shared_bytes + resources.shared
     assert tile.RESIDENT * (shared + 1024) <= 228 * 1024
-    warps = -(-(tile.WARPS + 2) * tile.RESIDENT // 4) * 4  # four schedulers have equally many registers
+    warps = ceil_div((tile.WARPS + 2) * tile.RESIDENT, 4) * 4  # four schedulers have equally many registers
     assert warps * 32 * resources.registers <= 65536
 
 

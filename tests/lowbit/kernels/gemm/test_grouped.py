@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator, registry
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.bench.shapes import MIXTRAL
 from ptxlab.lowbit.kernels.gemm import grouped
@@ -151,7 +152,7 @@ def test_no_share_of_the_rows_makes_more_tiles_than_there_are_blocks_for(BM: int
     active = min(rows, experts)
     worst = np.ones(active, np.int64)
     worst[0] += rows - active
-    assert max(sum(-(-shares // BM)) for shares in shares) <= most == sum(-(-worst // BM))
+    assert max(sum(ceil_div(shares, BM)) for shares in shares) <= most == sum(ceil_div(worst, BM))
 
 
 @pytest.mark.parametrize("offsets", [[1, 3, 5], [0, 3, 2], [0, 6, 5], [0, 2, 4], [0, 2, 6]], ids=str)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator, registry
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit import quant
 from ptxlab.lowbit.kernels.gemm import small_tiles, strips, strips_tiles
@@ -376,7 +377,7 @@ def test_no_tile_spills_or_waits_for_its_own_wgmma(
 @pytest.mark.parametrize("g", GROUPS)
 def test_all_that_the_contract_admits_fits_shared_memory(M: int, g: int) -> None:
     """At the longest K there is still a ring of two stages."""
-    K = 204800 // (8 * -(-M // 8))
+    K = 204800 // (8 * ceil_div(M, 8))
     K -= K % 1024
     sizes = {"M": M, "N": 4096, "K": K, "g": g}
     SMALL.check_sizes(sizes)

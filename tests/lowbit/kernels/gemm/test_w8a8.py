@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator, registry, sources
+from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.bench.shapes import LAYERS
@@ -131,7 +132,7 @@ def test_chosen_tiles_leave_few_sms_idle(layer: Any, M: int) -> None:
     tile, stages, split = w8a8_tiles.choose(sizes)
     assert stages >= 2
     rounds = w8a8_tiles.tiles(sizes, tile) * split / 132
-    assert rounds / -(-rounds // 1) >= 0.6
+    assert rounds / ceil_div(rounds, 1) >= 0.6
 
 
 def test_the_chosen_tiles_are_near_the_best_of_the_sweep() -> None:

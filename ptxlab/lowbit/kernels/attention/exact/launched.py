@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit.kernels.attention.exact.arithmetic import Arithmetic
 from ptxlab.lowbit.kernels.attention.sm90 import TILE
 from ptxlab.lowbit.layout import KVCache
@@ -61,7 +62,7 @@ class AttentionLaunch:
     @property
     def splits(self) -> int:
         """Units of a kv head."""
-        return -(-self.group * self.T // self.config["COLUMNS"])
+        return ceil_div(self.group * self.T, self.config["COLUMNS"])
 
     @property
     def warps(self) -> int:

@@ -6,6 +6,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit.kernels.attention.sm90 import EXTRA, MOST_PARTS, SLACK, TILE
 
 S64: TypeAlias = npt.NDArray[np.int64]
@@ -44,7 +45,7 @@ class Shares:
         With `part` a unit is cut every so many tiles, and each part counts as a block's own.
         """
         begin = np.maximum(lengths - queries + 1 - window, 0) // TILE if window else np.zeros_like(lengths)
-        tiles = -(-lengths // TILE) - begin
+        tiles = ceil_div(lengths, TILE) - begin
         pad = np.where(lengths > 0, np.maximum(EXTRA - tiles // 4, 0), 0)  # the cost of a unit of few tiles beside them
         units, cost = heads * splits, pad + tiles
         piece = _piece(cost, units, groups, blocks)
@@ -56,9 +57,9 @@ class Shares:
         unit = np.tile(np.arange(units), len(lengths))[inside]
         pieces = np.full(len(each), piece)
         if part:
-            start, pieces = np.zeros_like(start), np.maximum(part, -(-tiles[each] // MOST_PARTS))
+            start, pieces = np.zeros_like(start), np.maximum(part, ceil_div(tiles[each], MOST_PARTS))
         stop = start + tiles[each]
-        parts = -(-stop // pieces) - start // pieces
+        parts = ceil_div(stop, pieces) - start // pieces
 
         number = np.repeat(np.arange(len(each)), parts)
         first, segment = np.cumsum(parts) - parts, np.arange(len(number))
@@ -85,7 +86,7 @@ class Shares:
 def _piece(cost: S64, units: int, groups: int, blocks: int) -> int:
     """The cost of a block's work."""
     most = max(1, int(cost.max(initial=0)))
-    piece = max(groups, min(most // 8, 8), -(-int(cost.sum()) * units // blocks))
-    whole = -(-len(cost) * units // blocks) * most  # whole units alone, where all are alike
+    piece = max(groups, min(most // 8, 8), ceil_div(int(cost.sum()) * units, blocks))
+    whole = ceil_div(len(cost) * units, blocks) * most  # whole units alone, where all are alike
     alike = bool((cost == most).all())
     return whole if alike and piece <= whole <= piece + SLACK else piece

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit.kernels.attention.exact import tokens
 from ptxlab.lowbit.kernels.attention.exact.launched import AttentionLaunch, beside
 from ptxlab.lowbit.kernels.attention.exact.queries import Queries, quantized
@@ -33,7 +34,7 @@ def of_segments(of: AttentionLaunch, q: Any, shares: Shares, some: slice) -> War
     """Of n segments all warps, [n · warps, ..]: those without a tile keep the lowest score."""
     queries, warp = quantized(of, q, shares, some), np.arange(of.warps)
     skip = (warp // of.share - shares.turn[some][:, None]) % of.groups
-    count = np.maximum(-(-(shares.tiles[some][:, None] - skip) // of.groups), 0).ravel()  # tiles of a warp
+    count = np.maximum(ceil_div(shares.tiles[some][:, None] - skip, of.groups), 0).ravel()  # tiles of a warp
     busiest = np.argsort(-count, kind="stable")
     segment, warp = np.divmod(busiest, of.warps)
     position = shares.position[some][segment] + warp % of.share * of.config["TOKENS"] + skip.ravel()[busiest] * TILE
