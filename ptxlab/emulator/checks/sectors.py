@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ptxlab.arithmetic import ceil_div
 from ptxlab.emulator.checks.check import Check
 from ptxlab.emulator.core.access import MemoryAccess
 from ptxlab.emulator.core.effect import Effect
@@ -57,5 +58,5 @@ class Sectors(Check):
             entry,
             requests=entry.requests + len(np.unique(warps)),
             sectors=entry.sectors + sectors.shape[1],
-            needed=entry.needed + int(-(-nbytes // SECTOR).sum()),
+            needed=entry.needed + int(ceil_div(nbytes, SECTOR).sum()),
         )

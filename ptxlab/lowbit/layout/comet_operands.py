@@ -82,7 +82,7 @@ def check_blocks(K4: int, K8: int) -> None:
 
 
 def _scale_columns(K4: int, K8: int) -> int:
-    return -(-(K4 + K8) // BLOCK // 8) * 8
+    return ceil_div(ceil_div(K4 + K8, BLOCK), 8) * 8
 
 
 def pack_block_weight(weight: BlockRows, int8: int, layout: str = "strips") -> BlockWeight:

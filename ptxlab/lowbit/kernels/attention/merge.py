@@ -16,7 +16,7 @@ def _example(
     rng: np.random.Generator, *, B: int, T: int, Hq: int, Hkv: int, D: int, blocks: int, columns: int, tile: int
 ) -> Arrays:
     """Units that begin in a block and go on through some more; what no block has written of parts is NaN."""
-    units = B * Hkv * -(-Hq // Hkv * T // tile)
+    units = B * Hkv * ceil_div(ceil_div(Hq, Hkv) * T, tile)
     segments = np.zeros((blocks, 2), np.int32)
     partial = np.full((blocks, 2, columns, D), np.nan, np.float32)
     stats = np.full((blocks, 2, columns, 2), np.nan, np.float32)

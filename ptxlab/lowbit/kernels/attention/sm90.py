@@ -79,7 +79,7 @@ def choose_tile(s: Sizes) -> AttentionTileSm90:
     parts to put together. Of little work, or more of long and light units, two warps share a tile, of few tiles four,
     so that its last ones are done sooner; heavy ones are better off with one large block than with two small ones.
     Rings are short: tiles come sooner if fewer are asked for at once."""
-    units = s["B"] * s["Hkv"] * -(-s["Hq"] // s["Hkv"] * s["T"] // COLUMNS)
+    units = s["B"] * s["Hkv"] * ceil_div(ceil_div(s["Hq"], s["Hkv"]) * s["T"], COLUMNS)
     tiles = units * ceil_div(s["P"] * s["page"], TILE)
     columns = columns_of(s)
     light = tiles if columns == 1 else 512 if columns <= 4 else 0  # units of light tiles, however many these are

@@ -64,7 +64,7 @@ def most_tiles(s: Sizes) -> int:
 
 
 def _row_tiles(N: int, strips: int) -> int:
-    return -(-N // 16 // strips)
+    return ceil_div(ceil_div(N, 16), strips)
 
 
 def _candidates(group: int) -> Iterator[dict[str, int]]:

@@ -130,7 +130,7 @@ def block_bytes(group: int) -> int:
 
 def shared_bytes(tile: StripTile, strips: int, stages: int, split: int, group: int) -> int:
     """Dynamic shared memory: the ring; what a cluster's sum receives; a buffer per warp and the tokens' scales."""
-    received = (split - 1) * -(-tile.WN * tile.MN * tile.BM // 8 // split) * 2048
+    received = (split - 1) * ceil_div(ceil_div(tile.WN * tile.MN * tile.BM, 8), split) * 2048
     return stages * _stage_bytes(tile, strips, group) + received + tile.WN * (4 * 512 + 8 * tile.BM)
 
 
@@ -179,7 +179,7 @@ def _stages(tile: StripTile, strips: int, split: int, group: int) -> int:
 
 def _stage_bytes(tile: StripTile, strips: int, group: int) -> int:
     """X, and of every strip a slot of whole 128 bytes."""
-    slot = -(-tile.BK // 128 * block_bytes(group) // 128) * 128
+    slot = ceil_div(ceil_div(tile.BK, 128) * block_bytes(group), 128) * 128
     return ceil_div(tile.BM * tile.BK + strips * slot, 1024) * 1024
 
 
