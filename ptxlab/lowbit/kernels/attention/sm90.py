@@ -110,9 +110,8 @@ def _first_that_fits(shapes: list[tuple[int, int, int, int]], s: Sizes) -> Atten
 
 def _choose(s: Sizes) -> dict[str, int]:
     tile = choose_tile(s)
-    longest = (
-        ceil_div(s["P"] * s["page"], TILE * tile.groups) * tile.TOKENS
-    )  # of a warp, if one block has all of a unit
+    # Tokens of a warp, if one block has all of a unit.
+    longest = ceil_div(s["P"] * s["page"], TILE * tile.groups) * tile.TOKENS
     promote = {"PROMOTE": PROMOTE if longest > 2 * PROMOTE else 0}
     return _constants(s, tile) | promote
 
