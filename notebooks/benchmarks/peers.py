@@ -3,6 +3,7 @@
 PyTorch and `humming-kernels` are needed only here; what is not installed is no peer.
 """
 
+import gc
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -279,10 +280,15 @@ def capture(calls: Sequence[Callable[[], Any]]) -> gpu.Graph:
         for call in calls:
             call()
         torch.cuda.synchronize()
+        gc.collect()
+        gc.disable()  # what the collector destroys while a graph is captured makes the capture void
         graph.capture_begin()
-        for call in calls:
-            call()
-        graph.capture_end()
+        try:
+            for call in calls:
+                call()
+        finally:
+            gc.enable()
+            graph.capture_end()  # also where a call fails: a stream left capturing refuses what comes next
 
     def replay() -> None:
         with torch.cuda.stream(stream):

@@ -16,33 +16,20 @@ from ptxlab.lowbit.bench import attention, dequant, stream
 from ptxlab.lowbit.bench.attention import append, merge
 from ptxlab.lowbit.bench.attention import problem as attention_problem
 from ptxlab.lowbit.bench.gemm import chain, grouped, headline, points, problem, quantiser, steps, w4a4
-from ptxlab.lowbit.bench.shapes import EXPERTS, LAYERS, Batch, Layer, even
+from ptxlab.lowbit.bench.shapes import EXPERTS, LAYERS, Batch, even
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.steps import STEPS, choose, why_not
 from ptxlab.lowbit.layout.packed_activations import ORDERS
 from ptxlab.runtime.timing import measure
+from tests.support.timed_variants import EXPERT, compile_timed_variants
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timing]
 
 
-EXPERT = Layer("Mixtral", "down", 4096, 14336)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """The GEMMs of all tests, compiled side by side: no other worker has the device meanwhile."""
-    steps_here = problem.steps_of([spec.name for spec in kernels.gemm.STEPS])
-    timed = [(step, problem.sizes_at(step.spec, LAYERS[1], M)) for step in steps_here for M in (4, 100)]
-    if headline.steps():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(headline, "LLAMA", LAYERS[1:2])
-            patch.setattr(headline, "ALL_TOKENS", (1, 100))
-            patch.setattr(headline, "UNTUNED", ())
-            timed += headline.points([step.spec.name for step in headline.steps()])
-        timed += [headline.at(layer, 16) for layer in LAYERS[:4]]
-        timed += [headline.at(EXPERT, int(M)) for M in np.diff(grouped.routed(16)) if M]
-        timed.append((grouped.STEP, grouped.sizes_at(EXPERT, 32)))
-    points.compile_all(timed)
+    """What is timed is in the cache, if `test_compiling` has run; nobody else has the device meanwhile."""
+    compile_timed_variants()
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +137,7 @@ def test_what_is_launched_is_timed_and_its_results_are_exact(launched: None, mon
 def test_w4a4_is_timed_beside_w4a8(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one matrix, with the steps for INT4 tensor cores, which Hopper runs in software."""
     monkeypatch.setattr(w4a4, "COMPARED", (64,))
-    rows = list(w4a4.compared_rows(LAYERS[1:2], [*registry.specs()], lambda _: None))
+    rows = list(w4a4.compared_rows(LAYERS[1:2], [*registry.specs()], lambda _: None, peers.PUBLIC))
     assert [row.measure for row in rows] == ["headline", "w8a8", *["w4a4"] * 4, *["w4ax"] * 4]
     assert all(row.checked.startswith(f"all {64 * 4096} results of ") for row in rows)
     assert all(0.02 < row.fraction < 1.1 for row in rows if not row.kernel.endswith("_sm80"))

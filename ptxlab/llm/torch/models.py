@@ -45,7 +45,7 @@ def quantize_model(
 
     Args:
         model: of float16 or bfloat16, with its whole weights on one device.
-        recipe: the steps of quantising, by themselves or by name (`quant.recipe.RECIPES`); or this model quantised
+        recipe: the steps of quantising, by themselves or by name (`llm.recipe.RECIPES`); or this model quantised
             already, as `ptxlab.llm.checkpoints.folder.load` reads it.
         tokens: the calibration text, integers [S, T], for recipes that need one.
         layout: of the packed weights.

@@ -1,6 +1,7 @@
 """Suite `load`: fragments streaming from device memory, fragments resident in shared memory, rings of stages."""
 
 import contextlib
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -37,6 +38,17 @@ _COUNTERS = {
     "conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
 }
 _CHECKED = "every result equal to the reference"
+
+_RUN_ALL = """
+import json, sys
+from ptxlab.cli.app import run_command_line
+for line in json.loads(sys.argv[1]):
+    try:
+        run_command_line(line)
+    except SystemExit as done:
+        if done.code:
+            raise
+"""
 
 
 def rows(names: list[str], ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
@@ -120,15 +132,17 @@ def modelled_banks(spec: KernelSpec, source: Source) -> dict[str, float]:
     return counts
 
 
-def counted_banks(spec: KernelSpec) -> dict[str, float]:
-    """The same tiles on the GPU, counted by ncu; `UnavailableError` where it cannot."""
-    inputs = spec.pack(spec.example(np.random.default_rng(0), T=BANK_TILES))
+def counted_banks(*specs: KernelSpec) -> list[dict[str, float]]:
+    """Count the same tiles on the GPU, of every spec, under one ncu; `UnavailableError` where it cannot."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "in.npz"
-        save_arrays(file, inputs)
-        command = [sys.executable, "-m", "ptxlab", "run", spec.name, "--in", str(file), "--backend", "gpu"]
-        found = nsight.counters(command, spec.name, list(_COUNTERS.values()))
-    return {name: found[metric] for name, metric in _COUNTERS.items()}
+        lines = []
+        for spec in specs:
+            file = Path(folder) / f"{spec.name}.npz"
+            save_arrays(file, spec.pack(spec.example(np.random.default_rng(0), T=BANK_TILES)))
+            lines.append(["run", spec.name, "--in", str(file), "--backend", "gpu"])
+        command = [sys.executable, "-c", _RUN_ALL, json.dumps(lines)]
+        counted = nsight.launches(command, [spec.name for spec in specs], list(_COUNTERS.values()))
+    return [{name: of_spec[metric] for name, metric in _COUNTERS.items()} for of_spec in counted]
 
 
 def _bank_figures(spec: KernelSpec, source: Source) -> dict[str, float]:
@@ -136,7 +150,7 @@ def _bank_figures(spec: KernelSpec, source: Source) -> dict[str, float]:
     warps = 4 * BANK_TILES
     figures = {f"{name}_per_warp_model": count / warps for name, count in modelled_banks(spec, source).items()}
     with contextlib.suppress(UnavailableError):  # the record then holds the model's figures alone
-        figures |= {f"{name}_per_warp_ncu": count / warps for name, count in counted_banks(spec).items()}
+        figures |= {f"{name}_per_warp_ncu": count / warps for name, count in counted_banks(spec)[0].items()}
     return figures
 
 

@@ -181,15 +181,14 @@ TILES = [name for name, spec in registry.specs().items() if spec.family == "load
 
 @pytest.mark.gpu
 @pytest.mark.timing  # counters of the device, which count others' launches too
-@pytest.mark.parametrize("name", TILES)
-def test_wavefronts_and_conflicts_are_those_that_ncu_counts(name: str) -> None:
+def test_wavefronts_and_conflicts_are_those_that_ncu_counts() -> None:
     """The bank model against the hardware's counters: needs ncu, with permission to count."""
-    spec, (source, *_) = registry.find(name)
-    modelled = loads.modelled_banks(spec, source)
+    specs = [registry.specs()[name] for name in TILES]
     try:
-        counted = loads.counted_banks(spec)
+        counted = dict(zip(TILES, loads.counted_banks(*specs), strict=True))
     except UnavailableError as reason:
         pytest.skip(str(reason))
-    assert modelled == counted
-    conflicts_per_warp = 8 if name == "load_lds32_u4" else 0
-    assert modelled["conflicts"] == conflicts_per_warp * 4 * loads.BANK_TILES
+    modelled = {name: loads.modelled_banks(*((found := registry.find(name))[0], found[1][0])) for name in TILES}
+    assert modelled == counted and len(TILES) == 6
+    conflicts_per_warp = {name: 8 if name == "load_lds32_u4" else 0 for name in TILES}
+    assert all(modelled[name]["conflicts"] == conflicts_per_warp[name] * 4 * loads.BANK_TILES for name in TILES)
