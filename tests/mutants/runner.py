@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.mutants.table import ROOT, Mutant
 
 KILLED, SURVIVED, EQUIVALENT, ERROR = "killed", "survived", "equivalent", "error"
-_PARTS = ("pyproject.toml", "ptxlab", "ptx", "cuda_src", "tests", "notebooks/results")  # what tests read
+_PARTS = ("pyproject.toml", "ptxlab", "ptx", "cuda_src", "tests", "notebooks/benchmarks", "notebooks/results")
 _TIMEOUT = 120  # seconds that one test may take: a mutant that hangs is noticed
 # A mutant that cannot be built is none, whatever tests say of it.
 _BROKEN = "CompileError|SourceError|UnknownInstruction|SyntaxError|NameError|ImportError|AttributeError"
