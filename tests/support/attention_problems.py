@@ -136,16 +136,27 @@ def moved(cache: KVCache, to: Any) -> KVCache:
 
 
 def check(
-    spec: KernelSpec, logical: Arrays, backend: str = "emulator", inputs: Arrays | None = None, **how: Any
+    spec: KernelSpec,
+    logical: Arrays,
+    backend: str = "emulator",
+    inputs: Arrays | None = None,
+    runs: int = 1,
+    **how: Any,
 ) -> Arrays:
-    """Run it with all checks, and hold every output against the reference within its bound; returns the outputs."""
+    """Run it with all checks, and hold every output against the reference within its bound; returns the outputs.
+
+    With `runs` it runs again so often, and must give the same bits.
+    """
     sizes = {name: value for name, value in logical.items() if isinstance(value, (int, float))} | how.pop("sizes", {})
     how = {"config": None, "checks": emulator.CHECKS if backend == "emulator" else (), **how}
-    source = registry.find(spec.name)[1][0]
-    outcome = run_spec(spec, source, inputs or spec.pack(logical), sizes=sizes, backend=backend, **how)
-    assert [str(finding) for finding in outcome.findings] == []
-    compare(spec, outcome.outputs, logical, how["config"])
-    return outcome.outputs
+    source, packed = registry.find(spec.name)[1][0], inputs or spec.pack(logical)
+    first, *others = (run_spec(spec, source, packed, sizes=sizes, backend=backend, **how) for _ in range(runs))
+    assert [str(finding) for outcome in (first, *others) for finding in outcome.findings] == []
+    compare(spec, first.outputs, logical, how["config"])
+    for outcome in others:
+        for name, output in first.outputs.items():
+            assert np.array_equal(output, outcome.outputs[name], equal_nan=True), f"{name}: another run, other bits"
+    return first.outputs
 
 
 def check_the_unseen(variant: Any, logical: Arrays, outputs: Arrays) -> None:

@@ -241,9 +241,12 @@ def test_a_sequence_has_the_same_bits_in_any_batch_on_the_gpu(cupy: Any, Hq: int
     if SM90 not in HERE:
         pytest.skip(f"{SM90} does not run here")
     rng = np.random.default_rng(0)
-    lengths = (1024, 40_000, 1, 5000, 0, 2048, 1025, *rng.integers(0, 3000, 60).tolist())
-    q, cache = problems.problem(5, lengths, Hq=Hq, Hkv=Hkv, scheme=scheme)
-    q, cache = cupy.asarray(q.astype(np.float16)), moved(cache, cupy.asarray)
+    lengths = np.array([1024, 40_000, 1, 5000, 0, 2048, 1025, *rng.integers(0, 3000, 60)], np.int32)
+    _, small = problems.problem(5, (16384,), Hq=Hq, Hkv=Hkv, scheme=scheme)
+    pages = np.flatnonzero(np.bincount(small.block_table[0, : 16384 // 64], minlength=len(small.pool)))
+    tables = rng.choice(pages, (len(lengths), 40_000 // 64)).astype(np.int32)  # sequences share pages, which are read
+    q = cupy.asarray(rng.standard_normal((len(lengths), 1, Hq, 128)).astype(np.float16))
+    cache = moved(replace(small, block_table=tables, lengths=lengths), cupy.asarray)
     how: dict[str, Any] = {"batch_invariant": True, "return_lse": True}
     whole = [array.get() for array in ptxlab.attention_kv4(q, cache, **how)]
     for some in ([0], [1], [3], [6, 0], [5, 1, 2, 4], rng.permutation(len(lengths))[:33].tolist()):

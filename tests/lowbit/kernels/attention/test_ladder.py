@@ -102,8 +102,7 @@ def test_near_float64_on_the_gpu(
 ) -> None:
     q, cache = problems.problem(seed, tuple(lengths), change, Hq=ratio * Hkv, Hkv=Hkv, scheme=scheme_of(spec))
     logical = logical_of(spec, q, cache)
-    first, second = (problems.check(spec, logical, "gpu")["out"] for _ in range(2))
-    assert np.array_equal(first, second), "two runs, the same bits"
+    problems.check(spec, logical, "gpu", runs=2)
 
 
 @pytest.mark.default_cases("attention_kv8", "attention_kv4_naive")

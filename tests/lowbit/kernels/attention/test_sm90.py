@@ -138,8 +138,7 @@ def test_near_float64_on_the_gpu(variant: Variant, seed: int, window: int, block
     logical, arrays = variant.problem(seed, window=window, blocks=blocks, **how)
     shapes = SM90.sizes_of({n: a.shape for n, a in arrays.items()}, variant.sizes(window, blocks))
     for tile in (variant.tile, sm90.choose_tile(shapes)):
-        first, second = (variant._replace(tile=tile).check(logical, arrays, "gpu") for _ in range(2))
-        assert all(np.array_equal(first[name], second[name], equal_nan=True) for name in first)
+        variant._replace(tile=tile).check(logical, arrays, "gpu", runs=2)
 
 
 IN_PARTS = HOPPER[3], (1000, 64), 7  # sequences, of which one is in parts; blocks

@@ -51,13 +51,20 @@ def ids(case: Any) -> str:
     return case if isinstance(case, str) else "-".join(f"{name}{value}" for name, value in case.items())
 
 
-def ran(spec: KernelSpec, logical: dict[str, Any], backend: str, config: dict[str, int], **options: Any) -> None:
+def ran(
+    spec: KernelSpec,
+    logical: dict[str, Any],
+    backend: str,
+    config: dict[str, int],
+    packed: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
     """Held against the reference, after the emulator's checks; `config` over the constants that are chosen."""
     sizes = {"M": len(logical["x"]), "N": len(logical["weight"].q4), "K": logical["x"].shape[1]}
     if "g" in spec.symbols:
         sizes["g"] = logical["weight"].group
     config = {**spec.config_for(sizes), **config}
-    inputs = spec.pack(logical)
+    inputs = dict(packed or spec.pack(logical))
     if config["SIGNED"]:
         del inputs["x_sum"]
     if "y" in inputs:
@@ -102,9 +109,10 @@ def test_every_chosen_tile_on_the_gpu(label: str, N: int) -> None:
     for tokens in (1, 3, 8, 16, 17, 31) if "small" in spec.name else (1, 9, 16, 33, 64, 100, 128, 200, 256, 300, 512):
         groups = {"g": 64} if "g" in spec.symbols else {}
         logical = spec.example(np.random.default_rng(tokens), M=tokens, N=N, K=448, **groups)
+        packed = spec.pack(logical)
         for OUT in (0, 1):
             for config in ({"OUT": OUT}, {"OUT": OUT, "SIGNED": int(bool(groups))}):
-                ran(spec, logical, "gpu", config)
+                ran(spec, logical, "gpu", config, packed)
 
 
 @pytest.mark.full
