@@ -1,5 +1,6 @@
 """Import paths of version 0.1: each imports the module at its new place, with one DeprecationWarning. Gone in 0.3."""
 
+import importlib
 import sys
 import warnings
 from collections.abc import Sequence
@@ -104,6 +105,15 @@ TAKEN_APART = {
 }
 # Names that have left a module that is still there: (module, name) -> where they are.
 NAMES = {
+    ("emulator.launch", "CHECKS"): "emulator.options",
+    ("emulator.launch", "MAX_STEPS"): "emulator.options",
+    ("emulator.launch", "MODES"): "emulator.options",
+    ("emulator.launch", "ON_REQUEST"): "emulator.options",
+    ("jupyter.displays", "of_weight"): "lowbit.jupyter.displays",
+    ("jupyter.widgets", "dequant_sliders"): "lowbit.jupyter",
+    ("jupyter.widgets", "layout_explorer"): "lowbit.jupyter",
+    ("prove.claims", "prove_kernel"): "prove.kernels",
+    ("runtime.arguments", "checks_of"): "emulator",
     ("jupyter", "HolderView"): "lowbit.jupyter",
     ("jupyter", "Identities"): "lowbit.jupyter",
     ("jupyter", "dequant_sliders"): "lowbit.jupyter",
@@ -189,10 +199,15 @@ def _reach_notebooks(old: str, new: str) -> None:
 
 
 def _importing_frame() -> int:
-    """Count the frames up to the import statement: those of the import system are none of the user's."""
-    level, frame = 2, sys._getframe(2)
-    while frame.f_back and frame.f_code.co_filename.startswith("<frozen importlib"):
-        level, frame = level + 1, frame.f_back
+    """Count the frames up to the import statement. `warnings.warn` itself skips those of the import system."""
+    own = {importlib.__file__, str(Path(__file__).with_name("__init__.py"))}
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back:
+        frame = frame.f_back
+        if not frame.f_code.co_filename.startswith("<frozen importlib"):
+            level += 1
+            if frame.f_code.co_filename not in own:
+                break
     return level
 
 

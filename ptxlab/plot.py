@@ -11,7 +11,6 @@ from ptxlab.errors import ArgumentError
 from ptxlab.io.files import require_folder, write_whole
 
 BLUE, ORANGE, RED, PURPLE, GREY, PALE = "#2f6db5", "#e08214", "#c2242b", "#7b6fb0", "#8a8f98", "#dfe5ec"
-SCHEME_COLOURS = {"qoq": ORANGE, "lqq": BLUE, "lqq_ceiling": "#74add1", "lqq_search": "#1b3a5f"}
 COLOURS, EXACT = 256, 160  # of a palette; of them, those that `shrink_png` takes from the picture as they are
 
 

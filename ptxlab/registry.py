@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ptxlab import sources
-from ptxlab.errors import ArgumentError, UnknownKernel
+from ptxlab.errors import ArgumentError, UnavailableError, UnknownKernel
 from ptxlab.sources import Source
 
 if TYPE_CHECKING:  # NumPy, which a list of commands need not wait for
@@ -88,6 +88,7 @@ class Registration(NamedTuple):
 
     name: str
     place: str
+    package: str = ""  # another one than this
 
     @property
     def module(self) -> str:
@@ -95,10 +96,18 @@ class Registration(NamedTuple):
         return self.place.partition(":")[0]
 
     def load(self) -> Any:
-        """Import the module; return it, or what the name is in it."""
+        """Import the module; return it, or what the name is in it.
+
+        Raises UnavailableError if another package's module cannot be imported, or lacks the name.
+        """
         module, _, name = self.place.partition(":")
-        loaded = import_module(module)
-        return getattr(loaded, name) if name else loaded
+        try:
+            loaded = import_module(module)
+            return getattr(loaded, name) if name else loaded
+        except (ImportError, AttributeError) as error:
+            if not self.package:
+                raise
+            raise UnavailableError(f"{self.package}: entry point {self.name} = {self.place}: {error}") from error
 
 
 @cache
@@ -111,7 +120,7 @@ def entries(kind: str) -> dict[str, Registration]:
     for point in _of_other_packages(kind):
         if point.name in registered:
             raise ArgumentError(f"entry point of {PACKAGE}.{kind}", "a name that nobody else registers", point.name)
-        registered[point.name] = Registration(point.name, point.value)
+        registered[point.name] = Registration(point.name, point.value, point.dist.name if point.dist else point.value)
     return registered
 
 

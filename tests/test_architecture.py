@@ -75,6 +75,18 @@ def test_rooms_import_only_rooms_below_them() -> None:
     assert {room(module) for module in MODULES if module != "ptxlab"} == {*ROOMS}
 
 
+def test_nothing_in_the_package_goes_through_its_doors() -> None:
+    """`ptxlab.gemm_w4a8` and `ptxlab.public` are for users: they would hide which room a module imports."""
+    wrong = {
+        f"{module} imports {name}"
+        for module, path in MODULES.items()
+        for name in imported(path)
+        if module not in DOORS and name != "ptxlab" and name not in MODULES and name != "ptxlab.__version__"
+        if name.rpartition(".")[0] in DOORS
+    }
+    assert wrong == set()
+
+
 def test_folders_import_one_another_one_way() -> None:
     graph: dict[str, set[str]] = {}
     for a, b in edges():

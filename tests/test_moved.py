@@ -1,6 +1,7 @@
 """Import paths of version 0.1 (`old_paths.txt`, every module of then) work for one release, with one warning each."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -70,6 +71,8 @@ def test_a_module_at_its_old_path_is_the_module_at_the_new_one() -> None:
         ("model", "Server", "llm.server"),
         ("reference", "decoder_layer", "llm.model.decoder"),
         ("jupyter", "who_holds", "lowbit.jupyter"),
+        ("emulator.launch", "CHECKS", "emulator.options"),
+        ("runtime.arguments", "checks_of", "emulator"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -82,3 +85,21 @@ def test_what_never_was_there_is_not_found() -> None:
         import_module("ptxlab.nothing")
     with pytest.raises(AttributeError, match="nothing"):
         ptxlab.jupyter.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "line", ["import ptxlab.layout", "from ptxlab.layout import pack", "from ptxlab import layout"]
+)
+def test_a_script_sees_the_warning_at_its_own_line(line: str, tmp_path: Path) -> None:
+    """By Python's default filters, which show a DeprecationWarning in `__main__` alone."""
+    script = tmp_path / "script.py"
+    script.write_text(f"import ptxlab\n{line}\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and f"{script}:2: DeprecationWarning: ptxlab.layout has moved to" in done.stderr
+
+
+def test_benchmarks_are_in_a_checkout_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_moved, "__file__", str(tmp_path / "ptxlab" / "_moved.py"))
+    with pytest.raises(ModuleNotFoundError, match=r"ptxlab.bench.peers has moved to benchmarks.peers, in notebooks/"):
+        _moved._reach_notebooks("ptxlab.bench.peers", "benchmarks.peers")

@@ -99,6 +99,22 @@ def test_two_packages_cannot_have_one_name(environment: dict[str, str], tmp_path
     assert done.returncode == 2 and "a name that nobody else registers (got run)" in " ".join(done.stderr.split())
 
 
+def test_an_entry_point_that_leads_nowhere_is_one_line_where_it_is_asked_for(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "stale-1.0.dist-info").mkdir()
+    (tmp_path / "stale-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: stale\nVersion: 1.0\n")
+    entry_points = tmp_path / "stale-1.0.dist-info" / "entry_points.txt"
+    entry_points.write_text("[ptxlab.commands]\nwave = nothing.here:wave\n")
+    stale = {**environment, "PYTHONPATH": f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"}
+    assert ptxlab(stale, "list", "dequant_lqq").returncode == 0 and " wave " in ptxlab(stale, "--help").stdout
+    for words in (["wave"], ["list"]):
+        done = ptxlab(stale, *words)
+        assert done.returncode == 2 and len(done.stderr.strip().splitlines()) <= 2 and "Traceback" not in done.stderr
+        assert "stale: entry point" in done.stderr
+        entry_points.write_text("[ptxlab.kernels]\nwaves = nothing.here\n")
+
+
 @pytest.mark.parametrize("kind", registry._ROOMS)
 def test_everything_that_the_rooms_bring_is_there(kind: str) -> None:
     assert all(what is not None for _, what in registry.load_all(kind)) and registry.entries(kind)

@@ -1,18 +1,19 @@
 """`python -m benchmarks SUITE`, run in notebooks/: time kernels and other projects in the same run, and record it."""
 
 import sys
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks import decode, layer, peers, pytorch
+from benchmarks import peers
 from ptxlab.bench import Suite
 from ptxlab.cli.app import report_errors
 from ptxlab.cli.bench import Against, Only, Out, Picture, measure_suite
 from ptxlab.cli.common import AsJson
-from ptxlab.errors import ArgumentError
+from ptxlab.errors import ArgumentError, UnavailableError
 
-SUITES = {suite.name: suite for suite in (decode.SUITE, layer.SUITE, pytorch.SUITE)}
+SUITES = {"decode": "benchmarks.decode", "layer": "benchmarks.layer", "torch": "benchmarks.pytorch"}
 WITH_PEERS = ("gemm", "attention")  # suites of `ptxlab bench` that take peers
 
 
@@ -39,7 +40,13 @@ def find_suite(name: str) -> str | Suite:
     """Find a suite by name: one of this folder, or the name of one of `ptxlab bench` that takes peers."""
     if name not in (*SUITES, *WITH_PEERS):
         raise ArgumentError("suite", f"one of {', '.join((*SUITES, *WITH_PEERS))}", name)
-    return SUITES.get(name) or name
+    if name not in SUITES:
+        return name
+    try:
+        suite: Suite = import_module(SUITES[name]).SUITE
+    except ImportError as error:
+        raise UnavailableError(f"{name}: {error}; python -m pip install 'ptxlab[torch]'") from None
+    return suite
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from ptxlab.lowbit.bench.peers import Peers
 from ptxlab.lowbit.bench.shapes import HEAD_DIM, Batch
 from ptxlab.runtime.timing import GEMM_REPLAYS, copies_beyond_l2, in_turn, measure
 
-# Names are those of the stored times too (`bench.stored`).
+# Names are those of the stored times too (`benchmarks.stored`).
 CUBLAS = ("cublas_fp8", "cublas_int8", "cublas_fp16")
 HUMMING = {"humming_w4a8_g128": 128, "humming_w4a8_chn": 0}  # name -> weights that share a scale, 0: all of a channel
 SDPA_BACKENDS = {"sdpa_flash_f16": "FLASH_ATTENTION", "sdpa_cudnn_f16": "CUDNN_ATTENTION"}  # name -> PyTorch's backend

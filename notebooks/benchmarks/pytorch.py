@@ -1,4 +1,4 @@
-"""Suite `torch` of `ptxlab bench`: host time of operators; `model.generate` beside the same model in FP16 and FP8."""
+"""Suite `torch`: host time of operators; `model.generate` beside the same model in FP16 and FP8."""
 
 import statistics
 import time

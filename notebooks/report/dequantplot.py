@@ -9,8 +9,9 @@ from matplotlib.figure import Figure
 from ptxlab import registry
 from ptxlab.bench.record import Record, Row
 from ptxlab.lowbit import audit, quant, reference
+from ptxlab.lowbit.colours import SCHEME_COLOURS
 from ptxlab.lowbit.demo.plot import SWEEP
-from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED, SCHEME_COLOURS
+from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED
 from report.style import bare, title
 
 _TITLES = {"qoq": "QoQ", "lqq": "LQQ"}

@@ -12,7 +12,7 @@ from ptxlab import __version__, gpu, registry, toolchain
 from ptxlab.bench import user_kernels
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
 from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, require_writable, save
-from ptxlab.bench.suite import PART, Suite
+from ptxlab.bench.suite import OURS, PART, Suite
 from ptxlab.errors import ArgumentError
 from ptxlab.spec.user_specs import specs_in
 
@@ -115,6 +115,8 @@ def run_suite(
     if only:
         options["only"] = only
     name = chosen.record_name(only)
+    if "peers" in chosen.takes and "peers" not in options and suite in registry.entries("suites"):
+        name += OURS  # the record with peers stays what it is
     goes_on = chosen.resumes and not name.endswith(PART)  # of parts nobody knows what they were asked for
     measure = partial(chosen.rows, names, **options)
     return _record(name, measure, progress, libraries or {}, chosen.shortfall, resume if goes_on else None)
@@ -188,8 +190,8 @@ def confirmed(
         alone = [one for one in slower if not before.suite.startswith("layer") and _has_suite(one.row.kernel)]
         for kernel in sorted({one.row.kernel for one in alone}):
             sizes = [one.row.sizes for one in slower if one.row.kernel == kernel]
-            of_gemm = registry.find(kernel)[0].family == "gemm"
-            only = {(s["N"], s["K"]) for s in sizes if "N" in s} if of_gemm else None
+            by_matrix = "matrices" in suite_of(kernel)[0].takes
+            only = {(s["N"], s["K"]) for s in sizes if "N" in s} if by_matrix else None
             with gpu.elsewhere((1 + place) * _PAD):
                 again.append(run_suite(kernel, progress, matrices=only))
         measured = {row.key for record in again for row in record.rows}

@@ -7,6 +7,7 @@ from ptxlab.bench.record import Row
 from ptxlab.errors import ArgumentError
 
 PART = "_part"  # behind the name of a record that is no whole suite
+OURS = "_ours"  # behind that of a suite which is measured without the peers that it takes
 
 
 @dataclass(frozen=True)

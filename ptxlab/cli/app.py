@@ -58,7 +58,10 @@ def _stub(entry: Registration) -> Callable[[], None]:
 @cache
 def _outline(module: str) -> dict[str, str]:
     """Read docstrings of a module's functions, by name, and `PANEL`, from its source."""
-    spec = importlib.util.find_spec(module)
+    try:
+        spec = importlib.util.find_spec(module)
+    except ImportError:  # of another package, which is said when it is asked for
+        return {}
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return {}
     outline = {}

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import prod
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
+from ptxlab import _moved
 from ptxlab.emulator import async_, ops, sync  # noqa: F401  (they enter their instructions)
 from ptxlab.emulator.chain import Buffers, current
 from ptxlab.emulator.checks.bank_conflicts import BankConflicts
@@ -444,3 +445,8 @@ def _waves(launch: LaunchState) -> Iterator[Array]:
             arena[start : start + launch.window_bytes] = POISON
         arena[local.start : local.end] = POISON
         yield corner * launch.cluster + within
+
+
+def __getattr__(name: str) -> Any:
+    """Look up a name that has moved."""
+    return _moved.name_in(__name__, name)

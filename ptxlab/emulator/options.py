@@ -1,7 +1,7 @@
 """`EmulatorOptions`: how the emulator runs a launch. Default, rule, error text and meaning of each option are here.
 
-Functions for users take the fields as keywords (`OptionKeywords`) or one object as `options`. All others pass the
-object on, down to `LaunchState.options`, where machine and checks read it.
+Functions for users take the fields as keywords (`OptionKeywords`; `run` some of them) or one object as `options`.
+All others pass the object on, down to `LaunchState.options`, where machine and checks read it.
 """
 
 from collections.abc import Collection, Iterable, Mapping

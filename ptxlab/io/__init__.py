@@ -1,4 +1,1 @@
-"""File formats: arrays and text, checkpoints, GGUF, tokenizers, wiki dumps; downloads of trained weights and text.
-
-Other libraries' arrays come in by DLPack.
-"""
+"""Files of arrays and text, downloads of trained weights and texts, and other libraries' arrays by DLPack."""

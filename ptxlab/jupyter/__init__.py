@@ -34,5 +34,5 @@ def register(shell: Any) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Names that have moved to `ptxlab.lowbit.jupyter`."""
+    """Look up a name that has moved to `ptxlab.lowbit.jupyter`."""
     return _moved.name_in(__name__, name)

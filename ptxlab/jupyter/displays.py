@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ptxlab import registry, sources
+from ptxlab import _moved, registry, sources
 from ptxlab.emulator import Finding
 from ptxlab.jupyter import page
 from ptxlab.jupyter.cell import Cell, Fact, Remark, counts, facts
@@ -193,3 +193,8 @@ PAGES: dict[type, Callable[[Any], str]] = {
     KernelSpec: of_spec,
     Outcome: of_outcome,
 }
+
+
+def __getattr__(name: str) -> Any:
+    """Look up a name that has moved."""
+    return _moved.name_in(__name__, name)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ptxlab import _moved
 from ptxlab.debugger import Commands, Session
 from ptxlab.errors import PtxlabError, UnavailableError
 from ptxlab.jupyter.page import Html, element, excerpt, page
@@ -93,3 +94,8 @@ def require_ipywidgets() -> Any:
     except ImportError:
         raise UnavailableError("ipywidgets: needed for sliders; python -m pip install 'ptxlab[jupyter]'") from None
     return ipywidgets
+
+
+def __getattr__(name: str) -> Any:
+    """Look up a name that has moved."""
+    return _moved.name_in(__name__, name)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from time import process_time
 from typing import Any
 
-from ptxlab import registry
+from ptxlab import _moved, registry
 from ptxlab.errors import ArgumentError
 from ptxlab.prove.solve import (
     Answer,
@@ -121,3 +121,8 @@ def prove(claims: Iterable[Claim], *, seconds: float = 60.0, solver: str = "z3")
     """Decide claims one after the other."""
     for claim in claims:
         yield decide(claim, seconds=seconds, solver=solver)
+
+
+def __getattr__(name: str) -> Any:
+    """Look up a name that has moved."""
+    return _moved.name_in(__name__, name)

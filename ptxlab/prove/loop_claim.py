@@ -13,14 +13,14 @@ class LoopClaim:
     Attributes:
         a, b: limits of the operands' elements. Where the operand's type is wider, the loop's own code keeps them.
         sums: `grow` over all of K, or are `converted` to FP32 in every step.
-        packed: the dequantisation in the loop, four lanes at once: `lqq` q*scale + offset, `qoq` q*scale, `s4` INT4 as
-            the upper half of s8 (W4A4 and COMET's W4A8 on INT8 tensor cores), or none.
+        packed: the dequantisation in the loop, four lanes at once: `scaled_offset` q*scale + offset, `scaled` q*scale,
+            `s4` INT4 as the upper half of s8 (W4A4 and COMET's W4A8 on INT8 tensor cores), or none.
     """
 
     a: Range = (-128, 127)
     b: Range = (-128, 127)
     sums: Literal["grow", "converted"] = "grow"
-    packed: Literal["", "lqq", "qoq", "s4"] = ""
+    packed: Literal["", "scaled_offset", "scaled", "s4"] = ""
 
     @property
     def product(self) -> Range:

@@ -303,11 +303,11 @@ def dequantises(bodies: Iterable[Body], loop: LoopClaim) -> list[Query]:
             are = z3.And(z3.ULE(scale, 255), *(z3.ULE(q, 15) for q in nibbles), *(o == offsets[0] for o in offsets))
             exact = [z3.ZeroExt(8, q) * z3.Extract(15, 0, scale) + z3.ZeroExt(8, o)
                      for q, o in zip(nibbles, offsets, strict=True)]  # fmt: skip
-            admitted = [z3.ULE(x, 255) for x in exact] if loop.packed == "lqq" else [z3.ULE(scale, 17)]
+            admitted = [z3.ULE(x, 255) for x in exact] if loop.packed == "scaled_offset" else [z3.ULE(scale, 17)]
             kept = z3.And([z3.ZeroExt(8, r) == x for r, x in zip(result, exact, strict=True)])
             found += [Query(z3.Implies(step.guard, are)), Query(z3.Implies(step.guard, kept), admitted)]
         found.append(Query(z3.BoolVal(bool(steps) and len(body.steps) == body.annotated)))
-        if loop.packed == "lqq":
+        if loop.packed == "scaled_offset":
             known = [z3.simplify(s.result ^ TOP_BITS) for s in steps]
             words = [z3.simplify(word) for p in body.products for word in p.operands[0][1]]
             found += [Query(z3.BoolVal(bool(words) and all(any(w.eq(k) for k in known) for w in words)))]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import emulator, gpu
+from ptxlab import _moved, emulator, gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.runtime.signature import Parameter
@@ -224,3 +224,8 @@ def merge_sizes(option: str, spec: KernelSpec, usual: Sizes, given: Sizes) -> di
     if none := [f"{name}={size}" for name, size in given.items() if size < 1 and name not in may_be_none]:
         raise ArgumentError(option, "sizes of 1 or more", none[0])
     return {**usual, **given}
+
+
+def __getattr__(name: str) -> Any:
+    """Look up a name that has moved."""
+    return _moved.name_in(__name__, name)

@@ -233,6 +233,14 @@ def test_every_suite_runs(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.run_suite(replace(registered, rows=lambda *_: [ROW])).rows == (ROW,)
 
 
+def test_a_record_without_peers_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not take the place of the record with peers, from which tables are made."""
+    monkeypatch.setattr(bench, "_record", lambda name, *_: name)
+    assert bench.run_suite("gemm") == "gemm_ours" and bench.run_suite("gemm", peers=None) == "gemm"
+    assert bench.run_suite("gemm", only=["w4a4"]) == "gemm_w4a4_ours" and bench.run_suite("dequant") == "dequant"
+    assert bench.run_suite("gemm_w4a8_sm90") == "gemm_w4a8_sm90"
+
+
 @pytest.mark.parametrize("suite", ["decode", "layer", "torch"])
 def test_suites_that_time_other_projects_say_where_they_are(suite: str) -> None:
     with pytest.raises(ArgumentError, match=rf"run `python -m benchmarks {suite}` in notebooks/"):

@@ -18,13 +18,23 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     return int(exit_.value.code or 0)
 
 
+def test_a_library_that_is_missing_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "benchmarks.pytorch", None)
+    assert run(["torch"], monkeypatch) == 2
+    assert "torch: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("suite", ["decode", "layer", "torch"])
 def test_its_own_suites(suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    if suite == "torch":
+        pytest.importorskip("transformers", reason="transformers is not installed: it comes with the extra `torch`")
     measured: list[tuple[Any, Any]] = []
     monkeypatch.setattr(bench, "run_suite", lambda suite, *_, **options: measured.append((suite, options)) or record())
     assert run([suite, "--out", str(tmp_path / "r.json")], monkeypatch) == 0
     ((chosen, options),) = measured
-    assert chosen is command.SUITES[suite] and chosen.name == suite and "peers" not in options
+    assert chosen is command.find_suite(suite) and chosen.name == suite and "peers" not in options
     assert options["resume"] == tmp_path / "r.json" and options["libraries"] == peers.versions()
 
 

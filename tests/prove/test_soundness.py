@@ -173,7 +173,7 @@ def test_each_sum_is_converted_in_one_of_two_ways(tmp_path: Path) -> None:
 
 def test_every_annotated_instruction_of_a_step_is_looked_at(tmp_path: Path) -> None:
     """One that is not modelled was passed over; without any at all there was nothing to refute."""
-    qoq = LoopClaim(packed="qoq")
+    qoq = LoopClaim(packed="scaled")
     body = """again: ld.global.u32 %a, [%x]; and.b32 %a, %a, 0x0f0f0f0f; and.b32 %b, %n, 15;
     MUL
     dp4a.s32.s32 %s, %a, %a, %s;"""

@@ -1,4 +1,4 @@
-"""What each shared-memory instruction costs, by the bank model of `layout.banks`."""
+"""What each shared-memory instruction costs, by the bank model of `hardware.banks`."""
 
 from dataclasses import replace
 

@@ -105,9 +105,9 @@ class SharedAccess:
     Attributes:
         path, line, text: where it stands.
         requests: how many warps have executed it; a warp whose lanes came apart counts once for each part.
-        wavefronts, conflicts: passes over the banks, and those beyond the minimum; see `layout.banks`.
+        wavefronts, conflicts: passes over the banks, and those beyond the minimum; see `hardware.banks`.
         width: bytes per lane, a row's 16 for ldmatrix and stmatrix.
-        store: as `layout.banks` takes it: ldmatrix counts as a store, its rows are never taken together.
+        store: as `hardware.banks` takes it: ldmatrix counts as a store, its rows are never taken together.
         addresses: of the 32 lanes of the first request, from the block's first byte of shared memory; -1 for a lane
             that takes no part. For ldmatrix and stmatrix those of the rows.
     """

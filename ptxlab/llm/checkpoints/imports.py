@@ -71,7 +71,7 @@ def import_checkpoint(
     unchecked: bool = False,
     progress: Progress = lambda name: None,
 ) -> list[ImportedMatrix]:
-    """Import a quantised checkpoint of a format of `layout.foreign`.
+    """Import a quantised checkpoint of a format of `foreign`.
 
     A folder with config.json becomes the folder `out` of a quantised model, which `open_model` opens; a file, or a
     folder of files alone, becomes the safetensors file `out` of packed weights, all other tensors copied. Either

@@ -53,7 +53,7 @@ def open_model(
 
     Args:
         source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Qwen2, Yi, SmolLM), also one
-            that other projects quantised (`layout.foreign`), which is dequantised; a .gguf file of these families;
+            that other projects quantised (`foreign`), which is dequantised; a .gguf file of these families;
             "smollm2", which is downloaded unless it is cached; or the folder of a quantised model, dequantised.
         progress: called during the download with (bytes done, bytes in total).
 

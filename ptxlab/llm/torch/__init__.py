@@ -1,6 +1,6 @@
 """PyTorch: the kernels as operators (`torch.ops.ptxlab`), quantised modules, models of `transformers`.
 
-The only room that imports PyTorch, besides the peers of benches and `model.prompt_attention`; nothing else imports this
+The only folder of the package that imports PyTorch, besides `model.prompt_attention`; nothing else imports this
 one.
 """
 

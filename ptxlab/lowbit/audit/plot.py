@@ -6,7 +6,8 @@ from matplotlib.figure import Figure
 
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.audit import AuditRow
-from ptxlab.plot import GREY, SCHEME_COLOURS
+from ptxlab.lowbit.colours import SCHEME_COLOURS
+from ptxlab.plot import GREY
 
 
 def audit_figure(rows: Sequence[AuditRow], title: str) -> Figure:

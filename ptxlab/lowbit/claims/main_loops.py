@@ -16,7 +16,7 @@ from ptxlab.runtime import Kernel
 BEYOND = 4096  # more channels than a step has
 
 
-_LQQ, _QOQ = LoopClaim(packed="lqq"), LoopClaim(packed="qoq")
+_LQQ, _QOQ = LoopClaim(packed="scaled_offset"), LoopClaim(packed="scaled")
 # Not among them: gemm_w4ax_remap_sm80 and _comet_sm80, whose sums go through memory, which may hold anything here.
 MAIN_LOOPS = {
     "sum_activations_s8": LoopClaim(b=(1, 1)),

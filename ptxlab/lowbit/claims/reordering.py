@@ -4,7 +4,7 @@ These kernels have no loop. One thread, whose number is unknown, is executed onc
 reads from memory is anything: what lies in shared memory has been sent by any thread, and what lanes tell each other is
 any word, no smaller than their own where it is a maximum. Products, fused multiply-adds and approximate reciprocals are
 uninterpreted: what is proved holds whatever they give, and that a `Divider`'s chain of them is the IEEE quotient is a
-matter of its own (`tests/kernels/quantize`).
+matter of its own (`tests/lowbit/kernels/quantize`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -9,8 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ptxlab.lowbit import audit, quant, reference
+from ptxlab.lowbit.colours import SCHEME_COLOURS
 from ptxlab.lowbit.demo import DemoRow
-from ptxlab.plot import BLUE, GREY, PALE, RED, SCHEME_COLOURS
+from ptxlab.plot import BLUE, GREY, PALE, RED
 
 SWEEP = range(112, 128)  # protective ranges of the overflow curve
 

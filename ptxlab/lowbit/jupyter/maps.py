@@ -1,7 +1,7 @@
 """Which lane holds which element: fragments, packings and what a `load_*` kernel brings, as one kind of map.
 
-A fragment's map is `layout.fragments`, which recorded vectors pin to the hardware. A packing's is read off a tile that
-was packed, a kernel's off the running kernel (`tiles`): elements are the digits of their own position.
+A fragment's map is `hardware.fragments`, which recorded vectors pin to the hardware. A packing's is read off a tile
+that was packed, a kernel's off the running kernel (`tiles`): elements are the digits of their own position.
 """
 
 import difflib

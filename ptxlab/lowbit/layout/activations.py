@@ -8,9 +8,9 @@
 512 bytes per step and 8 tokens; all tokens of a step follow each other, then the next step, so that a slice of K is
 contiguous.
 
-`swizzled tiles` are operand B of wgmma, K-major under the 128-byte swizzle (`layout.descriptors`): `rows` tokens x 128
-k, byte 128·r + 16·(c XOR r mod 8) + b of a tile being token r, k 16·c + b. A tile is what a descriptor with span 128
-and stride 1024 describes and, being contiguous, what one bulk copy brings; tiles of a block of tokens run along K.
+`swizzled tiles` are operand B of wgmma, K-major under the 128-byte swizzle (`hardware.descriptors`): `rows` tokens x
+128 k, byte 128·r + 16·(c XOR r mod 8) + b of a tile being token r, k 16·c + b. A tile is what a descriptor with span
+128 and stride 1024 describes and, being contiguous, what one bulk copy brings; tiles of a block of tokens run along K.
 
 Tokens and K are padded to whole tiles with zeros, which change no product.
 """

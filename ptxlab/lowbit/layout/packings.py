@@ -1,7 +1,7 @@
 """The packings of 4-bit weights: where each weight and each level-2 constant lies in memory.
 
 A lane of an 8-bit MMA needs strided bytes: rows g and g + 8, weights 4·t..4·t+3 and 16+4·t..16+4·t+3 of each k32 step.
-All packings but `row_major` store MMA words (`layout.words`), eight weights of one row that one lane needs together,
+All packings but `row_major` store MMA words (`layout.nibbles`), eight weights of one row that one lane needs together,
 and differ only in the order of these words. N and K are padded to whole tiles with weights that dequantise to zero.
 
 `row_major`   micro-kernel words as they come; constants [N, K/g].

@@ -1,7 +1,7 @@
 """Pages of the KV cache: the keys or values of `page_size` tokens of one KV head each.
 
 A page holds the features of its tokens one after the other, D/2 bytes each at 4 bits (micro-kernel words,
-`layout.words`: word j has dims 8j to 8j+7) or D bytes at 8 bits, then, for the schemes per token and head, f16
+`layout.nibbles`: word j has dims 8j to 8j+7) or D bytes at 8 bits, then, for the schemes per token and head, f16
 (scale, zero) of each token:
 
     kv4: page_size x D/2 bytes | page_size x (scale, zero)      64 tokens of D 128: 4096 + 256 = 4352 bytes

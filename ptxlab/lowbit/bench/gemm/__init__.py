@@ -68,12 +68,11 @@ def layer_rows(
     layer: Layer, names: Sequence[str], stream_us: StreamTime, progress: Callable[[str], None], peers: Peers
 ) -> Iterator[Row]:
     """Everything that is measured on one matrix alone; its peers first."""
-    progress(f"{layer}: cuBLAS")
+    progress(f"{layer}: peers")
     beside = peers.cublas(layer.N, layer.K, ALL_TOKENS if layer in LLAMA else TOKENS, None)
     yield from steps.layer_rows(layer, steps_of(names), beside, stream_us, progress)
     if layer in LLAMA:
         if any(step.spec.name in names for step in headline.steps()):
-            progress(f"{layer}: humming")
             w4a8 = peers.humming(layer.N, layer.K, ALL_TOKENS)
             yield from headline.layer_rows(layer, names, {M: beside[M] | w4a8[M] for M in beside}, stream_us, progress)
         yield from steps.layer_rows(layer, steps.w8a8_of(names), beside, stream_us, progress, steps.W8A8)

@@ -52,7 +52,7 @@ def compared_rows(
     compile_all(planned)
     stream_us = streams()
     for layer in layers:
-        progress(f"{layer}: cuBLAS")
+        progress(f"{layer}: peers")
         beside = peers.cublas(layer.N, layer.K, COMPARED, CUBLAS)
         progress(f"{layer}: {headline.FACE}")
         yield from _w4a8_rows(layer, beside, stream_us)
