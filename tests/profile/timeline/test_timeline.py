@@ -20,7 +20,10 @@ from tests.support.axes import on_every_backend
 from tests.support.skeletons import inline_skeletons
 
 HEADER_FILE = (sources.include_dir() / "timeline.cuh").read_text()
-LINE = re.compile(r'^[ \t]*(?:(?:PHASE|TIMELINE_THREAD)\(.*\);|#include "timeline.cuh")$', re.MULTILINE)
+LINE = re.compile(
+    r'^[ \t]*(?:(?:PHASE|TIMELINE_THREAD)\(.*\);|#include "timeline.cuh")$| TIMELINE_(?:PARAMETER|ARGUMENT)',
+    re.MULTILINE,
+)
 STAMPED = {
     s.name: inline_skeletons(s) for name in sources.names() for s in sources.of_kernel(name) if "timeline.cuh" in s.text
 }
