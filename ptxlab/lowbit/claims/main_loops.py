@@ -40,8 +40,10 @@ MAIN_LOOPS = {
     "gemm_w4ax_sm90": LoopClaim(sums="converted"),
 }
 _PACKED = {
-    "lqq": "any words, scales, offsets: while q*scale + offset <= 255 no lane carries, and operand A is that - 128",
-    "qoq": "any words, scales: while scale <= 17 no lane of q*scale carries",
+    "scaled_offset": (
+        "any words, scales, offsets: while q*scale + offset <= 255 no lane carries, and operand A is that - 128"
+    ),
+    "scaled": "any words, scales: while scale <= 17 no lane of q*scale carries",
     "s4": "any words: each byte of INT4 in operand A, as s8, is 16 times a nibble, as s4",
 }
 
