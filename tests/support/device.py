@@ -8,6 +8,7 @@ fixtures are set up once. Of the others, those marked `long(seconds)` begin firs
 import contextlib
 import fcntl
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -54,6 +55,24 @@ class DeviceLock:
 def _lock() -> DeviceLock:
     """Of this process."""
     return DeviceLock(Path(tempfile.gettempdir()), f"ptxlab-tests-{os.getuid()}")
+
+
+@cache
+def _names_gpu(path: Path) -> bool:
+    """Tell whether a file names a `gpu` or a `backend`: one that does neither marks no test `gpu`."""
+    return re.search(r"\bgpu\b|backend", path.read_text(encoding="utf-8")) is not None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the files without tests on a GPU unread in a run of nothing else: half of the time of 16 workers."""
+    is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    return True if is_test and tiers.selects_only_gpu(config) and not _names_gpu(collection_path) else None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Raise UsageError for a test on a GPU in a file that `pytest -m gpu` leaves unread."""
+    if item.get_closest_marker("gpu") and not _names_gpu(item.path):
+        raise pytest.UsageError(f"{item.nodeid}: its file must name a gpu or backend, or `pytest -m gpu` leaves it out")
 
 
 def _measures(item: pytest.Item | None) -> bool:

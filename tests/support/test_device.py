@@ -221,9 +221,24 @@ class Span(NamedTuple):
         return self.start < other.end and other.start < self.end
 
 
+def test_a_file_without_tests_on_a_gpu_is_left_unread(tmp_path: Path) -> None:
+    def run(folder: str, *options: str, text: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / folder).mkdir()
+        test = "import pytest\n@pytest.mark.gpu\ndef test_passes():\n    pass\n"
+        return run_suite(tmp_path / folder, *options, text=test, left_out=text)
+
+    broken = "raise AssertionError('read')\n"
+    assert run("unread", "-m", "gpu", text=broken).returncode == 0
+    assert run("read", "-m", "not gpu", text=broken).returncode == 2
+    assert run("named", "-m", "gpu", text=f"# gpu\n{broken}").returncode == 2
+    hidden = "import pytest\nmark = getattr(pytest.mark, 'g' + 'pu')\n@mark\ndef test_hidden():\n    pass\n"
+    found = run("hidden", text=hidden)
+    assert found.returncode == 4 and "test_hidden: its file must name a gpu" in found.stderr, found.stderr
+
+
 def test_a_whole_run_on_several_workers_is_recorded(tmp_path: Path) -> None:
     start = monotonic()
-    left_out = 'import pytest\npytest.importorskip("no_such_module", reason="no_such_module is not installed")\n'
+    left_out = 'import pytest\npytest.importorskip("no_such_module", reason="no_such_module is not installed")\n# gpu\n'
     done = run_suite(
         tmp_path, "-m", "gpu", "-n", "2", "--dist", "worksteal", "--record-tests", "tests.json", left_out=left_out
     )
