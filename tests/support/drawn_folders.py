@@ -335,6 +335,12 @@ def without_shard(folder: Path, rng: np.random.Generator) -> None:
     weights_in(folder)[1].unlink()
 
 
+def without_weights(folder: Path, rng: np.random.Generator) -> None:
+    """Remove every file of weights."""
+    for path in weights_in(folder):
+        path.unlink()
+
+
 def noise(folder: Path, rng: np.random.Generator) -> None:
     """Overwrite the start of a file of weights."""
     path = weights_in(folder)[0]
@@ -407,7 +413,7 @@ FILE_TWISTS: dict[str, Twist] = {
     "cut off": Twist(REFUSED, damage=cut_off),
     "empty": Twist(REFUSED, damage=lambda folder, rng: weights_in(folder)[0].write_bytes(b"")),
     "noise": Twist(REFUSED, damage=noise),
-    "no weights": Twist(REFUSED, damage=lambda folder, rng: [path.unlink() for path in weights_in(folder)]),
+    "no weights": Twist(REFUSED, damage=without_weights),
     "no config": Twist(REFUSED, damage=remove("config.json")),
     "config cut off": Twist(REFUSED, damage=replace_text("config.json", '{"model_type": "llama", "hid')),
     "config a list": Twist(REFUSED, damage=replace_text("config.json", "[]")),
