@@ -148,6 +148,8 @@ def open_tokenizer(folder: Path, config: Config) -> Tokenizer:
 def _fitting(tokenizer: Tokenizer, config: Config, path: Path) -> Tokenizer:
     if tokenizer.vocabulary > config.vocabulary:
         raise FileError(f"{path}: tokenizer: at most {config.vocabulary} tokens (got {tokenizer.vocabulary})")
+    if beyond := [token for token in tokenizer.starts if token >= config.vocabulary]:
+        raise FileError(f"{path}: tokenizer: start tokens must be below {config.vocabulary} (got {beyond[0]})")
     return tokenizer
 
 
