@@ -113,7 +113,7 @@ def test_gguf_metadata_are_read_likewise() -> None:
     more = {"general.architecture": "qwen2", "qwen2.rope.scaling.type": "linear", "qwen2.rope.scaling.factor": 4.0}
     config = Config.from_gguf({**qwen, **more}, tied_head=True)
     assert (config.qkv_bias, config.experts, config.tied_head) == (True, 0, True)
-    assert config.rope_scaling == {"type": "linear", "factor": 4.0}
+    assert config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
 
 
 def test_a_share_has_its_part_of_heads_and_rows() -> None:
@@ -145,7 +145,7 @@ def test_a_share_has_its_part_of_heads_and_rows() -> None:
         ({"rope_scaling": "linear"}, r"config.json: rope_scaling: must be an object of keys and values \(got str\)"),
         (
             {"rope_scaling": {"type": "yarn"}},
-            r"config.json: rope_scaling: must be .*got yarn",
+            r"config.json: rope_scaling: type: must be one of default, linear, .*got 'yarn'",
         ),
         ({"rope_scaling": {"type": "linear"}}, r"config.json: rope_scaling: must be .*needs the number factor"),
         (
