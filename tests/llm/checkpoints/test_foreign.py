@@ -212,8 +212,11 @@ def test_what_is_refused(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ({"bits": 8}, r"the config's bits must be 4 \(got 8\)"),
-        ({"group_size": 128}, r"q\.weight: the config's group_size must be 64 \(got 128\)"),
+        ({"bits": 8}, r"the config's bits: must be 4 \(got 8\)"),
+        (
+            {"group_size": 128},
+            r"q\.weight: the config's group_size 128 must give the groups .*\(got N=64, K=128, 2 groups\)",
+        ),
     ],
 )
 def test_a_config_that_contradicts(stated: dict[str, int], message: str, tmp_path: Path) -> None:
