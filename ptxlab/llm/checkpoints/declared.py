@@ -11,7 +11,7 @@ from typing import Any
 
 from ptxlab.errors import ArgumentError, in_file
 from ptxlab.io.files import read_json
-from ptxlab.validate import is_integer
+from ptxlab.validate import is_integer, is_one_of
 
 GPTQ, AWQ, PACKED, INTEGERS = "GPTQ", "AWQ", "compressed-tensors, packed", "compressed-tensors, integers"
 WHOLE_ROW = -1  # as a group size
@@ -117,7 +117,7 @@ def _one_spelling(declared: Mapping[str, Any]) -> dict[str, Any]:
 
 def _method(settings: Mapping[str, Any]) -> str | None:
     method = settings.get("quant_method")
-    if method is not None and method not in _READERS:
+    if not is_one_of(method, _READERS):
         known = ", ".join(name for name in _READERS if name)
         raise ArgumentError("the config's quant_method", f"must be one of {known}", method)
     return method
@@ -142,11 +142,10 @@ def _undeclared(settings: Mapping[str, Any]) -> Declaration:
 
 
 def _gptq_version(settings: Mapping[str, Any]) -> int | None:
-    spellings = {settings[name] for name in ("checkpoint_format", "format") if isinstance(settings.get(name), str)}
-    if len(spellings) > 1 or not spellings <= {"gptq", "gptq_v2"}:
-        rule = "must be gptq or gptq_v2"
-        raise ArgumentError("the config's checkpoint_format", rule, " and ".join(sorted(spellings)))
-    return {"gptq": 1, "gptq_v2": 2}[spellings.pop()] if spellings else None
+    stated = [settings[name] for name in ("checkpoint_format", "format") if settings.get(name) is not None]
+    if any(name not in ("gptq", "gptq_v2") or name != stated[0] for name in stated):
+        raise ArgumentError("the config's checkpoint_format", "must be gptq or gptq_v2", " and ".join(map(str, stated)))
+    return {"gptq": 1, "gptq_v2": 2}[stated[0]] if stated else None
 
 
 def _gptq(settings: Mapping[str, Any]) -> Declaration:
@@ -254,7 +253,9 @@ def _compressed_group(path: str, group: Mapping[str, Any], written: Any) -> Decl
     require("weights.dynamic", weights.get("dynamic", False), False)
     require("output_activations", group.get("output_activations"), None)
     inputs = group.get("input_activations")
-    if isinstance(inputs, dict):  # those of a token's own, as the kernels here have them; others have tensors
+    if inputs is not None:  # dynamic ones have no tensors
+        if not isinstance(inputs, dict):
+            raise ArgumentError(f"the config's {path}.input_activations", "must be an object", inputs)
         require("input_activations.dynamic", inputs.get("dynamic", False), True)
     size = _group_size(weights)
     strategy = weights.get("strategy") or {None: "tensor", WHOLE_ROW: "channel"}.get(size, "group")
