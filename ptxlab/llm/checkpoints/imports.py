@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab.errors import ArgumentError, FileError, naming
-from ptxlab.io.files import require_folder
+from ptxlab.io.files import require_new, sole_writer
 from ptxlab.llm.checkpoints import folder as folders
 from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.foreign import UNKNOWN_RANGE, ForeignCheckpoint, ForeignMatrix, ForeignWeight
@@ -84,20 +84,21 @@ def import_checkpoint(
         unchecked: take groups over that overflow s8, which is refused otherwise, with the matrix, row and values.
         progress: of matrices, or layers.
 
-    Raises FileError for a checkpoint that is broken or has no matrix of such a format, and where `out` is there;
-    ArgumentError for an unknown layout, a matrix whose size the layout does not take, and a group that overflows.
+    Raises FileError for a checkpoint that is broken or has no matrix of such a format, and where `out` is there or
+    another process is writing it; ArgumentError for an unknown layout, a matrix whose size the layout does not take,
+    and a group that overflows.
     """
     source, out = Path(source), Path(out)
     if not is_one_of(layout, LAYOUTS):
         raise ArgumentError("layout", f"must be one of {', '.join(LAYOUTS)}", layout)
-    if out.exists():
-        raise FileError(f"{out}: is there already")
-    require_folder(out)
+    require_new(out)
     checkpoint = ForeignCheckpoint(source)
     if not checkpoint.matrices:
         raise FileError(f"{source}: no quantised matrix of QServe, compressed-tensors, GPTQ or AWQ")
     write = _write_model if (source / "config.json").is_file() else _write_file
-    return write(checkpoint, out, layout, unchecked, progress)
+    with sole_writer(out):
+        require_new(out)  # another process may have finished it meanwhile
+        return write(checkpoint, out, layout, unchecked, progress)
 
 
 @dataclass(frozen=True)
