@@ -102,7 +102,7 @@ def import_checkpoint(
 
 
 @dataclass(frozen=True)
-class Conversion:
+class ConvertedWeight:
     """A weight for the kernels, its relative error (None: exact), and how many groups were quantised again."""
 
     weight: QuantizedWeight
@@ -110,7 +110,7 @@ class Conversion:
     requantised: int = 0
 
 
-def converted(parts: Sequence[ForeignWeight]) -> Conversion:
+def converted(parts: Sequence[ForeignWeight]) -> ConvertedWeight:
     """Convert matrices of equal K, one below the other, for the kernels."""
 
     def joined(some: Sequence[Any], *fields: str) -> dict[str, Any]:
@@ -118,16 +118,16 @@ def converted(parts: Sequence[ForeignWeight]) -> Conversion:
 
     two_level = [part for part in parts if isinstance(part, LQQWeight)]
     if len(two_level) == len(parts) and len({part.group for part in two_level}) == 1:
-        return Conversion(LQQWeight(**joined(parts, *_LQQ), protective_range=UNKNOWN_RANGE))
+        return ConvertedWeight(LQQWeight(**joined(parts, *_LQQ), protective_range=UNKNOWN_RANGE))
     affine = [_affine(part) if isinstance(part, LQQWeight) else part for part in parts]
     channels = [part.per_channel() for part in affine]
     if None not in channels:
-        return Conversion(QoQChannelWeight(**joined(channels, "q4", "scale", "zero")))
+        return ConvertedWeight(QoQChannelWeight(**joined(channels, "q4", "scale", "zero")))
     group = min(lqq_group(part.column_groups) for part in affine)
     nearest, requantised = zip(*(part.nearest_lqq(group) for part in affine), strict=True)
     weight = LQQWeight(**joined(nearest, *_LQQ), protective_range=PROTECTIVE_RANGE)
     floats = np.concatenate([part.dequantize() for part in affine])
-    return Conversion(weight, relative_error(floats, weight), sum(requantised))
+    return ConvertedWeight(weight, relative_error(floats, weight), sum(requantised))
 
 
 def _affine(weight: LQQWeight) -> AffineWeight:
@@ -220,7 +220,7 @@ def _write_model(
     return rows
 
 
-def _row(matrix: ForeignMatrix, conversion: Conversion, name: str = "") -> ImportedMatrix:
+def _row(matrix: ForeignMatrix, conversion: ConvertedWeight, name: str = "") -> ImportedMatrix:
     weight = conversion.weight
     if isinstance(weight, TwoLevelWeight):
         scheme, group, overflows = "lqq", weight.group, weight.overflows()
