@@ -123,7 +123,7 @@ def sole_writer(path: Path) -> Iterator[None]:
         raise FileError(f"{path}: cannot be written: not the name of a file")
     place = path.with_name(f".{path.name}.lock")
     try:
-        lock = _locked(place)
+        lock = _try_lock(place)
         if lock is None:
             raise FileError(f"{path}: another process is writing it")
     except OSError as error:
@@ -136,8 +136,8 @@ def sole_writer(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def _locked(place: Path) -> filelock.BaseFileLock | None:
-    """The lock of the file at `place`, or None where another process has it.
+def _try_lock(place: Path) -> filelock.BaseFileLock | None:
+    """Lock the file at `place`, or return None where another process has it.
 
     A process that is done removes the file, perhaps after it was opened here: then the lock is of a file that nobody
     else would find. It counts only if the file at `place` stayed the same.
@@ -156,7 +156,7 @@ def _locked(place: Path) -> filelock.BaseFileLock | None:
 
 
 def require_new(path: Path) -> None:
-    """FileError unless a file or folder can come to lie at that path, where nothing may lie yet."""
+    """Raise FileError unless a file or folder can be made at that path, where nothing is yet."""
     if path.exists():
         raise FileError(f"{path}: is there already")
     require_folder(path)

@@ -5,7 +5,7 @@ a setting are made one first, so that two that contradict each other are noticed
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ _DECISIVE = ("quant_method", "bits", "group_size", "sym", "desc_act", "checkpoin
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a folder declares; None is what it leaves open.
+    """A folder's settings that decide how its matrices are read; None where it has none.
 
     Attributes:
         format: the name of the `ForeignFormat` that all matrices are of.
@@ -53,7 +53,7 @@ class Declaration:
         version: 1 or 2 of GPTQ; 1 stores zero points less 1.
         borrows: whether that 1 was taken from whole words of zero points, so that a zero of 0 borrows from the next.
         act_order: whether groups follow an order of columns that the file must have.
-        kept: names of modules that are not quantised.
+        ignored: names of modules that are not quantised.
     """
 
     format: str | None = None
@@ -62,11 +62,11 @@ class Declaration:
     version: int | None = None
     borrows: bool = False
     act_order: bool = False
-    kept: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 def read_declaration(folder: Path) -> Declaration:
-    """What the files of a folder declare. Raises FileError for what the readers do not take, and contradictions."""
+    """Read the declaration of a folder. Raises FileError for settings that no reader takes, and contradictions."""
     with in_file(folder):
         settings = _merged_settings(folder)
         method = _method(settings)
@@ -78,7 +78,7 @@ def read_declaration(folder: Path) -> Declaration:
 
 
 def _merged_settings(folder: Path) -> dict[str, Any]:
-    """The settings of all files, in one spelling."""
+    """Merge the settings of all files, in one spelling."""
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for file, key, method in _PLACES:
@@ -92,10 +92,9 @@ def _merged_settings(folder: Path) -> dict[str, Any]:
             raise ArgumentError(f"{file}: {key or 'its content'}", "must be an object", declared)
         settings = _one_spelling({"quant_method": method, **declared})
         for name in _DECISIVE:
-            before, now = merged.get(name), settings.get(name)
-            if None not in (before, now) and before != now:
+            if settings.get(name) is not None and merged.get(name, settings[name]) != settings[name]:
                 rule = f"must be the same in {origin[name]} and {file}"
-                raise ArgumentError(f"the config's {name}", rule, f"{before} and {now}")
+                raise ArgumentError(f"the config's {name}", rule, f"{merged[name]} and {settings[name]}")
         settings = {name: value for name, value in settings.items() if value is not None}
         origin |= dict.fromkeys(settings, file)
         merged |= settings
@@ -118,8 +117,8 @@ def _one_spelling(declared: Mapping[str, Any]) -> dict[str, Any]:
 def _method(settings: Mapping[str, Any]) -> str | None:
     method = settings.get("quant_method")
     if not is_one_of(method, _READERS):
-        known = ", ".join(name for name in _READERS if name)
-        raise ArgumentError("the config's quant_method", f"must be one of {known}", method)
+        rule = f"must be one of {', '.join(filter(None, _READERS))}"
+        raise ArgumentError("the config's quant_method", rule, method)
     return method
 
 
@@ -137,7 +136,7 @@ def _group_size(settings: Mapping[str, Any]) -> int | None:
     return size
 
 
-def _undeclared(settings: Mapping[str, Any]) -> Declaration:
+def _without_method(settings: Mapping[str, Any]) -> Declaration:
     return Declaration(group_size=_group_size(settings), version=_gptq_version(settings))
 
 
@@ -149,7 +148,7 @@ def _gptq_version(settings: Mapping[str, Any]) -> int | None:
 
 
 def _gptq(settings: Mapping[str, Any]) -> Declaration:
-    """Settings of single modules are refused, unless they say that a module is not quantised."""
+    """Read a config of GPTQ. Settings of single modules are refused, unless they except one."""
     for pattern in _entries(settings, "dynamic"):
         if not pattern.startswith("-:"):
             raise ArgumentError("the config's dynamic", "must only except modules (-:)", pattern)
@@ -160,12 +159,12 @@ def _gptq(settings: Mapping[str, Any]) -> Declaration:
         version=_gptq_version(settings),
         borrows=_borrows(settings),
         act_order=bool(_flag(settings, "desc_act")),
-        kept=_names(settings, "modules_to_not_convert"),
+        ignored=_names(settings, "modules_to_not_convert"),
     )
 
 
 def _borrows(settings: Mapping[str, Any]) -> bool:
-    """GPTQModel and AutoRound subtract from words; AutoGPTQ from each zero point."""
+    """Tell GPTQModel and AutoRound, which subtract from words, from AutoGPTQ, which does from each zero point."""
     meta = settings.get("meta")
     quantizers = meta.get("quantizer") if isinstance(meta, dict) else None
     return "gptqmodel" in str(quantizers).lower() or settings.get("provider") == "auto-round"
@@ -187,7 +186,7 @@ def _awq(settings: Mapping[str, Any]) -> Declaration:
         format=AWQ,
         group_size=_group_size(settings),
         symmetric=symmetric if has_zeros is None else not has_zeros,
-        kept=_names(settings, "modules_to_not_convert"),
+        ignored=_names(settings, "modules_to_not_convert"),
     )
 
 
@@ -213,7 +212,7 @@ def _auto_round(settings: Mapping[str, Any]) -> Declaration:
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> Declaration:
-    """All groups must have the same settings of weights, so that no pattern of names is matched."""
+    """Read `config_groups`, which must agree on weights: no pattern of names has to be matched then."""
     sparsity = settings.get("sparsity_config") or {"format": "dense"}
     if not isinstance(sparsity, dict) or sparsity.get("format") != "dense":
         raise ArgumentError("the config's sparsity_config", "must be of format dense", sparsity)
@@ -227,12 +226,11 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Declaration:
     ]
     if not declared:
         raise ArgumentError("the config's config_groups", "must have weights", groups)
-    (first, declaration), *others = declared
-    for name, other in others:
-        if other != declaration:
+    first, declaration = declared[0]
+    for name, its_declaration in declared:
+        if its_declaration != declaration:
             raise ArgumentError("the config's config_groups", "must all have the same weights", f"{first} and {name}")
-    kept = _names(settings, "ignore")
-    return Declaration(**{**vars(declaration), "kept": kept})
+    return replace(declaration, ignored=_names(settings, "ignore"))
 
 
 def _compressed_group(path: str, group: Mapping[str, Any], written: Any) -> Declaration:
@@ -273,7 +271,7 @@ def _compressed_group(path: str, group: Mapping[str, Any], written: Any) -> Decl
 
 
 def _entries(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Settings of single modules, by their names or patterns."""
+    """Return settings of single modules, by their names or patterns."""
     entries = settings.get(key) or {}
     if not isinstance(entries, dict):
         raise ArgumentError(f"the config's {key}", "must be an object", entries)
@@ -293,5 +291,5 @@ _READERS: dict[str | None, Callable[[Mapping[str, Any]], Declaration]] = {
     "compressed-tensors": _compressed_tensors,
     "auto-round": _auto_round,
     "intel/auto-round": _auto_round,
-    None: _undeclared,
+    None: _without_method,
 }

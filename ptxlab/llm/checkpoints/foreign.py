@@ -124,14 +124,14 @@ class ForeignCheckpoint:
             return matrix.format.weight(matrix, arrays, self.declared)
 
     def column_groups(self, name: str) -> Array:
-        """The group of each column of a matrix, int32 [K], of which its weights need not be read."""
+        """Return the group of each column of a matrix, int32 [K]; its weights are not read."""
         matrix = self.matrices[name]
         with in_file(self.path), naming(name):
             parts = _INDICES & matrix.tensors.keys()
             return _column_groups(matrix, {part: self._array(matrix.tensors[part]) for part in parts})
 
     def zero_biases(self) -> set[str]:
-        """The biases of quantised matrices that are zero throughout: AutoGPTQ's writer gives one to every matrix."""
+        """Find the biases of quantised matrices that are zero throughout: AutoGPTQ gives one to every matrix."""
         zero = set()
         for name in self.matrices:
             bias = name.removesuffix("weight") + "bias"
@@ -162,7 +162,7 @@ class ForeignCheckpoint:
     def _checked_group(
         self, name: str, format: ForeignFormat, parts: dict[str, TensorInfo], N: int, K: int, groups: int
     ) -> int:
-        """The columns per group, once dtypes, shapes and the config agree."""
+        """Return the columns per group. Raises FileError unless dtypes, shapes and the config agree."""
         expected = format.shapes(N, K, groups)
         for part, info in parts.items():
             if part not in expected:
@@ -174,7 +174,7 @@ class ForeignCheckpoint:
         declared = self.declared
         if declared.format not in (None, format.name):
             raise FileError(f"{self.path}: {name}: must be {declared.format}, as the config says (got {format.name})")
-        if name.removesuffix(".weight") in declared.kept:
+        if name.removesuffix(".weight") in declared.ignored:
             raise FileError(f"{self.path}: {name}: must not be quantised, as the config says")
         sizes = f"(got N={N}, K={K}, {groups} groups)"
         if not N or not K or groups < 1 or (K % groups and (format.two_level or declared.group_size is None)):
@@ -262,18 +262,18 @@ def _gptq(matrix: ForeignMatrix, arrays: Arrays, declared: Declaration) -> Affin
 
 
 def _gptq_zeros(qzeros: Array, declared: Declaration) -> U8:
-    """The zero points, whose version the config names. Where all are a version's middle, it is that version.
+    """Unpack zero points of the version that the config names. If all are a version's middle, it is that version.
 
     Files of version 2 are in use that a config calls version 1, and reversed: symmetric ones, which only this tells.
     """
     stored = unpack_words(qzeros, 1)
-    other = {8: 2, 7: 1}.get(int(stored[0, 0])) if (stored == stored[0, 0]).all() else None
+    symmetric_version = {8: 2, 7: 1}.get(int(stored[0, 0])) if (stored == stored[0, 0]).all() else None
     version = declared.version or 1
-    if other is not None and other != version:
+    if symmetric_version not in (None, version):
         if declared.symmetric is False:
             rule = f"must not all be {stored[0, 0]} in version {version} where the config's sym is false"
             raise ArgumentError("qzeros", rule, "the middle of the other version")
-        version = other
+        version = symmetric_version
     if version == 2:
         return stored
     if declared.borrows:
@@ -290,7 +290,7 @@ def _awq(matrix: ForeignMatrix, arrays: Arrays, declared: Declaration) -> Affine
 def _affine(
     matrix: ForeignMatrix, q4: Array, scale: F32, zero: Array | None, arrays: Arrays, declared: Declaration
 ) -> AffineWeight:
-    """Of arrays in any memory order; without zero points the weights are symmetric around 8."""
+    """Make a weight of arrays in any memory order; without zero points it is symmetric around 8."""
     if zero is None:
         if declared.symmetric is False:
             raise ArgumentError("zero points", "must be there, as the config says", "none")
@@ -311,7 +311,7 @@ def _affine(
 
 
 def _column_groups(matrix: ForeignMatrix, arrays: Arrays) -> Array:
-    """The group of each column: as the file has it, else in the columns' order."""
+    """Return the group of each column: as the file has it, else in the columns' order."""
     in_order = (np.arange(matrix.K) // matrix.group).astype(np.int32)
     part = next(iter(_INDICES & arrays.keys()), None)
     if part is None or (part == "weight_g_idx" and (arrays[part] == -1).all()):

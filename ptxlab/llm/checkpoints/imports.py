@@ -8,7 +8,7 @@ columns of several of theirs is dequantised and quantised from the beginning.
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,28 +110,28 @@ class ConvertedWeight:
     requantised: int = 0
 
 
-def converted(parts: Sequence[ForeignWeight]) -> ConvertedWeight:
+def convert_parts(parts: Sequence[ForeignWeight]) -> ConvertedWeight:
     """Convert matrices of equal K, one below the other, for the kernels."""
 
-    def joined(some: Sequence[Any], *fields: str) -> dict[str, Any]:
-        return {name: np.concatenate([getattr(each, name) for each in some]) for name in fields}
+    def join(weights: Iterable[Any], *fields: str) -> dict[str, Any]:
+        return {name: np.concatenate([getattr(weight, name) for weight in weights]) for name in fields}
 
     two_level = [part for part in parts if isinstance(part, LQQWeight)]
     if len(two_level) == len(parts) and len({part.group for part in two_level}) == 1:
-        return ConvertedWeight(LQQWeight(**joined(parts, *_LQQ), protective_range=UNKNOWN_RANGE))
+        return ConvertedWeight(LQQWeight(**join(parts, *_LQQ), protective_range=UNKNOWN_RANGE))
     affine = [_affine(part) if isinstance(part, LQQWeight) else part for part in parts]
     channels = [part.per_channel() for part in affine]
     if None not in channels:
-        return ConvertedWeight(QoQChannelWeight(**joined(channels, "q4", "scale", "zero")))
+        return ConvertedWeight(QoQChannelWeight(**join(channels, "q4", "scale", "zero")))
     group = min(lqq_group(part.column_groups) for part in affine)
     nearest, requantised = zip(*(part.nearest_lqq(group) for part in affine), strict=True)
-    weight = LQQWeight(**joined(nearest, *_LQQ), protective_range=PROTECTIVE_RANGE)
+    weight = LQQWeight(**join(nearest, *_LQQ), protective_range=PROTECTIVE_RANGE)
     floats = np.concatenate([part.dequantize() for part in affine])
     return ConvertedWeight(weight, relative_error(floats, weight), sum(requantised))
 
 
 def _affine(weight: LQQWeight) -> AffineWeight:
-    """The same numbers with float scales. A group of scale 0 has its minimum in every weight."""
+    """Write the same numbers with float scales. A group of scale 0 has its minimum in every weight."""
     scale = np.maximum(weight.group_scale, 1).astype(np.float32)
     return AffineWeight(
         q4=weight.q4 * np.repeat(weight.group_scale > 0, weight.group, axis=1),
@@ -152,7 +152,7 @@ def _write_file(
         for name in checkpoint.tensors:
             if name in fields:
                 with naming(name):
-                    conversion = converted([checkpoint.weight(name)])
+                    conversion = convert_parts([checkpoint.weight(name)])
                     packed = pack(conversion.weight, layout, unchecked=True)
                 if not unchecked:
                     require_no_overflow(name, conversion.weight)
@@ -167,7 +167,7 @@ def _write_file(
 
 
 def _fields(checkpoint: ForeignCheckpoint, matrix: ForeignMatrix, layout: str) -> dict[str, Any]:
-    """The header of what `converted` makes of a matrix. Without groups the zero points decide, so it is read."""
+    """The header of what `convert_parts` makes of a matrix. Without groups the zero points decide, so it is read."""
     name, N, K = matrix.name, matrix.N, matrix.K
     if matrix.format.two_level:
         scheme, group, protective_range = "lqq", matrix.group, UNKNOWN_RANGE
@@ -201,7 +201,7 @@ def _write_model(
                     if isinstance(part, LQQWeight) and not unchecked:
                         require_no_overflow(name, part)
                 with naming(names[0]):
-                    conversion = converted(each)
+                    conversion = convert_parts(each)
                 weights[fused] = conversion.weight
                 rows.append(_row(checkpoint.matrices[names[0]], conversion, f"layer {index} {fused}"))
             with naming(f"layer {index}"):

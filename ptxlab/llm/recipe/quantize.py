@@ -146,17 +146,17 @@ def _partial(out: Path, about: dict[str, Any]) -> Path:
         folders.save_recipe(partial, about)
     for torn in partial.glob(".*.tmp"):  # of a write that was killed
         torn.unlink()
-    before = folders.read_recipe(partial)
-    if before != about:
-        changed = _difference(before, about)
-        raise FileError(f"{partial}: holds layers of another run, whose {changed}; remove it to begin anew")
+    earlier = folders.read_recipe(partial)
+    if earlier != about:
+        difference = _difference(earlier, about)
+        raise FileError(f"{partial}: holds layers of another run, whose {difference}; remove it to begin anew")
     return partial
 
 
-def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _difference(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Say of the first setting that differs how: `config.rope_theta differs (10000.0, now 500000.0)`."""
-    name = next(name for name in {**now, **before} if before.get(name) != now.get(name))
-    old, new = before.get(name), now.get(name)
+    name = next(name for name in {**now, **earlier} if earlier.get(name) != now.get(name))
+    old, new = earlier.get(name), now.get(name)
     if isinstance(old, dict) and isinstance(new, dict):
         return f"{name}.{_difference(old, new)}"
     values = f"{old}, now {new}"
@@ -164,7 +164,7 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _identity(model: FloatModel, tokens: Tokens, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """What a run begins with, beside its settings. All weights are read for their digests, layer by layer."""
+    """Describe what a run begins with, beside its settings. All weights are read, layer by layer, for digests."""
     ends = {"embedding": model.embedding, "final_norm": model.final_norm, "head": model.head}
     weights = {name: _digest({name: array}) for name, array in ends.items() if array is not None}
     weights |= {f"layer {index}": _digest(layer) for index, layer in enumerate(model.layers)}
@@ -179,7 +179,7 @@ def _identity(model: FloatModel, tokens: Tokens, tokenizer: Tokenizer | None) ->
 
 
 def _tokenizer_digest(tokenizer: Tokenizer | None) -> str | None:
-    """Of the files that it is saved as."""
+    """Digest the files that a tokenizer is saved as."""
     if tokenizer is None:
         return None
     with tempfile.TemporaryDirectory() as folder:

@@ -99,7 +99,7 @@ class AffineWeight:
 def _round_levels(
     step: F32, low: F32, index: F32, least_unit: F32, counted: npt.NDArray[np.bool_]
 ) -> tuple[F32, F32, F32]:
-    """Scale and minimum [N, G] of groups of levels low + step·0..15, in units [N] of least error over those counted.
+    """Round levels low + step·0..15 to scale and minimum [N, G], in units [N] of least error over counted groups.
 
     `index` [N, G, group] has the level of each weight.
     """
@@ -120,7 +120,7 @@ def _round_levels(
 
 
 def lqq_group(column_groups: npt.NDArray[np.int32]) -> int:
-    """The `lqq` group for columns of these groups: the largest that lies within one of them everywhere.
+    """Choose the `lqq` group for columns of these groups: the largest that lies within one of them everywhere.
 
     Where none does, 64, or 32 where only that divides K.
     """

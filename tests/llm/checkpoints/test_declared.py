@@ -16,7 +16,7 @@ AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": 
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 
 
-def compressed(*, group: Any = None, **changes: Any) -> dict[str, Any]:
+def in_groups(*, group: Any = None, **changes: Any) -> dict[str, Any]:
     """A config of compressed-tensors; `group` changes its only group, whose weights are `WEIGHTS`."""
     groups = {"group_0": {"targets": ["Linear"], "weights": WEIGHTS, **(group or {})}}
     config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
@@ -24,7 +24,7 @@ def compressed(*, group: Any = None, **changes: Any) -> dict[str, Any]:
 
 
 def weights(**changes: Any) -> dict[str, Any]:
-    return compressed(group={"weights": WEIGHTS | changes})
+    return in_groups(group={"weights": WEIGHTS | changes})
 
 
 def write(folder: Path, **files: Any) -> Path:
@@ -69,15 +69,15 @@ DECLARED = {
     ),
     "AutoAWQ": (
         {"config": AWQ | {"modules_to_not_convert": ["lm_head"]}},
-        Declaration("AWQ", 128, False, kept=("lm_head",)),
+        Declaration("AWQ", 128, False, ignored=("lm_head",)),
     ),
     "AutoAWQ's own file": (
         {"quant_config": {"w_bit": 4, "q_group_size": 64, "zero_point": False, "version": "GEMM"}},
         Declaration("AWQ", 64, True),
     ),
     "compressed-tensors": (
-        {"config": compressed(ignore=["lm_head"])},
-        Declaration("compressed-tensors, packed", 128, True, kept=("lm_head",)),
+        {"config": in_groups(ignore=["lm_head"])},
+        Declaration("compressed-tensors, packed", 128, True, ignored=("lm_head",)),
     ),
     "without a strategy": (
         {"config": weights(strategy=None, symmetric=False, actorder="group")},
@@ -85,7 +85,7 @@ DECLARED = {
     ),
     "W4A8": (
         {
-            "config": compressed(
+            "config": in_groups(
                 group={
                     "weights": {"num_bits": 4, "strategy": "channel"},
                     "input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True},
@@ -97,7 +97,7 @@ DECLARED = {
         Declaration("compressed-tensors, integers", -1, True),
     ),
     "two groups alike": (
-        {"config": compressed(config_groups={name: {"targets": [name], "weights": WEIGHTS} for name in "ab"})},
+        {"config": in_groups(config_groups={name: {"targets": [name], "weights": WEIGHTS} for name in "ab"})},
         Declaration("compressed-tensors, packed", 128, True),
     ),
 }
@@ -150,38 +150,38 @@ REFUSED = {
     "llm-awq": ({"config": AWQ | {"backend": "llm-awq"}}, "backend: must be autoawq"),
     "AWQ with both": ({"config": AWQ | {"sym": True}}, "zero_point: must be False where sym is True"),
     "names that are none": ({"config": AWQ | {"modules_to_not_convert": "lm_head"}}, "must be a list of names"),
-    "no groups": ({"config": compressed(config_groups={})}, "config_groups: must be an object of objects"),
-    "a preset": ({"config": compressed(config_groups={"W4A16": ["Linear"]})}, "config_groups: must be an object of"),
+    "no groups": ({"config": in_groups(config_groups={})}, "config_groups: must be an object of objects"),
+    "a preset": ({"config": in_groups(config_groups={"W4A16": ["Linear"]})}, "config_groups: must be an object of"),
     "groups that differ": (
-        {"config": compressed(config_groups=TWO_GROUPS)},
+        {"config": in_groups(config_groups=TWO_GROUPS)},
         r"config_groups: must all have the same weights \(got a and b\)",
     ),
-    "no weights": ({"config": compressed(group={"weights": None})}, "config_groups: must have weights"),
+    "no weights": ({"config": in_groups(group={"weights": None})}, "config_groups: must have weights"),
     "weights of 8 bits": ({"config": weights(num_bits=8)}, r"group_0\.weights\.num_bits: must be 4 \(got 8\)"),
-    "weights of unsaid bits": ({"config": compressed(group={"weights": {}})}, "num_bits: must be 4 .got 8"),
+    "weights of unsaid bits": ({"config": in_groups(group={"weights": {}})}, "num_bits: must be 4 .got 8"),
     "floats": ({"config": weights(type="float")}, r"weights\.type: must be int \(got float\)"),
     "blocks": ({"config": weights(strategy="block")}, r"weights\.strategy: must be group or channel \(got block\)"),
     "one scale": ({"config": weights(strategy=None, group_size=None)}, "must be group or channel .got tensor"),
     "a group of a row": ({"config": weights(strategy="channel")}, "group_size: must be one of strategy channel"),
     "no group": ({"config": weights(group_size=None)}, r"group_size: must be one of strategy group \(got None\)"),
     "an order": ({"config": weights(actorder="random")}, r"weights\.actorder: must be "),
-    "another format": ({"config": compressed(format="float-quantized")}, r"format: must be pack-quantized or int-"),
-    "Marlin 2:4": ({"config": compressed(format="marlin-24")}, r"format: must be .*got marlin-24"),
-    "a format of the group": ({"config": compressed(group={"format": "nvfp4-pack-quantized"})}, r"format: .*got nvfp4"),
-    "sparsity": ({"config": compressed(sparsity_config={"format": "sparse-24-bitmask"})}, "sparsity_config: must be"),
-    "a KV cache": ({"config": compressed(kv_cache_scheme={"num_bits": 8})}, "kv_cache_scheme: must be unset"),
-    "transforms": ({"config": compressed(transform_config={"R1": {}})}, "transform_config: must be unset"),
+    "another format": ({"config": in_groups(format="float-quantized")}, r"format: must be pack-quantized or int-"),
+    "Marlin 2:4": ({"config": in_groups(format="marlin-24")}, r"format: must be .*got marlin-24"),
+    "a format of the group": ({"config": in_groups(group={"format": "nvfp4-pack-quantized"})}, r"format: .*got nvfp4"),
+    "sparsity": ({"config": in_groups(sparsity_config={"format": "sparse-24-bitmask"})}, "sparsity_config: must be"),
+    "a KV cache": ({"config": in_groups(kv_cache_scheme={"num_bits": 8})}, "kv_cache_scheme: must be unset"),
+    "transforms": ({"config": in_groups(transform_config={"R1": {}})}, "transform_config: must be unset"),
     "static inputs": (
-        {"config": compressed(group={"input_activations": {"num_bits": 8, "dynamic": False}})},
+        {"config": in_groups(group={"input_activations": {"num_bits": 8, "dynamic": False}})},
         r"input_activations\.dynamic: must be True \(got False\)",
     ),
-    "outputs": ({"config": compressed(group={"output_activations": {"num_bits": 8}})}, "output_activations: must be"),
+    "outputs": ({"config": in_groups(group={"output_activations": {"num_bits": 8}})}, "output_activations: must be"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_config_may_not_declare(case: str, tmp_path: Path) -> None:
-    """In one line, before anything of the checkpoint is read: there is none."""
+    """Refuse in one line, before anything of the checkpoint is read: there is none."""
     files, message = REFUSED[case]
     with pytest.raises(FileError, match=message) as error:
         ForeignCheckpoint(write(tmp_path, **files))
@@ -190,7 +190,7 @@ def test_what_a_config_may_not_declare(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_values_of_any_type_are_taken_or_refused(tmp_path: Path) -> None:
-    """Every setting of every config above, of compressed-tensors those of its weights too."""
+    """Try every setting of every config above, of compressed-tensors those of its weights too."""
 
     def outcome(config: dict[str, Any]) -> str:
         try:
@@ -203,9 +203,9 @@ def test_values_of_any_type_are_taken_or_refused(tmp_path: Path) -> None:
     configs = [files["config"] for files, _ in (*DECLARED.values(), *REFUSED.values()) if files.get("config")]
     keys = sorted({key for config in configs if isinstance(config, dict) for key in config})
     seen = [
-        outcome(base | {key: value}) for base in (GPTQ, AWQ, AUTO_ROUND, compressed()) for key in keys for value in odd
+        outcome(base | {key: value}) for base in (GPTQ, AWQ, AUTO_ROUND, in_groups()) for key in keys for value in odd
     ]
     seen += [outcome(weights(**{key: value})) for key in (*WEIGHTS, "actorder", "dynamic") for value in odd]
     for key in ("weights", "input_activations", "output_activations", "format"):
-        seen += [outcome(compressed(group={key: value})) for value in odd]
+        seen += [outcome(in_groups(group={key: value})) for value in odd]
     assert seen.count("") > 500 and len(seen) - seen.count("") > 500 and not any("\n" in message for message in seen)

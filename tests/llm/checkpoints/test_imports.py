@@ -110,23 +110,23 @@ MATRICES = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" f
 def biases(folder: Path, **values: float) -> dict[str, np.ndarray]:
     """A bias for every matrix of a model's layers, 0 unless `values` has its last element."""
     rows = ForeignCheckpoint(folder).matrices
-    made = {}
+    arrays = {}
     for layer in (0, 1):
         for matrix in MATRICES:
             bias = np.zeros(rows[f"model.layers.{layer}.{matrix}.weight"].N, np.float16)
             bias[-1] = values.get(matrix.rpartition(".")[2], 0)
-            made[f"model.layers.{layer}.{matrix}.bias"] = bias
-    return made
+            arrays[f"model.layers.{layer}.{matrix}.bias"] = bias
+    return arrays
 
 
 @pytest.mark.parametrize("format", ["gptq", "awq", "w4a16"])
 def test_biases_of_zero_are_none(format: str, tmp_path: Path) -> None:
     """AutoGPTQ's writer gives one to every matrix, whether the model has biases or not."""
     source = write_model(tmp_path / "in", format)
-    before = [*open_model(source)[0].layers]
+    layers = [*open_model(source)[0].layers]
     add_tensors(source, biases(source))
-    for one, other in zip(before, open_model(source)[0].layers, strict=True):
-        assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+    for layer, same in zip(layers, open_model(source)[0].layers, strict=True):
+        assert layer.keys() == same.keys() and all((layer[name] == same[name]).all() for name in layer)
     assert import_checkpoint(source, tmp_path / "out")
 
 

@@ -133,8 +133,8 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(tmp_path: Path, monkeyp
     assert len(made) == 1 and files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-def changed(model: FloatModel, layer: int, name: str) -> FloatModel:
-    """The same model with another last element of a tensor of a layer."""
+def change_weight(model: FloatModel, layer: int, name: str) -> FloatModel:
+    """Change the last element of a tensor of a layer."""
     model.layers[layer][name].flat[-1] += 1
     return model
 
@@ -168,45 +168,45 @@ OTHER_RUNS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the first layer of a run that was interrupted."""
+def interrupted_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Interrupt a run after its first layer."""
 
-    def killed(label: str) -> None:
+    def kill(label: str) -> None:
         raise KeyboardInterrupt
 
-    folder = tmp_path_factory.mktemp("unfinished")
+    folder = tmp_path_factory.mktemp("run")
     with pytest.raises(KeyboardInterrupt):
-        quantize.quantize_model(small(UNTIED), TEXT, PACKED["lqq"], folder / "out", progress=killed)
+        quantize.quantize_model(small(UNTIED), TEXT, PACKED["lqq"], folder / "out", progress=kill)
     return folder
 
 
 @pytest.mark.parametrize("case", OTHER_RUNS)
 def test_another_run_does_not_go_on_with_these_layers(
-    case: str, unfinished: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, interrupted_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a run begins with, down to one weight, is known; the message names what differs."""
     change, message = OTHER_RUNS[case]
     model = small(UNTIED)
     if "weights" in change:
-        changed(model, *change["weights"])
+        change_weight(model, *change["weights"])
     if "ends" in change:
         model = replace(model, **{change["ends"]: getattr(model, change["ends"]) * np.float32(1.5)})
     if "version" in change:
         monkeypatch.setattr(change["version"], "0.0")
     model = replace(model, config=replace(UNTIED, **change.get("config", {})))
-    before = files(unfinished / ".out.partial")
+    layers = files(interrupted_run / ".out.partial")
     with pytest.raises(FileError, match=rf"\.out\.partial: holds layers of another run, whose {message}") as error:
         quantize.quantize_model(
             model,
             change.get("tokens", TEXT),
             change.get("recipe", PACKED["lqq"]),
-            unfinished / "out",
+            interrupted_run / "out",
             tokenizer=Tokenizer((1,), small_models.tokenizer()) if "tokenizer" in change else None,
             layout=change.get("layout", "strips"),
             dtype=change.get("dtype", "float16"),
         )
-    assert "\n" not in str(error.value) and files(unfinished / ".out.partial") == before
-    assert [path.name for path in unfinished.iterdir()] == [".out.partial"]
+    assert "\n" not in str(error.value) and files(interrupted_run / ".out.partial") == layers
+    assert [path.name for path in interrupted_run.iterdir()] == [".out.partial"]
 
 
 def test_another_layout_and_bfloat16(tmp_path: Path) -> None:
