@@ -1,0 +1,419 @@
+"""Drawn Hugging Face folders of safetensors or of torch.save, whole or in shards, and what they may have."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.drawn_models import Draft, DrawnModel, Plan, Twist, Verdict, draft
+from tests.support.small_models import tokenizer
+
+READ, EITHER, REFUSED = Verdict.READ, Verdict.EITHER, Verdict.REFUSED
+_EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+_SAFETENSORS, _TORCH = ("safetensors", "shards"), ("torch", "torch shards")
+_SHARDED = ("shards", "torch shards")
+
+
+def write_folder(plan: Plan, folder: Path) -> DrawnModel:
+    """Write the model of a plan as a folder, which is its own reference."""
+    made = draft(plan)
+    dtype = str(made.rng.choice(["float32", "float16", "bfloat16"]))
+    plan.twist.edit(made)
+    save(made, folder, plan.kind, dtype)
+    plan.twist.damage(folder, made.rng)
+    return DrawnModel(folder, folder)
+
+
+def save(made: Draft, folder: Path, kind: str = "safetensors", dtype: str = "float32") -> None:
+    """Write a draft with the tensors of float32 in another dtype."""
+    import torch
+    from huggingface_hub import save_torch_state_dict
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: (each.to(getattr(torch, dtype)) if each.dtype == torch.float32 else each).clone()
+        for name, each in made.tensors.items()
+    }
+    limit = sum(each.nbytes for each in tensors.values()) // 3 if kind in _SHARDED else "1GB"
+    safe = kind in _SAFETENSORS
+    save_torch_state_dict(tensors, folder, max_shard_size=limit, safe_serialization=safe, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**made.config, "dtype": dtype}))
+    tokenizer().save(str(folder / "tokenizer.json"))
+
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+
+def keys(**changes: Any) -> Callable[[Draft], object]:
+    """Change keys of config.json."""
+    return lambda made: made.config.update(changes)
+
+
+def without(*names: str) -> Callable[[Draft], object]:
+    """Drop keys of config.json."""
+    return lambda made: [made.config.pop(name, None) for name in names]
+
+
+def rope(**changes: Any) -> Callable[[Draft], object]:
+    """Change keys of rope_parameters."""
+    return lambda made: made.config["rope_parameters"].update(changes)
+
+
+def old_rope(kind: str) -> Callable[[Draft], object]:
+    """Spell rope_parameters as rope_theta and rope_scaling, whose type is named by the key `kind`."""
+
+    def edit(made: Draft) -> None:
+        angles = made.config.pop("rope_parameters")
+        made.config["rope_theta"] = angles.pop("rope_theta")
+        rope_type = angles.pop("rope_type")
+        made.config["rope_scaling"] = None if rope_type == "default" else {kind: rope_type, **angles}
+
+    return edit
+
+
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
+_LINEAR = {"rope_type": "linear", "factor": 4.0}
+
+
+def longrope(made: Draft) -> None:
+    """Give each pair of a head its own factor, as Phi-3 does."""
+    pairs = made.config["head_dim"] // 2
+    made.config["rope_parameters"] = {
+        "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+        "short_factor": [1.5] * pairs, "long_factor": [4.0] * pairs,
+    }  # fmt: skip
+
+
+def layer_types(*kinds: str) -> Callable[[Draft], object]:
+    """Name the layers' attention, the kinds in turn."""
+
+    def edit(made: Draft) -> None:
+        made.config["layer_types"] = [kinds[i % len(kinds)] for i in range(made.config["num_hidden_layers"])]
+
+    return edit
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_WINDOWED = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
+_QWEN2, _LLAMA, _MISTRAL = ("qwen2",), ("llama",), ("mistral",)
+
+
+def biases_of_linears(made: Draft) -> None:
+    """Name a bias of o that a model of this family does not have, all zero."""
+    import torch
+
+    name = made.name_of_matrix().replace(".weight", ".bias")
+    made.tensors.setdefault(name, torch.zeros(made.tensors[name.replace(".bias", ".weight")].shape[0]))
+
+
+CONFIG_TWISTS: dict[str, Twist] = {
+    "plain": Twist(),
+    "old rope keys": Twist(edit=old_rope("rope_type")),
+    "rope_scaling names a type": Twist(edit=old_rope("type")),
+    "rope_theta beside rope_parameters": Twist(edit=keys(rope_theta=77777.0)),
+    "rope_scaling beside rope_parameters": Twist(edit=keys(rope_scaling=_LINEAR)),
+    "rope_scaling and rope_theta beside rope_parameters": Twist(edit=keys(rope_scaling=_LINEAR, rope_theta=500.0)),
+    "rope_scaling empty beside rope_parameters": Twist(edit=keys(rope_scaling={})),
+    "rope_scaling null": Twist(edit=keys(rope_scaling=None)),
+    "rope_parameters with type": Twist(edit=keys(rope_parameters={"type": "linear", "factor": 2.0})),
+    "rope_type beside type": Twist(edit=rope(type="linear", factor=2.0)),
+    "no rope keys": Twist(edit=without("rope_parameters")),
+    "partial_rotary_factor 1": Twist(edit=keys(partial_rotary_factor=1.0)),
+    "partial_rotary_factor 0.5": Twist(EITHER, edit=keys(partial_rotary_factor=0.5)),
+    "partial_rotary_factor 0.5 in rope_parameters": Twist(EITHER, edit=rope(partial_rotary_factor=0.5)),
+    "llama3 without original length": Twist(EITHER, edit=keys(rope_parameters=_LLAMA3)),
+    "llama3 with original length outside": Twist(
+        EITHER, edit=keys(rope_parameters=_LLAMA3, original_max_position_embeddings=16)
+    ),
+    "yarn": Twist(EITHER, edit=keys(rope_parameters=_YARN)),
+    "old yarn": Twist(EITHER, edit=lambda made: (keys(rope_parameters=dict(_YARN))(made), old_rope("type")(made))),
+    "dynamic": Twist(EITHER, edit=rope(rope_type="dynamic", factor=2.0)),
+    "longrope": Twist(EITHER, edit=longrope),
+    "rope by layer type": Twist(
+        REFUSED, edit=keys(rope_parameters={_FULL: _LINEAR, _SLIDING: {"rope_type": "default"}}), families=_QWEN2
+    ),
+    "rope_type unknown": Twist(REFUSED, edit=rope(rope_type="spiral")),
+    "rope_type a list": Twist(REFUSED, edit=rope(rope_type=["linear"], factor=2.0)),
+    "rope_parameters a list": Twist(REFUSED, edit=keys(rope_parameters=[1, 2])),
+    "linear without factor": Twist(REFUSED, edit=keys(rope_parameters={"rope_type": "linear"})),
+    "rope factor a text": Twist(REFUSED, edit=rope(rope_type="linear", factor="2")),
+    "rope_theta a text": Twist(REFUSED, edit=rope(rope_theta="10000")),
+    "sliding_window on Llama": Twist(edit=keys(sliding_window=5), families=_LLAMA),
+    "layer_types all full on Llama": Twist(EITHER, edit=layer_types(_FULL), families=_LLAMA),
+    "layer_types sliding on Llama": Twist(REFUSED, edit=layer_types(_SLIDING), families=_LLAMA),
+    "Mistral without sliding_window": Twist(
+        settings={"sliding_window": 4096}, edit=without("sliding_window"), families=_MISTRAL
+    ),
+    "Mistral with sliding_window": Twist(settings={"sliding_window": 3}, families=_MISTRAL),
+    "use_sliding_window false on Mistral": Twist(EITHER, edit=keys(use_sliding_window=False), families=_MISTRAL),
+    "layer_types on Mistral": Twist(EITHER, edit=layer_types(_FULL, _SLIDING), families=_MISTRAL),
+    "window in all layers": Twist(settings=_WINDOWED, families=_QWEN2),
+    "window from layer 1": Twist(settings={**_WINDOWED, "max_window_layers": 1}, families=_QWEN2),
+    "window in no layer": Twist(settings={**_WINDOWED, "max_window_layers": 28}, families=_QWEN2),
+    "window unused": Twist(settings={**_WINDOWED, "use_sliding_window": False}, families=_QWEN2),
+    "max_window_layers without layer_types": Twist(
+        settings={**_WINDOWED, "max_window_layers": 1}, edit=without("layer_types"), families=_QWEN2
+    ),
+    "layer_types alternate": Twist(settings=_WINDOWED, edit=layer_types(_SLIDING, _FULL), families=_QWEN2),
+    "layer_types all full": Twist(settings=_WINDOWED, edit=layer_types(_FULL), families=_QWEN2),
+    "layer_types against an unused window": Twist(
+        REFUSED, settings={"use_sliding_window": False}, edit=layer_types(_SLIDING), families=_QWEN2
+    ),
+    "layer_types unknown": Twist(REFUSED, settings=_WINDOWED, edit=layer_types("spiral_attention"), families=_QWEN2),
+    "layer_types too short": Twist(
+        REFUSED, settings={**_WINDOWED, "num_hidden_layers": 3}, edit=keys(layer_types=[_SLIDING]), families=_QWEN2
+    ),
+    "layer_types a text": Twist(REFUSED, settings=_WINDOWED, edit=keys(layer_types=_FULL), families=_QWEN2),
+    "sliding_window a text": Twist(REFUSED, edit=keys(sliding_window="5"), families=_MISTRAL),
+    "sliding_window 0": Twist(EITHER, edit=keys(sliding_window=0), families=_MISTRAL),
+    "kv heads null": Twist(
+        settings={"num_key_value_heads": 2, "num_attention_heads": 2}, edit=keys(num_key_value_heads=None),
+        families=("llama", "qwen2"),
+    ),
+    "kv heads absent": Twist(
+        settings={"num_key_value_heads": 2, "num_attention_heads": 2},
+        edit=without("num_key_value_heads"),
+        families=_LLAMA,
+    ),
+    "head_dim absent": Twist(
+        settings={"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+        edit=without("head_dim"),
+    ),
+    "head_dim null": Twist(
+        settings={"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+        edit=keys(head_dim=None),
+        families=("llama", "mistral"),
+    ),
+    "keys with defaults absent": Twist(
+        settings={"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False},
+        edit=without("rms_norm_eps", "hidden_act", "tie_word_embeddings", "max_position_embeddings", "rope_scaling"),
+    ),
+    "swish": Twist(settings={"hidden_act": "swish"}),
+    "gelu": Twist(EITHER, settings={"hidden_act": "gelu"}),
+    "relu": Twist(EITHER, settings={"hidden_act": "relu"}),
+    "gelu_pytorch_tanh": Twist(settings={"hidden_act": "gelu_pytorch_tanh"}),
+    "gelu_new": Twist(settings={"hidden_act": "gelu_new"}),
+    "activation unknown": Twist(REFUSED, edit=keys(hidden_act="spiral")),
+    "attention_bias": Twist(EITHER, settings={"attention_bias": True}, families=_LLAMA),
+    "mlp_bias": Twist(EITHER, settings={"mlp_bias": True}, families=_LLAMA),
+    "attention_bias key of another family": Twist(
+        EITHER, edit=keys(attention_bias=True), families=("mistral", "qwen2")
+    ),
+    "context below the text": Twist(EITHER, edit=keys(max_position_embeddings=8)),
+    "architectures of another family": Twist(edit=keys(architectures=["GPT2LMHeadModel"])),
+    "model_type unknown": Twist(REFUSED, edit=keys(model_type="spiral")),
+    "model_type absent": Twist(REFUSED, edit=without("model_type")),
+    "model_type gemma": Twist(EITHER, edit=keys(model_type="gemma")),
+    "vocab_size absent": Twist(REFUSED, edit=without("vocab_size")),
+    "vocab_size too small": Twist(REFUSED, edit=keys(vocab_size=290)),
+    "vocab_size too large": Twist(REFUSED, edit=keys(vocab_size=310)),
+    "more layers than the file": Twist(REFUSED, edit=keys(num_hidden_layers=4, layer_types=None)),
+    "10^9 layers": Twist(REFUSED, edit=keys(num_hidden_layers=10**9, layer_types=None)),
+    "hidden_size 10^12": Twist(REFUSED, edit=keys(hidden_size=10**12)),
+    "hidden_size a text": Twist(REFUSED, edit=keys(hidden_size="64")),
+    "hidden_size true": Twist(REFUSED, edit=keys(hidden_size=True)),
+    "hidden_size a fraction": Twist(REFUSED, edit=keys(hidden_size=64.5)),
+    "heads 0": Twist(REFUSED, edit=keys(num_attention_heads=0)),
+    "kv heads that do not divide": Twist(
+        REFUSED, settings={"num_key_value_heads": 2, "num_attention_heads": 4}, edit=keys(num_key_value_heads=3)
+    ),
+    "eps a text": Twist(REFUSED, edit=keys(rms_norm_eps="1e-6")),
+    "eps NaN": Twist(REFUSED, edit=keys(rms_norm_eps=float("nan"))),
+    "tied a text": Twist(REFUSED, edit=keys(tie_word_embeddings="true")),
+    "quant_method unknown": Twist(EITHER, edit=keys(quantization_config={"quant_method": "spiral", "bits": 4})),
+    "quant_method bitsandbytes": Twist(
+        REFUSED, edit=keys(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    ),
+}  # fmt: skip
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def edit_matrix(change: Callable[[Any], Any]) -> Callable[[Draft], None]:
+    """Change one of the layers' matrices."""
+
+    def edit(made: Draft) -> None:
+        name = made.name_of_matrix()
+        made.tensors[name] = change(made.tensors[name])
+
+    return edit
+
+
+def as_float8(matrix: Any) -> Any:
+    """Round a matrix to 8 bits."""
+    import torch
+
+    return matrix.to(torch.float8_e4m3fn)
+
+
+def with_value(value: float) -> Callable[[Draft], None]:
+    """Put a number into a matrix."""
+
+    def edit(made: Draft) -> None:
+        matrix = made.tensors[made.name_of_matrix()]
+        matrix[int(made.rng.integers(len(matrix))), int(made.rng.integers(matrix.shape[1]))] = value
+
+    return edit
+
+
+def add(name: str, *shape: int) -> Callable[[Draft], None]:
+    """Add a tensor of random numbers."""
+
+    def edit(made: Draft) -> None:
+        import torch
+
+        made.tensors[name] = torch.from_numpy(made.rng.standard_normal(shape).astype(np.float32))
+
+    return edit
+
+
+def other_head(made: Draft) -> None:
+    """Add another head."""
+    made.tensors[_HEAD] = made.tensors[_EMBEDDING].flip(0) / 4
+
+
+def without_prefix(made: Draft) -> None:
+    """Name tensors as the model without its head is saved."""
+    made.tensors = {name.removeprefix("model."): each for name, each in made.tensors.items()}
+
+
+TENSOR_TWISTS: dict[str, Twist] = {
+    "another head beside tied": Twist(settings={"tie_word_embeddings": True}, edit=other_head),
+    "the same head beside tied": Twist(
+        settings={"tie_word_embeddings": True},
+        edit=lambda made: made.tensors.update({_HEAD: made.tensors[_EMBEDDING].clone()}),
+    ),
+    "untied without head": Twist(
+        REFUSED, settings={"tie_word_embeddings": False}, edit=lambda made: made.tensors.pop(_HEAD)
+    ),
+    "tied with the head only": Twist(
+        EITHER,
+        settings={"tie_word_embeddings": True},
+        edit=lambda made: made.tensors.update({_HEAD: made.tensors.pop(_EMBEDDING)}),
+    ),
+    "matrix missing": Twist(REFUSED, edit=lambda made: made.tensors.pop(made.name_of_matrix())),
+    "norm missing": Twist(REFUSED, edit=lambda made: made.tensors.pop(_NORM)),
+    "bias missing": Twist(
+        REFUSED, edit=lambda made: made.tensors.pop("model.layers.0.self_attn.k_proj.bias"), families=_QWEN2
+    ),
+    "row missing": Twist(REFUSED, edit=edit_matrix(lambda matrix: matrix[1:])),
+    "matrix flat": Twist(REFUSED, edit=edit_matrix(lambda matrix: matrix.flatten())),
+    "matrix of a layer too many": Twist(EITHER, edit=add("model.layers.9.self_attn.q_proj.weight", 32, 32)),
+    "unknown tensor": Twist(EITHER, edit=add("model.layers.0.self_attn.q_norm.weight", 32)),
+    "zero bias": Twist(EITHER, edit=biases_of_linears),
+    "rotary_emb.inv_freq": Twist(edit=add("model.layers.0.self_attn.rotary_emb.inv_freq", 8)),
+    "NaN": Twist(REFUSED, edit=with_value(float("nan"))),
+    "infinity": Twist(REFUSED, edit=with_value(float("inf"))),
+    "float64": Twist(edit=edit_matrix(lambda matrix: matrix.double())),
+    "float8": Twist(EITHER, edit=edit_matrix(as_float8)),
+    "int8": Twist(EITHER, edit=edit_matrix(lambda matrix: (4 * matrix).char())),
+    "names without model.": Twist(EITHER, settings={"tie_word_embeddings": True}, edit=without_prefix),
+}
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def weights_in(folder: Path) -> list[Path]:
+    """List the files of weights."""
+    return sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+
+
+def cut_off(folder: Path, rng: np.random.Generator) -> None:
+    """Cut a file of weights off."""
+    path = weights_in(folder)[int(rng.integers(len(weights_in(folder))))]
+    content = path.read_bytes()
+    path.write_bytes(content[: int(rng.integers(len(content)))])
+
+
+def without_shard(folder: Path, rng: np.random.Generator) -> None:
+    """Remove the second shard."""
+    weights_in(folder)[1].unlink()
+
+
+def noise(folder: Path, rng: np.random.Generator) -> None:
+    """Overwrite the start of a file of weights."""
+    path = weights_in(folder)[0]
+    path.write_bytes(rng.bytes(64) + path.read_bytes()[64:])
+
+
+def beside(name: str, torch_file: bool = False) -> Callable[[Path, np.random.Generator], None]:
+    """Put a file of other weights by the same names beside the model."""
+
+    def damage(folder: Path, rng: np.random.Generator) -> None:
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        (source, *_) = weights_in(folder)
+        tensors = torch.load(source, weights_only=True) if source.suffix == ".bin" else load_file(source)
+        others = {key: 2 * each + 1 for key, each in tensors.items()}
+        torch.save(others, folder / name) if torch_file else save_file(others, folder / name, metadata={"format": "pt"})
+
+    return damage
+
+
+def edit_index(change: Callable[[dict[str, Any]], object]) -> Callable[[Path, np.random.Generator], None]:
+    """Change the index of the shards."""
+
+    def damage(folder: Path, rng: np.random.Generator) -> None:
+        (path,) = folder.glob("*.index.json")
+        index = json.loads(path.read_text())
+        change(index)
+        path.write_text(json.dumps(index))
+
+    return damage
+
+
+def index_beside(folder: Path, rng: np.random.Generator) -> None:
+    """Put the index of other shards beside a whole file."""
+    index = {"metadata": {}, "weight_map": {_NORM: "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def replace_text(name: str, content: str) -> Callable[[Path, np.random.Generator], object]:
+    """Write other content into a file."""
+    return lambda folder, rng: (folder / name).write_text(content)
+
+
+def remove(name: str) -> Callable[[Path, np.random.Generator], None]:
+    """Remove a file."""
+    return lambda folder, rng: (folder / name).unlink()
+
+
+FILE_TWISTS: dict[str, Twist] = {
+    "adapter_model beside": Twist(damage=beside("adapter_model.safetensors"), kinds=_SAFETENSORS),
+    "consolidated beside": Twist(damage=beside("consolidated.safetensors"), kinds=_SAFETENSORS),
+    "consolidated shards beside": Twist(damage=beside("consolidated.00.safetensors"), kinds=_SAFETENSORS),
+    "fp16 variant beside": Twist(damage=beside("model.fp16.safetensors"), kinds=_SAFETENSORS),
+    "bin beside": Twist(damage=beside("pytorch_model.bin", torch_file=True), kinds=_SAFETENSORS),
+    "optimizer beside": Twist(damage=beside("optimizer.pt", torch_file=True)),
+    "training_args beside": Twist(damage=beside("training_args.bin", torch_file=True), kinds=_SAFETENSORS),
+    "adapter_model.bin beside": Twist(damage=beside("adapter_model.bin", torch_file=True), kinds=_TORCH),
+    "stale shard beside": Twist(damage=beside("model-00009-of-00009.safetensors"), kinds=("shards",)),
+    "index beside a whole file": Twist(damage=index_beside, kinds=("safetensors",)),
+    "whole file beside shards": Twist(EITHER, damage=beside("model.safetensors"), kinds=("shards",)),
+    "shard missing": Twist(REFUSED, damage=without_shard, kinds=_SHARDED),
+    "index lacks a tensor": Twist(
+        EITHER, damage=edit_index(lambda index: index["weight_map"].pop(_NORM)), kinds=_SHARDED
+    ),
+    "index names no shards": Twist(REFUSED, damage=edit_index(lambda index: index.pop("weight_map")), kinds=_SHARDED),
+    "index names a wrong shard": Twist(
+        REFUSED, damage=edit_index(lambda index: index["weight_map"].update({_NORM: "no.safetensors"})), kinds=_SHARDED
+    ),
+    "cut off": Twist(REFUSED, damage=cut_off),
+    "empty": Twist(REFUSED, damage=lambda folder, rng: weights_in(folder)[0].write_bytes(b"")),
+    "noise": Twist(REFUSED, damage=noise),
+    "no weights": Twist(REFUSED, damage=lambda folder, rng: [path.unlink() for path in weights_in(folder)]),
+    "no config": Twist(REFUSED, damage=remove("config.json")),
+    "config cut off": Twist(REFUSED, damage=replace_text("config.json", '{"model_type": "llama", "hid')),
+    "config a list": Twist(REFUSED, damage=replace_text("config.json", "[]")),
+    "config nested too deep": Twist(REFUSED, damage=replace_text("config.json", "[" * 100_000)),
+    "no tokenizer": Twist(REFUSED, damage=remove("tokenizer.json")),
+    "tokenizer is no tokenizer": Twist(REFUSED, damage=replace_text("tokenizer.json", '{"model": {"type": "?"}}')),
+}
+
+FOLDER_TWISTS = CONFIG_TWISTS | TENSOR_TWISTS | FILE_TWISTS
