@@ -6,10 +6,11 @@ import math
 import os
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 import platformdirs
 
@@ -110,6 +111,55 @@ def require_folder(path: Path) -> None:
         raise FileError(f"{path}: cannot be written: {path.parent} is no folder")
     if not os.access(path.parent, os.W_OK):
         raise FileError(f"{path}: cannot be written: {path.parent} is read-only")
+
+
+@contextlib.contextmanager
+def sole_writer(path: Path) -> Iterator[None]:
+    """Keep other processes from writing `path`, a file or folder, meanwhile: FileError for the second one.
+
+    The lock is a file beside it, which is gone afterwards. Of a process that was killed the file stays, without effect.
+    """
+    if not path.name:
+        raise FileError(f"{path}: cannot be written: not the name of a file")
+    place = path.with_name(f".{path.name}.lock")
+    try:
+        lock = _try_lock(place)
+        if lock is None:
+            raise FileError(f"{path}: another process is writing it")
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {error.strerror or error}") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # Windows removes no file that is open
+            place.unlink()
+        lock.release()
+
+
+def _try_lock(place: Path) -> filelock.BaseFileLock | None:
+    """Lock the file at `place`, or return None where another process has it.
+
+    A process that is done removes the file, perhaps after it was opened here: then the lock is of a file that nobody
+    else would find. It counts only if the file at `place` stayed the same.
+    """
+    while True:
+        with open(place, "a") as opened:
+            lock = filelock.FileLock(place, timeout=0)
+            try:
+                lock.acquire()
+            except filelock.Timeout:
+                return None
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(opened.fileno()), os.stat(place)):
+                    return lock
+            lock.release()
+
+
+def require_new(path: Path) -> None:
+    """Raise FileError unless a file or folder can be made at that path, where nothing is yet."""
+    if path.exists():
+        raise FileError(f"{path}: is there already")
+    require_folder(path)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,6 +1,8 @@
 import io
 import json
 import os
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,16 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import FileError
-from ptxlab.io.files import load_arrays, read_json, read_record, save_arrays, write_record, write_whole
+from ptxlab.io.files import (
+    load_arrays,
+    read_json,
+    read_record,
+    require_new,
+    save_arrays,
+    sole_writer,
+    write_record,
+    write_whole,
+)
 
 
 @pytest.mark.smoke
@@ -137,3 +148,66 @@ def test_a_record_has_a_line_per_row(tmp_path: Path) -> None:
     assert read_record(tmp_path / "r.json", "a record", 1) == record
     write_record(tmp_path / "r.json", record | {"rows": []}, "rows")
     assert json.loads((tmp_path / "r.json").read_bytes())["rows"] == []
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from ptxlab.io.files import sole_writer
+with sole_writer(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+CONTEND = """
+import os, sys
+from pathlib import Path
+from ptxlab.errors import FileError
+from ptxlab.io.files import sole_writer
+path, entered, refused = Path(sys.argv[1]), 0, 0
+while entered < 100:
+    try:
+        with sole_writer(path):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL))  # fails where another process is in here
+            os.unlink(path)
+            entered += 1
+    except FileError:
+        refused += 1
+print(refused)
+"""
+
+
+def run(program: str, path: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True)
+
+
+def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    """Also where the first was killed, whose lock file stays."""
+    out = tmp_path / "out"
+    with run(HOLD, out) as first:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        with pytest.raises(FileError, match="out: another process is writing it"), sole_writer(out):
+            pass
+        with sole_writer(tmp_path / "other"):
+            pass
+        first.kill()
+    assert [path.name for path in tmp_path.iterdir()] == [".out.lock"]
+    with sole_writer(out):
+        pass
+    with pytest.raises(ZeroDivisionError), sole_writer(out):
+        _ = 1 / 0
+    assert not [*tmp_path.iterdir()]
+
+
+def test_writers_that_come_and_go_never_meet(tmp_path: Path) -> None:
+    """Each writer removes its lock file while the others open it."""
+    writers = [run(CONTEND, tmp_path / "out") for _ in range(3)]
+    refused = [int(writer.communicate()[0]) for writer in writers]
+    assert [writer.returncode for writer in writers] == [0, 0, 0] and sum(refused) and not [*tmp_path.iterdir()]
+
+
+def test_what_cannot_be_locked(tmp_path: Path) -> None:
+    for path, message in ((tmp_path / "none" / "out", "No such file"), (Path("/"), "not the name of a file")):
+        with pytest.raises(FileError, match=f"cannot be written: {message}"), sole_writer(path):
+            pass
+    with pytest.raises(FileError, match="is there already"):
+        require_new(tmp_path)

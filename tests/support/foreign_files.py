@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from ptxlab.errors import FileError
 from tests.support import small_models
@@ -155,6 +155,11 @@ def of_format(name: str, w: np.ndarray, group: int = 64) -> Arrays:
             return compressed(*affine(w, group))
         case "gptq":
             return gptq(*affine(w, group))
+        case "auto_round":  # symmetric; half of the scales are negative
+            q4, scale, zero = affine(w, group, symmetric=True)
+            sign = np.where(np.arange(scale.size).reshape(scale.shape) % 2, -1, 1)
+            mirrored = np.repeat(sign < 0, group, axis=1)
+            return gptq(np.where(mirrored, 16 - q4.clip(1), q4), scale * sign, zero)
         case "awq":
             return awq(*affine(w, group))
     raise ValueError(name)
@@ -183,6 +188,12 @@ def write_model(folder: Path, format: str, *, container: str = "safetensors", gr
     else:
         save_file(made, folder / "model.safetensors")
     return folder
+
+
+def add_tensors(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Further tensors in a model's file, or others of the same names."""
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), **arrays}, path)
 
 
 def write_torch(path: Path, arrays: Mapping[str, np.ndarray], compression: int = zipfile.ZIP_STORED) -> Path:

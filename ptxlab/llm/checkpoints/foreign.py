@@ -11,12 +11,14 @@ called `..q_proj.weight`, as where it is not quantised. All shapes are checked b
 `compressed-tensors`
               packed: weight_packed s32 [N, K/8], eight weights a word, the first in the lowest bits, 8 added to each;
               weight_zero_point likewise, along N. Or weight s8 [N, K] in -8..7, weight_zero_point s8 [N, G].
-              weight_scale [N, G]; w = (q - zero)·scale.
+              weight_scale [N, G]; w = (q - zero)·scale. weight_g_idx s32 [K], each k's group, or -1 throughout.
 `GPTQ`        qweight s32 [K/8, N], eight weights of a column a word; qzeros s32 [G, N/8]; scales f16 [G, N];
-              g_idx s32 [K], each k's group; w = (q4 - qzeros - 1)·scale, the zero point modulo 16. Where the config
-              says checkpoint_format gptq_v2, nothing is added to the zero.
+              g_idx s32 [K], each k's group; w = (q4 - zero)·scale. Version 1 stores zero - 1: AutoGPTQ subtracts from
+              each zero point modulo 16, GPTQModel and AutoRound from the word, which borrows. Version 2 stores zero.
 `AWQ`         qweight s32 [K, N/8], qzeros s32 [G, N/8]: the nibbles of a word, lowest first, are columns 0, 2, 4, 6, 1,
               3, 5, 7 of eight; scales f16 [G, N]; w = (q4 - qzeros)·scale.
+
+K need be no multiple of the group size that a config declares: the last group is shorter. Scales may be negative.
 """
 
 import os
@@ -31,7 +33,7 @@ import numpy.typing as npt
 from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError, FileError, in_file, naming
 from ptxlab.hardware.words import F32, U8
-from ptxlab.io.files import read_json
+from ptxlab.llm.checkpoints.declared import AWQ, GPTQ, INTEGERS, PACKED, WHOLE_ROW, Declaration, read_declaration
 from ptxlab.llm.checkpoints.torch_file import open_checkpoint
 from ptxlab.lowbit.layout.checkpoint import FLOATS, TensorInfo
 from ptxlab.lowbit.layout.foreign_orders import AWQ_COLUMNS, qserve_rows, unpack_qserve, unpack_words
@@ -47,6 +49,19 @@ UNKNOWN_RANGE = 127  # of level 1, which no file says
 
 
 @dataclass(frozen=True)
+class ForeignMatrix:
+    """A matrix of a format: its tensors by the last part of their names; `group` columns share constants."""
+
+    name: str
+    format: "ForeignFormat"
+    tensors: Mapping[str, str]
+    N: int
+    K: int
+    groups: int
+    group: int
+
+
+@dataclass(frozen=True)
 class ForeignFormat:
     """A format: the names that a matrix needs and those that it may have beside, its sizes and its weight.
 
@@ -58,20 +73,8 @@ class ForeignFormat:
     needs: tuple[str, ...]
     sizes: Callable[[Mapping[str, tuple[int, ...]]], tuple[int, int, int] | None]
     shapes: Callable[[int, int, int], dict[str, tuple[str, tuple[int, ...]]]]
-    weight: Callable[[Arrays, bool], ForeignWeight]
+    weight: Callable[[ForeignMatrix, Arrays, Declaration], ForeignWeight]
     two_level: bool = False  # integer scales per group: an LQQWeight
-
-
-@dataclass(frozen=True)
-class ForeignMatrix:
-    """A matrix of a format: its tensors by the last part of their names; K/groups weights share constants."""
-
-    name: str
-    format: ForeignFormat
-    tensors: Mapping[str, str]
-    N: int
-    K: int
-    groups: int
 
 
 class ForeignCheckpoint:
@@ -80,15 +83,16 @@ class ForeignCheckpoint:
     `matrices` are the quantised ones by name, `weight` gives their integers; the others are as the file has them.
 
     Raises FileError: no readable checkpoint; a matrix some of whose tensors are missing, or have other dtypes or shapes
-    than the rest demands; a config that states other bits or another group size.
+    than the rest demands; a config of another method, with settings that the formula has not, or that contradicts the
+    tensors.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self.declared = read_declaration(self.path if self.path.is_dir() else self.path.parent)
         self.file = open_checkpoint(path)
         if METADATA_KEY in self.file.metadata:
             raise FileError(f"{self.path}: holds packed weights already")
-        self.stated = _stated(self.path if self.path.is_dir() else self.path.parent)
         self.matrices: dict[str, ForeignMatrix] = {}
         self.tensors: dict[str, TensorInfo] = {}
         modules: dict[str, dict[str, TensorInfo]] = {}
@@ -101,17 +105,39 @@ class ForeignCheckpoint:
             if _MARKS & parts.keys():
                 self._add(f"{module}.weight", {part: parts.pop(part) for part in _PARTS & parts.keys()})
             self.tensors |= {info.name: info for info in parts.values()}
+        if self.declared.format and not self.matrices:
+            raise FileError(f"{self.path}: no matrix is quantised, where the config declares {self.declared.format}")
 
     def read(self, name: str) -> Array:
         """The tensor `name`: f32 [N, K] of a quantised matrix, else as the file's own `read`."""
         return self.weight(name).dequantize() if name in self.matrices else self.file.read(name)
 
     def weight(self, name: str) -> ForeignWeight:
-        """The integers of a matrix. Raises FileError for scales that are not finite, and for values no 4 bits have."""
+        """The integers of a matrix.
+
+        Raises FileError for scales that are not finite, values that no 4 bits have, and constants that contradict the
+        config.
+        """
         matrix = self.matrices[name]
         with in_file(self.path), naming(name):
             arrays = {part: self._array(tensor) for part, tensor in matrix.tensors.items()}
-            return matrix.format.weight(arrays, self.stated.get("checkpoint_format") == "gptq_v2")
+            return matrix.format.weight(matrix, arrays, self.declared)
+
+    def column_groups(self, name: str) -> Array:
+        """Return the group of each column of a matrix, int32 [K]; its weights are not read."""
+        matrix = self.matrices[name]
+        with in_file(self.path), naming(name):
+            parts = _INDICES & matrix.tensors.keys()
+            return _column_groups(matrix, {part: self._array(matrix.tensors[part]) for part in parts})
+
+    def zero_biases(self) -> set[str]:
+        """Find the biases of quantised matrices that are zero throughout: AutoGPTQ gives one to every matrix."""
+        zero = set()
+        for name in self.matrices:
+            bias = name.removesuffix("weight") + "bias"
+            if bias in self.tensors and not self.file.read(bias).any():
+                zero.add(bias)
+        return zero
 
     def _add(self, name: str, parts: dict[str, TensorInfo]) -> None:
         """Recognise a matrix."""
@@ -121,9 +147,10 @@ class ForeignCheckpoint:
                 continue
             if len(found[format.needs[0]]) != 2 or (sizes := format.sizes(found)) is None:
                 continue
-            self._check(name, format, parts, *sizes)
+            group = self._checked_group(name, format, parts, *sizes)
             N, K, groups = sizes
-            self.matrices[name] = ForeignMatrix(name, format, {p: i.name for p, i in parts.items()}, N, K, groups)
+            tensors = {part: info.name for part, info in parts.items()}
+            self.matrices[name] = ForeignMatrix(name, format, tensors, N, K, groups, group)
             self.tensors[name] = TensorInfo(name, (N, K), "F32", 4 * N * K)
             return
         has = ", ".join(f"{part} {[*shape]}" for part, shape in sorted(found.items()))
@@ -132,9 +159,10 @@ class ForeignCheckpoint:
         rule = f"{near.name} needs {', '.join(lacking)}" if lacking else f"not the shapes of {near.name}"
         raise FileError(f"{self.path}: {name}: {rule} (got {has})")
 
-    def _check(
+    def _checked_group(
         self, name: str, format: ForeignFormat, parts: dict[str, TensorInfo], N: int, K: int, groups: int
-    ) -> None:
+    ) -> int:
+        """Return the columns per group. Raises FileError unless dtypes, shapes and the config agree."""
         expected = format.shapes(N, K, groups)
         for part, info in parts.items():
             if part not in expected:
@@ -143,17 +171,21 @@ class ForeignCheckpoint:
             if info.shape != shape or (info.dtype not in FLOATS if kind == "float" else info.dtype != kind):
                 got = f"{info.dtype} {[*info.shape]}"
                 raise FileError(f"{self.path}: {info.name}: must be {kind} {[*shape]} in {format.name} (got {got})")
-        if not N or not K or groups < 1 or K % groups:
-            raise FileError(
-                f"{self.path}: {name}: K must be a multiple of the groups (got N={N}, K={K}, {groups} groups)"
-            )
-        bits, group = self.stated.get("bits", 4), self.stated.get("group_size", -1)
-        if bits != 4:
-            raise FileError(f"{self.path}: the config's bits must be 4 (got {str(bits)[:40]})")
-        if group not in (-1, None, K // groups):
-            raise FileError(
-                f"{self.path}: {name}: the config's group_size must be {K // groups} (got {str(group)[:40]})"
-            )
+        declared = self.declared
+        if declared.format not in (None, format.name):
+            raise FileError(f"{self.path}: {name}: must be {declared.format}, as the config says (got {format.name})")
+        if name.removesuffix(".weight") in declared.ignored:
+            raise FileError(f"{self.path}: {name}: must not be quantised, as the config says")
+        sizes = f"(got N={N}, K={K}, {groups} groups)"
+        if not N or not K or groups < 1 or (K % groups and (format.two_level or declared.group_size is None)):
+            raise FileError(f"{self.path}: {name}: K must be a multiple of the groups {sizes}")
+        if declared.group_size is None:
+            return K // groups
+        group = K if declared.group_size == WHOLE_ROW else min(declared.group_size, K)
+        if ceil_div(K, group) != groups or (K % group and format.two_level):
+            rule = f"the config's group_size {declared.group_size} must give the groups of the tensors"
+            raise FileError(f"{self.path}: {name}: {rule} {sizes}")
+        return group
 
     def _array(self, name: str) -> Array:
         info = self.file.tensors[name]
@@ -164,21 +196,10 @@ class ForeignCheckpoint:
         return floats
 
 
-def _stated(folder: Path) -> dict[str, Any]:
-    """What config.json or quantize_config.json beside a checkpoint say of its quantisation."""
-    for file, key in (("config.json", "quantization_config"), ("quantize_config.json", None)):
-        if (path := folder / file).is_file():
-            found = read_json(path)
-            said = found.get(key) if key and isinstance(found, dict) else found
-            if isinstance(said, dict):
-                return said
-    return {}
-
-
 # --- the formats -----------------------------------------------------------------------------------------------------
 
 
-def _qserve_groups(arrays: Arrays, _: bool) -> LQQWeight:
+def _qserve_groups(_: ForeignMatrix, arrays: Arrays, __: Declaration) -> LQQWeight:
     """QServe's zeros are integers, whatever the scale: LQQ's minimum. Some are -255..0 modulo 256.
 
     Where such a zero reads as positive and its group overflows by that, 256 is subtracted. The group's smallest nibble
@@ -202,7 +223,7 @@ def _qserve_groups(arrays: Arrays, _: bool) -> LQQWeight:
     )
 
 
-def _qserve_channel(arrays: Arrays, _: bool) -> AffineWeight:
+def _qserve_channel(_: ForeignMatrix, arrays: Arrays, __: Declaration) -> AffineWeight:
     """A file has zero·scale rounded to FP16: where it is an integer's, the zero is that integer."""
     scale, scaled = arrays["s1_scales"], arrays["s1_szeros"]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -216,51 +237,92 @@ def _qserve_channel(arrays: Arrays, _: bool) -> AffineWeight:
     )
 
 
-def _compressed(arrays: Arrays, _: bool) -> AffineWeight:
-    packed = arrays["weight_packed"]
-    N, K = packed.shape[0], 8 * packed.shape[1]
-    if arrays["weight_shape"].tolist() != [N, K]:
-        raise ArgumentError("weight_shape", f"4 bits in weight_packed are [{N}, {K}]", arrays["weight_shape"].tolist())
+def _compressed(matrix: ForeignMatrix, arrays: Arrays, declared: Declaration) -> AffineWeight:
+    shape = tuple(arrays["weight_shape"].tolist())
+    if shape != (matrix.N, matrix.K):
+        raise ArgumentError("weight_shape", f"4 bits in weight_packed are {[matrix.N, matrix.K]}", [*shape])
     zero = arrays.get("weight_zero_point")
     if zero is not None:
-        zero = unpack_words(zero, 0)[:N]
-    return _affine(unpack_words(packed, 1), arrays["weight_scale"], zero, arrays.get("weight_g_idx"))
+        zero = unpack_words(zero, 0)[: matrix.N]
+    return _affine(matrix, unpack_words(arrays["weight_packed"], 1), arrays["weight_scale"], zero, arrays, declared)
 
 
-def _compressed_integers(arrays: Arrays, _: bool) -> AffineWeight:
+def _compressed_integers(matrix: ForeignMatrix, arrays: Arrays, declared: Declaration) -> AffineWeight:
     q = arrays["weight"]
     if q.min() < -8 or q.max() > 7:
         raise ArgumentError("weight", "must be of 4 bits, -8..7", f"{q.min()}..{q.max()}")
     zero = arrays.get("weight_zero_point")
     zero = None if zero is None else zero.astype(np.int16) + 8
-    return _affine((q + 8).astype(np.uint8), arrays["weight_scale"], zero)
+    return _affine(matrix, (q + 8).astype(np.uint8), arrays["weight_scale"], zero, arrays, declared)
 
 
-def _gptq(arrays: Arrays, second_version: bool) -> AffineWeight:
-    stored = unpack_words(arrays["qzeros"], 1)
-    zero: U8 = stored if second_version else stored + np.uint8(1) & np.uint8(15)
-    return _affine(unpack_words(arrays["qweight"], 0).T, arrays["scales"].T, zero.T, arrays.get("g_idx"))
+def _gptq(matrix: ForeignMatrix, arrays: Arrays, declared: Declaration) -> AffineWeight:
+    zero = _gptq_zeros(arrays["qzeros"], declared)
+    return _affine(matrix, unpack_words(arrays["qweight"], 0).T, arrays["scales"].T, zero.T, arrays, declared)
 
 
-def _awq(arrays: Arrays, _: bool) -> AffineWeight:
+def _gptq_zeros(qzeros: Array, declared: Declaration) -> U8:
+    """Unpack zero points of the version that the config names. If all are a version's middle, it is that version.
+
+    Files of version 2 are in use that a config calls version 1, and reversed: symmetric ones, which only this tells.
+    """
+    stored = unpack_words(qzeros, 1)
+    symmetric_version = {8: 2, 7: 1}.get(int(stored[0, 0])) if (stored == stored[0, 0]).all() else None
+    version = declared.version or 1
+    if symmetric_version not in (None, version):
+        if declared.symmetric is False:
+            rule = f"must not all be {stored[0, 0]} in version {version} where the config's sym is false"
+            raise ArgumentError("qzeros", rule, "the middle of the other version")
+        version = symmetric_version
+    if version == 2:
+        return stored
+    if declared.borrows:
+        return unpack_words((qzeros.view(np.uint32) + np.uint32(0x11111111)).view(np.int32), 1)
+    zero: U8 = stored + np.uint8(1) & np.uint8(15)
+    return zero
+
+
+def _awq(matrix: ForeignMatrix, arrays: Arrays, declared: Declaration) -> AffineWeight:
     q4, zero = (unpack_words(arrays[part], 1, AWQ_COLUMNS) for part in ("qweight", "qzeros"))
-    return _affine(q4.T, arrays["scales"].T, zero.T)
+    return _affine(matrix, q4.T, arrays["scales"].T, zero.T, arrays, declared)
 
 
-def _affine(q4: Array, scale: F32, zero: Array | None, group_of: Array | None = None) -> AffineWeight:
-    """Of arrays in any memory order; without zero points the weights are symmetric around 8."""
-    K, G = q4.shape[1], scale.shape[1]
-    if group_of is not None:
-        if group_of.min() < 0 or group_of.max() >= G:
-            raise ArgumentError("g_idx", f"must lie in 0..{G - 1}", f"{group_of.min()}..{group_of.max()}")
-        group_of = None if (group_of == np.arange(K) // (K // G)).all() else group_of
-    zero = np.full(scale.shape, 8) if zero is None else zero
+def _affine(
+    matrix: ForeignMatrix, q4: Array, scale: F32, zero: Array | None, arrays: Arrays, declared: Declaration
+) -> AffineWeight:
+    """Make a weight of arrays in any memory order; without zero points it is symmetric around 8."""
+    if zero is None:
+        if declared.symmetric is False:
+            raise ArgumentError("zero points", "must be there, as the config says", "none")
+        zero = np.full(scale.shape, 8)
+    elif declared.symmetric and (zero != 8).any():
+        raise ArgumentError("zero points", "must be 8, as the config says", f"{zero.min()}..{zero.max()}")
+    if declared.act_order and matrix.groups > 1 and not _INDICES & arrays.keys():
+        raise ArgumentError("g_idx", "must be there, as the config says that groups follow activations", "none")
+    group_of = _column_groups(matrix, arrays)
+    equal = matrix.K // matrix.groups
+    is_regular = matrix.K % matrix.groups == 0 and (group_of == np.arange(matrix.K) // equal).all()
     return AffineWeight(
         q4=np.ascontiguousarray(q4),
         scale=np.ascontiguousarray(scale),
         zero=np.ascontiguousarray(zero, dtype=np.float32),
-        group_of=group_of,
+        group_of=None if is_regular else group_of,
     )
+
+
+def _column_groups(matrix: ForeignMatrix, arrays: Arrays) -> Array:
+    """Return the group of each column: as the file has it, else in the columns' order."""
+    in_order = (np.arange(matrix.K) // matrix.group).astype(np.int32)
+    part = next(iter(_INDICES & arrays.keys()), None)
+    if part is None or (part == "weight_g_idx" and (arrays[part] == -1).all()):
+        return in_order
+    index = arrays[part]
+    if index.min() < 0 or index.max() >= matrix.groups:
+        raise ArgumentError(part, f"must lie in 0..{matrix.groups - 1}", f"{index.min()}..{index.max()}")
+    if (counts := np.bincount(index, minlength=matrix.groups)).max() > matrix.group:
+        rule = f"must give a group {matrix.group} columns"
+        raise ArgumentError(part, rule, f"{counts.max()} in group {counts.argmax()}")
+    return index
 
 
 def _qserve_sizes(qweight: tuple[int, ...], groups: int) -> tuple[int, int, int] | None:
@@ -294,7 +356,7 @@ _FORMATS = (
         _qserve_channel,
     ),
     ForeignFormat(
-        "compressed-tensors, packed",
+        PACKED,
         ("weight_packed", "weight_scale", "weight_shape"),
         lambda found: (found["weight_packed"][0], 8 * found["weight_packed"][1], (*found["weight_scale"], 1, 1)[1]),
         lambda N, K, G: {
@@ -307,7 +369,7 @@ _FORMATS = (
         _compressed,
     ),
     ForeignFormat(
-        "compressed-tensors, integers",
+        INTEGERS,
         ("weight", "weight_scale"),
         lambda found: (found["weight"][0], found["weight"][1], (*found["weight_scale"], 1, 1)[1]),
         lambda N, K, G: {
@@ -318,7 +380,7 @@ _FORMATS = (
         _compressed_integers,
     ),
     ForeignFormat(
-        "GPTQ",
+        GPTQ,
         ("qweight", "qzeros", "scales"),
         lambda found: (
             (found["qweight"][1], 8 * found["qweight"][0], found["scales"][0])
@@ -334,7 +396,7 @@ _FORMATS = (
         _gptq,
     ),
     ForeignFormat(
-        "AWQ",
+        AWQ,
         ("qweight", "qzeros", "scales"),
         lambda found: (
             (8 * found["qweight"][1], found["qweight"][0], found["scales"][0])
@@ -351,3 +413,4 @@ _FORMATS = (
 )
 _PARTS = {part for format in _FORMATS for part in format.shapes(32, 32, 1)}
 _MARKS = _PARTS - {"weight"}
+_INDICES = {"g_idx", "weight_g_idx"}

@@ -2,13 +2,13 @@
 
 QServe's weights with groups are exact as `lqq`, whatever their zeros. Weights with one scale per row and a zero point
 in 0..15 are exact as `qoq_channel`. All others have float scales per group, where the kernels here take integers: they
-become the nearest `lqq` of the same groups (`AffineWeight.nearest_lqq`). Where groups are not contiguous, or no groups
-of ours, weights are dequantised and quantised from the beginning.
+become the nearest `lqq` of the same groups, or of smaller ones (`AffineWeight.nearest_lqq`). A group of ours that has
+columns of several of theirs is dequantised and quantised from the beginning.
 """
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab.errors import ArgumentError, FileError, naming
-from ptxlab.io.files import require_folder
+from ptxlab.io.files import require_new, sole_writer
 from ptxlab.llm.checkpoints import folder as folders
 from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.foreign import UNKNOWN_RANGE, ForeignCheckpoint, ForeignMatrix, ForeignWeight
@@ -28,13 +28,12 @@ from ptxlab.lowbit.layout.checkpoint import write_checkpoint
 from ptxlab.lowbit.layout.packed_weight import QuantizedWeight, require_no_overflow
 from ptxlab.lowbit.layout.storage import announce, contents, header_fields, metadata
 from ptxlab.lowbit.quant import (
-    GROUPS,
     PROTECTIVE_RANGE,
     AffineWeight,
     LQQWeight,
     QoQChannelWeight,
     TwoLevelWeight,
-    quantize_lqq,
+    lqq_group,
 )
 from ptxlab.validate import is_one_of
 
@@ -48,8 +47,8 @@ class ImportedMatrix:
     """What became of a matrix.
 
     `relative_error` is ||W - W'||_F / ||W||_F, W being what the file's numbers stand for; None where they were taken
-    over exactly. `overflows` counts the groups that the kernels would restore wrong, of `groups`; `overflow` says the
-    first place and its values.
+    over exactly. Of the `groups`, `requantised` counts those quantised from the beginning, `overflows` those that the
+    kernels would restore wrong; `overflow` says the first place and its values.
     """
 
     name: str
@@ -58,6 +57,7 @@ class ImportedMatrix:
     scheme: str
     group: int
     relative_error: float | None
+    requantised: int
     groups: int
     overflows: int
     overflow: str
@@ -84,47 +84,60 @@ def import_checkpoint(
         unchecked: take groups over that overflow s8, which is refused otherwise, with the matrix, row and values.
         progress: of matrices, or layers.
 
-    Raises FileError for a checkpoint that is broken or has no matrix of such a format, and where `out` is there;
-    ArgumentError for an unknown layout, a matrix whose size the layout does not take, and a group that overflows.
+    Raises FileError for a checkpoint that is broken or has no matrix of such a format, and where `out` is there or
+    another process is writing it; ArgumentError for an unknown layout, a matrix whose size the layout does not take,
+    and a group that overflows.
     """
     source, out = Path(source), Path(out)
     if not is_one_of(layout, LAYOUTS):
         raise ArgumentError("layout", f"must be one of {', '.join(LAYOUTS)}", layout)
-    if out.exists():
-        raise FileError(f"{out}: is there already")
-    require_folder(out)
+    require_new(out)
     checkpoint = ForeignCheckpoint(source)
     if not checkpoint.matrices:
         raise FileError(f"{source}: no quantised matrix of QServe, compressed-tensors, GPTQ or AWQ")
     write = _write_model if (source / "config.json").is_file() else _write_file
-    return write(checkpoint, out, layout, unchecked, progress)
+    with sole_writer(out):
+        require_new(out)  # another process may have finished it meanwhile
+        return write(checkpoint, out, layout, unchecked, progress)
 
 
-def converted(parts: Sequence[ForeignWeight]) -> tuple[QuantizedWeight, float | None]:
-    """Matrices of equal K, one below the other, for the kernels; and the relative error, None where it is exact."""
+@dataclass(frozen=True)
+class ConvertedWeight:
+    """A weight for the kernels, its relative error (None: exact), and how many groups were quantised again."""
 
-    def joined(some: Sequence[Any], *fields: str) -> dict[str, Any]:
-        return {name: np.concatenate([getattr(each, name) for each in some]) for name in fields}
-
-    one_group = len({part.group for part in parts}) == 1
-    if one_group and all(isinstance(part, LQQWeight) for part in parts):
-        return LQQWeight(**joined(parts, *_LQQ), protective_range=UNKNOWN_RANGE), None
-    channels = [part.per_channel() for part in parts if isinstance(part, AffineWeight)]
-    if len(channels) == len(parts) and None not in channels:
-        return QoQChannelWeight(**joined(channels, "q4", "scale", "zero")), None
-    floats = np.concatenate([part.dequantize() for part in parts])
-    nearest = [part.nearest_lqq() if isinstance(part, AffineWeight) else None for part in parts]
-    if one_group and None not in nearest:
-        weight = LQQWeight(**joined(nearest, *_LQQ), protective_range=PROTECTIVE_RANGE)
-    else:
-        group = _group(floats.shape[1], min(part.group for part in parts))
-        weight = quantize_lqq(floats, group, rounding="search")
-    return weight, relative_error(floats, weight)
+    weight: QuantizedWeight
+    relative_error: float | None = None
+    requantised: int = 0
 
 
-def _group(K: int, group: int) -> int:
-    """The group of a matrix that is quantised again: the file's where kernels take it, else one that divides K."""
-    return group if group in GROUPS else max((size for size in GROUPS[:2] if K % size == 0), default=GROUPS[0])
+def convert_parts(parts: Sequence[ForeignWeight]) -> ConvertedWeight:
+    """Convert matrices of equal K, one below the other, for the kernels."""
+
+    def join(weights: Iterable[Any], *fields: str) -> dict[str, Any]:
+        return {name: np.concatenate([getattr(weight, name) for weight in weights]) for name in fields}
+
+    two_level = [part for part in parts if isinstance(part, LQQWeight)]
+    if len(two_level) == len(parts) and len({part.group for part in two_level}) == 1:
+        return ConvertedWeight(LQQWeight(**join(parts, *_LQQ), protective_range=UNKNOWN_RANGE))
+    affine = [_affine(part) if isinstance(part, LQQWeight) else part for part in parts]
+    channels = [part.per_channel() for part in affine]
+    if None not in channels:
+        return ConvertedWeight(QoQChannelWeight(**join(channels, "q4", "scale", "zero")))
+    group = min(lqq_group(part.column_groups) for part in affine)
+    nearest, requantised = zip(*(part.nearest_lqq(group) for part in affine), strict=True)
+    weight = LQQWeight(**join(nearest, *_LQQ), protective_range=PROTECTIVE_RANGE)
+    floats = np.concatenate([part.dequantize() for part in affine])
+    return ConvertedWeight(weight, relative_error(floats, weight), sum(requantised))
+
+
+def _affine(weight: LQQWeight) -> AffineWeight:
+    """Write the same numbers with float scales. A group of scale 0 has its minimum in every weight."""
+    scale = np.maximum(weight.group_scale, 1).astype(np.float32)
+    return AffineWeight(
+        q4=weight.q4 * np.repeat(weight.group_scale > 0, weight.group, axis=1),
+        scale=scale * weight.channel_scale[:, None],
+        zero=-weight.minimum.astype(np.float32) / scale,
+    )
 
 
 def _write_file(
@@ -139,11 +152,11 @@ def _write_file(
         for name in checkpoint.tensors:
             if name in fields:
                 with naming(name):
-                    weight, error = converted([checkpoint.weight(name)])
-                    packed = pack(weight, layout, unchecked=True)
+                    conversion = convert_parts([checkpoint.weight(name)])
+                    packed = pack(conversion.weight, layout, unchecked=True)
                 if not unchecked:
-                    require_no_overflow(name, weight)
-                rows.append(_row(checkpoint.matrices[name], weight, error))
+                    require_no_overflow(name, conversion.weight)
+                rows.append(_row(checkpoint.matrices[name], conversion))
                 yield from contents(name, packed)
             else:
                 yield name, checkpoint.file.read_bytes(name)
@@ -154,14 +167,14 @@ def _write_file(
 
 
 def _fields(checkpoint: ForeignCheckpoint, matrix: ForeignMatrix, layout: str) -> dict[str, Any]:
-    """The header of what `converted` makes of a matrix. Without groups the zero points decide, so it is read."""
+    """The header of what `convert_parts` makes of a matrix. Without groups the zero points decide, so it is read."""
     name, N, K = matrix.name, matrix.N, matrix.K
     if matrix.format.two_level:
-        scheme, group, protective_range = "lqq", K // matrix.groups, UNKNOWN_RANGE
+        scheme, group, protective_range = "lqq", matrix.group, UNKNOWN_RANGE
     elif matrix.groups == 1 and checkpoint.weight(name).per_channel() is not None:  # type: ignore[union-attr]
         scheme, group, protective_range = "qoq_channel", K, 0
     else:
-        scheme, group, protective_range = "lqq", _group(K, K // matrix.groups), PROTECTIVE_RANGE
+        scheme, group, protective_range = "lqq", lqq_group(checkpoint.column_groups(name)), PROTECTIVE_RANGE
     with naming(name):
         buffer_shapes(layout, scheme, N, K, group)
     return header_fields(layout, scheme, N, K, group, protective_range)
@@ -188,8 +201,9 @@ def _write_model(
                     if isinstance(part, LQQWeight) and not unchecked:
                         require_no_overflow(name, part)
                 with naming(names[0]):
-                    weights[fused], error = converted(each)
-                rows.append(_row(checkpoint.matrices[names[0]], weights[fused], error, f"layer {index} {fused}"))
+                    conversion = convert_parts(each)
+                weights[fused] = conversion.weight
+                rows.append(_row(checkpoint.matrices[names[0]], conversion, f"layer {index} {fused}"))
             with naming(f"layer {index}"):
                 packed = packed_layer(config, layer, weights, layout, unchecked=unchecked)
             folders.save_layer(partial, index, packed)
@@ -206,7 +220,8 @@ def _write_model(
     return rows
 
 
-def _row(matrix: ForeignMatrix, weight: QuantizedWeight, error: float | None, name: str = "") -> ImportedMatrix:
+def _row(matrix: ForeignMatrix, conversion: ConvertedWeight, name: str = "") -> ImportedMatrix:
+    weight = conversion.weight
     if isinstance(weight, TwoLevelWeight):
         scheme, group, overflows = "lqq", weight.group, weight.overflows()
     else:
@@ -222,7 +237,8 @@ def _row(matrix: ForeignMatrix, weight: QuantizedWeight, error: float | None, na
         shape=weight.shape,
         scheme=scheme,
         group=group,
-        relative_error=error,
+        relative_error=conversion.relative_error,
+        requantised=conversion.requantised,
         groups=overflows.size,
         overflows=int(overflows.sum()),
         overflow=first,

@@ -130,6 +130,7 @@ def _open_folder(path: Path) -> tuple[FloatModel, Tokenizer]:
         config = Config.from_json(path / "config.json")
     file = ForeignCheckpoint(path)
     unused = {name for name in file.tensors if name.endswith("rotary_emb.inv_freq")}  # of old checkpoints
+    unused |= file.zero_biases()
     if other := next((info for name, info in file.tensors.items() if info.dtype not in FLOATS), None):
         raise FileError(f"{path}: {other.name}: dtype must be one of {', '.join(FLOATS)} (got {other.dtype})")
     if config.tied_head and _HUGGING_FACE["head"] in file.tensors:  # transformers believes the file, not the config

@@ -1,6 +1,6 @@
 """The command `accuracy`: what each step of the recipes does to a model's perplexity."""
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,7 +14,7 @@ from rich.table import Table
 from ptxlab import __version__, gpu
 from ptxlab.cli.common import AsJson, console, expects, print_json, progress_bar, require_counts, table, written
 from ptxlab.errors import FileError
-from ptxlab.io.files import read_record, require_folder, write_record
+from ptxlab.io.files import read_record, require_folder, sole_writer, write_record
 from ptxlab.llm.accuracy import steps as table_of
 from ptxlab.llm.accuracy.text import tokens_of, windows
 from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
@@ -77,21 +77,28 @@ def accuracy(
         "calibration": [samples, sample_length],
         "device": gpu.device_info().name if on_gpu else "CPU",
     }
-    before = _before(out, about) if out is not None and out.exists() else []
-    record: dict[str, Any] = {
-        **about,
-        "versions": {"ptxlab": __version__, "numpy": np.__version__},
-        "commit": commit(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "rows": before,
-    }
-    with progress_bar("accuracy", steps, quiet=as_json) as advance:
-        for found in table_of.measure(
-            moved, lambda seed: drawn(calibration, samples, sample_length, seed), texts, chosen, seeds, advance, before
-        ):
-            record["rows"] = table_of.in_order([*record["rows"], found])
-            if out is not None:  # after every row: a full run takes its time
-                write_record(out, record, "rows")
+    with sole_writer(out) if out is not None else nullcontext():
+        before = _before(out, about) if out is not None and out.exists() else []
+        record: dict[str, Any] = {
+            **about,
+            "versions": {"ptxlab": __version__, "numpy": np.__version__},
+            "commit": commit(),
+            "date": datetime.now(UTC).date().isoformat(),
+            "rows": before,
+        }
+        with progress_bar("accuracy", steps, quiet=as_json) as advance:
+            for found in table_of.measure(
+                moved,
+                lambda seed: drawn(calibration, samples, sample_length, seed),
+                texts,
+                chosen,
+                seeds,
+                advance,
+                before,
+            ):
+                record["rows"] = table_of.in_order([*record["rows"], found])
+                if out is not None:  # after every row: a full run takes its time
+                    write_record(out, record, "rows")
     if as_json:
         return print_json(record)
     title = f"perplexity of {escape(str(record['model']))}, a window of {length} tokens at a time"

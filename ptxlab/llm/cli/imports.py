@@ -38,12 +38,13 @@ def import_(
             "x".join(map(str, row.shape)),
             row.scheme if row.scheme == "qoq_channel" else f"{row.scheme}, group {row.group}",
             "exact" if row.relative_error is None else f"{row.relative_error:.4f}",
-            f"{row.overflows:,} of {row.groups:,}" if row.overflows else "-",
+            *(f"{count:,} of {row.groups:,}" if count else "-" for count in (row.requantised, row.overflows)),
         )
         for row in rows
     ]
     title = f"{source.name}: {', '.join(sorted({row.format for row in rows}))}"
-    console.print(table(title, ("matrix", "shape>", "scheme", "relative error>", "overflowing groups>"), cells))
+    columns = ("matrix", "shape>", "scheme", "relative error>", "groups quantised again>", "overflowing groups>")
+    console.print(table(title, columns, cells))
     for row in rows:
         if row.overflows:
             console.print(f"{row.name}: first overflow: {row.overflow}", highlight=False, soft_wrap=True, markup=False)

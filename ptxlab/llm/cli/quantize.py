@@ -18,6 +18,7 @@ from ptxlab.cli.common import (
     table,
     written,
 )
+from ptxlab.io.files import sole_writer
 from ptxlab.llm.accuracy.text import tokens_of
 from ptxlab.llm.checkpoints import convert
 from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
@@ -142,7 +143,7 @@ def _file(
 ) -> None:
     """A checkpoint's matrices one by one; the result is loaded again and every bit compared."""
     conversion = convert.plan(file, scheme=scheme, group=group, layout=layout, pattern=tensor, protective_range=limit)
-    with progress_bar("quantize", conversion.steps, quiet=as_json) as advance:
+    with sole_writer(out), progress_bar("quantize", conversion.steps, quiet=as_json) as advance:
         conversion.write(out, advance)
         conversion.verify(out, advance)
     if as_json:

@@ -1,16 +1,18 @@
 """Quantise a model by a recipe into a folder of packed weights, layer by layer; an interrupted run resumes."""
 
 import hashlib
+import json
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ptxlab import gpu
+from ptxlab import __version__, gpu
 from ptxlab.errors import ArgumentError, FileError, naming
-from ptxlab.io.files import require_folder
+from ptxlab.io.files import require_new, sole_writer
 from ptxlab.llm.checkpoints import folder as folders
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.model.decoder import Layer
@@ -25,6 +27,7 @@ from ptxlab.lowbit.layout.reordered import reordered_shapes
 from ptxlab.validate import is_one_of
 
 Progress = Callable[[str], None]  # called when a layer is done, with its name
+_SHOWN = 60  # characters of values in a message, fewer than a digest has
 
 
 def quantize_model(
@@ -57,8 +60,9 @@ def quantize_model(
         By the number of each layer that this call quantised, its `QuantizedLayer.errors`.
 
     Raises ArgumentError for a recipe that no kernel supports or that does not fit the model, and for a matrix that
-    cannot be quantised or would overflow, with its layer. Raises FileError if `out` exists, or if the hidden folder
-    has another run's layers.
+    cannot be quantised or would overflow, with its layer. Raises FileError if `out` exists, if another process is
+    writing it, or if the hidden folder has layers of a run that began with other settings, weights, text, tokenizer or
+    versions.
     """
     scheme = check_packable(recipe, out)
     require_text(recipe, tokens)
@@ -73,9 +77,26 @@ def quantize_model(
             else:
                 buffer_shapes(layout, scheme, N, K, K if scheme == "qoq_channel" else recipe.group or 0)
     ends = stored_ends(turned, dtype)  # before the layers take their time: what float16 does not hold is refused
-    about = {**recipe.to_json(), "layout": layout, "dtype": dtype, "model": config.name}
-    about |= {"text": _digest(tokens), "weights": _digest(model.final_norm, model.layers[0]["q"])}  # identify the run
-    partial = _partial(out, about)
+    about = {**recipe.to_json(), "layout": layout, "dtype": dtype, **_identity(model, tokens, tokenizer)}
+    with sole_writer(out):
+        require_new(out)  # another process may have finished it meanwhile
+        partial = _partial(out, about)
+        errors = _write_layers(turned, tokens, recipe, partial, layout=layout, dtype=dtype, progress=progress)
+        folders.save_ends(partial, config, about, **ends)
+        if tokenizer is not None:
+            tokenizer.save(partial)
+        try:
+            os.replace(partial, out)
+        except OSError as error:
+            raise FileError(f"{out}: cannot be written: {error.strerror or error}") from None
+    return errors
+
+
+def _write_layers(
+    model: FloatModel, tokens: Tokens, recipe: Recipe, partial: Path, *, layout: str, dtype: str, progress: Progress
+) -> dict[int, dict[str, float | None]]:
+    """Write the layers that `partial` lacks; returns their errors."""
+    config = model.config
 
     def finished(index: int) -> Layer | None:
         if not folders.layer_path(partial, index).is_file():
@@ -84,20 +105,13 @@ def quantize_model(
         return layer_floats(layer.to_device() if gpu.is_device_array(model.embedding) else layer)
 
     errors = {}
-    for index, found in enumerate(quantize_layers(turned, tokens, recipe, finished)):
+    for index, found in enumerate(quantize_layers(model, tokens, recipe, finished)):
         if found is not None:
             with naming(f"layer {index}"):  # a group that would overflow is refused there
                 layer = packed_layer(config, found.floats, _ordered(found, recipe, layout), layout, dtype)
             folders.save_layer(partial, index, layer)
             errors[index] = found.errors
         progress(f"layer {index}")
-    folders.save_ends(partial, config, about, **ends)
-    if tokenizer is not None:
-        tokenizer.save(partial)
-    try:
-        os.replace(partial, out)
-    except OSError as error:
-        raise FileError(f"{out}: cannot be written: {error.strerror or error}") from None
     return errors
 
 
@@ -117,9 +131,7 @@ def check_packable(recipe: Recipe, out: Path) -> str:
     if recipe.scheme is None or not (recipe.scheme in PACKED or in_order):
         rule = f"scheme must be one of {', '.join(PACKED)} to be packed, or int4 with 4-bit activations in order"
         raise ArgumentError("recipe", f"{rule}; others are measured: ptxlab accuracy", recipe.scheme)
-    if out.exists():
-        raise FileError(f"{out}: is there already")
-    require_folder(out)
+    require_new(out)
     return recipe.scheme
 
 
@@ -134,17 +146,52 @@ def _partial(out: Path, about: dict[str, Any]) -> Path:
         folders.save_recipe(partial, about)
     for torn in partial.glob(".*.tmp"):  # of a write that was killed
         torn.unlink()
-    before = folders.read_recipe(partial)
-    if before != about:
-        changed = next(name for name in {**before, **about} if before.get(name) != about.get(name))
-        raise FileError(f"{partial}: holds layers of another run, whose {changed} differs; remove it to begin anew")
+    earlier = folders.read_recipe(partial)
+    if earlier != about:
+        difference = _difference(earlier, about)
+        raise FileError(f"{partial}: holds layers of another run, whose {difference}; remove it to begin anew")
     return partial
 
 
-def _digest(*arrays: Any) -> str:
+def _difference(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Say of the first setting that differs how: `config.rope_theta differs (10000.0, now 500000.0)`."""
+    name = next(name for name in {**now, **earlier} if earlier.get(name) != now.get(name))
+    old, new = earlier.get(name), now.get(name)
+    if isinstance(old, dict) and isinstance(new, dict):
+        return f"{name}.{_difference(old, new)}"
+    values = f"{old}, now {new}"
+    return f"{name} differs ({values})" if len(values) < _SHOWN else f"{name} differs"  # digests say nothing
+
+
+def _identity(model: FloatModel, tokens: Tokens, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Describe what a run begins with, beside its settings. All weights are read, layer by layer, for digests."""
+    ends = {"embedding": model.embedding, "final_norm": model.final_norm, "head": model.head}
+    weights = {name: _digest({name: array}) for name, array in ends.items() if array is not None}
+    weights |= {f"layer {index}": _digest(layer) for index, layer in enumerate(model.layers)}
+    return {
+        "model": model.config.name,
+        "config": json.loads(json.dumps(model.config.to_json())),  # as it is read again
+        "weights": weights,
+        "text": _digest({"tokens": tokens}),
+        "tokenizer": _tokenizer_digest(tokenizer),
+        "versions": {"ptxlab": __version__, "numpy": np.__version__},
+    }
+
+
+def _tokenizer_digest(tokenizer: Tokenizer | None) -> str | None:
+    """Digest the files that a tokenizer is saved as."""
+    if tokenizer is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        contents = [path.name.encode() + path.read_bytes() for path in sorted(Path(folder).iterdir())]
+    return hashlib.sha256(b"".join(contents)).hexdigest()
+
+
+def _digest(arrays: Mapping[str, Any]) -> str:
     digest = hashlib.sha256()
-    for array in arrays:
+    for name, array in sorted(arrays.items()):
         host = gpu.to_host(array) if gpu.is_device_array(array) else np.asarray(array)
-        digest.update(f"{host.dtype}{host.shape}".encode())
+        digest.update(f"{name}{host.dtype}{host.shape}".encode())
         digest.update(np.ascontiguousarray(host).data)
     return digest.hexdigest()

@@ -5,7 +5,7 @@ DLPack, bfloat16 too, are taken as NumPy's.
 """
 
 from ptxlab.lowbit.quant.activations import QuantizedActivations, quantize_activations, token_scales
-from ptxlab.lowbit.quant.affine import AffineWeight
+from ptxlab.lowbit.quant.affine import AffineWeight, lqq_group
 from ptxlab.lowbit.quant.atom import (
     ATOM_CODE,
     ATOM_GROUPS,
@@ -57,6 +57,7 @@ __all__ = [
     "channel_places",
     "channel_sizes",
     "int8_blocks",
+    "lqq_group",
     "lqq_groups",
     "outlier_order",
     "qoq_groups",

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.hardware.words import F32, U8
-from ptxlab.lowbit.quant.inputs import GROUPS
+from ptxlab.lowbit.quant.inputs import GROUPS, row_scales
 from ptxlab.lowbit.quant.level1 import PROTECTIVE_RANGE
-from ptxlab.lowbit.quant.lqq import MAX_GROUP_SCALE, LQQWeight
+from ptxlab.lowbit.quant.lqq import MAX_GROUP_SCALE, LQQWeight, lqq_groups
 from ptxlab.lowbit.quant.qoq import QoQChannelWeight
 
 # Of the least channel scale that spans a row: a larger one may suit the groups' scales better
@@ -17,9 +17,9 @@ _CHANNEL_SCALES = np.linspace(1, 1.5, 16, dtype=np.float32)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AffineWeight:
-    """w = (q4 - zero)·scale: `q4` u8 [N, K] in 0..15, `scale` and `zero` f32 [N, G].
+    """w = (q4 - zero)·scale: `q4` u8 [N, K] in 0..15, `scale` and `zero` f32 [N, G], scales of any sign.
 
-    Column k is in group k·G/K, or in `group_of[k]`, int32 [K], where the columns were quantised in another order.
+    Column k is in group k·G/K, or in `group_of[k]`, int32 [K], where groups are not contiguous or the last is shorter.
     """
 
     q4: U8
@@ -34,56 +34,100 @@ class AffineWeight:
         return N, K
 
     @property
-    def group(self) -> int:
-        """Weights per group."""
-        return int(self.shape[1] // self.scale.shape[1])
+    def column_groups(self) -> npt.NDArray[np.int32]:
+        """The group of each column, int32 [K]."""
+        if self.group_of is not None:
+            return self.group_of
+        K = self.shape[1]
+        return np.arange(K, dtype=np.int32) // np.int32(K // self.scale.shape[1])
 
     def dequantize(self) -> F32:
         """(q4 - zero)·scale, f32 [N, K]."""
         N, K = self.shape
         if self.group_of is not None:
             return (self.q4 - self.zero[:, self.group_of]) * self.scale[:, self.group_of]
-        groups = self.q4.reshape(N, -1, self.group)
+        groups = self.q4.reshape(N, self.scale.shape[1], -1)
         return ((groups - self.zero[:, :, None]) * self.scale[:, :, None]).reshape(N, K)
 
     def per_channel(self) -> QoQChannelWeight | None:
-        """The same numbers as `qoq_channel` has them; None where there are groups, or a zero that is not in 0..15."""
+        """The same numbers as `qoq_channel` has them; None where there are groups, or a zero that is not in 0..15.
+
+        A row of negative scale is mirrored: (q4 - zero)·scale = ((15 - q4) - (15 - zero))·(-scale).
+        """
         zero = self.zero.clip(0, 15).astype(np.uint8)
         if self.scale.shape[1] != 1 or (zero != self.zero).any():
             return None
-        return QoQChannelWeight(self.q4, self.scale[:, 0], zero[:, 0])
+        negative = self.scale < 0
+        q4, zero = (np.where(negative, 15 - array, array) for array in (self.q4, zero))
+        return QoQChannelWeight(q4, np.abs(self.scale[:, 0]), zero[:, 0])
 
-    def nearest_lqq(self) -> LQQWeight | None:
-        """`lqq` of the same groups, each with its scale and smallest weight rounded to integers of a row's unit.
+    def nearest_lqq(self, group: int) -> tuple[LQQWeight, int]:
+        """`lqq` of groups of `group` columns, each with its levels rounded to integers of a row's unit.
 
-        That unit, the channel scale, is the one of a few that loses least; then each q4 is rounded anew. No nibble of a
-        group leaves s8. None where the groups are none of `GROUPS`, not contiguous, or one has no positive scale.
+        That unit, the channel scale, is the one of a few that loses least; then each weight is rounded anew. A group
+        whose columns are of several groups here has no such levels: it is quantised from its floats, and counted in the
+        second result. No nibble of a group leaves s8.
+
+        Raises ArgumentError if a row's unit is no normal float32.
         """
-        if self.group not in GROUPS or self.group_of is not None or (self.scale <= 0).any():
-            return None
-        N, G = self.scale.shape
-        q4 = self.q4.reshape(N, G, -1).astype(np.float32)
-        mean, variance = q4.mean(axis=2), q4.var(axis=2)
-        low = -self.zero * self.scale
-        extent = np.maximum(np.abs(low), np.abs(low + 15 * self.scale)).max(axis=1) / PROTECTIVE_RANGE
-        scale, minimum, unit = np.ones_like(low), np.zeros_like(low), np.ones_like(extent)
-        least = np.full_like(extent, np.inf)
-        for factor in _CHANNEL_SCALES:
-            trial = (extent * factor)[:, None]
-            s = np.rint(self.scale / trial).clip(1, MAX_GROUP_SCALE)
-            tilt = s * trial - self.scale  # the error of a weight is q4·tilt + shift
-            m = np.rint((low - tilt * mean) / trial).clip(-128, 127 - 15 * s)
-            shift = m * trial - low
-            error = (tilt**2 * variance + (tilt * mean + shift) ** 2).sum(axis=1)
-            better = error < least
-            least = np.where(better, error, least)
-            scale[better], minimum[better], unit[better] = s[better], m[better], trial[better, 0]
-        exact = (q4 * self.scale[:, :, None] + low[:, :, None]) / unit[:, None, None]
-        rounded = np.rint((exact - minimum[:, :, None]) / scale[:, :, None]).clip(0, 15)
-        return LQQWeight(
-            q4=rounded.astype(np.uint8).reshape(self.shape),
+        N, K = self.shape
+        runs = self.column_groups.reshape(-1, group)
+        whole = (runs == runs[:, :1]).all(axis=1)
+        w = self.dequantize().reshape(N, -1, group)
+        step, zero = (constants[:, runs[:, 0]] for constants in (self.scale, self.zero))
+        low, step = -zero * step + np.minimum(15 * step, 0), np.abs(step)
+        extent = np.where(whole, np.maximum(np.abs(low), np.abs(low + 15 * step)), np.abs(w).max(axis=2)).max(axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            index = np.where(step[:, :, None] == 0, 0, (w - low[:, :, None]) / step[:, :, None])
+        scale, minimum, unit = _round_levels(step, low, index, row_scales("scale", extent, PROTECTIVE_RANGE), whole)
+        integers = w / unit[:, None, None]
+        q4 = np.rint((integers - minimum[:, :, None]) / scale[:, :, None]).clip(0, 15).astype(np.uint8)
+        if not whole.all():
+            mixed = np.rint(integers[:, ~whole]).clip(-PROTECTIVE_RANGE, PROTECTIVE_RANGE).astype(np.int8)
+            again, scale[:, ~whole], minimum[:, ~whole] = lqq_groups(mixed.reshape(N, -1), group, "search")
+            q4[:, ~whole] = again.reshape(mixed.shape)
+        weight = LQQWeight(
+            q4=q4.reshape(N, K),
             group_scale=scale.astype(np.uint8),
             minimum=minimum.astype(np.int8),
             channel_scale=unit,
             protective_range=PROTECTIVE_RANGE,
         )
+        return weight, N * int((~whole).sum())
+
+
+def _round_levels(
+    step: F32, low: F32, index: F32, least_unit: F32, counted: npt.NDArray[np.bool_]
+) -> tuple[F32, F32, F32]:
+    """Round levels low + step·0..15 to scale and minimum [N, G], in units [N] of least error over counted groups.
+
+    `index` [N, G, group] has the level of each weight.
+    """
+    mean, variance = index.mean(axis=2), index.var(axis=2)
+    scale, minimum, unit = np.ones_like(low), np.zeros_like(low), np.ones_like(least_unit)
+    least = np.full_like(least_unit, np.inf)
+    for factor in _CHANNEL_SCALES:
+        trial = (least_unit * factor)[:, None]
+        s = np.rint(step / trial).clip(1, MAX_GROUP_SCALE)
+        tilt = s * trial - step  # the error of a weight is index·tilt + shift
+        m = np.rint((low - tilt * mean) / trial).clip(-128, 127 - 15 * s)
+        shift = m * trial - low
+        error = ((tilt**2 * variance + (tilt * mean + shift) ** 2) * counted).sum(axis=1)
+        better = error < least
+        least = np.where(better, error, least)
+        scale[better], minimum[better], unit[better] = s[better], m[better], trial[better, 0]
+    return scale, minimum, unit
+
+
+def lqq_group(column_groups: npt.NDArray[np.int32]) -> int:
+    """Choose the `lqq` group for columns of these groups: the largest that lies within one of them everywhere.
+
+    Where none does, 64, or 32 where only that divides K.
+    """
+    K = len(column_groups)
+    dividing = [group for group in GROUPS if K % group == 0]
+    for group in reversed(dividing):
+        runs = column_groups.reshape(-1, group)
+        if (runs == runs[:, :1]).all():
+            return group
+    return max((group for group in dividing if group <= 64), default=GROUPS[0])

@@ -110,20 +110,126 @@ def check(weight: AffineWeight, q4: Any, scale: Any, zero: Any, group: int) -> N
     np.testing.assert_array_equal(weight.dequantize(), (q4 - per_weight[1]) * per_weight[0])
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64}
+
+
 def test_both_versions_of_gptq(tmp_path: Path) -> None:
     """The first stores the zero point less 1: 0 as 15."""
     q4, scale, zero = foreign_files.affine(W, 64)
     zero[:3, 0] = 0
     check(opened(tmp_path, foreign_files.gptq(q4, scale, zero)), q4, scale, zero, 64)
     second = foreign_files.gptq(q4, scale, zero, stored=0)
-    check(opened(tmp_path, second, checkpoint_format="gptq_v2", bits=4, group_size=64), q4, scale, zero, 64)
+    check(opened(tmp_path, second, **GPTQ, checkpoint_format="gptq_v2"), q4, scale, zero, 64)
 
 
-def test_gptq_in_order_of_activation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("writer", [{"meta": {"quantizer": ["gptqmodel:2.0.0"]}}, {"provider": "auto-round"}])
+def test_zeros_that_borrow_from_the_next(writer: dict[str, Any], tmp_path: Path) -> None:
+    """These writers subtract 1 from every zero point of a word at once."""
+    q4, scale, zero = foreign_files.affine(W, 64)
+    zero[:3, 0], zero[15, 1] = 0, 0
+    arrays = foreign_files.gptq(q4, scale, zero, stored=0)
+    arrays["qzeros"] = (arrays["qzeros"].view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
+    check(opened(tmp_path, arrays, **GPTQ, **writer, checkpoint_format="gptq"), q4, scale, zero, 64)
+
+
+@pytest.mark.parametrize("label", [None, "gptq", "gptq_v2"])
+@pytest.mark.parametrize("sym", [True, None])
+@pytest.mark.parametrize("stored", [-1, 0])
+def test_the_version_of_a_symmetric_file_is_that_of_its_zeros(
+    label: str | None, sym: bool | None, stored: int, tmp_path: Path
+) -> None:
+    """Whatever the config calls it: zeros that are all 7, or all 8, are the middle of one version."""
+    q4, scale, zero = foreign_files.affine(W, 64, symmetric=True)
+    arrays = foreign_files.gptq(q4, scale, zero, stored=stored)
+    check(opened(tmp_path, arrays, **GPTQ, sym=sym, checkpoint_format=label), q4, scale, zero, 64)
+
+
+CONTRADICTIONS = {  # format, config, change of its arrays' q4, scale and zero, message
+    "symmetric GPTQ of other zeros": ("gptq", {"sym": True}, {}, r"zero points: must be 8.*got \d+\.\.\d+"),
+    "symmetric GPTQ of one other zero": ("gptq", {"sym": True}, {"one_zero": 9}, r"zero points: must be 8.*got 8\.\.9"),
+    "asymmetric GPTQ, version 2's middle": ("gptq", {"sym": False}, {"zeros": 9}, "qzeros: must not all be 8 in"),
+    "asymmetric GPTQ, version 1's middle": (
+        "gptq", {"sym": False, "checkpoint_format": "gptq_v2"}, {"zeros": 8}, "qzeros: must not all be 7 in version 2",
+    ),
+    "symmetric AWQ of other zeros": ("awq", {"quant_method": "awq", "zero_point": False}, {}, "zero points: must be 8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_zeros_that_contradict_the_config(case: str, tmp_path: Path) -> None:
+    format, config, change, message = CONTRADICTIONS[case]
+    q4, scale, zero = foreign_files.affine(W, 64)
+    if change:
+        zero[:] = change.get("zeros", 8)
+        zero[5, 1] = change.get("one_zero", zero[5, 1])
+    arrays = foreign_files.awq(q4, scale, zero) if format == "awq" else foreign_files.gptq(q4, scale, zero)
+    with pytest.raises(FileError, match=rf"q\.weight: {message}"):
+        opened(tmp_path, arrays, **{**GPTQ, **config})
+
+
+@pytest.mark.parametrize("desc_act", [True, False, None])
+def test_gptq_in_order_of_activation(desc_act: bool | None, tmp_path: Path) -> None:
+    """The file's own order counts, also where the config denies one, as files with act_group_aware have it."""
     q4, scale, zero = foreign_files.affine(W, 64)
     order = RNG.permutation(np.arange(128) // 64)
-    weight = opened(tmp_path, foreign_files.gptq(q4, scale, zero, order))
+    weight = opened(tmp_path, foreign_files.gptq(q4, scale, zero, order), **GPTQ, desc_act=desc_act)
     np.testing.assert_array_equal(weight.dequantize(), (q4 - zero[:, order].astype(np.float32)) * scale[:, order])
+    in_order = opened(tmp_path, foreign_files.gptq(q4, scale, zero), **GPTQ, desc_act=desc_act)
+    check(in_order, q4, scale, zero, 64)
+
+
+@pytest.mark.parametrize("format", ["gptq", "w4a16"])
+def test_an_order_that_the_file_lacks(format: str, tmp_path: Path) -> None:
+    arrays, config = dict(of_format(format, W)), {**GPTQ, "desc_act": True}
+    arrays.pop("g_idx", None)
+    if format == "w4a16":
+        config = packed_config(64, actorder="group")
+    with pytest.raises(FileError, match=r"q\.weight: g_idx: must be there, as the config says"):
+        opened(tmp_path, arrays, **config)
+
+
+def test_indices_of_groups_that_no_writer_set(tmp_path: Path) -> None:
+    """compressed-tensors begins with -1 throughout. All 0 would put every column into one group."""
+    q4, scale, zero = foreign_files.affine(W, 64, symmetric=True)
+    arrays = foreign_files.compressed(q4, scale) | {"weight_g_idx": np.full(128, -1, np.int32)}
+    check(opened(tmp_path, arrays), q4, scale, zero, 64)
+    with pytest.raises(FileError, match=r"weight_g_idx: must give a group 64 columns \(got 128 in group 0\)"):
+        opened(tmp_path, arrays | {"weight_g_idx": np.zeros(128, np.int32)})
+
+
+def packed_config(group: int, **changes: Any) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group, **changes}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+
+
+@pytest.mark.parametrize("format", ["gptq", "awq", "w4a16", "w4a8"])
+@pytest.mark.parametrize(("K", "group"), [(160, 128), (96, 64), (96, 128), (72, 32)])
+def test_a_last_group_that_is_shorter(format: str, K: int, group: int, tmp_path: Path) -> None:
+    """A multiple of the group size is no rule of these formats, and K over the number of groups not their size."""
+    q4 = RNG.integers(0, 16, (64, K)).astype(np.uint8)
+    order = np.arange(K) // group
+    scale = RNG.uniform(0.01, 0.1, (64, order[-1] + 1)).astype(np.float16)
+    zero = np.full(scale.shape, 8, np.uint8)
+    config = packed_config(group) | ({"format": "int-quantized"} if format == "w4a8" else {})
+    match format:
+        case "gptq":
+            arrays, config = foreign_files.gptq(q4, scale, zero, order), {**GPTQ, "group_size": group}
+        case "awq":
+            arrays, config = foreign_files.awq(q4, scale, zero), {**GPTQ, "quant_method": "awq", "group_size": group}
+        case "w4a16":
+            arrays = foreign_files.compressed(q4, scale)
+        case _:
+            arrays = foreign_files.compressed_integers(q4, scale)
+    weight = opened(tmp_path, arrays, **config)
+    np.testing.assert_array_equal(weight.dequantize(), (q4 - np.float32(8)) * scale[:, order])
+
+
+def test_scales_that_are_negative_or_0(tmp_path: Path) -> None:
+    q4, scale, zero = foreign_files.affine(W, 64, symmetric=True)
+    scale[::2] *= -1
+    scale[5, 1] = 0
+    check(opened(tmp_path, foreign_files.gptq(q4, scale, zero)), q4, scale, zero, 64)
 
 
 def test_awq(tmp_path: Path) -> None:
@@ -210,15 +316,29 @@ def test_what_is_refused(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stated", "message"),
+    ("format", "stated", "message"),
     [
-        ({"bits": 8}, r"the config's bits must be 4 \(got 8\)"),
-        ({"group_size": 128}, r"q\.weight: the config's group_size must be 64 \(got 128\)"),
+        ("gptq", {"bits": 8}, r"the config's bits: must be 4 \(got 8\)"),
+        ("gptq", {"group_size": 128}, r"q\.weight: the config's group_size 128 must give .*got N=64, K=128, 2 groups"),
+        ("gptq", {"group_size": -1}, r"q\.weight: the config's group_size -1 must give the groups of the tensors"),
+        ("gptq", {"quant_method": "awq"}, r"q\.weight: must be AWQ, as the config says \(got GPTQ\)"),
+        ("gptq", {**GPTQ, "modules_to_not_convert": ["q"]}, r"q\.weight: must not be quantised, as the config says"),
+        ("w4a16", packed_config(128), r"q\.weight: the config's group_size 128 must give the groups"),
+        ("w4a16", {**packed_config(64), "format": "int-quantized"}, r"must be compressed-tensors, integers, as the"),
+        ("w4a16", packed_config(64, symmetric=False), r"q\.weight: zero points: must be there, as the config says"),
+        ("w4a16_asymmetric", packed_config(64), r"q\.weight: zero points: must be 8, as the config says"),
+        ("w4a16", {**packed_config(64), "ignore": ["q"]}, r"q\.weight: must not be quantised, as the config says"),
+        ("qserve", {"group_size": 48}, r"q\.weight: the config's group_size 48 must give the groups"),
     ],
 )
-def test_a_config_that_contradicts(stated: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_a_config_that_contradicts(format: str, stated: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(FileError, match=message):
-        opened(tmp_path, of_format("gptq", W), **stated)
+        opened(tmp_path, of_format(format, W), **stated)
+
+
+def test_a_config_of_a_file_in_floats(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="no matrix is quantised, where the config declares GPTQ"):
+        opened(tmp_path, {"weight": np.ones((8, 8), np.float16)}, **GPTQ)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(FileError, match=r"config\.json: not JSON"):
         ForeignCheckpoint(tmp_path / "model.safetensors")

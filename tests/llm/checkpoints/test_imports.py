@@ -18,12 +18,13 @@ from ptxlab.lowbit import layout, reference
 from ptxlab.lowbit.audit import audit_file
 from ptxlab.lowbit.layout.checkpoint import Checkpoint
 from ptxlab.lowbit.quant import LQQWeight, QoQChannelWeight, quantize_lqq
-from tests.support import foreign_files
-from tests.support.foreign_files import FORMATS, of_format, write_model
+from tests.support import foreign_files, small_models
+from tests.support.foreign_files import FORMATS, add_tensors, of_format, write_model
 
 RNG = np.random.default_rng(0)
 W = (RNG.standard_normal((64, 128)) / 10).astype(np.float32)
 EXACT = {"qserve": "lqq", "qserve_channel": "qoq_channel", "w4a8": "qoq_channel"}
+QWEN2 = {key: small_models.CONFIGS["qwen2"][key] for key in ("architectures", "model_type")}
 OTHERS = {"bias": np.ones(64, np.float16), "ids": np.arange(3)}
 
 
@@ -45,7 +46,7 @@ def test_a_file(format: str, packing: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(ours.dequantize(), theirs.dequantize())
     else:
         assert row.scheme == "lqq" and row.group == 64
-        np.testing.assert_array_equal(ours.dequantize(), theirs.nearest_lqq().dequantize())
+        np.testing.assert_array_equal(ours.dequantize(), theirs.nearest_lqq(64)[0].dequantize())
         error = np.linalg.norm(ours.dequantize() - theirs.dequantize()) / np.linalg.norm(theirs.dequantize())
         assert row.relative_error == pytest.approx(error, rel=1e-5) and 0.002 < error < 0.03
     kept = Checkpoint(out)
@@ -54,13 +55,14 @@ def test_a_file(format: str, packing: str, tmp_path: Path) -> None:
     assert (audited.scheme, audited.group, audited.overflows) == (row.scheme, row.group, 0)
 
 
-@pytest.mark.parametrize(("group", "ours"), [(16, 64), (32, 32), (128, 128), (256, 64)])
+@pytest.mark.parametrize(("group", "ours"), [(16, 64), (32, 32), (128, 128), (256, 128)])
 def test_groups_of_what_is_not_exact(group: int, ours: int, tmp_path: Path) -> None:
-    """Those of the file where kernels take them."""
+    """Those of the file where kernels take them, or the largest that divide them."""
     wide = np.concatenate([W, W[::-1], W, W], axis=1)
     source = saved(tmp_path / "in.safetensors", of_format("w4a16_asymmetric", wide, group))
     (row,) = import_checkpoint(source, tmp_path / "out.safetensors")
     assert row.group == ours and 0.002 < row.relative_error < 0.1
+    assert row.requantised == (row.groups if group == 16 else 0)
 
 
 def test_groups_in_order_of_activation_are_quantised_again(tmp_path: Path) -> None:
@@ -70,7 +72,7 @@ def test_groups_in_order_of_activation_are_quantised_again(tmp_path: Path) -> No
     (row,) = import_checkpoint(source, out)
     again = quantize_lqq(ForeignCheckpoint(source).read("a.q.weight"), 64, rounding="search")
     np.testing.assert_array_equal(layout.unpack(layout.load(out)).dequantize(), again.dequantize())
-    assert row.group == 64 and 0.01 < row.relative_error < 0.1
+    assert row.group == 64 and 0.01 < row.relative_error < 0.1 and row.requantised == row.groups
 
 
 def test_zeros_between_integers_are_quantised_again(tmp_path: Path) -> None:
@@ -100,6 +102,68 @@ def test_a_model(format: str, tmp_path: Path) -> None:
                 assert 0 < np.linalg.norm(ours.layers[index][name] - w) / np.linalg.norm(w) < 0.1
     kind = QoQChannelWeight if format == "w4a8" else LQQWeight
     assert isinstance(layout.unpack(load(tmp_path / "out").layers[1].down), kind)
+
+
+MATRICES = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
+
+
+def biases(folder: Path, **values: float) -> dict[str, np.ndarray]:
+    """A bias for every matrix of a model's layers, 0 unless `values` has its last element."""
+    rows = ForeignCheckpoint(folder).matrices
+    arrays = {}
+    for layer in (0, 1):
+        for matrix in MATRICES:
+            bias = np.zeros(rows[f"model.layers.{layer}.{matrix}.weight"].N, np.float16)
+            bias[-1] = values.get(matrix.rpartition(".")[2], 0)
+            arrays[f"model.layers.{layer}.{matrix}.bias"] = bias
+    return arrays
+
+
+@pytest.mark.parametrize("format", ["gptq", "awq", "w4a16"])
+def test_biases_of_zero_are_none(format: str, tmp_path: Path) -> None:
+    """AutoGPTQ's writer gives one to every matrix, whether the model has biases or not."""
+    source = write_model(tmp_path / "in", format)
+    layers = [*open_model(source)[0].layers]
+    add_tensors(source, biases(source))
+    for layer, same in zip(layers, open_model(source)[0].layers, strict=True):
+        assert layer.keys() == same.keys() and all((layer[name] == same[name]).all() for name in layer)
+    assert import_checkpoint(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("matrix", ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("value", [1e-7, np.nan])
+def test_biases_that_the_model_has_not(matrix: str, value: float, tmp_path: Path) -> None:
+    source = write_model(tmp_path / "in", "gptq")
+    add_tensors(source, biases(source, **{matrix: value}))
+    with pytest.raises(FileError, match=rf"layers\.0\..*{matrix}\.bias: not known in a model of this family"):
+        import_checkpoint(source, tmp_path / "out")
+    assert {*tmp_path.iterdir()} == {source}
+
+
+def test_biases_that_the_model_has(tmp_path: Path) -> None:
+    """Qwen2's of queries, keys and values, be they 0 or not, beside zeros of the others."""
+    source = write_model(tmp_path / "in", "gptq", **QWEN2)
+    add_tensors(source, biases(source, k_proj=0.5))
+    layer = open_model(source)[0].layers[1]
+    assert layer["k_bias"].tolist() == [0] * 63 + [0.5] and not layer["q_bias"].any()
+    import_checkpoint(source, tmp_path / "out")
+    assert load(tmp_path / "out").layers[1].qkv_bias.tolist() == [0] * 191 + [0.5] + [0] * 64
+
+
+def test_negative_scales_are_rounded_as_positive_ones(tmp_path: Path) -> None:
+    rows = import_checkpoint(write_model(tmp_path / "in", "auto_round", group=32), tmp_path / "out")
+    assert all(row.requantised == 0 and row.relative_error < 0.025 for row in rows)  # type: ignore[operator]
+
+
+def test_a_width_that_is_no_multiple_of_the_group(tmp_path: Path) -> None:
+    """160 columns in groups of 128 and 32: our groups of 32 lie within them."""
+    q4 = RNG.integers(0, 16, (64, 160)).astype(np.uint8)
+    scale = RNG.uniform(0.01, 0.02, (64, 2)).astype(np.float16)
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    arrays = foreign_files.gptq(q4, scale, np.full(scale.shape, 8), np.arange(160) // 128)
+    (row,) = import_checkpoint(saved(tmp_path / "in.safetensors", arrays), tmp_path / "out.safetensors")
+    assert (row.group, row.requantised) == (32, 0) and row.relative_error < 0.02
 
 
 def overflowing(path: Path) -> Path:

@@ -1,15 +1,19 @@
 """`ptxlab import` as a person or a script meets it."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ptxlab.llm.checkpoints.folder import load
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.model import NumpyRunner, generate
+from ptxlab.lowbit import layout
 from tests.support.foreign_files import ORDERED_DICT, qserve, text, two_level, write_archive, write_model, write_torch
 
 
@@ -46,6 +50,27 @@ def test_groups_that_overflow_are_listed(cli: Any, tmp_path: Path) -> None:
     code, printed, _ = cli("import", source, "--out", out, "--unchecked")
     assert code == 0 and "up.weight: first overflow: 140..140 in row 5, group 1, scale 16; 1 of 64 groups" in printed
     assert "1 of 64" in printed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", ["import", "quantize --recipe rtn --group 32", "quantize"])
+def test_of_several_processes_one_writes(command: str, tmp_path: Path) -> None:
+    """The others are refused in one line, and what is written is whole."""
+    source, out = write_model(tmp_path / "in", "qserve"), tmp_path / "out"
+    if command == "quantize":
+        source, out = source / "model.safetensors", tmp_path / "out.safetensors"
+        save_file({f"{i}": np.ones((1024, 1024), np.float32) for i in range(8)}, source)
+    words = [sys.executable, "-m", "ptxlab", *command.split(), str(source), "--out", str(out)]
+    processes = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    outcomes = [(*process.communicate(), process.returncode) for process in processes]
+    refused = [err for _, err, code in outcomes if code]
+    assert all(err.startswith(f"error: {out}: ") and err.count("\n") == 1 for err in refused)
+    assert all("another process is writing it" in err or "is there already" in err for err in refused)
+    assert {path.name for path in tmp_path.iterdir()} == {"in", out.name}
+    if out.is_dir():
+        assert len(refused) == 2 and len(load(out).layers) == 2
+    else:  # which one process may write after another
+        assert len(refused) < 3 and layout.unpack(layout.load(out, "7")).shape == (1024, 1024)
 
 
 def test_nothing_of_a_file_is_executed(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

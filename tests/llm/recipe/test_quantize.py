@@ -14,15 +14,18 @@ from ptxlab.llm import model as models
 from ptxlab.llm import recipe as steps
 from ptxlab.llm.checkpoints import folder
 from ptxlab.llm.checkpoints.open import dequantized
+from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.model import Config, FloatModel, floats, perplexity
 from ptxlab.llm.recipe import RECIPES, Recipe, calibrate, quantize
 from ptxlab.lowbit.layout import unpack
+from tests.support import small_models
 from tests.support.dispatching_array import DispatchingArray, to_device
 
 CONFIG = Config(hidden=96, ffn=192, heads=6, kv_heads=2, head_dim=16, layers=2, vocabulary=60, tied_head=True)
 BIASED = Config(
     hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, layers=2, vocabulary=60, qkv_bias=True, window=9, name="small"
 )
+UNTIED = replace(CONFIG, tied_head=False)
 PACKED = {name: recipe.but(group=32) for name, recipe in RECIPES.items() if name not in ("atom", "fmpq")}
 RNG = np.random.default_rng(0)
 TEXT = RNG.integers(0, 60, (6, 40))
@@ -130,21 +133,80 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(tmp_path: Path, monkeyp
     assert len(made) == 1 and files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-def test_another_run_does_not_go_on_with_these_layers(tmp_path: Path) -> None:
-    def killed(label: str) -> None:
+def change_weight(model: FloatModel, layer: int, name: str) -> FloatModel:
+    """Change the last element of a tensor of a layer."""
+    model.layers[layer][name].flat[-1] += 1
+    return model
+
+
+OTHER_RUNS: dict[str, tuple[dict[str, Any], str]] = {
+    "another recipe": ({"recipe": PACKED["qoq"]}, r"scheme differs \(lqq, now qoq\)"),
+    "another setting": ({"recipe": PACKED["lqq"].but(damping=0.02)}, r"damping differs \(0.01, now 0.02\)"),
+    "another text": ({"tokens": TEXT[1:]}, "text differs;"),
+    "another layout": ({"layout": "qserve"}, r"layout differs \(strips, now qserve\)"),
+    "another dtype": ({"dtype": "bfloat16"}, r"dtype differs \(float16, now bfloat16\)"),
+    "another tokenizer": ({"tokenizer": True}, "tokenizer differs"),
+    **{
+        f"another {key}": ({"config": {key: value}}, rf"config\.\w+ differs \(.*now {value}\)")
+        for key, value in (("rope_base", 5e5), ("eps", 1e-6), ("context", 64))
+    },
+    "another name": ({"config": {"name": "other"}}, r"model differs \(, now other\)"),
+    **{
+        f"another {name} of layer {layer}": ({"weights": (layer, name)}, rf"weights\.layer {layer} differs;")
+        for layer, name in ((0, "q"), (0, "down"), (1, "q"), (1, "up"), (1, "post_norm"))
+    },
+    **{
+        f"another {name}": ({"ends": name}, rf"weights\.{name} differs;")
+        for name in ("embedding", "final_norm", "head")
+    },
+    "another ptxlab": (
+        {"version": "ptxlab.llm.recipe.quantize.__version__"},
+        r"versions\.ptxlab differs \(.*, now 0\.0\)",
+    ),
+    "another NumPy": ({"version": "numpy.__version__"}, r"versions\.numpy differs \(.*, now 0\.0\)"),
+}
+
+
+@pytest.fixture(scope="module")
+def interrupted_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Interrupt a run after its first layer."""
+
+    def kill(label: str) -> None:
         raise KeyboardInterrupt
 
+    folder = tmp_path_factory.mktemp("run")
     with pytest.raises(KeyboardInterrupt):
-        quantize.quantize_model(small(), TEXT, PACKED["lqq"], tmp_path / "out", progress=killed)
-    other = small()
-    other.layers[0]["q"][0, 0] += 1  # type: ignore[index]
-    for model, recipe, text, differs in (
-        (small(), PACKED["qoq"], TEXT, "scheme"),
-        (small(), PACKED["lqq"], TEXT[1:], "text"),
-        (other, PACKED["lqq"], TEXT, "weights"),
-    ):
-        with pytest.raises(FileError, match=rf"\.out\.partial: holds layers of another run, whose {differs} differs"):
-            quantize.quantize_model(model, text, recipe, tmp_path / "out")
+        quantize.quantize_model(small(UNTIED), TEXT, PACKED["lqq"], folder / "out", progress=kill)
+    return folder
+
+
+@pytest.mark.parametrize("case", OTHER_RUNS)
+def test_another_run_does_not_go_on_with_these_layers(
+    case: str, interrupted_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a run begins with, down to one weight, is known; the message names what differs."""
+    change, message = OTHER_RUNS[case]
+    model = small(UNTIED)
+    if "weights" in change:
+        change_weight(model, *change["weights"])
+    if "ends" in change:
+        model = replace(model, **{change["ends"]: getattr(model, change["ends"]) * np.float32(1.5)})
+    if "version" in change:
+        monkeypatch.setattr(change["version"], "0.0")
+    model = replace(model, config=replace(UNTIED, **change.get("config", {})))
+    layers = files(interrupted_run / ".out.partial")
+    with pytest.raises(FileError, match=rf"\.out\.partial: holds layers of another run, whose {message}") as error:
+        quantize.quantize_model(
+            model,
+            change.get("tokens", TEXT),
+            change.get("recipe", PACKED["lqq"]),
+            interrupted_run / "out",
+            tokenizer=Tokenizer((1,), small_models.tokenizer()) if "tokenizer" in change else None,
+            layout=change.get("layout", "strips"),
+            dtype=change.get("dtype", "float16"),
+        )
+    assert "\n" not in str(error.value) and files(interrupted_run / ".out.partial") == layers
+    assert [path.name for path in interrupted_run.iterdir()] == [".out.partial"]
 
 
 def test_another_layout_and_bfloat16(tmp_path: Path) -> None:
