@@ -20,14 +20,19 @@ REFUSALS = (FileError, ArgumentError, UnavailableError)
 BUILT = [plan for plan in PLANS if plan.name in CONFIG_TWISTS and plan.twist.verdict is Verdict.READ]
 
 
-def by_transformers(folder: Path) -> tuple[Any, Any]:
-    """The library's own model in float32, and its logits [T, V]."""
-    import torch
+def by_transformers(folder: Path, dtype: str = "float32") -> Any:
+    """The library's own model."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def reference_of(model: Any) -> Any:
+    """Logits [T, V] by PyTorch, in float32."""
+    import torch
+
     with torch.no_grad():
-        return model, model(torch.from_numpy(tokens())).logits[0].numpy()
+        return model.float()(torch.from_numpy(tokens())).logits[0].numpy()
 
 
 def logits_of(model: Any) -> Any:
@@ -62,7 +67,7 @@ def test_a_drawn_file_is_read_right_or_refused(plan: Plan, tmp_path: Path) -> No
         assert plan.twist.verdict is not Verdict.READ, refusal
         return
     assert plan.twist.verdict is not Verdict.REFUSED, "must be refused"
-    assert difference(logits, by_transformers(drawn.reference)[1]) < TOLERANCE
+    assert difference(logits, reference_of(by_transformers(drawn.reference))) < TOLERANCE
 
 
 def test_every_kind_has_files_that_must_be_read_and_files_that_must_be_refused() -> None:
@@ -71,8 +76,8 @@ def test_every_kind_has_files_that_must_be_read_and_files_that_must_be_refused()
     verdicts = Counter((plan.kind, plan.twist.verdict) for plan in PLANS)
     for kind in {plan.kind for plan in PLANS}:
         drawn = sum(verdicts[kind, verdict] for verdict in Verdict)
-        assert verdicts[kind, Verdict.READ] >= 0.3 * drawn, kind
-        assert verdicts[kind, Verdict.REFUSED] >= 0.15 * drawn, kind
+        assert verdicts[kind, Verdict.READ] >= 0.2 * drawn, kind
+        assert verdicts[kind, Verdict.REFUSED] >= 0.2 * drawn, kind
 
 
 @pytest.mark.default_cases("*-plain", "*-window_from_layer_1", "*-old_rope_keys")
@@ -81,5 +86,6 @@ def test_a_model_of_transformers_is_taken_over_right(plan: Plan, tmp_path: Path)
     require_libraries()
     from ptxlab.llm.torch.models import float_model
 
-    model, reference = by_transformers(write(plan, tmp_path).reference)
-    assert difference(logits_of(float_model(model)), reference) < TOLERANCE
+    model = by_transformers(write(plan, tmp_path).reference, "float16")
+    logits = logits_of(float_model(model))
+    assert difference(logits, reference_of(model)) < TOLERANCE
