@@ -97,8 +97,7 @@ class Tokenizer:
         """From tokenizer.json, which neither truncates nor pads here, whatever it says.
 
         The end tokens are those of generation_config.json or else config.json. The start tokens are those that its
-        template puts ahead of a text; where tokenizer_config.json has `add_bos_token` or `add_eos_token`, its
-        `bos_token` or none.
+        template puts ahead of a text, whatever `add_bos_token` of tokenizer_config.json says, as in transformers 5.
 
         Raises FileError if a file is missing or broken, UnavailableError without `tokenizers`.
         """
@@ -122,7 +121,7 @@ class Tokenizer:
         kind = library().Tokenizer
         with _refusing(file):
             made = kind.from_str(json.dumps(definition))
-        return cls(_ends(path), made, _starts(path, made), guarded)
+        return cls(_ends(path), made, _starts(file, made), guarded)
 
     def save(self, folder: Path) -> None:
         """Write what `from_folder` reads: tokenizer.json, and generation_config.json."""
@@ -264,48 +263,35 @@ def _ends(path: Path) -> tuple[int, ...]:
     return ()
 
 
-def _starts(path: Path, made: Any) -> tuple[int, ...]:
-    """The start tokens of a folder's tokenizer."""
-    file = path / "tokenizer_config.json"
-    stated = _object(file)
-    if "add_bos_token" in stated or "add_eos_token" in stated:  # transformers replaces the template then
-        return _stated_start(file, stated, made)
-    processor = made.post_processor
-    starts = tuple(_ahead(json.loads(processor.__getstate__()))) if processor is not None else ()
+def _starts(file: Path, made: Any) -> tuple[int, ...]:
+    """The start tokens of a tokenizer.json."""
+    if made.post_processor is None:
+        return ()
+    adding = [each for each in _parts(json.loads(made.post_processor.__getstate__())) if each["type"] != "ByteLevel"]
+    if len(adding) > 1:
+        raise FileError(f"{file}: post_processor: at most one part may add tokens (got {len(adding)})")
+    starts = tuple(_ahead(adding[0])) if adding else ()
     if len(starts) > _MOST_STARTS:
-        raise FileError(f"{path / 'tokenizer.json'}: post_processor: at most {_MOST_STARTS} tokens ahead of a text")
+        raise FileError(f"{file}: post_processor: at most {_MOST_STARTS} tokens ahead of a text (got {len(starts)})")
     return starts
 
 
-def _stated_start(file: Path, stated: Mapping[str, Any], made: Any) -> tuple[int, ...]:
-    """The `bos_token` of a tokenizer_config.json, if `add_bos_token` asks for it."""
-    begins = stated.get("add_bos_token")
-    if not isinstance(begins, bool | None):
-        raise FileError(f"{file}: add_bos_token: must be true or false (got {begins!r})")
-    if not begins:
-        return ()
-    if "bos_token" not in stated:
-        raise FileError(f"{file}: bos_token: must be given with add_bos_token (got nothing)")
-    token = stated["bos_token"]
-    text = token.get("content") if isinstance(token, dict) else token
-    if text is None:
-        return ()
-    number = made.token_to_id(text) if isinstance(text, str) else None
-    if number is None:
-        raise FileError(f"{file}: bos_token: must be a token of tokenizer.json (got {text!r})")
-    return (number,)
+def _parts(processor: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a post-processor consists of, however it is nested."""
+    if processor["type"] != "Sequence":
+        yield processor
+    for inner in processor.get("processors", ()):
+        yield from _parts(inner)
 
 
 def _ahead(processor: dict[str, Any]) -> Iterator[int]:
-    """The tokens that a post-processor puts ahead of a text; of several, the last puts its own outside."""
-    for inner in reversed(processor.get("processors", ())):
-        yield from _ahead(inner)
+    """The tokens that a part of a post-processor puts ahead of a text."""
+    if "cls" in processor:
+        yield processor["cls"][1]
     for piece in processor.get("single", ()):
         if "SpecialToken" not in piece:
             break
         yield from processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
-    if "cls" in processor:
-        yield processor["cls"][1]
 
 
 def _object(file: Path) -> Mapping[str, Any]:

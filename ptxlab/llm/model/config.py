@@ -304,15 +304,15 @@ _GGUF = {
 }
 
 
-# What transformers takes for a key that is missing, by family, where that is not the same for all of them.
+# What transformers takes for a key that is missing, by family.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "llama": {"rms_norm_eps": 1e-6},
+    "mistral": {"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": {
-        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8,
+        "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6, "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
-    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen2": {"rms_norm_eps": 1e-6, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
 }  # fmt: skip
 _LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}  # whether with a window
 
@@ -378,7 +378,7 @@ class _Keys:
             "head_dim": self.count("head_dim", None) or max(1, hidden // heads),
             "layers": self.count("layers"),
             "vocabulary": self.count("vocabulary", *(() if tokens is None else (tokens,))),
-            "eps": self.positive(self._names["eps"], 1e-6),
+            "eps": self.positive(self._names["eps"]),
             "context": self.count("context", None),
             "experts": self.count("experts") if has_experts else 0,
             "chosen_experts": self.count("chosen_experts") if has_experts else 0,
