@@ -44,10 +44,10 @@ _DECISIVE = ("quant_method", "bits", "group_size", "sym", "desc_act", "checkpoin
 
 @dataclass(frozen=True)
 class Declaration:
-    """A folder's settings that decide how its matrices are read; None where it has none.
+    """Settings that decide how matrices are read; None where a folder has none.
 
     Attributes:
-        format: the name of the `ForeignFormat` that all matrices are of.
+        format: the name of the `ForeignFormat` that matrices are of.
         group_size: columns per group, or `WHOLE_ROW`.
         symmetric: whether all zero points are the middle, 8.
         version: 1 or 2 of GPTQ; 1 stores zero points less 1.
@@ -65,8 +65,11 @@ class Declaration:
     ignored: tuple[str, ...] = ()
 
 
-def read_declaration(folder: Path) -> Declaration:
-    """Read the declaration of a folder. Raises FileError for settings that no reader takes, and contradictions."""
+def read_declarations(folder: Path) -> tuple[Declaration, ...]:
+    """Read what a folder declares: one declaration, or one for each kind of matrix.
+
+    Raises FileError for settings that no reader takes, and for files that contradict each other.
+    """
     with in_file(folder):
         settings = _merged_settings(folder)
         method = _method(settings)
@@ -74,7 +77,8 @@ def read_declaration(folder: Path) -> Declaration:
             if (value := settings.get(name)) not in (None, {}, [], *allowed):
                 choice = " or ".join(map(str, allowed))
                 raise ArgumentError(f"the config's {name}", f"must be {choice}" if choice else "must be unset", value)
-        return _READERS[method](settings)
+        declared = _READERS[method](settings)
+        return declared if isinstance(declared, tuple) else (declared,)
 
 
 def _merged_settings(folder: Path) -> dict[str, Any]:
@@ -211,8 +215,8 @@ def _auto_round(settings: Mapping[str, Any]) -> Declaration:
     )
 
 
-def _compressed_tensors(settings: Mapping[str, Any]) -> Declaration:
-    """Read `config_groups`, which must agree on weights: no pattern of names has to be matched then."""
+def _compressed_tensors(settings: Mapping[str, Any]) -> tuple[Declaration, ...]:
+    """Read the different weights of `config_groups`. Of which a matrix is, its tensors show, without its targets."""
     sparsity = settings.get("sparsity_config") or {"format": "dense"}
     if not isinstance(sparsity, dict) or sparsity.get("format") != "dense":
         raise ArgumentError("the config's sparsity_config", "must be of format dense", sparsity)
@@ -220,17 +224,14 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Declaration:
     if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise ArgumentError("the config's config_groups", "must be an object of objects", groups)
     declared = [
-        (name, _compressed_group(f"config_groups.{name}", group, settings.get("format")))
+        _compressed_group(f"config_groups.{name}", group, settings.get("format"))
         for name, group in groups.items()
         if group.get("weights") is not None
     ]
     if not declared:
         raise ArgumentError("the config's config_groups", "must have weights", groups)
-    first, declaration = declared[0]
-    for name, its_declaration in declared:
-        if its_declaration != declaration:
-            raise ArgumentError("the config's config_groups", "must all have the same weights", f"{first} and {name}")
-    return replace(declaration, ignored=_names(settings, "ignore"))
+    ignored = _names(settings, "ignore")
+    return tuple(replace(declaration, ignored=ignored) for declaration in dict.fromkeys(declared))
 
 
 def _compressed_group(path: str, group: Mapping[str, Any], written: Any) -> Declaration:
@@ -285,7 +286,7 @@ def _names(settings: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-_READERS: dict[str | None, Callable[[Mapping[str, Any]], Declaration]] = {
+_READERS: dict[str | None, Callable[[Mapping[str, Any]], Declaration | tuple[Declaration, ...]]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,

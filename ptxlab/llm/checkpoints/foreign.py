@@ -33,7 +33,7 @@ import numpy.typing as npt
 from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError, FileError, in_file, naming
 from ptxlab.hardware.words import F32, U8
-from ptxlab.llm.checkpoints.declared import AWQ, GPTQ, INTEGERS, PACKED, WHOLE_ROW, Declaration, read_declaration
+from ptxlab.llm.checkpoints.declared import AWQ, GPTQ, INTEGERS, PACKED, WHOLE_ROW, Declaration, read_declarations
 from ptxlab.llm.checkpoints.torch_file import open_checkpoint
 from ptxlab.lowbit.layout.checkpoint import FLOATS, TensorInfo
 from ptxlab.lowbit.layout.foreign_orders import AWQ_COLUMNS, qserve_rows, unpack_qserve, unpack_words
@@ -54,6 +54,7 @@ class ForeignMatrix:
 
     name: str
     format: "ForeignFormat"
+    declared: Declaration
     tensors: Mapping[str, str]
     N: int
     K: int
@@ -73,7 +74,7 @@ class ForeignFormat:
     needs: tuple[str, ...]
     sizes: Callable[[Mapping[str, tuple[int, ...]]], tuple[int, int, int] | None]
     shapes: Callable[[int, int, int], dict[str, tuple[str, tuple[int, ...]]]]
-    weight: Callable[[ForeignMatrix, Arrays, Declaration], ForeignWeight]
+    weight: Callable[[ForeignMatrix, Arrays], ForeignWeight]
     two_level: bool = False  # integer scales per group: an LQQWeight
 
 
@@ -89,7 +90,7 @@ class ForeignCheckpoint:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.declared = read_declaration(self.path if self.path.is_dir() else self.path.parent)
+        self.declared = read_declarations(self.path if self.path.is_dir() else self.path.parent)
         self.file = open_checkpoint(path)
         if METADATA_KEY in self.file.metadata:
             raise FileError(f"{self.path}: holds packed weights already")
@@ -105,8 +106,8 @@ class ForeignCheckpoint:
             if _MARKS & parts.keys():
                 self._add(f"{module}.weight", {part: parts.pop(part) for part in _PARTS & parts.keys()})
             self.tensors |= {info.name: info for info in parts.values()}
-        if self.declared.format and not self.matrices:
-            raise FileError(f"{self.path}: no matrix is quantised, where the config declares {self.declared.format}")
+        if (declared := self.declared[0].format) and not self.matrices:
+            raise FileError(f"{self.path}: no matrix is quantised, where the config declares {declared}")
 
     def read(self, name: str) -> Array:
         """The tensor `name`: f32 [N, K] of a quantised matrix, else as the file's own `read`."""
@@ -121,7 +122,7 @@ class ForeignCheckpoint:
         matrix = self.matrices[name]
         with in_file(self.path), naming(name):
             arrays = {part: self._array(tensor) for part, tensor in matrix.tensors.items()}
-            return matrix.format.weight(matrix, arrays, self.declared)
+            return matrix.format.weight(matrix, arrays)
 
     def column_groups(self, name: str) -> Array:
         """Return the group of each column of a matrix, int32 [K]; its weights are not read."""
@@ -147,10 +148,12 @@ class ForeignCheckpoint:
                 continue
             if len(found[format.needs[0]]) != 2 or (sizes := format.sizes(found)) is None:
                 continue
-            group = self._checked_group(name, format, parts, *sizes)
+            self._check_tensors(format, parts, *sizes)
+            declared = self._declared_of(name, format, parts, *sizes)
             N, K, groups = sizes
+            group = _group_size(declared, K, groups)
             tensors = {part: info.name for part, info in parts.items()}
-            self.matrices[name] = ForeignMatrix(name, format, tensors, N, K, groups, group)
+            self.matrices[name] = ForeignMatrix(name, format, declared, tensors, N, K, groups, group)
             self.tensors[name] = TensorInfo(name, (N, K), "F32", 4 * N * K)
             return
         has = ", ".join(f"{part} {[*shape]}" for part, shape in sorted(found.items()))
@@ -159,10 +162,7 @@ class ForeignCheckpoint:
         rule = f"{near.name} needs {', '.join(lacking)}" if lacking else f"not the shapes of {near.name}"
         raise FileError(f"{self.path}: {name}: {rule} (got {has})")
 
-    def _checked_group(
-        self, name: str, format: ForeignFormat, parts: dict[str, TensorInfo], N: int, K: int, groups: int
-    ) -> int:
-        """Return the columns per group. Raises FileError unless dtypes, shapes and the config agree."""
+    def _check_tensors(self, format: ForeignFormat, parts: dict[str, TensorInfo], N: int, K: int, groups: int) -> None:
         expected = format.shapes(N, K, groups)
         for part, info in parts.items():
             if part not in expected:
@@ -171,21 +171,34 @@ class ForeignCheckpoint:
             if info.shape != shape or (info.dtype not in FLOATS if kind == "float" else info.dtype != kind):
                 got = f"{info.dtype} {[*info.shape]}"
                 raise FileError(f"{self.path}: {info.name}: must be {kind} {[*shape]} in {format.name} (got {got})")
-        declared = self.declared
-        if declared.format not in (None, format.name):
-            raise FileError(f"{self.path}: {name}: must be {declared.format}, as the config says (got {format.name})")
-        if name.removesuffix(".weight") in declared.ignored:
-            raise FileError(f"{self.path}: {name}: must not be quantised, as the config says")
-        sizes = f"(got N={N}, K={K}, {groups} groups)"
-        if not N or not K or groups < 1 or (K % groups and (format.two_level or declared.group_size is None)):
-            raise FileError(f"{self.path}: {name}: K must be a multiple of the groups {sizes}")
-        if declared.group_size is None:
-            return K // groups
-        group = K if declared.group_size == WHOLE_ROW else min(declared.group_size, K)
-        if ceil_div(K, group) != groups or (K % group and format.two_level):
-            rule = f"the config's group_size {declared.group_size} must give the groups of the tensors"
-            raise FileError(f"{self.path}: {name}: {rule} {sizes}")
-        return group
+
+    def _declared_of(
+        self, name: str, format: ForeignFormat, parts: dict[str, TensorInfo], N: int, K: int, groups: int
+    ) -> Declaration:
+        """Find the declaration that a matrix is of. Raises FileError where none is, or several that read otherwise."""
+        with in_file(self.path), naming(name):
+            if not N or not K or not groups:
+                raise ArgumentError("shape", "must not be empty", f"N={N}, K={K}, {groups} groups")
+            fitting, errors = [], []
+            for declared in self.declared:
+                try:
+                    _check_declared(name, declared, format, {*parts}, K, groups)
+                    fitting.append(declared)
+                except ArgumentError as error:
+                    errors.append(error)
+            if not fitting and len(errors) > 1:
+                raise ArgumentError(
+                    "config_groups", "must have the groups of every matrix", f"{groups} groups of K={K}"
+                )
+            if not fitting:
+                raise errors[0]
+            sizes = sorted({_group_size(declared, K, groups) for declared in fitting})
+            if len(sizes) > 1:
+                rule = f"must tell the size of {groups} groups of K={K}"
+                raise ArgumentError("config_groups", rule, " or ".join(map(str, sizes)))
+        return min(
+            fitting, key=lambda declared: declared.symmetric is not False
+        )  # one without zero points would fit too
 
     def _array(self, name: str) -> Array:
         info = self.file.tensors[name]
@@ -196,10 +209,35 @@ class ForeignCheckpoint:
         return floats
 
 
+def _check_declared(
+    name: str, declared: Declaration, format: ForeignFormat, parts: set[str], K: int, groups: int
+) -> None:
+    """Raise ArgumentError unless the tensors of a matrix are what is declared."""
+    if declared.format not in (None, format.name):
+        raise ArgumentError("format", f"must be {declared.format}, as the config says", format.name)
+    if name.removesuffix(".weight") in declared.ignored:
+        raise ArgumentError("format", "must not be quantised, as the config says", format.name)
+    size = _group_size(declared, K, groups)
+    if ceil_div(K, size) != groups or (K % groups and format.two_level):
+        rule = f"must be of {size} columns, as the config says" if declared.group_size else "must divide K"
+        raise ArgumentError("groups", rule, f"{groups} groups of K={K}")
+    if declared.symmetric is False and not any("zero" in part for part in parts):
+        raise ArgumentError("zero points", "must be there, as the config says", "none")
+    if declared.act_order and groups > 1 and not _INDICES & parts:
+        raise ArgumentError("g_idx", "must be there, as the config says that groups follow activations", "none")
+
+
+def _group_size(declared: Declaration, K: int, groups: int) -> int:
+    """Return the columns of a group: of all but the last one, which may have fewer."""
+    if declared.group_size is None:
+        return max(1, K // groups)
+    return K if declared.group_size == WHOLE_ROW else min(declared.group_size, K)
+
+
 # --- the formats -----------------------------------------------------------------------------------------------------
 
 
-def _qserve_groups(_: ForeignMatrix, arrays: Arrays, __: Declaration) -> LQQWeight:
+def _qserve_groups(_: ForeignMatrix, arrays: Arrays) -> LQQWeight:
     """QServe's zeros are integers, whatever the scale: LQQ's minimum. Some are -255..0 modulo 256.
 
     Where such a zero reads as positive and its group overflows by that, 256 is subtracted. The group's smallest nibble
@@ -223,7 +261,7 @@ def _qserve_groups(_: ForeignMatrix, arrays: Arrays, __: Declaration) -> LQQWeig
     )
 
 
-def _qserve_channel(_: ForeignMatrix, arrays: Arrays, __: Declaration) -> AffineWeight:
+def _qserve_channel(_: ForeignMatrix, arrays: Arrays) -> AffineWeight:
     """A file has zero·scale rounded to FP16: where it is an integer's, the zero is that integer."""
     scale, scaled = arrays["s1_scales"], arrays["s1_szeros"]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -237,28 +275,28 @@ def _qserve_channel(_: ForeignMatrix, arrays: Arrays, __: Declaration) -> Affine
     )
 
 
-def _compressed(matrix: ForeignMatrix, arrays: Arrays, declared: Declaration) -> AffineWeight:
+def _compressed(matrix: ForeignMatrix, arrays: Arrays) -> AffineWeight:
     shape = tuple(arrays["weight_shape"].tolist())
     if shape != (matrix.N, matrix.K):
         raise ArgumentError("weight_shape", f"4 bits in weight_packed are {[matrix.N, matrix.K]}", [*shape])
     zero = arrays.get("weight_zero_point")
     if zero is not None:
         zero = unpack_words(zero, 0)[: matrix.N]
-    return _affine(matrix, unpack_words(arrays["weight_packed"], 1), arrays["weight_scale"], zero, arrays, declared)
+    return _affine(matrix, unpack_words(arrays["weight_packed"], 1), arrays["weight_scale"], zero, arrays)
 
 
-def _compressed_integers(matrix: ForeignMatrix, arrays: Arrays, declared: Declaration) -> AffineWeight:
+def _compressed_integers(matrix: ForeignMatrix, arrays: Arrays) -> AffineWeight:
     q = arrays["weight"]
     if q.min() < -8 or q.max() > 7:
         raise ArgumentError("weight", "must be of 4 bits, -8..7", f"{q.min()}..{q.max()}")
     zero = arrays.get("weight_zero_point")
     zero = None if zero is None else zero.astype(np.int16) + 8
-    return _affine(matrix, (q + 8).astype(np.uint8), arrays["weight_scale"], zero, arrays, declared)
+    return _affine(matrix, (q + 8).astype(np.uint8), arrays["weight_scale"], zero, arrays)
 
 
-def _gptq(matrix: ForeignMatrix, arrays: Arrays, declared: Declaration) -> AffineWeight:
-    zero = _gptq_zeros(arrays["qzeros"], declared)
-    return _affine(matrix, unpack_words(arrays["qweight"], 0).T, arrays["scales"].T, zero.T, arrays, declared)
+def _gptq(matrix: ForeignMatrix, arrays: Arrays) -> AffineWeight:
+    zero = _gptq_zeros(arrays["qzeros"], matrix.declared)
+    return _affine(matrix, unpack_words(arrays["qweight"], 0).T, arrays["scales"].T, zero.T, arrays)
 
 
 def _gptq_zeros(qzeros: Array, declared: Declaration) -> U8:
@@ -282,23 +320,16 @@ def _gptq_zeros(qzeros: Array, declared: Declaration) -> U8:
     return zero
 
 
-def _awq(matrix: ForeignMatrix, arrays: Arrays, declared: Declaration) -> AffineWeight:
+def _awq(matrix: ForeignMatrix, arrays: Arrays) -> AffineWeight:
     q4, zero = (unpack_words(arrays[part], 1, AWQ_COLUMNS) for part in ("qweight", "qzeros"))
-    return _affine(matrix, q4.T, arrays["scales"].T, zero.T, arrays, declared)
+    return _affine(matrix, q4.T, arrays["scales"].T, zero.T, arrays)
 
 
-def _affine(
-    matrix: ForeignMatrix, q4: Array, scale: F32, zero: Array | None, arrays: Arrays, declared: Declaration
-) -> AffineWeight:
+def _affine(matrix: ForeignMatrix, q4: Array, scale: F32, zero: Array | None, arrays: Arrays) -> AffineWeight:
     """Make a weight of arrays in any memory order; without zero points it is symmetric around 8."""
-    if zero is None:
-        if declared.symmetric is False:
-            raise ArgumentError("zero points", "must be there, as the config says", "none")
-        zero = np.full(scale.shape, 8)
-    elif declared.symmetric and (zero != 8).any():
+    zero = np.full(scale.shape, 8) if zero is None else zero
+    if matrix.declared.symmetric and (zero != 8).any():
         raise ArgumentError("zero points", "must be 8, as the config says", f"{zero.min()}..{zero.max()}")
-    if declared.act_order and matrix.groups > 1 and not _INDICES & arrays.keys():
-        raise ArgumentError("g_idx", "must be there, as the config says that groups follow activations", "none")
     group_of = _column_groups(matrix, arrays)
     equal = matrix.K // matrix.groups
     is_regular = matrix.K % matrix.groups == 0 and (group_of == np.arange(matrix.K) // equal).all()

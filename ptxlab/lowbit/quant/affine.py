@@ -122,12 +122,10 @@ def _round_levels(
 def lqq_group(column_groups: npt.NDArray[np.int32]) -> int:
     """Choose the `lqq` group for columns of these groups: the largest that lies within one of them everywhere.
 
-    Where none does, 64, or 32 where only that divides K.
+    Where none does, 32: what is quantised again loses least in the smallest groups.
     """
     K = len(column_groups)
-    dividing = [group for group in GROUPS if K % group == 0]
-    for group in reversed(dividing):
-        runs = column_groups.reshape(-1, group)
-        if (runs == runs[:, :1]).all():
+    for group in reversed(GROUPS):
+        if K % group == 0 and (column_groups.reshape(-1, group) == column_groups[::group, None]).all():
             return group
-    return max((group for group in dividing if group <= 64), default=GROUPS[0])
+    return GROUPS[0]

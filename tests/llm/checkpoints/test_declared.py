@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ptxlab.errors import FileError
-from ptxlab.llm.checkpoints.declared import Declaration, read_declaration
+from ptxlab.llm.checkpoints.declared import Declaration, read_declarations
 from ptxlab.llm.checkpoints.foreign import ForeignCheckpoint
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
@@ -106,10 +106,9 @@ DECLARED = {
 @pytest.mark.parametrize("case", DECLARED)
 def test_what_a_config_declares(case: str, tmp_path: Path) -> None:
     files, expected = DECLARED[case]
-    assert read_declaration(write(tmp_path, **files)) == expected
+    assert read_declarations(write(tmp_path, **files)) == (expected,)
 
 
-TWO_GROUPS = {"a": {"weights": WEIGHTS}, "b": {"weights": WEIGHTS | {"group_size": 64}}}
 METHODS = ("hqq", "bitsandbytes", "fp8", "eetq", "quanto", "aqlm", "torchao", "mxfp4", "marlin")
 REFUSED = {
     **{method: ({"config": {"quant_method": method}}, rf"quant_method: must be .*got {method}") for method in METHODS},
@@ -152,10 +151,6 @@ REFUSED = {
     "names that are none": ({"config": AWQ | {"modules_to_not_convert": "lm_head"}}, "must be a list of names"),
     "no groups": ({"config": in_groups(config_groups={})}, "config_groups: must be an object of objects"),
     "a preset": ({"config": in_groups(config_groups={"W4A16": ["Linear"]})}, "config_groups: must be an object of"),
-    "groups that differ": (
-        {"config": in_groups(config_groups=TWO_GROUPS)},
-        r"config_groups: must all have the same weights \(got a and b\)",
-    ),
     "no weights": ({"config": in_groups(group={"weights": None})}, "config_groups: must have weights"),
     "weights of 8 bits": ({"config": weights(num_bits=8)}, r"group_0\.weights\.num_bits: must be 4 \(got 8\)"),
     "weights of unsaid bits": ({"config": in_groups(group={"weights": {}})}, "num_bits: must be 4 .got 8"),
@@ -194,7 +189,7 @@ def test_values_of_any_type_are_taken_or_refused(tmp_path: Path) -> None:
 
     def outcome(config: dict[str, Any]) -> str:
         try:
-            read_declaration(write(tmp_path, config=config))
+            read_declarations(write(tmp_path, config=config))
         except FileError as error:
             return str(error)
         return ""

@@ -280,12 +280,12 @@ BAD = {  # format, change, message
     "no group": (
         "qserve",
         lambda a: [to(part, lambda x: x[:0])(a) for part in ("s2_scales", "s2_zeros")],
-        r"K must be a multiple of the groups \(got N=64, K=128, 0 groups\)",
+        r"shape: must not be empty \(got N=64, K=128, 0 groups\)",
     ),
     "groups that do not divide K": (
         "qserve",
         lambda a: [to(part, lambda x: np.repeat(x, 3, axis=0)[:3])(a) for part in ("s2_scales", "s2_zeros")],
-        r"K must be a multiple of the groups \(got N=64, K=128, 3 groups\)",
+        r"groups: must divide K \(got 3 groups of K=128\)",
     ),
     "scales of words": ("qserve", to("s2_scales", lambda a: a.astype(np.int32)), "s2_scales: must be I8 .*got I32"),
     "a negative scale": ("qserve", put("s2_scales", (1, 3), -4), r"s2_scales: must be 0 or more \(got -4\)"),
@@ -319,21 +319,66 @@ def test_what_is_refused(case: str, tmp_path: Path) -> None:
     ("format", "stated", "message"),
     [
         ("gptq", {"bits": 8}, r"the config's bits: must be 4 \(got 8\)"),
-        ("gptq", {"group_size": 128}, r"q\.weight: the config's group_size 128 must give .*got N=64, K=128, 2 groups"),
-        ("gptq", {"group_size": -1}, r"q\.weight: the config's group_size -1 must give the groups of the tensors"),
-        ("gptq", {"quant_method": "awq"}, r"q\.weight: must be AWQ, as the config says \(got GPTQ\)"),
-        ("gptq", {**GPTQ, "modules_to_not_convert": ["q"]}, r"q\.weight: must not be quantised, as the config says"),
-        ("w4a16", packed_config(128), r"q\.weight: the config's group_size 128 must give the groups"),
+        ("gptq", {"group_size": 128}, r"q\.weight: groups: must be of 128 columns, as the config says \(got 2 groups"),
+        ("gptq", {"group_size": -1}, r"q\.weight: groups: must be of 128 columns, as the config says"),
+        ("gptq", {"quant_method": "awq"}, r"q\.weight: format: must be AWQ, as the config says \(got GPTQ\)"),
+        (
+            "gptq",
+            {**GPTQ, "modules_to_not_convert": ["q"]},
+            r"q\.weight: format: must not be quantised, as the config says",
+        ),
+        ("w4a16", packed_config(128), r"q\.weight: groups: must be of 128 columns, as"),
         ("w4a16", {**packed_config(64), "format": "int-quantized"}, r"must be compressed-tensors, integers, as the"),
         ("w4a16", packed_config(64, symmetric=False), r"q\.weight: zero points: must be there, as the config says"),
         ("w4a16_asymmetric", packed_config(64), r"q\.weight: zero points: must be 8, as the config says"),
-        ("w4a16", {**packed_config(64), "ignore": ["q"]}, r"q\.weight: must not be quantised, as the config says"),
-        ("qserve", {"group_size": 48}, r"q\.weight: the config's group_size 48 must give the groups"),
+        (
+            "w4a16",
+            {**packed_config(64), "ignore": ["q"]},
+            r"q\.weight: format: must not be quantised, as the config says",
+        ),
+        ("qserve", {"group_size": 48}, r"q\.weight: groups: must be of 48 columns, as the config says"),
     ],
 )
 def test_a_config_that_contradicts(format: str, stated: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(FileError, match=message):
         opened(tmp_path, of_format(format, W), **stated)
+
+
+def of_groups(*weights: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A config of compressed-tensors whose groups have weights of these changes to groups of 64."""
+    configs = [packed_config(64, **change)["config_groups"]["group_0"] for change in weights]
+    return packed_config(64) | {"config_groups": {f"group_{i}": config for i, config in enumerate(configs)}} | changes
+
+
+@pytest.mark.parametrize(
+    ("group", "K"), [(32, 128), (64, 128), (128, 128), (64, 96), (32, 80)], ids=lambda size: f"{size}"
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_several_groups_of_a_config(symmetric: bool, group: int, K: int, tmp_path: Path) -> None:
+    """Each matrix is of the one that its tensors have."""
+    q4 = RNG.integers(0, 16, (64, K)).astype(np.uint8)
+    order = np.arange(K) // group
+    scale = RNG.uniform(0.01, 0.1, (64, order[-1] + 1)).astype(np.float16)
+    zero = np.full(scale.shape, 8) if symmetric else RNG.integers(0, 16, scale.shape)
+    config = of_groups({"group_size": 32}, {}, {"strategy": "channel", "group_size": None})
+    if not symmetric:
+        asymmetric = [{**group["weights"], "symmetric": False} for group in config["config_groups"].values()]
+        config = of_groups(*({}, *asymmetric))
+    arrays = foreign_files.compressed(q4, scale, None if symmetric else zero)
+    weight = opened(tmp_path, arrays, **config)
+    expected = (q4 - zero[:, order].astype(np.float32)) * scale[:, order]
+    np.testing.assert_array_equal(weight.dequantize(), expected)
+
+
+def test_groups_of_a_config_that_do_not_tell_their_size(tmp_path: Path) -> None:
+    arrays = foreign_files.compressed(*foreign_files.affine(W[:, :96], 48, symmetric=True)[:2])
+    rule = r"q\.weight: config_groups: must tell the size of 2 groups of K=96 \(got 64 or 80\)"
+    with pytest.raises(FileError, match=rule):
+        opened(tmp_path, arrays, **of_groups({}, {"group_size": 80}))
+    with pytest.raises(
+        FileError, match=r"config_groups: must have the groups of every matrix \(got 2 groups of K=96\)"
+    ):
+        opened(tmp_path, arrays, **of_groups({"group_size": 32}, {"group_size": 16}))
 
 
 def test_a_config_of_a_file_in_floats(tmp_path: Path) -> None:
