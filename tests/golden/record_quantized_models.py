@@ -19,7 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 VOCABULARY, GROUP = 96, 32
 TOKENS = np.array([[(7 * i * i + 3 * i + 2) % VOCABULARY for i in range(24)]])
@@ -74,7 +81,7 @@ def by_products(model: torch.nn.Module) -> Weights:
     return weights
 
 
-# --- writers: each writes a model into a folder and says what its matrices are ------------------------------------------
+# --- writers: each writes a model into a folder and gives its matrices -----------------------------------------------
 
 
 def _gptqmodel(source: Path, folder: Path, **how: Any) -> Weights:
@@ -82,7 +89,9 @@ def _gptqmodel(source: Path, folder: Path, **how: Any) -> Weights:
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
     from gptqmodel.nn_modules.qlinear import BaseQuantLinear
 
-    model = GPTQModel.load(str(source), QuantizeConfig(bits=4, group_size=GROUP, pack_impl="original", **how), device="cpu")
+    model = GPTQModel.load(
+        str(source), QuantizeConfig(bits=4, group_size=GROUP, pack_impl="original", **how), device="cpu"
+    )
     model.quantize(calibration(), batch_size=1)
     model.save(str(folder))
     loaded = GPTQModel.load(str(folder), device="cpu", backend=BACKEND.TORCH, dtype=torch.float16)
@@ -106,15 +115,23 @@ def _autogptq(source: Path, folder: Path, **how: Any) -> Weights:
     quantized = LlamaGPTQForCausalLM(model, False, BaseQuantizeConfig(bits=4, group_size=GROUP, **how))
     quantized.quantize(calibration(), cache_examples_on_gpu=False, use_triton=False)
     quantized.save_quantized(str(folder), use_safetensors=True)
-    loaded = AutoGPTQForCausalLM.from_quantized(str(folder), device="cpu", use_safetensors=True, disable_exllama=True, disable_exllamav2=True,
-                                                torch_dtype=torch.float32)  # fmt: skip
+    loaded = AutoGPTQForCausalLM.from_quantized(
+        str(folder),
+        device="cpu",
+        use_safetensors=True,
+        disable_exllama=True,
+        disable_exllamav2=True,
+        torch_dtype=torch.float32,
+    )
     return by_products(loaded.model)
 
 
 def _autoawq(source: Path, folder: Path) -> Weights:
     from types import SimpleNamespace
 
-    torch.xpu = SimpleNamespace(is_available=lambda: False, _is_in_bad_fork=lambda: True)  # which this library asks, and older PyTorch does not have
+    torch.xpu = SimpleNamespace(
+        is_available=lambda: False, _is_in_bad_fork=lambda: True
+    )  # which this library asks, and older PyTorch does not have
     from awq import AutoAWQForCausalLM
     from awq.utils.packing_utils import dequantize_gemm
 
@@ -127,7 +144,11 @@ def _autoawq(source: Path, folder: Path) -> Weights:
     tensors = load_file(folder / "model.safetensors")
     return {
         name.removesuffix(".qweight"): dequantize_gemm(
-            each, tensors[name.replace("qweight", "qzeros")], tensors[name.replace("qweight", "scales")].float(), 4, GROUP
+            each,
+            tensors[name.replace("qweight", "qzeros")],
+            tensors[name.replace("qweight", "scales")].float(),
+            4,
+            GROUP,
         ).T.contiguous()
         for name, each in tensors.items()
         if name.endswith("qweight")
@@ -178,6 +199,7 @@ def _autoround(source: Path, folder: Path, format: str, sym: bool) -> Weights:
 
 
 Writer = Callable[..., Weights]
+_ROWS = {"strategy": "channel", "group_size": None}
 _OLD_SIZES = {"intermediate_size": 128, "num_key_value_heads": 2}  # AutoAWQ scales 64 rows at a time
 # By library: its packages, its function, and by model the base and the arguments.
 WRITERS: dict[str, tuple[tuple[str, ...], Writer, dict[str, tuple[dict[str, Any], dict[str, Any]]]]] = {
@@ -195,8 +217,8 @@ WRITERS: dict[str, tuple[tuple[str, ...], Writer, dict[str, tuple[dict[str, Any]
     "llmcompressor": (("llmcompressor", "compressed-tensors"), _llmcompressor, {
         "llmcompressor_sym": ({}, {"groups": {"Linear": {}}}),
         "llmcompressor_asym": ({"family": "qwen2"}, {"groups": {"Linear": {"symmetric": False}}}),
-        "llmcompressor_rows": ({}, {"groups": {"Linear": {"strategy": "channel", "group_size": None}}}),
-        "llmcompressor_w4a8": ({}, {"groups": {"Linear": {"strategy": "channel", "group_size": None}}, "activations": True}),
+        "llmcompressor_rows": ({}, {"groups": {"Linear": _ROWS}}),
+        "llmcompressor_w4a8": ({}, {"groups": {"Linear": _ROWS}, "activations": True}),
         "llmcompressor_groups": ({}, {"groups": {
             "re:.*self_attn.*": {}, "re:.*(gate|up)_proj": {"group_size": 64},
             "re:.*down_proj": {"group_size": 96, "symmetric": False},

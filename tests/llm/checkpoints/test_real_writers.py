@@ -20,7 +20,7 @@ TOLERANCE = 2e-5  # of the largest logit
 # Relative errors of the weights that `import` writes, by the kind of file: none where one scale per row is exact, the
 # nearest `lqq` of the same groups, and weights quantised anew where groups are not contiguous.
 EXACT, NEAREST, ANEW = 0.0, 0.021, 0.08
-LARGEST_ERRORS = {name: NEAREST for name in MADE} | {
+LARGEST_ERRORS = dict.fromkeys(MADE, NEAREST) | {
     "llmcompressor_rows": EXACT, "llmcompressor_w4a8": EXACT, "autogptq_order": ANEW, "gptqmodel_v1_order": ANEW,
     "gptqmodel_v2_order": ANEW,
 }  # fmt: skip
