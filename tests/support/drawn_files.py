@@ -2,14 +2,15 @@
 
 from pathlib import Path
 
-from tests.support.drawn_folders import FOLDER_TWISTS, write_folder
+from tests.support.drawn_folders import CONFIG_TWISTS, FILE_TWISTS, TENSOR_TWISTS, write_folder
 from tests.support.drawn_gguf import GGUF_TWISTS, GgufTwist, write_gguf
 from tests.support.drawn_models import DrawnModel, Plan, Twist, plan
 from tests.support.drawn_quantized import QUANTIZED_TWISTS, QuantizedTwist, write_quantized
 
-TWISTS: dict[str, Twist] = {**FOLDER_TWISTS, **GGUF_TWISTS, **QUANTIZED_TWISTS}
+_OF_FOLDERS = (CONFIG_TWISTS, TENSOR_TWISTS, FILE_TWISTS)
+TWISTS: dict[str, Twist] = {**CONFIG_TWISTS, **TENSOR_TWISTS, **FILE_TWISTS, **GGUF_TWISTS, **QUANTIZED_TWISTS}
 SEEDS = 2 * len(TWISTS)
-PLANS = [plan(seed, TWISTS) for seed in range(SEEDS)]
+PLANS = [plan(seed, TWISTS, _OF_FOLDERS) for seed in range(SEEDS)]
 
 
 def write(plan: Plan, folder: Path) -> DrawnModel:
