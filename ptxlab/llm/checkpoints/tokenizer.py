@@ -49,7 +49,6 @@ _END_TEXTS = frozenset({
     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
     "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
 })  # fmt: skip
-_MOST_BYTES = 1 << 28  # of a tokenizer.json; that of 262,144 tokens has 33 MB
 _MOST_STARTS = 64  # tokens ahead of a text
 _MOST_SPLITS = 1 << 28  # characters of all ways to cut SentencePiece's tokens in two; LLaMA's have 3 million
 
@@ -104,8 +103,6 @@ class Tokenizer:
         file = path / "tokenizer.json"
         if not file.is_file():
             raise FileError(f"{path}: no tokenizer.json")
-        if file.stat().st_size > _MOST_BYTES:
-            raise FileError(f"{file}: at most {_MOST_BYTES} bytes (got {file.stat().st_size})")
         definition = read_json(file)
         if not isinstance(definition, dict):
             raise FileError(f"{file}: not a readable tokenizer (no JSON object)")

@@ -133,8 +133,9 @@ class Config:
         for flag in ("attention_bias", "mlp_bias"):
             if keys.flag(flag, False):
                 raise keys.wrong(flag, "must be false: only Qwen2's bias of queries, keys and values is known")
-        if keys.get("per_layer_config", None):
-            raise keys.wrong("per_layer_config", "must be missing: layers of different sizes are not known")
+        for key, reason in _NOT_KNOWN.items():
+            if keys.get(key, None):
+                raise keys.wrong(key, f"must be missing: {reason}")
         base, scaling = _rope(keys)
         window, window_layers = _windows(keys, family)
         config: Self = keys.config(
@@ -314,6 +315,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"rms_norm_eps": 1e-6, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
 }  # fmt: skip
+_NOT_KNOWN = {  # keys that transformers follows in every family
+    "per_layer_config": "layers of different sizes are not known",
+    "transformers_weights": "weights are looked for by their usual names",
+}
 _LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}  # whether with a window
 
 

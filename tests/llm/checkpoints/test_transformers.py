@@ -227,6 +227,10 @@ REFUSED = {
     ),
     "a theta of 10^400": (Case("smollm", {"rope_theta": 10**400}), "rope_theta: must be a number above 0"),
     "layers of their own": (Case("smollm", {"per_layer_config": {"0": {}}}), "per_layer_config: must be missing"),
+    "weights by another name": (
+        Case("smollm", {"transformers_weights": "other.safetensors"}),
+        "transformers_weights: must be missing: weights are looked for",
+    ),
     "eps is null": (Case("smollm", {"rms_norm_eps": None}), "rms_norm_eps: must be given"),
     "activation is null": (Case("smollm", {"hidden_act": None}), "hidden_act: must be one of"),
     "tied by a text": (Case("smollm", {"tie_word_embeddings": "true"}), "tie_word_embeddings: must be true or false"),
