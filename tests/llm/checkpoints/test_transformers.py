@@ -176,11 +176,11 @@ REFUSED = {
         "layer_types: must agree with the window of a qwen2, None",
     ),
     "too few types": (Case("qwen2", window_keys(**types(FULL))), "layer_types: must be 2 of full_attention, "),
-    "an unknown type": (Case("qwen2", window_keys(**types(FULL, "chunked_attention"))), "layer_types: must be 2 of full"),
+    "an unknown type": (Case("qwen2", window_keys(**types(FULL, "chunked"))), "layer_types: must be 2 of full"),
     "types are a text": (Case("qwen2", window_keys(layer_types="full_attention")), "layer_types: must be 2 of full"),
     "types are lists": (Case("qwen2", window_keys(layer_types=[[], []])), "layer_types: must be 2 of full"),
     "no first layer": (Case("qwen2", window_keys(max_window_layers=None)), "max_window_layers: must be given"),
-    "a fraction of layers": (Case("qwen2", window_keys(max_window_layers=1.5)), "max_window_layers: must be an integer"),
+    "a fraction of layers": (Case("qwen2", window_keys(max_window_layers=1.5)), "max_window_layers: must be an int"),
     "theta is null": (Case("smollm", {"rope_theta": None}), "rope_theta: must be a number above 0"),
     "theta within is null": (
         Case("smollm", {"rope_parameters": {"rope_theta": None}}),
