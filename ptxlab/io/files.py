@@ -18,6 +18,7 @@ from ptxlab.errors import FileError
 
 CACHE_VARIABLE = "PTXLAB_CACHE_DIR"
 MAX_BYTES = 1 << 34  # an .npz that claims to hold more is refused before anything is allocated
+MAX_JSON = 1 << 28  # bytes; parsed it takes several times as much, and the largest tokenizers have 33 MB
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 # What zipfile, zlib and NumPy raise for content that is damaged, encrypted, or compressed in a way they do not know
 DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError, EOFError, RuntimeError, MemoryError,
@@ -79,8 +80,10 @@ def read_text(path: Path, *, newline: str | None = None) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; `FileError` if it is missing or not JSON."""
+    """What a JSON file holds; `FileError` if it is missing, larger than `MAX_JSON`, or not JSON."""
     try:
+        if (size := path.stat().st_size) > MAX_JSON:
+            raise FileError(f"{path}: at most {MAX_JSON} bytes of JSON (got {size})")
         return json.loads(path.read_bytes())
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -140,6 +140,14 @@ def test_what_is_not_json_is_refused(tmp_path: Path, text: str) -> None:
         read_json(tmp_path / "a.json")
 
 
+def test_json_beyond_memory_is_refused(tmp_path: Path) -> None:
+    """By its size, which a file without content has too."""
+    with (tmp_path / "a.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(FileError, match=r"a\.json: at most 268435456 bytes of JSON \(got 1099511627776\)$"):
+        read_json(tmp_path / "a.json")
+
+
 def test_a_record_has_a_line_per_row(tmp_path: Path) -> None:
     record = {"schema": 1, "rows": [{"us": 0.1 + 0.2, "sizes": {"M": 4}}, {"us": 1e-9}], "date": "ä"}
     write_record(tmp_path / "r.json", record, "rows")

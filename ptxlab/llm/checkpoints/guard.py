@@ -68,7 +68,7 @@ class GuardedEncoder:
 
 
 def is_harmless(definition: dict[str, Any], patterns: Collection[str]) -> bool:
-    """Whether the steps of a tokenizer.json bound time and memory by themselves; `patterns` are known to be fast."""
+    """Tell whether a tokenizer.json bounds time and memory by itself; `patterns` are known to be fast."""
     model = definition.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") not in _MODELS:
         return False
@@ -76,22 +76,22 @@ def is_harmless(definition: dict[str, Any], patterns: Collection[str]) -> bool:
 
 
 def has_harmless_decoder(definition: dict[str, Any], patterns: Collection[str]) -> bool:
-    """Likewise of the decoder."""
+    """Tell whether its decoder does."""
     return _are_bounded(definition.get("decoder"), patterns)
 
 
 def _are_bounded(section: Any, patterns: Collection[str]) -> bool:
-    some = [*islice(_steps(section), _MOST_STEPS + 1)]
-    return len(some) <= _MOST_STEPS and all(_is_bounded(step, patterns) for step in some)
+    first_steps = [*islice(_steps(section), _MOST_STEPS + 1)]
+    return len(first_steps) <= _MOST_STEPS and all(_is_bounded(step, patterns) for step in first_steps)
 
 
 def _steps(section: Any) -> Iterator[Any]:
-    """The steps of a normaliser, pre-tokeniser or decoder, one after the other, however they are nested."""
+    """Yield the steps of a normaliser, pre-tokeniser or decoder in order, however they are nested."""
     waiting = [section] if section is not None else []
     while waiting:
         step = waiting.pop(0)
         parts = [step.get(key) for key in _NESTED] if isinstance(step, dict) else []
-        inner = [each for part in parts if isinstance(part, list) for each in part]
+        inner = [nested for part in parts if isinstance(part, list) for nested in part]
         if inner:
             waiting = inner + waiting
         else:

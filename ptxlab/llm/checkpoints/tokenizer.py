@@ -49,7 +49,6 @@ _END_TEXTS = frozenset({
     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
     "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
 })  # fmt: skip
-_MOST_BYTES = 1 << 28  # of a tokenizer.json; that of 262,144 tokens has 33 MB
 _MOST_STARTS = 64  # tokens ahead of a text
 _MOST_SPLITS = 1 << 28  # characters of all ways to cut SentencePiece's tokens in two; LLaMA's have 3 million
 
@@ -94,7 +93,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path) -> Self:
-        """From tokenizer.json, which neither truncates nor pads here, whatever it says.
+        """Read tokenizer.json, which neither truncates nor pads here, whatever it says.
 
         The end tokens are those of generation_config.json or else config.json. The start tokens are those that its
         template puts ahead of a text, whatever `add_bos_token` of tokenizer_config.json says, as in transformers 5.
@@ -104,12 +103,10 @@ class Tokenizer:
         file = path / "tokenizer.json"
         if not file.is_file():
             raise FileError(f"{path}: no tokenizer.json")
-        if file.stat().st_size > _MOST_BYTES:
-            raise FileError(f"{file}: at most {_MOST_BYTES} bytes (got {file.stat().st_size})")
-        definition = read_json(file)
-        if not isinstance(definition, dict):
+        stated = read_json(file)
+        if not isinstance(stated, dict):
             raise FileError(f"{file}: not a readable tokenizer (no JSON object)")
-        definition |= {"truncation": None, "padding": None}
+        definition = {**stated, "truncation": None, "padding": None}
         if isinstance(definition.get("model"), dict):
             definition["model"] = {**definition["model"], "dropout": None}
         if not has_harmless_decoder(definition, _FAST_PATTERNS):
@@ -119,8 +116,8 @@ class Tokenizer:
             guarded = GuardedEncoder(file, json.dumps(definition))
             definition |= {"normalizer": None, "pre_tokenizer": None}
         kind = library().Tokenizer
-        with _refusing(file):
-            made = kind.from_str(json.dumps(definition))
+        with _refuse_unreadable(file):
+            made = kind.from_file(str(file)) if definition == stated else kind.from_str(json.dumps(definition))
         return cls(_ends(path), made, _starts(file, made), guarded)
 
     def save(self, folder: Path) -> None:
@@ -135,12 +132,12 @@ class Tokenizer:
         if not self.starts:
             return None
         texts = {token: self._library.id_to_token(token) for token in self.starts}
-        ahead = [{"SpecialToken": {"id": texts[token], "type_id": 0}} for token in self.starts]
+        specials = [{"SpecialToken": {"id": texts[token], "type_id": 0}} for token in self.starts]
         first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
         return {
             "type": "TemplateProcessing",
-            "single": [*ahead, first],
-            "pair": [*ahead, first, second],
+            "single": [*specials, first],
+            "pair": [*specials, first, second],
             "special_tokens": {text: {"id": text, "ids": [token], "tokens": [text]} for token, text in texts.items()},
         }
 
@@ -163,7 +160,7 @@ class Tokenizer:
             raise get.wrong("tokens", "must differ from one another", f"{len(tokens) - len({*tokens})} twice")
         ends = [i for i, token in enumerate(tokens) if token in _END_TEXTS]
         control = {*ends, *np.flatnonzero(kinds == _CONTROL).tolist()}
-        with _refusing(path):
+        with _refuse_unreadable(path):
             made = _byte_level(get, tokens, split) if split else _sentence_piece(get, tokens)
             made.add_special_tokens([tokens[i] for i in sorted(control)])
             made.add_tokens([tokens[i] for i in np.flatnonzero(kinds == _USER_DEFINED) if i not in control])
@@ -263,11 +260,12 @@ def _ends(path: Path) -> tuple[int, ...]:
     return ()
 
 
-def _starts(file: Path, made: Any) -> tuple[int, ...]:
+def _starts(file: Path, tokenizer: Any) -> tuple[int, ...]:
     """The start tokens of a tokenizer.json."""
-    if made.post_processor is None:
+    if tokenizer.post_processor is None:
         return ()
-    adding = [each for each in _parts(json.loads(made.post_processor.__getstate__())) if each["type"] != "ByteLevel"]
+    processor = json.loads(tokenizer.post_processor.__getstate__())
+    adding = [part for part in _parts(processor) if part["type"] != "ByteLevel"]
     if len(adding) > 1:
         raise FileError(f"{file}: post_processor: at most one part may add tokens (got {len(adding)})")
     starts = tuple(_ahead(adding[0])) if adding else ()
@@ -277,7 +275,7 @@ def _starts(file: Path, made: Any) -> tuple[int, ...]:
 
 
 def _parts(processor: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What a post-processor consists of, however it is nested."""
+    """Yield what a post-processor consists of, however it is nested."""
     if processor["type"] != "Sequence":
         yield processor
     for inner in processor.get("processors", ()):
@@ -285,7 +283,7 @@ def _parts(processor: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _ahead(processor: dict[str, Any]) -> Iterator[int]:
-    """The tokens that a part of a post-processor puts ahead of a text."""
+    """Yield the tokens that a part of a post-processor puts ahead of a text."""
     if "cls" in processor:
         yield processor["cls"][1]
     for piece in processor.get("single", ()):
@@ -295,7 +293,7 @@ def _ahead(processor: dict[str, Any]) -> Iterator[int]:
 
 
 def _object(file: Path) -> Mapping[str, Any]:
-    """What a JSON file holds, which must be an object; nothing where there is no file."""
+    """Read a JSON file, which must hold an object; {} where there is none."""
     if not file.is_file():
         return {}
     content = read_json(file)
@@ -314,7 +312,7 @@ def _is_utf8(text: str) -> bool:
 
 @contextmanager
 def _no_panic(argument: str, rule: str) -> Iterator[None]:
-    """A panic of the library, which is no Exception, becomes an ArgumentError."""
+    """Turn a panic of the library, which is no Exception, into an ArgumentError."""
     try:
         yield
     except BaseException as error:
@@ -324,8 +322,8 @@ def _no_panic(argument: str, rule: str) -> Iterator[None]:
 
 
 @contextmanager
-def _refusing(file: Path) -> Iterator[None]:
-    """What the library raises, which may be a panic and then no Exception, becomes a FileError."""
+def _refuse_unreadable(file: Path) -> Iterator[None]:
+    """Turn what the library raises, which may be a panic and then no Exception, into a FileError."""
     try:
         yield
     except (PtxlabError, KeyboardInterrupt, SystemExit):

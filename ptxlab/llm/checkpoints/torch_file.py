@@ -286,6 +286,6 @@ def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
     if source.is_dir():
         kinds = CheckpointFolder, TorchFolder
         named = [kind for kind in kinds if kind.is_named(source)]
-        others = [kind for kind in kinds if kind.unnamed(source, side_files=False)]
-        return [*named, *others, CheckpointFolder][0](source)
+        fitting = [kind for kind in kinds if kind.other_files(source, side_files=False)]
+        return [*named, *fitting, CheckpointFolder][0](source)
     return TorchFile(source) if source.suffix in (".pt", ".pth", ".bin") else Checkpoint(source)

@@ -76,8 +76,8 @@ class Config:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for name, most in _SIZES.items():
-            _require_size(name, getattr(self, name), most)
+        for name, largest in _SIZES.items():
+            _require_size(name, getattr(self, name), largest)
         for name in ("rope_base", "eps"):
             _require_positive(name, getattr(self, name))
         for name in ("tied_head", "qkv_bias"):
@@ -133,8 +133,9 @@ class Config:
         for flag in ("attention_bias", "mlp_bias"):
             if keys.flag(flag, False):
                 raise keys.wrong(flag, "must be false: only Qwen2's bias of queries, keys and values is known")
-        if keys.get("per_layer_config", None):
-            raise keys.wrong("per_layer_config", "must be missing: layers of different sizes are not known")
+        for key, reason in _NOT_KNOWN.items():
+            if keys.get(key, None):
+                raise keys.wrong(key, f"must be missing: {reason}")
         base, scaling = _rope(keys)
         window, window_layers = _windows(keys, family)
         config: Self = keys.config(
@@ -314,6 +315,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"rms_norm_eps": 1e-6, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
 }  # fmt: skip
+_NOT_KNOWN = {  # keys that transformers follows in every family
+    "per_layer_config": "layers of different sizes are not known",
+    "transformers_weights": "weights are looked for by their usual names",
+}
 _LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}  # whether with a window
 
 
@@ -424,7 +429,7 @@ def _windows(keys: _Keys, family: str) -> tuple[int | None, tuple[int, ...] | No
     if types is not None and not (
         isinstance(types, list)
         and len(types) == layers
-        and all(isinstance(each, str) and each in _LAYER_TYPES for each in types)
+        and all(isinstance(kind, str) and kind in _LAYER_TYPES for kind in types)
     ):
         raise keys.wrong("layer_types", f"must be {layers} of {', '.join(_LAYER_TYPES)}")
     is_windowed = family != "llama" and (family != "qwen2" or keys.flag("use_sliding_window", False))
@@ -436,7 +441,7 @@ def _windows(keys: _Keys, family: str) -> tuple[int | None, tuple[int, ...] | No
     else:
         chosen = tuple(range(layers) if window is not None else ())
         if types is not None:
-            named = tuple(layer for layer, each in enumerate(types) if _LAYER_TYPES[each])
+            named = tuple(layer for layer, kind in enumerate(types) if _LAYER_TYPES[kind])
             if named != chosen and (family != "qwen2" or window is None):
                 raise keys.wrong("layer_types", f"must agree with the window of a {family}, {window}")
             chosen = named
@@ -479,14 +484,14 @@ def require_config(name: str, config: Any) -> None:
 
 
 def _equals(value: Any, integer: int) -> bool:
-    """Whether a file's value, of whatever type, is this integer."""
+    """Tell whether a file's value, of whatever type, is this integer."""
     return is_integer(value) and value == integer
 
 
-def _require_size(name: str, value: Any, most: int) -> None:
+def _require_size(name: str, value: Any, largest: int) -> None:
     require_integer(name, value, 1)
-    if value > most:
-        raise ArgumentError(name, f"must be at most {most}", value)
+    if value > largest:
+        raise ArgumentError(name, f"must be at most {largest}", value)
 
 
 def _require_positive(name: str, value: Any) -> float:

@@ -137,7 +137,7 @@ class CheckpointFolder(TensorFile):
         is_whole = (self.path / self._WHOLE).is_file()
         names = _indexed(index) if index.is_file() and not is_whole else {}
         files = [self.path / name for name in ([self._WHOLE] if is_whole else sorted({*names.values()}))]
-        files = files or self.unnamed(self.path)
+        files = files or self.other_files(self.path)
         if not files:
             raise FileError(f"{self.path}: no {' or '.join(self._PATTERNS).replace('*', '')} file")
         self._files: dict[str, TensorFile] = {}
@@ -153,14 +153,14 @@ class CheckpointFolder(TensorFile):
 
     @classmethod
     def is_named(cls, folder: Path) -> bool:
-        """Whether a folder has the file, or the index, that transformers looks for."""
+        """Tell whether a folder has the file, or the index, that transformers looks for."""
         return any((folder / name).is_file() for name in (cls._WHOLE, cls._INDEX))
 
     @classmethod
-    def unnamed(cls, folder: Path, *, side_files: bool = True) -> list[Path]:
-        """The files of other names; of adapters, copies and optimizers, if at all, only where there are no others."""
+    def other_files(cls, folder: Path, *, side_files: bool = True) -> list[Path]:
+        """List the files of other names; adapters, copies and optimizers, only where nothing else is there."""
         files = sorted({file for pattern in cls._PATTERNS for file in folder.glob(pattern)})
-        models = [file for file in files if not any(fnmatchcase(file.name, each) for each in _SIDE_FILES)]
+        models = [file for file in files if not any(fnmatchcase(file.name, pattern) for pattern in _SIDE_FILES)]
         return models or (files if side_files else [])
 
     def read(self, name: str) -> npt.NDArray[Any]:

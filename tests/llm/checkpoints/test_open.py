@@ -36,6 +36,14 @@ def test_gguf_is_the_folder(family: str, tmp_path: Path) -> None:
     )
 
 
+def test_a_factor_alone_scales_a_gguf_linearly(tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    folder, _ = open_model(write_folder(tmp_path, "smollm", rope_scaling=scaling))
+    file, _ = open_model(write_gguf(tmp_path / "model.gguf", "smollm", rope_scaling_factor=4.0, sliding_window=3))
+    assert file.config.rope_scaling == folder.config.rope_scaling == scaling
+    assert np.abs(logits(file) - logits(folder)).max() < 1e-5
+
+
 def test_a_quantised_gguf_is_dequantised(tmp_path: Path) -> None:
     plain, _ = open_model(write_gguf(tmp_path / "plain.gguf", "smollm"))
     model, _ = open_model(str(write_gguf(tmp_path / "model.gguf", "smollm", "Q8_0")))
@@ -102,6 +110,15 @@ def more_tokens(folder: Path) -> None:
     made.save(str(folder / "tokenizer.json"))
 
 
+def start_tokens(folder: Path) -> None:
+    """Write a template that begins with a token which the model does not have."""
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    specials = {"<s>": {"id": "<s>", "ids": [301], "tokens": ["<s>"]}}
+    template = {"type": "TemplateProcessing", "single": single, "pair": single[1:], "special_tokens": specials}
+    (folder / "tokenizer.json").write_text(json.dumps({**definition, "post_processor": template}))
+
+
 UP = "model.layers.1.mlp.up_proj.weight"
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), r": no config\.json: not a Hugging Face model"),
@@ -132,6 +149,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "vocabulary": (config(vocab_size=260), r"embed_tokens\.weight: must be \[260, 32\] \(got \[300, 32\]\)"),
     "too many tokens": (more_tokens, r"tokenizer: at most 300 tokens \(got 301\)"),
+    "start tokens": (start_tokens, r"tokenizer: start tokens must be below 300 \(got 301\)"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), r"no tokenizer\.json"),
 }  # fmt: skip
 

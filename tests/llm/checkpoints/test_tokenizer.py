@@ -183,20 +183,22 @@ def test_merges_of_what_is_no_token_are_refused(merges: list[str], metadata: dic
 
 
 def special(*tokens: int) -> list[dict[str, Any]]:
-    """Pieces of a template."""
+    """Return pieces of a template."""
     return [{"SpecialToken": {"id": f"token {token}", "type_id": 0}} for token in tokens]
 
 
-def template(ahead: tuple[int, ...], behind: tuple[int, ...] = ()) -> dict[str, Any]:
-    """A template with tokens on both sides of the text."""
+def template(starts: tuple[int, ...], ends: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Return a template with tokens on both sides of the text."""
     texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
-    known = {f"token {token}": {"id": f"token {token}", "ids": [token], "tokens": ["?"]} for token in (*ahead, *behind)}
-    single = [*special(*ahead), texts[0], *special(*behind)]
-    return {"type": "TemplateProcessing", "single": single, "pair": texts, "special_tokens": known}
+    specials = {
+        f"token {token}": {"id": f"token {token}", "ids": [token], "tokens": ["?"]} for token in (*starts, *ends)
+    }
+    single = [*special(*starts), texts[0], *special(*ends)]
+    return {"type": "TemplateProcessing", "single": single, "pair": texts, "special_tokens": specials}
 
 
 def write(folder: Path, changes: dict[str, Any], **files: Any) -> Path:
-    """A tokenizer.json with other sections; other JSON files by their stem."""
+    """Write a tokenizer.json with other sections, and other JSON files by their stem."""
     definition = {**json.loads(tokenizer().to_str()), **changes}
     (folder / "tokenizer.json").write_text(json.dumps(definition))
     for stem, content in files.items():
@@ -223,7 +225,7 @@ TEMPLATES: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_starts_are_what_the_template_puts_ahead(name: str, tmp_path: Path) -> None:
-    """As the library places them; and a saved tokenizer has the same ones."""
+    """Compare with where the library places them, and save them."""
     processor, starts = TEMPLATES[name]
     ours = Tokenizer.from_folder(write(tmp_path, {"post_processor": processor}))
     library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("the the")
@@ -239,7 +241,7 @@ def test_starts_are_what_the_template_puts_ahead(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("add", [None, False, True])
 @pytest.mark.parametrize("name", ["none", "a start", "an end", "several", "after bytes"])
 def test_starts_are_those_of_transformers(name: str, add: bool | None, tmp_path: Path) -> None:
-    """Where there is a tokenizer.json, `add_bos_token` of tokenizer_config.json counts for nothing."""
+    """Ignore `add_bos_token` of tokenizer_config.json, as there is a tokenizer.json."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     stated = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<end>", "eos_token": "<turn>"}
     stated |= {} if add is None else {"add_bos_token": add, "add_eos_token": not add}
@@ -252,7 +254,7 @@ def test_starts_are_those_of_transformers(name: str, add: bool | None, tmp_path:
 
 @pytest.mark.parametrize("side", ["Left", "Right"])
 def test_nothing_is_cut_off_or_filled_up(side: str, tmp_path: Path) -> None:
-    """Whatever training has left in the file, which a saved one does not keep; nor are merges dropped at random."""
+    """Ignore what training has left in the file, and save without it; merges are not dropped at random either."""
     changes = {
         "truncation": {"direction": side, "max_length": 3, "strategy": "LongestFirst", "stride": 0},
         "padding": {
@@ -271,7 +273,7 @@ def test_nothing_is_cut_off_or_filled_up(side: str, tmp_path: Path) -> None:
 
 
 def control(metadata: dict[str, Any], *texts: str, kind: int = 3) -> dict[str, Any]:
-    """Metadata with these tokens in the place of unused ones from 261 on."""
+    """Put these tokens in the place of unused ones from 261 on."""
     tokens, kinds = [*metadata["tokenizer.ggml.tokens"]], np.array(metadata["tokenizer.ggml.token_type"])
     tokens[261 : 261 + len(texts)], kinds[261 : 261 + len(texts)] = texts, kind
     return {**metadata, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
@@ -292,7 +294,7 @@ def control(metadata: dict[str, Any], *texts: str, kind: int = 3) -> dict[str, A
 def test_every_end_of_a_gguf(
     keys: dict[str, Any], texts: tuple[str, ...], ends: tuple[int, ...], metadata: dict[str, Any]
 ) -> None:
-    """Named by metadata, or known to llama.cpp by its text."""
+    """Find those that metadata name and those that llama.cpp knows by their text."""
     stated = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     assert Tokenizer.from_gguf(Path("a.gguf"), control(metadata, *texts) | stated).ends == ends
 
@@ -310,12 +312,12 @@ HARMLESS = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lower
 
 
 def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
-    """A normaliser."""
+    """Return a normaliser."""
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
 def split(expression: str) -> dict[str, Any]:
-    """A pre-tokeniser."""
+    """Return a pre-tokeniser."""
     return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
 
 
@@ -333,7 +335,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.default_cases("regex of exponential time", "growth by steps")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_tokenizers_are_stopped(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one line, within the time and the memory; nothing is written to stderr by the library's panic."""
+    """Refuse in one line, within the time and the memory."""
     monkeypatch.setattr(guard, "SECONDS", 2.0)
     monkeypatch.setattr(guard, "MEMORY", 1 << 30)
     sections, message = HOSTILE[name]
@@ -345,7 +347,7 @@ def test_hostile_tokenizers_are_stopped(name: str, tmp_path: Path, monkeypatch: 
 
 
 def test_a_guarded_tokenizer_encodes_and_is_saved_whole(tmp_path: Path) -> None:
-    """One with an unknown but harmless pattern."""
+    """Take an unknown but harmless pattern."""
     steps = [split(r"[\s]+|\S+"), {**BYTES, "add_prefix_space": False}]
     sections = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
     ours = Tokenizer.from_folder(write(tmp_path, sections))

@@ -32,48 +32,48 @@ class Case(NamedTuple):
     change: Callable[[Path], object] = lambda folder: None
 
 
-def windowed(**keys: Any) -> dict[str, Any]:
-    """Keys of a Qwen2 with windows of 5 tokens."""
+def window_keys(**keys: Any) -> dict[str, Any]:
+    """Return keys of a Qwen2 with windows of 5 tokens."""
     return {"use_sliding_window": True, "sliding_window": 5, **keys}
 
 
 def head(scale: float) -> Callable[[Path], None]:
-    """A head beside a tied embedding, so many times as large."""
+    """Return what writes a head beside a tied embedding, so many times as large."""
 
     def write(folder: Path) -> None:
-        made = load_file(folder / "model.safetensors")
-        made["lm_head.weight"] = (
-            made["model.embed_tokens.weight"][::-1] * np.float32(scale)
+        weights = load_file(folder / "model.safetensors")
+        weights["lm_head.weight"] = (
+            weights["model.embed_tokens.weight"][::-1] * np.float32(scale)
             if scale != 1
-            else made["model.embed_tokens.weight"].copy()
+            else weights["model.embed_tokens.weight"].copy()
         )
-        save_file({name: np.ascontiguousarray(w) for name, w in made.items()}, folder / "model.safetensors")
+        save_file({name: np.ascontiguousarray(w) for name, w in weights.items()}, folder / "model.safetensors")
 
     return write
 
 
 def beside(*names: str) -> Callable[[Path], None]:
-    """Files that are no part of the model: other weights by the same names, or another layout's."""
+    """Return what writes files that are no part of the model: other weights by the same names, or another layout's."""
 
     def write(folder: Path) -> None:
         for name in names:
-            other = {"layers.0.attention.wq.weight": np.ones((4, 4), np.float32)}
+            tensors = {"layers.0.attention.wq.weight": np.ones((4, 4), np.float32)}
             if not name.startswith("consolidated"):
-                other = {"model.norm.weight": np.ones(32, np.float32), "base.lora_A.weight": np.ones(3, np.float32)}
-            save_file(other, folder / name) if name.endswith(".safetensors") else (folder / name).write_bytes(b"junk")
+                tensors = {"model.norm.weight": np.ones(32, np.float32), "base.lora_A.weight": np.ones(3, np.float32)}
+            save_file(tensors, folder / name) if name.endswith(".safetensors") else (folder / name).write_bytes(b"junk")
 
     return write
 
 
 def as_torch(folder: Path) -> None:
-    """`torch.save` instead of safetensors."""
-    made = {name: torch.from_numpy(w) for name, w in load_file(folder / "model.safetensors").items()}
-    torch.save(made, folder / "pytorch_model.bin")
+    """Write by `torch.save` instead of safetensors."""
+    state = {name: torch.from_numpy(w) for name, w in load_file(folder / "model.safetensors").items()}
+    torch.save(state, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
 
 
-def sharded(folder: Path) -> None:
-    """Shards and an index in place of the one file, and copies in another layout and dtype."""
+def replace_by_shards(folder: Path) -> None:
+    """Write shards and an index in place of the one file, and copies in another layout and dtype."""
     write_folder(folder / "shards", "llama3", shards=2)
     (folder / "model.safetensors").unlink()
     for path in (folder / "shards").glob("model*"):
@@ -82,10 +82,10 @@ def sharded(folder: Path) -> None:
 
 
 def with_index(folder: Path) -> None:
-    """An index beside the one file, which names another file."""
-    other = {name: w * 2 for name, w in load_file(folder / "model.safetensors").items()}
-    save_file(other, folder / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": dict.fromkeys(other, "model-00001-of-00001.safetensors")}
+    """Write an index beside the one file, which names another file."""
+    tensors = {name: w * 2 for name, w in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -96,15 +96,15 @@ SAME = {
     "window-mistral": Case("mistral"),
     "window-mistral_null": Case("mistral", {"sliding_window": None}),
     "window-mistral_use_false": Case("mistral", {"use_sliding_window": False}),
-    "window-qwen2": Case("qwen2", windowed()),
-    "window-qwen2_first": Case("qwen2", windowed(max_window_layers=0)),
-    "window-qwen2_second": Case("qwen2", windowed(max_window_layers=1)),
-    "window-qwen2_none": Case("qwen2", windowed(max_window_layers=2)),
-    "window-qwen2_types": Case("qwen2", windowed(layer_types=[SLIDING, FULL])),
-    "window-qwen2_both": Case("qwen2", windowed(layer_types=[SLIDING, FULL], max_window_layers=1)),
-    "window-qwen2_full": Case("qwen2", windowed(layer_types=[FULL, FULL], max_window_layers=0)),
-    "window-qwen2_unused": Case("qwen2", windowed(use_sliding_window=False, max_window_layers=0)),
-    "window-qwen2_null": Case("qwen2", windowed(sliding_window=None, max_window_layers=0)),
+    "window-qwen2": Case("qwen2", window_keys()),
+    "window-qwen2_first": Case("qwen2", window_keys(max_window_layers=0)),
+    "window-qwen2_second": Case("qwen2", window_keys(max_window_layers=1)),
+    "window-qwen2_none": Case("qwen2", window_keys(max_window_layers=2)),
+    "window-qwen2_types": Case("qwen2", window_keys(layer_types=[SLIDING, FULL])),
+    "window-qwen2_both": Case("qwen2", window_keys(layer_types=[SLIDING, FULL], max_window_layers=1)),
+    "window-qwen2_full": Case("qwen2", window_keys(layer_types=[FULL, FULL], max_window_layers=0)),
+    "window-qwen2_unused": Case("qwen2", window_keys(use_sliding_window=False, max_window_layers=0)),
+    "window-qwen2_null": Case("qwen2", window_keys(sliding_window=None, max_window_layers=0)),
     "rope-theta": Case("smollm"),
     "rope-missing": Case("smollm", {"rope_theta": NEVER}),
     "rope-new": Case("smollm", {"rope_parameters": NEW, "rope_theta": NEVER}),
@@ -127,7 +127,7 @@ SAME = {
     "files-consolidated": Case("smollm", change=beside("consolidated.00.safetensors", "consolidated.safetensors")),
     "files-fp16": Case("smollm", change=beside("model.fp16.safetensors", "optimizer.bin", "pytorch_model.bin")),
     "files-index": Case("smollm", change=with_index),
-    "files-shards": Case("llama3", change=sharded),
+    "files-shards": Case("llama3", change=replace_by_shards),
     "files-torch": Case("smollm", change=as_torch),
     "files-torch_beside": Case(
         "smollm", change=lambda folder: (as_torch(folder), beside("adapter_model.safetensors")(folder))
@@ -135,12 +135,12 @@ SAME = {
 }  # fmt: skip
 
 
-def written(folder: Path, case: Case) -> Path:
-    """The folder of a case."""
+def write_case(folder: Path, case: Case) -> Path:
+    """Write the folder of a case."""
     write_folder(folder, case.family)
     stated = {**json.loads((folder / "config.json").read_text()), **case.keys}
-    kept = {key: value for key, value in stated.items() if value is not NEVER}
-    (folder / "config.json").write_text(json.dumps(kept))
+    config = {key: value for key, value in stated.items() if value is not NEVER}
+    (folder / "config.json").write_text(json.dumps(config))
     case.change(folder)
     return folder
 
@@ -151,14 +151,14 @@ def written(folder: Path, case: Case) -> Path:
 )  # fmt: skip
 @pytest.mark.parametrize("name", SAME)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    folder = written(tmp_path, SAME[name])
+    folder = write_case(tmp_path, SAME[name])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = some_tokens()
     with torch.no_grad():
         right = theirs(torch.from_numpy(tokens)).logits.numpy()
     model, _ = open_model(folder)
-    found = model.logits(model.states([tokens])[0])
-    assert np.abs(found - right).max() < TOLERANCE * np.abs(right).max()
+    logits = model.logits(model.states([tokens])[0])
+    assert np.abs(logits - right).max() < TOLERANCE * np.abs(right).max()
 
 
 def types(*kinds: str) -> dict[str, Any]:
@@ -175,12 +175,12 @@ REFUSED = {
         Case("qwen2", {"use_sliding_window": False, "sliding_window": 5, **types(FULL, SLIDING)}),
         "layer_types: must agree with the window of a qwen2, None",
     ),
-    "too few types": (Case("qwen2", windowed(**types(FULL))), "layer_types: must be 2 of full_attention, "),
-    "an unknown type": (Case("qwen2", windowed(**types(FULL, "chunked_attention"))), "layer_types: must be 2 of full"),
-    "types are a text": (Case("qwen2", windowed(layer_types="full_attention")), "layer_types: must be 2 of full"),
-    "types are lists": (Case("qwen2", windowed(layer_types=[[], []])), "layer_types: must be 2 of full"),
-    "no first layer": (Case("qwen2", windowed(max_window_layers=None)), "max_window_layers: must be given"),
-    "a fraction of layers": (Case("qwen2", windowed(max_window_layers=1.5)), "max_window_layers: must be an integer"),
+    "too few types": (Case("qwen2", window_keys(**types(FULL))), "layer_types: must be 2 of full_attention, "),
+    "an unknown type": (Case("qwen2", window_keys(**types(FULL, "chunked"))), "layer_types: must be 2 of full"),
+    "types are a text": (Case("qwen2", window_keys(layer_types="full_attention")), "layer_types: must be 2 of full"),
+    "types are lists": (Case("qwen2", window_keys(layer_types=[[], []])), "layer_types: must be 2 of full"),
+    "no first layer": (Case("qwen2", window_keys(max_window_layers=None)), "max_window_layers: must be given"),
+    "a fraction of layers": (Case("qwen2", window_keys(max_window_layers=1.5)), "max_window_layers: must be an int"),
     "theta is null": (Case("smollm", {"rope_theta": None}), "rope_theta: must be a number above 0"),
     "theta within is null": (
         Case("smollm", {"rope_parameters": {"rope_theta": None}}),
@@ -227,6 +227,10 @@ REFUSED = {
     ),
     "a theta of 10^400": (Case("smollm", {"rope_theta": 10**400}), "rope_theta: must be a number above 0"),
     "layers of their own": (Case("smollm", {"per_layer_config": {"0": {}}}), "per_layer_config: must be missing"),
+    "weights by another name": (
+        Case("smollm", {"transformers_weights": "other.safetensors"}),
+        "transformers_weights: must be missing: weights are looked for",
+    ),
     "eps is null": (Case("smollm", {"rms_norm_eps": None}), "rms_norm_eps: must be given"),
     "activation is null": (Case("smollm", {"hidden_act": None}), "hidden_act: must be one of"),
     "tied by a text": (Case("smollm", {"tie_word_embeddings": "true"}), "tie_word_embeddings: must be true or false"),
@@ -249,7 +253,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_computed_is_refused(name: str, tmp_path: Path) -> None:
     case, message = REFUSED[name]
-    written(tmp_path, case)
+    write_case(tmp_path, case)
     with pytest.raises(FileError, match=rf"^{tmp_path}: .*{message}") as error:
         open_model(tmp_path)
     assert "\n" not in str(error.value)
@@ -257,8 +261,8 @@ def test_what_cannot_be_computed_is_refused(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"])
 def test_sizes_are_compared_before_anything_is_allocated(key: str, tmp_path: Path) -> None:
-    """At the largest size that a config may claim, and beyond it."""
-    folder = written(tmp_path, Case("smollm"))
+    """Claim the largest sizes of a config, and larger ones."""
+    folder = write_case(tmp_path, Case("smollm"))
     stated = json.loads((folder / "config.json").read_text())
     for size in (1 << 12, 1 << 20, 10**12):
         (folder / "config.json").write_text(json.dumps({**stated, key: size, "num_key_value_heads": 1, "head_dim": 8}))

@@ -1,6 +1,7 @@
 """Calibration by hand: what each step is given, on which inputs a matrix is rounded, and what the next layer sees."""
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -125,3 +126,18 @@ def test_samples_are_from_all_over_the_text() -> None:
     assert (found == calibrate.samples(np.arange(1000), 100, 10, seed=1)).all()
     assert (found != calibrate.samples(np.arange(1000), 100, 10, seed=2)).any()
     assert calibrate.samples(np.arange(10), 2, 10).tolist() == [list(range(10))] * 2
+
+
+def test_each_layer_is_calibrated_with_its_own_window() -> None:
+    recipe = Recipe(smooth=(0.3, 0.8), clip="output", group=32, gptq=True)
+    none, some, every = (
+        replace(MODEL, config=replace(MODEL.config, window=window, window_layers=layers))
+        for window, layers in ((None, None), (3, (1,)), (3, None))
+    )
+    first, second = calibrate.quantize_layers(some, TEXT, recipe)
+    assert first is not None and second is not None
+    assert_same(first.floats, calibrate.quantize_layer(none, LAYER, STATES, recipe).floats)
+    states = [none.run_layer(x, first.floats, recipe.numerics()) for x in STATES]
+    right, others = (calibrate.quantize_layer(each, MODEL.layers[1], states, recipe).floats for each in (every, none))
+    assert_same(second.floats, right)
+    assert not np.array_equal(right["o"], others["o"])

@@ -70,7 +70,7 @@ CARRIED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CARRIED)
 def test_floats_of_a_model_are_its_own(name: str) -> None:
-    """To 2e-5 of the largest logit, whatever of a file's oddities the model carries."""
+    """Hold logits to 2e-5 of the largest, whatever of a file's oddities the model carries."""
     from ptxlab.llm.torch.models import float_model
 
     family, changes = CARRIED[name]
