@@ -200,7 +200,7 @@ def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> N
 
 
 def test_writers_that_come_and_go_never_meet(tmp_path: Path) -> None:
-    """Each writer removes its lock file while the others open it."""
+    """Let writers remove their lock files while others open them."""
     writers = [run(CONTEND, tmp_path / "out") for _ in range(3)]
     refused = [int(writer.communicate()[0]) for writer in writers]
     assert [writer.returncode for writer in writers] == [0, 0, 0] and sum(refused) and not [*tmp_path.iterdir()]

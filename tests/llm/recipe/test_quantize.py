@@ -166,8 +166,8 @@ OTHER_RUNS: dict[str, tuple[dict[str, Any], str]] = {
     "another dtype": ({"dtype": "bfloat16"}, r"dtype differs \(float16, now bfloat16\)"),
     "another tokenizer": ({"tokenizer": True}, "tokenizer differs"),
     **{
-        f"another {key}": ({"config": {key: value}}, rf"config\.\w+ differs \(.*now {value}\)")
-        for key, value in (("rope_base", 5e5), ("eps", 1e-6), ("context", 64))
+        f"another {key}": ({"config": {key: setting}}, rf"config\.\w+ differs \(.*now {setting}\)")
+        for key, setting in (("rope_base", 5e5), ("eps", 1e-6), ("context", 64))
     },
     "another name": ({"config": {"name": "other"}}, r"model differs \(, now other\)"),
     **{
