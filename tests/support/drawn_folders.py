@@ -20,9 +20,11 @@ def write_folder(plan: Plan, folder: Path) -> DrawnModel:
     """Write the model of a plan as a folder, which is its own reference."""
     made = draft(plan)
     dtype = str(made.rng.choice(["float32", "float16", "bfloat16"]))
-    plan.twist.edit(made)
+    for twist in plan.twists:
+        twist.edit(made)
     save(made, folder, plan.kind, dtype)
-    plan.twist.damage(folder, made.rng)
+    for twist in plan.twists:
+        twist.damage(folder, made.rng)
     return DrawnModel(folder, folder)
 
 
@@ -335,6 +337,12 @@ def without_shard(folder: Path, rng: np.random.Generator) -> None:
     weights_in(folder)[1].unlink()
 
 
+def without_weights(folder: Path, rng: np.random.Generator) -> None:
+    """Remove every file of weights."""
+    for path in weights_in(folder):
+        path.unlink()
+
+
 def noise(folder: Path, rng: np.random.Generator) -> None:
     """Overwrite the start of a file of weights."""
     path = weights_in(folder)[0]
@@ -350,7 +358,7 @@ def beside(name: str, torch_file: bool = False) -> Callable[[Path, np.random.Gen
 
         (source, *_) = weights_in(folder)
         tensors = torch.load(source, weights_only=True) if source.suffix == ".bin" else load_file(source)
-        others = {key: 2 * each + 1 for key, each in tensors.items()}
+        others = {key: torch.ones_like(each) for key, each in tensors.items()}
         torch.save(others, folder / name) if torch_file else save_file(others, folder / name, metadata={"format": "pt"})
 
     return damage
@@ -407,7 +415,7 @@ FILE_TWISTS: dict[str, Twist] = {
     "cut off": Twist(REFUSED, damage=cut_off),
     "empty": Twist(REFUSED, damage=lambda folder, rng: weights_in(folder)[0].write_bytes(b"")),
     "noise": Twist(REFUSED, damage=noise),
-    "no weights": Twist(REFUSED, damage=lambda folder, rng: [path.unlink() for path in weights_in(folder)]),
+    "no weights": Twist(REFUSED, damage=without_weights),
     "no config": Twist(REFUSED, damage=remove("config.json")),
     "config cut off": Twist(REFUSED, damage=replace_text("config.json", '{"model_type": "llama", "hid')),
     "config a list": Twist(REFUSED, damage=replace_text("config.json", "[]")),
@@ -415,5 +423,3 @@ FILE_TWISTS: dict[str, Twist] = {
     "no tokenizer": Twist(REFUSED, damage=remove("tokenizer.json")),
     "tokenizer is no tokenizer": Twist(REFUSED, damage=replace_text("tokenizer.json", '{"model": {"type": "?"}}')),
 }
-
-FOLDER_TWISTS = CONFIG_TWISTS | TENSOR_TWISTS | FILE_TWISTS

@@ -1,11 +1,11 @@
 """Small models drawn by seed, written as the files that people share: what a reader of checkpoints has to make of each.
 
-A draw has a kind of file, a family with sizes of its own, and one twist: something that a file may have. The twist's
+A draw has a kind of file, a family with sizes of its own, and twists: things that a file may have. The first twist's
 verdict says what a reader may do. `plan` needs no library; `write` needs PyTorch and transformers, whose classes make
 the model and whose logits are the reference.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -73,9 +73,16 @@ class Plan:
     family: str
     name: str
     twist: Twist
+    further: Mapping[str, Twist] = field(default_factory=dict)  # that change nothing of what a reader may do
+
+    @property
+    def twists(self) -> list[Twist]:
+        """All twists in the order in which they are applied."""
+        return [*self.further.values(), self.twist]
 
     def __str__(self) -> str:
-        return f"{self.seed:03}-{self.kind}-{self.family}-{self.name}".replace(" ", "_")
+        names = "+".join([self.name, *self.further])
+        return f"{self.seed:03}-{self.kind}-{self.family}-{names}".replace(" ", "_")
 
 
 @dataclass(frozen=True)
@@ -86,12 +93,25 @@ class DrawnModel:
     reference: Path
 
 
-def plan(seed: int, twists: Mapping[str, Twist]) -> Plan:
-    """Draw the kind, family and twist of a seed: the twists in turn, so that every one is drawn."""
+def plan(seed: int, twists: Mapping[str, Twist], groups: Sequence[Mapping[str, Twist]]) -> Plan:
+    """Draw the kind, family and twist of a seed: the twists in turn, so that every one is drawn.
+
+    A twist of one of the groups gets company, often: twists of the other groups that a reader must read.
+    """
     rng = np.random.default_rng(seed)
     name = list(twists)[seed % len(twists)]
     twist = twists[name]
-    return Plan(seed, str(rng.choice(twist.kinds)), str(rng.choice(twist.families)), name, twist)
+    kind, family, further = str(rng.choice(twist.kinds)), str(rng.choice(twist.families)), {}
+    for group in groups if any(name in group for group in groups) else ():
+        fitting = [
+            other
+            for other, each in group.items()
+            if each.verdict is Verdict.READ and kind in each.kinds and family in each.families
+        ]
+        if name not in group and rng.random() < 0.5:
+            other = str(rng.choice(fitting))
+            further[other] = group[other]
+    return Plan(seed, kind, family, name, twist, further)
 
 
 def draft(plan: Plan, **settings: Any) -> Draft:
@@ -100,7 +120,9 @@ def draft(plan: Plan, **settings: Any) -> Draft:
     import transformers
 
     rng = np.random.default_rng([plan.seed, 1])
-    keys = {**_sizes(rng, plan.family), **settings, **plan.twist.settings}
+    keys = {**_sizes(rng, plan.family), **settings}
+    for twist in plan.twists:
+        keys |= twist.settings
     kind = _CLASSES[plan.family]
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**keys))
     for name, each in model.named_parameters():

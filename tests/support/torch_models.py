@@ -1,4 +1,4 @@
-"""Small random models of `transformers`, of four families."""
+"""Small random models of `transformers`, of four families, one of them also with a window in its last layer only."""
 
 from typing import Any
 
@@ -22,6 +22,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm": ("Llama", {"tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": 5}),
     "qwen2": ("Qwen2", {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
 }
 
 

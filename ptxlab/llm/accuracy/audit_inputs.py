@@ -152,7 +152,7 @@ def audit_model(
         for index in range(1 + max(i for i, _ in wanted)):
             layer, inputs = model.layers[index], _Inputs()
             for i, x in enumerate(states):
-                states[i] = model.run_layer(x, layer, inputs)
+                states[i] = model.run_layer(x, layer, inputs, index=index)
             for fused, parts in FUSED.items():
                 name = named[index, fused]
                 progress(name)

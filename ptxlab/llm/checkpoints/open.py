@@ -1,7 +1,7 @@
 """`open_model`: a trained model by name, from a Hugging Face folder or a GGUF file; layers are read when needed."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +131,13 @@ def _open_folder(path: Path) -> tuple[FloatModel, Tokenizer]:
     file = ForeignCheckpoint(path)
     unused = {name for name in file.tensors if name.endswith("rotary_emb.inv_freq")}  # of old checkpoints
     unused |= file.zero_biases()
-    if config.tied_head:
-        unused.add(_HUGGING_FACE["head"])
     if other := next((info for name, info in file.tensors.items() if info.dtype not in FLOATS), None):
         raise FileError(f"{path}: {other.name}: dtype must be one of {', '.join(FLOATS)} (got {other.dtype})")
-    model = _model(_Weights(file, _HUGGING_FACE, config), unused)
+    if config.tied_head and _HUGGING_FACE["head"] in file.tensors:  # transformers believes the file, not the config
+        untied = _model(_Weights(file, _HUGGING_FACE, replace(config, tied_head=False)), unused)
+        model = replace(untied, config=config, head=None) if (untied.head == untied.embedding).all() else untied
+    else:
+        model = _model(_Weights(file, _HUGGING_FACE, config), unused)
     return model, open_tokenizer(path, config)
 
 
@@ -147,6 +149,8 @@ def open_tokenizer(folder: Path, config: Config) -> Tokenizer:
 def _fitting(tokenizer: Tokenizer, config: Config, path: Path) -> Tokenizer:
     if tokenizer.vocabulary > config.vocabulary:
         raise FileError(f"{path}: tokenizer: at most {config.vocabulary} tokens (got {tokenizer.vocabulary})")
+    if beyond := [token for token in tokenizer.starts if token >= config.vocabulary]:
+        raise FileError(f"{path}: tokenizer: start tokens must be below {config.vocabulary} (got {beyond[0]})")
     return tokenizer
 
 

@@ -1,7 +1,8 @@
 """Tokenizers of Hugging Face folders and GGUF files."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError, FileError, PtxlabError, UnavailableError
 from ptxlab.io.files import read_json, write_text
+from ptxlab.llm.checkpoints.guard import GuardedEncoder, has_harmless_decoder, is_harmless
 from ptxlab.validate import is_integer
 
 # How byte-level tokenizers split text into words before they merge bytes: `tokenizer.ggml.pre` -> pattern.
@@ -27,8 +29,29 @@ _PATTERNS = {
     "llama3": _LLAMA3,
     "qwen2": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),
 }
+# Other patterns of published tokenizers. None of them takes more than a moment on any text.
+_O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_FAST_PATTERNS = frozenset(
+    {*_PATTERNS.values(), _O200K, " {2,}", r"\s+", r"\p{N}", r"\p{N}{1,3}", r"\p{N}+", r"\d", r"[0-9]", r"[\r\n]"}
+)
 _LLAMA3_NAMES = ("llama-bpe", "llama3")  # a word that is a token is not merged; texts begin with a start token
 _CONTROL, _USER_DEFINED = 3, 4  # values of `tokenizer.ggml.token_type` of tokens that no merge yields
+# What ends a text of a GGUF file, as llama.cpp has it: these metadata, and tokens of these texts, whatever their type.
+_END_IDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+_END_TEXTS = frozenset({
+    "</s>", "<eos>", "[EOS]", "[e~[", "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>",
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_turn>", "<turn|>",
+    "<end_of_utterance>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<|tool_response>",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
+    "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+})  # fmt: skip
+_MOST_BYTES = 1 << 28  # of a tokenizer.json; that of 262,144 tokens has 33 MB
+_MOST_STARTS = 64  # tokens ahead of a text
+_MOST_SPLITS = 1 << 28  # characters of all ways to cut SentencePiece's tokens in two; LLaMA's have 3 million
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,10 +60,13 @@ class Tokenizer:
 
     Attributes:
         ends: the tokens that end a generated text.
+        starts: those that the model expects ahead of a text.
     """
 
     ends: tuple[int, ...]
     _library: Any = field(repr=False)
+    starts: tuple[int, ...] = ()
+    _guarded: GuardedEncoder | None = field(default=None, repr=False)
 
     @property
     def vocabulary(self) -> int:
@@ -48,44 +74,75 @@ class Tokenizer:
         count: int = self._library.get_vocab_size()
         return count
 
-    @property
-    def start(self) -> int | None:
-        """The token that the model expects at the start of a text, or None."""
-        of_nothing = self._library.encode("").ids
-        return of_nothing[0] if of_nothing else None
-
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """The tokens of a text, [T], without one for its start. Raises ArgumentError for what UTF-8 cannot hold."""
-        try:
+        """The tokens of a text, [T], without those of its start.
+
+        Raises ArgumentError for what UTF-8 cannot hold, FileError where the file's tokenizer fails or takes too long.
+        """
+        if not isinstance(text, str) or not _is_utf8(text):
+            raise ArgumentError("text", "must be a str without lone surrogates", ascii(text))
+        if self._guarded:
+            return self._guarded(text)
+        with _no_panic("text", "must be one that the model's tokenizer can encode"):
             return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int64)
-        except TypeError:
-            raise ArgumentError("text", "must be a str without lone surrogates", ascii(text)) from None
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens; special tokens are left out."""
-        text: str = self._library.decode([int(token) for token in tokens], skip_special_tokens=True)
+        with _no_panic("tokens", "must be ones that the model's tokenizer can decode"):
+            text: str = self._library.decode([int(token) for token in tokens], skip_special_tokens=True)
         return text
 
     @classmethod
     def from_folder(cls, path: Path) -> Self:
-        """From tokenizer.json; the end tokens are those of generation_config.json or else config.json.
+        """From tokenizer.json, which neither truncates nor pads here, whatever it says.
+
+        The end tokens are those of generation_config.json or else config.json. The start tokens are those that its
+        template puts ahead of a text, whatever `add_bos_token` of tokenizer_config.json says, as in transformers 5.
 
         Raises FileError if a file is missing or broken, UnavailableError without `tokenizers`.
         """
         file = path / "tokenizer.json"
         if not file.is_file():
             raise FileError(f"{path}: no tokenizer.json")
+        if file.stat().st_size > _MOST_BYTES:
+            raise FileError(f"{file}: at most {_MOST_BYTES} bytes (got {file.stat().st_size})")
+        definition = read_json(file)
+        if not isinstance(definition, dict):
+            raise FileError(f"{file}: not a readable tokenizer (no JSON object)")
+        definition |= {"truncation": None, "padding": None}
+        if isinstance(definition.get("model"), dict):
+            definition["model"] = {**definition["model"], "dropout": None}
+        if not has_harmless_decoder(definition, _FAST_PATTERNS):
+            raise FileError(f"{file}: decoder: must be of known steps that do not multiply the text")
+        guarded = None
+        if not is_harmless(definition, _FAST_PATTERNS):
+            guarded = GuardedEncoder(file, json.dumps(definition))
+            definition |= {"normalizer": None, "pre_tokenizer": None}
         kind = library().Tokenizer
-        try:
-            made = kind.from_file(str(file))
-        except Exception as error:  # it raises no narrower class
-            raise FileError(f"{file}: not a readable tokenizer ({' '.join(str(error).split())})") from None
-        return cls(_ends(path), made)
+        with _refusing(file):
+            made = kind.from_str(json.dumps(definition))
+        return cls(_ends(path), made, _starts(file, made), guarded)
 
     def save(self, folder: Path) -> None:
         """Write what `from_folder` reads: tokenizer.json, and generation_config.json."""
-        write_text(folder / "tokenizer.json", self._library.to_str())
+        definition = json.loads(self._guarded.definition if self._guarded else self._library.to_str())
+        definition |= {"truncation": None, "padding": None, "post_processor": self._template()}
+        write_text(folder / "tokenizer.json", json.dumps(definition, ensure_ascii=False))
         write_text(folder / "generation_config.json", json.dumps({"eos_token_id": [*self.ends]}) + "\n")
+
+    def _template(self) -> dict[str, Any] | None:
+        """The post-processor that puts the start tokens ahead of a text."""
+        if not self.starts:
+            return None
+        texts = {token: self._library.id_to_token(token) for token in self.starts}
+        ahead = [{"SpecialToken": {"id": texts[token], "type_id": 0}} for token in self.starts]
+        first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+        return {
+            "type": "TemplateProcessing",
+            "single": [*ahead, first],
+            "pair": [*ahead, first, second],
+            "special_tokens": {text: {"id": text, "ids": [token], "tokens": [text]} for token, text in texts.items()},
+        }
 
     @classmethod
     def from_gguf(cls, path: Path, metadata: Mapping[str, Any]) -> Self:
@@ -102,20 +159,17 @@ class Tokenizer:
             raise get.wrong("model", "must be gpt2 or llama", model)
         if split and split not in _PATTERNS:
             raise get.wrong("pre", f"must be one of {', '.join(_PATTERNS)}", split)
-        try:
+        if len({*tokens}) != len(tokens):
+            raise get.wrong("tokens", "must differ from one another", f"{len(tokens) - len({*tokens})} twice")
+        ends = [i for i, token in enumerate(tokens) if token in _END_TEXTS]
+        control = {*ends, *np.flatnonzero(kinds == _CONTROL).tolist()}
+        with _refusing(path):
             made = _byte_level(get, tokens, split) if split else _sentence_piece(get, tokens)
-        except PtxlabError:
-            raise
-        except Exception as error:  # the library raises no narrower class
-            raise FileError(f"{path}: not a readable tokenizer ({' '.join(str(error).split())})") from None
-        made.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL])
-        made.add_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED])
-        if get("add_bos_token", bool, model == "llama" or split in _LLAMA3_NAMES):
-            start = get.token("bos", len(tokens))
-            made.post_processor = library().processors.TemplateProcessing(
-                single=f"{tokens[start]} $A", special_tokens=[(tokens[start], start)]
-            )
-        return cls((get.token("eos", len(tokens)),), made)
+            made.add_special_tokens([tokens[i] for i in sorted(control)])
+            made.add_tokens([tokens[i] for i in np.flatnonzero(kinds == _USER_DEFINED) if i not in control])
+        begins = get("add_bos_token", bool, model == "llama" or split in _LLAMA3_NAMES)
+        starts = (get.token("bos", len(tokens)),) if begins else ()
+        return cls(_gguf_ends(get, tokens, ends), made, starts)
 
 
 @dataclass(frozen=True)
@@ -125,17 +179,17 @@ class _Metadata:
     path: Path
     values: Mapping[str, Any]
 
-    def __call__(self, key: str, kind: type, *default: Any) -> Any:
+    def __call__(self, key: str, kind: Any, *default: Any) -> Any:
         """The value of a key, of the type `kind`; without a default the key must exist."""
         value = self.values.get(f"tokenizer.ggml.{key}", *default)
         if not isinstance(value, kind):
-            raise self.wrong(key, f"must be of type {kind.__name__}", type(value).__name__)
+            raise self.wrong(key, f"must be of type {getattr(kind, '__name__', kind)}", type(value).__name__)
         return value
 
     def token(self, which: str, tokens: int) -> int:
         """The number of a special token."""
         number: int = self(f"{which}_token_id", int)
-        if not 0 <= number < tokens:
+        if isinstance(number, bool) or not 0 <= number < tokens:
             raise self.wrong(f"{which}_token_id", f"must lie in 0..{tokens - 1}", number)
         return number
 
@@ -167,6 +221,9 @@ def _sentence_piece(get: _Metadata, tokens: list[str]) -> Any:
     scores, vocabulary = get("scores", np.ndarray), {token: i for i, token in enumerate(tokens)}
     if len(scores) != len(tokens):
         raise get.wrong("scores", f"must be {len(tokens)}", len(scores))
+    splits = sum(len(token) ** 2 for token in tokens)
+    if splits > _MOST_SPLITS:
+        raise get.wrong("tokens", f"lengths squared must sum to {_MOST_SPLITS} at most", splits)
     merges = [
         (token[:cut], token[cut:])
         for i in np.argsort(-scores, kind="stable")
@@ -185,20 +242,96 @@ def _sentence_piece(get: _Metadata, tokens: list[str]) -> Any:
     return made
 
 
+def _gguf_ends(get: _Metadata, tokens: list[str], by_text: list[int]) -> tuple[int, ...]:
+    """The end tokens of a GGUF file, that of `eos_token_id` first."""
+    named = [which for which in _END_IDS if which == "eos" or f"tokenizer.ggml.{which}_token_id" in get.values]
+    listed = get("eos_token_ids", list | np.ndarray, [])
+    if beyond := [token for token in listed if not is_integer(token) or not 0 <= token < len(tokens)]:
+        raise get.wrong("eos_token_ids", f"must lie in 0..{len(tokens) - 1}", beyond[0])
+    ends = [*(get.token(which, len(tokens)) for which in named), *map(int, listed), *by_text]
+    return tuple(dict.fromkeys(ends))
+
+
 def _ends(path: Path) -> tuple[int, ...]:
     for file in (path / "generation_config.json", path / "config.json"):
-        if not file.is_file():
-            continue
-        try:
-            found = read_json(file).get("eos_token_id")
-        except AttributeError:
-            raise FileError(f"{file}: not a JSON object") from None
-        if found is not None:
-            ends = tuple(found) if isinstance(found, list) else (found,)
+        stated = _object(file).get("eos_token_id")
+        if stated is not None:
+            ends = tuple(stated) if isinstance(stated, list) else (stated,)
             if not all(map(is_integer, ends)):
-                raise FileError(f"{file}: eos_token_id: must be an integer or a list of them (got {found!r})")
-            return ends
+                raise FileError(f"{file}: eos_token_id: must be an integer or a list of them (got {stated!r})")
+            return tuple(dict.fromkeys(ends))
     return ()
+
+
+def _starts(file: Path, made: Any) -> tuple[int, ...]:
+    """The start tokens of a tokenizer.json."""
+    if made.post_processor is None:
+        return ()
+    adding = [each for each in _parts(json.loads(made.post_processor.__getstate__())) if each["type"] != "ByteLevel"]
+    if len(adding) > 1:
+        raise FileError(f"{file}: post_processor: at most one part may add tokens (got {len(adding)})")
+    starts = tuple(_ahead(adding[0])) if adding else ()
+    if len(starts) > _MOST_STARTS:
+        raise FileError(f"{file}: post_processor: at most {_MOST_STARTS} tokens ahead of a text (got {len(starts)})")
+    return starts
+
+
+def _parts(processor: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a post-processor consists of, however it is nested."""
+    if processor["type"] != "Sequence":
+        yield processor
+    for inner in processor.get("processors", ()):
+        yield from _parts(inner)
+
+
+def _ahead(processor: dict[str, Any]) -> Iterator[int]:
+    """The tokens that a part of a post-processor puts ahead of a text."""
+    if "cls" in processor:
+        yield processor["cls"][1]
+    for piece in processor.get("single", ()):
+        if "SpecialToken" not in piece:
+            break
+        yield from processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+
+
+def _object(file: Path) -> Mapping[str, Any]:
+    """What a JSON file holds, which must be an object; nothing where there is no file."""
+    if not file.is_file():
+        return {}
+    content = read_json(file)
+    if not isinstance(content, dict):
+        raise FileError(f"{file}: not a JSON object")
+    return content
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@contextmanager
+def _no_panic(argument: str, rule: str) -> Iterator[None]:
+    """A panic of the library, which is no Exception, becomes an ArgumentError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ArgumentError(argument, rule, error) from None
+
+
+@contextmanager
+def _refusing(file: Path) -> Iterator[None]:
+    """What the library raises, which may be a panic and then no Exception, becomes a FileError."""
+    try:
+        yield
+    except (PtxlabError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises no narrower class
+        raise FileError(f"{file}: not a readable tokenizer ({' '.join(str(error).split())})") from None
 
 
 def library() -> Any:

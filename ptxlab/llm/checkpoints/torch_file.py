@@ -269,16 +269,23 @@ def size(value: Any) -> int:
 
 
 class TorchFolder(CheckpointFolder):
-    """The files of `torch.save` of a folder as one: `*model*.bin` and `*model*.pt`, or those of the index."""
+    """The files of `torch.save` of a folder as one: `pytorch_model.bin`; else those of the index; else `*model*.bin`
+    and `*model*.pt`."""
 
-    _INDEX, _PATTERNS = "pytorch_model.bin.index.json", ("*model*.bin", "*model*.pt")
+    _WHOLE, _INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+    _PATTERNS = ("*model*.bin", "*model*.pt")
     _OPEN = TorchFile
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
-    """A checkpoint of whatever container: a file or a folder of safetensors, else of `torch.save` (.pt, .pth, .bin)."""
+    """A checkpoint of whatever container: a file or a folder of safetensors, else of `torch.save` (.pt, .pth, .bin).
+
+    In a folder the names that transformers knows come before others.
+    """
     source = Path(path)
     if source.is_dir():
-        of_torch = [file for pattern in TorchFolder._PATTERNS for file in source.glob(pattern)]
-        return TorchFolder(source) if of_torch and not any(source.glob("*.safetensors")) else CheckpointFolder(source)
+        kinds = CheckpointFolder, TorchFolder
+        named = [kind for kind in kinds if kind.is_named(source)]
+        others = [kind for kind in kinds if kind.unnamed(source, side_files=False)]
+        return [*named, *others, CheckpointFolder][0](source)
     return TorchFile(source) if source.suffix in (".pt", ".pth", ".bin") else Checkpoint(source)

@@ -410,7 +410,7 @@ def _encoded(tokenizer: Tokenizer, asked: _Asked, *, chat: bool) -> list[int]:
         raise CommandLineError("--chat needs a model that is trained on ChatML: its vocabulary lacks <|im_start|>")
     with naming(asked.where):
         tokens: list[int] = tokenizer.encode(_TURN.format(asked.prompt) if chat else asked.prompt).tolist()
-    return tokens if tokenizer.start is None else [tokenizer.start, *tokens]
+    return [*tokenizer.starts, *tokens]
 
 
 def _write(text: str) -> None:

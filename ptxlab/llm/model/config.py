@@ -1,5 +1,6 @@
 """`Config`: the shape of a decoder of the Llama family, by name, from a Hugging Face config.json or GGUF metadata."""
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,11 +14,17 @@ from ptxlab.hardware.words import F32
 from ptxlab.io.files import read_json
 from ptxlab.lowbit import reference
 from ptxlab.lowbit.model_shapes import SHAPES, ModelShape
+from ptxlab.lowbit.reference.attention import ROPE_SCALINGS
 from ptxlab.validate import is_integer, is_one_of, require_integer
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2")  # model_type of a config.json
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-_SIZES = ("hidden", "ffn", "heads", "kv_heads", "head_dim", "layers", "vocabulary")
+# Attribute -> its largest value, far above any model's: what a broken file claims is refused before it is allocated.
+_SIZES = {
+    "hidden": 1 << 20, "ffn": 1 << 22, "heads": 1 << 12, "kv_heads": 1 << 12, "head_dim": 1 << 14, "layers": 1 << 13,
+    "vocabulary": 1 << 24,
+}  # fmt: skip
+_MOST_POSITIONS = (1 << 31) - 1  # kernels count them in 32 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +45,7 @@ class Config:
         tied_head: whether the LM head is the embedding.
         qkv_bias: whether queries, keys and values have a bias.
         window: tokens that a query sees at most (sliding window), or None.
+        window_layers: the layers that have the window, ascending; None for all of them.
         context: tokens of a sequence at most, as the model was trained, or None where nobody says.
         experts: of a layer; 0 for a dense model.
         chosen_experts: how many of them a token takes.
@@ -60,6 +68,7 @@ class Config:
     tied_head: bool = False
     qkv_bias: bool = False
     window: int | None = None
+    window_layers: tuple[int, ...] | None = None
     context: int | None = None
     experts: int = 0
     chosen_experts: int = 0
@@ -67,8 +76,8 @@ class Config:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            require_integer(name, getattr(self, name), 1)
+        for name, most in _SIZES.items():
+            _require_size(name, getattr(self, name), most)
         for name in ("rope_base", "eps"):
             _require_positive(name, getattr(self, name))
         for name in ("tied_head", "qkv_bias"):
@@ -78,7 +87,8 @@ class Config:
             raise ArgumentError("name", "must be text", type(self.name).__name__)
         for name in ("window", "context"):
             if getattr(self, name) is not None:
-                require_integer(name, getattr(self, name), 1)
+                _require_size(name, getattr(self, name), _MOST_POSITIONS)
+        self._check_window_layers()
         if self.heads % self.kv_heads:
             raise ArgumentError("kv_heads", f"must divide the {self.heads} query heads", self.kv_heads)
         if self.head_dim % 2:
@@ -90,6 +100,16 @@ class Config:
         most, least = self.experts, min(self.experts, 1)
         if not is_integer(self.chosen_experts) or not least <= self.chosen_experts <= most:
             raise ArgumentError("chosen_experts", f"must lie in {least}..{most}", repr(self.chosen_experts))
+
+    def _check_window_layers(self) -> None:
+        chosen = self.window_layers
+        if chosen is None:
+            return
+        numbers = isinstance(chosen, tuple) and all(map(is_integer, chosen))
+        if not numbers or [*chosen] != sorted({*chosen} & {*range(self.layers)}):
+            raise ArgumentError("window_layers", f"must be ascending layers of 0..{self.layers - 1}", chosen)
+        if self.window is None or not chosen:
+            raise ArgumentError("window_layers", "must be None unless some layers have a window", chosen)
 
     @classmethod
     def named(cls, name: str) -> "Config":
@@ -107,19 +127,23 @@ class Config:
         """
         if isinstance(source, str | Path):
             source = read_json(Path(source))
-        keys = _Keys("config.json", source, _JSON)
-        family = keys.one_of("model_type", FAMILIES)
+        stated = _Keys("config.json", source, {})
+        family = stated.one_of("model_type", FAMILIES)
+        keys = _Keys("config.json", {**_DEFAULTS[family], **stated.values}, _JSON)
         for flag in ("attention_bias", "mlp_bias"):
             if keys.flag(flag, False):
                 raise keys.wrong(flag, "must be false: only Qwen2's bias of queries, keys and values is known")
-        angles = keys.part("rope_parameters") or keys.part("rope_scaling")
-        base_of = angles if angles and keys.get("rope_theta", None) is None else keys
+        if keys.get("per_layer_config", None):
+            raise keys.wrong("per_layer_config", "must be missing: layers of different sizes are not known")
+        base, scaling = _rope(keys)
+        window, window_layers = _windows(keys, family)
         config: Self = keys.config(
             cls,
-            is_windowed=keys.flag("use_sliding_window", family != "qwen2"),
+            window=window,
+            window_layers=window_layers,
             has_experts=family == "mixtral",
-            rope_base=base_of.positive("rope_theta", 10000.0),
-            rope_scaling=None if angles is None else dict(angles.values),
+            rope_base=base,
+            rope_scaling=scaling,
             tied_head=keys.flag("tie_word_embeddings", False),
             qkv_bias=family == "qwen2",
             activation=_ACTIVATIONS[keys.one_of("hidden_act", _ACTIVATIONS, "silu")],
@@ -128,14 +152,21 @@ class Config:
         return config
 
     def to_json(self) -> dict[str, Any]:
-        """The keys of a config.json; the inverse of `from_json`."""
+        """The keys of a config.json; the inverse of `from_json`.
+
+        Raises ArgumentError for a window of some layers in a family that has one in all.
+        """
         windowed = self.window is not None
         family = "qwen2" if self.qkv_bias else "mixtral" if self.experts else "mistral" if windowed else "llama"
+        if self.window_layers is not None and family != "qwen2":
+            raise ArgumentError("window_layers", f"must be None in the config of a {family}", self.window_layers)
         sizes = {key: getattr(self, name) for name, key in _JSON.items() if self.experts or "experts" not in name}
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        types = [kinds[self.window_of(layer) is not None] for layer in range(self.layers)]
         return {
             "model_type": family,
             **sizes,
-            "use_sliding_window": windowed,
+            **({"use_sliding_window": windowed, "layer_types": types} if family == "qwen2" else {}),
             "rope_theta": self.rope_base,
             "rope_scaling": self.rope_scaling,
             "tie_word_embeddings": self.tied_head,
@@ -154,20 +185,25 @@ class Config:
         """From the metadata of a GGUF file of architecture `llama` (Mistral and Mixtral too) or `qwen2`.
 
         The metadata do not say whether the head is tied: it is where the file has no tensor `output.weight`. Nor do
-        they hold LLaMA-3's scaling: its factors per pair are the tensor `rope_freqs.weight`. Raises ArgumentError,
-        which names the key, for what is missing or wrong.
+        they hold LLaMA-3's scaling: its factors per pair are the tensor `rope_freqs.weight`. As llama.cpp has it, a
+        window is ignored in these architectures. Raises ArgumentError, which names the key, for what is missing or
+        wrong.
         """
         arch = _Keys("GGUF", metadata, {}).one_of("general.architecture", ("llama", "qwen2"))
         keys = _Keys("GGUF", metadata, {field: f"{arch}.{key}" for field, key in _GGUF.items()})
-        kind = keys.one_of(f"{arch}.rope.scaling.type", ("none", "linear"), "none")
-        scaling = None if kind == "none" else {"type": kind, "factor": keys.positive(f"{arch}.rope.scaling.factor")}
+        scaling = _gguf_scaling(keys, arch)
         if rope_factors is not None:
+            if scaling is not None:
+                raise keys.wrong(f"{arch}.rope.scaling.factor", "must be missing beside a tensor of factors per pair")
             scaling = {"rope_type": "per_pair", "factors": list(rope_factors)}
         tokens = keys.get("tokenizer.ggml.tokens", None)
+        if not isinstance(tokens, list | None):
+            raise ArgumentError("GGUF: tokenizer.ggml.tokens", "must be a list", type(tokens).__name__)
         config: Self = keys.config(
             cls,
-            is_windowed=True,
-            has_experts=bool(keys.get(f"{arch}.expert_count", 0)),
+            window=None,
+            window_layers=None,
+            has_experts=not _equals(keys.get(f"{arch}.expert_count", 0), 0),
             tokens=None if tokens is None else len(tokens),
             rope_base=keys.positive(f"{arch}.rope.freq_base", 10000.0),
             rope_scaling=scaling,
@@ -176,7 +212,7 @@ class Config:
             name=str(keys.get("general.name", "")),
         )
         for key in ("rope.dimension_count", "attention.value_length"):
-            if keys.get(f"{arch}.{key}", config.head_dim) != config.head_dim:
+            if not _equals(keys.get(f"{arch}.{key}", config.head_dim), config.head_dim):
                 raise keys.wrong(f"{arch}.{key}", f"must be head_dim, {config.head_dim}")
         return config
 
@@ -191,6 +227,19 @@ class Config:
                 raise ArgumentError("n", f"must divide the {getattr(self, name)} of {name}", n)
         parts = {name: getattr(self, name) // n for name in ("heads", "kv_heads", "ffn")}
         return self if n == 1 else replace(self, **parts, name=f"{self.name} 1/{n}".strip())
+
+    def window_of(self, layer: int | None = None) -> int | None:
+        """Tokens that a query of a layer sees at most, or None for all.
+
+        Raises ArgumentError for a number that no layer has, and for None where only some layers have the window.
+        """
+        if layer is not None and not (is_integer(layer) and 0 <= layer < self.layers):
+            raise ArgumentError("layer", f"must be a number in 0..{self.layers - 1}", repr(layer))
+        if self.window_layers is None:
+            return self.window
+        if layer is None:
+            raise ArgumentError("layer", "must be given where only some layers have the window", "None")
+        return self.window if layer in self.window_layers else None
 
     def rope_tables(self, positions: int | npt.NDArray[Any]) -> tuple[F32, F32]:
         """(cos, sin) f32 [.., D/2] of these positions [..], or of that many from 0 on."""
@@ -249,11 +298,23 @@ _GGUF = {
     "layers": "block_count",
     "vocabulary": "vocab_size",
     "eps": "attention.layer_norm_rms_epsilon",
-    "window": "attention.sliding_window",
     "context": "context_length",
     "experts": "expert_count",
     "chosen_experts": "expert_used_count",
 }
+
+
+# What transformers takes for a key that is missing, by family.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"rms_norm_eps": 1e-6},
+    "mistral": {"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {
+        "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2": {"rms_norm_eps": 1e-6, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+}  # fmt: skip
+_LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}  # whether with a window
 
 
 class _Keys:
@@ -265,11 +326,10 @@ class _Keys:
         self.values, self._where, self._names = values, where, names
 
     def get(self, key: str, *default: Any) -> Any:
-        """The value of a key, or the default where it is missing or null; without a default that is an error."""
-        value = self.values.get(key)
+        """The value of a key, or the default where it is missing; without a default it must not be null either."""
+        value = self.values.get(key, *default)
         if value is None and not default:
             raise ArgumentError(f"{self._where}: {key}", "must be given", "nothing")
-        value = default[0] if value is None else value
         return value.item() if isinstance(value, np.generic) else value
 
     def count(self, field: str, *default: Any) -> Any:
@@ -277,7 +337,7 @@ class _Keys:
         key = self._names[field]
         value = self.get(key, *default)
         if value is not None:
-            require_integer(f"{self._where}: {key}", value, 1)
+            _require_size(f"{self._where}: {key}", value, _SIZES.get(field, _MOST_POSITIONS))
         return value
 
     def positive(self, key: str, *default: float) -> float:
@@ -307,21 +367,18 @@ class _Keys:
         """The error for a key's value."""
         return ArgumentError(f"{self._where}: {key}", rule, repr(self.values.get(key)))
 
-    def config(
-        self, kind: Any, *, is_windowed: bool, has_experts: bool, tokens: int | None = None, **further: Any
-    ) -> Any:
+    def config(self, kind: Any, *, has_experts: bool, tokens: int | None = None, **further: Any) -> Any:
         """The config, whose errors name keys. `tokens`: how many the file lists, if it does."""
         heads, hidden = self.count("heads"), self.count("hidden")
         numbers = {
             "hidden": hidden,
             "ffn": self.count("ffn"),
             "heads": heads,
-            "kv_heads": self.count("kv_heads", heads),
-            "head_dim": self.count("head_dim", max(1, hidden // heads)),
+            "kv_heads": self.count("kv_heads", None) or heads,
+            "head_dim": self.count("head_dim", None) or max(1, hidden // heads),
             "layers": self.count("layers"),
             "vocabulary": self.count("vocabulary", *(() if tokens is None else (tokens,))),
-            "eps": self.positive(self._names["eps"], 1e-6),
-            "window": self.count("window", None) if is_windowed else None,
+            "eps": self.positive(self._names["eps"]),
             "context": self.count("context", None),
             "experts": self.count("experts") if has_experts else 0,
             "chosen_experts": self.count("chosen_experts") if has_experts else 0,
@@ -333,17 +390,86 @@ class _Keys:
             raise ArgumentError(f"{self._where}: {key}", error.rule, error.value) from None
 
 
+def _rope(keys: _Keys) -> tuple[float, dict[str, Any] | None]:
+    """The base and the scaling of a config.json, where old and new keys may stand side by side.
+
+    As transformers has it: `rope_scaling` stands for all of `rope_parameters`, a `rope_theta` in either for the one
+    beside them, `rope_type` for `type`, and `original_max_position_embeddings` beside them for the one in them.
+    """
+    parts = filter(None, map(keys.part, ("rope_scaling", "rope_parameters")))
+    angles = next((part for part in parts if part.values), _Keys("config.json", {}, {}))
+    if nested := next((key for key, value in angles.values.items() if isinstance(value, Mapping)), None):
+        raise angles.wrong(nested, "must be a number: angles by kind of layer are not known")
+    for part in (keys, angles):
+        if part.get("partial_rotary_factor", None) is not None and part.positive("partial_rotary_factor") != 1:
+            raise part.wrong("partial_rotary_factor", "must be 1: only rotations of whole heads are known")
+    base = (angles if "rope_theta" in angles.values else keys).positive("rope_theta", 10000.0)
+    kind = angles.one_of("rope_type" if "rope_type" in angles.values else "type", ROPE_SCALINGS, "default")
+    trained = keys.get("original_max_position_embeddings", None)
+    if trained is None:
+        trained = angles.get("original_max_position_embeddings", keys.get("max_position_embeddings", None))
+    numbers = {**angles.values, "original_max_position_embeddings": trained}
+    scaling = {"rope_type": kind, **{name: numbers[name] for name in ROPE_SCALINGS[kind] if name in numbers}}
+    return base, scaling if ROPE_SCALINGS[kind] else None
+
+
+def _windows(keys: _Keys, family: str) -> tuple[int | None, tuple[int, ...] | None]:
+    """The window of a config.json, and which layers have it (None for all), as transformers has it.
+
+    LLaMA has no window, whatever the config says; Mistral and Mixtral have it in all layers; Qwen2 in those that
+    `layer_types` names, else from `max_window_layers` on, and only with `use_sliding_window`.
+    """
+    layers = keys.count("layers")
+    types = keys.get("layer_types", None)
+    if types is not None and not (
+        isinstance(types, list)
+        and len(types) == layers
+        and all(isinstance(each, str) and each in _LAYER_TYPES for each in types)
+    ):
+        raise keys.wrong("layer_types", f"must be {layers} of {', '.join(_LAYER_TYPES)}")
+    is_windowed = family != "llama" and (family != "qwen2" or keys.flag("use_sliding_window", False))
+    window = keys.count("window", None) if is_windowed else None
+    if family == "qwen2" and types is None and window is not None:
+        first = keys.get("max_window_layers")
+        require_integer("config.json: max_window_layers", first)
+        chosen = tuple(range(min(first, layers), layers))
+    else:
+        chosen = tuple(range(layers) if window is not None else ())
+        if types is not None:
+            named = tuple(layer for layer, each in enumerate(types) if _LAYER_TYPES[each])
+            if named != chosen and (family != "qwen2" or window is None):
+                raise keys.wrong("layer_types", f"must agree with the window of a {family}, {window}")
+            chosen = named
+    return (window, None if len(chosen) == layers else chosen) if chosen else (None, None)
+
+
+def _gguf_scaling(keys: _Keys, arch: str) -> dict[str, Any] | None:
+    """The scaling of a GGUF file as llama.cpp reads it: linear unless a type is named, and none with a factor of 0."""
+    of = f"{arch}.rope.scaling"
+    if unknown := next((key for key in keys.values if key.startswith(f"{of}.yarn_")), None):
+        raise keys.wrong(unknown, "must be missing: YaRN is not known")
+    if keys.positive(f"{of}.attn_factor", 1.0) != 1:
+        raise keys.wrong(f"{of}.attn_factor", "must be 1: scaled attention is not known")
+    kind = keys.one_of(f"{of}.type", ("none", "linear"), "linear")
+    name = f"{of}.factor" if f"{of}.factor" in keys.values else f"{arch}.rope.scale_linear"
+    factor = keys.get(name, 0)
+    if type(factor) not in (int, float) or factor != 0:
+        factor = keys.positive(name)
+    return None if kind == "none" or factor in (0, 1) else {"rope_type": "linear", "factor": factor}
+
+
 def _check_scaling(scaling: dict[str, Any] | None, head_dim: int) -> None:
     """Raise ArgumentError for what `reference.rope_tables` does not take."""
     if scaling is not None and not isinstance(scaling, dict):
         raise ArgumentError("rope_scaling", "must be a dictionary or None", type(scaling).__name__)
-    try:
-        reference.rope_tables(np.zeros(1), head_dim, scaling=scaling)
-    except ValueError as error:
-        raise ArgumentError("rope_scaling", "must be one that rope_tables takes", error) from None
     for name, value in (scaling or {}).items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if name not in ("rope_type", "type", "factors"):
             _require_positive(f"rope_scaling {name}", value)
+    try:
+        with np.errstate(over="raise"):
+            reference.rope_tables(np.zeros(1), head_dim, scaling=scaling)
+    except (TypeError, ValueError, FloatingPointError) as error:
+        raise ArgumentError("rope_scaling", "must be one that rope_tables takes", error) from None
 
 
 def require_config(name: str, config: Any) -> None:
@@ -352,8 +478,19 @@ def require_config(name: str, config: Any) -> None:
         raise ArgumentError(name, "must be a Config", type(config).__name__)
 
 
+def _equals(value: Any, integer: int) -> bool:
+    """Whether a file's value, of whatever type, is this integer."""
+    return is_integer(value) and value == integer
+
+
+def _require_size(name: str, value: Any, most: int) -> None:
+    require_integer(name, value, 1)
+    if value > most:
+        raise ArgumentError(name, f"must be at most {most}", value)
+
+
 def _require_positive(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise ArgumentError(name, "must be a number above 0", repr(value))
     return float(value)
 

@@ -98,16 +98,19 @@ class FloatModel:
         All of them pass through a layer before the next layer is read.
         """
         states = [self.embedded(each) for each in tokens]
-        for layer in self.layers:
-            run = partial(self.run_layer, layer=layer, numerics=numerics)
+        for index, layer in enumerate(self.layers):
+            run = partial(self.run_layer, layer=layer, numerics=numerics, index=index)
             for i, x in enumerate(each_stream(run, states)):
                 states[i] = x
                 for _ in range(len(x)):
                     progress()
         return states
 
-    def run_layer(self, x: Any, layer: Layer, numerics: Numerics = EXACT) -> Any:
-        """One layer on the stream [B, T, H] of sequences from their first token on."""
+    def run_layer(self, x: Any, layer: Layer, numerics: Numerics = EXACT, *, index: int | None = None) -> Any:
+        """One layer on the stream [B, T, H] of sequences from their first token on.
+
+        `index` is its number, which a model needs where only some layers have the window.
+        """
         config = self.config
         tables = tuple(np.asarray(table, like=x).astype(x.dtype) for table in config.rope_tables(x.shape[1]))
         return decoder_layer(
@@ -117,7 +120,7 @@ class FloatModel:
             eps=config.eps,
             rope_tables=tables,  # type: ignore[arg-type]
             activation=config.activation,
-            window=config.window,
+            window=config.window_of(index),
             numerics=numerics,
         )
 

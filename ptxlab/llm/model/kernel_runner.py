@@ -264,7 +264,7 @@ class KernelRunner(Runner):
         x = b.x
         for i, (weights, cache) in enumerate(zip(self._layers, b.caches, strict=True)):
             follows = self._programmatic and i > 0
-            yield layer_calls(x, b.residual, weights, cache, b.slots, keys=keys, programmatic=follows, **how)
+            yield layer_calls(x, b.residual, weights, cache, b.slots, index=i, keys=keys, programmatic=follows, **how)
             x = b.buffers.result(b.residual)
 
     def operations(self, rows: int) -> list[list[LayerCall]]:

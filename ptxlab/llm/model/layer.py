@@ -178,6 +178,7 @@ def decode_layer(
     *,
     rope: tuple[Any, ...],
     buffers: LayerBuffers,
+    index: int | None = None,
     backend: str | None = None,
     programmatic: bool = False,
 ) -> Any:
@@ -196,6 +197,7 @@ def decode_layer(
         slots: where that goes, [M]; see `rope_append_kv4`.
         rope: (cos, sin) or (cos, sin, positions); see `rope_append_kv4`.
         buffers: `LayerBuffers.empty(weights, cache)`.
+        index: the layer's number, which a model needs where only some layers have the window.
         backend: of every launch.
         programmatic: whether the first launch may overlap with the kernel before it too. It must not after a kernel
             that writes lengths, block table, slots, positions or tables of angles, which attention and append read
@@ -210,8 +212,8 @@ def decode_layer(
             the midst refuses, an infinity above all, when the residual is no longer what it was.
         UnavailableError: a kernel does not run here.
     """
-    given = x, residual, weights, cache, slots
-    for call in layer_calls(*given, rope=rope, buffers=buffers, backend=backend, programmatic=programmatic):
+    how: dict[str, Any] = {"index": index, "backend": backend, "programmatic": programmatic}
+    for call in layer_calls(x, residual, weights, cache, slots, rope=rope, buffers=buffers, **how):
         call()
     return buffers.result(residual)
 
@@ -249,6 +251,7 @@ def layer_calls(
     *,
     rope: tuple[Any, ...],
     buffers: LayerBuffers,
+    index: int | None = None,
     keys: Any = None,
     backend: str | None = None,
     programmatic: bool = False,
@@ -264,7 +267,7 @@ def layer_calls(
         return []
     config, b, M, space = weights.config, buffers, cache.batch, buffers.workspaces.get
     added, gated = b.residual_epilogue, _ends_gated(weights)
-    attending: dict[str, Any] = {"window": config.window, "batch_invariant": b.batch_invariant}
+    attending: dict[str, Any] = {"window": config.window_of(index), "batch_invariant": b.batch_invariant}
 
     def call(name: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> LayerCall:
         return LayerCall(name, function, args, {"backend": backend, "programmatic": b.programmatic, **keywords})

@@ -211,7 +211,7 @@ class NumpyRunner(Runner):
     def _attend(self, i: int, q: F32, rows: Rows) -> F32:
         """f32 [R, Hq·D] of rotated queries [R, Hq, D]: in float64, rounded once."""
         result, config = np.empty_like(q), self.config
-        how: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": config.window}
+        how: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": config.window_of(i)}
         for b in np.unique(rows.sequence):
             at = np.flatnonzero(rows.sequence == b)
             known = slice(int(rows.position[at[-1]]) + 1)

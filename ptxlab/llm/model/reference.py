@@ -94,7 +94,7 @@ def exact(
     qkv = done("qkv", _product(qkv_in, weights.qkv, dtype, weights.qkv_bias))
     q, pool = _rotated_and_appended(qkv, given, config.heads, dtype)
     q, pool = done("q", q), done("pool", pool)
-    attention = done("attention", *_attention(q, replace(given.cache, pool=pool), config.window, dtype))
+    attention = done("attention", *_attention(q, replace(given.cache, pool=pool), config.window_of(), dtype))
     if attention.dtype == np.float64:  # the right one, as nobody has left one
         attention = stored(attention.astype(np.float32), dtype)
     o_in = done("o_in", quant.quantize_activations(floats(attention).reshape(len(attention), -1)))
@@ -195,7 +195,7 @@ def in_float64(given: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
     results = []
     for b, (keys, values) in enumerate(zip(*gather(given.cache), strict=True)):
         known = [np.concatenate([past.dequantize()[:-1], new[b : b + 1]]) for past, new in ((keys, k), (values, v))]
-        results.append(reference.attention(q[b : b + 1], *known, scale=D**-0.5, window=config.window)[0])
+        results.append(reference.attention(q[b : b + 1], *known, scale=D**-0.5, window=config.window_of())[0])
     stream = stream + product(np.concatenate(results).reshape(M, -1), weights.o)
     y = reference.rms_norm(stream, norms[1], config.eps)
     if not config.experts:

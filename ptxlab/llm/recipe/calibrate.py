@@ -124,12 +124,13 @@ def quantize_layers(
         floats = finished(index)
         if floats is None:
             with naming(f"layer {index}"):
-                found = quantize_layer(model, model.layers[index], states, recipe)
+                found = quantize_layer(model, model.layers[index], states, recipe, index)
             yield found
             floats = finished(index) or found.floats
         else:
             yield None
-        for i, x in enumerate(each_stream(partial(model.run_layer, layer=floats, numerics=numerics), states)):
+        run = partial(model.run_layer, layer=floats, numerics=numerics, index=index)
+        for i, x in enumerate(each_stream(run, states)):
             states[i] = x
 
 
@@ -139,13 +140,15 @@ def require_text(recipe: Recipe, tokens: Tokens) -> None:
         raise ArgumentError("tokens", "this recipe needs a text to calibrate on", "none")
 
 
-def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe) -> QuantizedLayer:
+def quantize_layer(
+    model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe, index: int | None = None
+) -> QuantizedLayer:
     """One layer of a prepared model, on the stream [B, T, H] of every batch of calibration samples before it.
 
     Matrices that read the same input are quantised together, in the order of the layer. Each is thus calibrated on
-    inputs with the errors of those before it.
+    inputs with the errors of those before it. `index` is that of `FloatModel.run_layer`.
     """
-    layer = shaped(model, layer, states, recipe)
+    layer = shaped(model, layer, states, recipe, index)
     made: dict[str, Any] = dict(layer)
     numerics = recipe.numerics()
     weights: dict[str, Any] = {}
@@ -158,7 +161,8 @@ def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recip
         H: Any = None
         order = int8 = None
         if recipe.needs_hessian:
-            run, given = model.run_layer, states
+            run: Callable[..., Any] = partial(model.run_layer, index=index)
+            given = states
             if fused in ("gate_up", "down"):  # attention, most of the time, has run
                 run, given = model.run_feed_forward, middles
             read: Iterable[Any] = read_by(names[0], run, given, made, numerics)
@@ -216,7 +220,7 @@ def folded(layer: QuantizedLayer) -> QuantizedLayer:
     return replace(layer, floats=floats, weights=weights, inputs=inputs)
 
 
-def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe) -> Layer:
+def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe, index: int | None = None) -> Layer:
     """The layer after smoothing and reordering, which do not change its function."""
     if not recipe.needs_peaks:
         return layer
@@ -232,7 +236,7 @@ def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recip
                 found[name] = np.abs(x).reshape(-1, x.shape[-1] if name != "keys" else x.shape[-2] * D).max(axis=0)
 
         with contextlib.suppress(_ReachedError):
-            model.run_layer(x, layer, _Tap(EXACT, seen, until="down"))
+            model.run_layer(x, layer, _Tap(EXACT, seen, until="down"), index=index)
         return found
 
     for found in each_stream(peaks_of, states):

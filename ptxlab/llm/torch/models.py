@@ -6,6 +6,7 @@ the tokens of `ptxlab.llm.model`'s runners.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,11 @@ from ptxlab.llm.torch.operators import Quantized
 from ptxlab.spec.dtypes import name_of
 
 _DTYPES = (torch.float16, torch.bfloat16)
+_MOST_CONTEXT = 1 << 20  # positions, for which a table of angles is made
+# Attributes of `Config` in which a quantised model must agree with the model that takes its weights.
+_SAME = (
+    "hidden", "ffn", "heads", "kv_heads", "head_dim", "layers", "vocabulary", "qkv_bias", "window", "window_layers",
+)  # fmt: skip
 
 
 def quantize_model(
@@ -93,10 +99,10 @@ def _checked(model: Any) -> Config:
     config = Config.from_json(model.config.to_dict())
     if config.experts or not hasattr(model, "lm_head"):
         raise ArgumentError("model", "must be a causal model without experts", type(model).__name__)
-    if len(kinds := {*(getattr(model.config, "layer_types", None) or ())}) > 1:
-        raise ArgumentError("model", "layers must be of one type", ", ".join(sorted(kinds)))
     if found := next((each for each in model.modules() if isinstance(each, W4A8Linear)), None):
         raise ArgumentError("model", "must not be quantised yet", found)
+    if (config.context or 0) > _MOST_CONTEXT:
+        raise ArgumentError("model: max_position_embeddings", f"must be at most {_MOST_CONTEXT}", config.context)
     first = model.get_input_embeddings().weight
     if first.dtype not in _DTYPES:
         rule = f"must be of {' or '.join(map(name_of, _DTYPES))}"
@@ -105,7 +111,7 @@ def _checked(model: Any) -> Config:
         if parameter.dtype != first.dtype or parameter.device != first.device:
             rule, got = f"must be {name_of(first.dtype)} on {first.device} as the embedding", name_of(parameter.dtype)
             raise ArgumentError(f"model: {name}", rule, f"{got} on {parameter.device}")
-    return config
+    return replace(config, tied_head=model.lm_head.weight is first)  # a file may hold a head that its config denies
 
 
 def _quantized(
@@ -125,7 +131,7 @@ def _quantized(
 
 def _check_same(config: Config, quantized: QuantizedModel, dtype: str) -> None:
     """Raise ArgumentError for a quantised model of other sizes or dtype."""
-    for name in ("hidden", "ffn", "heads", "kv_heads", "head_dim", "layers", "vocabulary", "qkv_bias", "window"):
+    for name in _SAME:
         ours, theirs = getattr(config, name), getattr(quantized.config, name)
         if ours != theirs:
             raise ArgumentError("recipe", f"must be of a model with {name}={ours}", f"{name}={theirs}")
@@ -207,7 +213,7 @@ class KV4Attention(nn.Module):
     def __init__(self, config: Any, index: int, weights: LayerWeights, sizes: Config, dtype: torch.dtype) -> None:
         super().__init__()
         self.config, self.layer_idx, self.head_dim = config, index, sizes.head_dim  # as transformers names them
-        self.scaling, self.sliding_window, self.is_causal = sizes.head_dim**-0.5, sizes.window, True
+        self.scaling, self.sliding_window, self.is_causal = sizes.head_dim**-0.5, sizes.window_of(index), True
         bias = None if weights.qkv_bias is None else torch.as_tensor(weights.qkv_bias)
         self.qkv_proj = W4A8Linear(weights.qkv, bias, dtype=dtype)
         self.o_proj = W4A8Linear(weights.o, dtype=dtype)

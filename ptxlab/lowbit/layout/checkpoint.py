@@ -7,6 +7,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -20,6 +21,8 @@ from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io.files import read_json, write_whole
 
 FLOATS = ("F16", "BF16", "F32", "F64")  # safetensors' names of the dtypes that can be read here
+# Files beside a model: adapters, copies in the layout of Mistral's own code or in another dtype, states of training.
+_SIDE_FILES = ("adapter_*", "consolidated*", "*.fp16*", "*.fp32*", "*.bf16*", "optimizer*", "scheduler*", "training_*")
 _TRANSFORMER_LAYER = re.compile(r"(^|\.)layers?\.\d+\.")
 
 
@@ -114,13 +117,16 @@ class Checkpoint(TensorFile):
 
 
 class CheckpointFolder(TensorFile):
-    """The safetensors files of a folder as one: those that its index names, or all where it has none.
+    """The safetensors files of a folder as one.
+
+    They are `model.safetensors`; else those that the index names; else all, but adapters, copies in other layouts or
+    dtypes and optimizer states only where there is nothing else. So transformers reads a folder, which reads no others.
 
     Raises FileError for a folder without such files, one that is broken, a tensor that lies in two, and an index that
     names what is not there.
     """
 
-    _INDEX = "model.safetensors.index.json"
+    _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
     _PATTERNS: tuple[str, ...] = ("*.safetensors",)
     _OPEN: Callable[[Path], TensorFile] = Checkpoint
 
@@ -128,9 +134,10 @@ class CheckpointFolder(TensorFile):
         self.path = Path(path)
         self.metadata = {}
         index = self.path / self._INDEX
-        names = _indexed(index) if index.is_file() else {}
-        files = [self.path / name for name in sorted({*names.values()})]
-        files = files or sorted({file for pattern in self._PATTERNS for file in self.path.glob(pattern)})
+        is_whole = (self.path / self._WHOLE).is_file()
+        names = _indexed(index) if index.is_file() and not is_whole else {}
+        files = [self.path / name for name in ([self._WHOLE] if is_whole else sorted({*names.values()}))]
+        files = files or self.unnamed(self.path)
         if not files:
             raise FileError(f"{self.path}: no {' or '.join(self._PATTERNS).replace('*', '')} file")
         self._files: dict[str, TensorFile] = {}
@@ -143,6 +150,18 @@ class CheckpointFolder(TensorFile):
         for name, file in names.items():
             if name not in self._files or self._files[name].path.name != file:
                 raise FileError(f"{index}: {name} is not in {file}")
+
+    @classmethod
+    def is_named(cls, folder: Path) -> bool:
+        """Whether a folder has the file, or the index, that transformers looks for."""
+        return any((folder / name).is_file() for name in (cls._WHOLE, cls._INDEX))
+
+    @classmethod
+    def unnamed(cls, folder: Path, *, side_files: bool = True) -> list[Path]:
+        """The files of other names; of adapters, copies and optimizers, if at all, only where there are no others."""
+        files = sorted({file for pattern in cls._PATTERNS for file in folder.glob(pattern)})
+        models = [file for file in files if not any(fnmatchcase(file.name, each) for each in _SIDE_FILES)]
+        return models or (files if side_files else [])
 
     def read(self, name: str) -> npt.NDArray[Any]:
         """See `TensorFile.read`."""

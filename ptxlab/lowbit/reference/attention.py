@@ -8,6 +8,13 @@ import numpy.typing as npt
 from ptxlab.hardware.words import F32
 
 F64: TypeAlias = npt.NDArray[np.float64]
+# Kinds of scaling that `rope_tables` knows, and what each of them needs.
+ROPE_SCALINGS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "per_pair": ("factors",),
+}
 
 
 def attention(
@@ -112,22 +119,18 @@ def rope_tables(
 
 def _scaled(frequency: F64, scaling: dict[str, Any]) -> F64:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
+        raise ValueError(f"scaling: rope_type must be one of {', '.join(ROPE_SCALINGS)} (got {kind})")
     if kind == "per_pair":
         factors = np.asarray(scaling.get("factors", ()), np.float64)
         if factors.shape != frequency.shape or not (factors > 0).all():
             raise ValueError(f"scaling: per_pair needs {len(frequency)} factors above 0 (got {factors.shape})")
         divided: F64 = frequency / factors
         return divided
-    needs = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    }
-    if kind not in needs:
-        raise ValueError(f"scaling: rope_type must be one of {', '.join(needs)} (got {kind})")
-    if lacking := [name for name in needs[kind] if not isinstance(scaling.get(name), int | float)]:
+    needs = ROPE_SCALINGS[kind]
+    if lacking := [name for name in needs if not isinstance(scaling.get(name), int | float)]:
         raise ValueError(f"scaling: {kind} needs the number {lacking[0]} (got {scaling.get(lacking[0])})")
-    factor, *of_llama3 = (float(scaling[name]) for name in needs[kind]) if needs[kind] else (1.0,)
+    factor, *of_llama3 = (float(scaling[name]) for name in needs) if needs else (1.0,)
     if not of_llama3:
         return frequency / factor
     low, high, trained = of_llama3

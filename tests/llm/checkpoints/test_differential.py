@@ -1,5 +1,6 @@
 """Model files drawn by seed: `open_model` computes what transformers does, or refuses in one line where it may."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,27 +9,33 @@ import pytest
 
 from ptxlab.errors import ArgumentError, FileError, UnavailableError
 from ptxlab.llm.checkpoints import open_model
-from tests.support.drawn_files import PLANS, write
+from tests.support.drawn_files import PLANS, TWISTS, write
+from tests.support.drawn_folders import CONFIG_TWISTS
 from tests.support.drawn_models import Plan, Verdict, tokens
 
 pytestmark = pytest.mark.torch
 
 TOLERANCE = 2e-5  # of the largest logit
 REFUSALS = (FileError, ArgumentError, UnavailableError)
+BUILT = [plan for plan in PLANS if plan.name in CONFIG_TWISTS and plan.twist.verdict is Verdict.READ]
 
 
-def by_transformers(folder: Path) -> Any:
-    """Logits [T, V] of the library's own model in float32."""
-    import torch
+def by_transformers(folder: Path, dtype: str = "float32") -> Any:
+    """The library's own model."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def reference_of(model: Any) -> Any:
+    """Logits [T, V] by PyTorch, in float32."""
+    import torch
+
     with torch.no_grad():
-        return model(torch.from_numpy(tokens())).logits[0].numpy()
+        return model.float()(torch.from_numpy(tokens())).logits[0].numpy()
 
 
-def by_ptxlab(path: Path) -> Any:
-    model, _ = open_model(path)
+def logits_of(model: Any) -> Any:
     return model.logits(model.states([tokens()])[0])[0]
 
 
@@ -38,17 +45,47 @@ def difference(logits: Any, reference: Any) -> float:
     return float(error) if np.isfinite(error) else float("inf")
 
 
-@pytest.mark.default_cases("00*")
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_a_drawn_file_is_read_right_or_refused(plan: Plan, tmp_path: Path) -> None:
+def require_libraries() -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+@pytest.mark.default_cases(
+    "*-plain*", "*-old_rope_keys*", "*-rope_scaling_beside_rope_parameters*", "*-sliding_window_on_Llama*",
+    "*-window_from_layer_1*", "*-another_head_beside_tied*", "*-stale_shard_beside*", "*-NaN*", "*-gguf",
+    "*-rope.scaling.factor_without_type", "*-gptq_act_order", "*-gptq_v2", "*-awq", "*-ct_of_several_groups",
+    "*-auto-round",
+)  # fmt: skip
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_drawn_file_is_read_right_or_refused(plan: Plan, tmp_path: Path) -> None:
+    require_libraries()
     drawn = write(plan, tmp_path)
     try:
-        logits = by_ptxlab(drawn.path)
+        logits = logits_of(open_model(drawn.path)[0])
     except REFUSALS as refusal:
         assert "\n" not in str(refusal)
         assert plan.twist.verdict is not Verdict.READ, refusal
         return
     assert plan.twist.verdict is not Verdict.REFUSED, "must be refused"
-    assert difference(logits, by_transformers(drawn.reference)) < TOLERANCE
+    assert difference(logits, reference_of(by_transformers(drawn.reference))) < TOLERANCE
+
+
+def test_every_kind_has_files_that_must_be_read_and_files_that_must_be_refused() -> None:
+    """So a reader that refuses all of a kind fails, and so does one that reads all."""
+    assert {plan.name for plan in PLANS} == TWISTS.keys() and len(PLANS) >= 300
+    verdicts = Counter((plan.kind, plan.twist.verdict) for plan in PLANS)
+    for kind in {plan.kind for plan in PLANS}:
+        drawn = sum(verdicts[kind, verdict] for verdict in Verdict)
+        assert verdicts[kind, Verdict.READ] >= 0.2 * drawn, kind
+        assert verdicts[kind, Verdict.REFUSED] >= 0.2 * drawn, kind
+
+
+@pytest.mark.default_cases("*-plain*", "*-window_from_layer_1*", "*-old_rope_keys*")
+@pytest.mark.parametrize("plan", BUILT, ids=str)
+def test_a_model_of_transformers_is_taken_over_right(plan: Plan, tmp_path: Path) -> None:
+    require_libraries()
+    from ptxlab.llm.torch.models import float_model
+
+    model = by_transformers(write(plan, tmp_path).reference, "float16")
+    logits = logits_of(float_model(model))
+    assert difference(logits, reference_of(model)) < TOLERANCE

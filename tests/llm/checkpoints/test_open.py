@@ -111,7 +111,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         config(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
         r"a model without experts is expected \(got 4\)",
     ),
-    "10^12 layers": (config(num_hidden_layers=10**12), r"model\.layers\.2\.self_attn\.q_proj\.weight: missing"),
+    "10^12 layers": (config(num_hidden_layers=10**12), r"num_hidden_layers: must be at most 8192 \(got 1\d+\)"),
+    "8,000 layers": (config(num_hidden_layers=8000), r"model\.layers\.2\.self_attn\.q_proj\.weight: missing"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"no \.safetensors file"),
     "cut off": (
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1]),

@@ -11,8 +11,9 @@ import pytest
 import tokenizers
 
 from ptxlab.errors import ArgumentError, FileError, UnavailableError
+from ptxlab.llm.checkpoints import guard
 from ptxlab.llm.checkpoints.gguf import GgufFile
-from ptxlab.llm.checkpoints.tokenizer import Tokenizer
+from ptxlab.llm.checkpoints.tokenizer import _FAST_PATTERNS, Tokenizer
 from tests.support.small_models import tokenizer, write_folder, write_gguf
 
 TEXT = "the <turn> Zwölf 3141 the\n\n  'tis<end>"
@@ -33,7 +34,7 @@ def test_text_there_and_back(saved: Tokenizer) -> None:
     assert tokens.dtype == np.int64 and tokens.tolist() == tokenizer().encode(TEXT).ids
     assert saved.decode(tokens) == TEXT.replace("<turn>", "").replace("<end>", "")
     assert saved.decode(saved.encode("the")) == "the" and len(saved.encode("the the")) == 2
-    assert (saved.vocabulary, saved.start, saved.ends) == (261, None, (1,))
+    assert (saved.vocabulary, saved.starts, saved.ends) == (261, (), (1,))
 
 
 def test_a_lone_surrogate_is_refused(saved: Tokenizer) -> None:
@@ -44,7 +45,7 @@ def test_a_lone_surrogate_is_refused(saved: Tokenizer) -> None:
 def test_gguf_has_the_same(saved: Tokenizer, metadata: dict[str, Any]) -> None:
     found = Tokenizer.from_gguf(Path("a.gguf"), metadata)
     assert found.encode(TEXT).tolist() == saved.encode(TEXT).tolist()
-    assert (found.start, found.ends, found.vocabulary) == (None, (1,), 300)
+    assert (found.starts, found.ends, found.vocabulary) == ((), (1,), 300)
 
 
 def test_digits_are_words_with_smollm(metadata: dict[str, Any]) -> None:
@@ -104,7 +105,7 @@ def test_sentence_pieces_merge_by_score(seed: int) -> None:
         assert [tokens[i] for i in ids] == merged(text, scores)
         assert found.decode(ids) == text
     assert found.decode(found.encode("aüb</s>")) == "aüb" and len(found.encode("ü")) == 3
-    assert (found.start, found.ends) == (1, (2,))
+    assert (found.starts, found.ends) == ((1,), (2,))
 
 
 def test_the_start_of_a_text(metadata: dict[str, Any], tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_the_start_of_a_text(metadata: dict[str, Any], tmp_path: Path) -> None:
     found = Tokenizer.from_gguf(Path("a.gguf"), metadata | begun)
     found.save(tmp_path)
     again = Tokenizer.from_folder(tmp_path)
-    assert (found.start, again.start, again.ends) == (0, 0, (1,))
+    assert (found.starts, again.starts, again.ends) == ((0,), (0,), (1,))
     assert again.encode(TEXT).tolist() == found.encode(TEXT).tolist() == tokenizer().encode(TEXT).ids
 
 
@@ -142,9 +143,11 @@ def test_broken_folders_are_refused(saved: Tokenizer, tmp_path: Path, monkeypatc
     refused(r"generation_config\.json: eos_token_id: must be an integer or a list of them \(got '</s>'\)$")
     (tmp_path / "generation_config.json").write_text("[1]")
     refused(r"generation_config\.json: not a JSON object$")
-    for content in ("{", "{}", '{"model": {"type": "BPE"}}'):
+    for content in ("[]", "{}", '{"model": {"type": "BPE"}}'):
         (tmp_path / "tokenizer.json").write_text(content)
         refused(r"tokenizer\.json: not a readable tokenizer \(.+\)$")
+    (tmp_path / "tokenizer.json").write_text("{")
+    refused(r"tokenizer\.json: not JSON: .+")
     (tmp_path / "tokenizer.json").unlink()
     refused(r": no tokenizer\.json$")
     tokenizer().save(str(tmp_path / "tokenizer.json"))
@@ -179,9 +182,224 @@ def test_merges_of_what_is_no_token_are_refused(merges: list[str], metadata: dic
         Tokenizer.from_gguf(Path("a.gguf"), metadata | {"tokenizer.ggml.merges": merges})
 
 
-def test_what_the_library_calls_it() -> None:
-    """`encode` leaves out what a post-processor adds."""
-    made = tokenizers.Tokenizer.from_str(tokenizer().to_str())
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="<turn> $A", special_tokens=[("<turn>", 1)])
-    ours = Tokenizer((), made)
-    assert (ours.start, ours.encode("the").tolist()) == (1, made.encode("the").ids[1:])
+def special(*tokens: int) -> list[dict[str, Any]]:
+    """Pieces of a template."""
+    return [{"SpecialToken": {"id": f"token {token}", "type_id": 0}} for token in tokens]
+
+
+def template(ahead: tuple[int, ...], behind: tuple[int, ...] = ()) -> dict[str, Any]:
+    """A template with tokens on both sides of the text."""
+    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    known = {f"token {token}": {"id": f"token {token}", "ids": [token], "tokens": ["?"]} for token in (*ahead, *behind)}
+    single = [*special(*ahead), texts[0], *special(*behind)]
+    return {"type": "TemplateProcessing", "single": single, "pair": texts, "special_tokens": known}
+
+
+def write(folder: Path, changes: dict[str, Any], **files: Any) -> Path:
+    """A tokenizer.json with other sections; other JSON files by their stem."""
+    definition = {**json.loads(tokenizer().to_str()), **changes}
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    for stem, content in files.items():
+        (folder / f"{stem}.json").write_text(json.dumps(content))
+    return folder
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+TEMPLATES: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "none": (None, ()),
+    "bytes": (BYTES, ()),
+    "an end": (template((), (0,)), ()),
+    "a start": (template((1,)), (1,)),
+    "both": (template((1,), (0,)), (1,)),
+    "several": (template((1, 0, 1), (0, 0)), (1, 0, 1)),
+    "after bytes": ({"type": "Sequence", "processors": [BYTES, template((0,))]}, (0,)),
+    "bert": ({"type": "BertProcessing", "sep": ["<end>", 0], "cls": ["<turn>", 1]}, (1,)),
+    "roberta": (
+        {"type": "RobertaProcessing", "sep": ["a", 1], "cls": ["b", 0], "trim_offsets": True, "add_prefix_space": True},
+        (0,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_starts_are_what_the_template_puts_ahead(name: str, tmp_path: Path) -> None:
+    """As the library places them; and a saved tokenizer has the same ones."""
+    processor, starts = TEMPLATES[name]
+    ours = Tokenizer.from_folder(write(tmp_path, {"post_processor": processor}))
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("the the")
+    ahead = next(i for i, sequence in enumerate(library.sequence_ids) if sequence is not None)
+    assert ours.starts == tuple(library.ids[:ahead]) == starts
+    ours.save(tmp_path)
+    again = Tokenizer.from_folder(tmp_path)
+    assert again.starts == starts and again.encode(TEXT).tolist() == ours.encode(TEXT).tolist()
+
+
+@pytest.mark.full
+@pytest.mark.torch
+@pytest.mark.parametrize("add", [None, False, True])
+@pytest.mark.parametrize("name", ["none", "a start", "an end", "several", "after bytes"])
+def test_starts_are_those_of_transformers(name: str, add: bool | None, tmp_path: Path) -> None:
+    """Where there is a tokenizer.json, `add_bos_token` of tokenizer_config.json counts for nothing."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    stated = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<end>", "eos_token": "<turn>"}
+    stated |= {} if add is None else {"add_bos_token": add, "add_eos_token": not add}
+    sections = {"post_processor": TEMPLATES[name][0]}
+    folder = write(tmp_path, sections, tokenizer_config=stated, config={"model_type": "llama"})
+    ours, theirs = Tokenizer.from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    wanted = theirs("the").input_ids
+    assert [*ours.starts, *ours.encode("the")] == wanted[: wanted.index(259) + 1]
+
+
+@pytest.mark.parametrize("side", ["Left", "Right"])
+def test_nothing_is_cut_off_or_filled_up(side: str, tmp_path: Path) -> None:
+    """Whatever training has left in the file, which a saved one does not keep; nor are merges dropped at random."""
+    changes = {
+        "truncation": {"direction": side, "max_length": 3, "strategy": "LongestFirst", "stride": 0},
+        "padding": {
+            "strategy": {"Fixed": 99}, "direction": side, "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+            "pad_token": "<end>",
+        },
+        "model": {**json.loads(tokenizer().to_str())["model"], "dropout": 0.9},
+    }  # fmt: skip
+    for _ in range(2):
+        ours = Tokenizer.from_folder(write(tmp_path, changes))
+        assert ours.encode(TEXT).tolist() == tokenizer().encode(TEXT).ids
+        ours.save(tmp_path)
+        kept = json.loads((tmp_path / "tokenizer.json").read_text())
+        assert (kept["truncation"], kept["padding"], kept["model"]["dropout"]) == (None, None, None)
+        changes = {}
+
+
+def control(metadata: dict[str, Any], *texts: str, kind: int = 3) -> dict[str, Any]:
+    """Metadata with these tokens in the place of unused ones from 261 on."""
+    tokens, kinds = [*metadata["tokenizer.ggml.tokens"]], np.array(metadata["tokenizer.ggml.token_type"])
+    tokens[261 : 261 + len(texts)], kinds[261 : 261 + len(texts)] = texts, kind
+    return {**metadata, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+
+
+@pytest.mark.parametrize(
+    ("keys", "texts", "ends"),
+    [
+        ({"eot_token_id": 5}, (), (1, 5)),
+        ({"eom_token_id": 6, "eot_token_id": 5}, (), (1, 5, 6)),
+        ({"eos_token_ids": [1, 7, 8]}, (), (1, 7, 8)),
+        ({"eos_token_ids": np.array([9], np.int32)}, (), (1, 9)),
+        ({"fim_pad_token_id": 4, "fim_pre_token_id": 3}, (), (1, 4)),
+        ({}, ("<|im_start|>", "<|im_end|>"), (1, 262)),
+        ({"eot_token_id": 262}, ("<|eom_id|>", "<|eot_id|>", "<|endoftext|>"), (1, 262, 261, 263)),
+    ],
+)
+def test_every_end_of_a_gguf(
+    keys: dict[str, Any], texts: tuple[str, ...], ends: tuple[int, ...], metadata: dict[str, Any]
+) -> None:
+    """Named by metadata, or known to llama.cpp by its text."""
+    stated = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    assert Tokenizer.from_gguf(Path("a.gguf"), control(metadata, *texts) | stated).ends == ends
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_a_known_end_is_special_whatever_its_type(kind: int, metadata: dict[str, Any]) -> None:
+    ours = Tokenizer.from_gguf(Path("a.gguf"), control(metadata, "<|im_end|>", "[other]", kind=kind))
+    assert ours.ends == (1, 261) and ours.encode("the<|im_end|>")[-1] == 261
+    assert ours.decode([259, 261]) == "the"
+
+
+# Sections of a tokenizer.json, texts, and what becomes of them: the same tokens as without the section, or an error.
+LONG = "a" * 5000 + "b"
+HARMLESS = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    """A normaliser."""
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def split(expression: str) -> dict[str, Any]:
+    """A pre-tokeniser."""
+    return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+
+
+DOUBLED = {"type": "Sequence", "normalizers": [replace({"String": "a"}, "aa")] * 60}
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "regex of exponential time": ({"pre_tokenizer": split("(a+)+$")}, r"failed on 5001 characters \(.*retry-limit"),
+    "regex of a normaliser": ({"normalizer": replace({"Regex": "(a|aa)+$"}, "")}, r"failed on 5001 characters \("),
+    "regex that is none": ({"pre_tokenizer": split("(")}, r"failed on 5001 characters \(Onig"),
+    "growth by steps": ({"normalizer": DOUBLED}, r"must encode 5001 characters within 2 s and 1 GB"),
+    "growth by a regex": ({"normalizer": replace({"Regex": "."}, "x" * 10**6)}, r"must encode \d+ characters"),
+    "a long prefix": ({"normalizer": {"type": "Prepend", "prepend": "x" * 10**7}}, r"must encode \d+ characters"),
+}  # fmt: skip
+
+
+@pytest.mark.default_cases("regex of exponential time", "growth by steps")
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_tokenizers_are_stopped(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, within the time and the memory; nothing is written to stderr by the library's panic."""
+    monkeypatch.setattr(guard, "SECONDS", 2.0)
+    monkeypatch.setattr(guard, "MEMORY", 1 << 30)
+    sections, message = HOSTILE[name]
+    ours = Tokenizer.from_folder(write(tmp_path, sections))
+    assert ours.decode(tokenizer().encode("the").ids) == "the"
+    with pytest.raises(FileError, match=rf"^{tmp_path}/tokenizer\.json: .*{message}") as error:
+        ours.encode(LONG)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_guarded_tokenizer_encodes_and_is_saved_whole(tmp_path: Path) -> None:
+    """One with an unknown but harmless pattern."""
+    steps = [split(r"[\s]+|\S+"), {**BYTES, "add_prefix_space": False}]
+    sections = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+    ours = Tokenizer.from_folder(write(tmp_path, sections))
+    assert ours._guarded is not None
+    right = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(TEXT).ids
+    assert ours.encode(TEXT).tolist() == right
+    ours.save(tmp_path)
+    assert Tokenizer.from_folder(tmp_path).encode(TEXT).tolist() == right
+    with pytest.raises(ArgumentError, match="text: must be a str without lone surrogates"):
+        ours.encode("a\ud800")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"normalizer": HARMLESS},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"},
+                                                            replace({"String": " "}, "▁")]}},
+        *({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split(each), BYTES]}} for each in _FAST_PATTERNS),
+    ],
+)  # fmt: skip
+def test_published_tokenizers_encode_without_a_process(sections: dict[str, Any], tmp_path: Path) -> None:
+    ours = Tokenizer.from_folder(write(tmp_path, sections))
+    right = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(TEXT).ids
+    assert ours._guarded is None and ours.encode(TEXT).tolist() == right
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"decoder": replace({"Regex": "(a+)+$"}, "")},
+            "decoder: must be of known steps that do not multiply the text",
+        ),
+        ({"decoder": replace({"String": "a"}, "a" * 99)}, "decoder: must be of known steps"),
+        ({"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 99}}, "decoder: must be of known steps"),
+        ({"post_processor": template((0,) * 65)}, "post_processor: at most 64 tokens ahead of a text"),
+        (
+            {"post_processor": {"type": "Sequence", "processors": [template((0,)), BYTES, template((1,))]}},
+            r"post_processor: at most one part may add tokens \(got 2\)",
+        ),
+        ({"added_tokens": [{"id": 3}]}, r"not a readable tokenizer \(.+\)"),
+        ({"model": [1]}, r"not a readable tokenizer \(.+\)"),
+    ],
+)
+def test_hostile_files_are_refused(sections: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=rf"tokenizer\.json: {message}") as error:
+        Tokenizer.from_folder(write(tmp_path, sections))
+    assert "\n" not in str(error.value)
+
+
+def test_tokens_that_take_forever_to_cut_are_refused() -> None:
+    metadata, _ = sentence_pieces(0)
+    metadata["tokenizer.ggml.tokens"][-1] = "x" * (1 << 15)
+    with pytest.raises(FileError, match=r"tokens: lengths squared must sum to 268435456 at most"):
+        Tokenizer.from_gguf(Path("a"), metadata)

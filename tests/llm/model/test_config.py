@@ -1,6 +1,7 @@
 """A decoder's numbers: by name, from a config.json, from GGUF metadata, and one GPU's share of them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_gguf_metadata_are_read_likewise() -> None:
     more = {"general.architecture": "qwen2", "qwen2.rope.scaling.type": "linear", "qwen2.rope.scaling.factor": 4.0}
     config = Config.from_gguf({**qwen, **more}, tied_head=True)
     assert (config.qkv_bias, config.experts, config.tied_head) == (True, 0, True)
-    assert config.rope_scaling == {"type": "linear", "factor": 4.0}
+    assert config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
 
 
 def test_a_share_has_its_part_of_heads_and_rows() -> None:
@@ -145,7 +146,7 @@ def test_a_share_has_its_part_of_heads_and_rows() -> None:
         ({"rope_scaling": "linear"}, r"config.json: rope_scaling: must be an object of keys and values \(got str\)"),
         (
             {"rope_scaling": {"type": "yarn"}},
-            r"config.json: rope_scaling: must be .*got yarn",
+            r"config.json: rope_scaling: type: must be one of default, linear, .*got 'yarn'",
         ),
         ({"rope_scaling": {"type": "linear"}}, r"config.json: rope_scaling: must be .*needs the number factor"),
         (
@@ -177,3 +178,103 @@ def test_other_errors_are_one_line_too(tmp_path: Path) -> None:
         Config.from_gguf({key: value for key, value in GGUF.items() if "block" not in key})
     with pytest.raises(ArgumentError, match=r"GGUF: llama.expert_used_count: must lie in 1..8 \(got 9\)"):
         Config.from_gguf({**GGUF, "llama.expert_used_count": 9})
+
+
+def test_every_layer_answers_for_its_window() -> None:
+    alike, none = Config.from_json(MISTRAL), Config.from_json(SMOLLM)
+    assert {alike.window_of(), alike.window_of(0), alike.window_of(31)} == {4096} and none.window_of(3) is None
+    some = Config.from_json({**QWEN2, "use_sliding_window": True, "max_window_layers": 22})
+    assert (some.window, some.window_layers) == (32768, (22, 23))
+    assert [some.window_of(layer) for layer in (0, 21, 22, 23)] == [None, None, 32768, 32768]
+    for layer in (24, -1, 1.0, True):
+        with pytest.raises(ArgumentError, match=r"layer: must be a number in 0\.\.23 \(got "):
+            some.window_of(layer)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="layer: must be given where only some layers have the window"):
+        some.window_of()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"rope_scaling": {"type": "linear", "factor": 2}},
+        {"use_sliding_window": True, "max_window_layers": 0},
+        {"use_sliding_window": True, "max_window_layers": 5},
+        {"use_sliding_window": True, "layer_types": [*["sliding_attention", "full_attention"] * 12]},
+    ],
+)
+@pytest.mark.parametrize("source", [SMOLLM, LLAMA31, MISTRAL, MIXTRAL, QWEN2])
+def test_a_config_is_read_back_as_it_was_written(source: dict[str, Any], change: dict[str, Any]) -> None:
+    if "layer_types" in change and source is not QWEN2:
+        return
+    config = Config.from_json({**source, **change})
+    assert Config.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_windows_of_some_layers_are_checked() -> None:
+    plain = Config.from_json({**MISTRAL, "num_hidden_layers": 4})
+    assert replace(plain, window_layers=(1, 3)).window_of(2) is None
+    for wrong in ((), (3, 1), (1, 1), (4,), (-1,), [1], (True,), "1"):
+        with pytest.raises(ArgumentError, match=r"^window_layers: must be "):
+            replace(plain, window_layers=wrong)
+    with pytest.raises(ArgumentError, match=r"^window_layers: must be None unless some layers have a window"):
+        replace(plain, window=None, window_layers=(1,))
+    with pytest.raises(ArgumentError, match=r"^window_layers: must be None in the config of a mistral"):
+        replace(plain, window_layers=(1,)).to_json()
+
+
+OF_ROPE: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "nothing": ({}, None),
+    "a type alone": ({"scaling.type": "linear"}, None),
+    "a factor alone": ({"scaling.factor": np.float32(4)}, {"rope_type": "linear", "factor": 4.0}),
+    "both": ({"scaling.type": "linear", "scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    "the older key": ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    "both keys": ({"scaling.factor": 2.0, "scale_linear": 4.0}, {"rope_type": "linear", "factor": 2.0}),
+    "no scaling": ({"scaling.type": "none", "scaling.factor": 4.0}, None),
+    "a factor of 0": ({"scaling.factor": 0.0, "scale_linear": 4.0}, None),
+    "a factor of 1": ({"scaling.factor": 1.0}, None),
+    "of training": ({"scaling.factor": 4.0, "scaling.original_context_length": 2048, "scaling.finetuned": True},
+                    {"rope_type": "linear", "factor": 4.0}),
+    "attention of 1": ({"scaling.attn_factor": 1.0}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_ROPE)
+def test_scalings_of_gguf_are_read_as_llama_cpp_reads_them(name: str) -> None:
+    keys, scaling = OF_ROPE[name]
+    config = Config.from_gguf({**GGUF, **{f"llama.rope.{key}": value for key, value in keys.items()}})
+    assert config.rope_scaling == scaling
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rope.scaling.type": "yarn"}, r"rope\.scaling\.type: must be one of none, linear \(got 'yarn'\)"),
+        ({"rope.scaling.type": "longrope"}, r"rope\.scaling\.type: must be one of none, linear"),
+        ({"rope.scaling.type": 1}, r"rope\.scaling\.type: must be one of none, linear"),
+        ({"rope.scaling.yarn_beta_fast": 32.0}, r"rope\.scaling\.yarn_beta_fast: must be missing: YaRN"),
+        ({"rope.scaling.attn_factor": 1.5}, r"rope\.scaling\.attn_factor: must be 1: "),
+        ({"rope.scaling.factor": -2.0}, r"rope\.scaling\.factor: must be a number above 0"),
+        ({"rope.scaling.factor": True}, r"rope\.scaling\.factor: must be a number above 0"),
+        ({"rope.scaling.factor": np.zeros(2)}, r"rope\.scaling\.factor: must be a number above 0"),
+        ({"rope.scale_linear": "4"}, r"rope\.scale_linear: must be a number above 0"),
+        ({"rope.scaling.attn_factor": np.zeros(2)}, r"rope\.scaling\.attn_factor: must be a number above 0"),
+        ({"rope.dimension_count": np.zeros(2)}, r"rope\.dimension_count: must be head_dim, 128"),
+        ({"expert_count": np.zeros(2)}, r"expert_count: must be an integer, 1 or more"),
+        ({"embedding_length": 10**12}, r"embedding_length: must be at most 1048576"),
+        ({"attention.layer_norm_rms_epsilon": None}, r"attention\.layer_norm_rms_epsilon: must be given"),
+    ],
+)
+def test_what_gguf_metadata_cannot_say(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"^GGUF: llama\.{message}") as error:
+        Config.from_gguf({**GGUF, **{f"llama.{key}": value for key, value in keys.items()}})
+    assert "\n" not in str(error.value)
+
+
+def test_factors_per_pair_stand_alone() -> None:
+    with pytest.raises(ArgumentError, match=r"rope\.scaling\.factor: must be missing beside a tensor of factors"):
+        Config.from_gguf({**GGUF, "llama.rope.scaling.factor": 2.0}, rope_factors=[1.0] * 64)
+
+
+def test_windows_of_gguf_are_ignored_as_in_llama_cpp() -> None:
+    assert Config.from_gguf({**GGUF, "llama.attention.sliding_window": 4096}).window is None

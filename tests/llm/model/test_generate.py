@@ -167,6 +167,22 @@ def test_kernels_give_the_same(model: QuantizedModel) -> None:
     assert np.array_equal(kernels.caches[0].lengths, [8, 4]) and np.array_equal(near.lengths, [8, 4])
 
 
+@pytest.mark.default_cases("numpy")
+@pytest.mark.parametrize("backend", ["numpy", "emulator"])
+def test_each_layer_has_its_own_window(backend: str) -> None:
+    """Keys of the second layer follow from the first layer's window alone, logits from both."""
+    caches, logits = {}, {}
+    for name, windows in {"all": None, "first": (0,), "second": (1,), "none": ()}.items():
+        given = {"window": 3, "window_layers": windows} if windows != () else {}
+        model, how = quantized(**given), {"batch": 1, "context": 16}
+        runner = NumpyRunner(model, **how) if backend == "numpy" else KernelRunner(model, **how, backend=backend)
+        logits[name] = runner.prefill([[1, 2, 3, 4, 5, 6, 7]]).copy()
+        caches[name] = runner.caches[1].pool.copy()
+    for name, same in {"first": "all", "second": "none"}.items():
+        assert np.array_equal(caches[name], caches[same]) and not np.array_equal(logits[name], logits[same])
+    assert not np.array_equal(caches["all"], caches["none"])
+
+
 def test_tokens_are_the_likeliest(model: QuantizedModel) -> None:
     runner = NumpyRunner(model, 2, 20)
     found = np.array(list(generate(runner, PROMPTS[:2], 4)))

@@ -42,7 +42,7 @@ def ours(model: QuantizedModel, prompts: list[list[int]]) -> tuple[list[list[int
     return np.array(list(generate(runner, prompts, TOKENS))).T.tolist(), runner
 
 
-@pytest.mark.default_cases("llama-padded", "smollm-alone", "mistral-alone", "qwen2-alone")
+@pytest.mark.default_cases("llama-padded", "smollm-alone", "mistral-alone", "qwen2-alone", "windows-alone")
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generates_the_tokens_of_our_runner(family: str, prompts: list[list[int]]) -> None:
@@ -56,6 +56,43 @@ def test_generates_the_tokens_of_our_runner(family: str, prompts: list[list[int]
     assert found == wanted and len({*found[0]}) > 3
     for pool, of_runner in zip(cache.pools, runner.caches, strict=True):
         assert np.array_equal(pool.numpy(), of_runner.pool)
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+CARRIED: dict[str, tuple[str, dict[str, Any]]] = {
+    "window of some layers": ("windows", {}),
+    "window by type": ("windows", {"layer_types": [SLIDING, FULL]}),
+    "window of LLaMA, which has none": ("llama", {"sliding_window": 3}),
+    "old and new rope keys": ("smollm", {"rope_scaling": {"type": "linear", "factor": 3.0}, "rope_theta": 99.0}),
+    "head of its own": ("smollm", {}),
+}
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_floats_of_a_model_are_its_own(name: str) -> None:
+    """To 2e-5 of the largest logit, whatever of a file's oddities the model carries."""
+    from ptxlab.llm.torch.models import float_model
+
+    family, changes = CARRIED[name]
+    model, exact = small(family, **changes), small(family, "float32", **changes)
+    if name == "head of its own":  # as of a file that holds a head which its config denies
+        for each in (model, exact):
+            each.lm_head.weight = torch.nn.Parameter(each.lm_head.weight.detach().flip(0))
+    exact.load_state_dict({key: value.float() for key, value in model.state_dict().items()})
+    tokens, ours = torch.arange(24)[None] % 90, float_model(model)
+    with torch.no_grad():
+        right = exact(tokens).logits.numpy()
+    found = ours.logits(ours.states([tokens.numpy()])[0])
+    assert np.abs(found - right).max() < 2e-5 * np.abs(right).max()
+
+
+def test_a_head_of_its_own_is_kept() -> None:
+    from ptxlab.llm.torch import quantize_model
+
+    model = small("smollm")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
+    kept = model.lm_head.weight.detach().clone()
+    assert torch.equal(quantize_model(model).lm_head.weight, kept) and not model.config.tie_word_embeddings
 
 
 def test_bfloat16_has_the_bytes_of_our_runner() -> None:
@@ -256,6 +293,13 @@ BAD = {
     "must be of a model with hidden=64 (got hidden=128)": lambda: quantize(small(), quantized(small(hidden_size=128))),
     "must be of a model of float16 (got bfloat16)": lambda: quantize(small(), quantized(small(dtype="bfloat16"))),
     "must be finite": lambda: quantize(untrained()),
+    "must be of a model with window_layers=(1,) (got window_layers=(0,))": lambda: quantize(
+        small("windows"), quantized(small("windows", layer_types=[SLIDING, FULL]))
+    ),
+    "model: max_position_embeddings: must be at most 1048576 (got 10000000)": lambda: quantize(
+        small(max_position_embeddings=10**7)
+    ),
+    "attention_bias: must be false": lambda: quantize(small(attention_bias=True)),
     "past_key_values must be a ptxlab.llm.torch.KV4Cache(model, batch, context) (got DynamicCache)": lambda: quantize(
         small()
     )(torch.tensor(PROMPTS[:1])),

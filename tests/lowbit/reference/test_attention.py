@@ -167,7 +167,7 @@ def test_frequencies_of_llama3_are_kept_mixed_and_divided():
     ("D", "scaling", "message"),
     [
         (7, None, "head_dim: must be even, 2 or more \\(got 7\\)"),
-        (8, {"rope_type": "yarn"}, "rope_type must be one of default, linear, llama3 \\(got yarn\\)"),
+        (8, {"rope_type": "yarn"}, "rope_type must be one of default, linear, llama3, per_pair \\(got yarn\\)"),
         (8, {"rope_type": "linear"}, "linear needs the number factor \\(got None\\)"),
         (8, {**LLAMA3, "high_freq_factor": 1}, "0 < low_freq_factor < high_freq_factor \\(got 1, 1\\)"),
     ],

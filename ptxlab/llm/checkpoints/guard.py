@@ -1,0 +1,113 @@
+"""Tokenizers of files that may be hostile: which parts of a tokenizer.json bound time and memory by themselves.
+
+The library `tokenizers` has no limits of its own. A regular expression can take exponential time or end in a panic, and
+a normaliser can multiply the text at every step. What is not known to be harmless encodes in a process with limits.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.errors import FileError
+
+SECONDS = 60.0  # an encoding may take; 1.3 MB of text take about one
+MEMORY = 1 << 32  # bytes that it may take
+_MODELS = ("BPE", "WordLevel", "Unigram")
+# Steps whose time and output are bounded by the text's length, whatever their other keys say.
+_LINEAR = (
+    "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Strip", "StripAccents",
+    "BertPreTokenizer", "CharDelimiterSplit", "Digits", "Metaspace", "Punctuation", "UnicodeScripts", "Whitespace",
+    "WhitespaceSplit", "BPEDecoder", "ByteFallback", "CTC", "Fuse", "WordPiece",
+)  # fmt: skip
+_NESTED = ("normalizers", "pretokenizers", "decoders")  # keys of a Sequence
+_LONGEST_PREFIX = 16  # characters
+_MOST_STEPS = 64
+_REASON = 200  # characters of the library's own message
+
+
+@dataclass(frozen=True)
+class GuardedEncoder:
+    """Encodes by the text of a tokenizer.json in a process with limits; `path` is for errors."""
+
+    path: Path
+    definition: str = field(repr=False)
+
+    def __call__(self, text: str) -> npt.NDArray[np.int64]:
+        """The tokens of a text, [T]. Raises FileError if the tokenizer fails, or exceeds `SECONDS` or `MEMORY`."""
+        program = [sys.executable, "-P", str(Path(__file__).with_name("guarded_encode.py")), str(MEMORY)]
+        one_thread = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+        limits = f"within {SECONDS:g} s and {MEMORY >> 30} GB"
+        try:
+            done = subprocess.run(
+                program,
+                input=json.dumps([self.definition, text]),
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=SECONDS,
+                env={**os.environ, **one_thread},
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise FileError(f"{self.path}: must encode {len(text)} characters {limits}") from None
+        if done.returncode < 0 or "MemoryError" in done.stderr:
+            raise FileError(f"{self.path}: must encode {len(text)} characters {limits}")
+        if done.returncode:
+            reason = (done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1][:_REASON]
+            raise FileError(f"{self.path}: the tokenizer failed on {len(text)} characters ({reason})")
+        return np.array(json.loads(done.stdout), np.int64)
+
+
+def is_harmless(definition: dict[str, Any], patterns: Collection[str]) -> bool:
+    """Whether the steps of a tokenizer.json bound time and memory by themselves; `patterns` are known to be fast."""
+    model = definition.get("model")
+    if not isinstance(model, dict) or model.get("type", "BPE") not in _MODELS:
+        return False
+    return all(_are_bounded(definition.get(section), patterns) for section in ("normalizer", "pre_tokenizer"))
+
+
+def has_harmless_decoder(definition: dict[str, Any], patterns: Collection[str]) -> bool:
+    """Likewise of the decoder."""
+    return _are_bounded(definition.get("decoder"), patterns)
+
+
+def _are_bounded(section: Any, patterns: Collection[str]) -> bool:
+    some = [*islice(_steps(section), _MOST_STEPS + 1)]
+    return len(some) <= _MOST_STEPS and all(_is_bounded(step, patterns) for step in some)
+
+
+def _steps(section: Any) -> Iterator[Any]:
+    """The steps of a normaliser, pre-tokeniser or decoder, one after the other, however they are nested."""
+    waiting = [section] if section is not None else []
+    while waiting:
+        step = waiting.pop(0)
+        parts = [step.get(key) for key in _NESTED] if isinstance(step, dict) else []
+        inner = [each for part in parts if isinstance(part, list) for each in part]
+        if inner:
+            waiting = inner + waiting
+        else:
+            yield step
+
+
+def _is_bounded(step: Any, patterns: Collection[str]) -> bool:
+    kind = step.get("type") if isinstance(step, dict) else None
+    if kind == "Prepend":
+        return isinstance(step.get("prepend"), str) and len(step["prepend"]) <= _LONGEST_PREFIX
+    if kind not in ("Replace", "Split"):
+        return kind in _LINEAR or kind == "Sequence"
+    pattern, content = step.get("pattern"), step.get("content", "")
+    if not isinstance(pattern, dict) or not isinstance(content, str):
+        return False
+    literal, expression = pattern.get("String"), pattern.get("Regex")
+    if isinstance(literal, str):  # it must not multiply the text
+        return len(content) <= max(1, len(literal)) and bool(literal)
+    return isinstance(expression, str) and expression in patterns and len(content) <= 1

@@ -1,0 +1,266 @@
+"""Folders are read as transformers reads them: which layers have a window, rope keys old and new, heads, side files."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from ptxlab.errors import FileError
+from ptxlab.llm.checkpoints import open_model
+from tests.support.small_models import some_tokens, write_folder
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.torch
+
+TOLERANCE = 2e-5  # of the largest logit
+NEVER = "a key that is left out"
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class Case(NamedTuple):
+    """A family, keys of its config.json, and what else is done to the folder."""
+
+    family: str
+    keys: Mapping[str, Any] = {}
+    change: Callable[[Path], object] = lambda folder: None
+
+
+def windowed(**keys: Any) -> dict[str, Any]:
+    """Keys of a Qwen2 with windows of 5 tokens."""
+    return {"use_sliding_window": True, "sliding_window": 5, **keys}
+
+
+def head(scale: float) -> Callable[[Path], None]:
+    """A head beside a tied embedding, so many times as large."""
+
+    def write(folder: Path) -> None:
+        made = load_file(folder / "model.safetensors")
+        made["lm_head.weight"] = (
+            made["model.embed_tokens.weight"][::-1] * np.float32(scale)
+            if scale != 1
+            else made["model.embed_tokens.weight"].copy()
+        )
+        save_file({name: np.ascontiguousarray(w) for name, w in made.items()}, folder / "model.safetensors")
+
+    return write
+
+
+def beside(*names: str) -> Callable[[Path], None]:
+    """Files that are no part of the model: other weights by the same names, or another layout's."""
+
+    def write(folder: Path) -> None:
+        for name in names:
+            other = {"layers.0.attention.wq.weight": np.ones((4, 4), np.float32)}
+            if not name.startswith("consolidated"):
+                other = {"model.norm.weight": np.ones(32, np.float32), "base.lora_A.weight": np.ones(3, np.float32)}
+            save_file(other, folder / name) if name.endswith(".safetensors") else (folder / name).write_bytes(b"junk")
+
+    return write
+
+
+def as_torch(folder: Path) -> None:
+    """`torch.save` instead of safetensors."""
+    made = {name: torch.from_numpy(w) for name, w in load_file(folder / "model.safetensors").items()}
+    torch.save(made, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def sharded(folder: Path) -> None:
+    """Shards and an index in place of the one file, and copies in another layout and dtype."""
+    write_folder(folder / "shards", "llama3", shards=2)
+    (folder / "model.safetensors").unlink()
+    for path in (folder / "shards").glob("model*"):
+        shutil.move(path, folder / path.name)
+    beside("consolidated.safetensors", "model.fp16.safetensors", "adapter_model.safetensors")(folder)
+
+
+def with_index(folder: Path) -> None:
+    """An index beside the one file, which names another file."""
+    other = {name: w * 2 for name, w in load_file(folder / "model.safetensors").items()}
+    save_file(other, folder / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(other, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+OLD, NEW = {"type": "linear", "factor": 4.0}, {"rope_type": "default", "rope_theta": 77.0}
+SAME = {
+    "window-llama": Case("smollm", {"sliding_window": 5, "use_sliding_window": True}),
+    "window-llama_types": Case("smollm", {"layer_types": ["attention", FULL]}),
+    "window-mistral": Case("mistral"),
+    "window-mistral_null": Case("mistral", {"sliding_window": None}),
+    "window-mistral_use_false": Case("mistral", {"use_sliding_window": False}),
+    "window-qwen2": Case("qwen2", windowed()),
+    "window-qwen2_first": Case("qwen2", windowed(max_window_layers=0)),
+    "window-qwen2_second": Case("qwen2", windowed(max_window_layers=1)),
+    "window-qwen2_none": Case("qwen2", windowed(max_window_layers=2)),
+    "window-qwen2_types": Case("qwen2", windowed(layer_types=[SLIDING, FULL])),
+    "window-qwen2_both": Case("qwen2", windowed(layer_types=[SLIDING, FULL], max_window_layers=1)),
+    "window-qwen2_full": Case("qwen2", windowed(layer_types=[FULL, FULL], max_window_layers=0)),
+    "window-qwen2_unused": Case("qwen2", windowed(use_sliding_window=False, max_window_layers=0)),
+    "window-qwen2_null": Case("qwen2", windowed(sliding_window=None, max_window_layers=0)),
+    "rope-theta": Case("smollm"),
+    "rope-missing": Case("smollm", {"rope_theta": NEVER}),
+    "rope-new": Case("smollm", {"rope_parameters": NEW, "rope_theta": NEVER}),
+    "rope-new_beside_theta": Case("smollm", {"rope_parameters": NEW}),
+    "rope-new_without_theta": Case("smollm", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    "rope-old_beside_new": Case("smollm", {"rope_scaling": OLD, "rope_parameters": NEW}),
+    "rope-empty_beside_new": Case("smollm", {"rope_scaling": {}, "rope_parameters": NEW}),
+    "rope-theta_within_old": Case("smollm", {"rope_scaling": {**OLD, "rope_theta": 50.0}}),
+    "rope-two_types": Case("smollm", {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}}),
+    "rope-default": Case("smollm", {"rope_scaling": {"type": "default", "factor": 2.0}}),
+    "rope-llama3": Case("llama3"),
+    "rope-llama3_no_context": Case("smollm", {"rope_scaling": LLAMA3}),
+    "rope-llama3_beside": Case("llama3", {"original_max_position_embeddings": 100}),
+    "rope-more_keys": Case("smollm", {"rope_scaling": {**OLD, "mscale": 3, "beta_fast": 32}}),
+    "head-tied": Case("smollm"),
+    "head-tied_copy": Case("smollm", change=head(1)),
+    "head-tied_other": Case("smollm", change=head(0.5)),
+    "head-untied": Case("llama3"),
+    "files-adapter": Case("smollm", change=beside("adapter_model.safetensors", "adapter_model.bin")),
+    "files-consolidated": Case("smollm", change=beside("consolidated.00.safetensors", "consolidated.safetensors")),
+    "files-fp16": Case("smollm", change=beside("model.fp16.safetensors", "optimizer.bin", "pytorch_model.bin")),
+    "files-index": Case("smollm", change=with_index),
+    "files-shards": Case("llama3", change=sharded),
+    "files-torch": Case("smollm", change=as_torch),
+    "files-torch_beside": Case(
+        "smollm", change=lambda folder: (as_torch(folder), beside("adapter_model.safetensors")(folder))
+    ),
+}  # fmt: skip
+
+
+def written(folder: Path, case: Case) -> Path:
+    """The folder of a case."""
+    write_folder(folder, case.family)
+    stated = {**json.loads((folder / "config.json").read_text()), **case.keys}
+    kept = {key: value for key, value in stated.items() if value is not NEVER}
+    (folder / "config.json").write_text(json.dumps(kept))
+    case.change(folder)
+    return folder
+
+
+@pytest.mark.default_cases(
+    "window-llama", "window-mistral", "window-qwen2_second", "window-qwen2_types", "rope-new_beside_theta",
+    "rope-old_beside_new", "rope-llama3_beside", "head-tied_other", "files-fp16", "files-torch_beside",
+)  # fmt: skip
+@pytest.mark.parametrize("name", SAME)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    folder = written(tmp_path, SAME[name])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = some_tokens()
+    with torch.no_grad():
+        right = theirs(torch.from_numpy(tokens)).logits.numpy()
+    model, _ = open_model(folder)
+    found = model.logits(model.states([tokens])[0])
+    assert np.abs(found - right).max() < TOLERANCE * np.abs(right).max()
+
+
+def types(*kinds: str) -> dict[str, Any]:
+    """The key `layer_types`."""
+    return {"layer_types": [*kinds]}
+
+
+REFUSED = {
+    "a window of none": (Case("mistral", {"sliding_window": 0}), "sliding_window: must be an integer, 1 or more"),
+    "a window that is true": (Case("mistral", {"sliding_window": True}), "sliding_window: must be an integer"),
+    "LLaMA with a window": (Case("smollm", types(FULL, SLIDING)), "layer_types: must agree with the window of a llama"),
+    "Mistral without": (Case("mistral", types(FULL, FULL)), "layer_types: must agree with the window of a mistral, 5"),
+    "no window at all": (
+        Case("qwen2", {"use_sliding_window": False, "sliding_window": 5, **types(FULL, SLIDING)}),
+        "layer_types: must agree with the window of a qwen2, None",
+    ),
+    "too few types": (Case("qwen2", windowed(**types(FULL))), "layer_types: must be 2 of full_attention, "),
+    "an unknown type": (Case("qwen2", windowed(**types(FULL, "chunked_attention"))), "layer_types: must be 2 of full"),
+    "types are a text": (Case("qwen2", windowed(layer_types="full_attention")), "layer_types: must be 2 of full"),
+    "types are lists": (Case("qwen2", windowed(layer_types=[[], []])), "layer_types: must be 2 of full"),
+    "no first layer": (Case("qwen2", windowed(max_window_layers=None)), "max_window_layers: must be given"),
+    "a fraction of layers": (Case("qwen2", windowed(max_window_layers=1.5)), "max_window_layers: must be an integer"),
+    "theta is null": (Case("smollm", {"rope_theta": None}), "rope_theta: must be a number above 0"),
+    "theta within is null": (
+        Case("smollm", {"rope_parameters": {"rope_theta": None}}),
+        "rope_parameters: rope_theta: must be a number above 0",
+    ),
+    "a type that is null": (
+        Case("smollm", {"rope_scaling": {"rope_type": None, "type": "linear", "factor": 2.0}}),
+        "rope_scaling: rope_type: must be one of default, linear, llama3",
+    ),
+    "a type that is a list": (
+        Case("smollm", {"rope_scaling": {"rope_type": ["linear"]}}),
+        r"rope_scaling: rope_type: must be one of .* \(got \['linear'\]\)",
+    ),
+    **{
+        kind: (
+            Case("smollm", {"rope_scaling": {"type": kind, "factor": 2.0}}),
+            rf"rope_scaling: type: must be one of default, linear, llama3, per_pair \(got '{kind}'\)",
+        )
+        for kind in ("yarn", "dynamic", "longrope", "su")
+    },
+    "angles of half a head": (
+        Case("smollm", {"partial_rotary_factor": 0.5}),
+        "partial_rotary_factor: must be 1: only rotations of whole heads",
+    ),
+    "angles of half a head within": (
+        Case("smollm", {"rope_scaling": {"type": "default", "partial_rotary_factor": 0.5}}),
+        "rope_scaling: partial_rotary_factor: must be 1",
+    ),
+    "angles by kind of layer": (
+        Case("smollm", {"rope_parameters": {FULL: NEW}}),
+        "rope_parameters: full_attention: must be a number",
+    ),
+    "a factor that is true": (
+        Case("smollm", {"rope_scaling": {"type": "linear", "factor": True}}),
+        "rope_scaling factor: must be a number above 0",
+    ),
+    "a factor that is text": (
+        Case("smollm", {"rope_scaling": {"type": "linear", "factor": "2"}}),
+        "rope_scaling factor: must be a number above 0",
+    ),
+    "a factor of 10^-320": (
+        Case("smollm", {"rope_scaling": {"type": "linear", "factor": 1e-320}}),
+        "rope_scaling: must be one that rope_tables takes",
+    ),
+    "a theta of 10^400": (Case("smollm", {"rope_theta": 10**400}), "rope_theta: must be a number above 0"),
+    "layers of their own": (Case("smollm", {"per_layer_config": {"0": {}}}), "per_layer_config: must be missing"),
+    "eps is null": (Case("smollm", {"rms_norm_eps": None}), "rms_norm_eps: must be given"),
+    "activation is null": (Case("smollm", {"hidden_act": None}), "hidden_act: must be one of"),
+    "tied by a text": (Case("smollm", {"tie_word_embeddings": "true"}), "tie_word_embeddings: must be true or false"),
+    "an attention bias": (Case("smollm", {"attention_bias": True}), "attention_bias: must be false"),
+    "an FFN bias": (Case("smollm", {"mlp_bias": True}), "mlp_bias: must be false"),
+    **{
+        f"{key} of 10^12": (Case("smollm", {key: 10**12}), rf"{key}: must be at most \d+ \(got 1000000000000\)")
+        for key in ("num_hidden_layers", "max_position_embeddings", "head_dim")
+    },
+    "no head": (
+        Case("llama3", change=lambda f: save_file(
+            {name: w for name, w in load_file(f / "model.safetensors").items() if "lm_head" not in name},
+            f / "model.safetensors",
+        )),
+        r"lm_head\.weight: missing",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_computed_is_refused(name: str, tmp_path: Path) -> None:
+    case, message = REFUSED[name]
+    written(tmp_path, case)
+    with pytest.raises(FileError, match=rf"^{tmp_path}: .*{message}") as error:
+        open_model(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"])
+def test_sizes_are_compared_before_anything_is_allocated(key: str, tmp_path: Path) -> None:
+    """At the largest size that a config may claim, and beyond it."""
+    folder = written(tmp_path, Case("smollm"))
+    stated = json.loads((folder / "config.json").read_text())
+    for size in (1 << 12, 1 << 20, 10**12):
+        (folder / "config.json").write_text(json.dumps({**stated, key: size, "num_key_value_heads": 1, "head_dim": 8}))
+        with pytest.raises(FileError, match=r"must be (at most \d+|\[.*\]) \(got .*\)$"):
+            open_model(folder)
