@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 import pytest
 
@@ -207,10 +208,26 @@ def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> N
 
 
 def test_writers_that_come_and_go_never_meet(tmp_path: Path) -> None:
-    """Each writer removes its lock file while the others open it."""
+    """Let writers remove their lock files while others open them."""
     writers = [run(CONTEND, tmp_path / "out") for _ in range(3)]
     refused = [int(writer.communicate()[0]) for writer in writers]
     assert [writer.returncode for writer in writers] == [0, 0, 0] and sum(refused) and not [*tmp_path.iterdir()]
+
+
+def test_a_lock_counts_only_while_its_file_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may be done, and remove the file, after it was opened here: the next would make a new one."""
+    acquire, removed = filelock.FileLock.acquire, []
+
+    def acquire_late(lock: filelock.FileLock) -> Any:
+        proxy = acquire(lock)
+        if not removed:
+            removed.append(lock.lock_file)
+            os.unlink(lock.lock_file)
+        return proxy
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", acquire_late)
+    with sole_writer(tmp_path / "out"):
+        assert removed and (tmp_path / ".out.lock").exists()
 
 
 def test_what_cannot_be_locked(tmp_path: Path) -> None:

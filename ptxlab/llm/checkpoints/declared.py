@@ -74,9 +74,9 @@ def read_declarations(folder: Path) -> tuple[Declaration, ...]:
         settings = _merged_settings(folder)
         method = _method(settings)
         for name, allowed in _HARMLESS.items():
-            if (value := settings.get(name)) not in (None, {}, [], *allowed):
+            if (setting := settings.get(name)) not in (None, {}, [], *allowed):
                 choice = " or ".join(map(str, allowed))
-                raise ArgumentError(f"the config's {name}", f"must be {choice}" if choice else "must be unset", value)
+                raise ArgumentError(f"the config's {name}", f"must be {choice}" if choice else "must be unset", setting)
         declared = _READERS[method](settings)
         return declared if isinstance(declared, tuple) else (declared,)
 
@@ -99,7 +99,7 @@ def _merged_settings(folder: Path) -> dict[str, Any]:
             if settings.get(name) is not None and merged.get(name, settings[name]) != settings[name]:
                 rule = f"must be the same in {origin[name]} and {file}"
                 raise ArgumentError(f"the config's {name}", rule, f"{merged[name]} and {settings[name]}")
-        settings = {name: value for name, value in settings.items() if value is not None}
+        settings = {name: setting for name, setting in settings.items() if setting is not None}
         origin |= dict.fromkeys(settings, file)
         merged |= settings
     return merged
@@ -107,12 +107,14 @@ def _merged_settings(folder: Path) -> dict[str, Any]:
 
 def _one_spelling(declared: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
-    for spelling, value in declared.items():
+    for spelling, setting in declared.items():
         name = _SPELLINGS.get(spelling, spelling)
-        value = value.lower() if name in ("quant_method", "version") and isinstance(value, str) else value
-        if settings.get(name) is not None and value is not None and settings[name] != value:
-            raise ArgumentError(f"the config's {name}", f"must be that of {spelling} too", f"{settings[name]}, {value}")
-        settings[name] = settings.get(name) if value is None else value
+        setting = setting.lower() if name in ("quant_method", "version") and isinstance(setting, str) else setting
+        if settings.get(name) is not None and setting is not None and settings[name] != setting:
+            raise ArgumentError(
+                f"the config's {name}", f"must be that of {spelling} too", f"{settings[name]}, {setting}"
+            )
+        settings[name] = settings.get(name) if setting is None else setting
     if any(spelling.startswith("load_in_") for spelling in declared) and settings["quant_method"] is None:
         settings["quant_method"] = "bitsandbytes"
     return settings
@@ -127,10 +129,10 @@ def _method(settings: Mapping[str, Any]) -> str | None:
 
 
 def _flag(settings: Mapping[str, Any], name: str) -> bool | None:
-    value = settings.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ArgumentError(f"the config's {name}", "must be true or false", value)
-    return value
+    setting = settings.get(name)
+    if setting is not None and not isinstance(setting, bool):
+        raise ArgumentError(f"the config's {name}", "must be true or false", setting)
+    return setting
 
 
 def _group_size(settings: Mapping[str, Any]) -> int | None:
@@ -239,9 +241,9 @@ def _compressed_group(path: str, group: Mapping[str, Any], written: Any) -> Decl
     if not isinstance(weights, dict):
         raise ArgumentError(f"the config's {path}.weights", "must be an object", weights)
 
-    def require(name: str, value: Any, *allowed: Any) -> None:
-        if value not in allowed:
-            raise ArgumentError(f"the config's {path}.{name}", f"must be {' or '.join(map(str, allowed))}", value)
+    def require(name: str, setting: Any, *allowed: Any) -> None:
+        if setting not in allowed:
+            raise ArgumentError(f"the config's {path}.{name}", f"must be {' or '.join(map(str, allowed))}", setting)
 
     formats = {"pack-quantized": PACKED, "int-quantized": INTEGERS, "naive-quantized": INTEGERS}
     written = group.get("format") or written

@@ -42,8 +42,8 @@ def import_(
         )
         for row in rows
     ]
-    title = f"{source.name}: {', '.join(sorted({row.format for row in rows}))}"
-    columns = ("matrix", "shape>", "scheme", "relative error>", "groups quantised again>", "overflowing groups>")
+    title = f"{source.name}: {', '.join(sorted({row.format for row in rows}))}; relative errors, groups"
+    columns = ("matrix", "shape>", "scheme", "error>", "requantised>", "overflows>")
     console.print(table(title, columns, cells))
     for row in rows:
         if row.overflows:

@@ -77,10 +77,11 @@ def quantize_model(
             else:
                 buffer_shapes(layout, scheme, N, K, K if scheme == "qoq_channel" else recipe.group or 0)
     ends = stored_ends(turned, dtype)  # before the layers take their time: what float16 does not hold is refused
-    about = {**recipe.to_json(), "layout": layout, "dtype": dtype, **_identity(model, tokens, tokenizer)}
+    run = {**recipe.to_json(), "layout": layout, "dtype": dtype, **_identity(model, tokens, tokenizer)}
+    about = run | {name: folders.digest(run[name]) for name in ("config", "weights")}
     with sole_writer(out):
         require_new(out)  # another process may have finished it meanwhile
-        partial = _partial(out, about)
+        partial = _partial(out, run, about)
         errors = _write_layers(turned, tokens, recipe, partial, layout=layout, dtype=dtype, progress=progress)
         folders.save_ends(partial, config, about, **ends)
         if tokenizer is not None:
@@ -135,20 +136,24 @@ def check_packable(recipe: Recipe, out: Path) -> str:
     return recipe.scheme
 
 
-def _partial(out: Path, about: dict[str, Any]) -> Path:
-    """The folder of unfinished layers: new, or left by an interrupted run of the same settings."""
+def _partial(out: Path, run: dict[str, Any], about: dict[str, Any]) -> Path:
+    """Make the folder of unfinished layers, or find that of an interrupted run of the same settings.
+
+    Its recipe.json says `run`, and `about` if that one was interrupted after its last layer.
+    """
     partial = out.with_name(f".{out.name}.partial")
     if not (partial / folders.RECIPE).is_file():
         try:
             partial.mkdir(exist_ok=True)
         except OSError as error:
             raise FileError(f"{partial}: cannot be made: {error.strerror or error}") from None
-        folders.save_recipe(partial, about)
+        folders.save_recipe(partial, run)
     for torn in partial.glob(".*.tmp"):  # of a write that was killed
         torn.unlink()
     earlier = folders.read_recipe(partial)
-    if earlier != about:
-        difference = _difference(earlier, about)
+    expected = about if isinstance(earlier.get("config"), str) else run
+    if earlier != expected:
+        difference = _difference(earlier, expected)
         raise FileError(f"{partial}: holds layers of another run, whose {difference}; remove it to begin anew")
     return partial
 

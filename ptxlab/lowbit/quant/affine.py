@@ -1,12 +1,13 @@
 """One-level 4-bit weights with a float scale and a zero point per group: what other projects' checkpoints hold."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ptxlab.hardware.words import F32, U8
-from ptxlab.lowbit.quant.inputs import GROUPS, row_scales
+from ptxlab.lowbit.quant.inputs import GROUPS, by_strips, row_scales
 from ptxlab.lowbit.quant.level1 import PROTECTIVE_RANGE
 from ptxlab.lowbit.quant.lqq import MAX_GROUP_SCALE, LQQWeight, lqq_groups
 from ptxlab.lowbit.quant.qoq import QoQChannelWeight
@@ -70,30 +71,40 @@ class AffineWeight:
 
         Raises ArgumentError if a row's unit is no normal float32.
         """
-        N, K = self.shape
         runs = self.column_groups.reshape(-1, group)
         whole = (runs == runs[:, :1]).all(axis=1)
-        w = self.dequantize().reshape(N, -1, group)
         step, zero = (constants[:, runs[:, 0]] for constants in (self.scale, self.zero))
         low, step = -zero * step + np.minimum(15 * step, 0), np.abs(step)
-        extent = np.where(whole, np.maximum(np.abs(low), np.abs(low + 15 * step)), np.abs(w).max(axis=2)).max(axis=1)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            index = np.where(step[:, :, None] == 0, 0, (w - low[:, :, None]) / step[:, :, None])
-        scale, minimum, unit = _round_levels(step, low, index, row_scales("scale", extent, PROTECTIVE_RANGE), whole)
-        integers = w / unit[:, None, None]
-        q4 = np.rint((integers - minimum[:, :, None]) / scale[:, :, None]).clip(0, 15).astype(np.uint8)
+        extent = (np.maximum(np.abs(low), np.abs(low + 15 * step)) * whole).max(axis=1)
         if not whole.all():
-            mixed = np.rint(integers[:, ~whole]).clip(-PROTECTIVE_RANGE, PROTECTIVE_RANGE).astype(np.int8)
-            again, scale[:, ~whole], minimum[:, ~whole] = lqq_groups(mixed.reshape(N, -1), group, "search")
-            q4[:, ~whole] = again.reshape(mixed.shape)
+            extent = np.maximum(extent, np.abs(self.dequantize()[:, np.repeat(~whole, group)]).max(axis=1))
+
+        def round_rows(q4: U8, scale: F32, zero: F32, step: F32, low: F32, unit: F32) -> tuple[npt.NDArray[Any], ...]:
+            rows = AffineWeight(q4=q4, scale=scale, zero=zero, group_of=self.group_of)
+            return _round_rows(rows.dequantize().reshape(len(q4), -1, group), step, low, unit, whole)
+
+        unit = row_scales("scale", extent, PROTECTIVE_RANGE)
+        q4, scale, minimum, unit = by_strips(round_rows, self.q4, self.scale, self.zero, step, low, unit)
         weight = LQQWeight(
-            q4=q4.reshape(N, K),
-            group_scale=scale.astype(np.uint8),
-            minimum=minimum.astype(np.int8),
-            channel_scale=unit,
-            protective_range=PROTECTIVE_RANGE,
+            q4=q4, group_scale=scale, minimum=minimum, channel_scale=unit, protective_range=PROTECTIVE_RANGE
         )
-        return weight, N * int((~whole).sum())
+        return weight, len(unit) * int((~whole).sum())
+
+
+def _round_rows(
+    w: F32, step: F32, low: F32, least_unit: F32, whole: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[Any], ...]:
+    """Round w [N, G, group] to q4, scale, minimum and unit. Only whole groups are of levels low + step·0..15."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        index = np.where(step[:, :, None] == 0, 0, (w - low[:, :, None]) / step[:, :, None])
+    scale, minimum, unit = _round_levels(step, low, index, least_unit, whole)
+    integers = w / unit[:, None, None]
+    q4 = np.rint((integers - minimum[:, :, None]) / scale[:, :, None]).clip(0, 15).astype(np.uint8)
+    if not whole.all():
+        mixed = np.rint(integers[:, ~whole]).clip(-PROTECTIVE_RANGE, PROTECTIVE_RANGE).astype(np.int8)
+        again, scale[:, ~whole], minimum[:, ~whole] = lqq_groups(mixed.reshape(len(w), -1), w.shape[2], "search")
+        q4[:, ~whole] = again.reshape(mixed.shape)
+    return q4.reshape(len(w), -1), scale.astype(np.uint8), minimum.astype(np.int8), unit
 
 
 def _round_levels(

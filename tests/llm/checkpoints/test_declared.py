@@ -198,9 +198,12 @@ def test_values_of_any_type_are_taken_or_refused(tmp_path: Path) -> None:
     configs = [files["config"] for files, _ in (*DECLARED.values(), *REFUSED.values()) if files.get("config")]
     keys = sorted({key for config in configs if isinstance(config, dict) for key in config})
     seen = [
-        outcome(base | {key: value}) for base in (GPTQ, AWQ, AUTO_ROUND, in_groups()) for key in keys for value in odd
+        outcome(base | {key: odd_value})
+        for base in (GPTQ, AWQ, AUTO_ROUND, in_groups())
+        for key in keys
+        for odd_value in odd
     ]
-    seen += [outcome(weights(**{key: value})) for key in (*WEIGHTS, "actorder", "dynamic") for value in odd]
+    seen += [outcome(weights(**{key: odd_value})) for key in (*WEIGHTS, "actorder", "dynamic") for odd_value in odd]
     for key in ("weights", "input_activations", "output_activations", "format"):
-        seen += [outcome(in_groups(group={key: value})) for value in odd]
+        seen += [outcome(in_groups(group={key: odd_value})) for odd_value in odd]
     assert seen.count("") > 500 and len(seen) - seen.count("") > 500 and not any("\n" in message for message in seen)

@@ -50,7 +50,7 @@ def test_orders() -> None:
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("container", ["safetensors", "torch"])
 def test_qserve_with_any_zeros(group: int, container: str, tmp_path: Path) -> None:
-    """Of PostScale, no multiples of the scales: w = (q4·s2 + zero)·s1."""
+    """Read those of PostScale, no multiples of the scales: w = (q4·s2 + zero)·s1."""
     q4, s1, s2, zeros = foreign_files.two_level(W, group)
     assert (zeros % s2).any()
     arrays = foreign_files.qserve(q4, s1, s2, zeros)
@@ -124,7 +124,7 @@ def test_both_versions_of_gptq(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("writer", [{"meta": {"quantizer": ["gptqmodel:2.0.0"]}}, {"provider": "auto-round"}])
 def test_zeros_that_borrow_from_the_next(writer: dict[str, Any], tmp_path: Path) -> None:
-    """These writers subtract 1 from every zero point of a word at once."""
+    """Read zero points of writers that subtract 1 from all of a word at once."""
     q4, scale, zero = foreign_files.affine(W, 64)
     zero[:3, 0], zero[15, 1] = 0, 0
     arrays = foreign_files.gptq(q4, scale, zero, stored=0)
@@ -355,7 +355,7 @@ def of_groups(*weights: dict[str, Any], **changes: Any) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_several_groups_of_a_config(symmetric: bool, group: int, K: int, tmp_path: Path) -> None:
-    """Each matrix is of the one that its tensors have."""
+    """Take the group that the tensors of a matrix fit."""
     q4 = RNG.integers(0, 16, (64, K)).astype(np.uint8)
     order = np.arange(K) // group
     scale = RNG.uniform(0.01, 0.1, (64, order[-1] + 1)).astype(np.float16)

@@ -131,10 +131,10 @@ def test_biases_of_zero_are_none(format: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("matrix", ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
-@pytest.mark.parametrize("value", [1e-7, np.nan])
-def test_biases_that_the_model_has_not(matrix: str, value: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("element", [1e-7, np.nan])
+def test_biases_that_the_model_has_not(matrix: str, element: float, tmp_path: Path) -> None:
     source = write_model(tmp_path / "in", "gptq")
-    add_tensors(source, biases(source, **{matrix: value}))
+    add_tensors(source, biases(source, **{matrix: element}))
     with pytest.raises(FileError, match=rf"layers\.0\..*{matrix}\.bias: not known in a model of this family"):
         import_checkpoint(source, tmp_path / "out")
     assert {*tmp_path.iterdir()} == {source}

@@ -133,6 +133,25 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(tmp_path: Path, monkeyp
     assert len(made) == 1 and files(tmp_path / "out") == files(tmp_path / "whole")
 
 
+def test_a_run_that_was_killed_after_its_last_layer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(quantize.os, "replace", interrupt_folders)
+        quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path / "out")
+    changed = small()
+    change_weight(changed, 1, "up")
+    with pytest.raises(FileError, match="holds layers of another run, whose weights differs;"):
+        quantize.quantize_model(changed, TEXT, PACKED["rtn"], tmp_path / "out")
+    assert quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path / "out") == {}
+    assert len(folder.load(tmp_path / "out").layers) == 2
+
+
+def interrupt_folders(source: Path, target: Path) -> None:
+    """Rename a file; a folder is interrupted."""
+    if source.is_dir():
+        raise KeyboardInterrupt
+    source.rename(target)
+
+
 def change_weight(model: FloatModel, layer: int, name: str) -> FloatModel:
     """Change the last element of a tensor of a layer."""
     model.layers[layer][name].flat[-1] += 1
@@ -147,8 +166,8 @@ OTHER_RUNS: dict[str, tuple[dict[str, Any], str]] = {
     "another dtype": ({"dtype": "bfloat16"}, r"dtype differs \(float16, now bfloat16\)"),
     "another tokenizer": ({"tokenizer": True}, "tokenizer differs"),
     **{
-        f"another {key}": ({"config": {key: value}}, rf"config\.\w+ differs \(.*now {value}\)")
-        for key, value in (("rope_base", 5e5), ("eps", 1e-6), ("context", 64))
+        f"another {key}": ({"config": {key: setting}}, rf"config\.\w+ differs \(.*now {setting}\)")
+        for key, setting in (("rope_base", 5e5), ("eps", 1e-6), ("context", 64))
     },
     "another name": ({"config": {"name": "other"}}, r"model differs \(, now other\)"),
     **{
