@@ -3,7 +3,7 @@
 `python tests/golden/record_quantized_models.py WRITER FOLDER`, in an environment that has the writer, not ptxlab.
 WRITER is a key of `WRITERS`; the models and `made.json` go into FOLDER. Each model has `logits.npy`: what a float32
 model computes whose matrices the writer's own library has dequantised. None of the writers needs a GPU for that:
-AutoGPTQ asks for one, and `_autogptq` names the CPU in its place.
+AutoGPTQ asks for one, and `_write_autogptq` names the CPU in its place.
 """
 
 import json
@@ -47,8 +47,8 @@ def base(family: str = "llama", **changes: Any) -> Path:
     config_of, model_of = kinds[family]
     torch.manual_seed(0)
     model = model_of(config_of(**{**sizes, **changes}))
-    for name, each in model.named_parameters():
-        each.data = torch.randn(each.shape) / each.shape[-1] ** 0.5 + (1 if "norm" in name else 0)
+    for name, parameter in model.named_parameters():
+        parameter.data = torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5 + (1 if "norm" in name else 0)
     folder = Path(tempfile.mkdtemp())
     model.half().save_pretrained(folder)
     words = {"<unk>": 0, "<end>": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
@@ -64,7 +64,7 @@ def calibration() -> list[dict[str, torch.Tensor]]:
     """Draw what activations are measured on."""
     torch.manual_seed(1)
     ids = [torch.randint(2, VOCABULARY, (1, 64)) for _ in range(8)]
-    return [{"input_ids": each, "attention_mask": torch.ones_like(each)} for each in ids]
+    return [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
 
 
 def by_products(model: torch.nn.Module) -> Weights:
@@ -84,13 +84,13 @@ def by_products(model: torch.nn.Module) -> Weights:
 # --- writers: each writes a model into a folder and gives its matrices -----------------------------------------------
 
 
-def _gptqmodel(source: Path, folder: Path, **how: Any) -> Weights:
+def _write_gptqmodel(source: Path, folder: Path, **settings: Any) -> Weights:
     os.environ["GPTQMODEL_CPU_WORKERS"] = "2"
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
     from gptqmodel.nn_modules.qlinear import BaseQuantLinear
 
     model = GPTQModel.load(
-        str(source), QuantizeConfig(bits=4, group_size=GROUP, pack_impl="original", **how), device="cpu"
+        str(source), QuantizeConfig(bits=4, group_size=GROUP, pack_impl="original", **settings), device="cpu"
     )
     model.quantize(calibration(), batch_size=1)
     model.save(str(folder))
@@ -103,7 +103,7 @@ def _gptqmodel(source: Path, folder: Path, **how: Any) -> Weights:
     return weights
 
 
-def _autogptq(source: Path, folder: Path, **how: Any) -> Weights:
+def _write_autogptq(source: Path, folder: Path, **settings: Any) -> Weights:
     import auto_gptq.modeling._base as library
     from auto_gptq import AutoGPTQForCausalLM, BaseQuantizeConfig
     from auto_gptq.modeling import LlamaGPTQForCausalLM
@@ -112,7 +112,7 @@ def _autogptq(source: Path, folder: Path, **how: Any) -> Weights:
     torch.cuda.synchronize = lambda *_: None
     model = AutoModelForCausalLM.from_pretrained(source, torch_dtype=torch.float16)
     model.seqlen = 256
-    quantized = LlamaGPTQForCausalLM(model, False, BaseQuantizeConfig(bits=4, group_size=GROUP, **how))
+    quantized = LlamaGPTQForCausalLM(model, False, BaseQuantizeConfig(bits=4, group_size=GROUP, **settings))
     quantized.quantize(calibration(), cache_examples_on_gpu=False, use_triton=False)
     quantized.save_quantized(str(folder), use_safetensors=True)
     loaded = AutoGPTQForCausalLM.from_quantized(
@@ -126,36 +126,37 @@ def _autogptq(source: Path, folder: Path, **how: Any) -> Weights:
     return by_products(loaded.model)
 
 
-def _autoawq(source: Path, folder: Path) -> Weights:
+def _write_autoawq(source: Path, folder: Path) -> Weights:
     from types import SimpleNamespace
 
-    torch.xpu = SimpleNamespace(
-        is_available=lambda: False, _is_in_bad_fork=lambda: True
-    )  # which this library asks, and older PyTorch does not have
+    # The library asks for Intel's devices, which PyTorch 2.2 does not know.
+    torch.xpu = SimpleNamespace(is_available=lambda: False, _is_in_bad_fork=lambda: True)
     from awq import AutoAWQForCausalLM
     from awq.utils.packing_utils import dequantize_gemm
 
     model = AutoAWQForCausalLM.from_pretrained(str(source), device_map="cpu", safetensors=True)
-    texts = [" ".join(f"w{i}" for i in each["input_ids"][0][:60].tolist()) for each in calibration() * 2]
-    how = {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}
-    model.quantize(AutoTokenizer.from_pretrained(source), quant_config=how, calib_data=texts, max_calib_seq_len=64,
+    texts = [" ".join(f"w{i}" for i in row["input_ids"][0][:60].tolist()) for row in calibration() * 2]
+    settings = {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}
+    model.quantize(AutoTokenizer.from_pretrained(source), quant_config=settings, calib_data=texts, max_calib_seq_len=64,
                    max_calib_samples=16)  # fmt: skip
     model.save_quantized(str(folder), safetensors=True)
     tensors = load_file(folder / "model.safetensors")
     return {
         name.removesuffix(".qweight"): dequantize_gemm(
-            each,
+            words,
             tensors[name.replace("qweight", "qzeros")],
             tensors[name.replace("qweight", "scales")].float(),
             4,
             GROUP,
         ).T.contiguous()
-        for name, each in tensors.items()
+        for name, words in tensors.items()
         if name.endswith("qweight")
     }
 
 
-def _llmcompressor(source: Path, folder: Path, groups: dict[str, dict[str, Any]], activations: bool = False) -> Weights:
+def _write_llmcompressor(
+    source: Path, folder: Path, groups: dict[str, dict[str, Any]], activations: bool = False
+) -> Weights:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -165,10 +166,12 @@ def _llmcompressor(source: Path, folder: Path, groups: dict[str, dict[str, Any]]
     schemes = {
         f"group_{i}": QuantizationScheme(
             targets=[target],
-            weights=QuantizationArgs(**{"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, **how}),
+            weights=QuantizationArgs(
+                **{"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, **settings}
+            ),
             input_activations=int8 if activations else None,
         )
-        for i, (target, how) in enumerate(groups.items())
+        for i, (target, settings) in enumerate(groups.items())
     }
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16)
     oneshot(model=model, recipe=QuantizationModifier(config_groups=schemes, ignore=["lm_head"]))
@@ -182,7 +185,7 @@ def _llmcompressor(source: Path, folder: Path, groups: dict[str, dict[str, Any]]
     }
 
 
-def _autoround(source: Path, folder: Path, format: str, sym: bool) -> Weights:
+def _write_autoround(source: Path, folder: Path, format: str, sym: bool) -> Weights:
     from auto_round import AutoRound
     from transformers import AutoRoundConfig
 
@@ -203,18 +206,18 @@ _ROWS = {"strategy": "channel", "group_size": None}
 _OLD_SIZES = {"intermediate_size": 128, "num_key_value_heads": 2}  # AutoAWQ scales 64 rows at a time
 # By library: its packages, its function, and by model the base and the arguments.
 WRITERS: dict[str, tuple[tuple[str, ...], Writer, dict[str, tuple[dict[str, Any], dict[str, Any]]]]] = {
-    "gptqmodel": (("gptqmodel",), _gptqmodel, {
+    "gptqmodel": (("gptqmodel",), _write_gptqmodel, {
         "gptqmodel_v1": ({}, {"sym": True, "desc_act": False, "format": "gptq"}),
         "gptqmodel_v1_order": ({}, {"sym": False, "desc_act": True, "format": "gptq"}),
         "gptqmodel_v2": ({}, {"sym": True, "desc_act": False, "format": "gptq_v2"}),
         "gptqmodel_v2_order": ({"family": "qwen2"}, {"sym": False, "desc_act": True, "format": "gptq_v2"}),
     }),
-    "autogptq": (("auto-gptq",), _autogptq, {
+    "autogptq": (("auto-gptq",), _write_autogptq, {
         "autogptq": ({}, {"sym": True, "desc_act": False}),
         "autogptq_order": ({}, {"sym": False, "desc_act": True}),
     }),
-    "autoawq": (("autoawq",), _autoawq, {"autoawq": (_OLD_SIZES, {})}),
-    "llmcompressor": (("llmcompressor", "compressed-tensors"), _llmcompressor, {
+    "autoawq": (("autoawq",), _write_autoawq, {"autoawq": (_OLD_SIZES, {})}),
+    "llmcompressor": (("llmcompressor", "compressed-tensors"), _write_llmcompressor, {
         "llmcompressor_sym": ({}, {"groups": {"Linear": {}}}),
         "llmcompressor_asym": ({"family": "qwen2"}, {"groups": {"Linear": {"symmetric": False}}}),
         "llmcompressor_rows": ({}, {"groups": {"Linear": _ROWS}}),
@@ -224,7 +227,7 @@ WRITERS: dict[str, tuple[tuple[str, ...], Writer, dict[str, tuple[dict[str, Any]
             "re:.*down_proj": {"group_size": 96, "symmetric": False},
         }}),
     }),
-    "autoround": (("auto-round",), _autoround, {
+    "autoround": (("auto-round",), _write_autoround, {
         "autoround": ({}, {"format": "auto_round", "sym": True}),
         "autoround_gptq": ({}, {"format": "auto_gptq", "sym": False}),
     }),
@@ -237,7 +240,7 @@ def logits(folder: Path, weights: Weights) -> np.ndarray:
     config.pop("quantization_config", None)
     kind = Qwen2Config if config["model_type"] == "qwen2" else LlamaConfig
     model = AutoModelForCausalLM.from_config(kind(**{**config, "torch_dtype": "float32"})).float().eval()
-    tensors = {name: each.float() for name, each in load_file(folder / "model.safetensors").items()}
+    tensors = {name: stored.float() for name, stored in load_file(folder / "model.safetensors").items()}
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -251,9 +254,9 @@ def record(writer: str, out: Path) -> None:
     """Make the models of a writer."""
     packages, write, models = WRITERS[writer]
     made_by = {package: version(package) for package in (*packages, "torch", "transformers")}
-    for name, (sizes, how) in models.items():
+    for name, (sizes, settings) in models.items():
         folder, work = out / name, Path(tempfile.mkdtemp()) / name
-        weights = write(base(**sizes), work, **how)
+        weights = write(base(**sizes), work, **settings)
         folder.mkdir(parents=True, exist_ok=True)
         for path in work.glob("*.safetensors"):  # AutoGPTQ names it after the bits and the group
             path.rename(work / "model.safetensors")
@@ -261,10 +264,10 @@ def record(writer: str, out: Path) -> None:
             if path.exists():
                 _without_machine(path, folder / path.name)
         np.save(folder / "logits.npy", logits(work, weights))
-        record_of = {"writer": made_by, "arguments": {**sizes, **how}}
+        record_of = {"writer": made_by, "arguments": {**sizes, **settings}}
         path = out / "made.json"
-        made = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps({**made, name: record_of}, indent=1, sort_keys=True) + "\n")
+        records = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**records, name: record_of}, indent=1, sort_keys=True) + "\n")
 
 
 def _without_machine(source: Path, target: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.drawn_models import Draft, DrawnModel, Plan, Twist, Verdict, draft
+from tests.support.drawn_models import Draft, DrawnModel, Plan, Twist, Verdict, build_draft
 from tests.support.small_models import tokenizer
 
 READ, EITHER, REFUSED = Verdict.READ, Verdict.EITHER, Verdict.REFUSED
@@ -18,30 +18,30 @@ _SHARDED = ("shards", "torch shards")
 
 def write_folder(plan: Plan, folder: Path) -> DrawnModel:
     """Write the model of a plan as a folder, which is its own reference."""
-    made = draft(plan)
-    dtype = str(made.rng.choice(["float32", "float16", "bfloat16"]))
+    draft = build_draft(plan)
+    dtype = str(draft.rng.choice(["float32", "float16", "bfloat16"]))
     for twist in plan.twists:
-        twist.edit(made)
-    save(made, folder, plan.kind, dtype)
+        twist.edit(draft)
+    save(draft, folder, plan.kind, dtype)
     for twist in plan.twists:
-        twist.damage(folder, made.rng)
+        twist.damage(folder, draft.rng)
     return DrawnModel(folder, folder)
 
 
-def save(made: Draft, folder: Path, kind: str = "safetensors", dtype: str = "float32") -> None:
+def save(draft: Draft, folder: Path, kind: str = "safetensors", dtype: str = "float32") -> None:
     """Write a draft with the tensors of float32 in another dtype."""
     import torch
     from huggingface_hub import save_torch_state_dict
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        name: (each.to(getattr(torch, dtype)) if each.dtype == torch.float32 else each).clone()
-        for name, each in made.tensors.items()
+        name: (weights.to(getattr(torch, dtype)) if weights.dtype == torch.float32 else weights).clone()
+        for name, weights in draft.tensors.items()
     }
-    limit = sum(each.nbytes for each in tensors.values()) // 3 if kind in _SHARDED else "1GB"
+    limit = sum(weights.nbytes for weights in tensors.values()) // 3 if kind in _SHARDED else "1GB"
     safe = kind in _SAFETENSORS
     save_torch_state_dict(tensors, folder, max_shard_size=limit, safe_serialization=safe, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**made.config, "dtype": dtype}))
+    (folder / "config.json").write_text(json.dumps({**draft.config, "dtype": dtype}))
     tokenizer().save(str(folder / "tokenizer.json"))
 
 
@@ -50,27 +50,27 @@ def save(made: Draft, folder: Path, kind: str = "safetensors", dtype: str = "flo
 
 def keys(**changes: Any) -> Callable[[Draft], object]:
     """Change keys of config.json."""
-    return lambda made: made.config.update(changes)
+    return lambda draft: draft.config.update(changes)
 
 
 def without(*names: str) -> Callable[[Draft], object]:
     """Drop keys of config.json."""
-    return lambda made: [made.config.pop(name, None) for name in names]
+    return lambda draft: [draft.config.pop(name, None) for name in names]
 
 
 def rope(**changes: Any) -> Callable[[Draft], object]:
     """Change keys of rope_parameters."""
-    return lambda made: made.config["rope_parameters"].update(changes)
+    return lambda draft: draft.config["rope_parameters"].update(changes)
 
 
 def old_rope(kind: str) -> Callable[[Draft], object]:
     """Spell rope_parameters as rope_theta and rope_scaling, whose type is named by the key `kind`."""
 
-    def edit(made: Draft) -> None:
-        angles = made.config.pop("rope_parameters")
-        made.config["rope_theta"] = angles.pop("rope_theta")
+    def edit(draft: Draft) -> None:
+        angles = draft.config.pop("rope_parameters")
+        draft.config["rope_theta"] = angles.pop("rope_theta")
         rope_type = angles.pop("rope_type")
-        made.config["rope_scaling"] = None if rope_type == "default" else {kind: rope_type, **angles}
+        draft.config["rope_scaling"] = None if rope_type == "default" else {kind: rope_type, **angles}
 
     return edit
 
@@ -80,10 +80,10 @@ _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_f
 _LINEAR = {"rope_type": "linear", "factor": 4.0}
 
 
-def longrope(made: Draft) -> None:
+def longrope(draft: Draft) -> None:
     """Give each pair of a head its own factor, as Phi-3 does."""
-    pairs = made.config["head_dim"] // 2
-    made.config["rope_parameters"] = {
+    pairs = draft.config["head_dim"] // 2
+    draft.config["rope_parameters"] = {
         "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
         "short_factor": [1.5] * pairs, "long_factor": [4.0] * pairs,
     }  # fmt: skip
@@ -92,8 +92,8 @@ def longrope(made: Draft) -> None:
 def layer_types(*kinds: str) -> Callable[[Draft], object]:
     """Name the layers' attention, the kinds in turn."""
 
-    def edit(made: Draft) -> None:
-        made.config["layer_types"] = [kinds[i % len(kinds)] for i in range(made.config["num_hidden_layers"])]
+    def edit(draft: Draft) -> None:
+        draft.config["layer_types"] = [kinds[i % len(kinds)] for i in range(draft.config["num_hidden_layers"])]
 
     return edit
 
@@ -103,12 +103,12 @@ _WINDOWED = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers
 _QWEN2, _LLAMA, _MISTRAL = ("qwen2",), ("llama",), ("mistral",)
 
 
-def biases_of_linears(made: Draft) -> None:
+def biases_of_linears(draft: Draft) -> None:
     """Name a bias of o that a model of this family does not have, all zero."""
     import torch
 
-    name = made.name_of_matrix().replace(".weight", ".bias")
-    made.tensors.setdefault(name, torch.zeros(made.tensors[name.replace(".bias", ".weight")].shape[0]))
+    name = draft.name_of_matrix().replace(".weight", ".bias")
+    draft.tensors.setdefault(name, torch.zeros(draft.tensors[name.replace(".bias", ".weight")].shape[0]))
 
 
 CONFIG_TWISTS: dict[str, Twist] = {
@@ -131,7 +131,7 @@ CONFIG_TWISTS: dict[str, Twist] = {
         EITHER, edit=keys(rope_parameters=_LLAMA3, original_max_position_embeddings=16)
     ),
     "yarn": Twist(EITHER, edit=keys(rope_parameters=_YARN)),
-    "old yarn": Twist(EITHER, edit=lambda made: (keys(rope_parameters=dict(_YARN))(made), old_rope("type")(made))),
+    "old yarn": Twist(EITHER, edit=lambda draft: (keys(rope_parameters=dict(_YARN))(draft), old_rope("type")(draft))),
     "dynamic": Twist(EITHER, edit=rope(rope_type="dynamic", factor=2.0)),
     "longrope": Twist(EITHER, edit=longrope),
     "rope by layer type": Twist(
@@ -151,7 +151,9 @@ CONFIG_TWISTS: dict[str, Twist] = {
     ),
     "Mistral with sliding_window": Twist(settings={"sliding_window": 3}, families=_MISTRAL),
     "use_sliding_window false on Mistral": Twist(EITHER, edit=keys(use_sliding_window=False), families=_MISTRAL),
-    "layer_types on Mistral": Twist(EITHER, edit=layer_types(_FULL, _SLIDING), families=_MISTRAL),
+    "layer_types on Mistral": Twist(
+        EITHER, settings={"sliding_window": 3}, edit=layer_types(_FULL, _SLIDING), families=_MISTRAL
+    ),
     "window in all layers": Twist(settings=_WINDOWED, families=_QWEN2),
     "window from layer 1": Twist(settings={**_WINDOWED, "max_window_layers": 1}, families=_QWEN2),
     "window in no layer": Twist(settings={**_WINDOWED, "max_window_layers": 28}, families=_QWEN2),
@@ -238,9 +240,9 @@ CONFIG_TWISTS: dict[str, Twist] = {
 def edit_matrix(change: Callable[[Any], Any]) -> Callable[[Draft], None]:
     """Change one of the layers' matrices."""
 
-    def edit(made: Draft) -> None:
-        name = made.name_of_matrix()
-        made.tensors[name] = change(made.tensors[name])
+    def edit(draft: Draft) -> None:
+        name = draft.name_of_matrix()
+        draft.tensors[name] = change(draft.tensors[name])
 
     return edit
 
@@ -252,12 +254,12 @@ def as_float8(matrix: Any) -> Any:
     return matrix.to(torch.float8_e4m3fn)
 
 
-def with_value(value: float) -> Callable[[Draft], None]:
+def with_number(number: float) -> Callable[[Draft], None]:
     """Put a number into a matrix."""
 
-    def edit(made: Draft) -> None:
-        matrix = made.tensors[made.name_of_matrix()]
-        matrix[int(made.rng.integers(len(matrix))), int(made.rng.integers(matrix.shape[1]))] = value
+    def edit(draft: Draft) -> None:
+        matrix = draft.tensors[draft.name_of_matrix()]
+        matrix[int(draft.rng.integers(len(matrix))), int(draft.rng.integers(matrix.shape[1]))] = number
 
     return edit
 
@@ -265,42 +267,42 @@ def with_value(value: float) -> Callable[[Draft], None]:
 def add(name: str, *shape: int) -> Callable[[Draft], None]:
     """Add a tensor of random numbers."""
 
-    def edit(made: Draft) -> None:
+    def edit(draft: Draft) -> None:
         import torch
 
-        made.tensors[name] = torch.from_numpy(made.rng.standard_normal(shape).astype(np.float32))
+        draft.tensors[name] = torch.from_numpy(draft.rng.standard_normal(shape).astype(np.float32))
 
     return edit
 
 
-def other_head(made: Draft) -> None:
+def other_head(draft: Draft) -> None:
     """Add another head."""
-    made.tensors[_HEAD] = made.tensors[_EMBEDDING].flip(0) / 4
+    draft.tensors[_HEAD] = draft.tensors[_EMBEDDING].flip(0) / 4
 
 
-def without_prefix(made: Draft) -> None:
+def without_prefix(draft: Draft) -> None:
     """Name tensors as the model without its head is saved."""
-    made.tensors = {name.removeprefix("model."): each for name, each in made.tensors.items()}
+    draft.tensors = {name.removeprefix("model."): weights for name, weights in draft.tensors.items()}
 
 
 TENSOR_TWISTS: dict[str, Twist] = {
     "another head beside tied": Twist(settings={"tie_word_embeddings": True}, edit=other_head),
     "the same head beside tied": Twist(
         settings={"tie_word_embeddings": True},
-        edit=lambda made: made.tensors.update({_HEAD: made.tensors[_EMBEDDING].clone()}),
+        edit=lambda draft: draft.tensors.update({_HEAD: draft.tensors[_EMBEDDING].clone()}),
     ),
     "untied without head": Twist(
-        REFUSED, settings={"tie_word_embeddings": False}, edit=lambda made: made.tensors.pop(_HEAD)
+        REFUSED, settings={"tie_word_embeddings": False}, edit=lambda draft: draft.tensors.pop(_HEAD)
     ),
     "tied with the head only": Twist(
         EITHER,
         settings={"tie_word_embeddings": True},
-        edit=lambda made: made.tensors.update({_HEAD: made.tensors.pop(_EMBEDDING)}),
+        edit=lambda draft: draft.tensors.update({_HEAD: draft.tensors.pop(_EMBEDDING)}),
     ),
-    "matrix missing": Twist(REFUSED, edit=lambda made: made.tensors.pop(made.name_of_matrix())),
-    "norm missing": Twist(REFUSED, edit=lambda made: made.tensors.pop(_NORM)),
+    "matrix missing": Twist(REFUSED, edit=lambda draft: draft.tensors.pop(draft.name_of_matrix())),
+    "norm missing": Twist(REFUSED, edit=lambda draft: draft.tensors.pop(_NORM)),
     "bias missing": Twist(
-        REFUSED, edit=lambda made: made.tensors.pop("model.layers.0.self_attn.k_proj.bias"), families=_QWEN2
+        REFUSED, edit=lambda draft: draft.tensors.pop("model.layers.0.self_attn.k_proj.bias"), families=_QWEN2
     ),
     "row missing": Twist(REFUSED, edit=edit_matrix(lambda matrix: matrix[1:])),
     "matrix flat": Twist(REFUSED, edit=edit_matrix(lambda matrix: matrix.flatten())),
@@ -308,8 +310,8 @@ TENSOR_TWISTS: dict[str, Twist] = {
     "unknown tensor": Twist(EITHER, edit=add("model.layers.0.self_attn.q_norm.weight", 32)),
     "zero bias": Twist(EITHER, edit=biases_of_linears),
     "rotary_emb.inv_freq": Twist(edit=add("model.layers.0.self_attn.rotary_emb.inv_freq", 8)),
-    "NaN": Twist(REFUSED, edit=with_value(float("nan"))),
-    "infinity": Twist(REFUSED, edit=with_value(float("inf"))),
+    "NaN": Twist(REFUSED, edit=with_number(float("nan"))),
+    "infinity": Twist(REFUSED, edit=with_number(float("inf"))),
     "float64": Twist(edit=edit_matrix(lambda matrix: matrix.double())),
     "float8": Twist(EITHER, edit=edit_matrix(as_float8)),
     "int8": Twist(EITHER, edit=edit_matrix(lambda matrix: (4 * matrix).char())),
@@ -358,8 +360,8 @@ def beside(name: str, torch_file: bool = False) -> Callable[[Path, np.random.Gen
 
         (source, *_) = weights_in(folder)
         tensors = torch.load(source, weights_only=True) if source.suffix == ".bin" else load_file(source)
-        others = {key: torch.ones_like(each) for key, each in tensors.items()}
-        torch.save(others, folder / name) if torch_file else save_file(others, folder / name, metadata={"format": "pt"})
+        ones = {name: torch.ones_like(weights) for name, weights in tensors.items()}
+        torch.save(ones, folder / name) if torch_file else save_file(ones, folder / name, metadata={"format": "pt"})
 
     return damage
 

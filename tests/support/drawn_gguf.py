@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.drawn_folders import save
-from tests.support.drawn_models import Draft, DrawnModel, Plan, Twist, Verdict, draft
+from tests.support.drawn_models import Draft, DrawnModel, Plan, Twist, Verdict, build_draft
 from tests.support.small_models import VOCABULARY, gguf_name, rope_factors, tokenizer
 
 READ, EITHER, REFUSED = Verdict.READ, Verdict.EITHER, Verdict.REFUSED
@@ -27,7 +27,7 @@ _OF_256 = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 
 
 @dataclass
 class GgufDraft:
-    """What a GGUF file will hold: metadata, and tensors in a type as bytes (or floats)."""
+    """The content of a GGUF file: metadata, and tensors in a type as bytes (or floats)."""
 
     arch: str
     metadata: dict[str, Any]
@@ -55,45 +55,45 @@ def write_gguf(plan: Plan, folder: Path) -> DrawnModel:
     sizes: dict[str, Any] = {**_OF_32, **heads} if narrow else {**_OF_256}
     if plan.family == "qwen2":
         sizes["use_sliding_window"] = False
-    made = draft(plan, hidden_act="silu", **sizes)
-    plan.twist.edit(made)
-    file = _filled(made, kinds)
-    save(made, folder / "reference")
+    draft = build_draft(plan, hidden_act="silu", **sizes)
+    plan.twist.edit(draft)
+    file = _fill(draft, kinds)
+    save(draft, folder / "reference")
     plan.twist.edit_file(file)
     path = folder / "model.gguf"
     _write(file, path)
-    plan.twist.damage(path, made.rng)
+    plan.twist.damage(path, draft.rng)
     return DrawnModel(path, folder / "reference")
 
 
-def _filled(made: Draft, kinds: list[str]) -> GgufDraft:
+def _fill(draft: Draft, kinds: list[str]) -> GgufDraft:
     """Put a draft's tensors into types of GGUF, and what they stand for back into the draft."""
     import torch
 
-    arch = "qwen2" if made.family == "qwen2" else "llama"
-    file = GgufDraft(arch, _metadata(made.config, arch), {}, made.rng)
-    for name, each in made.tensors.items():
-        array = each.numpy()
-        kind = str(made.rng.choice(kinds)) if array.ndim == 2 else "F32"
-        content, floats = _quantized(array, kind, made.rng)
-        made.tensors[name] = torch.from_numpy(floats)
+    arch = "qwen2" if draft.family == "qwen2" else "llama"
+    file = GgufDraft(arch, _metadata(draft.config, arch), {}, draft.rng)
+    for name, weights in draft.tensors.items():
+        array = weights.numpy()
+        kind = str(draft.rng.choice(kinds)) if array.ndim == 2 else "F32"
+        content, floats = _quantize(array, kind, draft.rng)
+        draft.tensors[name] = torch.from_numpy(floats)
         rows = name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias"))
-        file.tensors[gguf_name(name)] = (_interleaved(content, made.config["head_dim"]) if rows and arch == "llama"
+        file.tensors[gguf_name(name)] = (_interleave(content, draft.config["head_dim"]) if rows and arch == "llama"
                                          else content, kind)  # fmt: skip
-    if made.config["rope_parameters"]["rope_type"] == "llama3":
-        angles = made.config["rope_parameters"]
-        shape = {"hidden_size": made.config["head_dim"], "num_attention_heads": 1}
+    if draft.config["rope_parameters"]["rope_type"] == "llama3":
+        angles = draft.config["rope_parameters"]
+        shape = {"hidden_size": draft.config["head_dim"], "num_attention_heads": 1}
         config = {**shape, "rope_scaling": angles, "rope_theta": angles["rope_theta"]}
         file.tensors["rope_freqs.weight"] = (rope_factors(config), "F32")
     return file
 
 
-def _interleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:
+def _interleave(rows: np.ndarray, head_dim: int) -> np.ndarray:
     """Put the two halves of each head's rows side by side, as llama.cpp does for its architecture llama."""
     return rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _quantized(array: np.ndarray, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def _quantize(array: np.ndarray, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Give a matrix's content in a type, and the floats that it stands for; random ones for types only read."""
     import gguf
 
@@ -114,7 +114,7 @@ def _metadata(config: dict[str, Any], arch: str) -> dict[str, Any]:
     """Describe a model as llama.cpp's converter does."""
     words = json.loads(tokenizer().to_str())["model"]
     texts = sorted(words["vocab"], key=words["vocab"].get)
-    made = {
+    numbers = {
         "general.name": "drawn",
         "context_length": config["max_position_embeddings"],
         "block_count": config["num_hidden_layers"],
@@ -136,10 +136,10 @@ def _metadata(config: dict[str, Any], arch: str) -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": 1,
     }
     if config["rope_parameters"]["rope_type"] == "linear":
-        made["rope.scaling.type"] = "linear"
-        made["rope.scaling.factor"] = float(config["rope_parameters"]["factor"])
+        numbers["rope.scaling.type"] = "linear"
+        numbers["rope.scaling.factor"] = float(config["rope_parameters"]["factor"])
     return {
-        key if key.startswith(("general.", "tokenizer.")) else f"{arch}.{key}": value for key, value in made.items()
+        key if key.startswith(("general.", "tokenizer.")) else f"{arch}.{key}": value for key, value in numbers.items()
     }
 
 
@@ -151,8 +151,8 @@ def _write(file: GgufDraft, path: Path) -> None:
         writer.add_custom_alignment(file.alignment)
     adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
               list: writer.add_array}  # fmt: skip
-    for key, value in file.metadata.items():
-        adders[type(value)](key, value)
+    for key, setting in file.metadata.items():
+        adders[type(setting)](key, setting)
     for name, (content, kind) in file.tensors.items():
         writer.add_tensor(name, np.ascontiguousarray(content), raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
@@ -168,13 +168,13 @@ def key(**changes: Any) -> Callable[[GgufDraft], object]:
     """Change metadata; `__` stands for a dot, None drops a key."""
 
     def edit(file: GgufDraft) -> None:
-        for name, value in changes.items():
+        for name, setting in changes.items():
             full = f"{file.arch}.{name.replace('__', '.')}"
             full = full.removeprefix(f"{file.arch}.") if name.startswith("tokenizer__") else full
-            if value is None:
+            if setting is None:
                 file.metadata.pop(full, None)
             else:
-                file.metadata[full] = value
+                file.metadata[full] = setting
 
     return edit
 
@@ -206,7 +206,7 @@ def with_nan(content: np.ndarray) -> np.ndarray:
     return changed
 
 
-def aligned(alignment: int) -> Callable[[GgufDraft], None]:
+def align(alignment: int) -> Callable[[GgufDraft], None]:
     """Align tensors to so many bytes."""
 
     def edit(file: GgufDraft) -> None:
@@ -304,7 +304,7 @@ GGUF_TWISTS: dict[str, GgufTwist] = {
     "architecture unknown": GgufTwist(REFUSED, edit_file=architecture("spiral")),
     "architecture gemma": GgufTwist(REFUSED, edit_file=architecture("gemma")),
     "biases of llama": GgufTwist(EITHER, settings={"attention_bias": True}, families=("llama",)),
-    "alignment 64": GgufTwist(edit_file=aligned(64)),
+    "alignment 64": GgufTwist(edit_file=align(64)),
     "no tokens": GgufTwist(REFUSED, edit_file=key(tokenizer__ggml__tokens=None)),
     "gguf norm missing": GgufTwist(REFUSED, edit_file=drop("output_norm.weight")),
     "gguf matrix missing": GgufTwist(REFUSED, edit_file=drop("blk.0.ffn_up.weight")),

@@ -22,7 +22,7 @@ TOKENS = 24
 
 
 class Verdict(Enum):
-    """What a reader may do with a file: READ it only, refuse it only, or either."""
+    """The outcomes that are right for a file: that it is read, that it is refused, or either."""
 
     READ = "read"
     EITHER = "either"
@@ -66,7 +66,7 @@ class Twist:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a seed draws."""
+    """The draw of a seed."""
 
     seed: int
     kind: str
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def twists(self) -> list[Twist]:
-        """All twists in the order in which they are applied."""
+        """List all twists in the order in which they are applied."""
         return [*self.further.values(), self.twist]
 
     def __str__(self) -> str:
@@ -104,17 +104,19 @@ def plan(seed: int, twists: Mapping[str, Twist], groups: Sequence[Mapping[str, T
     kind, family, further = str(rng.choice(twist.kinds)), str(rng.choice(twist.families)), {}
     for group in groups if any(name in group for group in groups) else ():
         fitting = [
-            other
-            for other, each in group.items()
-            if each.verdict is Verdict.READ and kind in each.kinds and family in each.families
+            candidate
+            for candidate, twist_of_group in group.items()
+            if twist_of_group.verdict is Verdict.READ
+            and kind in twist_of_group.kinds
+            and family in twist_of_group.families
         ]
         if name not in group and rng.random() < 0.5:
-            other = str(rng.choice(fitting))
-            further[other] = group[other]
+            companion = str(rng.choice(fitting))
+            further[companion] = group[companion]
     return Plan(seed, kind, family, name, twist, further)
 
 
-def draft(plan: Plan, **settings: Any) -> Draft:
+def build_draft(plan: Plan, **settings: Any) -> Draft:
     """Build the model of a plan with the classes of transformers. Settings come before those that are drawn."""
     import torch
     import transformers
@@ -125,13 +127,13 @@ def draft(plan: Plan, **settings: Any) -> Draft:
         keys |= twist.settings
     kind = _CLASSES[plan.family]
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**keys))
-    for name, each in model.named_parameters():
-        values = rng.standard_normal(each.shape) / (1 if each.ndim == 1 else np.sqrt(each.shape[-1]))
-        each.data = torch.from_numpy(np.asarray(1 + values / 4 if "norm" in name else values, np.float32))
-    tensors = {name: each.detach().clone() for name, each in model.named_parameters()}
-    made = Draft(plan.family, model.config.to_diff_dict(), tensors, rng)
-    made.config["architectures"] = [f"{kind}ForCausalLM"]
-    return made
+    for name, parameter in model.named_parameters():
+        values = rng.standard_normal(parameter.shape) / (1 if parameter.ndim == 1 else np.sqrt(parameter.shape[-1]))
+        parameter.data = torch.from_numpy(np.asarray(1 + values / 4 if "norm" in name else values, np.float32))
+    tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    draft = Draft(plan.family, model.config.to_diff_dict(), tensors, rng)
+    draft.config["architectures"] = [f"{kind}ForCausalLM"]
+    return draft
 
 
 def _sizes(rng: np.random.Generator, family: str) -> dict[str, Any]:

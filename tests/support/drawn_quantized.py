@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.support import foreign_files
 from tests.support.drawn_folders import cut_off, save
-from tests.support.drawn_models import Draft, DrawnModel, Plan, Twist, Verdict, draft
+from tests.support.drawn_models import Draft, DrawnModel, Plan, Twist, Verdict, build_draft
 
 READ, EITHER, REFUSED = Verdict.READ, Verdict.EITHER, Verdict.REFUSED
 Arrays = dict[str, np.ndarray]
@@ -18,7 +18,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the matrices of a model are quantised.
+    """The quantisation of a model's matrices.
 
     Attributes:
         group: weights of a row that share a scale, or 0 for the whole row.
@@ -47,7 +47,7 @@ class Quantization:
 
 @dataclass
 class QuantizedDraft:
-    """What a quantised folder will hold."""
+    """The content of a quantised folder."""
 
     config: dict[str, Any]
     arrays: Arrays
@@ -55,17 +55,17 @@ class QuantizedDraft:
     further: dict[str, Any] = field(default_factory=dict)  # files beside config.json
 
     @property
-    def stated(self) -> dict[str, Any]:
+    def quantization(self) -> dict[str, Any]:
         """The config of the quantisation."""
-        stated: dict[str, Any] = self.config["quantization_config"]
-        return stated
+        quantization: dict[str, Any] = self.config["quantization_config"]
+        return quantization
 
 
 @dataclass(frozen=True)
 class QuantizedTwist(Twist):
-    """A twist of a quantised folder: how it is quantised, and a change of the file."""
+    """A twist of a quantised folder: scheme it is quantised, and a change of the file."""
 
-    how: Quantization = Quantization()
+    scheme: Quantization = Quantization()
     edit_file: Callable[[QuantizedDraft], object] = lambda file: None
     kinds: tuple[str, ...] = ("gptq",)
     container: str = "model.safetensors"
@@ -75,14 +75,14 @@ def write_quantized(plan: Plan, folder: Path) -> DrawnModel:
     """Write the model of a plan in its format, and what its numbers stand for as a folder of floats."""
     twist = plan.twist
     assert isinstance(twist, QuantizedTwist)
-    made = draft(plan, **_sizes(np.random.default_rng([plan.seed, 2])))
-    made.tensors = {name: each.half().float() for name, each in made.tensors.items()}
-    twist.edit(made)
-    file = _quantized(made, plan.kind, twist.how)
-    save(made, folder / "reference")
+    draft = build_draft(plan, **_sizes(np.random.default_rng([plan.seed, 2])))
+    draft.tensors = {name: weights.half().float() for name, weights in draft.tensors.items()}
+    twist.edit(draft)
+    file = _quantize(draft, plan.kind, twist.scheme)
+    save(draft, folder / "reference")
     twist.edit_file(file)
     _write(file, folder / "model", twist.container)
-    twist.damage(folder / "model", made.rng)
+    twist.damage(folder / "model", draft.rng)
     return DrawnModel(folder / "model", folder / "reference")
 
 
@@ -92,91 +92,91 @@ def _sizes(rng: np.random.Generator) -> dict[str, Any]:
             "num_attention_heads": 2, "num_key_value_heads": kv_heads}  # fmt: skip
 
 
-def _quantized(made: Draft, kind: str, how: Quantization) -> QuantizedDraft:
+def _quantize(draft: Draft, kind: str, scheme: Quantization) -> QuantizedDraft:
     """Quantise a draft's matrices; the draft keeps the floats that they stand for."""
     import torch
 
     arrays: Arrays = {}
-    for name, each in made.tensors.items():
-        array = each.numpy()
-        if not name.endswith("proj.weight") or name.endswith(how.ignored or ("-",)):
+    for name, weights in draft.tensors.items():
+        array = weights.numpy()
+        if not name.endswith("proj.weight") or name.endswith(scheme.ignored or ("-",)):
             arrays[name] = array.astype(np.float16)
             continue
-        group = next((group for end, group in how.spread.items() if name.endswith(end)), how.group)
-        parts, floats = _of_matrix(array, kind, replace(how, group=group or array.shape[1]), made.rng)
-        made.tensors[name] = torch.from_numpy(floats)
+        group = next((group for end, group in scheme.spread.items() if name.endswith(end)), scheme.group)
+        parts, floats = _of_matrix(array, kind, replace(scheme, group=group or array.shape[1]), draft.rng)
+        draft.tensors[name] = torch.from_numpy(floats)
         module = name.removesuffix("weight")
-        if how.zero_biases and f"{module}bias" not in made.tensors:
+        if scheme.zero_biases and f"{module}bias" not in draft.tensors:
             parts["bias"] = np.zeros(len(array), np.float16)
-        arrays |= {f"{module}{part}": value for part, value in parts.items()}
-    config = {**made.config, "quantization_config": _stated(kind, how), "dtype": "float16"}
-    return QuantizedDraft(config, arrays, made.rng)
+        arrays |= {f"{module}{part}": array for part, array in parts.items()}
+    config = {**draft.config, "quantization_config": _state(kind, scheme), "dtype": "float16"}
+    return QuantizedDraft(config, arrays, draft.rng)
 
 
-def _of_matrix(w: np.ndarray, kind: str, how: Quantization, rng: np.random.Generator) -> tuple[Arrays, np.ndarray]:
+def _of_matrix(w: np.ndarray, kind: str, scheme: Quantization, rng: np.random.Generator) -> tuple[Arrays, np.ndarray]:
     """Quantise one matrix: its tensors in a format, and the formula's floats."""
-    K, groups = w.shape[1], -(-w.shape[1] // how.group)
-    group_of = np.arange(K) // how.group
-    if how.act_order:
+    K, groups = w.shape[1], -(-w.shape[1] // scheme.group)
+    group_of = np.arange(K) // scheme.group
+    if scheme.act_order:
         group_of = rng.permutation(group_of)
     columns = np.argsort(group_of, kind="stable")  # group by group
-    padded = np.pad(w[:, columns], ((0, 0), (0, groups * how.group - K)))
-    ordered, scale, zero = foreign_files.affine(padded, how.group, symmetric=how.symmetric)
+    padded = np.pad(w[:, columns], ((0, 0), (0, groups * scheme.group - K)))
+    ordered, scale, zero = foreign_files.affine(padded, scheme.group, symmetric=scheme.symmetric)
     q4 = np.empty(w.shape, np.uint8)
     q4[:, columns] = ordered[:, :K]
-    mirrored = rng.random(scale.shape) < how.negative
+    mirrored = rng.random(scale.shape) < scheme.negative
     scale = np.where(mirrored, -scale, scale).astype(np.float16)
-    if how.zero_scale:
+    if scheme.zero_scale:
         scale[0, 0] = 0
     q4 = np.where(mirrored[:, group_of], (16 - q4.astype(int)).clip(0, 15), q4).astype(np.uint8)
     floats = (q4.astype(np.float32) - zero[:, group_of]) * scale[:, group_of].astype(np.float32)
-    return _parts(kind, how, q4, scale, zero, group_of.astype(np.int32)), floats
+    return _parts(kind, scheme, q4, scale, zero, group_of.astype(np.int32)), floats
 
 
 def _parts(
-    kind: str, how: Quantization, q4: np.ndarray, scale: np.ndarray, zero: np.ndarray, group_of: np.ndarray
+    kind: str, scheme: Quantization, q4: np.ndarray, scale: np.ndarray, zero: np.ndarray, group_of: np.ndarray
 ) -> Arrays:
     if kind == "awq":
         return foreign_files.awq(q4, scale, zero)
     if kind == "compressed-tensors":
-        if how.integers:
+        if scheme.integers:
             return foreign_files.compressed_integers(q4, scale)
-        parts = foreign_files.compressed(q4, scale, None if how.symmetric else zero)
-        return parts | ({"weight_g_idx": group_of} if how.act_order else {})
-    parts = foreign_files.gptq(q4, scale, zero, group_of, 0 if how.second else -1)
+        parts = foreign_files.compressed(q4, scale, None if scheme.symmetric else zero)
+        return parts | ({"weight_g_idx": group_of} if scheme.act_order else {})
+    parts = foreign_files.gptq(q4, scale, zero, group_of, 0 if scheme.second else -1)
     if kind == "auto-round":
         parts.pop("g_idx")
     return parts
 
 
-def _stated(kind: str, how: Quantization) -> dict[str, Any]:
+def _state(kind: str, scheme: Quantization) -> dict[str, Any]:
     """State the quantisation as the format's writers do."""
-    group = how.group or -1
+    group = scheme.group or -1
     if kind == "awq":
         return {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
     if kind == "auto-round":
         return {
-            "quant_method": "auto-round", "bits": 4, "group_size": group, "sym": how.symmetric, "data_type": "int",
+            "quant_method": "auto-round", "bits": 4, "group_size": group, "sym": scheme.symmetric, "data_type": "int",
             "packing_format": "auto_round:auto_gptq",
         }  # fmt: skip
     if kind == "gptq":
         return {
-            "quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": how.act_order, "sym": how.symmetric,
-            "lm_head": False, "checkpoint_format": "gptq_v2" if how.second else "gptq",
+            "quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": scheme.act_order,
+            "sym": scheme.symmetric, "lm_head": False, "checkpoint_format": "gptq_v2" if scheme.second else "gptq",
         }  # fmt: skip
-    schemes = dict(how.spread) or {"": how.group}
+    schemes = dict(scheme.spread) or {"": scheme.group}
     return {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized" if how.integers else "pack-quantized",
+        "format": "int-quantized" if scheme.integers else "pack-quantized",
         "quantization_status": "compressed",
-        "ignore": ["lm_head", *(f"re:.*{end.removesuffix('.weight')}$" for end in how.ignored)],
+        "ignore": ["lm_head", *(f"re:.*{end.removesuffix('.weight')}$" for end in scheme.ignored)],
         "config_groups": {
             f"group_{i}": {
                 "targets": [f"re:.*{end.removesuffix('.weight')}$" if end else "Linear"],
                 "weights": {
-                    "num_bits": 4, "type": "int", "symmetric": how.symmetric,
+                    "num_bits": 4, "type": "int", "symmetric": scheme.symmetric,
                     "strategy": "group" if group else "channel", "group_size": group or None,
-                    "actorder": "group" if how.act_order else None,
+                    "actorder": "group" if scheme.act_order else None,
                 },
             }
             for i, (end, group) in enumerate(schemes.items())
@@ -191,10 +191,12 @@ def _write(file: QuantizedDraft, folder: Path, container: str) -> None:
 
     folder.mkdir(parents=True)
     if container.endswith(".safetensors"):
-        save_file({name: np.ascontiguousarray(each) for name, each in file.arrays.items()}, folder / container,
+        save_file({name: np.ascontiguousarray(weights) for name, weights in file.arrays.items()}, folder / container,
                   metadata={"format": "pt"})  # fmt: skip
     else:
-        foreign_files.write_torch(folder / container, {k: np.ascontiguousarray(v) for k, v in file.arrays.items()})
+        foreign_files.write_torch(
+            folder / container, {name: np.ascontiguousarray(weights) for name, weights in file.arrays.items()}
+        )
     (folder / "config.json").write_text(json.dumps(file.config))
     for name, content in file.further.items():
         (folder / name).write_text(json.dumps(content))
@@ -208,16 +210,16 @@ def state(**changes: Any) -> Callable[[QuantizedDraft], object]:
     """Change keys of quantization_config; None drops a key."""
 
     def edit(file: QuantizedDraft) -> None:
-        file.stated.update(changes)
-        for name in [name for name, value in changes.items() if value is None]:
-            file.stated.pop(name)
+        file.quantization.update(changes)
+        for name in [name for name, setting in changes.items() if setting is None]:
+            file.quantization.pop(name)
 
     return edit
 
 
 def state_weights(**changes: Any) -> Callable[[QuantizedDraft], object]:
     """Change keys of the weights of the first of config_groups."""
-    return lambda file: file.stated["config_groups"]["group_0"]["weights"].update(changes)
+    return lambda file: file.quantization["config_groups"]["group_0"]["weights"].update(changes)
 
 
 def each_part(end: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[QuantizedDraft], None]:
@@ -238,7 +240,7 @@ def drop_part(end: str) -> Callable[[QuantizedDraft], None]:
     return edit
 
 
-def value(number: Any) -> Callable[[np.ndarray], np.ndarray]:
+def put_first(number: Any) -> Callable[[np.ndarray], np.ndarray]:
     """Make the first element of a copy that number."""
 
     def change(array: np.ndarray) -> np.ndarray:
@@ -258,7 +260,7 @@ def in_both_files(**changes: Any) -> Callable[[QuantizedDraft], None]:
     """State it in quantize_config.json too, with changes."""
 
     def edit(file: QuantizedDraft) -> None:
-        file.further["quantize_config.json"] = {**file.stated, **changes}
+        file.further["quantize_config.json"] = {**file.quantization, **changes}
 
     return edit
 
@@ -280,77 +282,79 @@ _SPREAD = {"self_attn.q_proj.weight": 32, "self_attn.k_proj.weight": 32, "self_a
 
 QUANTIZED_TWISTS: dict[str, QuantizedTwist] = {
     "gptq": QuantizedTwist(),
-    "gptq asymmetric": QuantizedTwist(how=_ASYMMETRIC),
-    "gptq act order": QuantizedTwist(how=_ORDERED),
-    "gptq act order symmetric": QuantizedTwist(how=Quantization(act_order=True)),
-    "gptq rows": QuantizedTwist(how=_ROWS),
-    "gptq v2": QuantizedTwist(how=_SECOND),
-    "gptq v2 asymmetric": QuantizedTwist(how=Quantization(second=True, symmetric=False)),
-    "gptq v2 act order": QuantizedTwist(how=Quantization(second=True, act_order=True, symmetric=False)),
+    "gptq asymmetric": QuantizedTwist(scheme=_ASYMMETRIC),
+    "gptq act order": QuantizedTwist(scheme=_ORDERED),
+    "gptq act order symmetric": QuantizedTwist(scheme=Quantization(act_order=True)),
+    "gptq rows": QuantizedTwist(scheme=_ROWS),
+    "gptq v2": QuantizedTwist(scheme=_SECOND),
+    "gptq v2 asymmetric": QuantizedTwist(scheme=Quantization(second=True, symmetric=False)),
+    "gptq v2 act order": QuantizedTwist(scheme=Quantization(second=True, act_order=True, symmetric=False)),
     "gptq without checkpoint_format": QuantizedTwist(edit_file=state(checkpoint_format=None)),
-    "gptq with zero biases": QuantizedTwist(how=Quantization(zero_biases=True, symmetric=False)),
-    "gptq with negative scales": QuantizedTwist(how=Quantization(negative=0.5)),
+    "gptq with zero biases": QuantizedTwist(scheme=Quantization(zero_biases=True, symmetric=False)),
+    "gptq with negative scales": QuantizedTwist(scheme=Quantization(negative=0.5)),
     "gptq without g_idx": QuantizedTwist(edit_file=drop_part(".g_idx")),
-    "gptq in quantize_config.json": QuantizedTwist(how=_SECOND, edit_file=in_own_file),
-    "gptq in both files": QuantizedTwist(how=_SECOND, edit_file=in_both_files()),
+    "gptq in quantize_config.json": QuantizedTwist(scheme=_SECOND, edit_file=in_own_file),
+    "gptq in both files": QuantizedTwist(scheme=_SECOND, edit_file=in_both_files()),
     "gptq in a torch file": QuantizedTwist(container="pytorch_model.bin"),
     "gptq scales in float32": QuantizedTwist(edit_file=each_part(".scales", lambda array: array.astype(np.float32))),
-    "gptq zero scale": QuantizedTwist(how=Quantization(zero_scale=True)),
-    "gptq group order that desc_act denies": QuantizedTwist(EITHER, how=_ORDERED, edit_file=state(desc_act=False)),
-    "gptq v1 label on v2 zeros": QuantizedTwist(EITHER, how=_SECOND, edit_file=state(checkpoint_format="gptq")),
-    "gptq no label on v2 zeros": QuantizedTwist(EITHER, how=_SECOND, edit_file=state(checkpoint_format=None)),
+    "gptq zero scale": QuantizedTwist(scheme=Quantization(zero_scale=True)),
+    "gptq group order that desc_act denies": QuantizedTwist(EITHER, scheme=_ORDERED, edit_file=state(desc_act=False)),
+    "gptq v1 label on v2 zeros": QuantizedTwist(EITHER, scheme=_SECOND, edit_file=state(checkpoint_format="gptq")),
+    "gptq no label on v2 zeros": QuantizedTwist(EITHER, scheme=_SECOND, edit_file=state(checkpoint_format=None)),
     "gptq v2 label on v1 zeros": QuantizedTwist(EITHER, edit_file=state(checkpoint_format="gptq_v2")),
-    "gptq sym label on other zeros": QuantizedTwist(EITHER, how=_ASYMMETRIC, edit_file=state(sym=True)),
+    "gptq sym label on other zeros": QuantizedTwist(EITHER, scheme=_ASYMMETRIC, edit_file=state(sym=True)),
     "gptq files that contradict": QuantizedTwist(REFUSED, edit_file=in_both_files(checkpoint_format="gptq_v2")),
-    "gptq act order without g_idx": QuantizedTwist(REFUSED, how=_ORDERED, edit_file=drop_part(".g_idx")),
+    "gptq act order without g_idx": QuantizedTwist(REFUSED, scheme=_ORDERED, edit_file=drop_part(".g_idx")),
     "gptq of 8 bits": QuantizedTwist(REFUSED, edit_file=state(bits=8)),
     "gptq of another group": QuantizedTwist(REFUSED, edit_file=state(group_size=64)),
     "gptq checkpoint_format marlin": QuantizedTwist(REFUSED, edit_file=state(checkpoint_format="marlin")),
     "gptq dynamic": QuantizedTwist(EITHER, edit_file=state(dynamic={"-:.*down_proj": {}})),
     "gptq of quant_method fp8": QuantizedTwist(REFUSED, edit_file=state(quant_method="fp8")),
-    "gptq NaN scale": QuantizedTwist(REFUSED, edit_file=each_part("up_proj.scales", value(np.nan))),
-    "gptq g_idx out of range": QuantizedTwist(REFUSED, edit_file=each_part("up_proj.g_idx", value(99))),
-    "gptq g_idx negative": QuantizedTwist(REFUSED, edit_file=each_part("up_proj.g_idx", value(-1))),
+    "gptq NaN scale": QuantizedTwist(REFUSED, edit_file=each_part("up_proj.scales", put_first(np.nan))),
+    "gptq g_idx out of range": QuantizedTwist(REFUSED, edit_file=each_part("up_proj.g_idx", put_first(99))),
+    "gptq g_idx negative": QuantizedTwist(REFUSED, edit_file=each_part("up_proj.g_idx", put_first(-1))),
     "gptq zeros missing": QuantizedTwist(REFUSED, edit_file=drop_part("up_proj.qzeros")),
     "gptq bias of o": QuantizedTwist(REFUSED, edit_file=bias_of_o),
     "gptq word missing": QuantizedTwist(REFUSED, edit_file=each_part("up_proj.qweight", lambda array: array[1:])),
     "gptq cut off": QuantizedTwist(REFUSED, damage=cut_off),
-    "awq": QuantizedTwist(kinds=_AWQ, how=_ASYMMETRIC),
-    "awq rows": QuantizedTwist(kinds=_AWQ, how=_ROWS),
+    "awq": QuantizedTwist(kinds=_AWQ, scheme=_ASYMMETRIC),
+    "awq rows": QuantizedTwist(kinds=_AWQ, scheme=_ROWS),
     "awq symmetric": QuantizedTwist(kinds=_AWQ),
-    "awq in a torch file": QuantizedTwist(kinds=_AWQ, how=_ASYMMETRIC, container="pytorch_model.bin"),
+    "awq in a torch file": QuantizedTwist(kinds=_AWQ, scheme=_ASYMMETRIC, container="pytorch_model.bin"),
     "awq with floats kept": QuantizedTwist(
         kinds=_AWQ,
-        how=Quantization(symmetric=False, ignored=("down_proj.weight",)),
+        scheme=Quantization(symmetric=False, ignored=("down_proj.weight",)),
         edit_file=state(modules_to_not_convert=["down_proj"]),
     ),
     "awq zero_point false": QuantizedTwist(EITHER, kinds=_AWQ, edit_file=state(zero_point=False)),
     "awq zero_point false with other zeros": QuantizedTwist(
-        EITHER, kinds=_AWQ, how=_ASYMMETRIC, edit_file=state(zero_point=False)
+        EITHER, kinds=_AWQ, scheme=_ASYMMETRIC, edit_file=state(zero_point=False)
     ),
-    "awq version gemv": QuantizedTwist(REFUSED, kinds=_AWQ, how=_ASYMMETRIC, edit_file=state(version="gemv")),
-    "awq version marlin": QuantizedTwist(REFUSED, kinds=_AWQ, how=_ASYMMETRIC, edit_file=state(version="marlin")),
+    "awq version gemv": QuantizedTwist(REFUSED, kinds=_AWQ, scheme=_ASYMMETRIC, edit_file=state(version="gemv")),
+    "awq version marlin": QuantizedTwist(REFUSED, kinds=_AWQ, scheme=_ASYMMETRIC, edit_file=state(version="marlin")),
     "awq of 8 bits": QuantizedTwist(REFUSED, kinds=_AWQ, edit_file=state(bits=8)),
     "awq of another group": QuantizedTwist(REFUSED, kinds=_AWQ, edit_file=state(group_size=128)),
-    "awq scale infinite": QuantizedTwist(REFUSED, kinds=_AWQ, edit_file=each_part("up_proj.scales", value(np.inf))),
+    "awq scale infinite": QuantizedTwist(REFUSED, kinds=_AWQ, edit_file=each_part("up_proj.scales", put_first(np.inf))),
     "ct": QuantizedTwist(kinds=_CT),
-    "ct asymmetric": QuantizedTwist(kinds=_CT, how=_ASYMMETRIC),
-    "ct rows": QuantizedTwist(kinds=_CT, how=Quantization(group=0)),
-    "ct integers": QuantizedTwist(kinds=_CT, how=Quantization(group=0, integers=True)),
-    "ct integers of groups": QuantizedTwist(kinds=_CT, how=Quantization(integers=True)),
-    "ct group order": QuantizedTwist(kinds=_CT, how=Quantization(act_order=True)),
+    "ct asymmetric": QuantizedTwist(kinds=_CT, scheme=_ASYMMETRIC),
+    "ct rows": QuantizedTwist(kinds=_CT, scheme=Quantization(group=0)),
+    "ct integers": QuantizedTwist(kinds=_CT, scheme=Quantization(group=0, integers=True)),
+    "ct integers of groups": QuantizedTwist(kinds=_CT, scheme=Quantization(integers=True)),
+    "ct group order": QuantizedTwist(kinds=_CT, scheme=Quantization(act_order=True)),
     "ct short last group": QuantizedTwist(EITHER, kinds=_CT, settings=_WIDE),
-    "ct short last group, asymmetric": QuantizedTwist(EITHER, kinds=_CT, how=_ASYMMETRIC, settings=_WIDE),
+    "ct short last group, asymmetric": QuantizedTwist(EITHER, kinds=_CT, scheme=_ASYMMETRIC, settings=_WIDE),
     "ct one group longer than the row": QuantizedTwist(
-        EITHER, kinds=_CT, how=Quantization(group=0), edit_file=state_weights(strategy="group", group_size=128)
+        EITHER, kinds=_CT, scheme=Quantization(group=0), edit_file=state_weights(strategy="group", group_size=128)
     ),
-    "ct of several groups": QuantizedTwist(kinds=_CT, how=Quantization(spread=_SPREAD)),
-    "ct with floats kept": QuantizedTwist(kinds=_CT, how=Quantization(ignored=("down_proj.weight", "o_proj.weight"))),
-    "ct with negative scales": QuantizedTwist(kinds=_CT, how=Quantization(negative=0.3)),
+    "ct of several groups": QuantizedTwist(kinds=_CT, scheme=Quantization(spread=_SPREAD)),
+    "ct with floats kept": QuantizedTwist(
+        kinds=_CT, scheme=Quantization(ignored=("down_proj.weight", "o_proj.weight"))
+    ),
+    "ct with negative scales": QuantizedTwist(kinds=_CT, scheme=Quantization(negative=0.3)),
     "ct with INT8 activations": QuantizedTwist(
         EITHER,
         kinds=_CT,
-        edit_file=lambda file: file.stated["config_groups"]["group_0"].update(
+        edit_file=lambda file: file.quantization["config_groups"]["group_0"].update(
             input_activations={"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
         ),
     ),
@@ -369,17 +373,17 @@ QUANTIZED_TWISTS: dict[str, QuantizedTwist] = {
     ),
     "ct asymmetric without zeros": QuantizedTwist(REFUSED, kinds=_CT, edit_file=state_weights(symmetric=False)),
     "ct shape of another matrix": QuantizedTwist(
-        REFUSED, kinds=_CT, edit_file=each_part("up_proj.weight_shape", value(63))
+        REFUSED, kinds=_CT, edit_file=each_part("up_proj.weight_shape", put_first(63))
     ),
     "ct scale missing": QuantizedTwist(REFUSED, kinds=_CT, edit_file=drop_part("up_proj.weight_scale")),
     "ct integer of 8 bits": QuantizedTwist(
         REFUSED,
         kinds=_CT,
-        how=Quantization(group=0, integers=True),
-        edit_file=each_part("up_proj.weight", value(100)),
+        scheme=Quantization(group=0, integers=True),
+        edit_file=each_part("up_proj.weight", put_first(100)),
     ),
-    "auto-round": QuantizedTwist(kinds=_AR, how=Quantization(negative=0.5)),
-    "auto-round asymmetric": QuantizedTwist(kinds=_AR, how=_ASYMMETRIC),
+    "auto-round": QuantizedTwist(kinds=_AR, scheme=Quantization(negative=0.5)),
+    "auto-round asymmetric": QuantizedTwist(kinds=_AR, scheme=_ASYMMETRIC),
     "auto-round of 8 bits": QuantizedTwist(REFUSED, kinds=_AR, edit_file=state(bits=8)),
     "auto-round of data_type mx_fp": QuantizedTwist(REFUSED, kinds=_AR, edit_file=state(data_type="mx_fp")),
     "auto-round packed as awq": QuantizedTwist(

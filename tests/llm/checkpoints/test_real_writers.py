@@ -50,6 +50,7 @@ def test_a_file_is_read_as_its_writer_reads_it(folder: Path) -> None:
     assert difference(folder, np.load(folder / "logits.npy")) < TOLERANCE
 
 
+@pytest.mark.default_cases("autoround", "gptqmodel_v2_order", "llmcompressor_groups", "llmcompressor_w4a8")
 @pytest.mark.parametrize("folder", MADE, indirect=True)
 def test_what_requantising_adds(folder: Path, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     name = request.node.callspec.params["folder"]
