@@ -182,6 +182,17 @@ CONFIG_TWISTS: dict[str, Twist] = {
         edit=without("num_key_value_heads"),
         families=_LLAMA,
     ),
+    "kv heads absent where 8 or 32 are meant": Twist(
+        REFUSED,
+        settings={"num_key_value_heads": 2, "num_attention_heads": 2},
+        edit=without("num_key_value_heads"),
+        families=("mistral", "qwen2"),
+    ),
+    "head_dim absent where it differs": Twist(
+        REFUSED,
+        settings={"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+        edit=without("head_dim"),
+    ),
     "head_dim absent": Twist(
         settings={"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
         edit=without("head_dim"),
@@ -214,6 +225,10 @@ CONFIG_TWISTS: dict[str, Twist] = {
     "vocab_size absent": Twist(REFUSED, edit=without("vocab_size")),
     "vocab_size too small": Twist(REFUSED, edit=keys(vocab_size=290)),
     "vocab_size too large": Twist(REFUSED, edit=keys(vocab_size=310)),
+    "torch_dtype": Twist(edit=keys(torch_dtype="bfloat16")),
+    "fewer layers than the file": Twist(
+        EITHER, settings={"num_hidden_layers": 3}, edit=keys(num_hidden_layers=2, layer_types=None)
+    ),
     "more layers than the file": Twist(REFUSED, edit=keys(num_hidden_layers=4, layer_types=None)),
     "10^9 layers": Twist(REFUSED, edit=keys(num_hidden_layers=10**9, layer_types=None)),
     "hidden_size 10^12": Twist(REFUSED, edit=keys(hidden_size=10**12)),

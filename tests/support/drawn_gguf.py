@@ -74,7 +74,7 @@ def _fill(draft: Draft, kinds: list[str]) -> GgufDraft:
     file = GgufDraft(arch, _metadata(draft.config, arch), {}, draft.rng)
     for name, weights in draft.tensors.items():
         array = weights.numpy()
-        kind = str(draft.rng.choice(kinds)) if array.ndim == 2 else "F32"
+        kind = str(draft.rng.choice(kinds if array.ndim == 2 else ["F32", "F16"]))
         content, floats = _quantize(array, kind, draft.rng)
         draft.tensors[name] = torch.from_numpy(floats)
         rows = name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias"))
@@ -273,6 +273,7 @@ GGUF_TWISTS: dict[str, GgufTwist] = {
         settings=_YARN,
         edit_file=key(rope__scaling__type="yarn", rope__scaling__factor=4.0, rope__scaling__original_context_length=32),
     ),
+    "rope.scaling.attn_factor": GgufTwist(REFUSED, settings=_LINEAR, edit_file=key(rope__scaling__attn_factor=1.5)),
     "rope.scaling.type unknown": GgufTwist(REFUSED, edit_file=key(rope__scaling__type="spiral")),
     "rope.freq_base absent": GgufTwist(settings=_DEFAULT, edit_file=key(rope__freq_base=None)),
     "key_length absent": GgufTwist(

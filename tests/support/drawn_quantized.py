@@ -31,6 +31,7 @@ class Quantization:
         spread: groups by the end of a matrix's name, where they differ.
         integers: whether compressed-tensors keeps bytes.
         zero_scale: whether the first group of each matrix has the scale 0.
+        head: whether the LM head is quantised too.
     """
 
     group: int = 32
@@ -43,6 +44,7 @@ class Quantization:
     spread: Mapping[str, int] = field(default_factory=dict)
     integers: bool = False
     zero_scale: bool = False
+    head: bool = False
 
 
 @dataclass
@@ -97,9 +99,10 @@ def _quantize(draft: Draft, kind: str, scheme: Quantization) -> QuantizedDraft:
     import torch
 
     arrays: Arrays = {}
+    ends = ("proj.weight", "lm_head.weight") if scheme.head else ("proj.weight",)
     for name, weights in draft.tensors.items():
         array = weights.numpy()
-        if not name.endswith("proj.weight") or name.endswith(scheme.ignored or ("-",)):
+        if not name.endswith(ends) or name.endswith(scheme.ignored or ("-",)):
             arrays[name] = array.astype(np.float16)
             continue
         group = next((group for end, group in scheme.spread.items() if name.endswith(end)), scheme.group)
@@ -251,6 +254,12 @@ def put_first(number: Any) -> Callable[[np.ndarray], np.ndarray]:
     return change
 
 
+def as_bytes(words: np.ndarray) -> np.ndarray:
+    """Unpack zero points [N/8, G] to signed bytes [N, G], as old versions of compressed-tensors keep them."""
+    nibbles = words.view(np.uint32)[:, None] >> np.arange(0, 32, 4, dtype=np.uint32)[:, None] & 15
+    return nibbles.reshape(-1, words.shape[1]).astype(np.int8) - np.int8(8)
+
+
 def in_own_file(file: QuantizedDraft) -> None:
     """State the quantisation in quantize_config.json alone."""
     file.further["quantize_config.json"] = file.config.pop("quantization_config")
@@ -298,6 +307,13 @@ QUANTIZED_TWISTS: dict[str, QuantizedTwist] = {
     "gptq in a torch file": QuantizedTwist(container="pytorch_model.bin"),
     "gptq scales in float32": QuantizedTwist(edit_file=each_part(".scales", lambda array: array.astype(np.float32))),
     "gptq zero scale": QuantizedTwist(scheme=Quantization(zero_scale=True)),
+    "gptq head": QuantizedTwist(
+        EITHER,
+        settings={"tie_word_embeddings": False, "vocab_size": 304},
+        scheme=Quantization(head=True),
+        edit_file=state(lm_head=True),
+    ),
+    "gptq short last group": QuantizedTwist(EITHER, scheme=_ASYMMETRIC, settings=_WIDE),
     "gptq group order that desc_act denies": QuantizedTwist(EITHER, scheme=_ORDERED, edit_file=state(desc_act=False)),
     "gptq v1 label on v2 zeros": QuantizedTwist(EITHER, scheme=_SECOND, edit_file=state(checkpoint_format="gptq")),
     "gptq no label on v2 zeros": QuantizedTwist(EITHER, scheme=_SECOND, edit_file=state(checkpoint_format=None)),
@@ -343,6 +359,9 @@ QUANTIZED_TWISTS: dict[str, QuantizedTwist] = {
     "ct group order": QuantizedTwist(kinds=_CT, scheme=Quantization(act_order=True)),
     "ct short last group": QuantizedTwist(EITHER, kinds=_CT, settings=_WIDE),
     "ct short last group, asymmetric": QuantizedTwist(EITHER, kinds=_CT, scheme=_ASYMMETRIC, settings=_WIDE),
+    "ct zero points in bytes": QuantizedTwist(
+        EITHER, kinds=_CT, scheme=_ASYMMETRIC, edit_file=each_part(".weight_zero_point", as_bytes)
+    ),
     "ct one group longer than the row": QuantizedTwist(
         EITHER, kinds=_CT, scheme=Quantization(group=0), edit_file=state_weights(strategy="group", group_size=128)
     ),
