@@ -126,9 +126,9 @@ CONFIG_TWISTS: dict[str, Twist] = {
     "partial_rotary_factor 1": Twist(edit=keys(partial_rotary_factor=1.0)),
     "partial_rotary_factor 0.5": Twist(EITHER, edit=keys(partial_rotary_factor=0.5)),
     "partial_rotary_factor 0.5 in rope_parameters": Twist(EITHER, edit=rope(partial_rotary_factor=0.5)),
-    "llama3 without original length": Twist(EITHER, edit=keys(rope_parameters=_LLAMA3)),
+    "llama3 without original length": Twist(edit=keys(rope_parameters=_LLAMA3)),
     "llama3 with original length outside": Twist(
-        EITHER, edit=keys(rope_parameters=_LLAMA3, original_max_position_embeddings=16)
+        edit=keys(rope_parameters=_LLAMA3, original_max_position_embeddings=16)
     ),
     "yarn": Twist(EITHER, edit=keys(rope_parameters=_YARN)),
     "old yarn": Twist(EITHER, edit=lambda draft: (keys(rope_parameters=dict(_YARN))(draft), old_rope("type")(draft))),
@@ -144,13 +144,13 @@ CONFIG_TWISTS: dict[str, Twist] = {
     "rope factor a text": Twist(REFUSED, edit=rope(rope_type="linear", factor="2")),
     "rope_theta a text": Twist(REFUSED, edit=rope(rope_theta="10000")),
     "sliding_window on Llama": Twist(edit=keys(sliding_window=5), families=_LLAMA),
-    "layer_types all full on Llama": Twist(EITHER, edit=layer_types(_FULL), families=_LLAMA),
+    "layer_types all full on Llama": Twist(edit=layer_types(_FULL), families=_LLAMA),
     "layer_types sliding on Llama": Twist(REFUSED, edit=layer_types(_SLIDING), families=_LLAMA),
     "Mistral without sliding_window": Twist(
         settings={"sliding_window": 4096}, edit=without("sliding_window"), families=_MISTRAL
     ),
     "Mistral with sliding_window": Twist(settings={"sliding_window": 3}, families=_MISTRAL),
-    "use_sliding_window false on Mistral": Twist(EITHER, edit=keys(use_sliding_window=False), families=_MISTRAL),
+    "use_sliding_window false on Mistral": Twist(edit=keys(use_sliding_window=False), families=_MISTRAL),
     "layer_types on Mistral": Twist(
         EITHER, settings={"sliding_window": 3}, edit=layer_types(_FULL, _SLIDING), families=_MISTRAL
     ),
@@ -217,7 +217,7 @@ CONFIG_TWISTS: dict[str, Twist] = {
     "attention_bias key of another family": Twist(
         EITHER, edit=keys(attention_bias=True), families=("mistral", "qwen2")
     ),
-    "context below the text": Twist(EITHER, edit=keys(max_position_embeddings=8)),
+    "context below the text": Twist(edit=keys(max_position_embeddings=8)),
     "architectures of another family": Twist(edit=keys(architectures=["GPT2LMHeadModel"])),
     "model_type unknown": Twist(REFUSED, edit=keys(model_type="spiral")),
     "model_type absent": Twist(REFUSED, edit=without("model_type")),
@@ -373,9 +373,10 @@ def beside(name: str, torch_file: bool = False) -> Callable[[Path, np.random.Gen
         import torch
         from safetensors.torch import load_file, save_file
 
-        (source, *_) = weights_in(folder)
-        tensors = torch.load(source, weights_only=True) if source.suffix == ".bin" else load_file(source)
-        ones = {name: torch.ones_like(weights) for name, weights in tensors.items()}
+        ones = {}
+        for source in weights_in(folder):
+            tensors = torch.load(source, weights_only=True) if source.suffix == ".bin" else load_file(source)
+            ones |= {name: torch.ones_like(weights) for name, weights in tensors.items()}
         torch.save(ones, folder / name) if torch_file else save_file(ones, folder / name, metadata={"format": "pt"})
 
     return damage
@@ -420,11 +421,9 @@ FILE_TWISTS: dict[str, Twist] = {
     "adapter_model.bin beside": Twist(damage=beside("adapter_model.bin", torch_file=True), kinds=_TORCH),
     "stale shard beside": Twist(damage=beside("model-00009-of-00009.safetensors"), kinds=("shards",)),
     "index beside a whole file": Twist(damage=index_beside, kinds=("safetensors",)),
-    "whole file beside shards": Twist(EITHER, damage=beside("model.safetensors"), kinds=("shards",)),
+    "whole file beside shards": Twist(damage=beside("model.safetensors"), kinds=("shards",)),
     "shard missing": Twist(REFUSED, damage=without_shard, kinds=_SHARDED),
-    "index lacks a tensor": Twist(
-        EITHER, damage=edit_index(lambda index: index["weight_map"].pop(_NORM)), kinds=_SHARDED
-    ),
+    "index lacks a tensor": Twist(damage=edit_index(lambda index: index["weight_map"].pop(_NORM)), kinds=_SHARDED),
     "index names no shards": Twist(REFUSED, damage=edit_index(lambda index: index.pop("weight_map")), kinds=_SHARDED),
     "index names a wrong shard": Twist(
         REFUSED, damage=edit_index(lambda index: index["weight_map"].update({_NORM: "no.safetensors"})), kinds=_SHARDED

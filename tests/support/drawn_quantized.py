@@ -308,16 +308,15 @@ QUANTIZED_TWISTS: dict[str, QuantizedTwist] = {
     "gptq scales in float32": QuantizedTwist(edit_file=each_part(".scales", lambda array: array.astype(np.float32))),
     "gptq zero scale": QuantizedTwist(scheme=Quantization(zero_scale=True)),
     "gptq head": QuantizedTwist(
-        EITHER,
         settings={"tie_word_embeddings": False, "vocab_size": 304},
         scheme=Quantization(head=True),
         edit_file=state(lm_head=True),
     ),
-    "gptq short last group": QuantizedTwist(EITHER, scheme=_ASYMMETRIC, settings=_WIDE),
-    "gptq group order that desc_act denies": QuantizedTwist(EITHER, scheme=_ORDERED, edit_file=state(desc_act=False)),
-    "gptq v1 label on v2 zeros": QuantizedTwist(EITHER, scheme=_SECOND, edit_file=state(checkpoint_format="gptq")),
-    "gptq no label on v2 zeros": QuantizedTwist(EITHER, scheme=_SECOND, edit_file=state(checkpoint_format=None)),
-    "gptq v2 label on v1 zeros": QuantizedTwist(EITHER, edit_file=state(checkpoint_format="gptq_v2")),
+    "gptq short last group": QuantizedTwist(scheme=_ASYMMETRIC, settings=_WIDE),
+    "gptq group order that desc_act denies": QuantizedTwist(scheme=_ORDERED, edit_file=state(desc_act=False)),
+    "gptq v1 label on v2 zeros": QuantizedTwist(scheme=_SECOND, edit_file=state(checkpoint_format="gptq")),
+    "gptq no label on v2 zeros": QuantizedTwist(scheme=_SECOND, edit_file=state(checkpoint_format=None)),
+    "gptq v2 label on v1 zeros": QuantizedTwist(edit_file=state(checkpoint_format="gptq_v2")),
     "gptq sym label on other zeros": QuantizedTwist(EITHER, scheme=_ASYMMETRIC, edit_file=state(sym=True)),
     "gptq files that contradict": QuantizedTwist(REFUSED, edit_file=in_both_files(checkpoint_format="gptq_v2")),
     "gptq act order without g_idx": QuantizedTwist(REFUSED, scheme=_ORDERED, edit_file=drop_part(".g_idx")),
@@ -342,7 +341,7 @@ QUANTIZED_TWISTS: dict[str, QuantizedTwist] = {
         scheme=Quantization(symmetric=False, ignored=("down_proj.weight",)),
         edit_file=state(modules_to_not_convert=["down_proj"]),
     ),
-    "awq zero_point false": QuantizedTwist(EITHER, kinds=_AWQ, edit_file=state(zero_point=False)),
+    "awq zero_point false": QuantizedTwist(kinds=_AWQ, edit_file=state(zero_point=False)),
     "awq zero_point false with other zeros": QuantizedTwist(
         EITHER, kinds=_AWQ, scheme=_ASYMMETRIC, edit_file=state(zero_point=False)
     ),
@@ -357,13 +356,13 @@ QUANTIZED_TWISTS: dict[str, QuantizedTwist] = {
     "ct integers": QuantizedTwist(kinds=_CT, scheme=Quantization(group=0, integers=True)),
     "ct integers of groups": QuantizedTwist(kinds=_CT, scheme=Quantization(integers=True)),
     "ct group order": QuantizedTwist(kinds=_CT, scheme=Quantization(act_order=True)),
-    "ct short last group": QuantizedTwist(EITHER, kinds=_CT, settings=_WIDE),
-    "ct short last group, asymmetric": QuantizedTwist(EITHER, kinds=_CT, scheme=_ASYMMETRIC, settings=_WIDE),
+    "ct short last group": QuantizedTwist(kinds=_CT, settings=_WIDE),
+    "ct short last group, asymmetric": QuantizedTwist(kinds=_CT, scheme=_ASYMMETRIC, settings=_WIDE),
     "ct zero points in bytes": QuantizedTwist(
         EITHER, kinds=_CT, scheme=_ASYMMETRIC, edit_file=each_part(".weight_zero_point", as_bytes)
     ),
     "ct one group longer than the row": QuantizedTwist(
-        EITHER, kinds=_CT, scheme=Quantization(group=0), edit_file=state_weights(strategy="group", group_size=128)
+        kinds=_CT, scheme=Quantization(group=0), edit_file=state_weights(strategy="group", group_size=128)
     ),
     "ct of several groups": QuantizedTwist(kinds=_CT, scheme=Quantization(spread=_SPREAD)),
     "ct with floats kept": QuantizedTwist(
@@ -371,7 +370,6 @@ QUANTIZED_TWISTS: dict[str, QuantizedTwist] = {
     ),
     "ct with negative scales": QuantizedTwist(kinds=_CT, scheme=Quantization(negative=0.3)),
     "ct with INT8 activations": QuantizedTwist(
-        EITHER,
         kinds=_CT,
         edit_file=lambda file: file.quantization["config_groups"]["group_0"].update(
             input_activations={"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
