@@ -103,10 +103,10 @@ class Tokenizer:
         file = path / "tokenizer.json"
         if not file.is_file():
             raise FileError(f"{path}: no tokenizer.json")
-        stated = read_json(file)
-        if not isinstance(stated, dict):
+        definition = read_json(file)
+        if not isinstance(definition, dict):
             raise FileError(f"{file}: not a readable tokenizer (no JSON object)")
-        definition = {**stated, "truncation": None, "padding": None}
+        definition |= {"truncation": None, "padding": None}
         if isinstance(definition.get("model"), dict):
             definition["model"] = {**definition["model"], "dropout": None}
         if not has_harmless_decoder(definition, _FAST_PATTERNS):
@@ -117,7 +117,7 @@ class Tokenizer:
             definition |= {"normalizer": None, "pre_tokenizer": None}
         kind = library().Tokenizer
         with _refuse_unreadable(file):
-            made = kind.from_file(str(file)) if definition == stated else kind.from_str(json.dumps(definition))
+            made = kind.from_str(json.dumps(definition))  # not of the file, whose keys may occur twice
         return cls(_ends(path), made, _starts(file, made), guarded)
 
     def save(self, folder: Path) -> None:

@@ -328,6 +328,11 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "regex that is none": ({"pre_tokenizer": split("(")}, r"failed on 5001 characters \(Onig"),
     "growth by steps": ({"normalizer": DOUBLED}, r"must encode 5001 characters within 2 s and 1 GB"),
     "growth by a regex": ({"normalizer": replace({"Regex": "."}, "x" * 10**6)}, r"must encode \d+ characters"),
+    "growth to tokens": ({"normalizer": replace({"Regex": "a"}, "x" * 40)}, r"failed on 5001 .*it gives \d+ tokens"),
+    "a regex in disguise": (
+        {"normalizer": {**replace({"Regex": "(a+)+$"}, ""), "normalizers": [{"type": "NFC"}]}},
+        r"failed on 5001 characters \(.*retry-limit",
+    ),
     "a long prefix": ({"normalizer": {"type": "Prepend", "prepend": "x" * 10**7}}, r"must encode \d+ characters"),
 }  # fmt: skip
 
@@ -358,6 +363,17 @@ def test_a_guarded_tokenizer_encodes_and_is_saved_whole(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(tmp_path).encode(TEXT).tolist() == right
     with pytest.raises(ArgumentError, match="text: must be a str without lone surrogates"):
         ours.encode("a\ud800")
+
+
+def test_a_section_that_occurs_twice_counts_as_python_reads_it(tmp_path: Path) -> None:
+    """Look at what the library is given, not at what it might find in the file."""
+    definition = (
+        tokenizer().to_str().replace('"normalizer":null', f'"normalizer":{json.dumps(DOUBLED)},"normalizer":null')
+    )
+    assert definition.count('"normalizer"') > 1
+    (tmp_path / "tokenizer.json").write_text(definition)
+    ours = Tokenizer.from_folder(tmp_path)
+    assert ours._guarded is None and ours.encode(LONG).tolist() == tokenizer().encode(LONG).ids
 
 
 @pytest.mark.parametrize(
