@@ -118,7 +118,7 @@ class Tokenizer:
         kind = library().Tokenizer
         with _refuse_unreadable(file):
             made = kind.from_str(json.dumps(definition))  # not of the file, whose keys may occur twice
-        return cls(_ends(path), made, _starts(file, made), guarded)
+        return cls(_ends(path), made, starts=_starts(file, made), _guarded=guarded)
 
     def save(self, folder: Path) -> None:
         """Write what `from_folder` reads: tokenizer.json, and generation_config.json."""
@@ -166,7 +166,7 @@ class Tokenizer:
             made.add_tokens([tokens[i] for i in np.flatnonzero(kinds == _USER_DEFINED) if i not in control])
         begins = get("add_bos_token", bool, model == "llama" or split in _LLAMA3_NAMES)
         starts = (get.token("bos", len(tokens)),) if begins else ()
-        return cls(_gguf_ends(get, tokens, ends), made, starts)
+        return cls(_gguf_ends(get, tokens, ends), made, starts=starts)
 
 
 @dataclass(frozen=True)
