@@ -90,7 +90,8 @@ def _steps(section: Any) -> Iterator[Any]:
     waiting = [section] if section is not None else []
     while waiting:
         step = waiting.pop(0)
-        parts = [step.get(key) for key in _NESTED] if isinstance(step, dict) else []
+        is_sequence = isinstance(step, dict) and step.get("type") == "Sequence"
+        parts = [step.get(key) for key in _NESTED] if is_sequence else []
         inner = [nested for part in parts if isinstance(part, list) for nested in part]
         if inner:
             waiting = inner + waiting

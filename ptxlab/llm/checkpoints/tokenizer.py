@@ -103,10 +103,10 @@ class Tokenizer:
         file = path / "tokenizer.json"
         if not file.is_file():
             raise FileError(f"{path}: no tokenizer.json")
-        stated = read_json(file)
-        if not isinstance(stated, dict):
+        definition = read_json(file)
+        if not isinstance(definition, dict):
             raise FileError(f"{file}: not a readable tokenizer (no JSON object)")
-        definition = {**stated, "truncation": None, "padding": None}
+        definition |= {"truncation": None, "padding": None}
         if isinstance(definition.get("model"), dict):
             definition["model"] = {**definition["model"], "dropout": None}
         if not has_harmless_decoder(definition, _FAST_PATTERNS):
@@ -117,8 +117,8 @@ class Tokenizer:
             definition |= {"normalizer": None, "pre_tokenizer": None}
         kind = library().Tokenizer
         with _refuse_unreadable(file):
-            made = kind.from_file(str(file)) if definition == stated else kind.from_str(json.dumps(definition))
-        return cls(_ends(path), made, _starts(file, made), guarded)
+            made = kind.from_str(json.dumps(definition))  # not of the file, whose keys may occur twice
+        return cls(_ends(path), made, starts=_starts(file, made), _guarded=guarded)
 
     def save(self, folder: Path) -> None:
         """Write what `from_folder` reads: tokenizer.json, and generation_config.json."""
@@ -166,7 +166,7 @@ class Tokenizer:
             made.add_tokens([tokens[i] for i in np.flatnonzero(kinds == _USER_DEFINED) if i not in control])
         begins = get("add_bos_token", bool, model == "llama" or split in _LLAMA3_NAMES)
         starts = (get.token("bos", len(tokens)),) if begins else ()
-        return cls(_gguf_ends(get, tokens, ends), made, starts)
+        return cls(_gguf_ends(get, tokens, ends), made, starts=starts)
 
 
 @dataclass(frozen=True)

@@ -269,8 +269,10 @@ def size(value: Any) -> int:
 
 
 class TorchFolder(CheckpointFolder):
-    """The files of `torch.save` of a folder as one: `pytorch_model.bin`; else those of the index; else `*model*.bin`
-    and `*model*.pt`."""
+    """The files of `torch.save` of a folder as one.
+
+    They are `pytorch_model.bin`; else those of the index; else all of `*model*.bin` and `*model*.pt`.
+    """
 
     _WHOLE, _INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
     _PATTERNS = ("*model*.bin", "*model*.pt")

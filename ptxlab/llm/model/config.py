@@ -424,28 +424,29 @@ def _windows(keys: _Keys, family: str) -> tuple[int | None, tuple[int, ...] | No
     LLaMA has no window, whatever the config says; Mistral and Mixtral have it in all layers; Qwen2 in those that
     `layer_types` names, else from `max_window_layers` on, and only with `use_sliding_window`.
     """
-    layers = keys.count("layers")
-    types = keys.get("layer_types", None)
-    if types is not None and not (
-        isinstance(types, list)
-        and len(types) == layers
-        and all(isinstance(kind, str) and kind in _LAYER_TYPES for kind in types)
-    ):
-        raise keys.wrong("layer_types", f"must be {layers} of {', '.join(_LAYER_TYPES)}")
+    layers, named = keys.count("layers"), _named_layers(keys)
     is_windowed = family != "llama" and (family != "qwen2" or keys.flag("use_sliding_window", False))
-    window = keys.count("window", None) if is_windowed else None
-    if family == "qwen2" and types is None and window is not None:
+    window, first = keys.count("window", None) if is_windowed else None, 0
+    if family == "qwen2" and window is not None and named is None:
         first = keys.get("max_window_layers")
         require_integer("config.json: max_window_layers", first)
-        chosen = tuple(range(min(first, layers), layers))
-    else:
-        chosen = tuple(range(layers) if window is not None else ())
-        if types is not None:
-            named = tuple(layer for layer, kind in enumerate(types) if _LAYER_TYPES[kind])
-            if named != chosen and (family != "qwen2" or window is None):
-                raise keys.wrong("layer_types", f"must agree with the window of a {family}, {window}")
-            chosen = named
+    chosen = tuple(range(min(first, layers) if window is not None else layers, layers))
+    if named is not None:
+        if named != chosen and (family != "qwen2" or window is None):
+            raise keys.wrong("layer_types", f"must agree with the window of a {family}, {window}")
+        chosen = named
     return (window, None if len(chosen) == layers else chosen) if chosen else (None, None)
+
+
+def _named_layers(keys: _Keys) -> tuple[int, ...] | None:
+    """The layers that have a window by `layer_types`, or None where a config.json has no such key."""
+    layers, types = keys.count("layers"), keys.get("layer_types", None)
+    if types is None:
+        return None
+    are_known = isinstance(types, list) and all(isinstance(kind, str) and kind in _LAYER_TYPES for kind in types)
+    if not are_known or len(types) != layers:
+        raise keys.wrong("layer_types", f"must be {layers} of {', '.join(_LAYER_TYPES)}")
+    return tuple(layer for layer, kind in enumerate(types) if _LAYER_TYPES[kind])
 
 
 def _gguf_scaling(keys: _Keys, arch: str) -> dict[str, Any] | None:

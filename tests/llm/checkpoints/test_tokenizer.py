@@ -328,6 +328,11 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "regex that is none": ({"pre_tokenizer": split("(")}, r"failed on 5001 characters \(Onig"),
     "growth by steps": ({"normalizer": DOUBLED}, r"must encode 5001 characters within 2 s and 1 GB"),
     "growth by a regex": ({"normalizer": replace({"Regex": "."}, "x" * 10**6)}, r"must encode \d+ characters"),
+    "growth to tokens": ({"normalizer": replace({"Regex": "a"}, "x" * 40)}, r"failed on 5001 .*it gives \d+ tokens"),
+    "a regex in disguise": (
+        {"normalizer": {**replace({"Regex": "(a+)+$"}, ""), "normalizers": [{"type": "NFC"}]}},
+        r"failed on 5001 characters \(.*retry-limit",
+    ),
     "a long prefix": ({"normalizer": {"type": "Prepend", "prepend": "x" * 10**7}}, r"must encode \d+ characters"),
 }  # fmt: skip
 
@@ -358,6 +363,17 @@ def test_a_guarded_tokenizer_encodes_and_is_saved_whole(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(tmp_path).encode(TEXT).tolist() == right
     with pytest.raises(ArgumentError, match="text: must be a str without lone surrogates"):
         ours.encode("a\ud800")
+
+
+def test_a_section_that_occurs_twice_counts_as_python_reads_it(tmp_path: Path) -> None:
+    """Look at what the library is given, not at what it might find in the file."""
+    definition = (
+        tokenizer().to_str().replace('"normalizer":null', f'"normalizer":{json.dumps(DOUBLED)},"normalizer":null')
+    )
+    assert definition.count('"normalizer"') > 1
+    (tmp_path / "tokenizer.json").write_text(definition)
+    ours = Tokenizer.from_folder(tmp_path)
+    assert ours._guarded is None and ours.encode(LONG).tolist() == tokenizer().encode(LONG).ids
 
 
 @pytest.mark.parametrize(
@@ -405,3 +421,38 @@ def test_tokens_that_take_forever_to_cut_are_refused() -> None:
     metadata["tokenizer.ggml.tokens"][-1] = "x" * (1 << 15)
     with pytest.raises(FileError, match=r"tokens: lengths squared must sum to 268435456 at most"):
         Tokenizer.from_gguf(Path("a"), metadata)
+
+
+JUNK: list[Any] = [None, True, 0, -1, 1.5, "", "x", [], [1], {}, {"type": "ByteLevel"}, {"type": ["NFC"]}, {"type": ""}]
+SECTIONS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model", "version", "padding")
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_whatever_a_section_holds(section: str, tmp_path: Path) -> None:
+    """Read it, or refuse it in one line; and so the keys of the model."""
+    model = json.loads(tokenizer().to_str())["model"]
+    changes = [{section: junk} for junk in JUNK]
+    if section == "model":
+        changes += [{"model": {**model, key: junk}} for key in model for junk in JUNK]
+    for change in changes:
+        try:
+            ours = Tokenizer.from_folder(write(tmp_path, change))
+        except FileError as error:
+            assert "\n" not in str(error) and len(str(error)) < 1000
+        else:
+            assert ours._guarded or isinstance(ours.decode(ours.encode("the")), str)
+
+
+def test_whatever_metadata_hold(metadata: dict[str, Any]) -> None:
+    keys = ("model", "pre", "tokens", "token_type", "merges", "scores", "bos_token_id", "eos_token_id", "add_bos_token",
+            "eot_token_id", "eos_token_ids", "unknown_token_id", "add_space_prefix")  # fmt: skip
+    pieces, _ = sentence_pieces(0)
+    for whole in (metadata, pieces):
+        for key in keys:
+            for junk in [*JUNK, np.zeros(3), np.zeros((2, 2)), ["a"] * 300, ["a b"], 2**70]:
+                try:
+                    ours = Tokenizer.from_gguf(Path("a.gguf"), {**whole, f"tokenizer.ggml.{key}": junk})
+                except FileError as error:
+                    assert "\n" not in str(error) and len(str(error)) < 1000
+                else:
+                    assert len(ours.encode("the")) and ours.ends

@@ -1,6 +1,7 @@
 """A decoder's numbers: by name, from a config.json, from GGUF metadata, and one GPU's share of them."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -278,3 +279,40 @@ def test_factors_per_pair_stand_alone() -> None:
 
 def test_windows_of_gguf_are_ignored_as_in_llama_cpp() -> None:
     assert Config.from_gguf({**GGUF, "llama.attention.sliding_window": 4096}).window is None
+
+
+JUNK: list[Any] = [
+    None, True, False, 0, -1, 1, 1.5, -0.0, 10**12, 10**400, float("nan"), float("inf"), "", "1", [], [1], [[]], {},
+    {"a": {}}, {"rope_type": {}}, {"factor": [1]},
+]  # fmt: skip
+OF_ROPE_KEYS = ("rope_type", "type", "factor", "rope_theta", "low_freq_factor", "original_max_position_embeddings")
+
+
+def read_or_refuse(read: Callable[[Any], Config], source: dict[str, Any]) -> None:
+    """Accept a config that can be written and read back, or an error of one line."""
+    try:
+        config = read(source)
+    except ArgumentError as error:
+        assert "\n" not in str(error) and len(str(error)) < 1000
+    else:
+        assert Config.from_json(config.to_json()) == config and config.window_of(0) in (None, config.window)
+
+
+@pytest.mark.parametrize("source", [LLAMA31, MISTRAL, MIXTRAL, QWEN2], ids=["llama", "mistral", "mixtral", "qwen2"])
+def test_whatever_a_key_of_a_config_holds(source: dict[str, Any]) -> None:
+    further = {"layer_types", "max_window_layers", "rope_parameters", "partial_rotary_factor", "head_dim",
+               "original_max_position_embeddings", "max_position_embeddings", "per_layer_config"}  # fmt: skip
+    for junk in JUNK:
+        for key in source.keys() | further:
+            read_or_refuse(Config.from_json, {**source, key: junk})
+        for key in OF_ROPE_KEYS:
+            read_or_refuse(Config.from_json, {**source, "rope_scaling": {**LLAMA31["rope_scaling"], key: junk}})
+
+
+def test_whatever_metadata_of_gguf_hold() -> None:
+    further = ("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor",
+               "context_length", "attention.key_length", "attention.value_length", "vocab_size")  # fmt: skip
+    keys = {*GGUF, *(f"llama.{key}" for key in further)}
+    for junk in [*JUNK, np.zeros(3), np.uint32(7), np.float32(np.nan), ["a", "b"]]:
+        for key in keys:
+            read_or_refuse(Config.from_gguf, {**GGUF, key: junk})
