@@ -373,7 +373,7 @@ def beside(name: str, torch_file: bool = False) -> Callable[[Path, np.random.Gen
         import torch
         from safetensors.torch import load_file, save_file
 
-        ones = {}
+        ones: dict[str, Any] = {}
         for source in weights_in(folder):
             tensors = torch.load(source, weights_only=True) if source.suffix == ".bin" else load_file(source)
             ones |= {name: torch.ones_like(weights) for name, weights in tensors.items()}

@@ -139,7 +139,7 @@ def _metadata(config: dict[str, Any], arch: str) -> dict[str, Any]:
         numbers["rope.scaling.type"] = "linear"
         numbers["rope.scaling.factor"] = float(config["rope_parameters"]["factor"])
     return {
-        key if key.startswith(("general.", "tokenizer.")) else f"{arch}.{key}": value for key, value in numbers.items()
+        key if key.startswith(("general.", "tokenizer.")) else f"{arch}.{key}": number for key, number in numbers.items()
     }
 
 
