@@ -138,9 +138,8 @@ def _metadata(config: dict[str, Any], arch: str) -> dict[str, Any]:
     if config["rope_parameters"]["rope_type"] == "linear":
         numbers["rope.scaling.type"] = "linear"
         numbers["rope.scaling.factor"] = float(config["rope_parameters"]["factor"])
-    return {
-        key if key.startswith(("general.", "tokenizer.")) else f"{arch}.{key}": number for key, number in numbers.items()
-    }
+    of_any = ("general.", "tokenizer.")  # keys that do not begin with the architecture
+    return {key if key.startswith(of_any) else f"{arch}.{key}": number for key, number in numbers.items()}
 
 
 def _write(file: GgufDraft, path: Path) -> None:
