@@ -138,8 +138,7 @@ def _metadata(config: dict[str, Any], arch: str) -> dict[str, Any]:
     if config["rope_parameters"]["rope_type"] == "linear":
         numbers["rope.scaling.type"] = "linear"
         numbers["rope.scaling.factor"] = float(config["rope_parameters"]["factor"])
-    of_any = ("general.", "tokenizer.")  # keys that do not begin with the architecture
-    return {key if key.startswith(of_any) else f"{arch}.{key}": number for key, number in numbers.items()}
+    return {key if key.startswith(_OF_ANY) else f"{arch}.{key}": number for key, number in numbers.items()}
 
 
 def _write(file: GgufDraft, path: Path) -> None:
