@@ -86,6 +86,7 @@ def by_products(model: torch.nn.Module) -> Weights:
 
 def _write_gptqmodel(source: Path, folder: Path, **settings: Any) -> Weights:
     os.environ["GPTQMODEL_CPU_WORKERS"] = "2"
+    os.chdir(tempfile.mkdtemp())  # the library writes logs into the working directory
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
     from gptqmodel.nn_modules.qlinear import BaseQuantLinear
 
@@ -283,4 +284,4 @@ def _without_machine(source: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    record(sys.argv[1], Path(sys.argv[2]))
+    record(sys.argv[1], Path(sys.argv[2]).resolve())
