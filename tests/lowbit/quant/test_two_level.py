@@ -17,7 +17,7 @@ from ptxlab.lowbit.quant import (
 )
 from tests.support import strategies
 
-ROUNDINGS = ("nearest", "ceiling", "search")
+ROUNDINGS = ("nearest", "ceiling", "search", "levels")
 QUANTISERS = {"qoq": quantize_qoq, **{f"lqq {r}": partial(quantize_lqq, rounding=r) for r in ROUNDINGS}}
 every_scheme = pytest.mark.parametrize("quantise", QUANTISERS.values(), ids=QUANTISERS.keys())
 
