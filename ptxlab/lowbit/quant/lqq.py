@@ -2,7 +2,7 @@
 
 At protective range 119 no byte of the kernel's q4·s1 + a leaves [9, 255], for every rounding of s1: s1 <= 16 bounds the
 product by 240 and the rounding error by 8, so q4·s1 + a = q8' + 128 <= 119 + 8 + 128. Nearest and ceiling hold up to
-range 120 and overflow from 121 on, search from 120 on. Levels keeps every nibble of a group within s8 at any range.
+range 120 and overflow from 121 on, search and levels from 120 on.
 """
 
 from dataclasses import dataclass
@@ -145,7 +145,7 @@ def _levels_of_least_error(shifted: F32, minimum: F32) -> tuple[F32, F32]:
         step = extent / count
         candidate = np.rint(step).clip(1, MAX_GROUP_SCALE)
         offset = np.rint((candidate - step) * _nearest(shifted, step).mean(axis=2))
-        offset = offset.clip(minimum - 127 + 15 * candidate, minimum + 128)  # no nibble of the group leaves s8
+        offset = np.minimum(offset, minimum + 128)  # the lowest level is an s8
         error = _squared_error(shifted + offset[:, :, None], candidate)
         better = error < least
         scale, below = np.where(better, candidate, scale), np.where(better, offset, below)

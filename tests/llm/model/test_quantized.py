@@ -19,7 +19,7 @@ def test_weights_are_the_quantisers_fused_and_packed() -> None:
     rounded = QuantizedModel.rounded(model, "lqq", 32, progress=said.append)
     layer, found = model.layers[0], rounded.layers[0]
     right = pack(
-        quant.quantize_lqq(np.concatenate([layer["q"], layer["k"], layer["v"]]), 32, rounding="search"), "strips"
+        quant.quantize_lqq(np.concatenate([layer["q"], layer["k"], layer["v"]]), 32, rounding="levels"), "strips"
     )
     assert all(np.array_equal(right.buffers[name], array) for name, array in found.qkv.buffers.items())
     gate_up = np.concatenate([layer["gate"], layer["up"]])
@@ -44,7 +44,7 @@ def test_other_schemes_and_bfloat16(scheme: str, kind: type) -> None:
         ({"scheme": "awq"}, r"scheme: must be one of lqq, qoq, qoq_channel \(got awq\)"),
         ({"group": 48}, r"group: must be one of 32, 64, 128 \(got 48\)"),
         ({"group": 64}, r"w: K must be a multiple of the group \(got K=96, group=64\)"),  # of down
-        ({"rounding": "up"}, r"rounding: must be one of nearest, ceiling, search \(got up\)"),
+        ({"rounding": "up"}, r"rounding: must be one of nearest, ceiling, search, levels \(got up\)"),
         ({"dtype": "float32"}, r"dtype: must be one of float16, bfloat16 \(got float32\)"),
         ({"layout": "tiles"}, r"layout: must be one of .* \(got tiles\)"),
     ],
