@@ -9,12 +9,14 @@ import pytest
 import tokenizers
 
 from ptxlab import gpu
+from ptxlab.io import downloads
 from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.folder import load
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.cli import generate as commands
 from ptxlab.llm.cli.generate import _Text
 from ptxlab.llm.model import Footprint, KernelRunner, NumpyRunner, QuantizedModel, generate
+from tests.support.pages import ROOT
 from tests.support.small_models import write_folder
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}  # one head of 64 dimensions
@@ -256,3 +258,18 @@ def test_an_unavailable_gpu_names_numpy(cli: Any, folder: Path, monkeypatch: pyt
     monkeypatch.setattr(gpu, "why_not", lambda *_, **__: "no CUDA device")
     code, _, err = cli("generate", "a", "--model", folder, "--backend", "gpu")
     assert code == 2 and err.strip() == "error: --backend gpu: no CUDA device; pass --backend numpy"
+
+
+@pytest.mark.full
+def test_the_trained_model_says_what_the_guide_shows(cli: Any, tmp_path: Path) -> None:
+    """Two of the ten prompts, with the options of README's first text."""
+    if downloads.find("smollm2") is None:
+        pytest.skip("not in the cache: ptxlab weights smollm2")
+    page = (ROOT / "notebooks" / "guide" / "generate.md").read_text(encoding="utf-8")
+    prompts = ("The capital of France is", "The largest planet in the solar system is")
+    shown = [re.search(rf"^\| {re.escape(prompt)} \| (.*?) \|", page, re.MULTILINE) for prompt in prompts]
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(prompts), encoding="utf-8")
+    found = json.loads(cli("generate", "--prompts", path, "--backend", "numpy", "--tokens", 32, "--json")[1])
+    said = [" ".join(request["text"].split()) for request in found["requests"]]
+    assert said == [match and match[1] for match in shown]
