@@ -107,8 +107,9 @@ def _divide(shifted: F32, scale: F32) -> F32:
 
 def _nearest(shifted: F32, step: F32) -> F32:
     """Count the steps of its group to which each element of f32 [N, K/g, g] is nearest."""
-    steps = shifted / step[:, :, None]
-    return np.rint(steps, out=steps)
+    steps: F32 = shifted / step[:, :, None]
+    np.rint(steps, out=steps)
+    return steps
 
 
 def _squared_error(shifted: F32, scale: F32) -> F32:
