@@ -60,7 +60,7 @@ config
 # too, and the norms.
 
 # %%
-rounded = QuantizedModel.rounded(model, scheme="lqq", group=64)
+rounded = QuantizedModel.rounded(model, scheme="lqq", group=64, rounding="search")
 weights = dequantized(rounded)  # what the integers stand for
 weights = replace(weights, layers=list(weights.layers))
 

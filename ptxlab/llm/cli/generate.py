@@ -68,7 +68,7 @@ def generate(
         float, typer.Option(help="0: the likeliest token. Above: draw from softmax(logits / T).")
     ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
-    group: Annotated[int, typer.Option(help="Weights per level-2 scale where they are rounded here.")] = 64,
+    group: Annotated[int, typer.Option(help="Weights per level-2 scale where they are rounded here.")] = 32,
     head: Annotated[
         str, typer.Option(help="What the LM head multiplies in: float16, or int8: half its bytes, exact sums.")
     ] = "float16",

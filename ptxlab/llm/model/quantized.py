@@ -47,9 +47,9 @@ class QuantizedModel:
         cls,
         model: FloatModel,
         scheme: str = "lqq",
-        group: int = 64,
+        group: int = 32,
         *,
-        rounding: Rounding = "search",
+        rounding: Rounding = "levels",
         layout: str = "strips",
         dtype: str = "float16",
         progress: Callable[[str], None] = lambda label: None,
@@ -60,7 +60,8 @@ class QuantizedModel:
             model: NumPy arrays.
             scheme: `lqq` or `qoq`, in groups of `group`, or `qoq_channel`.
             group: 32, 64 or 128; `qoq_channel` ignores it.
-            rounding: of LQQ's group scales (`quantize_lqq`); searched scales cost seconds and save much of the error.
+            rounding: of LQQ's groups (`quantize_lqq`). "levels" costs seconds, saves much of the error, and in groups
+                of 32 nearly all of it where a file held the weights in 4 bits.
             layout: of the packing.
             dtype: of what lies between the kernels, `float16` or `bfloat16`.
             progress: called before each layer with its name.

@@ -14,7 +14,7 @@ from ptxlab.lowbit import reference
 from ptxlab.validate import is_one_of
 
 GROUPS = (32, 64, 128)  # group sizes along K
-STRIP = 1 << 20  # elements that a quantiser works on at a time, so that they stay in the cache
+STRIP = 1 << 17  # elements that a quantiser works on at a time, so that its temporaries stay in a core's cache
 DEVICE_STRIP = 1 << 26  # the same on a GPU, where a launch costs more than a million elements
 _HOST = 1  # DLPack's device type
 _FLOATS = ("float16", "bfloat16", "float32", "float64")

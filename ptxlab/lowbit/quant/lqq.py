@@ -2,7 +2,7 @@
 
 At protective range 119 no byte of the kernel's q4·s1 + a leaves [9, 255], for every rounding of s1: s1 <= 16 bounds the
 product by 240 and the rounding error by 8, so q4·s1 + a = q8' + 128 <= 119 + 8 + 128. Nearest and ceiling hold up to
-range 120 and overflow from 121 on, search from 120 on.
+range 120 and overflow from 121 on, search and levels from 120 on.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,16 @@ from ptxlab.lowbit.quant.level1 import PROTECTIVE_RANGE, quantize_level1
 from ptxlab.lowbit.quant.two_level import TwoLevelWeight
 from ptxlab.validate import is_one_of
 
-Rounding = Literal["nearest", "ceiling", "search"]
+Rounding = Literal["nearest", "ceiling", "search", "levels"]
 MAX_GROUP_SCALE = 16  # what kernels admit; 15·16 = 240 spans every group up to range 120, beyond that the top clips
+# From end to end of a group. Weights that lie on 16 levels, as those of 4-bit files, span 15 steps or fewer; numbers
+# below 8 have a multiple among these.
+_STEPS = range(15, 7, -1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LQQWeight(TwoLevelWeight):
-    """LQQ: w = (q4·group_scale + minimum)·channel_scale, with `minimum` s8 [N, K/g], the smallest q8 of the group."""
+    """LQQ: w = (q4·group_scale + minimum)·channel_scale, with `minimum` s8 [N, K/g], the lowest level of the group."""
 
     minimum: S8
 
@@ -53,8 +56,11 @@ def quantize_lqq(
 
     `rounding` is how the level-2 scale becomes an integer in 1..16: "nearest" as in the paper (which may clip the top
     of a group), "ceiling" (which never clips at range 120 or less), or "search" for the scale that minimises the
-    group's squared error. Raises ArgumentError as `quantize_level1` does, for an unknown group or a K that is not a
-    multiple of it, and for an unknown rounding.
+    group's squared error. "levels" searches for scale and minimum, which need not be the smallest weight, with 8 to 15
+    steps from end to end of the group; it finds the levels of weights that 4 bits held before.
+
+    Raises ArgumentError as `quantize_level1` does, for an unknown group or a K that is not a multiple of it, and for an
+    unknown rounding.
 
     `protective_range` 120 is proved safe for nearest and ceiling (claims `quantiser lqq nearest` of `ptxlab prove`).
     """
@@ -71,40 +77,78 @@ def quantize_lqq(
 def lqq_groups(q8: S8, group: int, rounding: Rounding = "nearest") -> tuple[U8, U8, S8]:
     """Level 2 of LQQ on integers q8 s8 [N, K]: (q4 u8 [N, K], scale u8 [N, K/g], minimum s8 [N, K/g]).
 
-    A group of equal values has scale 1 and q4 = 0.
+    A group of equal values has scale 1 and, except with "levels", q4 = 0.
     """
     q4, scale, minimum = by_strips(lambda strip: _lqq_strip(strip, group, rounding), q8)
     return q4, scale, minimum
 
 
 def _lqq_strip(q8: S8, group: int, rounding: Rounding) -> tuple[U8, U8, S8]:
-    groups = q8.reshape(q8.shape[0], -1, group)
+    groups = q8.reshape(q8.shape[0], -1, group).astype(np.float32)
     minimum = groups.min(axis=2)
-    shifted = groups.astype(np.float32) - minimum[:, :, None]
-    if rounding == "search":
+    shifted = groups - minimum[:, :, None]
+    if rounding == "levels":
+        scale, below = _levels_of_least_error(shifted, minimum)
+        minimum -= below
+        shifted += below[:, :, None]
+    elif rounding == "search":
         scale = _scale_of_least_error(shifted)
     else:
         round_scale = np.rint if rounding == "nearest" else np.ceil
         scale = round_scale(shifted.max(axis=2) / 15).clip(1, MAX_GROUP_SCALE)
     q4 = _divide(shifted, scale)
-    return q4.astype(np.uint8).reshape(q8.shape), scale.astype(np.uint8), minimum
+    return q4.astype(np.uint8).reshape(q8.shape), scale.astype(np.uint8), minimum.astype(np.int8)
 
 
 def _divide(shifted: F32, scale: F32) -> F32:
-    q4: F32 = np.rint(shifted / scale[:, :, None]).clip(0, 15)
-    return q4
+    q4 = _nearest(shifted, scale)
+    return q4.clip(0, 15, out=q4)
+
+
+def _nearest(shifted: F32, step: F32) -> F32:
+    """Count the steps of its group to which each element of f32 [N, K/g, g] is nearest."""
+    steps: F32 = shifted / step[:, :, None]
+    np.rint(steps, out=steps)
+    return steps
+
+
+def _squared_error(shifted: F32, scale: F32) -> F32:
+    """Sum it over each group; the sums are integers below 2^24, so float32 compares them exactly."""
+    error = _divide(shifted, scale)
+    error *= scale[:, :, None]
+    error -= shifted
+    error *= error
+    total: F32 = error.sum(axis=2)
+    return total
 
 
 def _scale_of_least_error(shifted: F32) -> F32:
-    """The scale in 1..16 of least squared error per group of f32 [N, K/g, g]; of equally good ones the smallest.
-
-    The sums are integers below 2^24, so float32 compares them exactly.
-    """
+    """The scale in 1..16 of least squared error per group of f32 [N, K/g, g]; of equally good ones the smallest."""
     best = np.ones_like(shifted[:, :, 0])
     least = np.full_like(best, np.inf)
     for candidate in range(1, MAX_GROUP_SCALE + 1):
         scale = np.full_like(best, candidate)
-        error = ((_divide(shifted, scale) * scale[:, :, None] - shifted) ** 2).sum(axis=2)
+        error = _squared_error(shifted, scale)
         best = np.where(error < least, scale, best)
         least = np.minimum(error, least)
     return best
+
+
+def _levels_of_least_error(shifted: F32, minimum: F32) -> tuple[F32, F32]:
+    """Find scale and lowest level, as how far it lies below the minimum, of least squared error per group.
+
+    Each number of steps from end to end has its step, which is rounded to a scale. The mean error then vanishes, to a
+    rounding, if the lowest level lies lower by the rounding times the mean of the weights in steps.
+    """
+    extent = np.maximum(shifted.max(axis=2), 1)
+    scale, below, least = np.ones_like(extent), np.zeros_like(extent), np.full_like(extent, np.inf)
+    for count in _STEPS:
+        step = extent / count
+        candidate = np.rint(step).clip(1, MAX_GROUP_SCALE)
+        offset = np.rint((candidate - step) * _nearest(shifted, step).mean(axis=2))
+        offset = np.minimum(offset, minimum + 128)  # the lowest level is an s8
+        error = _squared_error(shifted + offset[:, :, None], candidate)
+        better = error < least
+        scale, below = np.where(better, candidate, scale), np.where(better, offset, below)
+        least = np.minimum(error, least)
+    return scale, below

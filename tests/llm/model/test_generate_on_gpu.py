@@ -202,7 +202,7 @@ def test_the_trained_model_writes_the_same_text() -> None:
     if weights.find("smollm2") is None:
         pytest.skip("smollm2 is not here; ptxlab weights smollm2")
     floats, tokenizer = open_model("smollm2")
-    model = QuantizedModel.rounded(floats)
+    model = QuantizedModel.rounded(floats, group=64, rounding="search")
     prompts = [tokenizer.encode(prompt).tolist() for prompt in PROMPTS]
     context = max(map(len, prompts)) + TOKENS
     ours, theirs = (kind(model, len(prompts), context) for kind in (OnTheGpu, KernelRunner))

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import ArgumentError
-from ptxlab.llm.model import FloatModel, QuantizedModel
+from ptxlab.io import downloads
+from ptxlab.llm.accuracy.text import open_text, tokens_of, windows
+from ptxlab.llm.checkpoints import open_model
+from ptxlab.llm.checkpoints.open import dequantized
+from ptxlab.llm.model import FloatModel, QuantizedModel, perplexity
+from ptxlab.llm.model.decoder import EXACT
+from ptxlab.llm.model.numerics import FakeQuantized
 from ptxlab.lowbit import quant
 from ptxlab.lowbit.layout import pack, unpack
 from tests.support.layers import TINY_MODEL
@@ -19,7 +25,7 @@ def test_weights_are_the_quantisers_fused_and_packed() -> None:
     rounded = QuantizedModel.rounded(model, "lqq", 32, progress=said.append)
     layer, found = model.layers[0], rounded.layers[0]
     right = pack(
-        quant.quantize_lqq(np.concatenate([layer["q"], layer["k"], layer["v"]]), 32, rounding="search"), "strips"
+        quant.quantize_lqq(np.concatenate([layer["q"], layer["k"], layer["v"]]), 32, rounding="levels"), "strips"
     )
     assert all(np.array_equal(right.buffers[name], array) for name, array in found.qkv.buffers.items())
     gate_up = np.concatenate([layer["gate"], layer["up"]])
@@ -44,7 +50,7 @@ def test_other_schemes_and_bfloat16(scheme: str, kind: type) -> None:
         ({"scheme": "awq"}, r"scheme: must be one of lqq, qoq, qoq_channel \(got awq\)"),
         ({"group": 48}, r"group: must be one of 32, 64, 128 \(got 48\)"),
         ({"group": 64}, r"w: K must be a multiple of the group \(got K=96, group=64\)"),  # of down
-        ({"rounding": "up"}, r"rounding: must be one of nearest, ceiling, search \(got up\)"),
+        ({"rounding": "up"}, r"rounding: must be one of nearest, ceiling, search, levels \(got up\)"),
         ({"dtype": "float32"}, r"dtype: must be one of float16, bfloat16 \(got float32\)"),
         ({"layout": "tiles"}, r"layout: must be one of .* \(got tiles\)"),
     ],
@@ -52,3 +58,17 @@ def test_other_schemes_and_bfloat16(scheme: str, kind: type) -> None:
 def test_bad_settings_are_refused(how: dict[str, object], message: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{message}$"):
         QuantizedModel.rounded(FloatModel.random(TINY_MODEL), **{"group": 32, **how})  # type: ignore[arg-type]
+
+
+@pytest.mark.full
+def test_the_trained_model_loses_at_most_a_quarter_as_served() -> None:
+    """Weights, activations and cache of SmolLM2 by default, on three windows of 512 tokens: 1.23x."""
+    for name in ("smollm2", "wikipedia"):
+        if downloads.find(name) is None:
+            pytest.skip(f"not in the cache: ptxlab weights {name}")
+    model, tokenizer = open_model("smollm2")
+    text = windows(tokens_of(open_text().evaluation, tokenizer), 512, 3)
+    of_floats = perplexity(model, text)
+    quantized = dequantized(QuantizedModel.rounded(model))
+    of_weights, as_served = (perplexity(quantized, text, numerics) for numerics in (EXACT, FakeQuantized()))
+    assert as_served <= 1.25 * of_floats and of_weights <= 1.08 * of_floats

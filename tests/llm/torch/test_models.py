@@ -21,7 +21,8 @@ PROMPTS = [[5, 7, 11, 13, 17, 19], [23, 29, 31]]
 def quantized(model: Any) -> QuantizedModel:
     from ptxlab.llm.torch.models import float_model
 
-    return QuantizedModel.rounded(float_model(model), rounding="nearest", dtype=str(model.dtype).removeprefix("torch."))
+    dtype = str(model.dtype).removeprefix("torch.")
+    return QuantizedModel.rounded(float_model(model), group=64, rounding="nearest", dtype=dtype)
 
 
 def theirs(model: Any, prompts: list[list[int]], **how: Any) -> tuple[list[list[int]], Any]:

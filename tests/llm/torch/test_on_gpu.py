@@ -137,7 +137,7 @@ def test_generates_the_tokens_of_our_runner(family: str, compiled: bool) -> None
     from ptxlab.llm.torch.models import float_model
 
     model = small(family)
-    ready = QuantizedModel.rounded(float_model(model), rounding="nearest")
+    ready = QuantizedModel.rounded(float_model(model), group=64, rounding="nearest")
     runner = KernelRunner(ready, len(PROMPTS), CONTEXT)
     wanted = np.array(list(generate(runner, PROMPTS, TOKENS))).T.tolist()
     model = quantize_model(model.cuda(), ready)

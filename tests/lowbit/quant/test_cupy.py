@@ -16,6 +16,7 @@ QUANTISERS = [
     quant.quantize_lqq,
     lambda w: quant.quantize_lqq(w, rounding="ceiling"),
     lambda w: quant.quantize_lqq(w, rounding="search"),
+    lambda w: quant.quantize_lqq(w, 32, rounding="levels"),
     quant.quantize_atom_weight,
     lambda w: quant.quantize_atom_activations(w, 64, 64, rules=quant.ATOM_CODE),
 ]

@@ -84,7 +84,7 @@ def test_refuses_a_protective_range(quantise, protective_range):
 
 
 def test_refuses_an_unknown_rounding():
-    with pytest.raises(ArgumentError, match=r"rounding: must be one of nearest, ceiling, search \(got floor\)"):
+    with pytest.raises(ArgumentError, match=r"rounding: must be one of nearest, ceiling, search, levels \(got floor\)"):
         quantize_lqq(weights(), rounding="floor")
 
 

@@ -17,7 +17,8 @@ from ptxlab.lowbit.quant import (
 )
 from tests.support import strategies
 
-ROUNDINGS = ("nearest", "ceiling", "search")
+FROM_THE_SMALLEST = ("nearest", "ceiling", "search")  # roundings whose levels begin at the smallest weight of a group
+ROUNDINGS = (*FROM_THE_SMALLEST, "levels")
 QUANTISERS = {"qoq": quantize_qoq, **{f"lqq {r}": partial(quantize_lqq, rounding=r) for r in ROUNDINGS}}
 every_scheme = pytest.mark.parametrize("quantise", QUANTISERS.values(), ids=QUANTISERS.keys())
 
@@ -73,7 +74,7 @@ def test_fields_of_qoq(case):
 
 
 @pytest.mark.full_cases("nearest")
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rounding", FROM_THE_SMALLEST)
 @given(case=strategies.weight_groups())
 def test_fields_of_lqq(rounding, case):
     weight = quantize_lqq(case.w, case.group, rounding=rounding)
@@ -100,6 +101,58 @@ def test_search_is_the_best_of_all_scales(case):
         errors.append(((q4 * scale - shifted) ** 2).sum(axis=2))
     _, scale, _ = lqq_groups(case.q8, case.group, "search")
     np.testing.assert_array_equal(scale, np.argmin(errors, axis=0) + 1)
+
+
+@given(case=strategies.integer_groups(-127, 127))
+def test_every_weight_is_at_the_nearest_level_of_its_group(case):
+    q4, scale, minimum = (array.astype(int) for array in lqq_groups(case.q8, case.group, "levels"))
+    K = case.q8.shape[1]
+    values = by_group(minimum, K)[:, :, None] + by_group(scale, K)[:, :, None] * np.arange(16)
+    distance = np.abs(values - case.q8[:, :, None])
+    np.testing.assert_array_equal(np.take_along_axis(distance, q4[:, :, None], 2)[:, :, 0], distance.min(axis=2))
+
+
+@pytest.mark.parametrize("steps", range(8, 16))
+def test_levels_that_are_integers_stay(steps):
+    """With any scale, at either end of the range."""
+    places = np.random.default_rng(steps).integers(0, steps + 1, 32)
+    places[[3, 20]] = 0, steps
+    for scale in range(1, min(16, 238 // steps) + 1):
+        for low in (-119, 119 - steps * scale):
+            q8 = (low + scale * places)[None].astype(np.int8)
+            q4, group_scale, minimum = lqq_groups(q8, 32, "levels")
+            np.testing.assert_array_equal(q4 * group_scale.astype(int) + minimum, q8)
+
+
+def relative_error(weight, w):
+    return float(np.linalg.norm(weight.dequantize() - w) / np.linalg.norm(w))
+
+
+def in_4_bits(symmetric, size):
+    """Weights [64, 512] as files hold them, on 16 levels of float scales: -8 to 7 times a scale, or from any float."""
+    w = np.random.default_rng(0).standard_normal((64, 512 // size, size))
+    if symmetric:
+        scale = np.abs(w).max(axis=2, keepdims=True) / 8
+        start = -8 * scale
+    else:
+        scale = np.ptp(w, axis=2, keepdims=True) / 15
+        start = w.min(axis=2, keepdims=True)
+    levels = np.rint((w - start) / scale).clip(0, 15) * scale + start
+    return levels.reshape(64, 512).astype(np.float32)
+
+
+@pytest.mark.parametrize("size", [32, 64, 128])
+@pytest.mark.parametrize("symmetric", [False, True], ids=["affine", "symmetric"])
+def test_weights_that_were_in_4_bits_keep_more_by_their_levels(symmetric, size):
+    w = in_4_bits(symmetric, size)
+    levels, search = (relative_error(quantize_lqq(w, 32, rounding=rounding), w) for rounding in ("levels", "search"))
+    assert levels < 0.045 and levels < (0.6 if size == 32 else 0.9) * search
+
+
+def test_other_weights_lose_no_more_by_levels_than_by_a_search_of_scales():
+    w = np.random.default_rng(0).standard_normal((64, 512)).astype(np.float32)
+    levels, search = (relative_error(quantize_lqq(w, 32, rounding=rounding), w) for rounding in ("levels", "search"))
+    assert levels < search < 0.08
 
 
 @pytest.mark.full
