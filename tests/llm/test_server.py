@@ -13,6 +13,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.llm import server
 from ptxlab.llm.accuracy.parting import parting
 from ptxlab.llm.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel
+from ptxlab.llm.model.sampling import Sampling
 from ptxlab.llm.server import Request, Server, _drawn
 from tests.support.layers import TINY_MODEL
 from tests.support.serving import Served, random_requests, soak
@@ -63,7 +64,7 @@ def test_a_soak_of_random_requests() -> None:
         pass
     these.finish()
     assert these.preempted and these.cancelled
-    assert {request.temperature for _, request in these.requests} == {0.0, 20.0}
+    assert {request.sampling.temperature for _, request in these.requests} == {0.0, 20.0}
     assert any(len(request.tokens) < request.most for _, request in these.requests)
 
 
@@ -107,7 +108,8 @@ def test_the_first_other_token_is_found(temperature: float, at: int) -> None:
     runner = ALONE["float16"]
     logits = runner.prefill([[1, 2, 3, 4, *right[:at]]])[0].astype(float)
     wrong = (right[at] + 7) % 260
-    request = Request([1, 2, 3, 4], 8, temperature=temperature, seed=3, tokens=[*right[:at], wrong, 5, 6])
+    sampling = Sampling(temperature=temperature, seed=3)
+    request = Request([1, 2, 3, 4], 8, sampling=sampling, tokens=[*right[:at], wrong, 5, 6])
     found = parting(runner, request)
     assert found is not None and (found.position, found.token, found.alone) == (at, wrong, right[at])
     assert found.spread == pytest.approx(logits.std())
@@ -119,7 +121,7 @@ def test_the_first_other_token_is_found(temperature: float, at: int) -> None:
         assert found.margin == pytest.approx(max(below[wrong] - drawn, drawn - below[wrong + 1]))
     else:
         assert found.margin == logits.max() - logits[wrong] > 0
-    assert parting(runner, Request([1, 2, 3, 4], 8, temperature=temperature, seed=3, tokens=right)) is None
+    assert parting(runner, Request([1, 2, 3, 4], 8, sampling=sampling, tokens=right)) is None
     assert parting(runner, Request([1], 8)) is None
 
 
@@ -328,7 +330,7 @@ def test_a_cancelled_request_gives_its_pages_back() -> None:
 
 def test_draws_have_the_probabilities_of_the_softmax() -> None:
     logits, uniform = np.array([[2.0, 0.0, -np.inf, 1.0]], np.float16), np.linspace(0, 1, 20_000, endpoint=False)
-    tokens = _drawn(logits.repeat(20_000, 0), np.full((20_000, 1), 0.5), uniform[:, None])
+    tokens = _drawn(2 * logits.repeat(20_000, 0).astype(float), uniform[:, None])
     right = np.exp(2 * logits[0].astype(float)) / np.exp(2 * logits[0].astype(float)).sum()
     assert np.abs(np.bincount(tokens, minlength=4) / 20_000 - right).max() < 1e-4
 

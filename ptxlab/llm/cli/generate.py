@@ -31,11 +31,11 @@ from ptxlab.llm.checkpoints.open import is_quantized, open_tokenizer
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.cli.models import ModelBackend, opened_model
 from ptxlab.llm.model import Config, FloatModel, Footprint, KernelRunner, NumpyRunner, QuantizedModel, Runner
-from ptxlab.llm.model.generate import check_sampling
 from ptxlab.llm.model.generate import generate as generated
 from ptxlab.llm.model.kernel_runner import PROMPT_ATTENTIONS, require_torch
 from ptxlab.llm.model.memory import budget, largest_batch, require_batch, weights_of
 from ptxlab.llm.model.runner import HEADS, PAGE
+from ptxlab.llm.model.sampling import Sampling
 from ptxlab.llm.server import Request, Server
 from ptxlab.lowbit.quant import GROUPS
 
@@ -383,7 +383,7 @@ def _check(
 def _check_numbers(asked: _Asked) -> None:
     require_counts(tokens=asked.tokens)
     with _options():
-        check_sampling(asked.temperature, asked.seed)
+        Sampling(temperature=asked.temperature, seed=asked.seed)
 
 
 def _open(source: str, *, quiet: bool) -> tuple[FloatModel | QuantizedModel, Tokenizer]:

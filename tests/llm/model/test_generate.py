@@ -12,6 +12,7 @@ from ptxlab.llm.model import FloatModel, KernelRunner, LayerInputs, NumpyRunner,
 from ptxlab.llm.model.generate import choose
 from ptxlab.llm.model.numpy_runner import IntegerProduct
 from ptxlab.llm.model.reference import exact
+from ptxlab.llm.model.sampling import Sampling
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.layout import gather, pack, unpack
 from ptxlab.spec.dtypes import floats, stored
@@ -194,7 +195,7 @@ def test_draws_follow_the_softmax_and_the_seed(model: QuantizedModel) -> None:
 def test_draws_have_the_probabilities_of_the_softmax() -> None:
     rng, logits = np.random.default_rng(0), np.array([2.0, 0.0, 1.0], np.float16)
     many = np.tile(logits, (20_000, 1))
-    tokens = choose(many, 0.5, lambda shape: rng.gumbel(size=shape).astype(np.float32))
+    tokens = choose(many, Sampling(temperature=0.5), lambda shape: rng.gumbel(size=shape).astype(np.float32))
     right = np.exp(2 * logits.astype(float)) / np.exp(2 * logits.astype(float)).sum()
     assert np.abs(np.bincount(tokens, minlength=3) / len(many) - right).max() < 0.015
 
