@@ -1,7 +1,7 @@
 """Tokenizers of Hugging Face folders and GGUF files."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError, FileError, PtxlabError, UnavailableError
 from ptxlab.io.files import read_json, write_text
+from ptxlab.llm.checkpoints.chat import ChatTemplate, Message
 from ptxlab.validate import is_integer
 
 # How byte-level tokenizers split text into words before they merge bytes: `tokenizer.ggml.pre` -> pattern.
@@ -28,6 +29,7 @@ _PATTERNS = {
     "qwen2": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),
 }
 _LLAMA3_NAMES = ("llama-bpe", "llama3")  # a word that is a token is not merged; texts begin with a start token
+_CHATML_START = "<|im_start|>"
 _CONTROL, _USER_DEFINED = 3, 4  # values of `tokenizer.ggml.token_type` of tokens that no merge yields
 
 
@@ -37,10 +39,12 @@ class Tokenizer:
 
     Attributes:
         ends: the tokens that end a generated text.
+        template: of conversations, or None.
     """
 
     ends: tuple[int, ...]
     _library: Any = field(repr=False)
+    template: ChatTemplate | None = field(default=None, repr=False)
 
     @property
     def vocabulary(self) -> int:
@@ -66,6 +70,25 @@ class Tokenizer:
         text: str = self._library.decode([int(token) for token in tokens], skip_special_tokens=True)
         return text
 
+    @property
+    def chats(self) -> bool:
+        """Whether the model can be asked: it has a template, or ChatML's tokens."""
+        return self.template is not None or len(self.encode(_CHATML_START)) == 1
+
+    def encode_chats(self, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
+        """The tokens of conversations, with that of their start, up to where the assistant's next message begins.
+
+        By the model's template; in ChatML where it has none. Raises what `ChatTemplate.render` raises.
+        """
+        if self.template is not None:
+            return [self.encode(text).tolist() for text in self.template.render(chats)]
+        return [self.encode_prompt(_chatml(messages)) for messages in chats]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The tokens of a text that a model goes on from, with that of its start."""
+        tokens: list[int] = self.encode(text).tolist()
+        return tokens if self.start is None else [self.start, *tokens]
+
     @classmethod
     def from_folder(cls, path: Path) -> Self:
         """From tokenizer.json; the end tokens are those of generation_config.json or else config.json.
@@ -80,12 +103,14 @@ class Tokenizer:
             made = kind.from_file(str(file))
         except Exception as error:  # it raises no narrower class
             raise FileError(f"{file}: not a readable tokenizer ({' '.join(str(error).split())})") from None
-        return cls(_ends(path), made)
+        return cls(_ends(path), made, ChatTemplate.from_folder(path))
 
     def save(self, folder: Path) -> None:
-        """Write what `from_folder` reads: tokenizer.json, and generation_config.json."""
+        """Write what `from_folder` reads: tokenizer.json, generation_config.json, and the template."""
         write_text(folder / "tokenizer.json", self._library.to_str())
         write_text(folder / "generation_config.json", json.dumps({"eos_token_id": [*self.ends]}) + "\n")
+        if self.template is not None:
+            self.template.save(folder)
 
     @classmethod
     def from_gguf(cls, path: Path, metadata: Mapping[str, Any]) -> Self:
@@ -115,7 +140,12 @@ class Tokenizer:
             made.post_processor = library().processors.TemplateProcessing(
                 single=f"{tokens[start]} $A", special_tokens=[(tokens[start], start)]
             )
-        return cls((get.token("eos", len(tokens)),), made)
+        return cls((get.token("eos", len(tokens)),), made, ChatTemplate.from_gguf(path, metadata))
+
+
+def _chatml(messages: Sequence[Message]) -> str:
+    turns = [f"{_CHATML_START}{message['role']}\n{message['content']}<|im_end|>\n" for message in messages]
+    return "".join(turns) + f"{_CHATML_START}assistant\n"
 
 
 @dataclass(frozen=True)

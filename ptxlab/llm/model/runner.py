@@ -69,7 +69,7 @@ class Runner(ABC):
         runs: the kind of model.
     """
 
-    runs: type = QuantizedModel
+    runs: type[Any] = QuantizedModel
     model: Any
 
     def __init__(
