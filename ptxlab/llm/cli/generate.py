@@ -1,40 +1,37 @@
 """The command `generate`: text from a model, as it is made; of one prompt, of many at once, or in a conversation."""
 
-import json
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from ptxlab import gpu
 from ptxlab.arithmetic import ceil_div
 from ptxlab.cli.common import (
-    FAILED,
     AsJson,
     CommandLineError,
     expects,
-    interruptible,
-    notes,
-    print_json,
     progress_bar,
     refuse,
     require_counts,
 )
-from ptxlab.errors import ArgumentError, UnavailableError, naming
-from ptxlab.io.files import read_text
+from ptxlab.errors import UnavailableError
 from ptxlab.llm.checkpoints.chat import Message
 from ptxlab.llm.checkpoints.folder import load
 from ptxlab.llm.checkpoints.open import is_quantized, open_tokenizer
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
+from ptxlab.llm.cli.answers import Computing, continue_text, converse, note, serve_prompts
 from ptxlab.llm.cli.models import model_on_gpu, opened_model
-from ptxlab.llm.generated_text import GeneratedText, require_stop
+from ptxlab.llm.cli.prompts import (
+    Prompt,
+    check_prompt,
+    dashed,
+    encode_prompts,
+    naming_options,
+    read_prompts,
+    require_fit,
+)
 from ptxlab.llm.model import (
     Config,
     FloatModel,
@@ -46,11 +43,9 @@ from ptxlab.llm.model import (
     Runner,
     Sampling,
 )
-from ptxlab.llm.model.generate import generate as generated
 from ptxlab.llm.model.kernel_runner import PROMPT_ATTENTIONS, require_torch
 from ptxlab.llm.model.memory import budget, largest_batch, require_batch, weights_of
 from ptxlab.llm.model.runner import HEADS, PAGE
-from ptxlab.llm.server import Request, Server
 from ptxlab.lowbit.quant import GROUPS
 
 PANEL = "Weights"
@@ -157,12 +152,12 @@ def generate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a text, or hold a conversation, with W4A8 weights and a 4-bit KV cache, in the kernels' integers.
+    """Continue a text with W4A8 weights and a 4-bit KV cache, in the integers that the kernels compute.
 
     Without a GPU the same integers are computed in NumPy, where W4A4's folders run as well. Weights that are not
-    quantised yet are rounded to nearest. --scheme float shows what the model says without quantisation.
+    quantised yet are rounded to nearest; --scheme float computes with them as they are. --chat holds a conversation.
     """
-    how = _Computing(model, _backend(backend, scheme), scheme, group, head, prompt_attention, memory, quiet=as_json)
+    how = Computing(model, _backend(backend, scheme), scheme, group, head, prompt_attention, memory, quiet=as_json)
     talks = chat and prompts is None and batch in (None, 1) and not as_json
     if prompts is not None:
         refuse({"PROMPT": prompt}, "goes without --prompts")
@@ -172,18 +167,18 @@ def generate(
         refuse({"--system": system, "--context": context}, "needs --chat")
     _check(how, batch)
     shares = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    asked = _Asked(
+    asked = Prompt(
         prompt or "",
         tokens,
         {"temperature": temperature, "seed": seed, **shares, "repetition_penalty": repetition_penalty},
         tuple(stop or ()),
     )
-    _check_numbers(asked)
+    check_prompt(asked)
     if prompts is None and not temperature:
         usual = asdict(Sampling())
-        changed = {f"--{_dashed(name)}": value for name, value in shares.items() if value != usual[name]}
+        changed = {f"--{dashed(name)}": value for name, value in shares.items() if value != usual[name]}
         refuse(changed, "needs --temperature above 0")
-    many = [asked] if prompts is None else _read_prompts(prompts, asked)
+    many = [asked] if prompts is None else read_prompts(prompts, asked)
     opened, tokenizer = _open(how)
     if chat and not tokenizer.chats:
         raise CommandLineError("--chat needs a model with a chat template, or with <|im_start|> in its vocabulary")
@@ -194,266 +189,20 @@ def generate(
     if talks:
         longest, place = _conversation(context, opened.config), "the conversation"
     else:
-        encoded = _encoded(tokenizer, many, before if chat else None)
-        _check_fit(many, encoded, opened.config.context)
+        encoded = encode_prompts(tokenizer, many, before if chat else None)
+        require_fit(many, encoded, opened.config.context)
         lengths = [len(ids) + each.tokens for ids, each in zip(encoded, many, strict=True)]
         longest, place = max(lengths), many[lengths.index(max(lengths))].where
     size = (batch or 1) if prompts is None else min(batch or _AT_ONCE, len(many))
     runner = _runner(how, opened, size, longest, place, fixed=batch is not None, at_once=prompts is None)
     # A step of one sequence is memory-bound; on a busy machine two threads wait for each other longer than they compute
-    with threadpool_limits(1 if size == 1 else None, "blas"):
+    with threadpool_limits(1 if runner.batch == 1 else None, "blas"):
         if talks:
-            _converse(runner, tokenizer, asked, before, how)
+            converse(runner, tokenizer, asked, before, how)
         elif prompts is None:
-            _continue(runner, tokenizer, asked, encoded[0], how, echo="" if chat else asked.prompt)
+            continue_text(runner, tokenizer, asked, encoded[0], how, echo="" if chat else asked.prompt)
         else:
-            _serve(runner, tokenizer, many, encoded, how)
-
-
-class _Computing(NamedTuple):
-    """What computes: the options that a runner is made of."""
-
-    model: str
-    backend: str
-    scheme: str | None
-    group: int
-    head: str
-    prompt_attention: str
-    memory: float | None
-    quiet: bool
-
-
-class _Asked(NamedTuple):
-    """A prompt, how to go on from it (`sampling` as `Sampling` takes it), and where it was read."""
-
-    prompt: str
-    tokens: int
-    sampling: dict[str, Any]
-    stop: tuple[str, ...] = ()
-    where: str = "the prompt"
-
-
-class _Streamed(NamedTuple):
-    """Text behind prompts, all tokens of the first sequence, and how long it took: seconds, tokens/s."""
-
-    texts: list[GeneratedText]
-    tokens: list[int]
-    prompt_tokens: int
-    prompt_seconds: float
-    rate: float | None
-
-    def note(self, where: str) -> None:
-        """Say how fast it was."""
-        said = f"{self.rate:.1f} tokens/s" if self.rate else "1 token"
-        _note(f"{said}; prompt of {self.prompt_tokens} tokens in {self.prompt_seconds:.2f} s; {where}")
-
-
-def _stream(
-    runner: Runner,
-    prompt: list[int],
-    asked: _Asked,
-    tokenizer: Tokenizer,
-    *,
-    echo: str = "",
-    quiet: bool = False,
-    goes_on: bool = False,
-) -> _Streamed:
-    """Write the first sequence's text behind `echo` as it is made, unless it is to be `quiet`."""
-    size = runner.batch
-    texts = [GeneratedText(tokenizer, asked.stop) for _ in range(size)]
-    computed = len(prompt) - (int(runner.lengths[0]) if goes_on else 0)
-    chunks = ceil_div(size * computed, runner.chunk)
-    tokens, times = list[int](), [time.perf_counter()]
-    with progress_bar("prompt", chunks, quiet=quiet or chunks == 1) as advance:
-        how: dict[str, Any] = {"goes_on": goes_on, "progress": lambda: advance("prompt"), **asked.sampling}
-        steps = generated(runner, [prompt] * size, asked.tokens, **how)
-        first = next(steps)
-    if not quiet:
-        _write(echo)
-    with interruptible(lambda: f"{len(tokens)} tokens are made"):
-        for step in chain([first], steps):
-            times.append(time.perf_counter())
-            tokens.append(int(step[0]))
-            for text, token in zip(texts, step.tolist(), strict=True):
-                text.append(token)
-            if not quiet:
-                _write(texts[0].fresh())
-            if all(text.ended for text in texts):
-                break
-    if not quiet:
-        _write(texts[0].fresh(whole=True) + "\n")
-    rate = size * (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None
-    return _Streamed(texts, tokens, computed, times[1] - times[0], rate)
-
-
-def _continue(
-    runner: Runner, tokenizer: Tokenizer, asked: _Asked, prompt: list[int], how: _Computing, *, echo: str
-) -> None:
-    """Stream the first continuation of a prompt behind the text `echo`, and print the others; or all as JSON."""
-    streamed = _stream(runner, prompt, asked, tokenizer, echo=echo, quiet=how.quiet)
-    if how.quiet:
-        return print_json(
-            {
-                "model": how.model,
-                "backend": how.backend,
-                "recipe": _recipe(runner),
-                "prompt_tokens": len(prompt),
-                "tokens": [text.tokens for text in streamed.texts],
-                "texts": [text.text for text in streamed.texts],
-                "prefill_seconds": streamed.prompt_seconds,
-                "tokens_per_second": streamed.rate,
-            }
-        )
-    for i, text in enumerate(streamed.texts[1:], 2):
-        _write(f"\n[{i}] {echo}{text.text}\n")
-    streamed.note(_where(runner, how))
-
-
-def _converse(runner: Runner, tokenizer: Tokenizer, asked: _Asked, before: Sequence[Message], how: _Computing) -> None:
-    """Answer messages until there are no more; what the cache holds of the conversation is not computed again."""
-    messages, held = [*before], list[int]()
-    for message in _messages(asked.prompt):
-        messages.append({"role": "user", "content": message})
-        with naming("the message"):
-            (prompt,) = tokenizer.encode_chats([messages])
-        if len(prompt) + asked.tokens > runner.context:
-            rule = f"must fit the conversation's {runner.context} tokens (--context) with --tokens and what came before"
-            raise ArgumentError("the message", rule, f"{len(prompt)} + {asked.tokens}")
-        # The template, or the tokenizer, may make other tokens of an answer's text than those that were generated.
-        goes_on = 0 < len(held) < len(prompt) and prompt[: len(held)] == held
-        streamed = _stream(runner, prompt, asked, tokenizer, goes_on=goes_on)
-        streamed.note(_where(runner, how))
-        messages.append({"role": "assistant", "content": streamed.texts[0].text})
-        held = (prompt + streamed.tokens)[: int(runner.lengths[0])]
-
-
-def _messages(first: str) -> Iterator[str]:
-    """The first message, if there is one; then what is typed, up to an empty line, or every line that is piped in."""
-    if first:
-        yield first
-    is_typed = sys.stdin.isatty()
-    while True:
-        try:
-            message = input("\n> " if is_typed else "")
-        except EOFError:
-            return
-        if message.strip():
-            yield message
-        elif is_typed:
-            return
-
-
-def _serve(
-    runner: Runner, tokenizer: Tokenizer, asked: list[_Asked], encoded: list[list[int]], how: _Computing
-) -> None:
-    """All prompts through a `Server`, each printed in its turn once it is done. Exits with 1 where one failed."""
-    server = Server(runner)
-    texts = [GeneratedText(tokenizer, each.stop) for each in asked]
-    requests: list[Request] = []
-    for ids, each, text in zip(encoded, asked, texts, strict=True):
-        with naming(each.where):
-            requests.append(server.submit(ids, each.tokens, ends=text.ends, **each.sampling))
-    text_of = dict(zip(requests, texts, strict=True))
-    begin, shown = time.perf_counter(), 0
-    while shown < len(requests):
-        for request in server.step():
-            if request.error is None:
-                text_of[request].append(request.tokens[-1])
-            if text_of[request].ended:
-                server.cancel(request)
-        while shown < len(requests) and requests[shown].done:
-            if not how.quiet:
-                _write(f"[{shown + 1}] {asked[shown].prompt}{texts[shown].text}\n")
-                if requests[shown].error:
-                    _note(f"[{shown + 1}] failed: {requests[shown].error}")
-            shown += 1
-    seconds, made = time.perf_counter() - begin, sum(len(request.tokens) for request in requests)
-    if how.quiet:
-        answers: list[dict[str, Any]] = [
-            {
-                "prompt_tokens": len(request.prompt),
-                "tokens": text.tokens,
-                "text": text.text,
-                "error": request.error,
-            }
-            for request, text in text_of.items()
-        ]
-        rates: dict[str, Any] = {"seconds": seconds, "tokens_per_second": made / seconds}
-        about: dict[str, Any] = {"model": how.model, "backend": how.backend, "recipe": _recipe(runner)}
-        print_json({**about, **rates, "requests": answers})
-    else:
-        said = f"{len(requests)} prompts of {sum(map(len, encoded))} tokens, {runner.batch} at a time"
-        _note(f"{made / seconds:.1f} tokens/s: {made} in {seconds:.2f} s; {said}; {_where(runner, how)}")
-    if any(request.error for request in requests):
-        raise typer.Exit(FAILED)
-
-
-def _recipe(runner: Runner) -> dict[str, Any]:
-    return {"scheme": "float"} if isinstance(runner, FloatRunner) else dict(runner.model.recipe)
-
-
-def _where(runner: Runner, how: _Computing) -> str:
-    if isinstance(runner, FloatRunner):
-        return f"weights and KV cache in float32, on {'the GPU' if how.backend == 'gpu' else 'NumPy'}"
-    torch = getattr(runner, "prompt_attention", "cache") == "torch"
-    attention = "PyTorch's attention" if torch else "the decode attention"
-    on_gpu = f"the GPU: a CUDA graph per step, the prompt by {attention}, in chunks of {runner.chunk} tokens"
-    precision = {"atom": "W4A4", "fmpq": "W4Ax"}.get(runner.model.layers[0].qkv.scheme, "W4A8")
-    return f"{precision}, KV4, on {on_gpu if how.backend == 'gpu' else 'NumPy'}"
-
-
-def _note(said: str) -> None:
-    notes.print(f"[dim]{escape(said)}[/]", highlight=False, soft_wrap=True)
-
-
-def _read_prompts(path: Path, usual: _Asked) -> list[_Asked]:
-    """The prompts of a file; what a line of .jsonl does not say is `usual`, with a further seed for each."""
-    prompts: list[_Asked] = []
-    text = read_text(path, newline="\n").removeprefix("\ufeff")
-    for number, line in enumerate(text.split("\n"), 1):  # `splitlines` would split at characters of JSON and texts
-        line = line.removesuffix("\r")
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        keys: Any = {"prompt": line}
-        if path.suffix == ".jsonl":
-            try:
-                keys = json.loads(line)
-            except (ValueError, RecursionError):
-                keys = None
-        settings: dict[str, Any] = {"tokens": usual.tokens, "stop": list(usual.stop), **usual.sampling}
-        settings["seed"] += len(prompts)
-        has_prompt = isinstance(keys, dict) and isinstance(keys.get("prompt"), str) and keys["prompt"]
-        if not has_prompt or any(not _is_like(keys.get(key, value), value) for key, value in settings.items()):
-            rule = "an object with a prompt, and perhaps tokens, stop (a list), temperature, seed and others"
-            raise CommandLineError(f"{where}: expects {rule}, got {line.strip()[:60]!r}")
-        for key in keys:
-            if key not in ("prompt", *settings):
-                raise CommandLineError(f"{where}: expects the keys prompt, {', '.join(settings)}, got {key[:60]!a}")
-        settings |= keys
-        prompt, tokens, stop = (settings.pop(key) for key in ("prompt", "tokens", "stop"))
-        each = _Asked(prompt, tokens, settings, tuple(stop), where)
-        try:
-            _check_numbers(each)
-        except CommandLineError as error:
-            raise CommandLineError(f"{where}: {error}") from None
-        prompts.append(each)
-    if not prompts:
-        raise CommandLineError(f"{path}: no prompt in it")
-    return prompts
-
-
-def _is_like(value: Any, usual: Any) -> bool:
-    """Whether a JSON value is of the type of what stands for it otherwise, or an integer where that is a number."""
-    return type(value) is type(usual) or (type(value) is int and not isinstance(usual, list))
-
-
-def _check_fit(asked: list[_Asked], encoded: list[list[int]], most: int | None) -> None:
-    """Raise for a prompt that does not fit the model's context."""
-    for each, given in zip(asked, encoded, strict=True):
-        if most is not None and len(given) + each.tokens > most:
-            rule = f"must fit the model's context of {most} tokens with its --tokens"
-            raise ArgumentError(each.where, rule, f"{len(given)} + {each.tokens}")
+            serve_prompts(runner, tokenizer, many, encoded, how)
 
 
 def _fitted(
@@ -477,24 +226,11 @@ def _fitted(
         raise expects("--memory", needed, memory)
     pages = None if at_once else least
     if fixed:
-        with _options():
+        with naming_options():
             require_batch(config, batch, memory, context, pages=pages, **how)
     else:
         batch = largest_batch(config, memory, context, most=batch, pages=pages, **how)
     return batch, min(batch * least, Footprint.of(config, batch, context, **how).most_pages(memory))
-
-
-@contextmanager
-def _options() -> Iterator[None]:
-    """An `ArgumentError` inside is about the option of the argument's name."""
-    try:
-        yield
-    except ArgumentError as error:
-        raise expects(f"--{_dashed(error.argument)}", error.rule.removeprefix("must be "), error.value) from None
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def _backend(backend: str | None, scheme: str | None) -> str:
@@ -509,7 +245,7 @@ def _backend(backend: str | None, scheme: str | None) -> str:
     return backend
 
 
-def _check(how: _Computing, batch: int | None) -> None:
+def _check(how: Computing, batch: int | None) -> None:
     """Raise CommandLineError for a bad option, before anything is fetched."""
     if how.scheme not in (None, *SCHEMES):
         raise expects("--scheme", f"{', '.join(SCHEMES[:-1])} or {SCHEMES[-1]}", how.scheme)
@@ -528,16 +264,9 @@ def _check(how: _Computing, batch: int | None) -> None:
             raise CommandLineError(f"--prompt-attention torch goes with --backend gpu (got {how.backend})")
         require_torch(on_gpu=True)
     if how.memory is not None:
-        with _options():
+        with naming_options():
             budget(how.memory)
     require_counts(batch=1 if batch is None else batch)
-
-
-def _check_numbers(asked: _Asked) -> None:
-    require_counts(tokens=asked.tokens)
-    with _options():
-        require_stop(asked.stop)
-        Sampling(**asked.sampling)
 
 
 def _conversation(context: int | None, config: Config) -> int:
@@ -551,7 +280,7 @@ def _conversation(context: int | None, config: Config) -> int:
     return context
 
 
-def _open(how: _Computing) -> tuple[FloatModel | QuantizedModel, Tokenizer]:
+def _open(how: Computing) -> tuple[FloatModel | QuantizedModel, Tokenizer]:
     """A model, quantised already or not; one that has a name is downloaded."""
     path = Path(how.model)
     if not is_quantized(path) or how.scheme == "float":
@@ -563,7 +292,7 @@ def _open(how: _Computing) -> tuple[FloatModel | QuantizedModel, Tokenizer]:
 
 
 def _runner(
-    how: _Computing,
+    how: Computing,
     opened: FloatModel | QuantizedModel,
     size: int,
     context: int,
@@ -599,21 +328,5 @@ def _rounded(model: FloatModel, source: str, scheme: str, group: int, *, quiet: 
     if not quiet:
         grain = "per channel" if scheme == "qoq_channel" else f"in groups of {group}"
         name = {"lqq": "LQQ"}.get(scheme, "QoQ")
-        _note(f"{Path(source).name}: weights rounded to nearest, {name} {grain}, uncalibrated")
+        note(f"{Path(source).name}: weights rounded to nearest, {name} {grain}, uncalibrated")
     return rounded
-
-
-def _encoded(tokenizer: Tokenizer, asked: list[_Asked], before: list[Message] | None) -> list[list[int]]:
-    """The tokens of prompts; asked in the chat template behind the messages `before`, unless that is None."""
-    if before is None:
-        encoded = []
-        for each in asked:
-            with naming(each.where):
-                encoded.append(tokenizer.encode_prompt(each.prompt))
-        return encoded
-    return tokenizer.encode_chats([[*before, {"role": "user", "content": each.prompt}] for each in asked])
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

