@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 BYTES = 1 << 30
-_LONGEST = 1 << 24  # characters
+_LONGEST = 1 << 22  # characters
 
 
 def seconds(chats: int) -> int:
