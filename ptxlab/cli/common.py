@@ -78,7 +78,7 @@ _UNITS = ((3600, "h"), (60, "min"), (1, "s"))
 
 
 class Progress:
-    """How far a long run is: shown by a bar, or else said in a line a minute where it `says` so.
+    """The state of a long run: shown by a bar, or else said in a line a minute where it `says` so.
 
     Attributes:
         title: of the run.
@@ -117,17 +117,17 @@ class Progress:
 
 @contextmanager
 def progress_bar(
-    title: str, total: int | None, *, quiet: bool = False, kept: str = "nothing is kept"
+    title: str, total: int | None, *, quiet: bool = False, keeps: str = "nothing is kept"
 ) -> Iterator[Progress]:
     """A long run: a bar with the time to go on a terminal, else a line a minute; calls of the `Progress` advance it.
 
-    Ctrl-C ends it with exit code 130 and one line, of which `kept` is the end: what is left, and how to go on.
+    Ctrl-C ends it with exit code 130 and one line, of which `keeps` is the end: what is left, and how to go on.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = RichProgress(*columns, TimeRemainingColumn(), TextColumn("to go"), console=notes, transient=True)
     with bar if notes.is_terminal and not quiet else nullcontext() as shown:
         progress = Progress(title, total, shown, says=not quiet and not notes.is_terminal)
-        with interruptible(lambda: f"{title}: {progress.steps()}; {kept}"):
+        with interruptible(lambda: f"{title}: {progress.steps()}; {keeps}"):
             yield progress
 
 

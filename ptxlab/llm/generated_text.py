@@ -29,7 +29,7 @@ class GeneratedText:
 
     @property
     def text(self) -> str:
-        """All of it, without the stop string."""
+        """The text without the stop string."""
         text = self._tokenizer.decode(self.tokens)
         return text[: min((at for stop in self._stop if (at := text.find(stop)) >= 0), default=None)]
 
@@ -44,7 +44,7 @@ class GeneratedText:
             self.ended = any(stop in text for stop in self._stop)
 
     def fresh(self, *, whole: bool = False) -> str:
-        """Text that was not shown yet.
+        """Return the text that was not shown yet.
 
         A character whose tokens are incomplete waits, and what may be the beginning of a stop string, unless no more
         is to come: the text is `whole`.
@@ -65,5 +65,5 @@ def require_stop(stop: Sequence[str]) -> None:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest beginning of `stop` that the text ends with."""
+    """Return the length of the longest beginning of `stop` that the text ends with."""
     return next(length for length in range(min(len(text), len(stop)), -1, -1) if text.endswith(stop[:length]))

@@ -193,18 +193,18 @@ class Server:
 def chosen_tokens(requests: Sequence[Request], logits: Any) -> list[int]:
     """The next token of each request, of its logits [n, V]; -1 where the largest of these is not finite."""
     tokens = logits.argmax(axis=-1)
-    others = [i for i, request in enumerate(requests) if not request.sampling.takes_largest]
-    for start in range(0, len(others), _AT_ONCE):
-        some = others[start : start + _AT_ONCE]
-        tokens[some] = _chosen([requests[i] for i in some], logits[some])
+    adjusted = [i for i, request in enumerate(requests) if not request.sampling.takes_largest]
+    for start in range(0, len(adjusted), _AT_ONCE):
+        rows = adjusted[start : start + _AT_ONCE]
+        tokens[rows] = _choose([requests[i] for i in rows], logits[rows])
     tokens = finite_only(tokens, logits)
     found = gpu.fetch(tokens)() if gpu.is_device_array(tokens) else tokens
     chosen: list[int] = found.tolist()
     return chosen
 
 
-def _chosen(requests: Sequence[Request], logits: Any) -> Any:
-    """Tokens [n] of logits [n, V] that are drawn, or the likeliest after a penalty."""
+def _choose(requests: Sequence[Request], logits: Any) -> Any:
+    """Draw tokens [n] from logits [n, V], or take the likeliest after a penalty."""
     scores = adjusted_scores(requests, logits)
     drawn = np.array([bool(request.sampling.temperature) for request in requests])
     uniform = np.array([[share_drawn(request)] for request in requests])
@@ -214,7 +214,7 @@ def _chosen(requests: Sequence[Request], logits: Any) -> Any:
 
 
 def adjusted_scores(requests: Sequence[Request], logits: Any) -> Any:
-    """The scores f64 [n, V] that the next tokens of requests are chosen by, of their logits [n, V].
+    """Return the scores f64 [n, V] that the next tokens of requests are chosen by, of their logits [n, V].
 
     In float64, where another order of additions decides a token otherwise once in 10^12 draws or so.
     """

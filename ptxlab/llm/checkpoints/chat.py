@@ -33,18 +33,18 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, path: Path) -> Self | None:
-        """From chat_template.jinja or else tokenizer_config.json; None where neither has one. Raises FileError."""
+        """Read chat_template.jinja or else tokenizer_config.json; None where neither has one. Raises FileError."""
         config = path / _CONFIG
         settings = read_json(config) if config.is_file() else {}
         if not isinstance(settings, dict):
             raise FileError(f"{config}: not a JSON object")
-        tokens = {name: _token(value) for name, value in settings.items() if name.endswith("_token")}
+        tokens = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
         named = {name: token for name, token in tokens.items() if token is not None}
         if (path / _FILE).is_file():
             return cls(read_text(path / _FILE), named, path / _FILE)
         text = settings.get("chat_template")
         if isinstance(text, list):  # several by name
-            text = next((each.get("template") for each in text if _is_default(each)), None)
+            text = next((entry.get("template") for entry in text if _is_default(entry)), None)
         if text is not None and not isinstance(text, str):
             raise FileError(
                 f"{config}: chat_template: must be a template, or a list of them by name (got {text!r:.40})"
@@ -53,7 +53,7 @@ class ChatTemplate:
 
     @classmethod
     def from_gguf(cls, path: Path, metadata: Mapping[str, Any]) -> Self | None:
-        """From a GGUF file's metadata; None where it has none."""
+        """Take it out of a GGUF file's metadata; None where it is not there."""
         text, tokens = metadata.get("tokenizer.chat_template"), metadata.get("tokenizer.ggml.tokens", [])
         if not isinstance(text, str):
             return None
@@ -66,16 +66,16 @@ class ChatTemplate:
         write_text(folder / _CONFIG, json.dumps({**self.tokens, "chat_template": self.text}, indent=1) + "\n")
 
     def render(self, chats: Sequence[Sequence[Message]]) -> list[str]:
-        """The text of each conversation, up to where the assistant's next message begins.
+        """Render conversations as texts, each up to where the assistant's next message begins.
 
         Raises FileError for a template that fails or takes too long, UnavailableError without `jinja2`.
         """
         if find_spec("jinja2") is None:
             raise UnavailableError("jinja2: needed for chat templates; python -m pip install 'ptxlab[model]'")
-        others = {"add_generation_prompt": True, "tools": None, "documents": None}  # as transformers calls it
+        arguments = {"add_generation_prompt": True, "tools": None, "documents": None}  # as transformers calls it
         request = {
             "template": self.text,
-            "variables": {**self.tokens, **others},
+            "variables": {**self.tokens, **arguments},
             "chats": [[dict(message) for message in messages] for messages in chats],
         }
         command = [sys.executable, "-P", render_chat.__file__]
@@ -90,8 +90,8 @@ class ChatTemplate:
         return texts
 
 
-def _token(value: Any) -> str | None:
-    """A special token of tokenizer_config.json, which may be an object."""
+def _content(value: Any) -> str | None:
+    """Return a special token of tokenizer_config.json, which may be an object."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
 

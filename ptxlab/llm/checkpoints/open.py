@@ -81,7 +81,7 @@ def open_model(
 
 
 def missing(source: str | Path, rule: str) -> FileError:
-    """The error for a model or checkpoint that is not there; a repository's name gets the command that fetches it."""
+    """Make the error for a missing model or checkpoint; a repository's name gets the command that fetches it."""
     path = Path(source)
     if not _REPOSITORY.fullmatch(str(source)) or path.suffix in _FILES or path.parent.is_dir():
         return FileError(f"{source}: {rule}")

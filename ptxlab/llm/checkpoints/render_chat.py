@@ -15,12 +15,12 @@ _LONGEST = 1 << 22  # characters
 
 
 def seconds(chats: int) -> int:
-    """How long so many conversations may take."""
+    """Return how long so many conversations may take."""
     return 3 + chats // 100
 
 
 def render(template: str, variables: dict[str, Any], chats: list[Any]) -> list[str]:
-    """The texts of conversations by a template, under the rules that transformers has for one."""
+    """Render conversations by a template, under the rules that transformers has for one."""
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -76,7 +76,7 @@ class Tokenizer:
         return self.template is not None or len(self.encode(_CHATML_START)) == 1
 
     def encode_chats(self, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
-        """The tokens of conversations, with that of their start, up to where the assistant's next message begins.
+        """Encode conversations, with the token of their start, up to where the assistant's next message begins.
 
         By the model's template; in ChatML where it has none. Raises what `ChatTemplate.render` raises.
         """
@@ -85,7 +85,7 @@ class Tokenizer:
         return [self.encode_prompt(_chatml(messages)) for messages in chats]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The tokens of a text that a model goes on from, with that of its start."""
+        """Encode a text that a model goes on from, with the token of its start."""
         tokens: list[int] = self.encode(text).tolist()
         return tokens if self.start is None else [self.start, *tokens]
 

@@ -85,10 +85,10 @@ def accuracy(
         "date": datetime.now(UTC).date().isoformat(),
         "rows": before,
     }
-    kept = (
+    keeps = (
         f"rows measured are in {out}: the same command goes on behind them" if out else "nothing is kept without --out"
     )
-    with progress_bar("accuracy", steps, quiet=as_json, kept=kept) as advance:
+    with progress_bar("accuracy", steps, quiet=as_json, keeps=keeps) as advance:
         for found in table_of.measure(
             moved, lambda seed: drawn(calibration, samples, sample_length, seed), texts, chosen, seeds, advance, before
         ):

@@ -22,7 +22,7 @@ from ptxlab.llm.server import Request, Server
 
 
 class Computing(NamedTuple):
-    """What computes: the options that a runner is made of."""
+    """The options that a runner is made of."""
 
     model: str
     backend: str
@@ -44,15 +44,15 @@ class _Streamed(NamedTuple):
     rate: float | None
 
     def speed(self) -> str:
-        """How fast it was, in words."""
+        """Say how fast it was."""
         rate = f"{self.rate:.1f} tokens/s" if self.rate else "1 token"
         return f"{rate}; prompt of {self.prompt_tokens} tokens in {self.prompt_seconds:.2f} s"
 
 
 def _stream(
     runner: Runner,
-    prompt: list[int],
-    asked: Prompt,
+    ids: list[int],
+    prompt: Prompt,
     tokenizer: Tokenizer,
     *,
     echo: str = "",
@@ -61,13 +61,13 @@ def _stream(
 ) -> _Streamed:
     """Write the first sequence's text behind `echo` as it is made, unless it is to be `quiet`."""
     size = runner.batch
-    texts = [GeneratedText(tokenizer, asked.stop) for _ in range(size)]
-    computed = len(prompt) - (int(runner.lengths[0]) if goes_on else 0)
+    texts = [GeneratedText(tokenizer, prompt.stop) for _ in range(size)]
+    computed = len(ids) - (int(runner.lengths[0]) if goes_on else 0)
     chunks = ceil_div(size * computed, runner.chunk)
     tokens, times = list[int](), [time.perf_counter()]
     with progress_bar("prompt", chunks, quiet=quiet or chunks == 1) as advance:
-        how: dict[str, Any] = {"goes_on": goes_on, "progress": lambda: advance("prompt"), **asked.sampling}
-        steps = generate(runner, [prompt] * size, asked.tokens, **how)
+        how: dict[str, Any] = {"goes_on": goes_on, "progress": lambda: advance("prompt"), **prompt.sampling}
+        steps = generate(runner, [ids] * size, prompt.tokens, **how)
         first = next(steps)
     if not quiet:
         _write(echo)
@@ -88,17 +88,17 @@ def _stream(
 
 
 def continue_text(
-    runner: Runner, tokenizer: Tokenizer, asked: Prompt, prompt: list[int], how: Computing, *, echo: str
+    runner: Runner, tokenizer: Tokenizer, prompt: Prompt, ids: list[int], how: Computing, *, echo: str
 ) -> None:
     """Stream the first continuation of a prompt behind the text `echo`, and print the others; or all as JSON."""
-    streamed = _stream(runner, prompt, asked, tokenizer, echo=echo, quiet=how.quiet)
+    streamed = _stream(runner, ids, prompt, tokenizer, echo=echo, quiet=how.quiet)
     if how.quiet:
         return print_json(
             {
                 "model": how.model,
                 "backend": how.backend,
                 "recipe": _recipe(runner),
-                "prompt_tokens": len(prompt),
+                "prompt_tokens": len(ids),
                 "tokens": [text.tokens for text in streamed.texts],
                 "texts": [text.text for text in streamed.texts],
                 "prefill_seconds": streamed.prompt_seconds,
@@ -110,22 +110,22 @@ def continue_text(
     note(f"{streamed.speed()}; {_where(runner, how)}")
 
 
-def converse(runner: Runner, tokenizer: Tokenizer, asked: Prompt, before: Sequence[Message], how: Computing) -> None:
+def converse(runner: Runner, tokenizer: Tokenizer, prompt: Prompt, opening: Sequence[Message], how: Computing) -> None:
     """Answer messages until there are no more; what the cache holds of the conversation is not computed again."""
-    messages, held = [*before], list[int]()
-    for message in _messages(asked.prompt):
+    messages, cached = [*opening], list[int]()
+    for message in _messages(prompt.text):
         messages.append({"role": "user", "content": message})
         with naming("the message"):
-            (prompt,) = tokenizer.encode_chats([messages])
-        if len(prompt) + asked.tokens > runner.context:
+            (ids,) = tokenizer.encode_chats([messages])
+        if len(ids) + prompt.tokens > runner.context:
             rule = f"must fit the conversation's {runner.context} tokens (--context) with --tokens and what came before"
-            raise ArgumentError("the message", rule, f"{len(prompt)} + {asked.tokens}")
+            raise ArgumentError("the message", rule, f"{len(ids)} + {prompt.tokens}")
         # The template, or the tokenizer, may make other tokens of an answer's text than those that were generated.
-        goes_on = 0 < len(held) < len(prompt) and prompt[: len(held)] == held
-        streamed = _stream(runner, prompt, asked, tokenizer, goes_on=goes_on)
+        goes_on = 0 < len(cached) < len(ids) and ids[: len(cached)] == cached
+        streamed = _stream(runner, ids, prompt, tokenizer, goes_on=goes_on)
         note(f"{streamed.speed()}; {_where(runner, how)}")
         messages.append({"role": "assistant", "content": streamed.texts[0].text})
-        held = (prompt + streamed.tokens)[: int(runner.lengths[0])]
+        cached = (ids + streamed.tokens)[: int(runner.lengths[0])]
 
 
 def _messages(first: str) -> Iterator[str]:
@@ -145,15 +145,15 @@ def _messages(first: str) -> Iterator[str]:
 
 
 def serve_prompts(
-    runner: Runner, tokenizer: Tokenizer, asked: list[Prompt], encoded: list[list[int]], how: Computing
+    runner: Runner, tokenizer: Tokenizer, prompts: list[Prompt], encoded: list[list[int]], how: Computing
 ) -> None:
-    """All prompts through a `Server`, each printed in its turn once it is done. Exits with 1 where one failed."""
+    """Put all prompts through a `Server`, each printed in its turn once it is done. Exits with 1 where one failed."""
     server = Server(runner)
-    texts = [GeneratedText(tokenizer, each.stop) for each in asked]
+    texts = [GeneratedText(tokenizer, prompt.stop) for prompt in prompts]
     requests: list[Request] = []
-    for ids, each, text in zip(encoded, asked, texts, strict=True):
-        with naming(each.where):
-            requests.append(server.submit(ids, each.tokens, ends=text.ends, **each.sampling))
+    for ids, prompt, text in zip(encoded, prompts, texts, strict=True):
+        with naming(prompt.place):
+            requests.append(server.submit(ids, prompt.tokens, ends=text.ends, **prompt.sampling))
     text_of = dict(zip(requests, texts, strict=True))
     begin, shown = time.perf_counter(), 0
     while shown < len(requests):
@@ -164,11 +164,11 @@ def serve_prompts(
                 server.cancel(request)
         while shown < len(requests) and requests[shown].done:
             if not how.quiet:
-                _write(f"[{shown + 1}] {asked[shown].prompt}{texts[shown].text}\n")
+                _write(f"[{shown + 1}] {prompts[shown].text}{texts[shown].text}\n")
                 if requests[shown].error:
                     note(f"[{shown + 1}] failed: {requests[shown].error}")
             shown += 1
-    seconds, made = time.perf_counter() - begin, sum(len(request.tokens) for request in requests)
+    seconds, tokens = time.perf_counter() - begin, sum(len(request.tokens) for request in requests)
     if how.quiet:
         answers: list[dict[str, Any]] = [
             {
@@ -179,12 +179,12 @@ def serve_prompts(
             }
             for request, text in text_of.items()
         ]
-        rates: dict[str, Any] = {"seconds": seconds, "tokens_per_second": made / seconds}
+        rates: dict[str, Any] = {"seconds": seconds, "tokens_per_second": tokens / seconds}
         about: dict[str, Any] = {"model": how.model, "backend": how.backend, "recipe": _recipe(runner)}
         print_json({**about, **rates, "requests": answers})
     else:
-        said = f"{len(requests)} prompts of {sum(map(len, encoded))} tokens, {runner.batch} at a time"
-        note(f"{made / seconds:.1f} tokens/s: {made} in {seconds:.2f} s; {said}; {_where(runner, how)}")
+        summary = f"{len(requests)} prompts of {sum(map(len, encoded))} tokens, {runner.batch} at a time"
+        note(f"{tokens / seconds:.1f} tokens/s: {tokens} in {seconds:.2f} s; {summary}; {_where(runner, how)}")
     if any(request.error for request in requests):
         raise typer.Exit(FAILED)
 
@@ -203,9 +203,9 @@ def _where(runner: Runner, how: Computing) -> str:
     return f"{precision}, KV4, on {on_gpu if how.backend == 'gpu' else 'NumPy'}"
 
 
-def note(said: str) -> None:
+def note(remark: str) -> None:
     """Print a remark on standard error."""
-    notes.print(f"[dim]{escape(said)}[/]", highlight=False, soft_wrap=True)
+    notes.print(f"[dim]{escape(remark)}[/]", highlight=False, soft_wrap=True)
 
 
 def _write(text: str) -> None:

@@ -26,9 +26,9 @@ from ptxlab.llm.cli.models import model_on_gpu, opened_model
 from ptxlab.llm.cli.prompts import (
     Prompt,
     check_prompt,
-    dashed,
     encode_prompts,
     naming_options,
+    option_name,
     read_prompts,
     require_fit,
 )
@@ -167,42 +167,42 @@ def generate(
         refuse({"--system": system, "--context": context}, "needs --chat")
     _check(how, batch)
     shares = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    asked = Prompt(
+    single = Prompt(
         prompt or "",
         tokens,
         {"temperature": temperature, "seed": seed, **shares, "repetition_penalty": repetition_penalty},
         tuple(stop or ()),
     )
-    check_prompt(asked)
+    check_prompt(single)
     if prompts is None and not temperature:
         usual = asdict(Sampling())
-        changed = {f"--{dashed(name)}": value for name, value in shares.items() if value != usual[name]}
+        changed = {f"--{option_name(name)}": value for name, value in shares.items() if value != usual[name]}
         refuse(changed, "needs --temperature above 0")
-    many = [asked] if prompts is None else read_prompts(prompts, asked)
+    requests = [single] if prompts is None else read_prompts(prompts, single)
     opened, tokenizer = _open(how)
     if chat and not tokenizer.chats:
         raise CommandLineError("--chat needs a model with a chat template, or with <|im_start|> in its vocabulary")
     from threadpoolctl import threadpool_limits  # of the extra `model`, which `_open` has asked for
 
-    before: list[Message] = [{"role": "system", "content": system}] if system else []
+    opening: list[Message] = [{"role": "system", "content": system}] if system else []
     encoded: list[list[int]] = []
     if talks:
         longest, place = _conversation(context, opened.config), "the conversation"
     else:
-        encoded = encode_prompts(tokenizer, many, before if chat else None)
-        require_fit(many, encoded, opened.config.context)
-        lengths = [len(ids) + each.tokens for ids, each in zip(encoded, many, strict=True)]
-        longest, place = max(lengths), many[lengths.index(max(lengths))].where
-    size = (batch or 1) if prompts is None else min(batch or _AT_ONCE, len(many))
+        encoded = encode_prompts(tokenizer, requests, opening if chat else None)
+        require_fit(requests, encoded, opened.config.context)
+        lengths = [len(ids) + request.tokens for ids, request in zip(encoded, requests, strict=True)]
+        longest, place = max(lengths), requests[lengths.index(max(lengths))].place
+    size = (batch or 1) if prompts is None else min(batch or _AT_ONCE, len(requests))
     runner = _runner(how, opened, size, longest, place, fixed=batch is not None, at_once=prompts is None)
     # A step of one sequence is memory-bound; on a busy machine two threads wait for each other longer than they compute
     with threadpool_limits(1 if runner.batch == 1 else None, "blas"):
         if talks:
-            converse(runner, tokenizer, asked, before, how)
+            converse(runner, tokenizer, single, opening, how)
         elif prompts is None:
-            continue_text(runner, tokenizer, asked, encoded[0], how, echo="" if chat else asked.prompt)
+            continue_text(runner, tokenizer, single, encoded[0], how, echo="" if chat else single.text)
         else:
-            serve_prompts(runner, tokenizer, many, encoded, how)
+            serve_prompts(runner, tokenizer, requests, encoded, how)
 
 
 def _fitted(
@@ -270,7 +270,7 @@ def _check(how: Computing, batch: int | None) -> None:
 
 
 def _conversation(context: int | None, config: Config) -> int:
-    """How many tokens a conversation may have."""
+    """Return how many tokens a conversation may have."""
     most = config.context
     if context is None:
         return _CONVERSATION if most is None else min(_CONVERSATION, most)

@@ -71,18 +71,18 @@ def perplexity(
     with progress_bar("perplexity", steps, quiet=as_json) as advance:
         for name, model, numeric in zip(models, opened, numerics, strict=True):
             start, placed = time.perf_counter(), model.to_device() if on_gpu else model
-            found = measured(placed, evaluated, numeric, partial(advance, f"{name} on {text}"))
-            ratio = found / rows[0].perplexity if rows else 1.0
-            rows.append(_Measured(name, found, ratio, numeric, time.perf_counter() - start))
+            figure = measured(placed, evaluated, numeric, partial(advance, f"{name} on {text}"))
+            ratio = figure / rows[0].perplexity if rows else 1.0
+            rows.append(_Measured(name, figure, ratio, numeric, time.perf_counter() - start))
     about = {"windows": len(evaluated), "length": length, "tokens": evaluated.size}
     if as_json:
         return print_json(_json(rows, text, about, on_gpu=on_gpu))
-    what = f"{evaluated.size:,} tokens, {len(evaluated)} windows of {length}"
+    sample = f"{evaluated.size:,} tokens, {len(evaluated)} windows of {length}"
     if len(rows) > 1:
-        return _print_table(rows, f"perplexity on {text}: {what}", on_gpu=on_gpu)
+        return _print_table(rows, f"perplexity on {text}: {sample}", on_gpu=on_gpu)
     (row,) = rows
     console.print(
-        f"[bold]perplexity {row.perplexity:.4g}[/]  {escape(row.model)} on {escape(text)}: {what}; "
+        f"[bold]perplexity {row.perplexity:.4g}[/]  {escape(row.model)} on {escape(text)}: {sample}; "
         f"activations {_bits(row.acts)}, KV cache {_bits(row.kv)}; "
         f"{row.seconds:.1f} s on {'the GPU' if on_gpu else 'this CPU'}",
         highlight=False,
@@ -110,7 +110,7 @@ class _Measured:
 
 
 def _numerics(model: str, kv: int | None, acts: int | None) -> FakeQuantized:
-    """How a model computes: as its weights have it, but for the bits that the options set."""
+    """Tell how a model computes: as its weights have it, but for the bits that the options set."""
     stored = stored_numerics(Path(model)) if is_quantized(Path(model)) else FakeQuantized(None, None)
     for option, bits, known in (("--kv", kv, (4, 8, 32)), ("--acts", acts, (4, 8, 32)[stored.acts != 4 :])):
         if bits not in (None, *known):
@@ -122,7 +122,7 @@ def _numerics(model: str, kv: int | None, acts: int | None) -> FakeQuantized:
 def _common_tokens(
     models: Sequence[str], tokenizers: Sequence[Tokenizer], documents: tuple[str, ...], text: str
 ) -> Tokens:
-    """The tokens of a text. Raises CommandLineError where the models' tokenizers cut it otherwise."""
+    """Cut a text into tokens. Raises CommandLineError where the models' tokenizers cut it otherwise."""
     first, *others = (tokens_of(documents, tokenizer) for tokenizer in tokenizers)
     for name, tokens in zip(models[1:], others, strict=True):
         if not np.array_equal(first, tokens):
@@ -132,15 +132,15 @@ def _common_tokens(
 
 
 def _json(rows: Sequence[_Measured], text: str, about: dict[str, int], *, on_gpu: bool) -> dict[str, Any]:
-    """One model's figures, or those of each beside the ratio to the first."""
-    each: list[dict[str, Any]] = [
+    """Return one model's figures, or those of each beside the ratio to the first."""
+    figures: list[dict[str, Any]] = [
         {"model": row.model, "perplexity": row.perplexity, "kv": row.kv, "acts": row.acts, "seconds": row.seconds}
         for row in rows
     ]
     shared = {"text": text, **about, "backend": "gpu" if on_gpu else "numpy"}
     if len(rows) == 1:
-        return {**each[0], **shared}
-    return {**shared, "models": [{**of, "ratio": row.ratio} for of, row in zip(each, rows, strict=True)]}
+        return {**figures[0], **shared}
+    return {**shared, "models": [{**of, "ratio": row.ratio} for of, row in zip(figures, rows, strict=True)]}
 
 
 def _print_table(rows: Sequence[_Measured], title: str, *, on_gpu: bool) -> None:

@@ -18,15 +18,15 @@ from ptxlab.llm.model import Sampling
 class Prompt(NamedTuple):
     """A prompt, how to go on from it (`sampling` as `Sampling` takes it), and where it was read."""
 
-    prompt: str
+    text: str
     tokens: int
     sampling: dict[str, Any]
     stop: tuple[str, ...] = ()
-    where: str = "the prompt"
+    place: str = "the prompt"
 
 
 def read_prompts(path: Path, usual: Prompt) -> list[Prompt]:
-    """The prompts of a file; what a line of .jsonl does not say is `usual`, with a further seed for each."""
+    """Read the prompts of a file; what a line of .jsonl does not say is `usual`, with a further seed for each."""
     prompts: list[Prompt] = []
     text = read_text(path, newline="\n").removeprefix("\ufeff")
     for number, line in enumerate(text.split("\n"), 1):  # `splitlines` would split at characters of JSON and texts
@@ -63,24 +63,24 @@ def read_prompts(path: Path, usual: Prompt) -> list[Prompt]:
 
 
 def _is_like(value: Any, usual: Any) -> bool:
-    """Whether a JSON value is of the type of what stands for it otherwise, or an integer where that is a number."""
+    """Tell whether a JSON value is of the type of the usual one, or an integer where that is a number."""
     return type(value) is type(usual) or (type(value) is int and not isinstance(usual, list))
 
 
-def require_fit(asked: list[Prompt], encoded: list[list[int]], most: int | None) -> None:
+def require_fit(prompts: list[Prompt], encoded: list[list[int]], limit: int | None) -> None:
     """Raise for a prompt that does not fit the model's context."""
-    for each, given in zip(asked, encoded, strict=True):
-        if most is not None and len(given) + each.tokens > most:
-            rule = f"must fit the model's context of {most} tokens with its --tokens"
-            raise ArgumentError(each.where, rule, f"{len(given)} + {each.tokens}")
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        if limit is not None and len(ids) + prompt.tokens > limit:
+            rule = f"must fit the model's context of {limit} tokens with its --tokens"
+            raise ArgumentError(prompt.place, rule, f"{len(ids)} + {prompt.tokens}")
 
 
-def check_prompt(asked: Prompt) -> None:
+def check_prompt(prompt: Prompt) -> None:
     """Raise CommandLineError for a number or a stop string that is not allowed."""
-    require_counts(tokens=asked.tokens)
+    require_counts(tokens=prompt.tokens)
     with naming_options():
-        require_stop(asked.stop)
-        Sampling(**asked.sampling)
+        require_stop(prompt.stop)
+        Sampling(**prompt.sampling)
 
 
 @contextmanager
@@ -89,20 +89,20 @@ def naming_options() -> Iterator[None]:
     try:
         yield
     except ArgumentError as error:
-        raise expects(f"--{dashed(error.argument)}", error.rule.removeprefix("must be "), error.value) from None
+        raise expects(f"--{option_name(error.argument)}", error.rule.removeprefix("must be "), error.value) from None
 
 
-def dashed(name: str) -> str:
-    """An argument's name as an option has it."""
+def option_name(name: str) -> str:
+    """Spell an argument's name as options are spelled."""
     return name.replace("_", "-")
 
 
-def encode_prompts(tokenizer: Tokenizer, asked: list[Prompt], before: list[Message] | None) -> list[list[int]]:
-    """The tokens of prompts; asked in the chat template behind the messages `before`, unless that is None."""
-    if before is None:
+def encode_prompts(tokenizer: Tokenizer, prompts: list[Prompt], opening: list[Message] | None) -> list[list[int]]:
+    """Encode prompts; asked in the chat template behind the messages `opening`, unless that is None."""
+    if opening is None:
         encoded = []
-        for each in asked:
-            with naming(each.where):
-                encoded.append(tokenizer.encode_prompt(each.prompt))
+        for prompt in prompts:
+            with naming(prompt.place):
+                encoded.append(tokenizer.encode_prompt(prompt.text))
         return encoded
-    return tokenizer.encode_chats([[*before, {"role": "user", "content": each.prompt}] for each in asked])
+    return tokenizer.encode_chats([[*opening, {"role": "user", "content": prompt.text}] for prompt in prompts])

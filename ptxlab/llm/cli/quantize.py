@@ -107,7 +107,7 @@ def quantize(
         corpus = opened_text(text, quiet=as_json)
         tokens = calibrate.samples(tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length, seed)
     resumes = "finished layers are kept: the same command goes on behind them"
-    with progress_bar(f"quantize {recipe}", opened.config.layers, quiet=as_json, kept=resumes) as advance:
+    with progress_bar(f"quantize {recipe}", opened.config.layers, quiet=as_json, keeps=resumes) as advance:
         errors = quantize_model(
             opened.to_device() if on_gpu else opened,
             tokens,

@@ -62,14 +62,14 @@ class FloatRunner(Runner):
 
     def _attend(self, i: int, q: Any, k: Any, v: Any, rows: Rows) -> Any:
         """Write the rows' rotated keys and values [R, Hkv, D], and attend their queries [R, Hq, D]: [R, Hq·D]."""
-        result = np.empty_like(q)
+        attended = np.empty_like(q)
         for b in np.unique(rows.sequence):
             at = np.flatnonzero(rows.sequence == b)
-            some, first, length = slice(at[0], at[-1] + 1), int(rows.position[at[0]]), int(rows.position[at[-1]]) + 1
+            part, first, length = slice(at[0], at[-1] + 1), int(rows.position[at[0]]), int(rows.position[at[-1]]) + 1
             keys, values = self._keys[i, b, :length], self._values[i, b, :length]
-            keys[first:], values[first:] = k[some], v[some]
-            result[some] = causal_attention(q[None, some], keys[None], values[None], self.config.window)[0]
-        return result.reshape(len(q), -1)
+            keys[first:], values[first:] = k[part], v[part]
+            attended[part] = causal_attention(q[None, part], keys[None], values[None], self.config.window)[0]
+        return attended.reshape(len(q), -1)
 
     def _logits(self, normed: Any) -> Any:
         return self.model.logits(normed)

@@ -44,18 +44,19 @@ def generate(
     if longest + tokens > runner.context:
         rule = f"prompt and tokens must fit the context of {runner.context}"
         raise ArgumentError("tokens", rule, f"{longest} + {tokens}")
-    return _generated(runner, prompts, tokens, chosen_by, _extended if goes_on else _begun, progress)
+    return _generated(runner, prompts, tokens, chosen_by, _extend if goes_on else _begin, progress)
 
 
-def _begun(runner: Runner, prompts: Sequence[Sequence[int]], progress: Callable[[], None]) -> Any:
+def _begin(runner: Runner, prompts: Sequence[Sequence[int]], progress: Callable[[], None]) -> Any:
+    """Start the sequences anew with these prompts, and return the logits behind them."""
     return runner.prefill(prompts, progress)
 
 
-def _extended(runner: Runner, prompts: Sequence[Sequence[int]], progress: Callable[[], None]) -> Any:
-    """The logits behind prompts of which the runner has the beginnings, each alone, a chunk at a time."""
+def _extend(runner: Runner, prompts: Sequence[Sequence[int]], progress: Callable[[], None]) -> Any:
+    """Append what the sequences lack of their prompts, one by one, in chunks; return the logits behind them."""
     if len(prompts) != runner.batch:
         raise ArgumentError("prompts", f"must be {runner.batch}, one for each sequence", len(prompts))
-    last = []
+    logits_behind = []
     for b, prompt in enumerate(prompts):
         held = int(runner.lengths[b])
         if len(prompt) <= held:
@@ -63,8 +64,8 @@ def _extended(runner: Runner, prompts: Sequence[Sequence[int]], progress: Callab
         for start in range(held, len(prompt), runner.chunk):
             logits = runner.extend({b: prompt[start : start + runner.chunk]})
             progress()
-        last.append(logits)
-    return np.concatenate(last)
+        logits_behind.append(logits)
+    return np.concatenate(logits_behind)
 
 
 def _generated(

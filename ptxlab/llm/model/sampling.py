@@ -70,16 +70,16 @@ class _Columns(NamedTuple):
 
 
 def tokens_mask(tokens: Sequence[Sequence[int]], like: Any) -> Any:
-    """Which tokens of the vocabulary each of the lists has, bool of the shape and place of logits [n, V]."""
+    """Mark the tokens of each list in a mask of the vocabulary, bool of the shape and place of logits [n, V]."""
     mask = np.zeros(like.shape, np.bool_)
-    for row, each in zip(mask, tokens, strict=True):
-        row[np.asarray(each)] = True
+    for row, ids in zip(mask, tokens, strict=True):
+        row[np.asarray(ids)] = True
     return gpu.to_device(mask) if gpu.is_device_array(like) else mask
 
 
 @np.errstate(invalid="ignore")  # of rows without a finite logit, which nobody draws from
 def adjust(scores: Any, samplings: Sequence[Sampling], seen: Any = None) -> Any:
-    """Scores [n, V] that are drawn from: of logits in the dtype to compute in, with -inf for tokens left out.
+    """Turn logits [n, V], in the dtype to compute in, into the scores to draw from, with -inf for tokens left out.
 
     `samplings` are one for each row, or one for all; `seen` (`tokens_mask`) are the tokens that are penalised. Nothing
     waits for a GPU. A row whose temperature is 0 is left undivided.
@@ -88,35 +88,32 @@ def adjust(scores: Any, samplings: Sequence[Sampling], seen: Any = None) -> Any:
     if seen is not None:
         penalty = settings.repetition_penalty
         scores = np.where(seen, np.where(scores < 0, scores * penalty, scores / penalty), scores)
-    if any(each.temperature for each in samplings):
+    if any(by.temperature for by in samplings):
         scores = scores / settings.temperature
-    if any(each.top_k or each.top_p < 1 or each.min_p for each in samplings):
-        scores = np.where(_left_out(scores, settings), -np.inf, scores).astype(scores.dtype, copy=False)
+    if any(by.top_k or by.top_p < 1 or by.min_p for by in samplings):
+        scores = np.where(_find_excluded(scores, settings), -np.inf, scores).astype(scores.dtype, copy=False)
     return scores
 
 
 def _settings(samplings: Sequence[Sampling], like: Any) -> _Columns:
-    """Numbers where one `Sampling` is for all rows, which need not be copied to a GPU; else columns."""
-    rows = [
-        _Columns(each.temperature or 1.0, each.top_k, each.top_p, each.min_p, each.repetition_penalty)
-        for each in samplings
-    ]
+    """Return numbers where one `Sampling` is for all rows, which need not be copied to a GPU; else columns."""
+    rows = [_Columns(by.temperature or 1.0, by.top_k, by.top_p, by.min_p, by.repetition_penalty) for by in samplings]
     if len(rows) == 1:
         return rows[0]
     columns = np.array(rows, like.dtype).T[..., None]
     return _Columns(*(gpu.to_device(columns) if gpu.is_device_array(like) else columns))
 
 
-def _left_out(scores: Any, settings: _Columns) -> Any:
-    """Which tokens [n, V] cannot be drawn."""
+def _find_excluded(scores: Any, settings: _Columns) -> Any:
+    """Find the tokens [n, V] that cannot be drawn."""
     count, lowest = scores.shape[-1], scores.dtype.type(-np.inf)
     order = np.argsort(-scores, axis=-1, kind="stable")[:, ::-1]  # ascending; of equal tokens the first is the last
     ranked = np.take_along_axis(scores, order, axis=-1)
     position = np.arange(count, like=scores)
-    least = np.where(position == count - settings.top_k, ranked, lowest).max(axis=-1, keepdims=True)
-    ranked = np.where(ranked < least, lowest, ranked)
+    threshold = np.where(position == count - settings.top_k, ranked, lowest).max(axis=-1, keepdims=True)
+    ranked = np.where(ranked < threshold, lowest, ranked)
     shares = np.exp(ranked - ranked[:, -1:])
     total = shares.cumsum(axis=-1)
-    out = (ranked < least) | (shares < settings.min_p)
-    out |= (total / total[:, -1:] <= 1 - settings.top_p) & (settings.top_p < 1) & (position < count - 1)
-    return np.take_along_axis(out | (ranked == lowest), np.argsort(order, axis=-1), axis=-1)
+    excluded = (ranked < threshold) | (shares < settings.min_p)
+    excluded |= (total / total[:, -1:] <= 1 - settings.top_p) & (settings.top_p < 1) & (position < count - 1)
+    return np.take_along_axis(excluded | (ranked == lowest), np.argsort(order, axis=-1), axis=-1)

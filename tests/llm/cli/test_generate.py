@@ -133,10 +133,10 @@ def test_lines_end_at_newlines_alone(tmp_path: Path, name: str, text: str, promp
     (tmp_path / name).write_bytes(text.encode())
     usual = Prompt("", 5, {"temperature": 0.5, "seed": 7}, ("x",))
     found = read_prompts(tmp_path / name, usual)
-    assert [each.prompt for each in found] == prompts
+    assert [each.text for each in found] == prompts
     seeds = [{"temperature": 0.5, "seed": 7}, {"temperature": 0.5, "seed": 8}]
     assert [each[1:4] for each in found] == [(5, sampling, ("x",)) for sampling in seeds]
-    assert [each.where for each in found] == [f"{tmp_path / name}, line {number}" for number in (1, 3)]
+    assert [each.place for each in found] == [f"{tmp_path / name}, line {number}" for number in (1, 3)]
 
 
 def test_a_memory_that_is_too_small_is_refused_with_the_figures(cli: Any, folder: Path, tmp_path: Path) -> None:
