@@ -123,8 +123,9 @@ def progress_bar(
 
     Ctrl-C ends it with exit code 130 and one line, of which `keeps` is the end: what is left, and how to go on.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = RichProgress(*columns, TimeRemainingColumn(), TextColumn("to go"), console=notes, transient=True)
+    steps = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("to go"))
+    bar = RichProgress(*steps, *times, console=notes, transient=True, redirect_stdout=False)
     with bar if notes.is_terminal and not quiet else nullcontext() as shown:
         progress = Progress(title, total, shown, says=not quiet and not notes.is_terminal)
         with interruptible(lambda: f"{title}: {progress.steps()}; {keeps}"):

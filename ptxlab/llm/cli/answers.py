@@ -156,18 +156,22 @@ def serve_prompts(
             requests.append(server.submit(ids, prompt.tokens, ends=text.ends, **prompt.sampling))
     text_of = dict(zip(requests, texts, strict=True))
     begin, shown = time.perf_counter(), 0
-    while shown < len(requests):
-        for request in server.step():
-            if request.error is None:
-                text_of[request].append(request.tokens[-1])
-            if text_of[request].ended:
-                server.cancel(request)
-        while shown < len(requests) and requests[shown].done:
-            if not how.quiet:
-                _write(f"[{shown + 1}] {prompts[shown].text}{texts[shown].text}\n")
-                if requests[shown].error:
-                    note(f"[{shown + 1}] failed: {requests[shown].error}")
-            shown += 1
+    on_terminal = sys.stdout.isatty()  # which shows the answers, between which a bar would stand
+    keeps = "what is printed is kept"
+    with progress_bar("prompts", len(requests), quiet=how.quiet or on_terminal, keeps=keeps) as advance:
+        while shown < len(requests):
+            for request in server.step():
+                if request.error is None:
+                    text_of[request].append(request.tokens[-1])
+                if text_of[request].ended:
+                    server.cancel(request)
+            while shown < len(requests) and requests[shown].done:
+                if not how.quiet:
+                    _write(f"[{shown + 1}] {prompts[shown].text}{texts[shown].text}\n")
+                    if requests[shown].error:
+                        note(f"[{shown + 1}] failed: {requests[shown].error}")
+                shown += 1
+                advance(f"prompt {shown}")
     seconds, tokens = time.perf_counter() - begin, sum(len(request.tokens) for request in requests)
     if how.quiet:
         answers: list[dict[str, Any]] = [

@@ -91,13 +91,16 @@ def adjust(scores: Any, samplings: Sequence[Sampling], seen: Any = None) -> Any:
     if any(by.temperature for by in samplings):
         scores = scores / settings.temperature
     if any(by.top_k or by.top_p < 1 or by.min_p for by in samplings):
-        scores = np.where(_find_excluded(scores, settings), -np.inf, scores).astype(scores.dtype, copy=False)
+        scores = np.where(_find_excluded(scores, settings), scores.dtype.type(-np.inf), scores)
     return scores
 
 
 def _settings(samplings: Sequence[Sampling], like: Any) -> _Columns:
     """Return numbers where one `Sampling` is for all rows, which need not be copied to a GPU; else columns."""
-    rows = [_Columns(by.temperature or 1.0, by.top_k, by.top_p, by.min_p, by.repetition_penalty) for by in samplings]
+    rows = [
+        _Columns(float(by.temperature or 1), by.top_k, float(by.top_p), float(by.min_p), float(by.repetition_penalty))
+        for by in samplings
+    ]
     if len(rows) == 1:
         return rows[0]
     columns = np.array(rows, like.dtype).T[..., None]

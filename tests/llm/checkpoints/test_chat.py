@@ -51,7 +51,7 @@ def test_it_is_rendered_as_transformers_does(name: str) -> None:
     assert template(TEMPLATES[name]).render([CHAT, CHAT[1:2]])[0] == right
 
 
-@pytest.mark.full_cases("loops")
+@pytest.mark.full_cases("loops", "size", "length", "changes", "syntax", "undefined")
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -337,6 +337,7 @@ def test_a_stop_string_ends_the_text_before_it(cli: Any, folder: Path, tmp_path:
     assert stopped["error"] is None and len(stopped["tokens"]) < 24
 
 
+@pytest.mark.full
 def test_sampling_options_reach_the_draws(cli: Any, folder: Path, tmp_path: Path) -> None:
     """On the command line and in a line of .jsonl; each changes what is drawn, and a top-k of 1 is the likeliest."""
     options = ("--model", folder, "--backend", "numpy", "--tokens", 12)

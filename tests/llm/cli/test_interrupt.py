@@ -53,6 +53,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.full
 def test_quantize_keeps_its_layers_and_goes_on(cli: Any, tmp_path: Path, text: Path) -> None:
     model, out, whole = write_folder(tmp_path / "model", "smollm", **SIZES), tmp_path / "out", tmp_path / "whole"
     options = ["--recipe", "lqq", "--text", text, "--samples", 4, "--length", 32, "--backend", "numpy"]
