@@ -86,19 +86,19 @@ class Progress:
         done: how many of these were done.
     """
 
-    def __init__(self, title: str, total: int | None, bar: RichProgress | None, *, says: bool) -> None:
+    def __init__(self, title: str, total: int | None, display: RichProgress | None, *, says: bool) -> None:
         self.title, self.total, self.done = title, total, 0
-        self._bar, self._says, self._begin = bar, says, monotonic()
+        self._display, self._says, self._begin = display, says, monotonic()
         self._said = self._begin
-        if bar is not None:
-            self._task = bar.add_task(escape(title), total=total)
+        if display is not None:
+            self._task = display.add_task(escape(title), total=total)
 
     def __call__(self, label: str, total: int | None = None) -> None:
         """Advance by one step, and name what is being done; `total` is for runs that learn their number of steps."""
         self.done += 1
         self.total = self.total if total is None else total
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, total=self.total, description=escape(label))
+        if self._display is not None:
+            self._display.update(self._task, completed=self.done, total=self.total, description=escape(label))
         elif self._says and monotonic() - self._said >= LINE_SECONDS:
             self._said = monotonic()
             notes.print(escape(f"{self.title}: {self.steps()}{self._time_left()}"), highlight=False, soft_wrap=True)
@@ -125,8 +125,8 @@ def progress_bar(
     """
     steps = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("to go"))
-    bar = RichProgress(*steps, *times, console=notes, transient=True, redirect_stdout=False)
-    with bar if notes.is_terminal and not quiet else nullcontext() as shown:
+    display = RichProgress(*steps, *times, console=notes, transient=True, redirect_stdout=False)
+    with display if notes.is_terminal and not quiet else nullcontext() as shown:
         progress = Progress(title, total, shown, says=not quiet and not notes.is_terminal)
         with interruptible(lambda: f"{title}: {progress.steps()}; {keeps}"):
             yield progress

@@ -18,9 +18,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(common, "monotonic", made)
-    return made
+    ticking = Clock()
+    monkeypatch.setattr(common, "monotonic", ticking)
+    return ticking
 
 
 def test_a_line_a_minute_says_the_time_to_go(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +65,7 @@ def test_a_short_run_and_a_quiet_one_say_nothing(
 
 
 def test_a_bar_shows_the_time_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal, where no line is said."""
+    """Show it on a terminal, where no line is said."""
     terminal = common.Console(force_terminal=True, width=120, record=True, file=io.StringIO())
     monkeypatch.setattr(common, "notes", terminal)
     monkeypatch.setattr(common, "LINE_SECONDS", 0)

@@ -30,8 +30,8 @@ def test_it_ends_before_the_stop_string_that_is_complete_first(written: str, sto
     """However tokens cut it: nothing is shown of it, and all before it is."""
     tokens = TOKENIZER.encode(written).tolist()
     beginnings = [TOKENIZER.decode(tokens[: n + 1]) for n in range(len(tokens))]
-    stopped = next((text for text in beginnings if any(each in text for each in stop)), None)
-    right = written if stopped is None else stopped[: min(stopped.find(each) for each in stop if each in stopped)]
+    stopped = next((text for text in beginnings if any(one in text for one in stop)), None)
+    right = written if stopped is None else stopped[: min(stopped.find(one) for one in stop if one in stopped)]
     text, shown = GeneratedText(TOKENIZER, stop), ""
     for token in tokens:
         text.append(token)

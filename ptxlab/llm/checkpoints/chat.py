@@ -38,7 +38,7 @@ class ChatTemplate:
         settings = read_json(config) if config.is_file() else {}
         if not isinstance(settings, dict):
             raise FileError(f"{config}: not a JSON object")
-        tokens = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
+        tokens = {name: _content(token) for name, token in settings.items() if name.endswith("_token")}
         named = {name: token for name, token in tokens.items() if token is not None}
         if (path / _FILE).is_file():
             return cls(read_text(path / _FILE), named, path / _FILE)
@@ -90,9 +90,9 @@ class ChatTemplate:
         return texts
 
 
-def _content(value: Any) -> str | None:
+def _content(token: Any) -> str | None:
     """Return a special token of tokenizer_config.json, which may be an object."""
-    content = value.get("content") if isinstance(value, dict) else value
+    content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
 

@@ -28,7 +28,7 @@ def render(template: str, variables: dict[str, Any], chats: list[Any]) -> list[s
         raise ValueError(message)
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = lambda value, **how: json.dumps(value, **{"ensure_ascii": False} | how)
+    environment.filters["tojson"] = lambda content, **how: json.dumps(content, **{"ensure_ascii": False} | how)
     environment.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),

@@ -72,7 +72,7 @@ class Tokenizer:
 
     @property
     def chats(self) -> bool:
-        """Whether the model can be asked: it has a template, or ChatML's tokens."""
+        """True where the model can be asked: it has a template, or ChatML's tokens."""
         return self.template is not None or len(self.encode(_CHATML_START)) == 1
 
     def encode_chats(self, chats: Sequence[Sequence[Message]]) -> list[list[int]]:

@@ -71,7 +71,7 @@ def _stream(
         first = next(steps)
     if not quiet:
         _write(echo)
-    with interruptible(lambda: f"{len(tokens)} tokens are made"):
+    with interruptible(lambda: f"generate: {len(tokens)} of {prompt.tokens} tokens; what is printed is kept"):
         for step in chain([first], steps):
             times.append(time.perf_counter())
             tokens.append(int(step[0]))

@@ -257,8 +257,8 @@ def _check(how: Computing, batch: int | None) -> None:
         raise expects("--prompt-attention", " or ".join(PROMPT_ATTENTIONS), how.prompt_attention)
     by_torch = how.prompt_attention == "torch"
     if how.scheme == "float":
-        others = {"--head int8": how.head != "float16" or None, "--prompt-attention torch": by_torch or None}
-        refuse({**others, "--memory": how.memory}, "is not for --scheme float")
+        options = {"--head int8": how.head != "float16" or None, "--prompt-attention torch": by_torch or None}
+        refuse({**options, "--memory": how.memory}, "is not for --scheme float")
     if by_torch:
         if how.backend != "gpu":
             raise CommandLineError(f"--prompt-attention torch goes with --backend gpu (got {how.backend})")

@@ -123,8 +123,8 @@ def _common_tokens(
     models: Sequence[str], tokenizers: Sequence[Tokenizer], documents: tuple[str, ...], text: str
 ) -> Tokens:
     """Cut a text into tokens. Raises CommandLineError where the models' tokenizers cut it otherwise."""
-    first, *others = (tokens_of(documents, tokenizer) for tokenizer in tokenizers)
-    for name, tokens in zip(models[1:], others, strict=True):
+    first, *rest_of_models = (tokens_of(documents, tokenizer) for tokenizer in tokenizers)
+    for name, tokens in zip(models[1:], rest_of_models, strict=True):
         if not np.array_equal(first, tokens):
             rule = "perplexities of other tokens cannot be compared"
             raise CommandLineError(f"{models[0]} and {name} cut {text} into different tokens: {rule}")

@@ -33,7 +33,7 @@ def read_prompts(path: Path, usual: Prompt) -> list[Prompt]:
         line = line.removesuffix("\r")
         if not line.strip():
             continue
-        where = f"{path}, line {number}"
+        place = f"{path}, line {number}"
         keys: Any = {"prompt": line}
         if path.suffix == ".jsonl":
             try:
@@ -43,28 +43,28 @@ def read_prompts(path: Path, usual: Prompt) -> list[Prompt]:
         settings: dict[str, Any] = {"tokens": usual.tokens, "stop": list(usual.stop), **usual.sampling}
         settings["seed"] += len(prompts)
         has_prompt = isinstance(keys, dict) and isinstance(keys.get("prompt"), str) and keys["prompt"]
-        if not has_prompt or any(not _is_like(keys.get(key, value), value) for key, value in settings.items()):
+        if not has_prompt or any(not _is_like(keys.get(key, default), default) for key, default in settings.items()):
             rule = "an object with a prompt, and perhaps tokens, stop (a list), temperature, seed and others"
-            raise CommandLineError(f"{where}: expects {rule}, got {line.strip()[:60]!r}")
+            raise CommandLineError(f"{place}: expects {rule}, got {line.strip()[:60]!r}")
         for key in keys:
             if key not in ("prompt", *settings):
-                raise CommandLineError(f"{where}: expects the keys prompt, {', '.join(settings)}, got {key[:60]!a}")
+                raise CommandLineError(f"{place}: expects the keys prompt, {', '.join(settings)}, got {key[:60]!a}")
         settings |= keys
-        prompt, tokens, stop = (settings.pop(key) for key in ("prompt", "tokens", "stop"))
-        each = Prompt(prompt, tokens, settings, tuple(stop), where)
+        content, tokens, stop = (settings.pop(key) for key in ("prompt", "tokens", "stop"))
+        prompt = Prompt(content, tokens, settings, tuple(stop), place)
         try:
-            check_prompt(each)
+            check_prompt(prompt)
         except CommandLineError as error:
-            raise CommandLineError(f"{where}: {error}") from None
-        prompts.append(each)
+            raise CommandLineError(f"{place}: {error}") from None
+        prompts.append(prompt)
     if not prompts:
         raise CommandLineError(f"{path}: no prompt in it")
     return prompts
 
 
-def _is_like(value: Any, usual: Any) -> bool:
+def _is_like(setting: Any, usual: Any) -> bool:
     """Tell whether a JSON value is of the type of the usual one, or an integer where that is a number."""
-    return type(value) is type(usual) or (type(value) is int and not isinstance(usual, list))
+    return type(setting) is type(usual) or (type(setting) is int and not isinstance(usual, list))
 
 
 def require_fit(prompts: list[Prompt], encoded: list[list[int]], limit: int | None) -> None:

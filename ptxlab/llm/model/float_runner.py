@@ -32,11 +32,13 @@ class FloatRunner(Runner):
     ) -> None:
         """See `Runner`."""
         super().__init__(model, batch, context, chunk=chunk, pages=pages)
-        config, like = self.config, model.embedding
+        config, embedding = self.config, model.embedding
         self._layers = list(model.layers)
-        self._angles = [np.asarray(table, like=like).astype(like.dtype) for table in config.rope_tables(context)]
+        self._angles = [
+            np.asarray(table, like=embedding).astype(embedding.dtype) for table in config.rope_tables(context)
+        ]
         shape = (len(self._layers), batch, context, config.kv_heads, config.head_dim)
-        self._keys, self._values = (np.zeros(shape, like.dtype, like=like) for _ in range(2))
+        self._keys, self._values = (np.zeros(shape, embedding.dtype, like=embedding) for _ in range(2))
 
     def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
         """See `Runner`."""

@@ -58,10 +58,10 @@ def _extend(runner: Runner, prompts: Sequence[Sequence[int]], progress: Callable
         raise ArgumentError("prompts", f"must be {runner.batch}, one for each sequence", len(prompts))
     logits_behind = []
     for b, prompt in enumerate(prompts):
-        held = int(runner.lengths[b])
-        if len(prompt) <= held:
-            raise ArgumentError(f"prompts[{b}]", f"must go on behind the {held} tokens of its sequence", len(prompt))
-        for start in range(held, len(prompt), runner.chunk):
+        length = int(runner.lengths[b])
+        if len(prompt) <= length:
+            raise ArgumentError(f"prompts[{b}]", f"must go on behind the {length} tokens of its sequence", len(prompt))
+        for start in range(length, len(prompt), runner.chunk):
             logits = runner.extend({b: prompt[start : start + runner.chunk]})
             progress()
         logits_behind.append(logits)

@@ -18,7 +18,7 @@ COLDEST, HOTTEST = 1e-6, 1e6  # temperatures: float16 logits over them are finit
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. Raises ArgumentError for a value out of range.
+    """The rules by which the next token is chosen. Raises ArgumentError for a value out of range.
 
     Attributes:
         temperature: 0 takes the likeliest token; above 0 tokens are drawn from softmax(logits / temperature).
@@ -38,9 +38,9 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        value = self.temperature
-        if not isinstance(value, int | float) or not (value == 0 or COLDEST <= value <= HOTTEST):
-            raise ArgumentError("temperature", f"must be 0, or a number in {COLDEST:g}..{HOTTEST:g}", repr(value))
+        degree = self.temperature
+        if not isinstance(degree, int | float) or not (degree == 0 or COLDEST <= degree <= HOTTEST):
+            raise ArgumentError("temperature", f"must be 0, or a number in {COLDEST:g}..{HOTTEST:g}", repr(degree))
         if not is_integer(self.seed) or not 0 <= self.seed < 2**32:
             raise ArgumentError("seed", "must be an integer in 0..2^32-1", repr(self.seed))
         require_integer("top_k", self.top_k)
@@ -50,12 +50,12 @@ class Sampling:
 
     @property
     def penalizes(self) -> bool:
-        """Whether scores depend on the tokens before."""
+        """True where scores depend on the tokens before."""
         return self.repetition_penalty != 1
 
     @property
     def takes_largest(self) -> bool:
-        """Whether the next token is that of the largest logit."""
+        """True where the next token is that of the largest logit."""
         return not self.temperature and not self.penalizes
 
 
@@ -69,12 +69,12 @@ class _Columns(NamedTuple):
     repetition_penalty: Any
 
 
-def tokens_mask(tokens: Sequence[Sequence[int]], like: Any) -> Any:
+def tokens_mask(tokens: Sequence[Sequence[int]], logits: Any) -> Any:
     """Mark the tokens of each list in a mask of the vocabulary, bool of the shape and place of logits [n, V]."""
-    mask = np.zeros(like.shape, np.bool_)
+    mask = np.zeros(logits.shape, np.bool_)
     for row, ids in zip(mask, tokens, strict=True):
         row[np.asarray(ids)] = True
-    return gpu.to_device(mask) if gpu.is_device_array(like) else mask
+    return gpu.to_device(mask) if gpu.is_device_array(logits) else mask
 
 
 @np.errstate(invalid="ignore")  # of rows without a finite logit, which nobody draws from
@@ -95,7 +95,7 @@ def adjust(scores: Any, samplings: Sequence[Sampling], seen: Any = None) -> Any:
     return scores
 
 
-def _settings(samplings: Sequence[Sampling], like: Any) -> _Columns:
+def _settings(samplings: Sequence[Sampling], logits: Any) -> _Columns:
     """Return numbers where one `Sampling` is for all rows, which need not be copied to a GPU; else columns."""
     rows = [
         _Columns(float(by.temperature or 1), by.top_k, float(by.top_p), float(by.min_p), float(by.repetition_penalty))
@@ -103,8 +103,8 @@ def _settings(samplings: Sequence[Sampling], like: Any) -> _Columns:
     ]
     if len(rows) == 1:
         return rows[0]
-    columns = np.array(rows, like.dtype).T[..., None]
-    return _Columns(*(gpu.to_device(columns) if gpu.is_device_array(like) else columns))
+    columns = np.array(rows, logits.dtype).T[..., None]
+    return _Columns(*(gpu.to_device(columns) if gpu.is_device_array(logits) else columns))
 
 
 def _find_excluded(scores: Any, settings: _Columns) -> Any:

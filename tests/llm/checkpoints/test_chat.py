@@ -42,6 +42,7 @@ def template(text: str) -> ChatTemplate:
     return ChatTemplate(text, TOKENS, Path("model"))
 
 
+@pytest.mark.full
 @pytest.mark.torch
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_it_is_rendered_as_transformers_does(name: str) -> None:
@@ -92,20 +93,20 @@ def test_where_a_folder_keeps_it(
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     if file is not None:
         (tmp_path / "chat_template.jinja").write_text(file)
-    found = ChatTemplate.from_folder(tmp_path)
-    assert (None if found is None else found.text) == text
-    if found is not None and config is not None:
-        assert found.tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    read = ChatTemplate.from_folder(tmp_path)
+    assert (None if read is None else read.text) == text
+    if read is not None and config is not None:
+        assert read.tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def test_a_quantised_models_folder_keeps_it(tmp_path: Path) -> None:
     for name, tokens in (("with", TOKENS), ("without", None)):
         (tmp_path / name).mkdir()
-        kept = None if tokens is None else ChatTemplate("{{ bos_token }}", tokens, tmp_path)
+        saved = None if tokens is None else ChatTemplate("{{ bos_token }}", tokens, tmp_path)
         (tmp_path / "config.json").write_text("{}")
-        Tokenizer((1,), small_tokenizer(), kept).save(tmp_path / name)
-        found = Tokenizer.from_folder(tmp_path / name).template
-        assert (None if found is None else (found.text, found.tokens)) == (kept and (kept.text, kept.tokens))
+        Tokenizer((1,), small_tokenizer(), saved).save(tmp_path / name)
+        read = Tokenizer.from_folder(tmp_path / name).template
+        assert (None if read is None else (read.text, read.tokens)) == (saved and (saved.text, saved.tokens))
 
 
 def test_a_gguf_file_keeps_it_in_its_metadata() -> None:
@@ -113,8 +114,8 @@ def test_a_gguf_file_keeps_it_in_its_metadata() -> None:
         "tokenizer.chat_template": "t", "tokenizer.ggml.tokens": ["<s>", "a", "</s>"],
         "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 2,
     }  # fmt: skip
-    found = ChatTemplate.from_gguf(Path("x"), metadata)
-    assert found is not None and (found.text, found.tokens) == ("t", {"bos_token": "<s>", "eos_token": "</s>"})
+    read = ChatTemplate.from_gguf(Path("x"), metadata)
+    assert read is not None and (read.text, read.tokens) == ("t", {"bos_token": "<s>", "eos_token": "</s>"})
     assert ChatTemplate.from_gguf(Path("x"), {}) is None
 
 
@@ -134,12 +135,12 @@ def test_a_broken_tokenizer_config_is_refused(tmp_path: Path, text: str, message
 
 def test_without_a_template_the_vocabulary_decides() -> None:
     assert not Tokenizer((), small_tokenizer()).chats
-    made = small_tokenizer()
-    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer = Tokenizer((), made)
+    library = small_tokenizer()
+    library.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = Tokenizer((), library)
     (tokens,) = tokenizer.encode_chats([CHAT[2:]])
     text = "<|im_start|>assistant\nYes.\n\n<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.chats and tokens == made.encode(text).ids
+    assert tokenizer.chats and tokens == library.encode(text).ids
 
 
 def test_without_jinja_a_template_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

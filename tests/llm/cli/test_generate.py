@@ -265,7 +265,7 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def converse(cli: Any, monkeypatch: pytest.MonkeyPatch, lines: str, *options: object) -> tuple[list[str], list[int]]:
-    """What a conversation prints, and how many tokens of each prompt were computed."""
+    """Hold a conversation; return what it prints, and how many tokens of each prompt were computed."""
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     code, out, err = cli("generate", "--chat", "--backend", "numpy", "--tokens", 6, *options)
     assert code == 0
@@ -339,7 +339,7 @@ def test_a_stop_string_ends_the_text_before_it(cli: Any, folder: Path, tmp_path:
 
 @pytest.mark.full
 def test_sampling_options_reach_the_draws(cli: Any, folder: Path, tmp_path: Path) -> None:
-    """On the command line and in a line of .jsonl; each changes what is drawn, and a top-k of 1 is the likeliest."""
+    """Set them on the command line and in a .jsonl: each changes what is drawn; a top-k of 1 is the likeliest."""
     options = ("--model", folder, "--backend", "numpy", "--tokens", 12)
     likeliest = json.loads(cli("generate", "the cat", *options, "--json")[1])["tokens"][0]
     path = tmp_path / "prompts.jsonl"

@@ -29,17 +29,17 @@ main()
 """
 
 
-def interrupted(title: str, step: int, *arguments: object) -> str:
-    """What a command says that is interrupted behind a step of a run."""
+def interrupt(title: str, step: int, *arguments: object) -> str:
+    """Interrupt a command behind a step of a run; return what it says."""
     command = [sys.executable, "-c", SLOWED, title, str(step), *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        before = list(iter(process.stderr.readline, "waits\n"))
-        assert before[-1].startswith(f"{title}: {step} ")
+        lines = list(iter(process.stderr.readline, "waits\n"))
+        assert lines[-1].startswith(f"{title}: {step} ")
         process.send_signal(signal.SIGINT)
-        said = process.stderr.read()
-    assert process.returncode == 130 and said.count("\n") == 1
-    return said.removesuffix("\n")
+        message = process.stderr.read()
+    assert process.returncode == 130 and message.count("\n") == 1
+    return message.removesuffix("\n")
 
 
 @pytest.fixture
@@ -57,9 +57,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_quantize_keeps_its_layers_and_goes_on(cli: Any, tmp_path: Path, text: Path) -> None:
     model, out, whole = write_folder(tmp_path / "model", "smollm", **SIZES), tmp_path / "out", tmp_path / "whole"
     options = ["--recipe", "lqq", "--text", text, "--samples", 4, "--length", 32, "--backend", "numpy"]
-    said = interrupted("quantize lqq", 1, "quantize", model, "--out", out, *options)
-    kept = "finished layers are kept: the same command goes on behind them"
-    assert said == f"interrupted: quantize lqq: 1 of 2; {kept}" and not out.exists()
+    message = interrupt("quantize lqq", 1, "quantize", model, "--out", out, *options)
+    remark = "finished layers are kept: the same command goes on behind them"
+    assert message == f"interrupted: quantize lqq: 1 of 2; {remark}" and not out.exists()
     for folder in (out, whole):
         assert cli("quantize", model, "--out", folder, *options)[0] == 0
     assert contents(out) == contents(whole)
@@ -69,8 +69,8 @@ def test_quantize_keeps_its_layers_and_goes_on(cli: Any, tmp_path: Path, text: P
 def test_perplexity_keeps_nothing(tmp_path: Path, text: Path) -> None:
     model = write_folder(tmp_path / "model", "smollm")
     options = ["--text", text, "--length", 16, "--windows", 2, "--backend", "numpy"]
-    said = interrupted("perplexity", 8, "perplexity", model, model, *options)
-    assert said == "interrupted: perplexity: 8 of 12; nothing is kept"
+    message = interrupt("perplexity", 8, "perplexity", model, model, *options)
+    assert message == "interrupted: perplexity: 8 of 12; nothing is kept"
 
 
 @pytest.mark.full
@@ -78,18 +78,18 @@ def test_perplexity_keeps_nothing(tmp_path: Path, text: Path) -> None:
     ("command", "source"), [("import", "."), ("import", "model.safetensors"), ("quantize", "model.safetensors")]
 )
 def test_what_writes_a_file_or_folder_leaves_nothing(tmp_path: Path, command: str, source: str) -> None:
-    folder, here = tmp_path / "model", tmp_path / "here"
+    folder, place = tmp_path / "model", tmp_path / "here"
     write_model(folder, "gptq") if command == "import" else write_folder(folder, "smollm", **SIZES)
-    here.mkdir()
-    said = interrupted(command, 1, command, folder / source, "--out", here / "out")
-    assert re.fullmatch(rf"interrupted: {command}: 1 of \d+; nothing is kept", said) and [*here.iterdir()] == []
+    place.mkdir()
+    message = interrupt(command, 1, command, folder / source, "--out", place / "out")
+    assert re.fullmatch(rf"interrupted: {command}: 1 of \d+; nothing is kept", message) and [*place.iterdir()] == []
 
 
 @pytest.mark.full
 def test_a_long_prompt_is_a_run_of_its_own(tmp_path: Path) -> None:
     model = write_folder(tmp_path / "model", "smollm", **SIZES, max_position_embeddings=2048)
-    said = interrupted("prompt", 2, "generate", "a" * 600, "--model", model, "--backend", "numpy", "--tokens", 4)
-    assert said == "interrupted: prompt: 2 of 3; nothing is kept"
+    message = interrupt("prompt", 2, "generate", "a" * 600, "--model", model, "--backend", "numpy", "--tokens", 4)
+    assert message == "interrupted: prompt: 2 of 3; nothing is kept"
 
 
 def test_a_conversation_ends_at_ctrl_c_while_it_waits_for_a_message(tmp_path: Path) -> None:

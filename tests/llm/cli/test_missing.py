@@ -19,7 +19,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         (
             "HuggingFaceTB/SmolLM2-135M",
@@ -35,15 +35,15 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ids=["folder", "gguf"],
 )
 def test_a_repositorys_name(
-    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, name: str, said: str
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, name: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli(*(word.format(name) for word in COMMANDS[command])) == (2, "", f"error: {name}: {said}\n")
+    assert cli(*(word.format(name) for word in COMMANDS[command])) == (2, "", f"error: {name}: {message}\n")
 
 
 @pytest.mark.parametrize("name", ["here/nosuch", "./nosuch", "/nosuch/model", "a/b/c", "org/model.gguf", "nosuch"])
 def test_a_path_is_none(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    said = f"error: {name}: no model: a folder, a .gguf file, or one of smollm2\n"
-    assert cli("perplexity", name) == (2, "", said)
+    message = f"error: {name}: no model: a folder, a .gguf file, or one of smollm2\n"
+    assert cli("perplexity", name) == (2, "", message)

@@ -87,7 +87,7 @@ def test_a_quantised_folder(cli: Any, tmp_path: Path, text: Path, tokens: Any) -
 
 
 def test_models_side_by_side(cli: Any, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each as alone, on the same windows; a GGUF file of the first model has its perplexity."""
+    """Measure each as alone, on the same windows; a GGUF file of the first model has its perplexity."""
     first, second = write_folder(tmp_path / "first", "smollm"), write_folder(tmp_path / "second", "qwen2")
     same = write_gguf(tmp_path / "same.gguf", "smollm")
     options = ("--text", text, "--length", 16, "--windows", 3)
@@ -95,10 +95,10 @@ def test_models_side_by_side(cli: Any, tmp_path: Path, text: Path, monkeypatch: 
     assert (found["windows"], found["length"], found["tokens"], found["backend"]) == (3, 16, 48, "numpy")
     alone = [asked(cli, model, *options)["perplexity"] for model in (first, same, second)]
     models = found["models"]
-    assert [each["model"] for each in models] == [str(first), str(same), str(second)]
-    assert [each["perplexity"] for each in models] == pytest.approx(alone)
-    assert [each["ratio"] for each in models] == pytest.approx([1, 1, alone[2] / alone[0]], rel=1e-5)
-    assert all((each["kv"], each["acts"]) == (32, 32) and each["seconds"] > 0 for each in models)
+    assert [figures["model"] for figures in models] == [str(first), str(same), str(second)]
+    assert [figures["perplexity"] for figures in models] == pytest.approx(alone)
+    assert [figures["ratio"] for figures in models] == pytest.approx([1, 1, alone[2] / alone[0]], rel=1e-5)
+    assert all((figures["kv"], figures["acts"]) == (32, 32) and figures["seconds"] > 0 for figures in models)
     monkeypatch.chdir(tmp_path)
     options = ("--text", "text.txt", "--length", 16, "--windows", 3, "--kv", 4)
     code, out, _ = cli("perplexity", "first", "second", *options)

@@ -38,14 +38,14 @@ def test_logits_are_those_of_whole_sequences(changes: dict[str, Any], chunk: int
 
 def test_generate_and_a_server_take_it() -> None:
     model = FloatModel.random(replace(TINY_MODEL, tied_head=False))
-    found = [int(step[0]) for step in generate(FloatRunner(model, 1, 20), [PROMPTS[0]], 5)]
+    tokens_made = [int(step[0]) for step in generate(FloatRunner(model, 1, 20), [PROMPTS[0]], 5)]
     tokens = list(PROMPTS[0])
     for _ in range(5):
         tokens.append(int(right_logits(model, tokens).argmax()))
     server = Server(FloatRunner(model, 2, 20))
     requests = [server.submit(PROMPTS[i], 5) for i in (0, 1)]
     server.run()
-    assert found == tokens[7:] == requests[0].tokens
+    assert tokens_made == tokens[7:] == requests[0].tokens
 
 
 def test_what_is_not_finite_is_an_error() -> None:

@@ -193,15 +193,15 @@ def test_draws_follow_the_softmax_and_the_seed(model: QuantizedModel) -> None:
 
 
 def test_a_prompt_goes_on_from_what_the_runner_holds(model: QuantizedModel) -> None:
-    """In chunks, each sequence from where it is: the same caches, and the same tokens, as computed anew."""
+    """Compute in chunks, each sequence from where it is: the same caches, and the same tokens, as computed anew."""
     whole, runner = NumpyRunner(model, 2, 100), NumpyRunner(model, 2, 100, chunk=5)
     first = np.array(list(generate(runner, PROMPTS[1:], 3)))
     prompts = [[*prompt, *first[:, b].tolist(), *range(9 + b)] for b, prompt in enumerate(PROMPTS[1:])]
-    held, calls = runner.lengths.copy(), list[None]()
+    lengths, calls = runner.lengths.copy(), list[None]()
     steps = generate(runner, prompts, 4, goes_on=True, progress=lambda: calls.append(None))
     right = np.array(list(generate(whole, prompts, 4)))
     assert np.array_equal(np.array(list(steps)), right) and np.array_equal(runner.lengths, whole.lengths)
-    assert held.tolist() == [5, 72] and len(calls) == 2 + 3
+    assert lengths.tolist() == [5, 72] and len(calls) == 2 + 3
     for ours, theirs in zip(runner.caches, whole.caches, strict=True):
         for of_one, of_all in zip(gather(ours), gather(theirs), strict=True):
             assert all(np.array_equal(a.values, b.values) for a, b in zip(of_one, of_all, strict=True))
@@ -221,7 +221,7 @@ def test_a_penalty_follows_what_was_generated(model: QuantizedModel) -> None:
         logits = NumpyRunner(model, 2, 60).prefill(prompts).astype(np.float32)
         for b, prompt in enumerate(prompts):
             row = logits[b]
-            row[prompt] = [value / 4 if value > 0 else value * 4 for value in row[prompt]]
+            row[prompt] = [score / 4 if score > 0 else score * 4 for score in row[prompt]]
             assert step[b] == row.argmax()
             prompt.append(int(step[b]))
     assert not np.array_equal(found, np.array(list(generate(runner, PROMPTS[:2], 12))))

@@ -39,7 +39,7 @@ def some_logits(kind: str) -> Any:
     return np.zeros_like(logits) if kind == "equal" else logits
 
 
-def processed(logits: Any, prompts: list[list[int]], how: dict[str, Any]) -> Any:
+def process(logits: Any, prompts: list[list[int]], how: dict[str, Any]) -> Any:
     """The scores of each row behind transformers' processors, in the order of its `generate`."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -60,23 +60,25 @@ def shares(scores: Any) -> Any:
 
 
 def assert_same(scores: Any, right: Any, *, ties: bool = False) -> None:
-    """Of equal scores, which are kept depends on the sort, and in transformers on the machine; how many does not."""
+    """Compare them. Of equal scores, which are kept depends on the sort, in transformers on the machine."""
     if ties:
         scores, right = np.sort(scores), np.sort(right)
     assert np.array_equal(np.isneginf(scores), np.isneginf(right))
     assert np.abs(shares(scores) - shares(right)).max() < 1e-6
 
 
+@pytest.mark.full
 @pytest.mark.torch
 @pytest.mark.parametrize("kind", ["drawn", "ties", "equal", "infinite"])
-@pytest.mark.parametrize("how", SETTINGS, ids=lambda how: "-".join(f"{name}={value}" for name, value in how.items()))
+@pytest.mark.parametrize("how", SETTINGS, ids=str)
 def test_scores_are_those_of_transformers(how: dict[str, Any], kind: str) -> None:
     logits = some_logits(kind)
     scores = adjust(logits, [Sampling(**how)], tokens_mask(PROMPTS, logits))
     assert scores.dtype == logits.dtype
-    assert_same(scores, processed(logits, PROMPTS, how), ties=kind in ("ties", "equal"))
+    assert_same(scores, process(logits, PROMPTS, how), ties=kind in ("ties", "equal"))
 
 
+@pytest.mark.full
 @pytest.mark.torch
 @pytest.mark.parametrize("first", range(0, len(SETTINGS), len(PROMPTS)))
 def test_each_row_of_a_batch_has_its_own_settings(first: int) -> None:
@@ -84,12 +86,44 @@ def test_each_row_of_a_batch_has_its_own_settings(first: int) -> None:
     these = [SETTINGS[(first + row) % len(SETTINGS)] for row in range(len(logits))]
     samplings = [Sampling(**how) for how in these]
     scores = adjust(logits.astype(np.float64), samplings, tokens_mask(PROMPTS, logits))
-    right = [processed(logits[row : row + 1], PROMPTS[row : row + 1], how) for row, how in enumerate(these)]
+    right = [process(logits[row : row + 1], PROMPTS[row : row + 1], how) for row, how in enumerate(these)]
     assert_same(scores, np.concatenate(right))
 
 
+@pytest.mark.parametrize(
+    ("how", "left"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"top_k": 2}, [0, 1]),
+        ({"top_k": 3}, [0, 1, 2, 3]),  # the last two are equal
+        ({"top_k": 4}, [0, 1, 2, 3]),
+        ({"top_k": 9}, [0, 1, 2, 3]),
+        ({"top_p": 0.74}, [0, 1]),
+        ({"top_p": 0.8}, [0, 1, 2]),
+        ({"top_p": 0.0}, [0]),
+        ({"min_p": 0.3}, [0, 1]),
+        ({"min_p": 0.2}, [0, 1, 2, 3]),
+        ({"min_p": 1.0}, [0]),
+        ({"temperature": 0.5, "min_p": 0.2}, [0, 1]),  # of 16 : 4 : 1 : 1
+        ({"temperature": 0.5, "top_p": 0.7}, [0]),
+        ({"top_k": 2, "top_p": 0.6}, [0]),  # of 2 : 1
+        ({"repetition_penalty": 100.0}, [0, 1, 2, 3]),
+        ({"repetition_penalty": 100.0, "top_k": 1}, [1]),
+    ],
+)
+def test_of_known_shares_the_right_ones_are_left(how: dict[str, Any], left: list[int]) -> None:
+    """Of 4 : 2 : 1 : 1, where the first came before; what is left keeps its logit over the temperature."""
+    logits = np.log(np.array([[4, 2, 1, 1]], np.float32)) - 3
+    scores = adjust(logits, [Sampling(**{"temperature": 1.0, **how})], tokens_mask([[0]], logits))
+    assert np.flatnonzero(np.isfinite(scores[0])).tolist() == left
+    right = (
+        logits[0, left] / how.get("temperature", 1) * np.where(np.array(left) == 0, how.get("repetition_penalty", 1), 1)
+    )
+    assert np.allclose(scores[0, left], right, rtol=1e-6)
+
+
 def test_of_equal_tokens_the_first_is_kept() -> None:
-    """As `argmax` takes it, so that a top-p of 0 is the likeliest token."""
+    """Keep what `argmax` takes, so that a top-p of 0 is the likeliest token."""
     scores = adjust(some_logits("ties"), [Sampling(temperature=1.0, top_p=0.0)])
     assert np.array_equal(np.isfinite(scores).argmax(axis=1), some_logits("ties").argmax(axis=1))
     assert np.isfinite(scores).sum() == len(scores)
@@ -101,7 +135,7 @@ def test_a_row_whose_likeliest_is_taken_is_only_penalised() -> None:
     samplings = [Sampling(repetition_penalty=2.0), Sampling(temperature=2.0)]
     scores = adjust(logits, samplings, tokens_mask(PROMPTS[:2], logits))
     right = logits[0].copy()
-    right[[1, 2, 3]] = [value / 2 if value > 0 else value * 2 for value in right[[1, 2, 3]]]
+    right[[1, 2, 3]] = [score / 2 if score > 0 else score * 2 for score in right[[1, 2, 3]]]
     assert np.array_equal(scores, [right, logits[1] / 2])
 
 
@@ -111,9 +145,9 @@ def test_a_row_without_a_finite_logit_raises_no_warning() -> None:
     logits = some_logits("drawn")
     how = [Sampling(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1)]
     right = adjust(logits, how)
-    for value in (-np.inf, np.nan):
+    for wrong in (-np.inf, np.nan):
         broken = logits.copy()
-        broken[1] = value
+        broken[1] = wrong
         assert np.array_equal(adjust(broken, how)[[0, 2, 3]], right[[0, 2, 3]])
 
 
