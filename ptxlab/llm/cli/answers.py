@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from ptxlab.arithmetic import ceil_div
-from ptxlab.cli.common import FAILED, interruptible, notes, print_json, progress_bar
+from ptxlab.cli.common import FAILED, CommandLineError, interruptible, notes, print_json, progress_bar
 from ptxlab.errors import ArgumentError, naming
 from ptxlab.llm.checkpoints.chat import Message
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
@@ -138,6 +138,8 @@ def _messages(first: str) -> Iterator[str]:
             message = input("\n> " if is_typed else "")
         except EOFError:
             return
+        except UnicodeDecodeError:
+            raise CommandLineError("standard input: a message must be UTF-8") from None
         if message.strip():
             yield message
         elif is_typed:

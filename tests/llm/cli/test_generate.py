@@ -306,6 +306,9 @@ def test_a_conversation_ends(cli: Any, chatty: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("sys.stdin", typed)
     code, out, _ = cli("generate", "--chat", "--backend", "numpy", "--tokens", 2, "--model", chatty)
     assert code == 0 and out.count("> ") == 2
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
+    said = (2, "", "error: standard input: a message must be UTF-8\n")
+    assert cli("generate", "--chat", "--backend", "numpy", "--model", chatty, "--scheme", "float") == said
     monkeypatch.setattr("sys.stdin", io.StringIO("a" * 30 + "\n" + "b" * 30 + "\n"))
     code, out, err = cli("generate", "--chat", "--context", 64, "--backend", "numpy", "--tokens", 8, "--model", chatty)
     assert (

@@ -92,6 +92,19 @@ def test_a_long_prompt_is_a_run_of_its_own(tmp_path: Path) -> None:
     assert message == "interrupted: prompt: 2 of 3; nothing is kept"
 
 
+@pytest.mark.full
+def test_a_text_that_is_interrupted_says_how_far_it_came(tmp_path: Path) -> None:
+    model = write_folder(tmp_path / "model", "smollm", **SIZES, max_position_embeddings=8192, eos_token_id=None)
+    command = [sys.executable, "-m", "ptxlab", "generate", "aaa", "--model", model, "--backend", "numpy"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*map(str, command), "--tokens", "8000"], **pipes) as process:
+        assert process.stdout is not None and process.stderr is not None and process.stdout.read(4)
+        process.send_signal(signal.SIGINT)
+        message = process.stderr.read().splitlines()[-1]
+    assert process.returncode == 130
+    assert re.fullmatch(r"interrupted: generate: \d+ of 8000 tokens; what is printed is kept", message)
+
+
 def test_a_conversation_ends_at_ctrl_c_while_it_waits_for_a_message(tmp_path: Path) -> None:
     model = write_folder(tmp_path / "model", "smollm", **SIZES, max_position_embeddings=512)
     (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages[0].content }}"}')
