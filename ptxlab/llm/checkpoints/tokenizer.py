@@ -103,7 +103,7 @@ class Tokenizer:
             made = kind.from_file(str(file))
         except Exception as error:  # it raises no narrower class
             raise FileError(f"{file}: not a readable tokenizer ({' '.join(str(error).split())})") from None
-        return cls(_ends(path), made, ChatTemplate.from_folder(path))
+        return cls(_ends(path), made, template=ChatTemplate.from_folder(path))
 
     def save(self, folder: Path) -> None:
         """Write what `from_folder` reads: tokenizer.json, generation_config.json, and the template."""
@@ -140,7 +140,7 @@ class Tokenizer:
             made.post_processor = library().processors.TemplateProcessing(
                 single=f"{tokens[start]} $A", special_tokens=[(tokens[start], start)]
             )
-        return cls((get.token("eos", len(tokens)),), made, ChatTemplate.from_gguf(path, metadata))
+        return cls((get.token("eos", len(tokens)),), made, template=ChatTemplate.from_gguf(path, metadata))
 
 
 def _chatml(messages: Sequence[Message]) -> str:

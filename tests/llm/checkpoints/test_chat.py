@@ -104,7 +104,7 @@ def test_a_quantised_models_folder_keeps_it(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         saved = None if tokens is None else ChatTemplate("{{ bos_token }}", tokens, tmp_path)
         (tmp_path / "config.json").write_text("{}")
-        Tokenizer((1,), small_tokenizer(), saved).save(tmp_path / name)
+        Tokenizer((1,), small_tokenizer(), template=saved).save(tmp_path / name)
         read = Tokenizer.from_folder(tmp_path / name).template
         assert (None if read is None else (read.text, read.tokens)) == (saved and (saved.text, saved.tokens))
 
