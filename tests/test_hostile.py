@@ -13,6 +13,7 @@ from ptxlab.llm.accuracy.parting import parting
 from ptxlab.llm.model import (
     Config,
     FloatModel,
+    FloatRunner,
     Footprint,
     LayerInputs,
     LayerWeights,
@@ -47,7 +48,8 @@ ROUTED = ptxlab.RoutedTokens(rows=ROWS, offsets=np.arange(3, dtype=np.int32), pl
 LAYER, GIVEN = layer_problem(), ("x", "residual", "cache", "slots", "rope")
 KEYS = W.reshape(4, 64, 64)[:, :2]
 EIGHT = quant.quantize_level1(W, 127)
-MODEL = QuantizedModel.rounded(FloatModel.random(TINY_MODEL), group=32, rounding="nearest")
+FLOATS = FloatModel.random(TINY_MODEL)
+MODEL = QuantizedModel.rounded(FLOATS, group=32, rounding="nearest")
 RUNNER = NumpyRunner(MODEL, 1, 64)
 
 THINGS: tuple[Any, ...] = (
@@ -135,7 +137,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "runner": (NumpyRunner, {"model": MODEL, "batch": 1, "context": 20, "chunk": 4, "pages": 1, "head": "int8",
                              "batch_invariant": True}),
     "server": (Server, {"runner": RUNNER}),
-    "submit": (Server(RUNNER).submit, {"prompt": [1], "tokens": 2, "ends": (), "temperature": 0.0, "seed": 0}),
+    "submit": (Server(RUNNER).submit, {"prompt": [1], "tokens": 2, "ends": (), "temperature": 0.0, "seed": 0,
+                                       "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}),
+    "float runner": (FloatRunner, {"model": FLOATS, "batch": 1, "context": 20, "chunk": 4, "pages": 1}),
     "parting": (parting, {"runner": RUNNER, "request": Request([1, 2], 2, tokens=[3])}),
     "footprint": (Footprint.of, {"config": TINY_MODEL, "batch": 1, "context": 20, "scheme": "lqq", "group": 32,
                                  "dtype": "float16", "chunk": None, "head": "int8"}),

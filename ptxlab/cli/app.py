@@ -16,7 +16,7 @@ import typer
 from rich.markup import escape
 
 from ptxlab import __version__, registry
-from ptxlab.cli.common import BAD_INPUT, FAILED, UsageError, notes
+from ptxlab.cli.common import BAD_INPUT, FAILED, INTERRUPTED, UsageError, notes
 from ptxlab.errors import EmulationError, PtxlabError, UnknownInstruction, VerificationError
 from ptxlab.registry import Registration
 
@@ -109,7 +109,7 @@ def report_errors(run: Callable[[], Any]) -> NoReturn:
     except PtxlabError as error:
         _die(str(error).replace('backend="emulator"', "--backend emulator"), BAD_INPUT)
     except typer.Abort:
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
 
 
 def _die(message: str, code: int) -> NoReturn:

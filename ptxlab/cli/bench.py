@@ -60,8 +60,9 @@ def measure_suite(
     if picture is not None:
         plot.require_writable(picture)
     before = benches.load(against) if against else None
-    with progress_bar(f"bench {name}", None, quiet=as_json) as advance:
-        resume = (out or benches.resumed_path(chosen, only)) if chosen and chosen.resumes else None
+    resume = (out or benches.resumed_path(chosen, only)) if chosen and chosen.resumes else None
+    keeps = f"rows measured are in {resume}: the same command goes on behind them" if resume else "nothing is kept"
+    with progress_bar(f"bench {name}", None, quiet=as_json, keeps=keeps) as advance:
         record = benches.run_suite(suite, advance, only=only, resume=resume, libraries=libraries, **options)
         slower = benches.confirmed(benches.compare(record, before), before, advance) if before else []
     path = benches.save(record, out)

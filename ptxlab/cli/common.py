@@ -4,8 +4,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from time import monotonic
 from typing import Annotated, Any
 
 import typer
@@ -16,16 +17,18 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     MofNCompleteColumn,
-    Progress,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from ptxlab.errors import PtxlabError
 
-FAILED, BAD_INPUT = 1, 2
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+LINE_SECONDS = 60  # between two lines of a run without a terminal
 
 UsageError: Any = typer.BadParameter.__bases__[0]  # of click, which Typer carries within itself
 
@@ -71,24 +74,80 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
+_UNITS = ((3600, "h"), (60, "min"), (1, "s"))
+
+
+class Progress:
+    """The state of a long run: shown by a bar, or else said in a line a minute where it `says` so.
+
+    Attributes:
+        title: of the run.
+        total: how many steps there are, or None.
+        done: how many of these were done.
+    """
+
+    def __init__(self, title: str, total: int | None, display: RichProgress | None, *, says: bool) -> None:
+        self.title, self.total, self.done = title, total, 0
+        self._display, self._says, self._begin = display, says, monotonic()
+        self._said = self._begin
+        if display is not None:
+            self._task = display.add_task(escape(title), total=total)
+
+    def __call__(self, label: str, total: int | None = None) -> None:
+        """Advance by one step, and name what is being done; `total` is for runs that learn their number of steps."""
+        self.done += 1
+        self.total = self.total if total is None else total
+        if self._display is not None:
+            self._display.update(self._task, completed=self.done, total=self.total, description=escape(label))
+        elif self._says and monotonic() - self._said >= LINE_SECONDS:
+            self._said = monotonic()
+            notes.print(escape(f"{self.title}: {self.steps()}{self._time_left()}"), highlight=False, soft_wrap=True)
+
+    def steps(self) -> str:
+        """`12 of 30`."""
+        return f"{self.done} done" if self.total is None else f"{self.done} of {self.total}"
+
+    def _time_left(self) -> str:
+        if self.total is None:
+            return ""
+        seconds = (monotonic() - self._begin) / self.done * (self.total - self.done)
+        size, unit = next(((size, unit) for size, unit in _UNITS if seconds >= 1.5 * size), _UNITS[-1])
+        return f", about {seconds / size:.0f} {unit} to go"
+
+
 @contextmanager
-def progress_bar(title: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A progress bar on the terminal; the callable advances it by one and names what is being done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes, transient=True, disable=quiet or not notes.is_terminal) as progress:
-        task = progress.add_task(title, total=total)
+def progress_bar(
+    title: str, total: int | None, *, quiet: bool = False, keeps: str = "nothing is kept"
+) -> Iterator[Progress]:
+    """A long run: a bar with the time to go on a terminal, else a line a minute; calls of the `Progress` advance it.
 
-        def advance(label: str) -> None:
-            progress.update(task, advance=1, description=escape(label))
+    Ctrl-C ends it with exit code 130 and one line, of which `keeps` is the end: what is left, and how to go on.
+    """
+    steps = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("to go"))
+    display = RichProgress(*steps, *times, console=notes, transient=True, redirect_stdout=False)
+    with display if notes.is_terminal and not quiet else nullcontext() as shown:
+        progress = Progress(title, total, shown, says=not quiet and not notes.is_terminal)
+        with interruptible(lambda: f"{title}: {progress.steps()}; {keeps}"):
+            yield progress
 
-        yield advance
+
+@contextmanager
+def interruptible(state: Callable[[], str]) -> Iterator[None]:
+    """Ctrl-C inside ends the command with exit code 130 and one line: where it was, and what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        begin = "\n" if notes.is_terminal else ""  # behind what the terminal shows of Ctrl-C
+        notes.print(f"{begin}interrupted: {escape(state())}", highlight=False, soft_wrap=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 @contextmanager
 def download_bar(name: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """A progress bar that appears with the first bytes."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=notes, transient=True, disable=quiet or not notes.is_terminal) as bar:
+    with RichProgress(*columns, console=notes, transient=True, disable=quiet or not notes.is_terminal) as bar:
         task = bar.add_task(f"download {name}", visible=False)
 
         def progress(done: int, total: int) -> None:

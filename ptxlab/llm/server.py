@@ -8,11 +8,12 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.llm.model.generate import check_sampling, finite_only
+from ptxlab.llm.model.generate import finite_only
 from ptxlab.llm.model.runner import PAGE, Runner
+from ptxlab.llm.model.sampling import Sampling, adjust, tokens_mask
 from ptxlab.validate import is_integer, require_integer
 
-_DRAWN = 16  # sequences at a time: the float64 of a large vocabulary take megabytes each
+_AT_ONCE = 16  # sequences at a time: the float64 of a large vocabulary take megabytes each
 
 
 @dataclass(eq=False)
@@ -23,8 +24,7 @@ class Request:
         prompt: its tokens.
         most: tokens to generate at most.
         ends: tokens that end it; such a one is the last of `tokens`.
-        temperature: 0 takes the likeliest token; above 0 tokens are drawn from softmax(logits / temperature).
-        seed: of the draws. The n-th depends on the seed, n and the logits alone.
+        sampling: how its tokens are chosen. The n-th draw depends on the seed, n and the logits alone.
         tokens: generated so far.
         done: whether it has ended, was cancelled or failed.
         error: why it failed, or None.
@@ -33,8 +33,7 @@ class Request:
     prompt: list[int]
     most: int
     ends: Collection[int] = ()
-    temperature: float = 0.0
-    seed: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
     tokens: list[int] = field(default_factory=list)
     done: bool = False
     error: str | None = None
@@ -76,12 +75,15 @@ class Server:
         tokens: int,
         *,
         ends: Collection[int] = (),
-        temperature: float = 0.0,
-        seed: int = 0,
+        **sampling: Any,
     ) -> Request:
-        """A request that waits for its turn; see `Request`. Raises ArgumentError for one that can never be served."""
+        """A request that waits for its turn; see `Request`. Raises ArgumentError for one that can never be served.
+
+        `sampling` are the attributes of `Sampling`: `temperature`, `seed`, `top_k`, `top_p`, `min_p`,
+        `repetition_penalty`; by default the likeliest token is taken.
+        """
         require_integer("tokens", tokens, 1)
-        check_sampling(temperature, seed)
+        chosen_by = Sampling(**sampling)
         listed = isinstance(ends, Collection) and not isinstance(ends, np.ndarray)
         if not listed or not all(map(is_integer, ends)):
             raise ArgumentError("ends", "must be a collection of tokens", repr(ends)[:40])
@@ -89,7 +91,7 @@ class Server:
         if len(known) + tokens > room:
             rule = f"prompt and tokens must fit the {room} tokens of a sequence"
             raise ArgumentError("tokens", rule, f"{len(known)} + {tokens}")
-        self.waiting.append(Request(known, int(tokens), frozenset(ends), float(temperature), int(seed)))
+        self.waiting.append(Request(known, int(tokens), frozenset(ends), chosen_by))
         return self.waiting[-1]
 
     def cancel(self, request: Request) -> None:
@@ -191,31 +193,43 @@ class Server:
 def chosen_tokens(requests: Sequence[Request], logits: Any) -> list[int]:
     """The next token of each request, of its logits [n, V]; -1 where the largest of these is not finite."""
     tokens = logits.argmax(axis=-1)
-    drawn = [i for i, request in enumerate(requests) if request.temperature]
-    if drawn:
-        temperature = np.array([[requests[i].temperature] for i in drawn])
-        uniform = np.array([[share_drawn(requests[i])] for i in drawn])
-        if gpu.is_device_array(logits):
-            temperature, uniform = gpu.to_device(temperature), gpu.to_device(uniform)
-        for start in range(0, len(drawn), _DRAWN):
-            some = slice(start, start + _DRAWN)
-            tokens[drawn[some]] = _drawn(logits[drawn[some]], temperature[some], uniform[some])
+    adjusted = [i for i, request in enumerate(requests) if not request.sampling.takes_largest]
+    for start in range(0, len(adjusted), _AT_ONCE):
+        rows = adjusted[start : start + _AT_ONCE]
+        tokens[rows] = _choose([requests[i] for i in rows], logits[rows])
     tokens = finite_only(tokens, logits)
     found = gpu.fetch(tokens)() if gpu.is_device_array(tokens) else tokens
     chosen: list[int] = found.tolist()
     return chosen
 
 
-def share_drawn(request: Request) -> float:
-    """The share of the likelihood in [0, 1) at which its next token is drawn: the same for every vocabulary and GPU."""
-    return float(np.random.default_rng((request.seed, len(request.tokens))).random())
+def _choose(requests: Sequence[Request], logits: Any) -> Any:
+    """Draw tokens [n] from logits [n, V], or take the likeliest after a penalty."""
+    scores = adjusted_scores(requests, logits)
+    drawn = np.array([bool(request.sampling.temperature) for request in requests])
+    uniform = np.array([[share_drawn(request)] for request in requests])
+    if gpu.is_device_array(logits):
+        drawn, uniform = gpu.to_device(drawn), gpu.to_device(uniform)
+    return np.where(drawn, _drawn(scores, uniform), scores.argmax(axis=-1))
 
 
-def _drawn(logits: Any, temperature: Any, uniform: Any) -> Any:
-    """Tokens [n] at which the sum of the likelihoods of logits / temperature [n, V] passes a share [n, 1] of the whole.
+def adjusted_scores(requests: Sequence[Request], logits: Any) -> Any:
+    """Return the scores f64 [n, V] that the next tokens of requests are chosen by, of their logits [n, V].
 
     In float64, where another order of additions decides a token otherwise once in 10^12 draws or so.
     """
-    scaled = logits.astype(np.float64) / temperature
-    total = np.exp(scaled - scaled.max(axis=-1, keepdims=True)).cumsum(axis=-1)
+    samplings = [request.sampling for request in requests]
+    penalized = any(by.penalizes for by in samplings)
+    seen = tokens_mask([request.known for request in requests], logits) if penalized else None
+    return adjust(logits.astype(np.float64), samplings, seen)
+
+
+def share_drawn(request: Request) -> float:
+    """The share of the likelihood in [0, 1) at which its next token is drawn: the same for every vocabulary and GPU."""
+    return float(np.random.default_rng((request.sampling.seed, len(request.tokens))).random())
+
+
+def _drawn(scores: Any, uniform: Any) -> Any:
+    """Tokens [n] at which the sum of the likelihoods of scores [n, V] passes a share [n, 1] of the whole."""
+    total = np.exp(scores - scores.max(axis=-1, keepdims=True)).cumsum(axis=-1)
     return (total <= uniform * total[:, -1:]).sum(axis=-1)

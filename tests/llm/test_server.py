@@ -13,6 +13,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.llm import server
 from ptxlab.llm.accuracy.parting import parting
 from ptxlab.llm.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel
+from ptxlab.llm.model.sampling import Sampling
 from ptxlab.llm.server import Request, Server, _drawn
 from tests.support.layers import TINY_MODEL
 from tests.support.serving import Served, random_requests, soak
@@ -24,6 +25,8 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": [8], "tokens": TOKENS, "temperature": 30.0, "seed": 1},
     {"prompt": list(range(60)), "tokens": TOKENS},
     {"prompt": list(range(70, 140)), "tokens": TOKENS, "temperature": 30.0, "seed": 2},
+    {"prompt": [5, 5], "tokens": TOKENS, "repetition_penalty": 3.0},
+    {"prompt": [6], "tokens": TOKENS, "temperature": 30.0, "top_k": 9, "top_p": 0.8, "min_p": 0.1, "seed": 3},
 ]
 ALONE = {head: NumpyRunner(MODEL, 1, 128, chunk=32, batch_invariant=True, head=head) for head in ("float16", "int8")}
 KNOWN: dict[str, dict[str, list[int]]] = {head: {} for head in ALONE}
@@ -36,7 +39,7 @@ def served(batch: int, head: str = "float16", **how: Any) -> Served:
 
 @settings(max_examples=15)
 @given(
-    st.lists(st.one_of(st.integers(0, 3), st.sampled_from(["step", "cancel"])), min_size=2, max_size=12),
+    st.lists(st.one_of(st.integers(0, 5), st.sampled_from(["step", "cancel"])), min_size=2, max_size=12),
     st.integers(1, 4),
     st.integers(2, 5),
     st.sampled_from([1, 20, 64]),
@@ -63,7 +66,7 @@ def test_a_soak_of_random_requests() -> None:
         pass
     these.finish()
     assert these.preempted and these.cancelled
-    assert {request.temperature for _, request in these.requests} == {0.0, 20.0}
+    assert {request.sampling.temperature for _, request in these.requests} == {0.0, 20.0}
     assert any(len(request.tokens) < request.most for _, request in these.requests)
 
 
@@ -102,12 +105,13 @@ def test_where_requests_part_is_reported_with_a_margin_within_the_noise() -> Non
 @pytest.mark.parametrize("at", [0, 5])
 def test_the_first_other_token_is_found(temperature: float, at: int) -> None:
     """In a request that somebody has changed: nothing before it differs, and nothing behind it counts."""
-    how = {"prompt": [1, 2, 3, 4], "tokens": 8, "temperature": temperature, "seed": 3}
+    how: dict[str, Any] = {"prompt": [1, 2, 3, 4], "tokens": 8, "temperature": temperature, "seed": 3}
     right = served(1).tokens_alone(how)
     runner = ALONE["float16"]
     logits = runner.prefill([[1, 2, 3, 4, *right[:at]]])[0].astype(float)
     wrong = (right[at] + 7) % 260
-    request = Request([1, 2, 3, 4], 8, temperature=temperature, seed=3, tokens=[*right[:at], wrong, 5, 6])
+    sampling = Sampling(temperature=temperature, seed=3)
+    request = Request([1, 2, 3, 4], 8, sampling=sampling, tokens=[*right[:at], wrong, 5, 6])
     found = parting(runner, request)
     assert found is not None and (found.position, found.token, found.alone) == (at, wrong, right[at])
     assert found.spread == pytest.approx(logits.std())
@@ -119,8 +123,20 @@ def test_the_first_other_token_is_found(temperature: float, at: int) -> None:
         assert found.margin == pytest.approx(max(below[wrong] - drawn, drawn - below[wrong + 1]))
     else:
         assert found.margin == logits.max() - logits[wrong] > 0
-    assert parting(runner, Request([1, 2, 3, 4], 8, temperature=temperature, seed=3, tokens=right)) is None
+    assert parting(runner, Request([1, 2, 3, 4], 8, sampling=sampling, tokens=right)) is None
     assert parting(runner, Request([1], 8)) is None
+
+
+def test_the_margin_of_a_penalised_token_is_that_of_its_score() -> None:
+    how: dict[str, Any] = {"prompt": [1, 2, 3, 4], "tokens": 4, "repetition_penalty": 3.0}
+    right = served(1).tokens_alone(how)
+    (wrong,) = {1, 2} - {right[0]} if right[0] in (1, 2) else {1}
+    request = Request([1, 2, 3, 4], 4, sampling=Sampling(repetition_penalty=3.0), tokens=[wrong])
+    logits = ALONE["float16"].prefill([[1, 2, 3, 4]])[0].astype(float)
+    score = logits[wrong] / 3 if logits[wrong] > 0 else logits[wrong] * 3
+    best = logits[right[0]] if right[0] > 4 or right[0] == 0 else logits[right[0]] / 3
+    found = parting(ALONE["float16"], request)
+    assert found is not None and found.alone == right[0] and found.margin == pytest.approx(best - score)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +344,7 @@ def test_a_cancelled_request_gives_its_pages_back() -> None:
 
 def test_draws_have_the_probabilities_of_the_softmax() -> None:
     logits, uniform = np.array([[2.0, 0.0, -np.inf, 1.0]], np.float16), np.linspace(0, 1, 20_000, endpoint=False)
-    tokens = _drawn(logits.repeat(20_000, 0), np.full((20_000, 1), 0.5), uniform[:, None])
+    tokens = _drawn(2 * logits.repeat(20_000, 0).astype(float), uniform[:, None])
     right = np.exp(2 * logits[0].astype(float)) / np.exp(2 * logits[0].astype(float)).sum()
     assert np.abs(np.bincount(tokens, minlength=4) / 20_000 - right).max() < 1e-4
 
@@ -343,6 +359,8 @@ def test_draws_have_the_probabilities_of_the_softmax() -> None:
         ({"prompt": [260]}, r"prompt: must be tokens in 0..259 \(got 260\)"),
         ({"prompt": [[1], [2, 3]]}, r"prompt: must be integers \[n\] \(got object \[2\]\)"),
         ({"temperature": -1.0}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got -1.0\)"),
+        ({"top_k": -1}, r"top_k: must be an integer, 0 or more \(got -1\)"),
+        ({"min_p": 2.0}, r"min_p: must be a number in 0..1 \(got 2.0\)"),
         ({"temperature": 1e-310}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got 1e-310\)"),
         ({"temperature": 10**400}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got 10+ \.\.\.\)"),
         ({"seed": 2**32}, r"seed: must be an integer in 0..2\^32-1 \(got 4294967296\)"),

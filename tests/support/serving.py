@@ -59,7 +59,7 @@ class Served:
             assert request.done and request.error is None
             if self.may_part:
                 if found := parting(self.alone, request):
-                    self.parted[request.temperature > 0].append(found)
+                    self.parted[request.sampling.temperature > 0].append(found)
                 continue
             right = self.tokens_alone(how)
             if request in self.cancelled:

@@ -8,7 +8,7 @@ import numpy as np
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.runner import Runner
-from ptxlab.llm.server import Request, chosen_tokens, share_drawn
+from ptxlab.llm.server import Request, adjusted_scores, chosen_tokens, share_drawn
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def parting(runner: Runner, request: Request) -> Parting | None:
 
 
 def _margin(request: Request, logits: Any, token: int, alone: int) -> float:
-    if not request.temperature:
-        return float(logits[alone] - logits[token])
-    scaled = logits / request.temperature
-    shares = np.exp(scaled - scaled.max()).cumsum()
+    (scores,) = adjusted_scores([request], logits[None])
+    if not request.sampling.temperature:
+        return float(scores[alone] - scores[token])
+    shares = np.exp(scores - scores.max()).cumsum()
     shares, drawn = shares / shares[-1], share_drawn(request)
     return float(max(drawn - shares[token], (shares[token - 1] if token else 0.0) - drawn))

@@ -39,7 +39,7 @@ from ptxlab.validate import is_one_of
 
 _LQQ = ("q4", "group_scale", "minimum", "channel_scale")
 
-Progress = Callable[[str], None]  # called with the name of each matrix, or layer, that is done
+Progress = Callable[[str, int], None]  # called with each matrix, or layer, that is done, and how many there are
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def import_checkpoint(
     *,
     layout: str = "strips",
     unchecked: bool = False,
-    progress: Progress = lambda name: None,
+    progress: Progress = lambda name, total: None,
 ) -> list[ImportedMatrix]:
     """Import a quantised checkpoint of a format of `foreign`.
 
@@ -160,7 +160,7 @@ def _write_file(
                 yield from contents(name, packed)
             else:
                 yield name, checkpoint.file.read_bytes(name)
-            progress(name)
+            progress(name, len(checkpoint.tensors))
 
     write_checkpoint(out, announced, arrays(), metadata(fields))
     return rows
@@ -207,7 +207,7 @@ def _write_model(
             with naming(f"layer {index}"):
                 packed = packed_layer(config, layer, weights, layout, unchecked=unchecked)
             folders.save_layer(partial, index, packed)
-            progress(f"layer {index}")
+            progress(f"layer {index}", config.layers)
         about = {"steps": ["imported"], "formats": formats, "layout": layout, "model": config.name}
         ends = stored_ends(model, "float16")
         folders.save_ends(partial, config, about, **ends)

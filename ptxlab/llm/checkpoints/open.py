@@ -1,5 +1,6 @@
 """`open_model`: a trained model by name, from a Hugging Face folder or a GGUF file; layers are read when needed."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +43,8 @@ _HUGGING_FACE = {
     "q_bias": "model.layers.{}.self_attn.q_proj.bias", "k_bias": "model.layers.{}.self_attn.k_proj.bias",
     "v_bias": "model.layers.{}.self_attn.v_proj.bias",
 }  # fmt: skip
+_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # org/name
+_FILES = (".gguf", ".safetensors", ".pt", ".bin")
 _ROPE_FACTORS = "rope_freqs.weight"
 _MODELS = tuple(name for name, shipped in weights.KNOWN.items() if shipped.kind == "model")
 
@@ -70,11 +73,25 @@ def open_model(
     if path.is_file():
         return _open_gguf(path)
     if not path.is_dir():
-        raise FileError(f"{source}: no model: a folder, a .gguf file, or one of {', '.join(_MODELS)}")
+        raise missing(source, f"no model: a folder, a .gguf file, or one of {', '.join(_MODELS)}")
     if is_quantized(path):
         model = dequantized(load(path))
         return model, open_tokenizer(path, model.config)
     return _open_folder(path)
+
+
+def missing(source: str | Path, rule: str) -> FileError:
+    """Make the error for a missing model or checkpoint; a repository's name gets the command that fetches it."""
+    path = Path(source)
+    if not _REPOSITORY.fullmatch(str(source)) or path.suffix in _FILES or path.parent.is_dir():
+        return FileError(f"{source}: {rule}")
+    name = path.name
+    if "gguf" not in name.lower():
+        return FileError(
+            f"{source}: no folder here; fetch it by `hf download {source} --local-dir {name}`, pass {name}"
+        )
+    fetch = f"hf download {source} --include '*Q8_0*.gguf' --local-dir {name}"
+    return FileError(f"{source}: no file here; fetch one by `{fetch}`, pass {name}/FILE.gguf")
 
 
 def tensor_name(part: str, layer: int) -> str:

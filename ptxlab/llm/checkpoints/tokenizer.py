@@ -1,7 +1,7 @@
 """Tokenizers of Hugging Face folders and GGUF files."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError, FileError, PtxlabError, UnavailableError
 from ptxlab.io.files import read_json, write_text
+from ptxlab.llm.checkpoints.chat import ChatTemplate, Message
 from ptxlab.llm.checkpoints.guard import GuardedEncoder, has_harmless_decoder, is_harmless
 from ptxlab.validate import is_integer
 
@@ -39,6 +40,7 @@ _FAST_PATTERNS = frozenset(
     {*_PATTERNS.values(), _O200K, " {2,}", r"\s+", r"\p{N}", r"\p{N}{1,3}", r"\p{N}+", r"\d", r"[0-9]", r"[\r\n]"}
 )
 _LLAMA3_NAMES = ("llama-bpe", "llama3")  # a word that is a token is not merged; texts begin with a start token
+_CHATML_START = "<|im_start|>"
 _CONTROL, _USER_DEFINED = 3, 4  # values of `tokenizer.ggml.token_type` of tokens that no merge yields
 # What ends a text of a GGUF file, as llama.cpp has it: these metadata, and tokens of these texts, whatever their type.
 _END_IDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
@@ -60,11 +62,13 @@ class Tokenizer:
     Attributes:
         ends: the tokens that end a generated text.
         starts: those that the model expects ahead of a text.
+        template: of conversations, or None.
     """
 
     ends: tuple[int, ...]
     _library: Any = field(repr=False)
     starts: tuple[int, ...] = ()
+    template: ChatTemplate | None = field(default=None, repr=False)
     _guarded: GuardedEncoder | None = field(default=None, repr=False)
 
     @property
@@ -90,6 +94,25 @@ class Tokenizer:
         with _no_panic("tokens", "must be ones that the model's tokenizer can decode"):
             text: str = self._library.decode([int(token) for token in tokens], skip_special_tokens=True)
         return text
+
+    @property
+    def chats(self) -> bool:
+        """True where the model can be asked: it has a template, or ChatML's tokens."""
+        return self.template is not None or len(self.encode(_CHATML_START)) == 1
+
+    def encode_chats(self, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
+        """Encode conversations, with the token of their start, up to where the assistant's next message begins.
+
+        By the model's template; in ChatML where it has none. Raises what `ChatTemplate.render` raises.
+        """
+        if self.template is not None:
+            return [self.encode(text).tolist() for text in self.template.render(chats)]
+        return [self.encode_prompt(_chatml(messages)) for messages in chats]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Encode a text that a model goes on from, with the token of its start."""
+        tokens: list[int] = self.encode(text).tolist()
+        return [*self.starts, *tokens]
 
     @classmethod
     def from_folder(cls, path: Path) -> Self:
@@ -118,14 +141,18 @@ class Tokenizer:
         kind = library().Tokenizer
         with _refuse_unreadable(file):
             made = kind.from_str(json.dumps(definition))  # not of the file, whose keys may occur twice
-        return cls(_ends(path), made, starts=_starts(file, made), _guarded=guarded)
+        return cls(
+            _ends(path), made, starts=_starts(file, made), template=ChatTemplate.from_folder(path), _guarded=guarded
+        )
 
     def save(self, folder: Path) -> None:
-        """Write what `from_folder` reads: tokenizer.json, and generation_config.json."""
+        """Write what `from_folder` reads: tokenizer.json, generation_config.json, and the template."""
         definition = json.loads(self._guarded.definition if self._guarded else self._library.to_str())
         definition |= {"truncation": None, "padding": None, "post_processor": self._template()}
         write_text(folder / "tokenizer.json", json.dumps(definition, ensure_ascii=False))
         write_text(folder / "generation_config.json", json.dumps({"eos_token_id": [*self.ends]}) + "\n")
+        if self.template is not None:
+            self.template.save(folder)
 
     def _template(self) -> dict[str, Any] | None:
         """The post-processor that puts the start tokens ahead of a text."""
@@ -166,7 +193,12 @@ class Tokenizer:
             made.add_tokens([tokens[i] for i in np.flatnonzero(kinds == _USER_DEFINED) if i not in control])
         begins = get("add_bos_token", bool, model == "llama" or split in _LLAMA3_NAMES)
         starts = (get.token("bos", len(tokens)),) if begins else ()
-        return cls(_gguf_ends(get, tokens, ends), made, starts=starts)
+        return cls(_gguf_ends(get, tokens, ends), made, starts=starts, template=ChatTemplate.from_gguf(path, metadata))
+
+
+def _chatml(messages: Sequence[Message]) -> str:
+    turns = [f"{_CHATML_START}{message['role']}\n{message['content']}<|im_end|>\n" for message in messages]
+    return "".join(turns) + f"{_CHATML_START}assistant\n"
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,9 @@ def accuracy(
         "calibration": [samples, sample_length],
         "device": gpu.device_info().name if on_gpu else "CPU",
     }
+    keeps = (
+        f"rows measured are in {out}: the same command goes on behind them" if out else "nothing is kept without --out"
+    )
     with sole_writer(out) if out is not None else nullcontext():
         before = _before(out, about) if out is not None and out.exists() else []
         record: dict[str, Any] = {
@@ -86,7 +89,7 @@ def accuracy(
             "date": datetime.now(UTC).date().isoformat(),
             "rows": before,
         }
-        with progress_bar("accuracy", steps, quiet=as_json) as advance:
+        with progress_bar("accuracy", steps, quiet=as_json, keeps=keeps) as advance:
             for found in table_of.measure(
                 moved,
                 lambda seed: drawn(calibration, samples, sample_length, seed),

@@ -24,7 +24,9 @@ from ptxlab.io import downloads as shipped
 from ptxlab.io.files import require_folder, write_text
 from ptxlab.llm.accuracy import audit_inputs as inputs
 from ptxlab.llm.accuracy.text import tokens_of
+from ptxlab.llm.checkpoints.open import missing
 from ptxlab.llm.cli.models import opened_model, opened_text
+from ptxlab.llm.model.quantized import FUSED
 from ptxlab.llm.recipe.calibrate import samples as drawn
 from ptxlab.lowbit import audit as audits
 from ptxlab.lowbit import demo as demos
@@ -98,6 +100,8 @@ def audit(
     if file is None:
         with download_bar(demos.TRAINED, quiet=as_json) as downloaded:
             file = shipped.fetch(demos.TRAINED, downloaded) / "model.safetensors"
+    elif not file.exists():
+        raise missing(file, "no such file")
     schemes = tuple(scheme or ("qoq", "lqq"))
     ranges = tuple(protective_range or demos.RANGES)
     rows: list[audits.AuditRow] = []
@@ -109,7 +113,7 @@ def audit(
             schemes=schemes,
             ranges=ranges,
             group=group,
-            progress=lambda _done, _all, name: advance(name),
+            progress=lambda done, tensors, name: advance(name, tensors) if done < tensors else None,
         )
         for item in found:
             if isinstance(item, audits.AuditRow):
@@ -138,7 +142,7 @@ def _audited_inputs(
     opened, tokenizer = opened_model(model, length=length, quiet=quiet)
     corpus = opened_text(text, quiet=quiet)
     tokens = drawn(tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length)
-    with progress_bar("audit", None, quiet=quiet) as advance:
+    with progress_bar("audit", len(FUSED) * opened.config.layers, quiet=quiet) as advance:
         return list(inputs.audit_model(opened, tokens, pattern=tensor, progress=advance, **how))
 
 

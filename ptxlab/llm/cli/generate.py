@@ -1,56 +1,66 @@
-"""The command `generate`: text from a quantised model, as it is made; of one prompt, or of many at once."""
+"""The command `generate`: text from a model, as it is made; of one prompt, of many at once, or in a conversation."""
 
-import json
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from ptxlab import gpu
 from ptxlab.arithmetic import ceil_div
 from ptxlab.cli.common import (
-    FAILED,
     AsJson,
     CommandLineError,
     expects,
-    notes,
-    print_json,
     progress_bar,
     refuse,
     require_counts,
 )
-from ptxlab.errors import ArgumentError, UnavailableError, naming
-from ptxlab.io.files import read_text
+from ptxlab.errors import UnavailableError
+from ptxlab.llm.checkpoints.chat import Message
 from ptxlab.llm.checkpoints.folder import load
 from ptxlab.llm.checkpoints.open import is_quantized, open_tokenizer
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
-from ptxlab.llm.cli.models import ModelBackend, opened_model
-from ptxlab.llm.model import Config, FloatModel, Footprint, KernelRunner, NumpyRunner, QuantizedModel, Runner
-from ptxlab.llm.model.generate import check_sampling
-from ptxlab.llm.model.generate import generate as generated
+from ptxlab.llm.cli.answers import Computing, continue_text, converse, note, serve_prompts
+from ptxlab.llm.cli.models import model_on_gpu, opened_model
+from ptxlab.llm.cli.prompts import (
+    Prompt,
+    check_prompt,
+    encode_prompts,
+    naming_options,
+    option_name,
+    read_prompts,
+    require_fit,
+)
+from ptxlab.llm.model import (
+    Config,
+    FloatModel,
+    FloatRunner,
+    Footprint,
+    KernelRunner,
+    NumpyRunner,
+    QuantizedModel,
+    Runner,
+    Sampling,
+)
 from ptxlab.llm.model.kernel_runner import PROMPT_ATTENTIONS, require_torch
 from ptxlab.llm.model.memory import budget, largest_batch, require_batch, weights_of
 from ptxlab.llm.model.runner import HEADS, PAGE
-from ptxlab.llm.server import Request, Server
 from ptxlab.lowbit.quant import GROUPS
 
 PANEL = "Weights"
 
 RUNNERS: dict[str, type[Runner]] = {"gpu": KernelRunner, "numpy": NumpyRunner}
-_TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"  # ChatML, which SmolLM2 and Qwen2 are trained on
+SCHEMES = ("lqq", "qoq", "qoq_channel", "float")
 _AT_ONCE = 16  # sequences of --prompts
 _CHUNK_OF_TORCH = 2048  # rows: only the first chunk of a prompt is PyTorch's
-_BROKEN = "\ufffd"  # what a character decodes to while tokens of it are lacking
+_CONVERSATION = 4096  # tokens
+_SAMPLING, _CHAT, _COMPUTING = "Sampling", "Chat", "Computing"
 
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="The text to go on from; with --chat, what is asked.", show_default=False)
+        str | None, typer.Argument(help="The text to go on from; with --chat, the first message.", show_default=False)
     ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="Many prompts, served together: one a line, or .jsonl with prompt, tokens, ...")
@@ -58,224 +68,141 @@ def generate(
     model: Annotated[
         str, typer.Option(help="smollm2, a Hugging Face folder, a .gguf file, or what `quantize --recipe` made.")
     ] = "smollm2",
-    backend: ModelBackend = None,
-    tokens: Annotated[int, typer.Option(help="How many to generate at most.")] = 64,
+    tokens: Annotated[int, typer.Option(help="How many to generate at most; with --chat, of each answer.")] = 64,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be repeated.")
+    ] = None,
     batch: Annotated[
         int | None,
         typer.Option(help="How many continuations, the first streamed (1); of --prompts, at a time (up to 16)."),
     ] = None,
     temperature: Annotated[
-        float, typer.Option(help="0: the likeliest token. Above: draw from softmax(logits / T).")
+        float,
+        typer.Option(rich_help_panel=_SAMPLING, help="0: the likeliest token. Above: draw from softmax(logits / T)."),
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
-    group: Annotated[int, typer.Option(help="Weights per level-2 scale where they are rounded here.")] = 32,
+    top_k: Annotated[
+        int, typer.Option(rich_help_panel=_SAMPLING, help="Draw from so many of the likeliest tokens; 0: from all.")
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            rich_help_panel=_SAMPLING, help="Draw from the likeliest tokens that have this share of probability."
+        ),
+    ] = 1,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            rich_help_panel=_SAMPLING, help="Draw from tokens at least this share as likely as the likeliest."
+        ),
+    ] = 0,
+    repetition_penalty: Annotated[
+        float, typer.Option(rich_help_panel=_SAMPLING, help="Above 1: make tokens that came before less likely.")
+    ] = 1,
+    seed: Annotated[int, typer.Option(rich_help_panel=_SAMPLING, help="Seed of the random draws.")] = 0,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            rich_help_panel=_CHAT,
+            help="Hold a conversation in the model's chat template: read a message per line, until an empty one.",
+        ),
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(rich_help_panel=_CHAT, metavar="TEXT", help="The system message of --chat.")
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            rich_help_panel=_CHAT,
+            help=f"Tokens of the whole conversation. Default: {_CONVERSATION}, or the model's context if that is less.",
+        ),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=_COMPUTING, help="gpu or numpy. Default: the GPU if there is one."),
+    ] = None,
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=_COMPUTING,
+            help="How weights are rounded here: lqq, qoq or qoq_channel; float: compute with the weights as they are, "
+            "in float32. Default: lqq.",
+        ),
+    ] = None,
+    group: Annotated[
+        int, typer.Option(rich_help_panel=_COMPUTING, help="Weights per level-2 scale where they are rounded here.")
+    ] = 32,
     head: Annotated[
-        str, typer.Option(help="What the LM head multiplies in: float16, or int8: half its bytes, exact sums.")
+        str,
+        typer.Option(
+            rich_help_panel=_COMPUTING,
+            help="What the LM head multiplies in: float16, or int8: half its bytes, exact sums.",
+        ),
     ] = "float16",
     prompt_attention: Annotated[
         str,
-        typer.Option(help="What attends prompts on a GPU. cache: our kernel, in 4 bits; torch: PyTorch, in 16 bits."),
+        typer.Option(
+            rich_help_panel=_COMPUTING,
+            help="What attends prompts on a GPU. cache: our kernel, in 4 bits; torch: PyTorch, in 16 bits.",
+        ),
     ] = "cache",
-    memory: Annotated[float | None, typer.Option(help="GB (10^9 bytes) of a GPU that may be taken at most.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask, in the ChatML template of instruct models.")] = False,
+    memory: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=_COMPUTING, help="GB (10^9 bytes) of a GPU that may be taken at most."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue a text with W4A8 weights and a 4-bit KV cache, in the integers that the kernels compute.
 
     Without a GPU the same integers are computed in NumPy, where W4A4's folders run as well. Weights that are not
-    quantised yet are rounded to nearest.
+    quantised yet are rounded to nearest; --scheme float computes with them as they are. --chat holds a conversation.
     """
-    if backend is None:
-        backend = "gpu" if gpu.why_not("sm_90a", exact=True) is None else "numpy"
-    _check(prompt, prompts, backend, tokens, batch, temperature, seed, group, head, prompt_attention, memory)
-    if prompts is None:
-        asked, size = [_Asked(prompt or "", tokens, temperature, seed)], batch or 1
-    else:
-        asked = _read_prompts(prompts, tokens, temperature, seed)
-        size = min(batch or _AT_ONCE, len(asked))
-    opened, tokenizer = _open(model, quiet=as_json)
+    how = Computing(model, _backend(backend, scheme), scheme, group, head, prompt_attention, memory, quiet=as_json)
+    talks = chat and prompts is None and batch in (None, 1) and not as_json
+    if prompts is not None:
+        refuse({"PROMPT": prompt}, "goes without --prompts")
+    elif not prompt and not talks:
+        raise CommandLineError("the prompt must not be empty")
+    if not chat:
+        refuse({"--system": system, "--context": context}, "needs --chat")
+    _check(how, batch)
+    shares = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    single = Prompt(
+        prompt or "",
+        tokens,
+        {"temperature": temperature, "seed": seed, **shares, "repetition_penalty": repetition_penalty},
+        tuple(stop or ()),
+    )
+    check_prompt(single)
+    if prompts is None and not temperature:
+        usual = asdict(Sampling())
+        changed = {f"--{option_name(name)}": value for name, value in shares.items() if value != usual[name]}
+        refuse(changed, "needs --temperature above 0")
+    requests = [single] if prompts is None else read_prompts(prompts, single)
+    opened, tokenizer = _open(how)
+    if chat and not tokenizer.chats:
+        raise CommandLineError("--chat needs a model with a chat template, or with <|im_start|> in its vocabulary")
     from threadpoolctl import threadpool_limits  # of the extra `model`, which `_open` has asked for
 
-    encoded = [_encoded(tokenizer, each, chat=chat) for each in asked]
-    _check_fit(asked, encoded, opened.config.context)
-    lengths = [len(given) + each.tokens for given, each in zip(encoded, asked, strict=True)]
-    context = max(lengths)
-    by_torch: dict[str, Any] = {"prompt_attention": "torch"} if prompt_attention == "torch" else {}
-    how: dict[str, Any] = {"head": head, "chunk": min(_CHUNK_OF_TORCH, size * context) if by_torch else None}
-    pages = None
-    if memory is not None:
-        longest = asked[lengths.index(context)].where
-        fixed, at_once = batch is not None, prompts is None
-        counted = weights_of(opened) if isinstance(opened, QuantizedModel) else {"group": group}
-        size, pages = _fitted(
-            memory, opened.config, size, context, longest, fixed=fixed, at_once=at_once, **how, **counted
-        )
-    weights = opened if isinstance(opened, QuantizedModel) else _rounded(opened, model, group, quiet=as_json)
-    runner = RUNNERS[backend](weights, size, context, pages=pages, **how, **by_torch)
-    if prompts is not None:
-        with threadpool_limits(1 if size == 1 else None, "blas"):
-            return _serve(runner, tokenizer, asked, encoded, backend, model, as_json=as_json)
-
-    assert prompt is not None
-    given = encoded[0]
-    if not as_json and not chat:
-        _write(prompt)
-    texts = [_Text(tokenizer) for _ in range(size)]
-    steps = generated(runner, [given] * size, tokens, temperature=temperature, seed=seed)
-    times = [time.perf_counter()]
-    # A step of one sequence is memory-bound; on a busy machine two threads wait for each other longer than they compute
-    with threadpool_limits(1 if size == 1 else None, "blas"):
-        for step in steps:
-            times.append(time.perf_counter())
-            for text, token in zip(texts, step.tolist(), strict=True):
-                text.append(token)
-            if not as_json:
-                _write(texts[0].fresh())
-            if all(text.ended for text in texts):
-                break
-    rate = size * (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None
-    if as_json:
-        return print_json(
-            {
-                "model": model,
-                "backend": backend,
-                "recipe": dict(runner.model.recipe),
-                "prompt_tokens": len(given),
-                "tokens": [text.tokens for text in texts],
-                "texts": [tokenizer.decode(text.tokens) for text in texts],
-                "prefill_seconds": times[1] - times[0],
-                "tokens_per_second": rate,
-            }
-        )
-    _write(texts[0].fresh(whole=True) + "\n")
-    for i, text in enumerate(texts[1:], 2):
-        _write(f"\n[{i}] {'' if chat else prompt}{tokenizer.decode(text.tokens)}\n")
-    said = f"{rate:.1f} tokens/s" if rate else "1 token"
-    _note(f"{said}; prompt of {len(given)} tokens in {times[1] - times[0]:.2f} s; {_where(runner, backend)}")
-
-
-class _Asked(NamedTuple):
-    """A prompt, how to go on from it, and where it was found."""
-
-    prompt: str
-    tokens: int
-    temperature: float
-    seed: int
-    where: str = "the prompt"
-
-
-def _serve(
-    runner: Runner,
-    tokenizer: Tokenizer,
-    asked: list[_Asked],
-    encoded: list[list[int]],
-    backend: str,
-    model: str,
-    *,
-    as_json: bool,
-) -> None:
-    """All prompts through a `Server`, each printed in its turn once it is done. Exits with 1 where one failed."""
-    server = Server(runner)
-    requests: list[Request] = []
-    for given, each in zip(encoded, asked, strict=True):
-        with naming(each.where):
-            requests.append(
-                server.submit(given, each.tokens, ends=tokenizer.ends, temperature=each.temperature, seed=each.seed)
-            )
-    begin, shown = time.perf_counter(), 0
-    while shown < len(requests):
-        server.step()
-        while shown < len(requests) and requests[shown].done:
-            if not as_json:
-                _write(f"[{shown + 1}] {asked[shown].prompt}{_text_of(requests[shown], tokenizer)}\n")
-                if requests[shown].error:
-                    _note(f"[{shown + 1}] failed: {requests[shown].error}")
-            shown += 1
-    seconds, made = time.perf_counter() - begin, sum(len(request.tokens) for request in requests)
-    if as_json:
-        found: list[dict[str, Any]] = [
-            {
-                "prompt_tokens": len(request.prompt),
-                "tokens": _kept(request, tokenizer),
-                "text": _text_of(request, tokenizer),
-                "error": request.error,
-            }
-            for request in requests
-        ]
-        rates: dict[str, Any] = {"seconds": seconds, "tokens_per_second": made / seconds}
-        print_json(
-            {"model": model, "backend": backend, "recipe": dict(runner.model.recipe), **rates, "requests": found}
-        )
+    opening: list[Message] = [{"role": "system", "content": system}] if system else []
+    encoded: list[list[int]] = []
+    if talks:
+        longest, place = _conversation(context, opened.config), "the conversation"
     else:
-        said = f"{len(requests)} prompts of {sum(map(len, encoded))} tokens, {runner.batch} at a time"
-        _note(f"{made / seconds:.1f} tokens/s: {made} in {seconds:.2f} s; {said}; {_where(runner, backend)}")
-    if any(request.error for request in requests):
-        raise typer.Exit(FAILED)
-
-
-def _kept(request: Request, tokenizer: Tokenizer) -> list[int]:
-    """Its tokens but for the one that ended it."""
-    return request.tokens[:-1] if request.tokens and request.tokens[-1] in tokenizer.ends else request.tokens
-
-
-def _text_of(request: Request, tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(_kept(request, tokenizer))
-
-
-def _where(runner: Runner, backend: str) -> str:
-    torch = getattr(runner, "prompt_attention", "cache") == "torch"
-    attention = "PyTorch's attention" if torch else "the decode attention"
-    how = f"a CUDA graph per step, the prompt by {attention}, in chunks of"
-    where = {"gpu": f"the GPU: {how} {runner.chunk} tokens", "numpy": "NumPy"}[backend]
-    weight = runner.model.layers[0].qkv
-    precision = {"atom": "W4A4", "fmpq": "W4Ax"}.get(weight.scheme, "W4A8")
-    return f"{precision}, KV4, on {where}"
-
-
-def _note(said: str) -> None:
-    notes.print(f"[dim]{escape(said)}[/]", highlight=False, soft_wrap=True)
-
-
-def _read_prompts(path: Path, tokens: int, temperature: float, seed: int) -> list[_Asked]:
-    """The prompts of a file; what a line of .jsonl does not say is as the options have it, a further seed for each."""
-    found: list[_Asked] = []
-    text = read_text(path, newline="\n").removeprefix("\ufeff")
-    for number, line in enumerate(text.split("\n"), 1):  # `splitlines` would split at characters of JSON and texts
-        line = line.removesuffix("\r")
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        keys: Any = {"prompt": line}
-        if path.suffix == ".jsonl":
-            try:
-                keys = json.loads(line)
-            except (ValueError, RecursionError):
-                keys = None
-        asked: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "seed": seed + len(found)}
-        known = isinstance(keys, dict) and isinstance(keys.get("prompt"), str) and keys["prompt"]
-        if not known or any(type(keys.get(key, value)) not in (int, type(value)) for key, value in asked.items()):
-            rule = "an object with a prompt, and perhaps tokens, temperature and seed"
-            raise CommandLineError(f"{where}: expects {rule}, got {line.strip()[:60]!r}")
-        for key in keys:
-            if key not in ("prompt", *asked):
-                raise CommandLineError(f"{where}: expects the keys prompt, {', '.join(asked)}, got {key[:60]!a}")
-        each = _Asked(where=where, **asked | keys)
-        try:
-            _check_numbers(each)
-        except CommandLineError as error:
-            raise CommandLineError(f"{where}: {error}") from None
-        found.append(each)
-    if not found:
-        raise CommandLineError(f"{path}: no prompt in it")
-    return found
-
-
-def _check_fit(asked: list[_Asked], encoded: list[list[int]], most: int | None) -> None:
-    """Raise for a prompt that does not fit the model's context."""
-    for each, given in zip(asked, encoded, strict=True):
-        if most is not None and len(given) + each.tokens > most:
-            rule = f"must fit the model's context of {most} tokens with its --tokens"
-            raise ArgumentError(each.where, rule, f"{len(given)} + {each.tokens}")
+        encoded = encode_prompts(tokenizer, requests, opening if chat else None)
+        require_fit(requests, encoded, opened.config.context)
+        lengths = [len(ids) + request.tokens for ids, request in zip(encoded, requests, strict=True)]
+        longest, place = max(lengths), requests[lengths.index(max(lengths))].place
+    size = (batch or 1) if prompts is None else min(batch or _AT_ONCE, len(requests))
+    runner = _runner(how, opened, size, longest, place, fixed=batch is not None, at_once=prompts is None)
+    # A step of one sequence is memory-bound; on a busy machine two threads wait for each other longer than they compute
+    with threadpool_limits(1 if runner.batch == 1 else None, "blas"):
+        if talks:
+            converse(runner, tokenizer, single, opening, how)
+        elif prompts is None:
+            continue_text(runner, tokenizer, single, encoded[0], how, echo="" if chat else single.text)
+        else:
+            serve_prompts(runner, tokenizer, requests, encoded, how)
 
 
 def _fitted(
@@ -299,120 +226,107 @@ def _fitted(
         raise expects("--memory", needed, memory)
     pages = None if at_once else least
     if fixed:
-        with _options():
+        with naming_options():
             require_batch(config, batch, memory, context, pages=pages, **how)
     else:
         batch = largest_batch(config, memory, context, most=batch, pages=pages, **how)
     return batch, min(batch * least, Footprint.of(config, batch, context, **how).most_pages(memory))
 
 
-@contextmanager
-def _options() -> Iterator[None]:
-    """An `ArgumentError` inside is about the option of the argument's name."""
-    try:
-        yield
-    except ArgumentError as error:
-        raise expects(f"--{error.argument}", error.rule.removeprefix("must be "), error.value) from None
-
-
-class _Text:
-    """What a sequence has so far.
-
-    Attributes:
-        tokens: up to the one that ends it, which is not among them.
-        ended: whether that came.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokens: list[int] = []
-        self.ended, self._tokenizer, self._shown = False, tokenizer, 0
-
-    def append(self, token: int) -> None:
-        self.ended = self.ended or token in self._tokenizer.ends
-        if not self.ended:
-            self.tokens.append(token)
-
-    def fresh(self, *, whole: bool = False) -> str:
-        """Text that was not shown yet; a character whose tokens are incomplete waits, unless the text is `whole`."""
-        text = self._tokenizer.decode(self.tokens)
-        if text.endswith(_BROKEN) and not whole:
-            return ""
-        shown, self._shown = self._shown, len(text)
-        return text[shown:]
-
-
-def _check(
-    prompt: str | None,
-    prompts: Path | None,
-    backend: str,
-    tokens: int,
-    batch: int | None,
-    temperature: float,
-    seed: int,
-    group: int,
-    head: str,
-    prompt_attention: str,
-    memory: float | None,
-) -> None:
-    """Raise CommandLineError for a bad option, before anything is fetched."""
-    if prompts is not None:
-        refuse({"PROMPT": prompt}, "goes without --prompts")
-    elif not prompt:
-        raise CommandLineError("the prompt must not be empty")
+def _backend(backend: str | None, scheme: str | None) -> str:
+    if scheme == "float":
+        return "gpu" if model_on_gpu(backend) else "numpy"
+    if backend is None:
+        return "gpu" if gpu.why_not("sm_90a", exact=True) is None else "numpy"
     if backend not in RUNNERS:
         raise expects("--backend", " or ".join(RUNNERS), backend)
     if backend == "gpu" and (reason := gpu.why_not("sm_90a", exact=True)):
         raise UnavailableError(f"--backend gpu: {reason}; pass --backend numpy")
-    if group not in GROUPS:
-        raise expects("--group", ", ".join(map(str, GROUPS)), group)
-    if head not in HEADS:
-        raise expects("--head", " or ".join(HEADS), head)
-    if prompt_attention not in PROMPT_ATTENTIONS:
-        raise expects("--prompt-attention", " or ".join(PROMPT_ATTENTIONS), prompt_attention)
-    if prompt_attention == "torch":
-        if backend != "gpu":
-            raise CommandLineError(f"--prompt-attention torch goes with --backend gpu (got {backend})")
+    return backend
+
+
+def _check(how: Computing, batch: int | None) -> None:
+    """Raise CommandLineError for a bad option, before anything is fetched."""
+    if how.scheme not in (None, *SCHEMES):
+        raise expects("--scheme", f"{', '.join(SCHEMES[:-1])} or {SCHEMES[-1]}", how.scheme)
+    if how.group not in GROUPS:
+        raise expects("--group", ", ".join(map(str, GROUPS)), how.group)
+    if how.head not in HEADS:
+        raise expects("--head", " or ".join(HEADS), how.head)
+    if how.prompt_attention not in PROMPT_ATTENTIONS:
+        raise expects("--prompt-attention", " or ".join(PROMPT_ATTENTIONS), how.prompt_attention)
+    by_torch = how.prompt_attention == "torch"
+    if how.scheme == "float":
+        options = {"--head int8": how.head != "float16" or None, "--prompt-attention torch": by_torch or None}
+        refuse({**options, "--memory": how.memory}, "is not for --scheme float")
+    if by_torch:
+        if how.backend != "gpu":
+            raise CommandLineError(f"--prompt-attention torch goes with --backend gpu (got {how.backend})")
         require_torch(on_gpu=True)
-    if memory is not None:
-        with _options():
-            budget(memory)
+    if how.memory is not None:
+        with naming_options():
+            budget(how.memory)
     require_counts(batch=1 if batch is None else batch)
-    _check_numbers(_Asked(prompt or "", tokens, temperature, seed))
 
 
-def _check_numbers(asked: _Asked) -> None:
-    require_counts(tokens=asked.tokens)
-    with _options():
-        check_sampling(asked.temperature, asked.seed)
+def _conversation(context: int | None, config: Config) -> int:
+    """Return how many tokens a conversation may have."""
+    most = config.context
+    if context is None:
+        return _CONVERSATION if most is None else min(_CONVERSATION, most)
+    require_counts(context=context)
+    if most is not None and context > most:
+        raise expects("--context", f"at most {most}, the model's context", context)
+    return context
 
 
-def _open(source: str, *, quiet: bool) -> tuple[FloatModel | QuantizedModel, Tokenizer]:
+def _open(how: Computing) -> tuple[FloatModel | QuantizedModel, Tokenizer]:
     """A model, quantised already or not; one that has a name is downloaded."""
-    path = Path(source)
-    if is_quantized(path):
-        quantized = load(path)
-        return quantized, open_tokenizer(path, quantized.config)
-    return opened_model(source, quiet=quiet)
+    path = Path(how.model)
+    if not is_quantized(path) or how.scheme == "float":
+        return opened_model(how.model, quiet=how.quiet)
+    if how.scheme is not None:
+        raise CommandLineError(f"--scheme {how.scheme} goes with weights that are not quantised yet")
+    quantized = load(path)
+    return quantized, open_tokenizer(path, quantized.config)
 
 
-def _rounded(model: FloatModel, source: str, group: int, *, quiet: bool) -> QuantizedModel:
+def _runner(
+    how: Computing,
+    opened: FloatModel | QuantizedModel,
+    size: int,
+    context: int,
+    longest: str,
+    *,
+    fixed: bool,
+    at_once: bool,
+) -> Runner:
+    """A runner of `size` sequences, or fewer where --memory holds no more and the size is not `fixed`."""
+    if how.scheme == "float" and isinstance(opened, FloatModel):
+        return FloatRunner(opened.to_device() if how.backend == "gpu" else opened, size, context)
+    by_torch: dict[str, Any] = {"prompt_attention": "torch"} if how.prompt_attention == "torch" else {}
+    options: dict[str, Any] = {
+        "head": how.head,
+        "chunk": min(_CHUNK_OF_TORCH, size * context) if by_torch else None,
+    }
+    pages, scheme = None, how.scheme or "lqq"
+    if how.memory is not None:
+        rounding = {"group": how.group, "scheme": scheme}
+        counted = weights_of(opened) if isinstance(opened, QuantizedModel) else rounding
+        size, pages = _fitted(
+            how.memory, opened.config, size, context, longest, fixed=fixed, at_once=at_once, **options, **counted
+        )
+    if isinstance(opened, FloatModel):
+        opened = _rounded(opened, how.model, scheme, how.group, quiet=how.quiet)
+    return RUNNERS[how.backend](opened, size, context, pages=pages, **options, **by_torch)
+
+
+def _rounded(model: FloatModel, source: str, scheme: str, group: int, *, quiet: bool) -> QuantizedModel:
     """Round the weights to nearest, and say so."""
     with progress_bar("round", model.config.layers, quiet=quiet) as advance:
-        rounded = QuantizedModel.rounded(model, "lqq", group, progress=advance)
+        rounded = QuantizedModel.rounded(model, scheme, group, progress=advance)
     if not quiet:
-        said = f"{escape(Path(source).name)}: weights rounded to nearest, LQQ in groups of {group}, uncalibrated"
-        notes.print(f"[dim]{said}[/]", highlight=False, soft_wrap=True)
+        grain = "per channel" if scheme == "qoq_channel" else f"in groups of {group}"
+        name = {"lqq": "LQQ"}.get(scheme, "QoQ")
+        note(f"{Path(source).name}: weights rounded to nearest, {name} {grain}, uncalibrated")
     return rounded
-
-
-def _encoded(tokenizer: Tokenizer, asked: _Asked, *, chat: bool) -> list[int]:
-    if chat and len(tokenizer.encode("<|im_start|>")) != 1:
-        raise CommandLineError("--chat needs a model that is trained on ChatML: its vocabulary lacks <|im_start|>")
-    with naming(asked.where):
-        tokens: list[int] = tokenizer.encode(_TURN.format(asked.prompt) if chat else asked.prompt).tolist()
-    return [*tokenizer.starts, *tokens]
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

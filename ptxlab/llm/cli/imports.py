@@ -8,6 +8,7 @@ import typer
 
 from ptxlab.cli.common import AsJson, console, print_json, progress_bar, table, written
 from ptxlab.llm.checkpoints.imports import import_checkpoint
+from ptxlab.llm.checkpoints.open import missing
 
 PANEL = "Weights"
 
@@ -28,6 +29,8 @@ def import_(
     Integers are taken over exactly where a scheme here holds them, else rounded, with the error shown. Nothing in a
     file is executed.
     """
+    if not source.exists():
+        raise missing(source, "no such file or folder")
     with progress_bar("import", None, quiet=as_json) as advance:
         rows = import_checkpoint(source, out, layout=layout, unchecked=unchecked, progress=advance)
     if as_json:

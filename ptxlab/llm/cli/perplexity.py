@@ -1,25 +1,44 @@
-"""The command `perplexity`: how well a model predicts a text."""
+"""The command `perplexity`: how well a model, or several side by side, predict a text."""
 
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.markup import escape
 
-from ptxlab.cli.common import AsJson, console, expects, print_json, progress_bar
+from ptxlab.cli.common import (
+    AsJson,
+    CommandLineError,
+    console,
+    expects,
+    print_json,
+    progress_bar,
+    table,
+)
 from ptxlab.llm.accuracy.text import tokens_of, windows
 from ptxlab.llm.checkpoints.open import is_quantized, stored_numerics
+from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
 from ptxlab.llm.model import perplexity as measured
+from ptxlab.llm.model.floats import Tokens
 from ptxlab.llm.model.numerics import FakeQuantized
 
 PANEL = "Weights"
 
 
 def perplexity(
-    model: Annotated[str, typer.Argument(help="Hugging Face folder, quantised folder, .gguf file, or smollm2.")],
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="Hugging Face folders, quantised folders, .gguf files, or smollm2: one, or several to compare.",
+        ),
+    ],
     text: Annotated[str, typer.Option(help="wikipedia, lee, or a UTF-8 file.")] = "wikipedia",
     count: Annotated[
         int | None, typer.Option("--windows", help="Windows to measure, evenly spread. Default: all of the text.")
@@ -39,47 +58,106 @@ def perplexity(
     backend: ModelBackend = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a model's perplexity on a text, in float32 except for what is quantised.
+    """Measure a model's perplexity on a text, in float32 except for what is quantised; of several, on the same windows.
 
     The calibration articles of wikipedia are not measured. Named models and texts are downloaded once.
     """
+    numerics = [_numerics(model, kv, acts) for model in models]
+    on_gpu = model_on_gpu(backend)
+    opened, tokenizers = zip(*(opened_model(name, length=length, quiet=as_json) for name in models), strict=True)
+    tokens = _common_tokens(models, tokenizers, opened_text(text, quiet=as_json).evaluation, text)
+    evaluated, rows = windows(tokens, length, count), list[_Measured]()
+    steps = len(evaluated) * sum(model.config.layers + 1 for model in opened)
+    with progress_bar("perplexity", steps, quiet=as_json) as advance:
+        for name, model, numeric in zip(models, opened, numerics, strict=True):
+            start, placed = time.perf_counter(), model.to_device() if on_gpu else model
+            figure = measured(placed, evaluated, numeric, partial(advance, f"{name} on {text}"))
+            ratio = figure / rows[0].perplexity if rows else 1.0
+            rows.append(_Measured(name, figure, ratio, numeric, time.perf_counter() - start))
+    about = {"windows": len(evaluated), "length": length, "tokens": evaluated.size}
+    if as_json:
+        return print_json(_json(rows, text, about, on_gpu=on_gpu))
+    sample = f"{evaluated.size:,} tokens, {len(evaluated)} windows of {length}"
+    if len(rows) > 1:
+        return _print_table(rows, f"perplexity on {text}: {sample}", on_gpu=on_gpu)
+    (row,) = rows
+    console.print(
+        f"[bold]perplexity {row.perplexity:.4g}[/]  {escape(row.model)} on {escape(text)}: {sample}; "
+        f"activations {_bits(row.acts)}, KV cache {_bits(row.kv)}; "
+        f"{row.seconds:.1f} s on {'the GPU' if on_gpu else 'this CPU'}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A model's perplexity, its ratio to the first model's, and how it was measured."""
+
+    model: str
+    perplexity: float
+    ratio: float
+    numerics: FakeQuantized
+    seconds: float
+
+    @property
+    def acts(self) -> int:
+        return self.numerics.acts or 32
+
+    @property
+    def kv(self) -> int:
+        return int(self.numerics.kv.removeprefix("kv")) if self.numerics.kv else 32
+
+
+def _numerics(model: str, kv: int | None, acts: int | None) -> FakeQuantized:
+    """Tell how a model computes: as its weights have it, but for the bits that the options set."""
     stored = stored_numerics(Path(model)) if is_quantized(Path(model)) else FakeQuantized(None, None)
     for option, bits, known in (("--kv", kv, (4, 8, 32)), ("--acts", acts, (4, 8, 32)[stored.acts != 4 :])):
         if bits not in (None, *known):
             raise expects(option, ", ".join(map(str, known[:-1])) + " or 32", bits)
-    on_gpu = model_on_gpu(backend)
-    opened, tokenizer = opened_model(model, length=length, quiet=as_json)
-    evaluated = windows(tokens_of(opened_text(text, quiet=as_json).evaluation, tokenizer), length, count)
     acts, kv = acts or stored.acts or 32, kv or (4 if stored.kv else 32)
-    numerics = replace(stored, acts=None if acts == 32 else acts, kv=None if kv == 32 else f"kv{kv}")
-    start = time.perf_counter()
-    with progress_bar("perplexity", (len(opened.layers) + 1) * len(evaluated), quiet=as_json) as advance:
-        found = measured(
-            opened.to_device() if on_gpu else opened, evaluated, numerics, lambda: advance(f"perplexity on {text}")
+    return replace(stored, acts=None if acts == 32 else acts, kv=None if kv == 32 else f"kv{kv}")
+
+
+def _common_tokens(
+    models: Sequence[str], tokenizers: Sequence[Tokenizer], documents: tuple[str, ...], text: str
+) -> Tokens:
+    """Cut a text into tokens. Raises CommandLineError where the models' tokenizers cut it otherwise."""
+    first, *rest_of_models = (tokens_of(documents, tokenizer) for tokenizer in tokenizers)
+    for name, tokens in zip(models[1:], rest_of_models, strict=True):
+        if not np.array_equal(first, tokens):
+            rule = "perplexities of other tokens cannot be compared"
+            raise CommandLineError(f"{models[0]} and {name} cut {text} into different tokens: {rule}")
+    return first
+
+
+def _json(rows: Sequence[_Measured], text: str, about: dict[str, int], *, on_gpu: bool) -> dict[str, Any]:
+    """Return one model's figures, or those of each beside the ratio to the first."""
+    figures: list[dict[str, Any]] = [
+        {"model": row.model, "perplexity": row.perplexity, "kv": row.kv, "acts": row.acts, "seconds": row.seconds}
+        for row in rows
+    ]
+    shared = {"text": text, **about, "backend": "gpu" if on_gpu else "numpy"}
+    if len(rows) == 1:
+        return {**figures[0], **shared}
+    return {**shared, "models": [{**of, "ratio": row.ratio} for of, row in zip(figures, rows, strict=True)]}
+
+
+def _print_table(rows: Sequence[_Measured], title: str, *, on_gpu: bool) -> None:
+    cells = [
+        (
+            row.model,
+            f"{row.perplexity:.4g}",
+            f"{row.ratio:.4f}",
+            _bits(row.acts),
+            _bits(row.kv),
+            f"{row.seconds:.1f}",
         )
-    seconds = time.perf_counter() - start
-    if as_json:
-        return print_json(
-            {
-                "model": model,
-                "text": text,
-                "perplexity": found,
-                "windows": len(evaluated),
-                "length": length,
-                "tokens": evaluated.size,
-                "kv": kv,
-                "acts": acts,
-                "backend": "gpu" if on_gpu else "numpy",
-                "seconds": seconds,
-            }
-        )
-    console.print(
-        f"[bold]perplexity {found:.4g}[/]  {escape(model)} on {escape(text)}: {evaluated.size:,} tokens, "
-        f"{len(evaluated)} windows of {length}; activations {_bits(acts)}, KV cache {_bits(kv)}; "
-        f"{seconds:.1f} s on {'the GPU' if on_gpu else 'this CPU'}",
-        highlight=False,
-        soft_wrap=True,
-    )
+        for row in rows
+    ]
+    seconds = f"s on {'the GPU' if on_gpu else 'this CPU'}>"
+    columns = ("model", "perplexity>", "of the first>", "activations>", "KV cache>", seconds)
+    console.print(table(escape(title), columns, cells))
 
 
 def _bits(bits: int) -> str:

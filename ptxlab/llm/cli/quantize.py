@@ -21,6 +21,7 @@ from ptxlab.cli.common import (
 from ptxlab.io.files import sole_writer
 from ptxlab.llm.accuracy.text import tokens_of
 from ptxlab.llm.checkpoints import convert
+from ptxlab.llm.checkpoints.open import missing
 from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
 from ptxlab.llm.model.floats import Tokens
 from ptxlab.llm.recipe import calibrate, named
@@ -106,7 +107,8 @@ def quantize(
     if steps.is_calibrated:
         corpus = opened_text(text, quiet=as_json)
         tokens = calibrate.samples(tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length, seed)
-    with progress_bar(f"quantize {recipe}", opened.config.layers, quiet=as_json) as advance:
+    resumes = "finished layers are kept: the same command goes on behind them"
+    with progress_bar(f"quantize {recipe}", opened.config.layers, quiet=as_json, keeps=resumes) as advance:
         errors = quantize_model(
             opened.to_device() if on_gpu else opened,
             tokens,
@@ -142,6 +144,8 @@ def _file(
     file: Path, out: Path, scheme: str, group: int, layout: str, tensor: str, limit: int, *, as_json: bool
 ) -> None:
     """A checkpoint's matrices one by one; the result is loaded again and every bit compared."""
+    if not file.exists():
+        raise missing(file, "no such file")
     conversion = convert.plan(file, scheme=scheme, group=group, layout=layout, pattern=tensor, protective_range=limit)
     with sole_writer(out), progress_bar("quantize", conversion.steps, quiet=as_json) as advance:
         conversion.write(out, advance)

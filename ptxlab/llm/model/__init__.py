@@ -5,6 +5,7 @@
 """
 
 from ptxlab.llm.model.config import MODELS, Config
+from ptxlab.llm.model.float_runner import FloatRunner
 from ptxlab.llm.model.floats import FloatModel, perplexity
 from ptxlab.llm.model.generate import generate
 from ptxlab.llm.model.kernel_runner import KernelRunner
@@ -14,12 +15,14 @@ from ptxlab.llm.model.numpy_runner import NumpyRunner
 from ptxlab.llm.model.quantized import QuantizedModel
 from ptxlab.llm.model.reference import LayerInputs
 from ptxlab.llm.model.runner import Runner
+from ptxlab.llm.model.sampling import Sampling
 from ptxlab.llm.model.weights import LayerWeights
 
 __all__ = [
     "MODELS",
     "Config",
     "FloatModel",
+    "FloatRunner",
     "Footprint",
     "KernelRunner",
     "LayerBuffers",
@@ -29,6 +32,7 @@ __all__ = [
     "NumpyRunner",
     "QuantizedModel",
     "Runner",
+    "Sampling",
     "decode_layer",
     "generate",
     "largest_batch",

@@ -87,22 +87,24 @@ def feed_forward(
 
 
 def causal_attention(q: Floats, k: Floats, v: Floats, window: int | None = None) -> Floats:
-    """softmax(q kᵀ / √D) v, each token over itself and what precedes it: q [B, T, Hq, D], k and v [B, T, Hkv, D].
+    """softmax(q kᵀ / √D) v, each token over itself and what precedes it: q [B, T, Hq, D], k and v [B, L, Hkv, D].
 
-    In q's dtype; `attention` computes the same for one sequence in float64. A block of queries is multiplied only with
-    the keys that one of them sees, which halves the work and bounds the memory of the scores.
+    The queries are those of the last T of L tokens. In q's dtype; `attention` computes the same for one sequence in
+    float64. A block of queries is multiplied only with the keys that one of them sees, which halves the work and bounds
+    the memory of the scores.
     """
-    (B, T, Hq, D), Hkv = q.shape, k.shape[2]
+    (B, T, Hq, D), (L, Hkv) = q.shape, k.shape[1:3]
     seen, unseen = (q.dtype.type(value) for value in (0, -np.inf))
-    token = np.arange(T, like=q)
+    token = np.arange(L, like=q)
     scaled = q * q.dtype.type(D**-0.5)
     queries = scaled.reshape(B, T, Hkv, Hq // Hkv, D).transpose(0, 2, 3, 1, 4)  # [B, Hkv, ratio, T, D]
     keys, values = k.transpose(0, 2, 3, 1)[:, :, None], v.transpose(0, 2, 1, 3)[:, :, None]
     results = np.empty_like(q)
     for first in range(0, T, _QUERIES):
         asking = slice(first, min(first + _QUERIES, T))
-        asked = slice(0 if window is None else max(0, first - window + 1), asking.stop)
-        age = token[asking, None] - token[asked]
+        at = slice(asking.start + L - T, asking.stop + L - T)
+        asked = slice(0 if window is None else max(0, at.start - window + 1), at.stop)
+        age = token[at, None] - token[asked]
         hidden = age < 0 if window is None else (age < 0) | (age >= window)
         scores = queries[..., asking, :] @ keys[..., asked]
         scores += np.where(hidden, unseen, seen)

@@ -8,13 +8,18 @@ import numpy as np
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.runner import Indices, Runner
-from ptxlab.validate import is_integer, require_integer
-
-COLDEST, HOTTEST = 1e-6, 1e6  # temperatures: float16 logits over them are finite, and still differ, in float32
+from ptxlab.llm.model.sampling import Sampling, adjust, tokens_mask
+from ptxlab.validate import require_integer
 
 
 def generate(
-    runner: Runner, prompts: Sequence[Sequence[int]], tokens: int, *, temperature: float = 0.0, seed: int = 0
+    runner: Runner,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    *,
+    goes_on: bool = False,
+    progress: Callable[[], None] = lambda: None,
+    **sampling: Any,
 ) -> Iterator[Indices]:
     """Up to `tokens` tokens s32 [B] behind the prompts, one of every sequence at a time, each as soon as it is there.
 
@@ -24,36 +29,60 @@ def generate(
         runner: of as many sequences as there are prompts.
         prompts: tokens of each; with what is generated they must fit the runner's context.
         tokens: how many, 1 or more.
-        temperature: 0 takes the likeliest token; above 0 tokens are drawn from softmax(logits / temperature).
-        seed: of the draws, 0 or more. The two kinds of runner draw differently.
+        goes_on: whether the runner's sequences hold the beginning of their prompts, `runner.lengths` tokens of each;
+            only the rest is computed.
+        progress: called after each chunk of the prompts.
+        sampling: how tokens are chosen, the attributes of `Sampling`: `temperature`, `seed`, `top_k`, `top_p`, `min_p`,
+            `repetition_penalty`. By default the likeliest is taken. The two kinds of runner draw differently.
 
     Raises ArgumentError for what `Runner.prefill` refuses, or a number out of range; and instead of a step's tokens
     where logits of one are not finite (a `Server` goes on with the others).
     """
     require_integer("tokens", tokens, 1)
-    check_sampling(temperature, seed)
+    chosen_by = Sampling(**sampling)
     longest = max((len(prompt) for prompt in prompts), default=0)
     if longest + tokens > runner.context:
         rule = f"prompt and tokens must fit the context of {runner.context}"
         raise ArgumentError("tokens", rule, f"{longest} + {tokens}")
-    return _generated(runner, prompts, tokens, float(temperature), seed)
+    return _generated(runner, prompts, tokens, chosen_by, _extend if goes_on else _begin, progress)
 
 
-def check_sampling(temperature: float, seed: int) -> None:
-    """Raise ArgumentError for a temperature or a seed out of range."""
-    if not isinstance(temperature, int | float) or not (temperature == 0 or COLDEST <= temperature <= HOTTEST):
-        raise ArgumentError("temperature", f"must be 0, or a number in {COLDEST:g}..{HOTTEST:g}", repr(temperature))
-    if not is_integer(seed) or not 0 <= seed < 2**32:
-        raise ArgumentError("seed", "must be an integer in 0..2^32-1", repr(seed))
+def _begin(runner: Runner, prompts: Sequence[Sequence[int]], progress: Callable[[], None]) -> Any:
+    """Start the sequences anew with these prompts, and return the logits behind them."""
+    return runner.prefill(prompts, progress)
+
+
+def _extend(runner: Runner, prompts: Sequence[Sequence[int]], progress: Callable[[], None]) -> Any:
+    """Append what the sequences lack of their prompts, one by one, in chunks; return the logits behind them."""
+    if len(prompts) != runner.batch:
+        raise ArgumentError("prompts", f"must be {runner.batch}, one for each sequence", len(prompts))
+    logits_behind = []
+    for b, prompt in enumerate(prompts):
+        length = int(runner.lengths[b])
+        if len(prompt) <= length:
+            raise ArgumentError(f"prompts[{b}]", f"must go on behind the {length} tokens of its sequence", len(prompt))
+        for start in range(length, len(prompt), runner.chunk):
+            logits = runner.extend({b: prompt[start : start + runner.chunk]})
+            progress()
+        logits_behind.append(logits)
+    return np.concatenate(logits_behind)
 
 
 def _generated(
-    runner: Runner, prompts: Sequence[Sequence[int]], tokens: int, temperature: float, seed: int
+    runner: Runner,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    sampling: Sampling,
+    compute: Callable[..., Any],
+    progress: Callable[[], None],
 ) -> Iterator[Indices]:
-    logits = runner.prefill(prompts)
-    noise = _gumbel(seed, logits)
+    logits = compute(runner, prompts, progress)
+    noise = _gumbel(sampling.seed, logits)
+    seen = tokens_mask(prompts, logits) if sampling.penalizes else None
     for n in range(tokens):
-        chosen, more = choose(logits, temperature, noise), n + 1 < tokens
+        chosen, more = choose(logits, sampling, noise, seen), n + 1 < tokens
+        if seen is not None:
+            seen[np.arange(len(chosen), like=chosen), chosen] = True
         fetched = gpu.fetch(chosen) if gpu.is_device_array(chosen) else None
         if more and fetched:  # the GPU goes on while the host waits for this token
             logits = runner.decode(np.maximum(chosen, 0))  # -1 is no token
@@ -66,12 +95,14 @@ def _generated(
             logits = runner.decode(chosen)
 
 
-def choose(logits: Any, temperature: float, noise: Callable[[tuple[int, ...]], Any]) -> Any:
-    """Tokens [B] of logits [B, V]: the likeliest, or drawn: the largest of logits / temperature + Gumbel's noise is
-    a draw from their softmax; -1 where the largest of the logits is not finite."""
+def choose(logits: Any, sampling: Sampling, noise: Callable[[tuple[int, ...]], Any], seen: Any = None) -> Any:
+    """Tokens [B] of logits [B, V]: the likeliest, or drawn: the largest of the scores plus Gumbel's noise is a draw
+    from their softmax; -1 where the largest of the logits is not finite. `seen` tokens [B, V] are penalised."""
     scores = logits
-    if temperature:
-        scores = logits.astype(np.float32) / np.float32(temperature) + noise(logits.shape)
+    if not sampling.takes_largest:
+        scores = adjust(logits.astype(np.float32), [sampling], seen)
+    if sampling.temperature:
+        scores = scores + noise(logits.shape)
     return finite_only(scores.argmax(axis=-1), logits)
 
 

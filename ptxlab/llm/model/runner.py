@@ -6,7 +6,7 @@ tokens up to its position, so both are the same calls. Sequences take pages of a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -66,11 +66,15 @@ class Runner(ABC):
         table: pages of each sequence, s32 [B, max_pages], on the host; the first `held` of them count.
         held: how many pages each sequence has, s32 [B].
         free: pages that no sequence has; the last one is taken next.
+        runs: the kind of model.
     """
+
+    runs: type[Any] = QuantizedModel
+    model: Any
 
     def __init__(
         self,
-        model: QuantizedModel,
+        model: Any,
         batch: int = 1,
         context: int = 2048,
         *,
@@ -80,8 +84,8 @@ class Runner(ABC):
         head: str = "float16",
     ) -> None:
         """`pages` are as many as all sequences can need, unless a number is given."""
-        if not isinstance(model, QuantizedModel):
-            raise ArgumentError("model", "must be a QuantizedModel", type(model).__name__)
+        if not isinstance(model, self.runs):
+            raise ArgumentError("model", f"must be a {self.runs.__name__}", type(model).__name__)
         for name, number in (("batch", batch), ("context", context), ("chunk", CHUNK if chunk is None else chunk)):
             require_integer(name, number, 1)
         require_integer("pages", 1 if pages is None else pages, 1)
@@ -105,7 +109,8 @@ class Runner(ABC):
     @property
     def config(self) -> Config:
         """The model's."""
-        return self.model.config
+        config: Config = self.model.config
+        return config
 
     @property
     def max_pages(self) -> int:
@@ -121,8 +126,10 @@ class Runner(ABC):
         """Rows of the launch that so many go into."""
         return next(size for size in self.sizes if size >= rows)
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Any:
+    def prefill(self, prompts: Sequence[Sequence[int]], progress: Callable[[], None] = lambda: None) -> Any:
         """Start the sequences anew with these tokens, and return the logits f16 [B, V] behind each prompt.
+
+        `progress` is called after each chunk.
 
         Raises ArgumentError for another number of prompts than sequences, an empty one, one that is longer than the
         context, a token outside the vocabulary, or more of them than the pages hold.
@@ -141,6 +148,7 @@ class Runner(ABC):
                 stop = start + self.chunk
                 normed = self._run(rows.part(start, stop))
                 last += [normed[end - start : end - start + 1].copy() for end in map(int, ends) if start <= end < stop]
+                progress()
             return self._logits(np.concatenate(last))
 
     def extend(self, new: Mapping[int, Sequence[int]]) -> Any:

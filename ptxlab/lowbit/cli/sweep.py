@@ -1,5 +1,6 @@
 """The command `sweep`: a kernel's compiled variants, timed on one problem."""
 
+import math
 from dataclasses import asdict
 from typing import Annotated
 
@@ -29,7 +30,8 @@ def sweep(
         raise expects("sweep", "a kernel of the W4A8 GEMM or of attention", target)
     sizes = launch_target.sizes_of(spec, parse_sizes("--shape", shape) if shape else {})
     constants = _constants(define)
-    with progress_bar(f"sweep {target}", None, quiet=as_json) as advance:
+    steps = 1 + math.prod(map(len, constants.values()))  # they are compiled first; the spec's choice may be one more
+    with progress_bar(f"sweep {target}", steps, quiet=as_json) as advance:
         found = sweeps.sweep(spec, sizes, constants, advance)
     if as_json:
         return print_json([asdict(one) for one in found])

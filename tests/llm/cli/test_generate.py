@@ -1,7 +1,9 @@
 """`ptxlab generate` as a person or a script meets it, on a small model that the tests write."""
 
+import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.folder import load
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.cli import generate as commands
-from ptxlab.llm.cli.generate import _Text
-from ptxlab.llm.model import Footprint, KernelRunner, NumpyRunner, QuantizedModel, generate
+from ptxlab.llm.cli.prompts import Prompt, read_prompts
+from ptxlab.llm.model import FloatRunner, Footprint, KernelRunner, NumpyRunner, QuantizedModel, generate
 from tests.support.pages import ROOT
 from tests.support.small_models import write_folder
 
@@ -91,7 +93,7 @@ def test_many_prompts_are_served_at_once(cli: Any, folder: Path, tmp_path: Path)
     ("text", "message"),
     [
         ("\n", "{path}: no prompt in it"),
-        ("the cat", "{path}, line 1: expects an object with a prompt, and perhaps tokens, .*, got 'the cat'"),
+        ("the cat", "{path}, line 1: expects an object with a prompt, and perhaps tokens, stop .*, got 'the cat'"),
         ("[" * 100_000, r"{path}, line 1: expects an object .*, got '\[{{60}}'"),
         ('{"prompt": ""}', "{path}, line 1: expects an object .*"),
         ('{"prompt": "a"}\n{"prompt": "a", "tokens": true}', "{path}, line 2: expects an object .*"),
@@ -103,7 +105,7 @@ def test_many_prompts_are_served_at_once(cli: Any, folder: Path, tmp_path: Path)
         ),
         (
             '{"prompt": "a", "temprature": 1}',
-            "{path}, line 1: expects the keys prompt, tokens, temperature, seed, got 'temprature'",
+            "{path}, line 1: expects the keys prompt, tokens, stop, temperature, seed, .*_penalty, got 'temprature'",
         ),
         (
             '\n{"prompt": "\\ud800"}',
@@ -131,9 +133,12 @@ def test_bad_prompts_are_one_line(cli: Any, folder: Path, tmp_path: Path, text: 
 )
 def test_lines_end_at_newlines_alone(tmp_path: Path, name: str, text: str, prompts: list[str]) -> None:
     (tmp_path / name).write_bytes(text.encode())
-    found = commands._read_prompts(tmp_path / name, 5, 0.5, 7)
-    assert [each.prompt for each in found] == prompts and [each[1:4] for each in found] == [(5, 0.5, 7), (5, 0.5, 8)]
-    assert [each.where for each in found] == [f"{tmp_path / name}, line {number}" for number in (1, 3)]
+    usual = Prompt("", 5, {"temperature": 0.5, "seed": 7}, ("x",))
+    found = read_prompts(tmp_path / name, usual)
+    assert [each.text for each in found] == prompts
+    seeds = [{"temperature": 0.5, "seed": 7}, {"temperature": 0.5, "seed": 8}]
+    assert [each[1:4] for each in found] == [(5, sampling, ("x",)) for sampling in seeds]
+    assert [each.place for each in found] == [f"{tmp_path / name}, line {number}" for number in (1, 3)]
 
 
 def test_a_memory_that_is_too_small_is_refused_with_the_figures(cli: Any, folder: Path, tmp_path: Path) -> None:
@@ -202,26 +207,13 @@ def test_it_ends_where_the_model_ends(cli: Any, folder: Path, tmp_path: Path) ->
 def test_a_chat_is_asked_in_the_models_template(cli: Any, folder: Path, tmp_path: Path) -> None:
     options = ("--model", folder, "--backend", "numpy", "--tokens", 2)
     code, _, err = cli("generate", "Who?", *options, "--chat")
-    assert code == 2 and err.startswith("error: --chat needs a model that is trained on ChatML: its vocabulary lacks ")
+    assert code == 2 and "--chat needs a model with a chat template, or with <|im_start|> in its vocabulary" in err
     chatty = write_folder(tmp_path / "chatty", "smollm", **SIZES)
     made = tokenizers.Tokenizer.from_file(str(chatty / "tokenizer.json"))
     made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     made.save(str(chatty / "tokenizer.json"))
     code, out, _ = cli("generate", "Who?", "--model", chatty, "--backend", "numpy", "--tokens", 2, "--chat", "--json")
     assert code == 0 and json.loads(out)["prompt_tokens"] == len("#user\nWho?#\n#assistant\n")
-
-
-def test_characters_are_shown_whole(folder: Path) -> None:
-    tokenizer = Tokenizer.from_folder(folder)
-    text, shown = _Text(tokenizer), []
-    for token in tokenizer.encode("aé€!").tolist():
-        text.append(token)
-        shown.append(text.fresh())
-    assert shown == ["a", "", "é", "", "", "€", "!"]
-    text.append(tokenizer.encode("é").tolist()[0])
-    assert text.fresh() == "" and text.fresh(whole=True) == "\ufffd"
-    text.append(299)
-    assert text.ended and len(text.tokens) == 8
 
 
 @pytest.mark.parametrize(
@@ -235,6 +227,16 @@ def test_characters_are_shown_whole(folder: Path) -> None:
         (("a", "--prompt-attention", "torch"), "--prompt-attention torch goes with --backend gpu (got numpy)"),
         (("a", "--temperature", "-0.5"), "--temperature expects 0, or a number in 1e-06..1e+06, got -0.5"),
         (("a", "--temperature", "nan"), "--temperature expects 0, or a number in 1e-06..1e+06, got nan"),
+        (("a", "--top-p", "2"), "--top-p expects a number in 0..1, got 2.0"),
+        (("a", "--top-k", "3"), "--top-k needs --temperature above 0"),
+        (("a", "--repetition-penalty", "0"), "--repetition-penalty expects a number in 1e-06..1e+06, got 0.0"),
+        (("a", "--stop", ""), "--stop expects texts, none of them empty, got ('',)"),
+        (("a", "--system", "b"), "--system needs --chat"),
+        (("a", "--context", "9"), "--context needs --chat"),
+        (("", "--chat", "--json"), "the prompt must not be empty"),
+        (("a", "--scheme", "int4"), "--scheme expects lqq, qoq, qoq_channel or float, got int4"),
+        (("a", "--scheme", "float", "--memory", "9"), "--memory is not for --scheme float"),
+        (("a", "--scheme", "float", "--head", "int8"), "--head int8 is not for --scheme float"),
         (("a", "--seed", "-1"), "--seed expects an integer in 0..2^32-1, got -1"),
         (("a", "--backend", "emulator"), "--backend expects gpu or numpy, got emulator"),
         (("a", "--memory", "0"), "--memory expects a number of gigabytes above 0, at most 10^9, got 0.0"),
@@ -252,6 +254,136 @@ def test_bad_input_is_one_line(cli: Any, folder: Path, options: tuple[str, ...],
     given = options if options else ("",)
     code, out, err = cli("generate", given[0], "--model", folder, "--backend", "numpy", *given[1:])
     assert (code, out, err.strip()) == (2, "", f"error: {message}")
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a template of its own, in which a turn ends with `#`."""
+    folder = write_folder(tmp_path_factory.mktemp("model") / "chatty", "smollm", **SIZES, max_position_embeddings=512)
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role[0] + ':' + m.content + '#' }}{% endfor %}a:"
+    config = {"chat_template": template, "bos_token": "<turn>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def converse(cli: Any, monkeypatch: pytest.MonkeyPatch, lines: str, *options: object) -> tuple[list[str], list[int]]:
+    """Hold a conversation; return what it prints, and how many tokens of each prompt were computed."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    code, out, err = cli("generate", "--chat", "--backend", "numpy", "--tokens", 6, *options)
+    assert code == 0
+    return out.split("\n")[:-1], [int(n) for n in re.findall(r"prompt of (\d+) tokens", err)]
+
+
+def test_a_conversation_goes_on_from_its_cache(cli: Any, chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers are those to the whole history, and a message costs only its own tokens."""
+    options = ("--model", chatty, "--scheme", "float", "--system", "No.")
+    answers, computed = converse(cli, monkeypatch, "Who?\n\nWhy?\n", *options)
+    model, tokenizer = open_model(chatty)
+    history = "<turn>s:No.#u:Who?#a:"
+    for answer, message in zip(answers, ("Why?", ""), strict=True):
+        tokens = tokenizer.encode(history).tolist()
+        right = [int(step[0]) for step in generate(FloatRunner(model, 1, 512), [tokens], 6)]
+        assert answer == tokenizer.decode(right)
+        history += f"{answer}#u:{message}#a:"
+    first = len(tokenizer.encode("<turn>s:No.#u:Who?#a:"))
+    assert computed == [first, len(tokenizer.encode(history.removesuffix("#u:#a:"))) - 6 - first - 5]
+    assert converse(cli, monkeypatch, "Why?\n", "Who?", *options) == (answers, computed)
+
+
+def test_a_conversation_is_computed_anew_where_the_template_changes_an_answer(
+    cli: Any, chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(chatty, tmp_path / "changing")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = config["chat_template"].replace("m.content +", "m.content[:2] +")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    _, computed = converse(cli, monkeypatch, "Who?\nWhy?\n", "--model", folder)
+    assert computed == [len("#u:Wh#a:"), len("#u:Wh#a:xx#u:Wh#a:")]
+
+
+def test_a_conversation_ends(cli: Any, chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert converse(cli, monkeypatch, "", "--model", chatty) == ([], [])
+    typed = io.StringIO("Who?\n \nWhy?\n")
+    monkeypatch.setattr(typed, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", typed)
+    code, out, _ = cli("generate", "--chat", "--backend", "numpy", "--tokens", 2, "--model", chatty)
+    assert code == 0 and out.count("> ") == 2
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
+    said = (2, "", "error: standard input: a message must be UTF-8\n")
+    assert cli("generate", "--chat", "--backend", "numpy", "--model", chatty, "--scheme", "float") == said
+    monkeypatch.setattr("sys.stdin", io.StringIO("a" * 30 + "\n" + "b" * 30 + "\n"))
+    code, out, err = cli("generate", "--chat", "--context", 64, "--backend", "numpy", "--tokens", 8, "--model", chatty)
+    assert (
+        code == 2
+        and out.count("\n") == 1
+        and re.search(
+            r"error: the message: must fit the conversation's 64 tokens \(--context\) .* \(got \d\d \+ 8\)$",
+            err.strip(),
+        )
+    )
+
+
+def test_a_stop_string_ends_the_text_before_it(cli: Any, folder: Path, tmp_path: Path) -> None:
+    options = ("--model", folder, "--backend", "numpy", "--tokens", 24, "--temperature", 50)
+    whole = json.loads(cli("generate", "the cat", *options, "--json")[1])["texts"][0]
+    at = next(i for i in range(3, len(whole) - 2) if whole.find(whole[i : i + 2]) == i and whole[i : i + 2].isascii())
+    stop = whole[at : at + 2]
+    found = json.loads(cli("generate", "the cat", *options, "--stop", "nosuch", "--stop", stop, "--json")[1])
+    assert found["texts"] == [whole[:at]] and len(found["tokens"][0]) < 24
+    assert cli("generate", "the cat", *options, "--stop", stop)[1] == f"the cat{whole[:at]}\n"
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "the cat", "seed": 0}, {"prompt": "the cat", "seed": 0, "stop": []}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    first, second = json.loads(cli("generate", "--prompts", path, *options, "--json")[1])["requests"]
+    assert first == second
+    stop = second["text"][4]
+    stopped, again = json.loads(cli("generate", "--prompts", path, *options, "--stop", stop, "--json")[1])["requests"]
+    assert stopped["text"] == second["text"][: second["text"].index(stop)] and again == second
+    assert stopped["error"] is None and len(stopped["tokens"]) < 24
+
+
+@pytest.mark.full
+def test_sampling_options_reach_the_draws(cli: Any, folder: Path, tmp_path: Path) -> None:
+    """Set them on the command line and in a .jsonl: each changes what is drawn; a top-k of 1 is the likeliest."""
+    options = ("--model", folder, "--backend", "numpy", "--tokens", 12)
+    likeliest = json.loads(cli("generate", "the cat", *options, "--json")[1])["tokens"][0]
+    path = tmp_path / "prompts.jsonl"
+    seen = {tuple(likeliest)}
+    for settings in (
+        {"temperature": 30.0},
+        {"temperature": 30.0, "top_k": 3},
+        {"temperature": 30.0, "top_p": 0.05},
+        {"temperature": 3.0, "min_p": 0.5},
+        {"repetition_penalty": 5.0},
+    ):
+        given = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
+        seen.add(tuple(json.loads(cli("generate", "the cat", *options, *given, "--json")[1])["tokens"][0]))
+        path.write_text(json.dumps({"prompt": "the cat", **settings}))
+        (request,) = json.loads(cli("generate", "--prompts", path, *options, "--json")[1])["requests"]
+        (same,) = json.loads(cli("generate", "--prompts", path, *options, *given, "--json")[1])["requests"]
+        seen.add(tuple(request["tokens"]))
+        assert request == same
+    assert len(seen) > 6
+    for given in (("--temperature", 30, "--top-k", 1), ("--temperature", 30, "--top-p", 0)):
+        assert json.loads(cli("generate", "the cat", *options, *given, "--json")[1])["tokens"][0] == likeliest
+
+
+@pytest.mark.parametrize("scheme", ["float", "qoq", "qoq_channel"])
+def test_a_scheme_of_ones_own(cli: Any, folder: Path, scheme: str) -> None:
+    code, out, err = cli(
+        "generate", "the cat", "--model", folder, "--backend", "numpy", "--tokens", 8, "--scheme", scheme
+    )
+    model, tokenizer = open_model(folder)
+    rounded = None if scheme == "float" else QuantizedModel.rounded(model, scheme)
+    runner = FloatRunner(model, 1, 100) if rounded is None else NumpyRunner(rounded, 1, 100)
+    prompt = tokenizer.encode("the cat").tolist()
+    assert code == 0 and out == f"the cat{tokenizer.decode([int(s[0]) for s in generate(runner, [prompt], 8)])}\n"
+    said = {
+        "float": "weights and KV cache in float32, on NumPy",
+        "qoq": "QoQ in groups of",
+        "qoq_channel": "QoQ per channel",
+    }
+    assert said[scheme] in err
 
 
 def test_an_unavailable_gpu_names_numpy(cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """`ptxlab perplexity` on small models of every kind: what it prints is what the library computes."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,37 @@ def test_a_quantised_folder(cli: Any, tmp_path: Path, text: Path, tokens: Any) -
     assert of_weights == pytest.approx(perplexity(dequantized(quantized), few))
     assert (whole["kv"], whole["acts"]) == (4, 8)
     assert whole["perplexity"] == pytest.approx(perplexity(dequantized(quantized), few, FakeQuantized()))
+
+
+def test_models_side_by_side(cli: Any, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure each as alone, on the same windows; a GGUF file of the first model has its perplexity."""
+    first, second = write_folder(tmp_path / "first", "smollm"), write_folder(tmp_path / "second", "qwen2")
+    same = write_gguf(tmp_path / "same.gguf", "smollm")
+    options = ("--text", text, "--length", 16, "--windows", 3)
+    found = asked(cli, first, same, second, *options)
+    assert (found["windows"], found["length"], found["tokens"], found["backend"]) == (3, 16, 48, "numpy")
+    alone = [asked(cli, model, *options)["perplexity"] for model in (first, same, second)]
+    models = found["models"]
+    assert [figures["model"] for figures in models] == [str(first), str(same), str(second)]
+    assert [figures["perplexity"] for figures in models] == pytest.approx(alone)
+    assert [figures["ratio"] for figures in models] == pytest.approx([1, 1, alone[2] / alone[0]], rel=1e-5)
+    assert all((figures["kv"], figures["acts"]) == (32, 32) and figures["seconds"] > 0 for figures in models)
+    monkeypatch.chdir(tmp_path)
+    options = ("--text", "text.txt", "--length", 16, "--windows", 3, "--kv", 4)
+    code, out, _ = cli("perplexity", "first", "second", *options)
+    assert code == 0 and out.startswith("perplexity on text.txt: 48 tokens, 3 windows of 16")
+    assert re.search(r"first +[\d.e+]+ +1\.0000 +float32 +4 bits +\d+\.\d *\n", out) and "s on this CPU" in out
+
+
+def test_models_that_cut_the_text_otherwise_are_not_compared(cli: Any, tmp_path: Path, text: Path) -> None:
+    first, second = write_folder(tmp_path / "first", "smollm"), write_folder(tmp_path / "second", "smollm")
+    file = second / "tokenizer.json"
+    settings = json.loads(file.read_text())
+    settings["model"]["merges"] = settings["model"]["merges"][:1]
+    file.write_text(json.dumps(settings))
+    rule = "perplexities of other tokens cannot be compared"
+    said = f"error: {first} and {second} cut {text} into different tokens: {rule}\n"
+    assert cli("perplexity", first, second, "--text", text, "--length", 16) == (2, "", said)
 
 
 def test_bad_input_is_one_line(cli: Any, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

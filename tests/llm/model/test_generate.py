@@ -12,6 +12,7 @@ from ptxlab.llm.model import FloatModel, KernelRunner, LayerInputs, NumpyRunner,
 from ptxlab.llm.model.generate import choose
 from ptxlab.llm.model.numpy_runner import IntegerProduct
 from ptxlab.llm.model.reference import exact
+from ptxlab.llm.model.sampling import Sampling
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.layout import gather, pack, unpack
 from ptxlab.spec.dtypes import floats, stored
@@ -207,10 +208,53 @@ def test_draws_follow_the_softmax_and_the_seed(model: QuantizedModel) -> None:
     assert any(a != b for a, b in drawn(1)[:1])  # sequences draw apart from each other
 
 
+def test_a_prompt_goes_on_from_what_the_runner_holds(model: QuantizedModel) -> None:
+    """Compute in chunks, each sequence from where it is: the same caches, and the same tokens, as computed anew."""
+    whole, runner = NumpyRunner(model, 2, 100), NumpyRunner(model, 2, 100, chunk=5)
+    first = np.array(list(generate(runner, PROMPTS[1:], 3)))
+    prompts = [[*prompt, *first[:, b].tolist(), *range(9 + b)] for b, prompt in enumerate(PROMPTS[1:])]
+    lengths, calls = runner.lengths.copy(), list[None]()
+    steps = generate(runner, prompts, 4, goes_on=True, progress=lambda: calls.append(None))
+    right = np.array(list(generate(whole, prompts, 4)))
+    assert np.array_equal(np.array(list(steps)), right) and np.array_equal(runner.lengths, whole.lengths)
+    assert lengths.tolist() == [5, 72] and len(calls) == 2 + 3
+    for ours, theirs in zip(runner.caches, whole.caches, strict=True):
+        for of_one, of_all in zip(gather(ours), gather(theirs), strict=True):
+            assert all(np.array_equal(a.values, b.values) for a, b in zip(of_one, of_all, strict=True))
+    with pytest.raises(
+        ArgumentError, match=r"^prompts\[0\]: must go on behind the 18 tokens of its sequence \(got 2\)$"
+    ):
+        next(generate(runner, [[1, 2], [3]], 1, goes_on=True))
+    with pytest.raises(ArgumentError, match=r"^prompts: must be 2, one for each sequence \(got 1\)$"):
+        next(generate(runner, [[1, 2]], 1, goes_on=True))
+
+
+def test_a_penalty_follows_what_was_generated(model: QuantizedModel) -> None:
+    """Prompts count, and every token since; without draws the largest score is taken."""
+    runner, prompts = NumpyRunner(model, 2, 60), [list(prompt) for prompt in PROMPTS[:2]]
+    found = np.array(list(generate(runner, PROMPTS[:2], 12, repetition_penalty=4.0)))
+    for step in found:
+        logits = NumpyRunner(model, 2, 60).prefill(prompts).astype(np.float32)
+        for b, prompt in enumerate(prompts):
+            row = logits[b]
+            row[prompt] = [score / 4 if score > 0 else score * 4 for score in row[prompt]]
+            assert step[b] == row.argmax()
+            prompt.append(int(step[b]))
+    assert not np.array_equal(found, np.array(list(generate(runner, PROMPTS[:2], 12))))
+
+
+def test_draws_come_from_the_tokens_that_are_left(model: QuantizedModel) -> None:
+    runner, drawn = NumpyRunner(model, 1, 20), set[int]()
+    logits = runner.prefill([PROMPTS[0]])[0]
+    for seed in range(60):
+        drawn |= {int(next(generate(runner, [PROMPTS[0]], 1, temperature=1e3, top_k=3, seed=seed))[0])}
+    assert drawn == set(np.argsort(-logits)[:3].tolist())
+
+
 def test_draws_have_the_probabilities_of_the_softmax() -> None:
     rng, logits = np.random.default_rng(0), np.array([2.0, 0.0, 1.0], np.float16)
     many = np.tile(logits, (20_000, 1))
-    tokens = choose(many, 0.5, lambda shape: rng.gumbel(size=shape).astype(np.float32))
+    tokens = choose(many, Sampling(temperature=0.5), lambda shape: rng.gumbel(size=shape).astype(np.float32))
     right = np.exp(2 * logits.astype(float)) / np.exp(2 * logits.astype(float)).sum()
     assert np.abs(np.bincount(tokens, minlength=3) / len(many) - right).max() < 0.015
 
@@ -249,6 +293,7 @@ def test_a_token_without_finite_logits_is_an_error(temperature: float) -> None:
         ({"temperature": -0.1}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got -0.1\)"),
         ({"temperature": float("nan")}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got nan\)"),
         ({"temperature": 1e-39}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got 1e-39\)"),
+        ({"top_p": 2}, r"top_p: must be a number in 0..1 \(got 2\)"),
         ({"seed": -1}, r"seed: must be an integer in 0..2\^32-1 \(got -1\)"),
     ],
 )

@@ -1,0 +1,219 @@
+"""What `ptxlab generate` writes: a text as it is made, a conversation, or the texts of many prompts."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import typer
+from rich.markup import escape
+
+from ptxlab.arithmetic import ceil_div
+from ptxlab.cli.common import FAILED, CommandLineError, interruptible, notes, print_json, progress_bar
+from ptxlab.errors import ArgumentError, naming
+from ptxlab.llm.checkpoints.chat import Message
+from ptxlab.llm.checkpoints.tokenizer import Tokenizer
+from ptxlab.llm.cli.prompts import Prompt
+from ptxlab.llm.generated_text import GeneratedText
+from ptxlab.llm.model import FloatRunner, Runner
+from ptxlab.llm.model.generate import generate
+from ptxlab.llm.server import Request, Server
+
+
+class Computing(NamedTuple):
+    """The options that a runner is made of."""
+
+    model: str
+    backend: str
+    scheme: str | None
+    group: int
+    head: str
+    prompt_attention: str
+    memory: float | None
+    quiet: bool
+
+
+class _Streamed(NamedTuple):
+    """Text behind prompts, all tokens of the first sequence, and how long it took: seconds, tokens/s."""
+
+    texts: list[GeneratedText]
+    tokens: list[int]
+    prompt_tokens: int
+    prompt_seconds: float
+    rate: float | None
+
+    def speed(self) -> str:
+        """Say how fast it was."""
+        rate = f"{self.rate:.1f} tokens/s" if self.rate else "1 token"
+        return f"{rate}; prompt of {self.prompt_tokens} tokens in {self.prompt_seconds:.2f} s"
+
+
+def _stream(
+    runner: Runner,
+    ids: list[int],
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    *,
+    echo: str = "",
+    quiet: bool = False,
+    goes_on: bool = False,
+) -> _Streamed:
+    """Write the first sequence's text behind `echo` as it is made, unless it is to be `quiet`."""
+    size = runner.batch
+    texts = [GeneratedText(tokenizer, prompt.stop) for _ in range(size)]
+    computed = len(ids) - (int(runner.lengths[0]) if goes_on else 0)
+    chunks = ceil_div(size * computed, runner.chunk)
+    tokens, times = list[int](), [time.perf_counter()]
+    with progress_bar("prompt", chunks, quiet=quiet or chunks == 1) as advance:
+        how: dict[str, Any] = {"goes_on": goes_on, "progress": lambda: advance("prompt"), **prompt.sampling}
+        steps = generate(runner, [ids] * size, prompt.tokens, **how)
+        first = next(steps)
+    if not quiet:
+        _write(echo)
+    with interruptible(lambda: f"generate: {len(tokens)} of {prompt.tokens} tokens; what is printed is kept"):
+        for step in chain([first], steps):
+            times.append(time.perf_counter())
+            tokens.append(int(step[0]))
+            for text, token in zip(texts, step.tolist(), strict=True):
+                text.append(token)
+            if not quiet:
+                _write(texts[0].fresh())
+            if all(text.ended for text in texts):
+                break
+    if not quiet:
+        _write(texts[0].fresh(whole=True) + "\n")
+    rate = size * (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None
+    return _Streamed(texts, tokens, computed, times[1] - times[0], rate)
+
+
+def continue_text(
+    runner: Runner, tokenizer: Tokenizer, prompt: Prompt, ids: list[int], how: Computing, *, echo: str
+) -> None:
+    """Stream the first continuation of a prompt behind the text `echo`, and print the others; or all as JSON."""
+    streamed = _stream(runner, ids, prompt, tokenizer, echo=echo, quiet=how.quiet)
+    if how.quiet:
+        return print_json(
+            {
+                "model": how.model,
+                "backend": how.backend,
+                "recipe": _recipe(runner),
+                "prompt_tokens": len(ids),
+                "tokens": [text.tokens for text in streamed.texts],
+                "texts": [text.text for text in streamed.texts],
+                "prefill_seconds": streamed.prompt_seconds,
+                "tokens_per_second": streamed.rate,
+            }
+        )
+    for i, text in enumerate(streamed.texts[1:], 2):
+        _write(f"\n[{i}] {echo}{text.text}\n")
+    note(f"{streamed.speed()}; {_where(runner, how)}")
+
+
+def converse(runner: Runner, tokenizer: Tokenizer, prompt: Prompt, opening: Sequence[Message], how: Computing) -> None:
+    """Answer messages until there are no more; what the cache holds of the conversation is not computed again."""
+    messages, cached = [*opening], list[int]()
+    for message in _messages(prompt.text):
+        messages.append({"role": "user", "content": message})
+        with naming("the message"):
+            (ids,) = tokenizer.encode_chats([messages])
+        if len(ids) + prompt.tokens > runner.context:
+            rule = f"must fit the conversation's {runner.context} tokens (--context) with --tokens and what came before"
+            raise ArgumentError("the message", rule, f"{len(ids)} + {prompt.tokens}")
+        # The template, or the tokenizer, may make other tokens of an answer's text than those that were generated.
+        goes_on = 0 < len(cached) < len(ids) and ids[: len(cached)] == cached
+        streamed = _stream(runner, ids, prompt, tokenizer, goes_on=goes_on)
+        note(f"{streamed.speed()}; {_where(runner, how)}")
+        messages.append({"role": "assistant", "content": streamed.texts[0].text})
+        cached = (ids + streamed.tokens)[: int(runner.lengths[0])]
+
+
+def _messages(first: str) -> Iterator[str]:
+    """The first message, if there is one; then what is typed, up to an empty line, or every line that is piped in."""
+    if first:
+        yield first
+    is_typed = sys.stdin.isatty()
+    while True:
+        try:
+            message = input("\n> " if is_typed else "")
+        except EOFError:
+            return
+        except UnicodeDecodeError:
+            raise CommandLineError("standard input: a message must be UTF-8") from None
+        if message.strip():
+            yield message
+        elif is_typed:
+            return
+
+
+def serve_prompts(
+    runner: Runner, tokenizer: Tokenizer, prompts: list[Prompt], encoded: list[list[int]], how: Computing
+) -> None:
+    """Put all prompts through a `Server`, each printed in its turn once it is done. Exits with 1 where one failed."""
+    server = Server(runner)
+    texts = [GeneratedText(tokenizer, prompt.stop) for prompt in prompts]
+    requests: list[Request] = []
+    for ids, prompt, text in zip(encoded, prompts, texts, strict=True):
+        with naming(prompt.place):
+            requests.append(server.submit(ids, prompt.tokens, ends=text.ends, **prompt.sampling))
+    text_of = dict(zip(requests, texts, strict=True))
+    begin, shown = time.perf_counter(), 0
+    on_terminal = sys.stdout.isatty()  # which shows the answers, between which a bar would stand
+    keeps = "what is printed is kept"
+    with progress_bar("prompts", len(requests), quiet=how.quiet or on_terminal, keeps=keeps) as advance:
+        while shown < len(requests):
+            for request in server.step():
+                if request.error is None:
+                    text_of[request].append(request.tokens[-1])
+                if text_of[request].ended:
+                    server.cancel(request)
+            while shown < len(requests) and requests[shown].done:
+                if not how.quiet:
+                    _write(f"[{shown + 1}] {prompts[shown].text}{texts[shown].text}\n")
+                    if requests[shown].error:
+                        note(f"[{shown + 1}] failed: {requests[shown].error}")
+                shown += 1
+                advance(f"prompt {shown}")
+    seconds, tokens = time.perf_counter() - begin, sum(len(request.tokens) for request in requests)
+    if how.quiet:
+        answers: list[dict[str, Any]] = [
+            {
+                "prompt_tokens": len(request.prompt),
+                "tokens": text.tokens,
+                "text": text.text,
+                "error": request.error,
+            }
+            for request, text in text_of.items()
+        ]
+        rates: dict[str, Any] = {"seconds": seconds, "tokens_per_second": tokens / seconds}
+        about: dict[str, Any] = {"model": how.model, "backend": how.backend, "recipe": _recipe(runner)}
+        print_json({**about, **rates, "requests": answers})
+    else:
+        summary = f"{len(requests)} prompts of {sum(map(len, encoded))} tokens, {runner.batch} at a time"
+        note(f"{tokens / seconds:.1f} tokens/s: {tokens} in {seconds:.2f} s; {summary}; {_where(runner, how)}")
+    if any(request.error for request in requests):
+        raise typer.Exit(FAILED)
+
+
+def _recipe(runner: Runner) -> dict[str, Any]:
+    return {"scheme": "float"} if isinstance(runner, FloatRunner) else dict(runner.model.recipe)
+
+
+def _where(runner: Runner, how: Computing) -> str:
+    if isinstance(runner, FloatRunner):
+        return f"weights and KV cache in float32, on {'the GPU' if how.backend == 'gpu' else 'NumPy'}"
+    torch = getattr(runner, "prompt_attention", "cache") == "torch"
+    attention = "PyTorch's attention" if torch else "the decode attention"
+    on_gpu = f"the GPU: a CUDA graph per step, the prompt by {attention}, in chunks of {runner.chunk} tokens"
+    precision = {"atom": "W4A4", "fmpq": "W4Ax"}.get(runner.model.layers[0].qkv.scheme, "W4A8")
+    return f"{precision}, KV4, on {on_gpu if how.backend == 'gpu' else 'NumPy'}"
+
+
+def note(remark: str) -> None:
+    """Print a remark on standard error."""
+    notes.print(f"[dim]{escape(remark)}[/]", highlight=False, soft_wrap=True)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,77 @@
+"""`FloatRunner`: a model of floats with a cache of floats, to compare a quantised model's text with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.llm.model.decoder import EXACT, causal_attention, feed_forward
+from ptxlab.llm.model.floats import FloatModel
+from ptxlab.llm.model.runner import Rows, Runner
+from ptxlab.lowbit.reference import rms_norm
+from ptxlab.lowbit.reference.attention import rope
+
+
+class FloatRunner(Runner):
+    """See `Runner`. Weights, cache and logits have the model's dtype, and lie where the model does, all layers at once.
+
+    Its sums are of floats, in the library's order, so it is not batch-invariant.
+    """
+
+    runs = FloatModel
+
+    def __init__(
+        self,
+        model: FloatModel,
+        batch: int = 1,
+        context: int = 2048,
+        *,
+        chunk: int | None = None,
+        pages: int | None = None,
+    ) -> None:
+        """See `Runner`."""
+        super().__init__(model, batch, context, chunk=chunk, pages=pages)
+        config, embedding = self.config, model.embedding
+        self._layers = list(model.layers)
+        self._angles = [
+            np.asarray(table, like=embedding).astype(embedding.dtype) for table in config.rope_tables(context)
+        ]
+        shape = (len(self._layers), batch, context, config.kv_heads, config.head_dim)
+        self._keys, self._values = (np.zeros(shape, embedding.dtype, like=embedding) for _ in range(2))
+
+    def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
+        """See `Runner`."""
+        at = self._sequences(at)
+        tokens = self._checked("tokens", gpu.fetch(tokens)() if gpu.is_device_array(tokens) else tokens, len(at))
+        with self._appended("decode", {b: tokens[i : i + 1] for i, b in enumerate(at)}) as rows:
+            return self._logits(self._run(rows))
+
+    @np.errstate(over="ignore", invalid="ignore")  # of logits that are not finite, which whoever chooses refuses
+    def _run(self, rows: Rows) -> Any:
+        config = self.config
+        x = self.model.embedded(rows.token)
+        position = np.asarray(rows.position, like=x)
+        angles = [table[position] for table in self._angles]
+        for i, layer in enumerate(self._layers):
+            y = rms_norm(x, layer["input_norm"], config.eps).astype(x.dtype)
+            q, k, v = (EXACT.product(name, y, layer).reshape(len(x), -1, config.head_dim) for name in ("q", "k", "v"))
+            attention = self._attend(i, rope(q, *angles), rope(k, *angles), v, rows)
+            x = feed_forward(
+                x + EXACT.product("o", attention, layer), layer, eps=config.eps, activation=config.activation
+            )
+        return x
+
+    def _attend(self, i: int, q: Any, k: Any, v: Any, rows: Rows) -> Any:
+        """Write the rows' rotated keys and values [R, Hkv, D], and attend their queries [R, Hq, D]: [R, Hq·D]."""
+        attended = np.empty_like(q)
+        for b in np.unique(rows.sequence):
+            at = np.flatnonzero(rows.sequence == b)
+            part, first, length = slice(at[0], at[-1] + 1), int(rows.position[at[0]]), int(rows.position[at[-1]]) + 1
+            keys, values = self._keys[i, b, :length], self._values[i, b, :length]
+            keys[first:], values[first:] = k[part], v[part]
+            attended[part] = causal_attention(q[None, part], keys[None], values[None], self.config.window_of(i))[0]
+        return attended.reshape(len(q), -1)
+
+    def _logits(self, normed: Any) -> Any:
+        return self.model.logits(normed)

@@ -1,0 +1,149 @@
+"""Chat templates of folders and GGUF files: rendered as transformers does, and bounded as strangers' code."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptxlab.errors import FileError, UnavailableError
+from ptxlab.llm.checkpoints import chat
+from ptxlab.llm.checkpoints.chat import ChatTemplate, Message
+from ptxlab.llm.checkpoints.tokenizer import Tokenizer
+from tests.support.small_models import tokenizer as small_tokenizer
+from tests.support.small_models import write_folder
+
+CHAT: list[Message] = [
+    {"role": "system", "content": "Be  brief.\n"},
+    {"role": "user", "content": " <b>é😀</b> "},
+    {"role": "assistant", "content": "Yes.\n\n"},
+    {"role": "user", "content": "Why?"},
+]
+# What templates of published models make use of: blocks on lines of their own, loops that break, namespaces, macros.
+TEMPLATES = {
+    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "lines": """{{- bos_token }}
+    {%- set ns = namespace(system='') %}
+    {%- for message in messages %}
+      {%- if message.role == 'system' %}{%- set ns.system = message.content | trim %}{% continue %}{%- endif %}
+      {{- '[INST] ' + (ns.system + '\n' if loop.index0 == 1 else '') + message['content'] | tojson + ' [/INST]' }}
+      {%- if tools is not none %}tools{% endif %}
+    {%- endfor %}
+    {{ eos_token }}
+    """,
+    "macro": "{% macro turn(m) %}({{ m.role }}: {{ m.content.strip() }}){% endmacro %}\n"
+    "{% for m in messages[1:] %}\n  {{ turn(m) }}\n{% endfor %}{{ messages | length }}",
+}
+TOKENS = {"bos_token": "<end>", "eos_token": "<turn>"}
+
+
+def template(text: str) -> ChatTemplate:
+    return ChatTemplate(text, TOKENS, Path("model"))
+
+
+@pytest.mark.full
+@pytest.mark.torch
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_it_is_rendered_as_transformers_does(name: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=small_tokenizer(), **TOKENS)
+    right = theirs.apply_chat_template(CHAT, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=True)
+    assert template(TEMPLATES[name]).render([CHAT, CHAT[1:2]])[0] == right
+
+
+@pytest.mark.full_cases("loops", "size", "length", "changes", "syntax", "undefined")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param(
+            "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3, "takes more than 3 s or 1024 MiB", id="loops"
+        ),
+        pytest.param("{{ 'a' * 10**10 }}", "needs more than 1024 MiB", id="size"),
+        pytest.param("{{ '%5000000s' % 'a' }}", "makes 5000000 characters of a conversation", id="length"),
+        pytest.param("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'", id="internals"),
+        pytest.param("{{ messages.append(1) }}", "SecurityError: ", id="changes"),
+        pytest.param("{{ raise_exception('no system message') }}", "ValueError: no system message", id="raises"),
+        pytest.param("{% if %}", "TemplateSyntaxError: Expected an expression", id="syntax"),
+        pytest.param("{{ missing.name }}", "UndefinedError: 'missing' is undefined", id="undefined"),
+    ],
+)
+def test_a_template_that_fails_is_one_line(text: str, message: str) -> None:
+    with pytest.raises(FileError, match=r"^model: the chat template fails: ") as error:
+        template(text).render([CHAT])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "file", "text"),
+    [
+        ({"chat_template": "a"}, None, "a"),
+        ({"chat_template": "a"}, "b", "b"),
+        ({"chat_template": [{"name": "rag", "template": "c"}, {"name": "default", "template": "d"}]}, None, "d"),
+        ({"chat_template": [{"name": "rag", "template": "c"}]}, None, None),
+        (None, "b", "b"),
+        ({}, None, None),
+    ],
+)
+def test_where_a_folder_keeps_it(
+    tmp_path: Path, config: dict[str, Any] | None, file: str | None, text: str | None
+) -> None:
+    if config is not None:
+        config |= {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "unk_token": None}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if file is not None:
+        (tmp_path / "chat_template.jinja").write_text(file)
+    read = ChatTemplate.from_folder(tmp_path)
+    assert (None if read is None else read.text) == text
+    if read is not None and config is not None:
+        assert read.tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def test_a_quantised_models_folder_keeps_it(tmp_path: Path) -> None:
+    for name, tokens in (("with", TOKENS), ("without", None)):
+        (tmp_path / name).mkdir()
+        saved = None if tokens is None else ChatTemplate("{{ bos_token }}", tokens, tmp_path)
+        (tmp_path / "config.json").write_text("{}")
+        Tokenizer((1,), small_tokenizer(), template=saved).save(tmp_path / name)
+        read = Tokenizer.from_folder(tmp_path / name).template
+        assert (None if read is None else (read.text, read.tokens)) == (saved and (saved.text, saved.tokens))
+
+
+def test_a_gguf_file_keeps_it_in_its_metadata() -> None:
+    metadata = {
+        "tokenizer.chat_template": "t", "tokenizer.ggml.tokens": ["<s>", "a", "</s>"],
+        "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 2,
+    }  # fmt: skip
+    read = ChatTemplate.from_gguf(Path("x"), metadata)
+    assert read is not None and (read.text, read.tokens) == ("t", {"bos_token": "<s>", "eos_token": "</s>"})
+    assert ChatTemplate.from_gguf(Path("x"), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "not a JSON object"),
+        ('{"chat_template": 3}', r"chat_template: must be a template, or a list of them by name \(got 3\)"),
+    ],
+)
+def test_a_broken_tokenizer_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    folder = write_folder(tmp_path / "model", "smollm")
+    (folder / "tokenizer_config.json").write_text(text)
+    with pytest.raises(FileError, match=rf"tokenizer_config\.json: {message}$"):
+        Tokenizer.from_folder(folder)
+
+
+def test_without_a_template_the_vocabulary_decides() -> None:
+    assert not Tokenizer((), small_tokenizer()).chats
+    library = small_tokenizer()
+    library.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = Tokenizer((), library)
+    (tokens,) = tokenizer.encode_chats([CHAT[2:]])
+    text = "<|im_start|>assistant\nYes.\n\n<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.chats and tokens == library.encode(text).ids
+
+
+def test_without_jinja_a_template_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "find_spec", lambda name: None)
+    with pytest.raises(UnavailableError, match=r"^jinja2: needed for chat templates; python -m pip install "):
+        template("a").render([CHAT])
