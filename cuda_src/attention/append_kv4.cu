@@ -31,8 +31,8 @@ using namespace ptxlab;
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) append_kv4(
-    const Half* k,           // f16 or bf16 [tokens, heads, D]
-    const Half* v,           // as k
+    const Half* k,           // f16 or bf16 [tokens, heads, D], k_pitch elements from one token to the next
+    const Half* v,           // as k, v_pitch elements
     unsigned char* pool,     // u8  [pages, 2, heads, PAGE_BYTES]: K, then V
     const Index* slots,      // s32 or s64 [tokens]
     const float* cos,        // f32 [positions, D/2]; read if ROPE
@@ -41,7 +41,8 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) append_kv4(
     const float* k_scale,    // f32 [heads, D]; read if CHANNEL
     const float* k_zero,     // f32 [heads, D]; read if CHANNEL and BITS == 4
     const float* v_scale, const float* v_zero, int tokens, int heads,
-    int turns) {  // positions in the tables
+    int turns,  // positions in the tables
+    int k_pitch, int v_pitch) {
     launch_dependents();
     wait_for_predecessors();
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, tile = blockIdx.x / 2;
@@ -60,7 +61,8 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) append_kv4(
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int t = min(token + i % TOKENS, tokens - 1), h = min(head + i / TOKENS, heads - 1);
-        const Half* from = (is_v ? v : k) + (size_t(t) * heads + h) * (2 * LANES) + lane;
+        const Half* row = is_v ? v + size_t(t) * (v_pitch / PAIRS) : k + size_t(t) * (k_pitch / PAIRS);
+        const Half* from = row + size_t(h) * (2 * LANES) + lane;
         x[i].halves[0] = read(from), x[i].halves[1] = read(from + LANES);
     }
     Channels channels;

@@ -45,7 +45,7 @@ __device__ __forceinline__ void write_row(Half* row, const Rotated& x, int lane)
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) rope_append_kv4(
-    const Half* qkv,         // f16 or bf16 [tokens, ratio + 2, heads, D]
+    const Half* qkv,         // f16 or bf16 [tokens, ratio + 2, heads, D], `pitch` elements from one token to the next
     Half* q,                 // as qkv [tokens, ratio, heads, D]
     Half* keys,              // as qkv [tokens, heads, D]; written if KEYS
     unsigned char* pool,     // u8  [pages, 2, heads, PAGE_BYTES]: K, then V
@@ -56,7 +56,8 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) rope_append_kv4(
     const float* k_scale,    // f32 [heads, D]; read if CHANNEL
     const float* k_zero,     // f32 [heads, D]; read if CHANNEL and BITS == 4
     const float* v_scale, const float* v_zero, int tokens, int heads,
-    int turns) {  // positions in the tables
+    int turns,  // positions in the tables
+    int pitch) {
     launch_dependents();
     // A block has rows of one kind: heads `part` * heads .. of q, or those of k, or those of v.
     const int part = blockIdx.z, ratio = gridDim.z - 2;
@@ -83,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) rope_append_kv4(
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int t = min(token + i % TOKENS, tokens - 1), h = min(head + i / TOKENS, heads - 1);
-        const Half* from = qkv + ((size_t(t) * (ratio + 2) + part) * heads + h) * (2 * LANES) + lane;
+        const Half* from = qkv + size_t(t) * (pitch / PAIRS) + (size_t(part) * heads + h) * (2 * LANES) + lane;
         x[i].halves[0] = read(from), x[i].halves[1] = read(from + LANES);
     }
     if (is_q || (KEYS && !is_v)) {

@@ -30,7 +30,7 @@ from ptxlab.gpu.launch import bind, launch, prepare
 from ptxlab.gpu.marks import Marked, profiled
 from ptxlab.gpu.module import GpuKernel, load, load_image
 from ptxlab.gpu.tensor_map import encode
-from ptxlab.gpu.view import View, current_device, handed, is_capturing, new, stream_handle, view
+from ptxlab.gpu.view import View, current_device, flat_rows, handed, is_capturing, new, stream_handle, view
 
 __all__ = [
     "ALIGNMENT",
@@ -57,6 +57,7 @@ __all__ = [
     "encode",
     "fetch",
     "fill_bytes",
+    "flat_rows",
     "float_instruction",
     "gumbel",
     "handed",

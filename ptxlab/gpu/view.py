@@ -6,6 +6,7 @@ By hand: cuda-core's `StridedMemoryView` takes ten times as long for a tensor of
 import sys
 from collections.abc import Callable
 from functools import cache, partial
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -58,6 +59,41 @@ def view(name: str, array: Any) -> View:
         raise ArgumentError(name, "C-contiguous", f"strides {array.strides}")
     data = array.data
     return _view((data.ptr, array.shape, _name(array.dtype), data.device_id, array))
+
+
+def flat_rows(name: str, array: Any) -> tuple[Any, int]:
+    """Take rows [T, ...] that may lie apart in memory as a kernel with a row pitch does.
+
+    Returns:
+        The array and the elements from one row to the next. An array with gaps between its rows becomes a flat one on
+        the same memory, from the first element to the last.
+
+    Raises ArgumentError for gaps within a row, and for rows that overlap or begin at no multiple of 16 bytes.
+    """
+    shape = tuple(array.shape)
+    width = prod(shape[1:])
+    origin = library(type(array))
+    if origin == "torch":
+        if array.is_contiguous():
+            return array, width
+        strides, itemsize = array.stride(), array.itemsize
+        flatten = partial(array.as_strided, stride=(1,))
+    elif array._c_contiguous if origin == "cupy" else origin != "numpy" or array.flags.c_contiguous:
+        return array, width  # `view` looks at what others have; `flags` of CuPy make an object
+    else:
+        itemsize = array.dtype.itemsize
+        strides = tuple(stride // itemsize for stride in array.strides)
+        package = sys.modules[origin].lib.stride_tricks
+        flatten = partial(package.as_strided, array, strides=(itemsize,))
+    pitch, inner = strides[0], 1
+    for size, stride in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
+        if size > 1 and stride != inner:
+            raise ArgumentError(name, "C-contiguous but for gaps between rows", f"strides {strides}")
+        inner *= size
+    if pitch < width or pitch * itemsize % ALIGNMENT:
+        rule = f"rows of {width} elements must lie {width} or more apart, a multiple of {ALIGNMENT} bytes"
+        raise ArgumentError(name, rule, f"{pitch} elements")
+    return flatten(((shape[0] - 1) * pitch + width,)), pitch
 
 
 @cache

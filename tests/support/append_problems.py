@@ -60,7 +60,7 @@ class Problem:
     @property
     def inputs(self) -> dict[str, np.ndarray]:
         """By argument of the kernel."""
-        inputs = {"k": bits(self.k), "v": bits(self.v), "slots": self.slots}
+        inputs = {"k": bits(self.k).reshape(-1), "v": bits(self.v).reshape(-1), "slots": self.slots}
         inputs |= dict(zip(("cos", "sin", "positions"), self.rope or (), strict=False))
         for name, channel in (("k", self.cache.k_channel), ("v", self.cache.v_channel)):
             inputs |= dict(zip((f"{name}_scale", f"{name}_zero"), channel or (), strict=False))
@@ -71,7 +71,8 @@ class Problem:
         """The spec's."""
         (T, H, D), cache, known = self.k.shape, self.cache, KV_SCHEMES[self.cache.scheme]
         sizes = {"T": T, "H": H, "D": D, "pages": cache.pages, "size": cache.page_size, "bits": known.bits}
-        return sizes | {"channel": int(known.by_channel), "R": 0 if self.rope is None else len(self.rope[0])}
+        sizes |= {"channel": int(known.by_channel), "R": 0 if self.rope is None else len(self.rope[0])}
+        return sizes | {"k_pitch": H * D, "v_pitch": H * D}
 
     def run(self, source: Any = None, rows: int = 0, **options: Any) -> tuple[np.ndarray, Outcome]:
         """The pool and what the emulator says, with all its checks, of another source or other rows per thread."""
@@ -119,8 +120,11 @@ class FusedProblem:
     def run(self, source: Any = None, rows: int = 0) -> tuple[np.ndarray, np.ndarray, Outcome]:
         """What is rotated, the pool and what the emulator says, as `Problem.run`."""
         cache, inputs = self.of.cache, self.of.inputs
-        inputs = {name: array for name, array in inputs.items() if name not in ("k", "v")} | {"qkv": bits(self.qkv)}
-        sizes = {**self.of.sizes, "ratio": self.q.shape[1] // cache.num_kv_heads, "kept": int(self.kept)}
+        inputs = {name: array for name, array in inputs.items() if name not in ("k", "v")} | {
+            "qkv": bits(self.qkv).reshape(-1)
+        }
+        sizes = {name: size for name, size in self.of.sizes.items() if name not in ("k_pitch", "v_pitch")}
+        sizes |= {"ratio": self.q.shape[1] // cache.num_kv_heads, "kept": int(self.kept), "pitch": self.qkv.shape[1]}
         config = ROPE_APPEND.config_for(sizes) | {"BF16": DTYPES.index(self.q.dtype)}
         config |= {"INDEX": int(self.of.slots.dtype == np.int64)} | ({"ROWS": rows} if rows else {})
         source, pool = source or registry.find(ROPE_APPEND.name)[1][0], cache.pool.copy()

@@ -22,7 +22,7 @@ class DeviceArray:
     """A NumPy array that claims to lie on device `device`."""
 
     def __init__(self, host: Any, device: int = 0) -> None:
-        self.host, self.device = np.ascontiguousarray(host), device
+        self.host, self.device = np.asarray(host), device
 
     shape = property(lambda self: self.host.shape)
     dtype = property(lambda self: self.host.dtype)
@@ -54,7 +54,7 @@ class FakeGpu:
         self.sms = 2
         self._memory: dict[int, DeviceArray] = {}
         self._maps: dict[bytes, TensorMap] = {}
-        as_array = gpu.as_array
+        as_array, self._flat_rows = gpu.as_array, gpu.flat_rows
         replaced = {
             "is_device_array": lambda array: isinstance(array, DeviceArray),
             "why_not": self.why_not,
@@ -64,6 +64,7 @@ class FakeGpu:
             "as_array": lambda name, array: array.host if isinstance(array, DeviceArray) else as_array(name, array),
             "encode": self.encode,
             "view": self.view,
+            "flat_rows": self.flat_rows,
             "empty": self.empty,
             "zeros": self.zeros,
             "device_info": lambda: SimpleNamespace(sms=self.sms),
@@ -86,6 +87,12 @@ class FakeGpu:
         address = array.host.ctypes.data
         self._memory[address] = array
         return View(address, array.shape, array.dtype.name, array.device, array)
+
+    def flat_rows(self, name: str, array: Any) -> tuple[Any, int]:
+        if not isinstance(array, DeviceArray):
+            return self._flat_rows(name, array)
+        rows, pitch = self._flat_rows(name, array.host)
+        return DeviceArray(rows, array.device), pitch
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
         self.allocations += 1

@@ -2,8 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import fields
-from typing import Any, NamedTuple
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from ptxlab.lowbit.kernels.quantize.options import (
     QuantizeOptions,
     ReorderOptions,
 )
-from ptxlab.lowbit.layout import KVCache, PackedActivations
+from ptxlab.lowbit.layout import AtomActivations, BlockActivations, KVCache, PackedActivations
 from ptxlab.lowbit.quant.atom import ATOM_CODE
 from tests.support import gemm_calls
 
@@ -34,6 +34,7 @@ ATOM_WEIGHT = ptxlab.pack_atom(quant.quantize_atom_weight(np.tile(ONES, (1, 2)),
 ATOM_TOKENS = layout.pack_atom_activations(quant.quantize_atom_activations(np.tile(ONES[:M], (1, 2)), 64, 64))
 BLOCK_WEIGHT = ptxlab.pack_block_weight(quant.quantize_block_weight(ONES), 1)
 BLOCK_TOKENS = layout.pack_block_activations(quant.quantize_blocks(ONES[:M], 1))
+Tokens = TypeVar("Tokens", AtomActivations, BlockActivations)
 ToArray = Callable[[np.ndarray], Any]
 ToPlace = Callable[[Any], Any]
 
@@ -113,6 +114,12 @@ OTHER_OF_CALL: dict[tuple[str, str], Any] = {
 WITH: dict[str, dict[str, Any]] = {"rows": {"layout": "tiles", "rows": 8}, "outliers": {"group": 64}}
 
 
+def first_tokens(tokens: Tokens, rows: int) -> Tokens:
+    """Cut packed activations off behind so many tokens."""
+    arrays: dict[str, Any] = {name: array[:rows] for name, array in tokens.arrays.items()}
+    return replace(tokens, M=rows, **arrays)
+
+
 def other_value(name: str, option: str) -> Any:
     """Return a value of a call's option that `arguments` does not give it."""
     return OTHER_OF_CALL.get((name, option), OTHER.get(option))
@@ -124,62 +131,66 @@ def options_of_calls() -> Iterator[tuple[str, str]]:
         yield from ((name, option.name) for option in fields(each.options))
 
 
-def arguments(to_array: ToArray, to_place: ToPlace) -> dict[str, dict[str, Any]]:
-    """Arguments of every call without results, on the host or where the two functions bring arrays and operands."""
+def arguments(to_array: ToArray, to_place: ToPlace, rows: int = M) -> dict[str, dict[str, Any]]:
+    """Make arguments of every call without results, on the host or where the two functions bring arrays and operands.
+
+    All tokens are zeros or ones; `rows` says how many there are.
+    """
 
     def array(shape: tuple[int, ...], dtype: Any = np.float16) -> Any:
         return to_array(np.zeros(shape, dtype))
 
-    def activations(rows: int, channels: int) -> PackedActivations:
-        x_q, sums = array((rows, channels), np.int8), array((rows,), np.int32)
-        scale = to_array(np.ones(rows, np.float32))
-        return PackedActivations(layout="row_major", M=rows, K=channels, x_q=x_q, scale=scale, token_sum=sums)
+    def activations(count: int, channels: int) -> PackedActivations:
+        x_q, sums = array((count, channels), np.int8), array((count,), np.int32)
+        scale = to_array(np.ones(count, np.float32))
+        return PackedActivations(layout="row_major", M=count, K=channels, x_q=x_q, scale=scale, token_sum=sums)
 
-    cache = to_place(KVCache.empty(M, 2, HEADS, D, page_size=16))
-    slots = to_array(np.arange(M, dtype=np.int32))
+    pages = KVCache.empty(M, 2, HEADS, D, page_size=16)
+    cache = to_place(replace(pages, block_table=pages.block_table[:rows], lengths=pages.lengths[:rows]))
+    slots = to_array(np.arange(rows, dtype=np.int32))
     place = to_array(np.arange(CHANNELS, dtype=np.int16))
     routed = RoutedTokens(
-        rows=activations(M * 2, K),
+        rows=activations(rows * 2, K),
         offsets=array((E + 1,), np.int32),
-        place=to_array(np.arange(M * 2, dtype=np.int32).reshape(M, 2)),
-        share=array((M, 2), np.float32),
-        chosen=array((M, 2), np.int32),
+        place=to_array(np.arange(rows * 2, dtype=np.int32).reshape(rows, 2)),
+        share=array((rows, 2), np.float32),
+        chosen=array((rows, 2), np.int32),
     )
-    gemm = {"x_q": array((M, K), np.int8), "x_scale": array((M,), np.float32)}
-    reordered = {"x": array((M, CHANNELS)), "place": place}
+    gemm = {"x_q": array((rows, K), np.int8), "x_scale": array((rows,), np.float32)}
+    reordered = {"x": array((rows, CHANNELS)), "place": place}
     return {
         "gemm_w4a8": {**gemm, "weight": to_place(gemm_calls.STRIPS["lqq"])},
         "gemm_w4a8_grouped": {
             **gemm,
             "weights": to_place(ptxlab.stack_experts([gemm_calls.STRIPS["lqq"]] * E)),
-            "offsets": to_array(np.array([0, 2, M], np.int32)),
+            "offsets": to_array(np.array([0, min(2, rows), rows], np.int32)),
         },
-        "gemm_w4a4": {"x": to_place(ATOM_TOKENS), "weight": to_place(ATOM_WEIGHT)},
-        "gemm_w4ax": {"x": to_place(BLOCK_TOKENS), "weight": to_place(BLOCK_WEIGHT)},
+        "gemm_w4a4": {"x": to_place(first_tokens(ATOM_TOKENS, rows)), "weight": to_place(ATOM_WEIGHT)},
+        "gemm_w4ax": {"x": to_place(first_tokens(BLOCK_TOKENS, rows)), "weight": to_place(BLOCK_WEIGHT)},
         "gemm_w8a8": {
-            "x": activations(M, K),
+            "x": activations(rows, K),
             "weight": quant.Level1Weight(array((N, K), np.int8), array((N,), np.float32), 127),
         },
-        "gemm_f16": {"x": array((M, K)), "w": array((N, K))},
-        "attention_kv4": {"q": array((M, HEADS, D)), "cache": cache},
-        "append_kv4": {"k": array((M, HEADS, D)), "v": array((M, HEADS, D)), "cache": cache, "slots": slots},
+        "gemm_f16": {"x": array((rows, K)), "w": array((N, K))},
+        "attention_kv4": {"q": array((rows, HEADS, D)), "cache": cache},
+        "append_kv4": {"k": array((rows, HEADS, D)), "v": array((rows, HEADS, D)), "cache": cache, "slots": slots},
         "rope_append_kv4": {
-            "qkv": array((M, 3 * HEADS * D)),
+            "qkv": array((rows, 3 * HEADS * D)),
             "cache": cache,
             "slots": slots,
-            "rope": (array((M, D // 2), np.float32),) * 2,
+            "rope": (array((rows, D // 2), np.float32),) * 2,
         },
-        "quantize_activations": {"x": array((M, K))},
-        "rmsnorm_quantize": {"x": array((M, K)), "gamma": array((K,))},
-        "silu_mul_quantize": {"gate_up": array((M, 2 * K))},
+        "quantize_activations": {"x": array((rows, K))},
+        "rmsnorm_quantize": {"x": array((rows, K)), "gamma": array((K,))},
+        "silu_mul_quantize": {"gate_up": array((rows, 2 * K))},
         "reorder_quantize": reordered,
         "rmsnorm_reorder_quantize": {**reordered, "gamma": array((CHANNELS,))},
-        "silu_mul_reorder_quantize": {"gate_up": array((M, 2 * CHANNELS)), "place": place},
+        "silu_mul_reorder_quantize": {"gate_up": array((rows, 2 * CHANNELS)), "place": place},
         "route_tokens": {
-            "tokens": activations(M, K),
-            "normed": array((M, K)),
+            "tokens": activations(rows, K),
+            "normed": array((rows, K)),
             "router": array((4, K)),
             "k": 1,
         },
-        "combine_experts": {"results": array((M * 2, K)), "routed": routed},
+        "combine_experts": {"results": array((rows * 2, K)), "routed": routed},
     }

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 M, N, K, D, Hq, Hkv = 3, 64, 128, 64, 4, 2
 OPERATORS = (
     "quantize_activations", "gemm_w4a8", "gemm_w4a8_grouped", "rmsnorm_quantize", "silu_mul_quantize", "append_kv4",
-    "rope_append_kv4", "attention_kv4",
+    "rope_append_kv4", "attention_kv4", "attention_kv4_out",
 )  # fmt: skip
 SCHEMES: dict[str, Callable[[Any], Any]] = {
     "lqq": lambda w: quant.quantize_lqq(w, 64),
@@ -68,17 +68,18 @@ def every_call(rng: np.random.Generator) -> dict[str, tuple[tuple[Any, ...], dic
     full = caches(rng)
     k, v = (quant.quantize_kv(each) for each in rng.standard_normal((2, 4, Hkv, D), dtype=np.float32))
     write_slots(full["cache"], k, v, np.array([0, 1, 64, 65]))
-    kv, qkv, q = normal(rng, M, Hkv, D), normal(rng, M, (Hq + 2 * Hkv) * D), normal(rng, M, Hq, D)
+    qkv, q = normal(rng, M, (Hq + 2 * Hkv) * D), normal(rng, M, Hq, D)
+    _, of_keys, of_values = qkv.split([Hq * D, Hkv * D, Hkv * D], dim=1)  # whose rows lie apart
+    attention = q, full["pool"], table, lengths
+    options = {"window": 8, "workspace": torch.zeros(8, dtype=torch.uint8)}
     return {
         "quantize_activations": ((x,), {}),
         "gemm_w4a8": ((x_q, scale, x_sum, buffers, torch.ones(N)), {"layout": "strips", "scheme": "lqq", **of}),
         "gemm_w4a8_grouped": ((x_q, scale, x_sum, experts, offsets), {"scheme": "lqq", **of}),
         "rmsnorm_quantize": ((x, normal(rng, K), normal(rng, M, K), 1e-6, torch.empty_like(x)), {}),
         "silu_mul_quantize": ((x,), {}),
-        "append_kv4": ((kv, kv.clone(), pool, slots, cos, sin, positions), {}),
+        "append_kv4": ((of_keys.view(M, Hkv, D), of_values.view(M, Hkv, D), pool, slots, cos, sin, positions), {}),
         "rope_append_kv4": ((qkv, pool, slots, cos, sin, positions), {"head_dim": D}),
-        "attention_kv4": (
-            (q, full["pool"], table, lengths),
-            {"window": 8, "workspace": torch.zeros(8, dtype=torch.uint8)},
-        ),
+        "attention_kv4": (attention, {**options}),
+        "attention_kv4_out": ((*attention, torch.empty_like(q), torch.empty(M, Hq)), {**options}),
     }

@@ -442,8 +442,8 @@ def _append_on_cpu(
 ) -> None:  # fmt: skip
     name, (H, D) = "append_kv4", k.shape[-2:]
     cache = _cache_on_cpu(name, (pool, *_NO_ROWS), (page_size, D, scheme), channel)
-    keys = _array(f"{name}: k", k, _HALVES, "T", cache.num_kv_heads, D)
-    values = _array(f"{name}: v", v, name_of(k.dtype), len(k), H, D)
+    keys = _array(f"{name}: k", k.contiguous(), _HALVES, "T", cache.num_kv_heads, D)
+    values = _array(f"{name}: v", v.contiguous(), name_of(k.dtype), len(k), H, D)
     _write(name, cache, floats(keys), floats(values), slots, _rope(name, cos, sin, positions))
 
 
@@ -453,7 +453,7 @@ def _rope_append_on_cpu(
 ) -> Tensor:  # fmt: skip
     name = "rope_append_kv4"
     cache = _cache_on_cpu(name, (pool, *_NO_ROWS), (page_size, head_dim, scheme), channel)
-    array, of_kv = _array(f"{name}: qkv", qkv, _HALVES, "T", "(Hq + 2·Hkv)·D"), cache.num_kv_heads
+    array, of_kv = _array(f"{name}: qkv", qkv.contiguous(), _HALVES, "T", "(Hq + 2·Hkv)·D"), cache.num_kv_heads
     if array.shape[1] % (of_kv * head_dim) or array.shape[1] < 3 * of_kv * head_dim:
         rule = f"must be [T, (Hq + {2 * of_kv})·{head_dim}], Hq a multiple of {of_kv}"
         raise ArgumentError(f"{name}: qkv", rule, [*array.shape])
@@ -462,12 +462,12 @@ def _rope_append_on_cpu(
     return _tensor(stored(reference.rope(q, *angles), name_of(qkv.dtype)), qkv.dtype)
 
 
-def _attention_on_cpu(
-    q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, *, page_size: int = 64, scheme: str = "kv4",
-    channel: _Channel = None, scale: float | None = None, window: int | None = None,
-    workspace: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    name, B, (Hq, D) = "attention_kv4", len(q), q.shape[-2:]
+def _attend_on_cpu(
+    name: str, q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, page_size: int, scheme: str,
+    channel: _Channel, scale: float | None, window: int | None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Compute what attention gives for q [.., Hq, D], f32, and its lse f32 [.., Hq]."""
+    B, (Hq, D) = len(q), q.shape[-2:]
     queries = floats(_array(f"{name}: q", q, _HALVES, *(("B", "Hq", "D") if q.ndim == 3 else ("B", "T", "Hq", "D"))))
     table = _array(f"{name}: block_table", block_table, "int32", B, "pages")
     of_rows = _array(f"{name}: lengths", lengths, "int32", B)
@@ -475,7 +475,7 @@ def _attention_on_cpu(
     check_cache(name, cache)
     if Hq % cache.num_kv_heads:
         raise ArgumentError(f"{name}: q", f"Hq must be a multiple of the cache's {cache.num_kv_heads}", f"Hq={Hq}")
-    result = np.empty_like(queries)
+    result, lse = np.empty_like(queries), np.empty(queries.shape[:-1], np.float32)
     tables, which = np.unique(table, axis=0, return_inverse=True)  # rows of a prompt share theirs
     longest = np.zeros(len(tables), np.int32)
     np.maximum.at(longest, which, of_rows)
@@ -485,8 +485,34 @@ def _attention_on_cpu(
         keys, values = (each[:L] for each in known[which[b]])
         of_row = queries[b].reshape(-1, Hq, D)
         how: dict[str, Any] = {"scale": D**-0.5 if scale is None else scale, "window": window}
-        result[b] = reference.attention(of_row, keys, values, **how)[0].reshape(result[b].shape)
+        attended, of_query = reference.attention(of_row, keys, values, **how)
+        result[b], lse[b] = attended.reshape(result[b].shape), of_query.reshape(lse[b].shape)
+    return result, lse
+
+
+def _attention_on_cpu(
+    q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, *, page_size: int = 64, scheme: str = "kv4",
+    channel: _Channel = None, scale: float | None = None, window: int | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    options = page_size, scheme, channel, scale, window
+    result, _ = _attend_on_cpu("attention_kv4", q, pool, block_table, lengths, *options)
     return _tensor(stored(result, name_of(q.dtype)), q.dtype)
+
+
+def _attention_out_on_cpu(
+    q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor | None = None, *,
+    page_size: int = 64, scheme: str = "kv4", channel: _Channel = None, scale: float | None = None,
+    window: int | None = None, workspace: Tensor | None = None,
+) -> None:  # fmt: skip
+    name = "attention_kv4_out"
+    written = _array(f"{name}: out", out, name_of(q.dtype), *q.shape)
+    of_queries = None if lse is None else _array(f"{name}: lse", lse, "float32", *q.shape[:-1])
+    options = page_size, scheme, channel, scale, window
+    result, found_lse = _attend_on_cpu(name, q, pool, block_table, lengths, *options)
+    written[...] = stored(result, name_of(q.dtype))
+    if of_queries is not None:
+        of_queries[...] = found_lse
 
 
 def _append_on_cuda(
@@ -515,9 +541,25 @@ def _attention_on_cuda(
     channel: _Channel = None, scale: float | None = None, window: int | None = None,
     workspace: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    out = torch.empty_like(q)
+    _attention_out_on_cuda(
+        q, pool, block_table, lengths, out, page_size=page_size, scheme=scheme, channel=channel, scale=scale,
+        window=window, workspace=workspace,
+    )  # fmt: skip
+    return out
+
+
+def _attention_out_on_cuda(
+    q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor | None = None, *,
+    page_size: int = 64, scheme: str = "kv4", channel: _Channel = None, scale: float | None = None,
+    window: int | None = None, workspace: Tensor | None = None,
+) -> None:  # fmt: skip
     cache = _cache_on_cuda("attention_kv4", (pool, block_table, lengths), (page_size, q.shape[-1], scheme), channel)
     space = None if workspace is None else _carved(workspace, q.shape[-1])
-    return attention.attention_kv4(q, cache, scale=scale, window=window, out=torch.empty_like(q), workspace=space)
+    results = out if lse is None else (out, lse)
+    attention.attention_kv4(
+        q, cache, scale=scale, window=window, out=results, return_lse=lse is not None, workspace=space
+    )
 
 
 _operator(
@@ -541,6 +583,14 @@ _operator(
     cuda=_attention_on_cuda,
     cpu=_attention_on_cpu,
     fake=lambda q, *given, **how: torch.empty_like(q),
+)
+_operator(
+    "attention_kv4_out(Tensor q, Tensor pool, Tensor block_table, Tensor lengths, Tensor(a!) out,"
+    ' Tensor(b!)? lse=None, *, int page_size=64, str scheme="kv4", Tensor[]? channel=None, float? scale=None,'
+    " int? window=None, Tensor(c!)? workspace=None) -> ()",
+    cuda=_attention_out_on_cuda,
+    cpu=_attention_out_on_cpu,
+    fake=lambda *given, **how: None,
 )
 
 

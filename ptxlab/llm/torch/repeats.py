@@ -6,7 +6,7 @@ and tensors of the same dtypes and shapes would come to the same: it makes its r
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -80,9 +80,13 @@ class Repeats:
         """The public call; what it launches is noted if all memory is that of arguments and results, each apart."""
         with launches_within() as launched:
             results = self.call(*args, **how)
-        spans = [(each.data_ptr(), each.nbytes) for each in (*tensors, *_tensors(results))]
-        in_order = sorted(span for span in spans if span[1])
-        if any(start + nbytes > following for (start, nbytes), (following, _) in pairwise(in_order)):
+        spans = [(each.data_ptr(), _extent(each)) for each in (*tensors, *_tensors(results))]
+        is_written = [written for written, _ in self._written(args, how)] + [True] * len(_tensors(results))
+        if any(
+            _overlap(spans[i], spans[j])
+            for i, j in combinations(range(len(spans)), 2)
+            if is_written[i] or is_written[j]
+        ):
             return results
         launches = [_launch(plan, views, spans) for plans, views in launched for plan in plans]
         known = tuple(each for each in launches if each)
@@ -90,9 +94,13 @@ class Repeats:
             remember(self._known, kind, _Again(known, tuple(self._apart(args, how))))
         return results
 
-    def _apart(self, args: tuple[Any, ...], how: dict[str, Any]) -> Iterator[_Apart]:
+    def _written(self, args: tuple[Any, ...], how: dict[str, Any]) -> list[tuple[bool, int]]:
+        """Tell of every tensor among the arguments whether the operator writes it, and its extent."""
         given = {**dict(zip(self.arguments, args, strict=False)), **how}
-        tensors = [(self.arguments[name], each.nbytes) for name in given for each in _tensors(given[name])]
+        return [(self.arguments[name], _extent(each)) for name in given for each in _tensors(given[name])]
+
+    def _apart(self, args: tuple[Any, ...], how: dict[str, Any]) -> Iterator[_Apart]:
+        tensors = self._written(args, how)
         for i, (is_written, nbytes) in enumerate(tensors):
             for j, (_, others) in enumerate(tensors):
                 if is_written and i != j:
@@ -106,12 +114,12 @@ def _taken_apart(args: tuple[Any, ...], how: dict[str, Any]) -> tuple[tuple[Any,
     for given in (*args, *how.values()):
         if isinstance(given, Tensor):
             tensors.append(given)
-            kind += given.dtype, given.shape, given.is_contiguous(), given.get_device()
+            kind += given.dtype, given.shape, given.is_contiguous() or given.stride(), given.get_device()
         elif isinstance(given, list):
             kind.append(len(given))
             for each in given:
                 tensors.append(each)
-                kind += each.dtype, each.shape, each.is_contiguous(), each.get_device()
+                kind += each.dtype, each.shape, each.is_contiguous() or each.stride(), each.get_device()
         else:
             kind.append(given)
     addresses, low_bits = [], 0
@@ -130,16 +138,33 @@ def _tensors(given: Any) -> Sequence[Tensor]:
     return given if isinstance(given, tuple | list) else ()
 
 
+def _extent(tensor: Tensor) -> int:
+    """Compute the bytes from a tensor's first element to the end of its last, gaps included."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return int(tensor.nbytes)
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((last + 1) * tensor.itemsize)
+
+
+def _overlap(one: _Span, other: _Span) -> bool:
+    return max(one[0], other[0]) < min(sum(one), sum(other))
+
+
 def _launch(plan: Plan, views: Mapping[str, gpu.View], spans: Sequence[_Span]) -> _Launch | None:
-    """None where a pointer lies in none of the tensors, or a tensor map is of a part."""
+    """None where a pointer lies in none of the tensors, or may be of more than one, or a tensor map is of a part.
+
+    Tensors that are only read may overlap, as views of one projection do: a pointer belongs to the one it begins.
+    """
     places = []
     for name in plan.names:
         if name not in views:
             places.append(_NOWHERE)
             continue
         at = views[name].address
-        place = [(i, at - start) for i, (start, nbytes) in enumerate(spans) if start <= at < start + nbytes]
+        place = [(i, 0) for i, (start, nbytes) in enumerate(spans) if nbytes and start == at]
         if not place:
+            place = [(i, at - start) for i, (start, nbytes) in enumerate(spans) if start <= at < start + nbytes]
+        if len(place) != 1:
             return None
         places += place
     mapped = places[len(plan.names) - len(plan.mapped) :]

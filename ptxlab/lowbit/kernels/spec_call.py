@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,8 @@ class SpecCall:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no tokens."""
-        return bool(self.sizes["M"] == 0)
+        """Whether nothing would be written: of no tokens there may still be offsets."""
+        return not any(prod(each.shape) for each in self.operands if each.name in self.written)
 
     def config(self, spec: KernelSpec) -> dict[str, int]:
         """The constants of the variant of a spec."""

@@ -133,6 +133,23 @@ def test_calls_that_differ_in_an_option_share_no_plan(fake: FakeGpu, name: str, 
     assert launch_plans(name, arguments) == first and launch_plans(name, changed) == second
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_no_tokens_are_no_error(fake: FakeGpu, name: str) -> None:
+    """Every result is empty but for the offsets of experts, which are zeros."""
+    on_host = np.asarray, lambda operand: operand, "emulator"
+    for to_array, to_place, backend in (on_host, (DeviceArray, on_device, None)):
+        result = CALLS[name].call(**public_calls.arguments(to_array, to_place, rows=0)[name], backend=backend)
+        arrays = {"": result} if hasattr(result, "dtype") or result is None else vars(result)
+        packed = vars(arrays.pop("rows")) if name == "route_tokens" else {}
+        for field, array in {**arrays, **packed}.items():
+            if field == "offsets":
+                assert np.array_equal(getattr(array, "host", array), np.zeros(5))
+            elif hasattr(array, "dtype"):
+                assert array.shape[0] == 0, field
+    launched = [kernel for kernel, _ in fake.launched]
+    assert launched == (["choose_experts", "gather_tokens"] if name == "route_tokens" else [])
+
+
 def test_a_result_and_a_residual_share_no_plan(fake: FakeGpu) -> None:
     """An epilogue that follows from an array."""
     fake.runs = False

@@ -52,7 +52,8 @@ def sizes_at(tokens: int, heads: int, scheme: str, rope: bool, copies: int = 1) 
     """The spec's sizes."""
     known = KV_SCHEMES[scheme]
     sizes = {"T": tokens, "H": heads, "D": HEAD_DIM, "pages": copies * _PAGES, "size": PAGE, "bits": known.bits}
-    return {**sizes, "channel": int(known.by_channel), "R": tokens if rope else 0}
+    sizes |= {"channel": int(known.by_channel), "R": tokens if rope else 0}
+    return sizes | {"k_pitch": heads * HEAD_DIM, "v_pitch": heads * HEAD_DIM}
 
 
 def moved_bytes(tokens: int, heads: int, scheme: str, rope: bool) -> int:

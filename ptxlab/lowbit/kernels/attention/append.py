@@ -73,13 +73,14 @@ def _geometry(s: Sizes) -> tuple[int, int, int]:
     return ceil_div(s["T"], rows), ceil_div(s["H"] * lanes, threads), threads
 
 
-def _example_fused(rng: np.random.Generator, *, ratio: int, kept: int, **sizes: int) -> Arrays:
+def _example_fused(rng: np.random.Generator, *, ratio: int, kept: int, pitch: int, **sizes: int) -> Arrays:
     """Tokens as above, and their queries."""
     logical = _example(rng, **sizes)
     k, v = logical.pop("k"), logical.pop("v")
+    logical = {name: value for name, value in logical.items() if name not in ("k_pitch", "v_pitch")}
     q = rng.standard_normal((len(k), ratio * k.shape[1], k.shape[2]), dtype=np.float32)
     qkv = np.concatenate([q, k, v], axis=1).reshape(len(k), -1)
-    return {"qkv": qkv, "heads": k.shape[1], "kept": kept, **logical}
+    return {"qkv": qkv, "heads": k.shape[1], "kept": kept, "pitch": pitch, **logical}
 
 
 def _example(
@@ -93,6 +94,8 @@ def _example(
     bits: int,
     channel: int,
     R: int,
+    k_pitch: int = 0,
+    v_pitch: int = 0,
 ) -> Arrays:
     """Tokens for all slots of the pool, in any order, and padding; keys with outliers, and one token of zeros."""
     scheme, room = scheme_of(bits, channel), pages * size
@@ -101,6 +104,7 @@ def _example(
     k[T // 2] = 0
     slots = rng.permutation(np.concatenate([np.arange(room), -1 - np.arange(T - room)])).astype(np.int32)
     logical: Arrays = {"k": k, "v": v, "slots": slots, "page_size": size, "pages": pages, "scheme": scheme}
+    logical |= {"k_pitch": k_pitch, "v_pitch": v_pitch}
     if R:
         angles = rng.uniform(-4, 4, (R, D // 2)).astype(np.float32)
         logical |= {"cos": np.cos(angles), "sin": np.sin(angles), "positions": rng.integers(0, R, T, dtype=np.int32)}
@@ -115,8 +119,18 @@ def _pack(logical: Arrays) -> Arrays:
     named = dict(zip(_CHANNELS, constants, strict=True)) if constants else {}
     if KV_SCHEMES[logical["scheme"]].bits == 8:  # symmetric
         named = {name: array for name, array in named.items() if name.endswith("scale")}
-    names = ("k", "v", "qkv", "slots", "cos", "sin", "positions")
-    return {name: logical[name] for name in names if name in logical} | named
+    pitches = {"k": "k_pitch", "v": "v_pitch", "qkv": "pitch"}
+    rows = {name: pad_rows(logical[name], logical[of]) for name, of in pitches.items() if name in logical}
+    names = ("slots", "cos", "sin", "positions")
+    return rows | {name: logical[name] for name in names if name in logical} | named
+
+
+def pad_rows(x: np.ndarray, pitch: int) -> np.ndarray:
+    """Lay rows [T, ...] out as the kernels take them: flat, `pitch` elements from one to the next, NaN between them."""
+    rows = x.reshape(len(x), -1)
+    apart = np.full((len(x), pitch), np.nan, x.dtype)
+    apart[:, : rows.shape[1]] = rows
+    return apart.reshape(-1)[: apart.size - pitch + rows.shape[1]]
 
 
 def appended(
@@ -133,6 +147,7 @@ def appended(
     v_channel: tuple[Any, Any] | None = None,
     BF16: int = 0,
     INDEX: int = 0,
+    **pitches: int,
 ) -> np.ndarray:
     """The reference: a pool u8 [pages, 2, H, page_bytes] of zeros with k and v f32 [T, H, D], as BF16 stores them."""
     (_, H, D), here = k.shape, slots >= 0
@@ -167,6 +182,7 @@ def rope_appended(
     positions: np.ndarray,
     kept: int = 0,
     BF16: int = 0,
+    pitch: int = 0,
     **more: Any,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The reference, of qkv f32 [T, (Hq + 2 H)·D]: q, rotated and rounded once, the keys likewise or nothing, and the
@@ -194,6 +210,13 @@ _CACHE_RULES = (
     "1 <= T < 2**31 - 4",
     f"pages*2*H*size*(D*bits//8 + 4*(1 - channel)) <= {MOST_BYTES}",
 )
+
+
+def _rows_apart(pitch: str, width: str) -> tuple[str, ...]:
+    """State the rules of rows that begin `pitch` elements apart: whole vectors of 16 bytes, none in two rows."""
+    return f"{width} <= {pitch} < 2**31", f"{pitch} % 8 == 0"
+
+
 _POOL = Arg("pool", "uint8", ("pages", "2", "H", "size*(D*bits//8 + 4*(1 - channel))"), "out")
 _PLACES = ByVariant("INDEX", INDICES)
 
@@ -217,13 +240,15 @@ APPEND = KernelSpec(
     name="append_kv4",
     summary="new keys and values, rotated and quantised, into the pages of a cache (QServe §4.2, §5.3)",
     args=(
-        Arg("k", ByVariant("BF16", DTYPES), ("T", "H", "D")),
-        Arg("v", ByVariant("BF16", DTYPES), ("T", "H", "D")),
+        Arg("k", ByVariant("BF16", DTYPES), ("(T - 1)*k_pitch + H*D",)),
+        Arg("v", ByVariant("BF16", DTYPES), ("(T - 1)*v_pitch + H*D",)),
         *_after_values(tables_optional=True),
+        Arg("k_pitch", "int32", role="scalar"),
+        Arg("v_pitch", "int32", role="scalar"),
     ),
     launch=_launch,
     choose=lambda s: {**_choose(s), "ROPE": int(s["R"] > 0)},
-    rules=(*_CACHE_RULES, "0 <= R < 2**31"),  # 0: no rotation
+    rules=(*_CACHE_RULES, "0 <= R < 2**31", *_rows_apart("k_pitch", "H*D"), *_rows_apart("v_pitch", "H*D")),
     value_rules=("slots < pages*size",),
     example=_example,
     pack=_pack,
@@ -231,12 +256,12 @@ APPEND = KernelSpec(
     arch="sm_90",
     tolerance_reason="every operation is IEEE's: each byte is compared for equality",
     example_sizes=sizes_rows(
-        "T H D pages size bits channel R",
-        (65, 2, 128, 1, 64, 4, 0, 0),
-        (70, 1, 64, 2, 32, 4, 0, 90),
-        (35, 3, 256, 2, 16, 8, 0, 5),
-        (36, 2, 128, 2, 16, 4, 1, 40),
-        (33, 5, 64, 1, 32, 8, 1, 0),
+        "T H D pages size bits channel R k_pitch v_pitch",
+        (65, 2, 128, 1, 64, 4, 0, 0, 256, 256),
+        (70, 1, 64, 2, 32, 4, 0, 90, 192, 72),
+        (35, 3, 256, 2, 16, 8, 0, 5, 768, 1024),
+        (36, 2, 128, 2, 16, 4, 1, 40, 264, 256),
+        (33, 5, 64, 1, 32, 8, 1, 0, 320, 320),
     ),
     after_wait=("k", "v", "slots", "cos", "sin", "positions", *_CHANNELS),
     batch="T",
@@ -247,22 +272,29 @@ ROPE_APPEND = replace(
     name="rope_append_kv4",
     summary="what the QKV projection leaves: queries rotated, keys and values into a cache's pages (QServe §4.2, §5.3)",
     args=(
-        Arg("qkv", ByVariant("BF16", DTYPES), ("T", "(ratio + 2)*H*D")),
+        Arg("qkv", ByVariant("BF16", DTYPES), ("(T - 1)*pitch + (ratio + 2)*H*D",)),
         Arg("q", ByVariant("BF16", DTYPES), ("T", "ratio*H", "D"), "out"),
         Arg("keys", ByVariant("BF16", DTYPES), ("kept*T", "H", "D"), "out"),
         *_after_values(tables_optional=False),
+        Arg("pitch", "int32", role="scalar"),
     ),
     launch=_launch_fused,
     choose=lambda s: {**_choose(s), "KEYS": s["kept"]},
-    rules=(*_CACHE_RULES, "1 <= R < 2**31", "1 <= ratio <= 4096", "kept in (0, 1)"),
+    rules=(
+        *_CACHE_RULES,
+        "1 <= R < 2**31",
+        "1 <= ratio <= 4096",
+        "kept in (0, 1)",
+        *_rows_apart("pitch", "(ratio + 2)*H*D"),
+    ),
     example=_example_fused,
     reference=rope_appended,
     example_sizes=sizes_rows(
-        "T H ratio D pages size bits channel R kept",
-        (65, 2, 1, 128, 1, 64, 4, 0, 90, 1),
-        (35, 3, 2, 256, 2, 16, 8, 0, 5, 0),
-        (36, 2, 3, 64, 2, 16, 4, 1, 40, 1),
-        (33, 1, 2, 128, 1, 32, 8, 1, 7, 0),
+        "T H ratio D pages size bits channel R kept pitch",
+        (65, 2, 1, 128, 1, 64, 4, 0, 90, 1, 768),
+        (35, 3, 2, 256, 2, 16, 8, 0, 5, 0, 3080),
+        (36, 2, 3, 64, 2, 16, 4, 1, 40, 1, 640),
+        (33, 1, 2, 128, 1, 32, 8, 1, 7, 0, 576),
     ),
     after_wait=("qkv",),
 )

@@ -1,6 +1,7 @@
 """`append_kv4` and `rope_append_kv4`: new tokens of any array library into a KV cache, in one launch."""
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,7 +46,7 @@ def append_kv4(
 
     Args:
         k, v: [T, Hkv, D], T >= 0, of float16 or bfloat16 (also as its bits, uint16), both the same; NumPy, CuPy,
-            PyTorch or JAX.
+            PyTorch or JAX. Tokens may lie apart, as in views of a QKV projection's rows: any multiple of 16 bytes.
         cache: in whatever of the four schemes, where k and v are. Its pool is written in place.
         slots: s32 or s64 [T], page·page_size + offset of each token; of a negative one (padding) nothing is written,
             and its k, v and position may be anything. No slot may be there twice.
@@ -60,8 +61,12 @@ def append_kv4(
     """
     options = AppendOptions.of(backend, programmatic, check)
     tables = _tables(APPEND, cache, rope)
+    shapes = {"k": shape_of(k), "v": shape_of(v)}
+    k, k_pitch = gpu.flat_rows(f"{APPEND.name}: k", k)
+    v, v_pitch = gpu.flat_rows(f"{APPEND.name}: v", v)
     arrays = {"k": k, "v": v, "pool": cache.pool, "slots": slots, **tables, **channels_of(cache)}
-    _APPEND(options, cache.description, arrays, cache)
+    pitches = {"k_pitch": k_pitch, "v_pitch": v_pitch}
+    _APPEND(options, (*cache.description, k_pitch, v_pitch), arrays, cache, shapes, pitches)
 
 
 @document_options(RopeAppendOptions)
@@ -85,6 +90,7 @@ def rope_append_kv4(
     Args:
         qkv: [T, (Hq + 2·Hkv)·D] of float16 or bfloat16 (also as its bits, uint16), as the GEMM leaves it: a token's
             queries, then its keys, then its values. Hq follows from the width; it is a multiple of the cache's heads.
+            Rows may lie apart, any multiple of 16 bytes.
         cache: as in `append_kv4`.
         slots: as in `append_kv4`. The queries of padding are rotated like all others.
         rope: as in `append_kv4`: (cos, sin), or (cos, sin, positions); `reference.rope_tables` makes tables. On the
@@ -105,10 +111,12 @@ def rope_append_kv4(
         raise ArgumentError(f"{ROPE_APPEND.name}: rope", "must be (cos, sin) or (cos, sin, positions)", "None")
     options = RopeAppendOptions.of(backend, programmatic, check)
     tables = _tables(ROPE_APPEND, cache, rope)
+    shapes = {"qkv": shape_of(qkv)}
+    qkv, pitch = gpu.flat_rows(f"{ROPE_APPEND.name}: qkv", qkv)
     arrays = {"qkv": qkv, "pool": cache.pool, "slots": slots, **tables, **channels_of(cache), "q": out}
     if keys is not None:
         arrays["keys"] = keys
-    made = _ROPE_APPEND(options, cache.description, arrays, cache)
+    made = _ROPE_APPEND(options, (*cache.description, pitch), arrays, cache, shapes, {"pitch": pitch})
     return made["q"] if out is None else out
 
 
@@ -128,10 +136,14 @@ def _tables(spec: KernelSpec, cache: Any, rope: Any) -> dict[str, Any]:
 
 
 class _AppendCall(NamedTuple):
-    """Arrays by argument of the kernel; sizes; `dtype` of new tokens, `index_dtype` of slots and positions."""
+    """Arrays by argument of the kernel, those with gaps between tokens flat; `shapes` of new tokens; sizes.
+
+    `dtype` is that of new tokens, `index_dtype` that of slots and positions.
+    """
 
     spec: KernelSpec
     arrays: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
     cache: KVCache
     sizes: dict[str, int]
     dtype: str
@@ -169,26 +181,38 @@ class _AppendCall(NamedTuple):
         for name, array in self.arrays.items():
             arg = self.spec.arg(name)
             label = f"{self.name}: {labels.get(name, name)}"
-            yield CallArray(name, label, array, dtype_in(arg.dtype, constants), arg.resolve(self.sizes))
+            flat = arg.resolve(self.sizes)
+            shape = self.shapes[name] if name in self.shapes and shape_of(array) != flat else flat
+            yield CallArray(name, label, array, dtype_in(arg.dtype, constants), shape)
 
 
-def _check_pair(options: AppendOptions, arrays: Mapping[str, Any], cache: KVCache) -> _AppendCall:
+_Shapes = Mapping[str, tuple[int, ...]]
+
+
+def _check_pair(
+    options: AppendOptions, arrays: Mapping[str, Any], cache: KVCache, shapes: _Shapes, pitches: Mapping[str, int]
+) -> _AppendCall:
     """The call of `append_kv4`; raises ArgumentError for what does not fit together."""
-    shape, H, D = shape_of(arrays["k"]), cache.num_kv_heads, cache.head_dim
+    H, D = cache.num_kv_heads, cache.head_dim
+    shape = shapes["k"]
     if len(shape) != 3 or shape[1:] != (H, D):
         raise ArgumentError(f"{APPEND.name}: k", f"must be [T, {H}, {D}] for this cache", f"shape {list(shape)}")
-    return _check(APPEND, options, arrays, "k", cache, {"T": shape[0]})
+    if shapes["v"] != shape:
+        raise ArgumentError(f"{APPEND.name}: v", f"shape {list(shape)}", list(shapes["v"]))
+    return _check(APPEND, options, arrays, "k", cache, shapes, {"T": shape[0]}, pitches)
 
 
-def _check_rows(options: AppendOptions, arrays: Mapping[str, Any], cache: KVCache) -> _AppendCall:
+def _check_rows(
+    options: AppendOptions, arrays: Mapping[str, Any], cache: KVCache, shapes: _Shapes, pitches: Mapping[str, int]
+) -> _AppendCall:
     """The call of `rope_append_kv4`."""
-    shape, heads = shape_of(arrays["qkv"]), cache.num_kv_heads * cache.head_dim
+    shape, heads = shapes["qkv"], cache.num_kv_heads * cache.head_dim
     if len(shape) != 2 or shape[1] % heads or shape[1] < 3 * heads:
         rule = f"must be [T, (Hq + {2 * cache.num_kv_heads})·{cache.head_dim}] for this cache, "
         rule += f"Hq a multiple of {cache.num_kv_heads}"
         raise ArgumentError(f"{ROPE_APPEND.name}: qkv", rule, f"shape {list(shape)}")
     sizes = {"T": shape[0], "ratio": shape[1] // heads - 2, "kept": int("keys" in arrays)}
-    return _check(ROPE_APPEND, options, arrays, "qkv", cache, sizes)
+    return _check(ROPE_APPEND, options, arrays, "qkv", cache, shapes, sizes, pitches)
 
 
 def _check(
@@ -197,7 +221,9 @@ def _check(
     arrays: Mapping[str, Any],
     tokens: str,
     cache: KVCache,
+    shapes: _Shapes,
     sizes: dict[str, int],
+    pitches: Mapping[str, int],
 ) -> _AppendCall:
     """Check what holds for both calls; `tokens` names the array of new tokens."""
     x, slots, scheme = arrays[tokens], arrays["slots"], KV_SCHEMES[cache.scheme]
@@ -209,8 +235,8 @@ def _check(
     if scheme.bits == 8:  # symmetric
         arrays = {name: array for name, array in arrays.items() if name not in ("k_zero", "v_zero")}
     sizes |= {"H": cache.num_kv_heads, "D": cache.head_dim, "pages": cache.pages, "size": cache.page_size}
-    sizes |= {"bits": scheme.bits, "channel": int(scheme.by_channel), "R": R}
-    return _AppendCall(spec, arrays, cache, sizes, dtype_of(x), dtype_of(slots), options)
+    sizes |= {"bits": scheme.bits, "channel": int(scheme.by_channel), "R": R, **pitches}
+    return _AppendCall(spec, arrays, shapes, cache, sizes, dtype_of(x), dtype_of(slots), options)
 
 
 def _rows(name: str, arrays: Mapping[str, Any], T: int) -> int:
@@ -244,7 +270,8 @@ def _on_host(call: _AppendCall) -> Results:
     arrays = {}
     for operand in call.operands:
         if operand.array is not None:
-            arrays[operand.name] = require_on_host(*operand[1:5], written=operand.name in _WRITTEN)
+            array = require_on_host(*operand[1:5], written=operand.name in _WRITTEN)
+            arrays[operand.name] = array.reshape(-1) if operand.name in call.shapes else array
     results = [operand for operand in call.operands if operand.array is None]
     if call.is_empty:
         made = {each.name: np.empty(each.shape, storage(each.dtype)) for each in results}
@@ -291,10 +318,11 @@ def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
     """Raise ArgumentError for what `quantize_kv` refuses."""
     here, cache = (arrays["slots"] >= 0)[:, None, None], call.cache
     if "qkv" in arrays:
-        heads = arrays["qkv"].reshape(len(here), -1, cache.head_dim)[:, -2 * cache.num_kv_heads :]
+        qkv = _rows_of(arrays["qkv"], call.shapes["qkv"], call.sizes["pitch"])
+        heads = qkv.reshape(len(here), -1, cache.head_dim)[:, -2 * cache.num_kv_heads :]
         tokens = np.split(heads, 2, axis=1)
     else:
-        tokens = [arrays["k"], arrays["v"]]
+        tokens = [_rows_of(arrays[name], call.shapes[name], call.sizes[f"{name}_pitch"]) for name in "kv"]
     k, v = (np.where(here, floats(x), np.float32(0)) for x in tokens)
     if "cos" in arrays:
         at = table_rows(arrays.get("positions", np.arange(len(k))), len(arrays["cos"]))
@@ -307,6 +335,14 @@ def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
             raise ArgumentError(
                 f"{call.name}: {name}", error.rule, str(error.value).replace("x[", f"{name}[")
             ) from None
+
+
+def _rows_of(flat: np.ndarray, shape: tuple[int, ...], pitch: int) -> np.ndarray:
+    """View the tokens of that shape in a flat array where they begin `pitch` elements apart."""
+    rows = np.lib.stride_tricks.as_strided(
+        flat, (shape[0], prod(shape[1:])), (pitch * flat.itemsize, flat.itemsize), writeable=False
+    )
+    return rows.reshape(shape)
 
 
 _APPEND = Operation(APPEND.name, _check_pair, _prepare, _on_host, _look)

@@ -89,7 +89,7 @@ def route_tokens(
     its choices, or an infinite one, has shares that are none.
 
     Args:
-        tokens: row-major activations [M, H], M at least 1, H a multiple of 32 up to 32768; NumPy, CuPy, PyTorch or JAX.
+        tokens: row-major activations [M, H], H a multiple of 32 up to 32768; NumPy, CuPy, PyTorch or JAX.
         normed: the same before they were quantised (`rmsnorm_quantize`), f16 or bf16 [M, H] (bf16 also as its bits).
         router: [E, H], E at most 64, of the dtype of `normed`. No kernel that may still run writes it: it is read ahead
             of the wait.

@@ -16,7 +16,7 @@ _PART = 1024  # values of a row whose products a warp adds up
 _ROUTING_BLOCKS = 132  # of `choose_experts`, an SM of Hopper each: more would only load the router's weights again
 _GATHERING_BLOCKS = 512  # of `gather_tokens`, which all count the choices
 _FLOAT = ByVariant("IN", DTYPES)
-_EXPERT_RULES = (f"1 <= E <= {MOST_EXPERTS}", f"1 <= k <= {MOST_CHOSEN}", "k <= E", "1 <= M < 2**28")
+_EXPERT_RULES = (f"1 <= E <= {MOST_EXPERTS}", f"1 <= k <= {MOST_CHOSEN}", "k <= E", "0 <= M < 2**28")
 
 
 def _width_rules(width: str) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ CHOOSE = KernelSpec(
         Arg("M", "int32", role="scalar"),
         Arg("H", "int32", role="scalar"),
     ),
-    launch=lambda s: Launch((min(s["M"], _ROUTING_BLOCKS), 1, 1), (32 * min(s["E"] * s["PARTS"], 32), 1, 1)),
+    launch=lambda s: Launch((max(1, min(s["M"], _ROUTING_BLOCKS)), 1, 1), (32 * min(s["E"] * s["PARTS"], 32), 1, 1)),
     choose=_choosing_variant,
     rules=(*_width_rules("H"), *_EXPERT_RULES),
     operations="2*M*E*H",
@@ -145,7 +145,7 @@ GATHER = KernelSpec(
         Arg("M", "int32", role="scalar"),
         Arg("K", "int32", role="scalar"),
     ),
-    launch=lambda sizes: Launch((min(sizes["M"], _GATHERING_BLOCKS), 1, 1), (sizes["THREADS"], 1, 1)),
+    launch=lambda sizes: Launch((max(1, min(sizes["M"], _GATHERING_BLOCKS)), 1, 1), (sizes["THREADS"], 1, 1)),
     choose=_gathering_variant,
     rules=(*_width_rules("K"), *_EXPERT_RULES),
     value_rules=("chosen >= 0", "chosen < E"),
@@ -189,7 +189,7 @@ COMBINE = KernelSpec(
     ),
     launch=lambda s: Launch((s["M"], ceil_div(s["H"], 8 * s["THREADS"]), 1), (s["THREADS"], 1, 1)),
     choose=lambda sizes: {"IN": 0, "CHOSEN": sizes["k"], "THREADS": 128},
-    rules=(*_width_rules("H"), f"1 <= k <= {MOST_CHOSEN}", "rows >= 1", "1 <= M < 2**28"),
+    rules=(*_width_rules("H"), f"1 <= k <= {MOST_CHOSEN}", "rows >= 0", "0 <= M < 2**28"),
     value_rules=("place >= 0", "place < rows"),
     operations="2*M*k*H",
     example=_combining_example,

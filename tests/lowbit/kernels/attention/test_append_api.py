@@ -38,6 +38,13 @@ def wanted(rope: Any = None, slots: np.ndarray = SLOTS, scheme: str = "kv4") -> 
     return Problem(K, V, new_cache(scheme), slots, rope).wanted
 
 
+def apart(x: np.ndarray, pitch: int) -> np.ndarray:
+    """View rows that lie `pitch` elements apart, with NaN between them."""
+    rows = np.full((len(x), pitch), np.nan, x.dtype)
+    rows[:, : x[0].size] = x.reshape(len(x), -1)
+    return np.lib.stride_tricks.as_strided(rows, x.shape, (rows.strides[0], *x.strides[1:]))
+
+
 def call(cache: KVCache, slots: Any = SLOTS, rope: Any = None, **options: Any) -> None:
     """On device arrays."""
     rope = rope and tuple(map(sent, rope))
@@ -58,6 +65,39 @@ def test_on_the_host_and_on_the_device(fake: FakeGpu, rope: Any, index: Any, sch
     call(cache, slots, rope)
     assert np.array_equal(cache.pool.host, wanted(rope, scheme=scheme))
     assert fake.launched == [(APPEND.name, 7)] and fake.allocations == 0
+
+
+@pytest.mark.parametrize("view", ["a QKV projection's", "of any pitch"])
+def test_tokens_may_lie_apart(fake: FakeGpu, view: str) -> None:
+    k, v = apart(K, 136), apart(V, 512)
+    if view != "of any pitch":
+        qkv = np.concatenate([K, K, V], axis=1)
+        k, v = qkv[:, 2:4], qkv[:, 4:]
+    assert not k.flags.c_contiguous
+    cache = new_cache()
+    ptxlab.append_kv4(k, v, cache, SLOTS, rope=ROPE, backend="emulator")
+    assert np.array_equal(cache.pool, wanted(ROPE))
+    device = on_device(new_cache())
+    rope = tuple(map(sent, ROPE))
+    for _ in range(2):
+        device.pool.host[...] = WILD
+        ptxlab.append_kv4(DeviceArray(k), DeviceArray(v), device, sent(SLOTS), rope=rope)
+        assert np.array_equal(device.pool.host, wanted(ROPE))
+    call(device, SLOTS, ROPE)  # not with the plan of those
+    assert np.array_equal(device.pool.host, wanted(ROPE)) and fake.loads == 2 and fake.allocations == 0
+
+
+@ON_GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_views_of_a_projection_on_a_gpu(library: str) -> None:
+    package = pytest.importorskip(library)
+    qkv = np.concatenate([K, K, V], axis=1)
+    rows = package.asarray(qkv) if library == "cupy" else package.from_numpy(qkv).cuda()
+    for k, v in ((rows[:, 2:4], rows[:, 4:]), (rows[:, :2], rows[:, 4:])):
+        cache = ptxlab.to_device(new_cache())
+        ptxlab.append_kv4(k, v, cache, gpu.to_device(SLOTS), rope=tuple(map(gpu.to_device, ROPE)))
+        assert np.array_equal(gpu.to_host(cache.pool), wanted(ROPE))
 
 
 def test_torch_on_the_cpu() -> None:
@@ -127,7 +167,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"k": K.astype(np.float32)}, r"append_kv4: k: dtype float16 or bfloat16 \(got float32\)"),
     ({"v": V.view(np.uint16)}, r"append_kv4: v: dtype float16 \(got uint16\)"),
     ({"v": V[:5]}, r"append_kv4: v: shape \[6, 2, 64\] \(got \[5, 2, 64\]\)"),
-    ({"v": V[::-1]}, r"append_kv4: v: C-contiguous \(got strides"),
+    (
+        {"v": V[::-1]},
+        r"append_kv4: v: rows of 128 elements must lie 128 or more apart, .* \(got -128",
+    ),
+    (
+        {"v": np.broadcast_to(V[:1], V.shape)},
+        r"append_kv4: v: rows of 128 elements must .* \(got 0 elements\)",
+    ),
+    (
+        {"k": apart(K, 129)},
+        r"append_kv4: k: rows of 128 .* a multiple of 16 bytes \(got 129 elements\)",
+    ),
+    (
+        {"k": K.swapaxes(1, 2).copy().swapaxes(1, 2)},
+        r"append_kv4: k: C-contiguous but for gaps .* \(got strides",
+    ),
     ({"slots": SLOTS.astype(np.int16)}, r"append_kv4: slots: dtype int32 or int64 \(got int16\)"),
     ({"slots": SLOTS[:5]}, r"append_kv4: slots: shape \[6\] \(got \[5\]\)"),
     ({"rope": COS}, r"append_kv4: rope: must be \(cos, sin\) or \(cos, sin, positions\) \(got ndarray\)"),

@@ -27,7 +27,7 @@ from tests.support.append_problems import (
     rotations,
 )
 from tests.support.attention_calls import on_device, sent
-from tests.support.fake_gpu import FakeGpu
+from tests.support.fake_gpu import DeviceArray, FakeGpu
 
 
 def fused(
@@ -102,7 +102,7 @@ def test_more_heads_than_a_block_has_and_fewer(tokens: int, heads: int, ratio: i
 
 # Would anybody notice? Small mistakes in the source and in the rows that it shares with `append_kv4`.
 CHANGES = {
-    "queries of the next group": ("(ratio + 2) + part) * heads + h)", "(ratio + 2) + part) * heads + h + 1)"),
+    "queries of the next group": ("(size_t(part) * heads + h)", "(size_t(part) * heads + h + 1)"),
     "keys are values": ("part > ratio;", "part >= ratio;"),
     "tokens beyond the last, of q": ("t >= tokens || h >= heads", "h >= heads"),
     "heads beyond the last, of q": ("t >= tokens || h >= heads", "t >= tokens"),
@@ -168,6 +168,23 @@ def test_on_the_device_q_is_made_or_given(fake: FakeGpu) -> None:
         assert np.array_equal(q.host, PROBLEM.wanted)
         assert np.array_equal(cache.pool.host, PROBLEM.of.wanted)
     assert fake.launched[0] == (ROPE_APPEND.name, fake.launched[0][1]) and fake.loads == 1
+
+
+def test_rows_may_lie_apart(fake: FakeGpu) -> None:
+    rows = np.full((6, QKV.shape[1] + 40), np.nan, np.float16)
+    rows[:, 16:-24] = QKV
+    qkv, rope, slots = rows[:, 16:-24], tuple(map(sent, ROPE)), sent(PROBLEM.of.slots)
+    assert not qkv.flags.c_contiguous
+    cache = replace(PROBLEM.of.cache, pool=PROBLEM.of.cache.pool.copy())
+    q = ptxlab.rope_append_kv4(qkv, cache, PROBLEM.of.slots, rope=ROPE, backend="emulator")
+    assert np.array_equal(q, PROBLEM.wanted) and np.array_equal(cache.pool, PROBLEM.of.wanted)
+    device = on_device(replace(PROBLEM.of.cache, pool=PROBLEM.of.cache.pool.copy()))
+    q = ptxlab.rope_append_kv4(DeviceArray(qkv), device, slots, rope=rope)
+    assert np.array_equal(q.host, PROBLEM.wanted) and np.array_equal(device.pool.host, PROBLEM.of.wanted)
+    assert len(fake.launched) == 1
+    inside = DeviceArray(rows.reshape(-1)[16 + QKV.shape[1] :][: 6 * 6 * 64].reshape(6, 6, 64))
+    with pytest.raises(ArgumentError, match=r"out: must not share memory with qkv \(got some of it\)"):
+        ptxlab.rope_append_kv4(DeviceArray(qkv), device, slots, rope=rope, out=inside)
 
 
 def test_q_is_not_written_where_qkv_is_read(fake: FakeGpu) -> None:

@@ -218,7 +218,6 @@ FRAGMENTS = layout.pack_activations(quant.quantize_activations(NORMED.astype(np.
         ({"k": 0}, r"route_tokens: 1 <= k <= 4 \(got k=0\)"),
         ({"k": 5}, r"route_tokens: 1 <= k <= 4 \(got k=5\)"),
         ({"k": 3, "router": ROUTER[:2]}, r"route_tokens: k <= E \(got E=2, k=3\)"),
-        ({"tokens": tokens_of(0, 64), "normed": NORMED[:0]}, r"route_tokens: 1 <= M < 2\*\*28 \(got M=0\)"),
         ({"tokens": tokens_of(3, 48), "router": ROUTER[:, :48].copy()}, r"route_tokens: H % 32 == 0 \(got H=48\)"),
         ({"k": 1.5}, r"route_tokens: k: must be an integer \(got 1.5\)"),
         ({"out": TOKENS}, r"route_tokens: out: must be RoutedTokens \(got PackedActivations\)"),
