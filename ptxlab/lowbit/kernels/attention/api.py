@@ -12,6 +12,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.attention.call import NAME, AttentionCall, cache_on_host, check_call, check_numbers, results
 from ptxlab.lowbit.kernels.attention.common import arrays_of, channels_of
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
+from ptxlab.lowbit.kernels.attention.prefill_api import attend_chunks
 from ptxlab.lowbit.kernels.attention.steps import choose, why_not
 from ptxlab.lowbit.kernels.operation import DeviceMemory, Operation, Prepared, Results, WorkspaceRules, copied
 from ptxlab.lowbit.kernels.options import document_options
@@ -37,6 +38,7 @@ def attention_kv4(
     q: Any,
     cache: KVCache,
     *,
+    query_start_loc: Any = None,
     scale: float | None = None,
     window: int | None = None,
     out: Any = None,
@@ -59,6 +61,10 @@ def attention_kv4(
     Args:
         q: f16 or bf16 (also as its bits, uint16), [B, Hq, D], or [B, T, Hq, D] with T in 1..8: the last T tokens of
             every sequence. Hq is 1 to 16 times the cache's heads. NumPy, CuPy, PyTorch or JAX.
+        query_start_loc: s32 [B + 1], where q is [T, Hq, D], the queries of all sequences one behind the other: those of
+            sequence b begin at query_start_loc[b] and are its last tokens. Any numbers, also none, by
+            `attention_kv4_prefill_sm90`, for caches of kv4: keys and values are rounded to FP16, and a query has the
+            same bits whatever else is in the call. Needs no workspace.
         cache: in whatever of the four schemes, where q is (`ptxlab.to_device`); its lengths include the new tokens.
         out: like q, to write into; with `return_lse` also (out, lse), lse f32 of q's shape without D.
         workspace: from `attention_workspace`, for this kernel, of no other call that runs at the same time. Without
@@ -81,6 +87,8 @@ def attention_kv4(
     if workspace is not None and not isinstance(workspace, AttentionWorkspace):
         raise ArgumentError(f"{NAME}: workspace", "must come from attention_workspace", type(workspace).__name__)
     out, lse = results(out, return_lse)
+    if query_start_loc is not None:
+        return attend_chunks(options, q, cache, query_start_loc, out, lse, has_workspace=workspace is not None)
     arrays = {"q": q, **arrays_of(cache), **channels_of(cache), "out": out, "lse": lse}
     made = _ATTENTION(options, cache.description, arrays, cache, workspace=workspace)
     out = made["out"] if out is None else out

@@ -17,7 +17,7 @@ from ptxlab.spec.dtypes import ByVariant, as_stored
 from ptxlab.spec.tolerance import Allowed
 
 DTYPES = ("float16", "bfloat16")  # by BF16
-_BFLOAT16 = 2.0**-8  # one rounding to bfloat16
+BFLOAT16 = 2.0**-8  # one rounding to bfloat16
 TOKENS = 32  # of an item
 SUM_PAD = 4  # floats between rows of sums in shared memory: lanes of a row and of the next use other banks
 _ALIGNED = 2.0**-24  # an A100 cuts off what is below this, of the largest power of two
@@ -135,7 +135,7 @@ def _bound(
     roundings: Callable[[int, bool], Roundings] = roundings_of,
 ) -> tuple[Allowed, Allowed]:
     known = roundings(cache.head_dim, KV_SCHEMES[cache.scheme].by_channel)
-    stored_to = _BFLOAT16 if BF16 else HALF
+    stored_to = BFLOAT16 if BF16 else HALF
     return common.error_of(as_stored(q, DTYPES[BF16]), cache, softmax_scale, known, window, stored_to)
 
 

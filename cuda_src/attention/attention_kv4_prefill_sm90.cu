@@ -1,0 +1,501 @@
+// attention_kv4_prefill_sm90: causal attention of any number of queries over a paged cache of 4 bits (QServe section
+// 5.3): prompts in chunks, prompts behind a cached prefix.
+//
+// One warp group copies pages and restores keys and values to f16 in shared memory, once for 128 rows; two others
+// multiply on the tensor cores, 64 rows each. A row is a query of one head; the queries of a group of heads that share a
+// KV head lie together, so a tile of 128 rows is 128 / (Hq / Hkv) tokens. Blocks stay, and take the tiles in turn: of a
+// sequence the last ones, which see most keys, first.
+//
+// Contract   sequence b has queries starts[b] .. starts[b + 1], its last tokens; out[i, h] = sum_j p[j] v[j], p = softmax
+//            of softmax_scale * q[i, h] . k[j] over the keys that token sees: j up to lengths[b] - starts[b + 1] + i, of
+//            these the last `window` if that is not 0. lse: natural logarithm of the sum of exponentials. Nothing seen:
+//            zeros, and lse -infinity. Head h reads kv head h / (Hq / Hkv). A key is f16((q4 - zero) * scale), a value
+//            likewise; weights are rounded to f16; a query to f16 relative to a power of two of its largest element.
+// PDL        everything waits for the kernel before.
+// PTX ISA    9.7.15.5 wgmma, 9.7.9.25 bulk copies, 9.7.13.15 mbarrier, 9.7.19.5 setmaxnreg, 9.7.3 ex2, lg2
+#include "dequant.cuh"
+#include "exponent.cuh"
+#include "griddep.cuh"
+#include "mbarrier.cuh"
+#include "named_barrier.cuh"
+#include "output.cuh"
+#include "pack.cuh"
+#include "parts.cuh"
+#include "wgmma_f16.cuh"
+
+#ifndef D
+#define D 128          // of a head: 64, 128, 256
+#define PAGE 64        // tokens of a page: 16, 32, 64
+#define BF16 0         // queries and results: 0 f16, 1 bf16
+#define KEYS 128       // of a block: 64, 128
+#define STAGES 2       // blocks of keys, and as many of values, that are restored
+#define PAGE_STAGES 3  // blocks that are copied
+#define PRODUCERS 2    // warp groups that restore: one of keys and values, or one of each
+#define HEADROOM 8     // a score exceeds what its row's weights are relative to by at most this, as a power of two
+#define ALTERNATE 1    // whether the consumer groups take turns at issuing products
+#endif
+
+namespace {
+
+using ptxlab::u32;
+using ptxlab::u64;
+
+constexpr int kGroupRows = 64, kGroups = 2, kRows = kGroups * kGroupRows;  // rows of a consumer group, of a tile
+constexpr int kThreads = 128, kBlockThreads = (PRODUCERS + kGroups) * kThreads;  // of a warp group
+constexpr int kTokenBytes = D / 2, kPageBytes = PAGE * (kTokenBytes + 4), kPages = KEYS / PAGE;
+constexpr int kCopyBytes = kPages * kPageBytes;  // of a block's keys, or values
+constexpr int kBlockBytes = KEYS * D * 2, kColumnBytes = KEYS * 128;
+constexpr int kQueryBytes = kGroupRows * D * 2, kQueryColumnBytes = kGroupRows * 128;
+constexpr int kProducerRegisters = PRODUCERS == 1 ? 72 : 56, kConsumerRegisters = PRODUCERS == 1 ? 216 : 200;
+constexpr int kChunks = KEYS * kTokenBytes / 16 / kThreads;  // of 16 bytes of a block that a producer restores
+constexpr float kLowest = -1e30f, kLog2E = 1.44269504f;      // kLowest: below any score, yet finite
+constexpr float kHeadroom = HEADROOM;                        // weights are at most 2 to this
+static_assert(KEYS % PAGE == 0 && (KEYS == 64 || KEYS == 128) && D % 64 == 0);
+
+// Of keys or of values: pages that are copied, blocks that are restored.
+struct Barriers {
+    u64 copied[PAGE_STAGES], taken[PAGE_STAGES];
+    u64 full[STAGES], empty[STAGES];
+
+    __device__ __forceinline__ void init() {
+        for (int i = 0; i < PAGE_STAGES; ++i) ptxlab::mbarrier_init(&copied[i], 1), ptxlab::mbarrier_init(&taken[i], kThreads);
+        for (int i = 0; i < STAGES; ++i) ptxlab::mbarrier_init(&full[i], kThreads), ptxlab::mbarrier_init(&empty[i], kGroups * 4);
+    }
+};
+
+// 128 rows of one sequence and one KV head, and the blocks of keys that some of them see.
+struct Tile {
+    int sequence, head, row, queries;  // row: the first one's number among queries * (Hq / Hkv)
+    int start, context;                // the sequence's first query in q; its tokens
+    int begin, end;                    // blocks
+};
+
+// Deals tiles to blocks, in every other round in reverse, so that none has the longest of each. All lanes of a warp ask
+// together.
+struct Scheduler {
+    const int *starts, *lengths;
+    int sequences, heads, group, window;
+    int round = 0, base = 0, before = 0;  // rounds dealt; the first of 32 sequences; tiles of those ahead of it
+
+    __device__ __forceinline__ bool next(Tile& tile) {
+        const int lane = threadIdx.x % 32;
+        const int number = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        ++round;
+        for (;; base += 32) {
+            const int sequence = base + lane;
+            const int queries = sequence < sequences ? starts[sequence + 1] - starts[sequence] : 0;
+            const int own = (queries * group + kRows - 1) / kRows * heads;
+            int upto = own;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int other = __shfl_up_sync(~0u, upto, step);
+                if (lane >= step) upto += other;
+            }
+            const u32 holders = __ballot_sync(~0u, number - before < upto);
+            if (holders) {
+                const int holder = __ffs(holders) - 1, local = number - before - __shfl_sync(~0u, upto - own, holder);
+                const int tiles = __shfl_sync(~0u, own, holder) / heads;
+                tile.sequence = base + holder, tile.head = local % heads;
+                tile.row = (tiles - 1 - local / heads) * kRows;
+                tile.queries = __shfl_sync(~0u, queries, holder);
+                tile.start = starts[tile.sequence], tile.context = lengths[tile.sequence];
+                const int first = tile.context - tile.queries + tile.row / group;
+                const int last = tile.context - tile.queries + min(tile.queries - 1, (tile.row + kRows - 1) / group);
+                tile.begin = window > 0 ? max(0, first - window + 1) / KEYS : 0;
+                tile.end = max(tile.begin, (last + KEYS) / KEYS);
+                if (last < 0) tile.end = tile.begin;
+                return true;
+            }
+            if (base + 32 >= sequences) return false;
+            before += __shfl_sync(~0u, upto, 31);
+        }
+    }
+};
+
+// Restores a block's keys or values: f16 [KEYS][D] in columns of 64 elements under the 128-byte swizzle. The eight
+// elements of a word stay in the order in which they come out, (0, 2, 1, 3, 4, 6, 5, 7): queries have the same, and
+// results are put in order when they are stored.
+__device__ __forceinline__ void restore(unsigned char* to, const unsigned char* pages, int tokens) {
+    constexpr int kPerToken = kTokenBytes / 16;
+    const int token = threadIdx.x % KEYS, part = threadIdx.x % kThreads / KEYS;  // of 64 keys two threads have one each half
+    const unsigned char* page = pages + token / PAGE * kPageBytes;
+    u32 pair = *reinterpret_cast<const u32*>(page + PAGE * kTokenBytes + token % PAGE * 4);
+    if (token >= tokens) pair = 0;  // beyond the end there may be anything, and a weight of 0 times NaN is NaN
+    const __half2 scale = __half2half2(__ushort_as_half(pair & 0xffff));
+    const uint2 bias = ptxlab::bias_u4_f16(__ushort_as_half(pair >> 16));
+    const unsigned char* row = page + token % PAGE * kTokenBytes;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+        const int chunk = part * kChunks + (i + token / 2) % kChunks;  // lanes of a row of banks take turns
+        static_assert(kChunks * (kThreads / KEYS) == kPerToken);
+        const uint4 words = *reinterpret_cast<const uint4*>(row + chunk * 16);
+        const u32 word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            uint4 h = ptxlab::dequant_u4_f16_minus(word[w], bias);
+            h.x = ptxlab::as_bits(__hmul2(ptxlab::as_half2(h.x), scale));
+            h.y = ptxlab::as_bits(__hmul2(ptxlab::as_half2(h.y), scale));
+            h.z = ptxlab::as_bits(__hmul2(ptxlab::as_half2(h.z), scale));
+            h.w = ptxlab::as_bits(__hmul2(ptxlab::as_half2(h.w), scale));
+            const int at = chunk * 4 + w;  // of 16 bytes
+            *reinterpret_cast<uint4*>(to + at / 8 * kColumnBytes + token * 128 + (at % 8 ^ token % 8) * 16) = h;
+        }
+    }
+    ptxlab::fence_proxy_async();
+}
+
+// Where a cache's pages lie.
+struct Pages {
+    const unsigned char* pool;  // from the first head's keys, or values, on
+    const int* table;
+    int heads, P;
+
+    // Looks up a block's pages; what it lacks is the last page again.
+    __device__ __forceinline__ void find(int (&numbers)[kPages], const Tile& tile, int block) const {
+        const int last = (tile.context - 1) / PAGE;
+#pragma unroll
+        for (int i = 0; i < kPages; ++i) numbers[i] = table[size_t(tile.sequence) * P + min(block * kPages + i, last)];
+    }
+
+    __device__ __forceinline__ void copy(unsigned char* to, u64* copied, const int (&numbers)[kPages], int head) const {
+        ptxlab::mbarrier_arrive_expect(copied, kCopyBytes);
+        const size_t pitch = size_t(heads) * (2 * kPageBytes);
+#pragma unroll
+        for (int i = 0; i < kPages; ++i)
+            ptxlab::bulk_load(to + i * kPageBytes, pool + numbers[i] * pitch + head * size_t(kPageBytes), kPageBytes, copied);
+    }
+};
+
+// Restores keys, or values, block by block, from pages that are copied ahead; their numbers are looked up before that.
+struct Producer {
+    Scheduler scheduler;  // of what is copied next
+    Pages pages;
+    unsigned char *ring, *blocks;
+    Barriers& barriers;
+    Tile tile;
+    int block = 0, in_flight = 0, page_numbers[kPages];
+    bool more;
+    ptxlab::Slot<PAGE_STAGES> asked, taken;
+    ptxlab::Slot<STAGES> slot;
+
+    __device__ __forceinline__ Producer(const Scheduler& scheduler, const Pages& pages, unsigned char* ring,
+                                        unsigned char* blocks, Barriers& barriers)
+        : scheduler(scheduler), pages(pages), ring(ring), blocks(blocks), barriers(barriers) {
+        more = this->scheduler.next(tile);
+        block = more ? tile.begin : 0;
+        look_ahead();
+    }
+
+    __device__ __forceinline__ void look_ahead() {
+        while (more && block >= tile.end) {
+            more = scheduler.next(tile);
+            block = more ? tile.begin : 0;
+        }
+        if (more) pages.find(page_numbers, tile, block);
+    }
+
+    __device__ __forceinline__ void copy_ahead() {
+        for (; more && in_flight < PAGE_STAGES; ++in_flight) {
+            ptxlab::mbarrier_wait(&barriers.taken[asked.index], asked.parity ^ 1);  // the first round finds them empty
+            if (threadIdx.x % kThreads == 0)
+                pages.copy(ring + asked.index * kCopyBytes, &barriers.copied[asked.index], page_numbers, tile.head);
+            asked.advance(), ++block;
+            look_ahead();
+        }
+    }
+
+    // The next block, of whose tokens so many are there.
+    __device__ __forceinline__ void produce(int tokens) {
+        copy_ahead();
+        ptxlab::mbarrier_wait(&barriers.copied[taken.index], taken.parity);
+        ptxlab::mbarrier_wait(&barriers.empty[slot.index], slot.parity ^ 1);
+        restore(blocks + slot.index * kBlockBytes, ring + taken.index * kCopyBytes, tokens);
+        ptxlab::mbarrier_arrive(&barriers.taken[taken.index]);
+        ptxlab::mbarrier_arrive(&barriers.full[slot.index]);
+        taken.advance(), slot.advance(), --in_flight;
+    }
+};
+
+__device__ __forceinline__ float element(u32 word, int half) {
+    const u32 bits = half ? word >> 16 : word & 0xffff;
+    return BF16 ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(bits));
+}
+
+// Half a row of queries, of a tile's 64 rows from `first_row` on: two threads have one.
+struct Query {
+    static constexpr int kVectors = D / 16;
+    uint4 x[kVectors];
+
+    // Where it lies; null beyond the tile's last row.
+    __device__ __forceinline__ static const uint4* place(const unsigned short* q, const Tile& tile, int group,
+                                                         int first_row, int Hq) {
+        const int number = first_row + threadIdx.x % kThreads / 2;
+        if (number >= tile.queries * group) return nullptr;
+        const size_t at = size_t(tile.start + number / group) * Hq + tile.head * group + number % group;
+        return reinterpret_cast<const uint4*>(q + at * D) + threadIdx.x % 2 * kVectors;
+    }
+
+    __device__ __forceinline__ explicit Query(const uint4* from) {
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) x[i] = from ? from[i] : make_uint4(0, 0, 0, 0);
+    }
+
+    // To shared memory as f16, over the power of two that leads the row; by this and softmax_scale scores are multiplied.
+    __device__ __forceinline__ void store(unsigned char* to, float* factors, float softmax_scale) const {
+        const int row = threadIdx.x % kThreads / 2, part = threadIdx.x % 2;
+        float largest = 0;
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+            const u32 words[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+#pragma unroll
+            for (int e = 0; e < 8; ++e) largest = ptxlab::max_nan(largest, fabsf(element(words[e / 2], e % 2)));
+        }
+        largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 1));
+        const float unit = ptxlab::leading_power(fmaxf(largest, 0x1p-100f));
+        const float inverse = ptxlab::inverse_power(unit) + (largest - largest);  // NaN of infinity
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+            const u32 words[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+            u32 h[4];
+#pragma unroll
+            for (int pair = 0; pair < 4; ++pair) {  // elements 0, 2; 1, 3; 4, 6; 5, 7
+                const int low = pair / 2 * 4 + pair % 2;
+                h[pair] = ptxlab::as_bits(__floats2half2_rn(element(words[low / 2], low % 2) * inverse,
+                                                            element(words[low / 2 + 1], low % 2) * inverse));
+            }
+            const int chunk = part * kVectors + i;
+            *reinterpret_cast<uint4*>(to + chunk / 8 * kQueryColumnBytes + row * 128 + (chunk % 8 ^ row % 8) * 16) =
+                make_uint4(h[0], h[1], h[2], h[3]);
+        }
+        if (part == 0) factors[row] = softmax_scale * kLog2E * unit;
+        ptxlab::fence_proxy_async();
+    }
+};
+
+// What a thread keeps of its two rows of a tile.
+struct Rows {
+    float factor[2], largest[2], sum[2];
+    int end[2];  // the first token that the row does not see
+
+    // Scores of one block to weights 2^(score - largest). Where `rescale` is not 1, earlier sums are to be multiplied by
+    // it: `largest` stays while no score exceeds it by more than kHeadroom, so that few blocks ask for that.
+    __device__ __forceinline__ void weigh(float (&s)[KEYS / 2], float (&rescale)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float most = s[2 * r];
+#pragma unroll
+            for (int i = 0; i < KEYS / 2; i += 4) most = fmaxf(most, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+            const float before = largest[r];
+            const float peak = most * factor[r];
+            largest[r] = peak > before + kHeadroom ? peak : before;
+            rescale[r] = ptxlab::exp2_approx(before - largest[r]);
+            float of_block = 0;
+#pragma unroll
+            for (int i = 0; i < KEYS / 2; i += 4)
+#pragma unroll
+                for (int e = 2 * r; e < 2 * r + 2; ++e) {
+                    s[i + e] = ptxlab::exp2_approx(fmaf(s[i + e], factor[r], -largest[r]));
+                    of_block += s[i + e];
+                }
+            sum[r] = fmaf(sum[r], rescale[r], of_block);
+        }
+    }
+
+    __device__ __forceinline__ void mask(float (&s)[KEYS / 2], int position, int window) const {
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; ++i) {
+            const int at = position + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, r = i / 2 % 2;
+            if (at >= end[r] || (window > 0 && at < end[r] - window)) s[i] = -ptxlab::infinity();
+        }
+    }
+};
+
+__device__ __forceinline__ void multiply_keys(float (&s)[KEYS / 2], u64 queries, u64 keys) {
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) {
+        const u64 query = queries + (k / 4 * kQueryColumnBytes + k % 4 * 32) / 16;
+        ptxlab::wgmma_scores(s, query, keys + (k / 4 * kColumnBytes + k % 4 * 32) / 16, k == 0);
+    }
+    ptxlab::wgmma_commit();
+}
+
+__device__ __forceinline__ void multiply_values(float (&o)[D / 2], const u32 (&weights)[KEYS / 16][4], u64 values) {
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; ++k) ptxlab::wgmma_values(o, weights[k], values + k * 2048 / 16);
+    ptxlab::wgmma_commit();
+}
+
+__device__ __forceinline__ void round_weights(u32 (&weights)[KEYS / 16][4], const float (&s)[KEYS / 2]) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; ++i)
+        weights[i / 4][i % 4] = ptxlab::as_bits(__floats2half2_rn(s[2 * i], s[2 * i + 1]));
+}
+
+template <int COUNT>
+__device__ __forceinline__ void pin(float (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Results of a group's rows, f16 or bf16, and their logarithms.
+__device__ __forceinline__ void store(unsigned short* out, float* lse, float (&o)[D / 2], Rows& rows, const Tile& tile,
+                                      int group, int first_row, int Hq) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % kThreads / 32;
+    const bool odd = lane % 2;
+#pragma unroll
+    for (int i = 0; i < D / 2; i += 2) {  // elements (0, 2) and (1, 3) of two lanes become (0, 1) and (2, 3)
+        const float other = __shfl_xor_sync(~0u, odd ? o[i] : o[i + 1], 1);
+        if (odd) o[i] = other;
+        else o[i + 1] = other;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float sum = rows.sum[r];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        const int number = first_row + warp * 16 + r * 8 + lane / 4;
+        if (number >= tile.queries * group) continue;
+        const bool none = sum == 0;
+        const float inverse = none ? 0 : 1 / sum;
+        const size_t at = size_t(tile.start + number / group) * Hq + tile.head * group + number % group;
+        u32* to = reinterpret_cast<u32*>(out + at * D) + lane % 4;
+#pragma unroll
+        for (int i = 0; i < D / 8; ++i) to[i * 4] = ptxlab::rounded_pair<BF16>(o[4 * i + 2 * r] * inverse, o[4 * i + 2 * r + 1] * inverse);
+        if (lse && lane % 4 == 0)
+            lse[at] = none ? -ptxlab::infinity() : (rows.largest[r] + ptxlab::log2_approx(sum)) * 0.693147181f;
+    }
+}
+
+__device__ void consume(Scheduler scheduler, const unsigned short* q, unsigned short* out, float* lse,
+                        unsigned char* queries, float* factors, const unsigned char* keys, const unsigned char* values,
+                        Barriers& of_keys, Barriers& of_values, int Hq, float softmax_scale, int consumer) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % kThreads / 32, group = scheduler.group;
+    const u64 query = ptxlab::swizzled_128(queries);
+    ptxlab::Slot<STAGES> key_slot, value_slot;
+    Tile tile, following;
+    bool more = scheduler.next(tile);
+    if (ALTERNATE && consumer == 1) ptxlab::arrive_threads(3, kGroups * kThreads);  // the first group begins
+    const auto release = [&](u64* barrier) {
+        if (lane == 0) ptxlab::mbarrier_arrive(barrier);
+    };
+    for (; more; tile = following) {
+        const int first_row = tile.row + consumer * kGroupRows;
+        ptxlab::sync_warp_group(consumer);  // all have read the queries of the tile before
+        Query(Query::place(q, tile, group, first_row, Hq)).store(queries, factors, softmax_scale);
+        ptxlab::sync_warp_group(consumer);
+        Rows rows;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = warp * 16 + r * 8 + lane / 4, token = min((first_row + row) / group, tile.queries - 1);
+            rows.factor[r] = factors[row], rows.largest[r] = kLowest, rows.sum[r] = 0;
+            rows.end[r] = tile.context - tile.queries + token + 1;
+        }
+        const int first_end = tile.context - tile.queries + min(first_row / group, tile.queries - 1) + 1;
+        const int last_end = tile.context - tile.queries + min((first_row + kGroupRows - 1) / group, tile.queries - 1) + 1;
+        float o[D / 2] = {}, s[KEYS / 2], rescale[2];
+        u32 weights[KEYS / 16][4];
+        const auto begin_scores = [&](int slot) {
+            if (ALTERNATE) ptxlab::sync_threads(3 + consumer, kGroups * kThreads);
+            ptxlab::wgmma_fence();
+            multiply_keys(s, query, ptxlab::swizzled_128(keys + slot * kBlockBytes));
+        };
+        const auto pass_turn = [&] {
+            if (ALTERNATE) ptxlab::arrive_threads(3 + (consumer ^ 1), kGroups * kThreads);
+        };
+        const auto finish_scores = [&](int block) {
+            const int position = block * KEYS;
+            if (position + KEYS > first_end || (scheduler.window > 0 && position < last_end - scheduler.window))
+                rows.mask(s, position, scheduler.window);
+            rows.weigh(s, rescale);
+        };
+        if (tile.begin < tile.end) {
+            ptxlab::mbarrier_wait(&of_keys.full[key_slot.index], key_slot.parity);
+            begin_scores(key_slot.index);
+            pass_turn();
+            ptxlab::wgmma_wait<0>();
+            pin(s);
+            release(&of_keys.empty[key_slot.index]), key_slot.advance();
+            finish_scores(tile.begin);
+            round_weights(weights, s);
+            for (int block = tile.begin + 1; block < tile.end; ++block) {
+                ptxlab::mbarrier_wait(&of_keys.full[key_slot.index], key_slot.parity);
+                begin_scores(key_slot.index);
+                ptxlab::mbarrier_wait(&of_values.full[value_slot.index], value_slot.parity);
+                multiply_values(o, weights,
+                                ptxlab::swizzled_128_rows(values + value_slot.index * kBlockBytes, kColumnBytes));
+                pass_turn();
+                ptxlab::wgmma_wait<1>();
+                pin(s);
+                release(&of_keys.empty[key_slot.index]), key_slot.advance();
+                finish_scores(block);
+                ptxlab::wgmma_wait<0>();
+                pin(o);
+                release(&of_values.empty[value_slot.index]), value_slot.advance();
+                if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
+#pragma unroll
+                    for (int i = 0; i < D / 2; ++i) o[i] *= rescale[i / 2 % 2];
+                }
+                round_weights(weights, s);
+            }
+            ptxlab::mbarrier_wait(&of_values.full[value_slot.index], value_slot.parity);
+            ptxlab::wgmma_fence();
+            multiply_values(o, weights, ptxlab::swizzled_128_rows(values + value_slot.index * kBlockBytes, kColumnBytes));
+            ptxlab::wgmma_wait<0>();
+            pin(o);
+            release(&of_values.empty[value_slot.index]), value_slot.advance();
+        }
+        more = scheduler.next(following);
+        if (more)  // the next queries come to the L2 while results are stored
+            if (const uint4* from = Query::place(q, following, group, following.row + consumer * kGroupRows, Hq))
+                for (int i = 0; i < D; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i / 16));
+        store(out, lse, o, rows, tile, group, first_row, Hq);
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_prefill_sm90(
+    const unsigned short* q,    // f16 or bf16 [tokens, Hq, D]
+    const unsigned char* pool,  // u8 [pages, 2, Hkv, kPageBytes]: K, then V
+    const int* table,           // s32 [B, P]
+    const int* lengths,         // s32 [B]
+    const int* starts,          // s32 [B + 1]
+    unsigned short* out,        // as q
+    float* lse,                 // f32 [tokens, Hq], or null
+    float softmax_scale, int B, int Hq, int Hkv, int P, int window) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    unsigned char* const queries = shared;  // [kGroups][kQueryBytes]
+    unsigned char* const keys = queries + kGroups * kQueryBytes;
+    unsigned char* const values = keys + STAGES * kBlockBytes;
+    unsigned char* const ring = values + STAGES * kBlockBytes;
+    __shared__ Barriers key_barriers, value_barriers;
+    __shared__ float factors[kRows];
+    const int warp_group = __shfl_sync(~0u, threadIdx.x / kThreads, 0);
+    if (threadIdx.x == 0) key_barriers.init(), value_barriers.init(), ptxlab::fence_mbarrier_init();
+    __syncthreads();
+    ptxlab::launch_dependents();
+    ptxlab::wait_for_predecessors();
+    const Scheduler scheduler = {starts, lengths, B, Hkv, Hq / Hkv, window};
+    if (warp_group < PRODUCERS) {
+        ptxlab::fewer_registers<kProducerRegisters>();
+        const unsigned char* of_values = pool + size_t(Hkv) * kPageBytes;
+        Producer keys_of(scheduler, {pool, table, Hkv, P}, ring, keys, key_barriers);
+        Producer values_of(scheduler, {of_values, table, Hkv, P}, ring + PAGE_STAGES * kCopyBytes, values,
+                                 value_barriers);
+        Scheduler tiles = scheduler;
+        Tile tile;
+        while (tiles.next(tile))
+            for (int block = tile.begin; block < tile.end; ++block) {
+                const int tokens = tile.context - block * KEYS;
+                if (warp_group == 0) keys_of.produce(tokens);
+                if (warp_group == PRODUCERS - 1) values_of.produce(tokens);
+            }
+    } else {
+        ptxlab::more_registers<kConsumerRegisters>();
+        const int consumer = warp_group - PRODUCERS;
+        consume(scheduler, q, out, lse, queries + consumer * kQueryBytes, factors + consumer * kGroupRows, keys, values,
+                key_barriers, value_barriers, Hq, softmax_scale, consumer);
+    }
+}

@@ -1,0 +1,178 @@
+"""KV4 attention of any number of queries on Hopper: prompts in chunks, and behind a cached prefix (QServe §5.3)."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ptxlab.arithmetic import ceil_div
+from ptxlab.lowbit.kernels.attention import common
+from ptxlab.lowbit.kernels.attention.bound import BY_CHANCE
+from ptxlab.lowbit.kernels.attention.common import Pair
+from ptxlab.lowbit.kernels.attention.roundings import HALF, SINGLE, Roundings
+from ptxlab.lowbit.kernels.attention.sm80 import BFLOAT16, DTYPES
+from ptxlab.lowbit.layout import KVCache
+from ptxlab.lowbit.layout.pages import page_bytes
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
+from ptxlab.spec.dtypes import ByVariant, as_stored
+
+ROWS, WARP_GROUP = 128, 128  # of a tile; threads
+STAGES = 2  # blocks of keys, and of values, that are restored
+
+
+def keys_of(head_dim: int) -> int:
+    """Return the tokens of a block of keys: as many as leave room for two of keys and two of values."""
+    return 64 if head_dim == 256 else 128
+
+
+def page_stages(head_dim: int) -> int:
+    """Return the blocks of pages that are copied ahead."""
+    return 2 if head_dim == 256 else 3
+
+
+def shared_bytes(s: Sizes) -> int:
+    """Return the dynamic shared memory of a block: queries, restored keys and values, copied pages."""
+    halves = 2 * s["D"] * (ROWS + 2 * s["STAGES"] * s["KEYS"])
+    copied = s["PAGE_STAGES"] * 2 * s["KEYS"] // s["page"] * page_bytes("kv4", s["page"], s["D"])
+    return int(halves + copied)
+
+
+def _choose(s: Sizes) -> dict[str, int]:
+    sizes = {
+        "KEYS": keys_of(s["D"]),
+        "STAGES": STAGES,
+        "PAGE_STAGES": page_stages(s["D"]),
+        "ALTERNATE": 1,
+        "HEADROOM": 8,
+    }
+    sizes["PRODUCERS"] = 1 if s["D"] == 256 else 2
+    return {"D": s["D"], "PAGE": s["page"], "BF16": 0, **sizes}
+
+
+def _example(
+    rng: np.random.Generator,
+    *,
+    N: int,
+    B: int,
+    Hq: int,
+    Hkv: int,
+    D: int,
+    P: int,
+    pages: int,
+    page: int,
+    window: int,
+    blocks: int,
+    softmax_scale: float,
+) -> Arrays:
+    """Ragged chunks, of which one is empty, behind contexts of any length; one sequence is all new."""
+    cuts = np.sort(rng.integers(0, N + 1, B - 1))
+    starts = np.concatenate([[0], cuts, [N]]).astype(np.int32)
+    new = np.diff(starts)
+    lengths = np.minimum(new + rng.integers(0, P * page + 1, B), P * page)
+    lengths[int(new.argmax())] = new.max()
+    while ceil_div(lengths, page).sum() > pages:
+        spare = lengths - new
+        lengths[spare.argmax()] -= min(page, spare.max())
+    return {
+        "q": rng.standard_normal((N, Hq, D), dtype=np.float32),
+        "cache": common.draw_cache(rng, lengths, Hkv=Hkv, P=P, pages=pages, D=D, page_size=page),
+        "starts": starts,
+        "softmax_scale": softmax_scale,
+        "window": window,
+        "blocks": blocks,
+    }
+
+
+def _pack(logical: Arrays) -> Arrays:
+    return {"q": logical["q"], **common.arrays_of(logical["cache"]), "starts": logical["starts"]}
+
+
+def _chunks(q: np.ndarray, cache: KVCache, starts: np.ndarray) -> Iterator[tuple[slice, np.ndarray, KVCache]]:
+    """Yield every sequence that has queries: their rows, the queries [1, T, Hq, D], and a cache of it alone."""
+    for b, (begin, end) in enumerate(pairwise(starts.tolist())):
+        if begin < end:
+            own = replace(cache, block_table=cache.block_table[b : b + 1], lengths=cache.lengths[b : b + 1])
+            yield slice(begin, end), q[None, begin:end], own
+
+
+def attend(
+    q: np.ndarray, cache: KVCache, starts: np.ndarray, softmax_scale: float, window: int = 0, BF16: int = 0, **_: Any
+) -> Pair:
+    """Attend in float64: out [N, Hq, D] and lse [N, Hq] of q [N, Hq, D], whose chunks begin at `starts`."""
+    out, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
+    for rows, queries, own in _chunks(as_stored(q, DTYPES[BF16]), cache, starts):
+        out[rows], lse[rows] = (of_all[0] for of_all in common.attention(queries, own, softmax_scale, window))
+    return out, lse
+
+
+def roundings_of(D: int) -> Roundings:
+    """State the roundings of a kernel that multiplies keys and values of FP16."""
+    return Roundings(
+        score=(D // 16 + 1) * 34 * SINGLE + 8 * SINGLE + HALF,  # a key is rounded to FP16
+        query=2.0**-25,  # of elements below the normal range of FP16, beside the largest
+        weight=200 * SINGLE,
+        sum=2 * HALF,  # a weight, a value
+        adding=34 * SINGLE,
+        serial=1,
+        rescaled=2 * SINGLE,
+        floor=2.0**-25,
+    )
+
+
+def _bound(
+    q: np.ndarray, cache: KVCache, starts: np.ndarray, softmax_scale: float, window: int = 0, BF16: int = 0, **_: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    out, lse = np.zeros(q.shape), np.zeros(q.shape[:-1])
+    stored_to = BFLOAT16 if BF16 else HALF
+    for rows, queries, own in _chunks(as_stored(q, DTYPES[BF16]), cache, starts):
+        errors = common.error_of(queries, own, softmax_scale, roundings_of(cache.head_dim), window, stored_to)
+        out[rows], lse[rows] = (error.each[0] for error in errors)
+    return out, lse
+
+
+PREFILL = KernelSpec(
+    name="attention_kv4_prefill_sm90",
+    summary="any number of queries: keys and values restored to f16 once for 128 rows, products by wgmma (QServe §5.3)",
+    args=(
+        Arg("q", ByVariant("BF16", DTYPES), ("N", "Hq", "D")),
+        Arg("pool", "uint8", ("pages", "2", "Hkv", "page*(D//2 + 4)")),
+        Arg("table", "int32", ("B", "P")),
+        Arg("lengths", "int32", ("B",)),
+        Arg("starts", "int32", ("B + 1",)),
+        Arg("out", ByVariant("BF16", DTYPES), ("N", "Hq", "D"), "out"),
+        Arg("lse", "float32", ("N", "Hq"), "out"),
+        Arg("softmax_scale", "float32", role="scalar"),
+        *(Arg(size, "int32", role="scalar") for size in ("B", "Hq", "Hkv", "P", "window")),
+    ),
+    launch=lambda s: Launch((s["blocks"], 1, 1), ((s["PRODUCERS"] + 2) * WARP_GROUP, 1, 1), shared_bytes(s)),
+    choose=_choose,
+    rules=(
+        "D in (64, 128, 256)",
+        "page in (16, 32, 64)",
+        "Hq % Hkv == 0",
+        "1 <= Hq//Hkv <= 16",
+        "window >= 0",
+        "P*page < 2**31",
+        "blocks >= 1",
+    ),
+    value_rules=("lengths >= 0", "lengths <= P*page", "starts >= 0", "starts <= N"),
+    operations="4*N*Hq*P*page*D",
+    example=_example,
+    pack=_pack,
+    reference=attend,
+    bound=_bound,
+    tolerance_reason="in float64 on the dequantised integers; keys, values and weights are rounded to FP16, and an MMA "
+    "truncates each of 17 terms to 24 bits of the largest" + BY_CHANCE,
+    arch="sm_90a",
+    exact_arch=True,
+    after_wait=("q", "pool", "table", "lengths", "starts"),
+    example_sizes=sizes_rows(
+        "N B Hq Hkv D P pages page window blocks softmax_scale",
+        (70, 2, 4, 2, 128, 4, 8, 64, 0, 2, 0.088),
+        (150, 3, 4, 1, 64, 9, 20, 32, 100, 3, 0.125),
+        (40, 2, 6, 2, 256, 8, 14, 16, 0, 1, 0.0625),
+    ),
+)
+SPECS = (PREFILL,)

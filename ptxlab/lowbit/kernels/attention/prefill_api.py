@@ -1,0 +1,117 @@
+"""`attention_kv4` with `query_start_loc`: chunks of any number of queries, each of its own length."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, NAME, check_cache
+from ptxlab.lowbit.kernels.attention.common import arrays_of
+from ptxlab.lowbit.kernels.attention.options import AttentionOptions
+from ptxlab.lowbit.kernels.attention.prefill import PREFILL
+from ptxlab.lowbit.kernels.attention.sm80 import DTYPES
+from ptxlab.lowbit.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, copied, dtype_of
+from ptxlab.lowbit.kernels.spec_call import SpecCall
+from ptxlab.lowbit.layout import KVCache
+from ptxlab.validate import shape_of
+
+_STARTS = f"{NAME}: query_start_loc"
+
+
+@dataclass(frozen=True, eq=False)
+class _ChunkCall(SpecCall):
+    """A call whose kernel does not depend on how many queries there are."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Sizes and dtype that select the compiled kernel, without the number of queries."""
+        return (*(size for name, size in self.sizes.items() if name != "N"), self.dtype)
+
+
+def attend_chunks(
+    options: AttentionOptions, q: Any, cache: KVCache, starts: Any, out: Any, lse: Any, *, has_workspace: bool
+) -> Any:
+    """Make the call of `attention_kv4` with `query_start_loc`; see there."""
+    if has_workspace:
+        raise ArgumentError(f"{NAME}: workspace", "must be None with query_start_loc: it needs none", "one")
+    arrays = {"q": q, **arrays_of(cache), "starts": starts, "out": out, "lse": lse}
+    made = _CHUNKS(options, cache.description, arrays, cache)
+    out = made["out"] if out is None else out
+    return (out, made["lse"] if lse is None else lse) if options.return_lse else out
+
+
+def _check(options: AttentionOptions, arrays: Mapping[str, Any], cache: KVCache) -> _ChunkCall:
+    """Make the call; raises ArgumentError for what does not fit together."""
+    shape, starts, dtype = shape_of(arrays["q"]), shape_of(arrays["starts"]), dtype_of(arrays["q"])
+    D, Hkv, B = cache.head_dim, cache.num_kv_heads, cache.batch
+    if cache.scheme != "kv4":
+        raise ArgumentError(f"{NAME}: cache", "scheme must be kv4 with query_start_loc", cache.scheme)
+    if options.kernel not in (None, PREFILL.name):
+        raise ArgumentError(f"{NAME}: kernel", f"must be {PREFILL.name} with query_start_loc", options.kernel)
+    if len(shape) != 3 or shape[2] != D:
+        raise ArgumentError(f"{NAME}: q", f"must be [T, Hq, {D}] with query_start_loc", f"shape {list(shape)}")
+    if dtype not in DTYPES:
+        raise ArgumentError(f"{NAME}: q", f"dtype {' or '.join(DTYPES)}", dtype)
+    N, Hq, _ = shape
+    if Hq % Hkv or not 1 <= Hq // Hkv <= MOST_RATIO:
+        raise ArgumentError(f"{NAME}: q", f"Hq must be 1 to {MOST_RATIO} times the cache's {Hkv}", f"Hq={Hq}")
+    if starts != (B + 1,):
+        raise ArgumentError(_STARTS, f"must be [{B + 1}], one more than sequences", f"shape {list(starts)}")
+    tokens = cache.max_pages * cache.page_size
+    window = 0 if options.window is None or options.window >= tokens else int(options.window)
+    sizes = {"N": N, "B": B, "Hq": Hq, "Hkv": Hkv, "D": D, "P": cache.max_pages, "pages": cache.pages}
+    sizes |= {"page": cache.page_size, "window": window, "blocks": _blocks(arrays["q"])}
+    sizes["softmax_scale"] = D**-0.5 if options.scale is None else float(options.scale)
+    operands = tuple(_operands(arrays, cache, shape, dtype, return_lse=options.return_lse))
+    look = None if gpu.is_device_array(arrays["q"]) else lambda values: _check_numbers(cache, values, N)
+    return _ChunkCall(NAME, (PREFILL,), operands, sizes, dtype, options, look)
+
+
+def _blocks(q: Any) -> int:
+    """Return the blocks of a launch: one per SM, or two in the emulator."""
+    return gpu.device_info().sms if gpu.is_device_array(q) or gpu.why_not(PREFILL.arch, exact=True) is None else 2
+
+
+def _operands(
+    arrays: Mapping[str, Any], cache: KVCache, shape: tuple[int, ...], dtype: str, *, return_lse: bool
+) -> Iterator[CallArray]:
+    yield CallArray("q", f"{NAME}: q", arrays["q"], dtype, shape)
+    yield CallArray("pool", f"{NAME}: cache.pool", cache.pool, "uint8", shape_of(cache.pool))
+    pages = cache.batch, cache.max_pages
+    yield CallArray("table", f"{NAME}: cache.block_table", cache.block_table, "int32", pages)
+    yield CallArray("lengths", f"{NAME}: cache.lengths", cache.lengths, "int32", (cache.batch,))
+    yield CallArray("starts", _STARTS, arrays["starts"], "int32", (cache.batch + 1,))
+    yield CallArray("out", f"{NAME}: out", arrays["out"], dtype, shape)
+    if return_lse:
+        yield CallArray("lse", f"{NAME}: out lse", arrays["lse"], "float32", shape[:2])
+
+
+def _check_numbers(cache: KVCache, values: Mapping[str, np.ndarray], N: int) -> None:
+    """Raise ArgumentError for lengths, a table or starts, on the host, that the kernel must not be given."""
+    check_cache(NAME, replace(cache, block_table=values["table"], lengths=values["lengths"]))
+    starts = values["starts"]
+    if starts[0] != 0 or starts[-1] != N or (np.diff(starts) < 0).any():
+        raise ArgumentError(_STARTS, f"must rise from 0 to the {N} queries", starts.tolist())
+    beyond = np.diff(starts) > values["lengths"]
+    if beyond.any():
+        b = int(beyond.argmax())
+        rule = "a sequence's length must include its queries"
+        got = f"{int(values['lengths'][b])} tokens, {int(np.diff(starts)[b])} queries in sequence {b}"
+        raise ArgumentError(f"{NAME}: cache.lengths", rule, got)
+
+
+def _look(call: _ChunkCall, prepared: Prepared, used: DeviceMemory | None) -> None:
+    """Raise ArgumentError for numbers on the device that the kernel must not be given."""
+    arrays = {operand.name: operand.array for operand in call.operands}
+    values = {name: copied(NAME, arrays[name]) for name in ("table", "lengths", "starts")}
+    cache = KVCache(
+        pool=arrays["pool"], block_table=arrays["table"], lengths=arrays["lengths"],
+        page_size=call.sizes["page"], head_dim=call.sizes["D"], scheme="kv4",
+    )  # fmt: skip
+    _check_numbers(cache, values, call.sizes["N"])
+
+
+_CHUNKS = Operation(NAME, _check, _ChunkCall.prepare, _ChunkCall.on_host, _look)

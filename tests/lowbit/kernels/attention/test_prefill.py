@@ -1,0 +1,281 @@
+"""Attention of any number of queries: ragged chunks against float64, the same bits in any chunk, what is refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ptxlab
+from ptxlab import emulator, gpu, registry, toolchain
+from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.kernels.attention import common
+from ptxlab.lowbit.kernels.attention.prefill import PREFILL, keys_of
+from ptxlab.runtime.verify import compare
+from ptxlab.sources import Source
+from ptxlab.spec import Arrays
+from tests.support.axes import on_every_backend
+
+(SOURCE,) = registry.find(PREFILL.name)[1]
+RNG = np.random.default_rng(0)
+
+
+def chunks_of(
+    new: tuple[int, ...],
+    past: tuple[int, ...],
+    *,
+    D: int = 64,
+    Hkv: int = 1,
+    group: int = 2,
+    page: int = 64,
+    window: int = 0,
+    blocks: int = 2,
+    seed: int = 0,
+) -> tuple[Arrays, dict[str, Any]]:
+    """Make a problem and its sizes: of each sequence so many new tokens behind so many past ones."""
+    rng, lengths = np.random.default_rng(seed), np.add(new, past)
+    pages = -(-lengths // page)
+    P, total = max(1, int(pages.max())), int(pages.sum()) + 1
+    cache = common.draw_cache(rng, lengths, Hkv=Hkv, P=P, pages=total, D=D, page_size=page)
+    starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+    q = rng.standard_normal((sum(new), group * Hkv, D), dtype=np.float32)
+    sizes = {"N": sum(new), "B": len(new), "Hq": group * Hkv, "Hkv": Hkv, "D": D, "P": P, "pages": total}
+    sizes |= {"page": page, "window": window, "blocks": blocks, "softmax_scale": D**-0.5}
+    logical: Arrays = {"q": q, "cache": cache, "starts": starts, "softmax_scale": D**-0.5, "window": window}
+    return {**logical, "blocks": blocks}, sizes
+
+
+def run(
+    logical: Arrays,
+    sizes: dict[str, Any],
+    backend: str = "emulator",
+    source: Any = SOURCE,
+    BF16: int = 0,
+    **how: Any,
+) -> tuple[Arrays, Any]:
+    """Launch it; what is written, and the outcome with all checks that the emulator was asked for."""
+    arrays = PREFILL.pack(logical)
+    stored = ml_dtypes.bfloat16 if BF16 else np.float16
+    q = arrays["q"].astype(stored)
+    arrays["q"] = q.view(np.uint16) if BF16 else q
+    config = {**PREFILL.config_for(sizes), "BF16": BF16}
+    outcome = ptxlab.run_spec(PREFILL, source, arrays, sizes=sizes, backend=backend, config=config, **how)
+    return outcome.outputs, outcome
+
+
+def check(logical: Arrays, sizes: dict[str, Any], backend: str = "emulator", BF16: int = 0, **how: Any) -> None:
+    """Hold what it says against float64 within the bound; no check finds anything."""
+    outputs, outcome = run(logical, sizes, backend, BF16=BF16, **how)
+    compare(PREFILL, outputs, logical, {"BF16": BF16})
+    assert not outcome.findings
+
+
+SHAPES = {
+    "one of each": {"D": 128, "new": (1, 130, 0, 65), "past": (64, 0, 9, 127), "Hkv": 2},
+    "pages of 16": {"D": 64, "new": (70, 3), "past": (58, 126), "page": 16, "group": 3},
+    "pages of 32, a window": {"D": 128, "new": (40, 100), "past": (150, 31), "page": 32, "window": 50, "group": 1},
+    "wide heads": {"D": 256, "new": (33, 2), "past": (31, 64), "group": 5},
+    "many heads": {"D": 64, "new": (20, 9), "past": (110, 200), "group": 16},
+    "a window of one": {"D": 64, "new": (5, 1), "past": (128, 0), "window": 1},
+}
+
+
+@pytest.mark.default_cases("0-one of each-emulator", "1-wide heads-emulator")
+@on_every_backend
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("BF16", [0, 1])
+def test_ragged_chunks(BF16: int, shape: str, backend: str) -> None:
+    how = {} if backend == "gpu" else {"checks": emulator.CHECKS}
+    check(*chunks_of(**SHAPES[shape]), backend, BF16, **how)  # type: ignore[arg-type]
+
+
+@pytest.mark.full
+@settings(max_examples=25)
+@given(
+    chunks=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 200)), min_size=1, max_size=5),
+    D=st.sampled_from((64, 128, 256)),
+    page=st.sampled_from((16, 32, 64)),
+    group=st.integers(1, 16),
+    window=st.sampled_from((0, 1, 60, 128)),
+    blocks=st.integers(1, 4),
+    mode=st.sampled_from(emulator.MODES),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_chunks_of_any_length(
+    chunks: list[tuple[int, int]], D: int, page: int, group: int, window: int, blocks: int, mode: str, seed: int
+) -> None:
+    new, past = zip(*[(t, p) for t, p in chunks if t] or [(1, 0)], strict=True)
+    sizes = {"D": D, "page": page, "group": group, "window": window, "blocks": blocks, "seed": seed}
+    check(*chunks_of(new, past, **sizes), mode=mode)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("edge", [-1, 0, 1])
+@pytest.mark.parametrize("D", [128, 256])
+def test_contexts_that_end_at_the_edge_of_a_block(D: int, edge: int) -> None:
+    """And windows that begin there."""
+    keys = keys_of(D)
+    check(*chunks_of((3,), (2 * keys - 3 + edge,), D=D))
+    check(*chunks_of((3,), (3 * keys - 3,), D=D, window=keys + edge))
+
+
+@on_every_backend
+def test_a_query_has_the_same_bits_in_any_chunk(backend: str) -> None:
+    """Whole, and in pieces that see the tokens of the pieces before through the cache alone."""
+    logical, sizes = chunks_of((150, 40), (70, 5), D=128, window=90)
+    whole, _ = run(logical, sizes, backend)
+    cache, starts = logical["cache"], logical["starts"]
+    for cut in (1, 64, 149):
+        pieces = [(0, cut), (cut, 150)]
+        for begin, end in pieces:
+            own = replace(cache, block_table=cache.block_table[:1], lengths=cache.lengths[:1] - np.int32(150 - end))
+            part = {**logical, "q": logical["q"][begin:end], "cache": own}
+            part["starts"] = np.array([0, end - begin], np.int32)
+            outputs, _ = run(part, {**sizes, "N": end - begin, "B": 1}, backend)
+            for name in ("out", "lse"):
+                assert np.array_equal(outputs[name], whole[name][begin:end]), (name, begin, end)
+    assert starts[1] == 150
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_query_that_is_no_number_shows_and_spoils_no_other(wrong: float) -> None:
+    logical, sizes = chunks_of((70,), (10,), D=64)
+    right, _ = run(logical, sizes)
+    q = logical["q"].copy()
+    q[33, 1, 5] = wrong
+    outputs, _ = run({**logical, "q": q}, sizes)
+    assert np.isnan(outputs["out"][33, 1].astype(np.float32)).all()
+    spoiled = np.zeros((70, 2), bool)
+    spoiled[33, 1] = True
+    assert np.array_equal(outputs["out"][~spoiled], right["out"][~spoiled])
+
+
+def test_nothing_seen_is_zeros() -> None:
+    logical, sizes = chunks_of((4,), (0,), D=64)
+    logical["cache"] = replace(logical["cache"], lengths=np.array([2], np.int32))  # two queries before the first token
+    outputs, _ = run(logical, sizes)
+    assert (outputs["out"][:2] == 0).all() and np.isneginf(outputs["lse"][:2]).all()
+    assert np.isfinite(outputs["lse"][2:]).all()
+
+
+CHANGES = {
+    "a key too many": ("if (at >= end[r] ||", "if (at > end[r] ||"),
+    "a window too wide": ("at < end[r] - window)", "at < end[r] - window - 1)"),
+    "values beyond the end": ("if (token >= tokens) pair = 0;", ""),
+    "sums are not scaled down": ("o[i] *= rescale[i / 2 % 2];", ";"),
+    "scale of another token": ("token % PAGE * 4);", "(token ^ 1) % PAGE * 4);"),
+    "results out of order": ("const bool odd = lane % 2;", "const bool odd = false;"),
+    "keys are not fenced": ("    ptxlab::fence_proxy_async();\n}\n\n// Where a cache's pages lie.", "}\n\n// Where"),
+    "nobody waits for the kernel before": ("    ptxlab::wait_for_predecessors();", ""),
+    "restored before there is room": ("barriers.empty[slot.index], slot.parity ^ 1);", "barriers.empty[0], 1);"),
+}
+
+
+def is_noticed(source: Source) -> bool:
+    """Tell whether a problem's result, or a check, is wrong."""
+    for shape in ("one of each", "pages of 32, a window"):
+        logical, sizes = chunks_of(**SHAPES[shape])  # type: ignore[arg-type]
+        try:
+            outputs, outcome = run(logical, sizes, source=source, checks=emulator.CHECKS, programmatic=True)
+            compare(PREFILL, outputs, logical)
+        except ptxlab.PtxlabError:
+            return True
+        if outcome.findings:
+            return True
+    return False
+
+
+@pytest.mark.default_cases("a key too many", "keys are not fenced")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_kernel_is_noticed(change: str) -> None:
+    old, new = CHANGES[change]
+    assert SOURCE.text.count(old) == 1
+    assert is_noticed(replace(SOURCE, text=SOURCE.text.replace(old, new)))
+
+
+@pytest.mark.full
+def test_the_kernel_itself_passes() -> None:
+    assert not is_noticed(SOURCE)
+
+
+@pytest.mark.parametrize("sizes", PREFILL.example_sizes, ids=lambda s: str(s["D"]))
+def test_no_register_is_spilt(sizes: dict[str, int]) -> None:
+    resources = toolchain.compile_cuda(SOURCE, PREFILL.arch, defines=PREFILL.config_for(sizes)).resources[PREFILL.name]
+    assert resources.spill_stores == 0
+    shared = PREFILL.launch({**sizes, **PREFILL.config_for(sizes)}).shared_bytes + resources.shared
+    assert shared <= 227 * 1024
+
+
+# The public call
+
+
+LOGICAL, SIZES = chunks_of((40, 0, 3), (30, 7, 60), D=128, Hkv=2)
+Q = LOGICAL["q"].astype(np.float16)
+CALL = {"q": Q, "cache": LOGICAL["cache"], "query_start_loc": LOGICAL["starts"], "backend": "emulator"}
+
+
+def test_the_public_call() -> None:
+    out, lse = ptxlab.attention_kv4(**CALL, return_lse=True)
+    compare(PREFILL, {"out": out, "lse": lse}, {**LOGICAL, "q": Q.astype(np.float32)})
+    given_out, given_lse = np.empty_like(out), np.empty_like(lse)
+    assert ptxlab.attention_kv4(**CALL, out=(given_out, given_lse), return_lse=True)[0] is given_out
+    assert np.array_equal(given_out, out) and np.array_equal(given_lse, lse)
+    assert ptxlab.attention_kv4(**{**CALL, "q": Q[:0], "query_start_loc": np.zeros(4, np.int32)}).shape == (0, 4, 128)
+
+
+OTHER_CACHE = common.draw_cache(RNG, np.array([40, 7, 63]), Hkv=2, P=1, pages=3, D=128, scheme="kv8")
+REFUSED: dict[str, dict[str, Any]] = {
+    r"cache: scheme must be kv4 with query_start_loc \(got kv8\)": {"cache": OTHER_CACHE},
+    r"q: must be \[T, Hq, 128\] with query_start_loc \(got shape \[1, 43, 4, 128\]\)": {"q": Q[None]},
+    r"q: dtype float16 or bfloat16 \(got float32\)": {"q": Q.astype(np.float32)},
+    r"q: Hq must be 1 to 16 times the cache's 2 \(got Hq=3\)": {"q": Q[:, :3].copy()},
+    r"query_start_loc: must be \[4\], one more than sequences \(got shape \[3\]\)": {
+        "query_start_loc": LOGICAL["starts"][:3]
+    },
+    r"query_start_loc: must rise from 0 to the 43 queries \(got \[0, 41, 40, 43\]\)": {
+        "query_start_loc": np.array([0, 41, 40, 43], np.int32)
+    },
+    r"cache.lengths: a sequence's length must include its queries \(got 7 tokens, 20 queries in sequence 1\)": {
+        "query_start_loc": np.array([0, 20, 40, 43], np.int32)
+    },
+    r"kernel: must be attention_kv4_prefill_sm90 with query_start_loc": {"kernel": "attention_kv4_sm90"},
+    r"out: must be one array without return_lse": {"out": (Q, Q)},
+    r"query_start_loc: dtype int32 \(got int64\)": {"query_start_loc": LOGICAL["starts"].astype(np.int64)},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_input_is_refused_by_name(message: str) -> None:
+    with pytest.raises(ArgumentError, match=message) as raised:
+        ptxlab.attention_kv4(**{**CALL, **REFUSED[message]})
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("new", "past"), [((512,), (8192,)), ((2048, 1, 300), (0, 4000, 77)), ((1,) * 40, (999,) * 40)]
+)
+def test_long_contexts_on_a_gpu(new: tuple[int, ...], past: tuple[int, ...], D: int) -> None:
+    """Rows here and there against float64."""
+    if reason := gpu.why_not(PREFILL.arch, exact=True):
+        pytest.skip(reason)
+    logical, _ = chunks_of(new, past, D=D, Hkv=2, group=4)
+    cache, starts = ptxlab.to_device(logical["cache"]), gpu.to_device(logical["starts"])
+    q = gpu.to_device(logical["q"].astype(np.float16))
+    out, lse = ptxlab.attention_kv4(q, cache, query_start_loc=starts, return_lse=True, check=True)
+    host, of_rows = gpu.to_host(out), gpu.to_host(lse)
+    for b in {0, len(new) - 1}:
+        begin, end = logical["starts"][b : b + 2]
+        for t in {begin, (begin + end) // 2, end - 1}:
+            length = logical["cache"].lengths[b] - (end - 1 - t)
+            own = replace(
+                logical["cache"],
+                block_table=logical["cache"].block_table[b : b + 1],
+                lengths=np.array([length], np.int32),
+            )
+            row = {**logical, "q": logical["q"][t : t + 1], "cache": own, "starts": np.array([0, 1], np.int32)}
+            compare(PREFILL, {"out": host[t : t + 1], "lse": of_rows[t : t + 1]}, row)
