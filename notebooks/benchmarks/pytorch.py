@@ -81,6 +81,7 @@ def operator_calls(
         "rope_append_kv4": ((qkv, pool, slots, cos, sin), {"head_dim": D}),
         "append_kv4": ((k, v, pool, slots), {}),
         "attention_kv4": ((q, pool, table, lengths), {"workspace": space}),
+        "attention_kv4_out": ((q, pool, table, lengths, torch.empty_like(q)), {"workspace": space}),
     }
     _define_allocating()
     return {

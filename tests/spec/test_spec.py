@@ -52,11 +52,12 @@ def test_a_grid_that_no_gpu_takes_is_refused() -> None:
 
 
 def test_the_sizes_of_a_spec_are_the_names_in_its_expressions() -> None:
+    appended = {"T", "H", "D", "pages", "size", "bits", "channel", "R"}
     atom = {"M", "K", "outliers", "g", "pairs", "code", "clip"}
     wanted = {
         "reorder": (atom,),
-        "append": ({"T", "H", "D", "pages", "size", "bits", "channel", "R"},),
-        "rope": ({"T", "H", "D", "pages", "size", "bits", "channel", "R", "ratio", "kept"},),
+        "append": (appended | {"k_pitch", "v_pitch"},),
+        "rope": (appended | {"ratio", "kept", "pitch"},),
         "dequant": ({"R", "K", "g"}, {"R", "K"}),
         "load": ({"T"}, {"P", "B"}),
         "quantize": ({"M", "K", "rows", "span"},),
@@ -79,6 +80,7 @@ def test_the_sizes_of_a_spec_are_the_names_in_its_expressions() -> None:
             {"B", "Hq", "Hkv", "P", "pages", "softmax_scale"},
             {"B", "Hq", "Hkv", "P", "pages", "softmax_scale", "T", "D", "page", "bits", "channel", "window", "blocks"},
             {"B", "T", "Hq", "Hkv", "D", "blocks", "columns", "tile"},
+            {"N", "B", "Hq", "Hkv", "D", "P", "pages", "page", "window", "blocks", "softmax_scale"},
         ),
     }
     found = {name: spec.symbols for name, spec in registry.specs().items()}

@@ -60,7 +60,9 @@ class Problem:
     @property
     def inputs(self) -> dict[str, np.ndarray]:
         """By argument of the kernel."""
-        inputs = {"k": bits(self.k).reshape(-1), "v": bits(self.v).reshape(-1), "slots": self.slots}
+        inputs = {name: bits(x).reshape(len(x), -1) for name, x in (("k", self.k), ("v", self.v))} | {
+            "slots": self.slots
+        }
         inputs |= dict(zip(("cos", "sin", "positions"), self.rope or (), strict=False))
         for name, channel in (("k", self.cache.k_channel), ("v", self.cache.v_channel)):
             inputs |= dict(zip((f"{name}_scale", f"{name}_zero"), channel or (), strict=False))
@@ -120,9 +122,7 @@ class FusedProblem:
     def run(self, source: Any = None, rows: int = 0) -> tuple[np.ndarray, np.ndarray, Outcome]:
         """What is rotated, the pool and what the emulator says, as `Problem.run`."""
         cache, inputs = self.of.cache, self.of.inputs
-        inputs = {name: array for name, array in inputs.items() if name not in ("k", "v")} | {
-            "qkv": bits(self.qkv).reshape(-1)
-        }
+        inputs = {name: array for name, array in inputs.items() if name not in ("k", "v")} | {"qkv": bits(self.qkv)}
         sizes = {name: size for name, size in self.of.sizes.items() if name not in ("k_pitch", "v_pitch")}
         sizes |= {"ratio": self.q.shape[1] // cache.num_kv_heads, "kept": int(self.kept), "pitch": self.qkv.shape[1]}
         config = ROPE_APPEND.config_for(sizes) | {"BF16": DTYPES.index(self.q.dtype)}

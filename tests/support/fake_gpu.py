@@ -19,10 +19,10 @@ from ptxlab.spec import Launch
 
 
 class DeviceArray:
-    """A NumPy array that claims to lie on device `device`."""
+    """A NumPy array that claims to lie on device `device`; C-contiguous unless it is a view with gaps."""
 
-    def __init__(self, host: Any, device: int = 0) -> None:
-        self.host, self.device = np.asarray(host), device
+    def __init__(self, host: Any, device: int = 0, *, has_gaps: bool = False) -> None:
+        self.host, self.device = host if has_gaps else np.ascontiguousarray(host), device
 
     shape = property(lambda self: self.host.shape)
     dtype = property(lambda self: self.host.dtype)

@@ -403,7 +403,7 @@ def _rope(keys: _Keys) -> tuple[float, dict[str, Any] | None]:
     """
     parts = filter(None, map(keys.part, ("rope_scaling", "rope_parameters")))
     angles = next((part for part in parts if part.values), _Keys("config.json", {}, {}))
-    if nested := next((key for key, value in angles.values.items() if isinstance(value, Mapping)), None):
+    if nested := next((key for key, entry in angles.values.items() if isinstance(entry, Mapping)), None):
         raise angles.wrong(nested, "must be a number: angles by kind of layer are not known")
     for part in (keys, angles):
         if part.get("partial_rotary_factor", None) is not None and part.positive("partial_rotary_factor") != 1:
@@ -484,15 +484,15 @@ def require_config(name: str, config: Any) -> None:
         raise ArgumentError(name, "must be a Config", type(config).__name__)
 
 
-def _equals(value: Any, integer: int) -> bool:
-    """Tell whether a file's value, of whatever type, is this integer."""
-    return is_integer(value) and value == integer
+def _equals(setting: Any, integer: int) -> bool:
+    """Tell whether a file's setting, of whatever type, is this integer."""
+    return is_integer(setting) and setting == integer
 
 
-def _require_size(name: str, value: Any, largest: int) -> None:
-    require_integer(name, value, 1)
-    if value > largest:
-        raise ArgumentError(name, f"must be at most {largest}", value)
+def _require_size(name: str, size: Any, largest: int) -> None:
+    require_integer(name, size, 1)
+    if size > largest:
+        raise ArgumentError(name, f"must be at most {largest}", size)
 
 
 def _require_positive(name: str, value: Any) -> float:

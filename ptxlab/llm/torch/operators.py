@@ -475,7 +475,7 @@ def _attend_on_cpu(
     check_cache(name, cache)
     if Hq % cache.num_kv_heads:
         raise ArgumentError(f"{name}: q", f"Hq must be a multiple of the cache's {cache.num_kv_heads}", f"Hq={Hq}")
-    result, lse = np.empty_like(queries), np.empty(queries.shape[:-1], np.float32)
+    outputs, lse = np.empty_like(queries), np.empty(queries.shape[:-1], np.float32)
     tables, which = np.unique(table, axis=0, return_inverse=True)  # rows of a prompt share theirs
     longest = np.zeros(len(tables), np.int32)
     np.maximum.at(longest, which, of_rows)
@@ -485,9 +485,9 @@ def _attend_on_cpu(
         keys, values = (each[:L] for each in known[which[b]])
         of_row = queries[b].reshape(-1, Hq, D)
         how: dict[str, Any] = {"scale": D**-0.5 if scale is None else scale, "window": window}
-        attended, of_query = reference.attention(of_row, keys, values, **how)
-        result[b], lse[b] = attended.reshape(result[b].shape), of_query.reshape(lse[b].shape)
-    return result, lse
+        attended, lse_of_row = reference.attention(of_row, keys, values, **how)
+        outputs[b], lse[b] = attended.reshape(outputs[b].shape), lse_of_row.reshape(lse[b].shape)
+    return outputs, lse
 
 
 def _attention_on_cpu(
@@ -496,8 +496,8 @@ def _attention_on_cpu(
     workspace: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     options = page_size, scheme, channel, scale, window
-    result, _ = _attend_on_cpu("attention_kv4", q, pool, block_table, lengths, *options)
-    return _tensor(stored(result, name_of(q.dtype)), q.dtype)
+    outputs, _ = _attend_on_cpu("attention_kv4", q, pool, block_table, lengths, *options)
+    return _tensor(stored(outputs, name_of(q.dtype)), q.dtype)
 
 
 def _attention_out_on_cpu(
@@ -506,13 +506,13 @@ def _attention_out_on_cpu(
     window: int | None = None, workspace: Tensor | None = None,
 ) -> None:  # fmt: skip
     name = "attention_kv4_out"
-    written = _array(f"{name}: out", out, name_of(q.dtype), *q.shape)
-    of_queries = None if lse is None else _array(f"{name}: lse", lse, "float32", *q.shape[:-1])
+    out_array = _array(f"{name}: out", out, name_of(q.dtype), *q.shape)
+    lse_array = None if lse is None else _array(f"{name}: lse", lse, "float32", *q.shape[:-1])
     options = page_size, scheme, channel, scale, window
-    result, found_lse = _attend_on_cpu(name, q, pool, block_table, lengths, *options)
-    written[...] = stored(result, name_of(q.dtype))
-    if of_queries is not None:
-        of_queries[...] = found_lse
+    outputs, logarithms = _attend_on_cpu(name, q, pool, block_table, lengths, *options)
+    out_array[...] = stored(outputs, name_of(q.dtype))
+    if lse_array is not None:
+        lse_array[...] = logarithms
 
 
 def _append_on_cuda(
@@ -556,9 +556,9 @@ def _attention_out_on_cuda(
 ) -> None:  # fmt: skip
     cache = _cache_on_cuda("attention_kv4", (pool, block_table, lengths), (page_size, q.shape[-1], scheme), channel)
     space = None if workspace is None else _carved(workspace, q.shape[-1])
-    results = out if lse is None else (out, lse)
+    out_arrays = out if lse is None else (out, lse)
     attention.attention_kv4(
-        q, cache, scale=scale, window=window, out=results, return_lse=lse is not None, workspace=space
+        q, cache, scale=scale, window=window, out=out_arrays, return_lse=lse is not None, workspace=space
     )
 
 
@@ -590,7 +590,7 @@ _operator(
     " int? window=None, Tensor(c!)? workspace=None) -> ()",
     cuda=_attention_out_on_cuda,
     cpu=_attention_out_on_cpu,
-    fake=lambda *given, **how: None,
+    fake=lambda *_, **__: None,
 )
 
 

@@ -295,7 +295,7 @@ def test_every_end_of_a_gguf(
     keys: dict[str, Any], texts: tuple[str, ...], ends: tuple[int, ...], metadata: dict[str, Any]
 ) -> None:
     """Find those that metadata name and those that llama.cpp knows by their text."""
-    stated = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    stated = {f"tokenizer.ggml.{key}": token for key, token in keys.items()}
     assert Tokenizer.from_gguf(Path("a.gguf"), control(metadata, *texts) | stated).ends == ends
 
 

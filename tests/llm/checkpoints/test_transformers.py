@@ -139,7 +139,7 @@ def write_case(folder: Path, case: Case) -> Path:
     """Write the folder of a case."""
     write_folder(folder, case.family)
     stated = {**json.loads((folder / "config.json").read_text()), **case.keys}
-    config = {key: value for key, value in stated.items() if value is not NEVER}
+    config = {key: setting for key, setting in stated.items() if setting is not NEVER}
     (folder / "config.json").write_text(json.dumps(config))
     case.change(folder)
     return folder

@@ -356,16 +356,16 @@ def test_sampling_options_reach_the_draws(cli: Any, folder: Path, tmp_path: Path
         {"temperature": 3.0, "min_p": 0.5},
         {"repetition_penalty": 5.0},
     ):
-        given = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
-        seen.add(tuple(json.loads(cli("generate", "the cat", *options, *given, "--json")[1])["tokens"][0]))
+        words = [word for name, number in settings.items() for word in (f"--{name.replace('_', '-')}", number)]
+        seen.add(tuple(json.loads(cli("generate", "the cat", *options, *words, "--json")[1])["tokens"][0]))
         path.write_text(json.dumps({"prompt": "the cat", **settings}))
         (request,) = json.loads(cli("generate", "--prompts", path, *options, "--json")[1])["requests"]
-        (same,) = json.loads(cli("generate", "--prompts", path, *options, *given, "--json")[1])["requests"]
+        (same,) = json.loads(cli("generate", "--prompts", path, *options, *words, "--json")[1])["requests"]
         seen.add(tuple(request["tokens"]))
         assert request == same
     assert len(seen) > 6
-    for given in (("--temperature", 30, "--top-k", 1), ("--temperature", 30, "--top-p", 0)):
-        assert json.loads(cli("generate", "the cat", *options, *given, "--json")[1])["tokens"][0] == likeliest
+    for words in (("--temperature", 30, "--top-k", 1), ("--temperature", 30, "--top-p", 0)):
+        assert json.loads(cli("generate", "the cat", *options, *words, "--json")[1])["tokens"][0] == likeliest
 
 
 @pytest.mark.parametrize("scheme", ["float", "qoq", "qoq_channel"])

@@ -243,7 +243,7 @@ OF_ROPE: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 @pytest.mark.parametrize("name", OF_ROPE)
 def test_scalings_of_gguf_are_read_as_llama_cpp_reads_them(name: str) -> None:
     keys, scaling = OF_ROPE[name]
-    config = Config.from_gguf({**GGUF, **{f"llama.rope.{key}": value for key, value in keys.items()}})
+    config = Config.from_gguf({**GGUF, **{f"llama.rope.{key}": setting for key, setting in keys.items()}})
     assert config.rope_scaling == scaling
 
 
@@ -268,7 +268,7 @@ def test_scalings_of_gguf_are_read_as_llama_cpp_reads_them(name: str) -> None:
 )
 def test_what_gguf_metadata_cannot_say(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=rf"^GGUF: llama\.{message}") as error:
-        Config.from_gguf({**GGUF, **{f"llama.{key}": value for key, value in keys.items()}})
+        Config.from_gguf({**GGUF, **{f"llama.{key}": setting for key, setting in keys.items()}})
     assert "\n" not in str(error.value)
 
 

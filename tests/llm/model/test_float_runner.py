@@ -16,6 +16,7 @@ PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 1], list(range(70, 140))]
 CHANGES: list[dict[str, Any]] = [
     {},
     {"qkv_bias": True, "tied_head": False, "window": 5, "activation": "gelu_tanh", "kv_heads": 2},
+    {"qkv_bias": True, "window": 5, "window_layers": (1,)},
 ]
 
 
@@ -24,7 +25,7 @@ def right_logits(model: FloatModel, tokens: list[int]) -> Any:
     return model.logits(state[0, -1])
 
 
-@pytest.mark.parametrize("changes", CHANGES, ids=["plain", "others"])
+@pytest.mark.parametrize("changes", CHANGES, ids=["plain", "others", "window of a layer"])
 @pytest.mark.parametrize("chunk", [5, 256])
 def test_logits_are_those_of_whole_sequences(changes: dict[str, Any], chunk: int) -> None:
     model = FloatModel.random(replace(TINY_MODEL, **changes), dtype=np.float64)

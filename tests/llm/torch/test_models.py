@@ -79,7 +79,7 @@ def test_floats_of_a_model_are_its_own(name: str) -> None:
     if name == "head of its own":  # as of a file that holds a head which its config denies
         for each in (model, exact):
             each.lm_head.weight = torch.nn.Parameter(each.lm_head.weight.detach().flip(0))
-    exact.load_state_dict({key: value.float() for key, value in model.state_dict().items()})
+    exact.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
     tokens, ours = torch.arange(24)[None] % 90, float_model(model)
     with torch.no_grad():
         right = exact(tokens).logits.numpy()

@@ -85,7 +85,7 @@ def appended(tokens: int, heads: int, scheme: str, rope: bool, ceilings: Ceiling
 
     sizes, slots = sizes_at(tokens, heads, scheme, rope, copies), slots_of(tokens)
     own = (
-        {"k": k.copy(), "v": v.copy(), "slots": gpu.to_device(slots + np.int32(copy * _PAGES * PAGE))}
+        {"k": _rows(k), "v": _rows(v), "slots": gpu.to_device(slots + np.int32(copy * _PAGES * PAGE))}
         for copy in range(copies)
     )
     config = APPEND.config_for(sizes)
@@ -122,7 +122,12 @@ class Appending:
         pool, copies = self._of.caches[0].pool, len(self._of.caches)
         sizes = sizes_at(len(self._slots), self._of.batch.Hkv, "kv4", rope=True)
         sizes |= {"pages": len(pool), "R": len(self._tables[0])}
-        given = {"k": self._k, "v": self._v, "pool": pool, **dict(zip(_TABLES, self._tables, strict=True))}
+        given = {
+            "k": _rows(self._k),
+            "v": _rows(self._v),
+            "pool": pool,
+            **dict(zip(_TABLES, self._tables, strict=True)),
+        }
         arrays = ({**given, "slots": gpu.to_device(self._at(copy))} for copy in range(copies))
         return prepared(APPEND, sizes, APPEND.config_for(sizes), arrays, programmatic=programmatic)[1]
 
@@ -145,6 +150,11 @@ def _new(rng: np.random.Generator, tokens: int, heads: int) -> tuple[Any, Any]:
     """Random keys and values f16 [T, H, D] on the device."""
     k, v = rng.standard_normal((2, tokens, heads, HEAD_DIM), np.float32).astype(np.float16)
     return gpu.to_device(k), gpu.to_device(v)
+
+
+def _rows(x: Any) -> Any:
+    """Copy keys or values as the kernel takes them, [T, H·D]."""
+    return x.reshape(len(x), -1).copy()
 
 
 def _angles(rng: np.random.Generator, positions: int) -> tuple[Any, Any]:

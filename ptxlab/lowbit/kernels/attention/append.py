@@ -77,7 +77,7 @@ def _example_fused(rng: np.random.Generator, *, ratio: int, kept: int, pitch: in
     """Tokens as above, and their queries."""
     logical = _example(rng, **sizes)
     k, v = logical.pop("k"), logical.pop("v")
-    logical = {name: value for name, value in logical.items() if name not in ("k_pitch", "v_pitch")}
+    logical = {name: array for name, array in logical.items() if name not in ("k_pitch", "v_pitch")}
     q = rng.standard_normal((len(k), ratio * k.shape[1], k.shape[2]), dtype=np.float32)
     qkv = np.concatenate([q, k, v], axis=1).reshape(len(k), -1)
     return {"qkv": qkv, "heads": k.shape[1], "kept": kept, "pitch": pitch, **logical}
@@ -126,11 +126,11 @@ def _pack(logical: Arrays) -> Arrays:
 
 
 def pad_rows(x: np.ndarray, pitch: int) -> np.ndarray:
-    """Lay rows [T, ...] out as the kernels take them: flat, `pitch` elements from one to the next, NaN between them."""
+    """Lay rows [T, ...] out as the kernels take them: [T, pitch], NaN behind each row."""
     rows = x.reshape(len(x), -1)
-    apart = np.full((len(x), pitch), np.nan, x.dtype)
-    apart[:, : rows.shape[1]] = rows
-    return apart.reshape(-1)[: apart.size - pitch + rows.shape[1]]
+    padded = np.full((len(x), pitch), np.nan, x.dtype)
+    padded[:, : rows.shape[1]] = rows
+    return padded
 
 
 def appended(
@@ -240,8 +240,8 @@ APPEND = KernelSpec(
     name="append_kv4",
     summary="new keys and values, rotated and quantised, into the pages of a cache (QServe §4.2, §5.3)",
     args=(
-        Arg("k", ByVariant("BF16", DTYPES), ("(T - 1)*k_pitch + H*D",)),
-        Arg("v", ByVariant("BF16", DTYPES), ("(T - 1)*v_pitch + H*D",)),
+        Arg("k", ByVariant("BF16", DTYPES), ("T", "k_pitch")),
+        Arg("v", ByVariant("BF16", DTYPES), ("T", "v_pitch")),
         *_after_values(tables_optional=True),
         Arg("k_pitch", "int32", role="scalar"),
         Arg("v_pitch", "int32", role="scalar"),
@@ -272,7 +272,7 @@ ROPE_APPEND = replace(
     name="rope_append_kv4",
     summary="what the QKV projection leaves: queries rotated, keys and values into a cache's pages (QServe §4.2, §5.3)",
     args=(
-        Arg("qkv", ByVariant("BF16", DTYPES), ("(T - 1)*pitch + (ratio + 2)*H*D",)),
+        Arg("qkv", ByVariant("BF16", DTYPES), ("T", "pitch")),
         Arg("q", ByVariant("BF16", DTYPES), ("T", "ratio*H", "D"), "out"),
         Arg("keys", ByVariant("BF16", DTYPES), ("kept*T", "H", "D"), "out"),
         *_after_values(tables_optional=False),

@@ -1,7 +1,6 @@
 """`append_kv4` and `rope_append_kv4`: new tokens of any array library into a KV cache, in one launch."""
 
 from collections.abc import Iterator, Mapping
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,8 +180,7 @@ class _AppendCall(NamedTuple):
         for name, array in self.arrays.items():
             arg = self.spec.arg(name)
             label = f"{self.name}: {labels.get(name, name)}"
-            flat = arg.resolve(self.sizes)
-            shape = self.shapes[name] if name in self.shapes and shape_of(array) != flat else flat
+            shape = shape_of(array) if name in self.shapes else arg.resolve(self.sizes)
             yield CallArray(name, label, array, dtype_in(arg.dtype, constants), shape)
 
 
@@ -271,7 +269,8 @@ def _on_host(call: _AppendCall) -> Results:
     for operand in call.operands:
         if operand.array is not None:
             array = require_on_host(*operand[1:5], written=operand.name in _WRITTEN)
-            arrays[operand.name] = array.reshape(-1) if operand.name in call.shapes else array
+            is_new = operand.name in call.shapes
+            arrays[operand.name] = _rows_of(array, call.spec.arg(operand.name).resolve(call.sizes)) if is_new else array
     results = [operand for operand in call.operands if operand.array is None]
     if call.is_empty:
         made = {each.name: np.empty(each.shape, storage(each.dtype)) for each in results}
@@ -318,11 +317,12 @@ def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
     """Raise ArgumentError for what `quantize_kv` refuses."""
     here, cache = (arrays["slots"] >= 0)[:, None, None], call.cache
     if "qkv" in arrays:
-        qkv = _rows_of(arrays["qkv"], call.shapes["qkv"], call.sizes["pitch"])
-        heads = qkv.reshape(len(here), -1, cache.head_dim)[:, -2 * cache.num_kv_heads :]
+        width = call.shapes["qkv"][1]
+        heads = arrays["qkv"][:, :width].reshape(len(here), -1, cache.head_dim)[:, -2 * cache.num_kv_heads :]
         tokens = np.split(heads, 2, axis=1)
     else:
-        tokens = [_rows_of(arrays[name], call.shapes[name], call.sizes[f"{name}_pitch"]) for name in "kv"]
+        width = cache.num_kv_heads * cache.head_dim
+        tokens = [arrays[name][:, :width].reshape(call.shapes[name]) for name in "kv"]
     k, v = (np.where(here, floats(x), np.float32(0)) for x in tokens)
     if "cos" in arrays:
         at = table_rows(arrays.get("positions", np.arange(len(k))), len(arrays["cos"]))
@@ -337,12 +337,13 @@ def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
             ) from None
 
 
-def _rows_of(flat: np.ndarray, shape: tuple[int, ...], pitch: int) -> np.ndarray:
-    """View the tokens of that shape in a flat array where they begin `pitch` elements apart."""
-    rows = np.lib.stride_tricks.as_strided(
-        flat, (shape[0], prod(shape[1:])), (pitch * flat.itemsize, flat.itemsize), writeable=False
-    )
-    return rows.reshape(shape)
+def _rows_of(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return new tokens as [T, pitch]; behind the last row of a flat array with gaps there are zeros."""
+    if array.size == shape[0] * shape[1]:
+        return array.reshape(shape)
+    rows = np.zeros(shape, array.dtype)
+    rows.reshape(-1)[: array.size] = array
+    return rows
 
 
 _APPEND = Operation(APPEND.name, _check_pair, _prepare, _on_host, _look)

@@ -93,8 +93,8 @@ def _chunks(q: np.ndarray, cache: KVCache, starts: np.ndarray) -> Iterator[tuple
     """Yield every sequence that has queries: their rows, the queries [1, T, Hq, D], and a cache of it alone."""
     for b, (begin, end) in enumerate(pairwise(starts.tolist())):
         if begin < end:
-            own = replace(cache, block_table=cache.block_table[b : b + 1], lengths=cache.lengths[b : b + 1])
-            yield slice(begin, end), q[None, begin:end], own
+            alone = replace(cache, block_table=cache.block_table[b : b + 1], lengths=cache.lengths[b : b + 1])
+            yield slice(begin, end), q[None, begin:end], alone
 
 
 def attend(
@@ -102,8 +102,8 @@ def attend(
 ) -> Pair:
     """Attend in float64: out [N, Hq, D] and lse [N, Hq] of q [N, Hq, D], whose chunks begin at `starts`."""
     out, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
-    for rows, queries, own in _chunks(as_stored(q, DTYPES[BF16]), cache, starts):
-        out[rows], lse[rows] = (of_all[0] for of_all in common.attention(queries, own, softmax_scale, window))
+    for rows, queries, sequence in _chunks(as_stored(q, DTYPES[BF16]), cache, starts):
+        out[rows], lse[rows] = (of_all[0] for of_all in common.attention(queries, sequence, softmax_scale, window))
     return out, lse
 
 
@@ -126,8 +126,8 @@ def _bound(
 ) -> tuple[np.ndarray, np.ndarray]:
     out, lse = np.zeros(q.shape), np.zeros(q.shape[:-1])
     stored_to = BFLOAT16 if BF16 else HALF
-    for rows, queries, own in _chunks(as_stored(q, DTYPES[BF16]), cache, starts):
-        errors = common.error_of(queries, own, softmax_scale, roundings_of(cache.head_dim), window, stored_to)
+    for rows, queries, sequence in _chunks(as_stored(q, DTYPES[BF16]), cache, starts):
+        errors = common.error_of(queries, sequence, softmax_scale, roundings_of(cache.head_dim), window, stored_to)
         out[rows], lse[rows] = (error.each[0] for error in errors)
     return out, lse
 
@@ -168,6 +168,7 @@ PREFILL = KernelSpec(
     arch="sm_90a",
     exact_arch=True,
     after_wait=("q", "pool", "table", "lengths", "starts"),
+    batch="",
     example_sizes=sizes_rows(
         "N B Hq Hkv D P pages page window blocks softmax_scale",
         (70, 2, 4, 2, 128, 4, 8, 64, 0, 2, 0.088),

@@ -38,9 +38,9 @@ def attend_chunks(
     if has_workspace:
         raise ArgumentError(f"{NAME}: workspace", "must be None with query_start_loc: it needs none", "one")
     arrays = {"q": q, **arrays_of(cache), "starts": starts, "out": out, "lse": lse}
-    made = _CHUNKS(options, cache.description, arrays, cache)
-    out = made["out"] if out is None else out
-    return (out, made["lse"] if lse is None else lse) if options.return_lse else out
+    new_arrays = _CHUNKS(options, cache.description, arrays, cache)
+    out = new_arrays["out"] if out is None else out
+    return (out, new_arrays["lse"] if lse is None else lse) if options.return_lse else out
 
 
 def _check(options: AttentionOptions, arrays: Mapping[str, Any], cache: KVCache) -> _ChunkCall:

@@ -81,7 +81,7 @@ def test_tokens_may_lie_apart(fake: FakeGpu, view: str) -> None:
     rope = tuple(map(sent, ROPE))
     for _ in range(2):
         device.pool.host[...] = WILD
-        ptxlab.append_kv4(DeviceArray(k), DeviceArray(v), device, sent(SLOTS), rope=rope)
+        ptxlab.append_kv4(DeviceArray(k, has_gaps=True), DeviceArray(v, has_gaps=True), device, sent(SLOTS), rope=rope)
         assert np.array_equal(device.pool.host, wanted(ROPE))
     call(device, SLOTS, ROPE)  # not with the plan of those
     assert np.array_equal(device.pool.host, wanted(ROPE)) and fake.loads == 2 and fake.allocations == 0

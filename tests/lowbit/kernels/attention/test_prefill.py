@@ -131,8 +131,8 @@ def test_a_query_has_the_same_bits_in_any_chunk(backend: str) -> None:
     for cut in (1, 64, 149):
         pieces = [(0, cut), (cut, 150)]
         for begin, end in pieces:
-            own = replace(cache, block_table=cache.block_table[:1], lengths=cache.lengths[:1] - np.int32(150 - end))
-            part = {**logical, "q": logical["q"][begin:end], "cache": own}
+            piece = replace(cache, block_table=cache.block_table[:1], lengths=cache.lengths[:1] - np.int32(150 - end))
+            part = {**logical, "q": logical["q"][begin:end], "cache": piece}
             part["starts"] = np.array([0, end - begin], np.int32)
             outputs, _ = run(part, {**sizes, "N": end - begin, "B": 1}, backend)
             for name in ("out", "lse"):
@@ -162,8 +162,8 @@ def test_nothing_seen_is_zeros() -> None:
 
 
 CHANGES = {
-    "a key too many": ("if (at >= end[r] ||", "if (at > end[r] ||"),
-    "a window too wide": ("at < end[r] - window)", "at < end[r] - window - 1)"),
+    "a key too many": ("if (key >= end[r] ||", "if (key > end[r] ||"),
+    "a window too wide": ("key < end[r] - window)", "key < end[r] - window - 1)"),
     "values beyond the end": ("if (token >= tokens) pair = 0;", ""),
     "sums are not scaled down": ("o[i] *= rescale[i / 2 % 2];", ";"),
     "scale of another token": ("token % PAGE * 4);", "(token ^ 1) % PAGE * 4);"),
@@ -272,10 +272,10 @@ def test_long_contexts_on_a_gpu(new: tuple[int, ...], past: tuple[int, ...], D: 
         begin, end = logical["starts"][b : b + 2]
         for t in {begin, (begin + end) // 2, end - 1}:
             length = logical["cache"].lengths[b] - (end - 1 - t)
-            own = replace(
+            piece = replace(
                 logical["cache"],
                 block_table=logical["cache"].block_table[b : b + 1],
                 lengths=np.array([length], np.int32),
             )
-            row = {**logical, "q": logical["q"][t : t + 1], "cache": own, "starts": np.array([0, 1], np.int32)}
+            row = {**logical, "q": logical["q"][t : t + 1], "cache": piece, "starts": np.array([0, 1], np.int32)}
             compare(PREFILL, {"out": host[t : t + 1], "lse": of_rows[t : t + 1]}, row)

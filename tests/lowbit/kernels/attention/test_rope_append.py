@@ -179,12 +179,12 @@ def test_rows_may_lie_apart(fake: FakeGpu) -> None:
     q = ptxlab.rope_append_kv4(qkv, cache, PROBLEM.of.slots, rope=ROPE, backend="emulator")
     assert np.array_equal(q, PROBLEM.wanted) and np.array_equal(cache.pool, PROBLEM.of.wanted)
     device = on_device(replace(PROBLEM.of.cache, pool=PROBLEM.of.cache.pool.copy()))
-    q = ptxlab.rope_append_kv4(DeviceArray(qkv), device, slots, rope=rope)
+    q = ptxlab.rope_append_kv4(DeviceArray(qkv, has_gaps=True), device, slots, rope=rope)
     assert np.array_equal(q.host, PROBLEM.wanted) and np.array_equal(device.pool.host, PROBLEM.of.wanted)
     assert len(fake.launched) == 1
     inside = DeviceArray(rows.reshape(-1)[16 + QKV.shape[1] :][: 6 * 6 * 64].reshape(6, 6, 64))
     with pytest.raises(ArgumentError, match=r"out: must not share memory with qkv \(got some of it\)"):
-        ptxlab.rope_append_kv4(DeviceArray(qkv), device, slots, rope=rope, out=inside)
+        ptxlab.rope_append_kv4(DeviceArray(qkv, has_gaps=True), device, slots, rope=rope, out=inside)
 
 
 def test_q_is_not_written_where_qkv_is_read(fake: FakeGpu) -> None:
