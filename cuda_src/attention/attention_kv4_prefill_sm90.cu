@@ -104,11 +104,12 @@ struct Scheduler {
                 tile.row = (tiles - 1 - local / heads) * kRows;
                 tile.queries = __shfl_sync(~0u, queries, holder);
                 tile.start = starts[tile.sequence], tile.context = lengths[tile.sequence];
-                const int first = tile.context - tile.queries + tile.row / group;
-                const int last = tile.context - tile.queries + min(tile.queries - 1, (tile.row + kRows - 1) / group);
-                tile.begin = window > 0 ? max(0, first - window + 1) / KEYS : 0;
-                tile.end = max(tile.begin, (last + KEYS) / KEYS);
-                if (last < 0) tile.end = tile.begin;
+                const int first_token = tile.context - tile.queries + tile.row / group;
+                const int last_token =
+                    tile.context - tile.queries + min(tile.queries - 1, (tile.row + kRows - 1) / group);
+                tile.begin = window > 0 ? max(0, first_token - window + 1) / KEYS : 0;
+                tile.end = max(tile.begin, (last_token + KEYS) / KEYS);
+                if (last_token < 0) tile.end = tile.begin;
                 return true;
             }
             if (base + 32 >= sequences) return false;
@@ -264,8 +265,8 @@ struct Query {
             for (int e = 0; e < 8; ++e) largest = ptxlab::max_nan(largest, fabsf(element(words[e / 2], e % 2)));
         }
         largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 1));
-        const float unit = ptxlab::leading_power(fmaxf(largest, 0x1p-100f));
-        const float inverse = ptxlab::inverse_power(unit) + (largest - largest);  // NaN of infinity
+        const float power = ptxlab::leading_power(fmaxf(largest, 0x1p-100f));
+        const float inverse = ptxlab::inverse_power(power) + (largest - largest);  // NaN of infinity
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
             const u32 words[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
@@ -280,7 +281,7 @@ struct Query {
             *reinterpret_cast<uint4*>(rows + chunk / 8 * kQueryColumnBytes + row * 128 + (chunk % 8 ^ row % 8) * 16) =
                 make_uint4(h[0], h[1], h[2], h[3]);
         }
-        if (half == 0) factors[row] = softmax_scale * kLog2E * unit;
+        if (half == 0) factors[row] = softmax_scale * kLog2E * power;
         ptxlab::fence_proxy_async();
     }
 };

@@ -129,8 +129,8 @@ def sole_writer(path: Path) -> Iterator[None]:
         lock = _try_lock(place)
         if lock is None:
             raise FileError(f"{path}: another process is writing it")
-    except OSError as error:
-        raise FileError(f"{path}: cannot be written: {error.strerror or error}") from None
+    except (OSError, NotImplementedError) as error:  # the latter of file systems without locks
+        raise FileError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
     try:
         yield
     finally:

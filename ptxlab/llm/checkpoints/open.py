@@ -88,10 +88,10 @@ def missing(source: str | Path, rule: str) -> FileError:
     name = path.name
     if "gguf" not in name.lower():
         return FileError(
-            f"{source}: no folder here; fetch it by `hf download {source} --local-dir {name}`, pass {name}"
+            f"{source}: no folder here; fetch it by `hf download {source} --local-dir {name}`, then pass {name}"
         )
-    fetch = f"hf download {source} --include '*Q8_0*.gguf' --local-dir {name}"
-    return FileError(f"{source}: no file here; fetch one by `{fetch}`, pass {name}/FILE.gguf")
+    fetch = f"hf download {source} --include '*[qQ]8_0*.gguf' --local-dir {name}"
+    return FileError(f"{source}: no file here; fetch one by `{fetch}`, then pass {name}/FILE.gguf")
 
 
 def tensor_name(part: str, layer: int) -> str:

@@ -27,7 +27,7 @@ class Computing(NamedTuple):
     model: str
     backend: str
     scheme: str | None
-    group: int
+    group: int | None
     head: str
     prompt_attention: str
     memory: float | None
@@ -66,8 +66,8 @@ def _stream(
     chunks = ceil_div(size * computed, runner.chunk)
     tokens, times = list[int](), [time.perf_counter()]
     with progress_bar("prompt", chunks, quiet=quiet or chunks == 1) as advance:
-        how: dict[str, Any] = {"goes_on": goes_on, "progress": lambda: advance("prompt"), **prompt.sampling}
-        steps = generate(runner, [ids] * size, prompt.tokens, **how)
+        options: dict[str, Any] = {"goes_on": goes_on, "progress": lambda: advance("prompt"), **prompt.sampling}
+        steps = generate(runner, [ids] * size, prompt.tokens, **options)
         first = next(steps)
     if not quiet:
         _write(echo)
@@ -88,15 +88,15 @@ def _stream(
 
 
 def continue_text(
-    runner: Runner, tokenizer: Tokenizer, prompt: Prompt, ids: list[int], how: Computing, *, echo: str
+    runner: Runner, tokenizer: Tokenizer, prompt: Prompt, ids: list[int], computing: Computing, *, echo: str
 ) -> None:
     """Stream the first continuation of a prompt behind the text `echo`, and print the others; or all as JSON."""
-    streamed = _stream(runner, ids, prompt, tokenizer, echo=echo, quiet=how.quiet)
-    if how.quiet:
+    streamed = _stream(runner, ids, prompt, tokenizer, echo=echo, quiet=computing.quiet)
+    if computing.quiet:
         return print_json(
             {
-                "model": how.model,
-                "backend": how.backend,
+                "model": computing.model,
+                "backend": computing.backend,
                 "recipe": _recipe(runner),
                 "prompt_tokens": len(ids),
                 "tokens": [text.tokens for text in streamed.texts],
@@ -107,10 +107,12 @@ def continue_text(
         )
     for i, text in enumerate(streamed.texts[1:], 2):
         _write(f"\n[{i}] {echo}{text.text}\n")
-    note(f"{streamed.speed()}; {_where(runner, how)}")
+    note(f"{streamed.speed()}; {_where(runner, computing)}")
 
 
-def converse(runner: Runner, tokenizer: Tokenizer, prompt: Prompt, opening: Sequence[Message], how: Computing) -> None:
+def converse(
+    runner: Runner, tokenizer: Tokenizer, prompt: Prompt, opening: Sequence[Message], computing: Computing
+) -> None:
     """Answer messages until there are no more; what the cache holds of the conversation is not computed again."""
     messages, cached = [*opening], list[int]()
     for message in _messages(prompt.text):
@@ -123,7 +125,7 @@ def converse(runner: Runner, tokenizer: Tokenizer, prompt: Prompt, opening: Sequ
         # The template, or the tokenizer, may make other tokens of an answer's text than those that were generated.
         goes_on = 0 < len(cached) < len(ids) and ids[: len(cached)] == cached
         streamed = _stream(runner, ids, prompt, tokenizer, goes_on=goes_on)
-        note(f"{streamed.speed()}; {_where(runner, how)}")
+        note(f"{streamed.speed()}; {_where(runner, computing)}")
         messages.append({"role": "assistant", "content": streamed.texts[0].text})
         cached = (ids + streamed.tokens)[: int(runner.lengths[0])]
 
@@ -147,7 +149,7 @@ def _messages(first: str) -> Iterator[str]:
 
 
 def serve_prompts(
-    runner: Runner, tokenizer: Tokenizer, prompts: list[Prompt], encoded: list[list[int]], how: Computing
+    runner: Runner, tokenizer: Tokenizer, prompts: list[Prompt], encoded: list[list[int]], computing: Computing
 ) -> None:
     """Put all prompts through a `Server`, each printed in its turn once it is done. Exits with 1 where one failed."""
     server = Server(runner)
@@ -160,7 +162,7 @@ def serve_prompts(
     begin, shown = time.perf_counter(), 0
     on_terminal = sys.stdout.isatty()  # which shows the answers, between which a bar would stand
     keeps = "what is printed is kept"
-    with progress_bar("prompts", len(requests), quiet=how.quiet or on_terminal, keeps=keeps) as advance:
+    with progress_bar("prompts", len(requests), quiet=computing.quiet or on_terminal, keeps=keeps) as advance:
         while shown < len(requests):
             for request in server.step():
                 if request.error is None:
@@ -168,14 +170,14 @@ def serve_prompts(
                 if text_of[request].ended:
                     server.cancel(request)
             while shown < len(requests) and requests[shown].done:
-                if not how.quiet:
+                if not computing.quiet:
                     _write(f"[{shown + 1}] {prompts[shown].text}{texts[shown].text}\n")
                     if requests[shown].error:
                         note(f"[{shown + 1}] failed: {requests[shown].error}")
                 shown += 1
                 advance(f"prompt {shown}")
     seconds, tokens = time.perf_counter() - begin, sum(len(request.tokens) for request in requests)
-    if how.quiet:
+    if computing.quiet:
         answers: list[dict[str, Any]] = [
             {
                 "prompt_tokens": len(request.prompt),
@@ -186,11 +188,11 @@ def serve_prompts(
             for request, text in text_of.items()
         ]
         rates: dict[str, Any] = {"seconds": seconds, "tokens_per_second": tokens / seconds}
-        about: dict[str, Any] = {"model": how.model, "backend": how.backend, "recipe": _recipe(runner)}
+        about: dict[str, Any] = {"model": computing.model, "backend": computing.backend, "recipe": _recipe(runner)}
         print_json({**about, **rates, "requests": answers})
     else:
         summary = f"{len(requests)} prompts of {sum(map(len, encoded))} tokens, {runner.batch} at a time"
-        note(f"{tokens / seconds:.1f} tokens/s: {tokens} in {seconds:.2f} s; {summary}; {_where(runner, how)}")
+        note(f"{tokens / seconds:.1f} tokens/s: {tokens} in {seconds:.2f} s; {summary}; {_where(runner, computing)}")
     if any(request.error for request in requests):
         raise typer.Exit(FAILED)
 
@@ -199,14 +201,14 @@ def _recipe(runner: Runner) -> dict[str, Any]:
     return {"scheme": "float"} if isinstance(runner, FloatRunner) else dict(runner.model.recipe)
 
 
-def _where(runner: Runner, how: Computing) -> str:
+def _where(runner: Runner, computing: Computing) -> str:
     if isinstance(runner, FloatRunner):
-        return f"weights and KV cache in float32, on {'the GPU' if how.backend == 'gpu' else 'NumPy'}"
+        return f"weights and KV cache in float32, on {'the GPU' if computing.backend == 'gpu' else 'NumPy'}"
     torch = getattr(runner, "prompt_attention", "cache") == "torch"
     attention = "PyTorch's attention" if torch else "the decode attention"
     on_gpu = f"the GPU: a CUDA graph per step, the prompt by {attention}, in chunks of {runner.chunk} tokens"
     precision = {"atom": "W4A4", "fmpq": "W4Ax"}.get(runner.model.layers[0].qkv.scheme, "W4A8")
-    return f"{precision}, KV4, on {on_gpu if how.backend == 'gpu' else 'NumPy'}"
+    return f"{precision}, KV4, on {on_gpu if computing.backend == 'gpu' else 'NumPy'}"
 
 
 def note(remark: str) -> None:

@@ -1,6 +1,5 @@
 """The command `generate`: text from a model, as it is made; of one prompt, of many at once, or in a conversation."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +24,7 @@ from ptxlab.llm.cli.answers import Computing, continue_text, converse, note, ser
 from ptxlab.llm.cli.models import model_on_gpu, opened_model
 from ptxlab.llm.cli.prompts import (
     Prompt,
+    changed_shares,
     check_prompt,
     encode_prompts,
     naming_options,
@@ -41,7 +41,6 @@ from ptxlab.llm.model import (
     NumpyRunner,
     QuantizedModel,
     Runner,
-    Sampling,
 )
 from ptxlab.llm.model.kernel_runner import PROMPT_ATTENTIONS, require_torch
 from ptxlab.llm.model.memory import budget, largest_batch, require_batch, weights_of
@@ -55,6 +54,7 @@ SCHEMES = ("lqq", "qoq", "qoq_channel", "float")
 _AT_ONCE = 16  # sequences of --prompts
 _CHUNK_OF_TORCH = 2048  # rows: only the first chunk of a prompt is PyTorch's
 _CONVERSATION = 4096  # tokens
+_GROUP = 32  # weights that share a scale by default
 _SAMPLING, _CHAT, _COMPUTING = "Sampling", "Chat", "Computing"
 
 
@@ -86,7 +86,7 @@ def generate(
     top_p: Annotated[
         float,
         typer.Option(
-            rich_help_panel=_SAMPLING, help="Draw from the likeliest tokens that have this share of probability."
+            rich_help_panel=_SAMPLING, help="Draw from the fewest likeliest tokens whose probabilities add up to this."
         ),
     ] = 1,
     min_p: Annotated[
@@ -130,8 +130,12 @@ def generate(
         ),
     ] = None,
     group: Annotated[
-        int, typer.Option(rich_help_panel=_COMPUTING, help="Weights per level-2 scale where they are rounded here.")
-    ] = 32,
+        int | None,
+        typer.Option(
+            rich_help_panel=_COMPUTING,
+            help=f"Weights per level-2 scale where they are rounded here: 32, 64 or 128. Default: {_GROUP}.",
+        ),
+    ] = None,
     head: Annotated[
         str,
         typer.Option(
@@ -157,15 +161,19 @@ def generate(
     Without a GPU the same integers are computed in NumPy, where W4A4's folders run as well. Weights that are not
     quantised yet are rounded to nearest; --scheme float computes with them as they are. --chat holds a conversation.
     """
-    how = Computing(model, _backend(backend, scheme), scheme, group, head, prompt_attention, memory, quiet=as_json)
-    talks = chat and prompts is None and batch in (None, 1) and not as_json
+    computing = Computing(
+        model, _backend(backend, scheme), scheme, group, head, prompt_attention, memory, quiet=as_json
+    )
+    is_conversation = chat and prompts is None and batch in (None, 1) and not as_json
     if prompts is not None:
         refuse({"PROMPT": prompt}, "goes without --prompts")
-    elif not prompt and not talks:
+    elif not prompt and not is_conversation:
         raise CommandLineError("the prompt must not be empty")
     if not chat:
         refuse({"--system": system, "--context": context}, "needs --chat")
-    _check(how, batch)
+    elif not is_conversation:
+        refuse({"--context": context}, "is of a conversation: --chat without --json, --batch and --prompts")
+    _check(computing, batch)
     shares = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     single = Prompt(
         prompt or "",
@@ -174,19 +182,18 @@ def generate(
         tuple(stop or ()),
     )
     check_prompt(single)
-    if prompts is None and not temperature:
-        usual = asdict(Sampling())
-        changed = {f"--{option_name(name)}": value for name, value in shares.items() if value != usual[name]}
-        refuse(changed, "needs --temperature above 0")
     requests = [single] if prompts is None else read_prompts(prompts, single)
-    opened, tokenizer = _open(how)
+    if not any(request.sampling["temperature"] for request in requests):
+        changed = {f"--{option_name(name)}": shares[name] for name in changed_shares(shares)}
+        refuse(changed, "needs --temperature above 0")
+    opened, tokenizer = _open(computing)
     if chat and not tokenizer.chats:
         raise CommandLineError("--chat needs a model with a chat template, or with <|im_start|> in its vocabulary")
     from threadpoolctl import threadpool_limits  # of the extra `model`, which `_open` has asked for
 
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     encoded: list[list[int]] = []
-    if talks:
+    if is_conversation:
         longest, place = _conversation(context, opened.config), "the conversation"
     else:
         encoded = encode_prompts(tokenizer, requests, opening if chat else None)
@@ -194,15 +201,15 @@ def generate(
         lengths = [len(ids) + request.tokens for ids, request in zip(encoded, requests, strict=True)]
         longest, place = max(lengths), requests[lengths.index(max(lengths))].place
     size = (batch or 1) if prompts is None else min(batch or _AT_ONCE, len(requests))
-    runner = _runner(how, opened, size, longest, place, fixed=batch is not None, at_once=prompts is None)
+    runner = _runner(computing, opened, size, longest, place, fixed=batch is not None, at_once=prompts is None)
     # A step of one sequence is memory-bound; on a busy machine two threads wait for each other longer than they compute
     with threadpool_limits(1 if runner.batch == 1 else None, "blas"):
-        if talks:
-            converse(runner, tokenizer, single, opening, how)
+        if is_conversation:
+            converse(runner, tokenizer, single, opening, computing)
         elif prompts is None:
-            continue_text(runner, tokenizer, single, encoded[0], how, echo="" if chat else single.text)
+            continue_text(runner, tokenizer, single, encoded[0], computing, echo="" if chat else single.text)
         else:
-            serve_prompts(runner, tokenizer, requests, encoded, how)
+            serve_prompts(runner, tokenizer, requests, encoded, computing)
 
 
 def _fitted(
@@ -214,23 +221,23 @@ def _fitted(
     *,
     fixed: bool,
     at_once: bool,
-    **how: Any,
+    **options: Any,
 ) -> tuple[int, int]:
     """The batch, which becomes smaller where it must unless it is `fixed`, and the cache's pages within --memory.
 
     The pages hold all sequences `at_once`, or no fewer than the longest one, of the prompt that was found `where`.
     """
-    least, footprint = ceil_div(context, PAGE), Footprint.of(config, 1, context, **how)
+    least, footprint = ceil_div(context, PAGE), Footprint.of(config, 1, context, **options)
     if footprint.total(least) > budget(memory):
         needed = f"at least {footprint.needed(least)} for the {context} tokens of {where}"
         raise expects("--memory", needed, memory)
     pages = None if at_once else least
     if fixed:
         with naming_options():
-            require_batch(config, batch, memory, context, pages=pages, **how)
+            require_batch(config, batch, memory, context, pages=pages, **options)
     else:
-        batch = largest_batch(config, memory, context, most=batch, pages=pages, **how)
-    return batch, min(batch * least, Footprint.of(config, batch, context, **how).most_pages(memory))
+        batch = largest_batch(config, memory, context, most=batch, pages=pages, **options)
+    return batch, min(batch * least, Footprint.of(config, batch, context, **options).most_pages(memory))
 
 
 def _backend(backend: str | None, scheme: str | None) -> str:
@@ -245,27 +252,29 @@ def _backend(backend: str | None, scheme: str | None) -> str:
     return backend
 
 
-def _check(how: Computing, batch: int | None) -> None:
+def _check(computing: Computing, batch: int | None) -> None:
     """Raise CommandLineError for a bad option, before anything is fetched."""
-    if how.scheme not in (None, *SCHEMES):
-        raise expects("--scheme", f"{', '.join(SCHEMES[:-1])} or {SCHEMES[-1]}", how.scheme)
-    if how.group not in GROUPS:
-        raise expects("--group", ", ".join(map(str, GROUPS)), how.group)
-    if how.head not in HEADS:
-        raise expects("--head", " or ".join(HEADS), how.head)
-    if how.prompt_attention not in PROMPT_ATTENTIONS:
-        raise expects("--prompt-attention", " or ".join(PROMPT_ATTENTIONS), how.prompt_attention)
-    by_torch = how.prompt_attention == "torch"
-    if how.scheme == "float":
-        options = {"--head int8": how.head != "float16" or None, "--prompt-attention torch": by_torch or None}
-        refuse({**options, "--memory": how.memory}, "is not for --scheme float")
+    if computing.scheme not in (None, *SCHEMES):
+        raise expects("--scheme", f"{', '.join(SCHEMES[:-1])} or {SCHEMES[-1]}", computing.scheme)
+    if computing.group not in (None, *GROUPS):
+        raise expects("--group", f"{', '.join(map(str, GROUPS[:-1]))} or {GROUPS[-1]}", computing.group)
+    if computing.scheme in ("float", "qoq_channel"):
+        refuse({"--group": computing.group}, f"is not for --scheme {computing.scheme}")
+    if computing.head not in HEADS:
+        raise expects("--head", " or ".join(HEADS), computing.head)
+    if computing.prompt_attention not in PROMPT_ATTENTIONS:
+        raise expects("--prompt-attention", " or ".join(PROMPT_ATTENTIONS), computing.prompt_attention)
+    by_torch = computing.prompt_attention == "torch"
+    if computing.scheme == "float":
+        options = {"--head int8": computing.head != "float16" or None, "--prompt-attention torch": by_torch or None}
+        refuse({**options, "--memory": computing.memory}, "is not for --scheme float")
     if by_torch:
-        if how.backend != "gpu":
-            raise CommandLineError(f"--prompt-attention torch goes with --backend gpu (got {how.backend})")
+        if computing.backend != "gpu":
+            raise CommandLineError(f"--prompt-attention torch goes with --backend gpu (got {computing.backend})")
         require_torch(on_gpu=True)
-    if how.memory is not None:
+    if computing.memory is not None:
         with naming_options():
-            budget(how.memory)
+            budget(computing.memory)
     require_counts(batch=1 if batch is None else batch)
 
 
@@ -280,19 +289,21 @@ def _conversation(context: int | None, config: Config) -> int:
     return context
 
 
-def _open(how: Computing) -> tuple[FloatModel | QuantizedModel, Tokenizer]:
+def _open(computing: Computing) -> tuple[FloatModel | QuantizedModel, Tokenizer]:
     """A model, quantised already or not; one that has a name is downloaded."""
-    path = Path(how.model)
-    if not is_quantized(path) or how.scheme == "float":
-        return opened_model(how.model, quiet=how.quiet)
-    if how.scheme is not None:
-        raise CommandLineError(f"--scheme {how.scheme} goes with weights that are not quantised yet")
+    path = Path(computing.model)
+    if not is_quantized(path) or computing.scheme == "float":
+        return opened_model(computing.model, quiet=computing.quiet)
+    if computing.scheme is not None:
+        raise CommandLineError(f"--scheme {computing.scheme} goes with weights that are not quantised yet")
+    if computing.group is not None:
+        raise CommandLineError(f"--group {computing.group} goes with weights that are not quantised yet")
     quantized = load(path)
     return quantized, open_tokenizer(path, quantized.config)
 
 
 def _runner(
-    how: Computing,
+    computing: Computing,
     opened: FloatModel | QuantizedModel,
     size: int,
     context: int,
@@ -302,23 +313,23 @@ def _runner(
     at_once: bool,
 ) -> Runner:
     """A runner of `size` sequences, or fewer where --memory holds no more and the size is not `fixed`."""
-    if how.scheme == "float" and isinstance(opened, FloatModel):
-        return FloatRunner(opened.to_device() if how.backend == "gpu" else opened, size, context)
-    by_torch: dict[str, Any] = {"prompt_attention": "torch"} if how.prompt_attention == "torch" else {}
+    if computing.scheme == "float" and isinstance(opened, FloatModel):
+        return FloatRunner(opened.to_device() if computing.backend == "gpu" else opened, size, context)
+    by_torch: dict[str, Any] = {"prompt_attention": "torch"} if computing.prompt_attention == "torch" else {}
     options: dict[str, Any] = {
-        "head": how.head,
+        "head": computing.head,
         "chunk": min(_CHUNK_OF_TORCH, size * context) if by_torch else None,
     }
-    pages, scheme = None, how.scheme or "lqq"
-    if how.memory is not None:
-        rounding = {"group": how.group, "scheme": scheme}
+    pages, scheme, group = None, computing.scheme or "lqq", computing.group or _GROUP
+    if computing.memory is not None:
+        rounding = {"group": group, "scheme": scheme}
         counted = weights_of(opened) if isinstance(opened, QuantizedModel) else rounding
         size, pages = _fitted(
-            how.memory, opened.config, size, context, longest, fixed=fixed, at_once=at_once, **options, **counted
+            computing.memory, opened.config, size, context, longest, fixed=fixed, at_once=at_once, **options, **counted
         )
     if isinstance(opened, FloatModel):
-        opened = _rounded(opened, how.model, scheme, how.group, quiet=how.quiet)
-    return RUNNERS[how.backend](opened, size, context, pages=pages, **options, **by_torch)
+        opened = _rounded(opened, computing.model, scheme, group, quiet=computing.quiet)
+    return RUNNERS[computing.backend](opened, size, context, pages=pages, **options, **by_torch)
 
 
 def _rounded(model: FloatModel, source: str, scheme: str, group: int, *, quiet: bool) -> QuantizedModel:

@@ -1,8 +1,9 @@
 """Prompts of `ptxlab generate`: with what they are asked for, checked, read from files, and as tokens."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from ptxlab.llm.checkpoints.chat import Message
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.generated_text import require_stop
 from ptxlab.llm.model import Sampling
+
+_SHARES = ("top_k", "top_p", "min_p")  # without effect where the likeliest token is taken
 
 
 class Prompt(NamedTuple):
@@ -50,6 +53,9 @@ def read_prompts(path: Path, usual: Prompt) -> list[Prompt]:
             if key not in ("prompt", *settings):
                 raise CommandLineError(f"{place}: expects the keys prompt, {', '.join(settings)}, got {key[:60]!a}")
         settings |= keys
+        idle = changed_shares(keys)
+        if idle and not settings["temperature"]:
+            raise CommandLineError(f"{place}: {', '.join(idle)} needs a temperature above 0")
         content, tokens, stop = (settings.pop(key) for key in ("prompt", "tokens", "stop"))
         prompt = Prompt(content, tokens, settings, tuple(stop), place)
         try:
@@ -81,6 +87,12 @@ def check_prompt(prompt: Prompt) -> None:
     with naming_options():
         require_stop(prompt.stop)
         Sampling(**prompt.sampling)
+
+
+def changed_shares(sampling: Mapping[str, Any]) -> list[str]:
+    """Name the settings that say which tokens are drawn from, where they leave any out."""
+    usual = asdict(Sampling())
+    return [name for name in _SHARES if sampling.get(name, usual[name]) != usual[name]]
 
 
 @contextmanager

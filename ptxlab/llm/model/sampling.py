@@ -39,7 +39,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         degree = self.temperature
-        if not isinstance(degree, int | float) or not (degree == 0 or COLDEST <= degree <= HOTTEST):
+        is_number = isinstance(degree, int | float) and not isinstance(degree, bool)
+        if not is_number or not (degree == 0 or COLDEST <= degree <= HOTTEST):
             raise ArgumentError("temperature", f"must be 0, or a number in {COLDEST:g}..{HOTTEST:g}", repr(degree))
         if not is_integer(self.seed) or not 0 <= self.seed < 2**32:
             raise ArgumentError("seed", "must be an integer in 0..2^32-1", repr(self.seed))

@@ -158,10 +158,13 @@ def _partial(out: Path, run: dict[str, Any], about: dict[str, Any]) -> Path:
     return partial
 
 
+_ABSENT = "absent"  # of a setting that one of two runs does not have
+
+
 def _difference(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Say of the first setting that differs how: `config.rope_theta differs (10000.0, now 500000.0)`."""
-    name = next(name for name in {**now, **earlier} if earlier.get(name) != now.get(name))
-    old, new = earlier.get(name), now.get(name)
+    name = next(name for name in {**now, **earlier} if earlier.get(name, _ABSENT) != now.get(name, _ABSENT))
+    old, new = earlier.get(name, _ABSENT), now.get(name, _ABSENT)
     if isinstance(old, dict) and isinstance(new, dict):
         return f"{name}.{_difference(old, new)}"
     values = f"{old}, now {new}"

@@ -234,6 +234,12 @@ def test_a_chat_is_asked_in_the_models_template(cli: Any, folder: Path, tmp_path
         (("a", "--system", "b"), "--system needs --chat"),
         (("a", "--context", "9"), "--context needs --chat"),
         (("", "--chat", "--json"), "the prompt must not be empty"),
+        (
+            ("a", "--chat", "--json", "--context", "9"),
+            "--context is of a conversation: --chat without --json, --batch and --prompts",
+        ),
+        (("a", "--scheme", "float", "--group", "64"), "--group is not for --scheme float"),
+        (("a", "--scheme", "qoq_channel", "--group", "64"), "--group is not for --scheme qoq_channel"),
         (("a", "--scheme", "int4"), "--scheme expects lqq, qoq, qoq_channel or float, got int4"),
         (("a", "--scheme", "float", "--memory", "9"), "--memory is not for --scheme float"),
         (("a", "--scheme", "float", "--head", "int8"), "--head int8 is not for --scheme float"),
@@ -242,7 +248,7 @@ def test_a_chat_is_asked_in_the_models_template(cli: Any, folder: Path, tmp_path
         (("a", "--memory", "0"), "--memory expects a number of gigabytes above 0, at most 10^9, got 0.0"),
         (("a\udcff",), "the prompt: text: must be a str without lone surrogates (got 'a\\udcff')"),
         (("a", "--prompts", "nosuch"), "PROMPT goes without --prompts"),
-        (("a", "--group", "48"), "--group expects 32, 64, 128, got 48"),
+        (("a", "--group", "48"), "--group expects 32, 64 or 128, got 48"),
         (("a", "--model", "nosuch"), "nosuch: no model: a folder, a .gguf file, or one of smollm2"),
         (
             ("a" * 100, "--tokens", "29"),
@@ -254,6 +260,23 @@ def test_bad_input_is_one_line(cli: Any, folder: Path, options: tuple[str, ...],
     given = options if options else ("",)
     code, out, err = cli("generate", given[0], "--model", folder, "--backend", "numpy", *given[1:])
     assert (code, out, err.strip()) == (2, "", f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("prompts.txt", "the cat", "--top-k needs --temperature above 0"),
+        ("prompts.jsonl", '{"prompt": "a", "min_p": 0.5}', "{}, line 1: min_p needs a temperature above 0"),
+    ],
+)
+def test_a_share_without_a_temperature_is_refused(
+    cli: Any, folder: Path, tmp_path: Path, name: str, line: str, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(line + "\n")
+    options = ("--top-k", 5) if name.endswith("txt") else ()
+    code, out, err = cli("generate", "--prompts", path, "--model", folder, "--backend", "numpy", *options)
+    assert (code, out, err.strip()) == (2, "", f"error: {message.format(path)}")
 
 
 @pytest.fixture(scope="module")

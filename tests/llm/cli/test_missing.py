@@ -24,12 +24,12 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         (
             "HuggingFaceTB/SmolLM2-135M",
             "no folder here; fetch it by `hf download HuggingFaceTB/SmolLM2-135M --local-dir SmolLM2-135M`, "
-            "pass SmolLM2-135M",
+            "then pass SmolLM2-135M",
         ),
         (
             "Qwen/Qwen2.5-0.5B-Instruct-GGUF",
-            "no file here; fetch one by `hf download Qwen/Qwen2.5-0.5B-Instruct-GGUF --include '*Q8_0*.gguf' "
-            "--local-dir Qwen2.5-0.5B-Instruct-GGUF`, pass Qwen2.5-0.5B-Instruct-GGUF/FILE.gguf",
+            "no file here; fetch one by `hf download Qwen/Qwen2.5-0.5B-Instruct-GGUF --include '*[qQ]8_0*.gguf' "
+            "--local-dir Qwen2.5-0.5B-Instruct-GGUF`, then pass Qwen2.5-0.5B-Instruct-GGUF/FILE.gguf",
         ),
     ],
     ids=["folder", "gguf"],

@@ -290,6 +290,7 @@ def test_a_token_without_finite_logits_is_an_error(temperature: float) -> None:
         ({"prompts": [[3, -1]]}, r"prompts\[0\]: must be tokens in 0..259 \(got -1\)"),
         ({"prompts": [[0.5]]}, r"prompts\[0\]: must be integers \[n\] \(got float64 \[1\]\)"),
         ({"tokens": 0}, r"tokens: must be an integer, 1 or more \(got 0\)"),
+        ({"temperature": True}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got True\)"),
         ({"temperature": -0.1}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got -0.1\)"),
         ({"temperature": float("nan")}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got nan\)"),
         ({"temperature": 1e-39}, r"temperature: must be 0, or a number in 1e-06..1e\+06 \(got 1e-39\)"),

@@ -444,3 +444,9 @@ def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name:
     numerics = recipe.numerics()
     on_host, on_device = (perplexity(dequantized(each), TEXT, numerics) for each in (host, device))
     assert np.log(on_device) == pytest.approx(np.log(on_host), rel=0.05)
+
+
+def test_a_setting_that_one_run_lacks_differs() -> None:
+    """Also where it is null in the other, as a later version's would be."""
+    earlier, now = {"config": {"a": 1}}, {"config": {"a": 1, "b": None}}
+    assert quantize._difference(earlier, now) == "config.b differs (absent, now None)"
