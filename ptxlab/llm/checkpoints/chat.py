@@ -1,6 +1,7 @@
 """`ChatTemplate`: how a model was trained to be spoken to, as Hugging Face folders and GGUF files keep it."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,9 @@ from ptxlab.io.files import read_json, read_text, write_text
 from ptxlab.llm.checkpoints import render_chat
 
 Message = Mapping[str, str]  # with `role` (system, user or assistant) and `content`
-_FILE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+_FILE, _CONFIG, _MAP = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
+_LAST_LINE_END = re.compile(r"(\r\n|\r|\n)\Z")  # which Jinja drops
+_WALL = 10  # times the seconds of processor time, on a busy machine
 
 
 @dataclass(frozen=True)
@@ -25,23 +28,33 @@ class ChatTemplate:
         text: the template.
         tokens: special tokens by the names that templates use, such as `bos_token`.
         source: the file that it is from.
+        unset: names of tokens that the model does without: nothing in a text. Any other `*_token` must be defined.
     """
 
     text: str
     tokens: Mapping[str, str]
     source: Path
+    unset: frozenset[str] = frozenset()
 
     @classmethod
     def from_folder(cls, path: Path) -> Self | None:
-        """Read chat_template.jinja or else tokenizer_config.json; None where neither has one. Raises FileError."""
+        """Read chat_template.jinja or else tokenizer_config.json; None where neither has one. Raises FileError.
+
+        The special tokens are those of tokenizer_config.json, else of its `extra_special_tokens`, else of
+        special_tokens_map.json.
+        """
         config = path / _CONFIG
-        settings = read_json(config) if config.is_file() else {}
-        if not isinstance(settings, dict):
-            raise FileError(f"{config}: not a JSON object")
-        tokens = {name: _content(token) for name, token in settings.items() if name.endswith("_token")}
-        named = {name: token for name, token in tokens.items() if token is not None}
+        settings = read_object(config)
+        extra = settings.get("extra_special_tokens")
+        named: dict[str, str] = {}
+        unset: set[str] = set()
+        for part in (read_object(path / _MAP), extra if isinstance(extra, dict) else {}, settings):
+            tokens = {name: _content(token) for name, token in part.items() if name.endswith("_token")}
+            named |= {name: token for name, token in tokens.items() if token is not None}
+            unset |= {name for name in tokens if part[name] is None}
+        without = frozenset(unset - named.keys())
         if (path / _FILE).is_file():
-            return cls(read_text(path / _FILE), named, path / _FILE)
+            return cls(read_text(path / _FILE), named, path / _FILE, without)
         text = settings.get("chat_template")
         if isinstance(text, list):  # several by name
             text = next((entry.get("template") for entry in text if _is_default(entry)), None)
@@ -49,26 +62,33 @@ class ChatTemplate:
             raise FileError(
                 f"{config}: chat_template: must be a template, or a list of them by name (got {text!r:.40})"
             )
-        return None if text is None else cls(text, named, config)
+        return None if text is None else cls(text, named, config, without)
 
     @classmethod
-    def from_gguf(cls, path: Path, metadata: Mapping[str, Any]) -> Self | None:
-        """Take it out of a GGUF file's metadata; None where it is not there."""
+    def from_gguf(cls, path: Path, metadata: Mapping[str, Any], *, begins: bool = False) -> Self | None:
+        """Take it out of a GGUF file's metadata; None where it is not there.
+
+        With `begins` the start token is ahead of a conversation, once, whether the template has it or not.
+        """
         text, tokens = metadata.get("tokenizer.chat_template"), metadata.get("tokenizer.ggml.tokens", [])
         if not isinstance(text, str):
             return None
         ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
         named = {name: i for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
+        if begins and "bos" in named:
+            text = _begun(text)
         return cls(text, {f"{name}_token": tokens[i] for name, i in named.items()}, path)
 
     def save(self, folder: Path) -> None:
         """Write what `from_folder` reads."""
-        write_text(folder / _CONFIG, json.dumps({**self.tokens, "chat_template": self.text}, indent=1) + "\n")
+        settings = {**self.tokens, **dict.fromkeys(sorted(self.unset)), "chat_template": self.text}
+        write_text(folder / _CONFIG, json.dumps(settings, indent=1) + "\n")
 
     def render(self, chats: Sequence[Sequence[Message]]) -> list[str]:
         """Render conversations as texts, each up to where the assistant's next message begins.
 
-        Raises FileError for a template that fails or takes too long, UnavailableError without `jinja2`.
+        Raises FileError for a template that fails, takes too long, or has a token that no file defines;
+        UnavailableError without `jinja2`.
         """
         if find_spec("jinja2") is None:
             raise UnavailableError("jinja2: needed for chat templates; python -m pip install 'ptxlab[model]'")
@@ -76,18 +96,41 @@ class ChatTemplate:
         request = {
             "template": self.text,
             "variables": {**self.tokens, **arguments},
+            "unset": sorted(self.unset),
             "chats": [[dict(message) for message in messages] for messages in chats],
         }
         command = [sys.executable, "-P", render_chat.__file__]
-        done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
+        wall = _WALL * render_chat.seconds(len(chats))
         try:
+            done = subprocess.run(
+                command, input=json.dumps(request), capture_output=True, text=True, timeout=wall, check=False
+            )
             answer = json.loads(done.stdout)
+        except subprocess.TimeoutExpired:
+            answer = {"error": f"takes more than {wall:g} s of wall-clock time"}
         except ValueError:  # it was killed, and left nothing
             answer = {"error": f"takes more than {render_chat.seconds(len(chats))} s or {render_chat.BYTES >> 20} MiB"}
         if "error" in answer:
             raise FileError(f"{self.source}: the chat template fails: {answer['error']}")
         texts: list[str] = answer["texts"]
         return texts
+
+
+def read_object(file: Path) -> Mapping[str, Any]:
+    """Read a JSON file, which must hold an object; {} where there is none."""
+    if not file.is_file():
+        return {}
+    content = read_json(file)
+    if not isinstance(content, dict):
+        raise FileError(f"{file}: not a JSON object")
+    return content
+
+
+def _begun(text: str) -> str:
+    """Put the start token ahead of what a template renders, unless it is there; `+` keeps blanks at the seams."""
+    inside = _LAST_LINE_END.sub("", text)
+    begun = "{{ whole if whole.startswith(bos_token) else bos_token ~ whole }}"
+    return f"{{% set whole +%}}{inside}{{%+ endset %}}{begun}"
 
 
 def _content(token: Any) -> str | None:

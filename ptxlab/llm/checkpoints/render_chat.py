@@ -5,7 +5,6 @@ likes. Reads JSON from standard input, and writes {"texts": ...} or {"error": ..
 """
 
 import json
-import resource
 import sys
 from datetime import datetime
 from typing import Any, NoReturn
@@ -19,15 +18,41 @@ def seconds(chats: int) -> int:
     return 3 + chats // 100
 
 
-def render(template: str, variables: dict[str, Any], chats: list[Any]) -> list[str]:
-    """Render conversations by a template, under the rules that transformers has for one."""
-    from jinja2.ext import loopcontrols
+def render(template: str, variables: dict[str, Any], chats: list[Any], unset: list[str]) -> list[str]:
+    """Render conversations by a template, under the rules that transformers has for one.
+
+    But a token that is neither among the variables nor `unset` may only be asked for, not rendered as nothing.
+    """
+    from jinja2 import Undefined, UndefinedError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import missing
+
+    class Generation(Extension):
+        """Renders what is between `generation` and `endgeneration`, which marks an answer for training."""
+
+        tags = {"generation"}  # noqa: RUF012 - as the base class has it
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    class Absent(Undefined):
+        """A name that nothing defines."""
+
+        def __str__(self) -> str:
+            name = str(self._undefined_name)
+            if self._undefined_obj is missing and name.endswith("_token") and name not in unset:
+                raise UndefinedError(f"{name}: must be defined in the model's files (got none)")
+            return ""
 
     def raise_exception(message: str) -> NoReturn:
         raise ValueError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], undefined=Absent
+    )
     environment.filters["tojson"] = lambda content, **how: json.dumps(content, **{"ensure_ascii": False} | how)
     environment.globals |= {
         "raise_exception": raise_exception,
@@ -40,8 +65,13 @@ def render(template: str, variables: dict[str, Any], chats: list[Any]) -> list[s
 def main() -> None:
     """Answer one request."""
     request = json.load(sys.stdin)
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds(len(request["chats"])),) * 2)
-    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    try:
+        import resource
+    except ImportError:  # the caller's clock remains
+        pass
+    else:
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds(len(request["chats"])),) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     answer: dict[str, Any]
     try:
         texts = render(**request)

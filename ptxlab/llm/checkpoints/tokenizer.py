@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError, FileError, PtxlabError, UnavailableError
 from ptxlab.io.files import read_json, write_text
-from ptxlab.llm.checkpoints.chat import ChatTemplate, Message
+from ptxlab.llm.checkpoints.chat import ChatTemplate, Message, read_object
 from ptxlab.llm.checkpoints.guard import GuardedEncoder, has_harmless_decoder, is_harmless
 from ptxlab.validate import is_integer
 
@@ -103,7 +103,8 @@ class Tokenizer:
     def encode_chats(self, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
         """Encode conversations, with the token of their start, up to where the assistant's next message begins.
 
-        By the model's template; in ChatML where it has none. Raises what `ChatTemplate.render` raises.
+        By the model's template, which of a folder decides on that token alone, and of a GGUF file with start tokens has
+        it once; in ChatML where the model has none. Raises what `ChatTemplate.render` raises.
         """
         if self.template is not None:
             return [self.encode(text).tolist() for text in self.template.render(chats)]
@@ -193,7 +194,8 @@ class Tokenizer:
             made.add_tokens([tokens[i] for i in np.flatnonzero(kinds == _USER_DEFINED) if i not in control])
         begins = get("add_bos_token", bool, model == "llama" or split in _LLAMA3_NAMES)
         starts = (get.token("bos", len(tokens)),) if begins else ()
-        return cls(_gguf_ends(get, tokens, ends), made, starts=starts, template=ChatTemplate.from_gguf(path, metadata))
+        template = ChatTemplate.from_gguf(path, metadata, begins=begins)
+        return cls(_gguf_ends(get, tokens, ends), made, starts=starts, template=template)
 
 
 def _chatml(messages: Sequence[Message]) -> str:
@@ -283,7 +285,7 @@ def _gguf_ends(get: _Metadata, tokens: list[str], by_text: list[int]) -> tuple[i
 
 def _ends(path: Path) -> tuple[int, ...]:
     for file in (path / "generation_config.json", path / "config.json"):
-        stated = _object(file).get("eos_token_id")
+        stated = read_object(file).get("eos_token_id")
         if stated is not None:
             ends = tuple(stated) if isinstance(stated, list) else (stated,)
             if not all(map(is_integer, ends)):
@@ -322,16 +324,6 @@ def _ahead(processor: dict[str, Any]) -> Iterator[int]:
         if "SpecialToken" not in piece:
             break
         yield from processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
-
-
-def _object(file: Path) -> Mapping[str, Any]:
-    """Read a JSON file, which must hold an object; {} where there is none."""
-    if not file.is_file():
-        return {}
-    content = read_json(file)
-    if not isinstance(content, dict):
-        raise FileError(f"{file}: not a JSON object")
-    return content
 
 
 def _is_utf8(text: str) -> bool:

@@ -1,17 +1,21 @@
 """Chat templates of folders and GGUF files: rendered as transformers does, and bounded as strangers' code."""
 
+import io
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ptxlab.errors import FileError, UnavailableError
-from ptxlab.llm.checkpoints import chat
+from ptxlab.llm.checkpoints import chat, render_chat
 from ptxlab.llm.checkpoints.chat import ChatTemplate, Message
+from ptxlab.llm.checkpoints.gguf import GgufFile
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from tests.support.small_models import tokenizer as small_tokenizer
-from tests.support.small_models import write_folder
+from tests.support.small_models import write_folder, write_gguf
 
 CHAT: list[Message] = [
     {"role": "system", "content": "Be  brief.\n"},
@@ -32,6 +36,8 @@ TEMPLATES = {
     {%- endfor %}
     {{ eos_token }}
     """,
+    "generation": "{% for m in messages %}\n{% if m.role == 'assistant' %}\n  {% generation %}\n  {% set x = 1 %}\n"
+    "{{ m.content }}!\n  {% endgeneration %}\n{{ x }}{% endif %}\n{% endfor %}\n",
     "macro": "{% macro turn(m) %}({{ m.role }}: {{ m.content.strip() }}){% endmacro %}\n"
     "{% for m in messages[1:] %}\n  {{ turn(m) }}\n{% endfor %}{{ messages | length }}",
 }
@@ -146,4 +152,92 @@ def test_without_a_template_the_vocabulary_decides() -> None:
 def test_without_jinja_a_template_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "find_spec", lambda name: None)
     with pytest.raises(UnavailableError, match=r"^jinja2: needed for chat templates; python -m pip install "):
+        template("a").render([CHAT])
+
+
+@pytest.mark.parametrize(
+    ("special", "extra", "own", "text"),
+    [
+        ({"bos_token": {"content": "<m>"}}, None, {}, "<m>"),
+        ({"bos_token": "<m>"}, {"bos_token": "<x>"}, {}, "<x>"),
+        ({"bos_token": "<m>"}, {"bos_token": "<x>"}, {"bos_token": "<c>"}, "<c>"),
+        ({"bos_token": "<m>"}, ["<x>"], {"bos_token": None}, "<m>"),
+        (None, {"bos_token": {"content": "<x>"}, "boi_token": "<i>"}, {}, "<x><i>"),
+        (None, None, {"bos_token": None}, ""),
+    ],
+)
+def test_where_a_folder_keeps_special_tokens(
+    tmp_path: Path, special: dict[str, Any] | None, extra: Any, own: dict[str, Any], text: str
+) -> None:
+    config = own | {"chat_template": "{{ bos_token }}{{ boi_token | default('') }}"}
+    config |= {} if extra is None else {"extra_special_tokens": extra}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if special is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
+    read = ChatTemplate.from_folder(tmp_path)
+    assert read is not None and read.render([CHAT]) == [text]
+    (tmp_path / "saved").mkdir()
+    read.save(tmp_path / "saved")
+    again = ChatTemplate.from_folder(tmp_path / "saved")
+    assert again is not None and (again.tokens, again.unset) == (read.tokens, read.unset)
+
+
+@pytest.mark.parametrize("text", ["{{ pad_token }}", "{{ 'a' ~ pad_token }}", "{% set a = pad_token %}{{ a | trim }}"])
+def test_a_token_that_no_file_defines_is_refused(text: str) -> None:
+    message = r"^model: the chat template fails: UndefinedError: pad_token: must be defined in the model's files"
+    with pytest.raises(FileError, match=message) as error:
+        template(text).render([CHAT])
+    assert "\n" not in str(error.value)
+
+
+def test_a_template_may_ask_for_a_token_that_no_file_defines() -> None:
+    text = "{% if pad_token %}a{% endif %}{{ pad_token if pad_token is defined else 'b' }}{{ messages[0].pad_token }}"
+    assert template(text).render([CHAT]) == ["b"]
+
+
+@pytest.mark.parametrize(("add", "start"), [(True, 1), (False, 0)])
+@pytest.mark.parametrize("prints", [False, True])
+def test_a_gguf_files_conversation_has_its_start_token_once(
+    tmp_path: Path, add: bool, start: int, prints: bool
+) -> None:
+    metadata = GgufFile(write_gguf(tmp_path / "model.gguf", "smollm")).metadata
+    text = "\n{{ messages[0].content }}\n{% set whole = 'x' %}  \n  \r\n"
+    metadata = metadata | {
+        "tokenizer.chat_template": "{{ bos_token }}" * prints + text,
+        "tokenizer.ggml.add_bos_token": add, "tokenizer.ggml.bos_token_id": 0,
+    }  # fmt: skip
+    found = Tokenizer.from_gguf(Path("a.gguf"), metadata)
+    (tmp_path / "saved").mkdir()
+    found.save(tmp_path / "saved")
+    right = [0] * (prints or start) + found.encode("\nBe  brief.\n\n  \n  ").tolist()
+    for tokenizer in (found, Tokenizer.from_folder(tmp_path / "saved")):
+        assert tokenizer.encode_chats([CHAT, CHAT]) == [right, right]
+
+
+def test_a_folders_template_alone_decides_on_the_start(tmp_path: Path) -> None:
+    for text, right in (("a", [0] * 0), ("{{ bos_token }}a", [0])):
+        made = Tokenizer((1,), small_tokenizer(), starts=(0,), template=template(text))
+        assert made.encode_chats([CHAT]) == [right + made.encode("a").tolist()]
+
+
+def test_an_answer_that_is_marked_for_training_is_rendered() -> None:
+    text = "a{% generation %}{{ messages[2].content | trim }}{% endgeneration %}b"
+    assert template(text).render([CHAT]) == ["aYes.b"]
+
+
+def test_a_system_without_resource_limits_renders(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = {"template": "{{ messages[3].content }}", "variables": {}, "chats": [CHAT], "unset": []}
+    monkeypatch.setitem(sys.modules, "resource", None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request)))
+    runpy.run_path(render_chat.__file__, run_name="__main__")
+    assert json.loads(capsys.readouterr().out) == {"texts": ["Why?"]}
+
+
+def test_the_clock_bounds_a_template_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "_WALL", 0.0001)
+    with pytest.raises(
+        FileError, match=r"^model: the chat template fails: takes more than 0\.0003 s of wall-clock time$"
+    ):
         template("a").render([CHAT])
