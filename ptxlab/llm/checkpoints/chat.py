@@ -40,15 +40,16 @@ class ChatTemplate:
     def from_folder(cls, path: Path) -> Self | None:
         """Read chat_template.jinja or else tokenizer_config.json; None where neither has one. Raises FileError.
 
-        The special tokens are those of tokenizer_config.json, else of its `extra_special_tokens`, else of
-        special_tokens_map.json.
+        The special tokens are, as in transformers, those of `extra_special_tokens` of tokenizer_config.json, else of
+        special_tokens_map.json, which is not looked at beside `added_tokens_decoder`, else of tokenizer_config.json.
         """
         config = path / _CONFIG
         settings = read_object(config)
         extra = settings.get("extra_special_tokens")
         named: dict[str, str] = {}
         unset: set[str] = set()
-        for part in (read_object(path / _MAP), extra if isinstance(extra, dict) else {}, settings):
+        mapped = {} if "added_tokens_decoder" in settings else read_object(path / _MAP)
+        for part in (settings, mapped, extra if isinstance(extra, dict) else {}):
             tokens = {name: _content(token) for name, token in part.items() if name.endswith("_token")}
             named |= {name: token for name, token in tokens.items() if token is not None}
             unset |= {name for name in tokens if part[name] is None}

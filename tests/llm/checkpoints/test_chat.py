@@ -160,7 +160,10 @@ def test_without_jinja_a_template_says_what_to_install(monkeypatch: pytest.Monke
     [
         ({"bos_token": {"content": "<m>"}}, None, {}, "<m>"),
         ({"bos_token": "<m>"}, {"bos_token": "<x>"}, {}, "<x>"),
-        ({"bos_token": "<m>"}, {"bos_token": "<x>"}, {"bos_token": "<c>"}, "<c>"),
+        ({"bos_token": "<m>"}, {"bos_token": "<x>"}, {"bos_token": "<c>"}, "<x>"),
+        ({"bos_token": "<m>"}, None, {"bos_token": "<c>"}, "<m>"),
+        ({"bos_token": "<m>"}, None, {"bos_token": "<c>", "added_tokens_decoder": {}}, "<c>"),
+        (None, {"boi_token": "<i>"}, {"boi_token": "<o>", "bos_token": "<c>"}, "<c><i>"),
         ({"bos_token": "<m>"}, ["<x>"], {"bos_token": None}, "<m>"),
         (None, {"bos_token": {"content": "<x>"}, "boi_token": "<i>"}, {}, "<x><i>"),
         (None, None, {"bos_token": None}, ""),
