@@ -14,6 +14,7 @@ import numpy as np
 from ptxlab.errors import ArgumentError
 from ptxlab.gpu.arrays import ALIGNMENT, as_array, caller_stream, empty, is_device_array, library, like, torch_stream
 from ptxlab.spec.dtypes import storage
+from ptxlab.validate import shape_of
 
 
 class View(NamedTuple):
@@ -70,7 +71,7 @@ def flat_rows(name: str, array: Any) -> tuple[Any, int]:
 
     Raises ArgumentError for gaps within a row, and for rows that overlap or begin at no multiple of 16 bytes.
     """
-    shape = tuple(array.shape)
+    shape = shape_of(array)
     width = prod(shape[1:])
     origin = library(type(array))
     if origin == "torch":

@@ -32,7 +32,7 @@ class KernelAttentionRunner(NumpyRunner):
         pool = place(self.caches[i].pool)
         cache = replace(self.caches[i], pool=pool, block_table=place(table), lengths=place(lengths))
         given = place(np.pad(stored(q, self._dtype), ((0, padding), (0, 0), (0, 0))))
-        options = AttentionOptions(window=self.config.window, backend=self.backend, programmatic=True)
+        options = AttentionOptions(window=self.config.window_of(i), backend=self.backend, programmatic=True)
         call = check_call(options, {"q": given}, cache)
         step = choose(options)
         sizes = step.sizes(call, 1 if self.backend == "emulator" else gpu.device_info().sms)
