@@ -60,12 +60,12 @@ def append_kv4(
     """
     options = AppendOptions.of(backend, programmatic, check)
     tables = _tables(APPEND, cache, rope)
-    shapes = {"k": shape_of(k), "v": shape_of(v)}
+    tokens = {"k": k, "v": v}
     k, k_pitch = gpu.flat_rows(f"{APPEND.name}: k", k)
     v, v_pitch = gpu.flat_rows(f"{APPEND.name}: v", v)
     arrays = {"k": k, "v": v, "pool": cache.pool, "slots": slots, **tables, **channels_of(cache)}
     pitches = {"k_pitch": k_pitch, "v_pitch": v_pitch}
-    _APPEND(options, (*cache.description, k_pitch, v_pitch), arrays, cache, shapes, pitches)
+    _APPEND(options, (*cache.description, k_pitch, v_pitch), arrays, cache, tokens, pitches)
 
 
 @document_options(RopeAppendOptions)
@@ -110,12 +110,12 @@ def rope_append_kv4(
         raise ArgumentError(f"{ROPE_APPEND.name}: rope", "must be (cos, sin) or (cos, sin, positions)", "None")
     options = RopeAppendOptions.of(backend, programmatic, check)
     tables = _tables(ROPE_APPEND, cache, rope)
-    shapes = {"qkv": shape_of(qkv)}
+    tokens = {"qkv": qkv}
     qkv, pitch = gpu.flat_rows(f"{ROPE_APPEND.name}: qkv", qkv)
     arrays = {"qkv": qkv, "pool": cache.pool, "slots": slots, **tables, **channels_of(cache), "q": out}
     if keys is not None:
         arrays["keys"] = keys
-    made = _ROPE_APPEND(options, (*cache.description, pitch), arrays, cache, shapes, {"pitch": pitch})
+    made = _ROPE_APPEND(options, (*cache.description, pitch), arrays, cache, tokens, {"pitch": pitch})
     return made["q"] if out is None else out
 
 
@@ -188,10 +188,15 @@ _Shapes = Mapping[str, tuple[int, ...]]
 
 
 def _check_pair(
-    options: AppendOptions, arrays: Mapping[str, Any], cache: KVCache, shapes: _Shapes, pitches: Mapping[str, int]
+    options: AppendOptions,
+    arrays: Mapping[str, Any],
+    cache: KVCache,
+    tokens: Mapping[str, Any],
+    pitches: Mapping[str, int],
 ) -> _AppendCall:
     """The call of `append_kv4`; raises ArgumentError for what does not fit together."""
     H, D = cache.num_kv_heads, cache.head_dim
+    shapes = {name: shape_of(array) for name, array in tokens.items()}
     shape = shapes["k"]
     if len(shape) != 3 or shape[1:] != (H, D):
         raise ArgumentError(f"{APPEND.name}: k", f"must be [T, {H}, {D}] for this cache", f"shape {list(shape)}")
@@ -201,16 +206,20 @@ def _check_pair(
 
 
 def _check_rows(
-    options: AppendOptions, arrays: Mapping[str, Any], cache: KVCache, shapes: _Shapes, pitches: Mapping[str, int]
+    options: AppendOptions,
+    arrays: Mapping[str, Any],
+    cache: KVCache,
+    tokens: Mapping[str, Any],
+    pitches: Mapping[str, int],
 ) -> _AppendCall:
     """The call of `rope_append_kv4`."""
-    shape, heads = shapes["qkv"], cache.num_kv_heads * cache.head_dim
+    shape, heads = shape_of(tokens["qkv"]), cache.num_kv_heads * cache.head_dim
     if len(shape) != 2 or shape[1] % heads or shape[1] < 3 * heads:
         rule = f"must be [T, (Hq + {2 * cache.num_kv_heads})·{cache.head_dim}] for this cache, "
         rule += f"Hq a multiple of {cache.num_kv_heads}"
         raise ArgumentError(f"{ROPE_APPEND.name}: qkv", rule, f"shape {list(shape)}")
     sizes = {"T": shape[0], "ratio": shape[1] // heads - 2, "kept": int("keys" in arrays)}
-    return _check(ROPE_APPEND, options, arrays, "qkv", cache, shapes, sizes, pitches)
+    return _check(ROPE_APPEND, options, arrays, "qkv", cache, {"qkv": shape}, sizes, pitches)
 
 
 def _check(
