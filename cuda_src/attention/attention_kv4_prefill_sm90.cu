@@ -1,10 +1,10 @@
 // attention_kv4_prefill_sm90: causal attention of any number of queries over a paged cache of 4 bits (QServe section
 // 5.3): prompts in chunks, prompts behind a cached prefix.
 //
-// One warp group copies pages and restores keys and values to f16 in shared memory, once for 128 rows; two others
-// multiply on the tensor cores, 64 rows each. A row is a query of one head; the queries of a group of heads that share a
-// KV head lie together, so a tile of 128 rows is 128 / (Hq / Hkv) tokens. Blocks stay, and take the tiles in turn: of a
-// sequence the last ones, which see most keys, first.
+// PRODUCERS warp groups copy pages and restore keys and values to f16 in shared memory, once for 128 rows. Two other warp
+// groups multiply on the tensor cores, 64 rows each, and take turns at issuing products. A row is a query of one head. The
+// heads that share a KV head lie together, so a tile of 128 rows is 128 / (Hq / Hkv) tokens. Each block of the launch takes
+// tiles until none is left. Of a sequence the last tiles, which see most keys, come first.
 //
 // Contract   sequence b has queries starts[b] .. starts[b + 1], its last tokens; out[i, h] = sum_j p[j] v[j], p = softmax
 //            of softmax_scale * q[i, h] . k[j] over the keys that token sees: j up to lengths[b] - starts[b + 1] + i, of
@@ -34,7 +34,6 @@
 #define PAGE_STAGES 3  // blocks that are copied
 #define PRODUCERS 2    // warp groups that restore: one of keys and values, or one of each
 #define HEADROOM 8     // a score exceeds what its row's weights are relative to by at most this, as a power of two
-#define ALTERNATE 1    // whether the consumer groups take turns at issuing products
 #endif
 
 namespace {
@@ -392,7 +391,7 @@ __device__ void consume(Scheduler scheduler, const unsigned short* q, unsigned s
     ptxlab::Slot<STAGES> key_slot, value_slot;
     Tile tile, following;
     bool has_tile = scheduler.next(tile);
-    if (ALTERNATE && consumer == 1) ptxlab::arrive_threads(3, kGroups * kThreads);  // the first group begins
+    if (consumer == 1) ptxlab::arrive_threads(3, kGroups * kThreads);  // the first group begins
     const auto release = [&](u64* barrier) {
         if (lane == 0) ptxlab::mbarrier_arrive(barrier);
     };
@@ -415,13 +414,11 @@ __device__ void consume(Scheduler scheduler, const unsigned short* q, unsigned s
         float o[D / 2] = {}, s[KEYS / 2], rescale[2];
         u32 weights[KEYS / 16][4];
         const auto begin_scores = [&](int slot) {
-            if (ALTERNATE) ptxlab::sync_threads(3 + consumer, kGroups * kThreads);
+            ptxlab::sync_threads(3 + consumer, kGroups * kThreads);
             ptxlab::wgmma_fence();
             multiply_keys(s, query, ptxlab::swizzled_128(keys + slot * kBlockBytes));
         };
-        const auto pass_turn = [&] {
-            if (ALTERNATE) ptxlab::arrive_threads(3 + (consumer ^ 1), kGroups * kThreads);
-        };
+        const auto pass_turn = [&] { ptxlab::arrive_threads(3 + (consumer ^ 1), kGroups * kThreads); };
         const auto finish_scores = [&](int block) {
             const int position = block * KEYS;
             if (position + KEYS > first_end || (scheduler.window > 0 && position < last_end - scheduler.window))

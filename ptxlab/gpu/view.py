@@ -75,12 +75,16 @@ def flat_rows(name: str, array: Any) -> tuple[Any, int]:
     width = prod(shape[1:])
     origin = library(type(array))
     if origin == "torch":
-        if array.is_contiguous():
-            return array, width
+        is_contiguous = array.is_contiguous()
+    elif origin == "cupy":
+        is_contiguous = array._c_contiguous  # `flags` make an object
+    else:
+        is_contiguous = origin != "numpy" or array.flags.c_contiguous  # `view` checks arrays of other libraries
+    if is_contiguous:
+        return array, width
+    if origin == "torch":
         strides, itemsize = array.stride(), array.itemsize
         flatten = partial(array.as_strided, stride=(1,))
-    elif array._c_contiguous if origin == "cupy" else origin != "numpy" or array.flags.c_contiguous:
-        return array, width  # `view` looks at what others have; `flags` of CuPy make an object
     else:
         itemsize = array.dtype.itemsize
         strides = tuple(stride // itemsize for stride in array.strides)

@@ -67,7 +67,7 @@ class SpecCall:
     @property
     def is_empty(self) -> bool:
         """Whether nothing would be written: of no tokens there may still be offsets."""
-        return not any(prod(each.shape) for each in self.operands if each.name in self.written)
+        return not any(prod(operand.shape) for operand in self.operands if operand.name in self.written)
 
     def config(self, spec: KernelSpec) -> dict[str, int]:
         """The constants of the variant of a spec."""

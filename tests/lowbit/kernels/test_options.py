@@ -138,8 +138,8 @@ def test_no_tokens_are_no_error(fake: FakeGpu, name: str) -> None:
     """Every result is empty but for the offsets of experts, which are zeros."""
     on_host = np.asarray, lambda operand: operand, "emulator"
     for to_array, to_place, backend in (on_host, (DeviceArray, on_device, None)):
-        made = CALLS[name].call(**public_calls.arguments(to_array, to_place, rows=0)[name], backend=backend)
-        arrays = {"": made} if hasattr(made, "dtype") or made is None else vars(made)
+        returned = CALLS[name].call(**public_calls.arguments(to_array, to_place, rows=0)[name], backend=backend)
+        arrays = {"": returned} if hasattr(returned, "dtype") or returned is None else vars(returned)
         packed = vars(arrays.pop("rows")) if name == "route_tokens" else {}
         for field, array in {**arrays, **packed}.items():
             if field == "offsets":

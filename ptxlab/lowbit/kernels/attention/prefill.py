@@ -20,6 +20,7 @@ from ptxlab.spec.dtypes import ByVariant, as_stored
 
 ROWS, WARP_GROUP = 128, 128  # of a tile; threads
 STAGES = 2  # blocks of keys, and of values, that are restored
+HEADROOM = 8  # a weight is at most 2 to this: FP16 has room, and sums are seldom scaled down
 
 
 def keys_of(head_dim: int) -> int:
@@ -40,15 +41,9 @@ def shared_bytes(s: Sizes) -> int:
 
 
 def _choose(s: Sizes) -> dict[str, int]:
-    sizes = {
-        "KEYS": keys_of(s["D"]),
-        "STAGES": STAGES,
-        "PAGE_STAGES": page_stages(s["D"]),
-        "ALTERNATE": 1,
-        "HEADROOM": 8,
-    }
-    sizes["PRODUCERS"] = 1 if s["D"] == 256 else 2
-    return {"D": s["D"], "PAGE": s["page"], "BF16": 0, **sizes}
+    producers = 1 if s["D"] == 256 else 2  # wide heads leave no registers for a second warp group
+    ring = {"KEYS": keys_of(s["D"]), "STAGES": STAGES, "PAGE_STAGES": page_stages(s["D"])}
+    return {"D": s["D"], "PAGE": s["page"], "BF16": 0, **ring, "PRODUCERS": producers, "HEADROOM": HEADROOM}
 
 
 def _example(

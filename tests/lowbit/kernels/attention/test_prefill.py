@@ -127,7 +127,7 @@ def test_a_query_has_the_same_bits_in_any_chunk(backend: str) -> None:
     """Whole, and in pieces that see the tokens of the pieces before through the cache alone."""
     logical, sizes = chunks_of((150, 40), (70, 5), D=128, window=90)
     whole, _ = run(logical, sizes, backend)
-    cache, starts = logical["cache"], logical["starts"]
+    cache = logical["cache"]
     for cut in (1, 64, 149):
         pieces = [(0, cut), (cut, 150)]
         for begin, end in pieces:
@@ -137,7 +137,6 @@ def test_a_query_has_the_same_bits_in_any_chunk(backend: str) -> None:
             outputs, _ = run(part, {**sizes, "N": end - begin, "B": 1}, backend)
             for name in ("out", "lse"):
                 assert np.array_equal(outputs[name], whole[name][begin:end]), (name, begin, end)
-    assert starts[1] == 150
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
