@@ -188,5 +188,4 @@ def _write(cache: KVCache, k: Any, v: Any, tables: list[Any], slots: Any) -> Non
     if tables:
         cos, sin, positions = tables
         k = reference.rope(k, cos[positions], sin[positions])
-    k, v = quant.quantize_kv(k, cache.scheme, cache.k_channel), quant.quantize_kv(v, cache.scheme, cache.v_channel)
-    write_slots(cache, k, v, slots)
+    write_slots(cache, cache.quantize_keys(k), cache.quantize_values(v), slots)
