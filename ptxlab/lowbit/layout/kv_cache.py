@@ -32,7 +32,7 @@ class KVCache(Described):
     """Keys and values of a batch of sequences in pages of one pool; arrays of any library, of which none is copied.
 
     `pool` u8 [pages, 2, Hkv, page_bytes], `block_table` s32 [B, max_pages], `lengths` s32 [B], the new tokens included.
-    `k_channel` and `v_channel` are (scale, zero) f32 [Hkv, D] of a scheme by channel, else None. The keys of a `rotated`
+    `k_channel` and `v_channel` are (scale, zero) f32 [Hkv, D] of a scheme by channel, else None. Keys of a `rotated`
     cache (kv4 or kv8) are `reference.rotate_heads` of those behind RoPE: append rotates keys, attention queries.
     Raises ArgumentError if dtypes, shapes or strides are others; numbers in the arrays are looked at by `check` alone.
     """

@@ -88,8 +88,8 @@ def rope(x: npt.NDArray[Any], cos: npt.NDArray[Any], sin: npt.NDArray[Any]) -> n
 def rotate_heads(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Rotate queries or keys by a Hadamard matrix of blocks of min(D, 128), in Sylvester's order, over √block.
 
-    The matrix is symmetric and orthogonal: x rotated twice is x, and queries and keys that are both rotated have the same
-    scores. An element far larger than the others of its block is spread over the block, so that 4 bits lose less
+    The matrix is symmetric and orthogonal: x rotated twice is x, and queries and keys that are both rotated have the
+    same scores. An element far larger than the others of its block is spread over the block, so that 4 bits lose less
     (QuaRot, arXiv 2404.00456). Sums and differences of dims 1 apart, then 2, 4 ... apart, and at last a product with
     block^-0.5 are rounded one by one: this is the kernels' order.
 

@@ -339,11 +339,11 @@ def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
     if "cos" in arrays:
         at = table_rows(arrays.get("positions", np.arange(len(k))), len(arrays["cos"]))
         k = reference.rope(k, arrays["cos"][at], arrays["sin"][at])
-    on_host = {
-        name: channel and tuple(gpu.as_array(f"{call.name}: {name[0]}", array) for array in channel)
-        for name, channel in (("k_channel", cache.k_channel), ("v_channel", cache.v_channel))
-    }
-    cache = replace(cache, **on_host)
+    k_channel, v_channel = (
+        channel and tuple(gpu.as_array(f"{call.name}: {name}", array) for array in channel)
+        for name, channel in (("k", cache.k_channel), ("v", cache.v_channel))
+    )
+    cache = replace(cache, k_channel=k_channel, v_channel=v_channel)
     for name, x, quantize in (("k", k, cache.quantize_keys), ("v", v, cache.quantize_values)):
         try:
             quantize(x)
