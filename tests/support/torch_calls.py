@@ -40,7 +40,7 @@ def products(rng: np.random.Generator, dtype: Any = torch.float16) -> dict[str, 
     return {"x_q": x, "x_scale": scale, "x_sum": x.sum(1, dtype=torch.int32), "group": 64, "out_dtype": dtype}
 
 
-def caches(rng: np.random.Generator, scheme: str = "kv4") -> dict[str, Any]:
+def caches(rng: np.random.Generator, scheme: str = "kv4", rotated: bool = False) -> dict[str, Any]:
     """An empty cache of two sequences, one page each, as the operators take it."""
     by_channel: dict[str, Any] = {}
     channel = None
@@ -48,8 +48,9 @@ def caches(rng: np.random.Generator, scheme: str = "kv4") -> dict[str, Any]:
         constants = quant.calibrate_kv(rng.standard_normal((20, Hkv, D), dtype=np.float32), scheme)
         by_channel = {"k_channel": constants, "v_channel": constants}
         channel = [torch.from_numpy(each) for each in (*constants, *constants)]
-    cache = KVCache.empty(2, 1, Hkv, D, scheme=scheme, **by_channel)
-    return {"cache": cache, "pool": torch.from_numpy(cache.pool), "how": {"scheme": scheme, "channel": channel}}
+    cache = KVCache.empty(2, 1, Hkv, D, scheme=scheme, rotated=rotated, **by_channel)
+    how = {"scheme": scheme, "channel": channel, "rotated": rotated}
+    return {"cache": cache, "pool": torch.from_numpy(cache.pool), "how": how}
 
 
 def rope(positions: int = 64) -> tuple[Any, Any]:

@@ -98,10 +98,10 @@ def test_rmsnorm(dtype: str, ops: Any, rng: np.random.Generator) -> None:
         assert np.array_equal(bits(ours), right)
 
 
-@pytest.mark.parametrize("scheme", quant.KV_SCHEMES)
-def test_cache(scheme: str, ops: Any, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("scheme", "rotated"), [*((each, False) for each in quant.KV_SCHEMES), ("kv4", True)])
+def test_cache(scheme: str, rotated: bool, ops: Any, rng: np.random.Generator) -> None:
     """Two sequences, written in two ways, and attended to."""
-    of, (cos, sin) = caches(rng, scheme), rope()
+    of, (cos, sin) = caches(rng, scheme, rotated), rope()
     qkv, positions = normal(rng, 5, (Hq + 2 * Hkv) * D), torch.tensor([0, 1, 2, 0, 7])
     slots = torch.tensor([0, 1, 2, 64, -1])
     q = ops.rope_append_kv4(qkv, of["pool"], slots, cos, sin, positions, head_dim=D, **of["how"])
@@ -115,7 +115,7 @@ def test_cache(scheme: str, ops: Any, rng: np.random.Generator) -> None:
     keys, values = gather(cache)
     for b, rows in enumerate((slice(0, 3), slice(3, 4))):
         for found, x, channel in (
-            (keys[b], turned[rows, Hq : Hq + Hkv], cache.k_channel),
+            (keys[b], cache.rotate(turned[rows, Hq : Hq + Hkv]), cache.k_channel),
             (values[b], heads[rows, Hq + Hkv :], cache.v_channel),
         ):
             assert np.array_equal(found.dequantize(), quant.quantize_kv(x, scheme, channel).dequantize())
@@ -127,7 +127,8 @@ def test_cache(scheme: str, ops: Any, rng: np.random.Generator) -> None:
     out = ops.attention_kv4(q, of["pool"], table, lengths.int(), window=2, scale=0.2, **of["how"])
     for row, (b, L) in enumerate(((0, 1), (0, 2), (0, 3), (1, 1))):
         known = keys[b].dequantize()[:L], values[b].dequantize()[:L]
-        wanted = reference.attention(q[row : row + 1].numpy(), *known, scale=0.2, window=2)[0]
+        query = cache.rotate(q[row : row + 1].numpy())
+        wanted = reference.attention(query, *known, scale=0.2, window=2)[0]
         assert np.array_equal(out[row : row + 1].numpy(), wanted.astype(np.float32).astype(np.float16))
     assert (out[4] == 0).all()
 
@@ -170,6 +171,13 @@ BAD = {
     "cache.block_table: pages in use": changed("attention_kv4", a2=torch.full((3, 1), 5, dtype=torch.int32)),
     "lengths: must be int32 [3]": changed("attention_kv4", a3=torch.ones(2, dtype=torch.int32)),
     "scheme: must be one of kv4": changed("attention_kv4", scheme="kv2"),
+    "rotated: must be False for kv4_channel": changed(
+        "append_kv4",
+        a2=torch.zeros(2, 2, 2, 2048, dtype=torch.uint8),
+        scheme="kv4_channel",
+        rotated=True,
+        channel=[torch.ones(2, 64)] * 4,
+    ),
     "k_channel: must be (scale, zero)": changed(
         "attention_kv4", a1=torch.zeros(2, 2, 2, 2048, dtype=torch.uint8), scheme="kv4_channel"
     ),

@@ -11,6 +11,7 @@ from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.layout import PAGE_SIZES, KVCache, gather, pack_pages, page_bytes, scatter, write_slots
 from ptxlab.lowbit.quant import KV_SCHEMES, QuantizedKV, quantize_kv
+from ptxlab.lowbit.reference import rotate_heads
 from tests.support.quantized import assert_equal, every_scheme, random_kv
 
 
@@ -103,6 +104,23 @@ def test_tokens_are_appended_by_their_slots():
             assert_equal(found[b], quantize_kv(given_[b]))
 
 
+def test_keys_of_a_rotated_cache():
+    """Keys alone are rotated before they are quantised; what describes the cache for a plan says so."""
+    plain, rotated = (KVCache.empty(1, 1, 2, 64, scheme="kv8", rotated=rotated) for rotated in (False, True))
+    assert plain.description != rotated.description and replace(rotated, lengths=plain.lengths).rotated
+    x = np.random.default_rng(0).standard_normal((5, 2, 64)).astype(np.float16)
+    assert plain.rotate(x) is x
+    assert_equal(plain.quantize_keys(x), quantize_kv(x, "kv8"))
+    assert_equal(rotated.quantize_keys(x), quantize_kv(rotate_heads(x), "kv8"))
+    assert_equal(rotated.quantize_values(x), quantize_kv(x, "kv8"))
+
+
+@pytest.mark.parametrize("scheme", [name for name, scheme in KV_SCHEMES.items() if scheme.by_channel])
+def test_constants_by_channel_exclude_a_rotation(scheme):
+    with pytest.raises(ArgumentError, match=f"rotated: must be False for {scheme}: only kv4 and kv8 rotate keys"):
+        KVCache.empty(1, 1, 2, 64, scheme=scheme, k_channel=CHANNEL, v_channel=CHANNEL, rotated=True)
+
+
 @every_scheme
 def test_an_empty_cache(scheme):
     channel = (np.ones((2, 64), np.float32), np.zeros((2, 64), np.float32)) if "channel" in scheme else None
@@ -141,6 +159,7 @@ CHANNEL = (np.ones((2, 64), np.float32), np.zeros((2, 64), np.float32))
         ({"lengths": np.zeros(4, np.int32)}, r"lengths: must be int32 \[3\] \(got int32 \[4\]\)"),
         ({"lengths": np.zeros(3, np.uint32)}, r"lengths: must be int32 \[3\] \(got uint32 \[3\]\)"),
         ({"k_channel": CHANNEL}, r"k_channel: must be None for kv4 \(got tuple\)"),
+        ({"rotated": 1}, r"rotated: must be True or False \(got 1\)"),
     ],
 )
 def test_what_does_not_fit_together(change, message):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptxlab.lowbit.reference import attention, dequantize_kv, rope, rope_tables
+from ptxlab.lowbit.reference import attention, dequantize_kv, rope, rope_tables, rotate_heads
 
 
 def naive(q, k, v, scale, window):
@@ -103,6 +103,44 @@ def test_rope_rounds_every_operation(seed):
         a, b = np.float32(x[t, h, i]), np.float32(x[t, h, i + 4])
         assert rotated[t, h, i] == a * cos[t, i] - b * sin[t, i]
         assert rotated[t, h, i + 4] == b * cos[t, i] + a * sin[t, i]
+
+
+def sylvester(D):
+    """The matrix f64 [D, D] of blocks of min(D, 128): (-1)^(bits that row and column have in common) / √block."""
+    block, dims = min(D, 128), np.arange(D)
+    common = np.bitwise_count(dims[:, None] & dims & (block - 1))
+    return np.where(dims[:, None] // block == dims // block, (-1.0) ** common / np.sqrt(block), 0)
+
+
+@given(
+    D=st.sampled_from([64, 128, 256]), outlier=st.sampled_from([1.0, 100.0, 2.0**-20]), seed=st.integers(0, 2**32 - 1)
+)
+def test_rotated_heads(D, outlier, seed):
+    """Sylvester's matrix; twice is x; scores stay. Errors: log2(block) + 1 roundings of at most the block's norm."""
+    rng = np.random.default_rng(seed)
+    q, k = rng.standard_normal((2, 3, D)).astype(np.float32)
+    k[:, 5] *= outlier
+    bound = 8 * 2.0**-24 * np.linalg.norm(k, axis=-1, keepdims=True)
+    rotated = rotate_heads(k)
+    assert rotated.dtype == np.float32 and rotate_heads(k.astype(np.float64)).dtype == np.float64
+    assert (np.abs(rotated - k.astype(np.float64) @ sylvester(D)) <= bound).all()
+    assert (np.abs(rotate_heads(rotated).astype(np.float64) - k) <= 3 * np.sqrt(min(D, 128)) * bound).all()
+    scores = (rotate_heads(q).astype(np.float64) * rotated).sum(axis=-1)
+    norms = np.linalg.norm(q.astype(np.float64), axis=-1) * np.linalg.norm(k.astype(np.float64), axis=-1)
+    assert (np.abs(scores - (q.astype(np.float64) * k).sum(axis=-1)) <= 2 * 8 * 2.0**-24 * np.sqrt(D) * norms).all()
+
+
+def test_rotated_heads_are_rounded_in_order():
+    """Sums of dims 1 apart come first: 2^24 + 1 is 2^24, and what is taken off it later does not bring the 1 back."""
+    x = np.zeros(64, np.float32)
+    x[:3] = 2.0**24, 1, -(2.0**24)
+    assert rotate_heads(x)[0] == 0 and rotate_heads(x.astype(np.float64))[0] == 1 / 8
+
+
+@pytest.mark.parametrize("D", [1, 96, 192])
+def test_heads_that_have_no_rotation(D):
+    with pytest.raises(ValueError, match=rf"x: D must be a power of two, or a multiple of 128 \(got {D}\)"):
+        rotate_heads(np.ones((2, D), np.float32))
 
 
 def test_scores_of_rotated_pairs_depend_on_the_distance_alone():

@@ -1,5 +1,6 @@
 """Attention of any number of queries: ragged chunks against float64, the same bits in any chunk, what is refused."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -54,14 +55,15 @@ def run(
     backend: str = "emulator",
     source: Any = SOURCE,
     BF16: int = 0,
+    config: Mapping[str, int] = {},
     **how: Any,
 ) -> tuple[Arrays, Any]:
-    """Launch it; what is written, and the outcome with all checks that the emulator was asked for."""
+    """Launch it, with further constants; what is written, and the outcome with all checks that the emulator made."""
     arrays = PREFILL.pack(logical)
     stored = ml_dtypes.bfloat16 if BF16 else np.float16
     q = arrays["q"].astype(stored)
     arrays["q"] = q.view(np.uint16) if BF16 else q
-    config = {**PREFILL.config_for(sizes), "BF16": BF16}
+    config = {**PREFILL.config_for(sizes), "BF16": BF16, **config}
     outcome = ptxlab.run_spec(PREFILL, source, arrays, sizes=sizes, backend=backend, config=config, **how)
     return outcome.outputs, outcome
 
@@ -90,6 +92,17 @@ SHAPES = {
 def test_ragged_chunks(BF16: int, shape: str, backend: str) -> None:
     how = {} if backend == "gpu" else {"checks": emulator.CHECKS}
     check(*chunks_of(**SHAPES[shape]), backend, BF16, **how)  # type: ignore[arg-type]
+
+
+@pytest.mark.full_cases("*-emulator")
+@on_every_backend
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("BF16", [0, 1])
+def test_queries_of_a_rotated_cache(BF16: int, D: int, backend: str) -> None:
+    logical, sizes = chunks_of((33, 0, 2), (31, 9, 64), D=D, group=3)
+    logical["cache"] = replace(logical["cache"], rotated=True)
+    how = {} if backend == "gpu" else {"checks": emulator.CHECKS}
+    check(logical, sizes, backend, BF16, config={"ROTATED": 1}, **how)  # type: ignore[arg-type]
 
 
 @pytest.mark.full
