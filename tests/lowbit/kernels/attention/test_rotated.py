@@ -98,9 +98,9 @@ def test_every_byte_on_the_gpu(**drawn: Any) -> None:
         FusedProblem(q, problem).check("gpu")
 
 
-def of_rotated(variant: Variant, *given: Any, **how: Any) -> tuple[Arrays, Arrays, dict[str, Any]]:
+def of_rotated(variant: Variant, *drawn: Any, **options: Any) -> tuple[Arrays, Arrays, dict[str, Any]]:
     """(logical inputs, arguments, sizes and constants) of a variant's problem whose cache says that it is rotated."""
-    logical, arrays = variant.problem(*given, **how)
+    logical, arrays = variant.problem(*drawn, **options)
     logical["cache"] = replace(logical["cache"], rotated=True)
     sizes = variant.sizes(logical["window"], logical.get("blocks", 1))
     return logical, arrays, {"sizes": sizes, "config": {**variant.config, "ROTATED": 1}}
