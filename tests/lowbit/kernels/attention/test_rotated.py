@@ -35,6 +35,31 @@ SCHEMES = ("kv4", "kv8")
 TRANSFERS = {"emulator": (np.asarray, np.asarray), "gpu": (gpu.to_device, gpu.to_host)}
 BY_TOKEN = tuple(variant for variant in (*AMPERE, *HOPPER) if not variant.channel)
 
+ROTATE_HEAD = """
+#include "hadamard.cuh"
+
+extern "C" __global__ void rotate_heads(float* x) {  // of one warp: a lane's elements lie together
+    float head[ELEMENTS];
+    for (int i = 0; i < ELEMENTS; ++i) head[i] = x[threadIdx.x * ELEMENTS + i];
+    ptxlab::rotate_head<IN_A_ROW, OF_HEAD>(head, threadIdx.x);
+    for (int i = 0; i < ELEMENTS; ++i) x[threadIdx.x * ELEMENTS + i] = head[i];
+}
+"""
+
+
+@pytest.mark.default_cases("64-16-4", "256-8-16")
+@pytest.mark.parametrize(("D", "run", "lanes"), [(64, 16, 4), (128, 8, 8), (128, 32, 4), (128, 64, 2), (256, 8, 16)])
+def test_every_bit_of_a_rotated_head(D: int, run: int, lanes: int) -> None:
+    """Elements with all bits of float32, so that another order of sums gives other bits."""
+    count, heads = D // lanes, 32 // lanes
+    x = np.random.default_rng(0).standard_normal((heads, D), dtype=np.float32)
+    i, lane = np.arange(count), np.arange(lanes)[:, None]
+    dims = ((i // run * lanes + lane) * run + i % run).ravel()  # of a head, lane by lane
+    on_lanes = x[:, dims].ravel()
+    kernel = ptxlab.load(ROTATE_HEAD, defines={"ELEMENTS": count, "IN_A_ROW": run, "OF_HEAD": lanes})
+    kernel(on_lanes, grid=1, block=32, backend="emulator")
+    assert np.array_equal(on_lanes.reshape(heads, D), reference.rotate_heads(x)[:, dims])
+
 
 def rotated_problem(
     tokens: int, heads: int, D: int, scheme: str, *, dtype: np.dtype = DTYPES[0], rope: bool = True, size: int = 16
