@@ -21,6 +21,7 @@
 // PTX ISA    9.7.14.5.8, 9 mma.m16n8k16 (.f16), m16n8k32 (.u8.s8, .s8.s8); 9.7.14.5.17 movmatrix; 9.7.9.25 bulk copies;
 //            9.7.13.15 mbarrier; 9.7.13.16 elect; 9.7.3 ex2, lg2, rcp; 9.7.1 dp4a; 9.7.13.13 griddepcontrol
 #include "griddep.cuh"
+#include "hadamard.cuh"
 #include "kv_page.cuh"
 #include "mbarrier.cuh"
 #include "pack.cuh"
@@ -49,6 +50,9 @@
 #define SUM_PAD 4       // floats between rows of sums in shared memory
 #define EXTRA 4         // cost of a unit of few tiles, in tiles, beside them
 #define SLACK 4         // tiles more than its share that a block may get
+#endif
+#ifndef ROTATED
+#define ROTATED 0  // 1: keys are rotated by a Hadamard matrix, so queries are too
 #endif
 #ifndef PART
 #define PART 0        // tiles after which a unit is cut, whatever the batch; 0: so that all blocks have equally much
@@ -276,7 +280,7 @@ struct QueryQuantiser {
         }
     }
 
-    // The lane's elements in f32, by channel times the keys' scales. Returns the largest.
+    // The lane's elements in f32, by channel times the keys' scales, rotated if keys are. Returns the largest.
     __device__ __forceinline__ float convert(float (&x)[kKeyWords][Page::kPerWord]) const {
         float largest = 0;
 #pragma unroll
@@ -287,6 +291,7 @@ struct QueryQuantiser {
                 if (CHANNEL) x[w][e] *= arguments.k_scale[head * D + dim(w) + e];
                 largest = ptxlab::max_nan(largest, fabsf(x[w][e]));
             }
+        if constexpr (ROTATED) largest = ptxlab::rotate_query<kVectorWords * Page::kPerWord, 4>(x, t);
         return largest;
     }
 

@@ -7,6 +7,7 @@ import pytest
 
 import ptxlab
 from ptxlab import gpu
+from ptxlab.lowbit.kernels.attention.common import draw_cache
 from ptxlab.lowbit.kernels.attention.prefill import PREFILL
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.layout.pages import PageView
@@ -60,7 +61,9 @@ def test_a_graph_of_a_step_is_replayed_on_other_steps(cupy: Any) -> None:
     q, slots = cupy.zeros((TOKENS, HQ, D), cupy.float16), cupy.full(TOKENS, -1, cupy.int64)
     last, starts = cupy.zeros((SEQUENCES, HQ, D), cupy.float16), cupy.zeros(SEQUENCES + 1, cupy.int32)
     cache = KVCache.empty(SEQUENCES, PAGES_EACH, HKV, D, page_size=PAGE, like=qkv)
-    cache.pool[...] = cupy.asarray(rng.integers(0, 256, cache.pool.shape, np.uint8))
+    past = np.full(SEQUENCES, PAGES_EACH * PAGE)
+    drawn = draw_cache(rng, past, Hkv=HKV, P=PAGES_EACH, pages=cache.pages, D=D, page_size=PAGE)
+    cache.pool[...] = cupy.asarray(drawn.pool)
     out, lse = cupy.zeros_like(q), cupy.zeros(q.shape[:-1], cupy.float32)
     decoded = cupy.zeros_like(last)
     decode_memory = ptxlab.attention_workspace(cache)
