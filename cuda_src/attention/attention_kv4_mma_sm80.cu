@@ -119,8 +119,8 @@ struct Scheduler {
         count();
     }
     __device__ __forceinline__ void count() {
-        const int tokens = segment.length - (segment.begin + segment.first()) * ptxlab::TILE;
-        slices = !segment.more() ? 0 : min(segment.count() * kTileSlices, (tokens + TOKENS - 1) / TOKENS);
+        const int tokens = segment.length - (segment.window_tile + segment.first_tile()) * ptxlab::TILE;
+        slices = !segment.has_segment() ? 0 : min(segment.tile_count() * kTileSlices, (tokens + TOKENS - 1) / TOKENS);
     }
     __device__ __forceinline__ void next_segment() {
         slice -= slices;
@@ -128,7 +128,7 @@ struct Scheduler {
         count();
     }
     __device__ __forceinline__ int position() const {
-        return (segment.begin + segment.first()) * ptxlab::TILE + slice * TOKENS;
+        return (segment.window_tile + segment.first_tile()) * ptxlab::TILE + slice * TOKENS;
     }
 };
 
@@ -147,15 +147,15 @@ struct PageProducer {
     }
 
     __device__ __forceinline__ void enter() {
-        head_pages = arguments.pool + size_t(scheduler.segment.unit / arguments.splits) * Page::kBytes;
+        head_pages = arguments.pool + size_t(scheduler.segment.unit_index / arguments.splits) * Page::kBytes;
     }
 
     __device__ __forceinline__ void look_up() {
-        while (scheduler.segment.more() && scheduler.slice >= scheduler.slices) {
+        while (scheduler.segment.has_segment() && scheduler.slice >= scheduler.slices) {
             scheduler.next_segment();
             enter();
         }
-        if (!scheduler.segment.more()) return;
+        if (!scheduler.segment.has_segment()) return;
         // instead of one that there is not, the last
         const int last = (scheduler.segment.length - 1) / PAGE,
                   page = scheduler.position() / PAGE + threadIdx.x % kPages;
@@ -164,7 +164,7 @@ struct PageProducer {
 
     // Asks for the next slice, if there is one; a group of copies in either case.
     __device__ __forceinline__ void fetch(Stage& stage) {
-        if (scheduler.segment.more()) {
+        if (scheduler.segment.has_segment()) {
             copy(stage);
             scheduler.slice += WARPS;
             look_up();
@@ -201,8 +201,8 @@ struct Columns {
     int sequence, head, first_column, count;
 
     __device__ __forceinline__ Columns(const Segments& segment, const Arguments& arguments)
-        : arguments(arguments), sequence(segment.sequence), head(segment.unit / arguments.splits),
-          first_column(segment.unit % arguments.splits * COLUMNS),
+        : arguments(arguments), sequence(segment.sequence), head(segment.unit_index / arguments.splits),
+          first_column(segment.unit_index % arguments.splits * COLUMNS),
           count(min(arguments.columns, arguments.group * arguments.T - first_column)) {}
 
     __device__ __forceinline__ int token(int column) const { return (first_column + column) / arguments.group; }
@@ -531,11 +531,11 @@ __device__ __forceinline__ void combine(const WarpSums& warp_sums, const Segment
     const float factor = row.combine_stats<32>(stat, zero_sum);
     row.add_warps<WARPS>(warp_sums.row(0, column), warp_sums.columns * kPitch, factor, ~0u, 0);
     Page::restore(row, zero_sum, 1, arguments.v_scale + columns.head * D, arguments.v_zero + columns.head * D);
-    if (segment.count() == segment.tiles) {
+    if (segment.tile_count() == segment.tiles) {
         row.store<BF16>(arguments.out, arguments.lse, columns.row(column));
         return;
     }
-    const bool begins = segment.first() == 0;
+    const bool begins = segment.first_tile() == 0;
     const int block = segment.first_block(), blocks = segment.blocks();
     row.write(arguments.partial, arguments.stats, (size_t(blockIdx.x) * 2 + begins) * arguments.columns + column);
     if (FUSED) {
@@ -546,7 +546,7 @@ __device__ __forceinline__ void combine(const WarpSums& warp_sums, const Segment
             .store<BF16>(arguments.out, arguments.lse, columns.row(column));
     } else if (begins && column == 0 && lane == 0) {
         reinterpret_cast<int2*>(arguments.segments)[blockIdx.x] =
-            make_int2(segment.sequence * (arguments.Hkv * arguments.splits) + segment.unit, blocks);
+            make_int2(segment.sequence * (arguments.Hkv * arguments.splits) + segment.unit_index, blocks);
     }
 }
 
@@ -628,6 +628,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_kv4_mma_sm80
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) producer.fetch(consumer.ring[s]);
     if (!FUSED && threadIdx.x == 0) reinterpret_cast<int2*>(segments)[blockIdx.x] = make_int2(0, 0);
-    for (; scheduler.segment.more(); scheduler.next_segment()) consumer.process_segment(warp_sums TIMELINE_ARGUMENT);
+    for (; scheduler.segment.has_segment(); scheduler.next_segment())
+        consumer.process_segment(warp_sums TIMELINE_ARGUMENT);
     ptxlab::store_empty_sequences(out, lse, lengths, B, T * Hq, D, threadIdx.x, kThreads);
 }

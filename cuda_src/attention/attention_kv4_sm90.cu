@@ -106,7 +106,7 @@ struct WorkItem {
     int first_group;                 // of warps, which takes the first tile
     int head, columns;               // KV head; queries
     int blocks;                      // that have tiles of the unit, this one included; 0 where it begins earlier
-    int part, following;             // with PART: where the part lies in the workspace
+    int part_index, following;       // with PART: where the part lies in the workspace
     int row[COLUMNS], end[COLUMNS];  // of a column: its row of the results; the first token that it does not see
 };
 
@@ -127,7 +127,7 @@ struct Arguments {
     int columns = min(COLUMNS, group* T);
 
     __device__ __forceinline__ int head_of(const Segments& segment) const {
-        return splits == 1 ? segment.unit : Segments::div(segment.unit, splits);
+        return splits == 1 ? segment.unit_index : Segments::div(segment.unit_index, splits);
     }
 };
 
@@ -200,14 +200,14 @@ struct PageProducer {
     }
 
     __device__ __forceinline__ void look_up() {  // what a tile lacks is the last page again
-        if (!segment.more()) return;
-        const int first_page = (segment.begin + segment.first()) * kPages;
-        pages = min(segment.count() * kPages, (segment.length + PAGE - 1) / PAGE - first_page);
+        if (!segment.has_segment()) return;
+        const int first_page = (segment.window_tile + segment.first_tile()) * kPages;
+        pages = min(segment.tile_count() * kPages, (segment.length + PAGE - 1) / PAGE - first_page);
         looked_up = arguments.table[size_t(segment.sequence) * arguments.P + first_page +
                                     min(page + int(threadIdx.x % 32), pages - 1)];
     }
     __device__ __forceinline__ bool next() {
-        if (!segment.more()) return false;
+        if (!segment.has_segment()) return false;
         entry = looked_up, entry_count = min(32, pages - page), head = arguments.head_of(segment);
         return true;
     }
@@ -266,7 +266,7 @@ struct QueryQuantiser {
     __device__ __forceinline__ void load() {
         const int queries = arguments.group * arguments.T;
         head = arguments.head_of(segment);
-        first_column = (segment.unit - head * arguments.splits) * COLUMNS;
+        first_column = (segment.unit_index - head * arguments.splits) * COLUMNS;
         const int query = first_column + column;
         token = arguments.T == 1 ? 0 : Segments::div(query, arguments.group);
         row = (segment.sequence * arguments.T + token) * arguments.Hq + head * arguments.group + query -
@@ -338,16 +338,16 @@ struct QueryQuantiser {
     __device__ __forceinline__ bool has_column() const { return t == 0 && (!kPaired || g % 2 == 0); }
 
     __device__ __forceinline__ void describe(WorkItem& item, const Segments& segment, int item_head, int columns) {
-        const int first_tile = segment.first(), tiles = segment.count();
-        item.tiles = tiles, item.position = (segment.begin + first_tile) * TILE, item.length = segment.length;
+        const int first_tile = segment.first_tile(), tiles = segment.tile_count();
+        item.tiles = tiles, item.position = (segment.window_tile + first_tile) * TILE, item.length = segment.length;
         item.first_group = first_group;
         item.head = item_head, item.columns = columns;
         if constexpr (PART > 0) {
-            const int number = segment.number();
-            item.part = segment.first_block() * MOST_PARTS + number;
-            item.following = !segment.is_begun_here() ? kBeginsEarlier
-                             : segment.is_last_here() ? segment.parts() - number - 1
-                                                      : kNextIsHere;
+            const int number = segment.part_index();
+            item.part_index = segment.first_block() * MOST_PARTS + number;
+            item.following = !segment.begins_here() ? kBeginsEarlier
+                             : segment.ends_here()  ? segment.part_count() - number - 1
+                                                    : kNextIsHere;
         } else {
             item.blocks = first_tile > 0 ? 0 : tiles == segment.tiles ? 1 : segment.blocks();
         }
@@ -363,7 +363,7 @@ struct QueryQuantiser {
         float x[kKeyWords][Page::kPerWord];
         float largest = convert(x);
         segment.advance();
-        if (segment.more()) load();
+        if (segment.has_segment()) load();
         largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 2));
         largest = ptxlab::max_nan(largest, 0x1p-100f);
@@ -384,8 +384,8 @@ struct QueryQuantiser {
     __device__ __forceinline__ void run(SharedMemory& shared, Control& control TIMELINE_PARAMETER) {
         ptxlab::Slot<kItems> slot;
         ptxlab::wait_for_predecessors();
-        if (segment.more()) load();
-        for (; segment.more(); slot.advance()) produce(shared, control, slot TIMELINE_ARGUMENT);
+        if (segment.has_segment()) load();
+        for (; segment.has_segment(); slot.advance()) produce(shared, control, slot TIMELINE_ARGUMENT);
         ptxlab::mbarrier_wait(&control.cleared[slot.index], slot.parity ^ 1);
         if (threadIdx.x % 32 == 0) control.items[slot.index].tiles = 0;
         ptxlab::mbarrier_arrive(&control.ready[slot.index]);
@@ -724,8 +724,8 @@ struct Combiner {
     // has left in the workspace.
     __device__ __forceinline__ void deliver_part(Row& row, const WorkItem& item, int column) const {
         const int columns = arguments.columns;
-        const size_t part = size_t(item.part) * columns + column,
-                     first_part = size_t(item.part / MOST_PARTS * MOST_PARTS) * columns + column;
+        const size_t part = size_t(item.part_index) * columns + column,
+                     first_part = size_t(item.part_index / MOST_PARTS * MOST_PARTS) * columns + column;
         if (item.following != kBeginsEarlier && part != first_part) {
             Row sum = Row::taken_back(arguments.partial, arguments.stats, first_part);
             sum.add_part(make_float2(row.largest, row.sum), row.v), row = sum;
