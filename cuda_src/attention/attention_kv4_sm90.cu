@@ -22,6 +22,7 @@
 //            9.7.13.15 mbarrier; 9.7.13.16 elect; 9.7.3 ex2, lg2, rcp; 9.7.1 dp4a; 9.7.13.13 griddepcontrol
 #include "griddep.cuh"
 #include "hadamard.cuh"
+#include "kv_page.cuh"
 #include "mbarrier.cuh"
 #include "pack.cuh"
 #include "parts.cuh"
@@ -66,181 +67,780 @@ namespace {
 using ptxlab::TILE;
 using ptxlab::u32;
 using ptxlab::u64;
-constexpr bool PAIRED = COLUMNS == 4;  // the two bytes of a query are neighbouring columns of one operand B
-constexpr int SETS = PAIRED ? 1 : 2, OWN = PAIRED ? 1 : 2;  // operands B; columns of a lane
-constexpr int NIBBLES = BITS == 4 ? 2 : 1;                  // of a byte
-constexpr int ROW = D * BITS / 8;                           // bytes of a token's keys or values
-constexpr int PAGE_BYTES = PAGE * (ROW + (CHANNEL ? 0 : 4)), PAGES = TILE / PAGE, STAGE = 2 * PAGES * PAGE_BYTES;
-constexpr int SHARE = TILE / TOKENS, GROUPS = WARPS / SHARE;  // warps of a tile; tiles at a time
-constexpr int MT = TOKENS / 16, DT = D / 16;                  // MMA tiles of tokens, of dims
-constexpr int COPIES = WARPS, QUERIES = WARPS + 1, ALL_WARPS = WARPS + 2;
-constexpr int LANES = WARPS <= 4 ? 4 : WARPS <= 8 ? 8 : 16;  // one for every warp
-constexpr int PER_WORD = 32 / BITS, HALVES = PER_WORD / 2;   // integers of a word, and registers that they become
-constexpr int K_WORDS = ROW / 16, V_WORDS = ROW / 32;        // of a token's keys, of its values, per lane
-constexpr int VECTOR = K_WORDS < 4 ? K_WORDS : 4;            // words of one load
-constexpr int PITCH = D + SUM_PAD;                           // of sums in shared memory
-// bytes: operand B; of each column (sum, factor)
-constexpr int FRAGMENTS = SETS * NIBBLES * K_WORDS * 128, QUERY = FRAGMENTS + COLUMNS * 8;
-constexpr int UNITS = 2 * SLOTS, LAG = SLOTS - 1;      // units in flight; by how many the sums are put together later
-constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;  // LOWEST: below any score, yet finite
-constexpr bool SIGNED = BITS == 8 && CHANNEL;          // integers
-constexpr u32 FLIP = SIGNED ? 0x80808080u : 0;         // values s8 as u8 with a zero of 128
-// (scale 1, zero 0) of tokens that there are not; two zeros of 1
-constexpr u32 NEUTRAL = 0x00003c00, ONES = 0x3c003c00;
+using Page = ptxlab::KvPage<D, PAGE, BITS, CHANNEL>;
+
+// Warps: those of a tile, tiles at a time; the two that do not multiply.
+constexpr int kTileWarps = TILE / TOKENS, kGroups = WARPS / kTileWarps;
+constexpr int kProducerWarp = WARPS, kQueryWarp = WARPS + 1, kThreads = 32 * (WARPS + 2);
+constexpr int kStatLanes = WARPS <= 4 ? 4 : WARPS <= 8 ? 8 : 16;  // one for every warp that multiplies
+// Stages and items
+constexpr int kPages = TILE / PAGE, kStageBytes = 2 * kPages * Page::kBytes;
+constexpr int kItems = 2 * SLOTS, kLag = SLOTS - 1;  // items in flight; by how many they are combined later
+constexpr int kPitch = D + SUM_PAD;                  // floats of a row of sums
+// Fragments: operands B of a query, columns of a lane, MMA tiles, words of a token's keys and values per lane
+constexpr bool kPaired = COLUMNS == 4;  // the two bytes of a query are neighbouring columns of one operand B
+constexpr int kOperands = kPaired ? 1 : 2, kLaneColumns = kPaired ? 1 : 2;
+constexpr int kNibbles = BITS == 4 ? 2 : 1;  // of a byte
+constexpr int kTokenTiles = TOKENS / 16, kDimTiles = D / 16;
+constexpr int kKeyWords = Page::kRowBytes / 16, kValueWords = Page::kRowBytes / 32;
+constexpr int kVectorWords = kKeyWords < 4 ? kKeyWords : 4;  // of one load
+constexpr u32 kOnes = 0x3c003c00;                            // two zero points of 1
 static_assert(LARGEST == 127 * 256, "the high byte of a query's largest integer is a signed one");
 static_assert(D * (BITS == 8 ? 255ll : 15ll * 16) * LARGEST < 1ll << 31);
 static_assert(TILE_TOKENS == TILE && SUM_PAD % 4 == 0);
-static_assert(PROMOTE % TOKENS == 0 && WARPS % SHARE == 0 && STAGES % GROUPS == 0 && WARPS <= 16 &&
+static_assert(PROMOTE % TOKENS == 0 && WARPS % kTileWarps == 0 && STAGES % kGroups == 0 && WARPS <= 16 &&
               (COLUMNS == 4 || COLUMNS == 8));
 
-using Segments = ptxlab::Segments<EXTRA, SLACK, (PART > GROUPS ? PART : GROUPS), PART, MOST_PARTS>;
+using Segments = ptxlab::Segments<EXTRA, SLACK, (PART > kGroups ? PART : kGroups), PART, MOST_PARTS>;
+using Row = ptxlab::Row<D>;
+using Scores = float[kTokenTiles][2 * kLaneColumns];  // of tokens g, then g + 8, of each MMA tile
+using QueryWords = u32[kOperands][kNibbles][kKeyWords];
 
-// With PART, `Unit::blocks` is LEFT times the part's place in the workspace, where a unit has MOST_PARTS from its first
-// block on, and how many parts of other blocks follow: NEXT where the block has the next one itself, ELSEWHERE where the
-// unit begins in a block before.
-constexpr int LEFT = 2 * MOST_PARTS, NEXT = LEFT - 2, ELSEWHERE = LEFT - 1;
+// With PART, `WorkItem::following` counts the parts of other blocks behind this one, or says that the block has the next
+// part itself, or that the unit begins in an earlier block.
+constexpr int kNextIsHere = -1, kBeginsEarlier = -2;
 
-template <class Walk>
-[[maybe_unused]] __device__ __forceinline__ int part_of(const Walk& here) {
-    const int number = here.number(), place = here.first_block() * MOST_PARTS + number;
-    const int left = !here.is_begun_here() ? ELSEWHERE : here.is_last_here() ? here.parts() - number - 1 : NEXT;
-    return place * LEFT + left;
-}
-
-// What the block does of a unit: of a sequence, up to COLUMNS queries of one of its heads.
-struct Unit {
-    int count, position, length;  // tiles, 0 behind the last unit; the first one's first token; tokens of the sequence
-    int turn;                     // the group of warps that takes the first tile
-    int head, columns;
-    int blocks;                      // that have tiles of it, this one included; 0 where it begins in one before
+// What the block does of a unit (of a sequence, up to COLUMNS queries of one of its heads): one segment.
+struct WorkItem {
+    int tiles, position, length;     // tiles, 0 behind the last item; its first token; tokens of the sequence
+    int first_group;                 // of warps, which takes the first tile
+    int head, columns;               // KV head; queries
+    int blocks;                      // that have tiles of the unit, this one included; 0 where it begins earlier
+    int part_index, following;       // with PART: where the part lies in the workspace
     int row[COLUMNS], end[COLUMNS];  // of a column: its row of the results; the first token that it does not see
 };
 
-__device__ __forceinline__ float low_half(u32 pair) { return __low2float(ptxlab::as_half2(pair)); }
-__device__ __forceinline__ float high_half(u32 pair) { return __high2float(ptxlab::as_half2(pair)); }
-__device__ __forceinline__ u32 half_pair(float a, float b) { return ptxlab::as_bits(__floats2half2_rn(a, b)); }
+struct Arguments {
+    const unsigned short* q;
+    const unsigned char* pool;
+    const int *table, *lengths;
+    const float *k_scale, *k_zero, *v_scale, *v_zero;
+    unsigned short* out;
+    float* lse;
+    u32 *partial, *stats;
+    float softmax_scale;
+    int B, T, Hq, Hkv, P, window;
 
-// Where the keys or values of a tile's token lie, and its scale and zero. 16 tokens from a multiple of 16 on are in one
-// page.
-__device__ __forceinline__ int row_at(int token) { return token / PAGE * PAGE_BYTES + token % PAGE * ROW; }
-__device__ __forceinline__ int scale_at(int token) { return token / PAGE * PAGE_BYTES + PAGE * ROW + token % PAGE * 4; }
+    // Heads that share a KV head; units that these make; columns of a unit at most.
+    int group = int(float(Hq) * ptxlab::reciprocal_approx(float(Hkv)) + 0.5f);
+    int splits = unsigned(group * T + COLUMNS - 1) / COLUMNS;
+    int columns = min(COLUMNS, group* T);
 
-// What the copies are asked for by: up to 32 pages, one per lane, while the next ones are looked up in the table.
-struct Feed {
-    Segments walk;
-    const int* table;
-    int P, page, pages;              // of the segment, the page that comes next, and how many it has
-    int entry, entries, left, head;  // pages that come next, those now, how many; their kv head
+    __device__ __forceinline__ int head_of(const Segments& segment) const {
+        return splits == 1 ? segment.unit_index : Segments::div(segment.unit_index, splits);
+    }
+};
 
-    __device__ __forceinline__ Feed(const Segments& walk, const int* table, int P)
-        : walk(walk), table(table), P(P), page(0), pages(0), entry(0) {
+// An item's queries as the warps read them.
+struct alignas(16) QueryOperands {
+    u32 fragments[kOperands][kNibbles][32][kKeyWords];
+    float2 columns[COLUMNS];  // minus the sum of a query's integers; the factor of its scores
+};
+
+struct SharedMemory {
+    unsigned char stages[STAGES][kStageBytes];
+    QueryOperands queries[kItems];
+};
+
+// Barriers, and records of the items in flight.
+struct Control {
+    u64 full[STAGES], empty[STAGES];
+    u64 ready[kItems], summed[kItems], cleared[kItems];
+    WorkItem items[kItems];
+
+    // By one lane of every warp that multiplies: one lane for all would make one after the other.
+    __device__ __forceinline__ void init(int warp) {
+#pragma unroll
+        for (int i = 0; i < STAGES; i += WARPS)
+            if (i + warp < STAGES)
+                ptxlab::mbarrier_init(&full[i + warp], 1), ptxlab::mbarrier_init(&empty[i + warp], kTileWarps * 32);
+#pragma unroll
+        for (int i = 0; i < kItems; i += WARPS)
+            if (i + warp < kItems) {
+                ptxlab::mbarrier_init(&ready[i + warp], 32);
+                ptxlab::mbarrier_init(&summed[i + warp], WARPS * 32);
+                ptxlab::mbarrier_init(&cleared[i + warp], WARPS * 32);
+            }
+        ptxlab::fence_mbarrier_init();
+    }
+};
+
+// The warps' sums of SLOTS items, behind the rest of the shared memory.
+struct WarpSums {
+    float4* stats;  // [SLOTS][columns][WARPS]: largest score, sum of weights, sum of weights times zero points
+    float* rows;    // [SLOTS][WARPS][columns][kPitch]
+    int columns;
+
+    __device__ __forceinline__ WarpSums(SharedMemory& shared, int columns)
+        : stats(reinterpret_cast<float4*>(&shared + 1)),
+          rows(reinterpret_cast<float*>(stats + SLOTS * WARPS * columns)), columns(columns) {}
+
+    __device__ __forceinline__ float4* stat(int item_index, int column, int warp) const {
+        return stats + (item_index % SLOTS * columns + column) * WARPS + warp;
+    }
+    // Columns are reordered so that lanes of D 128 store to all banks.
+    __device__ __forceinline__ float* row(int item_index, int warp, int column) const {
+        const int reordered = column % kLaneColumns * ((columns + 1) / 2) + column / kLaneColumns;
+        return rows + ((item_index % SLOTS * WARPS + warp) * columns + reordered) * kPitch;
+    }
+};
+
+// One warp: asks for the block's pages, tile by tile. Up to 32 pages lie in its lanes, while the next ones are looked up
+// in the table.
+struct PageProducer {
+    const Arguments& arguments;
+    Segments segment;
+    int page = 0, pages = 0;       // of the segment, the page that is looked up next, and how many it has
+    int looked_up = 0;             // the lane's entry of the table
+    int entry, entry_count, head;  // the same of the pages that are copied, how many they are, their KV head
+
+    __device__ __forceinline__ PageProducer(const Segments& segment, const Arguments& arguments)
+        : arguments(arguments), segment(segment) {
         look_up();
     }
+
     __device__ __forceinline__ void look_up() {  // what a tile lacks is the last page again
-        if (!walk.more()) return;
-        const int first = (walk.begin + walk.first()) * PAGES;
-        pages = min(walk.count() * PAGES, (walk.length + PAGE - 1) / PAGE - first);
-        entry = table[size_t(walk.sequence) * P + first + min(page + int(threadIdx.x % 32), pages - 1)];
+        if (!segment.has_segment()) return;
+        const int first_page = (segment.window_tile + segment.first_tile()) * kPages;
+        pages = min(segment.tile_count() * kPages, (segment.length + PAGE - 1) / PAGE - first_page);
+        looked_up = arguments.table[size_t(segment.sequence) * arguments.P + first_page +
+                                    min(page + int(threadIdx.x % 32), pages - 1)];
     }
-    __device__ __forceinline__ bool take(int splits) {
-        if (!walk.more()) return false;
-        entries = entry, left = min(32, pages - page),
-        head = splits == 1 ? walk.unit : Segments::div(walk.unit, splits);
+    __device__ __forceinline__ bool next() {
+        if (!segment.has_segment()) return false;
+        entry = looked_up, entry_count = min(32, pages - page), head = arguments.head_of(segment);
         return true;
     }
     __device__ __forceinline__ void look_ahead() {
         page += 32;
-        if (page >= pages) page = 0, walk.advance();
+        if (page >= pages) page = 0, segment.advance();
         look_up();
+    }
+
+    __device__ __forceinline__ void copy_tile(unsigned char* stage, u64* full, int first_entry, bool elected) const {
+        const size_t pitch = size_t(arguments.Hkv) * Page::kBytes;
+        const unsigned char* const head_pages = arguments.pool + head * size_t(Page::kBytes);
+        if (elected) ptxlab::mbarrier_arrive_expect(full, kStageBytes);
+#pragma unroll
+        for (int j = 0; j < kPages; ++j) {
+            const unsigned char* keys = head_pages + size_t(__shfl_sync(~0u, entry, first_entry + j)) * (2 * pitch);
+            if (elected) ptxlab::bulk_load_once(stage + j * Page::kBytes, keys, Page::kBytes, full);
+            if (elected) ptxlab::bulk_load_once(stage + (kPages + j) * Page::kBytes, keys + pitch, Page::kBytes, full);
+        }
+    }
+
+    __device__ __forceinline__ void run(SharedMemory& shared, Control& control TIMELINE_PARAMETER) {
+        const bool elected = ptxlab::elect();
+        ptxlab::Slot<STAGES> slot;
+        ptxlab::wait_for_predecessors();
+        while (next())
+            for (int i = 0; i < entry_count; i += kPages, slot.advance()) {
+                PHASE(WAIT_GROUP);
+                ptxlab::mbarrier_wait(&control.empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                PHASE(LOAD);
+                copy_tile(shared.stages[slot.index], &control.full[slot.index], i, elected);
+                if (i == 0) look_ahead();  // when the first tile has been asked for
+            }
     }
 };
 
-// The integers of a word of values as operand halves: (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7), which have
-// the first two in them.
-__device__ __forceinline__ void subnormals(u32 (&h)[HALVES], u32 word) {
-    if constexpr (BITS == 4) {
-        const uint4 v = ptxlab::subnormal_u4_bytes(word);
-        h[0] = v.x, h[1] = v.y, h[2] = v.z, h[3] = v.w;
-    } else {
-        const uint2 v = ptxlab::subnormal_u8(word ^ FLIP);
-        h[0] = v.x, h[1] = v.y;
+// One warp: turns queries into integers of two signed bytes, and writes the items' records.
+struct QueryQuantiser {
+    const Arguments& arguments;
+    Segments segment;                  // whose queries are loaded
+    u32 raw[kKeyWords][Page::kPairs];  // of the lane's column
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    int column = kPaired ? g / 2 : g;  // of the item
+    int head = 0, first_column = 0;    // KV head; which of its queries is the item's first
+    int token = 0, row = 0;            // of the lane's column: query of the sequence, row of q
+    int first_group = 0;               // of warps, for the next item
+
+    __device__ __forceinline__ QueryQuantiser(const Segments& segment, const Arguments& arguments)
+        : arguments(arguments), segment(segment) {}
+
+    // The first dim of word w of the lane's keys.
+    __device__ __forceinline__ int dim(int w) const {
+        return (w / kVectorWords * kVectorWords * 4 + t * kVectorWords + w % kVectorWords) * Page::kPerWord;
     }
-}
+
+    __device__ __forceinline__ void load() {
+        const int queries = arguments.group * arguments.T;
+        head = arguments.head_of(segment);
+        first_column = (segment.unit_index - head * arguments.splits) * COLUMNS;
+        const int query = first_column + column;
+        token = arguments.T == 1 ? 0 : Segments::div(query, arguments.group);
+        row = (segment.sequence * arguments.T + token) * arguments.Hq + head * arguments.group + query -
+              token * arguments.group;
+        const unsigned short* elements = arguments.q + size_t(row) * D;
+#pragma unroll
+        for (int w = 0; w < kKeyWords; ++w) {
+#pragma unroll
+            for (int r = 0; r < Page::kPairs; ++r) raw[w][r] = 0;
+            if (query < queries) ptxlab::load_words(raw[w], elements + dim(w));
+        }
+    }
+
+    // The lane's elements in f32, by channel times the keys' scales, rotated if keys are. Returns the largest.
+    __device__ __forceinline__ float convert(float (&x)[kKeyWords][Page::kPerWord]) const {
+        float largest = 0;
+#pragma unroll
+        for (int w = 0; w < kKeyWords; ++w)
+#pragma unroll
+            for (int e = 0; e < Page::kPerWord; ++e) {
+                x[w][e] = ptxlab::element<BF16>(raw[w][e / 2], e % 2);
+                if (CHANNEL) x[w][e] *= arguments.k_scale[head * D + dim(w) + e];
+                largest = ptxlab::max_nan(largest, fabsf(x[w][e]));
+            }
+        if constexpr (ROTATED) largest = ptxlab::rotate_query<kVectorWords * Page::kPerWord, 4>(x, t);
+        return largest;
+    }
+
+    // Rounds the lane's elements to multiples of a step. Returns the sum of the integers, by channel times the keys'
+    // zero points.
+    __device__ __forceinline__ float quantise(QueryWords& words, const float (&x)[kKeyWords][Page::kPerWord],
+                                              float inverse_step, int item_head) const {
+        float zero_sum = 0;
+        int byte_sums[2] = {};  // of high bytes, of low ones
+#pragma unroll
+        for (int w = 0; w < kKeyWords; ++w)
+#pragma unroll
+            for (int n = 0; n < kNibbles; ++n) {
+                int bits[4], upper[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float shifted = fmaf(x[w][n * 4 + i], inverse_step, ptxlab::SHIFT);
+                    if (CHANNEL && !Page::kSigned)
+                        zero_sum += (shifted - ptxlab::SHIFT) * arguments.k_zero[item_head * D + dim(w) + n * 4 + i];
+                    bits[i] = __float_as_int(shifted), upper[i] = bits[i] + 128;
+                }
+                const u32 bytes[2] = {ptxlab::bytes_of<1>(upper), ptxlab::bytes_of<0>(bits)};
+#pragma unroll
+                for (int i = 0; i < 2; ++i) byte_sums[i] = __dp4a(int(bytes[i]), 0x01010101, byte_sums[i]);
+                if (kPaired) words[0][n][w] = g % 2 ? bytes[1] : bytes[0];
+                else words[0][n][w] = bytes[0], words[kOperands - 1][n][w] = bytes[1];
+            }
+        return CHANNEL ? zero_sum : float(byte_sums[0] * 256 + byte_sums[1]);
+    }
+
+    __device__ __forceinline__ void store(QueryOperands& operands, const QueryWords& words, float sum,
+                                          float step) const {
+        constexpr float kNibbleFactor = BITS == 4 ? 16 : 1;
+#pragma unroll
+        for (int i = 0; i < kOperands * kNibbles; ++i)
+            ptxlab::store_words(operands.fragments[i / kNibbles][i % kNibbles][threadIdx.x % 32],
+                                words[i / kNibbles][i % kNibbles]);
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if (has_column())
+            operands.columns[column] =
+                make_float2(sum * -kNibbleFactor, step * (arguments.softmax_scale * ptxlab::kLog2E / kNibbleFactor));
+    }
+    __device__ __forceinline__ bool has_column() const { return t == 0 && (!kPaired || g % 2 == 0); }
+
+    __device__ __forceinline__ void describe(WorkItem& item, const Segments& segment, int item_head, int columns) {
+        const int first_tile = segment.first_tile(), tiles = segment.tile_count();
+        item.tiles = tiles, item.position = (segment.window_tile + first_tile) * TILE, item.length = segment.length;
+        item.first_group = first_group;
+        item.head = item_head, item.columns = columns;
+        if constexpr (PART > 0) {
+            const int number = segment.part_index();
+            item.part_index = segment.first_block() * MOST_PARTS + number;
+            item.following = !segment.begins_here() ? kBeginsEarlier
+                             : segment.ends_here()  ? segment.part_count() - number - 1
+                                                    : kNextIsHere;
+        } else {
+            item.blocks = first_tile > 0 ? 0 : tiles == segment.tiles ? 1 : segment.blocks();
+        }
+        first_group = (first_group + tiles) % kGroups;
+    }
+
+    // The queries of the next item; those of the one behind it are on their way meanwhile.
+    __device__ __forceinline__ void produce(SharedMemory& shared, Control& control,
+                                            const ptxlab::Slot<kItems>& slot TIMELINE_PARAMETER) {
+        const Segments item_segment = segment;
+        const int item_head = head, item_row = row, end = segment.length - arguments.T + 1 + token;
+        const int columns = min(arguments.columns, arguments.group * arguments.T - first_column);
+        float x[kKeyWords][Page::kPerWord];
+        float largest = convert(x);
+        segment.advance();
+        if (segment.has_segment()) load();
+        largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 2));
+        largest = ptxlab::max_nan(largest, 0x1p-100f);
+        const float step = largest * (1.0f / LARGEST) + (largest - largest);  // NaN of infinity too
+        const float inverse_step = ptxlab::reciprocal_approx(step);
+        PHASE(WAIT_GROUP);
+        ptxlab::mbarrier_wait(&control.cleared[slot.index], slot.parity ^ 1);  // the item that was in this slot is done
+        PHASE(SETUP);
+        QueryWords words;
+        const float sum = quantise(words, x, inverse_step, item_head);
+        store(shared.queries[slot.index], words, sum, step);
+        WorkItem& item = control.items[slot.index];
+        if (has_column()) item.row[column] = item_row, item.end[column] = end;
+        if (threadIdx.x % 32 == 0) describe(item, item_segment, item_head, columns);
+        ptxlab::mbarrier_arrive(&control.ready[slot.index]);
+    }
+
+    __device__ __forceinline__ void run(SharedMemory& shared, Control& control TIMELINE_PARAMETER) {
+        ptxlab::Slot<kItems> slot;
+        ptxlab::wait_for_predecessors();
+        if (segment.has_segment()) load();
+        for (; segment.has_segment(); slot.advance()) produce(shared, control, slot TIMELINE_ARGUMENT);
+        ptxlab::mbarrier_wait(&control.cleared[slot.index], slot.parity ^ 1);
+        if (threadIdx.x % 32 == 0) control.items[slot.index].tiles = 0;
+        ptxlab::mbarrier_arrive(&control.ready[slot.index]);
+        ptxlab::store_empty_sequences(arguments.out, arguments.lse, arguments.lengths, arguments.B,
+                                      arguments.T * arguments.Hq, D, threadIdx.x % 32, 32);
+    }
+};
+
+// A lane's words of an item's queries, and what its columns' scores are made of.
+struct Query {
+    QueryWords words;
+    float column_sum[kLaneColumns], factor[kLaneColumns];
+
+    __device__ __forceinline__ explicit Query(const QueryOperands& operands) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < kOperands * kNibbles; ++i)
+            ptxlab::load_words(words[i / kNibbles][i % kNibbles], operands.fragments[i / kNibbles][i % kNibbles][lane]);
+#pragma unroll
+        for (int b = 0; b < kLaneColumns; ++b) {
+            const float2 column = operands.columns[kLaneColumns * (lane % 4) + b];
+            column_sum[b] = column.x, factor[b] = column.y;
+        }
+    }
+};
+
+// Constants of a warp's tokens: (scale, zero) of tokens g and g + 8 of each MMA tile, and the values' zero points of
+// tokens 2 t, 2 t + 1 and 8 behind them.
+struct TokenConstants {
+    u32 keys[kTokenTiles][2], values[kTokenTiles][2], value_zeros[kTokenTiles][2];
+
+    __device__ __forceinline__ TokenConstants(const unsigned char* key_pages, const unsigned char* value_pages,
+                                              int first_token) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int i = 0; i < kTokenTiles; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int token = first_token + i * 16 + h * 8;
+                keys[i][h] = values[i][h] = ptxlab::kNeutralConstants, value_zeros[i][h] = kOnes;
+                if (CHANNEL) continue;
+                keys[i][h] = *reinterpret_cast<const u32*>(key_pages + Page::constants_offset(token + g));
+                values[i][h] = *reinterpret_cast<const u32*>(value_pages + Page::constants_offset(token + g));
+                const uint2 pairs =
+                    *reinterpret_cast<const uint2*>(value_pages + Page::constants_offset(token + 2 * t));
+                value_zeros[i][h] = __byte_perm(pairs.x, pairs.y, 0x7632);
+            }
+    }
+
+    // Replaces those of tokens behind the end, where there may be anything.
+    __device__ __forceinline__ void mask(int tokens) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int i = 0; i < kTokenTiles; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int valid = tokens - i * 16 - h * 8;
+                if (g >= valid) keys[i][h] = values[i][h] = ptxlab::kNeutralConstants;
+                if (2 * t >= valid) value_zeros[i][h] = 0;
+                else if (2 * t + 1 >= valid) value_zeros[i][h] &= 0xffff;
+            }
+    }
+};
 
 // Bytes of a word of keys: its low nibbles, or 16 times its high ones.
 __device__ __forceinline__ u32 key_bytes(u32 word, int nibble) {
     return BITS == 8 ? word : nibble ? word & 0xf0f0f0f0u : word & 0x0f0f0f0fu;
 }
 
-// S = K Q^T of a warp's tokens from token0 on, times 16 where there are nibbles: no sum of bytes, nor what they are put
-// together to, exceeds an s32.
-__device__ __forceinline__ void multiply_keys(float (&s)[MT][2 * OWN], const unsigned char* keys, int token0,
-                                              const u32 (&query)[SETS][NIBBLES][K_WORDS], int g, int t) {
-    int sums[MT][SETS][NIBBLES][4] = {};
+// A query's two bytes' sums as one number, times 16 where there are nibbles: neither a sum of bytes nor what they are put
+// together to exceeds an s32.
+__device__ __forceinline__ float combine_bytes(const int (&sums)[kOperands][kNibbles][4], int e) {
+    int of_bytes[2];  // the query's high byte, its low one
 #pragma unroll
-    for (int c = 0; c < K_WORDS; c += VECTOR) {
-        u32 upper[MT][VECTOR], lower[MT][VECTOR];  // rows g, rows g + 8
+    for (int byte = 0; byte < 2; ++byte) {
+        const int operand = kPaired ? 0 : byte, element = kPaired ? e * 2 + byte : e;
+        const int low = sums[operand][0][element], high = sums[operand][kNibbles - 1][element];
+        of_bytes[byte] = BITS == 8 ? low : low * 16 + high;
+    }
+    return float(of_bytes[0] * 256 + of_bytes[1]);
+}
+
+// S = K Q^T of a warp's tokens.
+__device__ __forceinline__ void multiply_keys(Scores& s, const unsigned char* keys, int first_token,
+                                              const QueryWords& query) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    int sums[kTokenTiles][kOperands][kNibbles][4] = {};
 #pragma unroll
-        for (int i = 0; i < MT; ++i) {
-            const unsigned char* from = keys + row_at(token0 + i * 16) + g * ROW + (c * 4 + t * VECTOR) * 4;
-            ptxlab::load_words(upper[i], from);
-            ptxlab::load_words(lower[i], from + 8 * ROW);
+    for (int c = 0; c < kKeyWords; c += kVectorWords) {
+        u32 upper[kTokenTiles][kVectorWords], lower[kTokenTiles][kVectorWords];  // rows g, rows g + 8
+#pragma unroll
+        for (int i = 0; i < kTokenTiles; ++i) {
+            const unsigned char* row =
+                keys + Page::row_offset(first_token + i * 16) + g * Page::kRowBytes + (c * 4 + t * kVectorWords) * 4;
+            ptxlab::load_words(upper[i], row);
+            ptxlab::load_words(lower[i], row + 8 * Page::kRowBytes);
         }
 #pragma unroll
-        for (int w = 0; w < VECTOR; w += 2)
+        for (int w = 0; w < kVectorWords; w += 2)
 #pragma unroll
-            for (int n = 0; n < NIBBLES; ++n)
+            for (int n = 0; n < kNibbles; ++n)
 #pragma unroll
-                for (int i = 0; i < MT; ++i) {  // tokens innermost: an MMA waits for the one before with its sums
+                for (int i = 0; i < kTokenTiles; ++i) {  // innermost: an MMA waits for the one before with its sums
                     const u32 a0 = key_bytes(upper[i][w], n), a1 = key_bytes(lower[i][w], n);
                     const u32 a2 = key_bytes(upper[i][w + 1], n), a3 = key_bytes(lower[i][w + 1], n);
 #pragma unroll
-                    for (int b = 0; b < SETS; ++b)
-                        (SIGNED ? ptxlab::mma_s8 : ptxlab::mma_u8)(sums[i][b][n], a0, a1, a2, a3, query[b][n][c + w],
-                                                                   query[b][n][c + w + 1]);
+                    for (int b = 0; b < kOperands; ++b)
+                        (Page::kSigned ? ptxlab::mma_s8 : ptxlab::mma_u8)(sums[i][b][n], a0, a1, a2, a3,
+                                                                          query[b][n][c + w], query[b][n][c + w + 1]);
                 }
     }
 #pragma unroll
-    for (int i = 0; i < MT; ++i)
+    for (int i = 0; i < kTokenTiles; ++i)
 #pragma unroll
-        for (int e = 0; e < 2 * OWN; ++e) {
-            const auto with_byte = [&](int byte) {  // of the query: its high one, its low one
-                const int set = PAIRED ? 0 : byte, at = PAIRED ? e * 2 + byte : e;
-                return BITS == 8 ? sums[i][set][0][at] : sums[i][set][0][at] * 16 + sums[i][set][NIBBLES - 1][at];
-            };
-            s[i][e] = float(with_byte(0) * 256 + with_byte(1));
+        for (int e = 0; e < 2 * kLaneColumns; ++e) s[i][e] = combine_bytes(sums[i], e);
+}
+
+// Scores in base 2, with the logarithm of the value's scale added. Returns in `inverse` what turns a weight times its
+// value's scale into the weight.
+__device__ __forceinline__ void scale_scores(Scores& s, float (&inverse)[kTokenTiles][2], const Query& query,
+                                             const TokenConstants& constants) {
+#pragma unroll
+    for (int i = 0; i < kTokenTiles; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const u32 key = constants.keys[i][h];
+            const float scale = ptxlab::low_half(constants.values[i][h]);
+            const float log_scale = CHANNEL ? 0 : ptxlab::log2_approx(scale);
+            inverse[i][h] = CHANNEL ? 1 : ptxlab::reciprocal_approx(scale);
+#pragma unroll
+            for (int b = 0; b < kLaneColumns; ++b) {
+                float& x = s[i][h * kLaneColumns + b];
+                x += CHANNEL ? query.column_sum[b] : ptxlab::high_half(key) * query.column_sum[b];
+                x = (CHANNEL ? x : x * ptxlab::low_half(key)) * query.factor[b] + log_scale;
+            }
         }
+}
+
+__device__ __forceinline__ void mask_scores(Scores& s, const WorkItem& item, int position, int window) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int b = 0; b < kLaneColumns; ++b) {
+        const int end = item.end[kLaneColumns * t + b];
+#pragma unroll
+        for (int i = 0; i < kTokenTiles; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int token = position + i * 16 + h * 8 + g;
+                if (token >= end || (window > 0 && token < end - window))
+                    s[i][h * kLaneColumns + b] = -ptxlab::infinity();
+            }
+    }
 }
 
 // O^T += V^T P^T, 16 tokens whose values begin at `rows`. Of a pair of tokens odd t load the second first, which halves
 // the bank conflicts.
-__device__ __forceinline__ void multiply_values(float (&o)[DT][4], const unsigned char* rows, const u32 (&p)[2], int g,
-                                                int t) {
-    const int odd = t % 2;
+__device__ __forceinline__ void multiply_values(float (&o)[kDimTiles][4], const unsigned char* rows,
+                                                const u32 (&weights)[2]) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, odd = t % 2;
     const u32 select[2] = {odd ? 0x1054u : 0x5410u, odd ? 0x3276u : 0x7632u};  // low halves, high halves
-    u32 first[2][V_WORDS], second[2][V_WORDS];
+    u32 first_words[2][kValueWords], second_words[2][kValueWords];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const unsigned char* from = rows + (h * 8 + t * 2) * ROW + g * V_WORDS * 4;
-        ptxlab::load_words(first[h], from + odd * ROW);
-        ptxlab::load_words(second[h], from + (1 - odd) * ROW);
+        const unsigned char* row = rows + (h * 8 + t * 2) * Page::kRowBytes + g * kValueWords * 4;
+        ptxlab::load_words(first_words[h], row + odd * Page::kRowBytes);
+        ptxlab::load_words(second_words[h], row + (1 - odd) * Page::kRowBytes);
     }
 #pragma unroll
-    for (int w = 0; w < V_WORDS; ++w)
+    for (int w = 0; w < kValueWords; ++w)
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            u32 a[HALVES], b[HALVES];
-            subnormals(a, __byte_perm(first[0][w], second[0][w], select[k]));
-            subnormals(b, __byte_perm(first[1][w], second[1][w], select[k]));
+            u32 a[Page::kPairs], b[Page::kPairs];
+            ptxlab::subnormals_in_bytes<BITS>(
+                a, __byte_perm(first_words[0][w], second_words[0][w], select[k]) ^ Page::kSignBits);
+            ptxlab::subnormals_in_bytes<BITS>(
+                b, __byte_perm(first_words[1][w], second_words[1][w], select[k]) ^ Page::kSignBits);
 #pragma unroll
-            for (int r = 0; r < HALVES; r += 2)
-                ptxlab::mma_f16(o[w * HALVES + k * (HALVES / 2) + r / 2], a[r], a[r + 1], b[r], b[r + 1], p[0], p[1]);
+            for (int r = 0; r < Page::kPairs; r += 2)
+                ptxlab::mma_f16(o[w * Page::kPairs + k * (Page::kPairs / 2) + r / 2], a[r], a[r + 1], b[r], b[r + 1],
+                                weights[0], weights[1]);
         }
 }
 
+// What a lane has summed up of its columns: from the item's first tile on, and since the last promotion.
+struct Softmax {
+    float largest[kLaneColumns], weights[kLaneColumns];
+    float o[kDimTiles][4], zeros[4];
+
+    __device__ __forceinline__ Softmax() {
+#pragma unroll
+        for (int b = 0; b < kLaneColumns; ++b) largest[b] = ptxlab::kLowestScore, weights[b] = 0;
+    }
+
+    __device__ __forceinline__ void clear_accumulators() {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            zeros[e] = 0;
+#pragma unroll
+            for (int d = 0; d < kDimTiles; ++d) o[d][e] = 0;
+        }
+    }
+
+    // Raises the columns' largest scores to those of a tile, and scales the sums down to them.
+    __device__ __forceinline__ void raise(const Scores& s) {
+        float previous[kLaneColumns];
+        bool raised = false;
+#pragma unroll
+        for (int b = 0; b < kLaneColumns; ++b) {
+            float peak = ptxlab::kLowestScore;
+#pragma unroll
+            for (int i = 0; i < kTokenTiles; ++i) peak = fmaxf(peak, fmaxf(s[i][b], s[i][kLaneColumns + b]));
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
+            previous[b] = largest[b], largest[b] = fmaxf(largest[b], peak), raised |= largest[b] > previous[b];
+        }
+        if (!__any_sync(~0u, raised)) return;
+#pragma unroll
+        for (int b = 0; b < kLaneColumns; ++b) {
+            const float rescale = ptxlab::exp2_approx(previous[b] - largest[b]);
+            weights[b] *= rescale, zeros[b] *= rescale;
+#pragma unroll
+            for (int d = 0; d < kDimTiles; ++d) o[d][b] *= rescale, o[d][b + 2] *= rescale;
+        }
+    }
+
+    // Adds a tile's values.
+    __device__ __forceinline__ void add_values(const Scores& s, const float (&inverse)[kTokenTiles][2],
+                                               const TokenConstants& constants, const unsigned char* values,
+                                               int first_token) {
+#pragma unroll
+        for (int i = 0; i < kTokenTiles; ++i) {
+            u32 p[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float weight[2] = {};
+#pragma unroll
+                for (int b = 0; b < kLaneColumns; ++b)
+                    weight[b] = ptxlab::exp2_approx(s[i][h * kLaneColumns + b] - largest[b]),
+                    weights[b] += weight[b] * inverse[i][h];
+                p[h] = ptxlab::transposed(ptxlab::half_pair(weight[0], weight[1]));
+            }
+            const u32(&zero)[2] = constants.value_zeros[i];
+            ptxlab::mma_f16(zeros, zero[0], zero[0], zero[1], zero[1], p[0], p[1]);
+            multiply_values(o, values + Page::row_offset(first_token + i * 16), p);
+        }
+    }
+
+    // The lane's dims of column b in order: of four, two of a tile of low halves, two of one of high halves. Sums of
+    // high nibbles have those of the tile before in them.
+    __device__ __forceinline__ void gather(float (&sums)[D / 8], int b) const {
+#pragma unroll
+        for (int e = 0; e < D / 8; ++e) {
+            const int tile =
+                e / Page::kPerWord * Page::kPairs + e % Page::kPerWord / 4 + e % 4 / 2 * (Page::kPairs / 2);
+            const int i = b + e % 2 * 2;
+            const bool in_bytes = BITS == 4 && e % Page::kPerWord >= 4;
+            sums[e] = in_bytes ? o[tile][i] - o[tile - 1][i] : o[tile][i];
+        }
+    }
+
+    // Writes the warp's sums of an item, or adds them to those that it has promoted before.
+    __device__ __forceinline__ void promote(const WarpSums& warp_sums, int item_index, int warp, bool is_first) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int b = 0; b < kLaneColumns; ++b) {
+            float weight_sum = weights[b], sums[D / 8];
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) weight_sum += __shfl_xor_sync(~0u, weight_sum, step);
+            gather(sums, b);
+            const int column = kLaneColumns * t + b;
+            float4* const stat = warp_sums.stat(item_index, column, warp);
+            float* const row = warp_sums.row(item_index, warp, column) + g * (D / 8);
+            if (!is_first) {
+                asm volatile("");  // keeps it a branch: few items need it
+                __syncwarp();      // a lane of row 0 has written the statistics
+                if (column < warp_sums.columns) {
+                    const float rescale = ptxlab::exp2_approx(stat->x - largest[b]);
+                    zeros[b] += stat->z * rescale;
+#pragma unroll
+                    for (int e = 0; e < D / 8; ++e) sums[e] += row[e] * rescale;
+                }
+                __syncwarp();  // all have read them
+            }
+            if (column >= warp_sums.columns) continue;
+            if (g == 0) *stat = make_float4(largest[b], CHANNEL ? zeros[b] : weight_sum, zeros[b], 0);
+#pragma unroll
+            for (int e = 0; e < D / 8; e += 4) {
+                const u32 words[4] = {__float_as_uint(sums[e]), __float_as_uint(sums[e + 1]),
+                                      __float_as_uint(sums[e + 2]), __float_as_uint(sums[e + 3])};
+                ptxlab::store_words(row + e, words);
+            }
+        }
+    }
+};
+
+// The warps' sums of an item -> results, or parts of them. A warp takes a column, in every item another.
+struct Combiner {
+    const Arguments& arguments;
+    Control& control;
+    const WarpSums& warp_sums;
+    int warp;
+
+    // A column's row, unnormalised. With PART sums are added up from the warps of the first tile on.
+    __device__ __forceinline__ Row add_warps(int item_index, const WorkItem& item, int column) const {
+        const int lane = threadIdx.x % kStatLanes, first_warp = PART ? item.first_group * kTileWarps : 0;
+        const int stat_warp = PART && lane < WARPS ? (lane + first_warp) % WARPS : lane;
+        const bool active =
+            stat_warp < WARPS && (stat_warp / kTileWarps - item.first_group + kGroups) % kGroups < item.tiles;
+        const u32 active_warps = __ballot_sync(~0u, active);
+        const float4 stat =
+            active ? *warp_sums.stat(item_index, column, stat_warp) : make_float4(ptxlab::kLowestScore, 0, 0, 0);
+        Row row = {};
+        float zero_sum;
+        const float factor = row.combine_stats<kStatLanes>(stat, zero_sum);
+        row.add_warps<WARPS>(warp_sums.row(item_index, 0, column), warp_sums.columns * kPitch, factor, active_warps,
+                             first_warp);
+        const float correction = BITS == 8 || threadIdx.x % 2 == 0 ? 0x1p24f : 0x1p20f;  // integers were subnormals
+        Page::restore(row, zero_sum, correction, arguments.v_scale + item.head * D, arguments.v_zero + item.head * D);
+        return row;
+    }
+
+    // To the block where the unit begins; there, with the other blocks' parts, to the results.
+    __device__ __forceinline__ void deliver(Row& row, const WorkItem& item, int column) const {
+        const int columns = arguments.columns;
+        if (item.blocks == 0) {
+            row.hand_over(arguments.partial, arguments.stats, size_t(blockIdx.x) * columns + column);
+            return;
+        }
+        if (item.blocks > 1)
+            row.take_over(arguments.partial, arguments.stats, (size_t(blockIdx.x) + 1) * columns + column, columns,
+                          item.blocks - 1);
+        row.store<BF16>(arguments.out, arguments.lse, item.row[column]);
+    }
+
+    // The same with PART: from the first part on, one by one. A column is always the same warp's, which finds what it
+    // has left in the workspace.
+    __device__ __forceinline__ void deliver_part(Row& row, const WorkItem& item, int column) const {
+        const int columns = arguments.columns;
+        const size_t part = size_t(item.part_index) * columns + column,
+                     first_part = size_t(item.part_index / MOST_PARTS * MOST_PARTS) * columns + column;
+        if (item.following != kBeginsEarlier && part != first_part) {
+            Row sum = Row::taken_back(arguments.partial, arguments.stats, first_part);
+            sum.add_part(make_float2(row.largest, row.sum), row.v), row = sum;
+        }
+        if (item.following < 0) {
+            row.hand_over(arguments.partial, arguments.stats, item.following == kNextIsHere ? first_part : part);
+            return;
+        }
+        if (item.following > 0)
+            row.take_over<true>(arguments.partial, arguments.stats, part + columns, columns, item.following);
+        row.store<BF16>(arguments.out, arguments.lse, item.row[column]);
+    }
+
+    __device__ __forceinline__ void run(int item_index TIMELINE_PARAMETER) const {
+        const int slot = item_index % kItems;
+        const WorkItem& item = control.items[slot];
+        PHASE(WAIT_GROUP);
+        ptxlab::mbarrier_wait(&control.summed[slot], item_index / kItems % 2);
+        PHASE(EPILOGUE);
+        for (int column = PART ? warp : (warp + item_index) % WARPS; column < item.columns; column += WARPS) {
+            Row row = add_warps(item_index, item, column);
+            if (PART > 0) deliver_part(row, item, column);
+            else deliver(row, item, column);
+        }
+        ptxlab::mbarrier_arrive(&control.cleared[slot]);
+    }
+};
+
+// A warp that multiplies: its tokens of every kGroups-th tile.
+struct Consumer {
+    const Arguments& arguments;
+    SharedMemory& shared;
+    Control& control;
+    const WarpSums& warp_sums;
+    int warp, group = warp / kTileWarps;           // of warps
+    int first_token = warp % kTileWarps * TOKENS;  // of a tile
+    int stage = group, parity = 0;                 // of the next tile
+
+    __device__ __forceinline__ void release_stage() {
+        ptxlab::mbarrier_arrive(&control.empty[stage]);
+        if ((stage += kGroups) >= STAGES) stage -= STAGES, parity ^= 1;
+    }
+
+    // Adds a tile's tokens, from `position` of the sequence on.
+    __device__ __forceinline__ void process_tile(Softmax& softmax, const Query& query, const WorkItem& item, int length,
+                                                 int position TIMELINE_PARAMETER) {
+        const int window = arguments.window;
+        const bool masked = position + TOKENS > length - arguments.T + 1 || (window > 0 && position < length - window);
+        const unsigned char* keys = shared.stages[stage];
+        const unsigned char* values = keys + kPages * Page::kBytes;
+        PHASE(WAIT_COPY);
+        ptxlab::mbarrier_wait(&control.full[stage], parity);
+        PHASE(SCORES);
+        TokenConstants constants(keys, values, first_token);
+        if (!CHANNEL && masked) {
+            asm volatile("");  // keeps it a branch: few tiles need it
+            constants.mask(length - position);
+        }
+        Scores s;
+        multiply_keys(s, keys, first_token, query.words);
+        PHASE(SOFTMAX);
+        float inverse[kTokenTiles][2];
+        scale_scores(s, inverse, query, constants);
+        if (masked) {
+            asm volatile("");
+            mask_scores(s, item, position, window);
+        }
+        softmax.raise(s);
+        PHASE(VALUES);
+        softmax.add_values(s, inverse, constants, values, first_token);
+        release_stage();
+    }
+
+    // Sums up the warp's tiles of an item, from `first_tile` on.
+    __device__ __forceinline__ void process_item(int item_index, const WorkItem& item, int tiles,
+                                                 int first_tile TIMELINE_PARAMETER) {
+        const int length = item.length, first_position = item.position + first_token;
+        PHASE(SETUP);
+        Softmax softmax;
+        const Query query(shared.queries[item_index % kItems]);
+        for (int tile = first_tile; tile < tiles;) {
+            const bool is_first = PROMOTE == 0 || tile == first_tile;
+            const int end = PROMOTE == 0 ? tiles : min(tiles, tile + PROMOTE / TOKENS * kGroups);
+            softmax.clear_accumulators();
+            for (; tile < end; tile += kGroups)
+                process_tile(softmax, query, item, length, first_position + tile * TILE TIMELINE_ARGUMENT);
+            PHASE(REDUCE);
+            // At first there is none before. A warp does not wait here in items that have no tile for it, and need not:
+            // `ready` of an item says that all older phases of this barrier are over.
+            const int previous = item_index + kItems - SLOTS;
+            ptxlab::mbarrier_wait(&control.cleared[previous % kItems], (previous / kItems + 1) % 2);
+            softmax.promote(warp_sums, item_index, warp, is_first);
+        }
+    }
+
+    __device__ __forceinline__ void run(const Combiner& combiner TIMELINE_PARAMETER) {
+        int combined = 0;
+        for (int item_index = 0;; ++item_index) {
+            const int slot = item_index % kItems;
+            PHASE(WAIT_GROUP);
+            ptxlab::mbarrier_wait(&control.ready[slot], item_index / kItems % 2);
+            const WorkItem& item = control.items[slot];
+            const int tiles = item.tiles, first_tile = tiles > 0 ? (group - item.first_group + kGroups) % kGroups : 0;
+            if (first_tile < tiles) process_item(item_index, item, tiles, first_tile TIMELINE_ARGUMENT);
+            if (tiles > 0) ptxlab::mbarrier_arrive(&control.summed[slot]);
+            for (const int last = tiles > 0 ? item_index - kLag : item_index - 1; combined <= last; ++combined)
+                combiner.run(combined TIMELINE_ARGUMENT);
+            if (tiles == 0) break;
+        }
+    }
+};
+
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, RESIDENT) attention_kv4_sm90(
+extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) attention_kv4_sm90(
     const unsigned short* q,                    // f16 or bf16 [B, T, Hq, D]
     const unsigned char* pool,                  // u8 [pages, 2, Hkv, PAGE_BYTES]
     const int* table,                           // s32 [B, P]
@@ -253,441 +853,27 @@ extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, RESIDENT) attention
     u32* partial,
     // u32 [gridDim.x, columns, 2]: their largest score, sum of 2^(..); both 0 before and after
     u32* stats, float softmax_scale, int B, int T, int Hq, int Hkv, int P, int window) {
-    extern __shared__ __align__(128) unsigned char ring[];  // [STAGES][STAGE]
-    __shared__ u64 full[STAGES], empty[STAGES], ready[UNITS], summed[UNITS], cleared[UNITS];
-    __shared__ Unit units[UNITS];
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    TIMELINE_THREAD(lane == 0);
+    extern __shared__ __align__(128) unsigned char memory[];  // SharedMemory, WarpSums
+    __shared__ Control control;
+    SharedMemory& shared = *reinterpret_cast<SharedMemory*>(memory);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    TIMELINE_THREAD(threadIdx.x % 32 == 0);
     const int nearest = warp >= WARPS ? Segments::nearest_of(lengths, B) : 0;
-    const int group = int(float(Hq) * ptxlab::reciprocal_approx(float(Hkv)) + 0.5f),
-              splits = unsigned(group * T + COLUMNS - 1) / COLUMNS, columns = min(COLUMNS, group * T);
-    Segments walk;
-    if (warp >= WARPS) {
-        walk = Segments(lengths, nearest, B, Hkv * splits, T, window);
-    } else if (ptxlab::elect()) {  // every warp some: one lane makes one after the other
-#pragma unroll
-        for (int i = 0; i < STAGES; i += WARPS)
-            if (i + warp < STAGES)
-                ptxlab::mbarrier_init(&full[i + warp], 1), ptxlab::mbarrier_init(&empty[i + warp], SHARE * 32);
-#pragma unroll
-        for (int i = 0; i < UNITS; i += WARPS)
-            if (i + warp < UNITS) {
-                ptxlab::mbarrier_init(&ready[i + warp], 32);
-                ptxlab::mbarrier_init(&summed[i + warp], WARPS * 32);
-                ptxlab::mbarrier_init(&cleared[i + warp], WARPS * 32);
-            }
-        ptxlab::fence_mbarrier_init();
-    }
+    const Arguments arguments = {q,       pool,  table,         lengths, k_scale, k_zero, v_scale, v_zero, out,   lse,
+                                 partial, stats, softmax_scale, B,       T,       Hq,     Hkv,     P,      window};
+    Segments segment;
+    if (warp >= WARPS) segment = Segments(lengths, nearest, B, Hkv * arguments.splits, T, window);
+    else if (ptxlab::elect()) control.init(warp);
     __syncthreads();
     ptxlab::launch_dependents();
-
-    if (warp == COPIES) {  // asks for copies
-        const bool elected = ptxlab::elect();
-        const size_t pitch = size_t(Hkv) * PAGE_BYTES;
-        ptxlab::Slot<STAGES> slot;
-        Feed feed(walk, table, P);
-        ptxlab::wait_for_predecessors();
-        while (feed.take(splits)) {
-            const unsigned char* const of_head = pool + feed.head * size_t(PAGE_BYTES);
-            for (int at = 0; at < feed.left; at += PAGES, slot.advance()) {
-                unsigned char* stage = ring + slot.index * STAGE;
-                PHASE(WAIT_GROUP);
-                ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
-                PHASE(LOAD);
-                if (elected) ptxlab::mbarrier_arrive_expect(&full[slot.index], STAGE);
-#pragma unroll
-                for (int j = 0; j < PAGES; ++j) {
-                    const unsigned char* from = of_head + size_t(__shfl_sync(~0u, feed.entries, at + j)) * (2 * pitch);
-                    if (elected) ptxlab::bulk_load_once(stage + j * PAGE_BYTES, from, PAGE_BYTES, &full[slot.index]);
-                    if (elected)
-                        ptxlab::bulk_load_once(stage + (PAGES + j) * PAGE_BYTES, from + pitch, PAGE_BYTES,
-                                               &full[slot.index]);
-                }
-                if (at == 0) feed.look_ahead();  // when the first tile has been asked for
-            }
-        }
-        return;
-    }
-
-    unsigned char* const queries = ring + STAGES * STAGE;  // [UNITS][QUERY]
-    // [SLOTS][columns][WARPS]: largest, sum, zeros
-    float4* const warp_stats = reinterpret_cast<float4*>(queries + UNITS * QUERY);
-    // [SLOTS][WARPS][columns][PITCH]
-    float* const warp_sums = reinterpret_cast<float*>(warp_stats + SLOTS * WARPS * columns);
-    // of columns, so that lanes of D 128 store to all banks
-    const auto place_of = [&](int column) { return column % OWN * ((columns + 1) / 2) + column / OWN; };
-
-    if (warp == QUERIES) {  // records of units; queries -> operand B
-        ptxlab::Slot<UNITS> slot;
-        int turn = 0;
-        // that meets word w of the lane's keys
-        const auto dim = [&](int w) { return (w / VECTOR * VECTOR * 4 + t * VECTOR + w % VECTOR) * PER_WORD; };
-        const int mine = PAIRED ? g / 2 : g;
-        u32 next[K_WORDS][PER_WORD / 2];
-        int head = 0, column0 = 0;  // of the unit: its kv head, which of the head's queries is the first
-        int token = 0, row = 0;     // of the lane's column: the query of the sequence, the row of q
-        const auto load = [&] {
-            head = splits == 1 ? walk.unit : Segments::div(walk.unit, splits),
-            column0 = (walk.unit - head * splits) * COLUMNS;
-            const int column = column0 + mine;
-            token = T == 1 ? 0 : Segments::div(column, group);
-            row = (walk.sequence * T + token) * Hq + head * group + column - token * group;
-            const unsigned short* from = q + size_t(row) * D;
-#pragma unroll
-            for (int w = 0; w < K_WORDS; ++w) {
-#pragma unroll
-                for (int r = 0; r < PER_WORD / 2; ++r) next[w][r] = 0;
-                if (column < group * T) ptxlab::load_words(next[w], from + dim(w));
-            }
-        };
-        ptxlab::wait_for_predecessors();
-        if (walk.more()) load();
-        for (; walk.more(); slot.advance()) {
-            const Segments here = walk;
-            const int head_here = head, row_here = row, columns_here = min(columns, group * T - column0),
-                      end = here.length - T + 1 + token;
-            float x[K_WORDS][PER_WORD], largest = 0;
-#pragma unroll
-            for (int w = 0; w < K_WORDS; ++w)
-#pragma unroll
-                for (int e = 0; e < PER_WORD; ++e) {
-                    const u32 bits = e % 2 ? next[w][e / 2] >> 16 : next[w][e / 2] & 0xffff;
-                    x[w][e] = BF16 ? __uint_as_float(bits << 16) : low_half(bits);
-                    if (CHANNEL) x[w][e] *= k_scale[head_here * D + dim(w) + e];
-                    largest = ptxlab::max_nan(largest, fabsf(x[w][e]));
-                }
-            if constexpr (ROTATED) largest = ptxlab::rotate_query<VECTOR * PER_WORD, 4>(x, t);
-            walk.advance();  // what comes next is on its way while this is worked on
-            if (walk.more()) load();
-            largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 1));
-            largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 2));
-            largest = ptxlab::max_nan(largest, 0x1p-100f);
-            // NaN of infinity too
-            const float unit = largest * (1.0f / LARGEST) + (largest - largest),
-                        power = ptxlab::reciprocal_approx(unit);
-            PHASE(WAIT_GROUP);
-            ptxlab::mbarrier_wait(&cleared[slot.index], slot.parity ^ 1);  // the unit that was in this slot is done
-            PHASE(SETUP);
-            u32 query[SETS][NIBBLES][K_WORDS];
-            float sum = 0;
-            int sums[2] = {};  // of high bytes, of low ones
-#pragma unroll
-            for (int w = 0; w < K_WORDS; ++w)
-#pragma unroll
-                for (int n = 0; n < NIBBLES; ++n) {
-                    int bits[4], upper[4];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const float value = fmaf(x[w][n * 4 + i], power, ptxlab::SHIFT);
-                        if (CHANNEL && !SIGNED)
-                            sum += (value - ptxlab::SHIFT) * k_zero[head_here * D + dim(w) + n * 4 + i];
-                        bits[i] = __float_as_int(value), upper[i] = bits[i] + 128;
-                    }
-                    const u32 bytes[2] = {ptxlab::bytes_of<1>(upper), ptxlab::bytes_of<0>(bits)};
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) sums[i] = __dp4a(int(bytes[i]), 0x01010101, sums[i]);
-                    if (PAIRED) query[0][n][w] = g % 2 ? bytes[1] : bytes[0];
-                    else query[0][n][w] = bytes[0], query[SETS - 1][n][w] = bytes[1];
-                }
-#pragma unroll
-            for (int i = 0; i < SETS * NIBBLES; ++i)
-                ptxlab::store_words(queries + slot.index * QUERY + (i * 32 + lane) * K_WORDS * 4,
-                                    query[i / NIBBLES][i % NIBBLES]);
-            if (!CHANNEL) sum = float(sums[0] * 256 + sums[1]);
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            if (t == 0 && (!PAIRED || g % 2 == 0)) {
-                constexpr float TIMES = BITS == 4 ? 16 : 1;
-                reinterpret_cast<float2*>(queries + slot.index * QUERY + FRAGMENTS)[mine] =
-                    make_float2(sum * -TIMES, unit * (softmax_scale * LOG2E / TIMES));
-                units[slot.index].row[mine] = row_here, units[slot.index].end[mine] = end;
-            }
-            if (lane == 0) {
-                const int first = here.first(), count = here.count();
-                Unit& unit = units[slot.index];
-                unit.count = count, unit.position = (here.begin + first) * TILE, unit.length = here.length,
-                unit.turn = turn;
-                unit.head = head_here, unit.columns = columns_here;
-                unit.blocks = first > 0 ? 0 : count == here.tiles ? 1 : here.blocks();
-                if constexpr (PART > 0) unit.blocks = part_of(here);
-                turn = (turn + count) % GROUPS;
-            }
-            ptxlab::mbarrier_arrive(&ready[slot.index]);
-        }
-        ptxlab::mbarrier_wait(&cleared[slot.index], slot.parity ^ 1);
-        if (lane == 0) units[slot.index].count = 0;
-        ptxlab::mbarrier_arrive(&ready[slot.index]);
-        for (int s = blockIdx.x; s < B; s += gridDim.x)  // nobody's: sequences of no tokens
-            if (lengths[s] <= 0) {
-                for (size_t i = lane; i < size_t(T) * Hq * D / 2; i += 32)
-                    reinterpret_cast<u32*>(out)[size_t(s) * T * Hq * D / 2 + i] = 0;
-                for (int i = lane; lse && i < T * Hq; i += 32) lse[size_t(s) * T * Hq + i] = -ptxlab::infinity();
-            }
-        return;
-    }
-
-    // The warps' sums of a unit -> results, or parts of them. A warp takes a column, in every unit another.
-    const auto merge = [&](int number) {
-        const Unit& unit = units[number % UNITS];
-        const int sums = number % SLOTS * WARPS;
-        PHASE(WAIT_GROUP);
-        ptxlab::mbarrier_wait(&summed[number % UNITS], number / UNITS % 2);
-        PHASE(EPILOGUE);
-        // With PART sums are added up from the warps of the first tile on, and a column's are always the same warp's,
-        // which finds what it has left in the workspace.
-        const int ahead = PART ? unit.turn * SHARE : 0;
-        for (int c = PART ? warp : (warp + number) % WARPS; c < unit.columns; c += WARPS) {
-            const int from = PART && lane % LANES < WARPS ? (lane % LANES + ahead) % WARPS : lane % LANES;
-            const bool active = from < WARPS && (from / SHARE - unit.turn + GROUPS) % GROUPS < unit.count;
-            const u32 all_active = __ballot_sync(~0u, active);
-            const float4 mine =
-                active ? warp_stats[(number % SLOTS * columns + c) * WARPS + from] : make_float4(LOWEST, 0, 0, 0);
-            ptxlab::Row<D> row = {};
-            row.largest = mine.x;
-#pragma unroll
-            for (int step = LANES / 2; step > 0; step /= 2)
-                row.largest = fmaxf(row.largest, __shfl_xor_sync(~0u, row.largest, step));
-            const float factor = ptxlab::exp2_approx(mine.x - row.largest);
-            float zeros = mine.z * factor;
-            const float back = BITS == 8 || lane % 2 == 0 ? 0x1p24f : 0x1p20f;  // integers were subnormals
-            row.sum = mine.y * factor;
-#pragma unroll
-            for (int step = LANES / 2; step > 0; step /= 2)
-                row.sum += __shfl_xor_sync(~0u, row.sum, step), zeros += __shfl_xor_sync(~0u, zeros, step);
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) {
-                const float times = __shfl_sync(~0u, factor, w);
-                float4 more[row.PIECES] = {};
-#pragma unroll
-                for (int p = 0; p < row.PIECES; ++p)
-                    if ((all_active >> w & 1) && row.mine(p))
-                        more[p] = *reinterpret_cast<const float4*>(
-                            warp_sums + ((sums + (PART ? (w + ahead) % WARPS : w)) * columns + place_of(c)) * PITCH +
-                            row.dim(p));
-                row.add(more, times);
-            }
-#pragma unroll
-            for (int p = 0; p < row.PIECES; ++p)
-                if (row.mine(p)) {
-                    float4 zero = make_float4(1, 1, 1, 1), scale = zero;
-                    if (CHANNEL) scale = *reinterpret_cast<const float4*>(v_scale + unit.head * D + row.dim(p));
-                    if (CHANNEL)
-                        zero = BITS == 8 ? make_float4(128, 128, 128, 128)
-                                         : *reinterpret_cast<const float4*>(v_zero + unit.head * D + row.dim(p));
-                    float4& v = row.v[p];
-                    v = make_float4((v.x * back - zeros * zero.x) * scale.x, (v.y * back - zeros * zero.y) * scale.y,
-                                    (v.z * back - zeros * zero.z) * scale.z, (v.w * back - zeros * zero.w) * scale.w);
-                }
-            if constexpr (PART > 0) {  // from the first part on, one by one
-                const int place = unit.blocks / LEFT, left = unit.blocks % LEFT;
-                const size_t own = size_t(place) * columns + c,
-                             first = size_t(place / MOST_PARTS * MOST_PARTS) * columns + c;
-                if (left != ELSEWHERE && own != first) {
-                    ptxlab::Row<D> sum = ptxlab::Row<D>::taken_back(partial, stats, first);
-                    sum.add_part(make_float2(row.largest, row.sum), row.v), row = sum;
-                }
-                if (left >= NEXT) {
-                    row.hand_over(partial, stats, left == NEXT ? first : own);
-                    continue;
-                }
-                if (left > 0) row.take_over<true>(partial, stats, own + columns, columns, left);
-                row.store<BF16>(out, lse, unit.row[c]);
-                continue;
-            }
-            if (unit.blocks == 0) {
-                row.hand_over(partial, stats, size_t(blockIdx.x) * columns + c);
-                continue;
-            }
-            if (unit.blocks > 1)
-                row.take_over(partial, stats, (size_t(blockIdx.x) + 1) * columns + c, columns, unit.blocks - 1);
-            row.store<BF16>(out, lse, unit.row[c]);
-        }
-        ptxlab::mbarrier_arrive(&cleared[number % UNITS]);
-    };
-
-    const int mine = warp / SHARE, token0 = warp % SHARE * TOKENS;  // of the groups; of a tile
-    int stage = mine, parity = 0, merged = 0;
-    for (int number = 0;; ++number) {
-        const int slot = number % UNITS;
-        PHASE(WAIT_GROUP);
-        ptxlab::mbarrier_wait(&ready[slot], number / UNITS % 2);
-        const int count = units[slot].count, skip = count > 0 ? (mine - units[slot].turn + GROUPS) % GROUPS : 0;
-        if (skip < count) {
-            const int length = units[slot].length, position0 = units[slot].position + token0;
-            PHASE(SETUP);
-            u32 query[SETS][NIBBLES][K_WORDS];
-            float column_sum[OWN], factor[OWN], m[OWN], l[OWN] = {};
-#pragma unroll
-            for (int b = 0; b < OWN; ++b) m[b] = LOWEST;
-#pragma unroll
-            for (int i = 0; i < SETS * NIBBLES; ++i)
-                ptxlab::load_words(query[i / NIBBLES][i % NIBBLES],
-                                   queries + slot * QUERY + (i * 32 + lane) * K_WORDS * 4);
-#pragma unroll
-            for (int b = 0; b < OWN; ++b) {
-                const float2 extra = reinterpret_cast<const float2*>(queries + slot * QUERY + FRAGMENTS)[OWN * t + b];
-                column_sum[b] = extra.x, factor[b] = extra.y;
-            }
-            for (int turn = skip; turn < count;) {
-                const bool first = PROMOTE == 0 || turn == skip;
-                float o[DT][4] = {}, zeros[4] = {};
-                for (const int upto = PROMOTE == 0 ? count : min(count, turn + PROMOTE / TOKENS * GROUPS); turn < upto;
-                     turn += GROUPS) {
-                    const int position = position0 + turn * TILE;  // of this warp's first token
-                    const bool masked =
-                        position + TOKENS > length - T + 1 || (window > 0 && position < length - window);
-                    const unsigned char* keys = ring + stage * STAGE;
-                    const unsigned char* values = keys + PAGES * PAGE_BYTES;
-                    PHASE(WAIT_COPY);
-                    ptxlab::mbarrier_wait(&full[stage], parity);
-
-                    PHASE(SCORES);
-                    u32 k_pair[MT][2], v_pair[MT][2], v_zeros[MT][2];  // (scale, zero) of tokens; zeros of two tokens
-#pragma unroll
-                    for (int i = 0; i < MT; ++i)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h) {
-                            const int token = token0 + i * 16 + h * 8;
-                            k_pair[i][h] = v_pair[i][h] = NEUTRAL, v_zeros[i][h] = ONES;
-                            if (CHANNEL) continue;
-                            k_pair[i][h] = *reinterpret_cast<const u32*>(keys + scale_at(token + g));
-                            v_pair[i][h] = *reinterpret_cast<const u32*>(values + scale_at(token + g));
-                            const uint2 pairs = *reinterpret_cast<const uint2*>(values + scale_at(token + 2 * t));
-                            v_zeros[i][h] = __byte_perm(pairs.x, pairs.y, 0x7632);
-                        }
-                    if (!CHANNEL && masked) {  // beyond the end there may be anything
-                        asm volatile("");      // keeps it a branch: few tiles need it
-#pragma unroll
-                        for (int i = 0; i < MT; ++i)
-#pragma unroll
-                            for (int h = 0; h < 2; ++h) {
-                                const int left = length - position - i * 16 - h * 8;
-                                if (g >= left) k_pair[i][h] = v_pair[i][h] = NEUTRAL;
-                                if (2 * t >= left) v_zeros[i][h] = 0;
-                                else if (2 * t + 1 >= left) v_zeros[i][h] &= 0xffff;
-                            }
-                    }
-
-                    float s[MT][2 * OWN];
-                    multiply_keys(s, keys, token0, query, g, t);
-                    PHASE(SOFTMAX);
-                    float v_inverse[MT][2];
-#pragma unroll
-                    for (int i = 0; i < MT; ++i)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h) {
-                            const float scale = low_half(v_pair[i][h]),
-                                        v_log = CHANNEL ? 0 : ptxlab::log2_approx(scale);
-                            v_inverse[i][h] = CHANNEL ? 1 : ptxlab::reciprocal_approx(scale);
-#pragma unroll
-                            for (int b = 0; b < OWN; ++b) {
-                                float& x = s[i][h * OWN + b];
-                                x += CHANNEL ? column_sum[b] : high_half(k_pair[i][h]) * column_sum[b];
-                                x = (CHANNEL ? x : x * low_half(k_pair[i][h])) * factor[b] + v_log;
-                            }
-                        }
-                    if (masked) {
-                        asm volatile("");
-#pragma unroll
-                        for (int b = 0; b < OWN; ++b) {
-                            const int end = units[slot].end[OWN * t + b];
-#pragma unroll
-                            for (int i = 0; i < MT; ++i)
-#pragma unroll
-                                for (int h = 0; h < 2; ++h) {
-                                    const int at = position + i * 16 + h * 8 + g;
-                                    if (at >= end || (window > 0 && at < end - window))
-                                        s[i][h * OWN + b] = -ptxlab::infinity();
-                                }
-                        }
-                    }
-
-                    float before[OWN];
-                    bool larger = false;
-#pragma unroll
-                    for (int b = 0; b < OWN; ++b) {
-                        float most = LOWEST;
-#pragma unroll
-                        for (int i = 0; i < MT; ++i) most = fmaxf(most, fmaxf(s[i][b], s[i][OWN + b]));
-#pragma unroll
-                        for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-                        before[b] = m[b], m[b] = fmaxf(m[b], most), larger |= m[b] > before[b];
-                    }
-                    if (__any_sync(~0u, larger)) {
-#pragma unroll
-                        for (int b = 0; b < OWN; ++b) {
-                            const float less = ptxlab::exp2_approx(before[b] - m[b]);
-                            l[b] *= less, zeros[b] *= less;
-#pragma unroll
-                            for (int d = 0; d < DT; ++d) o[d][b] *= less, o[d][b + 2] *= less;
-                        }
-                    }
-                    PHASE(VALUES);
-#pragma unroll
-                    for (int i = 0; i < MT; ++i) {
-                        u32 p[2];
-#pragma unroll
-                        for (int h = 0; h < 2; ++h) {
-                            float weight[2] = {};
-#pragma unroll
-                            for (int b = 0; b < OWN; ++b)
-                                weight[b] = ptxlab::exp2_approx(s[i][h * OWN + b] - m[b]),
-                                l[b] += weight[b] * v_inverse[i][h];
-                            p[h] = ptxlab::transposed(half_pair(weight[0], weight[1]));
-                        }
-                        ptxlab::mma_f16(zeros, v_zeros[i][0], v_zeros[i][0], v_zeros[i][1], v_zeros[i][1], p[0], p[1]);
-                        multiply_values(o, values + row_at(token0 + i * 16), p, g, t);
-                    }
-                    ptxlab::mbarrier_arrive(&empty[stage]);
-                    if ((stage += GROUPS) >= STAGES) stage -= STAGES, parity ^= 1;
-                }
-
-                PHASE(REDUCE);
-                // At first there is none before. A warp does not wait here in units that have no tile for it, and need
-                // not: `ready` of a unit says that all older phases of this barrier are over.
-                ptxlab::mbarrier_wait(&cleared[(number + UNITS - SLOTS) % UNITS],
-                                      ((number + UNITS - SLOTS) / UNITS + 1) % 2);
-#pragma unroll
-                for (int b = 0; b < OWN; ++b) {
-                    float weights = l[b], sums[D / 8];
-#pragma unroll
-                    for (int step = 4; step < 32; step *= 2) weights += __shfl_xor_sync(~0u, weights, step);
-#pragma unroll
-                    // of four, two of a tile of low halves, two of one of high halves
-                    for (int e = 0; e < D / 8; ++e) {
-                        const int tile = e / PER_WORD * HALVES + e % PER_WORD / 4 + e % 4 / 2 * (HALVES / 2),
-                                  i = b + e % 2 * 2;
-                        // their sums have those of the tile before in them
-                        const bool bytes = BITS == 4 && e % PER_WORD >= 4;
-                        sums[e] = bytes ? o[tile][i] - o[tile - 1][i] : o[tile][i];
-                    }
-                    const int column = OWN * t + b, row = (number % SLOTS * WARPS + warp) * columns + place_of(column);
-                    float4* const stat = warp_stats + (number % SLOTS * columns + column) * WARPS + warp;
-                    float* const to = warp_sums + row * PITCH + g * (D / 8);
-                    if (!first) {
-                        asm volatile("");  // keeps it a branch: few units need it
-                        __syncwarp();      // a lane of row 0 has written the statistics
-                        if (column < columns) {
-                            const float less = ptxlab::exp2_approx(stat->x - m[b]);
-                            zeros[b] += stat->z * less;
-#pragma unroll
-                            for (int e = 0; e < D / 8; ++e) sums[e] += to[e] * less;
-                        }
-                        __syncwarp();  // all have read them
-                    }
-                    if (column >= columns) continue;
-                    if (g == 0) *stat = make_float4(m[b], CHANNEL ? zeros[b] : weights, zeros[b], 0);
-#pragma unroll
-                    for (int e = 0; e < D / 8; e += 4) {
-                        const u32 four[4] = {__float_as_uint(sums[e]), __float_as_uint(sums[e + 1]),
-                                             __float_as_uint(sums[e + 2]), __float_as_uint(sums[e + 3])};
-                        ptxlab::store_words(to + e, four);
-                    }
-                }
-            }
-        }
-        if (count > 0) ptxlab::mbarrier_arrive(&summed[slot]);
-        for (const int upto = count > 0 ? number - LAG : number - 1; merged <= upto; ++merged) merge(merged);
-        if (count == 0) break;
+    if (warp == kProducerWarp) {
+        PageProducer(segment, arguments).run(shared, control TIMELINE_ARGUMENT);
+    } else if (warp == kQueryWarp) {
+        QueryQuantiser(segment, arguments).run(shared, control TIMELINE_ARGUMENT);
+    } else {
+        const WarpSums warp_sums(shared, arguments.columns);
+        const Combiner combiner = {arguments, control, warp_sums, warp};
+        Consumer consumer = {arguments, shared, control, warp_sums, warp};
+        consumer.run(combiner TIMELINE_ARGUMENT);
     }
 }

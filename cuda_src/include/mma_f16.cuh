@@ -51,4 +51,25 @@ __device__ __forceinline__ uint4 subnormal_u4_bytes(u32 q) {
     return {bytes.x & 0x000f000fu, bytes.y & 0x000f000fu, bytes.x, bytes.y};
 }
 
+// A word's integers of 4 or 8 bits as pairs of operand halves; `subnormals_in_bytes` leaves high nibbles in their bytes.
+template <int BITS_PER_INTEGER>
+__device__ __forceinline__ void subnormals(u32 (&h)[16 / BITS_PER_INTEGER], u32 word) {
+    if constexpr (BITS_PER_INTEGER == 4) {
+        const uint4 v = subnormal_u4(word);
+        h[0] = v.x, h[1] = v.y, h[2] = v.z, h[3] = v.w;
+    } else {
+        const uint2 v = subnormal_u8(word);
+        h[0] = v.x, h[1] = v.y;
+    }
+}
+template <int BITS_PER_INTEGER>
+__device__ __forceinline__ void subnormals_in_bytes(u32 (&h)[16 / BITS_PER_INTEGER], u32 word) {
+    if constexpr (BITS_PER_INTEGER == 4) {
+        const uint4 v = subnormal_u4_bytes(word);
+        h[0] = v.x, h[1] = v.y, h[2] = v.z, h[3] = v.w;
+    } else {
+        subnormals<8>(h, word);
+    }
+}
+
 }  // namespace ptxlab

@@ -11,13 +11,13 @@ namespace ptxlab {
 // True in the last of `count` warps that come here, which then sees what all of them wrote before. The counter has to
 // be 0 at first.
 __device__ __forceinline__ bool last_of(int* counter, int count) {
-    int before = 0;
+    int arrived = 0;
     __syncwarp();
     if (threadIdx.x % 32 == 0)
-        asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    before = __shfl_sync(~0u, before, 0);
+        asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(arrived) : "l"(counter) : "memory");
+    arrived = __shfl_sync(~0u, arrived, 0);
     __syncwarp();
-    return before == count - 1;
+    return arrived == count - 1;
 }
 
 // Lane i has dims 4 i .. 4 i + 3 of each 128. Weights are 2^(score - largest), for scores in base 2.
@@ -28,160 +28,195 @@ struct Row {
     float largest, sum;
 
     static __device__ __forceinline__ int dim(int piece) { return piece * 128 + threadIdx.x % 32 * 4; }
-    static __device__ __forceinline__ bool mine(int piece) { return DIM % 128 == 0 || dim(piece) < DIM; }
+    static __device__ __forceinline__ bool has_piece(int piece) { return DIM % 128 == 0 || dim(piece) < DIM; }
 
-    __device__ __forceinline__ void add(const float4 (&more)[PIECES], float factor) {
+    __device__ __forceinline__ void add(const float4 (&addend)[PIECES], float factor) {
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
-            v[p].x += factor * more[p].x, v[p].y += factor * more[p].y, v[p].z += factor * more[p].z,
-                v[p].w += factor * more[p].w;
+            v[p].x += factor * addend[p].x, v[p].y += factor * addend[p].y, v[p].z += factor * addend[p].z,
+                v[p].w += factor * addend[p].w;
+    }
+
+    // Takes the statistics of the warps that have summed up the row, one per lane of each LANES: (largest score, sum of
+    // weights, sum of weights times zero points). Returns the factor of the lane's warp, and the sum of the last.
+    template <int LANES>
+    __device__ __forceinline__ float combine_stats(float4 stat, float& zero_sum) {
+        largest = stat.x;
+#pragma unroll
+        for (int step = LANES / 2; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+        const float factor = exp2_approx(stat.x - largest);
+        zero_sum = stat.z * factor, sum = stat.y * factor;
+#pragma unroll
+        for (int step = LANES / 2; step > 0; step /= 2)
+            sum += __shfl_xor_sync(~0u, sum, step), zero_sum += __shfl_xor_sync(~0u, zero_sum, step);
+        return factor;
+    }
+
+    // Adds the rows of the WARP_COUNT warps whose bits are set, `stride` floats apart, in the order of the lanes that have
+    // their factors: lane 0 has that of `first_warp`.
+    template <int WARP_COUNT>
+    __device__ __forceinline__ void add_warps(const float* rows, int stride, float factor, unsigned active_warps,
+                                              int first_warp) {
+#pragma unroll
+        for (int w = 0; w < WARP_COUNT; ++w) {
+            const float warp_factor = __shfl_sync(~0u, factor, w);
+            const float* row = rows + (first_warp + w) % WARP_COUNT * stride;
+            float4 addend[PIECES] = {};
+#pragma unroll
+            for (int p = 0; p < PIECES; ++p)
+                if ((active_warps >> w & 1) && has_piece(p)) addend[p] = *reinterpret_cast<const float4*>(row + dim(p));
+            add(addend, warp_factor);
+        }
     }
 
     // Workspace: sums f32 [parts, columns, D], (largest, sum) f32 [parts, columns, 2].
-    __device__ __forceinline__ void write(float* partial, float2* stats, size_t at) const {
+    __device__ __forceinline__ void write(float* partial, float2* stats, size_t part) const {
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
-            if (mine(p)) *reinterpret_cast<float4*>(partial + at * DIM + dim(p)) = v[p];
-        if (threadIdx.x % 32 == 0) stats[at] = make_float2(largest, sum);
+            if (has_piece(p)) *reinterpret_cast<float4*>(partial + part * DIM + dim(p)) = v[p];
+        if (threadIdx.x % 32 == 0) stats[part] = make_float2(largest, sum);
     }
 
     // The parts of one row, put together in their order: those of `count` blocks, of which the first has it as its part
     // 1, the others as part 0. Around the L1, since other blocks of the same grid may have written them.
     static __device__ __forceinline__ Row merged(const float* partial, const float2* stats, int block, int count,
                                                  int columns, int column) {
-        const auto part = [&](int i) { return ((block + i) * 2 + (i == 0)) * size_t(columns) + column; };
+        const auto part_index = [&](int i) { return ((block + i) * 2 + (i == 0)) * size_t(columns) + column; };
         constexpr int AHEAD = 8;  // parts on their way at a time
         Row row = {};
         row.largest = -infinity();
-        for (int first = 0; first < count; first += AHEAD) {
+        for (int first_part = 0; first_part < count; first_part += AHEAD) {
             float2 s[AHEAD];
-            float4 more[AHEAD][PIECES] = {};
+            float4 addends[AHEAD][PIECES] = {};
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
-                const size_t at = part(min(first + i, count - 1));
-                s[i] = __ldcg(stats + at);
+                const size_t part = part_index(min(first_part + i, count - 1));
+                s[i] = __ldcg(stats + part);
 #pragma unroll
                 for (int p = 0; p < PIECES; ++p)
-                    if (mine(p)) more[i][p] = __ldcg(reinterpret_cast<const float4*>(partial + at * DIM + dim(p)));
+                    if (has_piece(p))
+                        addends[i][p] = __ldcg(reinterpret_cast<const float4*>(partial + part * DIM + dim(p)));
             }
-            row.add_parts(s, more, count - first);
+            row.add_parts(s, addends, count - first_part);
         }
         return row;
     }
 
     // `count` parts more, or as many as there are.
-    template <int MOST>
-    __device__ __forceinline__ void add_parts(const float2 (&s)[MOST], const float4 (&more)[MOST][PIECES], int count) {
-        float most = largest;
+    template <int COUNT>
+    __device__ __forceinline__ void add_parts(const float2 (&s)[COUNT], const float4 (&addends)[COUNT][PIECES],
+                                              int count) {
+        float peak = largest;
 #pragma unroll
-        for (int i = 0; i < MOST; ++i) most = fmaxf(most, s[i].x);
-        const float less = exp2_approx(largest - most);
-        largest = most, sum *= less;
+        for (int i = 0; i < COUNT; ++i) peak = fmaxf(peak, s[i].x);
+        const float rescale = exp2_approx(largest - peak);
+        largest = peak, sum *= rescale;
 #pragma unroll
-        for (int p = 0; p < PIECES; ++p) v[p].x *= less, v[p].y *= less, v[p].z *= less, v[p].w *= less;
+        for (int p = 0; p < PIECES; ++p) v[p].x *= rescale, v[p].y *= rescale, v[p].z *= rescale, v[p].w *= rescale;
 #pragma unroll
-        for (int i = 0; i < MOST; ++i) {
-            const float factor = i < count ? exp2_approx(s[i].x - most) : 0;
-            add(more[i], factor), sum += factor * s[i].y;
+        for (int i = 0; i < COUNT; ++i) {
+            const float factor = i < count ? exp2_approx(s[i].x - peak) : 0;
+            add(addends[i], factor), sum += factor * s[i].y;
         }
     }
 
-    // To the block where the row begins, which takes it: into part `at` of sums u32 [parts, D] and (largest, sum) u32
+    // To the block where the row begins, which takes it: into one part of sums u32 [parts, D] and (largest, sum) u32
     // [parts, 2].
-    __device__ __forceinline__ void hand_over(unsigned* partial, unsigned* stats, size_t at) const {
+    __device__ __forceinline__ void hand_over(unsigned* partial, unsigned* stats, size_t part) const {
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
-            if (mine(p)) post(partial + at * DIM + dim(p), v[p]);
-        if (threadIdx.x % 32 == 0) post(stats + at * 2, make_float2(largest, sum));
+            if (has_piece(p)) post(partial + part * DIM + dim(p), v[p]);
+        if (threadIdx.x % 32 == 0) post(stats + part * 2, make_float2(largest, sum));
     }
 
-    // What others hand over, or will, and go on without: `count` parts, in the order of the tokens, the first at
-    // `first`, the next `stride` on. ONE_BY_ONE their sum does not depend on how many others there are.
+    // What others hand over, or will, and go on without: `count` parts, in the order of the tokens, from
+    // `first_part` on, `stride` apart. ONE_BY_ONE their sum does not depend on how many others there are.
     template <bool ONE_BY_ONE = false>
-    __device__ __forceinline__ void take_over(unsigned* partial, unsigned* stats, size_t first, int stride, int count) {
-        if (count <= 4) add_posted<4, ONE_BY_ONE>(partial, stats, first, stride, count);
-        else add_posted<8, ONE_BY_ONE>(partial, stats, first, stride, count);
+    __device__ __forceinline__ void take_over(unsigned* partial, unsigned* stats, size_t first_part, int stride,
+                                              int count) {
+        if (count <= 4) add_posted<4, ONE_BY_ONE>(partial, stats, first_part, stride, count);
+        else add_posted<8, ONE_BY_ONE>(partial, stats, first_part, stride, count);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
-            const size_t at = first + i * stride;
+            const size_t part = first_part + i * stride;
 #pragma unroll
             for (int p = 0; p < PIECES; ++p)
-                if (mine(p)) clear<4>(partial + at * DIM + dim(p));
-            if (threadIdx.x % 32 == 0) clear<2>(stats + at * 2);
+                if (has_piece(p)) clear<4>(partial + part * DIM + dim(p));
+            if (threadIdx.x % 32 == 0) clear<2>(stats + part * 2);
         }
     }
 
     // Of these AHEAD at a time, as soon as they have come. A block does this once, and waits for its instructions: for
     // few parts there are fewer.
     template <int AHEAD, bool ONE_BY_ONE>
-    __device__ __forceinline__ void add_posted(const unsigned* partial, const unsigned* stats, size_t first, int stride,
-                                               int count) {
-        for (int done = 0; done < count; done += AHEAD) {
+    __device__ __forceinline__ void add_posted(const unsigned* partial, const unsigned* stats, size_t first_part,
+                                               int stride, int count) {
+        for (int added_parts = 0; added_parts < count; added_parts += AHEAD) {
             float2 s[AHEAD];
-            float4 more[AHEAD][PIECES] = {};
-            bool missing = true;
+            float4 addends[AHEAD][PIECES] = {};
+            bool incomplete = true;
             // at all of them: to wait for one after the other takes longer
-            for (int looks = 0; missing && looks < PATIENCE; ++looks) {
-                missing = false;
+            for (int looks = 0; incomplete && looks < PATIENCE; ++looks) {
+                incomplete = false;
 #pragma unroll
                 for (int i = 0; i < AHEAD; ++i) {
-                    const size_t at = first + min(done + i, count - 1) * stride;
-                    missing |= !fetch(s[i], stats + at * 2);
+                    const size_t part = first_part + min(added_parts + i, count - 1) * stride;
+                    incomplete |= !fetch(s[i], stats + part * 2);
 #pragma unroll
                     for (int p = 0; p < PIECES; ++p)
-                        if (mine(p)) missing |= !fetch(more[i][p], partial + at * DIM + dim(p));
+                        if (has_piece(p)) incomplete |= !fetch(addends[i][p], partial + part * DIM + dim(p));
                 }
-                missing = __any_sync(~0u, missing);  // nobody clears what another lane has yet to see
+                incomplete = __any_sync(~0u, incomplete);  // nobody clears what another lane has yet to see
             }
             if constexpr (ONE_BY_ONE) {
 #pragma unroll
                 for (int i = 0; i < AHEAD; ++i)
-                    if (done + i < count) add_part(s[i], more[i]);
+                    if (added_parts + i < count) add_part(s[i], addends[i]);
             } else {
-                add_parts(s, more, count - done);
+                add_parts(s, addends, count - added_parts);
             }
         }
     }
 
     // One part more. Each operation is spelt out: it must round alike wherever this is inlined.
-    __device__ __forceinline__ void add_part(float2 s, const float4 (&more)[PIECES]) {
-        const float most = fmaxf(largest, s.x), less = exp2_approx(largest - most), factor = exp2_approx(s.x - most);
-        const auto added = [&](float a, float b) { return fmaf(factor, b, __fmul_rn(a, less)); };
-        largest = most, sum = added(sum, s.y);
+    __device__ __forceinline__ void add_part(float2 s, const float4 (&addends)[PIECES]) {
+        const float peak = fmaxf(largest, s.x), rescale = exp2_approx(largest - peak), factor = exp2_approx(s.x - peak);
+        const auto added = [&](float a, float b) { return fmaf(factor, b, __fmul_rn(a, rescale)); };
+        largest = peak, sum = added(sum, s.y);
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
-            v[p] = make_float4(added(v[p].x, more[p].x), added(v[p].y, more[p].y), added(v[p].z, more[p].z),
-                               added(v[p].w, more[p].w));
+            v[p] = make_float4(added(v[p].x, addends[p].x), added(v[p].y, addends[p].y), added(v[p].z, addends[p].z),
+                               added(v[p].w, addends[p].w));
     }
 
-    // What this warp has handed over at `at`, and is there no more.
-    static __device__ __forceinline__ Row taken_back(unsigned* partial, unsigned* stats, size_t at) {
+    // Takes back the part that this warp has handed over.
+    static __device__ __forceinline__ Row taken_back(unsigned* partial, unsigned* stats, size_t part) {
         Row row = {};
         float2 s;
         __syncwarp();
-        fetch(s, stats + at * 2);
+        fetch(s, stats + part * 2);
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
-            if (mine(p)) fetch(row.v[p], partial + at * DIM + dim(p)), clear<4>(partial + at * DIM + dim(p));
+            if (has_piece(p)) fetch(row.v[p], partial + part * DIM + dim(p)), clear<4>(partial + part * DIM + dim(p));
         row.largest = s.x, row.sum = s.y;
         __syncwarp();  // all have read the statistics
-        if (threadIdx.x % 32 == 0) clear<2>(stats + at * 2);
+        if (threadIdx.x % 32 == 0) clear<2>(stats + part * 2);
         return row;
     }
 
     // Divided by the sum of weights, and the natural logarithm of the sum of e^score; of no weights 0 and -inf. f16
     // (KIND 0) or bf16 (1).
     template <int KIND>
-    __device__ __forceinline__ void store(unsigned short* out, float* lse, size_t at) const {
+    __device__ __forceinline__ void store(unsigned short* out, float* lse, size_t row_index) const {
         const float inverse = sum == 0 ? 0 : reciprocal_approx(sum);  // NaN stays so
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
-            if (mine(p))
-                *reinterpret_cast<uint2*>(out + at * DIM + dim(p)) =
+            if (has_piece(p))
+                *reinterpret_cast<uint2*>(out + row_index * DIM + dim(p)) =
                     make_uint2(rounded_pair<KIND>(v[p].x * inverse, v[p].y * inverse),
                                rounded_pair<KIND>(v[p].z * inverse, v[p].w * inverse));
         if (lse && threadIdx.x % 32 == 0)
-            lse[at] = sum == 0 ? -infinity() : (largest + log2_approx(sum)) * 0.693147181f;
+            lse[row_index] = sum == 0 ? -infinity() : (largest + log2_approx(sum)) * 0.693147181f;
     }
 };
 

@@ -13,7 +13,7 @@ template <bool>
 struct Cut {};
 template <>
 struct Cut<true> {
-    int part, at, stop;
+    int part_tiles, next_tile, end_tile;
 };
 
 // Walks over the segments of one block: what of a unit (a sequence, a head of it) lies in the block's piece. Units are
@@ -30,11 +30,11 @@ template <int PAD, int SPARE, int SMALLEST = 1, int CUT = 0, int CUTS = 0>
 struct Segments : Cut<(CUT > 0)> {
     static_assert(CUT == 0 || CUTS > 0, "a unit that is cut has parts");
     const int* lengths;
-    int units, queries, window;  // heads of a sequence; queries at its end; tokens that a query sees at most
-    int piece, from, to;         // cost of a block; the block's range of costs
-    int sequence, unit, length;  // of this segment
+    int units, queries, window;            // heads of a sequence; queries at its end; tokens that a query sees at most
+    int block_cost, cost_begin, cost_end;  // cost of a block; the block's range of costs
+    int sequence, unit_index, length;      // of this segment
     // of its unit: where it lies among all costs; its first tile in the window; how many; what is before them
-    int start, begin, tiles, pad;
+    int start, window_tile, tiles, padding;
 
     // a / b rounded up, for 0 <= a, 1 <= b and a + b < 2^31, in half the instructions of a division: from below, in
     // float.
@@ -55,8 +55,8 @@ struct Segments : Cut<(CUT > 0)> {
     // Every lane has equally many sequences, one after the other: the first one's length, to be on its way early.
     static __device__ __forceinline__ int share_of(int sequences) { return unsigned(sequences + 31) / 32; }
     static __device__ __forceinline__ int nearest_of(const int* lengths, int sequences) {
-        const int first = threadIdx.x % 32 * share_of(sequences);
-        return first < sequences ? lengths[first] : 0;
+        const int first_sequence = threadIdx.x % 32 * share_of(sequences);
+        return first_sequence < sequences ? lengths[first_sequence] : 0;
     }
 
     // All lanes of a warp together. A block runs through this once, with nothing to do meanwhile, and most of the time
@@ -64,98 +64,106 @@ struct Segments : Cut<(CUT > 0)> {
     __device__ __forceinline__ Segments(const int* lengths, int nearest, int sequences, int units, int queries,
                                         int window)
         : lengths(lengths), units(units), queries(queries), window(window > 0 ? window : NO_WINDOW) {
-        const int share = share_of(sequences), first = threadIdx.x % 32 * share;
+        const int share = share_of(sequences), first_sequence = threadIdx.x % 32 * share;
         // of a block: worked out while lengths are on their way
         const int whole_units = ceil_div(sequences * units, gridDim.x);
         const float per_block = reciprocal_below(gridDim.x);
-        set(nearest);
-        int mine = first < sequences ? pad + tiles : 0, most = mine;
+        enter_sequence(nearest);
+        int lane_cost = first_sequence < sequences ? padding + tiles : 0, largest_cost = lane_cost;
 #pragma unroll 1
-        for (int s = first + 1; s < min(first + share, sequences); ++s) {
-            set(lengths[s]);
-            mine += pad + tiles, most = max(most, pad + tiles);
+        for (int s = first_sequence + 1; s < min(first_sequence + share, sequences); ++s) {
+            enter_sequence(lengths[s]);
+            lane_cost += padding + tiles, largest_cost = max(largest_cost, padding + tiles);
         }
-        const int sum = __reduce_add_sync(~0u, unsigned(mine)), all = sum * units;
-        int upto = mine;  // costs of a head in the sequences up to this lane's
+        const int cost_sum = __reduce_add_sync(~0u, unsigned(lane_cost)), total_cost = cost_sum * units;
+        int cost_through_lane = lane_cost;  // costs of a head in the sequences up to this lane's
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
-            const int before = __shfl_up_sync(~0u, upto, step);
-            if (threadIdx.x % 32 >= step) upto += before;
+            const int cost_before = __shfl_up_sync(~0u, cost_through_lane, step);
+            if (threadIdx.x % 32 >= step) cost_through_lane += cost_before;
         }
-        most = max(1, int(__reduce_max_sync(~0u, unsigned(most))));
+        largest_cost = max(1, int(__reduce_max_sync(~0u, unsigned(largest_cost))));
         // units of up to 64 tiles: 8 parts or so
-        piece = max(max(SMALLEST, min(most / 8, 8)), ceil_div(all, gridDim.x, per_block));
-        const int whole = whole_units * most;
-        if (sum == most * sequences && whole >= piece && whole <= piece + SPARE) piece = whole;  // units are all alike
-        from = min(int(blockIdx.x) * piece, all);
-        to = min(from + piece, all);
-        start = to, sequence = unit = 0;
-        if (from == to) return;
-        const int found = __ffs(__ballot_sync(~0u, upto * units > from)) - 1;
-        int before = __shfl_sync(~0u, upto - mine, found);  // costs of a head in the sequences before this one
-        sequence = found * share;
-        set(__shfl_sync(~0u, nearest, found));
+        block_cost = max(max(SMALLEST, min(largest_cost / 8, 8)), ceil_div(total_cost, gridDim.x, per_block));
+        const int whole_cost = whole_units * largest_cost;
+        if (cost_sum == largest_cost * sequences && whole_cost >= block_cost && whole_cost <= block_cost + SPARE)
+            block_cost = whole_cost;  // units are all alike
+        cost_begin = min(int(blockIdx.x) * block_cost, total_cost);
+        cost_end = min(cost_begin + block_cost, total_cost);
+        start = cost_end, sequence = unit_index = 0;
+        if (cost_begin == cost_end) return;
+        const int holder = __ffs(__ballot_sync(~0u, cost_through_lane * units > cost_begin)) - 1;
+        // costs of a head in the sequences before this one
+        int cost_before = __shfl_sync(~0u, cost_through_lane - lane_cost, holder);
+        sequence = holder * share;
+        enter_sequence(__shfl_sync(~0u, nearest, holder));
 #pragma unroll 1
-        while ((before + pad + tiles) * units <= from) before += pad + tiles, set(lengths[++sequence]);
-        start = before * units;
-        for (int passed = 32; passed == 32; unit += passed, start += passed * (pad + tiles))  // 32 heads at a time
-            passed = __popc(__ballot_sync(~0u, start + int(threadIdx.x % 32 + 1) * (pad + tiles) <= from));
-        if constexpr (CUT > 0) enter();
-        if (more() && count() <= 0) advance();
+        while ((cost_before + padding + tiles) * units <= cost_begin)
+            cost_before += padding + tiles, enter_sequence(lengths[++sequence]);
+        start = cost_before * units;
+        // 32 heads at a time
+        for (int skipped = 32; skipped == 32; unit_index += skipped, start += skipped * (padding + tiles))
+            skipped = __popc(__ballot_sync(~0u, start + int(threadIdx.x % 32 + 1) * (padding + tiles) <= cost_begin));
+        if constexpr (CUT > 0) enter_unit();
+        if (has_segment() && tile_count() <= 0) advance();
     }
 
-    __device__ __forceinline__ bool more() const { return start < to; }
+    __device__ __forceinline__ bool has_segment() const { return start < cost_end; }
     // Of this unit's tiles, the first that is the block's, and how many are.
-    __device__ __forceinline__ int first() const {
-        if constexpr (CUT > 0) return this->at;
-        else return max(0, from - start - pad);
+    __device__ __forceinline__ int first_tile() const {
+        if constexpr (CUT > 0) return this->next_tile;
+        else return max(0, cost_begin - start - padding);
     }
-    __device__ __forceinline__ int count() const {
-        if constexpr (CUT > 0) return min(this->part, this->stop - this->at);
-        else return min(tiles, to - start - pad) - first();
+    __device__ __forceinline__ int tile_count() const {
+        if constexpr (CUT > 0) return min(this->part_tiles, this->end_tile - this->next_tile);
+        else return min(tiles, cost_end - start - padding) - first_tile();
     }
     // The blocks that have segments of this unit: the first, and how many.
-    __device__ __forceinline__ int first_block() const { return div(start + pad, piece); }
-    __device__ __forceinline__ int blocks() const { return ceil_div(start + pad + tiles, piece) - first_block(); }
+    __device__ __forceinline__ int first_block() const { return div(start + padding, block_cost); }
+    __device__ __forceinline__ int blocks() const {
+        return ceil_div(start + padding + tiles, block_cost) - first_block();
+    }
 
     // With CUT: whether the unit begins in this block, and whether this is the block's last segment of it; the number of
     // the segment's part, and of parts.
-    __device__ __forceinline__ bool is_begun_here() const { return start + pad >= from; }
-    __device__ __forceinline__ bool is_last_here() const { return this->at + this->part >= this->stop; }
-    __device__ __forceinline__ int number() const { return ceil_div(this->at, this->part); }
-    __device__ __forceinline__ int parts() const { return ceil_div(tiles, this->part); }
+    __device__ __forceinline__ bool begins_here() const { return start + padding >= cost_begin; }
+    __device__ __forceinline__ bool ends_here() const { return this->next_tile + this->part_tiles >= this->end_tile; }
+    __device__ __forceinline__ int part_index() const { return ceil_div(this->next_tile, this->part_tiles); }
+    __device__ __forceinline__ int part_count() const { return ceil_div(tiles, this->part_tiles); }
 
     // On to the next segment that has a tile.
     __device__ __forceinline__ void advance() {
         if constexpr (CUT > 0)
-            if ((this->at += this->part) < this->stop) return;
+            if ((this->next_tile += this->part_tiles) < this->end_tile) return;
         do {
-            start += pad + tiles;
-            if (!more()) return;
-            if (++unit == units) {
-                unit = 0;
-                do set(lengths[++sequence]);
+            start += padding + tiles;
+            if (!has_segment()) return;
+            if (++unit_index == units) {
+                unit_index = 0;
+                do enter_sequence(lengths[++sequence]);
                 while (length == 0);
             }
-            if constexpr (CUT > 0) enter();
-        } while (count() <= 0);
+            if constexpr (CUT > 0) enter_unit();
+        } while (tile_count() <= 0);
     }
 
 private:
     // Tiles of the unit in parts that begin before a cost.
-    __device__ __forceinline__ int before(int cost) const {
-        return min(tiles, ceil_div(max(0, cost - start - pad), this->part) * this->part);
+    __device__ __forceinline__ int tiles_before(int cost) const {
+        return min(tiles, ceil_div(max(0, cost - start - padding), this->part_tiles) * this->part_tiles);
     }
-    __device__ __forceinline__ void enter() { this->at = before(from), this->stop = before(to); }
+    __device__ __forceinline__ void enter_unit() {
+        this->next_tile = tiles_before(cost_begin), this->end_tile = tiles_before(cost_end);
+    }
 
-    __device__ __forceinline__ void set(int tokens) {
+    __device__ __forceinline__ void enter_sequence(int tokens) {
         // The condition changes no result: without it ptxas keeps fewer registers, and works out addresses in the loops
         // of both kernels.
         length = max(0, tokens),
-        begin = window < NO_WINDOW ? unsigned(max(0, length - queries + 1 - window)) / TILE : 0;
-        tiles = int(unsigned(length + TILE - 1) / TILE) - begin;
-        pad = length > 0 ? max(0, PAD - int(unsigned(tiles) / 4)) : 0;
-        if constexpr (CUT > 0) this->part = max(CUT, int(unsigned(tiles + CUTS - 1) / CUTS));
+        window_tile = window < NO_WINDOW ? unsigned(max(0, length - queries + 1 - window)) / TILE : 0;
+        tiles = int(unsigned(length + TILE - 1) / TILE) - window_tile;
+        padding = length > 0 ? max(0, PAD - int(unsigned(tiles) / 4)) : 0;
+        if constexpr (CUT > 0) this->part_tiles = max(CUT, int(unsigned(tiles + CUTS - 1) / CUTS));
     }
 };
 

@@ -18,7 +18,7 @@ from ptxlab.spec.tolerance import Allowed
 
 DTYPES = ("float16", "bfloat16")  # by BF16
 BFLOAT16 = 2.0**-8  # one rounding to bfloat16
-TOKENS = 32  # of an item
+TOKENS = 32  # of a slice
 SUM_PAD = 4  # floats between rows of sums in shared memory: lanes of a row and of the next use other banks
 _ALIGNED = 2.0**-24  # an A100 cuts off what is below this, of the largest power of two
 
