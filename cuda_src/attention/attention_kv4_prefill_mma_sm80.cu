@@ -28,7 +28,7 @@
 #define BF16 0      // queries and results: 0 f16, 1 bf16
 #define KEYS 64     // of a block of keys: 32, 64
 #define WARPS 4     // 16 rows each
-#define BLOCKS 3    // of the launch that share an SM
+#define BLOCKS 2    // of the launch that share an SM
 #define HEADROOM 8  // a score exceeds what its row's weights are relative to by at most this, as a power of two
 #endif
 

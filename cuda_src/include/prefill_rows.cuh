@@ -18,7 +18,8 @@ __device__ __forceinline__ int swizzled_piece(int row, int piece) {
     return piece / 8 * (ROWS * 128) + row * 128 + (piece % 8 ^ row % 8) * 16;
 }
 
-// Half a query in a thread's registers: lanes 2 r and 2 r + 1 of a warp have row r. f16 (KIND 0) or bf16 (1).
+// Half a query in a thread's registers: lanes 2 r and 2 r + 1 of a warp have row r, four pieces of 16 bytes by turns, which
+// eight lanes store to different banks. f16 (KIND 0) or bf16 (1).
 template <int DIM, int KIND>
 struct HalfQuery {
     static constexpr int kPieces = DIM / 16;
@@ -26,10 +27,12 @@ struct HalfQuery {
 
     // `row` is null beyond a tile's last row.
     __device__ __forceinline__ explicit HalfQuery(const unsigned short* row) {
-        const uint4* half_row = reinterpret_cast<const uint4*>(row) + threadIdx.x % 2 * kPieces;
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i) x[i] = row ? half_row[i] : make_uint4(0, 0, 0, 0);
+        for (int i = 0; i < kPieces; ++i)
+            x[i] = row ? reinterpret_cast<const uint4*>(row)[piece(i)] : make_uint4(0, 0, 0, 0);
     }
+
+    __device__ __forceinline__ static int piece(int i) { return i / 4 * 8 + threadIdx.x % 2 * 4 + i % 4; }
 
     __device__ __forceinline__ static float element(unsigned word, int half) {
         const unsigned bits = half ? word >> 16 : word & 0xffff;
@@ -60,7 +63,7 @@ struct HalfQuery {
                 h[pair] = as_bits(__floats2half2_rn(element(words[low / 2], low % 2) * inverse,
                                                     element(words[low / 2 + 1], low % 2) * inverse));
             }
-            *reinterpret_cast<uint4*>(queries + swizzled_piece<ROWS>(row, threadIdx.x % 2 * kPieces + i)) =
+            *reinterpret_cast<uint4*>(queries + swizzled_piece<ROWS>(row, piece(i))) =
                 make_uint4(h[0], h[1], h[2], h[3]);
         }
         return power;

@@ -12,13 +12,16 @@ from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, NAME, check_cache
 from ptxlab.lowbit.kernels.attention.common import arrays_of
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.prefill import PREFILL
+from ptxlab.lowbit.kernels.attention.prefill_sm80 import PREFILL_SM80
 from ptxlab.lowbit.kernels.attention.sm80 import DTYPES
 from ptxlab.lowbit.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, copied, dtype_of
 from ptxlab.lowbit.kernels.spec_call import SpecCall
 from ptxlab.lowbit.layout import KVCache
-from ptxlab.validate import shape_of
+from ptxlab.spec import KernelSpec
+from ptxlab.validate import is_one_of, shape_of
 
 _STARTS = f"{NAME}: query_start_loc"
+_KERNELS = {spec.name: spec for spec in (PREFILL_SM80, PREFILL)}  # the highest last
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +52,7 @@ def _check(options: AttentionOptions, arrays: Mapping[str, Any], cache: KVCache)
     D, Hkv, B = cache.head_dim, cache.num_kv_heads, cache.batch
     if cache.scheme != "kv4":
         raise ArgumentError(f"{NAME}: cache", "scheme must be kv4 with query_start_loc", cache.scheme)
-    if options.kernel not in (None, PREFILL.name):
-        raise ArgumentError(f"{NAME}: kernel", f"must be {PREFILL.name} with query_start_loc", options.kernel)
+    spec = _choose(options)
     if len(shape) != 3 or shape[2] != D:
         raise ArgumentError(f"{NAME}: q", f"must be [T, Hq, {D}] with query_start_loc", f"shape {list(shape)}")
     if dtype not in DTYPES:
@@ -63,16 +65,32 @@ def _check(options: AttentionOptions, arrays: Mapping[str, Any], cache: KVCache)
     tokens = cache.max_pages * cache.page_size
     window = 0 if options.window is None or options.window >= tokens else int(options.window)
     sizes = {"N": N, "B": B, "Hq": Hq, "Hkv": Hkv, "D": D, "P": cache.max_pages, "pages": cache.pages}
-    sizes |= {"page": cache.page_size, "window": window, "blocks": _blocks(arrays["q"])}
+    sizes |= {"page": cache.page_size, "window": window}
+    sizes["blocks"] = _blocks(spec, arrays["q"], sizes)
     sizes["softmax_scale"] = D**-0.5 if options.scale is None else float(options.scale)
     operands = tuple(_operands(arrays, cache, shape, dtype, return_lse=options.return_lse))
     look = None if gpu.is_device_array(arrays["q"]) else lambda values: _check_numbers(cache, values, N)
-    return _ChunkCall(NAME, (PREFILL,), operands, sizes, dtype, options, look)
+    return _ChunkCall(NAME, (spec,), operands, sizes, dtype, options, look)
 
 
-def _blocks(q: Any) -> int:
-    """Return the blocks of a launch: one per SM, or two in the emulator."""
-    return gpu.device_info().sms if gpu.is_device_array(q) or gpu.why_not(PREFILL.arch, exact=True) is None else 2
+def _choose(options: AttentionOptions) -> KernelSpec:
+    """Return the kernel asked for, or the highest that runs here; ArgumentError for another one's name."""
+    if not is_one_of(options.kernel, (*_KERNELS, None)):
+        rule = f"must be one of {', '.join(_KERNELS)} with query_start_loc"
+        raise ArgumentError(f"{NAME}: kernel", rule, options.kernel)
+    asked = [spec for name, spec in _KERNELS.items() if options.kernel in (None, name)]
+    here = [] if options.backend == "emulator" else [spec for spec in asked if _runs_here(spec)]
+    return (here or asked)[-1]
+
+
+def _runs_here(spec: KernelSpec) -> bool:
+    return gpu.why_not(spec.arch, exact=spec.exact_arch) is None
+
+
+def _blocks(spec: KernelSpec, q: Any, sizes: Mapping[str, Any]) -> int:
+    """Return the blocks of a launch: as many as are resident on the SMs, or two in the emulator."""
+    on_gpu = gpu.is_device_array(q) or _runs_here(spec)
+    return gpu.device_info().sms * spec.config_for(sizes).get("BLOCKS", 1) if on_gpu else 2
 
 
 def _operands(

@@ -16,7 +16,7 @@ def keys_of(head_dim: int) -> int:
 
 def blocks_of(head_dim: int) -> int:
     """Return the blocks of the launch that share an SM, as registers allow."""
-    return 3 if head_dim == 64 else 2
+    return 4 if head_dim == 64 else 2
 
 
 def shared_bytes(s: Sizes) -> int:
