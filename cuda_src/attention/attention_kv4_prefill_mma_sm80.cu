@@ -84,7 +84,7 @@ struct Pages {
 // out, (0, 2, 1, 3, 4, 6, 5, 7): queries have the same, and results are put in order when they are stored.
 __device__ __forceinline__ void restore(unsigned char* block, const unsigned char* stage, int tokens) {
     constexpr int kPairs = kTokenChunks / 2, kShare = kChunks / kThreads;
-    const int token = threadIdx.x / 2 % KEYS, first = threadIdx.x / (2 * KEYS) * kShare;
+    const int token = threadIdx.x / 2 % KEYS, share = threadIdx.x / (2 * KEYS) * kShare;
     u32 constants = reinterpret_cast<const u32*>(stage + KEYS * kTokenBytes)[token];
     if (token >= tokens) constants = 0;  // beyond the end there may be anything, and a weight of 0 times NaN is NaN
     const __half2 scale = __half2half2(__ushort_as_half(constants & 0xffff));
@@ -92,7 +92,7 @@ __device__ __forceinline__ void restore(unsigned char* block, const unsigned cha
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
         // Eight lanes have two chunks of each of four tokens: these are in all banks, as read and as written.
-        const int chunk = (first + i + token * kPairs / 4) % kPairs * 2 + threadIdx.x % 2;
+        const int chunk = (share + i + token * kPairs / 4) % kPairs * 2 + threadIdx.x % 2;
         const uint4 words = *reinterpret_cast<const uint4*>(stage + token * kTokenBytes + chunk * 16);
         const u32 word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll

@@ -78,9 +78,9 @@ def _choose(options: AttentionOptions) -> KernelSpec:
     if not is_one_of(options.kernel, (*_KERNELS, None)):
         rule = f"must be one of {', '.join(_KERNELS)} with query_start_loc"
         raise ArgumentError(f"{NAME}: kernel", rule, options.kernel)
-    asked = [spec for name, spec in _KERNELS.items() if options.kernel in (None, name)]
-    here = [] if options.backend == "emulator" else [spec for spec in asked if _runs_here(spec)]
-    return (here or asked)[-1]
+    candidates = [spec for name, spec in _KERNELS.items() if options.kernel in (None, name)]
+    runnable = [] if options.backend == "emulator" else [spec for spec in candidates if _runs_here(spec)]
+    return (runnable or candidates)[-1]
 
 
 def _runs_here(spec: KernelSpec) -> bool:

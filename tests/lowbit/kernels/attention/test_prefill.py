@@ -275,7 +275,7 @@ def test_no_register_is_spilt(spec: KernelSpec, sizes: dict[str, int]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_shared_memory_is_read_and_written_without_conflicts(D: int) -> None:
-    """Of the kernel whose layouts are not those that wgmma asks for."""
+    """This holds for the kernel whose layouts wgmma does not dictate."""
     _, outcome = run(*chunks_of((40,), (90,), D=D, page=32, group=3), spec=PREFILL_SM80, count_banks=True)
     assert outcome.shared and sum(access.conflicts for access in outcome.shared) == 0
 
