@@ -31,6 +31,9 @@
 #define BLOCKS 2    // of the launch that share an SM
 #define HEADROOM 8  // a score exceeds what its row's weights are relative to by at most this, as a power of two
 #endif
+#ifndef ROTATED
+#define ROTATED 0  // 1: keys are rotated by a Hadamard matrix, so queries are too
+#endif
 
 namespace {
 
@@ -155,7 +158,7 @@ __device__ __forceinline__ SoftmaxRows load_queries(unsigned char* queries, cons
                                                     int group, int Hq, float softmax_scale) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 2, number = tile.row + row;
     const unsigned short* of_row = tile.has(number, group) ? q + tile.place(number, group, Hq) * D : nullptr;
-    const float power = ptxlab::HalfQuery<D, BF16>(of_row).store<kRows>(queries, row);
+    const float power = ptxlab::HalfQuery<D, BF16>(of_row).store<kRows, ROTATED>(queries, row);
     __syncwarp();
     SoftmaxRows rows;
 #pragma unroll

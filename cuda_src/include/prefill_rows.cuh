@@ -2,6 +2,7 @@
 // tensor cores leave them, in registers. Lane 4 g + t has rows g and g + 8, of eight columns 2 t and 2 t + 1.
 #pragma once
 #include "exponent.cuh"
+#include "hadamard.cuh"
 #include "mma_f16.cuh"
 #include "output.cuh"
 #include "pack.cuh"
@@ -40,28 +41,30 @@ struct HalfQuery {
     }
 
     // Stores it as f16 over the power of two that leads the row, eight elements in the order 0, 2, 1, 3, 4, 6, 5, 7 of
-    // restored words. Returns that power. A row with an infinity becomes NaN.
-    template <int ROWS>
+    // restored words; with ROTATE, rotated as the cache's keys are. Returns that power. A row with an infinity becomes NaN.
+    template <int ROWS, bool ROTATE>
     __device__ __forceinline__ float store(unsigned char* queries, int row) const {
-        float largest = 0;
+        float elements[kPieces][8], largest = 0;
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
             const unsigned words[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
 #pragma unroll
-            for (int e = 0; e < 8; ++e) largest = max_nan(largest, fabsf(element(words[e / 2], e % 2)));
+            for (int e = 0; e < 8; ++e) {
+                elements[i][e] = element(words[e / 2], e % 2);
+                largest = max_nan(largest, fabsf(elements[i][e]));
+            }
         }
+        if constexpr (ROTATE) largest = rotate_query<32, 2>(elements, threadIdx.x % 2);
         largest = max_nan(largest, __shfl_xor_sync(~0u, largest, 1));
         const float power = leading_power(fmaxf(largest, 0x1p-100f));
         const float inverse = inverse_power(power) + (largest - largest);  // NaN of infinity
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
-            const unsigned words[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
             unsigned h[4];
 #pragma unroll
             for (int pair = 0; pair < 4; ++pair) {
                 const int low = pair / 2 * 4 + pair % 2;
-                h[pair] = as_bits(__floats2half2_rn(element(words[low / 2], low % 2) * inverse,
-                                                    element(words[low / 2 + 1], low % 2) * inverse));
+                h[pair] = as_bits(__floats2half2_rn(elements[i][low] * inverse, elements[i][low + 2] * inverse));
             }
             *reinterpret_cast<uint4*>(queries + swizzled_piece<ROWS>(row, piece(i))) =
                 make_uint4(h[0], h[1], h[2], h[3]);

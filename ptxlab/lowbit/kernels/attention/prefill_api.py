@@ -8,11 +8,10 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
+from ptxlab.lowbit.kernels.attention import prefill, prefill_sm80
 from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, NAME, check_cache
 from ptxlab.lowbit.kernels.attention.common import arrays_of
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
-from ptxlab.lowbit.kernels.attention.prefill import PREFILL
-from ptxlab.lowbit.kernels.attention.prefill_sm80 import PREFILL_SM80
 from ptxlab.lowbit.kernels.attention.sm80 import DTYPES
 from ptxlab.lowbit.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, copied, dtype_of
 from ptxlab.lowbit.kernels.spec_call import SpecCall
@@ -21,7 +20,8 @@ from ptxlab.spec import KernelSpec
 from ptxlab.validate import is_one_of, shape_of
 
 _STARTS = f"{NAME}: query_start_loc"
-_KERNELS = {spec.name: spec for spec in (PREFILL_SM80, PREFILL)}  # the highest last
+_KERNELS = (prefill_sm80.PREFILL_SM80, prefill.PREFILL)  # the highest last
+_ROTATED = (prefill_sm80.ROTATED, prefill.ROTATED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +30,8 @@ class _ChunkCall(SpecCall):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Sizes and dtype that select the compiled kernel, without the number of queries."""
-        return (*(size for name, size in self.sizes.items() if name != "N"), self.dtype)
+        """Sizes, dtype and form that select the compiled kernel, without the number of queries."""
+        return (*(size for name, size in self.sizes.items() if name != "N"), self.dtype, self.specs[0].form)
 
 
 def attend_chunks(
@@ -52,7 +52,7 @@ def _check(options: AttentionOptions, arrays: Mapping[str, Any], cache: KVCache)
     D, Hkv, B = cache.head_dim, cache.num_kv_heads, cache.batch
     if cache.scheme != "kv4":
         raise ArgumentError(f"{NAME}: cache", "scheme must be kv4 with query_start_loc", cache.scheme)
-    spec = _choose(options)
+    spec = _choose(options, rotated=cache.rotated)
     if len(shape) != 3 or shape[2] != D:
         raise ArgumentError(f"{NAME}: q", f"must be [T, Hq, {D}] with query_start_loc", f"shape {list(shape)}")
     if dtype not in DTYPES:
@@ -73,12 +73,13 @@ def _check(options: AttentionOptions, arrays: Mapping[str, Any], cache: KVCache)
     return _ChunkCall(NAME, (spec,), operands, sizes, dtype, options, look)
 
 
-def _choose(options: AttentionOptions) -> KernelSpec:
+def _choose(options: AttentionOptions, *, rotated: bool) -> KernelSpec:
     """Return the kernel asked for, or the highest that runs here; ArgumentError for another one's name."""
-    if not is_one_of(options.kernel, (*_KERNELS, None)):
-        rule = f"must be one of {', '.join(_KERNELS)} with query_start_loc"
+    names = [spec.name for spec in _KERNELS]
+    if not is_one_of(options.kernel, (*names, None)):
+        rule = f"must be one of {', '.join(names)} with query_start_loc"
         raise ArgumentError(f"{NAME}: kernel", rule, options.kernel)
-    candidates = [spec for name, spec in _KERNELS.items() if options.kernel in (None, name)]
+    candidates = [spec for spec in (_ROTATED if rotated else _KERNELS) if options.kernel in (None, spec.name)]
     runnable = [] if options.backend == "emulator" else [spec for spec in candidates if _runs_here(spec)]
     return (runnable or candidates)[-1]
 

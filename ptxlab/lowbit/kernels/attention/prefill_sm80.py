@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from ptxlab.lowbit.kernels.attention import common
 from ptxlab.lowbit.kernels.attention.prefill import HEADROOM, PREFILL
 from ptxlab.lowbit.layout.pages import page_bytes
 from ptxlab.spec import Launch, Sizes
@@ -40,3 +41,4 @@ PREFILL_SM80 = replace(
     exact_arch=False,
 )
 SPECS = (PREFILL_SM80,)
+ROTATED = common.rotated_form(PREFILL_SM80)
