@@ -21,6 +21,9 @@ from ptxlab.spec.dtypes import ByVariant, as_stored
 ROWS, WARP_GROUP = 128, 128  # of a tile; threads
 STAGES = 2  # blocks of keys, and of values, that are restored
 HEADROOM = 8  # a weight is at most 2 to this: FP16 has room, and sums are seldom scaled down
+PART_BLOCKS, MOST_PARTS = 4, 16  # blocks of keys of a part at least; parts of a tile at most
+ITEMS = 4  # work items per block of the launch, at most, where tiles are cut into parts
+_BEGIN, _MERGE = 2.0, 0.4  # what a work item costs besides its blocks, and a part where all are added up, in blocks
 
 
 def keys_of(head_dim: int) -> int:
@@ -33,6 +36,30 @@ def page_stages(head_dim: int) -> int:
     return 2 if head_dim == 256 else 3
 
 
+def tiles_of(s: Sizes) -> int:
+    """Return the tiles that a call has at most: how its queries are spread over sequences is not known on the host."""
+    return int((ceil_div(s["N"] * (s["Hq"] // s["Hkv"]), ROWS) + max(0, min(s["B"], s["N"]) - 1)) * s["Hkv"])
+
+
+def choose_parts(s: Sizes) -> int:
+    """Return the parts that a tile is cut into, so that `blocks` blocks are busy: the fewest of those that cost least.
+
+    A tile of few blocks of keys is cut into fewer by the kernel, which knows the lengths.
+    """
+    tiles, keys = tiles_of(s), keys_of(s["D"])
+    seen = s["P"] * s["page"]
+    if s["window"]:
+        seen = min(seen, s["window"] + ROWS // (s["Hq"] // s["Hkv"]) + keys)
+    blocks_of_keys = ceil_div(seen, keys)
+    most = min(MOST_PARTS, blocks_of_keys // PART_BLOCKS, ITEMS * s["blocks"] // max(tiles, 1))
+
+    def cost(parts: int) -> float:
+        rounds = ceil_div(tiles * parts, s["blocks"])
+        return rounds * (blocks_of_keys / parts + _BEGIN) + (parts * _MERGE if parts > 1 else 0)
+
+    return min(range(1, max(1, most) + 1), key=cost)
+
+
 def shared_bytes(s: Sizes) -> int:
     """Return the dynamic shared memory of a block: queries, restored keys and values, copied pages."""
     halves = 2 * s["D"] * (ROWS + 2 * s["STAGES"] * s["KEYS"])
@@ -43,7 +70,9 @@ def shared_bytes(s: Sizes) -> int:
 def _choose(s: Sizes) -> dict[str, int]:
     producers = 1 if s["D"] == 256 else 2  # wide heads leave no registers for a second warp group
     ring = {"KEYS": keys_of(s["D"]), "STAGES": STAGES, "PAGE_STAGES": page_stages(s["D"])}
-    return {"D": s["D"], "PAGE": s["page"], "BF16": 0, **ring, "PRODUCERS": producers, "HEADROOM": HEADROOM}
+    fixed = {"PRODUCERS": producers, "HEADROOM": HEADROOM, "PART_BLOCKS": PART_BLOCKS}
+    options = {"OWN": int(s["k_pitch"] > 0), "SOFTCAP": int(s["softcap"] > 0)}
+    return {"D": s["D"], "PAGE": s["page"], "BF16": 0, **ring, **fixed, **options}
 
 
 def _example(
@@ -59,7 +88,9 @@ def _example(
     page: int,
     window: int,
     blocks: int,
+    parts: int,
     softmax_scale: float,
+    **_: Any,
 ) -> Arrays:
     """Ragged chunks, of which one is empty, behind contexts of any length; one sequence is all new."""
     cuts = np.sort(rng.integers(0, N + 1, B - 1))
@@ -77,11 +108,18 @@ def _example(
         "softmax_scale": softmax_scale,
         "window": window,
         "blocks": blocks,
+        "parts": parts,
     }
 
 
 def _pack(logical: Arrays) -> Arrays:
-    return {"q": logical["q"], **common.arrays_of(logical["cache"]), "starts": logical["starts"]}
+    arrivals = _no_arrivals(logical["blocks"], logical["parts"])
+    return {"q": logical["q"], **common.arrays_of(logical["cache"]), "starts": logical["starts"], "arrivals": arrivals}
+
+
+def _no_arrivals(blocks: int, parts: int) -> np.ndarray:
+    """Return the counters of parts as every launch finds and leaves them."""
+    return np.zeros((int(parts > 1) * ITEMS * blocks, ROWS // 16), np.int32)
 
 
 def _chunks(q: np.ndarray, cache: KVCache, starts: np.ndarray) -> Iterator[tuple[slice, np.ndarray, KVCache]]:
@@ -102,6 +140,10 @@ def attend(
     return out, lse
 
 
+def _reference(blocks: int, parts: int, **logical: Any) -> tuple[np.ndarray, ...]:
+    return (*attend(**logical), _no_arrivals(blocks, parts))
+
+
 def roundings_of(D: int) -> Roundings:
     """State the roundings of a kernel that multiplies keys and values of FP16."""
     return Roundings(
@@ -117,15 +159,24 @@ def roundings_of(D: int) -> Roundings:
 
 
 def _bound(
-    q: np.ndarray, cache: KVCache, starts: np.ndarray, softmax_scale: float, window: int = 0, BF16: int = 0, **_: Any
-) -> tuple[np.ndarray, np.ndarray]:
+    q: np.ndarray,
+    cache: KVCache,
+    starts: np.ndarray,
+    softmax_scale: float,
+    blocks: int,
+    parts: int,
+    window: int = 0,
+    BF16: int = 0,
+) -> tuple[np.ndarray, ...]:
     out, lse = np.zeros(q.shape), np.zeros(q.shape[:-1])
     stored_to = BFLOAT16 if BF16 else HALF
     for rows, queries, sequence in _chunks(as_stored(q, DTYPES[BF16]), cache, starts):
         errors = common.error_of(queries, sequence, softmax_scale, roundings_of(cache.head_dim), window, stored_to)
         out[rows], lse[rows] = (error.each[0] for error in errors)
-    return out, lse
+    return out, lse, _no_arrivals(blocks, parts)
 
+
+_ITEMS = f"(parts > 1)*{ITEMS}*blocks"
 
 PREFILL = KernelSpec(
     name="attention_kv4_prefill_sm90",
@@ -136,10 +187,16 @@ PREFILL = KernelSpec(
         Arg("table", "int32", ("B", "P")),
         Arg("lengths", "int32", ("B",)),
         Arg("starts", "int32", ("B + 1",)),
+        Arg("own_k", ByVariant("BF16", DTYPES), ("N", "k_pitch"), optional=True),
+        Arg("own_v", ByVariant("BF16", DTYPES), ("N", "v_pitch"), optional=True),
+        Arg("sinks", "float32", ("Hq",), optional=True),
         Arg("out", ByVariant("BF16", DTYPES), ("N", "Hq", "D"), "out"),
         Arg("lse", "float32", ("N", "Hq"), "out"),
-        Arg("softmax_scale", "float32", role="scalar"),
-        *(Arg(size, "int32", role="scalar") for size in ("B", "Hq", "Hkv", "P", "window")),
+        Arg("partial", "float32", (_ITEMS, "8", "D//8 + 1", "128"), "scratch"),
+        Arg("arrivals", "int32", (_ITEMS, "8"), "inout"),
+        *(Arg(name, "float32", role="scalar") for name in ("softmax_scale", "softcap")),
+        *(Arg(size, "int32", role="scalar") for size in ("B", "Hq", "Hkv", "P", "window", "parts")),
+        *(Arg(size, "int32", role="scalar") for size in ("k_pitch", "v_pitch")),
     ),
     launch=lambda s: Launch((s["blocks"], 1, 1), ((s["PRODUCERS"] + 2) * WARP_GROUP, 1, 1), shared_bytes(s)),
     choose=_choose,
@@ -151,24 +208,28 @@ PREFILL = KernelSpec(
         "window >= 0",
         "P*page < 2**31",
         "blocks >= 1",
+        "parts >= 1",
+        f"parts == 1 or (-(-N*(Hq//Hkv)//{ROWS}) + max(0, min(B, N) - 1))*Hkv*parts <= {ITEMS}*blocks",
+        "softcap >= 0",
     ),
     value_rules=("lengths >= 0", "lengths <= P*page", "starts >= 0", "starts <= N"),
     operations="4*N*Hq*P*page*D",
     example=_example,
     pack=_pack,
-    reference=attend,
+    reference=_reference,
     bound=_bound,
     tolerance_reason="in float64 on the dequantised integers; keys, values and weights are rounded to FP16, and an MMA "
     "truncates each of 17 terms to 24 bits of the largest" + BY_CHANCE,
     arch="sm_90a",
     exact_arch=True,
-    after_wait=("q", "pool", "table", "lengths", "starts"),
+    after_wait=("q", "pool", "table", "lengths", "starts", "own_k", "own_v", "sinks", "arrivals"),
     batch="",
     example_sizes=sizes_rows(
-        "N B Hq Hkv D P pages page window blocks softmax_scale",
-        (70, 2, 4, 2, 128, 4, 8, 64, 0, 2, 0.088),
-        (150, 3, 4, 1, 64, 9, 20, 32, 100, 3, 0.125),
-        (40, 2, 6, 2, 256, 8, 14, 16, 0, 1, 0.0625),
+        "N B Hq Hkv D P pages page window blocks parts softmax_scale softcap k_pitch v_pitch",
+        (70, 2, 4, 2, 128, 4, 8, 64, 0, 2, 1, 0.088, 0, 0, 0),
+        (150, 3, 4, 1, 64, 9, 20, 32, 100, 3, 1, 0.125, 0, 0, 0),
+        (40, 2, 6, 2, 256, 8, 14, 16, 0, 1, 1, 0.0625, 0, 0, 0),
+        (20, 1, 2, 1, 64, 34, 34, 64, 0, 3, 4, 0.125, 0, 0, 0),
     ),
 )
 SPECS = (PREFILL,)

@@ -33,6 +33,7 @@ def chunks_of(
     page: int = 64,
     window: int = 0,
     blocks: int = 2,
+    parts: int = 1,
     seed: int = 0,
 ) -> tuple[Arrays, dict[str, Any]]:
     """Make a problem and its sizes: of each sequence so many new tokens behind so many past ones."""
@@ -43,9 +44,10 @@ def chunks_of(
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
     q = rng.standard_normal((sum(new), group * Hkv, D), dtype=np.float32)
     sizes = {"N": sum(new), "B": len(new), "Hq": group * Hkv, "Hkv": Hkv, "D": D, "P": P, "pages": total}
-    sizes |= {"page": page, "window": window, "blocks": blocks, "softmax_scale": D**-0.5}
+    sizes |= {"page": page, "window": window, "blocks": blocks, "parts": parts, "softmax_scale": D**-0.5}
+    sizes |= {"softcap": 0, "k_pitch": 0, "v_pitch": 0}
     logical: Arrays = {"q": q, "cache": cache, "starts": starts, "softmax_scale": D**-0.5, "window": window}
-    return {**logical, "blocks": blocks}, sizes
+    return {**logical, "blocks": blocks, "parts": parts}, sizes
 
 
 def run(
@@ -80,6 +82,8 @@ SHAPES = {
     "wide heads": {"D": 256, "new": (33, 2), "past": (31, 64), "group": 5},
     "many heads": {"D": 64, "new": (20, 9), "past": (110, 200), "group": 16},
     "a window of one": {"D": 64, "new": (5, 1), "past": (128, 0), "window": 1},
+    "parts": {"D": 128, "new": (3, 40), "past": (1100, 1), "parts": 2},
+    "three parts of a window": {"D": 64, "new": (30,), "past": (1720,), "window": 1600, "parts": 3, "page": 32},
 }
 
 
