@@ -222,8 +222,8 @@ struct OwnTokens {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int token = (batch * kBatch + i) * kTokens + threadIdx.x % kThreads / kPerToken;
-            x[i] = token < count ? __ldg(reinterpret_cast<const uint4*>(first + size_t(token) * pitch))
-                                 : make_uint4(0, 0, 0, 0);
+            x[i] = make_uint4(0, 0, 0, 0);
+            if (token < count) x[i] = *reinterpret_cast<const uint4*>(first + size_t(token) * pitch);
         }
     }
 
