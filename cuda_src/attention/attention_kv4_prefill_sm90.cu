@@ -216,14 +216,13 @@ struct OwnTokens {
     int pitch;
 
     __device__ __forceinline__ void load(uint4 (&x)[kBatch], const Tile& tile, int first_token, int batch) const {
-        const int count = tile.context - first_token;
+        const int last = tile.context - first_token - 1;  // of the sequence; what is behind has a weight of 0
         const unsigned short* first = tokens + size_t(tile.start + first_token - tile.first_own()) * pitch +
                                       tile.head * D + threadIdx.x % kPerToken * 8;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int token = (batch * kBatch + i) * kTokens + threadIdx.x % kThreads / kPerToken;
-            x[i] = make_uint4(0, 0, 0, 0);
-            if (token < count) x[i] = *reinterpret_cast<const uint4*>(first + size_t(token) * pitch);
+            x[i] = *reinterpret_cast<const uint4*>(first + size_t(min(token, last)) * pitch);
         }
     }
 

@@ -55,7 +55,8 @@ def choose_parts(s: Sizes) -> int:
 
     def cost(parts: int) -> float:
         rounds = ceil_div(tiles * parts, s["blocks"])
-        return rounds * (blocks_of_keys / parts + _BEGIN) + (parts * _MERGE if parts > 1 else 0)
+        merge = _MERGE * parts if parts > 1 else 0.0
+        return float(rounds * (blocks_of_keys / parts + _BEGIN) + merge)
 
     return min(range(1, max(1, most) + 1), key=cost)
 
