@@ -13,8 +13,7 @@
 //            zeros, and lse -infinity. Head h reads kv head h / (Hq / Hkv). A key is f16((q4 - zero) * scale), a value
 //            likewise; weights are rounded to f16; a query to f16 relative to a power of two of its largest element.
 //            OWN: keys and values of the queries' own tokens come from own_k and own_v, rounded to f16, the others from
-//            the cache. SOFTCAP: a score is softcap * tanh(score / softcap). sinks: exp(sinks[h]) counts among the
-//            exponentials, with no value.
+//            the cache.
 // PDL        everything waits for the kernel before.
 // Guide      notebooks/guide/kernels_attention.md: rows, restoring, scores, softmax
 // PTX ISA    9.7.15.5 wgmma, 9.7.9.25 bulk copies, 9.7.13.15 mbarrier, 9.7.19.5 setmaxnreg, 9.7.3 ex2, lg2
@@ -40,7 +39,6 @@
 #define HEADROOM 8     // a score exceeds what its row's weights are relative to by at most this, as a power of two
 #define PART_BLOCKS 4  // blocks of keys that a part of a tile has at least
 #define OWN 0          // 1: keys and values of the queries' own tokens are given in 16 bits
-#define SOFTCAP 0      // 1: scores are capped
 #endif
 
 namespace {
@@ -54,7 +52,7 @@ constexpr int kTokenBytes = D / 2, kPageBytes = PAGE * (kTokenBytes + 4), kPages
 constexpr int kCopyBytes = kPages * kPageBytes;  // of a block's keys, or values
 constexpr int kBlockBytes = KEYS * D * 2, kColumnBytes = KEYS * 128;
 constexpr int kQueryBytes = kGroupRows * D * 2, kQueryColumnBytes = kGroupRows * 128;
-constexpr int kProducerRegisters = PRODUCERS == 1 ? 72 : 56, kConsumerRegisters = PRODUCERS == 1 ? 216 : 200;
+constexpr int kProducerRegisters = PRODUCERS == 1 ? 64 : 56, kConsumerRegisters = PRODUCERS == 1 ? 224 : 200;
 constexpr int kChunks = KEYS * kTokenBytes / 16 / kThreads;  // of 16 bytes of a block that a producer restores
 constexpr float kLowest = -1e30f, kLog2E = 1.44269504f;      // kLowest: below any score, yet finite
 constexpr float kHeadroom = HEADROOM;                        // weights are at most 2 to this
@@ -209,7 +207,7 @@ __device__ __forceinline__ uint2 half_pairs(u32 low, u32 high) {
 
 // The sequences' own keys or values: 16 bits [tokens, heads, D], tokens `pitch` elements apart.
 struct OwnTokens {
-    static constexpr int kPerToken = D / 8, kBatch = 8;  // vectors of 8 elements; those that a thread loads at a time
+    static constexpr int kPerToken = D / 8, kBatch = 4;  // vectors of 8 elements; those that a thread loads at a time
     static constexpr int kTokens = kThreads / kPerToken, kBatches = KEYS / kTokens / kBatch;
     static_assert(KEYS % (kTokens * kBatch) == 0);
     const unsigned short* tokens;
@@ -265,10 +263,11 @@ struct Pages {
 };
 
 // Restores keys (operand 0), values (1), or both, block by block, from pages that are copied ahead; their numbers are
-// looked up before that. Those of own tokens come straight from global memory.
+// looked up before that. Those of own tokens come straight from global memory. The first operand is a constant, so that
+// addresses are.
+template <int OPERAND>
 struct Producer {
-    static constexpr int kOperands = 3 - PRODUCERS;
-    const int operand;    // the first one
+    static constexpr int kEnd = PRODUCERS == 1 ? 2 : OPERAND + 1;
     Scheduler scheduler;  // of what is copied next
     Pages pages;
     OwnTokens own_keys, own_values;
@@ -297,7 +296,7 @@ struct Producer {
     __device__ __forceinline__ void copy_ahead() {
         for (; has_tile && in_flight < PAGE_STAGES; ++in_flight) {
 #pragma unroll
-            for (int x = operand; x < operand + kOperands; ++x) {
+            for (int x = OPERAND; x < kEnd; ++x) {
                 ptxlab::mbarrier_wait(&barriers[x].taken[asked.index], asked.parity ^ 1);  // empty in the first round
                 if (threadIdx.x % kThreads == 0)
                     pages.copy(ring + (x * PAGE_STAGES + asked.index) * kCopyBytes, &barriers[x].copied[asked.index],
@@ -313,7 +312,7 @@ struct Producer {
         PHASE(LOAD);
         copy_ahead();
 #pragma unroll
-        for (int x = operand; x < operand + kOperands; ++x) {
+        for (int x = OPERAND; x < kEnd; ++x) {
             unsigned char* to = blocks + (x * STAGES + slot.index) * kBlockBytes;
             if (is_own) convert_own(x, to, of, of.first_token(of_block) TIMELINE_ARGUMENT);
             else restore_pages(x, to, of.end_token(of_block) - of_block * KEYS TIMELINE_ARGUMENT);
@@ -418,8 +417,7 @@ struct Rows {
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
             const float reference = largest[r];
-            const float to_base_2 = SOFTCAP ? 1 : factor[r];
-            const float peak = top * to_base_2;
+            const float peak = top * factor[r];
             largest[r] = peak > reference + kHeadroom ? peak : reference;
             rescale[r] = ptxlab::exp2_approx(reference - largest[r]);
             float of_block = 0;
@@ -427,7 +425,7 @@ struct Rows {
             for (int i = 0; i < KEYS / 2; i += 4)
 #pragma unroll
                 for (int e = 2 * r; e < 2 * r + 2; ++e) {
-                    s[i + e] = ptxlab::exp2_approx(fmaf(s[i + e], to_base_2, -largest[r]));
+                    s[i + e] = ptxlab::exp2_approx(fmaf(s[i + e], factor[r], -largest[r]));
                     of_block += s[i + e];
                 }
             sum[r] = fmaf(sum[r], rescale[r], of_block);
@@ -440,16 +438,6 @@ struct Rows {
         sum[r] = fmaf(weights, ptxlab::exp2_approx(of_part - reference),
                       sum[r] * ptxlab::exp2_approx(largest[r] - reference));
         largest[r] = reference;
-    }
-
-    // Caps scores; they are in base 2 then. `softcap` is in base 2 too. tanh(x) = 1 - 2 / (1 + e^(2 x)).
-    __device__ __forceinline__ void cap(float (&s)[KEYS / 2], float softcap) const {
-        const float to_exponent[2] = {2 * kLog2E * factor[0] / softcap, 2 * kLog2E * factor[1] / softcap};
-#pragma unroll
-        for (int i = 0; i < KEYS / 2; ++i) {
-            const float power = ptxlab::exp2_approx(s[i] * to_exponent[i / 2 % 2]);
-            s[i] = fmaf(-2 * softcap, ptxlab::reciprocal_approx(1 + power), softcap);
-        }
     }
 
     // Tokens from `limit` on are not in this block, whose first one is `position`.
@@ -492,8 +480,7 @@ __device__ __forceinline__ void pin(float (&d)[COUNT]) {
 // Where results go: f16 or bf16, and their logarithms.
 struct Results {
     unsigned short* out;
-    float* lse;          // or null
-    const float* sinks;  // or null
+    float* lse;  // or null
     int Hq;
 
     // A lane's two rows: where its pairs of elements go, null beyond the tile's last row; what sums are multiplied by.
@@ -507,24 +494,18 @@ struct Results {
         Place place;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float sum = rows.sum[r], largest = rows.largest[r], factor = 1;
+            float sum = rows.sum[r];
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             const int number = first_row + threadIdx.x % kThreads / 32 * 16 + r * 8 + lane / 4;
             place.pairs[r] = nullptr;
             if (number >= tile.queries * group) continue;
-            const int head = tile.head * group + number % group;
-            if (sinks) {
-                const float sink = sinks[head] * kLog2E, reference = fmaxf(largest, sink);
-                factor = ptxlab::exp2_approx(largest - reference), largest = reference;
-                sum = fmaf(sum, factor, ptxlab::exp2_approx(sink - reference));
-            }
             const bool none = sum == 0;
-            const size_t row = size_t(tile.start + number / group) * Hq + head;
-            place.inverse[r] = none ? 0 : factor / sum;
+            const size_t row = size_t(tile.start + number / group) * Hq + tile.head * group + number % group;
+            place.inverse[r] = none ? 0 : 1 / sum;
             place.pairs[r] = reinterpret_cast<u32*>(out + row * D) + lane % 4;
             if (lse && lane % 4 == 0)
-                lse[row] = none ? -ptxlab::infinity() : (largest + ptxlab::log2_approx(sum)) * 0.693147181f;
+                lse[row] = none ? -ptxlab::infinity() : (rows.largest[r] + ptxlab::log2_approx(sum)) * 0.693147181f;
         }
         return place;
     }
@@ -611,7 +592,7 @@ struct Workspace {
 // Attends to a tile's blocks with 64 of its rows. The other group's turn at issuing products follows on this one's.
 struct Consumer {
     int group, window, number;  // heads of a KV head; tokens that a query sees, or 0; 0 or 1
-    float softmax_scale, softcap;
+    float softmax_scale;
     unsigned char* queries;
     float* factors;
     const unsigned char *keys, *values;
@@ -668,7 +649,6 @@ struct Consumer {
 
     __device__ __forceinline__ void weigh(const Tile& tile, int block) {
         const int position = tile.first_token(block), limit = tile.end_token(block);
-        if constexpr (SOFTCAP) rows.cap(s, softcap * kLog2E);
         if (position + KEYS > min(first_end, limit) || (window > 0 && position < last_end - window))
             rows.mask(s, position, limit, window);
         rows.weigh(s, rescale);
@@ -747,7 +727,8 @@ __device__ __forceinline__ void consume(Consumer& consumer, Scheduler scheduler,
 }
 
 // Restores the blocks of every work item.
-__device__ __forceinline__ void produce(Producer& producer, Scheduler scheduler TIMELINE_PARAMETER) {
+template <int OPERAND>
+__device__ __forceinline__ void produce(Producer<OPERAND> producer, Scheduler scheduler TIMELINE_PARAMETER) {
     Tile tile;
     producer.begin();
     while (scheduler.next(tile))
@@ -764,13 +745,11 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
     const int* starts,            // s32 [B + 1]
     const unsigned short* own_k,  // as q [tokens, Hkv, D], tokens k_pitch elements apart; without OWN null
     const unsigned short* own_v,  // likewise, v_pitch
-    const float* sinks,           // f32 [Hq], or null
     unsigned short* out,          // as q
     float* lse,                   // f32 [tokens, Hq], or null
     float4* partial,              // f32 [items, 8, kVectors, 32, 4]; null if there is one part
     int* arrivals,                // s32 [items, 8], zeros before and after; null if there is one part
-    float softmax_scale, float softcap, int B, int Hq, int Hkv, int P, int window, int parts, int k_pitch,
-    int v_pitch) {
+    float softmax_scale, int B, int Hq, int Hkv, int P, int window, int parts, int k_pitch, int v_pitch) {
     extern __shared__ __align__(1024) unsigned char shared[];
     unsigned char* const queries = shared;  // [kGroups][kQueryBytes]
     unsigned char* const keys = queries + kGroups * kQueryBytes;
@@ -787,29 +766,17 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
     const Scheduler scheduler = {starts, lengths, B, Hkv, Hq / Hkv, window, parts};
     if (warp_group < PRODUCERS) {
         ptxlab::fewer_registers<kProducerRegisters>();
-        Producer producer = {PRODUCERS == 1 ? 0 : warp_group,
-                             scheduler,
-                             {pool, table, Hkv, P},
-                             {own_k, k_pitch},
-                             {own_v, v_pitch},
-                             ring,
-                             keys,
-                             barriers};
-        produce(producer, scheduler TIMELINE_ARGUMENT);
+        const Pages pages = {pool, table, Hkv, P};
+        const OwnTokens own_keys = {own_k, k_pitch}, own_values = {own_v, v_pitch};
+        if (warp_group == 0)
+            produce<0>({scheduler, pages, own_keys, own_values, ring, keys, barriers}, scheduler TIMELINE_ARGUMENT);
+        else produce<1>({scheduler, pages, own_keys, own_values, ring, keys, barriers}, scheduler TIMELINE_ARGUMENT);
     } else {
         ptxlab::more_registers<kConsumerRegisters>();
         const int number = warp_group - PRODUCERS;
-        Consumer consumer = {Hq / Hkv,
-                             window,
-                             number,
-                             softmax_scale,
-                             softcap,
-                             queries + number * kQueryBytes,
-                             factors + number * kGroupRows,
-                             keys,
-                             values,
-                             barriers[0],
-                             barriers[1]};
-        consume(consumer, scheduler, q, {out, lse, sinks, Hq}, {partial, arrivals} TIMELINE_ARGUMENT);
+        Consumer consumer = {
+            Hq / Hkv, window, number,      softmax_scale, queries + number * kQueryBytes, factors + number * kGroupRows,
+            keys,     values, barriers[0], barriers[1]};
+        consume(consumer, scheduler, q, {out, lse, Hq}, {partial, arrivals} TIMELINE_ARGUMENT);
     }
 }

@@ -72,8 +72,7 @@ def _choose(s: Sizes) -> dict[str, int]:
     producers = 1 if s["D"] == 256 else 2  # wide heads leave no registers for a second warp group
     ring = {"KEYS": keys_of(s["D"]), "STAGES": STAGES, "PAGE_STAGES": page_stages(s["D"])}
     fixed = {"PRODUCERS": producers, "HEADROOM": HEADROOM, "PART_BLOCKS": PART_BLOCKS}
-    options = {"OWN": int(s["k_pitch"] > 0), "SOFTCAP": int(s["softcap"] > 0)}
-    return {"D": s["D"], "PAGE": s["page"], "BF16": 0, **ring, **fixed, **options}
+    return {"D": s["D"], "PAGE": s["page"], "BF16": 0, **ring, **fixed, "OWN": int(s["k_pitch"] > 0)}
 
 
 def _example(
@@ -190,12 +189,11 @@ PREFILL = KernelSpec(
         Arg("starts", "int32", ("B + 1",)),
         Arg("own_k", ByVariant("BF16", DTYPES), ("N", "k_pitch"), optional=True),
         Arg("own_v", ByVariant("BF16", DTYPES), ("N", "v_pitch"), optional=True),
-        Arg("sinks", "float32", ("Hq",), optional=True),
         Arg("out", ByVariant("BF16", DTYPES), ("N", "Hq", "D"), "out"),
         Arg("lse", "float32", ("N", "Hq"), "out"),
         Arg("partial", "float32", (_ITEMS, "8", "D//8 + 1", "128"), "scratch"),
         Arg("arrivals", "int32", (_ITEMS, "8"), "inout"),
-        *(Arg(name, "float32", role="scalar") for name in ("softmax_scale", "softcap")),
+        Arg("softmax_scale", "float32", role="scalar"),
         *(Arg(size, "int32", role="scalar") for size in ("B", "Hq", "Hkv", "P", "window", "parts")),
         *(Arg(size, "int32", role="scalar") for size in ("k_pitch", "v_pitch")),
     ),
@@ -211,7 +209,6 @@ PREFILL = KernelSpec(
         "blocks >= 1",
         "parts >= 1",
         f"parts == 1 or (-(-N*(Hq//Hkv)//{ROWS}) + max(0, min(B, N) - 1))*Hkv*parts <= {ITEMS}*blocks",
-        "softcap >= 0",
     ),
     value_rules=("lengths >= 0", "lengths <= P*page", "starts >= 0", "starts <= N"),
     operations="4*N*Hq*P*page*D",
@@ -223,14 +220,14 @@ PREFILL = KernelSpec(
     "truncates each of 17 terms to 24 bits of the largest" + BY_CHANCE,
     arch="sm_90a",
     exact_arch=True,
-    after_wait=("q", "pool", "table", "lengths", "starts", "own_k", "own_v", "sinks", "arrivals"),
+    after_wait=("q", "pool", "table", "lengths", "starts", "own_k", "own_v", "arrivals"),
     batch="",
     example_sizes=sizes_rows(
-        "N B Hq Hkv D P pages page window blocks parts softmax_scale softcap k_pitch v_pitch",
-        (70, 2, 4, 2, 128, 4, 8, 64, 0, 2, 1, 0.088, 0, 0, 0),
-        (150, 3, 4, 1, 64, 9, 20, 32, 100, 3, 1, 0.125, 0, 0, 0),
-        (40, 2, 6, 2, 256, 8, 14, 16, 0, 1, 1, 0.0625, 0, 0, 0),
-        (20, 1, 2, 1, 64, 34, 34, 64, 0, 3, 4, 0.125, 0, 0, 0),
+        "N B Hq Hkv D P pages page window blocks parts softmax_scale k_pitch v_pitch",
+        (70, 2, 4, 2, 128, 4, 8, 64, 0, 2, 1, 0.088, 0, 0),
+        (150, 3, 4, 1, 64, 9, 20, 32, 100, 3, 1, 0.125, 0, 0),
+        (40, 2, 6, 2, 256, 8, 14, 16, 0, 1, 1, 0.0625, 0, 0),
+        (20, 1, 2, 1, 64, 34, 34, 64, 0, 3, 4, 0.125, 0, 0),
     ),
 )
 SPECS = (PREFILL,)

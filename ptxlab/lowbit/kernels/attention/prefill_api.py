@@ -75,7 +75,7 @@ def _check(options: AttentionOptions, arrays: Mapping[str, Any], cache: KVCache)
     window = 0 if options.window is None or options.window >= tokens else int(options.window)
     sizes = {"N": N, "B": B, "Hq": Hq, "Hkv": Hkv, "D": D, "P": cache.max_pages, "pages": cache.pages}
     sizes |= {"page": cache.page_size, "window": window, "blocks": _blocks(arrays["q"])}
-    sizes |= {"softcap": 0, "k_pitch": 0, "v_pitch": 0}
+    sizes |= {"k_pitch": 0, "v_pitch": 0}
     sizes["parts"] = 1 if options.batch_invariant else choose_parts(sizes)
     sizes["softmax_scale"] = D**-0.5 if options.scale is None else float(options.scale)
     operands = tuple(_operands(arrays, cache, shape, dtype, return_lse=options.return_lse))
