@@ -71,8 +71,8 @@ def shared_bytes(s: Sizes) -> int:
 def _choose(s: Sizes) -> dict[str, int]:
     producers = 1 if s["D"] == 256 else 2  # wide heads leave no registers for a second warp group
     ring = {"KEYS": keys_of(s["D"]), "STAGES": STAGES, "PAGE_STAGES": page_stages(s["D"])}
-    fixed = {"PRODUCERS": producers, "HEADROOM": HEADROOM, "PART_BLOCKS": PART_BLOCKS}
-    return {"D": s["D"], "PAGE": s["page"], "BF16": 0, **ring, **fixed, "OWN": int(s["k_pitch"] > 0)}
+    split = {"SPLIT": 1, "PART_BLOCKS": PART_BLOCKS} if s["parts"] > 1 else {}
+    return {"D": s["D"], "PAGE": s["page"], "BF16": 0, **ring, "PRODUCERS": producers, "HEADROOM": HEADROOM, **split}
 
 
 def _example(
@@ -144,10 +144,11 @@ def _reference(blocks: int, parts: int, **logical: Any) -> tuple[np.ndarray, ...
     return (*attend(**logical), _no_arrivals(blocks, parts))
 
 
-def roundings_of(D: int) -> Roundings:
+def roundings_of(D: int, rotated: bool = False) -> Roundings:
     """State the roundings of a kernel that multiplies keys and values of FP16."""
     return Roundings(
-        score=(D // 16 + 1) * 34 * SINGLE + 8 * SINGLE + HALF,  # a key is rounded to FP16
+        # A key is rounded to FP16, and a rotated query.
+        score=(D // 16 + 1) * 34 * SINGLE + 8 * SINGLE + (2 if rotated else 1) * HALF,
         query=2.0**-25,  # of elements below the normal range of FP16, beside the largest
         weight=200 * SINGLE,
         sum=2 * HALF,  # a weight, a value
@@ -169,9 +170,9 @@ def _bound(
     BF16: int = 0,
 ) -> tuple[np.ndarray, ...]:
     out, lse = np.zeros(q.shape), np.zeros(q.shape[:-1])
-    stored_to = BFLOAT16 if BF16 else HALF
+    stored_to, known = BFLOAT16 if BF16 else HALF, roundings_of(cache.head_dim, cache.rotated)
     for rows, queries, sequence in _chunks(as_stored(q, DTYPES[BF16]), cache, starts):
-        errors = common.error_of(queries, sequence, softmax_scale, roundings_of(cache.head_dim), window, stored_to)
+        errors = common.error_of(queries, sequence, softmax_scale, known, window, stored_to)
         out[rows], lse[rows] = (error.each[0] for error in errors)
     return out, lse, _no_arrivals(blocks, parts)
 
@@ -187,15 +188,12 @@ PREFILL = KernelSpec(
         Arg("table", "int32", ("B", "P")),
         Arg("lengths", "int32", ("B",)),
         Arg("starts", "int32", ("B + 1",)),
-        Arg("own_k", ByVariant("BF16", DTYPES), ("N", "k_pitch"), optional=True),
-        Arg("own_v", ByVariant("BF16", DTYPES), ("N", "v_pitch"), optional=True),
         Arg("out", ByVariant("BF16", DTYPES), ("N", "Hq", "D"), "out"),
         Arg("lse", "float32", ("N", "Hq"), "out"),
         Arg("partial", "float32", (_ITEMS, "8", "D//8 + 1", "128"), "scratch"),
         Arg("arrivals", "int32", (_ITEMS, "8"), "inout"),
         Arg("softmax_scale", "float32", role="scalar"),
         *(Arg(size, "int32", role="scalar") for size in ("B", "Hq", "Hkv", "P", "window", "parts")),
-        *(Arg(size, "int32", role="scalar") for size in ("k_pitch", "v_pitch")),
     ),
     launch=lambda s: Launch((s["blocks"], 1, 1), ((s["PRODUCERS"] + 2) * WARP_GROUP, 1, 1), shared_bytes(s)),
     choose=_choose,
@@ -220,14 +218,15 @@ PREFILL = KernelSpec(
     "truncates each of 17 terms to 24 bits of the largest" + BY_CHANCE,
     arch="sm_90a",
     exact_arch=True,
-    after_wait=("q", "pool", "table", "lengths", "starts", "own_k", "own_v", "arrivals"),
+    after_wait=("q", "pool", "table", "lengths", "starts", "arrivals"),
     batch="",
     example_sizes=sizes_rows(
-        "N B Hq Hkv D P pages page window blocks parts softmax_scale k_pitch v_pitch",
-        (70, 2, 4, 2, 128, 4, 8, 64, 0, 2, 1, 0.088, 0, 0),
-        (150, 3, 4, 1, 64, 9, 20, 32, 100, 3, 1, 0.125, 0, 0),
-        (40, 2, 6, 2, 256, 8, 14, 16, 0, 1, 1, 0.0625, 0, 0),
-        (20, 1, 2, 1, 64, 34, 34, 64, 0, 3, 4, 0.125, 0, 0),
+        "N B Hq Hkv D P pages page window blocks parts softmax_scale",
+        (70, 2, 4, 2, 128, 4, 8, 64, 0, 2, 1, 0.088),
+        (150, 3, 4, 1, 64, 9, 20, 32, 100, 3, 1, 0.125),
+        (40, 2, 6, 2, 256, 8, 14, 16, 0, 1, 1, 0.0625),
+        (20, 1, 2, 1, 64, 34, 34, 64, 0, 3, 4, 0.125),
     ),
 )
 SPECS = (PREFILL,)
+ROTATED = common.rotated_form(PREFILL)

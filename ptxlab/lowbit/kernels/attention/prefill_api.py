@@ -11,7 +11,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, NAME, check_cache, check_zeros, workspace_rules
 from ptxlab.lowbit.kernels.attention.common import arrays_of
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
-from ptxlab.lowbit.kernels.attention.prefill import MOST_PARTS, PREFILL, choose_parts
+from ptxlab.lowbit.kernels.attention.prefill import MOST_PARTS, PREFILL, ROTATED, choose_parts
 from ptxlab.lowbit.kernels.attention.sm80 import DTYPES
 from ptxlab.lowbit.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, Scratch, copied, dtype_of
 from ptxlab.lowbit.kernels.spec_call import SpecCall
@@ -28,8 +28,8 @@ class _ChunkCall(SpecCall):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Sizes and dtype that select the compiled kernel, without the number of queries."""
-        return (*(size for name, size in self.sizes.items() if name != "N"), self.dtype)
+        """Sizes, dtype and form that select the compiled kernel, without the number of queries."""
+        return (*(size for name, size in self.sizes.items() if name != "N"), self.dtype, self.specs[0].form)
 
 
 def chunk_memory(D: int, blocks: int) -> tuple[Scratch, ...]:
@@ -75,15 +75,14 @@ def _check(options: AttentionOptions, arrays: Mapping[str, Any], cache: KVCache)
     window = 0 if options.window is None or options.window >= tokens else int(options.window)
     sizes = {"N": N, "B": B, "Hq": Hq, "Hkv": Hkv, "D": D, "P": cache.max_pages, "pages": cache.pages}
     sizes |= {"page": cache.page_size, "window": window, "blocks": _blocks(arrays["q"])}
-    sizes |= {"k_pitch": 0, "v_pitch": 0}
     sizes["parts"] = 1 if options.batch_invariant else choose_parts(sizes)
     sizes["softmax_scale"] = D**-0.5 if options.scale is None else float(options.scale)
     operands = tuple(_operands(arrays, cache, shape, dtype, return_lse=options.return_lse))
     look = None if gpu.is_device_array(arrays["q"]) else lambda values: _check_numbers(cache, values, N)
-    if sizes["parts"] == 1:
-        return _ChunkCall(NAME, (PREFILL,), operands, sizes, dtype, options, look, kept=_KEPT)
-    memory, rules = chunk_memory(D, sizes["blocks"]), workspace_rules(f", kernel={PREFILL.name!r}")
-    return _ChunkCall(NAME, (PREFILL,), operands, sizes, dtype, options, look, memory, _KEPT, rules)
+    memory = chunk_memory(D, sizes["blocks"]) if sizes["parts"] > 1 else ()
+    rules = workspace_rules(f", kernel={PREFILL.name!r}")
+    spec = ROTATED if cache.rotated else PREFILL
+    return _ChunkCall(NAME, (spec,), operands, sizes, dtype, options, look, memory, _KEPT, rules)
 
 
 def _blocks(q: Any) -> int:

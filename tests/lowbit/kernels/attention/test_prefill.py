@@ -45,7 +45,6 @@ def chunks_of(
     q = rng.standard_normal((sum(new), group * Hkv, D), dtype=np.float32)
     sizes = {"N": sum(new), "B": len(new), "Hq": group * Hkv, "Hkv": Hkv, "D": D, "P": P, "pages": total}
     sizes |= {"page": page, "window": window, "blocks": blocks, "parts": parts, "softmax_scale": D**-0.5}
-    sizes |= {"k_pitch": 0, "v_pitch": 0}
     logical: Arrays = {"q": q, "cache": cache, "starts": starts, "softmax_scale": D**-0.5, "window": window}
     return {**logical, "blocks": blocks, "parts": parts}, sizes
 
@@ -165,21 +164,15 @@ def test_nothing_seen_is_zeros() -> None:
 
 
 CHANGES = {
-    "a key too many": ("if (key >= min(end[r], limit) ||", "if (key > min(end[r], limit) ||"),
+    "a key too many": ("if (key >= end[r] ||", "if (key > end[r] ||"),
     "a window too wide": ("key < end[r] - window)", "key < end[r] - window - 1)"),
     "values beyond the end": ("if (token >= tokens) pair = 0;", ""),
     "sums are not scaled down": ("o[i] *= rescale[i / 2 % 2];", ";"),
     "scale of another token": ("token % PAGE * 4);", "(token ^ 1) % PAGE * 4);"),
     "results out of order": ("const bool odd = threadIdx.x % 2;", "const bool odd = false;"),
-    "keys are not fenced": (
-        "            ptxlab::fence_proxy_async();\n            ptxlab::mbarrier_arrive(&barriers[x].full",
-        "            ptxlab::mbarrier_arrive(&barriers[x].full",
-    ),
+    "keys are not fenced": ("    ptxlab::fence_proxy_async();\n}\n\n// Where a cache's pages lie.", "}\n\n// Where"),
     "nobody waits for the kernel before": ("    ptxlab::wait_for_predecessors();", ""),
-    "restored before there is room": (
-        "empty[slot.index], slot.parity ^ 1);\n        PHASE(DEQUANTISE);\n        restore(",
-        "empty[0], 1);\n        PHASE(DEQUANTISE);\n        restore(",
-    ),
+    "restored before there is room": ("barriers.empty[slot.index], slot.parity ^ 1);", "barriers.empty[0], 1);"),
     "parts have a block in common": ("blocks * tile.part / tile.parts", "max(0, blocks * tile.part / tile.parts - 1)"),
     "a part is not weighed": ("fmaf(x.x, factor[0], o[4 * v])", "x.x + o[4 * v]"),
     "the first part to end adds up": ("last_of(count, tile.parts)", "last_of(count, 1)"),
