@@ -38,6 +38,7 @@ def chunks_of(
     page: int = 64,
     window: int = 0,
     blocks: int = 2,
+    parts: int = 1,
     seed: int = 0,
 ) -> tuple[Arrays, dict[str, Any]]:
     """Make a problem and its sizes: of each sequence so many new tokens behind so many past ones."""
@@ -48,9 +49,9 @@ def chunks_of(
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
     q = rng.standard_normal((sum(new), group * Hkv, D), dtype=np.float32)
     sizes = {"N": sum(new), "B": len(new), "Hq": group * Hkv, "Hkv": Hkv, "D": D, "P": P, "pages": total}
-    sizes |= {"page": page, "window": window, "blocks": blocks, "softmax_scale": D**-0.5}
+    sizes |= {"page": page, "window": window, "blocks": blocks, "parts": parts, "softmax_scale": D**-0.5}
     logical: Arrays = {"q": q, "cache": cache, "starts": starts, "softmax_scale": D**-0.5, "window": window}
-    return {**logical, "blocks": blocks}, sizes
+    return {**logical, "blocks": blocks, "parts": parts}, sizes
 
 
 def run(
@@ -69,7 +70,7 @@ def run(
     q = arrays["q"].astype(stored)
     arrays["q"] = q.view(np.uint16) if BF16 else q
     config = {**spec.config_for(sizes), "BF16": BF16}
-    source = source or source_of(spec)
+    source, sizes = source or source_of(spec), {name: sizes[name] for name in sizes if name in spec.symbols}
     outcome = ptxlab.run_spec(spec, source, arrays, sizes=sizes, backend=backend, config=config, **how)
     return outcome.outputs, outcome
 
@@ -102,6 +103,8 @@ SHAPES = {
     "wide heads": {"D": 256, "new": (33, 2), "past": (31, 64), "group": 5},
     "many heads": {"D": 64, "new": (20, 9), "past": (110, 200), "group": 16},
     "a window of one": {"D": 64, "new": (5, 1), "past": (128, 0), "window": 1},
+    "parts": {"D": 128, "new": (3, 40), "past": (1100, 1), "parts": 2},
+    "three parts of a window": {"D": 64, "new": (30,), "past": (1720,), "window": 1600, "parts": 3, "page": 32},
 }
 
 
@@ -205,13 +208,20 @@ CHANGES = {
         "values beyond the end": ("if (token >= tokens) pair = 0;", ""),
         "sums are not scaled down": ("o[i] *= rescale[i / 2 % 2];", ";"),
         "scale of another token": ("token % PAGE * 4);", "(token ^ 1) % PAGE * 4);"),
-        "results out of order": ("const bool odd = lane % 2;", "const bool odd = false;"),
+        "results out of order": ("const bool odd = threadIdx.x % 2;", "const bool odd = false;"),
         "keys are not fenced": (
             "    ptxlab::fence_proxy_async();\n}\n\n// Where a cache's pages lie.",
             "}\n\n// Where",
         ),
         "nobody waits for the kernel before": ("    ptxlab::wait_for_predecessors();", ""),
         "restored before there is room": ("barriers.empty[slot.index], slot.parity ^ 1);", "barriers.empty[0], 1);"),
+        "parts have a block in common": (
+            "blocks * tile.part / tile.parts",
+            "max(0, blocks * tile.part / tile.parts - 1)",
+        ),
+        "a part is not weighed": ("fmaf(x.x, factor[0], o[4 * v])", "x.x + o[4 * v]"),
+        "the first part to end adds up": ("last_of(count, tile.parts)", "last_of(count, 1)"),
+        "counters are left behind": ("*count = 0;", ";"),
     },
     "sm80": {
         "a key too many": ("rows.end[r] = tile.visible_end(", "rows.end[r] = 1 + tile.visible_end("),
@@ -228,7 +238,7 @@ CHANGES = {
     },
 }
 NOTICED_BY = {
-    "sm90": ("one of each", "pages of 32, a window"),
+    "sm90": ("one of each", "pages of 32, a window", "parts"),
     "sm80": ("many heads", "pages of 32, a window", "wide heads"),
 }
 
@@ -292,7 +302,7 @@ CALL = {"q": Q, "cache": LOGICAL["cache"], "query_start_loc": LOGICAL["starts"],
 def test_the_public_call(kernel: str | None) -> None:
     call = {**CALL, "kernel": kernel}
     out, lse = ptxlab.attention_kv4(**call, return_lse=True)
-    compare(PREFILL, {"out": out, "lse": lse}, {**LOGICAL, "q": Q.astype(np.float32)})
+    compare(PREFILL_SM80, {"out": out, "lse": lse}, {**LOGICAL, "q": Q.astype(np.float32)})
     given_out, given_lse = np.empty_like(out), np.empty_like(lse)
     assert ptxlab.attention_kv4(**call, out=(given_out, given_lse), return_lse=True)[0] is given_out
     assert np.array_equal(given_out, out) and np.array_equal(given_lse, lse)
@@ -370,4 +380,4 @@ def test_long_contexts_on_a_gpu(spec: KernelSpec, new: tuple[int, ...], past: tu
                 lengths=np.array([length], np.int32),
             )
             row = {**logical, "q": logical["q"][t : t + 1], "cache": piece, "starts": np.array([0, 1], np.int32)}
-            compare(spec, {"out": host[t : t + 1], "lse": of_rows[t : t + 1]}, row)
+            compare(PREFILL_SM80, {"out": host[t : t + 1], "lse": of_rows[t : t + 1]}, row)
