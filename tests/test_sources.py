@@ -13,6 +13,7 @@ from ptxlab.lowbit.kernels import gemm
 from ptxlab.lowbit.kernels.attention import steps as attention_steps
 from ptxlab.lowbit.kernels.attention.append import APPEND, ROPE_APPEND
 from ptxlab.lowbit.kernels.attention.prefill import PREFILL
+from ptxlab.lowbit.kernels.attention.prefill_sm80 import PREFILL_SM80
 from ptxlab.lowbit.kernels.gemm.grouped import GROUPED
 from ptxlab.lowbit.kernels.gemm.w4a4 import SM90 as W4A4
 from ptxlab.lowbit.kernels.gemm.w4ax import SM90 as W4AX
@@ -64,6 +65,7 @@ def test_production_kernels_are_what_the_public_calls_launch() -> None:
         W4AX.name,
         APPEND.name,
         PREFILL.name,
+        PREFILL_SM80.name,
         ROPE_APPEND.name,
     }
     for family in ("gemm", "attention"):

@@ -4,7 +4,8 @@
 // PRODUCERS warp groups copy pages and restore keys and values to f16 in shared memory, once for 128 rows. Two other warp
 // groups multiply on the tensor cores, 64 rows each, and take turns at issuing products. A row is a query of one head. The
 // heads that share a KV head lie together, so a tile of 128 rows is 128 / (Hq / Hkv) tokens. Each block of the launch takes
-// tiles until none is left. Of a sequence the last tiles, which see most keys, come first.
+// work items until none is left: tiles, or with SPLIT parts of a tile's keys, of which the last to end adds up all. Of a
+// sequence the last tiles, which see most keys, come first.
 //
 // Contract   sequence b has queries starts[b] .. starts[b + 1], its last tokens; out[i, h] = sum_j p[j] v[j], p = softmax
 //            of softmax_scale * q[i, h] . k[j] over the keys that token sees: j up to lengths[b] - starts[b + 1] + i, of
@@ -36,6 +37,10 @@
 #define PRODUCERS 2    // warp groups that restore: one of keys and values, or one of each
 #define HEADROOM 8     // a score exceeds what its row's weights are relative to by at most this, as a power of two
 #endif
+#ifndef SPLIT
+#define SPLIT 0        // 1: tiles are cut into parts
+#define PART_BLOCKS 4  // blocks of keys that a part has at least
+#endif
 #ifndef ROTATED
 #define ROTATED 0  // 1: keys are rotated by a Hadamard matrix, so queries are too
 #endif
@@ -55,6 +60,7 @@ constexpr int kProducerRegisters = PRODUCERS == 1 ? 72 : 56, kConsumerRegisters 
 constexpr int kChunks = KEYS * kTokenBytes / 16 / kThreads;  // of 16 bytes of a block that a producer restores
 constexpr float kLowest = -1e30f, kLog2E = 1.44269504f;      // kLowest: below any score, yet finite
 constexpr float kHeadroom = HEADROOM;                        // weights are at most 2 to this
+constexpr int kVectors = D / 8 + 1;  // of 16 bytes that a lane hands over: its sums, and what they are relative to
 static_assert(KEYS % PAGE == 0 && (KEYS == 64 || KEYS == 128) && D % 64 == 0);
 
 // Of keys or of values: pages that are copied, blocks that are restored.
@@ -75,23 +81,32 @@ struct Tile {
     int sequence, head, row, queries;  // row: the first one's number among queries * (Hq / Hkv)
     int start, context;                // the sequence's first query in q; its tokens
     int begin, end;                    // blocks
+    int item, part, parts = 1;         // the work item; which part of the tile it is, and of how many
 };
 
-// Deals tiles to blocks, in every other round in reverse, so that none has the longest of each. All lanes of a warp ask
-// together.
+// Deals work items to blocks, in every other round in reverse, so that none has the longest of each. All lanes of a warp
+// ask together. A tile has `parts` items; where it has few blocks of keys, only the first of them have any.
 struct Scheduler {
     const int *starts, *lengths;
-    int sequences, heads, group, window;
-    int round = 0, base = 0, passed = 0;  // rounds dealt; the first of 32 sequences; tiles of those ahead of it
+    int sequences, heads, group, window, parts;
+    int round = 0, base = 0, passed = 0;  // rounds dealt; the first of 32 sequences; items of those ahead of it
 
     __device__ __forceinline__ bool next(Tile& tile) {
+        do {
+            const int number = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+            ++round;
+            if (!find(tile, number)) return false;
+        } while (SPLIT && !take_part(tile));
+        return true;
+    }
+
+    // The tile of a work item.
+    __device__ __forceinline__ bool find(Tile& tile, int number) {
         const int lane = threadIdx.x % 32;
-        const int number = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-        ++round;
         for (;; base += 32) {
             const int sequence = base + lane;
             const int queries = sequence < sequences ? starts[sequence + 1] - starts[sequence] : 0;
-            const int of_lane = (queries * group + kRows - 1) / kRows * heads;
+            const int of_lane = (queries * group + kRows - 1) / kRows * heads * parts;
             int through_lane = of_lane;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
@@ -101,8 +116,9 @@ struct Scheduler {
             const u32 holders = __ballot_sync(~0u, number - passed < through_lane);
             if (holders) {
                 const int holder = __ffs(holders) - 1,
-                          local = number - passed - __shfl_sync(~0u, through_lane - of_lane, holder);
-                const int tiles = __shfl_sync(~0u, of_lane, holder) / heads;
+                          first = number - passed - __shfl_sync(~0u, through_lane - of_lane, holder);
+                const int local = first / parts, tiles = __shfl_sync(~0u, of_lane, holder) / parts / heads;
+                tile.item = number, tile.part = first % parts;
                 tile.sequence = base + holder, tile.head = local % heads;
                 tile.row = (tiles - 1 - local / heads) * kRows;
                 tile.queries = __shfl_sync(~0u, queries, holder);
@@ -118,6 +134,15 @@ struct Scheduler {
             if (base + 32 >= sequences) return false;
             passed += __shfl_sync(~0u, through_lane, 31);
         }
+    }
+
+    // Cuts a tile's blocks into even parts, of PART_BLOCKS or more; false if this part has none.
+    __device__ __forceinline__ bool take_part(Tile& tile) const {
+        const int blocks = tile.end - tile.begin;
+        tile.parts = max(1, min(parts, blocks / PART_BLOCKS));
+        tile.end = tile.begin + blocks * (tile.part + 1) / tile.parts;
+        tile.begin += blocks * tile.part / tile.parts;
+        return tile.part < tile.parts;
     }
 };
 
@@ -322,6 +347,14 @@ struct Rows {
         }
     }
 
+    // Adds another part's sum of weights to row r's.
+    __device__ __forceinline__ void add_part(int r, float of_part, float weights) {
+        const float reference = fmaxf(largest[r], of_part);
+        sum[r] = fmaf(weights, ptxlab::exp2_approx(of_part - reference),
+                      sum[r] * ptxlab::exp2_approx(largest[r] - reference));
+        largest[r] = reference;
+    }
+
     __device__ __forceinline__ void mask(float (&s)[KEYS / 2], int position, int window) const {
 #pragma unroll
         for (int i = 0; i < KEYS / 2; ++i) {
@@ -358,40 +391,122 @@ __device__ __forceinline__ void pin(float (&d)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Results of a group's rows, f16 or bf16, and their logarithms.
-__device__ __forceinline__ void store(unsigned short* out, float* lse, float (&o)[D / 2], Rows& rows, const Tile& tile,
-                                      int group, int first_row, int Hq) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % kThreads / 32;
-    const bool odd = lane % 2;
-#pragma unroll
-    for (int i = 0; i < D / 2; i += 2) {  // elements (0, 2) and (1, 3) of two lanes become (0, 1) and (2, 3)
-        const float neighbour = __shfl_xor_sync(~0u, odd ? o[i] : o[i + 1], 1);
-        if (odd) o[i] = neighbour;
-        else o[i + 1] = neighbour;
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        float sum = rows.sum[r];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        const int number = first_row + warp * 16 + r * 8 + lane / 4;
-        if (number >= tile.queries * group) continue;
-        const bool none = sum == 0;
-        const float inverse = none ? 0 : 1 / sum;
-        const size_t row = size_t(tile.start + number / group) * Hq + tile.head * group + number % group;
-        u32* pairs = reinterpret_cast<u32*>(out + row * D) + lane % 4;
-#pragma unroll
-        for (int i = 0; i < D / 8; ++i)
-            pairs[i * 4] = ptxlab::rounded_pair<BF16>(o[4 * i + 2 * r] * inverse, o[4 * i + 2 * r + 1] * inverse);
-        if (lse && lane % 4 == 0)
-            lse[row] = none ? -ptxlab::infinity() : (rows.largest[r] + ptxlab::log2_approx(sum)) * 0.693147181f;
-    }
-}
+// Where results go: f16 or bf16, and their logarithms.
+struct Results {
+    unsigned short* out;
+    float* lse;  // or null
+    int Hq;
 
-__device__ void consume(Scheduler scheduler, const unsigned short* q, unsigned short* out, float* lse,
-                        unsigned char* queries, float* factors, const unsigned char* keys, const unsigned char* values,
-                        Barriers& of_keys, Barriers& of_values, int Hq, float softmax_scale,
-                        int consumer TIMELINE_PARAMETER) {
+    // A lane's two rows: where its pairs of elements go, null beyond the tile's last row; what sums are multiplied by.
+    struct Place {
+        u32* pairs[2];
+        float inverse[2];
+    };
+
+    __device__ __forceinline__ Place finish(const Rows& rows, const Tile& tile, int group, int first_row) const {
+        const int lane = threadIdx.x % 32;
+        Place place;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float sum = rows.sum[r];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            const int number = first_row + threadIdx.x % kThreads / 32 * 16 + r * 8 + lane / 4;
+            place.pairs[r] = nullptr;
+            if (number >= tile.queries * group) continue;
+            const bool none = sum == 0;
+            const size_t row = size_t(tile.start + number / group) * Hq + tile.head * group + number % group;
+            place.inverse[r] = none ? 0 : 1 / sum;
+            place.pairs[r] = reinterpret_cast<u32*>(out + row * D) + lane % 4;
+            if (lse && lane % 4 == 0)
+                lse[row] = none ? -ptxlab::infinity() : (rows.largest[r] + ptxlab::log2_approx(sum)) * 0.693147181f;
+        }
+        return place;
+    }
+
+    // Sums of elements from 8 * `first` on.
+    template <int COUNT>
+    __device__ __forceinline__ static void store(float (&o)[COUNT], const Place& place, int first) {
+        const bool odd = threadIdx.x % 2;
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 2) {  // elements (0, 2) and (1, 3) of two lanes become (0, 1) and (2, 3)
+            const float neighbour = __shfl_xor_sync(~0u, odd ? o[i] : o[i + 1], 1);
+            if (odd) o[i] = neighbour;
+            else o[i + 1] = neighbour;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (!place.pairs[r]) continue;
+            const float inverse = place.inverse[r];
+#pragma unroll
+            for (int i = 0; i < COUNT / 4; ++i)
+                place.pairs[r][(first + i) * 4] =
+                    ptxlab::rounded_pair<BF16>(o[4 * i + 2 * r] * inverse, o[4 * i + 2 * r + 1] * inverse);
+        }
+    }
+};
+
+// Where parts of tiles are handed over, as the accumulators of a warp's lanes lie: per item, warp and lane D / 8 vectors
+// of sums, and one of (largest, largest, sum, sum) of two rows.
+struct Workspace {
+    static constexpr int kWarps = kGroups * 4, kPitch = kWarps * kVectors * 32, kBatch = 8;
+    float4* partial;
+    int* arrivals;  // [items][kWarps], 0 between launches; of a tile the first item's
+
+    // A warp's part 0 of a tile.
+    __device__ __forceinline__ float4* first_part(const Tile& tile) const {
+        const int warp = threadIdx.x / 32 - PRODUCERS * 4;
+        return partial + size_t(tile.item - tile.part) * kPitch + warp * (kVectors * 32) + threadIdx.x % 32;
+    }
+
+    // Hands over this part of 16 rows. True in the warp that comes last.
+    __device__ __forceinline__ bool hand_over(const float (&o)[D / 2], const Rows& rows, const Tile& tile) const {
+        float4* const to = first_part(tile) + size_t(tile.part) * kPitch;
+#pragma unroll
+        for (int v = 0; v < D / 8; ++v) to[v * 32] = make_float4(o[4 * v], o[4 * v + 1], o[4 * v + 2], o[4 * v + 3]);
+        to[D / 8 * 32] = make_float4(rows.largest[0], rows.largest[1], rows.sum[0], rows.sum[1]);
+        int* const count = arrivals + (tile.item - tile.part) * kWarps + threadIdx.x / 32 - PRODUCERS * 4;
+        if (!ptxlab::last_of(count, tile.parts)) return false;
+        if (threadIdx.x % 32 == 0) *count = 0;
+        return true;
+    }
+
+    // Adds up the parts of 16 rows, always in the same order, and stores the results.
+    __device__ __forceinline__ void merge(const Results& results, const Tile& tile, int group, int first_row) const {
+        const float4* const parts = first_part(tile);
+        Rows rows;
+        rows.largest[0] = rows.largest[1] = kLowest, rows.sum[0] = rows.sum[1] = 0;
+        for (int part = 0; part < tile.parts; ++part) {
+            const float4 stats = __ldcg(parts + size_t(part) * kPitch + D / 8 * 32);
+            rows.add_part(0, stats.x, stats.z), rows.add_part(1, stats.y, stats.w);
+        }
+        const Results::Place place = results.finish(rows, tile, group, first_row);
+#pragma unroll 1
+        for (int first = 0; first < D / 8; first += kBatch) {
+            float o[4 * kBatch] = {};
+#pragma unroll 2
+            for (int part = 0; part < tile.parts; ++part) {
+                const float4* const of_part = parts + size_t(part) * kPitch;
+                const float4 stats = __ldcg(of_part + D / 8 * 32);
+                const float factor[2] = {ptxlab::exp2_approx(stats.x - rows.largest[0]),
+                                         ptxlab::exp2_approx(stats.y - rows.largest[1])};
+#pragma unroll
+                for (int v = 0; v < kBatch; ++v) {
+                    const float4 x = __ldcg(of_part + (first + v) * 32);
+                    o[4 * v] = fmaf(x.x, factor[0], o[4 * v]), o[4 * v + 1] = fmaf(x.y, factor[0], o[4 * v + 1]);
+                    o[4 * v + 2] = fmaf(x.z, factor[1], o[4 * v + 2]),
+                              o[4 * v + 3] = fmaf(x.w, factor[1], o[4 * v + 3]);
+                }
+            }
+            Results::store(o, place, first);
+        }
+    }
+};
+
+__device__ void consume(Scheduler scheduler, const unsigned short* q, const Results& results,
+                        const Workspace& workspace, unsigned char* queries, float* factors, const unsigned char* keys,
+                        const unsigned char* values, Barriers& of_keys, Barriers& of_values, int Hq,
+                        float softmax_scale, int consumer TIMELINE_PARAMETER) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kThreads / 32, group = scheduler.group;
     const u64 query = ptxlab::swizzled_128(queries);
     ptxlab::Slot<STAGES> key_slot, value_slot;
@@ -487,7 +602,8 @@ __device__ void consume(Scheduler scheduler, const unsigned short* q, unsigned s
         if (has_tile)  // the next queries come to the L2 while results are stored
             if (const uint4* half_row = Query::place(q, following, group, following.row + consumer * kGroupRows, Hq))
                 for (int i = 0; i < D; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(half_row + i / 16));
-        store(out, lse, o, rows, tile, group, first_row, Hq);
+        if (!SPLIT || tile.parts == 1) Results::store(o, results.finish(rows, tile, group, first_row), 0);
+        else if (workspace.hand_over(o, rows, tile)) workspace.merge(results, tile, group, first_row);
     }
 }
 
@@ -501,7 +617,9 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
     const int* starts,          // s32 [B + 1]
     unsigned short* out,        // as q
     float* lse,                 // f32 [tokens, Hq], or null
-    float softmax_scale, int B, int Hq, int Hkv, int P, int window) {
+    float4* partial,            // SPLIT: f32 [items, 8, kVectors, 32, 4]
+    int* arrivals,              // SPLIT: s32 [items, 8], zeros before and after
+    float softmax_scale, int B, int Hq, int Hkv, int P, int window, int parts) {
     extern __shared__ __align__(1024) unsigned char shared[];
     unsigned char* const queries = shared;  // [kGroups][kQueryBytes]
     unsigned char* const keys = queries + kGroups * kQueryBytes;
@@ -515,7 +633,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
     __syncthreads();
     ptxlab::launch_dependents();
     ptxlab::wait_for_predecessors();
-    const Scheduler scheduler = {starts, lengths, B, Hkv, Hq / Hkv, window};
+    const Scheduler scheduler = {starts, lengths, B, Hkv, Hq / Hkv, window, SPLIT ? parts : 1};
     if (warp_group < PRODUCERS) {
         ptxlab::fewer_registers<kProducerRegisters>();
         const unsigned char* of_values = pool + size_t(Hkv) * kPageBytes;
@@ -533,7 +651,8 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
     } else {
         ptxlab::more_registers<kConsumerRegisters>();
         const int consumer = warp_group - PRODUCERS;
-        consume(scheduler, q, out, lse, queries + consumer * kQueryBytes, factors + consumer * kGroupRows, keys, values,
-                key_barriers, value_barriers, Hq, softmax_scale, consumer TIMELINE_ARGUMENT);
+        consume(scheduler, q, {out, lse, Hq}, {partial, arrivals}, queries + consumer * kQueryBytes,
+                factors + consumer * kGroupRows, keys, values, key_barriers, value_barriers, Hq, softmax_scale,
+                consumer TIMELINE_ARGUMENT);
     }
 }

@@ -36,6 +36,14 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* row) {
                  : "memory");
 }
 
+// The same turned over: a lane gets two elements of a column.
+__device__ __forceinline__ void ldmatrix_x4_transposed(unsigned (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
 // Four 8 x 8 matrices of 16-bit elements turned over: lane 8 i + j gives the address of column j of matrix i (PTX ISA
 // 9.7.14.5.16).
 __device__ __forceinline__ void store_matrices_transposed(unsigned column, const unsigned (&r)[4]) {

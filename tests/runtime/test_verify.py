@@ -219,6 +219,7 @@ def test_what_has_no_rows_says_so_in_one_line() -> None:
 ROWLESS = {  # kernels whose work has no rows, or is that of a whole batch, besides all of `dequant` and `load`
     "gemm_tile_lqq_sm80",
     "attention_kv4_mma_sm80",
+    "attention_kv4_prefill_mma_sm80",
     "attention_kv4_prefill_sm90",
     "attention_merge",
     "gather_tokens",

@@ -10,7 +10,7 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.lowbit.kernels.operation import CallArray, Prepared, Results
+from ptxlab.lowbit.kernels.operation import CallArray, Prepared, Results, Scratch, WorkspaceRules
 from ptxlab.lowbit.kernels.options import Options
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
@@ -32,6 +32,9 @@ class SpecCall:
         dtype: dtype of the floats, selected by the specs' constants (IN, OUT).
         options: the caller's.
         look: checks the values of host arrays (by name, as NumPy arrays); raises ArgumentError. Not called on a GPU.
+        memory: what the kernels need on a GPU besides operands and results.
+        kept: names of that which every call finds and leaves at 0.
+        workspace_rules: for errors; None where the kernels need no memory.
 
     Raises ArgumentError for sizes that a spec does not take.
     """
@@ -43,6 +46,9 @@ class SpecCall:
     dtype: str
     options: Options
     look: Callable[[dict[str, np.ndarray]], None] | None = None
+    memory: tuple[Scratch, ...] = ()
+    kept: tuple[str, ...] = ()
+    workspace_rules: WorkspaceRules | None = None
 
     def __post_init__(self) -> None:
         for spec in self.specs:
@@ -85,7 +91,9 @@ class SpecCall:
         def plans() -> tuple[Plan, ...]:
             return tuple(Plan(spec, config, sizes, programmatic=programmatic) for spec, config in configs)
 
-        return Prepared(self.specs[-1].name, plans)
+        return Prepared(
+            self.specs[-1].name, plans, memory=self.memory, kept=self.kept, workspace_rules=self.workspace_rules
+        )
 
     def on_host(self) -> Results:
         """Run on host arrays (NumPy, or PyTorch on the CPU): in the emulator, or copied to the GPU and back."""
@@ -115,6 +123,8 @@ class SpecCall:
             shape = arg.resolve(self.sizes)
             if arg.name in arrays:
                 out[arg.name] = arrays[arg.name].reshape(shape)  # contiguous, so the same memory
+            elif arg.name in self.kept:
+                out[arg.name] = np.zeros(shape, storage(str(arg.dtype)))
             elif arg.role == "inout":  # an inout array that is left out has no rows
                 out[arg.name] = np.empty(shape, storage(self.dtype))
         return run_spec(

@@ -1,6 +1,5 @@
 """`attention_kv4`: any array library, any of its kernels, in eager calls and in CUDA graphs."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -9,12 +8,22 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit.kernels.attention.call import NAME, AttentionCall, cache_on_host, check_call, check_numbers, results
+from ptxlab.lowbit.kernels.attention.call import (
+    NAME,
+    AttentionCall,
+    cache_on_host,
+    check_call,
+    check_numbers,
+    check_zeros,
+    results,
+    workspace_rules,
+)
 from ptxlab.lowbit.kernels.attention.common import arrays_of, channels_of
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
-from ptxlab.lowbit.kernels.attention.prefill_api import attend_chunks
+from ptxlab.lowbit.kernels.attention.prefill import PREFILL
+from ptxlab.lowbit.kernels.attention.prefill_api import attend_chunks, chunk_memory
 from ptxlab.lowbit.kernels.attention.steps import choose, why_not
-from ptxlab.lowbit.kernels.operation import DeviceMemory, Operation, Prepared, Results, WorkspaceRules, copied
+from ptxlab.lowbit.kernels.operation import DeviceMemory, Operation, Prepared, Results
 from ptxlab.lowbit.kernels.options import document_options
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.runtime import run_spec
@@ -63,8 +72,9 @@ def attention_kv4(
             every sequence. Hq is 1 to 16 times the cache's heads. NumPy, CuPy, PyTorch or JAX.
         query_start_loc: s32 [B + 1], where q is [T, Hq, D], the queries of all sequences one behind the other: those of
             sequence b begin at query_start_loc[b] and are its last tokens. Any numbers, also none, by
-            `attention_kv4_prefill_sm90`, for caches of kv4: keys and values are rounded to FP16, and a query has the
-            same bits whatever else is in the call. Needs no workspace.
+            `attention_kv4_prefill_sm90` or, where that does not run, `attention_kv4_prefill_mma_sm80`, for caches of
+            kv4: keys and values are rounded to FP16, and a query has the same bits whatever else is in the call. Needs
+            no workspace.
         cache: in whatever of the four schemes, where q is (`ptxlab.to_device`); its lengths include the new tokens. For
             a rotated one q is rotated here, in float32; teaching steps do not take it.
         out: like q, to write into; with `return_lse` also (out, lse), lse f32 of q's shape without D.
@@ -89,7 +99,7 @@ def attention_kv4(
         raise ArgumentError(f"{NAME}: workspace", "must come from attention_workspace", type(workspace).__name__)
     out, lse = results(out, return_lse)
     if query_start_loc is not None:
-        return attend_chunks(options, q, cache, query_start_loc, out, lse, has_workspace=workspace is not None)
+        return attend_chunks(options, q, cache, query_start_loc, out, lse, workspace)
     arrays = {"q": q, **arrays_of(cache), **channels_of(cache), "out": out, "lse": lse}
     made = _ATTENTION(options, cache.description, arrays, cache, workspace=workspace)
     out = made["out"] if out is None else out
@@ -110,8 +120,11 @@ def attention_workspace(
         raise ArgumentError("attention_workspace: cache", "must be a KVCache", type(cache).__name__)
     options = AttentionOptions(kernel=kernel, backend="gpu", batch_invariant=batch_invariant)
     options.require_valid("attention_workspace")
+    sms = gpu.device_info().sms
+    if kernel == PREFILL.name:
+        return AttentionWorkspace.of(kernel, chunk_memory(cache.head_dim, sms), zeros=True)
     step = choose(options)
-    memory = step.most_memory(cache.head_dim, gpu.device_info().sms)
+    memory = step.most_memory(cache.head_dim, sms)
     return AttentionWorkspace.of(step.spec.name, memory, zeros=True)
 
 
@@ -122,17 +135,12 @@ def _prepare(call: AttentionCall) -> Prepared:
     config = step.config(sizes, call.dtype, rotated=call.cache.rotated)
     arguments = f", kernel={options.kernel!r}" if options.kernel else ""
     arguments += ", batch_invariant=True" if options.batch_invariant else ""
-    workspace = f"attention_workspace(cache{arguments})"
     return Prepared(
         step.spec.name,
         lambda: (Plan(step.spec, config, sizes, programmatic=options.programmatic),),
         memory=step.most_memory(call.cache.head_dim, sms),
         kept=step.kept,
-        workspace_rules=WorkspaceRules(
-            in_capture=f"must be given in a capture: make {workspace} before",
-            kernel=f"must be {workspace}",
-            size=f"must be {workspace} of this head dim or a larger one, used by no call that failed",
-        ),
+        workspace_rules=workspace_rules(arguments),
     )
 
 
@@ -140,16 +148,7 @@ def _look(call: AttentionCall, prepared: Prepared, used: DeviceMemory | None) ->
     """Raise ArgumentError for numbers on the device that no call may be given."""
     check_numbers(call, cache_on_host(call))
     if used is not None:
-        _check_zeros(used, prepared.kept)
-
-
-def _check_zeros(workspace: DeviceMemory, kept: Iterable[str]) -> None:
-    """Raise ArgumentError if a call has left what no other has taken: no later one would be right."""
-    left = sum(int((copied(NAME, workspace.views[name].owner) != 0).sum()) for name in kept)
-    if left:
-        workspace.views.clear()
-        rule = "must be all zeros between calls: lengths changed under one, or two ran at a time; make another"
-        raise ArgumentError(f"{NAME}: workspace", rule, f"{left} words that are not")
+        check_zeros(used, prepared.kept)
 
 
 def _on_host(call: AttentionCall) -> Results:

@@ -1,6 +1,6 @@
 """What `attention_kv4` is asked for, after everything that needs no GPU has been checked."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.attention.common import arrays_of, channels_of
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.sm80 import DTYPES
-from ptxlab.lowbit.kernels.operation import CallArray, copied, dtype_of
+from ptxlab.lowbit.kernels.operation import CallArray, DeviceMemory, WorkspaceRules, copied, dtype_of
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.quant import KV_SCHEMES
 from ptxlab.spec import Arrays
@@ -155,3 +155,22 @@ def cache_on_host(call: AttentionCall) -> Arrays:
     """The cache's arrays but the pool, copied from the device."""
     cache = {**arrays_of(call.cache), **channels_of(call.cache)}
     return {name: copied(NAME, array) for name, array in cache.items() if name != "pool"}
+
+
+def check_zeros(workspace: DeviceMemory, kept: Iterable[str]) -> None:
+    """Raise ArgumentError if a call has left what no other has taken: no later one would be right."""
+    left = sum(int((copied(NAME, workspace.views[name].owner) != 0).sum()) for name in kept)
+    if left:
+        workspace.views.clear()
+        rule = "must be all zeros between calls: lengths changed under one, or two ran at a time; make another"
+        raise ArgumentError(f"{NAME}: workspace", rule, f"{left} words that are not")
+
+
+def workspace_rules(arguments: str = "") -> WorkspaceRules:
+    """Return the rules for the workspace that `attention_workspace` makes of a cache and further arguments."""
+    workspace = f"attention_workspace(cache{arguments})"
+    return WorkspaceRules(
+        in_capture=f"must be given in a capture: make {workspace} before",
+        kernel=f"must be {workspace}",
+        size=f"must be {workspace} of this head dim or a larger one, used by no call that failed",
+    )

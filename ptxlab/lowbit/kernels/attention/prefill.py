@@ -21,6 +21,9 @@ from ptxlab.spec.dtypes import ByVariant, as_stored
 ROWS, WARP_GROUP = 128, 128  # of a tile; threads
 STAGES = 2  # blocks of keys, and of values, that are restored
 HEADROOM = 8  # a weight is at most 2 to this: FP16 has room, and sums are seldom scaled down
+PART_BLOCKS, MOST_PARTS = 4, 16  # blocks of keys of a part at least; parts of a tile at most
+ITEMS = 4  # work items per block of the launch, at most, where tiles are cut into parts
+_BEGIN, _MERGE = 2.0, 0.4  # what a work item costs besides its blocks, and a part where all are added up, in blocks
 
 
 def keys_of(head_dim: int) -> int:
@@ -33,6 +36,31 @@ def page_stages(head_dim: int) -> int:
     return 2 if head_dim == 256 else 3
 
 
+def tiles_of(s: Sizes) -> int:
+    """Return the tiles that a call has at most: how its queries are spread over sequences is not known on the host."""
+    return int((ceil_div(s["N"] * (s["Hq"] // s["Hkv"]), ROWS) + max(0, min(s["B"], s["N"]) - 1)) * s["Hkv"])
+
+
+def choose_parts(s: Sizes) -> int:
+    """Return the parts that a tile is cut into, so that `blocks` blocks are busy: the fewest of those that cost least.
+
+    A tile of few blocks of keys is cut into fewer by the kernel, which knows the lengths.
+    """
+    tiles, keys = tiles_of(s), keys_of(s["D"])
+    seen = s["P"] * s["page"]
+    if s["window"]:
+        seen = min(seen, s["window"] + ROWS // (s["Hq"] // s["Hkv"]) + keys)
+    blocks_of_keys = ceil_div(seen, keys)
+    most = min(MOST_PARTS, blocks_of_keys // PART_BLOCKS, ITEMS * s["blocks"] // max(tiles, 1))
+
+    def cost(parts: int) -> float:
+        rounds = ceil_div(tiles * parts, s["blocks"])
+        merge = _MERGE * parts if parts > 1 else 0.0
+        return float(rounds * (blocks_of_keys / parts + _BEGIN) + merge)
+
+    return min(range(1, max(1, most) + 1), key=cost)
+
+
 def shared_bytes(s: Sizes) -> int:
     """Return the dynamic shared memory of a block: queries, restored keys and values, copied pages."""
     halves = 2 * s["D"] * (ROWS + 2 * s["STAGES"] * s["KEYS"])
@@ -43,7 +71,8 @@ def shared_bytes(s: Sizes) -> int:
 def _choose(s: Sizes) -> dict[str, int]:
     producers = 1 if s["D"] == 256 else 2  # wide heads leave no registers for a second warp group
     ring = {"KEYS": keys_of(s["D"]), "STAGES": STAGES, "PAGE_STAGES": page_stages(s["D"])}
-    return {"D": s["D"], "PAGE": s["page"], "BF16": 0, **ring, "PRODUCERS": producers, "HEADROOM": HEADROOM}
+    split = {"SPLIT": 1, "PART_BLOCKS": PART_BLOCKS} if s["parts"] > 1 else {}
+    return {"D": s["D"], "PAGE": s["page"], "BF16": 0, **ring, "PRODUCERS": producers, "HEADROOM": HEADROOM, **split}
 
 
 def _example(
@@ -59,7 +88,9 @@ def _example(
     page: int,
     window: int,
     blocks: int,
+    parts: int,
     softmax_scale: float,
+    **_: Any,
 ) -> Arrays:
     """Ragged chunks, of which one is empty, behind contexts of any length; one sequence is all new."""
     cuts = np.sort(rng.integers(0, N + 1, B - 1))
@@ -77,11 +108,18 @@ def _example(
         "softmax_scale": softmax_scale,
         "window": window,
         "blocks": blocks,
+        "parts": parts,
     }
 
 
 def _pack(logical: Arrays) -> Arrays:
-    return {"q": logical["q"], **common.arrays_of(logical["cache"]), "starts": logical["starts"]}
+    arrivals = _no_arrivals(logical["blocks"], logical["parts"])
+    return {"q": logical["q"], **common.arrays_of(logical["cache"]), "starts": logical["starts"], "arrivals": arrivals}
+
+
+def _no_arrivals(blocks: int, parts: int) -> np.ndarray:
+    """Return the counters of parts as every launch finds and leaves them."""
+    return np.zeros((int(parts > 1) * ITEMS * blocks, ROWS // 16), np.int32)
 
 
 def _chunks(q: np.ndarray, cache: KVCache, starts: np.ndarray) -> Iterator[tuple[slice, np.ndarray, KVCache]]:
@@ -102,6 +140,10 @@ def attend(
     return out, lse
 
 
+def _reference(blocks: int, parts: int, **logical: Any) -> tuple[np.ndarray, ...]:
+    return (*attend(**logical), _no_arrivals(blocks, parts))
+
+
 def roundings_of(D: int, rotated: bool = False) -> Roundings:
     """State the roundings of a kernel that multiplies keys and values of FP16."""
     return Roundings(
@@ -117,16 +159,23 @@ def roundings_of(D: int, rotated: bool = False) -> Roundings:
     )
 
 
-def _bound(
+def bound_chunks(
     q: np.ndarray, cache: KVCache, starts: np.ndarray, softmax_scale: float, window: int = 0, BF16: int = 0, **_: Any
-) -> tuple[np.ndarray, np.ndarray]:
+) -> Pair:
+    """Return the error that `attend` may have of each element, by `roundings_of`."""
     out, lse = np.zeros(q.shape), np.zeros(q.shape[:-1])
-    stored_to, known = BFLOAT16 if BF16 else HALF, roundings_of(cache.head_dim, cache.rotated)
+    stored_to, roundings = BFLOAT16 if BF16 else HALF, roundings_of(cache.head_dim, cache.rotated)
     for rows, queries, sequence in _chunks(as_stored(q, DTYPES[BF16]), cache, starts):
-        errors = common.error_of(queries, sequence, softmax_scale, known, window, stored_to)
+        errors = common.error_of(queries, sequence, softmax_scale, roundings, window, stored_to)
         out[rows], lse[rows] = (error.each[0] for error in errors)
     return out, lse
 
+
+def _bound(blocks: int, parts: int, **logical: Any) -> tuple[np.ndarray, ...]:
+    return (*bound_chunks(**logical), _no_arrivals(blocks, parts))
+
+
+_ITEMS = f"(parts > 1)*{ITEMS}*blocks"
 
 PREFILL = KernelSpec(
     name="attention_kv4_prefill_sm90",
@@ -139,8 +188,10 @@ PREFILL = KernelSpec(
         Arg("starts", "int32", ("B + 1",)),
         Arg("out", ByVariant("BF16", DTYPES), ("N", "Hq", "D"), "out"),
         Arg("lse", "float32", ("N", "Hq"), "out"),
+        Arg("partial", "float32", (_ITEMS, "8", "D//8 + 1", "128"), "scratch"),
+        Arg("arrivals", "int32", (_ITEMS, "8"), "inout"),
         Arg("softmax_scale", "float32", role="scalar"),
-        *(Arg(size, "int32", role="scalar") for size in ("B", "Hq", "Hkv", "P", "window")),
+        *(Arg(size, "int32", role="scalar") for size in ("B", "Hq", "Hkv", "P", "window", "parts")),
     ),
     launch=lambda s: Launch((s["blocks"], 1, 1), ((s["PRODUCERS"] + 2) * WARP_GROUP, 1, 1), shared_bytes(s)),
     choose=_choose,
@@ -152,24 +203,27 @@ PREFILL = KernelSpec(
         "window >= 0",
         "P*page < 2**31",
         "blocks >= 1",
+        "parts >= 1",
+        f"parts == 1 or (-(-N*(Hq//Hkv)//{ROWS}) + max(0, min(B, N) - 1))*Hkv*parts <= {ITEMS}*blocks",
     ),
     value_rules=("lengths >= 0", "lengths <= P*page", "starts >= 0", "starts <= N"),
     operations="4*N*Hq*P*page*D",
     example=_example,
     pack=_pack,
-    reference=attend,
+    reference=_reference,
     bound=_bound,
     tolerance_reason="in float64 on the dequantised integers; keys, values and weights are rounded to FP16, and an MMA "
     "truncates each of 17 terms to 24 bits of the largest" + BY_CHANCE,
     arch="sm_90a",
     exact_arch=True,
-    after_wait=("q", "pool", "table", "lengths", "starts"),
+    after_wait=("q", "pool", "table", "lengths", "starts", "arrivals"),
     batch="",
     example_sizes=sizes_rows(
-        "N B Hq Hkv D P pages page window blocks softmax_scale",
-        (70, 2, 4, 2, 128, 4, 8, 64, 0, 2, 0.088),
-        (150, 3, 4, 1, 64, 9, 20, 32, 100, 3, 0.125),
-        (40, 2, 6, 2, 256, 8, 14, 16, 0, 1, 0.0625),
+        "N B Hq Hkv D P pages page window blocks parts softmax_scale",
+        (70, 2, 4, 2, 128, 4, 8, 64, 0, 2, 1, 0.088),
+        (150, 3, 4, 1, 64, 9, 20, 32, 100, 3, 1, 0.125),
+        (40, 2, 6, 2, 256, 8, 14, 16, 0, 1, 1, 0.0625),
+        (20, 1, 2, 1, 64, 34, 34, 64, 0, 3, 4, 0.125),
     ),
 )
 SPECS = (PREFILL,)

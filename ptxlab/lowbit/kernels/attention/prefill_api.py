@@ -8,17 +8,22 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, NAME, check_cache
+from ptxlab.lowbit.kernels.attention import prefill_sm80
+from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, NAME, check_cache, check_zeros, workspace_rules
 from ptxlab.lowbit.kernels.attention.common import arrays_of
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
-from ptxlab.lowbit.kernels.attention.prefill import PREFILL, ROTATED
+from ptxlab.lowbit.kernels.attention.prefill import MOST_PARTS, PREFILL, ROTATED, choose_parts
 from ptxlab.lowbit.kernels.attention.sm80 import DTYPES
-from ptxlab.lowbit.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, copied, dtype_of
+from ptxlab.lowbit.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, Scratch, copied, dtype_of
 from ptxlab.lowbit.kernels.spec_call import SpecCall
 from ptxlab.lowbit.layout import KVCache
-from ptxlab.validate import shape_of
+from ptxlab.spec import KernelSpec
+from ptxlab.validate import is_one_of, shape_of
 
 _STARTS = f"{NAME}: query_start_loc"
+_KERNELS = (prefill_sm80.PREFILL_SM80, PREFILL)  # the highest last
+_ROTATED = (prefill_sm80.ROTATED, ROTATED)
+_KEPT = tuple(arg.name for arg in PREFILL.args if arg.role == "inout")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,14 +36,24 @@ class _ChunkCall(SpecCall):
         return (*(size for name, size in self.sizes.items() if name != "N"), self.dtype, self.specs[0].form)
 
 
+def chunk_memory(D: int, blocks: int) -> tuple[Scratch, ...]:
+    """Return what any call needs besides operands and results, whose launches have so many blocks."""
+    sizes = {"D": D, "blocks": blocks, "parts": MOST_PARTS}
+    return tuple(Scratch.of(PREFILL.arg(name), sizes) for name in ("partial", *_KEPT))
+
+
 def attend_chunks(
-    options: AttentionOptions, q: Any, cache: KVCache, starts: Any, out: Any, lse: Any, *, has_workspace: bool
+    options: AttentionOptions,
+    q: Any,
+    cache: KVCache,
+    starts: Any,
+    out: Any,
+    lse: Any,
+    workspace: DeviceMemory | None,
 ) -> Any:
     """Make the call of `attention_kv4` with `query_start_loc`; see there."""
-    if has_workspace:
-        raise ArgumentError(f"{NAME}: workspace", "must be None with query_start_loc: it needs none", "one")
     arrays = {"q": q, **arrays_of(cache), "starts": starts, "out": out, "lse": lse}
-    new_arrays = _CHUNKS(options, cache.description, arrays, cache)
+    new_arrays = _CHUNKS(options, cache.description, arrays, cache, workspace=workspace)
     out = new_arrays["out"] if out is None else out
     return (out, new_arrays["lse"] if lse is None else lse) if options.return_lse else out
 
@@ -49,8 +64,7 @@ def _check(options: AttentionOptions, arrays: Mapping[str, Any], cache: KVCache)
     D, Hkv, B = cache.head_dim, cache.num_kv_heads, cache.batch
     if cache.scheme != "kv4":
         raise ArgumentError(f"{NAME}: cache", "scheme must be kv4 with query_start_loc", cache.scheme)
-    if options.kernel not in (None, PREFILL.name):
-        raise ArgumentError(f"{NAME}: kernel", f"must be {PREFILL.name} with query_start_loc", options.kernel)
+    spec = _choose(options, rotated=cache.rotated)
     if len(shape) != 3 or shape[2] != D:
         raise ArgumentError(f"{NAME}: q", f"must be [T, Hq, {D}] with query_start_loc", f"shape {list(shape)}")
     if dtype not in DTYPES:
@@ -63,16 +77,39 @@ def _check(options: AttentionOptions, arrays: Mapping[str, Any], cache: KVCache)
     tokens = cache.max_pages * cache.page_size
     window = 0 if options.window is None or options.window >= tokens else int(options.window)
     sizes = {"N": N, "B": B, "Hq": Hq, "Hkv": Hkv, "D": D, "P": cache.max_pages, "pages": cache.pages}
-    sizes |= {"page": cache.page_size, "window": window, "blocks": _blocks(arrays["q"])}
+    sizes |= {"page": cache.page_size, "window": window, "parts": 1}
+    sizes["blocks"] = _blocks(spec, arrays["q"], sizes)
     sizes["softmax_scale"] = D**-0.5 if options.scale is None else float(options.scale)
     operands = tuple(_operands(arrays, cache, shape, dtype, return_lse=options.return_lse))
     look = None if gpu.is_device_array(arrays["q"]) else lambda values: _check_numbers(cache, values, N)
-    return _ChunkCall(NAME, (ROTATED if cache.rotated else PREFILL,), operands, sizes, dtype, options, look)
+    if "parts" not in spec.symbols:
+        return _ChunkCall(NAME, (spec,), operands, sizes, dtype, options, look)
+    if not options.batch_invariant:
+        sizes["parts"] = choose_parts(sizes)
+    memory = chunk_memory(D, sizes["blocks"]) if sizes["parts"] > 1 else ()
+    rules = workspace_rules(f", kernel={PREFILL.name!r}")
+    return _ChunkCall(NAME, (spec,), operands, sizes, dtype, options, look, memory, _KEPT, rules)
 
 
-def _blocks(q: Any) -> int:
-    """Return the blocks of a launch: one per SM, or two in the emulator."""
-    return gpu.device_info().sms if gpu.is_device_array(q) or gpu.why_not(PREFILL.arch, exact=True) is None else 2
+def _choose(options: AttentionOptions, *, rotated: bool) -> KernelSpec:
+    """Return the kernel asked for, or the highest that runs here; ArgumentError for another one's name."""
+    names = [spec.name for spec in _KERNELS]
+    if not is_one_of(options.kernel, (*names, None)):
+        rule = f"must be one of {', '.join(names)} with query_start_loc"
+        raise ArgumentError(f"{NAME}: kernel", rule, options.kernel)
+    candidates = [spec for spec in (_ROTATED if rotated else _KERNELS) if options.kernel in (None, spec.name)]
+    runnable = [] if options.backend == "emulator" else [spec for spec in candidates if _runs_here(spec)]
+    return (runnable or candidates)[-1]
+
+
+def _runs_here(spec: KernelSpec) -> bool:
+    return gpu.why_not(spec.arch, exact=spec.exact_arch) is None
+
+
+def _blocks(spec: KernelSpec, q: Any, sizes: Mapping[str, Any]) -> int:
+    """Return the blocks of a launch: as many as are resident on the SMs, or two in the emulator."""
+    on_gpu = gpu.is_device_array(q) or _runs_here(spec)
+    return gpu.device_info().sms * spec.config_for(sizes).get("BLOCKS", 1) if on_gpu else 2
 
 
 def _operands(
@@ -112,6 +149,8 @@ def _look(call: _ChunkCall, prepared: Prepared, used: DeviceMemory | None) -> No
         page_size=call.sizes["page"], head_dim=call.sizes["D"], scheme="kv4",
     )  # fmt: skip
     _check_numbers(cache, values, call.sizes["N"])
+    if used is not None:
+        check_zeros(used, prepared.kept)
 
 
 _CHUNKS = Operation(NAME, _check, _ChunkCall.prepare, _ChunkCall.on_host, _look)

@@ -12,15 +12,20 @@ from hypothesis import strategies as st
 
 import ptxlab
 from ptxlab import emulator, gpu, registry, toolchain
-from ptxlab.errors import ArgumentError
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.lowbit.kernels import operation
 from ptxlab.lowbit.kernels.attention import common
-from ptxlab.lowbit.kernels.attention.prefill import PREFILL, keys_of
+from ptxlab.lowbit.kernels.attention.prefill import PREFILL
+from ptxlab.lowbit.kernels.attention.prefill_sm80 import PREFILL_SM80
 from ptxlab.runtime.verify import compare
 from ptxlab.sources import Source
-from ptxlab.spec import Arrays
+from ptxlab.spec import Arrays, KernelSpec
+from tests.support.attention_calls import on_device, sent
 from tests.support.axes import on_every_backend
+from tests.support.fake_gpu import FakeGpu
 
-(SOURCE,) = registry.find(PREFILL.name)[1]
+SPECS = {spec.name.rpartition("_")[2]: spec for spec in (PREFILL, PREFILL_SM80)}
+on_every_kernel = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 RNG = np.random.default_rng(0)
 
 
@@ -34,6 +39,7 @@ def chunks_of(
     page: int = 64,
     window: int = 0,
     blocks: int = 2,
+    parts: int = 1,
     seed: int = 0,
 ) -> tuple[Arrays, dict[str, Any]]:
     """Make a problem and its sizes: of each sequence so many new tokens behind so many past ones."""
@@ -44,34 +50,51 @@ def chunks_of(
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
     q = rng.standard_normal((sum(new), group * Hkv, D), dtype=np.float32)
     sizes = {"N": sum(new), "B": len(new), "Hq": group * Hkv, "Hkv": Hkv, "D": D, "P": P, "pages": total}
-    sizes |= {"page": page, "window": window, "blocks": blocks, "softmax_scale": D**-0.5}
+    sizes |= {"page": page, "window": window, "blocks": blocks, "parts": parts, "softmax_scale": D**-0.5}
     logical: Arrays = {"q": q, "cache": cache, "starts": starts, "softmax_scale": D**-0.5, "window": window}
-    return {**logical, "blocks": blocks}, sizes
+    return {**logical, "blocks": blocks, "parts": parts}, sizes
 
 
 def run(
     logical: Arrays,
     sizes: dict[str, Any],
     backend: str = "emulator",
-    source: Any = SOURCE,
+    source: Any = None,
     BF16: int = 0,
     config: Mapping[str, int] = {},
+    *,
+    spec: KernelSpec = PREFILL,
     **how: Any,
 ) -> tuple[Arrays, Any]:
     """Launch it, with further constants; what is written, and the outcome with all checks that the emulator made."""
-    arrays = PREFILL.pack(logical)
+    arrays = spec.pack(logical)
     stored = ml_dtypes.bfloat16 if BF16 else np.float16
     q = arrays["q"].astype(stored)
     arrays["q"] = q.view(np.uint16) if BF16 else q
-    config = {**PREFILL.config_for(sizes), "BF16": BF16, **config}
-    outcome = ptxlab.run_spec(PREFILL, source, arrays, sizes=sizes, backend=backend, config=config, **how)
+    config = {**spec.config_for(sizes), "BF16": BF16, **config}
+    source, sizes = source or source_of(spec), {name: sizes[name] for name in sizes if name in spec.symbols}
+    outcome = ptxlab.run_spec(spec, source, arrays, sizes=sizes, backend=backend, config=config, **how)
     return outcome.outputs, outcome
 
 
-def check(logical: Arrays, sizes: dict[str, Any], backend: str = "emulator", BF16: int = 0, **how: Any) -> None:
+def source_of(spec: KernelSpec) -> Source:
+    """Return the kernel's CUDA source."""
+    (source,) = registry.find(spec.name)[1]
+    return source
+
+
+def check(
+    logical: Arrays,
+    sizes: dict[str, Any],
+    backend: str = "emulator",
+    BF16: int = 0,
+    *,
+    spec: KernelSpec = PREFILL,
+    **how: Any,
+) -> None:
     """Hold what it says against float64 within the bound; no check finds anything."""
-    outputs, outcome = run(logical, sizes, backend, BF16=BF16, **how)
-    compare(PREFILL, outputs, logical, {"BF16": BF16})
+    outputs, outcome = run(logical, sizes, backend, BF16=BF16, spec=spec, **how)
+    compare(spec, outputs, logical, {"BF16": BF16})
     assert not outcome.findings
 
 
@@ -82,16 +105,19 @@ SHAPES = {
     "wide heads": {"D": 256, "new": (33, 2), "past": (31, 64), "group": 5},
     "many heads": {"D": 64, "new": (20, 9), "past": (110, 200), "group": 16},
     "a window of one": {"D": 64, "new": (5, 1), "past": (128, 0), "window": 1},
+    "parts": {"D": 128, "new": (3, 40), "past": (1100, 1), "parts": 2},
+    "three parts of a window": {"D": 64, "new": (30,), "past": (1720,), "window": 1600, "parts": 3, "page": 32},
 }
 
 
-@pytest.mark.default_cases("0-one of each-emulator", "1-wide heads-emulator")
+@pytest.mark.default_cases("sm90-0-one of each-emulator", "sm90-1-wide heads-emulator", "sm80-1-many heads-emulator")
 @on_every_backend
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("BF16", [0, 1])
-def test_ragged_chunks(BF16: int, shape: str, backend: str) -> None:
+@on_every_kernel
+def test_ragged_chunks(spec: KernelSpec, BF16: int, shape: str, backend: str) -> None:
     how = {} if backend == "gpu" else {"checks": emulator.CHECKS}
-    check(*chunks_of(**SHAPES[shape]), backend, BF16, **how)  # type: ignore[arg-type]
+    check(*chunks_of(**SHAPES[shape]), backend, BF16, spec=spec, **how)  # type: ignore[arg-type]
 
 
 @pytest.mark.full_cases("*-emulator")
@@ -117,29 +143,41 @@ def test_queries_of_a_rotated_cache(BF16: int, D: int, backend: str) -> None:
     mode=st.sampled_from(emulator.MODES),
     seed=st.integers(0, 2**32 - 1),
 )
+@on_every_kernel
 def test_chunks_of_any_length(
-    chunks: list[tuple[int, int]], D: int, page: int, group: int, window: int, blocks: int, mode: str, seed: int
+    spec: KernelSpec,
+    chunks: list[tuple[int, int]],
+    D: int,
+    page: int,
+    group: int,
+    window: int,
+    blocks: int,
+    mode: str,
+    seed: int,
 ) -> None:
     new, past = zip(*[(t, p) for t, p in chunks if t] or [(1, 0)], strict=True)
     sizes = {"D": D, "page": page, "group": group, "window": window, "blocks": blocks, "seed": seed}
-    check(*chunks_of(new, past, **sizes), mode=mode)
+    check(*chunks_of(new, past, **sizes), mode=mode, spec=spec)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("edge", [-1, 0, 1])
 @pytest.mark.parametrize("D", [128, 256])
-def test_contexts_that_end_at_the_edge_of_a_block(D: int, edge: int) -> None:
+@on_every_kernel
+def test_contexts_that_end_at_the_edge_of_a_block(spec: KernelSpec, D: int, edge: int) -> None:
     """And windows that begin there."""
-    keys = keys_of(D)
-    check(*chunks_of((3,), (2 * keys - 3 + edge,), D=D))
-    check(*chunks_of((3,), (3 * keys - 3,), D=D, window=keys + edge))
+    keys = spec.config_for(chunks_of((1,), (0,), D=D)[1])["KEYS"]
+    check(*chunks_of((3,), (2 * keys - 3 + edge,), D=D), spec=spec)
+    check(*chunks_of((3,), (3 * keys - 3,), D=D, window=keys + edge), spec=spec)
 
 
+@pytest.mark.full_cases("sm80-emulator")
 @on_every_backend
-def test_a_query_has_the_same_bits_in_any_chunk(backend: str) -> None:
+@on_every_kernel
+def test_a_query_has_the_same_bits_in_any_chunk(spec: KernelSpec, backend: str) -> None:
     """Whole, and in pieces that see the tokens of the pieces before through the cache alone."""
     logical, sizes = chunks_of((150, 40), (70, 5), D=128, window=90)
-    whole, _ = run(logical, sizes, backend)
+    whole, _ = run(logical, sizes, backend, spec=spec)
     cache = logical["cache"]
     for cut in (1, 64, 149):
         pieces = [(0, cut), (cut, 150)]
@@ -147,52 +185,85 @@ def test_a_query_has_the_same_bits_in_any_chunk(backend: str) -> None:
             piece = replace(cache, block_table=cache.block_table[:1], lengths=cache.lengths[:1] - np.int32(150 - end))
             part = {**logical, "q": logical["q"][begin:end], "cache": piece}
             part["starts"] = np.array([0, end - begin], np.int32)
-            outputs, _ = run(part, {**sizes, "N": end - begin, "B": 1}, backend)
+            outputs, _ = run(part, {**sizes, "N": end - begin, "B": 1}, backend, spec=spec)
             for name in ("out", "lse"):
                 assert np.array_equal(outputs[name], whole[name][begin:end]), (name, begin, end)
 
 
+@pytest.mark.full_cases("sm80-nan")
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_a_query_that_is_no_number_shows_and_spoils_no_other(wrong: float) -> None:
+@on_every_kernel
+def test_a_query_that_is_no_number_shows_and_spoils_no_other(spec: KernelSpec, wrong: float) -> None:
     logical, sizes = chunks_of((70,), (10,), D=64)
-    right, _ = run(logical, sizes)
+    right, _ = run(logical, sizes, spec=spec)
     q = logical["q"].copy()
     q[33, 1, 5] = wrong
-    outputs, _ = run({**logical, "q": q}, sizes)
+    outputs, _ = run({**logical, "q": q}, sizes, spec=spec)
     assert np.isnan(outputs["out"][33, 1].astype(np.float32)).all()
     spoiled = np.zeros((70, 2), bool)
     spoiled[33, 1] = True
     assert np.array_equal(outputs["out"][~spoiled], right["out"][~spoiled])
 
 
-def test_nothing_seen_is_zeros() -> None:
+@on_every_kernel
+def test_nothing_seen_is_zeros(spec: KernelSpec) -> None:
     logical, sizes = chunks_of((4,), (0,), D=64)
     logical["cache"] = replace(logical["cache"], lengths=np.array([2], np.int32))  # two queries before the first token
-    outputs, _ = run(logical, sizes)
+    outputs, _ = run(logical, sizes, spec=spec)
     assert (outputs["out"][:2] == 0).all() and np.isneginf(outputs["lse"][:2]).all()
     assert np.isfinite(outputs["lse"][2:]).all()
 
 
 CHANGES = {
-    "a key too many": ("if (key >= end[r] ||", "if (key > end[r] ||"),
-    "a window too wide": ("key < end[r] - window)", "key < end[r] - window - 1)"),
-    "values beyond the end": ("if (token >= tokens) pair = 0;", ""),
-    "sums are not scaled down": ("o[i] *= rescale[i / 2 % 2];", ";"),
-    "scale of another token": ("token % PAGE * 4);", "(token ^ 1) % PAGE * 4);"),
-    "results out of order": ("const bool odd = lane % 2;", "const bool odd = false;"),
-    "keys are not fenced": ("    ptxlab::fence_proxy_async();\n}\n\n// Where a cache's pages lie.", "}\n\n// Where"),
-    "nobody waits for the kernel before": ("    ptxlab::wait_for_predecessors();", ""),
-    "restored before there is room": ("barriers.empty[slot.index], slot.parity ^ 1);", "barriers.empty[0], 1);"),
+    "sm90": {
+        "a key too many": ("if (key >= end[r] ||", "if (key > end[r] ||"),
+        "a window too wide": ("key < end[r] - window)", "key < end[r] - window - 1)"),
+        "values beyond the end": ("if (token >= tokens) pair = 0;", ""),
+        "sums are not scaled down": ("o[i] *= rescale[i / 2 % 2];", ";"),
+        "scale of another token": ("token % PAGE * 4);", "(token ^ 1) % PAGE * 4);"),
+        "results out of order": ("const bool odd = threadIdx.x % 2;", "const bool odd = false;"),
+        "keys are not fenced": (
+            "    ptxlab::fence_proxy_async();\n}\n\n// Where a cache's pages lie.",
+            "}\n\n// Where",
+        ),
+        "nobody waits for the kernel before": ("    ptxlab::wait_for_predecessors();", ""),
+        "restored before there is room": ("barriers.empty[slot.index], slot.parity ^ 1);", "barriers.empty[0], 1);"),
+        "parts have a block in common": (
+            "blocks * tile.part / tile.parts",
+            "max(0, blocks * tile.part / tile.parts - 1)",
+        ),
+        "a part is not weighed": ("fmaf(x.x, factor[0], o[4 * v])", "x.x + o[4 * v]"),
+        "the first part to end adds up": ("last_of(count, tile.parts)", "last_of(count, 1)"),
+        "counters are left behind": ("*count = 0;", ";"),
+    },
+    "sm80": {
+        "a key too many": ("rows.end[r] = tile.visible_end(", "rows.end[r] = 1 + tile.visible_end("),
+        "a window without an edge": (" || (window > 0 && position < last_end - window)", ""),
+        "values beyond the end": ("if (token >= tokens) constants = 0;", ""),
+        "sums are not scaled down": ("o[i] *= rescale[i / 2 % 2];", ";"),
+        "scale of another token": ("(stage + KEYS * kTokenBytes)[token];", "(stage + KEYS * kTokenBytes)[token ^ 1];"),
+        "results out of order": ("    ptxlab::put_in_order<D>(o);\n", ""),
+        "the first half of a page again": ("const int slot = block * KEYS % PAGE;", "const int slot = 0;"),
+        "copies are not waited for": ("ptxlab::cp_async_wait<0>();\n            __syncthreads();  // the keys", "//"),
+        "values are replaced while they are read": ("__syncthreads();  // the keys are restored,", "//"),
+        "keys are replaced while they are read": ("__syncthreads();  // the values are restored,", "//"),
+        "nobody waits for the kernel before": ("    ptxlab::wait_for_predecessors();", ""),
+    },
+}
+NOTICED_BY = {
+    "sm90": ("one of each", "pages of 32, a window", "parts"),
+    "sm80": ("many heads", "pages of 32, a window", "wide heads"),
 }
 
 
-def is_noticed(source: Source) -> bool:
+def is_noticed(kernel: str, source: Source) -> bool:
     """Tell whether a problem's result, or a check, is wrong."""
-    for shape in ("one of each", "pages of 32, a window"):
+    spec = SPECS[kernel]
+    for shape in NOTICED_BY[kernel]:
         logical, sizes = chunks_of(**SHAPES[shape])  # type: ignore[arg-type]
         try:
-            outputs, outcome = run(logical, sizes, source=source, checks=emulator.CHECKS, programmatic=True)
-            compare(PREFILL, outputs, logical)
+            outputs, outcome = run(logical, sizes, source=source, spec=spec, checks=emulator.CHECKS, programmatic=True)
+            compare(spec, outputs, logical)
         except ptxlab.PtxlabError:
             return True
         if outcome.findings:
@@ -200,25 +271,36 @@ def is_noticed(source: Source) -> bool:
     return False
 
 
-@pytest.mark.default_cases("a key too many", "keys are not fenced")
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_kernel_is_noticed(change: str) -> None:
-    old, new = CHANGES[change]
-    assert SOURCE.text.count(old) == 1
-    assert is_noticed(replace(SOURCE, text=SOURCE.text.replace(old, new)))
+@pytest.mark.default_cases("sm90-a key too many", "sm90-keys are not fenced")
+@pytest.mark.parametrize(("kernel", "change"), [(kernel, change) for kernel in CHANGES for change in CHANGES[kernel]])
+def test_a_changed_kernel_is_noticed(kernel: str, change: str) -> None:
+    (old, new), source = CHANGES[kernel][change], source_of(SPECS[kernel])
+    assert source.text.count(old) == 1
+    assert is_noticed(kernel, replace(source, text=source.text.replace(old, new)))
 
 
 @pytest.mark.full
-def test_the_kernel_itself_passes() -> None:
-    assert not is_noticed(SOURCE)
+@pytest.mark.parametrize("kernel", SPECS)
+def test_the_kernel_itself_passes(kernel: str) -> None:
+    assert not is_noticed(kernel, source_of(SPECS[kernel]))
 
 
 @pytest.mark.parametrize("sizes", PREFILL.example_sizes, ids=lambda s: str(s["D"]))
-def test_no_register_is_spilt(sizes: dict[str, int]) -> None:
-    resources = toolchain.compile_cuda(SOURCE, PREFILL.arch, defines=PREFILL.config_for(sizes)).resources[PREFILL.name]
+@on_every_kernel
+def test_no_register_is_spilt(spec: KernelSpec, sizes: dict[str, int]) -> None:
+    """And shared memory suffices: on GPUs of compute capability 8.6 a block has 99 KiB."""
+    resources = toolchain.compile_cuda(source_of(spec), spec.arch, defines=spec.config_for(sizes)).resources[spec.name]
     assert resources.spill_stores == 0
-    shared = PREFILL.launch({**sizes, **PREFILL.config_for(sizes)}).shared_bytes + resources.shared
-    assert shared <= 227 * 1024
+    shared = spec.launch({**sizes, **spec.config_for(sizes)}).shared_bytes + resources.shared
+    assert shared <= (227 if spec.exact_arch else 99) * 1024
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_shared_memory_is_read_and_written_without_conflicts(D: int) -> None:
+    """This holds for the kernel whose layouts wgmma does not dictate."""
+    _, outcome = run(*chunks_of((40,), (90,), D=D, page=32, group=3), spec=PREFILL_SM80, count_banks=True)
+    assert outcome.shared and sum(access.conflicts for access in outcome.shared) == 0
 
 
 # The public call
@@ -229,13 +311,15 @@ Q = LOGICAL["q"].astype(np.float16)
 CALL = {"q": Q, "cache": LOGICAL["cache"], "query_start_loc": LOGICAL["starts"], "backend": "emulator"}
 
 
-def test_the_public_call() -> None:
-    out, lse = ptxlab.attention_kv4(**CALL, return_lse=True)
-    compare(PREFILL, {"out": out, "lse": lse}, {**LOGICAL, "q": Q.astype(np.float32)})
+@pytest.mark.parametrize("kernel", [None, PREFILL_SM80.name])
+def test_the_public_call(kernel: str | None) -> None:
+    call = {**CALL, "kernel": kernel}
+    out, lse = ptxlab.attention_kv4(**call, return_lse=True)
+    compare(PREFILL_SM80, {"out": out, "lse": lse}, {**LOGICAL, "q": Q.astype(np.float32)})
     given_out, given_lse = np.empty_like(out), np.empty_like(lse)
-    assert ptxlab.attention_kv4(**CALL, out=(given_out, given_lse), return_lse=True)[0] is given_out
+    assert ptxlab.attention_kv4(**call, out=(given_out, given_lse), return_lse=True)[0] is given_out
     assert np.array_equal(given_out, out) and np.array_equal(given_lse, lse)
-    assert ptxlab.attention_kv4(**{**CALL, "q": Q[:0], "query_start_loc": np.zeros(4, np.int32)}).shape == (0, 4, 128)
+    assert ptxlab.attention_kv4(**{**call, "q": Q[:0], "query_start_loc": np.zeros(4, np.int32)}).shape == (0, 4, 128)
 
 
 OTHER_CACHE = common.draw_cache(RNG, np.array([40, 7, 63]), Hkv=2, P=1, pages=3, D=128, scheme="kv8")
@@ -253,7 +337,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     r"cache.lengths: a sequence's length must include its queries \(got 7 tokens, 20 queries in sequence 1\)": {
         "query_start_loc": np.array([0, 20, 40, 43], np.int32)
     },
-    r"kernel: must be attention_kv4_prefill_sm90 with query_start_loc": {"kernel": "attention_kv4_sm90"},
+    rf"kernel: must be one of {PREFILL_SM80.name}, {PREFILL.name} with query_start_loc": {
+        "kernel": "attention_kv4_sm90"
+    },
     r"out: must be one array without return_lse": {"out": (Q, Q)},
     r"query_start_loc: dtype int32 \(got int64\)": {"query_start_loc": LOGICAL["starts"].astype(np.int64)},
 }
@@ -266,19 +352,36 @@ def test_bad_input_is_refused_by_name(message: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.full
+def test_the_highest_kernel_that_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, call = FakeGpu(monkeypatch), {**CALL, "backend": None}
+    fake.runs = False
+    call |= {"q": sent(Q), "cache": on_device(LOGICAL["cache"]), "query_start_loc": sent(LOGICAL["starts"])}
+    for fake.arch, kernel in ((90, None), (80, None), (90, PREFILL_SM80.name)):
+        operation._ready.clear()  # calls that were made for another GPU
+        ptxlab.attention_kv4(**call, kernel=kernel)
+    assert [name for name, _ in fake.launched] == [PREFILL.name, PREFILL_SM80.name, PREFILL_SM80.name]
+    with pytest.raises(UnavailableError, match=r"attention_kv4: it runs on sm_90a, and this is sm_80; pass backend"):
+        fake.arch = 80
+        operation._ready.clear()
+        ptxlab.attention_kv4(**call, kernel=PREFILL.name)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize(
     ("new", "past"), [((512,), (8192,)), ((2048, 1, 300), (0, 4000, 77)), ((1,) * 40, (999,) * 40)]
 )
-def test_long_contexts_on_a_gpu(new: tuple[int, ...], past: tuple[int, ...], D: int) -> None:
+@on_every_kernel
+def test_long_contexts_on_a_gpu(spec: KernelSpec, new: tuple[int, ...], past: tuple[int, ...], D: int) -> None:
     """Rows here and there against float64."""
-    if reason := gpu.why_not(PREFILL.arch, exact=True):
+    if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
         pytest.skip(reason)
     logical, _ = chunks_of(new, past, D=D, Hkv=2, group=4)
     cache, starts = ptxlab.to_device(logical["cache"]), gpu.to_device(logical["starts"])
     q = gpu.to_device(logical["q"].astype(np.float16))
-    out, lse = ptxlab.attention_kv4(q, cache, query_start_loc=starts, return_lse=True, check=True)
+    options: dict[str, Any] = {"return_lse": True, "check": True, "kernel": spec.name}
+    out, lse = ptxlab.attention_kv4(q, cache, query_start_loc=starts, **options)
     host, of_rows = gpu.to_host(out), gpu.to_host(lse)
     for b in {0, len(new) - 1}:
         begin, end = logical["starts"][b : b + 2]
@@ -290,4 +393,4 @@ def test_long_contexts_on_a_gpu(new: tuple[int, ...], past: tuple[int, ...], D: 
                 lengths=np.array([length], np.int32),
             )
             row = {**logical, "q": logical["q"][t : t + 1], "cache": piece, "starts": np.array([0, 1], np.int32)}
-            compare(PREFILL, {"out": host[t : t + 1], "lse": of_rows[t : t + 1]}, row)
+            compare(PREFILL_SM80, {"out": host[t : t + 1], "lse": of_rows[t : t + 1]}, row)

@@ -33,6 +33,7 @@ from tests.support.axes import on_every_backend
 
 SCHEMES = ("kv4", "kv8")
 TRANSFERS = {"emulator": (np.asarray, np.asarray), "gpu": (gpu.to_device, gpu.to_host)}
+CHUNK_KERNELS = ("attention_kv4_prefill_mma_sm80", "attention_kv4_prefill_sm90")
 BY_TOKEN = tuple(variant for variant in (*AMPERE, *HOPPER) if not variant.channel)
 
 ROTATE_HEAD = """
@@ -175,14 +176,14 @@ def filled(rotated: bool, k: np.ndarray, v: np.ndarray, backend: str, scheme: st
 
 @pytest.mark.full_cases("*-emulator")
 @on_every_backend
-@pytest.mark.parametrize("kernel", ["attention_kv4_mma_sm80", "attention_kv4_sm90", "attention_kv4_prefill_sm90"])
+@pytest.mark.parametrize("kernel", ["attention_kv4_mma_sm80", "attention_kv4_sm90", *CHUNK_KERNELS])
 def test_calls_on_plain_and_rotated_caches_in_turn(kernel: str, backend: str) -> None:
     """Shapes are the same, plans are not; keys with an outlier channel give better scores from the rotated cache."""
     rng, (put, back) = np.random.default_rng(0), TRANSFERS[backend]
     q, k, v = (rng.standard_normal(shape).astype(np.float16) for shape in ((2, 4, 128), (150, 2, 128), (150, 2, 128)))
     k[..., 3] += 40
     how: dict[str, Any] = {"kernel": kernel, "backend": backend, "return_lse": True}
-    if kernel.endswith("prefill_sm90"):
+    if kernel in CHUNK_KERNELS:
         how["query_start_loc"] = put(np.array([0, 2], np.int32))
     else:
         q = q[None]

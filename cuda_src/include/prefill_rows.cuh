@@ -1,0 +1,154 @@
+// Rows of a tile of attention, 16 to a warp: their queries in shared memory, and scores, weights and results as the
+// tensor cores leave them, in registers. Lane 4 g + t has rows g and g + 8, of eight columns 2 t and 2 t + 1.
+#pragma once
+#include "exponent.cuh"
+#include "hadamard.cuh"
+#include "mma_f16.cuh"
+#include "output.cuh"
+#include "pack.cuh"
+
+namespace ptxlab {
+
+constexpr float kLowestScore = -1e30f;  // below any score, yet finite
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
+
+// Where 16 bytes of a row of 16-bit elements lie: columns of 64 elements, [ROWS] rows of 128 bytes under the 128-byte
+// swizzle, so that eight rows of a piece are in different banks.
+template <int ROWS>
+__device__ __forceinline__ int swizzled_piece(int row, int piece) {
+    return piece / 8 * (ROWS * 128) + row * 128 + (piece % 8 ^ row % 8) * 16;
+}
+
+// Half a query in a thread's registers: lanes 2 r and 2 r + 1 of a warp have row r, four pieces of 16 bytes by turns, which
+// eight lanes store to different banks. f16 (KIND 0) or bf16 (1).
+template <int DIM, int KIND>
+struct HalfQuery {
+    static constexpr int kPieces = DIM / 16;
+    uint4 x[kPieces];
+
+    // `row` is null beyond a tile's last row.
+    __device__ __forceinline__ explicit HalfQuery(const unsigned short* row) {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+            x[i] = row ? reinterpret_cast<const uint4*>(row)[piece(i)] : make_uint4(0, 0, 0, 0);
+    }
+
+    __device__ __forceinline__ static int piece(int i) { return i / 4 * 8 + threadIdx.x % 2 * 4 + i % 4; }
+
+    __device__ __forceinline__ static float element(unsigned word, int half) {
+        const unsigned bits = half ? word >> 16 : word & 0xffff;
+        return KIND == 1 ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(bits));
+    }
+
+    // Stores it as f16 over the power of two that leads the row, eight elements in the order 0, 2, 1, 3, 4, 6, 5, 7 of
+    // restored words; with ROTATE, rotated as the cache's keys are. Returns that power. A row with an infinity becomes NaN.
+    template <int ROWS, bool ROTATE>
+    __device__ __forceinline__ float store(unsigned char* queries, int row) const {
+        float elements[kPieces][8], largest = 0;
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+            const unsigned words[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                elements[i][e] = element(words[e / 2], e % 2);
+                largest = max_nan(largest, fabsf(elements[i][e]));
+            }
+        }
+        if constexpr (ROTATE) largest = rotate_query<32, 2>(elements, threadIdx.x % 2);
+        largest = max_nan(largest, __shfl_xor_sync(~0u, largest, 1));
+        const float power = leading_power(fmaxf(largest, 0x1p-100f));
+        const float inverse = inverse_power(power) + (largest - largest);  // NaN of infinity
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+            unsigned h[4];
+#pragma unroll
+            for (int pair = 0; pair < 4; ++pair) {
+                const int low = pair / 2 * 4 + pair % 2;
+                h[pair] = as_bits(__floats2half2_rn(elements[i][low] * inverse, elements[i][low + 2] * inverse));
+            }
+            *reinterpret_cast<uint4*>(queries + swizzled_piece<ROWS>(row, piece(i))) =
+                make_uint4(h[0], h[1], h[2], h[3]);
+        }
+        return power;
+    }
+};
+
+// Softmax of a thread's two rows, block by block of keys.
+template <int BLOCK_KEYS>
+struct SoftmaxRows {
+    float factor[2];        // of scores, to base 2
+    float largest[2];       // what weights are relative to
+    float sum[2] = {0, 0};  // of the thread's weights
+    int end[2];             // the first token that the row does not see
+
+    // Scores of one block to weights 2^(score - largest). Where `rescale` is not 1, earlier sums are to be multiplied by
+    // it: `largest` stays while no score exceeds it by more than `headroom`, so that few blocks ask for that.
+    __device__ __forceinline__ void weigh(float (&s)[BLOCK_KEYS / 2], float (&rescale)[2], float headroom) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float top = s[2 * r];
+#pragma unroll
+            for (int i = 0; i < BLOCK_KEYS / 2; i += 4) top = fmaxf(top, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            const float reference = largest[r], peak = top * factor[r];
+            largest[r] = peak > reference + headroom ? peak : reference;
+            rescale[r] = exp2_approx(reference - largest[r]);
+            float of_block = 0;
+#pragma unroll
+            for (int i = 0; i < BLOCK_KEYS / 2; i += 4)
+#pragma unroll
+                for (int e = 2 * r; e < 2 * r + 2; ++e) {
+                    s[i + e] = exp2_approx(fmaf(s[i + e], factor[r], -largest[r]));
+                    of_block += s[i + e];
+                }
+            sum[r] = fmaf(sum[r], rescale[r], of_block);
+        }
+    }
+
+    __device__ __forceinline__ void mask(float (&s)[BLOCK_KEYS / 2], int position, int window) const {
+#pragma unroll
+        for (int i = 0; i < BLOCK_KEYS / 2; ++i) {
+            const int key = position + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, r = i / 2 % 2;
+            if (key >= end[r] || (window > 0 && key < end[r] - window)) s[i] = -infinity();
+        }
+    }
+
+    // The sum of all weights of row g + 8 r.
+    __device__ __forceinline__ float total(int r) const {
+        float of_row = sum[r];
+        of_row += __shfl_xor_sync(~0u, of_row, 1);
+        of_row += __shfl_xor_sync(~0u, of_row, 2);
+        return of_row;
+    }
+};
+
+// Weights of 16 keys each, as operand A.
+template <int BLOCK_KEYS>
+__device__ __forceinline__ void round_weights(unsigned (&weights)[BLOCK_KEYS / 16][4],
+                                              const float (&s)[BLOCK_KEYS / 2]) {
+#pragma unroll
+    for (int i = 0; i < BLOCK_KEYS / 4; ++i) weights[i / 4][i % 4] = as_bits(__floats2half2_rn(s[2 * i], s[2 * i + 1]));
+}
+
+// Sums over values in the order of restored words, (0, 2) and (1, 3) of two lanes, become (0, 1) and (2, 3).
+template <int DIM>
+__device__ __forceinline__ void put_in_order(float (&o)[DIM / 2]) {
+    const bool odd = threadIdx.x % 2;
+#pragma unroll
+    for (int i = 0; i < DIM / 2; i += 2) {
+        const float neighbour = __shfl_xor_sync(~0u, odd ? o[i] : o[i + 1], 1);
+        if (odd) o[i] = neighbour;
+        else o[i + 1] = neighbour;
+    }
+}
+
+// Stores row g + 8 r, divided by its sum of weights: f16 (KIND 0) or bf16 (1). `lane_row` begins at the lane's elements.
+template <int KIND, int DIM>
+__device__ __forceinline__ void store_row(unsigned* lane_row, const float (&o)[DIM / 2], int r, float inverse) {
+#pragma unroll
+    for (int i = 0; i < DIM / 8; ++i)
+        lane_row[i * 4] = rounded_pair<KIND>(o[4 * i + 2 * r] * inverse, o[4 * i + 2 * r + 1] * inverse);
+}
+
+}  // namespace ptxlab
