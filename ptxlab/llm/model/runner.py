@@ -1,8 +1,9 @@
 """`Runner`: a quantised decoder on a batch of sequences, in NumPy's exact integers or on a GPU, and its text.
 
 A runner takes *rows*: a token, its sequence, its position. Decoding has a row per sequence; a prompt has one for each
-of its tokens, in chunks. A layer writes keys and values of all rows before any of them attends, and a row sees the
-tokens up to its position, so both are the same calls. Sequences take pages of a shared pool as they grow.
+of its tokens, in chunks. A layer writes keys and values of all rows before any of them attends, and a row reads the
+tokens up to its position from the 4-bit cache. So a text does not depend on how its prompt is cut into chunks, nor on
+pages that it shares. Sequences take pages of a common pool as they grow (`pages.Pages`).
 """
 
 from abc import ABC, abstractmethod
@@ -40,10 +41,14 @@ class Rows(NamedTuple):
         return Rows(*(array[start:stop] for array in self))
 
 
-def launch_sizes(batch: int, chunk: int) -> list[int]:
-    """How many rows launches have for so many sequences and rows of prompts: powers of two, and these two."""
-    most = max(batch, chunk)
-    return sorted({batch, chunk, *(1 << i for i in range(most.bit_length()) if 1 << i < most)})
+def launch_sizes(largest: int) -> list[int]:
+    """Return the numbers of rows of launches: powers of two, and the largest."""
+    return sorted({largest, *(1 << i for i in range(largest.bit_length()) if 1 << i < largest)})
+
+
+def padded_rows(rows: int, largest: int) -> int:
+    """Return the size in `launch_sizes` of the launch that so many rows go into."""
+    return min(largest, 1 << (rows - 1).bit_length())
 
 
 def quantized_head(head: Any) -> Level1Weight:
@@ -116,15 +121,6 @@ class Runner(ABC):
     def max_pages(self) -> int:
         """Pages of a sequence."""
         return ceil_div(self.context, PAGE)
-
-    @property
-    def sizes(self) -> list[int]:
-        """How many rows a launch may have (`launch_sizes`). Fewer rows are padded."""
-        return launch_sizes(self.batch, self.chunk)
-
-    def launched(self, rows: int) -> int:
-        """Rows of the launch that so many go into."""
-        return next(size for size in self.sizes if size >= rows)
 
     def prefill(self, prompts: Sequence[Sequence[int]], progress: Callable[[], None] = lambda: None) -> Any:
         """Start the sequences anew with these tokens, and return the logits f16 [B, V] behind each prompt.

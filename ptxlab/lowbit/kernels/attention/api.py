@@ -64,7 +64,8 @@ def attention_kv4(
         query_start_loc: s32 [B + 1], where q is [T, Hq, D], the queries of all sequences one behind the other: those of
             sequence b begin at query_start_loc[b] and are its last tokens. Any numbers, also none, by
             `attention_kv4_prefill_sm90`, for caches of kv4: keys and values are rounded to FP16, and a query has the
-            same bits whatever else is in the call. Needs no workspace.
+            same bits whatever else is in the call. Queries behind the last one are padding, whose results are not
+            written. Needs no workspace.
         cache: in whatever of the four schemes, where q is (`ptxlab.to_device`); its lengths include the new tokens.
         out: like q, to write into; with `return_lse` also (out, lse), lse f32 of q's shape without D.
         workspace: from `attention_workspace`, for this kernel, of no other call that runs at the same time. Without
