@@ -337,7 +337,7 @@ def test_a_cancelled_request_gives_its_pages_back() -> None:
     these.step()
     these.cancel(waiting)
     these.cancel(running)
-    assert running.done and waiting.done and len(these.server.runner.free) == 2
+    assert running.done and waiting.done and len(these.server.runner.page_pool.free) == 2
     assert these.server.step() == []
     these.finish()
 
@@ -394,7 +394,7 @@ def test_what_a_runner_refuses_leaves_it_as_it_was(call: Any, message: str) -> N
     runner = NumpyRunner(MODEL, 2, 128, chunk=128, pages=2)
     with pytest.raises(ArgumentError, match=f"^{message}$"):
         call(runner)
-    assert not runner.lengths.any() and not runner.held.any() and len(runner.free) == 2
+    assert not runner.lengths.any() and not runner.held.any() and len(runner.page_pool.free) == 2
 
 
 def test_bad_input_of_pages_and_heads() -> None:

@@ -54,7 +54,7 @@ class Served:
         may part, is noted beside it."""
         while self.server.running or self.server.waiting:
             self.step()
-        assert sorted(self.server.runner.free) == list(range(self.server.runner.pages))
+        assert sorted(self.server.runner.page_pool.free) == list(range(self.server.runner.pages))
         for how, request in self.requests:
             assert request.done and request.error is None
             if self.may_part:
@@ -89,10 +89,15 @@ class Served:
         return f"{len(self.requests)} requests: {'; '.join(said)}"
 
     def check_pages(self) -> None:
-        """Every page is free or belongs to one sequence that runs, which has those that its length needs."""
+        """Every page is free or belongs to sequences that run, as many as are counted, which have those that their
+        lengths need; and a page that is shared is written to no more."""
         runner = self.server.runner
         taken = [page for b in range(runner.batch) for page in runner.table[b, : runner.held[b]].tolist()]
-        assert sorted(taken + runner.free) == list(range(runner.pages))
+        users = runner.page_pool.users
+        assert np.array_equal(users, np.bincount(taken, minlength=runner.pages))
+        assert sorted(runner.page_pool.free) == np.flatnonzero(users == 0).tolist()
+        for b in range(runner.batch):
+            assert (users[runner.table[b, runner.lengths[b] // 64 : runner.held[b]]] == 1).all()
         for b in range(runner.batch):
             if b not in self.server.running:
                 assert not runner.held[b] and not runner.lengths[b]

@@ -29,7 +29,6 @@ class Computing(NamedTuple):
     scheme: str | None
     group: int | None
     head: str
-    prompt_attention: str
     memory: float | None
     quiet: bool
 
@@ -204,9 +203,7 @@ def _recipe(runner: Runner) -> dict[str, Any]:
 def _where(runner: Runner, computing: Computing) -> str:
     if isinstance(runner, FloatRunner):
         return f"weights and KV cache in float32, on {'the GPU' if computing.backend == 'gpu' else 'NumPy'}"
-    torch = getattr(runner, "prompt_attention", "cache") == "torch"
-    attention = "PyTorch's attention" if torch else "the decode attention"
-    on_gpu = f"the GPU: a CUDA graph per step, the prompt by {attention}, in chunks of {runner.chunk} tokens"
+    on_gpu = f"the GPU: a CUDA graph per step, the prompt in chunks of {runner.chunk} tokens"
     precision = {"atom": "W4A4", "fmpq": "W4Ax"}.get(runner.model.layers[0].qkv.scheme, "W4A8")
     return f"{precision}, KV4, on {on_gpu if computing.backend == 'gpu' else 'NumPy'}"
 

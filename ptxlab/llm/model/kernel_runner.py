@@ -21,8 +21,9 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.layer import LayerBuffers, LayerCall, into, layer_calls
 from ptxlab.llm.model.memory import Footprint
+from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.quantized import QuantizedModel
-from ptxlab.llm.model.runner import PAGE, Indices, Rows, Runner, padded_rows, quantized_head
+from ptxlab.llm.model.runner import Indices, Rows, Runner, padded_rows, quantized_head
 from ptxlab.lowbit.kernels.gemm import gemm_f16, gemm_w8a8
 from ptxlab.lowbit.kernels.quantize import quantize_activations, rmsnorm_quantize
 from ptxlab.lowbit.layout import KVCache
@@ -154,10 +155,6 @@ class KernelRunner(Runner):
         self._set(*zip(*numbers.values(), strict=True))
         return step
 
-    def _slots(self, sequence: Indices, position: Indices) -> Indices:
-        slots: Indices = self.table[sequence, position // PAGE] * PAGE + position % PAGE
-        return slots
-
     def _set(self, targets: Iterable[Any], numbers: Iterable[Any]) -> None:
         for target, array in zip(targets, numbers, strict=True):
             target[...] = self._placed(array.astype(np.int32))
@@ -189,7 +186,7 @@ class KernelRunner(Runner):
         return [KVCache(pool=pool, block_table=table, lengths=lengths, **options) for pool in self._pools]
 
     def _buffers(self, cache: KVCache, tokens: int | None = None) -> LayerBuffers:
-        flags = {"batch_invariant": self.batch_invariant, "programmatic": self._programmatic}
+        flags: dict[str, Any] = {"batch_invariant": self.batch_invariant, "programmatic": self._programmatic}
         return LayerBuffers.empty(self._layers[0], cache, tokens=tokens, **flags)
 
     def _captured(self, step: "_Step") -> "_Step":
@@ -238,7 +235,8 @@ class KernelRunner(Runner):
         return list(self._calls(self._step(padded_rows(rows, self.batch))))
 
     def logits(self, rows: int, head: "LMHead | None" = None) -> Any:
-        """A head alone, by default its own: logits f16 [rows, V] of what the last decoding launch of so many rows has left."""
+        """Return the logits f16 [rows, V] of a head alone, by default its own, of the last decoding launch of so many
+        rows."""
         return (head or self._head)(self._step(padded_rows(rows, self.batch)).normed[:rows])
 
     @contextmanager

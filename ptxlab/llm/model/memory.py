@@ -6,8 +6,9 @@ from typing import Any
 from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config, require_config
+from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.quantized import QuantizedModel
-from ptxlab.llm.model.runner import CHUNK, HEAD_ROWS, HEADS, PAGE, launch_sizes
+from ptxlab.llm.model.runner import CHUNK, HEAD_ROWS, HEADS, launch_sizes
 from ptxlab.llm.model.weights import DTYPES
 from ptxlab.lowbit.layout.packed_weight import SCHEMES, buffer_shapes
 from ptxlab.lowbit.layout.packings import Shapes

@@ -17,13 +17,13 @@ import numpy.typing as npt
 from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config
+from ptxlab.llm.model.pages import PAGE, Pages
 from ptxlab.llm.model.quantized import QuantizedModel
 from ptxlab.lowbit.quant import Level1Weight, quantize_level1
 from ptxlab.runtime.arguments import check_flags
 from ptxlab.validate import is_one_of, require_integer
 
 Indices = npt.NDArray[np.int32]
-PAGE = 64  # tokens of a page of the cache
 CHUNK = 256  # rows of prompts at a time
 HEADS = ("float16", "int8")  # of the LM head
 HEAD_ROWS = 8  # the 8-bit head's are padded to a multiple
@@ -64,13 +64,13 @@ class Runner(ABC):
         batch: sequences, B.
         context: tokens of a sequence at most, prompt included.
         chunk: rows of prompts at a time.
-        pages: of the pool, in every layer.
+        pages: how many the pool has, in every layer.
+        page_pool: who has them.
         batch_invariant: whether a token has the same bits whatever else is in the batch.
         head: what the LM head multiplies in: `float16`, or `int8` with a scale per row and token, whose sums are exact.
         lengths: tokens of each sequence so far, s32 [B], on the host.
         table: pages of each sequence, s32 [B, max_pages], on the host; the first `held` of them count.
         held: how many pages each sequence has, s32 [B].
-        free: pages that no sequence has; the last one is taken next.
         runs: the kind of model.
     """
 
@@ -109,7 +109,7 @@ class Runner(ABC):
         self.lengths: Indices = np.zeros(batch, np.int32)
         self.table: Indices = np.zeros((batch, self.max_pages), np.int32)
         self.held: Indices = np.zeros(batch, np.int32)
-        self.free = list(reversed(range(self.pages)))
+        self.page_pool = Pages(self.pages)
 
     @property
     def config(self) -> Config:
@@ -174,16 +174,29 @@ class Runner(ABC):
     def reserve(self, b: int, tokens: int) -> bool:
         """Whether sequence b has pages for so many more tokens, which it takes from the free ones: all or none."""
         needed, held = self.lacking(b, tokens), int(self.held[b])
-        if needed > len(self.free):
+        if needed > len(self.page_pool.free):
             return False
         for i in range(held, held + needed):
-            self.table[b, i] = self.free.pop()
+            self.table[b, i] = self.page_pool.take()
         self.held[b] += needed
         return True
 
+    def share(self, b: int, tokens: Sequence[int]) -> None:
+        """Begin the empty sequence b with the pages that hold the first of these tokens already (`hold`).
+
+        The last token is never among them, as the next one follows from its logits.
+        """
+        shared = self.page_pool.share(tokens[:-1])
+        self.table[b, : len(shared)] = shared
+        self.held[b], self.lengths[b] = len(shared), len(shared) * PAGE
+
+    def hold(self, b: int, tokens: Sequence[int]) -> None:
+        """Let other sequences `share` the pages of sequence b that these tokens, its first, fill."""
+        self.page_pool.hold(tokens, self.table[b, : self.held[b]].tolist())
+
     def release(self, b: int) -> None:
-        """Empty sequence b: its pages are free."""
-        self.free += reversed(self.table[b, : self.held[b]].tolist())
+        """Empty sequence b: pages that are of no other are free."""
+        self.page_pool.release(self.table[b, : self.held[b]].tolist())
         self.held[b] = self.lengths[b] = 0
 
     def check_prompt(self, prompt: Sequence[int]) -> list[int]:
@@ -222,8 +235,8 @@ class Runner(ABC):
         if int(after.max()) > self.context:
             raise ArgumentError(name, f"no more than the context of {self.context} tokens", f"{after.max()}")
         lacking = np.maximum(ceil_div(after, PAGE) - self.held[at], 0)
-        if lacking.sum() > len(self.free):
-            rule = f"no more than the {self.pages} pages of {PAGE} tokens, of which {len(self.free)} are free"
+        if lacking.sum() > len(self.page_pool.free):
+            rule = f"no more than the {self.pages} pages of {PAGE} tokens, of which {len(self.page_pool.free)} are free"
             raise ArgumentError(name, rule, f"{lacking.sum()} more")
         for i in np.flatnonzero(lacking).tolist():
             self.reserve(at[i], counts[i])
@@ -233,6 +246,11 @@ class Runner(ABC):
         except BaseException:
             self.lengths[at] = before
             raise
+
+    def _slots(self, sequence: Any, position: Any) -> Indices:
+        """Return where tokens lie in the pool: page · 64 + offset."""
+        slots: Indices = self.table[sequence, position // PAGE] * PAGE + position % PAGE
+        return slots
 
     def _sequences(self, at: Sequence[int] | None) -> list[int]:
         """Which sequences. Raises ArgumentError for one that is not there, or is named twice."""

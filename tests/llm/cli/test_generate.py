@@ -15,9 +15,8 @@ from ptxlab.io import downloads
 from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.folder import load
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
-from ptxlab.llm.cli import generate as commands
 from ptxlab.llm.cli.prompts import Prompt, read_prompts
-from ptxlab.llm.model import FloatRunner, Footprint, KernelRunner, NumpyRunner, QuantizedModel, generate
+from ptxlab.llm.model import FloatRunner, Footprint, NumpyRunner, QuantizedModel, generate
 from tests.support.pages import ROOT
 from tests.support.small_models import write_folder
 
@@ -176,26 +175,6 @@ def test_a_batch_that_does_not_fit_becomes_smaller_or_is_refused_where_it_was_as
         assert [cli("generate", *given, *options, "--batch", most + more)[0] for more in (0, 1)] == [0, 2]
 
 
-@pytest.mark.full
-@pytest.mark.torch
-def test_pytorch_attends_the_prompt(cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU made of the emulator; the whole prompt is one launch."""
-    pytest.importorskip("torch", reason="PyTorch is not installed")
-    made: list[KernelRunner] = []
-
-    def runner(*given: Any, **how: Any) -> KernelRunner:
-        made.append(KernelRunner(*given, **how, backend="emulator"))
-        return made[-1]
-
-    monkeypatch.setattr(gpu, "why_not", lambda *_, **__: None)
-    monkeypatch.setattr(commands, "require_torch", lambda on_gpu: None)
-    monkeypatch.setitem(commands.RUNNERS, "gpu", runner)
-    options = ("--model", folder, "--backend", "gpu", "--tokens", 2, "--prompt-attention", "torch")
-    code, out, err = cli("generate", "the cat", *options)
-    assert code == 0 and out.startswith("the cat") and made[0].prompt_attention == "torch"
-    assert made[0].chunk == made[0].context and "the prompt by PyTorch's attention, in chunks of" in err
-
-
 def test_it_ends_where_the_model_ends(cli: Any, folder: Path, tmp_path: Path) -> None:
     options = ("--backend", "numpy", "--tokens", 8, "--temperature", 50, "--json")
     tokens = json.loads(cli("generate", "the cat", "--model", folder, *options)[1])["tokens"][0]
@@ -223,8 +202,6 @@ def test_a_chat_is_asked_in_the_models_template(cli: Any, folder: Path, tmp_path
         (("a", "--tokens", "0"), "--tokens expects an integer, 1 or more, got 0"),
         (("a", "--batch", "0"), "--batch expects an integer, 1 or more, got 0"),
         (("a", "--head", "int4"), "--head expects float16 or int8, got int4"),
-        (("a", "--prompt-attention", "flash"), "--prompt-attention expects cache or torch, got flash"),
-        (("a", "--prompt-attention", "torch"), "--prompt-attention torch goes with --backend gpu (got numpy)"),
         (("a", "--temperature", "-0.5"), "--temperature expects 0, or a number in 1e-06..1e+06, got -0.5"),
         (("a", "--temperature", "nan"), "--temperature expects 0, or a number in 1e-06..1e+06, got nan"),
         (("a", "--top-p", "2"), "--top-p expects a number in 0..1, got 2.0"),
