@@ -19,8 +19,9 @@ from ptxlab.spec.dtypes import floats, stored
 class KernelAttentionRunner(NumpyRunner):
     """Its rows of decoding attend as those of a `KernelRunner` do that has the same batch and context.
 
-    Those of prompts attend in float64, as `attention_kv4_prefill_sm90` has no oracle in its own order. What the kernel adds up apart depends on all rows of a launch, so padding counts. On a GPU the oracle runs there,
-    with the arithmetic of its tensor cores.
+    Those of prompts attend in float64, as `attention_kv4_prefill_sm90` has no oracle in its own order. What the kernel
+    adds up apart depends on all rows of a launch, so padding counts. On a GPU the oracle runs there, with the
+    arithmetic of its tensor cores.
     """
 
     backend = "emulator"
