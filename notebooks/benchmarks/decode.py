@@ -27,6 +27,7 @@ from benchmarks.layer import decoder, side_by_side
 from benchmarks.layer.decoder import Alone
 from benchmarks.layer_shapes import BATCHES, Work, rows_of
 from benchmarks.peers_layer import MIXES, Job
+from benchmarks.shared_prefix import SHARED_PAGES, TOKENS, first_token_times
 from ptxlab import gpu
 from ptxlab.arithmetic import ceil_div
 from ptxlab.bench.ceilings import Ceilings
@@ -61,6 +62,7 @@ BUDGETS = (80, 141)  # GB
 CHUNK = 2 * PROMPT
 BY_TORCH = "prompts_by_torch"  # 1 in `Row.more` of older records, whose prompts PyTorch attended
 MIX = "mixes"
+FIRST_TOKEN = "first token"  # the measure of `first_token_rows`
 WITHOUT = "without"  # ours with QServe's GEMM in place of ours, LiquidGEMM's "/wo"
 _STEPS_WITHOUT, _WARM = 64, 8
 _ROWS = 520  # distinct random rows of embedding and head, each then scaled by a factor of its own
@@ -168,6 +170,7 @@ def model_rows(
     for row in mix_rows(config, wanted, plan, known, progress):
         beside.setdefault(row.sizes["B"], {})[MIX] = row
         yield row
+    yield from first_token_rows(config, known, progress)
     prompts: dict[str, float] = {}
     for row in prompt_rows(config, wanted, plan, known, progress):
         prompts = row.peers
@@ -549,6 +552,31 @@ def prompt_rows(
         times = peers_layer.prefills(config, wanted.mixes, PROMPT, progress)
         there = mix_row(config, 1, times, PROMPTS) if times else None
     yield from [there] if there else []
+
+
+def first_token_rows(config: Config, known: Mapping[Key, Row], progress: Callable[[str], None]) -> Iterator[Row]:
+    """The time to the first token of a prompt that shares `SHARED_PAGES` pages, and as a peer of one that is new."""
+    row = known.get(row_key(config, FIRST_TOKEN, 1, TOKENS))
+    if row is None:
+        progress(f"{config.name}: time to the first token")
+        with gpu.elsewhere(_PAD):
+            runner = KernelRunner(random_model(config), 1, TOKENS + PAGE, chunk=CHUNK, pages=4 * ceil_div(TOKENS, PAGE))
+            shared, new = first_token_times(runner, TOKENS, SHARED_PAGES)
+            del runner
+        us = float(np.median(shared))
+        row = plain_row(
+            FACE,
+            FIRST_TOKEN,
+            sizes_of(config, 1, TOKENS),
+            us,
+            rate=TOKENS / us * 1e6,
+            sm_mhz=0.0,
+            checked=f"{SHARED_PAGES} pages of {PAGE} tokens are shared",
+            peers={"nothing shared": float(np.median(new))},
+            face=FACE,
+        )
+        row = replace(row, fastest_us=min(shared), slowest_us=max(shared))
+    yield row
 
 
 def mix_row(config: Config, B: int, times: Mapping[str, peers_layer.MixTime], measure: str = BESIDE) -> Row:

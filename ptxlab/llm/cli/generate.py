@@ -1,5 +1,6 @@
 """The command `generate`: text from a model, as it is made; of one prompt, of many at once, or in a conversation."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +46,8 @@ from ptxlab.llm.model import (
 from ptxlab.llm.model.memory import budget, largest_batch, require_batch, weights_of
 from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.runner import HEADS
+from ptxlab.llm.recipe import Recipe
+from ptxlab.llm.recipe.calibrate import prepared
 from ptxlab.lowbit.quant import GROUPS
 
 PANEL = "Weights"
@@ -142,6 +145,15 @@ def generate(
             help="What the LM head multiplies in: float16, or int8: half its bytes, exact sums.",
         ),
     ] = "float16",
+    rotated: Annotated[
+        bool,
+        typer.Option(
+            "--rotated/--plain",
+            rich_help_panel=_COMPUTING,
+            help="Rotate keys and values of the 4-bit KV cache, which then loses less; values of a quantised folder "
+            "only if its recipe did.",
+        ),
+    ] = True,
     memory: Annotated[
         float | None,
         typer.Option(rich_help_panel=_COMPUTING, help="GB (10^9 bytes) of a GPU that may be taken at most."),
@@ -153,7 +165,7 @@ def generate(
     Without a GPU the same integers are computed in NumPy, where W4A4's folders run as well. Weights that are not
     quantised yet are rounded to nearest; --scheme float computes with them as they are. --chat holds a conversation.
     """
-    computing = Computing(model, _backend(backend, scheme), scheme, group, head, memory, quiet=as_json)
+    computing = Computing(model, _backend(backend, scheme), scheme, group, head, rotated, memory, quiet=as_json)
     is_conversation = chat and prompts is None and batch in (None, 1) and not as_json
     if prompts is not None:
         refuse({"PROMPT": prompt}, "goes without --prompts")
@@ -253,7 +265,11 @@ def _check(computing: Computing, batch: int | None) -> None:
     if computing.head not in HEADS:
         raise expects("--head", " or ".join(HEADS), computing.head)
     if computing.scheme == "float":
-        options = {"--head int8": computing.head != "float16" or None, "--memory": computing.memory}
+        options = {
+            "--head int8": computing.head != "float16" or None,
+            "--plain": not computing.rotated or None,
+            "--memory": computing.memory,
+        }
         refuse(options, "is not for --scheme float")
     if computing.memory is not None:
         with naming_options():
@@ -307,16 +323,19 @@ def _runner(
             computing.memory, opened.config, size, context, longest, fixed=fixed, at_once=at_once, **options, **counted
         )
     if isinstance(opened, FloatModel):
-        opened = _rounded(opened, computing.model, scheme, group, quiet=computing.quiet)
-    return RUNNERS[computing.backend](opened, size, context, pages=pages, **options)
+        opened = _rounded(opened, computing, scheme, group)
+    return RUNNERS[computing.backend](opened, size, context, pages=pages, rotated=computing.rotated, **options)
 
 
-def _rounded(model: FloatModel, source: str, scheme: str, group: int, *, quiet: bool) -> QuantizedModel:
-    """Round the weights to nearest, and say so."""
-    with progress_bar("round", model.config.layers, quiet=quiet) as advance:
-        rounded = QuantizedModel.rounded(model, scheme, group, progress=advance)
-    if not quiet:
+def _rounded(model: FloatModel, computing: Computing, scheme: str, group: int) -> QuantizedModel:
+    """Round the weights to nearest, those that make values and read them rotated first, and say so."""
+    turned = prepared(model, Recipe(rotate_heads=computing.rotated))
+    with progress_bar("round", model.config.layers, quiet=computing.quiet) as advance:
+        rounded = QuantizedModel.rounded(turned, scheme, group, progress=advance)
+    if computing.rotated:
+        rounded = replace(rounded, recipe={**rounded.recipe, "steps": ["rotate heads", *rounded.recipe["steps"]]})
+    if not computing.quiet:
         grain = "per channel" if scheme == "qoq_channel" else f"in groups of {group}"
         name = {"lqq": "LQQ"}.get(scheme, "QoQ")
-        note(f"{Path(source).name}: weights rounded to nearest, {name} {grain}, uncalibrated")
+        note(f"{Path(computing.model).name}: weights rounded to nearest, {name} {grain}, uncalibrated")
     return rounded

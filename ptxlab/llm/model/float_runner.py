@@ -32,7 +32,7 @@ class FloatRunner(Runner):
         pages: int | None = None,
     ) -> None:
         """See `Runner`."""
-        super().__init__(model, batch, context, chunk=chunk, pages=pages)
+        super().__init__(model, batch, context, chunk=chunk, pages=pages, rotated=False)
         config, embedding = self.config, model.embedding
         self._layers = list(model.layers)
         self._angles = [

@@ -182,7 +182,7 @@ class KernelRunner(Runner):
         """The caches of all layers for so many sequences, with a block table and lengths of their own."""
         shapes = (sequences, self.max_pages), (sequences,)
         table, lengths = (np.zeros(shape, np.int32, like=self._embedding) for shape in shapes)
-        options: dict[str, Any] = {"page_size": PAGE, "head_dim": self.config.head_dim}
+        options: dict[str, Any] = {"page_size": PAGE, "head_dim": self.config.head_dim, "rotated": self.rotated}
         return [KVCache(pool=pool, block_table=table, lengths=lengths, **options) for pool in self._pools]
 
     def _buffers(self, cache: KVCache, tokens: int | None = None) -> LayerBuffers:

@@ -15,7 +15,6 @@ from ptxlab.lowbit.quant.activations import token_scales
 from ptxlab.lowbit.quant.atom import ATOM_PAPER
 from ptxlab.lowbit.quant.groups import dequantized, integer_groups
 from ptxlab.lowbit.quant.kv import KV_SCHEMES, quantize_kv
-from ptxlab.lowbit.reference.attention import rotate_heads
 from ptxlab.validate import is_one_of, require_integer, require_number
 
 
@@ -28,7 +27,6 @@ class FakeQuantized(Numerics):
             `<matrix>_order`, as Atom's paper has it (`ATOM_PAPER`), or COMET's where a layer has `<matrix>_int8`, the
             number of INT8 groups at the end; None leaves them floats.
         kv: one of `KV_SCHEMES`, per token and head, or None.
-        rotated: whether keys and values of the cache are rotated ahead (`reference.rotate_heads`).
         group: channels per scale of 4-bit activations, or None for one scale per token.
         kept: number of channels, the last in that order, which have one scale and more bits.
         kept_bits: bits of these channels.
@@ -41,7 +39,6 @@ class FakeQuantized(Numerics):
     kept: int = 0
     kept_bits: int = 8
     clip: float = 1.0
-    rotated: bool = False
     _last: threading.local = field(default_factory=threading.local, init=False, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy begins without what threads have kept
@@ -78,8 +75,7 @@ class FakeQuantized(Numerics):
         """See `Numerics.cached`."""
         if self.kv is None:
             return keys, values
-        rotate = rotate_heads if self.rotated else np.asarray  # once more it rotates back
-        k, v = (rotate(quantize_kv(rotate(x), self.kv).dequantize()).astype(x.dtype) for x in (keys, values))
+        k, v = (quantize_kv(x, self.kv).dequantize().astype(x.dtype) for x in (keys, values))
         return k, v
 
     def _in_groups(self, x: Floats, order: Any, int8: Any) -> Floats:

@@ -139,7 +139,8 @@ class NumpyRunner(Runner):
         elif self.batch_invariant:
             self._head = self._head.astype(np.float64)
         self._angles = config.rope_tables(context)
-        first = KVCache.empty(1, self.pages, config.kv_heads, config.head_dim, page_size=PAGE)
+        sizes = 1, self.pages, config.kv_heads, config.head_dim
+        first = KVCache.empty(*sizes, page_size=PAGE, rotated=self.rotated)
         first = replace(first, block_table=self.table, lengths=self.lengths)
         self.caches = [replace(first, pool=first.pool.copy()) for _ in model.layers]
         shape = (len(model.layers), self.pages * PAGE, config.kv_heads, config.head_dim)

@@ -68,6 +68,8 @@ class Runner(ABC):
         page_pool: who has them.
         batch_invariant: whether a token has the same bits whatever else is in the batch.
         head: what the LM head multiplies in: `float16`, or `int8` with a scale per row and token, whose sums are exact.
+        rotated: whether the cache holds rotated keys (`KVCache`), which lose less in 4 bits. Values are rotated where
+            the model's weights are made so (`recipe.Recipe.rotate_heads`), which no runner has to know.
         lengths: tokens of each sequence so far, s32 [B], on the host.
         table: pages of each sequence, s32 [B, max_pages], on the host; the first `held` of them count.
         held: how many pages each sequence has, s32 [B].
@@ -87,6 +89,7 @@ class Runner(ABC):
         pages: int | None = None,
         batch_invariant: bool = False,
         head: str = "float16",
+        rotated: bool = True,
     ) -> None:
         """`pages` are as many as all sequences can need, unless a number is given."""
         if not isinstance(model, self.runs):
@@ -97,7 +100,7 @@ class Runner(ABC):
         for name, tokens in (("context", batch * context), ("pages", (pages or 1) * PAGE), ("chunk", chunk or 1)):
             if tokens >= 1 << 31:
                 raise ArgumentError(name, "must be of fewer than 2^31 tokens in all", tokens)
-        check_flags(batch_invariant=batch_invariant)
+        check_flags(batch_invariant=batch_invariant, rotated=rotated)
         if not is_one_of(head, HEADS):
             raise ArgumentError("head", f"must be one of {', '.join(HEADS)}", head)
         self.chunk = min(CHUNK, batch * context) if chunk is None else chunk
@@ -105,7 +108,7 @@ class Runner(ABC):
             raise ArgumentError("context", f"must be at most the model's {model.config.context} tokens", context)
         self.model, self.batch, self.context = model, int(batch), int(context)
         self.pages = self.batch * self.max_pages if pages is None else int(pages)
-        self.batch_invariant, self.head = batch_invariant, head
+        self.batch_invariant, self.head, self.rotated = batch_invariant, head, rotated
         self.lengths: Indices = np.zeros(batch, np.int32)
         self.table: Indices = np.zeros((batch, self.max_pages), np.int32)
         self.held: Indices = np.zeros(batch, np.int32)
