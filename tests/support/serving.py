@@ -70,7 +70,7 @@ class Served:
         """What a request gets on a runner of its own."""
         key = str(how)
         if key not in self._known:
-            server = Server(self.alone)
+            server = Server(self.alone, share_prefixes=False)
             request = server.submit(**how)
             server.run()
             self._known[key] = request.tokens
@@ -105,12 +105,15 @@ class Served:
 
 
 def random_requests(count: int, vocabulary: int, most: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Prompts and lengths that fit `most` tokens together; half are drawn, some may end early."""
+    """Prompts and lengths that fit `most` tokens together; half are drawn, some may end early. Every third prompt
+    begins with the same tokens as the others of these."""
     rng = np.random.default_rng(seed)
+    common = rng.integers(0, vocabulary, most)
     for i in range(count):
         prompt = int(rng.integers(1, most - 2))
+        begun = common[: 2 * prompt // 3 if i % 3 == 0 else 0].tolist()
         yield {
-            "prompt": rng.integers(0, vocabulary, prompt).tolist(),
+            "prompt": [*begun, *rng.integers(0, vocabulary, prompt - len(begun)).tolist()],
             "tokens": int(rng.integers(1, min(64, most - prompt))),
             "ends": range(vocabulary // 50),
             "temperature": 20.0 * (i % 2),

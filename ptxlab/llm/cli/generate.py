@@ -1,6 +1,5 @@
 """The command `generate`: text from a model, as it is made; of one prompt, of many at once, or in a conversation."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,8 +45,6 @@ from ptxlab.llm.model import (
 from ptxlab.llm.model.memory import budget, largest_batch, require_batch, weights_of
 from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.runner import HEADS
-from ptxlab.llm.recipe import Recipe
-from ptxlab.llm.recipe.calibrate import prepared
 from ptxlab.lowbit.quant import GROUPS
 
 PANEL = "Weights"
@@ -150,8 +147,7 @@ def generate(
         typer.Option(
             "--rotated/--plain",
             rich_help_panel=_COMPUTING,
-            help="Rotate keys and values of the 4-bit KV cache, which then loses less; values of a quantised folder "
-            "only if its recipe did.",
+            help="Rotate keys ahead of the 4-bit KV cache, which then loses less, or store them plain.",
         ),
     ] = True,
     memory: Annotated[
@@ -323,19 +319,16 @@ def _runner(
             computing.memory, opened.config, size, context, longest, fixed=fixed, at_once=at_once, **options, **counted
         )
     if isinstance(opened, FloatModel):
-        opened = _rounded(opened, computing, scheme, group)
+        opened = _rounded(opened, computing.model, scheme, group, quiet=computing.quiet)
     return RUNNERS[computing.backend](opened, size, context, pages=pages, rotated=computing.rotated, **options)
 
 
-def _rounded(model: FloatModel, computing: Computing, scheme: str, group: int) -> QuantizedModel:
-    """Round the weights to nearest, those that make values and read them rotated first, and say so."""
-    turned = prepared(model, Recipe(rotate_heads=computing.rotated))
-    with progress_bar("round", model.config.layers, quiet=computing.quiet) as advance:
-        rounded = QuantizedModel.rounded(turned, scheme, group, progress=advance)
-    if computing.rotated:
-        rounded = replace(rounded, recipe={**rounded.recipe, "steps": ["rotate heads", *rounded.recipe["steps"]]})
-    if not computing.quiet:
+def _rounded(model: FloatModel, source: str, scheme: str, group: int, *, quiet: bool) -> QuantizedModel:
+    """Round the weights to nearest, and say so."""
+    with progress_bar("round", model.config.layers, quiet=quiet) as advance:
+        rounded = QuantizedModel.rounded(model, scheme, group, progress=advance)
+    if not quiet:
         grain = "per channel" if scheme == "qoq_channel" else f"in groups of {group}"
         name = {"lqq": "LQQ"}.get(scheme, "QoQ")
-        note(f"{Path(computing.model).name}: weights rounded to nearest, {name} {grain}, uncalibrated")
+        note(f"{Path(source).name}: weights rounded to nearest, {name} {grain}, uncalibrated")
     return rounded

@@ -1,5 +1,6 @@
 """What a `KernelRunner` takes of a GPU's memory, and how many pages or sequences a budget has room for."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,17 +136,8 @@ def largest_batch(
     require_integer("tokens", tokens, 1)
     require_integer("most", most, 1)
     Footprint.of(config, 1, tokens, **how).most_pages(gigabytes)
-    least = 1 << (most.bit_length() - 1)  # launches have one size less there: a smaller batch may need more
-    while least and excess(config, least, gigabytes, tokens, pages=pages, **how) > 0:
-        least >>= 1
-    beyond = min(2 * least, most + 1)
-    while beyond - least > 1:
-        batch = (least + beyond) // 2
-        if excess(config, batch, gigabytes, tokens, pages=pages, **how) > 0:
-            beyond = batch
-        else:
-            least = batch
-    return least
+    batches = range(1, most + 1)
+    return bisect_right(batches, 0, key=lambda batch: excess(config, batch, gigabytes, tokens, pages=pages, **how))
 
 
 def require_batch(

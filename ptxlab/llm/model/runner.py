@@ -68,8 +68,8 @@ class Runner(ABC):
         page_pool: who has them.
         batch_invariant: whether a token has the same bits whatever else is in the batch.
         head: what the LM head multiplies in: `float16`, or `int8` with a scale per row and token, whose sums are exact.
-        rotated: whether the cache holds rotated keys (`KVCache`), which lose less in 4 bits. Values are rotated where
-            the model's weights are made so (`recipe.Recipe.rotate_heads`), which no runner has to know.
+        rotated: whether the cache holds rotated keys (`KVCache`), which lose less in 4 bits. Values lie as the model's
+            weights make them: rotated by a recipe with `rotate_heads`, or plain.
         lengths: tokens of each sequence so far, s32 [B], on the host.
         table: pages of each sequence, s32 [B, max_pages], on the host; the first `held` of them count.
         held: how many pages each sequence has, s32 [B].

@@ -80,14 +80,12 @@ def test_the_largest_batch_fits_and_one_more_is_refused_with_the_figures() -> No
 @pytest.mark.parametrize("chunk", [None, 2048])
 @pytest.mark.parametrize("pages", [None, 2])
 def test_no_larger_batch_fits(pages: int | None, chunk: int | None) -> None:
-    """Not even one that needs less than a smaller one, as sixteen sequences that share the pages do."""
     how = {"pages": pages, "chunk": chunk, "group": 64}
     config = replace(TINY_MODEL, hidden=64, ffn=64)
     needed = [excess(config, batch, 1, 100, **how) + 10**9 for batch in range(1, 41)]
     for budget in needed:
         fitting = [batch for batch, nbytes in enumerate(needed, 1) if nbytes <= budget]
         assert largest_batch(config, budget / 1e9, 100, most=40, **how) == fitting[-1]
-    assert pages is None or needed[15] < needed[14]
 
 
 def test_the_memory_that_an_error_asks_for_suffices() -> None:
