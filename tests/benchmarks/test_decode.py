@@ -47,6 +47,7 @@ def here(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     emulated_gpu.setattr(models, "measure", _measure)
     emulated_gpu.setattr(models, "KernelRunner", partial(KernelRunner, backend="emulator"))
     emulated_gpu.setattr(gpu, "card_id", lambda: "GPU-0")
+    emulated_gpu.setattr(models, "first_token_times", lambda *_: ([1.0, 3.0], [10.0, 11.0]))
     for name, value in {"PROMPT": 4, "MADE": 2, "MEAN": 5, "CHUNK": 8}.items():
         emulated_gpu.setattr(models, name, value)
     attention_problem.random_pages.cache_clear()
@@ -203,6 +204,7 @@ class Counted:
         patch.setattr(models.peers_layer, "mixes", self.mixes)
         patch.setattr(models.peers_layer, "prefills", self.prefills)
         patch.setattr(models, "decode_row", self.decode_row)
+        patch.setattr(models, "first_token_times", lambda *_: ([1.0, 3.0], [10.0, 11.0]))
         patch.setattr(models, "generated", lambda runner, B: models.Generated(self.note(("rule", B)), 2.0, 1900.0, 0.0))
 
     def note(self, what: Any) -> float:
@@ -244,6 +246,9 @@ def test_a_model_goes_on_at_any_row_and_measures_none_twice(monkeypatch: pytest.
     at = {row.sizes["B"]: [*row.peers] for row in whole if row.kernel == "mixes" and row.measure == models.BESIDE}
     assert at.pop(1) == at.pop(64) == ["fp16/sdpa", "fp8_row/sdpa"]
     assert at == {80: ["fp16/sdpa"], 156: ["fp16/sdpa"], 88: ["fp8_row/sdpa"], 164: ["fp8_row/sdpa"]}
+    (first,) = (row for row in whole if row.measure == models.FIRST_TOKEN)
+    assert (first.time_us, first.fastest_us, first.slowest_us) == (2.0, 1.0, 3.0)
+    assert first.sizes["L"] == 2000 and first.peers == {"nothing shared": 10.5}
     of_156 = 156 * 32 * 5.0 + 512 * (32 * 2.0 * 156 + 1.0)
     assert whole[-1].peers["fp16/sdpa"] == pytest.approx(of_156 * 64 / 156)
     for done in range(len(whole) + 1):

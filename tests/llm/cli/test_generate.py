@@ -36,7 +36,7 @@ def test_the_text_is_what_the_runner_generates(cli: Any, folder: Path) -> None:
     right = [int(step[0]) for step in generate(runner, [prompt], 8)]
     assert code == 0 and out == f"the cat{tokenizer.decode(right)}\n"
     assert "small: weights rounded to nearest, LQQ in groups of 32, uncalibrated" in err
-    assert f"tokens/s; prompt of {len(prompt)} tokens in " in err and "W4A8, KV4, on NumPy" in err
+    assert f"tokens/s; prompt of {len(prompt)} tokens in " in err and "W4A8, KV4 with rotated keys, on NumPy" in err
     code, out, err = cli("generate", "the cat", "--model", folder, "--backend", "numpy", "--tokens", 8, "--json")
     found = json.loads(out)
     assert code == 0 and err == "" and found["tokens"] == [right] and found["texts"] == [tokenizer.decode(right)]
@@ -75,7 +75,10 @@ def test_many_prompts_are_served_at_once(cli: Any, folder: Path, tmp_path: Path)
     options = ("--model", folder, "--backend", "numpy", "--tokens", 5)
     code, out, err = cli("generate", "--prompts", path, *options, "--batch", 2)
     assert code == 0 and [line[:4] for line in out.splitlines()] == ["[1] ", "[2] ", "[3] "]
-    assert "tokens/s: 15 in " in err and "3 prompts of 19 tokens, 2 at a time; W4A8, KV4, on NumPy" in err
+    assert (
+        "tokens/s: 15 in " in err
+        and "3 prompts of 19 tokens, 2 at a time; W4A8, KV4 with rotated keys, on NumPy" in err
+    )
     found = json.loads(cli("generate", "--prompts", path, *options, "--json")[1])
     alone = [json.loads(cli("generate", text, *options, "--json")[1]) for text in ("the cat", "the dog sat", "a mat")]
     assert [request["tokens"] for request in found["requests"]] == [one["tokens"][0] for one in alone]

@@ -207,7 +207,7 @@ def test_the_command_runs_on_the_gpu(cli: Any, tmp_path: Path) -> None:
     runner = KernelRunner(QuantizedModel.rounded(model), 3, len(prompt) + 8)
     right = [int(step[0]) for step in generate(runner, [prompt] * 3, 8)]
     assert code == 0 and out.startswith(f"the cat{tokenizer.decode(right)}\n") and "\n[3] the cat" in out
-    assert "W4A8, KV4, on the GPU: a CUDA graph per step, the prompt in chunks of " in err
+    assert "W4A8, KV4 with rotated keys, on the GPU: a CUDA graph per step, the prompt in chunks of " in err
 
 
 def test_the_trained_model_writes_the_same_text() -> None:
