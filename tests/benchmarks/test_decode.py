@@ -130,10 +130,11 @@ def test_what_is_compiled_side_by_side_is_what_runs(here: pytest.MonkeyPatch) ->
     launched: list[tuple[int, ...]] = []
     operations = KernelRunner.operations
     here.setattr(KernelRunner, "operations", lambda runner, rows: launched.append((rows,)) or operations(runner, rows))
+    here.setattr(KernelRunner, "extend", lambda runner, new: launched.append((len(new[0]), runner.chunk)))
     here.setattr(models, "other_heads", lambda runner, B: launched.append((runner.batch, B)))
     models._warm(TINY, "lqq", "strips", (1, 3))
     models._warm(TINY, "qoq", "qserve", (1, 3))
-    assert launched == [(1,), (3,), (8,), (3, 1), (3, 3), (1,), (3,)]
+    assert launched == [(1,), (3,), (5, 8), (3, 1), (3, 3), (1,), (3,)]
 
 
 @pytest.mark.full
