@@ -49,6 +49,8 @@ class KernelAttentionRunner(NumpyRunner):
         step = choose(options)
         sizes = step.sizes(call, 1 if self.backend == "emulator" else gpu.device_info().sms)
         how = {name: sizes[name] for name in ("softmax_scale", "window", "blocks")}
-        out, _ = exact.attention(given[:, None], cache, config=step.config(sizes, self._dtype), **how)
+        out, _ = exact.attention(
+            given[:, None], cache, config=step.config(sizes, self._dtype, rotated=cache.rotated), **how
+        )
         found = gpu.to_host(out) if self.backend == "gpu" else out
         return floats(found[:R, 0]).reshape(R, -1)
