@@ -120,8 +120,8 @@ def test_only_gpu_and_toolchain_import_nvidias_packages() -> None:
     assert {folder(module) for module in importers("cuda")} == {"ptxlab.gpu", "ptxlab.toolchain"}
 
 
-def test_torch_is_imported_in_its_folder_and_for_prompts_alone() -> None:
-    allowed = re.compile(r"ptxlab\.llm\.(torch\b.*|model\.prompt_attention)")
+def test_torch_is_imported_in_its_folder_alone() -> None:
+    allowed = re.compile(r"ptxlab\.llm\.torch\b.*")
     assert [module for module in importers("torch") if not allowed.fullmatch(module)] == []
     code = (
         "import sys, ptxlab.public, ptxlab.llm.model, ptxlab.bench, ptxlab.cli.app; assert 'torch' not in sys.modules"

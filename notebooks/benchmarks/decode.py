@@ -27,15 +27,16 @@ from benchmarks.layer import decoder, side_by_side
 from benchmarks.layer.decoder import Alone
 from benchmarks.layer_shapes import BATCHES, Work, rows_of
 from benchmarks.peers_layer import MIXES, Job
+from benchmarks.shared_prefix import SHARED_PAGES, TOKENS, first_token_times
 from ptxlab import gpu
 from ptxlab.arithmetic import ceil_div
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
 from ptxlab.bench.suite import Suite
-from ptxlab.errors import ArgumentError, BenchmarkError, UnavailableError
+from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.llm.layer_chain import copy_of
 from ptxlab.llm.model import Config, KernelRunner, LayerWeights, QuantizedModel, largest_batch
-from ptxlab.llm.model.kernel_runner import LMHead, require_torch
+from ptxlab.llm.model.kernel_runner import LMHead
 from ptxlab.llm.model.memory import RESERVE
 from ptxlab.llm.model.runner import HEAD_ROWS
 from ptxlab.lowbit.bench.attention.problem import random_pages
@@ -59,8 +60,9 @@ MEAN = PROMPT + MADE // 2  # of a steady sequence; a mix's sequences all have so
 STEPS = 512
 BUDGETS = (80, 141)  # GB
 CHUNK = 2 * PROMPT
-BY_TORCH = "prompts_by_torch"  # 1 in `Row.more` where PyTorch attended the prompts, 0 where the decode attention did
+BY_TORCH = "prompts_by_torch"  # 1 in `Row.more` of older records, whose prompts PyTorch attended
 MIX = "mixes"
+FIRST_TOKEN = "first token"  # the measure of `first_token_rows`
 WITHOUT = "without"  # ours with QServe's GEMM in place of ours, LiquidGEMM's "/wo"
 _STEPS_WITHOUT, _WARM = 64, 8
 _ROWS = 520  # distinct random rows of embedding and head, each then scaled by a factor of its own
@@ -168,6 +170,7 @@ def model_rows(
     for row in mix_rows(config, wanted, plan, known, progress):
         beside.setdefault(row.sizes["B"], {})[MIX] = row
         yield row
+    yield from first_token_rows(config, known, progress)
     prompts: dict[str, float] = {}
     for row in prompt_rows(config, wanted, plan, known, progress):
         prompts = row.peers
@@ -182,8 +185,7 @@ def model_rows(
     if all(steps.values()) and all(rule.values()):
         return
     with gpu.elsewhere(_PAD):
-        how: dict[str, Any] = {"chunk": CHUNK, "prompt_attention": _prompt_attention()}
-        runner = KernelRunner(random_model(config), max(plan.batches), PROMPT + MADE, **how)
+        runner = KernelRunner(random_model(config), max(plan.batches), PROMPT + MADE, chunk=CHUNK)
         for B in (B for B, row in steps.items() if row is None):
             progress(f"{config.name}, batch {B}")
             steps[B] = row = decode_row(runner, B, ceilings, beside[B])
@@ -229,7 +231,8 @@ class Steady:
     def __init__(self, runner: KernelRunner, B: int) -> None:
         self.runner, self.at, rng = runner, list(range(B)), np.random.default_rng(B)
         _release_all(runner)
-        rng.shuffle(runner.free)
+        for page in rng.permutation(runner.pages).tolist():
+            runner.page_pool.free.move_to_end(page)
         for b in self.at:
             if not runner.reserve(b, PROMPT + MADE):
                 raise BenchmarkError(f"{FACE}: {runner.pages} pages do not hold {B} sequences of {PROMPT + MADE}")
@@ -406,26 +409,13 @@ def without_rows(
         del model, runner
 
 
-def _prompt_attention() -> str:
-    """What attends prompts: PyTorch where it can, else the kernel."""
-    try:
-        require_torch(on_gpu=True)
-    except UnavailableError:
-        return "cache"
-    return "torch"
-
-
 class Generated(NamedTuple):
-    """QServe's rule at a batch: microseconds of the prompts and of the steps behind them, clock, mean power or 0.
-
-    `prompt_attention` is the runner's.
-    """
+    """QServe's rule at a batch: microseconds of the prompts and of the steps behind them, clock, mean power or 0."""
 
     prefill_us: float
     decode_us: float
     sm_mhz: float
     power_w: float
-    prompt_attention: str = "cache"
 
 
 def generated(runner: KernelRunner, B: int) -> Generated:
@@ -459,7 +449,7 @@ def generated(runner: KernelRunner, B: int) -> Generated:
         said = f"{B} sequences did not come to {PROMPT + MADE} tokens"
         raise BenchmarkError(f"{GENERATE}, {runner.config.name}: {said}")
     watt = float(np.mean(watts)) if watts else 0.0
-    return Generated(1e6 * (middle - begin), 1e6 * (end - middle), clock.mhz(), watt, runner.prompt_attention)
+    return Generated(1e6 * (middle - begin), 1e6 * (end - middle), clock.mhz(), watt)
 
 
 def _release_all(runner: KernelRunner) -> None:
@@ -476,7 +466,6 @@ def generate_row(
     """
     us = run.prefill_us + run.decode_us
     more = {"prefill_us": run.prefill_us, "decode_us": run.decode_us}
-    more[BY_TORCH] = float(run.prompt_attention == "torch")
     more |= {f"{name} batch": float(batch) for name, (_, batch) in composed.items()}
     more |= {f"{name} tokens_per_second": batch * MADE / us * 1e6 for name, (us, batch) in composed.items()}
     more |= {"power_w": run.power_w} if run.power_w else {}
@@ -565,6 +554,31 @@ def prompt_rows(
     yield from [there] if there else []
 
 
+def first_token_rows(config: Config, known: Mapping[Key, Row], progress: Callable[[str], None]) -> Iterator[Row]:
+    """The time to the first token of a prompt that shares `SHARED_PAGES` pages, and as a peer of one that is new."""
+    row = known.get(row_key(config, FIRST_TOKEN, 1, TOKENS))
+    if row is None:
+        progress(f"{config.name}: time to the first token")
+        with gpu.elsewhere(_PAD):
+            runner = KernelRunner(random_model(config), 1, TOKENS + PAGE, chunk=CHUNK, pages=4 * ceil_div(TOKENS, PAGE))
+            shared, new = first_token_times(runner, TOKENS, SHARED_PAGES)
+            del runner
+        us = float(np.median(shared))
+        row = plain_row(
+            FACE,
+            FIRST_TOKEN,
+            sizes_of(config, 1, TOKENS),
+            us,
+            rate=TOKENS / us * 1e6,
+            sm_mhz=0.0,
+            checked=f"{SHARED_PAGES} pages of {PAGE} tokens are shared",
+            peers={"nothing shared": float(np.median(new))},
+            face=FACE,
+        )
+        row = replace(row, fastest_us=min(shared), slowest_us=max(shared))
+    yield row
+
+
 def mix_row(config: Config, B: int, times: Mapping[str, peers_layer.MixTime], measure: str = BESIDE) -> Row:
     """All layers of every mix, of which `times` are one layer's; how much of it GEMMs and attention are."""
     us = {name: config.layers * mix.layer for name, mix in times.items()}
@@ -596,8 +610,10 @@ def _warm(config: Config, scheme: str, layout: str, batches: Sequence[int]) -> N
     runner = KernelRunner(
         model, max(batches), PROMPT + MADE, chunk=CHUNK if ours else 1, pages=max(*batches, CHUNK), programmatic=ours
     )
-    for rows in sorted({runner.launched(n) for n in (*batches, runner.chunk)}):
-        runner.operations(rows)
+    for B in batches:
+        runner.operations(B)
+    if ours:
+        runner.extend({0: [0] * (PROMPT + 1)})  # padded to a chunk
     for B in batches if ours else ():
         other_heads(runner, B)
 

@@ -23,6 +23,7 @@ from benchmarks.decode import (
 from benchmarks.layer_shapes import TOPS, rows_of
 from ptxlab import bench
 from ptxlab.bench.record import Record
+from ptxlab.lowbit.kernels.attention.prefill import PREFILL
 from ptxlab.plot import BLUE, GREY, ORANGE, PURPLE, RED
 from report import RESULTS
 from report.frames import MISSING, markdown
@@ -159,12 +160,12 @@ def generate_table(records: list[Record]) -> str:
 
 
 def _attended(rows: pd.DataFrame) -> str:
-    """What attended our prompts, in a sentence; of rows that do not say, the decode attention."""
+    """Say what attended our prompts: `attention_kv4_prefill_sm90`, unless a row says that it was PyTorch."""
     by_torch = rows.reindex(columns=[BY_TORCH])[BY_TORCH] == 1
     others = ", ".join(rows.model[~by_torch].unique())
     if not by_torch.any():
-        return "Our prompts are attended by the decode attention."
-    return f"Our prompts are attended by PyTorch{f', those of {others} by the decode attention' if others else ''}."
+        return f"Our prompts are attended by {PREFILL.name}."
+    return f"Our prompts are attended by PyTorch{f', those of {others} by {PREFILL.name}' if others else ''}."
 
 
 def front_table(records: list[Record]) -> str:

@@ -9,8 +9,10 @@ import numpy as np
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.generate import finite_only
-from ptxlab.llm.model.runner import PAGE, Runner
+from ptxlab.llm.model.pages import PAGE
+from ptxlab.llm.model.runner import Runner
 from ptxlab.llm.model.sampling import Sampling, adjust, tokens_mask
+from ptxlab.runtime.arguments import check_flags
 from ptxlab.validate import is_integer, require_integer
 
 _AT_ONCE = 16  # sequences at a time: the float64 of a large vocabulary take megabytes each
@@ -47,23 +49,31 @@ class Request:
 class Server:
     """Serves requests, oldest first, as many at a time as the runner has sequences and pages for.
 
-    A step makes a token of every sequence whose tokens are in the cache but for the last one; then it takes a chunk of
-    the prompts that are not there yet, oldest first. A request takes the pages of its prompt when it is admitted and
-    the others as it grows. Where they run out, the youngest request gives its pages back, waits, and is computed again
-    from its tokens. With a `batch_invariant` runner every request gets the very tokens that it gets alone.
+    A step makes a token of every sequence whose prompt is in the cache, in one launch; then it takes a chunk of the
+    prompts that are not there yet, oldest first, in another. A request takes the pages of its prompt when it is
+    admitted and the others as it grows. Where they run out, the youngest request gives its pages back, waits, and is
+    computed again from its tokens. Requests that begin with the same tokens share whole pages of 64 tokens, also those
+    of requests that have ended, as long as nobody else has taken these.
+
+    With a `batch_invariant` runner every request gets the very tokens that it gets alone. Prompts and decoding round
+    attention differently. So a request that is computed again decodes the tokens that it has generated once more, and
+    pages of these are not shared. Without `batch_invariant` such tokens are part of the prompt.
 
     One thread at a time may use it, and nothing else the runner.
 
     Attributes:
         runner: whose sequences it takes.
+        share_prefixes: whether requests share pages.
         waiting: requests without a sequence, oldest first.
         running: the others by their sequence, oldest first.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, *, share_prefixes: bool = True) -> None:
+        """`share_prefixes` lets requests share pages."""
         if not isinstance(runner, Runner):
             raise ArgumentError("runner", "must be a Runner", type(runner).__name__)
-        self.runner = runner
+        check_flags(share_prefixes=share_prefixes)
+        self.runner, self.share_prefixes = runner, share_prefixes
         self.waiting: list[Request] = []
         self.running: dict[int, Request] = {}
         for b in range(runner.batch):
@@ -114,18 +124,15 @@ class Server:
 
     def _step(self) -> list[Request]:
         self._admit()
-        advanced, ready = [], [b for b in self.running if self._missing(b) == 1]
+        ready = [b for b in self.running if not self._prompt_left(b)]
         for b in ready:
             self._make_room(b)
-        live = [b for b in ready if b in self.running]
+        advanced, live = [], [b for b in ready if b in self.running]
         if live:
-            tokens = np.array([self.running[b].known[-1] for b in live], np.int32)
-            advanced += self._append(live, self.runner.decode(tokens, live))
+            tokens = np.array([self.running[b].known[self.runner.lengths[b]] for b in live], np.int32)
+            advanced += self._append_to_complete(live, self.runner.decode(tokens, live))
         if part := self._part():
-            logits = self.runner.extend(part)
-            through = [i for i, b in enumerate(part) if not self._missing(b)]
-            if through:
-                advanced += self._append([list(part)[i] for i in through], logits[through])
+            advanced += self._append_to_complete([*part], self.runner.extend(part))
         return advanced
 
     def run(self) -> None:
@@ -148,29 +155,43 @@ class Server:
     def _admit(self) -> None:
         """Give sequences, and pages for what is known and a token more, to those that wait."""
         free = [b for b in range(self.runner.batch) if b not in self.running]
-        while free and self.waiting and self.runner.reserve(free[0], len(self.waiting[0].known) + 1):
+        while free and self.waiting:
+            b, request = free[0], self.waiting[0]
+            if self.share_prefixes:
+                self.runner.share(b, self._computed_as_prompt(request))
+            if not self.runner.reserve(b, len(request.known) + 1 - int(self.runner.lengths[b])):
+                return self.runner.release(b)
             self.running[free.pop(0)] = self.waiting.pop(0)
 
-    def _missing(self, b: int) -> int:
-        """Tokens of a sequence that its cache lacks."""
-        request = self.running[b]
-        return len(request.prompt) + len(request.tokens) - int(self.runner.lengths[b])
+    def _computed_as_prompt(self, request: Request) -> list[int]:
+        """Return the tokens of a request that launches of prompts compute; decoding computes the others."""
+        if self.runner.batch_invariant or not request.tokens:
+            return request.prompt
+        return request.known[:-1]
+
+    def _prompt_left(self, b: int) -> list[int]:
+        """Return the tokens of a sequence's prompt that its cache lacks."""
+        return self._computed_as_prompt(self.running[b])[self.runner.lengths[b] :]
 
     def _part(self) -> dict[int, list[int]]:
-        """Up to a chunk of tokens that caches lack, by sequence; a sequence that lacks one decodes in the next step."""
+        """Return up to a chunk of tokens of prompts that caches lack, by sequence."""
         part: dict[int, list[int]] = {}
         room = self.runner.chunk
-        for b, request in self.running.items():
-            if self._missing(b) > 1 and room:
-                there = int(self.runner.lengths[b])
-                part[b] = request.known[there : there + room]
-                room -= len(part[b])
+        for b in self.running:
+            if room and (tokens := self._prompt_left(b)[:room]):
+                part[b] = tokens
+                room -= len(tokens)
         return part
 
     def _make_room(self, b: int) -> None:
         """A page for the next token of b where it needs one: of the youngest if none is free, be it b itself."""
         while b in self.running and not self.runner.reserve(b, 1):
             self.waiting.insert(0, self._leave(next(reversed(self.running))))
+
+    def _append_to_complete(self, at: list[int], logits: Any) -> list[Request]:
+        """Append the next token to those sequences, of logits [n, V], all of whose tokens are in the cache."""
+        complete = [i for i, b in enumerate(at) if self.runner.lengths[b] == len(self.running[b].known)]
+        return self._append([at[i] for i in complete], logits[complete]) if complete else []
 
     def _append(self, at: list[int], logits: Any) -> list[Request]:
         """The next tokens of sequences, of their logits [n, V]; what is not finite ends a request with an error."""
@@ -180,12 +201,22 @@ class Server:
                 request.error = f"logits are not finite at token {len(request.tokens)}"
             else:
                 request.tokens.append(token)
+                if len(request.tokens) == 1:
+                    self._let_share(b)
             if token < 0 or len(request.tokens) >= request.most or token in request.ends:
                 request.done = True
                 self._leave(b)
         return requests
 
+    def _let_share(self, b: int) -> None:
+        """Let others share the pages of a sequence that has finite logits behind its tokens but the last."""
+        if self.share_prefixes:
+            tokens = self._computed_as_prompt(self.running[b])
+            self.runner.hold(b, tokens[: self.runner.lengths[b]])
+
     def _leave(self, b: int) -> Request:
+        if self.running[b].tokens and not self.running[b].error:
+            self._let_share(b)
         self.runner.release(b)
         return self.running.pop(b)
 

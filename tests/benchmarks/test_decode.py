@@ -17,7 +17,7 @@ from benchmarks.peers_layer import MixTime
 from ptxlab import bench, gpu
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
-from ptxlab.errors import ArgumentError, BenchmarkError, UnavailableError
+from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.llm.model import Config, KernelRunner, LayerWeights
 from ptxlab.llm.model.memory import layer_bytes
 from ptxlab.lowbit.bench.attention import problem as attention_problem
@@ -47,6 +47,7 @@ def here(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     emulated_gpu.setattr(models, "measure", _measure)
     emulated_gpu.setattr(models, "KernelRunner", partial(KernelRunner, backend="emulator"))
     emulated_gpu.setattr(gpu, "card_id", lambda: "GPU-0")
+    emulated_gpu.setattr(models, "first_token_times", lambda *_: ([1.0, 3.0], [10.0, 11.0]))
     for name, value in {"PROMPT": 4, "MADE": 2, "MEAN": 5, "CHUNK": 8}.items():
         emulated_gpu.setattr(models, name, value)
     attention_problem.random_pages.cache_clear()
@@ -77,52 +78,21 @@ def test_a_whole_model_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch
     assert found.more["prefill_us"] + found.more["decode_us"] == pytest.approx(found.time_us)
     assert found.more["fp8_row/sdpa tokens_per_second"] == pytest.approx(3 * 2 / 100e-6)
     assert found.peers == {"fp8_row/sdpa": pytest.approx(100.0 * 2 / 3)}, "its batch is 3, ours 2"
-    assert found.more[models.BY_TORCH] == 0.0
     assert row.key == models.row_key(TINY, models.MEASURE, 2, 4)
 
 
 @pytest.mark.full
 def test_nothing_is_captured_while_qserves_rule_is_timed(here: pytest.MonkeyPatch) -> None:
     runner, launched = models.KernelRunner(models.random_model(TINY), 3, 6, chunk=8), []
-    clock = SimpleNamespace(start=lambda: launched.append({*runner._steps}), stop=lambda: None, mhz=lambda: 1900.0)
+
+    def captured() -> tuple[set[int], set[int]]:
+        return {*runner._steps}, {*runner._prompt_steps}
+
+    clock = SimpleNamespace(start=lambda: launched.append(captured()), stop=lambda: None, mhz=lambda: 1900.0)
     here.setattr(models, "Clock", lambda: clock)
     models.generated(runner, 3)
-    assert launched == [{*runner._steps}] == [{3, 4, 8}]
-    assert runner.lengths.tolist() == [5, 5, 5] and len(runner.free) == 0
-
-
-@pytest.mark.full
-@pytest.mark.torch
-def test_pytorch_attends_the_prompts_of_qserves_rule(here: pytest.MonkeyPatch) -> None:
-    """Two at a time, in one call, before the clock starts too; and the row says so."""
-    pytest.importorskip("torch", reason="PyTorch is not installed")
-    from ptxlab.llm.model import prompt_attention as attention
-
-    runner, begun = models.KernelRunner(models.random_model(TINY), 3, 6, chunk=8, prompt_attention="torch"), []
-    cut: list[list[int]] = []
-
-    def start() -> None:
-        begun.append("start")
-        cut.append([rows for rows, step in runner._steps.items() if step.pieces])
-
-    here.setattr(models, "Clock", lambda: SimpleNamespace(start=start, stop=lambda: None, mhz=lambda: 1900.0))
-    found = attention.begun
-    here.setattr(attention, "begun", lambda rows, window: begun.append(found(rows, window)) or begun[-1])
-    run = models.generated(runner, 3)
-    prompts = [[(0, 2, 4)], [(0, 1, 4)]]
-    assert begun == [*prompts, "start", *prompts]
-    assert cut == [[rows for rows, step in runner._steps.items() if step.pieces]] == [[8, 4]]
-    assert models.generate_row(TINY, 3, 80, run, {}).more[models.BY_TORCH] == 1.0
-
-
-@pytest.mark.parametrize(("why_not", "found"), [("", "torch"), ("torch: 2.5 or newer is needed", "cache")])
-def test_the_kernel_attends_prompts_where_pytorch_cannot(why_not: str, found: str, here: pytest.MonkeyPatch) -> None:
-    def require(*, on_gpu: bool) -> None:
-        if why_not and on_gpu:
-            raise UnavailableError(why_not)
-
-    here.setattr(models, "require_torch", require)
-    assert models._prompt_attention() == found
+    assert launched == [captured()] == [({3}, {4, 8})]
+    assert runner.lengths.tolist() == [5, 5, 5] and len(runner.page_pool.free) == 0
 
 
 def test_steady_sequences_begin_anew_and_a_wrong_graph_is_found(here: pytest.MonkeyPatch) -> None:
@@ -160,10 +130,11 @@ def test_what_is_compiled_side_by_side_is_what_runs(here: pytest.MonkeyPatch) ->
     launched: list[tuple[int, ...]] = []
     operations = KernelRunner.operations
     here.setattr(KernelRunner, "operations", lambda runner, rows: launched.append((rows,)) or operations(runner, rows))
+    here.setattr(KernelRunner, "extend", lambda runner, new: launched.append((len(new[0]), runner.chunk)))
     here.setattr(models, "other_heads", lambda runner, B: launched.append((runner.batch, B)))
     models._warm(TINY, "lqq", "strips", (1, 3))
     models._warm(TINY, "qoq", "qserve", (1, 3))
-    assert launched == [(1,), (3,), (8,), (3, 1), (3, 3), (1,), (3,)]
+    assert launched == [(1,), (3,), (5, 8), (3, 1), (3, 3), (1,), (3,)]
 
 
 @pytest.mark.full
@@ -234,6 +205,7 @@ class Counted:
         patch.setattr(models.peers_layer, "mixes", self.mixes)
         patch.setattr(models.peers_layer, "prefills", self.prefills)
         patch.setattr(models, "decode_row", self.decode_row)
+        patch.setattr(models, "first_token_times", lambda *_: ([1.0, 3.0], [10.0, 11.0]))
         patch.setattr(models, "generated", lambda runner, B: models.Generated(self.note(("rule", B)), 2.0, 1900.0, 0.0))
 
     def note(self, what: Any) -> float:
@@ -275,6 +247,9 @@ def test_a_model_goes_on_at_any_row_and_measures_none_twice(monkeypatch: pytest.
     at = {row.sizes["B"]: [*row.peers] for row in whole if row.kernel == "mixes" and row.measure == models.BESIDE}
     assert at.pop(1) == at.pop(64) == ["fp16/sdpa", "fp8_row/sdpa"]
     assert at == {80: ["fp16/sdpa"], 156: ["fp16/sdpa"], 88: ["fp8_row/sdpa"], 164: ["fp8_row/sdpa"]}
+    (first,) = (row for row in whole if row.measure == models.FIRST_TOKEN)
+    assert (first.time_us, first.fastest_us, first.slowest_us) == (2.0, 1.0, 3.0)
+    assert first.sizes["L"] == 2000 and first.peers == {"nothing shared": 10.5}
     of_156 = 156 * 32 * 5.0 + 512 * (32 * 2.0 * 156 + 1.0)
     assert whole[-1].peers["fp16/sdpa"] == pytest.approx(of_156 * 64 / 156)
     for done in range(len(whole) + 1):

@@ -27,19 +27,20 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": list(range(70, 140)), "tokens": TOKENS, "temperature": 30.0, "seed": 2},
     {"prompt": [5, 5], "tokens": TOKENS, "repetition_penalty": 3.0},
     {"prompt": [6], "tokens": TOKENS, "temperature": 30.0, "top_k": 9, "top_p": 0.8, "min_p": 0.1, "seed": 3},
+    {"prompt": [*range(70, 134), 9], "tokens": TOKENS},  # the first page of the fourth prompt
 ]
 ALONE = {head: NumpyRunner(MODEL, 1, 128, chunk=32, batch_invariant=True, head=head) for head in ("float16", "int8")}
 KNOWN: dict[str, dict[str, list[int]]] = {head: {} for head in ALONE}
 
 
-def served(batch: int, head: str = "float16", **how: Any) -> Served:
+def served(batch: int, head: str = "float16", *, share_prefixes: bool = True, **how: Any) -> Served:
     runner = NumpyRunner(MODEL, batch, 128, batch_invariant=True, head=head, **how)
-    return Served(Server(runner), ALONE[head], _known=KNOWN[head])
+    return Served(Server(runner, share_prefixes=share_prefixes), ALONE[head], _known=KNOWN[head])
 
 
 @settings(max_examples=15)
 @given(
-    st.lists(st.one_of(st.integers(0, 5), st.sampled_from(["step", "cancel"])), min_size=2, max_size=12),
+    st.lists(st.one_of(st.integers(0, 6), st.sampled_from(["step", "cancel"])), min_size=2, max_size=12),
     st.integers(1, 4),
     st.integers(2, 5),
     st.sampled_from([1, 20, 64]),
@@ -170,6 +171,46 @@ def test_prompts_go_in_between_steps() -> None:
         these.step()
         counts.append(len(first.tokens))
     assert counts == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("share_prefixes", [True, False])
+def test_a_page_of_an_equal_prefix_is_computed_once(share_prefixes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a request that runs, by one that has ended, and not behind another beginning; a prompt that is wholly there
+    computes its last token."""
+    these = served(3, pages=9, chunk=128, share_prefixes=share_prefixes)
+    extend, computed = these.server.runner.extend, list[int]()
+    monkeypatch.setattr(
+        these.server.runner, "extend", lambda new: computed.extend(map(len, new.values())) or extend(new)
+    )
+    prompts = [[*range(70, 140)], [*range(70, 134), 9], [*range(70, 134)], [1, *range(71, 140)]]
+    for prompt in prompts[:2]:
+        these.submit(prompt=prompt, tokens=TOKENS)
+        these.step()
+    these.finish()
+    for prompt in [*prompts[2:], prompts[0]]:
+        these.submit(prompt=prompt, tokens=TOKENS)
+        these.finish()
+    assert computed == ([70, 1, 64, 70, 6] if share_prefixes else [70, 65, 64, 70, 70])
+
+
+def test_a_whole_prompt_of_shared_pages_computes_its_last_page() -> None:
+    these = served(1, pages=4, chunk=128)
+    for _ in range(2):
+        these.submit(prompt=[*range(64)], tokens=2)
+        these.finish()
+    these.server.runner.share(0, [*range(65)])
+    assert these.server.runner.lengths.tolist() == [64]
+
+
+def test_preempted_requests_take_up_what_they_had_left() -> None:
+    """Without batch invariance pages of generated tokens are shared, too."""
+    runner = NumpyRunner(MODEL, 1, 128, chunk=128)
+    server = Server(runner)
+    request = server.submit([*range(60)], tokens=10)
+    server.run()
+    runner.share(0, [*range(60), *request.tokens])
+    assert runner.lengths.tolist() == [64]
+    runner.release(0)
 
 
 def test_a_chunk_takes_several_prompts() -> None:
@@ -337,7 +378,7 @@ def test_a_cancelled_request_gives_its_pages_back() -> None:
     these.step()
     these.cancel(waiting)
     these.cancel(running)
-    assert running.done and waiting.done and len(these.server.runner.free) == 2
+    assert running.done and waiting.done and len(these.server.runner.page_pool.free) == 2
     assert these.server.step() == []
     these.finish()
 
@@ -394,7 +435,7 @@ def test_what_a_runner_refuses_leaves_it_as_it_was(call: Any, message: str) -> N
     runner = NumpyRunner(MODEL, 2, 128, chunk=128, pages=2)
     with pytest.raises(ArgumentError, match=f"^{message}$"):
         call(runner)
-    assert not runner.lengths.any() and not runner.held.any() and len(runner.free) == 2
+    assert not runner.lengths.any() and not runner.held.any() and len(runner.page_pool.free) == 2
 
 
 def test_bad_input_of_pages_and_heads() -> None:

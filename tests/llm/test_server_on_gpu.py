@@ -10,7 +10,8 @@ import pytest
 from benchmarks.decode import random_model
 from ptxlab import gpu
 from ptxlab.llm.model import Config, FloatModel, KernelRunner, QuantizedModel
-from ptxlab.llm.model.runner import HEADS, PAGE
+from ptxlab.llm.model.pages import PAGE
+from ptxlab.llm.model.runner import HEADS, launch_sizes
 from ptxlab.llm.server import Server
 from tests.support.serving import Served, random_requests, soak
 
@@ -39,7 +40,7 @@ def endured(
     alone = KernelRunner(runner.model, 1, context, chunk=how["chunk"], batch_invariant=True, head=head)
     these = Served(Server(runner), alone, may_part=not invariant)
     rng = np.random.default_rng(1)
-    for size in runner.sizes:  # every graph, and all that cuBLAS and CuPy take once
+    for size in launch_sizes(max(runner.batch, runner.chunk)):  # every graph, and all that cuBLAS and CuPy take once
         these.submit(prompt=rng.integers(0, 1000, min(size, context - 4)).tolist(), tokens=3)
         these.server.run()
     crowded = runner.pages * PAGE // runner.batch + PAGE  # tokens: so many pages for each are not there

@@ -56,7 +56,7 @@ def test_the_table_says_what_attended_the_prompts() -> None:
         ((by_torch,), "Our prompts are attended by PyTorch.\n"),
         (
             (by_torch, replace(row, sizes=eight)),
-            "Our prompts are attended by PyTorch, those of LLaMA-3-8B by the decode attention.\n",
+            "Our prompts are attended by PyTorch, those of LLaMA-3-8B by attention_kv4_prefill_sm90.\n",
         ),
     ):
         assert decode.generate_table([replace(record(), rows=rows)]).endswith(said)

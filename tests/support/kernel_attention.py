@@ -1,5 +1,6 @@
 """A NumPy runner with the attention of `attention_kv4_sm90` in its own order of operations: the kernels' very bits."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.llm.model import NumpyRunner
-from ptxlab.llm.model.runner import Rows
+from ptxlab.llm.model.runner import Rows, padded_rows
 from ptxlab.lowbit.kernels.attention import exact
 from ptxlab.lowbit.kernels.attention.call import check_call
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
@@ -16,17 +17,28 @@ from ptxlab.spec.dtypes import floats, stored
 
 
 class KernelAttentionRunner(NumpyRunner):
-    """Its rows attend as those of a `KernelRunner` do that has the same batch, context and chunk.
+    """Its rows of decoding attend as those of a `KernelRunner` do that has the same batch and context.
 
-    What the kernel adds up apart depends on all rows of a launch, so padding counts. On a GPU the oracle runs there,
-    with the arithmetic of its tensor cores.
+    Those of prompts attend in float64, as `attention_kv4_prefill_sm90` has no oracle in its own order. What the kernel
+    adds up apart depends on all rows of a launch, so padding counts. On a GPU the oracle runs there, with the
+    arithmetic of its tensor cores.
     """
 
     backend = "emulator"
+    _decodes = False
+
+    def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
+        self._decodes = True
+        try:
+            return super().decode(tokens, at)
+        finally:
+            self._decodes = False
 
     def _attend(self, i: int, q: Any, rows: Rows) -> Any:
+        if not self._decodes:
+            return super()._attend(i, q, rows)
         place = gpu.to_device if self.backend == "gpu" else np.asarray
-        R, padding = len(q), self.launched(len(q)) - len(q)
+        R, padding = len(q), padded_rows(len(q), self.batch) - len(q)
         table = np.pad(self.caches[i].block_table[rows.sequence], ((0, padding), (0, 0)))
         lengths = np.pad(rows.position + 1, (0, padding))
         pool = place(self.caches[i].pool)
@@ -37,6 +49,8 @@ class KernelAttentionRunner(NumpyRunner):
         step = choose(options)
         sizes = step.sizes(call, 1 if self.backend == "emulator" else gpu.device_info().sms)
         how = {name: sizes[name] for name in ("softmax_scale", "window", "blocks")}
-        out, _ = exact.attention(given[:, None], cache, config=step.config(sizes, self._dtype), **how)
+        out, _ = exact.attention(
+            given[:, None], cache, config=step.config(sizes, self._dtype, rotated=cache.rotated), **how
+        )
         found = gpu.to_host(out) if self.backend == "gpu" else out
         return floats(found[:R, 0]).reshape(R, -1)

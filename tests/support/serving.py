@@ -54,7 +54,7 @@ class Served:
         may part, is noted beside it."""
         while self.server.running or self.server.waiting:
             self.step()
-        assert sorted(self.server.runner.free) == list(range(self.server.runner.pages))
+        assert sorted(self.server.runner.page_pool.free) == list(range(self.server.runner.pages))
         for how, request in self.requests:
             assert request.done and request.error is None
             if self.may_part:
@@ -70,7 +70,7 @@ class Served:
         """What a request gets on a runner of its own."""
         key = str(how)
         if key not in self._known:
-            server = Server(self.alone)
+            server = Server(self.alone, share_prefixes=False)
             request = server.submit(**how)
             server.run()
             self._known[key] = request.tokens
@@ -89,10 +89,15 @@ class Served:
         return f"{len(self.requests)} requests: {'; '.join(said)}"
 
     def check_pages(self) -> None:
-        """Every page is free or belongs to one sequence that runs, which has those that its length needs."""
+        """Every page is free or belongs to sequences that run, as many as are counted, which have those that their
+        lengths need; and a page that is shared is written to no more."""
         runner = self.server.runner
         taken = [page for b in range(runner.batch) for page in runner.table[b, : runner.held[b]].tolist()]
-        assert sorted(taken + runner.free) == list(range(runner.pages))
+        users = runner.page_pool.users
+        assert np.array_equal(users, np.bincount(taken, minlength=runner.pages))
+        assert sorted(runner.page_pool.free) == np.flatnonzero(users == 0).tolist()
+        for b in range(runner.batch):
+            assert (users[runner.table[b, runner.lengths[b] // 64 : runner.held[b]]] == 1).all()
         for b in range(runner.batch):
             if b not in self.server.running:
                 assert not runner.held[b] and not runner.lengths[b]
@@ -100,12 +105,15 @@ class Served:
 
 
 def random_requests(count: int, vocabulary: int, most: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Prompts and lengths that fit `most` tokens together; half are drawn, some may end early."""
+    """Prompts and lengths that fit `most` tokens together; half are drawn, some may end early. Every third prompt
+    begins with the same tokens as the others of these."""
     rng = np.random.default_rng(seed)
+    common = rng.integers(0, vocabulary, most)
     for i in range(count):
         prompt = int(rng.integers(1, most - 2))
+        begun = common[: 2 * prompt // 3 if i % 3 == 0 else 0].tolist()
         yield {
-            "prompt": rng.integers(0, vocabulary, prompt).tolist(),
+            "prompt": [*begun, *rng.integers(0, vocabulary, prompt - len(begun)).tolist()],
             "tokens": int(rng.integers(1, min(64, most - prompt))),
             "ends": range(vocabulary // 50),
             "temperature": 20.0 * (i % 2),

@@ -29,7 +29,7 @@ class Computing(NamedTuple):
     scheme: str | None
     group: int | None
     head: str
-    prompt_attention: str
+    rotated: bool
     memory: float | None
     quiet: bool
 
@@ -204,11 +204,10 @@ def _recipe(runner: Runner) -> dict[str, Any]:
 def _where(runner: Runner, computing: Computing) -> str:
     if isinstance(runner, FloatRunner):
         return f"weights and KV cache in float32, on {'the GPU' if computing.backend == 'gpu' else 'NumPy'}"
-    torch = getattr(runner, "prompt_attention", "cache") == "torch"
-    attention = "PyTorch's attention" if torch else "the decode attention"
-    on_gpu = f"the GPU: a CUDA graph per step, the prompt by {attention}, in chunks of {runner.chunk} tokens"
+    on_gpu = f"the GPU: a CUDA graph per step, the prompt in chunks of {runner.chunk} tokens"
     precision = {"atom": "W4A4", "fmpq": "W4Ax"}.get(runner.model.layers[0].qkv.scheme, "W4A8")
-    return f"{precision}, KV4, on {on_gpu if computing.backend == 'gpu' else 'NumPy'}"
+    cache = "KV4 with rotated keys" if runner.rotated else "KV4"
+    return f"{precision}, {cache}, on {on_gpu if computing.backend == 'gpu' else 'NumPy'}"
 
 
 def note(remark: str) -> None:

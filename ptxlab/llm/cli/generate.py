@@ -42,9 +42,9 @@ from ptxlab.llm.model import (
     QuantizedModel,
     Runner,
 )
-from ptxlab.llm.model.kernel_runner import PROMPT_ATTENTIONS, require_torch
 from ptxlab.llm.model.memory import budget, largest_batch, require_batch, weights_of
-from ptxlab.llm.model.runner import HEADS, PAGE
+from ptxlab.llm.model.pages import PAGE
+from ptxlab.llm.model.runner import HEADS
 from ptxlab.lowbit.quant import GROUPS
 
 PANEL = "Weights"
@@ -52,7 +52,6 @@ PANEL = "Weights"
 RUNNERS: dict[str, type[Runner]] = {"gpu": KernelRunner, "numpy": NumpyRunner}
 SCHEMES = ("lqq", "qoq", "qoq_channel", "float")
 _AT_ONCE = 16  # sequences of --prompts
-_CHUNK_OF_TORCH = 2048  # rows: only the first chunk of a prompt is PyTorch's
 _CONVERSATION = 4096  # tokens
 _GROUP = 32  # weights that share a scale by default
 _SAMPLING, _CHAT, _COMPUTING = "Sampling", "Chat", "Computing"
@@ -143,13 +142,14 @@ def generate(
             help="What the LM head multiplies in: float16, or int8: half its bytes, exact sums.",
         ),
     ] = "float16",
-    prompt_attention: Annotated[
-        str,
+    rotated: Annotated[
+        bool,
         typer.Option(
+            "--rotated/--plain",
             rich_help_panel=_COMPUTING,
-            help="What attends prompts on a GPU. cache: our kernel, in 4 bits; torch: PyTorch, in 16 bits.",
+            help="Rotate keys ahead of the 4-bit KV cache, which then loses less, or store them plain.",
         ),
-    ] = "cache",
+    ] = True,
     memory: Annotated[
         float | None,
         typer.Option(rich_help_panel=_COMPUTING, help="GB (10^9 bytes) of a GPU that may be taken at most."),
@@ -161,9 +161,7 @@ def generate(
     Without a GPU the same integers are computed in NumPy, where W4A4's folders run as well. Weights that are not
     quantised yet are rounded to nearest; --scheme float computes with them as they are. --chat holds a conversation.
     """
-    computing = Computing(
-        model, _backend(backend, scheme), scheme, group, head, prompt_attention, memory, quiet=as_json
-    )
+    computing = Computing(model, _backend(backend, scheme), scheme, group, head, rotated, memory, quiet=as_json)
     is_conversation = chat and prompts is None and batch in (None, 1) and not as_json
     if prompts is not None:
         refuse({"PROMPT": prompt}, "goes without --prompts")
@@ -262,16 +260,13 @@ def _check(computing: Computing, batch: int | None) -> None:
         refuse({"--group": computing.group}, f"is not for --scheme {computing.scheme}")
     if computing.head not in HEADS:
         raise expects("--head", " or ".join(HEADS), computing.head)
-    if computing.prompt_attention not in PROMPT_ATTENTIONS:
-        raise expects("--prompt-attention", " or ".join(PROMPT_ATTENTIONS), computing.prompt_attention)
-    by_torch = computing.prompt_attention == "torch"
     if computing.scheme == "float":
-        options = {"--head int8": computing.head != "float16" or None, "--prompt-attention torch": by_torch or None}
-        refuse({**options, "--memory": computing.memory}, "is not for --scheme float")
-    if by_torch:
-        if computing.backend != "gpu":
-            raise CommandLineError(f"--prompt-attention torch goes with --backend gpu (got {computing.backend})")
-        require_torch(on_gpu=True)
+        options = {
+            "--head int8": computing.head != "float16" or None,
+            "--plain": not computing.rotated or None,
+            "--memory": computing.memory,
+        }
+        refuse(options, "is not for --scheme float")
     if computing.memory is not None:
         with naming_options():
             budget(computing.memory)
@@ -315,11 +310,7 @@ def _runner(
     """A runner of `size` sequences, or fewer where --memory holds no more and the size is not `fixed`."""
     if computing.scheme == "float" and isinstance(opened, FloatModel):
         return FloatRunner(opened.to_device() if computing.backend == "gpu" else opened, size, context)
-    by_torch: dict[str, Any] = {"prompt_attention": "torch"} if computing.prompt_attention == "torch" else {}
-    options: dict[str, Any] = {
-        "head": computing.head,
-        "chunk": min(_CHUNK_OF_TORCH, size * context) if by_torch else None,
-    }
+    options: dict[str, Any] = {"head": computing.head}
     pages, scheme, group = None, computing.scheme or "lqq", computing.group or _GROUP
     if computing.memory is not None:
         rounding = {"group": group, "scheme": scheme}
@@ -329,7 +320,7 @@ def _runner(
         )
     if isinstance(opened, FloatModel):
         opened = _rounded(opened, computing.model, scheme, group, quiet=computing.quiet)
-    return RUNNERS[computing.backend](opened, size, context, pages=pages, **options, **by_torch)
+    return RUNNERS[computing.backend](opened, size, context, pages=pages, rotated=computing.rotated, **options)
 
 
 def _rounded(model: FloatModel, source: str, scheme: str, group: int, *, quiet: bool) -> QuantizedModel:

@@ -8,6 +8,7 @@ import numpy as np
 from ptxlab import gpu
 from ptxlab.llm.model.decoder import EXACT, causal_attention, feed_forward
 from ptxlab.llm.model.floats import FloatModel
+from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.runner import Rows, Runner
 from ptxlab.lowbit.reference import rms_norm
 from ptxlab.lowbit.reference.attention import rope
@@ -31,13 +32,13 @@ class FloatRunner(Runner):
         pages: int | None = None,
     ) -> None:
         """See `Runner`."""
-        super().__init__(model, batch, context, chunk=chunk, pages=pages)
+        super().__init__(model, batch, context, chunk=chunk, pages=pages, rotated=False)
         config, embedding = self.config, model.embedding
         self._layers = list(model.layers)
         self._angles = [
             np.asarray(table, like=embedding).astype(embedding.dtype) for table in config.rope_tables(context)
         ]
-        shape = (len(self._layers), batch, context, config.kv_heads, config.head_dim)
+        shape = (len(self._layers), self.pages * PAGE, config.kv_heads, config.head_dim)
         self._keys, self._values = (np.zeros(shape, embedding.dtype, like=embedding) for _ in range(2))
 
     def decode(self, tokens: Any, at: Sequence[int] | None = None) -> Any:
@@ -67,9 +68,10 @@ class FloatRunner(Runner):
         attended = np.empty_like(q)
         for b in np.unique(rows.sequence):
             at = np.flatnonzero(rows.sequence == b)
-            part, first, length = slice(at[0], at[-1] + 1), int(rows.position[at[0]]), int(rows.position[at[-1]]) + 1
-            keys, values = self._keys[i, b, :length], self._values[i, b, :length]
-            keys[first:], values[first:] = k[part], v[part]
+            part, first = slice(at[0], at[-1] + 1), int(rows.position[at[0]])
+            slots = np.asarray(self._slots(b, np.arange(rows.position[at[-1]] + 1)), like=q)
+            self._keys[i, slots[first:]], self._values[i, slots[first:]] = k[part], v[part]
+            keys, values = self._keys[i, slots], self._values[i, slots]
             attended[part] = causal_attention(q[None, part], keys[None], values[None], self.config.window_of(i))[0]
         return attended.reshape(len(q), -1)
 

@@ -1,19 +1,19 @@
 """`KernelRunner`: W4A8KV4 on the kernels: `decode_layer` over all layers, on a GPU or in the emulator.
 
 On a GPU a step is one CUDA graph, from the embedding to the norm behind the last layer, captured once for each size
-(`Runner.sizes`). The product with the LM head follows on the same stream, as CuPy keeps cuBLAS out of graphs. Nothing
+(`launch_sizes`). The product with the LM head follows on the same stream, as CuPy keeps cuBLAS out of graphs. Nothing
 in a step waits for the GPU.
 
-A prompt goes through the same graphs, a chunk of rows at a time: its rows are a batch of sequences that share their
-pages, each as long as its row's position. So the decode attention does the prompt's attention too, with a query a row.
-Or PyTorch's attention does it (`prompt_attention="torch"`): then what lies between two layers' attentions is a graph.
+Rows of prompts have graphs of their own, for a chunk of rows of one or more sequences: their attention is
+`attention_kv4_prefill_sm90`, which dequantises a page once for 128 queries. It reads the cache as decoding does, and a
+query has the same bits in any chunk.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -21,8 +21,9 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.layer import LayerBuffers, LayerCall, into, layer_calls
 from ptxlab.llm.model.memory import Footprint
+from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.quantized import QuantizedModel
-from ptxlab.llm.model.runner import PAGE, Indices, Rows, Runner, quantized_head
+from ptxlab.llm.model.runner import Indices, Rows, Runner, padded_rows, quantized_head
 from ptxlab.lowbit.kernels.gemm import gemm_f16, gemm_w8a8
 from ptxlab.lowbit.kernels.quantize import quantize_activations, rmsnorm_quantize
 from ptxlab.lowbit.layout import KVCache
@@ -32,17 +33,12 @@ from ptxlab.runtime.backends import BACKENDS
 from ptxlab.spec.dtypes import floats, storage, stored
 from ptxlab.validate import is_one_of
 
-PROMPT_ATTENTIONS = ("cache", "torch")
-_Attend = Callable[[LayerCall], None]
-_Piece = tuple[Callable[[], None], LayerCall | None]
-
 
 class KernelRunner(Runner):
     """See `Runner`.
 
     Attributes:
         backend: `gpu` or `emulator`.
-        prompt_attention: what attends prompts: `cache`, the decode attention over the cache, or `torch`.
         caches: of each layer; one block table and lengths for all of them.
     """
 
@@ -54,16 +50,9 @@ class KernelRunner(Runner):
         *,
         backend: str = "gpu",
         programmatic: bool = True,
-        prompt_attention: str = "cache",
         **how: Any,
     ) -> None:
         """See `Runner`. `backend` is `gpu` or, for tiny models, `emulator`. Raises UnavailableError without a GPU.
-
-        With `prompt_attention="torch"` a sequence's first rows in a launch, of a whole prompt or as much of it as the
-        chunk has room for, are attended by PyTorch (2.5 or newer, else UnavailableError). They see keys and values of
-        16 bits; rows that go on with a sequence, and steps, see the cache's 4. So how prompts are cut into chunks
-        matters, and `batch_invariant` is refused. A launch's part of a prompt that is longer than the model's window is
-        left to the decode attention.
 
         `programmatic` launches overlap; weights in a packing whose kernels do not wait for each other need False.
 
@@ -75,16 +64,9 @@ class KernelRunner(Runner):
         if not is_one_of(backend, BACKENDS):
             raise ArgumentError("backend", f"must be one of {', '.join(BACKENDS)}", backend)
         check_flags(programmatic=programmatic)
-        if not is_one_of(prompt_attention, PROMPT_ATTENTIONS):
-            raise ArgumentError("prompt_attention", f"must be one of {', '.join(PROMPT_ATTENTIONS)}", prompt_attention)
-        if prompt_attention != "cache" and self.batch_invariant:
-            raise ArgumentError("prompt_attention", "must be cache where batch_invariant is True", prompt_attention)
         self.backend, self._on_gpu, self._programmatic = backend, backend == "gpu", programmatic
-        self.prompt_attention = prompt_attention
         if self._on_gpu:
             self._require_room(gpu.device_info())  # or the reason why there is none
-        if prompt_attention == "torch":
-            require_torch(on_gpu=self._on_gpu)
         config, layers = self.config, model.layers
         self._dtype = layers[0].dtype
         self._layers = [weights.to_device() for weights in layers] if self._on_gpu else list(layers)
@@ -103,10 +85,8 @@ class KernelRunner(Runner):
         first = KVCache.empty(*sizes, page_size=PAGE, like=like)
         self._pools = [first.pool, *(np.zeros_like(first.pool) for _ in layers[1:])]
         self._steps: dict[int, _Step] = {}
+        self._prompt_steps: dict[int, _Step] = {}
         self._eager = False
-        if prompt_attention == "torch":  # rotated keys of a layer, of the largest launch
-            keys = max(self.sizes), config.kv_heads, config.head_dim
-            self._keys = np.zeros(keys, storage(self._dtype), like=self._embedding)
         self.caches = self._step(self.batch).caches
 
     def _require_room(self, device: gpu.DeviceInfo) -> None:
@@ -122,132 +102,113 @@ class KernelRunner(Runner):
         if not gpu.is_device_array(tokens):
             tokens = self._placed(self._checked("tokens", tokens, len(at)))
         with self._grown("decode", at, [1] * len(at)):
-            return self._logits(self._launch(tokens, np.array(at, np.int32), self.lengths[at] - 1))
+            step = self._placed_step(np.array(at, np.int32), self.lengths[at] - 1)
+            counters, step.counters = step.counters, ()  # until it has run: an interrupted step leaves any numbers
+            step.tokens[: len(at)] = tokens
+            self._launch(step)
+            step.counters = counters
+            return self._logits(step.normed[: len(at)])
 
     def _run(self, rows: Rows) -> Any:
-        with self._attending(rows) as attend:
-            return self._launch(self._placed(rows.token), rows.sequence, rows.position, attend)
+        step = self._placed_prompt(rows)
+        self._launch(step)
+        return step.normed[: len(rows.token)]
 
-    @contextmanager
-    def _attending(self, rows: Rows) -> Iterator[_Attend | None]:
-        """What stands in for every layer's attention of these rows, if PyTorch attends sequences that begin in them."""
-        if self.prompt_attention != "torch":
-            yield None
-            return
-        from ptxlab.llm.model import prompt_attention as by_torch
-
-        prompts = by_torch.begun(rows, self.config.window)
-        if not prompts:
-            yield None
-            return
-        step, left = self._step(self.launched(len(rows.token))), by_torch.lengths_left(rows.position, prompts)
-        with by_torch.callers_stream() if self._on_gpu else nullcontext():
-            lengths, keys = self._placed(np.pad(left, (0, step.rows - len(left)))), self._keys[: step.rows]
-            yield by_torch.PromptAttention(step.buffers, keys, prompts, lengths, others=bool(left.any()))
-
-    def _launch(self, tokens: Any, sequence: Indices, position: Indices, attend: _Attend | None = None) -> Any:
-        """The normalised stream [R, H] of rows whose tokens are on the device.
-
-        `attend`, which may allocate, is called in place of every layer's `attention`, with that call.
-        """
-        R = len(tokens)
-        pieces = self._pieces(self._step(self.launched(R))) if attend else ()  # which may clear the step
-        step = self._placed_step(sequence, position)
-        left, step.left = step.left, ()  # until it has run: nobody knows what an interrupted step leaves
-        step.tokens[:R] = tokens
-        if attend:
-            for piece, attention in pieces:
-                piece()
-                if attention:
-                    attend(attention)
-        elif step.graph is None or self._eager:
+    def _launch(self, step: "_Step") -> None:
+        """Enqueue a step whose numbers are on the device."""
+        if step.graph is None or self._eager:
             self._forward(step)
         else:
             step.graph.replay(gpu.caller_stream())
-        step.left = left
-        return step.normed[:R]
 
     def _placed_step(self, sequence: Indices, position: Indices) -> "_Step":
         """The step for these rows. Its numbers on the device are those before it adds `live`: they are set anew unless
         the step before has left them so. What is set is enqueued on the caller's stream, ahead of the step."""
-        step = self._step(self.launched(len(sequence)))
+        step = self._step(padded_rows(len(sequence), self.batch))
         padding = (0, step.rows - len(sequence))
-        slots = self.table[sequence, position // PAGE] * PAGE + position % PAGE
         live = np.pad(np.ones_like(sequence), padding)
         # Padding sees nothing, having length 0, and writes nothing, having no slot.
         counters = [np.pad(position + 1, padding), np.pad(position, padding)]
-        counters.append(np.pad(slots, padding, constant_values=-1))
+        counters.append(np.pad(self._slots(sequence, position), padding, constant_values=-1))
         wanted = [np.pad(self.table[sequence], (padding, (0, 0))), live, *(counter - live for counter in counters)]
-        if not step.left or not all(map(np.array_equal, step.left, wanted)):
-            on_device = step.caches[0].block_table, step.live, step.lengths, step.positions, step.slots
-            for target, values in zip(on_device, wanted, strict=True):
-                target[...] = self._placed(values.astype(np.int32))
-        step.left = [*wanted[:2], *counters]
+        if not step.counters or not all(map(np.array_equal, step.counters, wanted)):
+            self._set([step.caches[0].block_table, step.live, step.lengths, step.positions, step.slots], wanted)
+        step.counters = [*wanted[:2], *counters]
         return step
 
+    def _placed_prompt(self, rows: Rows) -> "_Step":
+        """The step for rows of prompts, whose numbers are enqueued on the caller's stream: its sequences are those of
+        the rows, in their order, and then empty ones."""
+        step = self._prompt_step(padded_rows(len(rows.token), self.chunk))
+        starts = np.flatnonzero(np.diff(rows.sequence, prepend=-1))
+        stops = np.append(starts[1:], len(rows.token))
+        padding, empty = (0, step.rows - len(rows.token)), (0, self.batch - len(starts))
+        slots = self._slots(rows.sequence, rows.position)
+        numbers = {
+            "tokens": (step.tokens, np.pad(rows.token, padding)),
+            "positions": (step.positions, np.pad(rows.position, padding)),
+            "slots": (step.slots, np.pad(slots, padding, constant_values=-1)),
+            "table": (step.caches[0].block_table, np.pad(self.table[rows.sequence[starts]], (empty, (0, 0)))),
+            "lengths": (step.lengths, np.pad(rows.position[stops - 1] + 1, empty)),
+            "starts": (step.starts, np.pad(starts, (0, empty[1] + 1), constant_values=len(rows.token))),
+        }
+        self._set(*zip(*numbers.values(), strict=True))
+        return step
+
+    def _set(self, targets: Iterable[Any], numbers: Iterable[Any]) -> None:
+        for target, array in zip(targets, numbers, strict=True):
+            target[...] = self._placed(array.astype(np.int32))
+
     def _step(self, rows: int) -> "_Step":
-        """The step of so many rows; on a GPU it is captured at its first use, when it sees and writes nothing."""
+        """The decoding step of so many rows; on a GPU it is captured at its first use, when it writes nothing."""
         if rows not in self._steps:
-            config, like = self.config, self._embedding
-            table, lengths = (np.zeros(shape, np.int32, like=like) for shape in ((rows, self.max_pages), (rows,)))
-            shared: dict[str, Any] = {"block_table": table, "lengths": lengths, "page_size": PAGE}
-            caches = [KVCache(pool=pool, head_dim=config.head_dim, **shared) for pool in self._pools]
-            step = _Step.of(self._layers[0], caches, self.batch_invariant, self._programmatic)
+            caches = self._caches(rows)
+            buffers = self._buffers(caches[0])
             if self._steps:  # launches follow each other, so one workspace of attention is enough
-                one = self._steps[self.batch].buffers.attention_workspace
-                step.buffers = replace(step.buffers, attention_workspace=one)
-            self._steps[rows] = step
-            if self._on_gpu:
-                step.graph = gpu.capture([lambda: self._forward(step)])
+                shared = self._steps[self.batch].buffers.attention_workspace
+                buffers = replace(buffers, attention_workspace=shared)
+            self._steps[rows] = self._captured(_Step.of(buffers, caches, prompts=False))
         return self._steps[rows]
 
-    def _pieces(self, b: "_Step") -> Sequence[_Piece]:
-        """A step cut at every layer's attention: what comes ahead of it, and that call; last the rest, and None.
+    def _prompt_step(self, rows: int) -> "_Step":
+        """The step of so many rows of prompts; on a GPU it is captured at its first use, when it writes nothing."""
+        if rows not in self._prompt_steps:
+            caches = self._caches(self.batch)
+            buffers = self._buffers(caches[0], tokens=rows)
+            self._prompt_steps[rows] = self._captured(_Step.of(buffers, caches, prompts=True))
+        return self._prompt_steps[rows]
 
-        On a GPU what comes ahead is a graph, of whatever prompts there are. It is captured at its first use, when the
-        step sees and writes nothing: its rows are cleared.
-        """
-        if not b.pieces:
-            b.clear()
-            pieces: list[_Piece] = []
-            ahead: list[Callable[[], Any]] = []
-            for call in self._work(b, self._keys[: b.rows]):
-                if isinstance(call, LayerCall) and call.name == "attention":
-                    pieces.append((self._as_one(ahead), call))
-                    ahead = []
-                else:
-                    ahead.append(call)
-            b.pieces = [*pieces, (self._as_one(ahead), None)]
-        return b.pieces
+    def _caches(self, sequences: int) -> list[KVCache]:
+        """The caches of all layers for so many sequences, with a block table and lengths of their own."""
+        shapes = (sequences, self.max_pages), (sequences,)
+        table, lengths = (np.zeros(shape, np.int32, like=self._embedding) for shape in shapes)
+        options: dict[str, Any] = {"page_size": PAGE, "head_dim": self.config.head_dim, "rotated": self.rotated}
+        return [KVCache(pool=pool, block_table=table, lengths=lengths, **options) for pool in self._pools]
 
-    def _as_one(self, calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
-        """One call that makes these; on a GPU it replays a graph of them on the caller's stream."""
+    def _buffers(self, cache: KVCache, tokens: int | None = None) -> LayerBuffers:
+        flags: dict[str, Any] = {"batch_invariant": self.batch_invariant, "programmatic": self._programmatic}
+        return LayerBuffers.empty(self._layers[0], cache, tokens=tokens, **flags)
+
+    def _captured(self, step: "_Step") -> "_Step":
         if self._on_gpu:
-            graph = gpu.capture(calls).graph  # without its stream: there are hundreds
-            return lambda: graph.launch(gpu.caller_stream())
-
-        def one_by_one() -> None:
-            for call in calls:
-                call()
-
-        return one_by_one
+            step.graph = gpu.capture([lambda: self._forward(step)])
+        return step
 
     def _forward(self, b: "_Step") -> None:
         """All layers and the last norm, for the rows of a step; on a GPU it only enqueues and allocates nothing."""
         for call in self._work(b):
             call()
 
-    def _work(self, b: "_Step", keys: Any = None) -> Iterator[Callable[[], Any]]:
+    def _work(self, b: "_Step") -> Iterator[Callable[[], Any]]:
         """The calls of `_forward`, those of a layer looked at before the first of them is made."""
         yield partial(self._begin, b)
-        for layer in self._calls(b, keys):
+        for layer in self._calls(b):
             yield from layer
         yield partial(self._end, b)
 
     def _begin(self, b: "_Step") -> None:
         """What comes ahead of the first layer."""
-        for counter in (b.lengths, b.positions, b.slots):  # a sequence goes on in its page without the host
-            np.add(counter, b.live, out=counter)
+        b.begin()
         np.take(self._embedding, b.tokens, axis=0, out=b.x)
         b.residual.fill(0)
 
@@ -258,23 +219,25 @@ class KernelRunner(Runner):
         x = b.buffers.result(b.residual)
         rmsnorm_quantize(x, self._final_norm, residual=None if x is b.residual else b.residual, **out, **last)
 
-    def _calls(self, b: "_Step", keys: Any = None) -> Iterator[list[LayerCall]]:
-        """Of every layer; they leave rotated keys in `keys`, if it is given."""
+    def _calls(self, b: "_Step") -> Iterator[list[LayerCall]]:
+        """Of every layer."""
         how: dict[str, Any] = {"rope": (*self._angles, b.positions), "buffers": b.buffers, "backend": self.backend}
+        how["query_start_loc"] = b.starts
         x = b.x
         for i, (weights, cache) in enumerate(zip(self._layers, b.caches, strict=True)):
             follows = self._programmatic and i > 0
-            yield layer_calls(x, b.residual, weights, cache, b.slots, index=i, keys=keys, programmatic=follows, **how)
+            yield layer_calls(x, b.residual, weights, cache, b.slots, index=i, programmatic=follows, **how)
             x = b.buffers.result(b.residual)
 
     def operations(self, rows: int) -> list[list[LayerCall]]:
-        """The calls of every layer in a launch of so many rows, to be made one by one: the next launch undoes them but
-        for the last tokens in the cache."""
-        return list(self._calls(self._step(self.launched(rows))))
+        """The calls of every layer in a decoding launch of so many rows, to be made one by one: the next launch undoes
+        them but for the last tokens in the cache."""
+        return list(self._calls(self._step(padded_rows(rows, self.batch))))
 
     def logits(self, rows: int, head: "LMHead | None" = None) -> Any:
-        """A head alone, by default its own: logits f16 [rows, V] of what the last launch of so many rows has left."""
-        return (head or self._head)(self._step(self.launched(rows)).normed[:rows])
+        """Return the logits f16 [rows, V] of a head alone, by default its own, of the last decoding launch of so many
+        rows."""
+        return (head or self._head)(self._step(padded_rows(rows, self.batch)).normed[:rows])
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
@@ -290,14 +253,6 @@ class KernelRunner(Runner):
 
     def _placed(self, array: np.ndarray) -> Any:
         return gpu.to_device(array) if self._on_gpu else array
-
-
-def require_torch(*, on_gpu: bool) -> None:
-    """Raise UnavailableError without PyTorch, and on a GPU without one that sees it."""
-    from ptxlab.llm.model.prompt_attention import require_cuda
-
-    if on_gpu:
-        require_cuda()
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,36 +284,54 @@ class LMHead:
         return np.matmul(halves, self.weight.T)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _Step:
-    """A launch for so many rows: buffers, caches by layer, and on a GPU the graph.
+    """A launch for so many rows, of decoding or of prompts: buffers, caches by layer, and on a GPU the graph.
 
     Attributes:
         tokens, positions, slots: s32 [R].
-        live: what each row's length, position and slot grow by first: 1, or 0 of padding.
+        live: of decoding, what each row's length, position and slot grow by first: 1, or 0 of padding.
+        starts: of prompts, where the rows of each of B sequences begin, s32 [B + 1]; behind the last one is padding.
         x, residual, normed: the stream's ends, [R, H].
-        left: table, `live`, lengths, positions and slots as the last launch has left them.
-        pieces: of `KernelRunner._pieces`, once there are any.
+        counters: of decoding, table, `live`, lengths, positions and slots as the last launch has left them.
     """
 
     tokens: Any
     positions: Any
     slots: Any
-    live: Any
+    live: Any = None
+    starts: Any = None
     x: Any
     residual: Any
     normed: Any
     buffers: LayerBuffers
     caches: Sequence[KVCache]
     graph: gpu.Graph | None = None
-    left: Sequence[Indices] = ()
-    pieces: Sequence[_Piece] = ()
+    counters: Sequence[Indices] = ()
 
-    def clear(self) -> None:
-        """Rows that see and write nothing, until the next launch sets them."""
-        for numbers, value in ((self.live, 0), (self.lengths, 0), (self.positions, 0), (self.slots, -1)):
-            numbers.fill(value)
-        self.left = ()
+    @classmethod
+    def of(cls, buffers: LayerBuffers, caches: Sequence[KVCache], *, prompts: bool) -> Self:
+        """Make a step of these buffers' rows, which see and write nothing yet."""
+        R, H = buffers.qkv_in.M, buffers.config.hidden
+
+        def zeros(*shape: int, of: Any = np.int32) -> Any:
+            return np.zeros(shape, of, like=caches[0].pool)
+
+        counters = {"starts": zeros(caches[0].batch + 1)} if prompts else {"live": zeros(R)}
+        tokens, positions, slots = (zeros(R) for _ in range(3))
+        slots.fill(-1)
+        x, residual, normed = (zeros(R, H, of=storage(buffers.dtype)) for _ in range(3))
+        return cls(
+            tokens=tokens,
+            positions=positions,
+            slots=slots,
+            x=x,
+            residual=residual,
+            normed=normed,
+            buffers=buffers,
+            caches=caches,
+            **counters,
+        )
 
     @property
     def rows(self) -> int:
@@ -367,20 +340,16 @@ class _Step:
 
     @property
     def lengths(self) -> Any:
-        """Of the caches' sequences, s32 [R]."""
+        """Of the caches' sequences, s32 [R] of decoding, [B] of prompts."""
         return self.caches[0].lengths
 
-    @classmethod
-    def of(cls, weights: Any, caches: Sequence[KVCache], batch_invariant: bool, programmatic: bool) -> "_Step":
-        """For the rows of these caches, which see and write nothing yet."""
-        cache, R, H = caches[0], caches[0].batch, weights.config.hidden
+    def begin(self) -> None:
+        """Go on to the next token of every sequence that decodes, in its page, without the host.
 
-        def zeros(*shape: int, of: Any = np.int32) -> Any:
-            return np.zeros(shape, of, like=cache.pool)
-
-        tokens, positions, slots, live = (zeros(R) for _ in range(4))
-        x, residual, normed = (zeros(R, H, of=storage(weights.dtype)) for _ in range(3))
-        buffers = LayerBuffers.empty(weights, cache, batch_invariant=batch_invariant, programmatic=programmatic)
-        step = cls(tokens, positions, slots, live, x, residual, normed, buffers, caches)
-        step.clear()
-        return step
+        Of prompts, clear the rows of padding, which attention leaves as they are.
+        """
+        if self.starts is None:
+            for counter in (self.lengths, self.positions, self.slots):
+                np.add(counter, self.live, out=counter)
+        else:
+            self.buffers.attention.fill(0)

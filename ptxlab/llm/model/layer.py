@@ -48,7 +48,7 @@ class Routing:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerBuffers:
-    """Buffers between the launches of a layer, made once for a batch: all layers and steps of a decoder share them.
+    """Buffers between the launches of a layer, made once for M rows: all layers and steps of a decoder share them.
 
     A product `name` reads `name_in` and writes `name`. With experts, `gate_up` and `down` have a row for every chosen
     expert of every token, placed by `routing.routed`. All keep their contents until the next layer runs.
@@ -94,6 +94,7 @@ class LayerBuffers:
         weights: LayerWeights,
         cache: KVCache,
         *,
+        tokens: int | None = None,
         order: str = ORDER,
         rows: int | None = None,
         programmatic: bool = True,
@@ -102,6 +103,7 @@ class LayerBuffers:
     ) -> Self:
         """For layers like this one, on the cache's batch; arrays of the library, and where, the cache's are.
 
+        With `tokens`, for launches of so many rows of prompts (`layer_calls` with `query_start_loc`).
         `order` and `rows` are those of activations (`layout.PackedActivations`); experts take row-major ones. There is
         a `residual_epilogue` by default where there are no experts and the weights are in strips.
         """
@@ -112,25 +114,26 @@ class LayerBuffers:
         check_flags(**flags)
         _check_cache(weights.config, cache)
         _check_sizes(weights.config)
-        config, M, like, dtype = weights.config, cache.batch, cache.pool, weights.dtype
+        config, like, dtype = weights.config, cache.pool, weights.dtype
+        M = cache.batch if tokens is None else tokens
 
         def array(*shape: int, of: str = dtype) -> Any:
             return np.empty(shape, storage(of)) if isinstance(like, np.ndarray) else gpu.new(like, shape, of)
 
-        def activations(K: int, tokens: int = M, layout: str = order, rows: int | None = rows) -> PackedActivations:
+        def activations(K: int, M: int = M, layout: str = order, rows: int | None = rows) -> PackedActivations:
             return PackedActivations(
                 layout=layout,
-                M=tokens,
+                M=M,
                 K=K,
                 rows=tile_of(layout, rows)[0],
-                x_q=array(*stored_shape(layout, tokens, K, rows), of="int8"),
-                scale=array(tokens, of="float32"),
-                token_sum=array(tokens, of="int32"),
+                x_q=array(*stored_shape(layout, M, K, rows), of="int8"),
+                scale=array(M, of="float32"),
+                token_sum=array(M, of="int32"),
             )
 
         heads, H, F = (config.heads, config.head_dim), config.hidden, config.ffn
         chosen = max(1, config.chosen_experts)
-        as_rows: dict[str, Any] = {"tokens": M * chosen, "layout": ORDER, "rows": None} if config.experts else {}
+        as_rows: dict[str, Any] = {"M": M * chosen, "layout": ORDER, "rows": None} if config.experts else {}
         on_gpu = gpu.is_device_array(like)
         gate_up_in = activations(H, **as_rows)
         routing = None
@@ -142,8 +145,12 @@ class LayerBuffers:
                 share=array(M, chosen, of="float32"),
                 chosen=array(M, chosen, of="int32"),
             )
-            tokens, results = activations(H, layout=ORDER, rows=None), array(M * chosen, H)
-            routing = Routing(tokens=tokens, normed=array(M, H), routed=routed, results=results)
+            routing = Routing(
+                tokens=activations(H, layout=ORDER, rows=None),
+                normed=array(M, H),
+                routed=routed,
+                results=array(M * chosen, H),
+            )
         dense = {name: weight for name, weight in weights.parts.items() if isinstance(weight, PackedWeight)}
         return cls(
             config=config,
@@ -160,7 +167,9 @@ class LayerBuffers:
             hidden=array(M, H),
             routing=routing,
             workspaces={name: gemm_workspace(weight, M) for name, weight in dense.items()} if on_gpu else {},
-            attention_workspace=attention_workspace(cache, batch_invariant=batch_invariant) if on_gpu else None,
+            attention_workspace=attention_workspace(cache, batch_invariant=batch_invariant)
+            if on_gpu and tokens is None
+            else None,
             **flags,
         )
 
@@ -252,22 +261,25 @@ def layer_calls(
     rope: tuple[Any, ...],
     buffers: LayerBuffers,
     index: int | None = None,
-    keys: Any = None,
+    query_start_loc: Any = None,
     backend: str | None = None,
     programmatic: bool = False,
 ) -> list[LayerCall]:
     """The calls that `decode_layer` of the same arguments makes, in order; none has been made.
 
-    They leave the rotated keys in `keys`, [M, Hkv, D] of the weights' dtype, if it is given.
+    With `query_start_loc`, s32 [B + 1], the rows are tokens of prompts (`attention_kv4`), M of any number, and buffers
+    made for so many `tokens`. Rows behind the last start are padding: their slots must be -1.
 
     Raises ArgumentError for what belongs to another layer or batch.
     """
-    _check(x, residual, weights, cache, slots, rope, buffers)
-    if cache.batch == 0:
+    M = cache.batch if query_start_loc is None else shape_of(slots)[0]
+    _check(x, residual, weights, cache, slots, rope, buffers, M)
+    if M == 0:
         return []
-    config, b, M, space = weights.config, buffers, cache.batch, buffers.workspaces.get
+    config, b, space = weights.config, buffers, buffers.workspaces.get
     added, gated = b.residual_epilogue, _ends_gated(weights)
     attending: dict[str, Any] = {"window": config.window_of(index), "batch_invariant": b.batch_invariant}
+    attending |= {"query_start_loc": query_start_loc, "workspace": b.attention_workspace, "out": b.attention}
 
     def call(name: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> LayerCall:
         return LayerCall(name, function, args, {"backend": backend, "programmatic": b.programmatic, **keywords})
@@ -285,8 +297,8 @@ def layer_calls(
     calls = [
         norm("qkv_in", x, weights.input_norm, b.qkv_in, programmatic=programmatic),
         product("qkv", b.qkv_in, weights.qkv, b.qkv, bias=weights.qkv_bias),
-        call("q", rope_append_kv4, b.qkv, cache, slots, rope=rope, out=b.q, keys=keys),
-        call("attention", attention_kv4, b.q, cache, out=b.attention, workspace=b.attention_workspace, **attending),
+        call("q", rope_append_kv4, b.qkv, cache, slots, rope=rope, out=b.q),
+        call("attention", attention_kv4, b.q, cache, **attending),
         call("o_in", quantize_activations, b.attention.reshape(M, -1), **into(b.o_in)),
         to_stream("o", b.o_in, weights.o, b.o),
     ]
@@ -325,18 +337,18 @@ def into(out: PackedActivations) -> dict[str, Any]:
 
 
 def _check(
-    x: Any, residual: Any, weights: LayerWeights, cache: KVCache, slots: Any, rope: Any, buffers: LayerBuffers
+    x: Any, residual: Any, weights: LayerWeights, cache: KVCache, slots: Any, rope: Any, buffers: LayerBuffers, M: int
 ) -> None:
     """Raise ArgumentError for what belongs to another layer or batch, or what a call in the midst would refuse."""
     _check_weights(weights)
     if not isinstance(buffers, LayerBuffers):
         raise ArgumentError(f"{NAME}: buffers", "must come from LayerBuffers.empty", type(buffers).__name__)
     _check_cache(weights.config, cache)
-    M, H, config = cache.batch, weights.config.hidden, weights.config
+    H, config = weights.config.hidden, weights.config
     same = buffers.config is config or buffers.config == config
     if not same or (buffers.dtype, buffers.qkv_in.M) != (weights.dtype, M):
-        rule = f"must be made for these weights, {weights.dtype}, and {M} sequences"
-        got = f"{buffers.config.name or 'a layer'}, {buffers.dtype}, {buffers.qkv_in.M} sequences"
+        rule = f"must be made for these weights, {weights.dtype}, and {M} rows"
+        got = f"{buffers.config.name or 'a layer'}, {buffers.dtype}, {buffers.qkv_in.M} rows"
         raise ArgumentError(f"{NAME}: buffers", rule, got)
     if shape_of(buffers.gate_up)[1] != (config.ffn if _ends_gated(weights) else 2 * config.ffn):
         had = "rows in order" if _ends_gated(weights) else "interleaved rows"

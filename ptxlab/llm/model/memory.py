@@ -1,13 +1,15 @@
 """What a `KernelRunner` takes of a GPU's memory, and how many pages or sequences a budget has room for."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
 from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config, require_config
+from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.quantized import QuantizedModel
-from ptxlab.llm.model.runner import CHUNK, HEAD_ROWS, HEADS, PAGE, launch_sizes
+from ptxlab.llm.model.runner import CHUNK, HEAD_ROWS, HEADS, launch_sizes
 from ptxlab.llm.model.weights import DTYPES
 from ptxlab.lowbit.layout.packed_weight import SCHEMES, buffer_shapes
 from ptxlab.lowbit.layout.packings import Shapes
@@ -67,7 +69,9 @@ class Footprint:
         of_head = 0 if config.tied_head and dtype == "float16" else vocabulary
         if head == "int8":
             of_head = ceil_div(config.vocabulary, HEAD_ROWS) * HEAD_ROWS * (config.hidden + _WORD)
-        launches = sum(launch_bytes(config, rows, ceil_div(context, PAGE)) for rows in launch_sizes(batch, chunk))
+        max_pages = ceil_div(context, PAGE)
+        launches = sum(launch_bytes(config, rows, max_pages) for rows in launch_sizes(batch))
+        launches += sum(launch_bytes(config, rows, max_pages, batch) for rows in launch_sizes(chunk))
         return cls(
             weights=config.layers * layer_bytes(config, scheme, group) if weights is None else weights,
             ends=vocabulary + of_head + config.hidden * _HALF,
@@ -132,17 +136,8 @@ def largest_batch(
     require_integer("tokens", tokens, 1)
     require_integer("most", most, 1)
     Footprint.of(config, 1, tokens, **how).most_pages(gigabytes)
-    least = 1 << (most.bit_length() - 1)  # launches have one size less there: a smaller batch may need more
-    while least and excess(config, least, gigabytes, tokens, pages=pages, **how) > 0:
-        least >>= 1
-    beyond = min(2 * least, most + 1)
-    while beyond - least > 1:
-        batch = (least + beyond) // 2
-        if excess(config, batch, gigabytes, tokens, pages=pages, **how) > 0:
-            beyond = batch
-        else:
-            least = batch
-    return least
+    batches = range(1, most + 1)
+    return bisect_right(batches, 0, key=lambda batch: excess(config, batch, gigabytes, tokens, pages=pages, **how))
 
 
 def require_batch(
@@ -175,8 +170,11 @@ def layer_bytes(config: Config, scheme: str = "lqq", group: int = 128, layout: s
     return total + config.experts * config.hidden * _HALF
 
 
-def launch_bytes(config: Config, rows: int, max_pages: int) -> int:
-    """Bytes between the kernels of a launch of so many rows (`LayerBuffers` and the step around it)."""
+def launch_bytes(config: Config, rows: int, max_pages: int, sequences: int | None = None) -> int:
+    """Return the bytes between the kernels of a launch of so many rows (`LayerBuffers` and the step around it).
+
+    The rows are those of decoding, or of prompts of so many sequences.
+    """
     H, F, attended = config.hidden, config.ffn, config.heads * config.head_dim
     chosen = max(1, config.chosen_experts)
     floats = 3 * H + config.qkv_width + 2 * attended + H + 2 * F * chosen + H  # stream's ends; qkv, q, attention, ...
@@ -184,7 +182,9 @@ def launch_bytes(config: Config, rows: int, max_pages: int) -> int:
     nbytes = floats * _HALF + sum(K + 2 * _WORD for K in activations)
     if config.experts:
         nbytes += H + 2 * _WORD + (H + chosen * H) * _HALF + 3 * chosen * _WORD
-    return rows * (nbytes + (5 + max_pages) * _WORD) + (config.experts + 1) * _WORD * bool(config.experts)
+    words = (3 + 1) * rows if sequences is None else 3 * rows + 1  # tokens, positions, slots, `live` or the last start
+    words += (rows if sequences is None else 2 * sequences) + (sequences or rows) * max_pages  # lengths, starts, table
+    return rows * nbytes + words * _WORD + (config.experts + 1) * _WORD * bool(config.experts)
 
 
 def _nbytes(shapes: Shapes) -> int:

@@ -12,8 +12,9 @@ import numpy as np
 
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32, S8, S32
+from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.quantized import QuantizedModel
-from ptxlab.llm.model.runner import PAGE, Rows, Runner, quantized_head
+from ptxlab.llm.model.runner import Rows, Runner, quantized_head
 from ptxlab.llm.model.weights import DTYPES, LayerWeights
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.quantize.gated import gated, gated_and_quantized
@@ -138,10 +139,11 @@ class NumpyRunner(Runner):
         elif self.batch_invariant:
             self._head = self._head.astype(np.float64)
         self._angles = config.rope_tables(context)
-        first = KVCache.empty(1, self.pages, config.kv_heads, config.head_dim, page_size=PAGE)
+        sizes = 1, self.pages, config.kv_heads, config.head_dim
+        first = KVCache.empty(*sizes, page_size=PAGE, rotated=self.rotated)
         first = replace(first, block_table=self.table, lengths=self.lengths)
         self.caches = [replace(first, pool=first.pool.copy()) for _ in model.layers]
-        shape = (len(model.layers), batch, context, config.kv_heads, config.head_dim)
+        shape = (len(model.layers), self.pages * PAGE, config.kv_heads, config.head_dim)
         self._keys, self._values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)  # the caches, dequantised
         self._lost = np.full(batch, _NEVER)  # the first position of a sequence at which something was not finite
 
@@ -151,6 +153,11 @@ class NumpyRunner(Runner):
         tokens = self._checked("tokens", tokens, len(at))
         with self._appended("decode", {b: tokens[i : i + 1] for i, b in enumerate(at)}) as rows:
             return self._logits(self._run(rows))
+
+    def release(self, b: int) -> None:
+        """See `Runner`."""
+        super().release(b)
+        self._lost[b] = _NEVER
 
     def _logits(self, normed: Any) -> Any:
         x = floats(normed).copy()
@@ -202,11 +209,10 @@ class NumpyRunner(Runner):
         return stream, self._normalized(stream, gamma, rows)
 
     def _append(self, i: int, k: F32, v: F32, rows: Rows) -> None:
-        cache, at = self.caches[i], (rows.sequence, rows.position)
-        slots = cache.block_table[rows.sequence, rows.position // PAGE] * PAGE + rows.position % PAGE
+        cache, slots = self.caches[i], self._slots(rows.sequence, rows.position)
         keys, values = cache.quantize_keys(k), cache.quantize_values(v)
         write_slots(cache, keys, values, slots)
-        self._keys[i][at], self._values[i][at] = keys.dequantize(), values.dequantize()
+        self._keys[i, slots], self._values[i, slots] = keys.dequantize(), values.dequantize()
 
     def _attend(self, i: int, q: F32, rows: Rows) -> F32:
         """f32 [R, Hq·D] of rotated queries [R, Hq, D]: in float64, rounded once."""
@@ -214,6 +220,6 @@ class NumpyRunner(Runner):
         how: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": config.window_of(i)}
         for b in np.unique(rows.sequence):
             at = np.flatnonzero(rows.sequence == b)
-            known = slice(int(rows.position[at[-1]]) + 1)
-            result[at] = reference.attention(q[at], self._keys[i, b, known], self._values[i, b, known], **how)[0]
+            slots = self._slots(b, np.arange(rows.position[at[-1]] + 1))
+            result[at] = reference.attention(q[at], self._keys[i, slots], self._values[i, slots], **how)[0]
         return result.reshape(len(q), -1)

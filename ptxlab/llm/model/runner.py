@@ -1,8 +1,9 @@
 """`Runner`: a quantised decoder on a batch of sequences, in NumPy's exact integers or on a GPU, and its text.
 
 A runner takes *rows*: a token, its sequence, its position. Decoding has a row per sequence; a prompt has one for each
-of its tokens, in chunks. A layer writes keys and values of all rows before any of them attends, and a row sees the
-tokens up to its position, so both are the same calls. Sequences take pages of a shared pool as they grow.
+of its tokens, in chunks. A layer writes keys and values of all rows before any of them attends, and a row reads the
+tokens up to its position from the 4-bit cache. So a text does not depend on how its prompt is cut into chunks, nor on
+pages that it shares. Sequences take pages of a common pool as they grow (`pages.Pages`).
 """
 
 from abc import ABC, abstractmethod
@@ -16,13 +17,13 @@ import numpy.typing as npt
 from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config
+from ptxlab.llm.model.pages import PAGE, Pages
 from ptxlab.llm.model.quantized import QuantizedModel
 from ptxlab.lowbit.quant import Level1Weight, quantize_level1
 from ptxlab.runtime.arguments import check_flags
 from ptxlab.validate import is_one_of, require_integer
 
 Indices = npt.NDArray[np.int32]
-PAGE = 64  # tokens of a page of the cache
 CHUNK = 256  # rows of prompts at a time
 HEADS = ("float16", "int8")  # of the LM head
 HEAD_ROWS = 8  # the 8-bit head's are padded to a multiple
@@ -40,10 +41,14 @@ class Rows(NamedTuple):
         return Rows(*(array[start:stop] for array in self))
 
 
-def launch_sizes(batch: int, chunk: int) -> list[int]:
-    """How many rows launches have for so many sequences and rows of prompts: powers of two, and these two."""
-    most = max(batch, chunk)
-    return sorted({batch, chunk, *(1 << i for i in range(most.bit_length()) if 1 << i < most)})
+def launch_sizes(largest: int) -> list[int]:
+    """Return the numbers of rows of launches: powers of two, and the largest."""
+    return sorted({largest, *(1 << i for i in range(largest.bit_length()) if 1 << i < largest)})
+
+
+def padded_rows(rows: int, largest: int) -> int:
+    """Return the size in `launch_sizes` of the launch that so many rows go into."""
+    return min(largest, 1 << (rows - 1).bit_length())
 
 
 def quantized_head(head: Any) -> Level1Weight:
@@ -59,13 +64,15 @@ class Runner(ABC):
         batch: sequences, B.
         context: tokens of a sequence at most, prompt included.
         chunk: rows of prompts at a time.
-        pages: of the pool, in every layer.
+        pages: how many the pool has, in every layer.
+        page_pool: who has them.
         batch_invariant: whether a token has the same bits whatever else is in the batch.
         head: what the LM head multiplies in: `float16`, or `int8` with a scale per row and token, whose sums are exact.
+        rotated: whether the cache holds rotated keys (`KVCache`), which lose less in 4 bits. Values lie as the model's
+            weights make them: rotated by a recipe with `rotate_heads`, or plain.
         lengths: tokens of each sequence so far, s32 [B], on the host.
         table: pages of each sequence, s32 [B, max_pages], on the host; the first `held` of them count.
         held: how many pages each sequence has, s32 [B].
-        free: pages that no sequence has; the last one is taken next.
         runs: the kind of model.
     """
 
@@ -82,6 +89,7 @@ class Runner(ABC):
         pages: int | None = None,
         batch_invariant: bool = False,
         head: str = "float16",
+        rotated: bool = True,
     ) -> None:
         """`pages` are as many as all sequences can need, unless a number is given."""
         if not isinstance(model, self.runs):
@@ -92,7 +100,7 @@ class Runner(ABC):
         for name, tokens in (("context", batch * context), ("pages", (pages or 1) * PAGE), ("chunk", chunk or 1)):
             if tokens >= 1 << 31:
                 raise ArgumentError(name, "must be of fewer than 2^31 tokens in all", tokens)
-        check_flags(batch_invariant=batch_invariant)
+        check_flags(batch_invariant=batch_invariant, rotated=rotated)
         if not is_one_of(head, HEADS):
             raise ArgumentError("head", f"must be one of {', '.join(HEADS)}", head)
         self.chunk = min(CHUNK, batch * context) if chunk is None else chunk
@@ -100,11 +108,11 @@ class Runner(ABC):
             raise ArgumentError("context", f"must be at most the model's {model.config.context} tokens", context)
         self.model, self.batch, self.context = model, int(batch), int(context)
         self.pages = self.batch * self.max_pages if pages is None else int(pages)
-        self.batch_invariant, self.head = batch_invariant, head
+        self.batch_invariant, self.head, self.rotated = batch_invariant, head, rotated
         self.lengths: Indices = np.zeros(batch, np.int32)
         self.table: Indices = np.zeros((batch, self.max_pages), np.int32)
         self.held: Indices = np.zeros(batch, np.int32)
-        self.free = list(reversed(range(self.pages)))
+        self.page_pool = Pages(self.pages)
 
     @property
     def config(self) -> Config:
@@ -116,15 +124,6 @@ class Runner(ABC):
     def max_pages(self) -> int:
         """Pages of a sequence."""
         return ceil_div(self.context, PAGE)
-
-    @property
-    def sizes(self) -> list[int]:
-        """How many rows a launch may have (`launch_sizes`). Fewer rows are padded."""
-        return launch_sizes(self.batch, self.chunk)
-
-    def launched(self, rows: int) -> int:
-        """Rows of the launch that so many go into."""
-        return next(size for size in self.sizes if size >= rows)
 
     def prefill(self, prompts: Sequence[Sequence[int]], progress: Callable[[], None] = lambda: None) -> Any:
         """Start the sequences anew with these tokens, and return the logits f16 [B, V] behind each prompt.
@@ -178,16 +177,29 @@ class Runner(ABC):
     def reserve(self, b: int, tokens: int) -> bool:
         """Whether sequence b has pages for so many more tokens, which it takes from the free ones: all or none."""
         needed, held = self.lacking(b, tokens), int(self.held[b])
-        if needed > len(self.free):
+        if needed > len(self.page_pool.free):
             return False
         for i in range(held, held + needed):
-            self.table[b, i] = self.free.pop()
+            self.table[b, i] = self.page_pool.take()
         self.held[b] += needed
         return True
 
+    def share(self, b: int, tokens: Sequence[int]) -> None:
+        """Begin the empty sequence b with the pages that hold the first of these tokens already (`hold`).
+
+        The last token is never among them, as the next one follows from its logits.
+        """
+        shared = self.page_pool.share(tokens[:-1])
+        self.table[b, : len(shared)] = shared
+        self.held[b], self.lengths[b] = len(shared), len(shared) * PAGE
+
+    def hold(self, b: int, tokens: Sequence[int]) -> None:
+        """Let other sequences `share` the pages of sequence b that these tokens, its first, fill."""
+        self.page_pool.hold(tokens, self.table[b, : self.held[b]].tolist())
+
     def release(self, b: int) -> None:
-        """Empty sequence b: its pages are free."""
-        self.free += reversed(self.table[b, : self.held[b]].tolist())
+        """Empty sequence b: pages that are of no other are free."""
+        self.page_pool.release(self.table[b, : self.held[b]].tolist())
         self.held[b] = self.lengths[b] = 0
 
     def check_prompt(self, prompt: Sequence[int]) -> list[int]:
@@ -226,8 +238,8 @@ class Runner(ABC):
         if int(after.max()) > self.context:
             raise ArgumentError(name, f"no more than the context of {self.context} tokens", f"{after.max()}")
         lacking = np.maximum(ceil_div(after, PAGE) - self.held[at], 0)
-        if lacking.sum() > len(self.free):
-            rule = f"no more than the {self.pages} pages of {PAGE} tokens, of which {len(self.free)} are free"
+        if lacking.sum() > len(self.page_pool.free):
+            rule = f"no more than the {self.pages} pages of {PAGE} tokens, of which {len(self.page_pool.free)} are free"
             raise ArgumentError(name, rule, f"{lacking.sum()} more")
         for i in np.flatnonzero(lacking).tolist():
             self.reserve(at[i], counts[i])
@@ -237,6 +249,11 @@ class Runner(ABC):
         except BaseException:
             self.lengths[at] = before
             raise
+
+    def _slots(self, sequence: Any, position: Any) -> Indices:
+        """Return where tokens lie in the pool: page · 64 + offset."""
+        slots: Indices = self.table[sequence, position // PAGE] * PAGE + position % PAGE
+        return slots
 
     def _sequences(self, at: Sequence[int] | None) -> list[int]:
         """Which sequences. Raises ArgumentError for one that is not there, or is named twice."""

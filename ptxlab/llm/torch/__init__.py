@@ -1,7 +1,6 @@
 """PyTorch: the kernels as operators (`torch.ops.ptxlab`), quantised modules, models of `transformers`.
 
-The only folder of the package that imports PyTorch, besides `model.prompt_attention`; nothing else imports this
-one.
+The only folder of the package that imports PyTorch; nothing else imports this one.
 """
 
 from importlib import import_module

@@ -8,7 +8,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 
 from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
-from ptxlab.llm.model.runner import PAGE
+from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.torch.operators import attention_workspace
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.validate import is_integer

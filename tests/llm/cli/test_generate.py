@@ -15,9 +15,8 @@ from ptxlab.io import downloads
 from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.folder import load
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
-from ptxlab.llm.cli import generate as commands
 from ptxlab.llm.cli.prompts import Prompt, read_prompts
-from ptxlab.llm.model import FloatRunner, Footprint, KernelRunner, NumpyRunner, QuantizedModel, generate
+from ptxlab.llm.model import FloatRunner, Footprint, NumpyRunner, QuantizedModel, generate
 from tests.support.pages import ROOT
 from tests.support.small_models import write_folder
 
@@ -37,7 +36,7 @@ def test_the_text_is_what_the_runner_generates(cli: Any, folder: Path) -> None:
     right = [int(step[0]) for step in generate(runner, [prompt], 8)]
     assert code == 0 and out == f"the cat{tokenizer.decode(right)}\n"
     assert "small: weights rounded to nearest, LQQ in groups of 32, uncalibrated" in err
-    assert f"tokens/s; prompt of {len(prompt)} tokens in " in err and "W4A8, KV4, on NumPy" in err
+    assert f"tokens/s; prompt of {len(prompt)} tokens in " in err and "W4A8, KV4 with rotated keys, on NumPy" in err
     code, out, err = cli("generate", "the cat", "--model", folder, "--backend", "numpy", "--tokens", 8, "--json")
     found = json.loads(out)
     assert code == 0 and err == "" and found["tokens"] == [right] and found["texts"] == [tokenizer.decode(right)]
@@ -76,7 +75,10 @@ def test_many_prompts_are_served_at_once(cli: Any, folder: Path, tmp_path: Path)
     options = ("--model", folder, "--backend", "numpy", "--tokens", 5)
     code, out, err = cli("generate", "--prompts", path, *options, "--batch", 2)
     assert code == 0 and [line[:4] for line in out.splitlines()] == ["[1] ", "[2] ", "[3] "]
-    assert "tokens/s: 15 in " in err and "3 prompts of 19 tokens, 2 at a time; W4A8, KV4, on NumPy" in err
+    assert (
+        "tokens/s: 15 in " in err
+        and "3 prompts of 19 tokens, 2 at a time; W4A8, KV4 with rotated keys, on NumPy" in err
+    )
     found = json.loads(cli("generate", "--prompts", path, *options, "--json")[1])
     alone = [json.loads(cli("generate", text, *options, "--json")[1]) for text in ("the cat", "the dog sat", "a mat")]
     assert [request["tokens"] for request in found["requests"]] == [one["tokens"][0] for one in alone]
@@ -176,26 +178,6 @@ def test_a_batch_that_does_not_fit_becomes_smaller_or_is_refused_where_it_was_as
         assert [cli("generate", *given, *options, "--batch", most + more)[0] for more in (0, 1)] == [0, 2]
 
 
-@pytest.mark.full
-@pytest.mark.torch
-def test_pytorch_attends_the_prompt(cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU made of the emulator; the whole prompt is one launch."""
-    pytest.importorskip("torch", reason="PyTorch is not installed")
-    made: list[KernelRunner] = []
-
-    def runner(*given: Any, **how: Any) -> KernelRunner:
-        made.append(KernelRunner(*given, **how, backend="emulator"))
-        return made[-1]
-
-    monkeypatch.setattr(gpu, "why_not", lambda *_, **__: None)
-    monkeypatch.setattr(commands, "require_torch", lambda on_gpu: None)
-    monkeypatch.setitem(commands.RUNNERS, "gpu", runner)
-    options = ("--model", folder, "--backend", "gpu", "--tokens", 2, "--prompt-attention", "torch")
-    code, out, err = cli("generate", "the cat", *options)
-    assert code == 0 and out.startswith("the cat") and made[0].prompt_attention == "torch"
-    assert made[0].chunk == made[0].context and "the prompt by PyTorch's attention, in chunks of" in err
-
-
 def test_it_ends_where_the_model_ends(cli: Any, folder: Path, tmp_path: Path) -> None:
     options = ("--backend", "numpy", "--tokens", 8, "--temperature", 50, "--json")
     tokens = json.loads(cli("generate", "the cat", "--model", folder, *options)[1])["tokens"][0]
@@ -223,8 +205,6 @@ def test_a_chat_is_asked_in_the_models_template(cli: Any, folder: Path, tmp_path
         (("a", "--tokens", "0"), "--tokens expects an integer, 1 or more, got 0"),
         (("a", "--batch", "0"), "--batch expects an integer, 1 or more, got 0"),
         (("a", "--head", "int4"), "--head expects float16 or int8, got int4"),
-        (("a", "--prompt-attention", "flash"), "--prompt-attention expects cache or torch, got flash"),
-        (("a", "--prompt-attention", "torch"), "--prompt-attention torch goes with --backend gpu (got numpy)"),
         (("a", "--temperature", "-0.5"), "--temperature expects 0, or a number in 1e-06..1e+06, got -0.5"),
         (("a", "--temperature", "nan"), "--temperature expects 0, or a number in 1e-06..1e+06, got nan"),
         (("a", "--top-p", "2"), "--top-p expects a number in 0..1, got 2.0"),

@@ -147,7 +147,7 @@ def test_w4a4_is_measured_and_continues_a_text(
     code, printed, _ = cli("generate", "the cat", "--model", out, "--tokens", 3, "--backend", "numpy", "--json")
     assert code == 0 and len(json.loads(printed)["tokens"][0]) == 3
     code, _, noted = cli("generate", "the cat", "--model", out, "--tokens", 2, "--backend", "numpy")
-    assert code == 0 and ("W4A4, KV4, on NumPy" if options == ("atom",) else "W4Ax, KV4, on NumPy") in noted
+    assert code == 0 and f"{'W4A4' if options == ('atom',) else 'W4Ax'}, KV4 with rotated keys, on NumPy" in noted
 
 
 def test_what_a_recipe_reports(cli: Any, folder: Path, tmp_path: Path) -> None:

@@ -394,7 +394,7 @@ OTHER_LENGTHS = replace(PROBLEM.cache, lengths=np.array([70, 129, 33], np.int32)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weights": None}, "decode_layer: weights: must be LayerWeights (got NoneType)"),
     ({"buffers": {}}, "decode_layer: buffers: must come from LayerBuffers.empty (got dict)"),
-    ({"buffers": layer_problem(lengths=(3, 4)).buffers}, "made for these weights, float16, and 3 sequences (got "),
+    ({"buffers": layer_problem(lengths=(3, 4)).buffers}, "made for these weights, float16, and 3 rows (got "),
     ({"cache": KVCache.empty(3, 2, 1, 128)}, "decode_layer: cache: must have 1 kv heads of 64 (got 1 of 128)"),
     ({"cache": OTHER_LENGTHS}, "decode_layer: cache.lengths: must lie in 0..128 (got lengths[1] is 129)"),
     ({"x": PROBLEM.x[:2]}, "decode_layer: x: must be float16 [3, 128] (got float16 [2, 128])"),

@@ -73,8 +73,10 @@ def attention_kv4(
         query_start_loc: s32 [B + 1], where q is [T, Hq, D], the queries of all sequences one behind the other: those of
             sequence b begin at query_start_loc[b] and are its last tokens. Any numbers, also none, by
             `attention_kv4_prefill_sm90` or, where that does not run, `attention_kv4_prefill_mma_sm80`, for caches of
-            kv4: keys and values are rounded to FP16, and a query has the same bits whatever else is in the call. Needs
-            no workspace.
+            kv4: keys and values are rounded to FP16. Queries behind the last one are padding, whose results are not
+            written. Where queries are few, the first kernel cuts long contexts into parts, by how many queries and
+            sequences there are: a query's last bits depend on that. With `batch_invariant` nothing is cut, and a query
+            has the same bits in any chunk and call.
         cache: in whatever of the four schemes, where q is (`ptxlab.to_device`); its lengths include the new tokens. For
             a rotated one q is rotated here, in float32; teaching steps do not take it.
         out: like q, to write into; with `return_lse` also (out, lse), lse f32 of q's shape without D.
