@@ -72,8 +72,9 @@ def attention_kv4(
             every sequence. Hq is 1 to 16 times the cache's heads. NumPy, CuPy, PyTorch or JAX.
         query_start_loc: s32 [B + 1], where q is [T, Hq, D], the queries of all sequences one behind the other: those of
             sequence b begin at query_start_loc[b] and are its last tokens. Any numbers, also none, by
-            `attention_kv4_prefill_sm90`, for caches of kv4: keys and values are rounded to FP16, and a query has the
-            same bits whatever else is in the call. Needs no workspace.
+            `attention_kv4_prefill_sm90`, for caches of kv4: keys and values are rounded to FP16. Where queries are few,
+            long contexts are cut into parts, by how many queries and sequences there are: a query's last bits depend
+            on that. With `batch_invariant` nothing is cut, and a query has the same bits in any chunk and call.
         cache: in whatever of the four schemes, where q is (`ptxlab.to_device`); its lengths include the new tokens. For
             a rotated one q is rotated here, in float32; teaching steps do not take it.
         out: like q, to write into; with `return_lse` also (out, lse), lse f32 of q's shape without D.
@@ -112,8 +113,9 @@ def attention_workspace(
 
     A few MiB, whatever the batch; for teaching steps none. With `batch_invariant`, for calls with that, 32 times as
     much: some 35 MiB on an H200 for heads of 128. For calls of that kernel alone, as they name it: by default of
-    the one that is chosen. It is ready, all zeros, when this returns: the call waits for it, and so has its place
-    before a capture. Raises ArgumentError for what is no KVCache, and what choosing the kernel raises.
+    the one that is chosen. Calls with `query_start_loc` name `attention_kv4_prefill_sm90`: 35 MiB for heads of 128,
+    needed only where contexts are cut into parts. It is ready, all zeros, when this returns: the call waits for it, and
+    so has its place before a capture. Raises ArgumentError for what is no KVCache, and what choosing the kernel raises.
     """
     if not isinstance(cache, KVCache):
         raise ArgumentError("attention_workspace: cache", "must be a KVCache", type(cache).__name__)
