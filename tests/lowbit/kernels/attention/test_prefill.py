@@ -146,8 +146,19 @@ def test_parts_of_any_context(past: int, new: int, window: int, parts: int, bloc
     ],
 )
 def test_parts_fill_the_gpu(sizes: dict[str, int], parts: int) -> None:
-    known = {"N": 128, "B": 1, "Hq": 32, "Hkv": 8, "D": 128, "P": 512, "page": 64, "window": 0, "blocks": 132, **sizes}
-    assert choose_parts(known) == parts
+    problem = {
+        "N": 128,
+        "B": 1,
+        "Hq": 32,
+        "Hkv": 8,
+        "D": 128,
+        "P": 512,
+        "page": 64,
+        "window": 0,
+        "blocks": 132,
+        **sizes,
+    }
+    assert choose_parts(problem) == parts
 
 
 @pytest.mark.full
