@@ -235,7 +235,7 @@ CHANGES = {
     "restored before there is room": ("barriers.empty[slot.index], slot.parity ^ 1);", "barriers.empty[0], 1);"),
     "parts have a block in common": ("blocks * tile.part / tile.parts", "max(0, blocks * tile.part / tile.parts - 1)"),
     "a part is not weighed": ("fmaf(x.x, factor[0], o[4 * v])", "x.x + o[4 * v]"),
-    "the first part to end adds up": ("last_of(count, tile.parts)", "last_of(count, 1)"),
+    "parts are handed over in one place": ("first_part(tile) + size_t(tile.part) * kPitch", "first_part(tile)"),
     "counters are left behind": ("*count = 0;", ";"),
 }
 
