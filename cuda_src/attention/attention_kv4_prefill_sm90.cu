@@ -81,7 +81,7 @@ struct Tile {
     int sequence, head, row, queries;  // row: the first one's number among queries * (Hq / Hkv)
     int start, context;                // the sequence's first query in q; its tokens
     int begin, end;                    // blocks
-    int item, part, parts = 1;         // the work item; which part of the tile it is, and of how many
+    int item, part, parts;             // the work item; which part of the tile it is, and of how many
 };
 
 // Deals work items to blocks, in every other round in reverse, so that none has the longest of each. All lanes of a warp
@@ -412,7 +412,7 @@ struct Results {
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             const int number = first_row + threadIdx.x % kThreads / 32 * 16 + r * 8 + lane / 4;
-            place.pairs[r] = nullptr;
+            place.pairs[r] = nullptr, place.inverse[r] = 0;
             if (number >= tile.queries * group) continue;
             const bool none = sum == 0;
             const size_t row = size_t(tile.start + number / group) * Hq + tile.head * group + number % group;
@@ -510,7 +510,7 @@ __device__ void consume(Scheduler scheduler, const unsigned short* q, const Resu
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kThreads / 32, group = scheduler.group;
     const u64 query = ptxlab::swizzled_128(queries);
     ptxlab::Slot<STAGES> key_slot, value_slot;
-    Tile tile, following;
+    Tile tile, following = {};
     bool has_tile = scheduler.next(tile);
     if (consumer == 1) ptxlab::arrive_threads(3, kGroups * kThreads);  // the first group begins
     const auto release = [&](u64* barrier) {

@@ -115,8 +115,9 @@ def attention_workspace(
 
     A few MiB, whatever the batch; for teaching steps none. With `batch_invariant`, for calls with that, 32 times as
     much: some 35 MiB on an H200 for heads of 128. For calls of that kernel alone, as they name it: by default of
-    the one that is chosen. It is ready, all zeros, when this returns: the call waits for it, and so has its place
-    before a capture. Raises ArgumentError for what is no KVCache, and what choosing the kernel raises.
+    the one that is chosen. Calls with `query_start_loc` name `attention_kv4_prefill_sm90`: 35 MiB for heads of 128,
+    needed only where contexts are cut into parts. It is ready, all zeros, when this returns: the call waits for it, and
+    so has its place before a capture. Raises ArgumentError for what is no KVCache, and what choosing the kernel raises.
     """
     if not isinstance(cache, KVCache):
         raise ArgumentError("attention_workspace: cache", "must be a KVCache", type(cache).__name__)

@@ -53,8 +53,8 @@ class AttentionOptions(LaunchOptions):
     )
     batch_invariant: bool = option(
         "a sequence gets the same bits whatever else is in the batch, and wherever it is there: it is cut by its own"
-        " length, not so that all blocks have equally much. Only `attention_kv4_sm90` does so; the workspace is"
-        " larger.",
+        " length, not so that all blocks have equally much. Only `attention_kv4_sm90` does so, with a larger workspace;"
+        " with `query_start_loc` a sequence is not cut at all.",
         FLAG,
         default=False,
     )

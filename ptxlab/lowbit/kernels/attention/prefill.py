@@ -97,7 +97,8 @@ def _example(
     starts = np.concatenate([[0], cuts, [N]]).astype(np.int32)
     new = np.diff(starts)
     lengths = np.minimum(new + rng.integers(0, P * page + 1, B), P * page)
-    lengths[int(new.argmax())] = new.max()
+    if B > 1:
+        lengths[int(new.argmax())] = new.max()
     while ceil_div(lengths, page).sum() > pages:
         spare = lengths - new
         lengths[spare.argmax()] -= min(page, spare.max())

@@ -15,7 +15,7 @@ from ptxlab import emulator, gpu, registry, toolchain
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.lowbit.kernels import operation
 from ptxlab.lowbit.kernels.attention import common
-from ptxlab.lowbit.kernels.attention.prefill import PREFILL
+from ptxlab.lowbit.kernels.attention.prefill import PREFILL, choose_parts
 from ptxlab.lowbit.kernels.attention.prefill_sm80 import PREFILL_SM80
 from ptxlab.runtime.verify import compare
 from ptxlab.sources import Source
@@ -161,6 +161,66 @@ def test_chunks_of_any_length(
 
 
 @pytest.mark.full
+@settings(max_examples=10)
+@given(
+    past=st.integers(400, 900),
+    new=st.integers(1, 40),
+    window=st.sampled_from((0, 513, 640)),
+    parts=st.integers(2, 5),
+    blocks=st.integers(2, 4),
+    mode=st.sampled_from(emulator.MODES),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_parts_of_any_context(past: int, new: int, window: int, parts: int, blocks: int, mode: str, seed: int) -> None:
+    sizes = {"D": 256, "group": 1, "window": window, "parts": parts, "blocks": blocks, "seed": seed}
+    check(*chunks_of((new,), (past,), **sizes), mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ({}, 4),  # 32 tiles, 132 SMs
+        ({"Hq": 64}, 2),
+        ({"N": 512}, 1),
+        ({"N": 600}, 3),  # 152 tiles would be two rounds
+        ({"N": 8192}, 1),
+        ({"N": 16}, 16),
+        ({"P": 8}, 1),  # contexts are too short
+        ({"window": 1024}, 2),
+        ({"B": 100}, 1),  # each may have a tile of its own
+    ],
+)
+def test_parts_fill_the_gpu(sizes: dict[str, int], parts: int) -> None:
+    problem = {
+        "N": 128,
+        "B": 1,
+        "Hq": 32,
+        "Hkv": 8,
+        "D": 128,
+        "P": 512,
+        "page": 64,
+        "window": 0,
+        "blocks": 132,
+        **sizes,
+    }
+    assert choose_parts(problem) == parts
+
+
+@pytest.mark.full
+def test_the_public_call_cuts_a_long_context_unless_batch_invariant() -> None:
+    logical, sizes = chunks_of((3,), (2100,), D=64)
+    q = logical["q"].astype(np.float16)
+    call = {"q": q, "cache": logical["cache"], "query_start_loc": logical["starts"], "backend": "emulator"}
+    out, lse = ptxlab.attention_kv4(**call, return_lse=True)
+    parts = choose_parts(sizes)
+    assert parts > 1
+    cut, whole = ({**logical, "q": q.astype(np.float32), "parts": n} for n in (parts, 1))
+    compare(PREFILL, {"out": out, "lse": lse, "arrivals": PREFILL.pack(cut)["arrivals"]}, cut)
+    invariant = ptxlab.attention_kv4(**call, batch_invariant=True)
+    assert np.array_equal(invariant, run(whole, {**sizes, "parts": 1})[0]["out"])
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("edge", [-1, 0, 1])
 @pytest.mark.parametrize("D", [128, 256])
 @on_every_kernel
@@ -233,7 +293,7 @@ CHANGES = {
             "max(0, blocks * tile.part / tile.parts - 1)",
         ),
         "a part is not weighed": ("fmaf(x.x, factor[0], o[4 * v])", "x.x + o[4 * v]"),
-        "the first part to end adds up": ("last_of(count, tile.parts)", "last_of(count, 1)"),
+        "parts are handed over in one place": ("first_part(tile) + size_t(tile.part) * kPitch", "first_part(tile)"),
         "counters are left behind": ("*count = 0;", ";"),
     },
     "sm80": {
@@ -394,3 +454,36 @@ def test_long_contexts_on_a_gpu(spec: KernelSpec, new: tuple[int, ...], past: tu
             )
             row = {**logical, "q": logical["q"][t : t + 1], "cache": piece, "starts": np.array([0, 1], np.int32)}
             compare(PREFILL_SM80, {"out": host[t : t + 1], "lse": of_rows[t : t + 1]}, row)
+
+
+@pytest.mark.gpu
+def test_parts_in_a_captured_graph() -> None:
+    """The same bits as without a graph, replay after replay, also after a call of another length."""
+    if reason := gpu.why_not(PREFILL.arch, exact=True):
+        pytest.skip(reason)
+    import cupy
+
+    logical, _ = chunks_of((64,), (8000,), D=128, Hkv=2, group=4)
+    cache, starts = ptxlab.to_device(logical["cache"]), gpu.to_device(logical["starts"])
+    q = gpu.to_device(logical["q"].astype(np.float16))
+    call = {"cache": cache, "query_start_loc": starts}
+    right, out = ptxlab.attention_kv4(q, **call, check=True), cupy.empty_like(q)
+    workspace = ptxlab.attention_workspace(cache, kernel=PREFILL.name)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        ptxlab.attention_kv4(q, **call, out=out, workspace=workspace)
+        stream.begin_capture()
+        try:
+            with pytest.raises(ArgumentError, match=r"workspace: must be given in a capture: make attention_workspace"):
+                ptxlab.attention_kv4(q, **call, out=out)
+            ptxlab.attention_kv4(q, **call, out=out, workspace=workspace)
+        finally:
+            graph = stream.end_capture()
+        for length in (8064, 300, 8064):
+            cache.lengths[:] = length
+            out[:] = 0
+            graph.launch(stream)
+    stream.synchronize()
+    assert np.array_equal(gpu.to_host(out), gpu.to_host(right))
+    ptxlab.attention_kv4(q, **call, workspace=workspace, check=True)  # the counters are zeros
