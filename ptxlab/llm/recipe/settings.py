@@ -8,9 +8,10 @@ from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.numerics import FakeQuantized
 from ptxlab.llm.recipe.gptq import DAMPING
 from ptxlab.llm.recipe.grids import Array, ChannelGrid, Grid, LQQGrid, QoQGrid, SymmetricGrid
-from ptxlab.llm.recipe.rotation import hadamard, random_orthogonal
+from ptxlab.llm.recipe.rotation import random_orthogonal
 from ptxlab.lowbit.quant.atom import ACTIVATION_CLIP
 from ptxlab.lowbit.quant.fmpq import BLOCKS, MOST_INT8, OUTLIER
+from ptxlab.lowbit.quant.hadamard import hadamard
 from ptxlab.lowbit.quant.inputs import GROUPS, check_protective_range
 from ptxlab.lowbit.quant.level1 import PROTECTIVE_RANGE
 from ptxlab.validate import is_one_of, require_number
@@ -44,7 +45,7 @@ class Recipe:
             one with an outlier (COMET's FMPQ); the weights stay in 4 bits. None: no such groups.
         outlier: times the median channel's largest magnitude, from where a channel is an outlier to `int8`.
         act_clip: the largest 4-bit activation, relative to the largest magnitude of its group.
-        kv: scheme of the cache per token and head, or None.
+        kv: one of `CACHE_FORMATS`, or None.
 
     Raises ArgumentError for a value that no recipe can have.
     """
