@@ -64,6 +64,7 @@ def _caches() -> Iterator[AccuracyRow]:
         ("KV4, rotation", "kv4_rotated", None),
         ("KV4, SmoothAttention", "kv4", 0.5),
         ("KV4, rotation and SmoothAttention", "kv4_rotated", 0.5),
+        ("KV4, rotation and centred keys", "kv4_rotated_centred", None),
         ("KIVI: keys by channel of 64 tokens", "kivi4", None),
         ("K8V4", "k8v4", None),
         ("FP8 e4m3, scale 1", "fp8", None),

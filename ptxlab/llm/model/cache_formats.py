@@ -12,6 +12,7 @@ from ptxlab.lowbit.quant.hadamard import hadamard
 from ptxlab.lowbit.quant.kv import KV_SCHEMES, kv_scheme, quantize_kv
 
 Floats = npt.NDArray[np.floating]
+PAGE = 64  # tokens whose mean centres keys, and that share constants by channel
 ROTATED = 128  # channels of a head, at most, that one Hadamard matrix rotates
 _CONSTANTS = 32  # bits of a scale and a zero in FP16
 _E4M3_LARGEST = 448.0
@@ -27,23 +28,25 @@ class StoredTensor:
             back when they are read. Queries or the output projection take the second rotation in a kernel.
         tokens: consecutive tokens of one channel that share scale and zero (KIVI); None: channels of one token and
             head share them. The last tokens stay floats until they fill a group.
+        centred: whether the mean of the sequence's first `PAGE` tokens is subtracted before all else, and added back
+            behind. Softmax does not see what all keys of a head have in common, so no kernel has to add it to keys.
     """
 
     scheme: str
     rotated: bool = False
     tokens: int | None = None
+    centred: bool = False
 
     def restore(self, x: Floats) -> Floats:
         """Return what a reader gets of keys or values float [B, T, Hkv, D], in the same dtype and library.
 
         Raises ArgumentError as `quantize_kv` does, and for a head dim that the rotation does not divide.
         """
-        if not self.rotated:
-            return self._quantized(x)
-        matrix = _head_rotation(x)
-        blocks = x.reshape(-1, len(matrix)) @ matrix
-        restored: Floats = (self._quantized(blocks.reshape(x.shape)).reshape(blocks.shape) @ matrix.T).reshape(x.shape)
-        return restored
+        if self.centred:
+            center = x[:, :PAGE].mean(axis=1, keepdims=True)
+            restored: Floats = self._rotated(x - center) + center
+            return restored
+        return self._rotated(x)
 
     def bits(self, head_dim: int) -> float:
         """Return the bits of an element, its share of the constants included."""
@@ -51,6 +54,14 @@ class StoredTensor:
             return 8.0
         scheme = kv_scheme(self.scheme)
         return scheme.bits + (0 if scheme.by_channel else _CONSTANTS / (self.tokens or head_dim))
+
+    def _rotated(self, x: Floats) -> Floats:
+        if not self.rotated:
+            return self._quantized(x)
+        matrix = _head_rotation(x)
+        blocks = x.reshape(-1, len(matrix)) @ matrix
+        restored: Floats = (self._quantized(blocks.reshape(x.shape)).reshape(blocks.shape) @ matrix.T).reshape(x.shape)
+        return restored
 
     def _quantized(self, x: Floats) -> Floats:
         if self.scheme == "e4m3":
@@ -107,8 +118,9 @@ _KV4_ROTATED = StoredTensor("kv4", rotated=True)
 CACHE_FORMATS: Mapping[str, CacheFormat] = {
     **{scheme: _same(StoredTensor(scheme)) for scheme in KV_SCHEMES},
     "kv4_rotated": _same(_KV4_ROTATED),
+    "kv4_rotated_centred": CacheFormat(StoredTensor("kv4", rotated=True, centred=True), _KV4_ROTATED),
     "k8v4": CacheFormat(_KV8, _KV4),
     "k8v4_rotated": CacheFormat(_KV8, _KV4_ROTATED),
-    "kivi4": CacheFormat(StoredTensor("kv4", tokens=64), _KV4),
+    "kivi4": CacheFormat(StoredTensor("kv4", tokens=PAGE), _KV4),
     "fp8": _same(StoredTensor("e4m3")),
 }
