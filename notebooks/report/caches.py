@@ -20,7 +20,7 @@ COLOURS = {"KV4, rotation": BLUE, "KV4": ORANGE, "KIVI": PURPLE, "K8V4": RED}  #
 
 def recorded() -> Accuracy | None:
     """Read the record of the cache's rows, if there is one."""
-    path = RESULTS / "cpu" / "accuracy_cache.json"
+    path = RESULTS / "accuracy_cache.json"
     return Accuracy(path, read_record(path, "a record of ptxlab accuracy", SCHEMA)) if path.is_file() else None
 
 

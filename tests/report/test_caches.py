@@ -26,8 +26,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         for place, (step, (of, size)) in enumerate(STEPS.items())
     ]
     found = {**made_up.ACCURACY, "windows": {"lee": [2, 512]}, "calibration": [8, 512], "rows": measured}
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "accuracy_cache.json").write_text(json.dumps(found))
+    (tmp_path / "accuracy_cache.json").write_text(json.dumps(found))
     monkeypatch.setattr(caches, "RESULTS", tmp_path)
     monkeypatch.setattr(caches, "decode_times", lambda: {"KV4": "71 µs"})
     return found
