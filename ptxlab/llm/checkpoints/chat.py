@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,6 +11,7 @@ from typing import Any, Self
 from ptxlab.errors import FileError, UnavailableError
 from ptxlab.io.files import read_json, read_text, write_text
 from ptxlab.llm.checkpoints import render_chat
+from ptxlab.llm.checkpoints.limited_process import Limits, ProgramError, run_program
 
 Message = Mapping[str, str]  # with `role` (system, user or assistant) and `content`
 _FILE, _CONFIG, _MAP = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
@@ -100,20 +99,12 @@ class ChatTemplate:
             "unset": sorted(self.unset),
             "chats": [[dict(message) for message in messages] for messages in chats],
         }
-        command = [sys.executable, "-P", render_chat.__file__]
-        wall = _WALL * render_chat.seconds(len(chats))
+        seconds = render_chat.SECONDS + len(chats) // render_chat.CHATS_PER_SECOND
+        limits = Limits(_WALL * seconds, render_chat.BYTES, seconds)
         try:
-            done = subprocess.run(
-                command, input=json.dumps(request), capture_output=True, text=True, timeout=wall, check=False
-            )
-            answer = json.loads(done.stdout)
-        except subprocess.TimeoutExpired:
-            answer = {"error": f"takes more than {wall:g} s of wall-clock time"}
-        except ValueError:  # it was killed, and left nothing
-            answer = {"error": f"takes more than {render_chat.seconds(len(chats))} s or {render_chat.BYTES >> 20} MiB"}
-        if "error" in answer:
-            raise FileError(f"{self.source}: the chat template fails: {answer['error']}")
-        texts: list[str] = answer["texts"]
+            texts: list[str] = run_program(Path(render_chat.__file__), request, limits)
+        except ProgramError as error:
+            raise FileError(f"{self.source}: the chat template fails: {error}") from None
         return texts
 
 

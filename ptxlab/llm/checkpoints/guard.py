@@ -4,10 +4,6 @@ The library `tokenizers` has no limits of its own. A regular expression can take
 a normaliser can multiply the text at every step. What is not known to be harmless encodes in a process with limits.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import FileError
+from ptxlab.llm.checkpoints import encode_text
+from ptxlab.llm.checkpoints.limited_process import Limits, ProgramError, run_program
 
 SECONDS = 60.0  # an encoding may take; 1.3 MB of text take about one
 MEMORY = 1 << 32  # bytes that it may take
@@ -31,7 +29,6 @@ _LINEAR = (
 _NESTED = ("normalizers", "pretokenizers", "decoders")  # keys of a Sequence
 _LONGEST_PREFIX = 16  # characters
 _MOST_STEPS = 64
-_REASON = 200  # characters of the library's own message
 
 
 @dataclass(frozen=True)
@@ -43,28 +40,12 @@ class GuardedEncoder:
 
     def __call__(self, text: str) -> npt.NDArray[np.int64]:
         """The tokens of a text, [T]. Raises FileError if the tokenizer fails, or exceeds `SECONDS` or `MEMORY`."""
-        program = [sys.executable, "-P", str(Path(__file__).with_name("guarded_encode.py")), str(MEMORY)]
-        one_thread = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-        limits = f"within {SECONDS:g} s and {MEMORY >> 30} GB"
+        request = {"definition": self.definition, "text": text}
         try:
-            done = subprocess.run(
-                program,
-                input=json.dumps([self.definition, text]),
-                capture_output=True,
-                encoding="utf-8",
-                errors="replace",
-                timeout=SECONDS,
-                env={**os.environ, **one_thread},
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise FileError(f"{self.path}: must encode {len(text)} characters {limits}") from None
-        if done.returncode < 0 or "MemoryError" in done.stderr:
-            raise FileError(f"{self.path}: must encode {len(text)} characters {limits}")
-        if done.returncode:
-            reason = (done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1][:_REASON]
-            raise FileError(f"{self.path}: the tokenizer failed on {len(text)} characters ({reason})")
-        return np.array(json.loads(done.stdout), np.int64)
+            ids = run_program(Path(encode_text.__file__), request, Limits(SECONDS, MEMORY))
+        except ProgramError as error:
+            raise FileError(f"{self.path}: the tokenizer failed on {len(text)} characters ({error})") from None
+        return np.array(ids, np.int64)
 
 
 def is_harmless(definition: dict[str, Any], patterns: Collection[str]) -> bool:

@@ -1,21 +1,16 @@
-"""Renders a chat template in a process of its own, whose time and memory are bounded: a template is a stranger's code.
+"""A program of `run_limited`: render a chat template.
 
 Jinja's sandbox keeps it from files and from Python's internals, but lets it loop and double a string for as long as it
-likes. Reads JSON from standard input, and writes {"texts": ...} or {"error": ...}.
+likes.
 """
 
 import json
-import sys
 from datetime import datetime
 from typing import Any, NoReturn
 
 BYTES = 1 << 30
+SECONDS, CHATS_PER_SECOND = 3, 100  # of processor time
 _LONGEST = 1 << 22  # characters
-
-
-def seconds(chats: int) -> int:
-    """Return how long so many conversations may take."""
-    return 3 + chats // 100
 
 
 def render(template: str, variables: dict[str, Any], chats: list[Any], unset: list[str]) -> list[str]:
@@ -62,27 +57,10 @@ def render(template: str, variables: dict[str, Any], chats: list[Any], unset: li
     return [compiled.render(messages=messages, **variables) for messages in chats]
 
 
-def main() -> None:
-    """Answer one request."""
-    request = json.load(sys.stdin)
-    try:
-        import resource
-    except ImportError:  # the caller's clock remains
-        pass
-    else:
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds(len(request["chats"])),) * 2)
-        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
-    answer: dict[str, Any]
-    try:
-        texts = render(**request)
-        longest = max(map(len, texts), default=0)
-        answer = {"texts": texts} if longest <= _LONGEST else {"error": f"makes {longest} characters of a conversation"}
-    except MemoryError:
-        answer = {"error": f"needs more than {BYTES >> 20} MiB"}
-    except Exception as error:  # whatever a stranger's code raises
-        answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
-    json.dump(answer, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+def answer(request: dict[str, Any]) -> list[str]:
+    """Return the texts of a request, whose names are those of `render`."""
+    texts = render(**request)
+    longest = max(map(len, texts), default=0)
+    if longest > _LONGEST:
+        raise ValueError(f"makes {longest} characters of a conversation")
+    return texts

@@ -2,7 +2,6 @@
 
 import io
 import json
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from ptxlab.errors import FileError, UnavailableError
-from ptxlab.llm.checkpoints import chat, render_chat
+from ptxlab.llm.checkpoints import chat, render_chat, run_limited
 from ptxlab.llm.checkpoints.chat import ChatTemplate, Message
 from ptxlab.llm.checkpoints.gguf import GgufFile
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
@@ -234,8 +233,8 @@ def test_a_system_without_resource_limits_renders(
     request = {"template": "{{ messages[3].content }}", "variables": {}, "chats": [CHAT], "unset": []}
     monkeypatch.setitem(sys.modules, "resource", None)
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request)))
-    runpy.run_path(render_chat.__file__, run_name="__main__")
-    assert json.loads(capsys.readouterr().out) == {"texts": ["Why?"]}
+    run_limited.main(render_chat.__file__, render_chat.BYTES, render_chat.SECONDS)
+    assert json.loads(capsys.readouterr().out) == {"answer": ["Why?"]}
 
 
 def test_the_clock_bounds_a_template_too(monkeypatch: pytest.MonkeyPatch) -> None:
