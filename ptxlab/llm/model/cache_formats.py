@@ -2,18 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.errors import ArgumentError
-from ptxlab.lowbit.quant.hadamard import hadamard
 from ptxlab.lowbit.quant.kv import KV_SCHEMES, kv_scheme, quantize_kv
+from ptxlab.lowbit.reference.attention import rotate_heads
 
 Floats = npt.NDArray[np.floating]
 PAGE = 64  # tokens whose mean centres keys, and that share constants by channel
-ROTATED = 128  # channels of a head, at most, that one Hadamard matrix rotates
 _CONSTANTS = 32  # bits of a scale and a zero in FP16
 _E4M3_LARGEST = 448.0
 
@@ -24,8 +21,8 @@ class StoredTensor:
 
     Attributes:
         scheme: one of `KV_SCHEMES`; or "e4m3", FP8 with scale 1 for the whole tensor, as vLLM stores it by default.
-        rotated: whether Hadamard matrices of min(D, 128) rotate the channels of every head before the quantiser, and
-            back when they are read. Queries or the output projection take the second rotation in a kernel.
+        rotated: whether `reference.rotate_heads` rotates every head before the quantiser, and back behind. Kernels
+            rotate queries instead of rotating keys back.
         tokens: consecutive tokens of one channel that share scale and zero (KIVI); None: channels of one token and
             head share them. The last tokens stay floats until they fill a group.
         centred: whether the mean of the sequence's first `PAGE` tokens is subtracted before all else, and added back
@@ -40,7 +37,7 @@ class StoredTensor:
     def restore(self, x: Floats) -> Floats:
         """Return what a reader gets of keys or values float [B, T, Hkv, D], in the same dtype and library.
 
-        Raises ArgumentError as `quantize_kv` does, and for a head dim that the rotation does not divide.
+        Raises ArgumentError as `quantize_kv` does, ValueError as `rotate_heads` does.
         """
         if self.centred:
             center = x[:, :PAGE].mean(axis=1, keepdims=True)
@@ -58,9 +55,7 @@ class StoredTensor:
     def _rotated(self, x: Floats) -> Floats:
         if not self.rotated:
             return self._quantized(x)
-        matrix = _head_rotation(x)
-        blocks = x.reshape(-1, len(matrix)) @ matrix
-        restored: Floats = (self._quantized(blocks.reshape(x.shape)).reshape(blocks.shape) @ matrix.T).reshape(x.shape)
+        restored: Floats = rotate_heads(self._quantized(rotate_heads(x))).astype(x.dtype)
         return restored
 
     def _quantized(self, x: Floats) -> Floats:
@@ -99,14 +94,6 @@ def e4m3(x: Floats) -> Floats:
 def _through(x: Floats, scheme: str) -> Floats:
     restored: Floats = quantize_kv(x, scheme).dequantize().astype(x.dtype)
     return restored
-
-
-def _head_rotation(x: Floats) -> Any:
-    D = x.shape[-1]
-    block = min(D, ROTATED)
-    if D % block:
-        raise ArgumentError("head_dim", f"must be a multiple of {block} to be rotated", D)
-    return np.asarray(hadamard(block), like=x).astype(x.dtype)
 
 
 def _same(tensor: StoredTensor) -> CacheFormat:

@@ -7,10 +7,9 @@ rounding to nearest chooses among them. `Recipe` names the steps and settings; `
 from ptxlab.llm.recipe.gptq import Rounded, gptq, inverse_factor, objective, rounded
 from ptxlab.llm.recipe.grids import ChannelGrid, Grid, Levels, LQQGrid, QoQGrid, SymmetricGrid
 from ptxlab.llm.recipe.reorder import reorder_down, reorder_heads
-from ptxlab.llm.recipe.rotation import fold_norms, random_orthogonal, rotate_ends, rotate_heads, rotate_stream
+from ptxlab.llm.recipe.rotation import fold_norms, hadamard, random_orthogonal, rotate_ends, rotate_heads, rotate_stream
 from ptxlab.llm.recipe.settings import RECIPES, Recipe, named
 from ptxlab.llm.recipe.smoothing import smooth_down, smooth_keys
-from ptxlab.lowbit.quant.hadamard import hadamard
 
 __all__ = [
     "RECIPES",
