@@ -82,7 +82,7 @@ def cache_figure(found: Accuracy) -> Figure:
         colour = next((colour for name, colour in COLOURS.items() if row.step.startswith(name)), GREY)
         axes.plot(row.cache_bytes, row.ratio, "o", color=colour, markersize=7)
         label = "FP16" if row.step == "float32" else row.step
-        axes.annotate(label, (row.cache_bytes, row.ratio), (7, -3), textcoords="offset points", fontsize=8)
+        axes.annotate(label, (row.cache_bytes, row.ratio), (7, 4), textcoords="offset points", fontsize=8)
     axes.axhline(1, color=GREY, linestyle="--", linewidth=1)
     axes.set_xlim(0.8 * rows.cache_bytes.min(), 1.1 * rows.cache_bytes.max())
     axes.set_xlabel("bytes of a token in the cache of all layers")
