@@ -21,6 +21,7 @@ from report import (
     FIGURES,
     accuracy,
     attention,
+    caches,
     costplot,
     decode,
     gemm,
@@ -94,6 +95,13 @@ def _accuracy() -> Figure:
     return accuracy.steps_figure(found)
 
 
+def _accuracy_cache() -> Figure:
+    found = caches.recorded()
+    if found is None:
+        raise NotMeasuredError("accuracy_cache.json: `ptxlab accuracy --only 'cache/*'` makes a record")
+    return caches.cache_figure(found)
+
+
 def _w4a4_accuracy() -> Figure:
     found = accuracy.recorded()
     if found is None or not (w4a4.precisions(found).group == "FMPQ").any():
@@ -129,6 +137,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "w4a4_measured": _w4a4_measured,
     "attention_speedup": _attention,
     "accuracy_steps": _accuracy,
+    "accuracy_cache": _accuracy_cache,
     "layer_breakdown": _layer(layer.points, layer.breakdown_figure),
     "layer_timeline": _layer(layer.timelines, layer.timeline_figure),
     **{decode.picture_name(config.name): partial(_decode, config.name) for config in MODELS},

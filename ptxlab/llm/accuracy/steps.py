@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
+from ptxlab.llm.model.cache_formats import CACHE_FORMATS
 from ptxlab.llm.model.config import Config
 from ptxlab.llm.model.floats import FloatModel, Tokens, perplexity
 from ptxlab.llm.recipe import RECIPES, Recipe, random_orthogonal
@@ -38,7 +39,15 @@ class AccuracyRow:
 
 def rows() -> list[AccuracyRow]:
     """All rows of the table in order. The first, in floats, is the baseline of the others."""
-    return [AccuracyRow("float", "float32", _FLOAT), *_alone(), *_w4a8kv4(), *_schemes(), *_atom(), *_fmpq()]
+    return [
+        AccuracyRow("float", "float32", _FLOAT),
+        *_alone(),
+        *_caches(),
+        *_w4a8kv4(),
+        *_schemes(),
+        *_atom(),
+        *_fmpq(),
+    ]
 
 
 def _alone() -> Iterator[AccuracyRow]:
@@ -46,6 +55,23 @@ def _alone() -> Iterator[AccuracyRow]:
     yield AccuracyRow("alone", "A8", _FLOAT.but(acts=8))
     yield AccuracyRow("alone", "KV8", _FLOAT.but(kv="kv8"))
     yield AccuracyRow("alone", "KV4", _FLOAT.but(kv="kv4"))
+
+
+def _caches() -> Iterator[AccuracyRow]:
+    """Formats of the KV cache, each alone."""
+    for step, kv, smooth_keys in (
+        ("KV4", "kv4", None),
+        ("KV4, rotation", "kv4_rotated", None),
+        ("KV4, SmoothAttention", "kv4", 0.5),
+        ("KV4, rotation and SmoothAttention", "kv4_rotated", 0.5),
+        ("KV4, rotation and centred keys", "kv4_rotated_centred", None),
+        ("KIVI: keys by channel of 64 tokens", "kivi4", None),
+        ("K8V4", "k8v4", None),
+        ("FP8 e4m3, scale 1", "fp8", None),
+        ("K8V4, values rotated", "k8v4_rotated", None),
+        ("KV8", "kv8", None),
+    ):
+        yield AccuracyRow("cache", step, _FLOAT.but(kv=kv, smooth_keys=smooth_keys))
 
 
 def _w4a8kv4() -> Iterator[AccuracyRow]:
@@ -174,7 +200,7 @@ def measure(
     Yields:
         Per row and seed that is not in `done`: ladder, step, recipe, seed, perplexity by text, errors by matrix (means
         over the layers of the relative error of the output), seconds to quantise and to measure, bytes that the GEMMs
-        of 1,024 tokens read (`gemm_bytes`).
+        of 1,024 tokens read (`gemm_bytes`), bytes of a token in the KV cache of all layers (`cache_bytes`).
     """
 
     known = list(done)
@@ -204,9 +230,17 @@ def _measured(
         "recipe": recipe.to_json(),
         "perplexity": perplexities,
         "errors": _means([layer.errors for layer in layers if layer]),
+        "cache_bytes": cache_bytes(model.config, recipe),
         "bytes": sum(gemm_bytes(model.config, recipe, layer) for layer in layers if layer),
         "seconds": {"quantize": done - start, "measure": perf_counter() - done},
     }
+
+
+def cache_bytes(config: Config, recipe: Recipe) -> float:
+    """Return the bytes of a token in the KV cache of all layers; floats as FP16."""
+    if recipe.kv is None:
+        return 2.0 * 2 * config.layers * config.kv_heads * config.head_dim
+    return CACHE_FORMATS[recipe.kv].token_bytes(config.head_dim, config.kv_heads, config.layers)
 
 
 def gemm_bytes(config: Config, recipe: Recipe, layer: QuantizedLayer, tokens: int = TOKENS) -> int:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from ptxlab.errors import ArgumentError
+from ptxlab.llm.model.cache_formats import CACHE_FORMATS
 from ptxlab.llm.model.decoder import Floats, Layer, Numerics
 from ptxlab.lowbit.quant.activations import token_scales
 from ptxlab.lowbit.quant.atom import ATOM_PAPER
 from ptxlab.lowbit.quant.groups import dequantized, integer_groups
-from ptxlab.lowbit.quant.kv import KV_SCHEMES, quantize_kv
 from ptxlab.validate import is_one_of, require_integer, require_number
 
 
@@ -26,7 +26,7 @@ class FakeQuantized(Numerics):
         acts: bits of the activations: 8, per token; 4, in groups along the order of channels that a layer has as
             `<matrix>_order`, as Atom's paper has it (`ATOM_PAPER`), or COMET's where a layer has `<matrix>_int8`, the
             number of INT8 groups at the end; None leaves them floats.
-        kv: one of `KV_SCHEMES`, per token and head, or None.
+        kv: one of `CACHE_FORMATS`, or None.
         group: channels per scale of 4-bit activations, or None for one scale per token.
         kept: number of channels, the last in that order, which have one scale and more bits.
         kept_bits: bits of these channels.
@@ -45,7 +45,7 @@ class FakeQuantized(Numerics):
         return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     def __post_init__(self) -> None:
-        for name, known in (("acts", (8, 4, None)), ("kv", (*KV_SCHEMES, None)), ("kept_bits", (8, 16))):
+        for name, known in (("acts", (8, 4, None)), ("kv", (*CACHE_FORMATS, None)), ("kept_bits", (8, 16))):
             if not is_one_of(getattr(self, name), known):
                 raise ArgumentError(name, f"must be one of {', '.join(map(str, known))}", getattr(self, name))
         if self.group is not None:
@@ -75,8 +75,8 @@ class FakeQuantized(Numerics):
         """See `Numerics.cached`."""
         if self.kv is None:
             return keys, values
-        k, v = (quantize_kv(x, self.kv).dequantize().astype(x.dtype) for x in (keys, values))
-        return k, v
+        stored = CACHE_FORMATS[self.kv]
+        return stored.keys.restore(keys), stored.values.restore(values)
 
     def _in_groups(self, x: Floats, order: Any, int8: Any) -> Floats:
         ordered = x if order is None else x[:, order]

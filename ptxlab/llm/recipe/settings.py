@@ -44,7 +44,7 @@ class Recipe:
             one with an outlier (COMET's FMPQ); the weights stay in 4 bits. None: no such groups.
         outlier: times the median channel's largest magnitude, from where a channel is an outlier to `int8`.
         act_clip: the largest 4-bit activation, relative to the largest magnitude of its group.
-        kv: scheme of the cache per token and head, or None.
+        kv: one of `CACHE_FORMATS`, or None.
 
     Raises ArgumentError for a value that no recipe can have.
     """

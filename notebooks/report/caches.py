@@ -1,0 +1,99 @@
+"""Perplexity by the format of the KV cache, as `ptxlab accuracy --only 'cache/*'` recorded it: table and picture."""
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from ptxlab.io.files import read_record
+from ptxlab.llm.accuracy.steps import SCHEMA
+from ptxlab.plot import BLUE, GREY, ORANGE, PURPLE, RED
+from report import RESULTS, attention
+from report.accuracy import Accuracy, origin
+from report.frames import ATTENTION_PEERS, MISSING, markdown
+from report.style import bare, title
+
+PLACE = {"Hq": 32, "Hkv": 8, "B": 64, "L": 4096}  # of the decode step whose time stands in the table
+OURS = ("KV4", "KV4, SmoothAttention")  # run on the attention kernel of plain KV4 as it is
+UNRECORDED = ("KV4, rotation", "KV4, rotation and SmoothAttention", "KV8")  # kernels without a record at `PLACE`
+PEERS = {"float32": "f16", "FP8 e4m3, scale 1": "fp8"}  # rows whose time is that of the fastest such peer
+COLOURS = {"KV4, rotation": BLUE, "KV4": ORANGE, "KIVI": PURPLE, "K8V4": RED}  # by the beginning of a row's name
+
+
+def recorded() -> Accuracy | None:
+    """Read the record of the cache's rows, if there is one."""
+    path = RESULTS / "accuracy_cache.json"
+    return Accuracy(path, read_record(path, "a record of ptxlab accuracy", SCHEMA)) if path.is_file() else None
+
+
+def points(found: Accuracy | None) -> pd.DataFrame:
+    """Return a row per format, the float cache first: `step`, `cache_bytes` of a token, `perplexity`, `ratio`, `time`.
+
+    The perplexity is that of the record's first text, `ratio` to floats; `time` is text (`decode_times`).
+    """
+    rows = [row for row in found.record["rows"] if row["ladder"] in ("float", "cache")] if found else []
+    times = decode_times()
+    table = [
+        (row["step"], row["cache_bytes"], next(iter(row["perplexity"].values())), times.get(row["step"], "no kernel"))
+        for row in rows
+    ]
+    frame = pd.DataFrame(table, columns=["step", "cache_bytes", "perplexity", "time"])
+    return frame.assign(ratio=frame.perplexity / frame.perplexity.iloc[0] if rows else [])
+
+
+def decode_times() -> dict[str, str]:
+    """Return the time of a decode step's attention by format: of this project's kernel, or of the fastest peer."""
+    measured = attention.points(attention.recorded())
+    measured = measured[(measured[list(PLACE)] == list(PLACE.values())).all(axis=1)]
+    times = dict.fromkeys(UNRECORDED, "not recorded")
+    if measured.empty:
+        return times
+    row = measured.iloc[0]
+    times |= dict.fromkeys(OURS, f"{row.time_us:.0f} µs")
+    for step, ending in PEERS.items():
+        by_peer = {name: us for name, us in row.peers.items() if name.endswith(ending)}
+        if by_peer:
+            best = min(by_peer, key=by_peer.__getitem__)
+            times[step] = f"{by_peer[best]:.0f} µs, {ATTENTION_PEERS[best]}"
+    return times
+
+
+def section() -> str:
+    """Return the table, what its figures are of, and the picture."""
+    found = recorded()
+    rows = points(found)
+    if found is None or rows.empty:
+        return MISSING
+    table = rows[["step", "cache_bytes", "perplexity", "ratio", "time"]].astype(object)
+    table.columns = pd.Index(["cache", "bytes per token", "perplexity", "of float32", "attention of a decode step"])
+    formats = dict(zip(table, ("{}", "{:,.0f}", "{:.2f}", "{:.3f}x", "{}"), strict=True))
+    text = markdown(table, formats, text="attention of a decode step")
+    note = (
+        "Bytes of a token in all layers, with scales and zeros; float32 is counted as FP16. Times on one H200: 64"
+        f" sequences of {PLACE['L']:,} tokens, heads {PLACE['Hq']}/{PLACE['Hkv']} of 128, without the append."
+    )
+    return f"{text}\n{note} {origin(found)}\n\n![Perplexity by bytes](notebooks/figures/accuracy_cache.png)\n"
+
+
+def cache_figure(found: Accuracy) -> Figure:
+    """Plot perplexity over the bytes of a token."""
+    rows = points(found)
+    figure = Figure(figsize=(8.5, 4.4), layout="constrained")
+    axes = figure.subplots()
+    for row in rows.itertuples():
+        colour = next((colour for name, colour in COLOURS.items() if row.step.startswith(name)), GREY)
+        axes.plot(row.cache_bytes, row.ratio, "o", color=colour, markersize=7)
+        label = "FP16" if row.step == "float32" else row.step
+        axes.annotate(label, (row.cache_bytes, row.ratio), (7, 4), textcoords="offset points", fontsize=8)
+    axes.axhline(1, color=GREY, linestyle="--", linewidth=1)
+    axes.set_xlim(0.8 * rows.cache_bytes.min(), 1.1 * rows.cache_bytes.max())
+    axes.set_xlabel("bytes of a token in the cache of all layers")
+    axes.set_ylabel("perplexity, of float32")
+    title(axes, _finding(rows))
+    bare(axes)
+    return figure
+
+
+def _finding(rows: pd.DataFrame) -> str:
+    ratio = rows.set_index("step").ratio
+    if not {"KV4", "KV4, rotation"} <= {*ratio.index}:
+        return "Perplexity by the bytes of a token in the cache"
+    return f"Rotation takes a 4-bit cache from {ratio['KV4']:.3f}x to {ratio['KV4, rotation']:.3f}x of float perplexity"
