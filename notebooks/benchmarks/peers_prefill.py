@@ -14,7 +14,7 @@ from benchmarks.chunks import Chunk
 from ptxlab.lowbit.bench.attention.problem import Problem
 from ptxlab.lowbit.bench.shapes import PAGE
 from ptxlab.lowbit.layout import gather
-from ptxlab.runtime.timing import copies_beyond_l2
+from ptxlab.runtime.timing import Measured, copies_beyond_l2, measure
 
 FA3, FA3_FP8, SDPA, INT4 = "fa3_f16", "fa3_fp8", "sdpa_f16", "vllm_int4"
 TOLERANCES = {FA3: 1e-2, FA3_FP8: 0.25, SDPA: 1e-2, INT4: 0.5}  # of the largest result
@@ -105,9 +105,9 @@ def launches(name: str, cache: FloatCache) -> PeerLaunches:
     return {FA3: _fa3, FA3_FP8: _fa3_fp8, SDPA: _sdpa, INT4: _int4}[name](cache)
 
 
-def measured(name: str, ready: PeerLaunches, replays: int) -> Any:
-    """Time a peer's calls as `timing.measure` does."""
-    return peers.measure(ready.calls, replays=replays, capture=peers.capture)
+def measure_peer(ready: PeerLaunches, replays: int) -> Measured:
+    """Time a peer's calls as `timing.measure` does ours."""
+    return measure(ready.calls, replays=replays, capture=peers.capture)
 
 
 def _outputs(cache: FloatCache, dtype: Any) -> Any:

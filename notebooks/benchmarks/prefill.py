@@ -259,11 +259,11 @@ def measure_peers(of: ChunkProblem, ours: Ours, samples: Sequence[Sample]) -> Pe
     for name in peers_prefill.names_for(of.chunk):
         try:
             ready = peers_prefill.launches(name, cache)
-            measured = peers_prefill.measured(name, ready, of.replays)
+            measured = peers_prefill.measure_peer(ready, of.replays)
         except BenchmarkError:
             raise
-        except Exception as error:
-            times.left_out[name] = f"{type(error).__name__} {str(error).partition(chr(10))[0]}"
+        except Exception as reason:
+            times.left_out[name] = f"{type(reason).__name__} {str(reason).partition(chr(10))[0]}"
             continue
         error = sampled_error(ready.outputs[-1], samples)
         if not error <= TOLERANCES[name]:
@@ -272,7 +272,7 @@ def measure_peers(of: ChunkProblem, ours: Ours, samples: Sequence[Sample]) -> Pe
             right = ready.outputs[-1].double()
             peers.check_close(PREFILL.name, torch.from_dlpack(ours.outputs[0]).double(), right, TOLERANCES[FA3])
         times.us[name] = measured.us
-        times.figures |= {f"{name}_mhz": measured.sm_mhz, f"{name}_error": error}
+        times.figures.update({f"{name}_mhz": measured.sm_mhz, f"{name}_error": error})
         del ready
         torch.cuda.empty_cache()
     return times

@@ -1,5 +1,7 @@
 """`attention_kv4` of whole chunks as recorded, beside FlashAttention 3: the table, bytes from DRAM, and the picture."""
 
+import math
+
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -23,11 +25,11 @@ def points(record: Record | None) -> pd.DataFrame:
     rows = [row for row in record.rows if row.measure == MEASURE] if record else []
     rates = [
         {**row.sizes, "us": row.time_us, "floor": row.fraction, "ours": row.rate}
-        | {name: row.operations / row.peers[name] / 1e6 if name in row.peers else None for name in PEERS}
+        | {name: row.operations / row.peers[name] / 1e6 if name in row.peers else math.nan for name in PEERS}
         for row in rows
     ]
     columns = ["T", "C", "Hq", "Hkv", "D", "us", "floor", "ours", *PEERS]
-    return pd.DataFrame(rates, columns=columns).astype(dict.fromkeys(PEERS, float))
+    return pd.DataFrame(rates, columns=columns)
 
 
 def section() -> str:
