@@ -213,11 +213,10 @@ def sampled_queries(of: ChunkProblem) -> list[Sample]:
 def cache_of_head(cache: KVCache, length: int, head: int) -> KVCache:
     """Copy the first tokens of one KV head of a cache with one sequence."""
     pages = cache.block_table[0, : ceil_div(length, PAGE)]
-    pool = np.ascontiguousarray(cache.pool[pages][:, :, head : head + 1])
     return KVCache(
-        pool=pool,
-        block_table=np.arange(len(pages), dtype=np.int32, like=pool)[None],
-        lengths=np.array([length], np.int32, like=pool),
+        pool=cache.pool[pages][:, :, head : head + 1].copy(),
+        block_table=gpu.to_device(np.arange(len(pages), dtype=np.int32)[None]),
+        lengths=gpu.to_device(np.array([length], np.int32)),
         page_size=PAGE,
         head_dim=cache.head_dim,
     )
