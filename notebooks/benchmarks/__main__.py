@@ -13,12 +13,17 @@ from ptxlab.cli.bench import Against, Only, Out, Picture, measure_suite
 from ptxlab.cli.common import AsJson
 from ptxlab.errors import ArgumentError, UnavailableError
 
-SUITES = {"decode": "benchmarks.decode", "layer": "benchmarks.layer", "torch": "benchmarks.pytorch"}
+SUITES = {
+    "decode": "benchmarks.decode",
+    "layer": "benchmarks.layer",
+    "prefill": "benchmarks.prefill",
+    "torch": "benchmarks.pytorch",
+}
 WITH_PEERS = ("gemm", "attention")  # suites of `ptxlab bench` that take peers
 
 
 def benchmark(
-    suite: Annotated[str, typer.Argument(help="decode, layer, torch, gemm, attention.")],
+    suite: Annotated[str, typer.Argument(help="decode, layer, prefill, torch, gemm, attention.")],
     against: Against = None,
     out: Out = None,
     picture: Picture = None,
@@ -28,7 +33,7 @@ def benchmark(
     """Time kernels beside other projects on this machine's GPU, and record it.
 
     --only names a part: of gemm w4a4, 7B, 70B; of layer and decode a model, B=16, a mix (fp8_row ...), alone (no mix);
-    of layer also fused, timeline, d64, epilogues.
+    of layer also fused, timeline, d64, epilogues; of prefill heads (32/8), D=64, T=512, C=8192, short, alone, bytes.
     """
     chosen = find_suite(suite)
     options: dict[str, Any] = {"peers": peers.PUBLIC} if suite in WITH_PEERS else {}

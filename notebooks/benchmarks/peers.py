@@ -43,7 +43,7 @@ def importable() -> bool:
 def versions() -> dict[str, str]:
     """Of the libraries that peers are of, as far as they are installed."""
     installed = {}
-    for name in ("torch", "humming-kernels", "flashinfer-python", "liger-kernel"):
+    for name in ("torch", "humming-kernels", "flashinfer-python", "liger-kernel", "vllm"):
         with suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
     return installed

@@ -13,6 +13,7 @@ from ptxlab import plot
 from ptxlab.bench.record import Record
 from ptxlab.lowbit import demo
 from ptxlab.lowbit.demo.plot import demo_figure
+from ptxlab.lowbit.kernels.attention.prefill import PREFILL
 from ptxlab.lowbit.kernels.plot import load_picture
 from ptxlab.profile import nsight
 from ptxlab.profile.plot import page_figure
@@ -29,10 +30,11 @@ from report import (
     ladder,
     layer,
     pipelines,
+    prefill,
     profiletables,
     w4a4,
 )
-from report.frames import NOT_RECORDED, NotMeasuredError
+from report.frames import NOT_RECORDED, NotMeasuredError, recorded
 
 
 def _demo() -> Figure:
@@ -64,6 +66,20 @@ def _attention() -> Figure:
     if rows.empty:
         raise NotMeasuredError("attention.json: not recorded; `python -m benchmarks attention` makes a record on a GPU")
     return attention.speedup_figure(rows)
+
+
+def _prefill() -> Figure:
+    rows = prefill.points(recorded("prefill"))
+    if rows.empty:
+        raise NotMeasuredError("prefill.json: not recorded; `python -m benchmarks prefill` makes a record on a GPU")
+    return prefill.rates_figure(rows)
+
+
+def _timeline(kernel: str) -> Figure:
+    timelines = pipelines.recorded(kernel)
+    if not timelines:
+        raise NotMeasuredError(f"{kernel}: no timeline; `ptxlab timeline {kernel} --record` makes one on a GPU")
+    return timeline_figure(timelines[0])
 
 
 def _layer(measured: Callable[[Record], Sized], draw: Callable[[Record], Figure]) -> Callable[[], Figure]:
@@ -144,7 +160,9 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "profile": _profile,
     "timeline_gemm_64": lambda: pipelines.comparison(64),
     "timeline_gemm_256": lambda: pipelines.comparison(256),
-    "timeline_attention": lambda: timeline_figure(pipelines.recorded(pipelines.ATTENTION)[0]),
+    "timeline_attention": partial(_timeline, pipelines.ATTENTION),
+    "timeline_prefill": partial(_timeline, PREFILL.name),
+    prefill.PICTURE: _prefill,
 }
 
 

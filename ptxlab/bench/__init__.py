@@ -40,7 +40,7 @@ __all__ = [
 _PLACES = 3  # in memory, at most, where what is slower is measured once more
 _PAD = 74 << 20  # bytes between them
 _UNFINISHED = "not finished"  # why a record is invalid that its run will go on with
-_OUTSIDE = ("decode", "layer", "torch")  # suites that time other projects: notebooks/benchmarks
+_OUTSIDE = ("decode", "layer", "prefill", "torch")  # suites that time other projects: notebooks/benchmarks
 
 
 def suite_of(name: str) -> tuple[Suite, list[str]]:

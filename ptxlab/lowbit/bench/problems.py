@@ -11,6 +11,7 @@ from ptxlab.lowbit.bench.attention import problem as attention
 from ptxlab.lowbit.bench.gemm import problem as gemm
 from ptxlab.lowbit.bench.shapes import GROUP, HEAD_DIM, Batch, Layer, even
 from ptxlab.lowbit.kernels.attention.common import draw_cache
+from ptxlab.lowbit.kernels.attention.prefill import PREFILL
 from ptxlab.lowbit.kernels.attention.steps import step_of as attention_step
 from ptxlab.lowbit.kernels.gemm.ladder import fit_tokens
 from ptxlab.lowbit.kernels.gemm.ladder import step_of as gemm_step
@@ -25,6 +26,11 @@ _GEMM: dict[str, dict[str, Any]] = {
 _ATTENTION: dict[str, dict[str, Any]] = {
     "gpu": {"B": 64, "L": 1024, "Hq": 32, "Hkv": 8},
     "emulator": {"B": 2, "L": 512, "Hq": 8, "Hkv": 2},
+}
+_CHUNKS: dict[str, dict[str, Any]] = {  # of the kernel that attends chunks
+    "gpu": {"N": 2048, "B": 2, "Hq": 32, "Hkv": 8, "D": 128, "P": 160, "pages": 320, "page": 64, "window": 0}
+    | {"blocks": 132, "parts": 1, "softmax_scale": 128**-0.5},
+    "emulator": {"N": 300, "blocks": 1, "parts": 1},
 }
 _EMULATED_SMS = 2  # that attention shares its work out over
 
@@ -57,8 +63,12 @@ def _batch(sizes: Shape) -> Batch:
 
 
 def _attention_sizes(spec: KernelSpec, backend: str) -> dict[str, Any]:
-    """B sequences of L tokens with Hq and Hkv heads; an append has the sizes of its example."""
-    return dict(_ATTENTION[backend]) if attention_step(spec) else EXAMPLES.usual_sizes(spec, backend)
+    """B sequences of L tokens with Hq and Hkv heads; chunks of N queries; an append has the sizes of its example."""
+    if attention_step(spec):
+        return dict(_ATTENTION[backend])
+    sizes = EXAMPLES.usual_sizes(spec, backend)
+    usual = _CHUNKS[backend] if spec.name == PREFILL.name else {}
+    return {name: usual.get(name, size) for name, size in sizes.items()}
 
 
 def _check_attention(spec: KernelSpec, sizes: Shape) -> None:

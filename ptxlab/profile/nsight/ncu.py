@@ -52,6 +52,22 @@ def launches(
     return [numbers(row) for row in rows]
 
 
+def marked_launches(command: Sequence[str], metrics: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
+    """Run a command under ncu and read metrics of every launch between its `gpu.profiled()`, whoever launches.
+
+    Returns name and numbers of each, in order. Raises UnavailableError: no ncu, no permission to count, no launch, or a
+    metric that ncu does not know.
+    """
+    options = ["--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off"]
+    done = _ncu([*options, "--metrics", ",".join(metrics)], command)
+    rows = launched(done.stdout)
+    if not rows:
+        raise _other_launches([], done)
+    if unknown := [metric for metric in metrics if any(not row.get(metric) for row in rows)]:
+        raise unknown_metric(unknown[0])
+    return [(row["Kernel Name"].partition("(")[0], numbers(row)) for row in rows]
+
+
 def collect(
     command: Sequence[str], kernels: Sequence[str], metrics: Sequence[str], out: Path, *, chosen: str = "quick"
 ) -> None:

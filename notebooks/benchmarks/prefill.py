@@ -1,0 +1,295 @@
+"""Suite `prefill`: `attention_kv4` of whole chunks over a 4-bit cache, beside FlashAttention 3 and others.
+
+All run on one card in one call, on the same tokens: peers get what the cache restores to. A row's rate counts
+4 · pairs · Hq · D operations, pairs of a query and a key that it sees. The floor is the larger of these at the rate of
+cuBLAS's FP16 GEMM of the same run, and of one read of the cache with queries and results at the read bandwidth.
+`--only bytes` counts bytes from DRAM instead (`prefill_bytes`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import ptxlab
+from benchmarks import peers, peers_prefill
+from benchmarks.chunks import BYTES, Chunk, WantedChunks, part
+from benchmarks.peers_prefill import FA3, TOLERANCES, FloatCache
+from ptxlab import gpu
+from ptxlab.arithmetic import ceil_div
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.record import Row, row_of
+from ptxlab.bench.suite import Suite
+from ptxlab.errors import BenchmarkError
+from ptxlab.lowbit.bench.attention import kvdata
+from ptxlab.lowbit.bench.attention.problem import Problem, random_problem
+from ptxlab.lowbit.bench.shapes import PAGE
+from ptxlab.lowbit.kernels.attention import common
+from ptxlab.lowbit.kernels.attention.prefill import PREFILL, roundings_of
+from ptxlab.lowbit.layout import KVCache
+from ptxlab.runtime.launching import poisoned
+from ptxlab.runtime.timing import REPLAYS, copies_beyond_l2, measure
+from ptxlab.spec.tolerance import Allowed, within
+
+MEASURE, ROOFLINE, DRAM = "prefill", "roofline", "DRAM bytes"
+ROOFLINE_WIDTH = 8192  # of the square FP16 GEMM
+LONG_OPERATIONS, LONG_REPLAYS = 1e12, 5  # a launch of milliseconds: one copy of the cache, fewer replays
+SAMPLES = 6  # queries that are held against float64
+_NAN = 0xFF
+
+
+def rows(
+    names: Sequence[str],
+    ceilings: Ceilings,
+    progress: Callable[[str], None],
+    only: Sequence[str] = (),
+    done: Sequence[Row] = (),
+) -> Iterator[Row]:
+    """Measure the suite, or the part that the words of `only` name; rows in `done` are taken as they are."""
+    wanted = part(only)
+    if BYTES in only:
+        from benchmarks.prefill_bytes import byte_rows
+
+        yield from byte_rows(ceilings, progress)
+        return
+    progress("FP16 GEMM")
+    roofline = roofline_row()
+    yield roofline
+    measured = {row.key: row for row in done}
+    for chunk in wanted.chunks:
+        row = measured.get(row_key(chunk))
+        if row is None:
+            progress(str(chunk))
+            row = chunk_row(chunk, wanted, ceilings, roofline.rate)
+        yield row
+
+
+def row_key(chunk: Chunk) -> tuple[object, ...]:
+    """`Row.key` of a chunk."""
+    return PREFILL.name, "cu", MEASURE, "", tuple(sorted(chunk.sizes.items())), ()
+
+
+def roofline_row() -> Row:
+    """Time cuBLAS's FP16 GEMM: the rate of wgmma on FP16 that this card sustains now."""
+    N = ROOFLINE_WIDTH
+    us = peers.cublas(N, N, (N,), ["cublas_fp16"])[N]["cublas_fp16"]
+    tflops = 2 * N**3 / us / 1e6
+    return Row(
+        kernel="cublas_fp16",
+        source="torch",
+        measure=ROOFLINE,
+        sizes={"N": N, "K": N, "M": N},
+        time_us=us,
+        fastest_us=us,
+        slowest_us=us,
+        rate=tflops,
+        rate_unit="TFLOPS",
+        bytes=6 * N * N,
+        operations=2 * N**3,
+        floor_us=us,
+        fraction=1.0,
+        limit="itself",
+        sm_mhz=0.0,
+        checked="256 columns within 1% of float64",
+    )
+
+
+@dataclass(frozen=True)
+class ChunkProblem:
+    """A chunk on the device.
+
+    Attributes:
+        chunk: its sizes.
+        q: f16 [T, Hq, D].
+        starts: s32 [2], where the chunk begins and ends.
+        cached: the cache, so often that no launch finds its copy in the L2.
+        long: whether a launch takes milliseconds; then there is one copy, and fewer replays.
+    """
+
+    chunk: Chunk
+    q: Any
+    starts: Any
+    cached: Problem
+    long: bool
+
+    @property
+    def replays(self) -> int:
+        """Of the timed graph."""
+        return LONG_REPLAYS if self.long else REPLAYS
+
+
+def random_chunk(chunk: Chunk) -> ChunkProblem:
+    """Draw queries and a cache in which every page counts (`kvdata`)."""
+    long = chunk.operations > LONG_OPERATIONS
+    copies = 1 if long else copies_beyond_l2(chunk.batch.kv_bytes() + chunk.query_bytes)
+    q = kvdata.random_queries(np.random.default_rng(1), (chunk.queries, chunk.heads[0], chunk.D))
+    starts = gpu.to_device(np.array([0, chunk.queries], np.int32))
+    return ChunkProblem(chunk, gpu.to_device(q), starts, random_problem(chunk.batch, copies=copies), long)
+
+
+@dataclass(frozen=True)
+class Ours:
+    """Calls of `attention_kv4`, one per copy of the cache, and what they write, f16 [copies, T, Hq, D]."""
+
+    calls: list[Callable[[], Any]]
+    outputs: Any
+
+
+def our_launches(of: ChunkProblem) -> Ours:
+    """Prepare calls of `attention_kv4` as an engine makes them, to be captured."""
+    caches = of.cached.caches
+    outputs = poisoned((len(caches), *of.q.shape), np.float16, _NAN)
+    has_scratch = any(arg.role == "scratch" for arg in PREFILL.args)
+    space = ptxlab.attention_workspace(caches[0], kernel=PREFILL.name) if has_scratch else None
+    attend = partial(ptxlab.attention_kv4, query_start_loc=of.starts, workspace=space)
+    pairs = zip(caches, outputs, strict=True)
+    return Ours([partial(attend, of.q, cache, out=out) for cache, out in pairs], outputs)
+
+
+def chunk_row(chunk: Chunk, wanted: WantedChunks, ceilings: Ceilings, tflops: float) -> Row:
+    """Time ours, then the peers; what the timed launches wrote is checked.
+
+    Raises BenchmarkError for wrong results, also of a peer.
+    """
+    of = random_chunk(chunk)
+    ready = our_launches(of)
+    measured = measure(ready.calls, replays=of.replays)
+    samples = sampled_queries(of)
+    checked = check_ours(ready, samples, chunk)
+    beside = measure_peers(of, ready, samples) if wanted.peers else PeerTimes({}, {}, {"peers": "not asked for"})
+    if beside.left_out:
+        checked += "; left out: " + ", ".join(f"{name}: {reason}" for name, reason in beside.left_out.items())
+    nbytes = chunk.batch.kv_bytes() + 2 * chunk.query_bytes
+    floors = (chunk.operations / tflops / 1e6, "FP16 GEMM"), (nbytes / ceilings.read_tbps / 1e6, "read")
+    return row_of(
+        PREFILL,
+        MEASURE,
+        chunk.sizes,
+        measured,
+        floor=max(floors),
+        checked=checked,
+        nbytes=nbytes,
+        rate=(chunk.operations / measured.us / 1e6, "TFLOPS"),
+        operations=chunk.operations,
+        peers=beside.us,
+        more=beside.figures,
+    )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One query's heads of one KV head, as they should be.
+
+    Attributes:
+        query: its place in the chunk.
+        heads: query heads.
+        out: f64 [1, 1, heads, D] on the dequantised integers.
+        allowed: how far off the kernel may be.
+    """
+
+    query: int
+    heads: slice
+    out: Any
+    allowed: Allowed
+
+
+def sampled_queries(of: ChunkProblem) -> list[Sample]:
+    """Attend in float64 for queries from the first to the last, each with another KV head."""
+    chunk, samples = of.chunk, []
+    ratio = chunk.heads[0] // chunk.heads[1]
+    for n, query in enumerate(np.linspace(0, chunk.queries - 1, SAMPLES).astype(int).tolist()):
+        head = n * chunk.heads[1] // SAMPLES
+        heads = slice(head * ratio, (head + 1) * ratio)
+        cache = cache_of_head(of.cached.caches[0], chunk.context + query + 1, head)
+        q, scale = of.q[None, query : query + 1, heads], chunk.D**-0.5
+        out, _ = common.attention(q, cache, scale)
+        allowed, _ = common.error_of(q, cache, scale, roundings_of(chunk.D))
+        samples.append(Sample(query, heads, out, allowed))
+    return samples
+
+
+def cache_of_head(cache: KVCache, length: int, head: int) -> KVCache:
+    """Copy the first tokens of one KV head of a cache with one sequence."""
+    pages = cache.block_table[0, : ceil_div(length, PAGE)]
+    return KVCache(
+        pool=cache.pool[pages][:, :, head : head + 1].copy(),
+        block_table=gpu.to_device(np.arange(len(pages), dtype=np.int32)[None]),
+        lengths=gpu.to_device(np.array([length], np.int32)),
+        page_size=PAGE,
+        head_dim=cache.head_dim,
+    )
+
+
+def check_ours(ready: Ours, samples: Sequence[Sample], chunk: Chunk) -> str:
+    """Hold what every timed launch wrote against the samples, and launches against each other.
+
+    Returns what was checked. Raises BenchmarkError for a result that is further off than the spec allows.
+    """
+    if not bool((ready.outputs == ready.outputs[:1]).all()):
+        raise BenchmarkError(f"{PREFILL.name}: {chunk}: launches on copies of one cache differ")
+    for sample in samples:
+        got = ready.outputs[:1, sample.query : sample.query + 1, sample.heads]
+        if problem := within({"out": got}, {"out": sample.out}, {"out": sample.allowed}):
+            raise BenchmarkError(f"{PREFILL.name}: {chunk}: wrong results for query {sample.query}: {problem}")
+    equal = f"{len(ready.calls)} launches gave equal results"
+    return f"{equal}; {len(samples)} queries within the spec's bound of float64"
+
+
+@dataclass(frozen=True)
+class PeerTimes:
+    """Microseconds by peer, further figures for a row's `more`, and why others were left out."""
+
+    us: dict[str, float]
+    figures: dict[str, float]
+    left_out: dict[str, str]
+
+
+def measure_peers(of: ChunkProblem, ours: Ours, samples: Sequence[Sample]) -> PeerTimes:
+    """Time the chunk's peers on what the cache restores to; results of the timed launches are checked.
+
+    What a library raises becomes the reason why it is left out; BenchmarkError for wrong results.
+    """
+    import torch
+
+    times = PeerTimes({}, {}, {})
+    cache = FloatCache.of(of.chunk, of.q, of.cached, once=of.long)
+    for name in peers_prefill.names_for(of.chunk):
+        try:
+            ready = peers_prefill.launches(name, cache)
+            measured = peers_prefill.measure_peer(ready, of.replays)
+        except BenchmarkError:
+            raise
+        except Exception as reason:
+            times.left_out[name] = f"{type(reason).__name__} {str(reason).partition(chr(10))[0]}"
+            continue
+        error = sampled_error(ready.outputs[-1], samples)
+        if not error <= TOLERANCES[name]:
+            raise BenchmarkError(f"{name}: {of.chunk}: wrong results, relative error {error:.2g}")
+        if name == FA3:  # every query of ours beside every one of an independent kernel
+            right = ready.outputs[-1].double()
+            peers.check_close(PREFILL.name, torch.from_dlpack(ours.outputs[0]).double(), right, TOLERANCES[FA3])
+        times.us[name] = measured.us
+        times.figures.update({f"{name}_mhz": measured.sm_mhz, f"{name}_error": error})
+        del ready
+        torch.cuda.empty_cache()
+    return times
+
+
+def sampled_error(out: Any, samples: Sequence[Sample]) -> float:
+    """Return the largest error of a peer's results [T, Hq, D] at the samples, relative to the largest result there."""
+    import torch
+
+    right = [torch.from_dlpack(sample.out)[0, 0] for sample in samples]
+    errors = [(out[s.query, s.heads].double() - x).abs().max() for s, x in zip(samples, right, strict=True)]
+    return float(max(errors) / max(x.abs().max() for x in right))
+
+
+SUITE = Suite(
+    "prefill",
+    rows,
+    part=part,
+    record_of=lambda only: "prefill_bytes" if BYTES in only else "",
+    resumes=True,
+)

@@ -1,0 +1,105 @@
+"""`attention_kv4` of whole chunks as recorded, beside FlashAttention 3: the table, bytes from DRAM, and the picture."""
+
+import math
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from benchmarks.chunks import CONTEXTS, HEADS
+from benchmarks.peers_prefill import FA3, FA3_FP8, INT4, SDPA
+from benchmarks.prefill import DRAM, MEASURE
+from ptxlab.bench.record import Record
+from ptxlab.lowbit.bench.shapes import HEAD_DIM
+from ptxlab.plot import BLUE, ORANGE, PALE, RED
+from report import frames
+from report.frames import MISSING, markdown
+from report.style import bare, title
+
+PICTURE = "prefill_rates"
+PEERS = {FA3: "FA3 FP16", FA3_FP8: "FA3 FP8", SDPA: "PyTorch FP16", INT4: "vLLM INT4"}  # name -> how tables call it
+_LINES = {"ours": ("ours, 4 bits", RED, "^"), FA3: ("FA3 FP16", ORANGE, "s"), FA3_FP8: ("FA3 FP8", BLUE, "o")}
+
+
+def points(record: Record | None) -> pd.DataFrame:
+    """Chunks with TFLOPS: `ours`, and one column for each peer, NaN where it was not measured."""
+    rows = [row for row in record.rows if row.measure == MEASURE] if record else []
+    rates = [
+        {**row.sizes, "us": row.time_us, "floor": row.fraction, "ours": row.rate}
+        | {name: row.operations / row.peers[name] / 1e6 if name in row.peers else math.nan for name in PEERS}
+        for row in rows
+    ]
+    columns = ["T", "C", "Hq", "Hkv", "D", "us", "floor", "ours", *PEERS]
+    return pd.DataFrame(rates, columns=columns)
+
+
+def section() -> str:
+    """Every chunk beside its peers, bytes from DRAM, and where they are recorded the picture."""
+    record = frames.recorded("prefill")
+    rows = points(record)
+    if record is None or record.invalid or rows.empty:
+        return MISSING
+    table = pd.DataFrame(
+        {
+            "heads": [f"{r.Hq}/{r.Hkv} of {r.D}" for r in rows.itertuples()],
+            "queries": rows["T"],
+            "context": rows["C"],
+            "time": rows.us,
+            "of the floor": rows.floor,
+            "TFLOPS": rows.ours,
+            **{called: rows[name] for name, called in PEERS.items()},
+            "over FA3 FP16": rows.ours / rows[FA3],
+        }
+    )
+    formats = dict.fromkeys(("TFLOPS", *PEERS.values()), "{:,.0f}")
+    formats |= {"queries": "{:,}", "context": "{:,}", "time": "{:,.0f} µs", "of the floor": "{:.2f}"}
+    formats["over FA3 FP16"] = "{:.2f}x"
+    said = f"`python -m benchmarks prefill`, {record.device['name']}, commit {record.revision}, {record.date[:10]}."
+    picture = f"![TFLOPS by queries and context](notebooks/figures/{PICTURE}.png)"
+    return f"{markdown(table, formats)}\n{said}\n\n{bytes_table()}\n{picture}\n"
+
+
+def bytes_table() -> str:
+    """Bytes that ours and FlashAttention 3 move from and to device memory."""
+    record = frames.recorded("prefill_bytes")
+    rows = [row for row in record.rows if row.measure == DRAM] if record and not record.invalid else []
+    if not rows:
+        return MISSING
+    table = pd.DataFrame(
+        {
+            "heads": f"{row.sizes['Hq']}/{row.sizes['Hkv']}",
+            "queries": row.sizes["T"],
+            "context": row.sizes["C"],
+            "MB, ours": row.more["dram_bytes"] / 1e6,
+            "MB, FA3 FP16": row.more[f"{FA3}_dram_bytes"] / 1e6,
+            "ours over FA3": row.more["over_fa3"],
+        }
+        for row in rows
+    )
+    megabytes = dict.fromkeys(("MB, ours", "MB, FA3 FP16"), "{:,.1f}")
+    return markdown(table, {"queries": "{:,}", "context": "{:,}", **megabytes, "ours over FA3": "{:.2f}"})
+
+
+def rates_figure(rows: pd.DataFrame) -> Figure:
+    """TFLOPS over the number of queries: a row of panels for heads, one panel for each context."""
+    rows = rows[rows.D == HEAD_DIM]
+    figure = Figure(figsize=(13, 7.2), layout="constrained")
+    panels = figure.subplots(len(HEADS), len(CONTEXTS), sharex=True, sharey=True, squeeze=False)
+    for line, (Hq, Hkv) in zip(panels, HEADS, strict=True):
+        for axes, context in zip(line, CONTEXTS, strict=True):
+            shown = rows[(rows.Hq == Hq) & (rows.Hkv == Hkv) & (context == rows.C)].sort_values("T")
+            for name, (label, colour, marker) in _LINES.items():
+                axes.plot(shown["T"], shown[name], color=colour, marker=marker, label=label)
+            axes.set_xscale("log", base=2)
+            axes.grid(axis="y", color=PALE, linewidth=0.6)
+            axes.set_ylim(bottom=0)
+            title(axes, f"heads {Hq}/{Hkv}, context {context:,}", size=9)
+            bare(axes)
+        line[0].set_ylabel("TFLOPS")
+    for axes in panels[-1]:
+        axes.set_xlabel("queries")
+    many = rows[rows["T"] > rows["T"].min()]
+    share = frames.mean(many.ours / many[FA3])
+    finding = f"attention_kv4 over a 4-bit cache reaches {share:.2f} of FlashAttention 3's FP16 rate (geometric mean)"
+    figure.suptitle(finding, x=0.01, ha="left", weight="bold", fontsize=11)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return figure
