@@ -121,16 +121,22 @@ def test_only_gpu_and_toolchain_import_nvidias_packages() -> None:
 
 
 def test_torch_is_imported_in_its_folder_and_for_prompts_alone() -> None:
-    allowed = re.compile(r"ptxlab\.llm\.(torch\b.*|model\.prompt_attention)")
+    allowed = re.compile(r"ptxlab\.llm\.((torch|vllm)\b.*|model\.prompt_attention)")
     assert [module for module in importers("torch") if not allowed.fullmatch(module)] == []
     code = (
-        "import sys, ptxlab.public, ptxlab.llm.model, ptxlab.bench, ptxlab.cli.app; assert 'torch' not in sys.modules"
+        "import sys, ptxlab.public, ptxlab.llm.model, ptxlab.llm.vllm, ptxlab.bench, ptxlab.cli.app;"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_nothing_imports_the_folder_of_torch() -> None:
-    assert {a for a, b in edges() if folder(b) == "ptxlab.llm.torch" != folder(a)} == set()
+def test_only_the_plugin_of_vllm_imports_the_folder_of_torch() -> None:
+    assert {folder(a) for a, b in edges() if folder(b) == "ptxlab.llm.torch" != folder(a)} == {"ptxlab.llm.vllm"}
+    assert {a for a, b in edges() if folder(b) == "ptxlab.llm.vllm" != folder(a)} == set()
+
+
+def test_only_its_plugin_imports_vllm() -> None:
+    assert {folder(module) for module in importers("vllm")} == {"ptxlab.llm.vllm"}
 
 
 def test_reference_needs_only_numpy() -> None:

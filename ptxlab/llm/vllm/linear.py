@@ -1,0 +1,137 @@
+"""The quantisation method of vLLM's linear layers: float weights become W4A8 while they are loaded."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.parameter import ModelWeightParameter
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.torch import operators as _operators  # noqa: F401  (defines torch.ops.ptxlab)
+from ptxlab.llm.vllm import NAME
+from ptxlab.llm.vllm.options import ServingOptions
+from ptxlab.llm.vllm.packing import LAYOUT, quantise_and_pack
+from ptxlab.lowbit.layout import buffer_shapes
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+class PtxlabConfig(QuantizationConfig):
+    """`--quantization ptxlab`: every linear layer in W4A8; embeddings, norms and the head stay as they are."""
+
+    def get_name(self) -> str:
+        """Return the method's name."""
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes between the kernels."""
+        return [torch.float16, torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return the compute capability times ten; `serving` refuses those above, too."""
+        return 90
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Return no files: a float checkpoint says nothing of how it is to be quantised."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "PtxlabConfig":
+        """Raise ArgumentError: checkpoints that are quantised already are not supported yet."""
+        raise ArgumentError(f"--quantization {NAME}", "needs a checkpoint of floats", config.get("quant_method"))
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Raise ArgumentError for a model of another architecture than those that are supported."""
+        architectures = getattr(hf_config, "architectures", None) or []
+        if not set(architectures) & set(ARCHITECTURES):
+            rule = f"architecture must be one of {', '.join(ARCHITECTURES)}"
+            raise ArgumentError(f"--quantization {NAME}: {model_name}", rule, ", ".join(architectures) or "none")
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> "W4A8LinearMethod | None":
+        """Return the method for linear layers, None for all others."""
+        if not isinstance(layer, LinearBase):
+            return None
+        return W4A8LinearMethod(ServingOptions.from_vllm(get_current_vllm_config()), prefix)
+
+
+class W4A8LinearMethod(LinearMethodBase):
+    """One linear layer: its float weight is materialised, loaded, quantised, packed and dropped before the next one.
+
+    The layer then has the buffers of a `PackedWeight` in `strips` as parameters, and its bias in f32.
+    """
+
+    uses_meta_device = True
+
+    def __init__(self, options: ServingOptions, prefix: str) -> None:
+        self.options, self.prefix = options, prefix
+        self.scheme, self.group, self.names = options.scheme, 0, tuple[str, ...]()
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Give the layer a float weight [N, K] without memory. Raises ArgumentError for sizes no kernel supports."""
+        N, K = sum(output_partition_sizes), input_size_per_partition
+        self.group = self.options.group_of(self.prefix, K)
+        try:
+            self.names = tuple(buffer_shapes(LAYOUT, self.scheme, N, K, self.group))
+        except ArgumentError as error:
+            raise ArgumentError(f"--quantization {NAME}: {self.prefix}", error.rule, error.value) from None
+        weight = ModelWeightParameter(
+            data=torch.empty(N, K, dtype=params_dtype, device="meta"),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=extra_weight_attrs.get("weight_loader"),
+        )
+        layer.register_parameter("weight", weight)
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Quantise and pack the weight where it is.
+
+        vLLM asks a second time when all layers are loaded: then the memory that quantising took goes back to the GPU.
+        Raises ArgumentError for a weight that cannot be quantised, and for one that is loaded anew.
+        """
+        if "weight" not in layer._parameters:
+            gpu.free_pool()
+            return
+        if self.names[0] in layer._parameters:
+            raise ArgumentError(f"--quantization {NAME}: {self.prefix}", "weights are loaded once", "a reload")
+        try:
+            buffers = quantise_and_pack(layer.weight.data, self.scheme, self.group)
+        except ArgumentError as error:
+            raise ArgumentError(f"--quantization {NAME}: {self.prefix}", error.rule, error.value) from None
+        del layer.weight
+        for name in self.names:
+            layer.register_parameter(name, nn.Parameter(buffers[name], requires_grad=False))
+        if getattr(layer, "bias", None) is not None:
+            layer.bias = nn.Parameter(layer.bias.data.float(), requires_grad=False)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x Wᵀ + bias [.., N] of x [.., K], whose rows are quantised to INT8."""
+        x_q, scale, token_sum = torch.ops.ptxlab.quantize_activations(x.reshape(-1, x.shape[-1]).contiguous())
+        y = torch.ops.ptxlab.gemm_w4a8(
+            x_q,
+            scale,
+            token_sum,
+            [getattr(layer, name) for name in self.names],
+            bias,
+            layout=LAYOUT,
+            scheme=self.scheme,
+            group=self.group,
+            out_dtype=x.dtype,
+        )
+        return y.view(*x.shape[:-1], y.shape[-1])
