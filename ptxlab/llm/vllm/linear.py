@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
@@ -14,6 +15,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.torch import operators as _operators  # noqa: F401  (defines torch.ops.ptxlab)
 from ptxlab.llm.vllm import NAME
+from ptxlab.llm.vllm.attention import KV4Impl
 from ptxlab.llm.vllm.options import ServingOptions
 from ptxlab.llm.vllm.packing import LAYOUT, quantise_and_pack
 from ptxlab.lowbit.layout import buffer_shapes
@@ -55,7 +57,13 @@ class PtxlabConfig(QuantizationConfig):
             raise ArgumentError(f"--quantization {NAME}: {model_name}", rule, ", ".join(architectures) or "none")
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> "W4A8LinearMethod | None":
-        """Return the method for linear layers, None for all others."""
+        """Return the method for linear layers, None for all others.
+
+        Attention over our pages loses its sliding window for the cache, which then keeps all tokens, not for the
+        kernels: vLLM 0.26 gives pages of a window the size of 8 bits, whatever the cache has.
+        """
+        if isinstance(layer, Attention) and isinstance(layer.impl, KV4Impl):
+            layer.sliding_window = None
         if not isinstance(layer, LinearBase):
             return None
         return W4A8LinearMethod(ServingOptions.from_vllm(get_current_vllm_config()), prefix)
