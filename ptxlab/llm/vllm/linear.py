@@ -16,6 +16,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.llm.torch import operators as _operators  # noqa: F401  (defines torch.ops.ptxlab)
 from ptxlab.llm.vllm import NAME
 from ptxlab.llm.vllm.attention import KV4Impl
+from ptxlab.llm.vllm.kernels import MatrixShape, compile_products, token_counts
 from ptxlab.llm.vllm.options import ServingOptions
 from ptxlab.llm.vllm.packing import LAYOUT, quantise_and_pack
 from ptxlab.lowbit.layout import buffer_shapes
@@ -24,7 +25,17 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 
 
 class PtxlabConfig(QuantizationConfig):
-    """`--quantization ptxlab`: every linear layer in W4A8; embeddings, norms and the head stay as they are."""
+    """`--quantization ptxlab`: every linear layer in W4A8; embeddings, norms and the head stay as they are.
+
+    Attributes:
+        matrices: of layers whose kernels are not compiled yet.
+        tokens: numbers of tokens for which they will be.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices: set[MatrixShape] = set()
+        self.tokens: tuple[int, ...] = ()
 
     def get_name(self) -> str:
         """Return the method's name."""
@@ -66,7 +77,15 @@ class PtxlabConfig(QuantizationConfig):
             layer.sliding_window = None
         if not isinstance(layer, LinearBase):
             return None
-        return W4A8LinearMethod(ServingOptions.from_vllm(get_current_vllm_config()), prefix)
+        vllm_config = get_current_vllm_config()
+        self.tokens = self.tokens or token_counts(vllm_config)
+        return W4A8LinearMethod(self, ServingOptions.from_vllm(vllm_config), prefix)
+
+    def compile_kernels(self, dtype: torch.dtype) -> None:
+        """Compile the kernels of all layers that have been loaded, for products of that dtype."""
+        matrices, self.matrices = self.matrices, set()
+        if matrices:
+            compile_products(matrices, self.tokens, dtype)
 
 
 class W4A8LinearMethod(LinearMethodBase):
@@ -77,8 +96,8 @@ class W4A8LinearMethod(LinearMethodBase):
 
     uses_meta_device = True
 
-    def __init__(self, options: ServingOptions, prefix: str) -> None:
-        self.options, self.prefix = options, prefix
+    def __init__(self, config: PtxlabConfig, options: ServingOptions, prefix: str) -> None:
+        self.config, self.options, self.prefix = config, options, prefix
         self.scheme, self.group, self.names = options.scheme, 0, tuple[str, ...]()
 
     def create_weights(
@@ -98,6 +117,7 @@ class W4A8LinearMethod(LinearMethodBase):
             self.names = tuple(buffer_shapes(LAYOUT, self.scheme, N, K, self.group))
         except ArgumentError as error:
             raise ArgumentError(f"--quantization {NAME}: {self.prefix}", error.rule, error.value) from None
+        self.config.matrices.add(MatrixShape(self.scheme, N, K, self.group))
         weight = ModelWeightParameter(
             data=torch.empty(N, K, dtype=params_dtype, device="meta"),
             input_dim=1,
@@ -110,11 +130,14 @@ class W4A8LinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Quantise and pack the weight where it is.
 
-        vLLM asks a second time when all layers are loaded: then the memory that quantising took goes back to the GPU.
-        Raises ArgumentError for a weight that cannot be quantised, and for one that is loaded anew.
+        vLLM asks a second time when all layers are loaded: then the memory that quantising took goes back to the GPU,
+        and kernels are compiled. Raises ArgumentError for a weight that cannot be quantised, and for one that is loaded
+        anew.
         """
         if "weight" not in layer._parameters:
             gpu.free_pool()
+            if layer.channel_scale.is_cuda:
+                self.config.compile_kernels(layer.params_dtype)
             return
         if self.names[0] in layer._parameters:
             raise ArgumentError(f"--quantization {NAME}: {self.prefix}", "weights are loaded once", "a reload")
