@@ -2,12 +2,12 @@
 //
 // Contract   token t goes to page slots[t] / PAGE, offset slots[t] % PAGE; of a negative slot (padding) nothing is
 //            written. With tables, k is rotated first: pairs (i, i + D/2), every multiplication and addition rounded to
-//            f32. A position beyond the tables reads their last row: padding may have any. By head and token (CHANNEL
-//            0), L = 2^BITS - 1: s = f16((max - min) / L), 1 if that is 0, the range extended to include 0; z =
-//            rint(-min / s) in 0..L; q = rint(x / s) + z in 0..L; s and z go into the page as f16. By channel (CHANNEL
-//            1), s and z given: 4 bits the same q; 8 bits q = rint(x / s) in -127..127, no zero. Every division is
-//            IEEE's: the same bytes as `quant.quantize_kv`. A token with a NaN or an infinity gets a scale that is no
-//            finite number either, so that it shows.
+//            f32. A position beyond the tables reads their last row: padding may have any. With ROTATED k is then rotated
+//            by a Hadamard matrix (hadamard.cuh). By head and token (CHANNEL 0), L = 2^BITS - 1: s = f16((max - min) /
+//            L), 1 if that is 0, the range extended to include 0; z = rint(-min / s) in 0..L; q = rint(x / s) + z in
+//            0..L; s and z go into the page as f16. By channel (CHANNEL 1), s and z given: 4 bits the same q; 8 bits q =
+//            rint(x / s) in -127..127, no zero. Every division is IEEE's: the same bytes as `quant.quantize_kv`. A token
+//            with a NaN or an infinity gets a scale that is no finite number either, so that it shows.
 // PDL        everything waits for the kernel before: it makes k and v, and may read the pool.
 // Guide      notebooks/guide/kernels_attention.md: page, lanes, tile, order of blocks, constants
 // Measured   4096 tokens of 32 heads on an H200, beside the speed of a copy: kv4, rotated 26.2 us, 0.78; kv4 22.1 us,
@@ -22,6 +22,9 @@
 #define INDEX 0  // slots and positions are s32, or s64
 #define ROPE 0
 #define ROWS 2  // 1, 2, 4
+#endif
+#ifndef ROTATED
+#define ROTATED 0  // 1: the cache's keys are rotated by a Hadamard matrix, behind RoPE
 #endif
 
 #include "griddep.cuh"
@@ -78,10 +81,10 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) append_kv4(
     Places places;
     places.of_rows(pool, slot, is_v, head, heads);
     places.of_constants(slot[0], head, heads, lane);
-    if (turned) {
+    if (turned || (ROTATED && !is_v)) {
         Rotated y[ROWS];
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) y[i] = rotation[i % TOKENS].of(x[i]);
+        for (int i = 0; i < ROWS; ++i) y[i] = prepare_key(x[i], rotation[i % TOKENS], lane);
         append(y, places, channels, lane);
     } else {
         append(x, places, channels, lane);

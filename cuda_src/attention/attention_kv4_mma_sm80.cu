@@ -15,6 +15,7 @@
 // Measured   64 sequences of 1024 tokens, 32 heads, on an H200: 94 us, 0.66 of the speed of memory.
 // PTX ISA    9.7.14.5.8 mma.m16n8k16; 9.7.14.5.17 movmatrix; 9.7.9.25 cp.async; 9.7.3 ex2, lg2, rcp; 9.7.13.5 atom.
 #include "exponent.cuh"
+#include "hadamard.cuh"
 #include "mma.cuh"
 #include "mma_f16.cuh"
 #include "parts.cuh"
@@ -33,6 +34,10 @@
 #define TOKENS 32  // of an item
 #define SUM_PAD 4  // floats between rows of sums in shared memory
 #define FUSED 0    // 1: the last block that has part of a unit puts it together, and no attention_merge is needed
+#endif
+
+#ifndef ROTATED
+#define ROTATED 0  // 1: keys are rotated by a Hadamard matrix, so queries are too
 #endif
 
 namespace {
@@ -215,11 +220,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_kv4_mma_sm80(
                         inside ? *reinterpret_cast<const uint2*>(from + dim(w) + 2 * i) : make_uint2(0, 0);
                     raw[w][i] = both.x, raw[w][i + 1] = both.y;
                 }
-            const auto element = [&](int w, int i) {
+            const auto loaded = [&](int w, int i) {
                 const u32 bits = i % 2 ? raw[w][i / 2] >> 16 : raw[w][i / 2] & 0xffff;
                 const float x = BF16 ? __uint_as_float(bits << 16) : low_half(bits);
                 return CHANNEL ? x * k_scale[head * D + dim(w) + i] : x;
             };
+            float rotated[K_WORDS][PER_WORD];
+            if constexpr (ROTATED) {
+#pragma unroll
+                for (int w = 0; w < K_WORDS; ++w)
+#pragma unroll
+                    for (int i = 0; i < PER_WORD; ++i) rotated[w][i] = loaded(w, i);
+                ptxlab::rotate_query<2 * PER_WORD, 4>(rotated, t);
+            }
+            const auto element = [&](int w, int i) { return ROTATED ? rotated[w][i] : loaded(w, i); };
             const auto zero = [&](int w, int i) {
                 return !CHANNEL ? 1 : BITS == 8 ? 128 : k_zero[head * D + dim(w) + i];
             };

@@ -17,6 +17,7 @@
 #include "dequant.cuh"
 #include "exponent.cuh"
 #include "griddep.cuh"
+#include "hadamard.cuh"
 #include "mbarrier.cuh"
 #include "named_barrier.cuh"
 #include "output.cuh"
@@ -34,6 +35,9 @@
 #define PAGE_STAGES 3  // blocks that are copied
 #define PRODUCERS 2    // warp groups that restore: one of keys and values, or one of each
 #define HEADROOM 8     // a score exceeds what its row's weights are relative to by at most this, as a power of two
+#endif
+#ifndef ROTATED
+#define ROTATED 0  // 1: keys are rotated by a Hadamard matrix, so queries are too
 #endif
 
 namespace {
@@ -256,25 +260,27 @@ struct Query {
     // To shared memory as f16, over the power of two that leads the row; by this and softmax_scale scores are multiplied.
     __device__ __forceinline__ void store(unsigned char* rows, float* factors, float softmax_scale) const {
         const int row = threadIdx.x % kThreads / 2, half = threadIdx.x % 2;
-        float largest = 0;
+        float values[kVectors][8], largest = 0;
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
             const u32 words[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
 #pragma unroll
-            for (int e = 0; e < 8; ++e) largest = ptxlab::max_nan(largest, fabsf(element(words[e / 2], e % 2)));
+            for (int e = 0; e < 8; ++e) {
+                values[i][e] = element(words[e / 2], e % 2);
+                largest = ptxlab::max_nan(largest, fabsf(values[i][e]));
+            }
         }
+        if constexpr (ROTATED) largest = ptxlab::rotate_query<D / 2, 2>(values, half);
         largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 1));
         const float power = ptxlab::leading_power(fmaxf(largest, 0x1p-100f));
         const float inverse = ptxlab::inverse_power(power) + (largest - largest);  // NaN of infinity
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
-            const u32 words[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
             u32 h[4];
 #pragma unroll
             for (int pair = 0; pair < 4; ++pair) {  // elements 0, 2; 1, 3; 4, 6; 5, 7
                 const int low = pair / 2 * 4 + pair % 2;
-                h[pair] = ptxlab::as_bits(__floats2half2_rn(element(words[low / 2], low % 2) * inverse,
-                                                            element(words[low / 2 + 1], low % 2) * inverse));
+                h[pair] = ptxlab::as_bits(__floats2half2_rn(values[i][low] * inverse, values[i][low + 2] * inverse));
             }
             const int chunk = half * kVectors + i;
             *reinterpret_cast<uint4*>(rows + chunk / 8 * kQueryColumnBytes + row * 128 + (chunk % 8 ^ row % 8) * 16) =

@@ -21,6 +21,7 @@
 // PTX ISA    9.7.14.5.8, 9 mma.m16n8k16 (.f16), m16n8k32 (.u8.s8, .s8.s8); 9.7.14.5.17 movmatrix; 9.7.9.25 bulk copies;
 //            9.7.13.15 mbarrier; 9.7.13.16 elect; 9.7.3 ex2, lg2, rcp; 9.7.1 dp4a; 9.7.13.13 griddepcontrol
 #include "griddep.cuh"
+#include "hadamard.cuh"
 #include "mbarrier.cuh"
 #include "pack.cuh"
 #include "parts.cuh"
@@ -48,6 +49,9 @@
 #define SUM_PAD 4       // floats between rows of sums in shared memory
 #define EXTRA 4         // cost of a unit of few tiles, in tiles, beside them
 #define SLACK 4         // tiles more than its share that a block may get
+#endif
+#ifndef ROTATED
+#define ROTATED 0  // 1: keys are rotated by a Hadamard matrix, so queries are too
 #endif
 #ifndef PART
 #define PART 0        // tiles after which a unit is cut, whatever the batch; 0: so that all blocks have equally much
@@ -352,6 +356,7 @@ extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, RESIDENT) attention
                     if (CHANNEL) x[w][e] *= k_scale[head_here * D + dim(w) + e];
                     largest = ptxlab::max_nan(largest, fabsf(x[w][e]));
                 }
+            if constexpr (ROTATED) largest = ptxlab::rotate_query<VECTOR * PER_WORD, 4>(x, t);
             walk.advance();  // what comes next is on its way while this is worked on
             if (walk.more()) load();
             largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 1));

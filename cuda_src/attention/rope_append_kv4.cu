@@ -3,8 +3,8 @@
 //
 // Contract   a token's row of qkv has `ratio` * heads heads of q, then `heads` of k, then as many of v. q is rotated as
 //            k is (pairs (i, i + D/2), every multiplication and addition rounded to f32), rounded once and written to
-//            [tokens, ratio * heads, D]; with KEYS so is k, to [tokens, heads, D]. k and v leave the same bytes in the
-//            pool as append_kv4 does. Of a token with a negative slot (padding) nothing goes to the pool, but its q
+//            [tokens, ratio * heads, D]; with KEYS so is k, to [tokens, heads, D]. Neither is rotated by the Hadamard
+//            matrix. k and v leave the same bytes in the pool as append_kv4 does. Of a token with a negative slot (padding) nothing goes to the pool, but its q
 //            and k are rotated like all others. A position outside the tables reads their last row: padding may have
 //            any.
 // PDL        slots, positions, tables and constants by channel are read at once, so that after the wait only qkv is
@@ -20,6 +20,9 @@
 #define INDEX 0  // slots and positions are s32, or s64
 #define ROWS 1   // 1, 2, 4
 #define KEYS 0   // 1: rotated keys are wanted
+#endif
+#ifndef ROTATED
+#define ROTATED 0  // 1: the cache's keys are rotated by a Hadamard matrix, behind RoPE
 #endif
 #define ROPE 1
 
@@ -106,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) rope_append_kv4(
     } else {
         Rotated y[ROWS];
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) y[i] = rotation[i % TOKENS].of(x[i]);
+        for (int i = 0; i < ROWS; ++i) y[i] = prepare_key(x[i], rotation[i % TOKENS], lane);
         append(y, places, channels, lane);
     }
 }

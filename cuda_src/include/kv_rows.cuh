@@ -1,9 +1,11 @@
 // Rows of new keys and values, loaded, rotated, quantised and stored into their slots of a paged cache: what append_kv4
-// and rope_append_kv4 share. The kernel that includes this has defined D, PAGE, BITS, CHANNEL, BF16, INDEX, ROPE, ROWS.
+// and rope_append_kv4 share. The kernel that includes this has defined D, PAGE, BITS, CHANNEL, BF16, INDEX, ROPE, ROWS,
+// ROTATED.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "hadamard.cuh"
 #include "pack.cuh"
 #include "reciprocal.cuh"
 
@@ -18,6 +20,7 @@ constexpr int FEATURES = D * BITS / 8;  // bytes of a row
 constexpr int PAGE_BYTES = PAGE * (FEATURES + (CHANNEL ? 0 : 4));
 constexpr int UNIT = 32;  // bytes, of which rows and pages are multiples
 constexpr unsigned NOWHERE = ~0u;
+static_assert(!(ROTATED && CHANNEL), "constants by channel are those of keys that are not rotated");
 constexpr bool STREAMED = ROPE && ROWS > 1;             // rows are evicted first
 constexpr int BLOCKS = ROWS < 4 ? 4 : CHANNEL ? 3 : 2;  // of a multiprocessor at least: 64, 80 or 128 registers
 
@@ -118,6 +121,20 @@ struct Rotation {
         return y;
     }
 };
+
+// A lane's values of a key as they are quantised: in f32, turned by the token's position if ROPE, rotated by the Hadamard
+// matrix if ROTATED.
+__device__ __forceinline__ Rotated prepare_key(const Stored& x, const Rotation& rotation, int lane) {
+    Rotated y;
+    if constexpr (ROPE) {
+        y = rotation.of(x);
+    } else {
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) y.values[i] = x[i];
+    }
+    if constexpr (ROTATED) rotate_head<PAIRS, LANES>(y.values, lane);
+    return y;
+}
 
 // x / s as IEEE rounds it, for an s of f16 (and a quotient that is not tiny). 1/s is known to 2^-46 of itself, and a
 // quotient by 11 bits that is not a float keeps 2^-36 of itself from where the rounding turns: it is m * s that x is

@@ -46,6 +46,8 @@ class Problem:
             cos, sin, *positions = self.rope
             at = (positions[0] if positions else np.arange(len(here)))[here]
             k = reference.rope(k, cos[at], sin[at])
+        if cache.rotated:
+            k = reference.rotate_heads(k)
         keys, values = (quant.quantize_kv(x, cache.scheme, c) for x, c in ((k, cache.k_channel), (v, cache.v_channel)))
         write_slots(cache, keys, values, self.slots[here])
         pool: np.ndarray = cache.pool
@@ -80,7 +82,8 @@ class Problem:
         """The pool and what the emulator says, with all its checks, of another source or other rows per thread."""
         cache, inputs, sizes = self.cache, self.inputs, self.sizes
         config = APPEND.config_for(sizes) | {"BF16": DTYPES.index(self.k.dtype)}
-        config |= {"INDEX": int(self.slots.dtype == np.int64)} | ({"ROWS": rows} if rows else {})
+        config |= {"INDEX": int(self.slots.dtype == np.int64), "ROTATED": int(cache.rotated)}
+        config |= {"ROWS": rows} if rows else {}
         source, pool = source or registry.find(APPEND.name)[1][0], cache.pool.copy()
         options |= {"backend": "emulator", "checks": ("race", "init", "lanes")}
         return pool, run_spec(APPEND, source, inputs, sizes=sizes, out={"pool": pool}, config=config, **options)
@@ -126,7 +129,8 @@ class FusedProblem:
         sizes = {name: size for name, size in self.of.sizes.items() if name not in ("k_pitch", "v_pitch")}
         sizes |= {"ratio": self.q.shape[1] // cache.num_kv_heads, "kept": int(self.kept), "pitch": self.qkv.shape[1]}
         config = ROPE_APPEND.config_for(sizes) | {"BF16": DTYPES.index(self.q.dtype)}
-        config |= {"INDEX": int(self.of.slots.dtype == np.int64)} | ({"ROWS": rows} if rows else {})
+        config |= {"INDEX": int(self.of.slots.dtype == np.int64), "ROTATED": int(cache.rotated)}
+        config |= {"ROWS": rows} if rows else {}
         source, pool = source or registry.find(ROPE_APPEND.name)[1][0], cache.pool.copy()
         stored = np.uint16 if self.q.dtype == DTYPES[1] else np.float16
         q, keys = (np.full(x.shape, 0xA5A5, np.uint16).view(stored) for x in (self.q, self.of.k))

@@ -204,13 +204,13 @@ class NumpyRunner(Runner):
     def _append(self, i: int, k: F32, v: F32, rows: Rows) -> None:
         cache, at = self.caches[i], (rows.sequence, rows.position)
         slots = cache.block_table[rows.sequence, rows.position // PAGE] * PAGE + rows.position % PAGE
-        keys, values = quant.quantize_kv(k), quant.quantize_kv(v)
+        keys, values = cache.quantize_keys(k), cache.quantize_values(v)
         write_slots(cache, keys, values, slots)
         self._keys[i][at], self._values[i][at] = keys.dequantize(), values.dequantize()
 
     def _attend(self, i: int, q: F32, rows: Rows) -> F32:
         """f32 [R, Hq·D] of rotated queries [R, Hq, D]: in float64, rounded once."""
-        result, config = np.empty_like(q), self.config
+        result, config, q = np.empty_like(q), self.config, self.caches[i].rotate(q)
         how: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": config.window_of(i)}
         for b in np.unique(rows.sequence):
             at = np.flatnonzero(rows.sequence == b)

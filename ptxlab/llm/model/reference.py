@@ -191,7 +191,7 @@ def in_float64(given: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
     qkv = qkv if weights.qkv_bias is None else qkv + weights.qkv_bias
     heads = qkv.reshape(M, -1, D)
     q, k, v = heads[:, : config.heads], heads[:, config.heads : -config.kv_heads], heads[:, -config.kv_heads :]
-    q, k = (reference.rope(each, *_angles(given)) for each in (q, k))
+    q, k = (given.cache.rotate(reference.rope(each, *_angles(given))) for each in (q, k))
     results = []
     for b, (keys, values) in enumerate(zip(*gather(given.cache), strict=True)):
         known = [np.concatenate([past.dequantize()[:-1], new[b : b + 1]]) for past, new in ((keys, k), (values, v))]
@@ -259,8 +259,7 @@ def _rotated_and_appended(qkv: Any, given: LayerInputs, Hq: int, dtype: str) -> 
     Hkv, angles = cache.num_kv_heads, _angles(given)
     q, k, v = heads[:, :Hq], heads[:, Hq : Hq + Hkv], heads[:, Hq + Hkv :]
     here = given.slots >= 0
-    keys = quant.quantize_kv(reference.rope(k, *angles)[here], cache.scheme, cache.k_channel)
-    values = quant.quantize_kv(v[here], cache.scheme, cache.v_channel)
+    keys, values = cache.quantize_keys(reference.rope(k, *angles)[here]), cache.quantize_values(v[here])
     write_slots(cache, keys, values, given.slots[here])
     return stored(reference.rope(q, *angles), dtype), cache.pool
 

@@ -40,12 +40,21 @@ class KV4Cache(Cache):
     Attributes:
         batch, context: sequences, and tokens of each at most.
         scheme: `kv4` or `kv8`.
+        rotated: whether keys lie rotated, which 4 bits hold better (`ptxlab.KVCache`).
         pools: u8 [pages, 2, Hkv, bytes] of each layer.
         block_table: s32 [B, pages of a sequence], of all layers.
         workspace: of attention on a GPU, for one stream at a time.
     """
 
-    def __init__(self, model: PreTrainedModel, batch: int = 1, context: int = 2048, *, scheme: str = "kv4") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: int = 1,
+        context: int = 2048,
+        *,
+        scheme: str = "kv4",
+        rotated: bool = False,
+    ) -> None:
         """On the model's device, for its layers and heads. Raises ArgumentError for sizes that no cache has."""
         super().__init__(layers=[])
         for name, number in (("batch", batch), ("context", context)):
@@ -55,9 +64,16 @@ class KV4Cache(Cache):
         heads, dim = config.num_key_value_heads, getattr(config, "head_dim", None)
         self.head_dim = dim or config.hidden_size // config.num_attention_heads
         made = KVCache.empty(
-            batch, ceil_div(context, PAGE), heads, self.head_dim, page_size=PAGE, scheme=scheme, like=like
+            batch,
+            ceil_div(context, PAGE),
+            heads,
+            self.head_dim,
+            page_size=PAGE,
+            scheme=scheme,
+            rotated=rotated,
+            like=like,
         )
-        self.batch, self.context, self.scheme = int(batch), int(context), scheme
+        self.batch, self.context, self.scheme, self.rotated = int(batch), int(context), scheme, rotated
         self.pools: list[Tensor] = [torch.zeros_like(made.pool) for _ in range(config.num_hidden_layers)]
         self.block_table: Tensor = made.block_table
         self.workspace = attention_workspace(self.head_dim, like.device)
@@ -180,6 +196,7 @@ def attend_kv4(
         key.rows.lengths,
         page_size=PAGE,
         scheme=key.cache.scheme,
+        rotated=key.cache.rotated,
         scale=scaling,
         window=sliding_window,
         workspace=key.cache.workspace,

@@ -238,7 +238,7 @@ class KV4Attention(nn.Module):
         if self.layer_idx == 0:
             cache.advance(T)
         qkv, pool = self.qkv_proj(hidden_states).flatten(0, 1), cache.pools[self.layer_idx]
-        how = {"head_dim": self.head_dim, "scheme": cache.scheme}
+        how = {"head_dim": self.head_dim, "scheme": cache.scheme, "rotated": cache.rotated}
         q = torch.ops.ptxlab.rope_append_kv4(qkv, pool, rows.slots, cos, sin, rows.positions, **how)
         past = Past(cache, pool, rows)
         attend = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]

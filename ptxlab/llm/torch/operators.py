@@ -6,8 +6,8 @@ integers with the NumPy references, not with the emulator.
 
 Activations are row-major; x_q, scale and token_sum are those of `ptxlab.PackedActivations`. A weight is the list of its
 buffers in the order of `layout.buffer_shapes`. A cache is its pool, with `channel` the constants of a scheme by channel
-(k scale, k zero, v scale, v zero), else empty. Bad input raises `ptxlab.PtxlabError`; numbers in the tensors are looked
-at on the CPU alone.
+(k scale, k zero, v scale, v zero), else empty, and `rotated` as in `KVCache`. Bad input raises `ptxlab.PtxlabError`;
+numbers in the tensors are looked at on the CPU alone.
 """
 
 import weakref
@@ -370,24 +370,27 @@ _NO_ROWS = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)  # block table and 
 
 
 def _cache_fields(
-    tensors: tuple[Any, Any, Any], how: tuple[int, int, str], channel: Sequence[Any] | None
+    tensors: tuple[Any, Any, Any], how: tuple[int, int, str, bool], channel: Sequence[Any] | None
 ) -> dict[str, Any]:
-    """Of a KVCache: (pool, block_table, lengths), (page_size, head_dim, scheme), and constants by channel."""
+    """Of a KVCache: (pool, block_table, lengths), (page_size, head_dim, scheme, rotated), and constants by channel."""
     if channel and len(channel) != 4:
         raise ArgumentError("channel", "must be k scale, k zero, v scale, v zero, or empty", f"{len(channel)} tensors")
-    fields = zip(("pool", "block_table", "lengths", "page_size", "head_dim", "scheme"), (*tensors, *how), strict=True)
+    names = "pool", "block_table", "lengths", "page_size", "head_dim", "scheme", "rotated"
+    fields = zip(names, (*tensors, *how), strict=True)
     k_channel, v_channel = (tuple(channel[:2]), tuple(channel[2:])) if channel else (None, None)
     return {**dict(fields), "k_channel": k_channel, "v_channel": v_channel}
 
 
 def _cache_on_cuda(
-    name: str, tensors: tuple[Tensor, Any, Any], how: tuple[int, int, str], channel: _Channel
+    name: str, tensors: tuple[Tensor, Any, Any], how: tuple[int, int, str, bool], channel: _Channel
 ) -> KVCache:
     with naming(name):
         return KVCache(**_cache_fields(tensors, how, channel))
 
 
-def _cache_on_cpu(name: str, tensors: tuple[Tensor, Any, Any], how: tuple[int, int, str], channel: _Channel) -> KVCache:
+def _cache_on_cpu(
+    name: str, tensors: tuple[Tensor, Any, Any], how: tuple[int, int, str, bool], channel: _Channel
+) -> KVCache:
     pool = _array(f"{name}: pool", tensors[0], "uint8", "pages", 2, "Hkv", "bytes")
     constants = [_array(f"{name}: channel", each, "float32", "Hkv", "D") for each in channel or ()]
     with naming(name):
@@ -429,9 +432,9 @@ def _write(
     here, angles = at >= 0, _angles(name, rope, at, cache)
     k = k if angles[0] is None else reference.rope(k, *angles)
     with naming(f"{name}: k"):
-        keys = quant.quantize_kv(k[here], cache.scheme, cache.k_channel)
+        keys = cache.quantize_keys(k[here])
     with naming(f"{name}: v"):
-        values = quant.quantize_kv(v[here], cache.scheme, cache.v_channel)
+        values = cache.quantize_values(v[here])
     write_slots(cache, keys, values, at[here])
     return angles
 
@@ -439,9 +442,10 @@ def _write(
 def _append_on_cpu(
     k: Tensor, v: Tensor, pool: Tensor, slots: Tensor, cos: Tensor | None = None, sin: Tensor | None = None,
     positions: Tensor | None = None, *, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None,
+    rotated: bool = False,
 ) -> None:  # fmt: skip
     name, (H, D) = "append_kv4", k.shape[-2:]
-    cache = _cache_on_cpu(name, (pool, *_NO_ROWS), (page_size, D, scheme), channel)
+    cache = _cache_on_cpu(name, (pool, *_NO_ROWS), (page_size, D, scheme, rotated), channel)
     keys = _array(f"{name}: k", k.contiguous(), _HALVES, "T", cache.num_kv_heads, D)
     values = _array(f"{name}: v", v.contiguous(), name_of(k.dtype), len(k), H, D)
     _write(name, cache, floats(keys), floats(values), slots, _rope(name, cos, sin, positions))
@@ -449,10 +453,10 @@ def _append_on_cpu(
 
 def _rope_append_on_cpu(
     qkv: Tensor, pool: Tensor, slots: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None,
-    *, head_dim: int, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None,
+    *, head_dim: int, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None, rotated: bool = False,
 ) -> Tensor:  # fmt: skip
     name = "rope_append_kv4"
-    cache = _cache_on_cpu(name, (pool, *_NO_ROWS), (page_size, head_dim, scheme), channel)
+    cache = _cache_on_cpu(name, (pool, *_NO_ROWS), (page_size, head_dim, scheme, rotated), channel)
     array, of_kv = _array(f"{name}: qkv", qkv.contiguous(), _HALVES, "T", "(Hq + 2·Hkv)·D"), cache.num_kv_heads
     if array.shape[1] % (of_kv * head_dim) or array.shape[1] < 3 * of_kv * head_dim:
         rule = f"must be [T, (Hq + {2 * of_kv})·{head_dim}], Hq a multiple of {of_kv}"
@@ -464,7 +468,7 @@ def _rope_append_on_cpu(
 
 def _attend_on_cpu(
     name: str, q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, page_size: int, scheme: str,
-    channel: _Channel, scale: float | None, window: int | None, starts: Tensor | None,
+    channel: _Channel, rotated: bool, scale: float | None, window: int | None, starts: Tensor | None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Compute what attention gives for q [.., Hq, D], f32, and its lse f32 [.., Hq]."""
     B, (Hq, D) = len(lengths) if starts is not None else len(q), q.shape[-2:]
@@ -472,7 +476,7 @@ def _attend_on_cpu(
     queries = floats(_array(f"{name}: q", q, _HALVES, *shape))
     table = _array(f"{name}: block_table", block_table, "int32", B, "pages")
     of_rows = _array(f"{name}: lengths", lengths, "int32", B)
-    cache = _cache_on_cpu(name, (pool, table, of_rows), (page_size, D, scheme), channel)
+    cache = _cache_on_cpu(name, (pool, table, of_rows), (page_size, D, scheme, rotated), channel)
     check_cache(name, cache)
     if Hq % cache.num_kv_heads:
         raise ArgumentError(f"{name}: q", f"Hq must be a multiple of the cache's {cache.num_kv_heads}", f"Hq={Hq}")
@@ -485,7 +489,7 @@ def _attend_on_cpu(
     parts: list[Any] = [*range(B)] if starts is None else _chunks(name, starts, of_rows, len(q))
     for b, (part, L) in enumerate(zip(parts, of_rows, strict=True)):
         keys, values = (each[:L] for each in known[which[b]])
-        of_row = queries[part].reshape(-1, Hq, D)
+        of_row = cache.rotate(queries[part].reshape(-1, Hq, D))
         how: dict[str, Any] = {"scale": D**-0.5 if scale is None else scale, "window": window}
         attended, lse_of_row = reference.attention(of_row, keys, values, **how)
         outputs[part], lse[part] = attended.reshape(outputs[part].shape), lse_of_row.reshape(lse[part].shape)
@@ -507,23 +511,24 @@ def _chunks(name: str, starts: Tensor, lengths: Any, N: int) -> list[slice]:
 
 def _attention_on_cpu(
     q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, *, page_size: int = 64, scheme: str = "kv4",
-    channel: _Channel = None, scale: float | None = None, window: int | None = None,
+    channel: _Channel = None, rotated: bool = False, scale: float | None = None, window: int | None = None,
     query_start_loc: Tensor | None = None, workspace: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    options = page_size, scheme, channel, scale, window, query_start_loc
+    options = page_size, scheme, channel, rotated, scale, window, query_start_loc
     outputs, _ = _attend_on_cpu("attention_kv4", q, pool, block_table, lengths, *options)
     return _tensor(stored(outputs, name_of(q.dtype)), q.dtype)
 
 
 def _attention_out_on_cpu(
     q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor | None = None, *,
-    page_size: int = 64, scheme: str = "kv4", channel: _Channel = None, scale: float | None = None,
-    window: int | None = None, query_start_loc: Tensor | None = None, workspace: Tensor | None = None,
+    page_size: int = 64, scheme: str = "kv4", channel: _Channel = None, rotated: bool = False,
+    scale: float | None = None, window: int | None = None, query_start_loc: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> None:  # fmt: skip
     name = "attention_kv4_out"
     out_array = _array(f"{name}: out", out, name_of(q.dtype), *q.shape)
     lse_array = None if lse is None else _array(f"{name}: lse", lse, "float32", *q.shape[:-1])
-    options = page_size, scheme, channel, scale, window, query_start_loc
+    options = page_size, scheme, channel, rotated, scale, window, query_start_loc
     outputs, logarithms = _attend_on_cpu(name, q, pool, block_table, lengths, *options)
     out_array[...] = stored(outputs, name_of(q.dtype))
     if lse_array is not None:
@@ -533,16 +538,17 @@ def _attention_out_on_cpu(
 def _append_on_cuda(
     k: Tensor, v: Tensor, pool: Tensor, slots: Tensor, cos: Tensor | None = None, sin: Tensor | None = None,
     positions: Tensor | None = None, *, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None,
+    rotated: bool = False,
 ) -> None:  # fmt: skip
-    cache = _cache_on_cuda("append_kv4", (pool, *_NO_ROWS), (page_size, k.shape[-1], scheme), channel)
+    cache = _cache_on_cuda("append_kv4", (pool, *_NO_ROWS), (page_size, k.shape[-1], scheme, rotated), channel)
     attention.append_kv4(k, v, cache, slots, rope=_rope("append_kv4", cos, sin, positions))
 
 
 def _rope_append_on_cuda(
     qkv: Tensor, pool: Tensor, slots: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None,
-    *, head_dim: int, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None,
+    *, head_dim: int, page_size: int = 64, scheme: str = "kv4", channel: _Channel = None, rotated: bool = False,
 ) -> Tensor:  # fmt: skip
-    cache = _cache_on_cuda("rope_append_kv4", (pool, *_NO_ROWS), (page_size, head_dim, scheme), channel)
+    cache = _cache_on_cuda("rope_append_kv4", (pool, *_NO_ROWS), (page_size, head_dim, scheme, rotated), channel)
     how = {"rope": _rope("rope_append_kv4", cos, sin, positions), "out": _empty_queries(qkv, pool, head_dim)}
     return attention.rope_append_kv4(qkv, cache, slots, **how)
 
@@ -553,23 +559,26 @@ def _empty_queries(qkv: Tensor, pool: Tensor, head_dim: int) -> Tensor:
 
 def _attention_on_cuda(
     q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, *, page_size: int = 64, scheme: str = "kv4",
-    channel: _Channel = None, scale: float | None = None, window: int | None = None,
+    channel: _Channel = None, rotated: bool = False, scale: float | None = None, window: int | None = None,
     query_start_loc: Tensor | None = None, workspace: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     out = torch.empty_like(q)
     _attention_out_on_cuda(
-        q, pool, block_table, lengths, out, page_size=page_size, scheme=scheme, channel=channel, scale=scale,
-        window=window, query_start_loc=query_start_loc, workspace=workspace,
+        q, pool, block_table, lengths, out, page_size=page_size, scheme=scheme, channel=channel, rotated=rotated,
+        scale=scale, window=window, query_start_loc=query_start_loc, workspace=workspace,
     )  # fmt: skip
     return out
 
 
 def _attention_out_on_cuda(
     q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor | None = None, *,
-    page_size: int = 64, scheme: str = "kv4", channel: _Channel = None, scale: float | None = None,
-    window: int | None = None, query_start_loc: Tensor | None = None, workspace: Tensor | None = None,
+    page_size: int = 64, scheme: str = "kv4", channel: _Channel = None, rotated: bool = False,
+    scale: float | None = None, window: int | None = None, query_start_loc: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> None:  # fmt: skip
-    cache = _cache_on_cuda("attention_kv4", (pool, block_table, lengths), (page_size, q.shape[-1], scheme), channel)
+    cache = _cache_on_cuda(
+        "attention_kv4", (pool, block_table, lengths), (page_size, q.shape[-1], scheme, rotated), channel
+    )
     space = None if workspace is None else _carved(workspace, q.shape[-1])
     out_arrays = out if lse is None else (out, lse)
     how: dict[str, Any] = {"scale": scale, "window": window, "return_lse": lse is not None}
@@ -578,21 +587,22 @@ def _attention_out_on_cuda(
 
 _operator(
     "append_kv4(Tensor k, Tensor v, Tensor(a!) pool, Tensor slots, Tensor? cos=None, Tensor? sin=None,"
-    ' Tensor? positions=None, *, int page_size=64, str scheme="kv4", Tensor[]? channel=None) -> ()',
+    ' Tensor? positions=None, *, int page_size=64, str scheme="kv4", Tensor[]? channel=None, bool rotated=False) -> ()',
     cuda=_append_on_cuda,
     cpu=_append_on_cpu,
     fake=lambda *given, **how: None,
 )
 _operator(
     "rope_append_kv4(Tensor qkv, Tensor(a!) pool, Tensor slots, Tensor cos, Tensor sin, Tensor? positions=None, *,"
-    ' int head_dim, int page_size=64, str scheme="kv4", Tensor[]? channel=None) -> Tensor',
+    ' int head_dim, int page_size=64, str scheme="kv4", Tensor[]? channel=None, bool rotated=False) -> Tensor',
     cuda=_rope_append_on_cuda,
     cpu=_rope_append_on_cpu,
     fake=lambda qkv, pool, slots, cos, sin, positions=None, *, head_dim, **how: _empty_queries(qkv, pool, head_dim),
 )
 _operator(
     "attention_kv4(Tensor q, Tensor pool, Tensor block_table, Tensor lengths, *, int page_size=64,"
-    ' str scheme="kv4", Tensor[]? channel=None, float? scale=None, int? window=None, Tensor? query_start_loc=None,'
+    ' str scheme="kv4", Tensor[]? channel=None, bool rotated=False, float? scale=None, int? window=None,'
+    " Tensor? query_start_loc=None,"
     " Tensor(a!)? workspace=None) -> Tensor",
     cuda=_attention_on_cuda,
     cpu=_attention_on_cpu,
@@ -600,8 +610,8 @@ _operator(
 )
 _operator(
     "attention_kv4_out(Tensor q, Tensor pool, Tensor block_table, Tensor lengths, Tensor(a!) out,"
-    ' Tensor(b!)? lse=None, *, int page_size=64, str scheme="kv4", Tensor[]? channel=None, float? scale=None,'
-    " int? window=None, Tensor? query_start_loc=None, Tensor(c!)? workspace=None) -> ()",
+    ' Tensor(b!)? lse=None, *, int page_size=64, str scheme="kv4", Tensor[]? channel=None, bool rotated=False,'
+    " float? scale=None, int? window=None, Tensor? query_start_loc=None, Tensor(c!)? workspace=None) -> ()",
     cuda=_attention_out_on_cuda,
     cpu=_attention_out_on_cpu,
     fake=lambda *_, **__: None,

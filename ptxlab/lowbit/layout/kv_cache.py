@@ -17,9 +17,11 @@ import numpy.typing as npt
 from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32, S32
+from ptxlab.lowbit import reference
 from ptxlab.lowbit.layout.description import Described
 from ptxlab.lowbit.layout.pages import PageView, page_bytes, require_array
-from ptxlab.lowbit.quant.kv import QuantizedKV, check_channel, kv_scheme
+from ptxlab.lowbit.quant.inputs import extremes
+from ptxlab.lowbit.quant.kv import QuantizedKV, check_channel, kv_scheme, quantize_kv
 from ptxlab.validate import is_integer, is_one_of
 
 HEAD_DIMS = (64, 128, 256)
@@ -30,8 +32,9 @@ class KVCache(Described):
     """Keys and values of a batch of sequences in pages of one pool; arrays of any library, of which none is copied.
 
     `pool` u8 [pages, 2, Hkv, page_bytes], `block_table` s32 [B, max_pages], `lengths` s32 [B], the new tokens included.
-    `k_channel` and `v_channel` are (scale, zero) f32 [Hkv, D] of a scheme by channel, else None. Raises ArgumentError
-    if dtypes, shapes or strides are others; numbers in the arrays are looked at by `check` alone.
+    `k_channel` and `v_channel` are (scale, zero) f32 [Hkv, D] of a scheme by channel, else None. Keys of a `rotated`
+    cache (kv4 or kv8) are `reference.rotate_heads` of those behind RoPE: append rotates keys, attention queries.
+    Raises ArgumentError if dtypes, shapes or strides are others; numbers in the arrays are looked at by `check` alone.
     """
 
     pool: Any = field(repr=False)
@@ -42,6 +45,7 @@ class KVCache(Described):
     scheme: str = "kv4"
     k_channel: tuple[Any, Any] | None = field(default=None, repr=False)
     v_channel: tuple[Any, Any] | None = field(default=None, repr=False)
+    rotated: bool = False
 
     def __post_init__(self) -> None:
         if not is_one_of(self.head_dim, HEAD_DIMS):
@@ -52,6 +56,12 @@ class KVCache(Described):
         require_array("lengths", self.lengths, "int32", (self.batch,))
         for name, channel in (("k_channel", self.k_channel), ("v_channel", self.v_channel)):
             self._require_channel(name, channel)
+        if not isinstance(self.rotated, bool):
+            raise ArgumentError("rotated", "must be True or False", repr(self.rotated))
+        if self.rotated and kv_scheme(self.scheme).by_channel:
+            raise ArgumentError(
+                "rotated", f"must be False for {self.scheme}: only kv4 and kv8 rotate keys", self.rotated
+            )
 
     @classmethod
     def empty(
@@ -65,6 +75,7 @@ class KVCache(Described):
         scheme: str = "kv4",
         k_channel: tuple[F32, F32] | None = None,
         v_channel: tuple[F32, F32] | None = None,
+        rotated: bool = False,
         like: Any = None,
     ) -> "KVCache":
         """Room for `batch` sequences of max_pages·page_size tokens, each page used once, of length 0.
@@ -86,6 +97,7 @@ class KVCache(Described):
             scheme=scheme,
             k_channel=k_channel,
             v_channel=v_channel,
+            rotated=rotated,
         )
 
     @property
@@ -126,6 +138,26 @@ class KVCache(Described):
         for name, channel in (("k_channel", self.k_channel), ("v_channel", self.v_channel)):
             if channel is not None:
                 check_channel(name, self.scheme, channel, (self.num_kv_heads, self.head_dim))
+
+    def rotate(self, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Rotate queries or keys behind RoPE [..., D] as the cache's keys are; return x if these are not rotated."""
+        return reference.rotate_heads(x) if self.rotated else x
+
+    def quantize_keys(self, k: npt.NDArray[Any]) -> QuantizedKV:
+        """Rotate and quantise keys behind RoPE, float [..., tokens, Hkv, D], as `append_kv4` does.
+
+        Raises ArgumentError as `quant.quantize_kv` does.
+        """
+        if self.rotated:
+            extremes("x", k)  # names the element that is not finite: a rotation spreads it over its block
+        return quantize_kv(self.rotate(k), self.scheme, self.k_channel)
+
+    def quantize_values(self, v: npt.NDArray[Any]) -> QuantizedKV:
+        """Quantise values, float [..., tokens, Hkv, D], as `append_kv4` does.
+
+        Raises ArgumentError as `quant.quantize_kv` does.
+        """
+        return quantize_kv(v, self.scheme, self.v_channel)
 
     def slots(self, b: int) -> S32:
         """Where the tokens of sequence `b` lie: page·page_size + offset, s32 [lengths[b]]."""

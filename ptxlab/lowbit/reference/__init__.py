@@ -3,7 +3,7 @@
 from ptxlab.hardware.floats import bfloat16_bits, fma, from_bfloat16_bits
 from ptxlab.hardware.words import as_bytes, as_words, replicate
 from ptxlab.lowbit.reference.activations import ACTIVATIONS, exponent, gated, rms_norm
-from ptxlab.lowbit.reference.attention import attention, dequantize_kv, rope, rope_tables
+from ptxlab.lowbit.reference.attention import attention, dequantize_kv, rope, rope_tables, rotate_heads
 from ptxlab.lowbit.reference.dequant import (
     dequant_comet,
     dequant_int4_naive,
@@ -65,6 +65,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_tables",
+    "rotate_heads",
     "rounded_to",
     "rows_by_expert",
     "scale_rows",

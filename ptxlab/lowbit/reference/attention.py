@@ -85,6 +85,35 @@ def rope(x: npt.NDArray[Any], cos: npt.NDArray[Any], sin: npt.NDArray[Any]) -> n
     return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
 
+def rotate_heads(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Rotate queries or keys by a Hadamard matrix of blocks of min(D, 128), in Sylvester's order, over √block.
+
+    The matrix is symmetric and orthogonal: x rotated twice is x, and queries and keys that are both rotated have the
+    same scores. An element far larger than the others of its block is spread over the block, so that 4 bits lose less
+    (QuaRot, arXiv 2404.00456). Sums and differences of dims 1 apart, then 2, 4 ... apart, and at last a product with
+    block^-0.5 are rounded one by one: this is the kernels' order.
+
+    Args:
+        x: float [..., D], D 64, 128 or 256; in float32 unless it is float64.
+
+    Returns:
+        [..., D], float32 or float64.
+    """
+    D, dtype = x.shape[-1], np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
+    block = min(D, 128)
+    if block < 2 or block & (block - 1) or D % block:
+        raise ValueError(f"x: D must be a power of two, or a multiple of 128 (got {D})")
+    rotated = x.astype(dtype)
+    apart = 1
+    while apart < block:
+        pairs = rotated.reshape(*x.shape[:-1], -1, 2, apart)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        rotated = np.stack([first + second, first - second], axis=-2).reshape(x.shape)
+        apart *= 2
+    result: npt.NDArray[Any] = rotated * dtype.type(block**-0.5)
+    return result
+
+
 def rope_tables(
     positions: npt.NDArray[Any], head_dim: int, base: float = 10000.0, scaling: dict[str, Any] | None = None
 ) -> tuple[F32, F32]:

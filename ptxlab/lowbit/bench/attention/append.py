@@ -17,7 +17,7 @@ from ptxlab.errors import BenchmarkError
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.bench.attention.problem import Problem
 from ptxlab.lowbit.bench.shapes import HEAD_DIM, PAGE
-from ptxlab.lowbit.kernels.attention.append import APPEND
+from ptxlab.lowbit.kernels.attention.append import APPEND, ROTATED
 from ptxlab.lowbit.layout import KVCache, page_bytes, write_slots
 from ptxlab.lowbit.quant import KV_SCHEMES
 from ptxlab.runtime.launching import Call, poisoned, prepared
@@ -129,7 +129,8 @@ class Appending:
             **dict(zip(_TABLES, self._tables, strict=True)),
         }
         arrays = ({**given, "slots": gpu.to_device(self._at(copy))} for copy in range(copies))
-        return prepared(APPEND, sizes, APPEND.config_for(sizes), arrays, programmatic=programmatic)[1]
+        spec = ROTATED[0] if self._of.caches[0].rotated else APPEND
+        return prepared(spec, sizes, spec.config_for(sizes), arrays, programmatic=programmatic)[1]
 
     def check(self) -> None:
         """Raise BenchmarkError unless every copy has the new tokens as the quantiser makes them, and nothing else."""
@@ -188,5 +189,4 @@ def _write(cache: KVCache, k: Any, v: Any, tables: list[Any], slots: Any) -> Non
     if tables:
         cos, sin, positions = tables
         k = reference.rope(k, cos[positions], sin[positions])
-    k, v = quant.quantize_kv(k, cache.scheme, cache.k_channel), quant.quantize_kv(v, cache.scheme, cache.v_channel)
-    write_slots(cache, k, v, slots)
+    write_slots(cache, cache.quantize_keys(k), cache.quantize_values(v), slots)

@@ -235,7 +235,7 @@ def launches(
         constants: those of another variant than the spec chooses.
     """
     spec, sizes = step.spec, sizes_at(step, of.batch, of.scheme, of.caches[0].pages)
-    config = constants or step.config(sizes, "float16")
+    config = constants or step.config(sizes, "float16", rotated=of.caches[0].rotated)
     if "blocks" in sizes and "RESIDENT" in config:
         sizes["blocks"] = gpu.device_info().sms * config["RESIDENT"]
     scratch = {item.name: gpu.to_device(np.zeros(item.shape, item.dtype)) for item in step.memory(sizes)}

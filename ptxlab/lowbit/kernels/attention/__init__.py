@@ -5,7 +5,7 @@ from ptxlab.lowbit.kernels.attention.api import AttentionWorkspace, attention_kv
 from ptxlab.lowbit.kernels.attention.append_api import append_kv4, rope_append_kv4
 
 SPECS = (*ladder.SPECS, *sm80.SPECS, *sm90.SPECS, *prefill.SPECS, *merge.SPECS, *append.SPECS)
-FORMS = (sm90.INVARIANT,)
+FORMS = (sm90.INVARIANT, sm80.ROTATED, sm90.ROTATED, prefill.ROTATED, *append.ROTATED)
 
 __all__ = [
     "FORMS",

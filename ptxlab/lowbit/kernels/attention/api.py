@@ -65,7 +65,8 @@ def attention_kv4(
             sequence b begin at query_start_loc[b] and are its last tokens. Any numbers, also none, by
             `attention_kv4_prefill_sm90`, for caches of kv4: keys and values are rounded to FP16, and a query has the
             same bits whatever else is in the call. Needs no workspace.
-        cache: in whatever of the four schemes, where q is (`ptxlab.to_device`); its lengths include the new tokens.
+        cache: in whatever of the four schemes, where q is (`ptxlab.to_device`); its lengths include the new tokens. For
+            a rotated one q is rotated here, in float32; teaching steps do not take it.
         out: like q, to write into; with `return_lse` also (out, lse), lse f32 of q's shape without D.
         workspace: from `attention_workspace`, for this kernel, of no other call that runs at the same time. Without
             one, calls on a stream share what the first of them makes, until `ptxlab.release_memory()`.
@@ -117,13 +118,14 @@ def attention_workspace(
 def _prepare(call: AttentionCall) -> Prepared:
     sms, options = gpu.device_info().sms, call.options
     step = choose(replace(options, backend="gpu"))
-    sizes, dtype = step.sizes(call, sms), call.dtype
+    sizes = step.sizes(call, sms)
+    config = step.config(sizes, call.dtype, rotated=call.cache.rotated)
     arguments = f", kernel={options.kernel!r}" if options.kernel else ""
     arguments += ", batch_invariant=True" if options.batch_invariant else ""
     workspace = f"attention_workspace(cache{arguments})"
     return Prepared(
         step.spec.name,
-        lambda: (Plan(step.spec, step.config(sizes, dtype), sizes, programmatic=options.programmatic),),
+        lambda: (Plan(step.spec, config, sizes, programmatic=options.programmatic),),
         memory=step.most_memory(call.cache.head_dim, sms),
         kept=step.kept,
         workspace_rules=WorkspaceRules(
@@ -167,7 +169,8 @@ def _on_host(call: AttentionCall) -> Results:
     if call.shape[0] == 0:
         made = {"out": np.empty(call.shape, arrays["q"].dtype), "lse": np.empty(call.shape[:-1], np.float32)}
     else:
-        source, config = of_kernel(step.spec.name)[0], step.config(sizes, call.dtype)
+        source = of_kernel(step.spec.name)[0]
+        config = step.config(sizes, call.dtype, rotated=call.cache.rotated)
         run = partial(run_spec, step.spec, source, inputs, sizes=sizes, out=out, config=config)
         made = run(backend=options.backend, programmatic=options.programmatic).outputs
     wanted = [operand for operand in call.operands if operand.array is None]

@@ -11,6 +11,7 @@ import numpy as np
 
 from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit.kernels.attention.common import FORM, ROTATED_CONSTANTS
 from ptxlab.lowbit.layout import HEAD_DIMS, PAGE_SIZES, KVCache, page_bytes, write_slots
 from ptxlab.lowbit.quant import KV_SCHEMES
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
@@ -145,6 +146,7 @@ def appended(
     positions: np.ndarray | None = None,
     k_channel: tuple[Any, Any] | None = None,
     v_channel: tuple[Any, Any] | None = None,
+    rotated: bool = False,
     BF16: int = 0,
     INDEX: int = 0,
     **pitches: int,
@@ -161,12 +163,13 @@ def appended(
         scheme=scheme,
         k_channel=k_channel,
         v_channel=v_channel,
+        rotated=rotated,
     )
     k, v = (as_stored(x, DTYPES[BF16])[here] for x in (k, v))
     if cos is not None and sin is not None:
         at = (np.arange(len(slots)) if positions is None else positions)[here]
         k = reference.rope(k, cos[at], sin[at])
-    write_slots(cache, quant.quantize_kv(k, scheme, k_channel), quant.quantize_kv(v, scheme, v_channel), slots[here])
+    write_slots(cache, cache.quantize_keys(k), cache.quantize_values(v), slots[here])
     return pool
 
 
@@ -299,3 +302,18 @@ ROPE_APPEND = replace(
     after_wait=("qkv",),
 )
 SPECS = (APPEND, ROPE_APPEND)
+
+
+def _rotated_form(spec: KernelSpec) -> KernelSpec:
+    """Return the form for caches whose keys are rotated."""
+    return replace(
+        spec,
+        form=FORM,
+        summary=f"{spec.summary}; keys rotated by a Hadamard matrix",
+        choose=lambda s: {**spec.config_for(s), **ROTATED_CONSTANTS},
+        example=lambda rng, **sizes: {**spec.example(rng, **sizes), "rotated": True},
+        example_sizes=tuple(sizes for sizes in spec.example_sizes if not sizes["channel"]),
+    )
+
+
+ROTATED = tuple(map(_rotated_form, SPECS))

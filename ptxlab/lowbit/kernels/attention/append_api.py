@@ -1,15 +1,16 @@
 """`append_kv4` and `rope_append_kv4`: new tokens of any array library into a KV cache, in one launch."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit import reference
 from ptxlab.lowbit.kernels.attention.append import APPEND, DTYPES, INDICES, ROPE_APPEND, table_rows
-from ptxlab.lowbit.kernels.attention.common import channels_of
+from ptxlab.lowbit.kernels.attention.common import ROTATED_CONSTANTS, channels_of
 from ptxlab.lowbit.kernels.attention.options import AppendOptions, RopeAppendOptions
 from ptxlab.lowbit.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, Results, copied, dtype_of
 from ptxlab.lowbit.kernels.options import document_options
@@ -39,7 +40,8 @@ def append_kv4(
     """Rotate and quantise new keys, quantise new values, and write them into the cache's pool (QServe §4.2, §5.3).
 
     The bytes are those of `quant.quantize_kv` and `reference.rope`, one token per sequence or whole prompts alike; the
-    rest of the pool stays as it is, as do table and lengths. On the GPU a call only enqueues one kernel, on the
+    rest of the pool stays as it is, as do table and lengths. Keys of a rotated cache are `reference.rotate_heads` of
+    those behind RoPE. On the GPU a call only enqueues one kernel, on the
     caller's stream, and allocates nothing, so that it can be captured into a CUDA graph. Nothing looks at the values
     then: a token with a NaN or an infinity gets a scale that is not finite.
 
@@ -95,8 +97,8 @@ def rope_append_kv4(
         rope: as in `append_kv4`: (cos, sin), or (cos, sin, positions); `reference.rope_tables` makes tables. On the
             GPU a position outside of them, which only padding may have, reads their last row.
         out: [T, Hq, D] like qkv, to write q into, in other memory.
-        keys: [T, Hkv, D] like qkv, for the rotated keys, rounded once as q is (an attention that reads no cache takes
-            them), in other memory; or None.
+        keys: [T, Hkv, D] like qkv, for the keys behind RoPE, rounded once as q is (an attention that reads no cache
+            takes them), in other memory; or None. Neither q nor these are rotated as those of a rotated cache.
         {options}
 
     Returns:
@@ -156,8 +158,9 @@ class _AppendCall(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        """Those that say the dtypes."""
-        return {"BF16": DTYPES.index(self.dtype), "INDEX": INDICES.index(self.index_dtype)}
+        """Those that say the dtypes, and that keys are rotated."""
+        rotated = ROTATED_CONSTANTS if self.cache.rotated else {}
+        return {"BF16": DTYPES.index(self.dtype), "INDEX": INDICES.index(self.index_dtype), **rotated}
 
     @property
     def config(self) -> dict[str, int]:
@@ -165,7 +168,7 @@ class _AppendCall(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (*self.sizes.values(), self.dtype, self.index_dtype)
+        return (*self.sizes.values(), self.cache.rotated, self.dtype, self.index_dtype)
 
     @property
     def is_empty(self) -> bool:
@@ -336,10 +339,14 @@ def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
     if "cos" in arrays:
         at = table_rows(arrays.get("positions", np.arange(len(k))), len(arrays["cos"]))
         k = reference.rope(k, arrays["cos"][at], arrays["sin"][at])
-    for name, x, channel in (("k", k, cache.k_channel), ("v", v, cache.v_channel)):
-        constants = None if channel is None else tuple(gpu.as_array(f"{call.name}: {name}", array) for array in channel)
+    k_channel, v_channel = (
+        channel and tuple(gpu.as_array(f"{call.name}: {name}", array) for array in channel)
+        for name, channel in (("k", cache.k_channel), ("v", cache.v_channel))
+    )
+    cache = replace(cache, k_channel=k_channel, v_channel=v_channel)
+    for name, x, quantize in (("k", k, cache.quantize_keys), ("v", v, cache.quantize_values)):
         try:
-            quant.quantize_kv(x, cache.scheme, constants)
+            quantize(x)
         except ArgumentError as error:
             raise ArgumentError(
                 f"{call.name}: {name}", error.rule, str(error.value).replace("x[", f"{name}[")

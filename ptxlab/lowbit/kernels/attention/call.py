@@ -52,6 +52,7 @@ class AttentionCall(NamedTuple):
             "page": cache.page_size,
             "bits": known.bits,
             "channel": int(known.by_channel),
+            "rotated": cache.rotated,
             "window": self.options.window or 0,
             "softmax_scale": self.options.scale,
         }

@@ -1,6 +1,7 @@
 """What the kernels of attention share: a problem, its arrays, and the oracle."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,11 +13,13 @@ from ptxlab.lowbit.kernels.attention.roundings import HALF, Roundings
 from ptxlab.lowbit.layout import KVCache, gather, scatter
 from ptxlab.lowbit.layout.pages import page_bytes
 from ptxlab.lowbit.quant import KV_SCHEMES
-from ptxlab.spec import Arrays
+from ptxlab.spec import Arrays, KernelSpec
 from ptxlab.spec.tolerance import Allowed
 
 Pair: TypeAlias = tuple[np.ndarray, np.ndarray]
 
+FORM = "rotated"  # of kernels for caches whose keys are rotated
+ROTATED_CONSTANTS: Mapping[str, int] = {"ROTATED": 1}
 _WILD_PAGE = 0x7FFFFFF0  # where a table has no page: far outside every pool
 
 
@@ -105,10 +108,13 @@ def channels_of(cache: KVCache) -> Arrays:
 
 
 def attention(q: np.ndarray, cache: KVCache, softmax_scale: float, window: int = 0) -> Pair:
-    """Reference: out f64 [B, T, Hq, D] and lse f64 [B, T, Hq] of q [B, T, Hq, D]; `window` 0 for none."""
+    """Reference: out f64 [B, T, Hq, D] and lse f64 [B, T, Hq] of q [B, T, Hq, D]; `window` 0 for none.
+
+    For a rotated cache queries are rotated in float32, which is a part of the contract, as RoPE in float32 is.
+    """
     pairs = [
         reference.attention(x, k.dequantize(), v.dequantize(), scale=softmax_scale, window=window or None)
-        for x, k, v in zip(q, *gather(cache), strict=True)
+        for x, k, v in zip(cache.rotate(q), *gather(cache), strict=True)
     ]
     return np.stack([out for out, _ in pairs]), np.stack([lse for _, lse in pairs])
 
@@ -123,13 +129,30 @@ def error_of(
 ) -> tuple[Allowed, Allowed]:
     """The error that `attention` may have (`bound.allowed_error`)."""
     bounds = []
-    for x, k, v in zip(q.astype(np.float64), *gather(cache), strict=True):
+    for x, k, v in zip(cache.rotate(q).astype(np.float64), *gather(cache), strict=True):
         T, L = len(x), len(k.values)
         token, key = np.arange(L - T, L)[:, None], np.arange(L)
         visible = (key <= token) & (key > token - window if window else True)
         bounds.append(allowed_error(x, k, v, visible, scale=softmax_scale, roundings=roundings, stored=stored))
     outs, lses = zip(*bounds, strict=True)
     return stacked(outs), stacked(lses)
+
+
+def rotated_form(spec: KernelSpec) -> KernelSpec:
+    """Return the form of an attention that rotates queries, for caches whose keys are rotated."""
+
+    def example(rng: np.random.Generator, **sizes: Any) -> Arrays:
+        logical = spec.example(rng, **sizes)
+        return {**logical, "cache": replace(logical["cache"], rotated=True)}
+
+    return replace(
+        spec,
+        form=FORM,
+        summary=f"{spec.summary}; queries rotated as the cache's keys are",
+        choose=lambda s: {**spec.config_for(s), **ROTATED_CONSTANTS},
+        example=example,
+        example_sizes=tuple(sizes for sizes in spec.example_sizes if not sizes.get("channel")),
+    )
 
 
 def stacked(bounds: Sequence[Allowed]) -> Allowed:

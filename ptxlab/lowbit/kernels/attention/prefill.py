@@ -102,10 +102,11 @@ def attend(
     return out, lse
 
 
-def roundings_of(D: int) -> Roundings:
+def roundings_of(D: int, rotated: bool = False) -> Roundings:
     """State the roundings of a kernel that multiplies keys and values of FP16."""
     return Roundings(
-        score=(D // 16 + 1) * 34 * SINGLE + 8 * SINGLE + HALF,  # a key is rounded to FP16
+        # A key is rounded to FP16, and a rotated query.
+        score=(D // 16 + 1) * 34 * SINGLE + 8 * SINGLE + (2 if rotated else 1) * HALF,
         query=2.0**-25,  # of elements below the normal range of FP16, beside the largest
         weight=200 * SINGLE,
         sum=2 * HALF,  # a weight, a value
@@ -120,9 +121,9 @@ def _bound(
     q: np.ndarray, cache: KVCache, starts: np.ndarray, softmax_scale: float, window: int = 0, BF16: int = 0, **_: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     out, lse = np.zeros(q.shape), np.zeros(q.shape[:-1])
-    stored_to = BFLOAT16 if BF16 else HALF
+    stored_to, known = BFLOAT16 if BF16 else HALF, roundings_of(cache.head_dim, cache.rotated)
     for rows, queries, sequence in _chunks(as_stored(q, DTYPES[BF16]), cache, starts):
-        errors = common.error_of(queries, sequence, softmax_scale, roundings_of(cache.head_dim), window, stored_to)
+        errors = common.error_of(queries, sequence, softmax_scale, known, window, stored_to)
         out[rows], lse[rows] = (error.each[0] for error in errors)
     return out, lse
 
@@ -172,3 +173,4 @@ PREFILL = KernelSpec(
     ),
 )
 SPECS = (PREFILL,)
+ROTATED = common.rotated_form(PREFILL)

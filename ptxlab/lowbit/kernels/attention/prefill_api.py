@@ -11,7 +11,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, NAME, check_cache
 from ptxlab.lowbit.kernels.attention.common import arrays_of
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
-from ptxlab.lowbit.kernels.attention.prefill import PREFILL
+from ptxlab.lowbit.kernels.attention.prefill import PREFILL, ROTATED
 from ptxlab.lowbit.kernels.attention.sm80 import DTYPES
 from ptxlab.lowbit.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, copied, dtype_of
 from ptxlab.lowbit.kernels.spec_call import SpecCall
@@ -27,8 +27,8 @@ class _ChunkCall(SpecCall):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Sizes and dtype that select the compiled kernel, without the number of queries."""
-        return (*(size for name, size in self.sizes.items() if name != "N"), self.dtype)
+        """Sizes, dtype and form that select the compiled kernel, without the number of queries."""
+        return (*(size for name, size in self.sizes.items() if name != "N"), self.dtype, self.specs[0].form)
 
 
 def attend_chunks(
@@ -67,7 +67,7 @@ def _check(options: AttentionOptions, arrays: Mapping[str, Any], cache: KVCache)
     sizes["softmax_scale"] = D**-0.5 if options.scale is None else float(options.scale)
     operands = tuple(_operands(arrays, cache, shape, dtype, return_lse=options.return_lse))
     look = None if gpu.is_device_array(arrays["q"]) else lambda values: _check_numbers(cache, values, N)
-    return _ChunkCall(NAME, (PREFILL,), operands, sizes, dtype, options, look)
+    return _ChunkCall(NAME, (ROTATED if cache.rotated else PREFILL,), operands, sizes, dtype, options, look)
 
 
 def _blocks(q: Any) -> int:

@@ -109,11 +109,12 @@ _REASON = (
 ) + BY_CHANCE
 
 
-def roundings_of(D: int, channel: bool) -> Roundings:
+def roundings_of(D: int, channel: bool, rotated: bool = False) -> Roundings:
     """Those of tensor cores with FP16 operands and subnormal integers."""
+    halves = channel or rotated  # rounded to FP16 are queries that are not as they come
     return Roundings(
-        score=(D // 16 + 1) * 34 * SINGLE + 8 * SINGLE + (HALF if channel else 0),
-        query=2.0**-25 if channel else 2.0**-35,  # of the largest after scaling; the 16 of high nibbles is taken off it
+        score=(D // 16 + 1) * 34 * SINGLE + 8 * SINGLE + (HALF if halves else 0),
+        query=2.0**-25 if halves else 2.0**-35,  # of the largest after scaling; the 16 of high nibbles is taken off it
         weight=200 * SINGLE + (HALF if channel else 0),
         sum=0 if channel else HALF,
         adding=34 * SINGLE,
@@ -132,9 +133,9 @@ def _bound(
     softmax_scale: float,
     window: int = 0,
     BF16: int = 0,
-    roundings: Callable[[int, bool], Roundings] = roundings_of,
+    roundings: Callable[[int, bool, bool], Roundings] = roundings_of,
 ) -> tuple[Allowed, Allowed]:
-    known = roundings(cache.head_dim, KV_SCHEMES[cache.scheme].by_channel)
+    known = roundings(cache.head_dim, KV_SCHEMES[cache.scheme].by_channel, cache.rotated)
     stored_to = BFLOAT16 if BF16 else HALF
     return common.error_of(as_stored(q, DTYPES[BF16]), cache, softmax_scale, known, window, stored_to)
 
@@ -193,6 +194,7 @@ MMA = KernelSpec(
     ),
 )
 SPECS = (MMA,)
+ROTATED = common.rotated_form(MMA)
 
 # The same in one launch: the last block that has part of a unit puts it together. Counters are 0 before, and after it.
 FUSED = replace(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab.arithmetic import ceil_div
-from ptxlab.lowbit.kernels.attention import sm80
+from ptxlab.lowbit.kernels.attention import common, sm80
 from ptxlab.lowbit.kernels.attention.bound import BY_CHANCE
 from ptxlab.lowbit.kernels.attention.common import Pair
 from ptxlab.lowbit.kernels.attention.roundings import SINGLE, Roundings
@@ -155,10 +155,10 @@ def _bound(q: np.ndarray, cache: KVCache, blocks: int, *, parts: int = 1, **more
     return (*MMA.bound(q, cache, **more, roundings=roundings_of), *_places(q, cache, blocks * parts))
 
 
-def roundings_of(D: int, channel: bool) -> Roundings:
+def roundings_of(D: int, channel: bool, rotated: bool = False) -> Roundings:
     """Of queries that are integers of 16 bits; high nibbles of values are summed in their bytes."""
     return replace(
-        sm80.roundings_of(D, channel),
+        sm80.roundings_of(D, channel, rotated),
         score=((D // 4 if channel else 0) + 16) * SINGLE,
         query=0.51 / LARGEST,  # a half, and what the reciprocal of the unit adds to the largest
         aligned=_ALIGNED,
@@ -228,3 +228,4 @@ INVARIANT = replace(
 )
 SM90 = replace(_SM90, invariant=INVARIANT)
 SPECS = (SM90,)
+ROTATED = common.rotated_form(SM90)

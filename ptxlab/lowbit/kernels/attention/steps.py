@@ -8,6 +8,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.lowbit.kernels.attention import ladder, sm80, sm90
 from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, MOST_TOKENS, NAME, AttentionCall
+from ptxlab.lowbit.kernels.attention.common import ROTATED_CONSTANTS
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.operation import Scratch
 from ptxlab.spec import KernelSpec, Sizes
@@ -39,10 +40,12 @@ class AttentionStep:
         self.spec.check_sizes(sizes)
         return sizes
 
-    def config(self, sizes: Sizes, dtype: str) -> dict[str, int]:
-        """Constants of the variant."""
+    def config(self, sizes: Sizes, dtype: str, *, rotated: bool = False) -> dict[str, int]:
+        """Constants of the variant, for queries of that dtype and caches that are `rotated` or not."""
         chosen = self.spec.config_for(sizes)
-        return {**chosen, "BF16": sm80.DTYPES.index(dtype)} if "BF16" in chosen else chosen
+        if "BF16" in chosen:
+            chosen["BF16"] = sm80.DTYPES.index(dtype)
+        return {**chosen, **ROTATED_CONSTANTS} if rotated else chosen
 
     def memory(self, sizes: Sizes) -> tuple[Scratch, ...]:
         """What it needs besides operands and results."""
@@ -61,6 +64,9 @@ class AttentionStep:
     def _require_teaching(self, call: AttentionCall) -> None:
         cache, name = call.cache, self.spec.name
         scheme = name.removeprefix("attention_").partition("_")[0]
+        if cache.rotated:
+            rule = f"rotated only for {_names(step for step in STEPS if step.blocks)}"
+            raise ArgumentError(f"{NAME}: cache", rule, f"a rotated cache for {name}")
         for argument, rule, got, wanted in (
             ("cache", "scheme must be", cache.scheme, scheme),
             ("cache", "head_dim must be", cache.head_dim, ladder.DIM),

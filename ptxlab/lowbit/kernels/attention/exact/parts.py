@@ -89,10 +89,11 @@ def _check(q: Any, cache: KVCache, config: Mapping[str, int]) -> None:
         "BITS": scheme.bits,
         "CHANNEL": int(scheme.by_channel),
         "BF16": int(q.dtype == np.uint16),
+        "ROTATED": int(cache.rotated),
     }
     for name, number in wanted.items():
-        if config[name] != number:
-            raise ArgumentError("exact: config", f"{name} must be {number} for these arrays", config[name])
+        if config.get(name, 0) != number:
+            raise ArgumentError("exact: config", f"{name} must be {number} for these arrays", config.get(name, 0))
 
 
 def _some(of: AttentionLaunch, shares: Shares) -> list[slice]:

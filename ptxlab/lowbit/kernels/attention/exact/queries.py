@@ -41,6 +41,7 @@ def quantized(of: AttentionLaunch, q: Any, shares: Shares, some: slice) -> Queri
         assert of.cache.k_channel is not None
         k_scale, k_zero = (constant[beside(shares.head[some], q)][:, None] for constant in of.cache.k_channel)
         x = x * k_scale
+    x = of.cache.rotate(x)
     largest = np.maximum(np.abs(x).max(axis=-1), np.float32(2.0**-100))  # NaN of a NaN
     unit = fma(largest, np.float32(1) / np.float32(LARGEST), largest - largest)  # NaN of an infinity
     shifted = fma(x, reciprocal(unit)[..., None], _SHIFT)
