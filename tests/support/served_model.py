@@ -16,6 +16,13 @@ PAGE, PAGES = 64, 3  # tokens of a page, pages of a sequence
 Rows = list[tuple[int, int, list[int]]]  # sequence, tokens that it has already, tokens to come
 
 
+def load_model(config: VllmConfig) -> Any:
+    """Make the model of a configuration and load it as vLLM's worker does."""
+    with set_current_vllm_config(config):
+        loader = get_model_loader(config.load_config)
+        return loader.load_model(vllm_config=config, model_config=config.model_config)
+
+
 class ServedModel:
     """What vLLM's worker makes of a configuration: the model as loaded, and its cache.
 
@@ -27,9 +34,8 @@ class ServedModel:
 
     def __init__(self, config: VllmConfig, sequences: int = 3) -> None:
         self.config = config
+        self.model = load_model(config)
         with set_current_vllm_config(config):
-            loader = get_model_loader(config.load_config)
-            self.model: Any = loader.load_model(vllm_config=config, model_config=config.model_config)
             current_platform.update_block_size_for_backend(config)
         self.table = torch.arange(1, 1 + sequences * PAGES, dtype=torch.int32).reshape(sequences, PAGES)
         self.specs = get_kv_cache_spec(config)

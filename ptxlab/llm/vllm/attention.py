@@ -179,7 +179,7 @@ def shared_workspace(head_dim: int, device: torch.device) -> Tensor:
 
 
 class KV4Impl(AttentionImpl[KV4Metadata]):
-    """Attention of one layer."""
+    """Attention of one layer, over rotated keys and over values that come rotated (`ptxlab.llm.vllm.rotation`)."""
 
     supports_dcp = False
 
@@ -213,10 +213,10 @@ class KV4Impl(AttentionImpl[KV4Metadata]):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Quantise new keys and values [T, Hkv, D], and write them to their slots; negative ones are padding."""
+        """Rotate new keys [T, Hkv, D], quantise them and values, and write both to slots; negative ones are padding."""
         tokens = slot_mapping.shape[0]
         torch.ops.ptxlab.append_kv4(
-            key[:tokens], value[:tokens], kv_cache, slot_mapping, page_size=PAGE, scheme=self.scheme
+            key[:tokens], value[:tokens], kv_cache, slot_mapping, page_size=PAGE, scheme=self.scheme, rotated=True
         )
 
     def forward(
@@ -258,6 +258,7 @@ class KV4Impl(AttentionImpl[KV4Metadata]):
             output,
             page_size=PAGE,
             scheme=self.scheme,
+            rotated=True,
             scale=self.scale,
             window=self.window,
             query_start_loc=rows.query_start_loc,

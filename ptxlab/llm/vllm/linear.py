@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
@@ -19,6 +20,7 @@ from ptxlab.llm.vllm.attention import KV4Impl
 from ptxlab.llm.vllm.kernels import MatrixShape, compile_products, token_counts
 from ptxlab.llm.vllm.options import ServingOptions
 from ptxlab.llm.vllm.packing import LAYOUT, quantise_and_pack
+from ptxlab.llm.vllm.rotation import rotate_back, rotate_values
 from ptxlab.lowbit.layout import buffer_shapes
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -79,7 +81,9 @@ class PtxlabConfig(QuantizationConfig):
             return None
         vllm_config = get_current_vllm_config()
         self.tokens = self.tokens or token_counts(vllm_config)
-        return W4A8LinearMethod(self, ServingOptions.from_vllm(vllm_config), prefix)
+        is_ours = vllm_config.attention_config.backend is AttentionBackendEnum.CUSTOM
+        head_dim = vllm_config.model_config.get_head_size() if is_ours else None
+        return W4A8LinearMethod(self, ServingOptions.from_vllm(vllm_config), prefix, rotated_head_dim=head_dim)
 
     def compile_kernels(self, dtype: torch.dtype) -> None:
         """Compile the kernels of all layers that have been loaded, for products of that dtype."""
@@ -96,8 +100,10 @@ class W4A8LinearMethod(LinearMethodBase):
 
     uses_meta_device = True
 
-    def __init__(self, config: PtxlabConfig, options: ServingOptions, prefix: str) -> None:
-        self.config, self.options, self.prefix = config, options, prefix
+    def __init__(
+        self, config: PtxlabConfig, options: ServingOptions, prefix: str, *, rotated_head_dim: int | None
+    ) -> None:
+        self.config, self.options, self.prefix, self.rotated_head_dim = config, options, prefix, rotated_head_dim
         self.scheme, self.group, self.names = options.scheme, 0, tuple[str, ...]()
 
     def create_weights(
@@ -141,15 +147,31 @@ class W4A8LinearMethod(LinearMethodBase):
             return
         if self.names[0] in layer._parameters:
             raise ArgumentError(f"--quantization {NAME}: {self.prefix}", "weights are loaded once", "a reload")
+        weight = layer.weight.data
+        del layer.weight
+        if self.rotated_head_dim is not None:
+            weight = self._fold_rotation(layer, weight, self.rotated_head_dim)
         try:
-            buffers = quantise_and_pack(layer.weight.data, self.scheme, self.group)
+            buffers = quantise_and_pack(weight, self.scheme, self.group)
         except ArgumentError as error:
             raise ArgumentError(f"--quantization {NAME}: {self.prefix}", error.rule, error.value) from None
-        del layer.weight
         for name in self.names:
             layer.register_parameter(name, nn.Parameter(buffers[name], requires_grad=False))
         if getattr(layer, "bias", None) is not None:
             layer.bias = nn.Parameter(layer.bias.data.float(), requires_grad=False)
+
+    def _fold_rotation(self, layer: nn.Module, weight: Tensor, head_dim: int) -> Tensor:
+        """Return the weight for rotated values, where it makes or reads values; the bias is changed in place."""
+        if isinstance(layer, QKVParallelLinear):
+            values = slice(-layer.num_kv_heads * head_dim, None)
+            weight = weight.float()
+            weight[values] = rotate_values(weight[values], head_dim)
+            if layer.bias is not None:
+                layer.bias = nn.Parameter(layer.bias.data.float(), requires_grad=False)
+                layer.bias[values] = rotate_values(layer.bias[values], head_dim)
+        elif self.prefix.endswith(".o_proj"):
+            weight = rotate_back(weight, head_dim)
+        return weight
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x Wᵀ + bias [.., N] of x [.., K], whose rows are quantised to INT8."""

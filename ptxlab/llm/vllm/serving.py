@@ -65,7 +65,7 @@ def configure(vllm_config: VllmConfig) -> None:
 def _describe_cache(dtype: str, backend: Any) -> str:
     if backend is not AttentionBackendEnum.CUSTOM:
         return f"cache {dtype}, attention of vLLM"
-    return f"cache {CACHE_DTYPES[dtype]}, not rotated, in pages of 64 tokens, attention of ptxlab"
+    return f"cache {CACHE_DTYPES[dtype]}, rotated, in pages of 64 tokens, attention of ptxlab"
 
 
 def _refuse(vllm_config: VllmConfig) -> None:

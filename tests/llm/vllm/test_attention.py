@@ -77,9 +77,11 @@ def test_batches_against_numpy(served: Any, name: str, window: int | None) -> No
     impl.forward(layer, torch.from_numpy(q), None, None, layer.kv_cache, metadata, output)
     assert (output[tokens:] == 7).all()
     for (s, _, new), start in zip(rows, batch.query_start_loc.tolist(), strict=False):
-        k, v = (quant.quantize_kv(of[s].astype(np.float32)).dequantize() for of in (keys, values))
+        rotated = reference.rotate_heads(keys[s].astype(np.float32)), values[s].astype(np.float32)
+        k, v = (quant.quantize_kv(of).dequantize() for of in rotated)
         rows_of = slice(start, start + len(new))
-        wanted, _ = reference.attention(q[rows_of], k, v, scale=0.2, window=window)
+        queries = reference.rotate_heads(q[rows_of].astype(np.float32))
+        wanted, _ = reference.attention(queries, k, v, scale=0.2, window=window)
         assert np.allclose(output[rows_of].numpy(), wanted, rtol=2**-10, atol=2**-12)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.weights import quantiser
+from ptxlab.llm.recipe.rotation import hadamard, rotate_heads
 from ptxlab.lowbit.layout import PackedWeight, buffer_shapes, pack, unpack
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -43,15 +44,23 @@ def test_pieces_are_packed_as_the_whole(scheme: str, elements: int) -> None:
     assert all(np.array_equal(got[name].numpy(), whole.buffers[name]) for name in got)
 
 
+@pytest.mark.parametrize("cache", ["auto", "float16"])
 @pytest.mark.parametrize("scheme", ["lqq", "qoq", "qoq_channel"])
-def test_a_checkpoint_is_quantised_while_it_is_loaded(configured: Configured, scheme: str) -> None:
-    """Merged matrices with the rows of each, biases of Qwen2 in f32; embeddings, norms and head as they were."""
-    from tests.support.served_model import ServedModel
+def test_a_checkpoint_is_quantised_while_it_is_loaded(configured: Configured, scheme: str, cache: str) -> None:
+    """Merged matrices with the rows of each, biases of Qwen2 in f32; embeddings, norms and head as they were.
 
-    config = configured("qwen2", additional_config={"ptxlab": {"scheme": scheme}})
-    model = ServedModel(config).model
+    Values are rotated for our cache alone.
+    """
+    from tests.support.served_model import load_model
+
+    config = configured("qwen2", additional_config={"ptxlab": {"scheme": scheme}}, kv_cache_dtype=cache)
+    model = load_model(config)
     found = matrices(f"{config.model_config.model}/model.safetensors")
-    layer = model.model.layers[1]
+    layer, of_layer = model.model.layers[1], "model.layers.1.self_attn."
+    if cache == "auto":
+        parts = {"v": "v_proj.weight", "o": "o_proj.weight", "v_bias": "v_proj.bias"}
+        turned = rotate_heads({part: found[of_layer + name] for part, name in parts.items()}, hadamard(64))
+        found |= {of_layer + name: turned[part] for part, name in parts.items()}
     for merged, parts, group in (
         (layer.self_attn.qkv_proj, [f"self_attn.{x}_proj" for x in "qkv"], 128),
         (layer.self_attn.o_proj, ["self_attn.o_proj"], 128),
