@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
+import vllm.envs as envs
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
@@ -67,6 +68,11 @@ class KV4Backend(AttentionBackend):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         """Return whether layers may see the last tokens alone."""
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Return whether `VLLM_BATCH_INVARIANT=1` is kept: then all queries take the kernel for prompts."""
         return True
 
     @classmethod
@@ -133,6 +139,8 @@ class KV4MetadataBuilder(AttentionMetadataBuilder[KV4Metadata]):
     """Makes the metadata of a batch; lengths and tables stay on the GPU, and nobody waits for it.
 
     Batches of decodes alone are views of vLLM's persistent tensors, which full CUDA graphs read anew in each replay.
+    The kernel for decodes cuts sequences by the whole batch, so a token's last bits depend on what else is served; the
+    kernel for prompts does not. With `VLLM_BATCH_INVARIANT=1` that one takes all queries.
     """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -140,6 +148,7 @@ class KV4MetadataBuilder(AttentionMetadataBuilder[KV4Metadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self.is_batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         shared_workspace(kv_cache_spec.head_size, torch.device(device))  # before a capture
 
     def build(
@@ -149,12 +158,15 @@ class KV4MetadataBuilder(AttentionMetadataBuilder[KV4Metadata]):
         batch = common_attn_metadata
         if batch.causal is not True:
             raise ArgumentError("KV4Backend: attention", "must be causal", batch.causal)
+        table, lengths = batch.block_table_tensor[: batch.num_reqs], batch.seq_lens[: batch.num_reqs]
+        if self.is_batch_invariant:
+            every_row = SequenceRows(table, lengths, batch.query_start_loc[: batch.num_reqs + 1])
+            return KV4Metadata(batch.num_actual_tokens, 0, None, every_row)
         decodes, prompts, decode_tokens, _ = split_decodes_and_prefills(
             batch, decode_threshold=self.reorder_batch_threshold or 1, require_uniform=True
         )
         if decodes and (decode_tokens % decodes or decode_tokens // decodes > MOST_TOKENS):
             decodes, prompts, decode_tokens = 0, batch.num_reqs, 0
-        table, lengths = batch.block_table_tensor, batch.seq_lens
         return KV4Metadata(
             tokens=batch.num_actual_tokens,
             decode_tokens=decode_tokens,

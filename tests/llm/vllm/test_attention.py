@@ -47,11 +47,13 @@ BATCHES = {  # sequences: tokens in the cache already, new tokens
 }
 
 
+@pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("name", BATCHES)
-def test_batches_against_numpy(served: Any, name: str, window: int | None) -> None:
+def test_batches_against_numpy(served: Any, name: str, window: int | None, invariant: bool) -> None:
     from ptxlab.llm.vllm.attention import KV4Impl
 
+    served.builder.is_batch_invariant = invariant
     rng, (Hq, Hkv, D) = np.random.default_rng(0), (4, 1, 64)
     layer = next(iter(served.config.compilation_config.static_forward_context.values()))
     impl = KV4Impl(Hq, D, 0.2, Hkv, None, window, CACHE)
@@ -74,6 +76,7 @@ def test_batches_against_numpy(served: Any, name: str, window: int | None) -> No
     q = rng.standard_normal((tokens + 2, Hq, D)).astype(np.float16)  # two rows of padding
     output = torch.full((tokens + 2, Hq, D), 7.0, dtype=torch.float16)
     metadata = served.builder.build(0, batch)
+    assert not invariant or (metadata.decodes is None and metadata.decode_tokens == 0)
     impl.forward(layer, torch.from_numpy(q), None, None, layer.kv_cache, metadata, output)
     assert (output[tokens:] == 7).all()
     for (s, _, new), start in zip(rows, batch.query_start_loc.tolist(), strict=False):
@@ -127,7 +130,7 @@ def test_a_run_that_measures_memory_has_no_metadata(served: Any) -> None:
         "Ampere": ({"device_capability": (8, 0)}, "needs compute capability 9.0, not 8.0"),
         "Blackwell": ({"device_capability": (10, 0)}, "needs compute capability 9.0, not 10.0"),
         "encoder": ({"attn_type": "encoder"}, "attention type encoder not supported"),
-        "nothing": ({}, None),
+        "batch invariance, windows": ({"use_batch_invariant": True}, None),
     }.values(),
 )
 def test_what_is_not_supported_is_refused_with_the_reason(
