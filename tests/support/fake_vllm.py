@@ -50,7 +50,7 @@ def install() -> None:
     from vllm.platforms.interface import DeviceCapability
 
     class FakeH200(NonNvmlCudaPlatform):
-        """What vLLM asks of a platform before it uses it; its tensors are the CPU's."""
+        """A platform of compute capability 9.0 whose tensors are the CPU's."""
 
         capability = DeviceCapability(9, 0)
         device_type, dispatch_key = "cpu", "CPU"

@@ -24,7 +24,7 @@ def load_model(config: VllmConfig) -> Any:
 
 
 class ServedModel:
-    """What vLLM's worker makes of a configuration: the model as loaded, and its cache.
+    """A model as vLLM's worker loads it, and its cache.
 
     Attributes:
         config: vLLM's.
@@ -49,7 +49,7 @@ class ServedModel:
             self.builder = backend.get_builder_cls()(spec, [*self.specs], config, torch.device("cpu"))
 
     def batch(self, rows: Rows, padding: int = 0) -> CommonAttentionMetadata:
-        """What a runner of vLLM says of a batch; `padding` sequences of no tokens behind it."""
+        """Describe a batch as vLLM's runner does; `padding` sequences of no tokens follow it."""
         new = [len(tokens) for *_, tokens in rows] + [0] * padding
         starts = torch.tensor([0, *np.cumsum(new)], dtype=torch.int32)
         lengths = torch.tensor([done + len(tokens) for _, done, tokens in rows] + [0] * padding, dtype=torch.int32)

@@ -34,7 +34,7 @@ CACHE_DTYPES = {"int4_per_token_head": "kv4"}  # vLLM's names of ptxlab's scheme
 
 
 class KV4Backend(AttentionBackend):
-    """What vLLM asks before it makes layers and cache."""
+    """The backend CUSTOM: sizes, dtypes and features that the kernels support."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [*CACHE_DTYPES]
@@ -223,20 +223,20 @@ class KV4Impl(AttentionImpl[KV4Metadata]):
         self.scheme, self.window = CACHE_DTYPES[kv_cache_dtype], sliding_window
 
     def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self, layer: Any, keys: Tensor, values: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Rotate new keys [T, Hkv, D], quantise them and values, and write both to slots; negative ones are padding."""
         tokens = slot_mapping.shape[0]
         torch.ops.ptxlab.append_kv4(
-            key[:tokens], value[:tokens], kv_cache, slot_mapping, page_size=PAGE, scheme=self.scheme, rotated=True
+            keys[:tokens], values[:tokens], kv_cache, slot_mapping, page_size=PAGE, scheme=self.scheme, rotated=True
         )
 
     def forward(
         self,
         layer: Any,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
         kv_cache: Tensor,
         attn_metadata: KV4Metadata,
         output: Tensor,

@@ -49,8 +49,8 @@ class MatrixShape:
 def token_counts(vllm_config: VllmConfig) -> tuple[int, ...]:
     """Return numbers of tokens of a step: those of captured graphs, and some of those beyond."""
     captured = vllm_config.compilation_config.cudagraph_capture_sizes or range(8, 257, 8)
-    most = vllm_config.scheduler_config.max_num_batched_tokens
-    return tuple(sorted({1, *captured, *range(max(captured), most, _STEP), most}))
+    largest = vllm_config.scheduler_config.max_num_batched_tokens
+    return tuple(sorted({1, *captured, *range(max(captured), largest, _STEP), largest}))
 
 
 def product_variants(

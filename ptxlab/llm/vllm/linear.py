@@ -93,7 +93,7 @@ class PtxlabConfig(QuantizationConfig):
 
 
 class W4A8LinearMethod(LinearMethodBase):
-    """One linear layer: its float weight is materialised, loaded, quantised, packed and dropped before the next one.
+    """Method of one linear layer: its float weight is loaded, quantised, packed and dropped before the next one.
 
     The layer then has the buffers of a `PackedWeight` in `strips` as parameters, and its bias in f32.
     """

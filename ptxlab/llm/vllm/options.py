@@ -44,7 +44,7 @@ class ServingOptions:
         chosen = additional.get(NAME, {}) if isinstance(additional, Mapping) else None
         if not isinstance(chosen, Mapping):
             raise ArgumentError(_ARGUMENT, "must be a mapping of options", type(additional).__name__)
-        names = [each.name for each in fields(cls)]
+        names = [field.name for field in fields(cls)]
         unknown = [name for name in chosen if name not in (*names, "version")]
         if unknown:
             raise ArgumentError(_ARGUMENT, f"must be options of {', '.join(names)}", ", ".join(map(str, unknown)))

@@ -52,8 +52,8 @@ def configure(vllm_config: VllmConfig) -> None:
     """
     options = ServingOptions.from_vllm(vllm_config)
     _refuse(vllm_config)
-    known = {**asdict(options), "version": __version__}
-    vllm_config.additional_config = {**vllm_config.additional_config, NAME: known}
+    settings = {**asdict(options), "version": __version__}
+    vllm_config.additional_config = {**vllm_config.additional_config, NAME: settings}
     cache, attention = vllm_config.cache_config, vllm_config.attention_config
     if cache.cache_dtype == "auto" and attention.backend in (None, AttentionBackendEnum.CUSTOM):
         cache.cache_dtype = DEFAULT_CACHE

@@ -35,15 +35,15 @@ def test_every_product_finds_its_kernel(configured: Configured, scheme: str, mon
     options = {"ptxlab": {"scheme": scheme}}
     config = ServedModel(configured(additional_config=options, max_num_batched_tokens=128)).config.quant_config
     groups = {128: 128, 192: 192 if scheme == "qoq_channel" else 64}
-    shapes = {(each.N, each.K, each.group) for each in config.matrices}
+    shapes = {(matrix.N, matrix.K, matrix.group) for matrix in config.matrices}
     assert shapes == {(N, K, groups[K]) for N, K in ((256, 128), (128, 128), (384, 128), (128, 192))}
 
     FakeGpu(monkeypatch)
     monkeypatch.setattr(operation, "_prepared", {})
-    asked: set[Any] = set()
+    requested: set[Any] = set()
 
     def plan(spec: Any, constants: dict[str, int], sizes: Any, **how: Any) -> Callable[..., None]:
-        asked.add((spec.name, *constants.items()))
+        requested.add((spec.name, *constants.items()))
         return lambda stream, arrays: None
 
     monkeypatch.setattr(api, "Plan", plan)
@@ -54,4 +54,4 @@ def test_every_product_finds_its_kernel(configured: Configured, scheme: str, mon
             out = DeviceArray(np.empty((M, matrix.N), np.float16))
             api.gemm_w4a8(DeviceArray(x), DeviceArray(scale), weight, x_sum=DeviceArray(sums), out=out)
     compiled = kernels.product_variants(config.matrices, config.tokens, "float16")
-    assert {(source.name, *constants.items()) for source, constants in compiled} == asked
+    assert {(source.name, *constants.items()) for source, constants in compiled} == requested

@@ -55,27 +55,27 @@ def test_a_checkpoint_is_quantised_while_it_is_loaded(configured: Configured, sc
 
     config = configured("qwen2", additional_config={"ptxlab": {"scheme": scheme}}, kv_cache_dtype=cache)
     model = load_model(config)
-    found = matrices(f"{config.model_config.model}/model.safetensors")
+    floats = matrices(f"{config.model_config.model}/model.safetensors")
     layer, of_layer = model.model.layers[1], "model.layers.1.self_attn."
     if cache == "auto":
         parts = {"v": "v_proj.weight", "o": "o_proj.weight", "v_bias": "v_proj.bias"}
-        turned = rotate_heads({part: found[of_layer + name] for part, name in parts.items()}, hadamard(64))
-        found |= {of_layer + name: turned[part] for part, name in parts.items()}
+        turned = rotate_heads({part: floats[of_layer + name] for part, name in parts.items()}, hadamard(64))
+        floats |= {of_layer + name: turned[part] for part, name in parts.items()}
     for merged, parts, group in (
         (layer.self_attn.qkv_proj, [f"self_attn.{x}_proj" for x in "qkv"], 128),
         (layer.self_attn.o_proj, ["self_attn.o_proj"], 128),
         (layer.mlp.gate_up_proj, ["mlp.gate_proj", "mlp.up_proj"], 128),
         (layer.mlp.down_proj, ["mlp.down_proj"], 64),
     ):
-        weight = np.concatenate([found[f"model.layers.1.{part}.weight"] for part in parts])
-        wanted = quantiser(scheme)(weight, group).dequantize()
-        assert np.array_equal(unpack(packed_weight(merged)).dequantize(), wanted)
+        weight = np.concatenate([floats[f"model.layers.1.{part}.weight"] for part in parts])
+        expected = quantiser(scheme)(weight, group).dequantize()
+        assert np.array_equal(unpack(packed_weight(merged)).dequantize(), expected)
         assert "weight" not in dict(merged.named_parameters())
-    bias = np.concatenate([found[f"model.layers.1.self_attn.{x}_proj.bias"] for x in "qkv"])
+    bias = np.concatenate([floats[f"model.layers.1.self_attn.{x}_proj.bias"] for x in "qkv"])
     got = layer.self_attn.qkv_proj.bias
     assert got.dtype == torch.float32 and np.array_equal(got.numpy(), bias)
     embedding = model.model.embed_tokens.weight.float().numpy()[:300]  # padded by vLLM
-    assert np.array_equal(embedding, found["model.embed_tokens.weight"])
+    assert np.array_equal(embedding, floats["model.embed_tokens.weight"])
 
 
 def test_dummy_weights_are_quantised(configured: Configured) -> None:
@@ -88,7 +88,7 @@ def test_dummy_weights_are_quantised(configured: Configured) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_apply_is_the_product_of_the_kernels(configured: Configured, dtype: str) -> None:
-    """Of rows quantised to INT8, with the bias, in any number of axes."""
+    """Compare with integers of rows quantised to INT8, with the bias, in any number of axes."""
     from ptxlab.lowbit import quant, reference
     from tests.support.served_model import ServedModel
 
@@ -97,14 +97,14 @@ def test_apply_is_the_product_of_the_kernels(configured: Configured, dtype: str)
     quantised = quant.quantize_activations(x.float().numpy().reshape(6, 128))
     weight = unpack(packed_weight(layer))
     integers = quantised.q.astype(np.int32) @ weight.level1().astype(np.int32).T
-    wanted = reference.gemm_epilogue(integers, quantised.scale, weight.channel_scale, layer.bias.numpy(), dtype)
+    expected = reference.gemm_epilogue(integers, quantised.scale, weight.channel_scale, layer.bias.numpy(), dtype)
     y = layer.quant_method.apply(layer, x, layer.bias)
     bits = y.view(torch.uint16).numpy() if dtype == "bfloat16" else y.numpy()
-    assert y.shape == (2, 3, 256) and np.array_equal(bits.reshape(6, 256), wanted)
+    assert y.shape == (2, 3, 256) and np.array_equal(bits.reshape(6, 256), expected)
 
 
 def test_apply_is_traced(configured: Configured) -> None:
-    """As one graph, whatever the number of tokens."""
+    """Trace one graph for any number of tokens."""
     from tests.support.served_model import ServedModel
 
     layer = ServedModel(configured()).model.model.layers[0].mlp.down_proj
