@@ -12,6 +12,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu.attn_utils import _reshape_attention_kv_cache, get_kv_cache_spec
 
+from ptxlab.lowbit.layout import PackedWeight
+
 PAGE, PAGES = 64, 3  # tokens of a page, pages of a sequence
 Rows = list[tuple[int, int, list[int]]]  # sequence, tokens that it has already, tokens to come
 
@@ -21,6 +23,14 @@ def load_model(config: VllmConfig) -> Any:
     with set_current_vllm_config(config):
         loader = get_model_loader(config.load_config)
         return loader.load_model(vllm_config=config, model_config=config.model_config)
+
+
+def packed_weight(layer: Any) -> PackedWeight:
+    """Return the packed weight that a linear layer has."""
+    method, N, K = layer.quant_method, layer.channel_scale.shape[0], layer.input_size_per_partition
+    buffers = {name: getattr(layer, name).numpy() for name in method.names}
+    sizes = {"N": N, "K": K, "group": method.group, "protective_range": 0 if method.scheme == "qoq_channel" else 119}
+    return PackedWeight(layout="strips", scheme=method.scheme, buffers=buffers, **sizes)
 
 
 class ServedModel:

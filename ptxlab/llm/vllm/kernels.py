@@ -66,8 +66,27 @@ def product_variants(
             yield of_kernel(step.spec.name)[0], step.config(sizes, out, True)
 
 
-def compile_products(matrices: Iterable[MatrixShape], tokens: Iterable[int], dtype: object) -> None:
-    """Compile the kernels of all products, or find them in the cache, whose lock other processes wait for."""
-    start = time.perf_counter()
-    compile_all(product_variants(matrices, tokens, name_of(dtype)))
-    log.info("ptxlab: kernels of all products are there after %.1f s", time.perf_counter() - start)
+class ProductKernels:
+    """Kernels of a model's products.
+
+    Attributes:
+        matrices: those of layers whose kernels are not compiled yet.
+        tokens: numbers of tokens for which they are compiled.
+    """
+
+    def __init__(self) -> None:
+        self.matrices: set[MatrixShape] = set()
+        self.tokens: tuple[int, ...] = ()
+
+    def use_tokens_of(self, vllm_config: VllmConfig) -> None:
+        """Set the numbers of tokens, once."""
+        self.tokens = self.tokens or token_counts(vllm_config)
+
+    def compile(self, dtype: object) -> None:
+        """Compile what is not there yet, for products of that dtype; other processes wait for the cache's lock."""
+        matrices, self.matrices = self.matrices, set()
+        if not matrices:
+            return
+        start = time.perf_counter()
+        compile_all(product_variants(matrices, self.tokens, name_of(dtype)))
+        log.info("ptxlab: kernels of all products are there after %.1f s", time.perf_counter() - start)

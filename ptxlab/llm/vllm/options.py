@@ -50,21 +50,18 @@ class ServingOptions:
             raise ArgumentError(_ARGUMENT, f"must be options of {', '.join(names)}", ", ".join(map(str, unknown)))
         return cls(**{name: chosen[name] for name in names if name in chosen})
 
-    def group_of(self, matrix: str, K: int) -> int:
+    def group_of(self, K: int) -> int:
         """Return the weights of a group of a matrix with K columns: K itself for `qoq_channel`.
 
-        Raises ArgumentError, which names the matrix, where no group divides K.
+        Raises ArgumentError where no group divides K.
         """
         if self.scheme == CHANNEL:
-            if K % 32:
-                raise ArgumentError(f"--quantization {NAME}: {matrix}", "K must be a multiple of 32", f"K={K}")
             return K
         allowed = (128, 64) if self.group is None else (self.group,)
         for group in allowed:
             if K % group == 0:
                 return group
-        rule = f"K must be a multiple of the group, {' or '.join(map(str, allowed))}"
-        raise ArgumentError(f"--quantization {NAME}: {matrix}", rule, f"K={K}")
+        raise ArgumentError("weight", f"K must be a multiple of the group, {' or '.join(map(str, allowed))}", f"K={K}")
 
     def __str__(self) -> str:
         if self.scheme == CHANNEL:

@@ -12,9 +12,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from ptxlab import __version__
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.vllm import NAME, log
-from ptxlab.llm.vllm.attention import CACHE_DTYPES, KV4Backend
-from ptxlab.llm.vllm.linear import ARCHITECTURES, PtxlabConfig
+from ptxlab.llm.vllm.attention import CACHE_DTYPES, PAGE, KV4Backend
+from ptxlab.llm.vllm.compressed_tensors import IntegerCheckpoint
 from ptxlab.llm.vllm.options import ServingOptions
+from ptxlab.llm.vllm.quantization import ARCHITECTURES, PtxlabConfig
 from ptxlab.lowbit.kernels.attention.call import MOST_TOKENS
 
 DEFAULT_CACHE = "int4_per_token_head"
@@ -51,6 +52,10 @@ def configure(vllm_config: VllmConfig) -> None:
     Raises ArgumentError for options and features of vLLM that are not supported.
     """
     options = ServingOptions.from_vllm(vllm_config)
+    declared = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
+    checkpoint = IntegerCheckpoint.from_config(declared or {})
+    if checkpoint is not None and options != ServingOptions():
+        raise ArgumentError(f"--additional-config: {NAME}", "must be left out for a quantised checkpoint", options)
     _refuse(vllm_config)
     settings = {**asdict(options), "version": __version__}
     vllm_config.additional_config = {**vllm_config.additional_config, NAME: settings}
@@ -59,13 +64,16 @@ def configure(vllm_config: VllmConfig) -> None:
         cache.cache_dtype = DEFAULT_CACHE
     if cache.cache_dtype in CACHE_DTYPES and attention.backend is None:
         attention.backend = AttentionBackendEnum.CUSTOM
-    log.info("ptxlab %s: %s; %s", __version__, options, _describe_cache(cache.cache_dtype, attention.backend))
+    described = _describe_cache(
+        cache.cache_dtype, attention.backend, "keys and values" if checkpoint is None else "keys"
+    )
+    log.info("ptxlab %s: %s; %s", __version__, checkpoint or options, described)
 
 
-def _describe_cache(dtype: str, backend: Any) -> str:
+def _describe_cache(dtype: str, backend: Any, rotated: str) -> str:
     if backend is not AttentionBackendEnum.CUSTOM:
         return f"cache {dtype}, attention of vLLM"
-    return f"cache {CACHE_DTYPES[dtype]}, rotated, in pages of 64 tokens, attention of ptxlab"
+    return f"cache {CACHE_DTYPES[dtype]}, {rotated} rotated, in pages of {PAGE} tokens, attention of ptxlab"
 
 
 def _refuse(vllm_config: VllmConfig) -> None:

@@ -28,12 +28,12 @@ def test_numbers_of_tokens_include_the_captured_ones(configured: Configured) -> 
 @pytest.mark.parametrize("scheme", ["lqq", "qoq_channel"])
 def test_every_product_finds_its_kernel(configured: Configured, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of every number of tokens ask for variants that were compiled, and for all of them."""
-    from ptxlab.llm.vllm import kernels, linear
+    from ptxlab.llm.vllm import kernels
     from tests.support.served_model import ServedModel
 
-    monkeypatch.setattr(linear, "compile_products", lambda *shapes: pytest.fail("there is no GPU"))
+    monkeypatch.setattr(kernels, "compile_all", lambda variants: pytest.fail("there is no GPU"))
     options = {"ptxlab": {"scheme": scheme}}
-    config = ServedModel(configured(additional_config=options, max_num_batched_tokens=128)).config.quant_config
+    config = ServedModel(configured(additional_config=options, max_num_batched_tokens=128)).config.quant_config.kernels
     groups = {128: 128, 192: 192 if scheme == "qoq_channel" else 64}
     shapes = {(matrix.N, matrix.K, matrix.group) for matrix in config.matrices}
     assert shapes == {(N, K, groups[K]) for N, K in ((256, 128), (128, 128), (384, 128), (128, 192))}

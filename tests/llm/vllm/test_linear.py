@@ -9,7 +9,7 @@ import pytest
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.weights import quantiser
 from ptxlab.llm.recipe.rotation import hadamard, rotate_heads
-from ptxlab.lowbit.layout import PackedWeight, buffer_shapes, pack, unpack
+from ptxlab.lowbit.layout import pack, unpack
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_process")]
@@ -20,16 +20,6 @@ def matrices(folder: str) -> dict[str, np.ndarray]:
     from safetensors.numpy import load_file
 
     return {name: array.astype(np.float16).astype(np.float32) for name, array in load_file(folder).items()}
-
-
-def packed_weight(layer: Any) -> PackedWeight:
-    """The packed weight that a layer has."""
-    method, N, K = layer.quant_method, layer.channel_scale.shape[0], layer.input_size_per_partition
-    group = K if method.scheme == "qoq_channel" else method.group
-    buffers = {name: getattr(layer, name).numpy() for name in buffer_shapes("strips", method.scheme, N, K, group)}
-    channel = method.scheme == "qoq_channel"
-    sizes = {"N": N, "K": K, "group": group, "protective_range": 0 if channel else 119}
-    return PackedWeight(layout="strips", scheme=method.scheme, buffers=buffers, **sizes)
 
 
 @pytest.mark.parametrize("scheme", ["lqq", "qoq", "qoq_channel"])
@@ -51,7 +41,7 @@ def test_a_checkpoint_is_quantised_while_it_is_loaded(configured: Configured, sc
 
     Values are rotated for our cache alone.
     """
-    from tests.support.served_model import load_model
+    from tests.support.served_model import load_model, packed_weight
 
     config = configured("qwen2", additional_config={"ptxlab": {"scheme": scheme}}, kv_cache_dtype=cache)
     model = load_model(config)
@@ -79,7 +69,7 @@ def test_a_checkpoint_is_quantised_while_it_is_loaded(configured: Configured, sc
 
 
 def test_dummy_weights_are_quantised(configured: Configured) -> None:
-    from tests.support.served_model import ServedModel
+    from tests.support.served_model import ServedModel, packed_weight
 
     layer = ServedModel(configured(load_format="dummy")).model.model.layers[0].mlp.down_proj
     weight = unpack(packed_weight(layer)).dequantize()
@@ -90,7 +80,7 @@ def test_dummy_weights_are_quantised(configured: Configured) -> None:
 def test_apply_is_the_product_of_the_kernels(configured: Configured, dtype: str) -> None:
     """Compare with integers of rows quantised to INT8, with the bias, in any number of axes."""
     from ptxlab.lowbit import quant, reference
-    from tests.support.served_model import ServedModel
+    from tests.support.served_model import ServedModel, packed_weight
 
     layer = ServedModel(configured("qwen2", dtype=dtype)).model.model.layers[0].self_attn.qkv_proj
     x = torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
@@ -125,7 +115,7 @@ def test_apply_is_traced(configured: Configured) -> None:
 def test_groups(options: dict[str, Any], K: int, group: int) -> None:
     from ptxlab.llm.vllm.options import ServingOptions
 
-    assert ServingOptions(**options).group_of("down_proj", K) == group
+    assert ServingOptions(**options).group_of(K) == group
 
 
 def test_a_matrix_that_no_group_divides_is_named(configured: Configured) -> None:

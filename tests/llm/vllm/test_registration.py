@@ -45,8 +45,8 @@ def test_the_flag_alone_is_enough(configured: Configured, logged: pytest.LogCapt
     assert config.cache_config.cache_dtype == "int4_per_token_head"
     assert config.attention_config.backend.name == "CUSTOM"
     assert type(config.quant_config).__name__ == "PtxlabConfig"
-    line = "weights W4A8 (lqq, groups of 128, or 64 where 128 does not divide); cache kv4, rotated, in pages of 64"
-    assert line in logged.text
+    assert "weights W4A8 (lqq, groups of 128, or 64 where 128 does not divide)" in logged.text
+    assert "cache kv4, keys and values rotated, in pages of 64 tokens, attention of ptxlab" in logged.text
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
