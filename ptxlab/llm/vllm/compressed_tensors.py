@@ -23,7 +23,7 @@ _ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "to
 
 @dataclass(frozen=True)
 class IntegerCheckpoint:
-    """What config.json says of such a checkpoint.
+    """The quantization_config of such a checkpoint.
 
     Attributes:
         group: columns that share a scale; None for one scale per row.

@@ -47,7 +47,7 @@ def quantise_folder(folder: Path, group: int | None) -> dict[str, np.ndarray]:
 def test_a_checkpoint_is_claimed_and_loaded(
     configured: Configured, group: int | None, largest_error: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One scale per row gives the file's numbers; groups are near, and the log says how near."""
+    """Load the file's numbers where a row has one scale; else near ones, and the log says how near."""
     from ptxlab.llm.vllm import compressed_tensors
     from tests.support.served_model import ServedModel, packed_weight
 
