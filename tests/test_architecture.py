@@ -120,17 +120,23 @@ def test_only_gpu_and_toolchain_import_nvidias_packages() -> None:
     assert {folder(module) for module in importers("cuda")} == {"ptxlab.gpu", "ptxlab.toolchain"}
 
 
-def test_torch_is_imported_in_its_folder_alone() -> None:
-    allowed = re.compile(r"ptxlab\.llm\.torch\b.*")
+def test_torch_is_imported_in_its_folders_alone() -> None:
+    allowed = re.compile(r"ptxlab\.llm\.(torch|vllm)\b.*")
     assert [module for module in importers("torch") if not allowed.fullmatch(module)] == []
     code = (
-        "import sys, ptxlab.public, ptxlab.llm.model, ptxlab.bench, ptxlab.cli.app; assert 'torch' not in sys.modules"
+        "import sys, ptxlab.public, ptxlab.llm.model, ptxlab.llm.vllm, ptxlab.bench, ptxlab.cli.app;"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_nothing_imports_the_folder_of_torch() -> None:
-    assert {a for a, b in edges() if folder(b) == "ptxlab.llm.torch" != folder(a)} == set()
+def test_only_the_plugin_of_vllm_imports_the_folder_of_torch() -> None:
+    assert {folder(a) for a, b in edges() if folder(b) == "ptxlab.llm.torch" != folder(a)} == {"ptxlab.llm.vllm"}
+    assert {a for a, b in edges() if folder(b) == "ptxlab.llm.vllm" != folder(a)} == set()
+
+
+def test_only_its_plugin_imports_vllm() -> None:
+    assert {folder(module) for module in importers("vllm")} == {"ptxlab.llm.vllm"}
 
 
 def test_reference_needs_only_numpy() -> None:

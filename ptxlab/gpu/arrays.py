@@ -22,6 +22,13 @@ def without_pool() -> None:
     cupy.cuda.set_allocator(None)
 
 
+def free_pool() -> None:
+    """Give the memory that CuPy's pool holds for later arrays back to the driver; nothing without CuPy in use."""
+    cupy = sys.modules.get("cupy")
+    if cupy is not None:
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
 @contextmanager
 def elsewhere(nbytes: int) -> Iterator[None]:
     """Arrays that are made inside come to lie elsewhere: CuPy's pool has nothing to reuse, `nbytes` are taken first.

@@ -43,6 +43,7 @@ OTHERS = {
     "source",
     "pre-commit",
     "jupyter",
+    "vllm",
 }  # CI runs them, or nothing here can
 
 

@@ -468,11 +468,12 @@ def _rope_append_on_cpu(
 
 def _attend_on_cpu(
     name: str, q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, page_size: int, scheme: str,
-    channel: _Channel, rotated: bool, scale: float | None, window: int | None,
+    channel: _Channel, rotated: bool, scale: float | None, window: int | None, starts: Tensor | None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Compute what attention gives for q [.., Hq, D], f32, and its lse f32 [.., Hq]."""
-    B, (Hq, D) = len(q), q.shape[-2:]
-    queries = floats(_array(f"{name}: q", q, _HALVES, *(("B", "Hq", "D") if q.ndim == 3 else ("B", "T", "Hq", "D"))))
+    B, (Hq, D) = len(lengths) if starts is not None else len(q), q.shape[-2:]
+    shape = ("B", "Hq", "D") if q.ndim == 3 or starts is not None else ("B", "T", "Hq", "D")
+    queries = floats(_array(f"{name}: q", q, _HALVES, *shape))
     table = _array(f"{name}: block_table", block_table, "int32", B, "pages")
     of_rows = _array(f"{name}: lengths", lengths, "int32", B)
     cache = _cache_on_cpu(name, (pool, table, of_rows), (page_size, D, scheme, rotated), channel)
@@ -485,21 +486,35 @@ def _attend_on_cpu(
     np.maximum.at(longest, which, of_rows)
     known = [[each.dequantize() for each in pair] for pair in zip(
         *gather(replace(cache, block_table=tables, lengths=longest)), strict=True)]  # fmt: skip
-    for b, L in enumerate(of_rows):
+    parts: list[Any] = [*range(B)] if starts is None else _chunks(name, starts, of_rows, len(q))
+    for b, (part, L) in enumerate(zip(parts, of_rows, strict=True)):
         keys, values = (each[:L] for each in known[which[b]])
-        of_row = cache.rotate(queries[b].reshape(-1, Hq, D))
+        of_row = cache.rotate(queries[part].reshape(-1, Hq, D))
         how: dict[str, Any] = {"scale": D**-0.5 if scale is None else scale, "window": window}
         attended, lse_of_row = reference.attention(of_row, keys, values, **how)
-        outputs[b], lse[b] = attended.reshape(outputs[b].shape), lse_of_row.reshape(lse[b].shape)
+        outputs[part], lse[part] = attended.reshape(outputs[part].shape), lse_of_row.reshape(lse[part].shape)
     return outputs, lse
+
+
+def _chunks(name: str, starts: Tensor, lengths: Any, N: int) -> list[slice]:
+    """Return the rows of each sequence's queries; ArgumentError for starts that do not fit the lengths and N rows."""
+    begin = _array(f"{name}: query_start_loc", starts, "int32", len(lengths) + 1)
+    queries = np.diff(begin)
+    if begin[0] != 0 or begin[-1] != N or (queries < 0).any():
+        raise ArgumentError(f"{name}: query_start_loc", f"must rise from 0 to the {N} queries", begin.tolist())
+    if (queries > lengths).any():
+        b = int((queries > lengths).argmax())
+        got = f"{int(lengths[b])} tokens, {int(queries[b])} queries in sequence {b}"
+        raise ArgumentError(f"{name}: lengths", "a sequence's length must include its queries", got)
+    return [slice(start, stop) for start, stop in pairwise(begin.tolist())]
 
 
 def _attention_on_cpu(
     q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, *, page_size: int = 64, scheme: str = "kv4",
     channel: _Channel = None, rotated: bool = False, scale: float | None = None, window: int | None = None,
-    workspace: Tensor | None = None,
+    query_start_loc: Tensor | None = None, workspace: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    options = page_size, scheme, channel, rotated, scale, window
+    options = page_size, scheme, channel, rotated, scale, window, query_start_loc
     outputs, _ = _attend_on_cpu("attention_kv4", q, pool, block_table, lengths, *options)
     return _tensor(stored(outputs, name_of(q.dtype)), q.dtype)
 
@@ -507,12 +522,13 @@ def _attention_on_cpu(
 def _attention_out_on_cpu(
     q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor | None = None, *,
     page_size: int = 64, scheme: str = "kv4", channel: _Channel = None, rotated: bool = False,
-    scale: float | None = None, window: int | None = None, workspace: Tensor | None = None,
+    scale: float | None = None, window: int | None = None, query_start_loc: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> None:  # fmt: skip
     name = "attention_kv4_out"
     out_array = _array(f"{name}: out", out, name_of(q.dtype), *q.shape)
     lse_array = None if lse is None else _array(f"{name}: lse", lse, "float32", *q.shape[:-1])
-    options = page_size, scheme, channel, rotated, scale, window
+    options = page_size, scheme, channel, rotated, scale, window, query_start_loc
     outputs, logarithms = _attend_on_cpu(name, q, pool, block_table, lengths, *options)
     out_array[...] = stored(outputs, name_of(q.dtype))
     if lse_array is not None:
@@ -544,12 +560,12 @@ def _empty_queries(qkv: Tensor, pool: Tensor, head_dim: int) -> Tensor:
 def _attention_on_cuda(
     q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, *, page_size: int = 64, scheme: str = "kv4",
     channel: _Channel = None, rotated: bool = False, scale: float | None = None, window: int | None = None,
-    workspace: Tensor | None = None,
+    query_start_loc: Tensor | None = None, workspace: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     out = torch.empty_like(q)
     _attention_out_on_cuda(
         q, pool, block_table, lengths, out, page_size=page_size, scheme=scheme, channel=channel, rotated=rotated,
-        scale=scale, window=window, workspace=workspace,
+        scale=scale, window=window, query_start_loc=query_start_loc, workspace=workspace,
     )  # fmt: skip
     return out
 
@@ -557,16 +573,16 @@ def _attention_on_cuda(
 def _attention_out_on_cuda(
     q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor | None = None, *,
     page_size: int = 64, scheme: str = "kv4", channel: _Channel = None, rotated: bool = False,
-    scale: float | None = None, window: int | None = None, workspace: Tensor | None = None,
+    scale: float | None = None, window: int | None = None, query_start_loc: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> None:  # fmt: skip
     cache = _cache_on_cuda(
         "attention_kv4", (pool, block_table, lengths), (page_size, q.shape[-1], scheme, rotated), channel
     )
     space = None if workspace is None else _carved(workspace, q.shape[-1])
     out_arrays = out if lse is None else (out, lse)
-    attention.attention_kv4(
-        q, cache, scale=scale, window=window, out=out_arrays, return_lse=lse is not None, workspace=space
-    )
+    how: dict[str, Any] = {"scale": scale, "window": window, "return_lse": lse is not None}
+    attention.attention_kv4(q, cache, query_start_loc=query_start_loc, out=out_arrays, workspace=space, **how)
 
 
 _operator(
@@ -586,6 +602,7 @@ _operator(
 _operator(
     "attention_kv4(Tensor q, Tensor pool, Tensor block_table, Tensor lengths, *, int page_size=64,"
     ' str scheme="kv4", Tensor[]? channel=None, bool rotated=False, float? scale=None, int? window=None,'
+    " Tensor? query_start_loc=None,"
     " Tensor(a!)? workspace=None) -> Tensor",
     cuda=_attention_on_cuda,
     cpu=_attention_on_cpu,
@@ -594,7 +611,7 @@ _operator(
 _operator(
     "attention_kv4_out(Tensor q, Tensor pool, Tensor block_table, Tensor lengths, Tensor(a!) out,"
     ' Tensor(b!)? lse=None, *, int page_size=64, str scheme="kv4", Tensor[]? channel=None, bool rotated=False,'
-    " float? scale=None, int? window=None, Tensor(c!)? workspace=None) -> ()",
+    " float? scale=None, int? window=None, Tensor? query_start_loc=None, Tensor(c!)? workspace=None) -> ()",
     cuda=_attention_out_on_cuda,
     cpu=_attention_out_on_cpu,
     fake=lambda *_, **__: None,

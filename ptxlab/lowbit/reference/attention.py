@@ -106,7 +106,7 @@ def rotate_heads(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
     rotated = x.astype(dtype)
     apart = 1
     while apart < block:
-        pairs = rotated.reshape(*x.shape[:-1], -1, 2, apart)
+        pairs = rotated.reshape(*x.shape[:-1], D // (2 * apart), 2, apart)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         rotated = np.stack([first + second, first - second], axis=-2).reshape(x.shape)
         apart *= 2

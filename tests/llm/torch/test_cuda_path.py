@@ -90,6 +90,17 @@ def test_a_capture_takes_all_operators(fake: TensorGpu) -> None:
         operators.ON_CUDA["attention_kv4"](*args, workspace=how["workspace"][:-1])
 
 
+def test_chunks_take_the_kernel_for_prompts(fake: TensorGpu) -> None:
+    """Without a workspace; a later call with as many queries only launches."""
+    from ptxlab.llm.torch import operators
+
+    fake.runs, ((q, pool, table, lengths), _) = False, every_call(np.random.default_rng(0))["attention_kv4"]
+    starts, out = torch.tensor([0, 1, 3, 3], dtype=torch.int32), torch.empty_like(q)
+    for _ in range(2):
+        operators.ON_CUDA["attention_kv4_out"](q, pool, table, lengths, out, query_start_loc=starts)
+    assert [kernel for kernel, _ in fake.launched] == ["attention_kv4_prefill_sm90"] * 2 and fake.loads == 1
+
+
 def on_the_gpu(args: tuple[Any, ...], how: dict[str, Any], fake: TensorGpu) -> None:
     """Let the GPU know memory that a repeated call, which looks at no views, may have."""
     for each in (*args, *how.values()):

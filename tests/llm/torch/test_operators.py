@@ -133,6 +133,41 @@ def test_cache(scheme: str, rotated: bool, ops: Any, rng: np.random.Generator) -
     assert (out[4] == 0).all()
 
 
+def chunks(rng: np.random.Generator) -> tuple[list[Any], dict[str, Any]]:
+    """Two sequences of 3 and 1 tokens, of which 2 and 1 are queries: arguments of attention, and where they begin."""
+    of = caches(rng)
+    k, v = (torch.from_numpy(rng.standard_normal((4, Hkv, D))).half() for _ in range(2))
+    torch.ops.ptxlab.append_kv4(k, v, of["pool"], torch.tensor([0, 1, 2, 64]))
+    q, table = normal(rng, 3, Hq, D), torch.tensor([[0], [1]], dtype=torch.int32)
+    starts = torch.tensor([0, 2, 3], dtype=torch.int32)
+    return [q, of["pool"], table, torch.tensor([3, 1], dtype=torch.int32)], {"query_start_loc": starts}
+
+
+def test_attention_of_chunks_is_that_of_their_rows(ops: Any, rng: np.random.Generator) -> None:
+    (q, pool, table, lengths), how = chunks(rng)
+    of_rows = torch.tensor([2, 3, 1], dtype=torch.int32)
+    expected = ops.attention_kv4(q, pool, table[[0, 0, 1]].contiguous(), of_rows)
+    out = torch.empty_like(q)
+    ops.attention_kv4_out(q, pool, table, lengths, out, **how)
+    assert torch.equal(ops.attention_kv4(q, pool, table, lengths, **how), expected) and torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        ([0, 3], r"query_start_loc: must be int32 \[3\]"),
+        ([0, 2, 2], "query_start_loc: must rise from 0 to the 3 queries"),
+        ([0, 1, 3], r"lengths: a sequence's length must include its queries \(got 1 tokens, 2 queries in sequence 1"),
+    ],
+)
+def test_chunks_that_do_not_fit_are_refused(
+    ops: Any, rng: np.random.Generator, starts: list[int], message: str
+) -> None:
+    arguments, _ = chunks(rng)
+    with pytest.raises(PtxlabError, match=message):
+        ops.attention_kv4(*arguments, query_start_loc=torch.tensor(starts, dtype=torch.int32))
+
+
 def changed(name: str, **changes: Any) -> Callable[[Any], Any]:
     """The call of an operator with other arguments: by number `a0` .. or by name."""
 

@@ -223,3 +223,7 @@ def test_dequantised_values():
     by_channel = np.array([[0.5, 2], [4, 8]], np.float32), np.array([[1, 0], [8, 0]], np.float32)
     expected = np.array([[[-0.5, 30], [-4, 64]]], np.float32)
     np.testing.assert_array_equal(dequantize_kv(values, *by_channel), expected, strict=True)
+
+
+def test_no_tokens_are_rotated_to_none() -> None:
+    assert rotate_heads(np.zeros((0, 2, 64), np.float32)).shape == (0, 2, 64)

@@ -1,0 +1,278 @@
+"""vLLM's attention over a cache in 4 bits, whose pages are ptxlab's.
+
+A page of `int4_per_token_head` has, to the byte, as much as a page of ptxlab's `kv4`: the tensor that vLLM allocates is
+the pool [pages, 2, Hkv, bytes], a page a block of 64 tokens.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+import vllm.envs as envs
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.torch.operators import attention_workspace
+from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, MOST_TOKENS
+from ptxlab.lowbit.layout.kv_cache import HEAD_DIMS
+from ptxlab.lowbit.layout.pages import page_bytes
+
+PAGE = 64  # tokens
+CACHE_DTYPES = {"int4_per_token_head": "kv4"}  # vLLM's names of ptxlab's schemes
+
+
+class KV4Backend(AttentionBackend):
+    """The backend CUSTOM: sizes, dtypes and features that the kernels support."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*CACHE_DTYPES]
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name of vLLM's member for backends of others."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[Any]:
+        """Return the tokens of a page."""
+        return [PAGE]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Return the head dims that pages have."""
+        return [*HEAD_DIMS]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Return the pool's shape, of uint8."""
+        if block_size != PAGE or cache_dtype_str not in CACHE_DTYPES:
+            rule = f"must be {PAGE} tokens of {', '.join(CACHE_DTYPES)}"
+            raise ArgumentError("KV4Backend: block", rule, f"{block_size} of {cache_dtype_str}")
+        return num_blocks, 2, num_kv_heads, page_bytes(CACHE_DTYPES[cache_dtype_str], PAGE, head_size)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Return whether layers may see the last tokens alone."""
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Return whether `VLLM_BATCH_INVARIANT=1` is kept: then all queries take the kernel for prompts."""
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: Any,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """Return why the kernels cannot run on the GPU, or None."""
+        if tuple(device_capability) == (9, 0):
+            return None
+        return f"ptxlab's kernel for prompts needs compute capability 9.0, not {device_capability.as_version_str()}"
+
+    @staticmethod
+    def get_impl_cls() -> type["KV4Impl"]:
+        """Return what a layer calls."""
+        return KV4Impl
+
+    @staticmethod
+    def get_builder_cls() -> type["KV4MetadataBuilder"]:
+        """Return what makes the metadata of a batch."""
+        return KV4MetadataBuilder
+
+
+@dataclass(frozen=True)
+class SequenceRows:
+    """Rows of a batch that one kernel attends.
+
+    Attributes:
+        block_table: s32 [B, pages].
+        lengths: s32 [B], the new tokens included.
+        query_start_loc: s32 [B + 1], where each sequence's queries begin among these rows; None where all have as many.
+    """
+
+    block_table: Tensor
+    lengths: Tensor
+    query_start_loc: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class KV4Metadata(AttentionMetadata):
+    """A batch: `decodes`, sequences with the same few queries each, and behind them `prompts`, with any number.
+
+    Attributes:
+        tokens: rows of the batch, without padding.
+        decode_tokens: how many of them, the first, are of `decodes`.
+        decodes, prompts: None where there are none.
+    """
+
+    tokens: int
+    decode_tokens: int
+    decodes: SequenceRows | None
+    prompts: SequenceRows | None
+
+
+class KV4MetadataBuilder(AttentionMetadataBuilder[KV4Metadata]):
+    """Makes the metadata of a batch; lengths and tables stay on the GPU, and nobody waits for it.
+
+    Batches of decodes alone are views of vLLM's persistent tensors, which full CUDA graphs read anew in each replay.
+    The kernel for decodes cuts sequences by the whole batch, so a token's last bits depend on what else is served; the
+    kernel for prompts does not. With `VLLM_BATCH_INVARIANT=1` that one takes all queries.
+    """
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self.is_batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        shared_workspace(kv_cache_spec.head_size, torch.device(device))  # before a capture
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> KV4Metadata:
+        """Return the metadata. Raises ArgumentError for attention that is not causal."""
+        batch = common_attn_metadata
+        if batch.causal is not True:
+            raise ArgumentError("KV4Backend: attention", "must be causal", batch.causal)
+        table, lengths = batch.block_table_tensor[: batch.num_reqs], batch.seq_lens[: batch.num_reqs]
+        if self.is_batch_invariant:
+            every_row = SequenceRows(table, lengths, batch.query_start_loc[: batch.num_reqs + 1])
+            return KV4Metadata(batch.num_actual_tokens, 0, None, every_row)
+        decodes, prompts, decode_tokens, _ = split_decodes_and_prefills(
+            batch, decode_threshold=self.reorder_batch_threshold or 1, require_uniform=True
+        )
+        if decodes and (decode_tokens % decodes or decode_tokens // decodes > MOST_TOKENS):
+            decodes, prompts, decode_tokens = 0, batch.num_reqs, 0
+        return KV4Metadata(
+            tokens=batch.num_actual_tokens,
+            decode_tokens=decode_tokens,
+            decodes=SequenceRows(table[:decodes], lengths[:decodes]) if decodes else None,
+            prompts=_prompts(batch, decodes, decode_tokens) if prompts else None,
+        )
+
+
+def _prompts(batch: CommonAttentionMetadata, first: int, first_token: int) -> SequenceRows:
+    """Return the rows from sequence `first` on, copied: kernels take arrays at multiples of 16 bytes."""
+    return SequenceRows(
+        batch.block_table_tensor[first : batch.num_reqs].clone(),
+        batch.seq_lens[first : batch.num_reqs].clone(),
+        batch.query_start_loc[first : batch.num_reqs + 1] - first_token,
+    )
+
+
+@cache
+def shared_workspace(head_dim: int, device: torch.device) -> Tensor:
+    """Return the memory of decode attention, which all layers of a device share: they follow each other."""
+    return attention_workspace(head_dim, device)
+
+
+class KV4Impl(AttentionImpl[KV4Metadata]):
+    """Attention of one layer, over rotated keys and over values that come rotated (`ptxlab.llm.vllm.rotation`)."""
+
+    supports_dcp = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+    ) -> None:
+        unsupported = {
+            "ALiBi": alibi_slopes is not None,
+            "capped logits": bool(logits_soft_cap),
+            "layers that share a cache": kv_sharing_target_layer_name is not None,
+            f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
+            f"more than {MOST_RATIO} query heads of a kv head": num_heads > MOST_RATIO * (num_kv_heads or num_heads),
+        }
+        for feature, is_used in unsupported.items():
+            if is_used:
+                raise ArgumentError("--attention-backend CUSTOM", f"does not support {feature} yet", "such a layer")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
+        self.scheme, self.window = CACHE_DTYPES[kv_cache_dtype], sliding_window
+
+    def do_kv_cache_update(
+        self, layer: Any, keys: Tensor, values: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Rotate new keys [T, Hkv, D], quantise them and values, and write both to slots; negative ones are padding."""
+        tokens = slot_mapping.shape[0]
+        torch.ops.ptxlab.append_kv4(
+            keys[:tokens], values[:tokens], kv_cache, slot_mapping, page_size=PAGE, scheme=self.scheme, rotated=True
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: KV4Metadata,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Write the attention of queries [T, Hq, D] over the cache, which has their own keys, into `output`."""
+        if output_scale is not None or output_block_scale is not None:
+            raise ArgumentError("--attention-backend CUSTOM", "does not quantise its output", "a scale for it")
+        if attn_metadata is None:  # a run that measures memory
+            return output.fill_(0)
+        first, tokens = attn_metadata.decode_tokens, attn_metadata.tokens
+        queries = query[:tokens].contiguous()
+        if decodes := attn_metadata.decodes:
+            B = decodes.lengths.shape[0]
+            shape = (B, *query.shape[1:]) if first == B else (B, first // B, *query.shape[1:])
+            workspace = shared_workspace(self.head_size, query.device)
+            self._attend(queries[:first].view(shape), kv_cache, decodes, output[:first].view(shape), workspace)
+        if prompts := attn_metadata.prompts:
+            self._attend(queries[first:], kv_cache, prompts, output[first:tokens], None)
+        return output
+
+    def _attend(
+        self, queries: Tensor, kv_cache: Tensor, rows: SequenceRows, output: Tensor, workspace: Tensor | None
+    ) -> None:
+        torch.ops.ptxlab.attention_kv4_out(
+            queries,
+            kv_cache,
+            rows.block_table,
+            rows.lengths,
+            output,
+            page_size=PAGE,
+            scheme=self.scheme,
+            rotated=True,
+            scale=self.scale,
+            window=self.window,
+            query_start_loc=rows.query_start_loc,
+            workspace=workspace,
+        )

@@ -1,0 +1,150 @@
+"""W4A8 in vLLM's linear layers: what they do while they are loaded, and with activations."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.parameter import ModelWeightParameter
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.torch import operators as _operators  # noqa: F401  (defines torch.ops.ptxlab)
+from ptxlab.llm.vllm import NAME
+from ptxlab.llm.vllm.kernels import MatrixShape, ProductKernels
+from ptxlab.llm.vllm.options import ServingOptions
+from ptxlab.llm.vllm.packing import LAYOUT, quantise_and_pack
+from ptxlab.llm.vllm.rotation import rotate_back, rotate_values
+from ptxlab.lowbit.layout import buffer_shapes
+
+
+class W4A8LinearMethod(LinearMethodBase):
+    """Method of one linear layer: what is loaded is packed and dropped before the next layer is loaded.
+
+    The layer then has the buffers of a `PackedWeight` in `strips` as parameters, and its bias in f32.
+
+    Attributes:
+        kernels: those of all layers.
+        prefix: the layer's name.
+        scheme, group, names: of the packed weight, and its buffers, once the layer's sizes are known.
+    """
+
+    uses_meta_device = True
+
+    def __init__(self, kernels: ProductKernels, prefix: str) -> None:
+        self.kernels, self.prefix = kernels, prefix
+        self.scheme, self.group, self.names = "", 0, tuple[str, ...]()
+
+    @abstractmethod
+    def choose_format(self, K: int) -> tuple[str, int]:
+        """Return scheme and group for K columns."""
+
+    @abstractmethod
+    def loaded_parameters(self, N: int, K: int, dtype: torch.dtype, weight_loader: Any) -> dict[str, nn.Parameter]:
+        """Return parameters by the checkpoint's names for a matrix [N, K], without memory; `weight` is one of them."""
+
+    @abstractmethod
+    def pack(self, layer: nn.Module, loaded: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the packed weight's buffers of the loaded parameters."""
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Give the layer what the checkpoint has, without memory. Raises ArgumentError for sizes no kernel supports."""
+        N, K = sum(output_partition_sizes), input_size_per_partition
+        try:
+            self.scheme, self.group = self.choose_format(K)
+            self.names = tuple(buffer_shapes(LAYOUT, self.scheme, N, K, self.group))
+        except ArgumentError as error:
+            raise self._error(error.rule, error.value) from None
+        self.kernels.matrices.add(MatrixShape(self.scheme, N, K, self.group))
+        loader = extra_weight_attrs.get("weight_loader")
+        for name, parameter in self.loaded_parameters(N, K, params_dtype, loader).items():
+            layer.register_parameter(name, parameter)
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Pack what was loaded where it is.
+
+        vLLM asks a second time when all layers are loaded: then the memory that packing took goes back to the GPU, and
+        kernels are compiled. Raises ArgumentError for a weight that cannot be packed, and for one that is loaded anew.
+        """
+        if "weight" not in layer._parameters:
+            gpu.free_pool()
+            if layer.channel_scale.is_cuda:
+                self.kernels.compile(layer.params_dtype)
+            return
+        if self.names[0] in layer._parameters:
+            raise self._error("weights are loaded once", "a reload")
+        loaded = {name: parameter.data for name, parameter in layer.named_parameters() if name != "bias"}
+        for name in loaded:
+            delattr(layer, name)
+        try:
+            buffers = self.pack(layer, loaded)
+        except ArgumentError as error:
+            raise self._error(error.rule, error.value) from None
+        for name in self.names:
+            layer.register_parameter(name, nn.Parameter(buffers[name], requires_grad=False))
+        if getattr(layer, "bias", None) is not None:
+            layer.bias = nn.Parameter(layer.bias.data.float(), requires_grad=False)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x Wᵀ + bias [.., N] of x [.., K], whose rows are quantised to INT8."""
+        x_q, scale, token_sum = torch.ops.ptxlab.quantize_activations(x.reshape(-1, x.shape[-1]).contiguous())
+        y = torch.ops.ptxlab.gemm_w4a8(
+            x_q,
+            scale,
+            token_sum,
+            [getattr(layer, name) for name in self.names],
+            bias,
+            layout=LAYOUT,
+            scheme=self.scheme,
+            group=self.group,
+            out_dtype=x.dtype,
+        )
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _error(self, rule: str, got: Any) -> ArgumentError:
+        return ArgumentError(f"--quantization {NAME}: {self.prefix}", rule, got)
+
+
+class FloatLinearMethod(W4A8LinearMethod):
+    """Method of a layer whose checkpoint has floats, which are rounded to nearest."""
+
+    def __init__(
+        self, kernels: ProductKernels, prefix: str, options: ServingOptions, rotated_head_dim: int | None
+    ) -> None:
+        super().__init__(kernels, prefix)
+        self.options, self.rotated_head_dim = options, rotated_head_dim
+
+    def choose_format(self, K: int) -> tuple[str, int]:
+        """Return the options' scheme and the group that divides K."""
+        return self.options.scheme, self.options.group_of(K)
+
+    def loaded_parameters(self, N: int, K: int, dtype: torch.dtype, weight_loader: Any) -> dict[str, nn.Parameter]:
+        """Return the float weight."""
+        empty = torch.empty(N, K, dtype=dtype, device="meta")
+        return {"weight": ModelWeightParameter(data=empty, input_dim=1, output_dim=0, weight_loader=weight_loader)}
+
+    def pack(self, layer: nn.Module, loaded: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Quantise the weight, for rotated values where it makes or reads values."""
+        weight, head_dim = loaded.pop("weight"), self.rotated_head_dim
+        if head_dim is not None and isinstance(layer, QKVParallelLinear):
+            values = slice(-layer.num_kv_heads * head_dim, None)
+            weight = weight.float()
+            weight[values] = rotate_values(weight[values], head_dim)
+            if layer.bias is not None:
+                layer.bias = nn.Parameter(layer.bias.data.float(), requires_grad=False)
+                layer.bias[values] = rotate_values(layer.bias[values], head_dim)
+        elif head_dim is not None and self.prefix.endswith(".o_proj"):
+            weight = rotate_back(weight, head_dim)
+        return quantise_and_pack(weight, self.scheme, self.group)

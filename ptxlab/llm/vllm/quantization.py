@@ -1,0 +1,100 @@
+"""`PtxlabConfig`: which method vLLM's layers get with `--quantization ptxlab`."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.vllm import NAME
+from ptxlab.llm.vllm.attention import KV4Impl
+from ptxlab.llm.vllm.compressed_tensors import IntegerCheckpoint, IntegerLinearMethod
+from ptxlab.llm.vllm.kernels import ProductKernels
+from ptxlab.llm.vllm.linear import FloatLinearMethod
+from ptxlab.llm.vllm.options import ServingOptions
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+class PtxlabConfig(QuantizationConfig):
+    """`--quantization ptxlab`: every linear layer in W4A8; embeddings, norms and the head stay as they are.
+
+    Attributes:
+        checkpoint: what is quantised already, or None for a checkpoint of floats.
+        kernels: of the layers' products.
+    """
+
+    def __init__(self, checkpoint: IntegerCheckpoint | None = None) -> None:
+        super().__init__()
+        self.checkpoint, self.kernels = checkpoint, ProductKernels()
+
+    def get_name(self) -> str:
+        """Return the method's name."""
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes between the kernels."""
+        return [torch.float16, torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return the compute capability times ten; `serving` refuses those above, too."""
+        return 90
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Return no files: a float checkpoint says nothing of how it is to be quantised."""
+        return []
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Return the method's name for checkpoints of compressed-tensors in W4A8, unless another method is asked for.
+
+        vLLM 0.26 itself runs none of them in INT8 on a GPU.
+        """
+        is_claimed = user_quant in (None, NAME) and IntegerCheckpoint.from_config(hf_quant_cfg) is not None
+        return NAME if is_claimed else None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "PtxlabConfig":
+        """Return the configuration of a checkpoint in W4A8; raises ArgumentError for another quantised checkpoint."""
+        checkpoint = IntegerCheckpoint.from_config(config)
+        if checkpoint is None:
+            rule = "needs a checkpoint of floats, or compressed-tensors with integers of 4 bits and INT8 activations"
+            raise ArgumentError(f"--quantization {NAME}", rule, config.get("quant_method"))
+        return cls(checkpoint)
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Raise ArgumentError for a model of another architecture than those that are supported."""
+        architectures = getattr(hf_config, "architectures", None) or []
+        if not set(architectures) & set(ARCHITECTURES):
+            rule = f"architecture must be one of {', '.join(ARCHITECTURES)}"
+            raise ArgumentError(f"--quantization {NAME}: {model_name}", rule, ", ".join(architectures) or "none")
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
+        """Return the method for linear layers, None for all others.
+
+        Attention over our pages loses its sliding window for the cache, which then keeps all tokens, not for the
+        kernels: vLLM 0.26 gives pages of a window the size of 8 bits, whatever the cache has.
+        """
+        if isinstance(layer, Attention) and isinstance(layer.impl, KV4Impl):
+            layer.sliding_window = None
+        if not isinstance(layer, LinearBase):
+            return None
+        vllm_config = get_current_vllm_config()
+        self.kernels.use_tokens_of(vllm_config)
+        if self.checkpoint is not None:
+            if should_ignore_layer(prefix, self.checkpoint.ignore, self.packed_modules_mapping):
+                return UnquantizedLinearMethod()
+            return IntegerLinearMethod(self.kernels, prefix, self.checkpoint)
+        is_ours = vllm_config.attention_config.backend is AttentionBackendEnum.CUSTOM
+        head_dim = vllm_config.model_config.get_head_size() if is_ours else None
+        return FloatLinearMethod(self.kernels, prefix, ServingOptions.from_vllm(vllm_config), head_dim)

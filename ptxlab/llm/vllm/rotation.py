@@ -1,0 +1,30 @@
+"""Values rotated head by head: the rotation is folded into the matrices before and behind attention.
+
+A Hadamard matrix spreads a head's outliers over its channels, so that 4 bits hold them (QServe's code; its paper
+rotates the residual stream alone). Keys are rotated by the kernels, behind RoPE.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ptxlab.llm.recipe.rotation import hadamard
+
+
+def rotate_values(rows: Tensor, head_dim: int) -> Tensor:
+    """Return the rows [Hkv·D, K] that make values, or their bias [Hkv·D], of rotated values; f32."""
+    by_head = rows.double().reshape(-1, head_dim, rows.numel() // len(rows))
+    return (_rotation(head_dim, rows.device).T @ by_head).reshape(rows.shape).float()
+
+
+def rotate_back(weight: Tensor, head_dim: int) -> Tensor:
+    """Return the matrix [N, Hq·D] behind attention, of rotated values; f32, a part of the rows at a time."""
+    rotation = _rotation(head_dim, weight.device)
+    parts = [(part.double().unflatten(1, (-1, head_dim)) @ rotation).flatten(1).float() for part in weight.split(1024)]
+    return torch.cat(parts)
+
+
+@cache
+def _rotation(head_dim: int, device: torch.device) -> Tensor:
+    return torch.from_numpy(hadamard(head_dim)).to(device)

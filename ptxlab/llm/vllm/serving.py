@@ -1,0 +1,102 @@
+"""What `--quantization ptxlab` makes of vLLM's configuration, and what it refuses."""
+
+from dataclasses import asdict
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from ptxlab import __version__
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.vllm import NAME, log
+from ptxlab.llm.vllm.attention import CACHE_DTYPES, PAGE, KV4Backend
+from ptxlab.llm.vllm.compressed_tensors import IntegerCheckpoint
+from ptxlab.llm.vllm.options import ServingOptions
+from ptxlab.llm.vllm.quantization import ARCHITECTURES, PtxlabConfig
+from ptxlab.lowbit.kernels.attention.call import MOST_TOKENS
+
+DEFAULT_CACHE = "int4_per_token_head"
+CAPABILITY = (9, 0)  # kernels for `strips` and for prompts run there alone
+
+
+class _ServedConfig(VerifyAndUpdateConfig):
+    """vLLM calls it with the whole configuration of a model of these architectures, before anything depends on it."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        if vllm_config.model_config.quantization == NAME:
+            configure(vllm_config)
+
+
+def register_with_vllm() -> None:
+    """Register the method, the backend and the defaults; raises RuntimeError unless vLLM then has them."""
+    register_quantization_config(NAME)(PtxlabConfig)
+    register_backend(AttentionBackendEnum.CUSTOM)(KV4Backend)
+    for architecture in ARCHITECTURES:
+        existing = MODELS_CONFIG_MAP.setdefault(architecture, _ServedConfig)
+        if existing is not _ServedConfig:
+            raise RuntimeError(f"ptxlab: {existing.__name__} already updates the configuration of {architecture}")
+    registered = get_quantization_config(NAME), AttentionBackendEnum.CUSTOM.get_class()
+    if registered != (PtxlabConfig, KV4Backend):
+        raise RuntimeError(f"ptxlab: vLLM has {registered}, not the plugin's method and attention backend")
+
+
+def configure(vllm_config: VllmConfig) -> None:
+    """Choose cache and attention where the user has not, and log one line that says what is served.
+
+    The options become part of `additional_config`, and so of the key under which vLLM keeps compiled graphs.
+
+    Raises ArgumentError for options and features of vLLM that are not supported.
+    """
+    options = ServingOptions.from_vllm(vllm_config)
+    declared = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
+    checkpoint = IntegerCheckpoint.from_config(declared or {})
+    if checkpoint is not None and options != ServingOptions():
+        raise ArgumentError(f"--additional-config: {NAME}", "must be left out for a quantised checkpoint", options)
+    _refuse(vllm_config)
+    settings = {**asdict(options), "version": __version__}
+    vllm_config.additional_config = {**vllm_config.additional_config, NAME: settings}
+    cache, attention = vllm_config.cache_config, vllm_config.attention_config
+    if cache.cache_dtype == "auto" and attention.backend in (None, AttentionBackendEnum.CUSTOM):
+        cache.cache_dtype = DEFAULT_CACHE
+    if cache.cache_dtype in CACHE_DTYPES and attention.backend is None:
+        attention.backend = AttentionBackendEnum.CUSTOM
+    described = _describe_cache(
+        cache.cache_dtype, attention.backend, "keys and values" if checkpoint is None else "keys"
+    )
+    log.info("ptxlab %s: %s; %s", __version__, checkpoint or options, described)
+
+
+def _describe_cache(dtype: str, backend: Any, rotated: str) -> str:
+    if backend is not AttentionBackendEnum.CUSTOM:
+        return f"cache {dtype}, attention of vLLM"
+    return f"cache {CACHE_DTYPES[dtype]}, {rotated} rotated, in pages of {PAGE} tokens, attention of ptxlab"
+
+
+def _refuse(vllm_config: VllmConfig) -> None:
+    """Raise ArgumentError for the first feature of vLLM that the plugin does not support."""
+    capability = current_platform.get_device_capability()
+    if not current_platform.is_cuda() or capability is None or tuple(capability) != CAPABILITY:
+        got = "none" if capability is None else capability.as_version_str()
+        raise ArgumentError(f"--quantization {NAME}", "needs a GPU of compute capability 9.0 (H100, H200)", got)
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    speculative = vllm_config.speculative_config
+    unsupported = {
+        "LoRA adapters": vllm_config.lora_config is not None,
+        "sleep mode": model.enable_sleep_mode,
+        "weight transfer": vllm_config.weight_transfer_config is not None,
+        "experts": model.is_moe,
+        "context parallelism": max(
+            parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+        ) > 1,
+        "micro-batches (DBO)": parallel.enable_dbo,
+        "speculative decoding other than ngram": speculative is not None and speculative.method != "ngram",
+        f"more than {MOST_TOKENS - 1} speculative tokens": speculative is not None
+        and (speculative.num_speculative_tokens or 0) >= MOST_TOKENS,
+    }  # fmt: skip
+    for feature, is_used in unsupported.items():
+        if is_used:
+            raise ArgumentError(f"--quantization {NAME}", f"does not support {feature} yet", model.model)
