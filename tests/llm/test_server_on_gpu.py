@@ -93,12 +93,17 @@ def test_a_soak_on_a_model_of_7b(head: str) -> None:
 @pytest.mark.parametrize("head", HEADS)
 def test_a_token_that_is_not_finite_ends_its_request_alone(small: QuantizedModel, head: str) -> None:
     """Its keys are NaN in pages that the next requests take over."""
-    runner = KernelRunner(small, 4, 200, pages=8, chunk=64, head=head, batch_invariant=True)
-    runner._embedding[7] = np.inf
     alone = KernelRunner(small, 1, 200, chunk=64, head=head, batch_invariant=True)
+    prompts = [[*range(200 + i, 260)] for i in range(6)]
+    first = Server(alone)
+    texts = [first.submit(prompt, tokens=9) for prompt in prompts]
+    first.run()
+    spoilt = min({*range(100, 200)} - {token for request in texts for token in request.tokens})
+    runner = KernelRunner(small, 4, 200, pages=8, chunk=64, head=head, batch_invariant=True)
+    runner._embedding[spoilt] = np.inf
     these = Served(Server(runner), alone)
-    broken = [these.server.submit([*range(100, 140), 7, *range(50 + i)], tokens=5) for i in range(3)]
-    good = [these.submit(prompt=[*range(200 + i, 260)], tokens=9) for i in range(6)]
+    broken = [these.server.submit([*range(40), spoilt, *range(50 + i)], tokens=5) for i in range(3)]
+    good = [these.submit(prompt=prompt, tokens=9) for prompt in prompts]
     these.finish()
     assert {request.error for request in broken} == {"logits are not finite at token 0"}
     assert all(len(request.tokens) == 9 for request in good)
