@@ -91,7 +91,7 @@ struct Items {
         items = !walk.has_segment()
                     ? 0
                     : min(walk.tile_count() * SHARE,
-                          (walk.length - (walk.begin + walk.first_tile()) * ptxlab::TILE + TOKENS - 1) / TOKENS);
+                          (walk.length - (walk.window_tile + walk.first_tile()) * ptxlab::TILE + TOKENS - 1) / TOKENS);
     }
     __device__ __forceinline__ void next_segment() {  // items of all segments are dealt out as if they were of one
         item -= items;
@@ -99,7 +99,7 @@ struct Items {
         count();
     }
     __device__ __forceinline__ int position() const {
-        return (walk.begin + walk.first_tile()) * ptxlab::TILE + item * TOKENS;
+        return (walk.window_tile + walk.first_tile()) * ptxlab::TILE + item * TOKENS;
     }
 };
 
@@ -119,7 +119,7 @@ struct Loader {
         look_up();
     }
 
-    __device__ __forceinline__ void enter() { of_head = pool + size_t(at.walk.unit / splits) * PAGE_BYTES; }
+    __device__ __forceinline__ void enter() { of_head = pool + size_t(at.walk.unit_index / splits) * PAGE_BYTES; }
 
     __device__ __forceinline__ void look_up() {
         while (at.walk.has_segment() && at.item >= at.items) {
@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_kv4_mma_sm80(
     if (!FUSED && threadIdx.x == 0) reinterpret_cast<int2*>(segments)[blockIdx.x] = make_int2(0, 0);
     int slot = 0;
     for (; at.walk.has_segment(); at.next_segment()) {
-        const int head = at.walk.unit / splits, column0 = at.walk.unit % splits * COLUMNS,
+        const int head = at.walk.unit_index / splits, column0 = at.walk.unit_index % splits * COLUMNS,
                   here = min(columns, group * T - column0);
         const auto row_of = [&](int column) {  // of out: query and head of a column
             return (size_t(at.walk.sequence) * T + (column0 + column) / group) * Hq + head * group +
@@ -508,7 +508,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_kv4_mma_sm80(
             if (!FUSED) {
                 if (at.walk.first_tile() == 0 && c == 0 && lane == 0)
                     reinterpret_cast<int2*>(segments)[blockIdx.x] =
-                        make_int2(at.walk.sequence * (Hkv * splits) + at.walk.unit, blocks);
+                        make_int2(at.walk.sequence * (Hkv * splits) + at.walk.unit_index, blocks);
                 continue;
             }
             if (!ptxlab::last_of(segments + block * columns + c, blocks)) continue;

@@ -141,8 +141,7 @@ def our_launches(of: ChunkProblem) -> Ours:
     """Prepare calls of `attention_kv4` as an engine makes them, to be captured."""
     caches = of.cached.caches
     outputs = poisoned((len(caches), *of.q.shape), np.float16, _NAN)
-    has_scratch = any(arg.role == "scratch" for arg in PREFILL.args)
-    space = ptxlab.attention_workspace(caches[0], kernel=PREFILL.name) if has_scratch else None
+    space = ptxlab.attention_workspace(caches[0], kernel=PREFILL.name) if gpu.is_device_array(of.q) else None
     attend = partial(ptxlab.attention_kv4, query_start_loc=of.starts, workspace=space)
     pairs = zip(caches, outputs, strict=True)
     return Ours([partial(attend, of.q, cache, out=out) for cache, out in pairs], outputs)

@@ -156,7 +156,7 @@ def download_bar(name: str, *, quiet: bool) -> Iterator[Callable[[int, int], Non
         yield progress
 
 
-_NAME_WIDTH = 32  # characters of the first column that are never broken: a kernel's name fits
+_NAME_WIDTH = 33  # characters of the first column that are never broken: a kernel's name fits
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:

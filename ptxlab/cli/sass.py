@@ -83,7 +83,7 @@ def _variant(spec: KernelSpec | None) -> dict[str, int]:
 
 def _summarise(title: str, found: Sequence[Report]) -> None:
     """A row per kernel."""
-    columns = ("kernel", "ALU per 8 weights>", "registers>", "spilled bytes>", "instructions>")
+    columns = ("kernel", "ALU per 8 weights>", "registers>", "spilled bytes>", "lines of SASS>")
     rows = [(r.name, _alu(r), r.registers, _spilled(r), sum(r.opcodes.values())) for r in found]
     console.print(table(title, columns, rows))
     for one in found:

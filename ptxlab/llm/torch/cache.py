@@ -53,7 +53,7 @@ class KV4Cache(Cache):
         context: int = 2048,
         *,
         scheme: str = "kv4",
-        rotated: bool = False,
+        rotated: bool = True,
     ) -> None:
         """On the model's device, for its layers and heads. Raises ArgumentError for sizes that no cache has."""
         super().__init__(layers=[])

@@ -47,7 +47,7 @@ OPERANDS: list[tuple[Any, dict[str, Any]]] = [
         pack_activations(quant.quantize_activations(ONES), "tiles", 16),
         {"layout": "tiles", "M": 8, "K": 256, "rows": 16},
     ),
-    (KVCache.empty(2, 2, 2, 64, page_size=16), {"page_size": 16, "head_dim": 64, "scheme": "kv4"}),
+    (KVCache.empty(2, 2, 2, 64, page_size=16), {"page_size": 16, "head_dim": 64, "scheme": "kv4", "rotated": False}),
 ]
 
 
