@@ -13,7 +13,8 @@ from report.style import bare, title
 
 PLACE = {"Hq": 32, "Hkv": 8, "B": 64, "L": 4096}  # of the decode step whose time stands in the table
 OURS = ("KV4", "KV4, SmoothAttention")  # run on the attention kernel of plain KV4 as it is
-UNRECORDED = ("KV4, rotation", "KV4, rotation and SmoothAttention", "KV8")  # kernels without a record at `PLACE`
+# kernels without a record at `PLACE`
+UNRECORDED = ("KV4, keys rotated", "KV4, keys rotated, SmoothAttention", "KV4, rotation", "KV8")
 PEERS = {"float32": "f16", "FP8 e4m3, scale 1": "fp8"}  # rows whose time is that of the fastest such peer
 COLOURS = {"KV4, rotation": BLUE, "KV4": ORANGE, "KIVI": PURPLE, "K8V4": RED}  # by the beginning of a row's name
 

@@ -61,9 +61,10 @@ def _caches() -> Iterator[AccuracyRow]:
     """Formats of the KV cache, each alone."""
     for step, kv, smooth_keys in (
         ("KV4", "kv4", None),
+        ("KV4, keys rotated", "kv4_keys_rotated", None),
         ("KV4, rotation", "kv4_rotated", None),
         ("KV4, SmoothAttention", "kv4", 0.5),
-        ("KV4, rotation and SmoothAttention", "kv4_rotated", 0.5),
+        ("KV4, keys rotated, SmoothAttention", "kv4_keys_rotated", 0.5),
         ("KV4, rotation and centred keys", "kv4_rotated_centred", None),
         ("KIVI: keys by channel of 64 tokens", "kivi4", None),
         ("K8V4", "k8v4", None),

@@ -104,6 +104,7 @@ _KV4, _KV8 = StoredTensor("kv4"), StoredTensor("kv8")
 _KV4_ROTATED = StoredTensor("kv4", rotated=True)
 CACHE_FORMATS: Mapping[str, CacheFormat] = {
     **{scheme: _same(StoredTensor(scheme)) for scheme in KV_SCHEMES},
+    "kv4_keys_rotated": CacheFormat(_KV4_ROTATED, _KV4),
     "kv4_rotated": _same(_KV4_ROTATED),
     "kv4_rotated_centred": CacheFormat(StoredTensor("kv4", rotated=True, centred=True), _KV4_ROTATED),
     "k8v4": CacheFormat(_KV8, _KV4),
