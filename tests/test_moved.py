@@ -1,4 +1,4 @@
-"""Import paths of version 0.1 (`old_paths.txt`, every module of then) work for one release, with one warning each."""
+"""Paths of version 0.1 (`old_paths.txt`, every module of then that still exists) are imported with one warning each."""
 
 import json
 import os

@@ -38,7 +38,7 @@ def test_tables() -> None:
     row = "| LLaMA-2-7B | 16 | 4.00 | 4,000 | 0.50 | 40% | 8% | 0% | 2% |  | 1.50x |  |  | 1.25x |"
     assert row in steps and "each model alone on the same GPU (NVIDIA H200), at commit 0123456789." in steps
     assert "| LLaMA-2-7B | 80 | 100 | 12,000 | 12,775 |  | 1.20x |  |  | 6,721 | 194 |" in whole
-    assert whole.endswith(", at commit 0123456789. Our prompts are attended by the decode attention.\n")
+    assert whole.endswith(", at commit 0123456789. Our prompts are attended by attention_kv4_prefill_sm90.\n")
     assert decode.steps_table([]) == decode.generate_table([]) == MISSING
 
 

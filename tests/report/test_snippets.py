@@ -203,7 +203,7 @@ def test_commands_in_running_text_exist() -> None:
         for span in re.findall(r"`ptxlab ([a-z][^`]*)`", prose(page)):
             name, *words = span.split()
             assert name in known, f"{ids(page)}: ptxlab {span}"
-            options = {option for parameter in known[name].params for option in parameter.opts}
+            options = {option for of in known[name].params for option in (*of.opts, *of.secondary_opts)}
             assert {word for word in words if re.match("--?[a-zA-Z]", word)} <= options, f"{ids(page)}: ptxlab {span}"
 
 

@@ -81,6 +81,7 @@ def test_the_sizes_of_a_spec_are_the_names_in_its_expressions() -> None:
             {"B", "Hq", "Hkv", "P", "pages", "softmax_scale", "T", "D", "page", "bits", "channel", "window", "blocks"},
             {"B", "T", "Hq", "Hkv", "D", "blocks", "columns", "tile"},
             {"N", "B", "Hq", "Hkv", "D", "P", "pages", "page", "window", "blocks", "softmax_scale"},
+            {"N", "B", "Hq", "Hkv", "D", "P", "pages", "page", "window", "blocks", "softmax_scale", "parts"},
         ),
     }
     found = {name: spec.symbols for name, spec in registry.specs().items()}
