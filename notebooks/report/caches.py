@@ -16,7 +16,7 @@ OURS = ("KV4", "KV4, SmoothAttention")  # run on the attention kernel of plain K
 # kernels without a record at `PLACE`
 UNRECORDED = ("KV4, keys rotated", "KV4, keys rotated, SmoothAttention", "KV4, rotation", "KV8")
 PEERS = {"float32": "f16", "FP8 e4m3, scale 1": "fp8"}  # rows whose time is that of the fastest such peer
-COLOURS = {"KV4, rotation": BLUE, "KV4": ORANGE, "KIVI": PURPLE, "K8V4": RED}  # by the beginning of a row's name
+COLOURS = {"KV4, keys rotated": BLUE, "KV4": ORANGE, "KIVI": PURPLE, "K8V4": RED}  # by the beginning of a row's name
 
 
 def recorded() -> Accuracy | None:
@@ -68,26 +68,23 @@ def section() -> str:
     formats = dict(zip(table, ("{}", "{:,.0f}", "{:.2f}", "{:.3f}x", "{}"), strict=True))
     text = markdown(table, formats, text="attention of a decode step")
     note = (
-        "Bytes of a token in all layers, with scales and zeros; float32 is counted as FP16. Times on one H200: 64"
+        "Bytes of a token in all layers, with scales and zeros; float32 is counted as FP16. `rotation` is of keys and"
+        " values. Times on one H200: 64"
         f" sequences of {PLACE['L']:,} tokens, heads {PLACE['Hq']}/{PLACE['Hkv']} of 128, without the append."
     )
     return f"{text}\n{note} {origin(found)}\n\n![Perplexity by bytes](notebooks/figures/accuracy_cache.png)\n"
 
 
 def cache_figure(found: Accuracy) -> Figure:
-    """Plot perplexity over the bytes of a token."""
-    rows = points(found)
+    """Plot how far each format's perplexity lies above that of floats, with the bytes of a token."""
+    rows = points(found).iloc[::-1]
     figure = Figure(figsize=(8.5, 4.4), layout="constrained")
     axes = figure.subplots()
-    for row in rows.itertuples():
-        colour = next((colour for name, colour in COLOURS.items() if row.step.startswith(name)), GREY)
-        axes.plot(row.cache_bytes, row.ratio, "o", color=colour, markersize=7)
-        label = "FP16" if row.step == "float32" else row.step
-        axes.annotate(label, (row.cache_bytes, row.ratio), (7, 4), textcoords="offset points", fontsize=8)
-    axes.axhline(1, color=GREY, linestyle="--", linewidth=1)
-    axes.set_xlim(0.8 * rows.cache_bytes.min(), 1.1 * rows.cache_bytes.max())
-    axes.set_xlabel("bytes of a token in the cache of all layers")
-    axes.set_ylabel("perplexity, of float32")
+    colours = [next((colour for name, colour in COLOURS.items() if step.startswith(name)), GREY) for step in rows.step]
+    bars = axes.barh(rows.step, 100 * (rows.ratio - 1), color=colours, height=0.6)
+    axes.bar_label(bars, [f"{size:,.0f} bytes" for size in rows.cache_bytes], padding=4, fontsize=8)
+    axes.margins(x=0.15)
+    axes.set_xlabel("perplexity above that of float32, %; bytes of a token in the cache of all layers")
     title(axes, _finding(rows))
     bare(axes)
     return figure
@@ -95,6 +92,7 @@ def cache_figure(found: Accuracy) -> Figure:
 
 def _finding(rows: pd.DataFrame) -> str:
     ratio = rows.set_index("step").ratio
-    if not {"KV4", "KV4, rotation"} <= {*ratio.index}:
+    plain, rotated = ratio.get("KV4"), ratio.get("KV4, keys rotated")
+    if plain is None or rotated is None:
         return "Perplexity by the bytes of a token in the cache"
-    return f"Rotation takes a 4-bit cache from {ratio['KV4']:.3f}x to {ratio['KV4, rotation']:.3f}x of float perplexity"
+    return f"Rotated keys: {plain:.3f}x of float perplexity becomes {rotated:.3f}x"

@@ -10,7 +10,7 @@ from ptxlab.llm.accuracy.steps import rows
 from report import caches, figures, frames, sections
 from tests.support import made_up
 
-STEPS = {"float32": (20.0, 1024), "KV4": (22.0, 288), "KV4, rotation": (20.6, 288), "K8V4": (21.0, 416)}
+STEPS = {"float32": (20.0, 1024), "KV4": (22.0, 288), "KV4, keys rotated": (20.6, 288), "K8V4": (21.0, 416)}
 
 
 @pytest.fixture
@@ -37,8 +37,9 @@ def test_the_section_and_the_picture(record: dict[str, Any]) -> None:
     assert "| KV4 | 288 | 22.00 | 1.100x | 71 µs |" in text and "| K8V4 | 416 | 21.00 | 1.050x | no kernel |" in text
     assert "lee: 2 windows of 512" in text and "(notebooks/figures/accuracy_cache.png)" in text
     (axes,) = figures.picture("accuracy_cache").axes
-    assert axes.get_title("left") == "Rotation takes a 4-bit cache from 1.100x to 1.030x of float perplexity"
-    assert [label.get_text() for label in axes.texts] == ["FP16", "KV4", "KV4, rotation", "K8V4"]
+    assert axes.get_title("left") == "Rotated keys: 1.100x of float perplexity becomes 1.030x"
+    assert [label.get_text() for label in axes.get_yticklabels()] == [*STEPS][::-1]
+    assert [round(bar.get_width(), 9) for bar in axes.patches] == [5, 3, 10, 0]
 
 
 def test_without_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
