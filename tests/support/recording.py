@@ -127,8 +127,9 @@ def _narrowed(config: pytest.Config) -> list[str]:
     option, testpaths = config.option, config.getini("testpaths")
     words = [] if config.args_source is not pytest.Config.ArgsSource.ARGS or config.args == testpaths else config.args
     chosen = {"-m": {"gpu": "", "": "not gpu and not full"}.get(option.markexpr, option.markexpr), "-k": option.keyword}
-    chosen |= {f"--{name}": str(getattr(option, name, None) or "") for name in ("draw", "resume")}
-    chosen |= {"--maxfail": str(option.maxfail or ""), "--last-failed": str(option.lf or "")}
+    # plugins bring these options, and a run may go without a plugin
+    given = {"--draw": "draw", "--resume": "resume", "--maxfail": "maxfail", "--last-failed": "lf"}
+    chosen |= {word: str(getattr(option, name, None) or "") for word, name in given.items()}
     ignored = [*(option.deselect or ()), *(option.ignore or ()), *(option.ignore_glob or ())]
     return [
         *words,

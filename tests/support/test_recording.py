@@ -49,6 +49,12 @@ def test_what_narrows_a_run_down_is_said(tmp_path: Path, options: dict[str, Any]
     assert recorder.record().part == part
 
 
+def test_a_run_without_pytests_cache_is_recorded(tmp_path: Path) -> None:
+    of = config("-p", "no:cacheprovider", root=tmp_path)
+    del of.option.lf  # an option of that plugin
+    assert recording.Recorder(of, tmp_path / "tests.json").record().part == ""
+
+
 @pytest.mark.parametrize("option", [("--record-tests", "some/where.json"), ("--record-tests=some/where.json",)])
 def test_the_command_is_without_the_path_of_the_record(tmp_path: Path, option: tuple[str, ...]) -> None:
     recorder = recording.Recorder(config("-m", "gpu", *option, "-n", "8", root=tmp_path), tmp_path / "tests.json")
