@@ -151,6 +151,7 @@ def test_a_weight_that_is_not_finite_is_named(configured: Configured) -> None:
 
     layer = ServedModel(configured()).model.model.layers[0].mlp.down_proj
     del layer.strips
+    layer.quant_method.is_packed = False
     layer.weight = torch.nn.Parameter(torch.full((128, 192), torch.nan), requires_grad=False)
     with pytest.raises(ArgumentError, match=r"layers.0.mlp.down_proj: must be finite"):
         layer.quant_method.process_weights_after_loading(layer)
