@@ -79,10 +79,10 @@ class ChatTemplate:
             text = _begun(text)
         return cls(text, {f"{name}_token": tokens[i] for name, i in named.items()}, path)
 
-    def save(self, folder: Path) -> None:
-        """Write what `from_folder` reads."""
-        settings = {**self.tokens, **dict.fromkeys(sorted(self.unset)), "chat_template": self.text}
-        write_text(folder / _CONFIG, json.dumps(settings, indent=1) + "\n")
+    @property
+    def settings(self) -> dict[str, str | None]:
+        """What `from_folder` reads, as keys of tokenizer_config.json."""
+        return {**self.tokens, **dict.fromkeys(sorted(self.unset)), "chat_template": self.text}
 
     def render(self, chats: Sequence[Sequence[Message]]) -> list[str]:
         """Render conversations as texts, each up to where the assistant's next message begins.

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, GroupQuantScaleParameter, ModelWeightParameter
 
 from ptxlab.errors import ArgumentError
@@ -30,6 +32,8 @@ class IntegerCheckpoint:
         ignore: layers that are left in floats, by name or pattern.
     """
 
+    is_sliceable: ClassVar[bool] = True
+    has_rotated_values: ClassVar[bool] = False
     group: int | None
     ignore: tuple[str, ...]
 
@@ -50,6 +54,12 @@ class IntegerCheckpoint:
         if kinds or strategy not in ("group", "channel") or config.get("kv_cache_scheme"):
             return None
         return cls(group if strategy == "group" else None, tuple(config.get("ignore") or ()))
+
+    def linear_method(self, kernels: ProductKernels, prefix: str, merged: Mapping[str, list[str]]) -> LinearMethodBase:
+        """Return the method of the layer `prefix`; `merged` names the parts of merged layers."""
+        if should_ignore_layer(prefix, self.ignore, merged):
+            return UnquantizedLinearMethod()
+        return IntegerLinearMethod(kernels, prefix, self)
 
     def __str__(self) -> str:
         groups = "a scale per channel" if self.group is None else f"groups of {self.group}"

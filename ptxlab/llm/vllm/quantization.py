@@ -6,15 +6,15 @@ import torch
 from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.vllm import NAME
 from ptxlab.llm.vllm.attention import KV4Impl
-from ptxlab.llm.vllm.compressed_tensors import IntegerCheckpoint, IntegerLinearMethod
+from ptxlab.llm.vllm.checkpoints import QuantizedCheckpoint, find_checkpoint
+from ptxlab.llm.vllm.compressed_tensors import IntegerCheckpoint
 from ptxlab.llm.vllm.kernels import ProductKernels
 from ptxlab.llm.vllm.linear import FloatLinearMethod
 from ptxlab.llm.vllm.options import ServingOptions
@@ -30,7 +30,7 @@ class PtxlabConfig(QuantizationConfig):
         kernels: of the layers' products.
     """
 
-    def __init__(self, checkpoint: IntegerCheckpoint | None = None) -> None:
+    def __init__(self, checkpoint: QuantizedCheckpoint | None = None) -> None:
         super().__init__()
         self.checkpoint, self.kernels = checkpoint, ProductKernels()
 
@@ -66,18 +66,20 @@ class PtxlabConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "PtxlabConfig":
         """Return the configuration of a checkpoint in W4A8; raises ArgumentError for another quantised checkpoint."""
-        checkpoint = IntegerCheckpoint.from_config(config)
-        if checkpoint is None:
-            rule = "needs a checkpoint of floats, or compressed-tensors with integers of 4 bits and INT8 activations"
-            raise ArgumentError(f"--quantization {NAME}", rule, config.get("quant_method"))
-        return cls(checkpoint)
+        return cls(find_checkpoint("", config))
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Raise ArgumentError for a model of another architecture than those that are supported."""
+        """Look at a folder that declares nothing, for QServe's weights.
+
+        Raises ArgumentError for a model of another architecture than those that are supported, and for a packed folder
+        that was written before folders declared themselves.
+        """
         architectures = getattr(hf_config, "architectures", None) or []
         if not set(architectures) & set(ARCHITECTURES):
             rule = f"architecture must be one of {', '.join(ARCHITECTURES)}"
             raise ArgumentError(f"--quantization {NAME}: {model_name}", rule, ", ".join(architectures) or "none")
+        if self.checkpoint is None:
+            self.checkpoint = find_checkpoint(model_name, None)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
         """Return the method for linear layers, None for all others.
@@ -92,9 +94,7 @@ class PtxlabConfig(QuantizationConfig):
         vllm_config = get_current_vllm_config()
         self.kernels.use_tokens_of(vllm_config)
         if self.checkpoint is not None:
-            if should_ignore_layer(prefix, self.checkpoint.ignore, self.packed_modules_mapping):
-                return UnquantizedLinearMethod()
-            return IntegerLinearMethod(self.kernels, prefix, self.checkpoint)
+            return self.checkpoint.linear_method(self.kernels, prefix, self.packed_modules_mapping)
         is_ours = vllm_config.attention_config.backend is AttentionBackendEnum.CUSTOM
         head_dim = vllm_config.model_config.get_head_size() if is_ours else None
         return FloatLinearMethod(self.kernels, prefix, ServingOptions.from_vllm(vllm_config), head_dim)
