@@ -67,7 +67,6 @@ class KernelDeclaration:
             names.append(found[1] if found and len(words) > 1 and found[1] == words[-1] else f"arg{position}")
         return tuple(names)
 
-
     @property
     def types(self) -> tuple[str, ...]:
         """Types of the parameters as written, without their names."""

@@ -15,7 +15,7 @@ from ptxlab.runtime import arguments, signature
 from ptxlab.runtime.arguments import accept, accept_for, check_variant, on_device, positions, variant
 from ptxlab.runtime.backends import choose_backend
 from ptxlab.runtime.signature import Parameter
-from ptxlab.sources import Build, Source
+from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch, Sizes
 from ptxlab.spec.dtypes import dtype_in, storage
 from ptxlab.toolchain.kernels import declared_kernels, find_kernel
@@ -33,6 +33,7 @@ class Outcome:
         findings: what the emulator's checks report; empty on the GPU.
         lane_instructions: executed by the emulator; 0 on the GPU.
         shared, sectors: what accesses to shared and global memory cost, if the emulator was asked to `count_banks`.
+        written: those of `outputs` that the kernel stored to; on the GPU those that are no pointers to const.
     """
 
     backend: str
@@ -41,6 +42,7 @@ class Outcome:
     lane_instructions: int = 0
     shared: tuple[emulator.SharedAccess, ...] = ()
     sectors: tuple[emulator.GlobalAccess, ...] = ()
+    written: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,13 @@ class Kernel:
             self.defines,
         )
 
+    @cached_property
+    def varies(self) -> bool:
+        """Whether the schedule can change the result: the kernel has asynchronous operations or stores to flags."""
+        entry = self.module.entries[self.entry]
+        strong = {"relaxed", "volatile", "release"}
+        return entry.is_asynchronous or any(strong & {*i.opcode.split(".")} for i in entry.instructions)
+
     def arguments(self, args: Sequence[Any]) -> list[Any]:
         """The arguments as `launch` takes them: arrays NumPy's or CuPy's on the same memory, numbers NumPy scalars.
 
@@ -160,6 +169,7 @@ class Kernel:
         cluster: int | tuple[int, ...] = 1,
         backend: str | None = None,
         after_wait: Collection[str] = (),
+        uninitialised: Collection[str] = (),
         options: EmulatorOptions | None = None,
         **keywords: Unpack[OptionKeywords],
     ) -> Outcome:
@@ -177,6 +187,7 @@ class Kernel:
             backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
             after_wait: names of parameters that the kernel may read only once it has waited for the one before it on
                 the stream (griddepcontrol.wait), which the check for races looks at then.
+            uninitialised: names of arrays whose contents count as never written, for the check `init`.
             options: how the emulator runs it; by default with the kernel's own `checks`.
             keywords: fields of `EmulatorOptions` (`checks`, `mode`, `seed`, `max_steps` ...), in place of those of
                 `options`.
@@ -187,13 +198,18 @@ class Kernel:
         names = self.parameters
         shared = self.arguments(args)
         waits = positions(f"{self.name}: after_wait", after_wait, names)
+        unset = positions(f"{self.name}: uninitialised", uninitialised, names)
         where = arguments.geometry(grid, block, shared_bytes, cluster)
         any_on_device = any(map(on_device, shared))
         backend = choose_backend(backend, self, where, on_device=any_on_device, checks=options.checks)
-        result = self.launch(shared, where, backend=backend, after_wait=waits, options=options)
+        result = self.launch(shared, where, backend=backend, after_wait=waits, uninitialised=unset, options=options)
         passed = zip(names, args, shared, strict=True)
         arrays = {n: a for n, a, taken in passed if hasattr(taken, "shape") and not isinstance(taken, np.generic)}
-        return _outcome(backend, arrays, result)
+        if result is not None:
+            written = [names[position] for position in result.written]
+        else:
+            written = [p.name for p in self.signature if not p.is_const]
+        return _outcome(backend, arrays, result, [name for name in written if name in arrays])
 
     def __getitem__(self, launch: tuple[Any, ...]) -> Callable[..., Outcome]:
         """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`: the kernel with its geometry, to be called."""
@@ -262,7 +278,9 @@ def _ptx_entry(source: Source, name: str | None) -> str:
     if len(found) == 1:
         return found[0]
     shown = ", ".join(mangled.distinct_names(found or entries))
-    raise ArgumentError(f"{source.path}: entry", f"one of {shown}" if shown else "a kernel (.visible .entry)", name or "nothing")
+    raise ArgumentError(
+        f"{source.path}: entry", f"one of {shown}" if shown else "a kernel (.visible .entry)", name or "nothing"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,7 +320,7 @@ class SpecLaunch:
         for arg in spec.args:
             if arg.role in ("out", "scratch") and arg.name not in arrays:
                 dtype = storage(dtype_in(arg.dtype, kernel.defines))
-                arrays[arg.name] = (gpu.empty if any_on_device else np.empty)(arg.resolve(self.sizes), dtype)
+                arrays[arg.name] = (gpu.empty if any_on_device else np.zeros)(arg.resolve(self.sizes), dtype)
         # Of nothing there is no tensor map, nor anything to launch.
         args = [] if 0 in self.geometry.grid else spec.arguments(arrays, {**self.sizes, **kernel.defines})
         result = kernel.launch(
@@ -395,10 +413,13 @@ def run_spec(
     return launch.run(backend=backend, programmatic=programmatic, options=options)
 
 
-def _outcome(backend: str, outputs: dict[str, Any], result: emulator.Result | None) -> Outcome:
+def _outcome(
+    backend: str, outputs: dict[str, Any], result: emulator.Result | None, written: Sequence[str] | None = None
+) -> Outcome:
+    names = tuple(outputs if written is None else written)
     if result is None:
-        return Outcome(backend, outputs)
-    return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared, result.sectors)
+        return Outcome(backend, outputs, written=names)
+    return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared, result.sectors, names)
 
 
 _parsed = lru_cache(maxsize=32)(emulator.parse)  # a module is the same for every launch of it

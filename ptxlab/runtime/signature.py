@@ -96,7 +96,7 @@ class Parameter:
     """A parameter: its type as messages quote it; the number that it is, or points to (None: not known).
 
     `is_pointer` is None where it may be either; `accesses` are those of a `.ptx` through it; `struct_bytes` is the size
-    of a struct that is passed by value.
+    of a struct that is passed by value. `is_const`: a pointer to what the kernel does not write.
     """
 
     name: str
@@ -105,6 +105,7 @@ class Parameter:
     is_pointer: bool | None = None
     accesses: frozenset[PointerAccess] = frozenset()
     struct_bytes: int = 0
+    is_const: bool = False
 
     def accept(self, label: str, value: Any, dtype: str) -> Any:
         """The argument as it is, or a Python number as the NumPy scalar that the parameter is.
@@ -207,7 +208,7 @@ def _declared(variable: Variable, accesses: frozenset[PointerAccess] | None) -> 
 
 
 def origin_of(ptx: str) -> str:
-    """The source that the lines of a compiler's PTX are of: its first `.file`; empty where it names none, or no line."""
+    """The source whose lines a compiler's PTX names: its first `.file`; empty where there is none, or no line."""
     found = re.search(r'^\s*\.file\s+1\s+"([^"]+)"', ptx, re.MULTILINE)
     return found[1] if found and re.search(r"^\s*\.loc\s+\d", ptx, re.MULTILINE) else ""
 
@@ -233,9 +234,7 @@ def of_cuda(
         found = _of_extern_c(text, symbol, declared, macros)
     else:
         names = _names(symbol, types, declared())
-        found = tuple(
-            of_declaration("", name, type_, ()) for name, type_ in zip(names, types, strict=True)
-        )
+        found = tuple(of_declaration("", name, type_, ()) for name, type_ in zip(names, types, strict=True))
     if all(p.is_pointer is not None for p in found):
         return found
     return tuple(map(_sized, found, compiled().params))
@@ -301,19 +300,20 @@ def of_declaration(text: str, name: str, declaration: str, macros: Collection[st
     if not re.fullmatch(r"[\w\s:*]+", bare):  # a template, a reference, a pointer to a function
         return Parameter(name)
     stars = bare.count("*") + arrays
+    is_const = bool(re.match(r"[^*]*\bconst\b", declaration)) and stars == 1
     words = re.findall(r"[\w:]+", bare)
     if len(words) > 1 and words[-1] == name:
         words.pop()
     type_ = " ".join(words)
     label = type_ + "*" * stars
     if any(_is_redefined(word, text) or word in macros for word in words):
-        return Parameter(name, label, None, True if stars else None)
+        return Parameter(name, label, None, True if stars else None, is_const=is_const)
     if stars > 1:
         return Parameter(name, label, _ADDRESS, True)
     number = _number(words)
     if number is None or (not stars and (number.kind == "raw" or _is_vector(words[0]))):
-        return Parameter(name, label, None, True if stars else None)
-    return Parameter(name, label, number, bool(stars))
+        return Parameter(name, label, None, True if stars else None, is_const=is_const)
+    return Parameter(name, label, number, bool(stars), is_const=is_const)
 
 
 def _number(words: list[str]) -> Number | None:

@@ -13,17 +13,17 @@ _CPP = (
 _NAMES = {f"c{name}": f"c{name}" for name in _BOTH} | {f"{name}.h": f"c{name}" for name in _BOTH} | {n: n for n in _CPP}
 # Only host functions use what these declare; those are left out (`nvrtc`).
 _HOST = (
-    *("cctype cerrno cfenv chrono cinttypes condition_variable csignal cstdarg ctime cwchar cxxabi.h deque dirent.h").split(),
-    *("dlfcn.h errno.h exception execution filesystem fstream future getopt.h inttypes.h iomanip ios iosfwd iostream").split(),
-    *("istream list locale map memory mutex new numbers ostream queue random ranges ratio regex set shared_mutex").split(),
-    *("signal.h span sstream stack stdarg.h stdexcept string string_view strings.h sys/stat.h sys/time.h").split(),
-    *("sys/types.h system_error thread time.h typeindex typeinfo unistd.h unordered_map unordered_set vector").split(),
-    *("cuda_profiler_api.h curand.h cublas_v2.h nvToolsExt.h nvtx3/nvToolsExt.h").split(),
-)
+    "cctype cerrno cfenv chrono cinttypes condition_variable csignal cstdarg ctime cwchar cxxabi.h deque dirent.h "
+    "dlfcn.h errno.h exception execution filesystem fstream future getopt.h inttypes.h iomanip ios iosfwd "
+    "iostream istream list locale map memory mutex new numbers ostream queue random ranges ratio regex set "
+    "shared_mutex signal.h span sstream stack stdarg.h stdexcept string string_view strings.h sys/stat.h "
+    "sys/time.h sys/types.h system_error thread time.h typeindex typeinfo unistd.h unordered_map unordered_set "
+    "vector cuda_profiler_api.h curand.h cublas_v2.h nvToolsExt.h nvtx3/nvToolsExt.h "
+).split()
 _MISSING = re.compile(r'cannot open source file "([^"]+)"')
 
 BY_NAME = (
-    {name: "" for name in _HOST}
+    dict.fromkeys(_HOST, "")
     | {
         name: f"#pragma once\n#include <cuda/std/{of}>\nnamespace cuda {{ namespace std {{}} }}\n"
         "namespace std { using namespace cuda::std; }\n"
@@ -48,7 +48,9 @@ _MATH = {
 }  # fmt: skip
 # nvcc reads <cmath> and <stdlib.h> of the host before each file; the second of these takes a second.
 BEFOREHAND = {
-    "ptxlab/math_constants.h": "".join(f"#ifndef {name}\n#define {name} {value}\n#endif\n" for name, value in _MATH.items()),
+    "ptxlab/math_constants.h": "".join(
+        f"#ifndef {name}\n#define {name} {value}\n#endif\n" for name, value in _MATH.items()
+    ),
     "ptxlab/what_nvcc_includes.h": "#include <cmath>\n#include <cstdint>\n#include <limits>\n#include <type_traits>\n",
 }
 _UNDEFINED = re.compile(r'identifier "(\w+)" is undefined|(name must be a namespace|namespace "std" has no member)')

@@ -84,7 +84,9 @@ class Kernels:
         if len(matching) == 1:
             return self.source, matching[0]
         if matching:
-            raise ArgumentError(f"{self.source.path}: entry", f"one of {', '.join(map(mangled.demangle, matching))}", name)
+            raise ArgumentError(
+                f"{self.source.path}: entry", f"one of {', '.join(map(mangled.demangle, matching))}", name
+            )
         if "<" in name or name.startswith("_Z") or self._is_template(name):
             launched = [one for one in self.launched.values() if mangled.named([one[1]], name)]
             if len(launched) == 1:

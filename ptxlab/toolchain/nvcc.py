@@ -13,7 +13,9 @@ from ptxlab.errors import ArgumentError, CompileError, UnavailableError
 from ptxlab.sources import Source
 from ptxlab.toolchain.nvrtc import INSTALL, excerpt
 
-_ERROR = re.compile(r"^(.+?)(?:\((\d+)\)|:(\d+)(?::\d+)?): (?:fatal |catastrophic )?error(?: #[^:]*)?: (.*)$", re.MULTILINE)
+_ERROR = re.compile(
+    r"^(.+?)(?:\((\d+)\)|:(\d+)(?::\d+)?): (?:fatal |catastrophic )?error(?: #[^:]*)?: (.*)$", re.MULTILINE
+)
 _INSTANCE = "ptxlab_instance"
 
 
@@ -24,7 +26,9 @@ def require_host_compiler() -> None:
         raise UnavailableError(f"nvcc: needs a C++ compiler of the host, and {named} is not on the PATH")
 
 
-def run(nvcc: str | None, source: Source, output: Literal["cubin", "ptx", "text"], options: Sequence[str]) -> tuple[bytes, str]:
+def run(
+    nvcc: str | None, source: Source, output: Literal["cubin", "ptx", "text"], options: Sequence[str]
+) -> tuple[bytes, str]:
     """Compile, or preprocess for `text`; returns what was asked for, and the log.
 
     Raises:
@@ -45,7 +49,9 @@ def run(nvcc: str | None, source: Source, output: Literal["cubin", "ptx", "text"
         marker = path.replace("\\", "\\\\").replace('"', '\\"')
         copy.write_text(f'#line 1 "{marker}"\n{source.text}{instances}\n', encoding="utf-8")
         action = {"ptx": "-ptx", "cubin": "-cubin", "text": "-E"}[output]
-        done = subprocess.run([nvcc, action, *options, copy, "-o", made], capture_output=True, text=True, errors="replace")
+        done = subprocess.run(
+            [nvcc, action, *options, copy, "-o", made], capture_output=True, text=True, errors="replace"
+        )
         log = done.stdout + done.stderr
         if done.returncode:
             raise _error(source, path, log)
@@ -59,6 +65,8 @@ def _error(source: Source, path: str, log: str) -> CompileError | ArgumentError:
         return CompileError(source.path, 0, next(iter(log.splitlines()), "nvcc failed"), log=log)
     line, problem = int(found[2] or found[3]), found[4]
     if line > len(source.text.splitlines()) and _INSTANCE in log:
-        return ArgumentError(f"{source.path}: entry", f"a kernel of this file ({problem})", ", ".join(source.build.instances))
+        return ArgumentError(
+            f"{source.path}: entry", f"a kernel of this file ({problem})", ", ".join(source.build.instances)
+        )
     where = source.path if found[1] in (path, source.path) else found[1]
     return CompileError(where, line, problem, excerpt(source, line, where), log)

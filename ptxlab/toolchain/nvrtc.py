@@ -99,7 +99,10 @@ def _compiled(
     question = source.text, source.path, source.build, is_whole, defines
     added = _added.get(question, _Added(source.text))
     while True:
-        provided = {**(headers.BY_NAME if added.standard else {}), **{h: headers.BEFOREHAND[h] for h in added.beforehand}}
+        provided = {
+            **(headers.BY_NAME if added.standard else {}),
+            **{h: headers.BEFOREHAND[h] for h in added.beforehand},
+        }
         texts, names = ([each.encode() for each in some] for some in (provided.values(), provided))
         given = added.text.encode(), source.path.encode(), len(names), texts or None, names or None
         program = _call(nvrtc.nvrtcCreateProgram, *given)
@@ -200,7 +203,9 @@ def _error(source: Source, log: str, ptx: str) -> CompileError:
     found = _ERROR.search(log)
     if found:
         path, line, problem = found[1], int(found[2]), found[3]
-        if (undefined := re.match(r'identifier "(\w+)" is undefined', problem)) and _is_host_function(source, undefined[1]):
+        if (undefined := re.match(r'identifier "(\w+)" is undefined', problem)) and _is_host_function(
+            source, undefined[1]
+        ):
             problem = f"{undefined[1]} is a function of the host: write __device__ before it"
         return CompileError(path, line, problem, excerpt(source, line, path), log)
     found = PTXAS_ERROR.search(log)
