@@ -8,11 +8,16 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from ptxlab.mangled import readable
+
 _LONGEST = 400  # characters of a value in a message
 
 
 class PtxlabError(Exception):
-    """Root of every error that ptxlab raises on purpose."""
+    """Root of every error that ptxlab raises on purpose; mangled names in its message are shown as written in C++."""
+
+    def __str__(self) -> str:
+        return readable(super().__str__())
 
 
 class ArgumentError(PtxlabError, ValueError):

@@ -22,6 +22,30 @@ _PARAMETER = re.compile(r"(\w+)\s*(?:\[[^\]]*\]\s*)?(?:=.*)?$", re.DOTALL)
 
 
 @dataclass(frozen=True)
+class Build:
+    """How a CUDA C++ source is compiled, beside its constants (`defines`) and the architecture.
+
+    Attributes:
+        include: further folders for `#include`, behind the source's own.
+        std: the language, `c++17` ...
+        instances: templates to instantiate, each with its arguments: `ns::add<float, 3>`.
+        compiler: `nvrtc`, or `nvcc` for a source with host code that NVRTC cannot do without.
+    """
+
+    include: tuple[str, ...] = ()
+    std: str = "c++17"
+    instances: tuple[str, ...] = ()
+    compiler: Literal["nvrtc", "nvcc"] = "nvrtc"
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"(?:c|gnu)\+\+\d\w", self.std):
+            raise ArgumentError("std", "a version of C++, such as c++17 or c++20", self.std)
+        for folder in self.include:
+            if not os.path.isdir(folder):
+                raise ArgumentError("include", "a folder that exists", folder)
+
+
+@dataclass(frozen=True)
 class Source:
     """One PTX or CUDA C++ source.
 
@@ -30,12 +54,14 @@ class Source:
         path: where it was read from, or a label such as `<cell>` for text that has no file.
         language: `"ptx"` or `"cu"`.
         text: the whole text.
+        build: how a `.cu` is compiled.
     """
 
     name: str
     path: str
     language: Language
     text: str
+    build: Build = Build()
 
     @classmethod
     def read(cls, path: str | Path) -> "Source":
@@ -64,9 +90,9 @@ class Source:
         return f"{self.name}.{self.language}"
 
     def include_dirs(self) -> list[Path]:
-        """Folders in which `#include "..."` is looked up: the file's own, then the project's headers."""
+        """Folders in which `#include` looks: the file's own, those of `build`, then the project's headers."""
         own = [Path(self.path).resolve().parent] if Path(self.path).is_file() else []
-        return [*own, include_dir()]
+        return [*own, *(Path(folder).resolve() for folder in self.build.include), include_dir()]
 
 
 def names_same_file(recorded: str, path: str) -> bool:

@@ -67,6 +67,13 @@ FileDefine = Annotated[
     list[str] | None,
     typer.Option("-D", metavar="NAME[=N]", rich_help_panel=_FILES, help="Constant of a .cu: -D TILE=64."),
 ]
+Include = Annotated[
+    list[Path] | None,
+    typer.Option("-I", metavar="FOLDER", rich_help_panel=_FILES, help="Folder for #include of a .cu. May be repeated."),
+]
+Std = Annotated[
+    str | None, typer.Option("--std", rich_help_panel=_FILES, help="Language of a .cu, such as c++20. Default: c++17.")
+]
 
 
 def print_json(value: Any) -> None:

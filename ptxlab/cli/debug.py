@@ -18,11 +18,15 @@ from ptxlab.cli.common import (
     FileArch,
     FileDefine,
     Grid,
+    Include,
     Shared,
+    Std,
     print_json,
 )
 from ptxlab.cli.launching import (
+    Arguments,
     ArgumentsFile,
+    ArgumentTexts,
     FileOptions,
     KernelTarget,
     Late,
@@ -33,7 +37,6 @@ from ptxlab.cli.launching import (
 )
 from ptxlab.debugger.commands import ALIASES, COMMANDS
 from ptxlab.errors import PtxlabError
-from ptxlab.io.files import load_arrays
 
 PANEL = "Run and check"
 
@@ -42,7 +45,8 @@ PROMPT = "(ptxlab) "
 
 def debug(
     target: KernelTarget,
-    inputs: ArgumentsFile,
+    inputs: ArgumentsFile = None,
+    values: ArgumentTexts = None,
     execute: Annotated[
         list[str] | None, typer.Option("-x", metavar="COMMAND", help="Carry out this command; then the next -x; stop.")
     ] = None,
@@ -57,6 +61,8 @@ def debug(
     shared: Shared = None,
     arch: FileArch = None,
     define: FileDefine = None,
+    include: Include = None,
+    std: Std = None,
     as_json: AsJson = False,
 ) -> None:
     """Debug a kernel in the emulator: breakpoints, steps of a warp, registers and fragments by name, backwards too.
@@ -66,10 +72,11 @@ def debug(
     """
     if as_json and execute is None:
         raise CommandLineError("--json prints what -x says: give commands with -x")
-    arrays = load_arrays(inputs)
+    arguments = Arguments.read(inputs, values)
     options = emulator_options(check, late, max_steps)
     spec, source, entry = registry.resolve(target)
-    launch = solve(spec, source, entry, arrays, unchecked, FileOptions(grid, block, shared, arch, define))
+    files = FileOptions(grid, block, shared, arch, define, include, std)
+    launch = solve(spec, source, entry, arguments, unchecked, files)
 
     def call() -> runtime.Outcome:
         return launch.copy_arrays().run(backend="emulator", options=options)

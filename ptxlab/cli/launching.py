@@ -1,6 +1,7 @@
 """What `run` and `debug` share: their options, and a launch solved from a kernel, arrays by name, and these options."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol, Self
@@ -11,20 +12,41 @@ import typer
 from ptxlab import runtime
 from ptxlab.cli.common import dims, refuse
 from ptxlab.emulator import EmulatorOptions, checks_of
-from ptxlab.errors import ArgumentError
-from ptxlab.runtime.arguments import in_order, output_variant, parse_integers
+from ptxlab.errors import ArgumentError, EmulationError
+from ptxlab.io.files import load_arrays
+from ptxlab.runtime.arguments import in_order, output_variant, parse_defines, place_in_order
+from ptxlab.runtime.inputs import Given, parse_argument, place_arguments, uninitialised
+from ptxlab.runtime.results import compare, split_expected
+from ptxlab.runtime.schedules import CHECK, CHECKED, Difference, Schedule, first_differences
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
+from ptxlab.testing.annotations import Annotation, of_finding, relative
 
-KernelTarget = Annotated[str, typer.Argument(help="NAME, NAME.cu, NAME:FORM, or FILE[:entry].")]
+_FLOAT_ATOMIC = re.compile(r"^(?:atom|red)\..*\.add\..*f(?:16|32|64)|^(?:atom|red)\.add\..*f(?:16|32|64)")
+
+KernelTarget = Annotated[
+    str, typer.Argument(help="NAME, NAME.cu, NAME:FORM, or FILE[:kernel], such as 'my.cu:ns::add<float, 3>'.")
+]
 ArgumentsFile = Annotated[
-    Path, typer.Option("--in", help=".npz with the kernel's arguments by name; scalars are 0-d arrays.")
+    Path | None,
+    typer.Option("--in", help=".npz with the kernel's arguments by name or in order; scalars are 0-d arrays."),
+]
+ArgumentTexts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--arg",
+        metavar="[NAME=]VALUE",
+        help="An argument by name or in order: x=f32[1024]:normal (uniform, arange, zeros, uninitialised or a number), "
+        "n=1024, x=FILE.npy, of a struct its fields, p=i32:8,f32:0.5.",
+    ),
 ]
 Unchecked = Annotated[bool, typer.Option("--unchecked", help="Skip input validation.")]
 # Of the emulator: fields of `EmulatorOptions`.
 Check = Annotated[
     str,
-    typer.Option(help="Emulator checks, comma-separated: lanes, race, init, async, divergence, all; float, proxy."),
+    typer.Option(
+        help="Emulator checks, comma-separated: lanes, race, init, async, divergence, schedules, all; float, proxy."
+    ),
 ]
 Late = Annotated[
     bool, typer.Option("--late", help="Emulator: complete asynchronous copies as late as allowed, not at once.")
@@ -41,6 +63,68 @@ def emulator_options(check: str, late: bool, max_steps: int | None, *, count_ban
     return EmulatorOptions.combine(None, keywords)
 
 
+def run_options(
+    check: str, late: bool, max_steps: int | None, *, count_banks: bool = False
+) -> tuple[EmulatorOptions, tuple[Schedule, ...]]:
+    """Parse the options of `run`: those of the emulator, and the schedules that the check of that name compares.
+
+    `all` includes that check, but for `--late`, which asks for one schedule.
+    """
+    words = [word.strip() for word in check.split(",")]
+    wanted = CHECK in words or ("all" in words and not late)
+    others = ",".join(word for word in words if word != CHECK)
+    return emulator_options(others, late, max_steps, count_banks=count_banks), CHECKED if wanted else ()
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduledRun:
+    """A launch on one or several schedules.
+
+    Attributes:
+        outcome: of the first, with the findings of all.
+        schedules: those that ran; none where the kernel's results cannot depend on them, or none were asked for.
+        differences: of what they left, beyond what atomics on floats may differ by.
+    """
+
+    outcome: runtime.Outcome
+    schedules: tuple[Schedule, ...] = ()
+    differences: tuple[Difference, ...] = ()
+
+    def annotations(self, path: str) -> list[Annotation]:
+        """Findings and differences as annotations; `path` is the source's."""
+        places = [of_finding(finding) for finding in self.outcome.findings]
+        return [*places, *(Annotation(CHECK, relative(path), 1, str(each)) for each in self.differences)]
+
+
+def run_on_schedules(
+    launch: "SolvedLaunch", backend: str | None, options: EmulatorOptions, schedules: Sequence[Schedule]
+) -> ScheduledRun:
+    """Run a launch; in the emulator on each schedule, if its results can depend on them, on copies of the arrays."""
+    copies = [launch.copy_arrays() for _ in schedules[1:]]
+    outcome = launch.run(backend=backend, options=options)
+    if not schedules or outcome.backend != "emulator" or not launch.kernel.varies:
+        return ScheduledRun(outcome)
+    entry = launch.kernel.module.entries[launch.kernel.entry]
+    # Sums of floats by atomics depend on the order of the threads, which is no fault.
+    reorders = any(_FLOAT_ATOMIC.search(instruction.opcode) for instruction in entry.instructions)
+    findings = dict.fromkeys(outcome.findings)
+    differences: dict[str, Difference] = {}
+    for schedule, copy in zip(schedules[1:], copies, strict=True):
+        try:
+            other = copy.run(backend="emulator", options=schedule.apply(options))
+        except EmulationError as error:
+            error.args = (f"schedule {schedule}: {error.args[0]}",)
+            raise
+        known = {(f.kind, f.path, f.line, f.callers) for f in findings}
+        findings |= {f: None for f in other.findings if (f.kind, f.path, f.line, f.callers) not in known}
+        for found in first_differences(outcome.outputs, other.outputs, (schedules[0], schedule)):
+            array, its = outcome.outputs[found.name], other.outputs[found.name]
+            if not (reorders and array.dtype.kind == "f" and not compare(found.name, its, array).wrong):
+                differences.setdefault(found.name, found)
+    outcome = replace(outcome, findings=tuple(findings))
+    return ScheduledRun(outcome, tuple(schedules), tuple(differences.values()))
+
+
 @dataclass(frozen=True)
 class FileOptions:
     """The command line's options for compiling and launching a file without a spec."""
@@ -50,11 +134,16 @@ class FileOptions:
     shared: int | None
     arch: str | None
     define: list[str] | None
+    include: list[Path] | None
+    std: str | None
 
     def refuse(self, spec: KernelSpec) -> None:
         """Raise CommandLineError if one is used with a kernel that has a spec."""
-        options = {f"--{name}": option for name, option in vars(self).items() if name != "define"}
-        refuse({**options, "-D": self.define}, f"is for files only: {spec.name} has a spec, which says it")
+        options = {f"--{name}": option for name, option in vars(self).items() if name not in ("define", "include")}
+        refuse(
+            {**options, "-D": self.define or None, "-I": self.include or None},
+            f"is for files only: {spec.name} has a spec, which says it",
+        )
 
 
 class SolvedLaunch(Protocol):
@@ -78,6 +167,7 @@ class FileLaunch:
     kernel: runtime.Kernel
     arguments: list[Any]
     geometry: tuple[tuple[int, ...], tuple[int, ...], int]
+    uninitialised: Sequence[str] = ()
 
     def copy_arrays(self) -> Self:
         """Return the same launch on copies of all arrays."""
@@ -85,24 +175,59 @@ class FileLaunch:
 
     def run(self, *, backend: str | None = None, options: EmulatorOptions | None = None) -> runtime.Outcome:
         """Launch."""
-        return self.kernel[self.geometry](*self.arguments, backend=backend, options=options)
+        launch = self.kernel[self.geometry]
+        return launch(*self.arguments, backend=backend, uninitialised=self.uninitialised, options=options)
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """The command line's arguments of a kernel: arrays of `--in`, values of `--arg`, and the outputs to expect."""
+
+    arrays: Mapping[str, np.ndarray]
+    given: Sequence[Given]
+    expected: Mapping[str, np.ndarray]
+
+    @classmethod
+    def read(cls, inputs: Path | None, texts: list[str] | None) -> "Arguments":
+        """Load the file and parse the texts."""
+        arrays, expected = split_expected(load_arrays(inputs) if inputs else {})
+        return cls(arrays, [parse_argument("--arg", text, seed) for seed, text in enumerate(texts or ())], expected)
 
 
 def solve(
     spec: KernelSpec | None,
     source: Source,
     entry: str | None,
-    arrays: Mapping[str, np.ndarray],
+    arguments: Arguments,
     unchecked: bool,
     options: FileOptions,
 ) -> SolvedLaunch:
-    """Solve for the launch of a kernel, as `registry.resolve` finds it, on arrays by name."""
+    """Solve for the launch of a kernel, as `registry.resolve` finds it, on the command line's arguments."""
+    arrays, given = dict(arguments.arrays), arguments.given
     if spec is not None:
         options.refuse(spec)
-        return _solve_spec(spec, source, arrays, unchecked)
-    kernel = runtime.load(source, entry, defines=parse_integers("-D", options.define or []), arch=options.arch)
+        names = [*dict.fromkeys([*(arg.name for arg in spec.args), *sorted(spec.symbols)])]
+        placed = place_arguments(f"{spec.name}: --arg", names, given, arrays)
+        return _solve_spec(spec, source, {name: np.asarray(array) for name, array in placed.items()}, unchecked)
+    kernel = load_file(source, entry, options)
     geometry = dims("grid", options.grid or "1"), dims("block", options.block or "32"), options.shared or 0
-    return FileLaunch(kernel, in_order(kernel.entry, kernel.signature, arrays), geometry)
+    names = [*kernel.parameters]
+    if given:
+        label = f"{kernel.name}: --arg"
+        arrays = dict(place_in_order(names, arrays))
+        placed = place_arguments(label, names, given, arrays)
+        unset = uninitialised(names, given, [*arrays])
+    else:
+        placed, unset = arrays, []
+    return FileLaunch(kernel, in_order(kernel.name, kernel.signature, placed), geometry, unset)
+
+
+def load_file(source: Source, entry: str | None, options: FileOptions) -> runtime.Kernel:
+    """Load a kernel of a file by the command line's options."""
+    defines = parse_defines("-D", options.define or [])
+    return runtime.load(
+        source, entry, defines=defines, arch=options.arch, include=options.include or (), std=options.std
+    )
 
 
 def _solve_spec(

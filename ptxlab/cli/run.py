@@ -24,7 +24,9 @@ from ptxlab.cli.common import (
     FileArch,
     FileDefine,
     Grid,
+    Include,
     Shared,
+    Std,
     console,
     expects,
     print_json,
@@ -36,20 +38,26 @@ from ptxlab.cli.common import (
     written,
 )
 from ptxlab.cli.launching import (
+    Arguments,
     ArgumentsFile,
+    ArgumentTexts,
     Check,
     FileOptions,
     KernelTarget,
     Late,
     MaxSteps,
+    ScheduledRun,
     SolvedLaunch,
     Unchecked,
-    emulator_options,
+    run_on_schedules,
+    run_options,
     solve,
 )
 from ptxlab.errors import EmulationError, SourceError
 from ptxlab.io.files import load_arrays, require_folder, save_arrays
 from ptxlab.runtime.arguments import merge_sizes, parse_sizes
+from ptxlab.runtime.results import Comparison, Summary, compare_all
+from ptxlab.runtime.schedules import CHECK
 from ptxlab.runtime.verify import Job, Verdict, check_rows, plan, plan_rows
 from ptxlab.runtime.verify import verify as verify_job
 from ptxlab.sources import Source
@@ -167,8 +175,20 @@ def _shape(arg: Arg) -> str:
 
 def run(
     target: KernelTarget,
-    inputs: ArgumentsFile,
+    inputs: ArgumentsFile = None,
+    values: ArgumentTexts = None,
     outputs: Annotated[Path | None, typer.Option("--out", help="Write the kernel's outputs: FILE.npz.")] = None,
+    expect: Annotated[
+        Path | None,
+        typer.Option(help="Compare outputs with arrays of these names: FILE.npz. In --in, `expected.y` is the same."),
+    ] = None,
+    rtol: Annotated[
+        float | None, typer.Option(min=0.0, help="Relative tolerance of --expect. Default: 1e-5 of float32.")
+    ] = None,
+    atol: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Absolute tolerance. Default: --rtol of the largest expected magnitude."),
+    ] = None,
     backend: Backend = None,
     check: Check = "",
     late: Late = False,
@@ -186,14 +206,16 @@ def run(
     shared: Shared = None,
     arch: FileArch = None,
     define: FileDefine = None,
+    include: Include = None,
+    std: Std = None,
     as_json: AsJson = False,
     form: Annotated[
         str, typer.Option("--format", help="Print only the findings, as github (workflow annotations), sarif or json.")
     ] = "text",
 ) -> None:
-    """Run a kernel, the project's or your own file, on arrays from an .npz, with the emulator's checks.
+    """Run a kernel, the project's or your own file, on given arrays, with the emulator's checks; show its outputs.
 
-    A finding names line, thread, lane and operands; exit code 1 if there is one.
+    A finding names line, thread, lane and operands. Exit code 1: a finding, or an output that is not as expected.
     """
     if form not in ("text", *annotations.FORMATS):
         raise expects("--format", f"one of text, {', '.join(annotations.FORMATS)}", form)
@@ -201,8 +223,9 @@ def run(
         raise CommandLineError("--json prints all there is: leave --format out")
     if outputs is not None:
         require_folder(outputs)
-    arrays = load_arrays(inputs)
-    options = emulator_options(check, late, max_steps, count_banks=memory)
+    arguments = Arguments.read(inputs, values)
+    expected = {**arguments.expected, **(load_arrays(expect) if expect else {})}
+    options, schedules = run_options(check, late, max_steps, count_banks=memory)
     if memory or unneeded:
         option = "--memory" if memory else "--unneeded"
         if backend == "gpu":
@@ -210,45 +233,64 @@ def run(
         backend = "emulator"
     if unneeded:
         refuse(
-            {"--out": outputs, "--memory": memory or None, "--late": late or None},
+            {"--out": outputs, "--memory": memory or None, "--late": late or None, "--expect": expect},
             "goes with one run, and --unneeded makes many: early, late, with seeds",
         )
         refuse({"--format": form if form != "text" else None}, "prints findings, and --unneeded has none")
     spec, source, entry = registry.resolve(target)
     with _annotated(form, source.path):
-        launch = solve(spec, source, entry, arrays, unchecked, FileOptions(grid, block, shared, arch, define))
+        files = FileOptions(grid, block, shared, arch, define, include, std)
+        launch = solve(spec, source, entry, arguments, unchecked, files)
         if unneeded:
             return _unneeded(launch, options if options.checks else options.add_checks(emulator.CHECKS), as_json)
         with progress_bar(f"run {target}", None, quiet=as_json or form != "text"):
-            outcome = launch.run(backend=backend, options=options)
+            run_ = run_on_schedules(launch, backend, options, schedules)
+    outcome, written = run_.outcome, {name: run_.outcome.outputs[name] for name in run_.outcome.written}
+    compared = compare_all({**outcome.outputs}, expected, rtol, atol)
     if outputs is not None:
-        save_arrays(outputs, outcome.outputs)
+        save_arrays(outputs, written)
     if form != "text":
-        sys.stdout.write(annotations.render(form, map(annotations.of_finding, outcome.findings)))
+        sys.stdout.write(annotations.render(form, run_.annotations(source.path)))
     elif as_json:
         print_json(
             {
                 "backend": outcome.backend,
-                "outputs": {n: {"dtype": str(a.dtype), "shape": list(a.shape)} for n, a in outcome.outputs.items()},
+                "kernel": launch.kernel.name,
+                "outputs": {name: Summary.of(name, _on_host(array)).to_json() for name, array in written.items()},
                 "findings": [asdict(f) for f in outcome.findings],
+                "expected": [comparison.to_json() for comparison in compared],
+                "schedules": {
+                    "ran": [*map(str, run_.schedules)],
+                    "differences": [difference.to_json() for difference in run_.differences],
+                },
                 **({"memory": _memory_rows(outcome)} if memory else {}),
             }
         )
     else:
         if memory:
             _show_memory(_memory_rows(outcome))
-        _show_findings(outcome, "checks clean" if options.checks else "no checks")
-    if outcome.findings:
+        _show_run(run_, written, compared, "checks clean" if options.checks or schedules else "no checks")
+    if outcome.findings or run_.differences or any(comparison.wrong for comparison in compared):
         raise typer.Exit(FAILED)
 
 
-def _show_findings(outcome: runtime.Outcome, none: str) -> None:
-    """Each finding, then backend, outputs and their number, or what it is called that there is `none`."""
-    for finding in outcome.findings:
-        console.print(escape(str(finding)), soft_wrap=True, highlight=False)
-    wrote = ", ".join(f"{n} {a.dtype}{list(a.shape)}" for n, a in outcome.outputs.items())
-    count = len(outcome.findings)
-    state = f"{count} finding{'s' * (count > 1)}" if count else none
+def _on_host(array: Any) -> Any:
+    return array.get() if hasattr(array, "get") else array
+
+
+def _show_run(run_: ScheduledRun, written: dict[str, Any], compared: list[Comparison], none: str) -> None:
+    """Each finding and difference, the outputs, how they compare; then backend, outputs and the number of findings."""
+    outcome = run_.outcome
+    lines = [*map(str, outcome.findings), *(f"{CHECK}: {difference}" for difference in run_.differences)]
+    for line in lines:
+        console.print(escape(line), soft_wrap=True, highlight=False)
+    summaries = [Summary.of(name, _on_host(array)).cells() for name, array in written.items()]
+    if summaries:
+        console.print(table("", ("output", "type", "first values", "min>", "max>", "NaN>"), summaries))
+    for comparison in compared:
+        console.print(escape(str(comparison)), soft_wrap=True, highlight=False)
+    state = f"{len(lines)} finding{'s' * (len(lines) > 1)}" if lines else none
+    wrote = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in written.items()) or "wrote nothing"
     console.print(f"[dim]{outcome.backend}[/]  {escape(wrote)}  {state}", soft_wrap=True, highlight=False)
 
 

@@ -65,7 +65,8 @@ class Result:
     """What a run found, and how much it did: instructions dispatched (`steps`), and those times their lanes.
 
     `shared` and `sectors` tell what every access to shared and to global memory cost, in the order of the lines, if
-    `count_banks` was asked for; `variables` what the module's global variables hold at the end.
+    `count_banks` was asked for; `variables` what the module's global variables hold at the end; `written` the positions
+    of arguments that were stored to.
     """
 
     findings: tuple[Finding, ...]
@@ -75,6 +76,7 @@ class Result:
     shared: tuple[SharedAccess, ...] = ()
     sectors: tuple[GlobalAccess, ...] = ()
     variables: Mapping[str, bytes] = field(default_factory=dict)
+    written: tuple[int, ...] = ()
 
 
 Attach = Callable[[Machine], Iterable[Watcher]]
@@ -200,7 +202,8 @@ def run(
     starts = {v.name: (launch.addresses[id(v)] - BASE, v.size) for v in module.variables if v.space == "global"}
     variables = {name: launch.memory.arena[start : start + size].tobytes() for name, (start, size) in starts.items()}
     found = tuple(launch.findings.found.values())
-    return Result(found, launch.lane_instructions, launch.steps, seconds, shared, sectors, variables)
+    written = tuple(position for position, (_, region) in buffers.items() if region.written)
+    return Result(found, launch.lane_instructions, launch.steps, seconds, shared, sectors, variables, written)
 
 
 # Arguments, each refused by name where it cannot be

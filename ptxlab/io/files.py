@@ -64,6 +64,21 @@ def _check_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
         raise ValueError(f"{info.filename} claims {nbytes} bytes and holds {held}")
 
 
+def load_array(path: Path) -> np.ndarray:
+    """The array of a `.npy`; `FileError` if it is missing, damaged or holds objects."""
+    try:
+        if path.exists() and not path.is_file():
+            raise FileError(f"{path}: not a regular file")
+        array: np.ndarray = np.load(path, allow_pickle=False)
+        if not isinstance(array, np.ndarray):
+            raise FileError(f"{path}: not a .npy of one array")
+        return np.array(array, order="C")
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except DAMAGE as error:
+        raise FileError(f"{path}: not a .npy of a plain array: {error}") from None
+
+
 def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     """Write arrays as an `.npz`; the file appears under its name only when it is complete."""
     host = {name: array.get() if hasattr(array, "get") else np.asarray(array) for name, array in arrays.items()}

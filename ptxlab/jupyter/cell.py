@@ -11,6 +11,7 @@ from ptxlab.jupyter.page import place, remember
 from ptxlab.runtime import Kernel, load
 from ptxlab.runtime.verify import Verdict
 from ptxlab.sources import Language, Source, names_same_file
+from ptxlab.toolchain import kernels as cuda_kernels
 from ptxlab.toolchain import nvrtc
 
 Reports = Mapping[str, sass.Report]
@@ -152,7 +153,7 @@ def compile_cell(
     if language == "ptx":
         entries = list(emulator.parse(source.text, source.path).entries)
     else:
-        entries = toolchain.cuda_entries(source, arch, defines)
+        entries = cuda_kernels.entries(source, arch, defines)
     chosen = [kernel] if kernel else list(entries)
     if not chosen:
         raise ArgumentError(source.path, "a kernel (.visible .entry)", "none")

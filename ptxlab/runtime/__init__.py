@@ -8,16 +8,17 @@ from typing import Any, Self, Unpack
 
 import numpy as np
 
-from ptxlab import emulator, gpu, toolchain
+from ptxlab import emulator, gpu, mangled, toolchain
 from ptxlab.emulator import EmulatorOptions, OptionKeywords
 from ptxlab.errors import ArgumentError
 from ptxlab.runtime import arguments, signature
 from ptxlab.runtime.arguments import accept, accept_for, check_variant, on_device, positions, variant
 from ptxlab.runtime.backends import choose_backend
 from ptxlab.runtime.signature import Parameter
-from ptxlab.sources import Source, cuda_entries
+from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch, Sizes
 from ptxlab.spec.dtypes import dtype_in, storage
+from ptxlab.toolchain.kernels import declared_kernels, find_kernel
 
 _EMULATED_ARCH, _WAITING_ARCH = "sm_80", "sm_90"  # the lowest that have what CUDA sources use, and griddepcontrol
 
@@ -32,6 +33,7 @@ class Outcome:
         findings: what the emulator's checks report; empty on the GPU.
         lane_instructions: executed by the emulator; 0 on the GPU.
         shared, sectors: what accesses to shared and global memory cost, if the emulator was asked to `count_banks`.
+        written: those of `outputs` that the kernel stored to; on the GPU those that are no pointers to const.
     """
 
     backend: str
@@ -40,6 +42,7 @@ class Outcome:
     lane_instructions: int = 0
     shared: tuple[emulator.SharedAccess, ...] = ()
     sectors: tuple[emulator.GlobalAccess, ...] = ()
+    written: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Kernel:
     `arch` is the lowest architecture that it runs on, or with a letter (`sm_90a`) the only one; None: on any.
     `checks` are the emulator's for every call that does not ask for others. What `waits` for the kernel before it is
     emulated as on Hopper, the first that can. `origin` is the file whose lines PTX of another compiler names.
+    `entry` is the symbol; `name` is what people call it.
     """
 
     source: Source
@@ -65,27 +69,48 @@ class Kernel:
         return cls(source, spec.name, dict(config), spec.arch, waits=bool(spec.after_wait))
 
     @cached_property
+    def name(self) -> str:
+        """The name as C++ has it, `ns::add<float, 3>`; of `extern "C"` the symbol."""
+        return mangled.name_of(self.entry)
+
+    @cached_property
     def module(self) -> emulator.Module:
         """The PTX as the emulator parses it: the file itself, or what NVRTC makes of a `.cu`."""
         if self.source.language == "ptx":
-            return _parsed(self.source.text, self.source.path, self.origin)
-        arch = max(self.arch or "", _WAITING_ARCH if self.waits else _EMULATED_ARCH, key=_number)
+            return _parsed(self.source.text, self.source.path, self.origin or signature.origin_of(self.source.text))
+        arch = self.compiled_arch
         image = toolchain.compile_cuda(self.source, arch, output="ptx", defines=self.defines)
         return _parsed(image.data.decode(), f"PTX of {self.source.path}", self.source.path)
+
+    @property
+    def compiled_arch(self) -> str:
+        """The architecture that a `.cu` is compiled for when it is emulated."""
+        return max(self.arch or "", _WAITING_ARCH if self.waits else _EMULATED_ARCH, key=_number)
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters in launch order; for CUDA C++ read off the signature."""
-        if self.source.language == "ptx":
-            return tuple(p.name for p in self.module.entries[self.entry].params)
-        return cuda_entries(self.source.text)[self.entry]
+        return tuple(parameter.name for parameter in self.signature)
 
     @cached_property
     def signature(self) -> tuple[Parameter, ...]:
         """What each parameter takes, as far as the source tells."""
         if self.source.language == "ptx":
             return signature.of_ptx(self.module.entries[self.entry])
-        return signature.of_cuda(self.source.text, self.entry, self.parameters, self.defines)
+        return signature.of_cuda(
+            self.source.text,
+            self.entry,
+            lambda: declared_kernels(self.source, self.compiled_arch, self.defines),
+            lambda: self.module.entries[self.entry],
+            self.defines,
+        )
+
+    @cached_property
+    def varies(self) -> bool:
+        """Whether the schedule can change the result: the kernel has asynchronous operations or stores to flags."""
+        entry = self.module.entries[self.entry]
+        strong = {"relaxed", "volatile", "release"}
+        return entry.is_asynchronous or any(strong & {*i.opcode.split(".")} for i in entry.instructions)
 
     def arguments(self, args: Sequence[Any]) -> list[Any]:
         """The arguments as `launch` takes them: arrays NumPy's or CuPy's on the same memory, numbers NumPy scalars.
@@ -94,8 +119,8 @@ class Kernel:
         """
         names = self.parameters
         if len(args) != len(names):
-            raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
-        return [accept_for(f"{self.entry}: {p.name}", p, arg) for p, arg in zip(self.signature, args, strict=True)]
+            raise ArgumentError(f"{self.name}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
+        return [accept_for(f"{self.name}: {p.name}", p, arg) for p, arg in zip(self.signature, args, strict=True)]
 
     def launch(
         self,
@@ -144,6 +169,7 @@ class Kernel:
         cluster: int | tuple[int, ...] = 1,
         backend: str | None = None,
         after_wait: Collection[str] = (),
+        uninitialised: Collection[str] = (),
         options: EmulatorOptions | None = None,
         **keywords: Unpack[OptionKeywords],
     ) -> Outcome:
@@ -161,6 +187,7 @@ class Kernel:
             backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
             after_wait: names of parameters that the kernel may read only once it has waited for the one before it on
                 the stream (griddepcontrol.wait), which the check for races looks at then.
+            uninitialised: names of arrays whose contents count as never written, for the check `init`.
             options: how the emulator runs it; by default with the kernel's own `checks`.
             keywords: fields of `EmulatorOptions` (`checks`, `mode`, `seed`, `max_steps` ...), in place of those of
                 `options`.
@@ -170,18 +197,24 @@ class Kernel:
         options = EmulatorOptions.combine(options, keywords)
         names = self.parameters
         shared = self.arguments(args)
-        waits = positions(f"{self.entry}: after_wait", after_wait, names)
+        waits = positions(f"{self.name}: after_wait", after_wait, names)
+        unset = positions(f"{self.name}: uninitialised", uninitialised, names)
         where = arguments.geometry(grid, block, shared_bytes, cluster)
         any_on_device = any(map(on_device, shared))
         backend = choose_backend(backend, self, where, on_device=any_on_device, checks=options.checks)
-        result = self.launch(shared, where, backend=backend, after_wait=waits, options=options)
-        arrays = {n: a for n, a in zip(names, args, strict=True) if getattr(a, "shape", ()) != ()}
-        return _outcome(backend, arrays, result)
+        result = self.launch(shared, where, backend=backend, after_wait=waits, uninitialised=unset, options=options)
+        passed = zip(names, args, shared, strict=True)
+        arrays = {n: a for n, a, taken in passed if hasattr(taken, "shape") and not isinstance(taken, np.generic)}
+        if result is not None:
+            written = [names[position] for position in result.written]
+        else:
+            written = [p.name for p in self.signature if not p.is_const]
+        return _outcome(backend, arrays, result, [name for name in written if name in arrays])
 
     def __getitem__(self, launch: tuple[Any, ...]) -> Callable[..., Outcome]:
         """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`: the kernel with its geometry, to be called."""
         if not isinstance(launch, tuple) or len(launch) not in (2, 3):
-            raise ArgumentError(f"{self.entry}: []", "kernel[grid, block] or kernel[grid, block, shared_bytes]", launch)
+            raise ArgumentError(f"{self.name}: []", "kernel[grid, block] or kernel[grid, block, shared_bytes]", launch)
         return partial(self, **dict(zip(("grid", "block", "shared_bytes"), launch, strict=False)))
 
 
@@ -191,35 +224,63 @@ def load(
     *,
     defines: Mapping[str, int] | None = None,
     arch: str | None = None,
+    include: Sequence[str | Path] = (),
+    std: str | None = None,
 ) -> Kernel:
     """Load any PTX or CUDA kernel, without a spec.
 
     Args:
         source: path of a `.ptx` or `.cu` file, the text itself, or a `Source`.
-        entry: entry symbol; may be left out where the source has only one.
+        entry: the kernel, as in C++ (`add`, `ns::add<float, 3>`, of overloads `scale(float*)`) or by its symbol; may be
+            left out where the source has only one.
         defines: `-D` constants (CUDA C++ only).
         arch: the lowest architecture that the kernel runs on, or with a letter (`sm_90a`, for wgmma) the only one; the
             emulator runs what is compiled for it (CUDA C++ only: PTX names its own).
+        include: further folders for `#include` (CUDA C++ only).
+        std: the language, by default `c++17` (CUDA C++ only).
 
     Raises:
         FileError, SourceError, CompileError: the source cannot be read, parsed or compiled.
         ArgumentError: no such entry.
+        UnavailableError: a source needs a compiler that is not here.
     """
-    source = arguments.source_of(source)
+    source = with_build(arguments.source_of(source), include, std)
     arguments.check_defines({} if defines is None else defines, arch)
     for name, value in (("defines", defines), ("arch", arch)):
         if value and source.language == "ptx":
             raise ArgumentError(name, "only for CUDA C++ sources", value)
-    if source.language == "ptx":
-        entries = list(emulator.parse(source.text, source.path).entries)
-    else:
-        entries = toolchain.cuda_entries(source, arch, defines or {})
-    if entry is None and len(entries) == 1:
-        entry = entries[0]
-    if not isinstance(entry, str) or entry not in entries:
-        rule = f"one of {', '.join(entries)}" if entries else "a kernel (.visible .entry)"
-        raise ArgumentError(f"{source.path}: entry", rule, entry)
-    return Kernel(source, entry, dict(defines or {}), arch and toolchain.check_arch(arch))
+    if entry is not None and not isinstance(entry, str):
+        raise ArgumentError(f"{source.path}: entry", "a kernel's name", repr(entry))
+    arch = arch and toolchain.check_arch(arch)
+    if source.language == "cu":
+        source, symbol = find_kernel(source, entry or None, arch, defines or {})
+        return Kernel(source, symbol, dict(defines or {}), arch)
+    return Kernel(source, _ptx_entry(source, entry or None))
+
+
+def with_build(source: Source, include: Sequence[str | Path] = (), std: str | None = None) -> Source:
+    """The source with further folders for `#include` and another language; ArgumentError for those of PTX."""
+    if isinstance(include, str | Path) or not all(isinstance(each, str | Path) for each in include):
+        raise ArgumentError("include", "a list of folders", repr(include))
+    for name, value in (("include", [*include]), ("std", std)):
+        if value and source.language == "ptx":
+            raise ArgumentError(name, "only for CUDA C++ sources", value)
+    if not include and std is None:
+        return source
+    build = source.build
+    return replace(source, build=replace(build, include=(*build.include, *map(str, include)), std=std or build.std))
+
+
+def _ptx_entry(source: Source, name: str | None) -> str:
+    """The symbol of a kernel of PTX."""
+    entries = list(emulator.parse(source.text, source.path).entries)
+    found = entries if name is None else [name] if name in entries else mangled.named(entries, name)
+    if len(found) == 1:
+        return found[0]
+    shown = ", ".join(mangled.distinct_names(found or entries))
+    raise ArgumentError(
+        f"{source.path}: entry", f"one of {shown}" if shown else "a kernel (.visible .entry)", name or "nothing"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,7 +320,7 @@ class SpecLaunch:
         for arg in spec.args:
             if arg.role in ("out", "scratch") and arg.name not in arrays:
                 dtype = storage(dtype_in(arg.dtype, kernel.defines))
-                arrays[arg.name] = (gpu.empty if any_on_device else np.empty)(arg.resolve(self.sizes), dtype)
+                arrays[arg.name] = (gpu.empty if any_on_device else np.zeros)(arg.resolve(self.sizes), dtype)
         # Of nothing there is no tensor map, nor anything to launch.
         args = [] if 0 in self.geometry.grid else spec.arguments(arrays, {**self.sizes, **kernel.defines})
         result = kernel.launch(
@@ -352,10 +413,13 @@ def run_spec(
     return launch.run(backend=backend, programmatic=programmatic, options=options)
 
 
-def _outcome(backend: str, outputs: dict[str, Any], result: emulator.Result | None) -> Outcome:
+def _outcome(
+    backend: str, outputs: dict[str, Any], result: emulator.Result | None, written: Sequence[str] | None = None
+) -> Outcome:
+    names = tuple(outputs if written is None else written)
     if result is None:
-        return Outcome(backend, outputs)
-    return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared, result.sectors)
+        return Outcome(backend, outputs, written=names)
+    return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared, result.sectors, names)
 
 
 _parsed = lru_cache(maxsize=32)(emulator.parse)  # a module is the same for every launch of it

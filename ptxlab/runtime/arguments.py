@@ -1,5 +1,6 @@
 """What a kernel is given: arrays of any library, checked before anything is launched, and sizes in up to three axes."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,9 @@ def accept_for(name: str, parameter: Parameter, arg: Any) -> Any:
     is_array = hasattr(arg, "__dlpack__") or hasattr(arg, "__cuda_array_interface__")
     if not is_array and not isinstance(arg, np.generic | bool | int | float | bytes | bytearray):
         raise ArgumentError(name, "an array, a tensor map, a number or bytes", type(arg).__name__)
+    if isinstance(arg, np.ndarray) and not arg.shape and not parameter.is_pointer and not parameter.struct_bytes:
+        arg = parameter.scalar(arg[()])  # a number, as files hold them
+        is_array = False
     if not is_array or isinstance(arg, np.generic):
         return parameter.accept(name, arg, "")
     array = _shared(name, arg)
@@ -121,15 +125,25 @@ def _check_contiguous(name: str, array: Any) -> None:
         raise ArgumentError(name, "C-contiguous", f"strides {array.strides}")
 
 
-def in_order(entry: str, signature: Sequence[Parameter], arrays: Mapping[str, Any]) -> list[Any]:
-    """Arrays of a file as the arguments of a kernel without a spec, by name; those without axes are numbers."""
+def in_order(name: str, signature: Sequence[Parameter], arrays: Mapping[str, Any]) -> list[Any]:
+    """Arrays of a file as the arguments of a kernel without a spec: by name, or `arr_0`, `arr_1` ... in order."""
     parameters = [parameter.name for parameter in signature]
-    for name in parameters:
-        if name not in arrays:
-            raise ArgumentError(f"{entry}: {name}", "must be in the --in file", ", ".join(arrays) or "an empty file")
+    arrays = place_in_order(parameters, arrays)
+    for each in parameters:
+        if each not in arrays:
+            raise ArgumentError(f"{name}: {each}", "must be given", ", ".join(arrays) or "no arguments")
     if extra := sorted(set(arrays) - set(parameters)):
-        raise ArgumentError(f"{entry}: arguments", ", ".join(parameters), extra[0])
-    return [arrays[p.name] if arrays[p.name].shape else p.scalar(arrays[p.name][()]) for p in signature]
+        rule = f"each of {', '.join(parameters)}" if parameters else "none"
+        raise ArgumentError(f"{name}: arguments", rule, extra[0])
+    return [arrays[each] for each in parameters]
+
+
+def place_in_order(parameters: Sequence[str], arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arrays of a file by parameter: `arr_0`, `arr_1` ..., as `np.savez` calls those without a name, in order."""
+    if set(arrays) & set(parameters) or not all(re.fullmatch(r"arr_\d+", each) for each in arrays):
+        return arrays
+    in_place = {f"arr_{i}": name for i, name in enumerate(parameters)}
+    return {in_place.get(each, each): array for each, array in arrays.items()}
 
 
 def source_of(source: str | Path | Source) -> Source:
@@ -201,6 +215,22 @@ def parse_integers(option: str, texts: Sequence[str]) -> dict[str, int]:
             raise ArgumentError(option, "NAME=INTEGER", text) from None
         if not name.isidentifier():
             raise ArgumentError(option, "NAME=INTEGER", text or "nothing")
+    return values
+
+
+def parse_defines(option: str, texts: Sequence[str]) -> dict[str, Any]:
+    """`TILE=64`, `FIXED`, which counts as 1, or `T=float`: macros of a compiler, integers where they are such."""
+    values: dict[str, Any] = {}
+    for text in texts:
+        name, given, value = text.partition("=")
+        if name in values:
+            raise ArgumentError(option, "each name once", name)
+        if not name.isidentifier():
+            raise ArgumentError(option, "NAME[=VALUE]", text or "nothing")
+        try:
+            values[name] = int(value if given else "1", 0)
+        except ValueError:
+            values[name] = value
     return values
 
 

@@ -5,14 +5,17 @@ where the kernel would read other numbers than it holds. An array of uint8 is by
 """
 
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from ptxlab.declarations import KernelDeclaration
 from ptxlab.emulator import Entry, PointerAccess, Variable, accesses_of
 from ptxlab.errors import ArgumentError
+from ptxlab.mangled import is_end_of, name_of, parameters_of, split_list
+from ptxlab.sources import cuda_entries
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _QUALIFIER = re.compile(
@@ -92,7 +95,8 @@ _NAMED = {
 class Parameter:
     """A parameter: its type as messages quote it; the number that it is, or points to (None: not known).
 
-    `is_pointer` is None where it may be either; `accesses` are those of a `.ptx` through it.
+    `is_pointer` is None where it may be either; `accesses` are those of a `.ptx` through it; `struct_bytes` is the size
+    of a struct that is passed by value. `is_const`: a pointer to what the kernel does not write.
     """
 
     name: str
@@ -100,6 +104,8 @@ class Parameter:
     number: Number | None = None
     is_pointer: bool | None = None
     accesses: frozenset[PointerAccess] = frozenset()
+    struct_bytes: int = 0
+    is_const: bool = False
 
     def accept(self, label: str, value: Any, dtype: str) -> Any:
         """The argument as it is, or a Python number as the NumPy scalar that the parameter is.
@@ -107,6 +113,8 @@ class Parameter:
         `value` is a NumPy or CuPy array, a scalar, or anything else, which is left to the launch; `dtype` is its
         dtype's name where it comes from. Raises ArgumentError for another type than the parameter's.
         """
+        if self.struct_bytes:
+            return self._struct(label, value, dtype)
         if isinstance(value, bool | int | float) and not isinstance(value, np.generic):
             return self._number(label, value)
         if isinstance(value, np.generic):
@@ -120,6 +128,20 @@ class Parameter:
         was_python = value.dtype in (np.int64, np.float64, np.bool_)
         resized = self.number is not None and self.is_pointer is False and self.number.nbytes != value.dtype.itemsize
         return value.item() if was_python and resized else value
+
+    def _struct(self, label: str, value: Any, dtype: str) -> bytes:
+        """The bytes of a struct that is passed by value: given as bytes, or as an array or scalar of as many."""
+        if isinstance(value, bytes | bytearray):
+            raw, shown = bytes(value), f"{len(value)} bytes"
+        elif isinstance(value, np.ndarray | np.generic):
+            raw, shown = value.tobytes(), f"{value.nbytes} bytes of {dtype or value.dtype}"
+        else:
+            raw, shown = b"", repr(value)
+        if len(raw) != self.struct_bytes:
+            what = self.type if self.type and not self.type.startswith(".") else "a struct"
+            rule = f"{what} is passed by value, as its {self.struct_bytes} bytes (a 0-d structured array, or uint8)"
+            raise ArgumentError(label, rule, shown)
+        return raw
 
     def _number(self, label: str, value: int | float) -> np.generic:
         if self.is_pointer:
@@ -173,7 +195,9 @@ def _declared(variable: Variable, accesses: frozenset[PointerAccess] | None) -> 
     kind, bits, label = variable.type[0], variable.type[1:], f".param .{variable.type}"
     if accesses is not None:
         return Parameter(variable.name, label, None, True, accesses)
-    if not bits.isdigit() or variable.size != int(bits) // 8:  # a struct, a tensor map, bf16
+    if variable.type == "b8" and variable.size != 1:  # a struct, or a tensor map
+        return Parameter(variable.name, label, None, False, struct_bytes=variable.size)
+    if not bits.isdigit() or variable.size != int(bits) // 8:  # bf16
         return Parameter(variable.name)
     if kind == "f":
         return Parameter(variable.name, label, Number("f", variable.size), False)
@@ -183,14 +207,75 @@ def _declared(variable: Variable, accesses: frozenset[PointerAccess] | None) -> 
     return Parameter(variable.name, label, number, None if variable.size == 8 else False)
 
 
-def of_cuda(text: str, entry: str, names: Collection[str], macros: Collection[str]) -> tuple[Parameter, ...]:
-    """The parameters of a kernel of CUDA C++ by its signature; `macros` are names that `-D` defines."""
+def origin_of(ptx: str) -> str:
+    """The source whose lines a compiler's PTX names: its first `.file`; empty where there is none, or no line."""
+    found = re.search(r'^\s*\.file\s+1\s+"([^"]+)"', ptx, re.MULTILINE)
+    return found[1] if found and re.search(r"^\s*\.loc\s+\d", ptx, re.MULTILINE) else ""
+
+
+def of_cuda(
+    text: str,
+    symbol: str,
+    declared: Callable[[], Sequence[KernelDeclaration]],
+    compiled: Callable[[], Entry],
+    macros: Collection[str],
+) -> tuple[Parameter, ...]:
+    """The parameters of a kernel of CUDA C++ by its signature.
+
+    Args:
+        text: the source, which may give names of types other meanings.
+        symbol: the entry symbol; a mangled one says every type.
+        declared: kernels that the source declares, read where its text alone does not tell.
+        compiled: the kernel in PTX, looked at where only its parameters' sizes tell what they are.
+        macros: names that `-D` defines.
+    """
+    types = parameters_of(symbol)
+    if types is None:
+        found = _of_extern_c(text, symbol, declared, macros)
+    else:
+        names = _names(symbol, types, declared())
+        found = tuple(of_declaration("", name, type_, ()) for name, type_ in zip(names, types, strict=True))
+    if all(p.is_pointer is not None for p in found):
+        return found
+    return tuple(map(_sized, found, compiled().params))
+
+
+def _of_extern_c(
+    text: str, entry: str, declared: Callable[[], Sequence[KernelDeclaration]], macros: Collection[str]
+) -> tuple[Parameter, ...]:
+    names = cuda_entries(text)[entry]
     text = _COMMENT.sub(" ", text)
-    found = {tuple(_split(list_)) for list_ in _lists(text, entry)}
-    if len(found) != 1 or len(*found) != len(names):  # the preprocessor decides
+    lists = {tuple(split_list(list_)) for list_ in _lists(text, entry)}
+    if len(lists) != 1 or len(*lists) != len(names):  # the preprocessor decides
         return tuple(map(Parameter, names))
-    (declarations,) = found
+    (declarations,) = lists
     return tuple(of_declaration(text, name, each, macros) for name, each in zip(names, declarations, strict=True))
+
+
+def _names(symbol: str, types: Sequence[str], declared: Sequence[KernelDeclaration]) -> tuple[str, ...]:
+    """Names of a mangled kernel's parameters, by its declaration; of several overloads by the one of like types."""
+    base = name_of(symbol).partition("<")[0]
+    fitting = [one for one in declared if is_end_of(base, one.name) or is_end_of(one.name, base)]
+    fitting = [one for one in fitting if len(one.parameters) == len(types)]
+    if not fitting:
+        return tuple(f"arg{position}" for position in range(len(types)))
+
+    def likeness(one: KernelDeclaration) -> int:
+        return sum(_bare(a) == _bare(b) for a, b in zip(one.types, types, strict=True))
+
+    return max(fitting, key=likeness).parameter_names
+
+
+def _bare(type_: str) -> str:
+    """A type without qualifiers and namespaces, its words in order: `const float *` and `float const*` are one."""
+    return "".join(sorted(re.findall(r"\w+|\*", re.sub(r"\w+\s*::", "", _QUALIFIER.sub(" ", type_)))))
+
+
+def _sized(parameter: Parameter, variable: Variable) -> Parameter:
+    """A parameter of an unknown type: a struct, where PTX has its bytes."""
+    if parameter.is_pointer is None and variable.type == "b8":
+        return replace(parameter, is_pointer=False, struct_bytes=variable.size)
+    return parameter
 
 
 def _lists(text: str, entry: str) -> list[str]:
@@ -207,18 +292,6 @@ def _lists(text: str, entry: str) -> list[str]:
     return lists
 
 
-def _split(parameters: str) -> list[str]:
-    """At commas, but not those within brackets of any kind."""
-    parts, depth = [""], 0
-    for character in parameters:
-        depth += {**dict.fromkeys("(<[{", 1), **dict.fromkeys(")>]}", -1)}.get(character, 0)
-        if character == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [" ".join(part.split()) for part in parts] if parameters.strip() else []
-
-
 def of_declaration(text: str, name: str, declaration: str, macros: Collection[str]) -> Parameter:
     """What a declaration without its attributes says, `const float* x`; `text` may give its words other meanings."""
     bare = _QUALIFIER.sub(" ", declaration.partition("=")[0]).strip()
@@ -227,19 +300,20 @@ def of_declaration(text: str, name: str, declaration: str, macros: Collection[st
     if not re.fullmatch(r"[\w\s:*]+", bare):  # a template, a reference, a pointer to a function
         return Parameter(name)
     stars = bare.count("*") + arrays
+    is_const = bool(re.match(r"[^*]*\bconst\b", declaration)) and stars == 1
     words = re.findall(r"[\w:]+", bare)
     if len(words) > 1 and words[-1] == name:
         words.pop()
     type_ = " ".join(words)
     label = type_ + "*" * stars
     if any(_is_redefined(word, text) or word in macros for word in words):
-        return Parameter(name, label, None, True if stars else None)
+        return Parameter(name, label, None, True if stars else None, is_const=is_const)
     if stars > 1:
         return Parameter(name, label, _ADDRESS, True)
     number = _number(words)
     if number is None or (not stars and (number.kind == "raw" or _is_vector(words[0]))):
-        return Parameter(name, label, None, True if stars else None)
-    return Parameter(name, label, number, bool(stars))
+        return Parameter(name, label, None, True if stars else None, is_const=is_const)
+    return Parameter(name, label, number, bool(stars), is_const=is_const)
 
 
 def _number(words: list[str]) -> Number | None:

@@ -15,7 +15,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -59,18 +58,11 @@ class Target:
     @property
     def label(self) -> str:
         """The name in messages: for a Python function its own, not the mangled symbol."""
-        return self.kernel.source.name if self.kernel.origin else self.kernel.entry
-
-    @cached_property
-    def varies(self) -> bool:
-        """Whether the schedule can change the result: the kernel has asynchronous operations or stores to flags."""
-        entry = self.kernel.module.entries[self.kernel.entry]
-        strong = {"relaxed", "volatile", "release"}
-        return entry.is_asynchronous or any(strong & {*i.opcode.split(".")} for i in entry.instructions)
+        return self.kernel.source.name if self.kernel.origin else self.kernel.name
 
     def arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
         """The values of all parameters; ArgumentError for an argument that is missing, repeated or unknown."""
-        return self.expand(bound(self.kernel.entry, self.names, args, named))
+        return self.expand(bound(self.kernel.name, self.names, args, named))
 
 
 def bound(entry: str, names: Sequence[str], args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
@@ -95,6 +87,7 @@ def target(
     kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(kernel).__mro__}
     for kind, adapt in ADAPTERS.items():
         if kind in kinds:
+            _no(options, f"a kernel of {kind.partition('.')[0]}", "include", "std")
             found: tuple[Target, list[Any]] = adapt(kernel, options, args, named, made)
             return found
     rule = "a .ptx or .cu file, text, or a kernel of Triton, CuPy, numba.cuda or cuda.core"

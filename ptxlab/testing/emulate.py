@@ -15,6 +15,7 @@ from ptxlab.errors import ArgumentError, EmulationError, FileError, PtxlabError,
 from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.runtime.arguments import check_defines, geometry, is_text
 from ptxlab.runtime.backends import choose_backend
+from ptxlab.runtime.schedules import Schedule, first_differences
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
 from ptxlab.testing import adapters
@@ -31,27 +32,6 @@ class CheckFailed(VerificationError, AssertionError):  # noqa: N818  (pytest sho
     def __init__(self, message: str, annotations: list[Annotation]) -> None:
         super().__init__(message)
         self.annotations = annotations
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When asynchronous operations complete: `early` (at once), or `late` (at a wait, in seeded order)."""
-
-    mode: str = "early"
-    seed: int = 0
-
-    @classmethod
-    def named(cls, text: str) -> "Schedule":
-        """`early` or `late:3`."""
-        mode, _, seed = text.partition(":")
-        return cls(mode, int(seed or 0))
-
-    def apply(self, options: EmulatorOptions) -> EmulatorOptions:
-        """Return the options with this schedule's mode and seed."""
-        return replace(options, mode=self.mode, seed=self.seed)
-
-    def __str__(self) -> str:
-        return f"late:{self.seed}" if self.mode == "late" else "early"
 
 
 @dataclass(frozen=True)
@@ -152,6 +132,8 @@ class Emulate:
         entry: str | None = None,
         defines: Mapping[str, int] | None = None,
         arch: str | None = None,
+        include: Sequence[str | Path] = (),
+        std: str | None = None,
         checks: Any = None,
         seeds: int | None = None,
         same: bool = True,
@@ -167,9 +149,10 @@ class Emulate:
                 or Program, a numba.cuda kernel (`ptxlab.testing.adapters`).
             args: arguments in order: host arrays of any library, numbers, tensor maps. Arrays are copied.
             grid, block, shared_bytes, cluster: the launch. A Triton kernel sets its own block.
-            entry: the kernel's name; may be left out if the source has one kernel.
+            entry: the kernel's name, as in C++ (`ns::add<float, 3>`); may be left out if the source has one kernel.
             defines: `-D` constants of a `.cu`.
             arch: the architecture that a `.cu` or a Triton kernel is compiled for.
+            include, std: of a `.cu`: further folders for `#include`, and the language, by default `c++17`.
             checks: overrides the marker's: names, `"all"`, or `""` for none.
             seeds: overrides the marker's: number of late schedules, beside the early one.
             same: whether all schedules must leave the same bytes; False for float sums by atomics.
@@ -186,7 +169,7 @@ class Emulate:
         settings = self._settings()
         try:
             check_defines(defines := {} if defines is None else defines, arch)
-            loading = {"entry": entry, "defines": defines, "arch": arch}
+            loading = {"entry": entry, "defines": defines, "arch": arch, "include": include, "std": std}
             target, given = self._target(kernel, settings, loading, args, _merged(named, arguments))
             if target.block is not None and block not in (None, target.block):
                 raise ArgumentError("block", f"{target.block}, which the kernel was compiled for", block)
@@ -201,7 +184,7 @@ class Emulate:
                 target.kernel.launch(fresh := _copies(accepted), launch, backend="gpu")
                 return Emulated(_named(target, fresh), ("gpu",), "gpu")
             first: list[Any] = []
-            schedules = settings.schedules(seeds, target.varies)
+            schedules = settings.schedules(seeds, target.kernel.varies)
             for schedule in schedules:
                 fresh = _copies(accepted)
                 _run(target, fresh, launch, settings, schedule, options)
@@ -230,7 +213,14 @@ class Emulate:
             key = (kernel,)
         else:
             return adapters.target(kernel, loading, args, named, self._targets)
-        key = (*key, loading["entry"], *sorted(loading["defines"].items()), loading["arch"])
+        key = (
+            *key,
+            loading["entry"],
+            *sorted(loading["defines"].items()),
+            loading["arch"],
+            *map(str, loading["include"]),
+            loading["std"],
+        )
         if key not in self._targets:
             self._targets[key] = Target.of(runtime.load(kernel, **loading))
         return self._targets[key], self._targets[key].arguments(args, named)
@@ -324,14 +314,7 @@ def _compare(
     first: Sequence[Any], other: Sequence[Any], target: Target, settings: Settings, one: Schedule, two: Schedule
 ) -> None:
     """Raise CheckFailed if two schedules leave different bytes."""
-    left, right = _named(target, first), _named(target, other)
-    for name, a in left.items():
-        b = right[name]
-        if a.tobytes() == b.tobytes():
-            continue
-        unlike = (a.reshape(-1).view(np.uint8) != b.reshape(-1).view(np.uint8)).reshape(a.size, -1).any(axis=1)
-        place = np.unravel_index(int(np.argmax(unlike)), a.shape)
-        where = ", ".join(map(str, map(int, place)))
-        message = f"{target.label}: {name}[{where}] is {a[place]} in schedule {one} and {b[place]} in {two}"
+    for difference in first_differences(_named(target, first), _named(target, other), (one, two)):
+        message = f"{target.label}: {difference}"
         note = Annotation("schedule", *settings.place(target.kernel.source.path), message, settings.test)
         raise CheckFailed(f"{message}\n{settings.replay(two)}", [note])

@@ -1,7 +1,7 @@
-"""Compilers and disassembler: NVRTC for CUDA C++, ptxas for PTX, nvdisasm for cubins. None of them needs a GPU.
+"""Compilers and disassembler: NVRTC for CUDA C++, nvcc where host code needs it, ptxas for PTX, nvdisasm for cubins.
 
-NVRTC hands its cubins to the same assembler that `ptxas` is, and both print the same report, so one parser reads the
-registers, spills and warnings of either. What they make is cached on disk (`ptxlab.toolchain.cache`).
+None of them needs a GPU. NVRTC hands its cubins to the same assembler that `ptxas` is, and both print the same report,
+so one parser reads the registers, spills and warnings of either. What they make is cached on disk (`ptxlab.toolchain.cache`).
 """
 
 import functools
@@ -11,16 +11,15 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from ptxlab import sources
 from ptxlab.errors import ArgumentError, CompileError, UnavailableError
 from ptxlab.sources import Language, Source
-from ptxlab.toolchain import cache, includes, nvrtc
+from ptxlab.toolchain import cache, includes, nvcc, nvrtc
 
 Defines = Mapping[str, int | str]
 Kind = Literal["ptx", "cubin"]
@@ -76,13 +75,19 @@ class Image:
         return {name: _resources(report) for name, report in pairs}
 
     @cached_property
+    def symbols(self) -> dict[str, str]:
+        """Symbols of the instances that NVRTC was asked for (`Build.instances`)."""
+        noted = re.findall(rf"^{nvrtc.SYMBOL_NOTE}(.*): (\w+)$", self.log, re.MULTILINE)
+        return dict(noted)
+
+    @cached_property
     def warnings(self) -> tuple[str, ...]:
         """Warnings, and the assembler's notes with a number, such as C7510 (wgmma serialised)."""
         return tuple(line for line in self.log.splitlines() if re.search(r"\bwarning\b|\(C\d{4}\)", line))
 
 
 def compile_cuda(source: Source, arch: str, *, output: Kind = "cubin", defines: Defines = NO_DEFINES) -> Image:
-    """Compile CUDA C++ with NVRTC.
+    """Compile CUDA C++ with NVRTC, or with nvcc where the source's `build` says so.
 
     Args:
         source: a source whose language is `"cu"`.
@@ -96,6 +101,9 @@ def compile_cuda(source: Source, arch: str, *, output: Kind = "cubin", defines: 
     """
     options = _cuda_options(source, arch, output, defines)
     before = cuda_digest(source, arch, output=output, defines=defines)
+    if source.build.compiler == "nvcc":
+        once = functools.partial(nvcc.run, find("nvcc"), source, output, options)
+        return _image(source, before, arch, output, f"nvcc {version('nvcc')}", options, once)
 
     def run() -> tuple[bytes, str]:
         made = nvrtc.run(source, output, options)
@@ -103,11 +111,15 @@ def compile_cuda(source: Source, arch: str, *, output: Kind = "cubin", defines: 
             raise CompileError(source.path, 0, "a header changed while it was being compiled")
         return made
 
-    return _image(source, before, arch, output, f"nvrtc {version('nvrtc')}", options, run)
+    options_and_instances = [*options, *source.build.instances]
+    return _image(source, before, arch, output, f"nvrtc {version('nvrtc')}", options_and_instances, run)
 
 
 def cuda_digest(source: Source, arch: str, *, output: Kind = "cubin", defines: Defines = NO_DEFINES) -> str:
-    """Digest of what NVRTC reads of a source; one that does not tell gives a new one each time, to compile anew."""
+    """Digest of what the compiler reads of a source; one that does not tell gives a new one each time."""
+    if source.build.compiler == "nvcc":
+        text, _ = nvcc.run(find("nvcc"), source, "text", _cuda_options(source, arch, output, defines))
+        return cache.key_of(text.decode("latin-1"))
     return includes.digest(source, _cuda_options(source, arch, output, defines)) or secrets.token_hex()
 
 
@@ -115,41 +127,31 @@ def _cuda_options(source: Source, arch: str, output: Kind, defines: Defines) -> 
     for name in defines:
         if not name.isidentifier():
             raise ArgumentError("defines", "names of macros", name)
+    if source.build.compiler == "nvcc":
+        return [
+            f"-arch={check_arch(arch)}",
+            f"-std={source.build.std}",
+            "-lineinfo",
+            *(f"-D{name}={value}" for name, value in defines.items()),
+            *(f"-I{folder}" for folder in source.include_dirs()),
+            *(["-Xptxas=-v"] if output == "cubin" else []),
+        ]
     return [
         f"-arch={check_arch(arch) if output == 'cubin' else check_arch(arch).replace('sm_', 'compute_')}",
-        "-std=c++17",
+        f"-std={source.build.std}",
         "-lineinfo",
         *(f"-D{name}={value}" for name, value in defines.items()),
-        *(f"-I{folder}" for folder in [*source.include_dirs(), *_cuda_headers()]),
+        *(f"-I{folder}" for folder in [*source.include_dirs(), *cuda_headers()]),
         *(["--ptxas-options=-v"] if output == "cubin" else []),
     ]
 
 
-def cuda_entries(source: Source, arch: str | None = None, defines: Defines = NO_DEFINES) -> list[str]:
-    """Entry symbols of the `extern "C"` kernels that the compiler sees: not those in an `#if 0`.
-
-    `arch` decides what `__CUDA_ARCH__` is; None: those of either of sm_80 and sm_90. Without NVRTC all of the text.
-
-    Raises:
-        ArgumentError: there is no such kernel; the message says how to write one.
-        CompileError: and the source is wrong.
-    """
-    written = list(sources.cuda_entries(source.text))
-    options = [_cuda_options(source, one, "ptx", defines) for one in ([arch] if arch else ["sm_80", "sm_90"])]
-    try:
-        seen = b"".join(nvrtc.front_end(source, "--preprocess", some) for some in options).decode("latin-1")
-    except UnavailableError:
-        seen = ""
-    entries = [name for name in written if re.search(rf"\b{name}\s*\(", seen)] if seen else written
-    if entries:
-        return entries
-    rule, found = 'a kernel (extern "C" __global__)', "none"
-    if written:
-        compile_cuda(source, arch or "sm_90", output="ptx", defines=defines)  # its errors come first
-        rule, found = f"{rule} that the preprocessor leaves", ", ".join(written)
-    elif others := sources.cuda_entries(source.text, "C++"):
-        rule, found = 'extern "C" before __global__, so that the kernel is found by its name', ", ".join(others)
-    raise ArgumentError(f"{source.path}: entry", rule, found)
+def front_end_text(source: Source, arch: str, defines: Defines = NO_DEFINES) -> str:
+    """What NVRTC's preprocessor makes of a source for an architecture; empty if it cannot preprocess alone."""
+    if source.build.compiler == "nvcc":
+        source = replace(source, build=replace(source.build, compiler="nvrtc"))
+    options = _cuda_options(source, arch, "ptx", defines)
+    return nvrtc.front_end(source, "--preprocess", options).decode("latin-1")  # whatever it is encoded in
 
 
 def assemble(source: Source, arch: str) -> Image:
@@ -212,7 +214,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def version(tool: str) -> str | None:
-    """Version of one of `TOOLS`, `None` if it is not here."""
+    """Version of one of `TOOLS`, or of nvcc; `None` if it is not here."""
     if tool == "nvrtc":
         return nvrtc.version()
     path = find(tool)
@@ -250,7 +252,7 @@ def check_arch(arch: str) -> str:
 
 
 @functools.cache
-def _cuda_headers() -> list[str]:
+def cuda_headers() -> list[str]:
     """Include folders of CUDA itself: from the wheels, then from the toolkit that the tools on the PATH belong to."""
     folders: list[str] = []
     try:

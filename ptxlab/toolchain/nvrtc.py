@@ -7,9 +7,11 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ptxlab.declarations import declarations, without
 from ptxlab.errors import ArgumentError, CompileError, UnavailableError
 from ptxlab.sources import Source, names_same_file
 from ptxlab.toolchain import headers
@@ -19,6 +21,18 @@ INSTALL = "python -m pip install 'ptxlab[asm]'"
 PTXAS_ERROR = re.compile(r"^ptxas .*?(?:, line (\d+); )?(?:error|fatal) *: *(.*)$", re.MULTILINE)
 
 _ERROR = re.compile(r"^(.+?)\((\d+)\): (?:catastrophic )?error(?: #[^:]*)?: (.*)$", re.MULTILINE)
+_PLACED = re.compile(
+    r"^(?P<path>.+?)\((?P<line>\d+)\): (?:catastrophic )?error(?: #[^:]*)?: (?P<problem>.*)\n.*\n(?P<before> *)\^",
+    re.MULTILINE,
+)
+_HOST_CODE = re.compile(
+    r"considered a host (?:function|variable)|marked as a __host__ function|device-side kernel launch could not"
+    r"|inferred to be __host__"
+)
+_INSTANCE_ERROR = re.compile(
+    r"^(__nv_name_map)\(\d+\): error(?: #[^:]*)?: (.*)\n\s*#pragma nv_mangled_name (.*)$", re.MULTILINE
+)
+SYMBOL_NOTE = "symbol of "
 _LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)")
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', re.MULTILINE)
 
@@ -32,20 +46,26 @@ def version() -> str | None:
 
 
 def run(source: Source, output: Literal["cubin", "ptx"], options: Sequence[str]) -> tuple[bytes, str]:
-    """Compile; returns what was asked for, and the log.
+    """Compile; returns what was asked for, and the log, which names the symbol of each instance (`SYMBOL_NOTE`).
 
     Raises:
         CompileError: the source is wrong.
-        ArgumentError: NVRTC does not know the architecture, which has to be the first option.
+        ArgumentError: NVRTC does not know the architecture, which has to be the first option, or an instance is none.
         UnavailableError: NVRTC is not installed.
     """
     nvrtc = _library()
     require_finite(source)
-    with _compiled(source, options) as (program, result, log):
+    with _compiled(source, options, source.build.instances) as (program, result, log):
         if result == nvrtc.nvrtcResult.NVRTC_ERROR_INVALID_OPTION:
             raise ArgumentError("arch", f"an architecture that NVRTC {version()} knows", options[0])
         if int(result):
+            if refused := _INSTANCE_ERROR.search(log):
+                instance = " ".join(refused[3].split())
+                raise ArgumentError(f"{source.path}: entry", f"a kernel of this file ({refused[2]})", instance)
             raise _error(source, log, ptx=_text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program))
+        for instance in source.build.instances:
+            symbol = _call(nvrtc.nvrtcGetLoweredName, program, instance.encode()).decode()
+            log += f"{SYMBOL_NOTE}{instance}: {symbol}\n"
         if output == "ptx":
             return _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).encode(), log
         return _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log
@@ -61,26 +81,74 @@ def front_end(source: Source, action: str, options: Sequence[str]) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "made"
         extra = [text for option in (action, "--output", str(made)) for text in ("-Xcudafe", option)]
-        with _compiled(source, [*options, *extra]):
+        with _compiled(source, [*options, *extra], is_whole=False):
             return made.read_bytes() if made.is_file() else b""
 
 
 @contextmanager
-def _compiled(source: Source, options: Sequence[str]) -> Iterator[tuple[Any, Any, str]]:
-    """The program, compiled or not, NVRTC's result and its log; with standard headers if it lacks one without."""
+def _compiled(
+    source: Source, options: Sequence[str], instances: Sequence[str] = (), *, is_whole: bool = True
+) -> Iterator[tuple[Any, Any, str]]:
+    """The program, compiled or not, NVRTC's result and its log.
+
+    What it turns out to lack is added and it is compiled anew: standard headers; and unless the front end works alone
+    (not `is_whole`) what nvcc includes beforehand. Host functions, which NVRTC refuses, are left out.
+    """
     nvrtc = _library()
-    for provided in ({}, headers.BY_NAME):
-        texts, names = ([text.encode() for text in each] for each in (provided.values(), provided))
-        given = source.text.encode(), source.path.encode(), len(names), texts or None, names or None
+    defines = tuple(option for option in options if option.startswith("-D"))
+    question = source.text, source.path, source.build, is_whole, defines
+    added = _added.get(question, _Added(source.text))
+    while True:
+        provided = {
+            **(headers.BY_NAME if added.standard else {}),
+            **{h: headers.BEFOREHAND[h] for h in added.beforehand},
+        }
+        texts, names = ([each.encode() for each in some] for some in (provided.values(), provided))
+        given = added.text.encode(), source.path.encode(), len(names), texts or None, names or None
         program = _call(nvrtc.nvrtcCreateProgram, *given)
         try:
-            (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+            for instance in instances:
+                _call(nvrtc.nvrtcAddNameExpression, program, instance.encode())
+            all_options = [*options, *(f"--pre-include={header}" for header in added.beforehand)]
+            encoded = [option.encode() for option in all_options]
+            (result,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
             log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-            if provided or not headers.lacks(log):
+            before = added
+            if not added.standard and headers.lacks(log):
+                added = replace(added, standard=True)
+            elif int(result) and is_whole:
+                lacking = sorted(headers.lacks_beforehand(log) - set(added.beforehand))
+                shorter = _without_host_code(source, added.text, log)
+                added = _Added(shorter, added.standard or bool(lacking), (*added.beforehand, *lacking))
+            if added == before:
                 yield program, result, log
                 return
+            _added[question] = added
         finally:
             nvrtc.nvrtcDestroyProgram(program)
+
+
+@dataclass(frozen=True)
+class _Added:
+    """What a source is compiled with beside itself: its text without host functions, standard headers, what nvcc
+    includes beforehand."""
+
+    text: str
+    standard: bool = False
+    beforehand: tuple[str, ...] = ()
+
+
+_added: dict[tuple[Any, ...], _Added] = {}  # so that it is found out once in a process
+
+
+def _without_host_code(source: Source, text: str, log: str) -> str:
+    """The text without the host functions and variables that the log is about."""
+    places = [
+        (int(found["line"]), len(found["before"]) - 1)  # NVRTC indents what it quotes by two
+        for found in _PLACED.finditer(log)
+        if found["path"] == source.path and _HOST_CODE.search(found["problem"])
+    ]
+    return without(text, places) if places else text
 
 
 def excerpt(source: Source, line: int, path: str = "") -> str:
@@ -135,6 +203,10 @@ def _error(source: Source, log: str, ptx: str) -> CompileError:
     found = _ERROR.search(log)
     if found:
         path, line, problem = found[1], int(found[2]), found[3]
+        if (undefined := re.match(r'identifier "(\w+)" is undefined', problem)) and _is_host_function(
+            source, undefined[1]
+        ):
+            problem = f"{undefined[1]} is a function of the host: write __device__ before it"
         return CompileError(path, line, problem, excerpt(source, line, path), log)
     found = PTXAS_ERROR.search(log)
     if not found or not found[1]:
@@ -142,3 +214,9 @@ def _error(source: Source, log: str, ptx: str) -> CompileError:
     line = int(found[1])
     path, origin = origin_of(source, ptx, line)
     return CompileError(path, origin, found[2], ptx.splitlines()[line - 1].strip(), log)
+
+
+def _is_host_function(source: Source, name: str) -> bool:
+    """Whether a source defines a function of that name without saying that it is for the device."""
+    heads = [each.head for each in declarations(source.text) if re.search(rf"\b{name}\s*\(", each.head)]
+    return any(not re.search(r"__(?:device|global)__", head) for head in heads)

@@ -8,6 +8,7 @@ import numpy as np
 from ptxlab.emulator.front.ir import Instruction, called_from
 from ptxlab.emulator.front.lane_annotation import LaneType
 from ptxlab.emulator.options import KINDS
+from ptxlab.mangled import readable
 
 _KINDS = frozenset(kind for kinds in KINDS.values() for kind in kinds)
 
@@ -90,7 +91,8 @@ class Findings:
         if kind not in _KINDS:
             raise ValueError(f"{kind}: not among the kinds of findings (emulator/options.py)")
         packed, operands = (fault.lane, fault.operands) if fault else (None, {})
-        where = instruction.path, instruction.line, instruction.text
+        where = instruction.path, instruction.line, readable(instruction.text)
+        message = readable(message)
         key = (kind, *where[:2], instruction.callers, packed)
         if known := self.found.get(key):
             self.found[key] = replace(known, count=known.count + count)

@@ -1,0 +1,231 @@
+"""What a CUDA C++ text declares: kernels with namespace, template and parameters, and where a declaration stands.
+
+No parser of C++: scopes and heads are told by brackets. What is compiled is decided by the compiler alone; this names
+parameters, lists templates, and finds the host functions that NVRTC does not take.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ptxlab.mangled import split_list
+
+_IGNORED = re.compile(
+    r"//[^\n]*|/\*.*?\*/|R\"([^(\s]*)\(.*?\)\1\"|\"(?:\\.|[^\"\\\n])*\"|(?<!\w)'(?:\\.|[^'\\\n])+'"
+    r"|^[ \t]*#(?:\\\n|[^\n])*",
+    re.DOTALL | re.MULTILINE,
+)
+_BRACKET = re.compile(r"[(){};]")
+_CLASS = re.compile(r"^\s*(?:template\b.*>\s*)?(?:typedef\s+)?(?:struct|class|union)\b", re.DOTALL)
+_NAMESPACE = re.compile(r"\bnamespace\b\s*([\w:\s]*)$")
+_ATTRIBUTES = re.compile(
+    r"\[\[.*?\]\]|\b__(?:attribute|align|launch_bounds|cluster_dims|block_size|maxnreg)__\s*"
+    r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+)
+_NAMED = re.compile(r"([A-Za-z_]\w*)\s*(<.*>)?\s*\((.*)\)\s*$", re.DOTALL)
+_PARAMETER = re.compile(r"(\w+)\s*(?:\[[^\]]*\]\s*)*(?:=.*)?$", re.DOTALL)
+_LAUNCH = re.compile(r"([A-Za-z_][\w:]*)\s*(<[^;{}()]*>)?\s*<<<")
+_ACCESS = re.compile(r"\b(?:public|private|protected)\s*:")
+_MARKER = re.compile(r'^#(?:line)?\s*\d+\s+"([^"]*)"[^\n]*$', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A declaration at the level of a namespace or class: text[start:end], of which `head` stands before its body."""
+
+    start: int
+    end: int
+    head: str
+    scope: tuple[str, ...]
+    linkage: str
+
+
+@dataclass(frozen=True)
+class KernelDeclaration:
+    """A `__global__` function as it is written.
+
+    Attributes:
+        name: with its namespaces, `ns::add`; unnamed ones are left out.
+        template: its template parameters, `typename T, int N`; empty for none.
+        parameters: each as written, `const float* x`.
+        linkage: `C` or `C++`.
+    """
+
+    name: str
+    template: str
+    parameters: tuple[str, ...]
+    linkage: str
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of the parameters; `arg0`, `arg1` ... for those without."""
+        names = []
+        for position, text in enumerate(self.parameters):
+            found = _PARAMETER.search(text)
+            words = re.findall(r"\w+", text.partition("=")[0])
+            names.append(found[1] if found and len(words) > 1 and found[1] == words[-1] else f"arg{position}")
+        return tuple(names)
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Types of the parameters as written, without their names."""
+        named = zip(self.parameters, self.parameter_names, strict=True)
+        return tuple(re.sub(rf"\b{name}\b", "", text.partition("=")[0]) for text, name in named)
+
+
+def blank(text: str) -> str:
+    """The text with comments, strings and directives replaced by spaces: every character keeps its place."""
+    return _IGNORED.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+
+
+def declarations(text: str) -> Iterator[Declaration]:
+    """All declarations of namespaces and classes, functions and variables; none within functions."""
+    text = blank(text)
+    scopes: list[tuple[str, str]] = []  # of each open namespace, block of linkage or class: its name, what it is
+    start = depth = at = 0
+
+    def made(end: int, head_end: int) -> Declaration:
+        head = text[start:head_end]
+        accesses = list(_ACCESS.finditer(head))
+        begin = start + (accesses[-1].end() if accesses else 0)
+        names = tuple(name for name, _ in scopes if name)
+        linkage = "C" if any(kind == "C" for _, kind in scopes) else "C++"
+        return Declaration(begin, end, text[begin:head_end], names, linkage)
+
+    while found := _BRACKET.search(text, at):
+        at, bracket = found.end(), found[0]
+        if bracket in "()":
+            depth += 1 if bracket == "(" else -1
+        elif bracket == ";" and depth <= 0:
+            yield made(at, found.start())
+            start = at
+        elif bracket == "}" and depth <= 0:
+            if scopes:
+                scopes.pop()
+            start = at
+        elif bracket == "{":
+            head = text[start : found.start()]
+            scope = _scope(head) if depth <= 0 else None
+            if scope is not None:
+                scopes.append(scope)
+                start = at
+                continue
+            at = _behind(text, found.start())
+            if depth <= 0 and ")" in head and not _assigns(head) and not re.search(r"\benum\b", head):
+                yield made(at, found.start())
+                start = at
+
+
+def _assigns(head: str) -> bool:
+    """Whether a head has a `=` outside of brackets: what follows is a value."""
+    depth = 0
+    for character in head:
+        depth += {**dict.fromkeys("(<[", 1), **dict.fromkeys(")>]", -1)}.get(character, 0)
+        if character == "=" and depth <= 0 and "operator" not in head:
+            return True
+    return False
+
+
+def _scope(head: str) -> tuple[str, str] | None:
+    """What a `{` behind this head opens: a namespace, a block of linkage, a class; None for a body or a value."""
+    if re.fullmatch(r"\s*extern\s*", head):
+        return "", "C"
+    if (found := _NAMESPACE.search(head)) and "(" not in head:
+        return "".join(found[1].split()), "namespace"
+    if _CLASS.match(head) and not re.search(r"\)\s*(?:const|noexcept|override)?\s*$", head):
+        words = re.findall(r"\w+", _ATTRIBUTES.sub(" ", head).partition(":")[0])
+        return words[-1], "class"
+    return None
+
+
+def _behind(text: str, at: int) -> int:
+    """The place behind the `}` that closes the `{` at a place."""
+    depth = 0
+    for found in re.finditer(r"[{}]", text[at:]):
+        depth += 1 if found[0] == "{" else -1
+        if not depth:
+            return at + found.end()
+    return len(text)
+
+
+def kernels(text: str) -> list[KernelDeclaration]:
+    """Every `__global__` function that a text declares, definitions and templates among them, as often as it does."""
+    return [kernel for each in declarations(text) if (kernel := _kernel(each, text))]
+
+
+def _kernel(declaration: Declaration, text: str) -> KernelDeclaration | None:
+    head = declaration.head
+    if not re.search(r"\b__global__\b|__attribute__\s*\(\(\s*global\s*\)\)", head):
+        return None
+    template, head = _template(_ATTRIBUTES.sub(" ", head))
+    found = _NAMED.search(_last_list(head))
+    if not found or re.match(r"\s*template\b", head):  # an explicit instantiation: the compiler lists it
+        return None
+    written = text[declaration.start : declaration.end]
+    is_c = declaration.linkage == "C" or re.match(r'\s*extern\s+"C"', written)
+    name = "::".join((*declaration.scope, found[1]))
+    return KernelDeclaration(name, template, tuple(split_list(found[3])), "C" if is_c else "C++")
+
+
+def _template(head: str) -> tuple[str, str]:
+    """Template parameters and the rest of a head; of `template <>` none."""
+    found = re.match(r"\s*template\s*<", head)
+    if not found:
+        return "", head
+    depth = 0
+    for at in range(found.end() - 1, len(head)):
+        depth += {"<": 1, ">": -1}.get(head[at], 0)
+        if not depth:
+            return " ".join(head[found.end() : at].split()), head[at + 1 :]
+    return "", head
+
+
+def _last_list(head: str) -> str:
+    """A head up to the end of its parameters, from the name before them."""
+    end = head.rfind(")")
+    depth = 0
+    for at in range(end, -1, -1):
+        depth += {")": 1, "(": -1}.get(head[at], 0)
+        if not depth:
+            name = re.search(r"[A-Za-z_]\w*\s*(?:<[^()]*>)?\s*$", head[:at])
+            return head[name.start() if name else at : end + 1]
+    return ""
+
+
+def launches(text: str) -> list[str]:
+    """What a text launches with `<<<`: `ns::add<float, 3>`, in order, each once."""
+    found = (f"{one[1]}{one[2] or ''}" for one in _LAUNCH.finditer(blank(text)))
+    return list(dict.fromkeys(" ".join(name.split()) for name in found))
+
+
+def own_text(preprocessed: str, foreign: tuple[str, ...]) -> str:
+    """What the preprocessor made of files that are not in the `foreign` folders, by its line markers."""
+    parts, keeps, at = [], True, 0
+    for marker in _MARKER.finditer(preprocessed):
+        if keeps:
+            parts.append(preprocessed[at : marker.start()])
+        path, at = marker[1], marker.end()
+        keeps = "/" in path and not path.startswith(foreign) if foreign else True
+        keeps |= "/" not in path and not path.startswith("__nv")
+    return "".join([*parts, preprocessed[at:] if keeps else ""])
+
+
+def without(text: str, places: list[tuple[int, int]]) -> str:
+    """The text without the declarations that stand at these places (line and column, from 1); lines keep their number.
+
+    A place in no declaration changes nothing.
+    """
+    lines = [0, *(found.end() for found in re.finditer("\n", text))]
+    found = list(declarations(text))
+    starts = [each.start for each in found]
+    cut = set()
+    for line, column in places:
+        at = lines[min(line, len(lines)) - 1] + column - 1
+        index = bisect_right(starts, at) - 1
+        if index >= 0 and at < found[index].end:
+            cut.add(index)
+    for index in cut:
+        one = found[index]
+        text = text[: one.start] + re.sub(r"[^\n]", " ", text[one.start : one.end]) + text[one.end :]
+    return text

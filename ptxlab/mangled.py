@@ -1,0 +1,99 @@
+"""Names that C++ compilers mangle, as people write them: `ns::add<float, 3>` for `_ZN2ns3addIfLi3EEEvPT_j`."""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+_SYMBOL = re.compile(r"(?<![\w$])_Z\w+")
+_SPACES = re.compile(r"\s*([^\w\s])\s*")
+_ANONYMOUS = "(anonymous namespace)::"
+
+
+@lru_cache(maxsize=4096)
+def demangle(symbol: str) -> str:
+    """A symbol with its parameters, `ns::add<float, 3>(float*, unsigned int)`; what is not mangled stays as it is."""
+    if not symbol.startswith("_Z"):
+        return symbol
+    import pydemumble  # LLVM's demangler; most programs never meet a mangled name
+
+    plain: str = pydemumble.demangle(symbol) or symbol
+    return plain.removeprefix("void ").replace(_ANONYMOUS, "")
+
+
+def name_of(symbol: str) -> str:
+    """The name alone, `ns::add<float, 3>`; of a variable or function within a function its own name."""
+    plain = demangle(symbol)
+    if plain.startswith("_Z"):
+        return plain
+    head, _ = split_parameters(plain)
+    if head != plain:
+        return head
+    inner = plain.rpartition(")::")[2]  # `add(float*)::buf`
+    return inner or plain
+
+
+def parameters_of(symbol: str) -> tuple[str, ...] | None:
+    """Types of a kernel's parameters as the compiler sees them, typedefs resolved; None for what is not mangled."""
+    if not symbol.startswith("_Z") or (plain := demangle(symbol)).startswith("_Z"):
+        return None
+    _, inside = split_parameters(plain)
+    return tuple(split_list(inside or ""))
+
+
+def split_parameters(text: str) -> tuple[str, str | None]:
+    """`scale(float*)` as `scale` and `float*`; None where there is no list of parameters at the end."""
+    if not text.endswith(")"):
+        return text, None
+    depth = 0
+    for at in range(len(text) - 1, -1, -1):
+        depth += {")": 1, "(": -1}.get(text[at], 0)
+        if not depth:
+            return text[:at], text[at + 1 : -1]
+    return text, None
+
+
+def split_list(text: str) -> list[str]:
+    """Split at commas, but not at those within brackets of any kind."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += {**dict.fromkeys("(<[{", 1), **dict.fromkeys(")>]}", -1)}.get(character, 0)
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [" ".join(part.split()) for part in parts] if text.strip() else []
+
+
+def normalise(name: str) -> str:
+    """One spelling of a name: `add<float,3>` and `add< float, (int)3 >` are the same."""
+    name = re.sub(r"\(\s*(?:unsigned |long |int|bool|char|short)+\s*\)(?=-?\d)", "", name)
+    name = _SPACES.sub(r"\1", " ".join(name.split())).removeprefix("::")
+    return re.sub(r"(?<=\d)[uUlL]+\b", "", name)
+
+
+def readable(text: str) -> str:
+    """A message with every mangled symbol in it replaced by its name."""
+    return _SYMBOL.sub(lambda found: name_of(found[0]), text) if "_Z" in text else text
+
+
+def distinct_names(symbols: Sequence[str]) -> list[str]:
+    """How people tell symbols apart: by name, overloads by name and parameters."""
+    names = [name_of(symbol) for symbol in symbols]
+    return [demangle(s) if names.count(n) > 1 else n for s, n in zip(symbols, names, strict=True)]
+
+
+def named(symbols: Sequence[str], name: str) -> list[str]:
+    """The symbols of that name: with or without parameters, the arguments of a template, namespaces."""
+    wanted = normalise(name)
+
+    def forms(symbol: str) -> set[str]:
+        short = normalise(name_of(symbol))
+        return {normalise(demangle(symbol)), short, short.partition("<")[0]}
+
+    return [symbol for symbol in symbols if any(is_end_of(form, wanted) for form in forms(symbol))]
+
+
+def is_end_of(qualified: str, name: str) -> bool:
+    """Whether a name is a qualified one without some of its namespaces."""
+    name = name.removeprefix("::")
+    return qualified == name or qualified.endswith(f"::{name}")

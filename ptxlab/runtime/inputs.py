@@ -1,0 +1,146 @@
+"""Arguments as a command line gives them: `x=f32[1024]:normal`, `n=1024`, `FILE.npy`, by name or in order."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError
+from ptxlab.hardware.floats import bfloat16_bits
+from ptxlab.io.files import load_array
+
+_NAMED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_ARRAY = re.compile(r"(\w+)\[([\d\s,x]*)\](?::(.+))?")
+_TYPED = re.compile(r"([a-z]\w*):([^:,]+)")
+FILLS = ("normal", "uniform", "arange", "zeros", "uninitialised")
+_DTYPES = {f"f{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)} | {
+    f"{letter}{bits}": np.dtype(f"{name}{bits}")
+    for letter, name in (("i", "int"), ("u", "uint"))
+    for bits in (8, 16, 32, 64)
+}
+_DTYPES |= {str(dtype): dtype for dtype in _DTYPES.values()}
+BFLOAT16 = ("bf16", "bfloat16")
+_RULE = (
+    "[NAME=]VALUE, of which VALUE is a number, DTYPE[SHAPE][:FILL] such as f32[1024]:normal "
+    f"(FILL: {', '.join(FILLS)} or a number), DTYPE:NUMBER (of a struct each field, between commas) or FILE.npy"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """One argument: its name, empty for the next in order; whether its content counts as never written."""
+
+    name: str
+    value: Any
+    is_uninitialised: bool = False
+
+
+def parse_argument(option: str, text: str, seed: int = 0) -> Given:
+    """Parse one argument; random content is drawn from `seed`, so that two runs have the same.
+
+    Raises:
+        ArgumentError: the text is none; `option` is named in the message.
+        FileError: the .npy cannot be read.
+    """
+    name, value = found.groups() if (found := _NAMED.fullmatch(text)) else ("", text)
+    if value.endswith(".npy"):
+        return Given(name, load_array(Path(value)))
+    if found := _ARRAY.fullmatch(value):
+        dtype, shape = found[1], tuple(int(size) for size in re.findall(r"\d+", found[2]))
+        if dtype in _DTYPES or dtype in BFLOAT16:
+            fill = (found[3] or "zeros").strip()
+            return Given(name, _filled(option, dtype, shape, fill, seed), fill == "uninitialised")
+        raise ArgumentError(option, f"a dtype of {', '.join([*(n for n in _DTYPES if len(n) < 4), 'bf16'])}", dtype)
+    if fields := _struct(value):
+        return Given(name, fields[0] if len(fields) == 1 else _packed(fields))
+    return Given(name, _number(option, value))
+
+
+def _number(option: str, text: str) -> int | float:
+    try:
+        return int(text, 0)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentError(option, _RULE, text or "nothing") from None
+
+
+def _struct(text: str) -> list[np.generic]:
+    """`i32:100,f32:2` as scalars; empty for what is not such a list."""
+    fields: list[np.generic] = []
+    for part in text.split(","):
+        found = _TYPED.fullmatch(part.strip())
+        if not found or found[1] not in _DTYPES:
+            return []
+        dtype = _DTYPES[found[1]]
+        try:
+            fields.append(dtype.type(int(found[2], 0) if dtype.kind in "iu" else float(found[2])))
+        except (ValueError, OverflowError):
+            return []
+    return fields
+
+
+def _packed(fields: Sequence[np.generic]) -> bytes:
+    """The bytes of a struct of these fields, each aligned to its size, as C++ lays it out."""
+    raw = b""
+    for field in fields:
+        raw += bytes(-len(raw) % field.nbytes) + field.tobytes()
+    return raw + bytes(-len(raw) % max(field.nbytes for field in fields))
+
+
+def _filled(option: str, name: str, shape: tuple[int, ...], fill: str, seed: int) -> Any:
+    """An array of that content; bfloat16 as its bits, uint16."""
+    is_bfloat16 = name in BFLOAT16
+    dtype = np.dtype(np.float32) if is_bfloat16 else _DTYPES[name]
+    rng = np.random.default_rng(seed)
+    if fill in ("zeros", "uninitialised"):
+        array = np.zeros(shape, dtype)
+    elif fill == "arange":
+        array = np.arange(int(np.prod(shape))).astype(dtype).reshape(shape)
+    elif fill == "uniform" and dtype.kind in "iu":
+        info: Any = np.iinfo(str(dtype))
+        array = rng.integers(info.min, info.max, shape, dtype, endpoint=True)
+    elif fill == "uniform":
+        array = rng.random(shape).astype(dtype)
+    elif fill == "normal" and dtype.kind == "f":
+        array = rng.standard_normal(shape).astype(dtype)
+    else:
+        rule = ", ".join(each for each in FILLS if each != "normal" or dtype.kind == "f")
+        try:
+            array = np.full(shape, int(fill, 0) if dtype.kind in "iu" else float(fill), dtype)
+        except (ValueError, OverflowError):
+            raise ArgumentError(option, f"{name} is filled by {rule} or a number of its range", fill) from None
+    return bfloat16_bits(array) if is_bfloat16 else array
+
+
+def place_arguments(
+    label: str, parameters: Sequence[str], given: Sequence[Given], named: dict[str, Any]
+) -> dict[str, Any]:
+    """All arguments by name: those of `named`, with the `given` in their place; those without a name in order.
+
+    Raises ArgumentError for a name that is no parameter or stands twice, or for more values than parameters.
+    """
+    values = dict(named)
+    names = [one.name for one in given if one.name]
+    for name in names:
+        if names.count(name) > 1 or name not in parameters:
+            raise ArgumentError(label, f"each of {', '.join(parameters) or 'no arguments'} once", name)
+    free = iter([name for name in parameters if name not in names and name not in named])
+    for one in given:
+        name = one.name or next(free, "")
+        if not name:
+            raise ArgumentError(label, f"at most {len(parameters)} ({', '.join(parameters)})", len(given) + len(named))
+        values[name] = one.value
+    return values
+
+
+def uninitialised(parameters: Sequence[str], given: Sequence[Given], named: Sequence[str]) -> list[str]:
+    """Names of the arguments whose content counts as never written."""
+    names = [one.name for one in given if one.name]
+    free = iter([name for name in parameters if name not in names and name not in named])
+    return [name for one in given if (name := one.name or next(free, "")) and one.is_uninitialised]

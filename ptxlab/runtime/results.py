@@ -1,0 +1,149 @@
+"""What a kernel left: a summary of each output, and how it compares with what was expected."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError
+
+_FIRST = 4  # values of an array that a summary shows
+_WORST = 3  # places that a comparison shows
+RTOL = {2: 1e-3, 4: 1e-5, 8: 1e-12}  # of floats by their bytes: some units in the last place
+EXPECTED = "expected."  # before the name of an output in a file of arguments
+
+
+@dataclass(frozen=True)
+class Summary:
+    """An output at a glance: its first values, the least and the greatest but for NaN, and how many are NaN."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    first: tuple[float | int, ...]
+    minimum: float | int | None
+    maximum: float | int | None
+    nan: int
+
+    @classmethod
+    def of(cls, name: str, array: Any) -> "Summary":
+        """Summarise an array of numbers; of other bytes dtype and shape alone."""
+        array = np.asarray(array)
+        flat = array.reshape(-1)
+        if array.dtype.kind not in "biuf" or not flat.size:
+            return cls(name, str(array.dtype), array.shape, (), None, None, 0)
+        nan = int(np.isnan(flat).sum()) if array.dtype.kind == "f" else 0
+        some = flat[~np.isnan(flat)] if nan else flat
+        low, high = (some.min().item(), some.max().item()) if some.size else (None, None)
+        return cls(name, str(array.dtype), array.shape, tuple(v.item() for v in flat[:_FIRST]), low, high, nan)
+
+    def to_json(self) -> dict[str, Any]:
+        """The summary as JSON-ready values: NaN and infinity as text."""
+        values = asdict(self) | {"shape": list(self.shape), "first": [_json(v) for v in self.first]}
+        return values | {"minimum": _json(self.minimum), "maximum": _json(self.maximum)}
+
+    def cells(self) -> tuple[str, ...]:
+        """Name, type, first values, minimum, maximum and NaN in words."""
+        more = " ..." if int(np.prod(self.shape)) > len(self.first) else ""
+        shown = " ".join(map(number, self.first)) + more
+        return (
+            self.name,
+            f"{self.dtype}{list(self.shape)}",
+            shown,
+            number(self.minimum),
+            number(self.maximum),
+            str(self.nan),
+        )
+
+
+def number(value: float | int | None) -> str:
+    """A number in up to six digits."""
+    return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _json(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not np.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An output beside what was expected.
+
+    Attributes:
+        name: of the output.
+        wrong: how many elements are further off than they may be, of `total`.
+        rtol, atol: an element may be off by `atol + rtol * |expected|`; both 0: equal. NaN equals NaN.
+        worst: the elements that are furthest off: (index, got, expected).
+    """
+
+    name: str
+    wrong: int
+    total: int
+    rtol: float
+    atol: float
+    worst: tuple[tuple[tuple[int, ...], Any, Any], ...]
+
+    def __str__(self) -> str:
+        allowed = "equal" if not self.rtol and not self.atol else f"within {self.atol:g} + {self.rtol:g} x |expected|"
+        if not self.wrong:
+            return f"{self.name}: as expected, {self.total:,} elements {allowed}"
+        places = "; ".join(f"{self.name}{list(at)} is {got}, not {want}" for at, got, want in self.worst)
+        return f"{self.name}: {self.wrong:,} of {self.total:,} elements are not {allowed}; worst: {places}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as JSON-ready values."""
+        worst = [{"index": list(at), "got": _json(got), "expected": _json(want)} for at, got, want in self.worst]
+        return asdict(self) | {"worst": worst}
+
+
+def compare(name: str, got: Any, expected: Any, rtol: float | None = None, atol: float | None = None) -> Comparison:
+    """Compare an output with what was expected: integers for equality, floats within a tolerance.
+
+    Args:
+        rtol, atol: by default 1e-3 for float16, 1e-5 for float32, 1e-12 for float64, and the same times the largest
+            magnitude that is expected for `atol`.
+
+    Raises:
+        ArgumentError: another shape, or numbers of another kind.
+    """
+    got, expected = np.asarray(got), np.asarray(expected)
+    if got.shape != expected.shape:
+        raise ArgumentError(f"expected {name}", f"shape {list(got.shape)}", list(expected.shape))
+    floats = "f" in (got.dtype.kind, expected.dtype.kind)
+    if not floats and "V" in (got.dtype.kind, expected.dtype.kind):
+        raise ArgumentError(f"expected {name}", f"numbers such as {got.dtype}", expected.dtype)
+    a, b = (each.astype(np.float64) for each in (got, expected)) if floats else (got, expected)
+    usual = RTOL.get(min(got.dtype.itemsize, expected.dtype.itemsize), 1e-12) if floats else 0.0
+    finite = np.abs(b[np.isfinite(b)]) if floats else np.zeros(0)
+    rtol = usual if rtol is None else rtol
+    atol = (usual * float(finite.max(initial=0.0))) if atol is None else atol
+    if floats or rtol or atol:
+        x, y = a.astype(np.float64), b.astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            off = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, np.abs(x - y))
+            off = np.where(np.isnan(off), np.inf, off)
+            wrong = ~(off <= atol + rtol * np.where(np.isfinite(y), np.abs(y), 0.0))
+    else:
+        wrong = a != b
+        off = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    order = np.argsort(np.where(wrong, off, -1.0).reshape(-1), kind="stable")[::-1][: min(_WORST, int(wrong.sum()))]
+    places = [tuple(int(i) for i in np.unravel_index(at, got.shape)) for at in order]
+    worst = tuple((at, got[at].item(), expected[at].item()) for at in places)
+    return Comparison(name, int(wrong.sum()), wrong.size, rtol, atol, worst)
+
+
+def split_expected(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays of a file as arguments, and as expected outputs: those called `expected.NAME`."""
+    expected = {name.removeprefix(EXPECTED): a for name, a in arrays.items() if name.startswith(EXPECTED)}
+    return {name: a for name, a in arrays.items() if not name.startswith(EXPECTED)}, expected
+
+
+def compare_all(
+    outputs: Mapping[str, Any], expected: Mapping[str, Any], rtol: float | None = None, atol: float | None = None
+) -> list[Comparison]:
+    """Compare outputs by name; ArgumentError for an expected array that is no output."""
+    for name in expected:
+        if name not in outputs:
+            raise ArgumentError("expected", f"outputs of the kernel: {', '.join(outputs) or 'none'}", name)
+    return [compare(name, outputs[name], expected[name], rtol, atol) for name in expected]

@@ -1,0 +1,71 @@
+"""Schedules: orders in which asynchronous operations may complete, and whether a kernel's results depend on them."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ptxlab.emulator import EmulatorOptions
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When asynchronous operations complete: `early` (at once), or `late` (at a wait, in seeded order)."""
+
+    mode: str = "early"
+    seed: int = 0
+
+    @classmethod
+    def named(cls, text: str) -> "Schedule":
+        """`early` or `late:3`."""
+        mode, _, seed = text.partition(":")
+        return cls(mode, int(seed or 0))
+
+    def apply(self, options: EmulatorOptions) -> EmulatorOptions:
+        """Return the options with this schedule's mode and seed."""
+        return replace(options, mode=self.mode, seed=self.seed)
+
+    def __str__(self) -> str:
+        return f"late:{self.seed}" if self.mode == "late" else "early"
+
+
+CHECK = "schedules"  # the check's name on a command line; `all` includes it
+CHECKED = Schedule(), Schedule("late", 0), Schedule("late", 1), Schedule("late", 2)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two schedules leave other bytes: `count` of `total` elements of an array, the first at `index`."""
+
+    name: str
+    count: int
+    total: int
+    index: tuple[int, ...]
+    values: tuple[Any, Any]
+    schedules: tuple[str, str]
+
+    def __str__(self) -> str:
+        where, (one, two), (a, b) = ", ".join(map(str, self.index)), self.schedules, self.values
+        several = f"; {self.count:,} of {self.total:,} elements differ" if self.count > 1 else ""
+        return f"{self.name}[{where}] is {a} in schedule {one} and {b} in {two}{several}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The difference as JSON-ready values; numbers as text."""
+        return asdict(self) | {"values": [*map(str, self.values)]}
+
+
+def first_differences(
+    first: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], schedules: tuple[Schedule, Schedule]
+) -> list[Difference]:
+    """Where the arrays of two runs have other bytes, one difference per array."""
+    found = []
+    for name, a in first.items():
+        b = other[name]
+        if a.tobytes() == b.tobytes():
+            continue
+        unlike = (a.reshape(-1).view(np.uint8) != b.reshape(-1).view(np.uint8)).reshape(a.size, -1).any(axis=1)
+        place = tuple(int(i) for i in np.unravel_index(int(np.argmax(unlike)), a.shape))
+        one, two = map(str, schedules)
+        found.append(Difference(name, int(unlike.sum()), a.size, place, (a[place], b[place]), (one, two)))
+    return found

@@ -1,0 +1,222 @@
+"""Finds the kernels of a CUDA C++ source: by name, by the arguments of a template, by symbol, or the only one.
+
+The compiler says which there are. Names and parameters of templates are read off the preprocessed text.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ptxlab import declarations, mangled, sources
+from ptxlab.declarations import KernelDeclaration
+from ptxlab.errors import ArgumentError, CompileError, UnavailableError
+from ptxlab.mangled import is_end_of
+from ptxlab.sources import Source
+from ptxlab.toolchain import NO_DEFINES, Defines, compile_cuda, cuda_headers, find, front_end_text, nvcc
+
+_ENTRY = re.compile(r"^\s*(?:\.\w+\s+)*\.entry\s+([\w$]+)", re.MULTILINE)
+_LOWEST = "sm_80"  # that has what CUDA sources use
+_MOST_LAUNCHES = 32  # in host code, whose templates are tried
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a CUDA C++ source.
+
+    Attributes:
+        source: as it is to be compiled: by NVRTC, or by nvcc.
+        arch: what they are compiled for.
+    """
+
+    source: Source
+    arch: str
+    defines: Defines
+
+    @cached_property
+    def symbols(self) -> list[str]:
+        """Entry symbols that the compiler makes without being asked for any."""
+        return entry_symbols(compile_cuda(self.source, self.arch, output="ptx", defines=self.defines).data.decode())
+
+    @cached_property
+    def declared(self) -> list[KernelDeclaration]:
+        """What the source and its headers declare."""
+        return declared_kernels(self.source, self.arch, self.defines)
+
+    @cached_property
+    def templates(self) -> dict[str, str]:
+        """Template parameters by qualified name."""
+        return {kernel.name: kernel.template for kernel in self.declared if kernel.template}
+
+    @cached_property
+    def launched(self) -> dict[str, tuple[Source, str]]:
+        """Instances of templates that host code launches: by name, the source that has each, and its symbol."""
+        if self.source.build.compiler == "nvcc":  # which makes them by itself
+            return {}
+        found = {}
+        names = [name for name in declarations.launches(self.source.text) if self._expressions(name)]
+        for name in names[:_MOST_LAUNCHES]:
+            try:
+                source, symbol = self._instance(name)
+            except (ArgumentError, CompileError):  # its arguments are parameters of the host function
+                continue
+            if symbol not in self.symbols:
+                found[mangled.name_of(symbol)] = source, symbol
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """What `find` takes: names, of overloads with their parameters."""
+        return [*mangled.distinct_names(self.symbols), *self.launched]
+
+    def find(self, name: str | None) -> tuple[Source, str]:
+        """The source with the instance that has a kernel, and its symbol. None: the only kernel there is.
+
+        Raises ArgumentError, with what there is, where no kernel or more than one has that name.
+        """
+        if name is None:
+            found = [*((self.source, symbol) for symbol in self.symbols), *self.launched.values()]
+            if len(found) == 1:
+                return found[0]
+            raise self._refused("nothing")
+        if name in self.symbols:
+            return self.source, name
+        matching = mangled.named(self.symbols, name)
+        if len(matching) == 1:
+            return self.source, matching[0]
+        if matching:
+            raise ArgumentError(
+                f"{self.source.path}: entry", f"one of {', '.join(map(mangled.demangle, matching))}", name
+            )
+        if "<" in name or name.startswith("_Z") or self._is_template(name):
+            launched = [one for one in self.launched.values() if mangled.named([one[1]], name)]
+            if len(launched) == 1:
+                return launched[0]
+            if self._expressions(name):
+                return self._instance(name)
+        raise self._refused(name)
+
+    def _instance(self, name: str) -> tuple[Source, str]:
+        """A template with its arguments, instantiated."""
+        error: ArgumentError | None = None
+        for expression in self._expressions(name):
+            source = replace(self.source, build=replace(self.source.build, instances=(expression,)))
+            try:
+                image = compile_cuda(source, self.arch, output="ptx", defines=self.defines)
+            except ArgumentError as refused:
+                error = refused
+                continue
+            symbols = entry_symbols(image.data.decode())
+            if (symbol := image.symbols.get(expression)) in symbols:
+                return source, str(symbol)
+            if new := [symbol for symbol in symbols if symbol not in self.symbols]:  # nvcc does not say which it is
+                return source, new[0]
+        raise error or self._refused(name)
+
+    def _is_template(self, name: str) -> bool:
+        return any(is_end_of(template, name) for template in self.templates)
+
+    def _expressions(self, name: str) -> list[str]:
+        """How C++ may name an instance: with its namespaces."""
+        base, angle, arguments = name.partition("<")
+        whole = [template for template in self.templates if is_end_of(template, base.strip())]
+        return [f"{template}{angle}{arguments}" for template in whole] if angle else []
+
+    def _refused(self, name: str) -> ArgumentError:
+        rules = [f"one of {', '.join(self.names)}"] if self.names else []
+        if self.templates:
+            open_ = ", ".join(f"{template}<{parameters}>" for template, parameters in self.templates.items())
+            rules.append(f"a template with its arguments, of {open_}")
+        return ArgumentError(f"{self.source.path}: entry", ", or ".join(rules) or "a kernel (__global__)", name)
+
+
+def entry_symbols(ptx: str) -> list[str]:
+    """Symbols of the kernels that a PTX text defines."""
+    return list(dict.fromkeys(_ENTRY.findall(ptx)))
+
+
+def declared_kernels(source: Source, arch: str | None, defines: Defines) -> list[KernelDeclaration]:
+    """Kernels that a source and its headers declare, as the preprocessor leaves them; those of CUDA are left out."""
+    try:
+        text = front_end_text(source, arch or _LOWEST, defines)
+    except UnavailableError:
+        text = ""
+    foreign = tuple(cuda_headers())
+    return declarations.kernels(declarations.own_text(text, foreign) if text else source.text)
+
+
+def kernels_of(source: Source, arch: str | None = None, defines: Defines = NO_DEFINES) -> Kernels:
+    """The kernels of a source, by NVRTC; where it fails and there is host code, by nvcc.
+
+    Raises:
+        CompileError: neither compiles it.
+        UnavailableError: there is no NVRTC, or nvcc would be needed and cannot run here.
+    """
+    kernels = Kernels(source, arch or _LOWEST, defines)
+    try:
+        _ = kernels.symbols
+        return kernels
+    except CompileError as error:
+        if not _has_host_code(source, error.log):
+            raise
+        problem = error
+    try:
+        if find("nvcc") is None:
+            raise UnavailableError("nvcc: not found")
+        nvcc.require_host_compiler()
+    except UnavailableError as error:
+        problem.args = (f"{problem.args[0]}; its host code may need nvcc ({error})",)
+        raise problem from None
+    by_nvcc = replace(kernels, source=replace(source, build=replace(source.build, compiler="nvcc")))
+    _ = by_nvcc.symbols
+    return by_nvcc
+
+
+def _has_host_code(source: Source, log: str) -> bool:
+    """Whether a source has functions for the host, or lacks a header that NVRTC does not have."""
+    lacks = "cannot open source file" in log
+    return lacks or "<<<" in source.text or re.search(r"\bmain\s*\(", declarations.blank(source.text)) is not None
+
+
+def find_kernel(
+    source: Source, name: str | None, arch: str | None = None, defines: Defines = NO_DEFINES
+) -> tuple[Source, str]:
+    """The source as it is to be compiled, and the symbol of one of its kernels. None: the only one.
+
+    Of `extern "C"` kernels alone nothing is compiled: the preprocessor tells which are there.
+
+    Raises:
+        ArgumentError: no kernel, or more than one, has that name; the message lists what there is.
+        CompileError: the source is wrong.
+    """
+    written = sources.cuda_entries(source.text)
+    if written and not sources.cuda_entries(source.text, "C++") and not declarations.launches(source.text):
+        names = extern_c_entries(source, arch, defines)
+        if name in names or (name is None and len(names) == 1):
+            return source, name or names[0]
+        if not names:
+            compile_cuda(source, arch or "sm_90", output="ptx", defines=defines)  # its errors come first
+            rule = 'a kernel (extern "C" __global__) that the preprocessor leaves'
+            raise ArgumentError(f"{source.path}: entry", rule, ", ".join(written))
+        raise ArgumentError(f"{source.path}: entry", f"one of {', '.join(names)}", "nothing" if name is None else name)
+    return kernels_of(source, arch, defines).find(name)
+
+
+def extern_c_entries(source: Source, arch: str | None, defines: Defines) -> list[str]:
+    """The `extern "C"` kernels that the preprocessor leaves, for an architecture or for either of sm_80 and sm_90."""
+    written = list(sources.cuda_entries(source.text))
+    try:
+        seen = "".join(front_end_text(source, one, defines) for one in ([arch] if arch else ["sm_80", "sm_90"]))
+    except UnavailableError:
+        seen = ""
+    return [name for name in written if re.search(rf"\b{name}\s*\(", seen)] if seen else written
+
+
+def entries(source: Source, arch: str | None = None, defines: Defines = NO_DEFINES) -> list[str]:
+    """Names of all kernels that `find_kernel` finds without the arguments of a template."""
+    written = sources.cuda_entries(source.text)
+    if written and not sources.cuda_entries(source.text, "C++"):
+        if names := extern_c_entries(source, arch, defines):
+            return names
+        find_kernel(source, None, arch, defines)  # which says why not
+    kernels = kernels_of(source, arch, defines)
+    return kernels.names

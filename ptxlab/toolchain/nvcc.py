@@ -1,0 +1,72 @@
+"""nvcc, for CUDA C++ whose host code NVRTC cannot do without. It needs a C++ compiler of the host."""
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from ptxlab.errors import ArgumentError, CompileError, UnavailableError
+from ptxlab.sources import Source
+from ptxlab.toolchain.nvrtc import INSTALL, excerpt
+
+_ERROR = re.compile(
+    r"^(.+?)(?:\((\d+)\)|:(\d+)(?::\d+)?): (?:fatal |catastrophic )?error(?: #[^:]*)?: (.*)$", re.MULTILINE
+)
+_INSTANCE = "ptxlab_instance"
+
+
+def require_host_compiler() -> None:
+    """UnavailableError where there is no C++ compiler that nvcc could ask about host code."""
+    named = os.environ.get("NVCC_CCBIN", "g++" if os.name == "posix" else "cl")
+    if shutil.which(named) is None:
+        raise UnavailableError(f"nvcc: needs a C++ compiler of the host, and {named} is not on the PATH")
+
+
+def run(
+    nvcc: str | None, source: Source, output: Literal["cubin", "ptx", "text"], options: Sequence[str]
+) -> tuple[bytes, str]:
+    """Compile, or preprocess for `text`; returns what was asked for, and the log.
+
+    Raises:
+        CompileError: the source is wrong.
+        UnavailableError: nvcc or a compiler of the host is missing.
+    """
+    if nvcc is None:
+        raise UnavailableError(f"nvcc: not found in the Python environment, CUDA_HOME or PATH; {INSTALL}")
+    require_host_compiler()
+    with tempfile.TemporaryDirectory() as folder:
+        copy, made = Path(folder) / "in.cu", Path(folder) / "made"
+        # The copy goes by the name of the source: messages, line numbers and `__FILE__` are the source's.
+        path = os.path.abspath(source.path) if os.path.isfile(source.path) else source.path
+        instances = "".join(
+            f"\nstatic void *volatile {_INSTANCE}{i} = reinterpret_cast<void *>(&{name});"
+            for i, name in enumerate(source.build.instances)
+        )
+        marker = path.replace("\\", "\\\\").replace('"', '\\"')
+        copy.write_text(f'#line 1 "{marker}"\n{source.text}{instances}\n', encoding="utf-8")
+        action = {"ptx": "-ptx", "cubin": "-cubin", "text": "-E"}[output]
+        done = subprocess.run(
+            [nvcc, action, *options, copy, "-o", made], capture_output=True, text=True, errors="replace"
+        )
+        log = done.stdout + done.stderr
+        if done.returncode:
+            raise _error(source, path, log)
+        text = made.read_bytes()
+        return text.replace(str(copy).encode(), path.encode()) if output != "cubin" else text, log
+
+
+def _error(source: Source, path: str, log: str) -> CompileError | ArgumentError:
+    found = _ERROR.search(log)
+    if not found:
+        return CompileError(source.path, 0, next(iter(log.splitlines()), "nvcc failed"), log=log)
+    line, problem = int(found[2] or found[3]), found[4]
+    if line > len(source.text.splitlines()) and _INSTANCE in log:
+        return ArgumentError(
+            f"{source.path}: entry", f"a kernel of this file ({problem})", ", ".join(source.build.instances)
+        )
+    where = source.path if found[1] in (path, source.path) else found[1]
+    return CompileError(where, line, problem, excerpt(source, line, where), log)
