@@ -29,6 +29,7 @@ MAX_STEPS = 20_000
 MOST_ADDRESSES = 64  # that one access may have, by condition
 MOST_TURNS = 64  # of a loop that goes on for as long as an input says, where no assumption bounds that: one per bit
 SECONDS = 5.0  # of CPU time, for all turns of such a loop, and for the addresses of one access
+_ADVISED = 3  # inputs that an error proposes to assume; more of them are no advice
 _TRIED = 4  # what an input is assumed to be in the advice of an error, if it may be that
 _WINDOW = 40  # bits of an address within its buffer
 _FIRST = 0x5A3C7E4B00  # where in its window a buffer begins: no claim holds because an address is a round number
@@ -146,6 +147,7 @@ class SymbolicExecution:
         self.variables: dict[int, int] = {}
         self.registers: list[dict[tuple[int, int], Bits]] = [{} for _ in threads]
         self.defined: list[dict[tuple[int, int], Any]] = [{} for _ in threads]  # on which condition they hold that
+        self.recent: list[dict[tuple[int, int], tuple[Any, Bits]]] = [{} for _ in threads]  # last written, under which guard
         self.guards: dict[int, Any] = {}  # of the lanes that execute now
         self.carry: list[Bits] = [z3.FreshConst(z3.BoolSort(), "undefined carry") for _ in threads]
         self.steps: list[LaneStep] = []
@@ -209,7 +211,7 @@ class SymbolicExecution:
     def advice(self, term: Any) -> str:
         """The inputs of a term, and the assumptions that make it a number, as they are written on a command line."""
         inputs = dict[str, Bits]()
-        for name, symbol in symbols_of([term]).items():
+        for name, symbol in sorted(symbols_of([term]).items(), key=lambda item: (len(item[0]), item[0])):
             of_buffer, _, at = name.partition(" byte ")
             buffer = next((b for b in self.buffers if b.name == of_buffer), None) if at.isdigit() else None
             if buffer is not None:
@@ -223,13 +225,15 @@ class SymbolicExecution:
                 inputs.setdefault(name, None)
         if not inputs:
             return "what nothing has written"
-        named = ", ".join([*inputs][:3]) + (f" and {len(inputs) - 3} more" if len(inputs) > 3 else "")
-        if None in inputs.values():
+        named = ", ".join([*inputs][:_ADVISED])
+        if len(inputs) > _ADVISED:
+            named += f" and {len(inputs) - _ADVISED} more"
+        if None in inputs.values() or len(inputs) > _ADVISED:
             return named
         solver = z3.Solver()
         solver.add(*self.assume)
         chosen = []
-        for name, bits in [*inputs.items()][:3]:
+        for name, bits in inputs.items():
             if check(solver, bits == _TRIED, seconds=1) == z3.sat:
                 number = _TRIED
             elif check(solver, seconds=1) == z3.sat:
@@ -238,7 +242,7 @@ class SymbolicExecution:
                 return named
             solver.add(bits == number)
             chosen.append(f"--assume '{name} == {number}'")
-        return f"{named}; {' '.join(chosen)} decides it"
+        return f"{named}: add {' '.join(chosen)}, or another value"
 
     # Places
 
@@ -287,6 +291,9 @@ class SymbolicExecution:
         key = width, register.index
         known, defined = self.registers[lane].get(key), self.defined[lane].get(key, FALSE)
         guard = self.guards.get(lane, TRUE)
+        written_under, result = self.recent[lane].get(key, (FALSE, None))
+        if result is not None and _implies(guard, written_under):
+            return result  # without the other ways, of which a loop adds one a turn
         if known is not None and (_implies(guard, defined) or not self.possible(guard, z3.Not(defined))):
             return known
         unknown = z3.FreshConst(z3.BoolSort() if width == 1 else z3.BitVecSort(width), f"undefined {register.name}")
@@ -302,6 +309,7 @@ class SymbolicExecution:
         if width > 1:
             result = extend(result, width, signed)
         key = width, operand.index
+        self.recent[lane][key] = guard, z3.simplify(result)
         if key in self.registers[lane] and not z3.is_true(guard):
             result = z3.If(guard, result, self.registers[lane][key])
             guard = z3.simplify(z3.Or(guard, self.defined[lane][key]))

@@ -71,17 +71,25 @@ def claims_on_spec(
 
 
 def claims_on_file(
-    kernel: Kernel, claims: Sequence[str], assume: Sequence[str], where: Launch, other: Kernel | None = None
+    kernel: Kernel,
+    claims: Sequence[str],
+    assume: Sequence[str],
+    where: Launch,
+    other: Kernel | None = None,
+    advance: Callable[[str], object] = lambda _: None,
 ) -> Iterator[Claim]:
-    """Claims on a kernel without a spec; without any, that it stores what `other` does, or its `@lanes` annotations."""
-    label, launch = kernel.source.label, of_file(kernel, where=where, assume=assume)
+    """Claims on a kernel without a spec; without any, that it stores what `other` does, or its `@lanes` annotations.
+
+    `advance` is told the line of each instruction that is followed.
+    """
+    label, launch = kernel.source.label, of_file(kernel, where=where, assume=assume, advance=advance)
     if not claims and other is None:
         if not launch.trace.steps:
             raise ArgumentError(label, "--claim, --equals, or an instruction with // @lanes", "none")
         text = ", ".join([*assume, "@lanes"])
         yield Claim(label, "@lanes", text, partial(lane_queries, launch, KernelClaim("@lanes", "", tuple(assume))))
         return
-    twin = other and of_file(other, where=where, assume=assume, parameters=kernel.parameters)
+    twin = other and of_file(other, where=where, assume=assume, parameters=kernel.parameters, advance=advance)
     if twin and not claims:
         _check_alike(label, launch.outputs, twin.outputs)
     for number, text in enumerate(claims or [f"{name}.u8[i] == other.{name}.u8[i]" for name in launch.outputs], 1):

@@ -4,6 +4,7 @@ Where each bit of a logical input lies in the arguments is read off the spec's o
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -284,11 +285,17 @@ def _elements(arg: Arg, sizes: Mapping[str, int], byte: Callable[[int], Bits]) -
 
 
 def of_file(
-    kernel: Kernel, *, where: Launch, assume: Sequence[str] = (), parameters: Sequence[str] = ()
+    kernel: Kernel,
+    *,
+    where: Launch,
+    assume: Sequence[str] = (),
+    parameters: Sequence[str] = (),
+    advance: Callable[[str], object] = lambda _: None,
 ) -> SymbolicLaunch:
     """A kernel without a spec, all threads of a small launch: its arguments are symbols, byte by byte.
 
-    `parameters` are other names for the kernel's own. ArgumentError for a launch of more than `MOST_THREADS`.
+    `parameters` are other names for the kernel's own; `advance` is told the line of each instruction. ArgumentError for
+    a launch of more than `MOST_THREADS`.
     """
     grid, block = where.grid, where.block
     if np.prod(grid) * np.prod(block) > MOST_THREADS:
@@ -306,10 +313,9 @@ def of_file(
             bits = arguments[name] = z3.BitVec(name, 8 * parameter.size)
             kind = "s" if declared.number and declared.number.signed else "u"
             scalars[name] = of_bytes(name, pieces(bits, 8).__getitem__, type=f"{kind}{bits.size()}", only=0)
-    # conditions on scalars alone tell which ways the kernel can go
-    known = [formula(text, scalars, 0) for text in assume if names_in(text) <= set(scalars) - {"i"}]
+    known = _on_inputs(assume, arguments, scalars)
     threads = [(b, t) for b in _indices(grid) for t in _indices(block)]
-    trace = execute(entry, list(arguments.values()), grid=grid, block=block, threads=threads, assume=known)
+    trace = execute(entry, list(arguments.values()), grid=grid, block=block, threads=threads, assume=known, advance=advance)
     buffers = {name: argument for name, argument in arguments.items() if isinstance(argument, Buffer)}
     views = {name: _typed(buffer) for name, buffer in buffers.items()}
     outputs = {name: buffer for name, buffer in buffers.items() if buffer.written}
@@ -338,6 +344,20 @@ def of_file(
         arrays=arrays,
         command=f"ptxlab run {kernel.source.path}:{kernel.entry} {geometry}",
     )
+
+
+def _on_inputs(
+    assume: Sequence[str], arguments: Mapping[str, Bits | Buffer], scalars: Mapping[str, Elements]
+) -> list[Any]:
+    """The conditions on scalars and on elements by number and type (`x.u32[3]`): they tell which ways a kernel goes."""
+    arrays = {name: of_bytes(name, one.before) for name, one in arguments.items() if isinstance(one, Buffer)}
+    names = {**arrays, **scalars}
+    found = []
+    for text in assume:
+        if names_in(text) <= set(names) - {"i"}:
+            with suppress(ArgumentError if names_in(text) & set(arrays) else ()):  # its type may be known in the end
+                found.append(formula(text, names, 0))
+    return found
 
 
 def _typed(buffer: Buffer, before: bool = False) -> Elements:
