@@ -22,8 +22,8 @@ from ptxlab.emulator.front.types import DTYPES, bits_of, is_float, is_signed
 from ptxlab.emulator.ops.alu import selectors_of, typed_operands
 from ptxlab.errors import PtxlabError
 from ptxlab.prove.bitvectors import Bits, extend, joined, pieces, value
-from ptxlab.prove.solve import check, symbols_of
 from ptxlab.prove.semantics import computation
+from ptxlab.prove.solve import check, symbols_of
 
 MAX_STEPS = 20_000
 MOST_ADDRESSES = 64  # that one access may have, by condition
@@ -147,7 +147,9 @@ class SymbolicExecution:
         self.variables: dict[int, int] = {}
         self.registers: list[dict[tuple[int, int], Bits]] = [{} for _ in threads]
         self.defined: list[dict[tuple[int, int], Any]] = [{} for _ in threads]  # on which condition they hold that
-        self.recent: list[dict[tuple[int, int], tuple[Any, Bits]]] = [{} for _ in threads]  # last written, under which guard
+        self.recent: list[dict[tuple[int, int], tuple[Any, Bits]]] = [
+            {} for _ in threads
+        ]  # last written, under which guard
         self.guards: dict[int, Any] = {}  # of the lanes that execute now
         self.carry: list[Bits] = [z3.FreshConst(z3.BoolSort(), "undefined carry") for _ in threads]
         self.steps: list[LaneStep] = []

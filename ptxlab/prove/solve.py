@@ -14,16 +14,12 @@ from importlib.metadata import version
 from threading import Event, Timer
 from typing import Any, Literal
 
-from ptxlab.errors import ArgumentError, PtxlabError, UnavailableError
+from ptxlab.errors import ArgumentError, OutOfTime, UnavailableError
 from ptxlab.validate import is_one_of
 
 Verdict = Literal["proved", "refuted", "undecided"]
 SOLVERS = ("z3", "bitwuzla", "cvc5")
 INSTALL = "python -m pip install 'ptxlab[prove]'"
-
-
-class OutOfTime(PtxlabError):  # noqa: N818  (like Deadlock)
-    """What was to be decided took longer than it was allowed to."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +83,10 @@ def version_of(solver: str) -> str:
 
 
 @contextmanager
-def time_limit(seconds: float | None, limit: str) -> Iterator[None]:
+def time_limit(seconds: float | None, what: str) -> Iterator[None]:
     """End what runs inside after so many seconds, None: never; for the main thread.
 
-    Raises OutOfTime with `limit`, the text of which limit it was. It ends as Ctrl-C would, also within z3.
+    Raises OutOfTime with `what`, which says what was not done. It ends as Ctrl-C would, also within z3.
     """
     if seconds is None:
         yield
@@ -115,7 +111,7 @@ def time_limit(seconds: float | None, limit: str) -> Iterator[None]:
     except KeyboardInterrupt:
         if not expired.is_set():
             raise
-        raise OutOfTime(f"undecided after {limit}") from None
+        raise OutOfTime(what) from None
 
 
 def check(solver: Any, *assumptions: Any, seconds: float) -> Any:

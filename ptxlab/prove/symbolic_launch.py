@@ -213,11 +213,11 @@ class SymbolicLaunch:
         raise ArgumentError("claim", rule, claim)
 
 
-def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> SymbolicLaunch:
+def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False, entry: str = "") -> SymbolicLaunch:
     """A spec's kernel at the largest of its examples, of whose outputs each thread stores as many elements.
 
     The threads: the first (`alone`: no other), one in the second block, the last that has work, and the first that has
-    none.
+    none. `entry` is another kernel's in the source, which takes the same arguments.
     """
     sizes = {k: int(v) for k, v in max(spec.example_sizes, key=spec.bytes_moved).items()}
     layout = layout_of(spec.name, spec.example, spec.pack, tuple(sizes.items()))
@@ -226,7 +226,8 @@ def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> Symboli
         if "|" in str(arg.dtype):
             raise NotModelled(f"{spec.name}: {arg.name} is {arg.dtype}; arguments of one dtype are followed")
     count, itemsize = int(np.prod(output.resolve(sizes))), np.dtype(str(output.dtype)).itemsize
-    buffers, trace = _run(spec, source, sizes, layout, [0])
+    entry = entry or spec.name
+    buffers, trace = _run(spec, source, entry, sizes, layout, [0])
     first = buffers[output.name].written
     each, faults = len(first) // itemsize, list[tuple[Any, str]]()
     if not each or sorted(first) != list(range(each * itemsize)):
@@ -237,7 +238,7 @@ def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> Symboli
         launch = spec.launch({**sizes, **spec.config_for(sizes)})
         width, last = launch.block[0], launch.block[0] * launch.grid[0] - 1
         numbers = sorted({0, min(width + 37, working - 1), working - 1, min(working, last)})
-        buffers, trace = _run(spec, source, sizes, layout, numbers)
+        buffers, trace = _run(spec, source, entry, sizes, layout, numbers)
     trace.faults.extend(faults)
     names: dict[str, Any] = {**sizes}
     for arg in (*spec.inputs, *spec.outputs):
@@ -260,12 +261,15 @@ def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> Symboli
 
 
 def _run(
-    spec: KernelSpec, source: Source, sizes: dict[str, int], layout: Layout, numbers: Sequence[int]
+    spec: KernelSpec, source: Source, symbol: str, sizes: dict[str, int], layout: Layout, numbers: Sequence[int]
 ) -> tuple[dict[str, Buffer], SymbolicRun]:
     """What threads, by their number in the launch, store."""
     config = spec.config_for(sizes)
     known = {**sizes, **config}
-    launch, entry = spec.launch(known), Kernel.of(spec, source, config).module.entries[spec.name]
+    launch, entry = spec.launch(known), Kernel.of(spec, source, config).module.entries[symbol]
+    if len(entry.params) != len(spec.args):
+        rule = f"as many parameters as {spec.name} has arguments ({', '.join(a.name for a in spec.args)})"
+        raise ArgumentError(f"{source.label}: {symbol}", rule, len(entry.params))
     buffers = {
         a.name: Buffer(a.name, a.nbytes(known), first=partial(layout.byte, a.name) if a.name in layout.origin else None)
         for a in spec.args
@@ -315,7 +319,9 @@ def of_file(
             scalars[name] = of_bytes(name, pieces(bits, 8).__getitem__, type=f"{kind}{bits.size()}", only=0)
     known = _on_inputs(assume, arguments, scalars)
     threads = [(b, t) for b in _indices(grid) for t in _indices(block)]
-    trace = execute(entry, list(arguments.values()), grid=grid, block=block, threads=threads, assume=known, advance=advance)
+    trace = execute(
+        entry, list(arguments.values()), grid=grid, block=block, threads=threads, assume=known, advance=advance
+    )
     buffers = {name: argument for name, argument in arguments.items() if isinstance(argument, Buffer)}
     views = {name: _typed(buffer) for name, buffer in buffers.items()}
     outputs = {name: buffer for name, buffer in buffers.items() if buffer.written}
