@@ -109,5 +109,9 @@ class VerificationError(PtxlabError):
     """A kernel's results differ from its reference, or a check reported a finding."""
 
 
+class OutOfTime(PtxlabError):  # noqa: N818
+    """A proof took longer than it was allowed to, and is undecided."""
+
+
 class BenchmarkError(PtxlabError):
     """A measurement is not valid: the card is slower than it should be, or the timed launch was wrong."""

@@ -14,18 +14,45 @@ from typing import Any, NoReturn
 
 import typer
 from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
 from ptxlab import __version__, registry
-from ptxlab.cli.common import BAD_INPUT, FAILED, INTERRUPTED, UsageError, notes
-from ptxlab.errors import EmulationError, PtxlabError, UnknownInstruction, VerificationError
+from ptxlab.cli.common import BAD_INPUT, FAILED, INTERRUPTED, UNDECIDED, UsageError, notes
+from ptxlab.errors import EmulationError, OutOfTime, PtxlabError, UnknownInstruction, VerificationError
 from ptxlab.registry import Registration
 
 OTHER_PANEL = "Other commands"  # of modules without `PANEL`
 
 
+class _PlainHelp:
+    """Help as it is written: `out[i]` is no markup, and a flag takes no value."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        for one in (self, *self.params):  # type: ignore[attr-defined]
+            if text := getattr(one, "help", None):
+                one.help = escape(text)
+
+    def get_params(self, context: Any) -> list[Any]:
+        """List all parameters, `--help` too, of which flags show no type."""
+        params: list[Any] = super().get_params(context)  # type: ignore[misc]
+        for one in params:
+            if getattr(one, "is_flag", False):
+                one.metavar = ""
+        return params
+
+
+class _Command(_PlainHelp, TyperCommand):
+    """A command."""
+
+
+class _Group(_PlainHelp, TyperGroup):
+    """The app, or a command with commands below it."""
+
+
 def build_app(command: str | None) -> typer.Typer:
     """Build the app with one command loaded, by name; None: load all of them."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(cls=_Group, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     app.callback(invoke_without_command=True)(version)
     entries = registry.entries("commands")
     for name, entry in entries.items():
@@ -35,12 +62,12 @@ def build_app(command: str | None) -> typer.Typer:
         panel = _outline(entry.module).get("PANEL", OTHER_PANEL)
         below = {each.removeprefix(f"{name} "): one for each, one in entries.items() if each.startswith(f"{name} ")}
         if not below or command not in (name, None):
-            app.command(name, rich_help_panel=panel)(run)
+            app.command(name, cls=_Command, rich_help_panel=panel)(run)
             continue
-        group = typer.Typer()
+        group = typer.Typer(cls=_Group, rich_markup_mode="rich")
         group.callback(invoke_without_command=True)(run)
         for subcommand, one in below.items():
-            group.command(subcommand)(one.load())
+            group.command(subcommand, cls=_Command)(one.load())
         app.add_typer(group, name=name, rich_help_panel=panel)
     return app
 
@@ -106,6 +133,8 @@ def report_errors(run: Callable[[], Any]) -> NoReturn:
         _die(str(error), BAD_INPUT)
     except (EmulationError, VerificationError) as error:
         _die(str(error), FAILED)
+    except OutOfTime as error:
+        _die(str(error), UNDECIDED)
     except PtxlabError as error:
         _die(str(error).replace('backend="emulator"', "--backend emulator"), BAD_INPUT)
     except typer.Abort:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Event, Thread
 from time import monotonic
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ from rich.table import Table
 
 from ptxlab.errors import PtxlabError
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+FAILED, BAD_INPUT, UNDECIDED, INTERRUPTED = 1, 2, 3, 130
 LINE_SECONDS = 60  # between two lines of a run without a terminal
 
 UsageError: Any = typer.BadParameter.__bases__[0]  # of click, which Typer carries within itself
@@ -91,10 +92,11 @@ class Progress:
         title: of the run.
         total: how many steps there are, or None.
         done: how many of these were done.
+        label: what is being done.
     """
 
     def __init__(self, title: str, total: int | None, display: RichProgress | None, *, says: bool) -> None:
-        self.title, self.total, self.done = title, total, 0
+        self.title, self.total, self.done, self.label = title, total, 0, ""
         self._display, self._says, self._begin = display, says, monotonic()
         self._said = self._begin
         if display is not None:
@@ -104,18 +106,33 @@ class Progress:
         """Advance by one step, and name what is being done; `total` is for runs that learn their number of steps."""
         self.done += 1
         self.total = self.total if total is None else total
+        self.say(label)
+        if self._says and monotonic() - self._said >= LINE_SECONDS:
+            self._print_line()
+
+    def say(self, label: str) -> None:
+        """Name what is being done, within a step."""
+        self.label = label
         if self._display is not None:
             self._display.update(self._task, completed=self.done, total=self.total, description=escape(label))
-        elif self._says and monotonic() - self._said >= LINE_SECONDS:
-            self._said = monotonic()
-            notes.print(escape(f"{self.title}: {self.steps()}{self._time_left()}"), highlight=False, soft_wrap=True)
+
+    def beat(self, ended: Event) -> None:
+        """Say every minute where a run is whose step takes longer, until it has ended."""
+        while not ended.wait(LINE_SECONDS):
+            if self._says and monotonic() - self._said >= LINE_SECONDS:
+                self._print_line(f": {self.label}" if self.label else "")
+
+    def _print_line(self, doing: str = "") -> None:
+        self._said = monotonic()
+        line = f"{self.title}: {self.steps()}{self._time_left()}{doing}"
+        notes.print(escape(line), highlight=False, soft_wrap=True)
 
     def steps(self) -> str:
         """`12 of 30`."""
         return f"{self.done} done" if self.total is None else f"{self.done} of {self.total}"
 
     def _time_left(self) -> str:
-        if self.total is None:
+        if self.total is None or not self.done:
             return ""
         seconds = (monotonic() - self._begin) / self.done * (self.total - self.done)
         size, unit = next(((size, unit) for size, unit in _UNITS if seconds >= 1.5 * size), _UNITS[-1])
@@ -135,8 +152,13 @@ def progress_bar(
     display = RichProgress(*steps, *times, console=notes, transient=True, redirect_stdout=False)
     with display if notes.is_terminal and not quiet else nullcontext() as shown:
         progress = Progress(title, total, shown, says=not quiet and not notes.is_terminal)
-        with interruptible(lambda: f"{title}: {progress.steps()}; {keeps}"):
-            yield progress
+        ended = Event()
+        Thread(target=progress.beat, args=(ended,), daemon=True).start()
+        try:
+            with interruptible(lambda: f"{title}: {progress.steps()}; {keeps}"):
+                yield progress
+        finally:
+            ended.set()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The command `prove`: what a kernel does for all inputs, decided by a solver."""
 
 from pathlib import Path
+from time import monotonic
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ from rich.markup import escape
 from ptxlab import registry
 from ptxlab.cli.common import (
     FAILED,
+    UNDECIDED,
     AsJson,
     CommandLineError,
     FileArch,
@@ -24,15 +26,14 @@ from ptxlab.cli.common import (
     table,
     written,
 )
+from ptxlab.errors import OutOfTime
 from ptxlab.io.files import save_arrays
 from ptxlab.prove import Claim, Decision, decide, registered
-from ptxlab.prove.solve import check_solver
+from ptxlab.prove.solve import check_solver, time_limit
 from ptxlab.runtime import Kernel, load
 from ptxlab.runtime.arguments import geometry, parse_integers
 
 PANEL = "Run and check"
-
-UNDECIDED = 3
 
 
 def prove(
@@ -52,7 +53,13 @@ def prove(
     equals: Annotated[
         str | None, typer.Option(help="NAME or FILE whose outputs, on the same inputs, are other.out in a claim.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.001, help="Time per claim.")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.001, help="Time per claim, and to follow the launch of a file.")
+    ] = 60.0,
+    total_seconds: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Time for the whole run; what is left then is undecided. Default: no limit."),
+    ] = None,
     solver: Annotated[str, typer.Option(help="z3, bitwuzla or cvc5.")] = "z3",
     counterexample: Annotated[
         Path | None, typer.Option("--out", help="Write the first counterexample's arguments, for `run --in`: FILE.npz.")
@@ -70,7 +77,10 @@ def prove(
 ) -> None:
     """Prove what a kernel does for all inputs, or show an input for which it does not.
 
-    Without --claim: the claims on it, and its @lanes annotations. Exit code 1: refuted, 3: undecided in time.
+    Without --claim: the claims on it, and its @lanes annotations. A loop's bound and an address that depend on an input
+    need an --assume that makes them numbers. Exit code 1: refuted, 3: undecided in time.
+
+    Example: ptxlab prove unpack.ptx --assume "scale <= 17" --claim "out.u8[i] == nibbles(q)[i] * scale"
     """
     if bool(targets) == everything:
         raise CommandLineError("prove expects kernels, families, files or --all")
@@ -81,6 +91,7 @@ def prove(
     if everything:
         given = {"--assume": assume, "--claim": claim, "--equals": equals, "--unchecked": unchecked or None}
         refuse(given, "is for one kernel, not for --all")
+    ends = monotonic() + total_seconds if total_seconds else None
     from ptxlab.prove.kernels import claims_of, claims_on_file, claims_on_spec
 
     claims: list[Claim] = []
@@ -91,7 +102,12 @@ def prove(
                 kernel = load(sources[0], entry, defines=parse_integers("-D", define or []), arch=arch)
                 other = _kernel(equals) if equals else None
                 where = geometry(dims("grid", grid or "1"), dims("block", block or "1"), 0, 1)
-                claims += claims_on_file(kernel, claim or [], assume or [], where, other)
+                title = f"follow {Path(kernel.source.path).name}"
+                with (
+                    progress_bar(title, None, quiet=as_json) as advance,
+                    time_limit(*_least(seconds, ends, total_seconds, f"{title}: not at its end")),
+                ):
+                    claims += claims_on_file(kernel, claim or [], assume or [], where, other, advance)
                 continue
             only = {"--grid": grid, "--block": block, "--arch": arch, "-D": define}
             refuse(only, f"is for files only: {spec.name} has a spec, which says it")
@@ -111,11 +127,23 @@ def prove(
     with progress_bar("prove", len(claims), quiet=as_json) as advance:
         for one in claims:
             advance(f"{one.subject}: {one.name}")
-            outcomes.append(decide(one, seconds=seconds, solver=solver))
+            try:
+                with time_limit(ends and max(0.001, ends - monotonic()), ""):
+                    outcomes.append(decide(one, seconds=seconds, solver=solver, say=advance.say))
+            except OutOfTime:
+                outcomes.append(Decision(one, "undecided", 0.0, solver))
             if not notes.is_terminal and not as_json:  # a log instead of a bar
                 said = f"{one.subject}: {one.name}: {_verdict(outcomes[-1])}, {outcomes[-1].seconds:.2f} s"
                 notes.print(said, soft_wrap=True, highlight=False, markup=False)
     _report(outcomes, counterexample, as_json)
+
+
+def _least(seconds: float, ends: float | None, total: float | None, what: str) -> tuple[float, str]:
+    """The nearer of two limits of time, and the error of which says which it was."""
+    left = seconds if ends is None else ends - monotonic()
+    if left < seconds:
+        return max(0.001, left), f"{what} after --total-seconds {total:g}"
+    return seconds, f"{what} after --seconds {seconds:g}"
 
 
 def _kernel(target: str) -> Kernel:

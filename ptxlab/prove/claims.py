@@ -89,10 +89,12 @@ def registered() -> list[Claim]:
     return [claim for maker in _MAKERS for claim in maker()]
 
 
-def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Decision:
+def decide(
+    claim: Claim, *, seconds: float = 60.0, solver: str = "z3", say: Callable[[str], object] = lambda _: None
+) -> Decision:
     """Decide one claim; `undecided` where the solver needs longer than `seconds`.
 
-    ArgumentError: no input satisfies its assumptions, so that it would hold of nothing.
+    `say` is told which of its formulas is being decided. ArgumentError: no input satisfies its assumptions, so that it would hold of nothing.
     """
     check_solver(solver)
     start = process_time()
@@ -105,7 +107,9 @@ def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Decisi
     queries = [question] if isinstance(question, Query) else question
     if not queries:
         raise ArgumentError(claim.subject, "something to decide", f"nothing, for {claim.text}")
-    for query in of_each_form(queries):
+    formulas = of_each_form(queries)
+    for number, query in enumerate(formulas, 1):
+        say(f"{claim.subject}: {claim.name}, formula {number} of {len(formulas)}")
         left = seconds - (process_time() - start)
         answer = ask(query, seconds=left, solver=solver) if left > 0 else Answer("undecided")
         if answer.verdict == "refuted" and query.explain:

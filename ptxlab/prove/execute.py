@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from time import process_time
 from typing import Any, NoReturn
 
 import z3
@@ -22,9 +23,14 @@ from ptxlab.emulator.ops.alu import selectors_of, typed_operands
 from ptxlab.errors import PtxlabError
 from ptxlab.prove.bitvectors import Bits, extend, joined, pieces, value
 from ptxlab.prove.semantics import computation
+from ptxlab.prove.solve import check, symbols_of
 
 MAX_STEPS = 20_000
 MOST_ADDRESSES = 64  # that one access may have, by condition
+MOST_TURNS = 64  # of a loop that goes on for as long as an input says, where no assumption bounds that: one per bit
+SECONDS = 5.0  # of CPU time, for all turns of such a loop, and for the addresses of one access
+_ADVISED = 3  # inputs that an error proposes to assume; more of them are no advice
+_TRIED = 4  # what an input is assumed to be in the advice of an error, if it may be that
 _WINDOW = 40  # bits of an address within its buffer
 _FIRST = 0x5A3C7E4B00  # where in its window a buffer begins: no claim holds because an address is a round number
 _HARMLESS = ("membar", "fence", "nanosleep", "prefetch", "prefetchu", "discard", "applypriority", "griddepcontrol")
@@ -66,6 +72,15 @@ class Buffer:
         self.written[at] = z3.Or(guard, self.written.get(at, FALSE))
 
 
+@dataclass
+class Turns:
+    """Turns of a loop whose number an input decides: the guard of each lane's last one, and what deciding them took."""
+
+    count: int = 0
+    seconds: float = 0.0
+    guards: dict[int, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class LaneStep:
     """An annotated instruction that was executed: its lanes are to be computed wide (`@lanes`)."""
@@ -96,12 +111,14 @@ def execute(
     block: Index,
     threads: Sequence[tuple[Index, Index]],
     assume: Sequence[Any] = (),
+    advance: Callable[[str], object] = lambda _: None,
 ) -> SymbolicRun:
     """Run threads (block index, thread index) of a launch on arguments in launch order, bitvectors or buffers.
 
-    Buffers are written in place. NotModelled names the line of what cannot be followed.
+    Buffers are written in place; `advance` is told the line of each instruction. NotModelled names the line of what
+    cannot be followed, and the input that it depends on.
     """
-    return SymbolicExecution(entry, arguments, grid, block, threads, assume).run()
+    return SymbolicExecution(entry, arguments, grid, block, threads, assume).run(advance)
 
 
 class SymbolicExecution:
@@ -130,12 +147,16 @@ class SymbolicExecution:
         self.variables: dict[int, int] = {}
         self.registers: list[dict[tuple[int, int], Bits]] = [{} for _ in threads]
         self.defined: list[dict[tuple[int, int], Any]] = [{} for _ in threads]  # on which condition they hold that
+        self.recent: list[dict[tuple[int, int], tuple[Any, Bits]]] = [
+            {} for _ in threads
+        ]  # last written, under which guard
         self.guards: dict[int, Any] = {}  # of the lanes that execute now
         self.carry: list[Bits] = [z3.FreshConst(z3.BoolSort(), "undefined carry") for _ in threads]
         self.steps: list[LaneStep] = []
         self.faults: list[tuple[Any, str]] = []
+        self.turns: dict[int, Turns] = defaultdict(Turns)  # by the instruction that goes back
 
-    def run(self) -> SymbolicRun:
+    def run(self, advance: Callable[[str], object] = lambda _: None) -> SymbolicRun:
         """Execute all threads to their end and return what they store."""
         ready: dict[int, dict[int, Any]] = {0: dict.fromkeys(range(len(self.threads)), TRUE)}
         done = 0
@@ -145,10 +166,11 @@ class SymbolicExecution:
                 break
             done += 1
             if done > MAX_STEPS:
-                self.refuse(self.code[pc], f"more than {MAX_STEPS} instructions: a loop whose bound is not a number")
+                self.refuse(self.code[pc], f"more than {MAX_STEPS} instructions")
+            advance(self.code[pc].where.partition(": ")[0])
             for target, guards in self.step(pc, ready.pop(pc)):
                 for lane, guard in guards.items():
-                    if target <= pc and not self.possible(guard):
+                    if target <= pc and not self.goes_back(pc, lane, guard):
                         continue
                     place = ready.setdefault(target, {})
                     place[lane] = z3.simplify(z3.Or(place[lane], guard)) if lane in place else guard
@@ -160,13 +182,69 @@ class SymbolicExecution:
         """Raise NotModelled with the place and the reason."""
         raise NotModelled(f"{instruction.where}: not modelled: {why}")
 
-    def possible(self, guard: Any) -> bool:
-        """Whether a condition can hold at all; whatever cannot be told can."""
-        if z3.is_true(guard) or z3.is_false(guard):
-            return bool(z3.is_true(guard))
+    def possible(self, *conditions: Any) -> bool:
+        """Whether conditions can hold at all; whatever cannot be told can."""
+        if all(z3.is_true(one) for one in conditions) or any(z3.is_false(one) for one in conditions):
+            return not any(z3.is_false(one) for one in conditions)
+        return bool(check(z3.Solver(), *self.assume, *conditions, seconds=SECONDS) != z3.unsat)
+
+    def goes_back(self, pc: int, lane: int, guard: Any) -> bool:
+        """Whether a lane can take a branch back under this guard.
+
+        NotModelled: the guard changes turn by turn, so an input decides how many there are, and nothing bounds it.
+        """
+        turns = self.turns[pc]
+        if (before := turns.guards.get(lane)) is None or not before.eq(guard):
+            turns.count += before is not None and lane == min(turns.guards)
+            turns.guards[lane] = guard
+            begun = process_time()
+            possible = self.possible(guard)
+            turns.seconds += process_time() - begun
+            if possible and (turns.count > MOST_TURNS or turns.seconds > SECONDS) and self.unbounded(guard):
+                self.refuse(self.code[pc], f"how often this loop goes round depends on {self.advice(guard)}")
+            return possible
+        return True
+
+    def unbounded(self, guard: Any) -> bool:
+        """Whether an input of a condition may be so large that no loop over it can be followed."""
+        words = [x for x in symbols_of([guard]).values() if z3.is_bv(x)]
+        return any(x.size() < 16 or self.possible(guard, z3.UGT(x, MAX_STEPS)) for x in words) or not words
+
+    def advice(self, term: Any) -> str:
+        """The inputs of a term, and the assumptions that make it a number, as they are written on a command line."""
+        inputs = dict[str, Bits]()
+        for name, symbol in sorted(symbols_of([term]).items(), key=lambda item: (len(item[0]), item[0])):
+            of_buffer, _, at = name.partition(" byte ")
+            buffer = next((b for b in self.buffers if b.name == of_buffer), None) if at.isdigit() else None
+            if buffer is not None:
+                size = max((bits_of(t) // 8 for t in buffer.types), default=1)
+                first = int(at) // size * size
+                word = joined([buffer.before(first + i) for i in range(size)])
+                inputs[f"{buffer.name}.u{8 * size}[{first // size}]"] = word
+            elif any(symbol.eq(one) for one in self.params.values() if z3.is_expr(one)):
+                inputs[name] = symbol
+            elif "[" in name:  # of a spec: its rules are all that is assumed
+                inputs.setdefault(name, None)
+        if not inputs:
+            return "what nothing has written"
+        named = ", ".join([*inputs][:_ADVISED])
+        if len(inputs) > _ADVISED:
+            named += f" and {len(inputs) - _ADVISED} more"
+        if None in inputs.values() or len(inputs) > _ADVISED:
+            return named
         solver = z3.Solver()
-        solver.set("timeout", 5000)
-        return bool(solver.check(*self.assume, guard) != z3.unsat)
+        solver.add(*self.assume)
+        chosen = []
+        for name, bits in inputs.items():
+            if check(solver, bits == _TRIED, seconds=1) == z3.sat:
+                number = _TRIED
+            elif check(solver, seconds=1) == z3.sat:
+                number = solver.model().eval(bits, model_completion=True).as_signed_long()
+            else:
+                return named
+            solver.add(bits == number)
+            chosen.append(f"--assume '{name} == {number}'")
+        return f"{named}: add {' '.join(chosen)}, or another value"
 
     # Places
 
@@ -215,7 +293,10 @@ class SymbolicExecution:
         key = width, register.index
         known, defined = self.registers[lane].get(key), self.defined[lane].get(key, FALSE)
         guard = self.guards.get(lane, TRUE)
-        if known is not None and (defined.eq(guard) or not self.possible(z3.simplify(z3.And(guard, z3.Not(defined))))):
+        written_under, result = self.recent[lane].get(key, (FALSE, None))
+        if result is not None and _implies(guard, written_under):
+            return result  # without the other ways, of which a loop adds one a turn
+        if known is not None and (_implies(guard, defined) or not self.possible(guard, z3.Not(defined))):
             return known
         unknown = z3.FreshConst(z3.BoolSort() if width == 1 else z3.BitVecSort(width), f"undefined {register.name}")
         return unknown if known is None else z3.If(defined, known, unknown)
@@ -230,6 +311,7 @@ class SymbolicExecution:
         if width > 1:
             result = extend(result, width, signed)
         key = width, operand.index
+        self.recent[lane][key] = guard, z3.simplify(result)
         if key in self.registers[lane] and not z3.is_true(guard):
             result = z3.If(guard, result, self.registers[lane][key])
             guard = z3.simplify(z3.Or(guard, self.defined[lane][key]))
@@ -450,10 +532,11 @@ class SymbolicExecution:
             yield TRUE, at.as_long()
             return
         solver = z3.Solver()
-        solver.set("timeout", 5000)
         solver.add(*self.assume, guard)
+        begun = process_time()
         for _ in range(MOST_ADDRESSES + 1):  # once more than that, to learn that there is no other
-            result = solver.check()
+            left = SECONDS - (process_time() - begun)
+            result = check(solver, seconds=left) if left > 0 else z3.unknown
             if result == z3.unsat:
                 return
             if result != z3.sat:
@@ -461,7 +544,7 @@ class SymbolicExecution:
             number = solver.model().eval(at, model_completion=True).as_long()
             yield at == number, number
             solver.add(at != number)
-        raise ValueError(f"its address depends on an input, with more than {MOST_ADDRESSES} values")
+        raise ValueError(f"its address has more than {MOST_ADDRESSES} values, and depends on {self.advice(at)}")
 
     def load(self, instruction: Instruction, lane: int, guard: Any) -> None:
         """Execute a load for one lane."""
@@ -505,6 +588,18 @@ def _where(guards: dict[int, Any], conditions: dict[int, Any]) -> dict[int, Any]
     """The lanes whose condition may hold too, each under both."""
     both = {lane: z3.simplify(z3.And(guard, conditions[lane])) for lane, guard in guards.items()}
     return {lane: guard for lane, guard in both.items() if not z3.is_false(guard)}
+
+
+def _implies(guard: Any, condition: Any) -> bool:
+    """Whether it is plain from how both are written that a condition holds wherever the guard does."""
+    if z3.is_true(condition) or condition.eq(guard):
+        return True
+    has = {one.get_id() for one in _parts(guard, z3.is_and)}
+    return any({one.get_id() for one in _parts(way, z3.is_and)} <= has for way in _parts(condition, z3.is_or))
+
+
+def _parts(term: Any, joins: Callable[[Any], bool]) -> list[Any]:
+    return list(term.children()) if joins(term) else [term]
 
 
 def _number(bits: Bits, what: str) -> int:

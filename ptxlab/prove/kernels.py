@@ -13,7 +13,7 @@ import z3
 from ptxlab import registry, toolchain
 from ptxlab.emulator import LaneType
 from ptxlab.emulator.front.lane_annotation import operation_of
-from ptxlab.errors import ArgumentError
+from ptxlab.errors import ArgumentError, UnknownKernel
 from ptxlab.prove.bitvectors import SORTS, pieces
 from ptxlab.prove.claims import Claim, Decision, decide
 from ptxlab.prove.execute import LaneStep
@@ -21,7 +21,7 @@ from ptxlab.prove.expressions import Elements, formula, sides, term
 from ptxlab.prove.integers import Integer
 from ptxlab.prove.solve import Explanation, Query, Verdict, check_solver, symbols_of
 from ptxlab.prove.symbolic_launch import SymbolicLaunch, of_file, of_spec
-from ptxlab.runtime import Kernel
+from ptxlab.runtime import Kernel, load
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch
 from ptxlab.spec.claims import KernelClaim
@@ -63,7 +63,7 @@ def claims_on_spec(
     """
     given = (*assume, *(() if unchecked else spec.value_rules))
     if equals and not claims:
-        _check_alike(spec.name, *([arg.name for arg in s.outputs] for s in (spec, registry.find(equals)[0])))
+        _check_alike(spec.name, *([arg.name for arg in s.outputs] for s in (spec, compared(spec, equals)[0])))
     for source in sources:
         for number, text in enumerate(claims or [f"{arg.name} == other.{arg.name}" for arg in spec.outputs], 1):
             claim = KernelClaim(f"claim {number}", text, given, equals=equals)
@@ -71,17 +71,25 @@ def claims_on_spec(
 
 
 def claims_on_file(
-    kernel: Kernel, claims: Sequence[str], assume: Sequence[str], where: Launch, other: Kernel | None = None
+    kernel: Kernel,
+    claims: Sequence[str],
+    assume: Sequence[str],
+    where: Launch,
+    other: Kernel | None = None,
+    advance: Callable[[str], object] = lambda _: None,
 ) -> Iterator[Claim]:
-    """Claims on a kernel without a spec; without any, that it stores what `other` does, or its `@lanes` annotations."""
-    label, launch = kernel.source.label, of_file(kernel, where=where, assume=assume)
+    """Claims on a kernel without a spec; without any, that it stores what `other` does, or its `@lanes` annotations.
+
+    `advance` is told the line of each instruction that is followed.
+    """
+    label, launch = kernel.source.label, of_file(kernel, where=where, assume=assume, advance=advance)
     if not claims and other is None:
         if not launch.trace.steps:
             raise ArgumentError(label, "--claim, --equals, or an instruction with // @lanes", "none")
         text = ", ".join([*assume, "@lanes"])
         yield Claim(label, "@lanes", text, partial(lane_queries, launch, KernelClaim("@lanes", "", tuple(assume))))
         return
-    twin = other and of_file(other, where=where, assume=assume, parameters=kernel.parameters)
+    twin = other and of_file(other, where=where, assume=assume, parameters=kernel.parameters, advance=advance)
     if twin and not claims:
         _check_alike(label, launch.outputs, twin.outputs)
     for number, text in enumerate(claims or [f"{name}.u8[i] == other.{name}.u8[i]" for name in launch.outputs], 1):
@@ -102,8 +110,20 @@ def query(spec: KernelSpec, source: Source, claim: KernelClaim) -> list[Query]:
     launch = of_spec(spec, source, alone=claim.alone)
     if not claim.equals:
         return queries(launch, claim)
-    other_spec, (other, *_) = registry.find(claim.equals)
-    return queries(beside(launch, of_spec(other_spec, other, alone=claim.alone)), claim)
+    other_spec, other, entry = compared(spec, claim.equals)
+    return queries(beside(launch, of_spec(other_spec, other, alone=claim.alone, entry=entry)), claim)
+
+
+def compared(spec: KernelSpec, equals: str) -> tuple[KernelSpec, Source, str]:
+    """The kernel that `equals` names: its spec, its source, its entry. `FILE[:entry]` takes what the spec's kernel does."""
+    try:
+        other_spec, (source, *_) = registry.find(equals)
+        return other_spec, source, other_spec.name
+    except UnknownKernel:
+        if Path(equals.partition(":")[0]).suffix not in (".ptx", ".cu"):
+            raise
+    _, source, entry = registry.resolve(equals)
+    return spec, source, load(source, entry).entry
 
 
 def beside(launch: SymbolicLaunch, other: SymbolicLaunch) -> SymbolicLaunch:

@@ -3,14 +3,18 @@
 z3 is asked through its API, bitwuzla and cvc5 through the SMT-LIB text that z3 writes.
 """
 
+import _thread
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from threading import Event, Timer
 from typing import Any, Literal
 
-from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.errors import ArgumentError, OutOfTime, UnavailableError
 from ptxlab.validate import is_one_of
 
 Verdict = Literal["proved", "refuted", "undecided"]
@@ -78,6 +82,50 @@ def version_of(solver: str) -> str:
     return f"{solver} {version('z3-solver' if solver == 'z3' else solver)}"
 
 
+@contextmanager
+def time_limit(seconds: float | None, what: str) -> Iterator[None]:
+    """End what runs inside after so many seconds, None: never; for the main thread.
+
+    Raises OutOfTime with `what`, which says what was not done. It ends as Ctrl-C would, also within z3.
+    """
+    if seconds is None:
+        yield
+        return
+    expired = Event()
+
+    def expire() -> None:
+        expired.set()
+        _thread.interrupt_main()
+        if "z3" in sys.modules:
+            sys.modules["z3"].main_ctx().interrupt()
+
+    timer = Timer(seconds, expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()  # from here on no interrupt can come that is the timer's
+    except KeyboardInterrupt:
+        if not expired.is_set():
+            raise
+        raise OutOfTime(what) from None
+
+
+def check(solver: Any, *assumptions: Any, seconds: float) -> Any:
+    """Ask a z3 solver for at most so many seconds.
+
+    Raises KeyboardInterrupt after a Ctrl-C, which z3 takes for itself, and which it answers as if time were over.
+    """
+    solver.set("timeout", max(1, int(seconds * 1000)))
+    result = solver.check(*assumptions)
+    if str(result) == "unknown" and solver.reason_unknown() == "interrupted from keyboard":
+        raise KeyboardInterrupt
+    return result
+
+
 def ask(query: Query, *, seconds: float = 60.0, solver: str = "z3") -> Answer:
     """Ask a solver; `undecided` where it needs longer than `seconds`."""
     import z3
@@ -94,8 +142,7 @@ def ask(query: Query, *, seconds: float = 60.0, solver: str = "z3") -> Answer:
     if solver != "z3":
         found = _BY_TEXT[solver](asked.to_smt2().replace("(check-sat)\n", ""), [c.sexpr() for c in constants], seconds)
         return Answer(found[0], {name: found[1][label] for label, name in names.items()} if found[1] else {})
-    asked.set("timeout", max(1, int(seconds * 1000)))
-    result = asked.check()
+    result = check(asked, seconds=seconds)
     if result == z3.unsat:
         return Answer("proved")
     if result == z3.unknown:
@@ -138,9 +185,7 @@ def contradict(assumptions: Sequence[Any]) -> bool:
     """Whether no input satisfies all assumptions."""
     import z3
 
-    asked = z3.Solver()
-    asked.set("timeout", 10_000)
-    return bool(asked.check(*assumptions) == z3.unsat)
+    return bool(check(z3.Solver(), *assumptions, seconds=10) == z3.unsat)
 
 
 def _bits(z3: Any, value: Any) -> Any:

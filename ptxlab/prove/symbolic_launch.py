@@ -4,6 +4,7 @@ Where each bit of a logical input lies in the arguments is read off the spec's o
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -212,11 +213,11 @@ class SymbolicLaunch:
         raise ArgumentError("claim", rule, claim)
 
 
-def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> SymbolicLaunch:
+def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False, entry: str = "") -> SymbolicLaunch:
     """A spec's kernel at the largest of its examples, of whose outputs each thread stores as many elements.
 
     The threads: the first (`alone`: no other), one in the second block, the last that has work, and the first that has
-    none.
+    none. `entry` is another kernel's in the source, which takes the same arguments.
     """
     sizes = {k: int(v) for k, v in max(spec.example_sizes, key=spec.bytes_moved).items()}
     layout = layout_of(spec.name, spec.example, spec.pack, tuple(sizes.items()))
@@ -225,7 +226,8 @@ def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> Symboli
         if "|" in str(arg.dtype):
             raise NotModelled(f"{spec.name}: {arg.name} is {arg.dtype}; arguments of one dtype are followed")
     count, itemsize = int(np.prod(output.resolve(sizes))), np.dtype(str(output.dtype)).itemsize
-    buffers, trace = _run(spec, source, sizes, layout, [0])
+    entry = entry or spec.name
+    buffers, trace = _run(spec, source, entry, sizes, layout, [0])
     first = buffers[output.name].written
     each, faults = len(first) // itemsize, list[tuple[Any, str]]()
     if not each or sorted(first) != list(range(each * itemsize)):
@@ -236,7 +238,7 @@ def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> Symboli
         launch = spec.launch({**sizes, **spec.config_for(sizes)})
         width, last = launch.block[0], launch.block[0] * launch.grid[0] - 1
         numbers = sorted({0, min(width + 37, working - 1), working - 1, min(working, last)})
-        buffers, trace = _run(spec, source, sizes, layout, numbers)
+        buffers, trace = _run(spec, source, entry, sizes, layout, numbers)
     trace.faults.extend(faults)
     names: dict[str, Any] = {**sizes}
     for arg in (*spec.inputs, *spec.outputs):
@@ -259,12 +261,15 @@ def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> Symboli
 
 
 def _run(
-    spec: KernelSpec, source: Source, sizes: dict[str, int], layout: Layout, numbers: Sequence[int]
+    spec: KernelSpec, source: Source, symbol: str, sizes: dict[str, int], layout: Layout, numbers: Sequence[int]
 ) -> tuple[dict[str, Buffer], SymbolicRun]:
     """What threads, by their number in the launch, store."""
     config = spec.config_for(sizes)
     known = {**sizes, **config}
-    launch, entry = spec.launch(known), Kernel.of(spec, source, config).module.entries[spec.name]
+    launch, entry = spec.launch(known), Kernel.of(spec, source, config).module.entries[symbol]
+    if len(entry.params) != len(spec.args):
+        rule = f"as many parameters as {spec.name} has arguments ({', '.join(a.name for a in spec.args)})"
+        raise ArgumentError(f"{source.label}: {symbol}", rule, len(entry.params))
     buffers = {
         a.name: Buffer(a.name, a.nbytes(known), first=partial(layout.byte, a.name) if a.name in layout.origin else None)
         for a in spec.args
@@ -284,11 +289,17 @@ def _elements(arg: Arg, sizes: Mapping[str, int], byte: Callable[[int], Bits]) -
 
 
 def of_file(
-    kernel: Kernel, *, where: Launch, assume: Sequence[str] = (), parameters: Sequence[str] = ()
+    kernel: Kernel,
+    *,
+    where: Launch,
+    assume: Sequence[str] = (),
+    parameters: Sequence[str] = (),
+    advance: Callable[[str], object] = lambda _: None,
 ) -> SymbolicLaunch:
     """A kernel without a spec, all threads of a small launch: its arguments are symbols, byte by byte.
 
-    `parameters` are other names for the kernel's own. ArgumentError for a launch of more than `MOST_THREADS`.
+    `parameters` are other names for the kernel's own; `advance` is told the line of each instruction. ArgumentError for
+    a launch of more than `MOST_THREADS`.
     """
     grid, block = where.grid, where.block
     if np.prod(grid) * np.prod(block) > MOST_THREADS:
@@ -306,10 +317,11 @@ def of_file(
             bits = arguments[name] = z3.BitVec(name, 8 * parameter.size)
             kind = "s" if declared.number and declared.number.signed else "u"
             scalars[name] = of_bytes(name, pieces(bits, 8).__getitem__, type=f"{kind}{bits.size()}", only=0)
-    # conditions on scalars alone tell which ways the kernel can go
-    known = [formula(text, scalars, 0) for text in assume if names_in(text) <= set(scalars) - {"i"}]
+    known = _on_inputs(assume, arguments, scalars)
     threads = [(b, t) for b in _indices(grid) for t in _indices(block)]
-    trace = execute(entry, list(arguments.values()), grid=grid, block=block, threads=threads, assume=known)
+    trace = execute(
+        entry, list(arguments.values()), grid=grid, block=block, threads=threads, assume=known, advance=advance
+    )
     buffers = {name: argument for name, argument in arguments.items() if isinstance(argument, Buffer)}
     views = {name: _typed(buffer) for name, buffer in buffers.items()}
     outputs = {name: buffer for name, buffer in buffers.items() if buffer.written}
@@ -338,6 +350,20 @@ def of_file(
         arrays=arrays,
         command=f"ptxlab run {kernel.source.path}:{kernel.entry} {geometry}",
     )
+
+
+def _on_inputs(
+    assume: Sequence[str], arguments: Mapping[str, Bits | Buffer], scalars: Mapping[str, Elements]
+) -> list[Any]:
+    """The conditions on scalars and on elements by number and type (`x.u32[3]`): they tell which ways a kernel goes."""
+    arrays = {name: of_bytes(name, one.before) for name, one in arguments.items() if isinstance(one, Buffer)}
+    names = {**arrays, **scalars}
+    found = []
+    for text in assume:
+        if names_in(text) <= set(names) - {"i"}:
+            with suppress(ArgumentError if names_in(text) & set(arrays) else ()):  # its type may be known in the end
+                found.append(formula(text, names, 0))
+    return found
 
 
 def _typed(buffer: Buffer, before: bool = False) -> Elements:
