@@ -72,7 +72,7 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
 
     Args:
         names: kernels or families; a bare name means all its sources, `name.ptx` or `name.cu` one of them, `name:form`
-            another form. Inside `gpu.compiling_for` a kernel that does not run there is represented by a form that does.
+            another form. Inside `gpu.compiling_for` a form that runs there takes the place of a kernel that does not.
         backend: `"gpu"` or `"emulator"`; by default every backend that can run the kernel here.
 
     Raises:
