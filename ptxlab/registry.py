@@ -154,6 +154,11 @@ def _forms(family: str) -> "tuple[KernelSpec, ...]":
     return tuple(getattr(_family(family), "FORMS", ())) if family in entries("kernels") else ()
 
 
+def forms_of(spec: "KernelSpec") -> "tuple[KernelSpec, ...]":
+    """Other forms of a kernel, by the same sources."""
+    return tuple(form for form in _forms(spec.family) if form.name == spec.name and form.form != spec.form)
+
+
 def find(name: str) -> "tuple[KernelSpec, tuple[Source, ...]]":
     """The spec of a kernel and its sources, the `.ptx` first; `dequant_lqq.cu` selects one source, `NAME:FORM` a form.
 

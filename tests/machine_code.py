@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ptxlab import registry, sources, toolchain
 from ptxlab.errors import ArgumentError, CompileError
-from ptxlab.lowbit.kernels import attention, gemm
+from ptxlab.lowbit.kernels import attention, gemm, quantize
 from ptxlab.runtime.verify import variants_of
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
@@ -55,7 +55,7 @@ class Case(NamedTuple):
 
 def cases(pattern: str = "") -> Iterator[Case]:
     """Yield the compilations of kernels with `pattern` in their label: for the lowest architecture and for Hopper."""
-    for spec in (*registry.specs().values(), *gemm.FORMS, *attention.FORMS):
+    for spec in (*registry.specs().values(), *gemm.FORMS, *attention.FORMS, *quantize.FORMS):
         for source in sources.of_kernel(spec.name):
             by_sizes = {PLAIN: {}} if source.language == "ptx" else dict(_constants(spec))
             for arch in dict.fromkeys((spec.arch, "sm_90a")):

@@ -36,33 +36,8 @@ namespace {
 
 using ptxlab::u32;
 using Tile = ptxlab::QServeTile<BN, BM, BK, WN, WM, WK>;
-constexpr int GROUPS = BK / GROUP > 0 ? BK / GROUP : 1;  // groups that a stage touches
-constexpr int C_BYTES = Tile::STRIPS * GROUPS * 64;      // 32 scales, 32 offsets per strip and group
-constexpr int STAGE_BYTES = Tile::W_BYTES + Tile::X_BYTES + C_BYTES;
+using Groups = ptxlab::QServeGroups<Tile, BK, GROUP>;
 constexpr int TILE_PITCH = BN + SUM_PAD;  // int32 of the tile of results in shared memory
-
-struct Operands : ptxlab::QServeOperands {
-    const uint4* scale;   // u8 [strips, groups, 32] as 2 pieces of 16 bytes
-    const uint4* offset;  // likewise
-    int groups;
-};
-
-// Bring stage `stage` of the block's operands into its slot; what lies outside the matrices becomes zero.
-__device__ __forceinline__ void fetch(const Operands& in, unsigned char* slot, int stage, int strip0, int token0) {
-    Tile::fetch(in, slot, stage, strip0, token0);
-    unsigned char* cs = slot + Tile::W_BYTES + Tile::X_BYTES;
-#pragma unroll
-    for (int first = 0; first < C_BYTES / 16; first += Tile::THREADS) {
-        const int i = first + threadIdx.x;
-        if (C_BYTES / 16 % Tile::THREADS && i >= C_BYTES / 16) break;
-        const int strip = i / (GROUPS * 4), group = i / 4 % GROUPS, piece = i % 4;
-        const int s = strip0 + strip, g = (stage * BK) / GROUP + group;
-        const bool inside = s < in.strips && g < in.groups;
-        const uint4* from = (piece < 2 ? in.scale : in.offset) + (size_t(s) * in.groups + g) * 2 + (piece & 1);
-        ptxlab::cp_async_16(cs + i * 16, inside ? from : in.scale, inside);
-    }
-    ptxlab::cp_async_commit();
-}
 
 }  // namespace
 
@@ -80,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_sm
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int token_tiles = (M + BM - 1) / BM;
     const int token0 = blockIdx.x % token_tiles * BM, strip0 = blockIdx.x / token_tiles * Tile::STRIPS;
-    const Operands in{{qweight, x, M, K, (N + 31) / 32, K / 32}, scale, offset, K / GROUP};
+    const Groups::Operands in{{qweight, x, M, K, (N + 31) / 32, K / 32}, scale, offset, K / GROUP};
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int wn = warp % WN, wm = warp / WN % WM, wk = warp / (WN * WM);
@@ -90,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_sm
     const int stages = (K + BK - 1) / BK;
     PHASE(LOAD);
     for (int s = 0; s < STAGES - 1; ++s) {
-        if (s < stages) fetch(in, ring + s * STAGE_BYTES, s, strip0, token0);
+        if (s < stages) Groups::fetch(in, ring + s * Groups::STAGE_BYTES, s, strip0, token0);
         else ptxlab::cp_async_commit();
     }
     for (int stage = 0; stage < stages; ++stage) {
@@ -99,18 +74,18 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_sm
         __syncthreads();  // the stage is there for everyone, and the oldest slot is free
         PHASE(LOAD);
         const int ahead = stage + STAGES - 1;
-        if (ahead < stages) fetch(in, ring + ahead % STAGES * STAGE_BYTES, ahead, strip0, token0);
+        if (ahead < stages) Groups::fetch(in, ring + ahead % STAGES * Groups::STAGE_BYTES, ahead, strip0, token0);
         else ptxlab::cp_async_commit();
 
-        const unsigned char* slot = ring + stage % STAGES * STAGE_BYTES;
+        const unsigned char* slot = ring + stage % STAGES * Groups::STAGE_BYTES;
         const unsigned char* xs = slot + Tile::W_BYTES + wm * Tile::TOKENS * BK;
-        const unsigned char* cs = slot + Tile::W_BYTES + Tile::X_BYTES + wn * GROUPS * 64 + g * 4;
+        const unsigned char* cs = slot + Tile::W_BYTES + Tile::X_BYTES + wn * Groups::COUNT * 64 + g * 4;
 #pragma unroll
         for (int i = 0; i < Tile::STEPS / WK; ++i) {
             const int step = i * WK + wk;
             PHASE(DEQUANTISE);
             const uint4 q = *reinterpret_cast<const uint4*>(slot + ((wn * Tile::STEPS + step) * 32 + lane) * 16);
-            const int group = GROUPS == 1 ? 0 : step * 32 / GROUP;
+            const int group = Groups::COUNT == 1 ? 0 : step * 32 / GROUP;
             const u32 s4 = *reinterpret_cast<const u32*>(cs + group * 64),
                       o4 = *reinterpret_cast<const u32*>(cs + group * 64 + 32);
             uint2 a[4];  // row g + 8 q: channels 4 t .. (x) and 16 + 4 t .. (y)

@@ -59,4 +59,37 @@ struct QServeTile {
     }
 };
 
+// Constants of groups in the stages of such a tile: SIZE channels share a scale and an offset.
+//   scales, offsets  per 32 rows and group 32 bytes each, byte 4 g + q = row g + 8 q: one LDS.32 per lane
+template <class Tile, int CHANNELS, int SIZE>
+struct QServeGroups {
+    static constexpr int COUNT = CHANNELS / SIZE > 0 ? CHANNELS / SIZE : 1;  // groups that a stage touches
+    static constexpr int BYTES = Tile::STRIPS * COUNT * 64;  // 32 scales, 32 offsets per strip and group
+    static constexpr int STAGE_BYTES = Tile::W_BYTES + Tile::X_BYTES + BYTES;
+
+    struct Operands : QServeOperands {
+        const uint4* scale;   // u8 [strips, groups, 32] as 2 pieces of 16 bytes
+        const uint4* offset;  // likewise
+        int groups;
+    };
+
+    // Bring stage `stage` of the block's operands into its slot; what lies outside the matrices becomes zero.
+    static __device__ __forceinline__ void fetch(const Operands& in, unsigned char* slot, int stage, int strip0,
+                                                 int token0) {
+        Tile::fetch(in, slot, stage, strip0, token0);
+        unsigned char* cs = slot + Tile::W_BYTES + Tile::X_BYTES;
+#pragma unroll
+        for (int first = 0; first < BYTES / 16; first += Tile::THREADS) {
+            const int i = first + threadIdx.x;
+            if (BYTES / 16 % Tile::THREADS && i >= BYTES / 16) break;
+            const int strip = i / (COUNT * 4), group = i / 4 % COUNT, piece = i % 4;
+            const int s = strip0 + strip, g = (stage * CHANNELS) / SIZE + group;
+            const bool inside = s < in.strips && g < in.groups;
+            const uint4* from = (piece < 2 ? in.scale : in.offset) + (size_t(s) * in.groups + g) * 2 + (piece & 1);
+            cp_async_16(cs + i * 16, inside ? from : in.scale, inside);
+        }
+        cp_async_commit();
+    }
+};
+
 }  // namespace ptxlab

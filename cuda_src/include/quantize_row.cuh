@@ -61,11 +61,13 @@ __device__ __forceinline__ float warp_sum(float value) {
 
 // NUMBERS from each warp of a row, in shared memory: a row has BLOCKS blocks, a cluster if more than one, of WIDTH
 // threads. To another block they go by st.async, which a barrier of that block counts: unlike a barrier of the cluster
-// it has no stores to global memory waited for.
-template <int BLOCKS, int WIDTH, int NUMBERS>
+// it has no stores to global memory waited for. Where threads have EACH chunks, a warp says numbers of each of
+// them, as so many warps would that have one.
+template <int BLOCKS, int WIDTH, int NUMBERS, int EACH = 1>
 struct Exchange {
-    static constexpr int WARPS = BLOCKS * WIDTH / 32;
-    unsigned said[NUMBERS][WARPS];  // in the order of blocks and warps
+    static_assert(BLOCKS == 1 || EACH == 1, "threads of a cluster have one chunk");
+    static constexpr int WARPS = BLOCKS * WIDTH / 32 * EACH;
+    unsigned said[NUMBERS][WARPS];  // in the order of blocks and warps, those of the next chunks behind them
     u64 barrier;
 
     __device__ __forceinline__ void open() {
@@ -73,11 +75,11 @@ struct Exchange {
         mbarrier_arrive_expect(&barrier, sizeof(said));
     }
 
-    // By all warps: to all blocks, or to the first `listeners`, each of which waits before it ends.
-    __device__ __forceinline__ void say(int which, unsigned number, int listeners = BLOCKS) {
+    // By all warps, of a chunk: to all blocks, or to the first `listeners`, each of which waits before it ends.
+    __device__ __forceinline__ void say(int which, unsigned number, int listeners = BLOCKS, int chunk = 0) {
         const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         if constexpr (BLOCKS == 1) {
-            if (lane == 0) said[which][warp] = number;
+            if (lane == 0) said[which][chunk * (WIDTH / 32) + warp] = number;
         } else if (lane < listeners) {
             const unsigned* place = said[which] + cluster_rank() * (WIDTH / 32) + warp;
             store_async(address_in_block(place, lane), number, address_in_block(&barrier, lane));
@@ -245,14 +247,20 @@ struct Order {
     }
 };
 
-// A chunk of a row in registers to INT8, and the row's scale and sum by its first thread. The last that a block does:
-// those of a cluster but the first only send their sums to it. `written`: whether there is such a row.
-template <int BLOCKS, int ORDER, typename Total>
-__device__ __forceinline__ void write_row(Floats& x, float s, Total& total, const Order<ORDER>& order, int m, int chunk,
-                                          bool written, uint4* x_q, float* scale, int* token_sum) {
-    const uint4 q = quantized(x, s);
-    order.store(x_q, m, chunk, q);
-    total.say(0, warp_sum(sum_of_bytes(q, 0)), 1);
+// A thread's chunks of a row in registers to INT8, WIDTH apart from `chunk` on, and the row's scale and sum by its first
+// thread. The last that a block does: those of a cluster but the first only send their sums to it. `written`: whether
+// there is such a row.
+template <int BLOCKS, int WIDTH, int EACH, int ORDER, typename Total>
+__device__ __forceinline__ void write_row(Floats (&x)[EACH], float s, Total& total, const Order<ORDER>& order, int m,
+                                          int chunk, bool written, uint4* x_q, float* scale, int* token_sum) {
+    int own = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const uint4 q = quantized(x[i], s);
+        order.store(x_q, m, chunk + i * WIDTH, q);
+        own = sum_of_bytes(q, own);
+    }
+    total.say(0, warp_sum(own), 1);
     if (blockIdx.x % BLOCKS) return;
     total.wait();
     const int sum = total.sum_of(0);

@@ -21,6 +21,7 @@
 #define NORMED 0
 #define THREADS 256
 #define CLUSTER 1
+#define CHUNKS 1  // of a thread; in clusters 1
 #endif
 
 // No input is __restrict__: ptxas moves read-only loads across griddepcontrol.wait, those of x ahead of it and those of
@@ -35,37 +36,54 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
     int* token_sum,                       // s32 [M]
     int M, int K, int rows, float eps) {  // rows: tokens of a tile
     using Chunk = ptxlab::Chunk<IN>;
-    __shared__ ptxlab::Exchange<CLUSTER, THREADS, 2> found;
+    __shared__ ptxlab::Exchange<CLUSTER, THREADS, 2, CHUNKS> found;
     __shared__ ptxlab::Exchange<CLUSTER, THREADS, 1> total;
     ptxlab::launch_dependents();
     ptxlab::open<CLUSTER>(found, total);
     const ptxlab::Order<LAYOUT> order(K, gridDim.x / CLUSTER, rows);
     const int m = blockIdx.x / CLUSTER, chunk = blockIdx.x % CLUSTER * THREADS + threadIdx.x;
-    const bool within = chunk < K / 16, inside = within && m < M;
+    bool within[CHUNKS], inside[CHUNKS];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) within[c] = chunk + c * THREADS < K / 16, inside[c] = within[c] && m < M;
     const size_t row = size_t(m) * (K / 16) * Chunk::VECTORS;
-    const Chunk weight = ptxlab::load_chunk<IN>(gamma, chunk, within);
+    Chunk weight[CHUNKS];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) weight[c] = ptxlab::load_chunk<IN>(gamma, chunk + c * THREADS, within[c]);
     const float share = ptxlab::reciprocal(float(K));
     ptxlab::wait_for_predecessors();
 
-    Chunk v = ptxlab::load_chunk<IN>(x + row, chunk, inside);
-    if (RESIDUAL) {
-        v = ptxlab::added(v, ptxlab::load_chunk<IN>(residual + row, chunk, inside));
-        __syncwarp();  // what a lane has read is half its neighbour's to overwrite
-        ptxlab::store_chunk(residual + row, chunk, inside, v);
+    ptxlab::Floats y[CHUNKS];
+    float square[CHUNKS];
+    unsigned most[CHUNKS];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        const int at = chunk + c * THREADS;
+        Chunk v = ptxlab::load_chunk<IN>(x + row, at, inside[c]);
+        if (RESIDUAL) {
+            v = ptxlab::added(v, ptxlab::load_chunk<IN>(residual + row, at, inside[c]));
+            __syncwarp();  // what a lane has read is half its neighbour's to overwrite
+            ptxlab::store_chunk(residual + row, at, inside[c], v);
+        }
+        square[c] = ptxlab::warp_sum(ptxlab::weigh(y[c], v, weight[c]));
+        most[c] = ptxlab::warp_max(ptxlab::magnitude(y[c]));
     }
-    ptxlab::Floats y;
-    const float square = ptxlab::warp_sum(ptxlab::weigh(y, v, weight));
-    const unsigned most = ptxlab::warp_max(ptxlab::magnitude(y));
     ptxlab::wait_for_open<CLUSTER>();
-    found.say(0, most);
-    found.say(1, __float_as_uint(square));
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        found.say(0, most[c], CLUSTER, c);
+        found.say(1, __float_as_uint(square[c]), CLUSTER, c);
+    }
     found.wait();
 
     const float mean = __fmul_rn(found.float_sum_of(1), share);
     const float factor = ptxlab::rms_factor(mean, eps);
     const float s = ptxlab::scale_of(__uint_as_float(found.max_of(0)) * factor);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) y.v[i] *= factor;
-    if (NORMED) ptxlab::store_chunk(normed + row, chunk, inside, ptxlab::rounded<IN>(y));
-    ptxlab::write_row<CLUSTER>(y, s, total, order, m, chunk, m < M, x_q, scale, token_sum);
+    for (int c = 0; c < CHUNKS; ++c) {
+        const int at = chunk + c * THREADS;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) y[c].v[i] *= factor;
+        if (NORMED) ptxlab::store_chunk(normed + row, at, inside[c], ptxlab::rounded<IN>(y[c]));
+    }
+    ptxlab::write_row<CLUSTER, THREADS>(y, s, total, order, m, chunk, m < M, x_q, scale, token_sum);
 }

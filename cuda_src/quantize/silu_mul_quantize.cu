@@ -19,6 +19,7 @@
 #define ACTIVATION 0
 #define THREADS 256
 #define CLUSTER 1
+#define CHUNKS 1  // of a thread; in clusters 1
 #endif
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.
@@ -28,7 +29,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) silu_mul_quantize(
     float* scale,              // f32 [M]
     int* token_sum,            // s32 [M]
     int M, int K, int rows) {  // rows: tokens of a tile
-    __shared__ ptxlab::Exchange<CLUSTER, THREADS, 1> found, total;
+    __shared__ ptxlab::Exchange<CLUSTER, THREADS, 1, CHUNKS> found;
+    __shared__ ptxlab::Exchange<CLUSTER, THREADS, 1> total;
     ptxlab::launch_dependents();
     ptxlab::open<CLUSTER>(found, total);
     const ptxlab::Order<LAYOUT> order(K, gridDim.x / CLUSTER, rows);
@@ -38,16 +40,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) silu_mul_quantize(
     const uint4* row = gate_up + size_t(m) * (K / 8) * Chunk::VECTORS;
     ptxlab::wait_for_predecessors();
 
-    const Chunk gate = ptxlab::load_chunk<IN>(row, chunk, inside);
-    const Chunk up = ptxlab::load_chunk<IN>(row, K / 16 + chunk, inside);
-    ptxlab::Floats h;
+    ptxlab::Floats h[CHUNKS];
+    unsigned most[CHUNKS];
+    const auto take = [&](int c, int at, bool inside) {
+        const Chunk gate = ptxlab::load_chunk<IN>(row, at, inside);
+        const Chunk up = ptxlab::load_chunk<IN>(row, K / 16 + at, inside);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) h.v[i] = ptxlab::activated<ACTIVATION>(gate[i]) * up[i];
-    const unsigned most = ptxlab::warp_max(ptxlab::magnitude(h));
+        for (int i = 0; i < 16; ++i) h[c].v[i] = ptxlab::activated<ACTIVATION>(gate[i]) * up[i];
+        most[c] = ptxlab::warp_max(ptxlab::magnitude(h[c]));
+    };
+    take(0, chunk, inside);
+#pragma unroll
+    for (int c = 1; c < CHUNKS; ++c) take(c, chunk + c * THREADS, chunk + c * THREADS < K / 16 && m < M);
     ptxlab::wait_for_open<CLUSTER>();
-    found.say(0, most);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) found.say(0, most[c], CLUSTER, c);
     found.wait();
 
     const float s = ptxlab::scale_of(__uint_as_float(found.max_of(0)));
-    ptxlab::write_row<CLUSTER>(h, s, total, order, m, chunk, m < M, x_q, scale, token_sum);
+    ptxlab::write_row<CLUSTER, THREADS>(h, s, total, order, m, chunk, m < M, x_q, scale, token_sum);
 }

@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 from rich.syntax import Syntax
 
-from ptxlab import emulator, registry, runtime
+from ptxlab import emulator, gpu, registry, runtime
 from ptxlab.cli.common import (
     FAILED,
     PICTURES,
@@ -377,6 +377,10 @@ def verify(
     backend: Annotated[str | None, typer.Option(help="gpu or emulator. Default: each that is available.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the example inputs.")] = 0,
     shape: AlsoShape = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(help="Compile for an older GPU: sm_80 is run by the emulator, and on a newer GPU from its PTX."),
+    ] = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Only whether a row has the same bits alone and in a batch.")
     ] = False,
@@ -385,7 +389,15 @@ def verify(
     """Verify kernels against their NumPy references, on the GPU and in the emulator, with every check on."""
     if bool(names) == everything:
         raise CommandLineError("verify expects kernels, families or --all")
-    jobs, skipped = plan(names or list(registry.specs()), backend)
+    with gpu.compiling_for(arch):
+        _verify(names, backend, seed, shape, batch_invariant, as_json)
+
+
+def _verify(
+    names: list[str] | None, backend: str | None, seed: int, shape: str | None, batch_invariant: bool, as_json: bool
+) -> None:
+    """Verify as for the architecture that kernels are compiled for."""
+    jobs, skipped = plan(names or registry.families(), backend)
     if batch_invariant:
         if shape:
             raise CommandLineError("--batch-invariant has sizes of its own: leave --shape out")

@@ -4,6 +4,7 @@ The only folder that imports CuPy, and only inside functions: `import ptxlab.gpu
 through `launch`, on the caller's stream.
 """
 
+from ptxlab.gpu.architecture import compiling_for, target, why_not_compiled
 from ptxlab.gpu.arrays import (
     ALIGNMENT,
     as_array,
@@ -50,6 +51,7 @@ __all__ = [
     "capture",
     "card_id",
     "check_alignment",
+    "compiling_for",
     "copy_bytes",
     "current_device",
     "device_info",
@@ -75,12 +77,14 @@ __all__ = [
     "remedy",
     "stream_handle",
     "synchronize",
+    "target",
     "time_calls",
     "to_device",
     "to_host",
     "unused_gpu",
     "view",
     "why_not",
+    "why_not_compiled",
     "without_pool",
     "zeros",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 from uuid import UUID
 
 from ptxlab.errors import UnavailableError
+from ptxlab.gpu.architecture import capability, needs, target, why_not_compiled
 
 _BROKEN_CUPY = "14.1.0"
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -70,17 +71,23 @@ def why_not(arch: str | None, *, exact: bool = False) -> str | None:
     Args:
         arch: lowest architecture that the kernel needs, `sm_80`; None asks for any GPU.
         exact: the kernel is for that architecture only (`sm_90a`).
+
+    Inside `compiling_for` the architecture of that takes the GPU's place.
     """
     reason = _why_no_gpu()
     if reason is not None or arch is None:
         return reason
-    needed = divmod(int(re.sub(r"\D", "", arch)), 10)
-    here = device_info().compute_capability
+    needed, here = capability(arch), device_info().compute_capability
+    if (wanted := target()) is not None:
+        below = capability(wanted) > here
+        return f"this is below {wanted}, {_said(device_info())}" if below else why_not_compiled(arch, exact=exact)
     if here == needed or (here > needed and not exact):
         return None
-    only = "only on" if exact else "on"
-    at_least = "" if exact else " or above"
-    return f"it runs {only} {arch}{at_least}, and this is {device_info().name}, sm_{here[0]}{here[1]}"
+    return f"{needs(arch, exact)}, and this is {_said(device_info())}"
+
+
+def _said(device: DeviceInfo) -> str:
+    return f"{device.name}, sm_{''.join(map(str, device.compute_capability))}"
 
 
 def device_info() -> DeviceInfo:

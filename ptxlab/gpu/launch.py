@@ -14,7 +14,7 @@ import numpy as np
 from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError, LaunchError
 from ptxlab.gpu.arrays import as_array, caller_stream, is_device_array
-from ptxlab.gpu.device import DeviceInfo, device_info
+from ptxlab.gpu.device import DeviceInfo, device_info, why_not
 from ptxlab.gpu.marks import Marked
 from ptxlab.gpu.module import GpuKernel
 from ptxlab.gpu.tensor_map import encode
@@ -139,6 +139,8 @@ def bind(kernel: GpuKernel, geometry: Launch) -> Callable[[int, int], None]:
     from cuda.bindings import driver
 
     _check_geometry(kernel, geometry)
+    if geometry.programmatic and why_not("sm_90"):  # before Hopper a launch follows the one before it in any case
+        geometry = replace(geometry, programmatic=False)
     if geometry.programmatic and not geometry.shared_bytes:
         geometry = replace(geometry, shared_bytes=spread_bytes(geometry, kernel.shared_bytes, device_info()))
     attributes = _attributes(kernel, geometry)

@@ -13,6 +13,7 @@ import numpy as np
 
 from ptxlab import toolchain
 from ptxlab.errors import ArgumentError, CompileError
+from ptxlab.gpu.architecture import target
 from ptxlab.gpu.device import device_info
 from ptxlab.sources import Source
 from ptxlab.toolchain import cache, nvrtc
@@ -92,7 +93,7 @@ def load(source: Source, entry: str, *, defines: Mapping[str, int | str] = toolc
     """Load one entry of a source on the current device; loading the same again is a look-up.
 
     Args:
-        source: CUDA C++ is compiled for this device, PTX is handed to the driver as it is.
+        source: CUDA C++ is compiled for this device, or as `compiling_for` says; PTX is handed to the driver as it is.
         entry: entry symbol.
         defines: `-D` constants, CUDA C++ only.
 
@@ -103,9 +104,9 @@ def load(source: Source, entry: str, *, defines: Mapping[str, int | str] = toolc
     """
     import cupy
 
-    arch = device_info().arch
+    arch = target() or device_info().arch
     is_cuda = source.language == "cu"
-    content = toolchain.cuda_digest(source, arch, defines=defines) if is_cuda else source.text
+    content = toolchain.cuda_digest(source, arch, output=_kind(), defines=defines) if is_cuda else source.text
     key = (content, source.path, entry, tuple(sorted(defines.items())), cupy.cuda.Device().id)
     if key not in _loaded:
         _loaded[key] = _load(source, entry, _file(source, arch, defines))
@@ -129,9 +130,14 @@ def _load(source: Source, entry: str, path: Path) -> GpuKernel:
     return GpuKernel(entry, source, raw)
 
 
+def _kind() -> toolchain.Kind:
+    """Machine code of this GPU, or PTX of another architecture, which the driver compiles."""
+    return "cubin" if target() is None else "ptx"
+
+
 def _file(source: Source, arch: str, defines: Mapping[str, int | str]) -> Path:
     if source.language == "cu":
-        return toolchain.compile_cuda(source, arch, defines=defines).path
+        return toolchain.compile_cuda(source, arch, output=_kind(), defines=defines).path
     if defines:
         raise ArgumentError("defines", f"none, since {source.label} is PTX", dict(defines))
     # Under a name that changes with the text, because CuPy remembers modules by their path.

@@ -10,7 +10,7 @@ import numpy as np
 
 from ptxlab import emulator, gpu, mangled, toolchain
 from ptxlab.emulator import EmulatorOptions, OptionKeywords
-from ptxlab.errors import ArgumentError
+from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.runtime import arguments, signature
 from ptxlab.runtime.arguments import accept, accept_for, check_variant, on_device, positions, variant
 from ptxlab.runtime.backends import choose_backend
@@ -51,8 +51,8 @@ class Kernel:
 
     `arch` is the lowest architecture that it runs on, or with a letter (`sm_90a`) the only one; None: on any.
     `checks` are the emulator's for every call that does not ask for others. What `waits` for the kernel before it is
-    emulated as on Hopper, the first that can. `origin` is the file whose lines PTX of another compiler names.
-    `entry` is the symbol; `name` is what people call it.
+    emulated as on Hopper, the first that can, unless `gpu.compiling_for` says otherwise. `origin` is the file whose
+    lines PTX of another compiler names. `entry` is the symbol; `name` is what people call it.
     """
 
     source: Source
@@ -78,6 +78,8 @@ class Kernel:
         """The PTX as the emulator parses it: the file itself, or what NVRTC makes of a `.cu`."""
         if self.source.language == "ptx":
             return _parsed(self.source.text, self.source.path, self.origin or signature.origin_of(self.source.text))
+        if reason := gpu.why_not_compiled(self.arch, exact=(self.arch or "0")[-1].isalpha()):
+            raise UnavailableError(f"{self.name}: {reason}")
         arch = self.compiled_arch
         image = toolchain.compile_cuda(self.source, arch, output="ptx", defines=self.defines)
         return _parsed(image.data.decode(), f"PTX of {self.source.path}", self.source.path)
@@ -85,7 +87,7 @@ class Kernel:
     @property
     def compiled_arch(self) -> str:
         """The architecture that a `.cu` is compiled for when it is emulated."""
-        return max(self.arch or "", _WAITING_ARCH if self.waits else _EMULATED_ARCH, key=_number)
+        return gpu.target() or max(self.arch or "", _WAITING_ARCH if self.waits else _EMULATED_ARCH, key=_number)
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -146,6 +148,8 @@ class Kernel:
         if backend == "gpu":
             gpu.launch(gpu.load(self.source, self.entry, defines=self.defines), args, launch, written=written)
             return None
+        if gpu.why_not_compiled("sm_90"):  # before Hopper a launch follows the one before it in any case
+            after_wait, programmatic = (), False
         return emulator.run(
             self.module,
             self.entry,

@@ -72,12 +72,13 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
 
     Args:
         names: kernels or families; a bare name means all its sources, `name.ptx` or `name.cu` one of them, `name:form`
-            another form.
+            another form. Inside `gpu.compiling_for` a form that runs there takes the place of a kernel that does not.
         backend: `"gpu"` or `"emulator"`; by default every backend that can run the kernel here.
 
     Raises:
         ArgumentError: unknown kernel or backend.
-        UnavailableError: the backend, or the compiler of a source asked for by name, is not here.
+        UnavailableError: the backend, or the compiler of a source asked for by name, is not here; or a kernel asked for
+            by name cannot be compiled for the architecture.
     """
     if not is_one_of(backend, (*BACKENDS, None)):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
@@ -85,6 +86,13 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
     for target, (spec, sources, _) in ((name, found) for name in names for found in registry.resolve_all(name)):
         if spec is None:
             raise ArgumentError("kernel", "a kernel or a family: a file has no reference to verify against", target)
+        if problem := gpu.why_not_compiled(spec.arch, exact=spec.exact_arch):
+            problem = f"{spec.name}: {problem}"
+            if (spec := _compiled_form(spec)) is None:
+                if target.partition(".")[0] in registry.specs():
+                    raise UnavailableError(problem)
+                skipped.append(problem)
+                continue
         reason = gpu.why_not(spec.arch, exact=spec.exact_arch)
         if backend == "gpu" and reason is not None:
             raise UnavailableError(f'{spec.name}: no GPU backend here: {reason}; pass backend="emulator"')
@@ -98,6 +106,12 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
                 continue
             jobs += [Job(spec, source, on, *variant) for on in backends for variant in variants_of(spec)]
     return jobs, skipped
+
+
+def _compiled_form(spec: KernelSpec) -> KernelSpec | None:
+    """The form of a kernel that can be compiled for `gpu.target`; None if there is none, or a form was asked for."""
+    forms = () if spec.form else registry.forms_of(spec)
+    return next((f for f in forms if gpu.why_not_compiled(f.arch, exact=f.exact_arch) is None), None)
 
 
 def variants_of(spec: KernelSpec) -> Iterator[tuple[Mapping[str, int], Mapping[str, int]]]:

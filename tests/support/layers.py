@@ -49,11 +49,13 @@ def layer_problem(
     group: int = 128,
     seed: int = 0,
     interleaved: bool = False,
+    layout: str = "strips",
     **buffers: Any,
 ) -> LayerProblem:
     """Random numbers of every kind; the lengths include the token that is about to come."""
     rng = np.random.default_rng(seed)
-    weights = LayerWeights.random(config, seed, scheme, dtype=dtype, group=group, interleaved=interleaved)
+    how = {"dtype": dtype, "group": group, "interleaved": interleaved, "layout": layout}
+    weights = LayerWeights.random(config, seed, scheme, **how)
     cache = KVCache.empty(len(lengths), 2, config.kv_heads, config.head_dim)
     cache.lengths[...] = lengths
     cache.block_table[...] = rng.permutation(cache.pages).reshape(cache.block_table.shape)

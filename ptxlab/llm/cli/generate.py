@@ -53,6 +53,7 @@ RUNNERS: dict[str, type[Runner]] = {"gpu": KernelRunner, "numpy": NumpyRunner}
 SCHEMES = ("lqq", "qoq", "qoq_channel", "float")
 _AT_ONCE = 16  # sequences of --prompts
 _CONVERSATION = 4096  # tokens
+_LOWEST = "sm_80"  # architecture that a whole model runs on
 _GROUP = 32  # weights that share a scale by default
 _SAMPLING, _CHAT, _COMPUTING = "Sampling", "Chat", "Computing"
 
@@ -242,10 +243,10 @@ def _backend(backend: str | None, scheme: str | None) -> str:
     if scheme == "float":
         return "gpu" if model_on_gpu(backend) else "numpy"
     if backend is None:
-        return "gpu" if gpu.why_not("sm_90a", exact=True) is None else "numpy"
+        return "gpu" if gpu.why_not(_LOWEST) is None else "numpy"
     if backend not in RUNNERS:
         raise expects("--backend", " or ".join(RUNNERS), backend)
-    if backend == "gpu" and (reason := gpu.why_not("sm_90a", exact=True)):
+    if backend == "gpu" and (reason := gpu.why_not(_LOWEST)):
         raise UnavailableError(f"--backend gpu: {reason}; pass --backend numpy")
     return backend
 

@@ -24,9 +24,10 @@ from ptxlab.llm.model.memory import Footprint
 from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.quantized import QuantizedModel
 from ptxlab.llm.model.runner import Indices, Rows, Runner, padded_rows, quantized_head
-from ptxlab.lowbit.kernels.gemm import gemm_f16, gemm_w8a8
+from ptxlab.llm.model.weights import LayerWeights
+from ptxlab.lowbit.kernels.gemm import gemm_f16, gemm_w8a8, layout_here
 from ptxlab.lowbit.kernels.quantize import quantize_activations, rmsnorm_quantize
-from ptxlab.lowbit.layout import KVCache
+from ptxlab.lowbit.layout import KVCache, PackedWeight
 from ptxlab.lowbit.quant import Level1Weight
 from ptxlab.runtime.arguments import check_flags
 from ptxlab.runtime.backends import BACKENDS
@@ -49,12 +50,14 @@ class KernelRunner(Runner):
         context: int = 2048,
         *,
         backend: str = "gpu",
-        programmatic: bool = True,
+        programmatic: bool | None = None,
         **how: Any,
     ) -> None:
         """See `Runner`. `backend` is `gpu` or, for tiny models, `emulator`. Raises UnavailableError without a GPU.
 
-        `programmatic` launches overlap; weights in a packing whose kernels do not wait for each other need False.
+        Where no kernel for the layout of the weights runs, they are packed for one that does: on a GPU of sm_80 or
+        sm_89 in `qserve`. The model keeps its own. `programmatic` launches overlap, which needs kernels that wait for
+        each other: by default those for weights in strips.
 
         Where it is `batch_invariant`, attention splits a sequence by its own length alone, and a float16 LM head is
         `gemm_f16`, as cuBLAS adds in an order that depends on the number of rows. All other sums are integers, as those
@@ -63,13 +66,16 @@ class KernelRunner(Runner):
         super().__init__(model, batch, context, **how)
         if not is_one_of(backend, BACKENDS):
             raise ArgumentError("backend", f"must be one of {', '.join(BACKENDS)}", backend)
-        check_flags(programmatic=programmatic)
-        self.backend, self._on_gpu, self._programmatic = backend, backend == "gpu", programmatic
+        if programmatic is not None:
+            check_flags(programmatic=programmatic)
+        self.backend, self._on_gpu = backend, backend == "gpu"
         if self._on_gpu:
             self._require_room(gpu.device_info())  # or the reason why there is none
         config, layers = self.config, model.layers
         self._dtype = layers[0].dtype
-        self._layers = [weights.to_device() for weights in layers] if self._on_gpu else list(layers)
+        self._layers = [self._packed(weights) for weights in layers]
+        in_strips = all(getattr(self._layers[0], name).layout == "strips" for name in config.matrices)
+        self._programmatic = in_strips if programmatic is None else programmatic
         # A token's row has the layers' dtype; the head stays in float16 unless it is quantised.
         self._embedding = self._placed(stored(floats(model.embedding), self._dtype))
         head, shared = model.embedding if model.head is None else model.head, model.head is None
@@ -78,7 +84,7 @@ class KernelRunner(Runner):
             weight: Any = replace(on_host, q8=self._placed(on_host.q8), scale=self._placed(on_host.scale))
         else:
             weight = self._embedding if shared and self._dtype == "float16" else self._placed(head)
-        self._head = LMHead(weight, config.vocabulary, self.batch_invariant, backend, programmatic)
+        self._head = LMHead(weight, config.vocabulary, self.batch_invariant, backend, self._programmatic)
         self._final_norm = self._placed(model.final_norm)
         self._angles = tuple(self._placed(table) for table in config.rope_tables(context))
         like, sizes = self._embedding, (1, self.pages, config.kv_heads, config.head_dim)
@@ -88,6 +94,14 @@ class KernelRunner(Runner):
         self._prompt_steps: dict[int, _Step] = {}
         self._eager = False
         self.caches = self._step(self.batch).caches
+
+    def _packed(self, weights: LayerWeights) -> LayerWeights:
+        """A layer where its kernels run, in a layout that one of them takes."""
+        placed = weights.to_device() if self._on_gpu else weights
+        if not isinstance(weights.o, PackedWeight):
+            return placed
+        layout = layout_here(weights.o.scheme, self.backend, now=weights.o.layout)
+        return placed if layout == weights.o.layout else placed.in_layout(layout)
 
     def _require_room(self, device: gpu.DeviceInfo) -> None:
         """Raise ArgumentError, with the figures, for a runner that is larger than the card."""

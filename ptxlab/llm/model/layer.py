@@ -97,7 +97,7 @@ class LayerBuffers:
         tokens: int | None = None,
         order: str = ORDER,
         rows: int | None = None,
-        programmatic: bool = True,
+        programmatic: bool | None = None,
         batch_invariant: bool = False,
         residual_epilogue: bool | None = None,
     ) -> Self:
@@ -105,9 +105,12 @@ class LayerBuffers:
 
         With `tokens`, for launches of so many rows of prompts (`layer_calls` with `query_start_loc`).
         `order` and `rows` are those of activations (`layout.PackedActivations`); experts take row-major ones. There is
-        a `residual_epilogue` by default where there are no experts and the weights are in strips.
+        a `residual_epilogue` by default where there are no experts and the weights are in strips. Launches are
+        `programmatic` by default where the products' kernels wait for each other: of weights in strips.
         """
         _check_weights(weights)
+        if programmatic is None:
+            programmatic = all(getattr(weights, name).layout == "strips" for name in weights.config.matrices)
         fits = not weights.config.experts and weights.o.layout == weights.down.layout == "strips"
         added = fits if residual_epilogue is None else residual_epilogue
         flags = {"programmatic": programmatic, "batch_invariant": batch_invariant, "residual_epilogue": added}

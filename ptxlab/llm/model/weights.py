@@ -1,7 +1,7 @@
 """`LayerWeights`: the packed weights of one decoder layer."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -12,7 +12,7 @@ from ptxlab.llm.model.config import Config, require_config
 from ptxlab.lowbit import quant
 from ptxlab.lowbit.kernels.operation import dtype_of
 from ptxlab.lowbit.kernels.transfer import copied_to_device
-from ptxlab.lowbit.layout import ExpertWeights, PackedWeight, ReorderedWeight, pack, stack_experts
+from ptxlab.lowbit.layout import ExpertWeights, PackedWeight, ReorderedWeight, pack, stack_experts, unpack
 from ptxlab.lowbit.layout.packed_weight import QuantizedWeight
 from ptxlab.lowbit.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
 from ptxlab.runtime.arguments import check_flags
@@ -170,6 +170,14 @@ class LayerWeights:
     def nbytes(self) -> int:
         """Bytes of all of them, padding included."""
         return sum(int(part.nbytes) for part in self.parts.values())
+
+    def in_layout(self, layout: str) -> "LayerWeights":
+        """The same weights with every matrix but those of experts packed so, bit for bit, where they lie."""
+        packed = {name: part for name, part in self.parts.items() if isinstance(part, PackedWeight)}
+        other: dict[str, Any] = {
+            name: pack(unpack(part), layout) for name, part in packed.items() if part.layout != layout
+        }
+        return replace(self, **other)
 
     def to_device(self) -> "LayerWeights":
         """The same on the GPU, NumPy arrays copied. Raises UnavailableError where there is none."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.weights import quantiser
 from ptxlab.llm.torch.operators import Quantized
+from ptxlab.lowbit.kernels.gemm import layout_here
 from ptxlab.lowbit.layout import PackedWeight, buffer_shapes, pack
 from ptxlab.lowbit.layout.packed_weight import VERSION
 from ptxlab.lowbit.quant import Rounding
@@ -69,7 +70,7 @@ class W4A8Linear(Uncast):
         group: int = 64,
         *,
         rounding: Rounding = "nearest",
-        layout: str = "strips",
+        layout: str | None = None,
     ) -> Self:
         """The linear with its weight rounded to nearest, on its device.
 
@@ -78,14 +79,14 @@ class W4A8Linear(Uncast):
             scheme: `lqq` or `qoq`, in groups of `group`, or `qoq_channel`.
             group: 32, 64 or 128; `qoq_channel` ignores it.
             rounding: of LQQ's group scales (`quant.quantize_lqq`).
-            layout: of the packing.
+            layout: of the packing; by default `strips`, or what a kernel that runs on this GPU takes.
 
         Raises ArgumentError for an unknown scheme, group or layout, and for a weight that cannot be quantised.
         """
         if not isinstance(linear, nn.Linear):
             raise ArgumentError("from_linear: linear", "must be an nn.Linear", type(linear).__name__)
         w = linear.weight.detach().float().cpu().numpy()
-        packed = pack(quantiser(scheme, rounding)(w, group), layout)
+        packed = pack(quantiser(scheme, rounding)(w, group), layout or layout_here(scheme))
         made: Self = cls(packed, linear.bias, dtype=linear.weight.dtype).to(linear.weight.device)
         return made
 

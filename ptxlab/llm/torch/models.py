@@ -27,6 +27,7 @@ from ptxlab.llm.recipe.settings import PACKED
 from ptxlab.llm.torch.cache import IMPLEMENTATION, KV4Cache, Past
 from ptxlab.llm.torch.linear import Uncast, W4A8Linear
 from ptxlab.llm.torch.operators import Quantized
+from ptxlab.lowbit.kernels.gemm import layout_here
 from ptxlab.spec.dtypes import name_of
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -42,7 +43,7 @@ def quantize_model(
     recipe: Recipe | QuantizedModel | str = "rtn",
     *,
     tokens: Any = None,
-    layout: str = "strips",
+    layout: str | None = None,
     progress: Callable[[str], None] = lambda label: None,
 ) -> PreTrainedModel:
     """Quantise a causal model of the Llama family in place: Llama, SmolLM, Yi, Mistral, Qwen2, without experts.
@@ -54,7 +55,7 @@ def quantize_model(
         recipe: the steps of quantising, by themselves or by name (`llm.recipe.RECIPES`); or this model quantised
             already, as `ptxlab.llm.checkpoints.folder.load` reads it.
         tokens: the calibration text, integers [S, T], for recipes that need one.
-        layout: of the packed weights.
+        layout: of the packed weights; by default `strips`, or what a kernel that runs on this GPU takes.
         progress: called before each layer with its name.
 
     Returns:
@@ -115,11 +116,12 @@ def _checked(model: Any) -> Config:
 
 
 def _quantized(
-    model: FloatModel, recipe: Recipe, tokens: Any, layout: str, dtype: str, progress: Callable[[str], None]
+    model: FloatModel, recipe: Recipe, tokens: Any, layout: str | None, dtype: str, progress: Callable[[str], None]
 ) -> QuantizedModel:
     if not isinstance(recipe, Recipe) or recipe.scheme not in PACKED:
         got = recipe.scheme if isinstance(recipe, Recipe) else type(recipe).__name__
         raise ArgumentError("recipe", f"must be a Recipe or its name, of scheme {', '.join(PACKED)}", got)
+    layout = layout or layout_here(recipe.scheme)
     turned, text = prepared(model, recipe), np.zeros((0, 1), np.int64) if tokens is None else np.asarray(tokens)
     ends, layers = stored_ends(turned, dtype), []
     for index, found in enumerate(quantize_layers(turned, text, recipe)):

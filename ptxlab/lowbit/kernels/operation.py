@@ -265,7 +265,7 @@ class Operation(Generic[C]):
             return self.on_host(call)
         device, stream = gpu.current_device(), gpu.stream_handle()
         views: dict[str, gpu.View] = {}
-        kinds: list[Any] = [self.name, device, options, description]
+        kinds: list[Any] = [self.name, device, gpu.target(), options, description]
         addresses, key, ready = 0, None, None
         try:
             for name, array in arrays.items():
@@ -315,7 +315,7 @@ class Operation(Generic[C]):
         if call.options.backend == "emulator":
             raise ArgumentError("backend", "arrays on the CPU (NumPy) for the emulator", "arrays on a GPU")
         device, stream = place
-        slot = self.name, device, call.options.kernel_key, call.key
+        slot = self.name, device, gpu.target(), call.options.kernel_key, call.key
         prepared = _prepared.get(slot) or self.prepare(call)
         views = {operand.name: operand.view(device) for operand in call.operands if operand.array is not None}
         results = tuple(operand for operand in call.operands if operand.array is None)

@@ -1,6 +1,6 @@
 """`SpecCall`: a public call that launches one or more specs once each, on a GPU or on host arrays."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -20,6 +20,31 @@ from ptxlab.spec import KernelSpec
 from ptxlab.spec.dtypes import storage
 
 
+def why_not(spec: KernelSpec, backend: str | None) -> str | None:
+    """Say why a kernel cannot run on a GPU here, or in the emulator as it is compiled there; None if it can."""
+    ask = gpu.why_not_compiled if backend == "emulator" else gpu.why_not
+    return ask(spec.arch, exact=spec.exact_arch)
+
+
+def choose_spec(specs: Sequence[KernelSpec], sizes: Mapping[str, Any], backend: str | None) -> KernelSpec:
+    """Choose the first, the fastest, that takes the sizes and runs on the GPU here, or without one in the emulator.
+
+    Where none does, the first that takes the sizes, or of all, whose own refusal says why.
+    """
+    taking = [spec for spec in specs if _takes(spec, sizes)] or specs[:1]
+    on_gpu = [spec for spec in taking if backend != "emulator" and why_not(spec, "gpu") is None]
+    emulated = [spec for spec in taking if backend != "gpu" and why_not(spec, "emulator") is None]
+    return (on_gpu or emulated or taking)[0]
+
+
+def _takes(spec: KernelSpec, sizes: Mapping[str, Any]) -> bool:
+    try:
+        spec.check_sizes(sizes)
+    except ArgumentError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, eq=False)
 class SpecCall:
     """One call.
@@ -30,7 +55,7 @@ class SpecCall:
         operands: inputs and results under the specs' argument names; the call allocates results that are None.
         sizes: the sizes of all specs.
         dtype: dtype of the floats, selected by the specs' constants (IN, OUT).
-        options: the caller's.
+        options: the caller's; a `programmatic` launch of a kernel that does not wait follows the one before it.
         look: checks the values of host arrays (by name, as NumPy arrays); raises ArgumentError. Not called on a GPU.
         memory: what the kernels need on a GPU besides operands and results.
         kept: names of that which every call finds and leaves at 0.
@@ -83,13 +108,17 @@ class SpecCall:
     def prepare(self) -> Prepared:
         """The kernels, compiled for the current device."""
         for spec in self.specs:
-            if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
-                raise UnavailableError(f'{self.name}: {reason}; pass backend="emulator" with NumPy arrays')
+            if reason := why_not(spec, "gpu"):
+                kernel = "" if spec.name == self.name else f"{spec.name}: "
+                raise UnavailableError(f'{self.name}: {kernel}{reason}; pass backend="emulator" with NumPy arrays')
         configs = [(spec, self.config(spec)) for spec in self.specs]
         sizes, programmatic = self.sizes, self.options.programmatic  # the call itself would keep its arrays alive
 
         def plans() -> tuple[Plan, ...]:
-            return tuple(Plan(spec, config, sizes, programmatic=programmatic) for spec, config in configs)
+            return tuple(
+                Plan(spec, config, sizes, programmatic=programmatic and bool(spec.after_wait))
+                for spec, config in configs
+            )
 
         return Prepared(
             self.specs[-1].name, plans, memory=self.memory, kept=self.kept, workspace_rules=self.workspace_rules
@@ -135,5 +164,5 @@ class SpecCall:
             out=out,
             backend=self.options.backend,
             config=self.config(spec),
-            programmatic=self.options.programmatic,
+            programmatic=self.options.programmatic and bool(spec.after_wait),
         ).outputs

@@ -15,7 +15,7 @@ from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.prefill import MOST_PARTS, PREFILL, ROTATED, choose_parts
 from ptxlab.lowbit.kernels.attention.sm80 import DTYPES
 from ptxlab.lowbit.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, Scratch, copied, dtype_of
-from ptxlab.lowbit.kernels.spec_call import SpecCall
+from ptxlab.lowbit.kernels.spec_call import SpecCall, why_not
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.spec import KernelSpec
 from ptxlab.validate import is_one_of, shape_of
@@ -98,12 +98,13 @@ def _choose(options: AttentionOptions, *, rotated: bool) -> KernelSpec:
         rule = f"must be one of {', '.join(names)} with query_start_loc"
         raise ArgumentError(f"{NAME}: kernel", rule, options.kernel)
     candidates = [spec for spec in (_ROTATED if rotated else _KERNELS) if options.kernel in (None, spec.name)]
-    runnable = [] if options.backend == "emulator" else [spec for spec in candidates if _runs_here(spec)]
-    return (runnable or candidates)[-1]
+    on_gpu = [spec for spec in candidates if options.backend != "emulator" and _runs_here(spec)]
+    emulated = [spec for spec in candidates if options.backend != "gpu" and why_not(spec, "emulator") is None]
+    return (on_gpu or emulated or candidates)[-1]
 
 
 def _runs_here(spec: KernelSpec) -> bool:
-    return gpu.why_not(spec.arch, exact=spec.exact_arch) is None
+    return why_not(spec, "gpu") is None
 
 
 def _blocks(spec: KernelSpec, q: Any, sizes: Mapping[str, Any]) -> int:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.lowbit.kernels import spec_call
 from ptxlab.lowbit.kernels.attention import ladder, sm80, sm90
 from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, MOST_TOKENS, NAME, AttentionCall
 from ptxlab.lowbit.kernels.attention.common import ROTATED_CONSTANTS
@@ -113,12 +113,14 @@ def choose(options: AttentionOptions) -> AttentionStep:
     if not asked:
         rule = f"only for kernels that cut a sequence by its own length ({_names(steps)})"
         raise ArgumentError(f"{NAME}: batch_invariant", rule, kernel)
-    here = [step for step in asked if why_not(step) is None]
-    if backend == "gpu" and not here:
-        working = [step for step in STEPS if why_not(step) is None]
+    on_gpu = [step for step in asked if backend != "emulator" and why_not(step) is None]
+    emulated = [step for step in asked if backend != "gpu" and why_not(step, "emulator") is None]
+    if not (usable := on_gpu or emulated):
+        on = backend or "emulator"
+        working = [step for step in STEPS if why_not(step, on) is None]
         remedy = f"here run {_names(working)}" if working else 'pass backend="emulator" with NumPy arrays'
-        raise UnavailableError(f"{NAME}: {_names(asked[-1:])}: {why_not(asked[-1])}; {remedy}")
-    step = (here if here and backend != "emulator" else asked)[-1]
+        raise UnavailableError(f"{NAME}: {_names(asked[-1:])}: {why_not(asked[-1], on)}; {remedy}")
+    step = usable[-1]
     if options.programmatic and not step.spec.after_wait:
         waiting = _names(step for step in STEPS if step.spec.after_wait)
         rule = f"only for kernels that wait for the one before them ({waiting})"
@@ -126,9 +128,9 @@ def choose(options: AttentionOptions) -> AttentionStep:
     return step
 
 
-def why_not(step: AttentionStep) -> str | None:
-    """Why a step cannot run on the GPU here; None if it can."""
-    return gpu.why_not(step.spec.arch, exact=step.spec.exact_arch)
+def why_not(step: AttentionStep, backend: str | None = "gpu") -> str | None:
+    """Why a step cannot run on the GPU here, or in the emulator as kernels are compiled for it; None if it can."""
+    return spec_call.why_not(step.spec, backend)
 
 
 def _names(steps: Iterable[AttentionStep]) -> str:

@@ -4,7 +4,7 @@ from ptxlab.lowbit.kernels.gemm import epilogues, f16, grouped, sm80, sm90, stri
 from ptxlab.lowbit.kernels.gemm.api import Workspace, gemm_w4a8, gemm_workspace
 from ptxlab.lowbit.kernels.gemm.f16 import gemm_f16
 from ptxlab.lowbit.kernels.gemm.grouped_api import gemm_w4a8_grouped
-from ptxlab.lowbit.kernels.gemm.ladder import LADDER
+from ptxlab.lowbit.kernels.gemm.ladder import LADDER, layout_here
 from ptxlab.lowbit.kernels.gemm.w4a4_api import gemm_w4a4, gemm_w4ax
 from ptxlab.lowbit.kernels.gemm.w8a8_api import gemm_w8a8
 
@@ -37,4 +37,5 @@ __all__ = [
     "gemm_w4ax",
     "gemm_w8a8",
     "gemm_workspace",
+    "layout_here",
 ]

@@ -166,7 +166,7 @@ def _check_weights(weights: ExpertWeights) -> None:
 def _prepare(call: _GroupedCall) -> Prepared:
     spec, named = call.step.spec, dict(call.step.buffers)
     if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
-        raise UnavailableError(f"{NAME}: {reason}")
+        raise UnavailableError(f"{NAME}: {spec.name}: {reason}")
 
     def plans() -> tuple[Plan, ...]:
         return (Plan(spec, call.config, call.sizes, programmatic=call.options.programmatic, named=named),)

@@ -5,6 +5,7 @@ from typing import Any
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.lowbit.kernels import spec_call
 from ptxlab.lowbit.kernels.gemm import epilogues, sm80, sm90, strips
 from ptxlab.lowbit.kernels.gemm.common import GemmStep
 from ptxlab.lowbit.kernels.gemm.options import GemmOptions
@@ -49,10 +50,10 @@ def choose(weight: PackedWeight, order: str, M: int, options: GemmOptions) -> Ge
     if not is_one_of(options.kernel, (*(step.spec.name for step in steps), None)):
         raise ArgumentError("gemm_w4a8: kernel", f"must be one of {_names(steps)}", options.kernel)
     taking = _that_take([step for step in steps if options.kernel in (None, step.spec.name)], weight, order)
-    here = [step for step in taking if why_not(step) is None]
-    if options.backend == "gpu" and not here:
-        raise _unavailable(taking, weight)
-    usable = taking if options.backend == "emulator" or not here else here
+    on_gpu = [step for step in taking if options.backend != "emulator" and why_not(step) is None]
+    emulated = [step for step in taking if options.backend != "gpu" and why_not(step, "emulator") is None]
+    if not (usable := on_gpu or emulated):
+        raise _unavailable(taking, weight, options.backend)
     sizes = M, weight.N, weight.K, weight.group, 1
     step = next((step for step in reversed(usable) if step.suits(step.sizes(*sizes))), usable[-1])
     if options.programmatic and not step.spec.after_wait:
@@ -62,9 +63,20 @@ def choose(weight: PackedWeight, order: str, M: int, options: GemmOptions) -> Ge
     return step
 
 
-def why_not(step: GemmStep) -> str | None:
-    """Why a step cannot run on the GPU here; None if it can."""
-    return gpu.why_not(step.spec.arch, exact=step.spec.exact_arch)
+def why_not(step: GemmStep, backend: str | None = "gpu") -> str | None:
+    """Why a step cannot run on the GPU here, or in the emulator as kernels are compiled for it; None if it can."""
+    return spec_call.why_not(step.spec, backend)
+
+
+def layout_here(scheme: str, backend: str | None = None, *, now: str = "strips") -> str:
+    """The layout to pack weights of a scheme in: `now` if a kernel for it runs here, or else that of one that does.
+
+    Without a GPU, and where none of the kernels runs, it is `now`. Backend as `gemm_w4a8` takes it.
+    """
+    if backend is None and gpu.why_not(None) is not None:
+        backend = "emulator"
+    running = [step.packing for step in LADDER if step.scheme == scheme and why_not(step, backend) is None]
+    return now if now in running or not running else running[-1]
 
 
 def _that_take(steps: list[GemmStep], weight: PackedWeight, order: str) -> list[GemmStep]:
@@ -77,9 +89,10 @@ def _that_take(steps: list[GemmStep], weight: PackedWeight, order: str) -> list[
     return [step for step in fed if step.order == order]
 
 
-def _unavailable(taking: list[GemmStep], weight: PackedWeight) -> UnavailableError:
-    problem = f"gemm_w4a8: {weight.scheme} in {weight.layout} takes {_names(taking)}: {why_not(taking[-1])}"
-    working = [step for step in LADDER if why_not(step) is None]
+def _unavailable(taking: list[GemmStep], weight: PackedWeight, backend: str | None) -> UnavailableError:
+    reason = why_not(taking[-1], backend or "emulator")
+    problem = f"gemm_w4a8: {weight.scheme} in {weight.layout} takes {_names(taking)}: {reason}"
+    working = [step for step in LADDER if why_not(step, backend or "emulator") is None]
     if not working:
         return UnavailableError(f'{problem}; pass backend="emulator"')
     same = [step for step in working if step.scheme == weight.scheme]

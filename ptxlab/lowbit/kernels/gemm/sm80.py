@@ -1,6 +1,7 @@
-"""The steps of the ladder that run on every architecture from sm_80 on (QServe §5.2, §5.4)."""
+"""The steps of the ladder that run on every architecture from sm_80 on (QServe §5.2, LiquidGEMM §4)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from ptxlab.lowbit.kernels.gemm.common import (
     GemmStep,
     epilogue,
     example_channel,
+    example_lqq,
     example_qoq,
     gemm,
     gemm_channel,
@@ -58,7 +60,7 @@ def _choose(sizes: Sizes) -> dict[str, int]:
     return {**tile_for(_TILES, sizes)._asdict(), "OUT": INT32, "SUM_PAD": SUM_PAD}
 
 
-def _choose_qoq(sizes: Sizes) -> dict[str, int]:
+def _choose_groups(sizes: Sizes) -> dict[str, int]:
     return {**_choose(sizes), "GROUP": sizes["g"]}
 
 
@@ -74,7 +76,7 @@ def _launch(sizes: Mapping[str, int]) -> Launch:
     return Launch((blocks, 1, 1), (threads, 1, 1), max(s["STAGES"] * stage, results))
 
 
-def _pack_qoq(logical: Arrays) -> Arrays:
+def _pack_groups(logical: Arrays) -> Arrays:
     """The weight in QServe's order."""
     buffers = layout.pack(logical["weight"], "qserve").buffers
     return {
@@ -111,14 +113,21 @@ QOQ = KernelSpec(
         *EPILOGUE,
     ),
     launch=_launch,
-    choose=_choose_qoq,
+    choose=_choose_groups,
     rules=(f"g in {GROUPS}", "K % g == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31"),
     operations="2*M*N*K",
     example=example_qoq,
-    pack=_pack_qoq,
+    pack=_pack_groups,
     reference=gemm,
     arch="sm_80",
     example_sizes=sizes_rows("M N K g", (1, 8, 32, 32), (5, 40, 256, 128), (17, 72, 192, 64)),
+)
+
+LQQ = replace(
+    QOQ,
+    name="gemm_w4a8_lqq_sm80",
+    summary="the same loop with LiquidQuant: a multiply-add and a XOR for four weights (LiquidGEMM §4, QServe §5.2)",
+    example=example_lqq,
 )
 
 CHANNEL = KernelSpec(
@@ -146,5 +155,5 @@ CHANNEL = KernelSpec(
     example_sizes=sizes_rows("M N K", (1, 8, 32), (5, 40, 256), (17, 72, 224)),
 )
 
-STEPS = (GemmStep(QOQ, "qoq", "qserve"), GemmStep(CHANNEL, "qoq_channel", "qserve"))
+STEPS = (GemmStep(QOQ, "qoq", "qserve"), GemmStep(LQQ, "lqq", "qserve"), GemmStep(CHANNEL, "qoq_channel", "qserve"))
 SPECS = tuple(step.spec for step in STEPS)

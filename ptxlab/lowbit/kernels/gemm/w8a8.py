@@ -1,9 +1,10 @@
-"""W8A8 on Hopper: the sibling of gemm_w4a8_sm90 that has nothing to dequantise, for what dequantisation costs."""
+"""W8A8. On Hopper it is the sibling of gemm_w4a8_sm90 that has nothing to dequantise, for what dequantisation costs; on
+other GPUs a loop on mma.sync, for INT8 LM heads."""
 
 import numpy as np
 
-from ptxlab.lowbit.kernels.gemm import strips_tiles, w8a8_tiles
-from ptxlab.lowbit.kernels.gemm.common import EPILOGUE, INT32, activations, gemm_plain, pack_plain
+from ptxlab.lowbit.kernels.gemm import strips_tiles, w4a4, w8a8_tiles
+from ptxlab.lowbit.kernels.gemm.common import EPILOGUE, INT32, SUM_PAD, activations, gemm_plain, pack_plain
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 
 
@@ -48,4 +49,24 @@ W8A8 = KernelSpec(
     after_wait=("x", "x_scale"),
 )
 
-SPECS = (W8A8,)
+W8A8_SM80 = KernelSpec(
+    name="gemm_w8a8_sm80",
+    summary="8-bit weights on mma.sync: what an INT8 LM head takes before Hopper",
+    args=(
+        Arg("w", "int8", ("N", "K")),
+        Arg("w_scale", "float32", ("N",)),
+        Arg("x", "int8", ("M", "K")),
+        *EPILOGUE,
+    ),
+    launch=w4a4.launcher(64, 64),
+    choose=lambda sizes: w4a4.choose(sizes, OUT=INT32, SUM_PAD=SUM_PAD),
+    rules=W8A8.rules,
+    operations=W8A8.operations,
+    example=_example,
+    pack=pack_plain,
+    reference=gemm_plain,
+    arch="sm_80",
+    example_sizes=W8A8.example_sizes,
+)
+
+SPECS = (W8A8, W8A8_SM80)

@@ -6,10 +6,10 @@ from typing import Any
 
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.gemm.options import IntegerProductOptions, require_scale, resolve_dtype
-from ptxlab.lowbit.kernels.gemm.w8a8 import W8A8
+from ptxlab.lowbit.kernels.gemm.w8a8 import W8A8, W8A8_SM80
 from ptxlab.lowbit.kernels.operation import CallArray, Operation
 from ptxlab.lowbit.kernels.options import document_options
-from ptxlab.lowbit.kernels.spec_call import SpecCall
+from ptxlab.lowbit.kernels.spec_call import SpecCall, choose_spec
 from ptxlab.lowbit.layout import PackedActivations
 from ptxlab.lowbit.quant import Level1Weight
 from ptxlab.validate import shape_of
@@ -78,7 +78,8 @@ def _check(
     if arrays["bias"] is not None:
         operands.append(CallArray("bias", f"{NAME}: bias", arrays["bias"], "float32", (N,)))
     sizes = {"M": x.M, "N": N, "K": K}
-    return SpecCall(NAME, (W8A8,), tuple(operands), sizes, dtype, replace(options, out_dtype=dtype))
+    spec = choose_spec((W8A8, W8A8_SM80), sizes, options.backend)
+    return SpecCall(NAME, (spec,), tuple(operands), sizes, dtype, replace(options, out_dtype=dtype))
 
 
 _GEMM = Operation(NAME, _check, SpecCall.prepare, SpecCall.on_host)

@@ -84,7 +84,7 @@ CHOOSE = KernelSpec(
     example=_choosing_example,
     pack=lambda logical: {name: logical[name] for name in ("x", "router")},
     reference=_choosing,
-    arch="sm_90",
+    arch="sm_80",
     bound=_choosing_error,
     tolerance_reason="logits are added in the reference's order, so choices are equal; exp2 is approximate: shares "
     "have a relative error of 2^-21 and 2^-22 per unit of its argument",
@@ -152,7 +152,7 @@ GATHER = KernelSpec(
     example=_gathering_example,
     pack=lambda logical: {name: logical[name] for name in ("x_q", "scale", "token_sum", "chosen")},
     reference=_gathering,
-    arch="sm_90",
+    arch="sm_80",
     example_sizes=sizes_rows(
         "M K E k", (1, 32, 1, 1), (3, 1056, 8, 2), (70, 64, 64, 4), (2, 16416, 3, 2), (513, 32, 5, 3)
     ),
@@ -195,7 +195,7 @@ COMBINE = KernelSpec(
     example=_combining_example,
     pack=dict,
     reference=_combining,
-    arch="sm_90",
+    arch="sm_80",
     tolerance_reason="every operation is IEEE's, and the reference adds in the kernel's order",
     example_sizes=sizes_rows("M H k rows", (1, 32, 1, 1), (5, 1056, 2, 10), (2, 4096, 4, 8), (3, 96, 3, 9)),
     after_wait=("results", "place", "share"),

@@ -8,13 +8,17 @@ from ptxlab.lowbit.kernels.quantize.atom_api import (
     rmsnorm_reorder_quantize,
     silu_mul_reorder_quantize,
 )
-from ptxlab.lowbit.kernels.quantize.gated import SILU_MUL
-from ptxlab.lowbit.kernels.quantize.rmsnorm import RMSNORM
+from ptxlab.lowbit.kernels.quantize.gated import SILU_MUL, SILU_MUL_BLOCK
+from ptxlab.lowbit.kernels.quantize.rmsnorm import RMSNORM, RMSNORM_BLOCK
 from ptxlab.lowbit.kernels.quantize.specs import QUANTIZE, SUM
 
 SPECS = (QUANTIZE, SUM, RMSNORM, SILU_MUL, *atom.SPECS)
 
+# `NAME:block`: a row is one block's, for GPUs without clusters.
+FORMS = (RMSNORM_BLOCK, SILU_MUL_BLOCK, *atom.FORMS)
+
 __all__ = [
+    "FORMS",
     "QUANTIZE",
     "RMSNORM",
     "SILU_MUL",

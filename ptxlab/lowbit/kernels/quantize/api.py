@@ -10,9 +10,9 @@ from ptxlab.hardware.words import F32
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.options import document_options
 from ptxlab.lowbit.kernels.quantize.call import Fitted, Quantizer, matrix_shape
-from ptxlab.lowbit.kernels.quantize.gated import SILU_MUL
+from ptxlab.lowbit.kernels.quantize.gated import SILU_MUL, SILU_MUL_BLOCK
 from ptxlab.lowbit.kernels.quantize.options import GateOptions, NormOptions, QuantizeOptions
-from ptxlab.lowbit.kernels.quantize.rmsnorm import RMSNORM, normalized
+from ptxlab.lowbit.kernels.quantize.rmsnorm import RMSNORM, RMSNORM_BLOCK, normalized
 from ptxlab.lowbit.kernels.quantize.specs import QUANTIZE
 from ptxlab.lowbit.layout import PackedActivations
 from ptxlab.lowbit.quant.inputs import extremes, row_scales
@@ -81,7 +81,7 @@ def rmsnorm_quantize(
         ArgumentError: the argument, the rule and the value; nothing was launched. On the host also for NaN, infinity,
             or a row of y whose scale is not a normal float32. On the GPU such a row gets a scale that is not finite, or
             counts as zeros.
-        UnavailableError: no GPU backend here, or one below sm_90.
+        UnavailableError: no GPU backend here, or one below sm_80.
     """
     options = NormOptions.of(backend, programmatic, layout, rows, eps)
     return _RMSNORM(options, normed_arrays(x, gamma, residual, normed), out)
@@ -114,7 +114,7 @@ def silu_mul_quantize(
         ArgumentError: the argument, the rule and the value; nothing was launched. On the host also for NaN, infinity,
             or a row of h whose scale is not a normal float32. On the GPU such a row gets a scale that is not finite, or
             counts as zeros.
-        UnavailableError: no GPU backend here, or one below sm_90.
+        UnavailableError: no GPU backend here, or one below sm_80.
     """
     return _SILU_MUL(GateOptions.of(backend, programmatic, layout, rows, activation), {"gate_up": gate_up}, out)
 
@@ -180,6 +180,8 @@ def _look_at_gated(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> 
     row_scales("h", np.abs(gated_numbers(numbers, sizes)).max(axis=1), 127)
 
 
-_QUANTIZE = Quantizer("quantize_activations", QUANTIZE, fit_plain, _look)
-_RMSNORM = Quantizer("rmsnorm_quantize", RMSNORM, fit_normed, _look_at_normed, apart=("x", "residual", "normed"))
-_SILU_MUL = Quantizer("silu_mul_quantize", SILU_MUL, fit_gated, _look_at_gated, parts=2)
+_QUANTIZE = Quantizer("quantize_activations", (QUANTIZE,), fit_plain, _look)
+_RMSNORM = Quantizer(
+    "rmsnorm_quantize", (RMSNORM, RMSNORM_BLOCK), fit_normed, _look_at_normed, apart=("x", "residual", "normed")
+)
+_SILU_MUL = Quantizer("silu_mul_quantize", (SILU_MUL, SILU_MUL_BLOCK), fit_gated, _look_at_gated, parts=2)

@@ -13,7 +13,7 @@ from ptxlab.hardware.words import F32
 from ptxlab.lowbit import layout, quant
 from ptxlab.lowbit.kernels.quantize.gated import gated
 from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
-from ptxlab.lowbit.kernels.quantize.specs import DTYPES, activations, row_geometry
+from ptxlab.lowbit.kernels.quantize.specs import DTYPES, activations, in_one_block, row_geometry
 from ptxlab.lowbit.quant.atom import ATOM_CODE, ATOM_GROUPS, ATOM_OUTLIERS, ATOM_PAPER
 from ptxlab.lowbit.quant.groups import group_scales
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
@@ -53,12 +53,17 @@ _RULES = (
 )
 _FLOAT = ByVariant("IN", DTYPES[:2])
 _SIZES = "M K outliers g pairs code clip"
+_MOST_OF_A_BLOCK = 11776  # channels: 736 threads, 66 bytes of shared memory for each of their 16
+
+
+def _blocks(sizes: Sizes) -> int:
+    """Blocks of 128 channels of a row, of INT4 and of INT8 ones."""
+    return ceil_div(int(sizes["K"]), 128) + ceil_div(int(sizes["outliers"]), 128)
 
 
 def _choose(sizes: Sizes) -> dict[str, int]:
-    blocks = ceil_div(int(sizes["K"]), 128) - (-int(sizes["outliers"]) // 128)
     rules = {"IN": 0, "GROUP": int(sizes["g"]), "PACKED": int(sizes["pairs"]), "CODE": int(sizes["code"])}
-    return rules | row_geometry(128 * blocks)
+    return rules | row_geometry(128 * _blocks(sizes))
 
 
 def _launch(sizes: Sizes) -> Launch:
@@ -282,3 +287,16 @@ SILU_MUL_REORDER = _spec(
     batch_sizes=dict(zip(f"{_SIZES} activation".split(), (64, 8192, 128, 128, 0, 0, 0.9, 0), strict=True)),
 )
 SPECS = (REORDER, RMSNORM_REORDER, SILU_MUL_REORDER)
+
+
+def _in_one_block(spec: KernelSpec) -> KernelSpec:
+    """The form whose rows are a block's each: without clusters, up to what 48 KiB of its shared memory hold."""
+    return in_one_block(
+        spec,
+        lambda sizes: {"THREADS": ceil_div(_blocks(sizes) * 8, 32) * 32, "CLUSTER": 1},
+        rules=(*spec.rules, f"ceil_div(K, 128)*128 + ceil_div(outliers, 128)*128 <= {_MOST_OF_A_BLOCK}"),
+        example_sizes=tuple(s for s in spec.example_sizes if _blocks(s) * 128 <= _MOST_OF_A_BLOCK),
+    )
+
+
+REORDER_BLOCK, RMSNORM_REORDER_BLOCK, SILU_MUL_REORDER_BLOCK = FORMS = tuple(map(_in_one_block, SPECS))

@@ -24,15 +24,18 @@ from ptxlab.lowbit.kernels.quantize.atom import (
     COMET,
     ORDERS,
     REORDER,
+    REORDER_BLOCK,
     RMSNORM_REORDER,
+    RMSNORM_REORDER_BLOCK,
     RULES,
     SILU_MUL_REORDER,
+    SILU_MUL_REORDER_BLOCK,
     check_place,
     ordered_rows,
 )
 from ptxlab.lowbit.kernels.quantize.call import Fitted, matrix_of
 from ptxlab.lowbit.kernels.quantize.options import GateReorderOptions, NormReorderOptions, ReorderOptions
-from ptxlab.lowbit.kernels.spec_call import SpecCall
+from ptxlab.lowbit.kernels.spec_call import SpecCall, choose_spec
 from ptxlab.lowbit.layout import BLOCK_ORDERS, AtomActivations, BlockActivations
 from ptxlab.lowbit.layout.atom_operands import activation_shapes
 from ptxlab.lowbit.layout.comet_operands import block_activation_shapes
@@ -56,7 +59,7 @@ class _Quantizer:
 
     def __init__(
         self,
-        spec: KernelSpec,
+        specs: tuple[KernelSpec, ...],
         fit: Callable[[str, Mapping[str, Any], Any], Fitted],
         numbers: Numbers,
         *,
@@ -64,10 +67,11 @@ class _Quantizer:
         apart: tuple[str, ...] = (),
     ) -> None:
         """`numbers` makes of a call's floats by name, its sizes and dtype, what is quantised, or raises ArgumentError:
-        for host arrays alone, as on a GPU nothing reads values. `fit`, `parts` and `apart` as of `call.Quantizer`."""
-        self.name, self.spec, self.fit, self.numbers, self.parts = spec.name, spec, fit, numbers, parts
+        for host arrays alone, as on a GPU nothing reads values. `specs`, `fit`, `parts`, `apart` as of
+        `call.Quantizer`."""
+        self.name, self.specs, self.fit, self.numbers, self.parts = specs[0].name, specs, fit, numbers, parts
         names = {each: each for each in apart}
-        self._operation = Operation(spec.name, self._check, SpecCall.prepare, SpecCall.on_host, apart=names)
+        self._operation = Operation(self.name, self._check, SpecCall.prepare, SpecCall.on_host, apart=names)
 
     def __call__(self, options: ReorderOptions, arrays: Mapping[str, Any], place: Any, out: Any) -> Any:
         """The activations: `out`, or new ones of the first array's kind. `arrays`: floats by argument of the kernel."""
@@ -92,7 +96,7 @@ class _Quantizer:
             expected, described = (", ".join(f"{name}={each[name]}" for name in fields) for each in (fields, of_out))
             raise ArgumentError(f"{self.name}: out", f"must have {expected}", described)
         dtype, first = dtype_of(arrays[next(iter(shapes))]), next(iter(shapes))
-        if dtype not in (dtypes := self.spec.by_variant["IN"]):
+        if dtype not in (dtypes := self.specs[0].by_variant["IN"]):
             raise ArgumentError(f"{self.name}: {first}", f"dtype {' or '.join(dtypes)}", dtype)
         rows: dict[str, Any]
         if options.int8 is None:
@@ -115,7 +119,8 @@ class _Quantizer:
             y = self.numbers({each: floats(given[each]) for each in shapes}, {**sizes, "dtype": dtype})
             ordered_rows(y, given["place"], **rows)  # or what is wrong with it
 
-        return SpecCall(self.name, (self.spec,), tuple(operands), sizes, dtype, options, look)
+        spec = choose_spec(self.specs, sizes, options.backend)
+        return SpecCall(self.name, (spec,), tuple(operands), sizes, dtype, options, look)
 
     def _results(self, arrays: Mapping[str, Any], shapes: Shapes) -> Iterator[CallArray]:
         """The arrays of the activations."""
@@ -191,7 +196,7 @@ def reorder_quantize(
 
     Raises:
         ArgumentError: the argument, the rule and the value; nothing was launched.
-        UnavailableError: no GPU backend here, or one below sm_90.
+        UnavailableError: no GPU backend here, or one below sm_80, or rows that only clusters of sm_90 hold.
     """
     options = ReorderOptions.of(backend, programmatic, outliers, group, layout, clip, rules, int8)
     return _REORDER(options, {"x": x}, place, out)
@@ -263,6 +268,8 @@ def _plain(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> F32:
     return numbers["x"]
 
 
-_REORDER = _Quantizer(REORDER, fit_plain, _plain)
-_RMSNORM = _Quantizer(RMSNORM_REORDER, fit_normed, normed_numbers, apart=("x", "residual", "normed"))
-_SILU_MUL = _Quantizer(SILU_MUL_REORDER, fit_gated, gated_numbers, parts=2)
+_REORDER = _Quantizer((REORDER, REORDER_BLOCK), fit_plain, _plain)
+_RMSNORM = _Quantizer(
+    (RMSNORM_REORDER, RMSNORM_REORDER_BLOCK), fit_normed, normed_numbers, apart=("x", "residual", "normed")
+)
+_SILU_MUL = _Quantizer((SILU_MUL_REORDER, SILU_MUL_REORDER_BLOCK), fit_gated, gated_numbers, parts=2)

@@ -9,7 +9,7 @@ import numpy as np
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.operation import CallArray, Operation, dtype_of
 from ptxlab.lowbit.kernels.quantize.options import QuantizeOptions
-from ptxlab.lowbit.kernels.spec_call import SpecCall
+from ptxlab.lowbit.kernels.spec_call import SpecCall, choose_spec
 from ptxlab.lowbit.layout import PackedActivations
 from ptxlab.lowbit.layout.packed_activations import stored_shape, tile_of
 from ptxlab.spec import KernelSpec
@@ -48,7 +48,7 @@ class Quantizer:
     def __init__(
         self,
         name: str,
-        spec: KernelSpec,
+        specs: tuple[KernelSpec, ...],
         fit: Callable[[str, Mapping[str, Any], Any], Fitted],
         look: Callable[[dict[str, np.ndarray], Mapping[str, Any]], None],
         *,
@@ -59,14 +59,14 @@ class Quantizer:
 
         Args:
             name: of the call.
-            spec: the kernel.
+            specs: the kernel's forms, the fastest first; the first that runs here is taken.
             fit: makes of the call's name, its arrays of floats and its options their sizes, or raises ArgumentError.
             look: takes a call's floats by name, its sizes and dtype, and raises ArgumentError where a row would have
                 no scale: for host arrays alone, as on a GPU nothing reads values.
             parts: the first array has so many times the columns of the results.
             apart: no two of these arrays may share memory.
         """
-        self.name, self.spec, self.fit, self.look, self.parts = name, spec, fit, look, parts
+        self.name, self.specs, self.fit, self.look, self.parts = name, specs, fit, look, parts
         names = {each: each for each in apart}
         self._operation = Operation(name, self._check, SpecCall.prepare, SpecCall.on_host, apart=names)
 
@@ -93,7 +93,7 @@ class Quantizer:
             rule = f"must have M={M}, K={K}, layout={options.layout}, rows={rows}"
             described = f"M={out.M}, K={out.K}, layout={out.layout}, rows={out.rows}"
             raise ArgumentError(f"{self.name}: out", rule, described)
-        dtype, (dtypes,) = dtype_of(arrays[first]), self.spec.by_variant.values()
+        dtype, (dtypes,) = dtype_of(arrays[first]), self.specs[0].by_variant.values()
         if dtype not in dtypes:
             raise ArgumentError(f"{self.name}: {first}", f"dtype {' or '.join(dtypes)}", dtype)
         sizes = {"M": M, "K": K, "rows": rows, "span": span, **sizes}
@@ -105,7 +105,8 @@ class Quantizer:
         def look(numbers: dict[str, np.ndarray]) -> None:
             self.look({each: floats(numbers[each]) for each in shapes}, {**sizes, "dtype": dtype})
 
-        return SpecCall(self.name, (self.spec,), tuple(operands), sizes, dtype, replace(options, rows=rows), look)
+        spec = choose_spec(self.specs, sizes, options.backend)
+        return SpecCall(self.name, (spec,), tuple(operands), sizes, dtype, replace(options, rows=rows), look)
 
     def _results(self, arrays: Mapping[str, Any], shape: tuple[int, ...], M: int) -> Iterator[CallArray]:
         """The arrays of `PackedActivations`."""

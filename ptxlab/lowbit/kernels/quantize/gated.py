@@ -10,6 +10,8 @@ from ptxlab.lowbit.kernels.quantize.specs import (
     FUSED_RULES,
     PACKED,
     activations,
+    block_geometry,
+    in_one_block,
     layout_of,
     packed,
     row_geometry,
@@ -23,7 +25,7 @@ from ptxlab.spec.dtypes import ByVariant, as_stored
 
 def _choose(sizes: Sizes) -> dict[str, int]:
     order = {"IN": 0, **layout_of(sizes), "ACTIVATION": int(sizes["activation"])}
-    return order | row_geometry(int(sizes["K"]))
+    return order | row_geometry(int(sizes["K"])) | {"CHUNKS": 1}
 
 
 def _example(rng: np.random.Generator, *, M: int, K: int, rows: int, span: int, activation: int) -> Arrays:
@@ -94,3 +96,4 @@ SILU_MUL = KernelSpec(
     ),
     after_wait=("gate_up",),
 )
+SILU_MUL_BLOCK = in_one_block(SILU_MUL, block_geometry)

@@ -10,6 +10,8 @@ from ptxlab.lowbit.kernels.quantize.specs import (
     FUSED_RULES,
     PACKED,
     activations,
+    block_geometry,
+    in_one_block,
     layout_of,
     packed,
     row_geometry,
@@ -64,7 +66,7 @@ def by_halves(x: F32) -> F32:
 
 def _choose(sizes: Sizes) -> dict[str, int]:
     order = {"IN": 0, **layout_of(sizes), "RESIDUAL": int(sizes["added"]), "NORMED": int(sizes["kept"])}
-    return order | row_geometry(int(sizes["K"]))
+    return order | row_geometry(int(sizes["K"])) | {"CHUNKS": 1}
 
 
 def _example(
@@ -130,3 +132,4 @@ RMSNORM = KernelSpec(
     after_wait=("x", "residual"),
     batch_sizes={"M": 64, "K": 8224, "rows": 1, "span": 32, "added": 1, "kept": 1, "eps": 1e-5},
 )
+RMSNORM_BLOCK = in_one_block(RMSNORM, block_geometry)

@@ -1,6 +1,7 @@
 """What the specs of the family `quantize` share, and those of the kernels that only quantise, or only add up."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from ptxlab.spec.dtypes import ByVariant, as_stored
 DTYPES = ("float16", "bfloat16", "float32")  # by IN
 MOST_THREADS = 512
 MOST_CHUNKS = 4  # of 16 values, that a thread keeps in registers between its two looks at the row
+BLOCK_FORM = "block"
 _ORDER_OF_SPAN = {32: "row_major", 64: "fragment", 128: "tiles"}
 
 PACKED = (  # what the kernels write that a GEMM takes
@@ -44,6 +46,30 @@ def row_geometry(K: int) -> dict[str, int]:
     chunks = ceil_div(K, 128) * 8
     blocks = 1 << (ceil_div(chunks, MOST_THREADS) - 1).bit_length()
     return {"THREADS": ceil_div(chunks, 32 * blocks) * 32, "CLUSTER": blocks}
+
+
+def block_geometry(sizes: Sizes) -> dict[str, int]:
+    """Threads of the one block of a row, for GPUs without clusters, and chunks of 16 that each of them has: 1 or 2.
+
+    Up to `MOST_THREADS` chunks as `row_geometry` has it. Sums of a row have the same bits: warps that have a second
+    chunk add what as many more warps would.
+    """
+    chunks = ceil_div(sizes["K"], 128) * 8
+    each = ceil_div(chunks, 1024)
+    return {"THREADS": ceil_div(chunks, 32 * each) * 32, "CLUSTER": 1, "CHUNKS": each}
+
+
+def in_one_block(spec: KernelSpec, geometry: Callable[[Sizes], dict[str, int]], **fields: Any) -> KernelSpec:
+    """The form of a kernel whose rows are a block's each, which needs no clusters and so runs from sm_80 on."""
+    choose: Any = spec.choose
+    return replace(
+        spec,
+        form=BLOCK_FORM,
+        summary=f"{spec.summary}; a row is one block's, not a cluster's",
+        choose=lambda sizes: choose(sizes) | geometry(sizes),
+        arch="sm_80",
+        **fields,
+    )
 
 
 def row_launch(sizes: Mapping[str, int]) -> Launch:

@@ -1,0 +1,66 @@
+// gemm_w8a8_sm80: Y = X W^T, both in INT8, on mma.sync: what an INT8 LM head takes where there is no wgmma.
+//
+// Contract   accumulators[m, n] = sum_k x[m, k] * w[n, k], exact in int32 for K < 131,072; y = accumulators * x_scale[m]
+//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators
+//            themselves (OUT == 3). Any M >= 1, N a multiple of 8, K of 16; padding is zero-filled on the way in.
+// Shows      the loop of gemm_w4a4_s4_sm80 on bytes: the registers of m16n8k32 hold the same bytes as those of m16n8k64
+//            in INT4, so only the instruction differs.
+// Guide      notebooks/guide/kernels_gemm.md: operands, schedule, constants
+// PTX ISA    9.7.14 mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill.
+#include "rows_sm80.cuh"
+#include "timeline.cuh"
+
+#ifndef BN
+#define BN 128
+#define BM 128
+#define WM 2
+#define STAGES 4
+#define OUT 0
+#define SUM_PAD 4  // numbers between rows of results in shared memory
+#endif
+
+using Tile = ptxlab::RowsTile<BN, BM, WM>;
+
+extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w8a8_sm80(
+    const unsigned char* __restrict__ w,  // s8  [N, K]
+    const float* __restrict__ w_scale,    // f32 [N]
+    const unsigned char* __restrict__ x,  // u8  [M, K/2], likewise
+    const float* __restrict__ x_scale,    // f32 [M]
+    const float* __restrict__ bias,       // f32 [N], or null
+    void* __restrict__ y,                 // [M, N], by OUT
+    int M, int N, int K) {
+    extern __shared__ __align__(128) unsigned char ring[];
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
+    const Tile tile(M, N);
+    const int stages = (K + 63) / 64;
+    const auto fetch = [&](int stage) {
+        unsigned char* slot = ring + stage % STAGES * (Tile::W_BYTES + Tile::X_BYTES);
+        if (stage < stages) {
+            tile.fetch_w(slot, w, stage * ptxlab::ROW_BYTES, K);
+            tile.fetch_x(slot + Tile::W_BYTES, x, stage * ptxlab::ROW_BYTES, K);
+        }
+        ptxlab::cp_async_commit();
+    };
+
+    Tile::Sums acc = {};
+    PHASE(LOAD);
+    for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage);
+    for (int stage = 0; stage < stages; ++stage) {
+        PHASE(WAIT_COPY);
+        ptxlab::cp_async_wait<STAGES - 2>();
+        __syncthreads();  // the stage is there for everyone, and the oldest slot is free
+        PHASE(LOAD);
+        fetch(stage + STAGES - 1);
+        PHASE(MULTIPLY);
+        const unsigned char* slot = ring + stage % STAGES * (Tile::W_BYTES + Tile::X_BYTES);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            tile.multiply_half<false>(acc, slot + tile.w_at(), slot + (Tile::W_BYTES + tile.x_at()), half);
+    }
+
+    PHASE(EPILOGUE);
+    ptxlab::cp_async_wait<0>();
+    tile.gather<SUM_PAD>(ring, acc, [&](size_t at, int token, int n, const int* sums) {
+        ptxlab::store_8<OUT>(y, at, sums, x_scale[token], w_scale + n, bias ? bias + n : nullptr);
+    });
+}

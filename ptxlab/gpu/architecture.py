@@ -1,0 +1,61 @@
+"""The architecture that kernels are chosen and compiled for, where it is not that of the GPU at hand.
+
+A Hopper GPU runs PTX for `compute_80`, which its driver compiles; the emulator runs PTX for any. So what an A100 would
+be given can be tried without one: the same kernels, the same integers. Times say nothing about an A100.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from ptxlab.toolchain import check_arch
+
+_target: ContextVar[str | None] = ContextVar("target", default=None)
+
+
+def target() -> str | None:
+    """Return what kernels are compiled for inside `compiling_for`; None: each backend's own architecture."""
+    return _target.get()
+
+
+@contextmanager
+def compiling_for(arch: str | None) -> Iterator[None]:
+    """Choose and compile kernels as for a GPU of this architecture, on both backends; None changes nothing.
+
+    CUDA C++ becomes PTX of that architecture, which the emulator runs, or the driver compiles for the GPU at hand. A
+    kernel that does not run there is refused. Raises ArgumentError unless it is spelt `sm_80`.
+    """
+    before = _target.set(_target.get() if arch is None else check_arch(arch))
+    try:
+        yield
+    finally:
+        _target.reset(before)
+
+
+def capability(arch: str) -> tuple[int, int]:
+    """Compute capability of an architecture's name: (8, 0) of `sm_80`."""
+    major, minor = divmod(int(re.sub(r"\D", "", arch)), 10)
+    return major, minor
+
+
+def why_not_compiled(arch: str | None, *, exact: bool = False) -> str | None:
+    """Say why a kernel cannot be compiled for the target; None if it can, or there is no target.
+
+    Args:
+        arch: lowest architecture that the kernel needs, `sm_80`; None: any.
+        exact: the kernel is for that architecture only (`sm_90a`).
+    """
+    wanted = target()
+    if wanted is None or arch is None:
+        return None
+    return None if _fits(arch, wanted, exact) else f"{needs(arch, exact)}, and kernels are compiled for {wanted}"
+
+
+def _fits(arch: str, wanted: str, exact: bool) -> bool:
+    return arch == wanted if exact else capability(wanted) >= capability(arch)
+
+
+def needs(arch: str, exact: bool) -> str:
+    """Say on which GPUs a kernel runs."""
+    return f"it runs only on {arch}" if exact else f"it runs on {arch} or above"
