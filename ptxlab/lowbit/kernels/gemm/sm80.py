@@ -1,4 +1,4 @@
-"""The steps of the ladder that run on every architecture from sm_80 on (QServe §5.2, §5.4)."""
+"""The steps of the ladder that run on every architecture from sm_80 on (QServe §5.2)."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -103,7 +103,7 @@ def _pack_channel(logical: Arrays) -> Arrays:
 
 QOQ = KernelSpec(
     name="gemm_w4a8_qoq_sm80",
-    summary="QServe's main loop: mma.sync, cp.async, reordered weights, multiply then vadd4 (QServe §5.2, §5.4)",
+    summary="QServe's main loop: mma.sync, cp.async, reordered weights, multiply then vadd4 (QServe §5.2)",
     args=(
         *QSERVE,
         Arg("w_scale", "float32", ("N",)),
