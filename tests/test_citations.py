@@ -26,8 +26,8 @@ _UNMARKED = re.compile(rf"\b(?:{_NAMES}) {_NUMBER}(?=[),;:]|\.(?!\d)|$)")
 _BREAK = re.compile(r"(?:\\n\",)?\n[ \t]*(?:\"|//+|#+)?[ \t]*")  # of lines, in a comment or in a cell of a notebook
 _KINDS = {"Fig.": "figures", "Figure": "figures", "Table": "tables", "Eq.": "equations", "Equation": "equations"}
 _NUMBERED = re.compile(
-    rf"\b(?P<document>{_NAMES})(?:'s)?,?(?: {_MARK}{_NUMBER},)? \(?(?:its )?(?P<kind>{'|'.join(map(re.escape, _KINDS))})"
-    r" (?P<number>\d+)"
+    rf"\b(?P<document>{_NAMES})(?:'s)?,?(?: {_MARK}{_NUMBER},)? \(?(?:its )?"
+    rf"(?P<kind>{'|'.join(map(re.escape, _KINDS))}) (?P<number>\d+)"
 )
 
 

@@ -9,7 +9,7 @@ layer (`peers_layer`) times the layers, and the LM head as ours takes it: what l
 a whole model, are left out in its favour.
 
 What others take are rows of their own: `beside`, a step of B sequences less the head, of all mixes or of ours with
-ours with `gemm_w4a8_qoq_sm80`, and `prompt`. So a run that was stopped goes on where it was.
+`gemm_w4a8_qoq_sm80`, and `prompt`. So a run that was stopped goes on where it was.
 """
 
 import subprocess

@@ -7,8 +7,8 @@ last ones, which a kernel may take in any order. A block of a token has one scal
 The permutation goes into the weights and into the layer before.
 
 COMET does not say from where on a channel is an outlier, nor does it bound the share of INT8 blocks: it finds less than
-20% (COMET §3.2). `OUTLIER` and `MOST_INT8` are choices of this project. COMET has its weights from OmniQuant (COMET §6.1);
-here they are rounded, and a recipe quantises them by GPTQ with clipping, as it does those of all other schemes.
+20% (COMET §3.2). `OUTLIER` and `MOST_INT8` are choices of this project. COMET's weights are OmniQuant's (COMET §6.1);
+here they are rounded, or in a recipe quantised by GPTQ with clipping, as those of all other schemes are.
 """
 
 from dataclasses import dataclass

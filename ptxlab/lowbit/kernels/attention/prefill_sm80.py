@@ -1,4 +1,4 @@
-"""KV4 attention of any number of queries from Ampere on: the contract of `prefill` by mma.sync (cache: QServe §5.1)."""
+"""KV4 attention of any number of queries from Ampere on: the contract of `prefill` by mma.sync."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
 """KV4 attention on tensor cores from Ampere on: the whole contract.
 
-In QServe (§5.1, §5.3) attention runs in FP16 on CUDA cores; here products are on tensor cores, which read and unpack a
+Attention of QServe §5.1 runs in FP16 on CUDA cores; here products are on tensor cores, which read and unpack a
 key once for all queries that share it. No document shares its work out over blocks.
 """
 

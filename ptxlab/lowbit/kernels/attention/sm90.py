@@ -1,4 +1,4 @@
-"""KV4 attention on Hopper: bulk copies, and blocks that share out ragged work evenly; in none of the documents."""
+"""KV4 attention on Hopper: bulk copies, and blocks that share out ragged work evenly, neither of which a document has."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,7 @@
 """The steps of the ladder for Hopper: wgmma with the weights from registers (LiquidGEMM §5, §7.3).
 
-LiquidGEMM's compute warp groups fetch their tasks when they are free (LiquidGEMM §5.1); here each of the two has 64 rows
-of every stage, whose sums it keeps in registers, and the two have equally much to do.
+Compute warp groups of LiquidGEMM §5.1 fetch their tasks when they are free; here each of the two has 64 rows of every
+stage, whose sums it keeps in registers, and the two have equally much to do.
 """
 
 from collections.abc import Callable
