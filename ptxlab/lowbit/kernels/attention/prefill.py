@@ -1,6 +1,6 @@
 """KV4 attention of any number of queries on Hopper: prompts in chunks, and behind a cached prefix.
 
-The cache is that of QServe §5.1; no document has prefill over 4 bits.
+The cache is that of QServe §5.1; no document describes attention of prompts over 4 bits.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""KV4 attention on Hopper: bulk copies, and blocks that share out ragged work evenly, neither of which a document has."""
+"""KV4 attention on Hopper: bulk copies, and blocks that share out ragged work evenly. No document has either."""
 
 from dataclasses import replace
 from functools import partial
