@@ -102,7 +102,10 @@ figures.picture("ladder_fraction") if record else ladder.NOT_RECORDED
 # %% [markdown]
 # ## What each step gained
 #
-# LiquidGEMM's Fig. 13 on an H200: the steps relative to the baseline, which is the first step on wgmma.
+# LiquidGEMM's Fig. 13 on an H200: the steps relative to the baseline, which is the first step on wgmma. In the document
+# ExCP gains with many tokens and ImFP at every batch; here ExCP is slower than the step before it, and ImFP about as
+# fast as that. LiquidGEMM §7.3 ascribes the gain to pipelines that run on from one grouped GEMM to the next, above all
+# in mixtures of experts; these are single matrices.
 
 # %%
 figures.picture("ladder_ablation") if record else ladder.NOT_RECORDED
@@ -130,7 +133,7 @@ Markdown(ladder.limits_table())
 # %% [markdown]
 # ## The cost model
 #
-# LiquidGEMM's cost model (§3.2): a weight takes 1/B to load, α/C to dequantise and 2M/T to multiply. A plain loop
+# The cost model of LiquidGEMM §3.2: a weight takes 1/B to load, α/C to dequantise and 2M/T to multiply. A plain loop
 # does the last two in turn while the next weights load. With the α of the machine code this gives a time that a
 # kernel should come near to. The picture shows how far each is from it: the model does not include epilogues,
 # waiting for other warps, or tiles that leave SMs idle.

@@ -1,4 +1,4 @@
-// append_kv4: new keys and values, rotated and quantised, into their slots of a paged cache (QServe sections 4.2, 5.3).
+// append_kv4: new keys and values, rotated and quantised, into their slots of a paged cache (QServe section 5.1).
 //
 // Contract   token t goes to page slots[t] / PAGE, offset slots[t] % PAGE; of a negative slot (padding) nothing is
 //            written. With tables, k is rotated first: pairs (i, i + D/2), every multiplication and addition rounded to

@@ -1,5 +1,5 @@
 // attention_kv4_prefill_mma_sm80: causal attention of any number of queries over a paged cache of 4 bits (QServe section
-// 5.3), from Ampere on: the contract of attention_kv4_prefill_sm90.
+// 5.1), from Ampere on: the contract of attention_kv4_prefill_sm90.
 //
 // A block of the launch restores keys and values to f16 in shared memory, once for its 16 * WARPS rows, and multiplies
 // on the tensor cores, 16 rows to a warp. Between two barriers it does one and the other: it restores values while it

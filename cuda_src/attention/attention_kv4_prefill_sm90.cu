@@ -1,5 +1,5 @@
 // attention_kv4_prefill_sm90: causal attention of any number of queries over a paged cache of 4 bits (QServe section
-// 5.3): prompts in chunks, prompts behind a cached prefix.
+// 5.1): prompts in chunks, prompts behind a cached prefix.
 //
 // PRODUCERS warp groups copy pages and restore keys and values to f16 in shared memory, once for 128 rows. Two other warp
 // groups multiply on the tensor cores, 64 rows each, and take turns at issuing products. A row is a query of one head. The

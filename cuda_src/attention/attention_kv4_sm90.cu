@@ -1,4 +1,4 @@
-// attention_kv4_sm90: decode attention over a paged cache of 4 or 8 bits, at the speed of memory (QServe section 5.3).
+// attention_kv4_sm90: decode attention over a paged cache of 4 or 8 bits, at the speed of memory.
 //
 // One warp asks for copies, one prepares queries, the others multiply, each tile by tile. Tiles of all units are dealt
 // to the blocks in equal pieces; the block in which a unit begins puts its parts together, always in the same order.

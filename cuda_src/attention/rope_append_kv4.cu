@@ -1,5 +1,5 @@
 // rope_append_kv4: what follows the QKV projection in one launch: q rotated, keys rotated and quantised, values
-// quantised, keys and values into their slots of a paged cache (QServe sections 4.2, 5.3).
+// quantised, keys and values into their slots of a paged cache (QServe section 5.1).
 //
 // Contract   a token's row of qkv has `ratio` * heads heads of q, then `heads` of k, then as many of v. q is rotated as
 //            k is (pairs (i, i + D/2), every multiplication and addition rounded to f32), rounded once and written to

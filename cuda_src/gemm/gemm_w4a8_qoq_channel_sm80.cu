@@ -4,7 +4,8 @@
 //            x_sum[m] = sum_k x[m, k] it is the product with q4 - zero, whose sign never burdens the main loop; y =
 //            accumulators * x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or
 //            the accumulators themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of 32; padding is
-//            zero-filled on the way in.
+//            zero-filled on the way in. QServe's Eq. 13 sums X before it is quantised; x_sum is of the integers, so
+//            that the product with q4 - zero is exact.
 // Tile       that of gemm_w4a8_qoq_sm80, without constants of groups. A q4 is 0..15, so as signed bytes they mean the
 //            same.
 // Guide      notebooks/guide/kernels_gemm.md: operands, layout, schedule, constants

@@ -1,4 +1,4 @@
-// gemm_w4a8_qoq_sm80: Y = X W^T with INT8 activations and QoQ weights in groups: QServe's main loop (section 5.2, 5.4).
+// gemm_w4a8_qoq_sm80: Y = X W^T with INT8 activations and QoQ weights in groups: QServe's main loop (QServe section 5.2).
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * ((q4 - z) * s1)[n, k], exact in int32 for K < 131,072; y =
 //            accumulators * x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or

@@ -1,6 +1,6 @@
 // gemm_w4a8_sm90: Y = X W^T on Hopper's tensor cores, weights in strips, from a few tokens to thousands.
 //
-// LiquidGEMM's implicit pipeline (section 5.3: warp groups dequantise into registers under each other's wgmma) with
+// The implicit pipeline (LiquidGEMM section 5.1: warp groups dequantise into registers under each other's wgmma) with
 // unsigned weights, tiles whose height is a number of strips, and warp groups along K as well as along the rows.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[n, k], exact in int32; y = accumulators *

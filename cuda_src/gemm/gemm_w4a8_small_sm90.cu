@@ -1,7 +1,7 @@
 // gemm_w4a8_small_sm90: Y = X W^T for a few tokens: every SM keeps all of X, and streams whole strips of W past it.
 //
 // At up to 16 tokens or so the product costs nothing beside the stream of the weights. So a strip, 16 rows over all of
-// K, lies contiguously in memory and comes in few long copies, and blocks exchange nothing (LiquidGEMM section 4).
+// K, lies contiguously in memory and comes in few long copies, and blocks exchange nothing.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[n, k], exact in int32; y = accumulators *
 //            x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the

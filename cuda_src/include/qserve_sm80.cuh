@@ -1,4 +1,4 @@
-// What QServe's GEMMs on mma.sync share (section 5.2, 5.4): the shape of a tile, and how operands come into a stage of the
+// What GEMMs on mma.sync share (QServe section 5.2): the shape of a tile, and how operands come into a stage of the
 // ring. The main loop, the dequantiser and the constants of groups are each kernel's own.
 // NOTE The MMAs of a step and the sum of the warps that split K are alike in both kernels too, but as functions ptxas
 // orders them otherwise: they stay where they are.

@@ -1,6 +1,6 @@
 // The GEMM of the Hopper ladder's first two steps, one thing after the other: the warp groups of a block wait for a stage
 // of the ring, dequantise all of it, multiply, wait for that, and only then take the next. The steps differ in how four
-// weights are dequantised (LiquidGEMM section 7, Fig. 13).
+// weights are dequantised (LiquidGEMM section 7.3, Fig. 13).
 #pragma once
 #include "epilogue_sm90.cuh"
 #include "timeline.cuh"

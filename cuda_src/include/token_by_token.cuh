@@ -1,4 +1,4 @@
-// Decode attention on CUDA cores, token by token: the first three steps of QServe's ladder (section 5.3), which differ in
+// Decode attention on CUDA cores, token by token: the ladder's first three steps (QServe section 5.3), which differ in
 // the features alone: how many a row has, what they are multiplied out with, and how. One block per sequence and query
 // head; three passes: scores, softmax, values.
 #pragma once

@@ -1,4 +1,4 @@
-// quantize_activations_s8: per-token symmetric INT8 with the token sum, in the order that a GEMM reads (QServe 4.1).
+// quantize_activations_s8: per-token symmetric INT8 with the token sum, as a GEMM reads it (QServe section 5.1).
 //
 // Contract   scale[m] = max_k |x[m, k]| / 127, or 1 where that is no normal f32 (a row of zeros, or of less than
 //            1.5e-36); x_q[m, k] = x[m, k] / scale[m] rounded half to even; token_sum[m] = sum_k x_q[m, k]. Both

@@ -1,12 +1,13 @@
-// reorder_quantize: channels in Atom's order, INT4 with a scale per group and INT8 outliers (Atom 4.1); or COMET's (3).
+// reorder_quantize: channels in Atom's order, INT4 in groups and INT8 outliers (Atom section 4.1); or COMET's blocks.
 //
 // Contract   channel k of x goes to place[k]; then the bits of `quant.quantize_atom_activations`: of K INT4 channels a
 //            scale f16 per GROUP (64 or 128), of their largest magnitude times clip, and one of the 0, 64 or 128
 //            outliers behind them. CODE 1: rules of Atom's code, 0: of its paper. x f16, bf16 or f32 (IN 0, 1, 2);
 //            place s16, a permutation; one that is none leaves channels undefined, and writes nowhere else. A group with
 //            a NaN or an infinity, or a scale beyond f16, gets a scale that is no finite number. Results as gemm_w4a4_sm90
-//            reads them (PACKED 0) or gemm_w4a4_atom_sm80 (1). CODE 2: the bits of `quant.quantize_blocks` (COMET 3), for
-//            gemm_w4ax_sm90 (PACKED 2) or _naive_sm80 (1): `outliers` counts channels of whole INT8 blocks of 128.
+//            reads them (PACKED 0) or gemm_w4a4_atom_sm80 (1). CODE 2: the bits of `quant.quantize_blocks`
+//            (COMET section 3.2), for gemm_w4ax_sm90 (PACKED 2) or _naive_sm80 (1): `outliers` counts channels of whole
+//            INT8 blocks of 128.
 // Shows      places are read ahead of the wait for the kernel before; channels meet in shared memory, so that global
 //            loads and stores are contiguous whatever the order; a row of more than 512 threads is a cluster's.
 // Guide      notebooks/guide/kernels_quantize.md: the way through shared memory, tile, constants

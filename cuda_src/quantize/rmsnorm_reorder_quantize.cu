@@ -1,4 +1,4 @@
-// rmsnorm_reorder_quantize: residual add, RMSNorm and `reorder_quantize` in one pass over a row (Atom 4.1).
+// rmsnorm_reorder_quantize: residual add, RMSNorm and `reorder_quantize` in one pass over a row (Atom section 4.3).
 //
 // Contract   y as rmsnorm_quantize has it, bit for bit, with the residual updated if RESIDUAL and y written if NORMED;
 //            then `reorder_quantize` of y, not rounded before. x, residual, gamma f16 or bf16 (IN 0, 1).

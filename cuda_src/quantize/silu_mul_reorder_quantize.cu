@@ -1,4 +1,4 @@
-// silu_mul_reorder_quantize: SiLU (or GELU) of the gate times up, and `reorder_quantize` in one pass (Atom 4.1).
+// silu_mul_reorder_quantize: SiLU (or GELU) of the gate times up, and reorder_quantize in one pass (Atom section 4.3).
 //
 // Contract   h as silu_mul_quantize has it, with its error; what follows, `reorder_quantize` of h, is exact for that h.
 //            gate_up f16 or bf16 (IN 0, 1).

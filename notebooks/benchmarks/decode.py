@@ -9,7 +9,7 @@ layer (`peers_layer`) times the layers, and the LM head as ours takes it: what l
 a whole model, are left out in its favour.
 
 What others take are rows of their own: `beside`, a step of B sequences less the head, of all mixes or of ours with
-QServe's GEMM, and `prompt`. So a run that was stopped goes on where it was.
+`gemm_w4a8_qoq_sm80`, and `prompt`. So a run that was stopped goes on where it was.
 """
 
 import subprocess
@@ -63,7 +63,7 @@ CHUNK = 2 * PROMPT
 BY_TORCH = "prompts_by_torch"  # 1 in `Row.more` of older records, whose prompts PyTorch attended
 MIX = "mixes"
 FIRST_TOKEN = "first token"  # the measure of `first_token_rows`
-WITHOUT = "without"  # ours with QServe's GEMM in place of ours, LiquidGEMM's "/wo"
+WITHOUT = "without"  # ours with gemm_w4a8_qoq_sm80, the rewrite of QServe's GEMM, in place of ours
 _STEPS_WITHOUT, _WARM = 64, 8
 _ROWS = 520  # distinct random rows of embedding and head, each then scaled by a factor of its own
 _PAD = 16
@@ -162,7 +162,7 @@ def model_rows(
     ceilings: Ceilings,
     progress: Callable[[str], None],
 ) -> Iterator[Row]:
-    """A model: the mixes first, then ours with QServe's GEMM, then ours; one after the other in memory.
+    """A model: the mixes first, then ours with `gemm_w4a8_qoq_sm80`, then ours; one after the other in memory.
 
     What `known` has is not measured again.
     """
@@ -277,7 +277,7 @@ class Steady:
 
 
 def decode_row(runner: KernelRunner, B: int, ceilings: Ceilings, beside: Mapping[str, Row]) -> Row:
-    """A steady batch over `STEPS` steps, taken apart, beside mixes, to which our head is added, and QServe's GEMM."""
+    """A steady batch over `STEPS` steps, taken apart, beside mixes, to which our head is added, and `qoq_sm80`."""
     config = runner.config
     steady = Steady(runner, B)
     checked = steady.check()
@@ -403,7 +403,7 @@ def without_rows(
         model = random_model(config, "qoq", "qserve")
         runner = KernelRunner(model, max(batches), PROMPT + MADE, chunk=1, programmatic=False)
         for B in (B for B, row in there.items() if row is None):
-            progress(f"{config.name}, batch {B}: QServe's GEMM")
+            progress(f"{config.name}, batch {B}: ours with gemm_w4a8_qoq_sm80")
             times = gpu.call_times(Steady(runner, B).step, repeats=_STEPS_WITHOUT, warm_up=_WARM)
             yield beside_row(config, WITHOUT, B, float(np.mean(times)))
         del model, runner

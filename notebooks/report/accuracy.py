@@ -76,7 +76,7 @@ def section() -> str:
 
 
 def steps_figure(found: Accuracy) -> Figure:
-    """The ladders of W4A8KV4 as QServe's Fig. 16 has them: perplexity after each step upon those before it."""
+    """The ladders of W4A8KV4: perplexity after each step upon those before it, as QServe's Fig. 16 in another order."""
     rows = steps(points(found))
     text = next(iter(found.record["rows"][0]["perplexity"]))
     order = [step for step in ORDER if (rows.step == step).any()]

@@ -66,7 +66,7 @@ def points(records: list[Record], measure: str) -> pd.DataFrame:
                 continue
             flat = {**row.more, **vars(row), **row.sizes, "model": config.name}
             flat["decode rate"] = row.sizes["B"] * (MADE - 1) / row.more.get("decode_us", math.nan) * 1e6
-            for kind, start in {**KINDS, "QServe's GEMM": WITHOUT}.items():
+            for kind, start in {**KINDS, "qoq_sm80": WITHOUT}.items():
                 name = fastest(row.peers, start)
                 flat[f"over {kind}"] = row.peers[name] / row.time_us if name else math.nan
                 rates = [v for k, v in row.more.items() if k.startswith(start) and k.endswith("tokens_per_second")]
@@ -136,7 +136,7 @@ def steps_table(records: list[Record]) -> str:
         "fraction": ("of the floor", "{:.2f}"),
     }
     columns |= {part: (part, "{:.0%}") for part in _PARTS}
-    columns |= {f"over {kind}": (f"over {kind}", "{:.2f}x") for kind in (*KINDS, "QServe's GEMM")}
+    columns |= {f"over {kind}": (f"over {kind}", "{:.2f}x") for kind in (*KINDS, "qoq_sm80")}
     shares = {part: rows[f"{part}_us"] / rows.time_us for part in _PARTS}
     return _shown(rows.assign(ms=rows.time_us / 1e3, **shares), columns, records)
 

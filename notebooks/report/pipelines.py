@@ -1,4 +1,4 @@
-"""The pipelines of the GEMM ladder on Hopper side by side, from recorded timelines (LiquidGEMM §5.3, Fig. 6)."""
+"""The pipelines of the GEMM ladder on Hopper side by side, from recorded timelines (LiquidGEMM §5.1, Fig. 6)."""
 
 import pandas as pd
 from matplotlib.figure import Figure

@@ -43,7 +43,7 @@ class ModelShape:
         }
 
 
-# Table 1 of LiquidGEMM, and one more that the benches measure.
+# LiquidGEMM's Table 1, and two more: LLaMA-3-70B, which COMET measures, and Qwen1.5-72B, which QServe and COMET do.
 SHAPES = {
     shape.name: shape
     for shape in (

@@ -159,7 +159,7 @@ def test_what_is_measured_of_a_model(config: Config, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("config", models.MODELS, ids=lambda config: config.name)
 def test_ours_takes_its_share_of_eight_minutes(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps and QServe's rule on an H200, at 0.6 of the floor, and with QServe's GEMM at 0.3: at most 200 s."""
+    """Steps and QServe's rule on an H200, at 0.6 of the floor, and with gemm_w4a8_qoq_sm80 at 0.3: at most 200 s."""
     monkeypatch.setattr(gpu, "device_info", lambda: SimpleNamespace(memory_bytes=150 * 10**9))
     plan = models.ModelPlan.of(config, models.WantedModels())
     chosen = config.chosen_experts / max(1, config.experts) or 1

@@ -1,4 +1,4 @@
-// gemm_w4a4_atom_sm80: INT4 in groups with outlier channels in INT8: Atom's third bar, all of it (section 4, Fig. 8).
+// gemm_w4a4_atom_sm80: INT4 in groups with outlier channels in INT8, Atom's whole GEMM (Atom section 4.2, Fig. 8).
 //
 // Contract   y = sum over the K / g groups, then the outliers, of sum_i[m, n] * (x_scale[m, i] * w_scale[n, i]) + bias,
 //            one fma after the other in f32 from 0 on, then rounded to the output (OUT 0 f16, 1 bf16, 2 f32); the sums
@@ -6,7 +6,8 @@
 //            zero-filled on the way in.
 // Shows      fused group dequantisation: every g channels a sum leaves the tensor cores, is converted and scaled, and
 //            goes to an f32 accumulator, which is what a GPU's ratio of tensor to CUDA cores has to afford. HALVES: the
-//            product of two scales is rounded to f16, as in Atom's code, where small ones become subnormal.
+//            product of two scales is rounded to f16, as in Atom's code, where small ones become subnormal. Atom's
+//            Fig. 8 adds in FP16; here it is f32, as QServe section 3.2 has it of Atom: long sums lose less.
 // Guide      notebooks/guide/kernels_gemm.md: operands, schedule, constants
 // PTX ISA    9.7.14 mma.m16n8k64 (.s4), mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill.
 #include "rows_sm80.cuh"

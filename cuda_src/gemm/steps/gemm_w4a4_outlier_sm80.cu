@@ -1,4 +1,4 @@
-// gemm_w4a4_outlier_sm80: INT4 with a few outlier channels in INT8, in one main loop: Atom's second bar (section 4.1).
+// gemm_w4a4_outlier_sm80: INT4 with a few outlier channels in INT8, in one main loop: mixed (Atom section 4.1).
 //
 // Contract   sum4[m, n] of the K INT4 channels and sum8[m, n] of the outliers behind them are exact in int32; y =
 //            fma(sum8, x_scale[m, 1] * w_scale[n, 1], sum4 * (x_scale[m, 0] * w_scale[n, 0])) + bias[n] in f32, rounded

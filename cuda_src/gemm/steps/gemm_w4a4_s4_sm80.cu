@@ -1,4 +1,4 @@
-// gemm_w4a4_s4_sm80: Y = X W^T, both in INT4, on the INT4 tensor cores: Atom's first bar (section 5.4, Fig. 8).
+// gemm_w4a4_s4_sm80: Y = X W^T, both in INT4, on the INT4 tensor cores: Atom's pure INT4 (Atom section 5.4.2).
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * w[n, k] of s4, exact in int32; y = accumulators * x_scale[m] *
 //            w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators themselves

@@ -1,6 +1,6 @@
 // gemm_w4a8_lqq_excp_sm90: Y = X W^T on Hopper's tensor cores, LiquidQuant weights, three warp groups in a row.
 //
-// LiquidGEMM's explicit coarse-grained pipeline (section 5.3): one warp group loads, one dequantises into shared
+// The explicit coarse-grained pipeline (LiquidGEMM section 5.1): one warp group loads, one dequantises into shared
 // memory, one multiplies from there. Dequantisation and multiplication overlap, at the price of a way through shared
 // memory and of waiting for each other stage by stage.
 //

@@ -1,9 +1,10 @@
 // gemm_w4a8_lqq_imfp_sm90: Y = X W^T on Hopper's tensor cores, LiquidQuant weights, dequantised under wgmma.
 //
-// LiquidGEMM's implicit fine-grained pipeline (section 5.3): one warp group loads, two compute. Each of these two
+// The implicit fine-grained pipeline (LiquidGEMM section 5.1): one warp group loads, two compute. Each of these two
 // dequantises its own weights into registers and multiplies them, and nothing synchronises the two: while one occupies
 // the tensor cores, the other dequantises. Persistent blocks: the loads of a tile begin under the epilogue of the one
-// before.
+// before. In LiquidGEMM compute groups fetch their tasks when they are free; here each has 64 rows of every stage, as
+// it keeps their sums in registers and the two have equally much to do.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + min)[n, k], exact in int32; y = accumulators * x_scale[m]
 //            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT ==

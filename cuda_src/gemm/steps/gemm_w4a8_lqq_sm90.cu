@@ -1,7 +1,7 @@
 // gemm_w4a8_lqq_sm90: Y = X W^T on Hopper's tensor cores, LiquidQuant weights, one thing after the other.
 //
-// The baseline with LiquidQuant for QoQ (LiquidGEMM section 7, Fig. 13, "+LQQ"): one multiply-add and one XOR per four
-// weights (section 4). Nothing else changes: a warp group waits for a stage, dequantises all of it, multiplies, waits.
+// The baseline with LiquidQuant for QoQ (LiquidGEMM section 7.3, Fig. 13, "+LQQ"): one multiply-add, one XOR per four
+// weights (LiquidGEMM section 4). Nothing else changes: a warp group waits for a stage, dequantises, multiplies, waits.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + min)[n, k], exact in int32; y = accumulators * x_scale[m]
 //            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT ==

@@ -1,6 +1,6 @@
 // gemm_w4a8_qoq_sm90: Y = X W^T on Hopper's tensor cores, QoQ weights, one thing after the other.
 //
-// The baseline of LiquidGEMM's ablation (section 7, Fig. 13): wgmma with the weights from registers, dequantised by
+// The baseline of the ablation (LiquidGEMM section 7.3, Fig. 13): wgmma with the weights from registers, dequantised by
 // multiply and __vadd4 (QServe section 5.2.3), and nothing overlaps but the loads: a warp group waits for a stage,
 // dequantises all of it, multiplies, waits for that, and only then takes the next.
 //

@@ -1,4 +1,4 @@
-// gemm_w4ax_comet_sm80: Y = X W^T, activations in blocks of INT4 and of INT8, weights in INT4: all of COMET (4.4).
+// gemm_w4ax_comet_sm80: Y = X W^T, blocks of INT4 and INT8 activations, INT4 weights; tiles cut too (COMET section 4.4).
 //
 // Contract   that of gemm_w4ax_naive_sm80, bit for bit, with any number of blocks in the grid: y = sum over the blocks of
 //            128 channels, K4 channels of INT4 and then K8 of INT8, of sum_b[m, n] * (x_scale[m, b] * w_scale[n, b]) +
@@ -6,7 +6,8 @@
 // Shows      gemm_w4ax_remap_sm80, and tile decomposition: where the last round of tiles would leave SMs idle, these take
 //            quarters, 64 x 64 of Y, of the tiles of that round. All warps of a block multiply a quarter together, so that it
 //            takes a quarter of the time. Nothing is cut if too few INT4 tiles follow the last round of INT8 tiles to
-//            fill it.
+//            fill it. In COMET idle SMs steal at run time (COMET section 4.4, Fig. 8e); here who takes which quarter is
+//            fixed beforehand, so that no queue is asked and every run is alike.
 // Guide      notebooks/guide/kernels_gemm.md: order of tiles, schedule, constants
 // PTX ISA    9.7.14 mma.m16n8k64 (.s4), mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill; 9.7.13.5 atom.acq_rel
 #include "mixed_tiles.cuh"

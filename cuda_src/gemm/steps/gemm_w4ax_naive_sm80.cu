@@ -1,4 +1,4 @@
-// gemm_w4ax_naive_sm80: Y = X W^T, activations in blocks of INT4 and of INT8, weights in INT4: COMET's first step (4.2).
+// gemm_w4ax_naive_sm80: Y = X W^T, blocks of INT4 and INT8 activations, INT4 weights; tiles (COMET section 4.2).
 //
 // Contract   y = sum over the blocks of 128 channels, K4 channels of INT4 and then K8 of INT8, of sum_b[m, n] *
 //            (x_scale[m, b] * w_scale[n, b]) + bias, one fma after the other in f32 from 0 on, then rounded to the output
@@ -6,9 +6,13 @@
 //            padding is zero-filled on the way in.
 // Shows      tiles of 128 x 128 x 128 of two kinds in the order of the grid: m16n8k64 where both operands are INT4;
 //            m16n8k32 where the activations are INT8, for which the weights become bytes by location switch and zero
-//            extension (4.3): an AND, or a shift and an AND, leave 16 w in each. A block works through all tiles of its
-//            part of Y, one after the other, each behind a barrier: so blocks are alike, and there is nothing to
-//            balance yet. (COMET shares tiles along K out among SMs, which its remapping and decomposition then balance.)
+//            extension (COMET section 4.3): an AND, or a shift and an AND, leave 16 w in each. A block works through
+//            all tiles of its part of Y, one after the other, each behind a barrier: so blocks are alike, with nothing
+//            to balance yet. (COMET shares tiles along K out among SMs, and balances that by remapping and decomposition.)
+//            Otherwise than in COMET, weights stay in registers when they become bytes (COMET section 4.1 stores them
+//            to shared memory), which saves a barrier; the ring has three slots, not two buffers (COMET section 4.2);
+//            and a warp has 32 x 64 of either kind of tile (COMET section 5: 64 x 64, half the warps for INT4), so that
+//            both kinds have the same accumulators.
 // Guide      notebooks/guide/kernels_gemm.md: operands, schedule, constants
 // PTX ISA    9.7.14 mma.m16n8k64 (.s4), mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill.
 #include "rows_sm80.cuh"

@@ -1,4 +1,4 @@
-// gemm_w4ax_remap_sm80: Y = X W^T, activations in blocks of INT4 and of INT8, weights in INT4: COMET's remapped tiles (4.4).
+// gemm_w4ax_remap_sm80: Y = X W^T, blocks of INT4 and INT8 activations, INT4 weights; tiles remapped (COMET section 4.4).
 //
 // Contract   that of gemm_w4ax_naive_sm80, bit for bit, with any number of blocks in the grid: y = sum over the blocks of
 //            128 channels, K4 channels of INT4 and then K8 of INT8, of sum_b[m, n] * (x_scale[m, b] * w_scale[n, b]) +

@@ -76,7 +76,12 @@ def _caches() -> Iterator[AccuracyRow]:
 
 
 def _w4a8kv4() -> Iterator[AccuracyRow]:
-    """QServe's order (its Fig. 16): rotation, smoothing, groups, reordering, clipping; GPTQ last."""
+    """Rotation, smoothing, SmoothAttention, groups, reordering, clipping, GPTQ: each on top of those before it.
+
+    QServe §6.4 (Fig. 16) has another order: 4-bit weights, rotation, clipping, KV4, SmoothAttention, groups,
+    reordering. Here clipping is late, because its levels are chosen for the final groups, and the cache has 4 bits from
+    the start.
+    """
     full, rounded = RECIPES["qoq_channel"], Recipe(scheme="qoq_channel")
     recipe = rounded
     yield AccuracyRow("channel", "round to nearest", rounded)

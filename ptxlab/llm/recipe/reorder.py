@@ -1,5 +1,8 @@
 """Channels of similar magnitude into the same group (QServe §4.3.3), for the inputs of o and down.
 
+QServe does not restrict it to these. The inputs of q, k, v, gate and up are the residual stream, which is rotated: no
+channel stands out there.
+
 This costs nothing at run time, because the rows of the matrix before are permuted likewise. For o the order stays
 within a head, and is the same for all query heads of a KV head.
 """

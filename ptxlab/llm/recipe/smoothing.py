@@ -1,7 +1,10 @@
 """Smoothing: outlier channels of activations are scaled down and weights scaled up; the function does not change.
 
 The input of down: x <- x / λ by the rows of up, W_down <- W_down λ, λ = span(x)^alpha / span(W)^beta per channel
-(SmoothQuant, with two independent exponents). Keys: `quant.smooth_attention`.
+(SmoothQuant, with two independent exponents). QServe §4.3.2 smooths the input of o as well, whose λ would go into
+v; here the values of each head are rotated instead (`rotate_heads`), which spreads outliers too.
+
+Keys: `quant.smooth_attention`.
 """
 
 from typing import Any

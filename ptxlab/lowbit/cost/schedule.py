@@ -1,11 +1,14 @@
-"""COMET's schedules of tiles on SMs (§4.4), simulated: which SM works on which tile, from when, until when.
+"""Schedules of tiles on SMs (COMET §4.4), simulated: which SM works on which tile, from when, until when.
 
 A GEMM Y [M, N] = X [M, K] Wᵀ with mixed activations is cut into tiles of 128 x 128 x 128. A tile takes as long as the
 block of 128 channels that it multiplies says: INT4 or INT8, the latter with the conversion of its weights. Schedules:
 
     naive       tile i of the grid on SM i mod S, and a barrier after every S tiles
     remapped    no barriers; INT8 tiles first, each tile on the SM that is free first
-    decomposed  remapped, then SMs that would idle take quarters (a warp's 64 x 64) of the last tiles of busy ones
+    decomposed  remapped, then SMs that would idle take quarters (64 x 64) of the last tiles of busy ones
+
+COMET's SMs steal quarters at run time (COMET Fig. 8e); here they are dealt out beforehand, as by the kernels. Its
+second step, fewer barriers and the same mapping (COMET Fig. 8c), is not among these.
 
 A remapped schedule never takes longer than a naive one. With INT8 tiles first, as few rounds as possible wait for one.
 And without barriers no tile of such a round ends later: while the S tiles of a round are placed, some SM has none of

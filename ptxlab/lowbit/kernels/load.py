@@ -173,7 +173,7 @@ SPECS = (
     ),
     _tile_kernel(
         "load_lds32_u4",
-        "4 bits by LDS.32: right, half of every load wasted, two wavefronts each (QServe §5.2.1)",
+        "4 bits by LDS.32: right, half of every load wasted, two wavefronts each (LiquidGEMM §5.2)",
         _ROW_MAJOR,
         "uint8",
         example=_nibbles,

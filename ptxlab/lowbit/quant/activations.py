@@ -1,4 +1,4 @@
-"""Per-token INT8 activations (QServe §4.1) with the token sum that zero points in an epilogue need."""
+"""Per-token INT8 activations (QServe §6.1) with the token sum that zero points in an epilogue need."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,10 +1,14 @@
-"""COMET's fine-grained mixed precision: activations in blocks of channels, INT4 or INT8; weights INT4 (COMET §3).
+"""COMET's fine-grained mixed precision: activations in blocks of channels, INT4 or INT8; weights INT4 (COMET §3.2).
 
 A block has 128 channels, as in the paper and in the kernels, or 64, for models whose width is no multiple of 128.
 
 Channels with outliers are permuted together, so that few blocks have any, and those blocks are INT8. Here they are the
 last ones, which a kernel may take in any order. A block of a token has one scale, and so has a block of a weight's row.
 The permutation goes into the weights and into the layer before.
+
+COMET does not say from where on a channel is an outlier, nor does it bound the share of INT8 blocks: it finds less than
+20% (COMET §3.2). `OUTLIER` and `MOST_INT8` are choices of this project. COMET's weights are OmniQuant's (COMET §6.1);
+here they are rounded, or in a recipe quantised by GPTQ with clipping, as those of all other schemes are.
 """
 
 from dataclasses import dataclass

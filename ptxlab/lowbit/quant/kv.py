@@ -1,4 +1,6 @@
-"""Keys and values of attention as 4 or 8 bits: per token and head (QServe §5.3), or per channel (COMET, LiquidServe).
+"""Keys and values of attention as 4 or 8 bits: per token and head (QServe §5.1), or per channel.
+
+Per channel is the format of COMET, 4 bits with a zero point (COMET §6.1), and of LiquidServe, 8 bits (LiquidGEMM §6).
 
 Per token and head the constants come with every token, the scale rounded to FP16 before anything is divided by it.
 Per channel they are calibrated once, in float32, and whatever lies beyond them is clipped.

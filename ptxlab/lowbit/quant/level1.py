@@ -1,4 +1,7 @@
-"""Level 1 of the two-level schemes: per-channel INT8 with a protective range (QServe §4.1, LiquidGEMM §4)."""
+"""Level 1 of the two-level schemes: per-channel INT8 with a protective range (QServe §4.1, LiquidGEMM §4).
+
+The scale of a row is FP32, not FP16 as in QServe's Eq. 4: it then holds any FP16 or BF16 scale of a checkpoint exactly.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -54,10 +54,11 @@ def quantize_lqq(
 ) -> LQQWeight:
     """Quantise w float [N, K] to LQQ with `group` (32, 64 or 128) weights per level-2 scale.
 
-    `rounding` is how the level-2 scale becomes an integer in 1..16: "nearest" as in the paper (which may clip the top
-    of a group), "ceiling" (which never clips at range 120 or less), or "search" for the scale that minimises the
-    group's squared error. "levels" searches for scale and minimum, which need not be the smallest weight, with 8 to 15
-    steps from end to end of the group; it finds the levels of weights that 4 bits held before.
+    `rounding` is how the level-2 scale becomes an integer in 1..16: "nearest" as LiquidGEMM §2 rounds, which may clip
+    the top of a group (its formula, Eq. 7, was missing from the text at hand); "ceiling", which never clips at range
+    120 or less; or "search" for the scale that minimises the group's squared error. "levels" searches for scale and
+    minimum, which need not be the smallest weight, with 8 to 15 steps from end to end of the group; it finds the levels
+    of weights that 4 bits held before.
 
     Raises ArgumentError as `quantize_level1` does, for an unknown group or a K that is not a multiple of it, and for an
     unknown rounding.

@@ -1,4 +1,4 @@
-"""QoQ weights: progressive group quantisation and the per-channel form (QServe §4.1, §5.2).
+"""QoQ weights: progressive group quantisation and the per-channel form (QServe §4.1, §5.2.2).
 
 At protective range 119 a group scale is at most 16, a product q4·s1 at most 225, and every reconstructed |q8'| at most
 121; range 120 is the smallest that overflows (120 -> 8·16 = 128).
@@ -53,8 +53,8 @@ def quantize_qoq(w: npt.NDArray[Any], group: int = 128, protective_range: int = 
 def qoq_groups(q8: S8, group: int) -> tuple[U8, U8, U8]:
     """Level 2 of QoQ on integers q8 s8 [N, K]: (q4 u8 [N, K], scale u8 [N, K/g], zero u8 [N, K/g]).
 
-    A group's range is extended to include 0, or the zero point of a one-sided group would not fit u4. A group of zeros
-    has scale 1.
+    A group's range is extended to include 0, which QServe's Eq. 2 does not: else the zero point of a one-sided group
+    would not fit u4. A group of zeros has scale 1.
     """
     q4, scale, zero = by_strips(lambda strip: _qoq_strip(strip, group), q8)
     return q4, scale, zero

@@ -1,4 +1,4 @@
-"""Integer matrix products and their epilogue, on logical arrays (LiquidGEMM §3, QServe §5.2)."""
+"""Integer matrix products and their epilogue, on logical arrays (LiquidGEMM §2, QServe §5.2)."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -31,6 +31,9 @@ def gemm_accumulators(x_q: S8, weights: S32) -> S32:
 
 def gemm_accumulators_channel(x_q: S8, q4: U8, zero: U8, x_sum: S32) -> S32:
     """X Wᵀ of per-channel weights q4 - zero, int32 [M, N]: the zero point leaves with the token sum (QServe §5.2.2).
+
+    QServe's Eq. 13 sums the activations before they are quantised; here the integers are summed, so that the product is
+    exactly that with q4 - zero.
 
     Args:
         x_q: activations s8 [M, K].

@@ -127,9 +127,13 @@ def test_hypothesis_finds_a_qoq_overflow_at_range_120():
     assert high == 120 and low <= -113
 
 
-def test_the_papers_examples():
+def test_qserves_example_overflows():
+    """QServe §4.1: in -113..120 the largest weight comes back as 128."""
     q4, scale, zero = qoq_groups(np.array([[-113, 120]], np.int8), 2)
     assert (scale, zero, q4[0, 1]) == (16, 7, 15) and reference.exact_qoq(q4, scale, zero)[0, 1] == 128
+
+
+def test_nearest_clips_where_ceiling_does_not():
     q4, scale, _ = lqq_groups(np.array([[0, 22]], np.int8), 2)
     assert scale == 1 and q4[0, 1] == 15  # rounding the scale down clips 22 to 15
     q4, scale, _ = lqq_groups(np.array([[0, 22]], np.int8), 2, "ceiling")

@@ -1,4 +1,4 @@
-"""New keys and values into the pages of a KV cache, in one launch (QServe §4.2, §5.3).
+"""New keys and values into the pages of a KV cache, in one launch (QServe §5.1).
 
 `append_kv4` takes keys and values, `rope_append_kv4` what the QKV projection leaves: it rotates the queries as well,
 and writes the rotated keys if they are wanted.
@@ -241,7 +241,7 @@ def _after_values(tables_optional: bool) -> tuple[Arg, ...]:
 
 APPEND = KernelSpec(
     name="append_kv4",
-    summary="new keys and values, rotated and quantised, into the pages of a cache (QServe §4.2, §5.3)",
+    summary="new keys and values, rotated and quantised, into the pages of a cache (QServe §5.1)",
     args=(
         Arg("k", ByVariant("BF16", DTYPES), ("T", "k_pitch")),
         Arg("v", ByVariant("BF16", DTYPES), ("T", "v_pitch")),
@@ -273,7 +273,7 @@ APPEND = KernelSpec(
 ROPE_APPEND = replace(
     APPEND,
     name="rope_append_kv4",
-    summary="what the QKV projection leaves: queries rotated, keys and values into a cache's pages (QServe §4.2, §5.3)",
+    summary="what the QKV projection leaves: queries rotated, keys and values into a cache's pages (QServe §5.1)",
     args=(
         Arg("qkv", ByVariant("BF16", DTYPES), ("T", "pitch")),
         Arg("q", ByVariant("BF16", DTYPES), ("T", "ratio*H", "D"), "out"),

@@ -37,7 +37,7 @@ def append_kv4(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> None:
-    """Rotate and quantise new keys, quantise new values, and write them into the cache's pool (QServe §4.2, §5.3).
+    """Rotate and quantise new keys, quantise new values, and write them into the cache's pool (QServe §5.1).
 
     The bytes are those of `quant.quantize_kv` and `reference.rope`, one token per sequence or whole prompts alike; the
     rest of the pool stays as it is, as do table and lengths. Keys of a rotated cache are `reference.rotate_heads` of
@@ -83,7 +83,7 @@ def rope_append_kv4(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> Any:
-    """What follows the QKV projection, in one launch: rotate queries, and append keys and values (QServe §4.2, §5.3).
+    """What follows the QKV projection, in one launch: rotate queries, and append keys and values (QServe §5.1).
 
     The pool has the same bytes as after `append_kv4` of the keys and values, and q is `reference.rope` of the queries,
     rounded once. A call allocates at most q; with `out` it can be captured into a CUDA graph.

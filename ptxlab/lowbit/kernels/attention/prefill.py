@@ -1,4 +1,7 @@
-"""KV4 attention of any number of queries on Hopper: prompts in chunks, and behind a cached prefix (QServe §5.3)."""
+"""KV4 attention of any number of queries on Hopper: prompts in chunks, and behind a cached prefix.
+
+The cache is that of QServe §5.1; no document describes attention of prompts over 4 bits.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -180,7 +183,7 @@ _ITEMS = f"(parts > 1)*{ITEMS}*blocks"
 
 PREFILL = KernelSpec(
     name="attention_kv4_prefill_sm90",
-    summary="any number of queries: keys and values restored to f16 once for 128 rows, products by wgmma (QServe §5.3)",
+    summary="any number of queries: keys and values restored to f16 once for 128 rows, products by wgmma",
     args=(
         Arg("q", ByVariant("BF16", DTYPES), ("N", "Hq", "D")),
         Arg("pool", "uint8", ("pages", "2", "Hkv", "page*(D//2 + 4)")),

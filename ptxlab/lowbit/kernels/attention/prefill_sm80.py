@@ -1,4 +1,4 @@
-"""KV4 attention of any number of queries from Ampere on: the contract of `prefill` by mma.sync (QServe §5.3)."""
+"""KV4 attention of any number of queries from Ampere on: the contract of `prefill` by mma.sync."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def _pack(logical: Arrays) -> Arrays:
 PREFILL_SM80 = replace(
     PREFILL,
     name="attention_kv4_prefill_mma_sm80",
-    summary="the same by mma.sync: keys and values restored to f16 once for 64 rows, 16 rows to a warp (QServe §5.3)",
+    summary="the same by mma.sync: keys and values restored to f16 once for 64 rows, 16 rows to a warp",
     args=tuple(arg for arg in PREFILL.args if arg.name in _ARGUMENTS),
     launch=lambda s: Launch((s["blocks"], 1, 1), (32 * s["WARPS"], 1, 1), shared_bytes(s)),
     choose=_choose,

@@ -1,4 +1,8 @@
-"""KV4 attention on tensor cores from Ampere on: the whole contract (QServe §5.3, COMET §3.2)."""
+"""KV4 attention on tensor cores from Ampere on: the whole contract.
+
+Attention of QServe §5.1 runs in FP16 on CUDA cores; here products are on tensor cores, which read and unpack a
+key once for all queries that share it. No document shares its work out over blocks.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -144,7 +148,7 @@ _COLUMNS = "min(16, Hq//Hkv*T)"
 
 MMA = KernelSpec(
     name="attention_kv4_mma_sm80",
-    summary="tensor cores, keys as operand A, the queries of a group together, split evenly over blocks (COMET §3.2)",
+    summary="tensor cores, keys as operand A, the queries of a group together, split evenly over blocks",
     args=(
         Arg("q", ByVariant("BF16", DTYPES), ("B", "T", "Hq", "D")),
         Arg("pool", "uint8", ("pages", "2", "Hkv", "page*(D*bits//8 + 4*(1-channel))")),

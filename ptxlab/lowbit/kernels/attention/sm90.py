@@ -1,4 +1,4 @@
-"""KV4 attention on Hopper: bulk copies, and blocks that share out ragged work evenly (QServe §5.3, COMET §3.2)."""
+"""KV4 attention on Hopper: bulk copies, and blocks that share out ragged work evenly. No document has either."""
 
 from dataclasses import replace
 from functools import partial
@@ -179,7 +179,7 @@ _REASON = (
 _SM90 = replace(
     MMA,
     name="attention_kv4_sm90",
-    summary="bulk copies, ragged batches in equal pieces, parts handed to the block where a unit begins (QServe §5.3)",
+    summary="bulk copies, ragged batches in equal pieces, parts handed to the block where a unit begins",
     args=tuple(
         replace(arg, dtype="uint32", shape=_HANDED_OVER[arg.name], role="inout") if arg.name in _HANDED_OVER else arg
         for arg in MMA.args

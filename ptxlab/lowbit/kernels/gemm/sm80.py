@@ -105,7 +105,7 @@ def _pack_channel(logical: Arrays) -> Arrays:
 
 QOQ = KernelSpec(
     name="gemm_w4a8_qoq_sm80",
-    summary="QServe's main loop: mma.sync, cp.async, reordered weights, multiply then vadd4 (QServe §5.2, §5.4)",
+    summary="QServe's main loop: mma.sync, cp.async, reordered weights, multiply then vadd4 (QServe §5.2)",
     args=(
         *QSERVE,
         Arg("w_scale", "float32", ("N",)),

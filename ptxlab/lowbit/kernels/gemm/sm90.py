@@ -1,4 +1,8 @@
-"""The steps of the ladder for Hopper: wgmma with the weights from registers (LiquidGEMM §5, §7)."""
+"""The steps of the ladder for Hopper: wgmma with the weights from registers (LiquidGEMM §5, §7.3).
+
+Compute warp groups of LiquidGEMM §5.1 fetch their tasks when they are free; here each of the two has 64 rows of every
+stage, whose sums it keeps in registers, and the two have equally much to do.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -173,7 +177,7 @@ def _spec(name: str, summary: str, *, teaching: bool = True, **fields: Any) -> K
 QOQ, LQQ, EXCP, IMFP = (
     _spec(
         "gemm_w4a8_qoq_sm90",
-        "wgmma, weights dequantised by multiply and vadd4, one thing after the other (LiquidGEMM §7, baseline)",
+        "wgmma, weights dequantised by multiply and vadd4, one thing after the other (LiquidGEMM §7.3, baseline)",
         choose=_chooser(_QOQ, ("WN", "BK")),
         launch=_launcher(),
         example=example_qoq,
@@ -187,14 +191,14 @@ QOQ, LQQ, EXCP, IMFP = (
     ),
     _spec(
         "gemm_w4a8_lqq_excp_sm90",
-        "explicit coarse-grained pipeline: warp groups load, dequantise, multiply (LiquidGEMM §5.3, +ExCP)",
+        "explicit coarse-grained pipeline: warp groups load, dequantise, multiply (LiquidGEMM §5.1, +ExCP)",
         choose=_chooser(_EXCP, ("WN", "TILES", "RESIDENT"), dequantised=2),
         launch=_launcher(384),
         example=example_lqq,
     ),
     _spec(
         "gemm_w4a8_lqq_imfp_sm90",
-        "implicit fine-grained pipeline: two warp groups dequantise under each other's wgmma (LiquidGEMM §5.3, +ImFP)",
+        "implicit fine-grained pipeline: two warp groups dequantise under each other's wgmma (LiquidGEMM §5.1, +ImFP)",
         teaching=False,
         choose=_chooser(_IMFP, ("BK", "RESIDENT")),
         launch=_launcher(384, persistent=True),

@@ -1,5 +1,5 @@
 """W4A8 for weights in strips: one packing from one token to thousands, for LQQ, QoQ and QoQ per channel alike
-(LiquidGEMM §4, §5.3; QServe §5.2.2).
+(LiquidGEMM §4, §5.1; QServe §5.2.2).
 """
 
 from collections.abc import Callable
@@ -126,7 +126,7 @@ SMALL = _spec(
 )
 LARGE = _spec(
     "gemm_w4a8_sm90",
-    "unsigned LiquidQuant or QoQ under wgmma, tiles of evenly shared strips (LiquidGEMM §4, §5.3)",
+    "unsigned LiquidQuant or QoQ under wgmma, tiles of evenly shared strips (LiquidGEMM §4, §5.1)",
     box="ceil_div(ceil_div(M, ceil_div(M, BM)), 8)*8",
     rules=_RULES,
     choose=_choose,

@@ -146,7 +146,7 @@ _SIZES = ("K % 64 == 0", f"outliers in {quant.ATOM_OUTLIERS}", "N % 8 == 0", "1 
 
 S4 = KernelSpec(
     name="gemm_w4a4_s4_sm80",
-    summary="both operands INT4: mma.m16n8k64 fed through cp.async and ldmatrix (Atom §5.4, pure INT4)",
+    summary="both operands INT4: mma.m16n8k64 fed through cp.async and ldmatrix (Atom §5.4.2, pure INT4)",
     args=(
         Arg("w", "uint8", ("N", "K/2")),
         Arg("w_scale", "float32", ("N",)),
@@ -174,7 +174,7 @@ OUTLIER = _atom(
 )
 ATOM = _atom(
     "gemm_w4a4_atom_sm80",
-    "INT4 in groups and INT8 outliers: every group's sum is scaled into an f32 accumulator (Atom §4, Fig. 8)",
+    "INT4 in groups and INT8 outliers: every group's sum is scaled into an f32 accumulator (Atom §4.2, Fig. 8)",
     "ceil_div(K//g + 1, 8)*8",
     launch=launcher(_ROW + 4, _ROW + 4),
     choose=lambda s: choose(s, GROUP=s["g"], HALVES=0, OUT=F32, SUM_PAD=SUM_PAD),

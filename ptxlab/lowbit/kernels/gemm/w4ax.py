@@ -128,7 +128,7 @@ REMAP = replace(
 COMET = replace(
     REMAP,
     name="gemm_w4ax_comet_sm80",
-    summary="remapped, and idle SMs take quarters of the last round's tiles: decomposition (COMET §4.4)",
+    summary="remapped, and idle SMs take quarters of the last round's tiles, fixed beforehand (COMET §4.4)",
 )
 
 

@@ -1,4 +1,4 @@
-"""Family `quantize`: activations to INT8 per token with their sums, in the order that a GEMM reads (QServe §4.1), by
+"""Family `quantize`: activations to INT8 per token with their sums, in the order that a GEMM reads (QServe §5.1), by
 themselves or with what a decoder computes before: RMSNorm, the gate of its FFN."""
 
 from ptxlab.lowbit.kernels.quantize import atom

@@ -29,7 +29,7 @@ def quantize_activations(
     backend: str | None = None,
     programmatic: bool = False,
 ) -> PackedActivations:
-    """Per-token symmetric INT8 (QServe §4.1): scale = max|x| / 127, x_q = x / scale half to even, and the token sums.
+    """Per-token symmetric INT8 (QServe §6.1): scale = max|x| / 127, x_q = x / scale half to even, and the token sums.
 
     On the GPU a call only enqueues, on the caller's stream, and nothing looks at the values: a token with a NaN or an
     infinity gets a scale that is not finite, and one below 1.5e-36 counts as zeros. On the host both are refused. A

@@ -238,7 +238,7 @@ REORDER = _spec(
 )
 RMSNORM_REORDER = _spec(
     "rmsnorm_reorder_quantize",
-    "residual add, RMSNorm and reorder_quantize in one pass over a row (Atom §4.1)",
+    "residual add, RMSNorm and reorder_quantize in one pass over a row (Atom §4.3)",
     (
         Arg("x", _FLOAT, ("M", "K + outliers")),
         Arg("residual", _FLOAT, ("added*M", "K + outliers"), "inout"),
@@ -265,7 +265,7 @@ RMSNORM_REORDER = _spec(
 )
 SILU_MUL_REORDER = _spec(
     "silu_mul_reorder_quantize",
-    "SiLU or GELU of the gate times up, and reorder_quantize in one pass (Atom §4.1)",
+    "SiLU or GELU of the gate times up, and reorder_quantize in one pass (Atom §4.3)",
     (Arg("gate_up", _FLOAT, ("M", "2*(K + outliers)")), _PLACE),
     choose=lambda s: _choose(s) | {"ACTIVATION": int(s["activation"])},
     rules=("activation in (0, 1)",),

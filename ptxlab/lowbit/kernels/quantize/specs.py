@@ -113,7 +113,7 @@ def quantized(x: np.ndarray, rows: int, span: int, IN: int = 2) -> tuple[np.ndar
 
 QUANTIZE = KernelSpec(
     name="quantize_activations_s8",
-    summary="per-token INT8 with token sums, row-major, in fragment order or in swizzled tiles (QServe §4.1)",
+    summary="per-token INT8 with token sums, row-major, in fragment order or in swizzled tiles (QServe §5.1)",
     args=(Arg("x", ByVariant("IN", DTYPES), ("M", "K")), *PACKED),
     launch=row_launch,
     choose=_choose,
