@@ -115,7 +115,7 @@ def query(spec: KernelSpec, source: Source, claim: KernelClaim) -> list[Query]:
 
 
 def compared(spec: KernelSpec, equals: str) -> tuple[KernelSpec, Source, str]:
-    """The kernel that `equals` names: its spec, its source, its entry. `FILE[:entry]` takes what the spec's kernel does."""
+    """The kernel that `equals` names: its spec, source and entry; `FILE[:entry]` takes what the spec's kernel does."""
     try:
         other_spec, (source, *_) = registry.find(equals)
         return other_spec, source, other_spec.name

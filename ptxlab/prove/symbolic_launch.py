@@ -360,8 +360,10 @@ def _on_inputs(
     names = {**arrays, **scalars}
     found = []
     for text in assume:
-        if names_in(text) <= set(names) - {"i"}:
-            with suppress(ArgumentError if names_in(text) & set(arrays) else ()):  # its type may be known in the end
+        if names_in(text) <= set(scalars) - {"i"}:
+            found.append(formula(text, scalars, 0))
+        elif names_in(text) <= set(names) - {"i"}:
+            with suppress(ArgumentError):  # of elements without a type, which the kernel's accesses tell in the end
                 found.append(formula(text, names, 0))
     return found
 

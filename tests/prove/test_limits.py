@@ -146,6 +146,7 @@ def test_a_limit_ends_what_runs_and_nothing_else() -> None:
         pass
 
 
+@pytest.mark.full
 def test_an_interrupt_ends_the_solver_at_once(file: Any) -> None:
     command = [sys.executable, "-m", "ptxlab", "prove", str(file(HARD)), *ASKED]
     started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=interruptible)
