@@ -65,10 +65,10 @@ class AffineWeight:
     def nearest_lqq(self, group: int) -> tuple[LQQWeight, int]:
         """`lqq` of groups of `group` columns, each with its levels rounded to integers of a row's unit.
 
-        That unit, the channel scale, is the one of a few that loses least, or the one that loses nothing where the row's
-        scales are multiples of it; then each weight is rounded anew. A group
-        whose columns are of several groups here has no such levels: it is quantised from its floats, and counted in the
-        second result. No nibble of a group leaves s8.
+        That unit, the channel scale, is the one of a few that loses least, or the one that loses nothing where the
+        row's scales are multiples of it; then each weight is rounded anew. A group whose columns are of several groups
+        here has no such levels: it is quantised from its floats, and counted in the second result. No nibble of a group
+        leaves s8.
 
         Raises ArgumentError if a row's unit is no normal float32.
         """
