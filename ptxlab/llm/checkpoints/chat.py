@@ -1,6 +1,5 @@
 """`ChatTemplate`: how a model was trained to be spoken to, as Hugging Face folders and GGUF files keep it."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ptxlab.errors import FileError, UnavailableError
-from ptxlab.io.files import read_json, read_text, write_text
+from ptxlab.io.files import read_json, read_text
 from ptxlab.llm.checkpoints import render_chat
 from ptxlab.llm.checkpoints.limited_process import Limits, ProgramError, run_program
 

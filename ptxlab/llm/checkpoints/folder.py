@@ -3,8 +3,8 @@
 A layer's file has packed weights as `layout.save` writes them, norms and biases. Layers are written one by one, so the
 model need not fit into memory. Names are those of Hugging Face, with `qkv_proj` and `gate_up_proj` for the matrices of
 one product, and config.json says by `quantization_config` how the weights are packed: vLLM's plugin takes a folder as
-it is. Folders of schema 1 had names of their own and no `quantization_config`; they are read, and `rewrite.rewrite_folder`
-renews them.
+it is. Folders of schema 1 had names of their own and no `quantization_config`; they are read, and `rewrite` renews
+them.
 """
 
 import hashlib
@@ -92,7 +92,6 @@ def packing_config(folder: Path, layers: int) -> dict[str, Any]:
     others = {name: each for name, each in fields.items() if json.dumps(each, sort_keys=True) != usual}
     config = {"quant_method": METHOD, "version": CONFIG_VERSION, **json.loads(usual)}
     return {**config, "exceptions": others} if others else config
-
 
 
 def save_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:

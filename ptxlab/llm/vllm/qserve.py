@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, GroupQuantScaleParameter, ModelWeightParameter
 
-from ptxlab import gpu
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.llm.checkpoints.foreign import ForeignCheckpoint, qserve_weight
 from ptxlab.llm.checkpoints.imports import convert_parts

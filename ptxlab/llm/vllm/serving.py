@@ -54,8 +54,10 @@ def configure(vllm_config: VllmConfig) -> None:
     options = ServingOptions.from_vllm(vllm_config)
     model = vllm_config.model_config
     checkpoint = find_checkpoint(model.model, getattr(model.hf_config, "quantization_config", None))
-    if checkpoint is not None and options != ServingOptions():
-        raise ArgumentError(f"--additional-config: {NAME}", "must be left out for a quantised checkpoint", options)
+    if checkpoint is not None and options.quantises_otherwise:
+        raise ArgumentError(
+            f"--additional-config: {NAME}", "scheme and group must be left out for a quantised checkpoint", options
+        )
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if checkpoint is not None and not checkpoint.is_sliceable and ranks > 1:
         raise ArgumentError(f"--tensor-parallel-size: {model.model}", "must be 1 for packed weights, for now", ranks)
@@ -69,7 +71,8 @@ def configure(vllm_config: VllmConfig) -> None:
         attention.backend = AttentionBackendEnum.CUSTOM
     rotated = "keys and values" if checkpoint is None or checkpoint.has_rotated_values else "keys"
     described = _describe_cache(cache.cache_dtype, attention.backend, rotated)
-    log.info("ptxlab %s: %s; %s", __version__, checkpoint or options, described)
+    head = ", lm_head in INT8" if options.head == "int8" else ""
+    log.info("ptxlab %s: %s%s; %s", __version__, checkpoint or options, head, described)
 
 
 def _describe_cache(dtype: str, backend: Any, rotated: str) -> str:

@@ -83,7 +83,7 @@ def test_another_packing_has_the_same_weights(written: Path, tmp_path: Path) -> 
 
 
 def test_what_cannot_be_rewritten_is_refused_and_leaves_nothing(written: Path, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="layout: must be one of .*strips"):
+    with pytest.raises(ArgumentError, match=r"layout: must be one of .*strips"):
         rewrite_folder(written, tmp_path / "out", layout="rows")
     with pytest.raises(FileError, match="is there already"):
         rewrite_folder(written, tmp_path / "floats")

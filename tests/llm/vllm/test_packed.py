@@ -107,7 +107,10 @@ def test_what_is_served_is_said(
     {
         "version": ({"version": 2}, r"version: must be 1 \(got 2"),
         "W4A4": ({"scheme": "atom"}, "scheme: must be one of lqq, qoq, qoq_channel in vLLM"),
-        "layout": ({"layout": "qserve"}, "layout: must be strips.*`ptxlab import FOLDER --out NEW` rewrites the folder"),
+        "layout": (
+            {"layout": "qserve"},
+            "layout: must be strips.*`ptxlab import FOLDER --out NEW` rewrites the folder",
+        ),
         "turns": ({"interleaved": True}, r"rows in their own order.* \(got strips, interleaved"),
         "group": ({"group": "64"}, "group: must be an integer"),
         "exceptions": ({"exceptions": ["o_proj"]}, "exceptions: must be settings by layer"),
@@ -133,13 +136,11 @@ def test_several_gpus_are_refused(configured: Configured, packed_folder: PackedF
 
 
 def test_options_are_refused_beside_it(configured: Configured, packed_folder: PackedFolder) -> None:
-    with pytest.raises(ValueError, match="must be left out for a quantised checkpoint"):
+    with pytest.raises(ValueError, match="scheme and group must be left out for a quantised checkpoint"):
         configured(model=packed_folder(), quantization=None, additional_config={"ptxlab": {"scheme": "qoq"}})
 
 
-def test_an_older_folder_gets_the_command_that_rewrites_it(
-    configured: Configured, packed_folder: PackedFolder
-) -> None:
+def test_an_older_folder_gets_the_command_that_rewrites_it(configured: Configured, packed_folder: PackedFolder) -> None:
     path = packed_folder()
     config = json.loads((path / "config.json").read_text())
     del config["quantization_config"]

@@ -69,7 +69,7 @@ def test_several_gpus_are_refused(configured: Configured, tmp_path: Path) -> Non
 
 def test_options_are_refused_beside_it(configured: Configured, tmp_path: Path) -> None:
     folder = foreign_files.write_model(tmp_path / "theirs", "qserve")
-    with pytest.raises(ValueError, match="must be left out for a quantised checkpoint"):
+    with pytest.raises(ValueError, match="scheme and group must be left out for a quantised checkpoint"):
         configured(model=folder, additional_config={"ptxlab": {"scheme": "qoq"}})
 
 
