@@ -38,7 +38,7 @@ BITS = {  # of an element of the cache -> peers
 }
 QSERVE = "qserve_kv4"
 _APPENDING = ("qserve_", "lserve_")  # peers whose time has the rotation and the appended token in it
-A100_US = {  # QServe's steps at 64 x 1024, heads 32/32, on an A100; the baseline is TensorRT-LLM's KV8 (QServe §6.4, Table 1)
+A100_US = {  # QServe's steps at 64 x 1024, heads 32/32, on an A100 (QServe §6.4); KV8: TensorRT-LLM's (QServe Table 1)
     "attention_kv8": 420,
     "attention_kv4_naive": 480,
     "attention_kv4_bittrick": 440,

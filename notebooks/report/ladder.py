@@ -1,5 +1,8 @@
 """The GEMM ladder as recorded: what each step gained, how near it is to the floor and to others, what limits it."""
 
+import math
+from collections.abc import Sequence
+
 import pandas as pd
 
 from benchmarks.stored import stored_times
@@ -9,7 +12,7 @@ from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench import counts
 from ptxlab.lowbit.bench.gemm.limits import STALL
 from ptxlab.lowbit.bench.gemm.steps import MEASURE
-from ptxlab.lowbit.bench.shapes import DISSECTED, DISSECTED_TOKENS, TOKENS
+from ptxlab.lowbit.bench.shapes import CHAINS, DISSECTED, DISSECTED_TOKENS, TOKENS, Layer
 from report import frames
 from report.frames import MISSING, NOT_RECORDED, fraction, frame, markdown, mean, origin_of_peers, over
 
@@ -85,6 +88,51 @@ def ladder_table(record: Record | None = None) -> str:
     formats = {name: "{:.2f}x" if name.startswith("over") else "{:.2f}" for name in table.columns[3:]}
     note = _origin(record, rows) if record else f"{NOT_RECORDED} {_COUNTED_LOOP}"
     return f"{markdown(table, formats, left=2)}\n{note}\n"
+
+
+def documents_table(record: Record | None = None) -> str:
+    """What documents report of these GEMMs beside the same ratio in the record, by the sums over a layer's matrices."""
+    rows = points(record or recorded())
+    if rows.empty:
+        return MISSING
+    baseline, lqq, excp, imfp = (spec.name for spec in kernels.gemm.STEPS if spec.name.endswith("_sm90"))
+    fig12, fig13 = "LiquidGEMM §7.3, Fig. 12", "LiquidGEMM §7.3, Fig. 13"
+    small, large, most = CHAINS[:1], CHAINS[1:], TOKENS[-1:]
+    lines = [
+        (fig12, "ImFP over QServe, LLaMA-2-7B, M = 256", "2.75x", layer_ratios(rows, QSERVE, imfp, small, most)),
+        (fig12, "ImFP over QServe, LLaMA-2-70B, M = 256", "2.90x", layer_ratios(rows, QSERVE, imfp, large, most)),
+        (fig13, "LiquidQuant over the baseline", "up to 1.29x", layer_ratios(rows, baseline, lqq)),
+        (fig13, "ExCP over the baseline", "gains at many tokens", layer_ratios(rows, baseline, excp)),
+        (fig13, "ImFP over the baseline", "gains at every M", layer_ratios(rows, baseline, imfp)),
+        ("QServe §4.1", "QServe's kernel over cuBLAS INT8", "1.5x", layer_ratios(rows, "cublas_int8", QSERVE)),
+    ]
+    shown = [
+        (*line, " to ".join(dict.fromkeys(f"{x:.2f}x" for x in (min(found), max(found)))))
+        for *line, found in lines
+        if found
+    ]
+    table = pd.DataFrame(shown, columns=["document", "figure", "reported", "here"])
+    note = "Here: an H200; a range is over LLaMA-2-7B and -70B and the M that were measured."
+    return f"{markdown(table, left=3)}\n{note}\n"
+
+
+def layer_ratios(
+    rows: pd.DataFrame,
+    slow: str,
+    fast: str,
+    layers: Sequence[Sequence[Layer]] = CHAINS,
+    tokens: Sequence[int] = TOKENS,
+) -> list[float]:
+    """The time of `slow`, a step or a peer, over that of `fast`, by layer and M; without what was not measured."""
+    times = rows.set_index(["kernel", "M", "N", "K"]).sort_index()
+
+    def total(name: str, layer: Sequence[Layer], M: int) -> float:
+        step = name if name.startswith(PREFIX) else kernels.gemm.STEPS[0].name  # a peer stands beside every step
+        found = times.reindex([(step, M, each.N, each.K) for each in layer])
+        return float((found.time_us * (1 if step == name else found[f"over {name}"])).sum(skipna=False))
+
+    ratios = [total(slow, layer, M) / total(fast, layer, M) for layer in layers for M in tokens]
+    return [ratio for ratio in ratios if not math.isnan(ratio)]
 
 
 def loop_table() -> str:

@@ -344,6 +344,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernel_table,
     "loads": load_table,
     "ladder": ladder_section,
+    "ladder_documents": ladder.documents_table,
     "cost": cost_section,
     "w4a4_choice": w4a4.choice_table,
     "w4a4_measured": lambda: w4a4.measured_table(w4a4.recorded()),

@@ -13,7 +13,7 @@ from ptxlab import plot
 from ptxlab.bench import compare
 from ptxlab.bench.record import Record, Row
 from ptxlab.errors import FileError
-from ptxlab.lowbit.bench.shapes import DISSECTED, LAYERS, TOKENS
+from ptxlab.lowbit.bench.shapes import CHAINS, DISSECTED, LAYERS, TOKENS
 from report import figures, frames, gemmplot, ladder, sections
 from tests.support.bench_rows import slowed
 from tests.support.ladder_record import NAMES, record
@@ -115,6 +115,24 @@ def test_ablation_shows_every_gain() -> None:
 
 def test_every_step_has_its_colour() -> None:
     assert set(gemmplot.COLOURS) == {ladder.short(name) for name in NAMES}
+
+
+def test_ratios_are_of_a_layers_sums_and_leave_out_what_was_not_measured() -> None:
+    first, slow, fast = NAMES[0], NAMES[2], NAMES[3]
+    rows = pd.DataFrame(
+        {"kernel": kernel, "M": 16, "N": each.N, "K": each.K, "time_us": time, f"over {ladder.QSERVE}": 9.0}
+        for kernel, times in ((first, (1, 1, 1, 1)), (slow, (4, 1, 1, 6)), (fast, (1, 2, 2, 1)))
+        for each, time in zip(CHAINS[0], times, strict=True)
+    )
+    assert ladder.layer_ratios(rows, slow, fast) == [2.0]  # 12 over 6; the other layer and other M are not there
+    assert ladder.layer_ratios(rows, ladder.QSERVE, fast) == [6.0]  # the peer takes 9 times the first step's 4
+    assert ladder.layer_ratios(rows[1:], ladder.QSERVE, fast) == []
+
+
+def test_documents_stand_beside_the_record() -> None:
+    table = ladder.documents_table(RECORD)
+    ratio = ladder.layer_ratios(POINTS, NAMES[2], NAMES[5])
+    assert f"| ImFP over the baseline | gains at every M | {min(ratio):.2f}x to {max(ratio):.2f}x |" in table
 
 
 @pytest.mark.full
