@@ -1,8 +1,8 @@
 // sum_activations_s8: the token sums that zero points in an epilogue need, for activations that come without them.
 //
-// Contract   token_sum[m] = sum_k x_q[m, k], x_q s8 [M, K] row-major, K a multiple of 16. A zero point times
-//            it leaves in the epilogue (QServe section 5.2.2, which sums X before it is quantised: the product of the
-//            integers is then not exact).
+// Contract   token_sum[m] = sum_k x_q[m, k], x_q s8 [M, K] row-major, K a multiple of 16. An epilogue subtracts
+//            zero point times token sum (QServe section 5.2.2, which sums X before it is quantised; by the sum of the
+//            integers the product is exact).
 // Tile       one block per token, 16 bytes per thread and step, four bytes by one dp4a.
 // Guide      notebooks/guide/kernels_quantize.md
 // PTX ISA    9.7.1 dp4a; 9.7.13 redux.sync.

@@ -7,7 +7,7 @@
 // Shows      fused group dequantisation: every g channels a sum leaves the tensor cores, is converted and scaled, and
 //            goes to an f32 accumulator, which is what a GPU's ratio of tensor to CUDA cores has to afford. HALVES: the
 //            product of two scales is rounded to f16, as in Atom's code, where small ones become subnormal. Atom's
-//            Fig. 8 adds in FP16; here it is f32, as QServe section 3.2 has it of Atom: long sums lose less.
+//            Fig. 8 adds in FP16; here it is f32, as QServe section 3.2 describes Atom: long sums lose less.
 // Guide      notebooks/guide/kernels_gemm.md: operands, schedule, constants
 // PTX ISA    9.7.14 mma.m16n8k64 (.s4), mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill.
 #include "rows_sm80.cuh"

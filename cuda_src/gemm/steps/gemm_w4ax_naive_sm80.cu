@@ -9,7 +9,7 @@
 //            extension (COMET section 4.3): an AND, or a shift and an AND, leave 16 w in each. A block works through
 //            all tiles of its part of Y, one after the other, each behind a barrier: so blocks are alike, with nothing
 //            to balance yet. (COMET shares tiles along K out among SMs, and balances that by remapping and decomposition.)
-//            Otherwise than in COMET, weights stay in registers when they become bytes (COMET section 4.1 stores them
+//            Unlike in COMET, weights stay in registers when they become bytes (COMET section 4.1 stores them
 //            to shared memory), which saves a barrier; the ring has three slots, not two buffers (COMET section 4.2);
 //            and a warp has 32 x 64 of either kind of tile (COMET section 5: 64 x 64, half the warps for INT4), so that
 //            both kinds have the same accumulators.

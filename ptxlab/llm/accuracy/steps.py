@@ -134,7 +134,10 @@ def _atom() -> Iterator[AccuracyRow]:
 
 
 def _fmpq() -> Iterator[AccuracyRow]:
-    """COMET's W4Ax by the share of INT8 blocks, filled with the largest channels; and with those of outliers alone."""
+    """COMET's W4Ax by the share of INT8 blocks, filled with the largest channels; and with those of outliers alone.
+
+    The cache is per token and head, weights are GPTQ's; COMET §6.1 has a cache per channel, and OmniQuant's weights.
+    """
     recipe = RECIPES["fmpq"]
     for share in SHARES:
         full = recipe.but(int8=share, outlier=0.0)

@@ -31,9 +31,10 @@ class Recipe:
         smooth: the exponents (alpha, beta) of smoothing down's input.
         reorder: sort the input channels of o and down by magnitude.
         clip: search each group's levels: for the least error of the product's `output`, or of the `weights`.
+            QServe §4.3.4 takes the output of the whole block for q and k, which needs a forward pass per candidate.
         gptq: round by GPTQ; else to nearest.
         damping: of GPTQ.
-        scheme: of the weights: lqq, which is also the form of QoQ as released (PostScale); qoq (the paper's);
+        scheme: of the weights: lqq, which is also the form of QoQ as released (PostScale); qoq (QServe §4.1);
             qoq_channel; int4 (symmetric); int8 (per row), which can only be measured; None leaves them floats.
         group: weights per scale; None with int4 is one scale per row, and per token of the activations.
         protective_range: of level 1.

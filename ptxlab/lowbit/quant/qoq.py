@@ -54,8 +54,8 @@ def qoq_groups(q8: S8, group: int) -> tuple[U8, U8, U8]:
     """Level 2 of QoQ on integers q8 s8 [N, K]: (q4 u8 [N, K], scale u8 [N, K/g], zero u8 [N, K/g]).
 
     A group's range is extended to include 0, which QServe's Eq. 2 does not: else the zero point of a one-sided group
-    would not fit u4. Scale and zero are rounded to nearest, as in QServe §4.1; a walk-through of QServe in Chinese writes
-    ceilings, which in its example give the same. A group of zeros has scale 1.
+    would not fit u4. Scale and zero are rounded to nearest, as in QServe §4.1; a walk-through in Chinese writes
+    ceilings, which give the same in its example. A group of zeros has scale 1.
     """
     q4, scale, zero = by_strips(lambda strip: _qoq_strip(strip, group), q8)
     return q4, scale, zero
