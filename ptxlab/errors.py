@@ -4,13 +4,28 @@ All derive from `PtxlabError`. A message is one line and names the argument, the
 (a compile log, a list of waiting threads) is kept in attributes or follows on further lines.
 """
 
+import difflib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ptxlab.mangled import readable
 
 _LONGEST = 400  # characters of a value in a message
+
+
+def nearest_of(rule: str, value: object) -> str:
+    """Propose the nearest name of a rule that lists names, as `; nearest: lanes`; empty if none is near.
+
+    A rule lists names where it says one (some, among) of them, or nothing else: `lqq, qoq or float`.
+    """
+    listed = re.fullmatch(r"(?:must be )?(?:(?:one|some) of|among) (.+)|([\w.-]+(?:, [\w.-]+)*,? or [\w.-]+)", rule)
+    if not listed or not isinstance(value, str) or "nearest" in rule:
+        return ""
+    names = [name for name in re.split(r", (?:or )?| or | and ", listed[1] or listed[2]) if name != value]
+    near = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
+    return f"; nearest: {near[0]}" if near else ""
 
 
 class PtxlabError(Exception):
@@ -25,7 +40,8 @@ class ArgumentError(PtxlabError, ValueError):
 
     def __init__(self, argument: str, rule: str, value: object) -> None:
         shown = " ".join(str(value).split())  # an array is several lines
-        super().__init__(f"{argument}: {rule} (got {shown if len(shown) <= _LONGEST else shown[:_LONGEST] + ' ...'})")
+        shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]} ..."
+        super().__init__(f"{argument}: {rule} (got {shown}){nearest_of(rule, value)}")
         self.argument = argument
         self.rule = rule
         self.value = value

@@ -137,6 +137,8 @@ def report_errors(run: Callable[[], Any]) -> NoReturn:
         _die(str(error), UNDECIDED)
     except PtxlabError as error:
         _die(str(error).replace('backend="emulator"', "--backend emulator"), BAD_INPUT)
+    except MemoryError as error:
+        _die(f"out of memory: {str(error) or 'nothing more can be allocated'}", BAD_INPUT)
     except typer.Abort:
         raise SystemExit(INTERRUPTED) from None
 

@@ -26,7 +26,7 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from ptxlab.errors import PtxlabError
+from ptxlab.errors import PtxlabError, nearest_of
 
 FAILED, BAD_INPUT, UNDECIDED, INTERRUPTED = 1, 2, 3, 130
 LINE_SECONDS = 60  # between two lines of a run without a terminal
@@ -240,7 +240,7 @@ class CommandLineError(PtxlabError):
 
 def expects(option: str, what: str, got: object) -> CommandLineError:
     """The error `--from expects a .ncu-rep or .json file, got k.npz`."""
-    return CommandLineError(f"{option} expects {what}, got {got}")
+    return CommandLineError(f"{option} expects {what}, got {got}{nearest_of(what, got)}")
 
 
 def refuse(options: Mapping[str, Any], reason: str) -> None:

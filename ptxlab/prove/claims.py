@@ -94,7 +94,8 @@ def decide(
 ) -> Decision:
     """Decide one claim; `undecided` where the solver needs longer than `seconds`.
 
-    `say` is told which of its formulas is being decided. ArgumentError: no input satisfies its assumptions, so that it would hold of nothing.
+    `say` is told which of its formulas is being decided. ArgumentError: no input satisfies its assumptions, so that it
+    would hold of nothing.
     """
     check_solver(solver)
     start = process_time()

