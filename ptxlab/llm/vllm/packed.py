@@ -74,7 +74,7 @@ def _settings(name: str, config: Any) -> tuple[str, int]:
         raise ArgumentError(f"{name}: layout", rule, f"{layout}, interleaved" if layout == LAYOUT else layout)
     if not is_integer(group):
         raise ArgumentError(f"{name}: group", "must be an integer", group)
-    return scheme, group
+    return str(scheme), group
 
 
 class PackedLinearMethod(W4A8LinearMethod):
