@@ -60,6 +60,7 @@ constexpr int kProducerRegisters = PRODUCERS == 1 ? 72 : 56, kConsumerRegisters 
 constexpr int kChunks = KEYS * kTokenBytes / 16 / kThreads;  // of 16 bytes of a block that a producer restores
 constexpr float kLowest = -1e30f, kLog2E = 1.44269504f;      // kLowest: below any score, yet finite
 constexpr float kHeadroom = HEADROOM;                        // weights are at most 2 to this
+constexpr bool kTileInShared = SPLIT && D == 256;            // registers have no room for it beside the sums
 constexpr int kVectors = D / 8 + 1;  // of 16 bytes that a lane hands over: its sums, and what they are relative to
 static_assert(KEYS % PAGE == 0 && (KEYS == 64 || KEYS == 128) && D % 64 == 0);
 
@@ -506,7 +507,7 @@ struct Workspace {
 __device__ void consume(Scheduler scheduler, const unsigned short* q, const Results& results,
                         const Workspace& workspace, unsigned char* queries, float* factors, const unsigned char* keys,
                         const unsigned char* values, Barriers& of_keys, Barriers& of_values, int Hq,
-                        float softmax_scale, int consumer TIMELINE_PARAMETER) {
+                        float softmax_scale, Tile& kept, int consumer TIMELINE_PARAMETER) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kThreads / 32, group = scheduler.group;
     const u64 query = ptxlab::swizzled_128(queries);
     ptxlab::Slot<STAGES> key_slot, value_slot;
@@ -516,10 +517,11 @@ __device__ void consume(Scheduler scheduler, const unsigned short* q, const Resu
     const auto release = [&](u64* barrier) {
         if (lane == 0) ptxlab::mbarrier_arrive(barrier);
     };
-    for (; has_tile; tile = following) {
+    while (has_tile) {
         const int first_row = tile.row + consumer * kGroupRows;
         PHASE(SETUP);
         ptxlab::sync_warp_group(consumer);  // all have read the queries of the tile before
+        if (kTileInShared && threadIdx.x % kThreads == 0) kept = tile;
         Query(Query::place(q, tile, group, first_row, Hq)).store(queries, factors, softmax_scale);
         ptxlab::sync_warp_group(consumer);
         Rows rows;
@@ -598,12 +600,21 @@ __device__ void consume(Scheduler scheduler, const unsigned short* q, const Resu
             release(&of_values.empty[value_slot.index]), value_slot.advance();
         }
         PHASE(EPILOGUE);
-        has_tile = scheduler.next(following);
-        if (has_tile)  // the next queries come to the L2 while results are stored
-            if (const uint4* half_row = Query::place(q, following, group, following.row + consumer * kGroupRows, Hq))
-                for (int i = 0; i < D; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(half_row + i / 16));
-        if (!SPLIT || tile.parts == 1) Results::store(o, results.finish(rows, tile, group, first_row), 0);
-        else if (workspace.hand_over(o, rows, tile)) workspace.merge(results, tile, group, first_row);
+        if constexpr (kTileInShared) {
+            tile = kept;  // there is no room for the next one yet, whose queries are not fetched ahead
+            if (tile.parts == 1) Results::store(o, results.finish(rows, tile, group, first_row), 0);
+            else if (workspace.hand_over(o, rows, tile)) workspace.merge(results, tile, group, first_row);
+            has_tile = scheduler.next(tile);
+        } else {
+            has_tile = scheduler.next(following);
+            if (has_tile)  // the next queries come to the L2 while results are stored
+                if (const uint4* half_row =
+                        Query::place(q, following, group, following.row + consumer * kGroupRows, Hq))
+                    for (int i = 0; i < D; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(half_row + i / 16));
+            if (!SPLIT || tile.parts == 1) Results::store(o, results.finish(rows, tile, group, first_row), 0);
+            else if (workspace.hand_over(o, rows, tile)) workspace.merge(results, tile, group, first_row);
+            tile = following;
+        }
     }
 }
 
@@ -627,6 +638,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
     unsigned char* const ring = values + STAGES * kBlockBytes;
     __shared__ Barriers key_barriers, value_barriers;
     __shared__ float factors[kRows];
+    __shared__ Tile kept[kGroups];  // of each consumer group, if kTileInShared
     TIMELINE_THREAD(threadIdx.x % kThreads == 0);
     const int warp_group = __shfl_sync(~0u, threadIdx.x / kThreads, 0);
     if (threadIdx.x == 0) key_barriers.init(), value_barriers.init(), ptxlab::fence_mbarrier_init();
@@ -653,6 +665,6 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
         const int consumer = warp_group - PRODUCERS;
         consume(scheduler, q, {out, lse, Hq}, {partial, arrivals}, queries + consumer * kQueryBytes,
                 factors + consumer * kGroupRows, keys, values, key_barriers, value_barriers, Hq, softmax_scale,
-                consumer TIMELINE_ARGUMENT);
+                kept[consumer], consumer TIMELINE_ARGUMENT);
     }
 }

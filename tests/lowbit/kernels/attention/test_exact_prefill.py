@@ -79,7 +79,7 @@ def test_equal_for_rotated_keys(spec: KernelSpec, D: int) -> None:
 @pytest.mark.parametrize(("past", "parts"), [(2100, 4), (2100, 16), (4200, 7)])
 def test_equal_in_many_parts(past: int, parts: int) -> None:
     """Of 16 parts that are asked for a tile of 17 blocks has 4."""
-    hold(chunks_of((5, 70), (past, 3), parts=parts, blocks=3))
+    hold(chunks_of((5, 70), (past, 3), parts=parts, blocks=12))
 
 
 @pytest.mark.full_cases("sm80-*", "sm90-large")
@@ -117,12 +117,12 @@ def test_equal_where_tensor_cores_truncate(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.full
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
-    chunks=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 700)), min_size=1, max_size=4),
+    chunks=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 700)), min_size=1, max_size=3),
     D=st.sampled_from((64, 128, 256)),
     page=st.sampled_from((16, 32, 64)),
-    group=st.integers(1, 16),
+    group=st.integers(1, 8),
     window=st.sampled_from((0, 1, 60, 513)),
     parts=st.integers(1, 4),
     BF16=st.integers(0, 1),
@@ -134,8 +134,8 @@ def test_equal_in_the_emulator(
     spec: KernelSpec, chunks: list[tuple[int, int]], BF16: int, mode: str, parts: int, **how: Any
 ) -> None:
     new, past = zip(*chunks, strict=True)
-    parts = parts if "parts" in spec.symbols else 1
-    hold(chunks_of(new, past, parts=parts, blocks=9, **how), BF16, spec, mode=mode)
+    parts = parts if "parts" in spec.symbols else 1  # of at most 10 tiles
+    hold(chunks_of(new, past, parts=parts, blocks=10, **how), BF16, spec, mode=mode)
 
 
 CONSTANTS = [("D", 128), ("PAGE", 16), ("BF16", 1), ("ROTATED", 1)]

@@ -1,6 +1,7 @@
 """Attention of any number of queries: ragged chunks against float64, the same bits in any chunk, what is refused."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -276,14 +277,35 @@ def test_the_kernel_itself_passes(kernel: str) -> None:
     assert not is_noticed(kernel, source_of(SPECS[kernel]))
 
 
-@pytest.mark.parametrize("sizes", PREFILL.example_sizes, ids=lambda s: str(s["D"]))
-@on_every_kernel
-def test_no_register_is_spilt(spec: KernelSpec, sizes: dict[str, int]) -> None:
-    """And shared memory suffices: on GPUs of compute capability 8.6 a block has 99 KiB."""
-    resources = toolchain.compile_cuda(source_of(spec), spec.arch, defines=spec.config_for(sizes)).resources[spec.name]
-    assert resources.spill_stores == 0
-    shared = spec.launch({**sizes, **spec.config_for(sizes)}).shared_bytes + resources.shared
+LAUNCHABLE = [
+    (kernel, *constants)
+    for kernel, spec in SPECS.items()
+    for constants in product((64, 128, 256), (16, 32, 64), (0, 1), (0, 1), (1, 2) if "parts" in spec.symbols else (1,))
+]
+
+
+@pytest.mark.default_cases(
+    "sm90-64-64-0-0-1", "sm90-128-16-1-0-2", "sm90-256-64-0-1-2", "sm80-128-64-0-0-1", "sm80-256-*-1-1-1"
+)
+@pytest.mark.parametrize(("kernel", "D", "page", "BF16", "rotated", "parts"), LAUNCHABLE)
+def test_no_register_is_spilt(kernel: str, D: int, page: int, BF16: int, rotated: int, parts: int) -> None:
+    """By any variant that a call may launch. And shared memory suffices: on an SM of 8.6 a block has 99 KiB."""
+    spec, sizes = SPECS[kernel], chunks_of((1,), (2000,), D=D, page=page, parts=parts)[1]
+    config = {**spec.config_for(sizes), "BF16": BF16, **({"ROTATED": 1} if rotated else {})}
+    resources = toolchain.compile_cuda(source_of(spec), spec.arch, defines=config).resources[spec.name]
+    assert (resources.spill_stores, resources.spill_loads) == (0, 0)
+    shared = spec.launch({**sizes, **config}).shared_bytes + resources.shared
     assert shared <= (227 if spec.exact_arch else 99) * 1024
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_part_that_comes_first_leaves_the_merge_to_the_last(blocks: int) -> None:
+    """A block that has all parts takes them in turn: what it merged too early, nobody would have written yet.
+
+    Blocks that have a part each end together in the emulator, which hides it.
+    """
+    logical, sizes = chunks_of((3,), (300,), parts=3, blocks=blocks)
+    check(logical, sizes, checks=("init",), config={"PART_BLOCKS": 1})
 
 
 @pytest.mark.full
