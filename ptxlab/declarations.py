@@ -26,6 +26,7 @@ _ATTRIBUTES = re.compile(
 _NAMED = re.compile(r"([A-Za-z_]\w*)\s*(<.*>)?\s*\((.*)\)\s*$", re.DOTALL)
 _PARAMETER = re.compile(r"(\w+)\s*(?:\[[^\]]*\]\s*)*(?:=.*)?$", re.DOTALL)
 _LAUNCH = re.compile(r"([A-Za-z_][\w:]*)\s*(<[^;{}()]*>)?\s*<<<")
+_OF_DEVICE = re.compile(r"\b__(?:global|device|constant|shared|managed)__\b")
 _ACCESS = re.compile(r"\b(?:public|private|protected)\s*:")
 _MARKER = re.compile(r'^#(?:line)?\s*\d+\s+"([^"]*)"[^\n]*$', re.MULTILINE)
 
@@ -214,7 +215,7 @@ def own_text(preprocessed: str, foreign: tuple[str, ...]) -> str:
 def without(text: str, places: list[tuple[int, int]]) -> str:
     """The text without the declarations that stand at these places (line and column, from 1); lines keep their number.
 
-    A place in no declaration changes nothing.
+    A place in no declaration changes nothing, nor one in what is declared for the device.
     """
     lines = [0, *(found.end() for found in re.finditer("\n", text))]
     found = list(declarations(text))
@@ -223,7 +224,7 @@ def without(text: str, places: list[tuple[int, int]]) -> str:
     for line, column in places:
         at = lines[min(line, len(lines)) - 1] + column - 1
         index = bisect_right(starts, at) - 1
-        if index >= 0 and at < found[index].end:
+        if index >= 0 and at < found[index].end and not _OF_DEVICE.search(found[index].head):
             cut.add(index)
     for index in cut:
         one = found[index]

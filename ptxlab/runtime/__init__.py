@@ -15,7 +15,7 @@ from ptxlab.runtime import arguments, signature
 from ptxlab.runtime.arguments import accept, accept_for, check_variant, on_device, positions, variant
 from ptxlab.runtime.backends import choose_backend
 from ptxlab.runtime.signature import Parameter
-from ptxlab.sources import Source
+from ptxlab.sources import Source, cuda_entries
 from ptxlab.spec import KernelSpec, Launch, Sizes
 from ptxlab.spec.dtypes import dtype_in, storage
 from ptxlab.toolchain.kernels import declared_kernels, find_kernel
@@ -99,13 +99,23 @@ class Kernel:
         """What each parameter takes, as far as the source tells."""
         if self.source.language == "ptx":
             return signature.of_ptx(self.module.entries[self.entry])
-        return signature.of_cuda(
-            self.source.text,
-            self.entry,
-            lambda: declared_kernels(self.source, self.compiled_arch, self.defines),
-            lambda: self.module.entries[self.entry],
-            self.defines,
-        )
+        if mangled.parameters_of(self.entry) is not None:
+            declared = declared_kernels(self.source, self.compiled_arch, self.defines)
+            parameters = signature.of_mangled(self.entry, declared)
+        else:
+            parameters = signature.of_cuda(self.source.text, self.entry, self._names_of_extern_c(), self.defines)
+        if any(parameter.is_pointer is None for parameter in parameters):
+            return signature.with_sizes(parameters, self.module.entries[self.entry])
+        return parameters
+
+    def _names_of_extern_c(self) -> tuple[str, ...]:
+        written = cuda_entries(self.source.text)
+        if self.entry in written:
+            return written[self.entry]
+        declared = declared_kernels(self.source, self.compiled_arch, self.defines)  # made by a macro, or in a header
+        found = [kernel.parameter_names for kernel in declared if kernel.name == self.entry]
+        params = self.module.entries[self.entry].params
+        return found[0] if found else tuple(f"arg{position}" for position in range(len(params)))
 
     @cached_property
     def varies(self) -> bool:

@@ -5,7 +5,7 @@ where the kernel would read other numbers than it holds. An array of uint8 is by
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from ptxlab.declarations import KernelDeclaration
 from ptxlab.emulator import Entry, PointerAccess, Variable, accesses_of
 from ptxlab.errors import ArgumentError
 from ptxlab.mangled import is_end_of, name_of, parameters_of, split_list
-from ptxlab.sources import cuda_entries
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _QUALIFIER = re.compile(
@@ -213,43 +212,28 @@ def origin_of(ptx: str) -> str:
     return found[1] if found and re.search(r"^\s*\.loc\s+\d", ptx, re.MULTILINE) else ""
 
 
-def of_cuda(
-    text: str,
-    symbol: str,
-    declared: Callable[[], Sequence[KernelDeclaration]],
-    compiled: Callable[[], Entry],
-    macros: Collection[str],
-) -> tuple[Parameter, ...]:
-    """The parameters of a kernel of CUDA C++ by its signature.
-
-    Args:
-        text: the source, which may give names of types other meanings.
-        symbol: the entry symbol; a mangled one says every type.
-        declared: kernels that the source declares, read where its text alone does not tell.
-        compiled: the kernel in PTX, looked at where only its parameters' sizes tell what they are.
-        macros: names that `-D` defines.
-    """
-    types = parameters_of(symbol)
-    if types is None:
-        found = _of_extern_c(text, symbol, declared, macros)
-    else:
-        names = _names(symbol, types, declared())
-        found = tuple(of_declaration("", name, type_, ()) for name, type_ in zip(names, types, strict=True))
-    if all(p.is_pointer is not None for p in found):
-        return found
-    return tuple(map(_sized, found, compiled().params))
-
-
-def _of_extern_c(
-    text: str, entry: str, declared: Callable[[], Sequence[KernelDeclaration]], macros: Collection[str]
-) -> tuple[Parameter, ...]:
-    names = cuda_entries(text)[entry]
+def of_cuda(text: str, entry: str, names: Collection[str], macros: Collection[str]) -> tuple[Parameter, ...]:
+    """The parameters of an `extern "C"` kernel by its signature; `macros` are names that `-D` defines."""
     text = _COMMENT.sub(" ", text)
-    lists = {tuple(split_list(list_)) for list_ in _lists(text, entry)}
-    if len(lists) != 1 or len(*lists) != len(names):  # the preprocessor decides
+    found = {tuple(split_list(list_)) for list_ in _lists(text, entry)}
+    if len(found) != 1 or len(*found) != len(names):  # the preprocessor decides
         return tuple(map(Parameter, names))
-    (declarations,) = lists
+    (declarations,) = found
     return tuple(of_declaration(text, name, each, macros) for name, each in zip(names, declarations, strict=True))
+
+
+def of_mangled(symbol: str, declared: Sequence[KernelDeclaration]) -> tuple[Parameter, ...]:
+    """The parameters of a C++ kernel: its symbol says every type, `declared` what they are called."""
+    types = parameters_of(symbol) or ()
+    names = _names(symbol, types, declared)
+    return tuple(of_declaration("", name, type_, ()) for name, type_ in zip(names, types, strict=True))
+
+
+def with_sizes(parameters: Sequence[Parameter], entry: Entry) -> tuple[Parameter, ...]:
+    """The parameters, with the bytes of structs as PTX declares them."""
+    if len(parameters) != len(entry.params):
+        return tuple(parameters)
+    return tuple(map(_sized, parameters, entry.params))
 
 
 def _names(symbol: str, types: Sequence[str], declared: Sequence[KernelDeclaration]) -> tuple[str, ...]:

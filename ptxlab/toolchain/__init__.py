@@ -1,7 +1,8 @@
 """Compilers and disassembler: NVRTC for CUDA C++, nvcc where host code needs it, ptxas for PTX, nvdisasm for cubins.
 
 None of them needs a GPU. NVRTC hands its cubins to the same assembler that `ptxas` is, and both print the same report,
-so one parser reads the registers, spills and warnings of either. What they make is cached on disk (`ptxlab.toolchain.cache`).
+so one parser reads the registers, spills and warnings of either. What they make is cached on disk
+(`ptxlab.toolchain.cache`).
 """
 
 import functools

@@ -12,18 +12,18 @@ _CPP = (
 )
 _NAMES = {f"c{name}": f"c{name}" for name in _BOTH} | {f"{name}.h": f"c{name}" for name in _BOTH} | {n: n for n in _CPP}
 # Only host functions use what these declare; those are left out (`nvrtc`).
-_HOST = (
+_HOST_NAMES = (
     "cctype cerrno cfenv chrono cinttypes condition_variable csignal cstdarg ctime cwchar cxxabi.h deque dirent.h "
     "dlfcn.h errno.h exception execution filesystem fstream future getopt.h inttypes.h iomanip ios iosfwd "
     "iostream istream list locale map memory mutex new numbers ostream queue random ranges ratio regex set "
     "shared_mutex signal.h span sstream stack stdarg.h stdexcept string string_view strings.h sys/stat.h "
     "sys/time.h sys/types.h system_error thread time.h typeindex typeinfo unistd.h unordered_map unordered_set "
     "vector cuda_profiler_api.h curand.h cublas_v2.h nvToolsExt.h nvtx3/nvToolsExt.h "
-).split()
+)
 _MISSING = re.compile(r'cannot open source file "([^"]+)"')
 
 BY_NAME = (
-    dict.fromkeys(_HOST, "")
+    dict.fromkeys(_HOST_NAMES.split(), "")
     | {
         name: f"#pragma once\n#include <cuda/std/{of}>\nnamespace cuda {{ namespace std {{}} }}\n"
         "namespace std { using namespace cuda::std; }\n"
