@@ -89,7 +89,7 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
         if problem := gpu.why_not_compiled(spec.arch, exact=spec.exact_arch):
             problem = f"{spec.name}: {problem}"
             if (spec := _compiled_form(spec)) is None:
-                if target.partition(".")[0] in registry.specs():
+                if target not in registry.families():
                     raise UnavailableError(problem)
                 skipped.append(problem)
                 continue

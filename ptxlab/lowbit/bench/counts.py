@@ -20,7 +20,7 @@ ARCH = "sm_90a"
 # Main loops on mma.sync that the cost model compares, compiled for GPUs that this project has not measured. A warp
 # multiplies 32 rows of W with 64 tokens, 128 channels per iteration: so many weights of a thread.
 MMA_ARCHS = ("sm_80", "sm_86", "sm_89")
-MMA_LOOPS = ("gemm_w4a8_qoq_sm80", "gemm_w4a4_s4_sm80")
+MMA_LOOPS = ("gemm_w4a8_qoq_sm80", "gemm_w4a8_lqq_sm80", "gemm_w4a4_s4_sm80")
 LOOPED = (*(spec.name for spec in kernels.gemm.STEPS), "gemm_w4a8_sm90")  # whose main loops are counted
 _SCALING = "gemm_w4a4_atom_sm80"  # scales its sums in the loop
 _MMA_WEIGHTS, _MMA_TOKENS = 128, 64

@@ -90,6 +90,7 @@ SCHEMES = {
         Scheme("W4A8 LQQ u8", _FOUR, "int8", "dequant_lqq_unsigned"),
         Scheme("W4A8 channel", 4, "int8", "dequant_qoq_channel"),
         Scheme("W4A8 sm80", _FOUR, "int8", loop="gemm_w4a8_qoq_sm80"),
+        Scheme("W4A8 LQQ sm80", _FOUR, "int8", loop="gemm_w4a8_lqq_sm80"),
         Scheme("W4A4", _FOUR, "int4", loop=_S4),
         Scheme("W4A4 outlier", _FOUR, "int4", loop=_S4, outliers=128),
         Scheme("W4A4 g128", _FOUR, "int4", loop=_S4, group=128),

@@ -98,11 +98,11 @@ def test_another_layout_is_the_same_weight(scheme: str) -> None:
 
 
 def test_the_ends_of_a_layer_run_there() -> None:
-    """A wide row, which only one block has, through the gate and back: what a layer of LLaMA-2-7B needs."""
+    """A wide row, which only one block has, through the gate and back: as the FFN of LLaMA-2-7B has it."""
     rng = np.random.default_rng(0)
-    gate_up = rng.standard_normal((2, 2 * 11008), dtype=np.float32).astype(np.float16)
+    gate_up = rng.standard_normal((2, 2 * 8320), dtype=np.float32).astype(np.float16)
     right = ptxlab.silu_mul_quantize(gate_up, backend="emulator")
-    weight = ptxlab.pack(quant.quantize_lqq(rng.standard_normal((8, 11008), dtype=np.float32)), "qserve")
+    weight = ptxlab.pack(quant.quantize_lqq(rng.standard_normal((8, 8320), dtype=np.float32)), "qserve")
     with gpu.compiling_for("sm_80"):
         x = ptxlab.silu_mul_quantize(gate_up, backend="emulator")
         y = ptxlab.gemm_w4a8(x, weight=weight, out_dtype="int32", backend="emulator")

@@ -19,10 +19,10 @@ from tests.support.axes import on_every_backend
 from tests.support.quantized import weight_of
 
 QOQ, (SOURCE, *_) = registry.find("gemm_w4a8_qoq_sm80")
-CHANNEL = registry.specs()["gemm_w4a8_qoq_channel_sm80"]
+LQQ, CHANNEL = (registry.specs()[f"gemm_w4a8_{scheme}_sm80"] for scheme in ("lqq", "qoq_channel"))
 
 
-PROBLEMS = {QOQ.name: gemm_problems.qoq, CHANNEL.name: gemm_problems.channel}
+PROBLEMS = {QOQ.name: gemm_problems.qoq, LQQ.name: gemm_problems.lqq, CHANNEL.name: gemm_problems.channel}
 
 
 def sizes_of(spec: KernelSpec, **sizes: int) -> dict[str, int]:
@@ -50,7 +50,9 @@ def test_accumulators_are_exact_on_the_gpu(name: str, data: st.DataObject) -> No
     checks.exact_twice(lambda: accumulators(spec, logical, "gpu"), spec.reference(**logical))
 
 
-@pytest.mark.default_cases("72-1-gemm_w4a8_qoq_sm80-emulator", "72-9-gemm_w4a8_qoq_channel_sm80-emulator")
+@pytest.mark.default_cases(
+    "72-1-gemm_w4a8_qoq_sm80-emulator", "72-1-gemm_w4a8_lqq_sm80-emulator", "72-9-gemm_w4a8_qoq_channel_sm80-emulator"
+)
 @on_every_backend
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize(("N", "M"), [*((72, M) for M in (1, 9, 17, 33, 65, 130)), (12296, 1), (12296, 65)])
