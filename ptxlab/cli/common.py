@@ -118,8 +118,8 @@ class Progress:
 
     def beat(self, ended: Event) -> None:
         """Say every minute where a run is whose step takes longer, until it has ended."""
-        while not ended.wait(LINE_SECONDS):
-            if self._says and monotonic() - self._said >= LINE_SECONDS:
+        while self._says and not ended.wait(LINE_SECONDS):
+            if monotonic() - self._said >= LINE_SECONDS:
                 self._print_line(f": {self.label}" if self.label else "")
 
     def _print_line(self, doing: str = "") -> None:

@@ -409,7 +409,7 @@ def test_weights_of_an_unknown_name(cli: Any) -> None:
     assert cli("weights", "maxilm") == (
         2,
         "",
-        "error: weights: must be one of minilm, smollm2, wikipedia (got maxilm)\n",
+        "error: weights: must be one of minilm, smollm2, wikipedia (got maxilm); nearest: minilm\n",
     )
 
 

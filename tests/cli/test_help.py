@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,13 @@ try:
 finally:
     print("LOADED", *sorted(sys.modules))
 """
+
+
+@pytest.mark.parametrize("command", ["prove", "run", "import", "cost"])
+def test_help_is_shown_as_it_is_written(cli: Any, command: str) -> None:
+    shown = cli(command, "--help")[1]
+    assert "<bool>" not in shown and "\\[" not in shown
+    assert command != "prove" or "out.u8[i]" in shown
 
 
 @pytest.mark.parametrize("words", [["--help"], [], ["--version"], ["nosuch"]], ids=" ".join)

