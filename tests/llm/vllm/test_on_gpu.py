@@ -91,9 +91,8 @@ def require_equal_but_for_ties(folder: Path, prompts: list[list[int]], texts: li
     runner = KernelRunner(folders.load(folder), 1, 512, chunk=512, head=head)
     found = [parting(runner, Request(prompt, 64, tokens=text)) for prompt, text in zip(prompts, texts, strict=True)]
     parted = [each for each in found if each is not None]
-    print(
-        f"{len(parted)} of {len(texts)} texts part, by at most {max((p.margin / p.spread for p in parted), default=0):.3f}"
-    )
+    farthest = max((each.margin / each.spread for each in parted), default=0.0)
+    print(f"{len(parted)} of {len(texts)} texts part, by at most {farthest:.3f} deviations")
     assert all(len(text) == 64 for text in texts)
     assert not [each for each in parted if each.margin > MOST_APART * each.spread]
 

@@ -211,9 +211,7 @@ def microseconds(chosen: StripChoice, s: Sizes) -> float:
     return _total(chosen, int(s["M"]), _strips(s), int(s["K"]), group_of(s), stream(s), SMS)
 
 
-def _total(
-    chosen: StripChoice, M: int, all_strips: int, K: int, group: int, of_stream: float, sms: int
-) -> float:
+def _total(chosen: StripChoice, M: int, all_strips: int, K: int, group: int, of_stream: float, sms: int) -> float:
     """Microseconds of a choice for sizes as numbers."""
     tile, strips, _, split = chosen
     cost = COSTS[kind(tile)]
