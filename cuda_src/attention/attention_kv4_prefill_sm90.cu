@@ -53,15 +53,20 @@ using ptxlab::u64;
 constexpr int kGroupRows = 64, kGroups = 2, kRows = kGroups * kGroupRows;        // rows of a consumer group, of a tile
 constexpr int kThreads = 128, kBlockThreads = (PRODUCERS + kGroups) * kThreads;  // of a warp group
 constexpr int kTokenBytes = D / 2, kPageBytes = PAGE * (kTokenBytes + 4), kPages = KEYS / PAGE;
-constexpr int kCopyBytes = kPages * kPageBytes;  // of a block's keys, or values
+constexpr int kPageLanes = kPages > 4 ? kPages : 1;  // that share a block's pages: there are no registers for eight
+constexpr int kLanePages = kPages / kPageLanes;      // of a lane
+constexpr int kCopyBytes = kPages * kPageBytes;      // of a block's keys, or values
 constexpr int kBlockBytes = KEYS * D * 2, kColumnBytes = KEYS * 128;
 constexpr int kQueryBytes = kGroupRows * D * 2, kQueryColumnBytes = kGroupRows * 128;
-constexpr int kProducerRegisters = PRODUCERS == 1 ? 72 : 56, kConsumerRegisters = PRODUCERS == 1 ? 216 : 200;
+constexpr int kShifted = PRODUCERS == 2 && (PAGE == 16 || (PAGE == 32 && SPLIT)) ? 8 : 0;  // for pages
+constexpr int kProducerRegisters = (PRODUCERS == 1 ? 72 : 56) + kShifted;
+constexpr int kConsumerRegisters = (PRODUCERS == 1 ? 216 : 200) - kShifted;
 constexpr int kChunks = KEYS * kTokenBytes / 16 / kThreads;  // of 16 bytes of a block that a producer restores
 constexpr float kLowest = -1e30f, kLog2E = 1.44269504f;      // kLowest: below any score, yet finite
 constexpr float kHeadroom = HEADROOM;                        // weights are at most 2 to this
 constexpr bool kTileInShared = SPLIT && D == 256;            // registers have no room for it beside the sums
 constexpr int kVectors = D / 8 + 1;  // of 16 bytes that a lane hands over: its sums, and what they are relative to
+static_assert(!SPLIT || D < 256 || PAGE == 64);  // producers would spill
 static_assert(KEYS % PAGE == 0 && (KEYS == 64 || KEYS == 128) && D % 64 == 0);
 
 // Of keys or of values: pages that are copied, blocks that are restored.
@@ -187,21 +192,25 @@ struct Pages {
     const int* table;
     int heads, P;
 
-    // Looks up a block's pages; what it lacks is the last page again.
-    __device__ __forceinline__ void find(int (&numbers)[kPages], const Tile& tile, int block) const {
+    __device__ __forceinline__ static int page_of_lane(int i) { return i * kPageLanes + threadIdx.x % kPageLanes; }
+
+    // Looks up a lane's pages of a block; what it lacks is the last page again.
+    __device__ __forceinline__ void find(int (&numbers)[kLanePages], const Tile& tile, int block) const {
         const int last = (tile.context - 1) / PAGE;
 #pragma unroll
-        for (int i = 0; i < kPages; ++i) numbers[i] = table[size_t(tile.sequence) * P + min(block * kPages + i, last)];
+        for (int i = 0; i < kLanePages; ++i)
+            numbers[i] = table[size_t(tile.sequence) * P + min(block * kPages + page_of_lane(i), last)];
     }
 
-    __device__ __forceinline__ void copy(unsigned char* stage, u64* copied, const int (&numbers)[kPages],
+    // Asks for a lane's pages; the first lane says how many bytes come in all.
+    __device__ __forceinline__ void copy(unsigned char* stage, u64* copied, const int (&numbers)[kLanePages],
                                          int head) const {
-        ptxlab::mbarrier_arrive_expect(copied, kCopyBytes);
+        if (threadIdx.x % kPageLanes == 0) ptxlab::mbarrier_arrive_expect(copied, kCopyBytes);
         const size_t pitch = size_t(heads) * (2 * kPageBytes);
 #pragma unroll
-        for (int i = 0; i < kPages; ++i)
-            ptxlab::bulk_load(stage + i * kPageBytes, pool + numbers[i] * pitch + head * size_t(kPageBytes), kPageBytes,
-                              copied);
+        for (int i = 0; i < kLanePages; ++i)
+            ptxlab::bulk_load(stage + page_of_lane(i) * kPageBytes,
+                              pool + numbers[i] * pitch + head * size_t(kPageBytes), kPageBytes, copied);
     }
 };
 
@@ -212,7 +221,7 @@ struct Producer {
     unsigned char *ring, *blocks;
     Barriers& barriers;
     Tile tile;
-    int block = 0, in_flight = 0, page_numbers[kPages];
+    int block = 0, in_flight = 0, page_numbers[kLanePages];
     bool has_tile;
     ptxlab::Slot<PAGE_STAGES> asked, taken;
     ptxlab::Slot<STAGES> slot;
@@ -236,7 +245,7 @@ struct Producer {
     __device__ __forceinline__ void copy_ahead() {
         for (; has_tile && in_flight < PAGE_STAGES; ++in_flight) {
             ptxlab::mbarrier_wait(&barriers.taken[asked.index], asked.parity ^ 1);  // the first round finds them empty
-            if (threadIdx.x % kThreads == 0)
+            if (threadIdx.x % kThreads < kPageLanes)
                 pages.copy(ring + asked.index * kCopyBytes, &barriers.copied[asked.index], page_numbers, tile.head);
             asked.advance(), ++block;
             look_ahead();

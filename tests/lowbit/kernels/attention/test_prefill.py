@@ -120,6 +120,8 @@ def test_parts_of_any_context(past: int, new: int, window: int, parts: int, bloc
         ({"P": 8}, 1),  # contexts are too short
         ({"window": 1024}, 2),
         ({"B": 100}, 1),  # each may have a tile of its own
+        ({"D": 256}, 4),
+        ({"D": 256, "page": 32, "P": 1024}, 1),
     ],
 )
 def test_parts_fill_the_gpu(sizes: dict[str, int], parts: int) -> None:
@@ -278,9 +280,10 @@ def test_the_kernel_itself_passes(kernel: str) -> None:
 
 
 LAUNCHABLE = [
-    (kernel, *constants)
+    (kernel, D, page, BF16, rotated, parts)
     for kernel, spec in SPECS.items()
-    for constants in product((64, 128, 256), (16, 32, 64), (0, 1), (0, 1), (1, 2) if "parts" in spec.symbols else (1,))
+    for D, page, BF16, rotated in product((64, 128, 256), (16, 32, 64), (0, 1), (0, 1))
+    for parts in ((1, 2) if "parts" in spec.symbols and (D < 256 or page == 64) else (1,))
 ]
 
 
@@ -296,6 +299,13 @@ def test_no_register_is_spilt(kernel: str, D: int, page: int, BF16: int, rotated
     assert (resources.spill_stores, resources.spill_loads) == (0, 0)
     shared = spec.launch({**sizes, **config}).shared_bytes + resources.shared
     assert shared <= (227 if spec.exact_arch else 99) * 1024
+
+
+def test_parts_of_wide_heads_in_small_pages_are_refused() -> None:
+    """Their producers would spill."""
+    logical, sizes = chunks_of((1,), (600,), D=256, page=32, parts=2)
+    with pytest.raises(ArgumentError, match=r"parts == 1 or D < 256 or page == 64"):
+        run(logical, sizes)
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
