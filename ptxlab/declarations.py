@@ -125,9 +125,10 @@ def declarations(text: str) -> Iterator[Declaration]:
 
 def _assigns(head: str) -> bool:
     """Whether a head has a `=` outside of brackets: what follows is a value."""
+    _, head = _template(head)
     depth = 0
     for character in head:
-        depth += {**dict.fromkeys("(<[", 1), **dict.fromkeys(")>]", -1)}.get(character, 0)
+        depth += {**dict.fromkeys("([", 1), **dict.fromkeys(")]", -1)}.get(character, 0)
         if character == "=" and depth <= 0 and "operator" not in head:
             return True
     return False

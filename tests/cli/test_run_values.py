@@ -1,4 +1,4 @@
-"""`ptxlab run` without an .npz: arguments as text, outputs in sight, compared with what was expected and by schedule."""
+"""`ptxlab run` without an .npz: arguments as text, outputs in sight, held against what is expected, by schedule."""
 
 import json
 from pathlib import Path
