@@ -41,6 +41,11 @@ class Declaration:
     scope: tuple[str, ...]
     linkage: str
 
+    @property
+    def is_of_device(self) -> bool:
+        """Whether it is declared for the device, by a word of CUDA's that no macro hides."""
+        return _OF_DEVICE.search(self.head) is not None
+
 
 @dataclass(frozen=True)
 class KernelDeclaration:
@@ -120,9 +125,10 @@ def declarations(text: str) -> Iterator[Declaration]:
 
 def _assigns(head: str) -> bool:
     """Whether a head has a `=` outside of brackets: what follows is a value."""
+    _, head = _template(head)
     depth = 0
     for character in head:
-        depth += {**dict.fromkeys("(<[", 1), **dict.fromkeys(")>]", -1)}.get(character, 0)
+        depth += {**dict.fromkeys("([", 1), **dict.fromkeys(")]", -1)}.get(character, 0)
         if character == "=" and depth <= 0 and "operator" not in head:
             return True
     return False
@@ -166,7 +172,8 @@ def _kernel(declaration: Declaration, text: str) -> KernelDeclaration | None:
     written = text[declaration.start : declaration.end]
     is_c = declaration.linkage == "C" or re.match(r'\s*extern\s+"C"', written)
     name = "::".join((*declaration.scope, found[1]))
-    return KernelDeclaration(name, template, tuple(split_list(found[3])), "C" if is_c else "C++")
+    parameters = [each for each in split_list(found[3]) if each != "void"]
+    return KernelDeclaration(name, template, tuple(parameters), "C" if is_c else "C++")
 
 
 def _template(head: str) -> tuple[str, str]:
@@ -174,9 +181,10 @@ def _template(head: str) -> tuple[str, str]:
     found = re.match(r"\s*template\s*<", head)
     if not found:
         return "", head
-    depth = 0
+    depth = parentheses = 0
     for at in range(found.end() - 1, len(head)):
-        depth += {"<": 1, ">": -1}.get(head[at], 0)
+        parentheses += {"(": 1, ")": -1}.get(head[at], 0)
+        depth += {"<": 1, ">": -1}.get(head[at], 0) if not parentheses else 0
         if not depth:
             return " ".join(head[found.end() : at].split()), head[at + 1 :]
     return "", head
@@ -224,7 +232,7 @@ def without(text: str, places: list[tuple[int, int]]) -> str:
     for line, column in places:
         at = lines[min(line, len(lines)) - 1] + column - 1
         index = bisect_right(starts, at) - 1
-        if index >= 0 and at < found[index].end and not _OF_DEVICE.search(found[index].head):
+        if index >= 0 and at < found[index].end and not found[index].is_of_device:
             cut.add(index)
     for index in cut:
         one = found[index]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-_SYMBOL = re.compile(r"(?<![\w$])_Z\w+")
+_SYMBOL = re.compile(r"(?<![\w$])(_Z\w+?)(_param_\d+)?\b")
 _SPACES = re.compile(r"\s*([^\w\s])\s*")
 _ANONYMOUS = "(anonymous namespace)::"
 
@@ -73,7 +73,7 @@ def normalise(name: str) -> str:
 
 def readable(text: str) -> str:
     """A message with every mangled symbol in it replaced by its name."""
-    return _SYMBOL.sub(lambda found: name_of(found[0]), text) if "_Z" in text else text
+    return _SYMBOL.sub(lambda found: name_of(found[1]) + (found[2] or ""), text) if "_Z" in text else text
 
 
 def distinct_names(symbols: Sequence[str]) -> list[str]:

@@ -35,7 +35,7 @@ ArgumentTexts = Annotated[
     list[str] | None,
     typer.Option(
         "--arg",
-        metavar="[NAME=]VALUE",
+        metavar="VALUE",
         help="An argument by name or in order: x=f32[1024]:normal (uniform, arange, zeros, uninitialised or a number), "
         "n=1024, x=FILE.npy, of a struct its fields, p=i32:8,f32:0.5.",
     ),

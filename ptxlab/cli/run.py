@@ -279,7 +279,7 @@ def _on_host(array: Any) -> Any:
 
 
 def _show_run(run_: ScheduledRun, written: dict[str, Any], compared: list[Comparison], none: str) -> None:
-    """Each finding and difference, the outputs, how they compare; then backend, outputs and the number of findings."""
+    """Each finding and difference, the outputs, how they compare; then backend, arrays and the number of findings."""
     outcome = run_.outcome
     lines = [*map(str, outcome.findings), *(f"{CHECK}: {difference}" for difference in run_.differences)]
     for line in lines:
@@ -290,8 +290,8 @@ def _show_run(run_: ScheduledRun, written: dict[str, Any], compared: list[Compar
     for comparison in compared:
         console.print(escape(str(comparison)), soft_wrap=True, highlight=False)
     state = f"{len(lines)} finding{'s' * (len(lines) > 1)}" if lines else none
-    wrote = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in written.items()) or "wrote nothing"
-    console.print(f"[dim]{outcome.backend}[/]  {escape(wrote)}  {state}", soft_wrap=True, highlight=False)
+    arrays = ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in outcome.outputs.items())
+    console.print(f"[dim]{outcome.backend}[/]  {escape(arrays)}  {state}", soft_wrap=True, highlight=False)
 
 
 @contextmanager

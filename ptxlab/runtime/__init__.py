@@ -1,5 +1,6 @@
 """Runs kernels: any PTX or CUDA file by `load`, a spec's by `run_spec`, on the GPU or in the emulator."""
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -77,7 +78,7 @@ class Kernel:
     def module(self) -> emulator.Module:
         """The PTX as the emulator parses it: the file itself, or what NVRTC makes of a `.cu`."""
         if self.source.language == "ptx":
-            return _parsed(self.source.text, self.source.path, self.origin or signature.origin_of(self.source.text))
+            return _parsed(self.source.text, self.source.path, self.origin or _origin_of(self.source.text))
         if reason := gpu.why_not_compiled(self.arch, exact=(self.arch or "0")[-1].isalpha()):
             raise UnavailableError(f"{self.name}: {reason}")
         arch = self.compiled_arch
@@ -92,21 +93,23 @@ class Kernel:
     @cached_property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters in launch order; for CUDA C++ read off the signature."""
-        return tuple(parameter.name for parameter in self.signature)
+        return tuple(parameter.name for parameter in self._declared)
 
     @cached_property
     def signature(self) -> tuple[Parameter, ...]:
-        """What each parameter takes, as far as the source tells."""
+        """What each parameter takes, as far as the source tells, and where that does not, its PTX."""
+        if any(parameter.is_pointer is None for parameter in self._declared):
+            return signature.with_sizes(self._declared, self.module.entries[self.entry])
+        return self._declared
+
+    @cached_property
+    def _declared(self) -> tuple[Parameter, ...]:
         if self.source.language == "ptx":
             return signature.of_ptx(self.module.entries[self.entry])
         if mangled.parameters_of(self.entry) is not None:
             declared = declared_kernels(self.source, self.compiled_arch, self.defines)
-            parameters = signature.of_mangled(self.entry, declared)
-        else:
-            parameters = signature.of_cuda(self.source.text, self.entry, self._names_of_extern_c(), self.defines)
-        if any(parameter.is_pointer is None for parameter in parameters):
-            return signature.with_sizes(parameters, self.module.entries[self.entry])
-        return parameters
+            return signature.of_mangled(self.entry, declared)
+        return signature.of_cuda(self.source.text, self.entry, self._names_of_extern_c(), self.defines)
 
     def _names_of_extern_c(self) -> tuple[str, ...]:
         written = cuda_entries(self.source.text)
@@ -434,6 +437,12 @@ def _outcome(
     if result is None:
         return Outcome(backend, outputs, written=names)
     return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared, result.sectors, names)
+
+
+def _origin_of(ptx: str) -> str:
+    """The source whose lines a compiler's PTX names, relative to the present folder if it lies below it."""
+    path = signature.origin_of(ptx)
+    return path.removeprefix(f"{os.getcwd()}/")
 
 
 _parsed = lru_cache(maxsize=32)(emulator.parse)  # a module is the same for every launch of it

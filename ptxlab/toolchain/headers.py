@@ -43,8 +43,9 @@ _MATH = {
     "M_LN2": "0.69314718055994530942", "M_LN10": "2.30258509299404568402", "M_PI": "3.14159265358979323846",
     "M_PI_2": "1.57079632679489661923", "M_PI_4": "0.78539816339744830962", "M_1_PI": "0.31830988618379067154",
     "M_2_PI": "0.63661977236758134308", "M_2_SQRTPI": "1.12837916709551257390", "M_SQRT2": "1.41421356237309504880",
-    "M_SQRT1_2": "0.70710678118654752440", "INFINITY": "__builtin_huge_valf()", "NAN": '__builtin_nanf("")',
-    "HUGE_VAL": "__builtin_huge_val()", "HUGE_VALF": "__builtin_huge_valf()",
+    "M_SQRT1_2": "0.70710678118654752440", "INFINITY": "__int_as_float(0x7f800000)",
+    "NAN": "__int_as_float(0x7fffffff)", "HUGE_VAL": "__longlong_as_double(0x7ff0000000000000ll)",
+    "HUGE_VALF": "__int_as_float(0x7f800000)",
 }  # fmt: skip
 # nvcc reads <cmath> and <stdlib.h> of the host before each file; the second of these takes a second.
 BEFOREHAND = {

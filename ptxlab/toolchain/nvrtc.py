@@ -203,10 +203,9 @@ def _error(source: Source, log: str, ptx: str) -> CompileError:
     found = _ERROR.search(log)
     if found:
         path, line, problem = found[1], int(found[2]), found[3]
-        if (undefined := re.match(r'identifier "(\w+)" is undefined', problem)) and _is_host_function(
-            source, undefined[1]
-        ):
-            problem = f"{undefined[1]} is a function of the host: write __device__ before it"
+        undefined = re.match(r'identifier "(\w+)" is undefined', problem)
+        if undefined and _is_of_host(source, undefined[1]):
+            problem = f"{undefined[1]} is declared for the host: write __device__ before it"
         return CompileError(path, line, problem, excerpt(source, line, path), log)
     found = PTXAS_ERROR.search(log)
     if not found or not found[1]:
@@ -216,7 +215,7 @@ def _error(source: Source, log: str, ptx: str) -> CompileError:
     return CompileError(path, origin, found[2], ptx.splitlines()[line - 1].strip(), log)
 
 
-def _is_host_function(source: Source, name: str) -> bool:
-    """Whether a source defines a function of that name without saying that it is for the device."""
-    heads = [each.head for each in declarations(source.text) if re.search(rf"\b{name}\s*\(", each.head)]
-    return any(not re.search(r"__(?:device|global)__", head) for head in heads)
+def _is_of_host(source: Source, name: str) -> bool:
+    """Whether a source declares a function or variable of that name without saying that it is for the device."""
+    declared = [each for each in declarations(source.text) if re.search(rf"\b{name}\s*(?:[(=\[]|$)", each.head)]
+    return any(not each.is_of_device for each in declared)

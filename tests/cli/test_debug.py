@@ -160,7 +160,7 @@ def test_it_takes_what_run_takes(files: Path, cli: Any) -> None:
         (("dequant_lqq", "--in", "lqq.npz", "--grid", "2"), "--grid is for files only"),
         (("dequant_lqq", "--in", "wide.npz"), "dequant_lqq: scale: dtype"),
         (("dequant_lqq", "--in", "scale.npz"), "dequant_lqq: "),
-        (("scale.ptx", "--in", "lqq.npz"), "scale: x: must be in the --in file"),
+        (("scale.ptx", "--in", "lqq.npz"), "scale: x: must be given"),
         (("scale.ptx", "--in", "nosuch.npz"), "nosuch.npz"),
         (("nosuch.ptx", "--in", "scale.npz"), "nosuch.ptx"),
         (("scale.ptx", "--in", "scale.npz", "--check", "everything"), "--check: some of"),

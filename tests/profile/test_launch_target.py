@@ -78,7 +78,7 @@ def test_what_cannot_be_launched_is_said_in_a_line_that_the_command_finds(
     events: list[str], add4: LaunchTarget
 ) -> None:
     np.savez(add4.inputs, a=np.zeros(32, np.uint32))
-    with pytest.raises(SystemExit, match=f"^{nsight.FAILED}add4: b: must be in the --in file"):
+    with pytest.raises(SystemExit, match=f"^{nsight.FAILED}add4: b: must be given"):
         launch_target.main(json.dumps([asdict(add4)]))
     assert events == []
 

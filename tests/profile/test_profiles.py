@@ -119,7 +119,7 @@ def test_a_file_without_a_spec(cli: Any, device: SimpleNamespace, tmp_path: Path
         (["--from", "p.ncu-rep", "--set", "full"], "--set needs a launch"),
         (["--from", str(GEMM), "--shape", "Q=3"], "--shape: gemm_w4a8_qoq_sm90 takes M, N, K, g (got Q)"),
         (["add4.ptx", "--in", "in.npz"], "in.npz: cannot be read"),
-        (["add4.ptx", "--in", "short.npz"], "add4: b: must be in the --in file (got a)"),
+        (["add4.ptx", "--in", "short.npz"], "add4: b: must be given (got a)"),
         (["add4.ptx", "--in", "full.npz", "--grid", "0"], "grid: one to three positive integers"),
         (["--from", "other.json"], "other.json: not a profile: it has no 'carriers'"),
         (["--from", "none.ncu-rep"], "none.ncu-rep: not found"),

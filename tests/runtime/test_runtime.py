@@ -155,8 +155,6 @@ def test_parameters_that_are_more_than_a_name() -> None:
         'extern "C" __global__ void k(std::pair<int, int> p, float y[4], int n = 3, int* __restrict__ z) {}'
     )
     assert kernel.parameters == ("p", "y", "n", "z")
-    with pytest.raises(ArgumentError, match=r'entry: extern "C" before __global__.* \(got mangled\)'):
-        ptxlab.load("__global__ void mangled(int* x) { *x = 1; }")
 
 
 def test_a_ptx_kernel_without_a_spec_is_checked_by_lane(tmp_path: Path) -> None:
@@ -220,7 +218,7 @@ def test_out_of_bounds_is_a_fault_with_the_line_and_the_thread() -> None:
         (PTX_ADD4.replace("add.u32 %x0, %x0", "add.u32 %x0 %x0"), SourceError, r"<text>:11:"),
         (PTX_ADD4.replace(", %x1; ", ", %nowhere; "), SourceError, "nowhere"),
         (CUDA_AXPY.replace("a * x", "a * z"), CompileError, r'<text>:6: .*"z" is undefined.*y\[i\] = a \* z\[i\]'),
-        ("int main() { return 0; }", ArgumentError, 'entry: a kernel .*extern "C" __global__'),
+        ("int main() { return 0; }", ArgumentError, r"entry: a kernel \(__global__\) \(got nothing\)"),
     ],
 )
 def test_a_source_that_is_wrong_shows_the_line(text: str, error: type[Exception], message: str) -> None:

@@ -1,0 +1,141 @@
+"""`ptxlab run` without an .npz: arguments as text, outputs in sight, held against what is expected, by schedule."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab.errors import ArgumentError
+from ptxlab.runtime.inputs import parse_argument
+from ptxlab.runtime.results import Summary, compare
+
+SAXPY = """struct Scale { int n; float by; };
+template <int N>
+__global__ void saxpy(Scale s, const float* x, float* y) {
+    int i = blockIdx.x * N + threadIdx.x;
+    if (i < s.n) y[i] += s.by * x[i];
+}
+template __global__ void saxpy<32>(Scale, const float*, float*);
+"""
+# Reads what a copy brings before it waits for it: `WAIT` enables the fix.
+COPY = """__global__ void copy(const float* x, float* y) {
+    __shared__ alignas(16) float s[32];
+    unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(s + threadIdx.x));
+    s[threadIdx.x] = -1;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at), "l"(x + threadIdx.x) : "memory");
+#ifdef WAIT
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+    y[threadIdx.x] = s[threadIdx.x];
+}
+"""
+
+
+@pytest.fixture
+def saxpy(tmp_path: Path) -> str:
+    path = tmp_path / "saxpy.cu"
+    path.write_text(SAXPY)
+    return str(path)
+
+
+ARGUMENTS = ("--arg", "s=i32:30,f32:2", "--arg", "f32[32]:arange", "--arg", "y=f32[32]:1", "--backend", "emulator")
+
+
+def test_arguments_by_name_and_in_order_and_the_output_in_sight(cli: Any, saxpy: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.npz"
+    code, text, _ = cli("run", saxpy, *ARGUMENTS, "--check", "all", "--out", str(out))
+    assert code == 0 and "checks clean" in text
+    assert all(word in text for word in ("y", "float32[32]", "1 3 5 7 ...", "59"))
+    written = np.load(out)
+    assert written.files == ["y"] and written["y"].tolist() == [2.0 * i + 1 for i in range(30)] + [1, 1]
+    code, text, _ = cli("run", saxpy, *ARGUMENTS, "--json")
+    found = json.loads(text)
+    assert (found["kernel"], [*found["outputs"]], found["outputs"]["y"]["maximum"]) == ("saxpy<32>", ["y"], 59.0)
+
+
+def test_outputs_are_held_against_what_is_expected(cli: Any, saxpy: str, tmp_path: Path) -> None:
+    y = np.array([2.0 * i + 1 for i in range(30)] + [1, 1], np.float32)
+    np.savez(tmp_path / "right.npz", y=y)
+    code, text, _ = cli("run", saxpy, *ARGUMENTS, "--expect", str(tmp_path / "right.npz"))
+    assert code == 0 and "y: as expected, 32 elements within" in text
+    y[7], y[9] = 16, np.nan
+    np.savez(tmp_path / "in.npz", **{"expected.y": y})
+    code, text, _ = cli("run", saxpy, *ARGUMENTS, "--in", str(tmp_path / "in.npz"))
+    assert code == 1 and "y: 2 of 32 elements are not within" in text
+    assert "y[9] is 19.0, not nan; y[7] is 15.0, not 16.0" in text
+    code, text, _ = cli("run", saxpy, *ARGUMENTS, "--in", str(tmp_path / "in.npz"), "--json", "--atol", "1")
+    (found,) = json.loads(text)["expected"]
+    assert (code, found["wrong"], found["worst"]) == (1, 1, [{"index": [9], "got": 19.0, "expected": "nan"}])
+    np.savez(tmp_path / "other.npz", z=y)
+    code, _, error = cli("run", saxpy, *ARGUMENTS, "--expect", str(tmp_path / "other.npz"))
+    assert code == 2 and "expected: outputs of the kernel: x, y (got z)" in error
+
+
+def test_arrays_of_a_file_in_order(cli: Any, saxpy: str, tmp_path: Path) -> None:
+    pair = np.array((30, 2.0), [("n", "i4"), ("by", "f4")])
+    np.savez(tmp_path / "in.npz", pair, np.ones(32, np.float32), np.zeros(32, np.float32))
+    code, text, _ = cli("run", saxpy, "--in", str(tmp_path / "in.npz"), "--backend", "emulator")
+    assert code == 0 and "2 2 2 2 ..." in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "saxpy<32>: s: must be given (got no arguments)"),
+        (("--arg", "z=1"), "saxpy<32>: --arg: each of s, x, y once (got z)"),
+        (("--arg", "x=1", "--arg", "x=2"), "saxpy<32>: --arg: each of s, x, y once (got x)"),
+        (("--arg", "1",) * 4, "saxpy<32>: --arg: at most 3 (s, x, y) (got 4)"),
+        (("--arg", "x=f33[4]"), "--arg: a dtype of f16, f32, f64"),
+        (("--arg", "x=i32[4]:normal"), "--arg: i32 is filled by uniform, arange, zeros, uninitialised or a number"),
+        (("--arg", "x=many"), "--arg: [NAME=]VALUE, of which VALUE is a number"),
+        (("--arg", "x=nowhere.npy"), "nowhere.npy: cannot be read: No such file or directory"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused(arguments: tuple[str, ...], said: str, cli: Any, saxpy: str) -> None:
+    code, _, error = cli("run", saxpy, *arguments)
+    assert code == 2 and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("options", "code"), [((), 1), (("-D", "WAIT"), 0)])
+def test_results_that_depend_on_the_schedule_are_a_finding(options: Any, code: int, cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "copy.cu").write_text(COPY)
+    arguments = ("--arg", "x=f32[32]:arange", "--arg", "y=f32[32]", *options)
+    command = ("run", str(tmp_path / "copy.cu"), *arguments, "--check", "schedules")
+    assert cli(*command)[0] == code
+    text = cli(*command)[1]
+    said = "schedules: y[0] is 0.0 in schedule early and -1.0 in late:0; 32 of 32 elements differ"
+    assert (said in text) == bool(code) and ("checks clean" in text) != bool(code)
+    found = json.loads(cli(*command, "--json")[1])["schedules"]
+    assert found["ran"] == ["early", "late:0", "late:1", "late:2"] and len(found["differences"]) == code
+    assert ("::error file=" in cli(*command, "--format", "github")[1]) == bool(code)
+
+
+def test_what_counts_as_never_written(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "k.cu").write_text("__global__ void k(float* x, float* y) { y[threadIdx.x] = x[threadIdx.x]; }")
+    command = ("run", str(tmp_path / "k.cu"), "--check", "init", "--arg", "y=f32[32]", "--arg")
+    assert cli(*command, "x=f32[32]:zeros")[0] == 0
+    code, text, _ = cli(*command, "x=f32[32]:uninitialised")
+    assert code == 1 and text.startswith("uninitialised: ")
+
+
+def test_content_is_the_same_in_every_run() -> None:
+    a, b = (parse_argument("--arg", "x=f32[4,2]:normal", 3).value for _ in range(2))
+    assert a.shape == (4, 2) and np.array_equal(a, b)
+    assert parse_argument("--arg", "u8[2x3]:uniform").value.shape == (2, 3)
+    assert parse_argument("--arg", "bf16[2]:1").value.tolist() == [0x3F80] * 2
+    assert parse_argument("--arg", "n=0x10").value == 16 and parse_argument("--arg", "-1.5").value == -1.5
+    packed = parse_argument("--arg", "p=i32:1,f64:2,u8:3").value
+    assert packed == np.array([1, 0], "i4").tobytes() + np.array([2.0]).tobytes() + bytes([3, *[0] * 7])
+
+
+def test_summaries_and_comparisons() -> None:
+    one = Summary.of("y", np.array([np.nan, 2, -np.inf], np.float32))
+    assert (one.nan, one.minimum, one.maximum) == (1, -np.inf, 2.0) and one.to_json()["minimum"] == "-inf"
+    assert Summary.of("y", np.zeros((0, 3))).minimum is None
+    assert compare("y", np.array([1, 2]), np.array([1, 3])).wrong == 1
+    assert compare("y", np.array([np.nan, np.inf]), np.array([np.nan, np.inf])).wrong == 0
+    assert compare("y", np.array([1.0]), np.array([np.inf])).wrong == 1
+    with pytest.raises(ArgumentError, match=r"^expected y: shape \[2\] \(got \[3\]\)$"):
+        compare("y", np.zeros(2), np.zeros(3))

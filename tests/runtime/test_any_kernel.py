@@ -1,0 +1,236 @@
+"""Kernels as people have them: seven files in the ordinary style, found by their C++ names, run on the emulator."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ptxlab
+from ptxlab.errors import ArgumentError, CompileError
+from ptxlab.toolchain import find
+
+PLAIN = """__global__ void scale(float* x, float by, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) x[i] = x[i] > 1e30f ? INFINITY : x[i] * by * float(M_PI / M_PI);
+}
+"""
+NAMESPACES = """namespace ops { namespace detail {
+__device__ float twice(float x) { return 2 * x; }
+}
+__global__ void twice(float* out, const float* in) { out[threadIdx.x] = detail::twice(in[threadIdx.x]); }
+}
+namespace {
+__global__ void negate(float* x) { x[threadIdx.x] = -x[threadIdx.x]; }
+}
+"""
+TEMPLATE = """template <typename T, int N>
+__global__ void rotate(T* out, const T* in) {
+    __shared__ T tile[N];
+    tile[threadIdx.x] = in[threadIdx.x];
+    __syncthreads();
+    out[threadIdx.x] = tile[(threadIdx.x + 1) % N];
+}
+template __global__ void rotate<float, 32>(float*, const float*);
+"""
+OVERLOADS = """__global__ void fill(float* x, float value) { x[threadIdx.x] = value; }
+__global__ void fill(double* x, double value) { x[threadIdx.x] = value + 1; }
+"""
+WITH_MAIN = """#include <cstdio>
+#include <iostream>
+#include <vector>
+#include <cuda_runtime.h>
+constexpr int kBlock = 32;
+template <typename T>
+__global__ void add(const T* a, const T* b, T* out, int n) {
+    int i = blockIdx.x * kBlock + threadIdx.x;
+    if (i < n) out[i] = a[i] + b[i];
+}
+static void check(cudaError_t error) { if (error != cudaSuccess) std::cerr << "failed" << std::endl; }
+int main() {
+    std::vector<float> host(100, 1.0f);
+    float *a, *out;
+    check(cudaMalloc(&a, 400));
+    check(cudaMalloc(&out, 400));
+    check(cudaMemcpy(a, host.data(), 400, cudaMemcpyHostToDevice));
+    add<float><<<4, kBlock>>>(a, a, out, 100);
+    std::printf("%d\\n", int(cudaDeviceSynchronize()));
+    return 0;
+}
+"""
+INCLUDING = (
+    '#include "lib/math.cuh"\n__global__ void cube(int* x) { x[threadIdx.x] = lib::cube(x[threadIdx.x]) + OFFSET; }\n'
+)
+HEADER = "namespace lib { template <class T> __device__ T cube(T x) { return x * x * x; } }\n"
+STRUCT = """struct Params { int n; float a; double* out; };
+__global__ void write(Params p) { if (threadIdx.x < p.n) p.out[threadIdx.x] = p.a; }
+struct Pair { int n; float a; };
+__global__ void saxpy(Pair p, const float* x, float* y) {
+    if (threadIdx.x < p.n) y[threadIdx.x] += p.a * x[threadIdx.x];
+}
+"""
+
+
+def run(kernel: ptxlab.Kernel, *args: Any, grid: int = 1, block: int = 32) -> ptxlab.Outcome:
+    outcome = kernel(*args, grid=grid, block=block, backend="emulator", checks="all")
+    assert outcome.findings == ()
+    return outcome
+
+
+def test_a_plain_kernel_is_the_only_one_of_its_file_and_has_what_nvcc_includes() -> None:
+    kernel = ptxlab.load(PLAIN)
+    assert (kernel.name, kernel.parameters) == ("scale", ("x", "by", "n"))
+    x = np.array([1, 2, 2e30], np.float32)
+    assert run(kernel, x, 3, 3).written == ("x",)
+    assert np.array_equal(x, np.array([3, 6, np.inf], np.float32))
+    with pytest.raises(ArgumentError, match=r"^scale: x: float\* takes an array of float32"):
+        run(kernel, np.zeros(3), 3, 3)
+
+
+@pytest.mark.parametrize("name", ["ops::twice", "twice", "::ops::twice", "_ZN3ops5twiceEPfPKf"])
+def test_names_in_namespaces(name: str) -> None:
+    x, out = np.arange(32, dtype=np.float32), np.zeros(32, np.float32)
+    run(ptxlab.load(NAMESPACES, name), out, x)
+    assert np.array_equal(out, 2 * x)
+
+
+def test_what_a_file_has_is_listed_where_the_name_is_missing_or_wrong() -> None:
+    for name in (None, "thrice"):
+        with pytest.raises(ArgumentError, match=rf"entry: one of ops::twice, negate \(got {name or 'nothing'}\)$"):
+            ptxlab.load(NAMESPACES, name)
+    assert ptxlab.load(NAMESPACES, "negate").parameters == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "count"),
+    [(None, "f4", 32), ("rotate", "f4", 32), ("rotate<float, 32>", "f4", 32), ("rotate<long long,16>", "i8", 16)],
+)
+def test_instances_of_a_template(name: str | None, dtype: str, count: int) -> None:
+    """The one that the file instantiates needs no arguments; any other is made."""
+    kernel = ptxlab.load(TEMPLATE, name)
+    assert kernel.parameters == ("out", "in")
+    x = np.arange(count, dtype=dtype)
+    out = np.zeros_like(x)
+    run(kernel, out, x, block=count)
+    assert np.array_equal(out, np.roll(x, -1))
+
+
+def test_a_template_names_its_parameters_where_its_arguments_are_missing_or_wrong() -> None:
+    text = TEMPLATE.rpartition("template __global__")[0]
+    with pytest.raises(ArgumentError, match=r"a template with its arguments, of rotate<typename T, int N> \(got nothi"):
+        ptxlab.load(text)
+    with pytest.raises(ArgumentError, match=r"entry: a kernel of this file \(.*\) \(got rotate<float, nope>\)$"):
+        ptxlab.load(text, "rotate<float, nope>")
+
+
+def test_overloads_are_told_apart_by_their_parameters() -> None:
+    with pytest.raises(ArgumentError, match=r"one of fill\(float\*, float\), fill\(double\*, double\) \(got fill\)$"):
+        ptxlab.load(OVERLOADS, "fill")
+    x = np.zeros(32)
+    run(ptxlab.load(OVERLOADS, "fill(double *,double)"), x, 2.0)
+    assert (x == 3).all()
+
+
+def test_a_file_with_main_and_host_headers_needs_no_host_compiler() -> None:
+    kernel = ptxlab.load(WITH_MAIN)  # what it launches
+    assert (kernel.name, kernel.source.build.compiler) == ("add<float>", "nvrtc")
+    a, out = np.arange(100, dtype=np.float32), np.zeros(100, np.float32)
+    run(kernel, a, a, out, 100, grid=4)
+    assert np.array_equal(out, 2 * a)
+    assert ptxlab.load(WITH_MAIN, "add<int>").name == "add<int>"
+
+
+def test_lines_stay_those_of_the_file_where_host_code_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "add.cu"
+    path.write_text(WITH_MAIN.replace("if (i < n) ", ""))
+    with pytest.raises(ptxlab.PtxlabError, match=rf"{path}:9: .* out of bounds|{path}:9: .*past its end"):
+        run(ptxlab.load(path), *[np.zeros(100, np.float32)] * 3, 100, grid=4)
+
+
+def test_a_host_function_that_a_kernel_calls_is_named() -> None:
+    text = "float half(float x) { return x / 2; }\n__global__ void k(float* x) { x[0] = half(x[0]); }\n"
+    with pytest.raises(CompileError, match=r":2: half is declared for the host: write __device__ before it"):
+        ptxlab.load(text)
+
+
+@pytest.mark.skipif(find("nvcc") is None or shutil.which("g++") is None, reason="nvcc needs a host compiler")
+def test_host_code_that_nvrtc_cannot_do_without_is_compiled_by_nvcc(tmp_path: Path) -> None:
+    """A template's argument is a type of the host's library."""
+    path = tmp_path / "host.cu"
+    path.write_text(
+        "#include <vector>\nstruct Holder { std::vector<int> values; static constexpr int kOf = 3; };\n"
+        "template <class T> __global__ void k(int* x) {\n    x[threadIdx.x] = T::kOf;\n}\n"
+        "int main() { k<Holder><<<1, 32>>>(nullptr); }\n"
+    )
+    kernel = ptxlab.load(path)
+    assert (kernel.name, kernel.source.build.compiler, kernel.parameters) == ("k<Holder>", "nvcc", ("x",))
+    x = np.zeros(32, np.int32)
+    run(kernel, x)
+    assert (x == 3).all()
+    with pytest.raises(ptxlab.PtxlabError, match=r"host\.cu:4: .*past its end"):
+        run(kernel, x[:8].copy())
+
+
+def test_without_a_host_compiler_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVCC_CCBIN", "no-such-compiler")
+    text = "#include <vector>\nstruct S { std::vector<int> v; };\n__global__ void k(S* x) {}\nint main() {}\n"
+    with pytest.raises(CompileError, match=r"host code may need nvcc \(nvcc: .*no-such-compiler is not on the PATH"):
+        ptxlab.load(text)
+
+
+def test_folders_to_include_defines_and_the_language(tmp_path: Path) -> None:
+    (tmp_path / "include" / "lib").mkdir(parents=True)
+    (tmp_path / "include" / "lib" / "math.cuh").write_text(HEADER)
+    x = np.arange(4, dtype=np.int32)
+    kernel = ptxlab.load(INCLUDING, defines={"OFFSET": 1}, include=[tmp_path / "include"], std="c++20")
+    run(kernel, x, block=4)
+    assert x.tolist() == [1, 2, 9, 28]
+    with pytest.raises(CompileError, match=r"lib/math\.cuh"):
+        ptxlab.load(INCLUDING)
+    with pytest.raises(ArgumentError, match=r"^include: a folder that exists \(got .*nowhere\)$"):
+        ptxlab.load(INCLUDING, include=[tmp_path / "nowhere"])
+    with pytest.raises(ArgumentError, match=r"^std: a version of C\+\+, such as c\+\+17 or c\+\+20 \(got 20\)$"):
+        ptxlab.load(INCLUDING, std="20")
+
+
+PAIR = np.array((3, 2.0), [("n", "i4"), ("a", "f4")])
+
+
+@pytest.mark.parametrize(
+    "pair", [PAIR, PAIR[()], PAIR.tobytes(), np.frombuffer(PAIR.tobytes(), np.uint8)], ids=lambda p: type(p).__name__
+)
+def test_a_struct_by_value_is_its_bytes_however_they_come(pair: Any) -> None:
+    """Eight bytes of uint8 were taken for a pointer, which is as wide."""
+    x, y = np.ones(32, np.float32), np.zeros(32, np.float32)
+    outcome = run(ptxlab.load(STRUCT, "saxpy"), pair, x, y)
+    assert y.tolist() == [2.0] * 3 + [0.0] * 29 and [*outcome.outputs] == ["x", "y"]
+
+
+@pytest.mark.parametrize(("pair", "said"), [(np.zeros(3), "24 bytes of float64"), (b"1234", "4 bytes"), (5, "5")])
+def test_other_bytes_for_a_struct_are_refused(pair: Any, said: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"^saxpy: p: Pair is passed by value, as its 8 bytes .* \(got {said}\)$"):
+        ptxlab.load(STRUCT, "saxpy").arguments([pair, np.zeros(1, np.float32), np.zeros(1, np.float32)])
+
+
+def test_arrays_without_axes_are_numbers() -> None:
+    x = np.ones(3, np.float32)
+    run(ptxlab.load(PLAIN), x, np.array(3.0), np.array(3))
+    assert (x == 3).all()
+
+
+def test_symbols_of_ptx_are_found_and_shown_by_name(tmp_path: Path) -> None:
+    image = ptxlab.load(TEMPLATE).module
+    kernel = ptxlab.load(image.text, "rotate<float, 32>")
+    assert kernel.name == "rotate<float, 32>"
+    with pytest.raises(ArgumentError, match=r"entry: one of rotate<float, 32> \(got turn\)$"):
+        ptxlab.load(image.text, "turn")
+    with pytest.raises(ArgumentError, match=r"^rotate<float, 32>: args: 2 arguments"):
+        kernel.arguments([])
+
+
+def test_ptx_with_line_information_names_the_lines_of_its_source() -> None:
+    """As `nvcc -ptx -lineinfo` leaves it: `.loc` was ignored unless ptxlab had compiled the source itself."""
+    text = ptxlab.load(NAMESPACES, "negate").module.text
+    with pytest.raises(ptxlab.PtxlabError, match=r"^<text>:7: "):
+        run(ptxlab.load(text, "negate"), np.zeros(4, np.float32))
