@@ -57,7 +57,7 @@ def test_the_family_is_the_first_folder() -> None:
 def test_production_kernels_are_what_the_public_calls_launch() -> None:
     """By default, for a weight in the packing that its GPU has; what else a family has are steps, and siblings."""
     # LM heads: `gemm_w8a8`, which the bench compares with, too, and `gemm_f16`
-    beside = {"gemm_w8a8_sm90", "gemm_f16_sm80"}
+    beside = {"gemm_w8a8_sm90", "gemm_w8a8_sm80", "gemm_f16_sm80"}
     launched = {step.spec.name for step in gemm.LADDER if step.packing in ("qserve", "strips")}
     launched |= {step.spec.name for step in attention_steps.STEPS if step.blocks} | {
         GROUPED.name,
