@@ -414,10 +414,10 @@ __device__ __forceinline__ void multiply_values(float (&o)[kDimTiles][kQueryTile
     }
 }
 
-// What a warp has summed up of a segment: its lane's columns. `o` comes first: ptxas keeps the members' order where it
-// allocates registers, and clears `o` twice if others come before it.
+// What a warp has summed up of a segment: its lane's columns. The accumulators come first: the order of the members
+// decides how registers are allocated, and behind others the accumulators are cleared twice.
 struct Softmax {
-    float o[kDimTiles][kQueryTiles][4] = {}, zeros[kQueryTiles][4] = {};
+    float zeros[kQueryTiles][4] = {}, o[kDimTiles][kQueryTiles][4] = {};
     float largest[kQueryTiles][2], weights[kQueryTiles][2] = {};
     int end[kQueryTiles][2];  // the first token that a column does not see
 
