@@ -73,7 +73,7 @@ def _is_w4a8(weights: Mapping[str, Any], activations: Mapping[str, Any]) -> bool
 
 
 class IntegerLinearMethod(W4A8LinearMethod):
-    """Method of a layer whose checkpoint has 4-bit integers: exact where a row has one scale, else near (`packing`)."""
+    """Method of a layer whose checkpoint has 4-bit integers: exact where scales allow, else near (`pack_integers`)."""
 
     def __init__(self, kernels: ProductKernels, prefix: str, checkpoint: IntegerCheckpoint) -> None:
         super().__init__(kernels, prefix)

@@ -39,7 +39,8 @@ def pack_integers(
     """Return the buffers of the weight q·scale, packed in `strips` on its device, and the relative error of packing.
 
     q is s8 [N, K] in -8..7, scale [N, G] a float per group of K/G columns. One scale per row is exact as `qoq_channel`.
-    Scales of groups become integers of a row's unit, in `lqq` with groups of `group` (`AffineWeight.nearest_lqq`).
+    Scales of groups become integers of a row's unit, in `lqq` with groups of `group` (`AffineWeight.nearest_lqq`),
+    exactly where they are multiples of one number.
 
     Raises ArgumentError for integers of more bits.
     """
