@@ -44,8 +44,8 @@ def tiles_of(s: Sizes) -> int:
 def choose_parts(s: Sizes) -> int:
     """Return the parts that a tile is cut into, so that `blocks` blocks are busy: the fewest of those that cost least.
 
-    A tile of few blocks of keys is cut into fewer by the kernel, which knows the lengths. With heads of 256 in pages of less
-    than 64 tokens tiles stay whole: producers would spill registers.
+    A tile of few blocks of keys is cut into fewer by the kernel, which knows the lengths. With heads of 256 in pages of
+    less than 64 tokens tiles stay whole: producers would spill registers.
     """
     if s["D"] == 256 and s["page"] < 64:
         return 1
