@@ -16,6 +16,8 @@ from ptxlab.cli.common import (
     FileArch,
     FileDefine,
     Grid,
+    Include,
+    Std,
     console,
     dims,
     notes,
@@ -31,7 +33,7 @@ from ptxlab.io.files import save_arrays
 from ptxlab.prove import Claim, Decision, decide, registered
 from ptxlab.prove.solve import check_solver, time_limit
 from ptxlab.runtime import Kernel, load
-from ptxlab.runtime.arguments import geometry, parse_integers
+from ptxlab.runtime.arguments import geometry, parse_defines
 
 PANEL = "Run and check"
 
@@ -73,6 +75,8 @@ def prove(
     ] = None,
     arch: FileArch = None,
     define: FileDefine = None,
+    include: Include = None,
+    std: Std = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove what a kernel does for all inputs, or show an input for which it does not.
@@ -99,7 +103,14 @@ def prove(
         for spec, sources, entry in registry.resolve_all(target):
             if spec is None:
                 refuse({"--unchecked": unchecked or None}, "is for kernels with a spec")
-                kernel = load(sources[0], entry, defines=parse_integers("-D", define or []), arch=arch)
+                kernel = load(
+                    sources[0],
+                    entry,
+                    defines=parse_defines("-D", define or []),
+                    arch=arch,
+                    include=include or (),
+                    std=std,
+                )
                 other = _kernel(equals) if equals else None
                 where = geometry(dims("grid", grid or "1"), dims("block", block or "1"), 0, 1)
                 title = f"follow {Path(kernel.source.path).name}"

@@ -4,7 +4,7 @@ import linecache
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -16,6 +16,8 @@ from ptxlab.cli.common import (
     AsJson,
     CommandLineError,
     Define,
+    Include,
+    Std,
     console,
     print_json,
     progress_bar,
@@ -23,11 +25,13 @@ from ptxlab.cli.common import (
     table,
     written,
 )
-from ptxlab.runtime.arguments import parse_integers
+from ptxlab.runtime import with_build
+from ptxlab.runtime.arguments import parse_defines
 from ptxlab.sass import Report, SassInstruction
 from ptxlab.sass.wgmma import overwriting
 from ptxlab.sources import Source, names_same_file
 from ptxlab.spec import KernelSpec
+from ptxlab.toolchain.kernels import find_kernel
 
 PANEL = "Measure"
 
@@ -41,6 +45,8 @@ def sass(
     ] = None,
     arch: Arch = "sm_90a",
     define: Define = None,
+    include: Include = None,
+    std: Std = None,
     listing: Annotated[
         bool, typer.Option("--listing", help="Print the machine code, interleaved with the source lines.")
     ] = False,
@@ -54,9 +60,11 @@ def sass(
         return print_json([*map(str, paths)]) if as_json else written(*paths)
     if not targets:
         raise CommandLineError("sass expects kernels, families or files")
-    given = parse_integers("-D", define or [])
+    given = parse_defines("-D", define or [])
     named = [
         (sources[0].label + (spec.suffix if spec else ""), sources[0], entry, given or _variant(spec))
+        if spec
+        else _of_file(with_build(sources[0], include or (), std), entry, arch, given)
         for target in targets
         for spec, sources, entry in registry.resolve_all(target)
     ]
@@ -74,6 +82,13 @@ def sass(
         return print_json([r.to_json() for r in found] if len(found) > 1 else found[0].to_json())
     title = f"{arch}, {', '.join(dict.fromkeys(tool for one in found for tool in one.tools))}"
     (_compare if len(found) <= _SIDE_BY_SIDE else _summarise)(title, found)
+
+
+def _of_file(source: Source, entry: str | None, arch: str, defines: dict[str, Any]) -> tuple[str, Source, Any, Any]:
+    """Label, source, symbol and constants of a kernel of a file, found by its C++ name."""
+    if source.language == "cu":
+        source, entry = find_kernel(source, entry, arch, defines)
+    return source.label, source, entry, defines
 
 
 def _variant(spec: KernelSpec | None) -> dict[str, int]:

@@ -165,7 +165,7 @@ def test_it_takes_what_run_takes(files: Path, cli: Any) -> None:
         (("nosuch.ptx", "--in", "scale.npz"), "nosuch.ptx"),
         (("scale.ptx", "--in", "scale.npz", "--check", "everything"), "--check: some of"),
         (("scale.ptx", "--in", "scale.npz", "--block", "2000"), "block: has at most 1024 threads"),
-        (("scale.ptx",), "missing option '--in'"),
+        (("scale.ptx",), "scale: x: must be given (got no arguments)"),
     ):
         status, out, err = cli("debug", *arguments, "-x", "c")
         assert status == 2 and problem in err and err.count("\n") == 1 and not out
