@@ -54,7 +54,7 @@ def layer_problem(
 ) -> LayerProblem:
     """Random numbers of every kind; the lengths include the token that is about to come."""
     rng = np.random.default_rng(seed)
-    how = {"dtype": dtype, "group": group, "interleaved": interleaved, "layout": layout}
+    how: dict[str, Any] = {"dtype": dtype, "group": group, "interleaved": interleaved, "layout": layout}
     weights = LayerWeights.random(config, seed, scheme, **how)
     cache = KVCache.empty(len(lengths), 2, config.kv_heads, config.head_dim)
     cache.lengths[...] = lengths
