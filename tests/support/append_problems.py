@@ -21,7 +21,7 @@ from ptxlab.lowbit.quant import KV_SCHEMES
 from ptxlab.runtime import Outcome, run_spec
 from ptxlab.sources import Source
 
-ON_GPU = pytest.mark.skipif(gpu.why_not("sm_90") is not None, reason="the kernel runs on sm_90")
+ON_GPU = pytest.mark.skipif(gpu.why_not("sm_80") is not None, reason="the kernel runs on sm_80")
 BACKENDS = ("emulator", pytest.param("gpu", marks=[pytest.mark.gpu, ON_GPU]))
 DTYPES = (np.dtype("float16"), np.dtype(ml_dtypes.bfloat16))
 RNG = np.random.default_rng(0)

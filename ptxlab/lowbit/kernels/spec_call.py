@@ -34,6 +34,8 @@ def choose_spec(specs: Sequence[KernelSpec], sizes: Mapping[str, Any], backend: 
     taking = [spec for spec in specs if _takes(spec, sizes)] or specs[:1]
     on_gpu = [spec for spec in taking if backend != "emulator" and why_not(spec, "gpu") is None]
     emulated = [spec for spec in taking if backend != "gpu" and why_not(spec, "emulator") is None]
+    if not on_gpu and backend != "emulator" and gpu.why_not(None) is None:
+        return taking[-1]  # an older GPU is told the least that it would have to be
     return (on_gpu or emulated or taking)[0]
 
 

@@ -221,8 +221,8 @@ def test_no_tokens(fake: FakeGpu) -> None:
 
 
 def test_another_gpu_is_told_what_the_kernel_runs_on(fake: FakeGpu) -> None:
-    fake.arch = 80
-    with pytest.raises(UnavailableError, match=r"rope_append_kv4: it runs on sm_90, and this is sm_80; pass backend="):
+    fake.arch = 75
+    with pytest.raises(UnavailableError, match=r"rope_append_kv4: it runs on sm_80, and this is sm_75; pass backend="):
         call(on_device(PROBLEM.of.cache))
 
 

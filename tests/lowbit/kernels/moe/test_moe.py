@@ -304,8 +304,8 @@ def test_device_arrays(fake: FakeGpu) -> None:
 
 
 def test_an_older_gpu_is_said(fake: FakeGpu) -> None:
-    fake.arch, there = 80, packed(*(DeviceArray(getattr(TOKENS, part)) for part in PARTS))
-    with pytest.raises(UnavailableError, match=r"route_tokens: it runs on sm_90, and this is sm_80; pass backend="):
+    fake.arch, there = 75, packed(*(DeviceArray(getattr(TOKENS, part)) for part in PARTS))
+    with pytest.raises(UnavailableError, match="route_tokens: choose_experts: it runs on sm_80, and this is sm_75"):
         ptxlab.route_tokens(there, DeviceArray(NORMED), DeviceArray(ROUTER), 2)
 
 

@@ -561,8 +561,8 @@ def test_device_arrays(fake: FakeGpu) -> None:
     assert (fake.loads, fake.allocations) == (loads, allocations)
     with pytest.raises(ArgumentError, match=r"reorder_quantize: out: must be given in a capture"):
         ptxlab.reorder_quantize(x, place, **HOW)
-    fake.capturing, fake.arch = False, 80
-    with pytest.raises(UnavailableError, match=r"reorder_quantize: it runs on sm_90, and this is sm_80; pass backend="):
+    fake.capturing, fake.arch = False, 75
+    with pytest.raises(UnavailableError, match=r"reorder_quantize: it runs on sm_80, and this is sm_75; pass backend="):
         ptxlab.reorder_quantize(x, place, clip=0.8, **HOW)
 
 

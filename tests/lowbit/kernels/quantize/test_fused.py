@@ -359,9 +359,9 @@ def test_a_capture_needs_out(fake: FakeGpu) -> None:
 
 
 def test_an_older_gpu_is_said(fake: FakeGpu) -> None:
-    fake.arch = 80
+    fake.arch = 75
     with pytest.raises(
-        UnavailableError, match=r"silu_mul_quantize: it runs on sm_90, and this is sm_80; pass backend="
+        UnavailableError, match=r"silu_mul_quantize: it runs on sm_80, and this is sm_75; pass backend="
     ):
         ptxlab.silu_mul_quantize(DeviceArray(X))
 
