@@ -6,12 +6,13 @@ z3 is asked through its API, bitwuzla and cvc5 through the SMT-LIB text that z3 
 import _thread
 import importlib.util
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from threading import Event, Timer
+from threading import Event, Thread
 from typing import Any, Literal
 
 from ptxlab.errors import ArgumentError, OutOfTime, UnavailableError
@@ -20,6 +21,7 @@ from ptxlab.validate import is_one_of
 Verdict = Literal["proved", "refuted", "undecided"]
 SOLVERS = ("z3", "bitwuzla", "cvc5")
 INSTALL = "python -m pip install 'ptxlab[prove]'"
+_AGAIN = 0.05  # seconds between two interrupts of what is out of time
 
 
 @dataclass(frozen=True)
@@ -86,32 +88,38 @@ def version_of(solver: str) -> str:
 def time_limit(seconds: float | None, what: str) -> Iterator[None]:
     """End what runs inside after so many seconds, None: never; for the main thread.
 
-    Raises OutOfTime with `what`, which says what was not done. It ends as Ctrl-C would, also within z3.
+    Raises OutOfTime with `what`, which says what was not done. It ends as Ctrl-C would, also within z3, and also in a
+    job in the background, which ignores SIGINT.
     """
     if seconds is None:
         yield
         return
-    expired = Event()
+    done, expired = Event(), Event()
 
     def expire() -> None:
+        if done.wait(seconds):
+            return
         expired.set()
-        _thread.interrupt_main()
-        if "z3" in sys.modules:
-            sys.modules["z3"].main_ctx().interrupt()
+        while not done.wait(_AGAIN):  # a destructor may have swallowed the last one, or z3 not have begun
+            _thread.interrupt_main(signal.SIGUSR2)
+            if "z3" in sys.modules:
+                sys.modules["z3"].main_ctx().interrupt()
 
-    timer = Timer(seconds, expire)
-    timer.daemon = True
-    timer.start()
+    timer = Thread(target=expire, daemon=True)
+    before = signal.signal(signal.SIGUSR2, signal.default_int_handler)
     try:
         try:
+            timer.start()
             yield
         finally:
-            timer.cancel()
+            done.set()
             timer.join()  # from here on no interrupt can come that is the timer's
     except KeyboardInterrupt:
         if not expired.is_set():
             raise
         raise OutOfTime(what) from None
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def check(solver: Any, *assumptions: Any, seconds: float) -> Any:

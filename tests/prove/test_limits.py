@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,12 @@ BITS = """extern "C" __global__ void bits(const unsigned* x, unsigned* out) {
     out[0] = count;
 }
 """
-HARD = """extern "C" __global__ void hard(const unsigned* x, unsigned* out) {
-    unsigned a = x[0], b = x[1], c = x[2];
-    out[0] = a * b * c + (a % (b | 1)) * (c / (a | 1));
+HARD = """extern "C" __global__ void hard(const unsigned* x, unsigned long long* out) {
+    out[0] = (unsigned long long)x[0] * x[1];
 }
 """
-ASKED = ("--claim", "out.u32[i] != 77")
+PRIMES = 2147483647, 2147483629, 2147483587  # who refutes the claim has factored a number of 62 bits
+ASKED = ("--claim", f"out.u64[i] != {PRIMES[0] * PRIMES[1]}")
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ def test_a_loop_over_the_bits_of_an_input_has_an_end(cli: Any, file: Any) -> Non
 
 
 def test_the_whole_run_has_a_limit(cli: Any, file: Any) -> None:
-    claims = [word for number in (77, 78, 79) for word in ("--claim", f"out.u32[i] != {number}")]
+    claims = [word for a, b in combinations(PRIMES, 2) for word in ("--claim", f"out.u64[i] != {a * b}")]
     begun = time.monotonic()
     code, out, _ = cli("prove", file(HARD), *claims, "--total-seconds", 2)
     assert code == 3 and out.count("undecided") == 3 and time.monotonic() - begun < 20
@@ -144,6 +145,17 @@ def test_a_limit_ends_what_runs_and_nothing_else() -> None:
         raise KeyboardInterrupt
     with time_limit(None, "sums"), time_limit(60, "sums"):
         pass
+
+
+def test_a_limit_ends_a_job_in_the_background_too() -> None:
+    """Such a job ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(OutOfTime, match="sums"), time_limit(0.05, "sums"):
+            while True:
+                sum(range(1000))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.full
