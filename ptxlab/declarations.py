@@ -32,7 +32,7 @@ _MARKER = re.compile(r'^#(?:line)?\s*\d+\s+"([^"]*)"[^\n]*$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Declaration:
+class CppDeclaration:
     """A declaration at the level of a namespace or class: text[start:end], of which `head` stands before its body."""
 
     start: int
@@ -85,19 +85,19 @@ def blank(text: str) -> str:
     return _IGNORED.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
 
 
-def declarations(text: str) -> Iterator[Declaration]:
+def declarations(text: str) -> Iterator[CppDeclaration]:
     """All declarations of namespaces and classes, functions and variables; none within functions."""
     text = blank(text)
     scopes: list[tuple[str, str]] = []  # of each open namespace, block of linkage or class: its name, what it is
     start = depth = at = 0
 
-    def made(end: int, head_end: int) -> Declaration:
+    def made(end: int, head_end: int) -> CppDeclaration:
         head = text[start:head_end]
         accesses = list(_ACCESS.finditer(head))
         begin = start + (accesses[-1].end() if accesses else 0)
         names = tuple(name for name, _ in scopes if name)
         linkage = "C" if any(kind == "C" for _, kind in scopes) else "C++"
-        return Declaration(begin, end, text[begin:head_end], names, linkage)
+        return CppDeclaration(begin, end, text[begin:head_end], names, linkage)
 
     while found := _BRACKET.search(text, at):
         at, bracket = found.end(), found[0]
@@ -161,7 +161,7 @@ def kernels(text: str) -> list[KernelDeclaration]:
     return [kernel for each in declarations(text) if (kernel := _kernel(each, text))]
 
 
-def _kernel(declaration: Declaration, text: str) -> KernelDeclaration | None:
+def _kernel(declaration: CppDeclaration, text: str) -> KernelDeclaration | None:
     head = declaration.head
     if not re.search(r"\b__global__\b|__attribute__\s*\(\(\s*global\s*\)\)", head):
         return None
