@@ -53,14 +53,20 @@ using ptxlab::u64;
 constexpr int kGroupRows = 64, kGroups = 2, kRows = kGroups * kGroupRows;        // rows of a consumer group, of a tile
 constexpr int kThreads = 128, kBlockThreads = (PRODUCERS + kGroups) * kThreads;  // of a warp group
 constexpr int kTokenBytes = D / 2, kPageBytes = PAGE * (kTokenBytes + 4), kPages = KEYS / PAGE;
-constexpr int kCopyBytes = kPages * kPageBytes;  // of a block's keys, or values
+constexpr int kPageLanes = kPages > 4 ? kPages : 1;  // that share a block's pages: there are no registers for eight
+constexpr int kLanePages = kPages / kPageLanes;      // of a lane
+constexpr int kCopyBytes = kPages * kPageBytes;      // of a block's keys, or values
 constexpr int kBlockBytes = KEYS * D * 2, kColumnBytes = KEYS * 128;
 constexpr int kQueryBytes = kGroupRows * D * 2, kQueryColumnBytes = kGroupRows * 128;
-constexpr int kProducerRegisters = PRODUCERS == 1 ? 72 : 56, kConsumerRegisters = PRODUCERS == 1 ? 216 : 200;
+constexpr int kShifted = PRODUCERS == 2 && (PAGE == 16 || (PAGE == 32 && SPLIT)) ? 8 : 0;  // for pages
+constexpr int kProducerRegisters = (PRODUCERS == 1 ? 72 : 56) + kShifted;
+constexpr int kConsumerRegisters = (PRODUCERS == 1 ? 216 : 200) - kShifted;
 constexpr int kChunks = KEYS * kTokenBytes / 16 / kThreads;  // of 16 bytes of a block that a producer restores
 constexpr float kLowest = -1e30f, kLog2E = 1.44269504f;      // kLowest: below any score, yet finite
 constexpr float kHeadroom = HEADROOM;                        // weights are at most 2 to this
+constexpr bool kTileInShared = SPLIT && D == 256;            // registers have no room for it beside the sums
 constexpr int kVectors = D / 8 + 1;  // of 16 bytes that a lane hands over: its sums, and what they are relative to
+static_assert(!SPLIT || D < 256 || PAGE == 64);  // producers would spill
 static_assert(KEYS % PAGE == 0 && (KEYS == 64 || KEYS == 128) && D % 64 == 0);
 
 // Of keys or of values: pages that are copied, blocks that are restored.
@@ -186,21 +192,25 @@ struct Pages {
     const int* table;
     int heads, P;
 
-    // Looks up a block's pages; what it lacks is the last page again.
-    __device__ __forceinline__ void find(int (&numbers)[kPages], const Tile& tile, int block) const {
+    __device__ __forceinline__ static int page_of_lane(int i) { return i * kPageLanes + threadIdx.x % kPageLanes; }
+
+    // Looks up a lane's pages of a block; what it lacks is the last page again.
+    __device__ __forceinline__ void find(int (&numbers)[kLanePages], const Tile& tile, int block) const {
         const int last = (tile.context - 1) / PAGE;
 #pragma unroll
-        for (int i = 0; i < kPages; ++i) numbers[i] = table[size_t(tile.sequence) * P + min(block * kPages + i, last)];
+        for (int i = 0; i < kLanePages; ++i)
+            numbers[i] = table[size_t(tile.sequence) * P + min(block * kPages + page_of_lane(i), last)];
     }
 
-    __device__ __forceinline__ void copy(unsigned char* stage, u64* copied, const int (&numbers)[kPages],
+    // Asks for a lane's pages; the first lane says how many bytes come in all.
+    __device__ __forceinline__ void copy(unsigned char* stage, u64* copied, const int (&numbers)[kLanePages],
                                          int head) const {
-        ptxlab::mbarrier_arrive_expect(copied, kCopyBytes);
+        if (threadIdx.x % kPageLanes == 0) ptxlab::mbarrier_arrive_expect(copied, kCopyBytes);
         const size_t pitch = size_t(heads) * (2 * kPageBytes);
 #pragma unroll
-        for (int i = 0; i < kPages; ++i)
-            ptxlab::bulk_load(stage + i * kPageBytes, pool + numbers[i] * pitch + head * size_t(kPageBytes), kPageBytes,
-                              copied);
+        for (int i = 0; i < kLanePages; ++i)
+            ptxlab::bulk_load(stage + page_of_lane(i) * kPageBytes,
+                              pool + numbers[i] * pitch + head * size_t(kPageBytes), kPageBytes, copied);
     }
 };
 
@@ -211,7 +221,7 @@ struct Producer {
     unsigned char *ring, *blocks;
     Barriers& barriers;
     Tile tile;
-    int block = 0, in_flight = 0, page_numbers[kPages];
+    int block = 0, in_flight = 0, page_numbers[kLanePages];
     bool has_tile;
     ptxlab::Slot<PAGE_STAGES> asked, taken;
     ptxlab::Slot<STAGES> slot;
@@ -235,7 +245,7 @@ struct Producer {
     __device__ __forceinline__ void copy_ahead() {
         for (; has_tile && in_flight < PAGE_STAGES; ++in_flight) {
             ptxlab::mbarrier_wait(&barriers.taken[asked.index], asked.parity ^ 1);  // the first round finds them empty
-            if (threadIdx.x % kThreads == 0)
+            if (threadIdx.x % kThreads < kPageLanes)
                 pages.copy(ring + asked.index * kCopyBytes, &barriers.copied[asked.index], page_numbers, tile.head);
             asked.advance(), ++block;
             look_ahead();
@@ -506,7 +516,7 @@ struct Workspace {
 __device__ void consume(Scheduler scheduler, const unsigned short* q, const Results& results,
                         const Workspace& workspace, unsigned char* queries, float* factors, const unsigned char* keys,
                         const unsigned char* values, Barriers& of_keys, Barriers& of_values, int Hq,
-                        float softmax_scale, int consumer TIMELINE_PARAMETER) {
+                        float softmax_scale, Tile& kept, int consumer TIMELINE_PARAMETER) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kThreads / 32, group = scheduler.group;
     const u64 query = ptxlab::swizzled_128(queries);
     ptxlab::Slot<STAGES> key_slot, value_slot;
@@ -516,10 +526,11 @@ __device__ void consume(Scheduler scheduler, const unsigned short* q, const Resu
     const auto release = [&](u64* barrier) {
         if (lane == 0) ptxlab::mbarrier_arrive(barrier);
     };
-    for (; has_tile; tile = following) {
+    while (has_tile) {
         const int first_row = tile.row + consumer * kGroupRows;
         PHASE(SETUP);
         ptxlab::sync_warp_group(consumer);  // all have read the queries of the tile before
+        if (kTileInShared && threadIdx.x % kThreads == 0) kept = tile;
         Query(Query::place(q, tile, group, first_row, Hq)).store(queries, factors, softmax_scale);
         ptxlab::sync_warp_group(consumer);
         Rows rows;
@@ -598,12 +609,21 @@ __device__ void consume(Scheduler scheduler, const unsigned short* q, const Resu
             release(&of_values.empty[value_slot.index]), value_slot.advance();
         }
         PHASE(EPILOGUE);
-        has_tile = scheduler.next(following);
-        if (has_tile)  // the next queries come to the L2 while results are stored
-            if (const uint4* half_row = Query::place(q, following, group, following.row + consumer * kGroupRows, Hq))
-                for (int i = 0; i < D; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(half_row + i / 16));
-        if (!SPLIT || tile.parts == 1) Results::store(o, results.finish(rows, tile, group, first_row), 0);
-        else if (workspace.hand_over(o, rows, tile)) workspace.merge(results, tile, group, first_row);
+        if constexpr (kTileInShared) {
+            tile = kept;  // there is no room for the next one yet, whose queries are not fetched ahead
+            if (tile.parts == 1) Results::store(o, results.finish(rows, tile, group, first_row), 0);
+            else if (workspace.hand_over(o, rows, tile)) workspace.merge(results, tile, group, first_row);
+            has_tile = scheduler.next(tile);
+        } else {
+            has_tile = scheduler.next(following);
+            if (has_tile)  // the next queries come to the L2 while results are stored
+                if (const uint4* half_row =
+                        Query::place(q, following, group, following.row + consumer * kGroupRows, Hq))
+                    for (int i = 0; i < D; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(half_row + i / 16));
+            if (!SPLIT || tile.parts == 1) Results::store(o, results.finish(rows, tile, group, first_row), 0);
+            else if (workspace.hand_over(o, rows, tile)) workspace.merge(results, tile, group, first_row);
+            tile = following;
+        }
     }
 }
 
@@ -627,6 +647,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
     unsigned char* const ring = values + STAGES * kBlockBytes;
     __shared__ Barriers key_barriers, value_barriers;
     __shared__ float factors[kRows];
+    __shared__ Tile kept[kGroups];  // of each consumer group, if kTileInShared
     TIMELINE_THREAD(threadIdx.x % kThreads == 0);
     const int warp_group = __shfl_sync(~0u, threadIdx.x / kThreads, 0);
     if (threadIdx.x == 0) key_barriers.init(), value_barriers.init(), ptxlab::fence_mbarrier_init();
@@ -653,6 +674,6 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
         const int consumer = warp_group - PRODUCERS;
         consume(scheduler, q, {out, lse, Hq}, {partial, arrivals}, queries + consumer * kQueryBytes,
                 factors + consumer * kGroupRows, keys, values, key_barriers, value_barriers, Hq, softmax_scale,
-                consumer TIMELINE_ARGUMENT);
+                kept[consumer], consumer TIMELINE_ARGUMENT);
     }
 }

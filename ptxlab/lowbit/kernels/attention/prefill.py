@@ -47,8 +47,11 @@ def tiles_of(s: Sizes) -> int:
 def choose_parts(s: Sizes) -> int:
     """Return the parts that a tile is cut into, so that `blocks` blocks are busy: the fewest of those that cost least.
 
-    A tile of few blocks of keys is cut into fewer by the kernel, which knows the lengths.
+    A tile of few blocks of keys is cut into fewer by the kernel, which knows the lengths. With heads of 256 in pages of
+    less than 64 tokens tiles stay whole: producers would spill registers.
     """
+    if s["D"] == 256 and s["page"] < 64:
+        return 1
     tiles, keys = tiles_of(s), keys_of(s["D"])
     seen = s["P"] * s["page"]
     if s["window"]:
@@ -208,6 +211,7 @@ PREFILL = KernelSpec(
         "P*page < 2**31",
         "blocks >= 1",
         "parts >= 1",
+        "parts == 1 or D < 256 or page == 64",
         f"parts == 1 or (-(-N*(Hq//Hkv)//{ROWS}) + max(0, min(B, N) - 1))*Hkv*parts <= {ITEMS}*blocks",
     ),
     value_rules=("lengths >= 0", "lengths <= P*page", "starts >= 0", "starts <= N"),

@@ -30,6 +30,7 @@ from tests.support import tensor_cores
 from tests.support.attention_problems import moved
 from tests.support.attention_variants import HOPPER, Variant, drawn, of_each
 from tests.support.dispatching_array import DispatchingArray
+from tests.support.result_bits import difference
 
 ON_HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="a model of Hopper")
 PLAIN, OF_SMALL_PAGES = HOPPER[:2]
@@ -47,22 +48,6 @@ def by_oracle(
     """The same by the oracle."""
     how = {name: logical[name] for name in ("cache", "softmax_scale", "window", "blocks")}
     return exact.attention(arrays["q"], **how, config=config, arithmetic=arithmetic)
-
-
-def difference(found: Any, right: Any, bf16: bool = False) -> str:
-    """The first bits of (out, lse) [B, T, Hq, ..] that are others, and how many are; a NaN is a NaN."""
-    for name, x, y in zip(("out", "lse"), found, right, strict=True):
-        x, y = (gpu.to_host(a) if gpu.is_device_array(a) else a for a in (x, y))
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        bits = [a.view(f"u{a.itemsize}") for a in (x, y)]
-        other = bits[0] != bits[1]
-        if not (bf16 and name == "out"):
-            other &= ~(np.isnan(x) & np.isnan(y))
-        if other.any():
-            at = tuple(int(i) for i in np.argwhere(other)[0])
-            place = ", ".join(f"{n} {i}" for n, i in zip(("sequence", "token", "head", "dim"), at, strict=False))
-            return f"{name} of {place}: {x[at]}, not {y[at]}; {other.sum()} of {other.size} differ"
-    return ""
 
 
 def emulated_alike(variant: Variant, logical: Arrays, arrays: Arrays, mode: str = "early", **more: int) -> None:
@@ -276,7 +261,7 @@ def test_the_same_on_arrays_that_are_not_numpy_s(
     def there(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arrays: DispatchingArray(function(*(getattr(x, "array", x) for x in arrays)))
 
-    names = ("reciprocal", "exp2", "log2", "fma", "mul", "add", "sub")
+    names = ("reciprocal", "exact_reciprocal", "exp2", "log2", "fma", "mul", "add", "sub")
     scalars = {name: there(getattr(exact.EMULATED, name)) for name in names}
     logical, arrays = variant.problem(1, lengths, change, 2, window=window, blocks=blocks)
     device = {**logical, "cache": moved(logical["cache"], DispatchingArray)}

@@ -1,17 +1,16 @@
 """Attention of any number of queries: ragged chunks against float64, the same bits in any chunk, what is refused."""
 
-from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ptxlab
-from ptxlab import emulator, gpu, registry, toolchain
+from ptxlab import emulator, gpu, toolchain
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.lowbit.kernels import operation
 from ptxlab.lowbit.kernels.attention import common
@@ -23,64 +22,9 @@ from ptxlab.spec import Arrays, KernelSpec
 from tests.support.attention_calls import on_device, sent
 from tests.support.axes import on_every_backend
 from tests.support.fake_gpu import FakeGpu
+from tests.support.prefill_problems import SHAPES, SPECS, chunks_of, on_every_kernel, run, source_of
 
-SPECS = {spec.name.rpartition("_")[2]: spec for spec in (PREFILL, PREFILL_SM80)}
-on_every_kernel = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 RNG = np.random.default_rng(0)
-
-
-def chunks_of(
-    new: tuple[int, ...],
-    past: tuple[int, ...],
-    *,
-    D: int = 64,
-    Hkv: int = 1,
-    group: int = 2,
-    page: int = 64,
-    window: int = 0,
-    blocks: int = 2,
-    parts: int = 1,
-    seed: int = 0,
-) -> tuple[Arrays, dict[str, Any]]:
-    """Make a problem and its sizes: of each sequence so many new tokens behind so many past ones."""
-    rng, lengths = np.random.default_rng(seed), np.add(new, past)
-    pages = -(-lengths // page)
-    P, total = max(1, int(pages.max())), int(pages.sum()) + 1
-    cache = common.draw_cache(rng, lengths, Hkv=Hkv, P=P, pages=total, D=D, page_size=page)
-    starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
-    q = rng.standard_normal((sum(new), group * Hkv, D), dtype=np.float32)
-    sizes = {"N": sum(new), "B": len(new), "Hq": group * Hkv, "Hkv": Hkv, "D": D, "P": P, "pages": total}
-    sizes |= {"page": page, "window": window, "blocks": blocks, "parts": parts, "softmax_scale": D**-0.5}
-    logical: Arrays = {"q": q, "cache": cache, "starts": starts, "softmax_scale": D**-0.5, "window": window}
-    return {**logical, "blocks": blocks, "parts": parts}, sizes
-
-
-def run(
-    logical: Arrays,
-    sizes: dict[str, Any],
-    backend: str = "emulator",
-    source: Any = None,
-    BF16: int = 0,
-    config: Mapping[str, int] = {},
-    *,
-    spec: KernelSpec = PREFILL,
-    **how: Any,
-) -> tuple[Arrays, Any]:
-    """Launch it, with further constants; what is written, and the outcome with all checks that the emulator made."""
-    arrays = spec.pack(logical)
-    stored = ml_dtypes.bfloat16 if BF16 else np.float16
-    q = arrays["q"].astype(stored)
-    arrays["q"] = q.view(np.uint16) if BF16 else q
-    config = {**spec.config_for(sizes), "BF16": BF16, **config}
-    source, sizes = source or source_of(spec), {name: sizes[name] for name in sizes if name in spec.symbols}
-    outcome = ptxlab.run_spec(spec, source, arrays, sizes=sizes, backend=backend, config=config, **how)
-    return outcome.outputs, outcome
-
-
-def source_of(spec: KernelSpec) -> Source:
-    """Return the kernel's CUDA source."""
-    (source,) = registry.find(spec.name)[1]
-    return source
 
 
 def check(
@@ -98,18 +42,6 @@ def check(
     assert not outcome.findings
 
 
-SHAPES = {
-    "one of each": {"D": 128, "new": (1, 130, 0, 65), "past": (64, 0, 9, 127), "Hkv": 2},
-    "pages of 16": {"D": 64, "new": (70, 3), "past": (58, 126), "page": 16, "group": 3},
-    "pages of 32, a window": {"D": 128, "new": (40, 100), "past": (150, 31), "page": 32, "window": 50, "group": 1},
-    "wide heads": {"D": 256, "new": (33, 2), "past": (31, 64), "group": 5},
-    "many heads": {"D": 64, "new": (20, 9), "past": (110, 200), "group": 16},
-    "a window of one": {"D": 64, "new": (5, 1), "past": (128, 0), "window": 1},
-    "parts": {"D": 128, "new": (3, 40), "past": (1100, 1), "parts": 2},
-    "three parts of a window": {"D": 64, "new": (30,), "past": (1720,), "window": 1600, "parts": 3, "page": 32},
-}
-
-
 @pytest.mark.default_cases("sm90-0-one of each-emulator", "sm90-1-wide heads-emulator", "sm80-1-many heads-emulator")
 @on_every_backend
 @pytest.mark.parametrize("shape", SHAPES)
@@ -117,7 +49,7 @@ SHAPES = {
 @on_every_kernel
 def test_ragged_chunks(spec: KernelSpec, BF16: int, shape: str, backend: str) -> None:
     how = {} if backend == "gpu" else {"checks": emulator.CHECKS}
-    check(*chunks_of(**SHAPES[shape]), backend, BF16, spec=spec, **how)  # type: ignore[arg-type]
+    check(*chunks_of(**SHAPES[shape]), backend, BF16, spec=spec, **how)
 
 
 @pytest.mark.full_cases("*-emulator")
@@ -188,6 +120,8 @@ def test_parts_of_any_context(past: int, new: int, window: int, parts: int, bloc
         ({"P": 8}, 1),  # contexts are too short
         ({"window": 1024}, 2),
         ({"B": 100}, 1),  # each may have a tile of its own
+        ({"D": 256}, 4),
+        ({"D": 256, "page": 32, "P": 1024}, 1),
     ],
 )
 def test_parts_fill_the_gpu(sizes: dict[str, int], parts: int) -> None:
@@ -320,7 +254,7 @@ def is_noticed(kernel: str, source: Source) -> bool:
     """Tell whether a problem's result, or a check, is wrong."""
     spec = SPECS[kernel]
     for shape in NOTICED_BY[kernel]:
-        logical, sizes = chunks_of(**SHAPES[shape])  # type: ignore[arg-type]
+        logical, sizes = chunks_of(**SHAPES[shape])
         try:
             outputs, outcome = run(logical, sizes, source=source, spec=spec, checks=emulator.CHECKS, programmatic=True)
             compare(spec, outputs, logical)
@@ -345,14 +279,43 @@ def test_the_kernel_itself_passes(kernel: str) -> None:
     assert not is_noticed(kernel, source_of(SPECS[kernel]))
 
 
-@pytest.mark.parametrize("sizes", PREFILL.example_sizes, ids=lambda s: str(s["D"]))
-@on_every_kernel
-def test_no_register_is_spilt(spec: KernelSpec, sizes: dict[str, int]) -> None:
-    """And shared memory suffices: on GPUs of compute capability 8.6 a block has 99 KiB."""
-    resources = toolchain.compile_cuda(source_of(spec), spec.arch, defines=spec.config_for(sizes)).resources[spec.name]
-    assert resources.spill_stores == 0
-    shared = spec.launch({**sizes, **spec.config_for(sizes)}).shared_bytes + resources.shared
+LAUNCHABLE = [
+    (kernel, D, page, BF16, rotated, parts)
+    for kernel, spec in SPECS.items()
+    for D, page, BF16, rotated in product((64, 128, 256), (16, 32, 64), (0, 1), (0, 1))
+    for parts in ((1, 2) if "parts" in spec.symbols and (D < 256 or page == 64) else (1,))
+]
+
+
+@pytest.mark.default_cases(
+    "sm90-64-64-0-0-1", "sm90-128-16-1-0-2", "sm90-256-64-0-1-2", "sm80-128-64-0-0-1", "sm80-256-*-1-1-1"
+)
+@pytest.mark.parametrize(("kernel", "D", "page", "BF16", "rotated", "parts"), LAUNCHABLE)
+def test_no_register_is_spilt(kernel: str, D: int, page: int, BF16: int, rotated: int, parts: int) -> None:
+    """By any variant that a call may launch. And shared memory suffices: on an SM of 8.6 a block has 99 KiB."""
+    spec, sizes = SPECS[kernel], chunks_of((1,), (2000,), D=D, page=page, parts=parts)[1]
+    config = {**spec.config_for(sizes), "BF16": BF16, **({"ROTATED": 1} if rotated else {})}
+    resources = toolchain.compile_cuda(source_of(spec), spec.arch, defines=config).resources[spec.name]
+    assert (resources.spill_stores, resources.spill_loads) == (0, 0)
+    shared = spec.launch({**sizes, **config}).shared_bytes + resources.shared
     assert shared <= (227 if spec.exact_arch else 99) * 1024
+
+
+def test_parts_of_wide_heads_in_small_pages_are_refused() -> None:
+    """Their producers would spill."""
+    logical, sizes = chunks_of((1,), (600,), D=256, page=32, parts=2)
+    with pytest.raises(ArgumentError, match=r"parts == 1 or D < 256 or page == 64"):
+        run(logical, sizes)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_part_that_comes_first_leaves_the_merge_to_the_last(blocks: int) -> None:
+    """A block that has all parts takes them in turn: what it merged too early, nobody would have written yet.
+
+    Blocks that have a part each end together in the emulator, which hides it.
+    """
+    logical, sizes = chunks_of((3,), (300,), parts=3, blocks=blocks)
+    check(logical, sizes, checks=("init",), config={"PART_BLOCKS": 1})
 
 
 @pytest.mark.full

@@ -21,6 +21,7 @@ class Arithmetic:
     """
 
     reciprocal: Callable[[Any], Any]
+    exact_reciprocal: Callable[[Any], Any]
     exp2: Callable[[Any], Any]
     log2: Callable[[Any], Any]
     fma: Callable[[Any, Any, Any], Any]
@@ -34,6 +35,7 @@ class Arithmetic:
         """From what makes a function of an opcode."""
         return cls(
             reciprocal=instruction("rcp.approx.ftz.f32"),
+            exact_reciprocal=instruction("rcp.rn.f32"),
             exp2=instruction("ex2.approx.ftz.f32"),
             log2=instruction("lg2.approx.ftz.f32"),
             fma=instruction("fma.rn.f32"),

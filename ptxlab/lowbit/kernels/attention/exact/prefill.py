@@ -1,0 +1,277 @@
+"""The prefill kernels in their own order of operations: attention_kv4_prefill_sm90, in parts or not, and
+attention_kv4_prefill_mma_sm80, which adds up in the same order.
+
+A row is one query of one head. Scores of a block of keys are sums of products of 16 dims each; weights are relative to
+the row's largest score so far, unless that is exceeded by little; sums over values take 16 keys at a time. Each of four
+lanes adds up weights of its own columns. What no row of a tile sees changes nothing, so tiles matter to parts alone.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ptxlab.arithmetic import ceil_div
+from ptxlab.errors import ArgumentError
+from ptxlab.hardware.words import as_words
+from ptxlab.lowbit.kernels.attention.exact.arithmetic import EMULATED, Arithmetic, hopper
+from ptxlab.lowbit.kernels.attention.exact.launched import beside
+from ptxlab.lowbit.kernels.attention.prefill import ROWS
+from ptxlab.lowbit.layout import KVCache
+from ptxlab.lowbit.layout.nibbles import unpack_u4
+from ptxlab.lowbit.layout.pages import PageView
+from ptxlab.lowbit.reference import bfloat16_bits
+from ptxlab.spec.dtypes import floats
+
+_MMA = 16  # dims, or keys, of one product
+_LANES, _NEIGHBOURS = 4, 2  # that share a row of scores; columns that follow each other in a lane
+_LOWEST = np.float32(-1e30)  # below any score, yet finite
+_SMALLEST = np.float32(2.0**-100)  # largest element of a query, at least
+_LOG2E, _LN2 = np.float32(1.44269504), np.float32(0.693147181)
+
+
+class Sums(NamedTuple):
+    """Sums of rows over some blocks of keys: what weights are relative to f32 [heads, rows]; of weights, f32 [heads,
+    rows, 4], a lane's each; of weights times values, f32 [heads, rows, D].
+    """
+
+    largest: Any
+    weights: Any
+    values: Any
+
+
+class Rows(NamedTuple):
+    """Queries of a tile as f16 [heads, rows, D]; what scores are multiplied by, f32 [heads, rows]; the first token that
+    each row does not see, s64 [rows].
+    """
+
+    queries: Any
+    factors: Any
+    ends: Any
+
+
+class Tile(NamedTuple):
+    """Rows `first` to `stop` of a sequence, of every kv head, and the blocks of keys that some of them see."""
+
+    first: int
+    stop: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillLaunch:
+    """The kernel, compiled with the constants `config`, on one sequence: `queries` new tokens, its last ones."""
+
+    cache: KVCache
+    sequence: int
+    context: int
+    queries: int
+    group: int
+    softmax_scale: float
+    window: int
+    parts: int
+    config: Mapping[str, int]
+    arithmetic: Arithmetic
+
+    @property
+    def block_keys(self) -> int:
+        """Tokens of a block of keys."""
+        return self.config["KEYS"]
+
+    def tiles(self) -> Iterator[Tile]:
+        """Yield the tiles of the sequence."""
+        rows = ROWS if "WARPS" not in self.config else 16 * self.config["WARPS"]
+        old = self.context - self.queries
+        for first in range(0, self.queries * self.group, rows):
+            first_end = old + first // self.group + 1
+            last_end = old + min((first + rows - 1) // self.group, self.queries - 1) + 1
+            begin = max(0, first_end - self.window) // self.block_keys if self.window else 0
+            end = max(begin, ceil_div(last_end, self.block_keys)) if last_end > 0 else begin
+            yield Tile(first, min(first + rows, self.queries * self.group), begin, end)
+
+    def parts_of(self, tile: Tile) -> list[range]:
+        """Return the blocks of each part of a tile."""
+        blocks = tile.end - tile.begin
+        count = max(1, min(self.parts, blocks // self.config["PART_BLOCKS"])) if self.config.get("SPLIT") else 1
+        cuts = [tile.begin + blocks * part // count for part in range(count + 1)]
+        return [range(begin, end) for begin, end in pairwise(cuts)]
+
+
+def prefill(
+    q: Any,
+    cache: KVCache,
+    starts: Any,
+    *,
+    softmax_scale: float,
+    config: Mapping[str, int],
+    window: int = 0,
+    parts: int = 1,
+    arithmetic: Arithmetic | None = None,
+) -> tuple[Any, Any]:
+    """Attend as the prefill kernels do, bit for bit.
+
+    Args:
+        q: f16 [N, Hq, D], or u16 with the bits of bfloat16; NumPy or CuPy, as the cache.
+        cache: what lies beyond its lengths, in pages and table, may be anything.
+        starts: s32 [B + 1]: sequence b has queries starts[b] .. starts[b + 1].
+        softmax_scale: of the scores.
+        config: constants of the variant (`PREFILL.config_for`, `PREFILL_SM80.config_for`), with BF16 for bfloat16.
+        window: tokens that a query sees, 0 for all.
+        parts: of a tile at most, where config has SPLIT.
+        arithmetic: of what runs it: by default `EMULATED` for NumPy arrays, and `hopper()` for CuPy arrays.
+
+    Returns:
+        (out like q, lse f32 [N, Hq]); rows that belong to no sequence are 0 and -inf.
+
+    Raises:
+        ArgumentError: constants of the variant are not those of the arrays.
+    """
+    _check(q, cache, config)
+    if arithmetic is None:
+        arithmetic = EMULATED if isinstance(q, np.ndarray) else hopper()
+    out, lse = np.zeros_like(q), np.zeros(q.shape[:-1], np.float32, like=q) - np.float32(np.inf)
+    group, lengths = q.shape[1] // cache.num_kv_heads, cache.lengths.tolist()
+    for sequence, (begin, end) in enumerate(pairwise(starts.tolist())):
+        if begin == end:
+            continue
+        of = PrefillLaunch(
+            cache, sequence, lengths[sequence], end - begin, group, softmax_scale, window, parts, config, arithmetic
+        )
+        with np.errstate(all="ignore"):
+            out[begin:end], lse[begin:end] = _attend(of, q[begin:end])
+    return out, lse
+
+
+def _check(q: Any, cache: KVCache, config: Mapping[str, int]) -> None:
+    wanted = {
+        "D": cache.head_dim,
+        "PAGE": cache.page_size,
+        "BF16": int(q.dtype == np.uint16),
+        "ROTATED": int(cache.rotated),
+    }
+    for name, number in wanted.items():
+        if config.get(name, 0) != number:
+            raise ArgumentError("exact: config", f"{name} must be {number} for these arrays", config.get(name, 0))
+
+
+def _attend(of: PrefillLaunch, q: Any) -> tuple[Any, Any]:
+    """Attend for the queries of one sequence: out like q [queries, Hq, D], and lse [queries, Hq]."""
+    heads, D = of.cache.num_kv_heads, of.cache.head_dim
+    rows = floats(q).reshape(of.queries, heads, of.group, D).swapaxes(0, 1).reshape(heads, -1, D)
+    results = [_of_tile(of, tile, rows[:, tile.first : tile.stop]) for tile in of.tiles()]
+    out, lse = (np.concatenate(some, axis=1) for some in zip(*results, strict=True))
+    out = bfloat16_bits(out) if of.config["BF16"] else out.astype(np.float16)
+    by_token = (x.reshape(heads, of.queries, of.group, *x.shape[2:]).swapaxes(0, 1) for x in (out, lse))
+    out, lse = (x.reshape(of.queries, heads * of.group, *x.shape[3:]) for x in by_token)
+    return out, lse
+
+
+def _of_tile(of: PrefillLaunch, tile: Tile, x: Any) -> tuple[Any, Any]:
+    """Attend for the rows f32 [heads, rows, D] of a tile: results f32 [heads, rows, D], logarithms [heads, rows]."""
+    rows = _rounded_queries(of, tile, x)
+    parts = [_of_part(of, rows, blocks) for blocks in of.parts_of(tile)]
+    sums = parts[0] if len(parts) == 1 else _merged(of, parts)
+    a, b, c, d = (sums.weights[..., lane] for lane in range(_LANES))
+    add, mul = of.arithmetic.add, of.arithmetic.mul
+    weights = add(add(a, b), add(c, d))
+    none = weights == 0
+    inverse = np.where(none, np.float32(0), of.arithmetic.exact_reciprocal(weights))
+    lse = np.where(none, np.float32(-np.inf), mul(add(sums.largest, of.arithmetic.log2(weights)), _LN2))
+    return mul(sums.values, inverse[..., None]), lse
+
+
+def _rounded_queries(of: PrefillLaunch, tile: Tile, x: Any) -> Rows:
+    """Round queries to f16, over the power of two that leads each row. A row with an infinity becomes NaN."""
+    x = of.cache.rotate(x)
+    largest = np.abs(x).max(axis=-1)  # NaN of a NaN
+    exponent = np.where(np.isnan(largest), _SMALLEST, np.maximum(largest, _SMALLEST)).view(np.int32) & 0x7F800000
+    power, inverse = exponent.view(np.float32), (0x7F000000 - exponent).view(np.float32)
+    queries = of.arithmetic.mul(x, (inverse + (largest - largest))[..., None]).astype(np.float16)
+    token = np.minimum(np.arange(tile.first, tile.stop) // of.group, of.queries - 1)
+    factors = of.arithmetic.mul(np.float32(of.softmax_scale) * _LOG2E, power)
+    return Rows(queries, factors, beside(of.context - of.queries + token + 1, x))
+
+
+def _restored(of: PrefillLaunch, block: int) -> tuple[Any, Any]:
+    """Restore a block's keys and values: f16 [heads, tokens, D] each, 0 behind the last token."""
+    cache = of.cache
+    token = block * of.block_keys + np.arange(of.block_keys, like=cache.pool)
+    place = np.minimum(token, of.context - 1)
+    page, offset = cache.block_table[of.sequence, place // cache.page_size], place % cache.page_size
+    both, there = PageView.of(cache.pool, cache.scheme, cache.page_size, cache.head_dim), (token < of.context)[:, None]
+
+    def restore(view: PageView) -> Any:
+        assert view.constants is not None
+        integers = unpack_u4(as_words(view.features[page, :, offset])).astype(np.float32)
+        pairs = view.constants[page, :, offset].astype(np.float32)
+        scale, zero = (np.where(there, pairs[..., i], np.float32(0))[..., None] for i in (0, 1))
+        return ((integers - zero) * scale).astype(np.float16).swapaxes(0, 1)
+
+    return restore(both.part(0)), restore(both.part(1))
+
+
+def _of_part(of: PrefillLaunch, rows: Rows, blocks: range) -> Sums:
+    """Add up blocks of keys, one after the other."""
+    fma, mul, exp2 = of.arithmetic.fma, of.arithmetic.mul, of.arithmetic.exp2
+    shape, headroom = rows.queries.shape, np.float32(of.config["HEADROOM"])
+    largest, weights, values = (
+        np.zeros(s, np.float32, like=rows.queries) for s in (shape[:2], (*shape[:2], _LANES), shape)
+    )
+    largest = largest + _LOWEST
+    for block in blocks:
+        k, v = _restored(of, block)
+        score = _scores(of, rows, k, block)
+        top = np.where(np.isnan(score), np.float32(-np.inf), score).max(axis=-1)
+        before, peak = largest, mul(top, rows.factors)
+        largest = np.where(peak > before + headroom, peak, before)
+        rescale = exp2(before - largest)[..., None]
+        weight = exp2(fma(score, rows.factors[..., None], -largest[..., None]))
+        weights = fma(weights, rescale, _by_lane(of, weight))
+        values = _multiplied(of, weight.astype(np.float16), v, mul(values, rescale))
+    return Sums(largest, weights, values)
+
+
+def _scores(of: PrefillLaunch, rows: Rows, keys: Any, block: int) -> Any:
+    """Multiply queries and keys: f32 [heads, rows, tokens]; -inf for what is not seen."""
+    start = np.zeros((*rows.queries.shape[:2], of.block_keys), np.float32, like=keys)
+    score = _multiplied(of, rows.queries, keys.swapaxes(1, 2), start)
+    token, ends = block * of.block_keys + np.arange(of.block_keys, like=keys), rows.ends[:, None]
+    seen = token < ends
+    if of.window:
+        seen = seen & (token >= ends - of.window)
+    return np.where(seen, score, np.float32(-np.inf))
+
+
+def _multiplied(of: PrefillLaunch, a: Any, b: Any, sums: Any) -> Any:
+    """Add a [heads, rows, n] times b [heads, n, columns] to sums, 16 of n at a time."""
+    for first in range(0, a.shape[-1], _MMA):
+        some = slice(first, first + _MMA)
+        sums = of.arithmetic.mma(a[..., some], b[:, some], sums)
+    return sums
+
+
+def _by_lane(of: PrefillLaunch, weight: Any) -> Any:
+    """Add up the weights [heads, rows, tokens] of each lane's columns: f32 [heads, rows, 4]."""
+    columns = weight.reshape(*weight.shape[:2], -1, _LANES, _NEIGHBOURS)
+    total = np.zeros_like(columns[:, :, 0, :, 0])
+    for eight in range(columns.shape[2]):
+        for neighbour in range(_NEIGHBOURS):
+            total = of.arithmetic.add(total, columns[:, :, eight, :, neighbour])
+    return total
+
+
+def _merged(of: PrefillLaunch, parts: list[Sums]) -> Sums:
+    """Add up the parts of a tile in the order of their keys: statistics first, then values."""
+    fma, mul, exp2 = of.arithmetic.fma, of.arithmetic.mul, of.arithmetic.exp2
+    largest, weights = np.zeros_like(parts[0].largest) + _LOWEST, np.zeros_like(parts[0].weights)
+    for part in parts:
+        before, largest = largest, np.maximum(largest, part.largest)
+        factor, rescale = (exp2(x - largest)[..., None] for x in (part.largest, before))
+        weights = fma(part.weights, factor, mul(weights, rescale))
+    values = np.zeros_like(parts[0].values)
+    for part in parts:
+        values = fma(part.values, exp2(part.largest - largest)[..., None], values)
+    return Sums(largest, weights, values)
