@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -163,6 +164,24 @@ def require_new(path: Path) -> None:
     if path.exists():
         raise FileError(f"{path}: is there already")
     require_folder(path)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Give a hidden folder beside `path` that becomes `path` when all went well, and is gone when not.
+
+    Raises FileError where it cannot be made or renamed.
+    """
+    partial = path.with_name(f".{path.name}.new")
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    try:
+        partial.mkdir()
+        yield partial
+        os.replace(partial, path)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -26,7 +26,7 @@ def test_a_library_that_is_missing_is_one_line(
     assert "torch: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("suite", ["decode", "layer", "prefill", "torch"])
+@pytest.mark.parametrize("suite", ["decode", "layer", "prefill", "torch", "vllm"])
 def test_its_own_suites(suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     if suite in ("prefill", "torch"):
         pytest.importorskip("transformers", reason="transformers is not installed: it comes with the extra `torch`")
@@ -52,6 +52,6 @@ def test_another_suite_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["dequant"], monkeypatch) == 2
-    assert "suite: one of decode, layer, prefill, torch, gemm, attention (got dequant)" in " ".join(
+    assert "suite: one of decode, layer, prefill, torch, vllm, gemm, attention (got dequant)" in " ".join(
         capsys.readouterr().err.split()
     )

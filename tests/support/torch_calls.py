@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 M, N, K, D, Hq, Hkv = 3, 64, 128, 64, 4, 2
 OPERATORS = (
-    "quantize_activations", "gemm_w4a8", "gemm_w4a8_grouped", "rmsnorm_quantize", "silu_mul_quantize", "append_kv4",
-    "rope_append_kv4", "attention_kv4", "attention_kv4_out",
+    "quantize_activations", "gemm_w4a8", "gemm_w4a8_grouped", "gemm_w8a8", "rmsnorm_quantize", "silu_mul_quantize",
+    "append_kv4", "rope_append_kv4", "attention_kv4", "attention_kv4_out",
 )  # fmt: skip
 SCHEMES: dict[str, Callable[[Any], Any]] = {
     "lqq": lambda w: quant.quantize_lqq(w, 64),
@@ -72,11 +72,13 @@ def every_call(rng: np.random.Generator) -> dict[str, tuple[tuple[Any, ...], dic
     qkv, q = normal(rng, M, (Hq + 2 * Hkv) * D), normal(rng, M, Hq, D)
     _, of_keys, of_values = qkv.split([Hq * D, Hkv * D, Hkv * D], dim=1)  # whose rows lie apart
     attention = q, full["pool"], table, lengths
+    of_rows = torch.from_numpy(rng.integers(-127, 128, (N, K), dtype=np.int8))
     options = {"window": 8, "workspace": torch.zeros(8, dtype=torch.uint8)}
     return {
         "quantize_activations": ((x,), {}),
         "gemm_w4a8": ((x_q, scale, x_sum, buffers, torch.ones(N)), {"layout": "strips", "scheme": "lqq", **of}),
         "gemm_w4a8_grouped": ((x_q, scale, x_sum, experts, offsets), {"scheme": "lqq", **of}),
+        "gemm_w8a8": ((x_q, scale, x_sum, of_rows, torch.ones(N)), {"out_dtype": of["out_dtype"]}),
         "rmsnorm_quantize": ((x, normal(rng, K), normal(rng, M, K), 1e-6, torch.empty_like(x)), {}),
         "silu_mul_quantize": ((x,), {}),
         "append_kv4": ((of_keys.view(M, Hkv, D), of_values.view(M, Hkv, D), pool, slots, cos, sin, positions), {}),

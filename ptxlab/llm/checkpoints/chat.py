@@ -1,6 +1,5 @@
 """`ChatTemplate`: how a model was trained to be spoken to, as Hugging Face folders and GGUF files keep it."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ptxlab.errors import FileError, UnavailableError
-from ptxlab.io.files import read_json, read_text, write_text
+from ptxlab.io.files import read_json, read_text
 from ptxlab.llm.checkpoints import render_chat
 from ptxlab.llm.checkpoints.limited_process import Limits, ProgramError, run_program
 
@@ -79,10 +78,10 @@ class ChatTemplate:
             text = _begun(text)
         return cls(text, {f"{name}_token": tokens[i] for name, i in named.items()}, path)
 
-    def save(self, folder: Path) -> None:
-        """Write what `from_folder` reads."""
-        settings = {**self.tokens, **dict.fromkeys(sorted(self.unset)), "chat_template": self.text}
-        write_text(folder / _CONFIG, json.dumps(settings, indent=1) + "\n")
+    @property
+    def settings(self) -> dict[str, str | None]:
+        """What `from_folder` reads, as keys of tokenizer_config.json."""
+        return {**self.tokens, **dict.fromkeys(sorted(self.unset)), "chat_template": self.text}
 
     def render(self, chats: Sequence[Sequence[Message]]) -> list[str]:
         """Render conversations as texts, each up to where the assistant's next message begins.

@@ -1,11 +1,15 @@
 """A quantised model as a folder: config.json, recipe.json, a safetensors file per layer and one for the two ends.
 
 A layer's file has packed weights as `layout.save` writes them, norms and biases. Layers are written one by one, so the
-model need not fit into memory.
+model need not fit into memory. Names are those of Hugging Face, with `qkv_proj` and `gate_up_proj` for the matrices of
+one product, and config.json says by `quantization_config` how the weights are packed: vLLM's plugin takes a folder as
+it is. Folders of schema 1 had names of their own and no `quantization_config`; they are read, and `rewrite` renews
+them.
 """
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +24,25 @@ from ptxlab.llm.model.quantized import FUSED, QuantizedModel
 from ptxlab.llm.model.weights import LayerWeights
 from ptxlab.lowbit import layout
 from ptxlab.lowbit.layout.checkpoint import Checkpoint, TensorInfo, write_checkpoint
-from ptxlab.lowbit.layout.storage import described, holds_reordered
+from ptxlab.lowbit.layout.storage import described, holds_reordered, packed_headers
+from ptxlab.validate import is_one_of
 
 RECIPE = "recipe.json"
-SCHEMA = 1
+SCHEMA = 2
+METHOD = "ptxlab"  # of quantization_config
+CONFIG_VERSION = 1  # of quantization_config
+_READ = (1, 2)  # schemas
 _ENDS = "ends.safetensors"
+_END_NAMES = {
+    "embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight",
+}  # fmt: skip
+_MODULES = {
+    "qkv": "self_attn.qkv_proj", "o": "self_attn.o_proj", "gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj",
+}  # fmt: skip
+_PLAIN = {
+    "input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight",
+    "qkv_bias": "self_attn.qkv_proj.bias",
+}  # fmt: skip
 _STORED = {"float16": "F16", "uint16": "BF16", "float32": "F32"}  # uint16: bits of bfloat16
 
 
@@ -39,17 +57,41 @@ def save(model: QuantizedModel, folder: Path) -> None:
 
 def save_layer(folder: Path, index: int, layer: LayerWeights) -> None:
     """Write one layer, whole or not at all."""
-    announced, arrays, metadata = described({name: getattr(layer, name) for name in FUSED})
-    plain = {name: part for name, part in layer.parts.items() if name not in FUSED}
+    announced, arrays, metadata = described({part_name(name, index): getattr(layer, name) for name in FUSED})
+    plain = {part_name(name, index): part for name, part in layer.parts.items() if name not in FUSED}
     write_checkpoint(layer_path(folder, index), announced + _infos(plain), arrays + _on_host(plain), metadata)
 
 
 def save_ends(folder: Path, config: Config, recipe: Mapping[str, Any], **ends: Any) -> None:
-    """Write what lies outside the layers: embedding, final_norm, head (or None); then config.json and recipe.json."""
-    plain = {name: array for name, array in ends.items() if array is not None}
+    """Write what lies outside the layers: embedding, final_norm, head (or None); then config.json and recipe.json.
+
+    The layers are there already: config.json says how they are packed.
+    """
+    plain = {_END_NAMES[name]: array for name, array in ends.items() if array is not None}
     write_checkpoint(folder / _ENDS, _infos(plain), _on_host(plain), {})
-    write_text(folder / "config.json", json.dumps(config.to_json(), indent=1) + "\n")
+    dtype = "bfloat16" if ends["final_norm"].dtype == np.uint16 else "float16"
+    packing = packing_config(folder, config.layers)
+    packing |= {"rotated_values": True} if recipe.get("rotate_heads") else {}
+    content = {**config.to_json(), "dtype": dtype, "quantization_config": packing}
+    write_text(folder / "config.json", json.dumps(content, indent=1) + "\n")
     save_recipe(folder, recipe)
+
+
+def packing_config(folder: Path, layers: int) -> dict[str, Any]:
+    """Describe the packed weights of a folder's layers: what most matrices have, and what others have by their names.
+
+    Keys are quant_method, version, layout, scheme and group, `interleaved` where it is true, and `exceptions`. Raises
+    FileError for a layer that is missing or damaged.
+    """
+    fields: dict[str, dict[str, Any]] = {}
+    for index in range(layers):
+        for name, header in packed_headers(layer_path(folder, index)).items():
+            kept = ("layout", "scheme", "group", "interleaved")
+            fields[name] = {key: header[key] for key in kept if header.get(key, False) is not False}
+    usual = Counter(json.dumps(each, sort_keys=True) for each in fields.values()).most_common(1)[0][0]
+    others = {name: each for name, each in fields.items() if json.dumps(each, sort_keys=True) != usual}
+    config = {"quant_method": METHOD, "version": CONFIG_VERSION, **json.loads(usual)}
+    return {**config, "exceptions": others} if others else config
 
 
 def save_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
@@ -66,18 +108,25 @@ def load(folder: Path | str) -> QuantizedModel:
     folder = Path(folder)
     if not (folder / RECIPE).is_file():
         raise FileError(f"{folder}: no quantised model: no {RECIPE}")
-    with in_file(folder):
-        config = Config.from_json(folder / "config.json")
+    config = load_config(folder)
     recipe = read_recipe(folder)
-    ends = Checkpoint(folder / _ENDS)
+    layers = [load_layer(folder, index, config) for index in range(config.layers)]
+    return QuantizedModel(config=config, layers=layers, recipe=recipe, **load_ends(folder, config))
+
+
+def load_config(folder: Path) -> Config:
+    """The config of a folder. Raises FileError as `load` does."""
+    with in_file(folder):
+        return Config.from_json(folder / "config.json")
+
+
+def load_ends(folder: Path, config: Config) -> dict[str, Any]:
+    """embedding, final_norm and, unless it is tied, head. Raises FileError as `load` does."""
+    file = Checkpoint(folder / _ENDS)
     shapes = {"embedding": (config.vocabulary, config.hidden), "final_norm": (config.hidden,)}
     shapes |= {} if config.tied_head else {"head": (config.vocabulary, config.hidden)}
-    return QuantizedModel(
-        config=config,
-        layers=[load_layer(folder, index, config) for index in range(config.layers)],
-        recipe=recipe,
-        **{name: _read(ends, name, shape) for name, shape in shapes.items()},
-    )
+    is_old = "embedding" in file.tensors
+    return {name: _read(file, name if is_old else _END_NAMES[name], shape) for name, shape in shapes.items()}
 
 
 def load_layer(folder: Path, index: int, config: Config) -> LayerWeights:
@@ -85,16 +134,23 @@ def load_layer(folder: Path, index: int, config: Config) -> LayerWeights:
     path = layer_path(folder, index)
     file = Checkpoint(path)
     shapes = dict.fromkeys(NORMS, (config.hidden,)) | ({"qkv_bias": (config.qkv_width,)} if config.qkv_bias else {})
-    parts: dict[str, Any] = {name: _read(file, name, shape) for name, shape in shapes.items()}
+    is_old = "input_norm" in file.tensors
+    names = {name: name if is_old else part_name(name, index) for name in (*shapes, *FUSED)}
+    parts: dict[str, Any] = {name: _read(file, names[name], shape) for name, shape in shapes.items()}
     with in_file(path):
         load = layout.load_reordered if holds_reordered(file) else layout.load
-        parts |= {name: load(path, name) for name in FUSED}
+        parts |= {name: load(path, names[name]) for name in FUSED}
         return LayerWeights(config=config, **parts)
 
 
 def layer_path(folder: Path, index: int) -> Path:
     """The file of a layer."""
     return folder / f"layer_{index:03}.safetensors"
+
+
+def part_name(part: str, index: int) -> str:
+    """The tensor, or the packed weight, that is a part of a layer, by its attribute of `LayerWeights`."""
+    return f"model.layers.{index}.{(_MODULES | _PLAIN)[part]}"
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:
@@ -105,8 +161,8 @@ def read_recipe(folder: Path) -> dict[str, Any]:
         recipe, stated, schema = dict(found["recipe"]), found["digest"], found["schema"]
     except (KeyError, TypeError, ValueError):
         raise FileError(f"{path}: must hold schema, digest and recipe") from None
-    if schema != SCHEMA:
-        raise FileError(f"{path}: schema must be {SCHEMA} (got {schema!r})")
+    if not is_one_of(schema, _READ):
+        raise FileError(f"{path}: schema must be {' or '.join(map(str, _READ))} (got {schema!r})")
     if stated != digest(recipe):
         raise FileError(f"{path}: the digest must be that of the recipe, {digest(recipe)} (got {stated!r})")
     return recipe

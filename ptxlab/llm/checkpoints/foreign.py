@@ -237,7 +237,15 @@ def _group_size(declared: Declaration, K: int, groups: int) -> int:
 # --- the formats -----------------------------------------------------------------------------------------------------
 
 
-def _qserve_groups(_: ForeignMatrix, arrays: Arrays) -> LQQWeight:
+def qserve_weight(arrays: Arrays) -> ForeignWeight:
+    """The weight of QServe's tensors by the last part of their names: of groups where they have `s2_scales`.
+
+    Raises ArgumentError for constants that no such weight has.
+    """
+    return _qserve_groups(arrays) if "s2_scales" in arrays else _qserve_channel(arrays)
+
+
+def _qserve_groups(arrays: Arrays) -> LQQWeight:
     """QServe's zeros are integers, whatever the scale: LQQ's minimum. Some are -255..0 modulo 256.
 
     Where such a zero reads as positive and its group overflows by that, 256 is subtracted. The group's smallest nibble
@@ -261,7 +269,7 @@ def _qserve_groups(_: ForeignMatrix, arrays: Arrays) -> LQQWeight:
     )
 
 
-def _qserve_channel(_: ForeignMatrix, arrays: Arrays) -> AffineWeight:
+def _qserve_channel(arrays: Arrays) -> AffineWeight:
     """A file has zero·scale rounded to FP16: where it is an integer's, the zero is that integer."""
     scale, scaled = arrays["s1_scales"], arrays["s1_szeros"]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -372,7 +380,7 @@ _FORMATS = (
             "s2_scales": ("I8", (G, N)),
             "s2_zeros": ("I8", (G, N)),
         },
-        _qserve_groups,
+        lambda _, arrays: qserve_weight(arrays),
         two_level=True,
     ),
     ForeignFormat(
@@ -384,7 +392,7 @@ _FORMATS = (
             "s1_scales": ("float", (N,)),
             "s1_szeros": ("float", (N,)),
         },
-        _qserve_channel,
+        lambda _, arrays: qserve_weight(arrays),
     ),
     ForeignFormat(
         PACKED,

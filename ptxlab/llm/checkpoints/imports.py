@@ -7,7 +7,6 @@ columns of several of theirs is dequantised and quantised from the beginning.
 """
 
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab.errors import ArgumentError, FileError, naming
-from ptxlab.io.files import require_new, sole_writer
+from ptxlab.io.files import new_folder, require_new, sole_writer
 from ptxlab.llm.checkpoints import folder as folders
 from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.foreign import UNKNOWN_RANGE, ForeignCheckpoint, ForeignMatrix, ForeignWeight
@@ -186,10 +185,7 @@ def _write_model(
     model, tokenizer = open_model(checkpoint.path)
     config, rows = model.config, []
     formats = sorted({matrix.format.name for matrix in checkpoint.matrices.values()})
-    partial = out.with_name(f".{out.name}.import")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    partial.mkdir()
-    try:
+    with new_folder(out) as partial:
         for index, layer in enumerate(model.layers):
             weights = {}
             for fused, parts in FUSED.items():
@@ -212,11 +208,6 @@ def _write_model(
         ends = stored_ends(model, "float16")
         folders.save_ends(partial, config, about, **ends)
         tokenizer.save(partial)
-        os.replace(partial, out)
-    except OSError as error:
-        raise FileError(f"{out}: cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return rows
 
 

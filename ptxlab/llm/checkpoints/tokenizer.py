@@ -147,13 +147,21 @@ class Tokenizer:
         )
 
     def save(self, folder: Path) -> None:
-        """Write what `from_folder` reads: tokenizer.json, generation_config.json, and the template."""
+        """Write what `from_folder` reads: tokenizer.json, generation_config.json, and the template.
+
+        The template is in tokenizer_config.json, which also keeps transformers, and so vLLM, from taking a tokenizer of
+        the model's family in place of this one.
+        """
         definition = json.loads(self._guarded.definition if self._guarded else self._library.to_str())
         definition |= {"truncation": None, "padding": None, "post_processor": self._template()}
         write_text(folder / "tokenizer.json", json.dumps(definition, ensure_ascii=False))
         write_text(folder / "generation_config.json", json.dumps({"eos_token_id": [*self.ends]}) + "\n")
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         if self.template is not None:
-            self.template.save(folder)
+            settings |= self.template.settings
+        elif self.ends:
+            settings |= {"eos_token": self._library.id_to_token(self.ends[0])}
+        write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")
 
     def _template(self) -> dict[str, Any] | None:
         """The post-processor that puts the start tokens ahead of a text."""

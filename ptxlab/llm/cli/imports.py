@@ -8,7 +8,8 @@ import typer
 
 from ptxlab.cli.common import AsJson, console, print_json, progress_bar, table, written
 from ptxlab.llm.checkpoints.imports import import_checkpoint
-from ptxlab.llm.checkpoints.open import missing
+from ptxlab.llm.checkpoints.open import is_quantized, missing
+from ptxlab.llm.checkpoints.rewrite import rewrite_folder
 
 PANEL = "Weights"
 
@@ -24,13 +25,17 @@ def import_(
     unchecked: Annotated[bool, typer.Option(help="Also take groups that overflow, and list them.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Import a checkpoint of QServe, compressed-tensors, GPTQ or AWQ.
+    """Import a checkpoint of QServe, compressed-tensors, GPTQ or AWQ, or rewrite a folder of an earlier ptxlab.
 
     Integers are taken over exactly where a scheme here holds them, else rounded, with the error shown. Nothing in a
-    file is executed.
+    file is executed. A folder of `ptxlab quantize` is written anew, in another packing if asked, without rounding.
     """
     if not source.exists():
         raise missing(source, "no such file or folder")
+    if is_quantized(source):
+        with progress_bar("rewrite", None, quiet=as_json) as advance:
+            rewrite_folder(source, out, layout=layout, progress=advance)
+        return print_json({"out": str(out)}) if as_json else written(out)
     with progress_bar("import", None, quiet=as_json) as advance:
         rows = import_checkpoint(source, out, layout=layout, unchecked=unchecked, progress=advance)
     if as_json:

@@ -166,6 +166,7 @@ class Config:
         types = [kinds[self.window_of(layer) is not None] for layer in range(self.layers)]
         return {
             "model_type": family,
+            "architectures": [_ARCHITECTURES[family]],
             **sizes,
             **({"use_sliding_window": windowed, "layer_types": types} if family == "qwen2" else {}),
             "rope_theta": self.rope_base,
@@ -275,6 +276,10 @@ class Config:
         }
 
 
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+}  # fmt: skip
 # Attribute of `Config` -> key of a config.json; of GGUF metadata, where the name of the architecture stands before it.
 _JSON = {
     "hidden": "hidden_size",

@@ -9,7 +9,7 @@ Rows of prompts have graphs of their own, for a chunk of rows of one or more seq
 query has the same bits in any chunk.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -163,10 +163,7 @@ class KernelRunner(Runner):
         """The decoding step of so many rows; on a GPU it is captured at its first use, when it writes nothing."""
         if rows not in self._steps:
             caches = self._caches(rows)
-            buffers = self._buffers(caches[0])
-            if self._steps:  # launches follow each other, so one workspace of attention is enough
-                shared = self._steps[self.batch].buffers.attention_workspace
-                buffers = replace(buffers, attention_workspace=shared)
+            buffers = _sharing(self._steps, self._buffers(caches[0]))
             self._steps[rows] = self._captured(_Step.of(buffers, caches, prompts=False))
         return self._steps[rows]
 
@@ -174,7 +171,7 @@ class KernelRunner(Runner):
         """The step of so many rows of prompts; on a GPU it is captured at its first use, when it writes nothing."""
         if rows not in self._prompt_steps:
             caches = self._caches(self.batch)
-            buffers = self._buffers(caches[0], tokens=rows)
+            buffers = _sharing(self._prompt_steps, self._buffers(caches[0], tokens=rows))
             self._prompt_steps[rows] = self._captured(_Step.of(buffers, caches, prompts=True))
         return self._prompt_steps[rows]
 
@@ -282,6 +279,12 @@ class LMHead:
         if self.batch_invariant:
             return gemm_f16(halves, self.weight, backend=self.backend)
         return np.matmul(halves, self.weight.T)
+
+
+def _sharing(steps: Mapping[int, "_Step"], buffers: LayerBuffers) -> LayerBuffers:
+    """Give buffers the workspace of attention that other steps have: launches follow each other, so one is enough."""
+    other = next(iter(steps.values()), None)
+    return buffers if other is None else replace(buffers, attention_workspace=other.buffers.attention_workspace)
 
 
 @dataclass(eq=False, kw_only=True)

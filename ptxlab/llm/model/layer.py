@@ -14,6 +14,7 @@ from ptxlab.lowbit.kernels.attention import AttentionWorkspace, attention_kv4, a
 from ptxlab.lowbit.kernels.attention.append import INDICES
 from ptxlab.lowbit.kernels.attention.append_api import check_places
 from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, check_cache
+from ptxlab.lowbit.kernels.attention.prefill import PREFILL
 from ptxlab.lowbit.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
 from ptxlab.lowbit.kernels.moe import RoutedTokens, combine_experts, route_tokens
 from ptxlab.lowbit.kernels.moe.specs import MOST_CHOSEN, MOST_EXPERTS, MOST_WIDTH
@@ -167,9 +168,7 @@ class LayerBuffers:
             hidden=array(M, H),
             routing=routing,
             workspaces={name: gemm_workspace(weight, M) for name, weight in dense.items()} if on_gpu else {},
-            attention_workspace=attention_workspace(cache, batch_invariant=batch_invariant)
-            if on_gpu and tokens is None
-            else None,
+            attention_workspace=_attention_workspace(cache, tokens, batch_invariant) if on_gpu else None,
             **flags,
         )
 
@@ -329,6 +328,15 @@ def layer_calls(
         of_experts("down", b.down_in, weights.down, results),
         call("hidden", combine_experts, results, routed, out=b.hidden),
     ]
+
+
+def _attention_workspace(cache: KVCache, tokens: int | None, batch_invariant: bool) -> AttentionWorkspace | None:
+    """Make what attention needs in a capture: of decoding, or of so many rows of prompts, whose contexts may be cut."""
+    if tokens is None:
+        return attention_workspace(cache, batch_invariant=batch_invariant)
+    if batch_invariant or gpu.why_not(PREFILL.arch, exact=PREFILL.exact_arch):
+        return None  # no context is cut
+    return attention_workspace(cache, kernel=PREFILL.name)
 
 
 def into(out: PackedActivations) -> dict[str, Any]:

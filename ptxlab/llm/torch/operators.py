@@ -11,7 +11,7 @@ numbers in the tensors are looked at on the CPU alone.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -33,8 +33,11 @@ from ptxlab.lowbit.kernels.attention.append import table_rows
 from ptxlab.lowbit.kernels.attention.append_api import check_places
 from ptxlab.lowbit.kernels.attention.call import check_cache
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
+from ptxlab.lowbit.kernels.attention.prefill import PREFILL
+from ptxlab.lowbit.kernels.attention.prefill_api import chunk_memory
 from ptxlab.lowbit.kernels.attention.steps import choose
 from ptxlab.lowbit.kernels.gemm.common import DTYPES
+from ptxlab.lowbit.kernels.operation import Scratch
 from ptxlab.lowbit.kernels.quantize.gated import gated_and_quantized
 from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
 from ptxlab.lowbit.layout import (
@@ -47,7 +50,7 @@ from ptxlab.lowbit.layout import (
     write_slots,
 )
 from ptxlab.lowbit.layout.pages import require_array
-from ptxlab.lowbit.quant import QuantizedActivations
+from ptxlab.lowbit.quant import Level1Weight, QuantizedActivations
 from ptxlab.lowbit.quant.inputs import extremes
 from ptxlab.spec.dtypes import as_stored, floats, name_of, stored
 
@@ -312,6 +315,25 @@ def _gemm_on_cuda(
     return gemm.gemm_w4a8(x_q, x_scale, packed, x_sum=x_sum, bias=bias, out=out)
 
 
+def _w8a8_on_cpu(
+    x_q: Tensor, x_scale: Tensor, x_sum: Tensor, weight: Tensor, weight_scale: Tensor, *, out_dtype: torch.dtype
+) -> Tensor:
+    x, scale = _operands("gemm_w8a8", x_q, x_scale, x_sum, out_dtype)
+    rows = _array("gemm_w8a8: weight", weight, "int8", "N", x.shape[1])
+    of_rows = _array("gemm_w8a8: weight_scale", weight_scale, "float32", len(rows))
+    sums = x.astype(np.float64) @ rows.astype(np.float64).T  # exact: integers below 2^53
+    return _tensor(reference.gemm_epilogue(sums.astype(np.int32), scale, of_rows, None, name_of(out_dtype)), out_dtype)
+
+
+def _w8a8_on_cuda(
+    x_q: Tensor, x_scale: Tensor, x_sum: Tensor, weight: Tensor, weight_scale: Tensor, *, out_dtype: torch.dtype
+) -> Tensor:
+    M, K = x_q.shape
+    x = PackedActivations(layout="row_major", M=M, K=K, x_q=x_q, scale=x_scale, token_sum=x_sum)
+    out = x_q.new_empty((M, weight.shape[0]), dtype=out_dtype)
+    return gemm.gemm_w8a8(x, Level1Weight(weight, weight_scale, 127), out=out)
+
+
 def _grouped_on_cpu(
     x_q: Tensor, x_scale: Tensor, x_sum: Tensor | None, weights: list[Tensor], offsets: Tensor,
     bias: Tensor | None = None, *, scheme: str, group: int = 0, out_dtype: torch.dtype,
@@ -350,6 +372,15 @@ _operator(
     cpu=_gemm_on_cpu,
     fake=lambda x_q, x_scale, x_sum, weight, bias=None, *, layout, scheme, group=0, out_dtype: x_q.new_empty(
         (x_q.shape[0], weight[-1].shape[-1]), dtype=out_dtype
+    ),
+)
+_operator(
+    "gemm_w8a8(Tensor x_q, Tensor x_scale, Tensor x_sum, Tensor weight, Tensor weight_scale, *, ScalarType out_dtype)"
+    " -> Tensor",
+    cuda=_w8a8_on_cuda,
+    cpu=_w8a8_on_cpu,
+    fake=lambda x_q, x_scale, x_sum, weight, weight_scale, *, out_dtype: x_q.new_empty(
+        (x_q.shape[0], weight.shape[0]), dtype=out_dtype
     ),
 )
 _operator(
@@ -512,7 +543,7 @@ def _chunks(name: str, starts: Tensor, lengths: Any, N: int) -> list[slice]:
 def _attention_on_cpu(
     q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, *, page_size: int = 64, scheme: str = "kv4",
     channel: _Channel = None, rotated: bool = False, scale: float | None = None, window: int | None = None,
-    query_start_loc: Tensor | None = None, workspace: Tensor | None = None,
+    query_start_loc: Tensor | None = None, workspace: Tensor | None = None, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     options = page_size, scheme, channel, rotated, scale, window, query_start_loc
     outputs, _ = _attend_on_cpu("attention_kv4", q, pool, block_table, lengths, *options)
@@ -523,7 +554,7 @@ def _attention_out_on_cpu(
     q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor | None = None, *,
     page_size: int = 64, scheme: str = "kv4", channel: _Channel = None, rotated: bool = False,
     scale: float | None = None, window: int | None = None, query_start_loc: Tensor | None = None,
-    workspace: Tensor | None = None,
+    workspace: Tensor | None = None, batch_invariant: bool = False,
 ) -> None:  # fmt: skip
     name = "attention_kv4_out"
     out_array = _array(f"{name}: out", out, name_of(q.dtype), *q.shape)
@@ -560,12 +591,13 @@ def _empty_queries(qkv: Tensor, pool: Tensor, head_dim: int) -> Tensor:
 def _attention_on_cuda(
     q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, *, page_size: int = 64, scheme: str = "kv4",
     channel: _Channel = None, rotated: bool = False, scale: float | None = None, window: int | None = None,
-    query_start_loc: Tensor | None = None, workspace: Tensor | None = None,
+    query_start_loc: Tensor | None = None, workspace: Tensor | None = None, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     out = torch.empty_like(q)
     _attention_out_on_cuda(
         q, pool, block_table, lengths, out, page_size=page_size, scheme=scheme, channel=channel, rotated=rotated,
         scale=scale, window=window, query_start_loc=query_start_loc, workspace=workspace,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
     return out
 
@@ -574,14 +606,16 @@ def _attention_out_on_cuda(
     q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor | None = None, *,
     page_size: int = 64, scheme: str = "kv4", channel: _Channel = None, rotated: bool = False,
     scale: float | None = None, window: int | None = None, query_start_loc: Tensor | None = None,
-    workspace: Tensor | None = None,
+    workspace: Tensor | None = None, batch_invariant: bool = False,
 ) -> None:  # fmt: skip
     cache = _cache_on_cuda(
         "attention_kv4", (pool, block_table, lengths), (page_size, q.shape[-1], scheme, rotated), channel
     )
-    space = None if workspace is None else _carved(workspace, q.shape[-1])
+    of_chunks = query_start_loc is not None
+    space = None if workspace is None else _carved(workspace, q.shape[-1], of_chunks=of_chunks)
     out_arrays = out if lse is None else (out, lse)
     how: dict[str, Any] = {"scale": scale, "window": window, "return_lse": lse is not None}
+    how["batch_invariant"] = batch_invariant
     attention.attention_kv4(q, cache, query_start_loc=query_start_loc, out=out_arrays, workspace=space, **how)
 
 
@@ -602,8 +636,7 @@ _operator(
 _operator(
     "attention_kv4(Tensor q, Tensor pool, Tensor block_table, Tensor lengths, *, int page_size=64,"
     ' str scheme="kv4", Tensor[]? channel=None, bool rotated=False, float? scale=None, int? window=None,'
-    " Tensor? query_start_loc=None,"
-    " Tensor(a!)? workspace=None) -> Tensor",
+    " Tensor? query_start_loc=None, Tensor(a!)? workspace=None, bool batch_invariant=False) -> Tensor",
     cuda=_attention_on_cuda,
     cpu=_attention_on_cpu,
     fake=lambda q, *given, **how: torch.empty_like(q),
@@ -611,7 +644,8 @@ _operator(
 _operator(
     "attention_kv4_out(Tensor q, Tensor pool, Tensor block_table, Tensor lengths, Tensor(a!) out,"
     ' Tensor(b!)? lse=None, *, int page_size=64, str scheme="kv4", Tensor[]? channel=None, bool rotated=False,'
-    " float? scale=None, int? window=None, Tensor? query_start_loc=None, Tensor(c!)? workspace=None) -> ()",
+    " float? scale=None, int? window=None, Tensor? query_start_loc=None, Tensor(c!)? workspace=None,"
+    " bool batch_invariant=False) -> ()",
     cuda=_attention_out_on_cuda,
     cpu=_attention_out_on_cpu,
     fake=lambda *_, **__: None,
@@ -622,8 +656,17 @@ _operator(
 
 
 class _Memory(NamedTuple):
+    """What one kernel needs: name, offset in the tensor, (shape, dtype) and owner of every array."""
+
     kernel: str
-    items: tuple[tuple[str, int, tuple[Any, str], "_Owner"], ...]  # name, offset, (shape, dtype), bytes
+    items: tuple[tuple[str, int, tuple[Any, str], "_Owner"], ...]
+
+
+class _Memories(NamedTuple):
+    """What the kernels of a device need, each at a place of its own."""
+
+    decode: _Memory
+    chunks: _Memory | None
     nbytes: int
 
 
@@ -636,7 +679,8 @@ class _Owner(NamedTuple):
 def attention_workspace(head_dim: int, device: torch.device | str = "cuda") -> Tensor:
     """`workspace` of the operator `attention_kv4` for heads of that size: u8 zeros, none on the CPU.
 
-    In a CUDA graph the operator needs one, and so does each of two calls that may run at the same time.
+    It serves calls with `query_start_loc` and calls without, but none of the latter with `batch_invariant`. In a CUDA
+    graph the operator needs one, and so does each of two calls that may run at the same time.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -646,21 +690,34 @@ def attention_workspace(head_dim: int, device: torch.device | str = "cuda") -> T
 
 
 @cache
-def _memory(head_dim: int, device: int) -> _Memory:
-    """What the kernel that runs on this device, the current one, needs."""
-    step, offset, items = choose(AttentionOptions(backend="gpu")), 0, []
-    for item in step.most_memory(head_dim, gpu.device_info().sms):
+def _memory(head_dim: int, device: int) -> _Memories:
+    """What the kernels that run on this device, the current one, need."""
+    sms, step = gpu.device_info().sms, choose(AttentionOptions(backend="gpu"))
+    decode, end = _placed(step.spec.name, step.most_memory(head_dim, sms), 0)
+    if gpu.why_not(PREFILL.arch, exact=PREFILL.exact_arch):
+        return _Memories(decode, None, end)
+    chunks, end = _placed(PREFILL.name, chunk_memory(head_dim, sms), end)
+    return _Memories(decode, chunks, end)
+
+
+def _placed(kernel: str, needed: Iterable[Scratch], offset: int) -> tuple[_Memory, int]:
+    """Place a kernel's arrays from an offset on, and tell where they end."""
+    items = []
+    for item in needed:
         items.append((item.name, offset, (item.shape, item.dtype.name), _Owner(item.nbytes)))
         offset += ceil_div(item.nbytes, 256) * 256
-    return _Memory(step.spec.name, tuple(items), offset)
+    return _Memory(kernel, tuple(items)), offset
 
 
-def _carved(workspace: Tensor, head_dim: int) -> attention.AttentionWorkspace:
-    """The parts of a workspace, by their names."""
+def _carved(workspace: Tensor, head_dim: int, *, of_chunks: bool) -> attention.AttentionWorkspace | None:
+    """The parts of a workspace that a call needs, by their names; None of a kernel that needs none."""
     start, _, dtype, device, _ = gpu.view("attention_kv4: workspace", workspace)
-    memory = _memory(head_dim, device)
-    if dtype != "uint8" or workspace.numel() < memory.nbytes:
-        rule = f"must be attention_workspace({head_dim}), uint8 of {memory.nbytes} bytes"
+    memories = _memory(head_dim, device)
+    if dtype != "uint8" or workspace.numel() < memories.nbytes:
+        rule = f"must be attention_workspace({head_dim}), uint8 of {memories.nbytes} bytes"
         raise ArgumentError("attention_kv4: workspace", rule, f"{dtype} of {workspace.nbytes} bytes")
+    memory = memories.chunks if of_chunks else memories.decode
+    if memory is None:
+        return None
     views = {name: gpu.View(start + offset, *kind, device, owner) for name, offset, kind, owner in memory.items}
     return attention.AttentionWorkspace(kernel=memory.kernel, views=views)

@@ -1,13 +1,15 @@
-"""vLLM's attention over a cache in 4 bits, whose pages are ptxlab's.
+"""vLLM's attention over a cache in 4 or 8 bits, whose pages are ptxlab's.
 
-A page of `int4_per_token_head` has, to the byte, as much as a page of ptxlab's `kv4`: the tensor that vLLM allocates is
-the pool [pages, 2, Hkv, bytes], a page a block of 64 tokens.
+A page of `int4_per_token_head` has, to the byte, as much as a page of ptxlab's `kv4`, and one of `int8_per_token_head`
+as much as one of `kv8`: the tensor that vLLM allocates is the pool [pages, 2, Hkv, bytes], a page a block of 64 tokens.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import vllm.envs as envs
 from torch import Tensor
@@ -30,7 +32,8 @@ from ptxlab.lowbit.layout.kv_cache import HEAD_DIMS
 from ptxlab.lowbit.layout.pages import page_bytes
 
 PAGE = 64  # tokens
-CACHE_DTYPES = {"int4_per_token_head": "kv4"}  # vLLM's names of ptxlab's schemes
+CHUNKED = ("kv4",)  # schemes that the kernel for prompts reads
+CACHE_DTYPES = {"int4_per_token_head": "kv4", "int8_per_token_head": "kv8"}  # vLLM's names of ptxlab's schemes
 
 
 class KV4Backend(AttentionBackend):
@@ -88,10 +91,12 @@ class KV4Backend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """Return why the kernels cannot run on the GPU, or None."""
-        if tuple(device_capability) == (9, 0):
-            return None
-        return f"ptxlab's kernel for prompts needs compute capability 9.0, not {device_capability.as_version_str()}"
+        """Return why the kernels cannot run on the GPU, or not on such a cache, or None."""
+        if tuple(device_capability) != (9, 0):
+            return f"ptxlab's kernel for prompts needs compute capability 9.0, not {device_capability.as_version_str()}"
+        if envs.VLLM_BATCH_INVARIANT and CACHE_DTYPES.get(kv_cache_dtype) not in (*CHUNKED, None):
+            return f"VLLM_BATCH_INVARIANT=1 needs a cache of 4 bits, not {kv_cache_dtype}"
+        return None
 
     @staticmethod
     def get_impl_cls() -> type["KV4Impl"]:
@@ -112,11 +117,13 @@ class SequenceRows:
         block_table: s32 [B, pages].
         lengths: s32 [B], the new tokens included.
         query_start_loc: s32 [B + 1], where each sequence's queries begin among these rows; None where all have as many.
+        rows: s64 [B·T], which rows of the batch these are; None for those that follow what came before.
     """
 
     block_table: Tensor
     lengths: Tensor
     query_start_loc: Tensor | None = None
+    rows: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -126,21 +133,27 @@ class KV4Metadata(AttentionMetadata):
     Attributes:
         tokens: rows of the batch, without padding.
         decode_tokens: how many of them, the first, are of `decodes`.
-        decodes, prompts: None where there are none.
+        decodes: None where there are none.
+        prompts: by calls: one of the kernel for prompts, or those of the kernel for decodes by numbers of queries.
+        is_batch_invariant: whether the kernel for prompts takes all queries, and cuts no context into parts.
     """
 
     tokens: int
     decode_tokens: int
     decodes: SequenceRows | None
-    prompts: SequenceRows | None
+    prompts: tuple[SequenceRows, ...]
+    is_batch_invariant: bool = False
 
 
 class KV4MetadataBuilder(AttentionMetadataBuilder[KV4Metadata]):
     """Makes the metadata of a batch; lengths and tables stay on the GPU, and nobody waits for it.
 
     Batches of decodes alone are views of vLLM's persistent tensors, which full CUDA graphs read anew in each replay.
-    The kernel for decodes cuts sequences by the whole batch, so a token's last bits depend on what else is served; the
-    kernel for prompts does not. With `VLLM_BATCH_INVARIANT=1` that one takes all queries.
+    Kernels cut contexts into parts by the whole batch, so a token's last bits depend on what else is served. With
+    `VLLM_BATCH_INVARIANT=1` the kernel for prompts takes all queries, and cuts nothing.
+
+    That kernel reads 4 bits alone. Over a cache of 8 bits a prompt is taken apart: the kernel for decodes attends up to
+    eight of its tokens at a time, as if each eight were a sequence.
     """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -149,6 +162,7 @@ class KV4MetadataBuilder(AttentionMetadataBuilder[KV4Metadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.is_batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.is_chunked = CACHE_DTYPES[vllm_config.cache_config.cache_dtype] in CHUNKED
         shared_workspace(kv_cache_spec.head_size, torch.device(device))  # before a capture
 
     def build(
@@ -161,17 +175,20 @@ class KV4MetadataBuilder(AttentionMetadataBuilder[KV4Metadata]):
         table, lengths = batch.block_table_tensor[: batch.num_reqs], batch.seq_lens[: batch.num_reqs]
         if self.is_batch_invariant:
             every_row = SequenceRows(table, lengths, batch.query_start_loc[: batch.num_reqs + 1])
-            return KV4Metadata(batch.num_actual_tokens, 0, None, every_row)
+            return KV4Metadata(batch.num_actual_tokens, 0, None, (every_row,), is_batch_invariant=True)
         decodes, prompts, decode_tokens, _ = split_decodes_and_prefills(
             batch, decode_threshold=self.reorder_batch_threshold or 1, require_uniform=True
         )
         if decodes and (decode_tokens % decodes or decode_tokens // decodes > MOST_TOKENS):
             decodes, prompts, decode_tokens = 0, batch.num_reqs, 0
+        of_prompts: tuple[SequenceRows, ...] = ()
+        if prompts:
+            of_prompts = (_prompts(batch, decodes, decode_tokens),) if self.is_chunked else (*_pieces(batch, decodes),)
         return KV4Metadata(
             tokens=batch.num_actual_tokens,
             decode_tokens=decode_tokens,
             decodes=SequenceRows(table[:decodes], lengths[:decodes]) if decodes else None,
-            prompts=_prompts(batch, decodes, decode_tokens) if prompts else None,
+            prompts=of_prompts,
         )
 
 
@@ -184,9 +201,32 @@ def _prompts(batch: CommonAttentionMetadata, first: int, first_token: int) -> Se
     )
 
 
+def _pieces(batch: CommonAttentionMetadata, first: int) -> Iterator[SequenceRows]:
+    """Yield the rows from sequence `first` on in pieces: single tokens at a prompt's beginning, then eight each.
+
+    A piece is a sequence whose length ends with its last token.
+    """
+    starts = batch.query_start_loc_cpu[first : batch.num_reqs + 1].numpy().astype(np.int64)
+    new = np.diff(starts)
+    singles = new % MOST_TOKENS
+    for size, pieces, begin in ((1, singles, starts[:-1]), (MOST_TOKENS, new // MOST_TOKENS, starts[:-1] + singles)):
+        if not pieces.any():
+            continue
+        sequence = np.repeat(np.arange(len(new)), pieces)
+        number = np.arange(len(sequence)) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of its sequence
+        at = begin[sequence] + size * number
+        behind = starts[1:][sequence] - (at + size)
+        rows = (at[:, None] + np.arange(size)).reshape(-1)
+        which, less, rows_of_batch = (
+            torch.from_numpy(numbers).to(batch.seq_lens.device) for numbers in (first + sequence, behind, rows)
+        )
+        lengths = batch.seq_lens[which] - less.to(batch.seq_lens.dtype)
+        yield SequenceRows(batch.block_table_tensor[which], lengths, rows=rows_of_batch)
+
+
 @cache
 def shared_workspace(head_dim: int, device: torch.device) -> Tensor:
-    """Return the memory of decode attention, which all layers of a device share: they follow each other."""
+    """Return the memory of attention, which all layers of a device share: they follow each other."""
     return attention_workspace(head_dim, device)
 
 
@@ -227,8 +267,9 @@ class KV4Impl(AttentionImpl[KV4Metadata]):
     ) -> None:
         """Rotate new keys [T, Hkv, D], quantise them and values, and write both to slots; negative ones are padding."""
         tokens = slot_mapping.shape[0]
+        pool = kv_cache.view(torch.uint8)  # vLLM has it in int8 for 8 bits
         torch.ops.ptxlab.append_kv4(
-            keys[:tokens], values[:tokens], kv_cache, slot_mapping, page_size=PAGE, scheme=self.scheme, rotated=True
+            keys[:tokens], values[:tokens], pool, slot_mapping, page_size=PAGE, scheme=self.scheme, rotated=True
         )
 
     def forward(
@@ -251,20 +292,26 @@ class KV4Impl(AttentionImpl[KV4Metadata]):
         first, tokens = attn_metadata.decode_tokens, attn_metadata.tokens
         queries = query[:tokens].contiguous()
         if decodes := attn_metadata.decodes:
-            B = decodes.lengths.shape[0]
-            shape = (B, *query.shape[1:]) if first == B else (B, first // B, *query.shape[1:])
-            workspace = shared_workspace(self.head_size, query.device)
-            self._attend(queries[:first].view(shape), kv_cache, decodes, output[:first].view(shape), workspace)
-        if prompts := attn_metadata.prompts:
-            self._attend(queries[first:], kv_cache, prompts, output[first:tokens], None)
+            self._attend(
+                _by_sequence(queries[:first], decodes), kv_cache, decodes, _by_sequence(output[:first], decodes)
+            )
+        for prompts in attn_metadata.prompts:
+            if prompts.rows is None:
+                invariant = attn_metadata.is_batch_invariant
+                self._attend(queries[first:], kv_cache, prompts, output[first:tokens], batch_invariant=invariant)
+                continue
+            pieces = _by_sequence(queries[prompts.rows], prompts)
+            attended = torch.empty_like(pieces)
+            self._attend(pieces, kv_cache, prompts, attended)
+            output[prompts.rows] = attended.view(-1, *output.shape[1:])
         return output
 
     def _attend(
-        self, queries: Tensor, kv_cache: Tensor, rows: SequenceRows, output: Tensor, workspace: Tensor | None
+        self, queries: Tensor, kv_cache: Tensor, rows: SequenceRows, output: Tensor, *, batch_invariant: bool = False
     ) -> None:
         torch.ops.ptxlab.attention_kv4_out(
             queries,
-            kv_cache,
+            kv_cache.view(torch.uint8),
             rows.block_table,
             rows.lengths,
             output,
@@ -274,5 +321,12 @@ class KV4Impl(AttentionImpl[KV4Metadata]):
             scale=self.scale,
             window=self.window,
             query_start_loc=rows.query_start_loc,
-            workspace=workspace,
+            workspace=shared_workspace(self.head_size, queries.device),
+            batch_invariant=batch_invariant,
         )
+
+
+def _by_sequence(rows: Tensor, sequences: SequenceRows) -> Tensor:
+    """View rows [B·T, Hq, D] as [B, T, Hq, D], or as they are where T is 1."""
+    B = sequences.lengths.shape[0]
+    return rows if len(rows) == B else rows.view(B, -1, *rows.shape[1:])

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, GroupQuantScaleParameter, ModelWeightParameter
 
 from ptxlab.errors import ArgumentError
@@ -30,6 +32,8 @@ class IntegerCheckpoint:
         ignore: layers that are left in floats, by name or pattern.
     """
 
+    is_sliceable: ClassVar[bool] = True
+    has_rotated_values: ClassVar[bool] = False
     group: int | None
     ignore: tuple[str, ...]
 
@@ -51,6 +55,12 @@ class IntegerCheckpoint:
             return None
         return cls(group if strategy == "group" else None, tuple(config.get("ignore") or ()))
 
+    def linear_method(self, kernels: ProductKernels, prefix: str, merged: Mapping[str, list[str]]) -> LinearMethodBase:
+        """Return the method of the layer `prefix`; `merged` names the parts of merged layers."""
+        if should_ignore_layer(prefix, self.ignore, merged):
+            return UnquantizedLinearMethod()
+        return IntegerLinearMethod(kernels, prefix, self)
+
     def __str__(self) -> str:
         groups = "a scale per channel" if self.group is None else f"groups of {self.group}"
         return f"weights W4A8 (the checkpoint's integers, {groups})"
@@ -63,7 +73,7 @@ def _is_w4a8(weights: Mapping[str, Any], activations: Mapping[str, Any]) -> bool
 
 
 class IntegerLinearMethod(W4A8LinearMethod):
-    """Method of a layer whose checkpoint has 4-bit integers: exact where a row has one scale, else near (`packing`)."""
+    """Method of a layer whose checkpoint has 4-bit integers: exact where scales allow, else near (`pack_integers`)."""
 
     def __init__(self, kernels: ProductKernels, prefix: str, checkpoint: IntegerCheckpoint) -> None:
         super().__init__(kernels, prefix)

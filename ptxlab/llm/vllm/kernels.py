@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -13,6 +14,7 @@ from ptxlab.llm.vllm.packing import LAYOUT
 from ptxlab.lowbit.kernels.gemm import ladder
 from ptxlab.lowbit.kernels.gemm.common import DTYPES
 from ptxlab.lowbit.kernels.gemm.options import GemmOptions
+from ptxlab.lowbit.kernels.gemm.w8a8 import W8A8
 from ptxlab.lowbit.layout import PackedWeight, buffer_shapes
 from ptxlab.lowbit.quant import PROTECTIVE_RANGE
 from ptxlab.runtime.launching import compile_all
@@ -66,16 +68,28 @@ def product_variants(
             yield of_kernel(step.spec.name)[0], step.config(sizes, out, True)
 
 
+def head_variants(
+    heads: Iterable[tuple[int, int]], tokens: Iterable[int], dtype: str
+) -> Iterator[tuple[Source, dict[str, int]]]:
+    """Yield the source and the constants of the kernel of every product with a head [V, H] in INT8."""
+    counts, out = tuple(tokens), {"OUT": DTYPES.index(dtype)}
+    for N, K in heads:
+        for M in counts:
+            yield of_kernel(W8A8.name)[0], {**W8A8.config_for({"M": M, "N": N, "K": K}), **out}
+
+
 class ProductKernels:
     """Kernels of a model's products.
 
     Attributes:
         matrices: those of layers whose kernels are not compiled yet.
+        heads: (V, H) of heads in INT8, likewise.
         tokens: numbers of tokens for which they are compiled.
     """
 
     def __init__(self) -> None:
         self.matrices: set[MatrixShape] = set()
+        self.heads: set[tuple[int, int]] = set()
         self.tokens: tuple[int, ...] = ()
 
     def use_tokens_of(self, vllm_config: VllmConfig) -> None:
@@ -85,8 +99,10 @@ class ProductKernels:
     def compile(self, dtype: object) -> None:
         """Compile what is not there yet, for products of that dtype; other processes wait for the cache's lock."""
         matrices, self.matrices = self.matrices, set()
-        if not matrices:
+        heads, self.heads = self.heads, set()
+        if not matrices and not heads:
             return
         start = time.perf_counter()
-        compile_all(product_variants(matrices, self.tokens, name_of(dtype)))
+        of_layers = product_variants(matrices, self.tokens, name_of(dtype))
+        compile_all(chain(of_layers, head_variants(heads, self.tokens, name_of(dtype))))
         log.info("ptxlab: kernels of all products are there after %.1f s", time.perf_counter() - start)

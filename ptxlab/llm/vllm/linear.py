@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear
-from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from ptxlab import gpu
@@ -29,6 +30,8 @@ class W4A8LinearMethod(LinearMethodBase):
         kernels: those of all layers.
         prefix: the layer's name.
         scheme, group, names: of the packed weight, and its buffers, once the layer's sizes are known.
+        is_packed: whether the layer has been loaded.
+        is_dummy: whether vLLM fills what is loaded with numbers of its own.
     """
 
     uses_meta_device = True
@@ -36,6 +39,7 @@ class W4A8LinearMethod(LinearMethodBase):
     def __init__(self, kernels: ProductKernels, prefix: str) -> None:
         self.kernels, self.prefix = kernels, prefix
         self.scheme, self.group, self.names = "", 0, tuple[str, ...]()
+        self.is_packed, self.is_dummy = False, get_current_vllm_config().load_config.load_format == "dummy"
 
     @abstractmethod
     def choose_format(self, K: int) -> tuple[str, int]:
@@ -43,7 +47,7 @@ class W4A8LinearMethod(LinearMethodBase):
 
     @abstractmethod
     def loaded_parameters(self, N: int, K: int, dtype: torch.dtype, weight_loader: Any) -> dict[str, nn.Parameter]:
-        """Return parameters by the checkpoint's names for a matrix [N, K], without memory; `weight` is one of them."""
+        """Return parameters by the checkpoint's names for a matrix [N, K], without memory."""
 
     @abstractmethod
     def pack(self, layer: nn.Module, loaded: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -71,20 +75,27 @@ class W4A8LinearMethod(LinearMethodBase):
         for name, parameter in self.loaded_parameters(N, K, params_dtype, loader).items():
             layer.register_parameter(name, parameter)
         initialize_online_processing(layer)
+        _count_early_bias(layer)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Pack what was loaded where it is.
 
         vLLM asks a second time when all layers are loaded: then the memory that packing took goes back to the GPU, and
-        kernels are compiled. Raises ArgumentError for a weight that cannot be packed, and for one that is loaded anew.
+        kernels are compiled. Raises ArgumentError for a weight that cannot be packed, for one that the checkpoint has
+        not, or has in part, and for one that is loaded anew.
         """
-        if "weight" not in layer._parameters:
+        progress = get_layerwise_info(layer)
+        if self.is_packed:
+            if progress.can_load() or not {*self.names} <= layer._parameters.keys() <= {*self.names, "bias"}:
+                raise self._error("weights are loaded once", "a reload")
             gpu.free_pool()
             if layer.channel_scale.is_cuda:
                 self.kernels.compile(layer.params_dtype)
             return
-        if self.names[0] in layer._parameters:
-            raise self._error("weights are loaded once", "a reload")
+        if progress.load_numel < (progress.load_numel_total or 0) and not self.is_dummy:
+            got = f"{progress.load_numel:,} of {progress.load_numel_total:,} numbers"
+            raise self._error("the checkpoint must have all of the layer's weights", got)
+        self.is_packed = True
         loaded = {name: parameter.data for name, parameter in layer.named_parameters() if name != "bias"}
         for name in loaded:
             delattr(layer, name)
@@ -115,6 +126,26 @@ class W4A8LinearMethod(LinearMethodBase):
 
     def _error(self, rule: str, got: Any) -> ArgumentError:
         return ArgumentError(f"--quantization {NAME}: {self.prefix}", rule, got)
+
+
+def _count_early_bias(layer: nn.Module) -> None:
+    """Have a bias counted that is loaded ahead of the weight.
+
+    vLLM gives a layer its bias behind `create_weights`, and prepares it for counting when the first weight is loaded. A
+    bias that comes before would be missing in the count, and the layer be packed only when all others are loaded.
+    """
+    original, is_untried = layer.weight_loader, True
+
+    def load(param: Tensor, loaded_weight: Tensor, *shard: Any) -> Any:
+        nonlocal is_untried
+        progress = get_layerwise_info(layer)
+        if is_untried and progress.can_load() and not progress.load_numel:
+            is_untried = False
+            initialize_online_processing(layer)
+            return param.weight_loader(param, loaded_weight, *shard)
+        return original(param, loaded_weight, *shard)
+
+    layer.weight_loader = load
 
 
 class FloatLinearMethod(W4A8LinearMethod):

@@ -14,6 +14,7 @@ from ptxlab.validate import is_one_of
 
 _ARGUMENT = f"--additional-config: {NAME}"
 CHANNEL = "qoq_channel"
+HEADS = ("float", "int8")
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,14 @@ class ServingOptions:
     Attributes:
         scheme: `lqq` or `qoq`, in groups, or `qoq_channel`.
         group: 32, 64 or 128 weights; None for 128 where it divides a matrix' K, else 64.
+        head: what `lm_head` multiplies in: `float`, as in the checkpoint, or `int8`.
 
-    Raises ArgumentError for another scheme or group.
+    Raises ArgumentError for another scheme, group or head.
     """
 
     scheme: str = "lqq"
     group: int | None = None
+    head: str = HEADS[0]
 
     def __post_init__(self) -> None:
         if not is_one_of(self.scheme, SCHEMES):
@@ -36,6 +39,9 @@ class ServingOptions:
         if self.group is not None and (self.scheme == CHANNEL or not is_one_of(self.group, GROUPS)):
             rule = f"must be one of {', '.join(map(str, GROUPS))}, and none for {CHANNEL}"
             raise ArgumentError(f"{_ARGUMENT}: group", rule, self.group)
+
+        if not is_one_of(self.head, HEADS):
+            raise ArgumentError(f"{_ARGUMENT}: head", f"must be one of {', '.join(HEADS)}", self.head)
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> Self:
@@ -62,6 +68,11 @@ class ServingOptions:
             if K % group == 0:
                 return group
         raise ArgumentError("weight", f"K must be a multiple of the group, {' or '.join(map(str, allowed))}", f"K={K}")
+
+    @property
+    def quantises_otherwise(self) -> bool:
+        """Whether scheme or group are not the defaults, which a checkpoint that is quantised already does not take."""
+        return (self.scheme, self.group) != (ServingOptions.scheme, ServingOptions.group)
 
     def __str__(self) -> str:
         if self.scheme == CHANNEL:

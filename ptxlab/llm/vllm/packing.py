@@ -11,8 +11,10 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.weights import quantiser
 from ptxlab.lowbit.layout import PackedWeight, pack
+from ptxlab.lowbit.layout.packed_weight import QuantizedWeight
 from ptxlab.lowbit.quant.affine import AffineWeight
 from ptxlab.lowbit.quant.inputs import DEVICE_STRIP
+from ptxlab.lowbit.quant.tiled import with_arrays
 
 LAYOUT = "strips"
 _ROWS = 16  # of a strip: pieces of a matrix are packed apart at its multiples
@@ -37,7 +39,8 @@ def pack_integers(
     """Return the buffers of the weight q·scale, packed in `strips` on its device, and the relative error of packing.
 
     q is s8 [N, K] in -8..7, scale [N, G] a float per group of K/G columns. One scale per row is exact as `qoq_channel`.
-    Scales of groups become integers of a row's unit, in `lqq` with groups of `group` (`AffineWeight.nearest_lqq`).
+    Scales of groups become integers of a row's unit, in `lqq` with groups of `group` (`AffineWeight.nearest_lqq`),
+    exactly where they are multiples of one number.
 
     Raises ArgumentError for integers of more bits.
     """
@@ -50,6 +53,18 @@ def pack_integers(
         squares += error
     relative = float(np.sqrt(squares[0] / max(squares[1], np.finfo(np.float64).tiny)))
     return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}, relative
+
+
+def pack_quantised(weight: QuantizedWeight, like: Tensor) -> dict[str, Tensor]:
+    """Return the buffers of a quantised weight of NumPy arrays, packed in `strips` on the device of `like`.
+
+    Raises ArgumentError for a weight of which the kernels would restore a group wrong.
+    """
+    if not like.is_cuda:
+        return {name: gpu.like(array, like) for name, array in pack(weight, LAYOUT).buffers.items()}
+    with gpu.caller_stream():
+        packed = pack(with_arrays(weight, gpu.to_device), LAYOUT)
+        return {name: gpu.like(array, like) for name, array in packed.buffers.items()}
 
 
 def _pack_affine(q: Tensor, scale: Tensor, group: int | None) -> tuple[PackedWeight, npt.NDArray[np.float64]]:

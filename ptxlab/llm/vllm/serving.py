@@ -13,7 +13,7 @@ from ptxlab import __version__
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.vllm import NAME, log
 from ptxlab.llm.vllm.attention import CACHE_DTYPES, PAGE, KV4Backend
-from ptxlab.llm.vllm.compressed_tensors import IntegerCheckpoint
+from ptxlab.llm.vllm.checkpoints import find_checkpoint
 from ptxlab.llm.vllm.options import ServingOptions
 from ptxlab.llm.vllm.quantization import ARCHITECTURES, PtxlabConfig
 from ptxlab.lowbit.kernels.attention.call import MOST_TOKENS
@@ -52,10 +52,15 @@ def configure(vllm_config: VllmConfig) -> None:
     Raises ArgumentError for options and features of vLLM that are not supported.
     """
     options = ServingOptions.from_vllm(vllm_config)
-    declared = getattr(vllm_config.model_config.hf_config, "quantization_config", None)
-    checkpoint = IntegerCheckpoint.from_config(declared or {})
-    if checkpoint is not None and options != ServingOptions():
-        raise ArgumentError(f"--additional-config: {NAME}", "must be left out for a quantised checkpoint", options)
+    model = vllm_config.model_config
+    checkpoint = find_checkpoint(model.model, getattr(model.hf_config, "quantization_config", None))
+    if checkpoint is not None and options.quantises_otherwise:
+        raise ArgumentError(
+            f"--additional-config: {NAME}", "scheme and group must be left out for a quantised checkpoint", options
+        )
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if checkpoint is not None and not checkpoint.is_sliceable and ranks > 1:
+        raise ArgumentError(f"--tensor-parallel-size: {model.model}", "must be 1 for packed weights, for now", ranks)
     _refuse(vllm_config)
     settings = {**asdict(options), "version": __version__}
     vllm_config.additional_config = {**vllm_config.additional_config, NAME: settings}
@@ -64,10 +69,10 @@ def configure(vllm_config: VllmConfig) -> None:
         cache.cache_dtype = DEFAULT_CACHE
     if cache.cache_dtype in CACHE_DTYPES and attention.backend is None:
         attention.backend = AttentionBackendEnum.CUSTOM
-    described = _describe_cache(
-        cache.cache_dtype, attention.backend, "keys and values" if checkpoint is None else "keys"
-    )
-    log.info("ptxlab %s: %s; %s", __version__, checkpoint or options, described)
+    rotated = "keys and values" if checkpoint is None or checkpoint.has_rotated_values else "keys"
+    described = _describe_cache(cache.cache_dtype, attention.backend, rotated)
+    head = ", lm_head in INT8" if options.head == "int8" else ""
+    log.info("ptxlab %s: %s%s; %s", __version__, checkpoint or options, head, described)
 
 
 def _describe_cache(dtype: str, backend: Any, rotated: str) -> str:

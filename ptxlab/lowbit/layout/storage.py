@@ -160,6 +160,15 @@ def packed_names(path: str | os.PathLike[str]) -> list[str]:
     return list(_weights(_PACKED, Checkpoint(path)))
 
 
+def packed_headers(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    """Header fields by name of the packed weights of a file, of W4A8 or of whole layers in W4A4.
+
+    Raises FileError as `load` does.
+    """
+    checkpoint = Checkpoint(path)
+    return _weights(_REORDERED if holds_reordered(checkpoint) else _PACKED, checkpoint)
+
+
 def header_fields(layout: str, scheme: str, N: int, K: int, group: int, protective_range: int) -> dict[str, Any]:
     """What the header says of one packed weight."""
     values = (layout, PACKINGS[layout].arch, scheme, N, K, group, protective_range)

@@ -65,9 +65,10 @@ class AffineWeight:
     def nearest_lqq(self, group: int) -> tuple[LQQWeight, int]:
         """`lqq` of groups of `group` columns, each with its levels rounded to integers of a row's unit.
 
-        That unit, the channel scale, is the one of a few that loses least; then each weight is rounded anew. A group
-        whose columns are of several groups here has no such levels: it is quantised from its floats, and counted in the
-        second result. No nibble of a group leaves s8.
+        That unit, the channel scale, is the one of a few that loses least, or the one that loses nothing where the
+        row's scales are multiples of it; then each weight is rounded anew. A group whose columns are of several groups
+        here has no such levels: it is quantised from its floats, and counted in the second result. No nibble of a group
+        leaves s8.
 
         Raises ArgumentError if a row's unit is no normal float32.
         """
@@ -117,8 +118,8 @@ def _round_levels(
     mean, variance = index.mean(axis=2), index.var(axis=2)
     scale, minimum, unit = np.ones_like(low), np.zeros_like(low), np.ones_like(least_unit)
     least = np.full_like(least_unit, np.inf)
-    for factor in _CHANNEL_SCALES:
-        trial = (least_unit * factor)[:, None]
+    trials = [*(least_unit * factor for factor in _CHANNEL_SCALES), _common_unit(step, least_unit)]
+    for trial in (unit_of_rows[:, None] for unit_of_rows in trials):
         s = np.rint(step / trial).clip(1, MAX_GROUP_SCALE)
         tilt = s * trial - step  # the error of a weight is index·tilt + shift
         m = np.rint((low - tilt * mean) / trial).clip(-128, 127 - 15 * s)
@@ -128,6 +129,19 @@ def _round_levels(
         least = np.where(better, error, least)
         scale[better], minimum[better], unit[better] = s[better], m[better], trial[better, 0]
     return scale, minimum, unit
+
+
+def _common_unit(step: F32, otherwise: F32) -> F32:
+    """Return the largest number of which all of a row's scales [N, G] are exact multiples, of 1 to 16 times; else
+    `otherwise` [N]."""
+    largest, unit = step.max(axis=1), otherwise.copy()
+    for multiple in range(MAX_GROUP_SCALE, 0, -1):  # the largest unit last
+        trial = (largest / np.float32(multiple)).astype(np.float32)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            multiples = np.rint(step / trial[:, None])
+        is_exact = (multiples * trial[:, None] == step).all(axis=1) & (largest > 0)
+        unit = np.where(is_exact, trial, unit)
+    return unit
 
 
 def lqq_group(column_groups: npt.NDArray[np.int32]) -> int:

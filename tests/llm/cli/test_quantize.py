@@ -120,7 +120,7 @@ def test_a_model_by_a_recipe_is_measured(cli: Any, folder: Path, tmp_path: Path)
     assert [0 < error < 0.05 for of in found["errors"].values() for error in of.values()] == 8 * [True]
     assert {path.name for path in out.iterdir()} == {
         "config.json", "ends.safetensors", "generation_config.json", "layer_000.safetensors", "layer_001.safetensors",
-        "recipe.json", "tokenizer.json",
+        "recipe.json", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
     code, printed, _ = cli("perplexity", out, "--text", text, "--length", 64, "--json")
     exact = json.loads(cli("perplexity", folder, "--text", text, "--length", 64, "--json")[1])["perplexity"]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ptxlab import emulator, gpu, runtime
 from ptxlab.errors import ArgumentError, VerificationError
-from ptxlab.llm.model import Config, LayerBuffers, LayerInputs, LayerWeights
+from ptxlab.llm.model import Config, LayerBuffers, LayerInputs, LayerWeights, layer
+from ptxlab.llm.model.layer import layer_calls
 from ptxlab.llm.model.reference import compare, exact, in_float64
 from ptxlab.lowbit.kernels import operation
 from ptxlab.lowbit.layout import KVCache
@@ -375,6 +376,33 @@ def test_in_a_capture_nothing_is_allocated(
     there.run(backend=None)
     assert fake.allocations == allocations and tuple(name for name, _ in fake.launched) == names
     assert [geometry.programmatic for geometry in fake.geometries] == [False] + [True] * (len(names) - 1)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_capture_takes_rows_of_prompts(batch_invariant: bool, fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind long contexts, which attention cuts into parts unless it is batch-invariant: then it needs a workspace."""
+    for name in ("_prepared", "_ready", "_memory"):
+        monkeypatch.setattr(operation, name, {})
+    fake.runs, fake.sms = False, 32
+    there = on_the_device(layer_problem())
+    table = DeviceArray(np.zeros((3, 200), np.int32))
+    cache = replace(there.cache, block_table=table)
+    buffers = LayerBuffers.empty(there.weights, cache, tokens=3, batch_invariant=batch_invariant)
+    assert (buffers.attention_workspace is None) == batch_invariant
+    starts = DeviceArray(np.array([0, 1, 2, 3], np.int32))
+    given = there.x, there.residual, there.weights, cache, there.slots
+    calls = layer_calls(*given, rope=there.rope, buffers=buffers, query_start_loc=starts)
+    for fake.capturing in (False, True):
+        allocations = fake.allocations
+        for call in calls:
+            call()
+    assert fake.allocations == allocations and "attention_kv4_prefill_sm90" in dict(fake.launched)
+
+
+def test_ampere_cuts_no_contexts_of_prompts(fake: FakeGpu) -> None:
+    cache = on_the_device(layer_problem()).cache
+    fake.arch = 80
+    assert layer._attention_workspace(cache, tokens=3, batch_invariant=False) is None
 
 
 def overlapping() -> dict[str, np.ndarray]:

@@ -240,6 +240,20 @@ def test_a_model_saved_loads_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     model = models.QuantizedModel.rounded(small(BIASED), "lqq", 32, dtype=dtype)
     folder.save(model, tmp_path)
     assert_same(folder.load(tmp_path), model)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["Qwen2ForCausalLM"], dtype)
+    assert config["quantization_config"] == {
+        "quant_method": "ptxlab", "version": 1, "layout": "strips", "scheme": "lqq", "group": 32,
+    }  # fmt: skip
+
+
+def test_matrices_packed_otherwise_are_exceptions_by_name(tmp_path: Path) -> None:
+    model = models.QuantizedModel.rounded(small(), "lqq", 32)
+    other = models.QuantizedModel.rounded(small(), "qoq_channel")
+    mixed = replace(model, layers=[model.layers[0], replace(model.layers[1], o=other.layers[1].o)])
+    folder.save(mixed, tmp_path)
+    of_o = {"layout": "strips", "scheme": "qoq_channel", "group": 96}
+    assert folder.packing_config(tmp_path, 2)["exceptions"] == {"model.layers.1.self_attn.o_proj": of_o}
 
 
 @pytest.mark.parametrize(
@@ -280,7 +294,7 @@ def damaged_recipe(path: Path) -> None:
         ),
         (
             lambda path: (path / "ends.safetensors").write_bytes((path / "layer_001.safetensors").read_bytes()),
-            r"embedding must be \[60, 96\]",
+            r"embed_tokens.weight must be \[60, 96\]",
         ),
     ],
 )

@@ -101,6 +101,39 @@ def test_chunks_take_the_kernel_for_prompts(fake: TensorGpu) -> None:
     assert [kernel for kernel, _ in fake.launched] == ["attention_kv4_prefill_sm90"] * 2 and fake.loads == 1
 
 
+def test_a_capture_takes_chunks_behind_long_contexts(fake: TensorGpu) -> None:
+    """Contexts are then cut into parts, for which one workspace has room beside that of decoding."""
+    from ptxlab.llm.torch import operators
+
+    fake.runs, fake.sms = False, 32
+    (q, pool, _, lengths), _ = every_call(np.random.default_rng(0))["attention_kv4"]
+    table, starts = torch.zeros(3, 200, dtype=torch.int32), torch.tensor([0, 1, 3, 3], dtype=torch.int32)
+    call, out = operators.ON_CUDA["attention_kv4_out"], torch.empty_like(q)
+    workspace = torch.zeros(operators._memory(64, 0).nbytes, dtype=torch.uint8)
+    fake.capturing = True
+    with pytest.raises(ArgumentError, match=r"workspace: must be given in a capture: .*prefill_sm90"):
+        call(q, pool, table, lengths, out, query_start_loc=starts)
+    fake.capturing = False
+    for fake.capturing in (False, True):
+        allocations = fake.allocations
+        call(q, pool, table, lengths, out, query_start_loc=starts, workspace=workspace)
+        call(q, pool, table, lengths, out, query_start_loc=starts, batch_invariant=True)
+    assert fake.allocations == allocations and len(fake.launched) == 4
+
+
+def test_on_ampere_a_workspace_is_that_of_decoding(fake: TensorGpu) -> None:
+    from ptxlab.llm.torch import operators
+
+    of_hopper = operators._memory(64, 0)
+    assert of_hopper.chunks is not None and of_hopper.nbytes > 0
+    fake.arch = 80
+    memories = operators._memory(64, 0)
+    assert memories.chunks is None
+    workspace = torch.zeros(memories.nbytes, dtype=torch.uint8)
+    assert operators._carved(workspace, 64, of_chunks=True) is None
+    assert operators._carved(workspace, 64, of_chunks=False).kernel == "attention_kv4_mma_sm80"
+
+
 def on_the_gpu(args: tuple[Any, ...], how: dict[str, Any], fake: TensorGpu) -> None:
     """Let the GPU know memory that a repeated call, which looks at no views, may have."""
     for each in (*args, *how.values()):

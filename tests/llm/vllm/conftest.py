@@ -32,16 +32,43 @@ def one_process(vllm: None) -> None:
         initialize_model_parallel()
 
 
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def packed_folder(tmp_path: Path) -> Callable[..., Path]:
+    """Makes the folder of a small quantised model, as `ptxlab quantize` writes it; its recipe's settings."""
+    from ptxlab.llm.checkpoints import folder, open_model
+    from ptxlab.llm.model.quantized import QuantizedModel
+    from tests.support.small_models import write_folder
+
+    def make(family: str = "qwen2", scheme: str = "lqq", **options: Any) -> Path:
+        model, tokenizer = open_model(write_folder(tmp_path / "floats", family, **SIZES))
+        made = tmp_path / "packed"
+        made.mkdir()
+        folder.save(QuantizedModel.rounded(model, scheme, 64, rounding="nearest", **options), made)
+        tokenizer.save(made)
+        return made
+
+    return make
+
+
 @pytest.fixture
 def configured(vllm: None, tmp_path: Path) -> Callable[..., Any]:
-    """The configuration that vLLM makes of a small model's folder and of arguments; `changes` of its config.json."""
+    """The configuration that vLLM makes of a small model's folder and of arguments; `changes` of its config.json.
+
+    `model` is another folder.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     from tests.support.small_models import write_folder
 
-    def make(family: str = "smollm", changes: dict[str, Any] | None = None, **arguments: Any) -> Any:
-        sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}
-        folder = write_folder(tmp_path / family, family, **{**sizes, "head_dim": 64, **(changes or {})})
+    def make(
+        family: str = "smollm", changes: dict[str, Any] | None = None, model: Path | None = None, **arguments: Any
+    ) -> Any:
+        folder = model or write_folder(tmp_path / family, family, **{**SIZES, **(changes or {})})
         defaults = {"quantization": "ptxlab", "dtype": "float16", "enforce_eager": True, "skip_tokenizer_init": True}
         native = {"compilation_config": {"custom_ops": ["none"]}}  # operators that vLLM compiles are stand-ins
         return EngineArgs(model=str(folder), **{**defaults, **native, **arguments}).create_engine_config()

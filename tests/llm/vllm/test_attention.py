@@ -15,26 +15,31 @@ Configured = Callable[..., Any]
 CACHE = "int4_per_token_head"
 
 
-@pytest.fixture
-def small_model(configured: Configured) -> Any:
+def served(configured: Configured, cache: str = CACHE) -> Any:
     from tests.support.served_model import ServedModel
 
-    return ServedModel(configured(), sequences=4)
+    return ServedModel(configured(kv_cache_dtype=cache), sequences=4)
+
+
+@pytest.fixture
+def small_model(configured: Configured) -> Any:
+    return served(configured)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_page_of_vllm_is_one_of_ptxlab(vllm: None, head_dim: int) -> None:
+@pytest.mark.parametrize(("dtype", "scheme"), [(CACHE, "kv4"), ("int8_per_token_head", "kv8")])
+def test_a_page_of_vllm_is_one_of_ptxlab(vllm: None, dtype: str, scheme: str, head_dim: int) -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
     from ptxlab.llm.vllm.attention import KV4Backend
     from ptxlab.lowbit.layout import KVCache
 
-    mode = get_kv_quant_mode(CACHE)
+    mode = get_kv_quant_mode(dtype)
     spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=head_dim, dtype=torch.uint8, kv_quant_mode=mode)
-    shape = KV4Backend.get_kv_cache_shape(5, 64, 2, head_dim, CACHE)
+    shape = KV4Backend.get_kv_cache_shape(5, 64, 2, head_dim, dtype)
     assert np.prod(shape[1:]) == spec.page_size_bytes
-    cache = KVCache.empty(5, 1, 2, head_dim, like=torch.empty(0))
-    assert tuple(cache.pool.shape) == shape and KV4Backend.get_kv_cache_block_dim(64, 2, head_dim, CACHE) == 0
+    cache = KVCache.empty(5, 1, 2, head_dim, scheme=scheme, like=torch.empty(0))
+    assert tuple(cache.pool.shape) == shape and KV4Backend.get_kv_cache_block_dim(64, 2, head_dim, dtype) == 0
 
 
 BATCHES = {  # sequences: tokens in the cache already, new tokens
@@ -47,16 +52,19 @@ BATCHES = {  # sequences: tokens in the cache already, new tokens
 }
 
 
-@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("mode", ["4 bits", "4 bits, batch-invariant", "8 bits"])
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("name", BATCHES)
-def test_batches_against_numpy(small_model: Any, name: str, window: int | None, invariant: bool) -> None:
+def test_batches_against_numpy(configured: Configured, name: str, window: int | None, mode: str) -> None:
     from ptxlab.llm.vllm.attention import KV4Impl
 
+    of_8_bits, invariant = mode == "8 bits", mode.endswith("invariant")
+    cache, scheme = ("int8_per_token_head", "kv8") if of_8_bits else (CACHE, "kv4")
+    small_model = served(configured, cache)
     small_model.builder.is_batch_invariant = invariant
     rng, (Hq, Hkv, D) = np.random.default_rng(0), (4, 1, 64)
     layer = next(iter(small_model.config.compilation_config.static_forward_context.values()))
-    impl = KV4Impl(Hq, D, 0.2, Hkv, None, window, CACHE)
+    impl = KV4Impl(Hq, D, 0.2, Hkv, None, window, cache)
     if name == "several queries each":
         small_model.builder.reorder_batch_threshold = 3
     rows = [(s, done, [0] * new) for s, (done, new) in enumerate(BATCHES[name])]
@@ -76,12 +84,15 @@ def test_batches_against_numpy(small_model: Any, name: str, window: int | None, 
     q = rng.standard_normal((tokens + 2, Hq, D)).astype(np.float16)  # two rows of padding
     output = torch.full((tokens + 2, Hq, D), 7.0, dtype=torch.float16)
     metadata = small_model.builder.build(0, batch)
-    assert not invariant or (metadata.decodes is None and metadata.decode_tokens == 0)
+    assert not invariant or (metadata.decodes is None and metadata.decode_tokens == 0 and metadata.is_batch_invariant)
+    of_pieces = [len(rows.rows) // len(rows.lengths) for rows in metadata.prompts if rows.rows is not None]
+    assert of_8_bits or not of_pieces
+    assert not of_8_bits or (of_pieces == []) == (name in ("decodes", "several queries each"))
     impl.forward(layer, torch.from_numpy(q), None, None, layer.kv_cache, metadata, output)
     assert (output[tokens:] == 7).all()
     for (s, _, new), start in zip(rows, batch.query_start_loc.tolist(), strict=False):
         rotated = reference.rotate_heads(keys[s].astype(np.float32)), values[s].astype(np.float32)
-        k, v = (quant.quantize_kv(of).dequantize() for of in rotated)
+        k, v = (quant.quantize_kv(of, scheme).dequantize() for of in rotated)
         rows_of = slice(start, start + len(new))
         queries = reference.rotate_heads(q[rows_of].astype(np.float32))
         expected, _ = reference.attention(queries, k, v, scale=0.2, window=window)
@@ -92,7 +103,7 @@ def test_decodes_are_views_that_graphs_read_anew(small_model: Any) -> None:
     batch = small_model.batch([(0, 5, [0]), (1, 9, [0])], padding=2)
     batch.num_actual_tokens, batch.query_start_loc_cpu = 4, torch.arange(5, dtype=torch.int32)  # as a full graph pads
     metadata = small_model.builder.build_for_cudagraph_capture(batch)
-    assert metadata.prompts is None and metadata.decode_tokens == metadata.tokens == 4
+    assert metadata.prompts == () and metadata.decode_tokens == metadata.tokens == 4
     assert metadata.decodes.lengths.data_ptr() == batch.seq_lens.data_ptr()
     assert metadata.decodes.block_table.data_ptr() == batch.block_table_tensor.data_ptr()
 
@@ -131,6 +142,7 @@ def test_a_run_that_measures_memory_has_no_metadata(small_model: Any) -> None:
         "Blackwell": ({"device_capability": (10, 0)}, "needs compute capability 9.0, not 10.0"),
         "encoder": ({"attn_type": "encoder"}, "attention type encoder not supported"),
         "batch invariance, windows": ({"use_batch_invariant": True}, None),
+        "8 bits": ({"kv_cache_dtype": "int8_per_token_head"}, None),
     }.values(),
 )
 def test_what_is_not_supported_is_refused_with_the_reason(
@@ -149,6 +161,21 @@ def test_what_is_not_supported_is_refused_with_the_reason(
     configuration["device_capability"] = DeviceCapability(*configuration["device_capability"])
     reasons = KV4Backend.validate_configuration(**configuration)
     assert reasons == [] if reason is None else any(reason in text for text in reasons)
+
+
+def test_batch_invariance_needs_4_bits(vllm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms.interface import DeviceCapability
+
+    from ptxlab.llm.vllm.attention import KV4Backend
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    given: dict[str, Any] = {
+        "head_size": 128, "dtype": torch.float16, "block_size": 64, "use_mla": False, "has_sink": False,
+        "use_sparse": False, "use_mm_prefix": False, "device_capability": DeviceCapability(9, 0),
+    }  # fmt: skip
+    assert KV4Backend.supports_combination(kv_cache_dtype=CACHE, **given) is None
+    reason = KV4Backend.supports_combination(kv_cache_dtype="int8_per_token_head", **given)
+    assert reason == "VLLM_BATCH_INVARIANT=1 needs a cache of 4 bits, not int8_per_token_head"
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,20 @@ def test_a_checkpoint_is_claimed_and_loaded(
     assert small_model.logits([(0, 0, [5, 6, 7])]).isfinite().all()
 
 
+def test_scales_that_are_multiples_of_one_are_exact(vllm: None) -> None:
+    """As of weights that were quantised in two levels; the error is then 0, and nothing is logged."""
+    from ptxlab.llm.vllm.packing import pack_integers
+
+    rng = np.random.default_rng(0)
+    q = rng.integers(-8, 8, (32, 256)).astype(np.int8)
+    multiples = rng.integers(1, 16, (32, 4)).astype(np.float32)
+    scale = multiples * rng.uniform(0.5, 2, (32, 1)).astype(np.float16).astype(np.float32)
+    buffers, error = pack_integers(torch.from_numpy(q), torch.from_numpy(scale), 64)
+    assert error == 0.0 and {*buffers} >= {"strips", "channel_scale"}
+    scale[3, 1] *= 1.01
+    assert 0 < pack_integers(torch.from_numpy(q), torch.from_numpy(scale), 64)[1] < 0.02
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"num_bits": 8}, {"symmetric": False}, {"type": "float"}, {"actorder": "group"}],
@@ -100,7 +114,7 @@ def test_floating_activations_are_left_to_vllm(vllm: None) -> None:
 
 def test_options_are_refused_beside_it(configured: Configured) -> None:
     options = {"ptxlab": {"scheme": "qoq"}}
-    with pytest.raises(ValueError, match="must be left out for a quantised checkpoint"):
+    with pytest.raises(ValueError, match="scheme and group must be left out for a quantised checkpoint"):
         configured("qwen2", {"quantization_config": declaration(64)}, quantization=None, additional_config=options)
 
 

@@ -68,6 +68,26 @@ def test_a_checkpoint_is_quantised_while_it_is_loaded(configured: Configured, sc
     assert np.array_equal(embedding, floats["model.embed_tokens.weight"])
 
 
+def test_a_layer_is_packed_when_it_is_loaded(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose bias comes first in the file: what is left for the end needs the memory of a whole model."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    from ptxlab.llm.vllm.linear import FloatLinearMethod
+    from tests.support.served_model import load_model
+
+    left: list[int] = []
+    pack = FloatLinearMethod.pack
+
+    def counted(method: Any, layer: Any, loaded: Any) -> Any:
+        progress = get_layerwise_info(layer)
+        left.append(progress.load_numel_total - progress.load_numel)
+        return pack(method, layer, loaded)
+
+    monkeypatch.setattr(FloatLinearMethod, "pack", counted)
+    load_model(configured("qwen2"))
+    assert left == 8 * [0]
+
+
 def test_dummy_weights_are_quantised(configured: Configured) -> None:
     from tests.support.served_model import ServedModel, packed_weight
 
@@ -131,6 +151,7 @@ def test_a_weight_that_is_not_finite_is_named(configured: Configured) -> None:
 
     layer = ServedModel(configured()).model.model.layers[0].mlp.down_proj
     del layer.strips
+    layer.quant_method.is_packed = False
     layer.weight = torch.nn.Parameter(torch.full((128, 192), torch.nan), requires_grad=False)
     with pytest.raises(ArgumentError, match=r"layers.0.mlp.down_proj: must be finite"):
         layer.quant_method.process_weights_after_loading(layer)

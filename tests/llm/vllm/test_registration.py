@@ -104,9 +104,11 @@ def test_other_gpus_are_refused(configured: Configured, monkeypatch: pytest.Monk
         configured()
 
 
-def test_quantised_checkpoints_are_refused(configured: Configured) -> None:
-    with pytest.raises(ValueError, match="needs a checkpoint of floats"):
-        configured(changes={"quantization_config": {"quant_method": "ptxlab"}})
+def test_checkpoints_that_are_quantised_otherwise_are_refused(vllm: None) -> None:
+    from ptxlab.llm.vllm.quantization import PtxlabConfig
+
+    with pytest.raises(ArgumentError, match=r"--quantization ptxlab: needs a checkpoint of floats, .* \(got fp8\)"):
+        PtxlabConfig.from_config({"quant_method": "fp8"})
 
 
 def test_a_model_without_the_flag_is_vllms(configured: Configured) -> None:

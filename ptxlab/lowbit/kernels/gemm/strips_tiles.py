@@ -9,6 +9,7 @@ less in most tiles, so the same costs choose for them, but for one (`LESS_WITHOU
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from ptxlab.arithmetic import ceil_div
@@ -108,9 +109,22 @@ class StripChoice(NamedTuple):
 def choose(s: Sizes) -> StripChoice:
     """The quickest by the costs.
 
-    Sizes: M, N, K, `g` of weights with groups, and `rows`, the tokens of a tile of X, where X lies in tiles.
+    Sizes: M, N, K, `g` of weights with groups, and `rows`, the tokens of a tile of X, where X lies in tiles. In tens to
+    hundreds of microseconds; what was chosen is kept.
     """
-    return min(_candidates(s), key=lambda chosen: (microseconds(chosen, s), chosen.strips))
+    return _choose(int(s["M"]), int(s["N"]), int(s["K"]), group_of(s), int(s.get("rows", 0)), SMS)
+
+
+@lru_cache(maxsize=16_384)
+def _choose(M: int, N: int, K: int, group: int, rows: int, sms: int) -> StripChoice:
+    """Choose for sizes as numbers and a GPU of `SMS`; rows is 0 where X does not lie in tiles."""
+    strips, channels = ceil_div(N, 16), ceil_div(K, 128)
+    of_stream = TUNED.stream_us(strips * channels * block_bytes(group))
+
+    def cost(chosen: StripChoice) -> tuple[float, int]:
+        return _total(chosen, M, strips, K, group, of_stream, sms), chosen.strips
+
+    return min(_candidates(M, strips, group, rows, sms), key=cost)
 
 
 def tiles(s: Sizes, BM: int, strips: int) -> int:
@@ -134,6 +148,7 @@ def shared_bytes(tile: StripTile, strips: int, stages: int, split: int, group: i
     return stages * _stage_bytes(tile, strips, group) + received + tile.WN * (4 * 512 + 8 * tile.BM)
 
 
+@lru_cache
 def kind(tile: StripTile) -> StripTile:
     """The widest tile of its kind, which has the costs."""
     return tile._replace(BM=next(BM for BM in _KINDS if tile.BM <= BM))
@@ -151,18 +166,21 @@ def narrowed(wanted: Iterable[int]) -> Iterator[StripTile]:
         yield from (narrow for BM in wanted if kind(narrow := tile._replace(BM=BM)) == tile)
 
 
-def _candidates(s: Sizes) -> Iterator[StripChoice]:
+@lru_cache(maxsize=1024)
+def _tiles_of(wanted: tuple[int, ...], group: int) -> tuple[tuple[StripTile, int], ...]:
+    """Return every tile of known cost with one of these numbers of tokens, with each size of its clusters."""
+    return tuple((tile, split) for tile in narrowed(wanted) for split in _splits(tile, group))
+
+
+def _candidates(M: int, all_strips: int, group: int, rows: int, sms: int) -> Iterator[StripChoice]:
     """Tiles about as wide as there are tokens, so high that the last round of blocks is full or nearly so."""
-    wanted = [s["rows"]] if "rows" in s else widths(s["M"])
-    for tile in narrowed(wanted):
-        for split in _splits(tile, group_of(s)):
-            blocks, token_tiles = SMS // split, max(1, ceil_div(s["M"], tile.BM))
-            heights = {ceil_div(_strips(s), rows) for n in range(1, 9) if (rows := n * blocks // token_tiles)}
-            for strips in {min(tile.strips, height) for height in heights if height > tile.strips // 2} | {tile.strips}:
-                once = tile.WK == split == 1 or tiles(s, tile.BM, strips) <= blocks
-                stages = _stages(tile, strips, split, group_of(s))
-                if once and stages >= 2 * tile.WK:
-                    yield StripChoice(tile, strips, stages, split)
+    for tile, split in _tiles_of((rows,) if rows else tuple(widths(M)), group):
+        blocks, token_tiles = sms // split, max(1, ceil_div(M, tile.BM))
+        heights = {ceil_div(all_strips, share) for n in range(1, 9) if (share := n * blocks // token_tiles)}
+        for strips in {min(tile.strips, height) for height in heights if height > tile.strips // 2} | {tile.strips}:
+            once = tile.WK == split == 1 or ceil_div(M, tile.BM) * ceil_div(all_strips, strips) <= blocks
+            if once and (stages := _stages(tile, strips, split, group)) >= 2 * tile.WK:
+                yield StripChoice(tile, strips, stages, split)
 
 
 def _splits(tile: StripTile, group: int) -> tuple[int, ...]:
@@ -170,6 +188,7 @@ def _splits(tile: StripTile, group: int) -> tuple[int, ...]:
     return (1, 2) if COSTS[kind(tile)].split < math.inf and (kind(tile) != _FULL or group in (128, NO_GROUPS)) else (1,)
 
 
+@lru_cache(maxsize=16_384)
 def _stages(tile: StripTile, strips: int, split: int, group: int) -> int:
     """As many as fit; none if what the warp groups along K add up through does not fit the ring."""
     stages = (ROOM - shared_bytes(tile, strips, 0, split, group)) // _stage_bytes(tile, strips, group)
@@ -189,13 +208,20 @@ def _strips(s: Sizes) -> int:
 
 def microseconds(chosen: StripChoice, s: Sizes) -> float:
     """Rounds of blocks, each as long as its stages and the end of its tile, but not less than the stream allows."""
-    tile, cost = chosen.tile, COSTS[kind(chosen.tile)]
-    rounds = ceil_div(tiles(s, tile.BM, chosen.strips), SMS // chosen.split)
-    stages = ceil_div(s["K"], tile.BK) / chosen.split
-    once = of_a_tile(tile, stages, _strips(s) / ceil_div(_strips(s), chosen.strips), group_of(s), chosen.split)
-    return max(rounds * once + cost.launch + (cost.split if chosen.split > 1 else 0), stream(s) + cost.drain)
+    return _total(chosen, int(s["M"]), _strips(s), int(s["K"]), group_of(s), stream(s), SMS)
 
 
+def _total(chosen: StripChoice, M: int, all_strips: int, K: int, group: int, of_stream: float, sms: int) -> float:
+    """Microseconds of a choice for sizes as numbers."""
+    tile, strips, _, split = chosen
+    cost = COSTS[kind(tile)]
+    high = ceil_div(all_strips, strips)
+    rounds = ceil_div(ceil_div(M, tile.BM) * high, sms // split)
+    once = of_a_tile(tile, ceil_div(K, tile.BK) / split, all_strips / high, group, split)
+    return max(rounds * once + cost.launch + (cost.split if split > 1 else 0), of_stream + cost.drain)
+
+
+@lru_cache(maxsize=65_536)
 def of_a_tile(tile: StripTile, stages: float, height: float, group: int, split: int = 1) -> float:
     """Microseconds of so many stages of so many strips, and of the tile's end."""
     cost = COSTS[kind(tile)]

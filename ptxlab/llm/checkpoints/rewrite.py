@@ -1,0 +1,57 @@
+"""Write the folder of a quantised model anew: as this version does, in another packing if asked."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ptxlab.errors import ArgumentError, in_file
+from ptxlab.io.files import new_folder, require_new, sole_writer
+from ptxlab.llm.checkpoints import folder as folders
+from ptxlab.llm.checkpoints.tokenizer import Tokenizer
+from ptxlab.llm.model.weights import LayerWeights
+from ptxlab.lowbit.layout import LAYOUTS, PackedWeight, pack, unpack
+from ptxlab.validate import is_one_of
+
+Progress = Callable[[str, int], None]  # called with each layer that is done, and how many there are
+
+
+def rewrite_folder(
+    source: Path, out: Path, *, layout: str = "strips", progress: Progress = lambda name, total: None
+) -> None:
+    """Write the quantised model of the folder `source` into the folder `out`, which appears when it is complete.
+
+    No weight is rounded again. Memory is bounded by a layer and the two ends.
+
+    Args:
+        source: the folder.
+        out: what to make.
+        layout: of the packing; weights in W4A4 keep theirs.
+        progress: of layers.
+
+    Raises FileError for a folder that is damaged, and where `out` is there or another process is writing it;
+    ArgumentError for an unknown layout.
+    """
+    if not is_one_of(layout, LAYOUTS):
+        raise ArgumentError("layout", f"must be one of {', '.join(LAYOUTS)}", layout)
+    require_new(out)
+    config, recipe = folders.load_config(source), folders.read_recipe(source)
+    ends = folders.load_ends(source, config)
+    with sole_writer(out):
+        require_new(out)  # another process may have finished it meanwhile
+        with new_folder(out) as partial:
+            for index in range(config.layers):
+                layer = folders.load_layer(source, index, config)
+                with in_file(folders.layer_path(source, index)):
+                    parts = {name: _repacked(part, layout) for name, part in layer.parts.items()}
+                folders.save_layer(partial, index, LayerWeights(config=config, **parts))
+                progress(f"layer {index}", config.layers)
+            kept = layer.four_bit_inputs or "layout" not in recipe
+            folders.save_ends(partial, config, recipe if kept else {**recipe, "layout": layout}, **ends)
+            if (source / "tokenizer.json").is_file():
+                Tokenizer.from_folder(source).save(partial)
+
+
+def _repacked(part: object, layout: str) -> object:
+    """Pack a W4A8 weight in the layout, its rows in their own order; whatever else a layer has stays as it is."""
+    if not isinstance(part, PackedWeight) or (part.layout == layout and not part.interleaved):
+        return part
+    return pack(unpack(part), layout)

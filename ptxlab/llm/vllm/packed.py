@@ -1,0 +1,114 @@
+"""Folders of `ptxlab quantize --recipe` and `ptxlab import`: packed weights, which are loaded as they are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.utils import set_weight_attrs
+
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.checkpoints.folder import CONFIG_VERSION, METHOD
+from ptxlab.llm.vllm.kernels import ProductKernels
+from ptxlab.llm.vllm.linear import W4A8LinearMethod
+from ptxlab.llm.vllm.packing import LAYOUT
+from ptxlab.lowbit.layout import buffer_shapes
+from ptxlab.lowbit.layout.packed_weight import SCHEMES
+from ptxlab.validate import is_integer, is_one_of
+
+_CONFIG = "quantization_config"
+
+
+@dataclass(frozen=True)
+class PackedCheckpoint:
+    """The quantization_config of such a folder.
+
+    Attributes:
+        scheme, group: of most matrices.
+        has_rotated_values: whether values are rotated head by head.
+        exceptions: (scheme, group) of other matrices by the layers' names.
+    """
+
+    is_sliceable: ClassVar[bool] = False  # a packed matrix is not cut for several GPUs
+    scheme: str
+    group: int
+    has_rotated_values: bool = False
+    exceptions: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self | None:
+        """Return what a quantization_config says, or None for another method's.
+
+        Raises ArgumentError for weights in another packing than the kernels here read, or of another version.
+        """
+        if config.get("quant_method") != METHOD:
+            return None
+        if config.get("version") != CONFIG_VERSION:
+            raise ArgumentError(f"{_CONFIG}: version", f"must be {CONFIG_VERSION}", config.get("version"))
+        exceptions = config.get("exceptions", {})
+        if not isinstance(exceptions, Mapping):
+            raise ArgumentError(f"{_CONFIG}: exceptions", "must be settings by layer", type(exceptions).__name__)
+        of_others = {name: _settings(f"{_CONFIG}: exceptions: {name}", each) for name, each in exceptions.items()}
+        return cls(*_settings(_CONFIG, config), config.get("rotated_values") is True, of_others)
+
+    def linear_method(self, kernels: ProductKernels, prefix: str, merged: Mapping[str, list[str]]) -> W4A8LinearMethod:
+        """Return the method of the layer `prefix`."""
+        return PackedLinearMethod(kernels, prefix, *self.exceptions.get(prefix, (self.scheme, self.group)))
+
+    def __str__(self) -> str:
+        others = f", {len(self.exceptions)} matrices otherwise" if self.exceptions else ""
+        groups = "a scale per channel" if self.scheme == "qoq_channel" else f"groups of {self.group}"
+        return f"weights W4A8 (packed, {self.scheme}, {groups}{others})"
+
+
+def _settings(name: str, config: Any) -> tuple[str, int]:
+    """Return scheme and group; ArgumentError for what no kernel here reads."""
+    if not isinstance(config, Mapping):
+        raise ArgumentError(name, "must be settings", type(config).__name__)
+    scheme, group, layout = (config.get(key) for key in ("scheme", "group", "layout"))
+    if not is_one_of(scheme, SCHEMES):
+        raise ArgumentError(f"{name}: scheme", f"must be one of {', '.join(SCHEMES)} in vLLM", scheme)
+    if layout != LAYOUT or config.get("interleaved", False):
+        rule = f"must be {LAYOUT}, rows in their own order; `ptxlab import FOLDER --out NEW` rewrites the folder"
+        raise ArgumentError(f"{name}: layout", rule, f"{layout}, interleaved" if layout == LAYOUT else layout)
+    if not is_integer(group):
+        raise ArgumentError(f"{name}: group", "must be an integer", group)
+    return str(scheme), group
+
+
+class PackedLinearMethod(W4A8LinearMethod):
+    """Method of a layer whose checkpoint has the packed weight's buffers by the names that they keep."""
+
+    def __init__(self, kernels: ProductKernels, prefix: str, scheme: str, group: int) -> None:
+        super().__init__(kernels, prefix)
+        self.stored_format = scheme, group
+
+    def choose_format(self, K: int) -> tuple[str, int]:
+        """Return the folder's scheme and group."""
+        return self.stored_format
+
+    def loaded_parameters(self, N: int, K: int, dtype: torch.dtype, weight_loader: Any) -> dict[str, nn.Parameter]:
+        """Return the buffers."""
+        parameters = {}
+        for name, (kind, shape) in buffer_shapes(LAYOUT, self.scheme, N, K, self.group).items():
+            empty = torch.empty(shape, dtype=getattr(torch, kind), device="meta")
+            parameters[name] = nn.Parameter(empty, requires_grad=False)
+            set_weight_attrs(parameters[name], {"weight_loader": self._load_whole})
+        return parameters
+
+    def pack(self, layer: nn.Module, loaded: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the buffers as they are."""
+        return loaded
+
+    def _load_whole(self, param: Tensor, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
+        """Copy a buffer; vLLM fills in `param` by this name.
+
+        Raises ArgumentError for another dtype or shape than the layer's weight has, and for a part of a merged matrix.
+        """
+        if loaded_shard_id is not None:
+            raise self._error("matrices of one product must be packed as one", f"part {loaded_shard_id} alone")
+        expected, got = ((tensor.dtype, [*tensor.shape]) for tensor in (param, loaded_weight))
+        if got != expected:
+            raise self._error(f"packed weights must be {expected[0]} {expected[1]}", f"{got[0]} {got[1]}")
+        param.data.copy_(loaded_weight)

@@ -1,0 +1,223 @@
+"""The plugin in vLLM's engine on a GPU: texts, perplexity, settings of the engine, and a server with clients."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import gpu
+from ptxlab.errors import UnavailableError
+from ptxlab.llm.accuracy.parting import parting
+from ptxlab.llm.accuracy.text import open_text, tokens_of, windows
+from ptxlab.llm.checkpoints import folder as folders
+from ptxlab.llm.checkpoints import open_model
+from ptxlab.llm.model import KernelRunner, QuantizedModel, perplexity
+from ptxlab.llm.model.cache_formats import CACHE_FORMATS, CacheFormat, StoredTensor
+from ptxlab.llm.model.numerics import FakeQuantized
+from ptxlab.llm.server import Request
+from tests.support.vllm_engine import ENVIRONMENT, SETTINGS, run_engine
+
+
+def what_is_missing() -> str:
+    """Name what the tests need and this machine has not; empty if there is nothing."""
+    if reason := gpu.why_not("sm_90a", exact=True):
+        return f"the plugin's kernels: {reason}"
+    package = find_spec("vllm")
+    if package is None or package.origin is None:
+        return "vLLM 0.26.0 is not importable"
+    if (version := metadata.version("vllm")).partition("+")[0] != "0.26.0":
+        return f"vLLM 0.26.0: this is {version}"
+    if not any(Path(package.origin).parent.glob("*.so")):
+        return "vLLM's compiled operators: these are its sources alone"
+    return ""
+
+
+MISSING = what_is_missing()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=MISSING or "nothing is missing")]
+# As of runs of one model that round otherwise (tests/llm/test_server_on_gpu.py): in deviations of the logits.
+MOST_APART = 1.5
+OTHER_NUMBERS = ("8-bit cache", "head in INT8")  # settings that are no ties, but other roundings
+CLIENTS = 64
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 as a folder of packed weights in groups of 64, with its tokenizer."""
+    try:
+        model, tokenizer = open_model("smollm2")
+    except UnavailableError as error:
+        pytest.skip(f"SmolLM2: {error}")
+    folder = tmp_path_factory.mktemp("smollm2")
+    folders.save(QuantizedModel.rounded(model, group=64), folder)
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2: Path) -> list[list[int]]:
+    """Two hundred beginnings of texts, of 8 to 300 tokens."""
+    tokens, rng = corpus(smollm2), np.random.default_rng(0)
+    starts, lengths = rng.integers(0, len(tokens) - 300, 200), rng.integers(8, 301, 200)
+    return [tokens[start : start + length].tolist() for start, length in zip(starts, lengths, strict=True)]
+
+
+def corpus(folder: Path) -> Any:
+    from ptxlab.llm.checkpoints.tokenizer import Tokenizer
+
+    try:
+        return tokens_of(open_text("wikipedia").evaluation[:8], Tokenizer.from_folder(folder))
+    except UnavailableError as error:
+        pytest.skip(f"texts of Wikipedia: {error}")
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", **more}
+
+
+def require_equal_but_for_ties(folder: Path, prompts: list[list[int]], texts: list[list[int]], head: str) -> None:
+    """Compare texts with what `KernelRunner` makes of their prompts."""
+    runner = KernelRunner(folders.load(folder), 1, 512, chunk=512, head=head)
+    found = [parting(runner, Request(prompt, 64, tokens=text)) for prompt, text in zip(prompts, texts, strict=True)]
+    parted = [each for each in found if each is not None]
+    farthest = max((each.margin / each.spread for each in parted), default=0.0)
+    print(f"{len(parted)} of {len(texts)} texts part, by at most {farthest:.3f} deviations")
+    assert all(len(text) == 64 for text in texts)
+    assert not [each for each in parted if each.margin > MOST_APART * each.spread]
+
+
+@pytest.mark.long(120)
+def test_texts_are_those_of_the_kernels_alone(smollm2: Path, prompts: list[list[int]], tmp_path: Path) -> None:
+    texts = run_engine(smollm2, tmp_path, prompts, environment())["tokens"]
+    require_equal_but_for_ties(smollm2, prompts, texts, "float16")
+
+
+@pytest.mark.long(120)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_the_engine(smollm2: Path, prompts: list[list[int]], tmp_path: Path, name: str) -> None:
+    """Under each the texts are those of the kernels alone; prompts come twice, the second time behind a prefix."""
+    twice = [*prompts[:40], *prompts[:40]]
+    texts = run_engine(smollm2, tmp_path, twice, environment(**ENVIRONMENT.get(name, {})), **SETTINGS[name])["tokens"]
+    if name == "batch invariance":
+        assert texts[:40] == texts[40:]
+    if name in OTHER_NUMBERS:
+        alone = run_engine(smollm2, tmp_path, twice[:1], environment(), **SETTINGS[name])["tokens"]
+        assert len(texts) == 80 and all(len(text) == 64 for text in texts) and alone[0][:1] == texts[0][:1]
+        return
+    require_equal_but_for_ties(smollm2, twice, texts, "float16")
+
+
+@pytest.mark.long(120)
+@pytest.mark.parametrize(("scheme", "dtype"), [("kv4", None), ("kv8", "int8_per_token_head")])
+def test_perplexity_is_that_of_the_formulas(
+    smollm2: Path, tmp_path: Path, scheme: str, dtype: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 0.5% of `ptxlab perplexity`, own keys from the cache on both sides, rotated, and values plain."""
+    rotated = CacheFormat(StoredTensor(scheme, rotated=True), StoredTensor(scheme))
+    monkeypatch.setitem(CACHE_FORMATS, "rotated keys", rotated)  # type: ignore[arg-type]
+    of_text = windows(corpus(smollm2), 512, 16)
+    arguments: dict[str, Any] = {"of_prompts": True, "new": 1, **({"kv_cache_dtype": dtype} if dtype else {})}
+    found = run_engine(smollm2, tmp_path, [each.tolist() for each in of_text], environment(), **arguments)["logprobs"]
+    ours = float(np.exp(-np.mean([np.mean(each) for each in found])))
+    model, _ = open_model(smollm2)
+    right = perplexity(model.to_device(), of_text, FakeQuantized(kv="rotated keys"))
+    print(f"perplexity {ours:.4f} in vLLM, {right:.4f} by the formulas")
+    assert ours == pytest.approx(right, rel=5e-3)
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of `vllm serve`."""
+    if find_spec("openai") is None or find_spec("uvicorn") is None:
+        pytest.skip("openai and uvicorn, of the server and its client, are not importable")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(smollm2), "--port", str(port)]
+    options = ["--served-model-name", "smollm2", "--max-model-len", "1024", "--gpu-memory-utilization", "0.3"]
+    with (
+        open(log, "w") as out,
+        subprocess.Popen([*command, *options], env=environment(), stdout=out, stderr=out) as run,
+    ):
+        try:
+            address = f"http://127.0.0.1:{port}"
+            for _ in range(600):
+                if run.poll() is not None or answers(f"{address}/health"):
+                    break
+                time.sleep(1)
+            assert answers(f"{address}/health"), log.read_text()[-3000:]
+            yield address
+        finally:
+            run.terminate()
+
+
+def answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def share_of_the_cache(address: str) -> float:
+    """Return the share of the cache's blocks that requests hold."""
+    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    (line,) = [line for line in lines if line.startswith("vllm:kv_cache_usage_perc")]
+    return float(line.split()[-1])
+
+
+def stream(address: str, prompt: str, texts: list[str], most: int | None = None) -> None:
+    """Complete a prompt in pieces; after `most` of them the connection is closed."""
+    import openai
+
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+    pieces = client.completions.create(model="smollm2", prompt=prompt, max_tokens=64, temperature=0.0, stream=True)
+    text = ""
+    for number, piece in enumerate(pieces):
+        text += piece.choices[0].text if piece.choices else ""
+        if number == most:
+            pieces.close()
+            break
+    texts.append(text)
+
+
+@pytest.mark.long(120)
+def test_clients_stream_at_once_and_may_leave(server: str) -> None:
+    """Sixty-four at once; of clients that leave in the midst no page stays."""
+    whole: list[str] = []
+    cut: list[str] = []
+    staying = [threading.Thread(target=stream, args=(server, f"Chapter {i}. The", whole)) for i in range(CLIENTS)]
+    leaving = [threading.Thread(target=stream, args=(server, f"Part {i}. A", cut, 3)) for i in range(CLIENTS)]
+    for thread in [*staying, *leaving]:
+        thread.start()
+    for thread in [*staying, *leaving]:
+        thread.join(300)
+    assert len(whole) == len(cut) == CLIENTS and all(whole)
+    for _ in range(30):
+        if share_of_the_cache(server) == 0:
+            break
+        time.sleep(1)
+    assert share_of_the_cache(server) == 0
+
+
+def test_the_server_chats(server: str) -> None:
+    """SmolLM2 has a template, which its folder keeps."""
+    import openai
+
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none")
+    message = {"role": "user", "content": "Name a colour."}
+    answer = client.chat.completions.create(model="smollm2", messages=[message], max_tokens=16, temperature=0.0)  # type: ignore[list-item]
+    assert answer.choices[0].message.content and json.loads(answer.to_json())["model"] == "smollm2"

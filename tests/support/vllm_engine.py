@@ -1,0 +1,75 @@
+"""An engine of vLLM in a process of its own: `python -m tests.support.vllm_engine JOB RESULT`, both files of JSON.
+
+Tests of the plugin on a GPU run each setting so: an engine keeps its memory as long as its process lives.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+COMMON: dict[str, Any] = {
+    "dtype": "float16", "max_model_len": 1024, "gpu_memory_utilization": 0.3, "enable_prefix_caching": False, "seed": 0,
+}  # fmt: skip
+# By name, arguments of the engine under which texts are to be those of `COMMON` but for ties.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "prefix caching": {"enable_prefix_caching": True},
+    "chunks of 64": {"max_num_batched_tokens": 64, "max_num_seqs": 32, "enable_chunked_prefill": True},
+    "chunks of 8,192": {"max_num_batched_tokens": 8192, "enable_chunked_prefill": True},
+    "preemption": {"num_gpu_blocks_override": 40, "max_num_seqs": 64},
+    "n-gram speculation": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3},
+    },
+    "8-bit cache": {"kv_cache_dtype": "int8_per_token_head"},
+    "head in INT8": {"additional_config": {"ptxlab": {"head": "int8"}}},
+    "batch invariance": {},
+}  # fmt: skip
+ENVIRONMENT = {"batch invariance": {"VLLM_BATCH_INVARIANT": "1"}}
+
+
+def run_engine(
+    folder: Path, work: Path, prompts: Sequence[Sequence[int]], environment: dict[str, str], **settings: Any
+) -> dict[str, Any]:
+    """Serve prompts (token ids) on an engine for `folder`, and return `tokens` and `logprobs` of each.
+
+    Settings are arguments of the engine, and `new`, the tokens to make (64), and `of_prompts`, whether logarithms of
+    the prompts' likelihoods are wanted. Raises AssertionError with the last lines of a process that fails.
+    """
+    job, result = work / "job.json", work / "result.json"
+    sampling = {"new": settings.pop("new", 64), "of_prompts": settings.pop("of_prompts", False)}
+    engine = {"model": str(folder), **COMMON, **settings}
+    job.write_text(json.dumps({"engine": engine, "prompts": [[*map(int, each)] for each in prompts], **sampling}))
+    command = [sys.executable, "-m", "tests.support.vllm_engine", str(job), str(result)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
+    assert ended.returncode == 0, "\n".join((ended.stdout + ended.stderr).splitlines()[-30:])
+    made: dict[str, Any] = json.loads(result.read_text())
+    return made
+
+
+def serve(job: dict[str, Any]) -> dict[str, Any]:
+    """Do a job in this process."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**job["engine"])
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=job["new"],
+        ignore_eos=True,
+        detokenize=False,
+        prompt_logprobs=0 if job["of_prompts"] else None,
+    )
+    outputs = llm.generate([{"prompt_token_ids": each} for each in job["prompts"]], sampling, use_tqdm=False)
+    logprobs = [
+        [
+            known[token].logprob
+            for token, known in zip(each.prompt_token_ids[1:], (each.prompt_logprobs or [None])[1:], strict=False)
+        ]
+        for each in outputs
+    ]
+    return {"tokens": [[*each.outputs[0].token_ids] for each in outputs], "logprobs": logprobs}
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(serve(json.loads(Path(sys.argv[1]).read_text()))))
