@@ -2,7 +2,8 @@
 //
 // All queries that share a kv head (the heads of its group, times T) read its keys and values once: they are the
 // columns of an MMA whose other operand are keys, and then values, dequantised by AND alone: a nibble under a mask is
-// the FP16 subnormal v * 2^-24, which tensor cores take exactly. Units are split evenly over blocks.
+// the FP16 subnormal v * 2^-24, which tensor cores take exactly. Units are split evenly over blocks (COMET section
+// 3.2).
 //
 // Contract   out[b, t, h] = sum_i p[i] v[i], p = softmax of softmax_scale * q[b, t, h] . k[i] over the keys that query
 //            t sees: i up to lengths[b] - T + t, of these the last `window` if that is not 0. lse: natural logarithm of
@@ -15,11 +16,13 @@
 // PTX ISA    9.7.14.5.8 mma.m16n8k16; 9.7.14.5.17 movmatrix; 9.7.9.25 cp.async; 9.7.3 ex2, lg2, rcp; 9.7.13.5 atom.
 #include "exponent.cuh"
 #include "hadamard.cuh"
+#include "kv_page.cuh"
 #include "mma.cuh"
 #include "mma_f16.cuh"
 #include "parts.cuh"
 #include "segments.cuh"
 #include "timeline.cuh"
+#include "vector_access.cuh"
 
 #ifndef D
 #define D 128      // of a head: 64, 128, 256
@@ -30,7 +33,7 @@
 #define COLUMNS 8  // queries of a unit, 8 or 16
 #define WARPS 4
 #define STAGES 3
-#define TOKENS 32  // of an item
+#define TOKENS 32  // of a slice
 #define SUM_PAD 4  // floats between rows of sums in shared memory
 #define FUSED 0    // 1: the last block that has part of a unit puts it together, and no attention_merge is needed
 #endif
@@ -42,127 +45,523 @@
 namespace {
 
 using ptxlab::u32;
+using Page = ptxlab::KvPage<D, PAGE, BITS, CHANNEL>;
+using Row = ptxlab::Row<D>;
 using Segments = ptxlab::Segments<2, 4>;  // a unit costs its tiles, but two at least
-constexpr int THREADS = 32 * WARPS, SHARE = ptxlab::TILE / TOKENS;
-constexpr int ROW = D * BITS / 8, PAGE_BYTES = PAGE * (ROW + (CHANNEL ? 0 : 4)),
-              PAGES = TOKENS > PAGE ? TOKENS / PAGE : 1;
-constexpr int PART = TOKENS * ROW, STAGE = 2 * (PART + (CHANNEL ? 0 : TOKENS * 4));
-constexpr int PER_WORD = 32 / BITS, HALVES = PER_WORD / 2;      // integers, and pairs of them, of a word
-constexpr int K_WORDS = ROW / 16, V_WORDS = ROW / 32;           // of a row, per lane
-constexpr int MT = TOKENS / 16, NT = COLUMNS / 8, DT = D / 16;  // MMA tiles of tokens, of queries, of dims
-constexpr int PITCH = D + SUM_PAD;                              // of sums in shared memory
-constexpr float LOWEST = -1e30f, LOG2E = 1.4426950408889634f;
-constexpr u32 FLIP = BITS == 8 && CHANNEL ? 0x80808080u : 0;  // s8 as u8 with a zero of 128
-constexpr u32 NEUTRAL = 0x00003c00;                           // scale 1, zero 0: of tokens that there are not
+
+constexpr int kThreads = 32 * WARPS, kTileSlices = ptxlab::TILE / TOKENS;
+constexpr int kPages = TOKENS > PAGE ? TOKENS / PAGE : 1, kRows = TOKENS * Page::kRowBytes;  // of a slice; bytes
+constexpr int kKeyWords = Page::kRowBytes / 16, kValueWords = Page::kRowBytes / 32;          // of a row, per lane
+constexpr int kTokenTiles = TOKENS / 16, kQueryTiles = COLUMNS / 8, kDimTiles = D / 16;      // of MMAs
+constexpr int kVectorWords = kValueWords == 1 ? 1 : 2;                                       // of one load of values
+constexpr int kPitch = D + SUM_PAD;                                                          // floats of a row of sums
+constexpr u32 kOnes = 0x3c003c00;                                                            // two zero points of 1
 static_assert((COLUMNS == 8 || COLUMNS == 16) && TOKENS == 32 && SUM_PAD % 4 == 0);
 
-__device__ __forceinline__ float low_half(u32 pair) { return __low2float(ptxlab::as_half2(pair)); }
-__device__ __forceinline__ float high_half(u32 pair) { return __high2float(ptxlab::as_half2(pair)); }
-__device__ __forceinline__ u32 half_pair(float a, float b) { return ptxlab::as_bits(__floats2half2_rn(a, b)); }
+using Scores = float[kTokenTiles][kQueryTiles][4];  // of tokens g (0, 1) and g + 8 (2, 3), queries 2 t, 2 t + 1
 
-// Where byte `at` of a stage's keys or values lies.
-__device__ __forceinline__ int swizzled(int at) { return at ^ ((at >> 7 & 3 ^ at >> 9 & 1) << 5); }
-
-// The integers of a word, in pairs, as FP16 subnormals.
-__device__ __forceinline__ void subnormals(u32 (&h)[HALVES], u32 word) {
-    if constexpr (BITS == 4) {
-        const uint4 v = ptxlab::subnormal_u4(word);
-        h[0] = v.x, h[1] = v.y, h[2] = v.z, h[3] = v.w;
-    } else {
-        const uint2 v = ptxlab::subnormal_u8(word ^ FLIP);
-        h[0] = v.x, h[1] = v.y;
-    }
-}
+// Permutes the bytes of a stage's keys or values.
+__device__ __forceinline__ int swizzled(int byte) { return byte ^ ((byte >> 7 & 3 ^ byte >> 9 & 1) << 5); }
 
 // Dim of half b of pair r of a word of keys, and what the pair counts.
 __device__ __forceinline__ constexpr int dim_of(int r, int b) { return r / 2 * 4 + r % 2 + 2 * b; }
 __device__ __forceinline__ constexpr float count_of(int r) { return r < 2 ? 1 : 16; }
 
-// The items of one warp, segment after segment: as it multiplies them, and, as many items ahead as it has stages, as it
-// asks for them.
-struct Items {
-    Segments walk;
-    int item, items;  // of this segment: the warp's next one, and all
+// Where a lane's elements of fragments are: lane 4 g + t. Passed on by value, since a role that read `threadIdx` itself
+// would do so in every slice.
+struct Lane {
+    int g, t;
+};
 
-    __device__ __forceinline__ Items(const Segments& all) : walk(all), item(threadIdx.x / 32) { count(); }
+struct Arguments {
+    const unsigned short* q;
+    const unsigned char* pool;
+    const int *table, *lengths;
+    const float *k_scale, *k_zero, *v_scale, *v_zero;
+    unsigned short* out;
+    float *lse, *partial;
+    float2* stats;
+    int* segments;
+    float softmax_scale;
+    int B, T, Hq, Hkv, P, window;
 
-    __device__ __forceinline__ void count() {
-        items = !walk.has_segment()
-                    ? 0
-                    : min(walk.tile_count() * SHARE,
-                          (walk.length - (walk.window_tile + walk.first_tile()) * ptxlab::TILE + TOKENS - 1) / TOKENS);
-    }
-    __device__ __forceinline__ void next_segment() {  // items of all segments are dealt out as if they were of one
-        item -= items;
-        walk.advance();
-        count();
-    }
-    __device__ __forceinline__ int position() const {
-        return (walk.window_tile + walk.first_tile()) * ptxlab::TILE + item * TOKENS;
+    // Heads that share a KV head; units that these make; columns of a unit at most.
+    int group = Hq / Hkv, splits = (group * T + COLUMNS - 1) / COLUMNS, columns = min(COLUMNS, group* T);
+};
+
+// A warp's slice of 32 tokens: keys and values, swizzled, then (scale, zero) of both unless these are per channel.
+struct Stage {
+    unsigned char keys[kRows], values[kRows + (CHANNEL ? 0 : 2 * TOKENS * 4)];
+
+    __device__ __forceinline__ u32* constants() { return reinterpret_cast<u32*>(values + kRows); }
+    __device__ __forceinline__ const u32* constants() const { return reinterpret_cast<const u32*>(values + kRows); }
+};
+
+// A warp's stages.
+struct Ring {
+    unsigned char* bytes;
+
+    // The offset has 32 bits: an array's would have 64, which take other instructions in the loop.
+    __device__ __forceinline__ Stage& stage(int slot) const {
+        return *reinterpret_cast<Stage*>(bytes + slot * int(sizeof(Stage)));
     }
 };
 
-// Asks for a warp's items. The entry of the block table is loaded one item before it is needed.
-struct Loader {
-    Items at;
-    const unsigned char *pool, *of_head;
+// The warps' sums of a segment, behind their rings.
+struct WarpSums {
+    float* rows;    // [WARPS][columns][kPitch]
+    float4* stats;  // [WARPS][columns]: largest score, sum of weights, sum of weights times zero points
+    int columns;
+
+    __device__ __forceinline__ WarpSums(unsigned char* memory, int columns)
+        : rows(reinterpret_cast<float*>(memory)), stats(reinterpret_cast<float4*>(rows + WARPS * columns * kPitch)),
+          columns(columns) {}
+    __device__ __forceinline__ float* row(int warp, int column) const {
+        return rows + (warp * columns + column) * kPitch;
+    }
+    __device__ __forceinline__ float4* stat(int warp, int column) const { return stats + warp * columns + column; }
+};
+
+// Deals the slices of the block's segments to its warps as if they were of one: as a warp multiplies them, and, as many
+// slices ahead as it has stages, as it asks for them.
+struct Scheduler {
+    Segments segment;
+    int slice, slices;  // of this segment: the warp's next one, and all
+
+    __device__ __forceinline__ explicit Scheduler(const Segments& segment) : segment(segment), slice(threadIdx.x / 32) {
+        count();
+    }
+    __device__ __forceinline__ void count() {
+        // `tokens` belongs to the branch: worked out before it, it costs the loop its registers for addresses.
+        slices = !segment.has_segment() ? 0 : min(segment.tile_count() * kTileSlices, (tokens() + TOKENS - 1) / TOKENS);
+    }
+    __device__ __forceinline__ int tokens() const {
+        return segment.length - (segment.window_tile + segment.first_tile()) * ptxlab::TILE;
+    }
+    __device__ __forceinline__ void next_segment() {
+        slice -= slices;
+        segment.advance();
+        count();
+    }
+    __device__ __forceinline__ int position() const {
+        return (segment.window_tile + segment.first_tile()) * ptxlab::TILE + slice * TOKENS;
+    }
+};
+
+// Asks for a warp's slices. The entry of the block table is loaded one slice before it is needed.
+struct PageProducer {
+    Scheduler scheduler;
+    const unsigned char *pool, *head_pages;
     const int* table;
     size_t pitch;  // of the keys, or of the values, of all heads of a page
-    int P, splits, entry;
+    int P, splits, entry = 0;
 
-    __device__ __forceinline__ Loader(const Items& from, const unsigned char* pool, const int* table, int Hkv, int P,
-                                      int splits)
-        : at(from), pool(pool), of_head(pool), table(table), pitch(size_t(Hkv) * PAGE_BYTES), P(P), splits(splits),
-          entry(0) {
+    __device__ __forceinline__ PageProducer(const Scheduler& scheduler, const Arguments& arguments)
+        : scheduler(scheduler), pool(arguments.pool), head_pages(pool), table(arguments.table),
+          pitch(size_t(arguments.Hkv) * Page::kBytes), P(arguments.P), splits(arguments.splits) {
         enter();
         look_up();
     }
 
-    __device__ __forceinline__ void enter() { of_head = pool + size_t(at.walk.unit_index / splits) * PAGE_BYTES; }
-
-    __device__ __forceinline__ void look_up() {
-        while (at.walk.has_segment() && at.item >= at.items) {
-            at.next_segment();
-            enter();
-        }
-        if (!at.walk.has_segment()) return;
-        // instead of one that there is not, the last
-        const int last = (at.walk.length - 1) / PAGE, page = at.position() / PAGE + threadIdx.x % PAGES;
-        entry = table[size_t(at.walk.sequence) * P + min(page, last)];
+    __device__ __forceinline__ void enter() {
+        head_pages = pool + size_t(scheduler.segment.unit_index / splits) * Page::kBytes;
     }
 
-    // Asks for the next item, if there is one; a group of copies in either case.
+    __device__ __forceinline__ void look_up() {
+        while (scheduler.segment.has_segment() && scheduler.slice >= scheduler.slices) {
+            scheduler.next_segment();
+            enter();
+        }
+        if (!scheduler.segment.has_segment()) return;
+        // instead of one that there is not, the last
+        const int last = (scheduler.segment.length - 1) / PAGE,
+                  page = scheduler.position() / PAGE + threadIdx.x % kPages;
+        entry = table[size_t(scheduler.segment.sequence) * P + min(page, last)];
+    }
+
+    // Asks for the next slice, if there is one; a group of copies in either case.
     __device__ __forceinline__ void fetch(unsigned char* stage) {
-        if (at.walk.has_segment()) {
-            const int lane = threadIdx.x % 32, offset = at.position() % PAGE;
-            const unsigned char* page[PAGES];
-#pragma unroll
-            for (int j = 0; j < PAGES; ++j) page[j] = of_head + size_t(__shfl_sync(~0u, entry, j)) * (2 * pitch);
-#pragma unroll
-            for (int part = 0; part < 2; ++part) {
-#pragma unroll
-                for (int i = 0; i < PART / 512; ++i) {
-                    const int j = i * 512 / ROW / PAGE, byte = i * 512 + lane * 16;
-                    ptxlab::cp_async_16(stage + part * PART + swizzled(byte),
-                                        page[j] + part * pitch + offset * ROW + byte - j * PAGE * ROW, true);
-                }
-            }
-            if (!CHANNEL && lane < TOKENS / 2) {
-                const int part = lane / (TOKENS / 4), byte = lane * 16 % (TOKENS * 4), j = byte / 4 / PAGE;
-                const unsigned char* from = (j ? page[PAGES - 1] : page[0]) + part * pitch;
-                ptxlab::cp_async_16(stage + 2 * PART + lane * 16, from + PAGE * ROW + (offset - j * PAGE) * 4 + byte,
-                                    true);
-            }
-            at.item += WARPS;
+        if (scheduler.segment.has_segment()) {
+            copy(stage);
+            scheduler.slice += WARPS;
             look_up();
         }
         ptxlab::cp_async_commit();
     }
+
+    __device__ __forceinline__ void copy(unsigned char* stage) const {
+        const int lane = threadIdx.x % 32, offset = scheduler.position() % PAGE;
+        const unsigned char* page[kPages];
+#pragma unroll
+        for (int j = 0; j < kPages; ++j) page[j] = head_pages + size_t(__shfl_sync(~0u, entry, j)) * (2 * pitch);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)  // keys, values
+#pragma unroll
+            for (int i = 0; i < kRows / 512; ++i) {
+                const int j = i * 512 / Page::kRowBytes / PAGE, byte = i * 512 + lane * 16;
+                ptxlab::cp_async_16(
+                    stage + half * kRows + swizzled(byte),
+                    page[j] + half * pitch + offset * Page::kRowBytes + byte - j * PAGE * Page::kRowBytes, true);
+            }
+        if (!CHANNEL && lane < TOKENS / 2) {
+            const int half = lane / (TOKENS / 4), byte = lane * 16 % (TOKENS * 4), j = byte / 4 / PAGE;
+            const unsigned char* rows = (j ? page[kPages - 1] : page[0]) + half * pitch;
+            ptxlab::cp_async_16(stage + 2 * kRows + lane * 16,
+                                rows + PAGE * Page::kRowBytes + (offset - j * PAGE) * 4 + byte, true);
+        }
+    }
 };
+
+// A segment's columns: which queries they are, and where their results go.
+struct Columns {
+    const Arguments& arguments;
+    int sequence, head, first_column, count;
+
+    __device__ __forceinline__ Columns(const Segments& segment, const Arguments& arguments)
+        : arguments(arguments), sequence(segment.sequence), head(segment.unit_index / arguments.splits),
+          first_column(segment.unit_index % arguments.splits * COLUMNS),
+          count(min(arguments.columns, arguments.group * arguments.T - first_column)) {}
+
+    __device__ __forceinline__ int token(int column) const { return (first_column + column) / arguments.group; }
+    __device__ __forceinline__ size_t row(int column) const {  // of q and of the results
+        return (size_t(sequence) * arguments.T + token(column)) * arguments.Hq + head * arguments.group +
+               (first_column + column) % arguments.group;
+    }
+};
+
+// Queries as operand B: of query g the dims of the words that the lane has of keys.
+struct Query {
+    u32 words[kQueryTiles][kKeyWords][Page::kPairs];
+    float factor[kQueryTiles][2], column_sum[kQueryTiles][2];
+
+    __device__ __forceinline__ Query(const Columns& columns, Lane lane) {
+#pragma unroll
+        for (int n = 0; n < kQueryTiles; ++n) {
+            float x[kKeyWords][Page::kPerWord];
+            load(x, columns, n, lane);
+            quantise(x, columns, n, lane);
+        }
+    }
+
+    __device__ __forceinline__ static int dim(int w, Lane lane) {
+        return (w / 2 * 8 + 2 * lane.t + w % 2) * Page::kPerWord;
+    }
+
+    // By channel times the keys' scales; rotated if keys are.
+    __device__ __forceinline__ static void load(float (&x)[kKeyWords][Page::kPerWord], const Columns& columns, int n,
+                                                Lane lane) {
+        const bool inside = n * 8 + lane.g < columns.count;
+        const unsigned short* elements = columns.arguments.q + columns.row(inside ? n * 8 + lane.g : 0) * D;
+        const float* scales = columns.arguments.k_scale + columns.head * D;
+#pragma unroll
+        for (int w = 0; w < kKeyWords; ++w)
+#pragma unroll
+            for (int i = 0; i < Page::kPerWord; i += 4) {
+                const uint2 four =
+                    inside ? *reinterpret_cast<const uint2*>(elements + dim(w, lane) + i) : make_uint2(0, 0);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    x[w][i + e] = ptxlab::element<BF16>(e < 2 ? four.x : four.y, e % 2);
+                    if (CHANNEL) x[w][i + e] *= scales[dim(w, lane) + i + e];
+                }
+            }
+        if constexpr (ROTATED) ptxlab::rotate_query<2 * Page::kPerWord, 4>(x, lane.t);
+    }
+
+    // Rounds to FP16 relative to a power of two, so that the largest reaches the top of its range.
+    __device__ __forceinline__ void quantise(const float (&x)[kKeyWords][Page::kPerWord], const Columns& columns, int n,
+                                             Lane lane) {
+        const float* zeros = columns.arguments.k_zero + columns.head * D;
+        const auto zero = [&](int w, int i) { return !CHANNEL ? 1 : BITS == 8 ? 128 : zeros[dim(w, lane) + i]; };
+        float largest = 0, sum = 0;
+#pragma unroll
+        for (int w = 0; w < kKeyWords; ++w)
+#pragma unroll
+            for (int i = 0; i < Page::kPerWord; ++i) largest = fmaxf(largest, fabsf(x[w][i]));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        const float power = ptxlab::leading_power(fmaxf(largest, 0x1p-100f)),
+                    inverse = ptxlab::inverse_power(power) * 0x1p14f;
+#pragma unroll
+        for (int w = 0; w < kKeyWords; ++w)
+#pragma unroll
+            for (int r = 0; r < Page::kPairs; ++r) {
+                const int low = dim_of(r, 0), high = dim_of(r, 1);
+                const float scaled = inverse / count_of(r);
+                const u32 pair = ptxlab::half_pair(x[w][low] * scaled, x[w][high] * scaled);
+                words[n][w][r] = pair;
+                sum += (ptxlab::low_half(pair) * zero(w, low) + ptxlab::high_half(pair) * zero(w, high)) * count_of(r);
+            }
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+            const int source = 4 * (2 * lane.t + b);  // the column's first lane
+            factor[n][b] = __shfl_sync(~0u, power, source) *
+                           (columns.arguments.softmax_scale * ptxlab::kLog2E * 0x1p10f);  // 2^24 / 2^14
+            column_sum[n][b] = __shfl_sync(~0u, sum, source) * -0x1p-24f;
+        }
+    }
+};
+
+// Constants of tokens g and g + 8 of each MMA tile: of the keys, and of the values' scales.
+struct TokenConstants {
+    float key_scale[kTokenTiles][2], key_zero[kTokenTiles][2];
+    float value_log[kTokenTiles][2], value_inverse[kTokenTiles][2];
+
+    __device__ __forceinline__ TokenConstants(const Stage& stage, int tokens, Lane lane) {
+#pragma unroll
+        for (int i = 0; i < kTokenTiles; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int token = i * 16 + h * 8 + lane.g;
+                key_scale[i][h] = key_zero[i][h] = value_inverse[i][h] = 1, value_log[i][h] = 0;
+                if (CHANNEL) continue;
+                u32 key = stage.constants()[token], value = stage.constants()[TOKENS + token];
+                if (token >= tokens) key = value = ptxlab::kNeutralConstants;
+                key_scale[i][h] = ptxlab::low_half(key), key_zero[i][h] = ptxlab::high_half(key);
+                value_log[i][h] = ptxlab::log2_approx(ptxlab::low_half(value));
+                value_inverse[i][h] = __fdividef(1, ptxlab::low_half(value));
+            }
+    }
+};
+
+// S = K Q^T of a slice, from the zero points' part on.
+__device__ __forceinline__ void multiply_keys(Scores& s, const unsigned char* keys, const Query& query,
+                                              const TokenConstants& constants, Lane lane) {
+#pragma unroll
+    for (int i = 0; i < kTokenTiles; ++i)
+#pragma unroll
+        for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) s[i][n][e] = constants.key_zero[i][e / 2] * query.column_sum[n][e % 2];
+#pragma unroll
+    for (int i = 0; i < kTokenTiles; ++i)
+#pragma unroll
+        for (int j = 0; j < kKeyWords / 2; ++j) {
+            const int row = (i * 16 + lane.g) * Page::kRowBytes + j * 32 + lane.t * 8;
+            const uint2 upper = *reinterpret_cast<const uint2*>(keys + swizzled(row));
+            const uint2 lower = *reinterpret_cast<const uint2*>(keys + swizzled(row + 8 * Page::kRowBytes));
+#pragma unroll
+            for (int w = 0; w < 2; ++w) {
+                u32 a[Page::kPairs], b[Page::kPairs];
+                ptxlab::subnormals<BITS>(a, (w ? upper.y : upper.x) ^ Page::kSignBits);
+                ptxlab::subnormals<BITS>(b, (w ? lower.y : lower.x) ^ Page::kSignBits);
+#pragma unroll
+                for (int r = 0; r < Page::kPairs; r += 2)
+#pragma unroll
+                    for (int n = 0; n < kQueryTiles; ++n) {
+                        const u32(&word)[Page::kPairs] = query.words[n][2 * j + w];
+                        ptxlab::mma_f16(s[i][n], a[r], b[r], a[r + 1], b[r + 1], word[r], word[r + 1]);
+                    }
+            }
+        }
+}
+
+// Scores in base 2, with the logarithm of the value's scale added.
+__device__ __forceinline__ void scale_scores(Scores& s, const Query& query, const TokenConstants& constants) {
+#pragma unroll
+    for (int i = 0; i < kTokenTiles; ++i)
+#pragma unroll
+        for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                s[i][n][e] = s[i][n][e] * (constants.key_scale[i][e / 2] * query.factor[n][e % 2]) +
+                             constants.value_log[i][e / 2];
+}
+
+// Zero points of the values of a lane's two tokens of eight.
+__device__ __forceinline__ u32 value_zeros(const Stage& stage, int first_token, int tokens, Lane lane) {
+    const int token = first_token + 2 * lane.t;
+    u32 even = stage.constants()[TOKENS + token], odd = stage.constants()[TOKENS + token + 1];
+    if (token >= tokens) even = ptxlab::kNeutralConstants;
+    if (token + 1 >= tokens) odd = ptxlab::kNeutralConstants;
+    return __byte_perm(even, odd, 0x7632);
+}
+
+// Words of the values of tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9, from word `j` of a lane's row on.
+__device__ __forceinline__ void load_values(u32 (&words)[4][kVectorWords], const unsigned char* values, int first_token,
+                                            int j, Lane lane) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const int row = (first_token + k / 2 * 8 + 2 * lane.t + k % 2) * Page::kRowBytes;
+        ptxlab::load_words(words[k], values + swizzled(row + j * 32 + lane.g * kVectorWords * 4));
+    }
+}
+
+// O^T += V^T P^T of 16 tokens.
+__device__ __forceinline__ void multiply_values(float (&o)[kDimTiles][kQueryTiles][4], const unsigned char* values,
+                                                const u32 (&p)[kQueryTiles][2], int first_token, Lane lane) {
+#pragma unroll
+    for (int j = 0; j < kValueWords; j += 2) {
+        u32 words[4][kVectorWords];
+        load_values(words, values, first_token, j, lane);
+#pragma unroll
+        for (int w = 0; w < kVectorWords; ++w)
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {  // low and high halves of the words
+                const u32 select = k ? 0x7632 : 0x5410;
+                u32 a[Page::kPairs], b[Page::kPairs];
+                ptxlab::subnormals<BITS>(a, __byte_perm(words[0][w], words[1][w], select) ^ Page::kSignBits);
+                ptxlab::subnormals<BITS>(b, __byte_perm(words[2][w], words[3][w], select) ^ Page::kSignBits);
+#pragma unroll
+                for (int r = 0; r < Page::kPairs; r += 2)
+#pragma unroll
+                    for (int n = 0; n < kQueryTiles; ++n)
+                        ptxlab::mma_f16(o[(j + w) * Page::kPairs + r + k][n], a[r], a[r + 1], b[r], b[r + 1], p[n][0],
+                                        p[n][1]);
+            }
+    }
+}
+
+// What a warp has summed up of a segment: its lane's columns. The accumulators come first: the order of the members
+// decides how registers are allocated, and behind others the accumulators are cleared twice.
+struct Softmax {
+    float zeros[kQueryTiles][4] = {}, o[kDimTiles][kQueryTiles][4] = {};
+    float largest[kQueryTiles][2], weights[kQueryTiles][2] = {};
+    int end[kQueryTiles][2];  // the first token that a column does not see
+
+    __device__ __forceinline__ Softmax(const Columns& columns, int length, Lane lane) {
+#pragma unroll
+        for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+            for (int b = 0; b < 2; ++b) {
+                end[n][b] = length - columns.arguments.T + 1 + columns.token(n * 8 + 2 * lane.t + b);
+                largest[n][b] = ptxlab::kLowestScore;
+            }
+    }
+
+    __device__ __forceinline__ void mask(Scores& s, int position, int window, Lane lane) const {
+#pragma unroll
+        for (int i = 0; i < kTokenTiles; ++i)
+#pragma unroll
+            for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int token = position + i * 16 + e / 2 * 8 + lane.g, limit = end[n][e % 2];
+                    if (token >= limit || (window > 0 && token < limit - window)) s[i][n][e] = -ptxlab::infinity();
+                }
+    }
+
+    // Raises the columns' largest scores to those of a slice, and scales the sums down to them.
+    __device__ __forceinline__ void raise(const Scores& s) {
+        bool raised = false;
+        float rescale[kQueryTiles][2];
+#pragma unroll
+        for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+            for (int b = 0; b < 2; ++b) {
+                float peak = ptxlab::kLowestScore;
+#pragma unroll
+                for (int i = 0; i < kTokenTiles; ++i) peak = fmaxf(peak, fmaxf(s[i][n][b], s[i][n][b + 2]));
+#pragma unroll
+                for (int step = 4; step < 32; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
+                raised |= peak > largest[n][b];
+                rescale[n][b] = ptxlab::exp2_approx(largest[n][b] - fmaxf(largest[n][b], peak));
+                largest[n][b] = fmaxf(largest[n][b], peak);
+            }
+        if (!__any_sync(~0u, raised)) return;
+#pragma unroll
+        for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+            for (int b = 0; b < 2; ++b) {
+                weights[n][b] *= rescale[n][b], zeros[n][b] *= rescale[n][b];
+#pragma unroll
+                for (int d = 0; d < kDimTiles; ++d) o[d][n][b] *= rescale[n][b], o[d][n][b + 2] *= rescale[n][b];
+            }
+    }
+
+    // Weights of eight tokens, as operand B.
+    __device__ __forceinline__ void weigh(u32 (&p)[kQueryTiles][2], const Scores& s, const TokenConstants& constants,
+                                          int i, int h) {
+        const float inverse = constants.value_inverse[i][h];
+#pragma unroll
+        for (int n = 0; n < kQueryTiles; ++n) {
+            const float p0 = ptxlab::exp2_approx(s[i][n][h * 2] - largest[n][0]),
+                        p1 = ptxlab::exp2_approx(s[i][n][h * 2 + 1] - largest[n][1]);
+            weights[n][0] += p0 * inverse, weights[n][1] += p1 * inverse;
+            p[n][h] = ptxlab::transposed(ptxlab::half_pair(p0, p1));
+        }
+    }
+
+    // Adds a slice's values: of each 16 tokens the weights, times zero points, times rows.
+    __device__ __forceinline__ void add_values(const Scores& s, const Stage& stage, const TokenConstants& constants,
+                                               int tokens, Lane lane) {
+#pragma unroll
+        for (int i = 0; i < kTokenTiles; ++i) {
+            u32 p[kQueryTiles][2], zero[2] = {kOnes, kOnes};  // operand B; by channel the plain sum of weights
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                weigh(p, s, constants, i, h);
+                if (!CHANNEL) zero[h] = value_zeros(stage, i * 16 + h * 8, tokens, lane);
+            }
+#pragma unroll
+            for (int n = 0; n < kQueryTiles; ++n)
+                ptxlab::mma_f16(zeros[n], zero[0], zero[0], zero[1], zero[1], p[n][0], p[n][1]);
+            multiply_values(o, stage.values, p, i * 16, lane);
+        }
+    }
+
+    // Writes the warp's sums: tile kPairs w + r + k has dims 4 .. of the lane's word w: 2 k + (0, 1) + 4 (r > 0), of
+    // row g and g + 8.
+    __device__ __forceinline__ void store(const WarpSums& warp_sums, int columns, int warp, Lane lane) {
+#pragma unroll
+        for (int n = 0; n < kQueryTiles; ++n)
+#pragma unroll
+            for (int b = 0; b < 2; ++b) {
+#pragma unroll
+                for (int step = 4; step < 32; step *= 2) weights[n][b] += __shfl_xor_sync(~0u, weights[n][b], step);
+                const int column = n * 8 + 2 * lane.t + b;
+                if (column >= columns) continue;
+                if (lane.g == 0)
+                    *warp_sums.stat(warp, column) =
+                        make_float4(largest[n][b], CHANNEL ? zeros[n][b] : weights[n][b], zeros[n][b], 0);
+                float* row = warp_sums.row(warp, column);
+#pragma unroll
+                for (int d = 0; d < kDimTiles; ++d) {
+                    const int w = d / Page::kPairs, r = d % Page::kPairs / 2 * 2, k = d % 2;
+                    const int word = kVectorWords == 1 ? lane.g : w / 2 * 16 + 2 * lane.g + w % 2;
+                    const float correction = 0x1p24f / count_of(r);  // integers were subnormals
+                    *reinterpret_cast<float2*>(row + word * Page::kPerWord + 2 * r + 2 * k) =
+                        make_float2(o[d][n][b] * correction, o[d][n][b + 2] * correction);
+                }
+            }
+    }
+};
+
+// A warp puts a column's sums together: to the result, or to the workspace where the unit is in several blocks.
+__device__ __forceinline__ void combine(const WarpSums& warp_sums, const Segments& segment, const Columns& columns,
+                                        int column) {
+    const Arguments& arguments = columns.arguments;
+    const int lane = threadIdx.x % 32;
+    const float4 stat = lane < WARPS ? *warp_sums.stat(lane, column) : make_float4(ptxlab::kLowestScore, 0, 0, 0);
+    Row row = {};
+    float zero_sum;
+    const float factor = row.combine_stats<32>(stat, zero_sum);
+    row.add_warps<WARPS>(warp_sums.row(0, column), warp_sums.columns * kPitch, factor, ~0u, 0);
+    Page::restore(row, zero_sum, 1, arguments.v_scale + columns.head * D, arguments.v_zero + columns.head * D);
+    if (segment.tile_count() == segment.tiles) {
+        row.store<BF16>(arguments.out, arguments.lse, columns.row(column));
+        return;
+    }
+    const bool begins_here = segment.first_tile() == 0;
+    const int block = segment.first_block(), blocks = segment.blocks();
+    row.write(arguments.partial, arguments.stats, (size_t(blockIdx.x) * 2 + begins_here) * arguments.columns + column);
+    if (FUSED) {
+        int* const counter = arguments.segments + block * arguments.columns + column;
+        if (!ptxlab::last_of(counter, blocks)) return;
+        if (lane == 0) *counter = 0;  // for the next launch
+        Row::merged(arguments.partial, arguments.stats, block, blocks, arguments.columns, column)
+            .store<BF16>(arguments.out, arguments.lse, columns.row(column));
+    } else if (begins_here && column == 0 && lane == 0) {
+        reinterpret_cast<int2*>(arguments.segments)[blockIdx.x] =
+            make_int2(segment.sequence * (arguments.Hkv * arguments.splits) + segment.unit_index, blocks);
+    }
+}
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_kv4_mma_sm80(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_kv4_mma_sm80(
     const unsigned short* __restrict__ q,    // f16 or bf16 [B, T, Hq, D]
     const unsigned char* __restrict__ pool,  // u8 [pages, 2, Hkv, PAGE_BYTES]
     const int* __restrict__ table,           // s32 [B, P]
@@ -177,350 +576,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_kv4_mma_sm80(
     // s32 FUSED: [gridDim.x, columns], zeros before and after; else [gridDim.x, 2]: the unit that
     // begins in part 1, and the blocks that have of it
     int* segments, float softmax_scale, int B, int T, int Hq, int Hkv, int P, int window) {
-    // rings [WARPS][STAGES][STAGE], sums [WARPS][columns][PITCH], stats
-    extern __shared__ __align__(128) unsigned char memory[];
-    const int group = Hq / Hkv, splits = (group * T + COLUMNS - 1) / COLUMNS, columns = min(COLUMNS, group * T);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    TIMELINE_THREAD(lane == 0);
-    unsigned char* ring = memory + warp * (STAGES * STAGE);
-    float* sums = reinterpret_cast<float*>(memory + WARPS * STAGES * STAGE);
-    float4* found = reinterpret_cast<float4*>(sums + WARPS * columns * PITCH);  // [WARPS][columns]: maximum, sum, zeros
-
+    extern __shared__ __align__(128) unsigned char memory[];  // rings, sums
+    const int warp = threadIdx.x / 32, index = threadIdx.x % 32;
+    const Lane lane = {index / 4, index % 4};
+    TIMELINE_THREAD(index == 0);
+    const Arguments arguments = {q,      pool, table, lengths, k_scale, k_zero,   v_scale,
+                                 v_zero, out,  lse,   partial, stats,   segments, softmax_scale,
+                                 B,      T,    Hq,    Hkv,     P,       window};
+    const Ring ring = {memory + warp * (STAGES * int(sizeof(Stage)))};
+    const WarpSums warp_sums(memory + WARPS * STAGES * sizeof(Stage), arguments.columns);
     PHASE(LOAD);
-    Items at(Segments(lengths, Segments::nearest_of(lengths, B), B, Hkv * splits, T, window));
-    Loader loader(at, pool, table, Hkv, P, splits);
+    Scheduler scheduler(Segments(lengths, Segments::nearest_of(lengths, B), B, Hkv * arguments.splits, T, window));
+    PageProducer producer(scheduler, arguments);
 #pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) loader.fetch(ring + s * STAGE);
-
+    for (int s = 0; s < STAGES - 1; ++s) producer.fetch(ring.stage(s).keys);
     if (!FUSED && threadIdx.x == 0) reinterpret_cast<int2*>(segments)[blockIdx.x] = make_int2(0, 0);
     int slot = 0;
-    for (; at.walk.has_segment(); at.next_segment()) {
-        const int head = at.walk.unit_index / splits, column0 = at.walk.unit_index % splits * COLUMNS,
-                  here = min(columns, group * T - column0);
-        const auto row_of = [&](int column) {  // of out: query and head of a column
-            return (size_t(at.walk.sequence) * T + (column0 + column) / group) * Hq + head * group +
-                   (column0 + column) % group;
-        };
-
-        // Queries as operand B: of query g the dims of the words that the lane has of keys.
+    for (; scheduler.segment.has_segment(); scheduler.next_segment()) {
         PHASE(SETUP);
-        u32 query[NT][K_WORDS][HALVES];
-        float factor[NT][2], column_sum[NT][2];
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-            const bool inside = n * 8 + g < here;
-            const unsigned short* from = q + row_of(inside ? n * 8 + g : 0) * D;
-            const auto dim = [&](int w) { return (w / 2 * 8 + 2 * t + w % 2) * PER_WORD; };
-            u32 raw[K_WORDS][PER_WORD / 2];
-#pragma unroll
-            for (int w = 0; w < K_WORDS; ++w)
-#pragma unroll
-                for (int i = 0; i < PER_WORD / 2; i += 2) {
-                    const uint2 both =
-                        inside ? *reinterpret_cast<const uint2*>(from + dim(w) + 2 * i) : make_uint2(0, 0);
-                    raw[w][i] = both.x, raw[w][i + 1] = both.y;
-                }
-            const auto loaded = [&](int w, int i) {
-                const u32 bits = i % 2 ? raw[w][i / 2] >> 16 : raw[w][i / 2] & 0xffff;
-                const float x = BF16 ? __uint_as_float(bits << 16) : low_half(bits);
-                return CHANNEL ? x * k_scale[head * D + dim(w) + i] : x;
-            };
-            float rotated[K_WORDS][PER_WORD];
-            if constexpr (ROTATED) {
-#pragma unroll
-                for (int w = 0; w < K_WORDS; ++w)
-#pragma unroll
-                    for (int i = 0; i < PER_WORD; ++i) rotated[w][i] = loaded(w, i);
-                ptxlab::rotate_query<2 * PER_WORD, 4>(rotated, t);
-            }
-            const auto element = [&](int w, int i) { return ROTATED ? rotated[w][i] : loaded(w, i); };
-            const auto zero = [&](int w, int i) {
-                return !CHANNEL ? 1 : BITS == 8 ? 128 : k_zero[head * D + dim(w) + i];
-            };
-            float largest = 0, sum = 0;
-#pragma unroll
-            for (int w = 0; w < K_WORDS; ++w)
-#pragma unroll
-                for (int i = 0; i < PER_WORD; ++i) largest = fmaxf(largest, fabsf(element(w, i)));
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-            const float unit = ptxlab::leading_power(fmaxf(largest, 0x1p-100f)),
-                        power = ptxlab::inverse_power(unit) * 0x1p14f;
-#pragma unroll
-            for (int w = 0; w < K_WORDS; ++w)
-#pragma unroll
-                for (int r = 0; r < HALVES; ++r) {
-                    const int low = dim_of(r, 0), high = dim_of(r, 1);
-                    const float scaled = power / count_of(r);
-                    query[n][w][r] = half_pair(element(w, low) * scaled, element(w, high) * scaled);
-                    sum += (low_half(query[n][w][r]) * zero(w, low) + high_half(query[n][w][r]) * zero(w, high)) *
-                           count_of(r);
-                }
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-#pragma unroll
-            for (int b = 0; b < 2; ++b) {
-                // 2^24 / 2^14
-                factor[n][b] = __shfl_sync(~0u, unit, 4 * (2 * t + b)) * (softmax_scale * LOG2E * 0x1p10f);
-                column_sum[n][b] = __shfl_sync(~0u, sum, 4 * (2 * t + b)) * -0x1p-24f;
-            }
-        }
-
-        int end[NT][2];  // tokens from here on a query does not see
-        float m[NT][2], l[NT][2] = {}, o[DT][NT][4] = {}, zeros[NT][4] = {};
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int b = 0; b < 2; ++b) {
-                end[n][b] = at.walk.length - T + 1 + (column0 + n * 8 + 2 * t + b) / group;
-                m[n][b] = LOWEST;
-            }
-
-        for (; at.item < at.items; at.item += WARPS) {
-            const int position = at.position();
-            const int inside = at.walk.length - position;  // tokens that there are
-            const bool masked =
-                position + TOKENS > at.walk.length - T + 1 || (window > 0 && position < at.walk.length - window);
+        const Columns columns(scheduler.segment, arguments);
+        const Query query(columns, lane);
+        Softmax softmax(columns, scheduler.segment.length, lane);
+        for (; scheduler.slice < scheduler.slices; scheduler.slice += WARPS) {
+            const int position = scheduler.position(), length = scheduler.segment.length;
+            const bool masked = position + TOKENS > length - T + 1 || (window > 0 && position < length - window);
             PHASE(WAIT_COPY);
             ptxlab::cp_async_wait<STAGES - 2>();
-            __syncwarp();  // the item is there for all lanes, and all are done with the one before
+            __syncwarp();  // the slice is there for all lanes, and all are done with the one before
             PHASE(LOAD);
-            loader.fetch(ring + (slot + STAGES - 1) % STAGES * STAGE);
-            const unsigned char* keys = ring + slot * STAGE;
-            const unsigned char* values = keys + PART;
-            const u32* constants = reinterpret_cast<const u32*>(keys + 2 * PART);
+            producer.fetch(ring.stage((slot + STAGES - 1) % STAGES).keys);
+            const Stage& stage = ring.stage(slot);
             slot = slot + 1 == STAGES ? 0 : slot + 1;
-
             PHASE(SCORES);
-            float s[MT][NT][4], k_factor[MT][2], v_log[MT][2], v_inverse[MT][2];
-#pragma unroll
-            for (int i = 0; i < MT; ++i)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const int token = i * 16 + h * 8 + g;
-                    float zero = 1;
-                    k_factor[i][h] = v_inverse[i][h] = 1, v_log[i][h] = 0;
-                    if (!CHANNEL) {
-                        u32 k = constants[token], v = constants[TOKENS + token];
-                        if (token >= inside) k = v = NEUTRAL;
-                        k_factor[i][h] = low_half(k), zero = high_half(k);
-                        v_log[i][h] = ptxlab::log2_approx(low_half(v)), v_inverse[i][h] = __fdividef(1, low_half(v));
-                    }
-#pragma unroll
-                    for (int n = 0; n < NT; ++n)
-#pragma unroll
-                        for (int b = 0; b < 2; ++b) s[i][n][h * 2 + b] = zero * column_sum[n][b];
-                }
-#pragma unroll
-            for (int i = 0; i < MT; ++i)
-#pragma unroll
-                for (int j = 0; j < K_WORDS / 2; ++j) {
-                    const int at_row = (i * 16 + g) * ROW + j * 32 + t * 8;
-                    const uint2 top = *reinterpret_cast<const uint2*>(keys + swizzled(at_row));
-                    const uint2 bottom = *reinterpret_cast<const uint2*>(keys + swizzled(at_row + 8 * ROW));
-#pragma unroll
-                    for (int w = 0; w < 2; ++w) {
-                        u32 a[HALVES], b[HALVES];
-                        subnormals(a, w ? top.y : top.x);
-                        subnormals(b, w ? bottom.y : bottom.x);
-#pragma unroll
-                        for (int r = 0; r < HALVES; r += 2)
-#pragma unroll
-                            for (int n = 0; n < NT; ++n)
-                                ptxlab::mma_f16(s[i][n], a[r], b[r], a[r + 1], b[r + 1], query[n][2 * j + w][r],
-                                                query[n][2 * j + w][r + 1]);
-                    }
-                }
-
+            const TokenConstants constants(stage, length - position, lane);
+            Scores s;
+            multiply_keys(s, stage.keys, query, constants, lane);
             PHASE(SOFTMAX);
-#pragma unroll
-            for (int i = 0; i < MT; ++i)
-#pragma unroll
-                for (int n = 0; n < NT; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        s[i][n][e] = s[i][n][e] * (k_factor[i][e / 2] * factor[n][e % 2]) + v_log[i][e / 2];
-            if (masked) {
-#pragma unroll
-                for (int i = 0; i < MT; ++i)
-#pragma unroll
-                    for (int n = 0; n < NT; ++n)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) {
-                            const int token = position + i * 16 + e / 2 * 8 + g, limit = end[n][e % 2];
-                            if (token >= limit || (window > 0 && token < limit - window))
-                                s[i][n][e] = -ptxlab::infinity();
-                        }
-            }
-            bool larger = false;
-            float less[NT][2];
-#pragma unroll
-            for (int n = 0; n < NT; ++n)
-#pragma unroll
-                for (int b = 0; b < 2; ++b) {
-                    float most = LOWEST;
-#pragma unroll
-                    for (int i = 0; i < MT; ++i) most = fmaxf(most, fmaxf(s[i][n][b], s[i][n][b + 2]));
-#pragma unroll
-                    for (int mask = 4; mask < 32; mask *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
-                    larger |= most > m[n][b];
-                    less[n][b] = ptxlab::exp2_approx(m[n][b] - fmaxf(m[n][b], most));
-                    m[n][b] = fmaxf(m[n][b], most);
-                }
-            if (__any_sync(~0u, larger)) {
-#pragma unroll
-                for (int n = 0; n < NT; ++n)
-#pragma unroll
-                    for (int b = 0; b < 2; ++b) {
-                        l[n][b] *= less[n][b], zeros[n][b] *= less[n][b];
-#pragma unroll
-                        for (int d = 0; d < DT; ++d) o[d][n][b] *= less[n][b], o[d][n][b + 2] *= less[n][b];
-                    }
-            }
-
+            scale_scores(s, query, constants);
+            if (masked) softmax.mask(s, position, window, lane);
+            softmax.raise(s);
             PHASE(VALUES);
-#pragma unroll
-            for (int i = 0; i < MT; ++i) {
-                u32 p[NT][2], zero[2] = {0x3c003c00u, 0x3c003c00u};  // operand B; by channel the plain sum of weights
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-#pragma unroll
-                    for (int n = 0; n < NT; ++n) {
-                        const float p0 = ptxlab::exp2_approx(s[i][n][h * 2] - m[n][0]),
-                                    p1 = ptxlab::exp2_approx(s[i][n][h * 2 + 1] - m[n][1]);
-                        l[n][0] += p0 * v_inverse[i][h], l[n][1] += p1 * v_inverse[i][h];
-                        p[n][h] = ptxlab::transposed(half_pair(p0, p1));
-                    }
-                    if (!CHANNEL) {
-                        const int token = i * 16 + h * 8 + 2 * t;
-                        u32 first = constants[TOKENS + token], second = constants[TOKENS + token + 1];
-                        if (token >= inside) first = NEUTRAL;
-                        if (token + 1 >= inside) second = NEUTRAL;
-                        zero[h] = __byte_perm(first, second, 0x7632);
-                    }
-                }
-#pragma unroll
-                for (int n = 0; n < NT; ++n)
-                    ptxlab::mma_f16(zeros[n], zero[0], zero[0], zero[1], zero[1], p[n][0], p[n][1]);
-#pragma unroll
-                for (int j = 0; j < V_WORDS; j += 2) {
-                    u32 word[4][2];  // of tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) {
-                        const int row = (i * 16 + k / 2 * 8 + 2 * t + k % 2) * ROW;
-                        if (V_WORDS == 1) {
-                            word[k][0] = *reinterpret_cast<const u32*>(values + swizzled(row + g * 4));
-                        } else {
-                            const uint2 both = *reinterpret_cast<const uint2*>(values + swizzled(row + j * 32 + g * 8));
-                            word[k][0] = both.x, word[k][1] = both.y;
-                        }
-                    }
-#pragma unroll
-                    for (int w = 0; w < (V_WORDS == 1 ? 1 : 2); ++w)
-#pragma unroll
-                        for (int up = 0; up < 2; ++up) {  // low and high halves of the words
-                            u32 a[HALVES], b[HALVES];
-                            subnormals(a, __byte_perm(word[0][w], word[1][w], up ? 0x7632 : 0x5410));
-                            subnormals(b, __byte_perm(word[2][w], word[3][w], up ? 0x7632 : 0x5410));
-#pragma unroll
-                            for (int r = 0; r < HALVES; r += 2)
-#pragma unroll
-                                for (int n = 0; n < NT; ++n)
-                                    ptxlab::mma_f16(o[(j + w) * HALVES + r + up][n], a[r], a[r + 1], b[r], b[r + 1],
-                                                    p[n][0], p[n][1]);
-                        }
-                }
-            }
+            softmax.add_values(s, stage, constants, length - position, lane);
         }
-
         PHASE(REDUCE);
-        // The warps' sums, put together: tile HALVES w + r + up has dims 4 .. of the lane's word w: 2 up + (0, 1) + 4
-        // (r > 0), of row g and g + 8.
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int b = 0; b < 2; ++b) {
-#pragma unroll
-                for (int mask = 4; mask < 32; mask *= 2) l[n][b] += __shfl_xor_sync(~0u, l[n][b], mask);
-                const int column = n * 8 + 2 * t + b;
-                if (column >= here) continue;
-                if (g == 0)
-                    found[warp * columns + column] =
-                        make_float4(m[n][b], CHANNEL ? zeros[n][b] : l[n][b], zeros[n][b], 0);
-                float* to = sums + (warp * columns + column) * PITCH;
-#pragma unroll
-                for (int d = 0; d < DT; ++d) {
-                    const int w = d / HALVES, r = d % HALVES / 2 * 2, up = d % 2;
-                    const int word = V_WORDS == 1 ? g : w / 2 * 16 + 2 * g + w % 2;
-                    const float back = 0x1p24f / count_of(r);
-                    *reinterpret_cast<float2*>(to + word * PER_WORD + 2 * r + 2 * up) =
-                        make_float2(o[d][n][b] * back, o[d][n][b + 2] * back);
-                }
-            }
+        softmax.store(warp_sums, columns.count, warp, lane);
         __syncthreads();
 #pragma unroll 1
-        for (int c = warp; c < here; c += WARPS) {
-            const float4 of = lane < WARPS ? found[lane * columns + c] : make_float4(LOWEST, 0, 0, 0);
-            ptxlab::Row<D> row = {};
-            row.largest = of.x;
-#pragma unroll
-            for (int mask = 16; mask > 0; mask /= 2)
-                row.largest = fmaxf(row.largest, __shfl_xor_sync(~0u, row.largest, mask));
-            const float factor_here = ptxlab::exp2_approx(of.x - row.largest);
-            float zero_sum = of.z * factor_here;
-            row.sum = of.y * factor_here;
-#pragma unroll
-            for (int mask = 16; mask > 0; mask /= 2) {
-                row.sum += __shfl_xor_sync(~0u, row.sum, mask);
-                zero_sum += __shfl_xor_sync(~0u, zero_sum, mask);
-            }
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) {
-                const float times = __shfl_sync(~0u, factor_here, w);
-#pragma unroll
-                for (int i = 0; i < row.PIECES; ++i)
-                    if (row.has_piece(i)) {
-                        const float4 v =
-                            *reinterpret_cast<const float4*>(sums + (w * columns + c) * PITCH + row.dim(i));
-                        row.v[i].x += times * v.x, row.v[i].y += times * v.y, row.v[i].z += times * v.z,
-                            row.v[i].w += times * v.w;
-                    }
-            }
-#pragma unroll
-            for (int i = 0; i < row.PIECES; ++i)
-                if (row.has_piece(i)) {
-                    float4 zero = make_float4(1, 1, 1, 1), scale = zero;
-                    if (CHANNEL) scale = *reinterpret_cast<const float4*>(v_scale + head * D + row.dim(i));
-                    if (CHANNEL)
-                        zero = BITS == 8 ? make_float4(128, 128, 128, 128)
-                                         : *reinterpret_cast<const float4*>(v_zero + head * D + row.dim(i));
-                    float4& v = row.v[i];
-                    v = make_float4((v.x - zero_sum * zero.x) * scale.x, (v.y - zero_sum * zero.y) * scale.y,
-                                    (v.z - zero_sum * zero.z) * scale.z, (v.w - zero_sum * zero.w) * scale.w);
-                }
-            if (at.walk.tile_count() == at.walk.tiles) {
-                row.store<BF16>(out, lse, row_of(c));
-                continue;
-            }
-            const int block = at.walk.first_block(), blocks = at.walk.blocks();
-            row.write(partial, stats, (size_t(blockIdx.x) * 2 + (at.walk.first_tile() == 0)) * columns + c);
-            if (!FUSED) {
-                if (at.walk.first_tile() == 0 && c == 0 && lane == 0)
-                    reinterpret_cast<int2*>(segments)[blockIdx.x] =
-                        make_int2(at.walk.sequence * (Hkv * splits) + at.walk.unit_index, blocks);
-                continue;
-            }
-            if (!ptxlab::last_of(segments + block * columns + c, blocks)) continue;
-            if (lane == 0) segments[block * columns + c] = 0;  // for the next launch
-            ptxlab::Row<D>::merged(partial, stats, block, blocks, columns, c).store<BF16>(out, lse, row_of(c));
-        }
+        for (int column = warp; column < columns.count; column += WARPS)
+            combine(warp_sums, scheduler.segment, columns, column);
         __syncthreads();  // the sums are free again
     }
-    for (int b = blockIdx.x; b < B; b += gridDim.x)  // nobody's: sequences of no tokens
-        if (lengths[b] == 0) {
-            for (size_t i = threadIdx.x; i < size_t(T) * Hq * D / 2; i += THREADS)
-                reinterpret_cast<u32*>(out)[size_t(b) * T * Hq * D / 2 + i] = 0;
-            for (int i = threadIdx.x; lse && i < T * Hq; i += THREADS)
-                lse[size_t(b) * T * Hq + i] = -ptxlab::infinity();
-        }
+    ptxlab::store_empty_sequences(out, lse, lengths, B, T * Hq, D, threadIdx.x, kThreads);
 }

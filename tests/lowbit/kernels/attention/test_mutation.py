@@ -34,14 +34,14 @@ LADDER = (
 )
 MMA = (
     ("0x1p14f", "0x1p17f"),
-    ("power / count_of(r)", "power"),
-    ("zero * column_sum[n][b]", "0"),
-    ("at.walk.length - T + 1 +", "at.walk.length - T +"),
+    ("inverse / count_of(r)", "inverse"),
+    ("constants.key_zero[i][e / 2] * query.column_sum[n][e % 2]", "0"),
+    ("length - columns.arguments.T + 1 +", "length - columns.arguments.T +"),
     ("token < limit - window", "token <= limit - window"),
-    ("if (token >= inside) k = v = NEUTRAL;", ""),
-    ("l[n][b] *= less[n][b], zeros[n][b] *= less[n][b];", "l[n][b] *= less[n][b];"),
-    ("p0 * v_inverse[i][h]", "p0"),
-    ("page[j] + part * pitch + offset * ROW", "page[j] + part * pitch"),
+    ("if (token >= tokens) key = value = ptxlab::kNeutralConstants;", ""),
+    ("weights[n][b] *= rescale[n][b], zeros[n][b] *= rescale[n][b];", "weights[n][b] *= rescale[n][b];"),
+    ("p0 * inverse", "p0"),
+    ("page[j] + half * pitch + offset * Page::kRowBytes", "page[j] + half * pitch"),
     ("min(page, last)", "page"),
     ("0x1p24f / count_of(r)", "0x1p24f"),
 )
