@@ -42,7 +42,7 @@ class Sums(NamedTuple):
     values: Any
 
 
-class Rows(NamedTuple):
+class TileRows(NamedTuple):
     """Queries of a tile as f16 [heads, rows, D]; what scores are multiplied by, f32 [heads, rows]; the first token that
     each row does not see, s64 [rows].
     """
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
     ends: Any
 
 
-class Tile(NamedTuple):
+class QueryTile(NamedTuple):
     """Rows `first` to `stop` of a sequence, of every kv head, and the blocks of keys that some of them see."""
 
     first: int
@@ -81,7 +81,7 @@ class PrefillLaunch:
         """Tokens of a block of keys."""
         return self.config["KEYS"]
 
-    def tiles(self) -> Iterator[Tile]:
+    def tiles(self) -> Iterator[QueryTile]:
         """Yield the tiles of the sequence."""
         rows = ROWS if "WARPS" not in self.config else 16 * self.config["WARPS"]
         old = self.context - self.queries
@@ -90,9 +90,9 @@ class PrefillLaunch:
             last_end = old + min((first + rows - 1) // self.group, self.queries - 1) + 1
             begin = max(0, first_end - self.window) // self.block_keys if self.window else 0
             end = max(begin, ceil_div(last_end, self.block_keys)) if last_end > 0 else begin
-            yield Tile(first, min(first + rows, self.queries * self.group), begin, end)
+            yield QueryTile(first, min(first + rows, self.queries * self.group), begin, end)
 
-    def parts_of(self, tile: Tile) -> list[range]:
+    def parts_of(self, tile: QueryTile) -> list[range]:
         """Return the blocks of each part of a tile."""
         blocks = tile.end - tile.begin
         count = max(1, min(self.parts, blocks // self.config["PART_BLOCKS"])) if self.config.get("SPLIT") else 1
@@ -169,7 +169,7 @@ def _attend(of: PrefillLaunch, q: Any) -> tuple[Any, Any]:
     return out, lse
 
 
-def _of_tile(of: PrefillLaunch, tile: Tile, x: Any) -> tuple[Any, Any]:
+def _of_tile(of: PrefillLaunch, tile: QueryTile, x: Any) -> tuple[Any, Any]:
     """Attend for the rows f32 [heads, rows, D] of a tile: results f32 [heads, rows, D], logarithms [heads, rows]."""
     rows = _rounded_queries(of, tile, x)
     parts = [_of_part(of, rows, blocks) for blocks in of.parts_of(tile)]
@@ -183,7 +183,7 @@ def _of_tile(of: PrefillLaunch, tile: Tile, x: Any) -> tuple[Any, Any]:
     return mul(sums.values, inverse[..., None]), lse
 
 
-def _rounded_queries(of: PrefillLaunch, tile: Tile, x: Any) -> Rows:
+def _rounded_queries(of: PrefillLaunch, tile: QueryTile, x: Any) -> TileRows:
     """Round queries to f16, over the power of two that leads each row. A row with an infinity becomes NaN."""
     x = of.cache.rotate(x)
     largest = np.abs(x).max(axis=-1)  # NaN of a NaN
@@ -192,7 +192,7 @@ def _rounded_queries(of: PrefillLaunch, tile: Tile, x: Any) -> Rows:
     queries = of.arithmetic.mul(x, (inverse + (largest - largest))[..., None]).astype(np.float16)
     token = np.minimum(np.arange(tile.first, tile.stop) // of.group, of.queries - 1)
     factors = of.arithmetic.mul(np.float32(of.softmax_scale) * _LOG2E, power)
-    return Rows(queries, factors, beside(of.context - of.queries + token + 1, x))
+    return TileRows(queries, factors, beside(of.context - of.queries + token + 1, x))
 
 
 def _restored(of: PrefillLaunch, block: int) -> tuple[Any, Any]:
@@ -213,7 +213,7 @@ def _restored(of: PrefillLaunch, block: int) -> tuple[Any, Any]:
     return restore(both.part(0)), restore(both.part(1))
 
 
-def _of_part(of: PrefillLaunch, rows: Rows, blocks: range) -> Sums:
+def _of_part(of: PrefillLaunch, rows: TileRows, blocks: range) -> Sums:
     """Add up blocks of keys, one after the other."""
     fma, mul, exp2 = of.arithmetic.fma, of.arithmetic.mul, of.arithmetic.exp2
     shape, headroom = rows.queries.shape, np.float32(of.config["HEADROOM"])
@@ -234,7 +234,7 @@ def _of_part(of: PrefillLaunch, rows: Rows, blocks: range) -> Sums:
     return Sums(largest, weights, values)
 
 
-def _scores(of: PrefillLaunch, rows: Rows, keys: Any, block: int) -> Any:
+def _scores(of: PrefillLaunch, rows: TileRows, keys: Any, block: int) -> Any:
     """Multiply queries and keys: f32 [heads, rows, tokens]; -inf for what is not seen."""
     start = np.zeros((*rows.queries.shape[:2], of.block_keys), np.float32, like=keys)
     score = _multiplied(of, rows.queries, keys.swapaxes(1, 2), start)
