@@ -77,7 +77,10 @@ def operator_calls(
         "quantize_activations": ((x,), {}),
         "gemm_w4a8": ((*ops.quantize_activations(x), weight), {"layout": linear.layout, **stored}),
         "gemm_w4a8_grouped": ((*ops.quantize_activations(x), experts, offsets), stored),
-        "gemm_w8a8": ((*ops.quantize_activations(x), of_rows, torch.ones(width, device=device)), {}),
+        "gemm_w8a8": (
+            (*ops.quantize_activations(x), of_rows, torch.ones(width, device=device)),
+            {"out_dtype": torch.float16},
+        ),
         "rmsnorm_quantize": ((x, gamma), {}),
         "silu_mul_quantize": ((gate_up,), {}),
         "rope_append_kv4": ((qkv, pool, slots, cos, sin), {"head_dim": D}),
