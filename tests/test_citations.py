@@ -32,35 +32,35 @@ _NUMBERED = re.compile(
 
 
 def mistakes(text: str) -> Iterator[str]:
-    """What is wrong with the citations of a text: `DOCUMENT §N`, `DOCUMENT section N`, `DOCUMENT Fig. N`.
+    """Name what is wrong with the citations of a text: `DOCUMENT §N`, `DOCUMENT section N`, `DOCUMENT Fig. N`.
 
     Further sections behind the first are those of the same document. Lines are joined, without their comment signs.
     """
     joined = _BREAK.sub(" ", text)
-    for found in _SECTIONS.finditer(joined):
-        before = joined[max(0, found.start() - 100) : found.start()]
-        shown = f"{before[-60:]}{found.group()}"
-        named = _NAMED.search(before)
+    for match in _SECTIONS.finditer(joined):
+        preceding = joined[max(0, match.start() - 100) : match.start()]
+        shown = f"{preceding[-60:]}{match.group()}"
+        named = _NAMED.search(preceding)
         if named is None:
-            if not _LINKED.search(before):
+            if not _LINKED.search(preceding):
                 yield f"names no document right before it: {shown!r}"
             continue
         document = named["document"]
-        for number in re.findall(_NUMBER, found["numbers"]):
+        for number in re.findall(_NUMBER, match["numbers"]):
             if number not in DOCUMENTS[document]["sections"]:
                 yield f"{document} has no section {number}: {shown!r}"
-    for found in _UNMARKED.finditer(joined):
-        yield f"a number without § or `section`: {found.group()!r}"
-    for found in _NUMBERED.finditer(joined):
-        document, count = found["document"], DOCUMENTS[found["document"]][_KINDS[found["kind"]]]
-        if not 1 <= int(found["number"]) <= count:
-            yield f"{document} has {count} {_KINDS[found['kind']]}: {found.group()!r}"
+    for match in _UNMARKED.finditer(joined):
+        yield f"a number without § or `section`: {match.group()!r}"
+    for match in _NUMBERED.finditer(joined):
+        document, count = match["document"], DOCUMENTS[match["document"]][_KINDS[match["kind"]]]
+        if not 1 <= int(match["number"]) <= count:
+            yield f"{document} has {count} {_KINDS[match['kind']]}: {match.group()!r}"
 
 
 def files() -> list[Path]:
     """Code, kernels, guide, notebooks and tests; without this module, which makes mistakes on purpose."""
-    found = {path for place in PLACES for path in ROOT.glob(place)}
-    return sorted(found - {Path(__file__).resolve()})
+    paths = {path for place in PLACES for path in ROOT.glob(place)}
+    return sorted(paths - {Path(__file__).resolve()})
 
 
 @pytest.fixture(scope="module")
@@ -71,17 +71,17 @@ def texts() -> dict[Path, str]:
 
 
 def test_every_citation_names_a_section_that_its_document_has(texts: dict[Path, str]) -> None:
-    wrong = [f"{path.relative_to(ROOT)}: {what}" for path, text in texts.items() for what in mistakes(text)]
+    wrong = [f"{path.relative_to(ROOT)}: {mistake}" for path, text in texts.items() for mistake in mistakes(text)]
     assert not wrong, "\n".join(wrong)
 
 
 def test_there_are_citations_of_every_document_in_code_kernels_and_guide(texts: dict[Path, str]) -> None:
     """The patterns find what they are to hold: a rule that finds nothing holds nothing."""
     for folder in ("ptxlab", "cuda_src", "notebooks/guide"):
-        here = [text for path, text in texts.items() if path.is_relative_to(ROOT / folder)]
+        of_folder = [text for path, text in texts.items() if path.is_relative_to(ROOT / folder)]
         for document in DOCUMENTS:
-            found = sum(len(re.findall(rf"\b{document} {_MARK}{_NUMBER}", text)) for text in here)
-            assert found > 1, f"{folder}: {found} citations of {document}"
+            count = sum(len(re.findall(rf"\b{document} {_MARK}{_NUMBER}", text)) for text in of_folder)
+            assert count > 1, f"{folder}: {count} citations of {document}"
 
 
 def test_the_table_has_every_section_above_a_section() -> None:
@@ -92,7 +92,7 @@ def test_the_table_has_every_section_above_a_section() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "message"),
     [
         ("(QServe §5.4)", "QServe has no section 5.4"),
         ("(QServe §5.2, §5.4)", "QServe has no section 5.4"),
@@ -109,9 +109,9 @@ def test_the_table_has_every_section_above_a_section() -> None:
         ("COMET, Eq. 1", "COMET has 0 equations"),
     ],
 )
-def test_a_wrong_citation_is_found(text: str, found: str) -> None:
-    (what,) = mistakes(text)
-    assert what.startswith(found)
+def test_a_wrong_citation_is_found(text: str, message: str) -> None:
+    (mistake,) = mistakes(text)
+    assert mistake.startswith(message)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 //
 // All queries that share a kv head (the heads of its group, times T) read its keys and values once: they are the
 // columns of an MMA whose other operand are keys, and then values, dequantised by AND alone: a nibble under a mask is
-// the FP16 subnormal v * 2^-24, which tensor cores take exactly. Units are split evenly over blocks.
+// the FP16 subnormal v * 2^-24, which tensor cores take exactly. Units are split evenly over blocks (COMET section
+// 3.2).
 //
 // Contract   out[b, t, h] = sum_i p[i] v[i], p = softmax of softmax_scale * q[b, t, h] . k[i] over the keys that query
 //            t sees: i up to lengths[b] - T + t, of these the last `window` if that is not 0. lse: natural logarithm of

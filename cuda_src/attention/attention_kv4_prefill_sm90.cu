@@ -58,9 +58,10 @@ constexpr int kLanePages = kPages / kPageLanes;      // of a lane
 constexpr int kCopyBytes = kPages * kPageBytes;      // of a block's keys, or values
 constexpr int kBlockBytes = KEYS * D * 2, kColumnBytes = KEYS * 128;
 constexpr int kQueryBytes = kGroupRows * D * 2, kQueryColumnBytes = kGroupRows * 128;
-constexpr int kShifted = PRODUCERS == 2 && (PAGE == 16 || (PAGE == 32 && SPLIT)) ? 8 : 0;  // for pages
-constexpr int kProducerRegisters = (PRODUCERS == 1 ? 72 : 56) + kShifted;
-constexpr int kConsumerRegisters = (PRODUCERS == 1 ? 216 : 200) - kShifted;
+constexpr int kPageRegisters =
+    PRODUCERS == 2 && (PAGE == 16 || (PAGE == 32 && SPLIT)) ? 8 : 0;  // that consumers give up for pages
+constexpr int kProducerRegisters = (PRODUCERS == 1 ? 72 : 56) + kPageRegisters;
+constexpr int kConsumerRegisters = (PRODUCERS == 1 ? 216 : 200) - kPageRegisters;
 constexpr int kChunks = KEYS * kTokenBytes / 16 / kThreads;  // of 16 bytes of a block that a producer restores
 constexpr float kLowest = -1e30f, kLog2E = 1.44269504f;      // kLowest: below any score, yet finite
 constexpr float kHeadroom = HEADROOM;                        // weights are at most 2 to this
@@ -516,7 +517,7 @@ struct Workspace {
 __device__ void consume(Scheduler scheduler, const unsigned short* q, const Results& results,
                         const Workspace& workspace, unsigned char* queries, float* factors, const unsigned char* keys,
                         const unsigned char* values, Barriers& of_keys, Barriers& of_values, int Hq,
-                        float softmax_scale, Tile& kept, int consumer TIMELINE_PARAMETER) {
+                        float softmax_scale, Tile& shared_tile, int consumer TIMELINE_PARAMETER) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kThreads / 32, group = scheduler.group;
     const u64 query = ptxlab::swizzled_128(queries);
     ptxlab::Slot<STAGES> key_slot, value_slot;
@@ -530,7 +531,7 @@ __device__ void consume(Scheduler scheduler, const unsigned short* q, const Resu
         const int first_row = tile.row + consumer * kGroupRows;
         PHASE(SETUP);
         ptxlab::sync_warp_group(consumer);  // all have read the queries of the tile before
-        if (kTileInShared && threadIdx.x % kThreads == 0) kept = tile;
+        if (kTileInShared && threadIdx.x % kThreads == 0) shared_tile = tile;
         Query(Query::place(q, tile, group, first_row, Hq)).store(queries, factors, softmax_scale);
         ptxlab::sync_warp_group(consumer);
         Rows rows;
@@ -610,7 +611,7 @@ __device__ void consume(Scheduler scheduler, const unsigned short* q, const Resu
         }
         PHASE(EPILOGUE);
         if constexpr (kTileInShared) {
-            tile = kept;  // there is no room for the next one yet, whose queries are not fetched ahead
+            tile = shared_tile;  // there is no room for the next one yet, whose queries are not fetched ahead
             if (tile.parts == 1) Results::store(o, results.finish(rows, tile, group, first_row), 0);
             else if (workspace.hand_over(o, rows, tile)) workspace.merge(results, tile, group, first_row);
             has_tile = scheduler.next(tile);
@@ -647,7 +648,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
     unsigned char* const ring = values + STAGES * kBlockBytes;
     __shared__ Barriers key_barriers, value_barriers;
     __shared__ float factors[kRows];
-    __shared__ Tile kept[kGroups];  // of each consumer group, if kTileInShared
+    __shared__ Tile shared_tile[kGroups];  // of each consumer group, if kTileInShared
     TIMELINE_THREAD(threadIdx.x % kThreads == 0);
     const int warp_group = __shfl_sync(~0u, threadIdx.x / kThreads, 0);
     if (threadIdx.x == 0) key_barriers.init(), value_barriers.init(), ptxlab::fence_mbarrier_init();
@@ -674,6 +675,6 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
         const int consumer = warp_group - PRODUCERS;
         consume(scheduler, q, {out, lse, Hq}, {partial, arrivals}, queries + consumer * kQueryBytes,
                 factors + consumer * kGroupRows, keys, values, key_barriers, value_barriers, Hq, softmax_scale,
-                kept[consumer], consumer TIMELINE_ARGUMENT);
+                shared_tile[consumer], consumer TIMELINE_ARGUMENT);
     }
 }

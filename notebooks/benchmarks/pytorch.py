@@ -66,6 +66,7 @@ def operator_calls(
     weight = [getattr(linear, name) for name in linear.names]
     stored = {"scheme": linear.scheme, "group": linear.group, "out_dtype": linear.dtype}
     experts = [torch.stack([each] * 2) for each in weight]
+    of_rows = torch.ones(width, width, dtype=torch.int8, device=device)
     offsets = torch.tensor([0, rows // 2, rows], dtype=torch.int32, device=device)
     table = torch.arange(rows, dtype=torch.int32, device=device).view(rows, 1)
     pool = torch.zeros(rows, 2, Hkv, tokens * (D // 2 + 4), dtype=torch.uint8, device=device)
@@ -76,6 +77,10 @@ def operator_calls(
         "quantize_activations": ((x,), {}),
         "gemm_w4a8": ((*ops.quantize_activations(x), weight), {"layout": linear.layout, **stored}),
         "gemm_w4a8_grouped": ((*ops.quantize_activations(x), experts, offsets), stored),
+        "gemm_w8a8": (
+            (*ops.quantize_activations(x), of_rows, torch.ones(width, device=device)),
+            {"out_dtype": torch.float16},
+        ),
         "rmsnorm_quantize": ((x, gamma), {}),
         "silu_mul_quantize": ((gate_up,), {}),
         "rope_append_kv4": ((qkv, pool, slots, cos, sin), {"head_dim": D}),

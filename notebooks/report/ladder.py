@@ -91,25 +91,30 @@ def ladder_table(record: Record | None = None) -> str:
 
 
 def documents_table(record: Record | None = None) -> str:
-    """What documents report of these GEMMs beside the same ratio in the record, by the sums over a layer's matrices."""
+    """Set what documents report of these GEMMs beside the same ratio of sums over a layer's matrices in the record."""
     rows = points(record or recorded())
     if rows.empty:
         return MISSING
     baseline, lqq, excp, imfp = (spec.name for spec in kernels.gemm.STEPS if spec.name.endswith("_sm90"))
     fig12, fig13 = "LiquidGEMM §7.3, Fig. 12", "LiquidGEMM §7.3, Fig. 13"
-    small, large, most = CHAINS[:1], CHAINS[1:], TOKENS[-1:]
+    small, large, last_tokens = CHAINS[:1], CHAINS[1:], TOKENS[-1:]
     lines = [
-        (fig12, "ImFP over QServe, LLaMA-2-7B, M = 256", "2.75x", layer_ratios(rows, QSERVE, imfp, small, most)),
-        (fig12, "ImFP over QServe, LLaMA-2-70B, M = 256", "2.90x", layer_ratios(rows, QSERVE, imfp, large, most)),
+        (fig12, "ImFP over QServe, LLaMA-2-7B, M = 256", "2.75x", layer_ratios(rows, QSERVE, imfp, small, last_tokens)),
+        (
+            fig12,
+            "ImFP over QServe, LLaMA-2-70B, M = 256",
+            "2.90x",
+            layer_ratios(rows, QSERVE, imfp, large, last_tokens),
+        ),
         (fig13, "LiquidQuant over the baseline", "up to 1.29x", layer_ratios(rows, baseline, lqq)),
         (fig13, "ExCP over the baseline", "gains at many tokens", layer_ratios(rows, baseline, excp)),
         (fig13, "ImFP over the baseline", "gains at every M", layer_ratios(rows, baseline, imfp)),
         ("QServe §4.1", "QServe's kernel over cuBLAS INT8", "1.5x", layer_ratios(rows, "cublas_int8", QSERVE)),
     ]
     shown = [
-        (*line, " to ".join(dict.fromkeys(f"{x:.2f}x" for x in (min(found), max(found)))))
-        for *line, found in lines
-        if found
+        (*line, " to ".join(dict.fromkeys(f"{x:.2f}x" for x in (min(ratios), max(ratios)))))
+        for *line, ratios in lines
+        if ratios
     ]
     table = pd.DataFrame(shown, columns=["document", "figure", "reported", "here"])
     note = "Here: an H200; a range is over LLaMA-2-7B and -70B and the M that were measured."
@@ -128,8 +133,8 @@ def layer_ratios(
 
     def total(name: str, layer: Sequence[Layer], M: int) -> float:
         step = name if name.startswith(PREFIX) else kernels.gemm.STEPS[0].name  # a peer stands beside every step
-        found = times.reindex([(step, M, each.N, each.K) for each in layer])
-        return float((found.time_us * (1 if step == name else found[f"over {name}"])).sum(skipna=False))
+        measured = times.reindex([(step, M, matrix.N, matrix.K) for matrix in layer])
+        return float((measured.time_us * (1 if step == name else measured[f"over {name}"])).sum(skipna=False))
 
     ratios = [total(slow, layer, M) / total(fast, layer, M) for layer in layers for M in tokens]
     return [ratio for ratio in ratios if not math.isnan(ratio)]

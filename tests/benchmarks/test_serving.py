@@ -3,14 +3,16 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import serving
-from benchmarks.serving import Reading, Rule, part, read_engine, require_steady, rows, rows_of
+from benchmarks import serving, serving_engine
+from benchmarks.serving import part, require_steady, rows, rows_of
+from benchmarks.serving_engine import BASELINE, VARIANTS, Reading, Rule, read_engine
 from ptxlab import gpu
 from ptxlab.bench.record import Row
 from ptxlab.errors import ArgumentError, BenchmarkError
@@ -24,12 +26,12 @@ FASTER = Reading((11.5, 12.0), {1: (1.9,), 64: (5.8, 5.7)}, 950_000, 90.0)
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What was measured, of engines that are made up."""
+    """Make engines up, and return which of them were measured."""
     measured: list[tuple[str, str]] = []
 
     def measure(model: str, name: str) -> Reading:
         measured.append((model, name))
-        return FP8 if name == serving.BASELINE else FASTER
+        return FP8 if name == BASELINE else FASTER
 
     monkeypatch.setattr(serving, "measure", measure)
     monkeypatch.setattr(gpu, "free_pool", lambda: None)
@@ -60,21 +62,21 @@ def test_what_would_end_late_is_not_begun() -> None:
     reading = read_engine(
         lambda prompts, new: 1.0 * new, Rule(), cache_tokens=1 << 20, is_late=lambda: next(spent, True)
     )
-    assert len(reading.seconds) == 1 and {batch: len(each) for batch, each in reading.step_ms.items()} == {1: 1}
+    assert len(reading.seconds) == 1 and {batch: len(ms) for batch, ms in reading.step_ms.items()} == {1: 1}
 
 
 def test_rows_stand_beside_fp8_of_the_same_call(engines: list[tuple[str, str]]) -> None:
-    made = all_rows([], [])
+    measured = all_rows([], [])
     assert engines == [("7B", "fp8"), ("7B", "ptxlab")]
-    assert [(row.kernel, row.measure) for row in made if row.measure == "serving"] == [
+    assert [(row.kernel, row.measure) for row in measured if row.measure == "serving"] == [
         ("LLaMA-2-7B in vLLM, fp8", "serving"), ("LLaMA-2-7B in vLLM, ptxlab", "serving")
     ]  # fmt: skip
-    ours = made[3]
+    ours = measured[3]
     assert ours.sizes == {"prompts": 256, "tokens": 1024, "new": 512}
     assert (ours.time_us, ours.slowest_us, ours.peers) == (11.5e6, 12e6, {"fp8": 23e6})
     assert ours.rate == pytest.approx(256 * 512 / 11.5) and ours.rate_unit == "tokens/s"
     assert ours.more["over_fp8"] == pytest.approx(2.0) and ours.more["cache_over_fp8"] == pytest.approx(1.9)
-    step = made[5]
+    step = measured[5]
     assert (step.sizes["B"], step.time_us, step.peers) == (64, 5.7e3, {"fp8": 11.8e3})
     assert step.rate == pytest.approx(64 / 5.7e-3) and 0 < step.fraction < 1
 
@@ -89,10 +91,10 @@ def test_bytes_of_a_step_are_weights_head_and_cache() -> None:
 
 def test_another_call_goes_on_and_keeps_what_is_there(engines: list[tuple[str, str]]) -> None:
     first = all_rows([], [])
-    more = all_rows(["int4", "head8"], first)
+    second = all_rows(["int4", "head8"], first)
     assert engines == [("7B", "fp8"), ("7B", "ptxlab"), ("7B", "fp8"), ("7B", "head8"), ("7B", "int4")]
-    assert more[: len(first)] == first and len(more) == 4 * 3 and len({row.key for row in more}) == len(more)
-    assert all_rows(["int4"], more) == more and len(engines) == 5  # nothing is left to measure
+    assert second[: len(first)] == first and len(second) == 4 * 3 and len({row.key for row in second}) == len(second)
+    assert all_rows(["int4"], second) == second and len(engines) == 5  # nothing is left to measure
 
 
 def test_a_reading_is_void_where_fp8_has_changed(engines: list[tuple[str, str]]) -> None:
@@ -107,15 +109,15 @@ def test_a_reading_is_void_where_fp8_has_changed(engines: list[tuple[str, str]])
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("words", "pairs"),
     [
         ([], [("7B", "ptxlab")]),
         (["8B"], [("8B", "ptxlab")]),
         (["kv8", "70B", "ptxlab"], [("70B", "ptxlab"), ("70B", "kv8")]),
     ],
 )
-def test_words_name_models_and_variants(words: list[str], wanted: list[tuple[str, str]]) -> None:
-    assert part(words) == wanted
+def test_words_name_models_and_variants(words: list[str], pairs: list[tuple[str, str]]) -> None:
+    assert part(words) == pairs
     assert serving.SUITE.record_name(words) == "vllm"
 
 
@@ -130,14 +132,14 @@ def test_70b_has_a_rule_of_its_own(engines: list[tuple[str, str]]) -> None:
     assert [row.sizes for row in serving_rows] == 2 * [{"prompts": 64, "tokens": 1024, "new": 128}]
 
 
-@pytest.mark.parametrize("name", serving.VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_an_engine_is_asked_by_arguments_that_vllm_has(tmp_path: Path, name: str) -> None:
-    serving.write_model(tmp_path, "8B", Rule())
+    serving_engine.write_model(tmp_path, "8B", Rule())
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["eos_token_id"] == 2
     assert Config.from_json(tmp_path / "config.json").layers == 32
-    asked = serving.engine_arguments(tmp_path, name, Rule())
-    assert asked["max_model_len"] == 1024 + 512 + 64 and asked["quantization"] in ("fp8", "ptxlab")
+    arguments = serving_engine.engine_arguments(tmp_path, name, Rule())
+    assert arguments["max_model_len"] == 1024 + 512 + 64 and arguments["quantization"] in ("fp8", "ptxlab")
 
 
 def child(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
@@ -148,17 +150,15 @@ def child(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
 
 
 def test_a_process_hands_over_its_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import asdict
-
     text = json.dumps(asdict(FP8))
     child(monkeypatch, f"import sys, pathlib; pathlib.Path(sys.argv[1], 'reading.json').write_text({text!r})")
-    assert serving.measure("7B", "fp8") == FP8
+    assert serving_engine.measure("7B", "fp8") == FP8
 
 
 def test_a_process_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     child(monkeypatch, "raise RuntimeError('no kernel image')")
     with pytest.raises(BenchmarkError, match=r"^vllm, LLaMA-2-7B, ptxlab: RuntimeError: no kernel image$"):
-        serving.measure("7B", "ptxlab")
+        serving_engine.measure("7B", "ptxlab")
     child(monkeypatch, "pass")
     with pytest.raises(BenchmarkError, match="no word"):
-        serving.measure("7B", "ptxlab")
+        serving_engine.measure("7B", "ptxlab")

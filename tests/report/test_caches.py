@@ -39,7 +39,7 @@ def test_the_section_and_the_picture(record: dict[str, Any]) -> None:
     (axes,) = figures.picture("accuracy_cache").axes
     assert axes.get_title("left") == "Rotated keys: 1.100x of float perplexity becomes 1.030x"
     assert [label.get_text() for label in axes.get_yticklabels()] == [*STEPS][::-1]
-    assert [round(bar.get_width(), 9) for bar in axes.patches] == [5, 3, 10, 0]
+    assert [round(patch.get_width(), 9) for patch in axes.patches] == [5, 3, 10, 0]
 
 
 def test_without_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,9 +120,9 @@ def test_every_step_has_its_colour() -> None:
 def test_ratios_are_of_a_layers_sums_and_leave_out_what_was_not_measured() -> None:
     first, slow, fast = NAMES[0], NAMES[2], NAMES[3]
     rows = pd.DataFrame(
-        {"kernel": kernel, "M": 16, "N": each.N, "K": each.K, "time_us": time, f"over {ladder.QSERVE}": 9.0}
+        {"kernel": kernel, "M": 16, "N": matrix.N, "K": matrix.K, "time_us": time, f"over {ladder.QSERVE}": 9.0}
         for kernel, times in ((first, (1, 1, 1, 1)), (slow, (4, 1, 1, 6)), (fast, (1, 2, 2, 1)))
-        for each, time in zip(CHAINS[0], times, strict=True)
+        for matrix, time in zip(CHAINS[0], times, strict=True)
     )
     assert ladder.layer_ratios(rows, slow, fast) == [2.0]  # 12 over 6; the other layer and other M are not there
     assert ladder.layer_ratios(rows, ladder.QSERVE, fast) == [6.0]  # the peer takes 9 times the first step's 4

@@ -128,8 +128,8 @@ def _narrowed(config: pytest.Config) -> list[str]:
     words = [] if config.args_source is not pytest.Config.ArgsSource.ARGS or config.args == testpaths else config.args
     chosen = {"-m": {"gpu": "", "": "not gpu and not full"}.get(option.markexpr, option.markexpr), "-k": option.keyword}
     # plugins bring these options, and a run may go without a plugin
-    given = {"--draw": "draw", "--resume": "resume", "--maxfail": "maxfail", "--last-failed": "lf"}
-    chosen |= {word: str(getattr(option, name, None) or "") for word, name in given.items()}
+    options = {"--draw": "draw", "--resume": "resume", "--maxfail": "maxfail", "--last-failed": "lf"}
+    chosen |= {word: str(getattr(option, name, None) or "") for word, name in options.items()}
     ignored = [*(option.deselect or ()), *(option.ignore or ()), *(option.ignore_glob or ())]
     return [
         *words,

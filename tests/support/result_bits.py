@@ -9,18 +9,18 @@ from ptxlab import gpu
 _AXES = "sequence", "token", "head", "dim"
 
 
-def difference(found: Any, right: Any, bf16: bool = False) -> str:
+def difference(outputs: Any, right: Any, bf16: bool = False) -> str:
     """Name the first bit of (out, lse) [..., token, head, ..] that differs, and how many do; a NaN is a NaN."""
-    for name, x, y in zip(("out", "lse"), found, right, strict=True):
+    for name, x, y in zip(("out", "lse"), outputs, right, strict=True):
         x, y = (gpu.to_host(a) if gpu.is_device_array(a) else a for a in (x, y))
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         bits = [a.view(f"u{a.itemsize}") for a in (x, y)]
-        other = bits[0] != bits[1]
+        differs = bits[0] != bits[1]
         if not (bf16 and name == "out"):
-            other &= ~(np.isnan(x) & np.isnan(y))
-        if other.any():
-            at = tuple(int(i) for i in np.argwhere(other)[0])
+            differs &= ~(np.isnan(x) & np.isnan(y))
+        if differs.any():
+            at = tuple(int(i) for i in np.argwhere(differs)[0])
             axes = _AXES if name == "out" else _AXES[:-1]
             place = ", ".join(f"{axis} {i}" for axis, i in zip(axes[-len(at) :], at, strict=True))
-            return f"{name} of {place}: {x[at]}, not {y[at]}; {other.sum()} of {other.size} differ"
+            return f"{name} of {place}: {x[at]}, not {y[at]}; {differs.sum()} of {differs.size} differ"
     return ""

@@ -37,15 +37,15 @@ def run_engine(
     Settings are arguments of the engine, and `new`, the tokens to make (64), and `of_prompts`, whether logarithms of
     the prompts' likelihoods are wanted. Raises AssertionError with the last lines of a process that fails.
     """
-    job, result = work / "job.json", work / "result.json"
+    job, answer = work / "job.json", work / "result.json"
     sampling = {"new": settings.pop("new", 64), "of_prompts": settings.pop("of_prompts", False)}
     engine = {"model": str(folder), **COMMON, **settings}
-    job.write_text(json.dumps({"engine": engine, "prompts": [[*map(int, each)] for each in prompts], **sampling}))
-    command = [sys.executable, "-m", "tests.support.vllm_engine", str(job), str(result)]
+    job.write_text(json.dumps({"engine": engine, "prompts": [[*map(int, prompt)] for prompt in prompts], **sampling}))
+    command = [sys.executable, "-m", "tests.support.vllm_engine", str(job), str(answer)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
     assert ended.returncode == 0, "\n".join((ended.stdout + ended.stderr).splitlines()[-30:])
-    made: dict[str, Any] = json.loads(result.read_text())
-    return made
+    texts: dict[str, Any] = json.loads(answer.read_text())
+    return texts
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:
@@ -60,15 +60,15 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         detokenize=False,
         prompt_logprobs=0 if job["of_prompts"] else None,
     )
-    outputs = llm.generate([{"prompt_token_ids": each} for each in job["prompts"]], sampling, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], sampling, use_tqdm=False)
     logprobs = [
         [
-            known[token].logprob
-            for token, known in zip(each.prompt_token_ids[1:], (each.prompt_logprobs or [None])[1:], strict=False)
+            by_token[token].logprob
+            for token, by_token in zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=False)
         ]
-        for each in outputs
+        for output in outputs
     ]
-    return {"tokens": [[*each.outputs[0].token_ids] for each in outputs], "logprobs": logprobs}
+    return {"tokens": [[*output.outputs[0].token_ids] for output in outputs], "logprobs": logprobs}
 
 
 if __name__ == "__main__":

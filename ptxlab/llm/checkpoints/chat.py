@@ -80,7 +80,7 @@ class ChatTemplate:
 
     @property
     def settings(self) -> dict[str, str | None]:
-        """What `from_folder` reads, as keys of tokenizer_config.json."""
+        """The settings that `from_folder` reads, as keys of tokenizer_config.json."""
         return {**self.tokens, **dict.fromkeys(sorted(self.unset)), "chat_template": self.text}
 
     def render(self, chats: Sequence[Sequence[Message]]) -> list[str]:

@@ -86,12 +86,12 @@ def packing_config(folder: Path, layers: int) -> dict[str, Any]:
     fields: dict[str, dict[str, Any]] = {}
     for index in range(layers):
         for name, header in packed_headers(layer_path(folder, index)).items():
-            kept = ("layout", "scheme", "group", "interleaved")
-            fields[name] = {key: header[key] for key in kept if header.get(key, False) is not False}
-    usual = Counter(json.dumps(each, sort_keys=True) for each in fields.values()).most_common(1)[0][0]
-    others = {name: each for name, each in fields.items() if json.dumps(each, sort_keys=True) != usual}
+            keys = ("layout", "scheme", "group", "interleaved")
+            fields[name] = {key: header[key] for key in keys if header.get(key, False) is not False}
+    usual = Counter(json.dumps(packing, sort_keys=True) for packing in fields.values()).most_common(1)[0][0]
+    exceptions = {name: packing for name, packing in fields.items() if json.dumps(packing, sort_keys=True) != usual}
     config = {"quant_method": METHOD, "version": CONFIG_VERSION, **json.loads(usual)}
-    return {**config, "exceptions": others} if others else config
+    return {**config, "exceptions": exceptions} if exceptions else config
 
 
 def save_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:

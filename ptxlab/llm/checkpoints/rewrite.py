@@ -41,16 +41,16 @@ def rewrite_folder(
             for index in range(config.layers):
                 layer = folders.load_layer(source, index, config)
                 with in_file(folders.layer_path(source, index)):
-                    parts = {name: _repacked(part, layout) for name, part in layer.parts.items()}
+                    parts = {name: _repack(part, layout) for name, part in layer.parts.items()}
                 folders.save_layer(partial, index, LayerWeights(config=config, **parts))
                 progress(f"layer {index}", config.layers)
-            kept = layer.four_bit_inputs or "layout" not in recipe
-            folders.save_ends(partial, config, recipe if kept else {**recipe, "layout": layout}, **ends)
+            keeps_layout = layer.four_bit_inputs or "layout" not in recipe
+            folders.save_ends(partial, config, recipe if keeps_layout else {**recipe, "layout": layout}, **ends)
             if (source / "tokenizer.json").is_file():
                 Tokenizer.from_folder(source).save(partial)
 
 
-def _repacked(part: object, layout: str) -> object:
+def _repack(part: object, layout: str) -> object:
     """Pack a W4A8 weight in the layout, its rows in their own order; whatever else a layer has stays as it is."""
     if not isinstance(part, PackedWeight) or (part.layout == layout and not part.interleaved):
         return part

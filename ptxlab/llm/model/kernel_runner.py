@@ -297,8 +297,8 @@ class LMHead:
 
 def _sharing(steps: Mapping[int, "_Step"], buffers: LayerBuffers) -> LayerBuffers:
     """Give buffers the workspace of attention that other steps have: launches follow each other, so one is enough."""
-    other = next(iter(steps.values()), None)
-    return buffers if other is None else replace(buffers, attention_workspace=other.buffers.attention_workspace)
+    first = next(iter(steps.values()), None)
+    return buffers if first is None else replace(buffers, attention_workspace=first.buffers.attention_workspace)
 
 
 @dataclass(eq=False, kw_only=True)

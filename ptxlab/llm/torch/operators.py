@@ -656,14 +656,14 @@ _operator(
 
 
 class _Memory(NamedTuple):
-    """What one kernel needs: name, offset in the tensor, (shape, dtype) and owner of every array."""
+    """Memory of one kernel: name, offset in the tensor, (shape, dtype) and owner of every array."""
 
     kernel: str
     items: tuple[tuple[str, int, tuple[Any, str], "_Owner"], ...]
 
 
 class _Memories(NamedTuple):
-    """What the kernels of a device need, each at a place of its own."""
+    """Memory of the kernels of a device, each at a place of its own."""
 
     decode: _Memory
     chunks: _Memory | None
@@ -691,16 +691,16 @@ def attention_workspace(head_dim: int, device: torch.device | str = "cuda") -> T
 
 @cache
 def _memory(head_dim: int, device: int) -> _Memories:
-    """What the kernels that run on this device, the current one, need."""
+    """Lay out the memory of the kernels that run on this device, the current one."""
     sms, step = gpu.device_info().sms, choose(AttentionOptions(backend="gpu"))
-    decode, end = _placed(step.spec.name, step.most_memory(head_dim, sms), 0)
+    decode, end = _place(step.spec.name, step.most_memory(head_dim, sms), 0)
     if gpu.why_not(PREFILL.arch, exact=PREFILL.exact_arch):
         return _Memories(decode, None, end)
-    chunks, end = _placed(PREFILL.name, chunk_memory(head_dim, sms), end)
+    chunks, end = _place(PREFILL.name, chunk_memory(head_dim, sms), end)
     return _Memories(decode, chunks, end)
 
 
-def _placed(kernel: str, needed: Iterable[Scratch], offset: int) -> tuple[_Memory, int]:
+def _place(kernel: str, needed: Iterable[Scratch], offset: int) -> tuple[_Memory, int]:
     """Place a kernel's arrays from an offset on, and tell where they end."""
     items = []
     for item in needed:

@@ -215,13 +215,13 @@ def _pieces(batch: CommonAttentionMetadata, first: int) -> Iterator[SequenceRows
         sequence = np.repeat(np.arange(len(new)), pieces)
         number = np.arange(len(sequence)) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of its sequence
         at = begin[sequence] + size * number
-        behind = starts[1:][sequence] - (at + size)
+        tokens_after = starts[1:][sequence] - (at + size)
         rows = (at[:, None] + np.arange(size)).reshape(-1)
-        which, less, rows_of_batch = (
-            torch.from_numpy(numbers).to(batch.seq_lens.device) for numbers in (first + sequence, behind, rows)
+        sequences, shortening, rows_of_batch = (
+            torch.from_numpy(numbers).to(batch.seq_lens.device) for numbers in (first + sequence, tokens_after, rows)
         )
-        lengths = batch.seq_lens[which] - less.to(batch.seq_lens.dtype)
-        yield SequenceRows(batch.block_table_tensor[which], lengths, rows=rows_of_batch)
+        lengths = batch.seq_lens[sequences] - shortening.to(batch.seq_lens.dtype)
+        yield SequenceRows(batch.block_table_tensor[sequences], lengths, rows=rows_of_batch)
 
 
 @cache

@@ -32,12 +32,12 @@ class Int8HeadMethod(QuantizeMethodBase):
     def __init__(self, kernels: ProductKernels, prefix: str, *, is_embedding: bool = False) -> None:
         self.kernels, self.prefix, self.is_embedding = kernels, prefix, is_embedding
 
-    def create_weights(self, layer: nn.Module, input_size_per_partition: int, *sizes: Any, **more: Any) -> None:
+    def create_weights(self, layer: nn.Module, input_size_per_partition: int, *sizes: Any, **options: Any) -> None:
         """Give the layer a float weight [V, H]. Raises ArgumentError for a width that cannot be quantised."""
         if input_size_per_partition % _STEP:
             rule = f"width must be a multiple of {_STEP} for a head in INT8"
             raise ArgumentError(f"--quantization {NAME}: {self.prefix}", rule, input_size_per_partition)
-        UnquantizedEmbeddingMethod.create_weights(self, layer, input_size_per_partition, *sizes, **more)
+        UnquantizedEmbeddingMethod.create_weights(self, layer, input_size_per_partition, *sizes, **options)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Quantise the head where it lies. Raises ArgumentError for a weight that is not finite, and for a reload."""
@@ -62,8 +62,8 @@ class Int8HeadMethod(QuantizeMethodBase):
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return logits [T, V] of x [T, H], in its dtype."""
         x_q, scale, token_sum = torch.ops.ptxlab.quantize_activations(x.contiguous())
-        given = x_q, scale, token_sum, layer.int8_weight, layer.int8_scale
-        logits = torch.ops.ptxlab.gemm_w8a8(*given, out_dtype=x.dtype)
+        operands = x_q, scale, token_sum, layer.int8_weight, layer.int8_scale
+        logits = torch.ops.ptxlab.gemm_w8a8(*operands, out_dtype=x.dtype)
         return logits if bias is None else logits + bias
 
     def embedding(self, layer: nn.Module, tokens: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class ServingOptions:
 
     @property
     def quantises_otherwise(self) -> bool:
-        """Whether scheme or group are not the defaults, which a checkpoint that is quantised already does not take."""
+        """Tell whether scheme or group are not the defaults; a checkpoint that is quantised already takes no others."""
         return (self.scheme, self.group) != (ServingOptions.scheme, ServingOptions.group)
 
     def __str__(self) -> str:

@@ -49,17 +49,17 @@ class PackedCheckpoint:
         exceptions = config.get("exceptions", {})
         if not isinstance(exceptions, Mapping):
             raise ArgumentError(f"{_CONFIG}: exceptions", "must be settings by layer", type(exceptions).__name__)
-        of_others = {name: _settings(f"{_CONFIG}: exceptions: {name}", each) for name, each in exceptions.items()}
-        return cls(*_settings(_CONFIG, config), config.get("rotated_values") is True, of_others)
+        formats = {name: _settings(f"{_CONFIG}: exceptions: {name}", fields) for name, fields in exceptions.items()}
+        return cls(*_settings(_CONFIG, config), config.get("rotated_values") is True, formats)
 
     def linear_method(self, kernels: ProductKernels, prefix: str, merged: Mapping[str, list[str]]) -> W4A8LinearMethod:
         """Return the method of the layer `prefix`."""
         return PackedLinearMethod(kernels, prefix, *self.exceptions.get(prefix, (self.scheme, self.group)))
 
     def __str__(self) -> str:
-        others = f", {len(self.exceptions)} matrices otherwise" if self.exceptions else ""
+        exceptions = f", {len(self.exceptions)} matrices otherwise" if self.exceptions else ""
         groups = "a scale per channel" if self.scheme == "qoq_channel" else f"groups of {self.group}"
-        return f"weights W4A8 (packed, {self.scheme}, {groups}{others})"
+        return f"weights W4A8 (packed, {self.scheme}, {groups}{exceptions})"
 
 
 def _settings(name: str, config: Any) -> tuple[str, int]:

@@ -55,16 +55,16 @@ def pack_integers(
     return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}, relative
 
 
-def pack_quantised(weight: QuantizedWeight, like: Tensor) -> dict[str, Tensor]:
-    """Return the buffers of a quantised weight of NumPy arrays, packed in `strips` on the device of `like`.
+def pack_quantised(weight: QuantizedWeight, loaded: Tensor) -> dict[str, Tensor]:
+    """Return the buffers of a quantised weight of NumPy arrays, packed in `strips` on the device of `loaded`.
 
     Raises ArgumentError for a weight of which the kernels would restore a group wrong.
     """
-    if not like.is_cuda:
-        return {name: gpu.like(array, like) for name, array in pack(weight, LAYOUT).buffers.items()}
+    if not loaded.is_cuda:
+        return {name: gpu.like(array, loaded) for name, array in pack(weight, LAYOUT).buffers.items()}
     with gpu.caller_stream():
         packed = pack(with_arrays(weight, gpu.to_device), LAYOUT)
-        return {name: gpu.like(array, like) for name, array in packed.buffers.items()}
+        return {name: gpu.like(array, loaded) for name, array in packed.buffers.items()}
 
 
 def _pack_affine(q: Tensor, scale: Tensor, group: int | None) -> tuple[PackedWeight, npt.NDArray[np.float64]]:

@@ -25,7 +25,7 @@ _TILE = 32  # rows of a tile of `qweight`
 
 @dataclass(frozen=True)
 class QServeCheckpoint:
-    """What the tensors of such a folder are, which has no quantization_config.
+    """The kind of the tensors of such a folder, which has no quantization_config.
 
     Attributes:
         group: columns that share a second-level scale; None for one scale per row.
@@ -99,10 +99,10 @@ class QServeLinearMethod(W4A8LinearMethod):
         """Pack the integers, which the host puts into rows. Raises ArgumentError for a zero that is no integer."""
         arrays = {name: tensor.cpu().numpy() for name, tensor in loaded.items()}
         floats = {name: array.astype("float32") for name, array in arrays.items() if name.startswith("s1_")}
-        like = loaded["qweight"]
+        qweight = loaded["qweight"]
         loaded.clear()
         weight = convert_parts([qserve_weight(arrays | floats)]).weight
         expected = QoQChannelWeight if self.checkpoint_group is None else LQQWeight
         if not isinstance(weight, expected):
             raise ArgumentError("s1_szeros", "must be integers 0..15 times s1_scales", "others")
-        return pack_quantised(weight, like)
+        return pack_quantised(weight, qweight)

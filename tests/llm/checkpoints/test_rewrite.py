@@ -1,6 +1,7 @@
 """Folders of quantised models written anew: of schema 1, and in another packing."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from tests.support.small_models import write_folder
 def written(tmp_path: Path) -> Path:
     """A quantised model's folder as this version writes it."""
     model, tokenizer = open_model(write_folder(tmp_path / "floats", "qwen2"))
-    made = tmp_path / "made"
-    made.mkdir()
-    folder.save(QuantizedModel.rounded(model, "lqq", 32), made)
-    tokenizer.save(made)
-    return made
+    out = tmp_path / "made"
+    out.mkdir()
+    folder.save(QuantizedModel.rounded(model, "lqq", 32), out)
+    tokenizer.save(out)
+    return out
 
 
 def make_old(path: Path) -> None:
@@ -33,14 +34,14 @@ def make_old(path: Path) -> None:
     old = {folder.part_name(name, i): name for i in range(2) for name in (*folder._MODULES, *folder._PLAIN)}
     old |= {name: part for part, name in folder._END_NAMES.items()}
 
-    def renamed(name: str) -> str:
+    def old_name(name: str) -> str:
         stem, _, buffer = name.rpartition(".")
         return old.get(name) or f"{old[stem]}.{buffer}"
 
     for file in path.glob("*.safetensors"):
         read = Checkpoint(file)
-        infos = [type(info)(renamed(name), info.shape, info.dtype, info.nbytes) for name, info in read.tensors.items()]
-        arrays = [(renamed(name), read.read_bytes(name)) for name in read.tensors]
+        infos = [replace(tensor, name=old_name(name)) for name, tensor in read.tensors.items()]
+        arrays = [(old_name(name), read.read_bytes(name)) for name in read.tensors]
         about = dict(read.metadata)
         if METADATA_KEY in about:
             header = json.loads(about[METADATA_KEY])
@@ -75,10 +76,10 @@ def test_another_packing_has_the_same_weights(written: Path, tmp_path: Path) -> 
     labels: list[tuple[str, int]] = []
     rewrite_folder(written, tmp_path / "out", layout="row_major", progress=lambda *label: labels.append(label))
     assert labels == [("layer 0", 2), ("layer 1", 2)]
-    before, after = folder.load(written), folder.load(tmp_path / "out")
-    for one, other in zip(before.layers, after.layers, strict=True):
-        assert (one.down.layout, other.down.layout) == ("strips", "row_major")
-        assert np.array_equal(unpack(one.down).dequantize(), unpack(other.down).dequantize())
+    source, rewritten = folder.load(written), folder.load(tmp_path / "out")
+    for strips, row_major in zip(source.layers, rewritten.layers, strict=True):
+        assert (strips.down.layout, row_major.down.layout) == ("strips", "row_major")
+        assert np.array_equal(unpack(strips.down).dequantize(), unpack(row_major.down).dequantize())
     assert folder.packing_config(tmp_path / "out", 2)["layout"] == "row_major"
 
 

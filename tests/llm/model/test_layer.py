@@ -384,14 +384,14 @@ def test_a_capture_takes_rows_of_prompts(batch_invariant: bool, fake: FakeGpu, m
     for name in ("_prepared", "_ready", "_memory"):
         monkeypatch.setattr(operation, name, {})
     fake.runs, fake.sms = False, 32
-    there = on_the_device(layer_problem())
+    problem = on_the_device(layer_problem())
     table = DeviceArray(np.zeros((3, 200), np.int32))
-    cache = replace(there.cache, block_table=table)
-    buffers = LayerBuffers.empty(there.weights, cache, tokens=3, batch_invariant=batch_invariant)
+    cache = replace(problem.cache, block_table=table)
+    buffers = LayerBuffers.empty(problem.weights, cache, tokens=3, batch_invariant=batch_invariant)
     assert (buffers.attention_workspace is None) == batch_invariant
     starts = DeviceArray(np.array([0, 1, 2, 3], np.int32))
-    given = there.x, there.residual, there.weights, cache, there.slots
-    calls = layer_calls(*given, rope=there.rope, buffers=buffers, query_start_loc=starts)
+    operands = problem.x, problem.residual, problem.weights, cache, problem.slots
+    calls = layer_calls(*operands, rope=problem.rope, buffers=buffers, query_start_loc=starts)
     for fake.capturing in (False, True):
         allocations = fake.allocations
         for call in calls:

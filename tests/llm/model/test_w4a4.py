@@ -219,9 +219,9 @@ def test_a_damaged_folder_is_refused_in_one_line(made: tuple[Recipe, Path, Quant
     path = tmp_path / "layer_001.safetensors"
     raw = bytearray(path.read_bytes())
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-    begin = 8 + int.from_bytes(raw[:8], "little") + header["o.place"]["data_offsets"][0]
+    begin = 8 + int.from_bytes(raw[:8], "little") + header["model.layers.1.self_attn.o_proj.place"]["data_offsets"][0]
     raw[begin : begin + 2] = raw[begin + 2 : begin + 4]
     path.write_bytes(raw)
-    with pytest.raises(FileError, match=r"layer_001.safetensors: o: buffers\[place\]: must be a permutation") as error:
+    with pytest.raises(FileError, match=r"self_attn.o_proj: buffers\[place\]: must be a permutation") as error:
         folder.load(tmp_path)
     assert "\n" not in str(error.value)

@@ -249,8 +249,8 @@ def test_a_model_saved_loads_bit_for_bit(tmp_path: Path, dtype: str) -> None:
 
 def test_matrices_packed_otherwise_are_exceptions_by_name(tmp_path: Path) -> None:
     model = models.QuantizedModel.rounded(small(), "lqq", 32)
-    other = models.QuantizedModel.rounded(small(), "qoq_channel")
-    mixed = replace(model, layers=[model.layers[0], replace(model.layers[1], o=other.layers[1].o)])
+    by_channel = models.QuantizedModel.rounded(small(), "qoq_channel")
+    mixed = replace(model, layers=[model.layers[0], replace(model.layers[1], o=by_channel.layers[1].o)])
     folder.save(mixed, tmp_path)
     of_o = {"layout": "strips", "scheme": "qoq_channel", "group": 96}
     assert folder.packing_config(tmp_path, 2)["exceptions"] == {"model.layers.1.self_attn.o_proj": of_o}

@@ -46,11 +46,11 @@ def packed_folder(tmp_path: Path) -> Callable[..., Path]:
 
     def make(family: str = "qwen2", scheme: str = "lqq", **options: Any) -> Path:
         model, tokenizer = open_model(write_folder(tmp_path / "floats", family, **SIZES))
-        made = tmp_path / "packed"
-        made.mkdir()
-        folder.save(QuantizedModel.rounded(model, scheme, 64, rounding="nearest", **options), made)
-        tokenizer.save(made)
-        return made
+        out = tmp_path / "packed"
+        out.mkdir()
+        folder.save(QuantizedModel.rounded(model, scheme, 64, rounding="nearest", **options), out)
+        tokenizer.save(out)
+        return out
 
     return make
 

@@ -15,7 +15,7 @@ Configured = Callable[..., Any]
 CACHE = "int4_per_token_head"
 
 
-def served(configured: Configured, cache: str = CACHE) -> Any:
+def serve_small(configured: Configured, cache: str = CACHE) -> Any:
     from tests.support.served_model import ServedModel
 
     return ServedModel(configured(kv_cache_dtype=cache), sequences=4)
@@ -23,7 +23,7 @@ def served(configured: Configured, cache: str = CACHE) -> Any:
 
 @pytest.fixture
 def small_model(configured: Configured) -> Any:
-    return served(configured)
+    return serve_small(configured)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -60,7 +60,7 @@ def test_batches_against_numpy(configured: Configured, name: str, window: int | 
 
     of_8_bits, invariant = mode == "8 bits", mode.endswith("invariant")
     cache, scheme = ("int8_per_token_head", "kv8") if of_8_bits else (CACHE, "kv4")
-    small_model = served(configured, cache)
+    small_model = serve_small(configured, cache)
     small_model.builder.is_batch_invariant = invariant
     rng, (Hq, Hkv, D) = np.random.default_rng(0), (4, 1, 64)
     layer = next(iter(small_model.config.compilation_config.static_forward_context.values()))
@@ -169,12 +169,12 @@ def test_batch_invariance_needs_4_bits(vllm: None, monkeypatch: pytest.MonkeyPat
     from ptxlab.llm.vllm.attention import KV4Backend
 
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    given: dict[str, Any] = {
+    combination: dict[str, Any] = {
         "head_size": 128, "dtype": torch.float16, "block_size": 64, "use_mla": False, "has_sink": False,
         "use_sparse": False, "use_mm_prefix": False, "device_capability": DeviceCapability(9, 0),
     }  # fmt: skip
-    assert KV4Backend.supports_combination(kv_cache_dtype=CACHE, **given) is None
-    reason = KV4Backend.supports_combination(kv_cache_dtype="int8_per_token_head", **given)
+    assert KV4Backend.supports_combination(kv_cache_dtype=CACHE, **combination) is None
+    reason = KV4Backend.supports_combination(kv_cache_dtype="int8_per_token_head", **combination)
     assert reason == "VLLM_BATCH_INVARIANT=1 needs a cache of 4 bits, not int8_per_token_head"
 
 

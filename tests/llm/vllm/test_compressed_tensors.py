@@ -71,7 +71,7 @@ def test_a_checkpoint_is_claimed_and_loaded(
 
 
 def test_scales_that_are_multiples_of_one_are_exact(vllm: None) -> None:
-    """As of weights that were quantised in two levels; the error is then 0, and nothing is logged."""
+    """Weights that were quantised in two levels have such scales; the error is then 0, and nothing is logged."""
     from ptxlab.llm.vllm.packing import pack_integers
 
     rng = np.random.default_rng(0)

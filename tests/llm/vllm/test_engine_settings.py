@@ -30,21 +30,21 @@ def test_a_job_comes_back_as_tokens_and_logprobs(tmp_path: Path, monkeypatch: py
             assert arguments == {"model": "folder", **COMMON}
 
         def generate(self, prompts: Any, sampling: Any, use_tqdm: bool) -> list[Any]:
-            ids = [each["prompt_token_ids"] for each in prompts]
+            ids = [prompt["prompt_token_ids"] for prompt in prompts]
             likely = {token: SimpleNamespace(logprob=-float(token)) for token in range(9)}
             return [
                 SimpleNamespace(
-                    prompt_token_ids=each,
-                    prompt_logprobs=[None, *[likely] * (len(each) - 1)] if sampling.prompt_logprobs == 0 else None,
+                    prompt_token_ids=tokens,
+                    prompt_logprobs=[None, *[likely] * (len(tokens) - 1)] if sampling.prompt_logprobs == 0 else None,
                     outputs=[SimpleNamespace(token_ids=[5] * sampling.max_tokens)],
                 )
-                for each in ids
+                for tokens in ids
             ]
 
     module = ModuleType("vllm")
     module.LLM, module.SamplingParams = Engine, lambda **of: SimpleNamespace(**of)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", module)
     job = {"engine": {"model": "folder", **COMMON}, "prompts": [[1, 2, 3], [4, 5]], "new": 2, "of_prompts": True}
-    made = vllm_engine.serve(json.loads(json.dumps(job)))
-    assert made == {"tokens": [[5, 5], [5, 5]], "logprobs": [[-2.0, -3.0], [-5.0]]}
+    texts = vllm_engine.serve(json.loads(json.dumps(job)))
+    assert texts == {"tokens": [[5, 5], [5, 5]], "logprobs": [[-2.0, -3.0], [-5.0]]}
     assert vllm_engine.serve({**job, "of_prompts": False})["logprobs"] == [[], []]

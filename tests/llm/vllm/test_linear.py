@@ -78,12 +78,12 @@ def test_a_layer_is_packed_when_it_is_loaded(configured: Configured, monkeypatch
     left: list[int] = []
     pack = FloatLinearMethod.pack
 
-    def counted(method: Any, layer: Any, loaded: Any) -> Any:
+    def count(method: Any, layer: Any, loaded: Any) -> Any:
         progress = get_layerwise_info(layer)
         left.append(progress.load_numel_total - progress.load_numel)
         return pack(method, layer, loaded)
 
-    monkeypatch.setattr(FloatLinearMethod, "pack", counted)
+    monkeypatch.setattr(FloatLinearMethod, "pack", count)
     load_model(configured("qwen2"))
     assert left == 8 * [0]
 

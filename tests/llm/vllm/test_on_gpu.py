@@ -82,19 +82,19 @@ def corpus(folder: Path) -> Any:
         pytest.skip(f"texts of Wikipedia: {error}")
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", **more}
+def environment(**variables: str) -> dict[str, str]:
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", **variables}
 
 
 def require_equal_but_for_ties(folder: Path, prompts: list[list[int]], texts: list[list[int]], head: str) -> None:
     """Compare texts with what `KernelRunner` makes of their prompts."""
     runner = KernelRunner(folders.load(folder), 1, 512, chunk=512, head=head)
-    found = [parting(runner, Request(prompt, 64, tokens=text)) for prompt, text in zip(prompts, texts, strict=True)]
-    parted = [each for each in found if each is not None]
-    farthest = max((each.margin / each.spread for each in parted), default=0.0)
+    partings = [parting(runner, Request(prompt, 64, tokens=text)) for prompt, text in zip(prompts, texts, strict=True)]
+    parted = [tie for tie in partings if tie is not None]
+    farthest = max((tie.margin / tie.spread for tie in parted), default=0.0)
     print(f"{len(parted)} of {len(texts)} texts part, by at most {farthest:.3f} deviations")
     assert all(len(text) == 64 for text in texts)
-    assert not [each for each in parted if each.margin > MOST_APART * each.spread]
+    assert not [tie for tie in parted if tie.margin > MOST_APART * tie.spread]
 
 
 @pytest.mark.long(120)
@@ -128,8 +128,9 @@ def test_perplexity_is_that_of_the_formulas(
     monkeypatch.setitem(CACHE_FORMATS, "rotated keys", rotated)  # type: ignore[arg-type]
     of_text = windows(corpus(smollm2), 512, 16)
     arguments: dict[str, Any] = {"of_prompts": True, "new": 1, **({"kv_cache_dtype": dtype} if dtype else {})}
-    found = run_engine(smollm2, tmp_path, [each.tolist() for each in of_text], environment(), **arguments)["logprobs"]
-    ours = float(np.exp(-np.mean([np.mean(each) for each in found])))
+    prompts = [window.tolist() for window in of_text]
+    logprobs = run_engine(smollm2, tmp_path, prompts, environment(), **arguments)["logprobs"]
+    ours = float(np.exp(-np.mean([np.mean(of_prompt) for of_prompt in logprobs])))
     model, _ = open_model(smollm2)
     right = perplexity(model.to_device(), of_text, FakeQuantized(kv="rotated keys"))
     print(f"perplexity {ours:.4f} in vLLM, {right:.4f} by the formulas")
@@ -179,8 +180,8 @@ def share_of_the_cache(address: str) -> float:
     return float(line.split()[-1])
 
 
-def stream(address: str, prompt: str, texts: list[str], most: int | None = None) -> None:
-    """Complete a prompt in pieces; after `most` of them the connection is closed."""
+def stream(address: str, prompt: str, texts: list[str], limit: int | None = None) -> None:
+    """Complete a prompt in pieces; after `limit` of them the connection is closed."""
     import openai
 
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
@@ -188,7 +189,7 @@ def stream(address: str, prompt: str, texts: list[str], most: int | None = None)
     text = ""
     for number, piece in enumerate(pieces):
         text += piece.choices[0].text if piece.choices else ""
-        if number == most:
+        if number == limit:
             pieces.close()
             break
     texts.append(text)

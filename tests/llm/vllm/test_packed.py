@@ -43,7 +43,7 @@ def test_a_folder_is_loaded_as_it_is(configured: Configured, packed_folder: Pack
         for name, module in modules.items():
             weight, loaded = getattr(ours, name), packed_weight(module)
             assert (loaded.scheme, loaded.group) == (weight.scheme, weight.group)
-            assert all(np.array_equal(loaded.buffers[each], weight.buffers[each]) for each in weight.buffers)
+            assert all(np.array_equal(loaded.buffers[key], weight.buffers[key]) for key in weight.buffers)
         assert np.array_equal(modules["qkv"].bias.detach().numpy(), ours.qkv_bias.astype(np.float16).astype(np.float32))
         assert np.array_equal(theirs.input_layernorm.weight.detach().numpy(), ours.input_norm)
     assert np.array_equal(small_model.model.model.embed_tokens.weight.detach().numpy()[:300], expected.embedding)

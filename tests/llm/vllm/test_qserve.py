@@ -95,7 +95,9 @@ def test_matrices_of_different_formats_are_refused(configured: Configured, tmp_p
     folder = foreign_files.write_model(tmp_path / "theirs", "qserve")
     weight = np.random.default_rng(0).standard_normal((128, 128)).astype(np.float32)
     parts = foreign_files.of_format("qserve", weight, 32)
-    foreign_files.add_tensors(folder, {f"model.layers.0.self_attn.o_proj.{part}": each for part, each in parts.items()})
+    foreign_files.add_tensors(
+        folder, {f"model.layers.0.self_attn.o_proj.{part}": array for part, array in parts.items()}
+    )
     with pytest.raises(FileError, match=r"all matrices must be of QServe and of one group"):
         configured(model=folder)
 

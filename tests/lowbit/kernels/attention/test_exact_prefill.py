@@ -78,7 +78,7 @@ def test_equal_for_rotated_keys(spec: KernelSpec, D: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("past", "parts"), [(2100, 4), (2100, 16), (4200, 7)])
 def test_equal_in_many_parts(past: int, parts: int) -> None:
-    """Of 16 parts that are asked for a tile of 17 blocks has 4."""
+    """A tile of 17 blocks has 4 of the 16 parts that are asked for."""
     hold(chunks_of((5, 70), (past, 3), parts=parts, blocks=12))
 
 
@@ -108,7 +108,7 @@ def test_equal_where_a_query_sees_nothing(spec: KernelSpec) -> None:
 
 
 def test_equal_where_tensor_cores_truncate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes into one product matters now, not only what their sum is. Only mma.sync is modelled."""
+    """The terms of one product matter now, not only their sum. Only mma.sync is modelled."""
     tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
     problem = chunks_of((30,), (120,), D=64)
     right = by_kernel(problem, spec=PREFILL_SM80)
@@ -157,7 +157,7 @@ def neighbours_page(logical: Arrays) -> Arrays:
 
 
 def swapped_nibbles(logical: Arrays) -> Arrays:
-    """Of the first page's first keys and values."""
+    """The first keys and values of the first page have their nibbles exchanged."""
     cache = logical["cache"]
     pool = cache.pool.copy()
     nibbles = pool[cache.block_table[0, 0], :, :, :8]
@@ -166,7 +166,7 @@ def swapped_nibbles(logical: Arrays) -> Arrays:
 
 
 def wider_window(logical: Arrays) -> Arrays:
-    """By one token."""
+    """The window has one token more."""
     return {**logical, "window": logical["window"] + 1}
 
 
@@ -177,7 +177,7 @@ def other_chunks(logical: Arrays) -> Arrays:
 
 @pytest.mark.parametrize("fault", [neighbours_page, swapped_nibbles, wider_window, other_chunks])
 def test_a_fault_shows(fault: Callable[[Arrays], Arrays]) -> None:
-    """In out, and in the logarithms."""
+    """It shows in out, and in the logarithms."""
     logical, sizes = chunks_of((40, 3), (100, 20), Hkv=2, window=130)
     for x, y in zip(by_oracle((fault(logical), sizes)), by_oracle((logical, sizes)), strict=True):
         assert (x != y).any()
@@ -187,7 +187,7 @@ def test_a_fault_shows(fault: Callable[[Arrays], Arrays]) -> None:
 @pytest.mark.parametrize("BF16", [0, 1])
 @on_every_kernel
 def test_the_same_on_arrays_that_are_not_numpy_s(spec: KernelSpec, BF16: int) -> None:
-    """What CuPy would refuse fails here, without a GPU: NumPy's arrays among the device's."""
+    """Mixed arrays, which CuPy would refuse, fail here without a GPU: NumPy's arrays among the device's."""
 
     def there(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arrays: DispatchingArray(function(*(getattr(x, "array", x) for x in arrays)))
@@ -198,9 +198,9 @@ def test_the_same_on_arrays_that_are_not_numpy_s(spec: KernelSpec, BF16: int) ->
     device = {**logical, "cache": moved(logical["cache"], DispatchingArray)}
     device |= {"q": DispatchingArray(stored(logical["q"], DTYPES[BF16])), "starts": DispatchingArray(logical["starts"])}
     arithmetic = exact.Arithmetic(**scalars, mma=hopper_mma)
-    found = by_oracle((device, sizes), BF16, spec, arithmetic)
+    outputs = by_oracle((device, sizes), BF16, spec, arithmetic)
     right = by_oracle((logical, sizes), BF16, spec, exact.TRUNCATING)
-    assert difference([x.array for x in found], right, bool(BF16)) == ""
+    assert difference([x.array for x in outputs], right, bool(BF16)) == ""
 
 
 # On an H200 --------------------------------------------------------------------------------------------------------

@@ -292,7 +292,7 @@ LAUNCHABLE = [
 )
 @pytest.mark.parametrize(("kernel", "D", "page", "BF16", "rotated", "parts"), LAUNCHABLE)
 def test_no_register_is_spilt(kernel: str, D: int, page: int, BF16: int, rotated: int, parts: int) -> None:
-    """By any variant that a call may launch. And shared memory suffices: on an SM of 8.6 a block has 99 KiB."""
+    """Compile every variant that a call may launch. Shared memory suffices, too: on an SM of 8.6 a block has 99 KiB."""
     spec, sizes = SPECS[kernel], chunks_of((1,), (2000,), D=D, page=page, parts=parts)[1]
     config = {**spec.config_for(sizes), "BF16": BF16, **({"ROTATED": 1} if rotated else {})}
     resources = toolchain.compile_cuda(source_of(spec), spec.arch, defines=config).resources[spec.name]

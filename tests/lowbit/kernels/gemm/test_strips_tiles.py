@@ -15,8 +15,8 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def sizes(N: int, K: int, group: int, M: int, **more: int) -> dict[str, int]:
-    return {"M": M, "N": N, "K": K, **({"g": group} if group else {}), **more}
+def sizes(N: int, K: int, group: int, M: int, **tile_rows: int) -> dict[str, int]:
+    return {"M": M, "N": N, "K": K, **({"g": group} if group else {}), **tile_rows}
 
 
 def plain_choice(s: dict[str, int]) -> Any:
@@ -36,8 +36,8 @@ def plain_choice(s: dict[str, int]) -> Any:
                 of_stages = ceil_div(s["K"], tile.BK) / split
                 once = tiles.of_a_tile.__wrapped__(tile, of_stages, all_strips / high, group, split)
                 rounds = ceil_div(tiles.tiles(s, tile.BM, strips), blocks)
-                own = rounds * once + cost.launch + (cost.split if split > 1 else 0)
-                key = max(own, tiles.stream(s) + cost.drain), strips
+                busy = rounds * once + cost.launch + (cost.split if split > 1 else 0)
+                key = max(busy, tiles.stream(s) + cost.drain), strips
                 if best is None or key < best[0]:
                     best = key, tiles.StripChoice(tile, strips, stages, split)
     return best[1]
@@ -45,8 +45,8 @@ def plain_choice(s: dict[str, int]) -> Any:
 
 def same_choices(shape: tuple[int, int, int], counts: Any) -> None:
     for M in map(int, counts):
-        for more in ({}, {"rows": 64}) if M % 5 == 0 else ({},):
-            s = sizes(*shape, M, **more)
+        for tile_rows in ({}, {"rows": 64}) if M % 5 == 0 else ({},):
+            s = sizes(*shape, M, **tile_rows)
             assert tiles.choose(s) == plain_choice(s), s
 
 

@@ -8,9 +8,23 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.arithmetic import ceil_div
+from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.attention.exact.arithmetic import Arithmetic
 from ptxlab.lowbit.kernels.attention.sm90 import TILE
 from ptxlab.lowbit.layout import KVCache
+
+
+def require_constants(config: Mapping[str, int], q: Any, cache: KVCache, **constants: int) -> None:
+    """Raise ArgumentError unless a variant has the constants of the arrays, and those that are given beside."""
+    constants |= {
+        "D": cache.head_dim,
+        "PAGE": cache.page_size,
+        "BF16": int(q.dtype == np.uint16),
+        "ROTATED": int(cache.rotated),
+    }
+    for name, number in constants.items():
+        if config.get(name, 0) != number:
+            raise ArgumentError("exact: config", f"{name} must be {number} for these arrays", config.get(name, 0))
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.attention.exact import tiles
 from ptxlab.lowbit.kernels.attention.exact.arithmetic import EMULATED, Arithmetic, hopper
-from ptxlab.lowbit.kernels.attention.exact.launched import AttentionLaunch, beside
+from ptxlab.lowbit.kernels.attention.exact.launched import AttentionLaunch, beside, require_constants
 from ptxlab.lowbit.kernels.attention.exact.queries import rows
 from ptxlab.lowbit.kernels.attention.exact.shares import Shares
 from ptxlab.lowbit.layout import KVCache
@@ -56,7 +55,8 @@ def attention(
     Raises:
         ArgumentError: constants of the variant are not those of the arrays.
     """
-    _check(q, cache, config)
+    scheme = KV_SCHEMES[cache.scheme]
+    require_constants(config, q, cache, BITS=scheme.bits, CHANNEL=int(scheme.by_channel))
     B, T, Hq, D = q.shape
     lengths = np.maximum(np.array(cache.lengths.tolist(), np.int64), 0)
     if arithmetic is None:
@@ -79,21 +79,6 @@ def attention(
             whole = _of_blocks(of, Part(*map(np.concatenate, zip(*parts, strict=True))), shares)
             _store(of, whole, shares, out, lse)
     return out.reshape(q.shape), lse.reshape(q.shape[:-1])
-
-
-def _check(q: Any, cache: KVCache, config: Mapping[str, int]) -> None:
-    scheme = KV_SCHEMES[cache.scheme]
-    wanted = {
-        "D": cache.head_dim,
-        "PAGE": cache.page_size,
-        "BITS": scheme.bits,
-        "CHANNEL": int(scheme.by_channel),
-        "BF16": int(q.dtype == np.uint16),
-        "ROTATED": int(cache.rotated),
-    }
-    for name, number in wanted.items():
-        if config.get(name, 0) != number:
-            raise ArgumentError("exact: config", f"{name} must be {number} for these arrays", config.get(name, 0))
 
 
 def _some(of: AttentionLaunch, shares: Shares) -> list[slice]:

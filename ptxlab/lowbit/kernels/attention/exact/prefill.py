@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab.arithmetic import ceil_div
-from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import as_words
 from ptxlab.lowbit.kernels.attention.exact.arithmetic import EMULATED, Arithmetic, hopper
-from ptxlab.lowbit.kernels.attention.exact.launched import beside
+from ptxlab.lowbit.kernels.attention.exact.launched import beside, require_constants
 from ptxlab.lowbit.kernels.attention.prefill import ROWS
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.layout.nibbles import unpack_u4
@@ -129,7 +128,7 @@ def prefill(
     Raises:
         ArgumentError: constants of the variant are not those of the arrays.
     """
-    _check(q, cache, config)
+    require_constants(config, q, cache)
     if arithmetic is None:
         arithmetic = EMULATED if isinstance(q, np.ndarray) else hopper()
     out, lse = np.zeros_like(q), np.zeros(q.shape[:-1], np.float32, like=q) - np.float32(np.inf)
@@ -145,35 +144,23 @@ def prefill(
     return out, lse
 
 
-def _check(q: Any, cache: KVCache, config: Mapping[str, int]) -> None:
-    wanted = {
-        "D": cache.head_dim,
-        "PAGE": cache.page_size,
-        "BF16": int(q.dtype == np.uint16),
-        "ROTATED": int(cache.rotated),
-    }
-    for name, number in wanted.items():
-        if config.get(name, 0) != number:
-            raise ArgumentError("exact: config", f"{name} must be {number} for these arrays", config.get(name, 0))
-
-
 def _attend(of: PrefillLaunch, q: Any) -> tuple[Any, Any]:
     """Attend for the queries of one sequence: out like q [queries, Hq, D], and lse [queries, Hq]."""
     heads, D = of.cache.num_kv_heads, of.cache.head_dim
     rows = floats(q).reshape(of.queries, heads, of.group, D).swapaxes(0, 1).reshape(heads, -1, D)
-    results = [_of_tile(of, tile, rows[:, tile.first : tile.stop]) for tile in of.tiles()]
-    out, lse = (np.concatenate(some, axis=1) for some in zip(*results, strict=True))
+    tiles = [_attend_tile(of, tile, rows[:, tile.first : tile.stop]) for tile in of.tiles()]
+    out, lse = (np.concatenate(arrays, axis=1) for arrays in zip(*tiles, strict=True))
     out = bfloat16_bits(out) if of.config["BF16"] else out.astype(np.float16)
     by_token = (x.reshape(heads, of.queries, of.group, *x.shape[2:]).swapaxes(0, 1) for x in (out, lse))
     out, lse = (x.reshape(of.queries, heads * of.group, *x.shape[3:]) for x in by_token)
     return out, lse
 
 
-def _of_tile(of: PrefillLaunch, tile: QueryTile, x: Any) -> tuple[Any, Any]:
+def _attend_tile(of: PrefillLaunch, tile: QueryTile, x: Any) -> tuple[Any, Any]:
     """Attend for the rows f32 [heads, rows, D] of a tile: results f32 [heads, rows, D], logarithms [heads, rows]."""
-    rows = _rounded_queries(of, tile, x)
-    parts = [_of_part(of, rows, blocks) for blocks in of.parts_of(tile)]
-    sums = parts[0] if len(parts) == 1 else _merged(of, parts)
+    rows = _round_queries(of, tile, x)
+    parts = [_sum_blocks(of, rows, blocks) for blocks in of.parts_of(tile)]
+    sums = parts[0] if len(parts) == 1 else _merge(of, parts)
     a, b, c, d = (sums.weights[..., lane] for lane in range(_LANES))
     add, mul = of.arithmetic.add, of.arithmetic.mul
     weights = add(add(a, b), add(c, d))
@@ -183,7 +170,7 @@ def _of_tile(of: PrefillLaunch, tile: QueryTile, x: Any) -> tuple[Any, Any]:
     return mul(sums.values, inverse[..., None]), lse
 
 
-def _rounded_queries(of: PrefillLaunch, tile: QueryTile, x: Any) -> TileRows:
+def _round_queries(of: PrefillLaunch, tile: QueryTile, x: Any) -> TileRows:
     """Round queries to f16, over the power of two that leads each row. A row with an infinity becomes NaN."""
     x = of.cache.rotate(x)
     largest = np.abs(x).max(axis=-1)  # NaN of a NaN
@@ -195,25 +182,26 @@ def _rounded_queries(of: PrefillLaunch, tile: QueryTile, x: Any) -> TileRows:
     return TileRows(queries, factors, beside(of.context - of.queries + token + 1, x))
 
 
-def _restored(of: PrefillLaunch, block: int) -> tuple[Any, Any]:
+def _restore(of: PrefillLaunch, block: int) -> tuple[Any, Any]:
     """Restore a block's keys and values: f16 [heads, tokens, D] each, 0 behind the last token."""
     cache = of.cache
     token = block * of.block_keys + np.arange(of.block_keys, like=cache.pool)
     place = np.minimum(token, of.context - 1)
     page, offset = cache.block_table[of.sequence, place // cache.page_size], place % cache.page_size
-    both, there = PageView.of(cache.pool, cache.scheme, cache.page_size, cache.head_dim), (token < of.context)[:, None]
+    both = PageView.of(cache.pool, cache.scheme, cache.page_size, cache.head_dim)
+    is_stored = (token < of.context)[:, None]
 
     def restore(view: PageView) -> Any:
         assert view.constants is not None
         integers = unpack_u4(as_words(view.features[page, :, offset])).astype(np.float32)
         pairs = view.constants[page, :, offset].astype(np.float32)
-        scale, zero = (np.where(there, pairs[..., i], np.float32(0))[..., None] for i in (0, 1))
+        scale, zero = (np.where(is_stored, pairs[..., i], np.float32(0))[..., None] for i in (0, 1))
         return ((integers - zero) * scale).astype(np.float16).swapaxes(0, 1)
 
     return restore(both.part(0)), restore(both.part(1))
 
 
-def _of_part(of: PrefillLaunch, rows: TileRows, blocks: range) -> Sums:
+def _sum_blocks(of: PrefillLaunch, rows: TileRows, blocks: range) -> Sums:
     """Add up blocks of keys, one after the other."""
     fma, mul, exp2 = of.arithmetic.fma, of.arithmetic.mul, of.arithmetic.exp2
     shape, headroom = rows.queries.shape, np.float32(of.config["HEADROOM"])
@@ -222,22 +210,22 @@ def _of_part(of: PrefillLaunch, rows: TileRows, blocks: range) -> Sums:
     )
     largest = largest + _LOWEST
     for block in blocks:
-        k, v = _restored(of, block)
+        k, v = _restore(of, block)
         score = _scores(of, rows, k, block)
         top = np.where(np.isnan(score), np.float32(-np.inf), score).max(axis=-1)
-        before, peak = largest, mul(top, rows.factors)
-        largest = np.where(peak > before + headroom, peak, before)
-        rescale = exp2(before - largest)[..., None]
+        previous, peak = largest, mul(top, rows.factors)
+        largest = np.where(peak > previous + headroom, peak, previous)
+        rescale = exp2(previous - largest)[..., None]
         weight = exp2(fma(score, rows.factors[..., None], -largest[..., None]))
         weights = fma(weights, rescale, _by_lane(of, weight))
-        values = _multiplied(of, weight.astype(np.float16), v, mul(values, rescale))
+        values = _multiply(of, weight.astype(np.float16), v, mul(values, rescale))
     return Sums(largest, weights, values)
 
 
 def _scores(of: PrefillLaunch, rows: TileRows, keys: Any, block: int) -> Any:
     """Multiply queries and keys: f32 [heads, rows, tokens]; -inf for what is not seen."""
     start = np.zeros((*rows.queries.shape[:2], of.block_keys), np.float32, like=keys)
-    score = _multiplied(of, rows.queries, keys.swapaxes(1, 2), start)
+    score = _multiply(of, rows.queries, keys.swapaxes(1, 2), start)
     token, ends = block * of.block_keys + np.arange(of.block_keys, like=keys), rows.ends[:, None]
     seen = token < ends
     if of.window:
@@ -245,11 +233,11 @@ def _scores(of: PrefillLaunch, rows: TileRows, keys: Any, block: int) -> Any:
     return np.where(seen, score, np.float32(-np.inf))
 
 
-def _multiplied(of: PrefillLaunch, a: Any, b: Any, sums: Any) -> Any:
+def _multiply(of: PrefillLaunch, a: Any, b: Any, sums: Any) -> Any:
     """Add a [heads, rows, n] times b [heads, n, columns] to sums, 16 of n at a time."""
     for first in range(0, a.shape[-1], _MMA):
-        some = slice(first, first + _MMA)
-        sums = of.arithmetic.mma(a[..., some], b[:, some], sums)
+        terms = slice(first, first + _MMA)
+        sums = of.arithmetic.mma(a[..., terms], b[:, terms], sums)
     return sums
 
 
@@ -263,13 +251,13 @@ def _by_lane(of: PrefillLaunch, weight: Any) -> Any:
     return total
 
 
-def _merged(of: PrefillLaunch, parts: list[Sums]) -> Sums:
+def _merge(of: PrefillLaunch, parts: list[Sums]) -> Sums:
     """Add up the parts of a tile in the order of their keys: statistics first, then values."""
     fma, mul, exp2 = of.arithmetic.fma, of.arithmetic.mul, of.arithmetic.exp2
     largest, weights = np.zeros_like(parts[0].largest) + _LOWEST, np.zeros_like(parts[0].weights)
     for part in parts:
-        before, largest = largest, np.maximum(largest, part.largest)
-        factor, rescale = (exp2(x - largest)[..., None] for x in (part.largest, before))
+        previous, largest = largest, np.maximum(largest, part.largest)
+        factor, rescale = (exp2(x - largest)[..., None] for x in (part.largest, previous))
         weights = fma(part.weights, factor, mul(weights, rescale))
     values = np.zeros_like(parts[0].values)
     for part in parts:
