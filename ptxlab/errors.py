@@ -13,19 +13,25 @@ from contextlib import contextmanager
 from ptxlab.mangled import readable
 
 _LONGEST = 400  # characters of a value in a message
+_BETWEEN_NAMES = re.compile(r"(?:, (?:or )?| or | and )(?![^(<]*[)>])")  # not between the parameters of one
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"\d", "", name)
 
 
 def nearest_of(rule: str, value: object) -> str:
     """Propose the nearest name of a rule that lists names, as `; nearest: lanes`; empty if none is near.
 
-    A rule lists names where it says one (some, among) of them, or nothing else: `lqq, qoq or float`.
+    A rule lists names where it says one (some, among) of them, or nothing else: `lqq, qoq or float`. A name with other
+    digits is another name (int4 for int8), no slip.
     """
     listed = re.fullmatch(r"(?:must be )?(?:(?:one|some) of|among) (.+)|([\w.-]+(?:, [\w.-]+)*,? or [\w.-]+)", rule)
     if not listed or not isinstance(value, str) or "nearest" in rule:
         return ""
-    names = [name for name in re.split(r", (?:or )?| or | and ", listed[1] or listed[2]) if name != value]
+    names = [name for name in _BETWEEN_NAMES.split(listed[1] or listed[2]) if name != value]
     near = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
-    return f"; nearest: {near[0]}" if near else ""
+    return f"; nearest: {near[0]}" if near and _letters(near[0]) != _letters(value) else ""
 
 
 class PtxlabError(Exception):

@@ -107,7 +107,7 @@ def run_on_schedules(
     entry = launch.kernel.module.entries[launch.kernel.entry]
     # Sums of floats by atomics depend on the order of the threads, which is no fault.
     reorders = any(_FLOAT_ATOMIC.search(instruction.opcode) for instruction in entry.instructions)
-    findings = dict.fromkeys(outcome.findings)
+    findings = [*outcome.findings]
     differences: dict[str, Difference] = {}
     for schedule, copy in zip(schedules[1:], copies, strict=True):
         try:
@@ -116,7 +116,7 @@ def run_on_schedules(
             error.args = (f"schedule {schedule}: {error.args[0]}",)
             raise
         known = {(f.kind, f.path, f.line, f.callers) for f in findings}
-        findings |= {f: None for f in other.findings if (f.kind, f.path, f.line, f.callers) not in known}
+        findings += [f for f in other.findings if (f.kind, f.path, f.line, f.callers) not in known]
         for found in first_differences(outcome.outputs, other.outputs, (schedules[0], schedule)):
             array, its = outcome.outputs[found.name], other.outputs[found.name]
             if not (reorders and array.dtype.kind == "f" and not compare(found.name, its, array).wrong):

@@ -14,9 +14,8 @@ from ptxlab.toolchain import check_arch
 _target: ContextVar[str | None] = ContextVar("target", default=None)
 
 
-def target() -> str | None:
-    """Return what kernels are compiled for inside `compiling_for`; None: each backend's own architecture."""
-    return _target.get()
+# What kernels are compiled for inside `compiling_for`; None: each backend's own architecture. Every repeated call asks.
+target = _target.get
 
 
 @contextmanager

@@ -156,7 +156,7 @@ def compile_cell(
         entries = cuda_kernels.entries(source, arch, defines)
     chosen = [kernel] if kernel else list(entries)
     if not chosen:
-        raise ArgumentError(source.path, "a kernel (.visible .entry)", "none")
+        raise ArgumentError(source.path, "a kernel (.visible .entry, __global__)", "none")
     given: dict[str, Any] = {} if language == "ptx" else {"defines": defines, "arch": arch}
     kernels = {name: replace(load(source, name, **given), checks=checks) for name in chosen}
     reports = {name: sass.report(source, shown_for, entry=name, defines=defines) for name in chosen} if image else {}

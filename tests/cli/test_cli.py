@@ -48,13 +48,23 @@ def test_show_prints_contract_and_source(cli: Any) -> None:
 def test_run_writes_what_the_kernel_wrote(cli: Any, lqq_file: Path, tmp_path: Path) -> None:
     command = ("run", "dequant_lqq", "--in", lqq_file, "--out", tmp_path / "out.npz", "--backend", "emulator")
     code, out, _ = cli(*command, "--check", "all", "--json")
-    assert code == 0 and json.loads(out) == {
+    shown = json.loads(out)
+    (summary,) = shown.pop("outputs").values()
+    assert code == 0 and shown == {
         "backend": "emulator",
-        "outputs": {"out": {"dtype": "int8", "shape": [2, 64]}},
+        "kernel": "dequant_lqq",
         "findings": [],
+        "expected": [],
+        "schedules": {"ran": [], "differences": []},
     }
     arrays = np.load(lqq_file)
     q4 = np.load(tmp_path / "out.npz")["out"].astype(int)
+    assert {key: summary[key] for key in ("name", "dtype", "shape")} == {
+        "name": "out",
+        "dtype": "int8",
+        "shape": [2, 64],
+    }
+    assert summary["first"] == [*q4.ravel()[:4]] and (summary["minimum"], summary["maximum"]) == (q4.min(), q4.max())
     assert np.array_equal((q4 + 128 - 64) % 8, np.zeros_like(q4)), arrays.files
 
 
@@ -167,7 +177,7 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("verify", "--sizes", "M=3"), "no such option"),
         (("nosuch",), "nosuch"),
         (("show",), "missing argument"),
-        (("run", "dequant_lqq"), "missing option"),
+        (("run", "dequant_lqq"), "dequant_lqq: offset: must be given (got nothing)"),
         (("verify", "--seed", "x"), "invalid value for '--seed'"),
         (("show", "nosuch_at_all_qqq"), "unknown kernel 'nosuch_at_all_qqq'; "),
         (("show", "dequant_lpp"), "unknown kernel 'dequant_lpp'; nearest: dequant_lqq"),

@@ -193,7 +193,7 @@ def test_what_the_assembler_is_not_there_for_the_parser_finds(
         ("cuda -D SCALE=x", CUDA, "-D: NAME=INTEGER (got SCALE=x)"),
         ("cuda -D SCALE=", CUDA, "-D: NAME=INTEGER (got SCALE=)"),
         ("ptx --arch hopper", PTX, "arch: sm_<number>, such as sm_80 or sm_90a (got hopper)"),
-        ("cuda", "__device__ int x;\n", '<cell>: entry: a kernel (extern "C" __global__) (got none)'),
+        ("cuda", "__device__ int x;\n", "<cell>: a kernel (.visible .entry, __global__) (got none)"),
         ("ptx --verify dequant_lq", PTX, "unknown kernel 'dequant_lq'; nearest: dequant_lqq"),
     ],
 )

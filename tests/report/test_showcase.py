@@ -105,7 +105,3 @@ def test_the_page_shows_the_lines_that_are_found_and_the_remedy(mistake: Mistake
     assert len(shown) < 14 and any("#ifdef FIXED" in line or "#ifndef FIXED" in line for line in shown)
     for line in re.findall(rf"{mistake.name}\.cu:(\d+)", printed):
         assert any(row.startswith(f"{line:>3} ") for row in shown)
-
-
-def test_a_constant_that_is_no_number_is_bad_input(here: Path, cli: Any) -> None:
-    assert cli(*MISTAKES[0].command("-D TILE=wide").split()[1:])[0] == 2

@@ -96,8 +96,8 @@ def test_names_in_namespaces(name: str) -> None:
 
 
 def test_what_a_file_has_is_listed_where_the_name_is_missing_or_wrong() -> None:
-    for name in (None, "thrice"):
-        with pytest.raises(ArgumentError, match=rf"entry: one of ops::twice, negate \(got {name or 'nothing'}\)$"):
+    for name, got in ((None, r"\(got nothing\)"), ("thrice", r"\(got thrice\); nearest: ops::twice")):
+        with pytest.raises(ArgumentError, match=rf"entry: one of ops::twice, negate {got}$"):
             ptxlab.load(NAMESPACES, name)
     assert ptxlab.load(NAMESPACES, "negate").parameters == ("x",)
 

@@ -124,7 +124,7 @@ def test_bad_input_is_one_line(cli: Any, tmp_path: Path, text: Path, monkeypatch
         (("nosuch",), "nosuch: no model: a folder, a .gguf file, or one of smollm2"),
         ((path, "--kv", 5), "--kv expects 4, 8 or 32, got 5"),
         ((path, "--acts", 4), "--acts expects 8 or 32, got 4"),
-        ((path, "--backend", "cpu"), "--backend expects gpu or numpy, got cpu"),
+        ((path, "--backend", "cpu"), "--backend expects gpu or numpy, got cpu; nearest: gpu"),
         (
             (path, "--length", 9, "--text", tmp_path / "nosuch"),
             f"{tmp_path / 'nosuch'}: cannot be read: No such file or directory",

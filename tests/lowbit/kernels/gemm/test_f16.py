@@ -92,7 +92,7 @@ def test_no_tile_spills(M: int) -> None:
         ({"x": np.zeros(64, np.float16)}, r"gemm_f16: x: must be a matrix \(got shape \[64\]\)"),
         ({"x": np.zeros((2, 64), np.float32)}, r"gemm_f16: x: .*float16.*float32.*"),
         ({"out": np.zeros((8, 2), np.float16)}, r"gemm_f16: out: .*\[2, 8\].*\[8, 2\].*"),
-        ({"backend": "cpu"}, r"gemm_f16: backend: one of .*\(got cpu\)"),
+        ({"backend": "cpu"}, r"gemm_f16: backend: one of .*\(got cpu\); nearest: gpu"),
     ],
 )
 def test_bad_input(given: dict[str, Any], message: str) -> None:

@@ -142,7 +142,7 @@ def test_a_capture_is_told_what_to_make_before_it(fake: FakeGpu) -> None:
 
 def test_another_gpu_is_told_what_the_kernel_runs_on(fake: FakeGpu) -> None:
     fake.arch = 80
-    with pytest.raises(UnavailableError, match=r"gemm_w4a8_grouped: it runs on sm_90a"):
+    with pytest.raises(UnavailableError, match=r"gemm_w4a8_grouped: gemm_w4a8_grouped_sm90: it runs on sm_90a"):
         call()
 
 

@@ -13,11 +13,10 @@ import ptxlab
 from ptxlab import PackedWeight, gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels import gemm
-from ptxlab.lowbit.kernels.gemm import w4a4, w4ax
+from ptxlab.lowbit.kernels.gemm import w4a4, w4ax, w8a8
 from ptxlab.lowbit.kernels.gemm.common import GemmStep, example_channel, example_lqq, example_qoq
 from ptxlab.lowbit.kernels.gemm.f16 import F16
 from ptxlab.lowbit.kernels.gemm.ladder import LADDER, why_not
-from ptxlab.lowbit.kernels.gemm.w8a8 import W8A8
 from ptxlab.spec import KernelSpec
 from tests.support import soak
 
@@ -72,7 +71,7 @@ def draw_case(step: GemmStep, rng: np.random.Generator) -> Case:
     return Case(step.spec.name, sizes, x, x_sum, weight, expected, gpu.to_device(np.zeros(1, np.uint64)))
 
 
-BY_SPEC = (*w4a4.SPECS, *w4ax.SPECS, W8A8, F16)
+BY_SPEC = (*w4a4.SPECS, *w4ax.SPECS, *w8a8.SPECS, F16)
 APART = {  # of the family, and why no test here calls it
     "gemm_tile_lqq_sm80": "one tile of 16 x 8, to be looked at in a debugger",
     "gemm_w4a8_grouped_sm90": "in layers of experts: tests/llm/model/test_on_gpu.py",

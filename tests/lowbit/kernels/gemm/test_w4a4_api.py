@@ -90,7 +90,9 @@ def test_the_kernel_is_the_weights(fake: FakeGpu) -> None:
 
 def test_an_older_or_newer_gpu_is_said(fake: FakeGpu) -> None:
     for fake.arch in (80, 100):
-        with pytest.raises(UnavailableError, match=r"gemm_w4a4: it runs on sm_90a, and this is sm_.*pass backend="):
+        with pytest.raises(
+            UnavailableError, match=r"gemm_w4a4: gemm_w4a4_sm90: it runs on sm_90a, and this is sm_.*pass backend="
+        ):
             ptxlab.gemm_w4a4(on_device(TOKENS["strips"]), on_device(WEIGHTS["strips"]))
 
 

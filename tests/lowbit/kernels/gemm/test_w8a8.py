@@ -188,7 +188,7 @@ TILES_OF_X = pack_activations(_X, "tiles", 8)
         ({"out_dtype": "int8"}, r"gemm_w8a8: out_dtype: must be one of float16, .* \(got int8\)"),
         ({"out": np.zeros((5, 41), np.float16)}, r"gemm_w8a8: out: .*\[5, 40\].*\[5, 41\].*"),
         ({"bias": np.zeros(41, np.float32)}, r"gemm_w8a8: bias: .*\[40\].*\[41\].*"),
-        ({"backend": "cpu"}, r"gemm_w8a8: backend: one of .*\(got cpu\)"),
+        ({"backend": "cpu"}, r"gemm_w8a8: backend: one of .*\(got cpu\); nearest: gpu"),
     ],
 )
 def test_bad_input_of_the_public_call(given: dict[str, Any], message: str) -> None:

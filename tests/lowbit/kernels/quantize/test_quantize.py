@@ -242,7 +242,8 @@ def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_older_gpu_is_said(fake: FakeGpu) -> None:
     fake.arch = 75
     with pytest.raises(
-        UnavailableError, match=r"quantize_activations: it runs on sm_80, and this is sm_75; pass backend="
+        UnavailableError,
+        match=r"quantize_activations: quantize_activations_s8: it runs on sm_80, and this is sm_75; pass backend=",
     ):
         ptxlab.quantize_activations(DeviceArray(np.ones((2, 32), np.float16)))
     assert fake.loads == 0
