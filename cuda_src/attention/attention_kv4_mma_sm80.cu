@@ -93,7 +93,6 @@ struct Arguments {
 struct Stage {
     unsigned char keys[kRows], values[kRows + (CHANNEL ? 0 : 2 * TOKENS * 4)];
 
-    __device__ __forceinline__ u32* constants() { return reinterpret_cast<u32*>(values + kRows); }
     __device__ __forceinline__ const u32* constants() const { return reinterpret_cast<const u32*>(values + kRows); }
 };
 

@@ -22,7 +22,7 @@ from ptxlab.llm.model import Config
 MODELS = {"7B": "LLaMA-2-7B", "8B": "LLaMA-3-8B", "70B": "LLaMA-2-70B"}
 OURS, BASELINE = "ptxlab", "fp8"
 SECONDS = 285  # of a variant: two of them fit a call of ten minutes
-_PREPARING = 70  # of these, that starting may take
+_LAST_RUN = 70  # of these, kept for the run that has begun
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Reading:
 
     @classmethod
     def from_json(cls, text: str) -> "Reading":
-        """Read what a process has printed."""
+        """Read the file that a process has written."""
         fields = json.loads(text)
         steps = {int(batch): tuple(ms) for batch, ms in fields["step_ms"].items()}
         return cls(tuple(fields["seconds"]), steps, fields["cache_tokens"], fields["load_seconds"])
@@ -113,11 +113,11 @@ def read_engine(
     """Measure an engine.
 
     Args:
-        took: seconds that so many prompts with so many new tokens each took.
+        took: runs so many prompts with so many new tokens each, and returns the seconds.
         rule: what is asked.
         cache_tokens: that the cache holds; a batch that needs more is left out.
-        is_late: whether nothing new is to begin.
-        load_seconds: of the engine.
+        is_late: whether too little time is left to begin another run.
+        load_seconds: until the engine was ready.
     """
     took(8, 16)  # the first calls of a shape
     took(min(64, rule.prompts), 16)
@@ -184,7 +184,7 @@ def serve(model: str, name: str, folder: Path) -> None:
         took,
         rule,
         cache_tokens=(cache.num_gpu_blocks or 0) * cache.block_size,
-        is_late=lambda: time.time() - begin > SECONDS - _PREPARING,
+        is_late=lambda: time.time() - begin > SECONDS - _LAST_RUN,
         load_seconds=time.time() - begin,
     )
     (folder / "reading.json").write_text(json.dumps(asdict(reading)))

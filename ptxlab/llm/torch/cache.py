@@ -40,7 +40,7 @@ class KV4Cache(Cache):
     Attributes:
         batch, context: sequences, and tokens of each at most.
         scheme: `kv4` or `kv8`.
-        rotated: whether keys lie rotated, which 4 bits hold better (`ptxlab.KVCache`); as in the runners they do.
+        rotated: whether keys are stored rotated, as in the runners: 4 bits hold them better (`ptxlab.KVCache`).
         pools: u8 [pages, 2, Hkv, bytes] of each layer.
         block_table: s32 [B, pages of a sequence], of all layers.
         workspace: of attention on a GPU, for one stream at a time.

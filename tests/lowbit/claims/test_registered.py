@@ -42,7 +42,7 @@ def test_a_map_with_a_place_twice_is_refuted() -> None:
 
 
 PACKS = re.compile(r"_?((un)?pack(ed)?|to|from|stack|scatter|gather|interleave|join|exchange|swizzled|(re)?store)(_|$)")
-NO_PACKINGS = re.compile(r"packed_names|_packing")  # names of weights in a file; a packing by its name
+NO_PACKINGS = re.compile(r"packed_(names|headers)|_packing")  # of the weights in a file; a packing by its name
 
 
 def functions(module: Any) -> Iterator[tuple[str, CodeType]]:
