@@ -91,10 +91,10 @@ def rates_figure(rows: pd.DataFrame) -> Figure:
                 axes.plot(shown["T"], shown[name], color=colour, marker=marker, label=label)
             axes.set_xscale("log", base=2)
             axes.grid(axis="y", color=PALE, linewidth=0.6)
-            axes.set_ylim(bottom=0)
             title(axes, f"heads {Hq}/{Hkv}, context {context:,}", size=9)
             bare(axes)
         line[0].set_ylabel("TFLOPS")
+    panels[0][0].set_ylim(bottom=0)  # behind all lines: it ends the scaling of the panels, which share their axis
     for axes in panels[-1]:
         axes.set_xlabel("queries")
     many = rows[rows["T"] > rows["T"].min()]
