@@ -282,13 +282,19 @@ def capture(calls: Sequence[Callable[[], Any]]) -> gpu.Graph:
         torch.cuda.synchronize()
         gc.collect()
         gc.disable()  # what the collector destroys while a graph is captured makes the capture void
-        graph.capture_begin()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        before = generator.clone_state()
+        graph.capture_begin(capture_error_mode="thread_local")  # what other threads do makes no capture void
         try:
-            for call in calls:
-                call()
-        finally:
-            gc.enable()
-            graph.capture_end()  # also where a call fails: a stream left capturing refuses what comes next
+            try:
+                for call in calls:
+                    call()
+            finally:
+                gc.enable()
+                graph.capture_end()  # also where a call fails: a stream left capturing refuses what comes next
+        except RuntimeError:  # a capture that is void leaves the generator capturing: it would draw no number again
+            generator.graphsafe_set_state(before)
+            raise
 
     def replay() -> None:
         with torch.cuda.stream(stream):

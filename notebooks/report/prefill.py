@@ -55,7 +55,19 @@ def section() -> str:
     formats["over FA3 FP16"] = "{:.2f}x"
     said = f"`python -m benchmarks prefill`, {record.device['name']}, commit {record.revision}, {record.date[:10]}."
     picture = f"![TFLOPS by queries and context](notebooks/figures/{PICTURE}.png)"
-    return f"{markdown(table, formats)}\n{said}\n\n{bytes_table()}\n{picture}\n"
+    parts = (markdown(table, formats), said + "\n", *failure_lines(record), bytes_table(), f"{picture}\n")
+    return "\n".join(parts)
+
+
+def failure_lines(record: Record) -> list[str]:
+    """Say for each chunk whose peers failed which they are, and why; one line each."""
+    failed = [(row.sizes, row.checked.partition("left out: ")[2]) for row in record.rows]
+    return [
+        f"Not measured with {sizes['T']:,} queries behind {sizes['C']:,} tokens, heads {sizes['Hq']}/{sizes['Hkv']} of"
+        f" {sizes['D']}: {reasons}.\n"
+        for sizes, reasons in failed
+        if reasons
+    ]
 
 
 def bytes_table() -> str:
@@ -91,10 +103,10 @@ def rates_figure(rows: pd.DataFrame) -> Figure:
                 axes.plot(shown["T"], shown[name], color=colour, marker=marker, label=label)
             axes.set_xscale("log", base=2)
             axes.grid(axis="y", color=PALE, linewidth=0.6)
-            axes.set_ylim(bottom=0)
             title(axes, f"heads {Hq}/{Hkv}, context {context:,}", size=9)
             bare(axes)
         line[0].set_ylabel("TFLOPS")
+    panels[0, 0].set_ylim(bottom=0)  # for all panels, which share the axis; set after all lines, as it ends autoscaling
     for axes in panels[-1]:
         axes.set_xlabel("queries")
     many = rows[rows["T"] > rows["T"].min()]

@@ -278,6 +278,22 @@ def test_a_fused_kernel_is_timed_and_right(make, launched: None, ceilings) -> No
     assert 1 < row.time_us < 10 and row.more["chain_us"] < row.more["l2_us"] < row.time_us + 1
 
 
+def test_a_capture_that_fails_spoils_none_that_follows(launched: None) -> None:
+    """PyTorch's generator, above all: a call that waits for the device is refused while a graph is captured."""
+    if not peers.importable():
+        pytest.skip("PyTorch with a GPU is not installed")
+    import torch
+
+    with pytest.raises(RuntimeError):
+        peers.capture([torch.cuda.synchronize])
+    drawn = torch.randn(8, device="cuda")
+    graph = peers.capture([drawn.normal_])
+    before = drawn.clone()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert (drawn != before).all()
+
+
 def test_mixes_are_measured_where_pytorch_is(launched: None) -> None:
     if not peers.importable():
         pytest.skip("PyTorch with a GPU is not installed")

@@ -91,6 +91,8 @@ def test_a_graph_of_a_step_is_replayed_on_other_steps(cupy: Any) -> None:
         assert np.array_equal(host.pool, step.append(pool))
         count = int(step.starts[-1])
         chunks = {"q": queries[:count].astype(np.float32), "cache": host, "starts": step.starts}
-        compare(PREFILL, {"out": out[:count].get(), "lse": lse[:count].get()}, {**chunks, "softmax_scale": D**-0.5})
+        logical = {**chunks, "softmax_scale": D**-0.5, "window": 0, "blocks": 1, "parts": 1}
+        found = {"out": out[:count].get(), "lse": lse[:count].get(), "arrivals": PREFILL.pack(logical)["arrivals"]}
+        compare(PREFILL, found, logical)
         assert np.isnan(out[count:].get()).all()
         hold(latest[:, None], host, decoded[:, None].get())
