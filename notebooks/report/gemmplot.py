@@ -36,6 +36,7 @@ from report.style import title, token_axis
 # The steps of sm_80 in warm colours, those of sm_90 in ever darker blue.
 COLOURS = {
     "qoq_sm80": ORANGE,
+    "lqq_sm80": RED,
     "qoq_channel_sm80": "#fdbf6f",
     "qoq_sm90": "#a6bddb",
     "lqq_sm90": "#67a9cf",

@@ -21,6 +21,7 @@ from report import ROOT
 
 _WIDTH = 116  # of a line in the README
 _LINE = re.compile(r"\bline (\d+)\b|\.cu:(\d+)\b")
+_FINDING = re.compile(r"[\w-]+: ")
 _GAP = 2  # lines between two that are shown are shown too if they are no more than this
 
 
@@ -170,7 +171,8 @@ def page(mistakes: Iterable[Mistake]) -> str:
 def shown(mistake: Mistake) -> list[str]:
     """One of them, as lines of Markdown."""
     printed = output_of(mistake)
-    *found, summary = printed.splitlines()
+    lines = printed.splitlines()
+    found = [line for line in lines if _FINDING.match(line)]
     source = folder(mistake.place) / f"{mistake.name}.cu"
     report: list[str] = []
     for kind in dict.fromkeys(line.partition(":")[0] for line in found):
@@ -188,7 +190,7 @@ def shown(mistake: Mistake) -> list[str]:
         "```console",
         f"$ {mistake.command()}",
         *report,
-        summary,
+        *(line.rstrip() for line in lines[len(found) :]),  # the outputs, and the summary
         "```",
         f"Remedy: {mistake.remedy}.\n",
     ]

@@ -22,6 +22,7 @@ RECORD = record()
 STORED = stored_times()
 FIRST = RECORD.rows[0]
 POINTS = ladder.points(RECORD)
+UNTIMED = {"gemm_w4a8_lqq_sm80"}  # written for Ampere after the record was made; a new record has it
 
 
 def points(*rows: Row) -> pd.DataFrame:
@@ -131,7 +132,7 @@ def test_ratios_are_of_a_layers_sums_and_leave_out_what_was_not_measured() -> No
 
 def test_documents_stand_beside_the_record() -> None:
     table = ladder.documents_table(RECORD)
-    ratio = ladder.layer_ratios(POINTS, NAMES[2], NAMES[5])
+    ratio = ladder.layer_ratios(POINTS, NAMES[3], NAMES[6])
     assert f"| ImFP over the baseline | gains at every M | {min(ratio):.2f}x to {max(ratio):.2f}x |" in table
 
 
@@ -165,7 +166,8 @@ def test_the_record_is_valid_and_whole(measured: Record) -> None:
     assert measured.invalid == ""
     rows = [row for row in measured.rows if row.measure == "gemm"]
     points = {(r.kernel, r.sizes["N"], r.sizes["K"], r.sizes["M"]) for r in rows}
-    assert points == {(name, layer.N, layer.K, M) for name in NAMES for layer in LAYERS for M in TOKENS}
+    timed = [name for name in NAMES if name not in UNTIMED]
+    assert points == {(name, layer.N, layer.K, M) for name in timed for layer in LAYERS for M in TOKENS}
     assert all(set(r.peers) == set(CUBLAS) and "bit for bit" in r.checked for r in rows)
     assert all(0 < r.fraction < 1.1 for r in rows)
 

@@ -53,8 +53,9 @@ def ids(page: Path) -> str:
 
 def commands(block: Block) -> Iterator[tuple[str, str, str]]:
     """Command, comment and shown output of each line of a shell block; only `console` shows output."""
-    prompts = re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:] if block.language == "console" else None
-    for part in prompts if prompts is not None else block.text.splitlines():
+    text = re.sub(r"\\\n\s*", " ", block.text)  # lines that go on
+    prompts = re.split(r"^\$ ", text, flags=re.MULTILINE)[1:] if block.language == "console" else None
+    for part in prompts if prompts is not None else text.splitlines():
         line, _, shown = part.partition("\n")
         line, _, comment = line.partition(" #")
         *silent, last = line.split(" && ")
@@ -65,7 +66,8 @@ def commands(block: Block) -> Iterator[tuple[str, str, str]]:
 
 
 def assert_shown(shown: str, printed: str, where: str) -> None:
-    """Shown output, words only, with `...` for anything."""
+    """Shown output, words only, without the rules of tables, with `...` for anything."""
+    shown, printed = (text.replace("─", "") for text in (shown, printed))
     shown = re.sub(r"^\.\.\. and \d+ more like it.*$", "...", shown, flags=re.MULTILINE)
     pattern = ".*?".join(re.escape(" ".join(part.split())) for part in shown.split("..."))
     pattern = re.sub(r"(\\ )*\.\*\?(\\ )*", ".*?", pattern)
