@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.torch
 
 
+@pytest.mark.full
 def test_every_operator_is_timed() -> None:
     from benchmarks.pytorch import operator_calls
 

@@ -523,6 +523,7 @@ def test_strips_from_device_arrays(fake: FakeGpu, tokens: int, with_sum: bool) -
         ptxlab.gemm_workspace(weight, 40, kernel="gemm_w4a8_small_sm90")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tokens", [5, 40])
 def test_strips_per_channel_from_device_arrays(fake: FakeGpu, tokens: int) -> None:
     """One launch with token sums; without them another that computes them, into memory that a workspace may bring."""

@@ -115,6 +115,17 @@ def test_bad_input_is_refused_before_any_launch(change: dict[str, np.ndarray], m
         run_spec(QOQ, SOURCE, {**inputs, **change}, backend="emulator")
 
 
+@pytest.mark.full_cases(
+    "0-float16-True-gemm_w4a8_qoq_sm80-emulator",
+    "0-float16-True-gemm_w4a8_lqq_sm80-emulator",
+    "0-float16-False-gemm_w4a8_qoq_sm80-emulator",
+    "0-float16-False-gemm_w4a8_lqq_sm80-emulator",
+    "0-float16-False-gemm_w4a8_qoq_channel_sm80-emulator",
+    "1-bfloat16-True-gemm_w4a8_qoq_sm80-emulator",
+    "1-bfloat16-True-gemm_w4a8_lqq_sm80-emulator",
+    "2-float32-True-gemm_w4a8_qoq_sm80-emulator",
+    "2-float32-True-gemm_w4a8_lqq_sm80-emulator",
+)
 @on_every_backend
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -138,6 +149,7 @@ def test_scaled_outputs_are_the_epilogue_in_float32(
     assert len(np.unique(y)) > 100
 
 
+@pytest.mark.default_cases("int32-3")
 @pytest.mark.parametrize(("dtype", "variant"), [("float16", 0), ("bfloat16", 1), ("float32", 2), ("int32", 3)])
 def test_the_array_to_write_into_decides_the_output(dtype: str, variant: int) -> None:
     logical = QOQ.example(np.random.default_rng(0), M=3, N=8, K=64, g=64)
