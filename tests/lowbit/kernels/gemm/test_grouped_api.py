@@ -40,7 +40,7 @@ def call(**options: Any) -> Any:
     return ptxlab.gemm_w4a8_grouped(**{name: on_device(array) for name, array in arrays.items()}, **options)
 
 
-@pytest.mark.full
+@pytest.mark.default_cases("no sums-float16")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("x_sum", [X_SUM, None], ids=["sums", "no sums"])
 def test_every_output_on_the_host_and_on_the_device(fake: FakeGpu, dtype: str, x_sum: np.ndarray | None) -> None:
