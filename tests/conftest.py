@@ -15,6 +15,14 @@ from tests.support import plugin
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A run has a process for each core and starts dozens more, which import the same. Where no bytecode is to be written
+# beside the sources (PYTHONDONTWRITEBYTECODE), each would compile all of it again: it is kept in pytest's cache.
+if sys.dont_write_bytecode:
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
 pytest_plugins = [
     "tests.support.tiers",
     "tests.support.collection",

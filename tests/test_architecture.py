@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -23,9 +24,16 @@ ROOMS = ("workbench", "lowbit", "llm")
 DOORS = {"ptxlab", "ptxlab.public"}
 
 
-def imported(path: Path, *, when_imported: bool = False) -> set[str]:
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Parse a file, once for all rules."""
+    return ast.parse(path.read_text())
+
+
+@cache
+def imported(path: Path, *, when_imported: bool = False) -> frozenset[str]:
     """Dotted names that a file imports: modules, and what it takes from them; perhaps only outside its functions."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     found: set[str] = set()
     for node in tree.body if when_imported else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -33,7 +41,7 @@ def imported(path: Path, *, when_imported: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.module and not node.level, f"{path}: imports are absolute"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def name_of(path: Path) -> str:
@@ -105,7 +113,7 @@ def test_nothing_in_the_package_imports_notebooks() -> None:
 def test_no_two_public_classes_share_a_name() -> None:
     places: dict[str, list[str]] = {}
     for module, path in MODULES.items():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(module)
     assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}

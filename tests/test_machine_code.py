@@ -39,6 +39,7 @@ def test_a_hash_covers_code_shared_memory_and_parameters(change: tuple[str, str]
     assert hash_of(KERNEL) != hash_of(KERNEL.replace(*change))
 
 
+@pytest.mark.full
 def test_the_command_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert machine_code.main(["dequant_lqq.ptx"]) == 0
     recorded = tmp_path / "recorded.json"

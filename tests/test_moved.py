@@ -40,6 +40,7 @@ def warnings_by_path() -> dict[str, object]:
     return noted
 
 
+@pytest.mark.full
 def test_every_old_path_is_imported_with_one_warning_that_names_the_new_one(
     warnings_by_path: dict[str, object],
 ) -> None:

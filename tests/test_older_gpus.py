@@ -64,7 +64,7 @@ def test_what_cannot_be_compiled_is_skipped_by_name() -> None:
         plan("ampere", "emulator")
 
 
-@pytest.mark.default_cases("gemm_w4a8_lqq_sm80.cu-sm_80", "rmsnorm_quantize.cu:block-sm_89", "gemm_w8a8_sm80.cu-sm_89")
+@pytest.mark.default_cases("gemm_w4a8_lqq_sm80.cu-sm_80")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("label", LABELS)
 def test_a_kernel_gives_the_reference(label: str, arch: str) -> None:
@@ -84,6 +84,7 @@ def test_the_driver_compiles_it_for_sm_80(label: str) -> None:
             assert verdict.passed, verdict.detail
 
 
+@pytest.mark.full
 def test_it_is_compiled_for_that_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     compile_cuda = toolchain.compile_cuda
@@ -137,6 +138,7 @@ def test_calls_choose_by_the_gpu(arch: int, fake: FakeGpu) -> None:
     assert layout_here("qoq", now="qserve") == "qserve"
 
 
+@pytest.mark.default_cases("89")
 @pytest.mark.parametrize("arch", [80, 89])
 def test_a_wide_row_is_one_blocks(arch: int, fake: FakeGpu) -> None:
     rng = np.random.default_rng(0)

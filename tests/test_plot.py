@@ -39,6 +39,7 @@ def true_colour() -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.full
 def test_areas_keep_their_colours_and_edges_almost(true_colour: bytes) -> None:
     drawn, stored = pixels(true_colour), pixels(plot.shrink_png(true_colour))
     colours, inverse, counts = np.unique(drawn.reshape(-1, 3), axis=0, return_inverse=True, return_counts=True)
@@ -76,6 +77,7 @@ def test_transparent_pictures_and_palettes_stay_as_they_are() -> None:
         assert plot.shrink_png(png) == png
 
 
+@pytest.mark.full
 def test_saved_pictures(tmp_path: Path) -> None:
     figure = Figure()
     figure.subplots().plot([1, 2])

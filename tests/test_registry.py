@@ -99,6 +99,7 @@ def test_two_packages_cannot_have_one_name(environment: dict[str, str], tmp_path
     assert done.returncode == 2 and "a name that nobody else registers (got run)" in " ".join(done.stderr.split())
 
 
+@pytest.mark.full
 def test_an_entry_point_that_leads_nowhere_is_one_line_where_it_is_asked_for(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ def grown(runner: KernelRunner, at: list[int]) -> Any:
     return np.zeros((len(at), 600), np.float16)
 
 
+@pytest.mark.full
 def test_ours_with_qserves_gemm(here: pytest.MonkeyPatch) -> None:
     (row,) = models.without_rows(TINY, (1,), {}, lambda _: None)
     assert (

@@ -114,6 +114,7 @@ def test_prompts_are_attended_causally_each_for_itself(on_cpu: pytest.MonkeyPatc
         assert np.array_equal(values.transpose(0, 1).float().numpy(), heads[:, 6:])
 
 
+@pytest.mark.full
 def test_a_prompt_costs_a_quarter_of_a_layer_of_four(on_cpu: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     timed = peers_layer._timed

@@ -49,6 +49,7 @@ def test_words_that_name_no_chunk(words: list[str]) -> None:
         part(words)
 
 
+@pytest.mark.full
 def test_results_are_held_against_float64(problem: prefill.ChunkProblem) -> None:
     ready = prefill.our_launches(problem)
     for call in ready.calls:

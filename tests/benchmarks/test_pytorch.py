@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.torch
 
 
+@pytest.mark.full
 def test_every_operator_is_timed() -> None:
     from benchmarks.pytorch import operator_calls
 
@@ -24,6 +25,7 @@ def test_every_operator_is_timed() -> None:
     assert {*calls} == {*OPERATORS}
 
 
+@pytest.mark.full
 def test_a_compiled_model_may_part_where_a_token_is_nearly_as_likely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of two sequences; behind a token that differs nothing is compared."""
     import torch

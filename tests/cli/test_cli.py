@@ -295,6 +295,7 @@ def test_a_failed_verification_is_exit_code_1(cli: Any, monkeypatch: pytest.Monk
     assert code == 1 and "differ from the reference, first at [0, 0]" in " ".join(out.split())
 
 
+@pytest.mark.full
 def test_sass_side_by_side_and_as_json(cli: Any) -> None:
     code, out, _ = cli("sass", "dequant_qoq_vadd4", "dequant_qoq_vadd4_s32", "--arch", "sm_90a", "--json")
     first, second = json.loads(out)
@@ -303,6 +304,7 @@ def test_sass_side_by_side_and_as_json(cli: Any) -> None:
     assert code == 0 and "PRMT" in out
 
 
+@pytest.mark.full
 def test_sass_names_registers_that_a_wgmma_may_still_read(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ptxlab.cli.sass.overwriting", lambda instructions: [f"{len(instructions) > 9}: overwritten"])
     code, out, _ = cli("sass", "dequant_lqq.ptx", "--json")
@@ -318,6 +320,7 @@ def test_sass_of_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
     assert code == 0 and report["alu_per_8"] is None and report["spill_stores"] == 0 and report["opcodes"]
 
 
+@pytest.mark.full
 def test_doctor_names_what_is_missing_and_how_to_get_it(cli: Any) -> None:
     code, out, _ = cli("doctor", "--json")
     items = {item["name"]: item for item in json.loads(out)}

@@ -102,6 +102,7 @@ def looked_at(job: Job, seed: int) -> Verdict:
     return Verdict(job.label, job.backend, dict(job.sizes), True, "", 0.0)
 
 
+@pytest.mark.full
 def test_a_family_stands_for_its_kernels(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     family = [name for name, spec in registry.specs().items() if spec.family == "load"]
     assert [spec.name for spec, *_ in registry.resolve_all("load") if spec] == family
@@ -130,6 +131,7 @@ def test_sanitize_takes_families(cli: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert code == 0 and asked == [(tool, named, "R=2") for tool in ("memcheck", "racecheck")]
 
 
+@pytest.mark.full
 def test_a_form_of_a_kernel_is_named_like_a_kernel(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     both = "gemm_w4a8_small_sm90", "gemm_w4a8_small_sm90:channel"
     sources = ["gemm_w4a8_small_sm90.cu", "gemm_w4a8_small_sm90.cu:channel"]
@@ -228,6 +230,7 @@ def test_a_summary_of_a_family_is_not_cut(
     ]
 
 
+@pytest.mark.full
 def test_a_profile_of_two_kernels_fits(capsys: pytest.CaptureFixture[str]) -> None:
     pages = [nsight.profile_of(nsight.read(path)[0], sizes=SIZES) for path in (GEMM, FILE)]
     profile.show(pages, nsight.differences(*pages))

@@ -50,6 +50,7 @@ def test_nothing_heavy_is_imported(words: list[str]) -> None:
     assert [name for name in loaded if name.split(".")[0] in HEAVY or name in OWN] == []
 
 
+@pytest.mark.full
 def test_help_lists_every_command_with_its_first_line() -> None:
     done = subprocess.run([sys.executable, "-m", "ptxlab", "--help"], capture_output=True, text=True)
     said = " ".join(done.stdout.replace("│", " ").split())

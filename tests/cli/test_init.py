@@ -50,6 +50,7 @@ def test_its_notebook_runs_and_shows_the_mistake(project: Path, capsys: pytest.C
     assert "[ 4950 14950 24950 34950 44950 54950] ()" in out and "race: <text>:" in out
 
 
+@pytest.mark.full
 def test_one_kernel_of_a_file_at_other_sizes(project: Path, cli: Any) -> None:
     code, out, _ = cli("verify", "sums.py:sums", "--shape", "rows=2,n=77", "--json")
     assert code == 0 and [each["kernel"] for each in json.loads(out)] == ["sums.cu"] * 4

@@ -244,6 +244,7 @@ def test_fragments_of_mma(form: str) -> None:
             commands.run("fragment e")
 
 
+@pytest.mark.full
 def test_wgmma_in_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands in shared memory by their descriptors, the sum over a warp group, the group until it is waited for."""
     monkeypatch.chdir(FENCES)

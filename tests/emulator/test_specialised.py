@@ -27,7 +27,7 @@ def outcome(source: str, mode: str, seed: int = 0, checks=emulator.CHECKS, *, to
     return np.array_equal(sums.reshape(right.shape), right), [str(f) for f in (result.findings if result else ())]
 
 
-@pytest.mark.default_cases("8-early", "8-late")
+@pytest.mark.full
 @both_modes
 @pytest.mark.parametrize("blocks", [2, 8])
 def test_it_is_right_and_clean(blocks: int, mode: str) -> None:
@@ -121,12 +121,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.default_cases(
-    "a slot is filled while it is read-late",
-    "waits for the wrong phase of a slot-late",
-    "fewer bytes are expected than come-early",
-    "more registers are taken than there are-late",
-)
+@pytest.mark.default_cases("more registers are taken than there are-late")
 @both_modes
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_every_mistake_is_found(mistake: str, mode: str) -> None:

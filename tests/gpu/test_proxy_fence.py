@@ -24,6 +24,7 @@ def send(order: int, blocks: int, threads: int, rounds: int, **where: object) ->
     return int(stale[order]), [finding.kind for finding in result.findings] if result else []
 
 
+@pytest.mark.default_cases("3-kinds3-late", "1-kinds1-early", "2-kinds2-early", "2-kinds2-late")
 @both_modes
 @pytest.mark.parametrize(("order", "kinds"), [(0, []), (1, []), (2, ["async-dirty"]), (3, ["async-dirty"])])
 def test_what_the_emulator_finds(order: int, kinds: list[str], mode: str) -> None:

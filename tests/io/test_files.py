@@ -207,6 +207,7 @@ def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> N
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.full
 def test_writers_that_come_and_go_never_meet(tmp_path: Path) -> None:
     """Let writers remove their lock files while others open them."""
     writers = [run(CONTEND, tmp_path / "out") for _ in range(3)]

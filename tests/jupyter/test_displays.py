@@ -95,6 +95,7 @@ def test_a_cell_shows_counts_and_what_changed(shell: InteractiveShell) -> None:
     assert {"machine code by line", "dequant.cuh"} <= set(page.text)
 
 
+@pytest.mark.full
 def test_spills_stand_out(shell: InteractiveShell) -> None:
     body = "".join(f"a[{i}] = x[{i} * n]; " for i in range(64)) + "for (int i = 0; i < n; ++i) x[i] = a[i & 63];"
     text = f'extern "C" __global__ void heavy(float* x, int n) {{ float a[64]; {body} }}'

@@ -53,6 +53,7 @@ def test_checks_are_those_of_every_call_and_findings_point_at_the_cells_line(she
     assert kernel(*WORDS, out, grid=1, block=32, checks=(), backend="emulator").findings == ()
 
 
+@pytest.mark.full
 def test_a_cell_of_cuda_with_constants(shell: InteractiveShell) -> None:
     cell = run(shell, "cuda -D SCALE=300 --check lanes", CUDA)
     assert list(cell.kernels) == ["scale", "nothing"] and shell.user_ns["nothing"].parameters == ()
@@ -61,6 +62,7 @@ def test_a_cell_of_cuda_with_constants(shell: InteractiveShell) -> None:
     assert "15 * 300 = 4500" in found[0].message
 
 
+@pytest.mark.full
 def test_one_of_several_kernels(shell: InteractiveShell) -> None:
     cell = run(shell, "cuda -D SCALE=2 --kernel nothing", CUDA)
     assert list(cell.kernels) == list(cell.reports) == ["nothing"] and "scale" not in shell.user_ns
@@ -87,6 +89,7 @@ def test_machine_code_by_line(shell: InteractiveShell) -> None:
     assert [i.opcode for i in cell.listing["<cell add4>", line_of(PTX, "st.global")]] == ["STG", "EXIT"]
 
 
+@pytest.mark.full
 def test_machine_code_of_headers_stands_at_their_lines(shell: InteractiveShell) -> None:
     text = """\
 #include "dequant.cuh"

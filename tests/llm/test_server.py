@@ -38,6 +38,7 @@ def served(batch: int, head: str = "float16", *, share_prefixes: bool = True, **
     return Served(Server(runner, share_prefixes=share_prefixes), ALONE[head], _known=KNOWN[head])
 
 
+@pytest.mark.full
 @settings(max_examples=15)
 @given(
     st.lists(st.one_of(st.integers(0, 6), st.sampled_from(["step", "cancel"])), min_size=2, max_size=12),
@@ -60,6 +61,7 @@ def test_any_schedule_gives_the_tokens_of_each_alone(
     these.finish()
 
 
+@pytest.mark.full
 def test_a_soak_of_random_requests() -> None:
     """The small one; `test_server_on_gpu` has 2,000."""
     these = served(4, pages=4, chunk=40)
@@ -173,6 +175,7 @@ def test_prompts_go_in_between_steps() -> None:
     assert counts == [2, 3, 4, 5]
 
 
+@pytest.mark.default_cases("False")
 @pytest.mark.parametrize("share_prefixes", [True, False])
 def test_a_page_of_an_equal_prefix_is_computed_once(share_prefixes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a request that runs, by one that has ended, and not behind another beginning; a prompt that is wholly there
@@ -301,7 +304,7 @@ def test_a_stream_of_another_server_is_refused() -> None:
         next(these.server.stream(other))
 
 
-@pytest.mark.full_cases("layer-KeyboardInterrupt", "choice-MemoryError")
+@pytest.mark.full
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("place", ["layer", "head", "choice"])
 def test_requests_survive_a_step_that_fails(place: str, error: type, monkeypatch: pytest.MonkeyPatch) -> None:

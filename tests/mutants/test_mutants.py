@@ -19,7 +19,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     return Copy(tmp_path_factory.mktemp("mutants") / "copy")
 
 
-@pytest.mark.default_cases("async-dirty: one lane's proxy fence is one for all lanes")
+@pytest.mark.full
 @pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.ci], ids=str)
 def test_a_mistake_is_noticed(mutant: Mutant, copy: Copy) -> None:
     """A sample; `python -m tests.mutants` tries all. That tests pass without a mutant, this very run shows."""
@@ -101,6 +101,7 @@ def test_mutants_are_tried_in_a_copy_and_taken_back(
     assert (tmp_path / "copies/0/ptxlab/sums.py").read_text() == before[tiny / "ptxlab/sums.py"]
 
 
+@pytest.mark.full
 def test_tests_that_fail_without_a_mutant_say_nothing(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,6 +71,7 @@ def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, corpus.C
     return {case.name: case for case in found}
 
 
+@pytest.mark.full
 def test_what_came_out_of_each(cases: dict[str, corpus.Case], tmp_path: Path) -> None:
     results = {name: corpus.attempt(case, tmp_path) for name, case in cases.items() if name != "endless"}
     assert {name: outcome.result for name, outcome in results.items()} == {

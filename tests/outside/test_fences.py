@@ -76,6 +76,7 @@ def test_the_bug_is_found_at_its_line(name: str, emulate: Any, arguments: Callab
             assert found[note.kind] in lines[note.line - 1] and note.path == f"tests/outside/fences/{name}.cu"
 
 
+@pytest.mark.default_cases("tileops_1574")
 @each_bug
 def test_the_fix_is_clean_and_right(name: str, emulate: Any, arguments: Callable[[str], Arrays]) -> None:
     threads, _, expected = BUGS[name]

@@ -44,6 +44,7 @@ CHECKS = {"add": check_add, "softmax": check_softmax, "matmul": check_matmul}
 each_kernel = pytest.mark.parametrize("name", CHECKS)
 
 
+@pytest.mark.default_cases("add-sm90", "add-sm80", "softmax-sm90", "softmax-sm80")
 @both_architectures
 @each_kernel
 @pytest.mark.ptxlab(checks="all", seeds=2)
@@ -68,7 +69,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     del sys.modules["kernels"]
 
 
-@pytest.mark.full_cases("add-sm80", "matmul-sm80")
+@pytest.mark.default_cases("softmax-sm90", "softmax-sm80")
 @both_architectures
 @each_kernel
 def test_the_kernels_themselves(name: str, arch: str, emulate: Run, kernels: Any) -> None:

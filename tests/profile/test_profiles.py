@@ -69,6 +69,7 @@ def test_a_saved_report_on_a_page(cli: Any, tmp_path: Path) -> None:
     assert page.kernel == NAME and page.sizes == SIZES
 
 
+@pytest.mark.full
 def test_two_beside_each_other_and_drawn(cli: Any, device: SimpleNamespace, tmp_path: Path) -> None:
     picture = tmp_path / "p.png"
     code, out, _ = cli("profile", NAME, "--shape", SHAPE, "--compare", FILE, "--plot", picture)

@@ -50,6 +50,16 @@ BODIES = {
 THREADS = 4
 
 
+@pytest.mark.default_cases(
+    "a branch by thread",
+    "a carry",
+    "both ways of a branch",
+    "bytes put together",
+    "neighbours in a warp",
+    "a predicated instruction",
+    "a predicated store",
+    "shared memory",
+)
 @pytest.mark.parametrize("what", BODIES)
 def test_the_same_as_the_emulator(what: str) -> None:
     text = kernel(BEFORE + BODIES[what] + AFTER, PARAMS, outside=TABLE)

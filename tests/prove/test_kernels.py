@@ -59,7 +59,7 @@ def one(name: str, claim: str, source: int = 0) -> Decision:
     return decide(Claim(name, claim, found.text, lambda: query(spec, sources[source], found), found.expect))
 
 
-@pytest.mark.default_cases("dequant_lqq-quantised at 121, nearest")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "claim"),
     [
@@ -384,7 +384,7 @@ def test_a_packing_that_does_more_than_to_move_bits_is_refused() -> None:
 # Mutants: `python -m tests.support.proofs` tries all of them
 
 
-@pytest.mark.default_cases("dequant_comet-9-2")
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "every", "first"), [("dequant_comet", 9, 2), ("dequant_lqq", 17, 6)])
 def test_changed_opcodes_and_immediates_are_refuted(name: str, every: int, first: int) -> None:
     assert [what for what, _ in survivors(name, every, first) if not explained(what)] == []

@@ -67,6 +67,7 @@ def file(tmp_path: Path) -> Any:
     return write
 
 
+@pytest.mark.default_cases("address")
 @pytest.mark.parametrize(
     ("text", "line", "problem"),
     [
@@ -116,6 +117,7 @@ def test_an_assumption_may_bound_a_loop(cli: Any, file: Any) -> None:
     assert code == 0 and "proved" in out, err
 
 
+@pytest.mark.full
 def test_a_loop_over_the_bits_of_an_input_has_an_end(cli: Any, file: Any) -> None:
     code, out, err = cli("prove", file(BITS), "--claim", "out.u32[i] <= 32")
     assert code == 0 and "proved" in out, err
@@ -124,6 +126,7 @@ def test_a_loop_over_the_bits_of_an_input_has_an_end(cli: Any, file: Any) -> Non
 # Time
 
 
+@pytest.mark.full
 def test_the_whole_run_has_a_limit(cli: Any, file: Any) -> None:
     claims = [word for a, b in combinations(PRIMES, 2) for word in ("--claim", f"out.u64[i] != {a * b}")]
     begun = time.monotonic()
@@ -212,6 +215,7 @@ def test_the_example_of_the_help_runs(cli: Any, tmp_path: Path, monkeypatch: pyt
     assert code == 0 and "proved" in out, err
 
 
+@pytest.mark.default_cases("-0-proved")
 @pytest.mark.parametrize(("edit", "code", "said"), [("", 0, "proved"), ("0xf0f0f0f0 => 0xf0f0f070", 1, "refuted")])
 def test_a_kernel_equals_a_file(cli: Any, tmp_path: Path, edit: str, code: int, said: str) -> None:
     text = cli("show", "dequant_comet.ptx")[1].replace("dequant_comet", "copy")

@@ -30,6 +30,7 @@ def test_pictures_in_notebooks_have_a_palette(path: Path) -> None:
     assert [picture[COLOUR_TYPE] for picture in pictures] == [PALETTE] * len(pictures)
 
 
+@pytest.mark.full
 def test_unchanged_pictures_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(values: list[int]) -> Figure:
         figure = Figure(figsize=(2, 1))

@@ -109,6 +109,7 @@ def test_programmatic_launches_stand_beside_plain_ones() -> None:
     assert f"| {1 / SLOWDOWN:.2f} |  |" in attention.means_table(without)
 
 
+@pytest.mark.full
 def test_what_is_not_in_the_record_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "stored_attention", dict)
     assert {t.verdict for t in targets.attention(None)} == {""}

@@ -161,6 +161,7 @@ def run_page(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.full_cases(
+    "*/gpus.md",
     "*/check_triton.md",
     "*/dequantisation.md",
     "*/profiling.md",

@@ -132,6 +132,7 @@ def test_overloads_are_told_apart_by_their_parameters() -> None:
     assert (x == 3).all()
 
 
+@pytest.mark.full
 def test_a_file_with_main_and_host_headers_needs_no_host_compiler() -> None:
     kernel = ptxlab.load(WITH_MAIN)  # what it launches
     assert (kernel.name, kernel.source.build.compiler) == ("add<float>", "nvrtc")
@@ -141,6 +142,7 @@ def test_a_file_with_main_and_host_headers_needs_no_host_compiler() -> None:
     assert ptxlab.load(WITH_MAIN, "add<int>").name == "add<int>"
 
 
+@pytest.mark.full
 def test_lines_stay_those_of_the_file_where_host_code_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "add.cu"
     path.write_text(WITH_MAIN.replace("if (i < n) ", ""))
@@ -154,6 +156,7 @@ def test_a_host_function_that_a_kernel_calls_is_named() -> None:
         ptxlab.load(text)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(find("nvcc") is None or shutil.which("g++") is None, reason="nvcc needs a host compiler")
 def test_host_code_that_nvrtc_cannot_do_without_is_compiled_by_nvcc(tmp_path: Path) -> None:
     """A template's argument is a type of the host's library."""

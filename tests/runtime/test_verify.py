@@ -177,9 +177,7 @@ def rows_alone(name: str, **changes: Any) -> verify.Verdict:
     return verify.check_rows(job)
 
 
-@pytest.mark.default_cases(
-    "quantize_activations_s8-rows 0, 100, 299 of 300", "gemm_w4a8_small_sm90-rows 0, 5, 15 of 16"
-)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -196,6 +194,7 @@ def test_rows_have_the_same_bits_alone(name: str, said: str) -> None:
     assert found.passed and found.detail == f"same bits alone: {said}"
 
 
+@pytest.mark.full
 def test_rows_that_depend_on_the_batch_are_noticed() -> None:
     """Attention as it is by default shares its work out by all lengths; a scale that is the batch's is not a row's."""
     invariant = registry.find("attention_kv4_sm90")[0].invariant

@@ -56,7 +56,7 @@ def test_without_unpacking_there_is_no_main_loop() -> None:
     assert loops(conditional.replace("IADD3 R3, R3, 0x1, RZ", "LOP3.LUT R3, R3, 0xf0f0f0f, RZ, 0xc0, !PT")) is None
 
 
-@pytest.mark.default_cases("16")
+@pytest.mark.full
 @pytest.mark.parametrize("M", DISSECTED_TOKENS)
 def test_first_step(M: int) -> None:
     """64 or 128 weights per thread and iteration, 13 ALU instructions per 8 of them and little else."""
@@ -121,6 +121,7 @@ def test_the_shipped_loops_on_mma_sync_are_those_of_the_tools_here(arch: str) ->
     assert counts.load_mma_loops()["tools"] == toolchain.versions()
 
 
+@pytest.mark.full
 def test_recording_writes_both_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = counts.load_mma_loops()
     monkeypatch.setattr(counts, "measure", lambda: {"schema": 1})

@@ -118,7 +118,7 @@ def test_limit_is_the_fullest_pipe(pipes: dict[str, float], clocks: float, pipe:
     assert sass.pipe_limit(pipes) == (clocks, pipe)
 
 
-@pytest.mark.default_cases("dequant_comet.ptx", "dequant_int4_naive.ptx", "dequant_lqq.ptx")
+@pytest.mark.default_cases("dequant_lqq.ptx")
 @pytest.mark.parametrize("source", ALL, ids=lambda s: s.label)
 def test_instructions_per_8_weights(source: Source) -> None:
     report = sass.report(source, "sm_90a")

@@ -102,6 +102,7 @@ def test_it_is_kept_alone_from_one_test_to_the_next(tmp_path: Path, holder: Call
     lock.close()
 
 
+@pytest.mark.full
 def test_a_process_that_dies_releases_it(tmp_path: Path, holder: Callable[[str], Holder]) -> None:
     code = (
         "from pathlib import Path; from tests.support.device import DeviceLock; lock = DeviceLock(Path('.'), 'gpu');"
@@ -221,6 +222,7 @@ class Span(NamedTuple):
         return self.start < other.end and other.start < self.end
 
 
+@pytest.mark.full
 def test_a_file_without_tests_on_a_gpu_is_left_unread(tmp_path: Path) -> None:
     def run(folder: str, *options: str, text: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / folder).mkdir()
@@ -235,6 +237,7 @@ def test_a_file_without_tests_on_a_gpu_is_left_unread(tmp_path: Path) -> None:
     assert found.returncode == 4 and "test_hidden: its file must name a gpu" in found.stderr, found.stderr
 
 
+@pytest.mark.full
 def test_a_whole_run_on_several_workers_is_recorded(tmp_path: Path) -> None:
     start = monotonic()
     left_out = 'import pytest\npytest.importorskip("no_such_module", reason="no_such_module is not installed")\n# gpu\n'

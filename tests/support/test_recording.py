@@ -27,6 +27,7 @@ def config(*words: str, args: tuple[str, ...] = (), root: Path = Path(), **optio
     )
 
 
+@pytest.mark.default_cases("options3--k 'merge or append'", "options2-tests/gpu tests/bench")
 @pytest.mark.parametrize(
     ("options", "part"),
     [
@@ -83,6 +84,7 @@ def test_a_test_has_one_outcome_the_worst(tmp_path: Path) -> None:
     assert found.skipped == {"no torch": ["tests/test_a.py::test_d"]}
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("status", list(pytest.ExitCode))
 def test_only_a_run_that_came_to_its_end_is_written(tmp_path: Path, status: pytest.ExitCode) -> None:
     path = tmp_path / "tests.json"

@@ -67,6 +67,7 @@ def names_of(pytester: pytest.Pytester, *options: str) -> list[str]:
     return [line.partition("::")[2] for line in printed if "::" in line]
 
 
+@pytest.mark.full
 def test_each_case_is_in_one_tier_and_gpu_cases_in_none(pytester: pytest.Pytester, suite: Path) -> None:
     assert names_of(pytester) == DEFAULT
     assert sorted(names_of(pytester, "-m", "full")) == sorted(FULL)
@@ -75,6 +76,7 @@ def test_each_case_is_in_one_tier_and_gpu_cases_in_none(pytester: pytest.Pyteste
     assert sorted(names_of(pytester, "-m", "not gpu")) == sorted(DEFAULT + FULL)
 
 
+@pytest.mark.full
 def test_a_case_named_by_its_whole_id_runs_whatever_its_tier(pytester: pytest.Pytester, suite: Path) -> None:
     assert names_of(pytester, f"{suite}::test_chosen[2]", f"{suite}::test_long") == ["test_chosen[2]", "test_long"]
     assert names_of(pytester, f"{suite}::test_chosen") == ["test_chosen[1]", "test_chosen[3]"]
@@ -98,6 +100,7 @@ def test_a_pattern_without_a_case_is_an_error(
     assert done.ret == pytest.ExitCode.INTERRUPTED and line in done.stdout.str()
 
 
+@pytest.mark.full
 def test_a_draw_is_a_part_and_the_parts_of_a_hash_are_alike(pytester: pytest.Pytester, suite: Path) -> None:
     part = names_of(pytester, "-m", "not gpu", "--draw", "4d1718cd/2")
     assert part == names_of(pytester, "-m", "not gpu", "--draw", "4d1718cd/2")
@@ -118,6 +121,7 @@ def test_a_draw_that_is_none_is_a_line(text: str) -> None:
         tiers.Draw.parse(text)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_where_it_stopped(
     pytester: pytest.Pytester, suite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +146,7 @@ def test_resume_needs_a_checkout(pytester: pytest.Pytester, suite: Path) -> None
     assert "--resume: needs a git checkout and pytest's cache" in done.stderr.str()
 
 
+@pytest.mark.full
 def test_workers_leave_out_the_same(pytester: pytest.Pytester, suite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(tiers.__file__).parents[2]))
     pytester.makeini(MARKERS.replace("-p no:xdist", "-n 2"))

@@ -123,6 +123,7 @@ def test_differs(emulate):
     ]
 
 
+@pytest.mark.full
 def test_hypothesis_calls_it_for_every_example_and_nothing_is_loaded_twice(plugin: Any) -> None:
     result = plugin("""
 from hypothesis import given, settings, strategies as st
@@ -203,6 +204,7 @@ def test_schedules(emulate):
     result.assert_outcomes(passed=1)
 
 
+@pytest.mark.full
 def test_annotations_come_through_xdist_into_a_file(
     plugin: Any, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +322,7 @@ def test_what_a_test_run_within_a_test_imports_stays(plugin: Any, monkeypatch: p
     assert "wave" in sys.modules and "test_it" not in sys.modules
 
 
+@pytest.mark.full
 def test_loading_the_plugin_imports_nothing_heavy() -> None:
     """Every test run of a project that has ptxlab installed pays for this import."""
     code = (

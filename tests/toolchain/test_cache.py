@@ -43,6 +43,7 @@ def test_keys_and_suffixes_are_apart() -> None:
     assert first.read_bytes() == b"1"
 
 
+@pytest.mark.full
 def test_much_that_was_made_before_is_not_looked_through() -> None:
     path = cache.get_or_make(KEY, ".bin", lambda: b"content")
     for other in range(300):
@@ -99,6 +100,7 @@ def test_what_a_killed_process_left_is_no_entry(folder: Path) -> None:
     assert entries(folder) == [path.name]
 
 
+@pytest.mark.full
 def test_two_processes_make_it_once(folder: Path, tmp_path: Path) -> None:
     maker = (
         "import sys, time; from ptxlab.toolchain import cache\n"

@@ -64,7 +64,7 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.default_cases("quoted", "angle", "macro", "macro angle")
+@pytest.mark.default_cases("macro angle")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_changed_header_is_noticed(form: str, tmp_path: Path, compiles: list[str]) -> None:
     source = written(tmp_path / "k.cu", FORMS[form] + BODY)
@@ -79,6 +79,7 @@ def test_a_changed_header_is_noticed(form: str, tmp_path: Path, compiles: list[s
     assert value(source) == 1 and len(compiles) == 2
 
 
+@pytest.mark.default_cases("has_include")
 @pytest.mark.parametrize("form", ["has_include", "has_include of a macro"])
 def test_a_header_that_was_looked_for_appears_and_goes(form: str, tmp_path: Path, compiles: list[str]) -> None:
     source = written(tmp_path / "k.cu", FORMS[form] + BODY)

@@ -218,6 +218,7 @@ E: ret;
 KERNEL = 'extern "C" __global__ void {}(int* out) {{ out[0] = 1; }}\n'
 
 
+@pytest.mark.full
 def test_entries_are_those_that_the_compiler_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     away = "#if 0\n" + KERNEL.format("away") + "#endif\n"
     hopper = "#if __CUDA_ARCH__ >= 900\n" + KERNEL.format("hopper") + "#endif\n"

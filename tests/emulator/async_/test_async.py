@@ -568,6 +568,7 @@ STEPS = {
 steps = st.tuples(st.sampled_from(list(STEPS)), *[st.integers(0, 3)] * 3)
 
 
+@pytest.mark.full
 @given(st.lists(steps, max_size=14), st.integers(0, 2**16))
 @settings(max_examples=60, deadline=None)
 def test_programs_without_findings_mean_the_same_early_and_late(program, seed):

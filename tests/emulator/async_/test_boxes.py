@@ -16,13 +16,8 @@ from tests.support.emulated import told
 
 
 @pytest.mark.default_cases(
-    "1-cp.async.bulk.tensor.AXES.global.shared::cta.tile.bulk_group-e*",
-    "1-cp.async.bulk.tensor.AXES.global.shared::cta.tile.bulk_group-l*",
-    "1-cp.reduce.async.bulk.tensor.AXES.global.shared::cta.add.tile.bulk_group-l*",
-    "2-cp.async.bulk.tensor.AXES.global.shared::cta.tile.bulk_group-e*",
-    "3-cp.async.bulk.tensor.AXES.global.shared::cta.tile.bulk_group-e*",
-    "4-cp.async.bulk.tensor.AXES.global.shared::cta.tile.bulk_group-e*",
-    "5-cp.async.bulk.tensor.AXES.global.shared::cta.tile.bulk_group-e*",
+    "1-cp.async.bulk.tensor.AXES.global.shared::cta.tile.bulk_group-late-emulator",
+    "1-cp.reduce.async.bulk.tensor.AXES.global.shared::cta.add.tile.bulk_group-late-emulator",
 )
 @on_every_backend
 @both_modes

@@ -66,6 +66,7 @@ def test_boxes_land_where_the_definition_says(backend: str, copy: tuple, mode: s
 PLAIN = (ARRAY, (16, 128), 128, 3, 0, 0, 0)
 
 
+@pytest.mark.default_cases("late")
 @both_modes
 def test_a_box_that_nobody_waits_for_is_found(mode: str) -> None:
     wait = SOURCE[SOURCE.index("/* WAIT */") : SOURCE.index("    for (int i = threadIdx.x; i < 8192; i += 128) image")]
@@ -86,6 +87,11 @@ def test_overlapping_boxes_are_found() -> None:
     assert any("copies to byte 2048" in line and "still being written" in line for line in found)
 
 
+@pytest.mark.default_cases(
+    "change2-31744-MemoryFault-2048 bytes at shared address .* out of bounds",
+    "change1-64-MemoryFault-not a multiple of the 128 bytes",
+    "change4-0-EmulationError-gathers .* are not emulated",
+)
 @pytest.mark.parametrize(
     ("change", "place", "error", "message"),
     [

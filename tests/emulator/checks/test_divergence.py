@@ -93,6 +93,7 @@ KERNELS = {  # CUDA, and a part of the line that is reported
 }  # fmt: skip
 
 
+@pytest.mark.default_cases("both arms", "early, after work", "one arm", "early", "early in an arm")
 @pytest.mark.parametrize(("body", "line"), KERNELS.values(), ids=KERNELS)
 def test_what_nvrtc_makes(body: str, line: str | None) -> None:
     head = (

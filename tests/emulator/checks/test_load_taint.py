@@ -48,6 +48,7 @@ def races(name: str, few: str, together: str = "__syncwarp();") -> list[str]:
     return [f.kind for f in result.findings]
 
 
+@pytest.mark.default_cases("twice", "computed", "rewritten later", "condition", "integers", "hoisted")
 @pytest.mark.parametrize("name", GUARDED)
 def test_nvrtc_loads_for_all_what_one_warp_uses(name):
     assert races(name, "threadIdx.x < 32") == []

@@ -178,6 +178,7 @@ def test_a_flag_hands_on_what_to_fence_across_blocks(behind, clean):
     assert [(f.kind, f.line) for f in result.findings] == ([] if clean else [("async-dirty", copy)])
 
 
+@pytest.mark.full
 def test_what_a_decoder_layer_leaves_to_the_wait() -> None:
     """Its copy engine reads what launches before wrote, behind griddepcontrol.wait without a proxy fence: the guide's
     "Fence bugs" says so, and these are all the places."""

@@ -77,7 +77,15 @@ def test_races(what: str) -> None:
     assert any(kind in "".join(messages) for kind in said.split("|"))
 
 
-@pytest.mark.full_cases("the last block adds up-32", "a turn for each-64", "a turn for each-128")
+@pytest.mark.default_cases(
+    "atomics-64",
+    "a value that nobody uses-64",
+    "each its own-128",
+    "reads of what nobody writes-64",
+    "the same value by all-64",
+    "a value that nobody uses-128",
+    "atomics-128",
+)
 @pytest.mark.parametrize("lanes", [32, 64, 128])
 @pytest.mark.parametrize("what", ORDERED)
 def test_what_is_ordered_or_alike(what: str, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,13 @@ def hand_over(release: str, acquire: str, scopes: tuple[str, str], cluster: int 
     return [f.message for f in result.findings if f.line == data and f.kind == "race"]
 
 
+@pytest.mark.default_cases(
+    "red.release-atom.acquire",
+    "st.release-fence",
+    "fence and flag-atom.acquire",
+    "red.release-ld.acquire",
+    "red.release-fence",
+)
 @pytest.mark.parametrize("acquire", ACQUIRES)
 @pytest.mark.parametrize("release", RELEASES)
 def test_scopes_between_blocks(release, acquire):

@@ -1,12 +1,14 @@
 """Shadow memory, in units, against one number per byte."""
 
 import numpy as np
+import pytest
 
 from ptxlab.emulator.checks.shadow import UNITS, Shadow, coarsest
 
 SIZE = 256
 
 
+@pytest.mark.full
 def test_units_say_what_bytes_say() -> None:
     """Random accesses of every size: the unit that is chosen is uniform, the largest that is tried, and tells all."""
     rng, shadow, plain = np.random.default_rng(0), Shadow(SIZE), np.zeros(SIZE, np.uint64)

@@ -27,7 +27,7 @@ def test_who_spins_and_who_waits_for_them() -> None:
     assert not more
 
 
-@pytest.mark.default_cases("branch-early", "barrier-late", "store-early", "lock-early")
+@pytest.mark.default_cases("branch-early", "store-early")
 @both_modes
 @pytest.mark.parametrize(
     "loop",
@@ -61,6 +61,7 @@ def test_long_loops_run_to_their_end() -> None:
     assert outcome(start + body, threads=1).steps > 24_000
 
 
+@pytest.mark.full
 def test_a_flag_that_comes_late_is_waited_for() -> None:
     """Who sets it counts for long in registers of its own, and stands at higher code."""
     body = f"""setp.eq.u32 %q, %r0, 1; @%q bra COUNT;

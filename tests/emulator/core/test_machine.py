@@ -55,6 +55,7 @@ def test_spinning_on_a_global_flag_does_not_starve_the_writer(writer):
     assert out.tolist() == [42, 42] and flag[0] == 1 and not result.findings
 
 
+@pytest.mark.full
 def test_lanes_of_a_warp_take_turns_at_a_lock():
     """Every lane takes the lock in turn, the loser's spin being the lower code: independent thread scheduling."""
     params = ".param .u64 lock, .param .u64 sum"

@@ -102,6 +102,7 @@ def statements(text: str) -> list[str]:
     return [f"{statement.strip()};" for statement in text.split(";") if statement.strip()]
 
 
+@pytest.mark.default_cases("lines")
 @pytest.mark.parametrize("which", ["types", "lines"])
 def test_operands_are_judged_as_by_ptxas(which: str, tmp_path: Path) -> None:
     snippets = statements(LINES)

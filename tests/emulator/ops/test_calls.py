@@ -44,6 +44,7 @@ def test_what_a_failing_kernel_has_printed_is_shown(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.startswith("seven")
 
 
+@pytest.mark.full
 def test_endless_output_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
     run('for (int i = 0; i < 300; ++i) printf("%200d", i);', integers(), np.int32(0))
     assert len(capsys.readouterr().out) == 1 << 20

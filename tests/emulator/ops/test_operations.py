@@ -328,7 +328,7 @@ def check_rounding(case: Case, name: str, mode: str, kind: str, inputs: dict[str
             assert result == encode(value, kind, mode), (case.template, list(map(hex, raw)), hex(result))
 
 
-@pytest.mark.full_cases("fma-f32", "fma-f64", "add-f64", "sub-f32", "sub-f64", "mul-f64", "div-f32")
+@pytest.mark.default_cases("div-bf16", "div-f16", "mul-f16", "mul-bf16", "add-f16")
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("name", FLOAT_ORACLES)
 def test_rounding_is_single_and_exact(name, kind):

@@ -88,6 +88,7 @@ def test_refuses(options: dict[str, Any], message: str) -> None:
         audit_input(**{"w": W, "x": X, **options})
 
 
+@pytest.mark.full
 def test_the_command(cli: Any, tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 192}
     folder = write_folder(tmp_path / "model", "smollm", **sizes)

@@ -68,6 +68,7 @@ def test_windows_that_do_not_fit(given: dict[str, int], message: str) -> None:
         windows(np.arange(107), **given)
 
 
+@pytest.mark.full
 def test_the_text_as_it_is_shipped() -> None:
     """Its 95 articles, where it is in the cache."""
     if weights.find("wikipedia") is None:

@@ -154,6 +154,7 @@ def test_without_jinja_a_template_says_what_to_install(monkeypatch: pytest.Monke
         template("a").render([CHAT])
 
 
+@pytest.mark.default_cases("None-extra5-own5-<c><i>")
 @pytest.mark.parametrize(
     ("special", "extra", "own", "text"),
     [
@@ -197,6 +198,7 @@ def test_a_template_may_ask_for_a_token_that_no_file_defines() -> None:
     assert template(text).render([CHAT]) == ["b"]
 
 
+@pytest.mark.default_cases("False-False-0")
 @pytest.mark.parametrize(("add", "start"), [(True, 1), (False, 0)])
 @pytest.mark.parametrize("prints", [False, True])
 def test_a_gguf_files_conversation_has_its_start_token_once(

@@ -190,6 +190,7 @@ def test_a_damaged_result_is_found(source: Path) -> None:
         conversion.verify(out)
 
 
+@pytest.mark.full
 def test_a_trained_checkpoint(tmp_path: Path, minilm: Path) -> None:
     """By default: all linear layers, in the layout of the fastest kernels, and none of the three embeddings."""
     conversion = convert.plan(minilm)

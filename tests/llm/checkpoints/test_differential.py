@@ -51,11 +51,15 @@ def require_libraries() -> None:
 
 
 @pytest.mark.default_cases(
-    "*-plain*", "*-old_rope_keys*", "*-rope_scaling_beside_rope_parameters*", "*-sliding_window_on_Llama*",
-    "*-window_from_layer_1*", "*-another_head_beside_tied*", "*-stale_shard_beside*", "*-NaN*", "*-gguf",
-    "*-rope.scaling.factor_without_type", "*-gptq_act_order", "*-gptq_v2", "*-awq", "*-ct_of_several_groups",
-    "*-auto-round",
-)  # fmt: skip
+    "353-safetensors-qwen2-NaN+plain",
+    "254-shards-mistral-plain",
+    "255-safetensors-qwen2-old_rope_keys+rotary_emb.inv_freq",
+    "289-torch-qwen2-window_from_layer_1+float64+optimizer_beside",
+    "340-safetensors-qwen2-another_head_beside_tied",
+    "258-torch-mistral-rope_scaling_beside_rope_parameters",
+    "367-shards-qwen2-stale_shard_beside",
+    "465-awq-llama-awq",
+)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_a_drawn_file_is_read_right_or_refused(plan: Plan, tmp_path: Path) -> None:
     require_libraries()

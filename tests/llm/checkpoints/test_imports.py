@@ -119,6 +119,7 @@ def biases(folder: Path, **values: float) -> dict[str, np.ndarray]:
     return arrays
 
 
+@pytest.mark.default_cases("w4a16")
 @pytest.mark.parametrize("format", ["gptq", "awq", "w4a16"])
 def test_biases_of_zero_are_none(format: str, tmp_path: Path) -> None:
     """AutoGPTQ's writer gives one to every matrix, whether the model has biases or not."""
@@ -130,6 +131,7 @@ def test_biases_of_zero_are_none(format: str, tmp_path: Path) -> None:
     assert import_checkpoint(source, tmp_path / "out")
 
 
+@pytest.mark.default_cases("1e-07-q_proj")
 @pytest.mark.parametrize("matrix", ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
 @pytest.mark.parametrize("element", [1e-7, np.nan])
 def test_biases_that_the_model_has_not(matrix: str, element: float, tmp_path: Path) -> None:

@@ -338,7 +338,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.default_cases("regex of exponential time", "growth by steps")
+@pytest.mark.default_cases("regex of exponential time")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_tokenizers_are_stopped(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuse in one line, within the time and the memory."""

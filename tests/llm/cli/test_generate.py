@@ -277,6 +277,7 @@ def converse(cli: Any, monkeypatch: pytest.MonkeyPatch, lines: str, *options: ob
     return out.split("\n")[:-1], [int(n) for n in re.findall(r"prompt of (\d+) tokens", err)]
 
 
+@pytest.mark.full
 def test_a_conversation_goes_on_from_its_cache(cli: Any, chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answers are those to the whole history, and a message costs only its own tokens."""
     options = ("--model", chatty, "--scheme", "float", "--system", "No.")
@@ -293,6 +294,7 @@ def test_a_conversation_goes_on_from_its_cache(cli: Any, chatty: Path, monkeypat
     assert converse(cli, monkeypatch, "Why?\n", "Who?", *options) == (answers, computed)
 
 
+@pytest.mark.full
 def test_a_conversation_is_computed_anew_where_the_template_changes_an_answer(
     cli: Any, chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,6 +306,7 @@ def test_a_conversation_is_computed_anew_where_the_template_changes_an_answer(
     assert computed == [len("#u:Wh#a:"), len("#u:Wh#a:xx#u:Wh#a:")]
 
 
+@pytest.mark.full
 def test_a_conversation_ends(cli: Any, chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert converse(cli, monkeypatch, "", "--model", chatty) == ([], [])
     typed = io.StringIO("Who?\n \nWhy?\n")
@@ -326,6 +329,7 @@ def test_a_conversation_ends(cli: Any, chatty: Path, monkeypatch: pytest.MonkeyP
     )
 
 
+@pytest.mark.full
 def test_a_stop_string_ends_the_text_before_it(cli: Any, folder: Path, tmp_path: Path) -> None:
     options = ("--model", folder, "--backend", "numpy", "--tokens", 24, "--temperature", 50)
     whole = json.loads(cli("generate", "the cat", *options, "--json")[1])["texts"][0]

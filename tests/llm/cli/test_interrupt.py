@@ -105,6 +105,7 @@ def test_a_text_that_is_interrupted_says_how_far_it_came(tmp_path: Path) -> None
     assert re.fullmatch(r"interrupted: generate: \d+ of 8000 tokens; what is printed is kept", message)
 
 
+@pytest.mark.full
 def test_a_conversation_ends_at_ctrl_c_while_it_waits_for_a_message(tmp_path: Path) -> None:
     model = write_folder(tmp_path / "model", "smollm", **SIZES, max_position_embeddings=512)
     (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages[0].content }}"}')

@@ -127,7 +127,7 @@ def test_a_model_by_a_recipe_is_measured(cli: Any, folder: Path, tmp_path: Path)
     assert code == 0 and json.loads(printed)["perplexity"] == pytest.approx(exact, rel=0.5)
 
 
-@pytest.mark.default_cases("atom")
+@pytest.mark.full
 @pytest.mark.parametrize("options", [("atom",), ("fmpq", "--int8", 0.5)], ids=["atom", "fmpq"])
 def test_w4a4_is_measured_and_continues_a_text(
     cli: Any, folder: Path, tmp_path: Path, options: tuple[object, ...]

@@ -97,6 +97,7 @@ def test_another_layout_is_the_same_weight(scheme: str) -> None:
         assert again.qkv.layout == "qserve" and again.in_layout("qserve").qkv is again.qkv
 
 
+@pytest.mark.full
 def test_the_ends_of_a_layer_run_there() -> None:
     """A wide row, which only one block has, through the gate and back: as the FFN of LLaMA-2-7B has it."""
     rng = np.random.default_rng(0)
@@ -121,6 +122,7 @@ def on_the_device(problem: LayerProblem) -> LayerProblem:
     )
 
 
+@pytest.mark.default_cases("89")
 @pytest.mark.parametrize("arch", [80, 89])
 def test_on_such_a_gpu_a_layer_takes_kernels_that_run_there(
     fake: FakeGpu, arch: int, monkeypatch: pytest.MonkeyPatch

@@ -32,7 +32,7 @@ def test_a_model_computes_what_transformers_recorded(family: str, tmp_path: Path
         assert perplexity(model, tokens) == pytest.approx(float(recorded[f"{family}.perplexity"]), rel=1e-4)
 
 
-@pytest.mark.full_cases("smollm")
+@pytest.mark.default_cases("qwen2", "mistral")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_model_computes_what_transformers_does(family: str, tmp_path: Path) -> None:
     """At another length, beyond the window of Mistral's and the trained context of LLaMA-3's."""

@@ -106,6 +106,7 @@ def test_products_are_exact_integers_in_as_few_pieces_as_that_takes(K: int, leve
     assert np.array_equal(product.accumulators(x), reference.gemm_accumulators(x, known.exact_level1()))
 
 
+@pytest.mark.default_cases("bfloat16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_8_bit_head_is_the_kernels_bit_for_bit(dtype: str) -> None:
     """And the same for a row alone as for a row of many; 260 rows are padded to 264 and cut off again."""

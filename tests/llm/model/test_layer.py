@@ -78,7 +78,7 @@ def test_a_layer_is_its_twin(config: Config, how: dict[str, Any], when: dict[str
 GATED = (*CHAIN[:8], "quantize_activations_s8", CHAIN[9])
 
 
-@pytest.mark.default_cases("both")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "when"),
     [
@@ -109,7 +109,7 @@ def test_layers_that_add_to_the_stream_follow_each_other() -> None:
     assert made.findings == [] and tuple(made.launches) == 2 * CHAIN
 
 
-@pytest.mark.default_cases("llama")
+@pytest.mark.full
 @pytest.mark.parametrize("config", [TINY, MIXTRAL], ids=["llama", "mixtral"])
 def test_a_residual_epilogue_has_the_bits_of_the_chain_without(config: Config) -> None:
     plain, fused = (layer_problem(config, residual_epilogue=added) for added in (False, True))
@@ -166,7 +166,7 @@ def test_layers_follow_each_other() -> None:
     assert made.findings == [] and len(made.launches) == 20
 
 
-@pytest.mark.default_cases("epilogues")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "ends"),
     [(TINY, {"residual_epilogue": False}), (MIXTRAL, {}), (TINY, {"interleaved": True})],
@@ -194,7 +194,7 @@ def test_a_token_has_the_same_bits_alone(config: Config, ends: dict[str, Any]) -
     assert (problem.residual[b] == alone.residual[0]).all()
 
 
-@pytest.mark.default_cases("config4-rope_append_kv4-ends4")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "name", "ends"),
     [
@@ -378,6 +378,7 @@ def test_in_a_capture_nothing_is_allocated(
     assert [geometry.programmatic for geometry in fake.geometries] == [False] + [True] * (len(names) - 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_capture_takes_rows_of_prompts(batch_invariant: bool, fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind long contexts, which attention cuts into parts unless it is batch-invariant: then it needs a workspace."""

@@ -62,7 +62,7 @@ def files(path: Path) -> dict[str, bytes]:
     return {each.name: each.read_bytes() for each in path.iterdir()}
 
 
-@pytest.mark.default_cases("lqq-biased", "qoq_channel-biased", "rtn-tied")
+@pytest.mark.default_cases("rtn-tied")
 @pytest.mark.parametrize("config", [CONFIG, BIASED], ids=["tied", "biased"])
 @pytest.mark.parametrize("name", PACKED)
 def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, config: Config, tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ def single(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floats, "_ELEMENTS", 1)
 
 
-@pytest.mark.default_cases("qoq_released", "atom", "rtn")
+@pytest.mark.default_cases("rtn", "qoq_released")
 @pytest.mark.usefixtures("single")
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_step_dispatches_on_device_arrays(name: str) -> None:

@@ -47,6 +47,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> TensorGpu:
     return TensorGpu(monkeypatch)
 
 
+@pytest.mark.full
 def test_every_operator_is_its_public_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the results of the CPU's operators, but for the exponentials of the gate and of attention."""
     from ptxlab.llm.torch import operators
@@ -142,6 +143,7 @@ def on_the_gpu(args: tuple[Any, ...], how: dict[str, Any], fake: TensorGpu) -> N
                 fake.seen(tensor)
 
 
+@pytest.mark.default_cases("attention_kv4_out", "attention_kv4", "quantize_activations", "silu_mul_quantize")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_repeated_call_only_launches(fake: TensorGpu, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """On other tensors, with the results of the public call, which is not made again."""

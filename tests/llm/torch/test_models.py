@@ -43,7 +43,7 @@ def ours(model: QuantizedModel, prompts: list[list[int]]) -> tuple[list[list[int
     return np.array(list(generate(runner, prompts, TOKENS))).T.tolist(), runner
 
 
-@pytest.mark.default_cases("llama-padded", "smollm-alone", "mistral-alone", "qwen2-alone", "windows-alone")
+@pytest.mark.default_cases("smollm-alone")
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generates_the_tokens_of_our_runner(family: str, prompts: list[list[int]]) -> None:
@@ -207,6 +207,7 @@ def test_parts_of_tensors_are_taken() -> None:
     assert torch.equal(linear(x[:, 64:]), linear(x[:, 64:].clone()))
 
 
+@pytest.mark.full
 def test_reset_begins_anew_and_beams_are_copied() -> None:
     from ptxlab.llm.torch import quantize_model
 
@@ -328,6 +329,7 @@ def test_bad_input_is_one_line(message: str) -> None:
     assert message in str(found.value) and "\n" not in str(found.value)
 
 
+@pytest.mark.full
 def test_a_quantised_state_is_loaded_into_another_model_of_its_shape() -> None:
     """And `generate` goes on where the cache ends."""
     from ptxlab.llm.torch import KV4Cache

@@ -34,13 +34,14 @@ def bits(tensor: Any) -> np.ndarray:
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-@pytest.mark.full_cases("rope_append_kv4")
+@pytest.mark.default_cases("gemm_w8a8", "rmsnorm_quantize")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_opcheck(name: str, ops: Any, rng: np.random.Generator) -> None:
     args, how = every_call(rng)[name]
     torch.library.opcheck(getattr(ops, name).default, args, how)
 
 
+@pytest.mark.full
 def test_compiled_without_a_break(ops: Any, rng: np.random.Generator) -> None:
     """All operators in one graph; what they write is what they write alone."""
 

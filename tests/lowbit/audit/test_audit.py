@@ -181,6 +181,7 @@ def test_trained_weights_overflow_only_without_the_protective_range(trained):
     assert total(trained["lqq", 120], "overflows") == 0
 
 
+@pytest.mark.full
 def test_trained_weights_errors(trained):
     """LQQ beats QoQ a little; rounding the scale up costs error, searching for it gains; ceiling never clips."""
     schemes = ("lqq_search", "lqq", "qoq", "lqq_ceiling")

@@ -94,7 +94,7 @@ def test_only_kernels_that_wait_are_launched_programmatically(small: pytest.Monk
     assert seen == [False] * 2 * 2 + [False] * 4 + [True] * 4, "with logarithms as they are timed without"
 
 
-@pytest.mark.default_cases("heads 4/2, 3 x up to 130")
+@pytest.mark.full
 @pytest.mark.parametrize("batch", [RAGGED, RAGGED._replace(D=64)], ids=str)
 def test_one_bit_that_the_bound_would_let_pass_is_refused(small: pytest.MonkeyPatch, batch: Batch) -> None:
     of = attention_problem.random_problem(batch)
@@ -140,7 +140,7 @@ def test_no_page_is_in_a_cache_twice_and_last_tokens_stand_out(small: pytest.Mon
         assert (weights[:, -1] / weights.sum(axis=-1) > 4 / length).all()
 
 
-@pytest.mark.full_cases("another table")
+@pytest.mark.default_cases("nothing")
 @pytest.mark.parametrize("how", ["one sequence", "another table", "nothing"])
 def test_wrong_results_are_found(small: pytest.MonkeyPatch, how: str) -> None:
     of = attention_problem.random_problem(SMALL)
@@ -157,6 +157,7 @@ def test_wrong_results_are_found(small: pytest.MonkeyPatch, how: str) -> None:
         ready.check(of)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("of", ["lse", "out"])
 def test_wrong_logarithms_are_found(small: pytest.MonkeyPatch, of: str) -> None:
     """Timed launches write none, so they are launched again with them; results must be as before."""

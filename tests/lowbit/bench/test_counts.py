@@ -31,14 +31,14 @@ def test_alu_instructions_per_8_weights(label: str) -> None:
     assert counts.load()["counts"][label]["alu_per_8"] == PINNED[label]
 
 
-@pytest.mark.default_cases("dequant_lqq.ptx", "dequant_qoq_vadd4.ptx", "attention_merge.cu")
+@pytest.mark.default_cases("dequant_lqq.ptx", "dequant_qoq_vadd4.ptx")
 @pytest.mark.parametrize("label", ALL)
 def test_the_shipped_counts_are_what_the_tools_here_measure(label: str) -> None:
     source, spec = ALL[label]
     assert counts.load()["counts"][label] == counts.counts_of(spec, source)
 
 
-@pytest.mark.default_cases("gemm_w4a8_qoq_sm80.cu")
+@pytest.mark.full
 @pytest.mark.parametrize("label", [label for label, (_, spec) in ALL.items() if spec.name in counts.LOOPED])
 def test_the_shipped_main_loops_are_what_the_tools_here_measure(label: str) -> None:
     source, spec = ALL[label]
@@ -51,6 +51,7 @@ def test_the_shipped_record_is_of_these_tools_and_all_kernels(monkeypatch: pytes
     assert counts.load() == counts.measure()
 
 
+@pytest.mark.full
 def test_with_the_tools_they_answer() -> None:
     assert counts.alu_per_8(ALL["dequant_lqq.cu"][0]) == (7, f"measured with ptxas {toolchain.version('ptxas')}")
 
@@ -61,7 +62,7 @@ def test_without_the_tools_the_record_answers(monkeypatch: pytest.MonkeyPatch) -
     assert alu == 7 and origin.startswith("from the shipped record (ptxas 13.2")
 
 
-@pytest.mark.default_cases("gemm_w4a8_qoq_sm90.cu", "gemm_w4a8_lqq_sm90.cu")
+@pytest.mark.default_cases("gemm_w4a8_lqq_sm90.cu")
 @pytest.mark.parametrize("label", ALL)
 def test_assembles_without_spills_for_every_arch_it_claims(label: str) -> None:
     source, spec = ALL[label]

@@ -18,7 +18,7 @@ SMALL = Layer("test", "small", N=128, K=256)
 NAMES = [spec.name for spec in STEPS]
 
 
-@pytest.mark.default_cases("gemm_w4a8_qoq_channel_sm80", "gemm_w4a8_qoq_sm90")
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_a_small_layer(name: str, emulated_gpu: pytest.MonkeyPatch) -> None:
     emulated_gpu.setattr(steps, "TOKENS", (3, 17))

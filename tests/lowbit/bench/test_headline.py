@@ -227,6 +227,7 @@ def test_untuned_shapes_are_those_of_the_published_configurations() -> None:
     assert by_name["Qwen1.5-72B gate+up"] == (49152, 8192) and by_name["LLaMA-13B down"] == (5120, 13824)
 
 
+@pytest.mark.full
 def test_w8a8_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
     """The kernel comes by its name; here another one stands in for it."""
     emulated_gpu.setattr(steps, "W8A8_KERNEL", "gemm_w4a8_lqq_sm90")

@@ -44,7 +44,7 @@ def test_a_kernel_without_a_marked_fragment_has_no_harness() -> None:
     assert harness.repeating(of_kernel("load_bulk_sm90")[0]) is None
 
 
-@pytest.mark.default_cases("load_ldmatrix_s8-2-0", "load_ldmatrix_u4-1-12", "load_lds32_u4-8-19")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "loads", "unpack"),
     [
@@ -65,7 +65,7 @@ def test_instructions_of_a_fragment(name: str, loads: int, unpack: int) -> None:
     assert (cost.address <= 3) == thread_order, "a thread's own 16 bytes: its number and the base, nothing else"
 
 
-@pytest.mark.default_cases("load_dual_mma", "load_comet_interleave")
+@pytest.mark.default_cases("load_dual_mma")
 @pytest.mark.parametrize("name", TILES)
 def test_every_repeat_is_a_load_in_machine_code(name: str) -> None:
     """ptxas must not load once and reuse it: the loop holds as many loads as the fragment needs, or a multiple."""

@@ -15,6 +15,7 @@ from ptxlab.profile.launch_target import LaunchTarget
 from tests.support.reports import FILE, GEMM, SIZES
 
 
+@pytest.mark.full
 def test_the_parts_of_a_real_launch() -> None:
     (launched,) = nsight.read(GEMM)
     row = stalls.row_of(launched, LaunchTarget(launched.kernel, SIZES), Layer("7B", "down", SIZES["N"], SIZES["K"]))
@@ -77,6 +78,7 @@ def test_a_record_is_kept_as_json(tmp_path: Path) -> None:
         stalls.load(path)
 
 
+@pytest.mark.full
 def test_tables_have_every_kernel_at_every_point(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     head, *rows = stalls.table(record().rows)
     assert [row[0] for row in rows[::2]] == [row[0] for row in rows[1::2]] == list(stalls.KERNELS)

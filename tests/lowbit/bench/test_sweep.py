@@ -63,6 +63,7 @@ def test_a_variant_that_cannot_run_says_why(timed: list[float]) -> None:
     assert list(sweep.lines(found))[1][1:3] == ["-", "-"]
 
 
+@pytest.mark.full
 def test_wrong_results_stop_the_sweep(timed: list[float], emulated_gpu: pytest.MonkeyPatch) -> None:
     timed += [10.0]
     emulated_gpu.setattr(problem, "expected", lambda spec, logical: np.zeros((2, 128), np.uint16))

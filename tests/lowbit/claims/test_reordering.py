@@ -31,7 +31,7 @@ def queries(what: str, code: int, text: str) -> Iterator[Query]:
     yield from getattr(reordering, what)([row])
 
 
-@pytest.mark.default_cases("rounds-1-, 17440;-, 17424;", "sends-*")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("what", "code", "old", "new"),
     [
@@ -58,7 +58,7 @@ def test_a_mistake_is_refuted(what: str, code: int, old: str, new: str) -> None:
     assert any(ask(query).verdict == "refuted" for query in queries(what, code, changed))
 
 
-@pytest.mark.default_cases("rounds")
+@pytest.mark.full
 @pytest.mark.parametrize("what", ["rounds", "scales"])
 def test_what_the_quick_half_leaves_out_is_proved_of_one_group(what: str) -> None:
     assert {ask(query).verdict for query in of_each_form([*queries(what, 0, compiled(0))])} == {"proved"}

@@ -45,6 +45,7 @@ def problems(draw: st.DrawFn) -> tuple[list[Tile], int, Costs]:
     return tiles, draw(st.integers(1, 12)), draw(COSTS)
 
 
+@pytest.mark.full
 @given(problems(), st.sampled_from(SCHEDULES))
 def test_every_piece_of_every_tile_is_done_once(problem: tuple[list[Tile], int, Costs], name: str) -> None:
     tiles, sms, costs = problem
@@ -66,6 +67,7 @@ def test_an_sm_does_one_thing_at_a_time(problem: tuple[list[Tile], int, Costs], 
         assert all(b.start >= a.end - ROUNDING * a.end for a, b in pairwise(mine)), "in the order of the list"
 
 
+@pytest.mark.full
 @given(problems())
 def test_no_schedule_beats_the_bounds_and_each_step_is_as_good(problem: tuple[list[Tile], int, Costs]) -> None:
     share, longest = lower_bounds(*problem)

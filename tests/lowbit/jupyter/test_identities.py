@@ -25,6 +25,7 @@ def test_they_are_what_the_kernels_compute(q4: tuple[int, ...], s1: int, minimum
     assert shown.exact == tuple(q * s1 + minimum for q in q4)
 
 
+@pytest.mark.full
 @given(q4=NIBBLES, s1=st.integers(1, 16), minimum=st.integers(-119, 119))
 def test_wherever_the_result_is_a_byte_only_the_packed_add_is_wrong(q4: tuple[int, ...], s1: int, minimum: int) -> None:
     shown = identities(q4, s1, minimum)

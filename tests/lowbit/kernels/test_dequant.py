@@ -53,7 +53,7 @@ def bits(array: np.ndarray) -> np.ndarray:
     return array.view(f"u{array.itemsize}")
 
 
-@pytest.mark.default_cases("dequant_qoq_channel.ptx-emulator", "dequant_u4_f16.ptx-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize("label", ALL)
 @given(data=st.data())
@@ -66,7 +66,7 @@ def test_equals_its_reference_and_is_clean_within_its_rules(label: str, backend:
         assert [str(f) for f in outcome.findings] == []
 
 
-@pytest.mark.default_cases("dequant_qoq_vadd4_s32.ptx-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize("label", PACKED)
 @given(data=st.data())
@@ -90,7 +90,7 @@ def test_presub_is_wrong_exactly_where_the_borrow_model_says(backend: str, data:
         assert bool(outcome.findings) >= bool(missed.any()), "elements are wrong, and the lane check is silent"
 
 
-@pytest.mark.default_cases("dequant_lqq.ptx", "dequant_lqq_unsigned.ptx")
+@pytest.mark.full
 @pytest.mark.parametrize("label", LQQ)
 @given(logical=strategies.lqq_inputs(checked=False))
 @settings(max_examples=50)
@@ -113,12 +113,7 @@ def every_lane(constants: int, neighbour: int) -> np.ndarray:
     return np.tile(words.reshape(1, -1), (constants, 1))
 
 
-@pytest.mark.full_cases(
-    "dequant_lqq_unsigned.ptx-0-emulator",
-    "dequant_lqq_unsigned.ptx-7-emulator",
-    "dequant_lqq_unsigned.cu-7-emulator",
-    "dequant_lqq_unsigned.cu-15-emulator",
-)
+@pytest.mark.default_cases("dequant_lqq.ptx-15-emulator", "dequant_lqq.ptx-7-emulator")
 @on_every_backend
 @pytest.mark.parametrize("neighbour", (0, 7, 15))
 @pytest.mark.parametrize("label", LQQ)
@@ -151,7 +146,7 @@ def test_every_q4_scale_and_zero_in_every_lane(label: str, neighbour: int, backe
     assert np.array_equal(got, wide.astype(np.uint8).view(np.int8)), "wraps by lane, disturbs nobody"
 
 
-@pytest.mark.default_cases("dequant_lqq.ptx-emulator", "dequant_lqq.cu-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize("label", [*LQQ, *QOQ])
 @given(groups=strategies.weight_groups())

@@ -78,6 +78,7 @@ def test_wavefronts_of_one_warp(name: str, loads: int, wavefronts: int, least: i
         assert {lane for _, lane in served} == set(range(32)) and all(0 <= bank < 32 for bank, _ in served)
 
 
+@pytest.mark.full
 def test_the_pictures_have_a_panel_for_the_right_kernel_beside_a_wrong_one() -> None:
     assert len(load_picture("load_dual_mma").axes) == 2
     assert len(load_picture("load_ldmatrix_u4").axes) == 3

@@ -58,6 +58,7 @@ def matrix_of(registers: np.ndarray) -> np.ndarray:
     return np.concatenate(steps, axis=-1).view(registers.dtype)
 
 
+@pytest.mark.default_cases("load_dual_mma-emulator")
 @on_every_backend
 @pytest.mark.parametrize("name", RIGHT)
 @given(data=st.data())
@@ -103,7 +104,7 @@ def test_ldmatrix_on_4_bits_is_right_in_a_quarter_of_the_places() -> None:
     assert np.array_equal(right, ((t == 0) & (register < 2)) | ((t == 3) & (register >= 2)))
 
 
-@pytest.mark.default_cases("load_cp_async-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize("name", RINGS)
 @given(P=st.integers(1, 14), B=st.integers(1, 4), seed=seeds, mode=modes)

@@ -84,6 +84,11 @@ def memory_lines(source: Source) -> set[int]:
     "load_bulk_sm90:11*",
     "load_bulk_sm90:124: m*",
     "load_bulk_sm90:124: e*",
+    "load_lds32_u4:42: bar.sync        0;",
+    "load_cp_async:56: cp.async.commit_group;",
+    "load_cp_async:79: cp.async.commit_group;",
+    "load_cp_async:81: cp.async.wait_group 3;",
+    "load_bulk_sm90:47: fence.mbarrier_init.release.cluster;            // the copy engine must see them initialised",
 )
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_every_missing_step_is_found_early_and_late(mutant: Mutant) -> None:

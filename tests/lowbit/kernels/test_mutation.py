@@ -23,9 +23,7 @@ SURVIVORS = (
 )
 
 
-@pytest.mark.default_cases(
-    "dequant_lqq_unsigned", "dequant_qoq_vadd4", "dequant_qoq_channel", "dequant_comet", "dequant_u4_f16_subnormal"
-)
+@pytest.mark.default_cases("dequant_comet")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_changed_opcode_and_immediate_is_noticed(name: str) -> None:
     spec, sources = registry.find(name)

@@ -102,7 +102,7 @@ NAMES = (
 )
 
 
-@pytest.mark.full_cases("attention_kv4")
+@pytest.mark.default_cases("quantize_activations", "append_kv4")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_repeat_call_is_a_few_functions(calls: Calls, name: str) -> None:
     """What a decoder does some hundred times per token: it were 27 to 46 of the package's functions, without `gpu`."""

@@ -110,6 +110,15 @@ def launch_plans(name: str, arguments: dict[str, Any]) -> list[Plan]:
     return [plan for plans, _ in noted for plan in plans]
 
 
+@pytest.mark.full_cases(
+    "?*_reorder_quantize-*",
+    "*mul_quantize-rows",
+    "*norm_quantize-layout",
+    "gemm_w4a4-out_dtype",
+    "gemm_w4ax-out_dtype",
+    "gemm_w8a8-out_dtype",
+    "*-batch_invariant",
+)
 @pytest.mark.parametrize(("name", "option"), SAME_WEIGHT)
 def test_calls_that_differ_in_an_option_share_no_plan(fake: FakeGpu, name: str, option: str) -> None:
     """They share on a device neither what is remembered of calls nor a prepared kernel, and each launches what it

@@ -23,7 +23,7 @@ WAIT = "        ptxlab::wait_for_predecessors();\n        for (; tile < tiles;"
 LOADED = "        __syncwarp();\n        if (SPLIT > 1) ptxlab::cluster_wait();\n        return;"
 
 
-@pytest.mark.default_cases("1-late", "2-early")
+@pytest.mark.full
 @both_modes
 @pytest.mark.parametrize("split", [1, 2])
 def test_a_wait_that_comes_late_is_found(mode: str, split: int) -> None:

@@ -38,6 +38,7 @@ def test_fragment_order_feeds_mma_sync(x: np.ndarray) -> None:
     np.testing.assert_array_equal(from_fragment_order(fragments, M, K), x, strict=True)
 
 
+@pytest.mark.full
 @given(matrices, tile_rows)
 def test_swizzled_tiles_feed_wgmma(x: np.ndarray, rows: int) -> None:
     M, K = x.shape

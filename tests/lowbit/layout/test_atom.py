@@ -44,6 +44,7 @@ def test_a_row_of_scales_ends_with_the_outliers_and_ones() -> None:
     assert atom.scale_rows(rows_of(3, 512, 64, 64)).shape == (3, 16)
 
 
+@pytest.mark.full
 @given(
     N=st.integers(1, 40),
     groups=st.integers(1, 5),

@@ -55,6 +55,7 @@ def caches():
     )  # fmt: skip
 
 
+@pytest.mark.full
 @given(caches(), st.integers(0, 99))
 def test_what_is_scattered_is_gathered(cache, seed):
     keys, values = sequences(cache, seed)

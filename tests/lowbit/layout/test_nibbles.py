@@ -32,6 +32,7 @@ def test_order_of_the_mma_word():
     assert [f"{word:08x}" for word in pack_mma(step)[0]] == ["00002000", "00000100", "00000000", "30000000"]
 
 
+@pytest.mark.full
 @given(MATRICES)
 def test_mma_round_trip(q4):
     words = pack_mma(q4)
@@ -41,6 +42,7 @@ def test_mma_round_trip(q4):
     np.testing.assert_array_equal(exchanged >> np.uint32(4) & 0x0F0F0F0F, words & 0x0F0F0F0F)
 
 
+@pytest.mark.full
 @given(MATRICES)
 def test_u4_round_trip(q4):
     words = pack_u4(q4)
@@ -48,17 +50,20 @@ def test_u4_round_trip(q4):
     np.testing.assert_array_equal(unpack_u4(words), q4, strict=True)
 
 
+@pytest.mark.full
 @given(strategies.words(3, 5))
 def test_every_word_is_a_packed_matrix(words):
     np.testing.assert_array_equal(pack_u4(unpack_u4(words)), words, strict=True)
     np.testing.assert_array_equal(pack_comet(unpack_comet(words)), words, strict=True)
 
 
+@pytest.mark.full
 @given(SIGNED)
 def test_comet_round_trip(q4):
     np.testing.assert_array_equal(unpack_comet(pack_comet(q4)), q4, strict=True)
 
 
+@pytest.mark.full
 @given(SIGNED)
 def test_comet_word_dequantises_with_two_masks_and_a_shift(q4):
     words = pack_comet(q4)

@@ -30,7 +30,7 @@ def test_round_trip(layout: str, weight) -> None:
     assert all(array.flags.c_contiguous for array in arrays)  # as kernels take them
 
 
-@pytest.mark.default_cases("row_major", "dual_mma")
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(case=strategies.weight_groups(), scheme=st.sampled_from(["lqq", "qoq"]))
 def test_round_trip_of_quantised_boundary_values(layout: str, case, scheme: str) -> None:
@@ -86,7 +86,7 @@ def test_memory_is_bounded(layout: str) -> None:
     assert packed.nbytes <= peak < 2 * weight.q4.nbytes
 
 
-@pytest.mark.default_cases("row_major", "qserve")
+@pytest.mark.default_cases("qserve")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_speed_on_the_cpu(layout: str) -> None:
     """An eighth of LLaMA-2-70B's gate and up, 57344 x 8192, which is to pack in 20 seconds."""

@@ -43,6 +43,7 @@ def tile_of(matrix: np.ndarray, row: int, column: int, fragment: Fragment) -> np
     return np.pad(part, ((0, rows - part.shape[0]), (0, columns - part.shape[1])))
 
 
+@pytest.mark.full
 @given(grouped)
 def test_dual_mma_feeds_wgmma(weight) -> None:
     blocks, logical = pack(weight, "dual_mma").buffers["blocks"], weight.level1()
@@ -125,7 +126,7 @@ def test_strips_by_hand(kind: type, group: int, K: int) -> None:
         assert (found[24:] == padding).all() and (found[:, K:] == padding).all()
 
 
-@pytest.mark.default_cases("quantize_lqq")
+@pytest.mark.full
 @pytest.mark.parametrize("quantise", [quantize_lqq, quantize_qoq])
 @given(case=strategies.weight_groups())
 def test_unsigned_form_never_carries_at_range_119(quantise, case) -> None:

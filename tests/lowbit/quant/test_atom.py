@@ -34,7 +34,7 @@ def parts(rows: AtomRows, x: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, n
     return [four, *([(rows.q8[:, None], rows.scale8[:, None], x[:, None, K:], 8)] if rows.q8.size else [])]
 
 
-@pytest.mark.default_cases("paper")
+@pytest.mark.full
 @BOTH
 @given(case=matrices(), clip=st.sampled_from((1.0, 0.9, 0.85)))
 def test_activations_follow_their_formula_exactly(rules: Any, case: Any, clip: float) -> None:
@@ -60,7 +60,7 @@ def test_activations_follow_their_formula_exactly(rules: Any, case: Any, clip: f
             assert q[r, g, k] == min(max(exact, -(2 ** (bits - 1))), 2 ** (bits - 1) - 1), (r, g, k)
 
 
-@pytest.mark.default_cases("paper")
+@pytest.mark.full
 @BOTH
 @given(case=matrices())
 def test_weights_are_within_half_a_step_where_nothing_is_clipped(rules: Any, case: Any) -> None:

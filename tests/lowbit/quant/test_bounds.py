@@ -140,6 +140,7 @@ def test_nearest_clips_where_ceiling_does_not():
     assert scale == 2 and q4[0, 1] == 11
 
 
+@pytest.mark.default_cases("119")
 @pytest.mark.parametrize("limit", [119, 120, 127])
 def test_what_the_clamp_costs(limit):
     q8 = all_groups(limit)

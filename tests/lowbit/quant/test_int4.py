@@ -32,6 +32,7 @@ def test_reference_rounds_the_exact_product_once(inputs):
     np.testing.assert_array_equal(reference.dequant_s4_f16(q4, scale), wide.astype(np.float16), strict=True)
 
 
+@pytest.mark.full
 @given(strategies.int4_inputs())
 def test_words_hold_twos_complement_nibbles(inputs):
     words = pack_s4(inputs["q4"])

@@ -43,6 +43,7 @@ def assert_is_the_formula(x, scheme):
     return quantized
 
 
+@pytest.mark.default_cases("kv8")
 @by_token
 @given(data=st.data())
 def test_the_formula_on_any_float16(scheme, data):

@@ -81,6 +81,7 @@ def test_a_cache_of_torch() -> None:
     assert cache.block_table.tolist() == [[0, 1, 2], [3, 4, 5]] and not cache.pool.any()
 
 
+@pytest.mark.default_cases("int32", "float16")
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "int32"])
 def test_dtypes_of_torch(name: str) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")

@@ -21,6 +21,7 @@ def layer(rng, Hkv, ratio, D, K=24):
     return w_q, w_k, rng.standard_normal(len(w_q)), rng.standard_normal(len(w_k)) * 5
 
 
+@pytest.mark.full
 @given(
     Hkv=st.integers(1, 3), ratio=st.integers(1, 4), D=st.sampled_from([2, 8, 32]), alpha=st.floats(0, 1),
     seed=st.integers(0, 2**32 - 1),

@@ -27,7 +27,7 @@ def by_group(per_group, K):
     return np.repeat(per_group.astype(np.int32), K // per_group.shape[1], axis=1)
 
 
-@pytest.mark.default_cases("lqq nearest")
+@pytest.mark.full
 @every_scheme
 @given(case=strategies.weight_groups())
 def test_integers_at_range_119(quantise, case):
@@ -53,7 +53,7 @@ ERROR_BOUNDS = {
 }
 
 
-@pytest.mark.default_cases("qoq")
+@pytest.mark.full
 @pytest.mark.parametrize("scheme", ERROR_BOUNDS)
 @given(case=strategies.weight_groups())
 def test_error_bound(scheme, case):
@@ -73,7 +73,7 @@ def test_fields_of_qoq(case):
     assert (weight.dequantize()[zeros] == 0).all()  # an integer zero point keeps zero exact
 
 
-@pytest.mark.full_cases("nearest")
+@pytest.mark.full
 @pytest.mark.parametrize("rounding", FROM_THE_SMALLEST)
 @given(case=strategies.weight_groups())
 def test_fields_of_lqq(rounding, case):
@@ -103,6 +103,7 @@ def test_search_is_the_best_of_all_scales(case):
     np.testing.assert_array_equal(scale, np.argmin(errors, axis=0) + 1)
 
 
+@pytest.mark.full
 @given(case=strategies.integer_groups(-127, 127))
 def test_every_weight_is_at_the_nearest_level_of_its_group(case):
     q4, scale, minimum = (array.astype(int) for array in lqq_groups(case.q8, case.group, "levels"))

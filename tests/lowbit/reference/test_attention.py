@@ -30,6 +30,7 @@ def naive(q, k, v, scale, window):
     return out, lse
 
 
+@pytest.mark.full
 @given(
     T=st.integers(1, 8),
     L=st.integers(0, 20),
@@ -112,6 +113,7 @@ def sylvester(D):
     return np.where(dims[:, None] // block == dims // block, (-1.0) ** common / np.sqrt(block), 0)
 
 
+@pytest.mark.full
 @given(
     D=st.sampled_from([64, 128, 256]), outlier=st.sampled_from([1.0, 100.0, 2.0**-20]), seed=st.integers(0, 2**32 - 1)
 )

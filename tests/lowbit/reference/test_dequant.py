@@ -68,6 +68,7 @@ def test_presub_is_wrong_in_exactly_the_predicted_lanes_in_every_case():
     assert wrong > 1000
 
 
+@pytest.mark.full
 @given(strategies.lqq_inputs())
 def test_lqq_is_exact_on_checked_inputs(inputs):
     exact = reference.exact_lqq(**inputs)
@@ -86,6 +87,7 @@ def test_lqq_models_the_whole_word(inputs):
     np.testing.assert_array_equal(reference.dequant_lqq(**inputs), bytes_of(flipped, np.int8), strict=True)
 
 
+@pytest.mark.full
 @given(strategies.lqq_inputs(checked=False))
 def test_flipping_the_top_bit_adds_128_modulo_256(inputs):
     unsigned = reference.dequant_lqq_unsigned(**inputs)
@@ -101,6 +103,7 @@ def test_qoq_is_exact_on_checked_inputs(inputs):
     np.testing.assert_array_equal(reference.dequant_qoq_vadd4_s32(**inputs), exact)
 
 
+@pytest.mark.full
 @given(strategies.qoq_inputs(checked=False))
 def test_qoq_models_the_whole_word(inputs):
     q4, scale, zero, offset = inputs["q4"], inputs["scale"], inputs["zero"], inputs["offset"]

@@ -57,7 +57,7 @@ def test_all_kernels_of_both_ladders_are_stamped() -> None:
     assert ladders - set(STAMPED) == of_one_phase
 
 
-@pytest.mark.default_cases("attention_kv4_bittrick", "attention_kv4_fp16")
+@pytest.mark.default_cases("attention_kv4_bittrick")
 @pytest.mark.parametrize("name", STAMPED)
 def test_stamps_are_compiled_out(name: str) -> None:
     """Without TIMELINE the compiler's PTX, with the lines it came from, is that of the source without the macros."""
@@ -75,6 +75,7 @@ def test_and_so_is_the_machine_code() -> None:
     assert listings[0] == listings[1] and "CS2R.32" not in listings[0]
 
 
+@pytest.mark.full
 def test_stamps_do_not_serialise_wgmma() -> None:
     config = registry.find(IMFP)[0].config_for({"M": 256, "N": 22016, "K": 4096, "g": 128})
     image = toolchain.compile_cuda(STAMPED[IMFP], "sm_90a", defines={**config, "TIMELINE": 2})
@@ -90,6 +91,7 @@ def test_the_header_and_this_package_agree() -> None:
     assert set(STYLES) == set(PHASES) - {"end"}
 
 
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize("name", [EXCP, "gemm_w4a8_sm90"])
 def test_results_with_stamps_are_right(name: str, backend: str) -> None:
@@ -106,7 +108,7 @@ def test_results_with_stamps_are_right(name: str, backend: str) -> None:
 # In the emulator
 
 
-@pytest.mark.default_cases("gemm_w4a8_qoq_sm80---", "gemm_w4a8_small_sm90---")
+@pytest.mark.default_cases("gemm_w4a8_small_sm90---")
 @pytest.mark.parametrize(
     ("name", "sizes", "tracks", "phases"),
     [
@@ -243,6 +245,7 @@ def test_a_wgmma_ends_when_it_is_known_to_have_ended() -> None:
 # On disk, and for others
 
 
+@pytest.mark.full
 def test_a_timeline_is_what_was_saved(tmp_path: Path, imfp: Timeline) -> None:
     timeline.save(imfp, tmp_path / "a.json")
     assert timeline.load(tmp_path / "a.json") == imfp
@@ -291,6 +294,7 @@ def test_a_row_per_track_and_one_for_the_tensor_cores(imfp: Timeline) -> None:
     assert whole.get_xlim()[1] == imfp.of_sm(0).duration > part.get_xlim()[1]
 
 
+@pytest.mark.full
 def test_the_comparison_leaves_out_who_does_nothing(excp: Timeline) -> None:
     late = Track(0, 7, 0, tuple((t + 10 * excp.duration, p, a) for t, p, a in excp.tracks[0].stamps))
     (axes,) = comparison_figure([replace(excp, tracks=(*excp.of_sm(0).tracks, late))], ["t"], 500).axes

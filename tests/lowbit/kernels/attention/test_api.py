@@ -35,7 +35,7 @@ from tests.support.attention_problems import moved
 from tests.support.fake_gpu import FakeGpu
 
 
-@pytest.mark.default_cases("kv4-128-64-1-2-2-0-float16-attention_kv4_mma_sm80")
+@pytest.mark.full
 @pytest.mark.parametrize("kernel", [SM90, SM80])
 @pytest.mark.parametrize("case", CONTRACT, ids=lambda c: "-".join(map(str, c.values())))
 def test_the_whole_contract_on_the_host_and_on_the_device(fake: FakeGpu, case: dict[str, Any], kernel: str) -> None:
@@ -52,7 +52,7 @@ def test_the_whole_contract_on_the_host_and_on_the_device(fake: FakeGpu, case: d
     assert fake.launched == [(kernel, 7)]
 
 
-@pytest.mark.default_cases("attention_kv8", "attention_kv4_naive", "attention_kv4_bittrick")
+@pytest.mark.default_cases("attention_kv8")
 @pytest.mark.parametrize("kernel", TEACHING)
 def test_every_teaching_step_by_name(fake: FakeGpu, kernel: str) -> None:
     q, cache = problems.problem(2, (70, 0, 1), Hq=4, Hkv=2, scheme="kv8" if kernel == "attention_kv8" else "kv4")
@@ -115,7 +115,7 @@ def test_scale_and_windows_wider_than_the_cache() -> None:
         assert np.array_equal(ptxlab.attention_kv4(Q, CACHE, scale=0.5, window=window, backend="emulator"), out)
 
 
-@pytest.mark.default_cases("False")
+@pytest.mark.full
 @pytest.mark.parametrize("on_host", [True, False])
 def test_results_are_written_where_they_are_wanted(fake: FakeGpu, on_host: bool) -> None:
     to, cache = (np.array, CACHE) if on_host else (sent, on_device(CACHE))
@@ -131,7 +131,7 @@ def test_results_are_written_where_they_are_wanted(fake: FakeGpu, on_host: bool)
         assert np.array_equal(getattr(got, "host", got), getattr(expected, "host", expected))
 
 
-@pytest.mark.default_cases("float16")
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_torch_on_the_cpu(dtype: str) -> None:
     torch = pytest.importorskip("torch")
@@ -163,6 +163,7 @@ def test_a_programmatic_call_has_a_plan_of_its_own(fake: FakeGpu) -> None:
             ptxlab.attention_kv4(q, cache, kernel=kernel, programmatic=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernel", [SM90, SM80])
 def test_a_captured_call_allocates_nothing_and_reads_what_is_there_then(fake: FakeGpu, kernel: str) -> None:
     """Other lengths, other pages: the same kernel, and zeros where every call has to find them."""
@@ -304,6 +305,7 @@ def test_what_a_workspace_must_be(fake: FakeGpu) -> None:
     assert fake.launched == []
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("own", [True, False])
 def test_a_call_that_fails_leaves_nothing_behind(fake: FakeGpu, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     q, cache = sent(Q), on_device(CACHE)

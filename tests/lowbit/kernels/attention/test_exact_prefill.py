@@ -53,7 +53,7 @@ def hold(problem: Problem, BF16: int = 0, spec: KernelSpec = PREFILL, **how: Any
     assert difference(by_oracle(problem, BF16, spec), by_kernel(problem, BF16, spec, **how), bool(BF16)) == ""
 
 
-@pytest.mark.default_cases("sm90-0-pages of 32, a window", "sm90-1-parts", "sm80-1-many heads")
+@pytest.mark.full
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("BF16", [0, 1])
 @on_every_kernel
@@ -67,7 +67,7 @@ def parts_of(spec: KernelSpec, shape: str) -> int:
     return parts
 
 
-@pytest.mark.default_cases("sm90-128", "sm80-64")
+@pytest.mark.full
 @pytest.mark.parametrize("D", [64, 128, 256])
 @on_every_kernel
 def test_equal_for_rotated_keys(spec: KernelSpec, D: int) -> None:
@@ -82,7 +82,7 @@ def test_equal_in_many_parts(past: int, parts: int) -> None:
     hold(chunks_of((5, 70), (past, 3), parts=parts, blocks=12))
 
 
-@pytest.mark.full_cases("sm80-*", "sm90-large")
+@pytest.mark.default_cases("sm90-tiny")
 @pytest.mark.parametrize("case", ["wrong", "tiny", "large"])
 @on_every_kernel
 def test_equal_for_queries_at_the_ends_of_their_range(spec: KernelSpec, case: str) -> None:
@@ -107,6 +107,7 @@ def test_equal_where_a_query_sees_nothing(spec: KernelSpec) -> None:
     hold(({**logical, "cache": short}, sizes), spec=spec)
 
 
+@pytest.mark.full
 def test_equal_where_tensor_cores_truncate(monkeypatch: pytest.MonkeyPatch) -> None:
     """The terms of one product matter now, not only their sum. Only mma.sync is modelled."""
     tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
@@ -183,7 +184,7 @@ def test_a_fault_shows(fault: Callable[[Arrays], Arrays]) -> None:
         assert (x != y).any()
 
 
-@pytest.mark.full_cases("sm90-1", "sm80-0")
+@pytest.mark.full
 @pytest.mark.parametrize("BF16", [0, 1])
 @on_every_kernel
 def test_the_same_on_arrays_that_are_not_numpy_s(spec: KernelSpec, BF16: int) -> None:

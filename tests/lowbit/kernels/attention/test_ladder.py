@@ -32,13 +32,7 @@ def scheme_of(spec: KernelSpec) -> str:
     return spec.name.split("_")[1]
 
 
-@pytest.mark.default_cases(
-    "equal_scores-emulator-attention_kv4_naive",
-    "one_dominant_score-emulator-attention_kv8",
-    "scores_beyond_fp16-emulator-attention_kv4_simple",
-    "queries_below_fp16-emulator-attention_kv4_bittrick",
-    "outlier_keys-emulator-attention_kv4_fp16",
-)
+@pytest.mark.default_cases("one_dominant_score-emulator-attention_kv8")
 @every_step
 @on_every_backend
 @pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)
@@ -49,7 +43,7 @@ def test_near_float64_in_hard_cases(spec: KernelSpec, backend: str, change: prob
     assert np.isfinite(outputs["out"]).all() and not outputs["out"][1].any()
 
 
-@pytest.mark.default_cases("emulator-attention_kv8", "emulator-attention_kv4_naive", "emulator-attention_kv4_bittrick")
+@pytest.mark.default_cases("emulator-attention_kv4_bittrick")
 @every_step
 @on_every_backend
 def test_near_float64_at_the_edges_of_pages(spec: KernelSpec, backend: str) -> None:
@@ -58,6 +52,7 @@ def test_near_float64_at_the_edges_of_pages(spec: KernelSpec, backend: str) -> N
     problems.check(spec, logical_of(spec, q, cache), backend)
 
 
+@pytest.mark.default_cases("emulator-attention_kv8", "emulator-attention_kv4_naive")
 @every_step
 @on_every_backend
 def test_one_token_is_its_own_attention(spec: KernelSpec, backend: str) -> None:
@@ -68,7 +63,7 @@ def test_one_token_is_its_own_attention(spec: KernelSpec, backend: str) -> None:
     assert np.allclose(out, exact, rtol=2**-10, atol=0)
 
 
-@pytest.mark.default_cases("attention_kv8")
+@pytest.mark.full
 @every_step
 @settings(max_examples=8)
 @given(
@@ -105,7 +100,7 @@ def test_near_float64_on_the_gpu(
     problems.check(spec, logical, "gpu", runs=2)
 
 
-@pytest.mark.default_cases("attention_kv8", "attention_kv4_naive")
+@pytest.mark.default_cases("attention_kv8")
 @every_step
 def test_the_longest_sequences_that_the_rule_admits_have_room(spec: KernelSpec) -> None:
     """On an A100, with what the step uses anyway."""
@@ -119,9 +114,7 @@ def test_the_longest_sequences_that_the_rule_admits_have_room(spec: KernelSpec) 
         spec.check_sizes({**sizes, "P": most + 1})
 
 
-@pytest.mark.default_cases(
-    "sm_80-attention_kv8", "sm_80-attention_kv4_bittrick", "sm_80-attention_kv4_simple", "sm_90a-attention_kv4_naive"
-)
+@pytest.mark.default_cases("sm_80-attention_kv8", "sm_90a-attention_kv4_naive")
 @every_step
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_nothing_is_spilled(spec: KernelSpec, arch: str) -> None:
@@ -184,7 +177,7 @@ def test_nibbles_without_their_zero_point_are_exact() -> None:
     assert np.array_equal(halves, expected[..., [0, 2, 1, 3, 4, 6, 5, 7]])
 
 
-@pytest.mark.default_cases("attention_kv8")
+@pytest.mark.full
 @every_step
 def test_every_missing_wait_is_noticed(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     q, cache = problems.problem(0, (150, 70), Hq=1, Hkv=1, scheme=scheme_of(spec))

@@ -137,13 +137,13 @@ PLACES = [
 ]
 
 
-@pytest.mark.default_cases("attention_kv8")
+@pytest.mark.full
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_the_kernel_itself_is_right(spec: KernelSpec) -> None:
     assert not is_noticed(spec, registry.find(spec.name)[1][0])
 
 
-@pytest.mark.default_cases("attention_kv8-kv_head = head / (Hq / Hkv)", "attention_kv4_naive-1.4426950408889634f")
+@pytest.mark.full
 @pytest.mark.parametrize(("spec", "change"), PLACES, ids=lambda x: getattr(x, "name", None) or x[0])
 def test_a_mistake_is_noticed(spec: KernelSpec, change: tuple[str, str]) -> None:
     assert is_noticed(spec, mistaken(spec, change))

@@ -42,7 +42,7 @@ def check(
     assert not outcome.findings
 
 
-@pytest.mark.default_cases("sm90-0-one of each-emulator", "sm90-1-wide heads-emulator", "sm80-1-many heads-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("BF16", [0, 1])
@@ -165,7 +165,7 @@ def test_contexts_that_end_at_the_edge_of_a_block(spec: KernelSpec, D: int, edge
     check(*chunks_of((3,), (3 * keys - 3,), D=D, window=keys + edge), spec=spec)
 
 
-@pytest.mark.full_cases("sm80-emulator")
+@pytest.mark.full
 @on_every_backend
 @on_every_kernel
 def test_a_query_has_the_same_bits_in_any_chunk(spec: KernelSpec, backend: str) -> None:
@@ -184,7 +184,7 @@ def test_a_query_has_the_same_bits_in_any_chunk(spec: KernelSpec, backend: str) 
                 assert np.array_equal(outputs[name], whole[name][begin:end]), (name, begin, end)
 
 
-@pytest.mark.full_cases("sm80-nan")
+@pytest.mark.default_cases("sm90-nan")
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 @on_every_kernel
 def test_a_query_that_is_no_number_shows_and_spoils_no_other(spec: KernelSpec, wrong: float) -> None:
@@ -265,7 +265,7 @@ def is_noticed(kernel: str, source: Source) -> bool:
     return False
 
 
-@pytest.mark.default_cases("sm90-a key too many", "sm90-keys are not fenced")
+@pytest.mark.full
 @pytest.mark.parametrize(("kernel", "change"), [(kernel, change) for kernel in CHANGES for change in CHANGES[kernel]])
 def test_a_changed_kernel_is_noticed(kernel: str, change: str) -> None:
     (old, new), source = CHANGES[kernel][change], source_of(SPECS[kernel])
@@ -287,9 +287,7 @@ LAUNCHABLE = [
 ]
 
 
-@pytest.mark.default_cases(
-    "sm90-64-64-0-0-1", "sm90-128-16-1-0-2", "sm90-256-64-0-1-2", "sm80-128-64-0-0-1", "sm80-256-*-1-1-1"
-)
+@pytest.mark.full
 @pytest.mark.parametrize(("kernel", "D", "page", "BF16", "rotated", "parts"), LAUNCHABLE)
 def test_no_register_is_spilt(kernel: str, D: int, page: int, BF16: int, rotated: int, parts: int) -> None:
     """Compile every variant that a call may launch. Shared memory suffices, too: on an SM of 8.6 a block has 99 KiB."""
@@ -308,6 +306,7 @@ def test_parts_of_wide_heads_in_small_pages_are_refused() -> None:
         run(logical, sizes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_a_part_that_comes_first_leaves_the_merge_to_the_last(blocks: int) -> None:
     """A block that has all parts takes them in turn: what it merged too early, nobody would have written yet.
@@ -334,6 +333,7 @@ Q = LOGICAL["q"].astype(np.float16)
 CALL = {"q": Q, "cache": LOGICAL["cache"], "query_start_loc": LOGICAL["starts"], "backend": "emulator"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernel", [None, PREFILL_SM80.name])
 def test_the_public_call(kernel: str | None) -> None:
     call = {**CALL, "kernel": kernel}

@@ -86,7 +86,7 @@ def test_every_bit_on_the_gpu(problem: FusedProblem) -> None:
     problem.check("gpu")
 
 
-@pytest.mark.default_cases("kv4-64-emulator", "kv8-128-emulator", "kv4_channel-256-emulator")
+@pytest.mark.default_cases("kv4-64-emulator")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("D", HEAD_DIMS)
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
@@ -94,6 +94,7 @@ def test_every_scheme_and_head_dim(scheme: str, D: int, backend: str) -> None:
     fused(11, 3, 2, D, scheme, 64, dtype=DTYPES[D == 128], index=(np.int32, np.int64)[D == 64]).check(backend)
 
 
+@pytest.mark.default_cases("3-8-8-emulator", "2-40-1-emulator")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("tokens", "heads", "ratio"), [(1, 1, 1), (2, 40, 1), (3, 8, 8)])
 def test_more_heads_than_a_block_has_and_fewer(tokens: int, heads: int, ratio: int, backend: str) -> None:
@@ -121,7 +122,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.default_cases("queries of the next group", "keys are values", "keys where as many queries would be")
+@pytest.mark.full
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_kernel_is_noticed(change: str) -> None:
     source = changed(registry.find(ROPE_APPEND.name)[1][0], *CHANGES[change])
@@ -170,6 +171,7 @@ def test_on_the_device_q_is_made_or_given(fake: FakeGpu) -> None:
     assert fake.launched[0] == (ROPE_APPEND.name, fake.launched[0][1]) and fake.loads == 1
 
 
+@pytest.mark.full
 def test_rows_may_lie_apart(fake: FakeGpu) -> None:
     rows = np.full((6, QKV.shape[1] + 40), np.nan, np.float16)
     rows[:, 16:-24] = QKV
@@ -226,6 +228,7 @@ def test_another_gpu_is_told_what_the_kernel_runs_on(fake: FakeGpu) -> None:
         call(on_device(PROBLEM.of.cache))
 
 
+@pytest.mark.full
 def test_torch_on_the_cpu() -> None:
     torch = pytest.importorskip("torch")
     problem = fused(5, 2, 2, 64, dtype=DTYPES[1], kept=False)

@@ -71,7 +71,7 @@ def rotated_problem(
     return replace(problem, cache=replace(problem.cache, rotated=True))
 
 
-@pytest.mark.default_cases("kv4-128-emulator")
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("D", HEAD_DIMS)
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -80,7 +80,7 @@ def test_every_byte_that_append_writes(scheme: str, D: int, backend: str) -> Non
         rotated_problem(9, 3, D, scheme, dtype=dtype, rope=rope).check(backend)
 
 
-@pytest.mark.default_cases("kv4-256-emulator")
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("D", HEAD_DIMS)
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -132,7 +132,7 @@ def of_rotated(variant: Variant, *drawn: Any, **options: Any) -> tuple[Arrays, A
     return logical, arrays, {"sizes": sizes, "config": {**variant.config, "ROTATED": 1}}
 
 
-@pytest.mark.default_cases("sm80-128-16-4-0-3-4-1-emulator")
+@pytest.mark.full
 @on_every_backend
 @of_each(*BY_TOKEN)
 def test_attention_near_float64(variant: Variant, backend: str) -> None:
@@ -141,7 +141,7 @@ def test_attention_near_float64(variant: Variant, backend: str) -> None:
     problems.check_the_unseen(variant, logical, problems.check(variant.spec, logical, backend, arrays, **how))
 
 
-@pytest.mark.default_cases("sm90-128-16-4-0-3-4-1-emulator")
+@pytest.mark.full
 @on_every_backend
 @of_each(*(variant for variant in BY_TOKEN if variant.tile))
 def test_attention_bit_for_bit(variant: Variant, backend: str) -> None:

@@ -67,7 +67,7 @@ def hold(variant: Variant, logical: Arrays, out: np.ndarray, lse: np.ndarray) ->
     assert within({"out": out, "lse": lse}, MMA.expected(logical, config), MMA.allowed(logical, config)) is None
 
 
-@pytest.mark.default_cases("40-1-emulator-sm80-128-64-4-0-1-1-0", "40-1-emulator-sm80-64-64-8-1-2-2-0")
+@pytest.mark.full
 @of_each(*AMPERE)
 @on_every_backend
 @pytest.mark.parametrize(("blocks", "fused"), [(2, 1), (7, 0), (40, 1)])
@@ -78,6 +78,7 @@ def test_parts_of_many_blocks_are_the_whole(variant: Variant, backend: str, bloc
     hold(variant, logical, *in_parts(variant, logical, arrays, backend, blocks, fused))
 
 
+@pytest.mark.default_cases("3-2-10-2-64-9-8-8-emulator", "2-1-4-2-128-5-2-8-emulator")
 @on_every_backend
 @pytest.mark.parametrize("sizes", MERGE.example_sizes, ids=lambda sizes: "-".join(map(str, sizes.values())))
 def test_the_second_kernel_merges_parts_and_writes_nothing_else(sizes: dict[str, int], backend: str) -> None:
@@ -85,6 +86,7 @@ def test_the_second_kernel_merges_parts_and_writes_nothing_else(sizes: dict[str,
     assert found.passed, found.detail
 
 
+@pytest.mark.default_cases("15-emulator")
 @on_every_backend
 @pytest.mark.parametrize("tiles", [8, 9, 15])
 def test_more_parts_than_are_read_at_a_time(tiles: int, backend: str) -> None:
@@ -105,7 +107,7 @@ def test_near_float64_on_the_gpu(variant: Variant, seed: int, blocks: int, fused
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True)), "two runs, the same bits"
 
 
-@pytest.mark.default_cases("sm_90a-sm80-128-64-4-0-1-1-0")
+@pytest.mark.full
 @of_each(*AMPERE)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_nothing_is_spilled_and_every_gpu_has_room(variant: Variant, arch: str) -> None:
@@ -116,7 +118,7 @@ def test_nothing_is_spilled_and_every_gpu_has_room(variant: Variant, arch: str) 
     assert MMA.launch(sizes).shared_bytes + resources.shared <= 99 * 1024
 
 
-@pytest.mark.default_cases("sm80-128-64-4-0-1-1-0", "sm80-64-64-8-1-2-2-0")
+@pytest.mark.default_cases("sm80-128-64-4-0-1-1-0")
 @of_each(*AMPERE)
 def test_fragments_are_loaded_without_bank_conflicts(variant: Variant) -> None:
     """Of keys, values and their constants; what is done once for a unit may have some."""

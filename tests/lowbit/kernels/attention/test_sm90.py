@@ -25,7 +25,7 @@ from tests.support.axes import both_modes, on_every_backend
 SOURCE = registry.find(SM90.name)[1][0]
 
 
-@pytest.mark.default_cases("0-sm90-128-64-4-0-1-1-0-emulator")
+@pytest.mark.full
 @on_every_backend
 @of_each(HOPPER[0], HOPPER[5])
 @pytest.mark.parametrize("promote", [0, 1])
@@ -38,7 +38,7 @@ def test_scores_that_rise_from_tile_to_tile(
     variant.check(*variant.problem(6, (9 * TILE,), problems.rising_scores), backend)
 
 
-@pytest.mark.default_cases("64-sm90-128-64-4-0-1-1-0-emulator", "64-sm90-64-64-8-1-2-2-0-emulator")
+@pytest.mark.full
 @on_every_backend
 @of_each(HOPPER[0], HOPPER[5])
 @pytest.mark.parametrize("begin", [TILE - 1, TILE])
@@ -49,7 +49,7 @@ def test_windows_that_begin_at_the_edge_of_a_tile(variant: Variant, begin: int, 
     variant.check(*variant.problem(5, (length,), window=window, blocks=2), backend)
 
 
-@pytest.mark.default_cases("nan-sm90-128-64-4-0-1-1-0-emulator", "inf-sm90-128-64-4-0-1-1-0-emulator")
+@pytest.mark.full
 @on_every_backend
 @of_each(HOPPER[0], HOPPER[2])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
@@ -68,7 +68,7 @@ def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, w
         assert np.array_equal(found[name], right[name])
 
 
-@pytest.mark.default_cases("3-8--1-emulator", "8-4--1-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -110,7 +110,7 @@ def test_memory_is_what_the_constants_need() -> None:
         compare(SM90, variant.run(logical, arrays, more=more).outputs, logical, variant.config)
 
 
-@pytest.mark.default_cases("empty ones first")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("lengths", "Hkv", "shape", "blocks", "window"),
     [
@@ -148,7 +148,7 @@ IN_PARTS = HOPPER[3], (1000, 64), 7  # sequences, of which one is in parts; bloc
 SMALLEST_PARTS = Variant(64, 64, 4, 0, T=1, ratio=1, tile=AttentionTileSm90(16, 4, 1, 1))
 
 
-@pytest.mark.default_cases("10-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize("tiles", [5, 6, 9, 10, 14])
 def test_more_parts_than_are_taken_over_at_a_time(tiles: int, backend: str) -> None:
@@ -200,7 +200,7 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.default_cases("128-64-4-0-1-8-8-64-64")
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", CHOSEN, ids=lambda s: "-".join(map(str, s.values())))
 def test_the_chosen_tile_fits_and_spills_little(sizes: dict[str, int]) -> None:
     """Nothing in the loops of head dims 64 and 128; of 256 a few registers."""
@@ -255,13 +255,13 @@ def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatc
     return waits.diagnosis(module, lambda: MUTATED.check(*problem, mode=mode, seed=seed), monkeypatch)
 
 
-@pytest.mark.default_cases("late")
+@pytest.mark.full
 @both_modes
 def test_the_kernel_itself_survives(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert diagnosis(mutated_kernel().module, mode, monkeypatch) == ""
 
 
-@pytest.mark.default_cases("0")
+@pytest.mark.full
 @pytest.mark.parametrize("share", range(SHARES))
 def test_every_missing_wait_is_noticed(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = list(mutants())[share::SHARES]

@@ -12,7 +12,7 @@ from tests.support.attention_variants import AMPERE, HOPPER, Variant, drawn, of_
 from tests.support.axes import on_every_backend
 
 
-@pytest.mark.default_cases("nothing-sm80-128-16-4-0-3-4-1-emulator", "outlier_keys-sm80-128-64-4-0-1-1-0-emulator")
+@pytest.mark.full
 @on_every_backend
 @of_each(*AMPERE[:3], *HOPPER[:3])
 @pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)
@@ -21,14 +21,14 @@ def test_near_float64_in_hard_cases(variant: Variant, change: problems.Change, b
     problems.check_the_unseen(variant, logical, variant.check(logical, arrays, backend))
 
 
-@pytest.mark.default_cases("sm80-64-64-8-1-2-2-0-emulator", "sm90-128-64-4-0-1-1-0-emulator")
+@pytest.mark.full
 @on_every_backend
 @of_each(*AMPERE, *HOPPER)
 def test_near_float64_at_the_edges_of_pages_and_tiles(variant: Variant, backend: str) -> None:
     variant.check(*variant.problem(4, problems.at_edges(variant.page), blocks=3), backend)
 
 
-@pytest.mark.default_cases("sm80-64-64-8-1-2-2-0")
+@pytest.mark.full
 @of_each(*AMPERE, *HOPPER)
 @settings(max_examples=4)
 @given(**drawn(300, 4))
@@ -36,6 +36,7 @@ def test_near_float64_in_the_emulator(variant: Variant, seed: int, mode: str, **
     variant.check(*variant.problem(seed, **how), mode=mode, seed=seed)
 
 
+@pytest.mark.default_cases("sm80-128-64-4-0-1-1-0")
 @of_each(AMPERE[0], HOPPER[0])
 def test_the_logarithms_may_be_left_out(variant: Variant) -> None:
     """The kernel is given a null pointer."""

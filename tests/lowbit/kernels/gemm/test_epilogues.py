@@ -73,10 +73,7 @@ def ran(
     verify.compare(spec, {"y": y}, logical, config)
 
 
-@pytest.mark.default_cases(
-    "gemm_w4a8_sm90:silu_mul-BM8-WN2-WK1-MN1-BK128-STRIPS7-STAGES2-SPLIT1",
-    "gemm_w4a8_small_sm90:residual-ROWS1-SLICES4-STAGES3",
-)
+@pytest.mark.full
 @pytest.mark.parametrize(("label", "config"), CASES, ids=ids)
 def test_every_end_of_a_tile(label: str, config: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """On one SM a block has many tiles; what the options are takes turns over the cases."""
@@ -90,9 +87,7 @@ def test_every_end_of_a_tile(label: str, config: dict[str, int], monkeypatch: py
     ran(spec, logical, "emulator", {**config, **options}, mode=("late", "early")[turn % 2])
 
 
-@pytest.mark.default_cases(
-    "emulator-gemm_w4a8_small_sm90:channel_silu_mul", "emulator-gemm_w4a8_small_sm90:channel_residual"
-)
+@pytest.mark.full
 @pytest.mark.parametrize("label", [label for label in FORMS if "channel" in label])
 @on_every_backend
 def test_zero_points_of_every_row_leave(label: str, backend: str) -> None:
@@ -181,7 +176,7 @@ def silu_mul(scheme: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return spec.expected(logical, config)["y"], spec.allowed(logical, config)["y"].each
 
 
-@pytest.mark.default_cases("lqq-float16")
+@pytest.mark.full
 @each_scheme
 def test_silu_mul_is_that_of_the_product(scheme: str, dtype: str) -> None:
     how: dict[str, Any] = {"epilogue": "silu_mul", "out_dtype": dtype, "backend": "emulator"}
@@ -196,7 +191,7 @@ def test_silu_mul_is_that_of_the_product(scheme: str, dtype: str) -> None:
         assert np.array_equal(out, y)
 
 
-@pytest.mark.default_cases("lqq-float16")
+@pytest.mark.full
 @each_scheme
 def test_a_residual_is_added_in_place_with_the_bits_of_a_sum(scheme: str, dtype: str) -> None:
     before = stored(np.random.default_rng(1).standard_normal(expected(scheme).shape, dtype=np.float32), dtype)
@@ -233,6 +228,7 @@ def test_any_product_is_added_as_a_call_without_would_have_been(M: int, N: int, 
     assert (np.abs(h - epilogues.silu_mul(gate_up, OUT=0)) <= epilogues.silu_mul_error(gate_up, OUT=0)).all()
 
 
+@pytest.mark.default_cases("late-gemm_w4a8_small_sm90")
 @pytest.mark.parametrize("kernel", ["gemm_w4a8_small_sm90", "gemm_w4a8_sm90"])
 @pytest.mark.parametrize("mode", emulator.MODES)
 def test_the_residual_is_added_to_behind_the_wait(mode: str, kernel: str) -> None:

@@ -78,6 +78,7 @@ def test_another_order_has_other_bits() -> None:
     assert sorted(ORDER) == list(range(32)) and ORDER[:5].tolist() == [0, 1, 2, 3, 8]
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("M", [1, 64])
 def test_no_tile_spills(M: int) -> None:
     config = F16.config_for({"M": M, "N": 32_000, "K": 4096})

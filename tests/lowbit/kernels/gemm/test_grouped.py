@@ -40,7 +40,7 @@ def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], 
     return checks.output(spec, spec.pack(dict(logical)), backend, sizes=groups, config=config, **options)
 
 
-@pytest.mark.default_cases("64-8")
+@pytest.mark.full
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile['BM']}-{tile['STRIPS']}")
 @given(
     logical=gemm_problems.grouped(experts=5, tokens=40, rows=300, groups=7),
@@ -59,6 +59,7 @@ def test_accumulators_are_exact_in_the_emulator(
     assert np.array_equal(y, GROUPED.reference(**logical))
 
 
+@pytest.mark.default_cases("33-emulator")
 @on_every_backend
 @pytest.mark.parametrize("experts", [32, 33, 100])
 def test_more_experts_than_a_warp_has_lanes(experts: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +89,7 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
         assert np.array_equal(output(logical, "gpu", {}), GROUPED.reference(**logical)), groups
 
 
-@pytest.mark.default_cases("0-float16-32 tokens-emulator", "3-int32-16 tokens-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize("tile", OUTPUT_TILES, ids=lambda tile: f"{tile['BM']} tokens")
 @checks.every_output
@@ -117,9 +118,7 @@ def chosen(M: int, N: int, K: int, g: int, signed: int) -> dict[str, int]:
     return {**GROUPED.config_for({"M": M, "N": N, "K": K, "E": 8, "g": g}), "OUT": 0, "SIGNED": signed}
 
 
-@pytest.mark.default_cases(
-    "BM8-WN2-MN1-STRIPS6-BK512-STAGES7-GROUP128-OUT0-SIGNED0", "BM8-WN2-MN1-STRIPS8-BK512-STAGES5-GROUP128-OUT0-SIGNED0"
-)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "config",
     list(

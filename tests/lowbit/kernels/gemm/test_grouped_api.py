@@ -40,7 +40,7 @@ def call(**options: Any) -> Any:
     return ptxlab.gemm_w4a8_grouped(**{name: on_device(array) for name, array in arrays.items()}, **options)
 
 
-@pytest.mark.default_cases("sums-bfloat16", "no sums-float16")
+@pytest.mark.default_cases("no sums-float16")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("x_sum", [X_SUM, None], ids=["sums", "no sums"])
 def test_every_output_on_the_host_and_on_the_device(fake: FakeGpu, dtype: str, x_sum: np.ndarray | None) -> None:
@@ -55,6 +55,7 @@ def test_every_output_on_the_host_and_on_the_device(fake: FakeGpu, dtype: str, x
     assert fake.launched == [(GROUPED.name, 7)]
 
 
+@pytest.mark.full
 def test_accumulators_need_no_scale(fake: FakeGpu) -> None:
     """On the GPU the kernel is given a null pointer then, which faults if it is read."""
     y = ptxlab.gemm_w4a8_grouped(X, weights=WEIGHTS, offsets=OFFSETS, out_dtype="int32", backend="emulator")
@@ -65,6 +66,7 @@ def test_accumulators_need_no_scale(fake: FakeGpu) -> None:
     assert np.array_equal(y.host, expected("int32"))
 
 
+@pytest.mark.full
 def test_quantised_activations_bring_scale_and_sum() -> None:
     activations = ptxlab.quantize_activations(RNG.standard_normal((M, K), dtype=np.float32), backend="emulator")
     y = ptxlab.gemm_w4a8_grouped(activations, weights=WEIGHTS, offsets=OFFSETS, backend="emulator")
@@ -72,6 +74,7 @@ def test_quantised_activations_bring_scale_and_sum() -> None:
     assert np.array_equal(y, given)
 
 
+@pytest.mark.full
 def test_experts_of_qoq_and_out() -> None:
     out = np.zeros((M, N), np.float32)
     weights = ptxlab.stack_experts([ptxlab.pack(QOQ, "strips")] * 2)
@@ -79,7 +82,7 @@ def test_experts_of_qoq_and_out() -> None:
     assert y is out and np.array_equal(out, GROUPED.reference([QOQ] * 2, X, offsets_of([5, 6]), X_SCALE, None, 2))
 
 
-@pytest.mark.default_cases("bfloat16", "int32")
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_experts_per_channel(fake: FakeGpu, dtype: str) -> None:
     """Their zero points leave with the token sums, which have to be given."""
@@ -97,6 +100,7 @@ def test_experts_per_channel(fake: FakeGpu, dtype: str) -> None:
         ptxlab.gemm_w4a8_grouped(*map(on_device, arrays), **options)
 
 
+@pytest.mark.full
 def test_torch_on_the_cpu() -> None:
     torch = pytest.importorskip("torch")
     x, scale, offsets = (torch.from_numpy(array) for array in (X, X_SCALE, OFFSETS))

@@ -33,7 +33,7 @@ def accumulators(spec: KernelSpec, logical: dict[str, Any], backend: str, **opti
     return checks.output(spec, spec.pack(logical), backend, **options)
 
 
-@pytest.mark.default_cases("gemm_w4a8_qoq_channel_sm80")
+@pytest.mark.full
 @pytest.mark.parametrize("name", PROBLEMS)
 @given(data=st.data(), mode=st.sampled_from(emulator.MODES))
 @settings(max_examples=15)
@@ -50,9 +50,7 @@ def test_accumulators_are_exact_on_the_gpu(name: str, data: st.DataObject) -> No
     checks.exact_twice(lambda: accumulators(spec, logical, "gpu"), spec.reference(**logical))
 
 
-@pytest.mark.default_cases(
-    "72-1-gemm_w4a8_qoq_sm80-emulator", "72-1-gemm_w4a8_lqq_sm80-emulator", "72-9-gemm_w4a8_qoq_channel_sm80-emulator"
-)
+@pytest.mark.default_cases("72-9-gemm_w4a8_qoq_channel_sm80-emulator")
 @on_every_backend
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize(("N", "M"), [*((72, M) for M in (1, 9, 17, 33, 65, 130)), (12296, 1), (12296, 65)])
@@ -115,6 +113,12 @@ def test_bad_input_is_refused_before_any_launch(change: dict[str, np.ndarray], m
         run_spec(QOQ, SOURCE, {**inputs, **change}, backend="emulator")
 
 
+@pytest.mark.default_cases(
+    "1-bfloat16-False-gemm_w4a8_qoq_channel_sm80-emulator",
+    "2-float32-False-gemm_w4a8_qoq_channel_sm80-emulator",
+    "0-float16-True-gemm_w4a8_qoq_channel_sm80-emulator",
+    "2-float32-False-gemm_w4a8_lqq_sm80-emulator",
+)
 @on_every_backend
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -138,6 +142,7 @@ def test_scaled_outputs_are_the_epilogue_in_float32(
     assert len(np.unique(y)) > 100
 
 
+@pytest.mark.default_cases("int32-3")
 @pytest.mark.parametrize(("dtype", "variant"), [("float16", 0), ("bfloat16", 1), ("float32", 2), ("int32", 3)])
 def test_the_array_to_write_into_decides_the_output(dtype: str, variant: int) -> None:
     logical = QOQ.example(np.random.default_rng(0), M=3, N=8, K=64, g=64)
@@ -158,6 +163,7 @@ def test_an_output_of_another_dtype_is_refused() -> None:
         run_spec(QOQ, SOURCE, inputs, config=config, out={"y": np.zeros((2, 8), np.float16)}, backend="emulator")
 
 
+@pytest.mark.full
 def test_torch_gets_bfloat16_as_its_own() -> None:
     torch = pytest.importorskip("torch")
     logical = QOQ.example(np.random.default_rng(0), M=3, N=8, K=64, g=64)

@@ -83,7 +83,7 @@ def test_every_chosen_tile_is_exact(name: str, M: int, N: int) -> None:
     assert np.array_equal(accumulators(spec, logical, "gpu", {}), spec.reference(**logical))
 
 
-@pytest.mark.default_cases("4096-tokens0-gemm_w4a8_lqq_imfp_sm90")
+@pytest.mark.full
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("N", "tokens"), [(4096, (1, 32, 128)), (57344, (16, 64, 256))])
 def test_no_tile_spills_or_waits_for_its_own_wgmma(name: str, N: int, tokens: tuple[int, ...]) -> None:

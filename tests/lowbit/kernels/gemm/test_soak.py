@@ -83,6 +83,7 @@ def test_no_kernel_is_left_out() -> None:
     assert called | {*APART} == {spec.name for spec in gemm.SPECS} and not called & {*APART}
 
 
+@pytest.mark.default_cases("gemm_w4ax_sm90")
 @pytest.mark.parametrize("spec", (w4ax.COMET, w4ax.SM90), ids=lambda spec: spec.name)
 def test_a_case_has_the_same_bits_each_time(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the emulator: the same bits each time, counters and what lies between outputs included."""

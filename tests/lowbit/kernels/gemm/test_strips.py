@@ -166,7 +166,7 @@ def test_more_tokens_than_a_band(backend: str) -> None:
     assert np.array_equal(output(LARGE, logical, backend, config), LARGE.reference(**logical))
 
 
-@pytest.mark.default_cases("ROWS1-SLICES16-STAGES2")
+@pytest.mark.full
 @pytest.mark.parametrize("config", SMALL_CONFIGS, ids=ids)
 @given(data=st.data(), signed=signed, order=order, mode=mode, sms=st.sampled_from((1, 3, 132)))
 @settings(max_examples=10)
@@ -248,7 +248,7 @@ SCALED = [
 ]
 
 
-@pytest.mark.default_cases("float16-small per channel-emulator", "float32-small-emulator", "int32-few tokens-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize(
     ("spec", "config"),
@@ -274,7 +274,7 @@ def test_scaled_outputs_are_the_epilogue_in_float32(dtype: Any, spec: KernelSpec
     assert np.array_equal(y.view(bits), spec.expected(logical, {"OUT": OUT})["y"].view(bits))
 
 
-@pytest.mark.default_cases("emulator-gemm_w4a8_small_sm90")
+@pytest.mark.full
 @pytest.mark.parametrize("spec", strips.SPECS, ids=lambda spec: spec.name)
 @on_every_backend
 def test_the_extremes_add_up_without_a_rounding(spec: KernelSpec, backend: str) -> None:
@@ -289,7 +289,7 @@ def test_the_extremes_add_up_without_a_rounding(spec: KernelSpec, backend: str) 
         assert np.array_equal(y, np.full((3, N), -128 * 127 * K, np.int32))
 
 
-@pytest.mark.default_cases("emulator-15-0-gemm_w4a8_small_sm90", "emulator-0-15-gemm_w4a8_small_sm90")
+@pytest.mark.default_cases("emulator-0-15-gemm_w4a8_small_sm90")
 @pytest.mark.parametrize("spec", [SMALL_CHANNEL, LARGE_CHANNEL], ids=lambda spec: spec.name)
 @pytest.mark.parametrize(("q", "zero"), [(15, 0), (0, 15), (15, 15), (0, 0)])
 @on_every_backend
@@ -302,6 +302,7 @@ def test_the_extremes_per_channel_add_up_without_a_rounding(q: int, zero: int, s
     assert np.array_equal(y, (q - zero) * K * np.array([[-128], [-127], [127]]) * np.ones((1, N), np.int32))
 
 
+@pytest.mark.full
 def test_the_zero_points_leave_with_the_token_sum() -> None:
     """What is taken off is the channel's zero point times the sum that is given."""
     sizes = {"M": 5, "N": 40, "K": 256}
@@ -319,6 +320,7 @@ def test_the_zero_points_leave_with_the_token_sum() -> None:
             run_spec(spec, SOURCES[spec.name], inputs, backend="emulator", config=config)
 
 
+@pytest.mark.full
 def test_the_weights_leave_with_the_token_sum() -> None:
     """What is taken off is 128 times the sum that is given."""
     logical = LARGE.example(np.random.default_rng(0), M=5, N=40, K=256, g=128)
@@ -356,10 +358,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.default_cases(
-    "gemm_w4a8_sm90-BM16-WN1-WK2-MN1-BK512-STRIPS4-STAGES8-SPLIT2-GROUP128",
-    "gemm_w4a8_sm90-BM64-WN1-WK2-MN1-BK256-STRIPS4-STAGES8-SPLIT2-GROUP128",
-)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("spec", "config", "tokens", "group", "signed"),
     COMPILED,

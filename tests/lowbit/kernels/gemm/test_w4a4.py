@@ -72,7 +72,7 @@ def problems(draw: st.DrawFn, spec: KernelSpec, tokens: int, rows_of_w: int, gro
     return {"x": draw(rows(M, *of)), "w": draw(rows(N, *of))}
 
 
-@pytest.mark.default_cases("gemm_w4a4_s4_sm80")
+@pytest.mark.full
 @every
 @given(data=st.data(), mode=st.sampled_from(emulator.MODES), sms=st.sampled_from((1, 132)))
 @settings(max_examples=10)
@@ -94,7 +94,7 @@ def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, data: st.DataObject) 
     checks.exact_twice(lambda: output(spec, logical, "gpu"), spec.reference(**logical))
 
 
-@pytest.mark.default_cases("16-gemm_w4a4_s4_sm80-emulator", "33-gemm_w4a4_sm90-emulator")
+@pytest.mark.default_cases("16-gemm_w4a4_s4_sm80-emulator")
 @on_every_backend
 @every
 @pytest.mark.parametrize("M", [16, 33, 130])
@@ -105,7 +105,7 @@ def test_every_chosen_tile_is_exact(spec: KernelSpec, M: int, backend: str) -> N
     assert np.array_equal(output(spec, logical, backend), spec.reference(**logical))
 
 
-@pytest.mark.default_cases("16-1-2-emulator", "16-2-4-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize("tile", W4A4.costs, ids=lambda tile: "-".join(map(str, tile)))
 def test_every_tile_for_hopper_is_exact(tile: GroupTile, backend: str) -> None:
@@ -140,6 +140,7 @@ def test_the_reference_is_what_it_says() -> None:
     assert gemm_atom(w, x).item() == np.float32(np.float64(second) - 3 * 128 * 127 * 64)
 
 
+@pytest.mark.default_cases("gemm_w4a4_sm90-emulator")
 @on_every_backend
 @with_outliers
 def test_the_order_of_additions_shows(spec: KernelSpec, backend: str) -> None:
@@ -170,6 +171,7 @@ def test_atoms_code_rounds_the_product_of_two_scales(backend: str) -> None:
     assert y[0, 0] == by_hand + logical["bias"][0]
 
 
+@pytest.mark.default_cases("no outlier-gemm_w4a4_atom_sm80-emulator", "no outlier-gemm_w4a4_outlier_sm80-emulator")
 @on_every_backend
 @with_outliers
 @pytest.mark.parametrize("what", ["zeros", "outliers alone", "no outlier", "saturated"])
@@ -196,13 +198,7 @@ def test_rows_at_the_ends(spec: KernelSpec, what: str, backend: str) -> None:
         assert set(np.unique(q4)) == {-8, 7} and set(np.unique(q8)) == {-128, 127}
 
 
-@pytest.mark.default_cases(
-    "0-float16-True-gemm_w4a4_atom_sm80-emulator",
-    "0-float16-False-gemm_w4a4_outlier_sm80-emulator",
-    "0-float16-False-gemm_w4a4_sm90-emulator",
-    "1-bfloat16-False-gemm_w4a4_outlier_sm80-emulator",
-    "2-float32-False-gemm_w4a4_outlier_sm80-emulator",
-)
+@pytest.mark.default_cases("2-float32-False-gemm_w4a4_outlier_sm80-emulator")
 @on_every_backend
 @with_outliers
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -218,6 +214,7 @@ def test_outputs_are_rounded_once(spec: KernelSpec, variant: int, dtype: Any, wi
     assert len(np.unique(y)) > 100
 
 
+@pytest.mark.default_cases("3-int32-emulator")
 @on_every_backend
 @checks.every_output
 def test_pure_int4_has_the_epilogue_of_w4a8(variant: int, dtype: Any, backend: str) -> None:
@@ -227,7 +224,7 @@ def test_pure_int4_has_the_epilogue_of_w4a8(variant: int, dtype: Any, backend: s
     checks.scaled_in_float32(y, exact, dtype, logical["x_scale"], logical["w_scale"], logical["bias"])
 
 
-@pytest.mark.default_cases("gemm_w4a4_s4_sm80")
+@pytest.mark.full
 @pytest.mark.parametrize("spec", SM80, ids=lambda spec: spec.name)
 def test_no_tile_spills(spec: KernelSpec) -> None:
     source = registry.find(spec.name)[1][0]
@@ -240,7 +237,7 @@ def test_no_tile_spills(spec: KernelSpec) -> None:
             assert spec.launch(sizes).shared_bytes <= 99 * 1024, "what every architecture from sm_80 on has"
 
 
-@pytest.mark.default_cases("64-16-1-2", "64-16-2-4")
+@pytest.mark.full
 @pytest.mark.parametrize("tile", W4A4.costs, ids=lambda tile: "-".join(map(str, tile)))
 @pytest.mark.parametrize("g", [64, 128])
 def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(tile: GroupTile, g: int) -> None:

@@ -31,7 +31,7 @@ def expected(dtype: str = "float16", bias: np.ndarray | None = None) -> np.ndarr
     return stored(total if bias is None else total + bias, dtype)
 
 
-@pytest.mark.default_cases("float16-emulator-strips", "bfloat16-emulator-rows")
+@pytest.mark.full
 @every
 @on_every_backend
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -51,6 +51,7 @@ def test_into_a_given_array_and_of_no_tokens(name: str) -> None:
     assert ptxlab.gemm_w4a4(none, WEIGHTS[name], backend="emulator").shape == (0, N)
 
 
+@pytest.mark.default_cases("rows")
 @every
 def test_torch_keeps_its_kind(name: str) -> None:
     torch = pytest.importorskip("torch")
@@ -62,7 +63,7 @@ def test_torch_keeps_its_kind(name: str) -> None:
     assert np.array_equal(out.view(torch.int16).numpy().view(np.uint16), expected("bfloat16"))
 
 
-@pytest.mark.default_cases("rows")
+@pytest.mark.full
 @every
 def test_device_arrays(fake: FakeGpu, name: str) -> None:
     fake.arch = 90 if name == "strips" else 86

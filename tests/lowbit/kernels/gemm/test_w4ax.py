@@ -71,7 +71,7 @@ def problems(draw: st.DrawFn, tokens: int = 40, rows: int = 72, blocks: int = 3)
     return {"x": BlockRows(np.concatenate(q, axis=1), scales[0], int8), "w": BlockRows(w, scales[1])}
 
 
-@pytest.mark.default_cases("gemm_w4ax_remap_sm80")
+@pytest.mark.full
 @every
 @given(logical=problems(), mode=st.sampled_from(emulator.MODES), sms=st.integers(1, 7), data=st.data())
 @settings(max_examples=6)
@@ -94,7 +94,7 @@ def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, logical: dict[str, An
     checks.exact_twice(lambda: output(spec, given, "gpu"), gemm_blocks(**logical))
 
 
-@pytest.mark.default_cases("gemm_w4ax_sm90-33-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize(("spec", "M"), CHOSEN, ids=lambda value: getattr(value, "name", value))
 def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
@@ -106,7 +106,7 @@ def test_chosen_tiles_are_exact(spec: KernelSpec, M: int, backend: str) -> None:
         assert np.array_equal(y.view(f"u{y.itemsize}"), right.astype(dtype).view(f"u{y.itemsize}"))
 
 
-@pytest.mark.default_cases("16-2-2-emulator", "32-3-2-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize("tile", W4AX.costs, ids=lambda tile: "-".join(map(str, tile)))
 def test_every_tile_for_hopper_is_exact(tile: GroupTile, backend: str) -> None:
@@ -116,6 +116,7 @@ def test_every_tile_for_hopper_is_exact(tile: GroupTile, backend: str) -> None:
     assert np.array_equal(y, gemm_blocks(**logical))
 
 
+@pytest.mark.default_cases("2-gemm_w4ax_naive_sm80-emulator", "0-gemm_w4ax_remap_sm80-emulator")
 @on_every_backend
 @every
 @pytest.mark.parametrize("int8", [0, 2])
@@ -135,7 +136,7 @@ def test_rows_at_the_ends(spec: KernelSpec, int8: int, backend: str) -> None:
     assert not y[:, 3].any() and y[:, :3].all()
 
 
-@pytest.mark.default_cases("gemm_w4ax_remap_sm80-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize("spec", (REMAP, COMET), ids=lambda spec: spec.name)
 def test_a_launch_leaves_its_counters_to_the_next(spec: KernelSpec, backend: str) -> None:
@@ -179,7 +180,7 @@ def test_no_tile_spills(spec: KernelSpec) -> None:
         assert spec.launch(sizes).shared_bytes <= 99 * 1024, "what every architecture from sm_80 on has"
 
 
-@pytest.mark.default_cases("16-2-2", "16-4-2")
+@pytest.mark.full
 @pytest.mark.parametrize("tile", W4AX.costs, ids=lambda tile: "-".join(map(str, tile)))
 def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(tile: GroupTile) -> None:
     sizes = {"M": 128, "N": 4096, "K4": 3328, "K8": 768}
@@ -188,6 +189,7 @@ def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(tile: GroupTile) -
     assert config["STAGES"] >= 6 and SM90.launch({**sizes, **config}).shared_bytes <= strips_tiles.ROOM
 
 
+@pytest.mark.full
 def test_pairs_are_unpacked_without_bank_conflicts() -> None:
     sizes = {"M": 16, "N": 16, "K4": 128, "K8": 0}
     inputs = SM90.pack(SM90.example(np.random.default_rng(0), **sizes))

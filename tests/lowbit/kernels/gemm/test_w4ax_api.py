@@ -43,6 +43,7 @@ def test_every_output_and_blocks_of_one_kind(name: str, dtype: str, int8: int, b
     assert y.dtype == expected(dtype).dtype and np.array_equal(y, expected(dtype, int8))
 
 
+@pytest.mark.default_cases("rows")
 @every
 def test_into_a_given_array_of_torch_and_of_no_tokens(name: str) -> None:
     torch = pytest.importorskip("torch")

@@ -84,7 +84,7 @@ def simulated(works: list[TileWork], sms: int) -> list[list[Turn]]:
     return [list(joined([(w.tile, piece) for w in works if w.sm == sm for piece in w.pieces])) for sm in range(sms)]
 
 
-@pytest.mark.default_cases("(1, 1, 1, 0, 6, 2)", "(1, 5, 1, 0, 6, 2)")
+@pytest.mark.full
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_the_kernels_tiles_are_those_of_the_simulated_schedules(problem: tuple[int, ...]) -> None:
     """Nothing is cut where INT4 tiles do not fill the last round of INT8 tiles: that schedule is the remapped one."""

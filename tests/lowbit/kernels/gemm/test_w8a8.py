@@ -44,7 +44,7 @@ def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], 
     return checks.output(W8A8, W8A8.pack(dict(logical)), backend, config=config, **options)
 
 
-@pytest.mark.default_cases("16-3-1")
+@pytest.mark.full
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile['BM']}-{tile['WN']}-{tile['SPLIT']}")
 @given(
     logical=gemm_problems.w8a8(tokens=80, rows=400, sixteens=60),
@@ -61,6 +61,7 @@ def test_accumulators_are_exact_in_the_emulator(
         assert np.array_equal(output(logical, "emulator", tile, mode=mode), W8A8.reference(**logical))
 
 
+@pytest.mark.full
 @on_every_backend
 def test_more_tokens_than_a_band(backend: str) -> None:
     """Nineteen token tiles: a band of sixteen and a narrower one, each over three row tiles."""
@@ -83,7 +84,7 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
     assert np.array_equal(output(logical, "gpu", {}), W8A8.reference(**logical))
 
 
-@pytest.mark.default_cases("1-bfloat16-BM32-WN3-SPLIT2-emulator", "3-int32-BM32-WN3-SPLIT2-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize("tile", OUTPUT_TILES, ids="BM{BM}-WN{WN}-SPLIT{SPLIT}".format_map)
 @checks.every_output
@@ -108,7 +109,7 @@ def chosen(M: int, N: int, K: int) -> dict[str, int]:
     return {**W8A8.config_for({"M": M, "N": N, "K": K}), "OUT": 0}
 
 
-@pytest.mark.default_cases("BM16-WN1-BK256-STAGES11-SPLIT1-OUT0", "BM16-WN2-BK256-STAGES6-SPLIT1-OUT0")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "config",
     sorted(
@@ -157,6 +158,7 @@ def quantized(M: int, N: int, K: int) -> tuple[quant.QuantizedActivations, quant
     return quant.quantize_activations(x), quant.quantize_level1(w, 127)
 
 
+@pytest.mark.default_cases("int32-emulator")
 @on_every_backend
 @pytest.mark.parametrize("dtype", ["float16", "int32"])
 def test_the_public_call(dtype: str, backend: str) -> None:

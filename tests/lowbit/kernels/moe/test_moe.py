@@ -78,6 +78,7 @@ def check_routing(normed: np.ndarray, router: np.ndarray, k: int, backend: str) 
     check_rows(tokens, routed, len(router))
 
 
+@pytest.mark.full
 @given(problem=problems(most=12))
 @settings(max_examples=25)
 def test_routing_of_any_problem(problem: dict[str, Any]) -> None:
@@ -175,6 +176,7 @@ def test_the_references_are_what_they_say() -> None:
 # --- the calls -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_torch_keeps_its_kind_and_its_bfloat16() -> None:
     torch = pytest.importorskip("torch")
     normed, router = (torch.from_numpy(normal(*shape).astype(np.float32)).bfloat16() for shape in ((3, 64), (4, 64)))
@@ -356,6 +358,7 @@ def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatc
             assert waits.diagnosis(waits.changed(kernel, copies), check, patch), f"{opcode} of {place}"
 
 
+@pytest.mark.default_cases("combine_experts")
 @pytest.mark.parametrize("spec", [CHOOSE, GATHER, COMBINE], ids=lambda spec: spec.name)
 def test_the_kernel_before_is_waited_for(spec: Any) -> None:
     """Without the wait every input but the router is read too early."""

@@ -128,6 +128,7 @@ def test_every_bit_of_a_normed_row(problem: dict[str, Any], added: bool) -> None
     check_norm("emulator", **problem)
 
 
+@pytest.mark.default_cases("0-emulator")
 @on_every_backend
 @pytest.mark.parametrize("pairs", [0, 1])
 def test_run_by_name_sizes_say_what_is_written(pairs: int, backend: str) -> None:
@@ -142,7 +143,7 @@ def test_run_by_name_sizes_say_what_is_written(pairs: int, backend: str) -> None
         by_name.run("reorder_quantize", backend=backend, out=wrong, **given, **sizes)
 
 
-@pytest.mark.default_cases("bytes-gelu_tanh-emulator", "pairs-silu-emulator")
+@pytest.mark.default_cases("bytes-gelu_tanh-emulator")
 @on_every_backend
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("order", ORDERS)
@@ -156,7 +157,7 @@ def test_an_open_gate_is_exact(order: str, activation: str, backend: str) -> Non
     assert same(found, rows_of(wide(gate) * wide(up), place, **how))
 
 
-@pytest.mark.default_cases("0-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize("code", [0, 1])
 def test_gates_are_near_and_both_orders_agree(code: int, backend: str) -> None:
@@ -218,7 +219,7 @@ def test_a_gate_may_be_off_wherever_its_error_changes_an_integer(code: int) -> N
     assert changed > 20
 
 
-@pytest.mark.default_cases("128-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize("channels", [128, 4096, 8192, 8320, 16384, 32768])
 def test_rows_of_any_width(channels: int, backend: str) -> None:
@@ -353,7 +354,7 @@ def test_every_bit_of_blocks_on_the_gpu(problem: dict[str, Any]) -> None:
     check_blocks("gpu", **problem)
 
 
-@pytest.mark.default_cases("1-0-pairs-emulator", "1-1-joined-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize(
     ("blocks", "int8", "order"), [(1, 0, "pairs"), (1, 1, "joined"), (9, 4, "pairs"), (86, 17, "joined")]
@@ -399,6 +400,7 @@ def test_two_launches_from_floats_to_comets_product(backend: str) -> None:
         assert np.linalg.norm(found - right) < 0.2 * np.linalg.norm(right)
 
 
+@pytest.mark.full
 def test_blocks_into_given_arrays_and_of_no_tokens() -> None:
     x, place = normal(3, 256), PLACE
     out = ptxlab.reorder_quantize(np.ones_like(x), place, int8=1, backend="emulator")
@@ -453,7 +455,7 @@ def test_blocks_on_device_arrays(fake: FakeGpu) -> None:
     assert (fake.loads, fake.allocations) == (loads, allocations)
 
 
-@pytest.mark.full_cases("rmsnorm_reorder_quantize")
+@pytest.mark.full
 @pytest.mark.parametrize("spec", [REORDER, RMSNORM_REORDER, SILU_MUL_REORDER], ids=lambda spec: spec.name)
 def test_blocks_of_a_row_do_not_depend_on_the_batch(spec: Any) -> None:
     sizes = next(sizes for sizes in spec.example_sizes if sizes["code"] == COMET)
@@ -486,6 +488,7 @@ def test_into_given_arrays_and_of_no_tokens() -> None:
             assert (empty.M, empty.K, empty.layout) == (0, 192, order)
 
 
+@pytest.mark.full
 def test_torch_keeps_its_kind_and_its_bfloat16() -> None:
     torch = pytest.importorskip("torch")
     x = torch.from_numpy(wide(normal(3, 256))).bfloat16()
@@ -576,7 +579,7 @@ SYNCHRONISED = {  # in a block, and in a cluster of two
 }
 
 
-@pytest.mark.default_cases("norm")
+@pytest.mark.full
 @pytest.mark.parametrize("case", SYNCHRONISED)
 def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the checks or by a wrong result, early or late."""
@@ -603,7 +606,7 @@ def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatc
             assert waits.diagnosis(waits.changed(kernel, copies), check_all, patch), f"{opcode} of {place}"
 
 
-@pytest.mark.full_cases("rmsnorm_reorder_quantize")
+@pytest.mark.full
 @pytest.mark.parametrize("spec", [REORDER, RMSNORM_REORDER, SILU_MUL_REORDER], ids=lambda spec: spec.name)
 def test_the_kernel_before_is_waited_for(spec: Any) -> None:
     """Without the wait every input but gamma and the places is read too early."""

@@ -96,6 +96,7 @@ def check_norm(backend: str, x: np.ndarray, gamma: np.ndarray, residual: np.ndar
         near(found, right, 2.0**-19)
 
 
+@pytest.mark.full
 @given(problem=problems(chunks=12))
 @settings(max_examples=25)
 def test_every_bit_of_a_normed_row(problem: dict[str, Any]) -> None:
@@ -110,7 +111,7 @@ def test_every_bit_of_a_normed_row_on_the_gpu(problem: dict[str, Any]) -> None:
     check_norm("gpu", **problem)
 
 
-@pytest.mark.default_cases("128-emulator", "8192-emulator", "8224-emulator")
+@pytest.mark.default_cases("128-emulator")
 @on_every_backend
 @pytest.mark.parametrize("K", [128, 4096, 8192, 8224, 16384, 32768])
 def test_rows_of_any_width(K: int, backend: str) -> None:
@@ -133,9 +134,7 @@ def check_gate(backend: str, gate_up: np.ndarray, activation: str, **how: Any) -
     near(found, reference.gated(x, activation), 2.0**-20 + 2.0**-22 * turns)
 
 
-@pytest.mark.default_cases(
-    "row_major-None-silu-float16-emulator", "fragment-None-gelu_tanh-bfloat16-emulator", "tiles-8-silu-float16-emulator"
-)
+@pytest.mark.default_cases("row_major-None-silu-float16-emulator")
 @on_every_backend
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
@@ -168,7 +167,7 @@ def test_the_references_are_what_they_say() -> None:
         reference.gated(both, "relu")
 
 
-@pytest.mark.default_cases("160-emulator")
+@pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize("K", [160, 8224])
 def test_a_row_has_the_same_bits_in_any_batch_and_order(K: int, backend: str) -> None:
@@ -187,6 +186,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_order(K: int, backend: str) ->
             assert same(one, quant.QuantizedActivations(*row))
 
 
+@pytest.mark.full
 @on_every_backend
 def test_tokens_that_no_host_lets_through(backend: str) -> None:
     """What is no number shows in the scale of its own row, and what is too small counts as zeros."""
@@ -319,6 +319,7 @@ def test_bad_input_to_the_gate_is_refused(gate_up: np.ndarray, options: dict[str
 # --- the GPU side, on a GPU that isn't one ---------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_device_arrays(fake: FakeGpu) -> None:
     x, residual, gamma = normal(5, 96), normal(5, 96), normal(96)
     v = x + residual
@@ -375,7 +376,7 @@ SYNCHRONISED = {  # in a block, and in a cluster of two
 }
 
 
-@pytest.mark.full_cases("norm in a cluster")
+@pytest.mark.full
 @pytest.mark.parametrize("case", SYNCHRONISED)
 def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the checks or by a wrong result, early or late."""
@@ -401,6 +402,7 @@ def test_every_missing_wait_is_noticed(case: str, monkeypatch: pytest.MonkeyPatc
             assert waits.diagnosis(waits.changed(kernel, copies), check, patch), f"{opcode} of {place}"
 
 
+@pytest.mark.default_cases("quantize_activations_s8")
 @pytest.mark.parametrize("name", ["rmsnorm_quantize", "silu_mul_quantize", "quantize_activations_s8"])
 def test_the_kernel_before_is_waited_for(name: str) -> None:
     """Without the wait every input but gamma is read too early."""

@@ -30,6 +30,7 @@ def draw_sizes(spec: KernelSpec, rng: np.random.Generator) -> dict[str, Any]:
     return sizes
 
 
+@pytest.mark.default_cases("silu_mul_reorder_quantize")
 @pytest.mark.parametrize("spec", atom.SPECS, ids=lambda spec: spec.name)
 def test_a_case_has_the_same_bits_each_time(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     soak.emulate_launches(monkeypatch)
