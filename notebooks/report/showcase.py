@@ -17,6 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from ptxlab.cli.app import run_command_line
+from ptxlab.cli.common import WIDTH, console
 from report import ROOT
 
 _WIDTH = 116  # of a line in the README
@@ -127,7 +128,7 @@ def folder(place: str = "") -> Path:
 @cache
 def output_of(mistake: Mistake) -> str:
     """What the command prints, beside a copy of the kernel; run in this process, which has imported all it needs."""
-    printed = io.StringIO()
+    printed, console.width = io.StringIO(), WIDTH  # whatever terminal this runs in
     with (
         tempfile.TemporaryDirectory() as scratch,
         contextlib.chdir(scratch),

@@ -22,6 +22,7 @@ import typer.main
 
 import ptxlab
 from ptxlab.cli.app import build_app
+from ptxlab.cli.common import WIDTH, console
 from tests.support import plugin
 from tests.support.pages import GUIDE, PAGES, ROOT, Block, blocks, prose
 
@@ -94,7 +95,7 @@ class Page:
         self.printed = ""
         self.folder = folder
         monkeypatch.chdir(folder)
-        monkeypatch.setenv("COLUMNS", "100")
+        monkeypatch.setattr(console, "width", WIDTH)
 
     def run(self, block: Block, where: str, *, gpu: bool) -> None:
         first = block.text.partition("\n")[0]

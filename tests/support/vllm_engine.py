@@ -35,7 +35,7 @@ def run_engine(
     """Serve prompts (token ids) on an engine for `folder`, and return `tokens` and `logprobs` of each.
 
     Settings are arguments of the engine, and `new`, the tokens to make (64), and `of_prompts`, whether logarithms of
-    the prompts' likelihoods are wanted. Raises AssertionError with the last lines of a process that fails.
+    the prompts' likelihoods are wanted. Raises AssertionError with the errors and last lines of a process that fails.
     """
     job, answer = work / "job.json", work / "result.json"
     sampling = {"new": settings.pop("new", 64), "of_prompts": settings.pop("of_prompts", False)}
@@ -43,7 +43,9 @@ def run_engine(
     job.write_text(json.dumps({"engine": engine, "prompts": [[*map(int, prompt)] for prompt in prompts], **sampling}))
     command = [sys.executable, "-m", "tests.support.vllm_engine", str(job), str(answer)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
-    assert ended.returncode == 0, "\n".join((ended.stdout + ended.stderr).splitlines()[-30:])
+    lines = (ended.stdout + ended.stderr).splitlines()
+    errors = [line for line in lines if "ERROR" in line]  # of the engine's own processes: the cause is among them
+    assert ended.returncode == 0, "\n".join(errors[-60:] + lines[-30:])
     texts: dict[str, Any] = json.loads(answer.read_text())
     return texts
 
