@@ -116,7 +116,7 @@ def checks_of(option: str, checks: str | Iterable[str]) -> frozenset[str]:
     names = CHECKS | ON_REQUEST
     rule = f"some of {', '.join(sorted(names))}"
     if not isinstance(checks, Iterable) or isinstance(checks, np.ndarray):
-        raise ArgumentError(option, rule, repr(checks))
+        raise ArgumentError(option, rule, checks)
     for name in (chosen := list(checks)):
         if not is_one_of(name, names):
             raise ArgumentError(option, rule, name)

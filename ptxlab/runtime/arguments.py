@@ -175,7 +175,7 @@ def check_defines(defines: Any, arch: Any) -> None:
 def positions(label: str, chosen: Collection[str], names: Sequence[str]) -> list[int]:
     """Where the chosen ones stand among the names."""
     if isinstance(chosen, str | np.ndarray) or not isinstance(chosen, Collection):
-        raise ArgumentError(label, f"some of {', '.join(names)}", chosen)
+        raise ArgumentError(label, f"some of {', '.join(names)}", repr(chosen))
     for name in chosen:
         if not is_one_of(name, names):
             raise ArgumentError(label, f"some of {', '.join(names)}", name)
