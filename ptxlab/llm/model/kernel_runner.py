@@ -19,14 +19,15 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.llm.model.layer import LayerBuffers, LayerCall, into, layer_calls
+from ptxlab.llm.model.inputs import calls_of, into
+from ptxlab.llm.model.layer import LayerBuffers, LayerCall, layer_calls
 from ptxlab.llm.model.memory import Footprint
 from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.quantized import QuantizedModel
 from ptxlab.llm.model.runner import Indices, Rows, Runner, padded_rows, quantized_head
 from ptxlab.llm.model.weights import LayerWeights
 from ptxlab.lowbit.kernels.gemm import gemm_f16, gemm_w8a8, layout_here
-from ptxlab.lowbit.kernels.quantize import quantize_activations, rmsnorm_quantize
+from ptxlab.lowbit.kernels.quantize import quantize_activations
 from ptxlab.lowbit.layout import KVCache, PackedWeight
 from ptxlab.lowbit.quant import Level1Weight
 from ptxlab.runtime.arguments import check_flags
@@ -224,11 +225,12 @@ class KernelRunner(Runner):
         b.residual.fill(0)
 
     def _end(self, b: "_Step") -> None:
-        """The last norm."""
-        out: dict[str, Any] = {"normed": b.normed, **into(b.buffers.qkv_in)}
+        """The last norm. What it quantises nobody reads."""
+        weight = self._layers[-1].qkv
+        out: dict[str, Any] = {"normed": b.normed, **into(weight, b.buffers.qkv_in)}
         last: dict[str, Any] = {"eps": self.config.eps, "backend": self.backend, "programmatic": self._programmatic}
         x = b.buffers.result(b.residual)
-        rmsnorm_quantize(x, self._final_norm, residual=None if x is b.residual else b.residual, **out, **last)
+        calls_of(weight).normed(x, self._final_norm, residual=None if x is b.residual else b.residual, **out, **last)
 
     def _calls(self, b: "_Step") -> Iterator[list[LayerCall]]:
         """Of every layer."""
