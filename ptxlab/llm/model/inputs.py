@@ -82,11 +82,9 @@ def new_inputs(weight: Any, M: int, K: int, array: NewArray, *, order: str, rows
         return {name: array(*shape, of=dtype) for name, (dtype, shape) in shapes.items()}
 
     if not isinstance(weight, ReorderedWeight):
-        x_q, scale = array(*stored_shape(order, M, K, rows), of="int8"), array(M, of="float32")
-        how: dict[str, Any] = {"layout": order, "M": M, "K": K, "rows": tile_of(order, rows)[0]}
-        return PackedActivations(**how, x_q=x_q, scale=scale, token_sum=array(M, of="int32"))
+        return new_rows(M, K, array, order=order, rows=rows)
     if weight.scheme == "atom":
-        how = {"layout": ATOM_ORDERS[weight.layout], "M": M, "K": K - weight.outliers}
+        how: dict[str, Any] = {"layout": ATOM_ORDERS[weight.layout], "M": M, "K": K - weight.outliers}
         how |= {"outliers": weight.outliers, "group": weight.group}
         return AtomActivations(**how, **arrays(activation_shapes(**how)))
     layout = BLOCK_ORDERS[weight.layout]
@@ -95,6 +93,13 @@ def new_inputs(weight: Any, M: int, K: int, array: NewArray, *, order: str, rows
         name: (dtype, (max(prod(end[name][1]) for end in ends),)) for name, (dtype, _) in ends[0].items()
     }
     return BlockRoom(layout=layout, M=M, K=K, **arrays(largest))
+
+
+def new_rows(M: int, K: int, array: NewArray, *, order: str, rows: int | None) -> PackedActivations:
+    """Room for what W4A8's weights read."""
+    x_q, scale = array(*stored_shape(order, M, K, rows), of="int8"), array(M, of="float32")
+    how: dict[str, Any] = {"layout": order, "M": M, "K": K, "rows": tile_of(order, rows)[0]}
+    return PackedActivations(**how, x_q=x_q, scale=scale, token_sum=array(M, of="int32"))
 
 
 def takes(weight: Any, inputs: Inputs) -> bool:

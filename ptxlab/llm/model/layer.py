@@ -9,7 +9,7 @@ import numpy as np
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config
-from ptxlab.llm.model.inputs import Inputs, calls_of, into, multiplicand, new_inputs, operand, takes
+from ptxlab.llm.model.inputs import Inputs, calls_of, into, multiplicand, new_inputs, new_rows, operand, takes
 from ptxlab.llm.model.weights import LayerWeights
 from ptxlab.lowbit.kernels.attention import AttentionWorkspace, attention_kv4, attention_workspace, rope_append_kv4
 from ptxlab.lowbit.kernels.attention.append import INDICES
@@ -128,29 +128,32 @@ class LayerBuffers:
         def array(*shape: int, of: str = dtype) -> Any:
             return np.empty(shape, storage(of)) if isinstance(like, np.ndarray) else gpu.new(like, shape, of)
 
-        def inputs(name: str, M: int = M, order: str = order, rows: int | None = rows) -> Inputs:
+        def inputs(name: str) -> Inputs:
             return new_inputs(getattr(weights, name), M, config.matrices[name][1], array, order=order, rows=rows)
 
         heads, H, F = (config.heads, config.head_dim), config.hidden, config.ffn
         chosen = max(1, config.chosen_experts)
-        as_rows: dict[str, Any] = {"M": M * chosen, "order": ORDER, "rows": None} if config.experts else {}
+        as_rows: dict[str, Any] = {"order": ORDER, "rows": None}
         on_gpu = gpu.is_device_array(like)
-        gate_up_in = inputs("gate_up", **as_rows)
         routing = None
         if config.experts:
+            gate_up_in: Inputs = (for_experts := new_rows(M * chosen, H, array, **as_rows))
+            down_in: Inputs = new_rows(M * chosen, F, array, **as_rows)
             routed = RoutedTokens(
-                rows=gate_up_in,
+                rows=for_experts,
                 offsets=array(config.experts + 1, of="int32"),
                 place=array(M, chosen, of="int32"),
                 share=array(M, chosen, of="float32"),
                 chosen=array(M, chosen, of="int32"),
             )
             routing = Routing(
-                tokens=new_inputs(weights.gate_up, M, H, array, order=ORDER, rows=None),
+                tokens=new_rows(M, H, array, **as_rows),
                 normed=array(M, H),
                 routed=routed,
                 results=array(M * chosen, H),
             )
+        else:
+            gate_up_in, down_in = inputs("gate_up"), inputs("down")
         dense = {name: weight for name, weight in weights.parts.items() if isinstance(weight, PackedWeight)}
         return cls(
             config=config,
@@ -163,7 +166,7 @@ class LayerBuffers:
             o=array(M, H),
             gate_up_in=gate_up_in,
             gate_up=array(M * chosen, F if _ends_gated(weights) else 2 * F),
-            down_in=inputs("down", **as_rows),
+            down_in=down_in,
             hidden=array(M, H),
             routing=routing,
             workspaces={name: gemm_workspace(weight, M) for name, weight in dense.items()} if on_gpu else {},
@@ -320,7 +323,7 @@ def layer_calls(
         ]
     tokens, normed, routed, results = b.routing.tokens, b.routing.normed, b.routing.routed, b.routing.results
 
-    def of_experts(name: str, of: PackedActivations, weights: Any, out: Any) -> LayerCall:
+    def of_experts(name: str, of: Inputs, weights: Any, out: Any) -> LayerCall:
         return call(name, gemm_w4a8_grouped, of, weights=weights, offsets=routed.offsets, out=out)
 
     return [

@@ -173,10 +173,14 @@ class LayerWeights:
 
     def in_layout(self, layout: str) -> "LayerWeights":
         """The same weights with every matrix but those of experts packed so, bit for bit, where they lie."""
-        packed = {name: part for name, part in self.parts.items() if isinstance(part, PackedWeight)}
-        other: dict[str, Any] = {
-            name: pack(unpack(part), layout) for name, part in packed.items() if part.layout != layout
-        }
+        other: dict[str, Any] = {}
+        for name, part in self.parts.items():
+            if getattr(part, "layout", layout) == layout:
+                continue
+            if isinstance(part, PackedWeight):
+                other[name] = pack(unpack(part), layout)
+            elif isinstance(part, ReorderedWeight):
+                other[name] = part.in_layout(layout)
         return replace(self, **other)
 
     def to_device(self) -> "LayerWeights":
