@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from ptxlab.lowbit.kernels.gemm import gemm_w4a4, gemm_w4a8, gemm_w4ax
 from ptxlab.lowbit.kernels.quantize import (
     quantize_activations,
@@ -25,6 +27,7 @@ from ptxlab.lowbit.layout.packed_activations import stored_shape, tile_of
 from ptxlab.lowbit.layout.packings import Shapes
 from ptxlab.lowbit.layout.reordered import ReorderedWeight
 from ptxlab.lowbit.quant.fmpq import BLOCK
+from ptxlab.spec.dtypes import storage
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -100,6 +103,19 @@ def new_rows(M: int, K: int, array: NewArray, *, order: str, rows: int | None) -
     x_q, scale = array(*stored_shape(order, M, K, rows), of="int8"), array(M, of="float32")
     how: dict[str, Any] = {"layout": order, "M": M, "K": K, "rows": tile_of(order, rows)[0]}
     return PackedActivations(**how, x_q=x_q, scale=scale, token_sum=array(M, of="int32"))
+
+
+def input_bytes(weight: Any, K: int) -> int:
+    """Bytes that `new_inputs` takes for a token, W4A8's in rows."""
+    sizes: list[int] = []
+
+    def count(*shape: int, of: str) -> Any:
+        array = np.empty(shape, storage(of))
+        sizes.append(array.nbytes)
+        return array
+
+    new_inputs(weight, 1, K, count, order="row_major", rows=None)
+    return sum(sizes)
 
 
 def takes(weight: Any, inputs: Inputs) -> bool:
