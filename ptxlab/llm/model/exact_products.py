@@ -43,27 +43,27 @@ _WRITTEN = {"x": "x_q", "x8": "x8", "scale": "x_scale"}  # parts of packed activ
 
 
 def is_read(x: Any) -> bool:
-    """Whether this is what a product reads."""
+    """Tell whether this is what a product reads."""
     return isinstance(x, QuantizedActivations | AtomActivations | BlockActivations)
 
 
 def parts_of(x: Read) -> dict[str, Any]:
-    """Its arrays by name."""
+    """Return its arrays by name."""
     if isinstance(x, QuantizedActivations):
         return {name: getattr(x, name) for name in ("q", "scale", "token_sum")}
     return x.arrays
 
 
 def read(weight: Any, y: Any) -> Read:
-    """The input y f32 [M, K] as this weight reads it."""
+    """Quantise the input y f32 [M, K] as this weight reads it."""
     rows = on_host(y)
     if not isinstance(weight, ReorderedWeight):
-        return _moved(quant.quantize_activations(rows), y)
-    return _moved(_packed(weight, with_arrays(weight, on_host).quantized(rows)), y)
+        return _place(quant.quantize_activations(rows), y)
+    return _place(_pack_inputs(weight, with_arrays(weight, on_host).quantized(rows)), y)
 
 
-def gated(weight: Any, gate_up: Any, activation: str, dtype: str) -> tuple[Read, tuple[Allowed, ...]]:
-    """The gate of gate_up [M, 2·K] as this weight reads it, and how far each of its parts may be from that."""
+def gate_inputs(weight: Any, gate_up: Any, activation: str, dtype: str) -> tuple[Read, tuple[Allowed, ...]]:
+    """Return the gate of gate_up [M, 2·K] as this weight reads it, and how far each of its parts may be from that."""
     logical: dict[str, Any] = {"gate_up": floats(on_host(gate_up))}
     logical["activation"] = reference.ACTIVATIONS.index(activation)
     config = {"IN": DTYPES.index(dtype)}
@@ -71,8 +71,8 @@ def gated(weight: Any, gate_up: Any, activation: str, dtype: str) -> tuple[Read,
         logical |= {"rows": 1, "span": 32}
         right, allowed = SILU_MUL.expected(logical, config), SILU_MUL.allowed(logical, config)
         kinds = {"x_q": np.int8, "scale": np.float32, "token_sum": np.int32}
-        found = QuantizedActivations(*(right[name].astype(kind) for name, kind in kinds.items()))
-        return _moved(found, gate_up), tuple(allowed[name] for name in kinds)
+        eight = QuantizedActivations(*(right[name].astype(kind) for name, kind in kinds.items()))
+        return _place(eight, gate_up), tuple(allowed[name] for name in kinds)
     logical["place"] = on_host(weight.buffers["place"])
     if weight.scheme == "atom":
         rules = {"outliers": weight.outliers, "g": weight.group, "code": RULES.index(ATOM_PAPER), "clip": weight.clip}
@@ -88,47 +88,46 @@ def gated(weight: Any, gate_up: Any, activation: str, dtype: str) -> tuple[Read,
     layout = BY_PAIRS[logical["pairs"]]
     arrays = {part: right[name] for part, name in _WRITTEN.items() if part != "x8" or layout == "pairs"}
     packed = empty(layout=layout, M=len(gate_up), **fields, **arrays)
-    return _moved(packed, gate_up), tuple(allowed[_WRITTEN[part]] for part in packed.arrays)
+    return _place(packed, gate_up), tuple(allowed[_WRITTEN[part]] for part in packed.arrays)
 
 
-def multiplied(x: Read, weight: Any, dtype: str, bias: Any = None) -> Any:
-    """The product as its kernel stores it, [M, N]."""
+def multiply(x: Read, weight: Any, dtype: str, bias: Any = None) -> Any:
+    """Return the product as its kernel stores it, [M, N]."""
     out = DTYPES.index(dtype)
     if isinstance(x, QuantizedActivations):
         known = unpack(weight)
         if isinstance(known, QoQChannelWeight):
             return gemm_channel(known, x.q, x.scale, bias, x.token_sum, OUT=out)
         return gemm(known, x.q, x.scale, bias, OUT=out)
-    rows, here = with_arrays(weight, on_host).rows, with_arrays(x, on_host)
+    rows, inputs = with_arrays(weight, on_host).rows, with_arrays(x, on_host)
     bias = None if bias is None else on_host(bias)
-    if isinstance(here, AtomActivations):
-        result = gemm_atom(rows, unpack_atom_activations(here), bias, OUT=out)
+    if isinstance(inputs, AtomActivations):
+        y = gemm_atom(rows, unpack_atom_activations(inputs), bias, OUT=out)
     else:
-        result = gemm_blocks(BlockRows(rows.q4, rows.scale4), unpack_block_activations(here), bias, OUT=out)
-    return beside(result, x.x)
+        y = gemm_blocks(BlockRows(rows.q4, rows.scale4), unpack_block_activations(inputs), bias, OUT=out)
+    return beside(y, x.x)
 
 
 def left_in(weight: Any, inputs: Any) -> Read:
-    """What a quantiser has left in a layer's buffers for this weight, as NumPy's or CuPy's arrays."""
-    found = operand(weight, inputs)
-    if isinstance(found, AtomActivations | BlockActivations):
-        return replace(found, **{name: shared(array) for name, array in found.arrays.items()})
-    return unpack_activations(
-        replace(found, **{part: shared(getattr(found, part)) for part in ("x_q", "scale", "token_sum")})
-    )
+    """Return what a quantiser has left in a layer's buffers for this weight, as NumPy's or CuPy's arrays."""
+    x = operand(weight, inputs)
+    if isinstance(x, AtomActivations | BlockActivations):
+        return replace(x, **{name: shared(array) for name, array in x.arrays.items()})
+    arrays = {name: shared(getattr(x, name)) for name in ("x_q", "scale", "token_sum")}
+    return unpack_activations(replace(x, **arrays))
 
 
-def _packed(weight: ReorderedWeight, rows: Any) -> AtomActivations | BlockActivations:
+def _pack_inputs(weight: ReorderedWeight, rows: Any) -> AtomActivations | BlockActivations:
     if isinstance(rows, BlockRows):
         return pack_block_activations(rows, BLOCK_ORDERS[weight.layout])
     return pack_atom_activations(rows, ATOM_ORDERS[weight.layout])
 
 
-def _moved(x: Read, example: Any) -> Read:
-    """The same beside the example."""
+def _place(x: Read, example: Any) -> Read:
+    """Put its arrays where the example is."""
     arrays: Mapping[str, Any] = {name: beside(array, example) for name, array in parts_of(x).items()}
-    moved: Read = replace(x, **arrays)
-    return moved
+    placed: Read = replace(x, **arrays)
+    return placed
 
 
 # Arrays of both libraries

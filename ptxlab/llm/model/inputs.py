@@ -45,7 +45,7 @@ class BlockRoom:
     x8: Any = None
 
     def activations(self, int8: int) -> BlockActivations:
-        """The activations with so many blocks in INT8, at the beginning of the arrays."""
+        """Return the activations with so many blocks in INT8, at the beginning of the arrays."""
         K8 = int8 * BLOCK
         shapes = block_activation_shapes(self.layout, self.M, self.K - K8, K8)
         arrays = {name: getattr(self, name)[: prod(shape)].reshape(shape) for name, (_, shape) in shapes.items()}
@@ -74,12 +74,12 @@ _REORDERING = {
 
 
 def calls_of(weight: Any) -> Calls:
-    """The calls for this weight."""
+    """Choose the calls for this weight."""
     return _REORDERING[weight.scheme] if isinstance(weight, ReorderedWeight) else _W4A8
 
 
 def new_inputs(weight: Any, M: int, K: int, array: NewArray, *, order: str, rows: int | None) -> Inputs:
-    """Room for what this weight reads of M tokens; `order` and `rows` are of W4A8's activations."""
+    """Make room for what this weight reads of M tokens; `order` and `rows` are of W4A8's activations."""
 
     def arrays(shapes: Shapes) -> dict[str, Any]:
         return {name: array(*shape, of=dtype) for name, (dtype, shape) in shapes.items()}
@@ -99,14 +99,14 @@ def new_inputs(weight: Any, M: int, K: int, array: NewArray, *, order: str, rows
 
 
 def new_rows(M: int, K: int, array: NewArray, *, order: str, rows: int | None) -> PackedActivations:
-    """Room for what W4A8's weights read."""
+    """Make room for what W4A8's weights read."""
     x_q, scale = array(*stored_shape(order, M, K, rows), of="int8"), array(M, of="float32")
     how: dict[str, Any] = {"layout": order, "M": M, "K": K, "rows": tile_of(order, rows)[0]}
     return PackedActivations(**how, x_q=x_q, scale=scale, token_sum=array(M, of="int32"))
 
 
 def input_bytes(weight: Any, K: int) -> int:
-    """Bytes that `new_inputs` takes for a token, W4A8's in rows."""
+    """Count the bytes that `new_inputs` takes for a token, W4A8's in rows."""
     sizes: list[int] = []
 
     def count(*shape: int, of: str) -> Any:
@@ -119,7 +119,7 @@ def input_bytes(weight: Any, K: int) -> int:
 
 
 def takes(weight: Any, inputs: Inputs) -> bool:
-    """Whether these inputs are what the weight reads."""
+    """Tell whether these inputs are what the weight reads."""
     if not isinstance(weight, ReorderedWeight):
         return isinstance(inputs, PackedActivations)
     if weight.scheme == "fmpq":
@@ -130,12 +130,12 @@ def takes(weight: Any, inputs: Inputs) -> bool:
 
 
 def operand(weight: Any, inputs: Inputs) -> Any:
-    """The inputs as the product with this weight takes them."""
+    """Return the inputs as the product with this weight takes them."""
     return inputs.activations(weight.int8) if isinstance(inputs, BlockRoom) else inputs
 
 
 def into(weight: Any, inputs: Inputs) -> dict[str, Any]:
-    """Arguments of a quantiser that writes into the inputs of this weight."""
+    """Return the arguments of a quantiser that writes into the inputs of this weight."""
     out = operand(weight, inputs)
     if not isinstance(weight, ReorderedWeight):
         return {"layout": out.layout, "rows": out.rows, "out": out}
@@ -146,5 +146,5 @@ def into(weight: Any, inputs: Inputs) -> dict[str, Any]:
 
 
 def multiplicand(weight: Any) -> Any:
-    """The weight as the product takes it."""
+    """Return the weight as the product takes it."""
     return weight.weight if isinstance(weight, ReorderedWeight) else weight

@@ -15,7 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab.errors import ArgumentError, VerificationError
-from ptxlab.llm.model.exact_products import beside, gated, is_read, left_in, multiplied, on_host, parts_of, read, shared
+from ptxlab.llm.model.exact_products import (
+    beside,
+    gate_inputs,
+    is_read,
+    left_in,
+    multiply,
+    on_host,
+    parts_of,
+    read,
+    shared,
+)
 from ptxlab.llm.model.layer import LayerBuffers
 from ptxlab.llm.model.weights import LayerWeights
 from ptxlab.lowbit import quant, reference
@@ -86,14 +96,14 @@ def exact(
 
     stream = given.residual if given.x is None else _added(given.x, given.residual, dtype)
     qkv_in = done("qkv_in", read(weights.qkv, _normed(stream, weights.input_norm, config.eps)))
-    qkv = done("qkv", multiplied(qkv_in, weights.qkv, dtype, weights.qkv_bias))
+    qkv = done("qkv", multiply(qkv_in, weights.qkv, dtype, weights.qkv_bias))
     q, pool = _rotated_and_appended(qkv, given, config.heads, dtype)
     q, pool = done("q", q), done("pool", pool)
     attention = done("attention", *_attention(q, replace(given.cache, pool=pool), config.window_of(), dtype))
     if attention.dtype == np.float64:  # the right one, as nobody has left one
         attention = stored(attention.astype(np.float32), dtype)
     o_in = done("o_in", read(weights.o, floats(attention).reshape(len(attention), -1)))
-    o = multiplied(o_in, weights.o, dtype)
+    o = multiply(o_in, weights.o, dtype)
     stream = _added(stream, o if residual_epilogue else done("o", o), dtype)
     if config.experts or not residual_epilogue:
         stream = done("residual", stream)
@@ -108,10 +118,10 @@ def exact(
 
     def product(x: Any, weight: Any) -> Any:
         if not isinstance(weight, ExpertWeights):
-            return multiplied(x, weight, dtype)
+            return multiply(x, weight, dtype)
         of_experts = [(e, slice(*map(int, pair))) for e, pair in enumerate(pairwise(offsets))]
         taken = [(e, rows) for e, rows in of_experts if rows.start < rows.stop]
-        return np.concatenate([multiplied(_taken(x, rows), weight.expert(e), dtype) for e, rows in taken])
+        return np.concatenate([multiply(_taken(x, rows), weight.expert(e), dtype) for e, rows in taken])
 
     gate_up_in = done("gate_up_in", quantised)
     if getattr(weights.gate_up, "interleaved", False):
@@ -120,7 +130,7 @@ def exact(
         down_in = done("down_in", quant.quantize_activations(floats(h)))
     else:
         gate_up = done("gate_up", product(gate_up_in, weights.gate_up))
-        down_in = done("down_in", *gated(weights.down, gate_up, config.activation, dtype))
+        down_in = done("down_in", *gate_inputs(weights.down, gate_up, config.activation, dtype))
     results = product(down_in, weights.down)
     if config.experts:
         results = stored(reference.combined(floats(done("results", results)), place, share), dtype)
@@ -261,7 +271,7 @@ def _attention(q: Any, cache: KVCache, window: int | None, dtype: str) -> tuple[
 
 def _ended_gated(x: QuantizedActivations, weight: PackedWeight, dtype: str) -> tuple[Any, Allowed]:
     """SiLU(gate) · up [M, F] in float64, rounded to the dtype, and how far from that the epilogue may be."""
-    gate_up, OUT = on_host(multiplied(x, weight, "float32")), DTYPES.index(dtype)
+    gate_up, OUT = on_host(multiply(x, weight, "float32")), DTYPES.index(dtype)
     return beside(epilogues.silu_mul(gate_up, OUT), x.q), Allowed(epilogues.silu_mul_error(gate_up, OUT))
 
 

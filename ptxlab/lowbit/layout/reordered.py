@@ -83,7 +83,7 @@ class ReorderedWeight:
 
     @property
     def weight(self) -> AtomWeight | BlockWeight:
-        """The weight alone, as `gemm_w4a4` takes it, or `gemm_w4ax` in blocks of 128.
+        """Return the weight alone, as `gemm_w4a4` takes it, or `gemm_w4ax` in blocks of 128.
 
         COMET's in groups of 64 is an `AtomWeight` without outliers, and no kernel takes it.
         """
@@ -99,8 +99,8 @@ class ReorderedWeight:
         weight = self.weight
         if isinstance(weight, AtomWeight):
             return unpack_atom(weight)
-        found = unpack_block_weight(weight)
-        return AtomRows(found.q, found.scale, found.q[:, :0], np.ones_like(found.scale[:, 0]))
+        blocks = unpack_block_weight(weight)
+        return AtomRows(blocks.q, blocks.scale, blocks.q[:, :0], np.ones_like(blocks.scale[:, 0]))
 
     @property
     def arch(self) -> str:
@@ -126,7 +126,7 @@ class ReorderedWeight:
         return quantize_atom_activations(ordered, self.group, self.outliers, clip=self.clip)
 
     def in_layout(self, layout: str) -> "ReorderedWeight":
-        """The same weight in another layout, bit for bit."""
+        """Pack the same weight in another layout, bit for bit."""
         int8 = self.int8 if self.scheme == "fmpq" else None
         return pack_reordered(self.rows, self.order, layout, int8=int8, clip=self.clip)
 
@@ -162,7 +162,7 @@ def reordered_shapes(
 def renew_buffers(
     buffers: Buffers, scheme: str, layout: str, N: int, K: int, outliers: int, group: int, int8: int
 ) -> Buffers:
-    """The buffers of a file of the first version, packed as this version does."""
+    """Pack the buffers of a file of the first version as this version does."""
     if not _in_blocks(scheme, group):
         return buffers
     others = {name: array for name, array in buffers.items() if name != "place"}
@@ -172,7 +172,7 @@ def renew_buffers(
 
 
 def _in_blocks(scheme: str, group: int) -> bool:
-    """Whether the weight is packed as COMET's kernels read it, which take blocks of 128 alone."""
+    """Tell whether the weight is packed as COMET's kernels read it, which take blocks of 128 alone."""
     return scheme == "fmpq" and is_one_of(group, (BLOCK,))
 
 

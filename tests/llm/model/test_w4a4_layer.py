@@ -130,7 +130,7 @@ def test_a_folder_of_the_first_version_is_read(tmp_path: Path) -> None:
     for to in layout.ATOM_LAYOUTS:
         old, path = pack_reordered(rows, order, to, clip=1.0), tmp_path / f"{to}.safetensors"
         layout.save(old, path)
-        described(path, version=1, scheme="fmpq", int8=2)
+        rewrite_header(path, version=1, scheme="fmpq", int8=2)
         loaded, right = layout.load_reordered(path), pack_reordered(rows, order, to, int8=2)
         assert {**vars(loaded), "buffers": None} == {**vars(right), "buffers": None} and loaded.version == 2
         assert loaded.buffers.keys() == right.buffers.keys() and "w4" not in loaded.buffers
@@ -139,14 +139,14 @@ def test_a_folder_of_the_first_version_is_read(tmp_path: Path) -> None:
     path = tmp_path / "atom.safetensors"
     packed = pack_reordered(quant.quantize_atom_weight(np.ones((8, 128), np.float32), 64, 64), np.arange(128))
     layout.save(packed, path)
-    described(path, version=1)
+    rewrite_header(path, version=1)
     np.testing.assert_array_equal(layout.load_reordered(path).buffers["strips"], packed.buffers["strips"])
-    described(path, version=3)
+    rewrite_header(path, version=3)
     with pytest.raises(FileError, match=r"format version must be 1 or 2 \(got 3\)"):
         layout.load_reordered(path)
 
 
-def described(path: Path, version: int, **fields: Any) -> None:
+def rewrite_header(path: Path, version: int, **fields: Any) -> None:
     """Write other fields of the only weight, and the version, into a file's header."""
     raw = path.read_bytes()
     end = 8 + int.from_bytes(raw[:8], "little")
