@@ -468,7 +468,6 @@ def four_bit_row(runner: KernelRunner, system: str, B: int, ceilings: Ceilings) 
         rate=B / us * 1e6,
         sm_mhz=clock.mhz(),
         checked=checked,
-        face=FACE,
     )
     return replace(
         row,
