@@ -90,7 +90,7 @@ def _quantize_on_cuda(
 
 
 def _fields(name: str, channels: int, order: Mapping[str, Any]) -> dict[str, Any]:
-    """What describes the activations besides M; ArgumentError as the public calls raise it."""
+    """Describe the activations besides M; ArgumentError as the public calls raise it."""
     return activation_fields(name, channels, ReorderOptions(**order))
 
 
@@ -188,7 +188,7 @@ define(
 def _operands(
     name: str, tensors: Sequence[Tensor], weight: Sequence[Tensor], layout: str, N: int, of: Mapping[str, int]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of the activations and of the weight, in tensors of the right dtypes and shapes; or ArgumentError."""
+    """Return the fields of the activations and of the weight, in tensors of the right dtypes and shapes; or ArgumentError."""
     x, scale, x8 = tensors
     if not is_one_of(layout, ATOM_LAYOUTS):
         raise ArgumentError(f"{name}: layout", f"must be one of {', '.join(ATOM_LAYOUTS)}", layout)

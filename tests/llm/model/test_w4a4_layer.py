@@ -107,7 +107,7 @@ def test_a_decoder_decodes(made: dict[str, QuantizedModel], scheme: str, arch: s
 @pytest.mark.full
 @pytest.mark.parametrize("scheme", ["atom", "fmpq"])
 def test_a_server_serves(made: dict[str, QuantizedModel], scheme: str) -> None:
-    """Each request gets the tokens that NumPy gives it alone, but where two are as likely within a step's error."""
+    """Requests get the tokens that NumPy gives it alone, but where two are as likely within a step's error."""
     runner = KernelRunner(made[scheme], 2, 20, chunk=4, batch_invariant=True, backend="emulator")
     served = Server(runner)
     requests = [served.submit(prompt, 3) for prompt in ([1, 2, 3], [7], [9, 8])]

@@ -85,7 +85,7 @@ def test_every_operator_is_its_public_call(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("to", ATOM_LAYOUTS)
 def test_operators_of_w4a4_are_their_public_calls(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the results of the CPU's operators, but for a step of the gate here and there; also in a capture."""
+    """Compare with the CPU's operators, but for a step of the gate here and there; also in a capture."""
     from ptxlab.llm.torch import operators
 
     on_cpu, on_cuda = (four_bit_calls(np.random.default_rng(0), to, torch.float16) for _ in range(2))
