@@ -188,7 +188,7 @@ define(
 def _operands(
     name: str, tensors: Sequence[Tensor], weight: Sequence[Tensor], layout: str, N: int, of: Mapping[str, int]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of the activations and of the weight, in tensors of the right dtypes and shapes; or ArgumentError."""
+    """Return fields of activations and weight, in tensors of the right dtypes and shapes; or ArgumentError."""
     x, scale, x8 = tensors
     if not is_one_of(layout, ATOM_LAYOUTS):
         raise ArgumentError(f"{name}: layout", f"must be one of {', '.join(ATOM_LAYOUTS)}", layout)

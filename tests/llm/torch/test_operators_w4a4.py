@@ -47,7 +47,7 @@ def test_compiled_without_a_break(ops: Any) -> None:
 
 @pytest.mark.parametrize("to", ATOM_LAYOUTS)
 def test_numbers_are_those_of_the_kernels(to: str, ops: Any) -> None:
-    """Compare with the emulator; the gate's exponential may move an integer by a step, so of that the scales are compared."""
+    """Compare with the emulator; the gate's exp may move an integer by a step, so of that the scales are compared."""
     calls = four_bit_calls(np.random.default_rng(2), to)
     for name in FOUR_BIT_OPERATORS[:3]:
         args, how = calls[name]
