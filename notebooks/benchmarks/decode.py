@@ -10,6 +10,9 @@ a whole model, are left out in its favour.
 
 What others take are rows of their own: `beside`, a step of B sequences less the head, of all mixes or of ours with
 `gemm_w4a8_qoq_sm80`, and `prompt`. So a run that was stopped goes on where it was.
+
+Steps in W4A4 (Atom) and W4Ax (COMET) are rows of a measure of their own, `four bits`, and only where a word asks for
+them.
 """
 
 import subprocess
@@ -37,7 +40,7 @@ from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.llm.layer_chain import copy_of
 from ptxlab.llm.model import Config, KernelRunner, LayerWeights, QuantizedModel, largest_batch
 from ptxlab.llm.model.kernel_runner import LMHead
-from ptxlab.llm.model.memory import RESERVE
+from ptxlab.llm.model.memory import RESERVE, weights_of
 from ptxlab.llm.model.runner import HEAD_ROWS
 from ptxlab.lowbit.bench.attention.problem import random_pages
 from ptxlab.lowbit.bench.shapes import GROUP, HEAD_DIM, PAGE
@@ -65,6 +68,9 @@ MIX = "mixes"
 FIRST_TOKEN = "first token"  # the measure of `first_token_rows`
 WITHOUT = "without"  # ours with gemm_w4a8_qoq_sm80, the rewrite of QServe's GEMM, in place of ours
 _STEPS_WITHOUT, _WARM = 64, 8
+FOUR_BITS = "four bits"  # the measure of `four_bit_rows`
+SYSTEMS = {"w4a4": "atom", "w4ax": "fmpq"}  # by the word that asks for it, the scheme of the weights
+FOUR_BIT_BATCHES = (8, 16, 32, 64, 128, 256)  # Atom §5.3.2
 _ROWS = 520  # distinct random rows of embedding and head, each then scaled by a factor of its own
 _PAD = 16
 
@@ -79,25 +85,31 @@ class WantedModels:
     batches: tuple[int, ...] = BATCHES
     mixes: tuple[str, ...] = tuple(MIXES)
     without: bool = True
+    systems: tuple[str, ...] = ()  # of `SYSTEMS`; where there are any, nothing else is measured
 
 
 def part(words: Sequence[str]) -> WantedModels:
     """The part that words name: models, `B=16`, mixes, `without`, or `alone` (no mix); a kind without a word is whole.
 
+    `w4a4` and `w4ax` name rows that are measured for no other word, and then nothing else is.
+
     Raises ArgumentError for another word.
     """
-    models, batches = {config.name: config for config in MODELS}, {f"B={B}": B for B in BATCHES}
-    known = [*models, *batches, *MIXES, WITHOUT, "alone"]
+    models = {config.name: config for config in MODELS}
+    batches = {f"B={B}": B for B in sorted({*BATCHES, *FOUR_BIT_BATCHES})}
+    known = [*models, *batches, *MIXES, WITHOUT, "alone", *SYSTEMS]
     for word in words:
         if word not in known:
             raise ArgumentError("only", f"one of {', '.join(known)}", word)
     named = tuple(word for word in words if word in MIXES)
+    usual = FOUR_BIT_BATCHES if {*words} & {*SYSTEMS} else BATCHES
     beside = bool({*words} & {*MIXES, WITHOUT, "alone"})
     return WantedModels(
         models=tuple(models[word] for word in words if word in models) or MODELS,
-        batches=tuple(batches[word] for word in words if word in batches) or BATCHES,
+        batches=tuple(batches[word] for word in words if word in batches) or usual,
         mixes=named if beside else tuple(MIXES),
         without=WITHOUT in words or not beside,
+        systems=tuple(word for word in words if word in SYSTEMS),
     )
 
 
@@ -123,6 +135,10 @@ def rows(
     wanted = part(only)
     known = {row.key: row for row in done}
     for config in wanted.models:
+        for system in () if config.experts else wanted.systems:
+            yield from four_bit_rows(config, system, wanted.batches, known, ceilings, progress)
+        if wanted.systems:
+            continue
         yield from model_rows(config, wanted, ModelPlan.of(config, wanted), known, ceilings, progress)
 
 
@@ -407,6 +423,62 @@ def without_rows(
             times = gpu.call_times(Steady(runner, B).step, repeats=_STEPS_WITHOUT, warm_up=_WARM)
             yield beside_row(config, WITHOUT, B, float(np.mean(times)))
         del model, runner
+
+
+def four_bit_rows(
+    config: Config,
+    system: str,
+    batches: Sequence[int],
+    known: Mapping[Key, Row],
+    ceilings: Ceilings,
+    progress: Callable[[str], None],
+) -> Iterator[Row]:
+    """A steady step in W4A4 or W4Ax, its latency and tokens/s, by those batches that the card has room for."""
+    there = {B: known.get(row_key(config, FOUR_BITS, B, PROMPT, system)) for B in batches}
+    yield from (row for row in there.values() if row)
+    if all(there.values()):
+        return
+    with gpu.elsewhere(_PAD):
+        model = random_model(config, SYSTEMS[system])
+        here = gpu.device_info().memory_bytes / 1e9
+        most = largest_batch(config, here, PROMPT + MADE, chunk=1, **weights_of(model))
+        lacking = [B for B, row in there.items() if row is None and B in range(most + 1)]
+        if lacking:
+            runner = KernelRunner(model, max(lacking), PROMPT + MADE, chunk=1)
+        for B in lacking:
+            progress(f"{config.name}, batch {B}: {system}")
+            yield four_bit_row(runner, system, B, ceilings)
+
+
+def four_bit_row(runner: KernelRunner, system: str, B: int, ceilings: Ceilings) -> Row:
+    """A step of B sequences, with the floor of its bytes and operations, which are INT8's here."""
+    config, clock, steady = runner.config, Clock(), Steady(runner, B)
+    checked = steady.check()
+    clock.start()
+    times = gpu.call_times(steady.step, repeats=_STEPS_WITHOUT, warm_up=_WARM)
+    clock.stop()
+    us = float(np.mean(times))
+    work = works(config, runner.model.layers[0], B, round(B * steady.mean))
+    floor = sum(each.us(ceilings) for each in work)
+    row = plain_row(
+        system,
+        FOUR_BITS,
+        sizes_of(config, B, PROMPT),
+        us,
+        rate=B / us * 1e6,
+        sm_mhz=clock.mhz(),
+        checked=checked,
+    )
+    return replace(
+        row,
+        fastest_us=min(times),
+        slowest_us=max(times),
+        bytes=sum(each.nbytes for each in work),
+        operations=sum(each.operations for each in work),
+        floor_us=floor,
+        fraction=floor / us,
+        limit="sum of its operations",
+    )
 
 
 class Generated(NamedTuple):

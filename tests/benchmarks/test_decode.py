@@ -126,6 +126,23 @@ def test_ours_with_qserves_gemm(here: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("system", ["w4a4", "w4ax"])
+def test_steps_in_four_bits(here: pytest.MonkeyPatch, system: str) -> None:
+    """Rows by batch, of batches that the card has room for; those that are known are not measured again."""
+    config = replace(TINY, hidden=256, ffn=384, heads=2)
+    here.setattr(models, "largest_batch", lambda *_, weights, inputs, **__: 2)
+    known = models.plain_row(system, models.FOUR_BITS, models.sizes_of(config, 1, 4), 5.0, 1.0, sm_mhz=0.0, checked="")
+    found = [*models.four_bit_rows(config, system, (1, 2, 4), {known.key: known}, CEILINGS, lambda _: None)]
+    assert found[0] is known and [row.sizes["B"] for row in found] == [1, 2]
+    row = found[1]
+    assert (row.kernel, row.time_us, row.fastest_us, row.slowest_us) == (system, 11.0, 10.0, 12.0)
+    assert row.rate == pytest.approx(2 / 11e-6) and row.rate_unit == "tokens/s"
+    assert row.checked.endswith("bit for bit, and finite") and row.sm_mhz == 1900.0
+    assert 0 < row.floor_us == pytest.approx(row.fraction * 11.0) and row.bytes > config.layers * 256 * 256 // 2
+    assert row.key == models.row_key(config, models.FOUR_BITS, 2, 4, system)
+
+
 def test_what_is_compiled_side_by_side_is_what_runs(here: pytest.MonkeyPatch) -> None:
     """Where it fails nobody hears of it: it is ahead of the measuring only in time."""
     launched: list[tuple[int, ...]] = []
@@ -278,6 +295,9 @@ def test_parts_of_the_suite_by_words() -> None:
     some = models.part(["LLaMA-2-7B", "B=16", "fp8_row"])
     assert [config.name for config in some.models] == ["LLaMA-2-7B"] and some.batches == (16,)
     assert some.mixes == ("fp8_row",) and not some.without
+    four = models.part(["LLaMA-2-7B", "w4a4"])
+    assert (four.systems, four.batches, four.models) == (("w4a4",), (8, 16, 32, 64, 128, 256), some.models)
+    assert models.part(["w4ax", "B=8"]).batches == (8,) and not everything.systems
     assert models.part(["alone"]).mixes == () and not models.part(["alone"]).without
     with pytest.raises(ArgumentError, match=r"only: one of LLaMA-30B, .* \(got GPT-2\)"):
         models.part(["GPT-2"])

@@ -7,7 +7,18 @@ import numpy as np
 import pytest
 
 from ptxlab.lowbit import quant, reference
-from ptxlab.lowbit.layout import KVCache, pack, stack_experts, write_slots
+from ptxlab.lowbit.layout import (
+    ATOM_ORDERS,
+    BLOCK_ORDERS,
+    KVCache,
+    pack,
+    pack_atom,
+    pack_atom_activations,
+    pack_block_activations,
+    pack_block_weight,
+    stack_experts,
+    write_slots,
+)
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -15,6 +26,9 @@ M, N, K, D, Hq, Hkv = 3, 64, 128, 64, 4, 2
 OPERATORS = (
     "quantize_activations", "gemm_w4a8", "gemm_w4a8_grouped", "gemm_w8a8", "rmsnorm_quantize", "silu_mul_quantize",
     "append_kv4", "rope_append_kv4", "attention_kv4", "attention_kv4_out",
+)  # fmt: skip
+FOUR_BIT_OPERATORS = (
+    "reorder_quantize", "rmsnorm_reorder_quantize", "silu_mul_reorder_quantize", "gemm_w4a4", "gemm_w4ax",
 )  # fmt: skip
 SCHEMES: dict[str, Callable[[Any], Any]] = {
     "lqq": lambda w: quant.quantize_lqq(w, 64),
@@ -86,3 +100,39 @@ def every_call(rng: np.random.Generator) -> dict[str, tuple[tuple[Any, ...], dic
         "attention_kv4": (attention, {**options}),
         "attention_kv4_out": ((*attention, torch.empty_like(q), torch.empty(M, Hq)), {**options}),
     }
+
+
+def four_bit_calls(
+    rng: np.random.Generator, to: str = "strips", out_dtype: Any = torch.bfloat16
+) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments of a call of each operator of W4A4 and W4Ax, for weights in that layout."""
+    channels, outliers, group, int8 = 256, 64, 64, 1
+    order = rng.permutation(channels)
+    place = torch.from_numpy(quant.channel_places(order))
+    x, gate_up = normal(rng, M, channels), normal(rng, M, 2 * channels)
+    w, floats = rng.standard_normal((2, N, channels), dtype=np.float32)
+    of_atom = {"outliers": outliers, "group": group, "layout": ATOM_ORDERS[to]}
+    of_blocks = {"int8": int8, "layout": BLOCK_ORDERS[to]}
+    four = pack_atom(quant.quantize_atom_weight(w[:, order], group, outliers), to)
+    blocks = pack_block_weight(quant.quantize_block_weight(w[:, order]), int8, to)
+    known = quant.quantize_atom_activations(floats[:M, order], group, outliers)
+    read = pack_atom_activations(known, ATOM_ORDERS[to])
+    read_blocks = pack_block_activations(quant.quantize_blocks(floats[:M, order], int8), BLOCK_ORDERS[to])
+
+    def tensors(operand: Any) -> list[Any]:
+        x8 = np.empty((M, 0), np.int8) if operand.x8 is None else operand.x8
+        return [torch.from_numpy(each) for each in (operand.x, operand.scale, x8)]
+
+    of_four, of_block = ([torch.from_numpy(each) for each in weight.buffers.values()] for weight in (four, blocks))
+    how = {"layout": to, "N": N, "out_dtype": out_dtype}
+    return {
+        "reorder_quantize": ((x, place), of_atom),
+        "rmsnorm_reorder_quantize": (
+            (x, normal(rng, channels), place, normal(rng, M, channels), 1e-6, torch.empty_like(x)), of_blocks,
+        ),
+        "silu_mul_reorder_quantize": ((gate_up, place), of_blocks),
+        "gemm_w4a4": (
+            (*tensors(read), of_four, torch.ones(N)), {**how, "outliers": outliers, "group": group},
+        ),
+        "gemm_w4ax": ((*tensors(read_blocks), of_block), {**how, "K8": 128 * int8}),
+    }  # fmt: skip

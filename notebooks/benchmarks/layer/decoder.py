@@ -17,12 +17,12 @@ from ptxlab.bench.record import Row
 from ptxlab.llm.layer_chain import FACE, Decoder, batch_of, copy_of
 from ptxlab.llm.model import Config, LayerCall, LayerWeights
 from ptxlab.lowbit.kernels.attention import attention_kv4, attention_workspace
-from ptxlab.lowbit.kernels.gemm import gemm_w4a8, gemm_w4a8_grouped
+from ptxlab.lowbit.kernels.gemm import gemm_w4a4, gemm_w4a8, gemm_w4a8_grouped, gemm_w4ax
 from ptxlab.runtime.timing import GEMM_REPLAYS, Measured, copies_beyond_l2, measure, measure_graph
 
 MEASURE = "layer"
 GEMM, ATTENTION, OTHERS = "gemm", "attention", "others"
-_PARTS = {gemm_w4a8: GEMM, gemm_w4a8_grouped: GEMM, attention_kv4: ATTENTION}
+_PARTS = {**dict.fromkeys((gemm_w4a8, gemm_w4a8_grouped, gemm_w4a4, gemm_w4ax), GEMM), attention_kv4: ATTENTION}
 
 
 def part_of(call: LayerCall) -> str:

@@ -19,15 +19,16 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.llm.model.layer import LayerBuffers, LayerCall, into, layer_calls
+from ptxlab.llm.model.inputs import calls_of, into
+from ptxlab.llm.model.layer import LayerBuffers, LayerCall, layer_calls
 from ptxlab.llm.model.memory import Footprint
 from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.quantized import QuantizedModel
 from ptxlab.llm.model.runner import Indices, Rows, Runner, padded_rows, quantized_head
 from ptxlab.llm.model.weights import LayerWeights
 from ptxlab.lowbit.kernels.gemm import gemm_f16, gemm_w8a8, layout_here
-from ptxlab.lowbit.kernels.quantize import quantize_activations, rmsnorm_quantize
-from ptxlab.lowbit.layout import KVCache, PackedWeight
+from ptxlab.lowbit.kernels.quantize import quantize_activations
+from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.quant import Level1Weight
 from ptxlab.runtime.arguments import check_flags
 from ptxlab.runtime.backends import BACKENDS
@@ -56,8 +57,8 @@ class KernelRunner(Runner):
         """See `Runner`. `backend` is `gpu` or, for tiny models, `emulator`. Raises UnavailableError without a GPU.
 
         Where no kernel for the layout of the weights runs, they are packed for one that does: on a GPU of sm_80 or
-        sm_89 in `qserve`. The model keeps its own. `programmatic` launches overlap, which needs kernels that wait for
-        each other: by default those for weights in strips.
+        sm_89 in `qserve`, those of W4A4 in `rows`. The model keeps its own. `programmatic` launches overlap, which
+        needs kernels that wait for each other: by default those for weights in strips.
 
         Where it is `batch_invariant`, attention splits a sequence by its own length alone, and a float16 LM head is
         `gemm_f16`, as cuBLAS adds in an order that depends on the number of rows. All other sums are integers, as those
@@ -98,8 +99,6 @@ class KernelRunner(Runner):
     def _packed(self, weights: LayerWeights) -> LayerWeights:
         """A layer where its kernels run, in a layout that one of them takes."""
         placed = weights.to_device() if self._on_gpu else weights
-        if not isinstance(weights.o, PackedWeight):
-            return placed
         layout = layout_here(weights.o.scheme, self.backend, now=weights.o.layout)
         return placed if layout == weights.o.layout else placed.in_layout(layout)
 
@@ -224,11 +223,12 @@ class KernelRunner(Runner):
         b.residual.fill(0)
 
     def _end(self, b: "_Step") -> None:
-        """The last norm."""
-        out: dict[str, Any] = {"normed": b.normed, **into(b.buffers.qkv_in)}
+        """The last norm. What it quantises nobody reads."""
+        weight = self._layers[-1].qkv
+        out: dict[str, Any] = {"normed": b.normed, **into(weight, b.buffers.qkv_in)}
         last: dict[str, Any] = {"eps": self.config.eps, "backend": self.backend, "programmatic": self._programmatic}
         x = b.buffers.result(b.residual)
-        rmsnorm_quantize(x, self._final_norm, residual=None if x is b.residual else b.residual, **out, **last)
+        calls_of(weight).normed(x, self._final_norm, residual=None if x is b.residual else b.residual, **out, **last)
 
     def _calls(self, b: "_Step") -> Iterator[list[LayerCall]]:
         """Of every layer."""

@@ -9,19 +9,20 @@ import numpy as np
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config
+from ptxlab.llm.model.inputs import Inputs, calls_of, into, multiplicand, new_inputs, new_rows, operand, takes
 from ptxlab.llm.model.weights import LayerWeights
 from ptxlab.lowbit.kernels.attention import AttentionWorkspace, attention_kv4, attention_workspace, rope_append_kv4
 from ptxlab.lowbit.kernels.attention.append import INDICES
 from ptxlab.lowbit.kernels.attention.append_api import check_places
 from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, check_cache
 from ptxlab.lowbit.kernels.attention.prefill import PREFILL
-from ptxlab.lowbit.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
+from ptxlab.lowbit.kernels.gemm import Workspace, gemm_w4a8_grouped, gemm_workspace
 from ptxlab.lowbit.kernels.moe import RoutedTokens, combine_experts, route_tokens
 from ptxlab.lowbit.kernels.moe.specs import MOST_CHOSEN, MOST_EXPERTS, MOST_WIDTH
 from ptxlab.lowbit.kernels.operation import CallArray, dtype_of
-from ptxlab.lowbit.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
-from ptxlab.lowbit.layout import KVCache, PackedActivations, PackedWeight
-from ptxlab.lowbit.layout.packed_activations import stored_shape, tile_of
+from ptxlab.lowbit.kernels.quantize import quantize_activations
+from ptxlab.lowbit.layout import KVCache, PackedActivations, PackedWeight, ReorderedWeight
+from ptxlab.lowbit.quant.fmpq import BLOCK
 from ptxlab.runtime.arguments import check_flags, require_on_host
 from ptxlab.spec.dtypes import storage
 from ptxlab.validate import shape_of
@@ -56,7 +57,7 @@ class LayerBuffers:
 
     Attributes:
         config, dtype: of the layers that they are for.
-        qkv_in, o_in, gate_up_in, down_in: activations of M rows.
+        qkv_in, o_in, gate_up_in, down_in: activations of M rows, as the weights read them (`inputs`).
         qkv: [M, (Hq + 2·Hkv)·D].
         q: rotated, [M, Hq, D]; likewise `attention`, the result of attention.
         o: [M, H], what goes to the residual stream; likewise `hidden`, the layer's result.
@@ -72,15 +73,15 @@ class LayerBuffers:
 
     config: Config
     dtype: str
-    qkv_in: PackedActivations
+    qkv_in: Inputs
     qkv: Any
     q: Any
     attention: Any
-    o_in: PackedActivations
+    o_in: Inputs
     o: Any
-    gate_up_in: PackedActivations
+    gate_up_in: Inputs
     gate_up: Any
-    down_in: PackedActivations
+    down_in: Inputs
     hidden: Any
     routing: Routing | None = None
     workspaces: Mapping[str, Workspace] = field(default_factory=dict)
@@ -112,10 +113,13 @@ class LayerBuffers:
         _check_weights(weights)
         if programmatic is None:
             programmatic = all(getattr(weights, name).layout == "strips" for name in weights.config.matrices)
-        fits = not weights.config.experts and weights.o.layout == weights.down.layout == "strips"
+        adding = not weights.config.experts and not weights.four_bit_inputs
+        fits = adding and weights.o.layout == weights.down.layout == "strips"
         added = fits if residual_epilogue is None else residual_epilogue
         flags = {"programmatic": programmatic, "batch_invariant": batch_invariant, "residual_epilogue": added}
         check_flags(**flags)
+        if added and weights.four_bit_inputs:
+            raise ArgumentError(f"{NAME}: residual_epilogue", "must be False: no product of W4A4 has one", added)
         _check_cache(weights.config, cache)
         _check_sizes(weights.config)
         config, like, dtype = weights.config, cache.pool, weights.dtype
@@ -124,50 +128,45 @@ class LayerBuffers:
         def array(*shape: int, of: str = dtype) -> Any:
             return np.empty(shape, storage(of)) if isinstance(like, np.ndarray) else gpu.new(like, shape, of)
 
-        def activations(K: int, M: int = M, layout: str = order, rows: int | None = rows) -> PackedActivations:
-            return PackedActivations(
-                layout=layout,
-                M=M,
-                K=K,
-                rows=tile_of(layout, rows)[0],
-                x_q=array(*stored_shape(layout, M, K, rows), of="int8"),
-                scale=array(M, of="float32"),
-                token_sum=array(M, of="int32"),
-            )
+        def inputs(name: str) -> Inputs:
+            return new_inputs(getattr(weights, name), M, config.matrices[name][1], array, order=order, rows=rows)
 
         heads, H, F = (config.heads, config.head_dim), config.hidden, config.ffn
         chosen = max(1, config.chosen_experts)
-        as_rows: dict[str, Any] = {"M": M * chosen, "layout": ORDER, "rows": None} if config.experts else {}
+        as_rows: dict[str, Any] = {"order": ORDER, "rows": None}
         on_gpu = gpu.is_device_array(like)
-        gate_up_in = activations(H, **as_rows)
         routing = None
         if config.experts:
+            gate_up_in: Inputs = (for_experts := new_rows(M * chosen, H, array, **as_rows))
+            down_in: Inputs = new_rows(M * chosen, F, array, **as_rows)
             routed = RoutedTokens(
-                rows=gate_up_in,
+                rows=for_experts,
                 offsets=array(config.experts + 1, of="int32"),
                 place=array(M, chosen, of="int32"),
                 share=array(M, chosen, of="float32"),
                 chosen=array(M, chosen, of="int32"),
             )
             routing = Routing(
-                tokens=activations(H, layout=ORDER, rows=None),
+                tokens=new_rows(M, H, array, **as_rows),
                 normed=array(M, H),
                 routed=routed,
                 results=array(M * chosen, H),
             )
+        else:
+            gate_up_in, down_in = inputs("gate_up"), inputs("down")
         dense = {name: weight for name, weight in weights.parts.items() if isinstance(weight, PackedWeight)}
         return cls(
             config=config,
             dtype=dtype,
-            qkv_in=activations(H),
+            qkv_in=inputs("qkv"),
             qkv=array(M, config.qkv_width),
             q=array(M, *heads),
             attention=array(M, *heads),
-            o_in=activations(heads[0] * heads[1]),
+            o_in=inputs("o"),
             o=array(M, H),
             gate_up_in=gate_up_in,
             gate_up=array(M * chosen, F if _ends_gated(weights) else 2 * F),
-            down_in=activations(F, **as_rows),
+            down_in=down_in,
             hidden=array(M, H),
             routing=routing,
             workspaces={name: gemm_workspace(weight, M) for name, weight in dense.items()} if on_gpu else {},
@@ -280,51 +279,56 @@ def layer_calls(
         return []
     config, b, space = weights.config, buffers, buffers.workspaces.get
     added, gated = b.residual_epilogue, _ends_gated(weights)
+    ending: dict[str, Any] = {"epilogue": "silu_mul"} if gated else {}
     attending: dict[str, Any] = {"window": config.window_of(index), "batch_invariant": b.batch_invariant}
     attending |= {"query_start_loc": query_start_loc, "workspace": b.attention_workspace, "out": b.attention}
 
     def call(name: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> LayerCall:
         return LayerCall(name, function, args, {"backend": backend, "programmatic": b.programmatic, **keywords})
 
-    def norm(name: str, x: Any, gamma: Any, out: PackedActivations, **more: Any) -> LayerCall:
+    def norm(name: str, x: Any, gamma: Any, weight: Any, out: Inputs, **more: Any) -> LayerCall:
         stream = None if added and x is residual else residual
-        return call(name, rmsnorm_quantize, x, gamma, residual=stream, eps=config.eps, **into(out), **more)
+        how = {"residual": stream, "eps": config.eps, **into(weight, out), **more}
+        return call(name, calls_of(weight).normed, x, gamma, **how)
 
-    def product(name: str, of: PackedActivations, weight: PackedWeight, out: Any, **more: Any) -> LayerCall:
-        return call(name, gemm_w4a8, of, weight=weight, workspace=space(name), out=out, **more)
+    def product(name: str, of: Inputs, weight: Any, out: Any, **more: Any) -> LayerCall:
+        calls, x = calls_of(weight), operand(weight, of)
+        more |= {} if weights.four_bit_inputs else {"workspace": space(name)}
+        return call(name, calls.product, x, weight=multiplicand(weight), out=out, **more)
 
-    def to_stream(name: str, of: PackedActivations, weight: PackedWeight, out: Any) -> LayerCall:
+    def to_stream(name: str, of: Inputs, weight: Any, out: Any) -> LayerCall:
         return product(name, of, weight, **({"out": None, "residual": residual} if added else {"out": out}))
 
     calls = [
-        norm("qkv_in", x, weights.input_norm, b.qkv_in, programmatic=programmatic),
+        norm("qkv_in", x, weights.input_norm, weights.qkv, b.qkv_in, programmatic=programmatic),
         product("qkv", b.qkv_in, weights.qkv, b.qkv, bias=weights.qkv_bias),
         call("q", rope_append_kv4, b.qkv, cache, slots, rope=rope, out=b.q),
         call("attention", attention_kv4, b.q, cache, **attending),
-        call("o_in", quantize_activations, b.attention.reshape(M, -1), **into(b.o_in)),
+        call("o_in", calls_of(weights.o).plain, b.attention.reshape(M, -1), **into(weights.o, b.o_in)),
         to_stream("o", b.o_in, weights.o, b.o),
     ]
-    o = residual if added else b.o
+    o, reads_down = residual if added else b.o, into(weights.down, b.down_in)
     if gated:
-        down_in = call("down_in", quantize_activations, b.gate_up, **into(b.down_in))
+        down_in = call("down_in", quantize_activations, b.gate_up, **reads_down)
     else:
-        down_in = call("down_in", silu_mul_quantize, b.gate_up, activation=config.activation, **into(b.down_in))
+        quantise = calls_of(weights.down).gated
+        down_in = call("down_in", quantise, b.gate_up, activation=config.activation, **reads_down)
     if b.routing is None:
         return [
             *calls,
-            norm("gate_up_in", o, weights.post_norm, b.gate_up_in),
-            product("gate_up", b.gate_up_in, weights.gate_up, b.gate_up, epilogue="silu_mul" if gated else None),
+            norm("gate_up_in", o, weights.post_norm, weights.gate_up, b.gate_up_in),
+            product("gate_up", b.gate_up_in, weights.gate_up, b.gate_up, **ending),
             down_in,
             to_stream("down", b.down_in, weights.down, b.hidden),
         ]
     tokens, normed, routed, results = b.routing.tokens, b.routing.normed, b.routing.routed, b.routing.results
 
-    def of_experts(name: str, of: PackedActivations, weights: Any, out: Any) -> LayerCall:
+    def of_experts(name: str, of: Inputs, weights: Any, out: Any) -> LayerCall:
         return call(name, gemm_w4a8_grouped, of, weights=weights, offsets=routed.offsets, out=out)
 
     return [
         *calls,
-        norm("tokens", o, weights.post_norm, tokens, normed=normed),
+        norm("tokens", o, weights.post_norm, weights.gate_up, tokens, normed=normed),
         call("gate_up_in", route_tokens, tokens, normed, weights.router, config.chosen_experts, out=routed),
         of_experts("gate_up", b.gate_up_in, weights.gate_up, b.gate_up),
         down_in,
@@ -340,11 +344,6 @@ def _attention_workspace(cache: KVCache, tokens: int | None, batch_invariant: bo
     if batch_invariant or gpu.why_not(PREFILL.arch, exact=PREFILL.exact_arch):
         return None  # no context is cut
     return attention_workspace(cache, kernel=PREFILL.name)
-
-
-def into(out: PackedActivations) -> dict[str, Any]:
-    """Arguments of a quantiser that writes into these."""
-    return {"layout": out.layout, "rows": out.rows, "out": out}
 
 
 def _check(
@@ -364,6 +363,10 @@ def _check(
     if shape_of(buffers.gate_up)[1] != (config.ffn if _ends_gated(weights) else 2 * config.ffn):
         had = "rows in order" if _ends_gated(weights) else "interleaved rows"
         raise ArgumentError(f"{NAME}: buffers", "must be made for a gate_up as these weights have it", had)
+    for name in config.matrices:
+        if not takes(getattr(weights, name), getattr(buffers, f"{name}_in")):
+            rule = f"must be made for what {name} reads"
+            raise ArgumentError(f"{NAME}: buffers", rule, type(getattr(buffers, f"{name}_in")).__name__)
     if not isinstance(rope, tuple) or len(rope) not in (2, 3):
         raise ArgumentError(f"{NAME}: rope", "must be (cos, sin) or (cos, sin, positions)", type(rope).__name__)
     cos, sin, *positions = rope
@@ -397,8 +400,12 @@ def _check(
 def _check_weights(weights: Any) -> None:
     if not isinstance(weights, LayerWeights):
         raise ArgumentError(f"{NAME}: weights", "must be LayerWeights", type(weights).__name__)
-    if weights.four_bit_inputs:
-        raise ArgumentError(f"{NAME}: weights", "must be W4A8's; a NumpyRunner takes W4A4's", "W4A4's")
+    if weights.four_bit_inputs and weights.config.experts:
+        raise ArgumentError(f"{NAME}: weights", "must be W4A8's where there are experts", "W4A4's")
+    for name, weight in weights.parts.items():
+        if isinstance(weight, ReorderedWeight) and weight.scheme == "fmpq" and weight.group != BLOCK:
+            rule = f"must be in blocks of {BLOCK} in W4Ax; a NumpyRunner takes others"
+            raise ArgumentError(f"{NAME}: weights.{name}", rule, weight.group)
     if _ends_gated(weights) and weights.config.activation != "silu":
         rule = "must have gate above up unless the activation is silu"
         raise ArgumentError(f"{NAME}: weights.gate_up", rule, f"interleaved rows, {weights.config.activation}")

@@ -7,6 +7,7 @@ from typing import Any
 from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config, require_config
+from ptxlab.llm.model.inputs import input_bytes
 from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.quantized import QuantizedModel
 from ptxlab.llm.model.runner import CHUNK, HEAD_ROWS, HEADS, launch_sizes
@@ -48,13 +49,18 @@ class Footprint:
         context: int,
         *,
         weights: int | None = None,
+        inputs: int | None = None,
         scheme: str = "lqq",
         group: int = 128,
         dtype: str = "float16",
         chunk: int | None = None,
         head: str = "float16",
     ) -> "Footprint":
-        """Of a model of this shape; `weights` bytes of its layers (`layer_bytes` of the scheme and group if None)."""
+        """Of a model of this shape.
+
+        `weights` are the bytes of its layers, `layer_bytes` of the scheme and group if None; `inputs` those of a token
+        between the kernels, as a layer's products read it, W4A8's if None.
+        """
         require_config("config", config)
         sizes = {"batch": batch, "context": context, "chunk": CHUNK if chunk is None else chunk, "group": group}
         for name, number in sizes.items():
@@ -70,8 +76,8 @@ class Footprint:
         if head == "int8":
             of_head = ceil_div(config.vocabulary, HEAD_ROWS) * HEAD_ROWS * (config.hidden + _WORD)
         max_pages = ceil_div(context, PAGE)
-        launches = sum(launch_bytes(config, rows, max_pages) for rows in launch_sizes(batch))
-        launches += sum(launch_bytes(config, rows, max_pages, batch) for rows in launch_sizes(chunk))
+        launches = sum(launch_bytes(config, rows, max_pages, inputs=inputs) for rows in launch_sizes(batch))
+        launches += sum(launch_bytes(config, rows, max_pages, batch, inputs=inputs) for rows in launch_sizes(chunk))
         return cls(
             weights=config.layers * layer_bytes(config, scheme, group) if weights is None else weights,
             ends=vocabulary + of_head + config.hidden * _HALF,
@@ -115,7 +121,12 @@ class Footprint:
 
 def weights_of(model: QuantizedModel) -> dict[str, Any]:
     """What `Footprint.of` cannot count from the shapes of this very model."""
-    return {"weights": sum(layer.nbytes for layer in model.layers), "dtype": model.layers[0].dtype}
+    layers = model.layers
+    found = {"weights": sum(layer.nbytes for layer in layers), "dtype": layers[0].dtype}
+    if not layers[0].four_bit_inputs:
+        return found
+    matrices = model.config.matrices.items()
+    return {**found, "inputs": sum(input_bytes(getattr(layers[0], name), K) for name, (_, K) in matrices)}
 
 
 def budget(gigabytes: float) -> int:
@@ -170,16 +181,18 @@ def layer_bytes(config: Config, scheme: str = "lqq", group: int = 128, layout: s
     return total + config.experts * config.hidden * _HALF
 
 
-def launch_bytes(config: Config, rows: int, max_pages: int, sequences: int | None = None) -> int:
+def launch_bytes(
+    config: Config, rows: int, max_pages: int, sequences: int | None = None, *, inputs: int | None = None
+) -> int:
     """Return the bytes between the kernels of a launch of so many rows (`LayerBuffers` and the step around it).
 
-    The rows are those of decoding, or of prompts of so many sequences.
+    The rows are those of decoding, or of prompts of so many sequences; `inputs` as of `Footprint.of`.
     """
     H, F, attended = config.hidden, config.ffn, config.heads * config.head_dim
     chosen = max(1, config.chosen_experts)
     floats = 3 * H + config.qkv_width + 2 * attended + H + 2 * F * chosen + H  # stream's ends; qkv, q, attention, ...
     activations = (H, attended, *(H, F) * chosen)
-    nbytes = floats * _HALF + sum(K + 2 * _WORD for K in activations)
+    nbytes = floats * _HALF + (sum(K + 2 * _WORD for K in activations) if inputs is None else inputs)
     if config.experts:
         nbytes += H + 2 * _WORD + (H + chosen * H) * _HALF + 3 * chosen * _WORD
     words = (3 + 1) * rows if sequences is None else 3 * rows + 1  # tokens, positions, slots, `live` or the last start

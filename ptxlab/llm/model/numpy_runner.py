@@ -19,7 +19,7 @@ from ptxlab.llm.model.weights import DTYPES, LayerWeights
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.quantize.gated import gated, gated_and_quantized
 from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
-from ptxlab.lowbit.layout import KVCache, PackedWeight, ReorderedWeight, unpack, unpack_atom, write_slots
+from ptxlab.lowbit.layout import KVCache, PackedWeight, ReorderedWeight, unpack, write_slots
 from ptxlab.lowbit.quant import AtomRows, BlockRows, Level1Weight, QoQChannelWeight, QuantizedActivations
 from ptxlab.spec.dtypes import as_stored, floats, stored
 
@@ -79,7 +79,7 @@ class GroupProduct:
     """
 
     def __init__(self, weight: ReorderedWeight, bias: F32 | None = None) -> None:
-        known = unpack_atom(weight.weight)
+        known = weight.rows
         parts = np.split(known.q4, known.scale4.shape[1], axis=1) + [known.q8] * (weight.outliers > 0)
         self.groups = [np.ascontiguousarray(part.T, np.float32) for part in parts]
         self.scales = known.scales[:, : len(parts)]

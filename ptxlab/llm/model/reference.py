@@ -14,32 +14,38 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptxlab import gpu
 from ptxlab.errors import ArgumentError, VerificationError
+from ptxlab.llm.model.exact_products import (
+    beside,
+    gate_inputs,
+    is_read,
+    left_in,
+    multiply,
+    on_host,
+    parts_of,
+    read,
+    shared,
+)
 from ptxlab.llm.model.layer import LayerBuffers
 from ptxlab.llm.model.weights import LayerWeights
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.attention.sm90 import SM90
 from ptxlab.lowbit.kernels.gemm import epilogues
-from ptxlab.lowbit.kernels.gemm.common import DTYPES, gemm, gemm_channel
+from ptxlab.lowbit.kernels.gemm.common import DTYPES
 from ptxlab.lowbit.kernels.moe import CHOOSE
-from ptxlab.lowbit.kernels.quantize.gated import SILU_MUL
 from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
-from ptxlab.lowbit.layout import ExpertWeights, KVCache, PackedWeight, gather, unpack, write_slots
-from ptxlab.lowbit.layout.packed_activations import unpack_activations
-from ptxlab.lowbit.quant import QoQChannelWeight, QuantizedActivations
+from ptxlab.lowbit.layout import ExpertWeights, KVCache, PackedWeight, ReorderedWeight, gather, unpack, write_slots
+from ptxlab.lowbit.quant import QuantizedActivations
 from ptxlab.lowbit.quant.tiled import with_arrays
 from ptxlab.lowbit.reference.attention import F64
 from ptxlab.spec.dtypes import floats, numbers, stored
 from ptxlab.spec.tolerance import Allowed, misses
 
-_PARTS = ("q", "scale", "token_sum")  # of quantised activations
-
 
 class Step(NamedTuple):
-    """The result of a launch: an array, or quantised activations.
+    """The result of a launch: an array, or what a product reads.
 
-    `allowed` is None where every bit must be right, else the error bound; of quantised activations, one per array.
+    `allowed` is None where every bit must be right, else the error bound; of what a product reads, one per array.
     """
 
     right: Any
@@ -89,20 +95,20 @@ def exact(
         return (left or {}).get(name, right)
 
     stream = given.residual if given.x is None else _added(given.x, given.residual, dtype)
-    _, quantised = _normed(stream, weights.input_norm, config.eps)
-    qkv_in = done("qkv_in", quantised)
-    qkv = done("qkv", _product(qkv_in, weights.qkv, dtype, weights.qkv_bias))
+    qkv_in = done("qkv_in", read(weights.qkv, _normed(stream, weights.input_norm, config.eps)))
+    qkv = done("qkv", multiply(qkv_in, weights.qkv, dtype, weights.qkv_bias))
     q, pool = _rotated_and_appended(qkv, given, config.heads, dtype)
     q, pool = done("q", q), done("pool", pool)
     attention = done("attention", *_attention(q, replace(given.cache, pool=pool), config.window_of(), dtype))
     if attention.dtype == np.float64:  # the right one, as nobody has left one
         attention = stored(attention.astype(np.float32), dtype)
-    o_in = done("o_in", quant.quantize_activations(floats(attention).reshape(len(attention), -1)))
-    o = _product(o_in, weights.o, dtype)
+    o_in = done("o_in", read(weights.o, floats(attention).reshape(len(attention), -1)))
+    o = multiply(o_in, weights.o, dtype)
     stream = _added(stream, o if residual_epilogue else done("o", o), dtype)
     if config.experts or not residual_epilogue:
         stream = done("residual", stream)
-    y, quantised = _normed(stream, weights.post_norm, config.eps)
+    y = _normed(stream, weights.post_norm, config.eps)
+    quantised: Any = read(weights.gate_up, y)
     if config.experts:
         tokens, y = done("tokens", quantised), done("normed", stored(y, dtype))
         chosen, share, allowed = _chosen(y, weights.router, config.chosen_experts, dtype)
@@ -110,12 +116,12 @@ def exact(
         offsets, place = map(done, ("offsets", "place"), reference.rows_by_expert(chosen, config.experts))
         quantised = _taken(tokens, place.reshape(-1).argsort() // place.shape[1])
 
-    def product(x: QuantizedActivations, weight: PackedWeight | ExpertWeights) -> Any:
-        if isinstance(weight, PackedWeight):
-            return _product(x, weight, dtype)
+    def product(x: Any, weight: Any) -> Any:
+        if not isinstance(weight, ExpertWeights):
+            return multiply(x, weight, dtype)
         of_experts = [(e, slice(*map(int, pair))) for e, pair in enumerate(pairwise(offsets))]
         taken = [(e, rows) for e, rows in of_experts if rows.start < rows.stop]
-        return np.concatenate([_product(_taken(x, rows), weight.expert(e), dtype) for e, rows in taken])
+        return np.concatenate([multiply(_taken(x, rows), weight.expert(e), dtype) for e, rows in taken])
 
     gate_up_in = done("gate_up_in", quantised)
     if getattr(weights.gate_up, "interleaved", False):
@@ -124,7 +130,7 @@ def exact(
         down_in = done("down_in", quant.quantize_activations(floats(h)))
     else:
         gate_up = done("gate_up", product(gate_up_in, weights.gate_up))
-        down_in = done("down_in", *_gated(gate_up, config.activation, dtype))
+        down_in = done("down_in", *gate_inputs(weights.down, gate_up, config.activation, dtype))
     results = product(down_in, weights.down)
     if config.experts:
         results = stored(reference.combined(floats(done("results", results)), place, share), dtype)
@@ -135,21 +141,19 @@ def exact(
     return steps
 
 
-def left_by(buffers: LayerBuffers, residual: Any, cache: KVCache) -> dict[str, Any]:
+def left_by(buffers: LayerBuffers, weights: LayerWeights, residual: Any, cache: KVCache) -> dict[str, Any]:
     """What the launches of a layer have left, by step, as NumPy's or CuPy's arrays."""
     found = {name: getattr(buffers, name) for name in ("qkv", "q", "attention", "o", "gate_up", "hidden")}
-    found = {name: _shared(array) for name, array in found.items()}
-    packed_ones = {name: getattr(buffers, name) for name in ("qkv_in", "o_in", "gate_up_in", "down_in")}
+    found = {name: shared(array) for name, array in found.items()}
+    for name in weights.config.matrices:
+        found[f"{name}_in"] = left_in(getattr(weights, name), getattr(buffers, f"{name}_in"))
     if buffers.routing is not None:
         routing, routed = buffers.routing, buffers.routing.routed
         arrays = {"normed": routing.normed, "results": routing.results, "chosen": routed.chosen}
         arrays |= {"share": routed.share, "offsets": routed.offsets, "place": routed.place}
-        found |= {name: _shared(array) for name, array in arrays.items()}
-        packed_ones["tokens"] = routing.tokens
-    for name, packed in packed_ones.items():
-        arrays = {part: _shared(getattr(packed, part)) for part in ("x_q", "scale", "token_sum")}
-        found[name] = unpack_activations(replace(packed, **arrays))
-    return {**found, "pool": _shared(cache.pool), "residual": _shared(residual)}
+        found |= {name: shared(array) for name, array in arrays.items()}
+        found["tokens"] = left_in(weights.gate_up, routing.tokens)
+    return {**found, "pool": shared(cache.pool), "residual": shared(residual)}
 
 
 def compare(given: LayerInputs, weights: LayerWeights, buffers: LayerBuffers, residual: Any, cache: KVCache) -> str:
@@ -161,7 +165,7 @@ def compare(given: LayerInputs, weights: LayerWeights, buffers: LayerBuffers, re
     Raises:
         VerificationError: a step is not what it has to be; names the first, with the place.
     """
-    left = left_by(buffers, residual, cache)
+    left = left_by(buffers, weights, residual, cache)
     steps = exact(given, weights, left, residual_epilogue=buffers.residual_epilogue)
     for name, step in steps.items():
         _compare(name, left[name], step, weights.dtype)
@@ -179,11 +183,12 @@ def in_float64(given: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
     norms = numbers(weights.input_norm, dtype), numbers(weights.post_norm, dtype)
     M, D = len(stream), config.head_dim
 
-    def product(y: F64, weight: PackedWeight) -> F64:
-        result: F64 = y @ unpack(weight).dequantize().astype(np.float64).T
+    def product(y: F64, weight: Any) -> F64:
+        known = weight if isinstance(weight, ReorderedWeight) else unpack(weight)
+        result: F64 = y @ known.dequantize().astype(np.float64).T
         return result
 
-    def ffn(y: F64, gate_up: PackedWeight, down: PackedWeight) -> F64:
+    def ffn(y: F64, gate_up: Any, down: Any) -> F64:
         return product(reference.gated(product(y, gate_up), config.activation), down)
 
     stream = stream + x
@@ -216,33 +221,24 @@ def _added(x: Any, residual: Any, dtype: str) -> Any:
     return stored(floats(x) + floats(residual), dtype)
 
 
-def _normed(stream: Any, gamma: Any, eps: float) -> tuple[Any, QuantizedActivations]:
-    """y f32 [M, H], and as integers; in the kernel's order of additions, which is written for NumPy."""
-    y = normalized(floats(_on_host(stream)), floats(_on_host(gamma)), eps)
-    quantised = quant.quantize_activations(y)
-    return _beside(y, stream), QuantizedActivations(*(_beside(getattr(quantised, part), stream) for part in _PARTS))
+def _normed(stream: Any, gamma: Any, eps: float) -> Any:
+    """y f32 [M, H], in the kernel's order of additions, which is written for NumPy."""
+    return beside(normalized(floats(on_host(stream)), floats(on_host(gamma)), eps), stream)
 
 
 def _chosen(y: Any, router: Any, k: int, dtype: str) -> tuple[Any, Any, Allowed]:
     """chosen and share of `RoutedTokens`, of logits in the kernel's order of additions; and the shares' error."""
-    logical = {"x": floats(_on_host(y)), "router": floats(_on_host(router)), "k": k}
+    logical = {"x": floats(on_host(y)), "router": floats(on_host(router)), "k": k}
     config = {"IN": DTYPES.index(dtype)}
     right = CHOOSE.expected(logical, config)
     chosen, share = (
-        _beside(right[name].astype(kind), y) for name, kind in (("chosen", np.int32), ("share", np.float32))
+        beside(right[name].astype(kind), y) for name, kind in (("chosen", np.int32), ("share", np.float32))
     )
     return chosen, share, CHOOSE.allowed(logical, config)["share"]
 
 
 def _taken(x: QuantizedActivations, rows: Any) -> QuantizedActivations:
-    return QuantizedActivations(*(getattr(x, part)[rows] for part in _PARTS))
-
-
-def _product(x: QuantizedActivations, weight: Any, dtype: str, bias: Any = None) -> Any:
-    known, out = unpack(weight), DTYPES.index(dtype)
-    if isinstance(known, QoQChannelWeight):
-        return gemm_channel(known, x.q, x.scale, bias, x.token_sum, OUT=out)
-    return gemm(known, x.q, x.scale, bias, OUT=out)
+    return QuantizedActivations(*(array[rows] for array in parts_of(x).values()))
 
 
 def _angles(given: LayerInputs) -> tuple[Any, Any]:
@@ -275,31 +271,20 @@ def _attention(q: Any, cache: KVCache, window: int | None, dtype: str) -> tuple[
 
 def _ended_gated(x: QuantizedActivations, weight: PackedWeight, dtype: str) -> tuple[Any, Allowed]:
     """SiLU(gate) · up [M, F] in float64, rounded to the dtype, and how far from that the epilogue may be."""
-    gate_up, OUT = _on_host(_product(x, weight, "float32")), DTYPES.index(dtype)
-    return _beside(epilogues.silu_mul(gate_up, OUT), x.q), Allowed(epilogues.silu_mul_error(gate_up, OUT))
-
-
-def _gated(gate_up: Any, activation: str, dtype: str) -> tuple[QuantizedActivations, tuple[Allowed, ...]]:
-    logical = {"gate_up": floats(_on_host(gate_up)), "rows": 1, "span": 32}
-    logical |= {"activation": reference.ACTIVATIONS.index(activation)}
-    config = {"IN": DTYPES.index(dtype)}
-    right, allowed = SILU_MUL.expected(logical, config), SILU_MUL.allowed(logical, config)
-    names = ("x_q", "scale", "token_sum")
-    kinds = np.int8, np.float32, np.int32
-    results = (_beside(right[name].astype(kind), gate_up) for name, kind in zip(names, kinds, strict=True))
-    return QuantizedActivations(*results), tuple(allowed[name] for name in names)
+    gate_up, OUT = on_host(multiply(x, weight, "float32")), DTYPES.index(dtype)
+    return beside(epilogues.silu_mul(gate_up, OUT), x.q), Allowed(epilogues.silu_mul_error(gate_up, OUT))
 
 
 def _compare(name: str, found: Any, step: Step, dtype: str) -> None:
     """Raise VerificationError where a step is not what it has to be."""
-    parts = _PARTS if isinstance(found, QuantizedActivations) else ("",)
+    parts = list(parts_of(found)) if is_read(found) else [""]
     bounds = step.allowed if isinstance(step.allowed, tuple) else (step.allowed,) * len(parts)
     for part, allowed in zip(parts, bounds, strict=True):
-        got, right = (_on_host(getattr(each, part) if part else each) for each in (found, step.right))
+        got, right = (on_host(getattr(each, part) if part else each) for each in (found, step.right))
         if allowed is None:
             wrong = got.view(f"u{got.itemsize}") != right.view(f"u{right.itemsize}")
         else:
-            allowed = Allowed(_on_host(allowed.each), None if allowed.rms is None else _on_host(allowed.rms))
+            allowed = Allowed(on_host(allowed.each), None if allowed.rms is None else on_host(allowed.rms))
             got = numbers(got, dtype) if right.dtype == np.float64 and not part else got
             wrong, rows = misses(got, right, allowed)
             wrong = wrong | rows.reshape(*rows.shape, *(1,) * (wrong.ndim - rows.ndim))
@@ -309,25 +294,9 @@ def _compare(name: str, found: Any, step: Step, dtype: str) -> None:
             raise VerificationError(
                 f"{label}: {count} differ from the reference, first at {list(at)}: {got[at]} instead of {right[at]}"
             )
-    if parts == _PARTS and (found.q.sum(axis=1) != found.token_sum).any():
+    if isinstance(found, QuantizedActivations) and (found.q.sum(axis=1) != found.token_sum).any():
         raise VerificationError(f"{name}.token_sum: is not the sum of what was written")
 
 
-# Arrays of both libraries
-
-
-def _shared(array: Any) -> Any:
-    return gpu.as_array("reference", array)
-
-
 def _copied(array: Any) -> Any:
-    return _shared(array).copy()
-
-
-def _on_host(array: Any) -> Any:
-    return gpu.to_host(_shared(array)) if gpu.is_device_array(array) else array
-
-
-def _beside(array: Any, example: Any) -> Any:
-    """A NumPy array, on the device where the example is there."""
-    return array if isinstance(example, np.ndarray) else gpu.to_device(array)
+    return shared(array).copy()

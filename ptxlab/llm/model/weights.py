@@ -13,6 +13,8 @@ from ptxlab.lowbit import quant
 from ptxlab.lowbit.kernels.operation import dtype_of
 from ptxlab.lowbit.kernels.transfer import copied_to_device
 from ptxlab.lowbit.layout import ExpertWeights, PackedWeight, ReorderedWeight, pack, stack_experts, unpack
+from ptxlab.lowbit.layout import packed_weight as w4a8
+from ptxlab.lowbit.layout import reordered as w4a4
 from ptxlab.lowbit.layout.packed_weight import QuantizedWeight
 from ptxlab.lowbit.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
 from ptxlab.runtime.arguments import check_flags
@@ -20,6 +22,7 @@ from ptxlab.spec.dtypes import stored
 from ptxlab.validate import is_one_of, require_integer, shape_of
 
 DTYPES = ("float16", "bfloat16")  # of what lies between the kernels
+RANDOM_OUTLIERS = 128  # channels in INT8 of random W4A4 weights, as Atom has them (Atom §4.1)
 
 
 def quantiser(
@@ -112,8 +115,9 @@ class LayerWeights:
         Args:
             config: of the layer.
             seed: 0 or more; other layers have other weights by another seed.
-            scheme: `lqq`, `qoq`, in groups of `group`, or `qoq_channel`.
-            group: 32, 64 or 128; `qoq_channel` ignores it.
+            scheme: `lqq`, `qoq`, in groups of `group`, or `qoq_channel`; of W4A4 `atom`, with 128 outliers, or `fmpq`,
+                a fifth of whose blocks are INT8.
+            group: 32, 64 or 128; of W4A4 64 or 128; `qoq_channel` ignores it.
             layout: of the packing.
             interleaved: gate and up in turns: `decode_layer` ends their product with SiLU·mul. Not of experts.
             dtype: of what lies between the kernels, `float16` or `bfloat16`.
@@ -123,16 +127,22 @@ class LayerWeights:
         check_flags(on_device=on_device, interleaved=interleaved)
         if on_device:
             gpu.device_info()  # or the reason why there is none
-        quantise = quantiser(scheme)
+        if not is_one_of(scheme, (*w4a8.SCHEMES, *w4a4.SCHEMES)):
+            raise ArgumentError("scheme", f"must be one of {', '.join((*w4a8.SCHEMES, *w4a4.SCHEMES))}", scheme)
+        if scheme in w4a4.SCHEMES and (config.experts or interleaved):
+            got = f"{config.experts} experts, interleaved={interleaved}"
+            raise ArgumentError("scheme", f"{scheme} is for dense layers whose rows are in order", got)
         if not is_one_of(dtype, DTYPES):
             raise ArgumentError("dtype", f"must be one of {', '.join(DTYPES)}", dtype)
         require_integer("seed", seed)
         rng = np.random.default_rng(seed)
         place: Callable[[Any], Any] = gpu.to_device if on_device else lambda array: array
 
-        def packed(N: int, K: int, interleaved: bool = False) -> PackedWeight:
+        def packed(N: int, K: int, interleaved: bool = False) -> Any:
+            if scheme in w4a4.SCHEMES:
+                return _random_reordered(rng, N, K, scheme, group, layout, place)
             block = rng.standard_normal((min(N, BLOCK_ROWS), min(K, BLOCK_K)), dtype=np.float32) / np.sqrt(K)
-            quantised = quantise(block.astype(np.float32), group)
+            quantised = quantiser(scheme)(block.astype(np.float32), group)
             return pack(tiled(with_arrays(quantised, place), N, K), layout, interleaved=interleaved)
 
         def norm() -> Any:
@@ -173,10 +183,14 @@ class LayerWeights:
 
     def in_layout(self, layout: str) -> "LayerWeights":
         """The same weights with every matrix but those of experts packed so, bit for bit, where they lie."""
-        packed = {name: part for name, part in self.parts.items() if isinstance(part, PackedWeight)}
-        other: dict[str, Any] = {
-            name: pack(unpack(part), layout) for name, part in packed.items() if part.layout != layout
-        }
+        other: dict[str, Any] = {}
+        for name, part in self.parts.items():
+            if getattr(part, "layout", layout) == layout:
+                continue
+            if isinstance(part, PackedWeight):
+                other[name] = pack(unpack(part), layout)
+            elif isinstance(part, ReorderedWeight):
+                other[name] = part.in_layout(layout)
         return replace(self, **other)
 
     def to_device(self) -> "LayerWeights":
@@ -184,6 +198,22 @@ class LayerWeights:
         gpu.device_info()  # or the reason why there is none
         moved: LayerWeights = with_arrays(self, copied_to_device)
         return moved
+
+
+def _random_reordered(
+    rng: np.random.Generator, N: int, K: int, scheme: str, group: int, layout: str, place: Callable[[Any], Any]
+) -> ReorderedWeight:
+    """A matrix of W4A4 whose input has a random order: a block of INT4 channels is repeated, as of W4A8's."""
+    outliers = RANDOM_OUTLIERS if scheme == "atom" else 0
+    w4a4.check_reordered(K, outliers)
+    size = min(N, BLOCK_ROWS), min(K - outliers, BLOCK_K) + outliers
+    block = rng.standard_normal(size, dtype=np.float32) / np.float32(np.sqrt(K))
+    rows = quant.quantize_atom_weight(block, group, outliers)
+    q4, scale4 = tiled(place(rows.q4), N, K - outliers), tiled(place(rows.scale4), N, (K - outliers) // group)
+    q8 = tiled(place(rows.q8), N, outliers) if outliers else q4[:, :0]
+    repeated = quant.AtomRows(q4, scale4, q8, tiled(place(rows.scale8), N, 1))
+    int8 = None if scheme == "atom" else round(K // group * quant.fmpq.MOST_INT8)
+    return w4a4.pack_reordered(repeated, rng.permutation(K), layout, int8=int8, clip=quant.atom.ACTIVATION_CLIP)
 
 
 def _said(array: Any) -> str:

@@ -73,7 +73,8 @@ def quantize_model(
     for name, (N, K) in config.matrices.items():
         with naming(name):
             if recipe.reorders:
-                reordered_shapes(layout, N, K, recipe.kept, recipe.group or 0)
+                of_input = "atom" if recipe.int8 is None else "fmpq"
+                reordered_shapes(of_input, layout, N, K, recipe.kept, recipe.group or 0, int8=0)
             else:
                 buffer_shapes(layout, scheme, N, K, K if scheme == "qoq_channel" else recipe.group or 0)
     ends = stored_ends(turned, dtype)  # before the layers take their time: what float16 does not hold is refused

@@ -64,7 +64,7 @@ _library = torch.library.Library("ptxlab", "DEF")
 _HALVES = ("float16", "bfloat16")
 
 
-def _operator(schema: str, *, cuda: Callable[..., Any], cpu: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def define(schema: str, *, cuda: Callable[..., Any], cpu: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Define an operator; the first of its arguments says on which device it runs."""
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -87,7 +87,7 @@ def _operator(schema: str, *, cuda: Callable[..., Any], cpu: Callable[..., Any],
 # Tensors as arrays, and back
 
 
-def _array(name: str, tensor: Tensor, dtypes: str | Sequence[str], *shape: int | str) -> Any:
+def array_of(name: str, tensor: Tensor, dtypes: str | Sequence[str], *shape: int | str) -> Any:
     """The NumPy array on a CPU tensor's memory, bfloat16 as its bits; ArgumentError unless of that dtype and shape."""
     dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
     found = name_of(tensor.dtype)
@@ -98,7 +98,7 @@ def _array(name: str, tensor: Tensor, dtypes: str | Sequence[str], *shape: int |
     return (tensor.view(torch.uint16) if found == "bfloat16" else tensor).numpy()
 
 
-def _tensor(array: Any, dtype: torch.dtype) -> Tensor:
+def tensor_of(array: Any, dtype: torch.dtype) -> Tensor:
     """The tensor on an array's memory; bfloat16 are its bits."""
     made = torch.from_numpy(array)
     return made.view(torch.bfloat16) if dtype == torch.bfloat16 else made
@@ -117,7 +117,7 @@ def _empty_quantized(x: Tensor, K: Any) -> Quantized:
 
 
 def _quantize_on_cpu(x: Tensor) -> Quantized:
-    array = _array("quantize_activations: x", x, ("float16", "bfloat16", "float32"), "M", "K")
+    array = array_of("quantize_activations: x", x, ("float16", "bfloat16", "float32"), "M", "K")
     _check_width("quantize_activations: x", x.shape[1])
     with naming("quantize_activations"):
         return _quantized(quant.quantize_activations(floats(array)))
@@ -127,11 +127,11 @@ def _rmsnorm_on_cpu(
     x: Tensor, gamma: Tensor, residual: Tensor | None = None, eps: float = 1e-5, normed: Tensor | None = None
 ) -> Quantized:
     name, dtype = "rmsnorm_quantize", name_of(x.dtype)
-    v = floats(_array(f"{name}: x", x, _HALVES, "M", "K"))
+    v = floats(array_of(f"{name}: x", x, _HALVES, "M", "K"))
     _check_width(f"{name}: x", x.shape[1])
-    weight = floats(_array(f"{name}: gamma", gamma, dtype, x.shape[1]))
+    weight = floats(array_of(f"{name}: gamma", gamma, dtype, x.shape[1]))
     stream, kept = (
-        None if each is None else _array(f"{name}: {of}", each, dtype, *x.shape)
+        None if each is None else array_of(f"{name}: {of}", each, dtype, *x.shape)
         for of, each in (("residual", residual), ("normed", normed))
     )
     extremes(f"{name}: x", v), extremes(f"{name}: gamma", weight)  # refuse what is not finite
@@ -149,7 +149,7 @@ def _rmsnorm_on_cpu(
 
 def _silu_mul_on_cpu(gate_up: Tensor, activation: str = "silu") -> Quantized:
     name = "silu_mul_quantize"
-    array = _array(f"{name}: gate_up", gate_up, _HALVES, "M", "2·K")
+    array = array_of(f"{name}: gate_up", gate_up, _HALVES, "M", "2·K")
     _check_width(f"{name}: gate_up", gate_up.shape[1], step=64)
     if activation not in reference.ACTIVATIONS:
         raise ArgumentError(f"{name}: activation", f"must be one of {', '.join(reference.ACTIVATIONS)}", activation)
@@ -184,20 +184,20 @@ def _silu_mul_on_cuda(gate_up: Tensor, activation: str = "silu") -> Quantized:
     return _on_cuda(quantize.silu_mul_quantize, gate_up, gate_up.shape[-1] // 2, activation=activation)
 
 
-_operator(
+define(
     "quantize_activations(Tensor x) -> (Tensor x_q, Tensor scale, Tensor token_sum)",
     cuda=lambda x: _on_cuda(quantize.quantize_activations, x, x.shape[-1]),
     cpu=_quantize_on_cpu,
     fake=lambda x: _empty_quantized(x, x.shape[1]),
 )
-_operator(
+define(
     "rmsnorm_quantize(Tensor x, Tensor gamma, Tensor(a!)? residual=None, float eps=1e-5, Tensor(b!)? normed=None)"
     " -> (Tensor x_q, Tensor scale, Tensor token_sum)",
     cuda=_rmsnorm_on_cuda,
     cpu=_rmsnorm_on_cpu,
     fake=lambda x, *given, **how: _empty_quantized(x, x.shape[1]),
 )
-_operator(
+define(
     'silu_mul_quantize(Tensor gate_up, str activation="silu") -> (Tensor x_q, Tensor scale, Tensor token_sum)',
     cuda=_silu_mul_on_cuda,
     cpu=_silu_mul_on_cpu,
@@ -289,10 +289,10 @@ def _operands(name: str, x_q: Tensor, x_scale: Tensor, x_sum: Tensor | None, out
     """x_q and x_scale as arrays; ArgumentError for sums that are not those of x_q."""
     if name_of(out_dtype) not in DTYPES:
         raise ArgumentError(f"{name}: out_dtype", f"must be one of {', '.join(DTYPES)}", name_of(out_dtype))
-    x, M = _array(f"{name}: x_q", x_q, "int8", "M", "K"), len(x_q)
+    x, M = array_of(f"{name}: x_q", x_q, "int8", "M", "K"), len(x_q)
     if x_sum is not None:
-        gemm.common.sums_agree(name, {"x": x, "x_sum": _array(f"{name}: x_sum", x_sum, "int32", M)})
-    return x, _array(f"{name}: x_scale", x_scale, "float32", M)
+        gemm.common.sums_agree(name, {"x": x, "x_sum": array_of(f"{name}: x_sum", x_sum, "int32", M)})
+    return x, array_of(f"{name}: x_scale", x_scale, "float32", M)
 
 
 def _gemm_on_cpu(
@@ -302,8 +302,8 @@ def _gemm_on_cpu(
     name = "gemm_w4a8"
     x, scale = _operands(name, x_q, x_scale, x_sum, out_dtype)
     fields = _buffers(f"{name}: weight", weight, layout, scheme, x.shape[1], group)
-    added = None if bias is None else _array(f"{name}: bias", bias, "float32", fields["N"])
-    return _tensor(_multiplied(_product(fields), x, scale, added, out_dtype), out_dtype)
+    added = None if bias is None else array_of(f"{name}: bias", bias, "float32", fields["N"])
+    return tensor_of(_multiplied(_product(fields), x, scale, added, out_dtype), out_dtype)
 
 
 def _gemm_on_cuda(
@@ -319,10 +319,12 @@ def _w8a8_on_cpu(
     x_q: Tensor, x_scale: Tensor, x_sum: Tensor, weight: Tensor, weight_scale: Tensor, *, out_dtype: torch.dtype
 ) -> Tensor:
     x, scale = _operands("gemm_w8a8", x_q, x_scale, x_sum, out_dtype)
-    rows = _array("gemm_w8a8: weight", weight, "int8", "N", x.shape[1])
-    of_rows = _array("gemm_w8a8: weight_scale", weight_scale, "float32", len(rows))
+    rows = array_of("gemm_w8a8: weight", weight, "int8", "N", x.shape[1])
+    of_rows = array_of("gemm_w8a8: weight_scale", weight_scale, "float32", len(rows))
     sums = x.astype(np.float64) @ rows.astype(np.float64).T  # exact: integers below 2^53
-    return _tensor(reference.gemm_epilogue(sums.astype(np.int32), scale, of_rows, None, name_of(out_dtype)), out_dtype)
+    return tensor_of(
+        reference.gemm_epilogue(sums.astype(np.int32), scale, of_rows, None, name_of(out_dtype)), out_dtype
+    )
 
 
 def _w8a8_on_cuda(
@@ -341,8 +343,8 @@ def _grouped_on_cpu(
     name, E = "gemm_w4a8_grouped", len(offsets) - 1
     x, scale = _operands(name, x_q, x_scale, x_sum, out_dtype)
     fields = _buffers(f"{name}: weights", weights, "strips", scheme, x.shape[1], group, (E,))
-    begin = _array(f"{name}: offsets", offsets, "int32", E + 1)
-    added = None if bias is None else _array(f"{name}: bias", bias, "float32", E, fields["N"])
+    begin = array_of(f"{name}: offsets", offsets, "int32", E + 1)
+    added = None if bias is None else array_of(f"{name}: bias", bias, "float32", E, fields["N"])
     if begin[0] != 0 or begin[-1] != len(x) or (begin[1:] < begin[:-1]).any():
         raise ArgumentError(f"{name}: offsets", f"must rise from 0 to {len(x)}", begin.tolist())
     arrays = {each: tensor.detach().numpy() for each, tensor in fields["buffers"].items()}
@@ -351,7 +353,7 @@ def _grouped_on_cpu(
         expert = PackedWeight(**{**fields, "buffers": {each: array[e] for each, array in arrays.items()}})
         rows, of_expert = slice(start, stop), None if added is None else added[e]
         of_experts.append(_multiplied(IntegerProduct(expert), x[rows], scale[rows], of_expert, out_dtype))
-    return _tensor(np.concatenate(of_experts), out_dtype)
+    return tensor_of(np.concatenate(of_experts), out_dtype)
 
 
 def _grouped_on_cuda(
@@ -365,7 +367,7 @@ def _grouped_on_cuda(
     return gemm.gemm_w4a8_grouped(x_q, x_scale, experts, offsets, x_sum=x_sum, bias=bias, out=out)
 
 
-_operator(
+define(
     "gemm_w4a8(Tensor x_q, Tensor x_scale, Tensor? x_sum, Tensor[] weight, Tensor? bias=None, *, str layout,"
     " str scheme, int group=0, ScalarType out_dtype) -> Tensor",
     cuda=_gemm_on_cuda,
@@ -374,7 +376,7 @@ _operator(
         (x_q.shape[0], weight[-1].shape[-1]), dtype=out_dtype
     ),
 )
-_operator(
+define(
     "gemm_w8a8(Tensor x_q, Tensor x_scale, Tensor x_sum, Tensor weight, Tensor weight_scale, *, ScalarType out_dtype)"
     " -> Tensor",
     cuda=_w8a8_on_cuda,
@@ -383,7 +385,7 @@ _operator(
         (x_q.shape[0], weight.shape[0]), dtype=out_dtype
     ),
 )
-_operator(
+define(
     "gemm_w4a8_grouped(Tensor x_q, Tensor x_scale, Tensor? x_sum, Tensor[] weights, Tensor offsets, Tensor? bias=None,"
     " *, str scheme, int group=0, ScalarType out_dtype) -> Tensor",
     cuda=_grouped_on_cuda,
@@ -422,8 +424,8 @@ def _cache_on_cuda(
 def _cache_on_cpu(
     name: str, tensors: tuple[Tensor, Any, Any], how: tuple[int, int, str, bool], channel: _Channel
 ) -> KVCache:
-    pool = _array(f"{name}: pool", tensors[0], "uint8", "pages", 2, "Hkv", "bytes")
-    constants = [_array(f"{name}: channel", each, "float32", "Hkv", "D") for each in channel or ()]
+    pool = array_of(f"{name}: pool", tensors[0], "uint8", "pages", 2, "Hkv", "bytes")
+    constants = [array_of(f"{name}: channel", each, "float32", "Hkv", "D") for each in channel or ()]
     with naming(name):
         return KVCache(**_cache_fields((pool, *tensors[1:]), how, constants))
 
@@ -445,11 +447,11 @@ def _angles(name: str, rope: tuple[Tensor, ...] | None, slots: Any, cache: KVCac
         return None, None
     T, half, positions = len(slots), cache.head_dim // 2, rope[2:]
     cos, sin = (
-        _array(f"{name}: {of}", each, "float32", "R", half) for of, each in zip(("cos", "sin"), rope, strict=False)
+        array_of(f"{name}: {of}", each, "float32", "R", half) for of, each in zip(("cos", "sin"), rope, strict=False)
     )
     if len(cos) != len(sin) or len(cos) < (1 if positions else T):
         raise ArgumentError(f"{name}: cos, sin", f"must have {T} rows or more, or positions", [len(cos), len(sin)])
-    at = _array(f"{name}: positions", positions[0], slots.dtype.name, T) if positions else np.arange(T)
+    at = array_of(f"{name}: positions", positions[0], slots.dtype.name, T) if positions else np.arange(T)
     check_places(name, cache, slots, at, rows=len(cos))
     at = table_rows(at, len(cos))
     return cos[at], sin[at]
@@ -459,7 +461,7 @@ def _write(
     name: str, cache: KVCache, k: Any, v: Any, slots: Tensor, rope: tuple[Tensor, ...] | None
 ) -> tuple[Any, Any]:
     """Rotate keys f32 [T, Hkv, D], and write them and values into the cache; the tokens' (cos, sin), or Nones."""
-    at = _array(f"{name}: slots", slots, ("int32", "int64"), len(k))
+    at = array_of(f"{name}: slots", slots, ("int32", "int64"), len(k))
     here, angles = at >= 0, _angles(name, rope, at, cache)
     k = k if angles[0] is None else reference.rope(k, *angles)
     with naming(f"{name}: k"):
@@ -477,8 +479,8 @@ def _append_on_cpu(
 ) -> None:  # fmt: skip
     name, (H, D) = "append_kv4", k.shape[-2:]
     cache = _cache_on_cpu(name, (pool, *_NO_ROWS), (page_size, D, scheme, rotated), channel)
-    keys = _array(f"{name}: k", k.contiguous(), _HALVES, "T", cache.num_kv_heads, D)
-    values = _array(f"{name}: v", v.contiguous(), name_of(k.dtype), len(k), H, D)
+    keys = array_of(f"{name}: k", k.contiguous(), _HALVES, "T", cache.num_kv_heads, D)
+    values = array_of(f"{name}: v", v.contiguous(), name_of(k.dtype), len(k), H, D)
     _write(name, cache, floats(keys), floats(values), slots, _rope(name, cos, sin, positions))
 
 
@@ -488,13 +490,13 @@ def _rope_append_on_cpu(
 ) -> Tensor:  # fmt: skip
     name = "rope_append_kv4"
     cache = _cache_on_cpu(name, (pool, *_NO_ROWS), (page_size, head_dim, scheme, rotated), channel)
-    array, of_kv = _array(f"{name}: qkv", qkv.contiguous(), _HALVES, "T", "(Hq + 2·Hkv)·D"), cache.num_kv_heads
+    array, of_kv = array_of(f"{name}: qkv", qkv.contiguous(), _HALVES, "T", "(Hq + 2·Hkv)·D"), cache.num_kv_heads
     if array.shape[1] % (of_kv * head_dim) or array.shape[1] < 3 * of_kv * head_dim:
         rule = f"must be [T, (Hq + {2 * of_kv})·{head_dim}], Hq a multiple of {of_kv}"
         raise ArgumentError(f"{name}: qkv", rule, [*array.shape])
     q, k, v = np.split(floats(array).reshape(len(array), -1, head_dim), [-2 * of_kv, -of_kv], axis=1)
     angles = _write(name, cache, k, v, slots, _rope(name, cos, sin, positions))
-    return _tensor(stored(reference.rope(q, *angles), name_of(qkv.dtype)), qkv.dtype)
+    return tensor_of(stored(reference.rope(q, *angles), name_of(qkv.dtype)), qkv.dtype)
 
 
 def _attend_on_cpu(
@@ -504,9 +506,9 @@ def _attend_on_cpu(
     """Compute what attention gives for q [.., Hq, D], f32, and its lse f32 [.., Hq]."""
     B, (Hq, D) = len(lengths) if starts is not None else len(q), q.shape[-2:]
     shape = ("B", "Hq", "D") if q.ndim == 3 or starts is not None else ("B", "T", "Hq", "D")
-    queries = floats(_array(f"{name}: q", q, _HALVES, *shape))
-    table = _array(f"{name}: block_table", block_table, "int32", B, "pages")
-    of_rows = _array(f"{name}: lengths", lengths, "int32", B)
+    queries = floats(array_of(f"{name}: q", q, _HALVES, *shape))
+    table = array_of(f"{name}: block_table", block_table, "int32", B, "pages")
+    of_rows = array_of(f"{name}: lengths", lengths, "int32", B)
     cache = _cache_on_cpu(name, (pool, table, of_rows), (page_size, D, scheme, rotated), channel)
     check_cache(name, cache)
     if Hq % cache.num_kv_heads:
@@ -529,7 +531,7 @@ def _attend_on_cpu(
 
 def _chunks(name: str, starts: Tensor, lengths: Any, N: int) -> list[slice]:
     """Return the rows of each sequence's queries; ArgumentError for starts that do not fit the lengths and N rows."""
-    begin = _array(f"{name}: query_start_loc", starts, "int32", len(lengths) + 1)
+    begin = array_of(f"{name}: query_start_loc", starts, "int32", len(lengths) + 1)
     queries = np.diff(begin)
     if begin[0] != 0 or begin[-1] != N or (queries < 0).any():
         raise ArgumentError(f"{name}: query_start_loc", f"must rise from 0 to the {N} queries", begin.tolist())
@@ -547,7 +549,7 @@ def _attention_on_cpu(
 ) -> Tensor:  # fmt: skip
     options = page_size, scheme, channel, rotated, scale, window, query_start_loc
     outputs, _ = _attend_on_cpu("attention_kv4", q, pool, block_table, lengths, *options)
-    return _tensor(stored(outputs, name_of(q.dtype)), q.dtype)
+    return tensor_of(stored(outputs, name_of(q.dtype)), q.dtype)
 
 
 def _attention_out_on_cpu(
@@ -557,8 +559,8 @@ def _attention_out_on_cpu(
     workspace: Tensor | None = None, batch_invariant: bool = False,
 ) -> None:  # fmt: skip
     name = "attention_kv4_out"
-    out_array = _array(f"{name}: out", out, name_of(q.dtype), *q.shape)
-    lse_array = None if lse is None else _array(f"{name}: lse", lse, "float32", *q.shape[:-1])
+    out_array = array_of(f"{name}: out", out, name_of(q.dtype), *q.shape)
+    lse_array = None if lse is None else array_of(f"{name}: lse", lse, "float32", *q.shape[:-1])
     options = page_size, scheme, channel, rotated, scale, window, query_start_loc
     outputs, logarithms = _attend_on_cpu(name, q, pool, block_table, lengths, *options)
     out_array[...] = stored(outputs, name_of(q.dtype))
@@ -619,21 +621,21 @@ def _attention_out_on_cuda(
     attention.attention_kv4(q, cache, query_start_loc=query_start_loc, out=out_arrays, workspace=space, **how)
 
 
-_operator(
+define(
     "append_kv4(Tensor k, Tensor v, Tensor(a!) pool, Tensor slots, Tensor? cos=None, Tensor? sin=None,"
     ' Tensor? positions=None, *, int page_size=64, str scheme="kv4", Tensor[]? channel=None, bool rotated=False) -> ()',
     cuda=_append_on_cuda,
     cpu=_append_on_cpu,
     fake=lambda *given, **how: None,
 )
-_operator(
+define(
     "rope_append_kv4(Tensor qkv, Tensor(a!) pool, Tensor slots, Tensor cos, Tensor sin, Tensor? positions=None, *,"
     ' int head_dim, int page_size=64, str scheme="kv4", Tensor[]? channel=None, bool rotated=False) -> Tensor',
     cuda=_rope_append_on_cuda,
     cpu=_rope_append_on_cpu,
     fake=lambda qkv, pool, slots, cos, sin, positions=None, *, head_dim, **how: _empty_queries(qkv, pool, head_dim),
 )
-_operator(
+define(
     "attention_kv4(Tensor q, Tensor pool, Tensor block_table, Tensor lengths, *, int page_size=64,"
     ' str scheme="kv4", Tensor[]? channel=None, bool rotated=False, float? scale=None, int? window=None,'
     " Tensor? query_start_loc=None, Tensor(a!)? workspace=None, bool batch_invariant=False) -> Tensor",
@@ -641,7 +643,7 @@ _operator(
     cpu=_attention_on_cpu,
     fake=lambda q, *given, **how: torch.empty_like(q),
 )
-_operator(
+define(
     "attention_kv4_out(Tensor q, Tensor pool, Tensor block_table, Tensor lengths, Tensor(a!) out,"
     ' Tensor(b!)? lse=None, *, int page_size=64, str scheme="kv4", Tensor[]? channel=None, bool rotated=False,'
     " float? scale=None, int? window=None, Tensor? query_start_loc=None, Tensor(c!)? workspace=None,"

@@ -149,7 +149,7 @@ def _through_experts(weight: LQQWeight, _: Sizes) -> Any:
 def _through_reordered(where: str, arrays: dict[str, Any], _: Sizes) -> dict[str, Any]:
     rows = {name: x for name, x in arrays.items() if name != "order"}
     packed = layout.pack_reordered(AtomRows(**rows), arrays["order"], where)
-    return {**vars(layout.unpack_atom(packed.weight)), "order": packed.order}
+    return {**vars(packed.rows), "order": packed.order}
 
 
 def _through_blocks(where: str, rows: BlockRows, sizes: Sizes) -> BlockRows:

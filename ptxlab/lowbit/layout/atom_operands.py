@@ -115,7 +115,7 @@ def pack_atom(weight: AtomRows, layout: str = "strips") -> AtomWeight:
 
     Raises ArgumentError: an unknown layout, N, K, group or outliers as in `atom_shapes`, no AtomRows.
     """
-    (N, _), K, outliers = _require_rows("weight", weight).shape, weight.q4.shape[1], weight.q8.shape[1]
+    (N, _), K, outliers = require_atom_rows("weight", weight).shape, weight.q4.shape[1], weight.q8.shape[1]
     atom_shapes(layout, N, K, outliers, weight.group)
     buffers: Buffers = {"strips": pack_atom_strips(weight)} if layout == "strips" else {}
     if layout == "rows":
@@ -190,7 +190,7 @@ def pack_atom_activations(x: AtomRows, layout: str = "bytes") -> AtomActivations
 
     Raises ArgumentError: an unknown layout, no AtomRows, another group.
     """
-    (M, _), K, outliers = _require_rows("x", x).shape, x.q4.shape[1], x.q8.shape[1]
+    (M, _), K, outliers = require_atom_rows("x", x).shape, x.q4.shape[1], x.q8.shape[1]
     activation_shapes(layout, M, K, outliers, x.group)
     arrays: Buffers
     if layout == "bytes":
@@ -213,7 +213,8 @@ def _rows(q4: S8, q8: S8, scale: F16, group: int) -> AtomRows:
     return AtomRows(q4, scale[:, :groups].copy(), q8, scale[:, groups].copy())
 
 
-def _require_rows(name: str, rows: AtomRows) -> AtomRows:
+def require_atom_rows(name: str, rows: AtomRows) -> AtomRows:
+    """Raise ArgumentError for anything else than AtomRows; return them."""
     if not isinstance(rows, AtomRows):
         raise ArgumentError(name, "must be AtomRows (quant.quantize_atom_weight)", type(rows).__name__)
     return rows

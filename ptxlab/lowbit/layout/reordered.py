@@ -9,14 +9,23 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32
-from ptxlab.lowbit.layout.atom_operands import ATOM_LAYOUTS, AtomWeight, atom_shapes, pack_atom, unpack_atom
-from ptxlab.lowbit.layout.packings import Shapes
+from ptxlab.lowbit.layout.atom_operands import (
+    ATOM_LAYOUTS,
+    AtomWeight,
+    atom_shapes,
+    pack_atom,
+    require_atom_rows,
+    unpack_atom,
+)
+from ptxlab.lowbit.layout.comet_operands import BlockWeight, block_shapes, pack_block_weight, unpack_block_weight
+from ptxlab.lowbit.layout.packings import Buffers, Shapes
 from ptxlab.lowbit.quant.atom import ATOM_OUTLIERS, AtomRows, channel_places, quantize_atom_activations
-from ptxlab.lowbit.quant.fmpq import BlockRows, quantize_blocks
+from ptxlab.lowbit.quant.fmpq import BLOCK, BlockRows, quantize_blocks
 from ptxlab.validate import is_integer, is_one_of, require_number
 
 SCHEMES = ("atom", "fmpq")
-VERSION = 1  # raised when the meaning of any stored byte changes
+VERSION = 2  # raised when the meaning of any stored byte changes
+READ = (1, VERSION)  # versions of files; in the first, COMET's weights were packed as Atom's without outliers
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,7 +43,8 @@ class ReorderedWeight:
         group: channels per scale, 64 or 128.
         int8: with fmpq, how many groups of the input, the last ones, are INT8.
         clip: with atom, of a token's INT4 groups; else 1.
-        buffers: those of an `AtomWeight`, and `place` s16 [K], where every channel of the input goes.
+        buffers: of fmpq in groups of 128 those of a `BlockWeight`, else those of an `AtomWeight`; and `place` s16 [K],
+            where every channel of the input goes.
     """
 
     scheme: str
@@ -53,7 +63,8 @@ class ReorderedWeight:
             raise ArgumentError("version", f"must be {VERSION}", self.version)
         if not is_one_of(self.scheme, SCHEMES):
             raise ArgumentError("scheme", f"must be one of {', '.join(SCHEMES)}", self.scheme)
-        dtype, shape = reordered_shapes(self.layout, self.N, self.K, self.outliers, self.group)["place"]
+        check_reordered(self.K, self.outliers)
+        dtype, shape = "int16", (self.K,)
         if not isinstance(self.buffers, Mapping):
             raise ArgumentError("buffers", "must be arrays by name", type(self.buffers).__name__)
         place: Any = self.buffers.get("place")
@@ -71,17 +82,25 @@ class ReorderedWeight:
         _ = self.weight  # checks the other buffers
 
     @property
-    def weight(self) -> AtomWeight:
-        """The weight alone, as `gemm_w4a4` takes it."""
+    def weight(self) -> AtomWeight | BlockWeight:
+        """Return the weight alone, as `gemm_w4a4` takes it, or `gemm_w4ax` in blocks of 128.
+
+        COMET's in groups of 64 is an `AtomWeight` without outliers, and no kernel takes it.
+        """
         others = {name: array for name, array in self.buffers.items() if name != "place"}
-        return AtomWeight(
-            layout=self.layout,
-            N=self.N,
-            K=self.K - self.outliers,
-            outliers=self.outliers,
-            group=self.group,
-            buffers=others,
-        )
+        how: dict[str, Any] = {"layout": self.layout, "N": self.N, "buffers": others}
+        if _in_blocks(self.scheme, self.group):
+            return BlockWeight(**how, K4=self.K - self.int8 * BLOCK, K8=self.int8 * BLOCK)
+        return AtomWeight(**how, K=self.K - self.outliers, outliers=self.outliers, group=self.group)
+
+    @property
+    def rows(self) -> AtomRows:
+        """The quantised weight, its columns in `order`."""
+        weight = self.weight
+        if isinstance(weight, AtomWeight):
+            return unpack_atom(weight)
+        blocks = unpack_block_weight(weight)
+        return AtomRows(blocks.q, blocks.scale, blocks.q[:, :0], np.ones_like(blocks.scale[:, 0]))
 
     @property
     def arch(self) -> str:
@@ -106,36 +125,76 @@ class ReorderedWeight:
             return quantize_blocks(ordered, self.int8, self.group)
         return quantize_atom_activations(ordered, self.group, self.outliers, clip=self.clip)
 
+    def in_layout(self, layout: str) -> "ReorderedWeight":
+        """Pack the same weight in another layout, bit for bit."""
+        int8 = self.int8 if self.scheme == "fmpq" else None
+        return pack_reordered(self.rows, self.order, layout, int8=int8, clip=self.clip)
+
     def dequantize(self) -> F32:
         """f32 [N, K], the columns in the input's own order."""
         places = self.buffers["place"].astype(np.intp)
-        found: F32 = unpack_atom(self.weight).dequantize()[:, places]
+        found: F32 = self.rows.dequantize()[:, places]
         return found
 
 
-def reordered_shapes(layout: str, N: int, K: int, outliers: int, group: int) -> Shapes:
-    """The buffers of a `ReorderedWeight`: name -> (dtype, shape); raises ArgumentError as `atom_shapes` does."""
+def check_reordered(K: int, outliers: int) -> None:
+    """Raise ArgumentError for outliers not 0, 64 or 128, and for K no larger."""
     if not is_one_of(outliers, ATOM_OUTLIERS):
         raise ArgumentError("outliers", f"must be one of {', '.join(map(str, ATOM_OUTLIERS))}", outliers)
     if not is_integer(K) or outliers >= K:
         raise ArgumentError("K", f"must be more than the {outliers} outliers", repr(K))
-    return {**atom_shapes(layout, N, K - outliers, outliers, group), "place": ("int16", (K,))}
+
+
+def reordered_shapes(
+    scheme: str, layout: str, N: int, K: int, outliers: int, group: int, int8: int, *, version: int = VERSION
+) -> Shapes:
+    """The buffers of a `ReorderedWeight` in files of a version: name -> (dtype, shape).
+
+    Raises ArgumentError as `check_reordered`, `atom_shapes` and `block_shapes` do.
+    """
+    check_reordered(K, outliers)
+    place: Shapes = {"place": ("int16", (K,))}
+    if version == VERSION and _in_blocks(scheme, group):
+        return {**block_shapes(layout, N, K - int8 * BLOCK, int8 * BLOCK), **place}
+    return {**atom_shapes(layout, N, K - outliers, outliers, group), **place}
+
+
+def renew_buffers(
+    buffers: Buffers, scheme: str, layout: str, N: int, K: int, outliers: int, group: int, int8: int
+) -> Buffers:
+    """Pack the buffers of a file of the first version as this version does."""
+    if not _in_blocks(scheme, group):
+        return buffers
+    others = {name: array for name, array in buffers.items() if name != "place"}
+    rows = unpack_atom(AtomWeight(layout=layout, N=N, K=K, outliers=outliers, group=group, buffers=others))
+    packed = pack_block_weight(BlockRows(rows.q4, rows.scale4), int8, layout)
+    return {**packed.buffers, "place": buffers["place"]}
+
+
+def _in_blocks(scheme: str, group: int) -> bool:
+    """Tell whether the weight is packed as COMET's kernels read it, which take blocks of 128 alone."""
+    return scheme == "fmpq" and is_one_of(group, (BLOCK,))
 
 
 def pack_reordered(
     weight: AtomRows, order: npt.NDArray[Any], layout: str = "strips", *, int8: int | None = None, clip: float = 1.0
 ) -> ReorderedWeight:
     """A quantised weight of NumPy or CuPy arrays, whose columns are in `order`; with `int8` of COMET, else of Atom."""
-    packed = pack_atom(weight, layout)
+    (N, K), outliers, group = require_atom_rows("weight", weight).shape, weight.q8.shape[1], weight.group
+    packed: AtomWeight | BlockWeight
+    if int8 is not None and _in_blocks("fmpq", group) and not outliers:
+        packed = pack_block_weight(BlockRows(weight.q4, weight.scale4), int8, layout)
+    else:
+        packed = pack_atom(weight, layout)
     on_host = order.get() if hasattr(order, "ndim") and hasattr(order, "get") else order  # CuPy's
     place = np.asarray(channel_places(on_host), like=weight.q4)
     return ReorderedWeight(
         scheme="atom" if int8 is None else "fmpq",
         layout=layout,
-        N=packed.N,
-        K=packed.K + packed.outliers,
-        outliers=packed.outliers,
-        group=packed.group,
+        N=N,
+        K=K,
+        outliers=outliers,
+        group=group,
         int8=0 if int8 is None else int8,
         clip=clip if int8 is None else 1.0,
         buffers={**packed.buffers, "place": place},

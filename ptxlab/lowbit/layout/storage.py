@@ -23,8 +23,10 @@ from ptxlab.lowbit.layout.checkpoint import Checkpoint, TensorInfo, write_checkp
 from ptxlab.lowbit.layout.comet_operands import BlockWeight, block_shapes
 from ptxlab.lowbit.layout.packed_weight import VERSION, PackedWeight, buffer_shapes, require_no_overflow, unpack
 from ptxlab.lowbit.layout.packings import PACKINGS, Buffers, Shapes
+from ptxlab.lowbit.layout.reordered import READ as REORDERED_READ
 from ptxlab.lowbit.layout.reordered import VERSION as REORDERED_VERSION
-from ptxlab.lowbit.layout.reordered import ReorderedWeight, reordered_shapes
+from ptxlab.lowbit.layout.reordered import ReorderedWeight, renew_buffers, reordered_shapes
+from ptxlab.validate import is_one_of
 
 METADATA_KEY = "ptxlab"
 _DTYPES = {"int8": "I8", "int16": "I16", "uint8": "U8", "uint32": "U32", "float16": "F16", "float32": "F32"}
@@ -35,7 +37,11 @@ AnyWeight = TypeVar("AnyWeight", PackedWeight, AtomWeight, BlockWeight, Reordere
 
 @dataclass(frozen=True)
 class _Format(Generic[AnyWeight]):
-    """What files say of a class of weights, besides its buffers: `fields` of the header, by name with their types."""
+    """What files say of a class of weights, besides its buffers: `fields` of the header, by name with their types.
+
+    Files of the versions `older` are read too. `shapes` has the version by the key `version`; `renew` makes buffers of
+    this version from theirs, by header fields.
+    """
 
     name: str
     version: int
@@ -44,6 +50,8 @@ class _Format(Generic[AnyWeight]):
     arch: Callable[[str], str]  # of a layout
     shapes: Callable[[Mapping[str, Any]], Shapes]  # of the buffers, by header fields
     flags: tuple[str, ...] = ()  # said where they are true
+    older: tuple[int, ...] = ()
+    renew: Callable[[Buffers, Mapping[str, Any]], Buffers] = lambda buffers, fields: buffers
 
     def header(self, packed: AnyWeight) -> dict[str, Any]:
         """The header fields of a weight."""
@@ -54,7 +62,7 @@ class _Format(Generic[AnyWeight]):
         """The tensors that a weight of that name will be in a file."""
         return [
             TensorInfo(f"{name}.{buffer}", shape, _DTYPES[dtype], prod(shape) * np.dtype(dtype).itemsize)
-            for buffer, (dtype, shape) in self.shapes(fields).items()
+            for buffer, (dtype, shape) in self.shapes({"version": self.version, **fields}).items()
         ]
 
     def metadata(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -87,6 +95,7 @@ _BLOCKS = _Format(
     lambda layout: ATOM_LAYOUTS[layout],
     lambda fields: block_shapes(*(fields[key] for key in ("layout", "N", "K4", "K8"))),
 )
+_REORDERED_SIZES = ("scheme", "layout", "N", "K", "outliers", "group", "int8")
 _REORDERED = _Format(
     "ptxlab.reordered_weight",
     REORDERED_VERSION,
@@ -94,7 +103,9 @@ _REORDERED = _Format(
     {"scheme": str, "layout": str, "arch": str, "N": int, "K": int, "outliers": int, "group": int, "int8": int,
      "clip": float},
     lambda layout: ATOM_LAYOUTS[layout],
-    lambda fields: reordered_shapes(*(fields[key] for key in ("layout", "N", "K", "outliers", "group"))),
+    lambda fields: reordered_shapes(*(fields[key] for key in _REORDERED_SIZES), version=fields["version"]),
+    older=REORDERED_READ[:-1],
+    renew=lambda buffers, fields: renew_buffers(buffers, *(fields[key] for key in _REORDERED_SIZES)),
 )  # fmt: skip
 _FORMATS: tuple[_Format[Any], ...] = (_PACKED, _ATOM, _BLOCKS, _REORDERED)
 
@@ -192,19 +203,21 @@ def metadata(weights: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _weights(form: _Format[Any], checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """Name -> header fields, of fields that have the right types."""
+    """Name -> header fields, of fields that have the right types, and the file's version by the key `version`."""
     try:
         header = json.loads(checkpoint.metadata.get(METADATA_KEY, "null"))
     except (ValueError, RecursionError):  # not JSON, an integer of thousands of digits, or nested too deeply
         header = None
     if not isinstance(header, dict) or header.get("format") != form.name:
         raise FileError(f"{checkpoint.path}: holds no packed weights (its metadata says nothing of {form.name})")
-    if header.get("version") != form.version:
-        raise FileError(f"{checkpoint.path}: format version must be {form.version} (got {header.get('version')})")
+    version, known = header.get("version"), (*form.older, form.version)
+    if not is_one_of(version, known):
+        rule = f"format version must be {' or '.join(map(str, known))}"
+        raise FileError(f"{checkpoint.path}: {rule} (got {version})")
     weights = header.get("weights")
     if not isinstance(weights, dict) or not all(_well_typed(form, fields) for fields in weights.values()):
         raise FileError(f"{checkpoint.path}: damaged header: each weight needs {', '.join(form.fields)}")
-    return weights
+    return {name: {**fields, "version": version} for name, fields in weights.items()}
 
 
 def _well_typed(form: _Format[Any], fields: Any) -> bool:
@@ -238,5 +251,7 @@ def _load(form: _Format[AnyWeight], path: str | os.PathLike[str], name: str | No
             checkpoint.read_bytes(expected.name).view(dtype).reshape(expected.shape)
         )
     with in_file(checkpoint.path), naming(name):
+        if fields["version"] != form.version:
+            buffers = form.renew(buffers, fields)
         known = {key: fields[key] for key in (*form.fields, *form.flags) if key != "arch" and key in fields}
         return form.weight(**known, buffers=buffers), name

@@ -11,7 +11,7 @@ import pytest
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model import MODELS, Config, FloatModel, Footprint, KernelRunner, LayerWeights, QuantizedModel
-from ptxlab.llm.model.memory import excess, largest_batch, launch_bytes, layer_bytes, require_batch
+from ptxlab.llm.model.memory import excess, largest_batch, launch_bytes, layer_bytes, require_batch, weights_of
 from ptxlab.llm.model.runner import launch_sizes
 from tests.support.layers import TINY, TINY_MODEL, layer_problem
 
@@ -38,6 +38,21 @@ def test_bytes_of_a_launch_are_those_of_its_buffers(config: Config) -> None:
     buffers = layer_problem(config).buffers  # three sequences
     around = 3 * (3 * config.hidden * 2 + (5 + 7) * 4)  # stream's ends; counters and a table of seven pages
     assert launch_bytes(config, 3, 7) == sum(array.nbytes for array in arrays(buffers).values()) + around
+
+
+@pytest.mark.parametrize("layout", ["strips", "rows"])
+@pytest.mark.parametrize("scheme", ["atom", "fmpq"])
+def test_bytes_of_a_launch_in_w4a4_are_those_of_its_buffers(scheme: str, layout: str) -> None:
+    """And of a model's layers, which a runner of it asks for."""
+    config = replace(TINY, hidden=256, heads=4, ffn=384)
+    problem = layer_problem(config, scheme=scheme, layout=layout)
+    model = QuantizedModel(config=config, embedding=None, layers=[problem.weights], final_norm=None)
+    counted = weights_of(model)
+    around = 3 * (3 * config.hidden * 2 + (5 + 7) * 4)
+    found = launch_bytes(config, 3, 7, inputs=counted["inputs"])
+    assert found == sum(array.nbytes for array in arrays(problem.buffers).values()) + around
+    assert counted["weights"] == problem.weights.nbytes
+    assert Footprint.of_model(model, 3, 100) == Footprint.of(config, 3, 100, **counted)
 
 
 @pytest.mark.parametrize("tied", [True, False])

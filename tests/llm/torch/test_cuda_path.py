@@ -9,8 +9,21 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.gpu.view import View
 from ptxlab.lowbit.kernels import operation
+from ptxlab.lowbit.layout.atom_operands import ATOM_LAYOUTS
 from tests.support.fake_gpu import DeviceArray, FakeGpu
-from tests.support.torch_calls import OPERATORS, D, Hkv, K, M, caches, every_call, normal, products, weight
+from tests.support.torch_calls import (
+    OPERATORS,
+    D,
+    Hkv,
+    K,
+    M,
+    caches,
+    every_call,
+    four_bit_calls,
+    normal,
+    products,
+    weight,
+)
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = pytest.mark.torch
@@ -69,6 +82,30 @@ def test_every_operator_is_its_public_call(monkeypatch: pytest.MonkeyPatch) -> N
         near = 2e-3 * (name in ATTENTION)
         assert all(torch.allclose(a, b, rtol=0, atol=near, equal_nan=True) for a, b in tensors), name
     assert len(fake.launched) == len(on_cuda)
+
+
+@pytest.mark.parametrize("to", ATOM_LAYOUTS)
+def test_operators_of_w4a4_are_their_public_calls(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare with the CPU's operators, but for a step of the gate here and there; also in a capture."""
+    from ptxlab.llm.torch import operators
+
+    on_cpu, on_cuda = (four_bit_calls(np.random.default_rng(0), to, torch.float16) for _ in range(2))
+    wanted = {name: getattr(torch.ops.ptxlab, name)(*args, **how) for name, (args, how) in on_cpu.items()}
+    fake = TensorGpu(monkeypatch)
+    for name, (args, how) in on_cuda.items():
+        got, right = (each if isinstance(each, tuple) else (each,) for each in (
+            operators.ON_CUDA[name](*args, **how), wanted[name]))  # fmt: skip
+        for ours, theirs in zip(got, right, strict=True):
+            other = (ours != theirs).float().mean() if ours.numel() else 0
+            assert ours.shape == theirs.shape and other <= 0.01 * (name == "silu_mul_reorder_quantize"), name
+    for (args, _), (mine, _) in zip(on_cpu.values(), on_cuda.values(), strict=True):
+        pairs = [(a, b) for a, b in zip(args, mine, strict=True) if isinstance(a, torch.Tensor)]
+        assert all(torch.equal(a, b) for a, b in pairs)
+    fake.runs, fake.capturing = False, True
+    allocations, launched = fake.allocations, len(fake.launched)
+    for name, (args, how) in on_cuda.items():
+        operators.ON_CUDA[name](*args, **how)
+    assert (fake.allocations, len(fake.launched)) == (allocations, 2 * launched) and launched == len(on_cuda)
 
 
 def test_a_capture_takes_all_operators(fake: TensorGpu) -> None:

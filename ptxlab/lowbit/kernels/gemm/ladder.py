@@ -9,6 +9,7 @@ from ptxlab.lowbit.kernels import spec_call
 from ptxlab.lowbit.kernels.gemm import epilogues, sm80, sm90, strips
 from ptxlab.lowbit.kernels.gemm.common import GemmStep
 from ptxlab.lowbit.kernels.gemm.options import GemmOptions
+from ptxlab.lowbit.kernels.gemm.w4a4_api import FOUR_BIT_KERNELS
 from ptxlab.lowbit.layout import PackedWeight
 from ptxlab.spec import KernelSpec, Sizes
 from ptxlab.validate import is_one_of
@@ -71,11 +72,14 @@ def why_not(step: GemmStep, backend: str | None = "gpu") -> str | None:
 def layout_here(scheme: str, backend: str | None = None, *, now: str = "strips") -> str:
     """The layout to pack weights of a scheme in: `now` if a kernel for it runs here, or else that of one that does.
 
-    Without a GPU, and where none of the kernels runs, it is `now`. Backend as `gemm_w4a8` takes it.
+    The schemes are those of `PackedWeight` and of `ReorderedWeight`. Without a GPU, and where none of the kernels runs,
+    it is `now`. Backend as `gemm_w4a8` takes it.
     """
     if backend is None and gpu.why_not(None) is not None:
         backend = "emulator"
-    running = [step.packing for step in LADDER if step.scheme == scheme and why_not(step, backend) is None]
+    known = [(step.packing, step.spec) for step in LADDER if step.scheme == scheme]
+    known += FOUR_BIT_KERNELS.get(scheme, {}).items()
+    running = [layout for layout, spec in known if spec_call.why_not(spec, backend) is None]
     return now if now in running or not running else running[-1]
 
 

@@ -19,6 +19,11 @@ from ptxlab.lowbit.layout.comet_operands import block_activation_shapes
 from ptxlab.lowbit.layout.packings import Shapes
 from ptxlab.spec import KernelSpec
 
+FOUR_BIT_KERNELS: Mapping[str, Mapping[str, KernelSpec]] = {  # by scheme of the input, then by layout of the weight
+    "atom": {"strips": SM90, "rows": ATOM},
+    "fmpq": {"strips": w4ax.SM90, "rows": w4ax.NAIVE},
+}
+
 
 @document_options(ProductOptions)
 def gemm_w4a4(
@@ -165,7 +170,7 @@ _ATOM = _Product(
     name="gemm_w4a4",
     weight=(AtomWeight, "an AtomWeight (layout.pack_atom)"),
     activations=(AtomActivations, "AtomActivations (ptxlab.reorder_quantize)"),
-    specs={"strips": SM90, "rows": ATOM},
+    specs=FOUR_BIT_KERNELS["atom"],
     names={"strips": {"x": "x", "scale": "x_scale"}, "rows": {"x": "x4", "x8": "x8", "scale": "x_scale"}},
     orders=ATOM_ORDERS,
     channels={"K": "K", "outliers": "outliers", "group": "g"},  # with the specs' names
@@ -176,7 +181,7 @@ _COMET = _Product(
     name="gemm_w4ax",
     weight=(BlockWeight, "a BlockWeight (layout.pack_block_weight)"),
     activations=(BlockActivations, "BlockActivations (layout.pack_block_activations)"),
-    specs={"strips": w4ax.SM90, "rows": w4ax.NAIVE},
+    specs=FOUR_BIT_KERNELS["fmpq"],
     names=_ATOM.names,
     orders=BLOCK_ORDERS,
     channels={"K4": "K4", "K8": "K8"},

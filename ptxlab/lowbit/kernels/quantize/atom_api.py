@@ -80,7 +80,7 @@ class _Quantizer:
             made = self._operation(options, (), arrays, None)
             M, channels = matrix_of(arrays, self.parts)
             parts = {name: made[spec] for name, spec in _NAMES.items() if spec in made}
-            return kind(M=M, **_fields(self.name, channels, options), **parts)
+            return kind(M=M, **activation_fields(self.name, channels, options), **parts)
         if not isinstance(out, kind):
             raise ArgumentError(f"{self.name}: out", f"must be {kind.__name__}", type(out).__name__)
         arrays |= {_NAMES[name]: array for name, array in out.arrays.items()}
@@ -90,7 +90,7 @@ class _Quantizer:
     def _check(self, options: ReorderOptions, arrays: Mapping[str, Any], out: Any) -> SpecCall:
         """The call; raises ArgumentError for what does not fit together."""
         M, channels, shapes, sizes = self.fit(self.name, arrays, options)
-        fields = {"M": M, **_fields(self.name, channels, options)}
+        fields = {"M": M, **activation_fields(self.name, channels, options)}
         options = replace(options, layout=fields["layout"])
         if out is not None and (of_out := {name: getattr(out, name) for name in fields}) != fields:
             expected, described = (", ".join(f"{name}={each[name]}" for name in fields) for each in (fields, of_out))
@@ -130,7 +130,7 @@ class _Quantizer:
             yield CallArray(_NAMES[name], label if array is None else f"{label}.{name}", array, dtype, shape, rule)
 
 
-def _fields(name: str, channels: int, options: ReorderOptions) -> dict[str, Any]:
+def activation_fields(name: str, channels: int, options: ReorderOptions) -> dict[str, Any]:
     """What describes the activations besides M; ArgumentError for options that there are not, or that do not fit."""
     if options.int8 is not None:
         return _block_fields(name, channels, options)
