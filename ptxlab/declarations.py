@@ -43,7 +43,7 @@ class CppDeclaration:
 
     @property
     def is_of_device(self) -> bool:
-        """Whether it is declared for the device, by a word of CUDA's that no macro hides."""
+        """True if a word of CUDA's that no macro hides declares it for the device."""
         return _OF_DEVICE.search(self.head) is not None
 
 
@@ -68,9 +68,9 @@ class KernelDeclaration:
         """Names of the parameters; `arg0`, `arg1` ... for those without."""
         names = []
         for position, text in enumerate(self.parameters):
-            found = _PARAMETER.search(text)
+            match = _PARAMETER.search(text)
             words = re.findall(r"\w+", text.partition("=")[0])
-            names.append(found[1] if found and len(words) > 1 and found[1] == words[-1] else f"arg{position}")
+            names.append(match[1] if match and len(words) > 1 and match[1] == words[-1] else f"arg{position}")
         return tuple(names)
 
     @property
@@ -82,11 +82,11 @@ class KernelDeclaration:
 
 def blank(text: str) -> str:
     """The text with comments, strings and directives replaced by spaces: every character keeps its place."""
-    return _IGNORED.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    return _IGNORED.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
 
 
 def declarations(text: str) -> Iterator[CppDeclaration]:
-    """All declarations of namespaces and classes, functions and variables; none within functions."""
+    """Yield the declarations of namespaces and classes, functions and variables; none within functions."""
     text = blank(text)
     scopes: list[tuple[str, str]] = []  # of each open namespace, block of linkage or class: its name, what it is
     start = depth = at = 0
@@ -99,32 +99,32 @@ def declarations(text: str) -> Iterator[CppDeclaration]:
         linkage = "C" if any(kind == "C" for _, kind in scopes) else "C++"
         return CppDeclaration(begin, end, text[begin:head_end], names, linkage)
 
-    while found := _BRACKET.search(text, at):
-        at, bracket = found.end(), found[0]
+    while bracket_match := _BRACKET.search(text, at):
+        at, bracket = bracket_match.end(), bracket_match[0]
         if bracket in "()":
             depth += 1 if bracket == "(" else -1
         elif bracket == ";" and depth <= 0:
-            yield made(at, found.start())
+            yield made(at, bracket_match.start())
             start = at
         elif bracket == "}" and depth <= 0:
             if scopes:
                 scopes.pop()
             start = at
         elif bracket == "{":
-            head = text[start : found.start()]
+            head = text[start : bracket_match.start()]
             scope = _scope(head) if depth <= 0 else None
             if scope is not None:
                 scopes.append(scope)
                 start = at
                 continue
-            at = _behind(text, found.start())
+            at = _behind(text, bracket_match.start())
             if depth <= 0 and ")" in head and not _assigns(head) and not re.search(r"\benum\b", head):
-                yield made(at, found.start())
+                yield made(at, bracket_match.start())
                 start = at
 
 
 def _assigns(head: str) -> bool:
-    """Whether a head has a `=` outside of brackets: what follows is a value."""
+    """Return whether a head has a `=` outside of brackets, which begins a value."""
     _, head = _template(head)
     depth = 0
     for character in head:
@@ -135,11 +135,11 @@ def _assigns(head: str) -> bool:
 
 
 def _scope(head: str) -> tuple[str, str] | None:
-    """What a `{` behind this head opens: a namespace, a block of linkage, a class; None for a body or a value."""
+    """Return name and kind of the namespace, block of linkage or class that a `{` opens; None for a body or a value."""
     if re.fullmatch(r"\s*extern\s*", head):
         return "", "C"
-    if (found := _NAMESPACE.search(head)) and "(" not in head:
-        return "".join(found[1].split()), "namespace"
+    if (match := _NAMESPACE.search(head)) and "(" not in head:
+        return "".join(match[1].split()), "namespace"
     if _CLASS.match(head) and not re.search(r"\)\s*(?:const|noexcept|override)?\s*$", head):
         words = re.findall(r"\w+", _ATTRIBUTES.sub(" ", head).partition(":")[0])
         return words[-1], "class"
@@ -149,16 +149,16 @@ def _scope(head: str) -> tuple[str, str] | None:
 def _behind(text: str, at: int) -> int:
     """The place behind the `}` that closes the `{` at a place."""
     depth = 0
-    for found in re.finditer(r"[{}]", text[at:]):
-        depth += 1 if found[0] == "{" else -1
+    for brace in re.finditer(r"[{}]", text[at:]):
+        depth += 1 if brace[0] == "{" else -1
         if not depth:
-            return at + found.end()
+            return at + brace.end()
     return len(text)
 
 
 def kernels(text: str) -> list[KernelDeclaration]:
     """Every `__global__` function that a text declares, definitions and templates among them, as often as it does."""
-    return [kernel for each in declarations(text) if (kernel := _kernel(each, text))]
+    return [kernel for declaration in declarations(text) if (kernel := _kernel(declaration, text))]
 
 
 def _kernel(declaration: CppDeclaration, text: str) -> KernelDeclaration | None:
@@ -166,27 +166,27 @@ def _kernel(declaration: CppDeclaration, text: str) -> KernelDeclaration | None:
     if not re.search(r"\b__global__\b|__attribute__\s*\(\(\s*global\s*\)\)", head):
         return None
     template, head = _template(_ATTRIBUTES.sub(" ", head))
-    found = _NAMED.search(_last_list(head))
-    if not found or re.match(r"\s*template\b", head):  # an explicit instantiation: the compiler lists it
+    match = _NAMED.search(_last_list(head))
+    if not match or re.match(r"\s*template\b", head):  # an explicit instantiation: the compiler lists it
         return None
     written = text[declaration.start : declaration.end]
     is_c = declaration.linkage == "C" or re.match(r'\s*extern\s+"C"', written)
-    name = "::".join((*declaration.scope, found[1]))
-    parameters = [each for each in split_list(found[3]) if each != "void"]
+    name = "::".join((*declaration.scope, match[1]))
+    parameters = [parameter for parameter in split_list(match[3]) if parameter != "void"]
     return KernelDeclaration(name, template, tuple(parameters), "C" if is_c else "C++")
 
 
 def _template(head: str) -> tuple[str, str]:
     """Template parameters and the rest of a head; of `template <>` none."""
-    found = re.match(r"\s*template\s*<", head)
-    if not found:
+    match = re.match(r"\s*template\s*<", head)
+    if not match:
         return "", head
     depth = parentheses = 0
-    for at in range(found.end() - 1, len(head)):
+    for at in range(match.end() - 1, len(head)):
         parentheses += {"(": 1, ")": -1}.get(head[at], 0)
         depth += {"<": 1, ">": -1}.get(head[at], 0) if not parentheses else 0
         if not depth:
-            return " ".join(head[found.end() : at].split()), head[at + 1 :]
+            return " ".join(head[match.end() : at].split()), head[at + 1 :]
     return "", head
 
 
@@ -203,13 +203,13 @@ def _last_list(head: str) -> str:
 
 
 def launches(text: str) -> list[str]:
-    """What a text launches with `<<<`: `ns::add<float, 3>`, in order, each once."""
-    found = (f"{one[1]}{one[2] or ''}" for one in _LAUNCH.finditer(blank(text)))
-    return list(dict.fromkeys(" ".join(name.split()) for name in found))
+    """List what a text launches with `<<<`: `ns::add<float, 3>`, in order, each once."""
+    launched_names = (f"{one[1]}{one[2] or ''}" for one in _LAUNCH.finditer(blank(text)))
+    return list(dict.fromkeys(" ".join(name.split()) for name in launched_names))
 
 
 def own_text(preprocessed: str, foreign: tuple[str, ...]) -> str:
-    """What the preprocessor made of files that are not in the `foreign` folders, by its line markers."""
+    """Return the preprocessed text of files that are not in the `foreign` folders, by its line markers."""
     parts, keeps, at = [], True, 0
     for marker in _MARKER.finditer(preprocessed):
         if keeps:
@@ -225,16 +225,16 @@ def without(text: str, places: list[tuple[int, int]]) -> str:
 
     A place in no declaration changes nothing, nor one in what is declared for the device.
     """
-    lines = [0, *(found.end() for found in re.finditer("\n", text))]
-    found = list(declarations(text))
-    starts = [each.start for each in found]
+    lines = [0, *(newline.end() for newline in re.finditer("\n", text))]
+    declared = list(declarations(text))
+    starts = [declaration.start for declaration in declared]
     cut = set()
     for line, column in places:
         at = lines[min(line, len(lines)) - 1] + column - 1
         index = bisect_right(starts, at) - 1
-        if index >= 0 and at < found[index].end and not found[index].is_of_device:
+        if index >= 0 and at < declared[index].end and not declared[index].is_of_device:
             cut.add(index)
     for index in cut:
-        one = found[index]
+        one = declared[index]
         text = text[: one.start] + re.sub(r"[^\n]", " ", text[one.start : one.end]) + text[one.end :]
     return text

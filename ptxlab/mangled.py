@@ -65,7 +65,7 @@ def split_list(text: str) -> list[str]:
 
 
 def normalise(name: str) -> str:
-    """One spelling of a name: `add<float,3>` and `add< float, (int)3 >` are the same."""
+    """Spell equal names alike: `add<float,3>` and `add< float, (int)3 >` are the same."""
     name = re.sub(r"\(\s*(?:unsigned |long |int|bool|char|short)+\s*\)(?=-?\d)", "", name)
     name = _SPACES.sub(r"\1", " ".join(name.split())).removeprefix("::")
     return re.sub(r"(?<=\d)[uUlL]+\b", "", name)
@@ -73,27 +73,27 @@ def normalise(name: str) -> str:
 
 def readable(text: str) -> str:
     """A message with every mangled symbol in it replaced by its name."""
-    return _SYMBOL.sub(lambda found: name_of(found[1]) + (found[2] or ""), text) if "_Z" in text else text
+    return _SYMBOL.sub(lambda match: name_of(match[1]) + (match[2] or ""), text) if "_Z" in text else text
 
 
 def distinct_names(symbols: Sequence[str]) -> list[str]:
-    """How people tell symbols apart: by name, overloads by name and parameters."""
+    """List names that tell symbols apart; overloads have their parameters."""
     names = [name_of(symbol) for symbol in symbols]
     return [demangle(s) if names.count(n) > 1 else n for s, n in zip(symbols, names, strict=True)]
 
 
-def named(symbols: Sequence[str], name: str) -> list[str]:
+def find_symbols(symbols: Sequence[str], name: str) -> list[str]:
     """The symbols of that name: with or without parameters, the arguments of a template, namespaces."""
-    wanted = normalise(name)
+    normalised_name = normalise(name)
 
     def forms(symbol: str) -> set[str]:
         short = normalise(name_of(symbol))
         return {normalise(demangle(symbol)), short, short.partition("<")[0]}
 
-    return [symbol for symbol in symbols if any(is_end_of(form, wanted) for form in forms(symbol))]
+    return [symbol for symbol in symbols if any(is_end_of(form, normalised_name) for form in forms(symbol))]
 
 
 def is_end_of(qualified: str, name: str) -> bool:
-    """Whether a name is a qualified one without some of its namespaces."""
+    """Return whether a name is a qualified one without some of its namespaces."""
     name = name.removeprefix("::")
     return qualified == name or qualified.endswith(f"::{name}")

@@ -23,7 +23,7 @@ _PARAMETER = re.compile(r"(\w+)\s*(?:\[[^\]]*\]\s*)?(?:=.*)?$", re.DOTALL)
 
 @dataclass(frozen=True)
 class Build:
-    """How a CUDA C++ source is compiled, beside its constants (`defines`) and the architecture.
+    """The options that compile a CUDA C++ source, beside its constants (`defines`) and the architecture.
 
     Attributes:
         include: further folders for `#include`, behind the source's own.

@@ -31,7 +31,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 @cache
-def imported(path: Path, *, when_imported: bool = False) -> frozenset[str]:
+def imports_of(path: Path, *, when_imported: bool = False) -> frozenset[str]:
     """Dotted names that a file imports: modules, and what it takes from them; perhaps only outside its functions."""
     tree = tree_of(path)
     found: set[str] = set()
@@ -53,7 +53,7 @@ MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if "_so
 
 def importers(library: str) -> set[str]:
     """Modules that import a library, somewhere."""
-    return {name for name, path in MODULES.items() if any(n.split(".")[0] == library for n in imported(path))}
+    return {name for name, path in MODULES.items() if any(n.split(".")[0] == library for n in imports_of(path))}
 
 
 def room(module: str) -> str:
@@ -71,7 +71,7 @@ def edges() -> Iterator[tuple[str, str]]:
     """(module, what it imports) of the package, wherever in a module it is imported."""
     for module, path in MODULES.items():
         if module not in DOORS:
-            for name in imported(path):
+            for name in imports_of(path):
                 target = name if name in MODULES else name.rpartition(".")[0]
                 if target in MODULES and target != "ptxlab":
                     yield module, target
@@ -88,7 +88,7 @@ def test_nothing_in_the_package_goes_through_its_doors() -> None:
     wrong = {
         f"{module} imports {name}"
         for module, path in MODULES.items()
-        for name in imported(path)
+        for name in imports_of(path)
         if module not in DOORS and name != "ptxlab" and name not in MODULES and name != "ptxlab.__version__"
         if name.rpartition(".")[0] in DOORS
     }
@@ -107,7 +107,7 @@ def test_folders_import_one_another_one_way() -> None:
 def test_nothing_in_the_package_imports_notebooks() -> None:
     """Nor does it know of the README or of benchmarks beside other projects."""
     outside = re.compile(r"(benchmarks|report|notebooks|tests)\b.*")
-    assert [m for m, path in MODULES.items() if any(outside.fullmatch(name) for name in imported(path))] == []
+    assert [m for m, path in MODULES.items() if any(outside.fullmatch(name) for name in imports_of(path))] == []
 
 
 def test_no_two_public_classes_share_a_name() -> None:
@@ -152,7 +152,7 @@ def test_reference_needs_only_numpy() -> None:
     words = ("ptxlab.hardware.words", "ptxlab.hardware.floats")
     allowed = ("numpy", "math", "typing", "collections.abc", "ptxlab.lowbit.reference", *words)
     chosen = [module for module in MODULES if module.startswith("ptxlab.lowbit.reference") or module in words]
-    names = {name for module in chosen for name in imported(MODULES[module])}
+    names = {name for module in chosen for name in imports_of(MODULES[module])}
     assert len(chosen) > 8 and [name for name in names if not name.startswith(allowed)] == []
 
 
@@ -160,7 +160,7 @@ def test_reference_needs_only_numpy() -> None:
 def test_no_module_imports_itself_around_others() -> None:
     graph: dict[str, set[str]] = {}
     for module, path in MODULES.items():
-        names = imported(path, when_imported=True)
+        names = imports_of(path, when_imported=True)
         graph[module] = {name if name in MODULES else name.rpartition(".")[0] for name in names} & {*MODULES} - {module}
     TopologicalSorter(graph).prepare()  # CycleError names the circle
 
@@ -179,7 +179,7 @@ def test_no_test_module_imports_another() -> None:
     """What two share is in `tests/support`, or a fixture of a `conftest.py`; and imports need no `sys.path`."""
 
     def wrong(path: Path) -> Iterator[str]:
-        yield from (name for name in imported(path) if name.startswith("tests.") and ".test_" in name)
+        yield from (name for name in imports_of(path) if name.startswith("tests.") and ".test_" in name)
         yield from re.findall(r"sys\.path\.(?:insert|append)", path.read_text())
 
     assert {path.name: found for path in TEST_FILES if path != Path(__file__) and (found := [*wrong(path)])} == {}

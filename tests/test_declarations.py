@@ -45,7 +45,9 @@ def test_what_is_for_the_device_is_never_cut() -> None:
 
 
 def test_a_declaration_ends_where_it_ends() -> None:
-    heads = [each.head.split()[-1] for each in declarations("int a = f({1, 2}); void g() { { } } int b{3};")]
+    heads = [
+        declaration.head.split()[-1] for declaration in declarations("int a = f({1, 2}); void g() { { } } int b{3};")
+    ]
     assert heads == ["2})", "g()", "b{3}"]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ptxlab.mangled import demangle, name_of, named, normalise, parameters_of, readable
+from ptxlab.mangled import demangle, find_symbols, name_of, normalise, parameters_of, readable
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_messages() -> None:
 def test_one_name_has_many_spellings() -> None:
     symbols = ["_Z5scalePfi", "_Z5scalePdm", "_ZN2ns3addIfLi3EEEvPT_j"]
     for spelling in ("add", "ns::add", "::ns::add< float,(int)3 >", "ns::add<float, 3u>", "add<float,3>"):
-        assert named(symbols, spelling) == symbols[2:]
-    assert named(symbols, "scale") == symbols[:2] and named(symbols, "scale(float *, int)") == symbols[:1]
-    assert named(symbols, "dd") == []
+        assert find_symbols(symbols, spelling) == symbols[2:]
+    assert find_symbols(symbols, "scale") == symbols[:2] and find_symbols(symbols, "scale(float *, int)") == symbols[:1]
+    assert find_symbols(symbols, "dd") == []
     assert normalise("f< 3UL , -2 >") == "f<3,-2>"

@@ -55,7 +55,7 @@ def test_what_cannot_be_compiled_is_skipped_by_name() -> None:
     jobs, skipped = plan("sm_80", "emulator")
     assert {job.label for job in jobs} >= OF_A_LAYER
     line = "gemm_w4a8_sm90: it runs only on sm_90a, and kernels are compiled for sm_80"
-    assert line in skipped and all("sm_90" in each for each in skipped)
+    assert line in skipped and all("sm_90" in skipped_line for skipped_line in skipped)
     with pytest.raises(UnavailableError, match=line):
         plan("sm_80", "emulator", ["gemm_w4a8_sm90"])
     with pytest.raises(UnavailableError, match="attention_kv4_sm90: it runs only on sm_90a"):
@@ -68,7 +68,7 @@ def test_what_cannot_be_compiled_is_skipped_by_name() -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("label", LABELS)
 def test_a_kernel_gives_the_reference(label: str, arch: str) -> None:
-    """At the second example: the first one is often a single row."""
+    """Run the second example: the first one is often a single row."""
     with gpu.compiling_for(arch):
         verdict = verify.verify(plan(arch, "emulator", [label])[0][1])
         assert verdict.passed, verdict.detail
@@ -77,7 +77,7 @@ def test_a_kernel_gives_the_reference(label: str, arch: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("label", LABELS)
 def test_the_driver_compiles_it_for_sm_80(label: str) -> None:
-    """On a GPU that may be newer: integers equal the reference, and so the emulator's; floats lie within the bound."""
+    """Check on a GPU that may be newer: integers equal the reference, and the emulator's; floats are within bounds."""
     with gpu.compiling_for("sm_80"):
         for job in plan("sm_80", "gpu", [label])[0]:
             verdict = verify.verify(job)
@@ -89,11 +89,11 @@ def test_it_is_compiled_for_that_architecture(monkeypatch: pytest.MonkeyPatch) -
     seen = []
     compile_cuda = toolchain.compile_cuda
 
-    def noted(source: Source, arch: str, **how: Any) -> Any:
+    def note_arch(source: Source, arch: str, **how: Any) -> Any:
         seen.append(arch)
         return compile_cuda(source, arch, **how)
 
-    monkeypatch.setattr(toolchain, "compile_cuda", noted)
+    monkeypatch.setattr(toolchain, "compile_cuda", note_arch)
     job = JOBS["append_kv4.cu"]
     for arch in (*ARCHITECTURES, None):
         with gpu.compiling_for(arch):
@@ -115,8 +115,8 @@ def test_it_is_compiled_for_that_architecture(monkeypatch: pytest.MonkeyPatch) -
 def test_no_registers_spill(spec: Any, sizes: dict[str, int]) -> None:
     (source, *_) = registry.find(spec.name)[1]
     for arch in ("sm_80", "sm_86", "sm_89"):
-        made = toolchain.build(source, arch, defines=spec.config_for(sizes)).resources[spec.name]
-        assert (made.spill_stores, made.spill_loads) == (0, 0), arch
+        resources = toolchain.build(source, arch, defines=spec.config_for(sizes)).resources[spec.name]
+        assert (resources.spill_stores, resources.spill_loads) == (0, 0), arch
 
 
 @pytest.fixture
@@ -144,11 +144,11 @@ def test_a_wide_row_is_one_blocks(arch: int, fake: FakeGpu) -> None:
     rng = np.random.default_rng(0)
     gate_up = rng.standard_normal((1, 2 * 8320), dtype=np.float32).astype(np.float16)
     fake.arch = arch
-    found = ptxlab.silu_mul_quantize(on_device(gate_up))
+    activations = ptxlab.silu_mul_quantize(on_device(gate_up))
     assert fake.geometries[-1].cluster == (1, 1, 1) and fake.geometries[-1].block == (544, 1, 1)
     fake.arch = 90
     right = ptxlab.silu_mul_quantize(gate_up, backend="emulator")
-    assert np.array_equal(found.x_q.host, right.x_q) and np.array_equal(found.scale.host, right.scale)
+    assert np.array_equal(activations.x_q.host, right.x_q) and np.array_equal(activations.scale.host, right.scale)
 
 
 def test_a_row_that_only_a_cluster_holds_is_refused(fake: FakeGpu) -> None:
@@ -168,9 +168,9 @@ def test_an_8_bit_head_takes_what_runs(fake: FakeGpu) -> None:
     x = ptxlab.quantize_activations(rng.standard_normal((3, 64)).astype(np.float16), backend="emulator")
     right = gemm_w8a8(x, weight, out_dtype="int32", backend="emulator")
     fake.arch = 80
-    found = gemm_w8a8(on_device(x), on_device(weight), out_dtype="int32", programmatic=True)
+    product = gemm_w8a8(on_device(x), on_device(weight), out_dtype="int32", programmatic=True)
     assert fake.launched[-1][0] == "gemm_w8a8_sm80" and not fake.geometries[-1].programmatic
-    assert np.array_equal(found.host, right)
+    assert np.array_equal(product.host, right)
     with gpu.compiling_for("sm_80"):
         assert np.array_equal(gemm_w8a8(x, weight, out_dtype="int32", backend="emulator"), right)
 

@@ -57,7 +57,7 @@ def test_the_family_is_the_first_folder() -> None:
 def test_production_kernels_are_what_the_public_calls_launch() -> None:
     """By default, for a weight in the packing that its GPU has; what else a family has are steps, and siblings."""
     # LM heads: `gemm_w8a8`, which the bench compares with, too, and `gemm_f16`
-    beside = {"gemm_w8a8_sm90", "gemm_w8a8_sm80", "gemm_f16_sm80"}
+    head_kernels = {"gemm_w8a8_sm90", "gemm_w8a8_sm80", "gemm_f16_sm80"}
     launched = {step.spec.name for step in gemm.LADDER if step.packing in ("qserve", "strips")}
     launched |= {step.spec.name for step in attention_steps.STEPS if step.blocks} | {
         GROUPED.name,
@@ -70,7 +70,7 @@ def test_production_kernels_are_what_the_public_calls_launch() -> None:
     }
     for family in ("gemm", "attention"):
         own = {path.stem for path in (sources.cuda_dir() / family).glob("*.cu")}
-        assert {name for name in launched if sources.family_of(name) == family} == own - beside
+        assert {name for name in launched if sources.family_of(name) == family} == own - head_kernels
 
 
 @pytest.mark.parametrize("family", ["dequant", "load", "gemm", "attention", "quantize", "moe"])

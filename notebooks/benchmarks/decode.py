@@ -97,10 +97,10 @@ def part(words: Sequence[str]) -> WantedModels:
     """
     models = {config.name: config for config in MODELS}
     batches = {f"B={B}": B for B in sorted({*BATCHES, *FOUR_BIT_BATCHES})}
-    known = [*models, *batches, *MIXES, WITHOUT, "alone", *SYSTEMS]
+    choices = [*models, *batches, *MIXES, WITHOUT, "alone", *SYSTEMS]
     for word in words:
-        if word not in known:
-            raise ArgumentError("only", f"one of {', '.join(known)}", word)
+        if word not in choices:
+            raise ArgumentError("only", f"one of {', '.join(choices)}", word)
     named = tuple(word for word in words if word in MIXES)
     usual = FOUR_BIT_BATCHES if {*words} & {*SYSTEMS} else BATCHES
     beside = bool({*words} & {*MIXES, WITHOUT, "alone"})
@@ -429,20 +429,20 @@ def four_bit_rows(
     config: Config,
     system: str,
     batches: Sequence[int],
-    known: Mapping[Key, Row],
+    rows_by_key: Mapping[Key, Row],
     ceilings: Ceilings,
     progress: Callable[[str], None],
 ) -> Iterator[Row]:
     """A steady step in W4A4 or W4Ax, its latency and tokens/s, by those batches that the card has room for."""
-    there = {B: known.get(row_key(config, FOUR_BITS, B, PROMPT, system)) for B in batches}
-    yield from (row for row in there.values() if row)
-    if all(there.values()):
+    recorded_rows = {B: rows_by_key.get(row_key(config, FOUR_BITS, B, PROMPT, system)) for B in batches}
+    yield from (row for row in recorded_rows.values() if row)
+    if all(recorded_rows.values()):
         return
     with gpu.elsewhere(_PAD):
         model = random_model(config, SYSTEMS[system])
-        here = gpu.device_info().memory_bytes / 1e9
-        most = largest_batch(config, here, PROMPT + MADE, chunk=1, **weights_of(model))
-        lacking = [B for B, row in there.items() if row is None and B in range(most + 1)]
+        gigabytes = gpu.device_info().memory_bytes / 1e9
+        largest = largest_batch(config, gigabytes, PROMPT + MADE, chunk=1, **weights_of(model))
+        lacking = [B for B, row in recorded_rows.items() if row is None and B in range(largest + 1)]
         if lacking:
             runner = KernelRunner(model, max(lacking), PROMPT + MADE, chunk=1)
         for B in lacking:
@@ -459,7 +459,7 @@ def four_bit_row(runner: KernelRunner, system: str, B: int, ceilings: Ceilings) 
     clock.stop()
     us = float(np.mean(times))
     work = works(config, runner.model.layers[0], B, round(B * steady.mean))
-    floor = sum(each.us(ceilings) for each in work)
+    floor = sum(operation.us(ceilings) for operation in work)
     row = plain_row(
         system,
         FOUR_BITS,
@@ -473,8 +473,8 @@ def four_bit_row(runner: KernelRunner, system: str, B: int, ceilings: Ceilings) 
         row,
         fastest_us=min(times),
         slowest_us=max(times),
-        bytes=sum(each.nbytes for each in work),
-        operations=sum(each.operations for each in work),
+        bytes=sum(operation.nbytes for operation in work),
+        operations=sum(operation.operations for operation in work),
         floor_us=floor,
         fraction=floor / us,
         limit="sum of its operations",

@@ -283,7 +283,7 @@ def capture(calls: Sequence[Callable[[], Any]]) -> gpu.Graph:
         gc.collect()
         gc.disable()  # what the collector destroys while a graph is captured makes the capture void
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        before = generator.clone_state()
+        generator_state = generator.clone_state()
         graph.capture_begin(capture_error_mode="thread_local")  # what other threads do makes no capture void
         try:
             try:
@@ -293,7 +293,7 @@ def capture(calls: Sequence[Callable[[], Any]]) -> gpu.Graph:
                 gc.enable()
                 graph.capture_end()  # also where a call fails: a stream left capturing refuses what comes next
         except RuntimeError:  # a capture that is void leaves the generator capturing: it would draw no number again
-            generator.graphsafe_set_state(before)
+            generator.graphsafe_set_state(generator_state)
             raise
 
     def replay() -> None:

@@ -173,16 +173,16 @@ def shown(mistake: Mistake) -> list[str]:
     """One of them, as lines of Markdown."""
     printed = output_of(mistake)
     lines = printed.splitlines()
-    found = [line for line in lines if _FINDING.match(line)]
+    findings = [line for line in lines if _FINDING.match(line)]
     source = folder(mistake.place) / f"{mistake.name}.cu"
     report: list[str] = []
-    for kind in dict.fromkeys(line.partition(":")[0] for line in found):
-        first, *others = [line for line in found if line.startswith(f"{kind}:")]
+    for kind in dict.fromkeys(line.partition(":")[0] for line in findings):
+        first, *repeats = [line for line in findings if line.startswith(f"{kind}:")]
         report += textwrap.wrap(first, _WIDTH, subsequent_indent="    ", break_on_hyphens=False)
-        more = sorted({int(line) for other in others for line in re.findall(r"^[\w-]+: [^:]*:(\d+)", other)})
-        if others:
+        more = sorted({int(line) for other in repeats for line in re.findall(r"^[\w-]+: [^:]*:(\d+)", other)})
+        if repeats:
             at = f"line {more[0]}" if len(more) == 1 else f"lines {', '.join(map(str, more))}"
-            report.append(f"... and {len(others)} more like it, {at}")
+            report.append(f"... and {len(repeats)} more like it, {at}")
     return [
         f"**{mistake.wrong}.**\n",
         "```cuda",
@@ -191,7 +191,7 @@ def shown(mistake: Mistake) -> list[str]:
         "```console",
         f"$ {mistake.command()}",
         *report,
-        *(line.rstrip() for line in lines[len(found) :]),  # the outputs, and the summary
+        *(line.rstrip() for line in lines[len(findings) :]),  # the outputs, and the summary
         "```",
         f"Remedy: {mistake.remedy}.\n",
     ]

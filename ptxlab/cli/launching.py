@@ -15,7 +15,7 @@ from ptxlab.emulator import EmulatorOptions, checks_of
 from ptxlab.errors import ArgumentError, EmulationError
 from ptxlab.io.files import load_arrays
 from ptxlab.runtime.arguments import in_order, output_variant, parse_defines, place_in_order
-from ptxlab.runtime.inputs import Given, parse_argument, place_arguments, uninitialised
+from ptxlab.runtime.inputs import Given, parse_argument, place_arguments, uninitialised_names
 from ptxlab.runtime.results import compare, split_expected
 from ptxlab.runtime.schedules import CHECK, CHECKED, Difference, Schedule, first_differences
 from ptxlab.sources import Source
@@ -71,9 +71,9 @@ def run_options(
     `all` includes that check, but for `--late`, which asks for one schedule.
     """
     words = [word.strip() for word in check.split(",")]
-    wanted = CHECK in words or ("all" in words and not late)
-    others = ",".join(word for word in words if word != CHECK)
-    return emulator_options(others, late, max_steps, count_banks=count_banks), CHECKED if wanted else ()
+    all_schedules = CHECK in words or ("all" in words and not late)
+    emulator_checks = ",".join(word for word in words if word != CHECK)
+    return emulator_options(emulator_checks, late, max_steps, count_banks=count_banks), CHECKED if all_schedules else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class ScheduledRun:
     def annotations(self, path: str) -> list[Annotation]:
         """Findings and differences as annotations; `path` is the source's."""
         places = [of_finding(finding) for finding in self.outcome.findings]
-        return [*places, *(Annotation(CHECK, relative(path), 1, str(each)) for each in self.differences)]
+        return [*places, *(Annotation(CHECK, relative(path), 1, str(difference)) for difference in self.differences)]
 
 
 def run_on_schedules(
@@ -111,16 +111,16 @@ def run_on_schedules(
     differences: dict[str, Difference] = {}
     for schedule, copy in zip(schedules[1:], copies, strict=True):
         try:
-            other = copy.run(backend="emulator", options=schedule.apply(options))
+            scheduled_outcome = copy.run(backend="emulator", options=schedule.apply(options))
         except EmulationError as error:
             error.args = (f"schedule {schedule}: {error.args[0]}",)
             raise
-        known = {(f.kind, f.path, f.line, f.callers) for f in findings}
-        findings += [f for f in other.findings if (f.kind, f.path, f.line, f.callers) not in known]
-        for found in first_differences(outcome.outputs, other.outputs, (schedules[0], schedule)):
-            array, its = outcome.outputs[found.name], other.outputs[found.name]
-            if not (reorders and array.dtype.kind == "f" and not compare(found.name, its, array).wrong):
-                differences.setdefault(found.name, found)
+        finding_keys = {(f.kind, f.path, f.line, f.callers) for f in findings}
+        findings += [f for f in scheduled_outcome.findings if (f.kind, f.path, f.line, f.callers) not in finding_keys]
+        for difference in first_differences(outcome.outputs, scheduled_outcome.outputs, (schedules[0], schedule)):
+            array, its = outcome.outputs[difference.name], scheduled_outcome.outputs[difference.name]
+            if not (reorders and array.dtype.kind == "f" and not compare(difference.name, its, array).wrong):
+                differences.setdefault(difference.name, difference)
     outcome = replace(outcome, findings=tuple(findings))
     return ScheduledRun(outcome, tuple(schedules), tuple(differences.values()))
 
@@ -184,7 +184,7 @@ class Arguments:
     """The command line's arguments of a kernel: arrays of `--in`, values of `--arg`, and the outputs to expect."""
 
     arrays: Mapping[str, np.ndarray]
-    given: Sequence[Given]
+    values: Sequence[Given]
     expected: Mapping[str, np.ndarray]
 
     @classmethod
@@ -203,20 +203,20 @@ def solve(
     options: FileOptions,
 ) -> SolvedLaunch:
     """Solve for the launch of a kernel, as `registry.resolve` finds it, on the command line's arguments."""
-    arrays, given = dict(arguments.arrays), arguments.given
+    arrays, typed_arguments = dict(arguments.arrays), arguments.values
     if spec is not None:
         options.refuse(spec)
         names = [*dict.fromkeys([*(arg.name for arg in spec.args), *sorted(spec.symbols)])]
-        placed = place_arguments(f"{spec.name}: --arg", names, given, arrays)
+        placed = place_arguments(f"{spec.name}: --arg", names, typed_arguments, arrays)
         return _solve_spec(spec, source, {name: np.asarray(array) for name, array in placed.items()}, unchecked)
     kernel = load_file(source, entry, options)
     geometry = dims("grid", options.grid or "1"), dims("block", options.block or "32"), options.shared or 0
     names = [*kernel.parameters]
-    if given:
+    if typed_arguments:
         label = f"{kernel.name}: --arg"
         arrays = dict(place_in_order(names, arrays))
-        placed = place_arguments(label, names, given, arrays)
-        unset = uninitialised(names, given, [*arrays])
+        placed = place_arguments(label, names, typed_arguments, arrays)
+        unset = uninitialised_names(names, typed_arguments, [*arrays])
     else:
         placed, unset = arrays, []
     return FileLaunch(kernel, in_order(kernel.name, kernel.signature, placed), geometry, unset)

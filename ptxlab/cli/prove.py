@@ -149,12 +149,12 @@ def prove(
     _report(outcomes, counterexample, as_json)
 
 
-def _least(seconds: float, ends: float | None, total: float | None, what: str) -> tuple[float, str]:
+def _least(seconds: float, ends: float | None, total: float | None, task: str) -> tuple[float, str]:
     """The nearer of two limits of time, and the error of which says which it was."""
     left = seconds if ends is None else ends - monotonic()
     if left < seconds:
-        return max(0.001, left), f"{what} after --total-seconds {total:g}"
-    return seconds, f"{what} after --seconds {seconds:g}"
+        return max(0.001, left), f"{task} after --total-seconds {total:g}"
+    return seconds, f"{task} after --seconds {seconds:g}"
 
 
 def _kernel(target: str) -> Kernel:

@@ -279,7 +279,7 @@ def _on_host(array: Any) -> Any:
 
 
 def _show_run(run_: ScheduledRun, written: dict[str, Any], compared: list[Comparison], none: str) -> None:
-    """Each finding and difference, the outputs, how they compare; then backend, arrays and the number of findings."""
+    """Print the findings and differences, the outputs and how they compare; then a line on backend and arrays."""
     outcome = run_.outcome
     lines = [*map(str, outcome.findings), *(f"{CHECK}: {difference}" for difference in run_.differences)]
     for line in lines:

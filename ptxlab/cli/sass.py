@@ -60,11 +60,11 @@ def sass(
         return print_json([*map(str, paths)]) if as_json else written(*paths)
     if not targets:
         raise CommandLineError("sass expects kernels, families or files")
-    given = parse_defines("-D", define or [])
+    macros = parse_defines("-D", define or [])
     named = [
-        (sources[0].label + (spec.suffix if spec else ""), sources[0], entry, given or _variant(spec))
+        (sources[0].label + (spec.suffix if spec else ""), sources[0], entry, macros or _variant(spec))
         if spec
-        else _of_file(with_build(sources[0], include or (), std), entry, arch, given)
+        else _of_file(with_build(sources[0], include or (), std), entry, arch, macros)
         for target in targets
         for spec, sources, entry in registry.resolve_all(target)
     ]

@@ -25,11 +25,11 @@ def compiling_for(arch: str | None) -> Iterator[None]:
     CUDA C++ becomes PTX of that architecture, which the emulator runs, or the driver compiles for the GPU at hand. A
     kernel that does not run there is refused. Raises ArgumentError unless it is spelt `sm_80`.
     """
-    before = _target.set(_target.get() if arch is None else check_arch(arch))
+    token = _target.set(_target.get() if arch is None else check_arch(arch))
     try:
         yield
     finally:
-        _target.reset(before)
+        _target.reset(token)
 
 
 def capability(arch: str) -> tuple[int, int]:
@@ -45,14 +45,14 @@ def why_not_compiled(arch: str | None, *, exact: bool = False) -> str | None:
         arch: lowest architecture that the kernel needs, `sm_80`; None: any.
         exact: the kernel is for that architecture only (`sm_90a`).
     """
-    wanted = target()
-    if wanted is None or arch is None:
+    target_arch = target()
+    if target_arch is None or arch is None or _fits(arch, target_arch, exact):
         return None
-    return None if _fits(arch, wanted, exact) else f"{needs(arch, exact)}, and kernels are compiled for {wanted}"
+    return f"{needs(arch, exact)}, and kernels are compiled for {target_arch}"
 
 
-def _fits(arch: str, wanted: str, exact: bool) -> bool:
-    return arch == wanted if exact else capability(wanted) >= capability(arch)
+def _fits(arch: str, target_arch: str, exact: bool) -> bool:
+    return arch == target_arch if exact else capability(target_arch) >= capability(arch)
 
 
 def needs(arch: str, exact: bool) -> str:

@@ -77,16 +77,16 @@ def why_not(arch: str | None, *, exact: bool = False) -> str | None:
     reason = _why_no_gpu()
     if reason is not None or arch is None:
         return reason
-    needed, here = capability(arch), device_info().compute_capability
-    if (wanted := target()) is not None:
-        below = capability(wanted) > here
-        return f"this is below {wanted}, {_said(device_info())}" if below else why_not_compiled(arch, exact=exact)
-    if here == needed or (here > needed and not exact):
+    needed, device_capability = capability(arch), device_info().compute_capability
+    if (target_arch := target()) is not None:
+        below = capability(target_arch) > device_capability
+        return f"this is below {target_arch}, {_label(device_info())}" if below else why_not_compiled(arch, exact=exact)
+    if device_capability == needed or (device_capability > needed and not exact):
         return None
-    return f"{needs(arch, exact)}, and this is {_said(device_info())}"
+    return f"{needs(arch, exact)}, and this is {_label(device_info())}"
 
 
-def _said(device: DeviceInfo) -> str:
+def _label(device: DeviceInfo) -> str:
     return f"{device.name}, sm_{''.join(map(str, device.compute_capability))}"
 
 

@@ -183,37 +183,37 @@ class SymbolicExecution:
         raise NotModelled(f"{instruction.where}: not modelled: {why}")
 
     def possible(self, *conditions: Any) -> bool:
-        """Whether conditions can hold at all; whatever cannot be told can."""
+        """Return whether conditions can hold at all; true where the solver cannot tell."""
         if all(z3.is_true(one) for one in conditions) or any(z3.is_false(one) for one in conditions):
             return not any(z3.is_false(one) for one in conditions)
         return bool(check(z3.Solver(), *self.assume, *conditions, seconds=SECONDS) != z3.unsat)
 
     def goes_back(self, pc: int, lane: int, guard: Any) -> bool:
-        """Whether a lane can take a branch back under this guard.
+        """Return whether a lane can take a branch back under this guard.
 
         NotModelled: the guard changes turn by turn, so an input decides how many there are, and nothing bounds it.
         """
         turns = self.turns[pc]
-        if (before := turns.guards.get(lane)) is None or not before.eq(guard):
-            turns.count += before is not None and lane == min(turns.guards)
+        if (previous_guard := turns.guards.get(lane)) is None or not previous_guard.eq(guard):
+            turns.count += previous_guard is not None and lane == min(turns.guards)
             turns.guards[lane] = guard
-            begun = process_time()
+            started = process_time()
             possible = self.possible(guard)
-            turns.seconds += process_time() - begun
-            if possible and (turns.count > MOST_TURNS or turns.seconds > SECONDS) and self.unbounded(guard):
+            turns.seconds += process_time() - started
+            if possible and (turns.count > MOST_TURNS or turns.seconds > SECONDS) and self.has_huge_input(guard):
                 self.refuse(self.code[pc], f"how often this loop goes round depends on {self.advice(guard)}")
             return possible
         return True
 
-    def unbounded(self, guard: Any) -> bool:
-        """Whether an input of a condition may be so large that no loop over it can be followed."""
+    def has_huge_input(self, guard: Any) -> bool:
+        """Return whether an input of a condition may be so large that no loop over it can be followed."""
         words = [x for x in symbols_of([guard]).values() if z3.is_bv(x)]
         return any(x.size() < 16 or self.possible(guard, z3.UGT(x, MAX_STEPS)) for x in words) or not words
 
     def advice(self, term: Any) -> str:
         """The inputs of a term, and the assumptions that make it a number, as they are written on a command line."""
         inputs = dict[str, Bits]()
-        for name, symbol in sorted(symbols_of([term]).items(), key=lambda item: (len(item[0]), item[0])):
+        for name, symbol in sorted(symbols_of([term]).items(), key=lambda pair: (len(pair[0]), pair[0])):
             of_buffer, _, at = name.partition(" byte ")
             buffer = next((b for b in self.buffers if b.name == of_buffer), None) if at.isdigit() else None
             if buffer is not None:
@@ -293,9 +293,9 @@ class SymbolicExecution:
         key = width, register.index
         known, defined = self.registers[lane].get(key), self.defined[lane].get(key, FALSE)
         guard = self.guards.get(lane, TRUE)
-        written_under, result = self.recent[lane].get(key, (FALSE, None))
-        if result is not None and _implies(guard, written_under):
-            return result  # without the other ways, of which a loop adds one a turn
+        written_under, recent_bits = self.recent[lane].get(key, (FALSE, None))
+        if recent_bits is not None and _implies(guard, written_under):
+            return recent_bits  # without the other ways, of which a loop adds one a turn
         if known is not None and (_implies(guard, defined) or not self.possible(guard, z3.Not(defined))):
             return known
         unknown = z3.FreshConst(z3.BoolSort() if width == 1 else z3.BitVecSort(width), f"undefined {register.name}")
@@ -533,13 +533,13 @@ class SymbolicExecution:
             return
         solver = z3.Solver()
         solver.add(*self.assume, guard)
-        begun = process_time()
+        started = process_time()
         for _ in range(MOST_ADDRESSES + 1):  # once more than that, to learn that there is no other
-            left = SECONDS - (process_time() - begun)
-            result = check(solver, seconds=left) if left > 0 else z3.unknown
-            if result == z3.unsat:
+            left = SECONDS - (process_time() - started)
+            verdict = check(solver, seconds=left) if left > 0 else z3.unknown
+            if verdict == z3.unsat:
                 return
-            if result != z3.sat:
+            if verdict != z3.sat:
                 break
             number = solver.model().eval(at, model_completion=True).as_long()
             yield at == number, number
@@ -591,7 +591,7 @@ def _where(guards: dict[int, Any], conditions: dict[int, Any]) -> dict[int, Any]
 
 
 def _implies(guard: Any, condition: Any) -> bool:
-    """Whether it is plain from how both are written that a condition holds wherever the guard does."""
+    """Return whether the two terms as written show that the condition holds wherever the guard does."""
     if z3.is_true(condition) or condition.eq(guard):
         return True
     has = {one.get_id() for one in _parts(guard, z3.is_and)}

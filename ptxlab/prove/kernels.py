@@ -63,7 +63,7 @@ def claims_on_spec(
     """
     given = (*assume, *(() if unchecked else spec.value_rules))
     if equals and not claims:
-        _check_alike(spec.name, *([arg.name for arg in s.outputs] for s in (spec, compared(spec, equals)[0])))
+        _check_alike(spec.name, *([arg.name for arg in s.outputs] for s in (spec, other_kernel(spec, equals)[0])))
     for source in sources:
         for number, text in enumerate(claims or [f"{arg.name} == other.{arg.name}" for arg in spec.outputs], 1):
             claim = KernelClaim(f"claim {number}", text, given, equals=equals)
@@ -110,11 +110,11 @@ def query(spec: KernelSpec, source: Source, claim: KernelClaim) -> list[Query]:
     launch = of_spec(spec, source, alone=claim.alone)
     if not claim.equals:
         return queries(launch, claim)
-    other_spec, other, entry = compared(spec, claim.equals)
+    other_spec, other, entry = other_kernel(spec, claim.equals)
     return queries(beside(launch, of_spec(other_spec, other, alone=claim.alone, entry=entry)), claim)
 
 
-def compared(spec: KernelSpec, equals: str) -> tuple[KernelSpec, Source, str]:
+def other_kernel(spec: KernelSpec, equals: str) -> tuple[KernelSpec, Source, str]:
     """The kernel that `equals` names: its spec, source and entry; `FILE[:entry]` takes what the spec's kernel does."""
     try:
         other_spec, (source, *_) = registry.find(equals)

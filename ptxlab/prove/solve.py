@@ -85,11 +85,11 @@ def version_of(solver: str) -> str:
 
 
 @contextmanager
-def time_limit(seconds: float | None, what: str) -> Iterator[None]:
+def time_limit(seconds: float | None, unfinished: str) -> Iterator[None]:
     """End what runs inside after so many seconds, None: never; for the main thread.
 
-    Raises OutOfTime with `what`, which says what was not done. It ends as Ctrl-C would, also within z3, and also in a
-    job in the background, which ignores SIGINT.
+    Raises OutOfTime with `unfinished`, which says what was not done. It ends as Ctrl-C would, also within z3, and also
+    in a job in the background, which ignores SIGINT.
     """
     if seconds is None:
         yield
@@ -106,7 +106,7 @@ def time_limit(seconds: float | None, what: str) -> Iterator[None]:
                 sys.modules["z3"].main_ctx().interrupt()
 
     timer = Thread(target=expire, daemon=True)
-    before = signal.signal(signal.SIGUSR2, signal.default_int_handler)
+    previous_handler = signal.signal(signal.SIGUSR2, signal.default_int_handler)
     try:
         try:
             timer.start()
@@ -117,9 +117,9 @@ def time_limit(seconds: float | None, what: str) -> Iterator[None]:
     except KeyboardInterrupt:
         if not expired.is_set():
             raise
-        raise OutOfTime(what) from None
+        raise OutOfTime(unfinished) from None
     finally:
-        signal.signal(signal.SIGUSR2, before)
+        signal.signal(signal.SIGUSR2, previous_handler)
 
 
 def check(solver: Any, *assumptions: Any, seconds: float) -> Any:
@@ -128,10 +128,10 @@ def check(solver: Any, *assumptions: Any, seconds: float) -> Any:
     Raises KeyboardInterrupt after a Ctrl-C, which z3 takes for itself, and which it answers as if time were over.
     """
     solver.set("timeout", max(1, int(seconds * 1000)))
-    result = solver.check(*assumptions)
-    if str(result) == "unknown" and solver.reason_unknown() == "interrupted from keyboard":
+    verdict = solver.check(*assumptions)
+    if str(verdict) == "unknown" and solver.reason_unknown() == "interrupted from keyboard":
         raise KeyboardInterrupt
-    return result
+    return verdict
 
 
 def ask(query: Query, *, seconds: float = 60.0, solver: str = "z3") -> Answer:
@@ -150,10 +150,10 @@ def ask(query: Query, *, seconds: float = 60.0, solver: str = "z3") -> Answer:
     if solver != "z3":
         found = _BY_TEXT[solver](asked.to_smt2().replace("(check-sat)\n", ""), [c.sexpr() for c in constants], seconds)
         return Answer(found[0], {name: found[1][label] for label, name in names.items()} if found[1] else {})
-    result = check(asked, seconds=seconds)
-    if result == z3.unsat:
+    verdict = check(asked, seconds=seconds)
+    if verdict == z3.unsat:
         return Answer("proved")
-    if result == z3.unknown:
+    if verdict == z3.unknown:
         return Answer("undecided")
     model = asked.model()
     taken = (model.eval(c, model_completion=True).as_long() for c in constants)

@@ -317,10 +317,10 @@ def of_file(
             bits = arguments[name] = z3.BitVec(name, 8 * parameter.size)
             kind = "s" if declared.number and declared.number.signed else "u"
             scalars[name] = of_bytes(name, pieces(bits, 8).__getitem__, type=f"{kind}{bits.size()}", only=0)
-    known = _on_inputs(assume, arguments, scalars)
+    conditions = _on_inputs(assume, arguments, scalars)
     threads = [(b, t) for b in _indices(grid) for t in _indices(block)]
     trace = execute(
-        entry, list(arguments.values()), grid=grid, block=block, threads=threads, assume=known, advance=advance
+        entry, list(arguments.values()), grid=grid, block=block, threads=threads, assume=conditions, advance=advance
     )
     buffers = {name: argument for name, argument in arguments.items() if isinstance(argument, Buffer)}
     views = {name: _typed(buffer) for name, buffer in buffers.items()}
@@ -358,14 +358,14 @@ def _on_inputs(
     """The conditions on scalars and on elements by number and type (`x.u32[3]`): they tell which ways a kernel goes."""
     arrays = {name: of_bytes(name, one.before) for name, one in arguments.items() if isinstance(one, Buffer)}
     names = {**arrays, **scalars}
-    found = []
+    conditions = []
     for text in assume:
         if names_in(text) <= set(scalars) - {"i"}:
-            found.append(formula(text, scalars, 0))
+            conditions.append(formula(text, scalars, 0))
         elif names_in(text) <= set(names) - {"i"}:
             with suppress(ArgumentError):  # of elements without a type, which the kernel's accesses tell in the end
-                found.append(formula(text, names, 0))
-    return found
+                conditions.append(formula(text, names, 0))
+    return conditions
 
 
 def _typed(buffer: Buffer, before: bool = False) -> Elements:

@@ -116,13 +116,13 @@ class Kernel:
         if self.entry in written:
             return written[self.entry]
         declared = declared_kernels(self.source, self.compiled_arch, self.defines)  # made by a macro, or in a header
-        found = [kernel.parameter_names for kernel in declared if kernel.name == self.entry]
+        parameter_names = [kernel.parameter_names for kernel in declared if kernel.name == self.entry]
         params = self.module.entries[self.entry].params
-        return found[0] if found else tuple(f"arg{position}" for position in range(len(params)))
+        return parameter_names[0] if parameter_names else tuple(f"arg{position}" for position in range(len(params)))
 
     @cached_property
     def varies(self) -> bool:
-        """Whether the schedule can change the result: the kernel has asynchronous operations or stores to flags."""
+        """True if the schedule can change the result: the kernel has asynchronous operations or stores to flags."""
         entry = self.module.entries[self.entry]
         strong = {"relaxed", "volatile", "release"}
         return entry.is_asynchronous or any(strong & {*i.opcode.split(".")} for i in entry.instructions)
@@ -219,14 +219,14 @@ class Kernel:
         where = arguments.geometry(grid, block, shared_bytes, cluster)
         any_on_device = any(map(on_device, shared))
         backend = choose_backend(backend, self, where, on_device=any_on_device, checks=options.checks)
-        result = self.launch(shared, where, backend=backend, after_wait=waits, uninitialised=unset, options=options)
+        emulation = self.launch(shared, where, backend=backend, after_wait=waits, uninitialised=unset, options=options)
         passed = zip(names, args, shared, strict=True)
-        arrays = {n: a for n, a, taken in passed if hasattr(taken, "shape") and not isinstance(taken, np.generic)}
-        if result is not None:
-            written = [names[position] for position in result.written]
+        arrays = {n: a for n, a, placed in passed if hasattr(placed, "shape") and not isinstance(placed, np.generic)}
+        if emulation is not None:
+            written = [names[position] for position in emulation.written]
         else:
             written = [p.name for p in self.signature if not p.is_const]
-        return _outcome(backend, arrays, result, [name for name in written if name in arrays])
+        return _outcome(backend, arrays, emulation, [name for name in written if name in arrays])
 
     def __getitem__(self, launch: tuple[Any, ...]) -> Callable[..., Outcome]:
         """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`: the kernel with its geometry, to be called."""
@@ -277,11 +277,11 @@ def load(
 
 def with_build(source: Source, include: Sequence[str | Path] = (), std: str | None = None) -> Source:
     """The source with further folders for `#include` and another language; ArgumentError for those of PTX."""
-    if isinstance(include, str | Path) or not all(isinstance(each, str | Path) for each in include):
+    if isinstance(include, str | Path) or not all(isinstance(folder, str | Path) for folder in include):
         raise ArgumentError("include", "a list of folders", repr(include))
-    for name, value in (("include", [*include]), ("std", std)):
-        if value and source.language == "ptx":
-            raise ArgumentError(name, "only for CUDA C++ sources", value)
+    for name, setting in (("include", [*include]), ("std", std)):
+        if setting and source.language == "ptx":
+            raise ArgumentError(name, "only for CUDA C++ sources", setting)
     if not include and std is None:
         return source
     build = source.build
@@ -291,10 +291,10 @@ def with_build(source: Source, include: Sequence[str | Path] = (), std: str | No
 def _ptx_entry(source: Source, name: str | None) -> str:
     """The symbol of a kernel of PTX."""
     entries = list(emulator.parse(source.text, source.path).entries)
-    found = entries if name is None else [name] if name in entries else mangled.named(entries, name)
-    if len(found) == 1:
-        return found[0]
-    shown = ", ".join(mangled.distinct_names(found or entries))
+    symbols = entries if name is None else [name] if name in entries else mangled.find_symbols(entries, name)
+    if len(symbols) == 1:
+        return symbols[0]
+    shown = ", ".join(mangled.distinct_names(symbols or entries))
     raise ArgumentError(
         f"{source.path}: entry", f"one of {shown}" if shown else "a kernel (.visible .entry)", name or "nothing"
     )
@@ -431,12 +431,20 @@ def run_spec(
 
 
 def _outcome(
-    backend: str, outputs: dict[str, Any], result: emulator.Result | None, written: Sequence[str] | None = None
+    backend: str, outputs: dict[str, Any], emulation: emulator.Result | None, written: Sequence[str] | None = None
 ) -> Outcome:
     names = tuple(outputs if written is None else written)
-    if result is None:
+    if emulation is None:
         return Outcome(backend, outputs, written=names)
-    return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared, result.sectors, names)
+    return Outcome(
+        backend,
+        outputs,
+        emulation.findings,
+        emulation.lane_instructions,
+        emulation.shared,
+        emulation.sectors,
+        names,
+    )
 
 
 def _origin_of(ptx: str) -> str:

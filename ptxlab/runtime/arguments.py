@@ -129,21 +129,21 @@ def in_order(name: str, signature: Sequence[Parameter], arrays: Mapping[str, Any
     """Arrays of a file as the arguments of a kernel without a spec: by name, or `arr_0`, `arr_1` ... in order."""
     parameters = [parameter.name for parameter in signature]
     arrays = place_in_order(parameters, arrays)
-    for each in parameters:
-        if each not in arrays:
-            raise ArgumentError(f"{name}: {each}", "must be given", ", ".join(arrays) or "no arguments")
+    for parameter in parameters:
+        if parameter not in arrays:
+            raise ArgumentError(f"{name}: {parameter}", "must be given", ", ".join(arrays) or "no arguments")
     if extra := sorted(set(arrays) - set(parameters)):
         rule = f"each of {', '.join(parameters)}" if parameters else "none"
         raise ArgumentError(f"{name}: arguments", rule, extra[0])
-    return [arrays[each] for each in parameters]
+    return [arrays[parameter] for parameter in parameters]
 
 
 def place_in_order(parameters: Sequence[str], arrays: Mapping[str, Any]) -> Mapping[str, Any]:
     """Arrays of a file by parameter: `arr_0`, `arr_1` ..., as `np.savez` calls those without a name, in order."""
-    if set(arrays) & set(parameters) or not all(re.fullmatch(r"arr_\d+", each) for each in arrays):
+    if set(arrays) & set(parameters) or not all(re.fullmatch(r"arr_\d+", key) for key in arrays):
         return arrays
     in_place = {f"arr_{i}": name for i, name in enumerate(parameters)}
-    return {in_place.get(each, each): array for each, array in arrays.items()}
+    return {in_place.get(key, key): array for key, array in arrays.items()}
 
 
 def source_of(source: str | Path | Source) -> Source:
@@ -222,15 +222,15 @@ def parse_defines(option: str, texts: Sequence[str]) -> dict[str, Any]:
     """`TILE=64`, `FIXED`, which counts as 1, or `T=float`: macros of a compiler, integers where they are such."""
     values: dict[str, Any] = {}
     for text in texts:
-        name, given, value = text.partition("=")
+        name, equals_sign, macro = text.partition("=")
         if name in values:
             raise ArgumentError(option, "each name once", name)
         if not name.isidentifier():
             raise ArgumentError(option, "NAME[=VALUE]", text or "nothing")
         try:
-            values[name] = int(value if given else "1", 0)
+            values[name] = int(macro if equals_sign else "1", 0)
         except ValueError:
-            values[name] = value
+            values[name] = macro
     return values
 
 

@@ -31,7 +31,7 @@ _RULE = (
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """One argument: its name, empty for the next in order; whether its content counts as never written."""
+    """An argument: its name, empty for the next in order; whether its content counts as never written."""
 
     name: str
     value: Any
@@ -45,18 +45,18 @@ def parse_argument(option: str, text: str, seed: int = 0) -> Given:
         ArgumentError: the text is none; `option` is named in the message.
         FileError: the .npy cannot be read.
     """
-    name, value = found.groups() if (found := _NAMED.fullmatch(text)) else ("", text)
-    if value.endswith(".npy"):
-        return Given(name, load_array(Path(value)))
-    if found := _ARRAY.fullmatch(value):
-        dtype, shape = found[1], tuple(int(size) for size in re.findall(r"\d+", found[2]))
+    name, value_text = match.groups() if (match := _NAMED.fullmatch(text)) else ("", text)
+    if value_text.endswith(".npy"):
+        return Given(name, load_array(Path(value_text)))
+    if match := _ARRAY.fullmatch(value_text):
+        dtype, shape = match[1], tuple(int(size) for size in re.findall(r"\d+", match[2]))
         if dtype in _DTYPES or dtype in BFLOAT16:
-            fill = (found[3] or "zeros").strip()
-            return Given(name, _filled(option, dtype, shape, fill, seed), fill == "uninitialised")
+            fill = (match[3] or "zeros").strip()
+            return Given(name, _make_array(option, dtype, shape, fill, seed), fill == "uninitialised")
         raise ArgumentError(option, f"a dtype of {', '.join([*(n for n in _DTYPES if len(n) < 4), 'bf16'])}", dtype)
-    if fields := _struct(value):
-        return Given(name, fields[0] if len(fields) == 1 else _packed(fields))
-    return Given(name, _number(option, value))
+    if fields := _struct(value_text):
+        return Given(name, fields[0] if len(fields) == 1 else _struct_bytes(fields))
+    return Given(name, _number(option, value_text))
 
 
 def _number(option: str, text: str) -> int | float:
@@ -74,18 +74,18 @@ def _struct(text: str) -> list[np.generic]:
     """`i32:100,f32:2` as scalars; empty for what is not such a list."""
     fields: list[np.generic] = []
     for part in text.split(","):
-        found = _TYPED.fullmatch(part.strip())
-        if not found or found[1] not in _DTYPES:
+        match = _TYPED.fullmatch(part.strip())
+        if not match or match[1] not in _DTYPES:
             return []
-        dtype = _DTYPES[found[1]]
+        dtype = _DTYPES[match[1]]
         try:
-            fields.append(dtype.type(int(found[2], 0) if dtype.kind in "iu" else float(found[2])))
+            fields.append(dtype.type(int(match[2], 0) if dtype.kind in "iu" else float(match[2])))
         except (ValueError, OverflowError):
             return []
     return fields
 
 
-def _packed(fields: Sequence[np.generic]) -> bytes:
+def _struct_bytes(fields: Sequence[np.generic]) -> bytes:
     """The bytes of a struct of these fields, each aligned to its size, as C++ lays it out."""
     raw = b""
     for field in fields:
@@ -93,7 +93,7 @@ def _packed(fields: Sequence[np.generic]) -> bytes:
     return raw + bytes(-len(raw) % max(field.nbytes for field in fields))
 
 
-def _filled(option: str, name: str, shape: tuple[int, ...], fill: str, seed: int) -> Any:
+def _make_array(option: str, name: str, shape: tuple[int, ...], fill: str, seed: int) -> Any:
     """An array of that content; bfloat16 as its bits, uint16."""
     is_bfloat16 = name in BFLOAT16
     dtype = np.dtype(np.float32) if is_bfloat16 else _DTYPES[name]
@@ -103,14 +103,14 @@ def _filled(option: str, name: str, shape: tuple[int, ...], fill: str, seed: int
     elif fill == "arange":
         array = np.arange(int(np.prod(shape))).astype(dtype).reshape(shape)
     elif fill == "uniform" and dtype.kind in "iu":
-        info: Any = np.iinfo(str(dtype))
-        array = rng.integers(info.min, info.max, shape, dtype, endpoint=True)
+        limits: Any = np.iinfo(str(dtype))
+        array = rng.integers(limits.min, limits.max, shape, dtype, endpoint=True)
     elif fill == "uniform":
         array = rng.random(shape).astype(dtype)
     elif fill == "normal" and dtype.kind == "f":
         array = rng.standard_normal(shape).astype(dtype)
     else:
-        rule = ", ".join(each for each in FILLS if each != "normal" or dtype.kind == "f")
+        rule = ", ".join(fill_name for fill_name in FILLS if fill_name != "normal" or dtype.kind == "f")
         try:
             array = np.full(shape, int(fill, 0) if dtype.kind in "iu" else float(fill), dtype)
         except (ValueError, OverflowError):
@@ -119,28 +119,30 @@ def _filled(option: str, name: str, shape: tuple[int, ...], fill: str, seed: int
 
 
 def place_arguments(
-    label: str, parameters: Sequence[str], given: Sequence[Given], named: dict[str, Any]
+    label: str, parameters: Sequence[str], arguments: Sequence[Given], named: dict[str, Any]
 ) -> dict[str, Any]:
-    """All arguments by name: those of `named`, with the `given` in their place; those without a name in order.
+    """Return all arguments by name: those of `named`, and `arguments` in their places; those without a name in order.
 
     Raises ArgumentError for a name that is no parameter or stands twice, or for more values than parameters.
     """
     values = dict(named)
-    names = [one.name for one in given if one.name]
+    names = [one.name for one in arguments if one.name]
     for name in names:
         if names.count(name) > 1 or name not in parameters:
             raise ArgumentError(label, f"each of {', '.join(parameters) or 'no arguments'} once", name)
     free = iter([name for name in parameters if name not in names and name not in named])
-    for one in given:
+    for one in arguments:
         name = one.name or next(free, "")
         if not name:
-            raise ArgumentError(label, f"at most {len(parameters)} ({', '.join(parameters)})", len(given) + len(named))
+            raise ArgumentError(
+                label, f"at most {len(parameters)} ({', '.join(parameters)})", len(arguments) + len(named)
+            )
         values[name] = one.value
     return values
 
 
-def uninitialised(parameters: Sequence[str], given: Sequence[Given], named: Sequence[str]) -> list[str]:
+def uninitialised_names(parameters: Sequence[str], arguments: Sequence[Given], named: Sequence[str]) -> list[str]:
     """Names of the arguments whose content counts as never written."""
-    names = [one.name for one in given if one.name]
+    names = [one.name for one in arguments if one.name]
     free = iter([name for name in parameters if name not in names and name not in named])
-    return [name for one in given if (name := one.name or next(free, "")) and one.is_uninitialised]
+    return [name for one in arguments if (name := one.name or next(free, "")) and one.is_uninitialised]

@@ -34,8 +34,8 @@ class Summary:
         if array.dtype.kind not in "biuf" or not flat.size:
             return cls(name, str(array.dtype), array.shape, (), None, None, 0)
         nan = int(np.isnan(flat).sum()) if array.dtype.kind == "f" else 0
-        some = flat[~np.isnan(flat)] if nan else flat
-        low, high = (some.min().item(), some.max().item()) if some.size else (None, None)
+        numbers = flat[~np.isnan(flat)] if nan else flat
+        low, high = (numbers.min().item(), numbers.max().item()) if numbers.size else (None, None)
         return cls(name, str(array.dtype), array.shape, tuple(v.item() for v in flat[:_FIRST]), low, high, nan)
 
     def to_json(self) -> dict[str, Any]:
@@ -45,8 +45,8 @@ class Summary:
 
     def cells(self) -> tuple[str, ...]:
         """Name, type, first values, minimum, maximum and NaN in words."""
-        more = " ..." if int(np.prod(self.shape)) > len(self.first) else ""
-        shown = " ".join(map(number, self.first)) + more
+        ellipsis = " ..." if int(np.prod(self.shape)) > len(self.first) else ""
+        shown = " ".join(map(number, self.first)) + ellipsis
         return (
             self.name,
             f"{self.dtype}{list(self.shape)}",
@@ -57,13 +57,13 @@ class Summary:
         )
 
 
-def number(value: float | int | None) -> str:
+def number(x: float | int | None) -> str:
     """A number in up to six digits."""
-    return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return "-" if x is None else f"{x:.6g}" if isinstance(x, float) else str(x)
 
 
-def _json(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not np.isfinite(value) else value
+def _json(x: Any) -> Any:
+    return str(x) if isinstance(x, float) and not np.isfinite(x) else x
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def compare(name: str, got: Any, expected: Any, rtol: float | None = None, atol:
     floats = "f" in (got.dtype.kind, expected.dtype.kind)
     if not floats and "V" in (got.dtype.kind, expected.dtype.kind):
         raise ArgumentError(f"expected {name}", f"numbers such as {got.dtype}", expected.dtype)
-    a, b = (each.astype(np.float64) for each in (got, expected)) if floats else (got, expected)
+    a, b = (array.astype(np.float64) for array in (got, expected)) if floats else (got, expected)
     usual = RTOL.get(min(got.dtype.itemsize, expected.dtype.itemsize), 1e-12) if floats else 0.0
     finite = np.abs(b[np.isfinite(b)]) if floats else np.zeros(0)
     rtol = usual if rtol is None else rtol

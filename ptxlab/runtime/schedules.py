@@ -11,14 +11,14 @@ from ptxlab.emulator import EmulatorOptions
 
 @dataclass(frozen=True)
 class Schedule:
-    """When asynchronous operations complete: `early` (at once), or `late` (at a wait, in seeded order)."""
+    """The time at which asynchronous operations complete: `early` (at once), or `late` (at a wait, in seeded order)."""
 
     mode: str = "early"
     seed: int = 0
 
     @classmethod
-    def named(cls, text: str) -> "Schedule":
-        """`early` or `late:3`."""
+    def parse(cls, text: str) -> "Schedule":
+        """Parse `early` or `late:3`."""
         mode, _, seed = text.partition(":")
         return cls(mode, int(seed or 0))
 
@@ -36,7 +36,7 @@ CHECKED = Schedule(), Schedule("late", 0), Schedule("late", 1), Schedule("late",
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two schedules leave other bytes: `count` of `total` elements of an array, the first at `index`."""
+    """A difference between two schedules: `count` of `total` elements of an array, the first at `index`."""
 
     name: str
     count: int
@@ -46,9 +46,9 @@ class Difference:
     schedules: tuple[str, str]
 
     def __str__(self) -> str:
-        where, (one, two), (a, b) = ", ".join(map(str, self.index)), self.schedules, self.values
+        place, (one, two), (a, b) = ", ".join(map(str, self.index)), self.schedules, self.values
         several = f"; {self.count:,} of {self.total:,} elements differ" if self.count > 1 else ""
-        return f"{self.name}[{where}] is {a} in schedule {one} and {b} in {two}{several}"
+        return f"{self.name}[{place}] is {a} in schedule {one} and {b} in {two}{several}"
 
     def to_json(self) -> dict[str, Any]:
         """The difference as JSON-ready values; numbers as text."""
@@ -56,16 +56,16 @@ class Difference:
 
 
 def first_differences(
-    first: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], schedules: tuple[Schedule, Schedule]
+    first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray], schedules: tuple[Schedule, Schedule]
 ) -> list[Difference]:
-    """Where the arrays of two runs have other bytes, one difference per array."""
-    found = []
+    """List where the arrays of two runs have other bytes, one difference per array."""
+    differences = []
     for name, a in first.items():
-        b = other[name]
+        b = second[name]
         if a.tobytes() == b.tobytes():
             continue
         unlike = (a.reshape(-1).view(np.uint8) != b.reshape(-1).view(np.uint8)).reshape(a.size, -1).any(axis=1)
         place = tuple(int(i) for i in np.unravel_index(int(np.argmax(unlike)), a.shape))
         one, two = map(str, schedules)
-        found.append(Difference(name, int(unlike.sum()), a.size, place, (a[place], b[place]), (one, two)))
-    return found
+        differences.append(Difference(name, int(unlike.sum()), a.size, place, (a[place], b[place]), (one, two)))
+    return differences

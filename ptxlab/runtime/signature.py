@@ -128,17 +128,17 @@ class Parameter:
         resized = self.number is not None and self.is_pointer is False and self.number.nbytes != value.dtype.itemsize
         return value.item() if was_python and resized else value
 
-    def _struct(self, label: str, value: Any, dtype: str) -> bytes:
+    def _struct(self, label: str, argument: Any, dtype: str) -> bytes:
         """The bytes of a struct that is passed by value: given as bytes, or as an array or scalar of as many."""
-        if isinstance(value, bytes | bytearray):
-            raw, shown = bytes(value), f"{len(value)} bytes"
-        elif isinstance(value, np.ndarray | np.generic):
-            raw, shown = value.tobytes(), f"{value.nbytes} bytes of {dtype or value.dtype}"
+        if isinstance(argument, bytes | bytearray):
+            raw, shown = bytes(argument), f"{len(argument)} bytes"
+        elif isinstance(argument, np.ndarray | np.generic):
+            raw, shown = argument.tobytes(), f"{argument.nbytes} bytes of {dtype or argument.dtype}"
         else:
-            raw, shown = b"", repr(value)
+            raw, shown = b"", repr(argument)
         if len(raw) != self.struct_bytes:
-            what = self.type if self.type and not self.type.startswith(".") else "a struct"
-            rule = f"{what} is passed by value, as its {self.struct_bytes} bytes (a 0-d structured array, or uint8)"
+            c_type = self.type if self.type and not self.type.startswith(".") else "a struct"
+            rule = f"{c_type} is passed by value, as its {self.struct_bytes} bytes (a 0-d structured array, or uint8)"
             raise ArgumentError(label, rule, shown)
         return raw
 
@@ -208,17 +208,17 @@ def _declared(variable: Variable, accesses: frozenset[PointerAccess] | None) -> 
 
 def origin_of(ptx: str) -> str:
     """The source whose lines a compiler's PTX names: its first `.file`; empty where there is none, or no line."""
-    found = re.search(r'^\s*\.file\s+1\s+"([^"]+)"', ptx, re.MULTILINE)
-    return found[1] if found and re.search(r"^\s*\.loc\s+\d", ptx, re.MULTILINE) else ""
+    match = re.search(r'^\s*\.file\s+1\s+"([^"]+)"', ptx, re.MULTILINE)
+    return match[1] if match and re.search(r"^\s*\.loc\s+\d", ptx, re.MULTILINE) else ""
 
 
 def of_cuda(text: str, entry: str, names: Collection[str], macros: Collection[str]) -> tuple[Parameter, ...]:
     """The parameters of an `extern "C"` kernel by its signature; `macros` are names that `-D` defines."""
     text = _COMMENT.sub(" ", text)
-    found = {tuple(split_list(list_)) for list_ in _lists(text, entry)}
-    if len(found) != 1 or len(*found) != len(names):  # the preprocessor decides
+    parameter_lists = {tuple(split_list(list_)) for list_ in _lists(text, entry)}
+    if len(parameter_lists) != 1 or len(*parameter_lists) != len(names):  # the preprocessor decides
         return tuple(map(Parameter, names))
-    (declarations,) = found
+    (declarations,) = parameter_lists
     return tuple(of_declaration(text, name, each, macros) for name, each in zip(names, declarations, strict=True))
 
 
@@ -233,7 +233,7 @@ def with_sizes(parameters: Sequence[Parameter], entry: Entry) -> tuple[Parameter
     """The parameters, with the bytes of structs as PTX declares them."""
     if len(parameters) != len(entry.params):
         return tuple(parameters)
-    return tuple(map(_sized, parameters, entry.params))
+    return tuple(map(_with_size, parameters, entry.params))
 
 
 def _names(symbol: str, types: Sequence[str], declared: Sequence[KernelDeclaration]) -> tuple[str, ...]:
@@ -255,7 +255,7 @@ def _bare(type_: str) -> str:
     return "".join(sorted(re.findall(r"\w+|\*", re.sub(r"\w+\s*::", "", _QUALIFIER.sub(" ", type_)))))
 
 
-def _sized(parameter: Parameter, variable: Variable) -> Parameter:
+def _with_size(parameter: Parameter, variable: Variable) -> Parameter:
     """A parameter of an unknown type: a struct, where PTX has its bytes."""
     if parameter.is_pointer is None and variable.type == "b8":
         return replace(parameter, is_pointer=False, struct_bytes=variable.size)

@@ -64,7 +64,7 @@ class Settings:
         if not is_integer(count) or count < 0:
             raise ArgumentError("seeds", "an integer, 0 or more", repr(count))
         if self.only:
-            return [Schedule.named(self.only)]
+            return [Schedule.parse(self.only)]
         drawn = [Schedule("late", self.first_seed + i) for i in range(count if varies else 0)]
         return [Schedule(), *drawn]
 

@@ -101,19 +101,19 @@ def compile_cuda(source: Source, arch: str, *, output: Kind = "cubin", defines: 
         UnavailableError: NVRTC is not installed.
     """
     options = _cuda_options(source, arch, output, defines)
-    before = cuda_digest(source, arch, output=output, defines=defines)
+    digest_before = cuda_digest(source, arch, output=output, defines=defines)
     if source.build.compiler == "nvcc":
         once = functools.partial(nvcc.run, find("nvcc"), source, output, options)
-        return _image(source, before, arch, output, f"nvcc {version('nvcc')}", options, once)
+        return _image(source, digest_before, arch, output, f"nvcc {version('nvcc')}", options, once)
 
     def run() -> tuple[bytes, str]:
-        made = nvrtc.run(source, output, options)
-        if includes.digest(source, options) not in (before, None):
+        compiled = nvrtc.run(source, output, options)
+        if includes.digest(source, options) not in (digest_before, None):
             raise CompileError(source.path, 0, "a header changed while it was being compiled")
-        return made
+        return compiled
 
     options_and_instances = [*options, *source.build.instances]
-    return _image(source, before, arch, output, f"nvrtc {version('nvrtc')}", options_and_instances, run)
+    return _image(source, digest_before, arch, output, f"nvrtc {version('nvrtc')}", options_and_instances, run)
 
 
 def cuda_digest(source: Source, arch: str, *, output: Kind = "cubin", defines: Defines = NO_DEFINES) -> str:
@@ -148,7 +148,7 @@ def _cuda_options(source: Source, arch: str, output: Kind, defines: Defines) -> 
 
 
 def front_end_text(source: Source, arch: str, defines: Defines = NO_DEFINES) -> str:
-    """What NVRTC's preprocessor makes of a source for an architecture; empty if it cannot preprocess alone."""
+    """Preprocess a source for an architecture with NVRTC; empty if it cannot preprocess alone."""
     if source.build.compiler == "nvcc":
         source = replace(source, build=replace(source.build, compiler="nvrtc"))
     options = _cuda_options(source, arch, "ptx", defines)

@@ -61,14 +61,14 @@ _STANDARD = {"std", "FLT_MAX", "FLT_MIN", "INT_MAX", "UINT_MAX", "INT_MIN"} | {
 
 
 def lacks(log: str) -> bool:
-    """Whether a compilation failed since one of these was not there."""
+    """Return whether a compilation failed since one of these was not there."""
     return any(name in BY_NAME for name in _MISSING.findall(log))
 
 
 def lacks_beforehand(log: str) -> set[str]:
-    """Which headers of `BEFOREHAND` a compilation failed without."""
+    """Return the headers of `BEFOREHAND` whose lack made a compilation fail."""
     constants, standard = BEFOREHAND
-    found = _UNDEFINED.findall(log)
-    return {constants for name, _ in found if name in _MATH} | {
-        standard for name, other in found if name in _STANDARD or other
+    matches = _UNDEFINED.findall(log)
+    return {constants for name, _ in matches if name in _MATH} | {
+        standard for name, std_problem in matches if name in _STANDARD or std_problem
     }

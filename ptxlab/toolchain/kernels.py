@@ -39,7 +39,7 @@ class Kernels:
 
     @cached_property
     def declared(self) -> list[KernelDeclaration]:
-        """What the source and its headers declare."""
+        """Kernels that the source and its headers declare."""
         return declared_kernels(self.source, self.arch, self.defines)
 
     @cached_property
@@ -52,7 +52,7 @@ class Kernels:
         """Instances of templates that host code launches: by name, the source that has each, and its symbol."""
         if self.source.build.compiler == "nvcc":  # which makes them by itself
             return {}
-        found = {}
+        instances = {}
         names = [name for name in declarations.launches(self.source.text) if self._expressions(name)]
         for name in names[:_MOST_LAUNCHES]:
             try:
@@ -60,12 +60,12 @@ class Kernels:
             except (ArgumentError, CompileError):  # its arguments are parameters of the host function
                 continue
             if symbol not in self.symbols:
-                found[mangled.name_of(symbol)] = source, symbol
-        return found
+                instances[mangled.name_of(symbol)] = source, symbol
+        return instances
 
     @property
     def names(self) -> list[str]:
-        """What `find` takes: names, of overloads with their parameters."""
+        """Names that `find` takes, of overloads with their parameters."""
         return [*mangled.distinct_names(self.symbols), *self.launched]
 
     def find(self, name: str | None) -> tuple[Source, str]:
@@ -74,13 +74,13 @@ class Kernels:
         Raises ArgumentError, with what there is, where no kernel or more than one has that name.
         """
         if name is None:
-            found = [*((self.source, symbol) for symbol in self.symbols), *self.launched.values()]
-            if len(found) == 1:
-                return found[0]
-            raise self._refused("nothing")
+            kernels = [*((self.source, symbol) for symbol in self.symbols), *self.launched.values()]
+            if len(kernels) == 1:
+                return kernels[0]
+            raise self._no_such_kernel("nothing")
         if name in self.symbols:
             return self.source, name
-        matching = mangled.named(self.symbols, name)
+        matching = mangled.find_symbols(self.symbols, name)
         if len(matching) == 1:
             return self.source, matching[0]
         if matching:
@@ -88,12 +88,12 @@ class Kernels:
                 f"{self.source.path}: entry", f"one of {', '.join(map(mangled.demangle, matching))}", name
             )
         if "<" in name or name.startswith("_Z") or self._is_template(name):
-            launched = [one for one in self.launched.values() if mangled.named([one[1]], name)]
+            launched = [one for one in self.launched.values() if mangled.find_symbols([one[1]], name)]
             if len(launched) == 1:
                 return launched[0]
             if self._expressions(name):
                 return self._instance(name)
-        raise self._refused(name)
+        raise self._no_such_kernel(name)
 
     def _instance(self, name: str) -> tuple[Source, str]:
         """A template with its arguments, instantiated."""
@@ -110,18 +110,18 @@ class Kernels:
                 return source, str(symbol)
             if new := [symbol for symbol in symbols if symbol not in self.symbols]:  # nvcc does not say which it is
                 return source, new[0]
-        raise error or self._refused(name)
+        raise error or self._no_such_kernel(name)
 
     def _is_template(self, name: str) -> bool:
         return any(is_end_of(template, name) for template in self.templates)
 
     def _expressions(self, name: str) -> list[str]:
-        """How C++ may name an instance: with its namespaces."""
+        """List the names that C++ may have for an instance: with its namespaces."""
         base, angle, arguments = name.partition("<")
         whole = [template for template in self.templates if is_end_of(template, base.strip())]
         return [f"{template}{angle}{arguments}" for template in whole] if angle else []
 
-    def _refused(self, name: str) -> ArgumentError:
+    def _no_such_kernel(self, name: str) -> ArgumentError:
         rules = [f"one of {', '.join(self.names)}"] if self.names else []
         if self.templates:
             open_ = ", ".join(f"{template}<{parameters}>" for template, parameters in self.templates.items())
@@ -172,7 +172,7 @@ def kernels_of(source: Source, arch: str | None = None, defines: Defines = NO_DE
 
 
 def _has_host_code(source: Source, log: str) -> bool:
-    """Whether a source has functions for the host, or lacks a header that NVRTC does not have."""
+    """Return whether a source has functions for the host, or lacks a header that NVRTC does not have."""
     lacks = "cannot open source file" in log
     return lacks or "<<<" in source.text or re.search(r"\bmain\s*\(", declarations.blank(source.text)) is not None
 

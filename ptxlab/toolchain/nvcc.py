@@ -39,7 +39,7 @@ def run(
         raise UnavailableError(f"nvcc: not found in the Python environment, CUDA_HOME or PATH; {INSTALL}")
     require_host_compiler()
     with tempfile.TemporaryDirectory() as folder:
-        copy, made = Path(folder) / "in.cu", Path(folder) / "made"
+        copy, output_file = Path(folder) / "in.cu", Path(folder) / "made"
         # The copy goes by the name of the source: messages, line numbers and `__FILE__` are the source's.
         path = os.path.abspath(source.path) if os.path.isfile(source.path) else source.path
         instances = "".join(
@@ -50,23 +50,23 @@ def run(
         copy.write_text(f'#line 1 "{marker}"\n{source.text}{instances}\n', encoding="utf-8")
         action = {"ptx": "-ptx", "cubin": "-cubin", "text": "-E"}[output]
         done = subprocess.run(
-            [nvcc, action, *options, copy, "-o", made], capture_output=True, text=True, errors="replace"
+            [nvcc, action, *options, copy, "-o", output_file], capture_output=True, text=True, errors="replace"
         )
         log = done.stdout + done.stderr
         if done.returncode:
             raise _error(source, path, log)
-        text = made.read_bytes()
+        text = output_file.read_bytes()
         return text.replace(str(copy).encode(), path.encode()) if output != "cubin" else text, log
 
 
 def _error(source: Source, path: str, log: str) -> CompileError | ArgumentError:
-    found = _ERROR.search(log)
-    if not found:
+    match = _ERROR.search(log)
+    if not match:
         return CompileError(source.path, 0, next(iter(log.splitlines()), "nvcc failed"), log=log)
-    line, problem = int(found[2] or found[3]), found[4]
+    line, problem = int(match[2] or match[3]), match[4]
     if line > len(source.text.splitlines()) and _INSTANCE in log:
         return ArgumentError(
             f"{source.path}: entry", f"a kernel of this file ({problem})", ", ".join(source.build.instances)
         )
-    where = source.path if found[1] in (path, source.path) else found[1]
-    return CompileError(where, line, problem, excerpt(source, line, where), log)
+    path_in_message = source.path if match[1] in (path, source.path) else match[1]
+    return CompileError(path_in_message, line, problem, excerpt(source, line, path_in_message), log)

@@ -55,10 +55,10 @@ def run(source: Source, output: Literal["cubin", "ptx"], options: Sequence[str])
     """
     nvrtc = _library()
     require_finite(source)
-    with _compiled(source, options, source.build.instances) as (program, result, log):
-        if result == nvrtc.nvrtcResult.NVRTC_ERROR_INVALID_OPTION:
+    with _compilation(source, options, source.build.instances) as (program, status, log):
+        if status == nvrtc.nvrtcResult.NVRTC_ERROR_INVALID_OPTION:
             raise ArgumentError("arch", f"an architecture that NVRTC {version()} knows", options[0])
-        if int(result):
+        if int(status):
             if refused := _INSTANCE_ERROR.search(log):
                 instance = " ".join(refused[3].split())
                 raise ArgumentError(f"{source.path}: entry", f"a kernel of this file ({refused[2]})", instance)
@@ -81,12 +81,12 @@ def front_end(source: Source, action: str, options: Sequence[str]) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "made"
         extra = [text for option in (action, "--output", str(made)) for text in ("-Xcudafe", option)]
-        with _compiled(source, [*options, *extra], is_whole=False):
+        with _compilation(source, [*options, *extra], is_whole=False):
             return made.read_bytes() if made.is_file() else b""
 
 
 @contextmanager
-def _compiled(
+def _compilation(
     source: Source, options: Sequence[str], instances: Sequence[str] = (), *, is_whole: bool = True
 ) -> Iterator[tuple[Any, Any, str]]:
     """The program, compiled or not, NVRTC's result and its log.
@@ -103,25 +103,25 @@ def _compiled(
             **(headers.BY_NAME if added.standard else {}),
             **{h: headers.BEFOREHAND[h] for h in added.beforehand},
         }
-        texts, names = ([each.encode() for each in some] for some in (provided.values(), provided))
-        given = added.text.encode(), source.path.encode(), len(names), texts or None, names or None
-        program = _call(nvrtc.nvrtcCreateProgram, *given)
+        texts, names = ([header_text.encode() for header_text in strings] for strings in (provided.values(), provided))
+        arguments = added.text.encode(), source.path.encode(), len(names), texts or None, names or None
+        program = _call(nvrtc.nvrtcCreateProgram, *arguments)
         try:
             for instance in instances:
                 _call(nvrtc.nvrtcAddNameExpression, program, instance.encode())
             all_options = [*options, *(f"--pre-include={header}" for header in added.beforehand)]
             encoded = [option.encode() for option in all_options]
-            (result,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+            (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
             log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-            before = added
+            tried = added
             if not added.standard and headers.lacks(log):
                 added = replace(added, standard=True)
-            elif int(result) and is_whole:
+            elif int(status) and is_whole:
                 lacking = sorted(headers.lacks_beforehand(log) - set(added.beforehand))
                 shorter = _without_host_code(source, added.text, log)
                 added = _Added(shorter, added.standard or bool(lacking), (*added.beforehand, *lacking))
-            if added == before:
-                yield program, result, log
+            if added == tried:
+                yield program, status, log
                 return
             _added[question] = added
         finally:
@@ -130,8 +130,8 @@ def _compiled(
 
 @dataclass(frozen=True)
 class _Added:
-    """What a source is compiled with beside itself: its text without host functions, standard headers, what nvcc
-    includes beforehand."""
+    """Additions that a source is compiled with: its text without host functions, standard headers, what nvcc includes
+    beforehand."""
 
     text: str
     standard: bool = False
@@ -144,9 +144,9 @@ _added: dict[tuple[Any, ...], _Added] = {}  # so that it is found out once in a 
 def _without_host_code(source: Source, text: str, log: str) -> str:
     """The text without the host functions and variables that the log is about."""
     places = [
-        (int(found["line"]), len(found["before"]) - 1)  # NVRTC indents what it quotes by two
-        for found in _PLACED.finditer(log)
-        if found["path"] == source.path and _HOST_CODE.search(found["problem"])
+        (int(match["line"]), len(match["before"]) - 1)  # NVRTC indents what it quotes by two
+        for match in _PLACED.finditer(log)
+        if match["path"] == source.path and _HOST_CODE.search(match["problem"])
     ]
     return without(text, places) if places else text
 
@@ -216,6 +216,10 @@ def _error(source: Source, log: str, ptx: str) -> CompileError:
 
 
 def _is_of_host(source: Source, name: str) -> bool:
-    """Whether a source declares a function or variable of that name without saying that it is for the device."""
-    declared = [each for each in declarations(source.text) if re.search(rf"\b{name}\s*(?:[(=\[]|$)", each.head)]
-    return any(not each.is_of_device for each in declared)
+    """Return whether a source declares a function or variable of that name, but not for the device."""
+    declared = [
+        declaration
+        for declaration in declarations(source.text)
+        if re.search(rf"\b{name}\s*(?:[(=\[]|$)", declaration.head)
+    ]
+    return any(not declaration.is_of_device for declaration in declared)

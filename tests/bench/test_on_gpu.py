@@ -288,10 +288,10 @@ def test_a_capture_that_fails_spoils_none_that_follows(launched: None) -> None:
         peers.capture([torch.cuda.synchronize])
     drawn = torch.randn(8, device="cuda")
     graph = peers.capture([drawn.normal_])
-    before = drawn.clone()
+    first_numbers = drawn.clone()
     graph.replay()
     torch.cuda.synchronize()
-    assert (drawn != before).all()
+    assert (drawn != first_numbers).all()
 
 
 def test_mixes_are_measured_where_pytorch_is(launched: None) -> None:

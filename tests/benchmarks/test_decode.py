@@ -132,10 +132,12 @@ def test_steps_in_four_bits(here: pytest.MonkeyPatch, system: str) -> None:
     """Rows by batch, of batches that the card has room for; those that are known are not measured again."""
     config = replace(TINY, hidden=256, ffn=384, heads=2)
     here.setattr(models, "largest_batch", lambda *_, weights, inputs, **__: 2)
-    known = models.plain_row(system, models.FOUR_BITS, models.sizes_of(config, 1, 4), 5.0, 1.0, sm_mhz=0.0, checked="")
-    found = [*models.four_bit_rows(config, system, (1, 2, 4), {known.key: known}, CEILINGS, lambda _: None)]
-    assert found[0] is known and [row.sizes["B"] for row in found] == [1, 2]
-    row = found[1]
+    recorded = models.plain_row(
+        system, models.FOUR_BITS, models.sizes_of(config, 1, 4), 5.0, 1.0, sm_mhz=0.0, checked=""
+    )
+    rows = [*models.four_bit_rows(config, system, (1, 2, 4), {recorded.key: recorded}, CEILINGS, lambda _: None)]
+    assert rows[0] is recorded and [row.sizes["B"] for row in rows] == [1, 2]
+    row = rows[1]
     assert (row.kernel, row.time_us, row.fastest_us, row.slowest_us) == (system, 11.0, 10.0, 12.0)
     assert row.rate == pytest.approx(2 / 11e-6) and row.rate_unit == "tokens/s"
     assert row.checked.endswith("bit for bit, and finite") and row.sm_mhz == 1900.0

@@ -51,8 +51,8 @@ def test_arguments_by_name_and_in_order_and_the_output_in_sight(cli: Any, saxpy:
     written = np.load(out)
     assert written.files == ["y"] and written["y"].tolist() == [2.0 * i + 1 for i in range(30)] + [1, 1]
     code, text, _ = cli("run", saxpy, *ARGUMENTS, "--json")
-    found = json.loads(text)
-    assert (found["kernel"], [*found["outputs"]], found["outputs"]["y"]["maximum"]) == ("saxpy<32>", ["y"], 59.0)
+    record = json.loads(text)
+    assert (record["kernel"], [*record["outputs"]], record["outputs"]["y"]["maximum"]) == ("saxpy<32>", ["y"], 59.0)
 
 
 def test_outputs_are_held_against_what_is_expected(cli: Any, saxpy: str, tmp_path: Path) -> None:
@@ -66,8 +66,8 @@ def test_outputs_are_held_against_what_is_expected(cli: Any, saxpy: str, tmp_pat
     assert code == 1 and "y: 2 of 32 elements are not within" in text
     assert "y[9] is 19.0, not nan; y[7] is 15.0, not 16.0" in text
     code, text, _ = cli("run", saxpy, *ARGUMENTS, "--in", str(tmp_path / "in.npz"), "--json", "--atol", "1")
-    (found,) = json.loads(text)["expected"]
-    assert (code, found["wrong"], found["worst"]) == (1, 1, [{"index": [9], "got": 19.0, "expected": "nan"}])
+    (comparison,) = json.loads(text)["expected"]
+    assert (code, comparison["wrong"], comparison["worst"]) == (1, 1, [{"index": [9], "got": 19.0, "expected": "nan"}])
     np.savez(tmp_path / "other.npz", z=y)
     code, _, error = cli("run", saxpy, *ARGUMENTS, "--expect", str(tmp_path / "other.npz"))
     assert code == 2 and "expected: outputs of the kernel: x, y (got z)" in error
@@ -81,7 +81,7 @@ def test_arrays_of_a_file_in_order(cli: Any, saxpy: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((), "saxpy<32>: s: must be given (got no arguments)"),
         (("--arg", "z=1"), "saxpy<32>: --arg: each of s, x, y once (got z)"),
@@ -93,9 +93,9 @@ def test_arrays_of_a_file_in_order(cli: Any, saxpy: str, tmp_path: Path) -> None
         (("--arg", "x=nowhere.npy"), "nowhere.npy: cannot be read: No such file or directory"),
     ],
 )  # fmt: skip
-def test_wrong_arguments_are_refused(arguments: tuple[str, ...], said: str, cli: Any, saxpy: str) -> None:
+def test_wrong_arguments_are_refused(arguments: tuple[str, ...], message: str, cli: Any, saxpy: str) -> None:
     code, _, error = cli("run", saxpy, *arguments)
-    assert code == 2 and said in error and error.count("\n") == 1
+    assert code == 2 and message in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(("options", "code"), [((), 1), (("-D", "WAIT"), 0)])
@@ -105,10 +105,10 @@ def test_results_that_depend_on_the_schedule_are_a_finding(options: Any, code: i
     command = ("run", str(tmp_path / "copy.cu"), *arguments, "--check", "schedules")
     assert cli(*command)[0] == code
     text = cli(*command)[1]
-    said = "schedules: y[0] is 0.0 in schedule early and -1.0 in late:0; 32 of 32 elements differ"
-    assert (said in text) == bool(code) and ("checks clean" in text) != bool(code)
-    found = json.loads(cli(*command, "--json")[1])["schedules"]
-    assert found["ran"] == ["early", "late:0", "late:1", "late:2"] and len(found["differences"]) == code
+    line = "schedules: y[0] is 0.0 in schedule early and -1.0 in late:0; 32 of 32 elements differ"
+    assert (line in text) == bool(code) and ("checks clean" in text) != bool(code)
+    record = json.loads(cli(*command, "--json")[1])["schedules"]
+    assert record["ran"] == ["early", "late:0", "late:1", "late:2"] and len(record["differences"]) == code
     assert ("::error file=" in cli(*command, "--format", "github")[1]) == bool(code)
 
 

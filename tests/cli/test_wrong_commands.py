@@ -23,7 +23,7 @@ DRAWN = 9  # one row in so many is tried by default
 
 
 def rows() -> Iterator[tuple[str, str, int, str]]:
-    """What is wrong, command, exit code, line."""
+    """Yield what is wrong, command, exit code, line."""
     group = command = ""
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
@@ -57,12 +57,12 @@ def test_a_wrong_command_ends_with_its_line(
     monkeypatch.chdir(files)
     monkeypatch.setattr(gpu, "why_not", lambda *_, **__: "no CUDA device")
     monkeypatch.setattr(downloads, "fetch", lambda *_, **__: pytest.fail("something was downloaded"))
-    before = {*os.listdir(files)}
+    files_before = {*os.listdir(files)}
     got, out, err = cli(*shlex.split(command))
     whole = f"error: {line.removesuffix('...')}"
     assert (got, out, err.count("\n")) == (code, "", 1), err
     assert err.startswith(whole) if line.endswith("...") else err == f"{whole}\n"
-    assert {*os.listdir(files)} == before, "nothing was written"
+    assert {*os.listdir(files)} == files_before, "nothing was written"
 
 
 def test_the_table_has_each_kind_of_wrong_command() -> None:
@@ -83,7 +83,7 @@ def test_memory_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("rule", "value", "said"),
+    ("rule", "rejected", "proposal"),
     [
         ("must be one of hadamard, random or None", "hadamar", "; nearest: hadamard"),
         ("some of async, lanes, race", "races", "; nearest: race"),
@@ -92,5 +92,5 @@ def test_memory_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]
         ("must be a name", "nam", ""),
     ],
 )
-def test_a_rule_that_lists_names_proposes_the_nearest(rule: str, value: object, said: str) -> None:
-    assert str(ArgumentError("x", rule, value)) == f"x: {rule} (got {value}){said}"
+def test_a_rule_that_lists_names_proposes_the_nearest(rule: str, rejected: object, proposal: str) -> None:
+    assert str(ArgumentError("x", rule, rejected)) == f"x: {rule} (got {rejected}){proposal}"

@@ -101,8 +101,8 @@ def test_what_an_input_decides_is_refused_by_line(cli: Any, file: Any, text: str
 def test_the_assumption_that_the_error_names_decides(
     cli: Any, file: Any, text: str, assumed: list[str], claim: str
 ) -> None:
-    given = [word for one in [*assumed, *small(text)] for word in ("--assume", one)]
-    code, out, err = cli("prove", file(text), *given, "--claim", claim)
+    assumptions = [word for one in [*assumed, *small(text)] for word in ("--assume", one)]
+    code, out, err = cli("prove", file(text), *assumptions, "--claim", claim)
     assert code == 0 and "proved" in out, err
 
 
@@ -112,8 +112,10 @@ def small(text: str) -> list[str]:
 
 
 def test_an_assumption_may_bound_a_loop(cli: Any, file: Any) -> None:
-    given = ("--assume", "n <= 3", "--assume", "0 <= x.s32[0] <= 9", "--assume", "0 <= x.s32[1] <= 9")
-    code, out, err = cli("prove", file(SUM), *given, "--assume", "0 <= x.s32[2] <= 9", "--claim", "out.s32[i] <= 27")
+    assumptions = ("--assume", "n <= 3", "--assume", "0 <= x.s32[0] <= 9", "--assume", "0 <= x.s32[1] <= 9")
+    code, out, err = cli(
+        "prove", file(SUM), *assumptions, "--assume", "0 <= x.s32[2] <= 9", "--claim", "out.s32[i] <= 27"
+    )
     assert code == 0 and "proved" in out, err
 
 
@@ -129,9 +131,9 @@ def test_a_loop_over_the_bits_of_an_input_has_an_end(cli: Any, file: Any) -> Non
 @pytest.mark.full
 def test_the_whole_run_has_a_limit(cli: Any, file: Any) -> None:
     claims = [word for a, b in combinations(PRIMES, 2) for word in ("--claim", f"out.u64[i] != {a * b}")]
-    begun = time.monotonic()
+    started = time.monotonic()
     code, out, _ = cli("prove", file(HARD), *claims, "--total-seconds", 2)
-    assert code == 3 and out.count("undecided") == 3 and time.monotonic() - begun < 20
+    assert code == 3 and out.count("undecided") == 3 and time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("option", ["--seconds", "--total-seconds"])
@@ -152,13 +154,13 @@ def test_a_limit_ends_what_runs_and_nothing_else() -> None:
 
 def test_a_limit_ends_a_job_in_the_background_too() -> None:
     """Such a job ignores SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    previous_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with pytest.raises(OutOfTime, match="sums"), time_limit(0.05, "sums"):
             while True:
                 sum(range(1000))
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 @pytest.mark.full
@@ -216,15 +218,15 @@ def test_the_example_of_the_help_runs(cli: Any, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.default_cases("-0-proved")
-@pytest.mark.parametrize(("edit", "code", "said"), [("", 0, "proved"), ("0xf0f0f0f0 => 0xf0f0f070", 1, "refuted")])
-def test_a_kernel_equals_a_file(cli: Any, tmp_path: Path, edit: str, code: int, said: str) -> None:
+@pytest.mark.parametrize(("edit", "code", "verdict"), [("", 0, "proved"), ("0xf0f0f0f0 => 0xf0f0f070", 1, "refuted")])
+def test_a_kernel_equals_a_file(cli: Any, tmp_path: Path, edit: str, code: int, verdict: str) -> None:
     text = cli("show", "dequant_comet.ptx")[1].replace("dequant_comet", "copy")
-    before, _, after = edit.partition(" => ")
-    assert not edit or before in text
+    original, _, replacement = edit.partition(" => ")
+    assert not edit or original in text
     path = tmp_path / "copy.ptx"
-    path.write_text(text.replace(before, after) if edit else text)
+    path.write_text(text.replace(original, replacement) if edit else text)
     got, out, err = cli("prove", "dequant_comet", "--equals", path)
-    assert got == code and said in out, err
+    assert got == code and verdict in out, err
 
 
 def test_a_file_that_takes_other_arguments_equals_nothing(cli: Any, file: Any) -> None:

@@ -210,9 +210,9 @@ def test_a_struct_by_value_is_its_bytes_however_they_come(pair: Any) -> None:
     assert y.tolist() == [2.0] * 3 + [0.0] * 29 and [*outcome.outputs] == ["x", "y"]
 
 
-@pytest.mark.parametrize(("pair", "said"), [(np.zeros(3), "24 bytes of float64"), (b"1234", "4 bytes"), (5, "5")])
-def test_other_bytes_for_a_struct_are_refused(pair: Any, said: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"^saxpy: p: Pair is passed by value, as its 8 bytes .* \(got {said}\)$"):
+@pytest.mark.parametrize(("pair", "shown"), [(np.zeros(3), "24 bytes of float64"), (b"1234", "4 bytes"), (5, "5")])
+def test_other_bytes_for_a_struct_are_refused(pair: Any, shown: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"^saxpy: p: Pair is passed by value, as its 8 bytes .* \(got {shown}\)$"):
         ptxlab.load(STRUCT, "saxpy").arguments([pair, np.zeros(1, np.float32), np.zeros(1, np.float32)])
 
 
@@ -233,7 +233,7 @@ def test_symbols_of_ptx_are_found_and_shown_by_name(tmp_path: Path) -> None:
 
 
 def test_ptx_with_line_information_names_the_lines_of_its_source() -> None:
-    """As `nvcc -ptx -lineinfo` leaves it: `.loc` was ignored unless ptxlab had compiled the source itself."""
+    """Read PTX as `nvcc -ptx -lineinfo` leaves it: `.loc` was ignored unless ptxlab had compiled the source itself."""
     text = ptxlab.load(NAMESPACES, "negate").module.text
     with pytest.raises(ptxlab.PtxlabError, match=r"^<text>:7: "):
         run(ptxlab.load(text, "negate"), np.zeros(4, np.float32))

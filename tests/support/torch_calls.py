@@ -115,15 +115,15 @@ def four_bit_calls(
     of_blocks = {"int8": int8, "layout": BLOCK_ORDERS[to]}
     four = pack_atom(quant.quantize_atom_weight(w[:, order], group, outliers), to)
     blocks = pack_block_weight(quant.quantize_block_weight(w[:, order]), int8, to)
-    known = quant.quantize_atom_activations(floats[:M, order], group, outliers)
-    read = pack_atom_activations(known, ATOM_ORDERS[to])
+    activations = quant.quantize_atom_activations(floats[:M, order], group, outliers)
+    read = pack_atom_activations(activations, ATOM_ORDERS[to])
     read_blocks = pack_block_activations(quant.quantize_blocks(floats[:M, order], int8), BLOCK_ORDERS[to])
 
     def tensors(operand: Any) -> list[Any]:
         x8 = np.empty((M, 0), np.int8) if operand.x8 is None else operand.x8
-        return [torch.from_numpy(each) for each in (operand.x, operand.scale, x8)]
+        return [torch.from_numpy(part) for part in (operand.x, operand.scale, x8)]
 
-    of_four, of_block = ([torch.from_numpy(each) for each in weight.buffers.values()] for weight in (four, blocks))
+    of_four, of_block = ([torch.from_numpy(buffer) for buffer in weight.buffers.values()] for weight in (four, blocks))
     how = {"layout": to, "N": N, "out_dtype": out_dtype}
     return {
         "reorder_quantize": ((x, place), of_atom),

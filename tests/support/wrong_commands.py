@@ -67,8 +67,8 @@ def _arguments(folder: Path) -> None:
         "lqq": packed,
         "lqq17": {**packed, "qweight": packed["qweight"] * 15, "scale": np.full((1, 1), 17, np.uint8)},
     }
-    for name, given in arrays.items():
-        np.savez(folder / f"{name}.npz", **given)
+    for name, fields in arrays.items():
+        np.savez(folder / f"{name}.npz", **fields)
     (folder / "cut.npz").write_bytes((folder / "add4.npz").read_bytes()[:300])
 
 

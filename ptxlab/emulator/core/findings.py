@@ -91,13 +91,13 @@ class Findings:
         if kind not in _KINDS:
             raise ValueError(f"{kind}: not among the kinds of findings (emulator/options.py)")
         packed, operands = (fault.lane, fault.operands) if fault else (None, {})
-        where = instruction.path, instruction.line, readable(instruction.text)
+        code = instruction.path, instruction.line, readable(instruction.text)
         message = readable(message)
-        key = (kind, *where[:2], instruction.callers, packed)
+        key = (kind, *code[:2], instruction.callers, packed)
         if known := self.found.get(key):
             self.found[key] = replace(known, count=known.count + count)
             return
-        self.found[key] = Finding(kind, *where, *place, packed, operands, message, count, instruction.callers, fault)
+        self.found[key] = Finding(kind, *code, *place, packed, operands, message, count, instruction.callers, fault)
 
 
 @dataclass(frozen=True)

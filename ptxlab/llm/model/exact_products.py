@@ -95,10 +95,10 @@ def multiply(x: Read, weight: Any, dtype: str, bias: Any = None) -> Any:
     """Return the product as its kernel stores it, [M, N]."""
     out = DTYPES.index(dtype)
     if isinstance(x, QuantizedActivations):
-        known = unpack(weight)
-        if isinstance(known, QoQChannelWeight):
-            return gemm_channel(known, x.q, x.scale, bias, x.token_sum, OUT=out)
-        return gemm(known, x.q, x.scale, bias, OUT=out)
+        unpacked = unpack(weight)
+        if isinstance(unpacked, QoQChannelWeight):
+            return gemm_channel(unpacked, x.q, x.scale, bias, x.token_sum, OUT=out)
+        return gemm(unpacked, x.q, x.scale, bias, OUT=out)
     rows, inputs = with_arrays(weight, on_host).rows, with_arrays(x, on_host)
     bias = None if bias is None else on_host(bias)
     if isinstance(inputs, AtomActivations):

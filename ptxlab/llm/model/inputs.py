@@ -139,10 +139,10 @@ def into(weight: Any, inputs: Inputs) -> dict[str, Any]:
     out = operand(weight, inputs)
     if not isinstance(weight, ReorderedWeight):
         return {"layout": out.layout, "rows": out.rows, "out": out}
-    given = {"place": weight.buffers["place"], "layout": out.layout, "out": out}
+    arguments = {"place": weight.buffers["place"], "layout": out.layout, "out": out}
     if weight.scheme == "fmpq":
-        return {**given, "int8": weight.int8}
-    return {**given, "outliers": weight.outliers, "group": weight.group, "clip": weight.clip}
+        return {**arguments, "int8": weight.int8}
+    return {**arguments, "outliers": weight.outliers, "group": weight.group, "clip": weight.clip}
 
 
 def multiplicand(weight: Any) -> Any:

@@ -74,7 +74,7 @@ class KernelRunner(Runner):
             self._require_room(gpu.device_info())  # or the reason why there is none
         config, layers = self.config, model.layers
         self._dtype = layers[0].dtype
-        self._layers = [self._packed(weights) for weights in layers]
+        self._layers = [self._place_layer(weights) for weights in layers]
         in_strips = all(getattr(self._layers[0], name).layout == "strips" for name in config.matrices)
         self._programmatic = in_strips if programmatic is None else programmatic
         # A token's row has the layers' dtype; the head stays in float16 unless it is quantised.
@@ -96,7 +96,7 @@ class KernelRunner(Runner):
         self._eager = False
         self.caches = self._step(self.batch).caches
 
-    def _packed(self, weights: LayerWeights) -> LayerWeights:
+    def _place_layer(self, weights: LayerWeights) -> LayerWeights:
         """A layer where its kernels run, in a layout that one of them takes."""
         placed = weights.to_device() if self._on_gpu else weights
         layout = layout_here(weights.o.scheme, self.backend, now=weights.o.layout)

@@ -286,15 +286,15 @@ def layer_calls(
     def call(name: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> LayerCall:
         return LayerCall(name, function, args, {"backend": backend, "programmatic": b.programmatic, **keywords})
 
-    def norm(name: str, x: Any, gamma: Any, weight: Any, out: Inputs, **more: Any) -> LayerCall:
+    def norm(name: str, x: Any, gamma: Any, weight: Any, out: Inputs, **options: Any) -> LayerCall:
         stream = None if added and x is residual else residual
-        how = {"residual": stream, "eps": config.eps, **into(weight, out), **more}
+        how = {"residual": stream, "eps": config.eps, **into(weight, out), **options}
         return call(name, calls_of(weight).normed, x, gamma, **how)
 
-    def product(name: str, of: Inputs, weight: Any, out: Any, **more: Any) -> LayerCall:
+    def product(name: str, of: Inputs, weight: Any, out: Any, **options: Any) -> LayerCall:
         calls, x = calls_of(weight), operand(weight, of)
-        more |= {} if weights.four_bit_inputs else {"workspace": space(name)}
-        return call(name, calls.product, x, weight=multiplicand(weight), out=out, **more)
+        options |= {} if weights.four_bit_inputs else {"workspace": space(name)}
+        return call(name, calls.product, x, weight=multiplicand(weight), out=out, **options)
 
     def to_stream(name: str, of: Inputs, weight: Any, out: Any) -> LayerCall:
         return product(name, of, weight, **({"out": None, "residual": residual} if added else {"out": out}))

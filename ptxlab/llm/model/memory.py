@@ -122,11 +122,11 @@ class Footprint:
 def weights_of(model: QuantizedModel) -> dict[str, Any]:
     """What `Footprint.of` cannot count from the shapes of this very model."""
     layers = model.layers
-    found = {"weights": sum(layer.nbytes for layer in layers), "dtype": layers[0].dtype}
+    footprint_options = {"weights": sum(layer.nbytes for layer in layers), "dtype": layers[0].dtype}
     if not layers[0].four_bit_inputs:
-        return found
+        return footprint_options
     matrices = model.config.matrices.items()
-    return {**found, "inputs": sum(input_bytes(getattr(layers[0], name), K) for name, (_, K) in matrices)}
+    return {**footprint_options, "inputs": sum(input_bytes(getattr(layers[0], name), K) for name, (_, K) in matrices)}
 
 
 def budget(gigabytes: float) -> int:

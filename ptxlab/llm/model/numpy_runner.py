@@ -79,10 +79,10 @@ class GroupProduct:
     """
 
     def __init__(self, weight: ReorderedWeight, bias: F32 | None = None) -> None:
-        known = weight.rows
-        parts = np.split(known.q4, known.scale4.shape[1], axis=1) + [known.q8] * (weight.outliers > 0)
+        rows = weight.rows
+        parts = np.split(rows.q4, rows.scale4.shape[1], axis=1) + [rows.q8] * (weight.outliers > 0)
         self.groups = [np.ascontiguousarray(part.T, np.float32) for part in parts]
-        self.scales = known.scales[:, : len(parts)]
+        self.scales = rows.scales[:, : len(parts)]
         self.quantized, self.bias = weight.quantized, bias
 
     def gated(self, gate_up: F32, activation: int, dtype: int) -> AtomRows | BlockRows:

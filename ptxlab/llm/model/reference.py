@@ -95,7 +95,7 @@ def exact(
         return (left or {}).get(name, right)
 
     stream = given.residual if given.x is None else _added(given.x, given.residual, dtype)
-    qkv_in = done("qkv_in", read(weights.qkv, _normed(stream, weights.input_norm, config.eps)))
+    qkv_in = done("qkv_in", read(weights.qkv, _norm(stream, weights.input_norm, config.eps)))
     qkv = done("qkv", multiply(qkv_in, weights.qkv, dtype, weights.qkv_bias))
     q, pool = _rotated_and_appended(qkv, given, config.heads, dtype)
     q, pool = done("q", q), done("pool", pool)
@@ -107,7 +107,7 @@ def exact(
     stream = _added(stream, o if residual_epilogue else done("o", o), dtype)
     if config.experts or not residual_epilogue:
         stream = done("residual", stream)
-    y = _normed(stream, weights.post_norm, config.eps)
+    y = _norm(stream, weights.post_norm, config.eps)
     quantised: Any = read(weights.gate_up, y)
     if config.experts:
         tokens, y = done("tokens", quantised), done("normed", stored(y, dtype))
@@ -142,18 +142,18 @@ def exact(
 
 
 def left_by(buffers: LayerBuffers, weights: LayerWeights, residual: Any, cache: KVCache) -> dict[str, Any]:
-    """What the launches of a layer have left, by step, as NumPy's or CuPy's arrays."""
-    found = {name: getattr(buffers, name) for name in ("qkv", "q", "attention", "o", "gate_up", "hidden")}
-    found = {name: shared(array) for name, array in found.items()}
+    """Return what the launches of a layer have left, by step, as NumPy's or CuPy's arrays."""
+    arrays_by_step = {name: getattr(buffers, name) for name in ("qkv", "q", "attention", "o", "gate_up", "hidden")}
+    arrays_by_step = {name: shared(array) for name, array in arrays_by_step.items()}
     for name in weights.config.matrices:
-        found[f"{name}_in"] = left_in(getattr(weights, name), getattr(buffers, f"{name}_in"))
+        arrays_by_step[f"{name}_in"] = left_in(getattr(weights, name), getattr(buffers, f"{name}_in"))
     if buffers.routing is not None:
         routing, routed = buffers.routing, buffers.routing.routed
         arrays = {"normed": routing.normed, "results": routing.results, "chosen": routed.chosen}
         arrays |= {"share": routed.share, "offsets": routed.offsets, "place": routed.place}
-        found |= {name: shared(array) for name, array in arrays.items()}
-        found["tokens"] = left_in(weights.gate_up, routing.tokens)
-    return {**found, "pool": shared(cache.pool), "residual": shared(residual)}
+        arrays_by_step |= {name: shared(array) for name, array in arrays.items()}
+        arrays_by_step["tokens"] = left_in(weights.gate_up, routing.tokens)
+    return {**arrays_by_step, "pool": shared(cache.pool), "residual": shared(residual)}
 
 
 def compare(given: LayerInputs, weights: LayerWeights, buffers: LayerBuffers, residual: Any, cache: KVCache) -> str:
@@ -184,9 +184,9 @@ def in_float64(given: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
     M, D = len(stream), config.head_dim
 
     def product(y: F64, weight: Any) -> F64:
-        known = weight if isinstance(weight, ReorderedWeight) else unpack(weight)
-        result: F64 = y @ known.dequantize().astype(np.float64).T
-        return result
+        unpacked = weight if isinstance(weight, ReorderedWeight) else unpack(weight)
+        outputs: F64 = y @ unpacked.dequantize().astype(np.float64).T
+        return outputs
 
     def ffn(y: F64, gate_up: Any, down: Any) -> F64:
         return product(reference.gated(product(y, gate_up), config.activation), down)
@@ -221,8 +221,8 @@ def _added(x: Any, residual: Any, dtype: str) -> Any:
     return stored(floats(x) + floats(residual), dtype)
 
 
-def _normed(stream: Any, gamma: Any, eps: float) -> Any:
-    """y f32 [M, H], in the kernel's order of additions, which is written for NumPy."""
+def _norm(stream: Any, gamma: Any, eps: float) -> Any:
+    """Return y f32 [M, H], in the kernel's order of additions, which is written for NumPy."""
     return beside(normalized(floats(on_host(stream)), floats(on_host(gamma)), eps), stream)
 
 
@@ -280,7 +280,7 @@ def _compare(name: str, found: Any, step: Step, dtype: str) -> None:
     parts = list(parts_of(found)) if is_read(found) else [""]
     bounds = step.allowed if isinstance(step.allowed, tuple) else (step.allowed,) * len(parts)
     for part, allowed in zip(parts, bounds, strict=True):
-        got, right = (on_host(getattr(each, part) if part else each) for each in (found, step.right))
+        got, right = (on_host(getattr(x, part) if part else x) for x in (found, step.right))
         if allowed is None:
             wrong = got.view(f"u{got.itemsize}") != right.view(f"u{right.itemsize}")
         else:

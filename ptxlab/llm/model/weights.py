@@ -138,7 +138,7 @@ class LayerWeights:
         rng = np.random.default_rng(seed)
         place: Callable[[Any], Any] = gpu.to_device if on_device else lambda array: array
 
-        def packed(N: int, K: int, interleaved: bool = False) -> Any:
+        def random_matrix(N: int, K: int, interleaved: bool = False) -> Any:
             if scheme in w4a4.SCHEMES:
                 return _random_reordered(rng, N, K, scheme, group, layout, place)
             block = rng.standard_normal((min(N, BLOCK_ROWS), min(K, BLOCK_K)), dtype=np.float32) / np.sqrt(K)
@@ -152,7 +152,8 @@ class LayerWeights:
         for name, size in config.matrices.items():
             many = config.experts if name in ("gate_up", "down") else 0
             turns = interleaved and name == "gate_up"
-            weights[name] = stack_experts([packed(*size, turns) for _ in range(many)]) if many else packed(*size, turns)
+            matrices = [random_matrix(*size, turns) for _ in range(many or 1)]
+            weights[name] = stack_experts(matrices) if many else matrices[0]
         if config.qkv_bias:
             weights["qkv_bias"] = place(rng.standard_normal(config.qkv_width, dtype=np.float32))
         if config.experts:
@@ -183,15 +184,15 @@ class LayerWeights:
 
     def in_layout(self, layout: str) -> "LayerWeights":
         """The same weights with every matrix but those of experts packed so, bit for bit, where they lie."""
-        other: dict[str, Any] = {}
+        repacked: dict[str, Any] = {}
         for name, part in self.parts.items():
             if getattr(part, "layout", layout) == layout:
                 continue
             if isinstance(part, PackedWeight):
-                other[name] = pack(unpack(part), layout)
+                repacked[name] = pack(unpack(part), layout)
             elif isinstance(part, ReorderedWeight):
-                other[name] = part.in_layout(layout)
-        return replace(self, **other)
+                repacked[name] = part.in_layout(layout)
+        return replace(self, **repacked)
 
     def to_device(self) -> "LayerWeights":
         """The same on the GPU, NumPy arrays copied. Raises UnavailableError where there is none."""

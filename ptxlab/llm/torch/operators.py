@@ -425,7 +425,7 @@ def _cache_on_cpu(
     name: str, tensors: tuple[Tensor, Any, Any], how: tuple[int, int, str, bool], channel: _Channel
 ) -> KVCache:
     pool = array_of(f"{name}: pool", tensors[0], "uint8", "pages", 2, "Hkv", "bytes")
-    constants = [array_of(f"{name}: channel", each, "float32", "Hkv", "D") for each in channel or ()]
+    constants = [array_of(f"{name}: channel", constant, "float32", "Hkv", "D") for constant in channel or ()]
     with naming(name):
         return KVCache(**_cache_fields((pool, *tensors[1:]), how, constants))
 
@@ -435,8 +435,8 @@ def _rope(name: str, cos: Tensor | None, sin: Tensor | None, positions: Tensor |
     if cos is not None and sin is not None:
         return (cos, sin) if positions is None else (cos, sin, positions)
     if cos is not None or sin is not None or positions is not None:
-        given = [of for of, each in (("cos", cos), ("sin", sin), ("positions", positions)) if each is not None]
-        raise ArgumentError(f"{name}: cos, sin", "must be given both, or neither and no positions", ", ".join(given))
+        passed = [of for of, tensor in (("cos", cos), ("sin", sin), ("positions", positions)) if tensor is not None]
+        raise ArgumentError(f"{name}: cos, sin", "must be given both, or neither and no positions", ", ".join(passed))
     return None
 
 
@@ -447,7 +447,7 @@ def _angles(name: str, rope: tuple[Tensor, ...] | None, slots: Any, cache: KVCac
         return None, None
     T, half, positions = len(slots), cache.head_dim // 2, rope[2:]
     cos, sin = (
-        array_of(f"{name}: {of}", each, "float32", "R", half) for of, each in zip(("cos", "sin"), rope, strict=False)
+        array_of(f"{name}: {of}", table, "float32", "R", half) for of, table in zip(("cos", "sin"), rope, strict=False)
     )
     if len(cos) != len(sin) or len(cos) < (1 if positions else T):
         raise ArgumentError(f"{name}: cos, sin", f"must have {T} rows or more, or positions", [len(cos), len(sin)])

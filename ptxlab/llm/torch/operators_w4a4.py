@@ -78,15 +78,15 @@ def _new_tensors(
 
 
 def _quantize_on_cuda(
-    call: Callable[..., Any], x: Tensor, channels: int, given: Sequence[Any], order: Mapping[str, Any], **how: Any
+    call: Callable[..., Any], x: Tensor, channels: int, operands: Sequence[Any], order: Mapping[str, Any], **how: Any
 ) -> Ordered:
     """Make what a quantiser makes of x, in new tensors."""
     fields = _fields(call.__name__, channels, order)
-    made = _new_tensors(x, channels, **{**order, "layout": fields["layout"]})
+    outputs = _new_tensors(x, channels, **{**order, "layout": fields["layout"]})
     kind = AtomActivations if order.get("int8") is None else BlockActivations
-    x8 = made[2] if fields["layout"] == "pairs" else None
-    call(x, *given, **order, **how, out=kind(M=len(x), **fields, x=made[0], scale=made[1], x8=x8))
-    return made
+    x8 = outputs[2] if fields["layout"] == "pairs" else None
+    call(x, *operands, **order, **how, out=kind(M=len(x), **fields, x=outputs[0], scale=outputs[1], x8=x8))
+    return outputs
 
 
 def _fields(name: str, channels: int, order: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,9 +128,9 @@ def _normed_on_cpu(
     name, dtype = "rmsnorm_reorder_quantize", name_of(x.dtype)
     v = floats(array_of(f"{name}: x", x, _HALVES, "M", "C"))
     weight = floats(array_of(f"{name}: gamma", gamma, dtype, x.shape[1]))
-    stream, kept = (
-        None if each is None else array_of(f"{name}: {of}", each, dtype, *x.shape)
-        for of, each in (("residual", residual), ("normed", normed))
+    stream, normed_array = (
+        None if tensor is None else array_of(f"{name}: {of}", tensor, dtype, *x.shape)
+        for of, tensor in (("residual", residual), ("normed", normed))
     )
     extremes(f"{name}: x", v), extremes(f"{name}: gamma", weight)  # refuse what is not finite
     if stream is not None:
@@ -138,7 +138,7 @@ def _normed_on_cpu(
         extremes(f"{name}: x + residual", v)
     y = normalized(v, weight, eps)
     ordered = _quantize_on_cpu(name, y, place, order)
-    for written, values in ((stream, v), (kept, y)):
+    for written, values in ((stream, v), (normed_array, y)):
         if written is not None:
             written[...] = stored(values, dtype)
     return ordered
@@ -210,10 +210,10 @@ def _operands(
         raise ArgumentError(f"{name}: weight", f"must be {', '.join(wanted_w)}", f"{len(weight)} tensors")
     arrays = {"x": x, "scale": scale, **({"x8": x8} if "x8" in wanted_x else {})}
     buffers = dict(zip(wanted_w, weight, strict=True))
-    for label, found, wanted in (("x", arrays, wanted_x), ("weight", buffers, wanted_w)):
-        for part, (dtype, shape) in wanted.items():
-            if name_of(found[part].dtype) != dtype or tuple(found[part].shape) != shape:
-                got = f"{name_of(found[part].dtype)} {list(found[part].shape)}"
+    for label, parts, shapes in (("x", arrays, wanted_x), ("weight", buffers, wanted_w)):
+        for part, (dtype, shape) in shapes.items():
+            if name_of(parts[part].dtype) != dtype or tuple(parts[part].shape) != shape:
+                got = f"{name_of(parts[part].dtype)} {list(parts[part].shape)}"
                 raise ArgumentError(f"{name}: {label}: {part}", f"must be {dtype} {list(shape)}", got)
     activations = {"layout": order, "M": len(x), **sizes, "x8": None, **arrays}
     return activations, {"layout": layout, "N": N, **sizes, "buffers": buffers, "version": VERSION}
@@ -230,8 +230,8 @@ def _multiply_on_cuda(
         vars(operand).update(fields)
         operands.append(operand)
     out = tensors[0].new_empty((len(tensors[0]), N), dtype=out_dtype)
-    made: Tensor = call(*operands, bias=bias, out=out)
-    return made
+    product: Tensor = call(*operands, bias=bias, out=out)
+    return product
 
 
 def _multiply_on_cpu(

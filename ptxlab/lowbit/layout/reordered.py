@@ -133,8 +133,8 @@ class ReorderedWeight:
     def dequantize(self) -> F32:
         """f32 [N, K], the columns in the input's own order."""
         places = self.buffers["place"].astype(np.intp)
-        found: F32 = self.rows.dequantize()[:, places]
-        return found
+        numbers: F32 = self.rows.dequantize()[:, places]
+        return numbers
 
 
 def check_reordered(K: int, outliers: int) -> None:
@@ -165,8 +165,8 @@ def renew_buffers(
     """Pack the buffers of a file of the first version as this version does."""
     if not _in_blocks(scheme, group):
         return buffers
-    others = {name: array for name, array in buffers.items() if name != "place"}
-    rows = unpack_atom(AtomWeight(layout=layout, N=N, K=K, outliers=outliers, group=group, buffers=others))
+    atom_buffers = {name: array for name, array in buffers.items() if name != "place"}
+    rows = unpack_atom(AtomWeight(layout=layout, N=N, K=K, outliers=outliers, group=group, buffers=atom_buffers))
     packed = pack_block_weight(BlockRows(rows.q4, rows.scale4), int8, layout)
     return {**packed.buffers, "place": buffers["place"]}
 

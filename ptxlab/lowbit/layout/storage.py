@@ -210,9 +210,9 @@ def _weights(form: _Format[Any], checkpoint: Checkpoint) -> dict[str, dict[str, 
         header = None
     if not isinstance(header, dict) or header.get("format") != form.name:
         raise FileError(f"{checkpoint.path}: holds no packed weights (its metadata says nothing of {form.name})")
-    version, known = header.get("version"), (*form.older, form.version)
-    if not is_one_of(version, known):
-        rule = f"format version must be {' or '.join(map(str, known))}"
+    version, versions = header.get("version"), (*form.older, form.version)
+    if not is_one_of(version, versions):
+        rule = f"format version must be {' or '.join(map(str, versions))}"
         raise FileError(f"{checkpoint.path}: {rule} (got {version})")
     weights = header.get("weights")
     if not isinstance(weights, dict) or not all(_well_typed(form, fields) for fields in weights.values()):

@@ -42,12 +42,12 @@ def test_a_layer_is_its_twin(scheme: str, arch: str) -> None:
     """Every bit but those of attention and the gate, which lie within their bounds; the checks find nothing."""
     problem = layer_problem(lengths=(3, 70), scheme=scheme, layout="qserve", dtype=DTYPES[scheme])
     assert not problem.buffers.programmatic
-    given = problem.inputs
-    with gpu.compiling_for(arch), emulator.chain(emulator.CHECKS, given=[problem.cache.pool]) as made:
+    inputs = problem.inputs
+    with gpu.compiling_for(arch), emulator.chain(emulator.CHECKS, given=[problem.cache.pool]) as chain:
         problem.run()
-    assert made.findings == [] and tuple(made.launches) == chain_of(scheme)
-    said = compare(given, problem.weights, problem.buffers, problem.residual, problem.cache)
-    assert said == "12 steps: attention, down_in within bounds, all others equal in every bit"
+    assert chain.findings == [] and tuple(chain.launches) == chain_of(scheme)
+    summary = compare(inputs, problem.weights, problem.buffers, problem.residual, problem.cache)
+    assert summary == "12 steps: attention, down_in within bounds, all others equal in every bit"
 
 
 @pytest.mark.full
@@ -92,8 +92,8 @@ def test_another_layout_is_the_same_weight(scheme: str) -> None:
         again = strips.in_layout("qserve")
         for name, weight in rows.parts.items():
             for buffer, array in getattr(weight, "buffers", {"": weight}).items():
-                found = getattr(again.parts[name], "buffers", {"": again.parts[name]})[buffer]
-                assert np.array_equal(found, array), (name, buffer)
+                repacked = getattr(again.parts[name], "buffers", {"": again.parts[name]})[buffer]
+                assert np.array_equal(repacked, array), (name, buffer)
         assert again.qkv.layout == "qserve" and again.in_layout("qserve").qkv is again.qkv
 
 
@@ -152,15 +152,15 @@ def test_what_does_not_run_there_is_refused_in_a_line(fake: FakeGpu, arch: int, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["lqq", "qoq", "qoq_channel"])
 def test_the_driver_compiles_a_decoder_for_sm_80(scheme: str) -> None:
-    """On a GPU that may be newer: the caches and logits that the emulator gives, but for attention's last bits."""
+    """Compare caches and logits with the emulator's, on a GPU that may be newer; attention's last bits may differ."""
     model, how = quantized(scheme=scheme, layers=2), {"batch": 2, "context": 70, "chunk": 4, "head": "int8"}
-    made = []
+    runs = []
     with gpu.compiling_for("sm_80"):
         for backend in ("gpu", "emulator"):
             runner = KernelRunner(model, **how, backend=backend)
             logits = [runner.extend({0: [1, 2, 3], 1: [4]}), runner.decode([5, 6])]
-            made.append((gpu.to_host(runner.caches[0].pool), *map(gpu.to_host, logits)))
-    (pool, *found), (same_pool, *right) = made
+            runs.append((gpu.to_host(runner.caches[0].pool), *map(gpu.to_host, logits)))
+    (pool, *gpu_logits), (same_pool, *right) = runs
     assert np.array_equal(pool, same_pool) and pool.any()
-    difference = np.sqrt(np.square(np.subtract(found, right), dtype=np.float64).mean())
+    difference = np.sqrt(np.square(np.subtract(gpu_logits, right), dtype=np.float64).mean())
     assert difference < OF_ATTENTION * np.sqrt(np.square(right, dtype=np.float64).mean())

@@ -49,8 +49,8 @@ def test_bytes_of_a_launch_in_w4a4_are_those_of_its_buffers(scheme: str, layout:
     model = QuantizedModel(config=config, embedding=None, layers=[problem.weights], final_norm=None)
     counted = weights_of(model)
     around = 3 * (3 * config.hidden * 2 + (5 + 7) * 4)
-    found = launch_bytes(config, 3, 7, inputs=counted["inputs"])
-    assert found == sum(array.nbytes for array in arrays(problem.buffers).values()) + around
+    counted_bytes = launch_bytes(config, 3, 7, inputs=counted["inputs"])
+    assert counted_bytes == sum(array.nbytes for array in arrays(problem.buffers).values()) + around
     assert counted["weights"] == problem.weights.nbytes
     assert Footprint.of_model(model, 3, 100) == Footprint.of(config, 3, 100, **counted)
 

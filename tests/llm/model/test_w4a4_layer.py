@@ -47,15 +47,15 @@ def other_blocks(weight: ReorderedWeight, int8: int) -> ReorderedWeight:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuantizedModel]:
     """Models from the folders that recipes make; of COMET's, layers have INT8 blocks of different numbers."""
-    found = {}
+    models = {}
     for name, recipe in RECIPE.items():
         out = tmp_path_factory.mktemp(name) / "out"
         quantize_model(FloatModel.random(CONFIG), TEXT, recipe, out)
-        found[name] = folder.load(out)
-    first, second = found["fmpq"].layers
+        models[name] = folder.load(out)
+    first, second = models["fmpq"].layers
     changed = {name: other_blocks(getattr(second, name), int8) for name, int8 in (("qkv", 2), ("down", 0))}
-    found["fmpq"] = replace(found["fmpq"], layers=[first, replace(second, **changed)])
-    return found
+    models["fmpq"] = replace(models["fmpq"], layers=[first, replace(second, **changed)])
+    return models
 
 
 @pytest.mark.default_cases("float16-sm_90-atom", "bfloat16-sm_80-fmpq")
@@ -72,7 +72,7 @@ def test_a_layer_is_its_twin(dtype: str, arch: str, scheme: str) -> None:
         changed = {"qkv": other_blocks(problem.weights.qkv, 1), "o": other_blocks(problem.weights.o, 2)}
         problem = replace(problem, weights=replace(problem.weights, **changed))
     assert problem.buffers.programmatic == (kind == "sm_90") and not problem.buffers.residual_epilogue
-    given = problem.inputs
+    inputs = problem.inputs
     with as_on(arch), emulator.chain(emulator.CHECKS, given=[problem.cache.pool]) as chain:
         hidden = problem.run()
     gemm = PRODUCT[scheme, kind]
@@ -81,9 +81,9 @@ def test_a_layer_is_its_twin(dtype: str, arch: str, scheme: str) -> None:
         "rmsnorm_reorder_quantize", gemm, "rope_append_kv4", ATTENTION[kind], "reorder_quantize", gemm,
         "rmsnorm_reorder_quantize", gemm, "silu_mul_reorder_quantize", gemm,
     )  # fmt: skip
-    said = compare(given, problem.weights, problem.buffers, problem.residual, problem.cache)
-    assert said == "12 steps: attention, down_in within bounds, all others equal in every bit"
-    right, _ = in_float64(given, problem.weights)
+    summary = compare(inputs, problem.weights, problem.buffers, problem.residual, problem.cache)
+    assert summary == "12 steps: attention, down_in within bounds, all others equal in every bit"
+    right, _ = in_float64(inputs, problem.weights)
     error = np.linalg.norm(floats(hidden) - right)
     assert error < 0.5 * np.linalg.norm(right)  # 0.17 and 0.25 of 4-bit activations; 1.4 of ones in another order
 
@@ -166,10 +166,10 @@ def test_another_layout_is_the_same_weight(scheme: str, to: str) -> None:
     again = weights.in_layout(to)
     assert again.qkv.layout == to and again.in_layout(to).qkv is again.qkv
     for name in CONFIG.matrices:
-        one, other = getattr(weights, name), getattr(again.in_layout("strips"), name)
-        assert {**vars(one), "buffers": None} == {**vars(other), "buffers": None}
+        one, repacked = getattr(weights, name), getattr(again.in_layout("strips"), name)
+        assert {**vars(one), "buffers": None} == {**vars(repacked), "buffers": None}
         for buffer, array in one.buffers.items():
-            np.testing.assert_array_equal(array, other.buffers[buffer], err_msg=f"{name} {buffer}")
+            np.testing.assert_array_equal(array, repacked.buffers[buffer], err_msg=f"{name} {buffer}")
 
 
 def test_what_does_not_fit_is_refused_ahead_of_the_first_launch() -> None:
@@ -178,9 +178,9 @@ def test_what_does_not_fit_is_refused_ahead_of_the_first_launch() -> None:
         (atom, fmpq.buffers, "BlockRoom"), (fmpq, atom.buffers, "AtomActivations"),
         (atom, eight.buffers, "PackedActivations"), (eight, atom.buffers, "AtomActivations"),
     ):  # fmt: skip
-        given = replace(buffers, gate_up=problem.buffers.gate_up)
+        foreign_buffers = replace(buffers, gate_up=problem.buffers.gate_up)
         with pytest.raises(ArgumentError, match=rf"buffers: must be made for what qkv reads \(got {got}\)"):
-            replace(problem, buffers=given).run()
+            replace(problem, buffers=foreign_buffers).run()
     with pytest.raises(
         ArgumentError, match=r"residual_epilogue: must be False: no product of W4A4 has one \(got True\)"
     ):

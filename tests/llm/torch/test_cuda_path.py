@@ -90,16 +90,16 @@ def test_operators_of_w4a4_are_their_public_calls(to: str, monkeypatch: pytest.M
     from ptxlab.llm.torch import operators
 
     on_cpu, on_cuda = (four_bit_calls(np.random.default_rng(0), to, torch.float16) for _ in range(2))
-    wanted = {name: getattr(torch.ops.ptxlab, name)(*args, **how) for name, (args, how) in on_cpu.items()}
+    expected = {name: getattr(torch.ops.ptxlab, name)(*args, **how) for name, (args, how) in on_cpu.items()}
     fake = TensorGpu(monkeypatch)
     for name, (args, how) in on_cuda.items():
-        got, right = (each if isinstance(each, tuple) else (each,) for each in (
-            operators.ON_CUDA[name](*args, **how), wanted[name]))  # fmt: skip
+        got, right = (outputs if isinstance(outputs, tuple) else (outputs,) for outputs in (
+            operators.ON_CUDA[name](*args, **how), expected[name]))  # fmt: skip
         for ours, theirs in zip(got, right, strict=True):
-            other = (ours != theirs).float().mean() if ours.numel() else 0
-            assert ours.shape == theirs.shape and other <= 0.01 * (name == "silu_mul_reorder_quantize"), name
-    for (args, _), (mine, _) in zip(on_cpu.values(), on_cuda.values(), strict=True):
-        pairs = [(a, b) for a, b in zip(args, mine, strict=True) if isinstance(a, torch.Tensor)]
+            unequal_share = (ours != theirs).float().mean() if ours.numel() else 0
+            assert ours.shape == theirs.shape and unequal_share <= 0.01 * (name == "silu_mul_reorder_quantize"), name
+    for (args, _), (cuda_args, _) in zip(on_cpu.values(), on_cuda.values(), strict=True):
+        pairs = [(a, b) for a, b in zip(args, cuda_args, strict=True) if isinstance(a, torch.Tensor)]
         assert all(torch.equal(a, b) for a, b in pairs)
     fake.runs, fake.capturing = False, True
     allocations, launched = fake.allocations, len(fake.launched)

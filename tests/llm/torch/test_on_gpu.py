@@ -131,13 +131,13 @@ def test_linear_moves_and_gives_the_same() -> None:
     assert torch.equal(compiled(x.cuda()).cpu(), on_cpu)
 
 
-def decoded(runner: KernelRunner) -> list[list[int]]:
+def decode_tokens(runner: KernelRunner) -> list[list[int]]:
     """Return the likeliest tokens behind `PROMPTS`, each token appended by the decode kernel."""
     logits_behind = [[runner.decode([token], at=[b]) for token in prompt][-1] for b, prompt in enumerate(PROMPTS)]
-    found = [[int(logits[0].argmax()) for logits in logits_behind]]
-    while len(found) < TOKENS:
-        found.append(runner.decode(found[-1]).argmax(axis=1).tolist())
-    return [[*tokens] for tokens in zip(*found, strict=True)]
+    steps = [[int(logits[0].argmax()) for logits in logits_behind]]
+    while len(steps) < TOKENS:
+        steps.append(runner.decode(steps[-1]).argmax(axis=1).tolist())
+    return [[*tokens] for tokens in zip(*steps, strict=True)]
 
 
 @pytest.mark.long(20)
@@ -156,7 +156,7 @@ def test_generates_the_tokens_of_our_runner(family: str, compiled: bool, monkeyp
     model = small(family)
     ready = QuantizedModel.rounded(float_model(model), group=64, rounding="nearest")
     runner = KernelRunner(ready, len(PROMPTS), CONTEXT)
-    wanted = decoded(runner)
+    expected = decode_tokens(runner)
     model = quantize_model(model.cuda(), ready)
     cache, longest = KV4Cache(model, len(PROMPTS), CONTEXT), max(map(len, PROMPTS))
     padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS]).cuda()
@@ -169,7 +169,7 @@ def test_generates_the_tokens_of_our_runner(family: str, compiled: bool, monkeyp
         do_sample=False,
         disable_compile=not compiled,
     )
-    assert found[:, longest:].tolist() == wanted
+    assert found[:, longest:].tolist() == expected
 
 
 @pytest.mark.timing

@@ -37,12 +37,12 @@ def test_opcheck(name: str, to: str, ops: Any) -> None:
 
 def test_compiled_without_a_break(ops: Any) -> None:
     def layer(calls: dict[str, Any]) -> list[Any]:
-        made = [getattr(ops, name)(*args, **how) for name, (args, how) in calls.items()]
-        return [each for parts in made for each in (parts if isinstance(parts, tuple | list) else [parts])]
+        outputs = [getattr(ops, name)(*args, **how) for name, (args, how) in calls.items()]
+        return [tensor for parts in outputs for tensor in (parts if isinstance(parts, tuple | list) else [parts])]
 
     eager, compiled = (four_bit_calls(np.random.default_rng(1)) for _ in range(2))
-    wanted, got = layer(eager), torch.compile(layer, fullgraph=True, backend="aot_eager")(compiled)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(wanted, got, strict=True))
+    expected, got = layer(eager), torch.compile(layer, fullgraph=True, backend="aot_eager")(compiled)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(expected, got, strict=True))
 
 
 @pytest.mark.parametrize("to", ATOM_LAYOUTS)
@@ -51,12 +51,12 @@ def test_numbers_are_those_of_the_kernels(to: str, ops: Any) -> None:
     calls = four_bit_calls(np.random.default_rng(2), to)
     for name in FOUR_BIT_OPERATORS[:3]:
         args, how = calls[name]
-        arrays = [each.numpy().copy() if isinstance(each, torch.Tensor) else each for each in args]
+        arrays = [argument.numpy().copy() if isinstance(argument, torch.Tensor) else argument for argument in args]
         got = getattr(ops, name)(*args, **how)
         if name == "rmsnorm_reorder_quantize":
             x, gamma, place, residual, eps, normed = arrays
-            more = {"residual": residual, "eps": eps, "normed": normed}
-            right = ptxlab.rmsnorm_reorder_quantize(x, gamma, place, **more, **how, backend="emulator")
+            tensors = {"residual": residual, "eps": eps, "normed": normed}
+            right = ptxlab.rmsnorm_reorder_quantize(x, gamma, place, **tensors, **how, backend="emulator")
             assert np.array_equal(args[3].numpy(), residual) and np.array_equal(args[5].numpy(), normed)
         else:
             right = getattr(ptxlab, name)(*arrays, **how, backend="emulator")
@@ -70,7 +70,7 @@ def test_numbers_are_those_of_the_kernels(to: str, ops: Any) -> None:
     eight = x8.numpy() if to == "rows" else None
     four = AtomActivations(layout=order, M=M, **of, x=x.numpy(), scale=scale.numpy(), x8=eight)
     names = ["strips"] if to == "strips" else ["w4", "w8", "w_scale"]
-    packed = dict(zip(names, (each.numpy() for each in buffers), strict=True))
+    packed = dict(zip(names, (buffer.numpy() for buffer in buffers), strict=True))
     weight = AtomWeight(layout=to, N=N, **of, buffers=packed)
     y = ptxlab.gemm_w4a4(four, weight, bias=bias.numpy(), out_dtype="bfloat16", backend="emulator")
     assert np.array_equal(numpy_of(ops.gemm_w4a4(x, scale, x8, buffers, bias, **how)), y)
@@ -80,7 +80,7 @@ def test_numbers_are_those_of_the_kernels(to: str, ops: Any) -> None:
     order = {"strips": "joined", "rows": "pairs"}[to]
     blocks = BlockActivations(layout=order, M=M, **sizes, x=x.numpy(), scale=scale.numpy(), x8=eight)
     names = ["strips"] if to == "strips" else ["w", "w_scale"]
-    packed = dict(zip(names, (each.numpy() for each in buffers), strict=True))
+    packed = dict(zip(names, (buffer.numpy() for buffer in buffers), strict=True))
     y = ptxlab.gemm_w4ax(
         blocks, BlockWeight(layout=to, N=N, **sizes, buffers=packed), out_dtype="bfloat16", backend="emulator"
     )

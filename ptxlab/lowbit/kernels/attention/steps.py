@@ -129,7 +129,7 @@ def choose(options: AttentionOptions) -> AttentionStep:
 
 
 def why_not(step: AttentionStep, backend: str | None = "gpu") -> str | None:
-    """Why a step cannot run on the GPU here, or in the emulator as kernels are compiled for it; None if it can."""
+    """Say why a step cannot run on the GPU here, or in the emulator as kernels are compiled for it; None if it can."""
     return spec_call.why_not(step.spec, backend)
 
 

@@ -65,7 +65,7 @@ def choose(weight: PackedWeight, order: str, M: int, options: GemmOptions) -> Ge
 
 
 def why_not(step: GemmStep, backend: str | None = "gpu") -> str | None:
-    """Why a step cannot run on the GPU here, or in the emulator as kernels are compiled for it; None if it can."""
+    """Say why a step cannot run on the GPU here, or in the emulator as kernels are compiled for it; None if it can."""
     return spec_call.why_not(step.spec, backend)
 
 
@@ -77,9 +77,9 @@ def layout_here(scheme: str, backend: str | None = None, *, now: str = "strips")
     """
     if backend is None and gpu.why_not(None) is not None:
         backend = "emulator"
-    known = [(step.packing, step.spec) for step in LADDER if step.scheme == scheme]
-    known += FOUR_BIT_KERNELS.get(scheme, {}).items()
-    running = [layout for layout, spec in known if spec_call.why_not(spec, backend) is None]
+    candidates = [(step.packing, step.spec) for step in LADDER if step.scheme == scheme]
+    candidates += FOUR_BIT_KERNELS.get(scheme, {}).items()
+    running = [layout for layout, spec in candidates if spec_call.why_not(spec, backend) is None]
     return now if now in running or not running else running[-1]
 
 

@@ -131,7 +131,7 @@ class _Quantizer:
 
 
 def activation_fields(name: str, channels: int, options: ReorderOptions) -> dict[str, Any]:
-    """What describes the activations besides M; ArgumentError for options that there are not, or that do not fit."""
+    """Return the activations' fields but M; raise ArgumentError for options that are unknown or do not fit."""
     if options.int8 is not None:
         return _block_fields(name, channels, options)
     layout = "bytes" if options.layout is None else options.layout

@@ -55,8 +55,8 @@ def block_geometry(sizes: Sizes) -> dict[str, int]:
     chunk add what as many more warps would.
     """
     chunks = ceil_div(sizes["K"], 128) * 8
-    each = ceil_div(chunks, 1024)
-    return {"THREADS": ceil_div(chunks, 32 * each) * 32, "CLUSTER": 1, "CHUNKS": each}
+    chunks_per_thread = ceil_div(chunks, 1024)
+    return {"THREADS": ceil_div(chunks, 32 * chunks_per_thread) * 32, "CLUSTER": 1, "CHUNKS": chunks_per_thread}
 
 
 def in_one_block(spec: KernelSpec, geometry: Callable[[Sizes], dict[str, int]], **fields: Any) -> KernelSpec:

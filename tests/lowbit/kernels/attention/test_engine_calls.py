@@ -92,7 +92,7 @@ def test_a_graph_of_a_step_is_replayed_on_other_steps(cupy: Any) -> None:
         count = int(step.starts[-1])
         chunks = {"q": queries[:count].astype(np.float32), "cache": host, "starts": step.starts}
         logical = {**chunks, "softmax_scale": D**-0.5, "window": 0, "blocks": 1, "parts": 1}
-        found = {"out": out[:count].get(), "lse": lse[:count].get(), "arrivals": PREFILL.pack(logical)["arrivals"]}
-        compare(PREFILL, found, logical)
+        outputs = {"out": out[:count].get(), "lse": lse[:count].get(), "arrivals": PREFILL.pack(logical)["arrivals"]}
+        compare(PREFILL, outputs, logical)
         assert np.isnan(out[count:].get()).all()
         hold(latest[:, None], host, decoded[:, None].get())

@@ -306,9 +306,9 @@ def test_device_arrays(fake: FakeGpu) -> None:
 
 
 def test_an_older_gpu_is_said(fake: FakeGpu) -> None:
-    fake.arch, there = 75, packed(*(DeviceArray(getattr(TOKENS, part)) for part in PARTS))
+    fake.arch, tokens = 75, packed(*(DeviceArray(getattr(TOKENS, part)) for part in PARTS))
     with pytest.raises(UnavailableError, match="route_tokens: choose_experts: it runs on sm_80, and this is sm_75"):
-        ptxlab.route_tokens(there, DeviceArray(NORMED), DeviceArray(ROUTER), 2)
+        ptxlab.route_tokens(tokens, DeviceArray(NORMED), DeviceArray(ROUTER), 2)
 
 
 # --- what synchronises -----------------------------------------------------------------------------------------------
