@@ -79,14 +79,14 @@ struct QServeGroups {
         Tile::fetch(in, slot, stage, strip0, token0);
         unsigned char* cs = slot + Tile::W_BYTES + Tile::X_BYTES;
 #pragma unroll
-        for (int first = 0; first < BYTES / 16; first += Tile::THREADS) {
-            const int i = first + threadIdx.x;
+        for (int base = 0; base < BYTES / 16; base += Tile::THREADS) {
+            const int i = base + threadIdx.x;
             if (BYTES / 16 % Tile::THREADS && i >= BYTES / 16) break;
             const int strip = i / (COUNT * 4), group = i / 4 % COUNT, piece = i % 4;
             const int s = strip0 + strip, g = (stage * CHANNELS) / SIZE + group;
             const bool inside = s < in.strips && g < in.groups;
-            const uint4* from = (piece < 2 ? in.scale : in.offset) + (size_t(s) * in.groups + g) * 2 + (piece & 1);
-            cp_async_16(cs + i * 16, inside ? from : in.scale, inside);
+            const uint4* constants = (piece < 2 ? in.scale : in.offset) + (size_t(s) * in.groups + g) * 2 + (piece & 1);
+            cp_async_16(cs + i * 16, inside ? constants : in.scale, inside);
         }
         cp_async_commit();
     }

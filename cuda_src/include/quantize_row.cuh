@@ -253,14 +253,14 @@ struct Order {
 template <int BLOCKS, int WIDTH, int EACH, int ORDER, typename Total>
 __device__ __forceinline__ void write_row(Floats (&x)[EACH], float s, Total& total, const Order<ORDER>& order, int m,
                                           int chunk, bool written, uint4* x_q, float* scale, int* token_sum) {
-    int own = 0;
+    int thread_sum = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         const uint4 q = quantized(x[i], s);
         order.store(x_q, m, chunk + i * WIDTH, q);
-        own = sum_of_bytes(q, own);
+        thread_sum = sum_of_bytes(q, thread_sum);
     }
-    total.say(0, warp_sum(own), 1);
+    total.say(0, warp_sum(thread_sum), 1);
     if (blockIdx.x % BLOCKS) return;
     total.wait();
     const int sum = total.sum_of(0);

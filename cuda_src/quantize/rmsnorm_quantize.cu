@@ -54,23 +54,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
 
     ptxlab::Floats y[CHUNKS];
     float square[CHUNKS];
-    unsigned most[CHUNKS];
+    unsigned magnitudes[CHUNKS];
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        const int at = chunk + c * THREADS;
-        Chunk v = ptxlab::load_chunk<IN>(x + row, at, inside[c]);
+        const int chunk_c = chunk + c * THREADS;
+        Chunk v = ptxlab::load_chunk<IN>(x + row, chunk_c, inside[c]);
         if (RESIDUAL) {
-            v = ptxlab::added(v, ptxlab::load_chunk<IN>(residual + row, at, inside[c]));
+            v = ptxlab::added(v, ptxlab::load_chunk<IN>(residual + row, chunk_c, inside[c]));
             __syncwarp();  // what a lane has read is half its neighbour's to overwrite
-            ptxlab::store_chunk(residual + row, at, inside[c], v);
+            ptxlab::store_chunk(residual + row, chunk_c, inside[c], v);
         }
         square[c] = ptxlab::warp_sum(ptxlab::weigh(y[c], v, weight[c]));
-        most[c] = ptxlab::warp_max(ptxlab::magnitude(y[c]));
+        magnitudes[c] = ptxlab::warp_max(ptxlab::magnitude(y[c]));
     }
     ptxlab::wait_for_open<CLUSTER>();
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        found.say(0, most[c], CLUSTER, c);
+        found.say(0, magnitudes[c], CLUSTER, c);
         found.say(1, __float_as_uint(square[c]), CLUSTER, c);
     }
     found.wait();
@@ -80,10 +80,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
     const float s = ptxlab::scale_of(__uint_as_float(found.max_of(0)) * factor);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-        const int at = chunk + c * THREADS;
+        const int chunk_c = chunk + c * THREADS;
 #pragma unroll
         for (int i = 0; i < 16; ++i) y[c].v[i] *= factor;
-        if (NORMED) ptxlab::store_chunk(normed + row, at, inside[c], ptxlab::rounded<IN>(y[c]));
+        if (NORMED) ptxlab::store_chunk(normed + row, chunk_c, inside[c], ptxlab::rounded<IN>(y[c]));
     }
     ptxlab::write_row<CLUSTER, THREADS>(y, s, total, order, m, chunk, m < M, x_q, scale, token_sum);
 }

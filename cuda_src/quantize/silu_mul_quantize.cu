@@ -41,20 +41,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) silu_mul_quantize(
     ptxlab::wait_for_predecessors();
 
     ptxlab::Floats h[CHUNKS];
-    unsigned most[CHUNKS];
-    const auto take = [&](int c, int at, bool inside) {
-        const Chunk gate = ptxlab::load_chunk<IN>(row, at, inside);
-        const Chunk up = ptxlab::load_chunk<IN>(row, K / 16 + at, inside);
+    unsigned magnitudes[CHUNKS];
+    const auto take = [&](int c, int chunk_c, bool inside) {
+        const Chunk gate = ptxlab::load_chunk<IN>(row, chunk_c, inside);
+        const Chunk up = ptxlab::load_chunk<IN>(row, K / 16 + chunk_c, inside);
 #pragma unroll
         for (int i = 0; i < 16; ++i) h[c].v[i] = ptxlab::activated<ACTIVATION>(gate[i]) * up[i];
-        most[c] = ptxlab::warp_max(ptxlab::magnitude(h[c]));
+        magnitudes[c] = ptxlab::warp_max(ptxlab::magnitude(h[c]));
     };
     take(0, chunk, inside);
 #pragma unroll
     for (int c = 1; c < CHUNKS; ++c) take(c, chunk + c * THREADS, chunk + c * THREADS < K / 16 && m < M);
     ptxlab::wait_for_open<CLUSTER>();
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) found.say(0, most[c], CLUSTER, c);
+    for (int c = 0; c < CHUNKS; ++c) found.say(0, magnitudes[c], CLUSTER, c);
     found.wait();
 
     const float s = ptxlab::scale_of(__uint_as_float(found.max_of(0)));
