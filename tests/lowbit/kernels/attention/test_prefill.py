@@ -384,7 +384,8 @@ def test_the_highest_kernel_that_runs_here(monkeypatch: pytest.MonkeyPatch) -> N
         operation._ready.clear()  # calls that were made for another GPU
         ptxlab.attention_kv4(**call, kernel=kernel)
     assert [name for name, _ in fake.launched] == [PREFILL.name, PREFILL_SM80.name, PREFILL_SM80.name]
-    with pytest.raises(UnavailableError, match=r"attention_kv4: it runs on sm_90a, and this is sm_80; pass backend"):
+    refused = f"attention_kv4: {PREFILL.name}: it runs on sm_90a, and this is sm_80; pass backend"
+    with pytest.raises(UnavailableError, match=refused):
         fake.arch = 80
         operation._ready.clear()
         ptxlab.attention_kv4(**call, kernel=PREFILL.name)
