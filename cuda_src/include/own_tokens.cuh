@@ -17,7 +17,7 @@ struct OwnSpan {
 template <int DIM, int KIND, int BLOCK_KEYS, int THREADS, bool ROTATE>
 struct OwnTokens {
     static constexpr int kLanes = DIM / 8, kTokens = THREADS / kLanes;  // of a token; of the threads at a time
-    static constexpr int kBatch = 2;                                    // tokens that a lane loads at a time
+    static constexpr int kBatch = ROTATE ? 1 : 2;                       // tokens that a lane loads at a time
     static_assert(BLOCK_KEYS % (kTokens * kBatch) == 0);
     const unsigned short* tokens;
     int pitch;

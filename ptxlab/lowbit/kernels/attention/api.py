@@ -80,12 +80,12 @@ def attention_kv4(
             written. Where queries are few, the first kernel cuts long contexts into parts, by how many queries and
             sequences there are: a query's last bits depend on that. With `batch_invariant` nothing is cut, and a query
             has the same bits in any chunk and call.
-        k, v: own keys and values of the queries, [T, Hkv, D] each like q, behind RoPE; with `query_start_loc`. Attention
-            takes them, rounded to FP16, in place of what the cache has of these tokens, which is not read: a prompt sees
-            its own tokens in 16 bits, and only what lies ahead of it in 4. Without them all comes from the cache. For a
-            rotated cache k is given as it is, and rotated here as q is. Tokens may lie apart, as in views of a QKV
-            projection's rows: any multiple of 16 bytes. BF16 beyond FP16's range, 65,504, becomes infinite. With them
-            a query's last bits depend on where its chunk begins.
+        k, v: the queries' own keys and values, [T, Hkv, D] each like q, behind RoPE; with `query_start_loc`. Attention
+            takes them, rounded to FP16, and does not read what the cache has of these tokens: a chunk sees itself in
+            16 bits, and only what lies ahead of it in 4. Without them all comes from the cache. For a rotated cache k
+            is given unrotated, and rotated here as q is. Tokens may lie apart, as in views of a QKV projection's rows:
+            any multiple of 16 bytes. BF16 beyond FP16's largest, 65,504, becomes infinite. A query's result depends on
+            where its chunk begins, also with `batch_invariant`.
         cache: in whatever of the four schemes, where q is (`ptxlab.to_device`); its lengths include the new tokens. For
             a rotated one q is rotated here, in float32; teaching steps do not take it.
         out: like q, to write into; with `return_lse` also (out, lse), lse f32 of q's shape without D.

@@ -282,7 +282,9 @@ def _on_host(call: _AppendCall) -> Results:
         if operand.array is not None:
             array = require_on_host(*operand[1:5], written=operand.name in _WRITTEN)
             is_new = operand.name in call.shapes
-            arrays[operand.name] = rows_with_gaps(array, call.spec.arg(operand.name).resolve(call.sizes)) if is_new else array
+            arrays[operand.name] = (
+                rows_with_gaps(array, call.spec.arg(operand.name).resolve(call.sizes)) if is_new else array
+            )
     results = [operand for operand in call.operands if operand.array is None]
     if call.is_empty:
         made = {each.name: np.empty(each.shape, storage(each.dtype)) for each in results}

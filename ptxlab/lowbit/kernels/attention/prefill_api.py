@@ -15,7 +15,16 @@ from ptxlab.lowbit.kernels.attention.common import arrays_of
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.prefill import MOST_PARTS, OWN, OWN_ROTATED, PREFILL, ROTATED, choose_parts
 from ptxlab.lowbit.kernels.attention.sm80 import DTYPES
-from ptxlab.lowbit.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, Results, Scratch, copied, dtype_of
+from ptxlab.lowbit.kernels.operation import (
+    CallArray,
+    DeviceMemory,
+    Operation,
+    Prepared,
+    Results,
+    Scratch,
+    copied,
+    dtype_of,
+)
 from ptxlab.lowbit.kernels.spec_call import SpecCall, why_not
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.runtime.arguments import require_on_host
