@@ -65,7 +65,7 @@ constexpr int kCopyBytes = kPages * kPageBytes;      // of a block's keys, or va
 constexpr int kBlockBytes = KEYS * D * 2, kColumnBytes = KEYS * 128;
 constexpr int kQueryBytes = kGroupRows * D * 2, kQueryColumnBytes = kGroupRows * 128;
 constexpr int kPageRegisters =
-    PRODUCERS == 2 && (PAGE == 16 || (PAGE == 32 && SPLIT)) ? 8 : 0;  // that consumers give up for pages
+    PRODUCERS == 2 && (PAGE == 16 || (PAGE == 32 && (SPLIT || OWN))) ? 8 : 0;  // that consumers give up for pages
 constexpr int kProducerRegisters = (PRODUCERS == 1 ? 72 : 56) + kPageRegisters;
 constexpr int kConsumerRegisters = (PRODUCERS == 1 ? 216 : 200) - kPageRegisters;
 constexpr int kChunks = KEYS * kTokenBytes / 16 / kThreads;  // of 16 bytes of a block that a producer restores

@@ -56,7 +56,7 @@ def chunks_of(
 
 
 def with_own(problem: tuple[Arrays, dict[str, Any]], gap: int = 8) -> tuple[Arrays, dict[str, Any]]:
-    """Give a problem own keys and values, rows of k with a `gap`, and take from its cache what it has of these tokens."""
+    """Give a problem own keys and values, rows of k with a `gap`. Its cache has no number of these tokens."""
     logical, sizes = problem
     width = sizes["Hkv"] * sizes["D"]
     shape = sizes["N"], sizes["Hkv"], sizes["D"]

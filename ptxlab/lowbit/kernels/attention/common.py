@@ -145,8 +145,8 @@ def error_of(
         T, L = len(x), len(k.values)
         token, key = np.arange(L - T, L)[:, None], np.arange(L)
         visible = (key <= token) & (key > token - window if window else True)
-        operands = (Operand.of_numbers(n, cache.scheme) for n in _numbers(cache, k, v, own)) if own else (k, v)
-        bounds.append(allowed_error(x, *operands, visible, scale=softmax_scale, roundings=roundings, stored=stored))
+        keys, values = (Operand.of_numbers(n, cache.scheme) for n in _numbers(cache, k, v, own)) if own else (k, v)
+        bounds.append(allowed_error(x, keys, values, visible, scale=softmax_scale, roundings=roundings, stored=stored))
     outs, lses = zip(*bounds, strict=True)
     return stacked(outs), stacked(lses)
 

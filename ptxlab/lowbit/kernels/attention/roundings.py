@@ -99,7 +99,7 @@ class Operand(NamedTuple):
 
     @classmethod
     def of_numbers(cls, x: npt.NDArray[Any], scheme: str) -> "Operand":
-        """Of tokens [L, Hkv, D] that are multiplied as the numbers that they are, of a kernel that restores `scheme`."""
+        """Of tokens [L, Hkv, D], for a kernel that restores `scheme`: each number is a term by itself."""
         numbers = x.astype(np.float64).transpose(1, 0, 2)
         ones = np.ones_like(numbers)
         return cls(numbers, abs(numbers), abs(numbers), ones[..., 0], ones[:, 0], ones[:, 0], KV_SCHEMES[scheme])

@@ -1,4 +1,4 @@
-"""Chunks whose own keys and values are given in 16 bits beside the cache: against float64, bit for bit, what is refused."""
+"""Chunks whose own keys and values are given in 16 bits beside the cache."""
 
 from dataclasses import replace
 from typing import Any
