@@ -64,10 +64,11 @@ constexpr int kLanePages = kPages / kPageLanes;      // of a lane
 constexpr int kCopyBytes = kPages * kPageBytes;      // of a block's keys, or values
 constexpr int kBlockBytes = KEYS * D * 2, kColumnBytes = KEYS * 128;
 constexpr int kQueryBytes = kGroupRows * D * 2, kQueryColumnBytes = kGroupRows * 128;
-constexpr int kPageRegisters =
-    PRODUCERS == 2 && (PAGE == 16 || (PAGE == 32 && (SPLIT || OWN))) ? 8 : 0;  // that consumers give up for pages
-constexpr int kProducerRegisters = (PRODUCERS == 1 ? 72 : 56) + kPageRegisters;
-constexpr int kConsumerRegisters = (PRODUCERS == 1 ? 216 : 200) - kPageRegisters;
+// Registers that consumers give up for pages, and for own tokens.
+constexpr int kPageRegisters = PRODUCERS == 2 && (PAGE == 16 || (PAGE == 32 && (SPLIT || OWN))) ? 8 : 0;
+constexpr int kOwnRegisters = OWN && D == 256 && PAGE == 16 ? 8 : 0;
+constexpr int kProducerRegisters = (PRODUCERS == 1 ? 72 : 56) + kPageRegisters + kOwnRegisters;
+constexpr int kConsumerRegisters = (PRODUCERS == 1 ? 216 : 200) - kPageRegisters - kOwnRegisters;
 constexpr int kChunks = KEYS * kTokenBytes / 16 / kThreads;  // of 16 bytes of a block that a producer restores
 constexpr float kLowest = -1e30f, kLog2E = 1.44269504f;      // kLowest: below any score, yet finite
 constexpr float kHeadroom = HEADROOM;                        // weights are at most 2 to this
@@ -80,7 +81,7 @@ using OwnValues = ptxlab::OwnTokens<D, BF16, KEYS, kThreads, false>;
 struct OwnKeys {};
 struct OwnValues {};
 #endif
-static_assert(!SPLIT || D < 256 || PAGE == 64);  // producers would spill
+static_assert(!SPLIT || (OWN ? D == 64 : D < 256 || PAGE == 64));  // registers would spill
 static_assert(KEYS % PAGE == 0 && (KEYS == 64 || KEYS == 128) && D % 64 == 0);
 
 // Of keys or of values: pages that are copied, blocks that are restored.

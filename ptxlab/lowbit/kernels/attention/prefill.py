@@ -47,13 +47,14 @@ def tiles_of(s: Sizes) -> int:
     return int((ceil_div(s["N"] * (s["Hq"] // s["Hkv"]), ROWS) + max(0, min(s["B"], s["N"]) - 1)) * s["Hkv"])
 
 
-def choose_parts(s: Sizes) -> int:
+def choose_parts(s: Sizes, *, own: bool = False) -> int:
     """Return the parts that a tile is cut into, so that `blocks` blocks are busy: the fewest of those that cost least.
 
     A tile of few blocks of keys is cut into fewer by the kernel, which knows the lengths. With heads of 256 in pages of
-    less than 64 tokens tiles stay whole: producers would spill registers.
+    less than 64 tokens tiles stay whole, and so they do beside `own` keys with heads of 128 and more: registers would
+    spill.
     """
-    if s["D"] == 256 and s["page"] < 64:
+    if (own and s["D"] > 64) or (s["D"] == 256 and s["page"] < 64):
         return 1
     tiles, keys = tiles_of(s), keys_of(s["D"])
     seen = s["P"] * s["page"]
@@ -269,8 +270,8 @@ SPECS = (PREFILL,)
 ROTATED = common.rotated_form(PREFILL)
 
 
-def own_form(spec: KernelSpec) -> KernelSpec:
-    """Return the form that takes keys and values of the queries' own tokens in 16 bits, beside the cache."""
+def own_form(spec: KernelSpec, *rules: str) -> KernelSpec:
+    """Return the form that takes keys and values of the queries' own tokens in 16 bits, by these `rules` besides."""
 
     def example(rng: np.random.Generator, *, k_pitch: int, v_pitch: int, **sizes: Any) -> Arrays:
         logical = spec.example(rng, **sizes)
@@ -292,7 +293,7 @@ def own_form(spec: KernelSpec) -> KernelSpec:
         summary=f"{spec.summary}; keys and values of the queries' own tokens in 16 bits",
         args=(*spec.args[:after], *own, *spec.args[after:], *pitches),
         choose=lambda s: {**spec.config_for(s), **OWN_CONSTANTS},
-        rules=(*spec.rules, *rows_apart("k_pitch", "Hkv*D"), *rows_apart("v_pitch", "Hkv*D")),
+        rules=(*spec.rules, *rows_apart("k_pitch", "Hkv*D"), *rows_apart("v_pitch", "Hkv*D"), *rules),
         example=example,
         pack=pack,
         after_wait=(*spec.after_wait, "k", "v"),
@@ -314,5 +315,5 @@ def forget_own(cache: KVCache, starts: np.ndarray) -> KVCache:
     return cache
 
 
-OWN = own_form(PREFILL)
+OWN = own_form(PREFILL, "parts == 1 or D == 64")
 OWN_ROTATED = common.rotated_form(OWN)

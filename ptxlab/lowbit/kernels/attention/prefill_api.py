@@ -130,7 +130,7 @@ def _check(
     if "parts" not in spec.symbols:
         return _ChunkCall(NAME, (spec,), operands, sizes, dtype, options, look)
     if not options.batch_invariant:
-        sizes["parts"] = choose_parts(sizes)
+        sizes["parts"] = choose_parts(sizes, own=bool(own))
     memory = chunk_memory(D, sizes["blocks"]) if sizes["parts"] > 1 else ()
     rules = workspace_rules(f", kernel={PREFILL.name!r}")
     return _ChunkCall(NAME, (spec,), operands, sizes, dtype, options, look, memory, _KEPT, rules)

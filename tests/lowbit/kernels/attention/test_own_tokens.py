@@ -1,13 +1,14 @@
 """Chunks whose own keys and values are given in 16 bits beside the cache."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import emulator
+from ptxlab import emulator, toolchain
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.kernels.attention import exact, prefill, prefill_sm80
 from ptxlab.runtime.verify import compare
@@ -30,6 +31,8 @@ def problem_of(spec: KernelSpec, shape: dict[str, Any]) -> tuple[Arrays, dict[st
     """Make a problem of a form: its cache is rotated or not."""
     if "parts" not in spec.symbols:
         shape = {**shape, "parts": 1}
+    if shape.get("parts", 1) > 1:
+        shape = {**shape, "D": 64}  # wider heads stay whole
     logical, sizes = with_own(chunks_of(**shape))
     rotated = spec in (prefill.OWN_ROTATED, prefill_sm80.OWN_ROTATED)
     return {**logical, "cache": replace(logical["cache"], rotated=rotated)}, sizes
@@ -70,6 +73,35 @@ def test_chunks_that_begin_at_the_edge_of_a_block_or_page(spec: KernelSpec, edge
         assert difference(by_oracle(spec, logical, sizes, 0), (outputs["out"], outputs["lse"]), False) == ""
 
 
+LAUNCHABLE = [
+    (form, D, page, parts)
+    for form, spec in FORMS.items()
+    for D, page in product((64, 128, 256), (16, 32, 64))
+    for parts in ((1, 2) if D == 64 and "parts" in spec.symbols else (1,))
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("BF16", [0, 1])
+@pytest.mark.parametrize(("form", "D", "page", "parts"), LAUNCHABLE)
+def test_no_register_is_spilt(form: str, D: int, page: int, parts: int, BF16: int) -> None:
+    """Compile every variant that a call may launch."""
+    spec = FORMS[form]
+    sizes = problem_of(spec, {"new": (1,), "past": (2000,), "D": D, "page": page, "parts": parts})[1]
+    config = {**spec.config_for(sizes), "BF16": BF16}
+    resources = toolchain.compile_cuda(source_of(spec), spec.arch, defines=config).resources[spec.name]
+    assert (resources.spill_stores, resources.spill_loads) == (0, 0)
+
+
+def test_parts_of_wide_heads_are_refused_and_never_chosen() -> None:
+    """Their registers would spill."""
+    logical, sizes = with_own(chunks_of((1,), (2000,), D=128, parts=2))
+    with pytest.raises(ArgumentError, match=r"parts == 1 or D == 64"):
+        run(logical, sizes, spec=prefill.OWN)
+    many = {**sizes, "blocks": 132}
+    assert prefill.choose_parts(many, own=True) == 1 < prefill.choose_parts(many)
+
+
 CHANGES = {
     "sm90": (
         prefill.OWN,
@@ -103,7 +135,7 @@ def test_a_changed_kernel_is_noticed(kernel: str, change: str) -> None:
     spec, changes = CHANGES[kernel]
     (old, new), source = changes[change], source_of(spec)
     assert source.text.count(old) == 1
-    logical, sizes = problem_of(spec, {"new": (70, 3), "past": (100, 0)})
+    logical, sizes = problem_of(spec, {"new": (70, 3), "past": (100, 200)})
     changed = replace(source, text=source.text.replace(old, new))
     try:
         outputs, outcome = run(logical, sizes, source=changed, spec=spec, checks=emulator.CHECKS)
