@@ -11,6 +11,8 @@
 //            these the last `window` if that is not 0. lse: natural logarithm of the sum of exponentials. Nothing seen:
 //            zeros, and lse -infinity. Head h reads kv head h / (Hq / Hkv). A key is f16((q4 - zero) * scale), a value
 //            likewise; weights are rounded to f16; a query to f16 relative to a power of two of its largest element.
+//            OWN: keys and values of the queries' own tokens are those of own_k and own_v, rounded to f16, and the cache
+//            has only those ahead of them.
 // PDL        everything waits for the kernel before.
 // Guide      notebooks/guide/kernels_attention.md: rows, restoring, scores, softmax
 // PTX ISA    9.7.14.5.8 mma.m16n8k16; 9.7.14.5.15 ldmatrix; 9.7.9.25 cp.async; 9.7.3 ex2, lg2
@@ -18,6 +20,7 @@
 #include "griddep.cuh"
 #include "mma.cuh"
 #include "mma_f16.cuh"
+#include "own_tokens.cuh"
 #include "prefill_rows.cuh"
 #include "prefill_tiles.cuh"
 #include "timeline.cuh"
@@ -34,6 +37,9 @@
 #ifndef ROTATED
 #define ROTATED 0  // 1: keys are rotated by a Hadamard matrix, so queries are too
 #endif
+#ifndef OWN
+#define OWN 0  // 1: keys and values of the queries' own tokens are given in 16 bits, neither rotated
+#endif
 
 namespace {
 
@@ -47,6 +53,13 @@ constexpr int kTokenBytes = D / 2, kPageBytes = PAGE * (kTokenBytes + 4), kPages
 constexpr int kTokenChunks = kTokenBytes / 16, kChunks = KEYS * kTokenChunks;  // of 16 bytes
 constexpr int kCopyBytes = KEYS * (kTokenBytes + 4);  // of a block's keys, or values: their integers, then constants
 constexpr int kQueryBytes = kRows * D * 2, kBlockBytes = KEYS * D * 2;
+#if OWN
+using OwnKeys = ptxlab::OwnTokens<D, BF16, KEYS, kThreads, ROTATED>;
+using OwnValues = ptxlab::OwnTokens<D, BF16, KEYS, kThreads, false>;
+#else
+struct OwnKeys {};
+struct OwnValues {};
+#endif
 static_assert(D % 64 == 0 && (KEYS == 32 || KEYS == 64) && kChunks % kThreads == 0 && kThreads >= 2 * KEYS);
 
 // Looks up and copies a sequence's pages, keys and values alike.
@@ -56,14 +69,22 @@ struct Pages {
     int Hkv, P;
     int entry = 0;  // of the block that is copied next: lane i has the number of its page i % kPages
 
+    // Tokens of a sequence that lie in the cache.
+    __device__ __forceinline__ static int cached(const Tile& tile) { return OWN ? tile.old() : tile.context; }
+
     // What the block lacks is the sequence's last page again.
     __device__ __forceinline__ void find(const Tile& tile, int block) {
-        const int page = block * KEYS / PAGE + threadIdx.x % kPages, last = (tile.context - 1) / PAGE;
+        const int page = block * KEYS / PAGE + threadIdx.x % kPages, last = (cached(tile) - 1) / PAGE;
         entry = table[size_t(tile.sequence) * P + min(page, last)];
     }
 
-    // Asks for a block's keys (of 0) or values (1).
-    __device__ __forceinline__ void copy(unsigned char* stage, int of, int head, int block) const {
+    // Asks for a block's keys (of 0) or values (1), if any lie in the cache.
+    __device__ __forceinline__ void copy(unsigned char* stage, int of, const Tile& tile, int block) const {
+        if (!OWN || block * KEYS < cached(tile)) copy_tokens(stage, of, tile.head, block);
+        ptxlab::cp_async_commit();
+    }
+
+    __device__ __forceinline__ void copy_tokens(unsigned char* stage, int of, int head, int block) const {
         const int slot = block * KEYS % PAGE;
         const size_t offset = (size_t(of) * Hkv + head) * kPageBytes, pitch = size_t(Hkv) * (2 * kPageBytes);
         const unsigned char* of_head = pool + offset;
@@ -79,15 +100,16 @@ struct Pages {
         if (threadIdx.x < KEYS / 4)
             ptxlab::cp_async_16(stage + KEYS * kTokenBytes + token * 4,
                                 page + PAGE * kTokenBytes + (slot + token % PAGE) * 4, true);
-        ptxlab::cp_async_commit();
     }
 };
 
-// Restores a block's keys or values: f16 [KEYS][D]. The eight elements of a word stay in the order in which they come
-// out, (0, 2, 1, 3, 4, 6, 5, 7): queries have the same, and results are put in order when they are stored.
+// Restores a block's keys or values, whose first `tokens` are there: f16 [KEYS][D]. The eight elements of a word stay in
+// the order in which they come out, (0, 2, 1, 3, 4, 6, 5, 7): queries have the same, and results are put in order when
+// they are stored. With OWN the others are left alone.
 __device__ __forceinline__ void restore(unsigned char* block, const unsigned char* stage, int tokens) {
     constexpr int kPairs = kTokenChunks / 2, kShare = kChunks / kThreads;
     const int token = threadIdx.x / 2 % KEYS, share = threadIdx.x / (2 * KEYS) * kShare;
+    if (OWN && token >= tokens) return;
     u32 constants = reinterpret_cast<const u32*>(stage + KEYS * kTokenBytes)[token];
     if (token >= tokens) constants = 0;  // beyond the end there may be anything, and a weight of 0 times NaN is NaN
     const __half2 scale = __half2half2(__ushort_as_half(constants & 0xffff));
@@ -108,6 +130,17 @@ __device__ __forceinline__ void restore(unsigned char* block, const unsigned cha
             *reinterpret_cast<uint4*>(block + ptxlab::swizzled_piece<KEYS>(token, chunk * 4 + w)) = h;
         }
     }
+}
+
+// The same of a block of which own tokens may be given beside the cache.
+template <typename Own>
+__device__ __forceinline__ void restore(unsigned char* block, const unsigned char* stage, const Own& own,
+                                        const Tile& tile, int tokens) {
+    if constexpr (OWN) {
+        const int cached = tokens - tile.queries;
+        if (cached > 0) restore(block, stage, cached);
+        own.store(block, {max(0, cached), tokens}, tile.start - cached, tile.head);
+    } else restore(block, stage, tokens);
 }
 
 // The address of piece 2 k + `half` of a lane's row: the XOR of the swizzle is that of piece `half`, moved by k.
@@ -198,9 +231,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_kv4_pre
     const int* table,           // s32 [B, P]
     const int* lengths,         // s32 [B]
     const int* starts,          // s32 [B + 1]
-    unsigned short* out,        // as q
-    float* lse,                 // f32 [tokens, Hq], or null
-    float softmax_scale, int B, int Hq, int Hkv, int P, int window) {
+#if OWN
+    const unsigned short* own_k,  // as q [tokens, Hkv, D], tokens k_pitch elements apart
+    const unsigned short* own_v,  // likewise, v_pitch
+#endif
+    unsigned short* out,  // as q
+    float* lse,           // f32 [tokens, Hq], or null
+    float softmax_scale, int B, int Hq, int Hkv, int P, int window
+#if OWN
+    ,
+    int k_pitch, int v_pitch
+#endif
+) {
+#if OWN
+    const OwnKeys own_keys = {own_k, k_pitch};
+    const OwnValues own_values = {own_v, v_pitch};
+#else
+    const OwnKeys own_keys = {};
+    const OwnValues own_values = {};
+#endif
     extern __shared__ __align__(128) unsigned char shared[];
     unsigned char* const queries = shared;
     unsigned char* const keys = queries + kQueryBytes;
@@ -221,8 +270,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_kv4_pre
         PHASE(LOAD);
         if (sees) {
             pages.find(tile, tile.begin);
-            pages.copy(copied_keys, 0, tile.head, tile.begin);
-            pages.copy(copied_values, 1, tile.head, tile.begin);
+            pages.copy(copied_keys, 0, tile, tile.begin);
+            pages.copy(copied_values, 1, tile, tile.begin);
             pages.find(tile, tile.begin + 1);
         }
         PHASE(SETUP);
@@ -233,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_kv4_pre
             ptxlab::cp_async_wait<1>();
             __syncthreads();
             PHASE(DEQUANTISE);
-            restore(keys, copied_keys, tile.context - tile.begin * KEYS);
+            restore(keys, copied_keys, own_keys, tile, tile.context - tile.begin * KEYS);
         }
         for (int block = tile.begin; block < tile.end; ++block) {
             const int position = block * KEYS;
@@ -244,8 +293,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_kv4_pre
             ptxlab::cp_async_wait<0>();
             __syncthreads();  // the keys are restored, the values copied; those before have been read
             PHASE(DEQUANTISE);
-            if (has_next) pages.copy(copied_keys, 0, tile.head, block + 1);
-            restore(values, copied_values, tile.context - position);
+            if (has_next) pages.copy(copied_keys, 0, tile, block + 1);
+            restore(values, copied_values, own_values, tile, tile.context - position);
             PHASE(SCORES);
             multiply_keys(s, queries, keys, first_row);
             PHASE(SOFTMAX);
@@ -262,9 +311,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) attention_kv4_pre
             __syncthreads();  // the values are restored, the next keys copied; these keys have been read
             PHASE(DEQUANTISE);
             if (has_next) {
-                pages.copy(copied_values, 1, tile.head, block + 1);
+                pages.copy(copied_values, 1, tile, block + 1);
                 pages.find(tile, block + 2);
-                restore(keys, copied_keys, tile.context - position - KEYS);
+                restore(keys, copied_keys, own_keys, tile, tile.context - position - KEYS);
             }
             PHASE(VALUES);
             multiply_values(o, weights, values);

@@ -12,6 +12,8 @@
 //            these the last `window` if that is not 0. lse: natural logarithm of the sum of exponentials. Nothing seen:
 //            zeros, and lse -infinity. Head h reads kv head h / (Hq / Hkv). A key is f16((q4 - zero) * scale), a value
 //            likewise; weights are rounded to f16; a query to f16 relative to a power of two of its largest element.
+//            OWN: keys and values of the queries' own tokens are those of own_k and own_v, rounded to f16, and the cache
+//            has only those ahead of them.
 // PDL        everything waits for the kernel before.
 // Guide      notebooks/guide/kernels_attention.md: rows, restoring, scores, softmax
 // PTX ISA    9.7.15.5 wgmma, 9.7.9.25 bulk copies, 9.7.13.15 mbarrier, 9.7.19.5 setmaxnreg, 9.7.3 ex2, lg2
@@ -22,6 +24,7 @@
 #include "mbarrier.cuh"
 #include "named_barrier.cuh"
 #include "output.cuh"
+#include "own_tokens.cuh"
 #include "pack.cuh"
 #include "parts.cuh"
 #include "timeline.cuh"
@@ -44,6 +47,9 @@
 #ifndef ROTATED
 #define ROTATED 0  // 1: keys are rotated by a Hadamard matrix, so queries are too
 #endif
+#ifndef OWN
+#define OWN 0  // 1: keys and values of the queries' own tokens are given in 16 bits, neither rotated
+#endif
 
 namespace {
 
@@ -58,16 +64,24 @@ constexpr int kLanePages = kPages / kPageLanes;      // of a lane
 constexpr int kCopyBytes = kPages * kPageBytes;      // of a block's keys, or values
 constexpr int kBlockBytes = KEYS * D * 2, kColumnBytes = KEYS * 128;
 constexpr int kQueryBytes = kGroupRows * D * 2, kQueryColumnBytes = kGroupRows * 128;
-constexpr int kPageRegisters =
-    PRODUCERS == 2 && (PAGE == 16 || (PAGE == 32 && SPLIT)) ? 8 : 0;  // that consumers give up for pages
-constexpr int kProducerRegisters = (PRODUCERS == 1 ? 72 : 56) + kPageRegisters;
-constexpr int kConsumerRegisters = (PRODUCERS == 1 ? 216 : 200) - kPageRegisters;
+// Registers that consumers give up for pages, and for own tokens.
+constexpr int kPageRegisters = PRODUCERS == 2 && (PAGE == 16 || (PAGE == 32 && (SPLIT || OWN))) ? 8 : 0;
+constexpr int kOwnRegisters = OWN && D == 256 && PAGE == 16 ? 8 : 0;
+constexpr int kProducerRegisters = (PRODUCERS == 1 ? 72 : 56) + kPageRegisters + kOwnRegisters;
+constexpr int kConsumerRegisters = (PRODUCERS == 1 ? 216 : 200) - kPageRegisters - kOwnRegisters;
 constexpr int kChunks = KEYS * kTokenBytes / 16 / kThreads;  // of 16 bytes of a block that a producer restores
 constexpr float kLowest = -1e30f, kLog2E = 1.44269504f;      // kLowest: below any score, yet finite
 constexpr float kHeadroom = HEADROOM;                        // weights are at most 2 to this
 constexpr bool kTileInShared = SPLIT && D == 256;            // registers have no room for it beside the sums
 constexpr int kVectors = D / 8 + 1;  // of 16 bytes that a lane hands over: its sums, and what they are relative to
-static_assert(!SPLIT || D < 256 || PAGE == 64);  // producers would spill
+#if OWN
+using OwnKeys = ptxlab::OwnTokens<D, BF16, KEYS, kThreads, ROTATED>;
+using OwnValues = ptxlab::OwnTokens<D, BF16, KEYS, kThreads, false>;
+#else
+struct OwnKeys {};
+struct OwnValues {};
+#endif
+static_assert(!SPLIT || (OWN ? D == 64 : D < 256 || PAGE == 64));  // registers would spill
 static_assert(KEYS % PAGE == 0 && (KEYS == 64 || KEYS == 128) && D % 64 == 0);
 
 // Of keys or of values: pages that are copied, blocks that are restored.
@@ -89,6 +103,12 @@ struct Tile {
     int start, context;                // the sequence's first query in q; its tokens
     int begin, end;                    // blocks
     int item, part, parts;             // the work item; which part of the tile it is, and of how many
+
+    // Leaves own tokens out: what remains lies in the cache.
+    __device__ __forceinline__ void keep_cached() {
+        context -= queries;
+        end = min(end, (context + KEYS - 1) / KEYS);
+    }
 };
 
 // Deals work items to blocks, in every other round in reverse, so that none has the longest of each. All lanes of a warp
@@ -153,13 +173,14 @@ struct Scheduler {
     }
 };
 
-// Restores a block's keys or values: f16 [KEYS][D] in columns of 64 elements under the 128-byte swizzle. The eight
-// elements of a word stay in the order in which they come out, (0, 2, 1, 3, 4, 6, 5, 7): queries have the same, and
-// results are put in order when they are stored.
+// Restores a block's keys or values, whose first `tokens` are there: f16 [KEYS][D] in columns of 64 elements under the
+// 128-byte swizzle. The eight elements of a word stay in the order in which they come out, (0, 2, 1, 3, 4, 6, 5, 7):
+// queries have the same, and results are put in order when they are stored. With OWN the others are left alone.
 __device__ __forceinline__ void restore(unsigned char* block, const unsigned char* pages, int tokens) {
     constexpr int kPerToken = kTokenBytes / 16;
     const int token = threadIdx.x % KEYS,
               share = threadIdx.x % kThreads / KEYS;  // of 64 keys two threads have one each half
+    if (OWN && token >= tokens) return;
     const unsigned char* page = pages + token / PAGE * kPageBytes;
     u32 pair = *reinterpret_cast<const u32*>(page + PAGE * kTokenBytes + token % PAGE * 4);
     if (token >= tokens) pair = 0;  // beyond the end there may be anything, and a weight of 0 times NaN is NaN
@@ -184,7 +205,6 @@ __device__ __forceinline__ void restore(unsigned char* block, const unsigned cha
                 h;
         }
     }
-    ptxlab::fence_proxy_async();
 }
 
 // Where a cache's pages lie.
@@ -216,9 +236,12 @@ struct Pages {
 };
 
 // Restores keys, or values, block by block, from pages that are copied ahead; their numbers are looked up before that.
+// Own tokens come straight from global memory.
+template <typename Own>
 struct Producer {
     Scheduler scheduler;  // of what is copied next
     Pages pages;
+    Own own;
     unsigned char *ring, *blocks;
     Barriers& barriers;
     Tile tile;
@@ -227,19 +250,21 @@ struct Producer {
     ptxlab::Slot<PAGE_STAGES> asked, taken;
     ptxlab::Slot<STAGES> slot;
 
-    __device__ __forceinline__ Producer(const Scheduler& scheduler, const Pages& pages, unsigned char* ring,
-                                        unsigned char* blocks, Barriers& barriers)
-        : scheduler(scheduler), pages(pages), ring(ring), blocks(blocks), barriers(barriers) {
-        has_tile = this->scheduler.next(tile);
-        block = has_tile ? tile.begin : 0;
+    __device__ __forceinline__ Producer(const Scheduler& scheduler, const Pages& pages, const Own& own,
+                                        unsigned char* ring, unsigned char* blocks, Barriers& barriers)
+        : scheduler(scheduler), pages(pages), own(own), ring(ring), blocks(blocks), barriers(barriers) {
+        begin();
         look_ahead();
     }
 
+    __device__ __forceinline__ void begin() {
+        has_tile = scheduler.next(tile);
+        block = has_tile ? tile.begin : 0;
+        if constexpr (OWN) tile.keep_cached();
+    }
+
     __device__ __forceinline__ void look_ahead() {
-        while (has_tile && block >= tile.end) {
-            has_tile = scheduler.next(tile);
-            block = has_tile ? tile.begin : 0;
-        }
+        while (has_tile && block >= tile.end) begin();
         if (has_tile) pages.find(page_numbers, tile, block);
     }
 
@@ -253,21 +278,36 @@ struct Producer {
         }
     }
 
-    // The next block, of whose tokens so many are there.
-    __device__ __forceinline__ void produce(int tokens TIMELINE_PARAMETER) {
+    // The next block, of tile `of`, of whose tokens so many are there.
+    __device__ __forceinline__ void produce(const Tile& of, int tokens TIMELINE_PARAMETER) {
+        const int cached = OWN ? tokens - of.queries : tokens;
+        const bool has_pages = !OWN || cached > 0;
         PHASE(LOAD);
         copy_ahead();
         PHASE(WAIT_COPY);
-        ptxlab::mbarrier_wait(&barriers.copied[taken.index], taken.parity);
+        if (has_pages) ptxlab::mbarrier_wait(&barriers.copied[taken.index], taken.parity);
         PHASE(WAIT_GROUP);
         ptxlab::mbarrier_wait(&barriers.empty[slot.index], slot.parity ^ 1);
         PHASE(DEQUANTISE);
-        restore(blocks + slot.index * kBlockBytes, ring + taken.index * kCopyBytes, tokens);
-        ptxlab::mbarrier_arrive(&barriers.taken[taken.index]);
+        if (has_pages) restore(blocks + slot.index * kBlockBytes, ring + taken.index * kCopyBytes, cached);
+        if constexpr (OWN)
+            own.store(blocks + slot.index * kBlockBytes, {max(0, cached), tokens}, of.start - cached, of.head);
+        ptxlab::fence_proxy_async();
+        if (has_pages) ptxlab::mbarrier_arrive(&barriers.taken[taken.index]);
         ptxlab::mbarrier_arrive(&barriers.full[slot.index]);
-        taken.advance(), slot.advance(), --in_flight;
+        if (has_pages) taken.advance(), --in_flight;
+        slot.advance();
     }
 };
+
+// Restores keys, or values, of all tiles.
+template <typename Own>
+__device__ __forceinline__ void produce(Scheduler scheduler, Producer<Own> producer TIMELINE_PARAMETER) {
+    Tile tile;
+    while (scheduler.next(tile))
+        for (int block = tile.begin; block < tile.end; ++block)
+            producer.produce(tile, tile.context - block * KEYS TIMELINE_ARGUMENT);
+}
 
 __device__ __forceinline__ float element(u32 word, int half) {
     const u32 bits = half ? word >> 16 : word & 0xffff;
@@ -636,11 +676,27 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
     const int* table,           // s32 [B, P]
     const int* lengths,         // s32 [B]
     const int* starts,          // s32 [B + 1]
-    unsigned short* out,        // as q
-    float* lse,                 // f32 [tokens, Hq], or null
-    float4* partial,            // SPLIT: f32 [items, 8, kVectors, 32, 4]
-    int* arrivals,              // SPLIT: s32 [items, 8], zeros before and after
-    float softmax_scale, int B, int Hq, int Hkv, int P, int window, int parts) {
+#if OWN
+    const unsigned short* own_k,  // as q [tokens, Hkv, D], tokens k_pitch elements apart
+    const unsigned short* own_v,  // likewise, v_pitch
+#endif
+    unsigned short* out,  // as q
+    float* lse,           // f32 [tokens, Hq], or null
+    float4* partial,      // SPLIT: f32 [items, 8, kVectors, 32, 4]
+    int* arrivals,        // SPLIT: s32 [items, 8], zeros before and after
+    float softmax_scale, int B, int Hq, int Hkv, int P, int window, int parts
+#if OWN
+    ,
+    int k_pitch, int v_pitch
+#endif
+) {
+#if OWN
+    const OwnKeys own_keys = {own_k, k_pitch};
+    const OwnValues own_values = {own_v, v_pitch};
+#else
+    const OwnKeys own_keys = {};
+    const OwnValues own_values = {};
+#endif
     extern __shared__ __align__(1024) unsigned char shared[];
     unsigned char* const queries = shared;  // [kGroups][kQueryBytes]
     unsigned char* const keys = queries + kGroups * kQueryBytes;
@@ -649,6 +705,8 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
     __shared__ Barriers key_barriers, value_barriers;
     __shared__ float factors[kRows];
     __shared__ Tile shared_tile[kGroups];  // of each consumer group, if kTileInShared
+    __shared__ Tile
+        warp_tile[OWN ? PRODUCERS * 4 : 1];  // of each producer warp, whose registers have no room beside own tokens
     TIMELINE_THREAD(threadIdx.x % kThreads == 0);
     const int warp_group = __shfl_sync(~0u, threadIdx.x / kThreads, 0);
     if (threadIdx.x == 0) key_barriers.init(), value_barriers.init(), ptxlab::fence_mbarrier_init();
@@ -659,17 +717,27 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
     if (warp_group < PRODUCERS) {
         ptxlab::fewer_registers<kProducerRegisters>();
         const unsigned char* of_values = pool + size_t(Hkv) * kPageBytes;
-        Producer keys_of(scheduler, {pool, table, Hkv, P}, ring, keys, key_barriers);
-        Producer values_of(scheduler, {of_values, table, Hkv, P}, ring + PAGE_STAGES * kCopyBytes, values,
-                           value_barriers);
-        Scheduler tiles = scheduler;
-        Tile tile;
-        while (tiles.next(tile))
-            for (int block = tile.begin; block < tile.end; ++block) {
-                const int tokens = tile.context - block * KEYS;
-                if (warp_group == 0) keys_of.produce(tokens TIMELINE_ARGUMENT);
-                if (warp_group == PRODUCERS - 1) values_of.produce(tokens TIMELINE_ARGUMENT);
-            }
+        const Pages key_pages = {pool, table, Hkv, P}, value_pages = {of_values, table, Hkv, P};
+        unsigned char* const value_ring = ring + PAGE_STAGES * kCopyBytes;
+        if constexpr (OWN && PRODUCERS == 2) {
+            if (warp_group == 0)
+                produce(scheduler,
+                        Producer<OwnKeys>(scheduler, key_pages, own_keys, ring, keys, key_barriers) TIMELINE_ARGUMENT);
+            else
+                produce(scheduler, Producer<OwnValues>(scheduler, value_pages, own_values, value_ring, values,
+                                                       value_barriers) TIMELINE_ARGUMENT);
+        } else {
+            Producer<OwnKeys> keys_of(scheduler, key_pages, own_keys, ring, keys, key_barriers);
+            Producer<OwnValues> values_of(scheduler, value_pages, own_values, value_ring, values, value_barriers);
+            Scheduler tiles = scheduler;
+            Tile tile;
+            while (tiles.next(tile))
+                for (int block = tile.begin; block < tile.end; ++block) {
+                    const int tokens = tile.context - block * KEYS;
+                    if (warp_group == 0) keys_of.produce(tile, tokens TIMELINE_ARGUMENT);
+                    if (warp_group == PRODUCERS - 1) values_of.produce(tile, tokens TIMELINE_ARGUMENT);
+                }
+        }
     } else {
         ptxlab::more_registers<kConsumerRegisters>();
         const int consumer = warp_group - PRODUCERS;

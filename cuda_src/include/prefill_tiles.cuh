@@ -10,6 +10,9 @@ struct Tile {
     int start, context;                // the sequence's first query in q; its tokens
     int begin, end;                    // blocks
 
+    // Tokens ahead of the queries' own ones. Negative if the sequence has fewer tokens than queries.
+    __device__ __forceinline__ int old() const { return context - queries; }
+
     // The first token that a row of the sequence does not see. Rows beyond the last one count as that.
     __device__ __forceinline__ int visible_end(int number, int group) const {
         return context - queries + min(number / group, queries - 1) + 1;

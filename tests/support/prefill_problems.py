@@ -10,7 +10,7 @@ import pytest
 import ptxlab
 from ptxlab import registry
 from ptxlab.lowbit.kernels.attention import common
-from ptxlab.lowbit.kernels.attention.prefill import PREFILL
+from ptxlab.lowbit.kernels.attention.prefill import PREFILL, forget_own
 from ptxlab.lowbit.kernels.attention.prefill_sm80 import PREFILL_SM80
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
@@ -55,6 +55,17 @@ def chunks_of(
     return {**logical, "blocks": blocks, "parts": parts}, sizes
 
 
+def with_own(problem: tuple[Arrays, dict[str, Any]], gap: int = 8) -> tuple[Arrays, dict[str, Any]]:
+    """Give a problem own keys and values, rows of k with a `gap`. Its cache has no number of these tokens."""
+    logical, sizes = problem
+    width = sizes["Hkv"] * sizes["D"]
+    shape = sizes["N"], sizes["Hkv"], sizes["D"]
+    k, v = np.random.default_rng(1).standard_normal((2, *shape), dtype=np.float32)
+    own = {"k": k, "v": v, "k_pitch": width + gap, "v_pitch": width}
+    pitches = {name: own[name] for name in ("k_pitch", "v_pitch")}
+    return {**logical, **own, "cache": forget_own(logical["cache"], logical["starts"])}, {**sizes, **pitches}
+
+
 def run(
     logical: Arrays,
     sizes: dict[str, Any],
@@ -69,8 +80,9 @@ def run(
     """Launch it, with further constants; what is written, and the outcome with all checks that the emulator made."""
     arrays = spec.pack(logical)
     stored = ml_dtypes.bfloat16 if BF16 else np.float16
-    q = arrays["q"].astype(stored)
-    arrays["q"] = q.view(np.uint16) if BF16 else q
+    for name in {"q", "k", "v"} & arrays.keys():
+        array = arrays[name].astype(stored)
+        arrays[name] = array.view(np.uint16) if BF16 else array
     config = {**spec.config_for(sizes), "BF16": BF16, **config}
     source, sizes = source or source_of(spec), {name: sizes[name] for name in sizes if name in spec.symbols}
     outcome = ptxlab.run_spec(spec, source, arrays, sizes=sizes, backend=backend, config=config, **how)

@@ -231,6 +231,7 @@ class Operation(Generic[C]):
         look: raises ArgumentError for numbers on the device that `check` finds wrong; takes the kernels' memory too.
         apart: arrays of which no two may share memory, as some are written while others are read: by name, what
             messages call them.
+        written: those of `apart` that are written; empty for all. Two that are only read may share memory.
     """
 
     name: str
@@ -239,6 +240,7 @@ class Operation(Generic[C]):
     on_host: Callable[[C], Results]
     look: Callable[[C, Prepared, DeviceMemory | None], None] | None = None
     apart: Mapping[str, str] = field(default_factory=dict)
+    written: tuple[str, ...] = ()
 
     def __call__(
         self,
@@ -296,14 +298,15 @@ class Operation(Generic[C]):
         return self.check(options, arrays, *operands)
 
     def _require_apart(self, views: Mapping[str, gpu.View]) -> None:
-        """Raise ArgumentError for the first two of `apart` that have memory in common."""
+        """Raise ArgumentError for the first two of `apart` that have memory in common, if either is written."""
         spans: list[tuple[str, int, int]] = []
         for name in self.apart:
             if name in views:
                 start, shape, dtype, *_ = views[name]
                 stop = start + prod(shape) * _itemsize(dtype)
                 for other, begin, end in spans:
-                    if max(begin, start) < min(end, stop):
+                    is_read = self.written and not {name, other} & {*self.written}
+                    if not is_read and max(begin, start) < min(end, stop):
                         rule = f"must not share memory with {self.apart[other]}"
                         raise ArgumentError(f"{self.name}: {self.apart[name]}", rule, "some of it")
                 spans.append((name, start, stop))

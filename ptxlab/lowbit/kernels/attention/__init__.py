@@ -10,7 +10,11 @@ FORMS = (
     sm80.ROTATED,
     sm90.ROTATED,
     prefill_sm80.ROTATED,
+    prefill_sm80.OWN,
+    prefill_sm80.OWN_ROTATED,
     prefill.ROTATED,
+    prefill.OWN,
+    prefill.OWN_ROTATED,
     *append.ROTATED,
 )
 

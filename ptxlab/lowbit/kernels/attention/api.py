@@ -30,6 +30,7 @@ from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
 from ptxlab.sources import of_kernel
+from ptxlab.validate import shape_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,8 @@ def attention_kv4(
     cache: KVCache,
     *,
     query_start_loc: Any = None,
+    k: Any = None,
+    v: Any = None,
     scale: float | None = None,
     window: int | None = None,
     out: Any = None,
@@ -77,6 +80,12 @@ def attention_kv4(
             written. Where queries are few, the first kernel cuts long contexts into parts, by how many queries and
             sequences there are: a query's last bits depend on that. With `batch_invariant` nothing is cut, and a query
             has the same bits in any chunk and call.
+        k, v: the queries' own keys and values, [T, Hkv, D] each like q, behind RoPE; with `query_start_loc`. Attention
+            takes them, rounded to FP16, and does not read what the cache has of these tokens: a chunk sees itself in
+            16 bits, and only what lies ahead of it in 4. Without them all comes from the cache. For a rotated cache k
+            is given unrotated, and rotated here as q is. Tokens may lie apart, as in views of a QKV projection's rows:
+            any multiple of 16 bytes. BF16 beyond FP16's largest, 65,504, becomes infinite. A query's result depends on
+            where its chunk begins, also with `batch_invariant`.
         cache: in whatever of the four schemes, where q is (`ptxlab.to_device`); its lengths include the new tokens. For
             a rotated one q is rotated here, in float32; teaching steps do not take it.
         out: like q, to write into; with `return_lse` also (out, lse), lse f32 of q's shape without D.
@@ -101,7 +110,10 @@ def attention_kv4(
         raise ArgumentError(f"{NAME}: workspace", "must come from attention_workspace", type(workspace).__name__)
     out, lse = results(out, return_lse)
     if query_start_loc is not None:
-        return attend_chunks(options, q, cache, query_start_loc, out, lse, workspace)
+        return attend_chunks(options, q, cache, query_start_loc, (k, v), out, lse, workspace)
+    for name, own in (("k", k), ("v", v)):
+        if own is not None:
+            raise ArgumentError(f"{NAME}: {name}", "only with query_start_loc", f"shape {list(shape_of(own))}")
     arrays = {"q": q, **arrays_of(cache), **channels_of(cache), "out": out, "lse": lse}
     made = _ATTENTION(options, cache.description, arrays, cache, workspace=workspace)
     out = made["out"] if out is None else out

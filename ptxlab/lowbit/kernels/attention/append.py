@@ -134,6 +134,15 @@ def pad_rows(x: np.ndarray, pitch: int) -> np.ndarray:
     return padded
 
 
+def rows_with_gaps(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return rows as [T, pitch]; behind the last row of a flat array with gaps there are zeros."""
+    if array.size == shape[0] * shape[1]:
+        return array.reshape(shape)
+    rows = np.zeros(shape, array.dtype)
+    rows.reshape(-1)[: array.size] = array
+    return rows
+
+
 def appended(
     k: np.ndarray,
     v: np.ndarray,
@@ -215,7 +224,7 @@ _CACHE_RULES = (
 )
 
 
-def _rows_apart(pitch: str, width: str) -> tuple[str, ...]:
+def rows_apart(pitch: str, width: str) -> tuple[str, ...]:
     """State the rules of rows that begin `pitch` elements apart: whole vectors of 16 bytes, none in two rows."""
     return f"{width} <= {pitch} < 2**31", f"{pitch} % 8 == 0"
 
@@ -251,7 +260,7 @@ APPEND = KernelSpec(
     ),
     launch=_launch,
     choose=lambda s: {**_choose(s), "ROPE": int(s["R"] > 0)},
-    rules=(*_CACHE_RULES, "0 <= R < 2**31", *_rows_apart("k_pitch", "H*D"), *_rows_apart("v_pitch", "H*D")),
+    rules=(*_CACHE_RULES, "0 <= R < 2**31", *rows_apart("k_pitch", "H*D"), *rows_apart("v_pitch", "H*D")),
     value_rules=("slots < pages*size",),
     example=_example,
     pack=_pack,
@@ -288,7 +297,7 @@ ROPE_APPEND = replace(
         "1 <= R < 2**31",
         "1 <= ratio <= 4096",
         "kept in (0, 1)",
-        *_rows_apart("pitch", "(ratio + 2)*H*D"),
+        *rows_apart("pitch", "(ratio + 2)*H*D"),
     ),
     example=_example_fused,
     reference=rope_appended,

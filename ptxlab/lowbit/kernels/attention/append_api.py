@@ -9,7 +9,7 @@ import numpy as np
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.lowbit import reference
-from ptxlab.lowbit.kernels.attention.append import APPEND, DTYPES, INDICES, ROPE_APPEND, table_rows
+from ptxlab.lowbit.kernels.attention.append import APPEND, DTYPES, INDICES, ROPE_APPEND, rows_with_gaps, table_rows
 from ptxlab.lowbit.kernels.attention.common import ROTATED_CONSTANTS, channels_of
 from ptxlab.lowbit.kernels.attention.options import AppendOptions, RopeAppendOptions
 from ptxlab.lowbit.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, Results, copied, dtype_of
@@ -282,7 +282,9 @@ def _on_host(call: _AppendCall) -> Results:
         if operand.array is not None:
             array = require_on_host(*operand[1:5], written=operand.name in _WRITTEN)
             is_new = operand.name in call.shapes
-            arrays[operand.name] = _rows_of(array, call.spec.arg(operand.name).resolve(call.sizes)) if is_new else array
+            arrays[operand.name] = (
+                rows_with_gaps(array, call.spec.arg(operand.name).resolve(call.sizes)) if is_new else array
+            )
     results = [operand for operand in call.operands if operand.array is None]
     if call.is_empty:
         made = {each.name: np.empty(each.shape, storage(each.dtype)) for each in results}
@@ -351,15 +353,6 @@ def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
             raise ArgumentError(
                 f"{call.name}: {name}", error.rule, str(error.value).replace("x[", f"{name}[")
             ) from None
-
-
-def _rows_of(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return new tokens as [T, pitch]; behind the last row of a flat array with gaps there are zeros."""
-    if array.size == shape[0] * shape[1]:
-        return array.reshape(shape)
-    rows = np.zeros(shape, array.dtype)
-    rows.reshape(-1)[: array.size] = array
-    return rows
 
 
 _APPEND = Operation(APPEND.name, _check_pair, _prepare, _on_host, _look)

@@ -24,8 +24,8 @@ _HOPELESS = 2.0**-8  # of sums, by their certain error alone: several times what
 
 def allowed_error(
     q: npt.NDArray[np.float64],
-    k: QuantizedKV,
-    v: QuantizedKV,
+    k: QuantizedKV | Operand,
+    v: QuantizedKV | Operand,
     visible: npt.NDArray[np.bool_],
     *,
     scale: float,
@@ -36,8 +36,8 @@ def allowed_error(
 
     Args:
         q: queries [T, Hq, D], as the kernel is given them.
-        k: keys [L, Hkv, D].
-        v: values [L, Hkv, D].
+        k: keys [L, Hkv, D], or what is made of them.
+        v: values, likewise.
         visible: which keys each query sees, one after the other, [T, L].
         scale: of the scores.
         roundings: the kernel's.
@@ -46,10 +46,11 @@ def allowed_error(
     Returns:
         (of the output [T, Hq, D], of the natural logarithm of the sum of exponentials [T, Hq]).
     """
-    (T, Hq, D), (L, Hkv, _) = q.shape, k.shape
+    keys = k if isinstance(k, Operand) else Operand.of(k, roundings.apart)
+    values = v if isinstance(v, Operand) else Operand.of(v, roundings.apart, roundings.in_bytes)
+    (T, Hq, D), (Hkv, L, _) = q.shape, keys.numbers.shape
     out, lse = (Allowed(np.zeros_like(x), np.zeros_like(x[..., 0])) for x in (q, q[..., 0]))
     serial = 2 * (L / roundings.serial + 16) * SINGLE  # weights' sum and values' sum
-    keys, values = Operand.of(k, roundings.apart), Operand.of(v, roundings.apart, roundings.in_bytes)
     for t in range(T):
         seen = np.flatnonzero(visible[t])
         if not len(seen):

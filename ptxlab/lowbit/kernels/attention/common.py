@@ -9,7 +9,7 @@ import numpy as np
 from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.attention.bound import allowed_error
-from ptxlab.lowbit.kernels.attention.roundings import HALF, Roundings
+from ptxlab.lowbit.kernels.attention.roundings import HALF, Operand, Roundings
 from ptxlab.lowbit.layout import KVCache, gather, scatter
 from ptxlab.lowbit.layout.pages import page_bytes
 from ptxlab.lowbit.quant import KV_SCHEMES
@@ -107,16 +107,27 @@ def channels_of(cache: KVCache) -> Arrays:
     return {"k_scale": k_scale, "k_zero": k_zero, "v_scale": v_scale, "v_zero": v_zero}
 
 
-def attention(q: np.ndarray, cache: KVCache, softmax_scale: float, window: int = 0) -> Pair:
+def attention(q: np.ndarray, cache: KVCache, softmax_scale: float, window: int = 0, own: Pair | None = None) -> Pair:
     """Reference: out f64 [B, T, Hq, D] and lse f64 [B, T, Hq] of q [B, T, Hq, D]; `window` 0 for none.
 
-    For a rotated cache queries are rotated in float32, which is a part of the contract, as RoPE in float32 is.
+    For a rotated cache queries, and `own` keys, are rotated in float32, which is a part of the contract, as RoPE in
+    float32 is. `own` are the last keys and values of each sequence, [T, Hkv, D], in place of the cache's.
     """
     pairs = [
-        reference.attention(x, k.dequantize(), v.dequantize(), scale=softmax_scale, window=window or None)
+        reference.attention(x, *_numbers(cache, k, v, own), scale=softmax_scale, window=window or None)
         for x, k, v in zip(cache.rotate(q), *gather(cache), strict=True)
     ]
     return np.stack([out for out, _ in pairs]), np.stack([lse for _, lse in pairs])
+
+
+def _numbers(cache: KVCache, k: quant.QuantizedKV, v: quant.QuantizedKV, own: Pair | None) -> Pair:
+    """Dequantise the keys and values of a sequence, and put own ones in place of the last."""
+    if own is None:
+        return k.dequantize(), v.dequantize()
+    k_own, v_own = (x[max(0, len(x) - len(k.values)) :] for x in own)
+    old = len(k.values) - len(k_own)
+    keys, values = (x.dequantize()[:old] for x in (k, v))
+    return np.concatenate([keys, cache.rotate(k_own)]), np.concatenate([values, v_own])
 
 
 def error_of(
@@ -126,6 +137,7 @@ def error_of(
     roundings: Roundings,
     window: int = 0,
     stored: float = HALF,
+    own: Pair | None = None,
 ) -> tuple[Allowed, Allowed]:
     """The error that `attention` may have (`bound.allowed_error`)."""
     bounds = []
@@ -133,7 +145,8 @@ def error_of(
         T, L = len(x), len(k.values)
         token, key = np.arange(L - T, L)[:, None], np.arange(L)
         visible = (key <= token) & (key > token - window if window else True)
-        bounds.append(allowed_error(x, k, v, visible, scale=softmax_scale, roundings=roundings, stored=stored))
+        keys, values = (Operand.of_numbers(n, cache.scheme) for n in _numbers(cache, k, v, own)) if own else (k, v)
+        bounds.append(allowed_error(x, keys, values, visible, scale=softmax_scale, roundings=roundings, stored=stored))
     outs, lses = zip(*bounds, strict=True)
     return stacked(outs), stacked(lses)
 
@@ -147,7 +160,7 @@ def rotated_form(spec: KernelSpec) -> KernelSpec:
 
     return replace(
         spec,
-        form=FORM,
+        form="_".join(filter(None, (spec.form, FORM))),
         summary=f"{spec.summary}; queries rotated as the cache's keys are",
         choose=lambda s: {**spec.config_for(s), **ROTATED_CONSTANTS},
         example=example,

@@ -3,7 +3,7 @@
 The cache is that of QServe §5.1; no document describes attention of prompts over 4 bits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,12 +12,13 @@ import numpy as np
 
 from ptxlab.arithmetic import ceil_div
 from ptxlab.lowbit.kernels.attention import common
+from ptxlab.lowbit.kernels.attention.append import pad_rows, rows_apart
 from ptxlab.lowbit.kernels.attention.bound import BY_CHANCE
 from ptxlab.lowbit.kernels.attention.common import Pair
 from ptxlab.lowbit.kernels.attention.roundings import HALF, SINGLE, Roundings
 from ptxlab.lowbit.kernels.attention.sm80 import BFLOAT16, DTYPES
 from ptxlab.lowbit.layout import KVCache
-from ptxlab.lowbit.layout.pages import page_bytes
+from ptxlab.lowbit.layout.pages import PageView, page_bytes
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, sizes_rows
 from ptxlab.spec.dtypes import ByVariant, as_stored
 
@@ -25,6 +26,8 @@ ROWS, WARP_GROUP = 128, 128  # of a tile; threads
 STAGES = 2  # blocks of keys, and of values, that are restored
 HEADROOM = 8  # a weight is at most 2 to this: FP16 has room, and sums are seldom scaled down
 PART_BLOCKS, MOST_PARTS = 4, 16  # blocks of keys of a part at least; parts of a tile at most
+OWN_FORM = "own"  # of kernels that are given the queries' own keys and values
+OWN_CONSTANTS: Mapping[str, int] = {"OWN": 1}
 ITEMS = 4  # work items per block of the launch, at most, where tiles are cut into parts
 _BEGIN, _MERGE = 2.0, 0.4  # what a work item costs besides its blocks, and a part where all are added up, in blocks
 
@@ -44,13 +47,14 @@ def tiles_of(s: Sizes) -> int:
     return int((ceil_div(s["N"] * (s["Hq"] // s["Hkv"]), ROWS) + max(0, min(s["B"], s["N"]) - 1)) * s["Hkv"])
 
 
-def choose_parts(s: Sizes) -> int:
+def choose_parts(s: Sizes, *, own: bool = False) -> int:
     """Return the parts that a tile is cut into, so that `blocks` blocks are busy: the fewest of those that cost least.
 
     A tile of few blocks of keys is cut into fewer by the kernel, which knows the lengths. With heads of 256 in pages of
-    less than 64 tokens tiles stay whole: producers would spill registers.
+    less than 64 tokens tiles stay whole, and so they do beside `own` keys with heads of 128 and more: registers would
+    spill.
     """
-    if s["D"] == 256 and s["page"] < 64:
+    if (own and s["D"] > 64) or (s["D"] == 256 and s["page"] < 64):
         return 1
     tiles, keys = tiles_of(s), keys_of(s["D"])
     seen = s["P"] * s["page"]
@@ -138,13 +142,32 @@ def _chunks(q: np.ndarray, cache: KVCache, starts: np.ndarray) -> Iterator[tuple
 
 
 def attend(
-    q: np.ndarray, cache: KVCache, starts: np.ndarray, softmax_scale: float, window: int = 0, BF16: int = 0, **_: Any
+    q: np.ndarray,
+    cache: KVCache,
+    starts: np.ndarray,
+    softmax_scale: float,
+    window: int = 0,
+    BF16: int = 0,
+    k: np.ndarray | None = None,
+    v: np.ndarray | None = None,
+    **_: Any,
 ) -> Pair:
-    """Attend in float64: out [N, Hq, D] and lse [N, Hq] of q [N, Hq, D], whose chunks begin at `starts`."""
+    """Attend in float64: out [N, Hq, D] and lse [N, Hq] of q [N, Hq, D], whose chunks begin at `starts`.
+
+    k and v [N, Hkv, D] are the queries' own keys and values; without them these are the cache's.
+    """
     out, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
     for rows, queries, sequence in _chunks(as_stored(q, DTYPES[BF16]), cache, starts):
-        out[rows], lse[rows] = (of_all[0] for of_all in common.attention(queries, sequence, softmax_scale, window))
+        pair = common.attention(queries, sequence, softmax_scale, window, _own_of(rows, k, v, BF16))
+        out[rows], lse[rows] = (of_all[0] for of_all in pair)
     return out, lse
+
+
+def _own_of(rows: slice, k: np.ndarray | None, v: np.ndarray | None, BF16: int) -> Pair | None:
+    """Return a chunk's own keys and values as the variant stores them; None if these are the cache's."""
+    if k is None or v is None:
+        return None
+    return as_stored(k[rows], DTYPES[BF16]), as_stored(v[rows], DTYPES[BF16])
 
 
 def _reference(blocks: int, parts: int, **logical: Any) -> tuple[np.ndarray, ...]:
@@ -167,13 +190,22 @@ def roundings_of(D: int, rotated: bool = False) -> Roundings:
 
 
 def bound_chunks(
-    q: np.ndarray, cache: KVCache, starts: np.ndarray, softmax_scale: float, window: int = 0, BF16: int = 0, **_: Any
+    q: np.ndarray,
+    cache: KVCache,
+    starts: np.ndarray,
+    softmax_scale: float,
+    window: int = 0,
+    BF16: int = 0,
+    k: np.ndarray | None = None,
+    v: np.ndarray | None = None,
+    **_: Any,
 ) -> Pair:
     """Return the error that `attend` may have of each element, by `roundings_of`."""
     out, lse = np.zeros(q.shape), np.zeros(q.shape[:-1])
     stored_to, roundings = BFLOAT16 if BF16 else HALF, roundings_of(cache.head_dim, cache.rotated)
     for rows, queries, sequence in _chunks(as_stored(q, DTYPES[BF16]), cache, starts):
-        errors = common.error_of(queries, sequence, softmax_scale, roundings, window, stored_to)
+        own = _own_of(rows, k, v, BF16)
+        errors = common.error_of(queries, sequence, softmax_scale, roundings, window, stored_to, own)
         out[rows], lse[rows] = (error.each[0] for error in errors)
     return out, lse
 
@@ -236,3 +268,52 @@ PREFILL = KernelSpec(
 )
 SPECS = (PREFILL,)
 ROTATED = common.rotated_form(PREFILL)
+
+
+def own_form(spec: KernelSpec, *rules: str) -> KernelSpec:
+    """Return the form that takes keys and values of the queries' own tokens in 16 bits, by these `rules` besides."""
+
+    def example(rng: np.random.Generator, *, k_pitch: int, v_pitch: int, **sizes: Any) -> Arrays:
+        logical = spec.example(rng, **sizes)
+        k, v = rng.standard_normal((2, sizes["N"], sizes["Hkv"], sizes["D"]), dtype=np.float32)
+        cache = forget_own(logical["cache"], logical["starts"])
+        return {**logical, "cache": cache, "k": k, "v": v, "k_pitch": k_pitch, "v_pitch": v_pitch}
+
+    def pack(logical: Arrays) -> Arrays:
+        own = {name: pad_rows(logical[name], logical[f"{name}_pitch"]) for name in "kv"}
+        return {**spec.pack(logical), **own}
+
+    names = [arg.name for arg in spec.args]
+    after, dtype = names.index("starts") + 1, ByVariant("BF16", DTYPES)
+    own = (Arg("k", dtype, ("N", "k_pitch")), Arg("v", dtype, ("N", "v_pitch")))
+    pitches = (Arg("k_pitch", "int32", role="scalar"), Arg("v_pitch", "int32", role="scalar"))
+    return replace(
+        spec,
+        form=OWN_FORM,
+        summary=f"{spec.summary}; keys and values of the queries' own tokens in 16 bits",
+        args=(*spec.args[:after], *own, *spec.args[after:], *pitches),
+        choose=lambda s: {**spec.config_for(s), **OWN_CONSTANTS},
+        rules=(*spec.rules, *rows_apart("k_pitch", "Hkv*D"), *rows_apart("v_pitch", "Hkv*D"), *rules),
+        example=example,
+        pack=pack,
+        after_wait=(*spec.after_wait, "k", "v"),
+        example_sizes=tuple(
+            {**sizes, "k_pitch": sizes["Hkv"] * sizes["D"] + 8 * i, "v_pitch": sizes["Hkv"] * sizes["D"] + 24}
+            for i, sizes in enumerate(spec.example_sizes)
+        ),
+    )
+
+
+def forget_own(cache: KVCache, starts: np.ndarray) -> KVCache:
+    """Return a cache that has no number where the last tokens of each sequence lie, as many as it has queries."""
+    cache = replace(cache, pool=cache.pool.copy())
+    constants = PageView.of(cache.pool, cache.scheme, cache.page_size, cache.head_dim).constants
+    assert constants is not None
+    for b, queries in enumerate(np.diff(starts)):
+        slots = cache.slots(b)[max(0, cache.lengths[b] - queries) :]
+        constants[slots // cache.page_size, :, :, slots % cache.page_size] = np.nan
+    return cache
+
+
+OWN = own_form(PREFILL, "parts == 1 or D == 64")
+OWN_ROTATED = common.rotated_form(OWN)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ptxlab.lowbit.kernels.attention import common
-from ptxlab.lowbit.kernels.attention.prefill import HEADROOM, PREFILL, attend, bound_chunks
+from ptxlab.lowbit.kernels.attention.prefill import HEADROOM, PREFILL, attend, bound_chunks, own_form
 from ptxlab.lowbit.layout.pages import page_bytes
 from ptxlab.spec import Arrays, Launch, Sizes, sizes_rows
 
@@ -63,3 +63,5 @@ PREFILL_SM80 = replace(
 )
 SPECS = (PREFILL_SM80,)
 ROTATED = common.rotated_form(PREFILL_SM80)
+OWN = own_form(PREFILL_SM80)
+OWN_ROTATED = common.rotated_form(OWN)

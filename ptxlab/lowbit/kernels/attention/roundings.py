@@ -1,7 +1,7 @@
 """What a kernel of attention may lose by rounding, and keys and values as a bound on its error takes them."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +96,13 @@ class Operand(NamedTuple):
         parts = (integers - zero) * scale, size * scale, added * scale
         numbers, size, added = (part.transpose(1, 0, 2) for part in parts)
         return cls(numbers, size, added, units, grains, channels, scheme)
+
+    @classmethod
+    def of_numbers(cls, x: npt.NDArray[Any], scheme: str) -> "Operand":
+        """Of tokens [L, Hkv, D], for a kernel that restores `scheme`: each number is a term by itself."""
+        numbers = x.astype(np.float64).transpose(1, 0, 2)
+        ones = np.ones_like(numbers)
+        return cls(numbers, abs(numbers), abs(numbers), ones[..., 0], ones[:, 0], ones[:, 0], KV_SCHEMES[scheme])
 
     def largest(self, x: F64) -> F64:
         """Of queries x [Hkv, r, D], the largest element of each, as it counts where they are scaled as keys are."""

@@ -217,8 +217,8 @@ CHANGES = {
         "scale of another token": ("token % PAGE * 4);", "(token ^ 1) % PAGE * 4);"),
         "results out of order": ("const bool odd = threadIdx.x % 2;", "const bool odd = false;"),
         "keys are not fenced": (
-            "    ptxlab::fence_proxy_async();\n}\n\n// Where a cache's pages lie.",
-            "}\n\n// Where",
+            "        ptxlab::fence_proxy_async();\n        if (has_pages)",
+            "        if (has_pages)",
         ),
         "nobody waits for the kernel before": ("    ptxlab::wait_for_predecessors();", ""),
         "restored before there is room": ("barriers.empty[slot.index], slot.parity ^ 1);", "barriers.empty[0], 1);"),

@@ -62,7 +62,10 @@ class QueryTile(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PrefillLaunch:
-    """The kernel, compiled with the constants `config`, on one sequence: `queries` new tokens, its last ones."""
+    """The kernel, compiled with the constants `config`, on one sequence: `queries` new tokens, its last ones.
+
+    `own` are these tokens' keys and values [queries, Hkv, D] as `q` is, or None where they are the cache's.
+    """
 
     cache: KVCache
     sequence: int
@@ -74,6 +77,7 @@ class PrefillLaunch:
     parts: int
     config: Mapping[str, int]
     arithmetic: Arithmetic
+    own: tuple[Any, Any] | None = None
 
     @property
     def block_keys(self) -> int:
@@ -109,6 +113,7 @@ def prefill(
     window: int = 0,
     parts: int = 1,
     arithmetic: Arithmetic | None = None,
+    own: tuple[Any, Any] | None = None,
 ) -> tuple[Any, Any]:
     """Attend as the prefill kernels do, bit for bit.
 
@@ -121,6 +126,7 @@ def prefill(
         window: tokens that a query sees, 0 for all.
         parts: of a tile at most, where config has SPLIT.
         arithmetic: of what runs it: by default `EMULATED` for NumPy arrays, and `hopper()` for CuPy arrays.
+        own: keys and values [N, Hkv, D] of the queries' own tokens, as q, where config has OWN: not rotated.
 
     Returns:
         (out like q, lse f32 [N, Hq]); rows that belong to no sequence are 0 and -inf.
@@ -128,7 +134,7 @@ def prefill(
     Raises:
         ArgumentError: constants of the variant are not those of the arrays.
     """
-    require_constants(config, q, cache)
+    require_constants(config, q, cache, OWN=int(own is not None))
     if arithmetic is None:
         arithmetic = EMULATED if isinstance(q, np.ndarray) else hopper()
     out, lse = np.zeros_like(q), np.zeros(q.shape[:-1], np.float32, like=q) - np.float32(np.inf)
@@ -137,8 +143,9 @@ def prefill(
         if begin == end:
             continue
         of = PrefillLaunch(
-            cache, sequence, lengths[sequence], end - begin, group, softmax_scale, window, parts, config, arithmetic
-        )
+            cache, sequence, lengths[sequence], end - begin, group, softmax_scale, window, parts, config, arithmetic,
+            None if own is None else (own[0][begin:end], own[1][begin:end]),
+        )  # fmt: skip
         with np.errstate(all="ignore"):
             out[begin:end], lse[begin:end] = _attend(of, q[begin:end])
     return out, lse
@@ -186,10 +193,11 @@ def _restore(of: PrefillLaunch, block: int) -> tuple[Any, Any]:
     """Restore a block's keys and values: f16 [heads, tokens, D] each, 0 behind the last token."""
     cache = of.cache
     token = block * of.block_keys + np.arange(of.block_keys, like=cache.pool)
-    place = np.minimum(token, of.context - 1)
+    cached = of.context if of.own is None else of.context - of.queries
+    place = np.clip(token, 0, max(0, cached - 1))
     page, offset = cache.block_table[of.sequence, place // cache.page_size], place % cache.page_size
     both = PageView.of(cache.pool, cache.scheme, cache.page_size, cache.head_dim)
-    is_stored = (token < of.context)[:, None]
+    is_stored = (token < cached)[:, None]
 
     def restore(view: PageView) -> Any:
         assert view.constants is not None
@@ -198,7 +206,14 @@ def _restore(of: PrefillLaunch, block: int) -> tuple[Any, Any]:
         scale, zero = (np.where(is_stored, pairs[..., i], np.float32(0))[..., None] for i in (0, 1))
         return ((integers - zero) * scale).astype(np.float16).swapaxes(0, 1)
 
-    return restore(both.part(0)), restore(both.part(1))
+    keys, values = restore(both.part(0)), restore(both.part(1))
+    if of.own is not None:
+        is_own = ((token >= cached) & (token < of.context))[:, None]
+        row = np.clip(token - cached, 0, of.queries - 1)
+        k, v = (floats(x)[row].swapaxes(0, 1) for x in of.own)  # [heads, tokens, D]
+        keys = np.where(is_own, cache.rotate(k).astype(np.float16), keys)
+        values = np.where(is_own, v.astype(np.float16), values)
+    return keys, values
 
 
 def _sum_blocks(of: PrefillLaunch, rows: TileRows, blocks: range) -> Sums:

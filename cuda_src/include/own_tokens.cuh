@@ -1,0 +1,71 @@
+// Keys or values of a chunk's own tokens, which are given in 16 bits beside a cache of 4.
+#pragma once
+#include "hadamard.cuh"
+#include "pack.cuh"
+#include "prefill_rows.cuh"
+
+namespace ptxlab {
+
+// Which tokens of a block of keys are own ones: those from `begin` to `end`. Those ahead of them lie in the cache, and
+// behind them is nothing.
+struct OwnSpan {
+    int begin, end;
+};
+
+// f16 (KIND 0) or bf16 (1) [tokens, heads, DIM], tokens `pitch` elements apart. A lane has eight elements of a token, so
+// that neighbouring lanes read and write 128 bytes in a row. With ROTATE rows are rotated as the cache's keys are.
+template <int DIM, int KIND, int BLOCK_KEYS, int THREADS, bool ROTATE>
+struct OwnTokens {
+    static constexpr int kLanes = DIM / 8, kTokens = THREADS / kLanes;  // of a token; of the threads at a time
+    static constexpr int kBatch = ROTATE ? 1 : 2;                       // tokens that a lane loads at a time
+    static_assert(BLOCK_KEYS % (kTokens * kBatch) == 0);
+    const unsigned short* tokens;
+    int pitch;
+
+    // Stores own tokens of a block and, behind them, zeros: f16 in the order of restored words. Row `row` of `tokens` is
+    // the block's first token, or would be.
+    __device__ __forceinline__ void store(unsigned char* block, OwnSpan span, int row, int head) const {
+        const int thread = threadIdx.x % THREADS, lane = thread % kLanes;
+        const unsigned short* const first = tokens + ptrdiff_t(row) * pitch + head * DIM + lane * 8;
+#pragma unroll 1
+        for (int batch = span.begin / (kTokens * kBatch); batch < BLOCK_KEYS / (kTokens * kBatch); ++batch) {
+            const int token = batch * (kTokens * kBatch) + thread / kLanes;
+            uint4 x[kBatch];
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int of_lane = token + i * kTokens;
+                x[i] = make_uint4(0, 0, 0, 0);
+                if (of_lane >= span.begin && of_lane < span.end)
+                    x[i] = *reinterpret_cast<const uint4*>(first + ptrdiff_t(of_lane) * pitch);
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int of_lane = token + i * kTokens;
+                const uint4 h = restored(x[i], lane);
+                if (of_lane >= span.begin)
+                    *reinterpret_cast<uint4*>(block + swizzled_piece<BLOCK_KEYS>(of_lane, lane)) = h;
+            }
+        }
+    }
+
+    // Eight elements as f16, in the order 0, 2, 1, 3, 4, 6, 5, 7. All lanes of a warp take part.
+    __device__ __forceinline__ static uint4 restored(const uint4& x, int lane) {
+        if constexpr (KIND == 0 && !ROTATE)
+            return make_uint4(__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632),
+                              __byte_perm(x.z, x.w, 0x5410), __byte_perm(x.z, x.w, 0x7632));
+        const unsigned words[4] = {x.x, x.y, x.z, x.w};
+        float elements[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) elements[e] = HalfQuery<DIM, KIND>::element(words[e / 2], e % 2);
+        if constexpr (ROTATE) rotate_head<8, kLanes>(elements, lane);
+        unsigned h[4];
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+            const int low = pair / 2 * 4 + pair % 2;
+            h[pair] = as_bits(__floats2half2_rn(elements[low], elements[low + 2]));
+        }
+        return make_uint4(h[0], h[1], h[2], h[3]);
+    }
+};
+
+}  // namespace ptxlab
