@@ -20,8 +20,8 @@ from ptxlab.errors import FileError, in_file
 from ptxlab.io.files import read_json, write_text
 from ptxlab.llm.model.config import Config
 from ptxlab.llm.model.decoder import NORMS
-from ptxlab.llm.model.quantized import FUSED, QuantizedModel
-from ptxlab.llm.model.weights import LayerWeights
+from ptxlab.llm.model.quantized import CHANNELS, FUSED, QuantizedModel
+from ptxlab.llm.model.weights import BY_CHANNEL, UNCALIBRATED, LayerWeights
 from ptxlab.lowbit import layout
 from ptxlab.lowbit.layout.checkpoint import Checkpoint, TensorInfo, write_checkpoint
 from ptxlab.lowbit.layout.storage import described, holds_reordered, packed_headers
@@ -43,6 +43,7 @@ _PLAIN = {
     "input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight",
     "qkv_bias": "self_attn.qkv_proj.bias",
 }  # fmt: skip
+_CHANNELS = {"k_channel": "keys", "v_channel": "values"}
 _STORED = {"float16": "F16", "uint16": "BF16", "float32": "F32"}  # uint16: bits of bfloat16
 
 
@@ -58,7 +59,8 @@ def save(model: QuantizedModel, folder: Path) -> None:
 def save_layer(folder: Path, index: int, layer: LayerWeights) -> None:
     """Write one layer, whole or not at all."""
     announced, arrays, metadata = described({part_name(name, index): getattr(layer, name) for name in FUSED})
-    plain = {part_name(name, index): part for name, part in layer.parts.items() if name not in FUSED}
+    plain = {part_name(name, index): part for name, part in layer.parts.items() if name in _PLAIN}
+    plain |= {channel_name(layer.cache, name, index): layer.parts[name] for name in CHANNELS if name in layer.parts}
     write_checkpoint(layer_path(folder, index), announced + _infos(plain), arrays + _on_host(plain), metadata)
 
 
@@ -72,6 +74,7 @@ def save_ends(folder: Path, config: Config, recipe: Mapping[str, Any], **ends: A
     dtype = "bfloat16" if ends["final_norm"].dtype == np.uint16 else "float16"
     packing = packing_config(folder, config.layers)
     packing |= {"rotated_values": True} if recipe.get("rotate_heads") else {}
+    packing |= {"kv_cache": recipe["kv"]} if recipe.get("kv") in BY_CHANNEL else {}
     content = {**config.to_json(), "dtype": dtype, "quantization_config": packing}
     write_text(folder / "config.json", json.dumps(content, indent=1) + "\n")
     save_recipe(folder, recipe)
@@ -133,14 +136,19 @@ def load_layer(folder: Path, index: int, config: Config) -> LayerWeights:
     """One layer. Raises FileError as `load` does."""
     path = layer_path(folder, index)
     file = Checkpoint(path)
-    shapes = dict.fromkeys(NORMS, (config.hidden,)) | ({"qkv_bias": (config.qkv_width,)} if config.qkv_bias else {})
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(NORMS, (config.hidden,))
+    shapes |= {"qkv_bias": (config.qkv_width,)} if config.qkv_bias else {}
+    cache = next((name for name in BY_CHANNEL if channel_name(name, "k_channel", index) in file.tensors), UNCALIBRATED)
+    constants = (2, config.kv_heads, config.head_dim)
     is_old = "input_norm" in file.tensors
     names = {name: name if is_old else part_name(name, index) for name in (*shapes, *FUSED)}
     parts: dict[str, Any] = {name: _read(file, names[name], shape) for name, shape in shapes.items()}
+    if cache in BY_CHANNEL:
+        parts |= {name: _read(file, channel_name(cache, name, index), constants) for name in CHANNELS}
     with in_file(path):
         load = layout.load_reordered if holds_reordered(file) else layout.load
         parts |= {name: load(path, names[name]) for name in FUSED}
-        return LayerWeights(config=config, **parts)
+        return LayerWeights(config=config, cache=cache, **parts)
 
 
 def layer_path(folder: Path, index: int) -> Path:
@@ -151,6 +159,11 @@ def layer_path(folder: Path, index: int) -> Path:
 def part_name(part: str, index: int) -> str:
     """The tensor, or the packed weight, that is a part of a layer, by its attribute of `LayerWeights`."""
     return f"model.layers.{index}.{(_MODULES | _PLAIN)[part]}"
+
+
+def channel_name(scheme: str, part: str, index: int) -> str:
+    """The tensor of constants by channel, (scale, zero) f32 [2, Hkv, D], of a layer's keys or values in a scheme."""
+    return f"model.layers.{index}.self_attn.{scheme}.{_CHANNELS[part]}"
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:

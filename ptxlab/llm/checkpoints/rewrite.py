@@ -1,13 +1,15 @@
 """Write the folder of a quantised model anew: as this version does, in another packing if asked."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ptxlab.errors import ArgumentError, in_file
 from ptxlab.io.files import new_folder, require_new, sole_writer
 from ptxlab.llm.checkpoints import folder as folders
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
-from ptxlab.llm.model.weights import LayerWeights
+from ptxlab.llm.model.quantized import FUSED
 from ptxlab.lowbit.layout import LAYOUTS, PackedWeight, pack, unpack
 from ptxlab.validate import is_one_of
 
@@ -41,8 +43,8 @@ def rewrite_folder(
             for index in range(config.layers):
                 layer = folders.load_layer(source, index, config)
                 with in_file(folders.layer_path(source, index)):
-                    parts = {name: _repack(part, layout) for name, part in layer.parts.items()}
-                folders.save_layer(partial, index, LayerWeights(config=config, **parts))
+                    repacked: dict[str, Any] = {name: _repack(layer.parts[name], layout) for name in FUSED}
+                folders.save_layer(partial, index, replace(layer, **repacked))
                 progress(f"layer {index}", config.layers)
             keeps_layout = layer.four_bit_inputs or "layout" not in recipe
             folders.save_ends(partial, config, recipe if keeps_layout else {**recipe, "layout": layout}, **ends)

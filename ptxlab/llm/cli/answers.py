@@ -29,7 +29,8 @@ class Computing(NamedTuple):
     scheme: str | None
     group: int | None
     head: str
-    rotated: bool
+    cache: str | None
+    rotated: bool | None
     memory: float | None
     quiet: bool
 
@@ -206,7 +207,7 @@ def _where(runner: Runner, computing: Computing) -> str:
         return f"weights and KV cache in float32, on {'the GPU' if computing.backend == 'gpu' else 'NumPy'}"
     on_gpu = f"the GPU: a CUDA graph per step, the prompt in chunks of {runner.chunk} tokens"
     precision = {"atom": "W4A4", "fmpq": "W4Ax"}.get(runner.model.layers[0].qkv.scheme, "W4A8")
-    cache = "KV4 with rotated keys" if runner.rotated else "KV4"
+    cache = runner.cache.upper().replace("_CHANNEL", " by channel") + (" with rotated keys" if runner.rotated else "")
     return f"{precision}, {cache}, on {on_gpu if computing.backend == 'gpu' else 'NumPy'}"
 
 

@@ -44,8 +44,9 @@ from ptxlab.llm.model import (
 )
 from ptxlab.llm.model.memory import budget, largest_batch, require_batch, weights_of
 from ptxlab.llm.model.pages import PAGE
-from ptxlab.llm.model.runner import HEADS
-from ptxlab.lowbit.quant import GROUPS
+from ptxlab.llm.model.runner import HEADS, PER_TOKEN
+from ptxlab.llm.model.weights import BY_CHANNEL, UNCALIBRATED
+from ptxlab.lowbit.quant import GROUPS, KV_SCHEMES
 
 PANEL = "Weights"
 
@@ -143,26 +144,35 @@ def generate(
             help="What the LM head multiplies in: float16, or int8: half its bytes, exact sums.",
         ),
     ] = "float16",
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=_COMPUTING,
+            help="Scheme of the KV cache: kv4, kv8, or what the model is calibrated for (quantize --kv). "
+            "Default: that, or kv4.",
+        ),
+    ] = None,
     rotated: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--rotated/--plain",
             rich_help_panel=_COMPUTING,
-            help="Rotate keys ahead of the 4-bit KV cache, which then loses less, or store them plain.",
+            help="Rotate keys ahead of a KV cache with scales by token, which then loses less, or store them plain.",
+            show_default="rotated",
         ),
-    ] = True,
+    ] = None,
     memory: Annotated[
         float | None,
         typer.Option(rich_help_panel=_COMPUTING, help="GB (10^9 bytes) of a GPU that may be taken at most."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a text with W4A8 weights and a 4-bit KV cache, in the integers that the kernels compute.
+    """Continue a text with W4A8 weights and a KV cache of 4 bits or 8, in the integers that the kernels compute.
 
     Without a GPU the same integers are computed in NumPy, where W4A4's folders run as well. Weights that are not
     quantised yet are rounded to nearest; --scheme float computes with them as they are. --chat holds a conversation.
     """
-    computing = Computing(model, _backend(backend, scheme), scheme, group, head, rotated, memory, quiet=as_json)
+    computing = Computing(model, _backend(backend, scheme), scheme, group, head, cache, rotated, memory, quiet=as_json)
     is_conversation = chat and prompts is None and batch in (None, 1) and not as_json
     if prompts is not None:
         refuse({"PROMPT": prompt}, "goes without --prompts")
@@ -259,12 +269,15 @@ def _check(computing: Computing, batch: int | None) -> None:
         raise expects("--group", f"{', '.join(map(str, GROUPS[:-1]))} or {GROUPS[-1]}", computing.group)
     if computing.scheme in ("float", "qoq_channel"):
         refuse({"--group": computing.group}, f"is not for --scheme {computing.scheme}")
+    if computing.cache not in (None, *KV_SCHEMES):
+        raise expects("--cache", f"{' or '.join(PER_TOKEN)}, or what the model is calibrated for", computing.cache)
     if computing.head not in HEADS:
         raise expects("--head", " or ".join(HEADS), computing.head)
     if computing.scheme == "float":
         options = {
             "--head int8": computing.head != "float16" or None,
-            "--plain": not computing.rotated or None,
+            "--cache": computing.cache,
+            "--plain": True if computing.rotated is False else None,
             "--memory": computing.memory,
         }
         refuse(options, "is not for --scheme float")
@@ -311,7 +324,13 @@ def _runner(
     """A runner of `size` sequences, or fewer where --memory holds no more and the size is not `fixed`."""
     if computing.scheme == "float" and isinstance(opened, FloatModel):
         return FloatRunner(opened.to_device() if computing.backend == "gpu" else opened, size, context)
-    options: dict[str, Any] = {"head": computing.head}
+    of_model = opened.cache if isinstance(opened, QuantizedModel) else UNCALIBRATED
+    if computing.cache in BY_CHANNEL and computing.cache != of_model:
+        command = f"ptxlab quantize MODEL --recipe lqq --kv {computing.cache} --out FOLDER"
+        raise CommandLineError(f"--cache {computing.cache} needs a model that is calibrated for it: {command}")
+    options: dict[str, Any] = {"head": computing.head, "cache": computing.cache or of_model}
+    if computing.rotated and options["cache"] in BY_CHANNEL:
+        raise CommandLineError(f"--rotated goes with --cache {' or '.join(PER_TOKEN)}: others keep keys plain")
     pages, scheme, group = None, computing.scheme or "lqq", computing.group or _GROUP
     if computing.memory is not None:
         rounding = {"group": group, "scheme": scheme}

@@ -27,6 +27,7 @@ from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, open
 from ptxlab.llm.model import perplexity as measured
 from ptxlab.llm.model.floats import Tokens
 from ptxlab.llm.model.numerics import FakeQuantized
+from ptxlab.lowbit.quant.kv import kv_scheme
 
 PANEL = "Weights"
 
@@ -46,7 +47,10 @@ def perplexity(
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 2048,
     kv: Annotated[
         int | None,
-        typer.Option(help="Bits of the KV cache: 4, 8, or 32 for floats. Default: 4 with quantised weights, else 32."),
+        typer.Option(
+            help="Bits of the KV cache, with scales by token: 4, 8, or 32 for floats. "
+            "Default: the cache of quantised weights, else 32."
+        ),
     ] = None,
     acts: Annotated[
         int | None,
@@ -106,7 +110,7 @@ class _Measured:
 
     @property
     def kv(self) -> int:
-        return int(self.numerics.kv.removeprefix("kv")) if self.numerics.kv else 32
+        return kv_scheme(self.numerics.kv).bits if self.numerics.kv else 32
 
 
 def _numerics(model: str, kv: int | None, acts: int | None) -> FakeQuantized:
@@ -115,8 +119,9 @@ def _numerics(model: str, kv: int | None, acts: int | None) -> FakeQuantized:
     for option, bits, known in (("--kv", kv, (4, 8, 32)), ("--acts", acts, (4, 8, 32)[stored.acts != 4 :])):
         if bits not in (None, *known):
             raise expects(option, ", ".join(map(str, known[:-1])) + " or 32", bits)
-    acts, kv = acts or stored.acts or 32, kv or (4 if stored.kv else 32)
-    return replace(stored, acts=None if acts == 32 else acts, kv=None if kv == 32 else f"kv{kv}")
+    acts = acts or stored.acts or 32
+    cache = stored.kv if kv is None else {4: "kv4", 8: "kv8", 32: None}[kv]
+    return replace(stored, acts=None if acts == 32 else acts, kv=cache)
 
 
 def _common_tokens(

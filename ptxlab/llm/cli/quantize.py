@@ -25,6 +25,7 @@ from ptxlab.llm.checkpoints import convert
 from ptxlab.llm.checkpoints.open import MODELS, missing
 from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
 from ptxlab.llm.model.floats import Tokens
+from ptxlab.llm.model.weights import BY_CHANNEL
 from ptxlab.llm.recipe import calibrate, named
 from ptxlab.llm.recipe.quantize import check_packable, quantize_model
 from ptxlab.lowbit.quant import PROTECTIVE_RANGE
@@ -71,6 +72,13 @@ def quantize(
             help="fmpq: share of the activations' blocks in INT8, 0 to 1. Default: those with outliers, at most 0.2.",
         ),
     ] = None,
+    kv: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=_RECIPE,
+            help="Calibrate a KV cache by channel: kv8_channel (LiquidServe) or kv4_channel (COMET). Default: none.",
+        ),
+    ] = None,
     text: Annotated[
         str, typer.Option(rich_help_panel=_RECIPE, help="Calibration text: wikipedia, lee or a UTF-8 file.")
     ] = "wikipedia",
@@ -86,7 +94,7 @@ def quantize(
     resumes when the same command is started again.
     """
     if recipe is None:
-        refuse({"--rotation": rotation, "--int8": int8}, "needs --recipe")
+        refuse({"--rotation": rotation, "--int8": int8, "--kv": kv}, "needs --recipe")
         limit = _range(scheme or "lqq", protective_range)
         return _file(Path(model), out, scheme or "lqq", group, layout, tensor or "*", limit, as_json=as_json)
     refuse({"--scheme": scheme, "--tensor": tensor}, "is for a file without --recipe")
@@ -101,6 +109,9 @@ def quantize(
     steps = steps.but(group=group, kept=group if steps.kept else 0)
     steps = steps if int8 is None else steps.but(int8=int8, outlier=0.0)
     steps = steps.but(rotate=rotation) if rotation else steps
+    if kv not in (None, *BY_CHANNEL):
+        raise expects("--kv", " or ".join(BY_CHANNEL), kv)
+    steps = steps.but(kv=kv) if kv else steps
     steps = steps.but(protective_range=_range(steps.scheme, protective_range))
     check_packable(steps, out)
     opened, tokenizer = opened_model(model, quiet=as_json)

@@ -33,8 +33,8 @@ class Numerics:
         bias = layer.get(f"{name}_bias")
         return y if bias is None else y + bias
 
-    def cached(self, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
-        """Rotated keys and values [B, T, Hkv, D] as attention finds them in the cache."""
+    def cached(self, keys: Floats, values: Floats, layer: Layer) -> tuple[Floats, Floats]:
+        """Keys behind RoPE and values [B, T, Hkv, D] as attention finds them in the layer's cache."""
         return keys, values
 
 
@@ -72,7 +72,7 @@ def decoder_layer(
     y = rms_norm(x, layer["input_norm"], eps).astype(x.dtype)
     q, k, v = (numerics.product(name, y, layer).reshape(B, T, -1, head_dim) for name in ("q", "k", "v"))
     q, k = (rope(each, *rope_tables) for each in (q, k))
-    k, v = numerics.cached(k, v)
+    k, v = numerics.cached(k, v, layer)
     x = x + numerics.product("o", causal_attention(q, k, v, window).reshape(B, T, -1), layer)
     return feed_forward(x, layer, eps=eps, activation=activation, numerics=numerics)
 

@@ -6,7 +6,8 @@ in a step waits for the GPU.
 
 Rows of prompts have graphs of their own, for a chunk of rows of one or more sequences: their attention is
 `attention_kv4_prefill_sm90`, which dequantises a page once for 128 queries. It reads the cache as decoding does, and a
-query has the same bits in any chunk.
+query has the same bits in any chunk. It reads kv4 alone: in other schemes each row of a prompt attends by itself, as a
+sequence that decodes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,9 +23,8 @@ from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.inputs import calls_of, into
 from ptxlab.llm.model.layer import LayerBuffers, LayerCall, layer_calls
 from ptxlab.llm.model.memory import Footprint
-from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.quantized import QuantizedModel
-from ptxlab.llm.model.runner import Indices, Rows, Runner, padded_rows, quantized_head
+from ptxlab.llm.model.runner import CHUNKED, Indices, Rows, Runner, padded_rows, quantized_head
 from ptxlab.llm.model.weights import LayerWeights
 from ptxlab.lowbit.kernels.gemm import gemm_f16, gemm_w8a8, layout_here
 from ptxlab.lowbit.kernels.quantize import quantize_activations
@@ -88,9 +88,7 @@ class KernelRunner(Runner):
         self._head = LMHead(weight, config.vocabulary, self.batch_invariant, backend, self._programmatic)
         self._final_norm = self._placed(model.final_norm)
         self._angles = tuple(self._placed(table) for table in config.rope_tables(context))
-        like, sizes = self._embedding, (1, self.pages, config.kv_heads, config.head_dim)
-        first = KVCache.empty(*sizes, page_size=PAGE, like=like)
-        self._pools = [first.pool, *(np.zeros_like(first.pool) for _ in layers[1:])]
+        self._pools = [self._pool(self._embedding) for _ in layers]
         self._steps: dict[int, _Step] = {}
         self._prompt_steps: dict[int, _Step] = {}
         self._eager = False
@@ -104,7 +102,8 @@ class KernelRunner(Runner):
 
     def _require_room(self, device: gpu.DeviceInfo) -> None:
         """Raise ArgumentError, with the figures, for a runner that is larger than the card."""
-        footprint = Footprint.of_model(self.model, self.batch, self.context, chunk=self.chunk, head=self.head)
+        options: dict[str, Any] = {"chunk": self.chunk, "head": self.head, "cache": self.cache}
+        footprint = Footprint.of_model(self.model, self.batch, self.context, **options)
         if footprint.total(self.pages) > device.memory_bytes:
             rule = f"must fit the {device.memory_bytes / 1e9:.2f} GB of {device.name}"
             raise ArgumentError("model", rule, footprint.needed(self.pages))
@@ -151,11 +150,13 @@ class KernelRunner(Runner):
 
     def _placed_prompt(self, rows: Rows) -> "_Step":
         """The step for rows of prompts, whose numbers are enqueued on the caller's stream: its sequences are those of
-        the rows, in their order, and then empty ones."""
+        the rows, in their order, and then empty ones; or each row is a sequence."""
         step = self._prompt_step(padded_rows(len(rows.token), self.chunk))
-        starts = np.flatnonzero(np.diff(rows.sequence, prepend=-1))
-        stops = np.append(starts[1:], len(rows.token))
-        padding, empty = (0, step.rows - len(rows.token)), (0, self.batch - len(starts))
+        count, padding = len(rows.token), (0, step.rows - len(rows.token))
+        starts = np.arange(count)
+        if step.starts is not None:
+            starts = np.flatnonzero(np.diff(rows.sequence, prepend=-1))
+        stops, empty = np.append(starts[1:], count), (0, step.caches[0].batch - len(starts))
         slots = self._slots(rows.sequence, rows.position)
         numbers = {
             "tokens": (step.tokens, np.pad(rows.token, padding)),
@@ -163,8 +164,9 @@ class KernelRunner(Runner):
             "slots": (step.slots, np.pad(slots, padding, constant_values=-1)),
             "table": (step.caches[0].block_table, np.pad(self.table[rows.sequence[starts]], (empty, (0, 0)))),
             "lengths": (step.lengths, np.pad(rows.position[stops - 1] + 1, empty)),
-            "starts": (step.starts, np.pad(starts, (0, empty[1] + 1), constant_values=len(rows.token))),
         }
+        if step.starts is not None:
+            numbers["starts"] = step.starts, np.pad(starts, (0, empty[1] + 1), constant_values=count)
         self._set(*zip(*numbers.values(), strict=True))
         return step
 
@@ -183,17 +185,18 @@ class KernelRunner(Runner):
     def _prompt_step(self, rows: int) -> "_Step":
         """The step of so many rows of prompts; on a GPU it is captured at its first use, when it writes nothing."""
         if rows not in self._prompt_steps:
-            caches = self._caches(self.batch)
-            buffers = _sharing(self._prompt_steps, self._buffers(caches[0], tokens=rows))
-            self._prompt_steps[rows] = self._captured(_Step.of(buffers, caches, prompts=True))
+            in_chunks = self.cache in CHUNKED
+            caches = self._caches(self.batch if in_chunks else rows)
+            buffers = _sharing(self._prompt_steps, self._buffers(caches[0], tokens=rows if in_chunks else None))
+            self._prompt_steps[rows] = self._captured(_Step.of(buffers, caches, prompts=in_chunks))
         return self._prompt_steps[rows]
 
     def _caches(self, sequences: int) -> list[KVCache]:
         """The caches of all layers for so many sequences, with a block table and lengths of their own."""
         shapes = (sequences, self.max_pages), (sequences,)
         table, lengths = (np.zeros(shape, np.int32, like=self._embedding) for shape in shapes)
-        options: dict[str, Any] = {"page_size": PAGE, "head_dim": self.config.head_dim, "rotated": self.rotated}
-        return [KVCache(pool=pool, block_table=table, lengths=lengths, **options) for pool in self._pools]
+        layers = zip(self._layers, self._pools, strict=True)
+        return [self._cache(weights, pool, table, lengths) for weights, pool in layers]
 
     def _buffers(self, cache: KVCache, tokens: int | None = None) -> LayerBuffers:
         flags: dict[str, Any] = {"batch_invariant": self.batch_invariant, "programmatic": self._programmatic}

@@ -10,11 +10,12 @@ from ptxlab.llm.model.config import Config, require_config
 from ptxlab.llm.model.inputs import input_bytes
 from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.quantized import QuantizedModel
-from ptxlab.llm.model.runner import CHUNK, HEAD_ROWS, HEADS, launch_sizes
+from ptxlab.llm.model.runner import CHUNK, CHUNKED, HEAD_ROWS, HEADS, launch_sizes
 from ptxlab.llm.model.weights import DTYPES
 from ptxlab.lowbit.layout.packed_weight import SCHEMES, buffer_shapes
 from ptxlab.lowbit.layout.packings import Shapes
 from ptxlab.lowbit.layout.pages import page_bytes
+from ptxlab.lowbit.quant import KV_SCHEMES
 from ptxlab.validate import is_one_of, require_integer
 
 RESERVE = 1_500_000_000  # driver, modules and graphs, cuBLAS, workspaces of kernels, what the allocator rounds up
@@ -55,8 +56,9 @@ class Footprint:
         dtype: str = "float16",
         chunk: int | None = None,
         head: str = "float16",
+        cache: str = "kv4",
     ) -> "Footprint":
-        """Of a model of this shape.
+        """Of a model of this shape, with a cache of that scheme.
 
         `weights` are the bytes of its layers, `layer_bytes` of the scheme and group if None; `inputs` those of a token
         between the kernels, as a layer's products read it, W4A8's if None.
@@ -67,7 +69,12 @@ class Footprint:
             require_integer(name, number, 1)
             if number >= 1 << 31:
                 raise ArgumentError(name, "must be below 2^31", number)
-        for name, value, known in (("scheme", scheme, SCHEMES), ("dtype", dtype, DTYPES), ("head", head, HEADS)):
+        for name, value, known in (
+            ("scheme", scheme, SCHEMES),
+            ("dtype", dtype, DTYPES),
+            ("head", head, HEADS),
+            ("cache", cache, KV_SCHEMES),
+        ):
             if not is_one_of(value, known):
                 raise ArgumentError(name, f"must be one of {', '.join(known)}", value)
         chunk = min(CHUNK, batch * context) if chunk is None else chunk
@@ -77,20 +84,30 @@ class Footprint:
             of_head = ceil_div(config.vocabulary, HEAD_ROWS) * HEAD_ROWS * (config.hidden + _WORD)
         max_pages = ceil_div(context, PAGE)
         launches = sum(launch_bytes(config, rows, max_pages, inputs=inputs) for rows in launch_sizes(batch))
-        launches += sum(launch_bytes(config, rows, max_pages, batch, inputs=inputs) for rows in launch_sizes(chunk))
+        of_prompts = batch if cache in CHUNKED else None  # rows that attend by themselves are as those of decoding
+        launches += sum(
+            launch_bytes(config, rows, max_pages, of_prompts, inputs=inputs) for rows in launch_sizes(chunk)
+        )
         return cls(
             weights=config.layers * layer_bytes(config, scheme, group) if weights is None else weights,
             ends=vocabulary + of_head + config.hidden * _HALF,
             buffers=launches + context * config.head_dim * _WORD + batch * config.vocabulary * _HALF,
-            page=config.layers * 2 * config.kv_heads * page_bytes("kv4", PAGE, config.head_dim),
+            page=config.layers * 2 * config.kv_heads * page_bytes(cache, PAGE, config.head_dim),
         )
 
     @classmethod
     def of_model(
-        cls, model: QuantizedModel, batch: int, context: int, *, chunk: int | None = None, head: str = "float16"
+        cls,
+        model: QuantizedModel,
+        batch: int,
+        context: int,
+        *,
+        chunk: int | None = None,
+        head: str = "float16",
+        cache: str = "kv4",
     ) -> "Footprint":
         """Of this very model."""
-        return cls.of(model.config, batch, context, chunk=chunk, head=head, **weights_of(model))
+        return cls.of(model.config, batch, context, chunk=chunk, head=head, cache=cache, **weights_of(model))
 
     @property
     def fixed(self) -> int:

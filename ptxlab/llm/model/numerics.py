@@ -15,6 +15,7 @@ from ptxlab.llm.model.decoder import Floats, Layer, Numerics
 from ptxlab.lowbit.quant.activations import token_scales
 from ptxlab.lowbit.quant.atom import ATOM_PAPER
 from ptxlab.lowbit.quant.groups import dequantized, integer_groups
+from ptxlab.lowbit.quant.kv import KV_SCHEMES, quantize_kv
 from ptxlab.validate import is_one_of, require_integer, require_number
 
 
@@ -71,10 +72,14 @@ class FakeQuantized(Numerics):
         found: Floats = self._last.seen
         return found
 
-    def cached(self, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
-        """See `Numerics.cached`."""
+    def cached(self, keys: Floats, values: Floats, layer: Layer) -> tuple[Floats, Floats]:
+        """See `Numerics.cached`. By channel with the layer's constants where it has some, else with those of x."""
         if self.kv is None:
             return keys, values
+        if "k_channel" in layer and self.kv in KV_SCHEMES and KV_SCHEMES[self.kv].by_channel:
+            of_layer = (keys, layer["k_channel"]), (values, layer["v_channel"])
+            k, v = (quantize_kv(x, self.kv, tuple(channel)).dequantize().astype(x.dtype) for x, channel in of_layer)
+            return k, v
         stored = CACHE_FORMATS[self.kv]
         return stored.keys.restore(keys), stored.values.restore(values)
 

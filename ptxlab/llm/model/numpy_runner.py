@@ -5,7 +5,6 @@ with W4A4's weights, products and their inputs are those of `gemm_w4a4` and `reo
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from ptxlab.llm.model.weights import DTYPES, LayerWeights
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.quantize.gated import gated, gated_and_quantized
 from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
-from ptxlab.lowbit.layout import KVCache, PackedWeight, ReorderedWeight, unpack, write_slots
+from ptxlab.lowbit.layout import PackedWeight, ReorderedWeight, unpack, write_slots
 from ptxlab.lowbit.quant import AtomRows, BlockRows, Level1Weight, QoQChannelWeight, QuantizedActivations
 from ptxlab.spec.dtypes import as_stored, floats, stored
 
@@ -139,10 +138,7 @@ class NumpyRunner(Runner):
         elif self.batch_invariant:
             self._head = self._head.astype(np.float64)
         self._angles = config.rope_tables(context)
-        sizes = 1, self.pages, config.kv_heads, config.head_dim
-        first = KVCache.empty(*sizes, page_size=PAGE, rotated=self.rotated)
-        first = replace(first, block_table=self.table, lengths=self.lengths)
-        self.caches = [replace(first, pool=first.pool.copy()) for _ in model.layers]
+        self.caches = [self._cache(layer, self._pool(), self.table, self.lengths) for layer in model.layers]
         shape = (len(model.layers), self.pages * PAGE, config.kv_heads, config.head_dim)
         self._keys, self._values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)  # the caches, dequantised
         self._lost = np.full(batch, _NEVER)  # the first position of a sequence at which something was not finite

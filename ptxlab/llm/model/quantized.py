@@ -11,7 +11,7 @@ from ptxlab.llm.model.config import Config
 from ptxlab.llm.model.decoder import BIASES, NORMS, Layer
 from ptxlab.llm.model.floats import FloatModel
 from ptxlab.llm.model.numerics import FakeQuantized
-from ptxlab.llm.model.weights import DTYPES, LayerWeights, quantiser
+from ptxlab.llm.model.weights import BY_CHANNEL, DTYPES, UNCALIBRATED, LayerWeights, quantiser
 from ptxlab.lowbit.layout import ReorderedWeight, pack, unpack
 from ptxlab.lowbit.layout.packed_weight import QuantizedWeight
 from ptxlab.lowbit.quant import Rounding
@@ -19,6 +19,7 @@ from ptxlab.lowbit.quant.inputs import extremes
 from ptxlab.spec.dtypes import floats, stored
 from ptxlab.validate import is_one_of
 
+CHANNELS = ("k_channel", "v_channel")  # constants of a cache by channel, by attribute of a layer
 FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}  # one product each
 
 
@@ -41,6 +42,11 @@ class QuantizedModel:
     final_norm: Any = field(repr=False)
     head: Any = field(default=None, repr=False)
     recipe: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def cache(self) -> str:
+        """The scheme of the KV cache that its layers are calibrated for; kv4 where they are for none."""
+        return self.layers[0].cache
 
     @classmethod
     def rounded(
@@ -87,11 +93,12 @@ def packed_layer(
     layout: str = "strips",
     dtype: str = "float16",
     *,
+    cache: str = UNCALIBRATED,
     unchecked: bool = False,
 ) -> LayerWeights:
     """A layer for the kernels: norms and biases of the float layer, quantised matrices by the names of `FUSED`.
 
-    Those of W4A4 are packed already.
+    Those of W4A4 are packed already. With the float layer's constants of a `cache` by channel.
     """
     parts: dict[str, Any] = {
         name: weight if isinstance(weight, ReorderedWeight) else pack(weight, layout, unchecked=unchecked)
@@ -102,7 +109,9 @@ def packed_layer(
         parts["qkv_bias"] = np.concatenate(biases).astype(np.float32)
     for name in NORMS:
         parts[name] = _narrowed(name, layer[name], dtype)
-    return LayerWeights(config=config, **parts)
+    if cache in BY_CHANNEL:
+        parts |= {name: layer[name] for name in CHANNELS}
+    return LayerWeights(config=config, cache=cache, **parts)
 
 
 def stored_ends(model: FloatModel, dtype: str) -> dict[str, Any]:
@@ -124,7 +133,10 @@ def _narrowed(name: str, x: Any, dtype: str) -> Any:
 
 
 def layer_floats(layer: LayerWeights) -> Layer:
-    """A packed layer dequantised to float32, by the names of `decoder.decoder_layer`; of W4A4 with its orders."""
+    """A packed layer dequantised to float32, by the names of `decoder.decoder_layer`; of W4A4 with its orders.
+
+    With `k_channel` and `v_channel` where it has constants of a cache.
+    """
     sizes = layer.config.separate_matrices
     found: dict[str, Any] = {name: floats(getattr(layer, name)) for name in NORMS}
     for fused, parts in FUSED.items():
@@ -140,12 +152,12 @@ def layer_floats(layer: LayerWeights) -> Layer:
         found |= zip(parts, np.split(values, ends), strict=True)
         if fused == "qkv" and layer.qkv_bias is not None:
             found |= zip(BIASES, np.split(layer.qkv_bias, ends), strict=True)
-    return found
+    return found | {name: layer.parts[name] for name in CHANNELS if name in layer.parts}
 
 
 def numerics_of(layer: LayerWeights) -> FakeQuantized:
-    """How a model of such layers computes: the activations that its kernels read, and a 4-bit cache."""
+    """How a model of such layers computes: the activations that its kernels read, and its cache."""
     weight = layer.qkv
     if not isinstance(weight, ReorderedWeight):
-        return FakeQuantized()
-    return FakeQuantized(acts=4, group=weight.group, kept=weight.outliers, clip=weight.clip)
+        return FakeQuantized(kv=layer.cache)
+    return FakeQuantized(acts=4, kv=layer.cache, group=weight.group, kept=weight.outliers, clip=weight.clip)

@@ -2,8 +2,8 @@
 
 A runner takes *rows*: a token, its sequence, its position. Decoding has a row per sequence; a prompt has one for each
 of its tokens, in chunks. A layer writes keys and values of all rows before any of them attends, and a row reads the
-tokens up to its position from the 4-bit cache. So a text does not depend on how its prompt is cut into chunks, nor on
-pages that it shares. Sequences take pages of a common pool as they grow (`pages.Pages`).
+tokens up to its position from the quantised cache. So a text does not depend on how its prompt is cut into chunks, nor
+on pages that it shares. Sequences take pages of a common pool as they grow (`pages.Pages`).
 """
 
 from abc import ABC, abstractmethod
@@ -18,13 +18,18 @@ from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config
 from ptxlab.llm.model.pages import PAGE, Pages
-from ptxlab.llm.model.quantized import QuantizedModel
+from ptxlab.llm.model.quantized import CHANNELS, QuantizedModel
+from ptxlab.llm.model.weights import BY_CHANNEL, UNCALIBRATED, LayerWeights
+from ptxlab.lowbit.layout import KVCache
+from ptxlab.lowbit.layout.pages import page_bytes
 from ptxlab.lowbit.quant import Level1Weight, quantize_level1
 from ptxlab.runtime.arguments import check_flags
 from ptxlab.validate import is_one_of, require_integer
 
 Indices = npt.NDArray[np.int32]
 CHUNK = 256  # rows of prompts at a time
+PER_TOKEN = ("kv4", "kv8")  # schemes of the cache that need no calibration
+CHUNKED = ("kv4",)  # schemes of the cache that the kernel for prompts reads
 HEADS = ("float16", "int8")  # of the LM head
 HEAD_ROWS = 8  # the 8-bit head's are padded to a multiple
 
@@ -68,6 +73,7 @@ class Runner(ABC):
         page_pool: who has them.
         batch_invariant: whether a token has the same bits whatever else is in the batch.
         head: what the LM head multiplies in: `float16`, or `int8` with a scale per row and token, whose sums are exact.
+        cache: the scheme of the cache: `kv4` or `kv8`, or by channel what the model is calibrated for.
         rotated: whether the cache holds rotated keys (`KVCache`), which lose less in 4 bits. Values lie as the model's
             weights make them: rotated by a recipe with `rotate_heads`, or plain.
         lengths: tokens of each sequence so far, s32 [B], on the host.
@@ -89,9 +95,14 @@ class Runner(ABC):
         pages: int | None = None,
         batch_invariant: bool = False,
         head: str = "float16",
-        rotated: bool = True,
+        cache: str | None = None,
+        rotated: bool | None = None,
     ) -> None:
-        """`pages` are as many as all sequences can need, unless a number is given."""
+        """`pages` are as many as all sequences can need, unless a number is given.
+
+        `cache` is the scheme that the model is calibrated for, by default. Keys are `rotated` by default unless it is
+        by channel.
+        """
         if not isinstance(model, self.runs):
             raise ArgumentError("model", f"must be a {self.runs.__name__}", type(model).__name__)
         for name, number in (("batch", batch), ("context", context), ("chunk", CHUNK if chunk is None else chunk)):
@@ -100,7 +111,15 @@ class Runner(ABC):
         for name, tokens in (("context", batch * context), ("pages", (pages or 1) * PAGE), ("chunk", chunk or 1)):
             if tokens >= 1 << 31:
                 raise ArgumentError(name, "must be of fewer than 2^31 tokens in all", tokens)
+        schemes = [model.cache if isinstance(model, QuantizedModel) else UNCALIBRATED, *PER_TOKEN]
+        cache = schemes[0] if cache is None else cache
+        if not is_one_of(cache, schemes):
+            rule = f"must be one of {', '.join(dict.fromkeys(schemes))}; by channel the model must be calibrated for it"
+            raise ArgumentError("cache", rule, cache)
+        rotated = cache in PER_TOKEN if rotated is None else rotated
         check_flags(batch_invariant=batch_invariant, rotated=rotated)
+        if rotated and cache in BY_CHANNEL:
+            raise ArgumentError("rotated", f"must be False for {cache}: only kv4 and kv8 rotate keys", rotated)
         if not is_one_of(head, HEADS):
             raise ArgumentError("head", f"must be one of {', '.join(HEADS)}", head)
         self.chunk = min(CHUNK, batch * context) if chunk is None else chunk
@@ -108,11 +127,24 @@ class Runner(ABC):
             raise ArgumentError("context", f"must be at most the model's {model.config.context} tokens", context)
         self.model, self.batch, self.context = model, int(batch), int(context)
         self.pages = self.batch * self.max_pages if pages is None else int(pages)
-        self.batch_invariant, self.head, self.rotated = batch_invariant, head, rotated
+        self.batch_invariant, self.head, self.cache, self.rotated = batch_invariant, head, cache, rotated
         self.lengths: Indices = np.zeros(batch, np.int32)
         self.table: Indices = np.zeros((batch, self.max_pages), np.int32)
         self.held: Indices = np.zeros(batch, np.int32)
         self.page_pool = Pages(self.pages)
+
+    def _pool(self, like: Any = None) -> Any:
+        """Return the empty pool of a layer's cache, u8 [pages, 2, Hkv, bytes], an array of `like`'s library."""
+        size = page_bytes(self.cache, PAGE, self.config.head_dim)
+        shape = self.pages, 2, self.config.kv_heads, size
+        return np.zeros(shape, np.uint8) if like is None else np.zeros(shape, np.uint8, like=like)
+
+    def _cache(self, weights: LayerWeights, pool: Any, block_table: Any, lengths: Any) -> KVCache:
+        """Return a layer's cache in this pool, with the layer's constants where it is by channel."""
+        options: dict[str, Any] = {"page_size": PAGE, "head_dim": self.config.head_dim, "rotated": self.rotated}
+        if self.cache in BY_CHANNEL:
+            options |= {name: tuple(weights.parts[name]) for name in CHANNELS}
+        return KVCache(pool=pool, block_table=block_table, lengths=lengths, scheme=self.cache, **options)
 
     @property
     def config(self) -> Config:

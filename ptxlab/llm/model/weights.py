@@ -22,6 +22,8 @@ from ptxlab.spec.dtypes import stored
 from ptxlab.validate import is_one_of, require_integer, shape_of
 
 DTYPES = ("float16", "bfloat16")  # of what lies between the kernels
+BY_CHANNEL = tuple(name for name, scheme in quant.KV_SCHEMES.items() if scheme.by_channel)
+UNCALIBRATED = "kv4"  # the cache of a layer that has no constants by channel
 RANDOM_OUTLIERS = 128  # channels in INT8 of random W4A4 weights, as Atom has them (Atom §4.1)
 
 
@@ -58,6 +60,9 @@ class LayerWeights:
         post_norm: of RMSNorm before the feed-forward part, likewise.
         qkv_bias: f32 [(Hq + 2·Hkv)·D], where the model has one.
         router: [E, H] of the same dtype, where it has experts.
+        cache: the scheme of the KV cache by channel that it is calibrated for, or kv4 where it is for none.
+        k_channel: (scale, zero) f32 [2, Hkv, D] of keys in that scheme (`quant.calibrate_kv`); None with kv4.
+        v_channel: of values, likewise.
 
     Raises ArgumentError, which names the attribute, for a shape that is not the config's.
     """
@@ -71,6 +76,9 @@ class LayerWeights:
     post_norm: Any = field(repr=False)
     qkv_bias: Any = field(default=None, repr=False)
     router: Any = field(default=None, repr=False)
+    cache: str = "kv4"
+    k_channel: Any = field(default=None, repr=False)
+    v_channel: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -85,6 +93,11 @@ class LayerWeights:
         shapes: dict[str, tuple[int, ...]] = {"input_norm": (config.hidden,), "post_norm": (config.hidden,)}
         shapes["qkv_bias"] = (config.qkv_width,) if config.qkv_bias else ()
         shapes["router"] = (config.experts, config.hidden) if config.experts else ()
+        if not is_one_of(self.cache, (UNCALIBRATED, *BY_CHANNEL)):
+            rule = f"must be {UNCALIBRATED}, or one by channel: {', '.join(BY_CHANNEL)}"
+            raise ArgumentError("cache", rule, self.cache)
+        constants = (2, config.kv_heads, config.head_dim) if self.cache in BY_CHANNEL else ()
+        shapes |= {"k_channel": constants, "v_channel": constants}
         for name, shape in shapes.items():
             array = getattr(self, name)
             if shape_of(array) != shape or (not shape and array is not None):
@@ -173,8 +186,8 @@ class LayerWeights:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """All weights that the layer has, by attribute."""
-        named = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "config"}
+        """All weights and constants that the layer has, by attribute."""
+        named = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("config", "cache")}
         return {name: part for name, part in named.items() if part is not None}
 
     @property

@@ -16,7 +16,7 @@ from ptxlab.errors import ArgumentError, naming
 from ptxlab.llm.model.decoder import EXACT, Layer, Numerics
 from ptxlab.llm.model.floats import FloatModel, MappedLayers, Tokens
 from ptxlab.llm.model.numerics import FakeQuantized
-from ptxlab.llm.model.quantized import FUSED
+from ptxlab.llm.model.quantized import CHANNELS, FUSED
 from ptxlab.llm.model.threads import each_stream
 from ptxlab.llm.recipe import (
     Recipe,
@@ -35,6 +35,7 @@ from ptxlab.llm.recipe import (
 )
 from ptxlab.llm.recipe.settings import ROTATIONS
 from ptxlab.lowbit.quant.fmpq import int8_blocks
+from ptxlab.lowbit.quant.kv import calibrate_kv
 from ptxlab.lowbit.quant.tiled import with_arrays
 from ptxlab.validate import require_integer
 
@@ -187,8 +188,39 @@ def quantize_layer(
                 made[f"{name}_int8"] = np.asarray(int8, like=order)
         if fused == "o" and heads:  # given up one by one, so that memory never holds all of both
             middles = [x + numerics.product("o", heads.pop(0), made) for x in states]
+    if recipe.calibrates_cache:
+        made |= cache_constants(model, made, states, recipe, index)
     quantized = QuantizedLayer(made, weights, errors, inputs)
     return quantized if recipe.int8 is None else folded(quantized)
+
+
+def cache_constants(
+    model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe, index: int | None = None
+) -> dict[str, Any]:
+    """Calibrate a cache by channel: (scale, zero) f32 [2, Hkv, D] of keys and values, by the names of `CHANNELS`.
+
+    They are of a quantised layer, over all tokens of the calibration text: on the stream [B, T, H] of every batch
+    before the layer.
+    """
+    assert recipe.kv is not None
+    numerics = replace(recipe.numerics(), kv=None)
+
+    def ranges_of(x: Any) -> dict[str, Any]:
+        """Least and largest of every channel, [2, Hkv, D]."""
+        found: dict[str, Any] = {}
+
+        def seen(name: str, x: Any) -> None:
+            if name in ("keys", "values"):
+                found[name] = np.stack([x.min(axis=(0, 1)), x.max(axis=(0, 1))])
+
+        with contextlib.suppress(_ReachedError):
+            model.run_layer(x, layer, _Tap(numerics, seen, until="o"), index=index)
+        return found
+
+    ranges = [*each_stream(ranges_of, states)]
+    of_all = {part: np.concatenate([found[part] for found in ranges]) for part in ("keys", "values")}
+    constants = (np.stack(calibrate_kv(x, recipe.kv)) for x in of_all.values())
+    return dict(zip(CHANNELS, constants, strict=True))
 
 
 def channel_order(recipe: Recipe, H: Any, largest: Any) -> tuple[Any, int | None]:
@@ -286,7 +318,7 @@ class _ReachedError(Exception):
 
 
 class _Tap(Numerics):
-    """Passes the matrices' inputs and the `keys` to `seen`; stops the layer before the matrix `until`."""
+    """Passes the matrices' inputs, the `keys` and the `values` to `seen`; stops the layer before the matrix `until`."""
 
     def __init__(self, inner: Numerics, seen: Callable[[str, Any], None], until: str = "") -> None:
         self.inner, self.seen, self.until = inner, seen, until
@@ -297,9 +329,10 @@ class _Tap(Numerics):
             raise _ReachedError
         return self.inner.product(name, x, layer)
 
-    def cached(self, keys: Any, values: Any) -> tuple[Any, Any]:
+    def cached(self, keys: Any, values: Any, layer: Layer) -> tuple[Any, Any]:
         self.seen("keys", keys)
-        return self.inner.cached(keys, values)
+        self.seen("values", values)
+        return self.inner.cached(keys, values, layer)
 
 
 def _relative(w: Any, values: Any, H: Any) -> float:

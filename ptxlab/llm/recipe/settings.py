@@ -6,6 +6,7 @@ from typing import Any
 
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.numerics import FakeQuantized
+from ptxlab.llm.model.weights import BY_CHANNEL
 from ptxlab.llm.recipe.gptq import DAMPING
 from ptxlab.llm.recipe.grids import Array, ChannelGrid, Grid, LQQGrid, QoQGrid, SymmetricGrid
 from ptxlab.llm.recipe.rotation import hadamard, random_orthogonal
@@ -45,7 +46,7 @@ class Recipe:
             one with an outlier (COMET's FMPQ); the weights stay in 4 bits. None: no such groups.
         outlier: times the median channel's largest magnitude, from where a channel is an outlier to `int8`.
         act_clip: the largest 4-bit activation, relative to the largest magnitude of its group.
-        kv: one of `CACHE_FORMATS`, or None.
+        kv: one of `CACHE_FORMATS`, or None; a scheme by channel is calibrated.
 
     Raises ArgumentError for a value that no recipe can have.
     """
@@ -102,7 +103,12 @@ class Recipe:
     @property
     def is_calibrated(self) -> bool:
         """Whether it needs a calibration text."""
-        return self.needs_peaks or self.needs_hessian
+        return self.needs_peaks or self.needs_hessian or self.calibrates_cache
+
+    @property
+    def calibrates_cache(self) -> bool:
+        """Whether it calibrates constants by channel of the KV cache."""
+        return self.kv in BY_CHANNEL
 
     @property
     def needs_peaks(self) -> bool:

@@ -46,6 +46,9 @@ class PackedCheckpoint:
             return None
         if config.get("version") != CONFIG_VERSION:
             raise ArgumentError(f"{_CONFIG}: version", f"must be {CONFIG_VERSION}", config.get("version"))
+        if config.get("kv_cache") is not None:
+            rule = "must be absent: vLLM's caches have scales per token, none by channel"
+            raise ArgumentError(f"{_CONFIG}: kv_cache", rule, config["kv_cache"])
         exceptions = config.get("exceptions", {})
         if not isinstance(exceptions, Mapping):
             raise ArgumentError(f"{_CONFIG}: exceptions", "must be settings by layer", type(exceptions).__name__)

@@ -57,6 +57,24 @@ def test_two_layers_through_the_whole_recipe_and_eight_tokens(cli: Any, folder: 
     assert model.config.context == 128 and len(model.layers) == 2 and model.head is not None  # rotated: no longer tied
 
 
+def test_a_cache_is_calibrated_and_used(cli: Any, folder: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "text", tmp_path / "quantised"
+    text.write_text("the cat sat on the mat, and the dog on the cat. " * 8, encoding="utf-8")
+    options = ("--recipe", "rtn", "--kv", "kv8_channel", "--text", text, "--samples", 4, "--length", 32)
+    assert cli("quantize", folder, "--out", out, *options, "--backend", "numpy")[0] == 0
+    generating = ("generate", "the cat", "--backend", "numpy", "--tokens", 4, "--model")
+    assert ", KV8 by channel, on NumPy" in cli(*generating, out)[2]
+    assert ", KV8 with rotated keys, on NumPy" in cli(*generating, out, "--cache", "kv8")[2]
+    assert ", KV8, on NumPy" in cli(*generating, folder, "--cache", "kv8", "--plain")[2]
+    code, _, err = cli(*generating, out, "--cache", "kv4_channel")
+    assert code == 2 and "--cache kv4_channel needs a model that is calibrated for it" in err
+    code, _, err = cli(*generating, out, "--rotated")
+    assert code == 2 and err.startswith("error: --rotated goes with --cache kv4 or kv8")
+    measured = ("perplexity", out, "--text", text, "--length", 16, "--windows", 3, "--backend", "numpy", "--json")
+    by_channel, by_token = (json.loads(cli(*measured, *more)[1]) for more in ((), ("--kv", 8)))
+    assert by_channel["kv"] == by_token["kv"] == 8 and by_channel["perplexity"] != by_token["perplexity"]
+
+
 def test_a_batch_draws_apart_and_a_seed_draws_again(cli: Any, folder: Path) -> None:
     options = ("--model", folder, "--backend", "numpy", "--tokens", 6, "--batch", 3, "--temperature", 5)
     first, again, other = (
@@ -221,6 +239,13 @@ def test_a_chat_is_asked_in_the_models_template(cli: Any, folder: Path, tmp_path
         (("a", "--scheme", "float", "--group", "64"), "--group is not for --scheme float"),
         (("a", "--scheme", "qoq_channel", "--group", "64"), "--group is not for --scheme qoq_channel"),
         (("a", "--scheme", "int4"), "--scheme expects lqq, qoq, qoq_channel or float, got int4"),
+        (("a", "--cache", "kv5"), "--cache expects kv4 or kv8, or what the model is calibrated for, got kv5"),
+        (
+            ("a", "--cache", "kv8_channel"),
+            "--cache kv8_channel needs a model that is calibrated for it: ptxlab quantize MODEL --recipe lqq --kv "
+            "kv8_channel --out FOLDER",
+        ),
+        (("a", "--scheme", "float", "--cache", "kv8"), "--cache is not for --scheme float"),
         (("a", "--scheme", "float", "--memory", "9"), "--memory is not for --scheme float"),
         (("a", "--scheme", "float", "--head", "int8"), "--head int8 is not for --scheme float"),
         (("a", "--seed", "-1"), "--seed expects an integer in 0..2^32-1, got -1"),

@@ -169,7 +169,7 @@ def test_numerics_see_every_product_and_the_cache() -> None:
             seen.append(name)
             return super().product(name, x, layer)
 
-        def cached(self, keys: Any, values: Any) -> Any:
+        def cached(self, keys: Any, values: Any, layer: Any) -> Any:
             seen.append("cache")
             return keys, values * 0
 

@@ -66,7 +66,7 @@ def test_one_after_the_other(alone: str, three: None, monkeypatch: pytest.Monkey
 
 def test_a_copy_has_the_same_settings() -> None:
     numerics = FakeQuantized(acts=4, kv="kv8", group=32, kept=16, kept_bits=16, clip=0.9)
-    numerics.cached(*np.zeros((2, 1, 4, 1, 64), np.float32))
+    numerics.cached(*np.zeros((2, 1, 4, 1, 64), np.float32), {})
     assert pickle.loads(pickle.dumps(numerics)) == copy.deepcopy(numerics) == numerics
 
 

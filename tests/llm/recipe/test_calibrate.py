@@ -31,9 +31,9 @@ class Recorded(Numerics):
         self.seen[name].append(x.reshape(-1, x.shape[-1]))
         return self.inner.product(name, x, layer)
 
-    def cached(self, keys: Any, values: Any) -> tuple[Any, Any]:
+    def cached(self, keys: Any, values: Any, layer: Any) -> tuple[Any, Any]:
         self.seen["keys"].append(keys.reshape(-1, 32))
-        return self.inner.cached(keys, values)
+        return self.inner.cached(keys, values, layer)
 
 
 def read(layer: Layer, numerics: Numerics = EXACT) -> dict[str, list[Any]]:

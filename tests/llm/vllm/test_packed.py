@@ -113,6 +113,7 @@ def test_what_is_served_is_said(
         ),
         "turns": ({"interleaved": True}, r"rows in their own order.* \(got strips, interleaved"),
         "group": ({"group": "64"}, "group: must be an integer"),
+        "a cache by channel": ({"kv_cache": "kv8_channel"}, r"kv_cache: must be absent.* \(got kv8_channel"),
         "exceptions": ({"exceptions": ["o_proj"]}, "exceptions: must be settings by layer"),
         "an exception": ({"exceptions": {"a": {"scheme": "int4"}}}, "exceptions: a: scheme: must be one of"),
     }.values(),

@@ -1,0 +1,161 @@
+"""Caches of 8 bits, and caches by channel that a recipe calibrates: folders, runners, perplexity."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError
+from ptxlab.llm.accuracy.parting import parting
+from ptxlab.llm.checkpoints import folder
+from ptxlab.llm.checkpoints.open import stored_numerics
+from ptxlab.llm.checkpoints.rewrite import rewrite_folder
+from ptxlab.llm.model import Config, FloatModel, Footprint, KernelRunner, NumpyRunner, QuantizedModel, Runner
+from ptxlab.llm.model.numerics import FakeQuantized
+from ptxlab.llm.recipe import RECIPES
+from ptxlab.llm.recipe.calibrate import cache_constants
+from ptxlab.llm.recipe.quantize import quantize_model
+from ptxlab.llm.server import Server
+from ptxlab.lowbit.quant import KV_SCHEMES, calibrate_kv
+from ptxlab.lowbit.reference.activations import rms_norm
+from ptxlab.lowbit.reference.attention import rope
+
+CONFIG = Config(hidden=256, ffn=384, heads=4, kv_heads=2, head_dim=64, layers=2, vocabulary=60, qkv_bias=True)
+TEXT = np.random.default_rng(0).integers(0, 60, (4, 40))
+BY_CHANNEL = ("kv8_channel", "kv4_channel")
+PROMPTS = {0: [1, 2, 3, 4, 5], 1: [6]}
+# Root mean square of what logits differ by, by that of the logits: attention rounds otherwise, which moves some 8-bit
+# activations by a step.
+OF_A_STEP = 0.01
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Make folders of one model, in groups of 64, with caches of both schemes."""
+    made = {}
+    for scheme in BY_CHANNEL:
+        made[scheme] = tmp_path_factory.mktemp(scheme) / "out"
+        quantize_model(FloatModel.random(CONFIG), TEXT, RECIPES["rtn"].but(kv=scheme), made[scheme])
+    return made
+
+
+@pytest.fixture(scope="module")
+def models(folders: dict[str, Path]) -> dict[str, QuantizedModel]:
+    loaded = {scheme: folder.load(path) for scheme, path in folders.items()}
+    return {**loaded, "kv8": loaded["kv8_channel"]}
+
+
+def as_on(arch: str) -> AbstractContextManager[Any]:
+    return nullcontext() if arch == "sm_90" else gpu.compiling_for(arch)
+
+
+@pytest.mark.parametrize("scheme", BY_CHANNEL)
+def test_constants_are_those_of_the_keys_and_values_of_the_text(scheme: str) -> None:
+    """Of floats, in two batches: keys behind RoPE, in whatever batch a channel has its extreme."""
+    model, recipe = FloatModel.random(CONFIG), RECIPES["rtn"].but(kv=scheme, acts=None)
+    layer, x = model.layers[0], model.embedding[TEXT]
+    y = rms_norm(x, layer["input_norm"], CONFIG.eps).astype(np.float32)
+    k, v = ((y @ layer[name].T + layer[f"{name}_bias"]).reshape(*TEXT.shape, 2, 64) for name in "kv")
+    k = rope(k, *CONFIG.rope_tables(TEXT.shape[1]))
+    found = cache_constants(model, layer, [x[:1], x[1:]], recipe, 0)
+    for name, right in (("k_channel", k), ("v_channel", v)):
+        np.testing.assert_allclose(found[name][0], calibrate_kv(right, scheme)[0], rtol=1e-5)
+        np.testing.assert_array_equal(found[name][1], calibrate_kv(right, scheme)[1])
+
+
+@pytest.mark.parametrize("scheme", BY_CHANNEL)
+def test_a_folder_holds_its_constants(folders: dict[str, Path], scheme: str, tmp_path: Path) -> None:
+    """Rewritten too."""
+    model = folder.load(folders[scheme])
+    rewrite_folder(folders[scheme], tmp_path / "new", layout="row_major")
+    again = folder.load(tmp_path / "new")
+    assert model.cache == again.cache == scheme == stored_numerics(folders[scheme]).kv
+    for one, other in zip(model.layers, again.layers, strict=True):
+        assert np.array_equal(one.k_channel, other.k_channel) and np.array_equal(one.v_channel, other.v_channel)
+
+
+@pytest.mark.parametrize("scheme", BY_CHANNEL)
+def test_what_lies_beyond_the_text_is_clipped(models: dict[str, QuantizedModel], scheme: str) -> None:
+    layer: Any = {name: models[scheme].layers[0].parts[name] for name in ("k_channel", "v_channel")}
+    scale, zero = layer["k_channel"]
+    far = np.broadcast_to(1000 * scale, (1, 3, 2, 64)).astype(np.float32)
+    keys, values = FakeQuantized(kv=scheme).cached(far, -far, layer)
+    np.testing.assert_allclose(keys, np.broadcast_to((KV_SCHEMES[scheme].high - zero) * scale, far.shape), rtol=1e-6)
+    assert np.abs(values).max() < np.abs(far).max()
+
+
+@pytest.mark.default_cases("sm_90-kv8_channel")
+@pytest.mark.parametrize("scheme", [*BY_CHANNEL, "kv8"])
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+def test_a_decoder_decodes(models: dict[str, QuantizedModel], scheme: str, arch: str) -> None:
+    """Prompts in chunks and two steps; in NumPy the first cache has the same bytes."""
+    how = {"batch": 2, "context": 70, "chunk": 4, "cache": scheme}
+    with as_on(arch):
+        kernels = KernelRunner(models[scheme], **how, backend="emulator")
+        logits = run(kernels)
+    twin = NumpyRunner(models[scheme], **how)
+    right = run(twin)
+    assert kernels.rotated == twin.rotated == (scheme == "kv8")
+    assert np.array_equal(kernels.caches[0].pool, twin.caches[0].pool) and twin.caches[0].pool.any()
+    assert twin.caches[0].scheme == kernels.caches[0].scheme == scheme
+    difference = np.sqrt(np.square(np.subtract(logits, right), dtype=np.float64).mean())
+    assert difference < OF_A_STEP * np.sqrt(np.square(right, dtype=np.float64).mean())
+
+
+def run(runner: Runner) -> list[Any]:
+    """Return the logits behind two prompts, one of them in two chunks, and behind two steps."""
+    runner.extend({0: PROMPTS[0][:3], 1: PROMPTS[1]})
+    last = runner.extend({0: PROMPTS[0][3:]})
+    return [np.concatenate([last, last]), runner.decode([5, 6]), runner.decode([7, 8])]
+
+
+@pytest.mark.parametrize("backend", ["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.full_cases("*-emulator")
+@pytest.mark.parametrize("scheme", [*BY_CHANNEL, "kv8"])
+def test_a_server_serves(models: dict[str, QuantizedModel], scheme: str, backend: str) -> None:
+    """Requests get the tokens that NumPy gives it alone, but where two are as likely within a step's error."""
+    if backend == "gpu" and (reason := gpu.why_not("sm_80")):
+        pytest.skip(reason)
+    runner = KernelRunner(models[scheme], 2, 20, chunk=4, batch_invariant=True, cache=scheme, backend=backend)
+    served = Server(runner)
+    requests = [served.submit(prompt, 3) for prompt in ([1, 2, 3], [7], [9, 8])]
+    served.run()
+    assert [len(request.tokens) for request in requests] == [3, 3, 3]
+    alone = NumpyRunner(models[scheme], 1, 20, batch_invariant=True, cache=scheme)
+    for request in requests:
+        tie = parting(alone, request)
+        assert tie is None or tie.margin < 3 * OF_A_STEP * tie.spread
+        alone.release(0)
+
+
+@pytest.mark.parametrize("kind", [NumpyRunner, KernelRunner])
+def test_schemes_that_a_model_is_not_calibrated_for_are_refused(
+    models: dict[str, QuantizedModel], kind: type[Runner]
+) -> None:
+    how: dict[str, Any] = {"backend": "emulator"} if kind is KernelRunner else {}
+    plain = QuantizedModel.rounded(FloatModel.random(CONFIG), group=64)
+    for model, known in ((plain, "kv4, kv8"), (models["kv8_channel"], "kv8_channel, kv4, kv8")):
+        rule = f"^cache: must be one of {known}; by channel the model must be calibrated for it "
+        for cache in ("kv4_channel", "kv5", 8):
+            with pytest.raises(ArgumentError, match=rule):
+                kind(model, 1, 64, cache=cache, **how)
+    with pytest.raises(ArgumentError, match=r"^rotated: must be False for kv8_channel"):
+        kind(models["kv8_channel"], 1, 64, rotated=True, **how)
+    with pytest.raises(ArgumentError, match=r"^k_channel: must be an array \[2, 2, 64\]"):
+        replace(plain.layers[0], cache="kv8_channel")
+    with pytest.raises(ArgumentError, match=r"^k_channel: must be None"):
+        replace(models["kv8_channel"].layers[0], cache="kv4")
+    with pytest.raises(ArgumentError, match=r"^cache: must be kv4, or one by channel"):
+        replace(plain.layers[0], cache="kv8")
+
+
+def test_pages_of_8_bits_are_counted() -> None:
+    pages = [Footprint.of(CONFIG, 1, 128, cache=cache).page for cache in ("kv4", "kv4_channel", "kv8_channel", "kv8")]
+    assert pages[1] * 2 == pages[2] and pages == sorted([pages[0], pages[1], pages[2], pages[3]], key=pages.index)
+    assert pages[0] - pages[1] == pages[3] - pages[2] == CONFIG.layers * 2 * CONFIG.kv_heads * 64 * 4
+    with pytest.raises(ArgumentError, match=r"^cache: must be one of kv4, kv8"):
+        Footprint.of(CONFIG, 1, 128, cache="kv5")
