@@ -56,7 +56,7 @@ def quantize(
         str | None,
         typer.Option(
             rich_help_panel=_RECIPE,
-            help="Quantise a whole model by lqq, qoq, qoq_released, qoq_channel, rtn, atom or fmpq (W4A4).",
+            help="Quantise a whole model by lqq, qoq, qoq_released, qoq_channel, liquid, rtn, atom or fmpq (W4A4).",
         ),
     ] = None,
     rotation: Annotated[

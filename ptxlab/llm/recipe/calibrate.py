@@ -30,14 +30,19 @@ from ptxlab.llm.recipe import (
     rotate_heads,
     rotate_stream,
     rounded,
+    search_factor,
     smooth_down,
+    smooth_input,
     smooth_keys,
 )
 from ptxlab.llm.recipe.settings import ROTATIONS
+from ptxlab.llm.recipe.smoothing import SOURCES
 from ptxlab.lowbit.quant.fmpq import int8_blocks
 from ptxlab.lowbit.quant.kv import calibrate_kv
 from ptxlab.lowbit.quant.tiled import with_arrays
 from ptxlab.validate import require_integer
+
+SEARCHED = 1024  # rows of a product's input that a smoothing strength is tried on
 
 
 class InputChannels(NamedTuple):
@@ -150,6 +155,8 @@ def quantize_layer(
     inputs with the errors of those before it. `index` is that of `FloatModel.run_layer`.
     """
     layer = shaped(model, layer, states, recipe, index)
+    if recipe.smooth_search is not None:
+        layer = smooth_layer(model, layer, states, recipe, index)
     made: dict[str, Any] = dict(layer)
     numerics = recipe.numerics()
     weights: dict[str, Any] = {}
@@ -280,6 +287,44 @@ def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recip
         peaks["down"] = peaks["down"] / factor
     if recipe.reorder:
         layer = reorder_heads(reorder_down(layer, peaks["down"]), peaks["o"].reshape(-1, D))
+    return layer
+
+
+def smooth_layer(
+    model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe, index: int | None = None
+) -> Layer:
+    """Search SmoothQuant's strength for the inputs of qkv, of gate and up, and of down, and fold each λ into the layer.
+
+    The function does not change. The error is that of `SEARCHED` rows of the first batch, with INT8 activations and
+    weights rounded to nearest; peaks are those of the whole text.
+    """
+    assert recipe.smooth_search is not None
+    numerics = recipe.numerics()
+
+    def inputs_of(x: Any) -> dict[str, Any]:
+        """Of each matrix some rows, and max|x| of every channel."""
+        found: dict[str, Any] = {}
+
+        def seen(name: str, x: Any) -> None:
+            if name in SOURCES:
+                rows = x.reshape(-1, x.shape[-1])
+                found[name] = rows[:SEARCHED], np.abs(rows).max(axis=0)
+
+        with contextlib.suppress(_ReachedError):
+            model.run_layer(x, layer, _Tap(EXACT, seen, until="down"), index=index)
+        return found
+
+    def nearest(w: Any) -> Any:
+        return rounded(w, None, recipe.grid(w)).values.astype(w.dtype)
+
+    batches = [*each_stream(inputs_of, states)]
+    for name in SOURCES:
+        together = next(names for names in FUSED.values() if names[0] == name)
+        w = np.concatenate([layer[part] for part in together])
+        peaks = np.max([batch[name][1] for batch in batches], axis=0)
+        some = batches[0][name][0]
+        _, factor = search_factor(some, w, peaks, recipe.smooth_search, read=numerics.input, rounded=nearest)
+        layer = smooth_input(layer, together, factor)
     return layer
 
 

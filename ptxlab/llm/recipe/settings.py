@@ -30,6 +30,8 @@ class Recipe:
         rotate_heads: every head's values, by a Hadamard matrix.
         smooth_keys: SmoothAttention's exponent.
         smooth: the exponents (alpha, beta) of smoothing down's input.
+        smooth_search: SmoothQuant's strengths, of which each product but o gets the one with the least error of its
+            output.
         reorder: sort the input channels of o and down by magnitude.
         clip: search each group's levels: for the least error of the product's `output`, or of the `weights`.
             QServe §4.3.4 takes the output of the whole block for q and k, which needs a forward pass per candidate.
@@ -55,6 +57,7 @@ class Recipe:
     rotate_heads: bool = False
     smooth_keys: float | None = None
     smooth: tuple[float, float] | None = None
+    smooth_search: tuple[float, ...] | None = None
     reorder: bool = False
     clip: str | None = None
     gptq: bool = False
@@ -86,6 +89,13 @@ class Recipe:
                 raise ArgumentError("smooth", "must be (alpha, beta) or None", repr(self.smooth))
             for exponent in self.smooth:
                 require_number("smooth", exponent, 0, 1)
+        if self.smooth_search is not None:
+            if self.smooth is not None:
+                raise ArgumentError("smooth", "must be None where smooth_search is given", self.smooth)
+            if not isinstance(self.smooth_search, tuple) or not self.smooth_search:
+                raise ArgumentError("smooth_search", "must be a tuple of strengths, or None", repr(self.smooth_search))
+            for strength in self.smooth_search:
+                require_number("smooth_search", strength, 0, 1)
         check_protective_range(self.protective_range)
         if self.int8 is not None:
             require_number("int8", self.int8, 0, 1)
@@ -103,7 +113,7 @@ class Recipe:
     @property
     def is_calibrated(self) -> bool:
         """Whether it needs a calibration text."""
-        return self.needs_peaks or self.needs_hessian or self.calibrates_cache
+        return self.needs_peaks or self.needs_hessian or self.calibrates_cache or self.smooth_search is not None
 
     @property
     def calibrates_cache(self) -> bool:
@@ -171,6 +181,8 @@ RECIPES: Mapping[str, Recipe] = {
     "qoq": _FULL.but(scheme="qoq"),
     "qoq_released": _FULL.but(clip=None),  # with an 8-bit zero ("PostScale"), which is LQQ's form, and no clipping
     "qoq_channel": _FULL.but(scheme="qoq_channel", smooth=(0.1, 0.9), reorder=False),
+    # LiquidServe's (LiquidGEMM §6): SmoothQuant, its strength searched, and a static cache of 8 bits.
+    "liquid": Recipe(smooth_search=tuple(i / 10 for i in range(11)), kv="kv8_channel"),
     "atom": Recipe(scheme="int4", acts=4, kept=64, act_clip=ACTIVATION_CLIP, clip="output", gptq=True),
     "fmpq": Recipe(scheme="int4", acts=4, int8=MOST_INT8, clip="output", gptq=True),
     "rtn": Recipe(),

@@ -1,12 +1,15 @@
 """Smoothing: outlier channels of activations are scaled down and weights scaled up; the function does not change.
 
 The input of down: x <- x / λ by the rows of up, W_down <- W_down λ, λ = span(x)^alpha / span(W)^beta per channel
-(SmoothQuant, with two independent exponents). QServe §4.3.2 smooths the input of o as well, whose λ would go into
+(SmoothQuant, with two independent exponents). Or, as LiquidServe does (LiquidGEMM §6), the inputs of qkv, of gate and
+up, and of down are divided by λ = span(x)^alpha / span(W)^(1 - alpha), and alpha is searched. The λ of a norm's output
+goes into the norm. QServe §4.3.2 smooths the input of o as well, whose λ would go into
 v; here the values of each head are rotated instead (`rotate_heads`), which spreads outliers too.
 
 Keys: `quant.smooth_attention`.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,8 @@ from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.decoder import Layer
 from ptxlab.llm.recipe.rotation import as_before, wide
 from ptxlab.lowbit.quant.smooth import smooth_attention
+
+SOURCES = {"q": "input_norm", "gate": "post_norm", "down": "up"}  # what takes the λ of a matrix's input
 
 
 def smooth_down(layer: Layer, peaks: Any, alpha: float, beta: float) -> tuple[dict[str, Any], Any]:
@@ -36,6 +41,48 @@ def smooth_down(layer: Layer, peaks: Any, alpha: float, beta: float) -> tuple[di
     factor = factor / np.exp(np.log(factor).mean())  # the mean scale of up and down stays
     smoothed = {"up": as_before(up, wide(up) / factor[:, None]), "down": as_before(down, wide(down) * factor)}
     return {**layer, **smoothed}, factor
+
+
+def smoothing_factor(peaks: Any, of_weight: Any, alpha: float) -> Any:
+    """Return SmoothQuant's λ f64 [K] of an input by max|x| and max|W| of every channel, [K].
+
+    A channel where one of them is 0 is scaled as if that were 1.
+    """
+    spans = (np.where(of_all > 0, wide(of_all), 1) for of_all in (peaks, of_weight))
+    factor = next(spans) ** alpha / next(spans) ** (1 - alpha)
+    return factor / np.exp(np.log(factor).mean())  # the mean scale of weights stays
+
+
+def search_factor(
+    x: Any, w: Any, peaks: Any, strengths: Sequence[float], read: Callable[[Any], Any], rounded: Callable[[Any], Any]
+) -> tuple[float, Any]:
+    """Return the strength alpha, and its λ f64 [K], that leave the least squared error of a product's output.
+
+    Args:
+        x: some of its input, [M, K].
+        w: the matrix, [N, K].
+        peaks: max|x| of every channel over the calibration text, [K].
+        strengths: the alphas, of which the first wins a tie.
+        read: gives the input as the product reads it, quantised and dequantised.
+        rounded: gives the weights likewise.
+    """
+    right, of_weight = x @ w.T, np.abs(w).max(axis=0)
+
+    def error(alpha: float) -> float:
+        factor = smoothing_factor(peaks, of_weight, alpha).astype(x.dtype)
+        found = read(x / factor) @ rounded(w * factor).T
+        return float(np.square(found - right, dtype=np.float64).sum())
+
+    alpha = min(strengths, key=error)
+    return alpha, smoothing_factor(peaks, of_weight, alpha)
+
+
+def smooth_input(layer: Layer, names: Sequence[str], factor: Any) -> dict[str, Any]:
+    """Return the layer with the input of these matrices divided by λ [K]: in the norm, or of down in the rows of up."""
+    smoothed = {name: as_before(layer[name], wide(layer[name]) * factor) for name in names}
+    source = SOURCES[names[0]]
+    rows = factor if layer[source].ndim == 1 else factor[:, None]
+    return {**layer, **smoothed, source: as_before(layer[source], wide(layer[source]) / rows)}
 
 
 def smooth_keys(layer: Layer, peaks: Any, alpha: float = 0.5) -> dict[str, Any]:
