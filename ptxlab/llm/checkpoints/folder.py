@@ -74,7 +74,8 @@ def save_ends(folder: Path, config: Config, recipe: Mapping[str, Any], **ends: A
     dtype = "bfloat16" if ends["final_norm"].dtype == np.uint16 else "float16"
     packing = packing_config(folder, config.layers)
     packing |= {"rotated_values": True} if recipe.get("rotate_heads") else {}
-    packing |= {"kv_cache": recipe["kv"]} if recipe.get("kv") in BY_CHANNEL else {}
+    cache = _stored_cache(Checkpoint(layer_path(folder, 0)), 0)
+    packing |= {"kv_cache": cache} if cache in BY_CHANNEL else {}
     content = {**config.to_json(), "dtype": dtype, "quantization_config": packing}
     write_text(folder / "config.json", json.dumps(content, indent=1) + "\n")
     save_recipe(folder, recipe)
@@ -138,7 +139,7 @@ def load_layer(folder: Path, index: int, config: Config) -> LayerWeights:
     file = Checkpoint(path)
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(NORMS, (config.hidden,))
     shapes |= {"qkv_bias": (config.qkv_width,)} if config.qkv_bias else {}
-    cache = next((name for name in BY_CHANNEL if channel_name(name, "k_channel", index) in file.tensors), UNCALIBRATED)
+    cache = _stored_cache(file, index)
     constants = (2, config.kv_heads, config.head_dim)
     is_old = "input_norm" in file.tensors
     names = {name: name if is_old else part_name(name, index) for name in (*shapes, *FUSED)}
@@ -164,6 +165,11 @@ def part_name(part: str, index: int) -> str:
 def channel_name(scheme: str, part: str, index: int) -> str:
     """The tensor of constants by channel, (scale, zero) f32 [2, Hkv, D], of a layer's keys or values in a scheme."""
     return f"model.layers.{index}.self_attn.{scheme}.{_CHANNELS[part]}"
+
+
+def _stored_cache(file: Checkpoint, index: int) -> str:
+    """The scheme by channel that a layer's file has constants of, or kv4."""
+    return next((name for name in BY_CHANNEL if channel_name(name, "k_channel", index) in file.tensors), UNCALIBRATED)
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:

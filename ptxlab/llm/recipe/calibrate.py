@@ -321,7 +321,7 @@ def smooth_layer(
     for name in SOURCES:
         together = next(names for names in FUSED.values() if names[0] == name)
         w = np.concatenate([layer[part] for part in together])
-        peaks = np.max([batch[name][1] for batch in batches], axis=0)
+        peaks = np.stack([batch[name][1] for batch in batches]).max(axis=0)
         some = batches[0][name][0]
         _, factor = search_factor(some, w, peaks, recipe.smooth_search, read=numerics.input, rounded=nearest)
         layer = smooth_input(layer, together, factor)

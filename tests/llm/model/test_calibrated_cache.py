@@ -1,5 +1,6 @@
 """Caches of 8 bits, and caches by channel that a recipe calibrates: folders, runners, perplexity."""
 
+import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,11 @@ def test_a_folder_holds_its_constants(folders: dict[str, Path], scheme: str, tmp
     rewrite_folder(folders[scheme], tmp_path / "new", layout="row_major")
     again = folder.load(tmp_path / "new")
     assert model.cache == again.cache == scheme == stored_numerics(folders[scheme]).kv
+    packing = [
+        json.loads((path / "config.json").read_text())["quantization_config"]
+        for path in (folders[scheme], tmp_path / "new")
+    ]
+    assert [of["kv_cache"] for of in packing] == [scheme, scheme]
     for one, other in zip(model.layers, again.layers, strict=True):
         assert np.array_equal(one.k_channel, other.k_channel) and np.array_equal(one.v_channel, other.v_channel)
 

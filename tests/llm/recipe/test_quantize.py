@@ -419,7 +419,7 @@ def test_every_step_dispatches_on_device_arrays(name: str) -> None:
 
 @pytest.mark.default_cases("lqq")
 @pytest.mark.usefixtures("single")
-@pytest.mark.parametrize("name", ["lqq", "atom", "fmpq"])
+@pytest.mark.parametrize("name", ["lqq", "liquid", "atom", "fmpq"])
 def test_a_model_of_device_arrays_becomes_the_same_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
