@@ -2,7 +2,8 @@
 
 import linecache
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,14 +20,16 @@ from ptxlab.cli.common import (
     Include,
     Std,
     console,
+    dims,
     print_json,
     progress_bar,
     refuse,
     table,
     written,
 )
+from ptxlab.hardware.occupancy import occupancy
 from ptxlab.runtime import with_build
-from ptxlab.runtime.arguments import parse_defines
+from ptxlab.runtime.arguments import geometry, parse_defines
 from ptxlab.sass import Report, SassInstruction
 from ptxlab.sass.wgmma import overwriting
 from ptxlab.sources import Source, names_same_file
@@ -47,19 +50,33 @@ def sass(
     define: Define = None,
     include: Include = None,
     std: Std = None,
+    block: Annotated[
+        str | None, typer.Option(help="Threads per block, x[,y[,z]]: show the occupancy too.", show_default=False)
+    ] = None,
+    shared: Annotated[
+        int | None,
+        typer.Option(help="Bytes of dynamic shared memory, of the occupancy. Default: 0.", show_default=False),
+    ] = None,
     listing: Annotated[
         bool, typer.Option("--listing", help="Print the machine code, interleaved with the source lines.")
     ] = False,
     record: Annotated[bool, typer.Option("--record", help="Renew the recorded counts of all kernels instead.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compile and count: instructions by opcode and pipe, registers, spills, ALU instructions per 8 weights."""
+    """Compile and count: instructions by opcode and pipe, registers, spills, ALU instructions per 8 weights.
+
+    With --block, the occupancy: how many blocks an SM holds at once, and what limits them.
+    """
     if record:
-        refuse({"--listing": listing or None, "-D": define or None}, "cannot be combined with --record")
+        options = {"--listing": listing or None, "-D": define or None, "--block": block, "--shared": shared}
+        refuse(options, "cannot be combined with --record")
         paths = [path for _, renew in registry.load_all("counts") for path in renew()]
         return print_json([*map(str, paths)]) if as_json else written(*paths)
     if not targets:
         raise CommandLineError("sass expects kernels, families or files")
+    if block is None or listing:
+        refuse({"--shared": shared}, "needs --block" if block is None else "is not for --listing")
+    threads = prod(geometry(1, dims("block", block)).block) if block is not None else 0
     macros = parse_defines("-D", define or [])
     named = [
         (sources[0].label + (spec.suffix if spec else ""), sources[0], entry, macros or _variant(spec))
@@ -78,10 +95,21 @@ def sass(
             code = machine_code.instructions(source, arch, entry=entry, defines=defines)
             found.append(replace(one, name=label, warnings=(*one.warnings, *overwriting(code))))
             advance(label)
+    held = [occupancy(arch, threads, one.registers, one.shared + (shared or 0)) for one in found] if threads else []
     if as_json:
-        return print_json([r.to_json() for r in found] if len(found) > 1 else found[0].to_json())
+        rows = [one.to_json() for one in found]
+        for row, of in zip(rows, held, strict=False):
+            row["occupancy"] = asdict(of)
+        return print_json(rows if len(rows) > 1 else rows[0])
     title = f"{arch}, {', '.join(dict.fromkeys(tool for one in found for tool in one.tools))}"
     (_compare if len(found) <= _SIDE_BY_SIDE else _summarise)(title, found)
+    if held:
+        columns = ("kernel", "blocks>", "warps>", "of at most>", "limited by")
+        cells = [
+            (one.name, of.blocks, of.warps, of.most_warps, ", ".join(of.limits))
+            for one, of in zip(found, held, strict=True)
+        ]
+        console.print(table(f"An SM holds at once, in blocks of {threads} threads", columns, cells))
 
 
 def _of_file(source: Source, entry: str | None, arch: str, defines: dict[str, Any]) -> tuple[str, Source, Any, Any]:
