@@ -17,7 +17,7 @@ _MOST_THREADS, _MOST_REGISTERS = 1024, 255  # of a block, of a thread
 
 
 class _SM(NamedTuple):
-    """Limits of an SM: blocks, warps, bytes of shared memory; bytes that each block's are rounded up to, and reserves."""
+    """Limits of an SM: blocks, warps, bytes of shared memory; what a block's bytes are rounded up to, and reserved."""
 
     blocks: int
     warps: int
