@@ -95,19 +95,21 @@ def sass(
             code = machine_code.instructions(source, arch, entry=entry, defines=defines)
             found.append(replace(one, name=label, warnings=(*one.warnings, *overwriting(code))))
             advance(label)
-    held = [occupancy(arch, threads, one.registers, one.shared + (shared or 0)) for one in found] if threads else []
+    occupancies = (
+        [occupancy(arch, threads, one.registers, one.shared + (shared or 0)) for one in found] if threads else []
+    )
     if as_json:
         rows = [one.to_json() for one in found]
-        for row, of in zip(rows, held, strict=False):
+        for row, of in zip(rows, occupancies, strict=False):
             row["occupancy"] = asdict(of)
         return print_json(rows if len(rows) > 1 else rows[0])
     title = f"{arch}, {', '.join(dict.fromkeys(tool for one in found for tool in one.tools))}"
     (_compare if len(found) <= _SIDE_BY_SIDE else _summarise)(title, found)
-    if held:
+    if occupancies:
         columns = ("kernel", "blocks>", "warps>", "of at most>", "limited by")
         cells = [
             (one.name, of.blocks, of.warps, of.most_warps, ", ".join(of.limits))
-            for one, of in zip(found, held, strict=True)
+            for one, of in zip(found, occupancies, strict=True)
         ]
         console.print(table(f"An SM holds at once, in blocks of {threads} threads", columns, cells))
 

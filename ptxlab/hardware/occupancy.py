@@ -67,12 +67,12 @@ def occupancy(arch: str, threads: int, registers: int, shared: int = 0) -> Occup
     """
     number = int(re.sub(r"\D", "", arch) or 0)
     if number not in _SMS:
-        known = ", ".join(f"sm_{known}" for known in _SMS)
-        raise ArgumentError("arch", f"must be one of {known} for its occupancy", arch)
-    for name, value, most in (("threads", threads, _MOST_THREADS), ("registers", registers, _MOST_REGISTERS)):
-        require_integer(name, value, 1)
-        if value > most:
-            raise ArgumentError(name, f"must be at most {most}", value)
+        names = ", ".join(f"sm_{arch_number}" for arch_number in _SMS)
+        raise ArgumentError("arch", f"must be one of {names} for its occupancy", arch)
+    for name, count, largest in (("threads", threads, _MOST_THREADS), ("registers", registers, _MOST_REGISTERS)):
+        require_integer(name, count, 1)
+        if count > largest:
+            raise ArgumentError(name, f"must be at most {largest}", count)
     require_integer("shared", shared)
     sm, warps = _SMS[number], ceil_div(threads, 32)
     of_warp = ceil_div(registers * 32, _UNIT) * _UNIT
@@ -84,5 +84,5 @@ def occupancy(arch: str, threads: int, registers: int, shared: int = 0) -> Occup
         "warps": sm.warps // warps,
         "blocks": sm.blocks,
     }
-    least = min(blocks.values())
-    return Occupancy(least, least * warps, sm.warps, tuple(name for name, most in blocks.items() if most == least))
+    fewest = min(blocks.values())
+    return Occupancy(fewest, fewest * warps, sm.warps, tuple(name for name, count in blocks.items() if count == fewest))

@@ -14,7 +14,7 @@ ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
 
 
 @pytest.mark.parametrize(
-    ("given", "right"),
+    ("kernel", "right"),
     [
         (("sm_90a", 384, 168, 200_000), Occupancy(1, 12, 64, ("registers", "shared memory"))),
         (("sm_90a", 128, 32), Occupancy(16, 64, 64, ("registers", "warps"))),
@@ -27,22 +27,22 @@ ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
         (("sm_75", 64, 32, 8192), Occupancy(8, 16, 32, ("shared memory",))),
     ],
 )
-def test_by_hand(given: tuple[Any, ...], right: Occupancy) -> None:
-    assert occupancy(*given) == right
+def test_by_hand(kernel: tuple[Any, ...], right: Occupancy) -> None:
+    assert occupancy(*kernel) == right
 
 
 @given(st.sampled_from(ARCHES), st.integers(1, 1024), st.integers(1, 255), st.integers(0, 100_000))
 def test_it_fits_and_one_more_would_not(arch: str, threads: int, registers: int, shared: int) -> None:
     """Whatever is added, an SM never holds more; without a limit of its own nothing limits it."""
-    held = occupancy(arch, threads, registers, shared)
-    assert held.warps == held.blocks * -(-threads // 32) <= held.most_warps and held.limits
-    assert held.warps * 32 * registers <= 65536
-    for more in ((threads, min(255, registers + 8), shared), (threads, registers, shared + 1024)):
-        assert occupancy(arch, *more).blocks <= held.blocks
+    resident = occupancy(arch, threads, registers, shared)
+    assert resident.warps == resident.blocks * -(-threads // 32) <= resident.most_warps and resident.limits
+    assert resident.warps * 32 * registers <= 65536
+    for larger in ((threads, min(255, registers + 8), shared), (threads, registers, shared + 1024)):
+        assert occupancy(arch, *larger).blocks <= resident.blocks
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("kernel", "message"),
     [
         (("sm_70", 32, 32), "arch: must be one of sm_75, sm_80"),
         (("", 32, 32), "arch: must be one of"),
@@ -52,17 +52,17 @@ def test_it_fits_and_one_more_would_not(arch: str, threads: int, registers: int,
         (("sm_80", 32, 32, -1), "shared: must be an integer, 0 or more"),
     ],
 )
-def test_what_is_no_kernel_is_refused(given: tuple[Any, ...], message: str) -> None:
+def test_what_is_no_kernel_is_refused(kernel: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{message}"):
-        occupancy(*given)
+        occupancy(*kernel)
 
 
 def test_sass_shows_it(cli: Any) -> None:
     code, out, _ = cli("sass", "dequant_lqq.ptx", "--block", "16,16", "--shared", 100_000)
     assert code == 0 and "An SM holds at once, in blocks of 256 threads" in out and "shared memory" in out
-    found = json.loads(cli("sass", "dequant_lqq.ptx", "--block", 256, "--json")[1])
-    right = occupancy("sm_90a", 256, found["registers"])
-    assert found["occupancy"] == {**vars(right), "limits": [*right.limits]}
+    printed = json.loads(cli("sass", "dequant_lqq.ptx", "--block", 256, "--json")[1])
+    right = occupancy("sm_90a", 256, printed["registers"])
+    assert printed["occupancy"] == {**vars(right), "limits": [*right.limits]}
     for options, message in (
         (("--shared", 1), "--shared needs --block"),
         (("--block", "1,2,3,4"), "block: one to three positive integers"),

@@ -20,11 +20,12 @@ from ptxlab.errors import FileError, in_file
 from ptxlab.io.files import read_json, write_text
 from ptxlab.llm.model.config import Config
 from ptxlab.llm.model.decoder import NORMS
-from ptxlab.llm.model.quantized import CHANNELS, FUSED, QuantizedModel
-from ptxlab.llm.model.weights import BY_CHANNEL, UNCALIBRATED, LayerWeights
+from ptxlab.llm.model.quantized import CACHE_CONSTANTS, FUSED, QuantizedModel
+from ptxlab.llm.model.weights import BY_CHANNEL, DEFAULT_CACHE, LayerWeights
 from ptxlab.lowbit import layout
 from ptxlab.lowbit.layout.checkpoint import Checkpoint, TensorInfo, write_checkpoint
 from ptxlab.lowbit.layout.storage import described, holds_reordered, packed_headers
+from ptxlab.lowbit.quant.kv import check_channel
 from ptxlab.validate import is_one_of
 
 RECIPE = "recipe.json"
@@ -60,7 +61,9 @@ def save_layer(folder: Path, index: int, layer: LayerWeights) -> None:
     """Write one layer, whole or not at all."""
     announced, arrays, metadata = described({part_name(name, index): getattr(layer, name) for name in FUSED})
     plain = {part_name(name, index): part for name, part in layer.parts.items() if name in _PLAIN}
-    plain |= {channel_name(layer.cache, name, index): layer.parts[name] for name in CHANNELS if name in layer.parts}
+    plain |= {
+        channel_name(layer.cache, name, index): layer.parts[name] for name in CACHE_CONSTANTS if name in layer.parts
+    }
     write_checkpoint(layer_path(folder, index), announced + _infos(plain), arrays + _on_host(plain), metadata)
 
 
@@ -115,6 +118,11 @@ def load(folder: Path | str) -> QuantizedModel:
     config = load_config(folder)
     recipe = read_recipe(folder)
     layers = [load_layer(folder, index, config) for index in range(config.layers)]
+    for index, layer in enumerate(layers):
+        if layer.cache != layers[0].cache:
+            raise FileError(
+                f"{layer_path(folder, index)}: the cache must be {layers[0].cache}, as layer 0's (got {layer.cache})"
+            )
     return QuantizedModel(config=config, layers=layers, recipe=recipe, **load_ends(folder, config))
 
 
@@ -144,8 +152,10 @@ def load_layer(folder: Path, index: int, config: Config) -> LayerWeights:
     is_old = "input_norm" in file.tensors
     names = {name: name if is_old else part_name(name, index) for name in (*shapes, *FUSED)}
     parts: dict[str, Any] = {name: _read(file, names[name], shape) for name, shape in shapes.items()}
-    if cache in BY_CHANNEL:
-        parts |= {name: _read(file, channel_name(cache, name, index), constants) for name in CHANNELS}
+    for name in CACHE_CONSTANTS if cache in BY_CHANNEL else ():
+        parts[name] = _read(file, channel_name(cache, name, index), constants)
+        with in_file(path):
+            check_channel(channel_name(cache, name, index), cache, tuple(parts[name]), constants[1:])
     with in_file(path):
         load = layout.load_reordered if holds_reordered(file) else layout.load
         parts |= {name: load(path, names[name]) for name in FUSED}
@@ -169,7 +179,10 @@ def channel_name(scheme: str, part: str, index: int) -> str:
 
 def _stored_cache(file: Checkpoint, index: int) -> str:
     """The scheme by channel that a layer's file has constants of, or kv4."""
-    return next((name for name in BY_CHANNEL if channel_name(name, "k_channel", index) in file.tensors), UNCALIBRATED)
+    stored = (
+        scheme for scheme in BY_CHANNEL for part in _CHANNELS if channel_name(scheme, part, index) in file.tensors
+    )
+    return next(stored, DEFAULT_CACHE)
 
 
 def read_recipe(folder: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from ptxlab.llm.model import (
 from ptxlab.llm.model.memory import budget, largest_batch, require_batch, weights_of
 from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.runner import HEADS, PER_TOKEN
-from ptxlab.llm.model.weights import BY_CHANNEL, UNCALIBRATED
+from ptxlab.llm.model.weights import BY_CHANNEL, DEFAULT_CACHE
 from ptxlab.lowbit.quant import GROUPS, KV_SCHEMES
 
 PANEL = "Weights"
@@ -149,7 +149,7 @@ def generate(
         typer.Option(
             rich_help_panel=_COMPUTING,
             help="Scheme of the KV cache: kv4, kv8, or what the model is calibrated for (quantize --kv). "
-            "Default: that, or kv4.",
+            "Default: the model's calibrated cache, else kv4.",
         ),
     ] = None,
     rotated: Annotated[
@@ -167,7 +167,7 @@ def generate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a text with W4A8 weights and a KV cache of 4 bits or 8, in the integers that the kernels compute.
+    """Continue a text with W4A8 weights and a 4-bit or 8-bit KV cache, in the integers that the kernels compute.
 
     Without a GPU the same integers are computed in NumPy, where W4A4's folders run as well. Weights that are not
     quantised yet are rounded to nearest; --scheme float computes with them as they are. --chat holds a conversation.
@@ -277,6 +277,7 @@ def _check(computing: Computing, batch: int | None) -> None:
         options = {
             "--head int8": computing.head != "float16" or None,
             "--cache": computing.cache,
+            "--rotated": computing.rotated or None,
             "--plain": True if computing.rotated is False else None,
             "--memory": computing.memory,
         }
@@ -324,7 +325,7 @@ def _runner(
     """A runner of `size` sequences, or fewer where --memory holds no more and the size is not `fixed`."""
     if computing.scheme == "float" and isinstance(opened, FloatModel):
         return FloatRunner(opened.to_device() if computing.backend == "gpu" else opened, size, context)
-    of_model = opened.cache if isinstance(opened, QuantizedModel) else UNCALIBRATED
+    of_model = opened.cache if isinstance(opened, QuantizedModel) else DEFAULT_CACHE
     if computing.cache in BY_CHANNEL and computing.cache != of_model:
         command = f"ptxlab quantize MODEL --recipe lqq --kv {computing.cache} --out FOLDER"
         raise CommandLineError(f"--cache {computing.cache} needs a model that is calibrated for it: {command}")

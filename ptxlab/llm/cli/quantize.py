@@ -25,7 +25,7 @@ from ptxlab.llm.checkpoints import convert
 from ptxlab.llm.checkpoints.open import MODELS, missing
 from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
 from ptxlab.llm.model.floats import Tokens
-from ptxlab.llm.model.weights import BY_CHANNEL
+from ptxlab.llm.model.weights import BY_CHANNEL, DEFAULT_CACHE
 from ptxlab.llm.recipe import calibrate, named
 from ptxlab.llm.recipe.quantize import check_packable, quantize_model
 from ptxlab.lowbit.quant import PROTECTIVE_RANGE
@@ -76,7 +76,8 @@ def quantize(
         str | None,
         typer.Option(
             rich_help_panel=_RECIPE,
-            help="Calibrate a KV cache by channel: kv8_channel (LiquidServe) or kv4_channel (COMET). Default: none.",
+            help="The KV cache: kv4, by token; calibrated by channel: kv8_channel (LiquidServe), kv4_channel (COMET). "
+            "Default: the recipe's.",
         ),
     ] = None,
     text: Annotated[
@@ -109,8 +110,9 @@ def quantize(
     steps = steps.but(group=group, kept=group if steps.kept else 0)
     steps = steps if int8 is None else steps.but(int8=int8, outlier=0.0)
     steps = steps.but(rotate=rotation) if rotation else steps
-    if kv not in (None, *BY_CHANNEL):
-        raise expects("--kv", " or ".join(BY_CHANNEL), kv)
+    known = (DEFAULT_CACHE, *BY_CHANNEL)
+    if kv not in (None, *known):
+        raise expects("--kv", f"{', '.join(known[:-1])} or {known[-1]}", kv)
     steps = steps.but(kv=kv) if kv else steps
     steps = steps.but(protective_range=_range(steps.scheme, protective_range))
     check_packable(steps, out)

@@ -1,4 +1,4 @@
-"""`KernelRunner`: W4A8KV4 on the kernels: `decode_layer` over all layers, on a GPU or in the emulator.
+"""`KernelRunner`: a quantised model on the kernels: `decode_layer` over all layers, on a GPU or in the emulator.
 
 On a GPU a step is one CUDA graph, from the embedding to the norm behind the last layer, captured once for each size
 (`launch_sizes`). The product with the LM head follows on the same stream, as CuPy keeps cuBLAS out of graphs. Nothing

@@ -104,10 +104,11 @@ class Footprint:
         *,
         chunk: int | None = None,
         head: str = "float16",
-        cache: str = "kv4",
+        cache: str | None = None,
     ) -> "Footprint":
-        """Of this very model."""
-        return cls.of(model.config, batch, context, chunk=chunk, head=head, cache=cache, **weights_of(model))
+        """Of this very model; `cache` is its own by default."""
+        options: dict[str, Any] = {"chunk": chunk, "head": head, **weights_of(model)}
+        return cls.of(model.config, batch, context, cache=model.cache if cache is None else cache, **options)
 
     @property
     def fixed(self) -> int:
@@ -137,7 +138,7 @@ class Footprint:
 
 
 def weights_of(model: QuantizedModel) -> dict[str, Any]:
-    """What `Footprint.of` cannot count from the shapes of this very model."""
+    """What `Footprint.of` cannot count from the shapes of this very model; the scheme of its cache is not among it."""
     layers = model.layers
     footprint_options = {"weights": sum(layer.nbytes for layer in layers), "dtype": layers[0].dtype}
     if not layers[0].four_bit_inputs:

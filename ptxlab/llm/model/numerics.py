@@ -73,7 +73,7 @@ class FakeQuantized(Numerics):
         return found
 
     def cached(self, keys: Floats, values: Floats, layer: Layer) -> tuple[Floats, Floats]:
-        """See `Numerics.cached`. By channel with the layer's constants where it has some, else with those of x."""
+        """See `Numerics.cached`. By channel with the layer's constants; a layer without some calibrates on x itself."""
         if self.kv is None:
             return keys, values
         if "k_channel" in layer and self.kv in KV_SCHEMES and KV_SCHEMES[self.kv].by_channel:

@@ -1,4 +1,4 @@
-"""`NumpyRunner`: W4A8KV4 and W4A4KV4 in NumPy, in the very integers that the kernels compute.
+"""`NumpyRunner`: a quantised model, W4A8 or W4A4, in NumPy, in the very integers that the kernels compute.
 
 Its steps are those of `model.reference.exact`, bit for bit, with weights unpacked once and nothing else recomputed;
 with W4A4's weights, products and their inputs are those of `gemm_w4a4` and `reorder_quantize`, or of COMET's kernels.

@@ -11,7 +11,7 @@ from ptxlab.llm.model.config import Config
 from ptxlab.llm.model.decoder import BIASES, NORMS, Layer
 from ptxlab.llm.model.floats import FloatModel
 from ptxlab.llm.model.numerics import FakeQuantized
-from ptxlab.llm.model.weights import BY_CHANNEL, DTYPES, UNCALIBRATED, LayerWeights, quantiser
+from ptxlab.llm.model.weights import BY_CHANNEL, DEFAULT_CACHE, DTYPES, LayerWeights, quantiser
 from ptxlab.lowbit.layout import ReorderedWeight, pack, unpack
 from ptxlab.lowbit.layout.packed_weight import QuantizedWeight
 from ptxlab.lowbit.quant import Rounding
@@ -19,7 +19,7 @@ from ptxlab.lowbit.quant.inputs import extremes
 from ptxlab.spec.dtypes import floats, stored
 from ptxlab.validate import is_one_of
 
-CHANNELS = ("k_channel", "v_channel")  # constants of a cache by channel, by attribute of a layer
+CACHE_CONSTANTS = ("k_channel", "v_channel")  # constants of a cache by channel, by attribute of a layer
 FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}  # one product each
 
 
@@ -42,6 +42,14 @@ class QuantizedModel:
     final_norm: Any = field(repr=False)
     head: Any = field(default=None, repr=False)
     recipe: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise ArgumentError for layers that are calibrated for different caches."""
+        for index, layer in enumerate(self.layers):
+            if layer.cache != self.cache:
+                raise ArgumentError(
+                    f"layers[{index}]: cache", f"must be {self.cache}, as the first layer's", layer.cache
+                )
 
     @property
     def cache(self) -> str:
@@ -93,7 +101,7 @@ def packed_layer(
     layout: str = "strips",
     dtype: str = "float16",
     *,
-    cache: str = UNCALIBRATED,
+    cache: str = DEFAULT_CACHE,
     unchecked: bool = False,
 ) -> LayerWeights:
     """A layer for the kernels: norms and biases of the float layer, quantised matrices by the names of `FUSED`.
@@ -110,7 +118,7 @@ def packed_layer(
     for name in NORMS:
         parts[name] = _narrowed(name, layer[name], dtype)
     if cache in BY_CHANNEL:
-        parts |= {name: layer[name] for name in CHANNELS}
+        parts |= {name: layer[name] for name in CACHE_CONSTANTS}
     return LayerWeights(config=config, cache=cache, **parts)
 
 
@@ -152,7 +160,7 @@ def layer_floats(layer: LayerWeights) -> Layer:
         found |= zip(parts, np.split(values, ends), strict=True)
         if fused == "qkv" and layer.qkv_bias is not None:
             found |= zip(BIASES, np.split(layer.qkv_bias, ends), strict=True)
-    return found | {name: layer.parts[name] for name in CHANNELS if name in layer.parts}
+    return found | {name: layer.parts[name] for name in CACHE_CONSTANTS if name in layer.parts}
 
 
 def numerics_of(layer: LayerWeights) -> FakeQuantized:

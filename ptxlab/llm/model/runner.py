@@ -3,7 +3,8 @@
 A runner takes *rows*: a token, its sequence, its position. Decoding has a row per sequence; a prompt has one for each
 of its tokens, in chunks. A layer writes keys and values of all rows before any of them attends, and a row reads the
 tokens up to its position from the quantised cache. So a text does not depend on how its prompt is cut into chunks, nor
-on pages that it shares. Sequences take pages of a common pool as they grow (`pages.Pages`).
+on pages that it shares; on a GPU a cache that is not kv4 needs `batch_invariant` for that. Sequences take pages of a
+common pool as they grow (`pages.Pages`).
 """
 
 from abc import ABC, abstractmethod
@@ -18,8 +19,8 @@ from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config
 from ptxlab.llm.model.pages import PAGE, Pages
-from ptxlab.llm.model.quantized import CHANNELS, QuantizedModel
-from ptxlab.llm.model.weights import BY_CHANNEL, UNCALIBRATED, LayerWeights
+from ptxlab.llm.model.quantized import CACHE_CONSTANTS, QuantizedModel
+from ptxlab.llm.model.weights import BY_CHANNEL, DEFAULT_CACHE, LayerWeights
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.layout.pages import page_bytes
 from ptxlab.lowbit.quant import Level1Weight, quantize_level1
@@ -111,7 +112,7 @@ class Runner(ABC):
         for name, tokens in (("context", batch * context), ("pages", (pages or 1) * PAGE), ("chunk", chunk or 1)):
             if tokens >= 1 << 31:
                 raise ArgumentError(name, "must be of fewer than 2^31 tokens in all", tokens)
-        schemes = [model.cache if isinstance(model, QuantizedModel) else UNCALIBRATED, *PER_TOKEN]
+        schemes = [model.cache if isinstance(model, QuantizedModel) else DEFAULT_CACHE, *PER_TOKEN]
         cache = schemes[0] if cache is None else cache
         if not is_one_of(cache, schemes):
             rule = f"must be one of {', '.join(dict.fromkeys(schemes))}; by channel the model must be calibrated for it"
@@ -143,7 +144,7 @@ class Runner(ABC):
         """Return a layer's cache in this pool, with the layer's constants where it is by channel."""
         options: dict[str, Any] = {"page_size": PAGE, "head_dim": self.config.head_dim, "rotated": self.rotated}
         if self.cache in BY_CHANNEL:
-            options |= {name: tuple(weights.parts[name]) for name in CHANNELS}
+            options |= {name: tuple(weights.parts[name]) for name in CACHE_CONSTANTS}
         return KVCache(pool=pool, block_table=block_table, lengths=lengths, scheme=self.cache, **options)
 
     @property

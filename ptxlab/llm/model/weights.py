@@ -23,7 +23,7 @@ from ptxlab.validate import is_one_of, require_integer, shape_of
 
 DTYPES = ("float16", "bfloat16")  # of what lies between the kernels
 BY_CHANNEL = tuple(name for name, scheme in quant.KV_SCHEMES.items() if scheme.by_channel)
-UNCALIBRATED = "kv4"  # the cache of a layer that has no constants by channel
+DEFAULT_CACHE = "kv4"  # the cache of a layer that has no constants by channel
 RANDOM_OUTLIERS = 128  # channels in INT8 of random W4A4 weights, as Atom has them (Atom §4.1)
 
 
@@ -76,7 +76,7 @@ class LayerWeights:
     post_norm: Any = field(repr=False)
     qkv_bias: Any = field(default=None, repr=False)
     router: Any = field(default=None, repr=False)
-    cache: str = "kv4"
+    cache: str = DEFAULT_CACHE
     k_channel: Any = field(default=None, repr=False)
     v_channel: Any = field(default=None, repr=False)
 
@@ -93,8 +93,8 @@ class LayerWeights:
         shapes: dict[str, tuple[int, ...]] = {"input_norm": (config.hidden,), "post_norm": (config.hidden,)}
         shapes["qkv_bias"] = (config.qkv_width,) if config.qkv_bias else ()
         shapes["router"] = (config.experts, config.hidden) if config.experts else ()
-        if not is_one_of(self.cache, (UNCALIBRATED, *BY_CHANNEL)):
-            rule = f"must be {UNCALIBRATED}, or one by channel: {', '.join(BY_CHANNEL)}"
+        if not is_one_of(self.cache, (DEFAULT_CACHE, *BY_CHANNEL)):
+            rule = f"must be {DEFAULT_CACHE}, or one by channel: {', '.join(BY_CHANNEL)}"
             raise ArgumentError("cache", rule, self.cache)
         constants = (2, config.kv_heads, config.head_dim) if self.cache in BY_CHANNEL else ()
         shapes |= {"k_channel": constants, "v_channel": constants}
@@ -102,6 +102,9 @@ class LayerWeights:
             array = getattr(self, name)
             if shape_of(array) != shape or (not shape and array is not None):
                 raise ArgumentError(name, f"must be an array {list(shape)}" if shape else "must be None", _said(array))
+        for name in ("k_channel", "v_channel") if constants else ():
+            if dtype_of(getattr(self, name)) != "float32":
+                raise ArgumentError(name, "must be float32", dtype_of(getattr(self, name)))
         on_gpu = gpu.is_device_array(self.input_norm)
         for name, part in self.parts.items():
             if any(gpu.is_device_array(array) != on_gpu for array in getattr(part, "buffers", {"": part}).values()):

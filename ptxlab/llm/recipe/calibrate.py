@@ -16,7 +16,7 @@ from ptxlab.errors import ArgumentError, naming
 from ptxlab.llm.model.decoder import EXACT, Layer, Numerics
 from ptxlab.llm.model.floats import FloatModel, MappedLayers, Tokens
 from ptxlab.llm.model.numerics import FakeQuantized
-from ptxlab.llm.model.quantized import CHANNELS, FUSED
+from ptxlab.llm.model.quantized import CACHE_CONSTANTS, FUSED
 from ptxlab.llm.model.threads import each_stream
 from ptxlab.llm.recipe import (
     Recipe,
@@ -154,6 +154,7 @@ def quantize_layer(
     Matrices that read the same input are quantised together, in the order of the layer. Each is thus calibrated on
     inputs with the errors of those before it. `index` is that of `FloatModel.run_layer`.
     """
+    layer = {name: part for name, part in layer.items() if name not in CACHE_CONSTANTS}  # of a model quantised before
     layer = shaped(model, layer, states, recipe, index)
     if recipe.smooth_search is not None:
         layer = smooth_layer(model, layer, states, recipe, index)
@@ -193,9 +194,11 @@ def quantize_layer(
                 made[f"{name}_order"] = order
             if int8 is not None:
                 made[f"{name}_int8"] = np.asarray(int8, like=order)
+        if fused == "qkv" and recipe.calibrates_cache:
+            made |= cache_constants(model, made, states, recipe, index)
         if fused == "o" and heads:  # given up one by one, so that memory never holds all of both
             middles = [x + numerics.product("o", heads.pop(0), made) for x in states]
-    if recipe.calibrates_cache:
+    if recipe.scheme is None and recipe.calibrates_cache:
         made |= cache_constants(model, made, states, recipe, index)
     quantized = QuantizedLayer(made, weights, errors, inputs)
     return quantized if recipe.int8 is None else folded(quantized)
@@ -204,30 +207,29 @@ def quantize_layer(
 def cache_constants(
     model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe, index: int | None = None
 ) -> dict[str, Any]:
-    """Calibrate a cache by channel: (scale, zero) f32 [2, Hkv, D] of keys and values, by the names of `CHANNELS`.
+    """Calibrate a cache by channel: (scale, zero) f32 [2, Hkv, D] of keys and values, by names of `CACHE_CONSTANTS`.
 
-    They are of a quantised layer, over all tokens of the calibration text: on the stream [B, T, H] of every batch
-    before the layer.
+    They are of all tokens of the calibration text, on the stream [B, T, H] of every batch before the layer, whose
+    matrices q, k and v are quantised already.
     """
     assert recipe.kv is not None
     numerics = replace(recipe.numerics(), kv=None)
 
-    def ranges_of(x: Any) -> dict[str, Any]:
-        """Least and largest of every channel, [2, Hkv, D]."""
-        found: dict[str, Any] = {}
+    def read_ranges(x: Any) -> dict[str, Any]:
+        """Return the least and the largest of every channel, [2, Hkv, D]."""
+        ranges: dict[str, Any] = {}
 
-        def seen(name: str, x: Any) -> None:
+        def keep(name: str, x: Any) -> None:
             if name in ("keys", "values"):
-                found[name] = np.stack([x.min(axis=(0, 1)), x.max(axis=(0, 1))])
+                ranges[name] = np.stack([x.min(axis=(0, 1)), x.max(axis=(0, 1))])
 
         with contextlib.suppress(_ReachedError):
-            model.run_layer(x, layer, _Tap(numerics, seen, until="o"), index=index)
-        return found
+            model.run_layer(x, layer, _Tap(numerics, keep, until="values"), index=index)
+        return ranges
 
-    ranges = [*each_stream(ranges_of, states)]
-    of_all = {part: np.concatenate([found[part] for found in ranges]) for part in ("keys", "values")}
-    constants = (np.stack(calibrate_kv(x, recipe.kv)) for x in of_all.values())
-    return dict(zip(CHANNELS, constants, strict=True))
+    batches = [*each_stream(read_ranges, states)]
+    texts = (np.concatenate([ranges[part] for ranges in batches]) for part in ("keys", "values"))
+    return {name: np.stack(calibrate_kv(x, recipe.kv)) for name, x in zip(CACHE_CONSTANTS, texts, strict=True)}
 
 
 def channel_order(recipe: Recipe, H: Any, largest: Any) -> tuple[Any, int | None]:
@@ -295,36 +297,41 @@ def smooth_layer(
 ) -> Layer:
     """Search SmoothQuant's strength for the inputs of qkv, of gate and up, and of down, and fold each λ into the layer.
 
-    The function does not change. The error is that of `SEARCHED` rows of the first batch, with INT8 activations and
+    The function does not change. The error is that of the text's first `SEARCHED` rows, with INT8 activations and
     weights rounded to nearest; peaks are those of the whole text.
     """
     assert recipe.smooth_search is not None
     numerics = recipe.numerics()
 
-    def inputs_of(x: Any) -> dict[str, Any]:
-        """Of each matrix some rows, and max|x| of every channel."""
-        found: dict[str, Any] = {}
+    def read_rows(x: Any) -> dict[str, Any]:
+        """Return what each matrix reads of a batch, [B·T, K]."""
+        of_batch: dict[str, Any] = {}
 
-        def seen(name: str, x: Any) -> None:
+        def keep(name: str, x: Any) -> None:
             if name in SOURCES:
-                rows = x.reshape(-1, x.shape[-1])
-                found[name] = rows[:SEARCHED], np.abs(rows).max(axis=0)
+                of_batch[name] = x.reshape(-1, x.shape[-1])
 
         with contextlib.suppress(_ReachedError):
-            model.run_layer(x, layer, _Tap(EXACT, seen, until="down"), index=index)
-        return found
+            model.run_layer(x, layer, _Tap(EXACT, keep, until="down"), index=index)
+        return of_batch
 
-    def nearest(w: Any) -> Any:
+    def round_to_nearest(w: Any) -> Any:
         return rounded(w, None, recipe.grid(w)).values.astype(w.dtype)
 
-    batches = [*each_stream(inputs_of, states)]
-    for name in SOURCES:
-        together = next(names for names in FUSED.values() if names[0] == name)
-        w = np.concatenate([layer[part] for part in together])
-        peaks = np.stack([batch[name][1] for batch in batches]).max(axis=0)
-        some = batches[0][name][0]
-        _, factor = search_factor(some, w, peaks, recipe.smooth_search, read=numerics.input, rounded=nearest)
-        layer = smooth_input(layer, together, factor)
+    inputs: dict[str, list[Any]] = {name: [] for name in SOURCES}
+    peaks: dict[str, Any] = {}
+    for of_batch in each_stream(read_rows, states):
+        for name, rows in of_batch.items():
+            missing = SEARCHED - sum(map(len, inputs[name]))
+            if missing > 0:
+                inputs[name].append(rows[:missing].copy())
+            peaks[name] = np.maximum(peaks.get(name, 0), np.abs(rows).max(axis=0))
+    for name, kept in inputs.items():
+        matrices = next(parts for parts in FUSED.values() if parts[0] == name)
+        w = np.concatenate([layer[part] for part in matrices])
+        options: dict[str, Any] = {"read": numerics.input, "rounded": round_to_nearest}
+        _, factor = search_factor(np.concatenate(kept), w, peaks[name], recipe.smooth_search, **options)
+        layer = smooth_input(layer, matrices, factor)
     return layer
 
 
@@ -363,7 +370,10 @@ class _ReachedError(Exception):
 
 
 class _Tap(Numerics):
-    """Passes the matrices' inputs, the `keys` and the `values` to `seen`; stops the layer before the matrix `until`."""
+    """Pass the matrices' inputs, the `keys` and the `values` to `seen`.
+
+    The layer stops before the matrix `until`, or behind the `values`.
+    """
 
     def __init__(self, inner: Numerics, seen: Callable[[str, Any], None], until: str = "") -> None:
         self.inner, self.seen, self.until = inner, seen, until
@@ -377,6 +387,8 @@ class _Tap(Numerics):
     def cached(self, keys: Any, values: Any, layer: Layer) -> tuple[Any, Any]:
         self.seen("keys", keys)
         self.seen("values", values)
+        if self.until == "values":
+            raise _ReachedError
         return self.inner.cached(keys, values, layer)
 
 

@@ -18,7 +18,7 @@ from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.model.decoder import Layer
 from ptxlab.llm.model.floats import FloatModel, Tokens
 from ptxlab.llm.model.quantized import layer_floats, packed_layer, stored_ends
-from ptxlab.llm.model.weights import DTYPES, UNCALIBRATED
+from ptxlab.llm.model.weights import DEFAULT_CACHE, DTYPES
 from ptxlab.llm.recipe import Recipe
 from ptxlab.llm.recipe.calibrate import QuantizedLayer, prepared, quantize_layers, require_text
 from ptxlab.llm.recipe.settings import PACKED
@@ -110,7 +110,7 @@ def _write_layers(
     for index, found in enumerate(quantize_layers(model, tokens, recipe, finished)):
         if found is not None:
             with naming(f"layer {index}"):  # a group that would overflow is refused there
-                cache = str(recipe.kv) if recipe.calibrates_cache else UNCALIBRATED
+                cache = str(recipe.kv) if recipe.calibrates_cache else DEFAULT_CACHE
                 layer = packed_layer(config, found.floats, _ordered(found, recipe, layout), layout, dtype, cache=cache)
             folders.save_layer(partial, index, layer)
             errors[index] = found.errors

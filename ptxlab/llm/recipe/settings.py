@@ -94,6 +94,9 @@ class Recipe:
                 raise ArgumentError("smooth", "must be None where smooth_search is given", self.smooth)
             if not isinstance(self.smooth_search, tuple) or not self.smooth_search:
                 raise ArgumentError("smooth_search", "must be a tuple of strengths, or None", repr(self.smooth_search))
+            if self.scheme not in PACKED or self.acts != 8:
+                got = f"scheme {self.scheme}, acts {self.acts}"
+                raise ArgumentError("smooth_search", f"needs scheme {', '.join(PACKED)} and 8-bit activations", got)
             for strength in self.smooth_search:
                 require_number("smooth_search", strength, 0, 1)
         check_protective_range(self.protective_range)

@@ -56,7 +56,7 @@ def smoothing_factor(peaks: Any, of_weight: Any, alpha: float) -> Any:
 def search_factor(
     x: Any, w: Any, peaks: Any, strengths: Sequence[float], read: Callable[[Any], Any], rounded: Callable[[Any], Any]
 ) -> tuple[float, Any]:
-    """Return the strength alpha, and its λ f64 [K], that leave the least squared error of a product's output.
+    """Return the strength alpha, and its λ f64 [K], with the least squared error of a product's output.
 
     Args:
         x: some of its input, [M, K].
@@ -70,8 +70,8 @@ def search_factor(
 
     def error(alpha: float) -> float:
         factor = smoothing_factor(peaks, of_weight, alpha).astype(x.dtype)
-        found = read(x / factor) @ rounded(w * factor).T
-        return float(np.square(found - right, dtype=np.float64).sum())
+        output = read(x / factor) @ rounded(w * factor).T
+        return float(np.square(output - right, dtype=np.float64).sum())
 
     alpha = min(strengths, key=error)
     return alpha, smoothing_factor(peaks, of_weight, alpha)

@@ -21,6 +21,7 @@ from ptxlab.llm.model import Config, FloatModel, LayerWeights, QuantizedModel
 from ptxlab.llm.model.decoder import BIASES, NORMS
 from ptxlab.llm.model.floats import MappedLayers
 from ptxlab.llm.model.quantized import packed_layer, stored_ends
+from ptxlab.llm.model.weights import BY_CHANNEL
 from ptxlab.llm.recipe import Recipe, named
 from ptxlab.llm.recipe.calibrate import prepared, quantize_layers
 from ptxlab.llm.recipe.settings import PACKED
@@ -33,6 +34,7 @@ from ptxlab.spec.dtypes import name_of
 _DTYPES = (torch.float16, torch.bfloat16)
 _MOST_CONTEXT = 1 << 20  # positions, for which a table of angles is made
 # Attributes of `Config` in which a quantised model must agree with the model that takes its weights.
+_BY_TOKEN = "a KV4Cache has scales by token"
 _SAME = (
     "hidden", "ffn", "heads", "kv_heads", "head_dim", "layers", "vocabulary", "qkv_bias", "window", "window_layers",
 )  # fmt: skip
@@ -121,6 +123,10 @@ def _quantized(
     if not isinstance(recipe, Recipe) or recipe.scheme not in PACKED:
         got = recipe.scheme if isinstance(recipe, Recipe) else type(recipe).__name__
         raise ArgumentError("recipe", f"must be a Recipe or its name, of scheme {', '.join(PACKED)}", got)
+    if recipe.calibrates_cache:
+        raise ArgumentError(
+            "recipe: kv", f"must not be by channel: {_BY_TOKEN}, as recipe.but(kv='kv4') has", recipe.kv
+        )
     layout = layout or layout_here(recipe.scheme)
     turned, text = prepared(model, recipe), np.zeros((0, 1), np.int64) if tokens is None else np.asarray(tokens)
     ends, layers = stored_ends(turned, dtype), []
@@ -137,6 +143,8 @@ def _check_same(config: Config, quantized: QuantizedModel, dtype: str) -> None:
         ours, theirs = getattr(config, name), getattr(quantized.config, name)
         if ours != theirs:
             raise ArgumentError("recipe", f"must be of a model with {name}={ours}", f"{name}={theirs}")
+    if quantized.cache in BY_CHANNEL:
+        raise ArgumentError("recipe", f"must be of a model without a cache by channel: {_BY_TOKEN}", quantized.cache)
     if quantized.layers[0].dtype != dtype:
         raise ArgumentError("recipe", f"must be of a model of {dtype}", quantized.layers[0].dtype)
 

@@ -47,7 +47,7 @@ class PackedCheckpoint:
         if config.get("version") != CONFIG_VERSION:
             raise ArgumentError(f"{_CONFIG}: version", f"must be {CONFIG_VERSION}", config.get("version"))
         if config.get("kv_cache") is not None:
-            rule = "must be absent: vLLM's caches have scales per token, none by channel"
+            rule = "must be absent: vLLM's caches have scales by token; `ptxlab quantize --kv kv4` makes such a folder"
             raise ArgumentError(f"{_CONFIG}: kv_cache", rule, config["kv_cache"])
         exceptions = config.get("exceptions", {})
         if not isinstance(exceptions, Mapping):

@@ -168,7 +168,7 @@ def test_what_a_recipe_reports(cli: Any, folder: Path, tmp_path: Path) -> None:
         (("--recipe", "atom", "--int8", "0.1"), "--int8 is for --recipe fmpq"),
         (("--int8", "0.1"), "--int8 needs --recipe"),
         (("--kv", "kv8_channel"), "--kv needs --recipe"),
-        (("--recipe", "rtn", "--kv", "kv8"), "--kv expects kv4_channel or kv8_channel, got kv8"),
+        (("--recipe", "rtn", "--kv", "kv8"), "--kv expects kv4, kv4_channel or kv8_channel, got kv8"),
         (("--recipe", "lqq", "--scheme", "qoq"), "--scheme is for a file without --recipe"),
         (("--recipe", "lqq", "--range", "0"), "protective_range: must be an integer in 1..127 (got 0)"),
         (("--recipe", "lqq", "--samples", "0"), "--samples expects an integer, 1 or more, got 0"),

@@ -1,6 +1,7 @@
 """Caches of 8 bits, and caches by channel that a recipe calibrates: folders, runners, perplexity."""
 
 import json
+import shutil
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,15 @@ import numpy as np
 import pytest
 
 from ptxlab import gpu
-from ptxlab.errors import ArgumentError
+from ptxlab.errors import ArgumentError, FileError
 from ptxlab.llm.accuracy.parting import parting
 from ptxlab.llm.checkpoints import folder
-from ptxlab.llm.checkpoints.open import stored_numerics
+from ptxlab.llm.checkpoints.open import dequantized, stored_numerics
 from ptxlab.llm.checkpoints.rewrite import rewrite_folder
 from ptxlab.llm.model import Config, FloatModel, Footprint, KernelRunner, NumpyRunner, QuantizedModel, Runner
 from ptxlab.llm.model.numerics import FakeQuantized
 from ptxlab.llm.recipe import RECIPES
-from ptxlab.llm.recipe.calibrate import cache_constants
+from ptxlab.llm.recipe.calibrate import cache_constants, prepared, quantize_layers
 from ptxlab.llm.recipe.quantize import quantize_model
 from ptxlab.llm.server import Server
 from ptxlab.lowbit.quant import KV_SCHEMES, calibrate_kv
@@ -62,10 +63,10 @@ def test_constants_are_those_of_the_keys_and_values_of_the_text(scheme: str) -> 
     y = rms_norm(x, layer["input_norm"], CONFIG.eps).astype(np.float32)
     k, v = ((y @ layer[name].T + layer[f"{name}_bias"]).reshape(*TEXT.shape, 2, 64) for name in "kv")
     k = rope(k, *CONFIG.rope_tables(TEXT.shape[1]))
-    found = cache_constants(model, layer, [x[:1], x[1:]], recipe, 0)
+    constants = cache_constants(model, layer, [x[:1], x[1:]], recipe, 0)
     for name, right in (("k_channel", k), ("v_channel", v)):
-        np.testing.assert_allclose(found[name][0], calibrate_kv(right, scheme)[0], rtol=1e-5)
-        np.testing.assert_array_equal(found[name][1], calibrate_kv(right, scheme)[1])
+        np.testing.assert_allclose(constants[name][0], calibrate_kv(right, scheme)[0], rtol=1e-5)
+        np.testing.assert_array_equal(constants[name][1], calibrate_kv(right, scheme)[1])
 
 
 @pytest.mark.parametrize("scheme", BY_CHANNEL)
@@ -144,8 +145,8 @@ def test_schemes_that_a_model_is_not_calibrated_for_are_refused(
 ) -> None:
     how: dict[str, Any] = {"backend": "emulator"} if kind is KernelRunner else {}
     plain = QuantizedModel.rounded(FloatModel.random(CONFIG), group=64)
-    for model, known in ((plain, "kv4, kv8"), (models["kv8_channel"], "kv8_channel, kv4, kv8")):
-        rule = f"^cache: must be one of {known}; by channel the model must be calibrated for it "
+    for model, schemes in ((plain, "kv4, kv8"), (models["kv8_channel"], "kv8_channel, kv4, kv8")):
+        rule = f"^cache: must be one of {schemes}; by channel the model must be calibrated for it "
         for cache in ("kv4_channel", "kv5", 8):
             with pytest.raises(ArgumentError, match=rule):
                 kind(model, 1, 64, cache=cache, **how)
@@ -159,9 +160,66 @@ def test_schemes_that_a_model_is_not_calibrated_for_are_refused(
         replace(plain.layers[0], cache="kv8")
 
 
-def test_pages_of_8_bits_are_counted() -> None:
+def test_layers_of_other_caches_and_damaged_constants_are_refused(
+    folders: dict[str, Path], models: dict[str, QuantizedModel], tmp_path: Path
+) -> None:
+    first, second = (models[scheme].layers for scheme in BY_CHANNEL)
+    rule = r"layers\[1\]: cache: must be kv8_channel, as the first layer's \(got kv4_channel\)"
+    with pytest.raises(ArgumentError, match=rule):
+        replace(models["kv8_channel"], layers=[first[0], second[1]])
+    with pytest.raises(ArgumentError, match=r"^k_channel: must be float32 \(got float16\)"):
+        replace(first[0], k_channel=first[0].k_channel.astype(np.float16))
+    mixed = tmp_path / "mixed"
+    shutil.copytree(folders["kv8_channel"], mixed)
+    shutil.copy(folder.layer_path(folders["kv4_channel"], 1), folder.layer_path(mixed, 1))
+    with pytest.raises(FileError, match=r"layer_001.safetensors: the cache must be kv8_channel, as layer 0's"):
+        folder.load(mixed)
+    wrong = first[1].v_channel.copy()
+    wrong[0, 1, 3] = np.nan
+    folder.save_layer(mixed, 1, replace(first[1], v_channel=wrong))
+    with pytest.raises(FileError, match=r"layer_001.safetensors: .*kv8_channel.values scale"):
+        folder.load(mixed)
+
+
+def test_a_calibrated_model_is_quantised_anew_from_its_floats_alone(
+    folders: dict[str, Path], models: dict[str, QuantizedModel], tmp_path: Path
+) -> None:
+    """As one without constants is: those of before are of other keys."""
+    recipe, layers = RECIPES["lqq"].but(rotate=None, group=32, kv="kv4_channel"), []
+    for has_constants in (True, False):
+        model = dequantized(models["kv8_channel"])
+        if not has_constants:
+            stripped = [{k: v for k, v in layer.items() if "channel" not in k} for layer in model.layers]
+            model = FloatModel(**{**vars(model), "layers": stripped})
+        quantized = next(iter(quantize_layers(prepared(model, recipe), TEXT, recipe)))
+        assert quantized is not None
+        layers.append(quantized.floats)
+    assert layers[0].keys() == layers[1].keys()
+    assert all(np.array_equal(layers[0][name], layers[1][name]) for name in layers[0])
+
+
+def test_an_interrupted_run_goes_on_with_its_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = RECIPES["rtn"].but(kv="kv8_channel")
+    quantize_model(FloatModel.random(CONFIG), TEXT, recipe, tmp_path / "whole")
+
+    def stop(label: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_model(FloatModel.random(CONFIG), TEXT, recipe, tmp_path / "out", progress=stop)
+    quantize_model(FloatModel.random(CONFIG), TEXT, recipe, tmp_path / "out")
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
+
+
+def test_pages_of_8_bits_are_counted(models: dict[str, QuantizedModel]) -> None:
     pages = [Footprint.of(CONFIG, 1, 128, cache=cache).page for cache in ("kv4", "kv4_channel", "kv8_channel", "kv8")]
-    assert pages[1] * 2 == pages[2] and pages == sorted([pages[0], pages[1], pages[2], pages[3]], key=pages.index)
+    assert pages[1] * 2 == pages[2] and pages[1] < pages[0] < pages[2] < pages[3]
     assert pages[0] - pages[1] == pages[3] - pages[2] == CONFIG.layers * 2 * CONFIG.kv_heads * 64 * 4
+    model = models["kv8_channel"]
+    assert (
+        Footprint.of_model(model, 1, 128).page == pages[2]
+        and Footprint.of_model(model, 1, 128, cache="kv4").page == pages[0]
+    )
     with pytest.raises(ArgumentError, match=r"^cache: must be one of kv4, kv8"):
         Footprint.of(CONFIG, 1, 128, cache="kv5")

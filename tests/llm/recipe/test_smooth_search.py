@@ -48,8 +48,8 @@ def test_the_strength_with_the_least_error_is_taken() -> None:
         factor = peaks**alpha / np.abs(w).max(axis=0) ** (1 - alpha)
         factor = (factor / np.exp(np.log(factor).mean())).astype(np.float32)
         errors.append(np.square(per_token(x / factor) @ rounded(w * factor).T - x @ w.T).sum())
-    found, factor = search_factor(x, w, peaks, STRENGTHS, per_token, rounded)
-    assert found == STRENGTHS[int(np.argmin(errors))] and 0 < found < 1 and min(errors) < errors[0] / 2
+    alpha, factor = search_factor(x, w, peaks, STRENGTHS, per_token, rounded)
+    assert alpha == STRENGTHS[int(np.argmin(errors))] and 0 < alpha < 1 and min(errors) < errors[0] / 2
     assert factor.shape == (128,) and np.isclose(np.log(factor).mean(), 0)
 
 
@@ -72,10 +72,10 @@ def test_it_loses_less_than_rounding_alone() -> None:
     x = model.embedded(TEXT)
     right = model.run_layer(x, model.layers[0], index=0)
     for name in ("rtn", "liquid"):
-        made = next(iter(quantize_layers(model, TEXT, RECIPES[name].but(kv=None))))
-        assert made is not None
-        found = model.run_layer(x, made.floats, FakeQuantized(kv=None), index=0)
-        errors[name] = float(np.square(found - right).sum())
+        quantized = next(iter(quantize_layers(model, TEXT, RECIPES[name].but(kv=None))))
+        assert quantized is not None
+        output = model.run_layer(x, quantized.floats, FakeQuantized(kv=None), index=0)
+        errors[name] = float(np.square(output - right).sum())
     assert errors["liquid"] < 0.75 * errors["rtn"]  # half was seen
 
 
@@ -93,6 +93,11 @@ def test_a_folder_of_the_recipe(tmp_path: Path) -> None:
         ({"smooth": (0.3, 0.7)}, r"smooth: must be None where smooth_search is given"),
         ({"smooth_search": ()}, r"smooth_search: must be a tuple of strengths, or None \(got \(\)\)"),
         ({"smooth_search": [0.5]}, r"smooth_search: must be a tuple of strengths, or None \(got \[0.5\]\)"),
+        (
+            {"scheme": "int4"},
+            r"smooth_search: needs scheme lqq, qoq, qoq_channel and 8-bit .* \(got scheme int4, acts 8\)",
+        ),
+        ({"acts": None}, r"smooth_search: needs scheme .* \(got scheme lqq, acts None\)"),
         ({"smooth_search": (0.5, 1.5)}, r"smooth_search: must be a number in 0..1 \(got 1.5\)"),
     ],
 )

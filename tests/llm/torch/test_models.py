@@ -1,5 +1,6 @@
 """Small random models of four families of `transformers`: quantised, they generate the tokens of our own runner."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -225,6 +226,14 @@ def test_reset_begins_anew_and_beams_are_copied() -> None:
     assert made[0, len(PROMPTS[0]) :].tolist() == first[0]
 
 
+def calibrated() -> QuantizedModel:
+    """A model with constants of a cache by channel, all 1."""
+    model = quantized(small())
+    constants = np.stack([np.ones((1, 64), np.float32), np.zeros((1, 64), np.float32)])
+    layers = [replace(layer, cache="kv8_channel", k_channel=constants, v_channel=constants) for layer in model.layers]
+    return replace(model, layers=layers)
+
+
 def cached(context: int = CONTEXT, batch: int = 1) -> Any:
     from ptxlab.llm.torch import KV4Cache, quantize_model
 
@@ -292,6 +301,8 @@ BAD = {
     "must not be quantised yet": lambda: quantize(quantize(small())),
     "recipe: must be one of lqq": lambda: quantize(small(), "int3"),
     "recipe: must be a Recipe or its name, of scheme lqq": lambda: quantize(small(), "atom"),
+    "recipe: kv: must not be by channel: a KV4Cache has scales by token": lambda: quantize(small(), "liquid"),
+    "recipe: must be of a model without a cache by channel": lambda: quantize(small(), calibrated()),
     "must be of a model with hidden=64 (got hidden=128)": lambda: quantize(small(), quantized(small(hidden_size=128))),
     "must be of a model of float16 (got bfloat16)": lambda: quantize(small(), quantized(small(dtype="bfloat16"))),
     "must be finite": lambda: quantize(untrained()),
