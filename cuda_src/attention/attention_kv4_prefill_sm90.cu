@@ -705,8 +705,6 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) attention_kv4_pre
     __shared__ Barriers key_barriers, value_barriers;
     __shared__ float factors[kRows];
     __shared__ Tile shared_tile[kGroups];  // of each consumer group, if kTileInShared
-    __shared__ Tile
-        warp_tile[OWN ? PRODUCERS * 4 : 1];  // of each producer warp, whose registers have no room beside own tokens
     TIMELINE_THREAD(threadIdx.x % kThreads == 0);
     const int warp_group = __shfl_sync(~0u, threadIdx.x / kThreads, 0);
     if (threadIdx.x == 0) key_barriers.init(), value_barriers.init(), ptxlab::fence_mbarrier_init();

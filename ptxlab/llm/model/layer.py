@@ -273,6 +273,8 @@ def layer_calls(
 
     Raises ArgumentError for what belongs to another layer or batch.
     """
+    _check_weights(weights)
+    _check_cache(weights.config, cache)
     M = cache.batch if query_start_loc is None else shape_of(slots)[0]
     _check(x, residual, weights, cache, slots, rope, buffers, M)
     if M == 0:
@@ -350,10 +352,8 @@ def _check(
     x: Any, residual: Any, weights: LayerWeights, cache: KVCache, slots: Any, rope: Any, buffers: LayerBuffers, M: int
 ) -> None:
     """Raise ArgumentError for what belongs to another layer or batch, or what a call in the midst would refuse."""
-    _check_weights(weights)
     if not isinstance(buffers, LayerBuffers):
         raise ArgumentError(f"{NAME}: buffers", "must come from LayerBuffers.empty", type(buffers).__name__)
-    _check_cache(weights.config, cache)
     H, config = weights.config.hidden, weights.config
     same = buffers.config is config or buffers.config == config
     if not same or (buffers.dtype, buffers.qkv_in.M) != (weights.dtype, M):
