@@ -70,7 +70,9 @@ CALLS = {
         PublicCall(ptxlab.gemm_w4ax, ProductOptions, ("x", "weight", "bias", "out")),
         PublicCall(gemm_w8a8, IntegerProductOptions, ("x", "weight", "bias", "out")),
         PublicCall(gemm_f16, Options, ("x", "w", "out")),
-        PublicCall(ptxlab.attention_kv4, AttentionOptions, ("q", "cache", "query_start_loc", "out", "workspace")),
+        PublicCall(
+            ptxlab.attention_kv4, AttentionOptions, ("q", "cache", "query_start_loc", "k", "v", "out", "workspace")
+        ),
         PublicCall(ptxlab.append_kv4, AppendOptions, ("k", "v", "cache", "slots", "rope")),
         PublicCall(ptxlab.rope_append_kv4, RopeAppendOptions, ("qkv", "cache", "slots", "rope", "out", "keys")),
         PublicCall(ptxlab.quantize_activations, QuantizeOptions, ("x", "out")),
