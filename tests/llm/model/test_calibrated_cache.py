@@ -30,9 +30,9 @@ CONFIG = Config(hidden=256, ffn=384, heads=4, kv_heads=2, head_dim=64, layers=2,
 TEXT = np.random.default_rng(0).integers(0, 60, (4, 40))
 BY_CHANNEL = ("kv8_channel", "kv4_channel")
 PROMPTS = {0: [1, 2, 3, 4, 5], 1: [6]}
-# Root mean square of what logits differ by, by that of the logits: attention rounds otherwise, which moves some 8-bit
-# activations by a step.
-OF_A_STEP = 0.01
+# Root mean square of what logits differ by, by that of the logits. Attention rounds otherwise, which moves some 8-bit
+# activations by a step: 0.0101 at most was seen. Another scheme of the cache is off by 0.022 or more.
+OF_A_STEP = 0.015
 
 
 @pytest.fixture(scope="module")
