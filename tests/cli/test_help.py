@@ -59,7 +59,7 @@ def test_help_lists_every_command_with_its_first_line() -> None:
     for command, line in (
         ("run", "Run a kernel, the project's or your own file, on given arrays"),
         ("cost", "Predict a GEMM's time in each scheme (LiquidGEMM's model)"),
-        ("generate", "Continue a text with W4A8 weights and a 4-bit KV cache"),
+        ("generate", "Continue a text with W4A8 weights and a 4-bit or 8-bit KV cache"),
     ):
         assert f" {command} {line}" in said
 
