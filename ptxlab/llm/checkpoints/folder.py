@@ -21,11 +21,11 @@ from ptxlab.io.files import read_json, write_text
 from ptxlab.llm.model.config import Config
 from ptxlab.llm.model.decoder import NORMS
 from ptxlab.llm.model.quantized import CACHE_CONSTANTS, FUSED, QuantizedModel
-from ptxlab.llm.model.weights import BY_CHANNEL, DEFAULT_CACHE, LayerWeights
+from ptxlab.llm.model.weights import DEFAULT_CACHE, LayerWeights
 from ptxlab.lowbit import layout
 from ptxlab.lowbit.layout.checkpoint import Checkpoint, TensorInfo, write_checkpoint
 from ptxlab.lowbit.layout.storage import described, holds_reordered, packed_headers
-from ptxlab.lowbit.quant.kv import check_channel
+from ptxlab.lowbit.quant.kv import BY_CHANNEL, check_channel
 from ptxlab.validate import is_one_of
 
 RECIPE = "recipe.json"
@@ -118,12 +118,8 @@ def load(folder: Path | str) -> QuantizedModel:
     config = load_config(folder)
     recipe = read_recipe(folder)
     layers = [load_layer(folder, index, config) for index in range(config.layers)]
-    for index, layer in enumerate(layers):
-        if layer.cache != layers[0].cache:
-            raise FileError(
-                f"{layer_path(folder, index)}: the cache must be {layers[0].cache}, as layer 0's (got {layer.cache})"
-            )
-    return QuantizedModel(config=config, layers=layers, recipe=recipe, **load_ends(folder, config))
+    with in_file(folder):
+        return QuantizedModel(config=config, layers=layers, recipe=recipe, **load_ends(folder, config))
 
 
 def load_config(folder: Path) -> Config:

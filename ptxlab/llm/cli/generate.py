@@ -44,9 +44,10 @@ from ptxlab.llm.model import (
 )
 from ptxlab.llm.model.memory import budget, largest_batch, require_batch, weights_of
 from ptxlab.llm.model.pages import PAGE
-from ptxlab.llm.model.runner import HEADS, PER_TOKEN
-from ptxlab.llm.model.weights import BY_CHANNEL, DEFAULT_CACHE
+from ptxlab.llm.model.runner import HEADS
+from ptxlab.llm.model.weights import DEFAULT_CACHE
 from ptxlab.lowbit.quant import GROUPS, KV_SCHEMES
+from ptxlab.lowbit.quant.kv import BY_CHANNEL, BY_TOKEN
 
 PANEL = "Weights"
 
@@ -270,7 +271,7 @@ def _check(computing: Computing, batch: int | None) -> None:
     if computing.scheme in ("float", "qoq_channel"):
         refuse({"--group": computing.group}, f"is not for --scheme {computing.scheme}")
     if computing.cache not in (None, *KV_SCHEMES):
-        raise expects("--cache", f"{' or '.join(PER_TOKEN)}, or what the model is calibrated for", computing.cache)
+        raise expects("--cache", f"{' or '.join(BY_TOKEN)}, or what the model is calibrated for", computing.cache)
     if computing.head not in HEADS:
         raise expects("--head", " or ".join(HEADS), computing.head)
     if computing.scheme == "float":
@@ -331,7 +332,7 @@ def _runner(
         raise CommandLineError(f"--cache {computing.cache} needs a model that is calibrated for it: {command}")
     options: dict[str, Any] = {"head": computing.head, "cache": computing.cache or of_model}
     if computing.rotated and options["cache"] in BY_CHANNEL:
-        raise CommandLineError(f"--rotated goes with --cache {' or '.join(PER_TOKEN)}: others keep keys plain")
+        raise CommandLineError(f"--rotated goes with --cache {' or '.join(BY_TOKEN)}: others keep keys plain")
     pages, scheme, group = None, computing.scheme or "lqq", computing.group or _GROUP
     if computing.memory is not None:
         rounding = {"group": group, "scheme": scheme}

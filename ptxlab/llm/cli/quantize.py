@@ -25,10 +25,11 @@ from ptxlab.llm.checkpoints import convert
 from ptxlab.llm.checkpoints.open import MODELS, missing
 from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
 from ptxlab.llm.model.floats import Tokens
-from ptxlab.llm.model.weights import BY_CHANNEL, DEFAULT_CACHE
+from ptxlab.llm.model.weights import DEFAULT_CACHE
 from ptxlab.llm.recipe import calibrate, named
 from ptxlab.llm.recipe.quantize import check_packable, quantize_model
 from ptxlab.lowbit.quant import PROTECTIVE_RANGE
+from ptxlab.lowbit.quant.kv import BY_CHANNEL
 
 PANEL = "Weights"
 

@@ -24,8 +24,9 @@ from ptxlab.llm.model.inputs import calls_of, into
 from ptxlab.llm.model.layer import LayerBuffers, LayerCall, layer_calls
 from ptxlab.llm.model.memory import Footprint
 from ptxlab.llm.model.quantized import QuantizedModel
-from ptxlab.llm.model.runner import CHUNKED, Indices, Rows, Runner, padded_rows, quantized_head
+from ptxlab.llm.model.runner import Indices, Rows, Runner, padded_rows, quantized_head
 from ptxlab.llm.model.weights import LayerWeights
+from ptxlab.lowbit.kernels.attention.prefill import CHUNKED
 from ptxlab.lowbit.kernels.gemm import gemm_f16, gemm_w8a8, layout_here
 from ptxlab.lowbit.kernels.quantize import quantize_activations
 from ptxlab.lowbit.layout import KVCache

@@ -10,8 +10,9 @@ from ptxlab.llm.model.config import Config, require_config
 from ptxlab.llm.model.inputs import input_bytes
 from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.quantized import QuantizedModel
-from ptxlab.llm.model.runner import CHUNK, CHUNKED, HEAD_ROWS, HEADS, launch_sizes
+from ptxlab.llm.model.runner import CHUNK, HEAD_ROWS, HEADS, launch_sizes
 from ptxlab.llm.model.weights import DTYPES
+from ptxlab.lowbit.kernels.attention.prefill import CHUNKED
 from ptxlab.lowbit.layout.packed_weight import SCHEMES, buffer_shapes
 from ptxlab.lowbit.layout.packings import Shapes
 from ptxlab.lowbit.layout.pages import page_bytes

@@ -15,7 +15,7 @@ from ptxlab.llm.model.decoder import Floats, Layer, Numerics
 from ptxlab.lowbit.quant.activations import token_scales
 from ptxlab.lowbit.quant.atom import ATOM_PAPER
 from ptxlab.lowbit.quant.groups import dequantized, integer_groups
-from ptxlab.lowbit.quant.kv import KV_SCHEMES, quantize_kv
+from ptxlab.lowbit.quant.kv import BY_CHANNEL, quantize_kv
 from ptxlab.validate import is_one_of, require_integer, require_number
 
 
@@ -76,7 +76,7 @@ class FakeQuantized(Numerics):
         """See `Numerics.cached`. By channel with the layer's constants; a layer without some calibrates on x itself."""
         if self.kv is None:
             return keys, values
-        if "k_channel" in layer and self.kv in KV_SCHEMES and KV_SCHEMES[self.kv].by_channel:
+        if self.kv in BY_CHANNEL and "k_channel" in layer:
             of_layer = (keys, layer["k_channel"]), (values, layer["v_channel"])
             k, v = (quantize_kv(x, self.kv, tuple(channel)).dequantize().astype(x.dtype) for x, channel in of_layer)
             return k, v

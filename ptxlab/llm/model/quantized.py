@@ -11,11 +11,12 @@ from ptxlab.llm.model.config import Config
 from ptxlab.llm.model.decoder import BIASES, NORMS, Layer
 from ptxlab.llm.model.floats import FloatModel
 from ptxlab.llm.model.numerics import FakeQuantized
-from ptxlab.llm.model.weights import BY_CHANNEL, DEFAULT_CACHE, DTYPES, LayerWeights, quantiser
+from ptxlab.llm.model.weights import DEFAULT_CACHE, DTYPES, LayerWeights, quantiser
 from ptxlab.lowbit.layout import ReorderedWeight, pack, unpack
 from ptxlab.lowbit.layout.packed_weight import QuantizedWeight
 from ptxlab.lowbit.quant import Rounding
 from ptxlab.lowbit.quant.inputs import extremes
+from ptxlab.lowbit.quant.kv import BY_CHANNEL
 from ptxlab.spec.dtypes import floats, stored
 from ptxlab.validate import is_one_of
 

@@ -20,17 +20,16 @@ from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config
 from ptxlab.llm.model.pages import PAGE, Pages
 from ptxlab.llm.model.quantized import CACHE_CONSTANTS, QuantizedModel
-from ptxlab.llm.model.weights import BY_CHANNEL, DEFAULT_CACHE, LayerWeights
+from ptxlab.llm.model.weights import DEFAULT_CACHE, LayerWeights
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.layout.pages import page_bytes
 from ptxlab.lowbit.quant import Level1Weight, quantize_level1
+from ptxlab.lowbit.quant.kv import BY_CHANNEL, BY_TOKEN
 from ptxlab.runtime.arguments import check_flags
 from ptxlab.validate import is_one_of, require_integer
 
 Indices = npt.NDArray[np.int32]
 CHUNK = 256  # rows of prompts at a time
-PER_TOKEN = ("kv4", "kv8")  # schemes of the cache that need no calibration
-CHUNKED = ("kv4",)  # schemes of the cache that the kernel for prompts reads
 HEADS = ("float16", "int8")  # of the LM head
 HEAD_ROWS = 8  # the 8-bit head's are padded to a multiple
 
@@ -112,12 +111,12 @@ class Runner(ABC):
         for name, tokens in (("context", batch * context), ("pages", (pages or 1) * PAGE), ("chunk", chunk or 1)):
             if tokens >= 1 << 31:
                 raise ArgumentError(name, "must be of fewer than 2^31 tokens in all", tokens)
-        schemes = [model.cache if isinstance(model, QuantizedModel) else DEFAULT_CACHE, *PER_TOKEN]
+        schemes = [model.cache if isinstance(model, QuantizedModel) else DEFAULT_CACHE, *BY_TOKEN]
         cache = schemes[0] if cache is None else cache
         if not is_one_of(cache, schemes):
             rule = f"must be one of {', '.join(dict.fromkeys(schemes))}; by channel the model must be calibrated for it"
             raise ArgumentError("cache", rule, cache)
-        rotated = cache in PER_TOKEN if rotated is None else rotated
+        rotated = cache in BY_TOKEN if rotated is None else rotated
         check_flags(batch_invariant=batch_invariant, rotated=rotated)
         if rotated and cache in BY_CHANNEL:
             raise ArgumentError("rotated", f"must be False for {cache}: only kv4 and kv8 rotate keys", rotated)

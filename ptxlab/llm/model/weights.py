@@ -16,13 +16,13 @@ from ptxlab.lowbit.layout import ExpertWeights, PackedWeight, ReorderedWeight, p
 from ptxlab.lowbit.layout import packed_weight as w4a8
 from ptxlab.lowbit.layout import reordered as w4a4
 from ptxlab.lowbit.layout.packed_weight import QuantizedWeight
+from ptxlab.lowbit.quant.kv import BY_CHANNEL
 from ptxlab.lowbit.quant.tiled import BLOCK_K, BLOCK_ROWS, tiled, with_arrays
 from ptxlab.runtime.arguments import check_flags
 from ptxlab.spec.dtypes import stored
 from ptxlab.validate import is_one_of, require_integer, shape_of
 
 DTYPES = ("float16", "bfloat16")  # of what lies between the kernels
-BY_CHANNEL = tuple(name for name, scheme in quant.KV_SCHEMES.items() if scheme.by_channel)
 DEFAULT_CACHE = "kv4"  # the cache of a layer that has no constants by channel
 RANDOM_OUTLIERS = 128  # channels in INT8 of random W4A4 weights, as Atom has them (Atom §4.1)
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.numerics import FakeQuantized
-from ptxlab.llm.model.weights import BY_CHANNEL
 from ptxlab.llm.recipe.gptq import DAMPING
 from ptxlab.llm.recipe.grids import Array, ChannelGrid, Grid, LQQGrid, QoQGrid, SymmetricGrid
 from ptxlab.llm.recipe.rotation import hadamard, random_orthogonal
 from ptxlab.lowbit.quant.atom import ACTIVATION_CLIP
 from ptxlab.lowbit.quant.fmpq import BLOCKS, MOST_INT8, OUTLIER
 from ptxlab.lowbit.quant.inputs import GROUPS, check_protective_range
+from ptxlab.lowbit.quant.kv import BY_CHANNEL
 from ptxlab.lowbit.quant.level1 import PROTECTIVE_RANGE
 from ptxlab.validate import is_one_of, require_number
 

@@ -21,7 +21,6 @@ from ptxlab.llm.model import Config, FloatModel, LayerWeights, QuantizedModel
 from ptxlab.llm.model.decoder import BIASES, NORMS
 from ptxlab.llm.model.floats import MappedLayers
 from ptxlab.llm.model.quantized import packed_layer, stored_ends
-from ptxlab.llm.model.weights import BY_CHANNEL
 from ptxlab.llm.recipe import Recipe, named
 from ptxlab.llm.recipe.calibrate import prepared, quantize_layers
 from ptxlab.llm.recipe.settings import PACKED
@@ -29,6 +28,7 @@ from ptxlab.llm.torch.cache import IMPLEMENTATION, KV4Cache, Past
 from ptxlab.llm.torch.linear import Uncast, W4A8Linear
 from ptxlab.llm.torch.operators import Quantized
 from ptxlab.lowbit.kernels.gemm import layout_here
+from ptxlab.lowbit.quant.kv import BY_CHANNEL
 from ptxlab.spec.dtypes import name_of
 
 _DTYPES = (torch.float16, torch.bfloat16)

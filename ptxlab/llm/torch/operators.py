@@ -11,7 +11,8 @@ numbers in the tensors are looked at on the CPU alone.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -25,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ptxlab import gpu
 from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError, naming
+from ptxlab.hardware.words import F32
 from ptxlab.llm.model.numpy_runner import IntegerProduct
 from ptxlab.llm.torch.repeats import Repeats
 from ptxlab.lowbit import quant, reference
@@ -123,27 +125,37 @@ def _quantize_on_cpu(x: Tensor) -> Quantized:
         return _quantized(quant.quantize_activations(floats(array)))
 
 
-def _rmsnorm_on_cpu(
-    x: Tensor, gamma: Tensor, residual: Tensor | None = None, eps: float = 1e-5, normed: Tensor | None = None
-) -> Quantized:
-    name, dtype = "rmsnorm_quantize", name_of(x.dtype)
-    v = floats(array_of(f"{name}: x", x, _HALVES, "M", "K"))
-    _check_width(f"{name}: x", x.shape[1])
+@contextmanager
+def norm_rows(
+    name: str, x: Tensor, gamma: Tensor, residual: Tensor | None, eps: float, normed: Tensor | None, columns: str = "K"
+) -> Iterator[F32]:
+    """Give RMSNorm of x + residual, f32 [M, K]; behind the block, write residual and `normed` unless it has raised."""
+    dtype = name_of(x.dtype)
+    v = floats(array_of(f"{name}: x", x, _HALVES, "M", columns))
     weight = floats(array_of(f"{name}: gamma", gamma, dtype, x.shape[1]))
-    stream, kept = (
-        None if each is None else array_of(f"{name}: {of}", each, dtype, *x.shape)
-        for of, each in (("residual", residual), ("normed", normed))
+    stream, normed_array = (
+        None if tensor is None else array_of(f"{name}: {argument}", tensor, dtype, *x.shape)
+        for argument, tensor in (("residual", residual), ("normed", normed))
     )
     extremes(f"{name}: x", v), extremes(f"{name}: gamma", weight)  # refuse what is not finite
     if stream is not None:
         v = as_stored(v + floats(stream), dtype)
         extremes(f"{name}: x + residual", v)
     y = normalized(v, weight, eps)
-    with naming(name):
+    yield y
+    for array, values in ((stream, v), (normed_array, y)):
+        if array is not None:
+            array[...] = stored(values, dtype)
+
+
+def _rmsnorm_on_cpu(
+    x: Tensor, gamma: Tensor, residual: Tensor | None = None, eps: float = 1e-5, normed: Tensor | None = None
+) -> Quantized:
+    name = "rmsnorm_quantize"
+    array_of(f"{name}: x", x, _HALVES, "M", "K")
+    _check_width(f"{name}: x", x.shape[1])
+    with norm_rows(name, x, gamma, residual, eps, normed) as y, naming(name):
         quantised = quant.quantize_activations(y)
-    for written, values in ((stream, v), (kept, y)):
-        if written is not None:
-            written[...] = stored(values, dtype)
     return _quantized(quantised)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ptxlab.errors import ArgumentError, naming
-from ptxlab.llm.torch.operators import array_of, define, tensor_of
+from ptxlab.llm.torch.operators import array_of, define, norm_rows, tensor_of
 from ptxlab.lowbit import reference
 from ptxlab.lowbit.kernels import gemm, quantize
 from ptxlab.lowbit.kernels.gemm.common import DTYPES, FLOATS
@@ -23,7 +23,6 @@ from ptxlab.lowbit.kernels.quantize.atom import COMET, check_place, ordered_rows
 from ptxlab.lowbit.kernels.quantize.atom_api import activation_fields
 from ptxlab.lowbit.kernels.quantize.gated import gated
 from ptxlab.lowbit.kernels.quantize.options import ReorderOptions
-from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
 from ptxlab.lowbit.layout import (
     ATOM_ORDERS,
     BLOCK_ORDERS,
@@ -45,7 +44,7 @@ from ptxlab.lowbit.quant import BlockRows
 from ptxlab.lowbit.quant.atom import ACTIVATION_CLIP
 from ptxlab.lowbit.quant.fmpq import BLOCK
 from ptxlab.lowbit.quant.inputs import extremes
-from ptxlab.spec.dtypes import as_stored, floats, name_of, stored
+from ptxlab.spec.dtypes import floats, name_of
 from ptxlab.validate import is_one_of
 
 Ordered = tuple[Tensor, Tensor, Tensor]  # x, scale f16, x8 s8
@@ -125,23 +124,9 @@ def _normed_on_cpu(
     x: Tensor, gamma: Tensor, place: Tensor, residual: Tensor | None = None, eps: float = 1e-5,
     normed: Tensor | None = None, **order: Any,
 ) -> Ordered:  # fmt: skip
-    name, dtype = "rmsnorm_reorder_quantize", name_of(x.dtype)
-    v = floats(array_of(f"{name}: x", x, _HALVES, "M", "C"))
-    weight = floats(array_of(f"{name}: gamma", gamma, dtype, x.shape[1]))
-    stream, normed_array = (
-        None if tensor is None else array_of(f"{name}: {of}", tensor, dtype, *x.shape)
-        for of, tensor in (("residual", residual), ("normed", normed))
-    )
-    extremes(f"{name}: x", v), extremes(f"{name}: gamma", weight)  # refuse what is not finite
-    if stream is not None:
-        v = as_stored(v + floats(stream), dtype)
-        extremes(f"{name}: x + residual", v)
-    y = normalized(v, weight, eps)
-    ordered = _quantize_on_cpu(name, y, place, order)
-    for written, values in ((stream, v), (normed_array, y)):
-        if written is not None:
-            written[...] = stored(values, dtype)
-    return ordered
+    name = "rmsnorm_reorder_quantize"
+    with norm_rows(name, x, gamma, residual, eps, normed, columns="C") as y:
+        return _quantize_on_cpu(name, y, place, order)
 
 
 def _gated_on_cpu(gate_up: Tensor, place: Tensor, activation: str = "silu", **order: Any) -> Ordered:

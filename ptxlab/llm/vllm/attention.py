@@ -28,11 +28,11 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.torch.operators import attention_workspace
 from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, MOST_TOKENS
+from ptxlab.lowbit.kernels.attention.prefill import CHUNKED
 from ptxlab.lowbit.layout.kv_cache import HEAD_DIMS
 from ptxlab.lowbit.layout.pages import page_bytes
 
 PAGE = 64  # tokens
-CHUNKED = ("kv4",)  # schemes that the kernel for prompts reads
 CACHE_DTYPES = {"int4_per_token_head": "kv4", "int8_per_token_head": "kv8"}  # vLLM's names of ptxlab's schemes
 
 

@@ -51,6 +51,8 @@ KV_SCHEMES = {
     "kv4_channel": KVScheme(4, 0, 15, by_channel=True),
     "kv8_channel": KVScheme(8, -127, 127, by_channel=True),
 }
+BY_CHANNEL = tuple(name for name, scheme in KV_SCHEMES.items() if scheme.by_channel)
+BY_TOKEN = tuple(name for name in KV_SCHEMES if name not in BY_CHANNEL)
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,6 +26,7 @@ ROWS, WARP_GROUP = 128, 128  # of a tile; threads
 STAGES = 2  # blocks of keys, and of values, that are restored
 HEADROOM = 8  # a weight is at most 2 to this: FP16 has room, and sums are seldom scaled down
 PART_BLOCKS, MOST_PARTS = 4, 16  # blocks of keys of a part at least; parts of a tile at most
+CHUNKED = ("kv4",)  # schemes of caches that the kernels for chunks of queries read
 OWN_FORM = "own"  # of kernels that are given the queries' own keys and values
 OWN_CONSTANTS: Mapping[str, int] = {"OWN": 1}
 ITEMS = 4  # work items per block of the launch, at most, where tiles are cut into parts

@@ -13,7 +13,15 @@ from ptxlab.lowbit.kernels.attention.append import rows_with_gaps
 from ptxlab.lowbit.kernels.attention.call import MOST_RATIO, NAME, check_cache, check_zeros, workspace_rules
 from ptxlab.lowbit.kernels.attention.common import arrays_of
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
-from ptxlab.lowbit.kernels.attention.prefill import MOST_PARTS, OWN, OWN_ROTATED, PREFILL, ROTATED, choose_parts
+from ptxlab.lowbit.kernels.attention.prefill import (
+    CHUNKED,
+    MOST_PARTS,
+    OWN,
+    OWN_ROTATED,
+    PREFILL,
+    ROTATED,
+    choose_parts,
+)
 from ptxlab.lowbit.kernels.attention.sm80 import DTYPES
 from ptxlab.lowbit.kernels.operation import (
     CallArray,
@@ -103,8 +111,8 @@ def _check(
     """Make the call; raises ArgumentError for what does not fit together."""
     shape, starts, dtype = shape_of(arrays["q"]), shape_of(arrays["starts"]), dtype_of(arrays["q"])
     D, Hkv, B = cache.head_dim, cache.num_kv_heads, cache.batch
-    if cache.scheme != "kv4":
-        raise ArgumentError(f"{NAME}: cache", "scheme must be kv4 with query_start_loc", cache.scheme)
+    if cache.scheme not in CHUNKED:
+        raise ArgumentError(f"{NAME}: cache", f"scheme must be {CHUNKED[0]} with query_start_loc", cache.scheme)
     spec = _choose(options, rotated=cache.rotated, own=bool(own))
     if len(shape) != 3 or shape[2] != D:
         raise ArgumentError(f"{NAME}: q", f"must be [T, Hq, {D}] with query_start_loc", f"shape {list(shape)}")
