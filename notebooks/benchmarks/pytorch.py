@@ -206,7 +206,10 @@ def _generated(model: Any, B: int, cache: Any, tokens: int, **how: Any) -> Any:
 
 
 def step_us(model: Any, B: int, cache: Any) -> tuple[float, float, float]:
-    """Median, least and most of a step's microseconds, wall clock, after two runs that compile."""
+    """Median, least and most of a step's microseconds, wall clock, after two runs that compile.
+
+    Raises BenchmarkError where the longer of two runs took less time: the host was busy with something else.
+    """
 
     def seconds(tokens: int) -> float:
         torch.cuda.synchronize()
@@ -218,6 +221,8 @@ def step_us(model: Any, B: int, cache: Any) -> tuple[float, float, float]:
     for _ in range(2):
         seconds(FEW)
     taken = [(seconds(MANY) - seconds(FEW)) / (MANY - FEW) * 1e6 for _ in range(RUNS)]
+    if min(taken) <= 0:
+        raise BenchmarkError(f"generate, batch {B}: {MANY} tokens took less time than {FEW}; leave the host idle")
     return statistics.median(taken), min(taken), max(taken)
 
 

@@ -48,3 +48,22 @@ def test_a_compiled_model_may_part_where_a_token_is_nearly_as_likely(monkeypatch
     compiled[0] = eager[0].flip(-1)
     with pytest.raises(PtxlabError, match=r"generate, batch 2: .* are 0\.8. standard deviations apart"):
         suite._same_as_eager(None, 2, None)
+
+
+@pytest.mark.full
+def test_a_step_that_other_work_hides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import pytorch as suite
+
+    seconds = {suite.FEW: 2.0, suite.MANY: 1.0}
+    clock = [0.0]
+
+    def generate(model: Any, B: int, cache: Any, tokens: int) -> None:
+        clock[0] += seconds[tokens]
+
+    monkeypatch.setattr(suite, "_generated", generate)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr(suite.time, "perf_counter", lambda: clock[0])
+    with pytest.raises(PtxlabError, match="generate, batch 2: 72 tokens took less time than 8; leave the host idle"):
+        suite.step_us(None, 2, None)
+    seconds[suite.MANY] = 2.0 + 64e-3
+    assert suite.step_us(None, 2, None) == pytest.approx((1e3, 1e3, 1e3))

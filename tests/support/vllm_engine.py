@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 COMMON: dict[str, Any] = {
-    "dtype": "float16", "max_model_len": 1024, "gpu_memory_utilization": 0.3, "enable_prefix_caching": False, "seed": 0,
+    "dtype": "float16", "max_model_len": 1024, "enable_prefix_caching": False, "seed": 0,
+    # A size of the cache that is given is not derived from free memory, which other tests' engines change meanwhile.
+    "kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.05,
 }  # fmt: skip
 # By name, arguments of the engine under which texts are to be those of `COMMON` but for ties.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -42,6 +44,7 @@ def run_engine(
     engine = {"model": str(folder), **COMMON, **settings}
     job.write_text(json.dumps({"engine": engine, "prompts": [[*map(int, prompt)] for prompt in prompts], **sampling}))
     command = [sys.executable, "-m", "tests.support.vllm_engine", str(job), str(answer)]
+    environment = {"VLLM_CACHE_ROOT": str(work / "compiled"), **environment}  # of this engine alone
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
     lines = (ended.stdout + ended.stderr).splitlines()
     errors = [line for line in lines if "ERROR" in line]  # of the engine's own processes: the cause is among them
