@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ class Reading:
 
 
 def measure(model: str, name: str) -> Reading:
-    """Measure a variant in a new process. Raises BenchmarkError with the last line of what it said if it fails."""
+    """Measure a variant in a new process. Raises BenchmarkError with the line that says why if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.serving_engine", model, name, folder]
         try:
@@ -97,9 +97,19 @@ def measure(model: str, name: str) -> Reading:
             raise BenchmarkError(f"vllm, {MODELS[model]}, {name}: took more than {SECONDS + 60} s") from None
         path = Path(folder) / "reading.json"
         if ended.returncode or not path.is_file():
-            last = (ended.stderr.strip() or ended.stdout.strip() or "no word").splitlines()[-1]
-            raise BenchmarkError(f"vllm, {MODELS[model]}, {name}: {last[:300]}")
+            reason = failure_of(ended.stdout.splitlines() + ended.stderr.splitlines())
+            raise BenchmarkError(f"vllm, {MODELS[model]}, {name}: {reason[:300]}")
         return Reading.from_json(path.read_text())
+
+
+def failure_of(lines: Sequence[str]) -> str:
+    """Return the line that says why vLLM failed.
+
+    An engine runs in a process of its own, whose log has the cause; the process that asked says only that it failed.
+    """
+    spoken = [line for line in lines if line.strip()]
+    of_engine = [line for line in spoken if "ERROR" in line and "Error: " in line]
+    return [*of_engine[:1], *spoken[::-1], "no word"][0]
 
 
 def read_engine(

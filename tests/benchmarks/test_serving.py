@@ -159,6 +159,10 @@ def test_a_process_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     child(monkeypatch, "raise RuntimeError('no kernel image')")
     with pytest.raises(BenchmarkError, match=r"^vllm, LLaMA-2-7B, ptxlab: RuntimeError: no kernel image$"):
         serving_engine.measure("7B", "ptxlab")
+    of_engine = "(EngineCore pid=9) ERROR [core.py:1330] ModuleNotFoundError: No module named 'flashinfer'"
+    child(monkeypatch, f"print({of_engine!r}); raise RuntimeError('Engine core initialization failed.')")
+    with pytest.raises(BenchmarkError, match=r"\[core.py:1330\] ModuleNotFoundError: No module named 'flashinfer'$"):
+        serving_engine.measure("7B", "ptxlab")
     child(monkeypatch, "pass")
     with pytest.raises(BenchmarkError, match="no word"):
         serving_engine.measure("7B", "ptxlab")
