@@ -1,0 +1,71 @@
+"""Models in vLLM as recorded, with the plugin and with vLLM's own FP8: the guide's table, and the README's line."""
+
+import pandas as pd
+
+from benchmarks.serving_engine import BASELINE, MODELS, OURS, Rule
+from ptxlab.bench.record import Record, Row
+from report import frames
+from report.frames import MISSING, markdown
+
+WAYS = {
+    BASELINE: "vLLM's FP8, FP8 cache",
+    OURS: "ptxlab W4A8, KV4",
+    "kv8": "ptxlab W4A8, KV8",
+    "head8": "ptxlab W4A8, KV4, head in INT8",
+    "int4": "vLLM's FP8, int4 cache",
+}
+STEPS = Rule().batches
+FIRST = MODELS["7B"]  # the model of the README
+
+
+def section() -> str:
+    """Throughput, steps, tokens in the cache and seconds to start of every model and way of serving it."""
+    record = frames.recorded("vllm")
+    if record is None or record.invalid:
+        return MISSING
+    table = table_of(record)
+    formats = {"tokens/s": "{:,.0f}", "over FP8": "{:.2f}x", "tokens in the cache": "{:,.0f}", "start": "{:.0f} s"}
+    steps = {f"step, batch {batch}": "{:.2f} ms" for batch in STEPS}
+    rule = f"{Rule().prompts} prompts of {Rule().tokens:,} random tokens at once, {Rule().new} new ones each"
+    origin = f"`python -m benchmarks vllm`, {record.device['name']}, commit {record.revision}, {record.date[:10]}"
+    versions = f"vLLM {record.versions['vllm']}, PyTorch {record.versions['torch']}"
+    return f"{markdown(table, formats | steps)}\n{rule}; prefill is inside. {origin}, {versions}.\n"
+
+
+def table_of(record: Record) -> pd.DataFrame:
+    """Return one row for each model and way."""
+    steps = {(row.kernel, row.sizes["B"]): row.time_us / 1e3 for row in record.rows if row.measure == "step"}
+    rows = [row for row in record.rows if row.measure == "serving"]
+    return pd.DataFrame(
+        {
+            "model": _model(row),
+            "served as": WAYS[_way(row)],
+            "tokens/s": row.rate,
+            "over FP8": row.more["over_fp8"],
+            **{f"step, batch {batch}": steps.get((row.kernel, batch)) for batch in STEPS},
+            "tokens in the cache": row.more["cache_tokens"],
+            "start": row.more["load_seconds"],
+        }
+        for row in rows
+    )
+
+
+def headline() -> str:
+    """Say in the README how fast a model of 7B is served, as recorded."""
+    record = frames.recorded("vllm")
+    if record is None or record.invalid:
+        return MISSING
+    (row,) = [row for row in record.rows if row.measure == "serving" and row.kernel == f"{FIRST} in vLLM, {OURS}"]
+    return (
+        f"In vLLM {record.versions['vllm']} [`--quantization ptxlab`](notebooks/guide/vllm.md) serves {FIRST} at"
+        f" {row.rate:,.0f} tokens/s on one {record.device['name']}: {row.more['over_fp8']:.1f} times as many as vLLM's"
+        f" FP8, with {row.more['cache_over_fp8']:.1f} times the tokens in the cache.\n"
+    )
+
+
+def _model(row: Row) -> str:
+    return row.kernel.partition(" in vLLM, ")[0]
+
+
+def _way(row: Row) -> str:
+    return row.kernel.partition(" in vLLM, ")[2]

@@ -1,0 +1,42 @@
+"""Table and headline of the suite `vllm`. The record is made up."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.serving import rows_of
+from benchmarks.serving_engine import Reading
+from ptxlab.bench.record import Record
+from report import frames, serving
+
+FP8 = Reading((24.0, 23.0), {1: (3.5, 3.4), 64: (12.0, 11.8)}, 500_000, 80.0)
+OURS = Reading((11.5, 12.0), {1: (1.9,), 64: (5.8, 5.7)}, 950_000, 90.0)
+CEILINGS: Any = SimpleNamespace(read_tbps=4.0)
+
+
+def record(invalid: str = "") -> Record:
+    rows = [*rows_of("7B", "fp8", FP8, FP8, CEILINGS), *rows_of("7B", "ptxlab", OURS, FP8, CEILINGS)]
+    device = {"name": "made-up H200", "slug": "h200", "driver": "0", "sms": 132}
+    return Record("vllm", device, {"vllm": "0.26.0", "torch": "2.11.0"}, {}, tuple(rows), invalid=invalid)
+
+
+def test_a_row_for_each_way_and_nothing_for_a_batch_that_does_not_fit() -> None:
+    table = serving.table_of(record())
+    assert [*table["served as"]] == ["vLLM's FP8, FP8 cache", "ptxlab W4A8, KV4"]
+    ours = table.iloc[1]
+    assert (ours["step, batch 64"], ours["tokens in the cache"], ours["start"]) == (5.7, 950_000, 90.0)
+    assert table["step, batch 256"].isna().all()
+
+
+def test_the_headline_is_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "recorded", lambda suite: record())
+    line = serving.headline()
+    assert "LLaMA-2-7B at 11,398 tokens/s on one made-up H200" in line
+    assert "2.0 times as many as vLLM's FP8, with 1.9 times the tokens" in line
+    assert "| 2.00x | 1.90 ms | 5.70 ms |  | 950,000 | 90 s |" in serving.section()
+
+
+def test_a_void_reading_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "recorded", lambda suite: record("the card was throttled"))
+    assert serving.headline() == serving.section() == frames.MISSING
