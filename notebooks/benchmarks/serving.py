@@ -1,13 +1,16 @@
 """Suite `vllm`: whole models in vLLM, with the plugin and with vLLM's own FP8, each in a process of its own.
 
 Weights and prompts are random. Throughput: so many prompts of 1,024 tokens at once, 512 new ones each, prefill inside.
+The word `arrivals` asks instead for the requests a second that an engine serves at 50 ms a token (`serving_arrivals`).
 FP8 with an FP8 cache is measured in every call. If it differs by more than 3% from what earlier calls have in the
 record, the card is not what it was, and the reading is void.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import product
 
+from benchmarks import serving_arrivals
+from benchmarks.serving_arrivals import ArrivalReading
 from benchmarks.serving_engine import BASELINE, MODELS, OURS, RULES, VARIANTS, Reading, Rule, measure
 from ptxlab import gpu
 from ptxlab.bench.ceilings import Ceilings
@@ -17,17 +20,19 @@ from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.llm.model import Config
 
 TOLERANCE = 0.03  # between FP8's calls
+ARRIVALS = "arrivals"  # the word, and the measure
 
 
 def part(only: Sequence[str]) -> list[tuple[str, str]]:
     """Return (model, variant) for the words of `--only`: models 7B, 8B, 70B, and variants; by default ours on 7B.
 
-    Raises ArgumentError for another word, and for FP8, which is measured beside each.
+    The word `arrivals` chooses what is measured of them. Raises ArgumentError for another word, and for FP8, which is
+    measured beside each.
     """
     variants = [name for name in VARIANTS if name != BASELINE]
     for word in only:
-        if word not in (*MODELS, *variants):
-            raise ArgumentError("only", f"must be of {', '.join((*MODELS, *variants))}", word)
+        if word not in (words := (*MODELS, *variants, ARRIVALS)):
+            raise ArgumentError("only", f"must be of {', '.join(words)}", word)
     models = [name for name in MODELS if name in only] or ["7B"]
     return [*product(models, [name for name in variants if name in only] or [OURS])]
 
@@ -45,7 +50,10 @@ def rows(
     """
     yield from done
     chosen = part(only)
-    recorded = {row.kernel for row in done}
+    if ARRIVALS in only:
+        yield from arrival_rows(chosen, ceilings, progress, {row.kernel for row in done if row.measure == ARRIVALS})
+        return
+    recorded = {row.kernel for row in done if row.measure != ARRIVALS}
     for model in dict.fromkeys(model for model, _ in chosen):
         variants = [name for of, name in chosen if of == model and _kernel(model, name) not in recorded]
         if not variants:
@@ -59,6 +67,44 @@ def rows(
         for name in variants:
             progress(f"{MODELS[model]}, {name}")
             yield from rows_of(model, name, measure(model, name), base, ceilings)
+
+
+def arrival_rows(
+    chosen: Sequence[tuple[str, str]], ceilings: Ceilings, progress: Callable[[str], None], recorded: Container[str]
+) -> Iterator[Row]:
+    """Measure the requests a second of variants, each beside FP8 in the same call; what is `recorded` is left out."""
+    for model in dict.fromkeys(model for model, _ in chosen):
+        variants = [name for of, name in chosen if of == model and _kernel(model, name) not in recorded]
+        if not variants:
+            continue
+        gpu.free_pool()
+        progress(f"{MODELS[model]}, {BASELINE}, arrivals")
+        base = serving_arrivals.measure(model, BASELINE)
+        if _kernel(model, BASELINE) not in recorded:
+            yield arrival_row(model, BASELINE, base, base, ceilings)
+        for name in variants:
+            progress(f"{MODELS[model]}, {name}, arrivals")
+            yield arrival_row(model, name, serving_arrivals.measure(model, name), base, ceilings)
+
+
+def arrival_row(model: str, name: str, reading: ArrivalReading, base: ArrivalReading, ceilings: Ceilings) -> Row:
+    """Make the row of a reading, beside FP8's: the time is that between requests. BenchmarkError for no rate at all."""
+    if not reading.requests_per_s or not base.requests_per_s:
+        rule = (
+            f"no rate from {serving_arrivals.FIRST_RATE:g} requests/s on holds {serving_arrivals.LIMIT_MS:g} ms a token"
+        )
+        raise BenchmarkError(f"vllm, {MODELS[model]}, {name if base.requests_per_s else BASELINE}: {rule}")
+    config, lengths = Config.named(MODELS[model]), serving_arrivals.draw_lengths(serving_arrivals.REQUESTS)
+    read = (
+        lengths[:, 1] * (lengths[:, 0] + lengths[:, 1] / 2)
+    ).mean()  # tokens of the cache that a request's steps read
+    numbers = 2 * config.layers * config.kv_heads * config.head_dim * read
+    us = (1e6 / reading.requests_per_s,)
+    sizes = {"requests": serving_arrivals.REQUESTS, "limit_ms": int(serving_arrivals.LIMIT_MS)}
+    peers, about = {"fp8": 1e6 / base.requests_per_s}, {"p99_ms": reading.p99_ms}
+    about["over_fp8"] = reading.requests_per_s / base.requests_per_s
+    rate, nbytes = (reading.requests_per_s, "requests/s"), int(numbers * VARIANTS[name].cache_bits / 8)
+    return _row(model, name, ARRIVALS, sizes, us, rate, nbytes, ceilings, peers, about)
 
 
 def require_steady(model: str, reading: Reading, done: Sequence[Row]) -> None:

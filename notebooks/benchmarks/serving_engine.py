@@ -89,8 +89,16 @@ class Reading:
 
 def measure(model: str, name: str) -> Reading:
     """Measure a variant in a new process. Raises BenchmarkError with the line that says why if it fails."""
+    return Reading.from_json(run_process("benchmarks.serving_engine", model, name))
+
+
+def run_process(module: str, model: str, name: str) -> str:
+    """Run a module on a model, a variant and a folder, and return what it wrote there as `reading.json`.
+
+    Raises BenchmarkError with the line that says why if it fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.serving_engine", model, name, folder]
+        command = [sys.executable, "-m", module, model, name, folder]
         try:
             ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS + 60, check=False)
         except subprocess.TimeoutExpired:
@@ -99,7 +107,7 @@ def measure(model: str, name: str) -> Reading:
         if ended.returncode or not path.is_file():
             reason = failure_of(ended.stdout.splitlines() + ended.stderr.splitlines())
             raise BenchmarkError(f"vllm, {MODELS[model]}, {name}: {reason[:300]}")
-        return Reading.from_json(path.read_text())
+        return path.read_text()
 
 
 def failure_of(lines: Sequence[str]) -> str:
@@ -167,11 +175,16 @@ def engine_arguments(folder: Path, name: str, rule: Rule) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def prepare(folder: Path, model: str, rule: Rule) -> None:
+    """Write a model, and keep vLLM from the network."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    write_model(folder, model, rule)
+
+
 def serve(model: str, name: str, folder: Path) -> None:
     """Measure a variant in this process, and write its reading into the folder."""
     begin, rule = time.time(), RULES.get(model, Rule())
-    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    write_model(folder, model, rule)
+    prepare(folder, model, rule)
     from vllm import LLM, SamplingParams
 
     llm = LLM(**engine_arguments(folder, name, rule))

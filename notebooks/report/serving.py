@@ -2,6 +2,8 @@
 
 import pandas as pd
 
+from benchmarks.serving import ARRIVALS
+from benchmarks.serving_arrivals import LIMIT_MS
 from benchmarks.serving_engine import BASELINE, MODELS, OURS, Rule
 from ptxlab.bench.record import Record, Row
 from report import frames
@@ -15,6 +17,7 @@ WAYS = {
     "int4": "vLLM's FP8, int4 cache",
 }
 STEPS = Rule().batches
+_RATE = f"requests/s at {LIMIT_MS:g} ms a token"
 FIRST = MODELS["7B"]  # the model of the README
 
 
@@ -24,7 +27,13 @@ def section() -> str:
     if record is None or record.invalid:
         return MISSING
     table = table_of(record)
-    formats = {"tokens/s": "{:,.0f}", "over FP8": "{:.2f}x", "tokens in the cache": "{:,.0f}", "start": "{:.0f} s"}
+    formats = {
+        "tokens/s": "{:,.0f}",
+        "over FP8": "{:.2f}x",
+        "tokens in the cache": "{:,.0f}",
+        "start": "{:.0f} s",
+        _RATE: "{:.1f}",
+    }
     steps = {f"step, batch {batch}": "{:.2f} ms" for batch in STEPS}
     rule = f"{Rule().prompts} prompts of {Rule().tokens:,} random tokens at once, {Rule().new} new ones each"
     origin = f"`python -m benchmarks vllm`, {record.device['name']}, commit {record.revision}, {record.date[:10]}"
@@ -36,7 +45,8 @@ def table_of(record: Record) -> pd.DataFrame:
     """Return one row for each model and way."""
     steps = {(row.kernel, row.sizes["B"]): row.time_us / 1e3 for row in record.rows if row.measure == "step"}
     rows = [row for row in record.rows if row.measure == "serving"]
-    return pd.DataFrame(
+    rates = {row.kernel: row.rate for row in record.rows if row.measure == ARRIVALS}
+    table = pd.DataFrame(
         {
             "model": _model(row),
             "served as": WAYS[_way(row)],
@@ -45,9 +55,11 @@ def table_of(record: Record) -> pd.DataFrame:
             **{f"step, batch {batch}": steps.get((row.kernel, batch)) for batch in STEPS},
             "tokens in the cache": row.more["cache_tokens"],
             "start": row.more["load_seconds"],
+            _RATE: rates.get(row.kernel),
         }
         for row in rows
     )
+    return table if rates else table.drop(columns=_RATE)
 
 
 def headline() -> str:

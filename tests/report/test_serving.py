@@ -1,13 +1,15 @@
 """Table and headline of the suite `vllm`. The record is made up."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.serving import rows_of
+from benchmarks.serving import arrival_row, rows_of
+from benchmarks.serving_arrivals import ArrivalReading
 from benchmarks.serving_engine import Reading
-from ptxlab.bench.record import Record
+from ptxlab.bench.record import Record, Row
 from report import frames, serving
 
 FP8 = Reading((24.0, 23.0), {1: (3.5, 3.4), 64: (12.0, 11.8)}, 500_000, 80.0)
@@ -15,8 +17,8 @@ OURS = Reading((11.5, 12.0), {1: (1.9,), 64: (5.8, 5.7)}, 950_000, 90.0)
 CEILINGS: Any = SimpleNamespace(read_tbps=4.0)
 
 
-def record(invalid: str = "") -> Record:
-    rows = [*rows_of("7B", "fp8", FP8, FP8, CEILINGS), *rows_of("7B", "ptxlab", OURS, FP8, CEILINGS)]
+def record(invalid: str = "", more: Sequence[Row] = ()) -> Record:
+    rows = [*rows_of("7B", "fp8", FP8, FP8, CEILINGS), *rows_of("7B", "ptxlab", OURS, FP8, CEILINGS), *more]
     device = {"name": "made-up H200", "slug": "h200", "driver": "0", "sms": 132}
     return Record("vllm", device, {"vllm": "0.26.0", "torch": "2.11.0"}, {}, tuple(rows), invalid=invalid)
 
@@ -27,6 +29,13 @@ def test_a_row_for_each_way_and_nothing_for_a_batch_that_does_not_fit() -> None:
     ours = table.iloc[1]
     assert (ours["step, batch 64"], ours["tokens in the cache"], ours["start"]) == (5.7, 950_000, 90.0)
     assert table["step, batch 256"].isna().all()
+
+
+def test_requests_a_second_stand_beside_where_they_are_recorded() -> None:
+    reading = ArrivalReading(18.0, 48.0, ())
+    table = serving.table_of(record(more=[arrival_row("7B", "ptxlab", reading, reading, CEILINGS)]))
+    assert table["requests/s at 50 ms a token"].isna().tolist() == [True, False]
+    assert "requests/s at 50 ms a token" not in serving.table_of(record())
 
 
 def test_the_headline_is_the_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
