@@ -38,7 +38,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class ArrivalReading:
-    """What an engine serves.
+    """Hold what an engine serves.
 
     Attributes:
         requests_per_s: the highest rate that was tried at which 99% of the requests stay within `LIMIT_MS` a token.
@@ -64,11 +64,11 @@ def draw_arrivals(rate: float, vocabulary: int, count: int = REQUESTS, seed: int
     times = rng.exponential(1.0, count).cumsum() / rate
     lengths = draw_lengths(count, seed)
     prompts = [rng.integers(3, vocabulary, length).tolist() for length in lengths[:, 0]]
-    return [Arrival(*each) for each in zip(times.tolist(), prompts, lengths[:, 1].tolist(), strict=True)]
+    return [Arrival(*request) for request in zip(times.tolist(), prompts, lengths[:, 1].tolist(), strict=True)]
 
 
 class Engine(Protocol):
-    """What is used of `vllm.v1.engine.async_llm.AsyncLLM`."""
+    """Name what is used of `vllm.v1.engine.async_llm.AsyncLLM`."""
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncIterator[Any]:
         """Yield an output whenever tokens were made."""

@@ -17,8 +17,8 @@ OURS = Reading((11.5, 12.0), {1: (1.9,), 64: (5.8, 5.7)}, 950_000, 90.0)
 CEILINGS: Any = SimpleNamespace(read_tbps=4.0)
 
 
-def record(invalid: str = "", more: Sequence[Row] = ()) -> Record:
-    rows = [*rows_of("7B", "fp8", FP8, FP8, CEILINGS), *rows_of("7B", "ptxlab", OURS, FP8, CEILINGS), *more]
+def record(invalid: str = "", further: Sequence[Row] = ()) -> Record:
+    rows = [*rows_of("7B", "fp8", FP8, FP8, CEILINGS), *rows_of("7B", "ptxlab", OURS, FP8, CEILINGS), *further]
     device = {"name": "made-up H200", "slug": "h200", "driver": "0", "sms": 132}
     return Record("vllm", device, {"vllm": "0.26.0", "torch": "2.11.0"}, {}, tuple(rows), invalid=invalid)
 
@@ -33,7 +33,7 @@ def test_a_row_for_each_way_and_nothing_for_a_batch_that_does_not_fit() -> None:
 
 def test_requests_a_second_stand_beside_where_they_are_recorded() -> None:
     reading = ArrivalReading(18.0, 48.0, ())
-    table = serving.table_of(record(more=[arrival_row("7B", "ptxlab", reading, reading, CEILINGS)]))
+    table = serving.table_of(record(further=[arrival_row("7B", "ptxlab", reading, reading, CEILINGS)]))
     assert table["requests/s at 50 ms a token"].isna().tolist() == [True, False]
     assert "requests/s at 50 ms a token" not in serving.table_of(record())
 

@@ -6,8 +6,8 @@
 // Shows      gemm_w4ax_remap_sm80, and tile decomposition: where the last round of tiles would leave SMs idle, these take
 //            quarters, 64 x 64 of Y, of the tiles of that round. All warps of a block multiply a quarter together, so that it
 //            takes a quarter of the time. Nothing is cut if too few INT4 tiles follow the last round of INT8 tiles to
-//            fill it. In COMET idle SMs steal at run time (COMET section 4.4, Fig. 8e); here who takes which quarter is
-//            fixed beforehand, so that no queue is asked and every run is alike.
+//            fill it. Who takes which quarter is fixed beforehand, so that no queue is asked and every run is alike. In COMET
+//            idle SMs steal at run time (COMET section 4.4, Fig. 8e): gemm_w4ax_steal_sm80.
 // Guide      notebooks/guide/kernels_gemm.md: order of tiles, schedule, constants
 // PTX ISA    9.7.14 mma.m16n8k64 (.s4), mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill; 9.7.13.5 atom.acq_rel
 #include "mixed_tiles.cuh"

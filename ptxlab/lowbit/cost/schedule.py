@@ -3,12 +3,13 @@
 A GEMM Y [M, N] = X [M, K] Wᵀ with mixed activations is cut into tiles of 128 x 128 x 128. A tile takes as long as the
 block of 128 channels that it multiplies says: INT4 or INT8, the latter with the conversion of its weights. Schedules:
 
-    naive       tile i of the grid on SM i mod S, and a barrier after every S tiles
-    remapped    no barriers; INT8 tiles first, each tile on the SM that is free first
-    decomposed  remapped, then SMs that would idle take quarters (64 x 64) of the last tiles of busy ones
+    naive       tile i of the grid on SM i mod S, and a barrier after every S tiles (COMET Fig. 8b)
+    in order    the same tiles on the same SMs, no barriers (Fig. 8c)
+    remapped    INT8 tiles first, each tile on the SM that is free first (Fig. 8d)
+    decomposed  remapped, then SMs that would idle take quarters (64 x 64) of the last tiles of busy ones, beforehand
+    stealing    remapped, then the last tiles' quarters go to whoever is free, at run time as in COMET (Fig. 8e)
 
-COMET's SMs steal quarters at run time (COMET Fig. 8e); here they are dealt out beforehand, as by the kernels. Its
-second step, fewer barriers and the same mapping (COMET Fig. 8c), is not among these.
+The kernels `gemm_w4ax_inorder_sm80`, `_remap_`, `_comet_` and `_steal_sm80` have the orders but for the first.
 
 A remapped schedule never takes longer than a naive one. With INT8 tiles first, as few rounds as possible wait for one.
 And without barriers no tile of such a round ends later: while the S tiles of a round are placed, some SM has none of
@@ -30,7 +31,7 @@ _WHOLE = range(PIECES)
 _ROUNDING = 1e-9
 _MOST_TILES, _MOST_SMS = 2_000_000, 100_000  # some seconds, and as many hundred MB
 _LONGEST = 1e6  # time of a tile: sums of `_MOST_TILES` stay exact enough
-SCHEDULES = ("naive", "remapped", "decomposed")
+SCHEDULES = ("naive", "in order", "remapped", "decomposed", "stealing")
 
 
 class Tile(NamedTuple):
@@ -111,7 +112,8 @@ def schedule(name: str, tiles: Sequence[Tile], sms: int, costs: Costs) -> list[T
     """Schedule the tiles by one of `SCHEDULES`."""
     if name not in SCHEDULES:
         raise ArgumentError("schedule", f"one of {', '.join(SCHEDULES)}", name)
-    return {"naive": naive, "remapped": remapped, "decomposed": decomposed}[name](tiles, sms, costs)
+    functions = dict(zip(SCHEDULES, (naive, in_order, remapped, decomposed, work_stealing), strict=True))
+    return functions[name](tiles, sms, costs)
 
 
 def naive(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
@@ -124,6 +126,17 @@ def naive(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
         found += [TileWork(sm, tile, _WHOLE, start, start + costs.of(tile)) for sm, tile in enumerate(turn)]
         start += max(map(costs.of, turn))
     return found
+
+
+def in_order(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
+    """Put tiles on the SMs of `naive`, each as soon as the one before it is done."""
+    _require_sms(sms)
+    ends, works = [0.0] * sms, []
+    for index, tile in enumerate(tiles):
+        sm = index % sms
+        works.append(TileWork(sm, tile, _WHOLE, ends[sm], ends[sm] + costs.of(tile)))
+        ends[sm] = works[-1].end
+    return works
 
 
 def remapped(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
@@ -156,6 +169,30 @@ def decomposed(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
         ends[busy] = lists[busy][-1].end if lists[busy] else 0.0
         lists[idle].append(TileWork(idle, work.tile, work.pieces[-1:], ends[idle], ends[idle] + piece))
         ends[idle] += piece
+    return [work for works in lists for work in works]
+
+
+def work_stealing(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
+    """Remap, but give away the last tile of every SM that would end later than the first, by quarters.
+
+    An SM that is free takes the next quarter of its own such tile; if it has none left, of the next SM's that has one.
+    """
+    lists: list[list[TileWork]] = [[] for _ in range(sms)]
+    for work in remapped(tiles, sms, costs):
+        lists[work.sm].append(work)
+    ends = [works[-1].end if works else 0.0 for works in lists]
+    late = [sm for sm in range(sms) if ends[sm] * (1 - _ROUNDING) > min(ends)]
+    cut = {sm: lists[sm].pop().tile for sm in late}
+    left = {sm: [*_WHOLE] for sm in late}
+    free = [(lists[sm][-1].end if lists[sm] else 0.0, sm) for sm in range(sms)]
+    heapq.heapify(free)
+    while any(left.values()):
+        start, sm = free[0]
+        turn = late.index(sm) if sm in cut else sm % len(late)  # its own tile first
+        victim = next(of for of in late[turn:] + late[:turn] if left[of])
+        piece, tile = left[victim].pop(0), cut[victim]
+        lists[sm].append(TileWork(sm, tile, range(piece, piece + 1), start, start + costs.of(tile) / PIECES))
+        heapq.heapreplace(free, (lists[sm][-1].end, sm))
     return [work for works in lists for work in works]
 
 
@@ -216,6 +253,6 @@ def ratio_needed(int4_share: float, speedup: float) -> float:
 # COMET §6.4, Fig. 10: over W4A8 on an A100's 108 SMs, 75% INT4, batches of 16 to 256.
 COMET_SMS, COMET_INT4, COMET_TOKENS = 108, 0.75, (16, 64, 256)
 COMET = {
-    "LLaMA-3-8B": dict(zip(SCHEDULES, (1.31, 1.56, 1.71), strict=True)),
-    "LLaMA-3-70B": dict(zip(SCHEDULES, (1.18, 1.60, 1.67), strict=True)),
+    "LLaMA-3-8B": {"naive": 1.31, "remapped": 1.56, "decomposed": 1.71},
+    "LLaMA-3-70B": {"naive": 1.18, "remapped": 1.60, "decomposed": 1.67},
 }

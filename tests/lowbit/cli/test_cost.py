@@ -39,7 +39,7 @@ def test_schedules_beside_comet(cli: Any, tmp_path: Path) -> None:
     code, out, _ = cli("cost", "schedule", "--model", "Mistral-7B", "--sms", "82", "--json")
     found = json.loads(out)
     assert code == 0 and (found["bound"], found["ratio"], found["sms"]) == (pytest.approx(1.6), 2, 82)
-    assert list(found["over_w4a8"]) == ["naive", "remapped", "decomposed"]
+    assert list(found["over_w4a8"]) == ["naive", "in order", "remapped", "decomposed", "stealing"]
     assert "1.56x" in cli("cost", "schedule")[1] and "1.71x" not in cli("cost", "schedule", "--sms", "82")[1]
     assert "GPUs by their data sheets" not in cli("cost", "schedule", "--model", "Mistral-7B")[1]
 

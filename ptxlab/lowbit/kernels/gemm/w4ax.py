@@ -125,10 +125,35 @@ REMAP = replace(
     reference=_gemm_shared,
     example_sizes=sizes_rows("M N K4 K8 blocks", (1, 8, 128, 0, 1), (5, 40, 0, 128, 2), (17, 200, 256, 128, 5)),
 )
+INORDER = replace(
+    REMAP,
+    name="gemm_w4ax_inorder_sm80",
+    summary="tiles of both kinds go round the SMs in the order of the grid, no barrier between rounds (COMET §4.4)",
+    choose=lambda s: {name: size for name, size in _choose_shared(s).items() if name != "RATIO"},
+)
 COMET = replace(
     REMAP,
     name="gemm_w4ax_comet_sm80",
     summary="remapped, and idle SMs take quarters of the last round's tiles, fixed beforehand (COMET §4.4)",
+)
+
+
+def _pack_stolen(logical: Arrays) -> Arrays:
+    return {**_pack_shared(logical), "taken": np.zeros(logical["blocks"], np.uint32)}
+
+
+def _gemm_stolen(w: BlockRows, x: BlockRows, blocks: int, **bias: Any) -> tuple[np.ndarray, ...]:
+    """Return the reference, whoever takes what; the counters are 0 again."""
+    return *_gemm_shared(w, x, blocks, **bias), np.zeros(blocks, np.uint32)
+
+
+STEAL = replace(
+    REMAP,
+    name="gemm_w4ax_steal_sm80",
+    summary="remapped, and whoever is idle steals quarters of the last round's tiles at run time (COMET §4.4)",
+    args=(*REMAP.args[: -len(_SCALARS)], Arg("taken", "uint32", ("blocks",), "inout"), *_SCALARS),
+    pack=_pack_stolen,
+    reference=_gemm_stolen,
 )
 
 
@@ -160,4 +185,4 @@ SM90 = replace(
     exact_arch=True,
     after_wait=("x", "x_scale"),
 )
-SPECS = (NAIVE, REMAP, COMET, SM90)
+SPECS = (NAIVE, INORDER, REMAP, COMET, STEAL, SM90)

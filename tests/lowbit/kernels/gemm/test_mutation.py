@@ -71,7 +71,7 @@ class Variant:
 
 def variants(name: str) -> Iterator[Variant]:
     """On Hopper, alone and in a cluster; a persistent kernel has one block, or one cluster, for two tiles."""
-    if name in (w4ax.REMAP.name, w4ax.COMET.name):  # quarters need larger tiles
+    if name in (w4ax.INORDER.name, w4ax.REMAP.name, w4ax.COMET.name, w4ax.STEAL.name):  # quarters need larger tiles
         yield Variant(name, "", {"BN": 64, "BM": 32, "WM": 1, "STAGES": 3}, M=9, N=40, channels=128)
         return
     if name.endswith("sm80"):

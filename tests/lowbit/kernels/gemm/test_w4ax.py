@@ -14,7 +14,7 @@ from ptxlab.lowbit import layout
 from ptxlab.lowbit.kernels.gemm import strips_tiles
 from ptxlab.lowbit.kernels.gemm.w4a4 import TILES
 from ptxlab.lowbit.kernels.gemm.w4a4_tiles import W4AX, GroupTile, choose
-from ptxlab.lowbit.kernels.gemm.w4ax import COMET, NAIVE, REMAP, SM90, SPECS, gemm_blocks
+from ptxlab.lowbit.kernels.gemm.w4ax import COMET, INORDER, NAIVE, REMAP, SM90, SPECS, STEAL, gemm_blocks
 from ptxlab.lowbit.layout import atom
 from ptxlab.lowbit.quant import BlockRows
 from ptxlab.runtime import run_spec
@@ -27,16 +27,17 @@ Q4, Q8 = strategies.near_edges((-8, -7, 0, 7), -8, 7), strategies.near_edges((-1
 SCALES = st.sampled_from((2.0**-24, 2.0**-14, 1.0, 60000.0)) | st.floats(2.0**-14, 2.0, width=16)
 
 
-SM80 = (NAIVE, REMAP, COMET)
+SHARED = (INORDER, REMAP, COMET, STEAL)  # whose blocks share tiles
+SM80 = (NAIVE, *SHARED)
 every = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-CHOSEN = [(NAIVE, 33), (NAIVE, 130), (REMAP, 33), (COMET, 130), (SM90, 33), (SM90, 130)]
+CHOSEN = [(NAIVE, 33), (NAIVE, 130), (INORDER, 33), (REMAP, 33), (COMET, 130), (STEAL, 130), (SM90, 33), (SM90, 130)]
 TINY_TILES = (
     {"BM": 8, "WN": 1, "TOGETHER": 2, "STAGES": 3},
     {"BM": 32, "WN": 2, "TOGETHER": 1, "STAGES": 2},
     {"BM": 16, "WN": 4, "TOGETHER": 4, "STAGES": 4},
 )
 TILES_OF = {
-    **dict.fromkeys((REMAP.name, COMET.name), ({"BN": 64, "BM": 32, "WM": 1, "STAGES": 3},)),
+    **dict.fromkeys((spec.name for spec in SHARED), ({"BN": 64, "BM": 32, "WM": 1, "STAGES": 3},)),
     NAIVE.name: tuple(tile._asdict() | {"STAGES": 3} for tile in TILES.values()),
     SM90.name: TINY_TILES,
 }
@@ -138,19 +139,19 @@ def test_rows_at_the_ends(spec: KernelSpec, int8: int, backend: str) -> None:
 
 @pytest.mark.full
 @on_every_backend
-@pytest.mark.parametrize("spec", (REMAP, COMET), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", SHARED, ids=lambda spec: spec.name)
 def test_a_launch_leaves_its_counters_to_the_next(spec: KernelSpec, backend: str) -> None:
-    """Zeros, in the caller's array, with what is in `sums` still there."""
-    sizes = {"M": 40, "N": 72, "K4": 128, "K8": 128, "blocks": 3}
+    """Zeros, in the caller's arrays, with what is in `sums` still there; the sixth tile is one that can be cut."""
+    sizes = {"M": 40, "N": 72, "K4": 640, "K8": 128, "blocks": 3}
     logical = spec.example(np.random.default_rng(0), **sizes)
     inputs = spec.pack(logical)
-    counted = inputs.pop("counted")
+    counters = {arg.name: inputs.pop(arg.name) for arg in spec.args if arg.role == "inout"}
     for _ in range(2):
-        given = {**inputs, "counted": counted}
+        given = {**inputs, **counters}
         outcome = run_spec(spec, registry.find(spec.name)[1][0], given, sizes=sizes, backend=backend)
         assert np.array_equal(outcome.outputs["y"], spec.reference(**logical)[0])
-        counted = outcome.outputs["counted"]
-        assert not counted.any()
+        counters = {name: outcome.outputs[name] for name in counters}
+        assert not any(map(np.any, counters.values()))
 
 
 def test_what_a_lane_loads_for_int8() -> None:

@@ -1,5 +1,6 @@
 """COMET's kernels work on the very tiles of the simulated schedules: the same SM, the same order, the same pieces."""
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
@@ -10,8 +11,19 @@ import pytest
 from ptxlab import emulator
 from ptxlab.emulator.core.lanes import indices_of
 from ptxlab.emulator.core.watcher import Watcher
-from ptxlab.lowbit.cost.schedule import PIECES, Costs, Tile, TileWork, decomposed, grid, makespan, remapped
-from ptxlab.lowbit.kernels.gemm.w4ax import COMET, REMAP
+from ptxlab.lowbit.cost.schedule import (
+    PIECES,
+    Costs,
+    Tile,
+    TileWork,
+    decomposed,
+    grid,
+    in_order,
+    makespan,
+    remapped,
+    work_stealing,
+)
+from ptxlab.lowbit.kernels.gemm.w4ax import COMET, INORDER, REMAP, STEAL
 from ptxlab.spec import KernelSpec
 from tests.support import gemm_checks as checks
 
@@ -60,7 +72,8 @@ def emulated(spec: KernelSpec, problem: tuple[int, ...]) -> list[list[Turn]]:
         watchers.append(SumStores(machine, (sizes["M"], int4 + int8, sizes["N"])))
         return [watchers[-1]]
 
-    config = spec.config_for(sizes) | TILE | {"RATIO": ratio}
+    chosen = spec.config_for(sizes)
+    config = chosen | TILE | ({"RATIO": ratio} if "RATIO" in chosen else {})
     with emulator.watched(attach):
         y = checks.output(spec, spec.pack(logical), "emulator", config=config, sizes=sizes)
     assert np.array_equal(y, spec.reference(**logical)[0])
@@ -91,11 +104,48 @@ def test_the_kernels_tiles_are_those_of_the_simulated_schedules(problem: tuple[i
     parts_m, parts_n, int4, int8, sms, ratio = problem
     costs = Costs(int4=1, int8=ratio)
     tiles = grid(128 * parts_m, 128 * parts_n, 128 * (int4 + int8), frozenset(range(int4, int4 + int8)))
+    assert emulated(INORDER, problem) == simulated(in_order(tiles, sms, costs), sms)
     assert emulated(REMAP, problem) == simulated(remapped(tiles, sms, costs), sms)
-    early = -sum(tile.int8 for tile in tiles) % sms
-    short = 0 < sum(not tile.int8 for tile in tiles) < ratio * early
-    expected = remapped(tiles, sms, costs) if short else decomposed(tiles, sms, costs)
+    expected = (remapped if fills_no_round(tiles, sms, ratio) else decomposed)(tiles, sms, costs)
     found = emulated(COMET, problem)
     assert found == simulated(expected, sms)
-    times = [sum(costs.of(tile) * len(pieces) / PIECES for tile, pieces in turns) for turns in found]
-    assert max(times) == makespan(expected)
+    assert longest(found, costs) == makespan(expected)
+
+
+def fills_no_round(tiles: list[Tile], sms: int, ratio: int) -> bool:
+    """Tell whether INT4 tiles are too few for the SMs without one of the last round of INT8 tiles: nothing is cut."""
+    early = -sum(tile.int8 for tile in tiles) % sms
+    return 0 < sum(not tile.int8 for tile in tiles) < ratio * early
+
+
+def longest(turns: list[list[Turn]], costs: Costs) -> float:
+    """Return the time of the SM that works longest, by the simulator's costs."""
+    return max(sum(costs.of(tile) * len(pieces) / PIECES for tile, pieces in of_sm) for of_sm in turns)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_stolen_pieces_are_those_of_the_simulated_schedule(problem: tuple[int, ...]) -> None:
+    """The same tiles are cut, every piece is made once, and no SM goes back to its own pieces.
+
+    Who steals which piece depends on who is early, and in the emulator that does not follow from the tiles' costs.
+    """
+    parts_m, parts_n, int4, int8, sms, ratio = problem
+    costs = Costs(int4=1, int8=ratio)
+    tiles = grid(128 * parts_m, 128 * parts_n, 128 * (int4 + int8), frozenset(range(int4, int4 + int8)))
+    cut = {work.tile for work in work_stealing(tiles, sms, costs) if len(work.pieces) < PIECES}
+    if fills_no_round(tiles, sms, ratio):
+        cut = set()
+    turns = emulated(STEAL, problem)
+    pieces = Counter((tile, piece) for of_sm in turns for tile, numbers in of_sm for piece in numbers)
+    assert pieces == Counter((tile, piece) for tile in tiles for piece in range(PIECES))
+    makers: set[int] = set()
+    for sm, (of_sm, planned) in enumerate(zip(turns, simulated(remapped(tiles, sms, costs), sms), strict=True)):
+        assigned = [tile for tile, _ in planned]
+        whole = [tile for tile in assigned if tile not in cut]
+        assert [tile for tile, _ in of_sm[: len(whole)]] == whole
+        quartered = [tile for tile, _ in of_sm[len(whole) :]]
+        assert {*quartered} <= cut and not {*quartered[1:]} & {*assigned}
+        makers |= {sm} if quartered else set()
+    assert len(makers) > len(cut) or not cut, "somebody steals"
+    assert longest(turns, costs) <= makespan(remapped(tiles, sms, costs))

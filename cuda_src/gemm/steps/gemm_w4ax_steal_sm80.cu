@@ -1,0 +1,135 @@
+// gemm_w4ax_steal_sm80: Y = X W^T, blocks of INT4 and INT8 activations, INT4 weights; SMs steal (COMET section 4.4).
+//
+// Contract   that of gemm_w4ax_naive_sm80, bit for bit, with any number of blocks in the grid: y = sum over the blocks of
+//            128 channels, K4 channels of INT4 and then K8 of INT8, of sum_b[m, n] * (x_scale[m, b] * w_scale[n, b]) +
+//            bias, one fma after the other in f32 from 0 on, then rounded to the output (OUT 0 f16, 1 bf16, 2 f32).
+// Shows      gemm_w4ax_remap_sm80, and tile decomposition at run time (COMET section 4.4, Fig. 8e): the tiles of the last
+//            round, if it leaves SMs idle, are cut into quarters, 64 x 64 of Y. A block takes those of its own tile one
+//            after the other; a block that has none left steals quarters of the others' tiles. Whoever is early does
+//            more, so the SMs need not be alike. An atomic add takes a quarter when its operands are fetched. All
+//            warps of a block multiply a quarter together. Who has made which differs from run to run, and no result does.
+// Guide      notebooks/guide/kernels_gemm.md: order of tiles, schedule, constants
+// PTX ISA    9.7.14 mma.m16n8k64 (.s4), mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill; 9.7.13.5 atom.acq_rel
+#include "mixed_tiles.cuh"
+#include "timeline.cuh"
+
+#ifndef BN
+#define BN 128
+#define BM 128
+#define WM 2
+#define STAGES 3
+#define RATIO 2
+#define OUT 0
+#endif
+
+namespace {
+
+using Tile = ptxlab::RowsTile<BN, BM, WM>;
+using Quarter = ptxlab::RowsTile<BN / 2, BM / 2, 2 * WM>;
+constexpr int STAGE_BYTES = Tile::W_BYTES + 2 * Tile::X_BYTES;  // of 128 channels; the second X of INT8 alone
+constexpr int PIECES = 4;
+static_assert(Quarter::THREADS == Tile::THREADS, "all warps multiply a quarter");
+
+// The tile with a number, or its quarter of 0..3 (token half, row half), or nothing more.
+struct Work {
+    int number, quarter;
+};
+constexpr int WHOLE = -1;
+constexpr Work NOTHING = {-1, 0};
+
+// A block's whole tiles, and then quarters of the last round's tiles, which `cut` blocks have, while any are left.
+struct StolenTiles : ptxlab::RemappedTiles<RATIO> {
+    const int cut, whole, first_cut;  // number of the last round's first tile
+    unsigned* taken;                  // u32 [cut]: quarters of each that somebody has
+
+    __device__ __forceinline__ StolenTiles(int int8, int int4, unsigned* taken)
+        : RemappedTiles(int8, int4), cut(int4 ? rest % blocks : late), whole(RemappedTiles::count() - (me < cut)),
+          first_cut(int8 + int4 - cut), taken(taken) {}
+
+    // Take a quarter: of this block's own tile, else of the next ones in turn. For one thread.
+    __device__ __forceinline__ Work take() const {
+        for (int i = 0; i < cut; ++i) {
+            const int victim = (me + i) % cut;
+            const unsigned quarter = atomicAdd(taken + victim, 1u);
+            if (quarter < PIECES) return {first_cut + victim, int(quarter)};
+        }
+        return NOTHING;
+    }
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(BN* WM, 1) gemm_w4ax_steal_sm80(
+    const unsigned char* __restrict__ w,   // u8  [N, (K4 + K8) / 2]: pairs; behind K4 / 2 bytes in COMET's order
+    const __half* __restrict__ w_scale,    // f16 [N, (K4 + K8) / 128 in whole eights]
+    const unsigned char* __restrict__ x4,  // u8  [M, K4/2], two s4 a byte
+    const unsigned char* __restrict__ x8,  // s8  [M, K8]
+    const __half* __restrict__ x_scale,    // f16 [M, (K4 + K8) / 128 in whole eights]
+    const float* __restrict__ bias,        // f32 [N], or null
+    void* __restrict__ y,                  // [M, N], by OUT
+    unsigned* counted,  // u32 [M, N / 64]: quarters of a part that are done, at its first token and row; 0
+    int* sums,          // s32 [M, (K4 + K8) / 128, N]
+    unsigned* taken,    // u32 [blocks of the grid]: of each cut tile the quarters taken; last, blocks that are done; 0
+    int M, int N, int K4, int K8) {
+    extern __shared__ __align__(128) unsigned char ring[];
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
+    const ptxlab::MixedOperands of{w, w_scale, x4, x8, x_scale, M, N, K4, K8};
+    const int across = (N + BN - 1) / BN, parts = (M + BM - 1) / BM * across;
+    const StolenTiles work_list(parts * (K8 / 128), parts * (K4 / 128), taken);
+    // What each slot of the ring is for, one slot more: the oldest is still read while the newest is written.
+    __shared__ Work works[STAGES + 1];
+    const auto y_tile_of = [&](const ptxlab::MixedTile& tile) {  // the part of Y that a tile adds to
+        return Tile(M, N, tile.part / across * BM, tile.part % across * BN);
+    };
+    const auto quarter_of = [&](const Tile& y_tile, int quarter) {
+        return Quarter(M, N, y_tile.token0 + quarter / 2 * (BM / 2), y_tile.row0 + quarter % 2 * (BN / 2));
+    };
+    const auto choose = [&](int i) {
+        if (threadIdx.x == 0)
+            works[i % (STAGES + 1)] = i < work_list.whole ? Work{work_list[i], WHOLE} : work_list.take();
+    };
+    const auto fetch = [&](int i) {
+        const Work work = works[i % (STAGES + 1)];
+        if (work.number >= 0) {
+            const ptxlab::MixedTile tile(work.number, parts, of);
+            const Tile y_tile = y_tile_of(tile);
+            unsigned char* slot = ring + i % STAGES * STAGE_BYTES;
+            if (work.quarter == WHOLE) ptxlab::fetch_mixed(y_tile, slot, of, tile.block);
+            else ptxlab::fetch_mixed(quarter_of(y_tile, work.quarter), slot, of, tile.block);
+        }
+        ptxlab::cp_async_commit();
+    };
+
+    PHASE(LOAD);
+    for (int i = 0; i < STAGES - 1; ++i) choose(i);
+    __syncthreads();
+    for (int i = 0; i < STAGES - 1; ++i) fetch(i);
+    for (int i = 0;; ++i) {
+        PHASE(WAIT_COPY);
+        choose(i + STAGES - 1);
+        ptxlab::cp_async_wait<STAGES - 2>();
+        __syncthreads();  // the operands are there for everyone, what comes next is chosen, and the oldest slot is free
+        const Work work = works[i % (STAGES + 1)];
+        if (work.number < 0) break;  // and so are all behind it
+        PHASE(LOAD);
+        fetch(i + STAGES - 1);
+        PHASE(MULTIPLY);
+        const ptxlab::MixedTile tile(work.number, parts, of);
+        const Tile y_tile = y_tile_of(tile);
+        const unsigned char* slot = ring + i % STAGES * STAGE_BYTES;
+        if (work.quarter == WHOLE) ptxlab::multiply_mixed(y_tile, slot, of, tile.block, sums);
+        else ptxlab::multiply_mixed(quarter_of(y_tile, work.quarter), slot, of, tile.block, sums);
+        PHASE(EPILOGUE);
+        unsigned* pieces = counted + size_t(y_tile.token0) * ((N + 63) / 64) + y_tile.row0 / 64;
+        if (ptxlab::is_last(pieces, work.quarter == WHOLE ? PIECES : 1, PIECES * of.blocks()))
+            ptxlab::put_together<OUT>(y_tile, of, sums, bias, y);
+    }
+    // Thread 0 has taken all quarters: that of the last block to end leaves the counters to the next launch.
+    if (threadIdx.x == 0) {
+        __threadfence();  // what this block has taken comes before its end
+        if (atomicAdd(taken + work_list.blocks - 1, 1u) == work_list.blocks - 1) {
+            __threadfence();  // and every block's end before the zeros
+            for (int i = 0; i < work_list.blocks; ++i) taken[i] = 0;
+        }
+    }
+}
