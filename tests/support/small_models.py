@@ -32,6 +32,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1, "tie_word_embeddings": True, "use_sliding_window": False, "eos_token_id": [1, 2],
     },
 }  # fmt: skip
+_FAMILIES: dict[str, dict[str, Any]] = {
+    **CONFIGS,
+    "mixtral": {
+        **_LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "intermediate_size": 96,
+        "sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+}  # fmt: skip
 
 
 def tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
@@ -45,9 +52,15 @@ def tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
         made["lm_head.weight"] = rng.standard_normal((V, H)) / 4
     for i in range(config["num_hidden_layers"]):
         of = f"model.layers.{i}."
+        ffn = {"mlp.gate_proj": (F, H), "mlp.up_proj": (F, H), "mlp.down_proj": (H, F)}
+        if config["model_type"] == "mixtral":
+            of_experts = range(config["num_local_experts"])
+            shapes = {"w1": (F, H), "w3": (F, H), "w2": (H, F)}
+            ffn = {f"block_sparse_moe.experts.{e}.{name}": size for e in of_experts for name, size in shapes.items()}
+            ffn["block_sparse_moe.gate"] = len(of_experts), H
         for name, (N, K) in {
             "self_attn.q_proj": (H, H), "self_attn.k_proj": (of_kv, H), "self_attn.v_proj": (of_kv, H),
-            "self_attn.o_proj": (H, H), "mlp.gate_proj": (F, H), "mlp.up_proj": (F, H), "mlp.down_proj": (H, F),
+            "self_attn.o_proj": (H, H), **ffn,
         }.items():  # fmt: skip
             made[f"{of}{name}.weight"] = rng.standard_normal((N, K)) / np.sqrt(K)
             if config["model_type"] == "qwen2" and name[-6:] in ("q_proj", "k_proj", "v_proj"):
@@ -76,7 +89,7 @@ def some_tokens(windows: int = 2, length: int = 24) -> np.ndarray:
 def write_folder(folder: Path, family: str, *, shards: int = 1, **changes: Any) -> Path:
     """A model as Hugging Face has it; `changes` of its config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {**CONFIGS[family], **changes}
+    config = {**_FAMILIES[family], **changes}
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer().save(str(folder / "tokenizer.json"))
     made = tensors(config)

@@ -15,7 +15,7 @@ from ptxlab.llm.checkpoints.foreign import ForeignCheckpoint
 from ptxlab.llm.checkpoints.gguf import GgufFile
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.model.config import Config
-from ptxlab.llm.model.decoder import NORMS, Layer
+from ptxlab.llm.model.decoder import NORMS, ROUTER, Layer, expert_of
 from ptxlab.llm.model.floats import FloatModel, MappedLayers
 from ptxlab.llm.model.numerics import FakeQuantized
 from ptxlab.llm.model.quantized import QuantizedModel, layer_floats, numerics_of
@@ -42,7 +42,13 @@ _HUGGING_FACE = {
     "down": "model.layers.{}.mlp.down_proj.weight",
     "q_bias": "model.layers.{}.self_attn.q_proj.bias", "k_bias": "model.layers.{}.self_attn.k_proj.bias",
     "v_bias": "model.layers.{}.self_attn.v_proj.bias",
+    "router": "model.layers.{}.block_sparse_moe.gate.weight",
 }  # fmt: skip
+_EXPERTS = {  # of a Hugging Face folder; the second `{}` is the number of the expert
+    "gate": "model.layers.{}.block_sparse_moe.experts.{}.w1.weight",
+    "up": "model.layers.{}.block_sparse_moe.experts.{}.w3.weight",
+    "down": "model.layers.{}.block_sparse_moe.experts.{}.w2.weight",
+}
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # org/name
 _FILES = (".gguf", ".safetensors", ".pt", ".bin")
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -55,9 +61,10 @@ def open_model(
     """The model in float32, and its tokenizer.
 
     Args:
-        source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Qwen2, Yi, SmolLM), also one
-            that other projects quantised (`foreign`), which is dequantised; a .gguf file of these families;
-            "smollm2", which is downloaded unless it is cached; or the folder of a quantised model, dequantised.
+        source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Mixtral, Qwen2, Yi, SmolLM),
+            also one that other projects quantised (`foreign`), which is dequantised; a .gguf file of these families
+            but Mixtral; "smollm2", which is downloaded unless it is cached; or the folder of a quantised model,
+            dequantised.
         progress: called during the download with (bytes done, bytes in total).
 
     A layer is read from the file each time it is needed, so memory holds one layer, the embedding and the head. Names,
@@ -97,8 +104,13 @@ def missing(source: str | Path, rule: str) -> FileError:
 
 
 def tensor_name(part: str, layer: int) -> str:
-    """What a Hugging Face folder calls a matrix of a layer."""
-    return _HUGGING_FACE[part].format(layer)
+    """What a Hugging Face folder calls a part of a layer: of a matrix, a norm, or with its expert `gate.3`."""
+    return _tensor_name(_HUGGING_FACE, part, layer)
+
+
+def _tensor_name(names: Mapping[str, str], part: str, layer: int | None) -> str:
+    expert = expert_of(part)
+    return names[part].format(layer) if expert is None else _EXPERTS[part.partition(".")[0]].format(layer, expert)
 
 
 def is_quantized(path: Path) -> bool:
@@ -196,7 +208,7 @@ class _Weights:
 
     def read(self, name: str, layer: int | None = None) -> Any:
         """One tensor as f32; FileError for NaN or infinity."""
-        theirs = self.names[name].format(layer)
+        theirs = _tensor_name(self.names, name, layer)
         with np.errstate(over="ignore"):  # of float64; what becomes infinite is refused
             array = self.file.read(theirs).astype(np.float32, copy=False)
         with in_file(self.file.path):
@@ -210,8 +222,9 @@ class _Weights:
     def check(self, unused: set[str]) -> None:
         """Raise FileError unless the file has the tensors of the config in their shapes, and no others but `unused`."""
         left = self.file.tensors.keys() - unused
-        if self.config.experts:
-            raise FileError(f"{self.file.path}: a model without experts is expected (got {self.config.experts})")
+        if self.config.experts and isinstance(self.file, GgufFile):
+            rule = "a GGUF file of a model without experts is expected; its Hugging Face folder can be opened"
+            raise FileError(f"{self.file.path}: {rule} (got {self.config.experts} experts)")
         V, H = self.config.vocabulary, self.config.hidden
         shapes = {"embedding": (V, H), "final_norm": (H,)} | ({} if self.config.tied_head else {"head": (V, H)})
         self._check_shapes(shapes, None, left)
@@ -222,7 +235,7 @@ class _Weights:
 
     def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]], layer: int | None, left: set[str]) -> None:
         for name, shape in shapes.items():
-            theirs = self.names[name].format(layer)
+            theirs = _tensor_name(self.names, name, layer)
             if theirs not in self.file.tensors:
                 raise FileError(f"{self.file.path}: {theirs}: missing")
             if (found := self.file.tensors[theirs].shape) != shape:
@@ -234,4 +247,5 @@ class _Weights:
         """Shapes of a layer's tensors by our names."""
         matrices = self.config.separate_matrices
         biases = {f"{name}_bias": matrices[name][:1] for name in ("q", "k", "v")} if self.config.qkv_bias else {}
-        return {**matrices, **biases, **dict.fromkeys(NORMS, (self.config.hidden,))}
+        router = {ROUTER: (self.config.experts, self.config.hidden)} if self.config.experts else {}
+        return {**matrices, **biases, **router, **dict.fromkeys(NORMS, (self.config.hidden,))}
