@@ -127,7 +127,7 @@ class RoutedRows(NamedTuple):
     """The rows [R] that take an expert, ascending, and its share of each, [R]."""
 
     expert: int
-    row: Floats
+    row: npt.NDArray[np.integer]
     share: Floats
 
 

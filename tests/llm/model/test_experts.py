@@ -2,19 +2,27 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ptxlab.errors import FileError
-from ptxlab.llm.checkpoints import open_model
-from ptxlab.llm.model import FloatModel, perplexity
+from ptxlab.llm.checkpoints import folder, open_model
+from ptxlab.llm.checkpoints.open import dequantized
+from ptxlab.llm.checkpoints.rewrite import rewrite_folder
+from ptxlab.llm.model import FloatModel, KernelRunner, LayerInputs, NumpyRunner, QuantizedModel, perplexity
 from ptxlab.llm.model.decoder import route
+from ptxlab.llm.model.reference import exact
 from ptxlab.lowbit import reference
+from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
+from ptxlab.spec.dtypes import floats, stored
 from tests.golden.record_decoders import by_transformers
 from tests.support.layers import TINY_MODEL
 from tests.support.small_models import some_tokens, write_folder, write_gguf
+from tests.support.small_prompts import relative
 
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 1]]
 MIXTRAL = replace(TINY_MODEL, experts=4, chosen_experts=2, tied_head=False)
 
 
@@ -56,3 +64,79 @@ def test_a_gguf_file_of_experts_is_refused(tmp_path: Path) -> None:
     rule = "a GGUF file of a model without experts is expected; its Hugging Face folder can be opened"
     with pytest.raises(FileError, match=rf"^{path}: {rule} \(got 4 experts\)$"):
         open_model(path)
+
+
+@pytest.fixture(scope="module")
+def model() -> FloatModel:
+    return FloatModel.random(MIXTRAL)
+
+
+@pytest.fixture(scope="module")
+def quantized(model: FloatModel) -> QuantizedModel:
+    return QuantizedModel.rounded(model, group=32)
+
+
+@pytest.mark.default_cases("float16")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_step_is_that_of_the_layers_twin(dtype: str, model: FloatModel) -> None:
+    """Every bit of both layers' caches, the second of which follows from the first layer's experts, and of the end."""
+    small = QuantizedModel.rounded(model, "qoq", group=32, dtype=dtype)
+    runner, tokens = NumpyRunner(small, 3, 80), np.array([3, 17, 40])
+    runner.prefill([*PROMPTS, [200, 5]])
+    before = [replace(cache, pool=cache.pool.copy()) for cache in runner.caches]
+    with runner._appended("decode", {b: tokens[b : b + 1] for b in range(3)}) as rows:
+        normed = runner._run(rows)
+    x = stored(floats(small.embedding)[tokens], dtype)
+    residual, rope = np.zeros_like(x), (*small.config.rope_tables(80), runner.lengths - 1)
+    for i, weights in enumerate(small.layers):
+        slots = np.array([before[i].slots(b)[-1] for b in range(3)], np.int32)
+        steps = exact(LayerInputs.of(x, residual, before[i], slots, rope), weights)
+        x, residual = steps["hidden"].right, steps["residual"].right
+        assert np.array_equal(runner.caches[i].pool, steps["pool"].right)
+        assert len(np.unique(steps["chosen"].right)) > 2
+    stream = floats(stored(floats(x) + floats(residual), dtype))
+    assert np.array_equal(normed, stored(normalized(stream, floats(small.final_norm), MIXTRAL.eps), dtype))
+
+
+def test_a_runner_computes_what_the_dequantised_model_does(quantized: QuantizedModel) -> None:
+    """But for INT8 activations and the cache."""
+    of_floats = dequantized(quantized)
+    right = [of_floats.logits(of_floats.states([np.array([prompt])])[0])[0, -1] for prompt in PROMPTS]
+    assert relative(NumpyRunner(quantized, 2, 20, cache="kv8").prefill(PROMPTS), np.stack(right)) < 0.05
+
+
+def test_chunks_and_batches_do_not_matter(quantized: QuantizedModel) -> None:
+    whole, chunked = NumpyRunner(quantized, 2, 20, head="int8"), NumpyRunner(quantized, 2, 20, chunk=3, head="int8")
+    right = whole.prefill(PROMPTS)
+    assert np.array_equal(chunked.prefill(PROMPTS), right)
+    alone = NumpyRunner(quantized, 1, 20, head="int8")
+    assert np.array_equal(alone.prefill(PROMPTS[1:])[0], right[1])
+
+
+@pytest.mark.full
+def test_kernels_give_the_same(quantized: QuantizedModel) -> None:
+    """In the emulator, steps and chunks of prompts; attention in floats moves an INT8 step once in a while."""
+    how: dict[str, Any] = {"batch": 2, "context": 20, "chunk": 4, "head": "int8"}
+    kernels, numpy = KernelRunner(quantized, **how, backend="emulator"), NumpyRunner(quantized, **how)
+    for run in (lambda runner: runner.prefill([[1, 2, 3], [4, 5]]), lambda runner: runner.decode([5, 6])):
+        found, right = run(kernels), run(numpy)
+        assert relative(found, right) < 0.03
+    assert np.array_equal(kernels.caches[0].pool, numpy.caches[0].pool) and numpy.caches[0].pool.any()
+
+
+def test_a_folder_has_every_expert(quantized: QuantizedModel, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    folder.save(quantized, tmp_path / "a")
+    rewrite_folder(tmp_path / "a", tmp_path / "b", layout="row_major")
+    loaded, other = folder.load(tmp_path / "a"), folder.load(tmp_path / "b")
+    assert loaded.config == quantized.config and other.layers[0].down.layout == "row_major"
+    right = NumpyRunner(quantized, 2, 20).prefill(PROMPTS)
+    for each in (loaded, other):
+        assert np.array_equal(NumpyRunner(each, 2, 20).prefill(PROMPTS), right)
+    for name, array in quantized.layers[1].down.buffers.items():
+        np.testing.assert_array_equal(loaded.layers[1].down.buffers[name], array, strict=True)
+
+
+def test_more_experts_than_any_model_has_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"^experts: must be at most 4096 \(got 4097\)$"):
+        replace(MIXTRAL, experts=4097)
