@@ -213,7 +213,8 @@ class NumpyRunner(Runner):
             taken = token[start:stop]
             of_expert = QuantizedActivations(x.q[taken], x.scale[taken], x.token_sum[taken])
             if len(taken):
-                results[start:stop] = self._ffn(*products, of_expert, Rows(*(each[taken] for each in rows)))
+                gate_up, down = products
+                results[start:stop] = self._ffn(gate_up, down, of_expert, Rows(*(each[taken] for each in rows)))
         return as_stored(reference.combined(results, place, share.astype(np.float32)), self._dtype)
 
     def _finite(self, x: F32, rows: Rows) -> F32:

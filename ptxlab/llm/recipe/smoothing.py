@@ -15,14 +15,16 @@ from typing import Any
 import numpy as np
 
 from ptxlab.errors import ArgumentError
-from ptxlab.llm.model.decoder import Layer
+from ptxlab.llm.model.decoder import Layer, expert_part
 from ptxlab.llm.recipe.rotation import as_before, wide
 from ptxlab.lowbit.quant.smooth import smooth_attention
 
 SOURCES = {"q": "input_norm", "gate": "post_norm", "down": "up"}  # what takes the λ of a matrix's input
 
 
-def smooth_down(layer: Layer, peaks: Any, alpha: float, beta: float) -> tuple[dict[str, Any], Any]:
+def smooth_down(
+    layer: Layer, peaks: Any, alpha: float, beta: float, expert: int | None = None
+) -> tuple[dict[str, Any], Any]:
     """The layer with a smoother input of down, and the λ f64 [F] by which the input was divided.
 
     Args:
@@ -31,16 +33,18 @@ def smooth_down(layer: Layer, peaks: Any, alpha: float, beta: float) -> tuple[di
             stays as it is.
         alpha: exponent of the input's span.
         beta: exponent of the weight's span.
+        expert: the one whose matrices these are, None in a dense layer.
     """
-    up, down = layer["up"], layer["down"]
+    names = expert_part("up", expert), expert_part("down", expert)
+    up, down = (layer[name] for name in names)
     if peaks.shape != (down.shape[1],):
         raise ArgumentError("peaks", f"must be [{down.shape[1]}], as down's input", f"shape {peaks.shape}")
     span, of_weight = wide(peaks), wide(np.abs(down).max(axis=0))
     usable = (span > 0) & (of_weight > 0)
     factor = np.where(usable, span, 1) ** alpha / np.where(usable, of_weight, 1) ** beta
     factor = factor / np.exp(np.log(factor).mean())  # the mean scale of up and down stays
-    smoothed = {"up": as_before(up, wide(up) / factor[:, None]), "down": as_before(down, wide(down) * factor)}
-    return {**layer, **smoothed}, factor
+    smoothed = as_before(up, wide(up) / factor[:, None]), as_before(down, wide(down) * factor)
+    return {**layer, **dict(zip(names, smoothed, strict=True))}, factor
 
 
 def smoothing_factor(peaks: Any, of_weight: Any, alpha: float) -> Any:

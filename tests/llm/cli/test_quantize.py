@@ -127,6 +127,25 @@ def test_a_model_by_a_recipe_is_measured(cli: Any, folder: Path, tmp_path: Path)
     assert code == 0 and json.loads(printed)["perplexity"] == pytest.approx(exact, rel=0.5)
 
 
+def test_a_model_with_experts_is_measured_and_continues_a_text(cli: Any, folder: Path, tmp_path: Path) -> None:
+    """Mixtral: rows of the table are products, not experts; the text is short, so that experts are rounded."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
+    model, out = write_folder(tmp_path / "experts", "mixtral", **sizes), tmp_path / "out"
+    few = ("--text", tmp_path / "text.txt", "--length", 32, "--backend", "numpy")
+    code, printed, err = cli("quantize", model, "--recipe", "lqq", *few, "--samples", 8, "--out", out)
+    assert code == 0 and "relative squared error" in printed and "of experts the mean" in printed
+    rule = "rounded to nearest, as fewer than 256 tokens of the text take them: experts 0, 1, 2, 3"
+    assert f"layer 1: {rule}" in printed
+    code, printed, _ = cli("perplexity", out, *few, "--json")
+    exact = json.loads(cli("perplexity", model, *few, "--json")[1])["perplexity"]
+    assert code == 0 and json.loads(printed)["perplexity"] == pytest.approx(exact, rel=0.5)
+    for source in (out, model):
+        code, printed, _ = cli("generate", "the", "--model", source, "--tokens", 2, "--backend", "numpy", "--json")
+        assert code == 0 and len(json.loads(printed)["tokens"][0]) == 2
+    code, _, err = cli("quantize", model, "--recipe", "liquid", *few, "--samples", 8, "--out", tmp_path / "other")
+    assert code == 2 and err == "error: recipe: smooth_search is for dense models (got 4 experts)\n"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("options", [("atom",), ("fmpq", "--int8", 0.5)], ids=["atom", "fmpq"])
 def test_w4a4_is_measured_and_continues_a_text(

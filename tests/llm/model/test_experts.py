@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab.errors import FileError
+from ptxlab.errors import ArgumentError, FileError
 from ptxlab.llm.checkpoints import folder, open_model
 from ptxlab.llm.checkpoints.open import dequantized
 from ptxlab.llm.checkpoints.rewrite import rewrite_folder
