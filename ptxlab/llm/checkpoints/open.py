@@ -104,7 +104,7 @@ def missing(source: str | Path, rule: str) -> FileError:
 
 
 def tensor_name(part: str, layer: int) -> str:
-    """What a Hugging Face folder calls a part of a layer: of a matrix, a norm, or with its expert `gate.3`."""
+    """Name the tensor of a Hugging Face folder that is a part of a layer: `q`, `input_norm`, of an expert `gate.3`."""
     return _tensor_name(_HUGGING_FACE, part, layer)
 
 

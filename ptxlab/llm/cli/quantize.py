@@ -149,7 +149,7 @@ def _range(scheme: str | None, given: int | None) -> int:
 def _print_errors(errors: dict[int, dict[str, float | None]]) -> None:
     products = {index: _by_product(of) for index, of in errors.items()}
     rows = [
-        (f"layer {index}", *(f"{fmean(known):.5f}" if known else "-" for known in of.values()))
+        (f"layer {index}", *(f"{fmean(values):.5f}" if values else "-" for values in of.values()))
         for index, of in products.items()
     ]
     if not rows or rows[0][1] == "-":
@@ -162,10 +162,12 @@ def _print_errors(errors: dict[int, dict[str, float | None]]) -> None:
         title += "; of experts the mean"
     console.print(table(title, ("", *(f"{name}>" for name in columns)), rows))
     for index, of in errors.items():
-        if few := [name.partition(".")[2] for name, error in of.items() if error is None and name.startswith("down.")]:
+        if experts := [
+            name.partition(".")[2] for name, error in of.items() if error is None and name.startswith("down.")
+        ]:
             console.print(
                 f"layer {index}: rounded to nearest, as fewer than {calibrate.LEAST_TOKENS} tokens of the text take "
-                f"them: experts {', '.join(few)}",
+                f"them: experts {', '.join(experts)}",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -208,14 +208,14 @@ class NumpyRunner(Runner):
         logits = router_logits(as_stored(y, self._dtype), layer.router)
         chosen, share = reference.top_experts(logits.astype(np.float64), k)
         offsets, place = reference.rows_by_expert(chosen, self.config.experts)
-        token, results = place.reshape(-1).argsort() // k, np.empty((place.size, y.shape[1]), np.float32)
+        token, outputs = place.reshape(-1).argsort() // k, np.empty((place.size, y.shape[1]), np.float32)
         for products, (start, stop) in zip(layer.experts, pairwise(offsets.tolist()), strict=True):
-            taken = token[start:stop]
-            of_expert = QuantizedActivations(x.q[taken], x.scale[taken], x.token_sum[taken])
-            if len(taken):
+            row = token[start:stop]
+            of_expert = QuantizedActivations(x.q[row], x.scale[row], x.token_sum[row])
+            if len(row):
                 gate_up, down = products
-                results[start:stop] = self._ffn(gate_up, down, of_expert, Rows(*(each[taken] for each in rows)))
-        return as_stored(reference.combined(results, place, share.astype(np.float32)), self._dtype)
+                outputs[start:stop] = self._ffn(gate_up, down, of_expert, Rows(*(part[row] for part in rows)))
+        return as_stored(reference.combined(outputs, place, share.astype(np.float32)), self._dtype)
 
     def _finite(self, x: F32, rows: Rows) -> F32:
         """x with zeros in rows that are not finite. From there on their sequences have no logits; others go on."""

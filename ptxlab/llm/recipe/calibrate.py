@@ -357,9 +357,9 @@ def smooth_layer(
 
 
 def statistics(read: Iterable[Any], numerics: FakeQuantized) -> tuple[Any, Any]:
-    """Of the input of a matrix in every batch, [.., K]: H = Xᵀ X, float64 [K, K], and max|x| of every channel, [K].
+    """Compute H = Xᵀ X, float64 [K, K], and max|x| of every channel, [K], of a matrix's input in every batch, [.., K].
 
-    INT8 activations as the GEMM sees them. None and None of no batch.
+    INT8 activations as the GEMM sees them. Both are None without a batch.
     """
     H: Any = None
     largest: Any = None

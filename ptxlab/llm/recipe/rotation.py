@@ -19,8 +19,8 @@ from ptxlab.validate import is_integer
 
 def stream_readers(layer: Layer) -> dict[str, tuple[str, ...]]:
     """The matrices after each norm: behind attention gate and up, of every expert, and the router."""
-    behind = tuple(name for name in layer if name == ROUTER or name.partition(".")[0] in ("gate", "up"))
-    return {"input_norm": ("q", "k", "v"), "post_norm": behind}
+    readers = tuple(name for name in layer if name == ROUTER or name.partition(".")[0] in ("gate", "up"))
+    return {"input_norm": ("q", "k", "v"), "post_norm": readers}
 
 
 def stream_writers(layer: Layer) -> tuple[str, ...]:

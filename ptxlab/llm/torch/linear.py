@@ -173,19 +173,22 @@ class W4A8Grouped(PackedModule):
     """Rows of quantised activations times the weight of their expert, of all experts in one product."""
 
     def __init__(self, weights: ExpertWeights, *, dtype: torch.dtype = torch.float16) -> None:
-        """Of NumPy arrays: on the CPU; CuPy's are taken where they are. Raises ArgumentError unless in strips."""
+        """Take NumPy arrays to the CPU, CuPy's where they are. Raises ArgumentError unless in strips."""
         if not isinstance(weights, ExpertWeights) or weights.layout != "strips":
             got = weights.layout if isinstance(weights, ExpertWeights) else type(weights).__name__
             raise ArgumentError("W4A8Grouped: weights", "must be ExpertWeights in strips (stack_experts)", got)
         super().__init__(weights, dtype)
 
     def forward(self, x: Quantized, offsets: Tensor) -> Tensor:
-        """y [rows, N] of x [rows, K]: (x_q, scale, token_sum), with expert e in rows offsets[e] to offsets[e + 1]."""
+        """Multiply quantised rows [R, K], (x_q, scale, token_sum), rows offsets[e] to offsets[e + 1] by expert e.
+
+        Returns y [R, N] of `dtype`; offsets are s32 [E + 1].
+        """
         buffers, how = [getattr(self, name) for name in self.names], {"scheme": self.scheme, "group": self.group}
         y: Tensor = torch.ops.ptxlab.gemm_w4a8_grouped(*x, buffers, offsets, **how, out_dtype=self.dtype)
         return y
 
     def extra_repr(self) -> str:
-        """For `print`."""
+        """Describe the module for `print`."""
         group = "" if self.scheme == "qoq_channel" else f", group={self.group}"
         return f"{self.experts} x {self.in_features}, {self.out_features}, {self.scheme}{group}, {name_of(self.dtype)}"

@@ -251,7 +251,7 @@ class RoutingNorm(Norm):
 
 
 class W4A8Experts(nn.Module):
-    """What the experts of each token give, by their shares; each is down(act(gate x) · up x)."""
+    """Experts of each token, added up by their shares; each is down(act(gate x) · up x)."""
 
     def __init__(self, weights: LayerWeights, config: Config, dtype: torch.dtype) -> None:
         super().__init__()
@@ -264,8 +264,8 @@ class W4A8Experts(nn.Module):
         tokens, normed = x
         rows = normed.view(-1, normed.shape[-1])
         routed = torch.ops.ptxlab.route_tokens(*tokens, rows, self.gate, self.chosen_experts)
-        taken, (offsets, place, share, _) = routed[:3], routed[3:]
-        h = torch.ops.ptxlab.silu_mul_quantize(self.gate_up_proj(taken, offsets), self.activation)
+        rows_by_expert, (offsets, place, share, _) = routed[:3], routed[3:]
+        h = torch.ops.ptxlab.silu_mul_quantize(self.gate_up_proj(rows_by_expert, offsets), self.activation)
         combined: Tensor = torch.ops.ptxlab.combine_experts(self.down_proj(h, offsets), place, share)
         return combined.view(normed.shape)
 

@@ -68,22 +68,22 @@ def _route_on_cpu(x_q: Tensor, x_scale: Tensor, x_sum: Tensor, normed: Tensor, r
     return tuple(map(torch.from_numpy, arrays))
 
 
-def _combine_on_cuda(results: Tensor, place: Tensor, share: Tensor) -> Tensor:
+def _combine_on_cuda(outputs: Tensor, place: Tensor, share: Tensor) -> Tensor:
     routed: Any = object.__new__(moe.RoutedTokens)  # its own checks are for the rows, which nothing reads here
     vars(routed).update(place=place, share=share)
-    out = results.new_empty((place.shape[0], results.shape[1]))
-    combined: Tensor = moe.combine_experts(results, routed, out=out)
+    out = outputs.new_empty((place.shape[0], outputs.shape[1]))
+    combined: Tensor = moe.combine_experts(outputs, routed, out=out)
     return combined
 
 
-def _combine_on_cpu(results: Tensor, place: Tensor, share: Tensor) -> Tensor:
-    name, dtype = "combine_experts", name_of(results.dtype)
+def _combine_on_cpu(outputs: Tensor, place: Tensor, share: Tensor) -> Tensor:
+    name, dtype = "combine_experts", name_of(outputs.dtype)
     at = array_of(f"{name}: place", place, "int32", "M", "k")
     shares = array_of(f"{name}: share", share, "float32", *at.shape)
-    rows = floats(array_of(f"{name}: results", results, _HALVES, at.size, "H"))
+    rows = floats(array_of(f"{name}: results", outputs, _HALVES, at.size, "H"))
     if at.size and not 0 <= at.min() <= at.max() < len(rows):
         raise ArgumentError(f"{name}: place", f"must be rows in 0..{len(rows) - 1}", f"{at.min()}..{at.max()}")
-    return tensor_of(stored(reference.combined(rows, at, shares), dtype), results.dtype)
+    return tensor_of(stored(reference.combined(rows, at, shares), dtype), outputs.dtype)
 
 
 define(
@@ -94,8 +94,8 @@ define(
     fake=_empty_routes,
 )
 define(
-    "combine_experts(Tensor results, Tensor place, Tensor share) -> Tensor",
+    "combine_experts(Tensor outputs, Tensor place, Tensor share) -> Tensor",
     cuda=_combine_on_cuda,
     cpu=_combine_on_cpu,
-    fake=lambda results, place, share: results.new_empty((place.shape[0], results.shape[1])),
+    fake=lambda outputs, place, share: outputs.new_empty((place.shape[0], outputs.shape[1])),
 )

@@ -36,12 +36,12 @@ def test_perplexity_is_that_of_transformers(tmp_path: Path) -> None:
 
 
 def test_a_layer_is_the_formula_of_every_token() -> None:
-    """Each token alone, through the experts of its two largest logits; one expert may have no token at all."""
+    """Compute each token alone, through the experts of its two largest logits; one expert may have no token at all."""
     model = FloatModel.random(MIXTRAL, dtype=np.float64)
     layer = {**model.layers[0]}
     layer["router"][3] = 0
     x = np.random.default_rng(0).standard_normal((1, 5, 64))
-    found = model.run_feed_forward(x, layer) - x
+    outputs = model.run_feed_forward(x, layer) - x
     y = reference.rms_norm(x, layer["post_norm"], MIXTRAL.eps)[0]
     for token in range(5):
         logits = layer["router"] @ y[token]
@@ -50,12 +50,12 @@ def test_a_layer_is_the_formula_of_every_token() -> None:
         gates = [layer[f"gate.{e}"] @ y[token] for e in best]
         ups = [layer[f"up.{e}"] @ y[token] for e in best]
         parts = [layer[f"down.{e}"] @ (g / (1 + np.exp(-g)) * u) for e, g, u in zip(best, gates, ups, strict=True)]
-        np.testing.assert_allclose(found[0, token], share @ parts, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(outputs[0, token], share @ parts, rtol=1e-9, atol=1e-9)
 
 
 def test_rows_go_to_their_experts() -> None:
     y = np.array([[3.0, 1.0, 0.0], [0.0, 2.0, 2.0]], np.float32)
-    routed = [(each.expert, each.row.tolist()) for each in route(y, np.eye(3, dtype=np.float32), 2)]
+    routed = [(taker.expert, taker.row.tolist()) for taker in route(y, np.eye(3, dtype=np.float32), 2)]
     assert routed == [(0, [0]), (1, [0, 1]), (2, [1])]
 
 
@@ -72,7 +72,7 @@ def model() -> FloatModel:
 
 
 @pytest.fixture(scope="module")
-def quantized(model: FloatModel) -> QuantizedModel:
+def packed_model(model: FloatModel) -> QuantizedModel:
     return QuantizedModel.rounded(model, group=32)
 
 
@@ -83,14 +83,14 @@ def test_a_step_is_that_of_the_layers_twin(dtype: str, model: FloatModel) -> Non
     small = QuantizedModel.rounded(model, "qoq", group=32, dtype=dtype)
     runner, tokens = NumpyRunner(small, 3, 80), np.array([3, 17, 40])
     runner.prefill([*PROMPTS, [200, 5]])
-    before = [replace(cache, pool=cache.pool.copy()) for cache in runner.caches]
+    caches = [replace(cache, pool=cache.pool.copy()) for cache in runner.caches]
     with runner._appended("decode", {b: tokens[b : b + 1] for b in range(3)}) as rows:
         normed = runner._run(rows)
     x = stored(floats(small.embedding)[tokens], dtype)
     residual, rope = np.zeros_like(x), (*small.config.rope_tables(80), runner.lengths - 1)
     for i, weights in enumerate(small.layers):
-        slots = np.array([before[i].slots(b)[-1] for b in range(3)], np.int32)
-        steps = exact(LayerInputs.of(x, residual, before[i], slots, rope), weights)
+        slots = np.array([caches[i].slots(b)[-1] for b in range(3)], np.int32)
+        steps = exact(LayerInputs.of(x, residual, caches[i], slots, rope), weights)
         x, residual = steps["hidden"].right, steps["residual"].right
         assert np.array_equal(runner.caches[i].pool, steps["pool"].right)
         assert len(np.unique(steps["chosen"].right)) > 2
@@ -98,42 +98,45 @@ def test_a_step_is_that_of_the_layers_twin(dtype: str, model: FloatModel) -> Non
     assert np.array_equal(normed, stored(normalized(stream, floats(small.final_norm), MIXTRAL.eps), dtype))
 
 
-def test_a_runner_computes_what_the_dequantised_model_does(quantized: QuantizedModel) -> None:
+def test_a_runner_computes_what_the_dequantised_model_does(packed_model: QuantizedModel) -> None:
     """But for INT8 activations and the cache."""
-    of_floats = dequantized(quantized)
+    of_floats = dequantized(packed_model)
     right = [of_floats.logits(of_floats.states([np.array([prompt])])[0])[0, -1] for prompt in PROMPTS]
-    assert relative(NumpyRunner(quantized, 2, 20, cache="kv8").prefill(PROMPTS), np.stack(right)) < 0.05
+    assert relative(NumpyRunner(packed_model, 2, 20, cache="kv8").prefill(PROMPTS), np.stack(right)) < 0.05
 
 
-def test_chunks_and_batches_do_not_matter(quantized: QuantizedModel) -> None:
-    whole, chunked = NumpyRunner(quantized, 2, 20, head="int8"), NumpyRunner(quantized, 2, 20, chunk=3, head="int8")
+def test_chunks_and_batches_do_not_matter(packed_model: QuantizedModel) -> None:
+    whole, chunked = (
+        NumpyRunner(packed_model, 2, 20, head="int8"),
+        NumpyRunner(packed_model, 2, 20, chunk=3, head="int8"),
+    )
     right = whole.prefill(PROMPTS)
     assert np.array_equal(chunked.prefill(PROMPTS), right)
-    alone = NumpyRunner(quantized, 1, 20, head="int8")
+    alone = NumpyRunner(packed_model, 1, 20, head="int8")
     assert np.array_equal(alone.prefill(PROMPTS[1:])[0], right[1])
 
 
 @pytest.mark.full
-def test_kernels_give_the_same(quantized: QuantizedModel) -> None:
-    """In the emulator, steps and chunks of prompts; attention in floats moves an INT8 step once in a while."""
+def test_kernels_give_the_same(packed_model: QuantizedModel) -> None:
+    """Run steps and chunks of prompts in the emulator; attention in floats moves an INT8 step once in a while."""
     how: dict[str, Any] = {"batch": 2, "context": 20, "chunk": 4, "head": "int8"}
-    kernels, numpy = KernelRunner(quantized, **how, backend="emulator"), NumpyRunner(quantized, **how)
+    kernels, numpy = KernelRunner(packed_model, **how, backend="emulator"), NumpyRunner(packed_model, **how)
     for run in (lambda runner: runner.prefill([[1, 2, 3], [4, 5]]), lambda runner: runner.decode([5, 6])):
-        found, right = run(kernels), run(numpy)
-        assert relative(found, right) < 0.03
+        logits, right = run(kernels), run(numpy)
+        assert relative(logits, right) < 0.03
     assert np.array_equal(kernels.caches[0].pool, numpy.caches[0].pool) and numpy.caches[0].pool.any()
 
 
-def test_a_folder_has_every_expert(quantized: QuantizedModel, tmp_path: Path) -> None:
+def test_a_folder_has_every_expert(packed_model: QuantizedModel, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    folder.save(quantized, tmp_path / "a")
+    folder.save(packed_model, tmp_path / "a")
     rewrite_folder(tmp_path / "a", tmp_path / "b", layout="row_major")
-    loaded, other = folder.load(tmp_path / "a"), folder.load(tmp_path / "b")
-    assert loaded.config == quantized.config and other.layers[0].down.layout == "row_major"
-    right = NumpyRunner(quantized, 2, 20).prefill(PROMPTS)
-    for each in (loaded, other):
-        assert np.array_equal(NumpyRunner(each, 2, 20).prefill(PROMPTS), right)
-    for name, array in quantized.layers[1].down.buffers.items():
+    loaded, repacked = folder.load(tmp_path / "a"), folder.load(tmp_path / "b")
+    assert loaded.config == packed_model.config and repacked.layers[0].down.layout == "row_major"
+    right = NumpyRunner(packed_model, 2, 20).prefill(PROMPTS)
+    for again in (loaded, repacked):
+        assert np.array_equal(NumpyRunner(again, 2, 20).prefill(PROMPTS), right)
+    for name, array in packed_model.layers[1].down.buffers.items():
         np.testing.assert_array_equal(loaded.layers[1].down.buffers[name], array, strict=True)
 
 

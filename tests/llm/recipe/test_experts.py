@@ -33,7 +33,7 @@ def few_tokens_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def taken_by(model: FloatModel, stream: list[Any], layer: Layer, expert: int) -> Any:
-    """What an expert reads, [rows, H]: of each state behind attention the tokens that take it."""
+    """Collect what an expert reads, [rows, H]: of each state behind attention the tokens that take it."""
     rows = []
     for x in stream:
         y = reference.rms_norm(x, layer["post_norm"], CONFIG.eps).astype(np.float32)[0]
@@ -51,8 +51,8 @@ def test_rotation_smoothing_and_reordering_do_not_change_the_function() -> None:
         layers.append(calibrate.shaped(turned, layer, states, LQQ))
         assert not np.allclose(layers[-1]["up.1"], layer["up.1"])
         states = [turned.run_layer(x, layer) for x in states]
-    found = replace(turned, layers=layers)
-    logits, right = (each.logits(each.states([TEXT])[0]) for each in (found, model))
+    shaped = replace(turned, layers=layers)
+    logits, right = (of.logits(of.states([TEXT])[0]) for of in (shaped, model))
     np.testing.assert_allclose(logits, right, atol=1e-9 * np.abs(right).max())
 
 
@@ -60,43 +60,43 @@ def test_rotation_smoothing_and_reordering_do_not_change_the_function() -> None:
 def test_an_expert_is_rounded_on_the_tokens_that_take_it() -> None:
     """The last one, in the order of the layer: q, k, v and o are quantised before, its own gate and up before down."""
     recipe = Recipe(clip="output", gptq=True, group=32)
-    found = calibrate.quantize_layer(MODEL, MODEL.layers[0], STATES, recipe)
+    quantised = calibrate.quantize_layer(MODEL, MODEL.layers[0], STATES, recipe)
     numerics = recipe.numerics()
-    before = {**found.floats, **{f"down.{e}": 0 * found.floats[f"down.{e}"] for e in range(4)}}
-    stream = [MODEL.run_layer(x, before, numerics) for x in STATES]
-    x = taken_by(MODEL, stream, found.floats, 3)
+    without_ffn = {**quantised.floats, **{f"down.{e}": 0 * quantised.floats[f"down.{e}"] for e in range(4)}}
+    stream = [MODEL.run_layer(x, without_ffn, numerics) for x in STATES]
+    x = taken_by(MODEL, stream, quantised.floats, 3)
     for name, parts, inputs in (
         ("gate_up.3", ("gate.3", "up.3"), x),
         ("down.3", ("down.3",), reference.gated(
-            numerics.input(x) @ np.concatenate([found.floats["gate.3"], found.floats["up.3"]]).T, "silu"
+            numerics.input(x) @ np.concatenate([quantised.floats["gate.3"], quantised.floats["up.3"]]).T, "silu"
         ).astype(np.float32)),
     ):  # fmt: skip
         w, seen = np.concatenate([MODEL.layers[0][part] for part in parts]), numerics.input(inputs)
         hessian = (seen.T @ seen).astype(np.float64)
         right = steps.gptq(w, hessian, steps.LQQGrid(w, 32, clip=True))
-        quantised = np.concatenate([found.floats[part] for part in parts])
-        assert np.mean(quantised == right.values) > 0.99  # sums of batches differ from one sum by a rounding
+        values = np.concatenate([quantised.floats[part] for part in parts])
+        assert np.mean(values == right.values) > 0.99  # sums of batches differ from one sum by a rounding
         error = steps.objective(w, right.values, hessian).sum() / steps.objective(w, 0 * w, hessian).sum()
-        assert found.errors[name] == pytest.approx(error, rel=0.01)
-    assert found.floats.keys() == MODEL.layers[0].keys()
+        assert quantised.errors[name] == pytest.approx(error, rel=0.01)
+    assert quantised.floats.keys() == MODEL.layers[0].keys()
 
 
 def test_an_expert_with_few_tokens_is_rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of four; it is not smoothed, nor do its channels change places."""
+    """Expert 0 of four; it is not smoothed, nor do its channels change places."""
     monkeypatch.setattr(calibrate, "LEAST_TOKENS", 105)
     layer = MODEL.layers[0]
-    found = calibrate.quantize_layer(MODEL, layer, STATES, LQQ.but(rotate=None))
+    quantised = calibrate.quantize_layer(MODEL, layer, STATES, LQQ.but(rotate=None))
     stream = [MODEL.run_layer(x, {**layer, **{f"down.{e}": 0 * layer["down.0"] for e in range(4)}}) for x in STATES]
     counts = [len(taken_by(MODEL, stream, layer, expert)) for expert in range(4)]
-    few = [expert for expert, count in enumerate(counts) if count < 105]
-    assert few == [0], counts
-    assert [e for e in range(4) if found.errors[f"down.{e}"] is None] == few
-    assert [e for e in range(4) if found.errors[f"gate_up.{e}"] is None] == few
-    for expert in few:
+    rounded = [expert for expert, count in enumerate(counts) if count < 105]
+    assert rounded == [0], counts
+    assert [e for e in range(4) if quantised.errors[f"down.{e}"] is None] == rounded
+    assert [e for e in range(4) if quantised.errors[f"gate_up.{e}"] is None] == rounded
+    for expert in rounded:
         w = np.concatenate([layer[f"gate.{expert}"], layer[f"up.{expert}"]])
         right = steps.rounded(w, None, steps.LQQGrid(w, 32, clip=True))
         np.testing.assert_array_equal(
-            np.concatenate([found.floats[f"{part}.{expert}"] for part in ("gate", "up")]), right.values
+            np.concatenate([quantised.floats[f"{part}.{expert}"] for part in ("gate", "up")]), right.values
         )
 
 
@@ -126,31 +126,31 @@ def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, 
 @pytest.mark.full
 @pytest.mark.usefixtures("few_tokens_suffice")
 def test_the_whole_recipe_beats_rounding() -> None:
-    """By the squared error of the logits; residual channels are of very different size, as trained models have them."""
+    """Compare squared errors of the logits; residual channels have very different sizes, as in trained models."""
     scale = np.where(np.arange(64) % 31 == 7, 12, 0.3).astype(np.float32)
     assert MODEL.head is not None
-    model, found = replace(MODEL, embedding=MODEL.embedding * scale, head=MODEL.head / 4), {}
+    model, errors = replace(MODEL, embedding=MODEL.embedding * scale, head=MODEL.head / 4), {}
     exact = model.logits(model.states([TEXT])[0])
     for name in ("rtn", "lqq"):
         recipe = RECIPES[name].but(group=32)
         turned = calibrate.prepared(model, recipe)
         layers = [layer.floats for layer in calibrate.quantize_layers(turned, TEXT, recipe) if layer]
-        made = replace(turned, layers=layers)
-        logits = made.logits(made.states([TEXT], recipe.numerics())[0])
-        found[name] = float(np.square(logits - exact).mean())
-    assert found["lqq"] < 0.6 * found["rtn"]
+        calibrated = replace(turned, layers=layers)
+        logits = calibrated.logits(calibrated.states([TEXT], recipe.numerics())[0])
+        errors[name] = float(np.square(logits - exact).mean())
+    assert errors["lqq"] < 0.6 * errors["rtn"]
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("few_tokens_suffice")
 def test_a_run_that_was_killed_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
-    def killed(label: str) -> None:
+    def kill(label: str) -> None:
         raise KeyboardInterrupt
 
     recipe = LQQ.but(rotate=None)
     quantize.quantize_model(MODEL, TEXT, recipe, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        quantize.quantize_model(MODEL, TEXT, recipe, tmp_path / "out", progress=killed)
+        quantize.quantize_model(MODEL, TEXT, recipe, tmp_path / "out", progress=kill)
     quantize.quantize_model(MODEL, TEXT, recipe, tmp_path / "out")
     for path in (tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name

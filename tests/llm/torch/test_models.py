@@ -367,16 +367,16 @@ def test_a_quantised_state_is_loaded_into_another_model_of_its_shape() -> None:
 def test_a_quantised_state_of_experts_is_loaded_into_another_model() -> None:
     from ptxlab.llm.torch import KV4Cache
 
-    model, other = quantize(small("mixtral")), quantize(small("mixtral"))
-    for each in other.state_dict().values():
-        each.zero_()
+    model, empty = quantize(small("mixtral")), quantize(small("mixtral"))
+    for tensor in empty.state_dict().values():
+        tensor.zero_()
     state, tokens = model.state_dict(), torch.tensor(PROMPTS[:1])
-    other.load_state_dict(state)
-    logits = [each(tokens, past_key_values=KV4Cache(each, 1, CONTEXT)).logits for each in (model, other)]
+    empty.load_state_dict(state)
+    logits = [of(tokens, past_key_values=KV4Cache(of, 1, CONTEXT)).logits for of in (model, empty)]
     assert torch.equal(*logits) and "4 x 64, 256, lqq, group=64, float16" in str(model.model.layers[0].mlp)
-    more = quantize(small("mixtral", num_local_experts=5))
+    larger = quantize(small("mixtral", num_local_experts=5))
     with pytest.raises(ArgumentError, match=r"^W4A8Grouped: .*gate_up_proj\._extra_state: must be .*'E': 5"):
-        more.load_state_dict(state)
+        larger.load_state_dict(state)
 
 
 def test_a_model_that_is_refused_is_what_it_was() -> None:

@@ -48,10 +48,10 @@ def test_compiled_without_a_break(ops: Any) -> None:
 @pytest.mark.default_cases("float16")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_are_those_of_the_kernels(dtype: str, ops: Any) -> None:
-    """In the emulator; shares but for the exponential."""
+    """Compare with the emulator, shares but for the exponential."""
     calls = expert_calls(np.random.default_rng(2), getattr(torch, dtype))
     (x, scale, sums, normed, router, k), _ = calls["route_tokens"]
-    arrays = [numpy_of(each).copy() for each in (x, scale, sums)]
+    arrays = [numpy_of(tensor).copy() for tensor in (x, scale, sums)]
     tokens = PackedActivations(layout="row_major", M=len(x), K=K, x_q=arrays[0], scale=arrays[1], token_sum=arrays[2])
     right = ptxlab.route_tokens(tokens, numpy_of(normed), numpy_of(router), k, backend="emulator")
     *rows, offsets, place, share, chosen = map(numpy_of, ops.route_tokens(x, scale, sums, normed, router, k))
@@ -60,9 +60,9 @@ def test_numbers_are_those_of_the_kernels(dtype: str, ops: Any) -> None:
     for ours, name in ((offsets, "offsets"), (place, "place"), (chosen, "chosen")):
         assert np.array_equal(ours, getattr(right, name)), name
     np.testing.assert_allclose(share, right.share, rtol=2**-19)
-    results = calls["combine_experts"][0][0]
-    ours = ops.combine_experts(results, torch.from_numpy(place), torch.from_numpy(right.share.copy()))
-    assert np.array_equal(numpy_of(ours), ptxlab.combine_experts(numpy_of(results), right, backend="emulator"))
+    outputs = calls["combine_experts"][0][0]
+    ours = ops.combine_experts(outputs, torch.from_numpy(place), torch.from_numpy(right.share.copy()))
+    assert np.array_equal(numpy_of(ours), ptxlab.combine_experts(numpy_of(outputs), right, backend="emulator"))
 
 
 BAD: dict[str, tuple[str, dict[int, Any]]] = {
@@ -87,9 +87,9 @@ BAD: dict[str, tuple[str, dict[int, Any]]] = {
 def test_bad_input_is_one_line(message: str, ops: Any) -> None:
     name, changes = BAD[message]
     args, _ = expert_calls(np.random.default_rng(0))[name]
-    with pytest.raises(PtxlabError) as found:
-        getattr(ops, name)(*(changes.get(i, each) for i, each in enumerate(args)))
-    assert message in str(found.value) and "\n" not in str(found.value)
+    with pytest.raises(PtxlabError) as error:
+        getattr(ops, name)(*(changes.get(i, argument) for i, argument in enumerate(args)))
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.gpu
@@ -98,10 +98,10 @@ def test_bad_input_is_one_line(message: str, ops: Any) -> None:
 def test_on_a_gpu_numbers_are_those_of_the_cpu(name: str, ops: Any) -> None:
     """Shares but for the exponential; a second call, which only launches, too."""
     args, _ = expert_calls(np.random.default_rng(3))[name]
-    on_gpu = [each.cuda() if isinstance(each, torch.Tensor) else each for each in args]
+    on_gpu = [tensor.cuda() if isinstance(tensor, torch.Tensor) else tensor for tensor in args]
     torch.library.opcheck(getattr(ops, name).default, tuple(on_gpu))
     for _ in range(2):
-        found, right = (getattr(ops, name)(*each) for each in (on_gpu, args))
-        found, right = (each if isinstance(each, tuple) else (each,) for each in (found, right))
-        for i, (ours, theirs) in enumerate(zip(found, right, strict=True)):
+        outputs = (getattr(ops, name)(*arguments) for arguments in (on_gpu, args))
+        ours_and_theirs = (output if isinstance(output, tuple) else (output,) for output in outputs)
+        for i, (ours, theirs) in enumerate(zip(*ours_and_theirs, strict=True)):
             assert torch.allclose(ours.cpu(), theirs, rtol=2**-19 * (i == 5), atol=0), (name, i)
