@@ -47,6 +47,10 @@ class Numerics:
         bias = layer.get(f"{name}_bias")
         return y if bias is None else y + bias
 
+    def router_logits(self, y: Floats, layer: Layer) -> Floats:
+        """Multiply y [M, H], what a layer's experts read, by its router: [M, E]."""
+        return y @ layer[ROUTER].T
+
     def cached(self, keys: Floats, values: Floats, layer: Layer) -> tuple[Floats, Floats]:
         """Keys behind RoPE and values [B, T, Hkv, D] as attention finds them in the layer's cache."""
         return keys, values
@@ -117,7 +121,7 @@ def feed_forward(
         return x + run(y)
     rows = y.reshape(-1, y.shape[-1])
     total = np.zeros_like(rows)
-    for routed in route(rows, layer[ROUTER], chosen_experts):
+    for routed in route(numerics.router_logits(rows, layer), chosen_experts):
         if len(routed.row) and only in (None, routed.expert):
             total[routed.row] += routed.share[:, None] * run(rows[routed.row], routed.expert)
     return x + total.reshape(x.shape)
@@ -131,10 +135,10 @@ class RoutedRows(NamedTuple):
     share: Floats
 
 
-def route(y: Floats, router: Floats, chosen_experts: int) -> Iterator[RoutedRows]:
-    """Give each expert its rows of y [M, H], by a router [E, H] of the same dtype, as Mixtral has it."""
-    chosen, share = top_experts(y @ router.T, chosen_experts)
-    for expert in range(len(router)):
+def route(logits: Floats, chosen_experts: int) -> Iterator[RoutedRows]:
+    """Give each expert its rows of M tokens, by the router's logits [M, E], as Mixtral has it."""
+    chosen, share = top_experts(logits, chosen_experts)
+    for expert in range(logits.shape[1]):
         row, place = np.nonzero(chosen == expert)
         yield RoutedRows(expert, row, share[row, place])
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab.errors import ArgumentError, naming
-from ptxlab.llm.model.decoder import EXACT, Layer, Numerics, expert_of
+from ptxlab.llm.model.decoder import EXACT, ROUTER, Layer, Numerics, expert_of
 from ptxlab.llm.model.floats import FloatModel, MappedLayers, Tokens
 from ptxlab.llm.model.numerics import FakeQuantized
-from ptxlab.llm.model.quantized import CACHE_CONSTANTS, FUSED, fused_parts
+from ptxlab.llm.model.quantized import CACHE_CONSTANTS, fused_parts
 from ptxlab.llm.model.threads import each_stream
 from ptxlab.llm.recipe import (
     Recipe,
@@ -36,7 +36,7 @@ from ptxlab.llm.recipe import (
     smooth_keys,
 )
 from ptxlab.llm.recipe.settings import ROTATIONS
-from ptxlab.llm.recipe.smoothing import SOURCES
+from ptxlab.llm.recipe.smoothing import read_together
 from ptxlab.lowbit.quant.fmpq import int8_blocks
 from ptxlab.lowbit.quant.kv import calibrate_kv
 from ptxlab.lowbit.quant.tiled import with_arrays
@@ -110,8 +110,6 @@ def prepared(model: FloatModel, recipe: Recipe) -> FloatModel:
     config = model.config
     if config.experts and recipe.reorders:
         raise ArgumentError("recipe", "W4A4 is for dense models: grouped GEMMs are W4A8's", f"{config.experts} experts")
-    if config.experts and recipe.smooth_search is not None:
-        raise ArgumentError("recipe", "smooth_search is for dense models", f"{config.experts} experts")
     stream = ROTATIONS[recipe.rotate](config.hidden) if recipe.rotate else None
     return turned(model, stream, hadamard(config.head_dim) if recipe.rotate_heads else None)
 
@@ -319,17 +317,18 @@ def smooth_layer(
     """Search SmoothQuant's strength for the inputs of qkv, of gate and up, and of down, and fold each λ into the layer.
 
     The function does not change. The error is that of the text's first `SEARCHED` rows, with INT8 activations and
-    weights rounded to nearest; peaks are those of the whole text.
+    weights rounded to nearest; peaks are those of the whole text. With experts, gates and ups have one λ, searched for
+    all of them on all tokens; the input of a down is not smoothed where fewer than `LEAST_TOKENS` tokens take it.
     """
     assert recipe.smooth_search is not None
-    numerics = recipe.numerics()
+    numerics, matrices_of = recipe.numerics(), read_together(model.config)
 
     def read_rows(x: Any) -> dict[str, Any]:
         """Return what each matrix reads of a batch, [B·T, K]."""
         of_batch: dict[str, Any] = {}
 
         def keep(name: str, x: Any) -> None:
-            if name in SOURCES:
+            if name in matrices_of:
                 of_batch[name] = x.reshape(-1, x.shape[-1])
 
         with contextlib.suppress(_ReachedError):
@@ -339,7 +338,8 @@ def smooth_layer(
     def round_to_nearest(w: Any) -> Any:
         return rounded(w, None, recipe.grid(w)).values.astype(w.dtype)
 
-    inputs: dict[str, list[Any]] = {name: [] for name in SOURCES}
+    inputs: dict[str, list[Any]] = {name: [] for name in matrices_of}
+    tokens = dict.fromkeys(matrices_of, 0)
     peaks: dict[str, Any] = {}
     for of_batch in each_stream(read_rows, states):
         for name, rows in of_batch.items():
@@ -347,9 +347,12 @@ def smooth_layer(
             if missing > 0:
                 inputs[name].append(rows[:missing].copy())
             peaks[name] = np.maximum(peaks.get(name, 0), np.abs(rows).max(axis=0))
+            tokens[name] += len(rows)
     for name, kept in inputs.items():
-        matrices = next(parts for parts in FUSED.values() if parts[0] == name)
-        w = np.concatenate([layer[part] for part in matrices])
+        if expert_of(name) is not None and tokens[name] < LEAST_TOKENS:
+            continue
+        matrices = matrices_of[name]
+        w = np.concatenate([layer[part] for part in matrices if part != ROUTER])
         options: dict[str, Any] = {"read": numerics.input, "rounded": round_to_nearest}
         _, factor = search_factor(np.concatenate(kept), w, peaks[name], recipe.smooth_search, **options)
         layer = smooth_input(layer, matrices, factor)
@@ -407,6 +410,10 @@ class _Tap(Numerics):
         if name == self.until:
             raise _ReachedError
         return self.inner.product(name, x, layer)
+
+    def router_logits(self, y: Any, layer: Layer) -> Any:
+        self.seen(ROUTER, y)
+        return self.inner.router_logits(y, layer)
 
     def cached(self, keys: Any, values: Any, layer: Layer) -> tuple[Any, Any]:
         self.seen("keys", keys)

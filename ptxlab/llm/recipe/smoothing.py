@@ -15,11 +15,26 @@ from typing import Any
 import numpy as np
 
 from ptxlab.errors import ArgumentError
-from ptxlab.llm.model.decoder import Layer, expert_part
+from ptxlab.llm.model.config import Config
+from ptxlab.llm.model.decoder import ROUTER, Layer, expert_of, expert_part
+from ptxlab.llm.model.quantized import FUSED, fused_parts
 from ptxlab.llm.recipe.rotation import as_before, wide
 from ptxlab.lowbit.quant.smooth import smooth_attention
 
 SOURCES = {"q": "input_norm", "gate": "post_norm", "down": "up"}  # what takes the λ of a matrix's input
+
+
+def read_together(config: Config) -> dict[str, tuple[str, ...]]:
+    """The matrices of each input that is smoothed, by the name under which a layer's `Numerics` sees it.
+
+    With experts the input of all gates and ups is one, which the router reads too; each down has its own.
+    """
+    if not config.experts:
+        return {name: next(parts for parts in FUSED.values() if parts[0] == name) for name in SOURCES}
+    fused = fused_parts(config)
+    gates = (name for parts in fused.values() for name in parts if name.partition(".")[0] in ("gate", "up"))
+    downs = {name: parts for name, parts in fused.items() if name.startswith("down")}
+    return {"q": fused["qkv"], ROUTER: (*gates, ROUTER), **downs}
 
 
 def smooth_down(
@@ -82,9 +97,13 @@ def search_factor(
 
 
 def smooth_input(layer: Layer, names: Sequence[str], factor: Any) -> dict[str, Any]:
-    """Return the layer with the input of these matrices divided by λ [K]: in the norm, or of down in the rows of up."""
+    """Return the layer with the input of these matrices divided by λ [K]: in the norm, or of down in the rows of up.
+
+    `names` are those of `read_together`.
+    """
     smoothed = {name: as_before(layer[name], wide(layer[name]) * factor) for name in names}
-    source = SOURCES[names[0]]
+    part, _, _ = names[0].partition(".")
+    source = expert_part(SOURCES[part], expert_of(names[0])) if part == "down" else SOURCES[part]
     rows = factor if layer[source].ndim == 1 else factor[:, None]
     return {**layer, **smoothed, source: as_before(layer[source], wide(layer[source]) / rows)}
 

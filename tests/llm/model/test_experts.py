@@ -54,8 +54,8 @@ def test_a_layer_is_the_formula_of_every_token() -> None:
 
 
 def test_rows_go_to_their_experts() -> None:
-    y = np.array([[3.0, 1.0, 0.0], [0.0, 2.0, 2.0]], np.float32)
-    routed = [(taker.expert, taker.row.tolist()) for taker in route(y, np.eye(3, dtype=np.float32), 2)]
+    logits = np.array([[3.0, 1.0, 0.0], [0.0, 2.0, 2.0]], np.float32)
+    routed = [(taker.expert, taker.row.tolist()) for taker in route(logits, 2)]
     assert routed == [(0, [0]), (1, [0, 1]), (2, [1])]
 
 

@@ -37,7 +37,7 @@ def taken_by(model: FloatModel, stream: list[Any], layer: Layer, expert: int) ->
     rows = []
     for x in stream:
         y = reference.rms_norm(x, layer["post_norm"], CONFIG.eps).astype(np.float32)[0]
-        rows.append(y[[*route(y, layer["router"], 2)][expert].row])
+        rows.append(y[[*route(y @ layer["router"].T, 2)][expert].row])
     return np.concatenate(rows)
 
 
@@ -81,6 +81,23 @@ def test_an_expert_is_rounded_on_the_tokens_that_take_it() -> None:
     assert quantised.floats.keys() == MODEL.layers[0].keys()
 
 
+def test_a_searched_strength_is_that_of_all_experts_for_their_common_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function stays; gates, ups and the router take one λ, a down its own, or none with few tokens."""
+    monkeypatch.setattr(calibrate, "LEAST_TOKENS", 105)
+    model = FloatModel.random(CONFIG, dtype=np.float64)
+    layer, states = {**model.layers[0]}, [model.embedded(sample[None]) for sample in TEXT]
+    layer["post_norm"] = np.where(np.arange(64) % 20 == 3, 60, 1) * layer["post_norm"]
+    smoothed = calibrate.smooth_layer(model, layer, states, RECIPES["liquid"].but(group=32), 0)
+    factor = layer["post_norm"] / smoothed["post_norm"]
+    assert factor.max() > 2 * factor.min()
+    for name in ("router", "gate.0", "gate.3"):
+        np.testing.assert_allclose(smoothed[name], layer[name] * factor, rtol=1e-9)
+    right = model.run_layer(states[0], layer)
+    np.testing.assert_allclose(model.run_layer(states[0], smoothed), right, atol=1e-9 * np.abs(right).max())
+    ups = [np.allclose(smoothed[f"up.{e}"], layer[f"up.{e}"] * factor) for e in range(4)]
+    assert any(ups) and not all(ups)
+
+
 def test_an_expert_with_few_tokens_is_rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Expert 0 of four; it is not smoothed, nor do its channels change places."""
     monkeypatch.setattr(calibrate, "LEAST_TOKENS", 105)
@@ -109,12 +126,12 @@ def test_an_expert_that_no_token_takes_is_rounded(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("few_tokens_suffice")
 @pytest.mark.default_cases("rtn")
-@pytest.mark.parametrize("name", ["rtn", "lqq", "qoq", "qoq_channel"])
+@pytest.mark.parametrize("name", ["rtn", "lqq", "qoq", "qoq_channel", "liquid"])
 def test_a_model_becomes_a_folder_that_computes_as_it_was_calibrated(name: str, tmp_path: Path) -> None:
     recipe = RECIPES[name].but(group=32)
     errors = quantize.quantize_model(MODEL, TEXT, recipe, tmp_path / "out")
     assert list(errors[1])[:4] == ["qkv", "o", "gate_up.0", "down.0"] and len(errors[1]) == 10
-    assert all((error is None) == (name == "rtn") for error in errors[1].values())
+    assert all((error is None) == (name in ("rtn", "liquid")) for error in errors[1].values())
     loaded = dequantized(folder.load(tmp_path / "out"))
     first = next(calibrate.quantize_layers(calibrate.prepared(MODEL, recipe), TEXT, recipe))
     assert first is not None
@@ -161,7 +178,6 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(tmp_path: Path) -> None
     [
         ("atom", "W4A4 is for dense models: grouped GEMMs are W4A8's"),
         ("fmpq", "W4A4 is for dense models: grouped GEMMs are W4A8's"),
-        ("liquid", "smooth_search is for dense models"),
     ],
 )
 def test_recipes_for_dense_models_are_refused(name: str, rule: str, tmp_path: Path) -> None:
