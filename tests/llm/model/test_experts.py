@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ptxlab import gpu
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.llm.checkpoints import folder, open_model
 from ptxlab.llm.checkpoints.open import dequantized
@@ -20,7 +21,7 @@ from ptxlab.spec.dtypes import floats, stored
 from tests.golden.record_decoders import by_transformers
 from tests.support.layers import TINY_MODEL
 from tests.support.small_models import some_tokens, write_folder, write_gguf
-from tests.support.small_prompts import relative
+from tests.support.small_prompts import SMALL, relative, some_prompts
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 1]]
 MIXTRAL = replace(TINY_MODEL, experts=4, chosen_experts=2, tied_head=False)
@@ -143,3 +144,27 @@ def test_a_folder_has_every_expert(packed_model: QuantizedModel, tmp_path: Path)
 def test_more_experts_than_any_model_has_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"^experts: must be at most 4096 \(got 4097\)$"):
         replace(MIXTRAL, experts=4097)
+
+
+@pytest.mark.gpu
+def test_floats_on_a_gpu_are_those_of_numpy(cupy: Any, model: FloatModel) -> None:
+    tokens = np.random.default_rng(0).integers(0, MIXTRAL.vocabulary, (3, 40))
+    assert perplexity(model.to_device(), tokens) == pytest.approx(perplexity(model, tokens), rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="the products need sm_90a")
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_runner_on_a_gpu_is_that_of_numpy(batch: int) -> None:
+    """Prompts in chunks and steps of the graph. A token near a tie of the router may take another expert."""
+    config = replace(SMALL, layers=2, experts=8, chosen_experts=2, ffn=512)
+    model = QuantizedModel.rounded(FloatModel.random(config))
+    prompts = some_prompts(tuple(range(3, 3 + 20 * batch, 20)))
+    kernels, numpy = (kind(model, batch, 120, chunk=32, head="int8") for kind in (KernelRunner, NumpyRunner))
+    logits, right = gpu.to_host(kernels.prefill(prompts)), numpy.prefill(prompts)
+    for step in range(5):
+        errors = [relative(logits[b : b + 1], right[b : b + 1]) for b in range(batch)]
+        assert np.median(errors) < 0.15, (step, errors)
+        tokens = right.argmax(axis=1)
+        logits, right = gpu.to_host(kernels.decode(tokens)), numpy.decode(tokens)
+    assert np.array_equal(gpu.to_host(kernels.caches[0].pool), numpy.caches[0].pool)

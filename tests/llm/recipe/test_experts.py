@@ -7,16 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.llm import recipe as steps
 from ptxlab.llm.accuracy.audit_inputs import audit_model
 from ptxlab.llm.accuracy.steps import measure, rows
 from ptxlab.llm.checkpoints import folder
 from ptxlab.llm.checkpoints.open import dequantized
-from ptxlab.llm.model import Config, FloatModel
+from ptxlab.llm.model import Config, FloatModel, floats
 from ptxlab.llm.model.decoder import Layer, route
 from ptxlab.llm.recipe import RECIPES, Recipe, calibrate, quantize
 from ptxlab.lowbit import reference
+from tests.support.dispatching_array import DispatchingArray
 
 CONFIG = Config(
     hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, layers=2, vocabulary=60, experts=4, chosen_experts=2
@@ -171,6 +173,23 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(tmp_path: Path) -> None
     quantize.quantize_model(MODEL, TEXT, recipe, tmp_path / "out")
     for path in (tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
+
+
+@pytest.mark.usefixtures("few_tokens_suffice")
+@pytest.mark.default_cases("lqq")
+@pytest.mark.parametrize("name", ["lqq", "liquid"])
+def test_a_model_of_device_arrays_becomes_the_same_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "is_device_array", lambda array: isinstance(array, DispatchingArray))
+    monkeypatch.setattr(gpu, "device_info", lambda: None)
+    monkeypatch.setattr(gpu, "to_device", DispatchingArray)
+    monkeypatch.setattr(gpu, "to_host", DispatchingArray.get)
+    monkeypatch.setattr(floats, "_ELEMENTS", 1)  # batches of one sequence on the device too, as on the host
+    for place, model in (("host", MODEL), ("device", MODEL.to_device())):
+        quantize.quantize_model(model, TEXT, RECIPES[name].but(group=32), tmp_path / place)
+    for path in (tmp_path / "host").iterdir():
+        assert path.read_bytes() == (tmp_path / "device" / path.name).read_bytes(), path.name
 
 
 @pytest.mark.parametrize(
