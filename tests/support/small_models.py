@@ -108,6 +108,8 @@ _GGUF = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "block_sparse_moe.gate": "ffn_gate_inp", "block_sparse_moe.w1": "ffn_gate_exps",
+    "block_sparse_moe.w3": "ffn_up_exps", "block_sparse_moe.w2": "ffn_down_exps",
 }  # fmt: skip
 
 
@@ -125,7 +127,7 @@ def write_gguf(path: Path, family: str, quantization: str = "F32", **metadata: A
     """A model as llama.cpp's converter writes it, matrices but the embedding in a type of GGUF; further metadata."""
     import gguf
 
-    config = CONFIGS[family]
+    config = _FAMILIES[family]
     arch = "qwen2" if family == "qwen2" else "llama"
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config["num_hidden_layers"])
@@ -148,11 +150,14 @@ def write_gguf(path: Path, family: str, quantization: str = "F32", **metadata: A
     for key, value in metadata.items():
         getattr(writer, f"add_{key}")(value)
     kind = gguf.GGMLQuantizationType[quantization]
-    for name, array in tensors(config).items():
+    if "num_local_experts" in config:
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    for name, array in with_stacked_experts(tensors(config)).items():
         if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):  # the two of a pair side by side
             D = config["hidden_size"] // config["num_attention_heads"]
             array = array.reshape(-1, 2, D // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        packed = array.ndim == 2 and "embed" not in name
+        packed = array.ndim >= 2 and "embed" not in name and "moe.gate" not in name
         raw = gguf.quants.quantize(np.ascontiguousarray(array), kind) if packed else array
         writer.add_tensor(gguf_name(name), raw, raw_dtype=kind if packed else None)
     if "rope_scaling" in config:
@@ -162,6 +167,19 @@ def write_gguf(path: Path, family: str, quantization: str = "F32", **metadata: A
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Stack the matrices of a layer's experts, `..block_sparse_moe.w1.weight` [E, N, K], as llama.cpp has them."""
+    stacked: dict[str, np.ndarray] = {}
+    for name, array in tensors.items():
+        layer, is_of_expert, part = name.partition(".experts.")
+        if is_of_expert:
+            of_all = f"{layer}.{part.partition('.')[2]}"
+            stacked[of_all] = np.concatenate([*([stacked[of_all]] if of_all in stacked else []), array[None]])
+        else:
+            stacked[name] = array
+    return stacked
 
 
 def rope_factors(config: dict[str, Any]) -> np.ndarray:

@@ -166,8 +166,8 @@ def _print_errors(errors: dict[int, dict[str, float | None]]) -> None:
             name.partition(".")[2] for name, error in of.items() if error is None and name.startswith("down.")
         ]:
             console.print(
-                f"layer {index}: rounded to nearest, as fewer than {calibrate.LEAST_TOKENS} tokens of the text take "
-                f"them: experts {', '.join(experts)}",
+                f"layer {index}: experts rounded to nearest, which fewer than {calibrate.LEAST_TOKENS} tokens of the "
+                f"text take: {', '.join(experts)}",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -134,7 +134,7 @@ def test_a_model_with_experts_is_measured_and_continues_a_text(cli: Any, folder:
     text = ("--text", tmp_path / "text.txt", "--length", 32, "--backend", "numpy")
     code, printed, err = cli("quantize", model, "--recipe", "lqq", *text, "--samples", 8, "--out", out)
     assert code == 0 and "relative squared error" in printed and "of experts the mean" in printed
-    rule = "rounded to nearest, as fewer than 256 tokens of the text take them: experts 0, 1, 2, 3"
+    rule = "experts rounded to nearest, which fewer than 256 tokens of the text take: 0, 1, 2, 3"
     assert f"layer 1: {rule}" in printed
     code, printed, _ = cli("perplexity", out, *text, "--json")
     exact = json.loads(cli("perplexity", model, *text, "--json")[1])["perplexity"]
