@@ -168,3 +168,21 @@ def test_a_runner_on_a_gpu_is_that_of_numpy(batch: int) -> None:
         tokens = right.argmax(axis=1)
         logits, right = gpu.to_host(kernels.decode(tokens)), numpy.decode(tokens)
     assert np.array_equal(gpu.to_host(kernels.caches[0].pool), numpy.caches[0].pool)
+
+
+def test_a_sequence_that_is_not_finite_leaves_the_others_alone(
+    packed_model: QuantizedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate and up overflow for the last token of one sequence, in each expert that it takes."""
+    runner, prompts = NumpyRunner(packed_model, 3, 20, head="int8"), [[1, 2], [3, 7], [8, 9, 1]]
+    right, run, overflows = runner.prefill(prompts), runner._ffn, list[int]()
+
+    def run_with_overflow(gate_up: Any, down: Any, x: Any, rows: Any) -> Any:
+        lost = (rows.sequence == 1) & (rows.position == 1)
+        overflows.append(int(lost.sum()))
+        return run(lambda *of: np.where(lost[:, None], np.float32(np.inf), gate_up(*of)), down, x, rows)
+
+    monkeypatch.setattr(runner, "_ffn", run_with_overflow)
+    logits = runner.prefill(prompts)
+    assert sum(overflows) == 2 * MIXTRAL.layers
+    assert np.isnan(logits[1]).all() and np.array_equal(logits[[0, 2]], right[[0, 2]])
