@@ -178,7 +178,7 @@ def write_model(folder: Path, format: str, *, container: str = "safetensors", gr
     small_models.tokenizer().save(str(folder / "tokenizer.json"))
     made: Arrays = {}
     for name, array in small_models.tensors(config).items():
-        if name.endswith("proj.weight"):
+        if name.endswith(("proj.weight", "w1.weight", "w2.weight", "w3.weight")):
             module = name.removesuffix("weight")
             made |= {f"{module}{part}": value for part, value in of_format(format, array, group).items()}
         else:

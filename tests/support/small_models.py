@@ -32,6 +32,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1, "tie_word_embeddings": True, "use_sliding_window": False, "eos_token_id": [1, 2],
     },
 }  # fmt: skip
+_FAMILIES: dict[str, dict[str, Any]] = {
+    **CONFIGS,
+    "mixtral": {
+        **_LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "intermediate_size": 96,
+        "sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+}  # fmt: skip
 
 
 def tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
@@ -45,9 +52,15 @@ def tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
         made["lm_head.weight"] = rng.standard_normal((V, H)) / 4
     for i in range(config["num_hidden_layers"]):
         of = f"model.layers.{i}."
+        ffn = {"mlp.gate_proj": (F, H), "mlp.up_proj": (F, H), "mlp.down_proj": (H, F)}
+        if config["model_type"] == "mixtral":
+            of_experts = range(config["num_local_experts"])
+            shapes = {"w1": (F, H), "w3": (F, H), "w2": (H, F)}
+            ffn = {f"block_sparse_moe.experts.{e}.{name}": size for e in of_experts for name, size in shapes.items()}
+            ffn["block_sparse_moe.gate"] = len(of_experts), H
         for name, (N, K) in {
             "self_attn.q_proj": (H, H), "self_attn.k_proj": (of_kv, H), "self_attn.v_proj": (of_kv, H),
-            "self_attn.o_proj": (H, H), "mlp.gate_proj": (F, H), "mlp.up_proj": (F, H), "mlp.down_proj": (H, F),
+            "self_attn.o_proj": (H, H), **ffn,
         }.items():  # fmt: skip
             made[f"{of}{name}.weight"] = rng.standard_normal((N, K)) / np.sqrt(K)
             if config["model_type"] == "qwen2" and name[-6:] in ("q_proj", "k_proj", "v_proj"):
@@ -76,7 +89,7 @@ def some_tokens(windows: int = 2, length: int = 24) -> np.ndarray:
 def write_folder(folder: Path, family: str, *, shards: int = 1, **changes: Any) -> Path:
     """A model as Hugging Face has it; `changes` of its config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {**CONFIGS[family], **changes}
+    config = {**_FAMILIES[family], **changes}
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer().save(str(folder / "tokenizer.json"))
     made = tensors(config)
@@ -95,6 +108,8 @@ _GGUF = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "block_sparse_moe.gate": "ffn_gate_inp", "block_sparse_moe.w1": "ffn_gate_exps",
+    "block_sparse_moe.w3": "ffn_up_exps", "block_sparse_moe.w2": "ffn_down_exps",
 }  # fmt: skip
 
 
@@ -112,7 +127,7 @@ def write_gguf(path: Path, family: str, quantization: str = "F32", **metadata: A
     """A model as llama.cpp's converter writes it, matrices but the embedding in a type of GGUF; further metadata."""
     import gguf
 
-    config = CONFIGS[family]
+    config = _FAMILIES[family]
     arch = "qwen2" if family == "qwen2" else "llama"
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config["num_hidden_layers"])
@@ -135,11 +150,14 @@ def write_gguf(path: Path, family: str, quantization: str = "F32", **metadata: A
     for key, value in metadata.items():
         getattr(writer, f"add_{key}")(value)
     kind = gguf.GGMLQuantizationType[quantization]
-    for name, array in tensors(config).items():
+    if "num_local_experts" in config:
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    for name, array in with_stacked_experts(tensors(config)).items():
         if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):  # the two of a pair side by side
             D = config["hidden_size"] // config["num_attention_heads"]
             array = array.reshape(-1, 2, D // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        packed = array.ndim == 2 and "embed" not in name
+        packed = array.ndim >= 2 and "embed" not in name and "moe.gate" not in name
         raw = gguf.quants.quantize(np.ascontiguousarray(array), kind) if packed else array
         writer.add_tensor(gguf_name(name), raw, raw_dtype=kind if packed else None)
     if "rope_scaling" in config:
@@ -149,6 +167,19 @@ def write_gguf(path: Path, family: str, quantization: str = "F32", **metadata: A
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Stack the matrices of a layer's experts, `..block_sparse_moe.w1.weight` [E, N, K], as llama.cpp has them."""
+    stacked: dict[str, np.ndarray] = {}
+    for name, array in tensors.items():
+        layer, is_of_expert, part = name.partition(".experts.")
+        if is_of_expert:
+            of_all = f"{layer}.{part.partition('.')[2]}"
+            stacked[of_all] = np.concatenate([*([stacked[of_all]] if of_all in stacked else []), array[None]])
+        else:
+            stacked[name] = array
+    return stacked
 
 
 def rope_factors(config: dict[str, Any]) -> np.ndarray:

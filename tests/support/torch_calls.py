@@ -30,6 +30,7 @@ OPERATORS = (
 FOUR_BIT_OPERATORS = (
     "reorder_quantize", "rmsnorm_reorder_quantize", "silu_mul_reorder_quantize", "gemm_w4a4", "gemm_w4ax",
 )  # fmt: skip
+EXPERT_OPERATORS = ("route_tokens", "combine_experts")
 SCHEMES: dict[str, Callable[[Any], Any]] = {
     "lqq": lambda w: quant.quantize_lqq(w, 64),
     "qoq": lambda w: quant.quantize_qoq(w, 64),
@@ -99,6 +100,21 @@ def every_call(rng: np.random.Generator) -> dict[str, tuple[tuple[Any, ...], dic
         "rope_append_kv4": ((qkv, pool, slots, cos, sin, positions), {"head_dim": D}),
         "attention_kv4": (attention, {**options}),
         "attention_kv4_out": ((*attention, torch.empty_like(q), torch.empty(M, Hq)), {**options}),
+    }
+
+
+def expert_calls(
+    rng: np.random.Generator, dtype: Any = torch.float16
+) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments of a call of each operator around the grouped products: two of five experts of seven tokens."""
+    tokens, E, k = 7, 5, 2
+    x = torch.from_numpy(rng.integers(-127, 128, (tokens, K), dtype=np.int8))
+    scale, sums = normal(rng, tokens, dtype=torch.float32).abs(), x.sum(1, dtype=torch.int32)
+    place = torch.from_numpy(rng.permutation(tokens * k).astype(np.int32)).view(tokens, k)
+    share = torch.from_numpy(rng.uniform(0, 1, (tokens, k)).astype(np.float32))
+    return {
+        "route_tokens": ((x, scale, sums, normal(rng, tokens, K, dtype=dtype), normal(rng, E, K, dtype=dtype), k), {}),
+        "combine_experts": ((normal(rng, tokens * k, K, dtype=dtype), place, share), {}),
     }
 
 

@@ -1,4 +1,4 @@
-"""Small random models of `transformers`, of four families, one of them also with a window in its last layer only."""
+"""Small random models of `transformers`, of five families, one of them also with a window in its last layer only."""
 
 from typing import Any
 
@@ -22,6 +22,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm": ("Llama", {"tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": 5}),
     "qwen2": ("Qwen2", {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7}),
     "windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
 }
 

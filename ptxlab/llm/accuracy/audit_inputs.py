@@ -142,6 +142,8 @@ def audit_model(
     and for a pattern that matches nothing.
     """
     check_options(schemes, group, most)
+    if model.config.experts:
+        raise ArgumentError("model", "must be dense: W4A4 has no experts", f"{model.config.experts} experts")
     named = {(i, fused): f"layers.{i}.{fused}" for i in range(model.config.layers) for fused in FUSED}
     wanted = {place for place, name in named.items() if fnmatchcase(name, pattern)}
     if not wanted:

@@ -212,6 +212,8 @@ def measure(
         of 1,024 tokens read (`gemm_bytes`), bytes of a token in the KV cache of all layers (`cache_bytes`).
     """
 
+    if model.config.experts:
+        raise ArgumentError("model", "must be dense: some rows are W4A4's", f"{model.config.experts} experts")
     known = list(done)
     for row in chosen:
         recipe = row.recipe.to_json()

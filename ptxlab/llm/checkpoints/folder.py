@@ -1,10 +1,10 @@
 """A quantised model as a folder: config.json, recipe.json, a safetensors file per layer and one for the two ends.
 
-A layer's file has packed weights as `layout.save` writes them, norms and biases. Layers are written one by one, so the
-model need not fit into memory. Names are those of Hugging Face, with `qkv_proj` and `gate_up_proj` for the matrices of
-one product, and config.json says by `quantization_config` how the weights are packed: vLLM's plugin takes a folder as
-it is. Folders of schema 1 had names of their own and no `quantization_config`; they are read, and `rewrite` renews
-them.
+A layer's file has packed weights as `layout.save` writes them, norms, biases and the router. Layers are written one by
+one, so the model need not fit into memory. Names are those of Hugging Face, with `qkv_proj` and `gate_up_proj` for the
+matrices of one product, those of experts beneath `block_sparse_moe`. config.json says by `quantization_config` how the
+weights are packed: vLLM's plugin takes a folder of a dense model as it is. Folders of schema 1 had names of their own
+and no `quantization_config`; they are read, and `rewrite` renews them.
 """
 
 import hashlib
@@ -19,10 +19,17 @@ import numpy as np
 from ptxlab.errors import FileError, in_file
 from ptxlab.io.files import read_json, write_text
 from ptxlab.llm.model.config import Config
-from ptxlab.llm.model.decoder import NORMS
-from ptxlab.llm.model.quantized import CACHE_CONSTANTS, FUSED, QuantizedModel
+from ptxlab.llm.model.decoder import NORMS, ROUTER, expert_of, expert_part
+from ptxlab.llm.model.quantized import (
+    CACHE_CONSTANTS,
+    OF_EXPERTS,
+    QuantizedModel,
+    fused_parts,
+    product_weight,
+)
 from ptxlab.llm.model.weights import DEFAULT_CACHE, LayerWeights
 from ptxlab.lowbit import layout
+from ptxlab.lowbit.layout import stack_experts
 from ptxlab.lowbit.layout.checkpoint import Checkpoint, TensorInfo, write_checkpoint
 from ptxlab.lowbit.layout.storage import described, holds_reordered, packed_headers
 from ptxlab.lowbit.quant.kv import BY_CHANNEL, check_channel
@@ -42,8 +49,9 @@ _MODULES = {
 }  # fmt: skip
 _PLAIN = {
     "input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight",
-    "qkv_bias": "self_attn.qkv_proj.bias",
+    "qkv_bias": "self_attn.qkv_proj.bias", "router": "block_sparse_moe.gate.weight",
 }  # fmt: skip
+_EXPERTS = {"gate_up": "gate_up_proj", "down": "down_proj"}  # beneath block_sparse_moe.experts.NUMBER
 _CHANNELS = {"k_channel": "keys", "v_channel": "values"}
 _STORED = {"float16": "F16", "uint16": "BF16", "float32": "F32"}  # uint16: bits of bfloat16
 
@@ -59,7 +67,9 @@ def save(model: QuantizedModel, folder: Path) -> None:
 
 def save_layer(folder: Path, index: int, layer: LayerWeights) -> None:
     """Write one layer, whole or not at all."""
-    announced, arrays, metadata = described({part_name(name, index): getattr(layer, name) for name in FUSED})
+    announced, arrays, metadata = described(
+        {part_name(name, index): product_weight(layer, name) for name in fused_parts(layer.config)}
+    )
     plain = {part_name(name, index): part for name, part in layer.parts.items() if name in _PLAIN}
     plain |= {
         channel_name(layer.cache, name, index): layer.parts[name] for name in CACHE_CONSTANTS if name in layer.parts
@@ -143,10 +153,12 @@ def load_layer(folder: Path, index: int, config: Config) -> LayerWeights:
     file = Checkpoint(path)
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(NORMS, (config.hidden,))
     shapes |= {"qkv_bias": (config.qkv_width,)} if config.qkv_bias else {}
+    shapes |= {ROUTER: (config.experts, config.hidden)} if config.experts else {}
     cache = _stored_cache(file, index)
     constants = (2, config.kv_heads, config.head_dim)
     is_old = "input_norm" in file.tensors
-    names = {name: name if is_old else part_name(name, index) for name in (*shapes, *FUSED)}
+    fused = fused_parts(config)
+    names = {name: name if is_old else part_name(name, index) for name in (*shapes, *fused)}
     parts: dict[str, Any] = {name: _read(file, names[name], shape) for name, shape in shapes.items()}
     for name in CACHE_CONSTANTS if cache in BY_CHANNEL else ():
         parts[name] = _read(file, channel_name(cache, name, index), constants)
@@ -154,7 +166,9 @@ def load_layer(folder: Path, index: int, config: Config) -> LayerWeights:
             check_channel(channel_name(cache, name, index), cache, tuple(parts[name]), constants[1:])
     with in_file(path):
         load = layout.load_reordered if holds_reordered(file) else layout.load
-        parts |= {name: load(path, names[name]) for name in FUSED}
+        parts |= {name: load(path, names[name]) for name in fused}
+        for name in OF_EXPERTS if config.experts else ():
+            parts[name] = stack_experts([parts.pop(expert_part(name, e)) for e in range(config.experts)])
         return LayerWeights(config=config, cache=cache, **parts)
 
 
@@ -164,8 +178,14 @@ def layer_path(folder: Path, index: int) -> Path:
 
 
 def part_name(part: str, index: int) -> str:
-    """The tensor, or the packed weight, that is a part of a layer, by its attribute of `LayerWeights`."""
-    return f"model.layers.{index}.{(_MODULES | _PLAIN)[part]}"
+    """The tensor, or the packed weight, that is a part of a layer, by its attribute of `LayerWeights`.
+
+    A weight of an expert has the name of `fused_parts`: `gate_up.3`.
+    """
+    expert = expert_of(part)
+    if expert is None:
+        return f"model.layers.{index}.{(_MODULES | _PLAIN)[part]}"
+    return f"model.layers.{index}.block_sparse_moe.experts.{expert}.{_EXPERTS[part.partition('.')[0]]}"
 
 
 def channel_name(scheme: str, part: str, index: int) -> str:

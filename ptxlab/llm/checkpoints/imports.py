@@ -20,7 +20,7 @@ from ptxlab.llm.checkpoints import folder as folders
 from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.checkpoints.foreign import UNKNOWN_RANGE, ForeignCheckpoint, ForeignMatrix, ForeignWeight
 from ptxlab.llm.checkpoints.open import tensor_name
-from ptxlab.llm.model.quantized import FUSED, packed_layer, stored_ends
+from ptxlab.llm.model.quantized import fused_parts, packed_layer, stored_ends
 from ptxlab.lowbit.audit import relative_error
 from ptxlab.lowbit.layout import LAYOUTS, buffer_shapes, pack
 from ptxlab.lowbit.layout.checkpoint import write_checkpoint
@@ -188,7 +188,7 @@ def _write_model(
     with new_folder(out) as partial:
         for index, layer in enumerate(model.layers):
             weights = {}
-            for fused, parts in FUSED.items():
+            for fused, parts in fused_parts(config).items():
                 names = [tensor_name(part, index) for part in parts]
                 if lacking := next((name for name in names if name not in checkpoint.matrices), None):
                     raise FileError(f"{checkpoint.path}: {lacking}: must be quantised, as {formats[0]} has others")

@@ -15,7 +15,7 @@ from ptxlab.llm.checkpoints.foreign import ForeignCheckpoint
 from ptxlab.llm.checkpoints.gguf import GgufFile
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.model.config import Config
-from ptxlab.llm.model.decoder import NORMS, Layer
+from ptxlab.llm.model.decoder import EXPERT_MATRICES, NORMS, ROUTER, Layer, expert_of, expert_part
 from ptxlab.llm.model.floats import FloatModel, MappedLayers
 from ptxlab.llm.model.numerics import FakeQuantized
 from ptxlab.llm.model.quantized import QuantizedModel, layer_floats, numerics_of
@@ -31,6 +31,10 @@ _GGUF = {
     "o": "blk.{}.attn_output.weight", "gate": "blk.{}.ffn_gate.weight", "up": "blk.{}.ffn_up.weight",
     "down": "blk.{}.ffn_down.weight",
     "q_bias": "blk.{}.attn_q.bias", "k_bias": "blk.{}.attn_k.bias", "v_bias": "blk.{}.attn_v.bias",
+    "router": "blk.{}.ffn_gate_inp.weight",
+}  # fmt: skip
+_GGUF_STACKS = {  # of all experts of a layer, [E, N, K]
+    "gate": "blk.{}.ffn_gate_exps.weight", "up": "blk.{}.ffn_up_exps.weight", "down": "blk.{}.ffn_down_exps.weight",
 }  # fmt: skip
 _HUGGING_FACE = {
     "embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight",
@@ -42,7 +46,13 @@ _HUGGING_FACE = {
     "down": "model.layers.{}.mlp.down_proj.weight",
     "q_bias": "model.layers.{}.self_attn.q_proj.bias", "k_bias": "model.layers.{}.self_attn.k_proj.bias",
     "v_bias": "model.layers.{}.self_attn.v_proj.bias",
+    "router": "model.layers.{}.block_sparse_moe.gate.weight",
 }  # fmt: skip
+_EXPERTS = {  # of a Hugging Face folder; the second `{}` is the number of the expert
+    "gate": "model.layers.{}.block_sparse_moe.experts.{}.w1.weight",
+    "up": "model.layers.{}.block_sparse_moe.experts.{}.w3.weight",
+    "down": "model.layers.{}.block_sparse_moe.experts.{}.w2.weight",
+}
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # org/name
 _FILES = (".gguf", ".safetensors", ".pt", ".bin")
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -55,8 +65,8 @@ def open_model(
     """The model in float32, and its tokenizer.
 
     Args:
-        source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Qwen2, Yi, SmolLM), also one
-            that other projects quantised (`foreign`), which is dequantised; a .gguf file of these families;
+        source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Mixtral, Qwen2, Yi, SmolLM),
+            also one that other projects quantised (`foreign`), which is dequantised; a .gguf file of these families;
             "smollm2", which is downloaded unless it is cached; or the folder of a quantised model, dequantised.
         progress: called during the download with (bytes done, bytes in total).
 
@@ -97,8 +107,13 @@ def missing(source: str | Path, rule: str) -> FileError:
 
 
 def tensor_name(part: str, layer: int) -> str:
-    """What a Hugging Face folder calls a matrix of a layer."""
-    return _HUGGING_FACE[part].format(layer)
+    """Name the tensor of a Hugging Face folder that is a part of a layer: `q`, `input_norm`, of an expert `gate.3`."""
+    return _tensor_name(_HUGGING_FACE, part, layer)
+
+
+def _tensor_name(names: Mapping[str, str], part: str, layer: int | None) -> str:
+    expert = expert_of(part)
+    return names[part].format(layer) if expert is None else _EXPERTS[part.partition(".")[0]].format(layer, expert)
 
 
 def is_quantized(path: Path) -> bool:
@@ -138,7 +153,8 @@ def _open_gguf(path: Path) -> tuple[FloatModel, Tokenizer]:
             return array
         return array.reshape(heads[name], -1, 2, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
 
-    model = _model(_Weights(file, _GGUF, config, in_halves), unused={_ROPE_FACTORS})
+    names = _GGUF | (_GGUF_STACKS if config.experts else {})
+    model = _model(_Weights(file, names, config, in_halves, in_stacks=bool(config.experts)), unused={_ROPE_FACTORS})
     return model, _fitting(Tokenizer.from_gguf(path, file.metadata), config, path)
 
 
@@ -187,16 +203,20 @@ def _model(weights: "_Weights", unused: set[str]) -> FloatModel:
 
 @dataclass(frozen=True)
 class _Weights:
-    """A file's tensors by our names. `reordered(name, array)` puts rows into this project's order."""
+    """A file's tensors by our names.
+
+    `reordered(name, array)` puts rows into this project's order; `in_stacks`: a tensor holds all experts of a layer.
+    """
 
     file: GgufFile | ForeignCheckpoint
     names: Mapping[str, str]
     config: Config
     reordered: Callable[[str, Any], Any] = lambda name, array: array
+    in_stacks: bool = False
 
     def read(self, name: str, layer: int | None = None) -> Any:
         """One tensor as f32; FileError for NaN or infinity."""
-        theirs = self.names[name].format(layer)
+        theirs = _tensor_name(self.names, name, layer)
         with np.errstate(over="ignore"):  # of float64; what becomes infinite is refused
             array = self.file.read(theirs).astype(np.float32, copy=False)
         with in_file(self.file.path):
@@ -205,13 +225,14 @@ class _Weights:
 
     def layer(self, index: int) -> Layer:
         """All tensors of a layer."""
-        return {name: self.read(name, index) for name in self.shapes}
+        parts = {name: self.read(name, index) for name in self.shapes}
+        for part in EXPERT_MATRICES if self.in_stacks else ():
+            parts |= {expert_part(part, expert): w for expert, w in enumerate(parts.pop(part))}
+        return parts
 
     def check(self, unused: set[str]) -> None:
         """Raise FileError unless the file has the tensors of the config in their shapes, and no others but `unused`."""
         left = self.file.tensors.keys() - unused
-        if self.config.experts:
-            raise FileError(f"{self.file.path}: a model without experts is expected (got {self.config.experts})")
         V, H = self.config.vocabulary, self.config.hidden
         shapes = {"embedding": (V, H), "final_norm": (H,)} | ({} if self.config.tied_head else {"head": (V, H)})
         self._check_shapes(shapes, None, left)
@@ -222,7 +243,7 @@ class _Weights:
 
     def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]], layer: int | None, left: set[str]) -> None:
         for name, shape in shapes.items():
-            theirs = self.names[name].format(layer)
+            theirs = _tensor_name(self.names, name, layer)
             if theirs not in self.file.tensors:
                 raise FileError(f"{self.file.path}: {theirs}: missing")
             if (found := self.file.tensors[theirs].shape) != shape:
@@ -233,5 +254,10 @@ class _Weights:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a layer's tensors by our names."""
         matrices = self.config.separate_matrices
+        if self.in_stacks:
+            stacks = {part: (self.config.experts, *matrices[expert_part(part, 0)]) for part in EXPERT_MATRICES}
+            matrices = {name: size for name, size in matrices.items() if expert_of(name) is None}
+            matrices |= stacks  # type: ignore[arg-type]
         biases = {f"{name}_bias": matrices[name][:1] for name in ("q", "k", "v")} if self.config.qkv_bias else {}
-        return {**matrices, **biases, **dict.fromkeys(NORMS, (self.config.hidden,))}
+        router = {ROUTER: (self.config.experts, self.config.hidden)} if self.config.experts else {}
+        return {**matrices, **biases, **router, **dict.fromkeys(NORMS, (self.config.hidden,))}

@@ -10,7 +10,7 @@ from ptxlab.io.files import new_folder, require_new, sole_writer
 from ptxlab.llm.checkpoints import folder as folders
 from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 from ptxlab.llm.model.quantized import FUSED
-from ptxlab.lowbit.layout import LAYOUTS, PackedWeight, pack, unpack
+from ptxlab.lowbit.layout import LAYOUTS, ExpertWeights, PackedWeight, pack, stack_experts, unpack
 from ptxlab.validate import is_one_of
 
 Progress = Callable[[str, int], None]  # called with each layer that is done, and how many there are
@@ -54,6 +54,8 @@ def rewrite_folder(
 
 def _repack(part: object, layout: str) -> object:
     """Pack a W4A8 weight in the layout, its rows in their own order; whatever else a layer has stays as it is."""
+    if isinstance(part, ExpertWeights) and part.layout != layout:
+        return stack_experts([pack(unpack(part.expert(e)), layout) for e in range(part.E)])
     if not isinstance(part, PackedWeight) or (part.layout == layout and not part.interleaved):
         return part
     return pack(unpack(part), layout)

@@ -1,6 +1,7 @@
 """The command `quantize`: turns a checkpoint or a model into packed weights."""
 
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import numpy as np
@@ -146,13 +147,38 @@ def _range(scheme: str | None, given: int | None) -> int:
 
 
 def _print_errors(errors: dict[int, dict[str, float | None]]) -> None:
+    products = {index: _by_product(of) for index, of in errors.items()}
     rows = [
-        (f"layer {index}", *("-" if error is None else f"{error:.5f}" for error in of.values()))
-        for index, of in errors.items()
+        (f"layer {index}", *(f"{fmean(values):.5f}" if values else "-" for values in of.values()))
+        for index, of in products.items()
     ]
-    if rows and rows[0][1] != "-":
-        columns = ("", *(f"{name}>" for name in next(iter(errors.values()))))
-        console.print(table("relative squared error of each product over the calibration text", columns, rows))
+    if not rows or rows[0][1] == "-":
+        return
+    title, columns = (
+        "relative squared error of each product over the calibration text",
+        tuple(next(iter(products.values()))),
+    )
+    if any("." in name for of in errors.values() for name in of):
+        title += "; of experts the mean"
+    console.print(table(title, ("", *(f"{name}>" for name in columns)), rows))
+    for index, of in errors.items():
+        if experts := [
+            name.partition(".")[2] for name, error in of.items() if error is None and name.startswith("down.")
+        ]:
+            console.print(
+                f"layer {index}: experts rounded to nearest, which fewer than {calibrate.LEAST_TOKENS} tokens of the "
+                f"text take: {', '.join(experts)}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+
+def _by_product(errors: dict[str, float | None]) -> dict[str, list[float]]:
+    """The errors that are known of each product, those of all experts together."""
+    products: dict[str, list[float]] = {}
+    for name, error in errors.items():
+        products.setdefault(name.partition(".")[0], []).extend([] if error is None else [error])
+    return products
 
 
 def _file(

@@ -25,6 +25,7 @@ _SIZES = {
     "vocabulary": 1 << 24,
 }  # fmt: skip
 _MOST_POSITIONS = (1 << 31) - 1  # kernels count them in 32 bits
+_MOST_EXPERTS = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,8 @@ class Config:
         if not is_one_of(self.activation, reference.ACTIVATIONS):
             raise ArgumentError("activation", f"must be one of {', '.join(reference.ACTIVATIONS)}", self.activation)
         require_integer("experts", self.experts)
+        if self.experts > _MOST_EXPERTS:
+            raise ArgumentError("experts", f"must be at most {_MOST_EXPERTS}", self.experts)
         most, least = self.experts, min(self.experts, 1)
         if not is_integer(self.chosen_experts) or not least <= self.chosen_experts <= most:
             raise ArgumentError("chosen_experts", f"must lie in {least}..{most}", repr(self.chosen_experts))
@@ -263,17 +266,16 @@ class Config:
 
     @property
     def separate_matrices(self) -> dict[str, tuple[int, int]]:
-        """(N, K) of a dense layer's weights as checkpoints have them, by their name in `decoder.MATRICES`."""
+        """(N, K) of a layer's weights as checkpoints have them, by name: q, k, v, o, gate, up, down.
+
+        With experts `gate.0`, `up.0`, `down.0` and so on instead of the last three.
+        """
         of_kv, fused = (self.kv_heads * self.head_dim, self.hidden), self.matrices
-        return {
-            "q": (self.heads * self.head_dim, self.hidden),
-            "k": of_kv,
-            "v": of_kv,
-            "o": fused["o"],
-            "gate": (self.ffn, self.hidden),
-            "up": (self.ffn, self.hidden),
-            "down": fused["down"],
-        }
+        attention = {"q": (self.heads * self.head_dim, self.hidden), "k": of_kv, "v": of_kv, "o": fused["o"]}
+        ffn = {"gate": (self.ffn, self.hidden), "up": (self.ffn, self.hidden), "down": fused["down"]}
+        if not self.experts:
+            return attention | ffn
+        return attention | {f"{part}.{e}": size for e in range(self.experts) for part, size in ffn.items()}
 
 
 _ARCHITECTURES = {

@@ -3,14 +3,15 @@
 float32 is for measuring, float64 for comparing. A `Numerics` says what is quantised where.
 """
 
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ptxlab.lowbit.reference.activations import gated, rms_norm
 from ptxlab.lowbit.reference.attention import rope
+from ptxlab.lowbit.reference.experts import top_experts
 
 Floats: TypeAlias = npt.NDArray[np.floating]
 Layer: TypeAlias = Mapping[str, Floats]
@@ -18,7 +19,20 @@ Layer: TypeAlias = Mapping[str, Floats]
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 NORMS = ("input_norm", "post_norm")
 BIASES = ("q_bias", "k_bias", "v_bias")
+EXPERT_MATRICES = ("gate", "up", "down")  # of a model with experts each of them has its own
+ROUTER = "router"
 _QUERIES = 128  # per block of attention
+
+
+def expert_part(part: str, expert: int | None) -> str:
+    """Name a part of an expert, `gate.3`; None stands for the only one of a dense layer, `gate`."""
+    return part if expert is None else f"{part}.{expert}"
+
+
+def expert_of(name: str) -> int | None:
+    """Return the expert of a part by its name: 3 of `gate.3`, None of `gate`."""
+    _, _, number = name.partition(".")
+    return int(number) if number else None
 
 
 class Numerics:
@@ -32,6 +46,10 @@ class Numerics:
         y = x @ layer[name].T
         bias = layer.get(f"{name}_bias")
         return y if bias is None else y + bias
+
+    def router_logits(self, y: Floats, layer: Layer) -> Floats:
+        """Multiply y [M, H], what a layer's experts read, by its router: [M, E]."""
+        return y @ layer[ROUTER].T
 
     def cached(self, keys: Floats, values: Floats, layer: Layer) -> tuple[Floats, Floats]:
         """Keys behind RoPE and values [B, T, Hkv, D] as attention finds them in the layer's cache."""
@@ -50,6 +68,7 @@ def decoder_layer(
     rope_tables: tuple[Floats, Floats],
     activation: str = "silu",
     window: int | None = None,
+    chosen_experts: int = 0,
     numerics: Numerics = EXACT,
 ) -> Floats:
     """One layer on whole sequences, from their first token on.
@@ -57,12 +76,14 @@ def decoder_layer(
     Args:
         x: residual stream, float [B, T, H].
         layer: matrices [N, K] by their name in `MATRICES`, norms [H], and `q_bias`, `k_bias`, `v_bias` [N] where it has
-            them, all of x's dtype. The numbers of heads follow from the shapes.
+            them, all of x's dtype. The numbers of heads follow from the shapes. With experts it has `gate.0`, `up.0`,
+            `down.0` and so on instead of one of each, and the `router` [E, H].
         head_dim: D.
         eps: what RMSNorm adds to the mean square.
         rope_tables: (cos, sin) [T, D/2] of x's dtype.
         activation: one of `ACTIVATIONS`.
         window: most tokens that a query sees, or None.
+        chosen_experts: how many of its experts a token takes; 0 for a dense layer.
         numerics: of the products and the cache.
 
     Returns:
@@ -74,16 +95,52 @@ def decoder_layer(
     q, k = (rope(each, *rope_tables) for each in (q, k))
     k, v = numerics.cached(k, v, layer)
     x = x + numerics.product("o", causal_attention(q, k, v, window).reshape(B, T, -1), layer)
-    return feed_forward(x, layer, eps=eps, activation=activation, numerics=numerics)
+    further = {"eps": eps, "activation": activation, "chosen_experts": chosen_experts, "numerics": numerics}
+    return feed_forward(x, layer, **further)  # type: ignore[arg-type]
 
 
 def feed_forward(
-    x: Floats, layer: Layer, *, eps: float, activation: str = "silu", numerics: Numerics = EXACT
+    x: Floats,
+    layer: Layer,
+    *,
+    eps: float,
+    activation: str = "silu",
+    chosen_experts: int = 0,
+    numerics: Numerics = EXACT,
+    only: int | None = None,
 ) -> Floats:
-    """The second half of `decoder_layer`, behind the residual stream after attention."""
+    """The second half of `decoder_layer`, behind the residual stream after attention; `only` one of the experts."""
     y = rms_norm(x, layer["post_norm"], eps).astype(x.dtype)
-    gate_up = np.concatenate([numerics.product(name, y, layer) for name in ("gate", "up")], axis=-1)
-    return x + numerics.product("down", gated(gate_up, activation).astype(x.dtype), layer)
+
+    def run(y: Floats, expert: int | None = None) -> Floats:
+        gate, up, down = (expert_part(part, expert) for part in EXPERT_MATRICES)
+        gate_up = np.concatenate([numerics.product(name, y, layer) for name in (gate, up)], axis=-1)
+        return numerics.product(down, gated(gate_up, activation).astype(x.dtype), layer)
+
+    if not chosen_experts:
+        return x + run(y)
+    rows = y.reshape(-1, y.shape[-1])
+    total = np.zeros_like(rows)
+    for routed in route(numerics.router_logits(rows, layer), chosen_experts):
+        if len(routed.row) and only in (None, routed.expert):
+            total[routed.row] += routed.share[:, None] * run(rows[routed.row], routed.expert)
+    return x + total.reshape(x.shape)
+
+
+class RoutedRows(NamedTuple):
+    """The rows [R] that take an expert, ascending, and its share of each, [R]."""
+
+    expert: int
+    row: npt.NDArray[np.integer]
+    share: Floats
+
+
+def route(logits: Floats, chosen_experts: int) -> Iterator[RoutedRows]:
+    """Give each expert its rows of M tokens, by the router's logits [M, E], as Mixtral has it."""
+    chosen, share = top_experts(logits, chosen_experts)
+    for expert in range(logits.shape[1]):
+        row, place = np.nonzero(chosen == expert)
+        yield RoutedRows(expert, row, share[row, place])
 
 
 def causal_attention(q: Floats, k: Floats, v: Floats, window: int | None = None) -> Floats:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu
-from ptxlab.llm.model.decoder import EXACT, causal_attention, feed_forward
+from ptxlab.llm.model.decoder import EXACT, causal_attention
 from ptxlab.llm.model.floats import FloatModel
 from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.runner import Rows, Runner
@@ -58,9 +58,7 @@ class FloatRunner(Runner):
             y = rms_norm(x, layer["input_norm"], config.eps).astype(x.dtype)
             q, k, v = (EXACT.product(name, y, layer).reshape(len(x), -1, config.head_dim) for name in ("q", "k", "v"))
             attention = self._attend(i, rope(q, *angles), rope(k, *angles), v, rows)
-            x = feed_forward(
-                x + EXACT.product("o", attention, layer), layer, eps=config.eps, activation=config.activation
-            )
+            x = self.model.run_feed_forward(x + EXACT.product("o", attention, layer), layer)
         return x
 
     def _attend(self, i: int, q: Any, k: Any, v: Any, rows: Rows) -> Any:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config
-from ptxlab.llm.model.decoder import EXACT, Layer, Numerics, decoder_layer, feed_forward
+from ptxlab.llm.model.decoder import EXACT, ROUTER, Layer, Numerics, decoder_layer, feed_forward
 from ptxlab.llm.model.threads import each_stream
 from ptxlab.lowbit.reference import rms_norm
 
@@ -22,7 +22,7 @@ _ELEMENTS = 1 << 26  # of a batch's widest activation on a GPU: half a GB in flo
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FloatModel:
-    """A dense decoder: its weights in float32 or float64, NumPy's or CuPy's.
+    """A decoder: its weights in float32 or float64, NumPy's or CuPy's.
 
     Attributes:
         config: its shape.
@@ -55,6 +55,8 @@ class FloatModel:
             if config.qkv_bias:
                 of_qkv = {f"{name}_bias": len(weights[name]) for name in ("q", "k", "v")}
                 weights |= {name: rng.standard_normal(N).astype(dtype) for name, N in of_qkv.items()}
+            if config.experts:
+                weights[ROUTER] = matrix(config.experts, config.hidden)
             return weights | {"input_norm": norm(), "post_norm": norm()}
 
         V, H = config.vocabulary, config.hidden
@@ -121,13 +123,15 @@ class FloatModel:
             rope_tables=tables,  # type: ignore[arg-type]
             activation=config.activation,
             window=config.window_of(index),
+            chosen_experts=config.chosen_experts,
             numerics=numerics,
         )
 
-    def run_feed_forward(self, x: Any, layer: Layer, numerics: Numerics = EXACT) -> Any:
-        """The layer's second half, on the stream after attention."""
+    def run_feed_forward(self, x: Any, layer: Layer, numerics: Numerics = EXACT, *, only: int | None = None) -> Any:
+        """The layer's second half, on the stream after attention; `only` one of the experts."""
         config = self.config
-        return feed_forward(x, layer, eps=config.eps, activation=config.activation, numerics=numerics)
+        of_config: dict[str, Any] = {name: getattr(config, name) for name in ("eps", "activation", "chosen_experts")}
+        return feed_forward(x, layer, **of_config, numerics=numerics, only=only)
 
     def logits(self, state: Any) -> Any:
         """[.., V] of the stream [.., H] after the last layer."""

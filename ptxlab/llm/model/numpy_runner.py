@@ -5,17 +5,18 @@ with W4A4's weights, products and their inputs are those of `gemm_w4a4` and `reo
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32, S8, S32
 from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.quantized import QuantizedModel
 from ptxlab.llm.model.runner import Rows, Runner, quantized_head
 from ptxlab.llm.model.weights import DTYPES, LayerWeights
 from ptxlab.lowbit import quant, reference
+from ptxlab.lowbit.kernels.moe.specs import router_logits
 from ptxlab.lowbit.kernels.quantize.gated import gated, gated_and_quantized
 from ptxlab.lowbit.kernels.quantize.rmsnorm import normalized
 from ptxlab.lowbit.layout import PackedWeight, ReorderedWeight, unpack, write_slots
@@ -110,7 +111,13 @@ class _Layer:
 
     def __init__(self, weights: LayerWeights) -> None:
         self.qkv = _product(weights.qkv, weights.qkv_bias)
-        self.o, self.gate_up, self.down = map(_product, (weights.o, weights.gate_up, weights.down))
+        self.o = _product(weights.o)
+        if weights.router is None:
+            self.gate_up, self.down = map(_product, (weights.gate_up, weights.down))
+        else:
+            self.router, numbers = floats(weights.router), range(weights.gate_up.E)
+            of_expert = (weights.gate_up.expert, weights.down.expert)
+            self.experts = [tuple(_product(expert(e)) for expert in of_expert) for e in numbers]
         self.input_norm, self.post_norm = floats(weights.input_norm), floats(weights.post_norm)
 
 
@@ -127,8 +134,6 @@ class NumpyRunner(Runner):
         """See `Runner`. Where it is `batch_invariant` a float16 head's products are added in float64, which their
         float16 results do not tell from any other order; else in float32, in BLAS's order."""
         super().__init__(model, batch, context, **how)
-        if model.config.experts:
-            raise ArgumentError("model", "must be dense for a NumpyRunner", f"{model.config.experts} experts")
         config, self._dtype = self.config, model.layers[0].dtype
         self._layers = [_Layer(weights) for weights in model.layers]
         self._final_norm, self._embedding = floats(model.final_norm), floats(model.embedding)
@@ -170,7 +175,6 @@ class NumpyRunner(Runner):
     @np.errstate(over="ignore", invalid="ignore")  # of what `_finite` finds
     def _run(self, rows: Rows) -> Any:
         config, dtype = self.config, self._dtype
-        activation = reference.ACTIVATIONS.index(config.activation)
         self._lost[rows.sequence[rows.position <= self._lost[rows.sequence]]] = _NEVER  # computed anew
         angles = tuple(table[rows.position] for table in self._angles)
         x = as_stored(self._embedding[rows.token], dtype)
@@ -183,11 +187,35 @@ class NumpyRunner(Runner):
             attention = self._attend(i, as_stored(reference.rope(q, *angles), dtype), rows)
             o = layer.o(layer.o.quantized(as_stored(attention, dtype)), dtype)
             stream, y = self._normed(o, stream, layer.post_norm, rows)
-            gate_up = self._finite(layer.gate_up(layer.gate_up.quantized(y), dtype), rows)
-            x = layer.down(layer.down.gated(gate_up, activation, DTYPES.index(dtype)), dtype)
+            if config.experts:
+                x = self._of_experts(layer, y, rows)
+            else:
+                x = self._ffn(layer.gate_up, layer.down, layer.gate_up.quantized(y), rows)
         normed = self._normalized(as_stored(x + stream, dtype), self._final_norm, rows)
         normed[rows.position >= self._lost[rows.sequence]] = np.nan
         return stored(normed, dtype)
+
+    def _ffn(self, gate_up: Any, down: Any, x: Any, rows: Rows) -> F32:
+        """Give the feed-forward part of rows [R, H] as they are read, f32 [R, H]."""
+        activation = reference.ACTIVATIONS.index(self.config.activation)
+        both = self._finite(gate_up(x, self._dtype), rows)
+        product: F32 = down(down.gated(both, activation, DTYPES.index(self._dtype)), self._dtype)
+        return product
+
+    def _of_experts(self, layer: _Layer, y: F32, rows: Rows) -> F32:
+        """Add up what the experts of each row of y [R, H] give, f32 [R, H], as the kernels of the family `moe` do."""
+        x, k = quant.quantize_activations(y), self.config.chosen_experts
+        logits = router_logits(as_stored(y, self._dtype), layer.router)
+        chosen, share = reference.top_experts(logits.astype(np.float64), k)
+        offsets, place = reference.rows_by_expert(chosen, self.config.experts)
+        token, outputs = place.reshape(-1).argsort() // k, np.empty((place.size, y.shape[1]), np.float32)
+        for products, (start, stop) in zip(layer.experts, pairwise(offsets.tolist()), strict=True):
+            row = token[start:stop]
+            of_expert = QuantizedActivations(x.q[row], x.scale[row], x.token_sum[row])
+            if len(row):
+                gate_up, down = products
+                outputs[start:stop] = self._ffn(gate_up, down, of_expert, Rows(*(part[row] for part in rows)))
+        return as_stored(reference.combined(outputs, place, share.astype(np.float32)), self._dtype)
 
     def _finite(self, x: F32, rows: Rows) -> F32:
         """x with zeros in rows that are not finite. From there on their sequences have no logits; others go on."""

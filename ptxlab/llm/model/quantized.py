@@ -8,11 +8,11 @@ import numpy as np
 
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.config import Config
-from ptxlab.llm.model.decoder import BIASES, NORMS, Layer
+from ptxlab.llm.model.decoder import BIASES, NORMS, ROUTER, Layer, expert_of, expert_part
 from ptxlab.llm.model.floats import FloatModel
 from ptxlab.llm.model.numerics import FakeQuantized
 from ptxlab.llm.model.weights import DEFAULT_CACHE, DTYPES, LayerWeights, quantiser
-from ptxlab.lowbit.layout import ReorderedWeight, pack, unpack
+from ptxlab.lowbit.layout import ReorderedWeight, pack, stack_experts, unpack
 from ptxlab.lowbit.layout.packed_weight import QuantizedWeight
 from ptxlab.lowbit.quant import Rounding
 from ptxlab.lowbit.quant.inputs import extremes
@@ -22,11 +22,23 @@ from ptxlab.validate import is_one_of
 
 CACHE_CONSTANTS = ("k_channel", "v_channel")  # constants of a cache by channel, by attribute of a layer
 FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}  # one product each
+OF_EXPERTS = ("gate_up", "down")  # products that each expert has of its own
+
+
+def fused_parts(config: Config) -> dict[str, tuple[str, ...]]:
+    """The matrices of each product in the order of a layer: `FUSED`; with experts `gate_up.0`, `down.0` and so on."""
+    if not config.experts:
+        return FUSED
+    parts = {name: parts for name, parts in FUSED.items() if name not in OF_EXPERTS}
+    for expert in range(config.experts):
+        for name in OF_EXPERTS:
+            parts[expert_part(name, expert)] = tuple(expert_part(part, expert) for part in FUSED[name])
+    return parts
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class QuantizedModel:
-    """A dense decoder on the kernels.
+    """A decoder on the kernels.
 
     Attributes:
         config: its shape.
@@ -88,7 +100,8 @@ class QuantizedModel:
         quantise, layers = quantiser(scheme, rounding), []
         for i, layer in enumerate(model.layers):
             progress(f"layer {i}")
-            fused = {name: np.concatenate([layer[part] for part in parts]) for name, parts in FUSED.items()}
+            named = fused_parts(model.config).items()
+            fused = {name: np.concatenate([layer[part] for part in parts]) for name, parts in named}
             weights = {name: quantise(w, group) for name, w in fused.items()}
             layers.append(packed_layer(model.config, layer, weights, layout, dtype))
         recipe = {"scheme": scheme, "group": group, "steps": ["round to nearest"]}
@@ -105,7 +118,7 @@ def packed_layer(
     cache: str = DEFAULT_CACHE,
     unchecked: bool = False,
 ) -> LayerWeights:
-    """A layer for the kernels: norms and biases of the float layer, quantised matrices by the names of `FUSED`.
+    """A layer for the kernels: norms, biases and router of the float layer, quantised matrices by `fused_parts`.
 
     Those of W4A4 are packed already. With the float layer's constants of a `cache` by channel.
     """
@@ -113,6 +126,10 @@ def packed_layer(
         name: weight if isinstance(weight, ReorderedWeight) else pack(weight, layout, unchecked=unchecked)
         for name, weight in weights.items()
     }
+    if config.experts:
+        for name in OF_EXPERTS:
+            parts[name] = stack_experts([parts.pop(expert_part(name, e)) for e in range(config.experts)])
+        parts[ROUTER] = _narrowed(ROUTER, layer[ROUTER], dtype)
     if config.qkv_bias:
         biases = [layer[f"{part}_bias"] for part in FUSED["qkv"]]
         parts["qkv_bias"] = np.concatenate(biases).astype(np.float32)
@@ -148,9 +165,11 @@ def layer_floats(layer: LayerWeights) -> Layer:
     """
     sizes = layer.config.separate_matrices
     found: dict[str, Any] = {name: floats(getattr(layer, name)) for name in NORMS}
-    for fused, parts in FUSED.items():
+    if layer.router is not None:
+        found[ROUTER] = floats(layer.router)
+    for fused, parts in fused_parts(layer.config).items():
         ends = np.cumsum([sizes[part][0] for part in parts])[:-1].tolist()
-        weight = getattr(layer, fused)
+        weight = product_weight(layer, fused)
         if isinstance(weight, ReorderedWeight):
             values, order = weight.dequantize(), weight.order
             found |= {f"{part}_order": order for part in parts}
@@ -162,6 +181,12 @@ def layer_floats(layer: LayerWeights) -> Layer:
         if fused == "qkv" and layer.qkv_bias is not None:
             found |= zip(BIASES, np.split(layer.qkv_bias, ends), strict=True)
     return found | {name: layer.parts[name] for name in CACHE_CONSTANTS if name in layer.parts}
+
+
+def product_weight(layer: LayerWeights, name: str) -> Any:
+    """The packed weight of a product by its name in `fused_parts`."""
+    expert = expert_of(name)
+    return getattr(layer, name) if expert is None else getattr(layer, name.partition(".")[0]).expert(expert)
 
 
 def numerics_of(layer: LayerWeights) -> FakeQuantized:

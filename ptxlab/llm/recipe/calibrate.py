@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab.errors import ArgumentError, naming
-from ptxlab.llm.model.decoder import EXACT, Layer, Numerics
+from ptxlab.llm.model.decoder import EXACT, ROUTER, Layer, Numerics, expert_of
 from ptxlab.llm.model.floats import FloatModel, MappedLayers, Tokens
 from ptxlab.llm.model.numerics import FakeQuantized
-from ptxlab.llm.model.quantized import CACHE_CONSTANTS, FUSED
+from ptxlab.llm.model.quantized import CACHE_CONSTANTS, fused_parts
 from ptxlab.llm.model.threads import each_stream
 from ptxlab.llm.recipe import (
     Recipe,
@@ -36,12 +36,13 @@ from ptxlab.llm.recipe import (
     smooth_keys,
 )
 from ptxlab.llm.recipe.settings import ROTATIONS
-from ptxlab.llm.recipe.smoothing import SOURCES
+from ptxlab.llm.recipe.smoothing import read_together
 from ptxlab.lowbit.quant.fmpq import int8_blocks
 from ptxlab.lowbit.quant.kv import calibrate_kv
 from ptxlab.lowbit.quant.tiled import with_arrays
 from ptxlab.validate import require_integer
 
+LEAST_TOKENS = 256  # of the calibration text that an expert needs; with fewer it is rounded to nearest
 SEARCHED = 1024  # rows of a product's input that a smoothing strength is tried on
 
 
@@ -58,10 +59,10 @@ class QuantizedLayer:
 
     Attributes:
         floats: the layer with dequantised weights.
-        weights: quantised matrices by the names of `FUSED`; None for what no kernel takes.
+        weights: quantised matrices by the names of `fused_parts`; None for what no kernel takes.
         inputs: of 4-bit activations, how each matrix takes its input, by the same names.
         errors: squared error of each matrix's output over the calibration data, relative to the squared output; None
-            without calibration.
+            without calibration, and of an expert that fewer than `LEAST_TOKENS` tokens take.
     """
 
     floats: Layer
@@ -102,8 +103,13 @@ def turned(model: FloatModel, rotation: Any = None, of_heads: Any = None) -> Flo
 
 
 def prepared(model: FloatModel, recipe: Recipe) -> FloatModel:
-    """The model rotated as the recipe says, not yet quantised."""
+    """The model rotated as the recipe says, not yet quantised.
+
+    Raises ArgumentError for a recipe that is for dense models alone where there are experts.
+    """
     config = model.config
+    if config.experts and recipe.reorders:
+        raise ArgumentError("recipe", "W4A4 is for dense models: grouped GEMMs are W4A8's", f"{config.experts} experts")
     stream = ROTATIONS[recipe.rotate](config.hidden) if recipe.rotate else None
     return turned(model, stream, hadamard(config.head_dim) if recipe.rotate_heads else None)
 
@@ -152,7 +158,8 @@ def quantize_layer(
     """One layer of a prepared model, on the stream [B, T, H] of every batch of calibration samples before it.
 
     Matrices that read the same input are quantised together, in the order of the layer. Each is thus calibrated on
-    inputs with the errors of those before it. `index` is that of `FloatModel.run_layer`.
+    inputs with the errors of those before it, one of an expert on the tokens that take the expert. An expert that fewer
+    than `LEAST_TOKENS` take is rounded to nearest. `index` is that of `FloatModel.run_layer`.
     """
     layer = {name: part for name, part in layer.items() if name not in CACHE_CONSTANTS}  # of a model quantised before
     layer = shaped(model, layer, states, recipe, index)
@@ -165,25 +172,29 @@ def quantize_layer(
     inputs: dict[str, InputChannels] = {}
     heads: list[Any] = []  # what o reads
     middles: list[Any] = []  # the stream after attention
-    for fused, names in FUSED.items() if recipe.scheme else ():
-        w = np.concatenate([made[name] for name in names])
+    for fused, names in fused_parts(model.config).items() if recipe.scheme else ():
+        w, expert = np.concatenate([made[name] for name in names]), expert_of(fused)
         H: Any = None
         order = int8 = None
         if recipe.needs_hessian:
             run: Callable[..., Any] = partial(model.run_layer, index=index)
             given = states
-            if fused in ("gate_up", "down"):  # attention, most of the time, has run
-                run, given = model.run_feed_forward, middles
+            if fused not in ("qkv", "o"):  # attention, most of the time, has run
+                run, given = partial(model.run_feed_forward, only=expert), middles
             read: Iterable[Any] = read_by(names[0], run, given, made, numerics)
             if fused == "o":
                 read = heads = [*read]
+            if expert is not None:
+                read = [*read]
+                read = read if sum(map(len, read)) >= LEAST_TOKENS else []
             H, largest = statistics(read, numerics)
             if recipe.reorders:
                 order, int8 = channel_order(recipe, H, largest)
                 inputs[fused] = InputChannels(order, int8)
                 w, H = w[:, order], H[order][:, order]
         grid = recipe.grid(w)
-        found = gptq(w, H, grid, damping=recipe.damping) if recipe.gptq else rounded(w, H, grid)
+        by_gptq = recipe.gptq and H is not None
+        found = gptq(w, H, grid, damping=recipe.damping) if by_gptq else rounded(w, H, grid)
         errors[fused] = None if H is None else _relative(w, found.values, H)
         weights[fused] = grid.weight(found.q, found.constants)
         values = found.values if order is None else found.values[:, np.argsort(order)]
@@ -267,29 +278,37 @@ def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recip
         return layer
     D = model.config.head_dim
     peaks: dict[str, Any] = {}
+    tokens: dict[str, int] = {}
 
-    def peaks_of(x: Any) -> dict[str, Any]:
-        """max|x| of every channel of the keys and of the inputs of o and down."""
-        found: dict[str, Any] = {}
+    def peaks_of(x: Any) -> dict[str, tuple[Any, int]]:
+        """max|x| of every channel of the keys and of the inputs of o and down, of every expert; and the tokens."""
+        found: dict[str, tuple[Any, int]] = {}
 
         def seen(name: str, x: Any) -> None:
-            if name in ("keys", "o", "down"):
-                found[name] = np.abs(x).reshape(-1, x.shape[-1] if name != "keys" else x.shape[-2] * D).max(axis=0)
+            if name.partition(".")[0] in ("keys", "o", "down"):
+                rows = np.abs(x).reshape(-1, x.shape[-1] if name != "keys" else x.shape[-2] * D)
+                found[name] = rows.max(axis=0), len(rows)
 
         with contextlib.suppress(_ReachedError):
             model.run_layer(x, layer, _Tap(EXACT, seen, until="down"), index=index)
         return found
 
     for found in each_stream(peaks_of, states):
-        peaks = {name: np.maximum(peaks.get(name, 0), largest) for name, largest in found.items()}
+        for name, (largest, count) in found.items():
+            peaks[name] = np.maximum(peaks.get(name, 0), largest)
+            tokens[name] = tokens.get(name, 0) + count
     if recipe.smooth_keys is not None:
         layer = smooth_keys(layer, peaks["keys"].reshape(-1, D), recipe.smooth_keys)
-    if recipe.smooth is not None:
-        layer, factor = smooth_down(layer, peaks["down"], *recipe.smooth)
-        peaks["down"] = peaks["down"] / factor
-    if recipe.reorder:
-        layer = reorder_heads(reorder_down(layer, peaks["down"]), peaks["o"].reshape(-1, D))
-    return layer
+    for name, largest in peaks.items():
+        expert = expert_of(name)
+        if name.partition(".")[0] != "down" or (expert is not None and tokens[name] < LEAST_TOKENS):
+            continue
+        if recipe.smooth is not None:
+            layer, factor = smooth_down(layer, largest, *recipe.smooth, expert=expert)
+            largest = largest / factor
+        if recipe.reorder:
+            layer = reorder_down(layer, largest, expert)
+    return reorder_heads(layer, peaks["o"].reshape(-1, D)) if recipe.reorder else layer
 
 
 def smooth_layer(
@@ -298,17 +317,18 @@ def smooth_layer(
     """Search SmoothQuant's strength for the inputs of qkv, of gate and up, and of down, and fold each λ into the layer.
 
     The function does not change. The error is that of the text's first `SEARCHED` rows, with INT8 activations and
-    weights rounded to nearest; peaks are those of the whole text.
+    weights rounded to nearest; peaks are those of the whole text. With experts, gates and ups have one λ, searched for
+    all of them on all tokens; the input of a down is not smoothed where fewer than `LEAST_TOKENS` tokens take it.
     """
     assert recipe.smooth_search is not None
-    numerics = recipe.numerics()
+    numerics, matrices_of = recipe.numerics(), read_together(model.config)
 
     def read_rows(x: Any) -> dict[str, Any]:
         """Return what each matrix reads of a batch, [B·T, K]."""
         of_batch: dict[str, Any] = {}
 
         def keep(name: str, x: Any) -> None:
-            if name in SOURCES:
+            if name in matrices_of:
                 of_batch[name] = x.reshape(-1, x.shape[-1])
 
         with contextlib.suppress(_ReachedError):
@@ -318,7 +338,8 @@ def smooth_layer(
     def round_to_nearest(w: Any) -> Any:
         return rounded(w, None, recipe.grid(w)).values.astype(w.dtype)
 
-    inputs: dict[str, list[Any]] = {name: [] for name in SOURCES}
+    inputs: dict[str, list[Any]] = {name: [] for name in matrices_of}
+    tokens = dict.fromkeys(matrices_of, 0)
     peaks: dict[str, Any] = {}
     for of_batch in each_stream(read_rows, states):
         for name, rows in of_batch.items():
@@ -326,9 +347,12 @@ def smooth_layer(
             if missing > 0:
                 inputs[name].append(rows[:missing].copy())
             peaks[name] = np.maximum(peaks.get(name, 0), np.abs(rows).max(axis=0))
+            tokens[name] += len(rows)
     for name, kept in inputs.items():
-        matrices = next(parts for parts in FUSED.values() if parts[0] == name)
-        w = np.concatenate([layer[part] for part in matrices])
+        if expert_of(name) is not None and tokens[name] < LEAST_TOKENS:
+            continue
+        matrices = matrices_of[name]
+        w = np.concatenate([layer[part] for part in matrices if part != ROUTER])
         options: dict[str, Any] = {"read": numerics.input, "rounded": round_to_nearest}
         _, factor = search_factor(np.concatenate(kept), w, peaks[name], recipe.smooth_search, **options)
         layer = smooth_input(layer, matrices, factor)
@@ -336,9 +360,9 @@ def smooth_layer(
 
 
 def statistics(read: Iterable[Any], numerics: FakeQuantized) -> tuple[Any, Any]:
-    """Of the input of a matrix in every batch, [B, T, K]: H = Xᵀ X, float64 [K, K], and max|x| of every channel, [K].
+    """Compute H = Xᵀ X, float64 [K, K], and max|x| of every channel, [K], of a matrix's input in every batch, [.., K].
 
-    INT8 activations as the GEMM sees them.
+    INT8 activations as the GEMM sees them. Both are None without a batch.
     """
     H: Any = None
     largest: Any = None
@@ -354,15 +378,18 @@ def statistics(read: Iterable[Any], numerics: FakeQuantized) -> tuple[Any, Any]:
 def read_by(
     name: str, run: Callable[..., Any], streams: Sequence[Any], layer: Layer, numerics: Numerics
 ) -> Iterator[Any]:
-    """What the matrix reads in every batch, if `run`, a layer or its second half, is given these streams [B, T, H]."""
+    """What the matrix reads in every batch, if `run`, a layer or its second half, is given these streams [B, T, H].
+
+    Batches in which no token takes the matrix's expert are left out.
+    """
 
     def read(x: Any) -> Any:
         found: dict[str, Any] = {}
         with contextlib.suppress(_ReachedError):
             run(x, layer, _Tap(numerics, found.__setitem__, until=name))
-        return found[name]
+        return found.get(name)
 
-    return each_stream(read, streams)
+    return (x for x in each_stream(read, streams) if x is not None)
 
 
 class _ReachedError(Exception):
@@ -383,6 +410,10 @@ class _Tap(Numerics):
         if name == self.until:
             raise _ReachedError
         return self.inner.product(name, x, layer)
+
+    def router_logits(self, y: Any, layer: Layer) -> Any:
+        self.seen(ROUTER, y)
+        return self.inner.router_logits(y, layer)
 
     def cached(self, keys: Any, values: Any, layer: Layer) -> tuple[Any, Any]:
         self.seen("keys", keys)

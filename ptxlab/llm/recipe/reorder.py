@@ -12,13 +12,17 @@ from typing import Any
 import numpy as np
 
 from ptxlab.errors import ArgumentError
-from ptxlab.llm.model.decoder import Layer
+from ptxlab.llm.model.decoder import EXPERT_MATRICES, Layer, expert_part
 
 
-def reorder_down(layer: Layer, salience: Any) -> dict[str, Any]:
-    """The layer with the channels between gate, up and down sorted by salience [F], the largest first."""
-    order = descending("salience", salience, (layer["down"].shape[1],))
-    return {**layer, "gate": layer["gate"][order], "up": layer["up"][order], "down": layer["down"][:, order]}
+def reorder_down(layer: Layer, salience: Any, expert: int | None = None) -> dict[str, Any]:
+    """The layer with the channels between gate, up and down sorted by salience [F], the largest first.
+
+    `expert` is the one whose matrices these are, None in a dense layer.
+    """
+    gate, up, down = (expert_part(part, expert) for part in EXPERT_MATRICES)
+    order = descending("salience", salience, (layer[down].shape[1],))
+    return {**layer, gate: layer[gate][order], up: layer[up][order], down: layer[down][:, order]}
 
 
 def reorder_heads(layer: Layer, salience: Any) -> dict[str, Any]:

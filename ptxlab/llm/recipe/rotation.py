@@ -13,11 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
-from ptxlab.llm.model.decoder import Layer
+from ptxlab.llm.model.decoder import ROUTER, Layer
 from ptxlab.validate import is_integer
 
-READERS = {"input_norm": ("q", "k", "v"), "post_norm": ("gate", "up")}  # matrices after each norm
-WRITERS = ("o", "down")
+
+def stream_readers(layer: Layer) -> dict[str, tuple[str, ...]]:
+    """The matrices after each norm: behind attention gate and up, of every expert, and the router."""
+    readers = tuple(name for name in layer if name == ROUTER or name.partition(".")[0] in ("gate", "up"))
+    return {"input_norm": ("q", "k", "v"), "post_norm": readers}
+
+
+def stream_writers(layer: Layer) -> tuple[str, ...]:
+    """The matrices whose outputs go to the residual stream: o, and down of every expert."""
+    return ("o", *(name for name in layer if name.partition(".")[0] == "down"))
 
 
 def hadamard(n: int) -> npt.NDArray[np.float64]:
@@ -46,7 +54,7 @@ def random_orthogonal(n: int, seed: int = 0) -> npt.NDArray[np.float64]:
 def fold_norms(layer: Layer) -> dict[str, Any]:
     """The layer with its norms' gamma folded into the matrices after them, and norms of ones."""
     folded = dict(layer)
-    for norm, readers in READERS.items():
+    for norm, readers in stream_readers(layer).items():
         folded |= {name: as_before(layer[name], wide(layer[name]) * wide(layer[norm])) for name in readers}
         folded[norm] = np.ones_like(layer[norm])
     return folded
@@ -55,11 +63,11 @@ def fold_norms(layer: Layer) -> dict[str, Any]:
 def rotate_stream(layer: Layer, rotation: Any) -> dict[str, Any]:
     """The layer on the stream x Q, Q = `rotation` f64 [H, H]. Raises ArgumentError for a norm that is not folded."""
     turned = dict(layer)
-    for norm, readers in READERS.items():
+    for norm, readers in stream_readers(layer).items():
         if not bool((layer[norm] == 1).all()):
             raise ArgumentError(norm, "must be folded before the stream is rotated (fold_norms)", "other than ones")
         turned |= {name: as_before(layer[name], wide(layer[name]) @ rotation) for name in readers}
-    return turned | {name: as_before(layer[name], rotation.T @ wide(layer[name])) for name in WRITERS}
+    return turned | {name: as_before(layer[name], rotation.T @ wide(layer[name])) for name in stream_writers(layer)}
 
 
 def rotate_ends(embedding: Any, final_norm: Any, head: Any, rotation: Any) -> tuple[Any, Any, Any]:

@@ -15,14 +15,31 @@ from typing import Any
 import numpy as np
 
 from ptxlab.errors import ArgumentError
-from ptxlab.llm.model.decoder import Layer
+from ptxlab.llm.model.config import Config
+from ptxlab.llm.model.decoder import ROUTER, Layer, expert_of, expert_part
+from ptxlab.llm.model.quantized import FUSED, fused_parts
 from ptxlab.llm.recipe.rotation import as_before, wide
 from ptxlab.lowbit.quant.smooth import smooth_attention
 
 SOURCES = {"q": "input_norm", "gate": "post_norm", "down": "up"}  # what takes the λ of a matrix's input
 
 
-def smooth_down(layer: Layer, peaks: Any, alpha: float, beta: float) -> tuple[dict[str, Any], Any]:
+def read_together(config: Config) -> dict[str, tuple[str, ...]]:
+    """The matrices of each input that is smoothed, by the name under which a layer's `Numerics` sees it.
+
+    With experts the input of all gates and ups is one, which the router reads too; each down has its own.
+    """
+    if not config.experts:
+        return {name: next(parts for parts in FUSED.values() if parts[0] == name) for name in SOURCES}
+    fused = fused_parts(config)
+    gates = (name for parts in fused.values() for name in parts if name.partition(".")[0] in ("gate", "up"))
+    downs = {name: parts for name, parts in fused.items() if name.startswith("down")}
+    return {"q": fused["qkv"], ROUTER: (*gates, ROUTER), **downs}
+
+
+def smooth_down(
+    layer: Layer, peaks: Any, alpha: float, beta: float, expert: int | None = None
+) -> tuple[dict[str, Any], Any]:
     """The layer with a smoother input of down, and the λ f64 [F] by which the input was divided.
 
     Args:
@@ -31,16 +48,18 @@ def smooth_down(layer: Layer, peaks: Any, alpha: float, beta: float) -> tuple[di
             stays as it is.
         alpha: exponent of the input's span.
         beta: exponent of the weight's span.
+        expert: the one whose matrices these are, None in a dense layer.
     """
-    up, down = layer["up"], layer["down"]
+    names = expert_part("up", expert), expert_part("down", expert)
+    up, down = (layer[name] for name in names)
     if peaks.shape != (down.shape[1],):
         raise ArgumentError("peaks", f"must be [{down.shape[1]}], as down's input", f"shape {peaks.shape}")
     span, of_weight = wide(peaks), wide(np.abs(down).max(axis=0))
     usable = (span > 0) & (of_weight > 0)
     factor = np.where(usable, span, 1) ** alpha / np.where(usable, of_weight, 1) ** beta
     factor = factor / np.exp(np.log(factor).mean())  # the mean scale of up and down stays
-    smoothed = {"up": as_before(up, wide(up) / factor[:, None]), "down": as_before(down, wide(down) * factor)}
-    return {**layer, **smoothed}, factor
+    smoothed = as_before(up, wide(up) / factor[:, None]), as_before(down, wide(down) * factor)
+    return {**layer, **dict(zip(names, smoothed, strict=True))}, factor
 
 
 def smoothing_factor(peaks: Any, of_weight: Any, alpha: float) -> Any:
@@ -78,9 +97,13 @@ def search_factor(
 
 
 def smooth_input(layer: Layer, names: Sequence[str], factor: Any) -> dict[str, Any]:
-    """Return the layer with the input of these matrices divided by λ [K]: in the norm, or of down in the rows of up."""
+    """Return the layer with the input of these matrices divided by λ [K]: in the norm, or of down in the rows of up.
+
+    `names` are those of `read_together`.
+    """
     smoothed = {name: as_before(layer[name], wide(layer[name]) * factor) for name in names}
-    source = SOURCES[names[0]]
+    part, _, _ = names[0].partition(".")
+    source = expert_part(SOURCES[part], expert_of(names[0])) if part == "down" else SOURCES[part]
     rows = factor if layer[source].ndim == 1 else factor[:, None]
     return {**layer, **smoothed, source: as_before(layer[source], wide(layer[source]) / rows)}
 

@@ -10,7 +10,8 @@ from ptxlab.errors import UnavailableError
 
 _INSTALL = "python -m pip install 'ptxlab[torch]'"
 try:
-    from ptxlab.llm.torch import operators_w4a4 as _operators_w4a4  # noqa: F401  (defines them)
+    from ptxlab.llm.torch import operators_experts as _operators_experts  # noqa: F401  (defines them)
+    from ptxlab.llm.torch import operators_w4a4 as _operators_w4a4  # noqa: F401
     from ptxlab.llm.torch.linear import W4A8Linear
     from ptxlab.llm.torch.operators import attention_workspace
 except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`W4A8Linear`: `nn.Linear` with a packed weight, on the operators."""
+"""`W4A8Linear`: `nn.Linear` with a packed weight, on the operators; `W4A8Grouped` with those of experts."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.llm.model.weights import quantiser
 from ptxlab.llm.torch.operators import Quantized
 from ptxlab.lowbit.kernels.gemm import layout_here
-from ptxlab.lowbit.layout import PackedWeight, buffer_shapes, pack
+from ptxlab.lowbit.layout import ExpertWeights, PackedWeight, buffer_shapes, pack
 from ptxlab.lowbit.layout.packed_weight import VERSION
 from ptxlab.lowbit.quant import Rounding
 from ptxlab.spec.dtypes import name_of
@@ -33,7 +33,60 @@ class Uncast(nn.Module):
         return self
 
 
-class W4A8Linear(Uncast):
+class PackedModule(Uncast):
+    """Packed weights as buffers, with the format's name as extra state, which must be the same to load them.
+
+    Attributes:
+        in_features, out_features: K and N.
+        experts: how many weights, 0 for a single one.
+        layout, scheme, group: of the packed weights.
+        dtype: of x and y.
+        names: of the buffers.
+    """
+
+    def __init__(self, weight: PackedWeight | ExpertWeights, dtype: torch.dtype) -> None:
+        super().__init__()
+        if dtype not in _DTYPES:
+            rule = f"must be one of {', '.join(map(name_of, _DTYPES))}"
+            raise ArgumentError(f"{type(self).__name__}: dtype", rule, dtype)
+        self.in_features, self.out_features, self.dtype = weight.K, weight.N, dtype
+        self.layout, self.scheme, self.group = weight.layout, weight.scheme, weight.group
+        self.experts = weight.E if isinstance(weight, ExpertWeights) else 0
+        self.names = tuple(buffer_shapes(weight.layout, weight.scheme, weight.N, weight.K, weight.group))
+        for name in self.names:
+            self.register_buffer(name, torch.as_tensor(weight.buffers[name]))
+
+    @property
+    def device(self) -> torch.device:
+        """Where its buffers are."""
+        return self.get_buffer(self.names[0]).device
+
+    @property
+    def _format(self) -> dict[str, Any]:
+        """All by which its buffers are read."""
+        sizes = {"N": self.out_features, "K": self.in_features, **({"E": self.experts} if self.experts else {})}
+        return {"version": VERSION, "layout": self.layout, "scheme": self.scheme, "group": self.group, **sizes}
+
+    def get_extra_state(self) -> Tensor:
+        """The format, JSON in a u8 tensor, as files hold nothing but tensors."""
+        return torch.frombuffer(bytearray(json.dumps(self._format).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing to do: `_load_from_state_dict` has looked at it."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """Raise ArgumentError for a weight of another format, before anything is overwritten."""
+        state = state_dict.get(f"{prefix}_extra_state")
+        try:
+            found = None if state is None else json.loads(bytes(state.tolist()))
+        except (AttributeError, TypeError, ValueError):
+            found = "no format"
+        if found not in (None, self._format):  # a missing one is reported as missing
+            raise ArgumentError(f"{type(self).__name__}: {prefix}_extra_state", f"must be {self._format}", found)
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+class W4A8Linear(PackedModule):
     """y = x Wᵀ + b with 4-bit weights and INT8 activations, which are quantised per token.
 
     Its state are the packed weight's buffers, which keep their dtypes when a model is cast, and the format's name,
@@ -48,18 +101,11 @@ class W4A8Linear(Uncast):
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None = None, *, dtype: torch.dtype = torch.float16) -> None:
         """Of NumPy arrays: on the CPU; CuPy's are taken where they are."""
-        super().__init__()
         if not isinstance(weight, PackedWeight):
             raise ArgumentError("W4A8Linear: weight", "must be a PackedWeight (layout.pack)", type(weight).__name__)
-        if dtype not in _DTYPES:
-            raise ArgumentError("W4A8Linear: dtype", f"must be one of {', '.join(map(name_of, _DTYPES))}", dtype)
+        super().__init__(weight, dtype)
         if bias is not None and tuple(bias.shape) != (weight.N,):
             raise ArgumentError("W4A8Linear: bias", f"must be [{weight.N}]", list(bias.shape))
-        self.in_features, self.out_features, self.dtype = weight.K, weight.N, dtype
-        self.layout, self.scheme, self.group = weight.layout, weight.scheme, weight.group
-        self.names = tuple(buffer_shapes(weight.layout, weight.scheme, weight.N, weight.K, weight.group))
-        for name in self.names:
-            self.register_buffer(name, torch.as_tensor(weight.buffers[name]))
         self.register_buffer("bias", None if bias is None else bias.detach().to(self.device, torch.float32))
 
     @classmethod
@@ -89,11 +135,6 @@ class W4A8Linear(Uncast):
         packed = pack(quantiser(scheme, rounding)(w, group), layout or layout_here(scheme))
         made: Self = cls(packed, linear.bias, dtype=linear.weight.dtype).to(linear.weight.device)
         return made
-
-    @property
-    def device(self) -> torch.device:
-        """Where its buffers are."""
-        return self.get_buffer(self.names[0]).device
 
     def forward(self, x: Tensor | Quantized) -> Tensor:
         """y [.., N] of x [.., K] of `dtype`; or of quantised activations [.., K]: (x_q, scale, token_sum)."""
@@ -127,26 +168,27 @@ class W4A8Linear(Uncast):
         kept = f"bias={self.bias is not None}, dtype={name_of(self.dtype)}"
         return f"{self.in_features}, {self.out_features}, {self.scheme}{group}, {self.layout}, {kept}"
 
-    @property
-    def _format(self) -> dict[str, Any]:
-        """All by which its buffers are read."""
-        sizes = {"N": self.out_features, "K": self.in_features}
-        return {"version": VERSION, "layout": self.layout, "scheme": self.scheme, "group": self.group, **sizes}
 
-    def get_extra_state(self) -> Tensor:
-        """The format, JSON in a u8 tensor, as files hold nothing but tensors."""
-        return torch.frombuffer(bytearray(json.dumps(self._format).encode()), dtype=torch.uint8)
+class W4A8Grouped(PackedModule):
+    """Rows of quantised activations times the weight of their expert, of all experts in one product."""
 
-    def set_extra_state(self, state: Any) -> None:
-        """Nothing to do: `_load_from_state_dict` has looked at it."""
+    def __init__(self, weights: ExpertWeights, *, dtype: torch.dtype = torch.float16) -> None:
+        """Take NumPy arrays to the CPU, CuPy's where they are. Raises ArgumentError unless in strips."""
+        if not isinstance(weights, ExpertWeights) or weights.layout != "strips":
+            got = weights.layout if isinstance(weights, ExpertWeights) else type(weights).__name__
+            raise ArgumentError("W4A8Grouped: weights", "must be ExpertWeights in strips (stack_experts)", got)
+        super().__init__(weights, dtype)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        """Raise ArgumentError for a weight of another format, before anything is overwritten."""
-        state = state_dict.get(f"{prefix}_extra_state")
-        try:
-            found = None if state is None else json.loads(bytes(state.tolist()))
-        except (AttributeError, TypeError, ValueError):
-            found = "no format"
-        if found not in (None, self._format):  # a missing one is reported as missing
-            raise ArgumentError(f"W4A8Linear: {prefix}_extra_state", f"must be {self._format}", found)
-        super()._load_from_state_dict(state_dict, prefix, *others)
+    def forward(self, x: Quantized, offsets: Tensor) -> Tensor:
+        """Multiply quantised rows [R, K], (x_q, scale, token_sum), rows offsets[e] to offsets[e + 1] by expert e.
+
+        Returns y [R, N] of `dtype`; offsets are s32 [E + 1].
+        """
+        buffers, how = [getattr(self, name) for name in self.names], {"scheme": self.scheme, "group": self.group}
+        y: Tensor = torch.ops.ptxlab.gemm_w4a8_grouped(*x, buffers, offsets, **how, out_dtype=self.dtype)
+        return y
+
+    def extra_repr(self) -> str:
+        """Describe the module for `print`."""
+        group = "" if self.scheme == "qoq_channel" else f", group={self.group}"
+        return f"{self.experts} x {self.in_features}, {self.out_features}, {self.scheme}{group}, {name_of(self.dtype)}"

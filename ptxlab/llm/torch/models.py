@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -18,25 +19,27 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ptxlab.errors import ArgumentError
 from ptxlab.llm.checkpoints.open import tensor_name
 from ptxlab.llm.model import Config, FloatModel, LayerWeights, QuantizedModel
-from ptxlab.llm.model.decoder import BIASES, NORMS
+from ptxlab.llm.model.decoder import BIASES, NORMS, ROUTER, expert_of
 from ptxlab.llm.model.floats import MappedLayers
 from ptxlab.llm.model.quantized import packed_layer, stored_ends
 from ptxlab.llm.recipe import Recipe, named
 from ptxlab.llm.recipe.calibrate import prepared, quantize_layers
 from ptxlab.llm.recipe.settings import PACKED
 from ptxlab.llm.torch.cache import IMPLEMENTATION, KV4Cache, Past
-from ptxlab.llm.torch.linear import Uncast, W4A8Linear
+from ptxlab.llm.torch.linear import PackedModule, Uncast, W4A8Grouped, W4A8Linear
 from ptxlab.llm.torch.operators import Quantized
 from ptxlab.lowbit.kernels.gemm import layout_here
 from ptxlab.lowbit.quant.kv import BY_CHANNEL
 from ptxlab.spec.dtypes import name_of
 
+_OF_EXPERTS = "strips"  # the layout that `gemm_w4a8_grouped` takes
 _DTYPES = (torch.float16, torch.bfloat16)
 _MOST_CONTEXT = 1 << 20  # positions, for which a table of angles is made
 # Attributes of `Config` in which a quantised model must agree with the model that takes its weights.
 _BY_TOKEN = "a KV4Cache has scales by token"
 _SAME = (
     "hidden", "ffn", "heads", "kv_heads", "head_dim", "layers", "vocabulary", "qkv_bias", "window", "window_layers",
+    "experts", "chosen_experts",
 )  # fmt: skip
 
 
@@ -48,7 +51,7 @@ def quantize_model(
     layout: str | None = None,
     progress: Callable[[str], None] = lambda label: None,
 ) -> PreTrainedModel:
-    """Quantise a causal model of the Llama family in place: Llama, SmolLM, Yi, Mistral, Qwen2, without experts.
+    """Quantise a causal model of the Llama family in place: Llama, SmolLM, Yi, Mistral, Mixtral, Qwen2.
 
     `model.generate` then takes a `KV4Cache` as `past_key_values`, which every forward pass needs.
 
@@ -57,7 +60,8 @@ def quantize_model(
         recipe: the steps of quantising, by themselves or by name (`llm.recipe.RECIPES`); or this model quantised
             already, as `ptxlab.llm.checkpoints.folder.load` reads it.
         tokens: the calibration text, integers [S, T], for recipes that need one.
-        layout: of the packed weights; by default `strips`, or what a kernel that runs on this GPU takes.
+        layout: of the packed weights; by default `strips`, or what a kernel that runs on this GPU takes. With experts
+            `strips` alone.
         progress: called before each layer with its name.
 
     Returns:
@@ -83,9 +87,10 @@ def float_model(model: PreTrainedModel) -> FloatModel:
     config = _checked(model)
 
     def read(part: str, layer: int = 0) -> Any:
-        return model.get_parameter(tensor_name(part, layer)).detach().float().cpu().numpy()
+        return _parameter_of(model, part, layer).detach().float().cpu().numpy()
 
-    parts = (*config.separate_matrices, *(BIASES if config.qkv_bias else ()), *NORMS)
+    further = (*(BIASES if config.qkv_bias else ()), *((ROUTER,) if config.experts else ()), *NORMS)
+    parts = (*config.separate_matrices, *further)
     return FloatModel(
         config=config,
         embedding=read("embedding"),
@@ -95,14 +100,29 @@ def float_model(model: PreTrainedModel) -> FloatModel:
     )
 
 
+def _parameter_of(model: PreTrainedModel, part: str, layer: int) -> Tensor:
+    """A parameter by the name of `decoder`; those of experts are slices of transformers' stacks of all of them."""
+    expert, of_ffn = expert_of(part), f"model.layers.{layer}.mlp"
+    if part == ROUTER:
+        return model.get_parameter(f"{of_ffn}.gate.weight")
+    if expert is None:
+        return model.get_parameter(tensor_name(part, layer))
+    if part.startswith("down"):
+        return model.get_parameter(f"{of_ffn}.experts.down_proj")[expert]
+    gate, up = model.get_parameter(f"{of_ffn}.experts.gate_up_proj")[expert].chunk(2)
+    return gate if part.startswith("gate") else up
+
+
 def _checked(model: Any) -> Config:
     """Its config. Raises as `float_model` does."""
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError("model", "must be a model of transformers", type(model).__name__)
     config = Config.from_json(model.config.to_dict())
-    if config.experts or not hasattr(model, "lm_head"):
-        raise ArgumentError("model", "must be a causal model without experts", type(model).__name__)
-    if found := next((each for each in model.modules() if isinstance(each, W4A8Linear)), None):
+    if not hasattr(model, "lm_head"):
+        raise ArgumentError("model", "must be a causal model", type(model).__name__)
+    if config.experts and not hasattr(model.model.layers[0], "mlp"):
+        raise ArgumentError("model", "needs transformers 5 where it has experts", transformers.__version__)
+    if found := next((each for each in model.modules() if isinstance(each, PackedModule)), None):
         raise ArgumentError("model", "must not be quantised yet", found)
     if (config.context or 0) > _MOST_CONTEXT:
         raise ArgumentError("model: max_position_embeddings", f"must be at most {_MOST_CONTEXT}", config.context)
@@ -127,7 +147,7 @@ def _quantized(
         raise ArgumentError(
             "recipe: kv", f"must not be by channel: {_BY_TOKEN}, as recipe.but(kv='kv4') has", recipe.kv
         )
-    layout = layout or layout_here(recipe.scheme)
+    layout = layout or (_OF_EXPERTS if model.config.experts else layout_here(recipe.scheme))
     turned, text = prepared(model, recipe), np.zeros((0, 1), np.int64) if tokens is None else np.asarray(tokens)
     ends, layers = stored_ends(turned, dtype), []
     for index, found in enumerate(quantize_layers(turned, text, recipe)):
@@ -145,6 +165,8 @@ def _check_same(config: Config, quantized: QuantizedModel, dtype: str) -> None:
             raise ArgumentError("recipe", f"must be of a model with {name}={ours}", f"{name}={theirs}")
     if quantized.cache in BY_CHANNEL:
         raise ArgumentError("recipe", f"must be of a model without a cache by channel: {_BY_TOKEN}", quantized.cache)
+    if config.experts and (layout := quantized.layers[0].gate_up.layout) != _OF_EXPERTS:
+        raise ArgumentError("recipe", f"must be of a model in {_OF_EXPERTS} where it has experts", layout)
     if quantized.layers[0].dtype != dtype:
         raise ArgumentError("recipe", f"must be of a model of {dtype}", quantized.layers[0].dtype)
 
@@ -155,8 +177,9 @@ def _exchange(model: PreTrainedModel, quantized: QuantizedModel) -> None:
     for index, (layer, weights) in enumerate(zip(decoder.layers, quantized.layers, strict=True)):
         layer.input_layernorm = QuantizingNorm(weights.input_norm, config.eps, dtype).to(device)
         layer.self_attn = KV4Attention(model.config, index, weights, config, dtype).to(device)
-        layer.post_attention_layernorm = QuantizingNorm(weights.post_norm, config.eps, dtype).to(device)
-        layer.mlp = W4A8FFN(weights, config.activation, dtype).to(device)
+        norm, ffn = (RoutingNorm, W4A8Experts) if config.experts else (QuantizingNorm, W4A8FFN)
+        layer.post_attention_layernorm = norm(weights.post_norm, config.eps, dtype).to(device)
+        layer.mlp = ffn(weights, config, dtype).to(device)
     decoder.norm = Norm(quantized.final_norm, config.eps, dtype).to(device)
     decoder.rotary_emb = RopeTables(config).to(device)
     embedding = _parameter(quantized.embedding, dtype, device)
@@ -205,16 +228,46 @@ class QuantizingNorm(Norm):
 class W4A8FFN(nn.Module):
     """down(act(gate x) · up x), with gate and up in one product."""
 
-    def __init__(self, weights: LayerWeights, activation: str, dtype: torch.dtype) -> None:
+    def __init__(self, weights: LayerWeights, config: Config, dtype: torch.dtype) -> None:
         super().__init__()
         self.gate_up_proj = W4A8Linear(weights.gate_up, dtype=dtype)
-        self.down_proj, self.activation = W4A8Linear(weights.down, dtype=dtype), activation
+        self.down_proj, self.activation = W4A8Linear(weights.down, dtype=dtype), config.activation
 
     def forward(self, x: Quantized) -> Tensor:
         """[.., H] of quantised activations [.., H]."""
         gate_up = self.gate_up_proj(x)
         h = torch.ops.ptxlab.silu_mul_quantize(gate_up.flatten(0, -2), self.activation)
         return self.down_proj(h).unflatten(0, gate_up.shape[:-1])
+
+
+class RoutingNorm(Norm):
+    """RMSNorm whose result goes to the products of experts quantised, and to the router rounded."""
+
+    def forward(self, x: Tensor) -> tuple[Quantized, Tensor]:
+        """(x_q s8 [M, H], scale f32 [M], token_sum s32 [M]) of all tokens, and y like x."""
+        rows = x.reshape(-1, x.shape[-1])
+        y = torch.empty_like(rows)
+        return torch.ops.ptxlab.rmsnorm_quantize(rows, self.weight, None, self.eps, y), y.view(x.shape)
+
+
+class W4A8Experts(nn.Module):
+    """Experts of each token, added up by their shares; each is down(act(gate x) · up x)."""
+
+    def __init__(self, weights: LayerWeights, config: Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate = _parameter(weights.router, dtype, torch.device("cpu"))
+        self.gate_up_proj, self.down_proj = (W4A8Grouped(w, dtype=dtype) for w in (weights.gate_up, weights.down))
+        self.activation, self.chosen_experts = config.activation, config.chosen_experts
+
+    def forward(self, x: tuple[Quantized, Tensor]) -> Tensor:
+        """[B, T, H] of what a `RoutingNorm` gives of [B, T, H]."""
+        tokens, normed = x
+        rows = normed.view(-1, normed.shape[-1])
+        routed = torch.ops.ptxlab.route_tokens(*tokens, rows, self.gate, self.chosen_experts)
+        rows_by_expert, (offsets, place, share, _) = routed[:3], routed[3:]
+        h = torch.ops.ptxlab.silu_mul_quantize(self.gate_up_proj(rows_by_expert, offsets), self.activation)
+        combined: Tensor = torch.ops.ptxlab.combine_experts(self.down_proj(h, offsets), place, share)
+        return combined.view(normed.shape)
 
 
 class KV4Attention(nn.Module):

@@ -104,6 +104,21 @@ def test_a_model(format: str, tmp_path: Path) -> None:
     assert isinstance(layout.unpack(load(tmp_path / "out").layers[1].down), kind)
 
 
+@pytest.mark.default_cases("gptq")
+@pytest.mark.parametrize("format", ["qserve", "gptq"])
+def test_a_model_with_experts(format: str, tmp_path: Path) -> None:
+    """Mixtral: every expert by itself, the router as it is."""
+    mixtral = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    source = write_model(tmp_path / "in", format, **mixtral)
+    rows = import_checkpoint(source, tmp_path / "out")
+    assert [row.name for row in rows[1:4]] == ["layer 0 o", "layer 0 gate_up.0", "layer 0 down.0"] and len(rows) == 20
+    theirs, ours = (open_model(path)[0].layers[1] for path in (source, tmp_path / "out"))
+    assert theirs.keys() == ours.keys() and np.array_equal(ours["router"], theirs["router"])
+    for name in ("q", "gate.0", "up.3", "down.2"):
+        error = np.linalg.norm(ours[name] - theirs[name]) / np.linalg.norm(theirs[name])
+        assert error == 0 if format in EXACT else 0 < error < 0.1
+
+
 MATRICES = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
 
 

@@ -105,6 +105,8 @@ SAME = {
     "window-qwen2_full": Case("qwen2", window_keys(layer_types=[FULL, FULL], max_window_layers=0)),
     "window-qwen2_unused": Case("qwen2", window_keys(use_sliding_window=False, max_window_layers=0)),
     "window-qwen2_null": Case("qwen2", window_keys(sliding_window=None, max_window_layers=0)),
+    "experts-mixtral": Case("mixtral"),
+    "experts-mixtral_window": Case("mixtral", {"sliding_window": 5, "num_experts_per_tok": 3}),
     "rope-theta": Case("smollm"),
     "rope-missing": Case("smollm", {"rope_theta": NEVER}),
     "rope-new": Case("smollm", {"rope_parameters": NEW, "rope_theta": NEVER}),
@@ -147,7 +149,8 @@ def write_case(folder: Path, case: Case) -> Path:
 
 @pytest.mark.default_cases(
     "window-llama", "window-mistral", "window-qwen2_second", "window-qwen2_types", "rope-new_beside_theta",
-    "rope-old_beside_new", "rope-llama3_beside", "head-tied_other", "files-fp16", "files-torch_beside",
+    "rope-old_beside_new", "rope-llama3_beside", "head-tied_other", "experts-mixtral", "files-fp16",
+    "files-torch_beside",
 )  # fmt: skip
 @pytest.mark.parametrize("name", SAME)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:

@@ -127,20 +127,41 @@ def test_a_model_by_a_recipe_is_measured(cli: Any, folder: Path, tmp_path: Path)
     assert code == 0 and json.loads(printed)["perplexity"] == pytest.approx(exact, rel=0.5)
 
 
+def test_a_model_with_experts_is_measured_and_continues_a_text(cli: Any, folder: Path, tmp_path: Path) -> None:
+    """Mixtral: rows of the table are products, not experts; the text is short, so that experts are rounded."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
+    model, out = write_folder(tmp_path / "experts", "mixtral", **sizes), tmp_path / "out"
+    text = ("--text", tmp_path / "text.txt", "--length", 32, "--backend", "numpy")
+    code, printed, err = cli("quantize", model, "--recipe", "lqq", *text, "--samples", 8, "--out", out)
+    assert code == 0 and "relative squared error" in printed and "of experts the mean" in printed
+    rule = "experts rounded to nearest, which fewer than 256 tokens of the text take: 0, 1, 2, 3"
+    assert f"layer 1: {rule}" in printed
+    code, printed, _ = cli("perplexity", out, *text, "--json")
+    exact = json.loads(cli("perplexity", model, *text, "--json")[1])["perplexity"]
+    assert code == 0 and json.loads(printed)["perplexity"] == pytest.approx(exact, rel=0.5)
+    for source in (out, model):
+        code, printed, _ = cli("generate", "the", "--model", source, "--tokens", 2, "--backend", "numpy", "--json")
+        assert code == 0 and len(json.loads(printed)["tokens"][0]) == 2
+    code, _, err = cli("quantize", model, "--recipe", "atom", *text, "--samples", 8, "--out", tmp_path / "other")
+    assert code == 2 and "recipe: W4A4 is for dense models: grouped GEMMs are W4A8's (got 4 experts)" in err
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("options", [("atom",), ("fmpq", "--int8", 0.5)], ids=["atom", "fmpq"])
 def test_w4a4_is_measured_and_continues_a_text(
     cli: Any, folder: Path, tmp_path: Path, options: tuple[object, ...]
 ) -> None:
     out, text = tmp_path / "out", tmp_path / "text.txt"
-    few = ("--text", text, "--length", 32)
-    code, printed, err = cli("quantize", folder, "--recipe", *options, *few, "--samples", 2, "--out", out, "--json")
+    text_options = ("--text", text, "--length", 32)
+    code, printed, err = cli(
+        "quantize", folder, "--recipe", *options, *text_options, "--samples", 2, "--out", out, "--json"
+    )
     assert (code, err) == (0, "")
     made = json.loads(printed)["recipe"]
     of = made["kept"], made["int8"], made["outlier"]
     assert of == ((64, None, 6.0) if options == ("atom",) else (0, 0.5, 0.0))  # a share that is asked for is filled
-    seen = {bits: json.loads(cli("perplexity", out, *few, "--acts", bits, "--json")[1]) for bits in (4, 8)}
-    whole = json.loads(cli("perplexity", out, *few, "--json")[1])
+    seen = {bits: json.loads(cli("perplexity", out, *text_options, "--acts", bits, "--json")[1]) for bits in (4, 8)}
+    whole = json.loads(cli("perplexity", out, *text_options, "--json")[1])
     assert (whole["acts"], whole["kv"]) == (4, 4) and whole["perplexity"] == seen[4]["perplexity"]
     assert whole["perplexity"] != seen[8]["perplexity"]
     assert np.log(seen[8]["perplexity"]) == pytest.approx(np.log(whole["perplexity"]), rel=0.1)

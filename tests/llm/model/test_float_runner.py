@@ -17,6 +17,7 @@ CHANGES: list[dict[str, Any]] = [
     {},
     {"qkv_bias": True, "tied_head": False, "window": 5, "activation": "gelu_tanh", "kv_heads": 2},
     {"qkv_bias": True, "window": 5, "window_layers": (1,)},
+    {"experts": 4, "chosen_experts": 2},
 ]
 
 
@@ -25,7 +26,7 @@ def right_logits(model: FloatModel, tokens: list[int]) -> Any:
     return model.logits(state[0, -1])
 
 
-@pytest.mark.parametrize("changes", CHANGES, ids=["plain", "others", "window of a layer"])
+@pytest.mark.parametrize("changes", CHANGES, ids=["plain", "others", "window of a layer", "experts"])
 @pytest.mark.parametrize("chunk", [5, 256])
 def test_logits_are_those_of_whole_sequences(changes: dict[str, Any], chunk: int) -> None:
     model = FloatModel.random(replace(TINY_MODEL, **changes), dtype=np.float64)

@@ -19,6 +19,7 @@ from tests.support.torch_calls import (
     M,
     caches,
     every_call,
+    expert_calls,
     four_bit_calls,
     normal,
     products,
@@ -82,6 +83,28 @@ def test_every_operator_is_its_public_call(monkeypatch: pytest.MonkeyPatch) -> N
         near = 2e-3 * (name in ATTENTION)
         assert all(torch.allclose(a, b, rtol=0, atol=near, equal_nan=True) for a, b in tensors), name
     assert len(fake.launched) == len(on_cuda)
+
+
+def test_operators_of_experts_are_their_public_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare with the CPU's operators, but for the exponential of shares; again, which only launches; in a capture."""
+    from ptxlab.llm.torch import operators
+
+    calls = expert_calls(np.random.default_rng(0))
+    expected = {name: getattr(torch.ops.ptxlab, name)(*args) for name, (args, _) in calls.items()}
+    fake = TensorGpu(monkeypatch)
+    for name, (args, how) in calls.items():
+        on_the_gpu(args, how, fake)
+        for _ in range(2):
+            got, right = (outputs if isinstance(outputs, tuple) else (outputs,) for outputs in (
+                operators.ON_CUDA[name](*args), expected[name]))  # fmt: skip
+            for i, (ours, theirs) in enumerate(zip(got, right, strict=True)):
+                assert torch.allclose(ours, theirs, rtol=2**-19 * (i == 5), atol=0), (name, i)
+    kernels = ["choose_experts", "gather_tokens"] * 2 + ["combine_experts"] * 2
+    assert [kernel for kernel, _ in fake.launched] == kernels
+    fake.runs, fake.capturing, allocations = False, True, fake.allocations
+    for name, (args, _) in calls.items():
+        operators.ON_CUDA[name](*args)
+    assert (fake.allocations, len(fake.launched)) == (allocations, 9)
 
 
 @pytest.mark.parametrize("to", ATOM_LAYOUTS)

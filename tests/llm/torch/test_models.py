@@ -1,4 +1,4 @@
-"""Small random models of four families of `transformers`: quantised, they generate the tokens of our own runner."""
+"""Small random models of five families of `transformers`: quantised, they generate the tokens of our own runner."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 from ptxlab.errors import ArgumentError, PtxlabError
 from ptxlab.llm.model import NumpyRunner, QuantizedModel, generate
 from ptxlab.llm.recipe import Recipe
-from tests.support.torch_models import FAMILIES, SHARED, small
+from tests.support.torch_models import FAMILIES, small
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -44,7 +44,7 @@ def ours(model: QuantizedModel, prompts: list[list[int]]) -> tuple[list[list[int
     return np.array(list(generate(runner, prompts, TOKENS))).T.tolist(), runner
 
 
-@pytest.mark.default_cases("smollm-alone")
+@pytest.mark.default_cases("smollm-alone", "mixtral-padded")
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generates_the_tokens_of_our_runner(family: str, prompts: list[list[int]]) -> None:
@@ -67,6 +67,7 @@ CARRIED: dict[str, tuple[str, dict[str, Any]]] = {
     "window of LLaMA, which has none": ("llama", {"sliding_window": 3}),
     "old and new rope keys": ("smollm", {"rope_scaling": {"type": "linear", "factor": 3.0}, "rope_theta": 99.0}),
     "head of its own": ("smollm", {}),
+    "experts": ("mixtral", {}),
 }
 
 
@@ -125,11 +126,12 @@ def test_a_recipe_rotates_and_rounds() -> None:
 
 
 @pytest.mark.full
-def test_a_step_compiles_without_a_break() -> None:
+@pytest.mark.parametrize("family", ["mistral", "mixtral"])
+def test_a_step_compiles_without_a_break(family: str) -> None:
     """Prompt in eager mode, then steps of one graph."""
     from ptxlab.llm.torch import KV4Cache, quantize_model
 
-    model = quantize_model(small("mistral", num_hidden_layers=1))
+    model = quantize_model(small(family, num_hidden_layers=1))
     wanted, _ = theirs(model, PROMPTS[:1])
     cache, tokens, found = KV4Cache(model, 1, CONTEXT), torch.tensor(PROMPTS[:1]), []
     step = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
@@ -278,9 +280,10 @@ def untrained() -> Any:
     return model
 
 
-def of_experts() -> Any:
-    sizes = {**SHARED, "num_local_experts": 2, "num_experts_per_tok": 1}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).half()
+def of_experts(layout: str) -> QuantizedModel:
+    from ptxlab.llm.torch.models import float_model
+
+    return QuantizedModel.rounded(float_model(small("mixtral")), group=64, rounding="nearest", layout=layout)
 
 
 def gpt2() -> Any:
@@ -291,8 +294,13 @@ def gpt2() -> Any:
 BAD = {
     "model: must be a model of transformers (got Linear)": lambda: quantize(torch.nn.Linear(3, 3)),
     "model_type: must be one of llama, mistral, mixtral, qwen2 (got 'gpt2')": lambda: quantize(gpt2()),
-    "model: must be a causal model without experts (got MixtralForCausalLM)": lambda: quantize(of_experts()),
-    "model: must be a causal model without experts (got LlamaModel)": lambda: quantize(small().model),
+    "model: must be a causal model (got LlamaModel)": lambda: quantize(small().model),
+    "recipe: must be of a model in strips where it has experts (got qserve)": lambda: quantize(
+        small("mixtral"), of_experts("qserve")
+    ),
+    "must be of a model with experts=4 (got experts=2)": lambda: quantize(
+        small("mixtral"), quantized(small("mixtral", num_local_experts=2))
+    ),
     "must be of float16 or bfloat16 (got float32)": lambda: quantize(small(dtype="float32")),
     "model.layers.1.mlp.up_proj.weight: must be float16 on cpu as the embedding (got float32 on cpu": lambda: quantize(
         mixed()
@@ -354,6 +362,21 @@ def test_a_quantised_state_is_loaded_into_another_model_of_its_shape() -> None:
     how = {"max_new_tokens": 3, "do_sample": False}
     wanted = other.generate(told, past_key_values=KV4Cache(other, 1, CONTEXT), **how)
     assert torch.equal(model.generate(told, past_key_values=cache, **how), wanted)
+
+
+def test_a_quantised_state_of_experts_is_loaded_into_another_model() -> None:
+    from ptxlab.llm.torch import KV4Cache
+
+    model, empty = quantize(small("mixtral")), quantize(small("mixtral"))
+    for tensor in empty.state_dict().values():
+        tensor.zero_()
+    state, tokens = model.state_dict(), torch.tensor(PROMPTS[:1])
+    empty.load_state_dict(state)
+    logits = [of(tokens, past_key_values=KV4Cache(of, 1, CONTEXT)).logits for of in (model, empty)]
+    assert torch.equal(*logits) and "4 x 64, 256, lqq, group=64, float16" in str(model.model.layers[0].mlp)
+    larger = quantize(small("mixtral", num_local_experts=5))
+    with pytest.raises(ArgumentError, match=r"^W4A8Grouped: .*gate_up_proj\._extra_state: must be .*'E': 5"):
+        larger.load_state_dict(state)
 
 
 def test_a_model_that_is_refused_is_what_it_was() -> None:
