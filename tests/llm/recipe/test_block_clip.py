@@ -31,8 +31,8 @@ def model_with_large_channels() -> FloatModel:
 def quantize_clipped(w: Any, ratio: float) -> Any:
     """Quantise w per channel with both ends of every row's range times the ratio, by `quantize_qoq_channel`."""
     low, high = (ratio * end(w, axis=1, keepdims=True) for end in (np.min, np.max))
-    made = quant.quantize_qoq_channel(np.clip(w, low, high).astype(np.float32))
-    scale, zero = (each.astype(np.float64)[:, None] for each in (made.scale, made.zero))
+    weight = quant.quantize_qoq_channel(np.clip(w, low, high).astype(np.float32))
+    scale, zero = (constant.astype(np.float64)[:, None] for constant in (weight.scale, weight.zero))
     return (np.rint(w / scale + zero).clip(0, 15) - zero) * scale
 
 
@@ -40,7 +40,7 @@ def attention_block(model: FloatModel, layer: Any, x: Any) -> Any:
     """Compute the attention and the product o of one sequence [T, H] by the reference for one sequence."""
     y = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + CONFIG.eps) * layer["input_norm"]
     q, k, v = ((y @ layer[name].T + layer[f"{name}_bias"]).reshape(len(x), -1, 16) for name in ("q", "k", "v"))
-    q, k = (rope(each, *model.config.rope_tables(len(x))) for each in (q, k))
+    q, k = (rope(rows, *model.config.rope_tables(len(x))) for rows in (q, k))
     return attention(q, k, v, scale=16**-0.5)[0].reshape(len(x), -1) @ layer["o"].T
 
 
@@ -49,13 +49,13 @@ def errors_of(model: FloatModel, name: str, chosen: dict[str, float] | None = No
     layer = dict(model.layers[0])
     states = [model.embedding[sample] for sample in TEXT]
     exact = [attention_block(model, layer, x) for x in states]
-    made = layer | {other: quantize_clipped(layer[other], ratio) for other, ratio in (chosen or {}).items()}
+    trial = layer | {matrix: quantize_clipped(layer[matrix], ratio) for matrix, ratio in (chosen or {}).items()}
     of_block, of_matrix = [], []
     for ratio in SHRINKS:
-        made[name] = quantize_clipped(layer[name], ratio)
-        outputs = [attention_block(model, made, x) for x in states]
+        trial[name] = quantize_clipped(layer[name], ratio)
+        outputs = [attention_block(model, trial, x) for x in states]
         of_block.append(sum(float(np.square(y - right).sum()) for y, right in zip(outputs, exact, strict=True)))
-        of_matrix.append(float(objective(layer[name], made[name], gram(model)).sum()))
+        of_matrix.append(float(objective(layer[name], trial[name], gram(model)).sum()))
     return of_block, of_matrix
 
 
@@ -97,8 +97,8 @@ def test_a_ratio_is_taken_where_the_block_loses_less_by_it_than_by_searched_leve
     for name in ("q", "v"):
         np.testing.assert_array_equal(block.floats[name], without.floats[name])
     right, errors = [attention_block(model, layer, x[0]) for x in states], []
-    for made in (block.floats, without.floats):
-        half = {**layer, **{name: made[name] for name in ("q", "k")}}
+    for floats in (block.floats, without.floats):
+        half = {**layer, **{name: floats[name] for name in ("q", "k")}}
         outputs = [attention_block(model, half, x[0]) for x in states]
         errors.append(sum(float(np.square(y - exact).sum()) for y, exact in zip(outputs, right, strict=True)))
     assert errors[0] < errors[1]

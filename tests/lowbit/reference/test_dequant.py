@@ -129,7 +129,7 @@ def test_qoq_models_the_whole_word(inputs):
 
 
 def test_saturating_is_the_clamped_product_in_every_case():
-    """For any scale that keeps its products bytes: no protective range is needed."""
+    """Clamp exactly for any scale that keeps its products bytes: no protective range is needed."""
     for q4, scale, zero in every_case((1, 2, 15, 16, 17), range(16)):
         clamped = reference.exact_qoq(q4, scale, zero).clip(-128, 127).astype(np.int8)
         np.testing.assert_array_equal(reference.dequant_qoq_saturating(q4, scale, zero), clamped, strict=True)
