@@ -281,8 +281,8 @@ def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: P
     family = [name for name, spec in specs().items() if spec.family == "attention"]
     rows = attention.rows(family, CEILINGS, quiet)
     both = {"attention": 2, "append and attention": 2}
-    others = {"ragged": 1, "even": 1, "ladder": 8, "merge": 1, "append": 5, "table 1": 5}
-    assert Counter(row.measure for row in rows) == both | others
+    counts = {"ragged": 1, "even": 1, "ladder": 8, "merge": 1, "append": 5, "table 1": 5}
+    assert Counter(row.measure for row in rows) == both | counts
     record = Record("attention", {"slug": "h200"}, {}, {}, tuple(rows))
     assert bench.load(bench.save(record, tmp_path / "r.json")) == record
     assert len({row.key for row in rows}) == len(rows)
