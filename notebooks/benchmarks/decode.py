@@ -12,7 +12,9 @@ What others take are rows of their own: `beside`, a step of B sequences less the
 `gemm_w4a8_qoq_sm80`, and `prompt`. So a run that was stopped goes on where it was.
 
 Steps in W4A4 (Atom) and W4Ax (COMET) are rows of a measure of their own, `four bits`, and only where a word asks for
-them.
+them. So are steps with weights per channel, QServe's setting on an A100 (QServe §6.3), `per channel`: with the GEMM
+that `gemm_w4a8` chooses, and with `gemm_w4a8_qoq_channel_sm80`; of the former also QServe's rule, `generate per
+channel`.
 """
 
 import subprocess
@@ -68,13 +70,41 @@ MIX = "mixes"
 FIRST_TOKEN = "first token"  # the measure of `first_token_rows`
 WITHOUT = "without"  # ours with gemm_w4a8_qoq_sm80, the rewrite of QServe's GEMM, in place of ours
 _STEPS_WITHOUT, _WARM = 64, 8
-FOUR_BITS = "four bits"  # the measure of `four_bit_rows`
-SYSTEMS = {"w4a4": "atom", "w4ax": "fmpq"}  # by the word that asks for it, the scheme of the weights
+FOUR_BITS, CHANNEL, CHANNEL_RULE = "four bits", "per channel", "generate per channel"  # measures of `system_rows`
 FOUR_BIT_BATCHES = (8, 16, 32, 64, 128, 256)  # Atom §5.3.2
 _ROWS = 520  # distinct random rows of embedding and head, each then scaled by a factor of its own
 _PAD = 16
 
 Key = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class System:
+    """Weights of whole models that are measured only where a word asks for them.
+
+    Attributes:
+        scheme: of the weights.
+        measure: of the rows.
+        layout: of the weights.
+        rule: the measure of QServe's rule, or empty where only steps are measured.
+        experts: whether models with experts run.
+        programmatic: whether a launch begins before the one ahead of it has ended.
+    """
+
+    scheme: str
+    measure: str = FOUR_BITS
+    layout: str = "strips"
+    rule: str = ""
+    experts: bool = False
+    programmatic: bool = True
+
+
+SYSTEMS = {
+    "w4a4": System("atom"),
+    "w4ax": System("fmpq"),
+    "channel": System("qoq_channel", CHANNEL, rule=CHANNEL_RULE, experts=True),
+    "channel_sm80": System("qoq_channel", CHANNEL, layout="qserve", programmatic=False),
+}
 
 
 @dataclass(frozen=True)
@@ -91,7 +121,7 @@ class WantedModels:
 def part(words: Sequence[str]) -> WantedModels:
     """The part that words name: models, `B=16`, mixes, `without`, or `alone` (no mix); a kind without a word is whole.
 
-    `w4a4` and `w4ax` name rows that are measured for no other word, and then nothing else is.
+    Words of `SYSTEMS` name rows that are measured for no other word, and then nothing else is.
 
     Raises ArgumentError for another word.
     """
@@ -135,8 +165,9 @@ def rows(
     wanted = part(only)
     known = {row.key: row for row in done}
     for config in wanted.models:
-        for system in () if config.experts else wanted.systems:
-            yield from four_bit_rows(config, system, wanted.batches, known, ceilings, progress)
+        for system in wanted.systems:
+            if SYSTEMS[system].experts or not config.experts:
+                yield from system_rows(config, system, wanted.batches, known, ceilings, progress)
         if wanted.systems:
             continue
         yield from model_rows(config, wanted, ModelPlan.of(config, wanted), known, ceilings, progress)
@@ -425,7 +456,7 @@ def without_rows(
         del model, runner
 
 
-def four_bit_rows(
+def system_rows(
     config: Config,
     system: str,
     batches: Sequence[int],
@@ -433,24 +464,48 @@ def four_bit_rows(
     ceilings: Ceilings,
     progress: Callable[[str], None],
 ) -> Iterator[Row]:
-    """A steady step in W4A4 or W4Ax, its latency and tokens/s, by those batches that the card has room for."""
-    recorded_rows = {B: rows_by_key.get(row_key(config, FOUR_BITS, B, PROMPT, system)) for B in batches}
+    """Measure a steady step of a system of `SYSTEMS`, by those batches that the card has room for, and QServe's rule.
+
+    The rule is measured at the largest batch of each budget that the card has.
+    """
+    settings = SYSTEMS[system]
+    recorded_rows = {B: rows_by_key.get(row_key(config, settings.measure, B, PROMPT, system)) for B in batches}
     yield from (row for row in recorded_rows.values() if row)
-    if all(recorded_rows.values()):
+    if all(recorded_rows.values()) and not settings.rule:
         return
     with gpu.elsewhere(_PAD):
-        model = random_model(config, SYSTEMS[system])
+        model = random_model(config, settings.scheme, settings.layout)
         gigabytes = gpu.device_info().memory_bytes / 1e9
-        largest = largest_batch(config, gigabytes, PROMPT + MADE, chunk=1, **weights_of(model))
+        chunk = CHUNK if settings.rule else 1
+
+        def room(gb: float) -> int:
+            return largest_batch(config, gb, PROMPT + MADE, chunk=chunk, **weights_of(model))
+
+        budgets = {gb: room(gb) for gb in BUDGETS if gb <= gigabytes} if settings.rule else {}
+        ruled = {gb: rows_by_key.get(row_key(config, settings.rule, B, gb, system)) for gb, B in budgets.items() if B}
+        yield from (row for row in ruled.values() if row)
+        largest = room(gigabytes)
         lacking = [B for B, row in recorded_rows.items() if row is None and B in range(largest + 1)]
-        if lacking:
-            runner = KernelRunner(model, max(lacking), PROMPT + MADE, chunk=1)
+        unruled = [gb for gb, row in ruled.items() if row is None]
+        if lacking or unruled:
+            most_sequences = max(*lacking, *(budgets[gb] for gb in unruled), 1)
+            runner = KernelRunner(model, most_sequences, PROMPT + MADE, chunk=chunk, programmatic=settings.programmatic)
         for B in lacking:
             progress(f"{config.name}, batch {B}: {system}")
-            yield four_bit_row(runner, system, B, ceilings)
+            yield system_row(runner, system, B, ceilings)
+        for gb in unruled:
+            progress(f"{config.name}: {budgets[gb]} prompts, {system}")
+            yield rule_row(runner, system, budgets[gb], gb)
 
 
-def four_bit_row(runner: KernelRunner, system: str, B: int, ceilings: Ceilings) -> Row:
+def rule_row(runner: KernelRunner, system: str, B: int, gigabytes: int) -> Row:
+    """Measure QServe's rule at a batch: all prompts and all steps."""
+    run = generated(runner, B)
+    row = generate_row(runner.config, B, gigabytes, run, {})
+    return replace(row, kernel=system, face="", measure=SYSTEMS[system].rule)
+
+
+def system_row(runner: KernelRunner, system: str, B: int, ceilings: Ceilings) -> Row:
     """A step of B sequences, with the floor of its bytes and operations, which are INT8's here."""
     config, clock, steady = runner.config, Clock(), Steady(runner, B)
     checked = steady.check()
@@ -462,7 +517,7 @@ def four_bit_row(runner: KernelRunner, system: str, B: int, ceilings: Ceilings) 
     floor = sum(operation.us(ceilings) for operation in work)
     row = plain_row(
         system,
-        FOUR_BITS,
+        SYSTEMS[system].measure,
         sizes_of(config, B, PROMPT),
         us,
         rate=B / us * 1e6,

@@ -29,7 +29,7 @@ CEILINGS = Ceilings(4.6, 4.2)
 
 
 @pytest.fixture
-def here(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def tiny_gpu(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Prompts of 4 tokens and 2 behind each; every call is made once and takes 10 µs."""
 
     def call_times(call: Callable[[], Any], repeats: int, warm_up: int) -> list[float]:
@@ -56,7 +56,7 @@ def here(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.full
-def test_a_whole_model_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> None:
+def test_a_whole_model_is_timed_taken_apart_and_checked(tiny_gpu: pytest.MonkeyPatch) -> None:
     runner = models.KernelRunner(models.random_model(TINY), 2, 6, chunk=8)
     more = {"fp8_row/sdpa gemm_us": 12.0, "fp8_row/sdpa attention_us": 8.0}
     mixes = models.beside_row(TINY, models.MIX, 2, 20.0, {"fp8_row/sdpa": 20.0}, more)
@@ -82,31 +82,31 @@ def test_a_whole_model_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch
 
 
 @pytest.mark.full
-def test_nothing_is_captured_while_qserves_rule_is_timed(here: pytest.MonkeyPatch) -> None:
+def test_nothing_is_captured_while_qserves_rule_is_timed(tiny_gpu: pytest.MonkeyPatch) -> None:
     runner, launched = models.KernelRunner(models.random_model(TINY), 3, 6, chunk=8), []
 
     def captured() -> tuple[set[int], set[int]]:
         return {*runner._steps}, {*runner._prompt_steps}
 
     clock = SimpleNamespace(start=lambda: launched.append(captured()), stop=lambda: None, mhz=lambda: 1900.0)
-    here.setattr(models, "Clock", lambda: clock)
+    tiny_gpu.setattr(models, "Clock", lambda: clock)
     models.generated(runner, 3)
     assert launched == [captured()] == [({3}, {4, 8})]
     assert runner.lengths.tolist() == [5, 5, 5] and len(runner.page_pool.free) == 0
 
 
-def test_steady_sequences_begin_anew_and_a_wrong_graph_is_found(here: pytest.MonkeyPatch) -> None:
+def test_steady_sequences_begin_anew_and_a_wrong_graph_is_found(tiny_gpu: pytest.MonkeyPatch) -> None:
     runner = models.KernelRunner(models.random_model(TINY), 2, 6, chunk=8)
     steady = models.Steady(runner, 2)
     assert sorted(runner.lengths.tolist()) == [3, 4] and steady.mean == 4.5
-    here.setattr(runner, "decode", lambda tokens, at: grown(runner, at))
+    tiny_gpu.setattr(runner, "decode", lambda tokens, at: grown(runner, at))
     seen = []
     for _ in range(3):
         steady.step()
         seen.append(sorted(runner.lengths.tolist()))
     assert seen == [[4, 5], [4, 5], [4, 5]]
     turn = iter(range(9))
-    here.setattr(runner, "decode", lambda tokens, at: grown(runner, at) + next(turn))
+    tiny_gpu.setattr(runner, "decode", lambda tokens, at: grown(runner, at) + next(turn))
     with pytest.raises(BenchmarkError, match="tiny, batch 2: other bits than its launches one by one"):
         steady.check()
 
@@ -117,7 +117,7 @@ def grown(runner: KernelRunner, at: list[int]) -> Any:
 
 
 @pytest.mark.full
-def test_ours_with_qserves_gemm(here: pytest.MonkeyPatch) -> None:
+def test_ours_with_qserves_gemm(tiny_gpu: pytest.MonkeyPatch) -> None:
     (row,) = models.without_rows(TINY, (1,), {}, lambda _: None)
     assert (
         row.time_us == 11.0
@@ -128,14 +128,14 @@ def test_ours_with_qserves_gemm(here: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("system", ["w4a4", "w4ax"])
-def test_steps_in_four_bits(here: pytest.MonkeyPatch, system: str) -> None:
+def test_steps_in_four_bits(tiny_gpu: pytest.MonkeyPatch, system: str) -> None:
     """Rows by batch, of batches that the card has room for; those that are known are not measured again."""
     config = replace(TINY, hidden=256, ffn=384, heads=2)
-    here.setattr(models, "largest_batch", lambda *_, weights, inputs, **__: 2)
+    tiny_gpu.setattr(models, "largest_batch", lambda *_, weights, inputs, **__: 2)
     recorded = models.plain_row(
         system, models.FOUR_BITS, models.sizes_of(config, 1, 4), 5.0, 1.0, sm_mhz=0.0, checked=""
     )
-    rows = [*models.four_bit_rows(config, system, (1, 2, 4), {recorded.key: recorded}, CEILINGS, lambda _: None)]
+    rows = [*models.system_rows(config, system, (1, 2, 4), {recorded.key: recorded}, CEILINGS, lambda _: None)]
     assert rows[0] is recorded and [row.sizes["B"] for row in rows] == [1, 2]
     row = rows[1]
     assert (row.kernel, row.time_us, row.fastest_us, row.slowest_us) == (system, 11.0, 10.0, 12.0)
@@ -145,20 +145,57 @@ def test_steps_in_four_bits(here: pytest.MonkeyPatch, system: str) -> None:
     assert row.key == models.row_key(config, models.FOUR_BITS, 2, 4, system)
 
 
-def test_what_is_compiled_side_by_side_is_what_runs(here: pytest.MonkeyPatch) -> None:
+@pytest.mark.full
+def test_steps_and_prompts_with_weights_per_channel(tiny_gpu: pytest.MonkeyPatch) -> None:
+    """Measure QServe's A100 setting: with our GEMM steps and the rule at each budget, with qoq_channel_sm80 steps."""
+    tiny_gpu.setattr(models, "largest_batch", lambda config, gigabytes, tokens, **_: 1 if gigabytes < 100 else 2)
+    rows = [*models.system_rows(TINY, "channel", (1, 2, 4), {}, CEILINGS, lambda _: None)]
+    places = [(row.measure, row.sizes["B"], row.sizes["L"]) for row in rows]
+    rule = [("generate per channel", 1, 80), ("generate per channel", 2, 141)]
+    assert places == [("per channel", 1, 4), ("per channel", 2, 4), *rule]
+    assert {row.kernel for row in rows} == {"channel"} and not any(row.face or row.peers for row in rows)
+    assert rows[3].key == models.row_key(TINY, models.CHANNEL_RULE, 2, 141, "channel")
+    assert rows[0].checked.endswith("bit for bit, and finite") and rows[3].rate_unit == "tokens/s"
+    recorded = {row.key: row for row in rows}
+    again = [*models.system_rows(TINY, "channel", (1, 2), recorded, CEILINGS, lambda _: None)]
+    assert all(row is old for row, old in zip(again, rows, strict=True))
+
+
+@pytest.mark.full
+def test_steps_with_the_rewrite_of_qserves_channel_gemm(tiny_gpu: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    tiny_gpu.setattr(
+        models, "random_model", lambda *of, model=models.random_model: launched.extend(of[1:]) or model(*of)
+    )
+    (row,) = models.system_rows(TINY, "channel_sm80", (1,), {}, CEILINGS, lambda _: None)
+    assert launched == ["qoq_channel", "qserve"] and (row.kernel, row.measure) == ("channel_sm80", "per channel")
+
+
+def test_experts_run_per_channel_alone(tiny_gpu: pytest.MonkeyPatch) -> None:
+    """Atom's, COMET's and QServe's packing have no kernel for experts."""
+    pairs: list[tuple[str, str]] = []
+    tiny_gpu.setattr(models, "system_rows", lambda config, system, *_: pairs.append((config.name, system)) or [])
+    list(models.rows([], CEILINGS, lambda _: None, ["Mixtral-8x7B", "LLaMA-2-7B", "w4a4", "channel", "channel_sm80"]))
+    dense = [("LLaMA-2-7B", system) for system in ("w4a4", "channel", "channel_sm80")]
+    assert pairs == [("Mixtral-8x7B", "channel"), *dense]
+
+
+def test_what_is_compiled_side_by_side_is_what_runs(tiny_gpu: pytest.MonkeyPatch) -> None:
     """Where it fails nobody hears of it: it is ahead of the measuring only in time."""
     launched: list[tuple[int, ...]] = []
     operations = KernelRunner.operations
-    here.setattr(KernelRunner, "operations", lambda runner, rows: launched.append((rows,)) or operations(runner, rows))
-    here.setattr(KernelRunner, "extend", lambda runner, new: launched.append((len(new[0]), runner.chunk)))
-    here.setattr(models, "other_heads", lambda runner, B: launched.append((runner.batch, B)))
+    tiny_gpu.setattr(
+        KernelRunner, "operations", lambda runner, rows: launched.append((rows,)) or operations(runner, rows)
+    )
+    tiny_gpu.setattr(KernelRunner, "extend", lambda runner, new: launched.append((len(new[0]), runner.chunk)))
+    tiny_gpu.setattr(models, "other_heads", lambda runner, B: launched.append((runner.batch, B)))
     models._warm(TINY, "lqq", "strips", (1, 3))
     models._warm(TINY, "qoq", "qserve", (1, 3))
     assert launched == [(1,), (3,), (5, 8), (3, 1), (3, 3), (1,), (3,)]
 
 
 @pytest.mark.full
-def test_experts_run_as_a_whole_model_too(here: pytest.MonkeyPatch) -> None:
+def test_experts_run_as_a_whole_model_too(tiny_gpu: pytest.MonkeyPatch) -> None:
     config = replace(TINY, experts=2, chosen_experts=1)
     runner = models.KernelRunner(models.random_model(config), 1, 6, chunk=1)
     assert models.Steady(runner, 1).check().endswith("finite")
@@ -299,6 +336,7 @@ def test_parts_of_the_suite_by_words() -> None:
     assert some.mixes == ("fp8_row",) and not some.without
     four = models.part(["LLaMA-2-7B", "w4a4"])
     assert (four.systems, four.batches, four.models) == (("w4a4",), (8, 16, 32, 64, 128, 256), some.models)
+    assert models.part(["channel", "channel_sm80"]).systems == ("channel", "channel_sm80")
     assert models.part(["w4ax", "B=8"]).batches == (8,) and not everything.systems
     assert models.part(["alone"]).mixes == () and not models.part(["alone"]).without
     with pytest.raises(ArgumentError, match=r"only: one of LLaMA-30B, .* \(got GPT-2\)"):

@@ -19,6 +19,7 @@ SCHEMA = 1
 STARTS = ("mixed", "uniform", "file")
 TOKENS = 1024  # of `gemm_bytes`
 SHARES = (0.0, 0.1, 0.2, 0.4, 1.0)  # of COMET's blocks in INT8
+SMOOTHED_HEADS = (0.1, 0.9)  # exponents for o's input: QServe §4.3.2 has a migration strength near 0
 _FLOAT = Recipe(scheme=None, acts=None, kv=None)
 
 
@@ -45,6 +46,7 @@ def rows() -> list[AccuracyRow]:
         *_caches(),
         *_w4a8kv4(),
         *_schemes(),
+        *_qoq(),
         *_atom(),
         *_fmpq(),
     ]
@@ -82,7 +84,7 @@ def _w4a8kv4() -> Iterator[AccuracyRow]:
     reordering. Here clipping is late, because its levels are chosen for the final groups, and the cache has 4 bits from
     the start.
     """
-    full, rounded = RECIPES["qoq_channel"], Recipe(scheme="qoq_channel")
+    full, rounded = RECIPES["qoq_channel"].but(clip_block=False), Recipe(scheme="qoq_channel")
     recipe = rounded
     yield AccuracyRow("channel", "round to nearest", rounded)
     for step, names in (
@@ -115,6 +117,16 @@ def _schemes() -> Iterator[AccuracyRow]:
         yield AccuracyRow(ladder, "LQQ, range 120", recipe.but(protective_range=120))
     yield AccuracyRow("schemes, rounded", "LQQ, constants by squared error", plain.but(clip="weights"))
     yield AccuracyRow("schemes, rounded", "QoQ, constants by squared error", plain.but(scheme="qoq", clip="weights"))
+
+
+def _qoq() -> Iterator[AccuracyRow]:
+    """QServe's two settings with q and k clipped by the block (Eq. 10); then o smoothed in place of rotated heads."""
+    for ladder, name in (("QoQ in groups of 64", "qoq"), ("QoQ per channel", "qoq_channel")):
+        recipe = RECIPES[name]
+        yield AccuracyRow(ladder, "every matrix clipped by its own output", recipe.but(clip_block=False))
+        yield AccuracyRow(ladder, "q and k clipped by the block's output", recipe)
+        smoothed = recipe.but(rotate_heads=False, smooth_heads=SMOOTHED_HEADS)
+        yield AccuracyRow(ladder, "o smoothed, heads not rotated", smoothed)
 
 
 def _atom() -> Iterator[AccuracyRow]:
@@ -220,7 +232,7 @@ def measure(
         for seed in range(seeds if row.repeats else 1):
             progress(row.name)
             place = {"ladder": row.ladder, "step": row.step, "seed": seed}
-            same = [each for each in known if each["recipe"] == recipe and each["seed"] == seed]
+            same = [each for each in known if each["seed"] == seed and Recipe.settings_of(each["recipe"]) == recipe]
             if not any(place.items() <= each.items() for each in same):
                 found = same[0] if same else _measured(model, calibration, texts, row.recipe, seed)
                 known.append({**found, **place})
@@ -287,5 +299,5 @@ def _weight_bytes(recipe: Recipe, K: int) -> float:
 
 def _means(errors: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     names = errors[0] if errors else {}
-    found = {name: [error for each in errors if (error := each[name]) is not None] for name in names}
-    return {name: float(np.mean(of)) for name, of in found.items() if of}
+    of_layers = {name: [error for layer in errors if (error := layer[name]) is not None] for name in names}
+    return {name: float(np.mean(of)) for name, of in of_layers.items() if of}

@@ -9,7 +9,7 @@ from ptxlab.llm.recipe.grids import ChannelGrid, Grid, Levels, LQQGrid, QoQGrid,
 from ptxlab.llm.recipe.reorder import reorder_down, reorder_heads
 from ptxlab.llm.recipe.rotation import fold_norms, hadamard, random_orthogonal, rotate_ends, rotate_heads, rotate_stream
 from ptxlab.llm.recipe.settings import RECIPES, Recipe, named
-from ptxlab.llm.recipe.smoothing import search_factor, smooth_down, smooth_input, smooth_keys
+from ptxlab.llm.recipe.smoothing import search_factor, smooth_down, smooth_heads, smooth_input, smooth_keys
 
 __all__ = [
     "RECIPES",
@@ -36,6 +36,7 @@ __all__ = [
     "rounded",
     "search_factor",
     "smooth_down",
+    "smooth_heads",
     "smooth_input",
     "smooth_keys",
 ]

@@ -32,9 +32,11 @@ from ptxlab.llm.recipe import (
     rounded,
     search_factor,
     smooth_down,
+    smooth_heads,
     smooth_input,
     smooth_keys,
 )
+from ptxlab.llm.recipe.grids import SHRINKS
 from ptxlab.llm.recipe.settings import ROTATIONS
 from ptxlab.llm.recipe.smoothing import read_together
 from ptxlab.lowbit.quant.fmpq import int8_blocks
@@ -44,6 +46,8 @@ from ptxlab.validate import require_integer
 
 LEAST_TOKENS = 256  # of the calibration text that an expert needs; with fewer it is rounded to nearest
 SEARCHED = 1024  # rows of a product's input that a smoothing strength is tried on
+CLIP_TOKENS = 8192  # of the text's first sequences, on which a clip ratio is tried by the output of attention
+CLIP_RATIOS = (None, *SHRINKS)  # None: the levels of each group with the least error of the product's output
 
 
 class InputChannels(NamedTuple):
@@ -176,6 +180,7 @@ def quantize_layer(
         w, expert = np.concatenate([made[name] for name in names]), expert_of(fused)
         H: Any = None
         order = int8 = None
+        searches_block = fused == "qkv" and recipe.clip_block
         if recipe.needs_hessian:
             run: Callable[..., Any] = partial(model.run_layer, index=index)
             given = states
@@ -192,7 +197,7 @@ def quantize_layer(
                 order, int8 = channel_order(recipe, H, largest)
                 inputs[fused] = InputChannels(order, int8)
                 w, H = w[:, order], H[order][:, order]
-        grid = recipe.grid(w)
+        grid = recipe.grid(w, block_ratios(model, made, states, recipe, H, index) if searches_block else None)
         by_gptq = recipe.gptq and H is not None
         found = gptq(w, H, grid, damping=recipe.damping) if by_gptq else rounded(w, H, grid)
         errors[fused] = None if H is None else _relative(w, found.values, H)
@@ -241,6 +246,68 @@ def cache_constants(
     batches = [*each_stream(read_ranges, states)]
     texts = (np.concatenate([ranges[part] for ranges in batches]) for part in ("keys", "values"))
     return {name: np.stack(calibrate_kv(x, recipe.kv)) for name, x in zip(CACHE_CONSTANTS, texts, strict=True)}
+
+
+def block_ratios(
+    model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe, H: Any, index: int | None = None
+) -> Any:
+    """Return the clip ratio of every row of q, k and v, [N]; NaN for v (`Grid.ratio`).
+
+    The ratios are those of `search_block`.
+    """
+    ratios = search_block(model, layer, states, recipe, H, index)
+    return np.concatenate([np.full_like(layer[name][:, 0], ratios.get(name) or np.nan) for name in ("q", "k", "v")])
+
+
+def search_block(
+    model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe, H: Any, index: int | None = None
+) -> dict[str, float | None]:
+    """Return the clip ratios of q and k with the least squared error of the attention block's output (QServe Eq. 10).
+
+    One of `CLIP_RATIOS` for q, with k in floats; then one for k, with q quantised. Weights are rounded to nearest; the
+    block is attention with the product o, on the first `CLIP_TOKENS` of the stream, with the recipe's activations and
+    cache.
+
+    Args:
+        model: as `prepared` gives it.
+        layer: its matrices in floats, after smoothing and reordering.
+        states: the stream before the layer, [B, T, H] of every batch.
+        recipe: has the grid and the numerics.
+        H: Xᵀ X of the layer's input, [K, K].
+        index: the layer's number, as `FloatModel.run_layer` takes it.
+    """
+    numerics, trial = recipe.numerics(), dict(layer)
+    run = partial(model.run_layer, index=index)
+    sequences = max(1, CLIP_TOKENS // states[0].shape[1])
+    streams = [x[: sequences - first] for first, x in _count_sequences(states) if first < sequences]
+
+    def block_outputs() -> list[Any]:
+        return [numerics.product("o", x, trial) for x in read_by("o", run, streams, trial, numerics)]
+
+    def round_at(name: str, ratio: float | None) -> Any:
+        w = layer[name]
+        rows = None if ratio is None else np.full_like(w[:, 0], ratio)
+        return rounded(w, H, recipe.grid(w, rows)).values.astype(w.dtype)
+
+    right, ratios = block_outputs(), dict[str, float | None]()
+    for name in ("q", "k"):
+        smallest = np.inf
+        for ratio in CLIP_RATIOS:
+            trial[name] = round_at(name, ratio)
+            pairs = zip(block_outputs(), right, strict=True)
+            error = sum(float(np.square(y - exact, dtype=np.float64).sum()) for y, exact in pairs)
+            if error < smallest:
+                smallest, ratios[name] = error, ratio
+        trial[name] = round_at(name, ratios[name])
+    return ratios
+
+
+def _count_sequences(states: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """Yield every batch [B, T, H] with the number of sequences before it."""
+    first = 0
+    for x in states:
+        yield first, x
+        first += len(x)
 
 
 def channel_order(recipe: Recipe, H: Any, largest: Any) -> tuple[Any, int | None]:
@@ -308,6 +375,10 @@ def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recip
             largest = largest / factor
         if recipe.reorder:
             layer = reorder_down(layer, largest, expert)
+    if recipe.smooth_heads is not None:
+        layer, factor = smooth_heads(layer, peaks["o"].reshape(-1, D), *recipe.smooth_heads)
+        queries = peaks["o"].size // factor.size
+        peaks["o"] = peaks["o"].reshape(-1, D) / np.repeat(factor, queries, axis=0)
     return reorder_heads(layer, peaks["o"].reshape(-1, D)) if recipe.reorder else layer
 
 

@@ -58,10 +58,15 @@ class Levels(NamedTuple):
 
 
 class Grid(ABC):
-    """The levels for a matrix w float [N, K]; `bounds` has the first and last column + 1 of each group."""
+    """The levels for a matrix w float [N, K]; `bounds` has the first and last column + 1 of each group.
+
+    `ratio` [N] fixes the levels of a row: those of plain rounding after both ends of each group's range are multiplied
+    by it, as QServe §4.3.4 clips. NaN leaves a row to the search of `clip`.
+    """
 
     bounds: list[tuple[int, int]]
     clip: bool
+    ratio: Array | None = None
 
     def choose(self, group: int, w: Array, metric: Array) -> tuple[Levels, Constants]:
         """The levels of a group for its weights w float [g, N], a column per row of the matrix.
@@ -71,6 +76,13 @@ class Grid(ABC):
         levels, constants = self.candidates(group, w)
         best, rows = _least(levels, w, metric) if self.clip else 0, np.arange(w.shape[1], like=w)
         chosen = [each[best, rows] if _depth(each) == 2 else each for each in (*levels, *constants)]
+        if self.ratio is not None:
+            is_searched = np.isnan(self.ratio)
+            ratio = np.where(is_searched, 1, self.ratio).astype(w.dtype)
+            clipped = self.candidates(group, w.clip(ratio * w.min(axis=0), ratio * w.max(axis=0)))
+            plain = [array[0] if _depth(array) == 2 else array for array in (*clipped[0], *clipped[1])]
+            pairs = zip(chosen, plain, strict=True)
+            chosen = [np.where(is_searched, best, fixed) if _depth(fixed) else fixed for best, fixed in pairs]
         return Levels(*chosen[: len(levels)]), tuple(chosen[len(levels) :])
 
     @abstractmethod

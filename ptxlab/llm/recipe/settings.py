@@ -30,11 +30,13 @@ class Recipe:
         rotate_heads: every head's values, by a Hadamard matrix.
         smooth_keys: SmoothAttention's exponent.
         smooth: the exponents (alpha, beta) of smoothing down's input.
+        smooth_heads: the exponents (alpha, beta) of smoothing o's input through the rows of v; not with rotate_heads.
         smooth_search: SmoothQuant's strengths, of which each product but o gets the one with the least error of its
             output.
         reorder: sort the input channels of o and down by magnitude.
         clip: search each group's levels: for the least error of the product's `output`, or of the `weights`.
-            QServe §4.3.4 takes the output of the whole block for q and k, which needs a forward pass per candidate.
+        clip_block: choose a clip ratio for q and one for k by the error of the attention block's output (QServe §4.3.4,
+            Eq. 10); needs clip `output`, whose levels are kept where no ratio has a smaller error.
         gptq: round by GPTQ; else to nearest.
         damping: of GPTQ.
         scheme: of the weights: lqq, which is also the form of QoQ as released (PostScale); qoq (QServe §4.1);
@@ -57,9 +59,11 @@ class Recipe:
     rotate_heads: bool = False
     smooth_keys: float | None = None
     smooth: tuple[float, float] | None = None
+    smooth_heads: tuple[float, float] | None = None
     smooth_search: tuple[float, ...] | None = None
     reorder: bool = False
     clip: str | None = None
+    clip_block: bool = False
     gptq: bool = False
     damping: float = DAMPING
     scheme: str | None = "lqq"
@@ -84,11 +88,18 @@ class Recipe:
             raise ArgumentError("clip", "must be output, weights or None", self.clip)
         if self.smooth_keys is not None:
             require_number("smooth_keys", self.smooth_keys, 0, 1)
-        if self.smooth is not None:
-            if not isinstance(self.smooth, tuple) or len(self.smooth) != 2:
-                raise ArgumentError("smooth", "must be (alpha, beta) or None", repr(self.smooth))
-            for exponent in self.smooth:
-                require_number("smooth", exponent, 0, 1)
+        for name, exponents in (("smooth", self.smooth), ("smooth_heads", self.smooth_heads)):
+            if exponents is None:
+                continue
+            if not isinstance(exponents, tuple) or len(exponents) != 2:
+                raise ArgumentError(name, "must be (alpha, beta) or None", repr(exponents))
+            for exponent in exponents:
+                require_number(name, exponent, 0, 1)
+        if self.smooth_heads is not None and self.rotate_heads:
+            raise ArgumentError("smooth_heads", "must be None with rotate_heads", self.smooth_heads)
+        if self.clip_block and (self.clip != "output" or self.scheme not in PACKED):
+            got = f"clip {self.clip}, scheme {self.scheme}"
+            raise ArgumentError("clip_block", f"needs clip output and scheme {', '.join(PACKED)}", got)
         if self.smooth_search is not None:
             if self.smooth is not None:
                 raise ArgumentError("smooth", "must be None where smooth_search is given", self.smooth)
@@ -126,7 +137,8 @@ class Recipe:
     @property
     def needs_peaks(self) -> bool:
         """Whether it needs max|x| of every channel of the keys and of the inputs of o and down."""
-        return self.smooth_keys is not None or self.smooth is not None or self.reorder
+        smooths = any(exponents is not None for exponents in (self.smooth_keys, self.smooth, self.smooth_heads))
+        return smooths or self.reorder
 
     @property
     def needs_hessian(self) -> bool:
@@ -149,8 +161,13 @@ class Recipe:
             clip=self.act_clip,
         )
 
-    def grid(self, w: Array) -> Grid:
-        """The scheme's grid for a matrix float [N, K]."""
+    def grid(self, w: Array, ratio: Array | None = None) -> Grid:
+        """The scheme's grid for a matrix float [N, K], with the clip ratios [N] of its rows (`Grid.ratio`)."""
+        grid = self._grid(w)
+        grid.ratio = ratio
+        return grid
+
+    def _grid(self, w: Array) -> Grid:
         if self.scheme in ("lqq", "qoq"):
             two_level = LQQGrid if self.scheme == "lqq" else QoQGrid
             assert self.group is not None
@@ -164,6 +181,11 @@ class Recipe:
     def to_json(self) -> dict[str, Any]:
         """Its settings as JSON values."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def settings_of(cls, recorded: Mapping[str, Any]) -> dict[str, Any]:
+        """Return recorded settings (`to_json`) with the defaults of those that an earlier version did not have."""
+        return {**cls().to_json(), **recorded}
 
     def but(self, **changes: Any) -> "Recipe":
         """The same with other settings."""
@@ -181,9 +203,9 @@ _FULL = Recipe(
 )
 RECIPES: Mapping[str, Recipe] = {
     "lqq": _FULL,
-    "qoq": _FULL.but(scheme="qoq"),
+    "qoq": _FULL.but(scheme="qoq", clip_block=True),
     "qoq_released": _FULL.but(clip=None),  # with an 8-bit zero ("PostScale"), which is LQQ's form, and no clipping
-    "qoq_channel": _FULL.but(scheme="qoq_channel", smooth=(0.1, 0.9), reorder=False),
+    "qoq_channel": _FULL.but(scheme="qoq_channel", smooth=(0.1, 0.9), reorder=False, clip_block=True),
     # LiquidServe's (LiquidGEMM §6): SmoothQuant, its strength searched, and a static cache of 8 bits.
     "liquid": Recipe(smooth_search=tuple(i / 10 for i in range(11)), kv="kv8_channel"),
     "atom": Recipe(scheme="int4", acts=4, kept=64, act_clip=ACTIVATION_CLIP, clip="output", gptq=True),

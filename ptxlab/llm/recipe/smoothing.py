@@ -3,8 +3,10 @@
 The input of down: x <- x / λ by the rows of up, W_down <- W_down λ, λ = span(x)^alpha / span(W)^beta per channel
 (SmoothQuant, with two independent exponents). Or, as LiquidServe does (LiquidGEMM §6), the inputs of qkv, of gate and
 up, and of down are divided by λ = span(x)^alpha / span(W)^(1 - alpha), and alpha is searched. The λ of a norm's output
-goes into the norm. QServe §4.3.2 smooths the input of o as well, whose λ would go into
-v; here the values of each head are rotated instead (`rotate_heads`), which spreads outliers too.
+goes into the norm.
+
+The input of o (QServe §4.3.2) is divided through the rows of v, by one λ for the query heads that share a KV head.
+Recipes that rotate the values of each head (`rotate_heads`), which spreads outliers too, leave it as it is.
 
 Keys: `quant.smooth_attention`.
 """
@@ -60,6 +62,38 @@ def smooth_down(
     factor = factor / np.exp(np.log(factor).mean())  # the mean scale of up and down stays
     smoothed = as_before(up, wide(up) / factor[:, None]), as_before(down, wide(down) * factor)
     return {**layer, **dict(zip(names, smoothed, strict=True))}, factor
+
+
+def smooth_heads(layer: Layer, peaks: Any, alpha: float, beta: float) -> tuple[dict[str, Any], Any]:
+    """Return the layer with a smoother input of o, and the λ f64 [Hkv, D] by which values were divided (QServe §4.3.2).
+
+    λ = span(x)^alpha / span(W_o)^beta, spans over the query heads that share a KV head. The rows and the bias of v are
+    divided by it, the columns of o multiplied, so that the layer's function does not change.
+
+    Args:
+        layer: its matrices.
+        peaks: max|x| of every channel of o's input over calibration data, [Hq, D]. A channel without input or weight
+            stays as it is.
+        alpha: exponent of the input's span; QServe finds it best near 0.
+        beta: exponent of the weight's span.
+
+    Raises ArgumentError for peaks that are not of o's input.
+    """
+    v, o = layer["v"], layer["o"]
+    D = peaks.shape[-1]
+    if peaks.ndim != 2 or peaks.size != o.shape[1] or len(v) % D:
+        raise ArgumentError("peaks", f"must be [Hq, D] of o's {o.shape[1]} channels", f"shape {peaks.shape}")
+    Hkv = len(v) // D
+    ratio = len(peaks) // Hkv
+    of_input, of_weight = (wide(x).reshape(Hkv, ratio, D).max(axis=1) for x in (peaks, np.abs(o).max(axis=0)))
+    usable = (of_input > 0) & (of_weight > 0)
+    factor = np.where(usable, of_input, 1) ** alpha / np.where(usable, of_weight, 1) ** beta
+    factor = factor / np.exp(np.log(factor).mean())  # the mean scale of v and o stays
+    rows, columns = factor.reshape(-1), np.repeat(factor, ratio, axis=0).reshape(-1)
+    smoothed = {"v": as_before(v, wide(v) / rows[:, None]), "o": as_before(o, wide(o) * columns)}
+    if "v_bias" in layer:
+        smoothed["v_bias"] = as_before(layer["v_bias"], wide(layer["v_bias"]) / rows)
+    return {**layer, **smoothed}, factor
 
 
 def smoothing_factor(peaks: Any, of_weight: Any, alpha: float) -> Any:

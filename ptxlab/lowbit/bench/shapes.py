@@ -129,6 +129,11 @@ def even(heads: tuple[int, int], batch: int, length: int, D: int = HEAD_DIM) -> 
     return Batch(*heads, (length,) * batch, D)
 
 
+# QServe's Table 1: LLaMA-2-7B's heads, 64 sequences.
+TABLE1_LENGTHS = (128, 256, 512, 1024, 1536)
+TABLE1 = tuple(even(HEADS[0], 64, length) for length in TABLE1_LENGTHS)
+
+
 def batches(heads: tuple[int, int]) -> list[Batch]:
     """The batches of the stored peers, by length, and single long sequences."""
     all_even = [even(heads, batch, length) for length in LENGTHS for batch in BATCHES]

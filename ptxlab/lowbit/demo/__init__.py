@@ -86,6 +86,7 @@ SCHEMES: dict[str, DemoScheme] = {
     "dequant_qoq_vadd4": _QOQ,
     "dequant_qoq_vadd4_s32": _QOQ,
     "dequant_qoq_presub": _QOQ_ZERO,
+    "dequant_qoq_saturating": _QOQ_ZERO,
     "dequant_qoq_channel": _CHANNEL,
     "dequant_int4_naive": _NIBBLES,
     "dequant_comet": _SIGNED,

@@ -22,6 +22,8 @@ _GROUPED_SIZES = tuple(
     {"R": r, "K": k, "g": g} for r, k, g in ((1, 32, 32), (3, 320, 64), (8, 1024, 128), (17, 768, 32))
 )
 _SCALE_RULES = ("scale >= 1", "scale <= 16")
+_SATURATING_RULES = ("scale >= 1", "scale <= 17", "zero <= 15")  # 17: (127 + 127) / 15, no protective range
+_CLAMPED = "out[i] == clip((q4[i] - zero[i//g])*scale[i//g], -128, 127)"
 _LQQ_RULES = (*_SCALE_RULES, "nibbles(qweight) * per_weight(scale) + per_weight(offset) <= 255")
 
 # What quantisers leave behind (`lowbit.quant`), for weights q8 within low..high of their group. Ties may go either way,
@@ -111,6 +113,11 @@ def _qoq_example(rng: np.random.Generator, *, R: int, K: int, g: int) -> Arrays:
 
 def _presub_example(rng: np.random.Generator, *, R: int, K: int, g: int) -> Arrays:
     w = quant.quantize_qoq(_weights(rng, R, K), group=g)
+    return {"q4": w.q4, "scale": w.group_scale, "zero": w.zero}
+
+
+def _saturating_example(rng: np.random.Generator, *, R: int, K: int, g: int) -> Arrays:
+    w = quant.quantize_qoq(_weights(rng, R, K), group=g, protective_range=127)
     return {"q4": w.q4, "scale": w.group_scale, "zero": w.zero}
 
 
@@ -222,6 +229,19 @@ SPECS = (
         claims=(
             *_qoq_claims(),
             KernelClaim("equals vadd4.u32", "out == other.out", equals="dequant_qoq_vadd4"),
+        ),
+    ),
+    _grouped(
+        "dequant_qoq_saturating",
+        "QoQ with a saturating subtraction: what the protective range avoids (QServe §4.1)",
+        "int8",
+        "zero",
+        example=_saturating_example,
+        reference=reference.dequant_qoq_saturating,
+        value_rules=_SATURATING_RULES,
+        claims=(
+            KernelClaim("saturates", _CLAMPED, _SATURATING_RULES),
+            KernelClaim("scale 18", _CLAMPED, ("scale <= 18", "zero <= 15"), expect="refuted"),
         ),
     ),
     _grouped(

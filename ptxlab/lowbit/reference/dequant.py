@@ -53,6 +53,19 @@ def dequant_qoq_vadd4_s32(q4: U8, scale: U8, offset: S8) -> S8:
     return dequant_qoq_vadd4(q4, scale, offset)
 
 
+def dequant_qoq_saturating(q4: U8, scale: U8, zero: U8) -> S8:
+    """QoQ with a saturating subtraction: (q4 - z)·s1 clamped to s8 [R, K] (QServe §4.1).
+
+    `scale` u8 is the group scale s1, `zero` u8 the zero point z. Level 1 needs no protective range, while no byte of
+    q4·s1 or z·s1 exceeds 255.
+    """
+    words = as_words(q4)
+    products = as_bytes(words * _per_word(scale, words)).astype(np.int16)
+    offsets = zero.astype(np.uint32) * scale * np.uint32(0x01010101)
+    subtrahends = as_bytes(spread(offsets, words.shape[-1])).astype(np.int16)
+    return (products - subtrahends).clip(-128, 127).astype(np.int8)
+
+
 def dequant_qoq_presub(q4: U8, scale: U8, zero: U8) -> S8:
     """QoQ, subtraction before multiplication on packed bytes: wrong by design (QServe Fig. 14a).
 

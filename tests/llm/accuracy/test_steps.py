@@ -91,3 +91,23 @@ def test_comets_rows_go_from_no_int8_block_to_all() -> None:
     ]
     fewer = [read(row.recipe.but(clip=None, gptq=False)) for row in rows[:5]]
     assert fewer == sorted(fewer) and fewer[0] < fewer[-1]
+
+
+def test_rows_of_qoq_add_a_step_each() -> None:
+    """Check both settings: Eq. 10 alone differs first, then the heads. Older rows stay without it."""
+    rows = {row.name: row.recipe for row in accuracy.rows()}
+    for ladder, name in (("QoQ in groups of 64", "qoq"), ("QoQ per channel", "qoq_channel")):
+        matrix, block, smoothed = (recipe for place, recipe in rows.items() if place.startswith(f"{ladder}/"))
+        assert matrix.but(clip_block=True) == block == RECIPES[name]
+        assert smoothed.but(rotate_heads=True, smooth_heads=None) == block and smoothed.smooth_heads == (0.1, 0.9)
+    assert rows["channel/GPTQ"] == rows["QoQ per channel/every matrix clipped by its own output"]
+    assert rows["schemes, GPTQ/QoQ"] == rows["QoQ in groups of 64/every matrix clipped by its own output"]
+
+
+def test_a_record_of_before_a_setting_is_not_measured_again() -> None:
+    (row,) = (row for row in accuracy.rows() if row.name == "alone/A8")
+    recorded = row.recipe.to_json()
+    del recorded["clip_block"], recorded["smooth_heads"]
+    done = [{"ladder": "other", "step": "A8", "seed": 0, "recipe": recorded, "perplexity": {"text": 3.0}}]
+    (copied,) = accuracy.measure(MODEL, lambda seed: TEXT, {}, [row], done=done)
+    assert copied == {**done[0], "ladder": "alone"}

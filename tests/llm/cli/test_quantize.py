@@ -10,6 +10,9 @@ from safetensors.numpy import save_file
 
 from ptxlab.llm.accuracy import steps as accuracy
 from ptxlab.llm.accuracy.text import Corpus
+from ptxlab.llm.checkpoints import folder as folders
+from ptxlab.llm.checkpoints.open import open_model
+from ptxlab.llm.model import NumpyRunner, generate
 from ptxlab.lowbit import layout
 from tests.support.small_models import write_folder
 
@@ -169,6 +172,27 @@ def test_w4a4_is_measured_and_continues_a_text(
     assert code == 0 and len(json.loads(printed)["tokens"][0]) == 3
     code, _, noted = cli("generate", "the cat", "--model", out, "--tokens", 2, "--backend", "numpy")
     assert code == 0 and f"{'W4A4' if options == ('atom',) else 'W4Ax'}, KV4 with rotated keys, on NumPy" in noted
+
+
+@pytest.mark.full
+def test_qserve_per_channel_is_measured_and_continues_a_text(cli: Any, folder: Path, tmp_path: Path) -> None:
+    """Run QServe's A100 setting as a whole model: no groups in the folder, and the text of its runner."""
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    few = ("--text", text, "--length", 32)
+    assert cli("quantize", folder, "--recipe", "qoq_channel", *few, "--samples", 2, "--out", out)[0] == 0
+    model = folders.load(out)
+    assert model.recipe["clip_block"] and model.recipe["smooth_heads"] is None
+    for name, (_, K) in model.config.matrices.items():
+        weight = getattr(model.layers[0], name)
+        assert (weight.scheme, weight.group) == ("qoq_channel", K)
+    exact, ours = (json.loads(cli("perplexity", path, *few, "--json")[1])["perplexity"] for path in (folder, out))
+    assert ours == pytest.approx(exact, rel=0.5) and ours != exact
+    options = ("--tokens", 4, "--backend", "numpy")
+    code, printed, _ = cli("generate", "the cat", "--model", out, *options, "--json")
+    prompt = open_model(folder)[1].encode("the cat").tolist()
+    tokens = [int(step[0]) for step in generate(NumpyRunner(model, 1, 100), [prompt], 4)]
+    assert code == 0 and json.loads(printed)["tokens"][0] == tokens
+    assert "W4A8, KV4 with rotated keys, on NumPy" in cli("generate", "the cat", "--model", out, *options)[2]
 
 
 def test_what_a_recipe_reports(cli: Any, folder: Path, tmp_path: Path) -> None:

@@ -58,6 +58,33 @@ def test_steps_get_the_largest_magnitudes_of_all_samples() -> None:
     assert_same(calibrate.shaped(MODEL, LAYER, STATES, Recipe(smooth_keys=0.4, smooth=(0.3, 0.8), reorder=True)), right)
 
 
+def test_heads_are_smoothed_before_they_are_reordered() -> None:
+    largest = np.abs(np.concatenate(read(LAYER)["o"])).max(axis=0).reshape(4, 16)
+    right, factor = steps.smooth_heads(LAYER, largest, 0.1, 0.9)
+    right = steps.reorder_heads(
+        steps.reorder_down(right, np.abs(np.concatenate(read(LAYER)["down"])).max(axis=0)),
+        largest / np.repeat(factor, 2, axis=0),
+    )
+    assert_same(calibrate.shaped(MODEL, LAYER, STATES, Recipe(smooth_heads=(0.1, 0.9), reorder=True)), right)
+
+
+def test_smoothed_heads_lose_less_where_the_input_of_o_has_outliers() -> None:
+    """Compare squared errors of the block's output, with 8-bit activations and o rounded per row."""
+    rows = np.where(np.arange(32) % 11 == 5, 50, 1).astype(np.float32)  # channels of values far larger than the others
+    layer = {**LAYER, "v": LAYER["v"] * rows[:, None], "v_bias": LAYER["v_bias"] * rows}
+    errors = []
+    for exponents in (None, (0.5, 0.5)):
+        recipe = Recipe(smooth_heads=exponents, scheme="qoq_channel", kv=None)
+        smoothed = {**calibrate.shaped(MODEL, layer, STATES, recipe)}
+        weight = smoothed["o"]
+        smoothed["o"] = steps.rounded(weight, None, recipe.grid(weight)).values
+        inputs = read(layer)["o"], read(smoothed)["o"]
+        outputs = [recipe.numerics().input(x) @ smoothed["o"].T for x in inputs[1]]
+        pairs = zip(inputs[0], outputs, strict=True)
+        errors.append(sum(float(np.square(y - x @ layer["o"].T).sum()) for x, y in pairs))
+    assert errors[1] < 0.5 * errors[0]
+
+
 @pytest.mark.parametrize(
     "recipe",
     [

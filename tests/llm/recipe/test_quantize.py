@@ -159,7 +159,7 @@ def change_weight(model: FloatModel, layer: int, name: str) -> FloatModel:
 
 
 OTHER_RUNS: dict[str, tuple[dict[str, Any], str]] = {
-    "another recipe": ({"recipe": PACKED["qoq"]}, r"scheme differs \(lqq, now qoq\)"),
+    "another recipe": ({"recipe": PACKED["qoq"].but(clip_block=False)}, r"scheme differs \(lqq, now qoq\)"),
     "another setting": ({"recipe": PACKED["lqq"].but(damping=0.02)}, r"damping differs \(0.01, now 0.02\)"),
     "another text": ({"tokens": TEXT[1:]}, "text differs;"),
     "another layout": ({"layout": "qserve"}, r"layout differs \(strips, now qserve\)"),

@@ -88,6 +88,22 @@ def test_smoothing_changes_no_logits_and_levels_the_input_of_down(model: FloatMo
     assert abs(np.log(factor).mean()) < 1e-12  # the mean scale of up and down stays
 
 
+def test_smoothing_heads_changes_no_logits_and_levels_the_input_of_o(model: FloatModel) -> None:
+    """Query heads that share a KV head have one λ: that of their largest span."""
+    config = model.config
+    peaks = np.random.default_rng(1).uniform(0.1, 9, (config.heads, config.head_dim))
+    peaks[:, 3] = 0  # a channel that never spoke
+    assert_same_function(model, changed(model, lambda layer: recipe.smooth_heads(layer, peaks, 0.1, 0.9)[0]))
+    layer, factor = recipe.smooth_heads(model.layers[0], peaks, 1.0, 0.0)
+    assert factor.shape == (config.kv_heads, config.head_dim) and abs(np.log(factor).mean()) < 1e-12
+    spans = peaks.reshape(config.kv_heads, -1, config.head_dim).max(axis=1) / factor
+    np.testing.assert_allclose(np.delete(spans, 3, axis=1), spans[0, 0])
+    np.testing.assert_allclose(layer["v"] * factor.reshape(-1, 1), model.layers[0]["v"])
+    by_weight = recipe.smooth_heads(model.layers[0], peaks, 0.0, 1.0)[0]["o"]
+    columns = np.abs(by_weight).max(axis=0).reshape(config.kv_heads, -1, config.head_dim).max(axis=1)
+    np.testing.assert_allclose(np.delete(columns, 3, axis=1), columns[0, 0])
+
+
 def test_smooth_keys_changes_no_logits(model: FloatModel) -> None:
     peaks = np.random.default_rng(1).uniform(0.5, 9, (model.config.kv_heads, model.config.head_dim))
     assert_same_function(model, changed(model, lambda layer: recipe.smooth_keys(layer, peaks)))
@@ -113,6 +129,8 @@ def test_reordering_changes_no_logits_and_sorts(model: FloatModel) -> None:
     ("step", "wrong"),
     [
         (lambda layer: recipe.smooth_down(layer, np.ones(5), 0.3, 0.7), "peaks"),
+        (lambda layer: recipe.smooth_heads(layer, np.ones((4, 5)), 0.1, 0.9), "peaks"),
+        (lambda layer: recipe.smooth_heads(layer, np.ones(96), 0.1, 0.9), "peaks"),
         (lambda layer: recipe.reorder_down(layer, np.ones(5)), "salience"),
         (lambda layer: recipe.smooth_keys(layer, np.ones((1, 24))), "keys_max"),
     ],
@@ -128,6 +146,8 @@ def test_measurements_of_another_shape_are_refused(step: Any, wrong: str) -> Non
         {"smooth": 0.5},
         {"smooth": (0.5,)},
         {"smooth": (0.3, float("nan"))},
+        {"smooth_heads": (0.1, 2)},
+        {"smooth_heads": (0.1, 0.9), "rotate_heads": True},
         {"smooth_keys": "much"},
         {"damping": -1},
         {"act_clip": 0},

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,7 @@ def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: P
     small.setattr(attention, "batches", lambda heads: [Batch(*heads, (3,)), Batch(*heads, (66, 66))])
     small.setattr(attention, "ragged", lambda heads: Batch(*heads, (70, 2)))
     small.setattr(attention, "ABLATION", Batch(2, 2, (65,)))
+    small.setattr(attention, "TABLE1", (Batch(2, 2, (66, 66)),))
     small.setattr(attention, "compile_all", lambda planned, appending: None)
     small.setattr(merge, "BATCHES", (Batch(2, 1, (70,)),))
     small.setattr(append, "HEADS", (1,))
@@ -279,7 +281,8 @@ def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: P
     family = [name for name, spec in specs().items() if spec.family == "attention"]
     rows = attention.rows(family, CEILINGS, quiet)
     both = {"attention": 2, "append and attention": 2}
-    assert Counter(row.measure for row in rows) == both | {"ragged": 1, "even": 1, "ladder": 8, "merge": 1, "append": 5}
+    counts = {"ragged": 1, "even": 1, "ladder": 8, "merge": 1, "append": 5, "table 1": 5}
+    assert Counter(row.measure for row in rows) == both | counts
     record = Record("attention", {"slug": "h200"}, {}, {}, tuple(rows))
     assert bench.load(bench.save(record, tmp_path / "r.json")) == record
     assert len({row.key for row in rows}) == len(rows)
@@ -287,8 +290,39 @@ def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: P
     assert len(bench.compare(slow, record)) == len(rows) and bench.compare(record, record) == []
 
 
+@pytest.mark.full
+def test_table_1_alone(small: pytest.MonkeyPatch) -> None:
+    """Measure QServe's three kernels, and ours with both caches, each against the floor of its own bytes."""
+    small.setattr(attention, "TABLE1", (Batch(2, 2, (3, 3)), Batch(2, 2, (66, 66))))
+    family = [name for name, spec in specs().items() if spec.family == "attention"]
+    rows = attention.rows(family, CEILINGS, quiet, only=["table1"])
+    kernels = ["attention_kv8", "attention_kv4_naive", "attention_kv4_prefetch", *2 * ["attention_kv4_sm90"]]
+    assert [(row.kernel, row.sizes["L"]) for row in rows] == [(name, L) for L in (3, 66) for name in kernels]
+    assert {row.measure for row in rows} == {"table 1"} and len({row.key for row in rows}) == len(rows)
+    assert [row.bytes // (2 * 2 * 2 * 66) for row in rows[5:]] == [132, 68, 68, 132, 68]
+    assert [row.config for row in rows[3:5]] == [{"bits": 8}, {"bits": 4}]
+
+
+def test_the_lengths_of_table_1(emulated_gpu: pytest.MonkeyPatch) -> None:
+    """Check QServe's lengths with 64 sequences and 32 heads, which every kernel of the table takes in both caches."""
+    assert attention.part(["table1"]) == shapes.TABLE1 and attention.part([]) == ()
+    assert [batch.place for batch in shapes.TABLE1] == [(32, 32, 64, L) for L in (128, 256, 512, 1024, 1536)]
+    assert shapes.TABLE1[3] == attention.ABLATION and shapes.TABLE1[0].kv_bytes("kv8") == 64 * 128 * 32 * 2 * 132
+    for step in STEPS:
+        if step.spec.name in attention.TABLE1_STEPS or step is CHOSEN:
+            for batch, scheme in product(shapes.TABLE1, attention.TABLE1_CACHES):
+                sizes = attention_problem.sizes_at(step, batch, scheme, 2 * sum(batch.pages()))
+                assert step.spec.launch({**sizes, **step.config(sizes, "float16")}).shared_bytes <= 227 << 10
+    with pytest.raises(ArgumentError, match=r"only: one of table1 \(got table2\)"):
+        attention.part(["table2"])
+    assert (
+        attention.SUITE.record_name(["table1"]) == "attention_table1" and attention.SUITE.record_name([]) == "attention"
+    )
+
+
 def test_what_is_not_asked_for_is_not_measured(small: pytest.MonkeyPatch) -> None:
     small.setattr(attention, "ABLATION", Batch(2, 2, (65,)))
+    small.setattr(attention, "TABLE1", ())
     small.setattr(attention, "compile_all", lambda planned, appending: None)
     (row,) = attention.rows(["attention_kv8"], CEILINGS, quiet)
     assert (row.kernel, row.measure, row.face) == ("attention_kv8", "ladder", "") and row.bytes == 65 * 2 * 2 * 132

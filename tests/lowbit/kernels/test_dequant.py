@@ -146,6 +146,30 @@ def test_every_q4_scale_and_zero_in_every_lane(label: str, neighbour: int, backe
     assert np.array_equal(got, wide.astype(np.uint8).view(np.int8)), "wraps by lane, disturbs nobody"
 
 
+@pytest.mark.default_cases("7-emulator")
+@on_every_backend
+@pytest.mark.parametrize("neighbour", (0, 7, 15))
+def test_every_scale_and_zero_saturates_by_lane(neighbour: int, backend: str) -> None:
+    scale, zero = (a.reshape(-1, 1).astype(np.uint8) for a in np.mgrid[1:18, 0:16])
+    q4 = every_lane(len(scale), neighbour)
+    logical = {"q4": q4, "scale": np.repeat(scale, 8, 1), "zero": np.repeat(zero, 8, 1)}
+    outcome = launch(*ALL["dequant_qoq_saturating.ptx"], logical, backend)
+    exact = (q4.astype(np.int32) - zero) * scale
+    assert np.array_equal(outcome.outputs["out"], exact.clip(-128, 127)) and (exact > 127).any()
+    assert [str(finding) for finding in outcome.findings] == []
+
+
+def test_weights_of_the_whole_range_come_back_saturated() -> None:
+    """An outlier that plain QoQ would wrap at a protective range of 127 is cut to 127."""
+    w = np.full((1, 32), -113 / 127, np.float32)
+    w[0, 1:4] = 120 / 127, 0, 1
+    weight = quant.quantize_qoq(w, group=32, protective_range=127)
+    assert weight.overflows().any()
+    logical = {"q4": weight.q4, "scale": weight.group_scale, "zero": weight.zero}
+    out = launch(*ALL["dequant_qoq_saturating.ptx"], logical, "emulator").outputs["out"]
+    assert np.array_equal(out, weight.exact_level1().clip(-128, 127)) and out.max() == 127
+
+
 @pytest.mark.full
 @on_every_backend
 @pytest.mark.parametrize("label", [*LQQ, *QOQ])

@@ -81,6 +81,7 @@ def test_references(cupy):
     q4 = rng.integers(0, 16, (5, 128), dtype=np.uint8)
     scale, constant = (rng.integers(0, 256, (5, 4), dtype=np.uint8) for _ in range(2))
     grouped = [reference.dequant_lqq, reference.dequant_lqq_unsigned, reference.dequant_qoq_presub]
+    grouped.append(reference.dequant_qoq_saturating)
     grouped += [reference.exact_lqq, reference.exact_qoq, reference.presub_wrong]
     cases = [(function, (q4, scale, constant)) for function in grouped]
     cases.append((reference.dequant_qoq_vadd4, (q4, scale, constant.view(np.int8))))

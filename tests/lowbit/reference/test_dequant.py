@@ -117,8 +117,31 @@ def test_qoq_models_the_whole_word(inputs):
     rows = zip(words_of(q4), per_word(scale, K), per_word(zero, K), strict=True)
     presub = [[(q - z * 0x01010101) * s for q, s, z in zip(*row, strict=True)] for row in rows]
     np.testing.assert_array_equal(reference.dequant_qoq_presub(q4, scale, zero), bytes_of(presub, np.int8), strict=True)
+    zeros = [
+        [z * s * 0x01010101 for s, z in zip(*row, strict=True)]
+        for row in zip(per_word(scale, K), per_word(zero, K), strict=True)
+    ]
+    clamped = (bytes_of(products, np.uint8).astype(int) - bytes_of(zeros, np.uint8)).clip(-128, 127)
+    saturating = reference.dequant_qoq_saturating(q4, scale, zero)
+    np.testing.assert_array_equal(saturating, clamped.astype(np.int8), strict=True)
     missed = bytes_of(presub, np.int8) != reference.exact_qoq(q4, scale, zero)
     np.testing.assert_array_equal(reference.presub_wrong(q4, scale, zero), missed)
+
+
+def test_saturating_is_the_clamped_product_in_every_case():
+    """Clamp exactly for any scale that keeps its products bytes: no protective range is needed."""
+    for q4, scale, zero in every_case((1, 2, 15, 16, 17), range(16)):
+        clamped = reference.exact_qoq(q4, scale, zero).clip(-128, 127).astype(np.int8)
+        np.testing.assert_array_equal(reference.dequant_qoq_saturating(q4, scale, zero), clamped, strict=True)
+
+
+def test_saturation_replaces_the_protective_range():
+    """QServe §4.1's group of -113..120: 120 becomes (15 - 7)·16 = 128, which wraps to -128, or is cut to 127."""
+    q4, scale, zero = np.array([[15, 0, 7, 8]], np.uint8), np.array([[16]], np.uint8), np.array([[7]], np.uint8)
+    offset = np.array([[-112]], np.int8)
+    assert reference.exact_qoq(q4, scale, zero).tolist() == [[128, -112, 0, 16]]
+    assert reference.dequant_qoq_vadd4(q4, scale, offset).tolist() == [[-128, -112, 0, 16]]
+    assert reference.dequant_qoq_saturating(q4, scale, zero).tolist() == [[127, -112, 0, 16]]
 
 
 def test_presub_borrows_from_the_lane_above():

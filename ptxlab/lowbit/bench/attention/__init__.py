@@ -19,12 +19,13 @@ from ptxlab.lowbit.bench.attention.problem import (
     sizes_at,
 )
 from ptxlab.lowbit.bench.peers import NO_PEERS, Peers
-from ptxlab.lowbit.bench.shapes import HEADS, Batch, batches, even, evened, ragged
+from ptxlab.lowbit.bench.shapes import HEADS, TABLE1, Batch, batches, even, evened, ragged
 from ptxlab.lowbit.kernels.attention.append import APPEND
 from ptxlab.lowbit.kernels.attention.call import NAME as FACE
 from ptxlab.lowbit.kernels.attention.merge import MERGE
 from ptxlab.lowbit.kernels.attention.options import AttentionOptions
 from ptxlab.lowbit.kernels.attention.steps import STEPS, AttentionStep, choose, why_not
+from ptxlab.lowbit.quant import KV_SCHEMES
 from ptxlab.runtime import launching
 from ptxlab.runtime.timing import Measured, chained, measure
 from ptxlab.sources import of_kernel
@@ -32,16 +33,23 @@ from ptxlab.sources import of_kernel
 MEASURE, WITH_APPEND, LADDER = "attention", "append and attention", "ladder"
 RAGGED, EVEN = "ragged", "even"
 PROGRAMMATIC = "programmatic_us"  # in `more`: launched before the launch before has ended
+TABLE1_MEASURE, TABLE1_PART = "table 1", "table1"  # QServe's Table 1: of the rows; the word of `--only`
+TABLE1_STEPS = ("attention_kv8", "attention_kv4_naive", "attention_kv4_prefetch")
+TABLE1_CACHES = ("kv8", "kv4")  # of the kernel that `attention_kv4` chooses
 ABLATION = even((32, 32), 64, 1024)  # where QServe took its steps apart
 
 
 def rows(
-    names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], None], peers: Peers = NO_PEERS
+    names: Sequence[str],
+    ceilings: Ceilings,
+    progress: Callable[[str], None],
+    peers: Peers = NO_PEERS,
+    only: Sequence[str] = (),
 ) -> list[Row]:
     """Measure kernels of the family by name, as far as this GPU runs them.
 
     Batches are measured if the kernel that `attention_kv4` chooses is among them, with an appended token where
-    `append_kv4` is too.
+    `append_kv4` is too. With `only` the part that it names alone (`part`).
     """
     steps = [step for step in STEPS if step.spec.name in names and why_not(step) is None]
     chosen = choose(AttentionOptions(backend="gpu")) if steps else None
@@ -51,8 +59,13 @@ def rows(
         raise ArgumentError("suite", "a kernel of attention that this GPU runs", ", ".join(names))
     progress("compiling")
     launched = chosen if chosen in steps else None
+    tabled = [step for step in steps if step.spec.name in TABLE1_STEPS or step is launched]
+    of_table = [(step, batch) for step in tabled for batch in TABLE1]
+    if part(only):
+        compile_all(of_table, appending=False)
+        return [*table1_rows(steps, launched, ceilings, progress)]
     planned = [*((step, ABLATION) for step in steps), *((launched, batch) for batch in _batches() if launched)]
-    compile_all(planned, appending)
+    compile_all([*planned, *of_table], appending)
     measured: list[Row] = []
     if launched:
         for heads in HEADS:
@@ -60,11 +73,42 @@ def rows(
                 measured += at(launched, batch, ceilings, progress, peers, appending=appending)
             measured += unequal(launched, ragged(heads), ceilings, progress)
     measured += [step_row(step, ceilings, progress) for step in steps]
+    measured += table1_rows(steps, launched, ceilings, progress)
     if merging:
         measured += merge.rows(ceilings, progress)
     if appending:
         measured += append.rows(ceilings, progress)
     return measured
+
+
+def part(words: Sequence[str]) -> tuple[Batch, ...]:
+    """Return the batches of the part that words name: `table1`, QServe's Table 1. Raise ArgumentError for others."""
+    for word in words:
+        if word != TABLE1_PART:
+            raise ArgumentError("only", f"one of {TABLE1_PART}", word)
+    return TABLE1 if words else ()
+
+
+def table1_rows(
+    steps: Sequence[AttentionStep],
+    launched: AttentionStep | None,
+    ceilings: Ceilings,
+    progress: Callable[[str], None],
+) -> Iterator[Row]:
+    """Measure QServe's Table 1: its three kernels, and what `attention_kv4` launches with 8 and with 4 bits.
+
+    QServe's 8-bit cache has static scales per tensor (TensorRT-LLM's); here they are per token and head.
+    """
+    for batch in TABLE1:
+        for step in steps:
+            if step.spec.name in TABLE1_STEPS:
+                progress(f"{batch}: {step.spec.name}")
+                yield timed(step, random_problem(batch, scheme_of(step)), TABLE1_MEASURE, ceilings)
+        for scheme in TABLE1_CACHES if launched is not None else ():
+            assert launched is not None
+            progress(f"{batch}: {FACE}, {scheme}")
+            bits = {"bits": KV_SCHEMES[scheme].bits}  # tells the rows of one kernel apart
+            yield timed(launched, random_problem(batch, scheme), TABLE1_MEASURE, ceilings, face=FACE, config=bits)
 
 
 def at(
@@ -171,8 +215,9 @@ def row(
 def compile_all(planned: Sequence[tuple[AttentionStep, Batch]], appending: bool) -> None:
     """Compile every variant that will run."""
     variants = [
-        (step.spec, step.config(sizes_at(step, batch, scheme_of(step), sum(batch.pages())), "float16"))
+        (step.spec, step.config(sizes_at(step, batch, scheme, sum(batch.pages())), "float16"))
         for step, batch in planned
+        for scheme in (TABLE1_CACHES if batch in TABLE1 and step.blocks else (scheme_of(step),))
     ]
     variants += [(APPEND, config) for config in append.variants() if appending]
     launching.compile_all((of_kernel(spec.name)[0], config) for spec, config in variants)
@@ -182,4 +227,8 @@ def _batches() -> list[Batch]:
     return [batch for heads in HEADS for batch in (*batches(heads), ragged(heads), evened(ragged(heads)))]
 
 
-SUITE = Suite("attention", rows, takes=frozenset({"peers"}))
+def _record_of(only: Sequence[str]) -> str:
+    return f"attention_{TABLE1_PART}" if only else ""
+
+
+SUITE = Suite("attention", rows, takes=frozenset({"peers"}), part=part, record_of=_record_of)
