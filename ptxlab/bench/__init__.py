@@ -271,5 +271,5 @@ def versions(info: gpu.DeviceInfo | None) -> dict[str, str]:
     own = {"ptxlab": __version__, "python": platform.python_version(), "numpy": metadata.version("numpy")}
     if info is None:
         return own
-    found = {"cupy": info.cupy, "cuda-bindings": metadata.version("cuda-bindings"), **toolchain.versions()}
-    return {**own, **found}
+    of_gpu = {"cupy": info.cupy, "cuda-bindings": metadata.version("cuda-bindings")}
+    return {**own, **of_gpu, **toolchain.versions()}
