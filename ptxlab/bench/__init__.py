@@ -49,7 +49,7 @@ _OUTSIDE = ("decode", "layer", "prefill", "torch")  # suites that time other pro
 
 
 class _Keeper(NamedTuple):
-    """How a run keeps its sections.
+    """The way a run keeps its sections.
 
     Attributes:
         path: of the record.

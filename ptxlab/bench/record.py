@@ -258,9 +258,9 @@ def compare(new: Record, old: Record, tolerance: float = TOLERANCE) -> list[Slow
     return [one for one in found if one.apart and min(one.loss, 1 - 1 / one.cycles, 1 - 1 / one.of_floor) > tolerance]
 
 
-def row_from(found: Mapping[str, Any]) -> Row:
+def row_from(fields_of_row: Mapping[str, Any]) -> Row:
     """Check a row of a file; raises TypeError or ValueError for what is none."""
-    row = Row(**found)
+    row = Row(**fields_of_row)
     for name in (f.name for f in fields(Row) if f.type in (float, int)):
         if not isinstance(getattr(row, name), int | float):
             raise ValueError(f"{name} is no number")

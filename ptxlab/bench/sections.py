@@ -13,7 +13,7 @@ UNFINISHED = "not finished"  # why a record is invalid that its run will go on w
 
 
 def partial_path(record_path: Path) -> Path:
-    """Where the sections of a run are kept until its record is written."""
+    """Return the file that keeps the sections of a run until its record is written."""
     return record_path.with_suffix(".partial.json")
 
 
@@ -58,28 +58,28 @@ class PartialRecord:
     def _read(self) -> str:
         """Read the sections of an earlier run, or return why they are not taken."""
         try:
-            kept = read_record(self._path, "a stopped run", SCHEMA)
-            reason = self._difference(kept)
-            rows = iter([row_from(row) for row in kept["rows"]])
-            sections = {str(section): [next(rows) for _ in range(n)] for section, n in kept["sections"].items()}
+            earlier = read_record(self._path, "a stopped run", SCHEMA)
+            reason = self._difference(earlier)
+            rows = iter([row_from(row) for row in earlier["rows"]])
+            sections = {str(section): [next(rows) for _ in range(n)] for section, n in earlier["sections"].items()}
         except (FileError, TypeError, KeyError, ValueError, AttributeError, RuntimeError, StopIteration):
             return "no file of a stopped run"
         if not reason:
             self._sections = sections
         return reason
 
-    def _difference(self, kept: dict[str, Any]) -> str:
-        own = self._record.to_json()
-        if kept["request"] != self._request:
+    def _difference(self, earlier: dict[str, Any]) -> str:
+        record = self._record.to_json()
+        if earlier["request"] != self._request:
             return "of other kernels or options"
-        if kept["device"] != own["device"]:
-            same_name = kept["device"].get("name") == own["device"].get("name")
-            return "of another GPU or driver" if same_name else f"of another GPU, {kept['device'].get('name')}"
-        for name, version in own["versions"].items():
-            if kept["versions"].get(name) != version:
-                return f"of another version, {name} {kept['versions'].get(name)}"
-        if kept["commit"] != own["commit"]:
-            return f"of another commit, {str(kept['commit'])[:10]}"
-        if str(own["commit"]).endswith("+"):
-            return f"of uncommitted sources, {own['commit'][:10]}+"
-        return "" if kept["invalid"] == UNFINISHED else f"not valid: {kept['invalid']}"
+        if earlier["device"] != record["device"]:
+            same_name = earlier["device"].get("name") == record["device"].get("name")
+            return "of another GPU or driver" if same_name else f"of another GPU, {earlier['device'].get('name')}"
+        for name, version in record["versions"].items():
+            if earlier["versions"].get(name) != version:
+                return f"of another version, {name} {earlier['versions'].get(name)}"
+        if earlier["commit"] != record["commit"]:
+            return f"of another commit, {str(earlier['commit'])[:10]}"
+        if str(record["commit"]).endswith("+"):
+            return f"of uncommitted sources, {record['commit'][:10]}+"
+        return "" if earlier["invalid"] == UNFINISHED else f"not valid: {earlier['invalid']}"

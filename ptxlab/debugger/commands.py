@@ -71,11 +71,13 @@ class Commands:
         session = self.session
         if not rest:
             return [f"{n}  {each.what}" for n, each in session.breakpoints.items()] or ["no breakpoints"]
-        what, _, text = rest.partition(" if ")
-        number = session.stop_at(what, condition_of(session, text) if text else None)
+        place, _, text = rest.partition(" if ")
+        number = session.stop_at(place, condition_of(session, text) if text else None)
         if text:
-            found = session.breakpoints[number]
-            session.breakpoints[number] = replace(found, what=f"{found.what} if {text.strip()}")
+            unconditional = session.breakpoints[number].what
+            session.breakpoints[number] = replace(
+                session.breakpoints[number], what=f"{unconditional} if {text.strip()}"
+            )
         found = session.breakpoints[number]
         places = f" ({len(found.code)} places)" if len(found.code) > 1 else ""
         return [f"breakpoint {number}, {found.what}{places}"]

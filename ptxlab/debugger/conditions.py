@@ -59,12 +59,12 @@ def _values_of(state: State, operand: str, places: Array) -> Array:
     number = _number(operand)
     if number is not None:
         return np.full(len(places), number, object)
-    held = state.find(operand)
-    numbers = _numbers(held)
-    if held.lane is not None and np.shape(held.values) == (32,):
+    operand_held = state.find(operand)
+    numbers = _numbers(operand_held)
+    if operand_held.lane is not None and np.shape(operand_held.values) == (32,):
         return numbers[places]
     if len(numbers) != 1:
-        raise DebuggerError(f"break: one number is compared; {held.name} has {len(numbers)}, so give an index")
+        raise DebuggerError(f"break: one number is compared; {operand_held.name} has {len(numbers)}, so give an index")
     return np.repeat(numbers, len(places))
 
 
@@ -77,14 +77,14 @@ def _number(text: str) -> int | float | None:
     return None
 
 
-def _numbers(held: Held) -> Array:
+def _numbers(operand: Held) -> Array:
     """Values as Python's numbers; bits of unknown sign are signed, as `print` shows them."""
-    flat = np.ascontiguousarray(held.values).reshape(-1)
-    if is_float(held.type):
-        wide = widen(flat, held.type)
+    flat = np.ascontiguousarray(operand.values).reshape(-1)
+    if is_float(operand.type):
+        wide = widen(flat, operand.type)
         if wide.ndim != 1:
-            raise DebuggerError(f"break: one number is compared; {held.name} is of type {held.type}")
+            raise DebuggerError(f"break: one number is compared; {operand.name} is of type {operand.type}")
         return np.array(wide.tolist(), object)
-    if held.type[0] in "sb" and flat.dtype.kind in "iu":
+    if operand.type[0] in "sb" and flat.dtype.kind in "iu":
         flat = flat.view(f"i{flat.itemsize}")
     return np.array(flat.tolist(), object)

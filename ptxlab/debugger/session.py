@@ -42,8 +42,7 @@ class Breakpoint:
 
     def lanes(self, moment: Moment) -> Array:
         """Lanes of a moment for which it stops there."""
-        here = not moment.after and moment.pc in self.code and moment.machine.launch.entry.name == self.entry
-        if not here:
+        if moment.after or not (moment.pc in self.code and moment.machine.launch.entry.name == self.entry):
             return _NO_LANES
         return indices_of(moment.lanes) if self.condition is None else self.condition(moment)
 
@@ -245,8 +244,8 @@ class Session:
 
     def _watch_condition(self, moment: Moment) -> None:
         """Look at the first thread for which the condition of a breakpoint holds."""
-        for each in self.breakpoints.values():
-            if each.condition is not None and len(lanes := each.lanes(moment)):
+        for breakpoint_ in self.breakpoints.values():
+            if breakpoint_.condition is not None and len(lanes := breakpoint_.lanes(moment)):
                 self._look_at_lane(moment, int(lanes[0]))
                 return
 

@@ -10,7 +10,7 @@ import numpy as np
 from ptxlab.debugger import values
 from ptxlab.debugger.session import DebuggerError, Session
 from ptxlab.debugger.stoppable import Moment
-from ptxlab.debugger.variables import declared
+from ptxlab.debugger.variables import declared_type
 from ptxlab.emulator.core.machine import Machine
 from ptxlab.emulator.core.memory import BASE, LOCAL_NAME, SHARED_START
 from ptxlab.emulator.front import ir
@@ -211,7 +211,7 @@ class State:
         type_name = f"u{type_name[1:]}" if type_name[0] == "b" and type_name[1:].isdigit() else type_name
         shape: tuple[int, ...] = (-1,)
         if self.session.kernel.source.language == "cu" and name not in ("shared", "local"):
-            type_name, shape = declared(self.session.kernel, name, size) or (type_name, shape)
+            type_name, shape = declared_type(self.session.kernel, name, size) or (type_name, shape)
         dtype = values.dtype_of(type_name)
         bytes_ = self.machine.memory.arena[start : start + size // dtype.itemsize * dtype.itemsize]
         base = int(self.machine.shared_base[self.lane])

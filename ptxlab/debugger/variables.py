@@ -24,7 +24,7 @@ _CONSTANT = r"\bconst(?:expr|ant)?\b[\w\s:]*?\b{name}\s*=\s*(?P<expression>[^;,]
 _DEPTH = 16  # constants that are defined by others
 
 
-def declared(kernel: Kernel, name: str, size: int) -> tuple[str, tuple[int, ...]] | None:
+def declared_type(kernel: Kernel, name: str, size: int) -> tuple[str, tuple[int, ...]] | None:
     """PTX type and shape of a variable of so many bytes, as far as its declaration shows them plainly."""
     text, instance = kernel.source.text, template_arguments(kernel)
     pattern = rf"__(?:shared|constant|device)__\s+(?:alignas\([^)]*\)\s*)?([^;(){{}}]*?\b{name})\b((?:\s*\[[^\]]*\])*)"
@@ -37,16 +37,16 @@ def declared(kernel: Kernel, name: str, size: int) -> tuple[str, tuple[int, ...]
         return None
     kind = {"i": "u" if number.signed is False else "s"}.get(number.kind, number.kind)
     texts = [part.strip() for part in re.findall(r"\[([^\]]*)\]", declaration[2])]
-    shape = _shape([constant(kernel, each, instance) for each in texts], size // number.nbytes)
+    shape = _shape([constant(kernel, text_of_length, instance) for text_of_length in texts], size // number.nbytes)
     return f"{kind}{8 * number.nbytes}", shape if shape and prod(shape) * number.nbytes == size else (-1,)
 
 
 def _shape(lengths: list[int | None], count: int) -> tuple[int, ...]:
     """Lengths of the axes of so many elements; one that is not known follows from the others."""
-    known = prod(length for length in lengths if length is not None)
-    if lengths.count(None) > 1 or not known or count % known:
+    product = prod(length for length in lengths if length is not None)
+    if lengths.count(None) > 1 or not product or count % product:
         return ()
-    return tuple(count // known if length is None else length for length in lengths)
+    return tuple(count // product if length is None else length for length in lengths)
 
 
 def template_arguments(kernel: Kernel) -> dict[str, str]:
@@ -57,7 +57,8 @@ def template_arguments(kernel: Kernel) -> dict[str, str]:
     header = re.search(rf"template\s*<([^<>]*)>[^;{{}}]*?__global__[^;{{}}]*?\b{base}\s*\(", kernel.source.text)
     if not bracket or header is None:
         return {}
-    names = [re.sub(r"=.*", "", each).split()[-1] for each in mangled.split_list(header[1]) if each.strip()]
+    parameters = [re.sub(r"=.*", "", parameter).split() for parameter in mangled.split_list(header[1])]
+    names = [words[-1] for words in parameters if words]
     return dict(zip(names, map(str.strip, mangled.split_list(arguments.removesuffix(">"))), strict=False))
 
 
@@ -91,6 +92,6 @@ def _definition(kernel: Kernel, name: str) -> str | None:
     if name in kernel.defines:
         return str(kernel.defines[name])
     for pattern in (_MACRO, _CONSTANT):
-        if found := re.search(pattern.format(name=re.escape(name)), kernel.source.text):
-            return found["expression"]
+        if definition := re.search(pattern.format(name=re.escape(name)), kernel.source.text):
+            return definition["expression"]
     return None

@@ -176,6 +176,7 @@ class Kernel:
             uninitialised=uninitialised,
             after_wait=after_wait,
             programmatic=programmatic,
+            names=self.parameters,
             options=options,
         )
 

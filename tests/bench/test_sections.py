@@ -30,7 +30,7 @@ class MadeUp:
         self.stop_at = ""
 
     def section(self, name: str) -> Callable[..., list[Row]]:
-        """A function that measures a section, whatever it is given."""
+        """Return a function that measures a section, whatever it is given."""
 
         def measure(*_: Any, **__: Any) -> list[Row]:
             if name == self.stop_at:
@@ -41,18 +41,18 @@ class MadeUp:
         return measure
 
     def rows(self, names: Any, ceilings: Any, progress: Any, keep: Keep) -> list[Row]:
-        """A suite of three sections."""
+        """Measure three sections."""
         return [row for name in ("a", "b", "c") for row in keep(name, self.section(name))]
 
     def run(self, suite: Suite | str, path: Path, **options: Any) -> tuple[list[str], list[str]]:
         """Run a suite: (the sections that were measured, what was said)."""
         self.measured.clear()
-        said: list[str] = []
+        notes: list[str] = []
         try:
-            bench.run_suite(suite, resume=path, say=said.append, **options)
+            bench.run_suite(suite, resume=path, say=notes.append, **options)
         except KeyboardInterrupt:
             self.measured.append("stopped")
-        return [*self.measured], said
+        return [*self.measured], notes
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
     monkeypatch.setattr(gpu, "device_info", lambda: CARD)
     monkeypatch.setattr(gpu, "card_id", lambda: "GPU-1")
     monkeypatch.setattr(bench, "measure_ceilings", lambda: Ceilings(4.65, 4.26))
-    monkeypatch.setattr(bench, "versions", lambda info: {"cupy": "14.2.0"})
+    monkeypatch.setattr(bench, "versions", lambda device: {"cupy": "14.2.0"})
     monkeypatch.setenv("PTXLAB_COMMIT", "abc")
     return MadeUp()
 
@@ -109,7 +109,7 @@ def test_another_run_begins_anew_and_says_why(
     elif change == "GPU":
         monkeypatch.setattr(gpu, "device_info", lambda: SimpleNamespace(**{**vars(CARD), "name": "NVIDIA L40S"}))
     elif change == "version":
-        monkeypatch.setattr(bench, "versions", lambda info: {"cupy": "14.3.0"})
+        monkeypatch.setattr(bench, "versions", lambda device: {"cupy": "14.3.0"})
     elif change == "commit":
         monkeypatch.setenv("PTXLAB_COMMIT", "another")
     elif change == "kernels":
@@ -118,9 +118,9 @@ def test_another_run_begins_anew_and_says_why(
         file.write_text("{")
     elif change == "rows":
         file.write_text(file.read_text().replace('"a": 2', '"a": 20'))
-    measured, (said,) = made_up.run(suite, path)
+    measured, (note,) = made_up.run(suite, path)
     assert measured == ["a", "b", "c"]
-    assert said.startswith(f"{suite.name} begins anew: {file} is {reason}") and "\n" not in said
+    assert note.startswith(f"{suite.name} begins anew: {file} is {reason}") and "\n" not in note
 
 
 def test_the_suite_attention_goes_on(made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,10 +138,10 @@ def test_the_suite_attention_goes_on(made_up: MadeUp, tmp_path: Path, monkeypatc
     for stop in (complete[1], complete[-3], complete[-1]):
         path = tmp_path / f"{complete.index(stop)}.json"
         made_up.stop_at = stop
-        before, _ = made_up.run("attention", path)
+        first, _ = made_up.run("attention", path)
         made_up.stop_at = ""
-        after, said = made_up.run("attention", path)
-        assert before[:-1] + after == complete and len(said) == 1
+        second, notes = made_up.run("attention", path)
+        assert first[:-1] + second == complete and len(notes) == 1
 
 
 def test_the_suite_gemm_goes_on(made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,10 +159,10 @@ def test_the_suite_gemm_goes_on(made_up: MadeUp, tmp_path: Path, monkeypatch: py
     complete, _ = made_up.run(suite, tmp_path / "all.json")
     assert {*parts, "untuned"} < {*complete} and len(complete) == len(gemm.LAYERS) + 4
     made_up.stop_at = "chain"
-    before, _ = made_up.run(suite, tmp_path / "r.json")
+    first, _ = made_up.run(suite, tmp_path / "r.json")
     made_up.stop_at = ""
-    after, _ = made_up.run(suite, tmp_path / "r.json")
-    assert before[:-1] + after == complete
+    second, _ = made_up.run(suite, tmp_path / "r.json")
+    assert first[:-1] + second == complete
 
 
 def test_the_command_goes_on_and_removes_what_it_kept(
@@ -176,4 +176,4 @@ def test_the_command_goes_on_and_removes_what_it_kept(
     made_up.stop_at = ""
     code, _, err = cli("bench", "made_up", "--out", path)
     assert code == 0 and f"made_up goes on behind 2 rows of {bench.partial_path(path)}" in err.replace("\n", "")
-    assert [each.name for each in tmp_path.iterdir()] == ["r.json"] and len(bench.load(path).rows) == 6
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"] and len(bench.load(path).rows) == 6

@@ -84,7 +84,7 @@ def test_what_cannot_be_launched_is_said_in_a_line_that_the_command_finds(
 
 
 def test_a_file_is_compiled_with_folders_language_and_constants(events: list[str], tmp_path: Path) -> None:
-    """What `profile` takes of -I, --std and -D arrives in the process under the profiler."""
+    """The process under the profiler gets -I, --std and -D."""
     (tmp_path / "headers").mkdir()
     (tmp_path / "headers" / "by.cuh").write_text("template <class T> concept Number = sizeof(T) == 4;\n")
     text = '#include "by.cuh"\ntemplate <Number T> __global__ void scale(T* x) { x[threadIdx.x] *= BY; }\n'

@@ -40,20 +40,20 @@ def other_calls() -> dict[str, tuple[Any, ...]]:
 
 
 def host_array(array: np.ndarray) -> Any:
-    """A tensor on the CPU with the array's numbers."""
+    """Copy an array into a tensor on the CPU."""
     return torch.from_numpy(array.copy())
 
 
-def numbers(result: Any) -> list[np.ndarray]:
-    """All arrays of a result, in order."""
-    if is_dataclass(result):
-        return [array for each in fields(result) for array in numbers(getattr(result, each.name))]
-    if isinstance(result, tuple | list):
-        return [array for each in result for array in numbers(each)]
-    return [np.asarray(result)] if hasattr(result, "__array__") else []
+def numbers(made: Any) -> list[np.ndarray]:
+    """Return all arrays of what a call makes, in order."""
+    if is_dataclass(made):
+        return [array for field in fields(made) for array in numbers(getattr(made, field.name))]
+    if isinstance(made, tuple | list):
+        return [array for element in made for array in numbers(element)]
+    return [np.asarray(made)] if hasattr(made, "__array__") else []
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def trace(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """The function as `torch.compile` traces it, which compiles nothing."""
     torch.compiler.reset()
     traced: Callable[..., Any] = torch.compile(function, backend="eager", **options)
@@ -69,8 +69,8 @@ def test_breaks_the_graph_before_a_call(name: str) -> None:
         return CALLS[name].call(**operands, backend="emulator"), x + 1
 
     x = torch.ones(3)
-    expected, result = step(eager, x), compiled(step)(traced, x)
-    ours, theirs = numbers([*expected, list(eager.values())]), numbers([*result, list(traced.values())])
+    expected, returned = step(eager, x), trace(step)(traced, x)
+    ours, theirs = numbers([*expected, list(eager.values())]), numbers([*returned, list(traced.values())])
     assert len(ours) == len(theirs) and all(map(np.array_equal, ours, theirs))
 
 
@@ -82,15 +82,15 @@ def test_breaks_the_graph_before_a_function(name: str) -> None:
         y = x * 2
         return function(*operands), y
 
-    other, y = compiled(step)(torch.ones(3))
+    returned, y = trace(step)(torch.ones(3))
     expected = function(*operands)
-    assert torch.equal(y, torch.full((3,), 2.0)) and type(other) is type(expected)
-    assert all(map(np.array_equal, numbers(other), numbers(expected)))
+    assert torch.equal(y, torch.full((3,), 2.0)) and type(returned) is type(expected)
+    assert all(map(np.array_equal, numbers(returned), numbers(expected)))
 
 
 @pytest.mark.parametrize("name", [name for name in ptxlab.__all__ if inspect.isfunction(getattr(ptxlab, name))])
 def test_is_not_traced(name: str) -> None:
-    """All functions, those too that need a GPU."""
+    """Functions that need a GPU are marked too."""
     assert inspect.getattr_static(getattr(ptxlab, name), "_torchdynamo_disable")
 
 
@@ -103,17 +103,17 @@ def test_breaks_the_graph_before_a_kernel_of_ones_own() -> None:
         kernel[1, 32](y, y)
         return y * 2
 
-    assert torch.equal(compiled(step)(torch.ones(32)), torch.full((32,), 16.0))
+    assert torch.equal(trace(step)(torch.ones(32)), torch.full((32,), 16.0))
 
 
 def test_says_which_operator_a_whole_graph_takes() -> None:
-    step = compiled(lambda x: ptxlab.quantize_activations(x).x_q, fullgraph=True)
+    step = trace(lambda x: ptxlab.quantize_activations(x).x_q, fullgraph=True)
     with pytest.raises(Exception, match=re.escape(REASON)):
         step(torch.ones(2, 64))
 
 
 def test_traces_no_call_again_for_another_shape() -> None:
-    step = compiled(lambda x: ptxlab.quantize_activations(x).x_q - 1)
+    step = trace(lambda x: ptxlab.quantize_activations(x).x_q - 1)
     counters = torch._dynamo.utils.counters
     step(torch.ones(1, 64))
     counters.clear()
