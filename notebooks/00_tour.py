@@ -152,3 +152,7 @@ figures.picture("gemm_headline")
 # | 04 KV4 attention | a 4-bit cache at memory bandwidth |
 # | 05 profiling | machine code, stalls, timelines |
 # | 06 write your own | a kernel from an empty cell to verified, timed and profiled |
+# | 07 layer | a decoder layer: norms, gates and products between INT8 activations |
+# | 08 real model | a language model in 4 bits, and its text |
+# | 09 proofs | what holds for every input, and counterexamples |
+# | 10 W4A4 | 4-bit activations, with outliers in 8 bits |

@@ -36,8 +36,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ptxlab' has no attribute {name!r}")
     if find_spec(f"ptxlab.{name}"):
         return import_module(f"ptxlab.{name}")
-    found = globals()[name] = getattr(import_module("ptxlab.public"), name)
-    return found
+    public = import_module("ptxlab.public")
+    if name not in public.__all__:
+        raise AttributeError(f"module 'ptxlab' has no attribute {name!r}")
+    globals()[name] = getattr(public, name)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

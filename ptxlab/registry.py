@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ptxlab import sources
 from ptxlab.errors import ArgumentError, UnavailableError, UnknownKernel
+from ptxlab.io.dynamo import break_graph
 from ptxlab.sources import Source
 
 if TYPE_CHECKING:  # NumPy, which a list of commands need not wait for
@@ -159,6 +160,7 @@ def forms_of(spec: "KernelSpec") -> "tuple[KernelSpec, ...]":
     return tuple(form for form in _forms(spec.family) if form.name == spec.name and form.form != spec.form)
 
 
+@break_graph
 def find(name: str) -> "tuple[KernelSpec, tuple[Source, ...]]":
     """The spec of a kernel and its sources, the `.ptx` first; `dequant_lqq.cu` selects one source, `NAME:FORM` a form.
 

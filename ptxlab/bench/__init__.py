@@ -1,19 +1,23 @@
 """Benchmarks: kernels beside their floor and their peers, recorded as JSON."""
 
+import hashlib
 import platform
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptxlab import __version__, gpu, registry, toolchain
 from ptxlab.bench import user_kernels
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
 from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, require_writable, save
-from ptxlab.bench.suite import OURS, PART, Suite
+from ptxlab.bench.sections import UNFINISHED, PartialRecord, partial_path
+from ptxlab.bench.suite import OURS, PART, Keep, Suite
 from ptxlab.errors import ArgumentError
+from ptxlab.sources import Source
+from ptxlab.spec import KernelSpec
 from ptxlab.spec.user_specs import specs_in
 
 __all__ = [
@@ -28,6 +32,8 @@ __all__ = [
     "default_path",
     "load",
     "measure_ceilings",
+    "named_suite",
+    "partial_path",
     "require_writable",
     "resumed_path",
     "run_suite",
@@ -39,8 +45,21 @@ __all__ = [
 
 _PLACES = 3  # in memory, at most, where what is slower is measured once more
 _PAD = 74 << 20  # bytes between them
-_UNFINISHED = "not finished"  # why a record is invalid that its run will go on with
 _OUTSIDE = ("decode", "layer", "prefill", "torch")  # suites that time other projects: notebooks/benchmarks
+
+
+class _Keeper(NamedTuple):
+    """The way a run keeps its sections.
+
+    Attributes:
+        path: of the record.
+        request: what is measured.
+        say: called with a line about an earlier run that was stopped.
+    """
+
+    path: Path
+    request: str
+    say: Callable[[str], None]
 
 
 def suite_of(name: str) -> tuple[Suite, list[str]]:
@@ -63,6 +82,15 @@ def suite_of(name: str) -> tuple[Suite, list[str]]:
     return (suite if name == family else replace(suite, name=name)), names
 
 
+def named_suite(name: str) -> Suite:
+    """Find a suite by its name, by a kernel's, or for the kernels of `FILE.py`; raises as `suite_of` does."""
+    return Suite(Path(name).name, user_kernels.rows, keeps=True) if _is_file(name) else suite_of(name)[0]
+
+
+def _is_file(name: str) -> bool:
+    return Path(name).suffix == ".py"
+
+
 def run_suite(
     suite: str | Suite,
     progress: Callable[[str], None] = lambda _: None,
@@ -71,6 +99,7 @@ def run_suite(
     only: Sequence[str] = (),
     resume: Path | None = None,
     libraries: Mapping[str, str] | None = None,
+    say: Callable[[str], None] = lambda _: None,
     **options: Any,
 ) -> Record:
     """Measure a suite, or one kernel of it, on the current GPU (the suite `emulator`: on the CPU).
@@ -81,8 +110,11 @@ def run_suite(
         matrices: of a GEMM those alone, by (N, K).
         only: that part alone, by the words that the suite knows (`Suite.part`).
         resume: of a suite that resumes (whole, or whole models of `decode`): a record, which grows with every row.
-            Rows that are in it, of the same commit, card and versions, are not measured again.
+            Rows that are in it, of the same commit, card and versions, are not measured again. Of a suite that keeps
+            its sections: the path of the record; beside it lies the file with them (`partial_path`), which the caller
+            removes when the record is written.
         libraries: versions of other libraries that take part, by name.
+        say: called with a line that says where the run goes on, or why it begins anew.
         options: what else the suite takes by keyword, such as `peers`.
 
     Returns:
@@ -94,11 +126,9 @@ def run_suite(
         UnavailableError: no GPU here, or no ptxas.
     """
     names: Sequence[Any] = ()
-    is_file = isinstance(suite, str) and Path(suite).suffix == ".py"
-    if isinstance(suite, Suite):
-        chosen = suite
-    elif is_file:
-        chosen = Suite(Path(suite).name, user_kernels.rows)
+    is_file = isinstance(suite, str) and _is_file(suite)
+    if isinstance(suite, Suite) or is_file:
+        chosen = suite if isinstance(suite, Suite) else named_suite(suite)
     else:
         chosen, names = suite_of(suite)
     chosen.require_part(only)
@@ -109,9 +139,11 @@ def run_suite(
             raise ArgumentError(option, f"must be None for the suite {chosen.name}", value)
     if is_file:
         names = specs_in(Path(str(suite)))
+    keeper = _Keeper(resume, _request(chosen, names, only, options), say) if chosen.keeps and resume else None
     if not chosen.on_gpu:
         device = {"name": platform.processor() or platform.machine(), "slug": "cpu"}
-        return Record(chosen.name, device, versions(None), {}, tuple(chosen.rows(progress)))
+        record = Record(chosen.name, device, versions(None), {}, ())
+        return replace(record, rows=tuple(chosen.rows(progress, **_keep(keeper, record))))
     if only:
         options["only"] = only
     name = chosen.record_name(only)
@@ -119,7 +151,7 @@ def run_suite(
         name += OURS  # the record with peers stays what it is
     goes_on = chosen.resumes and not name.endswith(PART)  # of parts nobody knows what they were asked for
     measure = partial(chosen.rows, names, **options)
-    return _record(name, measure, progress, libraries or {}, chosen.shortfall, resume if goes_on else None)
+    return _record(name, measure, progress, libraries or {}, chosen.shortfall, resume if goes_on else None, keeper)
 
 
 def _record(
@@ -129,6 +161,7 @@ def _record(
     libraries: Mapping[str, str],
     slow_rows: Callable[[Sequence[Row], str], str] = lambda rows, device: "",
     resume: Path | None = None,
+    keeper: _Keeper | None = None,
 ) -> Record:
     """The rows beside the ceilings of the same run; with `resume` beside those that the record there has, kept in it as
     soon as they are measured."""
@@ -144,7 +177,7 @@ def _record(
             "sms": info.sms,
             "l2_bytes": info.l2_bytes,
             "memory_bytes": info.memory_bytes,
-            **({} if resume is None else {"card": gpu.card_id()}),
+            **({} if resume is None and keeper is None else {"card": gpu.card_id()}),
         },
         versions={**versions(info), **libraries},
         ceilings=ceilings.to_json(),
@@ -153,25 +186,50 @@ def _record(
     done = () if resume is None else _done(resume, record)
     too_slow = shortfall(ceilings, info.slug)
     measured: list[Row] = []
-    for row in rows(ceilings, progress) if resume is None else rows(ceilings, progress, done=done):
+    keep = _keep(keeper, replace(record, invalid=too_slow))
+    for row in rows(ceilings, progress, **keep) if resume is None else rows(ceilings, progress, done=done):
         measured.append(row)
         if resume is not None:
             here = {row.key for row in measured}
             kept = (*measured, *(row for row in done if row.key not in here))  # those whose turn has not come
-            save(replace(record, rows=kept, invalid=too_slow or _UNFINISHED), resume)
+            save(replace(record, rows=kept, invalid=too_slow or UNFINISHED), resume)
     return replace(record, rows=tuple(measured), invalid=too_slow or slow_rows(measured, info.slug))
 
 
 def resumed_path(suite: Suite, only: Sequence[str]) -> Path:
     """Where the record of a suite that resumes, or of that part of it, goes unless somebody says otherwise."""
     suite.require_part(only)
-    return default_path(Record(suite.record_name(only), {"slug": gpu.device_info().slug}, {}, {}, ()))
+    slug = gpu.device_info().slug if suite.on_gpu else "cpu"
+    return default_path(Record(suite.record_name(only), {"slug": slug}, {}, {}, ()))
+
+
+def _request(suite: Suite, names: Sequence[Any], only: Sequence[str], options: Mapping[str, Any]) -> str:
+    """Name what a run of a suite measures: another text for other kernels, parts, options, and sources of the user."""
+    kernels = [name if isinstance(name, str) else _digest(*name) for name in names]
+    matrices = sorted(options.get("matrices", ()))
+    return f"{suite.name}: {' '.join([*kernels, *only])}; {matrices}; peers: {'peers' in options}"
+
+
+def _digest(spec: KernelSpec, own_sources: Sequence[Source]) -> str:
+    """Name a kernel of the user by what its sources say."""
+    text = "".join([str(spec.example_sizes), *(source.text for source in own_sources)])
+    return f"{spec.name}={hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _keep(keeper: _Keeper | None, record: Record) -> dict[str, Keep]:
+    """The keyword with which `Suite.rows` keeps its sections, if this run keeps any."""
+    if keeper is None:
+        return {}
+    partial_record = PartialRecord(partial_path(keeper.path), record, keeper.request)
+    if partial_record.note:
+        keeper.say(f"{record.suite} {partial_record.note}")
+    return {"keep": partial_record}
 
 
 def _done(path: Path, record: Record) -> tuple[Row, ...]:
     """The rows of an earlier run on the same card, commit and versions, if there is one whose ceilings were right."""
     before = load(path) if path.is_file() else None
-    if before is None or before.invalid not in ("", _UNFINISHED) or record.commit.endswith("+"):
+    if before is None or before.invalid not in ("", UNFINISHED) or record.commit.endswith("+"):
         return ()
     same = all(getattr(before, name) == getattr(record, name) for name in ("device", "versions", "commit"))
     return before.rows if same else ()
@@ -271,5 +329,5 @@ def versions(info: gpu.DeviceInfo | None) -> dict[str, str]:
     own = {"ptxlab": __version__, "python": platform.python_version(), "numpy": metadata.version("numpy")}
     if info is None:
         return own
-    found = {"cupy": info.cupy, "cuda-bindings": metadata.version("cuda-bindings"), **toolchain.versions()}
-    return {**own, **found}
+    of_gpu = {"cupy": info.cupy, "cuda-bindings": metadata.version("cuda-bindings")}
+    return {**own, **of_gpu, **toolchain.versions()}

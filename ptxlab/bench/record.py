@@ -237,7 +237,7 @@ def load(path: Path) -> Record:
     """Read a record; `FileError` says in one line why a file is none."""
     found = read_record(Path(path), "a benchmark record", SCHEMA)
     try:
-        record = Record(**{**found, "rows": tuple(_row(row) for row in found["rows"])})
+        record = Record(**{**found, "rows": tuple(row_from(row) for row in found["rows"])})
     except (TypeError, KeyError, ValueError) as error:
         raise FileError(f"{path}: not a benchmark record: {error}") from None
     return record
@@ -258,8 +258,9 @@ def compare(new: Record, old: Record, tolerance: float = TOLERANCE) -> list[Slow
     return [one for one in found if one.apart and min(one.loss, 1 - 1 / one.cycles, 1 - 1 / one.of_floor) > tolerance]
 
 
-def _row(found: Mapping[str, Any]) -> Row:
-    row = Row(**found)
+def row_from(fields_of_row: Mapping[str, Any]) -> Row:
+    """Check a row of a file; raises TypeError or ValueError for what is none."""
+    row = Row(**fields_of_row)
     for name in (f.name for f in fields(Row) if f.type in (float, int)):
         if not isinstance(getattr(row, name), int | float):
             raise ValueError(f"{name} is no number")

@@ -7,7 +7,13 @@ from ptxlab.bench.record import Row
 from ptxlab.errors import ArgumentError
 
 PART = "_part"  # behind the name of a record that is no whole suite
+Keep = Callable[[str, Callable[[], Iterable[Row]]], list[Row]]  # (section, measure) -> its rows
 OURS = "_ours"  # behind that of a suite which is measured without the peers that it takes
+
+
+def measure_section(section: str, measure: Callable[[], Iterable[Row]]) -> list[Row]:
+    """Measure a section of a suite and keep nothing: what `rows` of a suite does by itself."""
+    return [*measure()]
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,8 @@ class Suite:
         takes: keywords beside `only` that `rows` takes, such as `matrices` and `peers`.
         part: checks the words of `--only`; raises ArgumentError for one that names no part. None: there are no parts.
         record_of: the name of the record of a part that has a record of its own, else empty.
+        keeps: whether a run that was stopped goes on behind its last section: `rows` then takes `keep`, and measures
+            each section of the suite by `keep(name, measure)`.
         shortfall: (rows, device) -> why the card was slower than it should be while these were measured, else empty.
         resumes: whether a run that was stopped goes on where it was: `rows` then takes `done`, the rows of before.
     """
@@ -33,6 +41,7 @@ class Suite:
     part: Callable[[Sequence[str]], object] | None = None
     record_of: Callable[[Sequence[str]], str] = lambda only: ""
     resumes: bool = False
+    keeps: bool = False
     shortfall: Callable[[Sequence[Row], str], str] = lambda rows, device: ""
 
     def require_part(self, only: Sequence[str]) -> None:

@@ -1,12 +1,14 @@
 """Kernels of `FILE.py`: each source over memory at the last sizes of its examples, beside the copy bandwidth."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 
 from ptxlab import gpu
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row, row_of
+from ptxlab.bench.suite import Keep, measure_section
 from ptxlab.errors import ArgumentError, BenchmarkError, VerificationError
 from ptxlab.runtime.launching import poisoned
 from ptxlab.runtime.timing import copies_beyond_l2, measure
@@ -17,12 +19,18 @@ from ptxlab.spec.dtypes import dtype_in, storage, stored
 from ptxlab.spec.user_specs import Found
 
 
-def rows(found: Iterable[Found], ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+def rows(
+    found: Iterable[Found], ceilings: Ceilings, progress: Callable[[str], None], keep: Keep = measure_section
+) -> Iterator[Row]:
     """Measure every source of every spec."""
     for spec, sources in found:
         for source in sources:
             progress(source.label)
-            yield streaming(spec, source, ceilings)
+            yield from keep(source.label, partial(_streaming_rows, spec, source, ceilings))
+
+
+def _streaming_rows(spec: KernelSpec, source: Source, ceilings: Ceilings) -> list[Row]:
+    return [streaming(spec, source, ceilings)]
 
 
 def streaming(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:

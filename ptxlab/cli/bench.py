@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from ptxlab.cli.common import FAILED, AsJson, console, print_json, progress_bar, table, written
+from ptxlab.cli.common import FAILED, AsJson, console, print_json, print_note, progress_bar, table, written
+from ptxlab.errors import UnavailableError
 
 if TYPE_CHECKING:
     from ptxlab.bench import Suite
@@ -62,12 +63,16 @@ def measure_suite(
     if picture is not None:
         plot.require_writable(picture)
     before = benches.load(against) if against else None
-    resume = (out or benches.resumed_path(chosen, only)) if chosen and chosen.resumes else None
-    keeps = f"rows measured are in {resume}: the same command goes on behind them" if resume else "nothing is kept"
-    with progress_bar(f"bench {name}", None, quiet=as_json, keeps=keeps) as advance:
-        record = benches.run_suite(suite, advance, only=only, resume=resume, libraries=libraries, **options)
+    resume, partial = _resumed_paths(chosen or benches.named_suite(name), out, only)
+    keeps = f"rows measured are in {partial or resume}: the same command goes on behind them"
+    with progress_bar(f"bench {name}", None, quiet=as_json, keeps=keeps if resume else "nothing is kept") as advance:
+        record = benches.run_suite(
+            suite, advance, only=only, resume=resume, libraries=libraries, say=print_note, **options
+        )
         slower = benches.confirmed(benches.compare(record, before), before, advance) if before else []
     path = benches.save(record, out)
+    if partial is not None:
+        partial.unlink(missing_ok=True)
     if picture is not None:
         from ptxlab.bench.plot import record_figure
 
@@ -83,3 +88,16 @@ def measure_suite(
             console.print(f"[red]slower[/] {escape(str(line))}")
     if slower:
         raise typer.Exit(FAILED)
+
+
+def _resumed_paths(suite: "Suite", out: Path | None, only: Sequence[str]) -> tuple[Path | None, Path | None]:
+    """Return the record of a suite that goes on where it stopped, and the file with its sections if it keeps them."""
+    from ptxlab import bench as benches
+
+    if not (suite.resumes or suite.keeps):
+        return None, None
+    try:
+        resume = out or benches.resumed_path(suite, only)
+    except UnavailableError:  # without a GPU, which is said once the kernels are found
+        return None, None
+    return resume, benches.partial_path(resume) if suite.keeps else None

@@ -82,6 +82,11 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
+def print_note(line: str) -> None:
+    """Print a line on standard error, where it is no part of the results."""
+    notes.print(escape(line), highlight=False, soft_wrap=True)
+
+
 _UNITS = ((3600, "h"), (60, "min"), (1, "s"))
 
 

@@ -9,11 +9,13 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 import typer
 
 from ptxlab import runtime
-from ptxlab.cli.common import AsJson, CommandLineError, console, expects, print_json
+from ptxlab.cli.common import AsJson, CommandLineError, console, expects, print_json, print_note
 from ptxlab.errors import CompileError, FileError, UnavailableError
 
 PANEL = "Project"
@@ -111,7 +113,7 @@ def init(
     name: Annotated[str, typer.Argument(help="Name of the kernel, its files and the new folder.")],
     requirement: Annotated[
         str | None,
-        typer.Option(help="Line for requirements.txt, or a wheel or checkout. Default: the git URL ptxlab came from."),
+        typer.Option(help="Line for requirements.txt, or a wheel or checkout. Default: where ptxlab came from."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -122,7 +124,7 @@ def init(
     if os.path.exists(folder):  # Path.exists raises OSError for a name that is too long
         raise FileError(f"{folder}: already exists")
     _check_free(name)
-    line = requirement or installed_from()
+    line = requirement or installed_from() or installed_folder()
     if line is None:
         raise CommandLineError(NO_REQUIREMENT)
     if "\n" in line or not line.strip():
@@ -144,6 +146,8 @@ def init(
     if as_json:
         return print_json({"folder": str(folder), "files": [*texts], "requirement": line})
     console.print(f"wrote {folder}/: {', '.join(texts)}", soft_wrap=True, highlight=False)
+    if "@ file://" in line:
+        print_note("requirements.txt names a file or folder of this machine: for CI, put a git URL or a wheel's there")
     console.print(f"Next: cd {name} && python -m pip install -r requirements.txt && python -m pytest", soft_wrap=True)
 
 
@@ -170,6 +174,17 @@ def installed_from() -> str | None:
     vcs = origin["vcs_info"]
     revision = f"@{vcs['requested_revision']}" if "requested_revision" in vcs else ""
     return f"ptxlab[asm] @ {vcs['vcs']}+{origin['url']}{revision}"
+
+
+def installed_folder() -> str | None:
+    """Return the folder on this machine that ptxlab was installed from, or None; a CI does not have it."""
+    try:
+        record = metadata.distribution("ptxlab").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return None
+    url = str(json.loads(record).get("url", "")) if record else ""
+    folder = Path(url2pathname(urlparse(url).path)) if url.startswith("file://") else None
+    return str(folder) if folder and (folder / "pyproject.toml").is_file() else None
 
 
 def files(name: str, requirement: str) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -16,10 +16,12 @@ from ptxlab.cli.common import (
     FileArch,
     FileDefine,
     Grid,
+    Include,
     Inputs,
     Plot,
     Shape,
     Shared,
+    Std,
     console,
     dims,
     expects,
@@ -34,7 +36,7 @@ from ptxlab.cli.common import (
 from ptxlab.profile import nsight, profiles
 from ptxlab.profile.launch_target import LaunchTarget
 from ptxlab.profile.nsight import Profile
-from ptxlab.runtime.arguments import parse_integers, parse_sizes
+from ptxlab.runtime.arguments import parse_defines, parse_sizes
 
 PANEL = "Measure"
 
@@ -60,10 +62,13 @@ def profile(
     shared: Shared = None,
     arch: FileArch = None,
     define: FileDefine = None,
+    include: Include = None,
+    std: Std = None,
     as_json: AsJson = False,
 ) -> None:
     """Profile one warmed-up launch under Nsight Compute: throughput, stall reasons, and the source lines that stall."""
-    of_files = {"--in": inputs, "--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
+    of_files: dict[str, Any] = {"--in": inputs, "--grid": grid, "--block": block, "--shared": shared, "--arch": arch}
+    of_files |= {"-D": define, "-I": include, "--std": std}
     sizes = parse_sizes("--shape", shape) if shape is not None else {}
     if (target is None) == (saved is None):
         raise CommandLineError("profile expects either a kernel or --from FILE")
@@ -90,7 +95,8 @@ def profile(
         if inputs is None:
             raise expects("--in", "an .npz with the arguments of the kernel by name", "nothing")
         geometry = dims("grid", grid or "1"), dims("block", block or "32"), shared or 0
-        return LaunchTarget(named, {}, str(inputs), *geometry, arch, parse_integers("-D", define or []))
+        folders = tuple(map(str, include or ()))
+        return LaunchTarget(named, {}, str(inputs), *geometry, arch, parse_defines("-D", define or []), folders, std)
 
     def page(named: str, keep: Path | None) -> Profile:
         if Path(named).suffix in profiles.SAVED:

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from ptxlab.arithmetic import ceil_div
 from ptxlab.debugger import matrices, pending, values
+from ptxlab.debugger.conditions import condition_of
 from ptxlab.debugger.session import DebuggerError, Session, Stop
 from ptxlab.debugger.state import Held, State, could_hold, place_of
 from ptxlab.emulator.core.lanes import indices_of
@@ -60,13 +62,22 @@ class Commands:
 
     # Moving
 
-    @command("break b", "LINE | FILE:LINE | #INSTRUCTION | OPCODE | finding | nan | race ...")
+    @command("break b", "LINE | FILE:LINE | #INSTRUCTION | OPCODE | finding | nan | race ... [if CONDITION]")
     def _break(self, rest: str) -> list[str]:
-        """Stop at a line or an instruction, or after a finding of a check; without an argument list breakpoints."""
+        """Stop at a line or an instruction, or after a finding of a check; without an argument list breakpoints.
+
+        With `if %r5 == 3` it stops for lanes that hold that, and looks at the first of them; `and` joins comparisons.
+        """
         session = self.session
         if not rest:
             return [f"{n}  {each.what}" for n, each in session.breakpoints.items()] or ["no breakpoints"]
-        number = session.stop_at(rest)
+        place, _, text = rest.partition(" if ")
+        number = session.stop_at(place, condition_of(session, text) if text else None)
+        if text:
+            unconditional = session.breakpoints[number].what
+            session.breakpoints[number] = replace(
+                session.breakpoints[number], what=f"{unconditional} if {text.strip()}"
+            )
         found = session.breakpoints[number]
         places = f" ({len(found.code)} places)" if len(found.code) > 1 else ""
         return [f"breakpoint {number}, {found.what}{places}"]

@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,12 +12,14 @@ import numpy as np
 from ptxlab.debugger.stoppable import Moment, StoppableCall, Wanted
 from ptxlab.emulator.core.lanes import indices_of
 from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
 from ptxlab.emulator.options import KINDS, checks_of
 from ptxlab.errors import PtxlabError
 from ptxlab.runtime import Kernel
 
 FLOAT = KINDS["float"]
 _KINDS = ("finding", *dict.fromkeys(kind for kinds in KINDS.values() for kind in kinds))
+_NO_LANES = np.zeros(0, np.intp)
 UNITS = ("line", "call", "instruction")
 
 
@@ -27,12 +29,22 @@ class DebuggerError(PtxlabError):
 
 @dataclass(frozen=True)
 class Breakpoint:
-    """Where to stop: at these instructions, or after one that has reported a finding of these kinds."""
+    """Where to stop: at these instructions, or after one that has reported a finding of these kinds.
+
+    `condition` returns the lanes of a moment for which it stops; without one these are all.
+    """
 
     what: str  # as it was asked for, or a line with its file
     entry: str = ""  # the kernel that the instructions are of
     code: frozenset[int] = frozenset()
     kinds: frozenset[str] = frozenset()
+    condition: Callable[[Moment], Array] | None = None
+
+    def lanes(self, moment: Moment) -> Array:
+        """Lanes of a moment for which it stops there."""
+        if moment.after or not (moment.pc in self.code and moment.machine.launch.entry.name == self.entry):
+            return _NO_LANES
+        return indices_of(moment.lanes) if self.condition is None else self.condition(moment)
 
 
 @dataclass(frozen=True)
@@ -116,18 +128,21 @@ class Session:
             block = int(np.ravel_multi_index(first.block, launch.grid, order="F"))
             self.focus = block, int(np.ravel_multi_index(first.thread, launch.block, order="F"))
         elif self.lane is None or self.lane // 32 not in moment.warps:
-            machine = moment.machine
-            within, thread = divmod(int(indices_of(moment.lanes)[0]), machine.stride)
-            index = tuple(machine.blocks[within])
-            self.focus = int(np.ravel_multi_index(index, machine.launch.grid, order="F")), thread
+            self._look_at_lane(moment, int(indices_of(moment.lanes)[0]))
+        self._watch_condition(moment)
 
     # Breakpoints
 
-    def stop_at(self, what: str) -> int:
+    def stop_at(self, what: str, condition: Callable[[Moment], Array] | None = None) -> int:
         """A breakpoint: a line (`12`, `scale.cu:12`), an instruction (`#17`, or an opcode's beginning), or a finding of
         any kind (`finding`) or of one (`race`, `nan` ...). Returns its number.
+
+        `condition` returns the lanes of a moment for which it stops; of findings there is none.
         """
         found = self._breakpoint(what.strip())
+        if condition is not None and found.kinds:
+            raise DebuggerError(f"break: `if` goes with a line or an instruction (got {found.what})")
+        found = replace(found, condition=condition)
         if found.kinds & {*FLOAT} and "float" not in self.checks:
             self.checks |= {"float"}
             self._replay(self.now.moment.key)
@@ -187,8 +202,7 @@ class Session:
             return "error"
         kinds = {finding.kind for finding in moment.findings}
         for number, each in self.breakpoints.items():
-            here = not moment.after and moment.pc in each.code and moment.machine.launch.entry.name == each.entry
-            if here or each.kinds & kinds:
+            if each.kinds & kinds or len(each.lanes(moment)):
                 return f"breakpoint {number}, {each.what}"
         return ""
 
@@ -227,6 +241,18 @@ class Session:
         if self.now.reason != "step":
             self._watch(self.now.moment)
         return self.now
+
+    def _watch_condition(self, moment: Moment) -> None:
+        """Look at the first thread for which the condition of a breakpoint holds."""
+        for breakpoint_ in self.breakpoints.values():
+            if breakpoint_.condition is not None and len(lanes := breakpoint_.lanes(moment)):
+                self._look_at_lane(moment, int(lanes[0]))
+                return
+
+    def _look_at_lane(self, moment: Moment, lane: int) -> None:
+        within, thread = divmod(lane, moment.machine.stride)
+        index = tuple(moment.machine.blocks[within])
+        self.focus = int(np.ravel_multi_index(index, moment.machine.launch.grid, order="F")), thread
 
     def _refuse_ended(self, what: str) -> None:
         if self.now.ended:

@@ -9,6 +9,8 @@ import numpy as np
 
 from ptxlab.debugger import values
 from ptxlab.debugger.session import DebuggerError, Session
+from ptxlab.debugger.stoppable import Moment
+from ptxlab.debugger.variables import declared_type
 from ptxlab.emulator.core.machine import Machine
 from ptxlab.emulator.core.memory import BASE, LOCAL_NAME, SHARED_START
 from ptxlab.emulator.front import ir
@@ -71,7 +73,9 @@ class Held:
             chosen = self.values[tuple(ranges)]
         except IndexError:
             shape = " x ".join(map(str, self.values.shape))
-            raise DebuggerError(f"print: {self.name} is {shape} (got [{index}])") from None
+            is_flat = self.values.ndim == 1 and len(parts) > 1
+            hint = f"; `print {self.name} as {self.type} ROWSxCOLUMNS` gives it a shape" if is_flat else ""
+            raise DebuggerError(f"print: {self.name} is {shape} (got [{index}]){hint}") from None
         if not np.size(chosen):
             raise DebuggerError(f"print: [{index}] of {self.name} is empty")
         last = ranges[-1] if len(ranges) == self.values.ndim else slice(None)
@@ -99,9 +103,11 @@ class Held:
 class State:
     """Looks names up, for the thread that a session looks at."""
 
-    def __init__(self, session: Session) -> None:
-        self.session, self.machine = session, session.now.moment.machine
-        found = session.lane
+    def __init__(self, session: Session, moment: Moment | None = None, lane: int | None = None) -> None:
+        """Look at the session's moment and thread, or at another moment of its run and another lane of the wave."""
+        self.session, self.moment = session, session.now.moment if moment is None else moment
+        self.machine = self.moment.machine
+        found = session.lane if lane is None else lane
         if found is None:
             raise DebuggerError("the block that is looked at runs in another wave; thread or block chooses another")
         self.lane: int = found
@@ -150,7 +156,7 @@ class State:
 
     def registers(self) -> dict[str, ir.Register]:
         """Those of the code, by name; where blocks of PTX declare one name twice, the one that is nearest above."""
-        pc, found = self.session.now.moment.pc, dict[str, ir.Register]()
+        pc, found = self.moment.pc, dict[str, ir.Register]()
         code = self.machine.code
         for at in [*range(len(code) - 1, pc, -1), *range(min(pc, len(code) - 1) + 1)]:
             for each in ir.registers((*code[at].operands, *([code[at].guard] if code[at].guard else []))):
@@ -205,7 +211,7 @@ class State:
         type_name = f"u{type_name[1:]}" if type_name[0] == "b" and type_name[1:].isdigit() else type_name
         shape: tuple[int, ...] = (-1,)
         if self.session.kernel.source.language == "cu" and name not in ("shared", "local"):
-            type_name, shape = declared(self.session.kernel, name, size) or (type_name, shape)
+            type_name, shape = declared_type(self.session.kernel, name, size) or (type_name, shape)
         dtype = values.dtype_of(type_name)
         bytes_ = self.machine.memory.arena[start : start + size // dtype.itemsize * dtype.itemsize]
         base = int(self.machine.shared_base[self.lane])
@@ -258,22 +264,6 @@ def place_of(machine: Machine, lane: int) -> str:
 def plain(name: str) -> str:
     """The name of a variable as its source has it."""
     return LOCAL_NAME.sub("", name)
-
-
-def declared(kernel: Kernel, name: str, size: int) -> tuple[str, tuple[int, ...]] | None:
-    """Type and shape of a variable of CUDA C++, as far as its declaration shows them plainly."""
-    text = kernel.source.text
-    pattern = rf"__(?:shared|constant|device)__\s+(?:alignas\([^)]*\)\s*)?([^;(){{}}]*?\b{name})\b((?:\s*\[[^\]]*\])*)"
-    found = re.search(pattern, text)
-    number = of_declaration(text, name, found[1], kernel.defines).number if found else None
-    if found is None or number is None or number.kind == "raw":
-        return None
-    kind = {"i": "u" if number.signed is False else "s"}.get(number.kind, number.kind)
-    type_name = f"{kind}{8 * number.nbytes}"
-    sizes = [part.strip() for part in re.findall(r"\[([^\]]*)\]", found[2])]
-    shape = tuple(int(part) for part in sizes if part.isdigit())
-    fits = len(shape) == len(sizes) and int(np.prod(shape)) * number.nbytes == size
-    return type_name, shape if fits and shape else (-1,)
 
 
 def could_hold(kernel: Kernel, name: str) -> Callable[[ir.Register], bool]:

@@ -103,7 +103,7 @@ class _Request:
 
     Attributes:
         sizes: of grid, block and cluster.
-        uninitialised, after_wait, programmatic: as in `run`.
+        uninitialised, after_wait, programmatic, names: as in `run`.
     """
 
     module: Module
@@ -114,6 +114,7 @@ class _Request:
     uninitialised: Collection[int]
     after_wait: Collection[int]
     programmatic: bool
+    names: Sequence[str]
 
 
 def run(
@@ -128,6 +129,7 @@ def run(
     uninitialised: Collection[int] = (),
     after_wait: Collection[int] = (),
     programmatic: bool = False,
+    names: Sequence[str] = (),
     options: EmulatorOptions | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> Result:
@@ -146,6 +148,7 @@ def run(
             (`race_pdl`).
         programmatic: whether this kernel may begin before the one before it has ended. Of effect only in a `chain`,
             which knows that kernel.
+        names: of the arguments, for messages; by default those of the parameters in PTX.
         options: how to run it.
         keywords: fields of `EmulatorOptions`, in place of those of `options`.
 
@@ -167,7 +170,7 @@ def run(
     options = options.add_checks(checks)
     check_launch(kernel, sizes, shared_bytes)
     check_arguments(kernel, args)
-    request = _Request(module, kernel, args, sizes, shared_bytes, uninitialised, after_wait, programmatic)
+    request = _Request(module, kernel, args, sizes, shared_bytes, uninitialised, after_wait, programmatic, names)
 
     def attempt(tracked: frozenset[int]) -> tuple[LaunchState, Buffers, EmulationError | None]:
         launch, buffers = _prepare(request, options, tracked)
@@ -383,7 +386,8 @@ def _prepare(request: _Request, options: EmulatorOptions, tracked: frozenset[int
         if array is not None:
             where = array.ctypes.data, array.nbytes
             if where not in known:
-                name = f"argument {position} ({param.name})"
+                label = request.names[position] if request.names else param.name
+                name = f"argument {position} ({label})"
                 known[where] = memory.reserve(name, array.nbytes, array.flags.writeable)
             buffers[position] = array, known[where]
     fixed = [(v, memory.reserve(f"{v.space} {v.name}", v.size, v.space == "global")) for v in module.variables]

@@ -41,6 +41,8 @@ class LaunchTarget:
         shared: of a file: dynamic shared memory in bytes.
         arch: of a file: what a `.cu` is compiled for.
         defines: of a file: `-D` constants.
+        include: of a file: folders for `#include`.
+        std: of a file: its language, such as `c++20`.
     """
 
     target: str
@@ -50,7 +52,9 @@ class LaunchTarget:
     block: tuple[int, ...] = (32,)
     shared: int = 0
     arch: str | None = None
-    defines: dict[str, int] = field(default_factory=dict)
+    defines: dict[str, Any] = field(default_factory=dict)
+    include: tuple[str, ...] = ()
+    std: str | None = None
 
     @property
     def spec(self) -> KernelSpec | None:
@@ -143,7 +147,7 @@ def arrays_of(spec: KernelSpec, logical: Arrays, everything: Mapping[str, Any]) 
 
 
 def _loaded(job: LaunchTarget, source: Source, entry: str | None) -> runtime.Kernel:
-    return runtime.load(source, entry, defines=job.defines, arch=job.arch)
+    return runtime.load(source, entry, defines=job.defines, arch=job.arch, include=job.include, std=job.std)
 
 
 def _file_launch(job: LaunchTarget, kernel: runtime.Kernel) -> tuple[list[Any], Launch]:

@@ -12,6 +12,7 @@ import numpy as np
 from ptxlab import emulator, gpu, mangled, toolchain
 from ptxlab.emulator import EmulatorOptions, OptionKeywords
 from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.io.dynamo import break_graph
 from ptxlab.runtime import arguments, signature
 from ptxlab.runtime.arguments import accept, accept_for, check_variant, on_device, positions, variant
 from ptxlab.runtime.backends import choose_backend
@@ -137,6 +138,7 @@ class Kernel:
             raise ArgumentError(f"{self.name}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
         return [accept_for(f"{self.name}: {p.name}", p, arg) for p, arg in zip(self.signature, args, strict=True)]
 
+    @break_graph
     def launch(
         self,
         args: Sequence[Any],
@@ -174,9 +176,11 @@ class Kernel:
             uninitialised=uninitialised,
             after_wait=after_wait,
             programmatic=programmatic,
+            names=self.parameters,
             options=options,
         )
 
+    @break_graph
     def __call__(
         self,
         *args: Any,
@@ -228,6 +232,7 @@ class Kernel:
             written = [p.name for p in self.signature if not p.is_const]
         return _outcome(backend, arrays, emulation, [name for name in written if name in arrays])
 
+    @break_graph
     def __getitem__(self, launch: tuple[Any, ...]) -> Callable[..., Outcome]:
         """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`: the kernel with its geometry, to be called."""
         if not isinstance(launch, tuple) or len(launch) not in (2, 3):
@@ -235,6 +240,7 @@ class Kernel:
         return partial(self, **dict(zip(("grid", "block", "shared_bytes"), launch, strict=False)))
 
 
+@break_graph
 def load(
     source: str | Path | Source,
     entry: str | None = None,
@@ -390,6 +396,7 @@ def solve_launch(
     return SpecLaunch(spec, kernel, geometry, solved, inputs, out, arrays)
 
 
+@break_graph
 def run_spec(
     spec: KernelSpec,
     source: Source,

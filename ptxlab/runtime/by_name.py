@@ -7,11 +7,13 @@ import numpy as np
 
 from ptxlab.emulator import EmulatorOptions
 from ptxlab.errors import ArgumentError
+from ptxlab.io.dynamo import break_graph
 from ptxlab.registry import find
 from ptxlab.runtime import Outcome, run_spec
 from ptxlab.runtime.arguments import check_flags, check_numbers, output_variant
 
 
+@break_graph
 def run(
     kernel: str,
     *,

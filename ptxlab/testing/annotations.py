@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ptxlab.emulator import Finding
 
 FORMATS = ("github", "sarif", "json")
-_PLACE = re.compile(r"(?:^|: )(?P<path>[^:`]+\.(?:ptx|cu|cuh|py|h)):(?P<line>\d+)\b")
+_PLACE = re.compile(r"(?:^ *|: )(?P<path>[^:`\n]+\.(?:ptx|cu|cuh|py|h)):(?P<line>\d+)\b", re.MULTILINE)
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _HELP = "https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model"
 

@@ -57,6 +57,8 @@ def run(source: Source, output: Literal["cubin", "ptx"], options: Sequence[str])
     require_finite(source)
     with _compilation(source, options, source.build.instances) as (program, status, log):
         if status == nvrtc.nvrtcResult.NVRTC_ERROR_INVALID_OPTION:
+            if "--std" in log:
+                raise ArgumentError("std", f"a version of C++ that NVRTC {version()} knows", source.build.std)
             raise ArgumentError("arch", f"an architecture that NVRTC {version()} knows", options[0])
         if int(status):
             if refused := _INSTANCE_ERROR.search(log):

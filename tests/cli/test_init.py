@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,9 +122,25 @@ def test_without_a_repository_the_requirement_has_to_be_given(
 ) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))  # of compilers; else here at home
     monkeypatch.setattr(init, "installed_from", lambda: None)
+    monkeypatch.setattr(init, "installed_folder", lambda: None)
     code, _, err = cli("init", "sums")
     assert code == 2 and err.startswith("error: --requirement is needed, because ptxlab is on no package index")
     assert not [*pytester.path.iterdir()]
+
+
+def test_a_folder_is_named_with_a_warning_that_ci_lacks_it(
+    cli: Any, pytester: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After `pip install -e .` of a clone, README's own install."""
+    (tmp_path / "pyproject.toml").touch()
+    record = json.dumps({"url": tmp_path.as_uri(), "dir_info": {"editable": True}})
+    monkeypatch.setattr(init.metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda name: record))
+    code, _, err = cli("init", "sums")
+    line = Path("sums/requirements.txt").read_text().splitlines()[0]
+    assert code == 0 and line == f"ptxlab[asm] @ {tmp_path.resolve().as_uri()}"
+    assert "for CI, put a git URL" in " ".join(err.split())
+    (tmp_path / "pyproject.toml").unlink()
+    assert init.installed_folder() is None
 
 
 def test_a_git_url_is_found_where_pip_left_it(monkeypatch: pytest.MonkeyPatch) -> None:

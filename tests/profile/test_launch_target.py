@@ -83,6 +83,23 @@ def test_what_cannot_be_launched_is_said_in_a_line_that_the_command_finds(
     assert events == []
 
 
+def test_a_file_is_compiled_with_folders_language_and_constants(events: list[str], tmp_path: Path) -> None:
+    """The process under the profiler gets -I, --std and -D."""
+    (tmp_path / "headers").mkdir()
+    (tmp_path / "headers" / "by.cuh").write_text("template <class T> concept Number = sizeof(T) == 4;\n")
+    text = '#include "by.cuh"\ntemplate <Number T> __global__ void scale(T* x) { x[threadIdx.x] *= BY; }\n'
+    (tmp_path / "k.cu").write_text(text + "template __global__ void scale<TYPE>(TYPE*);\n")
+    np.savez(tmp_path / "in.npz", x=np.ones(32, np.float32))
+    how: dict[str, Any] = {
+        "include": (str(tmp_path / "headers"),),
+        "std": "c++20",
+        "defines": {"BY": 3, "TYPE": "float"},
+    }
+    job = LaunchTarget(f"{tmp_path / 'k.cu'}:scale<float>", inputs=str(tmp_path / "in.npz"), **how)
+    launch_target.main(launch_target.command([job])[-1])
+    assert events == [launch_target.entry_of(job), "begin", launch_target.entry_of(job), "end"]
+
+
 def test_sizes_are_the_usual_ones_unless_given() -> None:
     assert LaunchTarget("gemm_w4a8_sm90").spec is registry.specs()["gemm_w4a8_sm90"]
     found = launch_target.sizes_of(registry.specs()["gemm_w4a8_sm90"], {"M": 3})

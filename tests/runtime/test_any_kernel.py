@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab.errors import ArgumentError, CompileError
+from ptxlab.errors import ArgumentError, CompileError, MemoryFault
 from ptxlab.toolchain import find
 
 PLAIN = """__global__ void scale(float* x, float by, int n) {
@@ -237,3 +237,12 @@ def test_ptx_with_line_information_names_the_lines_of_its_source() -> None:
     text = ptxlab.load(NAMESPACES, "negate").module.text
     with pytest.raises(ptxlab.PtxlabError, match=r"^<text>:7: "):
         run(ptxlab.load(text, "negate"), np.zeros(4, np.float32))
+
+
+def test_a_fault_names_the_argument_as_the_source_does() -> None:
+    """The PTX of a kernel that is not `extern "C"` calls it `_Z4copyPKfPf_param_0`."""
+    kernel = ptxlab.load(
+        "__global__ void copy(const float* source, float* y) { y[threadIdx.x] = source[threadIdx.x]; }"
+    )
+    with pytest.raises(MemoryFault, match=r"of argument 0 \(source\), 4 bytes past its end"):
+        kernel(np.zeros(31, np.float32), np.zeros(32, np.float32), grid=1, block=32, backend="emulator")

@@ -1,13 +1,14 @@
 """Suite `dequant`: every dequantiser streaming through device memory, and its word alone in registers."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 
 from ptxlab import emulator, gpu, sass, toolchain
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row, row_of
-from ptxlab.bench.suite import Suite
+from ptxlab.bench.suite import Keep, Suite, measure_section
 from ptxlab.errors import BenchmarkError
 from ptxlab.lowbit.kernels.dequant import SPECS
 from ptxlab.runtime.launching import poisoned
@@ -25,20 +26,26 @@ _LOOP_CLOCKS = 2e6  # one launch in registers lasts about as many SM clocks
 _CHECKED_THREADS, _CHECKED_ITERATIONS = 64, 3
 
 
-def rows(names: list[str], ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
-    """Measure kernels of the family by name, all their sources."""
+def rows(
+    names: list[str], ceilings: Ceilings, progress: Callable[[str], None], keep: Keep = measure_section
+) -> Iterator[Row]:
+    """Measure kernels of the family by name, all their sources; a kernel is a section."""
     for spec in SPECS:
-        if spec.name not in names:
-            continue
-        rng = np.random.default_rng(0)
-        sizes = {name: SIZES[name] for name in spec.example_sizes[0]}
-        logical = spec.example(rng, **{**sizes, "R": _DISTINCT_ROWS})
-        for source in of_kernel(spec.name):
-            progress(f"{source.label}: streaming")
-            yield streaming(spec, source, sizes, logical, ceilings)
-            if source.language == "ptx":
-                progress(f"{source.label}: in registers")
-                yield in_registers(spec, source, rng)
+        if spec.name in names:
+            yield from keep(spec.name, partial(kernel_rows, spec, ceilings, progress))
+
+
+def kernel_rows(spec: KernelSpec, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+    """Measure all sources of a kernel, PTX in registers too."""
+    rng = np.random.default_rng(0)
+    sizes = {name: SIZES[name] for name in spec.example_sizes[0]}
+    logical = spec.example(rng, **{**sizes, "R": _DISTINCT_ROWS})
+    for source in of_kernel(spec.name):
+        progress(f"{source.label}: streaming")
+        yield streaming(spec, source, sizes, logical, ceilings)
+        if source.language == "ptx":
+            progress(f"{source.label}: in registers")
+            yield in_registers(spec, source, rng)
 
 
 def streaming(spec: KernelSpec, source: Source, sizes: dict[str, int], logical: Arrays, ceilings: Ceilings) -> Row:
@@ -133,4 +140,4 @@ def _check_loop(kernel: gpu.GpuKernel, loop: Source, words: np.ndarray, shared: 
         raise BenchmarkError(f"{loop.path}: GPU and emulator differ")
 
 
-SUITE = Suite("dequant", rows)
+SUITE = Suite("dequant", rows, keeps=True)

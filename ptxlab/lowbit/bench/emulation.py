@@ -5,6 +5,7 @@ in, binds the code to memory, runs, and copies out; the first one, which also pa
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from time import process_time
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ import numpy as np
 
 from ptxlab import emulator
 from ptxlab.bench.record import Row, row_of
-from ptxlab.bench.suite import Suite
+from ptxlab.bench.suite import Keep, Suite, measure_section
 from ptxlab.errors import BenchmarkError, VerificationError
 from ptxlab.lowbit.kernels.dequant import SPECS
 from ptxlab.lowbit.kernels.gemm.ladder import LADDER, fit_tokens
@@ -37,23 +38,42 @@ _REPEATS = 7
 Ran = TypeVar("Ran")
 
 
-def rows(progress: Callable[[str], None]) -> Iterator[Row]:
-    """Dequantisers of 4,096 and 65,536 lanes; the GEMM ladder, attention and Triton's matmul with all checks too."""
+def rows(progress: Callable[[str], None], keep: Keep = measure_section) -> Iterator[Row]:
+    """Measure the parts of the suite, each of which is a section."""
+    parts = {"dequantisers": dequantiser_rows, "GEMM": gemm_rows, "attention": attention_rows, "Triton": triton_rows}
+    for part, measure_part in parts.items():
+        yield from keep(part, partial(measure_part, progress))
+
+
+def dequantiser_rows(progress: Callable[[str], None]) -> Iterator[Row]:
+    """Measure dequantisers of 4,096 and 65,536 lanes."""
     for spec in SPECS:
         for lanes in LANES:
             for checks in ONE_CHECK:
                 progress(f"{spec.name}: {lanes} lanes")
                 yield measure(spec, lanes, checks)
+
+
+def gemm_rows(progress: Callable[[str], None]) -> Iterator[Row]:
+    """Measure the GEMM ladder, with all checks too."""
     for spec in (specs()[name] for name in dict.fromkeys(step.spec.name for step in LADDER)):
         for checks in EVERY_CHECK:
             progress(spec.name)
             yield whole(
                 spec, fit_tokens(spec, {name: size for name, size in GEMM.items() if name in spec.symbols}), checks
             )
+
+
+def attention_rows(progress: Callable[[str], None]) -> Iterator[Row]:
+    """Measure attention, with all checks too."""
     for name in ATTENTION:
         for checks in EVERY_CHECK:
             progress(name)
             yield whole(specs()[name], dict(specs()[name].example_sizes[0]), checks)
+
+
+def triton_rows(progress: Callable[[str], None]) -> Iterator[Row]:
+    """Measure Triton's matmul, with all checks too."""
     for path in _triton_files():
         for checks in EVERY_CHECK:
             progress(path.stem)
@@ -163,4 +183,4 @@ def _triton_files() -> list[Path]:
     return sorted(folder.glob("matmul_sm*.ptx")) if in_checkout() else []
 
 
-SUITE = Suite("emulator", rows, on_gpu=False)
+SUITE = Suite("emulator", rows, on_gpu=False, keeps=True)

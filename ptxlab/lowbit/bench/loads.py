@@ -5,6 +5,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from ptxlab import gpu, sass, toolchain
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row, row_of
-from ptxlab.bench.suite import Suite
+from ptxlab.bench.suite import Keep, Suite, measure_section
 from ptxlab.errors import BenchmarkError, UnavailableError
 from ptxlab.io.files import save_arrays
 from ptxlab.lowbit.kernels.load import SPECS, TILE
@@ -51,17 +52,24 @@ for line in json.loads(sys.argv[1]):
 """
 
 
-def rows(names: list[str], ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
-    """Measure kernels of the family by name."""
+def rows(
+    names: list[str], ceilings: Ceilings, progress: Callable[[str], None], keep: Keep = measure_section
+) -> Iterator[Row]:
+    """Measure kernels of the family by name; a kernel is a section."""
     for spec in (s for s in SPECS if s.name in names):
-        source = of_kernel(spec.name)[0]
-        progress(f"{spec.name}: streaming")
-        if "B" in spec.example_sizes[0]:
-            yield ring(spec, source, ceilings)
-        else:
-            yield streaming(spec, source, ceilings)
-            progress(f"{spec.name}: resident")
-            yield resident(spec, source)
+        yield from keep(spec.name, partial(kernel_rows, spec, ceilings, progress))
+
+
+def kernel_rows(spec: KernelSpec, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+    """Measure one kernel in its ring, or from device memory and from shared memory."""
+    source = of_kernel(spec.name)[0]
+    progress(f"{spec.name}: streaming")
+    if "B" in spec.example_sizes[0]:
+        yield ring(spec, source, ceilings)
+    else:
+        yield streaming(spec, source, ceilings)
+        progress(f"{spec.name}: resident")
+        yield resident(spec, source)
 
 
 def streaming(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
@@ -186,4 +194,4 @@ def _require_equal(spec: KernelSpec, source: Source, got: np.ndarray, expected: 
         raise BenchmarkError(f"{source.label}: the timed launches gave wrong results")
 
 
-SUITE = Suite("load", rows)
+SUITE = Suite("load", rows, keeps=True)

@@ -21,6 +21,7 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit.kernels.options import MOST, Options
 from ptxlab.runtime.plan import Plan
 from ptxlab.spec import Arg, Sizes
@@ -204,6 +205,7 @@ def launches_within() -> Iterator[list[tuple[tuple[Plan, ...], dict[str, gpu.Vie
         _noted.reset(before)
 
 
+@break_graph
 def release_memory() -> int:
     """Give up the device memory that calls without a workspace share, on every stream; returns how many bytes.
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit.layout import (
     AtomActivations,
     AtomWeight,
@@ -41,6 +42,7 @@ _Packed = TypeVar(
 )
 
 
+@break_graph
 def to_device(packed: _Packed) -> _Packed:
     """Packed weights, experts' or one, packed activations or a KV cache, NumPy arrays copied to the GPU, as CuPy's.
 

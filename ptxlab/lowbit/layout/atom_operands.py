@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F16, S8
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit.layout.atom import (
     pack_atom_strips,
     pack_pairs,
@@ -110,6 +111,7 @@ def check_channels(K: int, outliers: int, group: int) -> None:
         raise ArgumentError("K", f"must be a positive multiple of the group {group}", repr(K))
 
 
+@break_graph
 def pack_atom(weight: AtomRows, layout: str = "strips") -> AtomWeight:
     """Pack a quantised weight of NumPy or CuPy arrays; `unpack_atom` gives it back bit for bit.
 

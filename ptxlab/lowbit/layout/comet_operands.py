@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit.layout.atom import (
     BLOCK,
     join_blocks,
@@ -85,6 +86,7 @@ def _scale_columns(K4: int, K8: int) -> int:
     return ceil_div(ceil_div(K4 + K8, BLOCK), 8) * 8
 
 
+@break_graph
 def pack_block_weight(weight: BlockRows, int8: int, layout: str = "strips") -> BlockWeight:
     """Pack a quantised weight (NumPy or CuPy) for activations of which so many blocks, the last ones, are INT8.
 

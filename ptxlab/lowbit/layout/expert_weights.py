@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit.layout.description import Described
 from ptxlab.lowbit.layout.packed_weight import PackedWeight
 from ptxlab.validate import is_integer, shape_of
@@ -61,6 +62,7 @@ class ExpertWeights(Described):
         )
 
 
+@break_graph
 def stack_experts(weights: Sequence[PackedWeight]) -> ExpertWeights:
     """The weights of all experts in one, copied; experts in the order given.
 

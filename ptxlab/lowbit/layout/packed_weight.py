@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32, U8
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit.layout.description import Described
 from ptxlab.lowbit.layout.packings import PACKINGS, Buffers, Packing, Pair, Shapes, Size
 from ptxlab.lowbit.quant import GROUPS, LQQWeight, QoQChannelWeight, QoQWeight, TwoLevelWeight
@@ -117,6 +118,7 @@ def buffer_shapes(layout: str, scheme: str, N: int, K: int, group: int) -> Shape
     return packing.shapes(size) | channel | ({} if size.group else {"channel_zero": ("uint8", (N,))})
 
 
+@break_graph
 def pack(
     weight: QuantizedWeight, layout: str = "row_major", *, interleaved: bool = False, unchecked: bool = False
 ) -> PackedWeight:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F16, F32
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit import reference
 from ptxlab.lowbit.quant.inputs import MAX_SCALE, MIN_SCALE, as_float32, as_floats, extremes
 from ptxlab.validate import is_one_of
@@ -89,6 +90,7 @@ class QuantizedKV:
         return reference.dequantize_kv(self.values, self.scale, self.zero)
 
 
+@break_graph
 def quantize_kv(x: npt.NDArray[Any], scheme: str = "kv4", channel: tuple[F32, F32] | None = None) -> QuantizedKV:
     """Quantise keys or values in float32, with IEEE division and ties to even.
 
@@ -128,6 +130,7 @@ def quantize_kv(x: npt.NDArray[Any], scheme: str = "kv4", channel: tuple[F32, F3
     return QuantizedKV(scheme, values, half, zero.astype(np.float16))
 
 
+@break_graph
 def calibrate_kv(x: npt.NDArray[Any], scheme: str) -> tuple[F32, F32]:
     """The constants (scale, zero) f32 [heads, D] of a scheme by channel, from x float [..., tokens, heads, D].
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit.quant.inputs import as_float_matrix, as_floats, extremes, float_matrix
 
 
@@ -30,6 +31,7 @@ class SmoothedAttention:
     factor: npt.NDArray[np.float64]
 
 
+@break_graph
 def smooth_attention(
     w_q: npt.NDArray[Any],
     w_k: npt.NDArray[Any],

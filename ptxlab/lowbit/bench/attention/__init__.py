@@ -1,12 +1,13 @@
 """Suite `attention`: what `attention_kv4` launches beside its floor and the peers given, its ladder, `append_kv4`."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from ptxlab import gpu
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row, row_of
-from ptxlab.bench.suite import Suite
+from ptxlab.bench.suite import Keep, Suite, measure_section
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.bench.attention import append, merge
 from ptxlab.lowbit.bench.attention.problem import (
@@ -45,11 +46,13 @@ def rows(
     progress: Callable[[str], None],
     peers: Peers = NO_PEERS,
     only: Sequence[str] = (),
+    keep: Keep = measure_section,
 ) -> list[Row]:
     """Measure kernels of the family by name, as far as this GPU runs them.
 
     Batches are measured if the kernel that `attention_kv4` chooses is among them, with an appended token where
-    `append_kv4` is too. With `only` the part that it names alone (`part`).
+    `append_kv4` is too. With `only` the part that it names alone (`part`). A batch, a step of the ladder, and what else
+    is measured together is a section.
     """
     steps = [step for step in STEPS if step.spec.name in names and why_not(step) is None]
     chosen = choose(AttentionOptions(backend="gpu")) if steps else None
@@ -63,21 +66,24 @@ def rows(
     of_table = [(step, batch) for step in tabled for batch in TABLE1]
     if part(only):
         compile_all(of_table, appending=False)
-        return [*table1_rows(steps, launched, ceilings, progress)]
+        return [*keep(TABLE1_MEASURE, partial(table1_rows, steps, launched, ceilings, progress))]
     planned = [*((step, ABLATION) for step in steps), *((launched, batch) for batch in _batches() if launched)]
     compile_all([*planned, *of_table], appending)
     measured: list[Row] = []
     if launched:
         for heads in HEADS:
             for batch in batches(heads):
-                measured += at(launched, batch, ceilings, progress, peers, appending=appending)
-            measured += unequal(launched, ragged(heads), ceilings, progress)
-    measured += [step_row(step, ceilings, progress) for step in steps]
-    measured += table1_rows(steps, launched, ceilings, progress)
+                one = partial(at, launched, batch, ceilings, progress, peers, appending=appending)
+                measured += keep(str(batch), one)
+            unlike = ragged(heads)
+            measured += keep(f"{unlike}, {RAGGED}", partial(unequal, launched, unlike, ceilings, progress))
+    for step in steps:
+        measured += keep(step.spec.name, partial(ladder_rows, step, ceilings, progress))
+    measured += keep(TABLE1_MEASURE, partial(table1_rows, steps, launched, ceilings, progress))
     if merging:
-        measured += merge.rows(ceilings, progress)
+        measured += keep(merge.MEASURE, partial(merge.rows, ceilings, progress))
     if appending:
-        measured += append.rows(ceilings, progress)
+        measured += keep(append.MEASURE, partial(append.rows, ceilings, progress))
     return measured
 
 
@@ -152,10 +158,10 @@ def unequal(step: AttentionStep, batch: Batch, ceilings: Ceilings, progress: Cal
         yield timed(step, random_problem(of), measured_as, ceilings, face=FACE)
 
 
-def step_row(step: AttentionStep, ceilings: Ceilings, progress: Callable[[str], None]) -> Row:
+def ladder_rows(step: AttentionStep, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
     """A step of the ladder where QServe took its own apart."""
     progress(f"{ABLATION}: {step.spec.name}")
-    return timed(step, random_problem(ABLATION, scheme_of(step)), LADDER, ceilings)
+    yield timed(step, random_problem(ABLATION, scheme_of(step)), LADDER, ceilings)
 
 
 def timed(step: AttentionStep, of: Problem, measured_as: str, ceilings: Ceilings, **further: Any) -> Row:
@@ -231,4 +237,4 @@ def _record_of(only: Sequence[str]) -> str:
     return f"attention_{TABLE1_PART}" if only else ""
 
 
-SUITE = Suite("attention", rows, takes=frozenset({"peers"}), part=part, record_of=_record_of)
+SUITE = Suite("attention", rows, takes=frozenset({"peers"}), part=part, record_of=_record_of, keeps=True)

@@ -1,10 +1,11 @@
 """Suite `gemm`: the W4A8 ladder, what `gemm_w4a8` launches, and W4A4, beside their floor and the peers given."""
 
 from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
 
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
-from ptxlab.bench.suite import Suite
+from ptxlab.bench.suite import Keep, Suite, measure_section
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.bench import stream
 from ptxlab.lowbit.bench.gemm import chain, grouped, headline, limits, points, quantiser, steps, w4a4
@@ -21,15 +22,16 @@ def rows(
     matrices: Container[tuple[int, int]] | None = None,
     only: Sequence[str] = (),
     peers: Peers = NO_PEERS,
+    keep: Keep = measure_section,
 ) -> list[Row]:
     """Measure kernels of the family by name, as far as this GPU runs them.
 
     Chains and the quantiser are measured if all kernels that `gemm_w4a8` may launch are, experts also if the grouped
     kernel is. With `matrices` rows are of those alone, by (N, K), without chains and the quantiser; with `only` of the
-    part that it names alone (`part`).
+    part that it names alone (`part`). A matrix is a section, and so is each of the others.
     """
     if only:
-        return [*w4a4.compared_rows(part(only), names, progress, peers)]
+        return [*w4a4.compared_rows(part(only), names, progress, peers, keep)]
     whole = matrices is None and _all_launched(names)
     planned = [*steps.points(names), *headline.points(names), *grouped.points(names), *w4a4.points(names)]
     if not planned:
@@ -41,13 +43,15 @@ def rows(
         [layer for layer in layers if matrices is None or (layer.N, layer.K) in matrices]
         for layers in (LAYERS, MIXTRAL, UNTUNED)
     )
-    measured = [row for layer in alone for row in layer_rows(layer, names, stream_us, progress, peers)]
+    measured: list[Row] = []
+    for layer in alone:
+        measured += keep(str(layer), partial(layer_rows, layer, names, stream_us, progress, peers))
     if whole:
-        measured += quantiser.rows(ceilings, progress)
-        measured += chain.rows(stream_us, progress, peers)
-    measured += headline.untuned_rows(others, names, stream_us, progress, peers)
+        measured += keep("quantiser", partial(quantiser.rows, ceilings, progress))
+        measured += keep("chain", partial(chain.rows, stream_us, progress, peers))
+    measured += keep("untuned", partial(headline.untuned_rows, others, names, stream_us, progress, peers))
     if whole or any(grouped.points(names)):
-        measured += grouped.rows(mixtral, stream_us, progress)
+        measured += keep("grouped", partial(grouped.rows, mixtral, stream_us, progress))
     progress("counting with ncu")
     return limits.with_limits(measured)
 
@@ -93,5 +97,6 @@ SUITE = Suite(
     takes=frozenset({"matrices", "peers"}),
     part=part,
     record_of=_record_of,
+    keeps=True,
     shortfall=stream.shortfall,
 )

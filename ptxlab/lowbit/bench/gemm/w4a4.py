@@ -6,6 +6,7 @@ run in software.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from ptxlab import gpu
 from ptxlab.arithmetic import ceil_div
 from ptxlab.bench.record import Row
+from ptxlab.bench.suite import Keep, measure_section
 from ptxlab.lowbit.bench.gemm import headline, steps
 from ptxlab.lowbit.bench.gemm.points import Point, StreamTime, compile_all, over_tokens, streams
 from ptxlab.lowbit.bench.gemm.problem import expected, first_tokens, sizes_at, tokens
@@ -40,7 +42,11 @@ def points(names: Sequence[str]) -> Iterator[Point]:
 
 
 def compared_rows(
-    layers: Sequence[Layer], names: Sequence[str], progress: Callable[[str], None], peers: Peers
+    layers: Sequence[Layer],
+    names: Sequence[str],
+    progress: Callable[[str], None],
+    peers: Peers,
+    keep: Keep = measure_section,
 ) -> Iterator[Row]:
     """The part: every kernel among `names`, what `gemm_w4a8` launches, W8A8 and cuBLAS, at COMPARED tokens."""
     eight = steps.w8a8_of([steps.W8A8_KERNEL])
@@ -51,13 +57,17 @@ def compared_rows(
         planned += [headline.at(layer, M) for layer in layers for M in COMPARED]
     compile_all(planned)
     stream_us = streams()
-    for layer in layers:
+
+    def of_layer(layer: Layer) -> Iterator[Row]:
         progress(f"{layer}: peers")
         beside = peers.cublas(layer.N, layer.K, COMPARED, CUBLAS)
         progress(f"{layer}: {headline.FACE}")
         yield from _w4a8_rows(layer, beside, stream_us)
         yield from steps.layer_rows(layer, eight, beside, stream_us, progress, steps.W8A8, COMPARED)
         yield from layer_rows(layer, names, beside, stream_us, progress, COMPARED)
+
+    for layer in layers:
+        yield from keep(str(layer), partial(of_layer, layer))
 
 
 def _w4a8_rows(layer: Layer, cublas: Mapping[int, Mapping[str, float]], stream_us: StreamTime) -> Iterator[Row]:

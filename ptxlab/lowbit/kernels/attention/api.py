@@ -8,6 +8,7 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit.kernels.attention.call import (
     NAME,
     AttentionCall,
@@ -43,6 +44,7 @@ class AttentionWorkspace(DeviceMemory):
     """
 
 
+@break_graph
 @document_options(AttentionOptions)
 def attention_kv4(
     q: Any,
@@ -120,6 +122,7 @@ def attention_kv4(
     return (out, made["lse"] if lse is None else lse) if return_lse else out
 
 
+@break_graph
 def attention_workspace(
     cache: KVCache, *, kernel: str | None = None, batch_invariant: bool = False
 ) -> AttentionWorkspace:

@@ -8,6 +8,7 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit import reference
 from ptxlab.lowbit.kernels.attention.append import APPEND, DTYPES, INDICES, ROPE_APPEND, rows_with_gaps, table_rows
 from ptxlab.lowbit.kernels.attention.common import ROTATED_CONSTANTS, channels_of
@@ -25,6 +26,7 @@ from ptxlab.spec.dtypes import dtype_in, floats, storage
 from ptxlab.validate import shape_of
 
 
+@break_graph
 @document_options(AppendOptions)
 def append_kv4(
     k: Any,
@@ -70,6 +72,7 @@ def append_kv4(
     _APPEND(options, (*cache.description, k_pitch, v_pitch), arrays, cache, tokens, pitches)
 
 
+@break_graph
 @document_options(RopeAppendOptions)
 def rope_append_kv4(
     qkv: Any,

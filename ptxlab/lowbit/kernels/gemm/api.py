@@ -10,6 +10,7 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit.kernels.gemm import ladder
 from ptxlab.lowbit.kernels.gemm.common import DTYPES, GemmStep, sums_agree
 from ptxlab.lowbit.kernels.gemm.epilogues import OUTPUTS
@@ -51,6 +52,7 @@ class Workspace(DeviceMemory):
         return f"one for M={self.M}"
 
 
+@break_graph
 @document_options(GemmOptions)
 def gemm_w4a8(
     x_q: Any,
@@ -100,6 +102,8 @@ def gemm_w4a8(
         UnavailableError: no kernel for this weight runs here; the message names those that would.
     """
     options = GemmOptions.of(backend, programmatic, out_dtype, epilogue, kernel)
+    if weight is None and isinstance(x_scale, PackedWeight):
+        raise ArgumentError(f"{NAME}: weight", "must be given by name, as weight=w", "a PackedWeight as x_scale")
     if not isinstance(weight, PackedWeight):
         raise ArgumentError(f"{NAME}: weight", "must be a PackedWeight (layout.pack)", type(weight).__name__)
     if workspace is not None and not isinstance(workspace, Workspace):
@@ -156,6 +160,7 @@ def _epilogue(weight: PackedWeight, epilogue: str | None, residual: Any, bias: A
     return epilogue if residual is None else "residual"
 
 
+@break_graph
 def gemm_workspace(weight: PackedWeight, M: int, *, kernel: str | None = None) -> Workspace:
     """The memory that `gemm_w4a8` needs for this weight and up to M tokens, on the current device; empty if none.
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from ptxlab.arithmetic import ceil_div
 from ptxlab.errors import ArgumentError
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit.kernels.operation import CallArray, Operation
 from ptxlab.lowbit.kernels.options import Options, document_options
 from ptxlab.lowbit.kernels.spec_call import SpecCall
@@ -85,6 +86,7 @@ F16 = KernelSpec(
 SPECS = (F16,)
 
 
+@break_graph
 @document_options(Options)
 def gemm_f16(x: Any, w: Any, *, out: Any = None, backend: str | None = None) -> Any:
     """Y = X Wᵀ in float16 with sums in float32. A row's bits depend on that row and W alone.

@@ -8,6 +8,7 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit.kernels.gemm.api import unpack_operand
 from ptxlab.lowbit.kernels.gemm.common import DTYPES, GemmStep, sums_agree
 from ptxlab.lowbit.kernels.gemm.grouped import STEPS
@@ -25,6 +26,7 @@ from ptxlab.validate import shape_of
 NAME = "gemm_w4a8_grouped"
 
 
+@break_graph
 @document_options(GroupedOptions)
 def gemm_w4a8_grouped(
     x_q: Any,

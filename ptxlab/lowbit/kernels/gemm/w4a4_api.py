@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from ptxlab.errors import ArgumentError
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit.kernels.gemm import w4ax
 from ptxlab.lowbit.kernels.gemm.options import ProductOptions, resolve_dtype
 from ptxlab.lowbit.kernels.gemm.w4a4 import ATOM, SM90
@@ -25,6 +26,7 @@ FOUR_BIT_KERNELS: Mapping[str, Mapping[str, KernelSpec]] = {  # by scheme of the
 }
 
 
+@break_graph
 @document_options(ProductOptions)
 def gemm_w4a4(
     x: AtomActivations,
@@ -61,6 +63,7 @@ def gemm_w4a4(
     return _ATOM(ProductOptions.of(backend, programmatic, out_dtype), x, weight, bias, out)
 
 
+@break_graph
 @document_options(ProductOptions)
 def gemm_w4ax(
     x: BlockActivations,

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ptxlab.errors import ArgumentError
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit.kernels.gemm.options import IntegerProductOptions, require_scale, resolve_dtype
 from ptxlab.lowbit.kernels.gemm.w8a8 import W8A8, W8A8_SM80
 from ptxlab.lowbit.kernels.operation import CallArray, Operation
@@ -17,6 +18,7 @@ from ptxlab.validate import shape_of
 NAME = "gemm_w8a8"
 
 
+@break_graph
 @document_options(IntegerProductOptions)
 def gemm_w8a8(
     x: PackedActivations,

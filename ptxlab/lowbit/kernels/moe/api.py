@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from ptxlab.errors import ArgumentError
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit.kernels.moe.specs import CHOOSE, COMBINE, DTYPES, GATHER
 from ptxlab.lowbit.kernels.operation import CallArray, Operation, dtype_of
 from ptxlab.lowbit.kernels.options import LaunchOptions, Rule, document_options, early_launch, option
@@ -70,6 +71,7 @@ class RouteOptions(LaunchOptions):
     programmatic: bool = early_launch(", for which both launches wait by themselves.")
 
 
+@break_graph
 @document_options(RouteOptions)
 def route_tokens(
     tokens: PackedActivations,
@@ -130,6 +132,7 @@ def _check_route(options: RouteOptions, arrays: Mapping[str, Any], tokens: Packe
     return SpecCall(ROUTE, (CHOOSE, GATHER), _operands(ROUTE, arrays, shapes), sizes, dtype, options)
 
 
+@break_graph
 @document_options(LaunchOptions)
 def combine_experts(
     results: Any,

@@ -7,6 +7,7 @@ import numpy as np
 
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.kernels.options import document_options
 from ptxlab.lowbit.kernels.quantize.call import Fitted, Quantizer, matrix_shape
@@ -19,6 +20,7 @@ from ptxlab.lowbit.quant.inputs import extremes, row_scales
 from ptxlab.spec.dtypes import as_stored
 
 
+@break_graph
 @document_options(QuantizeOptions)
 def quantize_activations(
     x: Any,
@@ -49,6 +51,7 @@ def quantize_activations(
     return _QUANTIZE(QuantizeOptions.of(backend, programmatic, layout, rows), {"x": x}, out)
 
 
+@break_graph
 @document_options(NormOptions)
 def rmsnorm_quantize(
     x: Any,
@@ -87,6 +90,7 @@ def rmsnorm_quantize(
     return _RMSNORM(options, normed_arrays(x, gamma, residual, normed), out)
 
 
+@break_graph
 @document_options(GateOptions)
 def silu_mul_quantize(
     gate_up: Any,

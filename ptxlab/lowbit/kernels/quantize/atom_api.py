@@ -9,6 +9,7 @@ import numpy as np
 
 from ptxlab.errors import ArgumentError
 from ptxlab.hardware.words import F32
+from ptxlab.io.dynamo import break_graph
 from ptxlab.lowbit.kernels.operation import CallArray, Operation, dtype_of
 from ptxlab.lowbit.kernels.options import document_options
 from ptxlab.lowbit.kernels.quantize.api import (
@@ -161,6 +162,7 @@ def _block_fields(name: str, channels: int, options: ReorderOptions) -> dict[str
     return {"K4": channels - K8, "K8": K8, "layout": layout}
 
 
+@break_graph
 @document_options(ReorderOptions)
 def reorder_quantize(
     x: Any,
@@ -202,6 +204,7 @@ def reorder_quantize(
     return _REORDER(options, {"x": x}, place, out)
 
 
+@break_graph
 @document_options(NormReorderOptions)
 def rmsnorm_reorder_quantize(
     x: Any,
@@ -234,6 +237,7 @@ def rmsnorm_reorder_quantize(
     return _RMSNORM(options, normed_arrays(x, gamma, residual, normed), place, out)
 
 
+@break_graph
 @document_options(GateReorderOptions)
 def silu_mul_reorder_quantize(
     gate_up: Any,

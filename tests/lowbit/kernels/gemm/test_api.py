@@ -128,6 +128,10 @@ def test_the_accumulators_kernel_reads_no_scale() -> None:
 FEW = X[:, :128]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weight": GROUPED}, r"gemm_w4a8: weight: must be a PackedWeight \(layout.pack\) \(got QoQWeight\)"),
+    (
+        {"weight": None, "x_scale": WEIGHTS["qoq"]},
+        r"gemm_w4a8: weight: must be given by name, as weight=w \(got a PackedW",
+    ),
     ({"weight": None}, r"gemm_w4a8: weight: must be a PackedWeight .*\(got NoneType\)"),
     ({"x_q": X[0]}, r"gemm_w4a8: x_q: must be an array \[M, K\] or PackedActivations \(got shape \(256,\)\)"),
     ({"x_q": FEW}, r"gemm_w4a8: x_q: K must be 256 as the weight's \(got shape \(5, 128\)\)"),

@@ -1,0 +1,90 @@
+"""Conditions of breakpoints: `%r5 == 3`, `%tid.x == 31 and sum[0] > 2.5`, asked of each lane that comes there."""
+
+import operator
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from ptxlab.debugger.session import DebuggerError, Session
+from ptxlab.debugger.state import Held, State
+from ptxlab.debugger.stoppable import Moment
+from ptxlab.emulator.core.lanes import indices_of
+from ptxlab.emulator.front.types import Array, is_float
+from ptxlab.emulator.ops.rounding import widen
+
+_COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    ">=": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+_CLAUSE = re.compile(r"(?P<left>.+?)\s*(?P<comparison>==|!=|<=|>=|<|>)\s*(?P<right>.+)")
+_USAGE = "a condition such as %r5 == 3, of numbers, registers, arguments and elements, joined by `and`"
+
+
+def condition_of(session: Session, text: str) -> Callable[[Moment], Array]:
+    """Return a function of a moment: its lanes for which the condition holds; raises DebuggerError for what is none."""
+    clauses = []
+    for clause in re.split(r"\s+and\s+", text.strip()):
+        parsed = _CLAUSE.fullmatch(clause)
+        if parsed is None:
+            raise DebuggerError(f"break: {_USAGE} (got {text!r})")
+        clauses.append((parsed["left"], _COMPARISONS[parsed["comparison"]], parsed["right"]))
+    for left, _, right in clauses:
+        for operand in (left, right):
+            _values_of(State(session), operand, np.zeros(1, np.intp))
+
+    def holds(moment: Moment) -> Array:
+        lanes = indices_of(moment.lanes)
+        for left, compare, right in clauses:
+            operands = [_per_lane(session, moment, operand, lanes) for operand in (left, right)]
+            lanes = lanes[compare(*operands)]
+        return lanes
+
+    return holds
+
+
+def _per_lane(session: Session, moment: Moment, operand: str, lanes: Array) -> Array:
+    """Values of an operand in lanes of any warps, as numbers that compare exactly."""
+    warps = [lanes[lanes // 32 == warp] for warp in np.unique(lanes // 32)]
+    parts = [_values_of(State(session, moment, int(warp[0])), operand, warp % 32) for warp in warps]
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def _values_of(state: State, operand: str, places: Array) -> Array:
+    """Values of an operand in lanes of one warp."""
+    number = _number(operand)
+    if number is not None:
+        return np.full(len(places), number, object)
+    operand_held = state.find(operand)
+    numbers = _numbers(operand_held)
+    if operand_held.lane is not None and np.shape(operand_held.values) == (32,):
+        return numbers[places]
+    if len(numbers) != 1:
+        raise DebuggerError(f"break: one number is compared; {operand_held.name} has {len(numbers)}, so give an index")
+    return np.repeat(numbers, len(places))
+
+
+def _number(text: str) -> int | float | None:
+    for kind in (lambda digits: int(digits, 0), float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None
+
+
+def _numbers(operand: Held) -> Array:
+    """Values as Python's numbers; bits of unknown sign are signed, as `print` shows them."""
+    flat = np.ascontiguousarray(operand.values).reshape(-1)
+    if is_float(operand.type):
+        wide = widen(flat, operand.type)
+        if wide.ndim != 1:
+            raise DebuggerError(f"break: one number is compared; {operand.name} is of type {operand.type}")
+        return np.array(wide.tolist(), object)
+    if operand.type[0] in "sb" and flat.dtype.kind in "iu":
+        flat = flat.view(f"i{flat.itemsize}")
+    return np.array(flat.tolist(), object)

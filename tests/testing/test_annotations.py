@@ -1,0 +1,22 @@
+"""Where annotations of errors attach."""
+
+import pytest
+
+from ptxlab.errors import Deadlock, MemoryFault, PtxlabError
+from ptxlab.testing import annotations
+
+
+@pytest.mark.parametrize(
+    ("error", "path", "line"),
+    [
+        (Deadlock("deadlock: threads spin on what no other will change\n  dl.cu:2: `ld.u32`: spins"), "dl.cu", 2),
+        (Deadlock("deadlock: no thread can run\n  sub/bulk.ptx:5: `mbarrier`: waits"), "sub/bulk.ptx", 5),
+        (MemoryFault("oob.cu:7: `ld.global`: 4 bytes past the end"), "oob.cu", 7),
+        (PtxlabError("scale: scale.cu:3: wrong"), "scale.cu", 3),
+        (PtxlabError("n: must be given"), "k.cu", 1),
+    ],
+)
+def test_an_error_is_at_the_first_place_of_its_message(error: PtxlabError, path: str, line: int) -> None:
+    annotation = annotations.of_error(error, "k.cu")
+    assert (annotation.path, annotation.line) == (path, line)
+    assert f"::error file={path},line={line}," in annotations.render("github", [annotation])
