@@ -17,6 +17,7 @@ _ERROR = re.compile(
     r"^(.+?)(?:\((\d+)\)|:(\d+)(?::\d+)?): (?:fatal |catastrophic )?error(?: #[^:]*)?: (.*)$", re.MULTILINE
 )
 _INSTANCE = "ptxlab_instance"
+_RELAXED = "--expt-relaxed-constexpr"  # as PyTorch compiles extensions: kernels may call constexpr functions
 
 
 def require_host_compiler() -> None:
@@ -50,7 +51,10 @@ def run(
         copy.write_text(f'#line 1 "{marker}"\n{source.text}{instances}\n', encoding="utf-8")
         action = {"ptx": "-ptx", "cubin": "-cubin", "text": "-E"}[output]
         done = subprocess.run(
-            [nvcc, action, *options, copy, "-o", output_file], capture_output=True, text=True, errors="replace"
+            [nvcc, action, _RELAXED, *options, copy, "-o", output_file],
+            capture_output=True,
+            text=True,
+            errors="replace",
         )
         log = done.stdout + done.stderr
         if done.returncode:

@@ -9,7 +9,8 @@ import pytest
 
 import ptxlab
 from ptxlab.errors import ArgumentError, CompileError, MemoryFault
-from ptxlab.toolchain import find
+from ptxlab.sources import Source
+from ptxlab.toolchain import find, nvcc
 
 PLAIN = """__global__ void scale(float* x, float by, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -246,3 +247,14 @@ def test_a_fault_names_the_argument_as_the_source_does() -> None:
     )
     with pytest.raises(MemoryFault, match=r"of argument 0 \(source\), 4 bytes past its end"):
         kernel(np.zeros(31, np.float32), np.zeros(32, np.float32), grid=1, block=32, backend="emulator")
+
+
+@pytest.mark.skipif(not find("nvcc") or not shutil.which("g++"), reason="nvcc and a compiler of the host are needed")
+def test_nvcc_lets_kernels_call_constexpr_functions() -> None:
+    """PyTorch compiles extensions with --expt-relaxed-constexpr; Marlin's kernel needs that."""
+    text = "constexpr int ceildiv(int a, int b) { return (a + b - 1) / b; }\n"
+    text += "__global__ void k(int* y, int n) { y[threadIdx.x] = ceildiv(n, blockDim.x); }\n"
+    ptx, _ = nvcc.run(find("nvcc"), Source("k", "k.cu", "cu", text), "ptx", ["-arch=compute_80"])
+    kernel, y = ptxlab.load(ptx.decode()), np.zeros(32, np.int32)
+    kernel(y, 65, grid=1, block=32, backend="emulator")
+    assert (y == 3).all()

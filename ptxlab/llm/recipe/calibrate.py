@@ -46,7 +46,7 @@ from ptxlab.validate import require_integer
 
 LEAST_TOKENS = 256  # of the calibration text that an expert needs; with fewer it is rounded to nearest
 SEARCHED = 1024  # rows of a product's input that a smoothing strength is tried on
-CLIP_TOKENS = 8192  # of the text's first sequences, on which a clip ratio is tried by the output of attention
+CLIP_TOKENS = 2048  # of the text's first sequences, on which a clip ratio is tried by the output of attention
 CLIP_RATIOS = (None, *SHRINKS)  # None: the levels of each group with the least error of the product's output
 
 
