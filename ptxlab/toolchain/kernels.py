@@ -172,8 +172,8 @@ def kernels_of(source: Source, arch: str | None = None, defines: Defines = NO_DE
 
 
 def _has_host_code(source: Source, log: str) -> bool:
-    """Return whether a source has functions for the host, or lacks a header that NVRTC does not have."""
-    lacks = "cannot open source file" in log
+    """Return whether a source or a header has functions for the host, or lacks a header that NVRTC does not have."""
+    lacks = "cannot open source file" in log or "considered a host function" in log
     return lacks or "<<<" in source.text or re.search(r"\bmain\s*\(", declarations.blank(source.text)) is not None
 
 
