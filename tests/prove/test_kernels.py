@@ -74,7 +74,7 @@ def test_what_a_quantiser_leaves_is_decided_as_the_spec_says(name: str, claim: s
 
 def test_every_dequantiser_and_every_twin_has_claims_and_all_are_recorded() -> None:
     claims = {(c.subject, c.name): c.expect for name in NAMES for c in claims_of(*registry.find(name))}
-    assert len(NAMES) == 11
+    assert len(NAMES) == 12
     assert {subject for subject, _ in claims} == {s.label for name in NAMES for s in registry.find(name)[1]}
     record = json.loads((results_dir() / "proofs.json").read_text())
     verdicts = {(c["subject"], c["name"]): c["verdict"] for c in record}

@@ -41,6 +41,7 @@ SIBLINGS = {
     "sub.u32": "add.u32",
     "vadd4.s32.s32.s32": "vsub4.s32.s32.s32",
     "vadd4.u32.u32.u32": "vsub4.u32.u32.u32",
+    "vsub4.s32.u32.u32.sat": "vadd4.s32.u32.u32.sat",
     "xor.b32": "or.b32",
 }
 INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?(?P<opcode>[a-z]\w*(?:\.\w+)*)(?P<rest>[^;]*);")

@@ -67,7 +67,9 @@ def append_kv4(
     tokens = {"k": k, "v": v}
     k, k_pitch = gpu.flat_rows(f"{APPEND.name}: k", k)
     v, v_pitch = gpu.flat_rows(f"{APPEND.name}: v", v)
-    arrays = {"k": k, "v": v, "pool": cache.pool, "slots": slots, **tables, **channels_of(cache)}
+    arrays = {"k": k, "v": v, "pool": cache.pool, "slots": slots, **tables}
+    if cache.k_channel is not None:  # a decoder makes this call in every layer: no call for nothing
+        arrays |= channels_of(cache)
     pitches = {"k_pitch": k_pitch, "v_pitch": v_pitch}
     _APPEND(options, (*cache.description, k_pitch, v_pitch), arrays, cache, tokens, pitches)
 
