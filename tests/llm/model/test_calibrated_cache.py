@@ -95,6 +95,16 @@ def test_what_lies_beyond_the_text_is_clipped(models: dict[str, QuantizedModel],
     assert np.abs(values).max() < np.abs(far).max()
 
 
+def require_equal_but_for_steps(pool: Any, right: Any) -> None:
+    """Compare 4-bit caches behind attention that rounds otherwise: few codes differ, and those by one step.
+
+    A step of 4 bits is as long as 17 of 8 bits, so one moves logits further, up to as far as another scheme does.
+    """
+    codes_of_kernels, expected = (np.stack([codes & 15, codes >> 4]).astype(int) for codes in (pool, right))
+    differences = np.abs(codes_of_kernels - expected)
+    assert differences.max() <= 1 and np.count_nonzero(differences) < 0.05 * np.count_nonzero(expected)
+
+
 @pytest.mark.default_cases("sm_90-kv8_channel")
 @pytest.mark.parametrize("scheme", [*BY_CHANNEL, "kv8"])
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
@@ -109,8 +119,11 @@ def test_a_decoder_decodes(models: dict[str, QuantizedModel], scheme: str, arch:
     assert kernels.rotated == twin.rotated == (scheme == "kv8")
     assert np.array_equal(kernels.caches[0].pool, twin.caches[0].pool) and twin.caches[0].pool.any()
     assert twin.caches[0].scheme == kernels.caches[0].scheme == scheme
+    if scheme == "kv4_channel":
+        require_equal_but_for_steps(kernels.caches[1].pool, twin.caches[1].pool)
     difference = np.sqrt(np.square(np.subtract(logits, right), dtype=np.float64).mean())
-    assert difference < OF_A_STEP * np.sqrt(np.square(right, dtype=np.float64).mean())
+    bound = OF_A_STEP * (2 if scheme == "kv4_channel" else 1)
+    assert difference < bound * np.sqrt(np.square(right, dtype=np.float64).mean())
 
 
 def run(runner: Runner) -> list[Any]:
