@@ -6,11 +6,12 @@ FP8 with an FP8 cache is measured in every call. If it differs by more than 3% f
 record, the card is not what it was, and the reading is void.
 """
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from typing import Any
 
 from benchmarks import serving_arrivals
-from benchmarks.serving_arrivals import ArrivalReading
+from benchmarks.serving_arrivals import FIRST_RATE, LIMIT_MS, REQUESTS, ArrivalReading, draw_lengths
 from benchmarks.serving_engine import BASELINE, MODELS, OURS, RULES, VARIANTS, Reading, Rule, measure
 from ptxlab import gpu
 from ptxlab.bench.ceilings import Ceilings
@@ -50,61 +51,43 @@ def rows(
     """
     yield from done
     chosen = part(only)
-    if ARRIVALS in only:
-        yield from arrival_rows(chosen, ceilings, progress, {row.kernel for row in done if row.measure == ARRIVALS})
-        return
-    recorded = {row.kernel for row in done if row.measure != ARRIVALS}
+    measures_arrivals = ARRIVALS in only
+    measure_variant: Callable[[str, str], Any] = serving_arrivals.measure if measures_arrivals else measure
+    make_rows: Callable[..., Iterator[Row]] = arrival_rows if measures_arrivals else rows_of
+    recorded = {row.kernel for row in done if (row.measure == ARRIVALS) == measures_arrivals}
     for model in dict.fromkeys(model for model, _ in chosen):
         variants = [name for of, name in chosen if of == model and _kernel(model, name) not in recorded]
         if not variants:
             continue
         gpu.free_pool()
         progress(f"{MODELS[model]}, {BASELINE}")
-        base = measure(model, BASELINE)
-        require_steady(model, base, done)
+        base = measure_variant(model, BASELINE)
+        if not measures_arrivals:
+            require_steady(model, base, done)
         if _kernel(model, BASELINE) not in recorded:
-            yield from rows_of(model, BASELINE, base, base, ceilings)
+            yield from make_rows(model, BASELINE, base, base, ceilings)
         for name in variants:
             progress(f"{MODELS[model]}, {name}")
-            yield from rows_of(model, name, measure(model, name), base, ceilings)
+            yield from make_rows(model, name, measure_variant(model, name), base, ceilings)
 
 
 def arrival_rows(
-    chosen: Sequence[tuple[str, str]], ceilings: Ceilings, progress: Callable[[str], None], recorded: Container[str]
+    model: str, name: str, reading: ArrivalReading, base: ArrivalReading, ceilings: Ceilings
 ) -> Iterator[Row]:
-    """Measure the requests a second of variants, each beside FP8 in the same call; what is `recorded` is left out."""
-    for model in dict.fromkeys(model for model, _ in chosen):
-        variants = [name for of, name in chosen if of == model and _kernel(model, name) not in recorded]
-        if not variants:
-            continue
-        gpu.free_pool()
-        progress(f"{MODELS[model]}, {BASELINE}, arrivals")
-        base = serving_arrivals.measure(model, BASELINE)
-        if _kernel(model, BASELINE) not in recorded:
-            yield arrival_row(model, BASELINE, base, base, ceilings)
-        for name in variants:
-            progress(f"{MODELS[model]}, {name}, arrivals")
-            yield arrival_row(model, name, serving_arrivals.measure(model, name), base, ceilings)
-
-
-def arrival_row(model: str, name: str, reading: ArrivalReading, base: ArrivalReading, ceilings: Ceilings) -> Row:
     """Make the row of a reading, beside FP8's: the time is that between requests. BenchmarkError for no rate at all."""
     if not reading.requests_per_s or not base.requests_per_s:
-        rule = (
-            f"no rate from {serving_arrivals.FIRST_RATE:g} requests/s on holds {serving_arrivals.LIMIT_MS:g} ms a token"
-        )
+        rule = f"no rate from {FIRST_RATE:g} requests/s on holds {LIMIT_MS:g} ms a token"
         raise BenchmarkError(f"vllm, {MODELS[model]}, {name if base.requests_per_s else BASELINE}: {rule}")
-    config, lengths = Config.named(MODELS[model]), serving_arrivals.draw_lengths(serving_arrivals.REQUESTS)
-    read = (
-        lengths[:, 1] * (lengths[:, 0] + lengths[:, 1] / 2)
-    ).mean()  # tokens of the cache that a request's steps read
-    numbers = 2 * config.layers * config.kv_heads * config.head_dim * read
+    config = Config.named(MODELS[model])
+    prompts, new = draw_lengths(REQUESTS).T
+    tokens_read = (new * (prompts + new / 2)).mean()  # of the cache, by the steps of a request
+    numbers = 2 * config.layers * config.kv_heads * config.head_dim * tokens_read
     us = (1e6 / reading.requests_per_s,)
-    sizes = {"requests": serving_arrivals.REQUESTS, "limit_ms": int(serving_arrivals.LIMIT_MS)}
+    sizes = {"requests": REQUESTS, "limit_ms": int(LIMIT_MS)}
     peers, about = {"fp8": 1e6 / base.requests_per_s}, {"p99_ms": reading.p99_ms}
     about["over_fp8"] = reading.requests_per_s / base.requests_per_s
     rate, nbytes = (reading.requests_per_s, "requests/s"), int(numbers * VARIANTS[name].cache_bits / 8)
-    return _row(model, name, ARRIVALS, sizes, us, rate, nbytes, ceilings, peers, about)
+    yield _row(model, name, ARRIVALS, sizes, us, rate, nbytes, ceilings, peers, about)
 
 
 def require_steady(model: str, reading: Reading, done: Sequence[Row]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving import arrival_row, rows_of
+from benchmarks.serving import arrival_rows, rows_of
 from benchmarks.serving_arrivals import ArrivalReading
 from benchmarks.serving_engine import Reading
 from ptxlab.bench.record import Record, Row
@@ -33,7 +33,7 @@ def test_a_row_for_each_way_and_nothing_for_a_batch_that_does_not_fit() -> None:
 
 def test_requests_a_second_stand_beside_where_they_are_recorded() -> None:
     reading = ArrivalReading(18.0, 48.0, ())
-    table = serving.table_of(record(further=[arrival_row("7B", "ptxlab", reading, reading, CEILINGS)]))
+    table = serving.table_of(record(further=[*arrival_rows("7B", "ptxlab", reading, reading, CEILINGS)]))
     assert table["requests/s at 50 ms a token"].isna().tolist() == [True, False]
     assert "requests/s at 50 ms a token" not in serving.table_of(record())
 

@@ -122,7 +122,8 @@ def test_a_decoder_decodes(models: dict[str, QuantizedModel], scheme: str, arch:
     if scheme == "kv4_channel":
         require_equal_but_for_steps(kernels.caches[1].pool, twin.caches[1].pool)
     difference = np.sqrt(np.square(np.subtract(logits, right), dtype=np.float64).mean())
-    bound = OF_A_STEP * (2 if scheme == "kv4_channel" else 1)
+    # On sm_80 the second cache differs by 57 such steps, on sm_90 by 16.
+    bound = OF_A_STEP * (2 if (scheme, arch) == ("kv4_channel", "sm_80") else 1)
     assert difference < bound * np.sqrt(np.square(right, dtype=np.float64).mean())
 
 
