@@ -46,11 +46,15 @@ def run_engine(
     command = [sys.executable, "-m", "tests.support.vllm_engine", str(job), str(answer)]
     environment = {"VLLM_CACHE_ROOT": str(work / "compiled"), **environment}  # of this engine alone
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
-    lines = (ended.stdout + ended.stderr).splitlines()
-    errors = [line for line in lines if "ERROR" in line]  # of the engine's own processes: the cause is among them
-    assert ended.returncode == 0, "\n".join(errors[-60:] + lines[-30:])
+    assert ended.returncode == 0, what_failed(ended.stdout + ended.stderr)
     texts: dict[str, Any] = json.loads(answer.read_text())
     return texts
+
+
+def what_failed(log: str) -> str:
+    """Return the errors in a log and its last lines: the cause is among those of the engine's own processes."""
+    lines = log.splitlines()
+    return "\n".join([line for line in lines if "ERROR" in line][-60:] + lines[-30:])
 
 
 def serve(job: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ptxlab.llm.model import KernelRunner, QuantizedModel, perplexity
 from ptxlab.llm.model.cache_formats import CACHE_FORMATS, CacheFormat, StoredTensor
 from ptxlab.llm.model.numerics import FakeQuantized
 from ptxlab.llm.server import Request
-from tests.support.vllm_engine import ENVIRONMENT, SETTINGS, run_engine
+from tests.support.vllm_engine import COMMON, ENVIRONMENT, SETTINGS, run_engine, what_failed
 
 
 def what_is_missing() -> str:
@@ -156,7 +156,8 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log.txt"
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(smollm2), "--port", str(port)]
-    options = ["--served-model-name", "smollm2", "--max-model-len", "1024", "--gpu-memory-utilization", "0.3"]
+    options = ["--served-model-name=smollm2"]
+    options += [f"--{name.replace('_', '-')}={value}" for name, value in COMMON.items() if not isinstance(value, bool)]
     with (
         open(log, "w") as out,
         subprocess.Popen([*command, *options], env=environment(), stdout=out, stderr=out) as run,
@@ -167,7 +168,7 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                 if run.poll() is not None or answers(f"{address}/health"):
                     break
                 time.sleep(1)
-            assert answers(f"{address}/health"), log.read_text()[-3000:]
+            assert answers(f"{address}/health"), what_failed(log.read_text())
             yield address
         finally:
             run.terminate()

@@ -139,12 +139,14 @@ COMET = replace(
 
 
 def _pack_stolen(logical: Arrays) -> Arrays:
-    return {**_pack_shared(logical), "taken": np.zeros(logical["blocks"], np.uint32)}
+    packed = _pack_shared(logical)
+    return {**packed, "taken": np.zeros_like(packed["counted"], shape=logical["blocks"])}
 
 
 def _gemm_stolen(w: BlockRows, x: BlockRows, blocks: int, **bias: Any) -> tuple[np.ndarray, ...]:
     """Return the reference, whoever takes what; the counters are 0 again."""
-    return *_gemm_shared(w, x, blocks, **bias), np.zeros(blocks, np.uint32)
+    y, counted = _gemm_shared(w, x, blocks, **bias)
+    return y, counted, np.zeros_like(counted, shape=blocks)
 
 
 STEAL = replace(

@@ -17,6 +17,7 @@ from ptxlab.lowbit.kernels.gemm.w4a4_tiles import W4AX, GroupTile, choose
 from ptxlab.lowbit.kernels.gemm.w4ax import COMET, INORDER, NAIVE, REMAP, SM90, SPECS, STEAL, gemm_blocks
 from ptxlab.lowbit.layout import atom
 from ptxlab.lowbit.quant import BlockRows
+from ptxlab.lowbit.quant.tiled import with_arrays
 from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec
 from tests.support import gemm_checks as checks
@@ -93,6 +94,21 @@ def test_any_problem_is_exact_in_the_emulator(
 def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, logical: dict[str, Any], blocks: int) -> None:
     given = shared_by(spec, logical, blocks)
     checks.exact_twice(lambda: output(spec, given, "gpu"), gemm_blocks(**logical))
+
+
+class DeviceArray(np.ndarray):
+    """Stand in for an array of CuPy: what is made like it is one too."""
+
+
+@pytest.mark.parametrize("spec", SHARED, ids=lambda spec: spec.name)
+def test_counters_are_made_where_the_operands_are(spec: KernelSpec) -> None:
+    """The benchmark packs on the GPU, and what the reference says is compared there."""
+    logical = spec.example(np.random.default_rng(0), **spec.example_sizes[0])
+    placed = with_arrays(logical, lambda array: array.view(DeviceArray))
+    counters = [arg.name for arg in spec.args if arg.role == "inout"]
+    packed, right = spec.pack(placed), spec.reference(**placed)
+    assert counters and all(isinstance(packed[name], DeviceArray) for name in counters)
+    assert all(isinstance(counter, DeviceArray) and not counter.any() for counter in right[1:])
 
 
 @pytest.mark.full
