@@ -14,8 +14,10 @@ from importlib.util import find_spec
 from traceback import extract_tb
 from typing import Any
 
+from packaging.version import Version
+
 from ptxlab import gpu
-from ptxlab.errors import BenchmarkError
+from ptxlab.errors import BenchmarkError, UnavailableError
 from ptxlab.lowbit.bench.peers import Peers
 from ptxlab.lowbit.bench.shapes import HEAD_DIM, Batch
 from ptxlab.runtime.timing import GEMM_REPLAYS, copies_beyond_l2, in_turn, measure
@@ -23,6 +25,7 @@ from ptxlab.runtime.timing import GEMM_REPLAYS, copies_beyond_l2, in_turn, measu
 # Names are those of the stored times too (`benchmarks.stored`).
 CUBLAS = ("cublas_fp8", "cublas_int8", "cublas_fp16")
 HUMMING = {"humming_w4a8_g128": 128, "humming_w4a8_chn": 0}  # name -> weights that share a scale, 0: all of a channel
+HUMMING_RELEASE = "0.1.19"  # that records were made with; of 0.1.10, which vLLM 0.26 brings, other names are public
 SDPA_BACKENDS = {"sdpa_flash_f16": "FLASH_ATTENTION", "sdpa_cudnn_f16": "CUDNN_ATTENTION"}  # name -> PyTorch's backend
 _UNGROUPED = "sdpa_cudnn_f16"  # takes a group's rows for the queries of a prompt: up to ten times flash's time
 DEVICE = "cuda"
@@ -127,6 +130,12 @@ def left_out(what: str) -> Iterator[None]:
         warnings.warn(f"{what}: left out, {type(error).__name__}: {reason}", stacklevel=4)
 
 
+def why_not_humming() -> str:
+    """Say which release of humming is missing, or nothing."""
+    found = metadata.version("humming-kernels")
+    return "" if Version(found) >= Version(HUMMING_RELEASE) else f"humming-kernels {HUMMING_RELEASE}: this is {found}"
+
+
 def humming_layers(
     N: int, K: int, group: int, tokens: Sequence[int], weight: Any = None, copies: int = 0
 ) -> tuple[list[Any], Any, str]:
@@ -135,12 +144,14 @@ def humming_layers(
     As many layers as do not fit the L2, unless `copies` are asked for.
 
     Tiles are those of the package's heuristics, for these numbers of tokens alone: the others would be compiled too. A
-    launch looks the tile of one token up, whatever it takes.
+    launch looks the tile of one token up, whatever it takes. Raises UnavailableError for an older release.
     """
     import torch
     from humming.layer import HummingLayer
     from humming.tune import get_heuristics_config
 
+    if reason := why_not_humming():
+        raise UnavailableError(reason)
     layers: list[Any] = []
     quantised: dict[str, Any] = {}
     weight = operand("fp16", N, K, seed=0) if weight is None else weight

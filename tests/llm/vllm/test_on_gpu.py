@@ -68,16 +68,17 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def prompts(smollm2: Path) -> list[list[int]]:
     """Two hundred beginnings of texts, of 8 to 300 tokens."""
-    tokens, rng = corpus(smollm2), np.random.default_rng(0)
+    tokens, rng = corpus(smollm2, 8), np.random.default_rng(0)
     starts, lengths = rng.integers(0, len(tokens) - 300, 200), rng.integers(8, 301, 200)
     return [tokens[start : start + length].tolist() for start, length in zip(starts, lengths, strict=True)]
 
 
-def corpus(folder: Path) -> Any:
+def corpus(folder: Path, articles: int | None = None) -> Any:
+    """Return the tokens of the text, or of its first articles."""
     from ptxlab.llm.checkpoints.tokenizer import Tokenizer
 
     try:
-        return tokens_of(open_text("wikipedia").evaluation[:8], Tokenizer.from_folder(folder))
+        return tokens_of(open_text("wikipedia").evaluation[:articles], Tokenizer.from_folder(folder))
     except UnavailableError as error:
         pytest.skip(f"texts of Wikipedia: {error}")
 
@@ -100,8 +101,8 @@ def require_equal_but_for_ties(folder: Path, prompts: list[list[int]], texts: li
     runner = KernelRunner(folders.load(folder), 1, 512, chunk=512, head=head)
     partings = [parting(runner, Request(prompt, 64, tokens=text)) for prompt, text in zip(prompts, texts, strict=True)]
     parted = [tie for tie in partings if tie is not None]
-    farthest = max((tie.margin / tie.spread for tie in parted), default=0.0)
-    print(f"{len(parted)} of {len(texts)} texts part, by at most {farthest:.3f} deviations")
+    farthest = max(zip(partings, prompts, strict=True), key=lambda of: of[0].margin / of[0].spread if of[0] else 0.0)
+    print(f"{len(parted)} of {len(texts)} texts part; the farthest: {farthest[0]} behind {len(farthest[1])} tokens")
     assert all(len(text) == 64 for text in texts)
     assert not [tie for tie in parted if tie.margin > MOST_APART * tie.spread]
 
@@ -132,7 +133,10 @@ def test_settings_of_the_engine(smollm2: Path, prompts: list[list[int]], tmp_pat
 def test_perplexity_is_that_of_the_formulas(
     smollm2: Path, tmp_path: Path, scheme: str, dtype: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within 0.5% of `ptxlab perplexity`, own keys from the cache on both sides, rotated, and values plain."""
+    """Within 0.5% of `ptxlab perplexity`, own keys from the cache on both sides, rotated, and values plain.
+
+    Two runs of this model that round otherwise differ by 0.6 nats a token: a fifth of the text would not do.
+    """
     rotated = CacheFormat(StoredTensor(scheme, rotated=True), StoredTensor(scheme))
     monkeypatch.setitem(CACHE_FORMATS, "rotated keys", rotated)  # type: ignore[arg-type]
     of_text = windows(corpus(smollm2), 512)
