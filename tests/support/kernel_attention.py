@@ -34,9 +34,9 @@ class KernelAttentionRunner(NumpyRunner):
         finally:
             self._decodes = False
 
-    def _attend(self, i: int, q: Any, rows: Rows) -> Any:
+    def _attend(self, i: int, q: Any, rows: Rows, own: Any) -> Any:
         if not self._decodes:
-            return super()._attend(i, q, rows)
+            return super()._attend(i, q, rows, own)
         place = gpu.to_device if self.backend == "gpu" else np.asarray
         R, padding = len(q), padded_rows(len(q), self.batch) - len(q)
         table = np.pad(self.caches[i].block_table[rows.sequence], ((0, padding), (0, 0)))

@@ -201,6 +201,7 @@ class KernelRunner(Runner):
 
     def _buffers(self, cache: KVCache, tokens: int | None = None) -> LayerBuffers:
         flags: dict[str, Any] = {"batch_invariant": self.batch_invariant, "programmatic": self._programmatic}
+        flags["own_keys"] = tokens is not None and self.own_keys == "16-bit"
         return LayerBuffers.empty(self._layers[0], cache, tokens=tokens, **flags)
 
     def _captured(self, step: "_Step") -> "_Step":

@@ -60,6 +60,8 @@ class LayerBuffers:
         qkv_in, o_in, gate_up_in, down_in: activations of M rows, as the weights read them (`inputs`).
         qkv: [M, (Hq + 2·Hkv)·D].
         q: rotated, [M, Hq, D]; likewise `attention`, the result of attention.
+        keys: of prompts whose rows attend to their own keys and values in 16 bits, [M, Hkv, D]; else None, and these
+            are the cache's.
         o: [M, H], what goes to the residual stream; likewise `hidden`, the layer's result.
         gate_up: [M, 2·F]; [M, F] for weights that are interleaved, whose product ends with SiLU·mul.
         routing: of experts, or None.
@@ -83,6 +85,7 @@ class LayerBuffers:
     gate_up: Any
     down_in: Inputs
     hidden: Any
+    keys: Any = None
     routing: Routing | None = None
     workspaces: Mapping[str, Workspace] = field(default_factory=dict)
     attention_workspace: AttentionWorkspace | None = None
@@ -102,10 +105,12 @@ class LayerBuffers:
         programmatic: bool | None = None,
         batch_invariant: bool = False,
         residual_epilogue: bool | None = None,
+        own_keys: bool = False,
     ) -> Self:
         """For layers like this one, on the cache's batch; arrays of the library, and where, the cache's are.
 
-        With `tokens`, for launches of so many rows of prompts (`layer_calls` with `query_start_loc`).
+        With `tokens`, for launches of so many rows of prompts (`layer_calls` with `query_start_loc`), which with
+        `own_keys` attend to their own keys and values in 16 bits.
         `order` and `rows` are those of activations (`layout.PackedActivations`); experts take row-major ones. There is
         a `residual_epilogue` by default where there are no experts and the weights are in strips. Launches are
         `programmatic` by default where the products' kernels wait for each other: of weights in strips.
@@ -162,6 +167,7 @@ class LayerBuffers:
             qkv=array(M, config.qkv_width),
             q=array(M, *heads),
             attention=array(M, *heads),
+            keys=array(M, config.kv_heads, config.head_dim) if own_keys else None,
             o_in=inputs("o"),
             o=array(M, H),
             gate_up_in=gate_up_in,
@@ -284,6 +290,9 @@ def layer_calls(
     ending: dict[str, Any] = {"epilogue": "silu_mul"} if gated else {}
     attending: dict[str, Any] = {"window": config.window_of(index), "batch_invariant": b.batch_invariant}
     attending |= {"query_start_loc": query_start_loc, "workspace": b.attention_workspace, "out": b.attention}
+    if b.keys is not None:
+        values = b.qkv[:, -config.kv_heads * config.head_dim :].reshape(b.keys.shape)
+        attending |= {"k": b.keys, "v": values}
 
     def call(name: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> LayerCall:
         return LayerCall(name, function, args, {"backend": backend, "programmatic": b.programmatic, **keywords})
@@ -304,7 +313,7 @@ def layer_calls(
     calls = [
         norm("qkv_in", x, weights.input_norm, weights.qkv, b.qkv_in, programmatic=programmatic),
         product("qkv", b.qkv_in, weights.qkv, b.qkv, bias=weights.qkv_bias),
-        call("q", rope_append_kv4, b.qkv, cache, slots, rope=rope, out=b.q),
+        call("q", rope_append_kv4, b.qkv, cache, slots, rope=rope, out=b.q, keys=b.keys),
         call("attention", attention_kv4, b.q, cache, **attending),
         call("o_in", calls_of(weights.o).plain, b.attention.reshape(M, -1), **into(weights.o, b.o_in)),
         to_stream("o", b.o_in, weights.o, b.o),

@@ -153,7 +153,7 @@ class NumpyRunner(Runner):
         at = self._sequences(at)
         tokens = self._checked("tokens", tokens, len(at))
         with self._appended("decode", {b: tokens[i : i + 1] for i, b in enumerate(at)}) as rows:
-            return self._logits(self._run(rows))
+            return self._logits(self._run(rows, own_keys="cache"))
 
     def release(self, b: int) -> None:
         """See `Runner`."""
@@ -173,8 +173,9 @@ class NumpyRunner(Runner):
         return found
 
     @np.errstate(over="ignore", invalid="ignore")  # of what `_finite` finds
-    def _run(self, rows: Rows) -> Any:
+    def _run(self, rows: Rows, own_keys: str | None = None) -> Any:
         config, dtype = self.config, self._dtype
+        in_16_bits = (own_keys or self.own_keys) == "16-bit"
         self._lost[rows.sequence[rows.position <= self._lost[rows.sequence]]] = _NEVER  # computed anew
         angles = tuple(table[rows.position] for table in self._angles)
         x = as_stored(self._embedding[rows.token], dtype)
@@ -183,8 +184,10 @@ class NumpyRunner(Runner):
             stream, y = self._normed(x, stream, layer.input_norm, rows)
             heads = self._finite(layer.qkv(layer.qkv.quantized(y), dtype), rows).reshape(len(x), -1, config.head_dim)
             q, k, v = np.split(heads, [config.heads, config.heads + config.kv_heads], axis=1)
-            self._append(i, reference.rope(k, *angles), v, rows)
-            attention = self._attend(i, as_stored(reference.rope(q, *angles), dtype), rows)
+            q, k = reference.rope(q, *angles), reference.rope(k, *angles)
+            self._append(i, k, v, rows)
+            own = (as_stored(k, dtype), v) if in_16_bits else None
+            attention = self._attend(i, as_stored(q, dtype), rows, own)
             o = layer.o(layer.o.quantized(as_stored(attention, dtype)), dtype)
             stream, y = self._normed(o, stream, layer.post_norm, rows)
             if config.experts:
@@ -238,12 +241,15 @@ class NumpyRunner(Runner):
         write_slots(cache, keys, values, slots)
         self._keys[i, slots], self._values[i, slots] = keys.dequantize(), values.dequantize()
 
-    def _attend(self, i: int, q: F32, rows: Rows) -> F32:
-        """f32 [R, Hq·D] of rotated queries [R, Hq, D]: in float64, rounded once."""
+    def _attend(self, i: int, q: F32, rows: Rows, own: tuple[F32, F32] | None) -> F32:
+        """f32 [R, Hq·D] of rotated queries [R, Hq, D]: in float64, rounded once. `own`: the rows' keys and values."""
         result, config, q = np.empty_like(q), self.config, self.caches[i].rotate(q)
         how: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": config.window_of(i)}
         for b in np.unique(rows.sequence):
             at = np.flatnonzero(rows.sequence == b)
             slots = self._slots(b, np.arange(rows.position[at[-1]] + 1))
-            result[at] = reference.attention(q[at], self._keys[i, slots], self._values[i, slots], **how)[0]
+            keys, values = self._keys[i, slots], self._values[i, slots]
+            if own is not None:
+                keys[-len(at) :], values[-len(at) :] = self.caches[i].rotate(own[0][at]), own[1][at]
+            result[at] = reference.attention(q[at], keys, values, **how)[0]
         return result.reshape(len(q), -1)

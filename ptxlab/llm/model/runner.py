@@ -21,6 +21,7 @@ from ptxlab.llm.model.config import Config
 from ptxlab.llm.model.pages import PAGE, Pages
 from ptxlab.llm.model.quantized import CACHE_CONSTANTS, QuantizedModel
 from ptxlab.llm.model.weights import DEFAULT_CACHE, LayerWeights
+from ptxlab.lowbit.kernels.attention.prefill import CHUNKED
 from ptxlab.lowbit.layout import KVCache
 from ptxlab.lowbit.layout.pages import page_bytes
 from ptxlab.lowbit.quant import Level1Weight, quantize_level1
@@ -31,6 +32,7 @@ from ptxlab.validate import is_one_of, require_integer
 Indices = npt.NDArray[np.int32]
 CHUNK = 256  # rows of prompts at a time
 HEADS = ("float16", "int8")  # of the LM head
+OWN_KEYS = ("cache", "16-bit")  # where rows of prompts find keys and values of their own chunk
 HEAD_ROWS = 8  # the 8-bit head's are padded to a multiple
 
 
@@ -76,6 +78,9 @@ class Runner(ABC):
         cache: the scheme of the cache: `kv4` or `kv8`, or by channel what the model is calibrated for.
         rotated: whether the cache holds rotated keys (`KVCache`), which lose less in 4 bits. Values lie as the model's
             weights make them: rotated by a recipe with `rotate_heads`, or plain.
+        own_keys: where rows of prompts find keys and values of their own chunk: in the `cache`, or in `16-bit` arrays
+            as the projection leaves them. That is faster for long prompts and loses less, but a text then depends on
+            how its prompt is cut into chunks, and on pages that it shares.
         lengths: tokens of each sequence so far, s32 [B], on the host.
         table: pages of each sequence, s32 [B, max_pages], on the host; the first `held` of them count.
         held: how many pages each sequence has, s32 [B].
@@ -97,6 +102,7 @@ class Runner(ABC):
         head: str = "float16",
         cache: str | None = None,
         rotated: bool | None = None,
+        own_keys: str = "cache",
     ) -> None:
         """`pages` are as many as all sequences can need, unless a number is given.
 
@@ -120,6 +126,12 @@ class Runner(ABC):
         check_flags(batch_invariant=batch_invariant, rotated=rotated)
         if rotated and cache in BY_CHANNEL:
             raise ArgumentError("rotated", f"must be False for {cache}: only kv4 and kv8 rotate keys", rotated)
+        if not is_one_of(own_keys, OWN_KEYS):
+            raise ArgumentError("own_keys", f"must be one of {', '.join(OWN_KEYS)}", own_keys)
+        if own_keys == "16-bit" and cache not in CHUNKED:
+            raise ArgumentError(
+                "own_keys", f"must be cache for {cache}: only kv4 has kernels for 16-bit ones", own_keys
+            )
         if not is_one_of(head, HEADS):
             raise ArgumentError("head", f"must be one of {', '.join(HEADS)}", head)
         self.chunk = min(CHUNK, batch * context) if chunk is None else chunk
@@ -128,6 +140,7 @@ class Runner(ABC):
         self.model, self.batch, self.context = model, int(batch), int(context)
         self.pages = self.batch * self.max_pages if pages is None else int(pages)
         self.batch_invariant, self.head, self.cache, self.rotated = batch_invariant, head, cache, rotated
+        self.own_keys = own_keys
         self.lengths: Indices = np.zeros(batch, np.int32)
         self.table: Indices = np.zeros((batch, self.max_pages), np.int32)
         self.held: Indices = np.zeros(batch, np.int32)

@@ -12,6 +12,7 @@ from ptxlab.llm.model import FloatModel, KernelRunner, LayerInputs, NumpyRunner,
 from ptxlab.llm.model.generate import choose
 from ptxlab.llm.model.numpy_runner import IntegerProduct
 from ptxlab.llm.model.reference import exact
+from ptxlab.llm.model.runner import OWN_KEYS
 from ptxlab.llm.model.sampling import Sampling
 from ptxlab.lowbit import quant, reference
 from ptxlab.lowbit.layout import gather, pack, unpack
@@ -153,10 +154,11 @@ def test_chunks_and_batches_do_not_matter(model: QuantizedModel) -> None:
 
 
 @pytest.mark.full
-def test_kernels_give_the_same(model: QuantizedModel) -> None:
+@pytest.mark.parametrize("own_keys", OWN_KEYS)
+def test_kernels_give_the_same(model: QuantizedModel, own_keys: str) -> None:
     """In the emulator: steps, whose every bit is the same with the kernel's own attention in NumPy, and behind them
     prompts in chunks, the last one padded. With attention in floats the first layer's keys and values are the same."""
-    how = {"batch": 2, "context": 70, "chunk": 6}
+    how = {"batch": 2, "context": 70, "chunk": 6, "own_keys": own_keys}
     kernels = KernelRunner(model, **how, head="int8", backend="emulator")  # whose sums are exact, unlike float16's
     same, near = (kind(model, **how, head="int8") for kind in (KernelAttentionRunner, NumpyRunner))
     stepped, right, others = ([run.decode([5, 6]), run.decode([3, 1], [1, 0])] for run in (kernels, same, near))
@@ -169,6 +171,32 @@ def test_kernels_give_the_same(model: QuantizedModel) -> None:
     difference = np.sqrt(np.square(np.subtract(others, stepped), dtype=np.float64).mean())
     assert 0 < difference < OF_ATTENTION * np.sqrt(np.square(stepped, dtype=np.float64).mean())
     assert np.array_equal(near.lengths, kernels.lengths) and near.lengths.tolist() == [9, 5]
+
+
+class WithoutCache(NumpyRunner):
+    """Forgets what it has written: whoever reads the cache gets other numbers."""
+
+    def _append(self, i: int, k: Any, v: Any, rows: Any) -> None:
+        super()._append(i, k, v, rows)
+        self._keys[:], self._values[:] = 3.0, 3.0
+
+
+def test_keys_of_the_own_chunk_may_be_of_16_bits(model: QuantizedModel) -> None:
+    """A prompt in one chunk reads nothing of the cache, and writes into the first layer's what it always writes."""
+    prompt, how = [list(range(40))], {"context": 60, "own_keys": "16-bit"}
+    whole, cut, cached = NumpyRunner(model, **how), NumpyRunner(model, **how, chunk=9), NumpyRunner(model, context=60)
+    right = whole.prefill(prompt)
+    forgetful = WithoutCache(model, **how)
+    assert np.array_equal(forgetful.prefill(prompt), right)
+    of_chunks, of_cache = cut.prefill(prompt), cached.prefill(prompt)
+    assert not np.array_equal(WithoutCache(model, **how, chunk=9).prefill(prompt), of_chunks)
+    assert not np.array_equal(of_chunks, right) and not np.array_equal(of_cache, right)
+    assert np.array_equal(whole.caches[0].pool, cached.caches[0].pool)
+    assert not np.array_equal(forgetful.decode([1]), whole.decode([1]))  # which reads the cache
+    with pytest.raises(ArgumentError, match=r"own_keys: must be one of cache, 16-bit \(got 8-bit\)"):
+        NumpyRunner(model, own_keys="8-bit")
+    with pytest.raises(ArgumentError, match=r"own_keys: must be cache for kv8: only kv4 has kernels for 16-bit ones"):
+        NumpyRunner(model, cache="kv8", own_keys="16-bit")
 
 
 @pytest.mark.default_cases("numpy")
