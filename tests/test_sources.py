@@ -83,3 +83,17 @@ def test_the_guide_names_every_kernel_and_constant(family: str) -> None:
         constants = re.search(r"^#ifndef.*?^#endif", source.text, re.DOTALL | re.MULTILINE)
         names = re.findall(r"^#define (\w+)", constants[0], re.MULTILINE) if constants else []
         assert {source.name, *names} <= named, source.label
+
+
+KERNEL_LINES = 80  # of a body
+ATTENTION = sorted(path for path in (sources.cuda_dir() / "attention").glob("*.cu"))
+
+
+@pytest.mark.parametrize("path", ATTENTION, ids=lambda path: path.stem)
+def test_bodies_of_attention_kernels_are_short(path: Path) -> None:
+    """Roles are functions; what the kernel itself does fits a screen."""
+    text = path.read_text()
+    bodies = [
+        text[kernel.end() :].partition("\n}")[0] for kernel in re.finditer(r"__global__.*?\) \{\n", text, re.DOTALL)
+    ]
+    assert bodies and all(body.count("\n") < KERNEL_LINES for body in bodies)
