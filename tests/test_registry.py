@@ -84,6 +84,7 @@ def test_a_kernel_of_another_package_is_verified_by_name(environment: dict[str, 
     assert "negate_words" in ptxlab(environment, "list", "negation").stdout, "its family"
 
 
+@pytest.mark.full
 def test_a_command_of_another_package_is_one_of_ptxlab(environment: dict[str, str]) -> None:
     assert ptxlab(environment, "greet", "you").stdout == "hello you\n"
     listed = ptxlab(environment, "--help").stdout

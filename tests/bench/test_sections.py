@@ -123,6 +123,7 @@ def test_another_run_begins_anew_and_says_why(
     assert note.startswith(f"{suite.name} begins anew: {file} is {reason}") and "\n" not in note
 
 
+@pytest.mark.full
 def test_the_suite_attention_goes_on(made_up: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "why_not", lambda step: None)
     monkeypatch.setattr(gpu, "why_not", lambda arch, exact=False: None)

@@ -26,6 +26,7 @@ def test_a_library_that_is_missing_is_one_line(
     assert "torch: " in capsys.readouterr().err
 
 
+@pytest.mark.default_cases("decode", "vllm")
 @pytest.mark.parametrize("suite", ["decode", "layer", "prefill", "torch", "vllm"])
 def test_its_own_suites(suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     if suite in ("prefill", "torch"):

@@ -72,7 +72,7 @@ def vectors() -> dict[str, np.ndarray]:
         return dict(stored)
 
 
-@pytest.mark.full_cases("cvt", "shfl", "setp", "abs", "sub", "max", "vmax*", "vmin*", "vavrg*", "vabsdiff*")
+@pytest.mark.default_cases("add", "fma", "lop3", "mad", "mul", "prmt", "set", "vadd4", "vset4")
 @pytest.mark.parametrize("family", sorted({case.name.split("_")[0] for case in CASES} - ABSENT))
 def test_recorded_on_a_gpu(family: str, vectors) -> None:
     wrong, modelled = [], 0

@@ -175,6 +175,7 @@ def test_targets_are_met_or_missed_and_need_every_model_where_they_say_so() -> N
     assert {target(start, one).verdict for start in ("QServe's rule", "peak at equal memory over humming g128")} == {""}
 
 
+@pytest.mark.full
 def test_a_picture_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     figure = decode.model_figure(WHOLE, "LLaMA-2-70B")
     left, right = figure.axes

@@ -53,6 +53,7 @@ def test_a_point_is_row_major_with_sums_from_the_quantiser() -> None:
     assert gemm.points(other_group).empty and len(gemm.points(other_group, group=64)) == len(POINTS)
 
 
+@pytest.mark.full
 def test_the_ladder_does_not_see_them() -> None:
     assert ladder.points(RECORD).equals(ladder.points(ladder_record.record()))
     assert ladder.ladder_table(RECORD) == ladder.ladder_table(ladder_record.record())

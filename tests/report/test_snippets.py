@@ -163,6 +163,8 @@ def run_page(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 @pytest.mark.full_cases(
     "*/gpus.md",
+    "*/fence_bugs.md",
+    "*/checks.md",
     "*/check_triton.md",
     "*/dequantisation.md",
     "*/profiling.md",

@@ -105,7 +105,7 @@ def require_equal_but_for_steps(pool: Any, right: Any) -> None:
     assert differences.max() <= 1 and np.count_nonzero(differences) < 0.05 * np.count_nonzero(expected)
 
 
-@pytest.mark.default_cases("sm_90-kv8_channel")
+@pytest.mark.full
 @pytest.mark.parametrize("scheme", [*BY_CHANNEL, "kv8"])
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
 def test_a_decoder_decodes(models: dict[str, QuantizedModel], scheme: str, arch: str) -> None:

@@ -154,7 +154,7 @@ def test_any_layer_is_its_twin(problem: LayerProblem, mode: str, poison: int) ->
     compare(given, problem.weights, problem.buffers, problem.residual, problem.cache)
 
 
-@pytest.mark.smoke
+@pytest.mark.full
 def test_layers_follow_each_other() -> None:
     """The second begins while the first still runs, and goes on with its result and its residual."""
     first = layer_problem()

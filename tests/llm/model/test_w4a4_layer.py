@@ -58,7 +58,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuantizedModel]:
     return models
 
 
-@pytest.mark.default_cases("float16-sm_90-atom", "bfloat16-sm_80-fmpq")
+@pytest.mark.default_cases("float16-sm_90-atom")
 @pytest.mark.parametrize("scheme", ["atom", "fmpq"])
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80", "sm_89"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -107,6 +107,7 @@ def test_operators_of_experts_are_their_public_calls(monkeypatch: pytest.MonkeyP
     assert (fake.allocations, len(fake.launched)) == (allocations, 9)
 
 
+@pytest.mark.default_cases("strips")
 @pytest.mark.parametrize("to", ATOM_LAYOUTS)
 def test_operators_of_w4a4_are_their_public_calls(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare with the CPU's operators, but for a step of the gate here and there; also in a capture."""
@@ -131,6 +132,7 @@ def test_operators_of_w4a4_are_their_public_calls(to: str, monkeypatch: pytest.M
     assert (fake.allocations, len(fake.launched)) == (allocations, 2 * launched) and launched == len(on_cuda)
 
 
+@pytest.mark.full
 def test_a_capture_takes_all_operators(fake: TensorGpu) -> None:
     """After a first call of each; attention with the tensor as its workspace."""
     from ptxlab.llm.torch import operators
@@ -162,6 +164,7 @@ def test_chunks_take_the_kernel_for_prompts(fake: TensorGpu) -> None:
     assert [kernel for kernel, _ in fake.launched] == ["attention_kv4_prefill_sm90"] * 2 and fake.loads == 1
 
 
+@pytest.mark.full
 def test_a_capture_takes_chunks_behind_long_contexts(fake: TensorGpu) -> None:
     """Contexts are then cut into parts, for which one workspace has room beside that of decoding."""
     from ptxlab.llm.torch import operators

@@ -35,6 +35,7 @@ def test_opcheck(name: str, ops: Any) -> None:
     torch.library.opcheck(getattr(ops, name).default, args, how)
 
 
+@pytest.mark.full
 def test_compiled_without_a_break(ops: Any) -> None:
     def layer(calls: dict[str, Any]) -> list[Any]:
         routed = ops.route_tokens(*calls["route_tokens"][0])

@@ -28,6 +28,7 @@ def numpy_of(tensor: Any) -> np.ndarray:
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FOUR_BIT_OPERATORS)
 @pytest.mark.parametrize("to", ATOM_LAYOUTS)
 def test_opcheck(name: str, to: str, ops: Any) -> None:
@@ -35,6 +36,7 @@ def test_opcheck(name: str, to: str, ops: Any) -> None:
     torch.library.opcheck(getattr(ops, name).default, args, how)
 
 
+@pytest.mark.full
 def test_compiled_without_a_break(ops: Any) -> None:
     def layer(calls: dict[str, Any]) -> list[Any]:
         outputs = [getattr(ops, name)(*args, **how) for name, (args, how) in calls.items()]
@@ -45,6 +47,7 @@ def test_compiled_without_a_break(ops: Any) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(expected, got, strict=True))
 
 
+@pytest.mark.default_cases("strips")
 @pytest.mark.parametrize("to", ATOM_LAYOUTS)
 def test_numbers_are_those_of_the_kernels(to: str, ops: Any) -> None:
     """Compare with the emulator; the gate's exp may move an integer by a step, so of that the scales are compared."""

@@ -29,6 +29,7 @@ def test_the_parts_of_a_real_launch() -> None:
     assert (row.kernel, row.layer, row.sizes) == (launched.kernel, "7B down", SIZES)
 
 
+@pytest.mark.full
 def test_without_the_dequantisers_source_nothing_is_claimed() -> None:
     (launched,) = nsight.read(FILE)
     with pytest.raises(UnavailableError, match=r"dequant\.cuh is not in the report of add4"):

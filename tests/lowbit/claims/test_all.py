@@ -34,9 +34,7 @@ def known() -> list[Claim]:
     "swizzles",
     "kv4 in FP16",
     "pages of the KV cache",
-    "dequant_comet.ptx",
     "dequant_qoq_channel.ptx",
-    "gemm_w4a4_s4_sm80.cu, a step of its loop",
     "quantize_activations_s8.cu, a step of its loop",
 )
 @pytest.mark.parametrize("subject", [*KERNELS, *LOOPS, *OTHERS])

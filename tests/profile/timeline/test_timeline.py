@@ -267,6 +267,7 @@ def test_files_that_are_none(tmp_path: Path, text: str, problem: str) -> None:
         timeline.load(tmp_path / "a.json")
 
 
+@pytest.mark.full
 def test_the_trace_has_every_span(imfp: Timeline) -> None:
     events = timeline.trace(imfp)["traceEvents"]
     spans = [e for e in events if e["ph"] == "X"]

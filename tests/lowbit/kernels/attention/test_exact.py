@@ -110,7 +110,7 @@ def test_the_same_bits_of_more_parts_than_a_unit_may_have(blocks: int) -> None:
     assert difference((found.outputs["out"], found.outputs["lse"]), by_oracle(logical, arrays, config)) == ""
 
 
-@pytest.mark.default_cases("equal_scores", "one_dominant_score")
+@pytest.mark.default_cases("one_dominant_score")
 @pytest.mark.parametrize("change", problems.CASES[1:], ids=lambda change: change.__name__)
 def test_equal_in_hard_cases(change: problems.Change) -> None:
     emulated_alike(PLAIN, *PLAIN.problem(1, (75, 0, 1, 130), change, blocks=2))

@@ -147,6 +147,7 @@ def test_bad_input_is_refused_by_name(spec: KernelSpec, change: dict[str, Any], 
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.default_cases("attention_kv4_simple")
 @every_step
 def test_a_page_outside_the_pool_is_a_fault_in_the_emulator(spec: KernelSpec) -> None:
     q, cache = problems.problem(0, (65,), Hq=1, Hkv=1, scheme=scheme_of(spec))

@@ -46,7 +46,7 @@ def by_oracle(spec: KernelSpec, logical: Arrays, sizes: dict[str, Any], BF16: in
     return exact.prefill(q, logical["cache"], logical["starts"], config=config, own=(k, v), **options)
 
 
-@pytest.mark.default_cases("sm90-0-one of each-emulator", "sm80-1-pages of 32, a window-emulator")
+@pytest.mark.default_cases("sm80-1-pages of 32, a window-emulator")
 @on_every_backend
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("BF16", [0, 1])
@@ -127,7 +127,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.default_cases("sm90-own tokens are not fenced", "sm80-own keys*")
+@pytest.mark.default_cases("sm80-own keys*")
 @pytest.mark.parametrize(
     ("kernel", "change"), [(kernel, change) for kernel in CHANGES for change in CHANGES[kernel][1]]
 )
