@@ -80,8 +80,8 @@ MISTAKES = {
     "registers are not fenced": (
         FENCE, "", r"async: .*mma_async.* no wgmma\.fence"),
     "a register is written behind its fence": (
-        FENCE, FENCE + 'asm volatile("add.u32 %0, %0, 0;" : "+r"(d[0]));',
-        r"async: .*mma_async.* takes %r\d+, which line \d+, `add\.u32 .* wrote, and no wgmma\.fence since"),
+        FENCE, FENCE + 'asm volatile("shfl.sync.bfly.b32 %0, %0, 0, 31, -1;" : "+r"(d[0]));',
+        r"async: .*mma_async.* takes %r\d+, which line \d+, `shfl\..* wrote, and no wgmma\.fence since"),
     "a sum is read while it is computed": (
         COMMIT, COMMIT + 'asm volatile("{ .reg .b32 t; mov.b32 t, %0; }" :: "r"(d[0]));',
         r"async: .*mov\.b32 t.* reads %r\d+, still in use by line \d+ .*`.*mma_async"),

@@ -1,11 +1,12 @@
 """The check "async" for registers: a running wgmma owns its A (nobody may write it) and its D (nobody may touch it).
 
 They are in use until wgmma.wait_group. And a wgmma sees only what registers held at the last wgmma.fence, which every
-warp needs before its first.
+warp needs before its first. A `mov` of what a register held then, or of a constant, may follow the fence: ptxas makes
+no instruction of it. Nor does arithmetic in the row of instructions between a fence and the first wgmma count:
+compilers put it there, and ptxas ahead of the fence, as long as no other wgmma is under way.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,11 +15,13 @@ from ptxlab.emulator.checks.check import Check
 from ptxlab.emulator.core.effect import Effect
 from ptxlab.emulator.core.effect_queue import EffectQueue
 from ptxlab.emulator.core.lanes import Handler, Lanes, count_of, indices_of
-from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.core.machine import Array, Machine
 from ptxlab.emulator.front.ir import Entry, Instruction, Register, remembered
 from ptxlab.emulator.front.types import bits_of
 
 _TAKEN, _GIVEN = 1, 2  # what a wgmma in flight does to a register
+_ENDS = ("bra", "brx", "call", "ret", "exit")  # of a row of instructions
+_MEMORY = ("ld", "ldu", "ldmatrix", "atom", "shfl", "tex")  # whose results are no arithmetic
 
 
 class RegistersInUse(Check):
@@ -26,10 +29,11 @@ class RegistersInUse(Check):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
-        shape = machine.files[32].shape
-        self.used = np.zeros(shape, np.uint8)
-        self.written = np.zeros(shape, np.int32)  # since the last fence: by which instruction, its index + 1
-        self.since: set[int] = set()  # registers that have been written since some fence
+        self.used = np.zeros(machine.files[32].shape, np.uint8)
+        # By width and register: which instruction has written it since the last fence, its index + 1.
+        widths = {width for width, _ in seen_by_wgmmas(machine.launch.entry)}
+        self.written = {width: np.zeros(machine.files[width].shape, np.int32) for width in widths}
+        self.since: set[tuple[int, int]] = set()  # widths and registers that have been written since some fence
         self.in_use: set[int] = set()  # registers that are, in some lanes
         self.fenced = np.zeros(machine.lanes, bool)
 
@@ -40,9 +44,10 @@ class RegistersInUse(Check):
         pc = self.machine.index[id(instruction)]
         if pc not in (known := concerned(self.machine.launch.entry)):
             return handler
-        (sources, targets), number = known[pc], pc + 1
-        rows = [self.written[register.index] for register in targets]
-        written = {register.index for register in targets}
+        access = known[pc]
+        rows, copied = ([self._row(place) for place in places] for places in (access.written, access.copied))
+        sources, targets = access.reads, access.writes
+        number = np.int32(0 if access.is_copy else pc + 1)
 
         def checked(lanes: Lanes) -> Any:
             if self.in_use:
@@ -50,13 +55,25 @@ class RegistersInUse(Check):
                     self.meet(instruction, register, lanes, _GIVEN, "reads")
                 for register in targets:
                     self.meet(instruction, register, lanes, _TAKEN | _GIVEN, "writes")
+            writers: Any = self._not_ahead(lanes) * number if access.is_ahead else number
+            for row in copied:
+                writers = np.maximum(writers, row[lanes])
             successors = handler(lanes)
             for row in rows:
-                row[lanes] = number
-            self.since |= written
+                row[lanes] = writers
+            self.since.update(access.written)
             return successors
 
         return checked
+
+    def _not_ahead(self, lanes: Lanes) -> Any:
+        """Tell which lanes have a wgmma under way, whose fence cannot stand behind what follows it."""
+        return self.used[sorted(self.in_use)][:, lanes].any(axis=0) if self.in_use else np.int32(0)
+
+    def _row(self, place: tuple[int, int]) -> Array:
+        """Return the writers of a register, given its width and index."""
+        width, index = place
+        return self.written[width][index]
 
     def meet(self, instruction: Instruction, register: Register, lanes: Lanes, flags: int, does: str) -> None:
         """Report an access to a register in use."""
@@ -89,7 +106,7 @@ class RegistersInUse(Check):
             (decoded.a_registers, a_rows, _GIVEN, "takes"),
             (decoded.d_registers, d_rows, _TAKEN, "writes"),  # two wgmmas may add to one D, in order
         ):
-            late = self.written[rows, lanes]
+            late = self.written[32][rows, lanes]
             for i in np.flatnonzero(late.any(axis=1)).tolist():
                 by = self.machine.code[int(late[i].max()) - 1].seen_from(instruction)
                 message = f"takes {registers[i].name}, which {by}, wrote, and no wgmma.fence since,"
@@ -117,27 +134,70 @@ class RegistersInUse(Check):
 
     def register_fence(self, lanes: Lanes) -> None:
         """What the registers hold now can be seen."""
-        rows = np.array(sorted(self.since), np.intp)
-        self.written[np.ix_(rows, indices_of(lanes))] = 0
+        for place in self.since:
+            self._row(place)[lanes] = 0
         if count_of(lanes) == self.machine.lanes:
             self.since.clear()
         self.fenced[lanes] = True
 
 
+class RegisterAccess(NamedTuple):
+    """What an instruction does to registers that some wgmma takes or gives, and to those that are copied to them.
+
+    Attributes:
+        reads, writes: registers of wgmmas.
+        written: of all, width and index.
+        copied: likewise, of what a copy copies.
+        is_copy: whether it only copies.
+        is_ahead: whether it is arithmetic between a fence and the first wgmma behind it, with no branch between.
+    """
+
+    reads: list[Register]
+    writes: list[Register]
+    written: list[tuple[int, int]]
+    copied: list[tuple[int, int]]
+    is_copy: bool
+    is_ahead: bool
+
+
 @remembered
-def concerned(entry: Entry) -> dict[int, tuple[list[Register], list[Register]]]:
-    """Instructions that read or write registers which some wgmma takes or gives, and these registers."""
-    multiplies = (i for i in entry.instructions if i.opcode.startswith("wgmma.mma_async"))
-    theirs = {register.index for i in multiplies for register in words((*i.destinations, *i.sources))}
-    found = {}
+def concerned(entry: Entry) -> dict[int, RegisterAccess]:
+    """Instructions that read or write registers which some wgmma takes or gives, or write what is copied to these."""
+    theirs, seen = registers_of_wgmmas(entry), seen_by_wgmmas(entry)
+    found, behind_fence = {}, False
     for pc, each in enumerate(entry.instructions):
-        some = each.sources, each.destinations
-        sources, targets = ([register for register in words(of) if register.index in theirs] for of in some)
-        if sources or targets:
-            found[pc] = sources, targets
+        if pc in entry.targets or each.head in _ENDS or each.opcode.startswith("wgmma"):
+            behind_fence = each.opcode.startswith("wgmma.fence")
+        reads, writes = ([r for r in some if place_of(r) in theirs] for some in (each.sources, each.destinations))
+        written = [place for place in map(place_of, each.destinations) if place in seen]
+        if reads or written:
+            copied = [*map(place_of, each.sources)] if written and each.head == "mov" else []
+            is_ahead = behind_fence and each.head not in _MEMORY
+            found[pc] = RegisterAccess(reads, writes, written, copied, each.head == "mov", is_ahead)
     return found
 
 
-def words(registers: Iterable[Register]) -> list[Register]:
-    """The 32-bit registers among operands."""
-    return [register for register in registers if bits_of(register.type) == 32]
+@remembered
+def seen_by_wgmmas(entry: Entry) -> set[tuple[int, int]]:
+    """Return the registers of wgmmas, and those whose contents are copied to them, by width and index."""
+    seen, before = registers_of_wgmmas(entry), 0
+    copies = [each for each in entry.instructions if each.head == "mov"]
+    while before < len(seen):
+        before = len(seen)
+        for each in copies:
+            if any(place_of(register) in seen for register in each.destinations):
+                seen = seen.union(map(place_of, each.sources))
+    return seen
+
+
+@remembered
+def registers_of_wgmmas(entry: Entry) -> set[tuple[int, int]]:
+    """Return what wgmmas take or give, by width and index."""
+    multiplies = (i for i in entry.instructions if i.opcode.startswith("wgmma.mma_async"))
+    places = (place_of(register) for i in multiplies for register in (*i.destinations, *i.sources))
+    return {(width, index) for width, index in places if width == 32}
+
+
+def place_of(register: Register) -> tuple[int, int]:
+    """Return the width of a register's file, in bits, and its row there."""
+    return bits_of(register.type), register.index

@@ -100,10 +100,28 @@ def test_operands_are_in_use_until_waited_for(line, wrong, mode):
         assert found == [] and (out == right()).all()
 
 
+LOADED = "{ .reg .b32 %y; ld.shared.b32 %y, [tile]; mov.b32 %a2, %y; }"
+
+
 @both_modes
-def test_registers_written_behind_the_fence_are_not_seen(mode):
-    text = CASE.ptx.replace(FENCE, f"{FENCE} mov.b32 %a2, %a2;")
-    assert outcome(text, mode)[1] == [("async", LAUNCHES[0])]
+@pytest.mark.parametrize(
+    ("before", "behind", "second", "found"),
+    [
+        ("", "ld.shared.b32 %a2, [tile];", "", LAUNCHES[:1]),
+        ("", LOADED, "", LAUNCHES[:1]),  # a copy is what it copies
+        ("", "add.u32 %a6, %a6, 0;", "", []),  # arithmetic ahead of the first wgmma, for whichever
+        ("", "bra on; on: add.u32 %a2, %a2, 0;", "", LAUNCHES[:1]),
+        ("", "", "add.u32 %a6, %a6, 0;", LAUNCHES[1:]),  # while the first one is under way
+        ("", "", "mov.b32 %a6, %a6;", []),
+        ("{ .reg .b64 %pair; mov.b64 %pair, {%a2, %a6};", "mov.b64 {%a2, %a6}, %pair; }", "", []),
+        ("", "{ .reg .b16 %h<2>; mov.b32 {%h0, %h1}, %a2; mov.b32 %a2, {%h0, %h1}; }", "", []),
+    ],
+)
+def test_registers_written_behind_the_fence_are_not_seen(mode, before, behind, second, found):
+    text = CASE.ptx.replace(FENCE, f"{before} {FENCE} {behind}").replace(SECOND, f"{second} {SECOND}")
+    out, findings = outcome(text, mode)
+    assert findings == [("async", line) for line in found]
+    assert bool((out == right()).all()) == ("ld.shared" not in behind)
 
 
 @both_modes
