@@ -34,9 +34,13 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
     windows = {"shared": machine.shared_base, "local": machine.local_base}.get(space.split("::")[0])
     shift, size = address.offset - (BASE if windows is None else 0), access.size
     shift = (shift + (1 << 63)) % (1 << 64) - (1 << 63)  # addresses wrap at 64 bits
+    parameters = first_parameter(machine) if space.startswith("param") and not wide else None
 
     def addresses(lanes: Lanes) -> Array:
         values = read(lanes)
+        if parameters is not None:  # whose addresses have 32 bits: by how much one lies behind the first
+            behind = (values - np.uint32(parameters & 0xFFFFFFFF)).view(np.int32)
+            return np.broadcast_to(behind + np.int64(parameters + shift), (count_of(lanes),))
         offsets = (values.view(np.int64) if wide else values.astype(np.int64)) + shift
         return offsets if len(offsets) == count_of(lanes) else np.broadcast_to(offsets, (count_of(lanes),))
 
@@ -82,6 +86,12 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
         return offsets
 
     return anywhere if windows is None else in_window
+
+
+def first_parameter(machine: Machine) -> int:
+    """Return the address of the kernel's parameters."""
+    launch = machine.launch
+    return min((launch.addresses[id(param)] for param in launch.entry.params), default=0)
 
 
 def furthest(offsets: Array, sizes: AccessSizes) -> int:

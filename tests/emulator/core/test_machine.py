@@ -328,3 +328,15 @@ def test_the_address_of_a_parameter_in_32_bits():
     out = np.zeros(1, np.uint32)
     run(kernel(body, ".param .u64 out, .param .align 16 .b8 words[16]"), out, np.arange(4, dtype=np.uint32).tobytes())
     assert out[0] == 1
+
+
+@both_modes
+def test_the_address_of_a_parameter_fits_32_bits(mode: str) -> None:
+    """Threads choose among parameters, as Triton has them do for a tuple of pointers."""
+    choose = "mov.u32 %t, %tid.x; setp.lt.u32 %p, %t, 16; mov.b32 %r0, a; mov.b32 %r1, b; selp.b32 %r2, %r0, %r1, %p;"
+    text = kernel(f"{choose} ld.param.u32 %s, [%r2+AT]; {STORE}", ".param .u32 a, .param .u32 b, .param .u64 out")
+    out = np.zeros(32, np.int32)
+    run(text.replace("+AT", ""), np.uint32(7), np.uint32(9), out, threads=32, mode=mode)
+    assert out.tolist() == [7] * 16 + [9] * 16
+    with pytest.raises(MemoryFault, match="out of bounds"):
+        run(text.replace("AT", "4096"), np.uint32(7), np.uint32(9), out, threads=32, mode=mode)
