@@ -11,7 +11,7 @@ import pytest
 from ptxlab import bench
 from ptxlab.lowbit.bench import sweep
 from ptxlab.runtime.timing import Measured
-from tests.support import kv_record, ladder_record, layer_record
+from tests.support import kv_record, ladder_record
 from tests.support.bench_rows import slowed
 from tests.support.headline_record import record
 
@@ -26,7 +26,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, found: bench.Record) -> None:
 @pytest.mark.default_cases("gemm1")
 @pytest.mark.parametrize(
     "found",
-    [RECORD, kv_record.record(), ladder_record.record(), layer_record.record()],
+    [RECORD, kv_record.record(), ladder_record.record()],
     ids=lambda record: record.suite,
 )
 def test_one_command_records_and_prints_what_was_measured(
@@ -65,8 +65,8 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(
     ("options", "message"),
     [
         (("dequant", "--only", "fused"), "only: must be empty for the suite dequant (got fused)"),
-        (("gemm", "--only", "fused"), "only: one of w4a4, 7B, 70B (got fused)"),
-        (("gemm", "--only", "7B"), "only: must name the part w4a4 too (got 7B)"),
+        (("gemm", "--only", "fused"), "only: one of w4a4, g64, 7B, 70B (got fused)"),
+        (("gemm", "--only", "7B"), "only: must name a part too, w4a4 or g64 (got 7B)"),
         (("layer",), "suite: one that this command has; run `python -m benchmarks layer` in notebooks/ (got layer)"),
     ],
 )

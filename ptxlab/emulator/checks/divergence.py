@@ -46,6 +46,8 @@ class Divergence(Check):
     def around(self, instruction: Instruction, handler: Handler) -> Handler:
         """Look at who comes to `.aligned` instructions, and follow branches."""
         pc = self.machine.index[id(instruction)]
+        if instruction.guard is None and END not in self.flow.leaving.get(pc, ()):
+            handler = self.followed(pc, handler)
         if pc in self.flow.aligned:
 
             def together(lanes: Lanes) -> Successors:
@@ -60,14 +62,14 @@ class Divergence(Check):
                 return handler(lanes)
 
             return leave
-        return self.followed(pc, handler) if instruction.guard is None else handler
+        return handler
 
     def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
         """A branch with a guard: some go on behind it."""
         return self.followed(self.machine.index[id(instruction)], handler)
 
     def followed(self, pc: int, handler: Handler) -> Handler:
-        """The step of a branch, after which its lanes are counted where they have gone."""
+        """The step of a block's last instruction, after which its lanes are counted where they have gone."""
         turning, leaving = self.flow.turning.get(pc, ()), self.flow.leaving.get(pc, ())
         if not turning and not leaving:
             return handler

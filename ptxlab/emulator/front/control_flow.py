@@ -27,7 +27,8 @@ class Flow:
 
     aligned: the first `.aligned` instruction of each block (what follows in the block is executed by the same lanes),
         and all that have a guard.
-    turning: branch -> targets by which it goes back to the head of a loop with an `.aligned` instruction in it.
+    turning: last of a block -> heads of loops with an `.aligned` instruction to which it goes back. A compiler may put
+        the way back ahead of the head, so the last need not be a branch.
     leaving: branch -> targets by which lanes leave early: they come to no `.aligned` instruction any more, while others
         may, nor to anything, but the end, that is executed whichever way the branch takes.
     """
@@ -89,7 +90,7 @@ def flow_of(entry: Entry) -> Flow:
     for block in alive:
         branch = graph.last[block]
         back = {h for h in graph.after[block] & alive if with_aligned & loop(graph, block, h)}
-        if back and code[branch].head in ("bra", "brx"):
+        if back:
             turning[branch] = frozenset(graph.first[h] for h in back)
         away = {v for v in graph.after[block] - alive if leaves(graph, code, block, v)}
         if away and graph.after[block] & alive:

@@ -1,5 +1,8 @@
 """atom and red. Lanes that hit the same address go one after another, in the order of their numbers.
 
+In mode "late" atom of integers has them go in an order drawn from the seed, so it is not always the first lanes that
+take a lock or the next piece of work. Of floats the sum would be another.
+
 Of vectors there is red, of floats in global memory: atomic for each element.
 """
 
@@ -79,6 +82,8 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     locate = locator(machine, access, address)
     view = machine.memory.arena.view(DTYPES[t])
     watchers, size = machine.watchers, access.size
+    shuffled = np.random.default_rng((machine.launch.options.seed, 2))
+    in_any_order = returns and not is_float(t) and machine.launch.options.mode == "late"
     # of integers, whose order cannot be told from their result
     together = None if returns or is_float(t) else COMBINE.get(access.rest[0])
 
@@ -92,7 +97,8 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
             together.at(view, places, operands[0])
             return
         before = np.empty(len(places), view.dtype)
-        for part in rounds(places):
+        order = shuffled.permutation(len(places)) if in_any_order else np.arange(len(places))
+        for part in (order[turn] for turn in rounds(places[order])):
             before[part] = view[places[part]]
             view[places[part]] = function(before[part], *[operand[part] for operand in operands])
         if write is not None:

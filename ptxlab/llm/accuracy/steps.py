@@ -14,6 +14,7 @@ from ptxlab.llm.model.config import Config
 from ptxlab.llm.model.floats import FloatModel, Tokens, perplexity
 from ptxlab.llm.recipe import RECIPES, Recipe, random_orthogonal
 from ptxlab.llm.recipe.calibrate import QuantizedLayer, prepared, quantize_layers, turned
+from ptxlab.llm.recipe.systems import SYSTEMS
 
 SCHEMA = 1
 STARTS = ("mixed", "uniform", "file")
@@ -49,6 +50,7 @@ def rows() -> list[AccuracyRow]:
         *_qoq(),
         *_atom(),
         *_fmpq(),
+        *(AccuracyRow("systems", system.name, system.settings, repeats=True) for system in SYSTEMS),
     ]
 
 

@@ -18,6 +18,7 @@ from ptxlab.io.files import read_record, require_folder, sole_writer, write_reco
 from ptxlab.llm.accuracy import steps as table_of
 from ptxlab.llm.accuracy.text import tokens_of, windows
 from ptxlab.llm.cli.models import ModelBackend, model_on_gpu, opened_model, opened_text
+from ptxlab.llm.recipe import Recipe
 from ptxlab.llm.recipe.calibrate import samples as drawn
 from ptxlab.sources import commit
 
@@ -131,6 +132,6 @@ def _before(out: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
             raise FileError(f"{out}: is there already, of another {name}: {record.get(name)}, not {value}")
     recipes = {(row.ladder, row.step): row.recipe.to_json() for row in table_of.rows()}
     with suppress(KeyError, TypeError):
-        if all(row["recipe"] == recipes[row["ladder"], row["step"]] for row in record["rows"]):
+        if all(Recipe.settings_of(row["recipe"]) == recipes[row["ladder"], row["step"]] for row in record["rows"]):
             return table_of.in_order(record["rows"])
     raise FileError(f"{out}: rows must be those of this version's table; write a new record")

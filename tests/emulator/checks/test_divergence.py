@@ -61,6 +61,8 @@ TOGETHER = {
     "after the branches": HALF + "@%p bra A;\nadd.u32 %s, %s, 1;\nbra B;\nA: add.u32 %s, %s, 2;\nB: bar.sync 0;\n",
     "inner loop": "mov.u32 %r3, 0;\nO: mov.u32 %r2, 0;\nL: add.u32 %r2, %r2, 1;\nsetp.lt.u32 %p, %r2, %r1;\n"
     "@%p bra L;\nbar.sync 0;\nadd.u32 %r3, %r3, 1;\nsetp.lt.u32 %p, %r3, 4;\n@%p bra O;\n",
+    "two ways back": HALF + "mov.u32 %r2, 0;\nbra H;\nT: add.u32 %s, %s, 1;\nH: bar.sync 0;\nadd.u32 %r2, %r2, 1;\n"
+    "setp.ge.u32 %q, %r2, 3;\n@%q bra E;\n@%p bra H;\nbra T;\nE:",
     "ended": HALF + "@%p ret;\nbar.sync 0;\n",
     "ended in a loop": "mov.u32 %r2, 0;\nL: setp.ge.u32 %p, %r2, %r1;\n@%p bra E;\nbar.sync 0;\n"
     "add.u32 %r2, %r2, 1;\nbra L;\nE: ret;\n",

@@ -1,4 +1,4 @@
-"""Reductions of vectors: as many single ones, each lane's after those of the lanes before it."""
+"""Atomics: in which order lanes have their turn, and reductions of vectors, which are as many single ones."""
 
 import numpy as np
 import pytest
@@ -38,6 +38,22 @@ def test_pairs_are_rounded_one_by_one(kind: str) -> None:
         exact = np.arange(16 * 8, dtype=np.float32)
         right = (rounded(rounded(exact + wide) + wide).view(np.uint32) >> 16).astype(np.uint16)
     assert np.array_equal(found, right)
+
+
+def numbers_taken(mode: str, seed: int) -> list[int]:
+    """What each lane gets where all add 1 to a counter."""
+    taken = np.zeros(32, np.uint32)
+    body = "ld.param.u64 %x1, [a]; atom.global.add.u32 %s, [%x1], 1;\n"
+    run(kernel(body + STORE, ".param .u64 out, .param .u64 a"), taken, np.zeros(1, np.uint32), mode=mode, seed=seed)
+    return taken.tolist()
+
+
+def test_who_comes_first_in_mode_late_is_drawn_from_the_seed() -> None:
+    in_order = [*range(32)]
+    assert numbers_taken("early", 0) == numbers_taken("early", 1) == in_order
+    first, other = numbers_taken("late", 0), numbers_taken("late", 1)
+    assert first == numbers_taken("late", 0) != other
+    assert sorted(first) == sorted(other) == in_order and in_order not in (first, other)
 
 
 def test_single_numbers() -> None:

@@ -8,6 +8,7 @@ import pytest
 from ptxlab.llm.accuracy import steps as accuracy
 from ptxlab.llm.model import Config, FloatModel
 from ptxlab.llm.recipe import RECIPES, Recipe, calibrate
+from ptxlab.llm.recipe.systems import SYSTEMS
 from ptxlab.lowbit import layout, quant
 
 CONFIG = Config(hidden=128, ffn=192, heads=2, kv_heads=1, head_dim=64, layers=1, vocabulary=40)
@@ -111,3 +112,12 @@ def test_a_record_of_before_a_setting_is_not_measured_again() -> None:
     done = [{"ladder": "other", "step": "A8", "seed": 0, "recipe": recorded, "perplexity": {"text": 3.0}}]
     (copied,) = accuracy.measure(MODEL, lambda seed: TEXT, {}, [row], done=done)
     assert copied == {**done[0], "ladder": "alone"}
+
+
+def test_every_system_has_a_row_of_its_options() -> None:
+    rows = {row.step: row for row in accuracy.rows() if row.ladder == "systems"}
+    assert list(rows) == [system.name for system in SYSTEMS]
+    assert {name: row.recipe.kv for name, row in rows.items() if row.recipe.calibrates_cache} == {
+        "LiquidServe": "kv8_channel",
+        "COMET": "kv4_channel",
+    }

@@ -51,13 +51,14 @@ def test_a_layer_is_its_twin(scheme: str, arch: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("scheme", ["lqq", "qoq", "qoq_channel"])
-def test_a_decoder_decodes(scheme: str, arch: str) -> None:
-    """Two layers, of weights that are in strips, a step after a prompt: in NumPy the first cache has the same bytes."""
-    model, how = quantized(scheme=scheme, layers=2), {"batch": 2, "context": 70, "chunk": 4, "head": "int8"}
+def test_a_decoder_decodes_on_ada() -> None:
+    """Two layers, of weights that are in strips, a step after a prompt: in NumPy the first cache has the same bytes.
+
+    On an A100 test_systems.py has every scheme.
+    """
+    model, how = quantized(layers=2), {"batch": 2, "context": 70, "chunk": 4, "head": "int8"}
     assert {weights.qkv.layout for weights in model.layers} == {"strips"}
-    with gpu.compiling_for(arch):
+    with gpu.compiling_for("sm_89"):
         kernels = KernelRunner(model, **how, backend="emulator")
         logits = [kernels.extend({0: [1, 2, 3], 1: [4]}), kernels.decode([5, 6])]
     twin = NumpyRunner(model, **how)

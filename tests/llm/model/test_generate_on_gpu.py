@@ -12,12 +12,9 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.io import downloads as weights
 from ptxlab.llm.checkpoints import open_model
-from ptxlab.llm.checkpoints.folder import load
 from ptxlab.llm.model import FloatModel, KernelRunner, LayerInputs, NumpyRunner, QuantizedModel, decode_layer, generate
 from ptxlab.llm.model.numpy_runner import IntegerProduct
 from ptxlab.llm.model.reference import compare
-from ptxlab.llm.recipe import RECIPES
-from ptxlab.llm.recipe.quantize import quantize_model
 from ptxlab.lowbit.quant import quantize_activations
 from ptxlab.spec.dtypes import stored
 from tests.support.kernel_attention import KernelAttentionRunner
@@ -115,22 +112,6 @@ def test_steps_are_those_of_the_oracle(changes: dict[str, Any], batch: int) -> N
     other = float((pools[1] != same.caches[1].pool).sum() / np.count_nonzero(pools[1]))
     print(f"other bytes in the second layer's cache: {other:.5f}; logits: {relative(found, others):.5f}")
     assert other < 0.02 and relative(found, others) < OF_ROUNDING
-
-
-@pytest.mark.long(30)
-def test_a_folder_of_qserve_per_channel(tmp_path: Path) -> None:
-    """Run the recipe's folder, QServe's A100 setting: logits of prompts and steps as NumPy's integers have them."""
-    text = np.random.default_rng(0).integers(0, SMALL.vocabulary, (4, 64))
-    quantize_model(FloatModel.random(replace(SMALL, layers=2)), text, RECIPES["qoq_channel"], tmp_path / "out")
-    model = load(tmp_path / "out")
-    prompts = some_prompts((3, 70, 150))
-    near, kernels = (kind(model, 3, 200, chunk=64) for kind in (NumpyRunner, KernelRunner))
-    right, ours = near.prefill(prompts), gpu.to_host(kernels.prefill(prompts))
-    for _ in range(5):
-        assert relative(ours, right) < OF_ROUNDING
-        tokens = right.argmax(axis=1)
-        right, ours = near.decode(tokens), gpu.to_host(kernels.decode(tokens))
-    assert np.array_equal(gpu.to_host(kernels.caches[0].pool), near.caches[0].pool)
 
 
 def test_every_launch_of_the_model_is_its_twins(model: QuantizedModel) -> None:

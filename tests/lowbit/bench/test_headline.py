@@ -15,7 +15,7 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Record, Row
 from ptxlab.errors import BenchmarkError
 from ptxlab.lowbit.bench import gemm
-from ptxlab.lowbit.bench.gemm import chain, grouped, headline, problem, quantiser, steps, w4a4
+from ptxlab.lowbit.bench.gemm import chain, grouped, groups, headline, problem, quantiser, steps, w4a4
 from ptxlab.lowbit.bench.gemm.points import Point
 from ptxlab.lowbit.bench.peers import Peers
 from ptxlab.lowbit.bench.shapes import (
@@ -253,7 +253,7 @@ def test_w4a4_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
     assert rows[0].operations == rows[2].operations == 2 * 3 * 128 * 256
     emulated_gpu.setattr(w4a4, "LADDER_LAYER", SMALL)
     ladder_rows = list(w4a4.layer_rows(SMALL, every, {3: FP8, 5: FP8}, stream_us, quiet))
-    assert [row.kernel for row in ladder_rows[::2]] == every and len({row.key for row in ladder_rows}) == 16
+    assert [row.kernel for row in ladder_rows[::2]] == every and len({row.key for row in ladder_rows}) == 2 * len(every)
     emulated_gpu.setattr(w4a4, "LLAMA", (SMALL,))
     assert [(step.spec.name, sizes["M"]) for step, sizes in w4a4.points(every)] == [
         (n, M) for n in every for M in (3, 5)
@@ -279,6 +279,28 @@ def test_w4a4_beside_others_in_one_run(emulated_gpu: pytest.MonkeyPatch) -> None
     assert all(row.peers == {"cublas_fp8": 8.0, "cublas_int8": 8.0} and "bit for bit" in row.checked for row in rows)
     assert {step.spec.name for step, _ in compiled} == {name for row in rows for name in row.kernel.split(", ")}
     assert gemm.SUITE.record_name(["w4a4"]) == "gemm_w4a4" and gemm.SUITE.record_name(["w4a4", "7B"]) == "gemm_part"
+
+
+@pytest.mark.full
+def test_the_ladder_in_groups_of_64(emulated_gpu: pytest.MonkeyPatch) -> None:
+    """What the part measures: what `gemm_w4a8` launches and every step with groups, in a record of its own."""
+    compiled: list[Any] = []
+    emulated_gpu.setattr(groups, "TOKENS", (3,))
+    emulated_gpu.setattr(groups, "compile_all", lambda planned: compiled.extend(planned))
+    emulated_gpu.setattr(groups, "streams", lambda: stream_us)
+    emulated_gpu.setattr(gemm, "LLAMA", (SMALL,))
+    rows = gemm.rows([*registry.specs()], Ceilings(4.6, 4.2), quiet, only=["g64"], peers=PEERS)
+    ladder_steps = [step.spec.name for step in problem.steps_of(names()) if "g" in step.spec.symbols]
+    assert [(row.measure, row.kernel) for row in rows[1:]] == [("gemm", name) for name in ladder_steps]
+    assert "gemm_w4a8_lqq_imfp_sm90" in ladder_steps and rows[0].face == "gemm_w4a8"
+    assert all(row.sizes == {"M": 3, "N": 128, "K": 256, "g": 64} for row in rows[1:])
+    assert all(row.sizes["g"] == 64 and "bit for bit" in row.checked and row.peers for row in rows)
+    assert {step.spec.name for step, _ in compiled} == {row.kernel for row in rows}
+    assert [gemm.SUITE.record_name(words) for words in (["g64"], ["g64", "7B"], ["g64", "w4a4"])] == [
+        "gemm_g64",
+        "gemm_part",
+        "gemm_part",
+    ]
 
 
 @pytest.mark.default_cases("row_major")

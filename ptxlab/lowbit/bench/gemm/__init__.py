@@ -8,11 +8,13 @@ from ptxlab.bench.record import Row
 from ptxlab.bench.suite import Keep, Suite, measure_section
 from ptxlab.errors import ArgumentError
 from ptxlab.lowbit.bench import stream
-from ptxlab.lowbit.bench.gemm import chain, grouped, headline, limits, points, quantiser, steps, w4a4
+from ptxlab.lowbit.bench.gemm import chain, grouped, groups, headline, limits, points, quantiser, steps, w4a4
 from ptxlab.lowbit.bench.gemm.points import StreamTime
 from ptxlab.lowbit.bench.gemm.problem import steps_of
 from ptxlab.lowbit.bench.peers import NO_PEERS, Peers
 from ptxlab.lowbit.bench.shapes import ALL_TOKENS, LAYERS, LLAMA, MIXTRAL, TOKENS, UNTUNED, Layer
+
+PARTS = {w4a4.PART: w4a4.compared_rows, groups.PART: groups.compared_rows}
 
 
 def rows(
@@ -31,7 +33,8 @@ def rows(
     part that it names alone (`part`). A matrix is a section, and so is each of the others.
     """
     if only:
-        return [*w4a4.compared_rows(part(only), names, progress, peers, keep)]
+        layers, asked = part(only), [measured for word, measured in PARTS.items() if word in only]
+        return [row for measured in asked for row in measured(layers, names, progress, peers, keep)]
     whole = matrices is None and _all_launched(names)
     planned = [*steps.points(names), *headline.points(names), *grouped.points(names), *w4a4.points(names)]
     if not planned:
@@ -57,14 +60,17 @@ def rows(
 
 
 def part(words: Sequence[str]) -> tuple[Layer, ...]:
-    """The matrices of the part that words name: `w4a4`, W4A4 and W4Ax beside W4A8, W8A8 and cuBLAS; with `7B` or `70B`
-    of that model alone. Raises ArgumentError for another word, and for no part."""
+    """Find the matrices of the parts that words name: `w4a4` or `g64`, with `7B` or `70B` of that model alone.
+
+    `w4a4` is W4A4 and W4Ax beside W4A8, W8A8 and cuBLAS, `g64` the ladder in groups of 64. Raises ArgumentError for
+    another word, and for no part.
+    """
     models = dict.fromkeys(layer.model for layer in LLAMA)
     for word in words:
-        if word not in (w4a4.PART, *models):
-            raise ArgumentError("only", f"one of {', '.join((w4a4.PART, *models))}", word)
-    if words and w4a4.PART not in words:
-        raise ArgumentError("only", f"must name the part {w4a4.PART} too", ", ".join(words))
+        if word not in (*PARTS, *models):
+            raise ArgumentError("only", f"one of {', '.join((*PARTS, *models))}", word)
+    if words and not PARTS.keys() & set(words):
+        raise ArgumentError("only", f"must name a part too, {' or '.join(PARTS)}", ", ".join(words))
     return tuple(layer for layer in LLAMA if layer.model in words or not {*words} & {*models})
 
 
@@ -88,7 +94,7 @@ def _all_launched(names: Sequence[str]) -> bool:
 
 
 def _record_of(only: Sequence[str]) -> str:
-    return f"gemm_{w4a4.PART}" if {*only} == {w4a4.PART} else ""
+    return f"gemm_{only[0]}" if len({*only}) == 1 and only[0] in PARTS else ""
 
 
 SUITE = Suite(

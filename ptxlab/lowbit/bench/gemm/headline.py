@@ -108,6 +108,20 @@ def layer_rows(
             yield from _rows_at(layer, M, group, first_tokens({**weight, **activations}, M), names, **beside)
 
 
+def rows_beside(
+    layer: Layer, others: Mapping[int, Mapping[str, float]], stream_us: StreamTime, group: int = GROUP
+) -> Iterator[Row]:
+    """What is launched on one matrix at the numbers of tokens of `others`, whose times stand beside it."""
+    if not steps(group):
+        return
+    logical = {**weight_of(layer, group), **tokens(layer, max(others))}
+    for M, peers in others.items():
+        inputs = first_tokens(logical, M)
+        right = expected(chosen(layer, M, group).spec, inputs)
+        beside: dict[str, Any] = {"stream_us": stream_us, "peers": peers}
+        yield launched(layer, M, inputs, right, group=group, measured_as=MEASURE, **beside)
+
+
 def untuned_rows(
     layers: Sequence[Layer], names: Sequence[str], stream_us: StreamTime, progress: Callable[[str], None], peers: Peers
 ) -> Iterator[Row]:

@@ -17,7 +17,7 @@ from ptxlab.lowbit.bench.gemm.problem import (
     source_of,
     variant,
 )
-from ptxlab.lowbit.bench.shapes import Layer
+from ptxlab.lowbit.bench.shapes import GROUP, Layer
 from ptxlab.lowbit.bench.stream import measure_stream
 from ptxlab.lowbit.kernels.gemm.common import GemmStep
 from ptxlab.runtime import launching
@@ -80,13 +80,14 @@ def over_tokens(
     logical: Arrays,
     tokens: Sequence[int],
     cublas: Mapping[int, Mapping[str, float]],
+    group: int = GROUP,
     **further: Any,
 ) -> Iterator[Row]:
     """A `point` for each number of tokens, the first of those in `logical`, beside cuBLAS."""
     for M in tokens:
         inputs = first_tokens(logical, M)
         right = expected(step.spec, inputs)
-        yield point(step, sizes_at(step.spec, layer, M), inputs, right, peers=cublas[M], **further)
+        yield point(step, sizes_at(step.spec, layer, M, group), inputs, right, peers=cublas[M], **further)
 
 
 def compile_all(points: Iterable[Point]) -> None:

@@ -9,7 +9,7 @@ from ptxlab import registry
 from ptxlab.bench.record import Row
 from ptxlab.lowbit.bench.gemm.points import Point, StreamTime, over_tokens
 from ptxlab.lowbit.bench.gemm.problem import problem, sizes_at, steps_of
-from ptxlab.lowbit.bench.shapes import ALL_TOKENS, LAYERS, LLAMA, TOKENS, Layer
+from ptxlab.lowbit.bench.shapes import ALL_TOKENS, GROUP, LAYERS, LLAMA, TOKENS, Layer
 from ptxlab.lowbit.kernels.gemm.common import GemmStep
 from ptxlab.lowbit.kernels.gemm.ladder import why_not
 
@@ -38,10 +38,12 @@ def layer_rows(
     progress: Callable[[str], None],
     measured_as: str = MEASURE,
     tokens: Sequence[int] = (),
+    group: int = GROUP,
 ) -> Iterator[Row]:
     """Every step on one matrix, by default at the ladder's numbers of tokens, W8A8 at all, beside cuBLAS."""
     tokens = tokens or (ALL_TOKENS if measured_as == W8A8 else TOKENS)
     for step in steps:
         progress(f"{layer}: {step.spec.name}")
-        logical = problem(step.spec, layer, max(tokens))
-        yield from over_tokens(step, layer, logical, tokens, cublas, measured_as=measured_as, stream_us=stream_us)
+        logical = problem(step.spec, layer, max(tokens), group)
+        beside = {"measured_as": measured_as, "stream_us": stream_us}
+        yield from over_tokens(step, layer, logical, tokens, cublas, group, **beside)

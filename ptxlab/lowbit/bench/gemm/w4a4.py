@@ -17,7 +17,7 @@ from ptxlab.bench.record import Row
 from ptxlab.bench.suite import Keep, measure_section
 from ptxlab.lowbit.bench.gemm import headline, steps
 from ptxlab.lowbit.bench.gemm.points import Point, StreamTime, compile_all, over_tokens, streams
-from ptxlab.lowbit.bench.gemm.problem import expected, first_tokens, sizes_at, tokens
+from ptxlab.lowbit.bench.gemm.problem import sizes_at
 from ptxlab.lowbit.bench.peers import Peers
 from ptxlab.lowbit.bench.shapes import LLAMA, Layer
 from ptxlab.lowbit.kernels.gemm import w4a4, w4ax
@@ -62,24 +62,12 @@ def compared_rows(
         progress(f"{layer}: peers")
         beside = peers.cublas(layer.N, layer.K, COMPARED, CUBLAS)
         progress(f"{layer}: {headline.FACE}")
-        yield from _w4a8_rows(layer, beside, stream_us)
+        yield from headline.rows_beside(layer, beside, stream_us)
         yield from steps.layer_rows(layer, eight, beside, stream_us, progress, steps.W8A8, COMPARED)
         yield from layer_rows(layer, names, beside, stream_us, progress, COMPARED)
 
     for layer in layers:
         yield from keep(str(layer), partial(of_layer, layer))
-
-
-def _w4a8_rows(layer: Layer, cublas: Mapping[int, Mapping[str, float]], stream_us: StreamTime) -> Iterator[Row]:
-    """What `gemm_w4a8` launches, in groups of 128."""
-    if not headline.steps():
-        return
-    logical = {**headline.weight_of(layer), **tokens(layer, max(COMPARED))}
-    for M in COMPARED:
-        inputs = first_tokens(logical, M)
-        beside: dict[str, Any] = {"stream_us": stream_us, "peers": cublas[M]}
-        right = expected(headline.chosen(layer, M).spec, inputs)
-        yield headline.launched(layer, M, inputs, right, measured_as=headline.MEASURE, **beside)
 
 
 def layer_rows(
