@@ -6,7 +6,7 @@ parameters, lists templates, and finds the host functions that NVRTC does not ta
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ptxlab.mangled import split_list
@@ -17,6 +17,7 @@ _IGNORED = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _BRACKET = re.compile(r"[(){};]")
+_BRACE = re.compile(r"[{}]")
 _CLASS = re.compile(r"^\s*(?:template\b.*>\s*)?(?:typedef\s+)?(?:struct|class|union)\b", re.DOTALL)
 _NAMESPACE = re.compile(r"\bnamespace\b\s*([\w:\s]*)$")
 _ATTRIBUTES = re.compile(
@@ -27,8 +28,12 @@ _NAMED = re.compile(r"([A-Za-z_]\w*)\s*(<.*>)?\s*\((.*)\)\s*$", re.DOTALL)
 _PARAMETER = re.compile(r"(\w+)\s*(?:\[[^\]]*\]\s*)*(?:=.*)?$", re.DOTALL)
 _LAUNCH = re.compile(r"([A-Za-z_][\w:]*)\s*(<[^;{}()]*>)?\s*<<<")
 _OF_DEVICE = re.compile(r"\b__(?:global|device|constant|shared|managed)__\b")
+_CONSTEXPR = re.compile(r"\bconstexpr\b")
+_FOR_DEVICE = "__attribute__((device))"  # unlike `__device__`, which is the author's own
 _ACCESS = re.compile(r"\b(?:public|private|protected)\s*:")
-_MARKER = re.compile(r'^#(?:line)?\s*\d+\s+"([^"]*)"[^\n]*$', re.MULTILINE)
+LINE_MARKER = re.compile(r'^#(?:line)?\s*\d+\s+"([^"]*)"[^\n]*$', re.MULTILINE)
+
+Places = Sequence[tuple[int, int]]  # line and column, from 1
 
 
 @dataclass(frozen=True)
@@ -149,10 +154,10 @@ def _scope(head: str) -> tuple[str, str] | None:
 def _behind(text: str, at: int) -> int:
     """The place behind the `}` that closes the `{` at a place."""
     depth = 0
-    for brace in re.finditer(r"[{}]", text[at:]):
+    for brace in _BRACE.finditer(text, at):
         depth += 1 if brace[0] == "{" else -1
         if not depth:
-            return at + brace.end()
+            return brace.end()
     return len(text)
 
 
@@ -211,7 +216,7 @@ def launches(text: str) -> list[str]:
 def own_text(preprocessed: str, foreign: tuple[str, ...]) -> str:
     """Return the preprocessed text of files that are not in the `foreign` folders, by its line markers."""
     parts, keeps, at = [], True, 0
-    for marker in _MARKER.finditer(preprocessed):
+    for marker in LINE_MARKER.finditer(preprocessed):
         if keeps:
             parts.append(preprocessed[at : marker.start()])
         path, at = marker[1], marker.end()
@@ -220,21 +225,36 @@ def own_text(preprocessed: str, foreign: tuple[str, ...]) -> str:
     return "".join([*parts, preprocessed[at:] if keeps else ""])
 
 
-def without(text: str, places: list[tuple[int, int]]) -> str:
-    """The text without the declarations that stand at these places (line and column, from 1); lines keep their number.
+def for_device(text: str, host: Places, wrong: Places = ()) -> str:
+    """Remove the functions and variables of the host at some places; lines keep their number.
 
-    A place in no declaration changes nothing, nor one in what is declared for the device.
+    A `constexpr` function is declared for the device instead, as nvcc does with --expt-relaxed-constexpr, and left out
+    only if it is `wrong` then. A place in no declaration changes nothing, nor one in what is declared for the device.
     """
-    lines = [0, *(newline.end() for newline in re.finditer("\n", text))]
     declared = list(declarations(text))
+    host_indices = _indices_at(text, declared, host)
+    for index in sorted(host_indices | _indices_at(text, declared, wrong), reverse=True):  # so that places stay
+        one = declared[index]
+        is_changed = _FOR_DEVICE in one.head
+        constexpr = None if is_changed or text[one.end - 1] != "}" else _CONSTEXPR.search(one.head)
+        written = text[one.start : one.end]
+        if index in host_indices and constexpr:
+            at = constexpr.start()
+            written = f"{written[:at]}{_FOR_DEVICE} {written[at:]}"
+        elif index in host_indices or is_changed:
+            written = re.sub(r"[^\n]", " ", written)
+        text = text[: one.start] + written + text[one.end :]
+    return text
+
+
+def _indices_at(text: str, declared: list[CppDeclaration], places: Places) -> set[int]:
+    """Indices of the declarations at some places, but not of those for the device."""
+    lines = [0, *(newline.end() for newline in re.finditer("\n", text))]
     starts = [declaration.start for declaration in declared]
-    cut = set()
+    indices = set()
     for line, column in places:
         at = lines[min(line, len(lines)) - 1] + column - 1
         index = bisect_right(starts, at) - 1
         if index >= 0 and at < declared[index].end and not declared[index].is_of_device:
-            cut.add(index)
-    for index in cut:
-        one = declared[index]
-        text = text[: one.start] + re.sub(r"[^\n]", " ", text[one.start : one.end]) + text[one.end :]
-    return text
+            indices.add(index)
+    return indices

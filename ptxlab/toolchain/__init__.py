@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -119,8 +119,7 @@ def compile_cuda(source: Source, arch: str, *, output: Kind = "cubin", defines: 
 def cuda_digest(source: Source, arch: str, *, output: Kind = "cubin", defines: Defines = NO_DEFINES) -> str:
     """Digest of what the compiler reads of a source; one that does not tell gives a new one each time."""
     if source.build.compiler == "nvcc":
-        text, _ = nvcc.run(find("nvcc"), source, "text", _cuda_options(source, arch, output, defines))
-        return cache.key_of(text.decode("latin-1"))
+        return cache.key_of(nvcc.preprocess(find("nvcc"), source, _cuda_options(source, arch, output, defines)))
     return includes.digest(source, _cuda_options(source, arch, output, defines)) or secrets.token_hex()
 
 
@@ -148,10 +147,10 @@ def _cuda_options(source: Source, arch: str, output: Kind, defines: Defines) -> 
 
 
 def front_end_text(source: Source, arch: str, defines: Defines = NO_DEFINES) -> str:
-    """Preprocess a source for an architecture with NVRTC; empty if it cannot preprocess alone."""
-    if source.build.compiler == "nvcc":
-        source = replace(source, build=replace(source.build, compiler="nvrtc"))
+    """Preprocess a source for an architecture; empty if the NVRTC that is here cannot preprocess alone."""
     options = _cuda_options(source, arch, "ptx", defines)
+    if source.build.compiler == "nvcc":
+        return nvcc.preprocess(find("nvcc"), source, options)
     return nvrtc.front_end(source, "--preprocess", options).decode("latin-1")  # whatever it is encoded in
 
 

@@ -12,10 +12,13 @@ from ptxlab.declarations import KernelDeclaration
 from ptxlab.errors import ArgumentError, CompileError, UnavailableError
 from ptxlab.mangled import is_end_of
 from ptxlab.sources import Source
-from ptxlab.toolchain import NO_DEFINES, Defines, compile_cuda, cuda_headers, find, front_end_text, nvcc
+from ptxlab.toolchain import NO_DEFINES, Defines, compile_cuda, cuda_headers, find, front_end_text, nvcc, pytorch
 
 _ENTRY = re.compile(r"^\s*(?:\.\w+\s+)*\.entry\s+([\w$]+)", re.MULTILINE)
+_OF_HOST_COMPILER = ("/usr/include/", "/usr/lib/")
 _LOWEST = "sm_80"  # that has what CUDA sources use
+_LIBRARIES = ("cub::", "thrust::")
+_MOST_INSTANCES = 4  # of a template that a message lists
 _MOST_LAUNCHES = 32  # in host code, whose templates are tried
 
 
@@ -34,13 +37,19 @@ class Kernels:
 
     @cached_property
     def symbols(self) -> list[str]:
-        """Entry symbols that the compiler makes without being asked for any."""
-        return entry_symbols(compile_cuda(self.source, self.arch, output="ptx", defines=self.defines).data.decode())
+        """Entry symbols that the compiler makes without being asked for any; not those of CUDA's C++ libraries."""
+        ptx = compile_cuda(self.source, self.arch, output="ptx", defines=self.defines).data.decode()
+        return [symbol for symbol in entry_symbols(ptx) if not mangled.demangle(symbol).startswith(_LIBRARIES)]
+
+    @cached_property
+    def text(self) -> str:
+        """The source and its own headers as the preprocessor leaves them."""
+        return _own_text(self.source, self.arch, self.defines)
 
     @cached_property
     def declared(self) -> list[KernelDeclaration]:
         """Kernels that the source and its headers declare."""
-        return declared_kernels(self.source, self.arch, self.defines)
+        return declarations.kernels(self.text)
 
     @cached_property
     def templates(self) -> dict[str, str]:
@@ -52,16 +61,24 @@ class Kernels:
         """Instances of templates that host code launches: by name, the source that has each, and its symbol."""
         if self.source.build.compiler == "nvcc":  # which makes them by itself
             return {}
+        expressions = [one for name in declarations.launches(self.text) for one in self._expressions(name)]
         instances = {}
-        names = [name for name in declarations.launches(self.source.text) if self._expressions(name)]
-        for name in names[:_MOST_LAUNCHES]:
-            try:
-                source, symbol = self._instance(name)
-            except (ArgumentError, CompileError):  # its arguments are parameters of the host function
-                continue
+        for source, symbol in self._instances(tuple(expressions[:_MOST_LAUNCHES])):
             if symbol not in self.symbols:
                 instances[mangled.name_of(symbol)] = source, symbol
         return instances
+
+    def _instances(self, expressions: tuple[str, ...]) -> list[tuple[Source, str]]:
+        """Instantiate templates by NVRTC; an argument that is a parameter of a host function makes no instance."""
+        source = replace(self.source, build=replace(self.source.build, instances=expressions))
+        try:
+            image = compile_cuda(source, self.arch, output="ptx", defines=self.defines)
+        except (ArgumentError, CompileError):
+            if len(expressions) < 2:
+                return []
+            return [instance for one in expressions for instance in self._instances((one,))]
+        kernels = entry_symbols(image.data.decode())
+        return [(source, symbol) for symbol in image.symbols.values() if symbol in kernels]
 
     @property
     def names(self) -> list[str]:
@@ -80,19 +97,16 @@ class Kernels:
             raise self._no_such_kernel("nothing")
         if name in self.symbols:
             return self.source, name
-        matching = mangled.find_symbols(self.symbols, name)
+        matching = [(self.source, symbol) for symbol in mangled.find_symbols(self.symbols, name)]
+        if not matching and self._expressions(name):
+            return self._instance(name)
+        if not matching and (name.startswith("_Z") or self._is_template(name)):
+            matching = [one for one in self.launched.values() if mangled.find_symbols([one[1]], name)]
         if len(matching) == 1:
-            return self.source, matching[0]
+            return matching[0]
         if matching:
-            raise ArgumentError(
-                f"{self.source.path}: entry", f"one of {', '.join(map(mangled.demangle, matching))}", name
-            )
-        if "<" in name or name.startswith("_Z") or self._is_template(name):
-            launched = [one for one in self.launched.values() if mangled.find_symbols([one[1]], name)]
-            if len(launched) == 1:
-                return launched[0]
-            if self._expressions(name):
-                return self._instance(name)
+            names = mangled.distinct_names([symbol for _, symbol in matching])
+            raise ArgumentError(f"{self.source.path}: entry", f"one of {', '.join(names)}", name)
         raise self._no_such_kernel(name)
 
     def _instance(self, name: str) -> tuple[Source, str]:
@@ -122,11 +136,25 @@ class Kernels:
         return [f"{template}{angle}{arguments}" for template in whole] if angle else []
 
     def _no_such_kernel(self, name: str) -> ArgumentError:
-        rules = [f"one of {', '.join(self.names)}"] if self.names else []
+        rules = [f"one of {', '.join(_first_of_templates(self.names))}"] if self.names else []
         if self.templates:
             open_ = ", ".join(f"{template}<{parameters}>" for template, parameters in self.templates.items())
             rules.append(f"a template with its arguments, of {open_}")
         return ArgumentError(f"{self.source.path}: entry", ", or ".join(rules) or "a kernel (__global__)", name)
+
+
+def _first_of_templates(names: list[str]) -> list[str]:
+    """Shorten a list of kernels: of a template with many instances it keeps the first.
+
+    The name of the template alone lists them all.
+    """
+    instances: dict[str, list[str]] = {}
+    for name in names:
+        instances.setdefault(name.partition("<")[0], []).append(name)
+    short = []
+    for same in instances.values():
+        short += same if len(same) <= _MOST_INSTANCES else [f"{same[0]} (the first of {len(same)})"]
+    return short
 
 
 def entry_symbols(ptx: str) -> list[str]:
@@ -135,13 +163,18 @@ def entry_symbols(ptx: str) -> list[str]:
 
 
 def declared_kernels(source: Source, arch: str | None, defines: Defines) -> list[KernelDeclaration]:
-    """Kernels that a source and its headers declare, as the preprocessor leaves them; those of CUDA are left out."""
+    """Kernels that a source and its own headers declare, as the preprocessor leaves them."""
+    return declarations.kernels(_own_text(source, arch, defines))
+
+
+def _own_text(source: Source, arch: str | None, defines: Defines) -> str:
+    """Preprocess a source, and leave out the headers of CUDA, PyTorch and the host's compiler."""
     try:
         text = front_end_text(source, arch or _LOWEST, defines)
     except UnavailableError:
         text = ""
-    foreign = tuple(cuda_headers())
-    return declarations.kernels(declarations.own_text(text, foreign) if text else source.text)
+    foreign = (*cuda_headers(), *pytorch.folders(), *_OF_HOST_COMPILER)
+    return declarations.own_text(text, foreign) if text else source.text
 
 
 def kernels_of(source: Source, arch: str | None = None, defines: Defines = NO_DEFINES) -> Kernels:
@@ -166,9 +199,26 @@ def kernels_of(source: Source, arch: str | None = None, defines: Defines = NO_DE
     except UnavailableError as error:
         problem.args = (f"{problem.args[0]}; its host code may need nvcc ({error})",)
         raise problem from None
-    by_nvcc = replace(kernels, source=replace(source, build=replace(source.build, compiler="nvcc")))
-    _ = by_nvcc.symbols
-    return by_nvcc
+    return _kernels_by_nvcc(kernels, problem)
+
+
+def _kernels_by_nvcc(kernels: Kernels, problem: CompileError) -> Kernels:
+    """Compile by nvcc, with PyTorch's headers where a compilation failed for lack of them."""
+    build = replace(kernels.source.build, compiler="nvcc")
+    if lacks_headers := pytorch.lacks_headers(problem.log):
+        try:
+            build = pytorch.with_headers(build)
+        except UnavailableError as error:
+            problem.args = (f"{problem.args[0]} ({error})",)
+            raise problem from None
+    by_nvcc = replace(kernels, source=replace(kernels.source, build=build))
+    try:
+        _ = by_nvcc.symbols
+        return by_nvcc
+    except CompileError as error:
+        if lacks_headers or not pytorch.lacks_headers(error.log):
+            raise
+        return _kernels_by_nvcc(kernels, error)
 
 
 def _has_host_code(source: Source, log: str) -> bool:

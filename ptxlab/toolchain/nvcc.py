@@ -5,10 +5,12 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from ptxlab.declarations import LINE_MARKER
 from ptxlab.errors import ArgumentError, CompileError, UnavailableError
 from ptxlab.sources import Source
 from ptxlab.toolchain.nvrtc import INSTALL, excerpt
@@ -17,6 +19,7 @@ _ERROR = re.compile(
     r"^(.+?)(?:\((\d+)\)|:(\d+)(?::\d+)?): (?:fatal |catastrophic )?error(?: #[^:]*)?: (.*)$", re.MULTILINE
 )
 _INSTANCE = "ptxlab_instance"
+_preprocessed: tuple[tuple[object, ...], str, dict[str, tuple[int, int] | None]] | None = None
 _RELAXED = "--expt-relaxed-constexpr"  # as PyTorch compiles extensions: kernels may call constexpr functions
 
 
@@ -61,6 +64,37 @@ def run(
             raise _error(source, path, log)
         text = output_file.read_bytes()
         return text.replace(str(copy).encode(), path.encode()) if output != "cubin" else text, log
+
+
+def preprocess(nvcc: str | None, source: Source, options: Sequence[str]) -> str:
+    """Preprocess a source; the last text is kept while the files that it came from stay as they are.
+
+    Raises as `run` does.
+    """
+    global _preprocessed
+    question = (nvcc, source, os.getcwd(), *options)
+    if _preprocessed and _preprocessed[0] == question and _stamps(_preprocessed[1]) == _preprocessed[2]:
+        return _preprocessed[1]
+    started = time.time_ns()
+    text = run(nvcc, source, "text", options)[0].decode("latin-1")
+    stamps = _stamps(text)
+    if all(stamp and stamp[0] < started for stamp in stamps.values()):  # else one may have changed meanwhile
+        _preprocessed = question, text, stamps
+    return text
+
+
+def _stamps(preprocessed: str) -> dict[str, tuple[int, int] | None]:
+    """Time of change and size of each file that a preprocessed text names; None for one that is not there."""
+    stamps: dict[str, tuple[int, int] | None] = {}
+    for path in dict.fromkeys(marker[1] for marker in LINE_MARKER.finditer(preprocessed)):
+        if path.startswith("<"):  # <built-in>, or the label of a text without a file
+            continue
+        try:
+            status = os.stat(path)
+            stamps[path] = status.st_mtime_ns, status.st_size
+        except OSError:
+            stamps[path] = None
+    return stamps
 
 
 def _error(source: Source, path: str, log: str) -> CompileError | ArgumentError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ptxlab.declarations import declarations, without
+from ptxlab.declarations import declarations, for_device
 from ptxlab.errors import ArgumentError, CompileError, UnavailableError
 from ptxlab.sources import Source, names_same_file
 from ptxlab.toolchain import headers
@@ -94,7 +94,8 @@ def _compilation(
     """The program, compiled or not, NVRTC's result and its log.
 
     What it turns out to lack is added and it is compiled anew: standard headers; and unless the front end works alone
-    (not `is_whole`) what nvcc includes beforehand. Host functions, which NVRTC refuses, are left out.
+    (not `is_whole`) what nvcc includes beforehand. Host functions, which NVRTC refuses, are left out; kernels may call
+    those that are `constexpr`.
     """
     nvrtc = _library()
     defines = tuple(option for option in options if option.startswith("-D"))
@@ -120,7 +121,7 @@ def _compilation(
                 added = replace(added, standard=True)
             elif int(status) and is_whole:
                 lacking = sorted(headers.lacks_beforehand(log) - set(added.beforehand))
-                shorter = _without_host_code(source, added.text, log)
+                shorter = _for_device(source, added.text, log)
                 added = _Added(shorter, added.standard or bool(lacking), (*added.beforehand, *lacking))
             if added == tried:
                 yield program, status, log
@@ -143,14 +144,15 @@ class _Added:
 _added: dict[tuple[Any, ...], _Added] = {}  # so that it is found out once in a process
 
 
-def _without_host_code(source: Source, text: str, log: str) -> str:
-    """The text without the host functions and variables that the log is about."""
-    places = [
-        (int(match["line"]), len(match["before"]) - 1)  # NVRTC indents what it quotes by two
-        for match in _PLACED.finditer(log)
-        if match["path"] == source.path and _HOST_CODE.search(match["problem"])
-    ]
-    return without(text, places) if places else text
+def _for_device(source: Source, text: str, log: str) -> str:
+    """Remove the host functions and variables that the log is about."""
+    host: list[tuple[int, int]] = []
+    wrong: list[tuple[int, int]] = []
+    for match in _PLACED.finditer(log):
+        if match["path"] == source.path:
+            places = host if _HOST_CODE.search(match["problem"]) else wrong
+            places.append((int(match["line"]), len(match["before"]) - 1))  # NVRTC indents what it quotes by two
+    return for_device(text, host, wrong)
 
 
 def excerpt(source: Source, line: int, path: str = "") -> str:

@@ -10,7 +10,7 @@ import pytest
 import ptxlab
 from ptxlab.errors import ArgumentError, CompileError, MemoryFault
 from ptxlab.sources import Source
-from ptxlab.toolchain import find, nvcc
+from ptxlab.toolchain import find, nvcc, pytorch
 
 PLAIN = """__global__ void scale(float* x, float by, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -149,6 +149,66 @@ def test_lines_stay_those_of_the_file_where_host_code_is_left_out(tmp_path: Path
     path.write_text(WITH_MAIN.replace("if (i < n) ", ""))
     with pytest.raises(ptxlab.PtxlabError, match=rf"{path}:9: .* out of bounds|{path}:9: .*past its end"):
         run(ptxlab.load(path), *[np.zeros(100, np.float32)] * 3, 100, grid=4)
+
+
+CONSTEXPR = """#include <iostream>
+#include <string_view>
+constexpr int ceildiv(int a, int b) { return (a + b - 1) / b; }
+constexpr bool is_empty(std::string_view text) { return text.empty(); }
+template <int kBlock> __global__ void blocks(int* x, int n) { x[threadIdx.x] = ceildiv(n, kBlock); }
+#define LAUNCH(block) blocks<block><<<1, block>>>(nullptr, 0)
+void launch() { LAUNCH(32); LAUNCH(64); LAUNCH(96); LAUNCH(128); LAUNCH(256); std::cout << is_empty(""); }
+"""
+
+
+def test_kernels_call_constexpr_functions_of_the_host_and_launches_in_macros_are_listed() -> None:
+    """Only nvcc compiled such a file: Marlin's."""
+    with pytest.raises(ArgumentError, match=r"entry: one of blocks<32> \(the first of 5\), or a template"):
+        ptxlab.load(CONSTEXPR)
+    with pytest.raises(ArgumentError, match=r"entry: one of blocks<32>, blocks<64>, .*, blocks<256> \(got blocks\)"):
+        ptxlab.load(CONSTEXPR, "blocks")
+    kernel, x = ptxlab.load(CONSTEXPR, "blocks<32>"), np.zeros(32, np.int32)
+    run(kernel, x, 65)
+    assert (x == 3).all() and kernel.source.build.compiler == "nvrtc"
+
+
+def test_all_of_cub_is_taken_and_its_own_kernels_are_not_listed(tmp_path: Path) -> None:
+    """The headers of cub refuse NVRTC by an #error that names a macro, and bring a kernel. Theirs take seconds."""
+    (tmp_path / "cub.cuh").write_text(
+        "#ifndef CCCL_DISABLE_CUB_NVRTC_COMPATIBILITY_CHECK\n"
+        '#error "Not supported with NVRTC. Define CCCL_DISABLE_CUB_NVRTC_COMPATIBILITY_CHECK to disable this."\n'
+        "#endif\nnamespace cub { __global__ void theirs() {} }\n"
+    )
+    assert ptxlab.load("#include <cub.cuh>\n" + PLAIN, include=[tmp_path]).name == "scale"
+
+
+TORCH_HEADER = """#if __cplusplus < 202002L
+#error C++20 or later compatible compiler is required to use PyTorch.
+#endif
+namespace torch { struct Tensor { float* data; }; }
+"""
+EXTENSION = """#include <torch/extension.h>
+__global__ void twice(float* x) { x[threadIdx.x] *= 2; }
+torch::Tensor run(torch::Tensor x) { twice<<<1, 32>>>(x.data); return x; }
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not find("nvcc") or not shutil.which("g++"), reason="nvcc and a compiler of the host are needed")
+def test_an_extension_of_pytorch_is_compiled_with_its_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "extension.h").write_text(TORCH_HEADER)
+    monkeypatch.setattr(pytorch, "folders", lambda: (str(tmp_path),))
+    x = np.ones(32, np.float32)
+    run(ptxlab.load(EXTENSION), x)
+    assert (x == 2).all()
+
+
+def test_without_pytorch_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytorch, "folders", lambda: ())
+    monkeypatch.setattr(nvcc, "require_host_compiler", lambda: None)
+    with pytest.raises(CompileError, match=r':1: .*"torch/extension.h".*\(PyTorch\'s headers: not found'):
+        ptxlab.load(EXTENSION)
 
 
 def test_a_host_function_that_a_kernel_calls_is_named() -> None:

@@ -166,6 +166,7 @@ class HappensBefore(Check):
                 lanes = self.reached(release, access.instruction, np.unique(threads[group]))
                 if not len(lanes):
                     continue
+                self.observe(int(places[group[0]]), lanes)
                 if access.order in ("acquire", "acq_rel"):
                     self.clocks.learn(lanes, known)
                     continue
@@ -173,6 +174,9 @@ class HappensBefore(Check):
                 for clock, those in by_clock(pending, lanes):
                     pending.update(dict.fromkeys(those.tolist(), joined(clock, known)))
                 self.pending[release] = dict.fromkeys(lanes.tolist(), known) | pending
+
+    def observe(self, place: int, lanes: Array) -> None:
+        """Take note that lanes have read a flag, by its arena offset; the check "race" does."""
 
     def reached(self, release: Released, instruction: Instruction, lanes: Array) -> Array:
         """The lanes that an acquire tells of a release; the others are remembered, to be named where they race."""

@@ -104,8 +104,9 @@ class Initialised(Check):
             self.machine.launch.suspects.add(self.machine.index[id(instruction)])
 
         def tell(some: Array) -> None:
-            place = self.machine.memory.byte(int(offsets[int(np.argmax(some))]))
-            self.report(instruction, "uninitialised", lanes, some, f"reads {place}, which was never written")
+            if some.any():
+                place = self.machine.memory.byte(int(offsets[int(np.argmax(some))]))
+                self.report(instruction, "uninitialised", lanes, some, f"reads {place}, which was never written")
 
         if self.taint and self.taint.is_tracked(instruction):
             self.taint.hold(self.taint.events(instruction, lanes), lambda used: tell(used & wrong))

@@ -68,6 +68,8 @@ class Races(HappensBefore):
         self.loads = np.array([i.opcode.startswith("ld") for i in machine.code])
         self.volatile = np.array(["volatile" in i.opcode for i in machine.code])
         self.writes, self.reads, self.other_reads = (Shadow(machine.memory.size) for _ in range(3))
+        # arena offset of a flag -> the write that strong reads have found there, and when each lane has
+        self.observed: dict[int, tuple[int, dict[int, int]]] = {}
 
     # Accesses
 
@@ -106,6 +108,25 @@ class Races(HappensBefore):
         self.same_atomic(access, lanes, offsets)
         super().atomic(access, lanes, offsets)
         self.writes.put(touch.places, touch.unit, touch.events)
+
+    def observe(self, place: int, lanes: Array) -> None:
+        """A write lies before the strong reads that find it, whatever it releases."""
+        write = int(self.writes.get(np.array([place]), 1)[0])
+        observed_write, times = self.observed.get(place, (0, {}))
+        times = times if observed_write == write else {}
+        times.update(zip(lanes.tolist(), self.clocks.own[lanes].tolist(), strict=True))
+        self.observed[place] = write, times
+
+    def is_observed(self, places: Array, threads: Array, past: Array) -> Array:
+        """Tell which past writes to flags lie before a strong read that each thread has done, or knows of."""
+        is_known = np.zeros(len(places), bool)
+        for i, (place, thread, write) in enumerate(zip(places.tolist(), threads.tolist(), past.tolist(), strict=True)):
+            observed_write, times = self.observed.get(place, (0, {}))
+            if observed_write == write:
+                readers = np.array([*times])
+                knows = self.clocks.knows(np.full(len(readers), thread), readers, np.array([*times.values()]))
+                is_known[i] = knows.any()
+        return is_known
 
     def touch(self, access: MemoryAccess, lanes: Lanes, offsets: Array, strong: bool, *shadows: Shadow) -> Touch:
         """The units of a thread's accesses, with the event that each leaves."""
@@ -146,6 +167,8 @@ class Races(HappensBefore):
         wrong: Array = self.unordered(past, threads)
         if not np.count_nonzero(wrong):
             return
+        if self.observed and events is self.writes:
+            wrong[wrong] = ~self.is_observed(places[wrong] * unit, threads[wrong], past[wrong])
         racing = np.ones((len(places), unit), bool) if among is None else among.copy()
         if touch.strong:
             wrong &= (

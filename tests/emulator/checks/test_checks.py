@@ -272,6 +272,39 @@ def test_flags_order_what_they_should(release, acquire, fence, clean):
     assert kinds(result) == ([] if clean else [("race", line_of(text, "ld.global.u32 %s"))])
 
 
+RESET = """mov.u32 %r0, %ctaid.x; mov.u32 %r3, %tid.x; ld.param.u64 %x2, [a]; setp.eq.u32 %q, %r3, 0;
+    setp.eq.u32 %p, %r0, 1; @%p bra READ; setp.eq.u32 %p, %r0, 2; @!%p bra WRITE;
+    LATER: ld.acquire.gpu.global.u32 %r2, [%x2+4]; setp.eq.u32 %p, %r2, 0; @%p bra LATER;
+    WRITE: fence.acq_rel.gpu;
+    @%q red.relaxed.gpu.global.add.u32 [%x2], 1;
+    ret;
+    READ:
+    {read}
+    ret;"""
+POLL = "L: ld.acquire.gpu.global.u32 %r2, [%x2]; setp.eq.u32 %p, %r2, 0; @%p bra L;\n"
+
+
+@pytest.mark.parametrize(
+    ("read", "clean"),
+    [
+        ("@!%q ret;\n" + POLL + "st.global.u32 [%x2], 0;", True),
+        (POLL + "@%q st.global.u32 [%x2], 0;", False),  # thread 1 may still read
+        ("@!%q bra MET;\n" + POLL + "MET: bar.sync 0; @!%q st.global.u32 [%x2], 0;", True),
+        ("@!%q bra MET;\n" + POLL + "MET: @!%q st.global.u32 [%x2], 0;", False),
+        ("@%q st.global.u32 [%x2], 0;", False),
+        # block 2 writes once more, unseen
+        ("@!%q ret;\n" + POLL + "st.relaxed.gpu.global.u32 [%x2+4], 1;\nmov.u32 %r4, 0;\n"
+         "MORE: add.u32 %r4, %r4, 1; setp.lt.u32 %p, %r4, 300; @%p bra MORE;\nst.global.u32 [%x2], 0;", False),
+    ],
+)  # fmt: skip
+def test_who_has_seen_a_flag_resets_it_by_an_ordinary_store(read: str, clean: bool) -> None:
+    """Marlin's locks: a strong write lies before a strong read that finds it, also where it releases by a fence."""
+    text = kernel(RESET.replace("{read}", read), TWO)
+    blocks = 3 if "MORE" in read else 2
+    outcome = run(text, np.zeros(1, np.uint32), np.zeros(2, np.uint32), threads=2, blocks=blocks, checks=["race"])
+    assert kinds(outcome)[:1] == ([] if clean else [("race", line_of(text, "st.global.u32 [%x2], 0"))])
+
+
 WARP_FLAG = """mov.u32 %r0, %tid.x; mov.u32 %r1, %ctaid.x; ld.param.u64 %x1, [out]; ld.param.u64 %x2, [a];
     mul.wide.u32 %x3, %r0, 4; add.u64 %x3, %x1, %x3; mov.u32 %r4, 9;
     setp.eq.u32 %q, %r0, 0; setp.eq.u32 %p, %r1, 1; @%p bra READ;
@@ -282,7 +315,6 @@ WARP_FLAG = """mov.u32 %r0, %tid.x; mov.u32 %r1, %ctaid.x; ld.param.u64 %x1, [ou
     {read}
     ld.global.u32 %s, [%x3];
     st.global.u32 [%x3+128], %s; ret;"""
-POLL = "L: ld.acquire.gpu.global.u32 %r2, [%x2]; setp.eq.u32 %p, %r2, 0; @%p bra L;\n"
 MEET = "bar.warp.sync -1;\n"
 
 

@@ -159,6 +159,7 @@ def test_each_execution_of_a_load_counts_for_itself():
     [
         ("selp.u32 %s, %r1, 0, %q;", [("(32, 0, 0)", 32, 1)]),  # the upper warp
         ("mov.u32 %s, 0;", []),
+        ("selp.u32 %s, 0, %r1, %q; mov.u32 %r3, %s;", [("(0, 0, 0)", 32, 1)]),
         ("selp.u32 %s, %r1, 0, %q; mov.u32 %s, 0;", []),
         # a second load of the same: it alone is used
         ("ld.shared.u32 %r2, [total]; selp.u32 %s, %r2, 0, %q;", [("(32, 0, 0)", 32, 2)]),
@@ -171,6 +172,17 @@ def test_what_nobody_has_written_counts_where_it_is_used(use, found, checks):
     findings = run(text, np.zeros(64, np.uint32), threads=64, checks=checks).findings
     assert all(f.kind == "uninitialised" for f in findings)
     assert [(str(f.thread), f.count, f.line - first) for f in findings] == found
+
+
+@pytest.mark.parametrize("checks", [["init"], ["init", "race"]])
+def test_lanes_that_use_what_they_have_written_are_not_blamed_for_those_that_throw_away(checks: list[str]) -> None:
+    """An idle block of Marlin loads a first tile that nobody has stored, and throws it away."""
+    body = """mov.u32 %r0, %tid.x; setp.lt.u32 %q, %r0, 32;
+    shl.b32 %r2, %r0, 2; mov.u32 %r3, buf; add.u32 %r2, %r2, %r3;
+    @%q st.shared.u32 [%r2], 5;
+    ld.shared.u32 %r1, [%r2]; selp.u32 %s, %r1, 0, %q;"""
+    text = kernel(body + STORE, outside=SHARED)
+    assert run(text, np.zeros(64, np.uint32), threads=64, checks=checks).findings == ()
 
 
 def test_a_fault_tells_what_was_used_before_it():
