@@ -35,12 +35,16 @@ def combination(name: str, t: str) -> Callable[..., Any]:
     return _EXCHANGE.get(name) or alu_operation(f"{name}.{t}").compute
 
 
-def _function(access: MemoryAccess) -> Callable[..., Any]:
-    """What an atomic does to memory."""
+def _function(machine: Machine, access: MemoryAccess) -> Callable[..., Any]:
+    """What an atomic does to memory: arena offsets, old values, operands -> new values."""
     if len(access.rest) != 1:
         raise UnknownOpcode(access.instruction.opcode)
-    flush = "ftz." if access.type == "f32" and access.space == "global" else ""  # as the L2's adders do
-    return combination(access.rest[0], flush + access.type)
+    (name,) = access.rest
+    update = combination(name, access.type)
+    if (name, access.type) != ("add", "f32") or access.space.startswith("shared"):
+        return lambda offsets, *values: update(*values)
+    flushing, is_shared = combination("add", "ftz.f32"), machine.launch.is_shared  # the L2's adders flush
+    return lambda offsets, *values: np.where(is_shared(offsets), update(*values), flushing(*values))
 
 
 def rounds(offsets: Array) -> list[Array]:
@@ -61,7 +65,7 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     access = decode(instruction, "atomic")
     if access.count > 1:
         return _of_vectors(machine, instruction, access)
-    function = _function(access)
+    function = _function(machine, access)
     operands = list(instruction.operands)
     returns = instruction.opcode.startswith("atom")
     t = access.type
@@ -94,7 +98,8 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         before = np.empty(len(places), view.dtype)
         for part in rounds(places):
             before[part] = view[places[part]]
-            view[places[part]] = function(before[part], *[operand[part] for operand in operands])
+            values = [operand[part] for operand in operands]
+            view[places[part]] = function(offsets[part], before[part], *values)
         if write is not None:
             write(lanes, before)
 
@@ -110,7 +115,7 @@ def _of_vectors(machine: Machine, instruction: Instruction, access: MemoryAccess
     address, source = instruction.operands
     require_kinds(items := elements(source, access.count), [access.type] * access.count)
     readers = [machine.reader(item, access.type) for item in items]
-    locate, function = locator(machine, access, address), _function(access)
+    locate, function = locator(machine, access, address), _function(machine, access)
     rows = machine.memory.arena.view(DTYPES[access.type]).reshape(-1, access.count)
     watchers, size = machine.watchers, access.size
 
@@ -121,7 +126,8 @@ def _of_vectors(machine: Machine, instruction: Instruction, access: MemoryAccess
         places = offsets // size
         values = np.stack([np.broadcast_to(read(lanes), places.shape) for read in readers], axis=1)
         for part in rounds(places):
-            sums = function(rows[places[part]].reshape(-1), values[part].reshape(-1))
+            repeated = offsets[part].repeat(access.count)
+            sums = function(repeated, rows[places[part]].reshape(-1), values[part].reshape(-1))
             rows[places[part]] = sums.reshape(-1, access.count)
 
     return red

@@ -5,9 +5,9 @@ import numpy as np
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_float, limits
 from ptxlab.emulator.ops.alu import AluOperation, operation
-from ptxlab.emulator.ops.floating import finished, flush
+from ptxlab.emulator.ops.floating import apply_bounds
 from ptxlab.emulator.ops.narrow_floats import NARROW, floats, of_ue8m0, to_narrow, to_tf32, to_ue8m0
-from ptxlab.emulator.ops.rounding import round_to, two_sum, widen
+from ptxlab.emulator.ops.rounding import flush, round_and_flush, round_to, two_sum, widen
 
 INTEGERS = ("u8", "u16", "u32", "u64", "s8", "s16", "s32", "s64")
 FLOATS = ("f16", "bf16", "f32", "f64")
@@ -50,8 +50,8 @@ def _convert(op: Opcode) -> AluOperation:
         wide = INTEGRAL[mode](wide) if mode in INTEGRAL else wide
         if source == target and not (ftz or sat or relu or mode in INTEGRAL):
             return a
-        result = round_to(wide, 0.0, target, mode if mode in ("rz", "rm", "rp") else "rn")
-        return finished(result, target, ftz and target == "f32", sat, relu)
+        finish = round_and_flush if ftz and target == "f32" else round_to
+        return apply_bounds(finish(wide, 0.0, target, mode if mode in ("rz", "rm", "rp") else "rn"), target, sat, relu)
 
     return AluOperation((target,), (source,), between_floats)
 

@@ -9,17 +9,23 @@ from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of
 from ptxlab.emulator.ops.alu import AluOperation, operation
 from ptxlab.emulator.ops.integer import COMPARISONS, compare_operation
-from ptxlab.emulator.ops.rounding import CANONICAL_NAN, TINY, directed_sum, element, fused, rest_sign, round_to, widen
+from ptxlab.emulator.ops.rounding import (
+    CANONICAL_NAN,
+    TINY,
+    directed_sum,
+    element,
+    flush,
+    fused,
+    rest_sign,
+    round_and_flush,
+    round_to,
+    widen,
+)  # fmt: skip
 
 FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
 TINIEST = 2.0**-1074  # stands for "a little more" in hi + lo
 MODES = ("rn", "rz", "rm", "rp")
 DIRECT = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
-
-
-def flush(x: Array, type_name: str) -> Array:
-    """Subnormal numbers become zeros of their sign."""
-    return np.where(np.abs(x) < TINY[type_name], np.copysign(x.dtype.type(0), x), x)
 
 
 def saturate(x: Array) -> Array:
@@ -35,12 +41,11 @@ def canonical(x: Array, type_name: str) -> Array:
     return np.where(np.isnan(x), nan, x)
 
 
-def finished(result: Array, type_name: str, ftz: bool, sat: bool, relu: bool) -> Array:
-    """Register values, as the modifiers want them."""
-    if not (ftz or sat or relu):
+def apply_bounds(result: Array, type_name: str, sat: bool, relu: bool) -> Array:
+    """Register values, bounded as .sat or .relu says."""
+    if not (sat or relu):
         return result
     wide = widen(result, type_name)
-    wide = flush(wide, type_name) if ftz else wide
     wide = saturate(wide) if sat else wide
     return round_to(np.where(wide <= 0, 0.0, wide) if relu else wide, 0.0, type_name)
 
@@ -55,8 +60,9 @@ def wide_operation(
         if ftz:
             inputs = [flush(x, type_name) for x in inputs]
         found = exact(*inputs)
-        result: Array = round_to(found[0], found[1], type_name, mode) if isinstance(found, tuple) else found
-        return finished(result, type_name, ftz, sat, relu)
+        finish = round_and_flush if ftz else round_to
+        result: Array = finish(found[0], found[1], type_name, mode) if isinstance(found, tuple) else found
+        return apply_bounds(result, type_name, sat, relu)
 
     return AluOperation((type_name,), (type_name,) * arity, compute)
 
@@ -74,7 +80,7 @@ def modifiers(op: Opcode, *types: str, default: str = "") -> tuple[str, str, boo
 def _arithmetic(op: Opcode) -> AluOperation:
     t, mode, ftz, sat = modifiers(op, default="rn")
     direct, kind = DIRECT[op.name], element(t)
-    if kind != "bf16" and mode == "rn":
+    if kind != "bf16" and mode == "rn" and not (ftz and op.name == "mul"):
         # NumPy rounds as IEEE 754 does; float32 has more than twice the bits of float16, so rounding twice does no harm
         wide = DTYPES["f32" if kind == "f16" else kind]
 
@@ -90,14 +96,19 @@ def _arithmetic(op: Opcode) -> AluOperation:
 
         return AluOperation((t,), (t, t), compute)
     if op.name == "mul":
-        return wide_operation(t, 2, lambda a, b: fused(a, b, np.copysign(0.0, a * b), t, mode), mode, ftz, sat)
+        return wide_operation(t, 2, lambda a, b: _fused(a, b, np.copysign(0.0, a * b), t, mode), mode, ftz, sat)
     return wide_operation(t, 2, lambda a, b: directed_sum(a, b if op.name == "add" else -b, mode), mode, ftz, sat)
 
 
 @operation("fma", "mad", floating=True)
 def _fma(op: Opcode) -> AluOperation:
     t, mode, ftz, sat = modifiers(op)
-    return wide_operation(t, 3, lambda a, b, c: fused(a, b, c, t, mode), mode, ftz, sat, op.flag("relu"))
+    return wide_operation(t, 3, lambda a, b, c: _fused(a, b, c, t, mode), mode, ftz, sat, op.flag("relu"))
+
+
+def _fused(a: Array, b: Array, c: Array, type_name: str, mode: str) -> Array | tuple[Array, Array]:
+    """a * b + c: of f64 rounded, of narrower types, whose products are exact, as hi + lo."""
+    return fused(a, b, c, mode) if type_name == "f64" else directed_sum(a * b, c, mode)
 
 
 @operation("div", floating=True)
@@ -132,6 +143,8 @@ def _function(op: Opcode) -> AluOperation:
         "lg2": np.log2, "ex2": np.exp2, "tanh": np.tanh,
     }  # fmt: skip
     function = functions[op.name]
+    if t == "f64" and approximate and ftz:
+        return AluOperation((t,), (t,), lambda x: _of_upper_words(function, x))
 
     def exact(x: Array) -> tuple[Array, Array]:
         y = function(x)
@@ -142,6 +155,17 @@ def _function(op: Opcode) -> AluOperation:
         return y, rest_sign(x, y, y, t) * TINIEST
 
     return wide_operation(t, 1, exact, mode, ftz, sat=False)
+
+
+def _of_upper_words(function: Callable[[Array], Array], x: Array) -> Array:
+    """A function of f64 on the upper 32 bits alone, as .approx.ftz has it; the lower ones of the result are zeros."""
+    upper = np.uint64(0xFFFFFFFF << 32)
+
+    def cut(values: Array) -> Array:
+        return flush((values.view(np.uint64) & upper).view(np.float64), "f64")
+
+    y = function(cut(x))
+    return cut(np.where(np.isnan(y), np.uint64(0x7FFFFFFF << 32).view(np.float64), y))
 
 
 @operation("abs", "neg", floating=True)

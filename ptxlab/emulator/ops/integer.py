@@ -7,6 +7,7 @@ import numpy as np
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_signed, limits
 from ptxlab.emulator.ops.alu import AluOperation, operation
+from ptxlab.emulator.ops.rounding import flush
 
 INTEGERS = ("u16", "u32", "u64", "s16", "s32", "s64")
 BITS = ("b16", "b32", "b64")
@@ -242,6 +243,7 @@ def _select(op: Opcode) -> AluOperation:
 
 @operation("slct")
 def _select_by_sign(op: Opcode) -> AluOperation:
-    op.flag("ftz")
-    t, test = op.type(), op.type("s32", "f32")
-    return AluOperation((t,), (t, t, test), lambda a, b, c: np.where(c >= 0, a, b))
+    ftz, t, test = op.flag("ftz"), op.type(), op.type("s32", "f32")
+    if ftz and test == "s32":
+        raise UnknownOpcode(op.text)
+    return AluOperation((t,), (t, t, test), lambda a, b, c: np.where((flush(c, test) if ftz else c) >= 0, a, b))

@@ -69,6 +69,7 @@ def rest_sign(x: Array, y: Array, z: Array, type_name: str) -> Array:
         ph, pl = two_product(y, z)
         result: Array = np.nan_to_num(np.sign((x - ph) - pl))
         return result
+    x, y, z = np.broadcast_arrays(x, y, z)
     signs = np.zeros(x.shape)
     for i in np.flatnonzero(np.isfinite(x) & np.isfinite(z) & ~np.isnan(y)):
         if np.isinf(y[i]):  # it overflowed, or z is zero
@@ -138,16 +139,34 @@ def _step(nearest: Array, value: Array, exact: Array, type_name: str, mode: str)
     return result
 
 
-def fused(a: Array, b: Array, c: Array, type_name: str, mode: str) -> Array:
-    """a * b + c of float64 arrays that hold values of a type, rounded once."""
-    if element(type_name) != "f64":
-        return round_to(*directed_sum(a * b, c, mode), type_name, mode)  # the product is exact: at most 48 bits
+def flush(x: Array, type_name: str) -> Array:
+    """Subnormal numbers become zeros of their sign."""
+    return np.where(np.abs(x) < TINY[type_name], np.copysign(x.dtype.type(0), x), x)
+
+
+def round_and_flush(hi: Array, lo: Array | float, type_name: str, mode: str = "rn") -> Array:
+    """`round_to`, then .ftz: what is smaller than all normal numbers becomes zero of its sign.
+
+    The hardware looks at what it has rounded to the type's bits with any exponent: 2^-126 (1 - 2^-24) is smaller,
+    though the nearest f32 is 2^-126.
+    """
+    tiny = TINY[type_name]
+    if ((np.abs(hi) <= tiny) & (hi != 0)).any():
+        scale = 0.25 / tiny  # far from subnormal numbers
+        small = np.abs(widen(round_to(hi * scale, np.asarray(lo) * scale, type_name, mode), type_name)) < 0.25
+        hi, lo = np.where(small, np.copysign(0.0, hi), hi), np.where(small, 0.0, lo)
+    return round_to(hi, lo, type_name, mode)
+
+
+def fused(a: Array, b: Array, c: Array, mode: str) -> Array:
+    """a * b + c in float64, rounded once."""
     a, b, c = np.broadcast_arrays(a, b, c)
     ph, pl = two_product(a, b)
     sh, sl = two_sum(c, pl)
     vh, vl = two_sum(ph, sh)
     hi, lo = two_sum(vh, to_odd(*two_sum(sl, vl)))
-    result = round_to(np.where(np.isfinite(vh), hi, a * b + c), np.where(np.isfinite(vh), lo, 0.0), "f64", mode)
+    infinite = np.where(np.isinf(c) & np.isfinite(a) & np.isfinite(b), c, a * b + c)  # or NaN
+    result = round_to(np.where(np.isfinite(vh), hi, infinite), np.where(np.isfinite(vh), lo, 0.0), "f64", mode)
     result = np.where(result == 0, directed_sum(a * b, c, mode)[0], result)  # the sign of an exact zero
     # near the ends of the exponent range two_product is not exact: take those lanes one by one
     size = np.abs(np.stack((a, b, c, ph)))
