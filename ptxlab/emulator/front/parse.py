@@ -87,6 +87,7 @@ class _Parser(Cursor):
         self.calls = 0  # put in place in this kernel, those within functions each time
         self.bytes = 0  # of the module's variables
         self.declared = 0  # registers
+        self.takes_parts = False  # whether the instruction takes parts of registers, as video instructions do
         self.functions: dict[str, int] = {}  # where each begins, as an index of a token; kernels may call what follows
         for after in [i for i, text in enumerate(self.texts, 1) if text == ".func"]:
             self.at = after
@@ -225,6 +226,7 @@ class _Parser(Cursor):
         opcode = self.word("an instruction")
         if opcode.startswith((".", "%")):
             self.fail(f"expected an instruction, found {opcode!r}")
+        self.takes_parts = opcode.startswith("v") and not opcode.startswith("vote")
         operands = tuple(self.comma_separated(self.operand, ";"))
         text = re.sub(r"\s+", " ", self.lines[line - 1].split("//")[0]).strip().rstrip(";")
         text = _LONG_VECTOR.sub(r"{\1, ..., \2}", text)
@@ -436,6 +438,12 @@ class _Parser(Cursor):
             if not isinstance(register, Register):
                 self.fail("! takes a predicate register")
             return replace(register, negated=not register.negated)
+        if self.takes_parts and self.token == "-" and self.texts[self.at + 1].startswith("%"):
+            self.take()
+            register = self.operand()
+            if not isinstance(register, Register):
+                self.fail("- takes a register or a constant")
+            return replace(register, selector=f"-{register.selector}")
         if self.kinds[self.at] == "number" or self.token in ("-", "~", "WARP_SZ"):
             return self.constant()
         first = self.named(self.word("an operand"))
@@ -476,6 +484,8 @@ class _Parser(Cursor):
             base, _, selector = name.rpartition(".")
             known = self.known(base)
             if isinstance(known, Register):
+                if not self.takes_parts:
+                    self.fail(f"{name}: only video instructions take a part of a register")
                 return replace(known, selector=selector)
         if known is not None:
             return known if isinstance(known, Register) else ir.Symbol(known)

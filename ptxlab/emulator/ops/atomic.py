@@ -39,7 +39,7 @@ def combination(name: str, t: str) -> Callable[..., Any]:
 
 
 def _function(machine: Machine, access: MemoryAccess) -> Callable[..., Any]:
-    """What an atomic does to memory: arena offsets, old values, operands -> new values."""
+    """Update of memory by an atomic: arena offsets, old values, operands -> new values."""
     if len(access.rest) != 1:
         raise UnknownOpcode(access.instruction.opcode)
     (name,) = access.rest
@@ -87,7 +87,7 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         raise UnknownOpcode(instruction.opcode)
     columns = [elements(value, count) for value in values]
     targets = (target,) if isinstance(target, ir.Sink) else elements(target, count)
-    require_kinds([*targets, *(each for column in columns for each in column)], repeat(t))
+    require_kinds([*targets, *(item for column in columns for item in column)], repeat(t))
     writers = [machine.writer(each, t if is_float(t) else f"u{bits_of(t)}") for each in targets]
     readers = [_reader(machine, column, t) for column in columns]
     locate = locator(machine, access, address)

@@ -10,9 +10,12 @@ from fractions import Fraction
 
 import numpy as np
 
-from ptxlab.emulator.front.types import Array
+from ptxlab.emulator.front.types import DTYPES, Array
 
-TINY = {"f16": 2.0**-14, "f16x2": 2.0**-14, "bf16": 2.0**-126, "bf16x2": 2.0**-126, "f32": 2.0**-126, "f64": 2.0**-1022}
+TINY = {
+    "f16": 2.0**-14, "f16x2": 2.0**-14, "bf16": 2.0**-126, "bf16x2": 2.0**-126, "f32": 2.0**-126, "f32x2": 2.0**-126,
+    "f64": 2.0**-1022,
+}  # fmt: skip
 CANONICAL_NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF}
 _BITS = {"f16": "u2", "bf16": "u2", "f32": "u4", "f64": "u8"}
 
@@ -22,11 +25,21 @@ def element(type_name: str) -> str:
     return type_name.removesuffix("x2")
 
 
+def unpack(raw: Array, type_name: str) -> Array:
+    """Register values of a packed pair -> their numbers [n, 2], low half first."""
+    return np.ascontiguousarray(raw).view(DTYPES[element(type_name)]).reshape(-1, 2)
+
+
+def pack(numbers: Array, type_name: str) -> Array:
+    """Numbers [n, 2] -> register values of a packed pair."""
+    packed: Array = np.ascontiguousarray(numbers).view(DTYPES[type_name])[:, 0]
+    return packed
+
+
 def widen(raw: Array, type_name: str) -> Array:
     """Register values -> float64, exactly: shape [n], or [n, 2] for a packed pair (low half first)."""
     if type_name.endswith("x2"):
-        halves = np.ascontiguousarray(raw).view(np.uint16).reshape(-1, 2)
-        return widen(halves if type_name == "bf16x2" else halves.view(np.float16), element(type_name))
+        return widen(unpack(raw, type_name), element(type_name))
     if type_name == "bf16":
         return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
     return raw.astype(np.float64)
@@ -92,8 +105,7 @@ def to_odd(hi: Array, lo: Array) -> Array:
 def round_to(hi: Array, lo: Array | float, type_name: str, mode: str = "rn") -> Array:
     """The exact value hi + lo as register values of a type; `mode` is rn, rz, rm or rp."""
     if type_name.endswith("x2"):
-        rounded = round_to(hi, lo, element(type_name), mode)
-        return np.ascontiguousarray(rounded).view(np.uint32)[:, 0]
+        return pack(round_to(hi, lo, element(type_name), mode), type_name)
     if type_name == "f64":
         return _step(hi, hi, np.asarray(np.sign(lo)), "f64", mode)
     exact = to_odd(hi, np.asarray(lo))

@@ -13,15 +13,15 @@ PLACE = (
 HALVES = "mov.b32 %r4, 0x3C014000; mov.b32 %r5, 0x00010001;\n"  # (2, 1 + 2^-10), (2^-24, 2^-24)
 
 
-def stored(body: str, a: np.ndarray) -> np.ndarray:
-    """What each lane has in %s behind the body, which changes `a`."""
+def run_body(body: str, a: np.ndarray) -> np.ndarray:
+    """Run a body, which changes `a`; return what each lane has in %s."""
     text, out = kernel(PLACE + body + STORE, ".param .u64 out, .param .u64 a"), np.zeros(32, np.uint32)
     run(text, out, a, checks=("race", "init"))
     return out
 
 
 def added(body: str, a: np.ndarray) -> np.ndarray:
-    stored(body, a)
+    run_body(body, a)
     return a
 
 
@@ -58,7 +58,7 @@ def test_single_numbers(opcode: str) -> None:
 @pytest.mark.parametrize("opcode", ["atom.global.add.v4.f32", "atom.relaxed.gpu.v4.f32.add"])
 def test_old_numbers_come_back(opcode: str) -> None:
     body = f"{ONE_TWO}{opcode} {{%f4, %f5, %f6, _}}, [%x1], {{%f1, %f2, %f1, %f1}};\nmov.b32 %s, %f5;\n"
-    assert stored(body, np.zeros(64, np.float32)).view(np.float32).tolist() == [0, 2] * 16
+    assert run_body(body, np.zeros(64, np.float32)).view(np.float32).tolist() == [0, 2] * 16
 
 
 def test_no_number_comes_back_to_a_sink() -> None:
