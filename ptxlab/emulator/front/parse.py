@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ptxlab.arithmetic import ceil_div
-from ptxlab.emulator.front import ir
+from ptxlab.emulator.front import ir, refusals
 from ptxlab.emulator.front.ir import Entry, Instruction, Module, Operand, Register, Variable
 from ptxlab.emulator.front.lane_annotation import parse_annotation
 from ptxlab.emulator.front.tokens import OPERATORS, SUM, Cursor
@@ -26,7 +26,7 @@ _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:\s*,.*\binlined_at\s+(\d+)\s
 _SPECIAL = re.compile(
     r"%(?:(?:n?tid|n?ctaid|cluster_n?ctaid|n?clusterid)\.[xyz]|cluster_n?ctarank|is_explicit_cluster|n?warpid|laneid|n?smid|gridid"
     r"|lanemask_(?:eq|lt|le|gt|ge)|clock(?:_hi|64)?|globaltimer(?:_lo|_hi)?"
-    r"|(?:dynamic|total|aggr)_smem_size|reserved_smem_offset_(?:begin|end|cap|[01]))"
+    r"|(?:dynamic|total)_smem_size)"
 )
 Frames = tuple[tuple[int, int], ...]  # (number of a file, line in it), then where that was inlined, and so on out
 
@@ -382,7 +382,8 @@ class _Parser(Cursor):
         """`.reg` has been read: `.b32 %r<10>, %a;`."""
         type_name = self.word("a type")[1:]
         if type_name not in DTYPES:
-            self.fail(f"registers of type .{type_name} are not emulated")
+            unknown = f"registers of type .{type_name} are not emulated"
+            self.fail(refusals.WIDE_REGISTERS if type_name == "b128" else unknown)
         while True:
             name = self.word("a register")
             if self.accept("<"):
@@ -520,7 +521,7 @@ class _Parser(Cursor):
             call.text = f"{call.opcode} {name or 'of an address'}"
             return
         if name in self.inlining:
-            self.fail(f"{name} calls itself, which is not emulated", call.line)
+            self.fail(f"{name} calls itself: {refusals.RECURSION}", call.line)
         self.calls += 1
         if self.calls > MOST_CALLS:
             outermost = (*self.inlining, name)[0]
@@ -572,11 +573,9 @@ class _Parser(Cursor):
             if operand.name in outer.tables:
                 return self.labelled(ir.Vector(outer.tables[operand.name]), scope, instruction)
         if operand.name in self.functions:
-            self.fail(
-                f"the address of {operand.name}: calls through function pointers are not emulated", instruction.line
-            )
-        if operand.name.startswith("%envreg"):
-            self.fail(f"{operand.name}: cooperative launches are not emulated", instruction.line)
+            self.fail(f"the address of {operand.name}: {refusals.FUNCTION_POINTERS}", instruction.line)
+        if reason := refusals.reason_for_special(operand.name):
+            self.fail(f"{operand.name}: {reason}", instruction.line)
         self.fail(f"{operand.name} is not declared", instruction.line)
 
     def lay_out_shared(self) -> None:

@@ -51,7 +51,7 @@ def words_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
     of_a, of_b, of_c = readers(a, depth * halves, word), readers(b, depth, word), readers(c, 2 * halves, d_type)
     writers = [machine.writer(register, d_type) for register in elements(d, 2 * halves)]
-    accumulate = _count_bits(combine) if kind == "b1" else _fuse(rounding)
+    accumulate = count_bits(combine) if kind == "b1" else fuse_products(rounding)
 
     def held(some: list[Reader], lanes: Lanes, *parts: int) -> Array:
         """[warps, g, t, *parts] of the registers."""
@@ -74,7 +74,7 @@ def words_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 # Functions of words [..., rows, k] and [..., k, columns], and of what [..., rows, columns] they are added to
 
 
-def _count_bits(combine: str) -> Callable[[Array, Array, Array], Array]:
+def count_bits(combine: str) -> Callable[[Array, Array, Array], Array]:
     """Add how many bits of both together are set."""
     operation = np.bitwise_xor if combine == "xor" else np.bitwise_and
 
@@ -86,7 +86,7 @@ def _count_bits(combine: str) -> Callable[[Array, Array, Array], Array]:
     return accumulate
 
 
-def _fuse(rounding: str) -> Callable[[Array, Array, Array], Array]:
+def fuse_products(rounding: str) -> Callable[[Array, Array, Array], Array]:
     """Add product after product, rounding each sum."""
 
     def accumulate(left: Array, right: Array, sums: Array) -> Array:
