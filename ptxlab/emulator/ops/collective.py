@@ -129,7 +129,8 @@ def _reduce(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         """Rows [lanes, 32] -> what each lane gets."""
         if floating:
             return canonical(reduce(choose, rows.T).astype(np.float32), t)
-        return COMBINE[name].reduce(rows, axis=1).astype(DTYPES[t])
+        reduced: Array = COMBINE[name].reduce(rows, axis=1).astype(DTYPES[t])
+        return reduced
 
     def apply(lanes: Lanes, members: Array) -> None:
         values = np.zeros(machine.lanes, np.float64 if floating else np.int64)

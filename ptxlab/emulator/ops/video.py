@@ -207,6 +207,7 @@ def _multiply_add(op: Opcode) -> AluOperation:
         total = total >> int(scale[3:] or 0)
         if saturate:
             total = total.clip(*limits("s32" if signed else "u32"))
-        return (total & 0xFFFFFFFF).astype(np.uint32)
+        low: Array = (total & 0xFFFFFFFF).astype(np.uint32)
+        return low
 
     return AluOperation(("b32",), ("b32", "b32", "b32"), multiply_add)
