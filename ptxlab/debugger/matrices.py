@@ -61,7 +61,12 @@ def operands_of(instruction: Instruction) -> dict[str, MatrixOperand]:
             raise unknown
         held = instruction.operands[0 if instruction.head == "ldmatrix" else 1]
         return {"d": MatrixOperand("d", "b16", fragments.ldmatrix(count, "trans" in words), _items(held))}
-    if shape is None or (instruction.head == "wgmma") != (len(types) == 3) or len(types) not in (3, 4):
+    if (
+        shape is None
+        or shape[0].startswith("m8")
+        or (instruction.head == "wgmma") != (len(types) == 3)
+        or len(types) not in (3, 4)
+    ):
         raise unknown
     n, k = int(shape[1]), int(shape[2])
     d, a, b = types[:3]

@@ -198,7 +198,7 @@ def _compare_with(op: Opcode, compare: Compute) -> Compute:
 
     if op.name == "setp":
         return setp
-    true = 0x3F800000 if op.type() == "f32" else -1
+    true = 0x3F800000 if op.type("u32", "s32", "f32") == "f32" else -1
     return lambda *sources: z3.If(setp(*sources)[0], value(true, 32), value(0, 32))
 
 
@@ -523,7 +523,7 @@ def _extreme_of_floats(op: Opcode) -> Compute:
         found = z3.If(x_is_none, b, z3.If(y_is_none, a, z3.If(below == (op.name == "min"), a, b)))
         return z3.If((z3.Or if strict else z3.And)(x_is_none, y_is_none), nan, found)
 
-    return _by_halves(one) if t.endswith("x2") else one
+    return _by_halves(one) if t.endswith("x2") else lambda *numbers: reduce(one, numbers)
 
 
 @_operation("copysign", floating=True)

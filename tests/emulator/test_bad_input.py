@@ -12,7 +12,7 @@ from ptxlab.errors import PtxlabError
 from ptxlab.io.files import load_arrays
 from ptxlab.sources import Source
 from ptxlab.toolchain.macros import MOST_TOKENS, require_finite
-from tests import fuzz
+from tests import malformed
 
 KERNEL = 'extern "C" __global__ void k(int* x) { x[0] = %s; }'
 TWICE = "#define A0 1 +\n" + "".join(f"#define A{i} A{i - 1} A{i - 1}\n" for i in range(1, 40)) + KERNEL % "A39 0"
@@ -79,10 +79,10 @@ def test_arrays_that_would_be_unpickled(tmp_path: Path) -> None:
 
 def one_line(action: Callable[[], object], said: str) -> None:
     """It raises a PtxlabError of one line that says so, within seconds of CPU, and 256 MB."""
-    before, started = fuzz.peak(), time.process_time()
+    before, started = malformed.peak(), time.process_time()
     with pytest.raises(PtxlabError, match=said) as error:
         action()
-    assert time.process_time() - started < 10 and fuzz.peak() - before < 1 << 28
+    assert time.process_time() - started < 10 and malformed.peak() - before < 1 << 28
     message = str(error.value)
     assert "\n" not in message or message.startswith("deadlock: ")  # which has a line for each who waits
     assert len(message) < 600

@@ -43,8 +43,9 @@ MMA = """
 m16n8k32.row.col.s32.s8.s4.s32     m16n8k64.row.col.s32.s8.s8.s32      m16n8k16.row.col.f32.f16.bf16.f32
 m16n8k16.row.col.f16.bf16.bf16.f16 m16n8k16.row.col.f32.f16.f16.f16    m16n8k32.col.col.s32.s8.s8.s32
 m16n8k16.row.col.f32.tf32.tf32.f32 m16n8k16.row.col.satfinite.f32.f16.f16.f32
-m16n8k32.row.col.s32.s8.s8         m8n8k16.row.col.s32.s8.s8.s32       m16n8k8.row.col.s32.s8.s8.s32
+m16n8k32.row.col.s32.s8.s8         m8n8k32.row.col.s32.s8.s8.s32       m16n8k8.row.col.s32.s8.s8.s32
 m16n8k32.row.col.relu.s32.s8.s8.s32                                    m16n8k32.row.col.u32.u8.u8.u32
+m8n8k16.row.col.f32.f16.f16.f32    m8n8k4.row.col.f16.f16.f16.f32      m8n8k4.row.col.f32.bf16.bf16.f32
 """
 OPERANDS = "{%r1, %r2, %r3, %r4}, {%r5, %r6, %r7, %r8}, {%r9, %r10}, {%r1, %r2, %r3, %r4}"
 

@@ -154,7 +154,7 @@ class WgmmaProducts(Effect):
             taken[warps] = left @ right  # warp by warp: products so small that BLAS takes no thread for them
             if self.watched:
                 self.look_at(warps, (left, decoded.a_type), (right[None], decoded.b_type))
-        self.taken = taken * decoded.signs if decoded.is_float else taken
+        self.taken = taken * decoded.signs + 0.0 if decoded.is_float else taken  # a sum of zeros is +0, also negated
 
     def look_at(self, warps: list[int], *operands: tuple[Array, str]) -> None:
         """Note which kinds of numbers these warps multiply: operands [warps, .., ..], or one for all."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from ptxlab.emulator.async_.wgmma import WgmmaProducts
 from ptxlab.emulator.checks.check import Check
-from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.access import MemoryAccess, decode
 from ptxlab.emulator.core.effect import Effect
 from ptxlab.emulator.core.lanes import Handler, Lanes, Reader, Successors, as_lanes, indices_of
 from ptxlab.emulator.core.machine import Machine
@@ -115,8 +115,9 @@ class FloatValues(Check):
 
     def around_atomic(self, instruction: Instruction, handler: Handler) -> Handler:
         """Sums in memory."""
-        t = instruction.opcode.split(".")[-1]
-        if not is_float(t) or ".add." not in instruction.opcode:
+        access = decode(instruction, "atomic")
+        t = access.type
+        if not is_float(t) or access.rest != ("add",):
             return handler
         address = next(i for i, o in enumerate(instruction.operands) if isinstance(o, ir.Address))
         source = instruction.operands[address + 1]

@@ -34,9 +34,10 @@ class MemoryAccess:
 
 
 def decode(instruction: Instruction, kind: str) -> MemoryAccess:
-    """Sort the modifiers of a memory opcode."""
+    """Sort the modifiers of a memory opcode, which may stand in any order."""
     space, order, count, rest = "generic", "weak" if kind != "atomic" else "relaxed", 1, []
-    *modifiers, t = instruction.opcode.split(".")[1:]
+    modifiers = instruction.opcode.split(".")[1:]
+    types = [word for word in modifiers if word in DTYPES]
     for word in modifiers:
         if word in SPACES:
             space = word if word == "shared::cluster" else word.split("::")[0]
@@ -44,8 +45,8 @@ def decode(instruction: Instruction, kind: str) -> MemoryAccess:
             order = word
         elif word in ("v2", "v4", "v8"):
             count = int(word[1])
-        elif word not in SCOPES and word not in HINTS and not word.startswith(("L1::", "L2::")):
+        elif word not in types and word not in SCOPES and word not in HINTS and not word.startswith(("L1::", "L2::")):
             rest.append(word)
-    if t not in DTYPES or t == "pred" or (rest and kind != "atomic"):
+    if len(types) != 1 or types == ["pred"] or (rest and kind != "atomic"):
         raise UnknownOpcode(instruction.opcode)
-    return MemoryAccess(instruction, kind, space, order, t, count, tuple(rest))
+    return MemoryAccess(instruction, kind, space, order, types[0], count, tuple(rest))

@@ -8,7 +8,6 @@ What an instruction needs beside lanes and memory is a *unit*; this module knows
 instruction: these enter themselves with `binder`.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +22,7 @@ from ptxlab.emulator.core.watcher import Watcher
 from ptxlab.emulator.core.wave import LaunchState, Wave
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.refusals import reason_for
 from ptxlab.emulator.front.types import Array
 from ptxlab.errors import Deadlock, EmulationError, SourceError, UnknownInstruction
 
@@ -35,19 +35,6 @@ SOON = 250
 LONGEST_HOLD = 1 << 14
 MOST_PLACES = 8  # that a message names
 UNKNOWN = "the emulator does not know this instruction"
-REFUSED = {  # how an instruction begins, as a pattern -> why there is none like it here
-    r"tcgen05": "the tensor memory of sm_100 is not emulated",
-    r"clusterlaunchcontrol": "cluster launch control of sm_100 is not emulated",
-    r"mma\S*\.kind::": "the block-scaled and mixed mma of sm_100 and sm_120 are not emulated",
-    r"cp\.\S*\.tile::(gather4|scatter4)": "gathers and scatters of sm_100 are not emulated",
-    r"cp\.\S*\.im2col": "im2col copies are not emulated",
-    r"(wgmma\.mma_async|mma)\.sp": "sparse operands are not emulated",
-    r"(tex|tld4|txq|suld|sust|sured|suq)\.": "textures and surfaces are not emulated",
-    r"multimem": "multicast memory is not emulated",
-    r"tensormap\.": "tensor maps that the device makes are not emulated",
-    r"call(\.uni)? (malloc|free)$": "malloc on the device is not emulated",
-    r"call(\.uni)? of an address": "calls through function pointers are not emulated",
-}
 
 Binder = Callable[["Machine", Instruction, int], Handler]
 BINDERS: dict[str, Binder] = {}
@@ -165,8 +152,7 @@ class Machine(Wave):
                     handler = watcher.around_guard(instruction, handler)
         except (UnknownOpcode, KeyError):  # KeyError: a type that there is not
             called = instruction.text if head == "call" else instruction.opcode
-            reason = next((why for what, why in REFUSED.items() if re.match(what, called)), UNKNOWN)
-            raise UnknownInstruction(f"{instruction.where}: {reason}") from None
+            raise UnknownInstruction(f"{instruction.where}: {reason_for(called) or UNKNOWN}") from None
         except IndexError:
             raise SourceError(instruction.path, instruction.line, "operands are missing", instruction.text) from None
         except ValueError as error:

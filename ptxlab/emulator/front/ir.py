@@ -21,7 +21,7 @@ class Register:
     type: str
     index: int
     negated: bool = False  # `!%p` as a predicate source
-    selector: str = ""  # `b0`, `h1`, `b3210`: the part that a video instruction takes or writes
+    selector: str = ""  # `b0`, `h1`, `b3210`: the part that a video instruction takes or writes; `-h1` is negated
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,11 +44,11 @@ class Opcode:
         return found
 
     @property
-    def selectors(self) -> tuple[str, str, str]:
-        """Selectors of a video instruction's first three operands, such as "b3210" or ""."""
+    def selectors(self) -> tuple[str, str, str, str]:
+        """Selectors of a video instruction's operands d, a, b, c, such as "b3210" or ""."""
         self.selected = True
-        d, a, b = (*self._selectors, "", "", "")[:3]
-        return d, a, b
+        d, a, b, c = (*self._selectors, "", "", "", "")[:4]
+        return d, a, b, c
 
     @property
     def floating(self) -> bool:

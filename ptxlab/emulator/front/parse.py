@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ptxlab.arithmetic import ceil_div
-from ptxlab.emulator.front import ir
+from ptxlab.emulator.front import ir, refusals
 from ptxlab.emulator.front.ir import Entry, Instruction, Module, Operand, Register, Variable
 from ptxlab.emulator.front.lane_annotation import parse_annotation
 from ptxlab.emulator.front.tokens import OPERATORS, SUM, Cursor
@@ -26,7 +26,7 @@ _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:\s*,.*\binlined_at\s+(\d+)\s
 _SPECIAL = re.compile(
     r"%(?:(?:n?tid|n?ctaid|cluster_n?ctaid|n?clusterid)\.[xyz]|cluster_n?ctarank|is_explicit_cluster|n?warpid|laneid|n?smid|gridid"
     r"|lanemask_(?:eq|lt|le|gt|ge)|clock(?:_hi|64)?|globaltimer(?:_lo|_hi)?"
-    r"|(?:dynamic|total|aggr)_smem_size|reserved_smem_offset_(?:begin|end|cap|[01]))"
+    r"|(?:dynamic|total)_smem_size)"
 )
 Frames = tuple[tuple[int, int], ...]  # (number of a file, line in it), then where that was inlined, and so on out
 
@@ -87,6 +87,7 @@ class _Parser(Cursor):
         self.calls = 0  # put in place in this kernel, those within functions each time
         self.bytes = 0  # of the module's variables
         self.declared = 0  # registers
+        self.takes_parts = False  # whether the instruction takes parts of registers, as video instructions do
         self.functions: dict[str, int] = {}  # where each begins, as an index of a token; kernels may call what follows
         for after in [i for i, text in enumerate(self.texts, 1) if text == ".func"]:
             self.at = after
@@ -225,6 +226,7 @@ class _Parser(Cursor):
         opcode = self.word("an instruction")
         if opcode.startswith((".", "%")):
             self.fail(f"expected an instruction, found {opcode!r}")
+        self.takes_parts = opcode.startswith("v") and not opcode.startswith("vote")
         operands = tuple(self.comma_separated(self.operand, ";"))
         text = re.sub(r"\s+", " ", self.lines[line - 1].split("//")[0]).strip().rstrip(";")
         text = _LONG_VECTOR.sub(r"{\1, ..., \2}", text)
@@ -380,7 +382,8 @@ class _Parser(Cursor):
         """`.reg` has been read: `.b32 %r<10>, %a;`."""
         type_name = self.word("a type")[1:]
         if type_name not in DTYPES:
-            self.fail(f"registers of type .{type_name} are not emulated")
+            unknown = f"registers of type .{type_name} are not emulated"
+            self.fail(refusals.WIDE_REGISTERS if type_name == "b128" else unknown)
         while True:
             name = self.word("a register")
             if self.accept("<"):
@@ -436,6 +439,12 @@ class _Parser(Cursor):
             if not isinstance(register, Register):
                 self.fail("! takes a predicate register")
             return replace(register, negated=not register.negated)
+        if self.takes_parts and self.token == "-" and self.texts[self.at + 1].startswith("%"):
+            self.take()
+            register = self.operand()
+            if not isinstance(register, Register):
+                self.fail("- takes a register or a constant")
+            return replace(register, selector=f"-{register.selector}")
         if self.kinds[self.at] == "number" or self.token in ("-", "~", "WARP_SZ"):
             return self.constant()
         first = self.named(self.word("an operand"))
@@ -476,6 +485,8 @@ class _Parser(Cursor):
             base, _, selector = name.rpartition(".")
             known = self.known(base)
             if isinstance(known, Register):
+                if not self.takes_parts:
+                    self.fail(f"{name}: only video instructions take a part of a register")
                 return replace(known, selector=selector)
         if known is not None:
             return known if isinstance(known, Register) else ir.Symbol(known)
@@ -510,7 +521,7 @@ class _Parser(Cursor):
             call.text = f"{call.opcode} {name or 'of an address'}"
             return
         if name in self.inlining:
-            self.fail(f"{name} calls itself, which is not emulated", call.line)
+            self.fail(f"{name} calls itself: {refusals.RECURSION}", call.line)
         self.calls += 1
         if self.calls > MOST_CALLS:
             outermost = (*self.inlining, name)[0]
@@ -562,11 +573,9 @@ class _Parser(Cursor):
             if operand.name in outer.tables:
                 return self.labelled(ir.Vector(outer.tables[operand.name]), scope, instruction)
         if operand.name in self.functions:
-            self.fail(
-                f"the address of {operand.name}: calls through function pointers are not emulated", instruction.line
-            )
-        if operand.name.startswith("%envreg"):
-            self.fail(f"{operand.name}: cooperative launches are not emulated", instruction.line)
+            self.fail(f"the address of {operand.name}: {refusals.FUNCTION_POINTERS}", instruction.line)
+        if reason := refusals.reason_for_special(operand.name):
+            self.fail(f"{operand.name}: {reason}", instruction.line)
         self.fail(f"{operand.name} is not declared", instruction.line)
 
     def lay_out_shared(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 from ptxlab.emulator.front.ir import Immediate
+from ptxlab.emulator.front.refusals import FLOAT_CONSTANTS
 from ptxlab.errors import SourceError
 
 _TOKEN = re.compile(
@@ -149,7 +150,7 @@ class Cursor:
             symbol = self.take()
             other, other_unsigned = self.expression(weakest + 1)
             if found.float_bits or other.float_bits:
-                self.fail("arithmetic on floating-point constants is not emulated")
+                self.fail(FLOAT_CONSTANTS)
             if symbol in "/%" and not other.bits:
                 self.fail("division by zero")
             is_shift = symbol in ("<<", ">>")

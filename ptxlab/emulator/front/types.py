@@ -14,7 +14,7 @@ DTYPES: dict[str, np.dtype] = {
         **{f"{kind}{bits}": f"{letter}{bits // 8}" for kind, letter in (("u", "u"), ("s", "i"), ("b", "u"))
            for bits in (8, 16, 32, 64)},
         "f16": "f2", "f32": "f4", "f64": "f8",
-        "bf16": "u2", "f16x2": "u4", "bf16x2": "u4", "u16x2": "u4", "s16x2": "u4",
+        "bf16": "u2", "f16x2": "u4", "bf16x2": "u4", "u16x2": "u4", "s16x2": "u4", "f32x2": "u8",
         "pred": "?",
     }.items()
 }  # fmt: skip

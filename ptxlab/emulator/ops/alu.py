@@ -25,12 +25,13 @@ class AluOperation:
     """What an opcode does: PTX types of destinations and sources in operand order, and the function.
 
     The pseudo-type "cc" is the carry flag, which is no operand. `compute` returns an array, or a tuple of as many as
-    there are destinations.
+    there are destinations. It takes the `optional` source too if the instruction has it.
     """
 
     out: tuple[str, ...]
     sources: tuple[str, ...]
     compute: Callable[..., Any]
+    optional: str = ""  # type of a last source
 
 
 # What reductions, atomics and logic are made of
@@ -70,6 +71,8 @@ def typed_operands(instruction: Instruction) -> tuple[AluOperation, Typed, Typed
     elif targets[1:] == ["pred"]:
         operands.insert(1, ir.Sink())
     types = [*targets, *sources]
+    if known.optional and len(operands) == len(types) + 1:
+        types.append(known.optional)
     if len(operands) != len(types):
         raise ValueError(f"{instruction.opcode} takes {len(types)} operands, not {len(operands)}")
     require_kinds(operands, types)

@@ -1,19 +1,24 @@
 """atom and red. Lanes that hit the same address go one after another, in the order of their numbers.
 
+<<<<<<< HEAD
 In mode "late" atom of integers has them go in an order drawn from the seed, so it is not always the first lanes that
 take a lock or the next piece of work. Of floats the sum would be another.
 
 Of vectors there is red, of floats in global memory: atomic for each element.
+=======
+Vectors are of floats in global memory: each element is atomic by itself.
+>>>>>>> helper-c
 """
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from ptxlab.emulator.core.access import MemoryAccess, decode
 from ptxlab.emulator.core.addressing import elements, locator
-from ptxlab.emulator.core.lanes import Handler, Lanes
+from ptxlab.emulator.core.lanes import Handler, Lanes, Reader, count_of
 from ptxlab.emulator.core.machine import Machine, binder
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
@@ -21,6 +26,7 @@ from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.operand_rules import require_kinds
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_float
 from ptxlab.emulator.ops.alu import COMBINE, alu_operation
+from ptxlab.errors import MemoryFault
 
 _EXCHANGE: dict[str, Callable[..., Any]] = {
     "exch": lambda old, b: np.broadcast_to(b, old.shape),
@@ -30,7 +36,8 @@ _EXCHANGE: dict[str, Callable[..., Any]] = {
 }
 
 
-_VECTORS = {"f32": (2, 4), "f16": (2, 4, 8), "bf16": (2, 4, 8), "f16x2": (2, 4), "bf16x2": (2, 4)}  # elements
+# Elements of the vectors that there are, of floats in global memory
+_VECTORS = {"f32": (2, 4), "f16": (2, 4, 8), "bf16": (2, 4, 8), "f16x2": (2, 4), "bf16x2": (2, 4)}
 
 
 def combination(name: str, t: str) -> Callable[..., Any]:
@@ -38,12 +45,22 @@ def combination(name: str, t: str) -> Callable[..., Any]:
     return _EXCHANGE.get(name) or alu_operation(f"{name}.{t}").compute
 
 
-def _function(access: MemoryAccess) -> Callable[..., Any]:
-    """What an atomic does to memory."""
+def _function(machine: Machine, access: MemoryAccess) -> Callable[..., Any]:
+    """Update of memory by an atomic: arena offsets, old values, operands -> new values."""
     if len(access.rest) != 1:
         raise UnknownOpcode(access.instruction.opcode)
-    flush = "ftz." if access.type == "f32" and access.space == "global" else ""  # as the L2's adders do
-    return combination(access.rest[0], flush + access.type)
+    (name,) = access.rest
+    update = combination(name, access.type)
+    if access.count > 1:
+        known = ("add",) if access.type == "f32" else ("add", "min", "max")
+        if name not in known or access.count not in _VECTORS.get(access.type, ()) or "shared" in access.space:
+            raise UnknownOpcode(access.instruction.opcode)
+        update = combination(name, "ftz.f32") if access.type == "f32" else update
+        return lambda offsets, old, b: update(old.reshape(-1), b.reshape(-1)).reshape(old.shape)
+    if (name, access.type) != ("add", "f32") or "shared" in access.space:
+        return lambda offsets, *values: update(*values)
+    flushing, is_shared = combination("add", "ftz.f32"), machine.launch.is_shared  # the L2's adders flush
+    return lambda offsets, *values: np.where(is_shared(offsets), update(*values), flushing(*values))
 
 
 def rounds(offsets: Array) -> list[Array]:
@@ -62,25 +79,27 @@ def rounds(offsets: Array) -> list[Array]:
 @binder("atom", "red")
 def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     access = decode(instruction, "atomic")
-    if access.count > 1:
-        return _of_vectors(machine, instruction, access)
-    function = _function(access)
+    function = _function(machine, access)
     operands = list(instruction.operands)
     returns = instruction.opcode.startswith("atom")
-    t = access.type
-    require_kinds((o for o in operands if not isinstance(o, ir.Address)), [t] * len(operands))
-    write = machine.writer(operands.pop(0), t if is_float(t) else f"u{bits_of(t)}") if returns else None
+    t, count = access.type, access.count
+    target = operands.pop(0) if returns else ir.Sink()
     address, *values = operands
     expected = 2 if access.rest[0] == "cas" else 1
     values, policy = values[:expected], values[expected:]
     if len(values) < expected or len(policy) > ("L2::cache_hint" in instruction.opcode):
-        count = 1 + expected + returns
-        raise ValueError(f"{instruction.opcode} takes {count} operands, not {len(instruction.operands)}")
+        total = 1 + expected + returns
+        raise ValueError(f"{instruction.opcode} takes {total} operands, not {len(instruction.operands)}")
     if not returns and access.rest[0] in _EXCHANGE and access.rest[0] not in ("inc", "dec"):
         raise UnknownOpcode(instruction.opcode)
-    readers = [machine.reader(value, t) for value in values]
+    columns = [elements(value, count) for value in values]
+    targets = (target,) if isinstance(target, ir.Sink) else elements(target, count)
+    require_kinds([*targets, *(item for column in columns for item in column)], repeat(t))
+    writers = [machine.writer(each, t if is_float(t) else f"u{bits_of(t)}") for each in targets]
+    readers = [_reader(machine, column, t) for column in columns]
     locate = locator(machine, access, address)
     view = machine.memory.arena.view(DTYPES[t])
+    view = view if count == 1 else view.reshape(-1, count)
     watchers, size = machine.watchers, access.size
     shuffled = np.random.default_rng((machine.launch.options.seed, 2))
     in_any_order = returns and not is_float(t) and machine.launch.options.mode == "late"
@@ -89,13 +108,17 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
     def atomic(lanes: Lanes) -> None:
         offsets = locate(lanes)
+        if count > 1 and machine.launch.is_shared(offsets).any():
+            _, where = machine.first_fault(instruction, lanes, machine.launch.is_shared(offsets))
+            raise MemoryFault(f"{where}: vectors are added in global memory alone, this is shared memory")
         for watcher in watchers:
             watcher.atomic(access, lanes, offsets)
         places = offsets // size
-        operands = [np.broadcast_to(read(lanes), places.shape) for read in readers]
+        operands = [read(lanes) for read in readers]
         if together is not None:
             together.at(view, places, operands[0])
             return
+<<<<<<< HEAD
         before = np.empty(len(places), view.dtype)
         order = shuffled.permutation(len(places)) if in_any_order else np.arange(len(places))
         for part in (order[turn] for turn in rounds(places[order])):
@@ -103,31 +126,24 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
             view[places[part]] = function(before[part], *[operand[part] for operand in operands])
         if write is not None:
             write(lanes, before)
+=======
+        old = np.empty((len(places), *view.shape[1:]), view.dtype)
+        for part in rounds(places):
+            old[part] = view[places[part]]
+            view[places[part]] = function(offsets[part], old[part], *[operand[part] for operand in operands])
+        for write, column in zip(writers, old.reshape(len(places), -1).T, strict=False):  # none for a sink
+            write(lanes, column)
+>>>>>>> helper-c
 
     return atomic
 
 
-def _of_vectors(machine: Machine, instruction: Instruction, access: MemoryAccess) -> Handler:
-    known = access.count in _VECTORS.get(access.type, ()) and access.rest == ("add",)
-    if not known or access.space != "global" or instruction.head != "red":
-        raise UnknownOpcode(instruction.opcode)
-    if len(instruction.operands) != 2:
-        raise ValueError(f"{instruction.opcode} takes 2 operands, not {len(instruction.operands)}")
-    address, source = instruction.operands
-    require_kinds(items := elements(source, access.count), [access.type] * access.count)
-    readers = [machine.reader(item, access.type) for item in items]
-    locate, function = locator(machine, access, address), _function(access)
-    rows = machine.memory.arena.view(DTYPES[access.type]).reshape(-1, access.count)
-    watchers, size = machine.watchers, access.size
+def _reader(machine: Machine, items: ir.Operands, type_name: str) -> Reader:
+    """Function lanes -> values [lanes] of one register, [lanes, elements] of several."""
+    readers = [machine.reader(item, type_name) for item in items]
 
-    def red(lanes: Lanes) -> None:
-        offsets = locate(lanes)
-        for watcher in watchers:
-            watcher.atomic(access, lanes, offsets)
-        places = offsets // size
-        values = np.stack([np.broadcast_to(read(lanes), places.shape) for read in readers], axis=1)
-        for part in rounds(places):
-            sums = function(rows[places[part]].reshape(-1), values[part].reshape(-1))
-            rows[places[part]] = sums.reshape(-1, access.count)
+    def read(lanes: Lanes) -> Array:
+        columns = [np.broadcast_to(read_one(lanes), (count_of(lanes),)) for read_one in readers]
+        return columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
 
-    return red
+    return read

@@ -91,6 +91,23 @@ def _funnel(op: Opcode) -> AluOperation:
 # Bits
 
 
+@operation("fns", floating=False)
+def _nth_set(op: Opcode) -> AluOperation:
+    op.type("b32")
+
+    def position(mask: Array, base: Array, offset: Array) -> Array:
+        """Find the n-th set bit, counted from a bit upwards or downwards; all ones if there is none."""
+        bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8).reshape(-1, 4), axis=1, bitorder="little") == 1
+        at, base, offset = np.arange(32), base[:, None], offset[:, None].astype(np.int64)
+        up, down = bits & (at >= base), bits & (at <= base)
+        is_nth_up = up & (up.cumsum(axis=1) == offset)
+        is_nth_down = down & (down[:, ::-1].cumsum(axis=1)[:, ::-1] == -offset)
+        is_it = np.where(offset > 0, is_nth_up, np.where(offset < 0, is_nth_down, up & down))
+        return np.where(is_it.any(axis=1), is_it.argmax(axis=1), 0xFFFFFFFF)
+
+    return AluOperation(("b32",), ("b32", "b32", "s32"), position)
+
+
 @operation("popc", "clz", "brev", "bfind", floating=False)
 def _count(op: Opcode) -> AluOperation:
     if op.name == "bfind":

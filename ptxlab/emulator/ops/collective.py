@@ -1,5 +1,7 @@
 """Operations of a warp: shuffles, votes, matches, reductions."""
 
+from functools import reduce
+
 import numpy as np
 
 from ptxlab.emulator.core.lanes import Handler, Lanes, Writer, indices_of
@@ -7,9 +9,10 @@ from ptxlab.emulator.core.machine import Machine, binder
 from ptxlab.emulator.core.warp import pack_bits, together
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
-from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, Array
 from ptxlab.emulator.ops.alu import COMBINE
+from ptxlab.emulator.ops.floating import canonical, choose_extreme
 
 
 def operands_of(instruction: Instruction, count: int) -> tuple[ir.Operand, ...]:
@@ -104,21 +107,36 @@ def member_matrix(members: Array) -> Array:
     return result
 
 
+IDENTITY = {"add": 0, "or": 0, "xor": 0, "and": -1, "min": np.iinfo(np.int64).max, "max": np.iinfo(np.int64).min}
+
+
 @binder("redux")
 def _reduce(machine: Machine, instruction: Instruction, pc: int) -> Handler:
-    _, sync, name, t = (*instruction.opcode.split("."), "", "", "")[:4]
-    identity = {"add": 0, "or": 0, "xor": 0, "and": -1, "min": np.iinfo(np.int64).max, "max": np.iinfo(np.int64).min}
-    if sync != "sync" or name not in identity or t not in ("u32", "s32", "b32"):
+    opcode = Opcode(instruction.opcode)
+    name, t = opcode.choice(*IDENTITY), opcode.type("u32", "s32", "b32", "f32")
+    floating, magnitude, nan = t == "f32", opcode.flag("abs"), opcode.flag("NaN")
+    if not opcode.flag("sync") or opcode.modifiers or (magnitude or nan) > floating:
+        raise UnknownOpcode(instruction.opcode)
+    if floating and name not in ("min", "max"):
         raise UnknownOpcode(instruction.opcode)
     target, source, mask = operands_of(instruction, 3)
-    write, read = machine.writer(target, "u32"), machine.reader(source, t)
+    write, read = machine.writer(target, t), machine.reader(source, t)
+    choose = choose_extreme(name == "min", nan)
+    infinity = np.inf if name == "min" else -np.inf
+    absent = IDENTITY[name] if not floating else infinity if nan else np.nan
+
+    def fold(rows: Array) -> Array:
+        """Rows [lanes, 32] -> what each lane gets."""
+        if floating:
+            return canonical(reduce(choose, rows.T).astype(np.float32), t)
+        reduced: Array = COMBINE[name].reduce(rows, axis=1).astype(DTYPES[t])
+        return reduced
 
     def apply(lanes: Lanes, members: Array) -> None:
-        values = np.zeros(machine.lanes, np.int64)
-        values[lanes] = read(lanes)
+        values = np.zeros(machine.lanes, np.float64 if floating else np.int64)
+        values[lanes] = np.abs(read(lanes)) if magnitude else read(lanes)
         rows = values.reshape(-1, 32)[indices_of(lanes) // 32]
-        kept = np.where(member_matrix(members), rows, identity[name])
-        write(lanes, COMBINE[name].reduce(kept, axis=1).astype(DTYPES[t]))
+        write(lanes, fold(np.where(member_matrix(members), rows, absent)))
 
     return together(machine, pc, mask, apply)
 

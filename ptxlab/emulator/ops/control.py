@@ -148,7 +148,7 @@ def _is_space(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     return is_space
 
 
-@binder("nanosleep", "prefetchu", "discard", "applypriority")
+@binder("nanosleep", "prefetchu", "discard", "applypriority", "pmevent")
 def _nothing(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     return lambda lanes: None
 

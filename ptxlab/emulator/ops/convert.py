@@ -5,12 +5,13 @@ import numpy as np
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_float, limits
 from ptxlab.emulator.ops.alu import AluOperation, operation
-from ptxlab.emulator.ops.floating import finished, flush
+from ptxlab.emulator.ops.floating import apply_bounds
 from ptxlab.emulator.ops.narrow_floats import NARROW, floats, of_ue8m0, to_narrow, to_tf32, to_ue8m0
-from ptxlab.emulator.ops.rounding import round_to, two_sum, widen
+from ptxlab.emulator.ops.rounding import element, flush, round_and_flush, round_to, two_sum, widen
 
 INTEGERS = ("u8", "u16", "u32", "u64", "s8", "s16", "s32", "s64")
 FLOATS = ("f16", "bf16", "f32", "f64")
+LARGEST = {"f16": 65504.0, "bf16": (2 - 2.0**-7) * 2.0**127}
 INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
@@ -28,11 +29,16 @@ def _convert(op: Opcode) -> AluOperation:
         return _powers(op, mode, finite) if narrow == "ue8m0x2" else _narrow(op, narrow, mode, relu, finite)
     target = op.type(*INTEGERS, *FLOATS, "f16x2", "bf16x2")
     source = op.type(*INTEGERS, *FLOATS)
-    if finite or mode == "rna" or op.modifiers:
+    half = element(target) in LARGEST
+    if (
+        mode == "rna"
+        or op.modifiers
+        or (finite and (source != "f32" or not half or mode in ("rm", "rp") or ftz or sat))
+    ):
         raise UnknownOpcode(op.text)
     _check_rounding(mode, target, source)
     if target.endswith("x2"):
-        return _two_to_pair(target, source, mode, relu)
+        return _two_to_pair(target, source, mode, relu, finite)
     if not is_float(source):
         if is_float(target):
             return AluOperation(
@@ -48,10 +54,11 @@ def _convert(op: Opcode) -> AluOperation:
         wide = widen(a, source)
         wide = flush(wide, "f32") if ftz and source == "f32" else wide
         wide = INTEGRAL[mode](wide) if mode in INTEGRAL else wide
+        wide = wide.clip(-LARGEST[target], LARGEST[target]) if finite else wide
         if source == target and not (ftz or sat or relu or mode in INTEGRAL):
             return a
-        result = round_to(wide, 0.0, target, mode if mode in ("rz", "rm", "rp") else "rn")
-        return finished(result, target, ftz and target == "f32", sat, relu)
+        finish = round_and_flush if ftz and target == "f32" else round_to
+        return apply_bounds(finish(wide, 0.0, target, mode if mode in ("rz", "rm", "rp") else "rn"), target, sat, relu)
 
     return AluOperation((target,), (source,), between_floats)
 
@@ -100,7 +107,7 @@ def _float_to_integer(a: Array, source: str, target: str, integral: np.ufunc, ft
     return np.where(np.isnan(x), np.array([nan], result.dtype), result).astype(DTYPES[target])
 
 
-def _two_to_pair(target: str, source: str, mode: str, relu: bool) -> AluOperation:
+def _two_to_pair(target: str, source: str, mode: str, relu: bool, finite: bool) -> AluOperation:
     if source != "f32":
         raise UnknownOpcode(f"cvt.{target}.{source}")
 
@@ -108,15 +115,16 @@ def _two_to_pair(target: str, source: str, mode: str, relu: bool) -> AluOperatio
         """The first source goes to the upper half."""
         pair = np.stack(np.broadcast_arrays(b, a), axis=1).astype(np.float64)
         pair = np.where(pair <= 0, 0.0, pair) if relu else pair
-        return round_to(pair, 0.0, target, mode or "rn")
+        largest = LARGEST[element(target)] if finite else np.inf
+        return round_to(pair.clip(-largest, largest), 0.0, target, mode or "rn")
 
     return AluOperation((target,), (source, source), convert)
 
 
 def _narrow(op: Opcode, pair: str, mode: str, relu: bool, finite: bool) -> AluOperation:
     """Between pairs of fp8, fp6 or fp4 and f32 or f16x2; to the narrow ones always saturating, as `.satfinite` says."""
-    packs, element = op.text.split(".")[-1] != pair, pair.removesuffix("x2")
-    is_fp4, other = element == "e2m1", op.type(*["f32"] * packs, "f16x2")
+    packs, narrow = op.text.split(".")[-1] != pair, element(pair)
+    is_fp4, other = narrow == "e2m1", op.type(*["f32"] * packs, "f16x2")
     if op.modifiers or mode != "rn" or finite != packs:
         raise UnknownOpcode(op.text)
 
@@ -124,13 +132,13 @@ def _narrow(op: Opcode, pair: str, mode: str, relu: bool, finite: bool) -> AluOp
         return np.where(x <= 0, 0.0, x) if relu else x
 
     def pack(a: Array, b: Array | None = None) -> Array:
-        codes = np.ascontiguousarray(to_narrow(clamp(_both(other, a, b)), element))
+        codes = np.ascontiguousarray(to_narrow(clamp(_both(other, a, b)), narrow))
         return codes[:, 0] | codes[:, 1] << np.uint8(4) if is_fp4 else codes.view(np.uint16)[:, 0]
 
     def unpack(a: Array) -> Array:
         codes = np.ascontiguousarray(a).view(np.uint8).reshape(len(a), -1)
         codes = np.concatenate([codes & np.uint8(15), codes >> np.uint8(4)], axis=1) if is_fp4 else codes
-        return round_to(clamp(floats(codes, element)), 0.0, other)
+        return round_to(clamp(floats(codes, narrow)), 0.0, other)
 
     bits = "b8" if is_fp4 else "b16"
     if not packs:

@@ -1,6 +1,8 @@
 """Floating-point arithmetic on f16, bf16, f32, f64 and packed pairs, comparison and the approximate functions."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -8,18 +10,27 @@ import numpy as np
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of
 from ptxlab.emulator.ops.alu import AluOperation, operation
-from ptxlab.emulator.ops.integer import COMPARISONS, compare_operation
-from ptxlab.emulator.ops.rounding import CANONICAL_NAN, TINY, directed_sum, element, fused, rest_sign, round_to, widen
+from ptxlab.emulator.ops.integer import COMPARISONS, compare_operation, set_results
+from ptxlab.emulator.ops.rounding import (
+    CANONICAL_NAN,
+    TINY,
+    directed_sum,
+    element,
+    flush,
+    fused,
+    pack,
+    rest_sign,
+    round_and_flush,
+    round_to,
+    unpack,
+    widen,
+)  # fmt: skip
 
 FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
 TINIEST = 2.0**-1074  # stands for "a little more" in hi + lo
+OUTSIDE_NAN = 0x7FF7  # of 16 bits; the manual calls it OOB NaN and does not say which
 MODES = ("rn", "rz", "rm", "rp")
 DIRECT = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
-
-
-def flush(x: Array, type_name: str) -> Array:
-    """Subnormal numbers become zeros of their sign."""
-    return np.where(np.abs(x) < TINY[type_name], np.copysign(x.dtype.type(0), x), x)
 
 
 def saturate(x: Array) -> Array:
@@ -35,12 +46,11 @@ def canonical(x: Array, type_name: str) -> Array:
     return np.where(np.isnan(x), nan, x)
 
 
-def finished(result: Array, type_name: str, ftz: bool, sat: bool, relu: bool) -> Array:
-    """Register values, as the modifiers want them."""
-    if not (ftz or sat or relu):
+def apply_bounds(result: Array, type_name: str, sat: bool, relu: bool) -> Array:
+    """Register values, bounded as .sat or .relu says."""
+    if not (sat or relu):
         return result
     wide = widen(result, type_name)
-    wide = flush(wide, type_name) if ftz else wide
     wide = saturate(wide) if sat else wide
     return round_to(np.where(wide <= 0, 0.0, wide) if relu else wide, 0.0, type_name)
 
@@ -55,8 +65,9 @@ def wide_operation(
         if ftz:
             inputs = [flush(x, type_name) for x in inputs]
         found = exact(*inputs)
-        result: Array = round_to(found[0], found[1], type_name, mode) if isinstance(found, tuple) else found
-        return finished(result, type_name, ftz, sat, relu)
+        finish = round_and_flush if ftz else round_to
+        result: Array = finish(found[0], found[1], type_name, mode) if isinstance(found, tuple) else found
+        return apply_bounds(result, type_name, sat, relu)
 
     return AluOperation((type_name,), (type_name,) * arity, compute)
 
@@ -65,6 +76,8 @@ def modifiers(op: Opcode, *types: str, default: str = "") -> tuple[str, str, boo
     """(type, rounding mode, ftz, sat) of an arithmetic opcode; without a default it has to say how it rounds."""
     mode, ftz, sat = op.choice(*MODES, default=default), op.flag("ftz"), op.flag("sat")
     t = op.type(*(types or FLOATS))
+    if sat and t == "f32x2":
+        raise UnknownOpcode(op.text)
     if not mode and not op.modifiers:  # one that is left is not known, which is said elsewhere
         raise ValueError(f"{op.name} takes a rounding modifier: .rn, .rz, .rm or .rp")
     return t, mode, ftz, sat
@@ -72,32 +85,51 @@ def modifiers(op: Opcode, *types: str, default: str = "") -> tuple[str, str, boo
 
 @operation("add", "sub", "mul", floating=True)
 def _arithmetic(op: Opcode) -> AluOperation:
-    t, mode, ftz, sat = modifiers(op, default="rn")
+    t, mode, ftz, sat = modifiers(op, *FLOATS, "f32x2", default="rn")
     direct, kind = DIRECT[op.name], element(t)
-    if kind != "bf16" and mode == "rn":
+    if kind != "bf16" and mode == "rn" and not (ftz and op.name == "mul"):
         # NumPy rounds as IEEE 754 does; float32 has more than twice the bits of float16, so rounding twice does no harm
         wide = DTYPES["f32" if kind == "f16" else kind]
 
         def numbers(raw: Array) -> Array:
-            halves = np.ascontiguousarray(raw).view(np.float16).reshape(-1, 2) if t.endswith("x2") else raw
-            return flush(halves.astype(wide, copy=False), t) if ftz else halves.astype(wide, copy=False)
+            widened = (unpack(raw, t) if t.endswith("x2") else raw).astype(wide, copy=False)
+            return flush(widened, t) if ftz else widened
 
         def compute(a: Array, b: Array) -> Array:
             result = direct(numbers(a), numbers(b)).astype(DTYPES[kind], copy=False)
             result = flush(result, t) if ftz else result
             result = saturate(result) if sat else canonical(result, kind)
-            return np.ascontiguousarray(result).view(np.uint32)[:, 0] if t.endswith("x2") else result
+            return pack(result, t) if t.endswith("x2") else result
 
         return AluOperation((t,), (t, t), compute)
     if op.name == "mul":
-        return wide_operation(t, 2, lambda a, b: fused(a, b, np.copysign(0.0, a * b), t, mode), mode, ftz, sat)
+        return wide_operation(t, 2, lambda a, b: _fused(a, b, np.copysign(0.0, a * b), t, mode), mode, ftz, sat)
     return wide_operation(t, 2, lambda a, b: directed_sum(a, b if op.name == "add" else -b, mode), mode, ftz, sat)
 
 
 @operation("fma", "mad", floating=True)
 def _fma(op: Opcode) -> AluOperation:
-    t, mode, ftz, sat = modifiers(op)
-    return wide_operation(t, 3, lambda a, b, c: fused(a, b, c, t, mode), mode, ftz, sat, op.flag("relu"))
+    outside = op.name == "fma" and op.flag("oob")
+    t, mode, ftz, sat = modifiers(op, *FLOATS, *["f32x2"] * (op.name == "fma"))
+    fma = wide_operation(t, 3, lambda a, b, c: _fused(a, b, c, t, mode), mode, ftz, sat, op.flag("relu"))
+    if not outside:
+        return fma
+    if element(t) not in ("f16", "bf16") or ftz:
+        raise UnknownOpcode(op.text)
+    return replace(fma, compute=lambda a, b, c: _clear_outside(fma.compute(a, b, c), a, b, t))
+
+
+def _clear_outside(result: Array, a: Array, b: Array, type_name: str) -> Array:
+    """The result of fma.oob: 0 where a or b is the NaN that tensor copies fill in beyond a tensor, of either sign."""
+    halves, *factors = (np.ascontiguousarray(x).view(np.uint16).reshape(len(x), -1) for x in (result, a, b))
+    is_outside = [x & np.uint16(0x7FFF) == OUTSIDE_NAN for x in factors]
+    cleared = np.where(is_outside[0] | is_outside[1], np.uint16(0), halves)
+    return np.ascontiguousarray(cleared).view(DTYPES[type_name])[:, 0]
+
+
+def _fused(a: Array, b: Array, c: Array, type_name: str, mode: str) -> Array | tuple[Array, Array]:
+    """a * b + c: of f64 rounded, of narrower types, whose products are exact, as hi + lo."""
+    return fused(a, b, c, mode) if type_name == "f64" else directed_sum(a * b, c, mode)
 
 
 @operation("div", floating=True)
@@ -132,6 +164,8 @@ def _function(op: Opcode) -> AluOperation:
         "lg2": np.log2, "ex2": np.exp2, "tanh": np.tanh,
     }  # fmt: skip
     function = functions[op.name]
+    if t == "f64" and approximate and ftz:
+        return AluOperation((t,), (t,), lambda x: _of_upper_words(function, x))
 
     def exact(x: Array) -> tuple[Array, Array]:
         y = function(x)
@@ -142,6 +176,17 @@ def _function(op: Opcode) -> AluOperation:
         return y, rest_sign(x, y, y, t) * TINIEST
 
     return wide_operation(t, 1, exact, mode, ftz, sat=False)
+
+
+def _of_upper_words(function: Callable[[Array], Array], x: Array) -> Array:
+    """A function of f64 on the upper 32 bits alone, as .approx.ftz has it; the lower ones of the result are zeros."""
+    upper = np.uint64(0xFFFFFFFF << 32)
+
+    def cut(values: Array) -> Array:
+        return flush((values.view(np.uint64) & upper).view(np.float64), "f64")
+
+    y = function(cut(x))
+    return cut(np.where(np.isnan(y), np.uint64(0x7FFFFFFF << 32).view(np.float64), y))
 
 
 @operation("abs", "neg", floating=True)
@@ -164,34 +209,46 @@ def _copysign(op: Opcode) -> AluOperation:
     return AluOperation((t,), (t, t), lambda a, b: np.copysign(b, a))
 
 
+def choose_extreme(smaller: bool, nan: bool) -> Callable[[Array, Array], Array]:
+    """Function that takes the smaller or the larger of two numbers; `nan`: a NaN, else the other number beside one."""
+
+    def choose(x: Array, y: Array) -> Array:
+        x_is_smaller = (x < y) | ((x == y) & np.signbit(x))  # -0 is below +0
+        number = np.where(np.isnan(x) | (~np.isnan(y) & (x_is_smaller != smaller)), y, x)
+        return np.where(np.isnan(x) | np.isnan(y), np.nan, number) if nan else number
+
+    return choose
+
+
 @operation("min", "max", floating=True)
 def _extreme(op: Opcode) -> AluOperation:
-    ftz, nan, xorsign = op.flag("ftz"), op.flag("NaN"), op.flag("xorsign")
-    if xorsign and not op.flag("abs"):
+    ftz, nan, xorsign, magnitude = (op.flag(name) for name in ("ftz", "NaN", "xorsign", "abs"))
+    t = op.type(*FLOATS)
+    takes_three = t == "f32" and not xorsign
+    if (xorsign and not magnitude) or (magnitude and not xorsign and not takes_three):
         raise UnknownOpcode(op.text)
-    t, smaller = op.type(*FLOATS), op.name == "min"
+    choose = choose_extreme(op.name == "min", nan)
 
-    def extreme(a: Array, b: Array) -> tuple[Array, Array]:
-        x, y = (np.abs(a), np.abs(b)) if xorsign else (a, b)
-        x_first = (x < y) | ((x == y) & np.signbit(x))  # -0 is below +0
-        result = np.where(x_first == smaller, x, y)
-        result = np.where(np.isnan(x), y, np.where(np.isnan(y), x, result))
-        if nan:
-            result = np.where(np.isnan(x) | np.isnan(y), np.nan, result)
+    def extreme(*numbers: Array) -> tuple[Array, Array]:
+        chosen = reduce(choose, [np.abs(x) if magnitude else x for x in numbers])
         if xorsign:
-            result = np.where(np.signbit(a) != np.signbit(b), -result, result)
-        return result, np.zeros_like(result)
+            a, b = numbers
+            chosen = np.where(np.signbit(a) != np.signbit(b), -chosen, chosen)
+        return chosen, np.zeros_like(chosen)
 
-    return wide_operation(t, 2, extreme, "rn", ftz, sat=False)
+    if takes_three and magnitude:
+        return wide_operation(t, 3, extreme, "rn", ftz, sat=False)
+    operation = wide_operation(t, 2, extreme, "rn", ftz, sat=False)
+    return replace(operation, optional=t) if takes_three else operation
 
 
 @operation("setp", "set", floating=True)
 def _compare(op: Opcode) -> AluOperation:
     ordered = {name: COMPARISONS[name] for name in ("eq", "ne", "lt", "le", "gt", "ge")}
     name = op.choice(*ordered, *(f"{n}u" for n in ordered), "num", "nan")
-    ftz = op.flag("ftz")
-    result = op.type() if op.name == "set" else ""
-    t = op.type(*FLOATS)
+    ftz, t = op.flag("ftz"), op.modifiers.pop()
+    if t not in FLOATS:
+        raise UnknownOpcode(op.text)
 
     def compare(a: Array, b: Array) -> Array:
         x, y = widen(a, t), widen(b, t)
@@ -205,20 +262,7 @@ def _compare(op: Opcode) -> AluOperation:
             found = ordered[name[:-1]](x, y) | unordered
         return found
 
-    if not t.endswith("x2") and result not in ("f16", "bf16", "f16x2", "bf16x2"):
-        return compare_operation(op, result, (t, t), compare)
-    if op.name == "setp":  # one predicate per half
-        return AluOperation(("pred", "pred"), (t, t), lambda a, b: tuple(np.moveaxis(compare(a, b), 1, 0)))
-    one = 1.0 if "f" in result else 0.0
-
-    def set_(a: Array, b: Array) -> Array:
-        true = compare(a, b)
-        if one:
-            return round_to(true.astype(np.float64), 0.0, result)
-        halves = np.where(true, 0xFFFF, 0).astype(np.uint16)
-        return np.ascontiguousarray(halves).view(np.uint32)[:, 0] if t.endswith("x2") else halves
-
-    return AluOperation((result,), (t, t), set_)
+    return compare_operation(op, op.type(*set_results(t)) if op.name == "set" else "", t, compare)
 
 
 @operation("testp", floating=True)

@@ -5,8 +5,9 @@ from collections.abc import Callable
 import numpy as np
 
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
-from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_signed, limits
+from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_float, is_signed, limits
 from ptxlab.emulator.ops.alu import AluOperation, operation
+from ptxlab.emulator.ops.rounding import flush, pack, round_to
 
 INTEGERS = ("u16", "u32", "u64", "s16", "s32", "s64")
 BITS = ("b16", "b32", "b64")
@@ -185,7 +186,7 @@ def _extreme(op: Opcode) -> AluOperation:
             a, b = (x.view(half).reshape(-1, 2) for x in np.broadcast_arrays(a, b))
         result = function(a, b)
         result = np.maximum(result, 0) if relu else result
-        return np.ascontiguousarray(result).view(np.uint32)[:, 0] if t.endswith("x2") else result
+        return pack(result, t) if t.endswith("x2") else result
 
     return AluOperation((t,), (t, t), extreme)
 
@@ -202,35 +203,57 @@ COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
 }  # fmt: skip
 
 
-def compare_operation(
-    op: Opcode, t: str, sources: tuple[str, str], compare: Callable[[Array, Array], Array]
-) -> AluOperation:
-    """setp and set: compare, combine with a predicate where the opcode says so, store one or two results."""
-    combine = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
-    name = op.choice(*combine, default="")
-    if op.name == "setp":
+_COMBINE: dict[str, np.ufunc] = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
-        def setp(a: Array, b: Array, c: Array | None = None) -> tuple[Array, Array]:
-            result = compare(a, b)
-            other = ~result
-            return (result, other) if c is None else (combine[name](result, c), combine[name](other, c))
 
-        # `p|q`; a single destination takes the first
-        return AluOperation(("pred", "pred"), (*sources, "pred") if name else sources, setp)
+def compare_operation(op: Opcode, result: str, t: str, compare: Callable[[Array, Array], Array]) -> AluOperation:
+    """setp and set: compare, combine with a predicate where the opcode says so, store one or two results.
+
+    Comparisons of packed pairs are [lanes, 2]; `result` is the type that set stores.
+    """
+    name = op.choice(*_COMBINE, default="")
+    sources = (t, t, "pred") if name else (t, t)
+
+    def combine(true: Array, c: Array | None) -> Array:
+        if c is None:
+            return true
+        combined: Array = _COMBINE[name](true, c if true.ndim == 1 else c[:, None])
+        return combined
+
+    def setp(a: Array, b: Array, c: Array | None = None) -> tuple[Array, Array]:
+        true = compare(a, b)
+        p, q = true.T if true.ndim == 2 else (true, ~true)
+        return combine(p, c), combine(q, c)
 
     def set_(a: Array, b: Array, c: Array | None = None) -> Array:
-        result = compare(a, b) if c is None else combine[name](compare(a, b), c)
-        return result.astype(np.float32) if t == "f32" else np.where(result, np.array(-1), 0).astype(np.int32)
+        true = combine(compare(a, b), c)
+        if is_float(result):
+            return round_to(true.astype(np.float64), 0.0, result)
+        if true.ndim == 2:
+            return pack(np.where(true, 0xFFFF, 0).astype(np.uint16), result)
+        return np.where(true, -1, 0).astype(DTYPES[result])
 
-    return AluOperation((t if t == "f32" else "s32",), (*sources, "pred") if name else sources, set_)
+    if op.name == "setp":  # `p|q`; a single destination takes the first
+        return AluOperation(("pred", "pred"), sources, setp)
+    return AluOperation((result,), sources, set_)
+
+
+def set_results(t: str) -> tuple[str, ...]:
+    """Types that set stores of a comparison of a type."""
+    if t.endswith("x2"):
+        return t, "u32", "s32"
+    if t in ("f16", "bf16"):
+        return "u16", "s16", "u32", "s32", "bf16", *["f16"] * (t == "f16")
+    return "u32", "s32", "f32", "f16", "bf16"
 
 
 @operation("setp", "set", floating=False)
 def _compare(op: Opcode) -> AluOperation:
     compare = COMPARISONS[op.choice(*COMPARISONS)]
-    result = op.type("u32", "s32", "f32") if op.name == "set" else ""
-    t = op.type(*INTEGERS, *BITS)
-    return compare_operation(op, result, (t, t), compare)
+    t = op.modifiers.pop()
+    if t not in (*INTEGERS, *BITS):
+        raise UnknownOpcode(op.text)
+    return compare_operation(op, op.type(*set_results(t)) if op.name == "set" else "", t, compare)
 
 
 @operation("selp")
@@ -242,6 +265,7 @@ def _select(op: Opcode) -> AluOperation:
 
 @operation("slct")
 def _select_by_sign(op: Opcode) -> AluOperation:
-    op.flag("ftz")
-    t, test = op.type(), op.type("s32", "f32")
-    return AluOperation((t,), (t, t, test), lambda a, b, c: np.where(c >= 0, a, b))
+    ftz, t, test = op.flag("ftz"), op.type(), op.type("s32", "f32")
+    if ftz and test == "s32":
+        raise UnknownOpcode(op.text)
+    return AluOperation((t,), (t, t, test), lambda a, b, c: np.where((flush(c, test) if ftz else c) >= 0, a, b))

@@ -24,6 +24,7 @@ from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import Array, limits
 from ptxlab.emulator.ops.floating import canonical
+from ptxlab.emulator.ops.mma_quarters import is_of_quarters, quarters_mma
 from ptxlab.emulator.ops.mma_words import is_of_words, words_mma
 from ptxlab.emulator.ops.narrow_floats import OPERANDS, floats
 from ptxlab.hardware import fragments
@@ -34,6 +35,7 @@ FORMS = [
     ({"s8", "u8"}, ("s32",)), ({"s4", "u4"}, ("s32",)), ({"f16"}, ("f16", "f32")), ({"bf16"}, ("f32",)),
     ({"tf32"}, ("f32",)), ({"e4m3", "e5m2"}, ("f16", "f32")),
 ]  # fmt: skip
+_SHAPES = (*(f"m16n8k{k}" for k in (4, 8, 16, 32, 64)), "m8n8k16", "m8n8k32")
 QUAD = np.dtype("V16")  # a register of four neighbouring lanes: a run of a row, in the picture of `fragments`
 LONGEST = 16  # mma of one product
 CHUNK = 1 << 16  # lanes times mma at a time, so that what they need stays in the cache
@@ -44,8 +46,9 @@ Work = tuple[int, int, list[Reader], list[Writer]]  # an mma: which A, which B, 
 
 @dataclass(frozen=True)
 class DecodedMma:
-    """Types of an mma, and its depth."""
+    """Shape and types of an mma."""
 
+    m: int  # rows of A: 16 or 8
     d: str
     a: str
     b: str
@@ -57,13 +60,14 @@ class DecodedMma:
         """The form of an opcode."""
         opcode = Opcode(text)
         flags = [opcode.flag(name) for name in ("sync", "aligned", "row", "col")]
-        k, saturates = int(opcode.choice(*(f"m16n8k{k}" for k in (4, 8, 16, 32, 64)))[6:]), opcode.flag("satfinite")
+        shape, saturates = opcode.choice(*_SHAPES), opcode.flag("satfinite")
+        m, k = (int(number) for number in shape[1:].split("n8k"))
         d, a, b, c, *more = *opcode.modifiers, "", "", "", ""
         fits = d == c and any({a, b} <= types and d in accumulators for types, accumulators in FORMS)
-        deep = k * BITS.get(a, 0) in (128, 256)
-        if not all(flags) or not fits or any(more) or not deep or (saturates and d != "s32"):
+        deep = k * BITS.get(a, 0) in ((128, 256) if m == 16 else (128,))
+        if not all(flags) or not fits or any(more) or not deep or ((saturates or m == 8) and d != "s32"):
             raise UnknownOpcode(text)
-        return cls(d, a, b, k, saturates)
+        return cls(m, d, a, b, k, saturates)
 
     @property
     def tiles(self) -> tuple[Tiles, Tiles]:
@@ -74,13 +78,14 @@ class DecodedMma:
         tiles_a, tiles_b = (
             list(zip(down[0, :, 0].tolist(), along[0, :, 0].tolist(), strict=True)) for down, along in places
         )
-        return tiles_a, tiles_b
+        return tiles_a[: len(tiles_a) * self.m // 16], tiles_b
 
     @property
     def accumulators(self) -> Tiles:
         """Row tile and column of the first lane's element of C and D, register by register."""
         c = fragments.mma_c(16 if self.d == "f16" else 32)
-        return [(int(i) // 8, int(j)) for i, j in zip(c.rows[0, :, 0], c.cols[0, :, 0], strict=True)]
+        places = [(int(i) // 8, int(j)) for i, j in zip(c.rows[0, :, 0], c.cols[0, :, 0], strict=True)]
+        return places[: len(places) * self.m // 16]
 
 
 def group(machine: Machine, start: int) -> int:
@@ -110,6 +115,8 @@ def group(machine: Machine, start: int) -> int:
 def _mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     if is_of_words(instruction):
         return words_mma(machine, instruction, pc)
+    if is_of_quarters(instruction):
+        return quarters_mma(machine, instruction, pc)
     decoded = DecodedMma.of(instruction.opcode)
     if pc < machine.done_before:
         return lambda lanes: None
@@ -138,7 +145,7 @@ def _mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         left = numbers(matrices(a, tiles_a, lanes), decoded.a)
         right = numbers(matrices(b, tiles_b, lanes, swap=True), decoded.b)
         products = dots(left, right)
-        accumulate(products.reshape(len(products), len(a), 2, 8, len(b), 2, 4), work, lanes)
+        accumulate(products.reshape(len(products), len(a), decoded.m // 8, 8, len(b), 2, 4), work, lanes)
 
     def run(lanes: Lanes, members: Array) -> None:
         whole_warps(machine, instruction, lanes, members)

@@ -1,7 +1,7 @@
 """mma of f64 and of single bits. A register of A and B is one *word* of k: a number, or 32 bits that are counted.
 
 Lane 4g + t holds A[g (+ 8), t (+ 4 ...)], B[t (+ 4 ...), g] and C[g (+ 8), 2t and 2t + 1], in words. Sums of f64 are
-rounded in NumPy's order, those of bits are exact.
+chains of fused multiply-adds along k, those of bits are exact.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,8 @@ from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import Array
+from ptxlab.emulator.ops.floating import MODES
+from ptxlab.emulator.ops.rounding import fused
 
 _SHAPES = {  # of types: the shapes, with words of k in a register's column of lanes
     "f64": {"m8n8k4": 1, "m16n8k4": 1, "m16n8k8": 2, "m16n8k16": 4},
@@ -36,8 +38,7 @@ def words_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     combine = opcode.choice("xor", "and") if kind == "b1" else ""
     counts = opcode.flag("popc")
     d_type = "s32" if kind == "b1" else "f64"
-    if kind == "f64":
-        opcode.flag("rn")  # what is meant without it too
+    rounding = opcode.choice(*MODES, default="rn") if kind == "f64" else ""
     if not all(flags) or counts != (kind == "b1") or opcode.modifiers != [d_type, kind, kind, d_type]:
         raise UnknownOpcode(instruction.opcode)
     if len(instruction.operands) != 4:
@@ -50,7 +51,7 @@ def words_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
     of_a, of_b, of_c = readers(a, depth * halves, word), readers(b, depth, word), readers(c, 2 * halves, d_type)
     writers = [machine.writer(register, d_type) for register in elements(d, 2 * halves)]
-    product = _bits(combine) if kind == "b1" else np.matmul
+    accumulate = count_bits(combine) if kind == "b1" else fuse_products(rounding)
 
     def held(some: list[Reader], lanes: Lanes, *parts: int) -> Array:
         """[warps, g, t, *parts] of the registers."""
@@ -61,8 +62,8 @@ def words_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         whole_warps(machine, instruction, lanes, members)
         left = held(of_a, lanes, depth, halves).transpose(0, 4, 1, 3, 2).reshape(-1, 8 * halves, 4 * depth)
         right = held(of_b, lanes, depth).transpose(0, 3, 2, 1).reshape(-1, 4 * depth, 8)
-        before = held(of_c, lanes, halves, 2).transpose(0, 3, 1, 2, 4).reshape(-1, 8 * halves, 8)
-        sums = product(left, right).astype(before.dtype) + before
+        start = held(of_c, lanes, halves, 2).transpose(0, 3, 1, 2, 4).reshape(-1, 8 * halves, 8)
+        sums = accumulate(left, right, start)
         result = sums.reshape(-1, halves, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(count_of(lanes), -1)
         for write, column in zip(writers, result.T, strict=True):
             write(lanes, column)
@@ -70,13 +71,28 @@ def words_mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     return together(machine, pc, EVERYBODY, multiply)
 
 
-def _bits(combine: str) -> Callable[[Array, Array], Array]:
-    """Function of words [..., rows, k] and [..., k, columns] -> how many bits of both together are set."""
+# Functions of words [..., rows, k] and [..., k, columns], and of what [..., rows, columns] they are added to
+
+
+def count_bits(combine: str) -> Callable[[Array, Array, Array], Array]:
+    """Add how many bits of both together are set."""
     operation = np.bitwise_xor if combine == "xor" else np.bitwise_and
 
-    def count(left: Array, right: Array) -> Array:
+    def accumulate(left: Array, right: Array, sums: Array) -> Array:
         both = operation(left[..., :, None, :], right.swapaxes(-1, -2)[..., None, :, :])
-        found: Array = np.bitwise_count(both).sum(axis=-1, dtype=np.int64)
-        return found
+        counts: Array = np.bitwise_count(both).sum(axis=-1, dtype=np.int64)
+        return counts.astype(sums.dtype) + sums
 
-    return count
+    return accumulate
+
+
+def fuse_products(rounding: str) -> Callable[[Array, Array, Array], Array]:
+    """Add product after product, rounding each sum."""
+
+    def accumulate(left: Array, right: Array, sums: Array) -> Array:
+        for k in range(left.shape[-1]):
+            a, b = np.broadcast_arrays(left[..., k, None], right[..., k, None, :])
+            sums = fused(a.reshape(-1), b.reshape(-1), sums.reshape(-1), rounding).reshape(sums.shape)
+        return sums
+
+    return accumulate

@@ -10,9 +10,12 @@ from fractions import Fraction
 
 import numpy as np
 
-from ptxlab.emulator.front.types import Array
+from ptxlab.emulator.front.types import DTYPES, Array
 
-TINY = {"f16": 2.0**-14, "f16x2": 2.0**-14, "bf16": 2.0**-126, "bf16x2": 2.0**-126, "f32": 2.0**-126, "f64": 2.0**-1022}
+TINY = {
+    "f16": 2.0**-14, "f16x2": 2.0**-14, "bf16": 2.0**-126, "bf16x2": 2.0**-126, "f32": 2.0**-126, "f32x2": 2.0**-126,
+    "f64": 2.0**-1022,
+}  # fmt: skip
 CANONICAL_NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF}
 _BITS = {"f16": "u2", "bf16": "u2", "f32": "u4", "f64": "u8"}
 
@@ -22,11 +25,21 @@ def element(type_name: str) -> str:
     return type_name.removesuffix("x2")
 
 
+def unpack(raw: Array, type_name: str) -> Array:
+    """Register values of a packed pair -> their numbers [n, 2], low half first."""
+    return np.ascontiguousarray(raw).view(DTYPES[element(type_name)]).reshape(-1, 2)
+
+
+def pack(numbers: Array, type_name: str) -> Array:
+    """Numbers [n, 2] -> register values of a packed pair."""
+    packed: Array = np.ascontiguousarray(numbers).view(DTYPES[type_name])[:, 0]
+    return packed
+
+
 def widen(raw: Array, type_name: str) -> Array:
     """Register values -> float64, exactly: shape [n], or [n, 2] for a packed pair (low half first)."""
     if type_name.endswith("x2"):
-        halves = np.ascontiguousarray(raw).view(np.uint16).reshape(-1, 2)
-        return widen(halves if type_name == "bf16x2" else halves.view(np.float16), element(type_name))
+        return widen(unpack(raw, type_name), element(type_name))
     if type_name == "bf16":
         return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
     return raw.astype(np.float64)
@@ -69,6 +82,7 @@ def rest_sign(x: Array, y: Array, z: Array, type_name: str) -> Array:
         ph, pl = two_product(y, z)
         result: Array = np.nan_to_num(np.sign((x - ph) - pl))
         return result
+    x, y, z = np.broadcast_arrays(x, y, z)
     signs = np.zeros(x.shape)
     for i in np.flatnonzero(np.isfinite(x) & np.isfinite(z) & ~np.isnan(y)):
         if np.isinf(y[i]):  # it overflowed, or z is zero
@@ -91,8 +105,7 @@ def to_odd(hi: Array, lo: Array) -> Array:
 def round_to(hi: Array, lo: Array | float, type_name: str, mode: str = "rn") -> Array:
     """The exact value hi + lo as register values of a type; `mode` is rn, rz, rm or rp."""
     if type_name.endswith("x2"):
-        rounded = round_to(hi, lo, element(type_name), mode)
-        return np.ascontiguousarray(rounded).view(np.uint32)[:, 0]
+        return pack(round_to(hi, lo, element(type_name), mode), type_name)
     if type_name == "f64":
         return _step(hi, hi, np.asarray(np.sign(lo)), "f64", mode)
     exact = to_odd(hi, np.asarray(lo))
@@ -138,16 +151,34 @@ def _step(nearest: Array, value: Array, exact: Array, type_name: str, mode: str)
     return result
 
 
-def fused(a: Array, b: Array, c: Array, type_name: str, mode: str) -> Array:
-    """a * b + c of float64 arrays that hold values of a type, rounded once."""
-    if element(type_name) != "f64":
-        return round_to(*directed_sum(a * b, c, mode), type_name, mode)  # the product is exact: at most 48 bits
+def flush(x: Array, type_name: str) -> Array:
+    """Subnormal numbers become zeros of their sign."""
+    return np.where(np.abs(x) < TINY[type_name], np.copysign(x.dtype.type(0), x), x)
+
+
+def round_and_flush(hi: Array, lo: Array | float, type_name: str, mode: str = "rn") -> Array:
+    """`round_to`, then .ftz: what is smaller than all normal numbers becomes zero of its sign.
+
+    The hardware looks at what it has rounded to the type's bits with any exponent: 2^-126 (1 - 2^-24) is smaller,
+    though the nearest f32 is 2^-126.
+    """
+    tiny = TINY[type_name]
+    if ((np.abs(hi) <= tiny) & (hi != 0)).any():
+        scale = 0.25 / tiny  # far from subnormal numbers
+        small = np.abs(widen(round_to(hi * scale, np.asarray(lo) * scale, type_name, mode), type_name)) < 0.25
+        hi, lo = np.where(small, np.copysign(0.0, hi), hi), np.where(small, 0.0, lo)
+    return round_to(hi, lo, type_name, mode)
+
+
+def fused(a: Array, b: Array, c: Array, mode: str) -> Array:
+    """a * b + c in float64, rounded once."""
     a, b, c = np.broadcast_arrays(a, b, c)
     ph, pl = two_product(a, b)
     sh, sl = two_sum(c, pl)
     vh, vl = two_sum(ph, sh)
     hi, lo = two_sum(vh, to_odd(*two_sum(sl, vl)))
-    result = round_to(np.where(np.isfinite(vh), hi, a * b + c), np.where(np.isfinite(vh), lo, 0.0), "f64", mode)
+    infinite = np.where(np.isinf(c) & np.isfinite(a) & np.isfinite(b), c, a * b + c)  # or NaN
+    result = round_to(np.where(np.isfinite(vh), hi, infinite), np.where(np.isfinite(vh), lo, 0.0), "f64", mode)
     result = np.where(result == 0, directed_sum(a * b, c, mode)[0], result)  # the sign of an exact zero
     # near the ends of the exponent range two_product is not exact: take those lanes one by one
     size = np.abs(np.stack((a, b, c, ph)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
-from ptxlab.emulator.front.types import Array
+from ptxlab.emulator.front.types import Array, limits
 from ptxlab.emulator.ops.alu import AluOperation, operation
 from ptxlab.emulator.ops.integer import COMPARISONS
 
@@ -48,7 +48,9 @@ class SimdForm:
                 raise UnknownOpcode(f"selector .{selector}")
             return [int(digit) for digit in reversed(digits[1:])]
 
-        mask, a, b = op.selectors
+        mask, a, b, c = op.selectors
+        if c:
+            raise UnknownOpcode(f"selector .{c}")
         both = picks(a, parts[count:]), picks(b, parts[:count])
         if not re.fullmatch(f"{letter}[{parts[count:]}]+", mask or letter + "0"):
             raise UnknownOpcode(f"mask .{mask}")
@@ -74,8 +76,24 @@ class ScalarForm:
         types, saturate = _function_and_types(op), op.flag("sat")
         wrap = op.name in ("vshl", "vshr") and op.choice("clamp", "wrap") == "wrap"
         second = op.choice("add", "min", "max", default="")
-        target, *parts = (({"b": 8, "h": 16}.get(s[:1], 32), int(s[1:] or 0)) for s in op.selectors)
-        return cls(*types, saturate, wrap, second, target if op.selectors[0] else None, tuple(parts))
+        d, a, b, c = op.selectors
+        if c:
+            raise UnknownOpcode(f"selector .{c}")
+        return cls(*types, saturate, wrap, second, _part(d) if d else None, (_part(a), _part(b)))
+
+
+def _part(selector: str) -> tuple[int, int]:
+    """Bits and number of the part of a register that a selector names."""
+    if not re.fullmatch("|b[0-3]|h[01]", selector):
+        raise UnknownOpcode(f"selector .{selector}")
+    return {"b": 8, "h": 16}.get(selector[:1], 32), int(selector[1:] or 0)
+
+
+def _select(x: Array, part: tuple[int, int], signed: bool) -> Array:
+    """The part of a register, extended."""
+    bits, number = part
+    columns = np.ascontiguousarray(x).view(f"{'i' if signed else 'u'}{bits // 8}").reshape(len(x), -1)
+    return columns[:, number].astype(np.int64)
 
 
 def _function_and_types(op: Opcode) -> tuple[str, bool, tuple[bool, bool]]:
@@ -136,12 +154,6 @@ def _simd(op: Opcode) -> AluOperation:
 def _scalar(op: Opcode) -> AluOperation:
     form = ScalarForm.of(op)
 
-    def select(x: Array, part: tuple[int, int], signed: bool) -> Array:
-        """The part of a register that a selector names, extended."""
-        bits, number = part
-        columns = np.ascontiguousarray(x).view(f"{'i' if signed else 'u'}{bits // 8}").reshape(len(x), -1)
-        return columns[:, number].astype(np.int64)
-
     def function(a: Array, b: Array) -> Array:
         if form.function in ("vshl", "vshr"):
             count = b & 31 if form.wrap else np.minimum(b, 32)
@@ -149,7 +161,7 @@ def _scalar(op: Opcode) -> AluOperation:
         return _FUNCTIONS[form.function](a, b)
 
     def scalar(a: Array, b: Array, c: Array | None = None) -> Array:
-        result = function(*(select(*each) for each in zip((a, b), form.parts, form.sources_signed, strict=True)))
+        result = function(*(_select(*each) for each in zip((a, b), form.parts, form.sources_signed, strict=True)))
         size, position = form.target or (32, 0)
         if form.saturate and form.signed:
             result = _clamp(result, True, size)
@@ -169,3 +181,33 @@ def _scalar(op: Opcode) -> AluOperation:
 
     three = bool(form.target or form.second)
     return AluOperation(("b32",), ("b32", "b32", "b32") if three else ("b32", "b32"), scalar)
+
+
+@operation("vmad", floating=False)
+def _multiply_add(op: Opcode) -> AluOperation:
+    op.type("u32", "s32")  # the result's 32 bits are the same
+    signs = [op.type("u32", "s32") == "s32" for _ in "ab"]
+    plus_one, saturate, scale = op.flag("po"), op.flag("sat"), op.choice("shr7", "shr15", default="")
+    target, *selectors = op.selectors
+    a_minus, b_minus, c_minus = (selector.startswith("-") for selector in selectors)
+    part_a, part_b, part_c = (_part(selector.removeprefix("-")) for selector in selectors)
+    product_minus = a_minus != b_minus
+    if target or part_c != (32, 0) or product_minus + c_minus + plus_one > 1 or (plus_one and a_minus):
+        raise UnknownOpcode(op.text)
+    c_signed = any(signs) or product_minus
+    signed = c_signed or c_minus
+
+    def multiply_add(a: Array, b: Array, c: Array) -> Array:
+        # as Python's integers: a product of 64 bits, and its sign
+        x, y, z = (
+            _select(*each).astype(object)
+            for each in ((a, part_a, signs[0]), (b, part_b, signs[1]), (c, part_c, c_signed))
+        )
+        total = (-x if product_minus else x) * y + (-z if c_minus else z) + plus_one
+        total = total >> int(scale[3:] or 0)
+        if saturate:
+            total = total.clip(*limits("s32" if signed else "u32"))
+        low: Array = (total & 0xFFFFFFFF).astype(np.uint32)
+        return low
+
+    return AluOperation(("b32",), ("b32", "b32", "b32"), multiply_add)

@@ -2,6 +2,7 @@
 
 So any layout will do that all of them share. Here a lane holds neighbouring elements of the row-major matrix: lane 0
 the first ones, and so on; where registers have room for more than the matrix (A and B in f16), it begins again.
+Elements of four bits and of one are taken by words of 32 bits along K.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,10 @@ from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, Array, limits
-from ptxlab.emulator.ops.floating import canonical
+from ptxlab.emulator.ops.floating import MODES, canonical
+from ptxlab.emulator.ops.mma_words import count_bits, fuse_products
 from ptxlab.emulator.ops.narrow_floats import floats
+from ptxlab.errors import EmulationError
 
 _WARP = 32
 _WIDE = ("m16n16k16", "m8n32k16", "m32n8k16")
@@ -29,8 +32,11 @@ _FORMS: dict[str, dict[str, tuple[str, ...]]] = {
     **{s: {"f16": ("f16", "f32"), "bf16": ("f32",), "s8": ("s32",), "u8": ("s32",)} for s in _WIDE},
     "m16n16k8": {"tf32": ("f32",)},
     "m8n8k4": {"f64": ("f64",)},
+    "m8n8k32": {"s4": ("s32",), "u4": ("s32",)},
+    "m8n8k128": {"b1": ("s32",)},
 }
-_MEMORY = {"bf16": "b16", "tf32": "b32"}  # as what an element lies in memory
+_PER_WORD = {"s4": 8, "u4": 8, "b1": 32}  # elements of a word
+_MEMORY = {"bf16": "b16", "tf32": "b32", "s4": "b32", "u4": "b32", "b1": "b32"}  # as what an element, or word, is moved
 
 
 @dataclass(frozen=True)
@@ -39,13 +45,14 @@ class WmmaFragment:
 
     rows: int
     cols: int
-    type: str  # of an element
+    type: str  # of an element; of those by words, rows and columns count words
 
     @classmethod
     def of(cls, shape: str, type_name: str, operand: str) -> Self:
         """Operand a, b, c or d of a shape such as m16n16k16."""
         m, rest = shape[1:].split("n")
         n, k = map(int, rest.split("k"))
+        k //= _PER_WORD.get(type_name, 1)
         rows, cols = {"a": (int(m), k), "b": (k, n)}.get(operand, (int(m), n))
         return cls(rows, cols, type_name)
 
@@ -101,15 +108,16 @@ def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: boo
     space = opcode.choice("global", "shared", "shared::cta", default="generic").split("::")[0]
     (type_name,) = opcode.modifiers if len(opcode.modifiers) == 1 else ("",)
     inputs, outputs = _FORMS[shape], {t for types in _FORMS[shape].values() for t in types}
-    if type_name not in (inputs if operand in "ab" else outputs):
+    wrong_layout = type_name in _PER_WORD and by_row != (operand == "a")
+    if type_name not in (inputs if operand in "ab" else outputs) or wrong_layout:
         raise UnknownOpcode(instruction.opcode)
     fragment = WmmaFragment.of(shape, type_name, operand)
     held, address, *more = instruction.operands if loads else (instruction.operands[1], instruction.operands[0],
                                                                *instruction.operands[2:])  # fmt: skip
     registers = elements(held, fragment.registers(operand in "ab"))
     per_register = DTYPES[fragment.register].itemsize // fragment.dtype.itemsize
-    size = fragment.dtype.itemsize
-    shortest = fragment.cols if by_row else fragment.rows
+    size, per_word = fragment.dtype.itemsize, _PER_WORD.get(type_name, 1)
+    shortest = (fragment.cols if by_row else fragment.rows) * per_word
     read_stride = machine.reader(more[0] if more else ir.Immediate(shortest), "u32")
     element = _MEMORY.get(type_name, type_name)
     access = MemoryAccess(instruction, "load" if loads else "store", space, "weak", element, 1, ())
@@ -123,6 +131,9 @@ def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: boo
         """[lanes, elements]."""
         warps = count_of(lanes) // _WARP
         strides = np.broadcast_to(read_stride(lanes), (count_of(lanes),)).astype(np.int64)[:, None]
+        if (strides % per_word).any():
+            raise EmulationError(f"{machine.place(instruction, lanes)}: the stride is no multiple of {per_word}")
+        strides = strides // per_word
         i, j = (np.tile(each, (warps, 1)) for each in (rows, cols))
         apart = (i * strides + j if by_row else j * strides + i) * size
         longest = apart.reshape(warps, -1).max(axis=1).repeat(_WARP) + size
@@ -152,14 +163,20 @@ def _move(machine: Machine, instruction: Instruction, opcode: Opcode, loads: boo
 
 def _multiply(machine: Machine, instruction: Instruction, opcode: Opcode) -> Callable[[Lanes], None]:
     """D = A·B + C, rounded once, as `mma` does it."""
-    opcode.choice("row", "col")
-    opcode.choice("row", "col")
+    layouts = opcode.choice("row", "col"), opcode.choice("row", "col")
     shape, saturates = opcode.choice(*_FORMS), opcode.flag("satfinite")
-    types = [word for word in opcode.modifiers if word != "rn"]
+    combine = opcode.choice("xor", "and") if shape == "m8n8k128" and opcode.flag("popc") else ""
+    rounding, types = opcode.choice(*MODES, default=""), opcode.modifiers
     d_type, a_type, b_type, c_type = (types[0], "f16", "f16", types[1]) if len(types) == 2 else (*types, "", "", "")[:4]
     fits = a_type == b_type and {c_type, d_type} <= {*_FORMS[shape].get(a_type, ())}
-    rounds = not opcode.flag("rn") or a_type == "f64"
-    if not fits or not rounds or len(types) not in (2, 4) or (saturates and d_type != "s32"):
+    of_bits = a_type == "b1"
+    if not fits or len(types) not in (2, 4) or (saturates and (d_type != "s32" or of_bits)):
+        raise UnknownOpcode(instruction.opcode)
+    if (
+        (rounding and a_type != "f64")
+        or (a_type in _PER_WORD and layouts != ("row", "col"))
+        or of_bits != bool(combine)
+    ):
         raise UnknownOpcode(instruction.opcode)
     kinds = {"d": d_type, "a": a_type, "b": b_type, "c": c_type}
     fragments = {name: WmmaFragment.of(shape, kind, name) for name, kind in kinds.items()}
@@ -176,11 +193,17 @@ def _multiply(machine: Machine, instruction: Instruction, opcode: Opcode) -> Cal
         count = count_of(lanes)
         columns = np.stack([np.broadcast_to(read(lanes), (count,)) for read in readers[name]], axis=1)
         found = fragments[name].matrix(columns.reshape(-1, _WARP, columns.shape[1]))
-        return found if kinds[name] in ("s32", "f32", "f64") else _numbers(found, kinds[name])
+        return found if kinds[name] in ("s32", "f32", "f64", "b1") else _numbers(found, kinds[name], name)
 
     def multiply(lanes: Lanes) -> None:
         wide = np.int64 if d_type == "s32" else np.float64
-        sums = matrix("c", lanes).astype(wide) + matrix("a", lanes).astype(wide) @ matrix("b", lanes).astype(wide)
+        a, b, c = matrix("a", lanes), matrix("b", lanes), matrix("c", lanes).astype(wide)
+        if of_bits:
+            sums = count_bits(combine)(a, b, c)
+        elif a_type == "f64":
+            sums = fuse_products(rounding or "rn")(a, b, c)
+        else:
+            sums = c + a.astype(wide) @ b.astype(wide)
         if d_type == "s32":
             result = (sums.clip(*limits("s32")) if saturates else sums).astype(np.int32)
         else:
@@ -192,6 +215,11 @@ def _multiply(machine: Machine, instruction: Instruction, opcode: Opcode) -> Cal
     return multiply
 
 
-def _numbers(raw: Array, type_name: str) -> Array:
+def _numbers(raw: Array, type_name: str, operand: str) -> Array:
     """Elements as numbers."""
+    if type_name in ("s4", "u4"):  # words [warps, rows, K] of A, [warps, K, columns] of B
+        words = np.ascontiguousarray(raw if operand == "a" else raw.swapaxes(1, 2))
+        nibbles = np.stack([words.view(np.uint8) << np.uint8(4), words.view(np.uint8) & np.uint8(0xF0)], axis=-1)
+        numbers = nibbles.view(np.int8 if type_name == "s4" else np.uint8).reshape(*words.shape[:2], -1) >> 4
+        return numbers if operand == "a" else numbers.swapaxes(1, 2)
     return raw if type_name in ("s8", "u8") else floats(raw, type_name)

@@ -49,6 +49,23 @@ fence.release.sync_restrict::shared::cta.cluster; createpolicy.cvt.L2.b64 %b64, 
 fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster; createpolicy.whole.L2::evict_last.b64 %b64;
 fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster; createpolicy.fractional.L2::evict_first.b64 %b64;
 createpolicy.fractional.L2::evict_last.b64 %b64, 0.5; createpolicy.range.global.L2::evict_last.b64 %b64, [%u64], 16, 32;
+set.lt.u16.f16 %u16, %f16, %f16; set.lt.s32.bf16 %s32, %b16, %b16; set.lt.f32.f16 %f32, %f16, %f16;
+set.lt.bf16.f16 %b16, %f16, %f16; set.lt.f16.bf16 %f16, %b16, %b16; set.lt.u16.f32 %u16, %f32, %f32;
+set.lt.f16.s32 %f16, %s32, %s32; set.lt.bf16.u64 %b16, %u64, %u64; set.lt.u16.u16 %u16, %u16, %u16;
+set.lt.and.f16x2.f16x2 %b32, %b32, %b32, %p; set.lt.xor.s32.bf16x2 %s32, %b32, %b32, !%p;
+set.lt.f16.f16x2 %f16, %b32, %b32; set.lt.u16.f16x2 %u16, %b32, %b32; setp.lt.or.f16x2 %p|%q, %b32, %b32, %q;
+cvt.rn.satfinite.f16.f32 %f16, %f32; cvt.rz.relu.satfinite.bf16x2.f32 %b32, %f32, %f32;
+cvt.rm.satfinite.f16.f32 %f16, %f32; cvt.rn.satfinite.f16.f64 %f16, %f64; cvt.rn.ftz.satfinite.f16.f32 %f16, %f32;
+cvt.rna.satfinite.f16.f32 %f16, %f32; cvt.rn.satfinite.f32.f64 %f32, %f64; fns.b32 %b32, %b32, %u32, %s32;
+fns.b64 %b64, %b64, %u32, %s32; fma.rn.oob.f16 %f16, %f16, %f16, %f16; fma.rn.oob.relu.bf16x2 %b32, %b32, %b32, %b32;
+fma.rn.ftz.oob.f16 %f16, %f16, %f16, %f16; fma.rn.oob.f32 %f32, %f32, %f32, %f32;
+max.abs.f32 %f32, %f32, %f32; max.xorsign.f32 %f32, %f32, %f32; max.xorsign.abs.f32 %f32, %f32, %f32;
+vmad.s32.s32.u32.sat.shr7 %s32, -%s32.b1, %u32.h0, %s32; vmad.u32.u32.u32.po.shr15 %u32, %u32, 3, %u32;
+vmad.s32.s32.s32 %s32, -%s32, -%s32, -%s32; vmad.s32.s32.s32 %s32, -%s32, %s32, -%s32;
+vmad.s32.s32.s32.po %s32, -%s32, %s32, %s32; vmad.s32.s32.s32 %s32.b0, %s32, %s32, %s32;
+vmad.s32.s32.s32 %s32, %s32, %s32, %s32.h1; vadd.s32.s32.s32 %s32, -%s32, %s32; vadd.u32.u32.u32 %u32, %u32, %u32.b3;
+vadd4.u32.u32.u32 %u32, %u32, %u32, %u32.b0; vadd.u32.u32.u32 %u32, %u32, %u32.h2; add.u32 %u32, -%u32, %u32;
+mov.u32 %u32, %u32.b0; st.shared.u32 [sm], %u32.b0; atom.shared.f32.add %f32, [sm], %f32;
 """
 # Each alone, between bars: an error of one of these hides others.
 ALONE = """

@@ -1,9 +1,13 @@
+<<<<<<< HEAD
 """Atomics: in which order lanes have their turn, and reductions of vectors, which are as many single ones."""
+=======
+"""Atomics of vectors: as many single ones, each lane's after those of the lanes before it."""
+>>>>>>> helper-c
 
 import numpy as np
 import pytest
 
-from ptxlab.errors import SourceError, UnknownInstruction
+from ptxlab.errors import MemoryFault, SourceError, UnknownInstruction
 from tests.support.emulated import STORE, kernel, run
 
 # Two lanes share a vector, whose elements are registers of their own.
@@ -13,9 +17,15 @@ PLACE = (
 HALVES = "mov.b32 %r4, 0x3C014000; mov.b32 %r5, 0x00010001;\n"  # (2, 1 + 2^-10), (2^-24, 2^-24)
 
 
+def run_body(body: str, a: np.ndarray) -> np.ndarray:
+    """Run a body, which changes `a`; return what each lane has in %s."""
+    text, out = kernel(PLACE + body + STORE, ".param .u64 out, .param .u64 a"), np.zeros(32, np.uint32)
+    run(text, out, a, checks=("race", "init"))
+    return out
+
+
 def added(body: str, a: np.ndarray) -> np.ndarray:
-    text = kernel(PLACE + body + STORE, ".param .u64 out, .param .u64 a")
-    run(text, np.zeros(32, np.uint32), a, checks=("race", "init"))
+    run_body(body, a)
     return a
 
 
@@ -40,6 +50,7 @@ def test_pairs_are_rounded_one_by_one(kind: str) -> None:
     assert np.array_equal(found, right)
 
 
+<<<<<<< HEAD
 def numbers_taken(mode: str, seed: int) -> list[int]:
     """What each lane gets where all add 1 to a counter."""
     taken = np.zeros(32, np.uint32)
@@ -60,6 +71,51 @@ def test_single_numbers() -> None:
     numbers = "mov.f32 %f1, 0f3F800000; mov.f32 %f2, 0f40000000;\n"  # 1, 2
     found = added(f"{numbers}red.global.add.v4.f32 [%x1], {{%f1, %f2, %f1, %f2}};\n", np.zeros(64, np.float32))
     assert np.array_equal(found, np.resize([2, 4], 64))
+=======
+ONE_TWO = "mov.f32 %f1, 0f3F800000; mov.f32 %f2, 0f40000000; mov.f32 %f3, 0f00000001;\n"  # and a subnormal
+
+
+@pytest.mark.parametrize("opcode", ["red.global.add.v4.f32", "red.global.v4.f32.add", "red.add.v4.f32"])
+def test_single_numbers(opcode: str) -> None:
+    found = added(f"{ONE_TWO}{opcode} [%x1], {{%f1, %f2, %f1, %f3}};\n", np.zeros(64, np.float32))
+    assert np.array_equal(found, np.resize([2, 4, 2, 0], 64))
+
+
+@pytest.mark.parametrize("opcode", ["atom.global.add.v4.f32", "atom.relaxed.gpu.v4.f32.add"])
+def test_old_numbers_come_back(opcode: str) -> None:
+    body = f"{ONE_TWO}{opcode} {{%f4, %f5, %f6, _}}, [%x1], {{%f1, %f2, %f1, %f1}};\nmov.b32 %s, %f5;\n"
+    assert run_body(body, np.zeros(64, np.float32)).view(np.float32).tolist() == [0, 2] * 16
+
+
+def test_no_number_comes_back_to_a_sink() -> None:
+    assert np.array_equal(
+        added(f"{ONE_TWO}atom.global.add.v2.f32 _, [%x1], {{%f1, %f2}};\n", np.zeros(64, np.float32)),
+        np.resize([2, 4, 0, 0], 64),
+    )
+
+
+@pytest.mark.parametrize(
+    ("opcode", "expected"),
+    [
+        ("min.noftz.v2.f16x2", [0x4000BC00, 0x00010001]),
+        ("max.noftz.v2.f16x2", [0x45003C01, 0x42004200]),
+        ("v2.bf16x2.max.noftz", [0x45003C01, 0x42004200]),
+    ],
+)
+def test_smaller_and_larger_halves(opcode: str, expected: list[int]) -> None:
+    given = np.resize(np.array([0x4500BC00, 0x42004200, 0, 0], np.uint32), 64)
+    second = "mov.b32 %r8, 0x40003C01; mov.b32 %r9, 0x00010001;\n"
+    assert np.array_equal(
+        added(f"{second}red.global.{opcode} [%x1], {{%r8, %r9}};\n", given), np.resize([*expected, 0, 0], 64)
+    )
+
+
+def test_a_generic_address_of_shared_memory_is_refused() -> None:
+    line = "cvta.shared.u64 %x2, tile; red.add.v2.f32 [%x2], {%f1, %f1};\n"
+    text = kernel(".shared .align 16 .b8 tile[16];\n" + line + "ret;")
+    with pytest.raises(MemoryFault, match="vectors are added in global memory alone"):
+        run(text, np.zeros(1))
+>>>>>>> helper-c
 
 
 @pytest.mark.parametrize(
@@ -69,7 +125,8 @@ def test_single_numbers() -> None:
         ("red.shared.add.v2.f32 [%r2], {%f1, %f1}", UnknownInstruction, "red|atom"),
         ("red.global.add.v2.u32 [%x1], {%r1, %r1}", UnknownInstruction, "red|atom"),
         ("red.global.max.v2.f32 [%x1], {%f1, %f1}", UnknownInstruction, "red|atom"),
-        ("atom.global.add.v2.f32 {%f1, %f1}, [%x1], {%f1, %f1}", UnknownInstruction, "red|atom"),
+        ("atom.shared.add.v2.f32 {%f1, %f1}, [%r2], {%f1, %f1}", UnknownInstruction, "red|atom"),
+        ("atom.global.exch.v2.f32 {%f1, %f1}, [%x1], {%f1, %f1}", UnknownInstruction, "red|atom"),
         ("red.global.add.v2.f32 [%x1], {%f1, %f1, %f1}", SourceError, "3 registers for 2 elements"),
         ("red.global.add.v2.f32 [%x1], {%f1, %f1}, %x1", SourceError, "takes 2 operands, not 3"),
     ],

@@ -105,7 +105,7 @@ def test_a_trap_fails_with_line_and_values() -> None:
         (
             "x[0] = f(n);",
             "__device__ __noinline__ int f(int x) { return x > 1000 ? x : f(x * 3 + 1) + 1; }\n",
-            "calls itself, which is not emulated",
+            "calls itself: recursion is not emulated",
         ),
         ("x[0] = tex1Dfetch<int>(n, 0);", "", "textures and surfaces are not emulated"),
     ],

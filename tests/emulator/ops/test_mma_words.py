@@ -6,13 +6,22 @@ import pytest
 from ptxlab.errors import UnknownInstruction
 from tests.support.axes import on_every_backend
 from tests.support.emulated import run
-from tests.support.mma_words import BITS, F64, bits, f64, kernel
+from tests.support.mma_words import BITS, F64, bits, f64, kernel, multiplied
 
 
 @on_every_backend
 @pytest.mark.parametrize("shape", F64)
 def test_f64(shape: str, backend: str) -> None:
     np.testing.assert_array_equal(*f64(shape, backend))
+
+
+@on_every_backend
+@pytest.mark.parametrize(("rounding", "last_bit"), [("rn", 0), ("rz", 0), ("rm", 0), ("rp", 2.0**-52)])
+def test_f64_rounds_each_sum(rounding: str, last_bit: float, backend: str) -> None:
+    a, b, c = np.zeros((8, 4)), np.ones((4, 8)), np.ones((8, 8))
+    a[:, 3] = 2.0**-60
+    text = kernel(f"m8n8k4.row.col.{rounding}.f64.f64.f64.f64", (1, 1, 2), "f64", "f64")
+    np.testing.assert_array_equal(multiplied(text, a, b, c, backend), c + last_bit)
 
 
 @on_every_backend

@@ -89,6 +89,12 @@ def bfi(a, b, c, g):
     return b
 
 
+def nth_set(mask, base, offset):
+    up, down = ([i for i in order if mask >> i & 1] for order in (range(base, 32), range(base, -1, -1)))
+    places = up[: up[:1] == [base]] if offset == 0 else (up if offset > 0 else down)[abs(offset) - 1 :]
+    return places[0] if places else -1
+
+
 AB, ABC = "{d:u32}, {a:u32}, {b:u32};", "{d:u32}, {a:u32}, {b:u32}, {c:u32};"
 QAB, QABC = (x.replace("u32", "u64") for x in (AB, ABC))
 HAB = AB.replace("u32", "u16")
@@ -210,6 +216,22 @@ ORACLES = {
     "vsub.u32.s32.s32 {d:u32}.b2, {a:u32}.h0, {b:u32}.b3, {c:u32};": (
         lambda a, b, c: c & ~0xFF0000 | (s(a, 16) - s(b >> 24, 8) & 255) << 16
     ),
+    "and.b32 %n, {b:u32}, 31; shr.s32 %t, {c:s32}, 27; fns.b32 {d:u32}, {a:u32}, %n, %t;": (
+        lambda a, b, c: nth_set(a, b & 31, s(c) >> 27)
+    ),
+    "vmad.s32.s32.u32 {d:u32}, {a:u32}.b1, {b:u32}.h1, {c:u32};": lambda a, b, c: s(a >> 8, 8) * (b >> 16) + c,
+    f"vmad.u32.u32.u32.sat {ABC}": lambda a, b, c: clamp(a * b + c, 0, 2**32 - 1),
+    "vmad.s32.u32.u32.sat.shr15 {d:u32}, {a:u32}, {b:u32}, -{c:u32};": (
+        lambda a, b, c: clamp(a * b - c >> 15, -(2**31), 2**31 - 1)
+    ),
+    "vmad.s32.u32.s32.sat.shr7 {d:u32}, -{a:u32}, {b:u32}, {c:u32};": (
+        lambda a, b, c: clamp(s(c) - a * s(b) >> 7, -(2**31), 2**31 - 1)
+    ),
+    "vmad.u32.u32.u32.shr15 {d:u32}, {a:u32}.h0, -{b:u32}.h1, {c:u32};": (
+        lambda a, b, c: s(c) - (a & 0xFFFF) * (b >> 16) >> 15
+    ),
+    "vmad.u32.s32.s32.po.shr7 {d:u32}, {a:u32}, {b:u32}.h0, {c:u32};": lambda a, b, c: s(a) * s(b, 16) + s(c) + 1 >> 7,
+    "vmad.s32.s32.s32 {d:u32}, -{a:u32}, -{b:u32}, {c:u32};": lambda a, b, c: a * b + c,
     "vshr.u32.s32.u32.clamp {d:u32}, {a:u32}, {b:count};": lambda a, b: s(a) >> min(b, 32),
 }  # fmt: skip
 

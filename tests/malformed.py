@@ -1,7 +1,7 @@
-"""Broken PTX: `python -m tests.fuzz [--count 2000] [--seed 0]` changes .ptx files at random, parses and runs them.
+"""Malformed PTX: `python -m tests.malformed [--count 2000] [--seed 0]` changes .ptx files at random, parses and runs them.
 
 Whatever comes out is a result or a `PtxlabError`, in bounded time and memory; anything else is printed with the seed
-that makes it again. pytest tries some (`tests/emulator/test_fuzz.py`).
+that makes it again. pytest tries some (`tests/emulator/test_malformed.py`).
 """
 
 import argparse

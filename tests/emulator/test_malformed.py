@@ -1,0 +1,10 @@
+"""Files with random mistakes: a result or an error in one line, soon, and without much memory."""
+
+from tests import malformed
+
+
+def test_broken_files_are_refused_in_one_line() -> None:
+    """Some of what `python -m tests.malformed` tries, of the smaller files."""
+    before = malformed.peak()
+    assert [*malformed.failures(400, seed=7, small=True)] == []
+    assert malformed.peak() - before < 1 << 29

@@ -1,0 +1,24 @@
+"""The guide's list of what the emulator refuses: every reason that the code has, and each example is refused so."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ptxlab.emulator.front.refusals import REASONS
+from ptxlab.errors import SourceError, UnknownInstruction
+from tests.support.emulated import kernel, run
+
+PAGE = Path(__file__).parents[2] / "notebooks/guide/emulator.md"
+ROWS = re.findall(r"^\| (.+ not emulated)(?: \(.+\))? \| `(.+;)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_guide_lists_every_reason() -> None:
+    assert {reason for reason, _ in ROWS} == REASONS
+
+
+@pytest.mark.parametrize(("reason", "example"), ROWS, ids=[example.split()[0] for _, example in ROWS])
+def test_an_example_is_refused(reason: str, example: str) -> None:
+    with pytest.raises((UnknownInstruction, SourceError), match=re.escape(reason)):
+        run(kernel(example, outside=".func again { call again; ret; }"), np.zeros(1))
