@@ -1,13 +1,9 @@
 """atom and red. Lanes that hit the same address go one after another, in the order of their numbers.
 
-<<<<<<< HEAD
 In mode "late" atom of integers has them go in an order drawn from the seed, so it is not always the first lanes that
 take a lock or the next piece of work. Of floats the sum would be another.
 
-Of vectors there is red, of floats in global memory: atomic for each element.
-=======
 Vectors are of floats in global memory: each element is atomic by itself.
->>>>>>> helper-c
 """
 
 from collections.abc import Callable
@@ -118,22 +114,13 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         if together is not None:
             together.at(view, places, operands[0])
             return
-<<<<<<< HEAD
-        before = np.empty(len(places), view.dtype)
+        old = np.empty((len(places), *view.shape[1:]), view.dtype)
         order = shuffled.permutation(len(places)) if in_any_order else np.arange(len(places))
         for part in (order[turn] for turn in rounds(places[order])):
-            before[part] = view[places[part]]
-            view[places[part]] = function(before[part], *[operand[part] for operand in operands])
-        if write is not None:
-            write(lanes, before)
-=======
-        old = np.empty((len(places), *view.shape[1:]), view.dtype)
-        for part in rounds(places):
             old[part] = view[places[part]]
             view[places[part]] = function(offsets[part], old[part], *[operand[part] for operand in operands])
         for write, column in zip(writers, old.reshape(len(places), -1).T, strict=False):  # none for a sink
             write(lanes, column)
->>>>>>> helper-c
 
     return atomic
 

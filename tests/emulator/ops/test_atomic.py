@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Atomics: in which order lanes have their turn, and reductions of vectors, which are as many single ones."""
-=======
-"""Atomics of vectors: as many single ones, each lane's after those of the lanes before it."""
->>>>>>> helper-c
+"""Atomics: in which order lanes have their turn, and those of vectors, which are as many single ones."""
 
 import numpy as np
 import pytest
@@ -50,7 +46,6 @@ def test_pairs_are_rounded_one_by_one(kind: str) -> None:
     assert np.array_equal(found, right)
 
 
-<<<<<<< HEAD
 def numbers_taken(mode: str, seed: int) -> list[int]:
     """What each lane gets where all add 1 to a counter."""
     taken = np.zeros(32, np.uint32)
@@ -67,11 +62,6 @@ def test_who_comes_first_in_mode_late_is_drawn_from_the_seed() -> None:
     assert sorted(first) == sorted(other) == in_order and in_order not in (first, other)
 
 
-def test_single_numbers() -> None:
-    numbers = "mov.f32 %f1, 0f3F800000; mov.f32 %f2, 0f40000000;\n"  # 1, 2
-    found = added(f"{numbers}red.global.add.v4.f32 [%x1], {{%f1, %f2, %f1, %f2}};\n", np.zeros(64, np.float32))
-    assert np.array_equal(found, np.resize([2, 4], 64))
-=======
 ONE_TWO = "mov.f32 %f1, 0f3F800000; mov.f32 %f2, 0f40000000; mov.f32 %f3, 0f00000001;\n"  # and a subnormal
 
 
@@ -115,7 +105,6 @@ def test_a_generic_address_of_shared_memory_is_refused() -> None:
     text = kernel(".shared .align 16 .b8 tile[16];\n" + line + "ret;")
     with pytest.raises(MemoryFault, match="vectors are added in global memory alone"):
         run(text, np.zeros(1))
->>>>>>> helper-c
 
 
 @pytest.mark.parametrize(
