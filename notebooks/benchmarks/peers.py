@@ -132,8 +132,10 @@ def left_out(what: str) -> Iterator[None]:
 
 def why_not_humming() -> str:
     """Say which release of humming is missing, or nothing."""
-    found = metadata.version("humming-kernels")
-    return "" if Version(found) >= Version(HUMMING_RELEASE) else f"humming-kernels {HUMMING_RELEASE}: this is {found}"
+    release = metadata.version("humming-kernels")
+    return (
+        "" if Version(release) >= Version(HUMMING_RELEASE) else f"humming-kernels {HUMMING_RELEASE}: this is {release}"
+    )
 
 
 def humming_layers(

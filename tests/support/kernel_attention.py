@@ -34,9 +34,9 @@ class KernelAttentionRunner(NumpyRunner):
         finally:
             self._decodes = False
 
-    def _attend(self, i: int, q: Any, rows: Rows, own: Any) -> Any:
+    def _attend(self, i: int, q: Any, rows: Rows, of_chunk: Any) -> Any:
         if not self._decodes:
-            return super()._attend(i, q, rows, own)
+            return super()._attend(i, q, rows, of_chunk)
         place = gpu.to_device if self.backend == "gpu" else np.asarray
         R, padding = len(q), padded_rows(len(q), self.batch) - len(q)
         table = np.pad(self.caches[i].block_table[rows.sequence], ((0, padding), (0, 0)))

@@ -142,7 +142,7 @@ class RegistersInUse(Check):
 
 
 class RegisterAccess(NamedTuple):
-    """What an instruction does to registers that some wgmma takes or gives, and to those that are copied to them.
+    """Say what an instruction does to registers that some wgmma takes or gives, or that are copied to such.
 
     Attributes:
         reads, writes: registers of wgmmas.
@@ -165,28 +165,30 @@ def concerned(entry: Entry) -> dict[int, RegisterAccess]:
     """Instructions that read or write registers which some wgmma takes or gives, or write what is copied to these."""
     theirs, seen = registers_of_wgmmas(entry), seen_by_wgmmas(entry)
     found, behind_fence = {}, False
-    for pc, each in enumerate(entry.instructions):
-        if pc in entry.targets or each.head in _ENDS or each.opcode.startswith("wgmma"):
-            behind_fence = each.opcode.startswith("wgmma.fence")
-        reads, writes = ([r for r in some if place_of(r) in theirs] for some in (each.sources, each.destinations))
-        written = [place for place in map(place_of, each.destinations) if place in seen]
+    for pc, instruction in enumerate(entry.instructions):
+        if pc in entry.targets or instruction.head in _ENDS or instruction.opcode.startswith("wgmma"):
+            behind_fence = instruction.opcode.startswith("wgmma.fence")
+        reads, writes = (
+            [r for r in some if place_of(r) in theirs] for some in (instruction.sources, instruction.destinations)
+        )
+        written = [place for place in map(place_of, instruction.destinations) if place in seen]
         if reads or written:
-            copied = [*map(place_of, each.sources)] if written and each.head == "mov" else []
-            is_ahead = behind_fence and each.head not in _MEMORY
-            found[pc] = RegisterAccess(reads, writes, written, copied, each.head == "mov", is_ahead)
+            copied = [*map(place_of, instruction.sources)] if written and instruction.head == "mov" else []
+            is_ahead = behind_fence and instruction.head not in _MEMORY
+            found[pc] = RegisterAccess(reads, writes, written, copied, instruction.head == "mov", is_ahead)
     return found
 
 
 @remembered
 def seen_by_wgmmas(entry: Entry) -> set[tuple[int, int]]:
     """Return the registers of wgmmas, and those whose contents are copied to them, by width and index."""
-    seen, before = registers_of_wgmmas(entry), 0
-    copies = [each for each in entry.instructions if each.head == "mov"]
-    while before < len(seen):
-        before = len(seen)
-        for each in copies:
-            if any(place_of(register) in seen for register in each.destinations):
-                seen = seen.union(map(place_of, each.sources))
+    seen, count = registers_of_wgmmas(entry), 0
+    copies = [instruction for instruction in entry.instructions if instruction.head == "mov"]
+    while count < len(seen):
+        count = len(seen)
+        for copy in copies:
+            if any(place_of(register) in seen for register in copy.destinations):
+                seen = seen.union(map(place_of, copy.sources))
     return seen
 
 

@@ -39,8 +39,8 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
     def addresses(lanes: Lanes) -> Array:
         values = read(lanes)
         if parameters is not None:  # whose addresses have 32 bits: by how much one lies behind the first
-            behind = (values - np.uint32(parameters & 0xFFFFFFFF)).view(np.int32)
-            return np.broadcast_to(behind + np.int64(parameters + shift), (count_of(lanes),))
+            distance = (values - np.uint32(parameters & 0xFFFFFFFF)).view(np.int32)
+            return np.broadcast_to(distance + np.int64(parameters + shift), (count_of(lanes),))
         offsets = (values.view(np.int64) if wide else values.astype(np.int64)) + shift
         return offsets if len(offsets) == count_of(lanes) else np.broadcast_to(offsets, (count_of(lanes),))
 

@@ -186,8 +186,8 @@ class NumpyRunner(Runner):
             q, k, v = np.split(heads, [config.heads, config.heads + config.kv_heads], axis=1)
             q, k = reference.rope(q, *angles), reference.rope(k, *angles)
             self._append(i, k, v, rows)
-            own = (as_stored(k, dtype), v) if in_16_bits else None
-            attention = self._attend(i, as_stored(q, dtype), rows, own)
+            keys_of_chunk = (as_stored(k, dtype), v) if in_16_bits else None
+            attention = self._attend(i, as_stored(q, dtype), rows, keys_of_chunk)
             o = layer.o(layer.o.quantized(as_stored(attention, dtype)), dtype)
             stream, y = self._normed(o, stream, layer.post_norm, rows)
             if config.experts:
@@ -241,15 +241,15 @@ class NumpyRunner(Runner):
         write_slots(cache, keys, values, slots)
         self._keys[i, slots], self._values[i, slots] = keys.dequantize(), values.dequantize()
 
-    def _attend(self, i: int, q: F32, rows: Rows, own: tuple[F32, F32] | None) -> F32:
-        """f32 [R, Hq·D] of rotated queries [R, Hq, D]: in float64, rounded once. `own`: the rows' keys and values."""
+    def _attend(self, i: int, q: F32, rows: Rows, of_chunk: tuple[F32, F32] | None) -> F32:
+        """f32 [R, Hq·D] of rotated queries [R, Hq, D]: in float64, rounded once. `of_chunk`: the rows' keys, values."""
         result, config, q = np.empty_like(q), self.config, self.caches[i].rotate(q)
         how: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": config.window_of(i)}
         for b in np.unique(rows.sequence):
             at = np.flatnonzero(rows.sequence == b)
             slots = self._slots(b, np.arange(rows.position[at[-1]] + 1))
             keys, values = self._keys[i, slots], self._values[i, slots]
-            if own is not None:
-                keys[-len(at) :], values[-len(at) :] = self.caches[i].rotate(own[0][at]), own[1][at]
+            if of_chunk is not None:
+                keys[-len(at) :], values[-len(at) :] = self.caches[i].rotate(of_chunk[0][at]), of_chunk[1][at]
             result[at] = reference.attention(q[at], keys, values, **how)[0]
         return result.reshape(len(q), -1)

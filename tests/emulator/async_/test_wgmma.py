@@ -105,7 +105,7 @@ LOADED = "{ .reg .b32 %y; ld.shared.b32 %y, [tile]; mov.b32 %a2, %y; }"
 
 @both_modes
 @pytest.mark.parametrize(
-    ("before", "behind", "second", "found"),
+    ("ahead_of_fence", "after_fence", "ahead_of_second", "lines"),
     [
         ("", "ld.shared.b32 %a2, [tile];", "", LAUNCHES[:1]),
         ("", LOADED, "", LAUNCHES[:1]),  # a copy is what it copies
@@ -117,11 +117,13 @@ LOADED = "{ .reg .b32 %y; ld.shared.b32 %y, [tile]; mov.b32 %a2, %y; }"
         ("", "{ .reg .b16 %h<2>; mov.b32 {%h0, %h1}, %a2; mov.b32 %a2, {%h0, %h1}; }", "", []),
     ],
 )
-def test_registers_written_behind_the_fence_are_not_seen(mode, before, behind, second, found):
-    text = CASE.ptx.replace(FENCE, f"{before} {FENCE} {behind}").replace(SECOND, f"{second} {SECOND}")
+def test_registers_written_behind_the_fence_are_not_seen(mode, ahead_of_fence, after_fence, ahead_of_second, lines):
+    text = CASE.ptx.replace(FENCE, f"{ahead_of_fence} {FENCE} {after_fence}").replace(
+        SECOND, f"{ahead_of_second} {SECOND}"
+    )
     out, findings = outcome(text, mode)
-    assert findings == [("async", line) for line in found]
-    assert bool((out == right()).all()) == ("ld.shared" not in behind)
+    assert findings == [("async", line) for line in lines]
+    assert bool((out == right()).all()) == ("ld.shared" not in after_fence)
 
 
 @both_modes

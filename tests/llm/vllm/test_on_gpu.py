@@ -161,7 +161,9 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     log = tmp_path_factory.mktemp("server") / "log.txt"
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(smollm2), "--port", str(port)]
     options = ["--served-model-name=smollm2"]
-    options += [f"--{name.replace('_', '-')}={value}" for name, value in COMMON.items() if not isinstance(value, bool)]
+    options += [
+        f"--{name.replace('_', '-')}={setting}" for name, setting in COMMON.items() if not isinstance(setting, bool)
+    ]
     with (
         open(log, "w") as out,
         subprocess.Popen([*command, *options], env=environment(), stdout=out, stderr=out) as run,
