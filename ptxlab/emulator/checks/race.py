@@ -4,7 +4,8 @@ An access is ordered before another one if the lane that does the latter knows o
 last write and two concurrent readers are remembered, so a third reader that alone is unordered with a write is missed.
 Races between blocks of different waves are for `race_waves`. Volatile accesses do not race with each other, but where
 lanes of one warp share memory by them as if they ran in step. Two lanes that store different values to one address with
-one instruction are reported too. Stores of the value that is there already are not; nor are races of loads whose value
+one instruction are reported too, and `ld.global.nc` of what the launch has written, whatever orders them: that path sees
+no writes. Stores of the value that is there already are not; nor are races of loads whose value
 nobody uses (`load_taint`).
 """
 
@@ -79,6 +80,8 @@ class Races(HappensBefore):
             return
         touch = self.touch(access, lanes, offsets, access.order != "weak", self.writes, self.reads, self.other_reads)
         self.compare(touch, self.writes, "read of", reads=None if touch.strong else touch.events)
+        if ".nc." in access.instruction.opcode:
+            self.require_read_only(touch)
         self.remember_reads(touch)
         super().load(access, lanes, offsets)
 
@@ -143,6 +146,19 @@ class Races(HappensBefore):
         if counts > 1:
             threads, events = threads.repeat(counts), events.repeat(counts)
         return Touch(access.instruction, lanes, counts, unit, places, threads, events, strong)
+
+    def require_read_only(self, touch: Touch) -> None:
+        """Report bytes that somebody has written in this launch."""
+        writes = self.writes.get(touch.places, touch.unit)
+        if not (wrong := writes != 0).any():
+            return
+        unit = int(np.argmax(wrong))
+        place = self.machine.memory.byte(int(touch.places[unit]) * touch.unit)
+        writer = self.instruction_of(writes[unit]).seen_from(touch.instruction)
+        message = f"reads {place} through the read-only path, though {writer}, has written it in this launch,"
+        count = count_of(touch.lanes)
+        lanes = np.bincount(np.repeat(np.arange(count), touch.counts)[wrong], minlength=count) > 0
+        self.report(touch.instruction, "race", touch.lanes, lanes, message)
 
     def remember_reads(self, touch: Touch) -> None:
         """Two concurrent readers per byte."""

@@ -1,5 +1,7 @@
 """Checks: what they find, by line and thread, and that correct kernels are clean."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -219,6 +221,21 @@ def test_lanes_of_a_warp_do_not_run_in_step(between, clean):
     assert kinds(result) == ([] if clean else [("race", line_of(text, "ld.shared"))])
     if not clean:
         assert "by thread (1,0,0) of block (0,0,0), in block (0,0,0) thread (0,0,0)" in str(result.findings[0])
+
+
+@pytest.mark.parametrize(
+    ("load", "clean"),
+    [("ld.global.u32 %s, [%x2];", True), ("ld.global.nc.u32 %s, [%x2];", False), ("ld.global.nc.u32 %s, [%x3];", True)],
+)
+def test_the_read_only_path_sees_no_writes_of_the_launch(load: str, clean: bool) -> None:
+    """Not those of the own thread either; of another array there are none."""
+    body = f"""mov.u32 %r0, %tid.x; mul.wide.u32 %x1, %r0, 4; ld.param.u64 %x2, [a]; add.u64 %x2, %x2, %x1;
+    ld.param.u64 %x3, [b]; add.u64 %x3, %x3, %x1; st.global.u32 [%x2], %r0; {load}"""
+    text = kernel(body + STORE, ".param .u64 a, .param .u64 b, .param .u64 out")
+    arrays = [np.zeros(32, np.uint32) for _ in range(3)]
+    findings = run(text, *arrays, checks=emulator.CHECKS).findings
+    messages = [finding.message for finding in findings]
+    assert not messages if clean else re.match(r"reads byte 0 of .* through the read-only path, though line", *messages)
 
 
 def test_lanes_of_one_store_that_disagree():
