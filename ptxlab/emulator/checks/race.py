@@ -4,9 +4,9 @@ An access is ordered before another one if the lane that does the latter knows o
 last write and two concurrent readers are remembered, so a third reader that alone is unordered with a write is missed.
 Races between blocks of different waves are for `race_waves`. Volatile accesses do not race with each other, but where
 lanes of one warp share memory by them as if they ran in step. Two lanes that store different values to one address with
-one instruction are reported too, and `ld.global.nc` of what the launch has written, whatever orders them: that path sees
-no writes. Stores of the value that is there already are not; nor are races of loads whose value
-nobody uses (`load_taint`).
+one instruction are reported too, and `ld.global.nc` of what the launch has written, whatever orders them: that path
+sees no writes. Stores of the value that is there already are not; nor are races of loads whose value nobody uses
+(`load_taint`).
 """
 
 from dataclasses import dataclass, replace
