@@ -37,7 +37,7 @@ ArgumentTexts = Annotated[
         "--arg",
         metavar="VALUE",
         help="An argument by name or in order: x=f32[1024]:normal (uniform, arange, zeros, uninitialised or a number), "
-        "n=1024, x=FILE.npy, of a struct its fields, p=i32:8,f32:0.5.",
+        "n=1024, bias=null, x=FILE.npy, of a struct its fields, p=i32:8,f32:0.5.",
     ),
 ]
 Unchecked = Annotated[bool, typer.Option("--unchecked", help="Skip input validation.")]

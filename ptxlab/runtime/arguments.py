@@ -97,6 +97,8 @@ def require_on_host(name: str, array: Any, dtype: str, shape: tuple[int, ...], *
 
 def accept_for(name: str, parameter: Parameter, arg: Any) -> Any:
     """An argument of a kernel without a spec: arrays as `accept` has them, also in a tensor map; numbers as scalars."""
+    if arg is None:
+        return parameter.null(name)
     if isinstance(arg, TensorMap):
         return replace(arg, array=_shared(name, arg.array))
     is_array = hasattr(arg, "__dlpack__") or hasattr(arg, "__cuda_array_interface__")

@@ -24,7 +24,7 @@ _DTYPES = {f"f{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)} | {
 _DTYPES |= {str(dtype): dtype for dtype in _DTYPES.values()}
 BFLOAT16 = ("bf16", "bfloat16")
 _RULE = (
-    "[NAME=]VALUE, of which VALUE is a number, DTYPE[SHAPE][:FILL] such as f32[1024]:normal "
+    "[NAME=]VALUE, of which VALUE is a number, null, DTYPE[SHAPE][:FILL] such as f32[1024]:normal "
     f"(FILL: {', '.join(FILLS)} or a number), DTYPE:NUMBER (of a struct each field, between commas) or FILE.npy"
 )
 
@@ -46,6 +46,8 @@ def parse_argument(option: str, text: str, seed: int = 0) -> Given:
         FileError: the .npy cannot be read.
     """
     name, value_text = match.groups() if (match := _NAMED.fullmatch(text)) else ("", text)
+    if value_text == "null":  # a pointer
+        return Given(name, None)
     if value_text.endswith(".npy"):
         return Given(name, load_array(Path(value_text)))
     if match := _ARRAY.fullmatch(value_text):

@@ -122,6 +122,14 @@ class Parameter:
             self._check_array(label, value, dtype)
         return value
 
+    def null(self, label: str) -> np.generic:
+        """Return a null pointer; ArgumentError for a parameter that is no pointer."""
+        if self.is_pointer or (self.is_pointer is None and (self.number is None or self.number.nbytes == 8)):
+            return np.uint64(0)
+        raise ArgumentError(
+            label, f"the bytes of {self.type}" if self.struct_bytes else f"a number for {self.type}", None
+        )
+
     def scalar(self, value: Any) -> Any:
         """A NumPy scalar of a file; one that was a Python number there, int64 or float64, as that if it has to fit."""
         was_python = value.dtype in (np.int64, np.float64, np.bool_)
@@ -144,7 +152,9 @@ class Parameter:
 
     def _number(self, label: str, value: int | float) -> np.generic:
         if self.is_pointer:
-            raise ArgumentError(label, f"an array for {self.type} (np.uint64 of an address passes it)", repr(value))
+            raise ArgumentError(
+                label, f"an array for {self.type}, null (None in Python) or an address (np.uint64)", repr(value)
+            )
         if self.number is None or self.number.kind in ("raw", "bf"):
             raise ArgumentError(label, "a NumPy scalar, whose dtype says how wide the parameter is", repr(value))
         if self.number.kind == "i" and not isinstance(value, int):

@@ -73,6 +73,13 @@ def test_outputs_are_held_against_what_is_expected(cli: Any, saxpy: str, tmp_pat
     assert code == 2 and "expected: outputs of the kernel: x, y (got z)" in error
 
 
+def test_null_is_a_null_pointer(cli: Any, tmp_path: Path) -> None:
+    path = tmp_path / "add.cu"
+    path.write_text("__global__ void add(int* y, const int* bias) { y[threadIdx.x] = bias ? *bias : 7; }")
+    code, text, _ = cli("run", str(path), "--arg", "y=i32[32]", "--arg", "bias=null", "--backend", "emulator")
+    assert code == 0 and "7 7 7 7 ..." in text
+
+
 def test_arrays_of_a_file_in_order(cli: Any, saxpy: str, tmp_path: Path) -> None:
     pair = np.array((30, 2.0), [("n", "i4"), ("by", "f4")])
     np.savez(tmp_path / "in.npz", pair, np.ones(32, np.float32), np.zeros(32, np.float32))

@@ -8,7 +8,7 @@ import pytest
 
 import ptxlab
 from ptxlab import registry, sources
-from ptxlab.errors import ArgumentError
+from ptxlab.errors import ArgumentError, MemoryFault
 from ptxlab.runtime.signature import Parameter, of_cuda
 from ptxlab.spec.dtypes import storage
 
@@ -48,9 +48,11 @@ def test_python_numbers_become_what_the_parameter_is(source: str, add: int) -> N
         (AXPY, {0: np.zeros(32)}, "axpy: x: float* takes an array of float32, or bytes (.view(np.uint8)) (got f"),
         (AXPY, {1: np.zeros(32, np.int32)}, "axpy: y: float* takes an array of float32, or bytes"),
         (AXPY, {1: np.zeros(32, np.float16)}, "(got float16)"),
-        (AXPY, {0: 5}, "axpy: x: an array for float* (np.uint64 of an address passes it) (got 5)"),
+        (AXPY, {0: 5}, "axpy: x: an array for float*, null (None in Python) or an address (np.uint64) (got 5)"),
         (AXPY, {0: np.float32(5)}, "axpy: x: an array for float* (got float32 5.0)"),
-        (AXPY, {0: None}, "axpy: x: an array, a tensor map, a number or bytes (got NoneType)"),
+        (AXPY, {0: {}}, "axpy: x: an array, a tensor map, a number or bytes (got dict)"),
+        (AXPY, {2: None}, "axpy: a: a number for float (got None)"),
+        (SCALE, {3: None}, "scale: n: a number for .param .u32 (got None)"),
         (AXPY, {0: [1.0]}, "(got list)"),
         (AXPY, {0: np.zeros(32, ">f4")}, "axpy: x: numbers in native byte order (got >f4)"),
         (AXPY, {0: np.zeros(32, object)}, "axpy: x: numbers in native byte order (got object)"),
@@ -78,6 +80,19 @@ def test_what_the_kernel_would_take_for_something_else_is_refused(source: str, c
     with pytest.raises(ArgumentError) as raised:
         called(source, *args)
     assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+OPTIONAL = """extern "C" __global__ void k(int* y, const int* bias) {
+    y[threadIdx.x] = bias ? bias[threadIdx.x] : 7;
+}"""
+
+
+def test_none_is_a_null_pointer() -> None:
+    y = np.zeros(32, np.int32)
+    called(OPTIONAL, y, None)
+    assert (y == 7).all()
+    with pytest.raises(MemoryFault, match="null pointer"):
+        called(OPTIONAL, None, None)
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass")
