@@ -32,6 +32,12 @@ _EXCHANGE: dict[str, Callable[..., Any]] = {
 }
 
 
+_HALVES = ("f16", "f16x2", "bf16", "bf16x2")
+_TYPES: dict[str, tuple[str, ...]] = {
+    "add": ("u32", "s32", "u64", "f32", "f64", *_HALVES), "min": ("u32", "s32", "u64", "s64"),
+    "max": ("u32", "s32", "u64", "s64"), **dict.fromkeys(("and", "or", "xor", "exch"), ("b32", "b64")),
+    "cas": ("b16", "b32", "b64"), "inc": ("u32",), "dec": ("u32",),
+}  # fmt: skip
 # Elements of the vectors that there are, of floats in global memory
 _VECTORS = {"f32": (2, 4), "f16": (2, 4, 8), "bf16": (2, 4, 8), "f16x2": (2, 4), "bf16x2": (2, 4)}
 
@@ -43,9 +49,10 @@ def combination(name: str, t: str) -> Callable[..., Any]:
 
 def _function(machine: Machine, access: MemoryAccess) -> Callable[..., Any]:
     """Update of memory by an atomic: arena offsets, old values, operands -> new values."""
-    if len(access.rest) != 1:
+    name = access.rest[0] if len(access.rest) == 1 else ""
+    flushes_halves = access.type in _HALVES and ".noftz" not in access.instruction.opcode
+    if name not in _TYPES or flushes_halves or (access.count == 1 and access.type not in _TYPES[name]):
         raise UnknownOpcode(access.instruction.opcode)
-    (name,) = access.rest
     update = combination(name, access.type)
     if access.count > 1:
         known = ("add",) if access.type == "f32" else ("add", "min", "max")

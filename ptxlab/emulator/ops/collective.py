@@ -148,6 +148,8 @@ def _match(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         raise UnknownOpcode(instruction.opcode)
     target, source, mask = operands_of(instruction, 3)
     write, write_predicate = writers_of(machine, target)
+    if mode == "any" and isinstance(target, ir.Vector):
+        raise ValueError("match.any has no predicate")
     read = machine.reader(source, t)
 
     def apply(lanes: Lanes, members: Array) -> None:
@@ -169,6 +171,8 @@ def _elect(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         raise UnknownOpcode(instruction.opcode)
     target, mask = operands_of(instruction, 2)
     write, write_predicate = writers_of(machine, target)
+    if not isinstance(target, ir.Vector) or isinstance(target.items[1], ir.Sink):
+        raise ValueError("the destination has to be a register, or _, and a predicate: d|p")
 
     def apply(lanes: Lanes, members: Array) -> None:
         leader = np.argmax(member_matrix(members), axis=1)

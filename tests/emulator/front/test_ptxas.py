@@ -65,6 +65,12 @@ vmad.s32.s32.s32 %s32, -%s32, -%s32, -%s32; vmad.s32.s32.s32 %s32, -%s32, %s32, 
 vmad.s32.s32.s32.po %s32, -%s32, %s32, %s32; vmad.s32.s32.s32 %s32.b0, %s32, %s32, %s32;
 vmad.s32.s32.s32 %s32, %s32, %s32, %s32.h1; vadd.s32.s32.s32 %s32, -%s32, %s32; vadd.u32.u32.u32 %u32, %u32, %u32.b3;
 vadd4.u32.u32.u32 %u32, %u32, %u32, %u32.b0; vadd.u32.u32.u32 %u32, %u32, %u32.h2; add.u32 %u32, -%u32, %u32;
+elect.sync %u32|_, -1; elect.sync _|%p, -1; elect.sync %u32, -1; shfl.sync.idx.b32 %u32|_, %u32, 0, 31, -1;
+match.any.sync.b32 %u32|%p, %u32, -1; match.all.sync.b32 %u32|_, %u32, -1; atom.shared.add.s64 %s64, [sm], %s64;
+atom.shared.min.s64 %s64, [sm], %s64; atom.shared.and.u32 %u32, [sm], %u32; atom.shared.inc.s32 %s32, [sm], %s32;
+atom.shared.exch.u32 %u32, [sm], %u32; atom.shared.cas.u32 %u32, [sm], %u32, %u32; atom.shared.min.f32 %f32, [sm], %f32;
+atom.shared.cas.b16 %b16, [sm], %b16, %b16; atom.shared.add.u16 %u16, [sm], %u16; atom.shared.add.f16 %f16, [sm], %f16;
+atom.shared.add.noftz.f16 %f16, [sm], %f16; atom.shared.exch.f32 %f32, [sm], %f32; atom.shared.min.b32 %b32, [sm], %b32;
 mov.u32 %u32, %u32.b0; st.shared.u32 [sm], %u32.b0; atom.shared.f32.add %f32, [sm], %f32;
 """
 # Each alone, between bars: an error of one of these hides others.
