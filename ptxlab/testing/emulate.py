@@ -145,8 +145,8 @@ class Emulate:
 
         Args:
             kernel: path of a `.ptx` or `.cu` file (relative to the test or the project's root; `FILE:kernel` names the
-                kernel too), the text itself, a `Source` or `Kernel` of ptxlab, a Triton kernel, CuPy's RawKernel or RawModule, cuda.core's ObjectCode
-                or Program, a numba.cuda kernel (`ptxlab.testing.adapters`).
+                kernel too), the text itself, a `Source` or `Kernel` of ptxlab, a Triton kernel, CuPy's RawKernel or
+                RawModule, cuda.core's ObjectCode or Program, a numba.cuda kernel (`ptxlab.testing.adapters`).
             args: arguments in order: host arrays of any library, numbers, tensor maps. Arrays are copied.
             grid, block, shared_bytes, cluster: the launch. A Triton kernel sets its own block.
             entry: the kernel's name, as in C++ (`ns::add<float, 3>`); may be left out if the source has one kernel.
