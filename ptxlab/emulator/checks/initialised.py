@@ -79,21 +79,21 @@ class Initialised(Check):
         return marked if reads or writes else handler
 
     def copying(self, handler: Handler, source: Register, target: Register) -> Handler:
-        """The step of a `mov`, which uses nothing: the copy of a register that nobody has written is not written either.
+        """The step of a `mov`, which uses nothing: the copy of what nobody has written is not written either.
 
         Compilers make them of variables that are set in a loop, and declared outside.
         """
-        ((known, spans, _), (copy_known, copy_spans, _)) = (*self.rows([source]), *self.rows([target]))
+        (source_known, source_spans, _), (target_known, target_spans, _) = *self.rows([source]), *self.rows([target])
 
-        def copied(lanes: Lanes) -> Any:
+        def copy(lanes: Lanes) -> Any:
             span = span_of(lanes)
-            if span not in copy_spans:
-                copy_known[lanes] |= known[lanes]
-                if span is not None and span in spans:
-                    copy_spans.add(span)
+            if span not in target_spans:
+                target_known[lanes] |= source_known[lanes]
+                if span is not None and span in source_spans:
+                    target_spans.add(span)
             return handler(lanes)
 
-        return copied
+        return copy
 
     def around(self, instruction: Instruction, handler: Handler) -> Handler:
         """Look at sources before, mark destinations after."""

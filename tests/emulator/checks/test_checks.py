@@ -115,8 +115,8 @@ def test_annotation_in_inline_assembly():
     ("body", "marker", "said", "thread"),
     [
         ("mov.u32 %r1, 1;\nadd.u32 %s, %r1, %r7;\n", "%r7", "%r7 is read, but never written", (0, 0, 0)),
-        ("mov.u32 %s, %tid.x; setp.lt.u32 %p, %s, 20;\n@%p mov.u32 %r1, 5;\nadd.u32 %s, %r1, 1;\n", "%s, %r1, 1;", "%r1",
-         (20, 0, 0)),
+        ("mov.u32 %s, %tid.x; setp.lt.u32 %p, %s, 20;\n@%p mov.u32 %r1, 5;\nadd.u32 %s, %r1, 1;\n", "%s, %r1, 1;",
+         "%r1", (20, 0, 0)),
         ("mov.u32 %s, %tid.x; setp.lt.u32 %p, %s, 20;\n@%p mov.u32 %r1, 5;\nmov.u32 %r2, %r1;\nadd.u32 %s, %r2, 1;\n",
          "%s, %r2, 1;", "%r2", (20, 0, 0)),
         ("mov.u32 %s, 0;\n@%q mov.u32 %s, 1;\n", "@%q", "%q is read", (0, 0, 0)),
