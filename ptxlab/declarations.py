@@ -4,6 +4,7 @@ No parser of C++: scopes and heads are told by brackets. What is compiled is dec
 parameters, lists templates, and finds the host functions that NVRTC does not take.
 """
 
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -219,7 +220,7 @@ def own_text(preprocessed: str, foreign: tuple[str, ...]) -> str:
     for marker in LINE_MARKER.finditer(preprocessed):
         if keeps:
             parts.append(preprocessed[at : marker.start()])
-        path, at = marker[1], marker.end()
+        path, at = os.path.normpath(marker[1]), marker.end()
         keeps = "/" in path and not path.startswith(foreign) if foreign else True
         keeps |= "/" not in path and not path.startswith("__nv")
     return "".join([*parts, preprocessed[at:] if keeps else ""])

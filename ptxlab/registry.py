@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ptxlab import sources
 from ptxlab.errors import ArgumentError, UnavailableError, UnknownKernel
 from ptxlab.io.dynamo import break_graph
-from ptxlab.sources import Source
+from ptxlab.sources import Source, split_target
 
 if TYPE_CHECKING:  # NumPy, which a list of commands need not wait for
     from ptxlab.spec import KernelSpec
@@ -196,9 +196,10 @@ def resolve_all(target: str) -> "list[tuple[KernelSpec | None, tuple[Source, ...
     Returns:
         For each kernel: the spec (None for a file), the sources, the entry symbol (None: the only one of the file).
     """
-    path, _, entry = target.partition(":")
+    path, kernel = split_target(target)
     if Path(path).suffix in (".ptx", ".cu") and (Path(path).is_file() or Path(path).stem not in specs()):
-        return [(None, (Source.read(path),), entry or None)]
+        return [(None, (Source.read(path),), kernel)]
+    path, _, entry = target.partition(":")
     if Path(path).suffix == ".py":
         from ptxlab.spec.user_specs import specs_in
 

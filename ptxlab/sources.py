@@ -95,6 +95,12 @@ class Source:
         return [*own, *(Path(folder).resolve() for folder in self.build.include), include_dir()]
 
 
+def split_target(target: str) -> tuple[str, str | None]:
+    """Split `FILE.cu:ns::add<float, 3>` into the file and the kernel; None where no kernel is named."""
+    path, _, entry = target.partition(":")
+    return (path, entry or None) if Path(path).suffix in (".ptx", ".cu") else (target, None)
+
+
 def names_same_file(recorded: str, path: str) -> bool:
     """Whether a compiler's name of a file is that of `path`: it may have put the folder that it ran in before it.
 

@@ -17,7 +17,7 @@ from ptxlab.runtime import arguments, signature
 from ptxlab.runtime.arguments import accept, accept_for, check_variant, on_device, positions, variant
 from ptxlab.runtime.backends import choose_backend
 from ptxlab.runtime.signature import Parameter
-from ptxlab.sources import Source, cuda_entries
+from ptxlab.sources import Source, cuda_entries, split_target
 from ptxlab.spec import KernelSpec, Launch, Sizes
 from ptxlab.spec.dtypes import dtype_in, storage
 from ptxlab.toolchain.kernels import declared_kernels, find_kernel
@@ -253,7 +253,7 @@ def load(
     """Load any PTX or CUDA kernel, without a spec.
 
     Args:
-        source: path of a `.ptx` or `.cu` file, the text itself, or a `Source`.
+        source: path of a `.ptx` or `.cu` file (`FILE:kernel` names the kernel too), the text itself, or a `Source`.
         entry: the kernel, as in C++ (`add`, `ns::add<float, 3>`, of overloads `scale(float*)`) or by its symbol; may be
             left out where the source has only one.
         defines: `-D` constants (CUDA C++ only).
@@ -267,6 +267,8 @@ def load(
         ArgumentError: no such entry.
         UnavailableError: a source needs a compiler that is not here.
     """
+    if isinstance(source, str) and entry is None and not arguments.is_text(source):
+        source, entry = split_target(source)
     source = with_build(arguments.source_of(source), include, std)
     arguments.check_defines({} if defines is None else defines, arch)
     for name, value in (("defines", defines), ("arch", arch)):

@@ -34,10 +34,11 @@ class Number:
     kind: str
     nbytes: int = 0
     signed: bool | None = None  # of an integer; None: either
+    is_vector: bool = False  # of several, such as float4, by which kernels also move narrower numbers
 
     def takes(self, dtype: np.dtype[Any], name: str) -> bool:
         """Whether elements of that dtype are such numbers; `name` is the dtype's in the library it comes from."""
-        if self.kind == "raw":
+        if self.kind == "raw" or (self.is_vector and dtype.itemsize < self.nbytes):
             return True
         if self.kind == "bf":
             return name == "bfloat16" or (dtype.kind in "iu" and dtype.itemsize == 2)
@@ -321,7 +322,8 @@ def _number(words: list[str]) -> Number | None:
     if len(words) != 1:
         return None
     if _VECTOR.fullmatch(words[0]):  # of integers: 16 bytes of anything at a time
-        return {"f": _FLOAT32, "d": _FLOAT64}.get(words[0][0], _RAW)
+        nbytes = {"f": 4, "d": 8}.get(words[0][0])
+        return Number("f", nbytes, is_vector=True) if nbytes else _RAW
     return _NAMED.get(words[0])
 
 

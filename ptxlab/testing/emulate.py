@@ -16,7 +16,7 @@ from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.runtime.arguments import check_defines, geometry, is_text
 from ptxlab.runtime.backends import choose_backend
 from ptxlab.runtime.schedules import Schedule, first_differences
-from ptxlab.sources import Source
+from ptxlab.sources import Source, split_target
 from ptxlab.spec import Launch
 from ptxlab.testing import adapters
 from ptxlab.testing.adapters import Target
@@ -144,15 +144,16 @@ class Emulate:
         """Run a kernel.
 
         Args:
-            kernel: path of a `.ptx` or `.cu` file (relative to the test or the project's root), the text itself, a
-                `Source` or `Kernel` of ptxlab, a Triton kernel, CuPy's RawKernel or RawModule, cuda.core's ObjectCode
-                or Program, a numba.cuda kernel (`ptxlab.testing.adapters`).
+            kernel: path of a `.ptx` or `.cu` file (relative to the test or the project's root; `FILE:kernel` names the
+                kernel too), the text itself, a `Source` or `Kernel` of ptxlab, a Triton kernel, CuPy's RawKernel or
+                RawModule, cuda.core's ObjectCode or Program, a numba.cuda kernel (`ptxlab.testing.adapters`).
             args: arguments in order: host arrays of any library, numbers, tensor maps. Arrays are copied.
             grid, block, shared_bytes, cluster: the launch. A Triton kernel sets its own block.
             entry: the kernel's name, as in C++ (`ns::add<float, 3>`); may be left out if the source has one kernel.
             defines: `-D` constants of a `.cu`.
             arch: the architecture that a `.cu` or a Triton kernel is compiled for.
-            include, std: of a `.cu`: further folders for `#include`, and the language, by default `c++17`.
+            include, std: of a `.cu`: further folders for `#include` (relative as `kernel` is), and the language, by
+                default `c++17`.
             checks: overrides the marker's: names, `"all"`, or `""` for none.
             seeds: overrides the marker's: number of late schedules, beside the early one.
             same: whether all schedules must leave the same bytes; False for float sums by atomics.
@@ -169,6 +170,8 @@ class Emulate:
         settings = self._settings()
         try:
             check_defines(defines := {} if defines is None else defines, arch)
+            if not isinstance(include, str | Path):  # which `load` refuses
+                include = [_find_folder(folder, settings) for folder in include]
             loading = {"entry": entry, "defines": defines, "arch": arch, "include": include, "std": std}
             target, given = self._target(kernel, settings, loading, args, _merged(named, arguments))
             if target.block is not None and block not in (None, target.block):
@@ -207,6 +210,8 @@ class Emulate:
             target = Target.of(kernel)
             return target, target.arguments(args, named)
         if isinstance(kernel, str | Path) and not is_text(kernel):
+            if isinstance(kernel, str) and loading["entry"] is None:
+                kernel, loading["entry"] = split_target(kernel)
             kernel = _find(Path(kernel), settings)
             key = str(kernel), kernel.stat().st_mtime_ns
         elif isinstance(kernel, str | Source):
@@ -281,6 +286,11 @@ def _find(path: Path, settings: Settings) -> Path:
             return folder / path
     where = relative(str(settings.folder), settings.root)
     raise FileError(f"{path}: no such file beside the test ({where}) or in the project's root")
+
+
+def _find_folder(path: str | Path, settings: Settings) -> str | Path:
+    """The folder relative to the test's folder or to the root, as kernels are found; else the path as it is."""
+    return next((at / path for at in (settings.folder, settings.root) if (at / path).is_dir()), path)
 
 
 def _first(*values: Any) -> Any:

@@ -127,9 +127,10 @@ class Observed(Emulate):
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of a message; files outside the corpus by their names."""
+    """The first line of a message, with the next if it ends in a colon; files outside the corpus by their names."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return _PATH.sub(r"\1", lines[0]) if lines else type(error).__name__
+    joined = " ".join(lines[: 1 + (lines[0][-1] == ":")]) if lines else type(error).__name__
+    return _PATH.sub(r"\1", joined)
 
 
 def attempt(each: Case, folder: Path) -> Outcome:

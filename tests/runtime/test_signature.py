@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(32) k(%s) {}
         ("const float* __restrict__ x", "float32 complex64 uint8", "float64 float16 int32 uint32 bool int8"),
         ("float x[4]", "float32", "float64"),
         ("float const *const x", "float32", "float64"),
-        ("float4* x", "float32 uint8", "float64"),
+        ("float4* x", "float32 float16 uint8 int8", "float64 int32"),
         ("double* x", "float64 complex128", "float32"),
         ("__half* x", "float16", "float32 uint16"),
         ("const half2 *x", "float16", "float32"),

@@ -34,6 +34,11 @@ CUDA = """extern "C" __global__ void scale(float* a, float s) {
     a[i % SIZE] *= s;
 }
 """
+TEMPLATE = """#include "by.cuh"
+namespace ns {
+template <typename T, int N> __global__ void scale(T* a) { a[blockIdx.x * blockDim.x + threadIdx.x] *= by(N); }
+}
+"""
 HEADER = """
 import numpy as np
 import pytest
@@ -61,7 +66,8 @@ LATE = """.version 8.0
 def plugin(pytester: pytest.Pytester) -> Any:
     """Run a file of tests beside `scale.ptx` and `scale.cu`."""
     pytester.makefile(".ptx", scale=PTX, late=LATE)
-    pytester.makefile(".cu", scale=CUDA)
+    pytester.makefile(".cu", scale=CUDA, template=TEMPLATE)
+    pytester.mkdir("headers").joinpath("by.cuh").write_text("constexpr float by(int n) { return n; }\n")
     pytester.makeini("[pytest]\naddopts = --strict-markers")
 
     def run(body: str, *options: str, subprocess: bool = False) -> Any:
@@ -88,6 +94,11 @@ def test_cuda(emulate):
     out = emulate("scale.cu", grid=4, block=128, a=A, s=2.0, defines={"SIZE": 512})
     np.testing.assert_array_equal(out.a, A * 2)
 
+def test_template_with_a_header_beside_the_test(emulate, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    out = emulate("template.cu:ns::scale<float, 3>", A, grid=4, block=128, include=["headers"])
+    np.testing.assert_array_equal(out.a, A * 3)
+
 def test_the_same_array_twice_is_one(emulate):
     text = open("scale.ptx").read().replace("f32 s)", "f32 s, .param .u64 b)")
     out = emulate(text, grid=4, block=128, a=A, s=2.0, b=A)
@@ -99,7 +110,7 @@ def test_a_read_only_array_may_not_be_written(emulate):
     with pytest.raises(Exception, match="read-only"):
         emulate("scale.ptx", grid=4, block=128, a=fixed, s=2.0)
 """)
-    result.assert_outcomes(passed=5)
+    result.assert_outcomes(passed=6)
 
 
 def test_options_of_the_call_and_of_each_schedule_reach_the_machine(

@@ -78,8 +78,28 @@ class Initialised(Check):
 
         return marked if reads or writes else handler
 
+    def copying(self, handler: Handler, source: Register, target: Register) -> Handler:
+        """The step of a `mov`, which uses nothing: the copy of what nobody has written is not written either.
+
+        Compilers make them of variables that are set in a loop, and declared outside.
+        """
+        (source_known, source_spans, _), (target_known, target_spans, _) = *self.rows([source]), *self.rows([target])
+
+        def copy(lanes: Lanes) -> Any:
+            span = span_of(lanes)
+            if span not in target_spans:
+                target_known[lanes] |= source_known[lanes]
+                if span is not None and span in source_spans:
+                    target_spans.add(span)
+            return handler(lanes)
+
+        return copy
+
     def around(self, instruction: Instruction, handler: Handler) -> Handler:
         """Look at sources before, mark destinations after."""
+        operands = instruction.operands
+        if instruction.head == "mov" and all(isinstance(o, Register) and not o.selector for o in operands):
+            return self.copying(handler, *instruction.sources, *instruction.destinations)
         return self.marking(instruction, handler, instruction.sources, instruction.destinations)
 
     def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:

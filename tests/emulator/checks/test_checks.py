@@ -117,8 +117,10 @@ def test_annotation_in_inline_assembly():
     ("body", "marker", "said", "thread"),
     [
         ("mov.u32 %r1, 1;\nadd.u32 %s, %r1, %r7;\n", "%r7", "%r7 is read, but never written", (0, 0, 0)),
-        ("mov.u32 %s, %tid.x; setp.lt.u32 %p, %s, 20;\n@%p mov.u32 %r1, 5;\nmov.u32 %s, %r1;\n", "%s, %r1;", "%r1",
-         (20, 0, 0)),
+        ("mov.u32 %s, %tid.x; setp.lt.u32 %p, %s, 20;\n@%p mov.u32 %r1, 5;\nadd.u32 %s, %r1, 1;\n", "%s, %r1, 1;",
+         "%r1", (20, 0, 0)),
+        ("mov.u32 %s, %tid.x; setp.lt.u32 %p, %s, 20;\n@%p mov.u32 %r1, 5;\nmov.u32 %r2, %r1;\nadd.u32 %s, %r2, 1;\n",
+         "%s, %r2, 1;", "%r2", (20, 0, 0)),
         ("mov.u32 %s, 0;\n@%q mov.u32 %s, 1;\n", "@%q", "%q is read", (0, 0, 0)),
         (MINE + "setp.ne.u32 %p, %r0, 3; @%p st.shared.u32 [%r2], %r0; bar.sync 0;\nld.shared.u32 %s, [%r2];\n",
          "ld.shared", "byte 12 of shared memory", (3, 0, 0)),
@@ -142,6 +144,12 @@ def test_scratch_that_is_written_first_is_fine():
     st.global.u32 [%x1], 3; ld.global.u32 %s, [%x1];"""
     out, a = np.zeros((2, 32), np.uint32)
     assert not run(kernel(body + STORE, TWO), out, a, checks=["init"], uninitialised=[1]).findings
+
+
+def test_a_copy_of_a_register_uses_nothing() -> None:
+    """nvcc copies what a variable of bitsandbytes holds before the loop that sets it."""
+    text = kernel("mov.u32 %r1, %r7;\nmov.u32 %r1, 5;\nmov.u32 %s, %r1;\n" + STORE)
+    assert not run(text, np.zeros(32, np.uint32), checks=["init"]).findings
 
 
 # Races
