@@ -1,4 +1,4 @@
-"""Malformed PTX: `python -m tests.malformed [--count 2000] [--seed 0]` changes .ptx files at random, parses and runs them.
+"""Malformed PTX: `python -m tests.malformed [--count 2000] [--seed 0]` changes .ptx files at random and runs them.
 
 Whatever comes out is a result or a `PtxlabError`, in bounded time and memory; anything else is printed with the seed
 that makes it again. pytest tries some (`tests/emulator/test_malformed.py`).
