@@ -58,9 +58,9 @@ def add_to_record(run: record.Run, out: Path, on_gpu: bool) -> None:
     if on_gpu:
         info = devices.device_info()
         device = {"name": info.name, "slug": info.slug, "driver": info.driver}
-    kept = sources.results_dir() / device["slug"] / "fuzz.json"
-    merged = record.merge(run, device, kept if on_gpu else out / "fuzz.json")
-    for path in (kept, out / "fuzz.json") if on_gpu else (out / "fuzz.json",):
+    recorded = sources.results_dir() / device["slug"] / "fuzz.json"
+    merged = record.merge(run, device, recorded if on_gpu else out / "fuzz.json")
+    for path in (recorded, out / "fuzz.json") if on_gpu else (out / "fuzz.json",):
         record.save(merged, path)
 
 

@@ -21,13 +21,13 @@ class Domain:
     kind: str
     draw: Callable[[np.random.Generator, int], Values]
     literal: str = ""  # how a constant is written: as an integer ("u" or "s") or by the bits of a float ("f")
-    own: bool = False  # its values are its own: no result of another instruction will do
+    fresh: bool = False  # no result of another instruction will do
 
 
-def _either(rng: np.random.Generator, turning: list[int], others: Values, share: float = 0.5) -> Values:
+def _either(rng: np.random.Generator, turning: list[int], drawn: Values, share: float = 0.5) -> Values:
     """Values at which instructions turn, or others."""
-    chosen = np.array(turning, np.uint64)[rng.integers(0, len(turning), len(others))]
-    return np.where(rng.random(len(others)) < share, chosen, others)
+    chosen = np.array(turning, np.uint64)[rng.integers(0, len(turning), len(drawn))]
+    return np.where(rng.random(len(drawn)) < share, chosen, drawn)
 
 
 # Integers
@@ -47,8 +47,8 @@ def _integers(bits: int) -> Callable[[np.random.Generator, int], Values]:
     def draw(rng: np.random.Generator, count: int) -> Values:
         raw = rng.integers(0, 2**64, count, dtype=np.uint64) >> np.uint64(64 - bits)
         short = raw >> rng.integers(0, bits, count).astype(np.uint64)  # of every magnitude
-        others = np.where(rng.random(count) < 0.5, raw, short)
-        return _either(rng, turning_integers(bits), others)
+        drawn = np.where(rng.random(count) < 0.5, raw, short)
+        return _either(rng, turning_integers(bits), drawn)
 
     return draw
 
@@ -57,10 +57,10 @@ def _among(*numbers: int) -> Callable[[np.random.Generator, int], Values]:
     return lambda rng, count: np.array(numbers, np.uint64)[rng.integers(0, len(numbers), count)]
 
 
-def _below(most: int, *turning: int) -> Callable[[np.random.Generator, int], Values]:
+def _below(limit: int, *turning: int) -> Callable[[np.random.Generator, int], Values]:
     def draw(rng: np.random.Generator, count: int) -> Values:
-        others = rng.integers(0, most, count).astype(np.uint64)
-        return _either(rng, list(turning), others) if turning else others
+        drawn = rng.integers(0, limit, count).astype(np.uint64)
+        return _either(rng, list(turning), drawn) if turning else drawn
 
     return draw
 
@@ -115,8 +115,8 @@ def _floats(t: str) -> Callable[[np.random.Generator, int], Values]:
         bias = (1 << bits - significand - 2) - 1
         exponents = (bias + rng.integers(-12, 13, count)).astype(np.uint64) << np.uint64(significand)
         ordinary = raw & np.uint64(1 << bits - 1 | (1 << significand) - 1) | exponents
-        others = np.where(rng.random(count) < 0.4, raw, ordinary)
-        return _either(rng, turning_floats(t), others, 0.4)
+        drawn = np.where(rng.random(count) < 0.4, raw, ordinary)
+        return _either(rng, turning_floats(t), drawn, 0.4)
 
     return draw
 
@@ -140,17 +140,17 @@ _COUNTS = (0, 1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 255, 256, 2
 DOMAINS = {
     **{f"{kind}{bits}": Domain(bits, "i", _integers(bits), literal="s" if kind == "s" else "u")
        for kind in "usb" for bits in (16, 32, 64)},
-    **{f"nonzero{bits}": Domain(bits, "i", _not_zero(bits), own=True) for bits in (16, 32, 64)},
-    **{f"alike{bits}": Domain(bits, "i", _alike(bits), own=True) for bits in (32, 64)},
+    **{f"nonzero{bits}": Domain(bits, "i", _not_zero(bits), fresh=True) for bits in (16, 32, 64)},
+    **{f"alike{bits}": Domain(bits, "i", _alike(bits), fresh=True) for bits in (32, 64)},
     **{t: Domain(bits, t, _floats(t), literal="f" if bits > 16 else "") for t, (bits, _) in _LAYOUTS.items()},
     "f16x2": Domain(32, "f16x2", _pairs("f16")), "bf16x2": Domain(32, "bf16x2", _pairs("bf16")),
     "count": Domain(32, "i", _below(80, *_COUNTS), literal="u"),  # of bits
-    "byte": Domain(32, "i", _below(80, *(c for c in _COUNTS if c < 256)), own=True),
-    "lane": Domain(32, "i", _below(32), own=True),
-    "step": Domain(32, "i", _among(*(n & 0xFFFFFFFF for n in (0, 1, -1, 2, -2, 5, -7, 40))), own=True),
-    "flag": Domain(32, "i", _below(2), own=True),
+    "byte": Domain(32, "i", _below(80, *(c for c in _COUNTS if c < 256)), fresh=True),
+    "lane": Domain(32, "i", _below(32), fresh=True),
+    "step": Domain(32, "i", _among(*(n & 0xFFFFFFFF for n in (0, 1, -1, 2, -2, 5, -7, 40))), fresh=True),
+    "flag": Domain(32, "i", _below(2), fresh=True),
     "pred": Domain(1, "pred", _below(2)),
-    "angle": Domain(32, "f32", _angles, own=True), "number": Domain(32, "f32", _numbers_alone, own=True),
+    "angle": Domain(32, "f32", _angles, fresh=True), "number": Domain(32, "f32", _numbers_alone, fresh=True),
 }  # fmt: skip
 
 

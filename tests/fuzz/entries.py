@@ -19,7 +19,7 @@ class Entry:
 
     Attributes:
         name: of the entry.
-        what: what happens, in a sentence.
+        effect: what happens, in a sentence.
         who: "optimiser" if the driver's optimisation level 0 is right, "ptxas" if it is the same, "hardware".
         manual: what the manual says, or "silent".
         program: lines of PTX in which it is seen; thread t reads 8 words from [%in] on, and stores as many to [%out].
@@ -30,7 +30,7 @@ class Entry:
     """
 
     name: str
-    what: str
+    effect: str
     who: str
     manual: str
     program: str
@@ -46,8 +46,8 @@ class Entry:
 @cache
 def load() -> dict[str, Entry]:
     """Read all entries, by name."""
-    found = tomllib.loads(FILE.read_text(encoding="utf-8"))
-    return {name: Entry(name=name, **fields) for name, fields in found.items()}
+    fields = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    return {name: Entry(name=name, **entry) for name, entry in fields.items()}
 
 
 @cache

@@ -31,7 +31,7 @@ class Mismatch:
 
 @dataclass
 class Evidence:
-    """What is written about a program with a mismatch; the reduced one has inputs of its own."""
+    """A program with a mismatch, as it is written down; the reduced one has inputs of its own."""
 
     program: str
     inputs: Values
@@ -43,7 +43,7 @@ class Evidence:
 
 @dataclass
 class Outcome:
-    """What came of one program.
+    """The outcome of one program.
 
     Attributes:
         values: results compared between emulator and GPU, or between modes without a GPU.
@@ -84,17 +84,26 @@ def examine(seed: int, number: int, category: str = "", on_gpu: bool = False) ->
 def emulate(program: Program, text: str, **options: Any) -> tuple[Values, tuple[Any, ...]]:
     """Run the text in the emulator: the slots, and findings."""
     inputs, slots = program.arguments
-    done = emulator.run(emulator.parse(text, "k.ptx"), "k", [inputs, slots, *program.extras()], max_steps=MAX_STEPS,
-                        grid=program.blocks, block=program.threads, cluster=program.cluster, **options)  # fmt: skip
-    return slots, done.findings
+    args, module = [inputs, slots, *program.extras()], emulator.parse(text, "k.ptx")
+
+    def run(name: str, **options: Any) -> tuple[Any, ...]:
+        return emulator.run(module, name, args, grid=program.blocks, block=program.threads, cluster=program.cluster,
+                            max_steps=MAX_STEPS, **options).findings  # fmt: skip
+
+    if program.kernels == 1:
+        return slots, run("k", **options)
+    with emulator.chain(options.pop("checks", ()), given=args, **options) as chain:
+        for i, name in enumerate(program.names):
+            run(name, programmatic=i > 0)
+    return slots, tuple(chain.findings)
 
 
 def run_on_gpu(program: Program, text: str, level: int = gpu.LEVEL) -> Values:
     """Run the text on the GPU: the slots."""
     inputs, slots = program.arguments
     geometry = Launch((program.blocks, 1, 1), (program.threads, 1, 1), cluster=(program.cluster, 1, 1))
-    with gpu.kernels(text, ["k"], level) as (kernel,):
-        gpu.run(kernel, [inputs, slots, *program.extras()], geometry)
+    with gpu.kernels(text, program.names, level) as kernels:
+        gpu.run(kernels, [inputs, slots, *program.extras()], geometry)
     return slots
 
 
@@ -118,6 +127,7 @@ def _compare_modes(program: Program, text: str, right: Values, outcome: Outcome)
     """Run it late too, and a tenth with all checks: nothing may change, and nothing may be found."""
     late = program.is_asynchronous or program.chance(0.1)
     ways: list[dict[str, Any]] = [{"mode": "late", "seed": seed} for seed in LATE_SEEDS] if late else []
+    ways += [{"begin": "late"}] if program.kernels > 1 else []
     if program.chance(0.1):
         ways.append({"checks": "all"})
     for options in ways:
@@ -135,7 +145,7 @@ def _compare_with_gpu(program: Program, text: str, right: Values, outcome: Outco
     try:
         slots = run_on_gpu(program, text)
         outcome.values = len(program.slots) * program.total
-        comparison = compare(program, right, slots)
+        comparison = compare(program, right, slots, models=True)
         outcome.nans = comparison.nans
         if not comparison.differences:
             return

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError, CompileError, LaunchError
 from ptxlab.gpu.launch import launch
 from ptxlab.gpu.module import GpuKernel
+from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
 
@@ -16,7 +18,7 @@ LEVEL = 4  # the driver's default
 
 
 def is_there() -> bool:
-    """Whether there is a GPU that runs the programs."""
+    """Tell whether there is a GPU that runs the programs."""
     return gpu.why_not("sm_90a") is None
 
 
@@ -35,8 +37,8 @@ def kernels(text: str, names: Sequence[str], level: int = LEVEL) -> Iterator[lis
     ]
     status, module = driver.cuModuleLoadDataEx(text.encode() + b"\0", len(options), options, [log, len(log), level])
     if int(status):
-        said = log.partition(b"\0")[0].decode(errors="replace").strip()
-        raise CompileError("k.ptx", 0, said.partition("\n")[0] or status.name, "", said)
+        words = log.partition(b"\0")[0].decode(errors="replace").strip()
+        raise CompileError("k.ptx", 0, words.partition("\n")[0] or status.name, "", words)
     try:
         yield [_kernel(text, name, *driver.cuModuleGetFunction(module, name.encode())) for name in names]
     finally:
@@ -61,12 +63,23 @@ def _kernel(text: str, name: str, status: Any, function: Any = None) -> GpuKerne
     return GpuKernel(name, Source.from_text(text, "ptx"), raw)
 
 
-def run(kernel: GpuKernel, args: Sequence[Any], geometry: Launch) -> None:
-    """Launch a kernel on NumPy arrays, which are copied back, and wait; `LaunchError` if it fails."""
+def run(kernels: Sequence[GpuKernel], args: Sequence[Any], geometry: Launch) -> None:
+    """Launch kernels one behind the other, all but the first programmatically, and wait; `LaunchError` if one fails.
+
+    NumPy arrays are copied to the device, an array that is passed twice once, and back at the end.
+    """
     import cupy
 
-    launch(kernel, args, geometry)
+    copies: dict[int, Any] = {}
+
+    def on_device(array: Any) -> Any:
+        return copies.setdefault(id(array), (array, cupy.asarray(array)))[1]
+
+    device_args = [replace(a, array=on_device(a.array)) if isinstance(a, TensorMap) else on_device(a) for a in args]
     try:
-        cupy.cuda.runtime.deviceSynchronize()
+        for i, kernel in enumerate(kernels):
+            launch(kernel, device_args, replace(geometry, programmatic=i > 0))
+        for array, copy in copies.values():
+            array[...] = cupy.asnumpy(copy)
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise LaunchError(f"{kernel.name}: failed on the GPU: {error}") from None
+        raise LaunchError(f"failed on the GPU: {error}") from None

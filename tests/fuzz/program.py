@@ -35,7 +35,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far an approximate result may be off."""
+    """Limits of an approximate result's error."""
 
     relative: float
     absolute: float = 0.0
@@ -61,22 +61,24 @@ class Unit:
         makes: registers of their results, and slots; -1 for inputs.
         is_pure: whether they only compute these: loads of the results can stand in their place.
         stores: slots that they store.
+        kernel: the one of the module that they belong to.
     """
 
     lines: list[str]
     makes: list[tuple[str, int]] = field(default_factory=list)
     is_pure: bool = False
     stores: tuple[int, ...] = ()
+    kernel: int = 0
 
 
 @dataclass(frozen=True)
 class How:
-    """What is special about a table of forms.
+    """Properties of a table of forms.
 
     Attributes:
         crosses: results depend on other threads.
         rule: a rule of `entries` that the table's operands follow.
-        own: a rule by which operands come from memory, not from another instruction.
+        fresh: a rule by which operands come from memory, not from another instruction.
         last: a rule by which results are no operands of others.
         tolerance: of approximate results.
         guarded: whether a guard may stand before it.
@@ -85,7 +87,7 @@ class How:
 
     crosses: bool = False
     rule: str = ""
-    own: str = ""
+    fresh: str = ""
     last: str = ""
     tolerance: Tolerance | None = None
     guarded: bool = True
@@ -108,6 +110,11 @@ class Program:
         self.slots: list[Slot] = []
         self.declarations: list[str] = []  # before the kernel
         self.shared: list[str] = []  # variables within it
+        # Arguments behind inputs and slots: their parameters, and how they are made of copies of some arrays
+        self.parameters: list[str] = []
+        self.arrays: list[Any] = []
+        self.make_arguments: Callable[[list[Any]], list[Any]] = lambda arrays: arrays
+        self.kernels = 1
         self.avoided: Counter[str] = Counter()  # forms and rules of `entries`
         self.is_asynchronous = False  # whether its results could depend on when copies and products are done
         self._counts: Counter[int] = Counter()  # registers by width
@@ -119,9 +126,9 @@ class Program:
         """Draw one of the options."""
         return options[int(self.rng.integers(len(options)))]
 
-    def below(self, most: int) -> int:
+    def below(self, limit: int) -> int:
         """Draw a number from 0 to most - 1."""
-        return int(self.rng.integers(most))
+        return int(self.rng.integers(limit))
 
     def chance(self, probability: float) -> bool:
         """Draw whether something happens."""
@@ -139,6 +146,15 @@ class Program:
         self._counts[bits] += 1
         return f"{_LETTERS[bits]}{self._counts[bits]}"
 
+    def next_kernel(self) -> None:
+        """Go on in another kernel, which is launched behind those before it and may begin before they end."""
+        self.kernels += 1
+        self._recent = {bits: [] for bits in _LETTERS}
+
+    def add(self, lines: list[str], makes: Sequence[tuple[str, int]] = (), **fields: Any) -> None:
+        """Add a unit to the kernel at hand."""
+        self.units.append(Unit(lines, list(makes), kernel=self.kernels - 1, **fields))
+
     def labels(self, count: int) -> list[str]:
         """Name places in the code."""
         return [f"L{len(self.units)}_{i}" for i in range(count)]
@@ -151,7 +167,7 @@ class Program:
         register = self.register(domain.bits)
         source = Source(register, name, input=row)
         lines = load(register, domain.bits, f"%in+{8 * self.total * row}")
-        self.units.append(Unit(lines, [(register, -1)], is_pure=True))
+        self.add(lines, [(register, -1)], is_pure=True)
         return source
 
     def source(self, name: str, *, constant: bool = False, rule: str = "") -> Source:
@@ -161,7 +177,7 @@ class Program:
         """
         domain = DOMAINS[name]
         recent = self._recent[domain.bits]
-        if recent and not domain.own and self.chance(0.5 if domain.kind == "pred" else 0.35):
+        if recent and not domain.fresh and self.chance(0.5 if domain.kind == "pred" else 0.35):
             kind, source = recent[-1 - self.below(min(len(recent), _RECENT))]
             if rule or kind != domain.kind:
                 self.avoid(rule or "kinds")
@@ -183,7 +199,7 @@ class Program:
                 written[name] = self.register(DOMAINS[domain].bits), domain
             elif name not in sources:
                 may_be_constant = how.constants and bool(sources) and all(s.text[0] == "%" for s in sources.values())
-                sources[name] = self.source(domain, constant=may_be_constant, rule=how.own)
+                sources[name] = self.source(domain, constant=may_be_constant, rule=how.fresh)
         text = OPERAND.sub(lambda m: written[m[1]][0] if m[1] in written else sources[m[1]].text, template)
         lines = [text]
         if how.rule:
@@ -191,9 +207,9 @@ class Program:
         if how.guarded and self.chance(0.06):
             guard = self.source("pred")
             sources["guard"] = guard
-            before = [f"setp.eq.u32 {r}, %t, 3;" if d == "pred" else f"mov.b{DOMAINS[d].bits} {r}, 77;"
+            clearing = [f"setp.eq.u32 {r}, %t, 3;" if d == "pred" else f"mov.b{DOMAINS[d].bits} {r}, 77;"
                       for r, d in written.values()]  # fmt: skip
-            lines = [*before, f"@{self.pick('', '!')}{guard.text} {text}"]
+            lines = [*clearing, f"@{self.pick('', '!')}{guard.text} {text}"]
         if entry := entries.match(lines[-1]):
             self.avoided[entry] += 1
             return
@@ -204,7 +220,7 @@ class Program:
         self,
         lines: list[str],
         form: str,
-        results: Sequence[tuple[str, str]],
+        stored: Sequence[tuple[str, str]],
         sources: tuple[Source, ...] = (),
         how: How = PLAIN,
         *,
@@ -212,14 +228,14 @@ class Program:
         expected: Sequence[Values] = (),
     ) -> None:
         """Add lines and store their results, pairs of a register and its domain."""
-        unit = Unit(lines, is_pure=is_pure)
-        self.units.append(unit)
-        for i, (register, name) in enumerate(results):
+        self.add(lines, is_pure=is_pure)
+        unit = self.units[-1]
+        for i, (register, name) in enumerate(stored):
             slot, domain = len(self.slots), DOMAINS[name]
             model = expected[i] if expected else None
             self.slots.append(Slot(name, form, sources, how.crosses, how.tolerance, model))
             unit.makes.append((register, slot))
-            self.units.append(Unit(store(register, domain.bits, f"%out+{8 * self.total * slot}"), stores=(slot,)))
+            self.add(store(register, domain.bits, f"%out+{8 * self.total * slot}"), stores=(slot,))
             if how.last:
                 self.avoid(how.last)
             else:
@@ -227,13 +243,18 @@ class Program:
 
     def lines(self, *lines: str) -> None:
         """Add lines without results."""
-        self.units.append(Unit(list(lines)))
+        self.add(list(lines))
 
     # The whole
 
+    @property
+    def names(self) -> list[str]:
+        """The kernels, in the order of their launches."""
+        return ["k" if i == 0 else f"k{i}" for i in range(self.kernels)]
+
     def extras(self) -> list[Any]:
-        """Make the arguments behind inputs and slots."""
-        return []
+        """Make the arguments behind inputs and slots, of copies of the arrays."""
+        return self.make_arguments([array.copy() for array in self.arrays])
 
     @property
     def total(self) -> int:
@@ -248,19 +269,24 @@ class Program:
 
     def render(self, units: Sequence[Unit] | None = None) -> str:
         """PTX of all units, or of some in their places."""
+        chosen = self.units if units is None else units
+        head = [f".version {VERSION}", f".target {TARGET}", ".address_size 64", *self.declarations]
+        kernels = [self._kernel(name, [u for u in chosen if u.kernel == i]) for i, name in enumerate(self.names)]
+        return "\n".join([*head, *(line for lines in kernels for line in lines)]) + "\n"
+
+    def _kernel(self, name: str, units: Sequence[Unit]) -> list[str]:
         declared = [f".reg .b{bits} {_LETTERS[bits]}<{self._counts[bits] + 1}>;" for bits in (16, 32, 64)]
-        lines = [
-            f".version {VERSION}", f".target {TARGET}", ".address_size 64", *self.declarations,
-            ".visible .entry k(.param .u64 inputs, .param .u64 outputs)", "{", *declared,
+        parameters = [".param .u64 inputs", ".param .u64 outputs", *self.parameters]
+        return [
+            f".visible .entry {name}({', '.join(parameters)})", "{", *declared,
             f".reg .pred %p<{self._counts[1] + 1}>;",
             ".reg .b32 %t, %lane, %warp, %block, %scratch; .reg .b64 %in, %out, %offset; .reg .pred %is;", *self.shared,
             "mov.u32 %t, %tid.x;", "mov.u32 %block, %ctaid.x;", "and.b32 %lane, %t, 31;", "shr.u32 %warp, %t, 5;",
             "ld.param.u64 %in, [inputs];", "ld.param.u64 %out, [outputs];", "cvta.to.global.u64 %in, %in;",
             "cvta.to.global.u64 %out, %out;", f"mad.lo.u32 %scratch, %block, {self.threads}, %t;",
             "mul.wide.u32 %offset, %scratch, 8;", "add.s64 %in, %in, %offset;", "add.s64 %out, %out, %offset;",
-            *(line for unit in (self.units if units is None else units) for line in unit.lines), "ret;", "}",
+            *(line for unit in units for line in unit.lines), "ret;", "}",
         ]  # fmt: skip
-        return "\n".join(lines) + "\n"
 
 
 def load(register: str, bits: int, address: str) -> list[str]:
@@ -281,6 +307,6 @@ Generate = Callable[[Program], None]
 
 
 def stored_bits(domain: str) -> int:
-    """How many bits of a slot a result takes."""
+    """Count the bits of a slot that a result takes."""
     bits = DOMAINS[domain].bits
     return 32 if bits == 1 else bits

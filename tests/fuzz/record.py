@@ -61,7 +61,7 @@ class Run:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing differs and nothing failed."""
+        """Tell whether nothing differs and nothing failed."""
         return not self.mismatches and not self.failures
 
 
@@ -73,11 +73,11 @@ def merge(run: Run, device: dict[str, str], path: Path) -> dict[str, Any]:
     head = {"schema": SCHEMA, "commit": commit(), "device": device}
     rows = {run.seed: run.to_json()}
     try:
-        before = read_record(path, "a record of the fuzzer", SCHEMA)
+        recorded = read_record(path, "a record of the fuzzer", SCHEMA)
     except FileError:
-        before = {}
-    if all(before.get(key) == value for key, value in head.items()):
-        for row in before["runs"]:
+        recorded = {}
+    if all(recorded.get(key) == value for key, value in head.items()):
+        for row in recorded["runs"]:
             if row["seed"] not in rows or sum(row["programs"].values()) > sum(run.programs.values()):
                 rows[row["seed"]] = row
     runs = [rows[seed] for seed in sorted(rows)]

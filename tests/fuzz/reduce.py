@@ -19,20 +19,20 @@ def reduce_to_instruction(program: Program, slot: int, emulate: Run, run: Run) -
 
     The program gets an input more for each slot: what the emulator makes of it.
     """
-    made = emulate(program, program.render()).reshape(-1, program.total)
+    slots = emulate(program, program.render()).reshape(-1, program.total)
     first_row = len(program.inputs)
-    program.inputs += list(made)
+    program.inputs += list(slots)
 
     def differs(units: Sequence[Unit]) -> bool:
         text = program.render(units)
-        differences = compare(program, emulate(program, text), run(program, text)).differences
+        differences = compare(program, emulate(program, text), run(program, text), models=True).differences
         return any(difference.slot == slot for difference in differences)
 
     def loads(unit: Unit) -> Unit:
         lines = [line for register, i in unit.makes
                  for line in load(register, DOMAINS[program.slots[i].domain].bits,
                                   f"%in+{8 * program.total * (first_row + i)}")]  # fmt: skip
-        return Unit(lines, unit.makes, is_pure=True)
+        return Unit(lines, unit.makes, is_pure=True, kernel=unit.kernel)
 
     units = without_unread(_until(program, slot))
     if not differs(units):

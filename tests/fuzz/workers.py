@@ -16,7 +16,7 @@ START = 180.0  # seconds until the first
 
 @dataclass(frozen=True)
 class Task:
-    """What all workers do: programs of a seed, of a category or of any."""
+    """Work of all workers: programs of a seed, of a category or of any."""
 
     seed: int
     category: str

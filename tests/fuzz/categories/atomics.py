@@ -16,8 +16,10 @@ OPERATIONS = (
     *((name, f"b{bits}") for name in ("and", "or", "xor", "exch", "cas") for bits in (32, 64)),
     ("cas", "b16"), ("inc", "u32"), ("dec", "u32"), ("add", "f32"),
 )  # fmt: skip
-COMMUTING = ("add.u32", "add.u64", "min.s32", "max.u32", "max.s64", "and.b32", "or.b64", "xor.b32", "xor.b64", "inc.u32",
-             "min.u64")  # fmt: skip
+COMMUTING = (
+    "add.u32", "add.u64", "min.s32", "max.u32", "max.s64", "min.u64", "and.b32", "or.b64", "xor.b32", "xor.b64",
+    "inc.u32",
+)  # fmt: skip
 VECTORS = (
     *(("f32", count, "add") for count in (2, 4)),
     *((t, count, f"{name}.noftz") for t in ("f16", "bf16") for count in (2, 4, 8) for name in ("add", "min", "max")),
@@ -33,10 +35,13 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     program.declarations.append(f".global .align 16 .b8 memory[{size}];")
     shared, in_global, generic = program.register(32), program.register(64), program.register(64)
     program.lines(
-        f"mov.u32 {shared}, tile;", f"mad.lo.u32 {shared}, %t, {CELL}, {shared};", f"mov.u64 {in_global}, memory;",
-        f"mad.wide.u32 {in_global}, %t, {CELL}, {in_global};", f"cvt.u64.u32 {generic}, {shared};",
+        f"mov.u32 {shared}, tile;",
+        f"mad.lo.u32 {shared}, %t, {CELL}, {shared};",
+        f"mov.u64 {in_global}, memory;",
+        f"mad.wide.u32 {in_global}, %t, {CELL}, {in_global};",
+        f"cvt.u64.u32 {generic}, {shared};",
         f"cvta.shared.u64 {generic}, {generic};",
-    )  # fmt: skip
+    )
     for _ in range(12 + program.below(14)):
         alone(program, *program.pick((".global", in_global), (".shared", shared), ("", in_global), ("", generic)))
     for _ in range(2 + program.below(4)):
@@ -50,19 +55,22 @@ def alone(program: Program, space: str, base: str) -> None:
     """Add an atomic on the thread's own word: what it returns, and what is there behind it."""
     name, t = program.pick(*OPERATIONS)
     order, bits, noftz = program.pick("", "", ".relaxed.gpu", ".release.gpu"), DOMAINS[t].bits, ".noftz" * (t in HALVES)
-    first, value = program.input(t), program.input(t)
-    sources, operands = [first, value], value.text
+    first, operand = program.input(t), program.input(t)
+    sources, operands = [first, operand], operand.text
     if name == "cas":
         compared = first if program.chance(0.5) else program.input(t)
         sources.append(compared)
-        operands = f"{compared.text}, {value.text}"
-    d, behind = program.register(bits), program.register(bits)
+        operands = f"{compared.text}, {operand.text}"
+    d, stored = program.register(bits), program.register(bits)
     returns = name in ("exch", "cas") or program.chance(0.7)
     opcode = f"{'atom' if returns else 'red'}{order}{space}.{name}{noftz}.{t}"
-    lines = [f"st{space}.b{bits} [{base}], {first.text};", f"{opcode} {f'{d}, ' * returns}[{base}], {operands};",
-             f"ld{space}.b{bits} {behind}, [{base}];"]  # fmt: skip
-    results = [(behind, t), *[(d, t)] * returns]
-    program.sequence(lines, opcode, results, tuple[Source, ...](sources))
+    lines = [
+        f"st{space}.b{bits} [{base}], {first.text};",
+        f"{opcode} {f'{d}, ' * returns}[{base}], {operands};",
+        f"ld{space}.b{bits} {stored}, [{base}];",
+    ]
+    registers = [(stored, t), *[(d, t)] * returns]
+    program.sequence(lines, opcode, registers, tuple[Source, ...](sources))
 
 
 def of_vectors(program: Program, base: str) -> None:
@@ -72,35 +80,46 @@ def of_vectors(program: Program, base: str) -> None:
     first = [program.input(in_memory) for _ in range(4)]
     values = [program.input(t) for _ in range(count)]
     returned = [program.register(DOMAINS[t].bits) for _ in range(count)]
-    behind = [program.register(32) for _ in range(4)]
+    stored = [program.register(32) for _ in range(4)]
     returns = program.chance(0.5)
     words = f"{name}.v{count}.{t}" if program.chance(0.7) else f"v{count}.{t}.{name}"
     opcode = f"{'atom' if returns else 'red'}{program.pick('.global', '')}.{words}"
     target = f"{braces(returned)}, " if returns else ""
-    lines = [f"st.global.v4.b32 [{base}], {braces([s.text for s in first])};",
-             f"{opcode} {target}[{base}], {braces([s.text for s in values])};",
-             f"ld.global.v4.b32 {braces(behind)}, [{base}];"]  # fmt: skip
-    results = [*((d, in_memory) for d in behind), *([(d, t) for d in returned] if returns else [])]
-    program.sequence(lines, opcode, results, (*first, *values))
+    lines = [
+        f"st.global.v4.b32 [{base}], {braces([s.text for s in first])};",
+        f"{opcode} {target}[{base}], {braces([s.text for s in values])};",
+        f"ld.global.v4.b32 {braces(stored)}, [{base}];",
+    ]
+    registers = [*((d, in_memory) for d in stored), *([(d, t) for d in returned] if returns else [])]
+    program.sequence(lines, opcode, registers, (*first, *values))
 
 
 def meeting(program: Program) -> None:
     """Add an atomic of many threads on few words, of a kind whose order does not show."""
     space, (name, t) = program.pick("global", "shared"), program.pick(*COMMUTING).split(".")
     bits, words = int(t[1:]), program.pick(1, 2, 4, 8)
-    value = str(program.pick(3, 7, 100, 0xFFFFFFFF)) if name == "inc" else program.input(t).text
+    operand = str(program.pick(3, 7, 100, 0xFFFFFFFF)) if name == "inc" else program.input(t).text
     index, is_first = program.register(32), program.register(1)
-    base, behind = program.register(64 if space == "global" else 32), program.register(bits)
+    base, stored = program.register(64 if space == "global" else 32), program.register(bits)
     symbol, wide = ("memory", "wide") if space == "global" else ("tile", "lo")
     move = f"mov.u{64 if space == 'global' else 32} {base}, {symbol};"
     start = 0 if name == "inc" else int(DOMAINS[t].draw(program.rng, 1)[0])
     kind = program.pick("red", "atom")
     target = f"{program.register(bits)}, " if kind == "atom" else ""
     place = f"[{base}+{CELL * program.threads}]"
-    held = program.register(bits)
-    lines = [f"and.b32 {index}, %t, {words - 1};", move, f"mad.{wide}.u32 {base}, {index}, 8, {base};", "bar.sync 0;",
-             f"mov.b{bits} {held}, {start};", f"setp.lt.u32 {is_first}, %t, {words};",
-             f"@{is_first} st.{space}.b{bits} {place}, {held};", "bar.sync 0;",
-             f"{kind}.{space}.{name}.{t} {target}{place}, {value};", "bar.sync 0;",
-             f"ld.{space}.b{bits} {behind}, {place};", "bar.sync 0;"]  # fmt: skip
-    program.sequence(lines, f"{kind}.{space}.{name}.{t} of many", [(behind, t)], how=How(crosses=True))
+    cell = program.register(bits)
+    lines = [
+        f"and.b32 {index}, %t, {words - 1};",
+        move,
+        f"mad.{wide}.u32 {base}, {index}, 8, {base};",
+        "bar.sync 0;",
+        f"mov.b{bits} {cell}, {start};",
+        f"setp.lt.u32 {is_first}, %t, {words};",
+        f"@{is_first} st.{space}.b{bits} {place}, {cell};",
+        "bar.sync 0;",
+        f"{kind}.{space}.{name}.{t} {target}{place}, {operand};",
+        "bar.sync 0;",
+        f"ld.{space}.b{bits} {stored}, {place};",
+        "bar.sync 0;",
+    ]
+    program.sequence(lines, f"{kind}.{space}.{name}.{t} of many", [(stored, t)], how=How(crosses=True))

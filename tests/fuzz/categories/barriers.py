@@ -21,30 +21,50 @@ def generate(rng: np.random.Generator, category: str) -> Program:
 
 def pairs(program: Program, base: str) -> None:
     """Two warps at a time meet at a barrier of their own, and read each other's words."""
-    number, own, d = (program.register(32) for _ in range(3))
-    value = program.input("b32")
+    number, place, d = (program.register(32) for _ in range(3))
+    word = program.input("b32")
     barrier = program.pick("bar.sync", "barrier.sync", "barrier.cta.sync.aligned")
-    lines = [f"shr.u32 {number}, %warp, 1;", f"add.u32 {number}, {number}, 1;", f"mad.lo.u32 {own}, %t, 4, {base};",
-             "bar.sync 0;", f"st.shared.u32 [{own}], {value.text};", f"{barrier} {number}, 64;",
-             f"xor.b32 {own}, %t, {program.below(64)};", f"mad.lo.u32 {own}, {own}, 4, {base};",
-             f"ld.shared.u32 {d}, [{own}];"]  # fmt: skip
-    program.sequence(lines, f"{barrier} of two warps", [(d, "b32")], (value,), CROSSES)
+    lines = [
+        f"shr.u32 {number}, %warp, 1;",
+        f"add.u32 {number}, {number}, 1;",
+        f"mad.lo.u32 {place}, %t, 4, {base};",
+        "bar.sync 0;",
+        f"st.shared.u32 [{place}], {word.text};",
+        f"{barrier} {number}, 64;",
+        f"xor.b32 {place}, %t, {program.below(64)};",
+        f"mad.lo.u32 {place}, {place}, 4, {base};",
+        f"ld.shared.u32 {d}, [{place}];",
+    ]
+    program.sequence(lines, f"{barrier} of two warps", [(d, "b32")], (word,), CROSSES)
 
 
 def arrivals(program: Program, base: str) -> None:
     """The first warp arrives at a barrier where the second waits for its words."""
-    own, d, is_other, is_first = (program.register(bits) for bits in (32, 32, 1, 1))
-    value, barrier, (end, waits) = program.input("b32"), 1 + program.below(15), program.labels(2)
-    lines = ["bar.sync 0;", f"mad.lo.u32 {own}, %t, 4, {base};", f"mov.b32 {d}, 5;", f"setp.ge.u32 {is_other}, %t, 64;",
-             f"@{is_other} bra {end};", f"setp.lt.u32 {is_first}, %t, 32;", f"@!{is_first} bra {waits};",
-             f"st.shared.u32 [{own}], {value.text};", f"bar.arrive {barrier}, 64;", f"bra {end};", f"{waits}:",
-             f"bar.sync {barrier}, 64;", f"sub.u32 {own}, {own}, 128;", f"ld.shared.u32 {d}, [{own}];", f"{end}:",
-             "bar.sync 0;"]  # fmt: skip
-    program.sequence(lines, "bar.arrive and bar.sync", [(d, "b32")], (value,), CROSSES)
+    place, d, is_of_others, is_first = (program.register(bits) for bits in (32, 32, 1, 1))
+    word, barrier, (end, waits) = program.input("b32"), 1 + program.below(15), program.labels(2)
+    lines = [
+        "bar.sync 0;",
+        f"mad.lo.u32 {place}, %t, 4, {base};",
+        f"mov.b32 {d}, 5;",
+        f"setp.ge.u32 {is_of_others}, %t, 64;",
+        f"@{is_of_others} bra {end};",
+        f"setp.lt.u32 {is_first}, %t, 32;",
+        f"@!{is_first} bra {waits};",
+        f"st.shared.u32 [{place}], {word.text};",
+        f"bar.arrive {barrier}, 64;",
+        f"bra {end};",
+        f"{waits}:",
+        f"bar.sync {barrier}, 64;",
+        f"sub.u32 {place}, {place}, 128;",
+        f"ld.shared.u32 {d}, [{place}];",
+        f"{end}:",
+        "bar.sync 0;",
+    ]
+    program.sequence(lines, "bar.arrive and bar.sync", [(d, "b32")], (word,), CROSSES)
 
 
 def votes(program: Program, base: str) -> None:
-    """All threads have a predicate, or some."""
+    """Ask whether all threads have a predicate, or some."""
     alike = np.full(program.total, program.below(2)) if program.chance(0.5) else None
     vote, d = program.input("pred", alike), program.register(1)
     name = program.pick("and", "or")
@@ -53,7 +73,7 @@ def votes(program: Program, base: str) -> None:
 
 
 def count(program: Program, base: str) -> None:
-    """How many threads of the block have a predicate."""
+    """Count the threads of the block that have a predicate."""
     vote, d = program.input("pred"), program.register(32)
     opcode = program.pick("bar.red.popc.u32", "barrier.cta.red.popc.aligned.u32")
     line = f"{opcode} {d}, 0, {program.pick('', '!')}{vote.text};"
@@ -61,8 +81,11 @@ def count(program: Program, base: str) -> None:
 
 
 def count_of_pairs(program: Program, base: str) -> None:
-    """How many threads of two warps have a predicate."""
+    """Count the threads of two warps that have a predicate."""
     vote, d, number = program.input("pred"), program.register(32), program.register(32)
-    lines = [f"shr.u32 {number}, %warp, 1;", f"add.u32 {number}, {number}, 3;",
-             f"bar.red.popc.u32 {d}, {number}, 64, {vote.text};"]  # fmt: skip
+    lines = [
+        f"shr.u32 {number}, %warp, 1;",
+        f"add.u32 {number}, {number}, 3;",
+        f"bar.red.popc.u32 {d}, {number}, 64, {vote.text};",
+    ]
     program.sequence(lines, "bar.red.popc of two warps", [(d, "u32")], (vote,), CROSSES)

@@ -31,7 +31,7 @@ class Flow:
         self.count = 0  # of labels
         program.lines(*(f"mov.b32 {v}, {program.input('b32').text};" for v in self.variables))
 
-    def names(self, **more: str) -> dict[str, str]:
+    def names(self, **fixed: str) -> dict[str, str]:
         """Draw what a line may name."""
         pick = self.program.pick
         return {
@@ -39,7 +39,7 @@ class Flow:
             "n": str(1 + self.program.below(30)),
             "bit": str(pick(1, 2, 4, 8, 16)),
             "word": hex(self.program.below(1 << 16)),
-            **more,
+            **fixed,
         }
 
     def label(self) -> str:
@@ -75,10 +75,17 @@ class Flow:
     def branch(self, depth: int) -> list[str]:
         """Draw a choice of two blocks."""
         lines, p = self.condition()
-        other, end = self.label(), self.label()
+        otherwise, end = self.label(), self.label()
         sign = self.program.pick("", "!")
-        return [*lines, f"@{sign}{p} bra {other};", *self.block(depth), f"bra {end};", f"{other}:", *self.block(depth),
-                f"{end}:"]  # fmt: skip
+        return [
+            *lines,
+            f"@{sign}{p} bra {otherwise};",
+            *self.block(depth),
+            f"bra {end};",
+            f"{otherwise}:",
+            *self.block(depth),
+            f"{end}:",
+        ]
 
     def skip(self, depth: int) -> list[str]:
         """Draw a block that some threads skip."""
@@ -90,9 +97,15 @@ class Flow:
         """Draw a loop of a few rounds, each thread its own, that it may leave early or begin anew."""
         rounds, p = self.program.register(32), self.program.register(1)
         top, end = self.label(), self.label()
-        most = self.program.pick(3, 7, 12)
-        lines = [f"and.b32 {rounds}, {self.names()['a']}, {most};", f"{top}:", f"setp.eq.u32 {p}, {rounds}, 0;",
-                 f"@{p} bra {end};", f"sub.u32 {rounds}, {rounds}, 1;", *self.block(depth)]  # fmt: skip
+        mask = self.program.pick(3, 7, 12)
+        lines = [
+            f"and.b32 {rounds}, {self.names()['a']}, {mask};",
+            f"{top}:",
+            f"setp.eq.u32 {p}, {rounds}, 0;",
+            f"@{p} bra {end};",
+            f"sub.u32 {rounds}, {rounds}, 1;",
+            *self.block(depth),
+        ]
         if self.program.chance(0.3):
             condition, q = self.condition()
             lines += [*condition, f"@{q} bra {self.program.pick(top, end)};", self.compute()]
@@ -103,16 +116,29 @@ class Flow:
         index, name, end = self.program.register(32), self.label(), self.label()
         targets = [self.label() for _ in range(4)]
         blocks = [line for target in targets for line in (f"{target}:", *self.block(depth - 1), f"bra {end};")]
-        return [f"and.b32 {index}, {self.names()['a']}, 3;", f"{name}: .branchtargets {', '.join(targets)};",
-                f"brx.idx {index}, {name};", *blocks, f"{end}:"]  # fmt: skip
+        return [
+            f"and.b32 {index}, {self.names()['a']}, 3;",
+            f"{name}: .branchtargets {', '.join(targets)};",
+            f"brx.idx {index}, {name};",
+            *blocks,
+            f"{end}:",
+        ]
 
     def call(self, number: int) -> list[str]:
         """Draw a call of a function with a loop."""
         names = self.names()
         self.program.declarations.append(FUNCTION.format(number=number, shift=3 + self.program.below(6)))
-        return ["{", ".param .b32 pa;", ".param .b32 pb;", ".param .b32 pr;", f"st.param.b32 [pa], {names['a']};",
-                f"st.param.b32 [pb], {names['b']};", f"call{self.program.pick('', '.uni')} (pr), f{number}, (pa, pb);",
-                f"ld.param.b32 {names['c']}, [pr];", "}"]  # fmt: skip
+        return [
+            "{",
+            ".param .b32 pa;",
+            ".param .b32 pb;",
+            ".param .b32 pr;",
+            f"st.param.b32 [pa], {names['a']};",
+            f"st.param.b32 [pb], {names['b']};",
+            f"call{self.program.pick('', '.uni')} (pr), f{number}, (pa, pb);",
+            f"ld.param.b32 {names['c']}, [pr];",
+            "}",
+        ]
 
     def meet(self) -> list[str]:
         """Draw a barrier and a collective behind it."""

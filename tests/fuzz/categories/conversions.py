@@ -51,7 +51,7 @@ cvt.rn.satfinite(/.relu).(e4m3x2/e5m2x2).f16x2 d:b16, a:f16x2;
 cvt.rn(/.relu).f16x2.(e4m3x2/e5m2x2) d:f16x2, a:b16;
 """)
 TF32 = parse("cvt.(rna/rna.satfinite/rn/rz/rn.relu/rz.relu).tf32.f32 d:f32, a:number;")
-OWN = How(constants=False, own="operands of conversions")
+OWN = How(constants=False, fresh="operands of conversions")
 TABLES = [
     (BETWEEN_INTEGERS, How(constants=False)), (TO_FLOATS, How(constants=False)), (SATURATING_INTEGERS, OWN),
     (OF_FLOATS, OWN), (TF32, How(constants=False, rule="NaNs to tf32")),

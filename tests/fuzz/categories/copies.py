@@ -17,10 +17,14 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     window, from_, pattern = program.register(32), program.register(64), program.register(64)
     first = len(program.inputs)
     program.inputs += [rng.integers(0, 2**64, program.total, dtype=np.uint64) for _ in range(ROWS)]
-    lines = [f"mov.u32 {window}, window;", f"mad.lo.u32 {window}, %t, {WINDOW}, {window};",
-             f"mov.b64 {pattern}, 0x1234567890abcdef;",
-             *(f"st.shared.b64 [{window}+{at}], {pattern};" for at in range(0, WINDOW, 8)),
-             f"ld.param.u64 {from_}, [inputs];", f"cvta.to.global.u64 {from_}, {from_};"]  # fmt: skip
+    lines = [
+        f"mov.u32 {window}, window;",
+        f"mad.lo.u32 {window}, %t, {WINDOW}, {window};",
+        f"mov.b64 {pattern}, 0x1234567890abcdef;",
+        *(f"st.shared.b64 [{window}+{at}], {pattern};" for at in range(0, WINDOW, 8)),
+        f"ld.param.u64 {from_}, [inputs];",
+        f"cvta.to.global.u64 {from_}, {from_};",
+    ]
     at = 0
     for _ in range(1 + program.below(4)):
         for _ in range(1 + program.below(2)):
@@ -38,19 +42,22 @@ def generate(rng: np.random.Generator, category: str) -> Program:
 
 
 def _copy(program: Program, window: str, from_: str, first: int, at: int, size: int) -> list[str]:
-    """One copy, from a place of the inputs that is aligned to its size."""
+    """Draw a copy from a place of the inputs that is aligned to its size."""
     places = ROWS * 8 * program.total // size
-    place, address, taken = program.register(32), program.register(64), program.register(32)
-    other = program.below(places)
+    place, address, bytes_taken = program.register(32), program.register(64), program.register(32)
+    turn = program.below(places)
     cache, hint = program.pick("ca", "cg") if size == 16 else "ca", program.pick("", "", ".L2::128B", ".L2::64B")
-    lines = [f"add.u32 {place}, %t, {other};", f"rem.u32 {place}, {place}, {places};",
-             f"mad.wide.u32 {address}, {place}, {size}, {from_};"]  # fmt: skip
+    lines = [
+        f"add.u32 {place}, %t, {turn};",
+        f"rem.u32 {place}, {place}, {places};",
+        f"mad.wide.u32 {address}, {place}, {size}, {from_};",
+    ]
     space = program.pick("shared", "shared::cta")
     copy = f"cp.async.{cache}.{space}.global{hint} [{window}+{at}], [{address}+{8 * program.total * first}]"
     kind = program.below(4)
     if kind == 0:  # fewer bytes, the rest zeros
-        fewer = f"mov.u32 {taken}, {program.below(size + 1)};"
-        return [*lines, program.pick(fewer, f"and.b32 {taken}, %t, {size};"), f"{copy}, {size}, {taken};"]
+        fewer = f"mov.u32 {bytes_taken}, {program.below(size + 1)};"
+        return [*lines, program.pick(fewer, f"and.b32 {bytes_taken}, %t, {size};"), f"{copy}, {size}, {bytes_taken};"]
     if kind == 1:  # zeros where a predicate holds
         ignored = program.register(1)
         return [*lines, f"setp.lt.u32 {ignored}, %lane, {program.below(33)};", f"{copy}, {size}, {ignored};"]

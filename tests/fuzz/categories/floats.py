@@ -39,7 +39,7 @@ SIGNED_EXTREMES = parse("""
 """)
 TABLES = [
     (ARITHMETIC, PLAIN), (OF_REGISTERS, How(constants=False)),
-    (SIGNED_EXTREMES, How(constants=False, own="operands of min and max")),
+    (SIGNED_EXTREMES, How(constants=False, fresh="operands of min and max")),
 ]  # fmt: skip
 
 

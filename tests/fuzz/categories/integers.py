@@ -38,7 +38,7 @@ SATURATING = parse("(add/sub).sat.s32 d:s32, a:s32, b:s32;")
 SIGNS = parse("(abs/neg).(t=s16/s32/s64) d:$t, a:$t;")
 TABLES = [
     (ARITHMETIC, PLAIN), (NOT_BY_ZERO, How(constants=False)), (OF_WORDS, How(constants=False)),
-    (SATURATING, How(own="operands of saturating sums")), (SIGNS, How(last="results of abs and neg")),
+    (SATURATING, How(fresh="operands of saturating sums")), (SIGNS, How(last="results of abs and neg")),
 ]  # fmt: skip
 
 
@@ -46,16 +46,16 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     """Make a program."""
     program = straight(rng, category, TABLES, (15, 45))
     for _ in range(int(rng.integers(1, 6))):
-        _extended(program)
+        _long_sums(program)
     return program
 
 
-def _extended(program: Program) -> None:
+def _long_sums(program: Program) -> None:
     """Add a sum, difference or product of several words, whose carry goes from word to word."""
     operation, t = program.pick("add", "sub", "mad"), program.pick("u32", "s32", "u64", "s64")
     words, bits = 1 + program.below(4), DOMAINS[t].bits
     sources: list[Source] = []
-    lines, results = [], []
+    lines, sums = [], []
 
     def operand() -> str:
         sources.append(program.source(t))
@@ -70,8 +70,8 @@ def _extended(program: Program) -> None:
         else:
             name = "add" if operation == "mad" else operation
             lines.append(f"{name}{with_carry}{carries}.{t} {target}, {operand()}, {operand()};")
-        results.append((target, t))
+        sums.append((target, t))
     if ".cc." in lines[-1]:
-        results.append((program.register(bits), t))
-        lines.append(f"{'sub' if operation == 'sub' else 'add'}c.{t} {results[-1][0]}, 0, 0;")
-    program.sequence(lines, f"{operation} of words", results, tuple(sources), is_pure=True)
+        sums.append((program.register(bits), t))
+        lines.append(f"{'sub' if operation == 'sub' else 'add'}c.{t} {sums[-1][0]}, 0, 0;")
+    program.sequence(lines, f"{operation} of words", sums, tuple(sources), is_pure=True)

@@ -27,12 +27,12 @@ class Mma:
 
     @property
     def d_registers(self) -> int:
-        """Of C and D."""
+        """Count the registers of C and D."""
         return int(self.shape[1:].split("n")[0]) // (8 if self.d == "f16" else 4)
 
     @property
     def is_integer(self) -> bool:
-        """Whether its operands are integers or bits."""
+        """Tell whether its operands are integers or bits."""
         return self.d == "s32"
 
     def opcode(self, program: Program) -> str:
@@ -47,31 +47,27 @@ class Mma:
         """Draw a register of an operand, for so many threads."""
         t = {"a": self.a, "b": self.b}.get(operand, self.d)
         if t == "s32":
-            return (
-                rng.integers(0, 2**32, count, dtype=np.uint64)
-                if rng.random() < 0.5
-                else rng.integers(0, 999, count).astype("u8")
-            )
+            return rng.integers(0, 2**32 if rng.random() < 0.5 else 999, count, dtype=np.uint64)
         return integers(rng, t, count) if self.is_integer else exact(rng, t, count, self.d == "f16", special)
 
 
 def _forms() -> list[Mma]:
-    found = []
+    forms = []
     for bits in (8, 4):
         k = 128 // bits
         for shape, a, b in ((f"m16n8k{k}", 2, 1), (f"m16n8k{2 * k}", 4, 2), (f"m8n8k{k}", 1, 1)):
-            found.append(Mma(shape, "s32", f"s{bits}", f"s{bits}", a, b))
-    found += [
+            forms.append(Mma(shape, "s32", f"s{bits}", f"s{bits}", a, b))
+    forms += [
         Mma(shape, "s32", "b1", "b1", a, b)
         for shape, a, b in (("m8n8k128", 1, 1), ("m16n8k128", 2, 1), ("m16n8k256", 4, 2))
     ]
     for t, d, k in (("f16", "f32", 8), ("f16", "f16", 8), ("bf16", "f32", 8), ("tf32", "f32", 4)):
-        found += [Mma(f"m16n8k{k}", d, t, t, 2, 1), Mma(f"m16n8k{2 * k}", d, t, t, 4, 2)]
+        forms += [Mma(f"m16n8k{k}", d, t, t, 2, 1), Mma(f"m16n8k{2 * k}", d, t, t, 4, 2)]
     for d in ("f32", "f16"):
-        found += [Mma("m16n8k16", d, "e4m3", "e4m3", 2, 1), Mma("m16n8k32", d, "e4m3", "e4m3", 4, 2)]
+        forms += [Mma("m16n8k16", d, "e4m3", "e4m3", 2, 1), Mma("m16n8k32", d, "e4m3", "e4m3", 4, 2)]
     for shape, a, b in (("m8n8k4", 1, 1), ("m16n8k4", 2, 1), ("m16n8k8", 4, 2), ("m16n8k16", 8, 4)):
-        found.append(Mma(shape, "f64", "f64", "f64", a, b))
-    return found
+        forms.append(Mma(shape, "f64", "f64", "f64", a, b))
+    return forms
 
 
 FORMS = _forms()
@@ -133,8 +129,10 @@ def generate_lines(rng: np.random.Generator, category: str) -> Program:
     def load(operand: str, count: int) -> list[str]:
         registers = [program.register(32) for _ in range(count)]
         for register in registers:
-            drawn = (rng.integers(0, 2**32, program.total, dtype=np.uint64) if form.is_integer
-                     else exact(rng, {"a": form.a, "b": form.b}.get(operand, form.d), program.total, few_bits=True))  # fmt: skip
+            if form.is_integer:
+                drawn = rng.integers(0, 2**32, program.total, dtype=np.uint64)
+            else:
+                drawn = exact(rng, {"a": form.a, "b": form.b}.get(operand, form.d), program.total, few_bits=True)
             program.lines(f"mov.b32 {register}, {program.input('b32', drawn).text};")
         return registers
 
@@ -156,8 +154,8 @@ def generate_lines(rng: np.random.Generator, category: str) -> Program:
             lines.append(
                 f"{opcode} {braces(d)}, {braces(program.pick(*all_a))}, {braces(program.pick(*all_b))}, {braces(c)};"
             )
-    results = [(r, SLOT[form.d]) for c in sums for r in c] + [(r, "b32") for a in all_a for r in a]
-    program.sequence(lines, f"lines of {opcode}", results, how=CROSSES)
+    stored = [(r, SLOT[form.d]) for c in sums for r in c] + [(r, "b32") for a in all_a for r in a]
+    program.sequence(lines, f"lines of {opcode}", stored, how=CROSSES)
     return program
 
 
@@ -174,8 +172,9 @@ def generate_quarters(rng: np.random.Generator, category: str) -> Program:
             for x, count in counts.items()
         }
         d = [program.register(32) for _ in range(8 if d_type == "f32" else 4)]
-        opcode = f"mma.sync.aligned.m8n8k4.{program.pick('row', 'col')}.{program.pick('row', 'col')}.{d_type}.f16.f16.{c_type}"
+        orders = [program.pick("row", "col") for _ in range(2)]
+        opcode = f"mma.sync.aligned.m8n8k4.{'.'.join(orders)}.{d_type}.f16.f16.{c_type}"
         operands = ", ".join(braces([s.text for s in sources[x]]) for x in "abc")
-        every = tuple(source for some in sources.values() for source in some)
+        every = tuple(source for registers in sources.values() for source in registers)
         program.sequence([f"{opcode} {braces(d)}, {operands};"], opcode, [(r, SLOT[d_type]) for r in d], every, CROSSES)
     return program

@@ -32,8 +32,10 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     """Make a program: windows are filled, then loaded and stored at random places, then loaded whole."""
     program = Program(rng, category, program_threads(rng, (32, 64, 128)))
     table = ", ".join(str(program.below(256)) for _ in range(CONSTANT))
-    program.declarations += [f".const .align 16 .b8 constants[{CONSTANT}] = {{{table}}};",
-                             f".global .align 16 .b8 numbers[{CONSTANT}] = {{{table}}};"]  # fmt: skip
+    program.declarations += [
+        f".const .align 16 .b8 constants[{CONSTANT}] = {{{table}}};",
+        f".global .align 16 .b8 numbers[{CONSTANT}] = {{{table}}};",
+    ]
     program.shared += [
         f".shared .align 16 .b8 tile[{SHARED * program.threads}];",
         f".local .align 16 .b8 own[{LOCAL}];",
@@ -41,11 +43,15 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     shared, local = program.register(32), program.register(32)
     generic_shared, generic_local, numbers = (program.register(64) for _ in range(3))
     program.lines(
-        f"mov.u32 {shared}, tile;", f"mad.lo.u32 {shared}, %t, {SHARED}, {shared};", f"mov.u32 {local}, own;",
-        f"cvt.u64.u32 {generic_shared}, {shared};", f"cvta.shared.u64 {generic_shared}, {generic_shared};",
-        f"cvt.u64.u32 {generic_local}, {local};", f"cvta.local.u64 {generic_local}, {generic_local};",
+        f"mov.u32 {shared}, tile;",
+        f"mad.lo.u32 {shared}, %t, {SHARED}, {shared};",
+        f"mov.u32 {local}, own;",
+        f"cvt.u64.u32 {generic_shared}, {shared};",
+        f"cvta.shared.u64 {generic_shared}, {generic_shared};",
+        f"cvt.u64.u32 {generic_local}, {local};",
+        f"cvta.local.u64 {generic_local}, {generic_local};",
         f"mov.u64 {numbers}, numbers;",
-    )  # fmt: skip
+    )
     windows = [
         Window("shared", shared, SHARED, STRONG_LOADS, STRONG_STORES),
         Window("shared::cta", shared, SHARED, ("",), ("",)),
@@ -63,9 +69,9 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     for _ in range(25 + program.below(30)):
         access(program, program.pick(*windows))
     for register, space in ((generic_shared, "shared"), (generic_local, "local"), (numbers, "global")):
-        p, asked = program.register(1), program.pick(*SPACES)
-        if (space, asked) != ("global", "const"):  # constants lie in global memory, or do not
-            program.sequence([f"isspacep.{asked} {p}, {register};"], f"isspacep.{asked} of {space}", [(p, "pred")])
+        p, window = program.register(1), program.pick(*SPACES)
+        if (space, window) != ("global", "const"):  # constants lie in global memory, or do not
+            program.sequence([f"isspacep.{window} {p}, {register};"], f"isspacep.{window} of {space}", [(p, "pred")])
     of_others(program)
     for space, base, size in whole:
         registers = [program.register(64) for _ in range(0, size, 8)]
@@ -107,7 +113,11 @@ def of_others(program: Program) -> None:
     for _ in range(4):
         place, base, d = (program.register(32) for _ in range(3))
         at = 4 * program.below(SHARED // 4)
-        lines = [f"xor.b32 {place}, %t, {program.below(program.threads)};", f"mov.u32 {base}, tile;",
-                 f"mad.lo.u32 {place}, {place}, {SHARED}, {base};", f"ld.shared.u32 {d}, [{place}+{at}];"]  # fmt: skip
+        lines = [
+            f"xor.b32 {place}, %t, {program.below(program.threads)};",
+            f"mov.u32 {base}, tile;",
+            f"mad.lo.u32 {place}, {place}, {SHARED}, {base};",
+            f"ld.shared.u32 {d}, [{place}+{at}];",
+        ]
         program.sequence(lines, "ld.shared of another thread", [(d, "b32")], how=How(crosses=True))
     program.lines("bar.sync 0;")

@@ -18,8 +18,8 @@ def exact(rng: np.random.Generator, t: str, count: int, few_bits: bool = False, 
     """
     width = max(32, BITS[t])
     size = count * width // BITS[t]
-    most = min(_MOST[t], 4) if few_bits else _MOST[t]
-    x = rng.integers(-most, most + 1, size).astype(np.float64)
+    largest = min(_MOST[t], 4) if few_bits else _MOST[t]
+    x = rng.integers(-largest, largest + 1, size).astype(np.float64)
     x = x if few_bits or rng.random() < 0.6 else x / 4
     if rng.random() < 0.3:
         x = np.where(rng.random(size) < 0.7, 0.0, x)
@@ -31,12 +31,13 @@ def exact(rng: np.random.Generator, t: str, count: int, few_bits: bool = False, 
 
 
 def pack(x: Floats, t: str) -> Values:
-    """Numbers as registers of 32 bits, of f64 of 64; the type has to have them."""
+    """Pack numbers into registers of 32 bits, of f64 of 64; bf16 and tf32 lose bits, other types have to have them."""
     with np.errstate(invalid="ignore", over="ignore"):
         if t == "f64":
             return x.view(np.uint64)
         if t in ("f32", "tf32"):
-            return x.astype(np.float32).view(np.uint32).astype(np.uint64)
+            bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
+            return bits & np.uint64(0xFFFFE000) if t == "tf32" else bits
         if t == "f16":
             return x.astype(np.float16).view(np.uint32).astype(np.uint64)
         if t == "bf16":

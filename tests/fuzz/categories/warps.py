@@ -24,11 +24,14 @@ elect.sync d:b32|p:pred, -1;
 HOW = How(crosses=True, guarded=False, constants=False)
 # Lanes with these bits of their number equal to the second are a part
 PARTS = ((1, 0), (1, 1), (2, 2), (16, 0), (16, 16), (4, 4), (24, 8))
-OF_A_PART = (
-    "redux.sync.add.s32 {d}, {a}, {mask};", "redux.sync.max.u32 {d}, {a}, {mask};", "redux.sync.xor.b32 {d}, {a}, {mask};",
-    "vote.sync.ballot.b32 {d}, {p}, {mask};", "match.any.sync.b32 {d}, {f}, {mask};", "match.all.sync.b32 {d}, {f}, {mask};",
-    "shfl.sync.idx.b32 {d}, {a}, {member}, 31, {mask};", "elect.sync {d}|{q}, {mask};",
-)  # fmt: skip
+OF_A_PART = """redux.sync.add.s32 {d}, {a}, {mask};
+redux.sync.max.u32 {d}, {a}, {mask};
+redux.sync.xor.b32 {d}, {a}, {mask};
+vote.sync.ballot.b32 {d}, {p}, {mask};
+match.any.sync.b32 {d}, {f}, {mask};
+match.all.sync.b32 {d}, {f}, {mask};
+shfl.sync.idx.b32 {d}, {a}, {member}, 31, {mask};
+elect.sync {d}|{q}, {mask};""".splitlines()
 
 
 def generate(rng: np.random.Generator, category: str) -> Program:

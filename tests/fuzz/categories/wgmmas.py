@@ -1,4 +1,4 @@
-"""wgmma of all types: operands in shared memory with every swizzle, or A in registers; negated, transposed, in groups."""
+"""wgmma of all types: operands in shared memory with any swizzle, or A in registers; negated, transposed, in groups."""
 
 import numpy as np
 
@@ -53,8 +53,12 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     described = []
     for from_, at in ((base, at_a), (b_base, 1024 * program.below(4)), (b_base, 1024 * program.below(4))):
         place, register = program.register(32), program.register(64)
-        lines += [f"add.u32 {place}, {from_}, {at};", f"shr.u32 {place}, {place}, 4;",
-                  f"cvt.u64.u32 {register}, {place};", f"or.b64 {register}, {register}, {descriptor(program)};"]  # fmt: skip
+        lines += [
+            f"add.u32 {place}, {from_}, {at};",
+            f"shr.u32 {place}, {place}, 4;",
+            f"cvt.u64.u32 {register}, {place};",
+            f"or.b64 {register}, {register}, {descriptor(program)};",
+        ]
         described.append(register)
     a, first_b, other_b = described
     in_registers = program.chance(0.3)
@@ -62,13 +66,13 @@ def generate(rng: np.random.Generator, category: str) -> Program:
         a = braces([program.input("b32", numbers(a_type, 1)).text for _ in range(4)])
     clamp = ".satfinite" if is_integer and program.chance(0.3) else ""
     opcode = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.{d_type}.{a_type}.{b_type}{clamp}"
-    more = "" if is_integer else f", {program.pick(1, 1, -1)}, {program.pick(1, 1, -1)}"
+    flags = "" if is_integer else f", {program.pick(1, 1, -1)}, {program.pick(1, 1, -1)}"
     if a_type in ("f16", "bf16"):
-        more += ", 0" if in_registers else ", 0, 0"
+        flags += ", 0" if in_registers else ", 0, 0"
     is_added = program.pick("eq", "eq", "ne")
 
     def multiply(b: str) -> str:
-        return f"{opcode} {braces(d)}, {a}, {b}, %is{more};"
+        return f"{opcode} {braces(d)}, {a}, {b}, %is{flags};"
 
     ways = {
         "one": [multiply(first_b)],
@@ -79,8 +83,13 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     if way == "equal":
         program.avoid("equal wgmma")
         way = "others"
-    lines += ["wgmma.fence.sync.aligned;", f"setp.{is_added}.u32 %is, %t, %t;", *ways[way],
-              "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"]  # fmt: skip
+    lines += [
+        "wgmma.fence.sync.aligned;",
+        f"setp.{is_added}.u32 %is, %t, %t;",
+        *ways[way],
+        "wgmma.commit_group.sync.aligned;",
+        "wgmma.wait_group.sync.aligned 0;",
+    ]
     form = opcode.replace(f"n{n}", "nN") + " A in registers" * in_registers + " special" * bool(special)
     program.sequence(lines, form, [(register, SLOT[d_type]) for register in d[:SHOWN]], how=CROSSES)
     return program
