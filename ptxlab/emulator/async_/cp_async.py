@@ -35,8 +35,8 @@ _PIECE = 16  # bytes that stay together under every swizzle
 _BOX_ALIGNMENT = 128  # of where a box lies in shared memory
 _LOGIC, _EXTREMES = ("and", "or", "xor"), ("min", "max")
 _REDUCED: dict[str, tuple[str, ...]] = {  # types that cp.reduce.async combines, and how
-    "u32": ("add", *_EXTREMES, *_LOGIC, "inc", "dec"), "s32": ("add", *_EXTREMES, *_LOGIC),
-    "u64": ("add", *_EXTREMES, *_LOGIC), "s64": ("add", *_EXTREMES, *_LOGIC), "b32": _LOGIC, "b64": _LOGIC,
+    "u32": ("add", *_EXTREMES, "inc", "dec"), "s32": ("add", *_EXTREMES), "b32": _LOGIC,
+    "u64": ("add", *_EXTREMES), "s64": _EXTREMES, "b64": _LOGIC,
     "f16": ("add", *_EXTREMES), "bf16": ("add", *_EXTREMES), "f32": ("add",), "f64": ("add",),
 }  # fmt: skip
 _REDUCTIONS = ("add", *_EXTREMES, *_LOGIC, "inc", "dec")
@@ -509,8 +509,9 @@ def _boxes(machine: Machine, instruction: Instruction, axes: int, array: ir.Oper
     def reduction(tensor_map: TensorMap, indices: Array) -> Callable[..., Array]:
         """The operation on the array's elements."""
         dtype = tensor_map.array.dtype
-        t = f"{'s' if dtype.kind == 'i' else dtype.kind}{8 * dtype.itemsize}"
-        if t not in _REDUCED or operation not in _REDUCED[t]:
+        names = (f"{kind}{8 * dtype.itemsize}" for kind in {"i": "sb", "u": "ub"}.get(dtype.kind, dtype.kind))
+        t = next((name for name in names if operation in _REDUCED.get(name, ())), "")
+        if not t:
             raise EmulationError(f"{machine.place(instruction, indices)}: .{operation} of elements of type {dtype}")
         return combination(operation, t)
 

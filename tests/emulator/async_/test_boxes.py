@@ -165,6 +165,49 @@ def test_the_map_has_as_many_axes_as_the_instruction() -> None:
         kernel(*maps, *map(np.int32, (0, 0, 0, 0)), grid=1, block=32, backend="emulator")
 
 
+INTEGERS = """
+.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry combine(.param .align 64 .b8 map[128], .param .u64 x) {
+    .reg .b32 %r<4>; .reg .b64 %x<4>; .reg .pred %p;
+    .shared .align 128 .b8 box[128];
+    mov.u32 %r1, box;
+    mov.b64 %x1, map;
+    cvta.param.u64 %x1, %x1;
+    ld.param.u64 %x2, [x];
+    cvta.to.global.u64 %x2, %x2;
+    mov.u32 %r2, %tid.x;
+    mad.wide.u32 %x2, %r2, 4, %x2;
+    mad.lo.u32 %r2, %r2, 4, %r1;
+    ld.global.b32 %r3, [%x2];
+    st.shared.b32 [%r2], %r3;
+    fence.proxy.async.shared::cta;
+    bar.warp.sync -1;
+    elect.sync _|%p, -1;
+    @%p cp.reduce.async.bulk.tensor.1d.global.shared::cta.OPERATION.tile.bulk_group [%x1, {0}], [%r1];
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group 0;
+    ret;
+}
+"""
+
+
+@on_every_backend
+@pytest.mark.parametrize(
+    ("operation", "dtype", "combine"),
+    [("and", np.int64, np.bitwise_and), ("xor", np.uint32, np.bitwise_xor), ("or", np.int32, np.bitwise_or),
+     ("max", np.int64, np.maximum), ("add", np.uint64, np.add)],
+)  # fmt: skip
+def test_reductions_of_integers(operation: str, dtype: Any, combine: np.ufunc, backend: str) -> None:
+    rng = np.random.default_rng(0)
+    x, y = (rng.integers(0, 256, 128, dtype=np.uint8).view(dtype) for _ in range(2))
+    expected = combine(x, y)
+    kernel = ptxlab.load(INTEGERS.replace("OPERATION", operation))
+    kernel(TensorMap(y, y.shape), x.view(np.uint8), grid=1, block=32, backend=backend)
+    np.testing.assert_array_equal(y, expected)
+
+
 def test_reductions_that_there_are_not() -> None:
     with pytest.raises(EmulationError, match=r"\.and of elements of type float32"):
         move(2, (0, 0), REDUCE.replace("cta.add", "cta.and"))
@@ -185,7 +228,9 @@ def test_bulk_reductions(op: str, t: str, dtype: Any, combine: np.ufunc, backend
     assert found == () and out.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("op", ["inc.s32", "and.f32", "max.f32", "add.b32", "add.noftz.u32", "add.f16"])
+@pytest.mark.parametrize(
+    "op", ["inc.s32", "and.f32", "max.f32", "add.b32", "add.noftz.u32", "add.f16", "and.u32", "add.s64"]
+)
 def test_bulk_reductions_that_there_are_not(op: str) -> None:
     x = np.zeros((3, 64), np.float32)
     with pytest.raises((UnknownInstruction, ptxlab.errors.CompileError)):

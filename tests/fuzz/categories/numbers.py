@@ -1,0 +1,57 @@
+"""Numbers of matrix instructions that every order of additions sums up exactly, and special ones."""
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.emulator.ops.narrow_floats import NARROW, to_narrow
+from tests.fuzz.domains import Values
+
+Floats = npt.NDArray[np.float64]
+BITS = {"f16": 16, "bf16": 16, "tf32": 32, "f32": 32, "f64": 64, "e4m3": 8, "e5m2": 8}
+_MOST = {"f16": 8, "bf16": 8, "tf32": 16, "e4m3": 2, "e5m2": 2, "f32": 64, "f64": 100}
+
+
+def exact(rng: np.random.Generator, t: str, count: int, few_bits: bool = False, special: float = 0.0) -> Values:
+    """Draw registers of small multiples of 1/4, among them zeros of both signs; `few_bits`: small integers.
+
+    A share `special` are infinities and NaNs.
+    """
+    width = max(32, BITS[t])
+    size = count * width // BITS[t]
+    largest = min(_MOST[t], 4) if few_bits else _MOST[t]
+    x = rng.integers(-largest, largest + 1, size).astype(np.float64)
+    x = x if few_bits or rng.random() < 0.6 else x / 4
+    if rng.random() < 0.3:
+        x = np.where(rng.random(size) < 0.7, 0.0, x)
+    if rng.random() < 0.3:
+        x = np.where(x == 0, -0.0, x)
+    if special:
+        x = np.where(rng.random(size) < special, rng.choice([np.inf, -np.inf, np.nan], size), x)
+    return pack(x, t)
+
+
+def pack(x: Floats, t: str) -> Values:
+    """Pack numbers into registers of 32 bits, of f64 of 64; bf16 and tf32 lose bits, other types have to have them."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        if t == "f64":
+            return x.view(np.uint64)
+        if t in ("f32", "tf32"):
+            bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
+            return bits & np.uint64(0xFFFFE000) if t == "tf32" else bits
+        if t == "f16":
+            return x.astype(np.float16).view(np.uint32).astype(np.uint64)
+        if t == "bf16":
+            return (
+                (x.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16).view(np.uint32).astype("u8")
+            )
+    largest = NARROW[t][3]
+    codes = np.where(np.isinf(x) & (t == "e5m2"), largest + 1 | np.signbit(x) << 7, to_narrow(x, t))
+    return codes.astype(np.uint8).view(np.uint32).astype(np.uint64)
+
+
+def integers(rng: np.random.Generator, t: str, count: int) -> Values:
+    """Draw registers of packed integers, or bits; sometimes all at an end of the range."""
+    ends = {"s8": 0x80808080, "s4": 0x88888888}
+    if rng.random() < 0.2:
+        return np.full(count, ends.get(t, 0xFFFFFFFF), np.uint64)
+    return rng.integers(0, 2**32, count, dtype=np.uint64)

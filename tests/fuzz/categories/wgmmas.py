@@ -1,0 +1,95 @@
+"""wgmma of all types: operands in shared memory with any swizzle, or A in registers; negated, transposed, in groups."""
+
+import numpy as np
+
+from tests.fuzz.categories.fragments import fill
+from tests.fuzz.categories.matrices import CROSSES, SLOT, braces
+from tests.fuzz.categories.numbers import exact
+from tests.fuzz.domains import Values
+from tests.fuzz.program import Program
+
+SIZE, B_AT = 32768, 16384  # bytes of shared memory, and where B lies
+TYPES = (("s32", "s8", "s8"), ("s32", "u8", "u8"), ("s32", "s8", "u8"), ("f32", "f16", "f16"), ("f16", "f16", "f16"),
+         ("f32", "bf16", "bf16"), ("f32", "tf32", "tf32"), ("f32", "e4m3", "e4m3"), ("f16", "e5m2", "e4m3"),
+         ("f32", "e4m3", "e5m2"))  # fmt: skip
+BYTES = {"s8": 1, "u8": 1, "f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
+SHOWN = 24  # registers of D that are stored
+
+
+def descriptor(program: Program) -> int:
+    """Draw layout and strides of an operand: without swizzle any, with one those of rows that follow each other."""
+    swizzle = program.pick(0, 0, 1, 2, 3)
+    leading, stride = (16 * (8 + program.below(56)) for _ in range(2))
+    if swizzle:
+        leading, stride = 16, {1: 1024, 2: 512, 3: 256}[swizzle]
+    return (leading >> 4) << 16 | (stride >> 4) << 32 | swizzle << 62
+
+
+def generate(rng: np.random.Generator, category: str) -> Program:
+    """Make a program of one warp group."""
+    program = Program(rng, category, 128)
+    program.is_asynchronous = True
+    d_type, a_type, b_type = program.pick(*TYPES)
+    is_integer, k = d_type == "s32", 32 // BYTES[a_type]
+    n = program.pick(8, 16, 24, 32, 48, 64) if is_integer else program.pick(8, 16, 24, 32, 40, 64)
+    special = 0.01 if not is_integer and program.chance(0.1) else 0.0
+
+    def numbers(t: str, words: int) -> Values:
+        if is_integer:
+            return rng.integers(0, 2**32 if words == 1 else 2**64, program.total, dtype=np.uint64)
+        drawn = [exact(rng, t, program.total, d_type == "f16", special) for _ in range(words)]
+        return drawn[0] if words == 1 else drawn[0] | drawn[1] << np.uint64(32)
+
+    program.shared.append(f".shared .align 1024 .b8 tile[{SIZE}];")
+    base, b_base = program.register(32), program.register(32)
+    program.lines(f"mov.u32 {base}, tile;", f"add.u32 {b_base}, {base}, {B_AT};")
+    fill(program, base, B_AT, lambda: numbers(a_type, 2))
+    fill(program, b_base, SIZE - B_AT, lambda: numbers(b_type, 2))
+    program.lines("fence.proxy.async;", "bar.sync 0;")
+    d = [program.register(32) for _ in range(n // (4 if d_type == "f16" else 2))]
+    starts = [program.input("b32", numbers(d_type, 1)).text for _ in range(6)]
+    lines = [f"mov.b32 {register}, {starts[i % len(starts)]};" for i, register in enumerate(d)]
+    at_a = 1024 * program.below(8)
+    described = []
+    for from_, at in ((base, at_a), (b_base, 1024 * program.below(4)), (b_base, 1024 * program.below(4))):
+        place, register = program.register(32), program.register(64)
+        lines += [
+            f"add.u32 {place}, {from_}, {at};",
+            f"shr.u32 {place}, {place}, 4;",
+            f"cvt.u64.u32 {register}, {place};",
+            f"or.b64 {register}, {register}, {descriptor(program)};",
+        ]
+        described.append(register)
+    a, first_b, other_b = described
+    in_registers = program.chance(0.3)
+    if in_registers:
+        a = braces([program.input("b32", numbers(a_type, 1)).text for _ in range(4)])
+    clamp = ".satfinite" if is_integer and program.chance(0.3) else ""
+    opcode = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.{d_type}.{a_type}.{b_type}{clamp}"
+    flags = "" if is_integer else f", {program.pick(1, 1, -1)}, {program.pick(1, 1, -1)}"
+    if a_type in ("f16", "bf16"):
+        flags += ", 0" if in_registers else ", 0, 0"
+    is_added = program.pick("eq", "eq", "ne")
+
+    def multiply(b: str) -> str:
+        return f"{opcode} {braces(d)}, {a}, {b}, %is{flags};"
+
+    ways = {
+        "one": [multiply(first_b)],
+        "others": [multiply(first_b), multiply(other_b), multiply(first_b)],
+        "fenced": [multiply(first_b), "wgmma.fence.sync.aligned;", multiply(first_b)],
+    }
+    way = program.pick("one", *ways, "equal")
+    if way == "equal":
+        program.avoid("equal wgmma")
+        way = "others"
+    lines += [
+        "wgmma.fence.sync.aligned;",
+        f"setp.{is_added}.u32 %is, %t, %t;",
+        *ways[way],
+        "wgmma.commit_group.sync.aligned;",
+        "wgmma.wait_group.sync.aligned 0;",
+    ]
+    form = opcode.replace(f"n{n}", "nN") + " A in registers" * in_registers + " special" * bool(special)
+    program.sequence(lines, form, [(register, SLOT[d_type]) for register in d[:SHOWN]], how=CROSSES)
+    return program
