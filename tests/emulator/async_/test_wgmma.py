@@ -112,6 +112,7 @@ LOADED = "{ .reg .b32 %y; ld.shared.b32 %y, [tile]; mov.b32 %a2, %y; }"
         ("", "add.u32 %a6, %a6, 0;", "", []),  # arithmetic ahead of the first wgmma, for whichever
         ("", "bra on; on: add.u32 %a2, %a2, 0;", "", LAUNCHES[:1]),
         ("", "", "add.u32 %a6, %a6, 0;", LAUNCHES[1:]),  # while the first one is under way
+        ("", "", f"{FENCE} add.u32 %a6, %a6, 0;", LAUNCHES[1:]),
         ("", "", "mov.b32 %a6, %a6;", []),
         ("{ .reg .b64 %pair; mov.b64 %pair, {%a2, %a6};", "mov.b64 {%a2, %a6}, %pair; }", "", []),
         ("", "{ .reg .b16 %h<2>; mov.b32 {%h0, %h1}, %a2; mov.b32 %a2, {%h0, %h1}; }", "", []),
