@@ -14,12 +14,12 @@ __device__ __forceinline__ int load_acquire(const int* counter) {
 
 // Write `value` if the counter is `expected`; returns what it was.
 __device__ __forceinline__ int compare_and_swap(int* counter, int expected, int value) {
-    int before;
+    int previous;
     asm volatile("atom.acq_rel.cta.shared.cas.b32 %0, [%1], %2, %3;"
-                 : "=r"(before)
+                 : "=r"(previous)
                  : "r"(shared_address(counter)), "r"(expected), "r"(value)
                  : "memory");
-    return before;
+    return previous;
 }
 
 // Whether the phase of this parity is complete.

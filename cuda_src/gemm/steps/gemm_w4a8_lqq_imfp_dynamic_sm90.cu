@@ -89,21 +89,23 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_d
             ptxlab::Slot<STAGES> slot;
             for (int task = 0; task < tasks; ++task, slot.advance()) {
                 const int tile = blockIdx.x + task / stages * gridDim.x, stage = task % stages;
-                unsigned char* to = ring + slot.index * STAGE_BYTES;
+                unsigned char* stage_slot = ring + slot.index * STAGE_BYTES;
                 u64* barrier = &full[slot.index];
                 PHASE(WAIT_GROUP);
                 ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
                 PHASE(LOAD);
                 ptxlab::mbarrier_arrive_expect(barrier, X_BYTES + W_BYTES);
                 for (int i = 0; i < BK / 128; ++i)
-                    ptxlab::tensor_load(to + i * BM * 128, &x, stage * BK + i * 128, tile % token_tiles * BM, barrier);
+                    ptxlab::tensor_load(stage_slot + i * BM * 128, &x, stage * BK + i * 128, tile % token_tiles * BM,
+                                        barrier);
                 // Behind the end of K, where X comes as zeros, any weights will do.
-                const unsigned char* from = blocks + size_t(tile / token_tiles) * w_blocks * W_BLOCK;
-                const int block = stage * (BK / GROUP), there = min(BK / GROUP, w_blocks - block);
-                ptxlab::bulk_load(to + X_BYTES, from + size_t(block) * W_BLOCK, there * W_BLOCK, barrier);
+                const unsigned char* row_blocks = blocks + size_t(tile / token_tiles) * w_blocks * W_BLOCK;
+                const int block = stage * (BK / GROUP), existing = min(BK / GROUP, w_blocks - block);
+                ptxlab::bulk_load(stage_slot + X_BYTES, row_blocks + size_t(block) * W_BLOCK, existing * W_BLOCK,
+                                  barrier);
 #pragma unroll 1
-                for (int b = there; b < BK / GROUP; ++b)
-                    ptxlab::bulk_load(to + X_BYTES + b * W_BLOCK, from, W_BLOCK, barrier);
+                for (int b = existing; b < BK / GROUP; ++b)
+                    ptxlab::bulk_load(stage_slot + X_BYTES + b * W_BLOCK, row_blocks, W_BLOCK, barrier);
             }
         }
         return;
@@ -114,12 +116,12 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_d
     const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, rows = thread / 32 * 8 + thread % 32 / 4;
     int4* partial = reinterpret_cast<int4*>(ring + STAGES * STAGE_BYTES);  // [BM / 8][128]: sums from group to group
     const Epilogue epilogue{nullptr, reinterpret_cast<int*>(partial + BM / 8 * 128), nullptr, 0};
-    int turn = 0;  // of the places for what a group's first thread tells: what it told before may still be read
+    int told_slot = 0;  // of the places for what a group's first thread tells: what it told before may still be read
     const auto tell = [&](int value) {
-        turn ^= 1;
-        if (thread == 0) told[group][turn] = value;
+        told_slot ^= 1;
+        if (thread == 0) told[group][told_slot] = value;
         ptxlab::sync_one_of_two(group);
-        return told[group][turn];
+        return told[group][told_slot];
     };
 
     for (;;) {
@@ -134,28 +136,28 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_d
             const u64 x_tile = ptxlab::swizzled_128(x_slot);
             ptxlab::mbarrier_wait(&full[slot], task / STAGES & 1);
             PHASE(DEQUANTISE);
-            uint4 q[BK / 64];
+            uint4 q[BK / 64];  // units of 64 channels
             u32 c[BK / 64];
 #pragma unroll
-            for (int unit = 0; unit < BK / 64; ++unit) {
-                const unsigned char* block = x_slot + X_BYTES + unit * 64 / GROUP * W_BLOCK;
-                q[unit] = *reinterpret_cast<const uint4*>(block + unit * 64 % GROUP / 64 * 2048 + thread * 16);
-                c[unit] = *reinterpret_cast<const u32*>(block + GROUP / 64 * 2048 + rows * 4);
+            for (int u = 0; u < BK / 64; ++u) {
+                const unsigned char* block = x_slot + X_BYTES + u * 64 / GROUP * W_BLOCK;
+                q[u] = *reinterpret_cast<const uint4*>(block + u * 64 % GROUP / 64 * 2048 + thread * 16);
+                c[u] = *reinterpret_cast<const u32*>(block + GROUP / 64 * 2048 + rows * 4);
             }
 #pragma unroll
-            for (int unit = 0; unit < BK / 64; ++unit) {
-                const u32 words[4] = {q[unit].x, q[unit].y, q[unit].z, q[unit].w};
+            for (int u = 0; u < BK / 64; ++u) {
+                const u32 words[4] = {q[u].x, q[u].y, q[u].z, q[u].w};
                 u32 a[2][4];  // [MMA][register]
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    const u32 pair = c[unit] >> 16 * (j & 1);
+                    const u32 pair = c[u] >> 16 * (j & 1);
                     const uint2 d = ptxlab::dequant_lqq(words[j], pair & 0xff, __byte_perm(pair, 0, 0x1111));
                     a[j / 2][j & 1] = d.x;        // k 4 t .. of row r or r + 8
                     a[j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
                 }
                 PHASE(ISSUE, BM);
                 ptxlab::wgmma_fence();
-                const u64 x_unit = x_tile + unit / 2 * (BM * 128 / 16) + unit % 2 * 4;
+                const u64 x_unit = x_tile + u / 2 * (BM * 128 / 16) + u % 2 * 4;
                 ptxlab::wgmma_s8(acc, a[0], x_unit);
                 ptxlab::wgmma_s8(acc, a[1], x_unit + 2);
                 ptxlab::wgmma_commit();
@@ -182,13 +184,14 @@ extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_d
             ptxlab::mbarrier_wait(&handed_over, leaver / 2 & 1);
 #pragma unroll
             for (int j = 0; j < BM / 8; ++j) {
-                const int4 more = partial[j * 128 + thread];
-                acc[4 * j] += more.x, acc[4 * j + 1] += more.y, acc[4 * j + 2] += more.z, acc[4 * j + 3] += more.w;
+                const int4 received = partial[j * 128 + thread];
+                acc[4 * j] += received.x, acc[4 * j + 1] += received.y, acc[4 * j + 2] += received.z,
+                    acc[4 * j + 3] += received.w;
             }
         }
         PHASE(EPILOGUE);
-        const int place = blockIdx.x + tile * gridDim.x;
+        const int grid_tile = blockIdx.x + tile * gridDim.x;
         epilogue.store<OUT, STORE_TOKENS, STORE_PITCH>(acc, group, thread, {y, x_scale, w_scale, bias, M, N},
-                                                       place % token_tiles * BM, place / token_tiles * 64);
+                                                       grid_tile % token_tiles * BM, grid_tile / token_tiles * 64);
     }
 }

@@ -41,19 +41,19 @@ def test_pairs_are_rounded_one_by_one(kind: str) -> None:
 
 
 def numbers_taken(mode: str, seed: int) -> list[int]:
-    """What each lane gets where all add 1 to a counter."""
-    taken = np.zeros(32, np.uint32)
+    """Have all lanes add 1 to a counter; returns what each got."""
+    numbers = np.zeros(32, np.uint32)
     body = "ld.param.u64 %x1, [a]; atom.global.add.u32 %s, [%x1], 1;\n"
-    run(kernel(body + STORE, ".param .u64 out, .param .u64 a"), taken, np.zeros(1, np.uint32), mode=mode, seed=seed)
-    return taken.tolist()
+    run(kernel(body + STORE, ".param .u64 out, .param .u64 a"), numbers, np.zeros(1, np.uint32), mode=mode, seed=seed)
+    return numbers.tolist()
 
 
 def test_who_comes_first_in_mode_late_is_drawn_from_the_seed() -> None:
     in_order = [*range(32)]
     assert numbers_taken("early", 0) == numbers_taken("early", 1) == in_order
-    first, other = numbers_taken("late", 0), numbers_taken("late", 1)
-    assert first == numbers_taken("late", 0) != other
-    assert sorted(first) == sorted(other) == in_order and in_order not in (first, other)
+    first, second = numbers_taken("late", 0), numbers_taken("late", 1)
+    assert first == numbers_taken("late", 0) != second
+    assert sorted(first) == sorted(second) == in_order and in_order not in (first, second)
 
 
 def test_single_numbers() -> None:
