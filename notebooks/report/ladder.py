@@ -95,7 +95,7 @@ def documents_table(record: Record | None = None) -> str:
     rows = points(record or recorded())
     if rows.empty:
         return MISSING
-    baseline, lqq, excp, imfp = (spec.name for spec in kernels.gemm.STEPS if spec.name.endswith("_sm90"))
+    baseline, lqq, excp, imfp = (f"{PREFIX}{step}_sm90" for step in ("qoq", "lqq", "lqq_excp", "lqq_imfp"))
     fig12, fig13 = "LiquidGEMM §7.3, Fig. 12", "LiquidGEMM §7.3, Fig. 13"
     small, large, last_tokens = CHAINS[:1], CHAINS[1:], TOKENS[-1:]
     lines = [

@@ -15,9 +15,9 @@ from ptxlab.emulator.checks.check import Check
 from ptxlab.emulator.core.effect import Effect
 from ptxlab.emulator.core.effect_queue import EffectQueue
 from ptxlab.emulator.core.lanes import Handler, Lanes, count_of, indices_of
-from ptxlab.emulator.core.machine import Array, Machine
+from ptxlab.emulator.core.machine import Machine
 from ptxlab.emulator.front.ir import Entry, Instruction, Register, remembered
-from ptxlab.emulator.front.types import bits_of
+from ptxlab.emulator.front.types import Array, bits_of
 
 _TAKEN, _GIVEN = 1, 2  # what a wgmma in flight does to a register
 _ENDS = ("bra", "brx", "call", "ret", "exit")  # of a row of instructions
@@ -73,7 +73,8 @@ class RegistersInUse(Check):
     def _row(self, place: tuple[int, int]) -> Array:
         """Return the writers of a register, given its width and index."""
         width, index = place
-        return self.written[width][index]
+        row: Array = self.written[width][index]
+        return row
 
     def meet(self, instruction: Instruction, register: Register, lanes: Lanes, flags: int, does: str) -> None:
         """Report an access to a register in use."""

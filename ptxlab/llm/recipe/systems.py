@@ -7,7 +7,7 @@ from ptxlab.llm.recipe.settings import RECIPES, Recipe
 
 @dataclass(frozen=True)
 class ServingSystem:
-    """What a system stores and computes.
+    """Formats of a serving system: its recipe and the settings that differ.
 
     Attributes:
         name: of the system, and of its row in `ptxlab accuracy`.
@@ -35,8 +35,8 @@ class ServingSystem:
     @property
     def options(self) -> str:
         """The options of `ptxlab quantize` that name it."""
-        values = {"recipe": self.recipe, "group": self.group, "int8": self.int8, "kv": self.kv}
-        return " ".join(f"--{name} {value}" for name, value in values.items() if value is not None)
+        settings = {"recipe": self.recipe, "group": self.group, "int8": self.int8, "kv": self.kv}
+        return " ".join(f"--{name} {setting}" for name, setting in settings.items() if setting is not None)
 
 
 SYSTEMS = (

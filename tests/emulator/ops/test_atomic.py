@@ -57,9 +57,9 @@ def numbers_taken(mode: str, seed: int) -> list[int]:
 def test_who_comes_first_in_mode_late_is_drawn_from_the_seed() -> None:
     in_order = [*range(32)]
     assert numbers_taken("early", 0) == numbers_taken("early", 1) == in_order
-    first, other = numbers_taken("late", 0), numbers_taken("late", 1)
-    assert first == numbers_taken("late", 0) != other
-    assert sorted(first) == sorted(other) == in_order and in_order not in (first, other)
+    first, second = numbers_taken("late", 0), numbers_taken("late", 1)
+    assert first == numbers_taken("late", 0) != second
+    assert sorted(first) == sorted(second) == in_order and in_order not in (first, second)
 
 
 ONE_TWO = "mov.f32 %f1, 0f3F800000; mov.f32 %f2, 0f40000000; mov.f32 %f3, 0f00000001;\n"  # and a subnormal

@@ -30,15 +30,15 @@ def as_on(arch: str) -> AbstractContextManager[Any]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuantizedModel]:
     """Make a folder of each, in the document's groups, and load it; rounded to nearest, as formats are the same."""
-    made = {}
+    folders = {}
     for system in SYSTEMS:
         steps = system.settings.but(clip=None, clip_block=False, gptq=False)
         group = system.group or steps.group
         steps = steps.but(group=group, kept=group if steps.kept else 0)
         steps = steps if system.int8 is None else steps.but(int8=0.5)  # of two blocks a fifth is none
-        made[system.name] = tmp_path_factory.mktemp("system") / "out"
-        quantize_model(FloatModel.random(CONFIG), TEXT, steps, made[system.name])
-    return {name: folder.load(path) for name, path in made.items()}
+        folders[system.name] = tmp_path_factory.mktemp("system") / "out"
+        quantize_model(FloatModel.random(CONFIG), TEXT, steps, folders[system.name])
+    return {name: folder.load(path) for name, path in folders.items()}
 
 
 @pytest.mark.full

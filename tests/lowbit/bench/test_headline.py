@@ -283,7 +283,7 @@ def test_w4a4_beside_others_in_one_run(emulated_gpu: pytest.MonkeyPatch) -> None
 
 @pytest.mark.full
 def test_the_ladder_in_groups_of_64(emulated_gpu: pytest.MonkeyPatch) -> None:
-    """What the part measures: what `gemm_w4a8` launches and every step with groups, in a record of its own."""
+    """Measure what `gemm_w4a8` launches and every step with groups, in a record of its own."""
     compiled: list[Any] = []
     emulated_gpu.setattr(groups, "TOKENS", (3,))
     emulated_gpu.setattr(groups, "compile_all", lambda planned: compiled.extend(planned))

@@ -33,8 +33,8 @@ def rows(
     part that it names alone (`part`). A matrix is a section, and so is each of the others.
     """
     if only:
-        layers, asked = part(only), [measured for word, measured in PARTS.items() if word in only]
-        return [row for measured in asked for row in measured(layers, names, progress, peers, keep)]
+        layers, parts = part(only), [measured for word, measured in PARTS.items() if word in only]
+        return [row for measured in parts for row in measured(layers, names, progress, peers, keep)]
     whole = matrices is None and _all_launched(names)
     planned = [*steps.points(names), *headline.points(names), *grouped.points(names), *w4a4.points(names)]
     if not planned:

@@ -32,10 +32,10 @@ def compared_rows(
 
     def of_layer(layer: Layer) -> Iterator[Row]:
         progress(f"{layer}: peers")
-        beside = peers.cublas(layer.N, layer.K, TOKENS, None)
+        cublas = peers.cublas(layer.N, layer.K, TOKENS, None)
         progress(f"{layer}: {headline.FACE}")
-        yield from headline.rows_beside(layer, beside, stream_us, GROUP)
-        yield from steps.layer_rows(layer, ladder, beside, stream_us, progress, tokens=TOKENS, group=GROUP)
+        yield from headline.rows_beside(layer, cublas, stream_us, GROUP)
+        yield from steps.layer_rows(layer, ladder, cublas, stream_us, progress, tokens=TOKENS, group=GROUP)
 
     for layer in layers:
         yield from keep(str(layer), partial(of_layer, layer))

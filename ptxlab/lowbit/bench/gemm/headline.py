@@ -109,17 +109,16 @@ def layer_rows(
 
 
 def rows_beside(
-    layer: Layer, others: Mapping[int, Mapping[str, float]], stream_us: StreamTime, group: int = GROUP
+    layer: Layer, peer_times: Mapping[int, Mapping[str, float]], stream_us: StreamTime, group: int = GROUP
 ) -> Iterator[Row]:
-    """What is launched on one matrix at the numbers of tokens of `others`, whose times stand beside it."""
+    """Measure what is launched on one matrix at the numbers of tokens of the peers."""
     if not steps(group):
         return
-    logical = {**weight_of(layer, group), **tokens(layer, max(others))}
-    for M, peers in others.items():
+    logical = {**weight_of(layer, group), **tokens(layer, max(peer_times))}
+    for M, peers in peer_times.items():
         inputs = first_tokens(logical, M)
         right = expected(chosen(layer, M, group).spec, inputs)
-        beside: dict[str, Any] = {"stream_us": stream_us, "peers": peers}
-        yield launched(layer, M, inputs, right, group=group, measured_as=MEASURE, **beside)
+        yield launched(layer, M, inputs, right, group=group, measured_as=MEASURE, stream_us=stream_us, peers=peers)
 
 
 def untuned_rows(

@@ -45,5 +45,6 @@ def layer_rows(
     for step in steps:
         progress(f"{layer}: {step.spec.name}")
         logical = problem(step.spec, layer, max(tokens), group)
-        beside = {"measured_as": measured_as, "stream_us": stream_us}
-        yield from over_tokens(step, layer, logical, tokens, cublas, group, **beside)
+        yield from over_tokens(
+            step, layer, logical, tokens, cublas, group, measured_as=measured_as, stream_us=stream_us
+        )

@@ -1,7 +1,7 @@
 """The steps of the ladder for Hopper: wgmma with the weights from registers (LiquidGEMM §5, §7.3).
 
-Compute warp groups of LiquidGEMM §5.1 fetch their tasks when they are free; here each of the two has 64 rows of every
-stage, whose sums it keeps in registers, and the two have equally much to do.
+Compute warp groups of LiquidGEMM §5.1 fetch their tasks when they are free, as those of `_imfp_dynamic` do. In the step
+before each of the two has 64 rows of every stage, whose sums it keeps in registers, and they have equally much to do.
 """
 
 from collections.abc import Callable
@@ -130,6 +130,28 @@ def _launcher(threads: int = 0, persistent: bool = False) -> Callable[[Sizes], L
     return launch
 
 
+def _task_bytes(s: Sizes, stages: int) -> int:
+    """Dynamic shared memory where a task is 64 rows: the ring, sums from group to group, tiles to store through."""
+    stage = ceil_div(s["BM"] * s["BK"] + s["BK"] * 32 + s["BK"] // s["GROUP"] * 128, 1024) * 1024
+    stored = 2 * min(s["BM"], _STORE["STORE_TOKENS"]) * _STORE["STORE_PITCH"] * 4
+    return int(stages * stage + 64 * s["BM"] * 4 + stored)
+
+
+def _choose_tasks(s: Sizes) -> dict[str, int]:
+    """ImFP's tokens and channels, in tiles of 64 rows and without clusters; not from a sweep of their own."""
+    tile = tile_for(_IMFP, s)
+    constants = {"BM": tile.BM, "BK": tile.BK, "RESIDENT": tile.resident, "GROUP": s["g"], "OUT": INT32}
+    room = min(_SHARED // tile.resident, _SHARED - 1024) - _BESIDE
+    fitting = (n for n in range(1, _MOST_STAGES + 1) if _task_bytes(constants, n) <= room)
+    return {**constants, "STAGES": max(fitting), **_STORE}
+
+
+def _launch_tasks(s: Sizes) -> Launch:
+    """No more blocks than are resident: each goes on from tile to tile."""
+    tiles = int(ceil_div(s["M"], s["BM"]) * ceil_div(s["N"], 64))
+    return Launch((min(tiles, _SMS * s["RESIDENT"]), 1, 1), (384, 1, 1), _task_bytes(s, s["STAGES"]))
+
+
 def _pack(logical: Arrays) -> Arrays:
     """The weight in the dual-MMA layout."""
     buffers = layout.pack(logical["weight"], "dual_mma").buffers
@@ -174,7 +196,7 @@ def _spec(name: str, summary: str, *, teaching: bool = True, **fields: Any) -> K
     )
 
 
-QOQ, LQQ, EXCP, IMFP = (
+QOQ, LQQ, EXCP, IMFP, DYNAMIC = (
     _spec(
         "gemm_w4a8_qoq_sm90",
         "wgmma, weights dequantised by multiply and vadd4, one thing after the other (LiquidGEMM §7.3, baseline)",
@@ -202,6 +224,13 @@ QOQ, LQQ, EXCP, IMFP = (
         teaching=False,
         choose=_chooser(_IMFP, ("BK", "RESIDENT")),
         launch=_launcher(384, persistent=True),
+        example=example_lqq,
+    ),
+    _spec(
+        "gemm_w4a8_lqq_imfp_dynamic_sm90",
+        "ImFP whose warp groups take the next task, 64 rows of a stage, when they are free (LiquidGEMM §5.1)",
+        choose=_choose_tasks,
+        launch=_launch_tasks,
         example=example_lqq,
     ),
 )
@@ -237,5 +266,6 @@ STEPS = (
     GemmStep(IMFP_TILES, "lqq", "dual_mma", "tiles"),
     # From the sweep of the tables above: from 9 to 64 tokens more and smaller blocks hide as much, and share better.
     GemmStep(IMFP, "lqq", "dual_mma", suits=lambda s: s["g"] == 32 or not 8 < s["M"] <= 64 or s["K"] > s["N"]),
+    GemmStep(DYNAMIC, "lqq", "dual_mma", suits=lambda s: False),  # not measured yet
 )
-SPECS = (QOQ, LQQ, EXCP, IMFP)
+SPECS = (QOQ, LQQ, EXCP, IMFP, DYNAMIC)

@@ -109,6 +109,10 @@ def variants(name: str) -> Iterator[Variant]:
         split = tile | {"WN": 1, "WK": 2, "STRIPS": 4, "STAGES": 4, "SPLIT": 2}
         yield from (plain, Variant(name, "split", split, M=24, N=64, channels=512, plain=plain))
         return
+    if name == sm90.DYNAMIC.name:  # one block of two tiles, whose stages the warp groups share out
+        tile = {"BM": 64, "BK": 256, "STAGES": 3, "RESIDENT": 1}
+        yield Variant(name, "", tile, M=40, N=128, channels=256, sms=1)
+        return
     tile = {"BM": 64, "WN": 2, "BK": 128, "STAGES": 3, "CLUSTER": 1, "RESIDENT": 1}  # results go out in two chunks
     persistent = "imfp" in name
     plain = Variant(name, "", tile, M=40, N=256 if persistent else 128, channels=128, sms=1)
@@ -130,6 +134,12 @@ SURVIVORS = (
         r"wait\(&full.*\n.*wait\(&ready",
         "who dequantises waits for the same before saying ready; the wait is kept, as what the copy engine wrote is "
         "promised only to those who wait for it themselves",
+    ),
+    (
+        r"_dynamic_sm90$",
+        r"try_wait.*\n.*wait\(&full\[slot\]",
+        "the task was taken when its operands were there; the wait is kept, as what the copy engine wrote is promised "
+        "only to those who wait for it themselves",
     ),
     (
         r"_(excp|imfp|w8a8|w4a8)_sm90$",

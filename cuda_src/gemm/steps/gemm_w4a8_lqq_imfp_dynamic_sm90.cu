@@ -1,0 +1,197 @@
+// gemm_w4a8_lqq_imfp_dynamic_sm90: Y = X W^T on Hopper's tensor cores, LiquidQuant weights, tasks fetched when free.
+//
+// The implicit fine-grained pipeline as LiquidGEMM section 5.1 has it: one warp group loads and cuts the weights into
+// tasks, of which each of two others takes the next when it is free, dequantises and multiplies it. A task is a stage: 64
+// rows of W x BK channels. So both groups may have sums of one tile: the first to leave it hands its own over through
+// shared memory, the second adds and stores. Integers, so it does not matter who has done what. gemm_w4a8_lqq_imfp_sm90
+// gives each group 64 rows of every stage instead.
+//
+// Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + min)[n, k], exact in int32; y = accumulators * x_scale[m]
+//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT ==
+//            3). Groups of 64 or 128. Padding is zero-filled on the way in.
+// Tile       block: 64 rows x BM tokens x BK channels a task; ring of STAGES; W in the dual-MMA layout.
+// Order      A task is taken when its operands are there, and so are those of all tasks before it: the parity of a slot
+//            says which round it is in. A group takes none of the next tile before it has left its tile, so at most one
+//            tile's sums are on their way from one group to the other.
+// Guide      notebooks/guide/kernels_gemm.md: operands, layout, schedule, constants
+// PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.5 atom.acq_rel;
+//            9.7.19.5 setmaxnreg.
+#include "dequant.cuh"
+#include "epilogue_sm90.cuh"
+#include "tasks.cuh"
+#include "timeline.cuh"
+#include "wgmma.cuh"
+
+#ifndef BM
+#define BM 64
+#define BK 128
+#define STAGES 6
+#define RESIDENT 1
+#define GROUP 128
+#define OUT 0
+#define STORE_TOKENS 32  // results that are stored at a time: tokens
+#define STORE_PITCH 68   // and int32 between them in shared memory
+#endif
+
+namespace {
+
+using ptxlab::u32;
+using ptxlab::u64;
+constexpr int W_BLOCK = GROUP / 64 * 2048 + 128;  // bytes of 64 rows x GROUP channels
+constexpr int W_BYTES = BK / GROUP * W_BLOCK;     // of a stage
+constexpr int X_BYTES = BM * BK;
+constexpr int STAGE_BYTES = (X_BYTES + W_BYTES + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
+constexpr int NOTHING = -1;
+using Epilogue = ptxlab::Epilogue<2, BM, 1>;
+
+// The next task in `next` if it is one of `tile`, or of any if that is NOTHING, and before `end`. For one thread.
+__device__ __forceinline__ int fetch(int* next, u64* full, int stages, int tile, int end) {
+    for (;;) {
+        const int task = ptxlab::load_acquire(next);
+        if (task == end || (tile != NOTHING && task / stages != tile)) return NOTHING;
+        const bool is_there = ptxlab::mbarrier_test(&full[task % STAGES], task / STAGES & 1);
+        if (is_there && ptxlab::compare_and_swap(next, task, task + 1) == task) return task;
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_dynamic_sm90(
+    const unsigned char* __restrict__ blocks,     // u8  [N/64, K/g, bytes], dual-MMA layout
+    const float* __restrict__ w_scale,            // f32 [N]
+    const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
+    const float* __restrict__ x_scale,            // f32 [M]
+    const float* __restrict__ bias,               // f32 [N], or null
+    void* __restrict__ y,                         // [M, N], by OUT
+    int M, int N, int K) {
+    extern __shared__ __align__(1024) unsigned char ring[];
+    __shared__ u64 full[STAGES], empty[STAGES], handed_over;
+    __shared__ int next, leavers, told[2][2];
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
+    const int token_tiles = (M + BM - 1) / BM, w_blocks = K / GROUP, stages = (K + BK - 1) / BK;
+    const int tiles = token_tiles * ((N + 63) / 64);
+    const int tasks = (tiles - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x) * stages;  // of this block
+
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            ptxlab::mbarrier_init(&full[s], 1);
+            ptxlab::mbarrier_init(&empty[s], 128);
+        }
+        ptxlab::mbarrier_init(&handed_over, 128);
+        next = leavers = 0;
+        ptxlab::fence_mbarrier_init();
+    }
+    __syncthreads();
+
+    if (threadIdx.x < 128) {  // the warp group that loads: one thread asks, the copy engine does
+        ptxlab::fewer_registers<RESIDENT == 1 ? 40 : 24>();
+        if (threadIdx.x == 0) {
+            ptxlab::Slot<STAGES> slot;
+            for (int task = 0; task < tasks; ++task, slot.advance()) {
+                const int tile = blockIdx.x + task / stages * gridDim.x, stage = task % stages;
+                unsigned char* stage_slot = ring + slot.index * STAGE_BYTES;
+                u64* barrier = &full[slot.index];
+                PHASE(WAIT_GROUP);
+                ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                PHASE(LOAD);
+                ptxlab::mbarrier_arrive_expect(barrier, X_BYTES + W_BYTES);
+                for (int i = 0; i < BK / 128; ++i)
+                    ptxlab::tensor_load(stage_slot + i * BM * 128, &x, stage * BK + i * 128, tile % token_tiles * BM,
+                                        barrier);
+                // Behind the end of K, where X comes as zeros, any weights will do.
+                const unsigned char* row_blocks = blocks + size_t(tile / token_tiles) * w_blocks * W_BLOCK;
+                const int block = stage * (BK / GROUP), existing = min(BK / GROUP, w_blocks - block);
+                ptxlab::bulk_load(stage_slot + X_BYTES, row_blocks + size_t(block) * W_BLOCK, existing * W_BLOCK,
+                                  barrier);
+#pragma unroll 1
+                for (int b = existing; b < BK / GROUP; ++b)
+                    ptxlab::bulk_load(stage_slot + X_BYTES + b * W_BLOCK, row_blocks, W_BLOCK, barrier);
+            }
+        }
+        return;
+    }
+
+    // A warp group that dequantises and multiplies.
+    ptxlab::more_registers<RESIDENT == 1 ? 232 : RESIDENT == 2 ? 104 : 72>();
+    const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, rows = thread / 32 * 8 + thread % 32 / 4;
+    int4* partial = reinterpret_cast<int4*>(ring + STAGES * STAGE_BYTES);  // [BM / 8][128]: sums from group to group
+    const Epilogue epilogue{nullptr, reinterpret_cast<int*>(partial + BM / 8 * 128), nullptr, 0};
+    int told_slot = 0;  // of the places for what a group's first thread tells: what it told before may still be read
+    const auto tell = [&](int value) {
+        told_slot ^= 1;
+        if (thread == 0) told[group][told_slot] = value;
+        ptxlab::sync_one_of_two(group);
+        return told[group][told_slot];
+    };
+
+    for (;;) {
+        int tile = NOTHING, done = 0, acc[BM / 2] = {};  // of the block's tiles, and this group's tasks and sums of it
+        for (;;) {
+            PHASE(WAIT_COPY);
+            const int task = tell(thread == 0 ? fetch(&next, full, stages, tile, tasks) : 0);
+            if (task == NOTHING) break;
+            tile = task / stages;
+            const int slot = task % STAGES;
+            const unsigned char* x_slot = ring + slot * STAGE_BYTES;
+            const u64 x_tile = ptxlab::swizzled_128(x_slot);
+            ptxlab::mbarrier_wait(&full[slot], task / STAGES & 1);
+            PHASE(DEQUANTISE);
+            uint4 q[BK / 64];  // units of 64 channels
+            u32 c[BK / 64];
+#pragma unroll
+            for (int u = 0; u < BK / 64; ++u) {
+                const unsigned char* block = x_slot + X_BYTES + u * 64 / GROUP * W_BLOCK;
+                q[u] = *reinterpret_cast<const uint4*>(block + u * 64 % GROUP / 64 * 2048 + thread * 16);
+                c[u] = *reinterpret_cast<const u32*>(block + GROUP / 64 * 2048 + rows * 4);
+            }
+#pragma unroll
+            for (int u = 0; u < BK / 64; ++u) {
+                const u32 words[4] = {q[u].x, q[u].y, q[u].z, q[u].w};
+                u32 a[2][4];  // [MMA][register]
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const u32 pair = c[u] >> 16 * (j & 1);
+                    const uint2 d = ptxlab::dequant_lqq(words[j], pair & 0xff, __byte_perm(pair, 0, 0x1111));
+                    a[j / 2][j & 1] = d.x;        // k 4 t .. of row r or r + 8
+                    a[j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
+                }
+                PHASE(ISSUE, BM);
+                ptxlab::wgmma_fence();
+                const u64 x_unit = x_tile + u / 2 * (BM * 128 / 16) + u % 2 * 4;
+                ptxlab::wgmma_s8(acc, a[0], x_unit);
+                ptxlab::wgmma_s8(acc, a[1], x_unit + 2);
+                ptxlab::wgmma_commit();
+                PHASE(DEQUANTISE);
+            }
+            PHASE(WAIT_MMA, 0);
+            ptxlab::wgmma_wait<0>();  // before the next task is waited for: its operands may need this slot
+            ptxlab::pin(acc);
+            ptxlab::mbarrier_arrive(&empty[slot]);
+            ++done;
+        }
+        if (tile == NOTHING) return;
+
+        PHASE(REDUCE);
+        if (done < stages) {  // the other group has the rest
+            const int leaver = tell(thread == 0 ? atomicAdd(&leavers, 1) : 0);
+            if (leaver % 2 == 0) {
+#pragma unroll
+                for (int j = 0; j < BM / 8; ++j)
+                    partial[j * 128 + thread] = make_int4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+                ptxlab::mbarrier_arrive(&handed_over);
+                continue;
+            }
+            ptxlab::mbarrier_wait(&handed_over, leaver / 2 & 1);
+#pragma unroll
+            for (int j = 0; j < BM / 8; ++j) {
+                const int4 received = partial[j * 128 + thread];
+                acc[4 * j] += received.x, acc[4 * j + 1] += received.y, acc[4 * j + 2] += received.z,
+                    acc[4 * j + 3] += received.w;
+            }
+        }
+        PHASE(EPILOGUE);
+        const int grid_tile = blockIdx.x + tile * gridDim.x;
+        epilogue.store<OUT, STORE_TOKENS, STORE_PITCH>(acc, group, thread, {y, x_scale, w_scale, bias, M, N},
+                                                       grid_tile % token_tiles * BM, grid_tile / token_tiles * 64);
+    }
+}
