@@ -166,7 +166,7 @@ def test_no_module_imports_itself_around_others() -> None:
 
 
 TEST_FILES = sorted(TESTS.rglob("*.py"))
-OWN = {"support", "golden", "mutants", "outside"}  # folders of tests that mirror nothing
+OWN = {"support", "golden", "mutants", "outside", "fuzz"}  # folders of tests that mirror nothing
 
 
 def test_tests_mirror_the_package() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from tests.fuzz.program import How, Program
 
 Table = tuple[Sequence[str], How]
-THREADS = (32, 64, 64, 96, 37, 1)
+THREADS, BLOCKS = (32, 64, 64, 96, 37, 1), (1, 1, 1, 1, 2, 3)
 
 
 def straight(
@@ -18,7 +18,7 @@ def straight(
     threads: Sequence[int] = THREADS,
 ) -> Program:
     """Make a program of so many instructions; a table is drawn as often as it has forms."""
-    program = Program(rng, category, program_threads(rng, threads))
+    program = Program(rng, category, program_threads(rng, threads), blocks=int(rng.choice(BLOCKS)))
     weights = np.array([len(forms) for forms, _ in tables], float)
     for i in rng.choice(len(tables), int(rng.integers(*count)), p=weights / weights.sum()):
         program.form(*tables[int(i)])
