@@ -14,6 +14,7 @@ from ptxlab.io import downloads as weights
 from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.model import FloatModel, KernelRunner, LayerInputs, NumpyRunner, QuantizedModel, decode_layer, generate
 from ptxlab.llm.model.numpy_runner import IntegerProduct
+from ptxlab.llm.model.runner import OWN_KEYS
 from ptxlab.llm.model.reference import compare
 from ptxlab.lowbit.quant import quantize_activations
 from ptxlab.spec.dtypes import stored
@@ -75,16 +76,17 @@ def test_the_heads_on_the_gpu(dtype: str) -> None:
 
 
 @pytest.mark.long(30)
+@pytest.mark.parametrize("own_keys", OWN_KEYS)
 @pytest.mark.parametrize("batch", [1, 5, 40])
 @pytest.mark.parametrize(
     "changes", [{}, {"dtype": "bfloat16", "scheme": "qoq_channel", "window": 50}], ids=["f16", "bf16"]
 )
-def test_logits_and_caches(changes: dict[str, Any], batch: int) -> None:
+def test_logits_and_caches(changes: dict[str, Any], batch: int, own_keys: str) -> None:
     """Prompts of up to 150 tokens, in chunks that cut them, and twenty steps of the graph."""
     how = {name: changes[name] for name in ("dtype", "scheme") if name in changes}
     model = QuantizedModel.rounded(FloatModel.random(replace(SMALL, window=changes.get("window"))), **how)
     prompts = some_prompts(tuple(np.random.default_rng(batch).integers(1, 151, batch).tolist()))
-    near, kernels = (kind(model, batch, 200, chunk=64) for kind in (NumpyRunner, KernelRunner))
+    near, kernels = (kind(model, batch, 200, chunk=64, own_keys=own_keys) for kind in (NumpyRunner, KernelRunner))
     right, found = near.prefill(prompts), gpu.to_host(kernels.prefill(prompts))
     for _ in range(20):
         assert relative(found, right) < OF_ROUNDING
