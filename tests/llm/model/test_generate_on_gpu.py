@@ -14,8 +14,8 @@ from ptxlab.io import downloads as weights
 from ptxlab.llm.checkpoints import open_model
 from ptxlab.llm.model import FloatModel, KernelRunner, LayerInputs, NumpyRunner, QuantizedModel, decode_layer, generate
 from ptxlab.llm.model.numpy_runner import IntegerProduct
-from ptxlab.llm.model.runner import OWN_KEYS
 from ptxlab.llm.model.reference import compare
+from ptxlab.llm.model.runner import OWN_KEYS
 from ptxlab.lowbit.quant import quantize_activations
 from ptxlab.spec.dtypes import stored
 from tests.support.kernel_attention import KernelAttentionRunner
