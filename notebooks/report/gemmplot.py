@@ -42,7 +42,7 @@ COLOURS = {
     "lqq_sm90": "#67a9cf",
     "lqq_excp_sm90": PURPLE,
     "lqq_imfp_sm90": "#0b4f8a",
-    "lqq_imfp_dynamic_sm90": "#5aae61",
+    "lqq_dynamic_sm90": "#5aae61",
 }
 BASELINE = "gemm_w4a8_qoq_sm90"  # what LiquidGEMM's Fig. 13 starts from
 _PEERS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (label, style)

@@ -28,7 +28,7 @@ MAIN_LOOPS = {
     "gemm_w4a8_qoq_sm90": _QOQ,
     "gemm_w4a8_lqq_sm90": _LQQ,
     "gemm_w4a8_lqq_imfp_sm90": _LQQ,
-    "gemm_w4a8_lqq_imfp_dynamic_sm90": _LQQ,
+    "gemm_w4a8_lqq_dynamic_sm90": _LQQ,
     "gemm_w4a8_small_sm90": _LQQ,
     "gemm_w4a8_sm90": _LQQ,
     "gemm_w4a8_grouped_sm90": _LQQ,

@@ -1,6 +1,6 @@
 """The steps of the ladder for Hopper: wgmma with the weights from registers (LiquidGEMM §5, §7.3).
 
-Compute warp groups of LiquidGEMM §5.1 fetch their tasks when they are free, as those of `_imfp_dynamic` do. In the step
+Compute warp groups of LiquidGEMM §5.1 fetch their tasks when they are free, as those of `_dynamic` do. In the step
 before each of the two has 64 rows of every stage, whose sums it keeps in registers, and they have equally much to do.
 """
 
@@ -227,7 +227,7 @@ QOQ, LQQ, EXCP, IMFP, DYNAMIC = (
         example=example_lqq,
     ),
     _spec(
-        "gemm_w4a8_lqq_imfp_dynamic_sm90",
+        "gemm_w4a8_lqq_dynamic_sm90",
         "ImFP whose warp groups take the next task, 64 rows of a stage, when they are free (LiquidGEMM §5.1)",
         choose=_choose_tasks,
         launch=_launch_tasks,

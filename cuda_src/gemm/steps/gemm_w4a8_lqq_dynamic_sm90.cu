@@ -1,4 +1,4 @@
-// gemm_w4a8_lqq_imfp_dynamic_sm90: Y = X W^T on Hopper's tensor cores, LiquidQuant weights, tasks fetched when free.
+// gemm_w4a8_lqq_dynamic_sm90: Y = X W^T on Hopper's tensor cores, LiquidQuant weights, tasks fetched when free.
 //
 // The implicit fine-grained pipeline as LiquidGEMM section 5.1 has it: one warp group loads and cuts the weights into
 // tasks, of which each of two others takes the next when it is free, dequantises and multiplies it. A task is a stage: 64
@@ -56,7 +56,7 @@ __device__ __forceinline__ int fetch(int* next, u64* full, int stages, int tile,
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_dynamic_sm90(
+extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_dynamic_sm90(
     const unsigned char* __restrict__ blocks,     // u8  [N/64, K/g, bytes], dual-MMA layout
     const float* __restrict__ w_scale,            // f32 [N]
     const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
