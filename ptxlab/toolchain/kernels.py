@@ -131,6 +131,8 @@ class Kernels:
 
     def _expressions(self, name: str) -> list[str]:
         """List the names that C++ may have for an instance: with its namespaces."""
+        if name.startswith("_Z"):
+            name = mangled.name_of(name)
         base, angle, arguments = name.partition("<")
         whole = [template for template in self.templates if is_end_of(template, base.strip())]
         return [f"{template}{angle}{arguments}" for template in whole] if angle else []

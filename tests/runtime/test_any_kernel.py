@@ -105,7 +105,13 @@ def test_what_a_file_has_is_listed_where_the_name_is_missing_or_wrong() -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "count"),
-    [(None, "f4", 32), ("rotate", "f4", 32), ("rotate<float, 32>", "f4", 32), ("rotate<long long,16>", "i8", 16)],
+    [
+        (None, "f4", 32),
+        ("rotate", "f4", 32),
+        ("rotate<float, 32>", "f4", 32),
+        ("rotate<long long,16>", "i8", 16),
+        ("_Z6rotateIiLi16EEvPT_PKS0_", "i4", 16),
+    ],
 )
 def test_instances_of_a_template(name: str | None, dtype: str, count: int) -> None:
     """The one that the file instantiates needs no arguments; any other is made."""
