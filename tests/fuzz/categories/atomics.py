@@ -14,12 +14,16 @@ OPERATIONS = (
     *(("add", t) for t in ("u32", "s32", "u64", "f32", "f64", *HALVES)),
     *((name, t) for name in ("min", "max") for t in ("u32", "s32", "u64", "s64")),
     *((name, f"b{bits}") for name in ("and", "or", "xor", "exch", "cas") for bits in (32, 64)),
-    ("cas", "b16"), ("inc", "u32"), ("dec", "u32"), ("add", "f32"),
+    *((name, "u32") for name in ("inc", "dec")), ("cas", "b16"),
 )  # fmt: skip
-COMMUTING = (
-    "add.u32", "add.u64", "min.s32", "max.u32", "max.s64", "min.u64", "and.b32", "or.b64", "xor.b32", "xor.b64",
+COMMUTING = [
     "inc.u32",
-)  # fmt: skip
+    *(
+        f"{name}.{kind}{bits}"
+        for names, kinds in (("add", "u"), ("min max", "us"), ("and or xor", "b"))
+        for name in names.split() for kind in kinds for bits in (32, 64)
+    ),
+]  # fmt: skip
 VECTORS = (
     *(("f32", count, "add") for count in (2, 4)),
     *((t, count, f"{name}.noftz") for t in ("f16", "bf16") for count in (2, 4, 8) for name in ("add", "min", "max")),

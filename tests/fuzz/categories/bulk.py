@@ -7,11 +7,15 @@ from tests.fuzz.domains import DOMAINS, Values
 from tests.fuzz.program import How, Program
 
 CROSSES = How(crosses=True)
-REDUCTIONS = (
-    "add.u32", "add.s32", "add.u64", "min.u32", "max.s32", "inc.u32", "dec.u32", "and.b32", "or.b32", "xor.b32",
-    "xor.b64", "and.b64", "min.s64", "max.u64", "min.f16", "max.f16", "min.bf16", "max.bf16", "add.noftz.f16",
-    "add.noftz.bf16", "add.f32", "add.f64",
-)  # fmt: skip
+COMBINED = (  # names, and types of each
+    (("add", "min", "max"), ("u32", "s32", "u64")),
+    (("min", "max"), ("s64", "f16", "bf16")),
+    (("and", "or", "xor"), ("b32", "b64")),
+    (("inc", "dec"), ("u32",)),
+    (("add.noftz",), ("f16", "bf16")),
+    (("add",), ("f32", "f64")),
+)
+REDUCTIONS = [f"{name}.{t}" for names, types in COMBINED for name in names for t in types]
 
 
 def words(program: Program, t: str) -> Values:

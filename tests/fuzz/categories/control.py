@@ -125,19 +125,21 @@ class Flow:
         ]
 
     def call(self, number: int) -> list[str]:
-        """Draw a call of a function with a loop."""
-        names = self.names()
-        self.program.declarations.append(FUNCTION.format(number=number, shift=3 + self.program.below(6)))
+        """Draw a call of a function with a loop, of two variables and for two."""
+        pick, pair = self.program.pick, self.program.register(64)
+        text = FUNCTION.format(number=number, mask=pick(1, 3, 7, 15), turn=1 + self.program.below(31))
+        self.program.declarations.append(text)
+        first, second = self.program.rng.choice(self.variables, 2, replace=False)
         return [
+            f"mov.b64 {pair}, {{{pick(*self.variables)}, {pick(*self.variables)}}};",
             "{",
-            ".param .b32 pa;",
-            ".param .b32 pb;",
-            ".param .b32 pr;",
-            f"st.param.b32 [pa], {names['a']};",
-            f"st.param.b32 [pb], {names['b']};",
-            f"call{self.program.pick('', '.uni')} (pr), f{number}, (pa, pb);",
-            f"ld.param.b32 {names['c']}, [pr];",
+            ".param .b64 argument;",
+            ".param .b64 answer;",
+            f"st.param.b64 [argument], {pair};",
+            f"call{pick('.uni', '')} (answer), mix{number}, (argument);",
+            f"ld.param.b64 {pair}, [answer];",
             "}",
+            f"mov.b64 {{{first}, {second}}}, {pair};",
         ]
 
     def meet(self) -> list[str]:
@@ -146,12 +148,25 @@ class Flow:
         return [*lines, self.program.pick(*MEETINGS), self.program.pick(*COLLECTIVES).format(**self.names(p=p))]
 
 
-FUNCTION = """.func (.param .b32 result) f{number}(.param .b32 a, .param .b32 b)
+# Rounds differ by thread
+FUNCTION = """.func (.param .b64 to) mix{number}(.param .b64 from)
 {{
-.reg .b32 %y<4>; .reg .pred %z;
-ld.param.b32 %y1, [a]; ld.param.b32 %y2, [b]; mov.b32 %y3, 0;
-AGAIN: setp.eq.u32 %z, %y1, 0; @%z bra DONE; shr.u32 %y1, %y1, {shift}; mad.lo.u32 %y3, %y1, %y2, %y3; bra AGAIN;
-DONE: st.param.b32 [result], %y3; ret;
+.reg .b32 %x, %y, %n;
+.reg .b64 %pair;
+.reg .pred %again;
+ld.param.b64 %pair, [from];
+mov.b64 {{%x, %y}}, %pair;
+and.b32 %n, %y, {mask};
+ROUND:
+xor.b32 %x, %x, %y;
+shf.l.wrap.b32 %x, %x, %x, {turn};
+add.u32 %y, %y, %x;
+setp.ne.u32 %again, %n, 0;
+sub.u32 %n, %n, 1;
+@%again bra ROUND;
+mov.b64 %pair, {{%x, %y}};
+st.param.b64 [to], %pair;
+ret;
 }}"""
 
 

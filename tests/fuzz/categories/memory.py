@@ -9,8 +9,8 @@ from tests.fuzz.domains import DOMAINS
 from tests.fuzz.program import How, Program
 
 SHARED, LOCAL, CONSTANT = 64, 128, 64  # bytes: of a thread, of a thread, of all
-TYPES = ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "b64", "u64", "s64", "f32", "f64")
-SPACES = ("shared", "local", "global", "const", "shared::cta", "shared::cluster")
+TYPES = (*(f"{kind}{bits}" for kind in "sub" for bits in (8, 16, 32, 64)), "f32", "f64")
+SPACES = ("const", "global", "local", *(f"shared{scope}" for scope in ("", "::cta", "::cluster")))
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Window:
     stores: tuple[str, ...] = ()  # none: it is read alone
 
 
-STRONG_LOADS = ("", "", "", ".volatile", ".relaxed.gpu", ".acquire.cta")
-STRONG_STORES = ("", "", ".volatile", ".relaxed.cta", ".release.cta")
+STRONG_LOADS = ("", "", ".relaxed.cta", ".acquire.gpu", ".volatile", ".relaxed.sys")
+STRONG_STORES = ("", ".release.gpu", ".volatile", ".relaxed.gpu")
 
 
 def generate(rng: np.random.Generator, category: str) -> Program:

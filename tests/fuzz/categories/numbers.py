@@ -8,25 +8,20 @@ from tests.fuzz.domains import Values
 
 Floats = npt.NDArray[np.float64]
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "f32": 32, "f64": 64, "e4m3": 8, "e5m2": 8}
-_MOST = {"f16": 8, "bf16": 8, "tf32": 16, "e4m3": 2, "e5m2": 2, "f32": 64, "f64": 100}
 
 
 def exact(rng: np.random.Generator, t: str, count: int, few_bits: bool = False, special: float = 0.0) -> Values:
-    """Draw registers of small multiples of 1/4, among them zeros of both signs; `few_bits`: small integers.
+    """Draw registers of multiples of 1/4, or with `few_bits` of small integers; a share `special` is infinite or NaN.
 
-    A share `special` are infinities and NaNs.
+    A call draws a palette first, so that some registers have zeros of one sign, or one number alone.
     """
     width = max(32, BITS[t])
     size = count * width // BITS[t]
-    largest = min(_MOST[t], 4) if few_bits else _MOST[t]
-    x = rng.integers(-largest, largest + 1, size).astype(np.float64)
-    x = x if few_bits or rng.random() < 0.6 else x / 4
-    if rng.random() < 0.3:
-        x = np.where(rng.random(size) < 0.7, 0.0, x)
-    if rng.random() < 0.3:
-        x = np.where(x == 0, -0.0, x)
+    positive = np.arange(1, 5) if few_bits else np.arange(1, 9 if BITS[t] == 8 else 33) / 4
+    numbers = [*positive, *-positive, *(0.0, -0.0) * int(rng.integers(1, 9))]
+    x = rng.choice(rng.choice(numbers, int(rng.integers(1, 24))), size)
     if special:
-        x = np.where(rng.random(size) < special, rng.choice([np.inf, -np.inf, np.nan], size), x)
+        x[rng.random(size) < special] = rng.choice((np.nan, np.inf, -np.inf))
     return pack(x, t)
 
 

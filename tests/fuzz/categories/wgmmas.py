@@ -2,17 +2,21 @@
 
 import numpy as np
 
+from ptxlab.hardware.fragments import WGMMA_N
 from tests.fuzz.categories.fragments import fill
-from tests.fuzz.categories.matrices import CROSSES, SLOT, braces
-from tests.fuzz.categories.numbers import exact
+from tests.fuzz.categories.matrices import CROSSES, FP8, SLOT, braces
+from tests.fuzz.categories.numbers import BITS, exact
 from tests.fuzz.domains import Values
 from tests.fuzz.program import Program
 
 SIZE, B_AT = 32768, 16384  # bytes of shared memory, and where B lies
-TYPES = (("s32", "s8", "s8"), ("s32", "u8", "u8"), ("s32", "s8", "u8"), ("f32", "f16", "f16"), ("f16", "f16", "f16"),
-         ("f32", "bf16", "bf16"), ("f32", "tf32", "tf32"), ("f32", "e4m3", "e4m3"), ("f16", "e5m2", "e4m3"),
-         ("f32", "e4m3", "e5m2"))  # fmt: skip
-BYTES = {"s8": 1, "u8": 1, "f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
+KINDS = (  # types of D, A and B
+    [("s32", a, b) for a in ("s8", "u8") for b in ("s8", "u8")],
+    [(d, "f16", "f16") for d in ("f16", "f32")],
+    [("f32", t, t) for t in ("bf16", "tf32")],
+    [(d, a, b) for d in ("f16", "f32") for a in FP8 for b in FP8],
+)
+WIDTHS = range(8, 72, 8)
 SHOWN = 24  # registers of D that are stored
 
 
@@ -29,9 +33,9 @@ def generate(rng: np.random.Generator, category: str) -> Program:
     """Make a program of one warp group."""
     program = Program(rng, category, 128)
     program.is_asynchronous = True
-    d_type, a_type, b_type = program.pick(*TYPES)
-    is_integer, k = d_type == "s32", 32 // BYTES[a_type]
-    n = program.pick(8, 16, 24, 32, 48, 64) if is_integer else program.pick(8, 16, 24, 32, 40, 64)
+    d_type, a_type, b_type = program.pick(*program.pick(*KINDS))
+    is_integer, k = d_type == "s32", 256 // BITS.get(a_type, 8)
+    n = program.pick(*(n for n in WIDTHS if n in WGMMA_N or not is_integer))
     special = 0.01 if not is_integer and program.chance(0.1) else 0.0
 
     def numbers(t: str, words: int) -> Values:
