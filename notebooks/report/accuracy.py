@@ -33,9 +33,9 @@ class Accuracy:
     record: dict[str, Any]
 
 
-def recorded() -> Accuracy | None:
-    """The record of the whole table."""
-    path = RESULTS / "h200" / "accuracy.json"
+def recorded(name: str = "h200/accuracy.json") -> Accuracy | None:
+    """Read a record below results, if it is there; by default that of the whole table."""
+    path = RESULTS / name
     return Accuracy(path, read_record(path, "a record of ptxlab accuracy", SCHEMA)) if path.is_file() else None
 
 
@@ -66,13 +66,19 @@ def section() -> str:
     rows = points(found)
     if found is None or rows.empty:
         return MISSING
-    texts = [name for name in rows if name not in ("ladder", "step", "ratio", "spread", "bytes")]
-    shown = {"ladder": "{}", "step": "{}", **dict.fromkeys(texts, "{:.2f}"), "ratio": "{:.3f}x", "spread": "{:.2f}"}
-    table = rows[[*shown]].astype(object)
-    table.columns = pd.Index([{"ratio": "of float32", "spread": "seeds' spread"}.get(name, name) for name in shown])
-    text = markdown(table, dict(zip(table, shown.values(), strict=True)))
     drawn = "" if steps(rows).empty else "\n![Perplexity by step](notebooks/figures/accuracy_steps.png)\n"
-    return f"{text}\n{origin(found)}\n{drawn}"
+    return f"{table(rows)}\n{origin(found)}\n{drawn}"
+
+
+def table(rows: pd.DataFrame) -> str:
+    """Return points as a table: every text, the first beside floats; the seeds' spread if a row has several."""
+    texts = [name for name in rows if name not in ("ladder", "step", "ratio", "spread", "bytes")]
+    shown = {"ladder": "{}", "step": "{}", **dict.fromkeys(texts, "{:.2f}"), "ratio": "{:.3f}x"}
+    if rows.spread.notna().any():
+        shown["spread"] = "{:.2f}"
+    columns = rows[[*shown]].astype(object)
+    names = {"ratio": "of float32", "spread": "seeds' spread"}
+    return markdown(columns.rename(columns=names), {names.get(name, name): form for name, form in shown.items()})
 
 
 def steps_figure(found: Accuracy) -> Figure:

@@ -3,11 +3,8 @@
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ptxlab.io.files import read_record
-from ptxlab.llm.accuracy.steps import SCHEMA
 from ptxlab.plot import BLUE, GREY, ORANGE, PURPLE, RED
-from report import RESULTS, attention
-from report.accuracy import Accuracy, origin
+from report import accuracy, attention
 from report.frames import ATTENTION_PEERS, MISSING, markdown
 from report.style import bare, title
 
@@ -19,13 +16,12 @@ PEERS = {"float32": "f16", "FP8 e4m3, scale 1": "fp8"}  # rows whose time is tha
 COLOURS = {"KV4, keys rotated": BLUE, "KV4": ORANGE, "KIVI": PURPLE, "K8V4": RED}  # by the beginning of a row's name
 
 
-def recorded() -> Accuracy | None:
+def recorded() -> accuracy.Accuracy | None:
     """Read the record of the cache's rows, if there is one."""
-    path = RESULTS / "accuracy_cache.json"
-    return Accuracy(path, read_record(path, "a record of ptxlab accuracy", SCHEMA)) if path.is_file() else None
+    return accuracy.recorded("accuracy_cache.json")
 
 
-def points(found: Accuracy | None) -> pd.DataFrame:
+def points(found: accuracy.Accuracy | None) -> pd.DataFrame:
     """Return a row per format, the float cache first: `step`, `cache_bytes` of a token, `perplexity`, `ratio`, `time`.
 
     The perplexity is that of the record's first text, `ratio` to floats; `time` is text (`decode_times`).
@@ -72,10 +68,10 @@ def section() -> str:
         " values. Times on one H200: 64"
         f" sequences of {PLACE['L']:,} tokens, heads {PLACE['Hq']}/{PLACE['Hkv']} of 128, without the append."
     )
-    return f"{text}\n{note} {origin(found)}\n\n![Perplexity by bytes](notebooks/figures/accuracy_cache.png)\n"
+    return f"{text}\n{note} {accuracy.origin(found)}\n\n![Perplexity by bytes](notebooks/figures/accuracy_cache.png)\n"
 
 
-def cache_figure(found: Accuracy) -> Figure:
+def cache_figure(found: accuracy.Accuracy) -> Figure:
     """Plot how far each format's perplexity lies above that of floats, with the bytes of a token."""
     rows = points(found).iloc[::-1]
     figure = Figure(figsize=(8.5, 4.4), layout="constrained")

@@ -40,6 +40,7 @@ from report import (
     pytorch,
     serving,
     showcase,
+    systems,
     targets,
     w4a4,
 )
@@ -354,6 +355,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "w4ax_schedules": w4a4.schedule_table,
     "accuracy": accuracy.section,
     "accuracy_cache": caches.section,
+    "accuracy_systems": systems.accuracy_table,
+    "systems": systems.section,
     "w4a4_accuracy": w4a4.accuracy_table,
     "audit": audit_table,
     "attention": attention_table,

@@ -48,7 +48,7 @@ def test_every_case_that_kills_is_collected(copy: Copy) -> None:
 ELSEWHERE = {  # kernels without a mutant of their own, and what changes them one statement at a time instead
     "tests/lowbit/kernels/test_mutation.py": r"dequant_\w+",
     "tests/lowbit/kernels/test_load_mutation.py": r"load_\w+",
-    "tests/lowbit/kernels/gemm/test_mutation.py": r"gemm_w4a8_(qoq_(channel_sm80|sm90)|lqq_((excp|imfp|dynamic)_)?sm90)",
+    "tests/lowbit/kernels/gemm/test_mutation.py": r"gemm_w4a8_(qoq_channel_sm80|(qoq|lqq(_\w+)?)_sm90)",
     "tests/lowbit/kernels/attention/test_mutation.py": r"attention_kv8|attention_kv4_(simple|fp16|bittrick|prefetch)",
 }
 WITHOUT = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ptxlab.llm.accuracy.steps import rows
-from report import caches, figures, frames, sections
+from report import accuracy, caches, figures, frames, sections
 from tests.support import made_up
 
 STEPS = {"float32": (20.0, 1024), "KV4": (22.0, 288), "KV4, keys rotated": (20.6, 288), "K8V4": (21.0, 416)}
@@ -27,7 +27,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ]
     found = {**made_up.ACCURACY, "windows": {"lee": [2, 512]}, "calibration": [8, 512], "rows": measured}
     (tmp_path / "accuracy_cache.json").write_text(json.dumps(found))
-    monkeypatch.setattr(caches, "RESULTS", tmp_path)
+    monkeypatch.setattr(accuracy, "RESULTS", tmp_path)
     monkeypatch.setattr(caches, "decode_times", lambda: {"KV4": "71 µs"})
     return found
 
@@ -43,7 +43,7 @@ def test_the_section_and_the_picture(record: dict[str, Any]) -> None:
 
 
 def test_without_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caches, "RESULTS", tmp_path)
+    monkeypatch.setattr(accuracy, "RESULTS", tmp_path)
     assert sections.SECTIONS["accuracy_cache"]() == frames.MISSING
     with pytest.raises(frames.NotMeasuredError, match="ptxlab accuracy"):
         figures.picture("accuracy_cache")
