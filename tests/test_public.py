@@ -49,7 +49,7 @@ def test_run_takes_options_of_the_emulator(monkeypatch: pytest.MonkeyPatch) -> N
     for name, bad, message in (
         ("seed", -1, r"seed: is an integer, 0 or more \(got -1\)"),
         ("max_steps", 0, r"max_steps: has to be a positive integer \(got 0\)"),
-        ("checks", "speed", r"checks: some of async, .* \(got speed\)"),
+        ("checks", "speed", r"checks: some of all, async, .* \(got speed\)"),
         ("options", "late", r"options: an EmulatorOptions \(got str\)"),
     ):
         with pytest.raises(ptxlab.PtxlabError, match=f"^{message}$"):

@@ -58,7 +58,15 @@ def _tool(tool: str) -> Item:
     found = toolchain.version(tool)
     if found is None:
         return Item(tool, False, uses[tool], toolchain.missing()[tool])
-    return Item(tool, True, f"{found}: {uses[tool]}")
+    return Item(tool, True, f"{found}: {uses[tool]}{_mixed_release(tool, found)}")
+
+
+def _mixed_release(tool: str, version: str) -> str:
+    """Say where NVRTC is of another release than ptxas: PyTorch's packages replace it."""
+    ptxas = toolchain.version("ptxas") or version
+    if tool != "nvrtc" or version.split(".")[:2] == ptxas.split(".")[:2]:
+        return ""
+    return f"; of another release than ptxas, {ptxas}: instruction counts can differ from the records"
 
 
 def _nsight() -> list[Item]:

@@ -12,6 +12,7 @@ import typer
 from ptxlab import runtime
 from ptxlab.cli.common import dims, refuse
 from ptxlab.emulator import EmulatorOptions, checks_of
+from ptxlab.emulator.options import KINDS
 from ptxlab.errors import ArgumentError, EmulationError
 from ptxlab.io.files import load_arrays
 from ptxlab.runtime.arguments import in_order, output_variant, parse_defines, place_in_order
@@ -42,10 +43,12 @@ ArgumentTexts = Annotated[
 ]
 Unchecked = Annotated[bool, typer.Option("--unchecked", help="Skip input validation.")]
 # Of the emulator: fields of `EmulatorOptions`.
+_KINDS = "; ".join(f"{check}: {', '.join(kinds)}" for check, kinds in KINDS.items() if kinds != (check,))
 Check = Annotated[
     str,
     typer.Option(
-        help="Emulator checks, comma-separated: lanes, race, init, async, divergence, schedules, all; float, proxy."
+        help="Emulator checks, comma-separated: lanes, race, init, async, divergence, schedules, all; float, proxy. "
+        f"Kinds of findings with another name than their check: {_KINDS}."
     ),
 ]
 Late = Annotated[
@@ -71,6 +74,10 @@ def run_options(
     `all` includes that check, but for `--late`, which asks for one schedule.
     """
     words = [word.strip() for word in check.split(",")]
+    names = sorted({*KINDS, CHECK, "all"})
+    for word in filter(None, words):
+        if word not in names:
+            raise ArgumentError("--check", f"some of {', '.join(names)}", word)
     all_schedules = CHECK in words or ("all" in words and not late)
     emulator_checks = ",".join(word for word in words if word != CHECK)
     return emulator_options(emulator_checks, late, max_steps, count_banks=count_banks), CHECKED if all_schedules else ()

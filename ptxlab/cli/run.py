@@ -282,7 +282,8 @@ def _show_run(run_: ScheduledRun, written: dict[str, Any], compared: list[Compar
     """Print the findings and differences, the outputs and how they compare; then a line on backend and arrays."""
     outcome = run_.outcome
     lines = [*map(str, outcome.findings), *(f"{CHECK}: {difference}" for difference in run_.differences)]
-    for line in lines:
+    kinds = [finding.kind for finding in outcome.findings] + [CHECK] * bool(run_.differences)
+    for line in [*lines, *emulator.remedies_of(kinds)]:
         console.print(escape(line), soft_wrap=True, highlight=False)
     summaries = [Summary.of(name, _on_host(array)).cells() for name, array in written.items()]
     if summaries:

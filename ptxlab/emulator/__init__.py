@@ -20,6 +20,7 @@ from ptxlab.emulator.front.parse import parse
 from ptxlab.emulator.front.pointer_accesses import PointerAccess, accesses_of, pointers_of
 from ptxlab.emulator.launch import Result, run, size_of, watched
 from ptxlab.emulator.options import CHECKS, MAX_STEPS, MODES, ON_REQUEST, EmulatorOptions, OptionKeywords, checks_of
+from ptxlab.emulator.remedies import remedies_of
 from ptxlab.emulator.unneeded import Need, Ran, Statement, needs_of, statements_of
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "needs_of",
     "parse",
     "pointers_of",
+    "remedies_of",
     "run",
     "size_of",
     "statements_of",

@@ -114,7 +114,7 @@ def checks_of(option: str, checks: str | Iterable[str]) -> frozenset[str]:
         words = list(filter(None, map(str.strip, checks.split(","))))
         checks = [name for word in words for name in (CHECKS if word == "all" else (word,))]
     names = CHECKS | ON_REQUEST
-    rule = f"some of {', '.join(sorted(names))}"
+    rule = f"some of {', '.join(sorted(names | {'all'}))}"
     if not isinstance(checks, Iterable) or isinstance(checks, np.ndarray):
         raise ArgumentError(option, rule, checks)
     for name in (chosen := list(checks)):

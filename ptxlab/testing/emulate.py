@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import runtime
-from ptxlab.emulator import EmulatorOptions
+from ptxlab.emulator import EmulatorOptions, remedies_of
 from ptxlab.errors import ArgumentError, EmulationError, FileError, PtxlabError, SourceError, VerificationError
 from ptxlab.hardware.tensor_map import TensorMap
 from ptxlab.runtime.arguments import check_defines, geometry, is_text
@@ -256,7 +256,8 @@ def _run(
     ]
     more = [f"... and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
     head = f"{target.label}: {len(lines)} finding{'s' * (len(lines) > 1)} (schedule {schedule})"
-    raise CheckFailed("\n".join([head, *lines[:_MOST], *more, settings.replay(schedule)]), notes)
+    remedies = remedies_of(finding.kind for finding in result.findings)
+    raise CheckFailed("\n".join([head, *lines[:_MOST], *more, *remedies, settings.replay(schedule)]), notes)
 
 
 def _named(target: Target, arguments: Sequence[Any]) -> dict[str, np.ndarray]:

@@ -155,7 +155,7 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("run", "dequant_lqq", "--in", "missing.npz"), "missing.npz: cannot be read: No such file"),
         (
             ("run", "dequant_lqq", "--in", "{lqq}", "--check", "everything"),
-            "--check: some of async, divergence, float, init, lanes, proxy, race (got everything)",
+            "--check: some of all, async, divergence, float, init, lanes, proxy, race, schedules (got everything)",
         ),
         (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "tpu"), "backend: one of gpu, emulator (got tpu)"),
         (("run", "missing/kernel.ptx", "--in", "{lqq}"), "kernel.ptx: cannot be read: No such file"),
@@ -327,6 +327,13 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(cli: Any) -> None:
     assert code == 0 and items["backend emulator"]["works"]
     assert {"nvrtc", "ptxas", "nvdisasm", "backend gpu", "weights minilm", "models", "cache", "ncu"} <= set(items)
     assert items["ncu-report"]["works"] and "without a GPU" in items["ncu-report"]["detail"]
+
+
+def test_doctor_says_where_releases_are_mixed(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packages of PyTorch replace NVRTC 13.2 by 13.0."""
+    for nvrtc, is_said in (("13.0", True), ("13.2", False)):
+        monkeypatch.setattr(toolchain, "version", {"nvrtc": nvrtc, "ptxas": "13.2.86", "nvdisasm": "13.2.86"}.get)
+        assert ("13.2.86: instruction counts can differ" in " ".join(cli("doctor", "--json")[1].split())) == is_said
 
 
 @pytest.mark.full  # .ci/run starts the same demo from the wheel

@@ -70,7 +70,7 @@ def test_runs_without_a_statement_have_modes_and_seeds(cli: Any, folder: Path, m
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--check", "speed"), "--check: some of async, divergence, float, init, lanes, proxy, race (got speed)"),
+        (("--check", "speed"), "--check: some of all, async, divergence, float, init, lanes, proxy, race"),
         (("--max-steps", "0"), "max_steps: has to be a positive integer (got 0)"),
     ],
     ids=["check", "max steps"],
@@ -85,6 +85,8 @@ def test_a_bad_value_is_one_line(
 def test_help_names_every_check_and_the_default(cli: Any) -> None:
     text = " ".join(cli("run", "--help")[1].split())
     assert {*re.findall(r"\w+", text)} >= emulator.CHECKS | emulator.ON_REQUEST
+    words = " ".join(re.findall(r"[\w:,-]+", text))
+    assert "lanes: carry, range" in words and "float: nan, infinity, overflow, subnormal" in words
     for command in ("run", "debug"):
         assert f"{emulator.MAX_STEPS // 10**6} million" in " ".join(cli(command, "--help")[1].split())
 

@@ -114,6 +114,7 @@ def test_results_that_depend_on_the_schedule_are_a_finding(options: Any, code: i
     text = cli(*command)[1]
     line = "schedules: y[0] is 0.0 in schedule early and -1.0 in late:0; 32 of 32 elements differ"
     assert (line in text) == bool(code) and ("checks clean" in text) != bool(code)
+    assert text.count("remedy (schedules): wait for each copy before its data are read") == code
     record = json.loads(cli(*command, "--json")[1])["schedules"]
     assert record["ran"] == ["early", "late:0", "late:1", "late:2"] and len(record["differences"]) == code
     assert ("::error file=" in cli(*command, "--format", "github")[1]) == bool(code)

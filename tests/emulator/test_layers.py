@@ -8,7 +8,7 @@ import ptxlab.emulator
 
 ROOT = Path(ptxlab.emulator.__file__).parent
 # "": the package itself
-LAYERS = ("front", "unneeded", "options", "core", "ops", "sync", "async_", "checks", "chain", "launch", "")
+LAYERS = ("front", "unneeded", "options", "remedies", "core", "ops", "sync", "async_", "checks", "chain", "launch", "")
 IMPORTS: dict[str, set[str]] = {".".join(p.relative_to(ROOT).with_suffix("").parts): set() for p in ROOT.rglob("*.py")}
 for name, found in IMPORTS.items():
     for node in ast.walk(ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text())):  # also under TYPE_CHECKING

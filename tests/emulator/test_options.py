@@ -13,7 +13,9 @@ import ptxlab
 from ptxlab import emulator
 from ptxlab.debugger import Session
 from ptxlab.emulator import EmulatorOptions, OptionKeywords
+from ptxlab.emulator.options import KINDS
 from ptxlab.errors import ArgumentError, EmulationError
+from ptxlab.runtime.schedules import CHECK
 from tests.support.emulated import kernel, record_options
 
 TEXT = kernel("bar.sync 0; ret;", ".param .u64 x")
@@ -103,7 +105,7 @@ def test_options_change_what_the_emulator_does(surface: str) -> None:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "checks": ("lanes,speed", "checks: some of async, divergence, float, init, lanes, proxy, race (got speed)"),
+    "checks": ("lanes,speed", "checks: some of all, async, divergence, float, init, lanes, proxy, race (got speed)"),
     "mode": ("soon", "mode: must be one of early, late (got soon)"),
     "seed": (-1, "seed: is an integer, 0 or more (got -1)"),
     "max_steps": (0, "max_steps: has to be a positive integer (got 0)"),
@@ -164,3 +166,11 @@ def test_the_checks_of_whoever_watches_are_added(machines: list[EmulatorOptions]
         SURFACES["Kernel"](checks=["init"])
     SURFACES["Kernel"]()
     assert [options.checks for options in machines] == [{"race", "init"}, frozenset()]
+
+
+def test_each_kind_of_finding_has_a_remedy() -> None:
+    kinds = {kind for kinds in KINDS.values() for kind in kinds} | {CHECK}
+    assert len(emulator.remedies_of(kinds)) == len(kinds)
+    assert emulator.remedies_of(["race", "race"]) == [
+        "  remedy (race): put a barrier, or a flag with release and acquire, between the two accesses"
+    ]

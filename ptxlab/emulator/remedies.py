@@ -1,0 +1,24 @@
+"""What to do about a finding, by its kind."""
+
+from collections.abc import Iterable
+
+REMEDIES = {
+    "carry": "unpack the lanes first, or keep the operands so small that no lane overflows",
+    "range": "use a wider lane, or smaller operands",
+    "uninitialised": "write it first, in every thread that comes here",
+    "race": "put a barrier, or a flag with release and acquire, between the two accesses",
+    "async": "wait first: cp.async.wait_group and a barrier, the copy's mbarrier, wgmma.wait_group",
+    "async-dirty": "fence.proxy.async in the threads that wrote, before the barrier behind which it is read",
+    "war": "wait for the reader first: wgmma.wait_group, cp.async.bulk.wait_group.read, the stage's empty mbarrier",
+    "divergence": "move it to where all threads of the warp arrive",
+    "nan": "look at the operands that the finding names; a maximum of -infinity alone gives infinity less infinity",
+    "infinity": "scale the operands before, or sum in float32",
+    "overflow": "scale the operands before, or sum in float32",
+    "subnormal": "scale the operands before, or sum in float32",
+    "schedules": "wait for each copy before its data are read; --check async names the read",
+}
+
+
+def remedies_of(kinds: Iterable[str]) -> list[str]:
+    """List the remedy of each kind of finding, as lines; each once."""
+    return [f"  remedy ({kind}): {REMEDIES[kind]}" for kind in dict.fromkeys(kinds) if kind in REMEDIES]
