@@ -322,8 +322,8 @@ def _number(words: list[str]) -> Number | None:
     if len(words) != 1:
         return None
     if _VECTOR.fullmatch(words[0]):  # of integers: 16 bytes of anything at a time
-        width = {"f": 4, "d": 8}.get(words[0][0])
-        return Number("f", width, is_vector=True) if width else _RAW
+        element_bytes = {"f": 4, "d": 8}.get(words[0][0])
+        return Number("f", element_bytes, is_vector=True) if element_bytes else _RAW
     return _NAMED.get(words[0])
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 from ptxlab.declarations import LINE_MARKER
 from ptxlab.errors import ArgumentError, CompileError, UnavailableError
 from ptxlab.sources import Source
-from ptxlab.toolchain.nvrtc import INSTALL, excerpt
+from ptxlab.toolchain.nvrtc import INSTALL, excerpt, with_hint
 
 _ERROR = re.compile(
     r"^(.+?)(?:\((\d+)\)|:(\d+)(?::\d+)?): (?:fatal |catastrophic )?error(?: #[^:]*)?: (.*)$", re.MULTILINE
@@ -107,4 +107,5 @@ def _error(source: Source, path: str, log: str) -> CompileError | ArgumentError:
             f"{source.path}: entry", f"a kernel of this file ({problem})", ", ".join(source.build.instances)
         )
     path_in_message = source.path if match[1] in (path, source.path) else match[1]
+    problem = with_hint(problem, log)
     return CompileError(path_in_message, line, problem, excerpt(source, line, path_in_message), log)

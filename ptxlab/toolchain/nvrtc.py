@@ -16,6 +16,7 @@ from ptxlab.errors import ArgumentError, CompileError, UnavailableError
 from ptxlab.sources import Source, names_same_file
 from ptxlab.toolchain import headers
 from ptxlab.toolchain.macros import require_finite
+from ptxlab.toolchain.pytorch import lacks_headers
 
 INSTALL = "python -m pip install 'ptxlab[asm]'"
 PTXAS_ERROR = re.compile(r"^ptxas .*?(?:, line (\d+); )?(?:error|fatal) *: *(.*)$", re.MULTILINE)
@@ -163,6 +164,14 @@ def excerpt(source: Source, line: int, path: str = "") -> str:
     return lines[line - 1].strip() if 0 < line <= len(lines) else ""
 
 
+def with_hint(problem: str, log: str) -> str:
+    """Add how to name a folder of headers to the message that one of the user's own is missing."""
+    is_missing = "cannot open source file" in problem or problem.endswith("No such file or directory")
+    return (
+        f"{problem}; -I FOLDER, in Python include=, adds a folder" if is_missing and not lacks_headers(log) else problem
+    )
+
+
 def origin_of(source: Source, ptx: str, line: int) -> tuple[str, int]:
     """(path, line) of the source or of a header that a line of NVRTC's PTX comes from; line 0 if unknown."""
     locations = [loc for text in ptx.splitlines()[:line] if (loc := _LOC.match(text))]
@@ -210,6 +219,7 @@ def _error(source: Source, log: str, ptx: str) -> CompileError:
         undefined = re.match(r'identifier "(\w+)" is undefined', problem)
         if undefined and _is_of_host(source, undefined[1]):
             problem = f"{undefined[1]} is declared for the host: write __device__ before it"
+        problem = with_hint(problem, log)
         return CompileError(path, line, problem, excerpt(source, line, path), log)
     found = PTXAS_ERROR.search(log)
     if not found or not found[1]:
