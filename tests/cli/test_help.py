@@ -69,12 +69,26 @@ def test_a_group_has_its_subcommand() -> None:
     assert done.returncode == 0 and "schedule" in done.stdout and "--shape" in done.stdout
 
 
+TELLS_ITS_FIRST_IMPORT = """
+import sys
+from ptxlab.cli import main
+
+class FirstImport:
+    def find_spec(self, *_):
+        sys.meta_path.remove(self)
+        print("begun", flush=True)
+
+sys.argv = ["ptxlab", "list"]
+sys.meta_path.insert(0, FirstImport())
+main()
+"""
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3])
 def test_an_interrupt_while_modules_are_imported_prints_nothing(seconds: float) -> None:
-    """Whenever it comes, once the command has begun."""
-    code = "import sys; from ptxlab.cli import main; print('begun', flush=True); sys.argv = ['ptxlab', 'list']; main()"
+    """Whenever it comes, once the command has begun to import."""
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", TELLS_ITS_FIRST_IMPORT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "begun\n"
         time.sleep(seconds)
