@@ -68,23 +68,23 @@ def test_comparisons_of_pairs_beside_a_predicate(t: str, one: int, boolean: str)
         inputs = draw(f"setp.{form}.{t} {two}, {sources}, {{c:pred}};")
         right = [combine(p, inputs["c"]) for p in compute(f"setp.{order}.{t} {two}, {sources};", inputs)]
         assert np.array_equal(compute(f"setp.{form}.{t} {two}, {sources}, {{c:pred}};", inputs), right)
-        for result, true in ((t, one), ("u32", 0xFFFF), ("s32", 0xFFFF)):
-            (actual,) = compute(f"set.{form}.{result}.{t} {{d:u32}}, {sources}, {{c:pred}};", inputs)
+        for t_d, true in ((t, one), ("u32", 0xFFFF), ("s32", 0xFFFF)):
+            (actual,) = compute(f"set.{form}.{t_d}.{t} {{d:u32}}, {sources}, {{c:pred}};", inputs)
             assert np.array_equal(actual, join(*(np.where(p, true, 0).astype("u2") for p in right)))
 
 
 @pytest.mark.parametrize(
-    ("result", "true", "source"),
+    ("t_d", "true", "source"),
     [
         ("u16", 0xFFFF, "f16"), ("s16", 0xFFFF, "bf16"), ("s32", 0xFFFFFFFF, "bf16"), ("bf16", 0x3F80, "f16"),
         ("f16", 0x3C00, "f64"), ("bf16", 0x3F80, "f32"), ("f16", 0x3C00, "s32"), ("bf16", 0x3F80, "u64"),
     ],
 )  # fmt: skip
-def test_results_of_set(result: str, true: int, source: str) -> None:
-    sources, d = operands("ab", source), f"{{d:{'u32' if result == 's32' else 'u16'}}}"
+def test_results_of_set(t_d: str, true: int, source: str) -> None:
+    sources, d = operands("ab", source), f"{{d:{'u32' if t_d == 's32' else 'u16'}}}"
     inputs = draw(f"setp.lt.and.{source} {{p:pred}}, {sources}, !{{c:pred}};")
     (right,) = compute(f"setp.lt.and.{source} {{p:pred}}, {sources}, !{{c:pred}};", inputs)
-    (actual,) = compute(f"set.lt.and.{result}.{source} {d}, {sources}, !{{c:pred}};", inputs)
+    (actual,) = compute(f"set.lt.and.{t_d}.{source} {d}, {sources}, !{{c:pred}};", inputs)
     assert np.array_equal(actual, np.where(right, true, 0))
 
 

@@ -54,8 +54,8 @@ def test_as_on_hardware(program: str, sources: list[int], expected: int, backend
     widths = {name: DOMAINS[domain].bits // 8 for name, domain in case.fields.items()}
     names = sorted(name for name in widths if name not in "de")
     arrays = {name: np.zeros(threads, f"u{width}") for name, width in widths.items()}
-    for name, value in zip(names, sources, strict=True):
-        arrays[name][:] = value
+    for name, source in zip(names, sources, strict=True):
+        arrays[name][:] = source
     text = case.ptx(version="8.6", target="sm_90a")
     ptxlab.load(text)(*arrays.values(), grid=1, block=threads, backend=backend)
     assert [hex(x) for x in arrays["d"]] == [hex(expected)] * threads
