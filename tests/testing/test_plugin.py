@@ -67,7 +67,7 @@ def plugin(pytester: pytest.Pytester) -> Any:
     """Run a file of tests beside `scale.ptx` and `scale.cu`."""
     pytester.makefile(".ptx", scale=PTX, late=LATE)
     pytester.makefile(".cu", scale=CUDA, template=TEMPLATE)
-    pytester.mkdir("headers").joinpath("by.cuh").write_text("constexpr float by(int n) { return n; }\n")
+    pytester.mkdir("headers").joinpath("by.cuh").write_text("__device__ float by(int n) { return n; }\n")
     pytester.makeini("[pytest]\naddopts = --strict-markers")
 
     def run(body: str, *options: str, subprocess: bool = False) -> Any:
