@@ -38,6 +38,7 @@ from report import (
     prefill,
     profiletables,
     pytorch,
+    quirks,
     serving,
     showcase,
     targets,
@@ -389,4 +390,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "corpus_judged": corpus.judged,
     "emulator_speed": emulation.table,
     "pipelines": pipelines.section,
+    "quirk_table": quirks.table,
+    "quirks": quirks.sections,
 }

@@ -192,7 +192,11 @@ def test_what_the_assembler_is_not_there_for_the_parser_finds(
 @pytest.mark.parametrize(
     ("options", "text", "said"),
     [
-        ("ptx --check lane", PTX, "--check: some of async, divergence, float, init, lanes, proxy, race (got lane)"),
+        (
+            "ptx --check lane",
+            PTX,
+            "--check: some of async, divergence, float, init, lanes, proxy, quirks, race (got lane)",
+        ),
         ("cuda -D SCALE=x", CUDA, "-D: NAME=INTEGER (got SCALE=x)"),
         ("cuda -D SCALE=", CUDA, "-D: NAME=INTEGER (got SCALE=)"),
         ("ptx --arch hopper", PTX, "arch: sm_<number>, such as sm_80 or sm_90a (got hopper)"),

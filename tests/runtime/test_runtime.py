@@ -366,7 +366,8 @@ def test_checks_are_named_by_a_string_too() -> None:
         assert ptxlab.load(PTX_ADD4)[1, 32](a, a, out, backend="emulator", checks=checks).findings
     for checks, got in (("slow", "slow"), (1, "1"), (True, "True"), ([None], "None"), ("race,x", "x")):
         with pytest.raises(
-            ArgumentError, match=rf"^checks: some of async, divergence, float, init, lanes, proxy, race \(got {got}\)$"
+            ArgumentError,
+            match=rf"^checks: some of async, divergence, float, init, lanes, proxy, quirks, race \(got {got}\)$",
         ):
             ptxlab.load(PTX_ADD4)[1, 32](a, a, out, backend="emulator", checks=checks)
 
