@@ -38,6 +38,7 @@ from report import (
     prefill,
     profiletables,
     pytorch,
+    quirks,
     serving,
     showcase,
     systems,
@@ -392,4 +393,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "corpus_judged": corpus.judged,
     "emulator_speed": emulation.table,
     "pipelines": pipelines.section,
+    "quirk_table": quirks.table,
+    "quirks": quirks.sections,
 }

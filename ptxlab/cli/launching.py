@@ -21,7 +21,7 @@ from ptxlab.runtime.results import compare, split_expected
 from ptxlab.runtime.schedules import CHECK, CHECKED, Difference, Schedule, first_differences
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
-from ptxlab.testing.annotations import Annotation, of_finding, relative
+from ptxlab.testing.annotations import Annotation, of_finding, of_note, relative
 
 _FLOAT_ATOMIC = re.compile(r"^(?:atom|red)\..*\.add\..*f(?:16|32|64)|^(?:atom|red)\.add\..*f(?:16|32|64)")
 
@@ -47,7 +47,8 @@ _KINDS = "; ".join(f"{check}: {', '.join(kinds)}" for check, kinds in KINDS.item
 Check = Annotated[
     str,
     typer.Option(
-        help="Emulator checks, comma-separated: lanes, race, init, async, divergence, schedules, all; float, proxy. "
+        help="Emulator checks, comma-separated: lanes, race, init, async, divergence, schedules, quirks, all; float, "
+        "proxy. "
         f"Kinds of findings with another name than their check: {_KINDS}."
     ),
 ]
@@ -98,9 +99,10 @@ class ScheduledRun:
     differences: tuple[Difference, ...] = ()
 
     def annotations(self, path: str) -> list[Annotation]:
-        """Findings and differences as annotations; `path` is the source's."""
+        """Findings, differences and notes as annotations; `path` is the source's."""
         places = [of_finding(finding) for finding in self.outcome.findings]
-        return [*places, *(Annotation(CHECK, relative(path), 1, str(difference)) for difference in self.differences)]
+        places += [Annotation(CHECK, relative(path), 1, str(difference)) for difference in self.differences]
+        return places + [of_note(note) for note in self.outcome.notes]
 
 
 def run_on_schedules(

@@ -258,6 +258,7 @@ def run(
                 "kernel": launch.kernel.name,
                 "outputs": {name: Summary.of(name, _on_host(array)).to_json() for name, array in written.items()},
                 "findings": [asdict(f) for f in outcome.findings],
+                "notes": [asdict(note) for note in outcome.notes],
                 "expected": [comparison.to_json() for comparison in compared],
                 "schedules": {
                     "ran": [*map(str, run_.schedules)],
@@ -279,11 +280,11 @@ def _on_host(array: Any) -> Any:
 
 
 def _show_run(run_: ScheduledRun, written: dict[str, Any], compared: list[Comparison], none: str) -> None:
-    """Print the findings and differences, the outputs and how they compare; then a line on backend and arrays."""
+    """Print findings, differences and notes, the outputs and how they compare; then a line on backend and arrays."""
     outcome = run_.outcome
     lines = [*map(str, outcome.findings), *(f"{CHECK}: {difference}" for difference in run_.differences)]
     kinds = [finding.kind for finding in outcome.findings] + [CHECK] * bool(run_.differences)
-    for line in [*lines, *emulator.remedies_of(kinds)]:
+    for line in [*lines, *emulator.remedies_of(kinds), *map(str, outcome.notes)]:
         console.print(escape(line), soft_wrap=True, highlight=False)
     summaries = [Summary.of(name, _on_host(array)).cells() for name, array in written.items()]
     if summaries:

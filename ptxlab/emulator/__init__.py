@@ -18,6 +18,7 @@ from ptxlab.emulator.front.ir import Entry, Instruction, Module, Variable
 from ptxlab.emulator.front.lane_annotation import LaneType
 from ptxlab.emulator.front.parse import parse
 from ptxlab.emulator.front.pointer_accesses import PointerAccess, accesses_of, pointers_of
+from ptxlab.emulator.front.quirks import Note
 from ptxlab.emulator.launch import Result, run, size_of, watched
 from ptxlab.emulator.options import CHECKS, MAX_STEPS, MODES, ON_REQUEST, EmulatorOptions, OptionKeywords, checks_of
 from ptxlab.emulator.remedies import remedies_of
@@ -37,6 +38,7 @@ __all__ = [
     "LaneType",
     "Module",
     "Need",
+    "Note",
     "OptionKeywords",
     "PackedOperand",
     "PointerAccess",

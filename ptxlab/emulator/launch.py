@@ -39,6 +39,7 @@ from ptxlab.emulator.core.wave import LaunchState
 from ptxlab.emulator.front.control_flow import flow_of
 from ptxlab.emulator.front.ir import Entry, Function, Module, Symbol
 from ptxlab.emulator.front.parse import parse
+from ptxlab.emulator.front.quirks import Note, notes_of
 from ptxlab.emulator.front.types import Array
 from ptxlab.emulator.options import EmulatorOptions, OptionKeywords
 from ptxlab.emulator.unneeded import leave_out
@@ -66,7 +67,7 @@ class Result:
 
     `shared` and `sectors` tell what every access to shared and to global memory cost, in the order of the lines, if
     `count_banks` was asked for; `variables` what the module's global variables hold at the end; `written` the positions
-    of arguments that were stored to.
+    of arguments that were stored to; `notes` lines with quirks of ptxas and GPUs, if that check was asked for.
     """
 
     findings: tuple[Finding, ...]
@@ -77,6 +78,7 @@ class Result:
     sectors: tuple[GlobalAccess, ...] = ()
     variables: Mapping[str, bytes] = field(default_factory=dict)
     written: tuple[int, ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 Attach = Callable[[Machine], Iterable[Watcher]]
@@ -206,7 +208,8 @@ def run(
     variables = {name: launch.memory.arena[start : start + size].tobytes() for name, (start, size) in starts.items()}
     found = tuple(launch.findings.found.values())
     written = tuple(position for position, (_, region) in buffers.items() if region.written)
-    return Result(found, launch.lane_instructions, launch.steps, seconds, shared, sectors, variables, written)
+    notes = notes_of(launch.entry) if "quirks" in launch.options.checks else ()
+    return Result(found, launch.lane_instructions, launch.steps, seconds, shared, sectors, variables, written, notes)
 
 
 # Arguments, each refused by name where it cannot be

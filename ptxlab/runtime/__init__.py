@@ -36,6 +36,7 @@ class Outcome:
         lane_instructions: executed by the emulator; 0 on the GPU.
         shared, sectors: what accesses to shared and global memory cost, if the emulator was asked to `count_banks`.
         written: those of `outputs` that the kernel stored to; on the GPU those that are no pointers to const.
+        notes: lines of which ptxas or a GPU makes otherwise than the PTX manual says, by the emulator's check `quirks`.
     """
 
     backend: str
@@ -45,6 +46,7 @@ class Outcome:
     shared: tuple[emulator.SharedAccess, ...] = ()
     sectors: tuple[emulator.GlobalAccess, ...] = ()
     written: tuple[str, ...] = ()
+    notes: tuple[emulator.Note, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -453,6 +455,7 @@ def _outcome(
         emulation.shared,
         emulation.sectors,
         names,
+        emulation.notes,
     )
 
 

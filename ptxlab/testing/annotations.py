@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ptxlab.errors import PtxlabError
 
 if TYPE_CHECKING:
-    from ptxlab.emulator import Finding
+    from ptxlab.emulator import Finding, Note
 
 FORMATS = ("github", "sarif", "json")
 _PLACE = re.compile(r"(?:^ *|: )(?P<path>[^:`\n]+\.(?:ptx|cu|cuh|py|h)):(?P<line>\d+)\b", re.MULTILINE)
@@ -24,11 +24,12 @@ class Annotation:
     """One line of a source, and what is wrong there.
 
     Attributes:
-        kind: kind of the finding (`race`, `async-dirty` ...), or the error's class.
+        kind: kind of the finding (`race`, `async-dirty` ...), a note's quirk, or the error's class.
         path: the file, relative to the root if it lies below it.
         line: counted from 1.
         message: the finding's text.
         test: the test that failed; empty for a command.
+        level: `error`, or `note` of a line that no run was seen to go wrong by.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Annotation:
     line: int
     message: str
     test: str = ""
+    level: str = "error"
 
 
 def relative(path: str, root: str | Path | None = None) -> str:
@@ -48,6 +50,11 @@ def relative(path: str, root: str | Path | None = None) -> str:
 def of_finding(finding: "Finding") -> Annotation:
     """The annotation of a finding of the emulator's checks."""
     return Annotation(finding.kind, relative(finding.path), finding.line, str(finding))
+
+
+def of_note(note: "Note") -> Annotation:
+    """The annotation of a note of the check `quirks`."""
+    return Annotation(note.quirk, relative(note.path), note.line, str(note), level="note")
 
 
 def of_error(error: PtxlabError, path: str, test: str = "") -> Annotation:
@@ -75,7 +82,7 @@ def _github(found: Annotation) -> str:
 
     place = f"file={escape(found.path, ':,')},line={found.line},title={escape(f'ptxlab {found.kind}', ':,')}"
     test = f" ({found.test})" if found.test else ""
-    return f"::error {place}::{escape(found.message + test)}\n"
+    return f"::{'error' if found.level == 'error' else 'notice'} {place}::{escape(found.message + test)}\n"
 
 
 def _sarif(found: list[Annotation]) -> dict[str, object]:
@@ -85,7 +92,7 @@ def _sarif(found: list[Annotation]) -> dict[str, object]:
     results = [
         {
             "ruleId": each.kind,
-            "level": "error",
+            "level": each.level,
             "message": {"text": each.message},
             "locations": [
                 {"physicalLocation": {"artifactLocation": {"uri": each.path}, "region": {"startLine": each.line}}}

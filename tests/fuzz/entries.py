@@ -1,75 +1,45 @@
-"""What GPUs do otherwise than the PTX manual says: `entries.toml`, and the forms that the generator therefore avoids.
+"""The entries: quirks (`ptxlab.hardware.quirks`), and what the generator leaves out because of them.
 
-An entry keeps forms out by a `pattern` of the line, or by a `rule` of the generator: which registers it reads again,
-from which domain an operand comes.
+A quirk keeps a form out by its `forms`, as they are seen in a line, or by a `rule` of the generator: which registers it
+reads again, from which domain an operand comes.
 """
 
 import re
-import tomllib
-from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-FILE = Path(__file__).with_name("entries.toml")
+from ptxlab.hardware import quirks
 
-
-@dataclass(frozen=True)
-class Entry:
-    """A class of departures.
-
-    Attributes:
-        name: of the entry.
-        effect: what happens, in a sentence.
-        who: "optimiser" if the driver's optimisation level 0 is right, "ptxas" if it is the same, "hardware".
-        manual: what the manual says, or "silent".
-        program: lines of PTX in which it is seen; thread t reads 8 words from [%in] on, and stores as many to [%out].
-        inputs: words by thread, as hexadecimal text; the threads behind them repeat them.
-        emulator, gpu, level0: words that the first threads store: in the emulator, on an H200, there at level 0.
-        pattern: lines that the generator avoids.
-        rule: of the generator, by which it avoids the form.
-    """
-
-    name: str
-    effect: str
-    who: str
-    manual: str
-    program: str
-    inputs: list[list[str]]
-    emulator: list[list[str]]
-    gpu: list[list[str]]
-    level0: list[list[str]]
-    pattern: str = ""
-    rule: str = ""
-    threads: int = 32
-
-
-@cache
-def load() -> dict[str, Entry]:
-    """Read all entries, by name."""
-    fields = tomllib.loads(FILE.read_text(encoding="utf-8"))
-    return {name: Entry(name=name, **entry) for name, entry in fields.items()}
-
-
-@cache
-def _patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    return tuple((entry.name, re.compile(entry.pattern)) for entry in load().values() if entry.pattern)
+_LINE = re.compile(r"(@\S+ )?([\w.:]+)(?: (.*))?;$")
+_PART = re.compile(r"%\w+\.(\w+)")
 
 
 def match(line: str) -> str:
-    """The entry that keeps a line out, or ""."""
-    return next((name for name, pattern in _patterns() if pattern.search(line)), "")
+    """Return the entry that keeps a line out, or ""."""
+    if not (parts := _LINE.match(line)):
+        return ""
+    operands = (parts[3] or "").split(", ")
+    constants = [int(operand) if re.fullmatch(r"-?\d+", operand) else None for operand in operands]
+    part = _PART.fullmatch(operands[0])
+    seen = parts[2], bool(parts[1]), part[1] if part else "", constants
+    return next((name for name, form in _alone() if form.fits(*seen)), "")
+
+
+@cache
+def _alone() -> list[tuple[str, quirks.Form]]:
+    """List the forms that one line shows."""
+    return [(quirk.name, form) for quirk in quirks.load().values() if not quirk.rule for form in quirk.forms]
 
 
 @cache
 def rules() -> frozenset[str]:
-    """The generator's rules that entries ask for."""
-    return frozenset(entry.rule for entry in load().values() if entry.rule)
+    """Collect the generator's rules that entries ask for."""
+    return frozenset(quirk.rule for quirk in quirks.load().values() if quirk.rule)
 
 
 def require_rule(rule: str) -> None:
     """Refuse a rule that no entry asks for: the generator avoids nothing without one."""
     if rule not in rules():
-        raise ValueError(f"no entry of {FILE.name} has the rule {rule!r}")
+        raise ValueError(f"no entry of {quirks.FILE.name} has the rule {rule!r}")
 
 
 def wrap(program: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 import ptxlab
 from ptxlab import toolchain
+from ptxlab.hardware import quirks
 from ptxlab.lowbit.reference.tensor_cores import hopper_mma
 from tests.fuzz import entries, evidence, examine, record, workers
 from tests.fuzz.categories import CATEGORIES
@@ -188,31 +189,30 @@ def test_what_follows_of_a_difference_is_no_other() -> None:
 
 
 @on_every_backend
-@pytest.mark.parametrize("entry", entries.load().values(), ids=lambda entry: entry.name)
-def test_an_entry(entry: entries.Entry, backend: str) -> None:
-    rows = np.zeros((entry.threads, 8), np.uint64)
-    words = [[int(word, 16) for word in row] for row in entry.inputs]
-    rows[:, : len(words[0])] = [words[t % len(words)] for t in range(entry.threads)]
-    right = entry.emulator if backend == "emulator" else entry.gpu
+@pytest.mark.parametrize("quirk", quirks.load().values(), ids=lambda quirk: quirk.name)
+def test_an_entry(quirk: quirks.Quirk, backend: str) -> None:
+    rows = np.zeros((quirk.threads, 8), np.uint64)
+    words = [[int(word, 16) for word in row] for row in quirk.inputs]
+    rows[:, : len(words[0])] = [words[t % len(words)] for t in range(quirk.threads)]
+    right = quirk.emulator if backend == "emulator" else quirk.gpu
     stored = np.zeros_like(rows)
-    ptxlab.load(entries.wrap(entry.program))(rows, stored, grid=1, block=entry.threads, backend=backend)
+    ptxlab.load(entries.wrap(quirk.program))(rows, stored, grid=1, block=quirk.threads, backend=backend)
     assert [[hex(word) for word in row] for row in stored[: len(right), : len(right[0])].tolist()] == right
 
 
 def test_entries_are_complete() -> None:
     source = "".join(path.read_text() for path in Path(entries.__file__).parent.rglob("*.py"))
-    for entry in entries.load().values():
-        assert bool(entry.pattern) != bool(entry.rule)
-        assert (entry.level0 == entry.emulator) == (entry.who == "optimiser")
-        assert entry.gpu != entry.emulator
-        if entry.rule:
-            assert f'"{entry.rule}"' in source
+    for quirk in quirks.load().values():
+        assert (quirk.level0 == quirk.emulator) == (quirk.who == "optimiser")
+        assert quirk.gpu != quirk.emulator
+        if quirk.rule:
+            assert f'"{quirk.rule}"' in source
         else:
-            assert {entries.match(line) for line in entry.program.splitlines()} - {""} == {entry.name}
+            assert {entries.match(line) for line in quirk.program.splitlines()} - {""} == {quirk.name}
 
 
 def test_nothing_is_avoided_without_an_entry() -> None:
-    with pytest.raises(ValueError, match=r"no entry of entries\.toml has the rule 'because'"):
+    with pytest.raises(ValueError, match=r"no entry of quirks\.toml has the rule 'because'"):
         Program(np.random.default_rng(0), "integers", 32).avoid("because")
 
 

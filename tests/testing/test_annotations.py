@@ -2,6 +2,7 @@
 
 import pytest
 
+from ptxlab.emulator import Note
 from ptxlab.errors import Deadlock, MemoryFault, PtxlabError
 from ptxlab.testing import annotations
 
@@ -20,3 +21,10 @@ def test_an_error_is_at_the_first_place_of_its_message(error: PtxlabError, path:
     annotation = annotations.of_error(error, "k.cu")
     assert (annotation.path, annotation.line) == (path, line)
     assert f"::error file={path},line={line}," in annotations.render("github", [annotation])
+
+
+def test_a_note_is_no_error() -> None:
+    note = Note("bfe_constant", "k.ptx", 4, "bfe.s32 %r1, %r2, 32, 1", "it is -1")
+    annotation = annotations.of_note(note)
+    assert "::notice file=k.ptx,line=4,title=ptxlab bfe_constant::note: " in annotations.render("github", [annotation])
+    assert '"level": "note"' in annotations.render("sarif", [annotation])

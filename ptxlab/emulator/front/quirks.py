@@ -1,0 +1,94 @@
+"""The check "quirks": lines of a kernel of which ptxas or a GPU makes otherwise than the PTX manual says.
+
+It looks at the text of a kernel alone, and its notes are no findings: the emulator follows the manual, and the numbers
+decide whether a GPU's result differs. `ptxlab.hardware.quirks` has the forms.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ptxlab.emulator.front.ir import Entry, Immediate, Instruction, Register, called_from, registers, remembered
+from ptxlab.emulator.front.types import bits_of
+from ptxlab.hardware import quirks
+from ptxlab.mangled import readable
+
+Makers = Mapping[tuple[int, int], Instruction]  # width and index of a register that one instruction alone writes
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line with a quirk's form."""
+
+    quirk: str
+    path: str
+    line: int
+    text: str
+    message: str
+    callers: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        place = f"{self.path}:{self.line}{called_from(self.path, self.callers)}"
+        return f"note: {place}: `{self.text}`: {self.message} (quirk {self.quirk})"
+
+
+@remembered
+def notes_of(entry: Entry) -> tuple[Note, ...]:
+    """List a kernel's lines with forms of quirks, in their order."""
+    candidates = [(quirk, form) for quirk in quirks.load().values() for form in quirk.forms]
+    by_opcode = {opcode: [(quirk, form) for quirk, form in candidates if form.pattern.fullmatch(opcode)]
+                 for opcode in entry.opcodes}  # fmt: skip
+    makers = _makers(entry) if any(by_opcode.values()) else {}
+    notes: dict[tuple[object, ...], Note] = {}
+    for previous, instruction in pairwise((None, *entry.instructions)):
+        assert instruction is not None
+        for quirk, form in by_opcode[instruction.opcode]:
+            if _has(form, instruction, previous, makers):
+                message = quirk.effect[0].lower() + quirk.effect[1:].rstrip(".")
+                text = readable(instruction.text)
+                note = Note(quirk.name, instruction.path, instruction.line, text, message, instruction.callers)
+                notes.setdefault((note.quirk, note.path, note.line, note.callers), note)
+    return tuple(notes.values())
+
+
+def _makers(entry: Entry) -> Makers:
+    """Find the instruction that writes a register, where that is a single one."""
+    written = [(_key(r), instruction) for instruction in entry.instructions for r in instruction.destinations]
+    times = Counter(key for key, _ in written)
+    return {key: instruction for key, instruction in written if times[key] == 1}
+
+
+def _key(register: Register) -> tuple[int, int]:
+    return bits_of(register.type), register.index
+
+
+def _has(form: quirks.Form, instruction: Instruction, previous: Instruction | None, makers: Makers) -> bool:
+    """Tell whether an instruction has the form."""
+    operands = instruction.operands
+    constants = [_constant(operand, makers) for operand in operands]
+    part = "".join(register.selector for register in instruction.destinations[:1])
+    if not form.fits(instruction.opcode, instruction.guard is not None, part, constants):
+        return False
+    if form.again and (previous is None or _without_place(previous) != _without_place(instruction)):
+        return False
+    if not form.made_by:
+        return True
+    sources = instruction.sources if form.source is None else registers(operands[form.source : form.source + 1])
+    origins = [makers[key] for key in map(_key, sources) if key in makers]
+    shared = {*map(_key, registers(operands[form.shared : form.shared + 1]))} if form.shared is not None else None
+    return any(
+        form.maker.fullmatch(maker.opcode) and (shared is None or shared & {*map(_key, maker.sources)})
+        for maker in origins
+    )
+
+
+def _without_place(instruction: Instruction) -> tuple[object, ...]:
+    return instruction.opcode, instruction.operands, instruction.guard
+
+
+def _constant(operand: object, makers: Makers) -> int | None:
+    """Find the number that an operand always is."""
+    if isinstance(operand, Register) and (maker := makers.get(_key(operand))) and maker.head == "mov":
+        operand = maker.operands[1] if maker.guard is None else operand
+    return operand.bits if isinstance(operand, Immediate) else None
