@@ -13,7 +13,7 @@ from ptxlab.emulator.core.effect import Effect, by_entry
 from ptxlab.emulator.core.lanes import Handler, Lanes, as_lanes
 from ptxlab.emulator.core.machine import Machine
 from ptxlab.emulator.front.ir import Instruction, Register
-from ptxlab.emulator.front.types import Array, bits_of
+from ptxlab.emulator.front.types import Array
 
 Span = tuple[int, int]  # lanes [start, stop)
 # Of a register a flag per lane, the runs of lanes that are known to have written it, and the name
@@ -42,7 +42,7 @@ class Initialised(Check):
         """What is known of each register."""
         found = {}
         for register in registers:
-            place = bits_of(register.type), register.index
+            place = register.place
             if place not in self.known:
                 self.known[place] = self.registers[place[0]][place[1]], set(), register.name
             found[register.name] = self.known[place]

@@ -104,7 +104,7 @@ class LoadTaint(Check):
 
     def joined(self, sources: list[Register], lanes: Lanes) -> Marks:
         """Those of several registers."""
-        rows = [self.marks[key] for key in map(place_of, sources) if key in self.marks]
+        rows = [self.marks[key] for key in (source.place for source in sources) if key in self.marks]
         return reduce(self.union, [row[lanes] for row in rows], np.zeros(count_of(lanes), np.int64))
 
     def union(self, a: Marks, b: Marks) -> Marks:
@@ -124,7 +124,7 @@ class LoadTaint(Check):
 
     def mark(self, register: Register, lanes: Lanes, marks: Marks) -> None:
         """What the register holds from now on."""
-        key = place_of(register)
+        key = register.place
         if key in self.marks or marks.any():
             self.marks.setdefault(key, np.zeros(self.machine.lanes, np.int64))[lanes] = marks
 
@@ -180,11 +180,6 @@ class LoadTaint(Check):
                 used = self.used.setdefault(read, np.zeros(self.machine.lanes, bool))
                 used[indices[marks == number]] = True
                 self.settle(read)
-
-
-def place_of(register: Register) -> tuple[int, int]:
-    """Where it is."""
-    return bits_of(register.type), register.index
 
 
 def computes(instruction: Instruction) -> bool:

@@ -17,7 +17,7 @@ from ptxlab.emulator.core.effect_queue import EffectQueue
 from ptxlab.emulator.core.lanes import Handler, Lanes, count_of, indices_of
 from ptxlab.emulator.core.machine import Machine
 from ptxlab.emulator.front.ir import Entry, Instruction, Register, remembered
-from ptxlab.emulator.front.types import Array, bits_of
+from ptxlab.emulator.front.types import Array
 
 _TAKEN, _GIVEN = 1, 2  # what a wgmma in flight does to a register
 _ENDS = ("bra", "brx", "call", "ret", "exit")  # of a row of instructions
@@ -55,7 +55,7 @@ class RegistersInUse(Check):
                     self.meet(instruction, register, lanes, _GIVEN, "reads")
                 for register in targets:
                     self.meet(instruction, register, lanes, _TAKEN | _GIVEN, "writes")
-            writers: Any = self._not_ahead(lanes) * number if access.is_ahead else number
+            writers: Any = np.where(self._is_busy(lanes), number, 0) if access.is_ahead else number
             for row in copied:
                 writers = np.maximum(writers, row[lanes])
             successors = handler(lanes)
@@ -66,9 +66,9 @@ class RegistersInUse(Check):
 
         return checked
 
-    def _not_ahead(self, lanes: Lanes) -> Any:
-        """Tell which lanes have a wgmma under way, whose fence cannot stand behind what follows it."""
-        return self.used[sorted(self.in_use)][:, lanes].any(axis=0) if self.in_use else np.int32(0)
+    def _is_busy(self, lanes: Lanes) -> Any:
+        """Tell which lanes have a wgmma under way: what follows it cannot be moved ahead of it."""
+        return self.used[sorted(self.in_use)][:, lanes].any(axis=0) if self.in_use else False
 
     def _row(self, place: tuple[int, int]) -> Array:
         """Return the writers of a register, given its width and index."""
@@ -170,11 +170,11 @@ def concerned(entry: Entry) -> dict[int, RegisterAccess]:
         if pc in entry.targets or instruction.head in _ENDS or instruction.opcode.startswith("wgmma"):
             behind_fence = instruction.opcode.startswith("wgmma.fence")
         reads, writes = (
-            [r for r in some if place_of(r) in theirs] for some in (instruction.sources, instruction.destinations)
+            [r for r in some if r.place in theirs] for some in (instruction.sources, instruction.destinations)
         )
-        written = [place for place in map(place_of, instruction.destinations) if place in seen]
+        written = [register.place for register in instruction.destinations if register.place in seen]
         if reads or written:
-            copied = [*map(place_of, instruction.sources)] if written and instruction.head == "mov" else []
+            copied = [source.place for source in instruction.sources] if written and instruction.head == "mov" else []
             is_ahead = behind_fence and instruction.head not in _MEMORY
             found[pc] = RegisterAccess(reads, writes, written, copied, instruction.head == "mov", is_ahead)
     return found
@@ -188,8 +188,8 @@ def seen_by_wgmmas(entry: Entry) -> set[tuple[int, int]]:
     while count < len(seen):
         count = len(seen)
         for copy in copies:
-            if any(place_of(register) in seen for register in copy.destinations):
-                seen = seen.union(map(place_of, copy.sources))
+            if any(register.place in seen for register in copy.destinations):
+                seen = seen.union(source.place for source in copy.sources)
     return seen
 
 
@@ -197,10 +197,5 @@ def seen_by_wgmmas(entry: Entry) -> set[tuple[int, int]]:
 def registers_of_wgmmas(entry: Entry) -> set[tuple[int, int]]:
     """Return what wgmmas take or give, by width and index."""
     multiplies = (i for i in entry.instructions if i.opcode.startswith("wgmma.mma_async"))
-    places = (place_of(register) for i in multiplies for register in (*i.destinations, *i.sources))
+    places = (register.place for i in multiplies for register in (*i.destinations, *i.sources))
     return {(width, index) for width, index in places if width == 32}
-
-
-def place_of(register: Register) -> tuple[int, int]:
-    """Return the width of a register's file, in bits, and its row there."""
-    return bits_of(register.type), register.index

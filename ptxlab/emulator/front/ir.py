@@ -7,6 +7,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from ptxlab.emulator.front.lane_annotation import LaneTypes
+from ptxlab.emulator.front.types import bits_of
 
 Subject = TypeVar("Subject")
 Answer = TypeVar("Answer")
@@ -22,6 +23,11 @@ class Register:
     index: int
     negated: bool = False  # `!%p` as a predicate source
     selector: str = ""  # `b0`, `h1`, `b3210`: the part that a video instruction takes or writes; `-h1` is negated
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Width of its file, in bits, and its row there."""
+        return bits_of(self.type), self.index
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ptxlab.emulator.front.ir import Entry, Immediate, Instruction, Register, called_from, registers, remembered
-from ptxlab.emulator.front.types import bits_of
 from ptxlab.hardware import quirks
 from ptxlab.mangled import readable
 
@@ -54,13 +53,9 @@ def notes_of(entry: Entry) -> tuple[Note, ...]:
 
 def _makers(entry: Entry) -> Makers:
     """Find the instruction that writes a register, where that is a single one."""
-    written = [(_key(r), instruction) for instruction in entry.instructions for r in instruction.destinations]
+    written = [(r.place, instruction) for instruction in entry.instructions for r in instruction.destinations]
     times = Counter(key for key, _ in written)
     return {key: instruction for key, instruction in written if times[key] == 1}
-
-
-def _key(register: Register) -> tuple[int, int]:
-    return bits_of(register.type), register.index
 
 
 def _has(form: quirks.Form, instruction: Instruction, previous: Instruction | None, makers: Makers) -> bool:
@@ -75,10 +70,14 @@ def _has(form: quirks.Form, instruction: Instruction, previous: Instruction | No
     if not form.made_by:
         return True
     sources = instruction.sources if form.source is None else registers(operands[form.source : form.source + 1])
-    origins = [makers[key] for key in map(_key, sources) if key in makers]
-    shared = {*map(_key, registers(operands[form.shared : form.shared + 1]))} if form.shared is not None else None
+    origins = [makers[source.place] for source in sources if source.place in makers]
+    shared = (
+        {register.place for register in registers(operands[form.shared : form.shared + 1])}
+        if form.shared is not None
+        else None
+    )
     return any(
-        form.maker.fullmatch(maker.opcode) and (shared is None or shared & {*map(_key, maker.sources)})
+        form.maker.fullmatch(maker.opcode) and (shared is None or shared & {source.place for source in maker.sources})
         for maker in origins
     )
 
@@ -89,6 +88,6 @@ def _without_place(instruction: Instruction) -> tuple[object, ...]:
 
 def _constant(operand: object, makers: Makers) -> int | None:
     """Find the number that an operand always is."""
-    if isinstance(operand, Register) and (maker := makers.get(_key(operand))) and maker.head == "mov":
+    if isinstance(operand, Register) and (maker := makers.get(operand.place)) and maker.head == "mov":
         operand = maker.operands[1] if maker.guard is None else operand
     return operand.bits if isinstance(operand, Immediate) else None

@@ -30,7 +30,6 @@ FUNCTION_POINTERS = INSTRUCTIONS[r"call(\.uni)? of an address"]
 RECURSION = "recursion is not emulated"
 WIDE_REGISTERS = "registers of 128 bits are not emulated"
 FLOAT_CONSTANTS = "arithmetic on floating-point constants is not emulated"
-REASONS = {*INSTRUCTIONS.values(), *SPECIALS.values(), RECURSION, WIDE_REGISTERS, FLOAT_CONSTANTS}
 
 
 def reason_for(called: str) -> str | None:

@@ -103,7 +103,7 @@ class KernelRunner(Runner):
 
     def _require_room(self, device: gpu.DeviceInfo) -> None:
         """Raise ArgumentError, with the figures, for a runner that is larger than the card."""
-        options: dict[str, Any] = {"chunk": self.chunk, "head": self.head, "cache": self.cache}
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("chunk", "head", "cache", "own_keys")}
         footprint = Footprint.of_model(self.model, self.batch, self.context, **options)
         if footprint.total(self.pages) > device.memory_bytes:
             rule = f"must fit the {device.memory_bytes / 1e9:.2f} GB of {device.name}"

@@ -10,7 +10,7 @@ from ptxlab.llm.model.config import Config, require_config
 from ptxlab.llm.model.inputs import input_bytes
 from ptxlab.llm.model.pages import PAGE
 from ptxlab.llm.model.quantized import QuantizedModel
-from ptxlab.llm.model.runner import CHUNK, HEAD_ROWS, HEADS, launch_sizes
+from ptxlab.llm.model.runner import CHUNK, HEAD_ROWS, HEADS, OWN_KEYS, launch_sizes
 from ptxlab.llm.model.weights import DTYPES
 from ptxlab.lowbit.kernels.attention.prefill import CHUNKED
 from ptxlab.lowbit.layout.packed_weight import SCHEMES, buffer_shapes
@@ -58,6 +58,7 @@ class Footprint:
         chunk: int | None = None,
         head: str = "float16",
         cache: str = "kv4",
+        own_keys: str = "cache",
     ) -> "Footprint":
         """Of a model of this shape, with a cache of that scheme.
 
@@ -75,6 +76,7 @@ class Footprint:
             ("dtype", dtype, DTYPES),
             ("head", head, HEADS),
             ("cache", cache, KV_SCHEMES),
+            ("own_keys", own_keys, OWN_KEYS),
         ):
             if not is_one_of(value, known):
                 raise ArgumentError(name, f"must be one of {', '.join(known)}", value)
@@ -89,6 +91,8 @@ class Footprint:
         launches += sum(
             launch_bytes(config, rows, max_pages, of_prompts, inputs=inputs) for rows in launch_sizes(chunk)
         )
+        if own_keys == "16-bit":
+            launches += sum(launch_sizes(chunk)) * config.kv_heads * config.head_dim * _HALF
         return cls(
             weights=config.layers * layer_bytes(config, scheme, group) if weights is None else weights,
             ends=vocabulary + of_head + config.hidden * _HALF,
@@ -106,9 +110,10 @@ class Footprint:
         chunk: int | None = None,
         head: str = "float16",
         cache: str | None = None,
+        own_keys: str = "cache",
     ) -> "Footprint":
         """Of this very model; `cache` is its own by default."""
-        options: dict[str, Any] = {"chunk": chunk, "head": head, **weights_of(model)}
+        options: dict[str, Any] = {"chunk": chunk, "head": head, "own_keys": own_keys, **weights_of(model)}
         return cls.of(model.config, batch, context, cache=model.cache if cache is None else cache, **options)
 
     @property

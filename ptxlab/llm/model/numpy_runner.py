@@ -153,7 +153,7 @@ class NumpyRunner(Runner):
         at = self._sequences(at)
         tokens = self._checked("tokens", tokens, len(at))
         with self._appended("decode", {b: tokens[i : i + 1] for i, b in enumerate(at)}) as rows:
-            return self._logits(self._run(rows, own_keys="cache"))
+            return self._logits(self._run(rows, of_prompts=False))
 
     def release(self, b: int) -> None:
         """See `Runner`."""
@@ -173,9 +173,9 @@ class NumpyRunner(Runner):
         return found
 
     @np.errstate(over="ignore", invalid="ignore")  # of what `_finite` finds
-    def _run(self, rows: Rows, own_keys: str | None = None) -> Any:
+    def _run(self, rows: Rows, of_prompts: bool = True) -> Any:
         config, dtype = self.config, self._dtype
-        in_16_bits = (own_keys or self.own_keys) == "16-bit"
+        in_16_bits = of_prompts and self.own_keys == "16-bit"
         self._lost[rows.sequence[rows.position <= self._lost[rows.sequence]]] = _NEVER  # computed anew
         angles = tuple(table[rows.position] for table in self._angles)
         x = as_stored(self._embedding[rows.token], dtype)

@@ -3,8 +3,8 @@
 A runner takes *rows*: a token, its sequence, its position. Decoding has a row per sequence; a prompt has one for each
 of its tokens, in chunks. A layer writes keys and values of all rows before any of them attends, and a row reads the
 tokens up to its position from the quantised cache. So a text does not depend on how its prompt is cut into chunks, nor
-on pages that it shares; on a GPU a cache that is not kv4 needs `batch_invariant` for that. Sequences take pages of a
-common pool as they grow (`pages.Pages`).
+on pages that it shares, unless `own_keys` are asked for in 16 bits. On a GPU a cache that is not kv4 needs
+`batch_invariant` for that. Sequences take pages of a common pool as they grow (`pages.Pages`).
 """
 
 from abc import ABC, abstractmethod
@@ -128,10 +128,10 @@ class Runner(ABC):
             raise ArgumentError("rotated", f"must be False for {cache}: only kv4 and kv8 rotate keys", rotated)
         if not is_one_of(own_keys, OWN_KEYS):
             raise ArgumentError("own_keys", f"must be one of {', '.join(OWN_KEYS)}", own_keys)
-        if own_keys == "16-bit" and cache not in CHUNKED:
-            raise ArgumentError(
-                "own_keys", f"must be cache for {cache}: only kv4 has kernels for 16-bit ones", own_keys
-            )
+        if own_keys == "16-bit" and (batch_invariant or cache not in CHUNKED):
+            reason = "how others cut a chunk shows" if batch_invariant else "only kv4 has kernels for 16-bit ones"
+            where = "where it is batch_invariant" if batch_invariant else f"for {cache}"
+            raise ArgumentError("own_keys", f"must be cache {where}: {reason}", own_keys)
         if not is_one_of(head, HEADS):
             raise ArgumentError("head", f"must be one of {', '.join(HEADS)}", head)
         self.chunk = min(CHUNK, batch * context) if chunk is None else chunk

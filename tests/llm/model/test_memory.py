@@ -56,12 +56,16 @@ def test_bytes_of_a_launch_in_w4a4_are_those_of_its_buffers(scheme: str, layout:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("dtype", "head"), [("float16", "float16"), ("bfloat16", "float16"), ("float16", "int8")])
-def test_bytes_of_a_runner_are_those_of_its_arrays(tied: bool, dtype: str, head: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "head", "own_keys"),
+    [("float16", "float16", "cache"), ("bfloat16", "float16", "16-bit"), ("float16", "int8", "cache")],
+)
+def test_bytes_of_a_runner_are_those_of_its_arrays(tied: bool, dtype: str, head: str, own_keys: str) -> None:
     model = QuantizedModel.rounded(FloatModel.random(replace(TINY_MODEL, tied_head=tied)), group=32, dtype=dtype)
-    runner = KernelRunner(model, 3, 100, chunk=5, pages=4, backend="emulator", head=head)
-    found = Footprint.of_model(model, 3, 100, chunk=5, head=head)
-    assert found == Footprint.of(model.config, 3, 100, group=32, dtype=dtype, chunk=5, head=head)
+    how: dict[str, Any] = {"chunk": 5, "head": head, "own_keys": own_keys}
+    runner = KernelRunner(model, 3, 100, pages=4, backend="emulator", **how)
+    found = Footprint.of_model(model, 3, 100, **how)
+    assert found == Footprint.of(model.config, 3, 100, group=32, dtype=dtype, **how)
     of_head = vars(runner._head.weight).values() if head == "int8" else [runner._head.weight]
     of_head = [array for array in of_head if isinstance(array, np.ndarray)]
     ends = {id(array): array for array in (runner._embedding, *of_head, runner._final_norm)}

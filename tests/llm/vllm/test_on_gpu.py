@@ -23,7 +23,7 @@ from ptxlab.llm.accuracy.parting import parting
 from ptxlab.llm.accuracy.text import open_text, tokens_of, windows
 from ptxlab.llm.checkpoints import folder as folders
 from ptxlab.llm.checkpoints import open_model
-from ptxlab.llm.model import KernelRunner, QuantizedModel, perplexity
+from ptxlab.llm.model import KernelRunner, QuantizedModel, generate, perplexity
 from ptxlab.llm.model.cache_formats import CACHE_FORMATS, CacheFormat, StoredTensor
 from ptxlab.llm.model.numerics import FakeQuantized
 from ptxlab.llm.server import Request
@@ -105,6 +105,15 @@ def require_equal_but_for_ties(folder: Path, prompts: list[list[int]], texts: li
     print(f"{len(parted)} of {len(texts)} texts part; the farthest: {farthest[0]} behind {len(farthest[1])} tokens")
     assert all(len(text) == 64 for text in texts)
     assert not [tie for tie in parted if tie.margin > MOST_APART * tie.spread]
+
+
+def test_texts_of_the_kernels_part_by_no_more_in_other_batches(smollm2: Path, prompts: list[list[int]]) -> None:
+    """Without vLLM: what one rounding does to texts of this model."""
+    packed, texts = folders.load(smollm2), list[list[int]]()
+    for start in range(0, len(prompts), 50):
+        steps = list(generate(KernelRunner(packed, 50, 512), prompts[start : start + 50], 64))
+        texts += np.array(steps).T.tolist()
+    require_equal_but_for_ties(smollm2, prompts, texts, "float16")
 
 
 @pytest.mark.long(120)
