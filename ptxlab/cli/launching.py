@@ -60,10 +60,10 @@ MaxSteps = Annotated[
 
 
 def emulator_options(
-    check: str, late: bool, max_steps: int | None, *, count_banks: bool = False, others: Collection[str] = ()
+    check: str, late: bool, max_steps: int | None, *, count_banks: bool = False, caller_checks: Collection[str] = ()
 ) -> EmulatorOptions:
-    """Parse the command line's options of the emulator; `others` as in `checks_of`."""
-    mode, checks = "late" if late else "early", checks_of("--check", check, others)
+    """Parse the command line's options of the emulator; `caller_checks` as in `checks_of`."""
+    mode, checks = "late" if late else "early", checks_of("--check", check, caller_checks)
     keywords = {"checks": checks, "mode": mode, "max_steps": max_steps, "count_banks": count_banks}
     return EmulatorOptions.combine(None, keywords)
 
@@ -77,7 +77,7 @@ def run_options(
     """
     words = [word.strip() for word in check.split(",")]
     all_schedules = CHECK in words or ("all" in words and not late)
-    options = emulator_options(check, late, max_steps, count_banks=count_banks, others=(CHECK,))
+    options = emulator_options(check, late, max_steps, count_banks=count_banks, caller_checks=(CHECK,))
     return options, CHECKED if all_schedules else ()
 
 

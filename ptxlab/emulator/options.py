@@ -109,22 +109,22 @@ class EmulatorOptions:
         return replace(self, checks=self.checks | frozenset(checks))
 
 
-def checks_of(option: str, checks: str | Iterable[str], others: Collection[str] = ()) -> frozenset[str]:
+def checks_of(option: str, checks: str | Iterable[str], caller_checks: Collection[str] = ()) -> frozenset[str]:
     """Parse names of checks, or one string such as `race`, `lanes,race` or `all,float`; `option` is named in errors.
 
-    `others` are names of checks that the caller makes, and not the emulator: they are taken and left out.
+    `caller_checks` are names of checks that the caller makes, and not the emulator: they are taken and left out.
     """
     if isinstance(checks, str):
         words = list(filter(None, map(str.strip, checks.split(","))))
         checks = [name for word in words for name in (CHECKS if word == "all" else (word,))]
-    names = CHECKS | ON_REQUEST | {*others}
+    names = CHECKS | ON_REQUEST | {*caller_checks}
     rule = f"some of {', '.join(sorted(names | {'all'}))}"
     if not isinstance(checks, Iterable) or isinstance(checks, np.ndarray):
         raise ArgumentError(option, rule, checks)
     for name in (chosen := list(checks)):
         if not is_one_of(name, names):
             raise ArgumentError(option, rule, name)
-    return frozenset(chosen) - {*others}
+    return frozenset(chosen) - {*caller_checks}
 
 
 def _statements(without: Collection[Statement]) -> frozenset[Statement]:
