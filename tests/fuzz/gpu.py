@@ -25,9 +25,10 @@ def is_there() -> bool:
 @contextmanager
 def kernels(text: str, names: Sequence[str], level: int = LEVEL) -> Iterator[list[GpuKernel]]:
     """Kernels of a PTX module, compiled at an optimisation level from 0 to 4; `CompileError` has the driver's log."""
+    import cupy
     from cuda.bindings import driver
 
-    gpu.device_info()  # makes the context
+    cupy.cuda.runtime.free(0)  # makes the context, which the driver's calls need
     log = bytearray(1 << 14)
     option = driver.CUjit_option
     options = [
