@@ -67,7 +67,7 @@ BUDGETS = (80, 141)  # GB
 CHUNK = 2 * PROMPT
 BY_TORCH = "prompts_by_torch"  # 1 in `Row.more` of older records, whose prompts PyTorch attended
 MIX = "mixes"
-FIRST_TOKEN = "first token"  # the measure of `first_token_rows`
+FIRST_TOKEN, NEW = "first token", "nothing shared"  # the measure of `first_token_rows`, and its peer
 WITHOUT = "without"  # ours with gemm_w4a8_qoq_sm80, the rewrite of QServe's GEMM, in place of ours
 _STEPS_WITHOUT, _WARM = 64, 8
 FOUR_BITS, CHANNEL, CHANNEL_RULE = "four bits", "per channel", "generate per channel"  # measures of `system_rows`
@@ -699,7 +699,7 @@ def first_token_rows(config: Config, known: Mapping[Key, Row], progress: Callabl
             rate=TOKENS / us * 1e6,
             sm_mhz=0.0,
             checked=f"{SHARED_PAGES} pages of {PAGE} tokens are shared",
-            peers={"nothing shared": float(np.median(new))},
+            peers={NEW: float(np.median(new))},
             face=FACE,
         )
         row = replace(row, fastest_us=min(shared), slowest_us=max(shared))

@@ -11,7 +11,19 @@ from matplotlib.figure import Figure
 from benchmarks.stored import Place, stored_attention
 from ptxlab import registry
 from ptxlab.bench.record import Record
-from ptxlab.lowbit.bench.attention import EVEN, LADDER, MEASURE, RAGGED, WITH_APPEND, append, merge
+from ptxlab.lowbit.bench.attention import (
+    EVEN,
+    FACE,
+    LADDER,
+    MEASURE,
+    RAGGED,
+    TABLE1_MEASURE,
+    TABLE1_PART,
+    TABLE1_STEPS,
+    WITH_APPEND,
+    append,
+    merge,
+)
 from ptxlab.lowbit.bench.attention.append import POINTS
 from ptxlab.lowbit.bench.shapes import BATCHES, HEADS, LENGTHS, LONG
 from ptxlab.plot import BLUE, ORANGE, PALE, RED
@@ -38,6 +50,13 @@ BITS = {  # of an element of the cache -> peers
 }
 QSERVE = "qserve_kv4"
 _APPENDING = ("qserve_", "lserve_")  # peers whose time has the rotation and the appended token in it
+A100_TABLE1 = {  # tokens -> QServe Table 1, on an A100: how many times as fast as KV8 a naive KV4 is, and QServe's
+    128: (0.87, 1.29),
+    256: (0.86, 1.32),
+    512: (0.87, 1.44),
+    1024: (0.88, 1.49),
+    1536: (0.90, 1.51),
+}
 A100_US = {  # QServe's steps at 64 x 1024, heads 32/32, on an A100 (QServe §6.4); KV8: TensorRT-LLM's (QServe Table 1)
     "attention_kv8": 420,
     "attention_kv4_naive": 480,
@@ -51,6 +70,35 @@ A100_US = {  # QServe's steps at 64 x 1024, heads 32/32, on an A100 (QServe §6.
 def recorded() -> Record | None:
     """The record of the suite on the H200, if there is one."""
     return frames.recorded("attention")
+
+
+def recorded_table1() -> Record | None:
+    """The record of `ptxlab bench attention --only table1` on the H200, if there is one."""
+    return frames.recorded(f"attention_{TABLE1_PART}")
+
+
+def table1(record: Record | None) -> str:
+    """QServe's Table 1 here: µs of its three kernels and of `attention_kv4` by tokens, beside QServe's own ratios."""
+    rows = frame(record, TABLE1_MEASURE)
+    if record is None or rows.empty:
+        return MISSING
+    teaching = rows[rows.face != FACE]
+    times = {name: teaching[teaching.kernel == name].set_index("L").time_us for name in TABLE1_STEPS}
+    launched = rows[rows.face == FACE]
+    bits_of = launched.config.map(lambda config: config["bits"])
+    times |= {f"{FACE}, {bits} bits": launched[bits_of == bits].set_index("L").time_us for bits in (8, 4)}
+    eight, naive, four = (times[name] for name in TABLE1_STEPS)
+    table = pd.DataFrame({f"`{name}`": us for name, us in times.items()})
+    table["naive over 8 bits"], table["last over 8 bits"] = eight / naive, eight / four
+    table["the same, QServe"] = [f"{a:.2f}x, {b:.2f}x" for a, b in (A100_TABLE1[L] for L in table.index)]
+    table = table.reset_index(names="tokens")
+    formats = {name: "{:.1f}" if "`" in name else "{:.2f}x" for name in table.columns[1:-1]}
+    note = (
+        f"µs at 64 sequences, heads 32/32. QServe: on an A100 (QServe Table 1), its 8-bit kernel that of TensorRT-LLM"
+        f" with static scales; here scales are per token and head. Measured on one {record.device['name']}:"
+        f" `ptxlab bench attention --only {TABLE1_PART}`, {record.date[:10]}, commit {record.revision}."
+    )
+    return f"{markdown(table, formats)}\n{note}\n"
 
 
 def points(record: Record | None, measure: str = MEASURE) -> pd.DataFrame:

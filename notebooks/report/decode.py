@@ -1,6 +1,7 @@
 """Whole models as recorded: steady steps, QServe's rule and peaks under each budget of memory, a picture a model."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -11,21 +12,29 @@ from benchmarks.decode import (
     BESIDE,
     BUDGETS,
     BY_TORCH,
+    CHANNEL,
+    CHANNEL_RULE,
+    FIRST_TOKEN,
+    FOUR_BIT_BATCHES,
+    FOUR_BITS,
     GENERATE,
     MADE,
     MEASURE,
     MIX,
     MODELS,
+    NEW,
+    PROMPT,
     WITHOUT,
     config_of,
     room_for,
 )
 from benchmarks.layer_shapes import TOPS, rows_of
+from benchmarks.shared_prefix import SHARED_PAGES, TOKENS
 from ptxlab import bench
 from ptxlab.bench.record import Record
 from ptxlab.lowbit.kernels.attention.prefill import PREFILL
 from ptxlab.plot import BLUE, GREY, ORANGE, PURPLE, RED
-from report import RESULTS
+from report import RESULTS, frames
 from report.frames import MISSING, markdown
 from report.layer import KINDS, fastest
 from report.style import bare, title
@@ -44,6 +53,7 @@ LIQUIDSERVE = {
 FRONT = ("LLaMA-2-7B", "LLaMA-2-70B", "LLaMA-3-8B", "Mixtral-8x7B")  # models of the README
 TOPS_MHZ = TOPS * 1e6 / (132 * 8192)  # the clock at which 132 SMs of 8,192 INT8 operations a cycle make TOPS
 OURS = "ptxlab"
+_SYSTEMS = {"channel": "W4A8 per channel (QServe)", "w4a4": "W4A4 (Atom)", "w4ax": "W4Ax (COMET)"}
 _PARTS = {"gemm": BLUE, "attention": ORANGE, "others": RED, "head": GREY}
 _LINES = {OURS: BLUE, "FP8": ORANGE, "humming per channel": PURPLE, "humming g128": RED, "FP16": GREY}
 
@@ -233,6 +243,66 @@ def limits_table(records: list[Record]) -> str:
         "share": ("both, of the step", "{:.0%}"),
     }
     return _shown(rows, columns, records)
+
+
+def systems_table(records: list[Record], other: Record | None) -> str:
+    """Steady steps of one model in other systems' weights, by batch: ms and tokens/s; below, QServe's rule."""
+    if other is None:
+        return MISSING
+    model = points([other], CHANNEL).model.iloc[0]
+    steps = points(records, MEASURE).query("model == @model")
+    lines = [{"weights": "W4A8 in groups of 128 (the table above)", **_by_batch(steps)}]
+    for kernel, name in _SYSTEMS.items():
+        of_kernel = replace(other, rows=tuple(row for row in other.rows if row.kernel == kernel))
+        found = [points([of_kernel], measure) for measure in (CHANNEL, FOUR_BITS)]
+        lines.append({"weights": name, **_by_batch(pd.concat(found))})
+    rule = points([other], CHANNEL_RULE).query("L == @BUDGETS[0]").iloc[0]
+    device, fastest_step = other.device["name"], max(row.rate for row in other.rows if row.measure == CHANNEL)
+    note = (
+        f"{model}; milliseconds and tokens/s. By QServe's rule, prompts included, weights per channel make"
+        f" {rule['rate']:,.0f} tokens/s within {BUDGETS[0]} GB, in steps alone {fastest_step:,.0f}. Measured on one"
+        f" {device} by `python -m benchmarks decode --only {model} --only channel --only w4a4 --only w4ax`,"
+        f" {other.date[:10]}, commit {other.revision}."
+    )
+    return f"{markdown(pd.DataFrame(lines))}\n{note}\n"
+
+
+def recorded_systems() -> Record | None:
+    """The record of steps in W4A4, in W4Ax and with weights per channel, if there is one."""
+    return frames.recorded("decode_systems")
+
+
+def recorded_alone() -> Record | None:
+    """The record of models without mixes, whose prompts our own kernel attends, if there is one."""
+    return frames.recorded("decode_alone")
+
+
+def prompts_table(record: Record | None) -> str:
+    """Time to the first token with and without shared pages, and QServe's rule, by model."""
+    first = points([record], FIRST_TOKEN) if record else pd.DataFrame()
+    if record is None or first.empty:
+        return MISSING
+    rule = points([record], GENERATE).query("L == @BUDGETS[0]").set_index("model")
+    prompts = rule.B * PROMPT / rule.prefill_us * 1e6
+    table = pd.DataFrame(
+        {
+            "model": first.model,
+            "first token, ms": [row.peers[NEW] / 1e3 for row in first.itertuples()],
+            f"{SHARED_PAGES} pages shared, ms": first.time_us / 1e3,
+            "batch": first.model.map(rule.B),
+            "prompts, tokens/s": first.model.map(prompts),
+            "QServe's rule, tokens/s": first.model.map(rule.rate),
+        }
+    )
+    formats = {name: "{:.1f}" if name.endswith("ms") else "{:,.0f}" for name in table.columns[1:]}
+    note = f"Prompts of {TOKENS:,} tokens; the rule within {BUDGETS[0]} GB. {_origin([record])}"
+    return f"{markdown(table, formats)}\n{note}\n"
+
+
+def _by_batch(rows: pd.DataFrame) -> dict[str, str]:
+    """A cell for each batch of the four-bit systems; empty where it was not measured."""
+    cells = {row.B: f"{row.time_us / 1e3:.2f} ms, {row.rate:,.0f}" for row in rows.itertuples()}
+    return {f"batch {B}": cells.get(B, "") for B in FOUR_BIT_BATCHES}
 
 
 def _shown(rows: pd.DataFrame, columns: dict[str, tuple[str, str]], records: list[Record], *more: str) -> str:

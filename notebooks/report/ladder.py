@@ -10,6 +10,7 @@ from ptxlab import registry
 from ptxlab.bench.record import Record
 from ptxlab.lowbit import kernels
 from ptxlab.lowbit.bench import counts
+from ptxlab.lowbit.bench.gemm import groups, headline
 from ptxlab.lowbit.bench.gemm.limits import STALL
 from ptxlab.lowbit.bench.gemm.steps import MEASURE
 from ptxlab.lowbit.bench.shapes import CHAINS, DISSECTED, DISSECTED_TOKENS, TOKENS, Layer
@@ -88,6 +89,34 @@ def ladder_table(record: Record | None = None) -> str:
     formats = {name: "{:.2f}x" if name.startswith("over") else "{:.2f}" for name in table.columns[3:]}
     note = _origin(record, rows) if record else f"{NOT_RECORDED} {_COUNTED_LOOP}"
     return f"{markdown(table, formats, left=2)}\n{note}\n"
+
+
+def recorded_groups() -> Record | None:
+    """The record of `ptxlab bench gemm --only g64` on the H200, if there is one."""
+    return frames.recorded(f"gemm_{groups.PART}")
+
+
+def groups_table(record: Record | None) -> str:
+    """Every step and `gemm_w4a8` in LiquidGEMM's groups: of the floor, and the time of a layer's matrices in turn."""
+    rows = points(record)
+    if record is None or rows.empty:
+        return MISSING
+    matrices = rows.drop_duplicates(["N", "K"])
+    kernels_of = {f"`{short(name)}`": of(rows, name) for name in steps(rows)}
+    kernels_of[f"`{headline.FACE}`"] = frame(record, headline.MEASURE)
+    lines = []
+    for name, times in kernels_of.items():
+        at = {M: times[times.M == M] for M in _SHOWN_TOKENS}
+        line = {"step": name} | {f"of the floor, M = {M}": fraction(at[M]) for M in _SHOWN_TOKENS}
+        lines.append(line | {f"µs, M = {M}": at[M].time_us.sum() for M in _SHOWN_TOKENS})
+    table = pd.DataFrame(lines)
+    formats = {name: "{:.1f}" if name.startswith("µs") else "{:.2f}" for name in table.columns[1:]}
+    note = (
+        f"Groups of {groups.GROUP}; µs: the {len(matrices)} matrices of a layer of {matrices.model.iloc[0]}, added up."
+        f" Measured on one {record.device['name']}: `ptxlab bench gemm --only {groups.PART} --only 7B`,"
+        f" {record.date[:10]}, commit {record.revision}."
+    )
+    return f"{markdown(table, formats)}\n{note}\n"
 
 
 def documents_table(record: Record | None = None) -> str:

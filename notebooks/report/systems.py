@@ -11,11 +11,11 @@ _ATTENTION = "[attention](notebooks/guide/attention.md)"
 _MODELS, _VLLM = "[whole models](notebooks/guide/decode.md)", "[vLLM](notebooks/guide/vllm.md)"
 _TIMES = {  # pages with recorded times of a system's kernels
     "QServe in groups": (_GEMM, _ATTENTION, _MODELS),
-    "QServe per channel": (_GEMM, _ATTENTION),
+    "QServe per channel": (_GEMM, _ATTENTION, _MODELS),
     "LQQ with KV4": (_GEMM, _ATTENTION, _MODELS, _VLLM),
     "LiquidServe": (_GEMM,),
-    "Atom": (_FOUR_BITS, _ATTENTION),
-    "COMET": (_FOUR_BITS,),
+    "Atom": (_FOUR_BITS, _ATTENTION, _MODELS),
+    "COMET": (_FOUR_BITS, _MODELS),
 }
 
 

@@ -49,6 +49,29 @@ def test_the_table_says_how_many_cards_and_commits_it_is_of() -> None:
     assert said in decode.steps_table([record(), second])
 
 
+def test_first_tokens_stand_beside_those_of_new_prompts() -> None:
+    step, rule = record().rows
+    sizes = models.sizes_of(models.config_of(step.sizes), 1, 2000)
+    first = replace(step, measure=models.FIRST_TOKEN, sizes=sizes, time_us=4000.0, peers={models.NEW: 50_000.0})
+    ours = replace(rule, more={**rule.more, "prefill_us": 2e6})
+    text = decode.prompts_table(replace(record(), rows=(first, ours)))
+    assert "| LLaMA-2-7B | 50.0 | 4.0 | 100 | 51,200 | 12,000 |" in text and "commit 0123456789" in text
+    assert decode.prompts_table(None) == MISSING
+
+
+def test_weights_of_other_systems_stand_below_the_models_own_steps() -> None:
+    (step, rule), measures = record().rows, (models.CHANNEL, models.FOUR_BITS)
+    kernels = {"channel": measures[0], "w4a4": measures[1]}
+    others = [
+        *(replace(step, kernel=name, measure=measure, time_us=2000.0) for name, measure in kernels.items()),
+        replace(rule, measure=models.CHANNEL_RULE, kernel="channel"),
+    ]
+    text = decode.systems_table([record()], replace(record(), rows=tuple(others)))
+    assert "(the table above) |  | 4.00 ms, 4,000 |  |" in text and "| W4A4 (Atom) |  | 2.00 ms, 4,000 |  |" in text
+    assert "| W4Ax (COMET) |  |  |" in text and "make 12,000 tokens/s within 80 GB" in text
+    assert decode.systems_table([record()], None) == MISSING
+
+
 def test_the_table_says_what_attended_the_prompts() -> None:
     (_, row), eight = record().rows, models.sizes_of(models.MODELS[4], 100, 80)
     by_torch = replace(row, more={**row.more, models.BY_TORCH: 1.0})

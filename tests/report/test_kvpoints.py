@@ -10,7 +10,7 @@ import pytest
 from benchmarks.stored import OURS, stored_attention
 from ptxlab.bench.record import Record, Row
 from ptxlab.errors import FileError
-from ptxlab.lowbit.bench.attention import PROGRAMMATIC
+from ptxlab.lowbit.bench.attention import FACE, PROGRAMMATIC, TABLE1_MEASURE, TABLE1_STEPS
 from ptxlab.lowbit.bench.shapes import HEADS, batches
 from ptxlab.lowbit.kernels.attention.steps import STEPS
 from report import attention, figures, frames, sections, targets
@@ -178,3 +178,16 @@ def test_the_record_is_whole() -> None:
         everyone = row.B < 256 and row.L <= 4096
         assert len(row.peers) == (11 if everyone else 1 + (row.Hq == row.Hkv))
     assert [*attention.steps(found).kernel] == [step.spec.name for step in STEPS]
+
+
+def test_qserves_table_1_stands_beside_its_own_ratios() -> None:
+    times = dict(zip(TABLE1_STEPS, (30.0, 40.0, 20.0), strict=True))
+    sizes = {**RECORD.rows[0].sizes, "B": 64, "L": 512}
+    first = replace(RECORD.rows[0], measure=TABLE1_MEASURE, sizes=sizes, face="")
+    rows = [replace(first, kernel=name, time_us=us) for name, us in times.items()]
+    rows += [
+        replace(first, kernel="any", face=FACE, time_us=us, config={"bits": bits}) for bits, us in ((8, 9), (4, 5))
+    ]
+    text = attention.table1(replace(RECORD, rows=tuple(rows)))
+    assert "| 512 | 30.0 | 40.0 | 20.0 | 9.0 | 5.0 | 0.75x | 1.50x | 0.87x, 1.44x |" in text
+    assert attention.table1(None) == frames.MISSING

@@ -13,6 +13,7 @@ from ptxlab import plot
 from ptxlab.bench import compare
 from ptxlab.bench.record import Record, Row
 from ptxlab.errors import FileError
+from ptxlab.lowbit.bench.gemm import headline
 from ptxlab.lowbit.bench.shapes import CHAINS, DISSECTED, LAYERS, TOKENS
 from report import figures, frames, gemmplot, ladder, sections
 from tests.support.bench_rows import slowed
@@ -39,6 +40,16 @@ def test_gains_are_geometric_means_over_matrices() -> None:
     rows = points(*base, *faster, alone)
     assert ladder.speed_over(rows, "step", "base", 16) == pytest.approx(4.0)
     assert math.isnan(ladder.speed_over(rows, "step", "base", 64))
+
+
+def test_the_matrices_of_a_layer_are_added_up_in_groups_of_64() -> None:
+    two = [replace(r, time_us=5.0, fraction=0.5) for r in RECORD.rows if r.kernel == NAMES[0] and r.sizes["M"] == 16][
+        :2
+    ]
+    face = [replace(r, measure=headline.MEASURE, time_us=2.0, fraction=0.8) for r in two]
+    text = ladder.groups_table(replace(RECORD, rows=(*two, *face)))
+    assert "| `qoq_sm80` | 0.50 |  |  | 10.0 | 0.0 | 0.0 |\n| `gemm_w4a8` | 0.80 |" in text and "the 2 matrices" in text
+    assert ladder.groups_table(None) == frames.MISSING
 
 
 def test_speed_over_a_peer() -> None:
