@@ -89,7 +89,7 @@ def table1(record: Record | None) -> str:
     times |= {f"{FACE}, {bits} bits": launched[bits_of == bits].set_index("L").time_us for bits in (8, 4)}
     eight, naive, four = (times[name] for name in TABLE1_STEPS)
     table = pd.DataFrame({f"`{name}`": us for name, us in times.items()})
-    table["naive over 8 bits"], table["last over 8 bits"] = eight / naive, eight / four
+    table["naive over 8 bits"], table["prefetch over 8 bits"] = eight / naive, eight / four
     table["the same, QServe"] = [f"{a:.2f}x, {b:.2f}x" for a, b in (A100_TABLE1[L] for L in table.index)]
     table = table.reset_index(names="tokens")
     formats = {name: "{:.1f}" if "`" in name else "{:.2f}x" for name in table.columns[1:-1]}

@@ -295,7 +295,10 @@ def prompts_table(record: Record | None) -> str:
         }
     )
     formats = {name: "{:.1f}" if name.endswith("ms") else "{:,.0f}" for name in table.columns[1:]}
-    note = f"Prompts of {TOKENS:,} tokens; the rule within {BUDGETS[0]} GB. {_origin([record])}"
+    note = (
+        f"Prompts of {TOKENS:,} tokens; the rule within {BUDGETS[0]} GB. Measured on one {record.device['name']} by"
+        f" `python -m benchmarks decode --only alone`, {record.date[:10]}, commit {record.revision}."
+    )
     return f"{markdown(table, formats)}\n{note}\n"
 
 
