@@ -19,6 +19,14 @@ REMEDIES = {
 }
 
 
+PAGES = dict.fromkeys(("async-dirty", "war"), "guide/fence_bugs.md")  # of the guide; others: `CHECKS_PAGE`
+CHECKS_PAGE = "guide/checks.md"
+
+
 def remedies_of(kinds: Iterable[str]) -> list[str]:
-    """List the remedy of each kind of finding, as lines; each once."""
-    return [f"  remedy ({kind}): {REMEDIES[kind]}" for kind in dict.fromkeys(kinds) if kind in REMEDIES]
+    """List the remedy of each kind of finding and the guide's page about it, as lines; each once."""
+    return [
+        f"  remedy ({kind}): {REMEDIES[kind]} ({PAGES.get(kind, CHECKS_PAGE)})"
+        for kind in dict.fromkeys(kinds)
+        if kind in REMEDIES
+    ]

@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -18,6 +19,7 @@ from ptxlab.errors import ArgumentError, EmulationError
 from ptxlab.runtime.schedules import CHECK
 from tests.support.emulated import kernel, record_options
 
+GUIDE = Path(__file__).parents[2] / "notebooks" / "guide"
 TEXT = kernel("bar.sync 0; ret;", ".param .u64 x")
 SOURCE = ptxlab.Source.from_text(TEXT, "k.ptx")
 (BARRIER,) = emulator.statements_of(emulator.parse(TEXT, "k.ptx").entries["k"])
@@ -171,9 +173,12 @@ def test_the_checks_of_whoever_watches_are_added(machines: list[EmulatorOptions]
     assert [options.checks for options in machines] == [{"race", "init"}, frozenset()]
 
 
-def test_each_kind_of_finding_has_a_remedy() -> None:
+def test_each_kind_of_finding_has_a_remedy_and_a_page_of_the_guide() -> None:
     kinds = {kind for kinds in KINDS.values() for kind in kinds} | {CHECK}
-    assert len(emulator.remedies_of(kinds)) == len(kinds)
+    for kind in kinds:
+        (line,) = emulator.remedies_of([kind, kind])
+        page = re.fullmatch(rf"  remedy \({kind}\): .+ \(guide/(\w+\.md)\)", line)
+        assert page and (GUIDE / page[1]).is_file()
     assert emulator.remedies_of(["race", "race"]) == [
-        "  remedy (race): put a barrier, or a flag with release and acquire, between the two accesses"
+        "  remedy (race): put a barrier, or a flag with release and acquire, between the two accesses (guide/checks.md)"
     ]

@@ -29,7 +29,7 @@ class Note:
 
     def __str__(self) -> str:
         place = f"{self.path}:{self.line}{called_from(self.path, self.callers)}"
-        return f"note: {place}: `{self.text}`: {self.message} (quirk {self.quirk})"
+        return f"note: {place}: `{self.text}`: {self.message} (quirk {self.quirk}, guide/hardware_quirks.md)"
 
 
 @remembered

@@ -64,7 +64,7 @@ def test_a_constant_may_come_by_a_register() -> None:
     (note,) = notes("mov.b32 %r3, 40;\nbfe.s32 %r1, %r2, %r3, 4;")
     assert str(note) == (
         "note: k.ptx:11: `bfe.s32 %r1, %r2, %r3, 4`: bfe.s32 with a constant position of 32 or more is -1 "
-        "(quirk bfe_constant)"
+        "(quirk bfe_constant, guide/hardware_quirks.md)"
     )
 
 
