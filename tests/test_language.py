@@ -1,0 +1,37 @@
+"""Names and docstrings that readers trip over do not become more."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.support import language
+
+ROOT = Path(__file__).parents[1]
+LIMITS = {"participle": 518, "fragment": 1221, "vague": 3209, "empty": 644, "cuda": 736}  # lower them when they fall
+
+
+def test_no_kind_of_wording_becomes_more_frequent() -> None:
+    counts = Counter(place.kind for place in language.places(ROOT))
+    assert {kind: counts[kind] for kind in LIMITS if counts[kind] > LIMITS[kind]} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("def found(): ...", ["participle"]),
+        ("def bound(): ...", []),
+        ("@property\ndef packed(self): ...", []),
+        ('def rows(x):\n    """Of a matrix."""', ["fragment"]),
+        ('def rows(x):\n    """Return the rows of a matrix."""', []),
+        ("def rows(data, other): other = data", ["empty", "vague", "vague"]),
+        ("class A:\n    def __eq__(self, other): ...", []),
+    ],
+)
+def test_kinds_of_python(text: str, kinds: list[str]) -> None:
+    assert sorted(place.kind for place in language.python_places(Path("a.py"), text)) == kinds
+
+
+def test_vague_identifiers_of_cuda_count_outside_comments() -> None:
+    places = language.cuda_places(Path("a.cu"), "int one = 1;  // more = 2\nint rows = own[3];\n")
+    assert [(place.line, place.text) for place in places] == [(1, "one"), (2, "own")]
