@@ -14,7 +14,8 @@ What others take are rows of their own: `beside`, a step of B sequences less the
 Steps in W4A4 (Atom) and W4Ax (COMET) are rows of a measure of their own, `four bits`, and only where a word asks for
 them. So are steps with weights per channel, QServe's setting on an A100 (QServe §6.3), `per channel`: with the GEMM
 that `gemm_w4a8` chooses, and with `gemm_w4a8_qoq_channel_sm80`; of the former also QServe's rule, `generate per
-channel`.
+channel`. So are steps with LiquidServe's settings, groups of 64 and a static cache of 8 bits by channel (LiquidGEMM
+§6, §7.1), `static cache`.
 """
 
 import subprocess
@@ -44,10 +45,12 @@ from ptxlab.llm.model import Config, KernelRunner, LayerWeights, QuantizedModel,
 from ptxlab.llm.model.kernel_runner import LMHead
 from ptxlab.llm.model.memory import RESERVE, weights_of
 from ptxlab.llm.model.runner import HEAD_ROWS
+from ptxlab.llm.model.weights import DEFAULT_CACHE
 from ptxlab.lowbit.bench.attention.problem import random_pages
 from ptxlab.lowbit.bench.shapes import GROUP, HEAD_DIM, PAGE
 from ptxlab.lowbit.layout import page_bytes
-from ptxlab.lowbit.quant import Level1Weight
+from ptxlab.lowbit.quant import Level1Weight, calibrate_kv
+from ptxlab.lowbit.quant.kv import BY_CHANNEL
 from ptxlab.runtime.timing import GEMM_REPLAYS, Clock, Measured, measure
 from ptxlab.spec.dtypes import stored
 
@@ -71,6 +74,7 @@ FIRST_TOKEN, NEW = "first token", "nothing shared"  # the measure of `first_toke
 WITHOUT = "without"  # ours with gemm_w4a8_qoq_sm80, the rewrite of QServe's GEMM, in place of ours
 _STEPS_WITHOUT, _WARM = 64, 8
 FOUR_BITS, CHANNEL, CHANNEL_RULE = "four bits", "per channel", "generate per channel"  # measures of `system_rows`
+STATIC_CACHE = "static cache"  # likewise
 FOUR_BIT_BATCHES = (8, 16, 32, 64, 128, 256)  # Atom §5.3.2
 _ROWS = 520  # distinct random rows of embedding and head, each then scaled by a factor of its own
 _PAD = 16
@@ -89,6 +93,8 @@ class System:
         rule: the measure of QServe's rule, or empty where only steps are measured.
         experts: whether models with experts run.
         programmatic: whether a launch begins before the one ahead of it has ended.
+        group: channels per scale of the weights.
+        cache: scheme of the KV cache; of one by channel the constants are calibrated on normal numbers.
     """
 
     scheme: str
@@ -97,6 +103,8 @@ class System:
     rule: str = ""
     experts: bool = False
     programmatic: bool = True
+    group: int = GROUP
+    cache: str = DEFAULT_CACHE
 
 
 SYSTEMS = {
@@ -104,6 +112,7 @@ SYSTEMS = {
     "w4ax": System("fmpq"),
     "channel": System("qoq_channel", CHANNEL, rule=CHANNEL_RULE, experts=True),
     "channel_sm80": System("qoq_channel", CHANNEL, layout="qserve", programmatic=False),
+    "liquid": System("lqq", STATIC_CACHE, experts=True, group=64, cache="kv8_channel"),
 }
 
 
@@ -253,10 +262,17 @@ def model_rows(
 # --- ours ------------------------------------------------------------------------------------------------------------
 
 
-def random_model(config: Config, scheme: str = "lqq", layout: str = "strips") -> QuantizedModel:
+def random_model(
+    config: Config, scheme: str = "lqq", layout: str = "strips", group: int = GROUP, cache: str = DEFAULT_CACHE
+) -> QuantizedModel:
     """Random weights on the device through our quantiser: those of one layer, copied for each of the others."""
-    first = LayerWeights.random(config, scheme=scheme, group=GROUP, layout=layout, on_device=True)
+    first = LayerWeights.random(config, scheme=scheme, group=group, layout=layout, on_device=True)
     rng = np.random.default_rng(1)
+    if cache in BY_CHANNEL:
+        keys, values = rng.standard_normal((2, PAGE, config.kv_heads, config.head_dim), dtype=np.float32)
+        constants = {name: gpu.to_device(np.stack(calibrate_kv(x, cache)))
+                     for name, x in (("k_channel", keys), ("v_channel", values))}  # fmt: skip
+        first = replace(first, cache=cache, **constants)
 
     def table() -> Any:
         some = gpu.to_device(rng.standard_normal((_ROWS, config.hidden), dtype=np.float32).astype(np.float16))
@@ -284,7 +300,7 @@ class Steady:
             if not runner.reserve(b, PROMPT + MADE):
                 raise BenchmarkError(f"{FACE}: {runner.pages} pages do not hold {B} sequences of {PROMPT + MADE}")
         runner.lengths[self.at] = PROMPT - 1 + rng.permutation(np.arange(B) * MADE // B)
-        block = random_pages(runner.config.kv_heads, "kv4")
+        block = random_pages(runner.config.kv_heads, runner.cache)
         for cache in runner.caches:
             for start in range(0, cache.pages, len(block)):
                 pool = cache.pool[start : start + len(block)]
@@ -432,7 +448,7 @@ def works(config: Config, weights: LayerWeights, B: int, tokens: int) -> list[Wo
         share = 1 - (1 - chosen) ** B if config.experts and name in ("gate_up", "down") else 1
         nbytes = round(config.layers * getattr(weights, name).nbytes * share)
         found.append(Work(f"gemm {name}", nbytes, 2 * config.layers * rows_of(config, name, B) * N * K))
-    per_token = config.layers * 2 * config.kv_heads * page_bytes("kv4", PAGE, HEAD_DIM) // PAGE
+    per_token = config.layers * 2 * config.kv_heads * page_bytes(weights.cache, PAGE, HEAD_DIM) // PAGE
     found.append(Work("attention", tokens * per_token, 4 * config.layers * tokens * config.heads * HEAD_DIM))
     vocabulary = config.vocabulary * config.hidden
     return [*found, Work("head", 2 * vocabulary, 2 * B * vocabulary)]
@@ -474,12 +490,12 @@ def system_rows(
     if all(recorded_rows.values()) and not settings.rule:
         return
     with gpu.elsewhere(_PAD):
-        model = random_model(config, settings.scheme, settings.layout)
+        model = random_model(config, settings.scheme, settings.layout, settings.group, settings.cache)
         gigabytes = gpu.device_info().memory_bytes / 1e9
         chunk = CHUNK if settings.rule else 1
 
         def room(gb: float) -> int:
-            return largest_batch(config, gb, PROMPT + MADE, chunk=chunk, **weights_of(model))
+            return largest_batch(config, gb, PROMPT + MADE, chunk=chunk, cache=settings.cache, **weights_of(model))
 
         budgets = {gb: room(gb) for gb in BUDGETS if gb <= gigabytes} if settings.rule else {}
         ruled = {gb: rows_by_key.get(row_key(config, settings.rule, B, gb, system)) for gb, B in budgets.items() if B}

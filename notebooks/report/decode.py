@@ -24,6 +24,7 @@ from benchmarks.decode import (
     MODELS,
     NEW,
     PROMPT,
+    STATIC_CACHE,
     WITHOUT,
     config_of,
     room_for,
@@ -53,7 +54,12 @@ LIQUIDSERVE = {
 FRONT = ("LLaMA-2-7B", "LLaMA-2-70B", "LLaMA-3-8B", "Mixtral-8x7B")  # models of the README
 TOPS_MHZ = TOPS * 1e6 / (132 * 8192)  # the clock at which 132 SMs of 8,192 INT8 operations a cycle make TOPS
 OURS = "ptxlab"
-_SYSTEMS = {"channel": "W4A8 per channel (QServe)", "w4a4": "W4A4 (Atom)", "w4ax": "W4Ax (COMET)"}
+_SYSTEMS = {
+    "channel": "W4A8 per channel (QServe)",
+    "liquid": "W4A8 in groups of 64, static KV8 (LiquidServe)",
+    "w4a4": "W4A4 (Atom)",
+    "w4ax": "W4Ax (COMET)",
+}
 _PARTS = {"gemm": BLUE, "attention": ORANGE, "others": RED, "head": GREY}
 _LINES = {OURS: BLUE, "FP8": ORANGE, "humming per channel": PURPLE, "humming g128": RED, "FP16": GREY}
 
@@ -254,14 +260,14 @@ def systems_table(records: list[Record], other: Record | None) -> str:
     lines = [{"weights": "W4A8 in groups of 128 (the table above)", **_by_batch(steps)}]
     for kernel, name in _SYSTEMS.items():
         of_kernel = replace(other, rows=tuple(row for row in other.rows if row.kernel == kernel))
-        found = [points([of_kernel], measure) for measure in (CHANNEL, FOUR_BITS)]
+        found = [points([of_kernel], measure) for measure in (CHANNEL, STATIC_CACHE, FOUR_BITS)]
         lines.append({"weights": name, **_by_batch(pd.concat(found))})
     rule = points([other], CHANNEL_RULE).query("L == @BUDGETS[0]").iloc[0]
     device, fastest_step = other.device["name"], max(row.rate for row in other.rows if row.measure == CHANNEL)
     note = (
         f"{model}; milliseconds and tokens/s. By QServe's rule, prompts included, weights per channel make"
         f" {rule['rate']:,.0f} tokens/s within {BUDGETS[0]} GB, in steps alone {fastest_step:,.0f}. Measured on one"
-        f" {device} by `python -m benchmarks decode --only {model} --only channel --only w4a4 --only w4ax`,"
+        f" {device} by `python -m benchmarks decode` with `--only` of {model} and each system,"
         f" {other.date[:10]}, commit {other.revision}."
     )
     return f"{markdown(pd.DataFrame(lines))}\n{note}\n"

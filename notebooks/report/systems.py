@@ -13,7 +13,7 @@ _TIMES = {  # pages with recorded times of a system's kernels
     "QServe in groups": (_GEMM, _ATTENTION, _MODELS),
     "QServe per channel": (_GEMM, _ATTENTION, _MODELS),
     "LQQ with KV4": (_GEMM, _ATTENTION, _MODELS, _VLLM),
-    "LiquidServe": (_GEMM,),
+    "LiquidServe": (_GEMM, _MODELS),
     "Atom": (_FOUR_BITS, _ATTENTION, _MODELS),
     "COMET": (_FOUR_BITS, _MODELS),
 }

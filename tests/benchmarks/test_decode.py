@@ -168,7 +168,25 @@ def test_steps_with_the_rewrite_of_qserves_channel_gemm(tiny_gpu: pytest.MonkeyP
         models, "random_model", lambda *of, model=models.random_model: launched.extend(of[1:]) or model(*of)
     )
     (row,) = models.system_rows(TINY, "channel_sm80", (1,), {}, CEILINGS, lambda _: None)
-    assert launched == ["qoq_channel", "qserve"] and (row.kernel, row.measure) == ("channel_sm80", "per channel")
+    assert launched[:2] == ["qoq_channel", "qserve"] and (row.kernel, row.measure) == ("channel_sm80", "per channel")
+
+
+@pytest.mark.full
+def test_steps_with_liquidserves_groups_and_static_cache(tiny_gpu: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, str]] = []
+    launch = KernelRunner.decode
+
+    def decode(runner: KernelRunner, tokens: Any, at: Any = None) -> Any:
+        seen.append((runner.model.layers[0].qkv.group, runner.caches[0].scheme))
+        return launch(runner, tokens, at)
+
+    tiny_gpu.setattr(KernelRunner, "decode", decode)
+    (row,) = models.system_rows(TINY, "liquid", (2,), {}, CEILINGS, lambda _: None)
+    assert {*seen} == {(64, "kv8_channel")} and (row.kernel, row.measure) == ("liquid", "static cache")
+    plain = models.works(TINY, models.random_model(TINY).layers[0], 2, 10)
+    static = models.works(TINY, models.random_model(TINY, cache="kv8_channel").layers[0], 2, 10)
+    by_name = [{work.name: work.nbytes for work in of} for of in (plain, static)]
+    assert by_name[1]["attention"] == pytest.approx(by_name[0]["attention"] * 128 / 68, rel=0.02)
 
 
 def test_experts_run_per_channel_alone(tiny_gpu: pytest.MonkeyPatch) -> None:

@@ -65,13 +65,13 @@ def random_pages(
     """Pages u8 [pages, 2, Hkv, page_bytes] of 64 tokens, as a quantiser could have written them."""
     shape = pages, 2, Hkv, page_bytes(scheme, PAGE, D)
     filled = np.frombuffer(rng.bytes(int(np.prod(shape))), np.uint8).reshape(shape).copy()
-    levels = 2.0 ** KV_SCHEMES[scheme].bits - 1
-    drawn = data(rng, (pages, Hkv, PAGE))
-    scales = np.stack([drawn.k_range, drawn.v_range], axis=1) / levels
-    zeros = np.rint(np.stack([drawn.k_zero, drawn.v_zero], axis=1) * levels)
     constants = PageView.of(filled, scheme, PAGE, D).constants
-    assert constants is not None
-    constants[...] = np.stack([scales, zeros], axis=-1)
+    if constants is not None:  # per token and head; those by channel are not in the pages
+        levels = 2.0 ** KV_SCHEMES[scheme].bits - 1
+        drawn = data(rng, (pages, Hkv, PAGE))
+        scales = np.stack([drawn.k_range, drawn.v_range], axis=1) / levels
+        zeros = np.rint(np.stack([drawn.k_zero, drawn.v_zero], axis=1) * levels)
+        constants[...] = np.stack([scales, zeros], axis=-1)
     return filled
 
 
