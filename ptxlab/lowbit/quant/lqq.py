@@ -76,7 +76,9 @@ def quantize_lqq(
 
 
 def lqq_groups(q8: S8, group: int, rounding: Rounding = "nearest") -> tuple[U8, U8, S8]:
-    """Level 2 of LQQ on integers q8 s8 [N, K]: (q4 u8 [N, K], scale u8 [N, K/g], minimum s8 [N, K/g]).
+    """Quantise level-1 integers q8 s8 [N, K] to level 2 of LQQ.
+
+    Returns (q4 u8 [N, K], scale u8 [N, K/g], minimum s8 [N, K/g]).
 
     A group of equal values has scale 1 and, except with "levels", q4 = 0.
     """
@@ -124,7 +126,7 @@ def _squared_error(shifted: F32, scale: F32) -> F32:
 
 
 def _scale_of_least_error(shifted: F32) -> F32:
-    """The scale in 1..16 of least squared error per group of f32 [N, K/g, g]; of equally good ones the smallest."""
+    """Find the scale in 1..16 of least squared error per group of f32 [N, K/g, g]; the smallest if several tie."""
     best = np.ones_like(shifted[:, :, 0])
     least = np.full_like(best, np.inf)
     for candidate in range(1, MAX_GROUP_SCALE + 1):
