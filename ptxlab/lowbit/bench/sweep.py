@@ -19,7 +19,7 @@ _REPLAYS = 5
 
 @dataclass(frozen=True)
 class Found:
-    """One variant.
+    """Result of one variant.
 
     Attributes:
         constants: the `-D` constants that were asked for.
@@ -111,7 +111,10 @@ def _line(error: Exception) -> str:
 
 
 def lines(found: Sequence[Found]) -> Iterator[list[str]]:
-    """For the terminal: constants, microseconds, beside what the spec chooses, registers, local bytes, remark."""
+    """Format variants for the terminal: constants, microseconds, ratio to the spec's choice, and so on.
+
+    The other columns are registers, local bytes and a remark.
+    """
     own = next(one.measured for one in found if one.chosen)
     for one in found:
         time = "-" if one.measured is None else f"{one.measured.us:.2f}"
