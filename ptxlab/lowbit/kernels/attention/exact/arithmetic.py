@@ -32,7 +32,7 @@ class Arithmetic:
 
     @classmethod
     def of(cls, instruction: Callable[[str], Callable[..., Any]], mma: Callable[[Any, Any, Any], Any]) -> "Arithmetic":
-        """From what makes a function of an opcode."""
+        """Build the arithmetic from a function that makes a function of an opcode, and from an MMA."""
         return cls(
             reciprocal=instruction("rcp.approx.ftz.f32"),
             exact_reciprocal=instruction("rcp.rn.f32"),
@@ -47,7 +47,7 @@ class Arithmetic:
 
 
 def _rounded_once(a: Any, b: Any, c: Any) -> Any:
-    """As `emulator.ops.mma` has it: products are summed in float64, and their sum with c is rounded."""
+    """Multiply as `emulator.ops.mma` does: sum the products in float64, add c, round once."""
     return canonical((c + widen(a, "f16") @ widen(b, "f16")).astype(np.float32), "f32")
 
 
@@ -56,5 +56,5 @@ TRUNCATING = replace(EMULATED, mma=hopper_mma)  # the same, but for tensor cores
 
 
 def hopper() -> Arithmetic:
-    """An H200's own, of CuPy arrays."""
+    """Return an H200's own arithmetic, on CuPy arrays."""
     return Arithmetic.of(gpu.float_instruction, hopper_mma)
