@@ -75,7 +75,7 @@ class AuditTotal:
 
 @dataclass(frozen=True)
 class SkippedTensor:
-    """A tensor that was not audited, and why."""
+    """Tensor that was not audited, and the reason."""
 
     tensor: str
     reason: str

@@ -87,7 +87,7 @@ RAGGED_BATCH, RAGGED_MOST = 64, 8192
 
 
 class Batch(NamedTuple):
-    """Query heads, kv heads, how many tokens each sequence has, the new one included, and dimensions of a head."""
+    """Query heads, kv heads, each sequence's number of tokens (the new one included), and dimensions of a head."""
 
     Hq: int
     Hkv: int

@@ -168,7 +168,7 @@ def part_of(sass: str, function: str) -> str:
 
 
 def save(record: StallRecord, path: Path | None = None) -> Path:
-    """Write it, by default where `load` finds it."""
+    """Write the record, by default where `load` finds it."""
     if path is None:
         path = default_path(record.device["slug"])
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ def save(record: StallRecord, path: Path | None = None) -> Path:
 
 
 def load(path: Path) -> StallRecord:
-    """Read one; `FileError` says in one line why a file is none."""
+    """Read a record; FileError says in one line why a file is none."""
     found = read_record(path, "a record of stalls", SCHEMA)
     try:
         return StallRecord(**{**found, "rows": tuple(StallRow(**row) for row in found["rows"])})

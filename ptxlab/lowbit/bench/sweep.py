@@ -43,19 +43,9 @@ def sweep(
     constants: Mapping[str, Sequence[int]],
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Found]:
-    """Time every combination of `constants` of a GEMM's or an attention's kernel, and what the spec chooses; quickest
-    first. What the timed launches wrote is checked as in a bench.
+    """Time every combination of `constants` of a GEMM's or an attention's kernel, and the spec's choice.
 
-    Args:
-        spec: the kernel.
-        sizes: `M`, `N`, `K`, `g` of a GEMM; `B`, `L`, `Hq`, `Hkv` of an attention (`profile.launch_target.sizes_of`).
-        constants: values by name of a `-D` constant of the kernel; the others are as chosen.
-        progress: called with each variant.
-
-    Raises:
-        ArgumentError: a kernel of another family, or a constant that the kernel does not have.
-        UnavailableError: no GPU that runs the kernel.
-        BenchmarkError: a variant gave wrong results.
+    Variants come quickest first. The results of the timed launches are checked as in a bench.
     """
     if gemm_step(spec) is None and attention_step(spec) is None:
         raise ArgumentError("target", "a kernel of a W4A8 GEMM or of attention", spec.name)
@@ -92,7 +82,10 @@ def _timed(one: Found, variant: dict[str, int], problem: SizedProblem) -> Found:
 
 
 def _compiled(spec: KernelSpec, variants: Sequence[dict[str, int]]) -> list[str]:
-    """Compile all side by side, so that loading finds them in the cache; why one cannot be, or nothing."""
+    """Compile all variants in parallel, so that loading finds them in the cache.
+
+    Returns the compile error of each, or an empty text.
+    """
     arch, source = gpu.device_info().arch, of_kernel(spec.name)[0]
 
     def compiled(variant: dict[str, int]) -> str:

@@ -37,7 +37,7 @@ _UNINTERPRETED = {
 
 @dataclass(frozen=True)
 class Access:
-    """A load or a store: on which condition, of which space, where, and what."""
+    """Load or store of a thread: its guard, memory space, address and bits."""
 
     guard: Any
     space: str
@@ -222,7 +222,7 @@ def row_of(entry: Entry, spec: KernelSpec, known: Mapping[str, Any]) -> TokenRow
 
 @dataclass(frozen=True)
 class Written:
-    """A store of four integers: of channels `first`.. (u64), of so many bits each, under what is `given`."""
+    """Store of four integers to channels `first`.. (u64), each of `bits` bits, under the conditions `given`."""
 
     row: TokenRow
     access: Access

@@ -430,7 +430,10 @@ T = TypeVar("T")
 
 
 def remember(known: dict[K, T], key: K, value: T) -> None:
-    """Keep it for the next call. A decoder has few shapes; where there are many, all are forgotten now and then."""
+    """Keep `value` under `key` for the next call.
+
+    A decoder has few shapes; where there are many, all are forgotten now and then.
+    """
     if key not in known and len(known) >= MOST:
         known.clear()
     known[key] = value

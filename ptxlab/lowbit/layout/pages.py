@@ -122,8 +122,9 @@ class PageView:
 
 
 def require_array(argument: str, array: Any, dtype: str, shape: tuple[int | str, ...]) -> None:
-    """Raise ArgumentError unless an array of any library is contiguous, of that dtype and shape; a name stands for any
-    size.
+    """Raise ArgumentError unless an array of any library is contiguous, of that dtype and shape.
+
+    A name in the shape stands for any size.
     """
     found = str(getattr(array, "dtype", type(array).__name__)).rpartition(".")[2]  # PyTorch says torch.uint8
     sizes = shape_of(array)

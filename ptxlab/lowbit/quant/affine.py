@@ -134,8 +134,10 @@ def _round_levels(
 
 
 def _common_unit(step: F32, otherwise: F32) -> F32:
-    """Return the largest number of which all of a row's scales [N, G] are exact multiples, of 1 to 16 times; else
-    `otherwise` [N]."""
+    """Return each row's largest unit of which all its scales [N, G] are exact multiples, 1 to 16 times: f32 [N].
+
+    A row without such a unit has that of `otherwise` [N].
+    """
     largest, unit = step.max(axis=1), otherwise.copy()
     for multiple in range(MAX_GROUP_SCALE, 0, -1):  # the largest unit last
         trial = (largest / np.float32(multiple)).astype(np.float32)

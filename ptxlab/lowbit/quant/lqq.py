@@ -116,7 +116,7 @@ def _nearest(shifted: F32, step: F32) -> F32:
 
 
 def _squared_error(shifted: F32, scale: F32) -> F32:
-    """Sum it over each group; the sums are integers below 2^24, so float32 compares them exactly."""
+    """Sum the squared error over each group; sums are integers below 2^24, so float32 compares them exactly."""
     error = _divide(shifted, scale)
     error *= scale[:, :, None]
     error -= shifted
@@ -138,7 +138,7 @@ def _scale_of_least_error(shifted: F32) -> F32:
 
 
 def _levels_of_least_error(shifted: F32, minimum: F32) -> tuple[F32, F32]:
-    """Find scale and lowest level, as how far it lies below the minimum, of least squared error per group.
+    """Find scale and lowest level of least squared error per group; the level is the distance below the minimum.
 
     Each number of steps from end to end has its step, which is rounded to a scale. The mean error then vanishes, to a
     rounding, if the lowest level lies lower by the rounding times the mean of the weights in steps.

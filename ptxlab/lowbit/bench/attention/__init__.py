@@ -142,7 +142,7 @@ def at(
 
 
 def programmatic(step: AttentionStep, of: Problem, expected: Expected | None = None) -> dict[str, float]:
-    """Time of launches that begin before those before them have ended; nothing of kernels that would not wait."""
+    """Measure launches that begin before the ones before them have ended; empty for kernels that do not wait."""
     if not step.spec.after_wait:
         return {}
     ready = launches(step, of, programmatic=True)
@@ -165,7 +165,10 @@ def ladder_rows(step: AttentionStep, ceilings: Ceilings, progress: Callable[[str
 
 
 def timed(step: AttentionStep, of: Problem, measured_as: str, ceilings: Ceilings, **further: Any) -> Row:
-    """Time one step on one problem; what the timed launches wrote is checked. `further` are fields of `Row`."""
+    """Time one step on one problem, and check the results of the timed launches.
+
+    `further` are fields of `Row`.
+    """
     ready = launches(step, of)
     measured = measure(ready.calls)
     return row(ready, of, measured_as, measured, ceilings, **further)

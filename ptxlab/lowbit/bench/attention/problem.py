@@ -60,7 +60,7 @@ def sizes_at(step: AttentionStep, batch: Batch, scheme: str, pages: int, sms: in
 
 @dataclass(frozen=True)
 class Problem:
-    """Queries and a cache on the device, so often that no launch finds its copy in the L2.
+    """Queries and a cache on the device, in so many copies that no launch finds its copy in the L2.
 
     Attributes:
         batch: heads and lengths.

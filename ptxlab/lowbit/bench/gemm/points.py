@@ -45,7 +45,7 @@ def point(
     sums: bool = True,
     **further: Any,
 ) -> Row:
-    """Time one step at one size. Every result of the timed launches has to be the right one, bit for bit.
+    """Time one step at one size; every result of the timed launches must be right, bit for bit.
 
     Args:
         step: the kernel.

@@ -38,7 +38,7 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
 
 
 def quantised(x: Any, order: str, ceilings: Ceilings) -> Row:
-    """Time the quantiser on x f16 [M, K]; every byte that it writes has to be the reference's."""
+    """Time the quantiser on x f16 [M, K]; every byte that it writes must be the reference's."""
     M, K = x.shape
     tokens, span = tile_of(order, TILE if order == "tiles" else None)
     sizes = {"M": M, "K": K, "rows": tokens, "span": span}

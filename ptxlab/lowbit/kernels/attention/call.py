@@ -158,7 +158,7 @@ def cache_on_host(call: AttentionCall) -> Arrays:
 
 
 def check_zeros(workspace: DeviceMemory, kept: Iterable[str]) -> None:
-    """Raise ArgumentError if a call has left what no other has taken: no later one would be right."""
+    """Raise ArgumentError if a call has left words of the workspace that are not 0: later calls would be wrong."""
     left = sum(int((copied(NAME, workspace.views[name].owner) != 0).sum()) for name in kept)
     if left:
         workspace.views.clear()

@@ -227,7 +227,7 @@ class _GemmCall:
 
     @cached_property
     def step(self) -> GemmStep:
-        """The step that does it; raises what choosing it raises."""
+        """Step that computes the product; raises what choosing it raises."""
         on_gpu = gpu.is_device_array(self.arrays["x"])
         options = replace(self.options, backend="gpu") if on_gpu else self.options
         return ladder.choose(self.weight, self.order, self.M, options)
@@ -259,7 +259,7 @@ class _GemmCall:
 
     @property
     def operands(self) -> Iterator[CallArray]:
-        """The same, and the weight, whose dtypes and shapes are the PackedWeight's own concern."""
+        """Activations, output and weight; dtypes and shapes of the weight are the PackedWeight's own concern."""
         yield from self.beside_the_weight
         for buffer, array in self.weight.buffers.items():
             yield CallArray(buffer, f"{NAME}: weight", array)

@@ -155,7 +155,7 @@ class _GroupedCall:
 
     @property
     def operands(self) -> Iterator[CallArray]:
-        """The same, and the weights, whose dtypes and shapes are their own concern."""
+        """Activations, offsets, output and weights; dtypes and shapes of the weights are their own concern."""
         yield from self.beside_the_weights
         for _, buffer in self.step.buffers:
             yield CallArray(buffer, f"{NAME}: weights", self.weights.buffers[buffer])

@@ -26,8 +26,10 @@ class SmallTile(NamedTuple):
 
 
 class SmallCost(NamedTuple):
-    """Microseconds: of a strip in a stage; of each time that sums go out; of the launch; of 1,000 channels of X; and at
-    least on top of the stream of the weights.
+    """Costs in microseconds.
+
+    `strip` is a strip in a stage, `sums` each time that sums go out, `launch` the launch, `channels` 1,000 channels of
+    X. `drain` is the least on top of the stream of the weights.
     """
 
     strip: float

@@ -39,8 +39,11 @@ class StripTile(NamedTuple):
 
 
 class StripCost(NamedTuple):
-    """Microseconds: of a stage, more of it for all tokens of the kind, and per strip; of a tile; of the launch;
-    of adding up in a cluster of two; and at least on top of the stream of the weights.
+    """Costs in microseconds.
+
+    `stage` is a stage, `wide` its surplus for all tokens of the kind, `strip` its surplus per strip; `tile` is a tile,
+    `launch` the launch, `split` adding up in a cluster of two. `drain` is the least on top of the stream of the
+    weights.
     """
 
     stage: float

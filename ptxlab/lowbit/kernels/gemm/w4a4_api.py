@@ -100,7 +100,7 @@ def gemm_w4ax(
 
 @dataclass(frozen=True)
 class _Product:
-    """A call of the two.
+    """Public call of a W4A4 or W4Ax product.
 
     Attributes:
         name: of the call.

@@ -16,8 +16,9 @@ from ptxlab.lowbit.reference.tensor_cores import hopper_mma
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Functions of arrays of float32 that broadcast, but for `mma`: (a f16 [..., M, 16], b f16 [..., 16, N], c f32
-    [..., M, N]) -> a·b + c.
+    """Operations on arrays of float32 that broadcast.
+
+    `mma` alone takes matrices: (a f16 [..., M, 16], b f16 [..., 16, N], c f32 [..., M, N]) -> a·b + c.
     """
 
     reciprocal: Callable[[Any], Any]

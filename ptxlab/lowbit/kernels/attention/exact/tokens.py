@@ -11,8 +11,10 @@ from ptxlab.lowbit.layout.pages import PageView
 
 
 class Tokens(NamedTuple):
-    """Key integers f64 [n, tokens, D]; operands of values and, behind them, zeros as f16 [n, tokens, D + 1]; scale and
-    zero of keys, scale of values, f32 [n, tokens, 1].
+    """Keys and values of tokens, as the kernel multiplies them.
+
+    `keys` are integers f64 [n, tokens, D]. `operands` are values and, behind them, zeros, f16 [n, tokens, D + 1]. Scale
+    and zero of keys and scale of values are f32 [n, tokens, 1].
     """
 
     keys: Any
