@@ -46,6 +46,17 @@ def sweep(
     """Time every combination of `constants` of a GEMM's or an attention's kernel, and the spec's choice.
 
     Variants come quickest first. The results of the timed launches are checked as in a bench.
+
+    Args:
+        spec: the kernel.
+        sizes: `M`, `N`, `K`, `g` of a GEMM; `B`, `L`, `Hq`, `Hkv` of an attention (`profile.launch_target.sizes_of`).
+        constants: values by name of a `-D` constant of the kernel; the others are as chosen.
+        progress: called with each variant.
+
+    Raises:
+        ArgumentError: a kernel of another family, or a constant that the kernel does not have.
+        UnavailableError: no GPU that runs the kernel.
+        BenchmarkError: a variant gave wrong results.
     """
     if gemm_step(spec) is None and attention_step(spec) is None:
         raise ArgumentError("target", "a kernel of a W4A8 GEMM or of attention", spec.name)

@@ -103,7 +103,7 @@ def unpack_mma(words: U32) -> U8:
 
 
 def exchange_nibbles(words: U32) -> U32:
-    """Exchange the two nibbles of every byte of u32 words: converts between a word's plain and its COMET form."""
+    """Exchange the two nibbles of every byte of words u32 [...]: converts between a word's plain and its COMET form."""
     _require_dtype("words", words, np.uint32)
     return (words & _LOW) << np.uint32(4) | words >> np.uint32(4) & _LOW
 

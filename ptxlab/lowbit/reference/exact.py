@@ -23,12 +23,12 @@ def exact_qoq(q4: U8, scale: U8, zero: U8) -> S32:
 
 
 def fits_s8(values: S32) -> Bool:
-    """Find the integers that fit s8."""
+    """Find the exact integers that fit s8."""
     return (values >= -128) & (values <= 127)
 
 
 def presub_wrong(q4: U8, scale: U8, zero: U8) -> Bool:
-    """Find the weights that `dequant_qoq_presub` gets wrong, bool [R, K], by following the borrow across lanes.
+    """Find the weights in which `dequant_qoq_presub` differs from `exact_qoq`, bool [R, K], by following the borrow.
 
     Modulo 2^32 the packed product is the sum of the exact lane products, each at its byte. So lane i receives what the
     lanes below it in the word could not keep in their bytes (a borrow if negative), and it is right only if it
